@@ -39,7 +39,7 @@ const FIRST_OWN: i32 = 512;
 /// Locked while [`id`] reads, and while a client's descriptor is duplicated.
 static READING: PerProcess<Mutex<()>> = PerProcess::new();
 
-/// Creates what the eventfds of a process share.
+/// Creates the objects that the eventfds of a process share.
 pub(crate) fn prepare() {
     READING.get();
 }
@@ -106,7 +106,7 @@ impl EventFd {
             iov_len: size_of_val(&count),
         };
         let into = &raw mut into as usize;
-        // The offset -1 is that of a plain read.
+        // With the offset -1 this is a plain read.
         let (low, high) = (usize::MAX, 0);
         let arguments = [
             self.fd.0 as usize,

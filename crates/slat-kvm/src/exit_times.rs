@@ -16,7 +16,7 @@ const ONE_IN: u64 = 16;
 /// halts, because each vCPU has a histogram for each exit reason.
 const BUCKETS: usize = 24;
 
-/// Why the CPU has exited, as far as times are told apart.
+/// The reasons of exits whose times are counted separately.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Reason {
     Io,
@@ -29,7 +29,7 @@ impl Reason {
     /// The names, in the order of the reasons.
     const NAMES: [&str; 4] = ["io", "mmio", "interrupt", "other"];
 
-    /// Returns the reason of an exit. `None`: it has an account of its own.
+    /// Returns the reason of an exit. `None`: the time of the exit is counted elsewhere.
     fn of(exit: &Exit) -> Option<Self> {
         match exit {
             Exit::Io { .. } => Some(Reason::Io),

@@ -99,7 +99,7 @@ mod tests {
             (to.flags, to.base, to.nmsrs) = (*flags, *base, *nmsrs);
             to.bitmap = std::ptr::without_provenance_mut(usize::from(*bits));
         }
-        // The address of each bitmap says what it holds.
+        // The address of each bitmap is a number that says which bits it holds.
         MsrFilter::new(&given, |address, words| Ok(vec![address; words]))
     }
 

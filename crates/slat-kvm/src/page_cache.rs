@@ -104,7 +104,7 @@ impl PageCache {
         (known.gpa == gpa & !(PAGE - 1) && allows).then_some(known.page)
     }
 
-    /// Keeps what the tables that were asked last say of the page at `gpa`.
+    /// Keeps the translation of the page at `gpa` by the nested tables of the last look-up.
     pub(crate) fn keep_nested(&mut self, gpa: u64, page: GuestPage) {
         self.nested[Self::nested_index(gpa)] = Some(NestedPage {
             gpa: gpa & !(PAGE - 1),
@@ -121,7 +121,7 @@ impl PageCache {
         self.nested.fill(None);
     }
 
-    /// Forgets what the guest's tables say. Call when the guest invalidates a translation.
+    /// Forgets the translations by the guest's tables. Call when the guest invalidates a translation.
     pub(crate) fn flush_devices(&mut self) {
         self.devices.fill(None);
     }

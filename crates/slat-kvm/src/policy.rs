@@ -250,7 +250,7 @@ pub struct Policies {
     pub jit: Jit,
     /// Whether guests are offered SVM.
     pub nested: bool,
-    /// What the compiler writes for perf.
+    /// The files that the compiler writes for perf.
     pub jit_map: JitMap,
     /// Whether memslots may have the flag `KVM_MEM_USERFAULT`.
     pub userfault: bool,

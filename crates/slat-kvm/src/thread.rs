@@ -26,7 +26,7 @@ pub mod bits {
     pub const RING_FULL: u32 = 1 << 13;
     /// The guest, on another vCPU, has flushed this vCPU's translations of its virtual addresses.
     pub const GUEST_FLUSH: u32 = 1 << 14;
-    /// The vCPU has to sample what it executes, for a profile.
+    /// The vCPU must take a sample of the code that it executes, for a profile.
     pub const SAMPLE: u32 = 1 << 15;
     /// A debugger holds the vCPU, or has orders for it.
     pub const HOLD: u32 = 1 << 16;

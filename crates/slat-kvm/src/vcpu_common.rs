@@ -40,7 +40,7 @@ pub(crate) struct VcpuCommon {
 /// All vCPUs of the process, for [`interrupt_thread`].
 static ALL: PerProcess<Mutex<Vec<Shared<VcpuCommon>>>> = PerProcess::new();
 
-/// Creates what the vCPUs of a process share.
+/// Creates the objects that the vCPUs of a process share.
 pub(crate) fn prepare() {
     ALL.get();
     ticker::prepare();

@@ -253,7 +253,7 @@ impl HostMemory {
         self.end_sharing(page..page + 1);
     }
 
-    /// Gives `page` a frame of its own, and returns that.
+    /// Gives `page` a frame of its own, and returns the frame.
     pub(crate) fn replace(&self, page: u64) -> Pfn {
         self.separate(page);
         let low = (1 << VERSION_SHIFT) - 1;

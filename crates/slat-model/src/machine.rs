@@ -1,4 +1,4 @@
-//! The machines that operations are run on: what an embedder's tests have to know of its own.
+//! The machines on which operations are run: an embedder's tests implement [`Machine`] for their own.
 
 use std::ops::Range;
 use std::sync::Arc;

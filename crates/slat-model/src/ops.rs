@@ -132,7 +132,7 @@ pub enum Op {
     Quiesce(usize),
     /// Deletes a vCPU and creates another one.
     Replace(usize),
-    /// A vCPU goes on in another address space, or in the same one.
+    /// A vCPU continues in another address space, or in the same one.
     UseSpace {
         /// The number of the vCPU.
         vcpu: usize,
@@ -141,9 +141,9 @@ pub enum Op {
     },
     /// Clones the VM. The next operations are the clone's.
     Fork,
-    /// The next operations are those of another VM, counted from the oldest.
+    /// The next operations are for another VM, counted from the oldest.
     Turn(usize),
-    /// Ends the VM, if there are others, and goes on with the oldest.
+    /// Ends the VM, if there are others, and continues with the oldest of these.
     End,
     /// The allocation after this many others fails.
     FailAllocation(u64),

@@ -30,7 +30,7 @@ pub struct Watched<P> {
     cloned: AtomicBool,
     /// Whether `P` tells `tlb` of flushes.
     reports_flushes: bool,
-    /// To be added to a backing address, to get that of `P`.
+    /// The number that is added to a backing address of this platform to get the one of `P`.
     offset: u64,
     /// Allocations until one fails; negative: none fails.
     fail_in: AtomicI64,
@@ -133,7 +133,7 @@ impl<P: Platform> Watched<P> {
         self.violations.note(violation);
     }
 
-    /// Returns the violations that were recorded as the error.
+    /// Returns the recorded violations, as an error.
     pub fn violations(&self) -> Result<(), String> {
         self.each_tlb(|tlb| {
             let findings = tlb.findings();

@@ -170,7 +170,7 @@ fn prepare() {
         let report = panic::take_hook();
         panic::set_hook(Box::new(move |info| {
             block_signals();
-            // A thread that panics may hold any lock but this for long.
+            // A thread that panics may hold any lock for a long time, except this one.
             let current = lock(&CURRENT).clone();
             if let Some(stream) = current {
                 account(&stream, &info.to_string());

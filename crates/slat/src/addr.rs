@@ -142,7 +142,7 @@ impl Hva {
 pub struct Level(pub u8);
 
 impl Level {
-    /// A page: 4 KiB, or what the granule is.
+    /// The level of a page: 4 KiB, or the size of the granule.
     pub const PAGE: Level = Level(1);
     /// 2 MiB with tables of 4 KiB, 32 MiB of 16 KiB, 512 MiB of 64 KiB.
     pub const MEGA: Level = Level(2);

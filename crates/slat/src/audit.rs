@@ -132,7 +132,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
             Some((log, LogKind::Bitmap)) if leaf.write && is_unmarked(log) => {
                 return Err("it is writable, but not marked in the dirty log".into());
             }
-            // The walker would not name it once more, nor the other pages of a huge leaf, nor any of a shadow page.
+            // The walker would not name this page a second time, nor the other pages of a huge leaf, nor any page of a
+            // shadow page.
             Some((log, LogKind::Buffers))
                 if leaf.write
                     && (leaf.dirty || level > Level::PAGE || at.is_shadowed())

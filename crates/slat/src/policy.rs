@@ -45,7 +45,7 @@ macro_rules! policies {
                 [$(Setting::$Name(self.$name),)*].into_iter()
             }
 
-            /// Sets one policy. To change that of a VM there is [`Vm::set_policy`](crate::Vm::set_policy).
+            /// Sets one policy here. [`Vm::set_policy`](crate::Vm::set_policy) sets one of a VM.
             pub fn set(&mut self, setting: Setting) {
                 match setting {
                     $(Setting::$Name(value) => self.$name = value,)*
@@ -332,7 +332,7 @@ pub enum Prefetch {
 }
 
 impl Prefetch {
-    /// The most pages of a window: those of one table.
+    /// The most pages of a window: the pages of one table.
     const MOST: u16 = 512;
 
     /// Returns the number of pages of a window of constant size, a power of two; 1 without a window.

@@ -84,7 +84,7 @@ counters! {
     splits,
     /// Tables replaced by a huge leaf in place, when a dirty log ended.
     collapses,
-    /// Level 1 tables that stand where a huge leaf could, because of NX (a gauge).
+    /// Level 1 tables whose frames a huge leaf could map if NX allowed it (a gauge).
     nx_lpage_splits,
     /// Entries that eager splits have looked at.
     split_entries_visited,
@@ -115,7 +115,7 @@ counters! {
     zapped,
     /// Flushes of all vCPUs.
     remote_tlb_flush,
-    /// Flush requests, of which several may share one flush.
+    /// Flush requests. Several requests may share one flush.
     remote_tlb_flush_requests,
     /// Invalidations of backing ranges that some memslot uses.
     invalidations,

@@ -165,7 +165,7 @@ struct Cpu {
 
 /// The numbers of the present generation.
 struct Numbers {
-    /// A bit for each number: a VM has it. That of 0 is set.
+    /// A bit for each number: whether a VM has it. The bit of number 0 is always set.
     taken: Box<[u64]>,
     /// For each CPU the tag of the guest that it was in when the generation began, or a tag of generation 0.
     reserved: Box<[u64]>,

@@ -46,7 +46,7 @@ pub(crate) use session::{Go, Session, Stopped};
 /// The most probes of a VM.
 pub const MOST_PROBES: usize = 128;
 
-/// Names what an address of a request belongs to.
+/// The memory to which an address of a request belongs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Space {
     /// Guest-physical memory.

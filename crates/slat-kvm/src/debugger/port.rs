@@ -59,7 +59,7 @@ pub(crate) trait Held {
     /// Lets the vCPU go on with these orders.
     fn release(&self, orders: Orders);
 
-    /// Takes what no debugger needs: the vCPU goes on without probes.
+    /// Ends the debugger's hold: the vCPU continues without probes.
     fn detach(&self);
 
     /// Returns the probe that has stopped the vCPU.
@@ -206,7 +206,7 @@ impl<'a> Quiet<'a> {
         Quiet { attention, bits }
     }
 
-    /// Takes and returns what was raised since.
+    /// Clears the bits that were raised since, and returns them.
     fn again(&mut self) -> u32 {
         let raised = self.attention.take(u32::MAX);
         self.bits |= raised;

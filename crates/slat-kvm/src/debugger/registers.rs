@@ -99,7 +99,7 @@ const fn table() -> [Register; COUNT] {
     table
 }
 
-/// Returns where the value of a register is among those of all.
+/// Returns the range of bytes that a register's value has among the values of all registers.
 const fn offset(register: usize) -> usize {
     let table = table();
     let (mut at, mut bytes) = (0, 0);

@@ -36,7 +36,7 @@ pub(crate) fn supported(has_apic: bool, max_vps: u32) -> [kvm_cpuid_entry2; 10] 
     })
 }
 
-/// Returns what the guest with this CPUID may use. `None`: it has no Hyper-V interface.
+/// Returns the rights of a guest with this CPUID. `None`: the guest has no Hyper-V interface.
 pub(crate) fn privileges(table: &[kvm_cpuid_entry2]) -> Option<Privileges> {
     Privileges::from_cpuid(|function| {
         let entry = table.iter().find(|entry| entry.function == function)?;

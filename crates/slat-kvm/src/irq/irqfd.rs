@@ -207,7 +207,7 @@ struct Service {
 
 static SERVICE: PerProcess<Service> = PerProcess::new();
 
-/// Creates what the irqfds of a process share.
+/// Creates the objects that the irqfds of a process share.
 pub(crate) fn prepare() {
     SERVICE.get();
     eventfd::prepare();

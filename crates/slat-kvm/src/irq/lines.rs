@@ -98,7 +98,7 @@ impl Interrupts {
         }
     }
 
-    /// Call when the guest has read what a source of its SynIC was signalled for.
+    /// Call when the guest has read the message or event for which a source of its SynIC was signalled.
     pub(crate) fn source_acknowledged(&self, vp: u32, sint: u32) {
         if !self.irqfds.has_resampled() {
             return;

@@ -93,8 +93,8 @@ impl Frames {
     }
 }
 
-/// Returns a number that is the same for all addresses of a half of the address space, and that no other words have. In
-/// one stack all code is the kernel's, or all is a user program's.
+/// Returns a number that identifies the half of the address space in which `address` is; words that are no address have
+/// other numbers. In one stack all code is the kernel's, or all is a user program's.
 fn half(address: u64) -> i64 {
     // Bits that are equal in addresses of 57 bits.
     address as i64 >> 56

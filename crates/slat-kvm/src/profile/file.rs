@@ -48,7 +48,7 @@ fn with_end(path: &Path, end: &str) -> PathBuf {
     name.into()
 }
 
-/// Creates a file that nobody else has.
+/// Creates a file, and fails if one of this name exists.
 fn create(path: &Path) -> io::Result<fs::File> {
     (OpenOptions::new().write(true).create_new(true))
         .mode(0o600)

@@ -89,7 +89,7 @@ fn memory(to: &mut Writer<'_>, vm: &EngineVm, space: usize, cells: u64) -> fmt::
     hole(to, vm, space, at..Gfn(u64::MAX), cells)
 }
 
-/// Writes what is mapped between two memslots, if anything is.
+/// Writes the mappings between two memslots, if there are any.
 fn hole(
     to: &mut Writer<'_>,
     vm: &EngineVm,

@@ -35,7 +35,7 @@ use std::ffi::{CStr, OsString};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
-// What the two ends of a socket have to agree on: for the command alone.
+// The terms on which the two ends of a socket agree: public for the command alone.
 #[doc(hidden)]
 pub use debug::{DEBUG, MOST_BYTES};
 #[doc(hidden)]

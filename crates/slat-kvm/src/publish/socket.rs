@@ -114,7 +114,7 @@ impl Own {
         true
     }
 
-    /// Receives what the reader asks: the first bytes that come. Empty: nothing came in time.
+    /// Receives the first bytes of the reader's request. Empty: no byte came in time.
     pub(super) fn receive<'a>(&self, to: &'a mut [u8]) -> &'a [u8] {
         let (start, len) = (to.as_mut_ptr() as usize, to.len());
         // SAFETY: the buffer and its length.
@@ -122,8 +122,8 @@ impl Own {
         &to[..usize::try_from(received).unwrap_or(0)]
     }
 
-    /// Receives what the reader says next, and returns how many bytes came: 0 if none comes in time, or if none is
-    /// there and this does not wait. `None`: the reader has gone, or there is no room for more.
+    /// Receives the reader's next bytes, and returns their number: 0 if none came in time, or if there are none and
+    /// this does not wait. `None`: the reader has gone, or there is no space for more.
     pub(super) fn receive_more(&self, to: &mut [u8], waits: bool) -> Option<usize> {
         let (start, len) = (to.as_mut_ptr() as usize, to.len());
         let flags = if waits { 0 } else { libc::MSG_DONTWAIT } as usize;

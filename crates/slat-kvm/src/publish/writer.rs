@@ -24,7 +24,7 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// Sends what is left.
+    /// Sends the rest of the text.
     pub(super) fn finish(&mut self) -> fmt::Result {
         self.failed |= !self.to.send(&self.part[..self.len]);
         self.len = 0;

@@ -218,7 +218,7 @@ impl StealTime {
         self.thread.is_some()
     }
 
-    /// Notes that the guest was told what was stolen up to the reading `waited`.
+    /// Notes that the guest was told of the time that was stolen up to the reading `waited`.
     pub(crate) fn was_told(&mut self, waited: u64) {
         self.told = Some(waited);
     }

@@ -37,7 +37,7 @@ impl VmObject {
             clock: now.clock,
             ..Default::default()
         };
-        // As in KVM, the other moments are returned only with a clock on which all vCPUs agree.
+        // As in KVM, the wall clock and the host's TSC are returned only if all vCPUs agree on the clock.
         Ok(match now.is_stable {
             false => data,
             true => kvm_clock_data {

@@ -55,7 +55,7 @@ pub(super) fn until_done<F: Format, T>(
     panic!("an access is retried for ever");
 }
 
-/// Returns what an access comes to that has stopped. `None`: it is to be retried.
+/// Returns the outcome of an access that has stopped. `None`: the access must be tried again.
 pub(super) fn stopped(stop: Stop) -> Option<Outcome> {
     match stop {
         Stop::Retry => None,
@@ -97,7 +97,7 @@ impl<F: Format> EngineMmu<F> {
         self.translate(cpu, gpa, access).map(|found| found.host)
     }
 
-    /// Reads a page-table entry. `Err`: what the access that needs it comes to.
+    /// Reads a page-table entry. `Err`: the outcome of the access that needs the entry.
     pub(super) fn read_entry(&mut self, cpu: usize, gpa: Gpa, size: usize) -> Result<u64, Outcome> {
         match self.reach(cpu, gpa, Access::Read) {
             Ok(host) => Ok(self.ram.read(Hpa(host.0 + gpa.offset()), size)),

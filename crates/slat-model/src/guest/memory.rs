@@ -191,7 +191,7 @@ impl Memory {
         slot.is_some_and(|(_, slot)| is_read_only(slot))
     }
 
-    /// Returns what an access to a guest-physical address comes to.
+    /// Returns the outcome of an access to a guest-physical address.
     pub fn access(&self, gpa: u64, access: Access) -> Outcome {
         let sim = self.machine.ram.sim();
         match self.model.expect(&**sim, gpa >> 12, access) {

@@ -133,7 +133,7 @@ impl GuestRam {
         self.at(page, word).store(value, Relaxed);
     }
 
-    /// Returns what the MMU has changed since the last call.
+    /// Returns the changes that the MMU has made since the last call.
     pub(super) fn take_changes(&self) -> Vec<Change> {
         std::mem::take(&mut *self.lock())
     }

@@ -254,8 +254,7 @@ impl Walk<'_> {
     }
 }
 
-/// Whether two outcomes are the same, but for what they say of tracking, and of the offset in a page
-/// that cannot be accessed.
+/// Whether two outcomes are equal, apart from tracking, and from the offset in a page that cannot be accessed.
 pub(super) fn is_same(a: &Outcome, b: &Outcome) -> bool {
     match (a, b) {
         (Outcome::Page { host: a, .. }, Outcome::Page { host: b, .. }) => a == b,

@@ -239,7 +239,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         });
     }
 
-    /// Checks that the mapping `now`, after an access, is what the access was translated by.
+    /// Checks that the mapping `now`, looked up after an access, is the one by which the access was translated.
     fn check_now(
         &self,
         gpa: u64,
@@ -279,7 +279,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
             .for_each(|gfn| self.look_up_frame(gfn));
     }
 
-    /// Looks up a frame: what it is mapped to must be what the model has.
+    /// Looks up a frame, and compares its mapping with the model's.
     fn look_up_frame(&mut self, gfn: u64) {
         for space in 0..=SPACES {
             let Some(mapping) = self.vm.lookup(space, Gfn(gfn)) else {

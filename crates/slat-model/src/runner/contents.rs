@@ -1,4 +1,4 @@
-//! What the guest has written, and reads.
+//! The words that the guest has written, and reads again.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -13,7 +13,7 @@ use crate::machine::Machine;
 pub(super) type Contents = BTreeMap<u64, u64>;
 
 impl<M: Machine, F: Format> Runner<M, F> {
-    /// Has the guest write a word of its own to the page it has been given, or compares what it reads there.
+    /// Has the guest write a word of its own to the page of its translation, or compares the word that it reads there.
     pub(super) fn touch(&mut self, i: usize, gfn: u64, access: Access, translation: &Translation) {
         let frame = F::GRANULE.pfn(translation.host);
         let (_, slot) = self.models[self.cpus[i].space]

@@ -92,7 +92,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
     pub fn new(host_pages: u64, rings: bool, config: Config) -> Self {
         let tlb = Arc::<Tlb>::default();
         let machine = Arc::new(M::new(host_pages, tlb.clone()));
-        // The longest slot but for giant ones.
+        // The longest slot, giant ones excepted.
         let least = 4 * F::GRANULE.entries() as u64;
         assert!(
             (least..=host_pages).contains(&machine.pages()),

@@ -25,7 +25,7 @@ impl Place {
     }
 }
 
-/// A valid entry, as far as a walker cares.
+/// The parts of a valid entry that matter to a walker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Value {
     Table {

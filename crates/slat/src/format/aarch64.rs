@@ -91,7 +91,8 @@ const DIRTY: u64 = 1 << 56;
 /// In an invalid descriptor this bit is [`CLEARED`]. [`BROKEN`] tells a broken leaf from a cleared entry.
 const MAY_EXECUTE: u64 = 1 << 57;
 
-/// An invalid descriptor is ignored from bit 1 on. Bits 3:2 tell what it is, if neither bit 57 nor 58 does.
+/// The walker ignores bits 63:1 of an invalid descriptor. If neither bit 57 nor bit 58 is set, bits 3:2 tell its
+/// meaning.
 const ANNOTATION: u64 = 0b11 << 2;
 const MMIO: u64 = 0b01 << 2;
 const MMIO_GENERATION_SHIFT: u32 = 12;
@@ -149,7 +150,7 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool, const PAGE_SHIFT: u32>
         }
     };
 
-    /// Returns the bits of an address from those of a page's number up to `end`.
+    /// Returns the mask of an address's bits from the first bit of the page number up to `end`.
     const fn bits_to(end: u32) -> u64 {
         (1 << end) - (1 << PAGE_SHIFT)
     }
@@ -175,7 +176,7 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool, const PAGE_SHIFT: u32>
             Granule::Kib16 => 0b10,
             Granule::Kib64 => 0b01,
         };
-        // 5 is 48 bits, 6 is 52.
+        // PARange 5 means addresses of 48 bits, and 6 means 52.
         let most = if Self::WIDE { 6 } else { 5 };
         let physical = if pa_range < most { pa_range } else { most };
         let managed = if HARDWARE_DIRTY { HA | HD } else { 0 };

@@ -440,7 +440,7 @@ pub(crate) const fn all_gfns<F: Format>() -> Range<Gfn> {
     Gfn(0)..Gfn(root_pages::<F>() * F::ROOT_TABLES as u64)
 }
 
-/// Checks what the engine asks of a format's constants: evaluate it in a `const` block.
+/// Checks the engine's demands on a format's constants: evaluate it in a `const` block.
 pub(crate) const fn check_limits<F: Format>() {
     let (flags, leaf) = (
         F::WRITE | F::MAY_WRITE | F::ACCESSED | F::DIRTY,

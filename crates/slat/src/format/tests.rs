@@ -1,4 +1,5 @@
-//! What the packers of fields refuse. What every format promises: `crates/slat/tests/formats.rs`.
+//! The packers of fields refuse values that do not fit. `crates/slat/tests/formats.rs` has the tests that all formats
+//! share.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 

@@ -23,7 +23,7 @@ pub(super) struct More<T> {
 }
 
 impl<T> Pool<T> {
-    /// The largest number; what is made of numbers rests on that.
+    /// The largest number of a record. Values that contain a number rely on this.
     pub(super) const MOST: usize = 1 << 22;
 
     pub(super) const fn new() -> Self {
@@ -108,7 +108,7 @@ pub(super) struct Ask {
 }
 
 impl<T> More<T> {
-    /// Allocates what a pool asked for.
+    /// Allocates the records that a pool asked for.
     ///
     /// # Errors
     /// [`OutOfMemory`].

@@ -160,8 +160,8 @@ impl Spare {
         directories: [None, None],
     };
 
-    /// Allocates what it takes to make `edits`, each of which replaces a slot, or nothing, by another one, or nothing,
-    /// in two indexes like `index`.
+    /// Allocates the memory that `edits` need in two indexes like `index`. Each edit replaces one slot, or none, by
+    /// another one, or none.
     pub(super) fn fill<'m, O: Order>(
         &mut self,
         index: &Index<O>,
@@ -191,7 +191,7 @@ impl Spare {
         Ok(())
     }
 
-    /// Frees what an edit of several slots has not used. Call when both sets have it.
+    /// Frees the memory that an edit of several slots has not used. Call when both sets have the edit.
     pub(super) fn trim(&mut self) {
         const KEPT: usize = 2;
         if self.leaves.len() > KEPT {

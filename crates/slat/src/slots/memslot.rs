@@ -50,7 +50,7 @@ impl Traits {
     const DEVICE: u8 = 1 << 5;
     const GRANULE_SHIFT: u32 = 6;
 
-    /// Makes those of `region`, whose flags are valid, in tables of `granule`.
+    /// Makes the traits of `region`, whose flags are valid, in tables of `granule`.
     fn of(region: &Region, granule: Granule) -> Self {
         let bit = |set: bool, bit| if set { bit } else { 0 };
         let memory = match region.memory {

@@ -40,7 +40,7 @@ impl Spares {
         by_private: Spare::NONE,
     };
 
-    /// Frees what a change of several slots has not used. Call when both sets have it.
+    /// Frees the memory that a change of several slots has not used. Call when both sets have the change.
     pub(super) fn trim(&mut self) {
         self.by_gfn.trim();
         self.by_hva.trim();
@@ -138,7 +138,7 @@ impl SlotSet {
         self.by_private.overlapping(&pages, &mut visit_private);
     }
 
-    /// Allocates what it takes to make `edits` in two sets like this one.
+    /// Allocates the memory that `edits` need in two sets like this one.
     pub(super) fn prepare<'m>(
         &self,
         edits: impl Iterator<Item = (Option<&'m Memslot>, Option<&'m Memslot>)> + Clone,

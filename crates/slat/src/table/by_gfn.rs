@@ -164,7 +164,7 @@ pub(crate) trait ByGfn {
     /// Returns whether the table in `frame` exists only because of NX; then recovery may zap it.
     fn is_nx_table(&self, frame: Pfn) -> bool;
 
-    /// Checks what the MMU knows of its own tables, such as the number of leaves in each, against the entries.
+    /// Checks the MMU's books about its own tables, such as the number of leaves in each, against the entries.
     ///
     /// # Errors
     /// The first thing that is wrong.
@@ -194,7 +194,7 @@ pub(crate) enum Split {
     InPlace,
     /// The leaf was made [`Entry::Broken`](crate::format::Entry::Broken).
     Broken,
-    /// Nothing was split: what the MMU has allocated ahead is used up.
+    /// Nothing was split, because the frames that were allocated ahead are used up.
     Unprepared,
 }
 

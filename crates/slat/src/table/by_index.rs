@@ -28,7 +28,7 @@ pub(crate) enum Installed {
 pub(crate) enum Retry {
     /// `valid` returned `false`: wait for what made it so, and look again.
     Stale,
-    /// No frame or record is left of those that were allocated ahead: allocate more.
+    /// The frames or records that were allocated ahead are used up: allocate more.
     Unprepared,
     /// The entry, in the region of this level, is a leaf for another page, or a table of smaller leaves; or a larger
     /// leaf on the path was to be left alone. A range operation zaps it, which also moves dirty bits to the log.

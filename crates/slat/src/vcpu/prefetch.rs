@@ -76,7 +76,7 @@ struct GuestRun {
 struct Mapped {
     /// The first page of the range that is not mapped, because it is not resident, or fits a larger leaf.
     end: Gfn,
-    /// The number of pages that were mapped.
+    /// The number of pages that the call has mapped.
     installed: u64,
     /// The platform has named all pages of the range.
     all_resident: bool,
@@ -85,8 +85,8 @@ struct Mapped {
 }
 
 impl<P: Platform, F: Format> Vcpu<P, F> {
-    /// Maps what the guest's entries beside that for `gva` map, which was just mapped by `trail`: those that were used
-    /// before, of memory that is resident (KVM: `pte_prefetch`).
+    /// Maps the pages of the guest's entries beside the entry for `gva`, which `trail` has just mapped: those entries
+    /// whose accessed flag is set, and whose memory is resident (KVM: `pte_prefetch`).
     pub(super) fn prefetch_guest<W: HostWords>(&mut self, gva: u64, trail: &Trail, words: &mut W) {
         if trail.leaf_level() > Level::PAGE {
             return;
@@ -348,7 +348,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         });
     }
 
-    /// Maps what is resident from `gfn` to `end`, in one level 1 table and one slot.
+    /// Maps the resident pages from `gfn` to `end`, in one level 1 table and one slot.
     fn prefault_resident(&mut self, gfn: Gfn, end: Gfn) -> Mapped {
         let none = Mapped {
             end: gfn,

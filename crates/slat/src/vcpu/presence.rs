@@ -59,7 +59,7 @@ impl Presence {
         self.reader().quiesce(readers);
     }
 
-    /// Ends the section; returns its `walkable`.
+    /// Ends the section. Returns the value of `walkable` in the section.
     pub(super) fn leave(&mut self) -> Gpa {
         self.tables.clear();
         let walkable = replace(&mut self.walkable, Gpa(0));

@@ -237,7 +237,7 @@ mod tests {
         let mut sizes = |pages: &[u64]| mapped(&mut streams, Prefetch::Adaptive, pages);
         assert_eq!(sizes(&[0, 1, 2, 3, 4, 16, 32]), [1, 1, 1, 1, 16, 32, 64]);
         assert_eq!(sizes(&[64, 128, 256, 512]), [128, 256, 512, 512]);
-        // Downwards, in turns with the first, which goes on.
+        // The second stream goes downwards, in turns with the first one, which continues.
         let turns = [9007, 1024, 9006, 1536, 9005, 2048, 9004, 2560, 9003];
         assert_eq!(sizes(&turns), [1, 512, 1, 512, 1, 512, 1, 512, 16]);
         assert_eq!(sizes(&[8991, 3072]), [32, 512]);

@@ -71,7 +71,7 @@ pub enum Stop {
     MemoryFault {
         /// The address that was accessed.
         gpa: Gpa,
-        /// What the access was.
+        /// The kind of the access.
         access: Access,
         /// The page is private.
         private: bool,

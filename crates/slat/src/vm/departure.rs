@@ -1,18 +1,18 @@
-//! What a change of memslots does to slots that existed before: it deletes, moves or shrinks them, or replaces a part
-//! of them by others.
+//! The effects of a change of memslots on slots that existed before: the change deletes, moves or shrinks them, or
+//! replaces a part of them by others.
 //!
 //! # The order
-//! 1. *Moving*: where the leaves' dirty bits are the log of a slot that takes it along, they are noted at the old
-//!    place, and until 6 no fault installs a leaf that would have more of them.
+//! 1. *Moving*: if a slot moves and keeps its log, and the leaves' dirty bits are that log, the bits are noted at the
+//!    old place. Until step 6 no fault installs a leaf there whose dirty bit may be set.
 //! 2. *Leaving*: from now on an invalidation that does not find a slot waits until its leaves are zapped.
 //! 3. The new set is published, the sequence raised, huge leaves that cross an edge of a part that stays are split, and
 //!    what the old slots had mapped elsewhere is zapped.
-//! 4. The slots are gone from there. Whoever finds no slot leaving finds the ticket of the operation, which
-//!    covers the zapped frames.
-//! 5. Marks of parts that go from one dirty log to another are copied, when no reader uses the old set: none is added
-//!    to the old log any more.
-//! 6. An operation that still uses the old set would take a dirty bit at the new frames of a slot for that of another
-//!    page. So a slot that was moving is so until no reader uses the old set.
+//! 4. The slots stop leaving. A thread that finds no slot leaving finds the ticket of the operation, which covers the
+//!    zapped frames.
+//! 5. When no reader uses the old set any more, no mark is added to an old log any more. Then the marks of parts that
+//!    go from one dirty log to another are copied.
+//! 6. An operation that still uses the old set would take a dirty bit at the new frames of a slot for the bit of
+//!    another page. So a moving slot counts as moving until no reader uses the old set.
 //! 7. The lock of the slots is released: other changes need not wait for the flush, or until the tables are freed.
 //! 8. The flush.
 

@@ -1,4 +1,4 @@
-//! Huge leaves that cross an edge: the first frame of a range whose leaves change, or that of the next one, which stay.
+//! Huge leaves that cross an edge: a boundary between frames whose leaves change and frames whose leaves stay.
 //!
 //! They are split in place down to the edge, so that what is beyond stays mapped throughout. The tables for it are
 //! allocated before anything is changed.

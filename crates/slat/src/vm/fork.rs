@@ -151,7 +151,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
 }
 
 impl super::LogMode {
-    /// Makes logs of a new VM work as those of `other`.
+    /// Makes the logs of a new VM work like the logs of `other`.
     fn copy(&self, other: &Self) {
         let pairs = [
             (&self.manual, &other.manual),

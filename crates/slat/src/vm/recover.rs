@@ -59,7 +59,7 @@ impl Candidate {
     }
 }
 
-/// The tables that are replaced between two flushes, if those of a format are flushed.
+/// The number of tables that are replaced between two flushes, on formats that need one for each.
 const SOME: usize = FrameCache::BATCH;
 
 /// The result of [`SlotOp::recover_some`].
@@ -68,7 +68,7 @@ pub(super) struct Recovered {
     pub(super) next: u64,
     /// The number of tables for which it has asked the host.
     pub(super) tables: usize,
-    /// The number of those that were replaced; in an MMU of shadow pages, zapped.
+    /// The number of tables that were replaced; in an MMU of shadow pages, of those that were zapped.
     pub(super) leaves: u64,
 }
 

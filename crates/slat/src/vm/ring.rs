@@ -236,7 +236,7 @@ impl DirtyRing {
             return None;
         }
         let entry = self.entry(head);
-        // Load the flag first: with `Acquire`, what the other side stored before it is visible then.
+        // Load the flag first: with `Acquire`, the other side's stores before its store of the flag are visible then.
         if entry.flags.load(Acquire) & RESET == 0 {
             return None;
         }
@@ -424,7 +424,7 @@ mod tests {
         DirtyRing::new(entries).unwrap()
     }
 
-    /// Removes an entry of address space `space`, in a reset of its own.
+    /// Removes an entry of address space `space`, by a reset that does nothing else.
     fn pop_reset(ring: &DirtyRing, space: usize) -> Option<(u32, u64)> {
         ring.begin_reset();
         let popped = ring.pop_reset(|slot| slot.space() == space);

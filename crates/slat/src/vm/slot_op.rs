@@ -147,7 +147,7 @@ impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
                 break;
             }
             self.op.covers(&(start..end));
-            // With fewer frames than a batch it splits what it can.
+            // With fewer frames than a batch, this splits as many leaves as the frames suffice for.
             let filled = self.op.prepare(&mut frames, FrameCache::BATCH);
             if filled.is_err() && frames.is_empty() {
                 break;
@@ -174,7 +174,7 @@ impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
         self.op.finish();
     }
 
-    /// Flushes what the operation has changed up to now, in the middle of a step. Then the operation goes on.
+    /// Flushes the changes of the operation up to now, in the middle of a step. Then the operation continues.
     pub(super) fn flush(&mut self) {
         self.op.flush();
     }

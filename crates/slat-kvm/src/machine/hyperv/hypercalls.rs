@@ -58,7 +58,7 @@ impl Call {
     }
 }
 
-/// How a call goes on.
+/// The way in which a call continues.
 enum Next {
     /// The call ends with this output.
     Output(u64),

@@ -1,4 +1,4 @@
-//! The rules one by one, each with what it allows and what it does not.
+//! The rules one by one: for each, outcomes that it allows and outcomes that it forbids.
 
 use slat::guest_walk::error_code;
 use slat::{Gpa, Region};

@@ -203,7 +203,7 @@ impl Trail {
         self.top
     }
 
-    /// Returns the largest level of a leaf: that of the guest's.
+    /// Returns the largest level that a leaf may have: the level of the guest's leaf.
     pub(crate) fn leaf_level(&self) -> Level {
         self.leaf
     }

@@ -6,7 +6,7 @@ use crate::frame::ENTRIES;
 use crate::guest_walk::{GuestPaging, Mode, PageRights, UsedEntry, used_entry};
 use crate::trace::PageRole;
 
-/// The tables that a shadow page stands in for.
+/// The guest's tables that a shadow page can represent.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Tables {
     /// None: the page is *direct*, it maps consecutive guest frames.

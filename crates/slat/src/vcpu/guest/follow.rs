@@ -1,4 +1,4 @@
-//! What the guest does to its tables, and how its shadow follows: stores, INVLPG, flushes.
+//! Changes of the guest's tables, and how the shadow follows them: stores, INVLPG, flushes.
 
 use core::ops::Range;
 
@@ -54,8 +54,9 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.missed() != missed
     }
 
-    /// Compares what was made of the guest's tables for `gva` with them, if it may differ. All of them, if stores to
-    /// tables of any level may have gone unnoticed: the processor drops what it has cached of those for every address.
+    /// Compares the guest's tables for `gva` with their shadow pages, if they may differ. Compares all of the guest's
+    /// tables if stores to tables of any level may have gone unnoticed, because the processor drops its cached entries
+    /// of such tables for every address.
     pub(super) fn follow_address<W: HostWords>(
         &mut self,
         gva: u64,
@@ -197,7 +198,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         Some(changes)
     }
 
-    /// Zaps what was made of the guest's table in `gfn`.
+    /// Zaps the shadow pages of the guest's table in `gfn`.
     pub(in crate::vcpu) fn forget_table(&mut self, gfn: Gfn) {
         let gfns = gfn..gfn.add(1);
         self.outside(|vcpu| {

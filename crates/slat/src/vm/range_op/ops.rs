@@ -285,7 +285,7 @@ impl<'s, M: ByGfn> Step<'s, M> {
         self.mmu.walk(walk, show, &mut protect);
     }
 
-    /// Ends what [`Self::protect_from_above`] has done, as far as entries cover only frames of the range.
+    /// Reverts the protection by [`Self::protect_from_above`], at entries that cover only frames of the range.
     pub(crate) fn lift_protection(&self, walk: &mut Walk) {
         self.mmu.lift(walk);
     }
@@ -423,7 +423,7 @@ fn count(counts: &mut LeafCounts, level: Level) {
 struct WriteProtect<'c, F, W, T> {
     /// Whether to protect a leaf.
     wanted: W,
-    /// Whether to pass over what is below an entry that refers to a table.
+    /// Whether the walk passes over the entries below an entry that refers to a table.
     passes: T,
     changed: &'c mut LeafCounts,
     format: PhantomData<F>,
