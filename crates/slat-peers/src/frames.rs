@@ -64,7 +64,7 @@ impl Arena {
         (frame.as_ptr() as usize - self.base.as_ptr() as usize) / FRAME
     }
 
-    /// What slat keeps beside a frame.
+    /// The metadata that slat keeps beside a frame.
     #[inline]
     pub fn meta(&self, frame: Pfn) -> NonNull<TableMeta> {
         let index = self.index(frame_at(frame.hpa().0));

@@ -52,8 +52,8 @@ impl Handle {
         }
     }
 
-    /// Makes a request whose argument is a struct, which it may read and write. Tables of several entries fit
-    /// as their count says.
+    /// Makes a request whose argument is a struct, which the request may read and write. A table in the struct has as
+    /// many entries as its count says.
     ///
     /// # Errors
     /// The errno.

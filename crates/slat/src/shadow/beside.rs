@@ -59,7 +59,7 @@ impl Beginning {
     }
 }
 
-/// The book of which of the guest's tables are tracked, for a fault in the tree, which does not hold the MMU's lock.
+/// The list of the guest's tables that are tracked, for a fault in the tree, which does not hold the MMU's lock.
 /// Changed under that lock.
 #[derive(Default)]
 pub(super) struct Tracking {
@@ -170,11 +170,11 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         in_pages | in_tree
     }
 
-    /// Checks that no leaf of `tree` allows stores to a tracked table, and that no huge one allows stores to any table.
-    /// The caller is in a reader section.
+    /// Checks that no leaf of `tree` allows stores to a tracked table, and that no huge leaf allows stores to any
+    /// table. The caller is in a reader section.
     ///
     /// # Errors
-    /// The first table to which one does.
+    /// The first table that a leaf allows stores to.
     pub(super) fn check_beside(&self, tree: &Tree<P, F>, pages: &Pages) -> Result<(), String> {
         for page in pages.active().map(|number| pages.pool.get(number)) {
             let (gfn, Some(guest)) = (page.gfn.get(), page.guest()) else {
