@@ -361,7 +361,7 @@ fn the_guest_changes_its_tables(out: &mut impl Write) -> Result<(), Box<dyn Erro
     for page in 0..PAGES {
         write(
             LAST_TABLE + page * 8,
-            page * PAGE_SIZE | PRESENT_AND_WRITABLE,
+            (page * PAGE_SIZE) | PRESENT_AND_WRITABLE,
         )?;
     }
     write(0x10 * PAGE_SIZE, 1)?;
@@ -372,7 +372,7 @@ fn the_guest_changes_its_tables(out: &mut impl Write) -> Result<(), Box<dyn Erro
     // Its tables are mapped at their own addresses.
     cpu.access(
         LAST_TABLE + 0x10 * 8,
-        Some(0x20 * PAGE_SIZE | PRESENT_AND_WRITABLE),
+        Some((0x20 * PAGE_SIZE) | PRESENT_AND_WRITABLE),
     )?;
     cpu.invalidate(ADDRESS);
     let after = cpu.access(ADDRESS, None)?;
