@@ -21,9 +21,14 @@ pub(crate) struct Heap {
     granule: Granule,
     frames: Mutex<Frames>,
     pub(crate) zapped: Mutex<Vec<ZappedLeaf>>,
+    /// What it answers when a page is to be resolved: at first, that there is none.
+    pub(crate) resolve: Mutex<Resolve>,
     /// Called in each flush, while it waits for the hardware.
     pub(crate) in_flush: OnceLock<Box<dyn Fn() + Send + Sync>>,
 }
+
+/// Resolves a page.
+pub(crate) type Resolve = fn(&Request) -> Result<HostPage, ResolveError>;
 
 #[derive(Default)]
 struct Frames {
@@ -81,6 +86,7 @@ impl Heap {
             granule,
             frames: Mutex::default(),
             zapped: Mutex::default(),
+            resolve: Mutex::new(|_| Err(ResolveError::BadAddress)),
             in_flush: OnceLock::new(),
         }
     }
@@ -145,8 +151,9 @@ unsafe impl Platform for Heap {
         NonNull::from(&*frames.used.get(&frame.0).expect("used after free").meta)
     }
 
-    fn resolve(&self, _: &Request) -> Result<HostPage, ResolveError> {
-        Err(ResolveError::BadAddress)
+    fn resolve(&self, request: &Request) -> Result<HostPage, ResolveError> {
+        let resolve = *self.resolve.lock().unwrap();
+        resolve(request)
     }
 
     fn resolve_resident(&self, _: VmId, _: Range<Hva>, _: &mut dyn FnMut(HostRun)) {}

@@ -428,3 +428,6 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
         }
     }
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests;
