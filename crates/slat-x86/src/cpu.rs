@@ -1,7 +1,6 @@
 //! The CPU: architectural state plus what makes running it fast.
 
 use crate::bus_lock::BusLock;
-pub(crate) use crate::code::ANY_PAGE;
 use crate::code::Code;
 use crate::code_pages::CodePages;
 #[cfg(feature = "jit")]
@@ -15,7 +14,7 @@ use crate::heap::{OutOfMemory, Pages};
 use crate::int::Registers;
 use crate::lazy::Lazy;
 use crate::machine::{BusLocks, Exit, GuestFlush, HypercallOutcome, Machine, Paging};
-pub(crate) use crate::mode;
+use crate::mode;
 use crate::nested::vmcb::VmExit;
 use crate::nested::{Svm, code};
 use crate::probe::Probes;

@@ -1,8 +1,8 @@
 //! The CPU's side of compiled code: makes regions of hot code, and runs them.
 
 use crate::block::Block;
+use crate::code::ANY_PAGE;
 use crate::compiled::{SET_BITS, Target, set_of};
-use crate::cpu::ANY_PAGE;
 use crate::executor::Executor;
 use crate::flow::Break;
 use crate::heap::{self, OutOfMemory};

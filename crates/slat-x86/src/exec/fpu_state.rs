@@ -3,7 +3,7 @@
 use crate::Cpu;
 use crate::op::{Break, Flow, Op, Row, rows};
 use crate::state::control::EFER_FFXSR;
-use crate::{cpu::mode, vector};
+use crate::{mode, vector};
 
 pub(crate) fn not_task_switched(cpu: &mut Cpu) -> Result<(), Break> {
     if cpu.mode & mode::TASK_SWITCHED != 0 {
