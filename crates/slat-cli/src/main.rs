@@ -47,7 +47,7 @@ fn main() -> std::process::ExitCode {
         args::Command::Stat(options) => stat::run(&options),
         args::Command::Trace(options) => trace::run(&options),
         args::Command::Map(options) => map::run(&options),
-        args::Command::Gdb(options) => gdb::run(&options),
+        args::Command::Gdb(options) => gdb::run(options.pid, options.vm, &options.listen),
         args::Command::Info => info::print(),
         args::Command::Completions(options) => documents::completions(&options),
         args::Command::Man(options) => documents::man(&options),

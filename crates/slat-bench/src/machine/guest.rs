@@ -8,35 +8,12 @@ use std::time::{Duration, Instant};
 use kvm_bindings::kvm_sregs;
 use slat_demo::long_mode::{PRESENT_WRITABLE, identity_map, registers};
 
-use super::{Failure, interrupts, loops, modes};
+use super::api::Failure;
+pub use super::layout::{DATA, DEVICE, END, MAX_VCPUS, PAGE, SYSTEM, SYSTEM_SIZE};
+use super::layout::{IDT, MODES, PDPT, PROGRAM};
+pub(crate) use super::layout::{PAGE_DIRECTORIES, PML4};
+use super::{interrupts, loops, modes};
 
-/// A guest page, the smallest unit of a program.
-pub const PAGE: u64 = 4096;
-
-/// Address of the page tables, the code and the stacks.
-pub const SYSTEM: u64 = 0;
-/// Their size in bytes: enough for the tables of 492 GiB.
-pub const SYSTEM_SIZE: usize = 4 << 20;
-/// The most vCPUs that have a stack.
-pub const MAX_VCPUS: usize = 512;
-/// A device register: no memslot may contain it.
-pub const DEVICE: u64 = 0xd000_0000;
-/// A program that cannot halt, because its VM has interrupt controllers, ends with a write to this port.
-pub const END: u16 = 0xf4;
-/// The first address that is free for data; below it, and above [`SYSTEM_SIZE`], there is space for small slots.
-pub const DATA: u64 = 4 << 30;
-
-/// Words that a program in another mode uses ([`super::modes`]).
-pub(super) const SCRATCH: u64 = 0x800;
-pub(crate) const PML4: u64 = 0x1000;
-const PDPT: u64 = 0x2000;
-/// The descriptor tables ([`super::interrupts`]).
-pub(super) const GDT: u64 = 0x3000;
-pub(super) const PROGRAM: u64 = 0x4000;
-pub(super) const MODES: u64 = 0xe000;
-pub(super) const IDT: u64 = 0xf000;
-pub(super) const STACKS: u64 = 0x1_0000; // a page for each vCPU, growing down to it
-pub(crate) const PAGE_DIRECTORIES: u64 = STACKS + (MAX_VCPUS as u64 + 1) * PAGE;
 const MAX_GIB: u64 = (SYSTEM_SIZE as u64 - PAGE_DIRECTORIES) / PAGE;
 
 /// The host's side of [`Program::turns`](super::Program::turns) and [`Program::hammer`](super::Program::hammer): two

@@ -3,7 +3,7 @@
 
 use kvm_bindings::{kvm_dtable, kvm_irq_routing_entry, kvm_irq_routing_msi, kvm_sregs};
 
-use super::guest::{GDT, IDT};
+use super::layout::{GDT, IDT};
 
 /// The vector that [`load`] prepares; all others are not present.
 const VECTOR: u64 = 0x40;

@@ -1,6 +1,6 @@
 //! The instructions of the programs in long mode. What a comment gives as registers, [`Program`](super::Program) sets.
 
-use super::guest::PROGRAM;
+use super::layout::PROGRAM;
 
 /// The programs' instructions: bytes among this process's constants, never executed by it.
 macro_rules! programs {

@@ -6,6 +6,7 @@ pub mod api;
 pub mod guest;
 pub mod hypervisor;
 mod interrupts;
+mod layout;
 mod loops;
 mod modes;
 pub mod program;

@@ -1,7 +1,7 @@
 //! A loop in 32-bit protected mode and in 16-bit real mode, both without paging. A program begins in long mode, like
 //! all others, goes to its mode, and comes back for its end.
 
-use super::guest::{MODES, SCRATCH, STACKS};
+use super::layout::{MODES, SCRATCH, STACKS};
 
 // Bytes among this process's constants, never executed by it. Addresses are those of a guest that
 // has this code at MODES.

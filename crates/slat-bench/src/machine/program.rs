@@ -3,7 +3,7 @@
 
 use kvm_bindings::kvm_regs;
 
-use super::guest::{DEVICE, PAGE, STACKS};
+use super::layout::{DEVICE, PAGE, STACKS};
 use super::loops::Loop;
 use super::modes::{self, Mode};
 

@@ -163,7 +163,7 @@ impl Connection {
     /// GDB has gone.
     pub fn keep_last_packet(&mut self) -> io::Result<()> {
         loop {
-            let [readable] = super::events::wait([Some(self.input.as_raw_fd())], 0)?;
+            let [readable] = wait([Some(self.input.as_raw_fd())], 0)?;
             if !readable {
                 break;
             }
@@ -213,12 +213,37 @@ impl conn::ConnectionExt for Connection {
 
     fn peek(&mut self) -> io::Result<Option<u8>> {
         if let Some(descriptor) = self.descriptor() {
-            let [readable] = super::events::wait([Some(descriptor)], 0)?;
+            let [readable] = wait([Some(descriptor)], 0)?;
             if readable {
                 self.fill()?;
             }
         }
         Ok(self.read.last().copied())
+    }
+}
+
+/// Waits until one of the descriptors can be read, for at most `milliseconds`, or, if that is negative, without limit.
+/// Returns which can; what is `None` can.
+pub fn wait<const N: usize>(
+    descriptors: [Option<RawFd>; N],
+    milliseconds: i32,
+) -> io::Result<[bool; N]> {
+    if descriptors.contains(&None) {
+        return Ok(descriptors.map(|descriptor| descriptor.is_none()));
+    }
+    let mut polled = descriptors.map(|descriptor| libc::pollfd {
+        fd: descriptor.unwrap_or(-1),
+        events: libc::POLLIN,
+        revents: 0,
+    });
+    // SAFETY: an array of that length.
+    let found = unsafe { libc::poll(polled.as_mut_ptr(), N as libc::nfds_t, milliseconds) };
+    match found {
+        -1 => match io::Error::last_os_error() {
+            error if error.kind() == io::ErrorKind::Interrupted => Ok([false; N]),
+            error => Err(error),
+        },
+        _ => Ok(polled.map(|it| it.revents != 0)),
     }
 }
 

@@ -1,7 +1,6 @@
 //! Waiting for GDB and for the VM, whichever has something to say first.
 
 use std::io;
-use std::os::fd::RawFd;
 
 use gdbstub::common::Signal;
 use gdbstub::conn::{Connection as _, ConnectionExt};
@@ -9,34 +8,9 @@ use gdbstub::stub::MultiThreadStopReason;
 use gdbstub::stub::run_blocking::{BlockingEventLoop, Event, WaitForStopReasonError};
 use gdbstub::target::ext::breakpoints::WatchKind;
 
-use super::connection::Connection;
+use super::connection::{Connection, wait};
 use super::process::Stopped;
 use super::target::{Vm, thread};
-
-/// Waits until one of the descriptors can be read, for at most `milliseconds`, or, if that is negative, without limit.
-/// Returns which can; what is `None` can.
-pub fn wait<const N: usize>(
-    descriptors: [Option<RawFd>; N],
-    milliseconds: i32,
-) -> io::Result<[bool; N]> {
-    if descriptors.contains(&None) {
-        return Ok(descriptors.map(|descriptor| descriptor.is_none()));
-    }
-    let mut polled = descriptors.map(|descriptor| libc::pollfd {
-        fd: descriptor.unwrap_or(-1),
-        events: libc::POLLIN,
-        revents: 0,
-    });
-    // SAFETY: an array of that length.
-    let found = unsafe { libc::poll(polled.as_mut_ptr(), N as libc::nfds_t, milliseconds) };
-    match found {
-        -1 => match io::Error::last_os_error() {
-            error if error.kind() == io::ErrorKind::Interrupted => Ok([false; N]),
-            error => Err(error),
-        },
-        _ => Ok(polled.map(|it| it.revents != 0)),
-    }
-}
 
 /// How this command waits.
 pub enum Events {}

@@ -23,7 +23,6 @@ use std::process::ExitCode;
 
 use gdbstub::stub::{DisconnectReason, GdbStub};
 
-use crate::args::Gdb;
 use crate::output::complain;
 pub use connection::Address;
 use connection::Listener;
@@ -34,8 +33,8 @@ use target::Vm;
 const GONE: &str = "gdb has gone; the VM goes on";
 
 /// Runs the command.
-pub fn run(options: &Gdb) -> ExitCode {
-    match serve(options) {
+pub fn run(pid: i32, vm: Option<u64>, listen: &Address) -> ExitCode {
+    match serve(pid, vm, listen) {
         Ok(end) => {
             let _ = writeln!(io::stderr(), "slat: {end}");
             ExitCode::SUCCESS
@@ -48,10 +47,10 @@ pub fn run(options: &Gdb) -> ExitCode {
 }
 
 /// Serves one session. Returns how it has ended.
-fn serve(options: &Gdb) -> Result<&'static str, String> {
+fn serve(pid: i32, vm: Option<u64>, listen: &Address) -> Result<&'static str, String> {
     // Before GDB comes: a wrong process is found at once.
-    drop(Process::connect(options.pid)?);
-    let listener = Listener::open(&options.listen)?;
+    drop(Process::connect(pid)?);
+    let listener = Listener::open(listen)?;
     // The text is for a person; without a reader GDB can connect all the same.
     let _ = writeln!(
         io::stderr(),
@@ -59,7 +58,7 @@ fn serve(options: &Gdb) -> Result<&'static str, String> {
         listener.address()
     );
     let mut connection = listener.accept()?;
-    let mut vm = Vm::attach(options.pid, options.vm)?;
+    let mut vm = Vm::attach(pid, vm)?;
     if connection.keep_last_packet().is_err() {
         return Ok(GONE);
     }
