@@ -76,8 +76,8 @@ pub enum Answer {
     Created(Object, OwnedFd),
     /// Like `Created`, but the client's own struct holds the descriptor, and `ioctl` returns 0.
     Stored(Object, OwnedFd),
-    /// Nothing is done: the kernel carries out this request itself for any descriptor, instead of passing it to the file
-    /// (ioctl(2)).
+    /// Nothing is done: the kernel carries out this request itself for any descriptor, instead of passing it to the
+    /// file (ioctl(2)).
     Kernels,
 }
 

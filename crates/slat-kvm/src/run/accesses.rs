@@ -65,8 +65,8 @@ impl VcpuObject {
         true
     }
 
-    /// Carries out a port access that a device on the bus accepts. Units have `size` bytes each, `len` together. Returns
-    /// `false` if the client has to see it.
+    /// Carries out a port access that a device on the bus accepts. Units have `size` bytes each, `len` together.
+    /// Returns `false` if the client has to see the access.
     pub(super) fn port_access(
         &self,
         inner: &mut Inner,
