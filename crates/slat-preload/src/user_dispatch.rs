@@ -1,6 +1,6 @@
-//! Syscall User Dispatch (`Documentation/admin-guide/syscall-user-dispatch.rst`), on and off: the kernel sends a thread's
-//! system calls to the handler of SIGSYS, but for those from one range of addresses. [`dispatch`](crate::dispatch) has
-//! the handler.
+//! Syscall User Dispatch (`Documentation/admin-guide/syscall-user-dispatch.rst`), on and off: the kernel sends a
+//! thread's system calls to the handler of SIGSYS, but for those from one range of addresses.
+//! [`dispatch`](crate::dispatch) has the handler.
 //!
 //! The kernel keeps the dispatch for each thread. New threads and processes begin without it, and [`arm_thread`]
 //! switches it on before they run the program.
@@ -29,8 +29,8 @@ pub fn is_armed() -> bool {
     passing().is_some()
 }
 
-/// Makes the kernel dispatch the calls of this thread, and those of the threads and processes it makes, unless they come
-/// from `passing`. Call while the process has one thread. Returns `false` if this kernel cannot do that.
+/// Makes the kernel dispatch the calls of this thread, and those of the threads and processes it makes, unless they
+/// come from `passing`. Call while the process has one thread. Returns `false` if this kernel cannot do that.
 pub fn arm(passing: Range<usize>) -> bool {
     arm_with(PASSING.get_or_init(|| passing))
 }
