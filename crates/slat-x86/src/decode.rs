@@ -128,6 +128,8 @@ impl Cpu {
             limit if limit != u32::MAX && !self.is_64() => u64::from(limit) + 1,
             _ => u64::MAX,
         };
+        // The decoder writes to the same memory each time: to copy what was just written takes longer than to decode.
+        let mut insn = Instruction::default();
         while ops.len() < max_ops && decoded.bytes < MAX_BYTES {
             let start = decoded.bytes;
             let mut prefix = 0;
@@ -142,7 +144,7 @@ impl Cpu {
                 }
                 prefix = PREFIX.len();
             }
-            let mut insn = decoder.decode();
+            decoder.decode_out(&mut insn);
             decoded.end = decoder.last_error();
             if decoded.end == DecoderError::InvalidInstruction
                 && self.features.cr8_legacy

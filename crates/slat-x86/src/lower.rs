@@ -1,14 +1,15 @@
-//! Lowering: from a decoded instruction to an operation.
+//! Lowering: from a decoded instruction to an operation. `operands` has what all instructions have; the files of the
+//! handlers have the rest, in rows of one table.
+
+mod operands;
 
 use crate::Cpu;
 use crate::exec;
 use crate::mode;
-use crate::op::{Break, Flow, Handler, Lower, MEM, NONE, Op, Row, form, segment};
+use crate::op::{Break, Flow, Handler, Lower, MEM, NONE, Op, Row, form};
 use crate::pool::List;
 use crate::{simd, svm, vector, x87};
-use iced_x86::{
-    Code, CpuidFeature, EncodingKind, FlowControl, Instruction, Mnemonic, OpKind, Register,
-};
+use iced_x86::{Code, CpuidFeature, EncodingKind, FlowControl, Instruction, Mnemonic};
 
 /// How the instructions of a mnemonic are lowered.
 #[derive(Clone, Copy)]
@@ -139,8 +140,11 @@ pub(crate) fn lower(
             return true;
         }
     }
-    let (op, may_store) = alone(insn, code, mode, offset, len);
-    ops.push(op);
+    ops.push(unlowered(insn, offset, len));
+    let may_store = match ops.last_mut() {
+        Some(op) => lower_into(op, insn, code, mode),
+        None => false,
+    };
     if may_store {
         let behind = offset.wrapping_add(len);
         ops.push(Op {
@@ -157,45 +161,65 @@ pub(crate) fn lower(
 /// Returns the operation of one instruction; the arguments are those of [`lower`]. Also returns whether the next
 /// operation must be a check, because the handler may store and does not check whether the store changed code.
 pub(crate) fn alone(insn: &Instruction, code: &[u8], mode: u8, offset: u8, len: u8) -> (Op, bool) {
-    let mut op = Op {
+    let mut op = unlowered(insn, offset, len);
+    let may_store = lower_into(&mut op, insn, code, mode);
+    (op, may_store)
+}
+
+/// Returns the operation of an instruction before it is lowered.
+#[inline(always)]
+fn unlowered(insn: &Instruction, offset: u8, len: u8) -> Op {
+    Op {
         offset,
         len,
-        count: 1,
         mnemonic: insn.mnemonic(),
         ..invalid()
-    };
-    operands(insn, mode, &mut op);
-    let is_vex = insn.encoding() == EncodingKind::VEX;
+    }
+}
+
+/// Lowers an instruction into its operation. Returns whether the next operation must be a check.
+fn lower_into(op: &mut Op, insn: &Instruction, code: &[u8], mode: u8) -> bool {
+    operands::fill_in(insn, mode, op);
+    let has_vex = || insn.encoding() == EncodingKind::VEX;
     let row = lowering(insn);
     let handler = match row {
-        _ if is_vex && mode & mode::NO_VEX != 0 => Some(undefined as Handler),
-        Some(Lowering::General(lower)) => lower(insn, &mut op),
-        Some(Lowering::Simd(lower)) => lower_simd(lower, insn, mode, &mut op),
-        None => lower_x87(insn, code, mode, &mut op),
+        _ if mode & mode::NO_VEX != 0 && has_vex() => Some(undefined as Handler),
+        Some(Lowering::General(lower)) => lower(insn, op),
+        Some(Lowering::Simd(lower)) => lower_simd(lower, insn, mode, op),
+        None => lower_x87(insn, code, mode, op),
     };
     op.handler = handler.unwrap_or_else(|| missing(insn));
-    let checks = matches!(row, Some(Lowering::General(_)));
-    let hidden = matches!(
-        op.mnemonic,
-        Mnemonic::Maskmovq | Mnemonic::Maskmovdqu | Mnemonic::Vmaskmovdqu
-    );
-    (op, !checks && (op.r[0] == MEM || hidden))
+    match row {
+        Some(Lowering::General(_)) => false,
+        _ => {
+            let hidden = matches!(
+                op.mnemonic,
+                Mnemonic::Maskmovq | Mnemonic::Maskmovdqu | Mnemonic::Vmaskmovdqu
+            );
+            op.r[0] == MEM || hidden
+        }
+    }
 }
 
 /// Chooses the handler of a SIMD instruction. The handler raises #UD or #NM if such instructions are switched off.
 fn lower_simd(lower: Lower, insn: &Instruction, mode: u8, op: &mut Op) -> Option<Handler> {
-    let is_vex = match insn.encoding() {
-        EncodingKind::VEX => true,
-        EncodingKind::Legacy => false,
-        _ => return None,
+    let off = match insn.encoding() {
+        EncodingKind::VEX => mode::NO_AVX | mode::TASK_SWITCHED,
+        _ => mode::NO_X87 | mode::NO_SSE | mode::TASK_SWITCHED,
     };
-    let handler = simd::choose(lower, insn, op)?;
-    if mode & (mode::NO_AVX | mode::NO_X87 | mode::NO_SSE | mode::TASK_SWITCHED) == 0 {
-        return Some(handler);
+    match mode & off {
+        0 => simd::choose(lower, insn, op),
+        _ => lower_simd_or_off(lower, insn, mode, op),
     }
+}
+
+/// Like [`lower_simd`], where some SIMD instructions are switched off.
+#[inline(never)]
+fn lower_simd_or_off(lower: Lower, insn: &Instruction, mode: u8, op: &mut Op) -> Option<Handler> {
+    let handler = simd::choose(lower, insn, op)?;
     let is_mmx = !insn.cpuid_features().iter().any(|f| is_sse(*f));
-    let off = match (is_vex, is_mmx) {
-        (true, _) => mode::NO_AVX,
+    let off = match (insn.encoding(), is_mmx) {
+        (EncodingKind::VEX, _) => mode::NO_AVX,
         (_, true) => mode::NO_X87,
         (_, false) => mode::NO_SSE,
     };
@@ -207,6 +231,7 @@ fn lower_simd(lower: Lower, insn: &Instruction, mode: u8, op: &mut Op) -> Option
 }
 
 /// Like [`lower_simd`], for an instruction without a row: an x87 instruction, or none that this CPU has.
+#[inline(never)]
 fn lower_x87(insn: &Instruction, code: &[u8], mode: u8, op: &mut Op) -> Option<Handler> {
     if insn.encoding() != EncodingKind::Legacy {
         return None;
@@ -227,6 +252,7 @@ fn is_sse(feature: CpuidFeature) -> bool {
 }
 
 /// Returns the handler of an instruction that CPUs with our CPUID features have, but this one does not.
+#[cold]
 fn missing(insn: &Instruction) -> Handler {
     use CpuidFeature::*;
     let known = |f: &CpuidFeature| {
@@ -297,117 +323,4 @@ pub(crate) fn invalid() -> Op {
         count: 1,
         mnemonic: Mnemonic::INVALID,
     }
-}
-
-/// Fills in the fields that all instructions have.
-fn operands(insn: &Instruction, mode: u8, op: &mut Op) {
-    op.lock = insn.has_lock_prefix();
-    op.rep = if insn.has_repe_prefix() {
-        1
-    } else if insn.has_repne_prefix() {
-        2
-    } else {
-        0
-    };
-    op.address_size = (mode::width(mode) / 8) as u8;
-    for k in 0..insn.op_count() {
-        let kind = insn.op_kind(k);
-        let mut number = NONE;
-        match kind {
-            OpKind::Register => number = register(insn.op_register(k)),
-            OpKind::Memory => {
-                number = MEM;
-                memory(insn, mode, op);
-            }
-            OpKind::NearBranch16 | OpKind::NearBranch32 | OpKind::NearBranch64 => {
-                op.imm = insn.near_branch_target();
-            }
-            OpKind::FarBranch16 | OpKind::FarBranch32 => {}
-            OpKind::MemorySegSI | OpKind::MemorySegDI | OpKind::MemoryESDI => {
-                string_operand(insn, 2, op);
-            }
-            OpKind::MemorySegESI | OpKind::MemorySegEDI | OpKind::MemoryESEDI => {
-                string_operand(insn, 4, op);
-            }
-            OpKind::MemorySegRSI | OpKind::MemorySegRDI | OpKind::MemoryESRDI => {
-                string_operand(insn, 8, op);
-            }
-            _ if k > 0
-                && op.r[0] == NONE
-                && insn.op_kind(0) != OpKind::Register
-                && insn.op_kind(0) != OpKind::Memory => {}
-            _ => op.imm = insn.immediate(k),
-        }
-        if k < 4 {
-            op.r[k as usize] = number;
-        }
-    }
-    let bytes = match insn.op0_kind() {
-        OpKind::Register => insn.op0_register().size(),
-        OpKind::Memory => insn.memory_size().size(),
-        _ => 8,
-    };
-    op.size = if bytes <= 8 {
-        bytes.max(1).trailing_zeros() as u8
-    } else {
-        3
-    };
-}
-
-fn string_operand(insn: &Instruction, address_size: u8, op: &mut Op) {
-    op.address_size = address_size;
-    op.seg = segment(insn.memory_segment());
-}
-
-/// Returns the number of a register in its file; 16–19 for AH CH DH BH.
-fn register(r: Register) -> u8 {
-    let n = r.number() as u8;
-    if r.is_gpr8() {
-        match n {
-            0..4 => n,
-            4..8 => n + 12,
-            _ => n - 4,
-        }
-    } else {
-        n
-    }
-}
-
-fn memory(insn: &Instruction, mode: u8, op: &mut Op) {
-    let (base, index) = (insn.memory_base(), insn.memory_index());
-    let relative = matches!(base, Register::RIP | Register::EIP);
-    let gpr = |r: Register| match r {
-        Register::None => NONE,
-        r => r.full_register().number() as u8,
-    };
-    op.base = if relative { NONE } else { gpr(base) };
-    op.index = gpr(index);
-    op.scale = insn.memory_index_scale().trailing_zeros() as u8;
-    op.disp = insn.memory_displacement64();
-    op.seg = match insn.segment_prefix() {
-        Register::ES | Register::CS | Register::SS | Register::DS
-            if mode & mode::BITS == mode::BITS_64 =>
-        {
-            // The prefix has no effect; the base register decides whether a bad address is #SS or #GP.
-            let stack = matches!(
-                base,
-                Register::RSP | Register::RBP | Register::ESP | Register::EBP
-            );
-            if stack { 2 } else { 3 }
-        }
-        _ => segment(insn.memory_segment()),
-    };
-    op.address_size = match (base, index) {
-        // The index register of a gather is a vector register, and does not tell the address size.
-        (Register::None, index) if !index.is_gpr() => insn.memory_displ_size().clamp(2, 8) as u8,
-        (Register::None, index) => index.size() as u8,
-        (base, _) => base.size() as u8,
-    };
-    let flat = mode & mode::BITS == mode::BITS_64 && op.seg < 4 && op.address_size == 8;
-    op.form = match (flat, op.base != NONE, op.index != NONE) {
-        (true, true, false) => form::BASE,
-        (true, true, true) => form::INDEX,
-        (true, false, false) => form::DISP,
-        _ => form::FULL,
-    };
 }

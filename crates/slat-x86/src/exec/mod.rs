@@ -1,5 +1,5 @@
-//! The handlers of operations. Each file owns a kind of instruction: its handlers, and the `lower`
-//! that chooses among them.
+//! The handlers of operations. Each file owns a kind of instruction: its handlers, and its rows of the table of
+//! instructions (`lower`), which choose among them.
 //!
 //! Handlers first do everything that can fail (loads, checks, the one store), then change registers and flags.
 

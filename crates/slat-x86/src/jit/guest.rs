@@ -130,3 +130,36 @@ fn flag_use(insn: &Instruction) -> Option<FlagUse> {
             .or_else(|| by_mnemonic!(mnemonic, sources of())),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use iced_x86::{Code, RflagsBits};
+
+    /// The formulas of `sem` and iced's tables must agree. To iced a flag that is undefined afterwards is modified.
+    #[test]
+    fn what_an_operation_does_with_the_flags_is_what_iced_says() {
+        const ALL: u32 = RflagsBits::OF
+            | RflagsBits::SF
+            | RflagsBits::ZF
+            | RflagsBits::AF
+            | RflagsBits::CF
+            | RflagsBits::PF;
+        let mut of_each = [0; 3];
+        for code in Code::values() {
+            let mut insn = Instruction::new();
+            insn.set_code(code);
+            let Some(found) = flag_use(&insn) else {
+                continue;
+            };
+            let expected = match (insn.rflags_read() & ALL, insn.rflags_modified() & ALL) {
+                (0, 0) => FlagUse::Nothing,
+                (0, ALL) => FlagUse::SetsAll,
+                _ => FlagUse::Depends,
+            };
+            assert_eq!(found, expected, "{code:?}");
+            of_each[found as usize] += 1;
+        }
+        assert!(of_each.iter().all(|n| *n > 8), "{of_each:?}");
+    }
+}

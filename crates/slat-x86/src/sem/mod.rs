@@ -316,6 +316,7 @@ pub(crate) use family;
 
 /// Calls a function or method that is generic over an [`Operation`], with the operation of a family that a mnemonic
 /// names. Returns `None` if it names none.
+#[cfg(feature = "jit")]
 macro_rules! by_mnemonic {
     ([$($file:ident::$name:ident)*] $mnemonic:expr, $f:ident $arguments:tt) => {
         match $mnemonic {
@@ -333,6 +334,7 @@ macro_rules! by_mnemonic {
         $crate::sem::family! { $family by_mnemonic $mnemonic, $($call)* }
     };
 }
+#[cfg(feature = "jit")]
 pub(crate) use by_mnemonic;
 
 /// Makes the rows of a family's mnemonics, whose handlers a function chooses that is generic over [`Operation`].

@@ -33,6 +33,7 @@ pub(crate) use {
 use crate::Cpu;
 use crate::op::{Flow, Handler, Lower, Op, Row};
 use iced_x86::{CpuidFeature, EncodingKind, Instruction};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 /// Instruction sets that the host executes, and that the CPU may therefore report in CPUID, as the bits of leaf 1.
 ///
@@ -70,32 +71,90 @@ pub fn features() -> Features {
     }
 }
 
-/// Whether the host has an instruction set; `None` if this CPU does not implement the set.
-fn offered(feature: CpuidFeature) -> Option<bool> {
-    Some(match feature {
-        CpuidFeature::MMX | CpuidFeature::SSE | CpuidFeature::SSE2 => true,
-        CpuidFeature::SSE3 => is_x86_feature_detected!("sse3"),
-        CpuidFeature::SSSE3 => is_x86_feature_detected!("ssse3"),
-        CpuidFeature::SSE4_1 => is_x86_feature_detected!("sse4.1"),
-        CpuidFeature::SSE4_2 => is_x86_feature_detected!("sse4.2"),
-        CpuidFeature::PCLMULQDQ => is_x86_feature_detected!("pclmulqdq"),
-        CpuidFeature::AES => is_x86_feature_detected!("aes"),
-        CpuidFeature::AVX => has_avx(),
-        CpuidFeature::AVX2 => is_x86_feature_detected!("avx2"),
-        CpuidFeature::FMA => is_x86_feature_detected!("fma"),
-        CpuidFeature::F16C => is_x86_feature_detected!("f16c"),
-        CpuidFeature::SHA => is_x86_feature_detected!("sha"),
-        CpuidFeature::VAES => has_avx() && is_x86_feature_detected!("vaes"),
-        CpuidFeature::VPCLMULQDQ => has_avx() && is_x86_feature_detected!("vpclmulqdq"),
-        CpuidFeature::SSE4A => true,
-        _ => return None,
-    })
+/// The instruction sets that this CPU implements.
+const SETS: [CpuidFeature; 17] = [
+    CpuidFeature::MMX,
+    CpuidFeature::SSE,
+    CpuidFeature::SSE2,
+    CpuidFeature::SSE3,
+    CpuidFeature::SSSE3,
+    CpuidFeature::SSE4_1,
+    CpuidFeature::SSE4_2,
+    CpuidFeature::SSE4A,
+    CpuidFeature::PCLMULQDQ,
+    CpuidFeature::AES,
+    CpuidFeature::AVX,
+    CpuidFeature::AVX2,
+    CpuidFeature::FMA,
+    CpuidFeature::F16C,
+    CpuidFeature::SHA,
+    CpuidFeature::VAES,
+    CpuidFeature::VPCLMULQDQ,
+];
+
+/// For each feature the bit of its set, by the position in [`SETS`]; 0 for others.
+static BITS: [u32; 256] = {
+    let mut bits = [0; 256];
+    let mut n = 0;
+    while n < SETS.len() {
+        bits[SETS[n] as usize] = 1 << n;
+        n += 1;
+    }
+    bits
+};
+
+/// Returns the bits of the instruction sets that the host has, or that need nothing of the host. They are detected once
+/// per process.
+#[inline(always)]
+fn offered() -> u32 {
+    static OFFERED: AtomicU32 = AtomicU32::new(0);
+    #[cold]
+    fn detect() -> u32 {
+        let has = |feature: &CpuidFeature| match feature {
+            CpuidFeature::SSE3 => is_x86_feature_detected!("sse3"),
+            CpuidFeature::SSSE3 => is_x86_feature_detected!("ssse3"),
+            CpuidFeature::SSE4_1 => is_x86_feature_detected!("sse4.1"),
+            CpuidFeature::SSE4_2 => is_x86_feature_detected!("sse4.2"),
+            CpuidFeature::PCLMULQDQ => is_x86_feature_detected!("pclmulqdq"),
+            CpuidFeature::AES => is_x86_feature_detected!("aes"),
+            CpuidFeature::AVX => has_avx(),
+            CpuidFeature::AVX2 => is_x86_feature_detected!("avx2"),
+            CpuidFeature::FMA => is_x86_feature_detected!("fma"),
+            CpuidFeature::F16C => is_x86_feature_detected!("f16c"),
+            CpuidFeature::SHA => is_x86_feature_detected!("sha"),
+            CpuidFeature::VAES => has_avx() && is_x86_feature_detected!("vaes"),
+            CpuidFeature::VPCLMULQDQ => has_avx() && is_x86_feature_detected!("vpclmulqdq"),
+            _ => true,
+        };
+        let found = SETS.iter().filter(|feature| has(feature));
+        let found = found.fold(0, |all, feature| all | BITS[*feature as usize]);
+        // Two threads may detect at once; they find the same.
+        OFFERED.store(found, Ordering::Relaxed);
+        found
+    }
+    match OFFERED.load(Ordering::Relaxed) {
+        0 => detect(),
+        found => found,
+    }
+}
+
+/// Returns the bits of the instruction sets to which an instruction belongs. `None`: this CPU does not implement one of
+/// them.
+#[inline(always)]
+fn sets_of(insn: &Instruction) -> Option<u32> {
+    let features = insn.code().cpuid_features().iter();
+    features
+        .copied()
+        .try_fold(0, |sets, feature| match BITS[usize::from(feature as u8)] {
+            0 => None,
+            bit => Some(sets | bit),
+        })
 }
 
 /// Whether the host has the instruction, if this CPU implements its instruction set.
+#[cfg(feature = "jit")]
 pub(crate) fn is_offered(insn: &Instruction) -> bool {
-    let mut features = insn.code().cpuid_features().iter();
-    features.all(|f| offered(*f) == Some(true))
+    sets_of(insn).is_some_and(|sets| sets & !offered() == 0)
 }
 
 fn undefined(cpu: &mut Cpu, _: &Op) -> Flow {
@@ -114,15 +173,16 @@ pub(crate) const ROWS: [&[Row]; 5] = [
 pub(crate) const VEX_ROWS: [&[Row]; 5] = vex::ROWS;
 
 /// Chooses the handler of a SIMD instruction by its row. Returns `None` if this CPU does not have it.
+#[inline(always)]
 pub(crate) fn choose(lower: Lower, insn: &Instruction, op: &mut Op) -> Option<Handler> {
-    let mut features = insn.code().cpuid_features().iter();
-    if !features.all(|f| offered(*f).is_some()) {
+    let encoding = insn.encoding();
+    if !matches!(encoding, EncodingKind::Legacy | EncodingKind::VEX) {
         return None;
     }
-    if !is_offered(insn) {
+    if sets_of(insn)? & !offered() != 0 {
         return Some(undefined);
     }
-    match insn.encoding() {
+    match encoding {
         EncodingKind::VEX => vex::set_size(insn, op),
         _ if mmx::is_mmx(insn) => return mmx::lower(insn, op),
         _ => {}

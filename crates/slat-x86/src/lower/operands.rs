@@ -1,0 +1,187 @@
+//! The operands of an instruction, in the form in which an operation has them.
+
+use crate::mode;
+use crate::op::{MEM, NONE, Op, form, segment};
+use iced_x86::{Instruction, OpKind, Register};
+
+/// What an operation needs to know of a register.
+#[derive(Clone, Copy)]
+struct Known {
+    /// The number in its file; 16–19 for AH CH DH BH. [`NONE`] for RIP and EIP.
+    number: u8,
+    bytes: u8,
+}
+
+/// The registers, by iced's number. Iced's own functions look each of these things up in another table.
+static REGISTERS: [Known; 256] = {
+    use Register::*;
+    // The first register, how many there are, the number of the first one, and their size.
+    let files = [
+        (AL, 4, 0, 1),
+        (AH, 4, 16, 1),
+        (SPL, 12, 4, 1),
+        (AX, 16, 0, 2),
+        (EAX, 16, 0, 4),
+        (RAX, 16, 0, 8),
+        (ES, 6, 0, 2),
+        (CR0, 16, 0, 8),
+        (DR0, 16, 0, 8),
+        (ST0, 8, 0, 10),
+        (MM0, 8, 0, 8),
+        (XMM0, 32, 0, 16),
+        (YMM0, 32, 0, 32),
+        (EIP, 1, NONE, 4),
+        (RIP, 1, NONE, 8),
+    ];
+    let unknown = Known {
+        number: NONE,
+        bytes: 0,
+    };
+    let mut registers = [unknown; 256];
+    let mut file = 0;
+    while file < files.len() {
+        let (first, count, number, bytes) = files[file];
+        let mut n = 0;
+        while n < count {
+            registers[first as usize + n as usize] = Known {
+                number: number + n,
+                bytes,
+            };
+            n += 1;
+        }
+        file += 1;
+    }
+    registers
+};
+
+#[inline(always)]
+fn known(r: Register) -> Known {
+    REGISTERS[usize::from(r as u8)]
+}
+
+/// Fills in the fields that all instructions have. What few operands need is done by functions that are not inlined:
+/// otherwise the loop would begin with the preparations for each kind of operand.
+#[inline(always)]
+pub(super) fn fill_in(insn: &Instruction, mode: u8, op: &mut Op) {
+    op.lock = insn.has_lock_prefix();
+    op.rep = match (insn.has_repe_prefix(), insn.has_repne_prefix()) {
+        (true, _) => 1,
+        (_, true) => 2,
+        _ => 0,
+    };
+    op.address_size = (mode::width(mode) / 8) as u8;
+    for k in 0..(insn.op_count() as usize).min(op.r.len()) {
+        match insn.op_kind(k as u32) {
+            OpKind::Register => op.r[k] = known(insn.op_register(k as u32)).number,
+            OpKind::Memory => {
+                op.r[k] = MEM;
+                memory(insn, mode, op);
+            }
+            kind => other(insn, kind, op),
+        }
+    }
+    let bytes = match insn.op0_kind() {
+        OpKind::Register => known(insn.op0_register()).bytes,
+        OpKind::Memory => insn.memory_size().size() as u8,
+        _ => 8,
+    };
+    op.size = match bytes {
+        0..=8 => bytes.max(1).trailing_zeros() as u8,
+        _ => 3,
+    };
+}
+
+/// Fills in an operand that is neither a register nor memory at a base or an index.
+#[inline(never)]
+fn other(insn: &Instruction, kind: OpKind, op: &mut Op) {
+    match kind {
+        OpKind::Register | OpKind::Memory | OpKind::FarBranch16 | OpKind::FarBranch32 => {}
+        OpKind::Immediate8 => op.imm = insn.immediate8().into(),
+        OpKind::Immediate8_2nd => op.imm = insn.immediate8_2nd().into(),
+        OpKind::Immediate8to16 => op.imm = insn.immediate8to16() as u64,
+        OpKind::Immediate8to32 => op.imm = insn.immediate8to32() as u64,
+        OpKind::Immediate8to64 => op.imm = insn.immediate8to64() as u64,
+        OpKind::Immediate16 => op.imm = insn.immediate16().into(),
+        OpKind::Immediate32 => op.imm = insn.immediate32().into(),
+        OpKind::Immediate32to64 => op.imm = insn.immediate32to64() as u64,
+        OpKind::Immediate64 => op.imm = insn.immediate64(),
+        OpKind::NearBranch16 | OpKind::NearBranch32 | OpKind::NearBranch64 => {
+            op.imm = insn.near_branch_target();
+        }
+        OpKind::MemorySegSI | OpKind::MemorySegDI | OpKind::MemoryESDI => {
+            string_operand(insn, 2, op);
+        }
+        OpKind::MemorySegESI | OpKind::MemorySegEDI | OpKind::MemoryESEDI => {
+            string_operand(insn, 4, op);
+        }
+        OpKind::MemorySegRSI | OpKind::MemorySegRDI | OpKind::MemoryESRDI => {
+            string_operand(insn, 8, op);
+        }
+    }
+}
+
+fn string_operand(insn: &Instruction, address_size: u8, op: &mut Op) {
+    op.address_size = address_size;
+    op.seg = segment(insn.memory_segment());
+}
+
+#[inline(never)]
+fn memory(insn: &Instruction, mode: u8, op: &mut Op) {
+    let (base, index) = (insn.memory_base(), insn.memory_index());
+    op.base = known(base).number;
+    op.index = known(index).number;
+    op.scale = insn.memory_index_scale().trailing_zeros() as u8;
+    op.disp = insn.memory_displacement64();
+    let is_64 = mode & mode::BITS == mode::BITS_64;
+    op.seg = match insn.segment_prefix() {
+        Register::FS => 4,
+        Register::GS => 5,
+        // Other prefixes have no effect; the base register decides whether a bad address is #SS or #GP.
+        _ if is_64 => match base {
+            Register::RSP | Register::RBP | Register::ESP | Register::EBP => 2,
+            _ => 3,
+        },
+        _ => segment(insn.memory_segment()),
+    };
+    op.address_size = match (base, index) {
+        // The index register of a gather is a vector register, and does not tell the address size.
+        (Register::None, index) if !index.is_gpr() => insn.memory_displ_size().clamp(2, 8) as u8,
+        (Register::None, index) => known(index).bytes,
+        (base, _) => known(base).bytes,
+    };
+    let is_flat = is_64 && op.seg < 4 && op.address_size == 8;
+    op.form = match (is_flat, op.base != NONE, op.index != NONE) {
+        (true, true, false) => form::BASE,
+        (true, true, true) => form::INDEX,
+        (true, false, false) => form::DISP,
+        _ => form::FULL,
+    };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn registers_have_iced_s_numbers_and_sizes() {
+        let mut files = 0;
+        for r in Register::values() {
+            let Known { number, bytes } = known(r);
+            if bytes == 0 {
+                let is_ours = r.is_gpr() || r.is_segment_register() || r.is_xmm() || r.is_ymm();
+                assert!(!is_ours && !r.is_mm() && !r.is_st() && !r.is_cr() && !r.is_dr());
+                continue;
+            }
+            files += u32::from(number == 0);
+            assert_eq!(usize::from(bytes), r.size(), "{r:?}");
+            let expected = match r {
+                Register::EIP | Register::RIP => usize::from(NONE),
+                Register::AH | Register::CH | Register::DH | Register::BH => r.number() + 12,
+                r if r.is_gpr8() && r.number() >= 8 => r.number() - 4,
+                r => r.number(),
+            };
+            assert_eq!(usize::from(number), expected, "{r:?}");
+        }
+        assert_eq!(files, 11);
+    }
+}
