@@ -265,10 +265,11 @@ fn is_segment(insn: &Instruction, k: u32) -> bool {
 
 /// Lowers MOV to or from a segment register.
 pub(super) fn lower_mov(insn: &Instruction, op: &mut Op) -> Option<Handler> {
-    if is_segment(insn, 0) {
-        return Some(mov_to_segment);
+    match (is_segment(insn, 0), is_segment(insn, 1)) {
+        (true, _) => Some(mov_to_segment),
+        (_, true) => Some(by_size!(op.size, mov_from_segment)),
+        _ => None,
     }
-    is_segment(insn, 1).then(|| by_size!(op.size, mov_from_segment))
 }
 
 /// Stores in `op` the segment register of LES or its like.
