@@ -33,6 +33,20 @@ macro_rules! rows {
 }
 pub(crate) use rows;
 
+/// Makes the rows of a family's mnemonics, whose handlers a function chooses that is generic over [`Operation`].
+macro_rules! family_rows {
+    ([$($file:ident::$name:ident)*] $choose:ident) => {
+        &[$($crate::op::Row {
+            mnemonics: &[&[iced_x86::Mnemonic::$name]],
+            lower: |_, op| Some($choose::<$crate::sem::$file::$name>(op)),
+        }),*]
+    };
+    ($family:ident $choose:ident) => {
+        $crate::sem::family! { $family family_rows $choose }
+    };
+}
+pub(crate) use family_rows;
+
 /// How the linear address of a memory operand is computed.
 pub(crate) mod form {
     /// 64-bit mode, base + displacement, flat segment.

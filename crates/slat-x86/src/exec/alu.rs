@@ -4,9 +4,9 @@ use crate::Cpu;
 use crate::exec::{Form, by_size_and_form};
 use crate::flags::by_condition;
 use crate::int::{Int, by_size};
-use crate::op::{Flow, Handler, MEM, NONE, Op, Row};
+use crate::op::{Flow, Handler, MEM, NONE, Op, Row, family_rows};
 use crate::sem::alu::{Cmp, Dec, Sub, Test};
-use crate::sem::{Now, Operation, family_rows};
+use crate::sem::{Now, Operation};
 use iced_x86::Mnemonic;
 
 /// Operates on a register destination and the value `b`.

@@ -2,8 +2,8 @@
 
 use crate::Cpu;
 use crate::int::{Int, by_size};
-use crate::op::{Break, Flow, Handler, MEM, NONE, Op, Row, rows};
-use crate::sem::{Now, Operation, family_rows};
+use crate::op::{Break, Flow, Handler, MEM, NONE, Op, Row, family_rows, rows};
+use crate::sem::{Now, Operation};
 
 /// Returns the address of the word that holds bit `bit`. A bit offset in a register can select a
 /// bit beyond the operand.

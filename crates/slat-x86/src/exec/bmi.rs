@@ -2,8 +2,8 @@
 
 use crate::Cpu;
 use crate::int::{Int, by_size};
-use crate::op::{Flow, Handler, NONE, Op, Row, rows};
-use crate::sem::{Compute, Now, Operation, family_rows};
+use crate::op::{Flow, Handler, NONE, Op, Row, family_rows, rows};
+use crate::sem::{Compute, Now, Operation};
 
 /// Executes an operation of `sem` on the second and the third operand. The first operand receives the result.
 fn from_sources<T: Int, A: Operation>(cpu: &mut Cpu, op: &Op) -> Flow {

@@ -2,9 +2,9 @@
 
 use crate::Cpu;
 use crate::int::{Int, by_size};
-use crate::op::{Flow, Handler, MEM, NONE, Op, Row, rows};
+use crate::op::{Flow, Handler, MEM, NONE, Op, Row, family_rows, rows};
 use crate::sem::shift::Shl;
-use crate::sem::{self, Flags, FlagsOf, Now, Operation, family_rows};
+use crate::sem::{self, Flags, FlagsOf, Now, Operation};
 
 #[inline(always)]
 fn shift<T: Int, S: Operation>(cpu: &mut Cpu, op: &Op, count: u64) -> Flow {

@@ -336,17 +336,3 @@ macro_rules! by_mnemonic {
 }
 #[cfg(feature = "jit")]
 pub(crate) use by_mnemonic;
-
-/// Makes the rows of a family's mnemonics, whose handlers a function chooses that is generic over [`Operation`].
-macro_rules! family_rows {
-    ([$($file:ident::$name:ident)*] $choose:ident) => {
-        &[$($crate::op::Row {
-            mnemonics: &[&[iced_x86::Mnemonic::$name]],
-            lower: |_, op| Some($choose::<$crate::sem::$file::$name>(op)),
-        }),*]
-    };
-    ($family:ident $choose:ident) => {
-        $crate::sem::family! { $family family_rows $choose }
-    };
-}
-pub(crate) use family_rows;
