@@ -9,15 +9,16 @@
 //! |---|---|---|
 //! | base | `real` | system calls that bypass this library's functions |
 //! | | `looked_up` | functions of the C library that are looked up by name |
-//! | | `environment` | the environment that the program's children get |
-//! | | `landlock` | a program's Landlock rules |
-//! | | `elf` | the headers of a program's file |
 //! | | `seccomp` | the program's seccomp filters |
+//! | | `landlock` | a program's Landlock rules |
+//! | | `environment` | the environment that the program's children get |
+//! | | `elf` | the headers of a program's file |
 //! | | `user_dispatch` | the kernel's dispatch of system calls, on and off |
 //! | files | `paths` | what a path leads to, in any spelling |
 //! | | `looks` | what KVM's files and descriptors look like |
 //! | | `device` | `/dev/kvm` and KVM's module parameters as files |
 //! | | `files` | open, access |
+//! | | `carry` | copies of slat's own files, for programs in another root |
 //! | | `loaded` | what calls have to know of a program that slat has loaded |
 //! | calls | `status` | stat, readlink, realpath |
 //! | | `attributes` | chown, chmod, getxattr and the calls like it |
@@ -25,16 +26,15 @@
 //! | | `streams` | read, write, lseek |
 //! | | `memory` | mmap and the calls like it: KVM's MMU notifiers |
 //! | | `program_break` | brk of a program that slat has loaded |
-//! | | `heap` | memory that is not allocated by the program's `malloc` |
-//! | | `ioctls` | ioctl |
-//! | | `forks` | fork: the heap's lock is held over it |
-//! | | `carry` | copies of slat's own files, for programs in another root |
 //! | | `children` | execve and the calls like it |
-//! | | `roots` | chroot and the calls like it |
 //! | | `signals` | sigaction and the calls like it |
-//! | | `indirect` | syscall and prctl; all calls by number |
-//! | | `dispatch` | system calls that do not pass through the C library |
-//! | | `load` | programs that load no libraries: this library is started as a program and loads them |
+//! | | `roots` | chroot and the calls like it |
+//! | | `heap` | memory that is not allocated by the program's `malloc` |
+//! | | `forks` | fork: the heap's lock is held over it |
+//! | | `ioctls` | ioctl |
+//! | by number | `indirect` | syscall and prctl; all calls by number |
+//! | dispatch | `dispatch` | system calls that do not pass through the C library |
+//! | load | `load` | programs that load no libraries: this library is started as a program and loads them |
 //!
 //! A module imports from its own layer and from lower ones (`crates/slat/tests/architecture`).
 //!

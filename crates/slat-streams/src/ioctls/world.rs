@@ -185,6 +185,8 @@ impl World {
     pub fn adopt(&self, answer: Answer) -> i32 {
         match answer {
             Answer::Value(value) => value,
+            // The kernel's own requests change the descriptor, and return 0.
+            Answer::Kernels => 0,
             Answer::Created(object, fd) | Answer::Stored(object, fd) => {
                 let number = fd.as_raw_fd();
                 let mapped = Mapped::new(&object, &fd);
