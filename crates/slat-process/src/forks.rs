@@ -5,6 +5,7 @@
 //! clears in the child of every fork (`MADV_WIPEONFORK`) tell parent and child apart without a system call, even if the
 //! program forks without the C library. A child of `vfork` shares these words with its parent, as it shares all memory.
 
+use crate::noted::{note_first, noted_thread_id};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
 
 /// Words that are zero in a forked child, in a page of anonymous memory of their own, as `MADV_WIPEONFORK` requires.
@@ -80,10 +81,10 @@ pub fn owner() -> i32 {
 /// Stores the id of this process. Call in a child that the C library has just forked. If the C library's own note of
 /// the child's number is known, this makes no system call. A `vfork` child of this child could not use that note later.
 pub fn note_owner() {
-    match crate::noted_thread_id() {
+    match noted_thread_id() {
         Some(id) => {
             WIPED.pid.store(id, Ordering::Relaxed);
-            crate::note_first();
+            note_first();
         }
         None => drop(owner()),
     }

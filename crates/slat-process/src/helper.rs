@@ -139,6 +139,7 @@ impl Helper {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ids::thread_id;
 
     #[test]
     fn many_threads_ask() {
@@ -147,7 +148,7 @@ mod tests {
             std::thread::spawn(|| helper.serve());
             true
         });
-        let own = crate::thread_id() as isize;
+        let own = thread_id() as isize;
         std::thread::scope(|scope| {
             for _ in 0..8 {
                 scope.spawn(|| {

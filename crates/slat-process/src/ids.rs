@@ -1,0 +1,58 @@
+//! The kernel's ids of this thread and of its process.
+
+use crate::enter::raw;
+use crate::forks;
+use crate::list::{Call, is_allowed};
+use crate::noted::{note_first, noted_id, noted_thread_id};
+use std::cell::Cell;
+use std::sync::atomic::{Ordering, compiler_fence};
+
+/// Returns the kernel's ids of the process and of the thread in which this runs. In contrast to [`forks::owner`]
+/// and [`thread_id`], they are right even in a child of `vfork`, unless a filter forbids the calls that ask for
+/// them. Async-signal-safe.
+pub fn myself() -> (libc::pid_t, libc::pid_t) {
+    if !is_allowed(Call::ProcessId) || !is_allowed(Call::ThreadId) {
+        return (forks::owner(), thread_id());
+    }
+    // SAFETY: no arguments.
+    unsafe {
+        let ask = |number| raw(number, [0; 6]) as libc::pid_t;
+        (ask(libc::SYS_getpid), ask(libc::SYS_gettid))
+    }
+}
+
+/// Checks whether the C library's note of a thread's id is where `noted_id` looks for it. Call on the first
+/// thread of the process.
+pub fn find_noted_id() {
+    // SAFETY: the control block is longer.
+    if unsafe { (*noted_id()).load(Ordering::Relaxed) } == forks::owner() as u32 {
+        note_first();
+    }
+}
+
+/// Returns the kernel's id of this thread. Async-signal-safe.
+///
+/// Makes one system call per thread. In a forked child, the thread's id differs from that of the thread it is a copy
+/// of, so the child asks again. Makes no call if a filter forbids it and the C library has noted the id.
+pub fn thread_id() -> libc::pid_t {
+    thread_local! {
+        // `ID` and `PROCESS` have neither an initialiser nor a destructor, because handlers read them.
+        static ID: Cell<libc::pid_t> = const { Cell::new(0) };
+        /// The process in which `ID` is right; 0 is none.
+        static PROCESS: Cell<u64> = const { Cell::new(0) };
+    }
+    let here = forks::Birth::here().number();
+    if PROCESS.get() != here {
+        let noted = match is_allowed(Call::ThreadId) {
+            true => None,
+            false => noted_thread_id(),
+        };
+        // SAFETY: no arguments.
+        let ask = || unsafe { raw(libc::SYS_gettid, [0; 6]) } as libc::pid_t;
+        ID.set(noted.unwrap_or_else(ask));
+        // If a handler runs between the two stores, the handler asks for the id again.
+        compiler_fence(Ordering::SeqCst);
+        PROCESS.set(here);
+    }
+    ID.get()
+}

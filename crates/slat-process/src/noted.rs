@@ -1,0 +1,40 @@
+//! The C library's note of a thread's id, by which slat knows the id without a system call.
+
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering};
+
+/// The C library's note of the id of the process's first thread. Null if the note is not where
+/// [`noted_id`] looks for it.
+static FIRST: AtomicPtr<AtomicU32> = AtomicPtr::new(std::ptr::null_mut());
+
+/// Returns the address of glibc's note of this thread's id: `tid` in its `struct pthread`. The kernel fills it in
+/// when a thread is made or a process is forked, and clears it when the thread ends.
+/// [`find_noted_id`](crate::find_noted_id) checks that the note is there.
+pub(crate) fn noted_id() -> *mut AtomicU32 {
+    const OFFSET: usize = 0x2d0;
+    let block: *mut u8;
+    // SAFETY: every thread's FS refers to its thread control block, which begins with its own address.
+    unsafe {
+        std::arch::asm!("mov {}, fs:[0]", out(reg) block, options(nostack, readonly, preserves_flags));
+    }
+    block.wrapping_add(OFFSET).cast()
+}
+
+/// Records that this thread is the first one of the process.
+pub(crate) fn note_first() {
+    FIRST.store(noted_id(), Ordering::Relaxed);
+}
+
+/// Returns the C library's note of the id of the process's first thread. When that thread ends, the kernel
+/// clears the note and wakes the threads that sleep on it. The note's memory may be freed afterwards, so only
+/// `futex` may access it.
+pub fn first_noted_id() -> Option<NonNull<AtomicU32>> {
+    NonNull::new(FIRST.load(Ordering::Relaxed))
+}
+
+/// Returns this thread's id from the C library's note, without a system call. `None` if the place of the note is
+/// unknown. The result is wrong on a thread or in a process that the C library has not made.
+pub(crate) fn noted_thread_id() -> Option<libc::pid_t> {
+    // SAFETY: this thread's own note, whose address is known.
+    first_noted_id().map(|_| unsafe { (*noted_id()).load(Ordering::Relaxed) } as libc::pid_t)
+}
