@@ -11,10 +11,12 @@
 //! | [`report`] | samples, medians, paired ratios, JSON |
 //! | [`maps`] | how guest memory is mapped, between the phases |
 //! | [`published`] | the references' numbers |
-//! | [`show`] | tables for people, with the goals |
+//! | [`compared`] | comparisons and their goals |
+//! | [`show`] | tables for people |
 //! | [`html`] | the tables as a page with charts |
 //! | [`bare`], [`mod@array`] | the engine alone, and the rival whose memslots are an array |
 //! | `qemu` | QEMU, for comparison and as a program to run |
+//! | `experiment`, `others` | what an experiment is; the programs that some of them start |
 //! | `experiments` | one file each: its set-up, what is timed, its rows |
 #![cfg(all(target_os = "linux", target_arch = "x86_64"))]
 
@@ -22,61 +24,28 @@
 #[allow(rustdoc::private_intra_doc_links)]
 pub mod array;
 pub mod bare;
+pub mod compared;
+mod experiment;
 mod experiments;
 pub mod html;
 pub mod machine;
 pub mod maps;
+mod others;
 pub mod published;
 mod qemu;
 pub mod report;
 pub mod rounds;
 pub mod show;
 
+pub use experiment::Experiment;
+pub(crate) use experiment::Settable;
 pub use experiments::exit::{CLIENT as EXIT_CLIENT, client as measure_exits};
 pub use machine::Failure;
+pub use others::{Linux, Others};
 pub use report::{Report, Row};
 pub use rounds::Size;
 
-use std::path::PathBuf;
-
 use rounds::Bench;
-use show::{Line, Rows};
-
-/// One experiment.
-pub struct Experiment {
-    /// The name on the command line and in the report.
-    pub name: &'static str,
-    /// The subject, in one line.
-    pub title: &'static str,
-    /// What is measured and why, in ten lines.
-    pub explain: &'static str,
-    /// The policies that a user can set for its VMs.
-    pub(crate) settable: Settable,
-    /// Measures the experiment.
-    pub(crate) run: fn(&mut Bench) -> Result<(), Failure>,
-    /// Returns the comparisons and their goals.
-    pub compare: fn(&Report) -> Vec<Line>,
-    /// What the rows of the table are.
-    pub(crate) rows: Rows,
-}
-
-/// Which policies of an experiment's VMs a user can set.
-pub(crate) enum Settable {
-    /// None: the engine alone is measured, with policies of the experiment's.
-    None,
-    /// All but these, which the experiment sets itself.
-    AllBut(&'static [&'static str]),
-}
-
-impl Experiment {
-    /// Whether a user can set the policy called `name` for the VMs of this experiment.
-    pub fn takes_policy(&self, name: &str) -> bool {
-        match self.settable {
-            Settable::None => false,
-            Settable::AllBut(own) => !own.contains(&name),
-        }
-    }
-}
 
 /// All experiments, in the order in which they run.
 pub const EXPERIMENTS: &[Experiment] = &[
@@ -94,26 +63,6 @@ pub const EXPERIMENTS: &[Experiment] = &[
     experiments::cpu::EXPERIMENT,
     experiments::vmm::EXPERIMENT,
 ];
-
-/// Other programs that experiments start. Without them, parts are left out.
-#[derive(Clone, Debug, Default)]
-pub struct Others {
-    /// The `slat` command.
-    pub slat: Option<PathBuf>,
-    /// What Linux is booted with.
-    pub linux: Option<Linux>,
-}
-
-/// The files that booting Linux under QEMU on slat needs.
-#[derive(Clone, Debug)]
-pub struct Linux {
-    /// The `slat` command.
-    pub slat: PathBuf,
-    /// Directory of the kernel and initrd made by `conformance/vmm/materials`.
-    pub materials: PathBuf,
-    /// The values of its `--set`.
-    pub policies: Vec<String>,
-}
 
 /// Runs experiments, without the parts that need other programs.
 ///

@@ -7,11 +7,11 @@ use std::time::Instant;
 
 use kvm_ioctls::VcpuExit;
 
+use crate::compared::{Line, Rows};
 use crate::machine::guest::{self, DATA, DEVICE, PAGE};
 use crate::machine::{Api, Failure, Machine, Memory, Pages, Program, RealKvm, Slot, no_device};
 use crate::report::{Report, Sample};
 use crate::rounds::Bench;
-use crate::show::{Line, Rows};
 use crate::{Experiment, Settable};
 
 const NAME: &str = "clone";

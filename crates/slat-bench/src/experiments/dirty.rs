@@ -16,13 +16,13 @@ use kvm_bindings::{
 
 use slat_kvm::notify;
 
+use crate::compared::{Line, Rows};
 use crate::machine::guest::{DATA, PAGE};
 use crate::machine::{
     Failure, Machine, Memory, Pages, Program, Slat, Slot, no_device, thread_time,
 };
 use crate::report::{Report, Sample, Unit};
 use crate::rounds::Bench;
-use crate::show::{Line, Rows};
 use crate::{Experiment, Settable};
 
 const NAME: &str = "dirty";

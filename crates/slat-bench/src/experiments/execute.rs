@@ -1,5 +1,6 @@
 //! Executing from huge pages that must not be mapped executable.
 
+use crate::compared::{Line, Rows};
 use crate::machine::guest::{DATA, PAGE};
 use crate::machine::program::COUNTED_RETURN;
 use crate::machine::{Failure, Machine, Memory, Pages, Program, Slat, Slot, no_device};
@@ -7,7 +8,6 @@ use crate::maps::Maps;
 use crate::published;
 use crate::report::{Report, Sample};
 use crate::rounds::Bench;
-use crate::show::{Line, Rows};
 use crate::{Experiment, Settable};
 
 const NAME: &str = "execute";

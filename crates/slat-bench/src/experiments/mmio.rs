@@ -5,12 +5,12 @@ use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use kvm_ioctls::VcpuExit;
 
+use crate::compared::{Line, Rows};
 use crate::machine::guest::{DATA, DEVICE, PAGE};
 use crate::machine::{Api, Failure, Machine, Memory, Pages, Program, RealKvm, Slot, no_device};
 use crate::maps::Maps;
 use crate::report::{Report, Sample, Unit};
 use crate::rounds::{Bench, fastest};
-use crate::show::{Line, Rows};
 use crate::{Experiment, Settable};
 
 const NAME: &str = "mmio";

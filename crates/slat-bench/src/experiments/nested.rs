@@ -6,12 +6,12 @@ use std::time::Duration;
 
 use kvm_ioctls::VcpuExit;
 
+use crate::compared::{Line, Rows};
 use crate::machine::guest::{DATA, DEVICE, PAGE};
 use crate::machine::hypervisor::MOST_DATA;
 use crate::machine::{Failure, Machine, Memory, Pages, Program, Ran, Slat, Slot, no_device};
 use crate::report::{Report, Sample, Unit};
 use crate::rounds::{Bench, fastest};
-use crate::show::{Line, Rows};
 use crate::{Experiment, Settable};
 
 const NAME: &str = "nested";

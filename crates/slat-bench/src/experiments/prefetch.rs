@@ -2,12 +2,12 @@
 
 use slat::Hva;
 
+use crate::compared::{Line, Rows};
 use crate::machine::guest::{DATA, PAGE};
 use crate::machine::program::Random;
 use crate::machine::{Api, Failure, Machine, Memory, Pages, Program, Slot, no_device};
 use crate::report::{Report, Sample};
 use crate::rounds::Bench;
-use crate::show::{Line, Rows};
 use crate::{Experiment, Settable};
 
 const NAME: &str = "prefetch";

@@ -10,12 +10,12 @@ use kvm_bindings::{
 use slat::Stats;
 
 use crate::bare;
+use crate::compared::{Line, Rows};
 use crate::machine::guest::{DATA, PAGE};
 use crate::machine::{Failure, Machine, Memory, Program, Slat, Slot, no_device, thread_time};
 use crate::maps::Maps;
 use crate::report::{Report, Sample};
 use crate::rounds::Bench;
-use crate::show::{Line, Rows};
 use crate::{Experiment, Settable};
 
 const NAME: &str = "split";

@@ -1,8 +1,8 @@
 //! The contents of a chart: the lines of the table, as bars.
 
+use crate::compared::{Goal, Line};
 use crate::machine::{Api, RealKvm};
 use crate::report::Unit;
-use crate::show::{Goal, Line};
 
 /// More cases than these in one picture are divided by the first part of their names.
 const CASES: usize = 6;

@@ -4,9 +4,9 @@ use maud::{Markup, html};
 
 use slat_kvm::memory_map::Cell;
 
+use crate::compared::shown;
 use crate::maps::{CELL, PageMap};
 use crate::report::Unit;
-use crate::show::shown;
 
 /// Squares in a row, their width and height, and the gap between them.
 const COLUMNS: usize = 32;

@@ -20,9 +20,10 @@ mod table;
 use maud::{DOCTYPE, Markup, PreEscaped, html};
 
 use crate::Experiment;
+use crate::compared::Line;
 use crate::report::Report;
 use crate::rounds::Size;
-use crate::show::{Line, missed};
+use crate::show::missed;
 
 pub use map::Strip;
 

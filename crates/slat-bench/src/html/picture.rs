@@ -5,8 +5,8 @@ use maud::{Markup, html};
 
 use super::axis::Axis;
 use super::chart::{Bar, Case, Chart, Role};
+use crate::compared::{percent, shown};
 use crate::report::Unit;
-use crate::show::{percent, shown};
 
 const WIDTH: f64 = 650.0;
 /// Left and right end of the bars; numbers are to the right of them.

@@ -2,7 +2,7 @@
 
 use maud::{Markup, html};
 
-use crate::show::{COLUMNS, Goal, Grid, Line, Rows, groups};
+use crate::compared::{COLUMNS, Goal, Grid, Line, Rows, groups};
 
 /// A longer table is shown only on request.
 const LONG: usize = 40;

@@ -3,12 +3,11 @@
 use super::sources::{Module, Sources, all};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Modules, by crate, that are still in a circle: the list may only become shorter.
-const IN_CIRCLES: &[(&str, &[&str])] = &[
-    ("slat-bench", &["the root"]),
-    ("slat-engine-capi", &["the root"]),
-    ("slat-preload", &["the root"]),
-    ("slat-process", &["the root"]),
+/// Modules, by crate, that are in a circle: the root of both crates is where they are entered, and has what the entry
+/// needs.
+const IN_CIRCLES: &[(&str, &str)] = &[
+    ("slat-engine-capi", "the root"),
+    ("slat-preload", "the root"),
 ];
 
 /// Removes the modules that are in no circle, and lie between no two.
@@ -68,12 +67,15 @@ fn no_modules_import_one_another_in_a_circle() {
     for name in all() {
         let imports = Sources::of(&name).imports();
         seen += imports.values().map(BTreeSet::len).sum::<usize>();
-        let listed = IN_CIRCLES.iter().find(|(of, _)| *of == name);
-        let except = listed.map_or(&[][..], |(_, modules)| modules);
+        let listed = IN_CIRCLES.iter().filter(|(of, _)| *of == name);
+        let except: Vec<_> = listed.map(|(_, module)| *module).collect();
         for depth in [usize::MAX, 1] {
-            for line in circles(&imports, depth, except) {
+            for line in circles(&imports, depth, &except) {
                 found.push(format!("{name}: {line}"));
             }
+        }
+        if !except.is_empty() && circles(&imports, 1, &[]).is_empty() {
+            found.push(format!("{name}: {except:?} need no exception"));
         }
     }
     assert!(seen > 1500, "imports are found: {seen}");

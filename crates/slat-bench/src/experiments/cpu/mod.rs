@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use kvm_bindings::kvm_regs;
 
+use crate::compared::{Line, Rows};
 use crate::machine::guest::{DATA, PAGE};
 use crate::machine::program::UNSEARCHED;
 use crate::machine::{
@@ -14,7 +15,6 @@ use crate::machine::{
 use crate::qemu;
 use crate::report::{Report, Sample, Unit};
 use crate::rounds::{Bench, Size};
-use crate::show::{Line, Rows};
 use crate::{Experiment, Settable};
 
 const NAME: &str = "cpu";

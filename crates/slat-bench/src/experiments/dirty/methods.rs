@@ -3,11 +3,11 @@
 use std::time::Duration;
 
 use super::{NAME, NS_PER_PAGE, logged, pages, write};
+use crate::compared::Line;
 use crate::machine::guest::DATA;
 use crate::machine::{Failure, Machine, Memory, Program, Slat, no_device, thread_time};
 use crate::report::{Report, Sample, Unit};
 use crate::rounds::Bench;
-use crate::show::Line;
 
 /// Values of the policy `dirty_log`.
 const PROTECT: &str = "write-protect";

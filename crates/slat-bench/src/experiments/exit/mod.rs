@@ -14,10 +14,10 @@ use kvm_ioctls::{Kvm, VcpuFd, VmFd};
 
 use slat_kvm::abi::KVM_RUN;
 
+use crate::compared::{Line, Rows};
 use crate::machine::{Api, Failure, RealKvm};
 use crate::report::{Report, Sample, Unit, median};
 use crate::rounds::{Bench, Size};
-use crate::show::{Line, Rows};
 use crate::{Experiment, Settable};
 
 const NAME: &str = "exit";

@@ -9,12 +9,12 @@ mod program;
 
 use std::time::Duration;
 
+use crate::compared::{Line, Rows};
 use crate::machine::guest::PAGE;
 use crate::machine::{Api, Failure, Memory, Pages, RealKvm};
 use crate::published;
 use crate::report::{Report, Sample, Unit};
 use crate::rounds::{Bench, Size};
-use crate::show::{Line, Rows};
 use crate::{Experiment, Settable};
 use inside::{Array, Direct, Inside, Shadow, Slat, Tables, Tdp};
 use layout::Layout;

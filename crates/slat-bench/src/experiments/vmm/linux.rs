@@ -9,11 +9,11 @@ use std::time::{Duration, Instant};
 use super::NAME;
 use super::guests::{GUESTS, Guest, LINUX};
 use crate::Linux;
+use crate::compared::Line;
 use crate::machine::{Api, Failure, Slat};
 use crate::qemu::{self, Qemu, TemporaryFile};
 use crate::report::{Report, Sample, Unit};
 use crate::rounds::Bench;
-use crate::show::Line;
 
 const BOOT: &str = "boot_cpu_seconds";
 /// All works of a guest.

@@ -5,10 +5,10 @@ mod irqfd;
 mod kick;
 mod linux;
 
+use crate::compared::{Line, Rows};
 use crate::machine::{Api, Failure, Slat};
 use crate::report::Report;
 use crate::rounds::Bench;
-use crate::show::{Line, Rows};
 use crate::{Experiment, Settable};
 
 const NAME: &str = "vmm";

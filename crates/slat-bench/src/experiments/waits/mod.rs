@@ -6,10 +6,10 @@ mod unrelated;
 
 use std::time::{Duration, Instant};
 
+use crate::compared::{Line, Rows, shown};
 use crate::machine::Failure;
 use crate::report::{Report, Sample, Unit};
 use crate::rounds::Bench;
-use crate::show::{Line, Rows, shown};
 use crate::{Experiment, Settable};
 use histogram::Histogram;
 use operation::{Operation, Subject};

@@ -1,0 +1,42 @@
+//! What an experiment is.
+
+use crate::compared::{Line, Rows};
+use crate::machine::Failure;
+use crate::report::Report;
+use crate::rounds::Bench;
+
+/// One experiment.
+pub struct Experiment {
+    /// The name on the command line and in the report.
+    pub name: &'static str,
+    /// The subject, in one line.
+    pub title: &'static str,
+    /// What is measured and why, in ten lines.
+    pub explain: &'static str,
+    /// The policies that a user can set for its VMs.
+    pub(crate) settable: Settable,
+    /// Measures the experiment.
+    pub(crate) run: fn(&mut Bench) -> Result<(), Failure>,
+    /// Returns the comparisons and their goals.
+    pub compare: fn(&Report) -> Vec<Line>,
+    /// What the rows of the table are.
+    pub(crate) rows: Rows,
+}
+
+/// Which policies of an experiment's VMs a user can set.
+pub(crate) enum Settable {
+    /// None: the engine alone is measured, with policies of the experiment's.
+    None,
+    /// All but these, which the experiment sets itself.
+    AllBut(&'static [&'static str]),
+}
+
+impl Experiment {
+    /// Whether a user can set the policy called `name` for the VMs of this experiment.
+    pub fn takes_policy(&self, name: &str) -> bool {
+        match self.settable {
+            Settable::None => false,
+            Settable::AllBut(own) => !own.contains(&name),
+        }
+    }
+}

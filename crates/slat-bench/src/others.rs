@@ -1,0 +1,23 @@
+//! Other programs that experiments start.
+
+use std::path::PathBuf;
+
+/// Other programs that experiments start. Without them, parts are left out.
+#[derive(Clone, Debug, Default)]
+pub struct Others {
+    /// The `slat` command.
+    pub slat: Option<PathBuf>,
+    /// What Linux is booted with.
+    pub linux: Option<Linux>,
+}
+
+/// The files that booting Linux under QEMU on slat needs.
+#[derive(Clone, Debug)]
+pub struct Linux {
+    /// The `slat` command.
+    pub slat: PathBuf,
+    /// Directory of the kernel and initrd made by `conformance/vmm/materials`.
+    pub materials: PathBuf,
+    /// The values of its `--set`.
+    pub policies: Vec<String>,
+}
