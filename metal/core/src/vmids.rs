@@ -58,7 +58,7 @@ impl<const BITS: u32, const CPUS: usize> Vmids<BITS, CPUS> {
             let allocator = VmidAllocator::new(BITS, CPUS).expect("memory, and few CPUs");
             &*Box::leak(Box::new(allocator))
         };
-        *self.allocator.lock().get_or_insert_with(create)
+        self.allocator.lock().get_or_insert_with(create)
     }
 }
 
