@@ -63,7 +63,7 @@ impl Executor {
     /// [`OutOfMemory`] if the host has no memory.
     pub fn try_new(code: Arc<CodePages>) -> Result<Self, OutOfMemory> {
         decoder::build_tables()?;
-        Ok(Self {
+        let mut executor = Self {
             cpu: Cpu::try_new(code)?,
             blocks: Blocks::try_new()?,
             reader: None,
@@ -73,7 +73,9 @@ impl Executor {
             code_base: 0,
             #[cfg(feature = "jit")]
             interrupted: None,
-        })
+        };
+        executor.number();
+        Ok(executor)
     }
 
     /// Returns the heap bytes of the blocks of decoded code, the copies of the code, and their indices: at most
@@ -99,15 +101,20 @@ impl Executor {
     /// Makes sure that the blocks are those of the CPU. Call before looking at blocks.
     ///
     /// An executor lends its CPU, so safe code can exchange the CPUs of two executors. Blocks, and the snapshots that
-    /// they refer to, would then belong to different CPUs. So both have a number, and a pair that does not fit is
-    /// emptied and gets a number that none has had.
+    /// they refer to, would then belong to different CPUs. So an executor's blocks and its CPU's snapshots have one
+    /// number, and where the numbers differ, both are emptied and get a new number.
     pub(crate) fn pair(&mut self) {
-        static PAIRS: AtomicU64 = AtomicU64::new(1);
-        if self.blocks.pair != self.cpu.code.snapshots.pair || self.blocks.pair == 0 {
+        if self.blocks.pair != self.cpu.code.snapshots.pair {
             self.forget_blocks();
-            let pair = PAIRS.fetch_add(1, Ordering::Relaxed);
-            (self.blocks.pair, self.cpu.code.snapshots.pair) = (pair, pair);
+            self.number();
         }
+    }
+
+    /// Gives the blocks, and the CPU's snapshots, a number that none has had.
+    fn number(&mut self) {
+        static PAIRS: AtomicU64 = AtomicU64::new(1);
+        let pair = PAIRS.fetch_add(1, Ordering::Relaxed);
+        (self.blocks.pair, self.cpu.code.snapshots.pair) = (pair, pair);
     }
 
     /// Whether blocks are compiled before they run for the first time: never without a compiler.
