@@ -25,19 +25,18 @@ pub unsafe fn ioctl_on(fd: c_int, request: c_ulong, argument: usize) -> c_int {
     let number = request as u32;
     // SAFETY: the caller's.
     let call = || unsafe { kernel!(libc::SYS_ioctl, fd, request, argument) };
-    (if table::is_ours(fd) {
+    let kind = number >> 8 & 0xff;
+    // One call of `guarded`: two would take twice its part of the frame, which is on the program's stack.
+    (if table::is_ours(fd) || kind == KVMIO {
         guarded(|| kvms(fd, number, argument).unwrap_or_else(call))
+    } else if kind != UFFDIO {
+        plain(call())
+    } else if notify::is_anyone_listening() {
+        // SAFETY: the caller's.
+        unsafe { userfault(number, argument, call) }
     } else {
-        match number >> 8 & 0xff {
-            KVMIO => guarded(|| kvms(fd, number, argument).unwrap_or_else(call)),
-            // SAFETY: the caller's.
-            UFFDIO if notify::is_anyone_listening() => unsafe { userfault(number, argument, call) },
-            UFFDIO => {
-                mappings::advice_passed_by();
-                plain(call())
-            }
-            _ => plain(call()),
-        }
+        mappings::advice_passed_by();
+        plain(call())
     }) as c_int
 }
 

@@ -1,7 +1,6 @@
 //! Call sites of a static program, which slat rewrites while the program runs: `conformance/programs/sites.c`. A part
 //! of the program runs under `PR_SET_MDWE`, where the kernel refuses memory that is writable and executable.
 
-use std::path::Path;
 use std::process::Command;
 
 #[test]
@@ -10,7 +9,7 @@ fn call_sites_are_rewritten_and_no_memory_is_writable_and_executable() {
         env!("CARGO_MANIFEST_DIR"),
         "/../../conformance/programs/sites.c"
     );
-    let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join("sites");
+    let program = std::env::temp_dir().join(format!("slat-sites-{}", std::process::id()));
     let compiled = Command::new("cc")
         .args(["-O2", "-Wall", "-Wextra", "-static", "-o"])
         .arg(&program)
@@ -33,8 +32,9 @@ fn call_sites_are_rewritten_and_no_memory_is_writable_and_executable() {
     let output = Command::new(library)
         .env("SLAT_PROGRAM", &program)
         .env_remove("LD_PRELOAD")
-        .output()
-        .unwrap();
+        .output();
+    std::fs::remove_file(&program).unwrap();
+    let output = output.unwrap();
     let (said, complained) = (
         String::from_utf8_lossy(&output.stdout),
         String::from_utf8_lossy(&output.stderr),

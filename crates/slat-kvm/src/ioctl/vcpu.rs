@@ -17,7 +17,8 @@ const SIGSET: u64 = 4;
 /// The size of the kernel's signal set.
 const SIGSET_BYTES: u32 = 8;
 
-/// Does `KVM_RUN`.
+/// Does `KVM_RUN`. Not inlined, because other requests would have its frame, too.
+#[inline(never)]
 pub(super) fn run(vcpu: &VcpuObject, argument: u64) -> Result<Answer> {
     let _call = vcpu.vm.begin()?;
     if argument != 0 {

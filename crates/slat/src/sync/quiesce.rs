@@ -112,10 +112,13 @@ pub(crate) struct Reader {
 }
 
 impl Reader {
-    /// Makes a reader that the caller owns, or nobody if `owned` is false.
+    /// Makes a reader that the caller owns, or nobody if `owned` is false. Not inlined, because every operation would
+    /// have its frame, in which there is a reader.
     ///
     /// # Errors
     /// [`OutOfMemory`].
+    #[cold]
+    #[inline(never)]
     fn new(owned: bool) -> Result<Box<Self>, OutOfMemory> {
         heap::boxed(Reader {
             state: AtomicU64::new(0),
@@ -329,6 +332,7 @@ impl Readers {
     ///
     /// # Errors
     /// [`OutOfMemory`] if no reader is free, and there is no memory for another one.
+    #[cold]
     pub(crate) fn register(&self) -> Result<&Reader, OutOfMemory> {
         let mut made = None;
         let mut next = &self.first;

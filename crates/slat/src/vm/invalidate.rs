@@ -32,7 +32,6 @@ use crate::addr::{Gfn, Hva};
 use crate::format::Format;
 use crate::platform::{Platform, Stale, WaitFor};
 use crate::slots::Place;
-use crate::stats::Counters;
 use crate::sync::{SpinLock, held};
 use crate::table::overlap;
 use crate::trace::Event;
@@ -322,8 +321,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
 
     /// Flushes `gfns`, in which other threads have zapped leaves and tables of any level.
     fn flush_zapped_by_others(&self, gfns: Range<Gfn>) {
-        let flush = |counters: &Counters| self.flush(gfns, Stale::ANYTHING, counters);
-        self.section().end(flush);
+        let ended = self.section().end();
+        self.flush(gfns, Stale::ANYTHING, ended.counters());
     }
 
     /// Returns whether a memslot uses a page of `range` now.

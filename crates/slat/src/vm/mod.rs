@@ -444,6 +444,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         held::section_begins();
         Section {
             readers: &self.readers,
+            noted: Noted,
             inside,
             budget: held::MOST_ENTRIES,
         }
@@ -453,6 +454,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
 /// A reader section of an operation. Dropping it ends the section and gives the reader back.
 pub(crate) struct Section<'a> {
     readers: &'a Readers,
+    noted: Noted,
     inside: Inside<'a>,
     /// The number of entries that may still be read in it.
     budget: u32,
@@ -484,16 +486,29 @@ impl<'a> Section<'a> {
         result
     }
 
-    /// Ends the section, runs `work`, and gives the reader back.
-    pub(crate) fn end<R>(self, work: impl FnOnce(&'a Counters) -> R) -> R {
-        held::section_ends();
+    /// Ends the section, but keeps the reader.
+    pub(crate) fn end(self) -> Ended<'a> {
+        drop(self.noted);
         self.inside.reader().leave();
-        work(self.counters())
+        Ended(self.inside)
     }
 }
 
-impl Drop for Section<'_> {
+/// Says, when it is dropped, that a section has ended ([`held`]).
+struct Noted;
+
+impl Drop for Noted {
     fn drop(&mut self) {
         held::section_ends();
+    }
+}
+
+/// The reader of a section that has ended. Dropping it gives the reader back.
+pub(crate) struct Ended<'a>(Inside<'a>);
+
+impl<'a> Ended<'a> {
+    /// Returns the reader's counters. No other operation counts in them as long as `self` is kept.
+    pub(crate) fn counters(&self) -> &'a Counters {
+        &self.0.reader().counters
     }
 }

@@ -418,13 +418,12 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
     /// Ends the operation. When it returns, no CPU uses a translation of its frames that any thread zapped before
     /// the call. Returns its flush; that of no frames if none was needed.
     pub(crate) fn finish(self) -> Flushed {
-        let (vm, ticket, unflushed) = (self.vm, self.ticket, self.unflushed);
-        self.section.end(|counters| {
-            let flushed = vm.flush_if_needed(&ticket, &unflushed, counters);
-            drop(ticket);
-            vm.free(unflushed, counters);
-            flushed
-        })
+        let ended = self.section.end();
+        let counters = ended.counters();
+        let flushed = (self.vm).flush_if_needed(&self.ticket, &self.unflushed, counters);
+        drop(self.ticket);
+        self.vm.free(self.unflushed, counters);
+        flushed
     }
 }
 
