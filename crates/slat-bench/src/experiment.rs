@@ -11,7 +11,7 @@ pub struct Experiment {
     pub name: &'static str,
     /// The subject, in one line.
     pub title: &'static str,
-    /// What is measured and why, in ten lines.
+    /// The text of `--explain`: the subject of the measurement, and its reason, in ten lines.
     pub explain: &'static str,
     /// The policies that a user can set for its VMs.
     pub(crate) settable: Settable,
@@ -19,7 +19,7 @@ pub struct Experiment {
     pub(crate) run: fn(&mut Bench) -> Result<(), Failure>,
     /// Returns the comparisons and their goals.
     pub compare: fn(&Report) -> Vec<Line>,
-    /// What the rows of the table are.
+    /// Whether a row of the table is a metric or a case.
     pub(crate) rows: Rows,
 }
 

@@ -1,8 +1,8 @@
 //! Calls to a VM and its vCPUs: refused in a forked child, and after a call that panicked.
 //!
-//! A call that panics leaves the VM in an unknown state. From then on the VM is dead, like a VM in which KVM finds a
-//! bug of its own (`vm_bugged`), or one whose guest state is lost (`vm_dead`): all calls of the VM and of its vCPUs
-//! return `EIO` at once, and so does a `KVM_RUN` in progress. The objects can still be dropped.
+//! A call that panics leaves the VM in an unknown state. From then on the VM is dead. All calls of the VM and of its
+//! vCPUs return `EIO` at once, and so does a `KVM_RUN` in progress. The objects can still be dropped. KVM does the same
+//! with a VM in which it finds a bug of KVM's (`vm_bugged`), and with one whose guest state is lost (`vm_dead`).
 
 use crate::engine::EngineVm;
 use crate::errno::{Result, fail};

@@ -15,6 +15,7 @@ pub const OFFSET: usize = KVM_COALESCED_MMIO_PAGE_OFFSET as usize * PAGE;
 /// Number of ring entries. One of them always stays free.
 const ENTRIES: u32 =
     ((PAGE - size_of::<kvm_coalesced_mmio_ring>()) / size_of::<kvm_coalesced_mmio>()) as u32;
+
 /// The ring of a VM.
 #[derive(Debug)]
 pub(crate) struct Coalesced {

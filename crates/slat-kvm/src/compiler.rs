@@ -71,7 +71,7 @@ pub(crate) fn why_not() -> Option<&'static str> {
 impl Background for Baseline {
     const NAME: &CStr = c"slat-compiler";
     const WITHOUT: &str = "the guests' code is interpreted";
-    /// This thread runs Cranelift, too, for the code that the baseline compiler cannot compile, and Cranelift recurses.
+    /// Cranelift recurses. The thread runs Cranelift for the code that the baseline compiler cannot compile.
     const STACK: usize = 8 << 20;
 
     fn run(&'static self) {

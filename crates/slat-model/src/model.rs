@@ -163,7 +163,7 @@ pub enum Method {
     /// Write protection finds the written pages.
     #[default]
     Protection,
-    /// The dirty bits of leaves are the log. It may name neighbours of a written page, too.
+    /// The dirty bits of leaves are the log. The log may also name neighbours of a written page.
     DirtyBits,
     /// The buffers of walkers name the written pages.
     Buffers,

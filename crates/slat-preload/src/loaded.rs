@@ -1,5 +1,5 @@
-//! What calls have to know of a program that slat has loaded itself ([`load`](crate::load)): whether there is one, and
-//! the file that its own link in `/proc` should show.
+//! The program that slat has loaded itself ([`load`](crate::load)), for the calls that this concerns: whether there is
+//! such a program, and the file that the program's link in `/proc` should show.
 
 use crate::paths::text;
 use crate::real::error;

@@ -65,8 +65,8 @@ fn filter_flags(flags: usize) -> usize {
 }
 
 /// Installs a filter, a `sock_fprog` at `program`, by calling `install` with the filter's address. If the filter is for
-/// all threads and slat has threads of its own, `install` gets another filter, which allows all calls of slat's
-/// threads: if the filter killed one of them, requests to it would never be answered.
+/// all threads and slat has threads, `install` gets another filter, which allows all calls of slat's threads. If the
+/// program's filter killed one of slat's threads, no request to that thread would be answered.
 fn exempting(flags: usize, program: usize, install: impl FnOnce(usize) -> isize) -> isize {
     let mut given = None;
     if flags & libc::SECCOMP_FILTER_FLAG_TSYNC as usize != 0

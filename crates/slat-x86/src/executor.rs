@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// A software CPU that can run. It allocates all memory that it needs to run when it is made; see
 /// [`Executor::try_new`].
 ///
-/// It stands for its [`Cpu`]: whatever can be done with the CPU can be done with the executor.
+/// An executor dereferences to its [`Cpu`], so it has all methods of the CPU.
 pub struct Executor {
     pub(crate) cpu: Cpu,
     pub(crate) blocks: Blocks,

@@ -259,8 +259,8 @@ impl VcpuObject {
     /// for the client, which is set.
     ///
     /// KVM promises (api.rst, 5): after a run with `immediate_exit`, no instruction is half done. So this comes before
-    /// signals, requests and interrupts, and executes no other instruction. [`Executor::run`] finishes the instruction, too,
-    /// before it executes another: where it follows at once, nothing is done here.
+    /// signals, requests and interrupts, and executes no other instruction. [`Executor::run`] also finishes the
+    /// instruction, before it executes another one: where `Executor::run` follows at once, nothing is done here.
     ///
     /// # Errors
     /// Those of [`run`](Self::run), if the instruction has to wait for memory that the host does not have yet. Then

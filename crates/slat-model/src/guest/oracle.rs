@@ -3,8 +3,8 @@
 //! # The rules
 //! (SDM 3A, chapter "Paging", section "Caching Translation Information"; the names in quotes are its subsections.)
 //!
-//! A processor translates an address by a path of page-table entries. It reads the entries from the top down, at
-//! moments of its own choice. By "Translation Lookaside Buffers" and "Paging-Structure Caches", it may cache a
+//! A processor translates an address by a path of page-table entries. The processor reads the entries from the top
+//! down, each at any moment. By "Translation Lookaside Buffers" and "Paging-Structure Caches", it may cache a
 //! translation, or the entries that reference tables, as soon as an access could use them, also if no such access is
 //! ever made. It may combine a cached upper entry with a lower entry that it reads later, and may use cached entries
 //! until they are invalidated. It may also read all entries again at any time. So an outcome is allowed if, and only

@@ -13,7 +13,8 @@ use crate::machine::Machine;
 pub(super) type Contents = BTreeMap<u64, u64>;
 
 impl<M: Machine, F: Format> Runner<M, F> {
-    /// Has the guest write a word of its own to the page of its translation, or compares the word that it reads there.
+    /// For a write, has the guest store a new word in the page of `translation`. For another access, compares the word
+    /// that the guest reads in that page with the model's.
     pub(super) fn touch(&mut self, i: usize, gfn: u64, access: Access, translation: &Translation) {
         let frame = F::GRANULE.pfn(translation.host);
         let (_, slot) = self.models[self.cpus[i].space]

@@ -98,6 +98,8 @@ static PATHS: [AtomicPtr<libc::c_char>; COUNT] =
 static ENTRY: AtomicUsize = AtomicUsize::new(IN_HEADER);
 /// The ELF header has it.
 const IN_HEADER: usize = usize::MAX;
+/// Offset of the entry point in an ELF header.
+const ENTRY_POINT: usize = 24;
 
 unsafe extern "C" {
     /// The beginning of this library's file in memory. The static linker defines it.
@@ -111,12 +113,10 @@ fn base() -> usize {
 
 /// Returns the address of this library's entry point as a program.
 fn entry() -> usize {
-    /// The offset of the entry point in an ELF header.
-    const OFFSET: usize = 24;
     base()
         + match ENTRY.load(Ordering::Relaxed) {
             // SAFETY: this library's ELF header.
-            IN_HEADER => unsafe { ((base() + OFFSET) as *const usize).read() },
+            IN_HEADER => unsafe { ((base() + ENTRY_POINT) as *const usize).read() },
             entry => entry,
         }
 }
@@ -228,8 +228,7 @@ fn copy(start: usize, len: usize) -> Option<Opened> {
 /// Changes the library's copy, so that it names no dynamic linker, begins at [`begin::slat_carried`], and
 /// knows the other files.
 fn change_library(made: &Memfds) -> Option<()> {
-    /// Offset of the entry point in an ELF file, and length of a program header.
-    const ENTRY_POINT: usize = 24;
+    /// Length of a program header.
     const HEADER_LEN: usize = 56;
     let file = made.0[LIBRARY].as_ref()?;
     let headers = Headers::read(file)?;

@@ -6,9 +6,9 @@
 //! functions, if there are five bytes of it; from there a longer jump leads to a stub in memory nearby. So no
 //! instruction moves: a thread that returns from the kernel, or is about to make the call, finds what it expects.
 //!
-//! A site is not rewritten if it has no such padding, if its code is not private, readable and executable, if it lies in
-//! two aligned quadwords, or if the process is traced (a debugger has breakpoints in code). With `SLAT_REWRITE=0` no
-//! site is.
+//! A site stays as it is if no such padding is near, if its code is not private, readable and executable, or if its two
+//! bytes lie in two aligned quadwords. All sites stay as they are in a process that is traced, because a debugger has
+//! breakpoints in code, and with `SLAT_REWRITE=0`.
 //!
 //! # How text changes
 //! No memory is ever writable and executable, nor does writable memory become executable. The changed copy of one or two

@@ -47,8 +47,8 @@ operations! {
     }, READS = CARRY
 }
 
-/// Returns the count of a shift or rotate of `bits` bits by `count`. One through the carry flag, which is a bit
-/// of its own there, has the count modulo the width and one.
+/// Returns the effective count of a shift or rotate of `bits` bits by `count`. A rotate through the carry flag rotates
+/// one bit more than the operand has, so its count is modulo `bits + 1`.
 #[inline(always)]
 pub(crate) fn count<A: Operation>(count: u64, bits: u32) -> u64 {
     let count = double_count(count, bits);

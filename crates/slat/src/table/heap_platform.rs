@@ -21,7 +21,7 @@ pub(crate) struct Heap {
     granule: Granule,
     frames: Mutex<Frames>,
     pub(crate) zapped: Mutex<Vec<ZappedLeaf>>,
-    /// What it answers when a page is to be resolved: at first, that there is none.
+    /// The function that resolves a page. At first it answers that there is no page.
     pub(crate) resolve: Mutex<Resolve>,
     /// Called in each flush, while it waits for the hardware.
     pub(crate) in_flush: OnceLock<Box<dyn Fn() + Send + Sync>>,
