@@ -64,7 +64,6 @@ fn patch(patience: Duration) -> Duration {
 }
 
 /// A store of the client's to code tells nobody, and the loop calls nobody.
-#[test]
 fn a_running_loop_sees_that_the_client_has_changed_its_code() {
     slat_kvm::watch_signals();
     for patience in [Duration::from_millis(20), Duration::from_millis(500)] {
@@ -152,8 +151,14 @@ fn forbid_executable_memory() -> bool {
     unsafe { libc::prctl(PR_SET_MDWE, REFUSE_EXEC_GAIN, zero, zero, zero) == 0 }
 }
 
-/// One test, in one thread: the others of its process would run in the children's, too.
+/// One test, in one thread: what another one does in this process (it makes a VM) the first part would see, and so would
+/// the children.
 #[test]
+fn code_is_compiled_by_a_thread_of_each_process_and_may_be_changed() {
+    code_is_compiled_by_a_thread_of_each_process_that_uses_kvm();
+    a_running_loop_sees_that_the_client_has_changed_its_code();
+}
+
 fn code_is_compiled_by_a_thread_of_each_process_that_uses_kvm() {
     // A look at the statistics starts nothing, and keeps nothing from being started.
     assert_eq!(report::totals().interprets, None);

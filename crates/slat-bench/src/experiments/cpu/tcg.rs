@@ -3,6 +3,9 @@
 //! QEMU starts with a ROM instead of a BIOS: it copies the guest's tables and programs to where [`guest::load`] wants
 //! them, goes to long mode, and jumps to the program with its first registers. That ends with HLT.
 
+use std::fs::File;
+use std::io::Read;
+use std::os::fd::{AsRawFd, FromRawFd};
 use std::process::Command;
 use std::time::Duration;
 
@@ -149,6 +152,17 @@ pub struct Ran {
     pub cpu: Duration,
 }
 
+/// Returns a new file in memory.
+fn memory_file() -> Result<File, Failure> {
+    // SAFETY: the name ends with 0.
+    let fd = unsafe { libc::memfd_create(c"slat-bench-data".as_ptr(), libc::MFD_CLOEXEC) };
+    if fd < 0 {
+        return Err(std::io::Error::last_os_error().into());
+    }
+    // SAFETY: a descriptor that was just opened, and that nothing else owns.
+    Ok(unsafe { File::from_raw_fd(fd) })
+}
+
 /// Runs a program that uses `bytes` of data, at most 1 GiB.
 pub fn run(program: &Program, bytes: usize) -> Result<Ran, Failure> {
     let file = TemporaryFile::new("rom")?;
@@ -184,10 +198,15 @@ pub fn run(program: &Program, bytes: usize) -> Result<Ran, Failure> {
         r11: register("R11=")?,
         ..Default::default()
     };
-    let saved = TemporaryFile::new("data")?;
-    let path = saved.0.display();
+    // QEMU writes to memory of this process: a directory for temporary files may have less space.
+    let mut saved = memory_file()?;
+    let path = format!("/proc/{}/fd/{}", std::process::id(), saved.as_raw_fd());
     qemu.ask(&format!("pmemsave {DATA:#x} {bytes} \"{path}\""))?;
-    let data = std::fs::read(&saved.0)?;
+    let mut data = Vec::new();
+    saved.read_to_end(&mut data)?;
+    if data.len() != bytes {
+        return Err(format!("QEMU has saved {} of {bytes} bytes of memory", data.len()).into());
+    }
     Ok(Ran {
         registers,
         data,
