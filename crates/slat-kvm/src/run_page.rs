@@ -5,13 +5,15 @@
 //! The client may write to the pages at any time, also while the vCPU runs: every access here is volatile and nothing
 //! read is trusted twice.
 
-use crate::errno::{Error, Result, last};
+use crate::errno::{Error, Result, fail, last};
+use crate::file_id::FileId;
 use crate::messages;
 use kvm_bindings::*;
 use slat_process::file_size::limited;
 use std::ffi::CStr;
 use std::io::{self, Write as _};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::mem::ManuallyDrop;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::ptr::NonNull;
 
 /// Size of a host page.
@@ -43,6 +45,44 @@ pub(crate) use {field, set_field};
 pub(crate) struct Shared {
     start: NonNull<u8>,
     len: usize,
+    /// Its file, where the host makes no second mapping of memory without a descriptor.
+    file: Option<Kept>,
+}
+
+/// A file of slat's that stays open. Its number is among the client's, which may close it and give it to another file.
+#[derive(Debug)]
+struct Kept {
+    file: ManuallyDrop<OwnedFd>,
+    id: FileId,
+}
+
+impl Kept {
+    fn new(file: OwnedFd) -> Result<Self> {
+        let id = FileId::of(file.as_raw_fd())?;
+        let file = ManuallyDrop::new(file);
+        Ok(Kept { file, id })
+    }
+
+    /// Returns the file's descriptor.
+    ///
+    /// # Errors
+    /// `EBADF` if the client has closed it.
+    fn fd(&self) -> Result<RawFd> {
+        let fd = self.file.as_raw_fd();
+        match FileId::of(fd)? == self.id {
+            true => Ok(fd),
+            false => fail(libc::EBADF),
+        }
+    }
+}
+
+impl Drop for Kept {
+    fn drop(&mut self) {
+        if self.fd().is_ok() {
+            // SAFETY: not used after this.
+            unsafe { ManuallyDrop::drop(&mut self.file) };
+        }
+    }
 }
 
 // SAFETY: shared memory that is accessed with volatile and atomic loads and stores only.
@@ -59,12 +99,33 @@ impl Shared {
         Self::map_with(libc::MAP_SHARED, fd.as_raw_fd(), offset, len)
     }
 
-    /// Maps new memory that no descriptor refers to.
+    /// Maps new memory, which [`Shared::show_at`] maps again. No descriptor refers to it, so that it needs none of the
+    /// client's, unless mremap(2) cannot map it again: qemu-user, which people use to run amd64 programs on arm64,
+    /// refuses that.
     ///
     /// # Errors
     /// What the host returns for the mapping.
     pub(crate) fn new(len: usize) -> Result<Self> {
-        Self::map_with(libc::MAP_SHARED | libc::MAP_ANONYMOUS, -1, 0, len)
+        let memory = Self::map_with(libc::MAP_SHARED | libc::MAP_ANONYMOUS, -1, 0, len)?;
+        // SAFETY: an old length of 0 adds a mapping of shared memory, at an address of the host's choice.
+        let again = unsafe { libc::mremap(memory.start().cast(), 0, len, libc::MREMAP_MAYMOVE) };
+        if again != libc::MAP_FAILED {
+            // SAFETY: the mapping that was just made, which nobody else knows.
+            unsafe { libc::munmap(again, len) };
+            return Ok(memory);
+        }
+        Self::new_file(len)
+    }
+
+    /// Maps the memory of a new file, which stays open.
+    ///
+    /// # Errors
+    /// What the host returns for the file or the mapping.
+    fn new_file(len: usize) -> Result<Self> {
+        let file = memfd(c"slat-shared", len, true)?;
+        let mut memory = Self::map(&file, 0, len)?;
+        memory.file = Some(Kept::new(file)?);
+        Ok(memory)
     }
 
     fn map_with(flags: i32, fd: i32, offset: usize, len: usize) -> Result<Self> {
@@ -76,7 +137,8 @@ impl Shared {
             return Err(last());
         }
         let start = NonNull::new(address.cast()).expect("mmap does not map address 0");
-        Ok(Shared { start, len })
+        let file = None;
+        Ok(Shared { start, len, file })
     }
 
     pub(crate) fn start(&self) -> *mut u8 {
@@ -95,20 +157,33 @@ impl Shared {
         unsafe { libc::mmap(self.start().cast(), self.len, libc::PROT_NONE, flags, -1, 0) };
     }
 
-    /// Maps the page `page` of this memory at `address`, too.
+    /// Maps the page `page` of this memory, which [`Shared::new`] made, at `address`, too.
     ///
     /// # Errors
-    /// What the host returns for the mapping.
+    /// What the host returns for the mapping; `EBADF` if it needs a descriptor that the client has closed (with
+    /// close_range(2), for example).
     ///
     /// # Safety
     /// The page belongs to a mapping that the caller may replace.
     pub(crate) unsafe fn show_at(&self, page: usize, address: usize) -> Result<()> {
         assert!(page * PAGE < self.len);
-        let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
-        let from = self.start().wrapping_add(page * PAGE);
-        // SAFETY: with an old length of 0, `mremap` leaves the old mapping of shared memory as it is and adds a second
-        // one; the caller may replace the page at `address`.
-        let shown = unsafe { libc::mremap(from.cast(), 0, PAGE, flags, address) };
+        let shown = match &self.file {
+            None => {
+                let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+                let from = self.start().wrapping_add(page * PAGE);
+                // SAFETY: with an old length of 0, `mremap` leaves the old mapping of shared memory as it is and adds a
+                // second one; the caller may replace the page at `address`.
+                unsafe { libc::mremap(from.cast(), 0, PAGE, flags, address) }
+            }
+            Some(kept) => {
+                let fd = kept.fd()?;
+                let rights = libc::PROT_READ | libc::PROT_WRITE;
+                let flags = libc::MAP_SHARED | libc::MAP_FIXED;
+                let offset = (page * PAGE) as libc::off_t;
+                // SAFETY: the caller may replace the page at `address`.
+                unsafe { libc::mmap(address as *mut _, PAGE, rights, flags, fd, offset) }
+            }
+        };
         if shown == libc::MAP_FAILED {
             return Err(last());
         }
@@ -347,6 +422,43 @@ mod tests {
                 assert_eq!(cut == 0, other == size, "from {size} to {other} bytes");
             }
         }
+    }
+
+    #[test]
+    fn memory_is_shown_at_other_addresses_with_a_file_and_without() {
+        for memory in [Shared::new(2 * PAGE), Shared::new_file(2 * PAGE)] {
+            let memory = memory.unwrap();
+            let places = [(); 2].map(|()| Shared::new(PAGE).unwrap());
+            for place in &places {
+                // SAFETY: the whole of a mapping that the test made.
+                unsafe { memory.show_at(1, place.start() as usize).unwrap() };
+            }
+            // SAFETY: within mappings that live to the end of the loop.
+            unsafe {
+                memory.start().add(PAGE).write_volatile(7);
+                assert_eq!(places.map(|place| place.start().read_volatile()), [7, 7]);
+            }
+        }
+    }
+
+    #[test]
+    fn a_file_that_the_client_has_replaced_is_neither_shown_nor_closed() {
+        let memory = Shared::new_file(PAGE).unwrap();
+        let place = Shared::new(PAGE).unwrap();
+        let kept = memory.file.as_ref().unwrap().fd().unwrap();
+        let other = memfd(c"other", 0, true).unwrap();
+        // SAFETY: replaces the file of `memory`, as a client can.
+        assert_eq!(unsafe { libc::dup2(other.as_raw_fd(), kept) }, kept);
+        // SAFETY: the whole of a mapping that the test made.
+        let shown = unsafe { memory.show_at(0, place.start() as usize) };
+        assert_eq!(shown.unwrap_err().errno(), libc::EBADF);
+        drop(memory);
+        assert_eq!(
+            FileId::of(kept).unwrap(),
+            FileId::of(other.as_raw_fd()).unwrap()
+        );
+        // SAFETY: the descriptor that dup2 made.
+        unsafe { libc::close(kept) };
     }
 
     #[test]
