@@ -7,7 +7,8 @@ use std::ffi::c_int;
 
 /// Defines `$name`, which the kernel calls as a signal handler, and which calls `$inner` on slat's thread pointer. If
 /// there is only one pointer, `$name` behaves like `$inner`, and unwinding passes through it. Clears the program's flag
-/// AC ([`caller`](crate::caller)).
+/// AC ([`caller`](crate::caller)). Aligns the stack: qemu-user before 8.1 calls handlers with the stack pointer of code
+/// that has made no call yet. The address of a `ret`, pushed as one more return address, aligns it.
 #[macro_export]
 macro_rules! handler {
     ($(#[$meta:meta])* $name:ident calls $inner:path) => {
@@ -16,6 +17,11 @@ macro_rules! handler {
         pub unsafe extern "C-unwind" fn $name() {
             ::std::arch::naked_asm!(
                 $crate::own_flags!(),
+                "test spl, 8",
+                "jnz 4f",
+                "lea rax, [rip + 3f]",
+                "push rax",
+                "4:",
                 "cmp byte ptr [rip + {separate}], 0",
                 "jne 2f",
                 "jmp {inner}",
@@ -26,6 +32,7 @@ macro_rules! handler {
                 "call {inner}",
                 "pop rax",
                 "wrfsbase rax",
+                "3:",
                 "ret",
                 separate = sym $crate::pointers::SEPARATE,
                 inner = sym $inner,
