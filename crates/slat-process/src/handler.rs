@@ -88,3 +88,42 @@ unsafe extern "C-unwind" fn call(
         separate = sym SEPARATE,
     )
 }
+
+#[cfg(test)]
+mod tests {
+    use std::arch::{asm, naked_asm};
+
+    handler! {
+        /// A handler.
+        entry calls stack_pointer
+    }
+
+    /// Returns the stack pointer at its first instruction.
+    #[unsafe(naked)]
+    extern "C-unwind" fn stack_pointer() {
+        naked_asm!("mov rax, rsp", "ret")
+    }
+
+    #[test]
+    fn a_handler_has_an_aligned_stack_however_it_is_called() {
+        for moved in [0usize, 8] {
+            let seen: usize;
+            // SAFETY: both functions change RAX and what is below the stack pointer, which has its value again afterwards.
+            unsafe {
+                asm!(
+                    "mov r12, rsp",
+                    "and rsp, -16",
+                    "sub rsp, {moved}",
+                    "call {entry}",
+                    "mov rsp, r12",
+                    moved = in(reg) moved,
+                    entry = sym entry,
+                    out("rax") seen,
+                    out("r12") _,
+                    clobber_abi("C"),
+                );
+            }
+            assert_eq!(seen % 16, 8, "moved by {moved}");
+        }
+    }
+}
