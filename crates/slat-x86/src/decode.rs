@@ -128,6 +128,7 @@ impl Cpu {
             limit if limit != u32::MAX && !self.is_64() => u64::from(limit) + 1,
             _ => u64::MAX,
         };
+        let blank = lower::blank(key.mode);
         // The decoder writes to the same memory each time: to copy what was just written takes longer than to decode.
         let mut insn = Instruction::default();
         while ops.len() < max_ops && decoded.bytes < MAX_BYTES {
@@ -167,7 +168,7 @@ impl Cpu {
             let first = start + prefix;
             let code = &bytes[first..decoded.bytes];
             let len = insn.len() as u8;
-            if lower::lower(&insn, code, key.mode, first as u8, len, ops) {
+            if lower::lower(&insn, code, key.mode, &blank, first as u8, len, ops) {
                 if insn.mnemonic() == Mnemonic::Ud2 {
                     // The next bytes decide whether this is a prefix.
                     decoded.bytes = (start + PREFIX.len()).min(bytes.len());

@@ -112,27 +112,20 @@ impl Table {
     }
 }
 
-/// Returns how an instruction is lowered; `None` for an instruction without a row.
-fn lowering(insn: &Instruction) -> Option<Lowering> {
-    match insn.code() {
-        // Two string instructions have the mnemonics of SSE2 instructions.
-        Code::Movsd_m32_m32 => Some(Lowering::General(exec::string::moving)),
-        Code::Cmpsd_m32_m32 => Some(Lowering::General(exec::string::comparing)),
-        _ => *TABLE.get(insn.mnemonic() as usize)?,
-    }
-}
-
 /// Appends the operations of an instruction, at most two. Returns whether the instruction ends the block. `code` is the
-/// instruction's own bytes, `offset` and `len` are its position in the block.
+/// instruction's own bytes, `blank` is the mode's [`blank`] operation, `offset` and `len` are its position in the block.
 pub(crate) fn lower(
     insn: &Instruction,
     code: &[u8],
     mode: u8,
+    blank: &Op,
     offset: u8,
     len: u8,
     ops: &mut List<Op>,
 ) -> bool {
-    if insn.is_jcc_short_or_near()
+    let ends = insn.flow_control() != FlowControl::Next;
+    if ends
+        && insn.is_jcc_short_or_near()
         && let Some(previous) = ops.last_mut()
     {
         let condition = exec::control::condition_number(insn.condition_code());
@@ -140,12 +133,9 @@ pub(crate) fn lower(
             return true;
         }
     }
-    ops.push(unlowered(insn, offset, len));
-    let may_store = match ops.last_mut() {
-        Some(op) => lower_into(op, insn, code, mode),
-        None => false,
-    };
-    if may_store {
+    let op = ops.push(*blank);
+    (op.offset, op.len) = (offset, len);
+    if lower_into(op, insn, code, mode) {
         let behind = offset.wrapping_add(len);
         ops.push(Op {
             handler: check,
@@ -155,50 +145,58 @@ pub(crate) fn lower(
             ..invalid()
         });
     }
-    insn.flow_control() != FlowControl::Next
+    ends
 }
 
 /// Returns the operation of one instruction; the arguments are those of [`lower`]. Also returns whether the next
 /// operation must be a check, because the handler may store and does not check whether the store changed code.
 pub(crate) fn alone(insn: &Instruction, code: &[u8], mode: u8, offset: u8, len: u8) -> (Op, bool) {
-    let mut op = unlowered(insn, offset, len);
+    let mut op = Op {
+        offset,
+        len,
+        ..blank(mode)
+    };
     let may_store = lower_into(&mut op, insn, code, mode);
     (op, may_store)
 }
 
-/// Returns the operation of an instruction before it is lowered.
-#[inline(always)]
-fn unlowered(insn: &Instruction, offset: u8, len: u8) -> Op {
+/// Returns an operation of a mode before its instruction is lowered into it.
+pub(crate) fn blank(mode: u8) -> Op {
     Op {
-        offset,
-        len,
-        mnemonic: insn.mnemonic(),
+        address_size: (mode::width(mode) / 8) as u8,
         ..invalid()
     }
 }
 
 /// Lowers an instruction into its operation. Returns whether the next operation must be a check.
+#[inline(always)]
 fn lower_into(op: &mut Op, insn: &Instruction, code: &[u8], mode: u8) -> bool {
+    op.mnemonic = insn.mnemonic();
     operands::fill_in(insn, mode, op);
     let has_vex = || insn.encoding() == EncodingKind::VEX;
-    let row = lowering(insn);
-    let handler = match row {
-        _ if mode & mode::NO_VEX != 0 && has_vex() => Some(undefined as Handler),
-        Some(Lowering::General(lower)) => lower(insn, op),
-        Some(Lowering::Simd(lower)) => lower_simd(lower, insn, mode, op),
-        None => lower_x87(insn, code, mode, op),
+    let row = TABLE.get(op.mnemonic as usize).copied().flatten();
+    let (handler, may_store) = match row {
+        _ if mode & mode::NO_VEX != 0 && has_vex() => (Some(undefined as Handler), false),
+        Some(Lowering::General(lower)) => (lower(insn, op), false),
+        Some(Lowering::Simd(lower)) => match insn.code() {
+            // Two string instructions have the mnemonics of SSE2 instructions.
+            Code::Movsd_m32_m32 => (exec::string::moving(insn, op), false),
+            Code::Cmpsd_m32_m32 => (exec::string::comparing(insn, op), false),
+            _ => (lower_simd(lower, insn, mode, op), stores(op)),
+        },
+        None => (lower_x87(insn, code, mode, op), op.r[0] == MEM),
     };
     op.handler = handler.unwrap_or_else(|| missing(insn));
-    match row {
-        Some(Lowering::General(_)) => false,
-        _ => {
-            let hidden = matches!(
-                op.mnemonic,
-                Mnemonic::Maskmovq | Mnemonic::Maskmovdqu | Mnemonic::Vmaskmovdqu
-            );
-            op.r[0] == MEM || hidden
-        }
-    }
+    may_store
+}
+
+/// Whether a SIMD instruction stores.
+fn stores(op: &Op) -> bool {
+    let is_hidden = matches!(
+        op.mnemonic,
+        Mnemonic::Maskmovq | Mnemonic::Maskmovdqu | Mnemonic::Vmaskmovdqu
+    );
+    op.r[0] == MEM || is_hidden
 }
 
 /// Chooses the handler of a SIMD instruction. The handler raises #UD or #NM if such instructions are switched off.

@@ -149,9 +149,17 @@ impl<T: Copy> List<T> {
         self.len = 0;
     }
 
-    /// Adds an element. The list must have space for it.
-    pub(crate) fn push(&mut self, value: T) {
-        self.extend(&[value]);
+    /// Adds an element, and returns it. The list must have space for it.
+    pub(crate) fn push(&mut self, value: T) -> &mut T {
+        assert!(self.len < self.capacity, "no room was reserved");
+        // SAFETY: the list has space for one more element, and is exclusively borrowed.
+        let last = unsafe {
+            let mut last = self.start.add(self.len as usize);
+            last.write(value);
+            last.as_mut()
+        };
+        self.len += 1;
+        last
     }
 
     /// Adds elements. The list must have space for them.

@@ -10,6 +10,10 @@ struct Known {
     /// The number in its file; 16–19 for AH CH DH BH. [`NONE`] for RIP and EIP.
     number: u8,
     bytes: u8,
+    /// The operand size index; 3 for more than 8 bytes, too.
+    size: u8,
+    /// The segment of an address with this base, if there is no prefix: 2 (SS) or 3 (DS).
+    seg: u8,
 }
 
 /// The registers, by iced's number. Iced's own functions look each of these things up in another table.
@@ -36,6 +40,8 @@ static REGISTERS: [Known; 256] = {
     let unknown = Known {
         number: NONE,
         bytes: 0,
+        size: 0,
+        seg: 3,
     };
     let mut registers = [unknown; 256];
     let mut file = 0;
@@ -46,13 +52,31 @@ static REGISTERS: [Known; 256] = {
             registers[first as usize + n as usize] = Known {
                 number: number + n,
                 bytes,
+                size: size_index(bytes),
+                seg: 3,
             };
             n += 1;
         }
         file += 1;
     }
+    let of_stack = [BP, ESP, EBP, RSP, RBP];
+    let mut n = 0;
+    while n < of_stack.len() {
+        registers[of_stack[n] as usize].seg = 2;
+        n += 1;
+    }
     registers
 };
+
+/// Returns the operand size index of operands of `bytes` bytes; 3 for more than 8 bytes, 0 for none.
+const fn size_index(bytes: u8) -> u8 {
+    match bytes {
+        0 | 1 => 0,
+        2 => 1,
+        4 => 2,
+        _ => 3,
+    }
+}
 
 #[inline(always)]
 fn known(r: Register) -> Known {
@@ -63,15 +87,17 @@ fn known(r: Register) -> Known {
 /// otherwise the loop would begin with the preparations for each kind of operand.
 #[inline(always)]
 pub(super) fn fill_in(insn: &Instruction, mode: u8, op: &mut Op) {
-    op.lock = insn.has_lock_prefix();
-    op.rep = match (insn.has_repe_prefix(), insn.has_repne_prefix()) {
-        (true, _) => 1,
-        (_, true) => 2,
-        _ => 0,
-    };
-    op.address_size = (mode::width(mode) / 8) as u8;
-    for k in 0..(insn.op_count() as usize).min(op.r.len()) {
+    if insn.has_lock_prefix() || insn.has_repe_prefix() || insn.has_repne_prefix() {
+        op.lock = insn.has_lock_prefix();
+        op.rep = match insn.has_repe_prefix() {
+            true => 1,
+            false => 2 * u8::from(insn.has_repne_prefix()),
+        };
+    }
+    for k in 0..op.r.len() {
         match insn.op_kind(k as u32) {
+            // No further operand.
+            OpKind::Register if insn.op_register(k as u32) == Register::None => break,
             OpKind::Register => op.r[k] = known(insn.op_register(k as u32)).number,
             OpKind::Memory => {
                 op.r[k] = MEM;
@@ -80,13 +106,9 @@ pub(super) fn fill_in(insn: &Instruction, mode: u8, op: &mut Op) {
             kind => other(insn, kind, op),
         }
     }
-    let bytes = match insn.op0_kind() {
-        OpKind::Register => known(insn.op0_register()).bytes,
-        OpKind::Memory => insn.memory_size().size() as u8,
-        _ => 8,
-    };
-    op.size = match bytes {
-        0..=8 => bytes.max(1).trailing_zeros() as u8,
+    op.size = match insn.op0_kind() {
+        OpKind::Register => known(insn.op0_register()).size,
+        OpKind::Memory => size_index(insn.memory_size().size() as u8),
         _ => 3,
     };
 }
@@ -127,34 +149,33 @@ fn string_operand(insn: &Instruction, address_size: u8, op: &mut Op) {
 
 #[inline(never)]
 fn memory(insn: &Instruction, mode: u8, op: &mut Op) {
-    let (base, index) = (insn.memory_base(), insn.memory_index());
-    op.base = known(base).number;
-    op.index = known(index).number;
+    let (base, index) = (known(insn.memory_base()), known(insn.memory_index()));
+    op.base = base.number;
+    op.index = index.number;
     op.scale = insn.memory_index_scale().trailing_zeros() as u8;
     op.disp = insn.memory_displacement64();
     let is_64 = mode & mode::BITS == mode::BITS_64;
     op.seg = match insn.segment_prefix() {
+        Register::None => base.seg,
         Register::FS => 4,
         Register::GS => 5,
         // Other prefixes have no effect; the base register decides whether a bad address is #SS or #GP.
-        _ if is_64 => match base {
-            Register::RSP | Register::RBP | Register::ESP | Register::EBP => 2,
-            _ => 3,
-        },
-        _ => segment(insn.memory_segment()),
+        _ if is_64 => base.seg,
+        prefix => segment(prefix),
     };
-    op.address_size = match (base, index) {
+    op.address_size = match (insn.memory_base(), insn.memory_index()) {
         // The index register of a gather is a vector register, and does not tell the address size.
         (Register::None, index) if !index.is_gpr() => insn.memory_displ_size().clamp(2, 8) as u8,
-        (Register::None, index) => known(index).bytes,
-        (base, _) => known(base).bytes,
+        (Register::None, _) => index.bytes,
+        _ => base.bytes,
     };
     let is_flat = is_64 && op.seg < 4 && op.address_size == 8;
-    op.form = match (is_flat, op.base != NONE, op.index != NONE) {
-        (true, true, false) => form::BASE,
-        (true, true, true) => form::INDEX,
-        (true, false, false) => form::DISP,
-        _ => form::FULL,
+    op.form = match (op.base != NONE, op.index != NONE) {
+        _ if !is_flat => form::FULL,
+        (true, false) => form::BASE,
+        (true, true) => form::INDEX,
+        (false, false) => form::DISP,
+        (false, true) => form::FULL,
     };
 }
 
@@ -166,7 +187,15 @@ mod tests {
     fn registers_have_iced_s_numbers_and_sizes() {
         let mut files = 0;
         for r in Register::values() {
-            let Known { number, bytes } = known(r);
+            let Known {
+                number,
+                bytes,
+                size,
+                seg,
+            } = known(r);
+            let mut insn = Instruction::new();
+            insn.set_memory_base(r);
+            assert_eq!(seg, segment(insn.memory_segment()), "{r:?}");
             if bytes == 0 {
                 let is_ours = r.is_gpr() || r.is_segment_register() || r.is_xmm() || r.is_ymm();
                 assert!(!is_ours && !r.is_mm() && !r.is_st() && !r.is_cr() && !r.is_dr());
@@ -174,6 +203,7 @@ mod tests {
             }
             files += u32::from(number == 0);
             assert_eq!(usize::from(bytes), r.size(), "{r:?}");
+            assert_eq!(1 << size, bytes.min(8), "{r:?}");
             let expected = match r {
                 Register::EIP | Register::RIP => usize::from(NONE),
                 Register::AH | Register::CH | Register::DH | Register::BH => r.number() + 12,
