@@ -10,7 +10,7 @@ use crate::heap::OutOfMemory;
 use crate::jit::Client;
 use crate::reader::Reader;
 use crate::sync::Arc;
-use crate::{Cpu, decoder};
+use crate::{Cpu, decoder, simd};
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -56,13 +56,14 @@ impl Executor {
     /// Makes a CPU after RESET, with all memory that running needs: half a MiB, most of which the host provides at
     /// first use. The blocks of decoded code need more, up to [`CODE_BYTES`](crate::CODE_BYTES).
     ///
-    /// The first CPU of a process also builds the tables of the instruction decoder. The CPUs that share memory share
-    /// `code`, by which they tell each other of stores to code.
+    /// The first CPU of a process also builds the tables of the instruction decoder, and finds out which instructions the
+    /// host has. The CPUs that share memory share `code`, by which they tell each other of stores to code.
     ///
     /// # Errors
     /// [`OutOfMemory`] if the host has no memory.
     pub fn try_new(code: Arc<CodePages>) -> Result<Self, OutOfMemory> {
         decoder::build_tables()?;
+        simd::detect();
         let mut executor = Self {
             cpu: Cpu::try_new(code)?,
             blocks: Blocks::try_new()?,

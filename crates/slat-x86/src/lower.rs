@@ -201,6 +201,9 @@ fn stores(op: &Op) -> bool {
 
 /// Chooses the handler of a SIMD instruction. The handler raises #UD or #NM if such instructions are switched off.
 fn lower_simd(lower: Lower, insn: &Instruction, mode: u8, op: &mut Op) -> Option<Handler> {
+    if !simd::is_offered(insn) {
+        return Some(undefined);
+    }
     let off = match insn.encoding() {
         EncodingKind::VEX => mode::NO_AVX | mode::TASK_SWITCHED,
         _ => mode::NO_X87 | mode::NO_SSE | mode::TASK_SWITCHED,

@@ -30,10 +30,11 @@ pub(crate) use {
     plain::{Plain, plain},
 };
 
-use crate::Cpu;
-use crate::op::{Flow, Handler, Lower, Op, Row};
-use iced_x86::{CpuidFeature, EncodingKind, Instruction};
-use std::sync::atomic::{AtomicU32, Ordering};
+use crate::op::{Handler, Lower, Op, Row};
+use iced_x86::{Code, CpuidFeature, EncodingKind, Instruction};
+use slat_process::once::Prepared;
+use std::convert::Infallible;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Instruction sets that the host executes, and that the CPU may therefore report in CPUID, as the bits of leaf 1.
 ///
@@ -71,94 +72,53 @@ pub fn features() -> Features {
     }
 }
 
-/// The instruction sets that this CPU implements.
-const SETS: [CpuidFeature; 17] = [
-    CpuidFeature::MMX,
-    CpuidFeature::SSE,
-    CpuidFeature::SSE2,
-    CpuidFeature::SSE3,
-    CpuidFeature::SSSE3,
-    CpuidFeature::SSE4_1,
-    CpuidFeature::SSE4_2,
-    CpuidFeature::SSE4A,
-    CpuidFeature::PCLMULQDQ,
-    CpuidFeature::AES,
-    CpuidFeature::AVX,
-    CpuidFeature::AVX2,
-    CpuidFeature::FMA,
-    CpuidFeature::F16C,
-    CpuidFeature::SHA,
-    CpuidFeature::VAES,
-    CpuidFeature::VPCLMULQDQ,
-];
-
-/// For each feature the bit of its set, by the position in [`SETS`]; 0 for others.
-static BITS: [u32; 256] = {
-    let mut bits = [0; 256];
-    let mut n = 0;
-    while n < SETS.len() {
-        bits[SETS[n] as usize] = 1 << n;
-        n += 1;
-    }
-    bits
-};
-
-/// Returns the bits of the instruction sets that the host has, or that need nothing of the host. They are detected once
-/// per process.
-#[inline(always)]
-fn offered() -> u32 {
-    static OFFERED: AtomicU32 = AtomicU32::new(0);
-    #[cold]
-    fn detect() -> u32 {
-        let has = |feature: &CpuidFeature| match feature {
-            CpuidFeature::SSE3 => is_x86_feature_detected!("sse3"),
-            CpuidFeature::SSSE3 => is_x86_feature_detected!("ssse3"),
-            CpuidFeature::SSE4_1 => is_x86_feature_detected!("sse4.1"),
-            CpuidFeature::SSE4_2 => is_x86_feature_detected!("sse4.2"),
-            CpuidFeature::PCLMULQDQ => is_x86_feature_detected!("pclmulqdq"),
-            CpuidFeature::AES => is_x86_feature_detected!("aes"),
-            CpuidFeature::AVX => has_avx(),
-            CpuidFeature::AVX2 => is_x86_feature_detected!("avx2"),
-            CpuidFeature::FMA => is_x86_feature_detected!("fma"),
-            CpuidFeature::F16C => is_x86_feature_detected!("f16c"),
-            CpuidFeature::SHA => is_x86_feature_detected!("sha"),
-            CpuidFeature::VAES => has_avx() && is_x86_feature_detected!("vaes"),
-            CpuidFeature::VPCLMULQDQ => has_avx() && is_x86_feature_detected!("vpclmulqdq"),
-            _ => true,
-        };
-        let found = SETS.iter().filter(|feature| has(feature));
-        let found = found.fold(0, |all, feature| all | BITS[*feature as usize]);
-        // Two threads may detect at once; they find the same.
-        OFFERED.store(found, Ordering::Relaxed);
-        found
-    }
-    match OFFERED.load(Ordering::Relaxed) {
-        0 => detect(),
-        found => found,
+/// Whether this CPU implements an instruction set, and the host has it, if the host needs to have it.
+fn has(feature: CpuidFeature) -> bool {
+    match feature {
+        CpuidFeature::MMX | CpuidFeature::SSE | CpuidFeature::SSE2 | CpuidFeature::SSE4A => true,
+        CpuidFeature::SSE3 => is_x86_feature_detected!("sse3"),
+        CpuidFeature::SSSE3 => is_x86_feature_detected!("ssse3"),
+        CpuidFeature::SSE4_1 => is_x86_feature_detected!("sse4.1"),
+        CpuidFeature::SSE4_2 => is_x86_feature_detected!("sse4.2"),
+        CpuidFeature::PCLMULQDQ => is_x86_feature_detected!("pclmulqdq"),
+        CpuidFeature::AES => is_x86_feature_detected!("aes"),
+        CpuidFeature::AVX => has_avx(),
+        CpuidFeature::AVX2 => is_x86_feature_detected!("avx2"),
+        CpuidFeature::FMA => is_x86_feature_detected!("fma"),
+        CpuidFeature::F16C => is_x86_feature_detected!("f16c"),
+        CpuidFeature::SHA => is_x86_feature_detected!("sha"),
+        CpuidFeature::VAES => has_avx() && is_x86_feature_detected!("vaes"),
+        CpuidFeature::VPCLMULQDQ => has_avx() && is_x86_feature_detected!("vpclmulqdq"),
+        _ => false,
     }
 }
 
-/// Returns the bits of the instruction sets to which an instruction belongs. `None`: this CPU does not implement one of
-/// them.
-#[inline(always)]
-fn sets_of(insn: &Instruction) -> Option<u32> {
-    let features = insn.code().cpuid_features().iter();
-    features
-        .copied()
-        .try_fold(0, |sets, feature| match BITS[usize::from(feature as u8)] {
-            0 => None,
-            bit => Some(sets | bit),
-        })
+/// More than the last of iced's codes, as a number.
+const CODES: usize = 8192;
+
+/// The instructions of which this CPU has all instruction sets: a bit for each code.
+static OFFERED: [AtomicU64; CODES / 64] = [const { AtomicU64::new(0) }; CODES / 64];
+
+/// Finds out, once per process, which instructions [are offered](is_offered). Call before anything is lowered.
+pub(crate) fn detect() {
+    static DETECTED: Prepared = Prepared::new();
+    let Ok(()) = DETECTED.once::<Infallible>(|| {
+        for code in Code::values() {
+            let is_known = matches!(code.encoding(), EncodingKind::Legacy | EncodingKind::VEX);
+            if is_known && code.cpuid_features().iter().copied().all(has) {
+                let number = code as usize;
+                OFFERED[number / 64].fetch_or(1 << (number % 64), Ordering::Relaxed);
+            }
+        }
+        Ok(())
+    });
 }
 
-/// Whether the host has the instruction, if this CPU implements its instruction set.
-#[cfg(feature = "jit")]
+/// Whether this CPU has all instruction sets to which a SIMD instruction belongs.
+#[inline(always)]
 pub(crate) fn is_offered(insn: &Instruction) -> bool {
-    sets_of(insn).is_some_and(|sets| sets & !offered() == 0)
-}
-
-fn undefined(cpu: &mut Cpu, _: &Op) -> Flow {
-    Err(cpu.ud())
+    let number = insn.code() as usize;
+    OFFERED[number / 64].load(Ordering::Relaxed) >> (number % 64) & 1 != 0
 }
 
 /// The rows of instructions without VEX.
@@ -172,17 +132,11 @@ pub(crate) const ROWS: [&[Row]; 5] = [
 /// The rows of instructions with VEX.
 pub(crate) const VEX_ROWS: [&[Row]; 5] = vex::ROWS;
 
-/// Chooses the handler of a SIMD instruction by its row. Returns `None` if this CPU does not have it.
+/// Chooses the handler of a SIMD instruction that [is offered](is_offered), by its row. Returns `None` if this CPU does
+/// not have it.
 #[inline(always)]
 pub(crate) fn choose(lower: Lower, insn: &Instruction, op: &mut Op) -> Option<Handler> {
-    let encoding = insn.encoding();
-    if !matches!(encoding, EncodingKind::Legacy | EncodingKind::VEX) {
-        return None;
-    }
-    if sets_of(insn)? & !offered() != 0 {
-        return Some(undefined);
-    }
-    match encoding {
+    match insn.encoding() {
         EncodingKind::VEX => vex::set_size(insn, op),
         _ if mmx::is_mmx(insn) => return mmx::lower(insn, op),
         _ => {}
