@@ -7,6 +7,7 @@ use crate::Cpu;
 use crate::compiled::SETS_BYTES;
 use crate::flags;
 use crate::op::Break;
+use crate::sem::{Compute, Now};
 use crate::tlb::Tlb;
 
 /// The result of a helper, or of a whole region. A region that only leaves for RIP returns a set of targets instead
@@ -252,12 +253,9 @@ pub(super) struct Divided {
 
 /// Divides a number of 128 bits, whose upper half is below the divisor.
 pub(super) extern "C" fn divide(_: &mut Cpu, low: u64, high: u64, divisor: u64) -> Divided {
-    let (dividend, divisor) = (
-        u128::from(high) << 64 | u128::from(low),
-        u128::from(divisor),
-    );
+    let (quotient, remainder) = Now::new().quotient((low, high), divisor);
     Divided {
-        quotient: (dividend / divisor) as u64,
-        remainder: (dividend % divisor) as u64,
+        quotient,
+        remainder,
     }
 }
