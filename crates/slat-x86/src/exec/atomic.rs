@@ -16,8 +16,7 @@ fn xchg<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     if memory {
         let lin = cpu.lin(op, T::BYTES as u32)?;
         let new = T::get(cpu, other);
-        // XCHG with memory is always locked.
-        let (old, _) = cpu.update::<T>(lin, true, move |_| new)?;
+        let (old, _) = cpu.update::<T>(lin, op.lock, move |_| new)?;
         T::set(cpu, other, old);
         return cpu.stored();
     }
@@ -115,7 +114,11 @@ fn cmpxchg16b(cpu: &mut Cpu, op: &Op) -> Flow {
 }
 
 pub(crate) const ROWS: &[Row] = rows! { |insn, op|
-    Xchg => by_size!(op.size, xchg),
+    Xchg => {
+        // With memory it is always locked.
+        op.lock = true;
+        by_size!(op.size, xchg)
+    },
     Xadd => by_size!(op.size, xadd),
     Cmpxchg => by_size!(op.size, cmpxchg),
     Cmpxchg8b => cmpxchg8b,

@@ -8,13 +8,13 @@ use super::kept::{Kind, LastAccess, Place};
 use super::near::Near;
 use super::translate::{TYPES, Translator};
 use crate::Cpu;
+use crate::mem::CACHE_LINE;
 use crate::op::Op;
 use crate::sem::Bits;
 use crate::tlb;
 use cranelift_codegen::ir::condcodes::IntCC;
 use cranelift_codegen::ir::types::I64;
 use cranelift_codegen::ir::{InstBuilder, MemFlags, TrapCode, Value};
-use iced_x86::Mnemonic;
 use std::mem::offset_of;
 
 /// The mark of an access to guest memory. If the access fails, the region stops there (`access_failed`).
@@ -179,11 +179,11 @@ impl Translator<'_> {
         op: &Op,
         change: impl FnOnce(&mut Self, Value) -> Value,
     ) -> (Value, Value) {
-        let is_locked = op.lock || op.mnemonic == Mnemonic::Xchg;
-        if is_locked && op.size > 0 {
+        if op.lock && op.size > 0 {
             // A locked access across cache lines is a bus lock, which the interpreter handles.
-            let in_line = self.b.ins().band_imm(lin, 63);
-            let last = 64 - (1 << op.size);
+            let line = CACHE_LINE as i64;
+            let in_line = self.b.ins().band_imm(lin, line - 1);
+            let last = line - (1 << op.size);
             let crosses = (self.b.ins()).icmp_imm(IntCC::UnsignedGreaterThan, in_line, last);
             self.interpret_if(crosses);
         }
@@ -191,7 +191,7 @@ impl Translator<'_> {
         let Place { host, offset } = place;
         let ty = TYPES[usize::from(op.size)];
         let old = (self.b.ins()).load(ty, Self::guarded(), host, offset);
-        if !is_locked {
+        if !op.lock {
             let new = change(self, old);
             self.store_at(place, new);
             return (old, new);
