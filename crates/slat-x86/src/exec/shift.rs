@@ -10,20 +10,23 @@ use crate::sem::{self, Flags, FlagsOf, Now, Operation};
 fn shift<T: Int, S: Operation>(cpu: &mut Cpu, op: &Op, count: u64) -> Flow {
     let count = sem::shift::count::<S>(count, T::BITS);
     let carry = cpu.input_of::<S>();
-    let apply = move |a| match count {
-        0 => (a, Flags::Recorded),
-        _ => S::apply(&mut Now::new(), a, T::of(count), carry),
-    };
-    change(cpu, op, apply)
+    change(cpu, op, count, move |a: T, n| {
+        S::apply(&mut Now::new(), a, n, carry)
+    })
 }
 
-/// Changes the first operand.
+/// Changes the first operand by a shift, unless the count is 0.
 #[inline(always)]
 fn change<T: Int>(
     cpu: &mut Cpu,
     op: &Op,
-    apply: impl Fn(T) -> (T, FlagsOf<Now<T>>) + Copy,
+    count: u64,
+    shift: impl Fn(T, T) -> (T, FlagsOf<Now<T>>) + Copy,
 ) -> Flow {
+    let apply = move |a| match count {
+        0 => (a, Flags::Recorded),
+        _ => shift(a, T::of(count)),
+    };
     let flags = if op.r[0] == MEM {
         let lin = cpu.lin(op, T::BYTES as u32)?;
         let (a, _) = cpu.update::<T>(lin, false, move |a| apply(a).0)?;
@@ -63,13 +66,11 @@ fn double<T: Int>(
     } else {
         cpu.state.gpr[1]
     };
-    let count = sem::shift::double_count(count, T::BITS);
+    let count = count & sem::shift::last_count(T::BITS);
     let fill = T::get(cpu, op.r[1]);
-    let apply = move |a| match count {
-        0 => (a, Flags::Recorded),
-        _ => shift(&mut Now::new(), a, fill, T::of(count)),
-    };
-    change(cpu, op, apply)
+    change(cpu, op, count, move |a: T, n| {
+        shift(&mut Now::new(), a, fill, n)
+    })
 }
 fn shld<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     double::<T>(cpu, op, sem::shift::shld)

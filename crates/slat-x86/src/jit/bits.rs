@@ -75,7 +75,7 @@ impl Translator<'_> {
     /// SHLD and SHRD of 4 or 8 bytes by an immediate count that is not 0.
     fn double_shift(&mut self, op: &Op) -> Option<()> {
         let size = op.size;
-        let count = shift::double_count(op.imm, 8 << size);
+        let count = op.imm & shift::last_count(8 << size);
         if op.r[2] != NONE || size < 2 || count == 0 {
             return None;
         }

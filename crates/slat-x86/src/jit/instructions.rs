@@ -372,7 +372,8 @@ impl Translator<'_> {
         }
         self.record_flags();
         let count = self.get(1, size);
-        let count = self.b.ins().band_imm(count, (8 << size) - 1);
+        let last = shift::last_count(8 << size);
+        let count = self.b.ins().band_imm(count, last as i64);
         let a = self.get(op.r[0], size);
         let no = self.no();
         // Like the guest, Cranelift takes a count modulo the width.

@@ -51,17 +51,17 @@ operations! {
 /// one bit more than the operand has, so its count is modulo `bits + 1`.
 #[inline(always)]
 pub(crate) fn count<A: Operation>(count: u64, bits: u32) -> u64 {
-    let count = double_count(count, bits);
+    let count = count & last_count(bits);
     match A::READS {
         Some(_) => count % u64::from(bits + 1),
         None => count,
     }
 }
 
-/// Returns the count of SHLD or SHRD.
+/// Returns the largest count of shifts of `bits` bits. They ignore the higher bits of their count.
 #[inline(always)]
-pub(crate) fn double_count(count: u64, bits: u32) -> u64 {
-    count & if bits == 64 { 63 } else { 31 }
+pub(crate) fn last_count(bits: u32) -> u64 {
+    if bits == 64 { 63 } else { 31 }
 }
 
 /// SHLD: shifts to the left, and bits of `fill` in. A count above the width of a word is undefined. In that case, here
