@@ -2,7 +2,7 @@
 
 use crate::Cpu;
 pub use crate::flow::{Break, Flow};
-use iced_x86::{Instruction, Mnemonic, Register};
+use iced_x86::{Instruction, Mnemonic, OpKind, Register};
 
 /// Bytes of the longest instruction.
 pub(crate) const LONGEST_INSTRUCTION: usize = 15;
@@ -113,6 +113,14 @@ pub(crate) fn segment(r: Register) -> u8 {
     match r {
         Register::None => 3,
         r => r.number() as u8,
+    }
+}
+
+/// Returns the number of bytes of operand `k`, a register or memory.
+pub(crate) fn bytes_of(insn: &Instruction, k: usize) -> usize {
+    match insn.op_kind(k as u32) {
+        OpKind::Memory => insn.memory_size().size(),
+        _ => insn.op_register(k as u32).size(),
     }
 }
 

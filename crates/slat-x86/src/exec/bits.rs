@@ -2,7 +2,7 @@
 
 use crate::Cpu;
 use crate::int::{Int, by_size};
-use crate::op::{Break, Flow, Handler, MEM, NONE, Op, Row, family_rows, rows};
+use crate::op::{Break, Flow, Handler, MEM, NONE, Op, Row, bytes_of, family_rows, rows};
 use crate::sem::{Now, Operation};
 
 /// Returns the address of the word that holds bit `bit`. A bit offset in a register can select a
@@ -83,11 +83,5 @@ fn crc32<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
 pub(crate) const TESTS: &[Row] = family_rows!(bit_test bit_test);
 pub(crate) const SCANS: &[Row] = family_rows!(scan bit_scan);
 pub(crate) const CRC: &[Row] = rows! { |insn, op|
-    Crc32 => {
-        let size = match op.r[1] {
-            MEM => insn.memory_size().size(),
-            _ => insn.op1_register().size(),
-        };
-        by_size!(size.trailing_zeros(), crc32)
-    },
+    Crc32 => by_size!(bytes_of(insn, 1).trailing_zeros(), crc32),
 };

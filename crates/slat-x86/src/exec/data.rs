@@ -5,7 +5,7 @@ use crate::Cpu;
 use crate::exec::{Form, by_size_and_form};
 use crate::flags::by_condition;
 use crate::int::{Int, by_size};
-use crate::op::{Flow, Handler, MEM, NONE, Op, Row, form, rows};
+use crate::op::{Flow, Handler, MEM, NONE, Op, Row, bytes_of, form, rows};
 use crate::sem::moves::{Cmov, Extend, Movbe, Setcc, Spread};
 use crate::sem::{Now, Operation};
 use iced_x86::{Instruction, OpKind};
@@ -105,11 +105,7 @@ fn extend_from<S: Int, const SIGNED: bool>(op: &Op, destination: u8) -> Handler 
 }
 fn extend<const SIGNED: bool>(insn: &Instruction, op: &mut Op) -> Handler {
     let destination = op.size;
-    let source = match op.r[1] {
-        MEM => insn.memory_size().size(),
-        _ => insn.op1_register().size(),
-    };
-    match source {
+    match bytes_of(insn, 1) {
         1 => extend_from::<u8, SIGNED>(op, destination),
         2 => extend_from::<u16, SIGNED>(op, destination),
         _ => extend_from::<u32, SIGNED>(op, destination),

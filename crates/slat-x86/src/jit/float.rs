@@ -14,7 +14,7 @@ use super::helpers;
 use super::translate::Translator;
 use super::vector::{Operate, sources, type_of};
 use crate::Cpu;
-use crate::op::{MEM, Op};
+use crate::op::{MEM, Op, bytes_of};
 use crate::simd::{self, Each, Elements, MXCSR_FLAGS};
 use cranelift_codegen::ir::condcodes::{FloatCC, IntCC};
 use cranelift_codegen::ir::types::{F32, F32X4, F64, F64X2, I32, I64};
@@ -126,11 +126,8 @@ impl Translator<'_> {
     /// CVTSI2SD and CVTSI2SS.
     fn convert_integer(&mut self, insn: &Instruction, op: &Op, k: usize, ty: Type) {
         self.begin_floats();
-        let bytes = match op.r[k] {
-            MEM => insn.memory_size().size(),
-            _ => insn.op_register(k as u32).size(),
-        };
-        let value = self.operand(op, k, bytes.trailing_zeros() as u8);
+        let size = bytes_of(insn, k).trailing_zeros() as u8;
+        let value = self.operand(op, k, size);
         let value = self.b.ins().fcvt_from_sint(ty.lane_type(), value);
         let rest = if k == 2 { op.r[1] } else { op.r[0] };
         let rest = self.half(rest, 0);

@@ -4,7 +4,7 @@ use super::Tier;
 use super::condition::Flags;
 use super::translate::{TYPES, Translator};
 use crate::exec::control::condition_number;
-use crate::op::{MEM, NONE, Op};
+use crate::op::{MEM, NONE, Op, bytes_of};
 use crate::sem::{Bits, Compute, Operation, alu, by_mnemonic, moves, shift};
 use cranelift_codegen::ir::condcodes::IntCC;
 use cranelift_codegen::ir::{InstBuilder, Value};
@@ -159,11 +159,7 @@ impl Translator<'_> {
                 self.write(op, value);
             }
             Movzx | Movsx | Movsxd => {
-                let from = match op.r[1] {
-                    MEM => insn.memory_size().size(),
-                    _ => insn.op1_register().size(),
-                };
-                let from = from.trailing_zeros() as u8;
+                let from = bytes_of(insn, 1).trailing_zeros() as u8;
                 let value = self.operand(op, 1, from);
                 let value = match (from == size, insn.mnemonic()) {
                     (true, _) => value,

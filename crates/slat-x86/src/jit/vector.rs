@@ -6,7 +6,7 @@ use super::kept::{Place, Vectors};
 use super::translate::Translator;
 use crate::Cpu;
 use crate::mode;
-use crate::op::{MEM, Op};
+use crate::op::{MEM, Op, bytes_of};
 use crate::simd::{self, Each, Elements};
 use cranelift_codegen::ir::condcodes::IntCC;
 use cranelift_codegen::ir::types::{F32X4, F64X2, I8X16, I16X8, I32X4, I64, I64X2};
@@ -317,8 +317,7 @@ impl Translator<'_> {
     fn move_low(&mut self, insn: &Instruction, op: &Op) {
         let is_vector = |k| insn.op_kind(k) == OpKind::Register && insn.op_register(k).is_xmm();
         let bytes = match (0..2).find(|k| !is_vector(*k)) {
-            Some(k) if insn.op_kind(k) == OpKind::Memory => insn.memory_size().size(),
-            Some(k) => insn.op_register(k).size(),
+            Some(k) => bytes_of(insn, k as usize),
             None => 8,
         };
         let size = bytes.trailing_zeros() as u8;

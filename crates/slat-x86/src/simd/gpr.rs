@@ -5,7 +5,7 @@ use super::operate::{run_float, source};
 use super::table;
 use crate::Cpu;
 use crate::int::Int;
-use crate::op::{Flow, Handler, MEM, Op, Row, rows};
+use crate::op::{Flow, Handler, MEM, Op, Row, bytes_of, rows};
 use iced_x86::Instruction;
 
 /// Chooses a handler for a result of 4 or 8 bytes, from a register or from the given number of bytes of memory.
@@ -23,10 +23,7 @@ macro_rules! to_gpr {
 }
 
 fn lower_from_gpr(insn: &Instruction, op: &mut Op) -> Option<Handler> {
-    let size = match op.r[1] {
-        MEM => insn.memory_size().size(),
-        _ => insn.op1_register().size(),
-    };
+    let size = bytes_of(insn, 1);
     op.imm = table::from_gpr(op.mnemonic, size)? as usize as u64;
     Some(match size {
         8 => from_gpr::<u64>,

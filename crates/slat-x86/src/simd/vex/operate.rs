@@ -5,7 +5,7 @@ use super::table;
 use super::{is_wide, load, store};
 use crate::Cpu;
 use crate::int::Int;
-use crate::op::{Break, Flow, Handler, MEM, Op, Row, rows};
+use crate::op::{Break, Flow, Handler, MEM, Op, Row, bytes_of, rows};
 use crate::simd::forms::Kind;
 use crate::simd::host::runs_on_host;
 use crate::simd::lanes::Lanes;
@@ -31,10 +31,7 @@ pub(super) const WITH_GPR: &[Row] = rows! { |insn, op|
         if size == 8 { to_gpr::<u64, true> } else { to_gpr::<u32, true> }
     },
     Vcvtsi2ss | Vcvtsi2sd => {
-        let size = match op.r[2] {
-            MEM => insn.memory_size().size(),
-            _ => insn.op2_register().size(),
-        };
+        let size = bytes_of(insn, 2);
         op.imm = table::from_gpr(op.mnemonic, size)? as usize as u64;
         if size == 8 { from_gpr::<u64> } else { from_gpr::<u32> }
     },
