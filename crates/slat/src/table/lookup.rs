@@ -140,6 +140,16 @@ impl<'s, P: Platform, F: Format> Cursor<'s, P, F> {
         self
     }
 
+    /// Goes on in the table of `level` in `frame`, to which no write-protected entry leads.
+    pub(super) fn go_on_in(&mut self, frame: Pfn, level: Level) {
+        let above = u64::MAX;
+        self.reached.end = Some(End {
+            frame,
+            level,
+            above,
+        });
+    }
+
     /// Returns the walk that begins with the root.
     #[inline(always)]
     pub(crate) fn restarted(mut self) -> Self {

@@ -43,8 +43,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
             if !(leaf.write && cursor.is_protected()) {
                 break table;
             }
-            self.push_down(gfn, level);
-            *cursor = cursor.restarted();
+            self.push_down(cursor, level);
         };
         let entry = table.entry(F::GRANULE.index(gfn, level));
         let guard = table.lock();

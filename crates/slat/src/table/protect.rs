@@ -59,7 +59,7 @@
 use core::ops::Range;
 
 use super::walk::Stopped;
-use super::{At, Table, TableGuard, Tree, Walk};
+use super::{At, Cursor, Table, TableGuard, Tree, Walk};
 use crate::addr::{Gfn, Level, Pfn};
 use crate::format::Format;
 use crate::platform::Platform;
@@ -93,17 +93,18 @@ impl At<'_> {
 }
 
 impl<P: Platform, F: Format> Tree<P, F> {
-    /// Pushes write protection down from all entries above the table of level `to` on the path to
-    /// `gfn`, if it is there.
+    /// Pushes write protection down from all entries above the table of level `to` on the path of `cursor`, as far as
+    /// there is a path. `cursor` goes on with the table that this has come to.
     #[cold]
-    pub(super) fn push_down(&self, gfn: Gfn, to: Level) {
+    pub(super) fn push_down(&self, cursor: &mut Cursor<'_, P, F>, to: Level) {
+        let gfn = cursor.key().gfn();
         let mut table = self.table(super::lookup::root_table::<F>(self.context(), gfn));
         let mut level = F::TOP;
         while level > to {
             let entry = table.entry(F::GRANULE.index(gfn, level));
             let bits = entry.load(Acquire);
             let Some(lower) = F::next_table(bits, level) else {
-                return;
+                break;
             };
             table = self.table(lower);
             if F::is_protected(bits) {
@@ -111,6 +112,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
             }
             level = level.below();
         }
+        cursor.go_on_in(table.frame, level);
     }
 
     /// Pushes write protection from `entry`, of `level`, into the table `below`, to which it referred.
