@@ -263,14 +263,16 @@ impl<P: Platform, F: Format> Mmu<P, F> {
         valid: impl Fn() -> bool,
         done: impl FnOnce(),
     ) -> Result<Installed, Retry> {
-        by_kind!(
+        let (tree, (leaf, begun)) = by_kind!(
             self,
-            tree => tree.map(&mut target.cursor, level, leaf, path, valid, done),
+            tree => (tree, (leaf, 0)),
             mmu => match mmu.tree_for(target) {
-                Some(tree) => tree.map(target, level, leaf, path, valid, done),
-                None => mmu.map(target, level, leaf, path, valid, done),
+                Some(tree) => (tree, mmu.leaf_beside(target.gfn(), level, leaf, path)?),
+                None => return mmu.map(target, level, leaf, path, valid, done),
             }
-        )
+        );
+        let valid = || valid() && self.tracking_begun() == begun;
+        tree.map(&mut target.cursor, level, leaf, path, valid, done)
     }
 
     /// Installs leaves where there are none ([`Tree::map_absent`]).
@@ -286,20 +288,19 @@ impl<P: Platform, F: Format> Mmu<P, F> {
         path: &mut Path<'_>,
         valid: impl Fn() -> bool,
     ) -> Result<u64, Retry> {
-        by_kind!(
+        let gfn = target.gfn();
+        let (tree, (leaf, begun)) = by_kind!(
             self,
-            tree => tree.map_absent(&mut target.cursor, level, leaves, leaf, path, valid),
-            mmu => {
+            tree => (tree, (leaf, 0)),
+            mmu => match mmu.tree_for(target) {
                 // A huge leaf may be in the way of a table that is tracked: faults look.
-                if level > Level::PAGE {
-                    return Err(Retry::Conflict(level));
-                }
-                match mmu.tree_for(target) {
-                    Some(tree) => tree.map_absent(target, leaves, leaf, path, valid),
-                    None => mmu.map_absent(target, leaves, leaf, path, valid),
-                }
+                _ if level > Level::PAGE => return Err(Retry::Conflict(level)),
+                Some(tree) => (tree, mmu.run_beside(&(gfn..gfn.add(leaves)), leaf)),
+                None => return mmu.map_absent(target, leaves, leaf, path, valid),
             }
-        )
+        );
+        let valid = || valid() && self.tracking_begun() == begun;
+        tree.map_absent(&mut target.cursor, level, leaves, leaf, path, valid)
     }
 
     /// Installs an MMIO entry ([`Tree::map_mmio`]). Returns whether it did. The caller may ignore that it did not.
@@ -316,7 +317,7 @@ impl<P: Platform, F: Format> Mmu<P, F> {
             self,
             tree => tree,
             mmu => match mmu.tree_for(target) {
-                Some(beside) => beside.tree,
+                Some(tree) => tree,
                 None => return mmu.map_mmio(target, generation, path),
             }
         );

@@ -108,8 +108,17 @@ impl<F: Format> World<F> {
         self.with_path(|path| {
             path.flushed = flushed.clone();
             let tree = self.tree();
-            tree.map_at(Gfn(gfn), level, leaf, path, || true, || ())
+            let at = &mut tree.cursor(Gfn(gfn));
+            tree.map(at, level, leaf, path, || true, || ())
         })
+    }
+
+    /// Maps pages 0 and 1 by one run.
+    fn map_run(&self, valid: impl Fn() -> bool) {
+        self.with_path(|path| {
+            let mut cursor = self.tree().cursor(Gfn(0));
+            _ = (self.tree()).map_absent(&mut cursor, Level::PAGE, 2, page(0), path, valid);
+        });
     }
 
     /// Makes attempts until the fault is done, as a vCPU does. Returns the number of leaves split.
@@ -304,7 +313,8 @@ fn map_deep(world: &World<Small<3>>, gfn: u64, path: &mut Path<'_>) {
     path.frames.fill(&*world.machine, 2).unwrap();
     let map = |path| {
         let tree = world.tree();
-        tree.map_at(Gfn(gfn), Level::PAGE, page(gfn), path, || true, || ())
+        let at = &mut tree.cursor(Gfn(gfn));
+        tree.map(at, Level::PAGE, page(gfn), path, || true, || ())
     };
     assert!(matches!(map(path), Ok(Installed::New)));
 }
@@ -600,7 +610,8 @@ fn no_leaf_is_installed_after_a_zap() {
     nothing_is_installed_after_a_zap(|world, valid| {
         world.with_path(|path| {
             let tree = world.tree();
-            _ = tree.map_at(Gfn(0), Level::PAGE, page(0), path, valid, || ());
+            let at = &mut tree.cursor(Gfn(0));
+            _ = tree.map(at, Level::PAGE, page(0), path, valid, || ());
         });
     });
 }
@@ -608,7 +619,7 @@ fn no_leaf_is_installed_after_a_zap() {
 #[test]
 fn no_run_of_leaves_is_installed_after_a_zap() {
     nothing_is_installed_after_a_zap(|world, valid| {
-        world.with_path(|path| _ = world.tree().map_absent_at(Gfn(0), 2, page(0), path, valid));
+        world.map_run(valid);
     });
 }
 
@@ -617,13 +628,7 @@ fn a_walker_that_reaches_a_run_of_leaves_finds_it_whole() {
     two::<Small<2>>(
         3,
         World::new,
-        |world| {
-            _ = world.with_path(|path| {
-                world
-                    .tree()
-                    .map_absent_at(Gfn(0), 2, page(0), path, || true)
-            })
-        },
+        |world| world.map_run(|| true),
         |world| {
             let found = (world.find(0), world.find(1));
             assert!(found.0 == Entry::Empty || found.0 == Entry::Leaf(page(0)));
@@ -638,13 +643,7 @@ fn a_run_of_leaves_and_a_fault_add_one_table() {
     two::<Small<2>>(
         3,
         World::new,
-        |world| {
-            _ = world.with_path(|path| {
-                world
-                    .tree()
-                    .map_absent_at(Gfn(0), 2, page(0), path, || true)
-            })
-        },
+        |world| world.map_run(|| true),
         |world| _ = world.fault(1, page(1)),
         |world| {
             assert_eq!((world.leaf(0), world.leaf(1)), (page(0), page(1)));

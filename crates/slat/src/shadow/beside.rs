@@ -30,6 +30,7 @@
 //! leaf is the same, for all frames that it covers.
 
 use alloc::string::String;
+use core::ops::Range;
 
 use super::page::{Agreement, Pages};
 use super::{Physical, ShadowMmu};
@@ -38,7 +39,7 @@ use crate::format::{Entry, Format, Leaf};
 use crate::platform::Platform;
 use crate::shadow::trail::Target;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering::*};
-use crate::table::{At, Installed, Path, Retry, Tree};
+use crate::table::{At, Path, Retry, Tree};
 
 /// Whether there may be shadow pages.
 #[derive(Default)]
@@ -197,72 +198,44 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
 
     /// Returns the tree, for an install at `target`. `None`: shadow pages have the path to that.
     #[inline(always)]
-    pub(crate) fn tree_for(&self, target: &Target<'_, P, F>) -> Option<TreeBeside<'_, P, F>> {
-        let tree = self.tree().filter(|_| target.trail().is_none())?;
-        Some(TreeBeside { mmu: self, tree })
+    pub(crate) fn tree_for(&self, target: &Target<'_, P, F>) -> Option<&Tree<P, F>> {
+        self.tree().filter(|_| target.trail().is_none())
     }
-}
 
-/// The tree beside shadow pages, as faults use it.
-pub(crate) struct TreeBeside<'m, P: Platform, F: Format> {
-    mmu: &'m ShadowMmu<P, F>,
-    pub(crate) tree: &'m Tree<P, F>,
-}
-
-impl<P: Platform, F: Format> TreeBeside<'_, P, F> {
-    /// Does what [`Tree::map`] does.
+    /// Returns `leaf`, of `level`, without the right to write if it maps a tracked table, and how often tracking has
+    /// begun. The tree may have the leaf at `gfn` if [`Self::tracking_begun`] is the same under the lock of the table
+    /// that receives it.
     ///
     /// # Errors
-    /// [`Retry`].
-    pub(crate) fn map(
+    /// [`Retry::Stale`]: a huge leaf would cover a table.
+    pub(crate) fn leaf_beside(
         &self,
-        target: &mut Target<'_, P, F>,
+        gfn: Gfn,
         level: Level,
         leaf: Leaf,
         path: &mut Path<'_>,
-        valid: impl Fn() -> bool,
-        done: impl FnOnce(),
-    ) -> Result<Installed, Retry> {
-        let begun = self.mmu.tracking.begun();
-        let mut leaf = leaf;
-        if self.mmu.tracking.any() {
-            let (pages, gfn) = (self.mmu.lock(), target.key().gfn());
-            if self.mmu.largest(&pages, gfn, level) < level {
-                return Err(Retry::Stale);
-            }
-            leaf = self.mmu.guarded(&pages, gfn, leaf, path);
+    ) -> Result<(Leaf, u64), Retry> {
+        let begun = self.tracking_begun();
+        if !self.tracking.any() {
+            return Ok((leaf, begun));
         }
-        let valid = || valid() && self.mmu.tracking.begun() == begun;
-        self.tree
-            .map(&mut target.cursor, level, leaf, path, valid, done)
+        let pages = self.lock();
+        match self.largest(&pages, gfn, level) < level {
+            true => Err(Retry::Stale),
+            false => Ok((self.guarded(&pages, gfn, leaf, path), begun)),
+        }
     }
 
-    /// Does what [`Tree::map_absent`] does.
-    ///
-    /// # Errors
-    /// [`Retry`].
-    pub(crate) fn map_absent(
-        &self,
-        target: &mut Target<'_, P, F>,
-        pages: u64,
-        leaf: Leaf,
-        path: &mut Path<'_>,
-        valid: impl Fn() -> bool,
-    ) -> Result<u64, Retry> {
-        let begun = self.mmu.tracking.begun();
-        let gfn = target.key().gfn();
-        let has_table = self.mmu.tracking.any() && {
-            let gfns = gfn..gfn.add(pages);
-            self.mmu.lock().rmap.first_table(&gfns).is_some()
-        };
-        // A fault finds out which of the pages may be written to.
+    /// Like [`Self::leaf_beside`], for leaves of level 1 that map `gfns`: if one would map a table, none gets the right
+    /// to write. A fault finds out which of the pages may be written to.
+    pub(crate) fn run_beside(&self, gfns: &Range<Gfn>, leaf: Leaf) -> (Leaf, u64) {
+        let begun = self.tracking_begun();
+        let has_table = self.tracking.any() && self.has_table(gfns);
         let leaf = Leaf {
             write: leaf.write && !has_table,
             may_write: leaf.may_write && !has_table,
             ..leaf
         };
-        let valid = || valid() && self.mmu.tracking.begun() == begun;
-        self.tree
-            .map_absent(&mut target.cursor, Level::PAGE, pages, leaf, path, valid)
+        (leaf, begun)
     }
 }

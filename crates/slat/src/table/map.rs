@@ -334,37 +334,6 @@ impl<P: Platform, F: Format> Tree<P, F> {
     pub(crate) fn lookup(&self, gfn: Gfn) -> Found<'_> {
         self.find_at(gfn, Level::PAGE)
     }
-
-    /// Does what [`Self::map`] does, by a walk that has not begun.
-    ///
-    /// # Errors
-    /// [`Retry`].
-    pub(crate) fn map_at(
-        &self,
-        gfn: Gfn,
-        level: Level,
-        leaf: Leaf,
-        path: &mut Path<'_>,
-        valid: impl Fn() -> bool,
-        done: impl FnOnce(),
-    ) -> Result<Installed, Retry> {
-        self.map(&mut self.cursor(gfn), level, leaf, path, valid, done)
-    }
-
-    /// Does what [`Self::map_absent`] does, by a walk that has not begun.
-    ///
-    /// # Errors
-    /// [`Retry`].
-    pub(crate) fn map_absent_at(
-        &self,
-        gfn: Gfn,
-        pages: u64,
-        leaf: Leaf,
-        path: &mut Path<'_>,
-        valid: impl Fn() -> bool,
-    ) -> Result<u64, Retry> {
-        self.map_absent(&mut self.cursor(gfn), Level::PAGE, pages, leaf, path, valid)
-    }
 }
 
 /// The bits of leaves that differ only in their frames, which are consecutive. These bits are an

@@ -112,7 +112,8 @@ fn map<F: Format>(
         frames.fill(&*tree.platform, FrameCache::FAULT).unwrap();
         let mut path = Path::new(&mut frames);
         path.flushed = flushed.clone();
-        match tree.map_at(Gfn(gfn), level, leaf, &mut path, || true, || {}) {
+        let at = &mut tree.cursor(Gfn(gfn));
+        match tree.map(at, level, leaf, &mut path, || true, || {}) {
             Err(Retry::MustMend(level)) => {
                 while !tree.mend(Gfn(gfn), level, &mut path) {
                     path.flushed = flush(tree, gfn, level);
@@ -286,10 +287,12 @@ mod behaviour {
         frames.fill(&*tree.platform, FrameCache::FAULT).unwrap();
         let mut path = Path::new(&mut frames);
         let done = || panic!("`done` was called, but no leaf installed");
-        let mapped = tree.map_at(Gfn(7), Level::PAGE, LEAF, &mut path, || false, done);
+        let at = &mut tree.cursor(Gfn(7));
+        let mapped = tree.map(at, Level::PAGE, LEAF, &mut path, || false, done);
         assert!(matches!(mapped, Err(Retry::Stale)));
         assert_eq!(pfn(&tree, 7), None);
-        let absent = tree.map_absent_at(Gfn(0), 8, LEAF, &mut path, || false);
+        let at = &mut tree.cursor(Gfn(0));
+        let absent = tree.map_absent(at, Level::PAGE, 8, LEAF, &mut path, || false);
         assert!(absent == Err(Retry::Stale) && pfn(&tree, 0).is_none());
         frames.release(&*tree.platform);
     }
@@ -384,7 +387,8 @@ mod behaviour {
         let mut try_to_map = |gfn: u64, flushed: &Flushed| {
             let mut path = Path::new(&mut frames);
             path.flushed = flushed.clone();
-            tree.map_at(Gfn(gfn), Level::PAGE, LEAF, &mut path, || true, || ())
+            let at = &mut tree.cursor(Gfn(gfn));
+            tree.map(at, Level::PAGE, LEAF, &mut path, || true, || ())
         };
         let nothing = Flushed::default();
         let elsewhere = flush(&tree, 8, Level::PAGE);
@@ -535,7 +539,8 @@ fn a_run_of_frames_is_mapped_right_or_not_at_all() {
                 ..LEAF
             };
             let mut path = Path::new(&mut frames);
-            tree.map_absent_at(Gfn(gfn), 8, leaf, &mut path, || true)
+            let at = &mut tree.cursor(Gfn(gfn));
+            tree.map_absent(at, Level::PAGE, 8, leaf, &mut path, || true)
         };
         assert_eq!(map(0, boundary - 4), Err(Retry::Stale));
         assert_eq!(map(0, boundary - 8), Ok(8));
@@ -648,7 +653,8 @@ fn a_leaf_that_was_broken_again_needs_another_flush_before_it_is_mended() {
     let mut break_it = || {
         frames.fill(&*tree.platform, FrameCache::FAULT).unwrap();
         let mut path = Path::new(&mut frames);
-        let mapped = tree.map_at(Gfn(7), Level::PAGE, LEAF, &mut path, || true, || {});
+        let at = &mut tree.cursor(Gfn(7));
+        let mapped = tree.map(at, Level::PAGE, LEAF, &mut path, || true, || {});
         assert!(matches!(mapped, Err(Retry::MustMend(Level::MEGA))));
     };
     let mut frames_to_mend = FrameCache::new(tree.frames.clone());
