@@ -294,7 +294,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
             path.unsynced += unsynced;
             return leaf;
         }
-        path.tracked = leaf.write;
+        path.tracked = true;
         Leaf {
             write: false,
             may_write: false,
