@@ -114,8 +114,8 @@ struct slat_page {
    */
   uint64_t frame;
   /**
-   * Bytes that are next to each other on the host around it, aligned to themselves: 4 KiB, 2 MiB or 1 GiB, or what
-   * leaves of the format have. The leaf is no larger.
+   * Size in bytes of the aligned block around the page that is contiguous on the host: 4 KiB, 2 MiB or 1 GiB, or
+   * another size that leaves of the format have. The leaf is no larger.
    */
   uint64_t size;
   /**
@@ -140,28 +140,28 @@ struct slat_platform {
    */
   void *context;
   /**
-   * Allocates `count` frames next to each other for tables, a power of two, the first aligned to all. Returns its
-   * number, or 0 without memory. Must not wait for a vCPU.
+   * Allocates `count` contiguous frames for tables, aligned to their whole size; `count` is a power of two. Returns
+   * the number of the first frame, or 0 without memory. Must not wait for a vCPU.
    */
   uint64_t (*allocate)(void *context, size_t count);
   /**
-   * Frees one of these frames, which no CPU can walk any more.
+   * Frees one of the frames that `allocate` has returned. No CPU walks it any more.
    */
   void (*free)(void *context, uint64_t frame);
   /**
-   * Returns the address of one of these frames in this program, the same until it is freed. Called at
-   * each step of a walk.
+   * Returns the address in this program of a frame that `allocate` has returned, always the same until the frame is
+   * freed. Called at each step of a walk.
    */
   void *(*address)(void *context, uint64_t frame);
   /**
-   * Finds the page that backs the memory at `backing`, and describes it in `*page`. It backs that memory until
-   * `slat_vm_invalidate`. May sleep. Returns 0; `-EFAULT` if there is none, or none that `access` may use
-   * (`SLAT_READ`, …); `-ENOMEM`; `-EINTR`; `-EAGAIN` if it is not there yet.
+   * Finds the page that backs the memory at `backing`, and describes the page in `*page`. The page backs that memory
+   * until `slat_vm_invalidate`. May sleep. Returns 0; `-EFAULT` if there is no page, or none that `access`
+   * (`SLAT_READ`, …) may use; `-ENOMEM`; `-EINTR`; `-EAGAIN` if the page is not there yet.
    */
   int (*resolve)(void *context, uint64_t backing, uint32_t access, struct slat_page *page);
   /**
-   * Flushes what CPUs have cached of the translations of the `pages` guest frames from `first` on, tables that they
-   * have cached on the way included, and waits until none uses an old one.
+   * Flushes what CPUs have cached of the `pages` guest frames from `first` on: their translations, and the entries
+   * of tables that lead to them. Returns when no CPU uses an old translation.
    */
   void (*flush)(void *context, uint64_t first, uint64_t pages);
   /**
@@ -169,8 +169,8 @@ struct slat_platform {
    */
   void (*wait)(void *context, uint32_t round);
   /**
-   * Interrupts the CPUs that are in the guest, and returns when all that was in the buffers of their page walkers is
-   * passed to `slat_vm_drain`. A dirty log by the policy `dirty_log=buffer` is got after it. `NULL` where no
+   * Interrupts the CPUs that are in the guest. Returns when everything in the buffers of their page walkers was
+   * passed to `slat_vm_drain`. Called before a dirty log is got with the policy `dirty_log=buffer`. `NULL` where no
    * hardware fills a buffer.
    */
   void (*drain)(void *context);

@@ -15,8 +15,8 @@ use std::ptr::NonNull;
 pub struct slat_page {
     /// The number of the frame that backs the page.
     pub frame: u64,
-    /// Bytes that are next to each other on the host around it, aligned to themselves: 4 KiB, 2 MiB or 1 GiB, or what
-    /// leaves of the format have. The leaf is no larger.
+    /// Size in bytes of the aligned block around the page that is contiguous on the host: 4 KiB, 2 MiB or 1 GiB, or
+    /// another size that leaves of the format have. The leaf is no larger.
     pub size: u64,
     /// Whether the guest may write.
     pub writable: bool,
@@ -33,17 +33,17 @@ pub struct slat_page {
 pub struct slat_platform {
     /// Passed to each callback.
     pub context: *mut c_void,
-    /// Allocates `count` frames next to each other for tables, a power of two, the first aligned to all. Returns its
-    /// number, or 0 without memory. Must not wait for a vCPU.
+    /// Allocates `count` contiguous frames for tables, aligned to their whole size; `count` is a power of two. Returns
+    /// the number of the first frame, or 0 without memory. Must not wait for a vCPU.
     pub allocate: Option<unsafe extern "C" fn(context: *mut c_void, count: usize) -> u64>,
-    /// Frees one of these frames, which no CPU can walk any more.
+    /// Frees one of the frames that `allocate` has returned. No CPU walks it any more.
     pub free: Option<unsafe extern "C" fn(context: *mut c_void, frame: u64)>,
-    /// Returns the address of one of these frames in this program, the same until it is freed. Called at
-    /// each step of a walk.
+    /// Returns the address in this program of a frame that `allocate` has returned, always the same until the frame is
+    /// freed. Called at each step of a walk.
     pub address: Option<unsafe extern "C" fn(context: *mut c_void, frame: u64) -> *mut c_void>,
-    /// Finds the page that backs the memory at `backing`, and describes it in `*page`. It backs that memory until
-    /// `slat_vm_invalidate`. May sleep. Returns 0; `-EFAULT` if there is none, or none that `access` may use
-    /// (`SLAT_READ`, …); `-ENOMEM`; `-EINTR`; `-EAGAIN` if it is not there yet.
+    /// Finds the page that backs the memory at `backing`, and describes the page in `*page`. The page backs that memory
+    /// until `slat_vm_invalidate`. May sleep. Returns 0; `-EFAULT` if there is no page, or none that `access`
+    /// (`SLAT_READ`, …) may use; `-ENOMEM`; `-EINTR`; `-EAGAIN` if the page is not there yet.
     pub resolve: Option<
         unsafe extern "C" fn(
             context: *mut c_void,
@@ -52,13 +52,13 @@ pub struct slat_platform {
             page: *mut slat_page,
         ) -> c_int,
     >,
-    /// Flushes what CPUs have cached of the translations of the `pages` guest frames from `first` on, tables that they
-    /// have cached on the way included, and waits until none uses an old one.
+    /// Flushes what CPUs have cached of the `pages` guest frames from `first` on: their translations, and the entries
+    /// of tables that lead to them. Returns when no CPU uses an old translation.
     pub flush: Option<unsafe extern "C" fn(context: *mut c_void, first: u64, pages: u64)>,
     /// Passes time while the engine waits; `round` counts up from 0. Spin first, then yield the processor.
     pub wait: Option<unsafe extern "C" fn(context: *mut c_void, round: u32)>,
-    /// Interrupts the CPUs that are in the guest, and returns when all that was in the buffers of their page walkers is
-    /// passed to `slat_vm_drain`. A dirty log by the policy `dirty_log=buffer` is got after it. `NULL` where no
+    /// Interrupts the CPUs that are in the guest. Returns when everything in the buffers of their page walkers was
+    /// passed to `slat_vm_drain`. Called before a dirty log is got with the policy `dirty_log=buffer`. `NULL` where no
     /// hardware fills a buffer.
     pub drain: Option<unsafe extern "C" fn(context: *mut c_void)>,
 }
@@ -83,7 +83,10 @@ unsafe impl Send for Callbacks {}
 unsafe impl Sync for Callbacks {}
 
 impl Callbacks {
-    /// An error is the name of a callback that is missing.
+    /// Takes over the callbacks of `client`.
+    ///
+    /// # Errors
+    /// The name of a callback that is missing.
     ///
     /// # Safety
     /// - The callbacks keep what [`slat_platform`] says.
@@ -102,7 +105,7 @@ impl Callbacks {
         })
     }
 
-    /// The same with frames of `granule`.
+    /// Sets the size of frames to that of `granule`.
     pub(super) fn with_granule(self, granule: Granule) -> Self {
         Callbacks { granule, ..self }
     }
@@ -117,8 +120,10 @@ impl Callbacks {
         levels.into_iter().find(fits)
     }
 
-    /// Returns the page that `resolve` has described. One that cannot be is a bad address, and the text
-    /// of the error says why.
+    /// Returns the page that `resolve` has described.
+    ///
+    /// # Errors
+    /// A bad address, for a description that no page can have. The text of the error says what is wrong.
     fn page(&self, backing: u64, page: &slat_page) -> Result<HostPage, ResolveError> {
         let Some(level) = self.level(page.size) else {
             blame(format!(

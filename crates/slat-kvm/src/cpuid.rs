@@ -1,8 +1,8 @@
 //! `KVM_GET_SUPPORTED_CPUID`: the features that the software CPU implements.
 //!
-//! The vendor is that of the policy `cpu`; guests choose between VMCALL and VMMCALL, SYSENTER and SYSCALL quirks by it.
-//! Unless told otherwise it is the host's, because clients compare it with their own CPUID instruction's. Features are
-//! the software CPU's.
+//! The policy `cpu` names the vendor, by which guests choose between VMCALL and VMMCALL, and between quirks of SYSENTER
+//! and SYSCALL. The default is the host's vendor, because clients compare the vendor with that of their own CPUID
+//! instruction. The features are the software CPU's.
 
 use crate::cpu_features;
 use crate::errno::{Result, fail};
@@ -62,7 +62,7 @@ fn kvm_features() -> u32 {
         | 1 << KVM_FEATURE_CLOCKSOURCE_STABLE
 }
 
-/// The first leaf of a hypervisor; more hypervisors' begin at multiples of 0x100 after it.
+/// The first leaf of a hypervisor. Those of further hypervisors begin at multiples of 0x100 after it.
 const HYPERVISOR_LEAF: u32 = 0x4000_0000;
 /// EBX, ECX and EDX of KVM's first leaf.
 const KVM_SIGNATURE: [u32; 3] = [
@@ -152,7 +152,7 @@ pub fn host_leaf(leaf: u32, index: u32) -> CpuidResult {
     read(leaf, index)
 }
 
-/// The processor that the software CPU says it is. Vendors' leaves, MSRs and rules follow from it ([`is_amd`]).
+/// The processor that the software CPU says it is. Leaves, MSRs and rules of a vendor follow from it ([`is_amd`]).
 #[derive(Clone, Copy)]
 struct Identity {
     /// EBX, EDX and ECX of leaf 0, in the order of the text.
@@ -303,9 +303,9 @@ pub fn emulated() -> [kvm_cpuid_entry2; 3] {
     ]
 }
 
-/// At least the number of leaves in [`supported`].
+/// An upper bound of the number of leaves in [`supported`].
 const MAX_LEAVES: usize = 96;
-/// AMD's leaf of caches, one in each subleaf.
+/// AMD's leaf of caches: each subleaf describes one cache.
 const AMD_CACHES_LEAF: u32 = 0x8000_001d;
 
 /// Adds the empty leaves up to the last leaf of each range, and sorts all leaves. KVM lists empty leaves, too: VMMs
@@ -322,8 +322,8 @@ fn complete(entries: &mut Vec<kvm_cpuid_entry2>) {
             }
         }
     }
-    // A stable sort has a buffer of 4 KiB on the stack; `conformance/programs/below.c` says which client
-    // needs what lies there.
+    // A stable sort would use 4 KiB of stack for a buffer, and overwrite what lies there.
+    // `conformance/programs/below.c` says which client relies on the memory below its stack pointer.
     entries.sort_unstable_by_key(|entry| (entry.function, entry.index));
 }
 

@@ -143,7 +143,7 @@ impl Drop for Opened {
     }
 }
 
-/// A function of the C library, by name, for work that no system call does.
+/// A function of the C library that is found by its name, for work that no system call does.
 #[derive(Debug)]
 pub struct Next {
     name: &'static std::ffi::CStr,
@@ -151,7 +151,7 @@ pub struct Next {
 }
 
 impl Next {
-    /// Names a function, which the first use looks up.
+    /// Makes a value for the function `name`. The first call looks up its address.
     pub const fn new(name: &'static std::ffi::CStr) -> Self {
         Next {
             name,

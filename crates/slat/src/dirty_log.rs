@@ -14,12 +14,12 @@ use crate::sync::FairLock;
 pub(crate) enum LogKind {
     /// Write faults find the written pages, and a bitmap notes them.
     Bitmap,
-    /// The leaves' own dirty bits; a bitmap, at a harvest.
+    /// The leaves' own dirty bits tell the written pages; a harvest notes them in a bitmap.
     DirtyBits,
-    /// The leaves' own dirty bits, of which the walker notes in a buffer where it has set one; a bitmap, when the
-    /// buffer is drained (`vm/drain.rs`).
+    /// The leaves' own dirty bits tell the written pages. The walker notes in a buffer which bits it has set; a bitmap
+    /// notes the pages when the buffer is drained (`vm/drain.rs`).
     Buffers,
-    /// Write protection; the rings of the vCPUs.
+    /// Write faults find the written pages, and the rings of the vCPUs note them.
     Rings,
 }
 
@@ -29,8 +29,8 @@ impl LogKind {
         !matches!(self, LogKind::DirtyBits | LogKind::Buffers)
     }
 
-    /// Whether the log learns of a write from the fault that installs `leaf`: no walker will tell, or it has no
-    /// dirty bit left to set.
+    /// Whether the log learns of a write from the fault that installs `leaf`, because no walker notes writes, or
+    /// because the leaf is dirty already.
     pub(crate) fn learns_from_fault(self, leaf: &Leaf) -> bool {
         leaf.write && (self.protects() || self == LogKind::Buffers && leaf.dirty)
     }
@@ -39,11 +39,11 @@ impl LogKind {
 /// The log of a slot.
 pub(crate) struct DirtyLog {
     kind: LogKind,
-    /// Held to begin, harvest or clear it.
+    /// The lock of the operations that begin, harvest or clear the log.
     pub(crate) turn: FairLock<()>,
     /// The bitmap, with one bit for each page; empty if the log has none.
     pub(crate) bits: Vec<AtomicU64>,
-    /// Whether every page was marked when it was made.
+    /// Whether every page was marked when the log was made.
     pub(crate) initially_set: bool,
 }
 
@@ -91,13 +91,14 @@ impl DirtyLog {
         }
     }
 
-    /// Marks all pages of the leaf at `gfn` that are in `slot`, the frames of the log's slot. Several pages only if the
-    /// leaf is a huge one that could not be split.
+    /// Marks the pages of the leaf of `level` at `gfn`, as far as they are in `slot`, the frames of the log's slot.
+    /// These are several pages only if the leaf is a huge one that could not be split.
     pub(crate) fn mark_leaf<F: Format>(&self, slot: &Range<Gfn>, gfn: Gfn, level: Level) {
         self.mark_gfns(slot, &F::GRANULE.block(gfn, level), |_| true);
     }
 
-    /// Marks those of `gfns` that lie in the frames `slot` of the log's slot and for which `wanted` returns `true`.
+    /// Marks the pages of `gfns` for which `wanted` returns `true`, as far as they are in `slot`, the frames of the
+    /// log's slot.
     pub(crate) fn mark_gfns(
         &self,
         slot: &Range<Gfn>,
@@ -110,8 +111,8 @@ impl DirtyLog {
         }
     }
 
-    /// Clears the marks of those of `gfns` that lie in the frames `slot` of the log's slot. The caller is the only
-    /// one that uses the log.
+    /// Clears the marks of the pages of `gfns`, as far as they are in `slot`, the frames of the log's slot. No other
+    /// thread uses the log.
     pub(crate) fn unmark(&self, slot: &Range<Gfn>, gfns: &Range<Gfn>) {
         let pages = gfns.start.max(slot.start).0..gfns.end.min(slot.end).0;
         for (index, mask) in words_of(pages.start - slot.start.0..pages.end - slot.start.0) {
@@ -119,12 +120,12 @@ impl DirtyLog {
         }
     }
 
-    /// Marks each of the `pages` pages from `to` on whose counterpart is marked in `log`, where they are
-    /// those from `from` on.
+    /// Copies the marks of `pages` pages from `log`, where the first of them has the number `from`. Here it has the
+    /// number `to`.
     pub(crate) fn copy_marks(&self, log: &DirtyLog, from: u64, to: u64, pages: u64) {
         for (index, mask) in words_of(from..from + pages) {
             let marked = log.bits[index].load(Acquire) & mask;
-            // Where the first bit of the word belongs; before the first word, if no bit of the mask does.
+            // The number that the first bit of the word has here. It is negative if bits before `from` share the word.
             let at = (index as u64 * 64 + to).wrapping_sub(from) as i64;
             let (word, shift) = (at.div_euclid(64), at.rem_euclid(64) as u32);
             let parts = [marked << shift, marked.checked_shr(64 - shift).unwrap_or(0)];

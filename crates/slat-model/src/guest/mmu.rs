@@ -33,9 +33,9 @@ pub enum Outcome {
         /// The address, to the byte.
         gpa: Gpa,
     },
-    /// The page's backing cannot be accessed in this way, or is not there yet. KVM_RUN returns EFAULT.
+    /// The backing of the page does not allow the access, or is not there yet. KVM_RUN returns EFAULT.
     BadAddress {
-        /// An address in the page: of the data, or of a page-table entry whose flags cannot be set.
+        /// The address of the data in that page, or of a page-table entry there whose flags cannot be set.
         gpa: Gpa,
     },
 }
@@ -43,18 +43,18 @@ pub enum Outcome {
 /// A part of a store: bytes in one page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Part {
-    /// Its first address.
+    /// The first address of the part.
     pub gpa: Gpa,
-    /// Its number of bytes.
+    /// The number of bytes in the part.
     pub bytes: usize,
 }
 
 /// The kind of a guest store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StoreKind {
-    /// MOV and the like.
+    /// A store without a LOCK prefix, like MOV.
     Plain,
-    /// With a LOCK prefix.
+    /// A store of an instruction with a LOCK prefix.
     Locked,
 }
 
@@ -164,7 +164,7 @@ pub trait GuestMmu {
     /// Checks the MMU's own invariants.
     ///
     /// # Errors
-    /// A description of the first that does not hold.
+    /// A description of the first invariant that does not hold.
     fn audit(&mut self) -> Result<(), String> {
         Ok(())
     }

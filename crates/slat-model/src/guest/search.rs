@@ -75,7 +75,7 @@ impl Search<'_> {
     }
 }
 
-/// The walks for one goal. They return whether it was reached by a cached translation or by a table that is read now.
+/// The walks for one goal. They return whether a cached translation or a table that is read now has led to the goal.
 struct Walk<'a> {
     search: &'a Search<'a>,
     goal: &'a Goal,
@@ -85,12 +85,12 @@ struct Walk<'a> {
 /// A path down the tables.
 #[derive(Clone)]
 struct Path {
-    /// The PCID under which it is walked.
+    /// The PCID under which the vCPU walks the path.
     pcid: u16,
     /// The next table, and its level.
     table: u64,
     level: u32,
-    /// When the next entry may be read, or, below a leaf, the leaf.
+    /// The moments at which the vCPU may read the next entry. Below a leaf: at which it may have read the leaf.
     window: Range<Time>,
     rights: Rights,
     /// The first entry whose flags are still to be set.
@@ -122,7 +122,8 @@ impl Walk<'_> {
         })
     }
 
-    /// Ends at an entry that no cache has: whether the goal is its page fault. `reads_now`: it may be read now.
+    /// Ends a path at an entry that no cache has. Returns `Some` if the goal is the page fault of this entry.
+    /// `reads_now`: the vCPU may read the entry now.
     fn fault(&self, reads_now: bool, reserved: bool) -> Option<Found> {
         let code = entry_fault(self.search.paging, self.search.access, reserved);
         let is_goal = match self.goal {
@@ -164,7 +165,7 @@ impl Walk<'_> {
             ..path.clone()
         };
         if entry & A == 0 && !version.read_only {
-            // No cache has it.
+            // No cache has an entry without the accessed flag.
             if !reads_now {
                 return None;
             }

@@ -14,14 +14,14 @@ use super::ram::{GuestMachine, GuestRam};
 use super::registers::{CR0_PG, CR4_PAE, CR4_PCIDE, CR4_PGE, CR4_SMEP, Privilege, Registers};
 use crate::platform::SimPlatform;
 
-/// [`Vcpu::translate_virtual`](slat::Vcpu) over a [`Vm`] that shadows the guest's tables: those of its own paging, or
-/// nested ones beside its own, which are walked then.
+/// A [`Vm`] that shadows tables of the guest's. The vCPUs access memory by [`Vcpu::translate_virtual`](slat::Vcpu). The
+/// tables are those of the guest's own paging, or with [`Self::nested`] those that it makes for its own guests.
 pub struct ShadowMmu<F: Format = X86<5>> {
     engine: EngineMmu<F>,
     registers: [Registers; CPUS],
 }
 
-/// The contents of host memory, for walks.
+/// The guest's memory, for walks of the guest's tables.
 struct Words<'r>(&'r GuestRam);
 
 impl HostWords for Words<'_> {

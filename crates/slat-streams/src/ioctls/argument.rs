@@ -5,9 +5,9 @@ use slat_kvm::user::Plain;
 use slat_model::Rng;
 use std::ops::Range;
 
-/// Pages of a buffer that can be read and written; a guard page follows them.
+/// The number of pages of a buffer that can be read and written. A guard page follows them.
 const OPEN: usize = 3;
-/// Pages after the guard page that can only be read.
+/// The number of pages after the guard page that can only be read.
 const READ_ONLY: usize = 3;
 
 /// Values around which behaviour changes.
@@ -99,14 +99,14 @@ impl Buffer {
         at >= open.start && at.checked_add(len).is_some_and(|end| end <= open.end)
     }
 
-    /// Writes `bytes` to the buffer and returns the address: as a rule all of them can be read and written there.
+    /// Writes `bytes` to the buffer, and returns their address. As a rule all of them can be read and written.
     pub fn place(&mut self, rng: &mut Rng, bytes: &[u8]) -> u64 {
         assert!(bytes.len() <= OPEN * PAGE);
         let open = self.open();
         // SAFETY: the buffer's own memory.
         unsafe { fill(open.clone()) };
         let at = match rng.below(16) {
-            // The last byte is the last before the guard page.
+            // The struct ends where the guard page begins.
             0..=4 => open.end - bytes.len(),
             // The guard page begins somewhere inside the struct.
             5 => (open.end - bytes.len()) + 1 + rng.below(bytes.len().max(1) as u64) as usize,

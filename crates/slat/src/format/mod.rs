@@ -1,5 +1,5 @@
-//! What one entry means to a page walker. A format is a type without values, so that every walk is
-//! compiled for its format; nothing outside these files knows a bit.
+//! What one entry means to a page walker. A format is a type without values, so that every walk is compiled for its
+//! format. Only the files of this module know the bits of an entry.
 
 mod aarch64;
 mod ept;
@@ -19,22 +19,22 @@ use crate::guest_walk::PageRights;
 /// The meaning of an entry, whatever the bits of its architecture.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Entry {
-    /// Nothing: a walker faults.
+    /// No translation: a walker faults.
     Empty,
-    /// The next lower table, by the host frame that holds it.
+    /// A reference to the next lower table, in this host frame.
     Table(Pfn),
-    /// Guest memory.
+    /// A translation to guest memory.
     Leaf(Leaf),
-    /// No memslot held this frame when the MMIO generation was the one given: a walker faults in a
-    /// way that tells so, and the fault needs no slot look-up while the generation stands.
+    /// No memslot held this frame in the given MMIO generation. A walker faults, and while the generation is current
+    /// the fault needs no slot look-up.
     Mmio {
         /// Low [`Format::MMIO_GENERATION_BITS`] bits of the generation.
         generation: u64,
         /// [`Format::MMIO_NOTE_BITS`] bits for the MMU that made the entry.
         note: u64,
     },
-    /// A leaf that is being replaced on a walker that asks for break-before-make: invalid to the
-    /// walker, flushed before something else takes its place. A fault on it waits.
+    /// A leaf that is being replaced, for a walker that asks for break-before-make. It is invalid to the walker, and is
+    /// flushed before the entry gets another valid value. A fault on it waits.
     Broken(Leaf),
 }
 
@@ -47,8 +47,8 @@ pub struct Leaf {
     pub write: bool,
     /// The guest may execute.
     pub execute: bool,
-    /// Software only: `write` may be given back without asking slot or host again; it was taken
-    /// for the dirty log. (KVM: "MMU-writable".)
+    /// Software only: `write` was taken for the dirty log alone. A fault may give it back without asking slot or host
+    /// again. (KVM: "MMU-writable".)
     pub may_write: bool,
     /// Software only, of a huge leaf: the guest may execute its pieces of level 1. The policy `nx_huge_pages` keeps it
     /// from executing the leaf as a whole.
@@ -272,21 +272,20 @@ pub unsafe trait Format: Send + Sync + 'static {
     /// The size of a page and of a table, and so how many bits of an address index a table. [`Gfn`] and
     /// [`Pfn`] count its pages.
     const GRANULE: Granule = Granule::Kib4;
-    /// Level of the entries in the root table.
+    /// The level of the entries in the root table.
     const TOP: Level;
-    /// Tables of the root, next to each other in memory: more than one where the walker indexes its
-    /// first level with more bits than others.
+    /// The number of tables of the root, which are contiguous in memory. There is more than one where the walker
+    /// indexes its first level with more bits than others.
     const ROOT_TABLES: usize;
-    /// Largest leaf.
+    /// The level of the largest leaf.
     const MAX_LEAF: Level;
-    /// A valid entry that leads elsewhere may only replace a valid one after an invalid one and a
-    /// flush.
+    /// Whether a valid entry must be made invalid, and flushed, before a valid entry with another address replaces it.
     const BREAK_BEFORE_MAKE: bool;
-    /// The bits of an entry that refers to a table, beside the frame. They limit no right: the leaves decide.
+    /// The bits of an entry that refers to a table, apart from the frame. They limit no right: the leaves decide.
     const TABLE: u64;
-    /// The bit of an entry that leads to a table without which nothing below it can be written, whatever the leaves
-    /// say: one of [`TABLE`](Self::TABLE), and the same as [`WRITE`](Self::WRITE). Without it the entry is
-    /// *write-protected*. 0 where walkers go by the leaf alone.
+    /// The bit of an entry that refers to a table without which nothing below the entry can be written, whatever the
+    /// leaves allow: one of [`TABLE`](Self::TABLE), and the same as [`WRITE`](Self::WRITE). An entry without it is
+    /// *write-protected*. 0 for walkers that obey the leaf alone.
     const TABLE_WRITE: u64 = 0;
     /// The highest level at which an entry may be write-protected while entries below it are not. Above [`Level::MEGA`]
     /// only where a walker that caches an entry caches the rights of its whole path with it.
@@ -295,22 +294,21 @@ pub unsafe trait Format: Send + Sync + 'static {
     const FRAME: u64;
     /// The bit of a leaf that allows writing.
     const WRITE: u64;
-    /// The bit of a leaf that says [`Leaf::may_write`].
+    /// The bit of a leaf that holds [`Leaf::may_write`].
     const MAY_WRITE: u64;
     /// The bit of a leaf that says that it was used.
     const ACCESSED: u64;
     /// The bit of a leaf that says that it was written to.
     const DIRTY: u64;
-    /// A walker can be told to set accessed and dirty itself; without, dirty logging by D bit is not
-    /// to be had.
+    /// Whether a walker can be told to set accessed and dirty itself. If not, there is no dirty log by dirty bits.
     const SETS_DIRTY: bool;
     /// Whether KVM, on this architecture, logs a page that is read before it is written: it installs a writable leaf
     /// for the read, so that no second fault is needed. KVM's x86 MMU does; on AArch64 and RISC-V a leaf of a logged
     /// slot is writable only after a write. This is the default of policy `dirty_log_reads`.
     const LOGS_READS: bool;
-    /// Bits of the MMIO generation an entry can hold; 0 where the format caches no MMIO.
+    /// The number of bits of the MMIO generation that an entry can hold; 0 where the format caches no MMIO.
     const MMIO_GENERATION_BITS: u32;
-    /// Bits of a note that an MMIO entry holds beside it.
+    /// The number of bits of a note that an MMIO entry holds beside the generation.
     const MMIO_NOTE_BITS: u32;
     /// Whether an x86 CPU without nested paging can walk these tables in the place of those that its guest makes, in
     /// any paging mode ([`MmuKind::Shadow`](crate::MmuKind)).
@@ -322,23 +320,24 @@ pub unsafe trait Format: Send + Sync + 'static {
     fn decode(bits: u64, level: Level) -> Entry;
     /// Returns the leaf that `bits` mean. The caller knows that they are a leaf.
     fn decode_leaf(bits: u64) -> Leaf;
-    /// The next lower table if `bits`, read from a table of `level`, are what [`Format::table`] made, write-protected
-    /// or not. It agrees with `decode` for all entries of ours, and exists because every step of a walk asks.
+    /// Returns the next lower table if `bits`, read from a table of `level`, are what [`Format::table`] made,
+    /// write-protected or not. It agrees with `decode` for all entries that the engine makes. It exists because every
+    /// step of a walk asks for it.
     #[inline]
     fn next_table(bits: u64, level: Level) -> Option<Pfn> {
         let frame = (bits | Self::TABLE_WRITE).wrapping_sub(Self::TABLE);
         let leads = level > Level::PAGE && frame & !Self::FRAME == 0;
         leads.then_some(Self::take_frame(frame))
     }
-    /// A leaf for a table of `level`.
+    /// Returns the bits of `leaf` in a table of `level`.
     fn leaf(leaf: Leaf, level: Level) -> u64;
-    /// Whether an entry can hold the number of this frame.
+    /// Whether an entry can hold the number of `frame`.
     #[inline]
     fn holds(frame: Pfn) -> bool {
         frame <= Self::take_frame(Self::FRAME)
     }
-    /// Returns the bits of an entry that hold `frame`. The caller has checked that it [`holds`](Self::holds) that: a
-    /// platform promises it of tables, and a fault refuses other pages.
+    /// Returns the bits of an entry that hold `frame`. The caller has checked that an entry [`holds`](Self::holds) the
+    /// frame: a platform promises it of tables, and a fault refuses other pages.
     #[inline]
     fn frame(frame: Pfn) -> u64 {
         debug_assert!(Self::holds(frame), "no entry holds {frame:?}");
@@ -356,19 +355,19 @@ pub unsafe trait Format: Send + Sync + 'static {
     fn take_frame(bits: u64) -> Pfn {
         Pfn(bits >> Self::GRANULE.shift())
     }
-    /// An entry that leads to a table.
+    /// Returns the bits of an entry that refers to the table in `frame`.
     #[inline]
     fn table(frame: Pfn) -> u64 {
         Self::frame(frame) | Self::TABLE
     }
-    /// Whether an entry that leads to a table is write-protected.
+    /// Whether an entry that refers to a table is write-protected.
     #[inline]
     fn is_protected(table: u64) -> bool {
         !table & Self::TABLE_WRITE != 0
     }
-    /// See [`Entry::Mmio`]. `note` has at most [`Format::MMIO_NOTE_BITS`] bits.
+    /// Returns the bits of an [`Entry::Mmio`]. `note` has at most [`Format::MMIO_NOTE_BITS`] bits.
     fn mmio(generation: u64, note: u64) -> u64;
-    /// See [`Entry::Broken`]; called only where [`Format::BREAK_BEFORE_MAKE`].
+    /// Returns the leaf `bits` as an [`Entry::Broken`]. Called only with [`Format::BREAK_BEFORE_MAKE`].
     fn broken(bits: u64) -> u64 {
         bits
     }
@@ -378,7 +377,7 @@ pub unsafe trait Format: Send + Sync + 'static {
     fn cleared(_flush: u64) -> u64 {
         0
     }
-    /// The flush that `bits` name, if they are what [`Format::cleared`] made.
+    /// Returns the flush that `bits` name, if [`Format::cleared`] made them.
     #[inline]
     fn cleared_by(_bits: u64) -> Option<u64> {
         None
@@ -391,28 +390,28 @@ pub unsafe trait Format: Send + Sync + 'static {
     fn write_protect(bits: u64) -> u64 {
         bits & !Self::WRITE | Self::MAY_WRITE
     }
-    /// The leaf as a walker leaves it after using it: accessed, and dirty if it wrote.
+    /// Returns the leaf `bits` as a walker leaves it after an access: accessed, and dirty if it was a write.
     #[inline]
     fn mark(bits: u64, write: bool) -> u64 {
         bits | Self::ACCESSED | if write { Self::DIRTY } else { 0 }
     }
-    /// The leaf with the accessed bit clear.
+    /// Returns the leaf `bits` with the accessed bit clear.
     #[inline]
     fn clear_accessed(bits: u64) -> u64 {
         bits & !Self::ACCESSED
     }
-    /// The leaf with the dirty bit clear.
+    /// Returns the leaf `bits` with the dirty bit clear.
     #[inline]
     fn clear_dirty(bits: u64) -> u64 {
         bits & !Self::DIRTY
     }
-    /// Whether hardware has no accessed or dirty bit left to set in this leaf: then a plain store
-    /// may replace it, otherwise only an atomic read-modify-write loses nothing.
+    /// Whether hardware has no accessed or dirty bit left to set in the leaf `bits`. If so, a plain store may replace
+    /// the leaf; otherwise only an atomic read-modify-write loses nothing.
     #[inline]
     fn is_settled(bits: u64) -> bool {
         bits & Self::ACCESSED != 0 && bits & (Self::WRITE | Self::DIRTY) != Self::WRITE
     }
-    /// Whether a leaf allows writing.
+    /// Whether the leaf `bits` allows writing.
     #[inline]
     fn is_writable(bits: u64) -> bool {
         bits & Self::WRITE != 0

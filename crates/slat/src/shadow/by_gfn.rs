@@ -1,12 +1,12 @@
 //! The MMU by gfn: a walk over the reverse map.
 //!
-//! In the order of gfn, it shows the leaves that map a frame, those of higher levels first, and with [`Show::tables`]
-//! the entry that refers to a direct page, for the region that the page maps. A page that nothing refers to is shown by
-//! an entry that is in no table. Under the lock of the MMU, which it holds for one step.
+//! The walk shows leaves in the order of the frames that they map; of one frame, those of higher levels first. With
+//! [`Show::tables`] it shows also the entry that refers to a direct page, at the region that the page maps. A page that
+//! nothing refers to is shown by an entry that is in no table. The walk holds the lock of the MMU for one step.
 //!
-//! If there is a tree beside the shadow pages ([`super::beside`]), each step is first one in the tree, without that
-//! lock, and then one over the frames that this has passed. An entry shows which of the two has it
-//! ([`At::is_in_tree`]).
+//! If there is a tree beside the shadow pages ([`super::beside`]), each step first walks in the tree, without the lock
+//! of the MMU, and then over the same frames in the shadow pages. [`At::is_in_tree`] says which of the two has an
+//! entry.
 
 use alloc::string::String;
 use core::cell::RefCell;
@@ -143,7 +143,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         let end = walk.range().end.min(all_gfns::<F>().end);
         let begin = walk.at();
         if begin < end {
-            // What begins before the first step is visited by that, and by no other.
+            // The first step alone visits the entries of regions that begin before it.
             let is_first = begin == walk.range().start;
             let new_from = if is_first { Gfn(0) } else { begin };
             let pages = self.lock();
@@ -228,8 +228,9 @@ impl<P: Platform, F: Format> Listed for Shown<'_, P, F> {
     }
 }
 
-/// A walk has stopped before the entries for this frame.
+/// The end of a step before the end of the walk.
 struct Stopped {
+    /// The first frame whose entries were not visited.
     at: Gfn,
 }
 
@@ -244,8 +245,8 @@ struct Walker<'w, P: Platform, F: Format, V> {
     new_from: Gfn,
     /// The first frame of the region that was visited last.
     visited: Gfn,
-    /// The table of the entry that was visited last, which often has the next one, too: the page's
-    /// number, and the table.
+    /// The table of the entry that was visited last: number of its page, entries, and metadata. The next entry is often
+    /// in the same table.
     table: Option<(u32, &'w [AtomicU64], &'w TableMeta)>,
 }
 
@@ -262,8 +263,8 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
             let index = level.index(gfn);
             let listed = node.entry(index);
             if !listed.is_empty() {
-                // The next step begins with all that begins at this frame. So what has begun there is visited to the
-                // end, and a step gets past the frame at which it began.
+                // The next step visits all regions that begin at the frame where this one stops. So a step does not
+                // stop between two regions that begin at the same frame, and gets past its own first frame.
                 if self.walk.is_spent() && below.start > self.visited {
                     return Err(Stopped { at: below.start });
                 }

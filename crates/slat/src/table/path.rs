@@ -11,7 +11,7 @@ use crate::stats::Counters;
 /// Frames for tables, allocated ahead, so that an install needs no allocation, which could fail or wait.
 pub(crate) struct FrameCache {
     frames: Vec<Pfn>,
-    /// Where they come from, and go back to.
+    /// Allocates the frames, and frees them.
     source: Shared<TableFrames>,
 }
 
@@ -115,13 +115,13 @@ pub(crate) struct Path<'a> {
     pub(crate) nx_splits: u64,
     /// The number of shadow pages made.
     pub(crate) shadow_pages: u64,
-    /// The access stores for the guest: then a table of level 1 may become unsynced. Otherwise the MMU itself sets a
-    /// flag there, which changes nothing for it.
+    /// The access is a store of the guest's, after which a table of level 1 may be unsynced. Otherwise it may be the
+    /// MMU that sets a flag in a table: its shadow pages are still right after that.
     pub(crate) stores: bool,
-    /// The leaf was installed without the right to write, because the page holds a table of the guest's. The MMU
-    /// is told of the write.
+    /// The leaf was installed without the right to write, because the page holds a table of the guest's. After the
+    /// write, the client tells the MMU of it.
     pub(crate) tracked: bool,
-    /// The root of the tables on the trail.
+    /// The root of the shadow pages on the trail.
     pub(crate) root: Option<Root>,
     /// The number of shadow pages that have become unsynced.
     pub(crate) unsynced: u64,

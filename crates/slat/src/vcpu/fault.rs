@@ -67,12 +67,13 @@ pub(super) struct Fault<'v, P: Platform, F: Format> {
     /// The access is the guest's own: it counts as a fault, and a write is a store. Otherwise it is one that the MMU
     /// makes for the guest, to read an entry of its tables or to set a flag there.
     pub(super) of_guest: bool,
-    /// Taken before the slot, and the leaf that is there, are looked at: what is found holds as long as this does. A
-    /// slot that moves may have put another of its pages there since the walk that faulted.
+    /// The sequence from before the fault looks at the slot and at the leaf that is there. What the fault finds is
+    /// current as long as the sequence is. The walk that faulted was before: a slot that has moved since may have put
+    /// another of its pages there.
     pub(super) sequence: Sequence,
     pub(super) slot: Option<SlotFacts>,
     pub(super) page: Option<HostPage>,
-    /// Neither slot nor host were asked for the page: the tables knew it.
+    /// The page was found in the tables; the host was not asked for it.
     pub(super) fast: bool,
     /// The level of the leaf.
     pub(super) level: Level,
@@ -124,9 +125,9 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                 match attempt(vcpu) {
                     Ok(found) => return Ok(found),
                     Err(Next::Stop(stop)) => return Err(stop),
-                    // The attempt has compared it.
+                    // The attempt has compared the page.
                     Err(Next::Compare(_)) => {}
-                    // The CPU's translations are void: it executes the access again.
+                    // The CPU's translations are void, so it executes the access again.
                     Err(Next::Again) if vcpu.missed() != missed => return Err(Stop::Retry.into()),
                     Err(Next::Again) => {}
                 }
@@ -232,8 +233,8 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
         };
         let mut noted = false;
         let hvas = slot.hvas::<F>(gfn, level);
-        // NX may have made a table there since the level was chosen; a huge leaf would throw away what
-        // another vCPU has just been given. Under the lock this is settled.
+        // Another vCPU may have made a table there for NX since the level was chosen. A huge leaf would throw away the
+        // right to execute that this vCPU has just been given. `valid` looks for the table under the lock.
         let nx_table = || {
             level > Level::PAGE
                 && vm.policy.nx_huge_pages().is_on()
@@ -291,7 +292,7 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
             return;
         };
         if self.tracked && self.access == Access::Write {
-            // The client emulates the store, or tells of it.
+            // The client emulates the store, or calls `Vcpu::stored` after it.
             counters.pf_emulate.add(1);
         } else {
             match is_spurious {
@@ -348,7 +349,7 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
                     (self.vcpu).outside(|vcpu| vcpu.vm().zap_entry(vcpu.space(), key, root, level));
                 });
             }
-            // The next attempt reads the tables again, and allocates what is missing.
+            // `Unprepared`, `Tracked`: the next attempt allocates what is missing, and reads the guest's tables again.
             _ => {}
         }
         Next::Again
@@ -363,8 +364,8 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
         }
     }
 
-    /// Zaps the region of `level` around the page, by what is known of its slot then: it may log by now, and the
-    /// leaves' dirty bits go to its log.
+    /// Zaps the region of `level` around the page, by the slots as they are then: if a slot logs by now, the leaves'
+    /// dirty bits go to its log.
     fn zap(&mut self, level: Level) {
         let gfns = F::GRANULE.block(self.gfn(), level);
         self.vcpu.outside(|vcpu| {
@@ -374,7 +375,7 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
         });
     }
 
-    /// Flushes `gfns`, and remembers that.
+    /// Flushes `gfns`, and notes the flush as the vCPU's last one.
     fn flush(&mut self, gfns: Range<Gfn>) {
         let flushed = self.vcpu.outside(|vcpu| {
             let counters = vcpu.counters();
@@ -398,7 +399,7 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
         let found = self.vcpu.tables().cursor(gfn).find(Level::PAGE);
         match found.entry::<F>() {
             Entry::Leaf(leaf) if leaf.allows(self.access) => {
-                // A piece is what was asked for. The access finds it.
+                // One of the pieces allows the access: the access walks again, and finds the piece.
                 (self.counted()).inspect(|counters| counters.pf_fixed.add(1));
                 Next::Stop(Stop::Retry)
             }

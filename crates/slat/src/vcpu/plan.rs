@@ -84,14 +84,14 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
     /// [`Next`].
     #[inline(always)]
     pub(super) fn find_page(&mut self) -> Result<(), Next> {
-        // The leaf that is there may map another page if the guest's tables have changed since. And while a slot moves
-        // onto part of itself, its old leaves are still there: what is known of this frame may be the page next to it.
+        // If the guest's tables have changed, the leaf that is there may map another page. And while a slot moves onto
+        // part of itself, its old leaves are still there: the leaf of this frame may map the page next to it.
         let may_be_known = self.access == Access::Write
             && self.trail().is_none()
             && !self.vcpu.vm().in_progress.is_slot_leaving();
         if may_be_known && self.protected_page().is_some() {
-            // The walk may have come to the table of the leaf before the sequence was taken, and a slot that has moved
-            // since may have removed the table. A leaf that is found from the root now is one of the slot.
+            // The walk may have reached the table of the leaf before the sequence was read, and the move of a slot may
+            // have removed the table since. A leaf that a walk from the root finds now is one of the slot.
             self.walk = self.vcpu.pause(Reached::nothing(self.walk.key()));
             if let Some(page) = self.protected_page() {
                 (self.fast, self.page) = (true, Some(page));
@@ -113,7 +113,7 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
         let hvas = slot.hvas::<F>(gfn, Level::PAGE);
         Err(match error {
             ResolveError::Interrupted => Next::Stop(Stop::Retry),
-            // The slot may have been deleted, or its memory come back, or be about to.
+            // The slot may have been deleted, or the invalidation of its memory may have ended, or will end.
             _ if !self.vcpu.vm().in_progress.holds(self.sequence, &hvas) => self.stale(Level::PAGE),
             _ if absent || private || slot.only_private_backing => Next::Stop(Stop::MemoryFault {
                 gpa,
@@ -182,8 +182,8 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
         leaf
     }
 
-    /// Call when what was found out about the slot holds no more: waits for an invalidation of what backs a leaf of
-    /// `level`, or for the move of the slot, to end, if that was it.
+    /// Call when what was found out about the slot is not current any more. If an invalidation of what backs a leaf of
+    /// `level`, or the move of the slot, is in progress, waits for its end.
     #[cold]
     pub(super) fn stale(&mut self, level: Level) -> Next {
         self.vcpu.counters().pf_retried.add(1);

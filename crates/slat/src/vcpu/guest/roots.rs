@@ -49,13 +49,15 @@ impl Roots {
         self.roots[number]
     }
 
-    /// Returns whether `tables` have zapped no root since these were found. Until the vCPU leaves its reader section,
-    /// they are there if so.
+    /// Returns whether `tables` have zapped no root since these roots were found. If so, walks may begin with these
+    /// roots until the vCPU leaves its reader section.
     pub(in crate::vcpu) fn are_in<P: Platform, F: Format>(&self, tables: &Mmu<P, F>) -> bool {
         tables.shadow().map(ShadowMmu::roots_zapped) == Some(self.zapped)
     }
 
-    /// Notes that walks with root `number` begin with `root`.
+    /// Notes that walks with root `number` begin with `root`, which a fault has reached. [`Vcpu::guest_root`] finds no
+    /// root that is to be compared after a flush: without this note, a hardware CPU would ask for its root and fault,
+    /// in turns, until the guest flushes.
     pub(in crate::vcpu) fn begin_with(&mut self, number: usize, root: Root) {
         self.roots[number] = Some(root);
     }
