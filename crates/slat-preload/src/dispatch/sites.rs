@@ -6,8 +6,8 @@
 //! functions, if there are five bytes of it; from there a longer jump leads to a stub in memory nearby. So no
 //! instruction moves: a thread that returns from the kernel, or is about to make the call, finds what it expects.
 //!
-//! A site stays as it is if no such padding is near, if its code is not private, readable and executable, or if its two
-//! bytes lie in two aligned quadwords. All sites stay as they are in a process that is traced, because a debugger has
+//! A site stays as it is if no such padding is near, if its code is not private, readable and executable, or, on some
+//! processors (below), if its two bytes lie in two aligned quadwords. All sites stay as they are in a process that is traced, because a debugger has
 //! breakpoints in code, and with `SLAT_REWRITE=0`.
 //!
 //! # How text changes
@@ -31,8 +31,8 @@
 //!   Changes to Multiple Processors", section 5.10.5, formerly 4.10.5), and INVLPG, MOV to CR3 and IRET are serializing
 //!   ("Serializing Instructions", section 10.3, formerly 9.3 or 8.3).
 //! * Processors of AMD with INVLPGB invalidate without an interrupt (Linux 6.15). AMD APM, volume 2, section 7.6.1,
-//!   "Cross-Modifying Code", allows asynchronous modification by a change within a naturally aligned quadword. So sites
-//!   that lie in two of them stay.
+//!   "Cross-Modifying Code", allows asynchronous modification by a change within a naturally aligned quadword. So on
+//!   them sites that lie in two of these stay.
 //!
 //! Text that differs from its file stays, too: the kernel's own breakpoints (uprobes) work only in a mapping of the
 //! file that they belong to. A mapping of the memfd has the name `/memfd:slat-text`; tools that find symbols by the
@@ -44,6 +44,7 @@ use super::scan;
 use crate::guarded::guarded;
 use crate::loaded;
 use crate::real::{Opened, kernel};
+use std::arch::x86_64::__cpuid;
 use std::fs::File;
 use std::mem::offset_of;
 use std::ops::Range;
@@ -108,10 +109,23 @@ pub fn count(back: usize) {
     }
 }
 
+/// Whether the two bytes at `site` may change while another processor, which is not interrupted, executes them: see the
+/// module's documentation.
+fn is_within_quadword(site: usize) -> bool {
+    const QUADWORD: usize = 8;
+    site % QUADWORD != QUADWORD - 1
+}
+
+/// Whether the processor has INVLPGB, by which Linux invalidates translations of other processors without an interrupt
+/// (AMD APM, volume 3, appendix E.4.7).
+fn has_invlpgb() -> bool {
+    const LEAF: u32 = 0x8000_0008;
+    const INVLPGB: u32 = 1 << 3;
+    __cpuid(0x8000_0000).eax >= LEAF && __cpuid(LEAF).ebx & INVLPGB != 0
+}
+
 /// Rewrites the `syscall` before `back`. `None`: the site is not rewritten.
 fn rewrite(back: usize) -> Option<()> {
-    /// The unit within which AMD allows an asynchronous modification.
-    const QUADWORD: usize = 8;
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     status
         .lines()
@@ -121,7 +135,10 @@ fn rewrite(back: usize) -> Option<()> {
     let site = back - scan::SYSCALL.len();
     // A mapping begins with a page, so that offsets have the alignment of addresses.
     let padding = text.range.start + scan::padding(text.code(), at(back), LONG.len())?;
-    if !text.code()[..at(back)].ends_with(&scan::SYSCALL) || site % QUADWORD == QUADWORD - 1 {
+    if !text.code()[..at(back)].ends_with(&scan::SYSCALL) {
+        return None;
+    }
+    if has_invlpgb() && !is_within_quadword(site) {
         return None;
     }
     let short = i8::try_from(padding as isize - back as isize).ok()?;

@@ -33,9 +33,10 @@ global_asm!(
     "mov edi, 1",
     "mov eax, {exit}",
     "syscall",
-    // Enters the vCPU, whose descriptor is in R12D, as often as RBX says. The call lies in one cache line, or it
-    // could not be rewritten.
+    // Enters the vCPU, whose descriptor is in R12D, as often as RBX says. The call lies in one aligned quadword, or on
+    // some processors it could not be rewritten.
     ".balign 64, 0xcc",
+    ".byte 0xcc",
     "4:",
     "mov edi, r12d",
     "mov esi, {run}",
