@@ -8,12 +8,14 @@
 //! Whether a call is allowed is one bit for the whole process. If the filter of any thread forbids a call, the helper
 //! makes it for all threads except slat's own, which no filter binds ([`mark_own_thread`]).
 
+use crate::arch::calls as arch;
 use crate::enter::is_own_thread;
 pub use crate::enter::{mark_own_thread, raw, result};
 use crate::helper;
 pub use crate::list::{
     Call, Entry, Instead, PROCMAP_QUERY, forbid_opening, is_allowed, is_any_forbidden,
 };
+use std::ffi::CStr;
 
 /// Makes a call. If a filter forbids it, and the thread is not slat's own, the helper makes it. Returns the value or an
 /// errno. The call must not block, and must not concern the calling thread alone. Async-signal-safe.
@@ -34,9 +36,59 @@ pub unsafe fn make(call: Call, arguments: [usize; 6]) -> Result<isize, i32> {
     result(unsafe { raw(entry.number, arguments) })
 }
 
+/// Whether `descriptor` is ready: whether any of its events has occurred. `None`: the kernel does not tell. Does not
+/// wait. Async-signal-safe.
+pub fn is_ready(descriptor: &mut libc::pollfd) -> Option<bool> {
+    // SAFETY: one live structure; the call does not wait.
+    let ready = unsafe { make(Call::Poll, arch::poll_now(descriptor)) };
+    ready.map(|count| count != 0).ok()
+}
+
+/// Removes the file at `path`. Async-signal-safe.
+///
+/// # Errors
+/// An errno.
+pub fn remove(path: &CStr) -> Result<(), i32> {
+    // SAFETY: a path that ends with 0.
+    unsafe { make(Call::Remove, arch::remove(path)) }.map(drop)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::ffi::CString;
+    use std::os::unix::ffi::OsStrExt;
+
+    #[test]
+    fn a_pipe_is_ready_when_it_holds_something() {
+        let mut ends = [0; 2];
+        // SAFETY: a pipe of this test's own.
+        assert_eq!(unsafe { libc::pipe(ends.as_mut_ptr()) }, 0);
+        let mut read = libc::pollfd {
+            fd: ends[0],
+            events: libc::POLLIN,
+            revents: 0,
+        };
+        assert_eq!(is_ready(&mut read), Some(false));
+        // SAFETY: as above.
+        assert_eq!(unsafe { libc::write(ends[1], c"!".as_ptr().cast(), 1) }, 1);
+        assert_eq!(is_ready(&mut read), Some(true));
+        assert_eq!(read.revents, libc::POLLIN);
+        for end in ends {
+            // SAFETY: as above.
+            unsafe { libc::close(end) };
+        }
+    }
+
+    #[test]
+    fn a_file_is_removed_once() {
+        let path = std::env::temp_dir().join(format!("slat-process-{}", std::process::id()));
+        std::fs::write(&path, []).unwrap();
+        let name = CString::new(path.as_os_str().as_bytes()).unwrap();
+        assert_eq!(remove(&name), Ok(()));
+        assert!(!path.exists());
+        assert_eq!(remove(&name), Err(libc::ENOENT));
+    }
 
     #[test]
     fn errors_and_values_are_told_apart() {

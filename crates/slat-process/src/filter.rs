@@ -1,6 +1,7 @@
 //! Evaluates a seccomp filter for one system call: the kernel's filter machine, as described by
 //! `Documentation/userspace-api/seccomp_filter.rst` and `Documentation/networking/filter.rst`.
 
+use crate::arch::calls::AUDIT_ARCH;
 use crate::list::{Call, Entry, Instead, forbid};
 use libc::sock_filter;
 
@@ -58,10 +59,8 @@ fn allows(program: &[sock_filter], number: i64, arguments: &[(usize, usize)]) ->
 
 /// Whether `program` allows a system call. A call about which a tracer or a supervisor decides counts as forbidden.
 pub fn lets_pass(program: &[sock_filter], made: &Made) -> bool {
-    /// AUDIT_ARCH_X86_64.
-    const ARCHITECTURE: u32 = 0xc000_003e;
     let mut data: Data = [0; 16];
-    (data[0], data[1]) = (made.number as u32, ARCHITECTURE);
+    (data[0], data[1]) = (made.number as u32, AUDIT_ARCH);
     for (index, value) in [made.address].into_iter().chain(made.arguments).enumerate() {
         data[2 + 2 * index] = value as u32;
         data[3 + 2 * index] = (value >> 32) as u32;
@@ -176,7 +175,7 @@ mod tests {
         let load = BPF_LD | BPF_W | BPF_ABS;
         vec![
             instruction(load, 0, 0, 4),
-            instruction(BPF_JMP | BPF_JEQ, 1, 0, 0xc000_003e),
+            instruction(BPF_JMP | BPF_JEQ, 1, 0, AUDIT_ARCH),
             instruction(BPF_RET, 0, 0, SECCOMP_RET_KILL_PROCESS),
             instruction(load, 0, 0, 0),
             instruction(BPF_JMP | BPF_JEQ, 0, 2, SYS_futex as u32),

@@ -4,35 +4,24 @@
 //! (`docs/dispatch.md`), the kernel lets only those calls pass that come from the C library's text. From then on slat
 //! uses an instruction there.
 
-use std::arch::{asm, naked_asm};
+use crate::arch::gate::{BYTES, call_at, exempted, own};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 
-/// The address of a `syscall` instruction followed by `ret`. Assembly calls it with the kernel's registers.
+/// The address of an instruction that enters the kernel (`syscall`, or `svc #0`) followed by `ret`. Assembly calls it
+/// with the kernel's registers.
 pub static GATE: AtomicPtr<()> = AtomicPtr::new(own as *const () as *mut ());
 
-#[unsafe(naked)]
-unsafe extern "C" fn own() {
-    naked_asm!("syscall", "ret")
-}
-
-/// Another such instruction, for calls of slat's own threads: a filter that binds these threads is installed so that it
-/// allows calls from here ([`exempt`]).
-#[unsafe(naked)]
-unsafe extern "C" fn exempted() {
-    naked_asm!("syscall", "ret")
-}
-
-/// Whether slat's own threads enter the kernel at [`exempted`].
+/// Whether slat's own threads enter the kernel at `exempted`: a filter that binds these threads is installed so that it
+/// allows calls from there ([`exempt`]).
 static IS_EXEMPTED_USED: AtomicBool = AtomicBool::new(false);
 
 /// Makes slat's own threads enter the kernel at an instruction that no other thread uses. Returns the addresses that a
 /// filter sees for their calls, and must allow. Call in a program that loads libraries: its calls may be dispatched,
 /// but those of slat's threads are not.
 pub fn exempt() -> Range<usize> {
-    const SYSCALL: usize = 2;
     IS_EXEMPTED_USED.store(true, Ordering::Release);
-    let next = exempted as *const () as usize + SYSCALL;
+    let next = exempted as *const () as usize + BYTES;
     next..next + 1
 }
 
@@ -49,33 +38,6 @@ pub fn is_exempted_used() -> bool {
 pub unsafe fn call_exempted(number: i64, arguments: [usize; 6]) -> isize {
     // SAFETY: the caller's.
     unsafe { call_at(exempted as *const () as *mut (), number, arguments) }
-}
-
-/// Makes a system call by the instructions `syscall` and `ret` at `instructions`. Returns the kernel's
-/// result. Async-signal-safe.
-///
-/// # Safety
-/// - The instructions are there. As for the call itself.
-#[inline]
-unsafe fn call_at(instructions: *mut (), number: i64, [a, b, c, d, e, f]: [usize; 6]) -> isize {
-    let answer: isize;
-    // SAFETY: the caller's; the kernel clobbers RCX and R11 only.
-    unsafe {
-        asm!(
-            "call {instructions}",
-            instructions = in(reg) instructions,
-            inlateout("rax") number as isize => answer,
-            in("rdi") a,
-            in("rsi") b,
-            in("rdx") c,
-            in("r10") d,
-            in("r8") e,
-            in("r9") f,
-            lateout("rcx") _,
-            lateout("r11") _,
-        );
-    }
-    answer
 }
 
 /// Makes a system call through the gate.
@@ -100,7 +62,7 @@ pub unsafe fn call_own(number: i64, arguments: [usize; 6]) -> isize {
 /// Moves the gate: slat enters the kernel at `address` from now on.
 ///
 /// # Safety
-/// - At `address` there are, and stay, the instructions `syscall` and `ret`.
+/// - At `address` there are, and stay, the instruction that enters the kernel and `ret`.
 pub unsafe fn move_to(address: usize) {
     GATE.store(address as *mut (), Ordering::Release);
 }

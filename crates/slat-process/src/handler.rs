@@ -1,45 +1,9 @@
-//! Signal handlers: how the kernel calls slat's, and how slat's call the program's.
+//! Signal handlers: how the kernel calls slat's ([`handler!`](crate::handler!)), and how slat's call the program's.
 
-use crate::pointers::SEPARATE;
-use crate::{stack, to_programs_pointer};
-use std::arch::naked_asm;
+use crate::arch::handler::call;
+use crate::context;
+use crate::stack;
 use std::ffi::c_int;
-
-/// Defines `$name`, which the kernel calls as a signal handler, and which calls `$inner` on slat's thread pointer. If
-/// there is only one pointer, `$name` behaves like `$inner`, and unwinding passes through it. Clears the program's flag
-/// AC ([`caller`](crate::caller)). Aligns the stack: qemu-user before 8.1 calls handlers with the stack pointer of code
-/// that has made no call yet. The address of a `ret`, pushed as one more return address, aligns it.
-#[macro_export]
-macro_rules! handler {
-    ($(#[$meta:meta])* $name:ident calls $inner:path) => {
-        $(#[$meta])*
-        #[unsafe(naked)]
-        pub unsafe extern "C-unwind" fn $name() {
-            ::std::arch::naked_asm!(
-                $crate::own_flags!(),
-                "test spl, 8",
-                "jnz 4f",
-                "lea rax, [rip + 3f]",
-                "push rax",
-                "4:",
-                "cmp byte ptr [rip + {separate}], 0",
-                "jne 2f",
-                "jmp {inner}",
-                "2:",
-                "rdfsbase rax",
-                "push rax",
-                $crate::to_slats_pointer!(),
-                "call {inner}",
-                "pop rax",
-                "wrfsbase rax",
-                "3:",
-                "ret",
-                separate = sym $crate::pointers::SEPARATE,
-                inner = sym $inner,
-            )
-        }
-    };
-}
 
 /// Calls a signal handler of the program, on the program's thread pointer.
 ///
@@ -53,77 +17,7 @@ pub unsafe fn call_program(
     context: *mut libc::c_void,
 ) {
     // SAFETY: the kernel's context of the code that the signal has interrupted.
-    let sp = unsafe {
-        let context = context.cast::<libc::ucontext_t>();
-        (*context).uc_mcontext.gregs[libc::REG_RSP as usize] as usize
-    };
+    let sp = unsafe { context::sp(&*context.cast::<libc::ucontext_t>()) };
     // SAFETY: the caller's promise.
     stack::around_handler(sp, || unsafe { call(function, signal, info, context) });
-}
-
-/// Calls `function` with the remaining arguments.
-#[unsafe(naked)]
-unsafe extern "C-unwind" fn call(
-    function: usize,
-    signal: c_int,
-    info: *mut libc::siginfo_t,
-    context: *mut libc::c_void,
-) {
-    naked_asm!(
-        "mov r11, rdi",
-        "mov edi, esi",
-        "mov rsi, rdx",
-        "mov rdx, rcx",
-        "cmp byte ptr [rip + {separate}], 0",
-        "jne 2f",
-        "jmp r11",
-        "2:",
-        "sub rsp, 8",
-        to_programs_pointer!(),
-        "call r11",
-        "mov rax, gs:[0]",
-        "wrfsbase rax",
-        "add rsp, 8",
-        "ret",
-        separate = sym SEPARATE,
-    )
-}
-
-#[cfg(test)]
-mod tests {
-    use std::arch::{asm, naked_asm};
-
-    handler! {
-        /// A handler.
-        entry calls stack_pointer
-    }
-
-    /// Returns the stack pointer at its first instruction.
-    #[unsafe(naked)]
-    extern "C-unwind" fn stack_pointer() {
-        naked_asm!("mov rax, rsp", "ret")
-    }
-
-    #[test]
-    fn a_handler_has_an_aligned_stack_however_it_is_called() {
-        for moved in [0usize, 8] {
-            let seen: usize;
-            // SAFETY: both functions change RAX and what is below the stack pointer, which has its value again afterwards.
-            unsafe {
-                asm!(
-                    "mov r12, rsp",
-                    "and rsp, -16",
-                    "sub rsp, {moved}",
-                    "call {entry}",
-                    "mov rsp, r12",
-                    moved = in(reg) moved,
-                    entry = sym entry,
-                    out("rax") seen,
-                    out("r12") _,
-                    clobber_abi("C"),
-                );
-            }
-            assert_eq!(seen % 16, 8, "moved by {moved}");
-        }
-    }
 }

@@ -3,7 +3,7 @@
 use crate::enter::raw;
 use crate::forks;
 use crate::list::{Call, is_allowed};
-use crate::noted::{note_first, noted_id, noted_thread_id};
+use crate::noted::{locate, note_first, noted_id, noted_thread_id};
 use std::cell::Cell;
 use std::sync::atomic::{Ordering, compiler_fence};
 
@@ -25,7 +25,8 @@ pub fn myself() -> (libc::pid_t, libc::pid_t) {
 /// thread of the process.
 pub fn find_noted_id() {
     // SAFETY: the control block is longer.
-    if unsafe { (*noted_id()).load(Ordering::Relaxed) } == forks::owner() as u32 {
+    let note = || unsafe { (*noted_id()).load(Ordering::Relaxed) };
+    if locate() && note() == forks::owner() as u32 {
         note_first();
     }
 }

@@ -12,16 +12,18 @@
 //! | [`file_size`] | files that exceed the program's limit |
 //! | [`filter`] | what a seccomp filter decides about a call |
 //! | `helper` | a thread without a filter that makes system calls for others |
+//! | `arch` | what depends on the processor's architecture: x86-64 and arm64 |
 //! | [`caller`] | flags and floating point as the program has set them, and as slat needs them |
+//! | [`context`] | the registers of the code that a signal has interrupted |
 //! | [`gate`] | the instruction at which slat enters the kernel |
 //! | [`once`] | work that is done once, and does not hang forked children |
 //! | [`pointers`] | two thread pointers on one thread: the program's and slat's |
 //! | [`handler`] | signal handlers of slat and of the program |
 //! | [`stack`] | the stack on which dispatched system calls are served |
 //! | [`wait`] | sleeping and waking by futex, which every filter has to allow |
-#![cfg(all(target_os = "linux", target_arch = "x86_64"))]
+#![cfg(target_os = "linux")]
 
-pub mod caller;
+mod arch;
 pub mod calls;
 mod enter;
 pub mod file_size;
@@ -34,10 +36,11 @@ mod ids;
 mod list;
 mod noted;
 pub mod once;
-pub mod pointers;
 pub mod stack;
 pub mod wait;
 
+pub use arch::memory::page_size;
+pub use arch::{caller, context, pointers};
 pub use ids::{find_noted_id, myself, thread_id};
 pub use noted::first_noted_id;
 

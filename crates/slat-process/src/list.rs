@@ -1,5 +1,12 @@
 //! The list of the system calls that slat makes on the program's threads, and which of them filters forbid.
 
+use crate::arch::calls::{POLL, REMOVE, SYS_POLL, SYS_REMOVE};
+use libc::{
+    SYS_clock_gettime, SYS_close, SYS_epoll_ctl, SYS_fcntl, SYS_futex, SYS_getpid, SYS_getrandom,
+    SYS_gettid, SYS_ioctl, SYS_mincore, SYS_mmap, SYS_mremap, SYS_munmap, SYS_openat, SYS_pread64,
+    SYS_preadv2, SYS_restart_syscall, SYS_rt_sigprocmask, SYS_rt_sigreturn, SYS_rt_tgsigqueueinfo,
+    SYS_sched_yield, SYS_write,
+};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Who makes a call that a filter forbids.
@@ -27,7 +34,7 @@ pub struct Entry {
 }
 
 macro_rules! calls {
-    ($($(#[$doc:meta])* $id:ident: $instead:ident $name:literal, $number:ident $([$($index:literal = $value:expr),*])?;)*) => {
+    ($($(#[$doc:meta])* $id:ident: $instead:ident $name:expr, $number:ident $([$($index:literal = $value:expr),*])?;)*) => {
         /// A system call in slat's list.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         #[repr(u8)]
@@ -42,7 +49,7 @@ macro_rules! calls {
                 match self {
                     $(Call::$id => &Entry {
                         name: $name,
-                        number: libc::$number,
+                        number: $number,
                         arguments: &[$($(($index, $value as usize)),*)?],
                         instead: Instead::$instead,
                     }),*
@@ -99,16 +106,16 @@ calls! {
     Flags: Helper "fcntl (F_GETFL)", SYS_fcntl [1 = libc::F_GETFL];
     /// Asks what is mapped at an address.
     QueryMapping: Helper "ioctl (PROCMAP_QUERY)", SYS_ioctl [1 = PROCMAP_QUERY];
-    /// Asks whether an eventfd that blocks can count further.
-    Poll: Helper "poll", SYS_poll;
+    /// Asks whether an eventfd that blocks can count further: [`calls::is_ready`](crate::calls::is_ready).
+    Poll: Helper POLL, SYS_POLL;
     /// Reads an eventfd's count.
     ReadNow: Helper "preadv2 (RWF_NOWAIT)", SYS_preadv2 [5 = libc::RWF_NOWAIT];
     /// Signals an eventfd, and writes messages for people.
     Write: Helper "write", SYS_write;
     /// Adds and removes irqfds.
     Watch: Helper "epoll_ctl", SYS_epoll_ctl;
-    /// Removes the socket of `slat stat` when the program ends.
-    Remove: Helper "unlink", SYS_unlink;
+    /// Removes the socket of `slat stat` when the program ends: [`calls::remove`](crate::calls::remove).
+    Remove: Helper REMOVE, SYS_REMOVE;
     /// Serves the guest's RDRAND and RDSEED.
     Random: Helper "getrandom", SYS_getrandom;
     /// Asks how long a thread has run, for guests of Hyper-V's interface.

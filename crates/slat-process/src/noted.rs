@@ -1,24 +1,14 @@
-//! The C library's note of a thread's id, by which slat knows the id without a system call.
+//! The C library's note of a thread's id, by which slat knows the id without a system call. The kernel fills the note in
+//! when a thread is made or a process is forked, and clears it when the thread ends.
+//! [`find_noted_id`](crate::find_noted_id) checks that the note is there.
 
+pub(crate) use crate::arch::noted::{locate, noted_id};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering};
 
 /// The C library's note of the id of the process's first thread. Null if the note is not where
 /// [`noted_id`] looks for it.
 static FIRST: AtomicPtr<AtomicU32> = AtomicPtr::new(std::ptr::null_mut());
-
-/// Returns the address of glibc's note of this thread's id: `tid` in its `struct pthread`. The kernel fills it in
-/// when a thread is made or a process is forked, and clears it when the thread ends.
-/// [`find_noted_id`](crate::find_noted_id) checks that the note is there.
-pub(crate) fn noted_id() -> *mut AtomicU32 {
-    const OFFSET: usize = 0x2d0;
-    let block: *mut u8;
-    // SAFETY: every thread's FS refers to its thread control block, which begins with its own address.
-    unsafe {
-        std::arch::asm!("mov {}, fs:[0]", out(reg) block, options(nostack, readonly, preserves_flags));
-    }
-    block.wrapping_add(OFFSET).cast()
-}
 
 /// Records that this thread is the first one of the process.
 pub(crate) fn note_first() {

@@ -9,11 +9,9 @@
 //! * From a handler on the alternate stack. It may have interrupted slat, and its stack pointer does not show where. So
 //!   [`around_handler`] stores that address before it calls a handler of the program.
 
+pub use crate::arch::handler::RED_ZONE;
 use crate::pointers;
 use std::cell::Cell;
-
-/// Bytes below a stack pointer in which a function may have data (System V ABI, AMD64 supplement, "The Stack Frame").
-pub const RED_ZONE: usize = 128;
 
 thread_local! {
     // This variable has neither an initialiser nor a destructor, because handlers use it.

@@ -1,0 +1,107 @@
+//! Processor state that a caller may change and that slat's code depends on, though the kernel does not: how floating
+//! point is computed.
+//!
+//! Compiled code expects that floating point is rounded to nearest, that denormal numbers are not flushed to zero, and
+//! that no exception traps: FPCR is 0 (AAPCS64, "SIMD and Floating-Point registers"). A program may have set FPCR
+//! differently when it calls those functions of the C library that do little but enter the kernel. So each function that
+//! replaces one of them goes on in [`with_own_floats`].
+//!
+//! No flag needs care: the condition flags are free at each call, alignment is checked as the kernel has set it, and
+//! nothing else that a program can write in PSTATE changes what an instruction computes.
+//!
+//! In contrast to x86, the kernel calls signal handlers with the FPCR of the code that they interrupt, and restores it
+//! when they return. A handler that computes with floating point uses [`with_own_floats`], too.
+
+use std::arch::asm;
+
+/// FPCR of a new process: rounds to nearest, nothing traps.
+pub const FPCR: u64 = 0;
+
+/// Returns FPCR.
+#[inline(always)]
+fn fpcr() -> u64 {
+    let value: u64;
+    // SAFETY: reads a register.
+    unsafe { asm!("mrs {}, fpcr", out(reg) value, options(nostack, nomem, preserves_flags)) };
+    value
+}
+
+/// Sets FPCR. Writing it is slow on some processors.
+#[inline(always)]
+fn set_fpcr(value: u64) {
+    // SAFETY: the callers set what compiled code expects, or what their own caller has set.
+    unsafe { asm!("msr fpcr, {}", in(reg) value, options(nostack, preserves_flags)) };
+}
+
+/// Returns FPSR: the exceptions that have occurred.
+#[inline(always)]
+fn fpsr() -> u64 {
+    let value: u64;
+    // SAFETY: reads a register. Not `nomem`: the order to other floating point matters.
+    unsafe { asm!("mrs {}, fpsr", out(reg) value, options(nostack, preserves_flags)) };
+    value
+}
+
+/// Sets FPSR.
+#[inline(always)]
+fn set_fpsr(value: u64) {
+    // SAFETY: compiled code does not depend on it.
+    unsafe { asm!("msr fpsr, {}", in(reg) value, options(nostack, preserves_flags)) };
+}
+
+/// Runs `work` with floating point as slat's code expects it, and restores the caller's.
+///
+/// There is nothing to drop. So `work` may unwind by `pthread_exit`, and a handler of the program may leave it by
+/// siglongjmp.
+#[inline(always)]
+pub fn with_own_floats<R>(work: impl FnOnce() -> R) -> R {
+    let (control, status) = (fpcr(), fpsr());
+    if control != FPCR {
+        set_fpcr(FPCR);
+    }
+    let result = work();
+    if fpcr() != control {
+        set_fpcr(control);
+    }
+    if fpsr() != status {
+        set_fpsr(status);
+    }
+    result
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Divides at run time.
+    fn quotient(a: f64, b: f64) -> f64 {
+        let result: f64;
+        // SAFETY: computes.
+        unsafe {
+            asm!("fdiv {0:d}, {1:d}, {2:d}", out(vreg) result, in(vreg) a, in(vreg) b, options(nostack))
+        };
+        result
+    }
+
+    #[test]
+    fn work_is_done_in_slats_state_and_the_callers_comes_back() {
+        const UPWARDS: u64 = 1 << 22;
+        const FLUSH_TO_ZERO: u64 = 1 << 24;
+        const DIVISION_BY_ZERO: u64 = 1 << 1;
+        let third = quotient(1.0, 3.0);
+        for control in [FPCR, UPWARDS, UPWARDS | FLUSH_TO_ZERO] {
+            for status in [0, DIVISION_BY_ZERO] {
+                set_fpcr(control);
+                set_fpsr(status);
+                let outside = quotient(1.0, 3.0);
+                set_fpsr(status);
+                let inside = with_own_floats(|| (fpcr(), quotient(1.0, 3.0), quotient(1.0, 0.0)));
+                let after = (fpcr(), fpsr());
+                set_fpcr(FPCR);
+                assert_eq!(inside, (FPCR, third, f64::INFINITY));
+                assert_eq!(outside == third, control == FPCR);
+                assert_eq!(after, (control, status));
+            }
+        }
+    }
+}

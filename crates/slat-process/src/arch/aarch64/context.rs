@@ -1,0 +1,23 @@
+//! The registers of the code that a signal has interrupted, in the context that the kernel gives a handler.
+
+use libc::ucontext_t;
+
+/// Returns the address of the instruction at which the signal arrived.
+pub fn ip(context: &ucontext_t) -> usize {
+    context.uc_mcontext.pc as usize
+}
+
+/// Makes the code continue at `address`.
+pub fn set_ip(context: &mut ucontext_t, address: usize) {
+    context.uc_mcontext.pc = address as _;
+}
+
+/// Returns the stack pointer.
+pub fn sp(context: &ucontext_t) -> usize {
+    context.uc_mcontext.sp as usize
+}
+
+/// Sets the register in which a function returns its result: X0.
+pub fn set_result(context: &mut ucontext_t, value: usize) {
+    context.uc_mcontext.regs[0] = value as _;
+}

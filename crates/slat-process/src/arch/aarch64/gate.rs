@@ -1,0 +1,46 @@
+//! The instructions `svc #0` and `ret`. The kernel's registers are X8 (number) and X0 to X5; the result is in X0.
+
+use std::arch::{asm, naked_asm};
+
+/// The bytes of the instruction that enters the kernel.
+pub const BYTES: usize = 4;
+
+/// Enters the kernel and returns.
+#[unsafe(naked)]
+pub unsafe extern "C" fn own() {
+    naked_asm!("svc #0", "ret")
+}
+
+/// Like [`own`], at another address.
+#[unsafe(naked)]
+pub unsafe extern "C" fn exempted() {
+    naked_asm!("svc #0", "ret")
+}
+
+/// Makes a system call by the instructions `svc #0` and `ret` at `instructions`. Returns the kernel's
+/// result. Async-signal-safe.
+///
+/// # Safety
+/// - The instructions are there. As for the call itself.
+#[inline]
+pub unsafe fn call_at(instructions: *mut (), number: i64, [a, b, c, d, e, f]: [usize; 6]) -> isize {
+    let answer: isize;
+    // SAFETY: the caller's. The kernel changes X0 alone of the general registers, but of the vector registers it keeps
+    // only the low 128 bits (`Documentation/arch/arm64/sve.rst`). So all registers count as changed that a function may
+    // change; the branch changes X30, which is among them.
+    unsafe {
+        asm!(
+            "blr {instructions}",
+            instructions = in(reg) instructions,
+            in("x8") number,
+            inlateout("x0") a => answer,
+            in("x1") b,
+            in("x2") c,
+            in("x3") d,
+            in("x4") e,
+            in("x5") f,
+            clobber_abi("C"),
+        );
+    }
+    answer
+}

@@ -1,0 +1,23 @@
+//! Pages. The kernel is built for pages of 4, 16 or 64 KiB.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Returns the bytes of a page of this process's memory. The kernel is asked once. Async-signal-safe.
+#[inline]
+pub fn page_size() -> usize {
+    static SIZE: AtomicUsize = AtomicUsize::new(0);
+    match SIZE.load(Ordering::Relaxed) {
+        0 => {
+            // SAFETY: reads the process's auxiliary vector.
+            let size = unsafe { libc::getauxval(libc::AT_PAGESZ) } as usize;
+            SIZE.store(size, Ordering::Relaxed);
+            size
+        }
+        size => size,
+    }
+}
+
+/// A variable that has its pages to itself, however large they are.
+#[repr(C, align(65536))]
+#[derive(Debug)]
+pub struct OwnPages<T>(pub T);

@@ -1,0 +1,46 @@
+//! The instructions `syscall` and `ret`. The kernel's registers are RAX (number, and result), RDI, RSI, RDX, R10, R8 and
+//! R9; it clobbers RCX and R11.
+
+use std::arch::{asm, naked_asm};
+
+/// The bytes of the instruction that enters the kernel.
+pub const BYTES: usize = 2;
+
+/// Enters the kernel and returns.
+#[unsafe(naked)]
+pub unsafe extern "C" fn own() {
+    naked_asm!("syscall", "ret")
+}
+
+/// Like [`own`], at another address.
+#[unsafe(naked)]
+pub unsafe extern "C" fn exempted() {
+    naked_asm!("syscall", "ret")
+}
+
+/// Makes a system call by the instructions `syscall` and `ret` at `instructions`. Returns the kernel's
+/// result. Async-signal-safe.
+///
+/// # Safety
+/// - The instructions are there. As for the call itself.
+#[inline]
+pub unsafe fn call_at(instructions: *mut (), number: i64, [a, b, c, d, e, f]: [usize; 6]) -> isize {
+    let answer: isize;
+    // SAFETY: the caller's; the kernel clobbers RCX and R11 only.
+    unsafe {
+        asm!(
+            "call {instructions}",
+            instructions = in(reg) instructions,
+            inlateout("rax") number as isize => answer,
+            in("rdi") a,
+            in("rsi") b,
+            in("rdx") c,
+            in("r10") d,
+            in("r8") e,
+            in("r9") f,
+            lateout("rcx") _,
+            lateout("r11") _,
+        );
+    }
+    answer
+}

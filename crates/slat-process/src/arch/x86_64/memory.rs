@@ -1,0 +1,12 @@
+//! Pages.
+
+/// Returns the bytes of a page of this process's memory.
+#[inline(always)]
+pub const fn page_size() -> usize {
+    4096
+}
+
+/// A variable that has its pages to itself.
+#[repr(C, align(4096))]
+#[derive(Debug)]
+pub struct OwnPages<T>(pub T);
