@@ -2,7 +2,7 @@
 //!
 //! Such code has no entries in the exception table. It has a table of its own, with one bit per byte of code: 1 where a
 //! guarded access begins, the lowest bit of a byte first. If an access cannot be executed, the thread continues at the
-//! code's *exit*, with the address of the access in RAX.
+//! code's *exit*, with the address of the access in the register of a function's result: RAX, or X0.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -17,8 +17,8 @@ static EXIT: AtomicUsize = AtomicUsize::new(0);
 ///
 /// # Safety
 /// - As long as any thread executes in `code`, its table is readable.
-/// - At each guarded access, the code may continue at `exit`, with the address of the access in RAX and all other
-///   registers unchanged.
+/// - At each guarded access, the code may continue at `exit`, with the address of the access in RAX (X0) and all
+///   other registers unchanged.
 /// - No thread executes the code that was registered before.
 pub unsafe fn set_generated(code: Range<usize>, table: usize, exit: usize) {
     // An empty range is stored in between, so that a handler on another thread does not combine an old

@@ -7,7 +7,7 @@
 //! on any thread. No check made before an access still holds when the access happens, so the access
 //! itself has to be able to fail.
 //!
-//! Every access here is a few machine instructions (`access`) whose addresses are stored in an
+//! Every access here is a few machine instructions (`access`, `arch`) whose addresses are stored in an
 //! exception table (`table`) next to the address at which the thread continues when the instruction
 //! cannot be executed. The signal handlers (`signal`) look the interrupted instruction pointer up
 //! in that table. If they find it, they change the instruction pointer and nothing else, and the
@@ -23,10 +23,17 @@
 //! Several copies of this crate in one process (an executable and a preloaded library) have a table
 //! each and chain to one another.
 
-#[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
-compile_error!("slat-guard works on x86-64 Linux only");
+#[cfg(not(all(
+    target_os = "linux",
+    any(
+        target_arch = "x86_64",
+        all(target_arch = "aarch64", target_endian = "little")
+    )
+)))]
+compile_error!("slat-guard supports Linux on x86_64 and on little-endian aarch64 only");
 
 mod access;
+mod arch;
 mod bulk;
 mod generated;
 mod queue;

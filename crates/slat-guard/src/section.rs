@@ -19,6 +19,7 @@
 //! instructions, and leaves the cells as it found them, unless it jumps away. When it jumps away, no section is open,
 //! and [`defer`] has emptied `WAITING`.
 
+use crate::arch::entries;
 use crate::queue::queue;
 use slat_process::calls::{self, Call};
 use slat_process::{errno, set_errno};
@@ -92,31 +93,8 @@ fn deliver() {
     // even if the handler of another signal jumps away.
     let waiting = WAITING.get();
     // SAFETY: a live set of the kernel's size.
-    unsafe { slat_guard_unblock(libc::SIG_UNBLOCK, &waiting, ptr::null_mut(), SET_BYTES) };
+    unsafe { entries::change_mask(libc::SIG_UNBLOCK, &waiting, ptr::null_mut(), SET_BYTES) };
     WAITING.set(0);
-}
-
-// Calls rt_sigprocmask, during which handlers run that may unwind (`pthread_exit`). Inline assembly must not
-// unwind, nor a call that Rust assumes not to unwind. So this is a function of its own: it describes its frame, and
-// has nothing to drop.
-std::arch::global_asm!(
-    ".pushsection .text.slat_guard_unblock,\"ax\",@progbits",
-    ".balign 16",
-    ".type slat_guard_unblock, @function",
-    "slat_guard_unblock:",
-    ".cfi_startproc",
-    "mov r10, rcx",
-    "mov eax, {number}",
-    "jmp qword ptr [rip + {gate}]",
-    ".cfi_endproc",
-    ".size slat_guard_unblock, . - slat_guard_unblock",
-    ".popsection",
-    number = const libc::SYS_rt_sigprocmask,
-    gate = sym slat_process::gate::GATE,
-);
-
-unsafe extern "C-unwind" {
-    fn slat_guard_unblock(how: i32, set: *const u64, before: *mut u64, bytes: usize) -> isize;
 }
 
 /// Signals that are never blocked.

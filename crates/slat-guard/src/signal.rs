@@ -7,10 +7,12 @@
 //! A signal that is not meant for slat is passed on to the action that the client has set. If the signal was sent, in
 //! contrast to a fault, it first waits until the thread leaves slat's code ([`defer`]).
 
+use crate::arch::entries;
 use crate::queue::queue;
 use crate::section::{AllBlocked, change_mask, defer};
 use crate::{generated, table};
 use slat_process::calls;
+use slat_process::context::{ip, set_ip, set_result};
 use slat_process::forks;
 use slat_process::handler::call_program;
 use slat_process::once::Prepared;
@@ -20,7 +22,7 @@ use std::mem;
 use std::ptr;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
 
-/// The kernel's `struct sigaction` on x86-64.
+/// The kernel's `struct sigaction`, the same on each architecture that slat supports.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct KernelAction {
@@ -31,21 +33,6 @@ struct KernelAction {
 }
 
 const SA_RESTORER: u64 = 0x0400_0000;
-
-// A handler returns to the kernel through this code. Debuggers recognise the two instructions.
-std::arch::global_asm!(
-    ".pushsection .text.slat_guard_restorer,\"ax\",@progbits",
-    ".balign 16",
-    "nop",
-    "slat_guard_restorer:",
-    "mov rax, 15",
-    "syscall",
-    ".popsection",
-);
-
-unsafe extern "C" {
-    safe fn slat_guard_restorer();
-}
 
 /// The address of the code by which handlers return to the kernel; 0 for slat's own.
 static RESTORER: AtomicUsize = AtomicUsize::new(0);
@@ -60,7 +47,7 @@ pub unsafe fn set_restorer(address: usize) {
 
 fn restorer() -> usize {
     match RESTORER.load(Ordering::Acquire) {
-        0 => slat_guard_restorer as *const () as usize,
+        0 => entries::restorer(),
         address => address,
     }
 }
@@ -344,23 +331,22 @@ slat_process::handler! {
 }
 
 extern "C-unwind" fn handler(sig: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
-    let ucontext = context.cast::<libc::ucontext_t>();
     // SAFETY: the kernel gives an SA_SIGINFO handler its own context and information.
     let (registers, kicked, sent) = unsafe {
-        let registers = &mut (*ucontext).uc_mcontext.gregs;
+        let registers = &mut *context.cast::<libc::ucontext_t>();
         // Sent by a process (kill, tgkill, sigqueue), in contrast to a fault that would occur again.
         (registers, is_kick(sig, info), (*info).si_code <= 0)
     };
     if kicked || !sent {
-        let at = registers[libc::REG_RIP as usize];
-        let fixup = table::fixup(at as usize).or_else(|| {
-            let exit = generated::exit(at as usize)?;
-            registers[libc::REG_RAX as usize] = at;
+        let at = ip(registers);
+        let fixup = table::fixup(at).or_else(|| {
+            let exit = generated::exit(at)?;
+            set_result(registers, at);
             Some(exit)
         });
         if let Some(fixup) = fixup {
             KICKED.set(kicked);
-            registers[libc::REG_RIP as usize] = fixup as i64;
+            set_ip(registers, fixup);
             return;
         }
     }

@@ -4,7 +4,8 @@ use slat_guard::{Gone, *};
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering};
 
-const PAGE: usize = 4096;
+/// A multiple of each size of a page that a kernel may have.
+const PAGE: usize = 65536;
 
 fn map(pages: usize, prot: i32) -> *mut u8 {
     install().unwrap();
@@ -65,6 +66,215 @@ fn locked_operations_return_what_was_there() {
         assert_eq!(swap(b, 4), Ok(9));
         assert_eq!(fetch_add(b, 255), Ok(4));
         assert_eq!(load(b), Ok(3));
+    }
+}
+
+/// Applies each locked operation to a word at `p`, as to a variable, and compares the results and the bytes around it.
+///
+/// # Safety
+/// The 16 bytes before the word, the word, and the 16 bytes after it are the caller's.
+unsafe fn locked_operations_at<T: Word + std::fmt::Debug>(p: *mut T, values: [T; 3], sum: T) {
+    let [a, b, c] = values;
+    let around = p.cast::<u8>().wrapping_sub(16);
+    let bytes = size_of::<T>();
+    let mut expected: Vec<u8> = (1..=32 + bytes as u8).collect();
+    // SAFETY: the caller's promise.
+    unsafe {
+        assert_eq!(copy_out(around, &expected), Ok(()));
+        assert_eq!(store(p, a), Ok(()));
+        assert_eq!(compare_exchange(p, a, b), Ok(Ok(a)));
+        assert_eq!(compare_exchange(p, a, c), Ok(Err(b)));
+        assert_eq!(swap(p, a), Ok(b));
+        assert_eq!(fetch_add(p, b), Ok(a));
+        assert_eq!(fetch_xor(p, b), Ok(sum));
+        assert_eq!(fetch_and(p, c), Ok(sum ^ b));
+        assert_eq!(fetch_or(p, b), Ok((sum ^ b) & c));
+        assert_eq!(load(p), Ok((sum ^ b) & c | b));
+        assert_eq!(copy_in(&mut expected[16..16 + bytes], p.cast()), Ok(()));
+        assert_eq!(matches(around, &expected), Ok(true));
+    }
+    assert_eq!(expected[15], 16);
+    assert_eq!(expected[16 + bytes], 17 + bytes as u8);
+}
+
+#[test]
+fn locked_operations_change_nothing_around_a_word_at_any_alignment() {
+    let p = map(1, RW);
+    for offset in 64..64 + 64 {
+        // SAFETY: the page is mapped and ours.
+        unsafe {
+            let p = p.add(offset);
+            locked_operations_at(p, [0xf0u8, 0x93, 0x7f], 0x83);
+            locked_operations_at(p.cast(), [0xfff0u16, 0x8093, 0x7fff], 0x8083);
+            locked_operations_at(p.cast(), [!15u32, 0x8000_0093, 0x7fff_ffff], 0x8000_0083);
+            locked_operations_at(
+                p.cast(),
+                [!15u64, 1 << 63 | 0x93, 0x7f << 50],
+                1 << 63 | 0x83,
+            );
+            if offset % 16 == 0 {
+                locked_operations_at(
+                    p.cast(),
+                    [!15u128, 1 << 99 | 0x93, 0x7f << 95],
+                    1 << 99 | 0x83,
+                );
+            } else {
+                assert_eq!(compare_exchange(p.cast(), 0u128, 0), Err(Gone));
+            }
+        }
+    }
+}
+
+#[test]
+fn a_locked_operation_needs_memory_that_may_be_written_even_if_it_changes_nothing() {
+    let p = map(1, libc::PROT_READ);
+    for offset in [0, 1, 15] {
+        // SAFETY: the mapping is ours, and every access is guarded.
+        unsafe {
+            let p = p.add(offset);
+            assert_eq!(compare_exchange(p, 1u8, 2), Err(Gone));
+            assert_eq!(compare_exchange(p.cast(), 1u32, 2), Err(Gone));
+            assert_eq!(fetch_add(p.cast::<u64>(), 0), Err(Gone));
+            assert_eq!(swap(p.cast::<u16>(), 0), Err(Gone));
+            assert_eq!(fetch_or(p.cast::<u32>(), 0), Err(Gone));
+        }
+    }
+    // SAFETY: as above.
+    assert_eq!(unsafe { compare_exchange(p.cast(), 1u128, 2) }, Err(Gone));
+}
+
+/// Threads add to words that share 16 bytes, to each in another way. No addition is lost.
+#[test]
+fn locked_operations_of_several_threads_are_atomic() {
+    const ROUNDS: u64 = 20_000;
+    let p = map(1, RW) as usize;
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            // SAFETY: the page is mapped; all accesses are guarded.
+            scope.spawn(move || unsafe {
+                let (word, half, byte) = (
+                    (p + 1) as *mut u64,
+                    (p + 10) as *mut u16,
+                    (p + 15) as *mut u8,
+                );
+                for _ in 0..ROUNDS {
+                    fetch_add(word, 1).unwrap();
+                    fetch_add(byte, 1).unwrap();
+                    let mut old = load(half).unwrap();
+                    while let Err(seen) = compare_exchange(half, old, old.wrapping_add(3)).unwrap()
+                    {
+                        old = seen;
+                    }
+                    fetch_add((p + 16) as *mut u128, u128::MAX / 3).unwrap();
+                }
+            });
+        }
+    });
+    let times = 2 * ROUNDS;
+    // SAFETY: as above.
+    unsafe {
+        assert_eq!(load((p + 1) as *const u64), Ok(times));
+        assert_eq!(load((p + 10) as *const u16), Ok((3 * times) as u16));
+        assert_eq!(load((p + 15) as *const u8), Ok(times as u8));
+        let sum = (u128::MAX / 3).wrapping_mul(times.into());
+        assert_eq!(load((p + 16) as *const u128), Ok(sum));
+    }
+}
+
+/// One thread stores a number, then stores it elsewhere; another thread loads in the opposite order. Only the lowest byte
+/// of each word changes, so that no word is seen half written, at whichever alignment.
+#[test]
+fn a_store_is_seen_after_the_stores_before_it() {
+    const LAPS: usize = 40;
+    let p = map(1, RW) as usize;
+    for (first, second) in [(0, 64), (1, 65), (0, 65), (1, 64), (13, 125)] {
+        let (first, second) = (p + first, p + second);
+        for _ in 0..LAPS {
+            for word in [first, second] {
+                // SAFETY: the page is mapped, and all accesses are guarded.
+                assert_eq!(unsafe { store(word as *mut u64, 0) }, Ok(()));
+            }
+            std::thread::scope(|scope| {
+                scope.spawn(move || {
+                    for number in 1..256 {
+                        for word in [first, second] {
+                            // SAFETY: as above.
+                            assert_eq!(unsafe { store(word as *mut u64, number) }, Ok(()));
+                        }
+                    }
+                });
+                let mut later = 0;
+                while later < 255 {
+                    // SAFETY: as above.
+                    unsafe {
+                        later = load(second as *const u64).unwrap();
+                        let earlier = load(first as *const u64).unwrap();
+                        assert!(earlier >= later, "{earlier} {later}");
+                    }
+                }
+            });
+        }
+    }
+}
+
+#[test]
+fn long_runs_are_copied_and_filled_up_to_the_hole() {
+    let p = map(3, RW);
+    let pattern: Vec<u8> = (0..3000u32).map(|n| (n * 7 + n / 251) as u8).collect();
+    // SAFETY: the mapping is ours, and every access is guarded.
+    unsafe {
+        libc::mprotect(p.add(2 * PAGE).cast(), PAGE, libc::PROT_NONE);
+        for len in [15, 16, 17, 31, 32, 1000, 1001] {
+            for missing in 0..40.min(len) {
+                // The destination ends at the hole, then the source does.
+                let end = p.add(2 * PAGE);
+                assert_eq!(copy_out(p, &pattern), Ok(()));
+                let to = end.sub(len - missing);
+                let expected = if missing == 0 {
+                    Ok(())
+                } else {
+                    Err(len - missing)
+                };
+                assert_eq!(copy(to, p.add(3), len), expected);
+                assert_eq!(matches(to, &pattern[3..3 + len - missing]), Ok(true));
+                assert_eq!(copy(p.add(5), to, len), expected);
+                assert_eq!(matches(p.add(5), &pattern[3..3 + len - missing]), Ok(true));
+                assert_eq!(
+                    matches(p.add(5 + len - missing), &pattern[5 + len - missing..3000]),
+                    Ok(true)
+                );
+            }
+        }
+        for distance in 1..40 {
+            // To overlapping higher addresses: a pattern is repeated. To lower ones: the bytes move.
+            assert_eq!(copy_out(p, &pattern), Ok(()));
+            assert_eq!(copy(p.add(distance), p, 500), Ok(()));
+            let repeated: Vec<u8> = (0..500 + distance).map(|n| pattern[n % distance]).collect();
+            assert_eq!(matches(p, &repeated), Ok(true), "{distance}");
+            assert_eq!(copy_out(p, &pattern), Ok(()));
+            assert_eq!(copy(p, p.add(distance), 500), Ok(()));
+            assert_eq!(
+                matches(p, &pattern[distance..distance + 500]),
+                Ok(true),
+                "{distance}"
+            );
+        }
+        for len in 0..100 {
+            let at = p.add(PAGE - 7);
+            assert_eq!(copy_out(at.sub(1), &pattern[..102]), Ok(()));
+            assert_eq!(fill_elements::<1>(at, 0x1_23, len), Ok(()));
+            assert_eq!(matches(at, &vec![0x23; len]), Ok(true));
+            assert_eq!(matches(at.add(len), &pattern[1 + len..102]), Ok(true));
+            for (size, done) in [
+                (2, fill_elements::<2>(p, 0x1_3412, len)),
+                (4, fill_elements::<4>(p, 0x1_7856_3412, len)),
+                (8, fill_elements::<8>(p, 0xf0de_bc9a_7856_3412, len)),
+            ] {
+                assert_eq!(done, Ok(()), "{size}");
+            }
+            let element = 0xf0de_bc9a_7856_3412u64.to_le_bytes();
+            assert_eq!(matches(p, &element.repeat(len)), Ok(true));
+        }
     }
 }
 
@@ -336,8 +546,8 @@ fn kicks_among_accesses_lose_nothing() {
 #[test]
 fn a_kick_wakes_a_thread_blocked_in_a_page_fault() {
     const UFFD_USER_MODE_ONLY: i32 = 1;
-    const UFFDIO_API: u64 = 0xc018_aa3f;
-    const UFFDIO_REGISTER: u64 = 0xc020_aa00;
+    const UFFDIO_API: libc::Ioctl = 0xc018_aa3f_u32 as _;
+    const UFFDIO_REGISTER: libc::Ioctl = 0xc020_aa00_u32 as _;
     let p = map(1, RW);
     // SAFETY: plain system calls on a descriptor and a mapping of our own.
     unsafe {

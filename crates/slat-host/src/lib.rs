@@ -3,7 +3,7 @@
 //! In this port the physical address **is** the host-virtual address: a leaf for the page at hva holds `hva >> 12`,
 //! whatever frame of the kernel backs the page. So the host may swap, migrate or share pages; only the bounds of
 //! mappings matter. The program reports its changes of mappings ([`mappings`]).
-#![cfg(all(target_os = "linux", target_arch = "x86_64"))]
+#![cfg(target_os = "linux")]
 
 pub mod mappings;
 mod resident;

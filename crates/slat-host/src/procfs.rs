@@ -12,6 +12,7 @@ use std::ops::{ControlFlow, Range};
 use std::sync::atomic::{AtomicI32, Ordering::*};
 
 use slat_process::calls::{self, Call, PROCMAP_QUERY};
+use slat_process::page_size;
 
 use crate::process::{self, PerProcess};
 
@@ -22,7 +23,7 @@ pub(crate) struct Raw {
     pub(crate) readable: bool,
     pub(crate) writable: bool,
     pub(crate) anonymous: bool,
-    /// Bytes of each page that backs the mapping. More than 4096 only for hugetlb.
+    /// Bytes of each page that backs the mapping. More than [`page_size`] only for hugetlb.
     pub(crate) page_size: u64,
 }
 
@@ -454,7 +455,7 @@ impl Header {
             readable: self.rights[0] == b'r',
             writable: self.rights[1] == b'w',
             anonymous: !self.is_file() && self.rights[3] == b'p',
-            page_size: 4096,
+            page_size: page_size() as u64,
         }
     }
 }

@@ -2,33 +2,34 @@
 //! and they are too many for the helper.
 
 use slat_process::calls::{self, Call};
+use slat_process::page_size;
 use std::ops::Range;
 
-const PAGE: usize = 4096;
 /// Pages per call of mincore.
 const CHUNK: usize = 512;
 
 /// Whether the page of `address` is known to be in memory.
 pub fn is_resident(address: usize) -> bool {
-    let page = address & !(PAGE - 1);
+    let page = address & !(page_size() - 1);
     let mut is_resident = false;
-    stretches(page..page + PAGE, &mut |_| is_resident = true);
+    stretches(page..page + page_size(), &mut |_| is_resident = true);
     is_resident
 }
 
-/// Calls `found` for every stretch of resident pages of `range` (whole pages), in ascending order.
+/// Calls `found` for every resident stretch of `range`, in ascending order. The range consists of whole pages of a guest,
+/// which may be parts of a page of this process.
 pub(crate) fn stretches(range: Range<usize>, found: &mut dyn FnMut(Range<usize>)) {
     if !calls::is_allowed(Call::Resident) {
         return;
     }
+    let size = page_size();
     let mut resident = [0u8; CHUNK];
-    let mut at = range.start;
+    let mut at = range.start & !(size - 1);
     while at < range.end {
-        let end = range.end.min(at + CHUNK * PAGE);
-        let pages = (end - at) / PAGE;
+        let pages = (range.end - at).div_ceil(size).min(CHUNK);
         // SAFETY: `resident` has a byte for each page of the range; the call writes nothing else, and fails with ENOMEM
         // if the range is not mapped.
-        let answer = unsafe { libc::mincore(at as *mut _, end - at, resident.as_mut_ptr()) };
+        let answer = unsafe { libc::mincore(at as *mut _, pages * size, resident.as_mut_ptr()) };
         if answer != 0 {
             return;
         }
@@ -39,11 +40,12 @@ pub(crate) fn stretches(range: Range<usize>, found: &mut dyn FnMut(Range<usize>)
                 .take_while(|r| **r & 1 != 0)
                 .count();
             if run > 0 {
-                found(at + page * PAGE..at + (page + run) * PAGE);
+                let (start, end) = (at + page * size, at + (page + run) * size);
+                found(start.max(range.start)..end.min(range.end));
             }
             // Skips one page more, because the page that ended the run is not resident.
             page += run + 1;
         }
-        at = end;
+        at += pages * size;
     }
 }

@@ -1,16 +1,8 @@
-//! Time. Tracepoints read the processor's time-stamp counter: that takes some 10 ns, and needs no system call on any
+//! Time. Tracepoints read the processor's counter (`arch`): that takes some 10 ns, and needs no system call on any
 //! machine. Two pairs of counter and clock tell how to convert the counter to nanoseconds.
 
-use std::arch::x86_64::_rdtsc;
+pub(crate) use crate::arch::cycles;
 use std::time::Duration;
-
-/// Returns the processor's time-stamp counter, in cycles.
-#[inline(always)]
-pub(crate) fn cycles() -> u64 {
-    // SAFETY: the instruction has no condition, unless the process has forbidden it to itself (PR_SET_TSC); then even
-    // its vDSO cannot tell the time.
-    unsafe { _rdtsc() }
-}
 
 /// One moment, as both clocks show it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -9,7 +9,8 @@
 //! | `layout` | the bytes of the file |
 //! | `recorder` | the file of this process, and how a tracepoint writes to it |
 //! | [`read`] | reading the file of any process, even of one that was killed |
-//! | `clock` | the time-stamp counter's cycles in the file, and nanoseconds for the reader |
+//! | `clock` | the counter's cycles in the file, and nanoseconds for the reader |
+//! | `arch` | the processor's counter: x86's time-stamp counter, or Arm's virtual counter |
 //!
 //! # The design
 //! A tracepoint that is off is one relaxed load of a word with a bit for each tracepoint ([`point`]). The word is in
@@ -26,11 +27,12 @@
 //! A full ring overwrites its oldest records. Their number is known, because the ring counts all records ever written,
 //! in total and for each tracepoint. So the totals of a trace are exact, however few records are left.
 //!
-//! A record has the vCPU that the thread runs ([`run_vcpu`]), and the time as the processor's time-stamp counter. The
+//! A record has the vCPU that the thread runs ([`run_vcpu`]), and the time as the processor's counter. The
 //! header has two pairs of counter and clock, from which the reader computes nanoseconds.
 
-#![cfg(all(target_os = "linux", target_arch = "x86_64"))]
+#![cfg(target_os = "linux")]
 
+mod arch;
 mod clock;
 mod layout;
 mod points;

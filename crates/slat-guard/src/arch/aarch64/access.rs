@@ -1,0 +1,425 @@
+//! Single accesses.
+//!
+//! # Order
+//! [`access`](crate::access) promises x86's order. It is kept as follows; the numbers are those of the Arm Architecture
+//! Reference Manual, "Definition of the Armv8 memory model" (B2.3).
+//!
+//! | access | aligned | not aligned |
+//! |---|---|---|
+//! | load | LDAR | LDR, then DMB ISHLD |
+//! | store | STLR | DMB ISH, then STR |
+//! | 16-byte load | LDP, then DMB ISHLD | the same |
+//! | 16-byte store | DMB ISH, then STP | the same |
+//! | read-modify-write | loop of LDXR and STLXR, then DMB ISH | see below |
+//!
+//! * **Load.** LDAR, or DMB ISHLD after a load, orders the load before all later loads and stores.
+//! * **Store.** STLR, or DMB ISH before a store, orders all earlier loads and stores before the store.
+//! * Together with multi-copy atomicity, which the architecture has, these are total store order, but that a load may
+//!   happen before an earlier store. LDAR and STLR do not even allow that.
+//! * **Read-modify-write.** Its result is written by a STLXR that has succeeded, so all that is earlier in the program
+//!   is ordered before the write, and DMB ISH orders the write before all that is later. The LDXR alone might happen before
+//!   something earlier. But nothing was written to the word between this LDXR and its STLXR, or the STLXR would have failed:
+//!   so reading the word at the moment of the write would have returned the same. A compare and exchange that finds
+//!   another value writes that value again, so the argument holds for it, too.
+//!
+//! # Two instructions that may fail
+//! A loop has two guarded instructions, and both are in the exception table. If LDXR fails, nothing has happened. If STLXR
+//! fails, nothing was written, as the processor reports a fault before it changes memory. Then the processor's exclusive
+//! monitor is still set for the word. It is clear when the access returns [`Gone`], as a fault and a signal both return
+//! from the kernel by ERET, which clears the monitor ("Exclusive access instructions and Shareable memory locations",
+//! B2.17). Even without that, no store-exclusive could use it: each is preceded by a load-exclusive of its own.
+//!
+//! A signal that arrives between the two instructions is not in the table, so a kick there ends nothing. The STLXR then
+//! fails, because of the ERET, and the loop goes on.
+//!
+//! # What is not aligned
+//! LDXR, STLXR, LDAR and STLR need aligned memory. A word that lies within 16 aligned bytes is changed by changing all 16, atomically.
+//! Any other is changed by a load and a store, which is not atomic: Arm has no instruction for it.
+
+use super::table::{guarded, guarded_to_label, report};
+use crate::Gone;
+use crate::access::{Sealed, Word, update};
+use std::arch::asm;
+use std::sync::atomic::Ordering::SeqCst;
+use std::sync::atomic::fence;
+
+/// Changes a word of `bytes` bytes that lies within 16 aligned bytes, by `change`, as one atomic operation. Returns the old
+/// value.
+///
+/// # Safety
+/// As for [`store`](crate::store).
+unsafe fn change_within(
+    p: *mut u8,
+    bytes: usize,
+    change: impl Fn(u128) -> u128,
+) -> Result<u128, Gone> {
+    let offset = p.addr() % WHOLE;
+    let shift = 8 * offset;
+    let mask = !0u128 >> (8 * (WHOLE - bytes));
+    let whole = p.wrapping_sub(offset).cast::<u128>();
+    let changed =
+        |old: u128| old & !(mask << shift) | (change(old >> shift & mask) & mask) << shift;
+    // SAFETY: the caller's promise: the 16 bytes are in one page with the word, and only the word changes.
+    let old = unsafe { update(whole, changed)? };
+    Ok(old >> shift & mask)
+}
+
+/// The bytes that [`change_within`] changes.
+const WHOLE: usize = size_of::<u128>();
+
+macro_rules! word {
+    ($ty:ty, $size:literal, $r:literal) => {
+        impl Word for $ty {}
+        impl Sealed for $ty {
+            #[inline(always)]
+            unsafe fn load(p: *const Self) -> Result<Self, Gone> {
+                #[cold]
+                unsafe fn load_unaligned(p: *const $ty) -> Result<$ty, Gone> {
+                    let gone: u32;
+                    let v: u64;
+                    // SAFETY: as below.
+                    unsafe {
+                        asm!(
+                            "mov {gone:w}, wzr",
+                            concat!("2: ldr", $size, " {v:", $r, "}, [{p}]"),
+                            "dmb ishld",
+                            "3:",
+                            guarded!(),
+                            report!(),
+                            p = in(reg) p,
+                            gone = out(reg) gone,
+                            v = out(reg) v,
+                            options(nostack, readonly, preserves_flags),
+                        );
+                    }
+                    if gone == 0 { Ok(v as $ty) } else { Err(Gone) }
+                }
+                if !p.addr().is_multiple_of(size_of::<Self>()) {
+                    // SAFETY: the caller's promise.
+                    return unsafe { load_unaligned(p) };
+                }
+                let gone: u32;
+                let v: u64;
+                // SAFETY: one instruction that reads memory; if it cannot, the exception table sends the thread to the
+                // fix-up. The caller answers for the bytes.
+                unsafe {
+                    asm!(
+                        "mov {gone:w}, wzr",
+                        concat!("2: ldar", $size, " {v:", $r, "}, [{p}]"),
+                        "3:",
+                        guarded!(),
+                        report!(),
+                        p = in(reg) p,
+                        gone = out(reg) gone,
+                        v = out(reg) v,
+                        options(nostack, readonly, preserves_flags),
+                    );
+                }
+                if gone == 0 { Ok(v as $ty) } else { Err(Gone) }
+            }
+
+            #[inline(always)]
+            unsafe fn store(p: *mut Self, v: Self) -> Result<(), Gone> {
+                #[cold]
+                unsafe fn store_unaligned(p: *mut $ty, v: $ty) -> Result<(), Gone> {
+                    // SAFETY: as below.
+                    unsafe {
+                        asm!(
+                            "dmb ish",
+                            concat!("2: str", $size, " {v:", $r, "}, [{p}]"),
+                            guarded_to_label!(),
+                            p = in(reg) p,
+                            v = in(reg) u64::from(v),
+                            gone = label { return Err(Gone) },
+                            options(nostack, preserves_flags),
+                        );
+                    }
+                    Ok(())
+                }
+                if !p.addr().is_multiple_of(size_of::<Self>()) {
+                    // SAFETY: the caller's promise.
+                    return unsafe { store_unaligned(p, v) };
+                }
+                // SAFETY: one instruction that writes memory; if it cannot, the exception table sends the thread to the
+                // label. The caller answers for the bytes.
+                unsafe {
+                    asm!(
+                        concat!("2: stlr", $size, " {v:", $r, "}, [{p}]"),
+                        guarded_to_label!(),
+                        p = in(reg) p,
+                        v = in(reg) u64::from(v),
+                        gone = label { return Err(Gone) },
+                        options(nostack, preserves_flags),
+                    );
+                }
+                Ok(())
+            }
+
+            #[inline(always)]
+            unsafe fn compare_exchange(
+                p: *mut Self,
+                old: Self,
+                new: Self,
+            ) -> Result<Result<Self, Self>, Gone> {
+                let seen = if p.addr().is_multiple_of(size_of::<Self>()) {
+                    let gone: u32;
+                    let seen: u64;
+                    // SAFETY: as for a store; two instructions access memory, and both are guarded.
+                    unsafe {
+                        asm!(
+                            "mov {gone:w}, wzr",
+                            "5:",
+                            concat!("2: ldxr", $size, " {seen:", $r, "}, [{p}]"),
+                            guarded!(),
+                            "cmp {seen}, {old}",
+                            "csel {next}, {new}, {seen}, eq",
+                            concat!("2: stlxr", $size, " {failed:w}, {next:", $r, "}, [{p}]"),
+                            guarded!(),
+                            "cbnz {failed:w}, 5b",
+                            "dmb ish",
+                            "3:",
+                            report!(),
+                            p = in(reg) p,
+                            old = in(reg) u64::from(old),
+                            new = in(reg) u64::from(new),
+                            gone = out(reg) gone,
+                            seen = out(reg) seen,
+                            next = out(reg) _,
+                            failed = out(reg) _,
+                            options(nostack),
+                        );
+                    }
+                    if gone != 0 {
+                        return Err(Gone);
+                    }
+                    seen as $ty
+                } else {
+                    let change = |seen| if seen == old { new } else { seen };
+                    // SAFETY: the caller's promise.
+                    unsafe { Self::change_unaligned(p, change)? }
+                };
+                Ok(if seen == old { Ok(seen) } else { Err(seen) })
+            }
+
+            #[inline(always)]
+            unsafe fn swap(p: *mut Self, v: Self) -> Result<Self, Gone> {
+                if !p.addr().is_multiple_of(size_of::<Self>()) {
+                    // SAFETY: the caller's promise.
+                    return unsafe { Self::change_unaligned(p, |_| v) };
+                }
+                let gone: u32;
+                let seen: u64;
+                // SAFETY: as for `compare_exchange`.
+                unsafe {
+                    asm!(
+                        "mov {gone:w}, wzr",
+                        "5:",
+                        concat!("2: ldxr", $size, " {seen:", $r, "}, [{p}]"),
+                        guarded!(),
+                        concat!("2: stlxr", $size, " {failed:w}, {v:", $r, "}, [{p}]"),
+                        guarded!(),
+                        "cbnz {failed:w}, 5b",
+                        "dmb ish",
+                        "3:",
+                        report!(),
+                        p = in(reg) p,
+                        v = in(reg) u64::from(v),
+                        gone = out(reg) gone,
+                        seen = out(reg) seen,
+                        failed = out(reg) _,
+                        options(nostack, preserves_flags),
+                    );
+                }
+                if gone == 0 { Ok(seen as $ty) } else { Err(Gone) }
+            }
+
+            #[inline(always)]
+            unsafe fn fetch_add(p: *mut Self, v: Self) -> Result<Self, Gone> {
+                if !p.addr().is_multiple_of(size_of::<Self>()) {
+                    // SAFETY: the caller's promise.
+                    return unsafe { Self::change_unaligned(p, |old| old.wrapping_add(v)) };
+                }
+                let gone: u32;
+                let seen: u64;
+                // SAFETY: as for `compare_exchange`.
+                unsafe {
+                    asm!(
+                        "mov {gone:w}, wzr",
+                        "5:",
+                        concat!("2: ldxr", $size, " {seen:", $r, "}, [{p}]"),
+                        guarded!(),
+                        "add {next}, {seen}, {v}",
+                        concat!("2: stlxr", $size, " {failed:w}, {next:", $r, "}, [{p}]"),
+                        guarded!(),
+                        "cbnz {failed:w}, 5b",
+                        "dmb ish",
+                        "3:",
+                        report!(),
+                        p = in(reg) p,
+                        v = in(reg) u64::from(v),
+                        gone = out(reg) gone,
+                        seen = out(reg) seen,
+                        next = out(reg) _,
+                        failed = out(reg) _,
+                        options(nostack, preserves_flags),
+                    );
+                }
+                if gone == 0 { Ok(seen as $ty) } else { Err(Gone) }
+            }
+        }
+
+        impl Unaligned for $ty {
+            #[cold]
+            unsafe fn change_unaligned(
+                p: *mut Self,
+                change: impl Fn(Self) -> Self,
+            ) -> Result<Self, Gone> {
+                if p.addr() % WHOLE + size_of::<Self>() <= WHOLE {
+                    let change = |old| u128::from(change(old as $ty));
+                    // SAFETY: the caller's promise; the word is within 16 aligned bytes.
+                    let old = unsafe { change_within(p.cast(), size_of::<Self>(), change)? };
+                    return Ok(old as $ty);
+                }
+                fence(SeqCst);
+                // SAFETY: the caller's promise.
+                let old = unsafe { Self::load(p)? };
+                // SAFETY: the caller's promise.
+                unsafe { Self::store(p, change(old))? };
+                fence(SeqCst);
+                Ok(old)
+            }
+        }
+    };
+}
+
+/// Read-modify-writes of words that are not aligned.
+trait Unaligned: Sealed {
+    /// Changes a word by `change`. Returns the old value.
+    ///
+    /// # Safety
+    /// As for [`store`](crate::store).
+    unsafe fn change_unaligned(p: *mut Self, change: impl Fn(Self) -> Self) -> Result<Self, Gone>;
+}
+
+word!(u8, "b", "w");
+word!(u16, "h", "w");
+word!(u32, "", "w");
+word!(u64, "", "x");
+
+/// Joins the halves of a 16-byte word.
+fn joined(lo: u64, hi: u64) -> u128 {
+    u128::from(lo) | u128::from(hi) << 64
+}
+
+impl Word for u128 {}
+impl Sealed for u128 {
+    #[inline(always)]
+    unsafe fn load(p: *const Self) -> Result<Self, Gone> {
+        let gone: u32;
+        let (lo, hi): (u64, u64);
+        // SAFETY: as for the narrower words.
+        unsafe {
+            asm!(
+                "mov {gone:w}, wzr",
+                "2: ldp {lo}, {hi}, [{p}]",
+                "dmb ishld",
+                "3:",
+                guarded!(),
+                report!(),
+                p = in(reg) p,
+                gone = out(reg) gone,
+                lo = out(reg) lo,
+                hi = out(reg) hi,
+                options(nostack, readonly, preserves_flags),
+            );
+        }
+        if gone == 0 {
+            Ok(joined(lo, hi))
+        } else {
+            Err(Gone)
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn store(p: *mut Self, v: Self) -> Result<(), Gone> {
+        // SAFETY: as for the narrower words.
+        unsafe {
+            asm!(
+                "dmb ish",
+                "2: stp {lo}, {hi}, [{p}]",
+                guarded_to_label!(),
+                p = in(reg) p,
+                lo = in(reg) v as u64,
+                hi = in(reg) (v >> 64) as u64,
+                gone = label { return Err(Gone) },
+                options(nostack, preserves_flags),
+            );
+        }
+        Ok(())
+    }
+
+    /// Like `compare_exchange` of the narrower words, but `p` must be 16-byte aligned, as LDXP demands; otherwise the
+    /// access is [`Gone`]. Only a successful STLXP makes what LDXP has read one value, so the loop also ends with one
+    /// where the value is another.
+    #[inline(always)]
+    unsafe fn compare_exchange(
+        p: *mut Self,
+        old: Self,
+        new: Self,
+    ) -> Result<Result<Self, Self>, Gone> {
+        if !p.addr().is_multiple_of(WHOLE) {
+            return Err(Gone);
+        }
+        let gone: u32;
+        let (lo, hi): (u64, u64);
+        // SAFETY: as for the narrower words.
+        unsafe {
+            asm!(
+                "mov {gone:w}, wzr",
+                "5:",
+                "2: ldxp {lo}, {hi}, [{p}]",
+                guarded!(),
+                "cmp {lo}, {old_lo}",
+                "ccmp {hi}, {old_hi}, #0, eq",
+                "csel {next_lo}, {new_lo}, {lo}, eq",
+                "csel {next_hi}, {new_hi}, {hi}, eq",
+                "2: stlxp {failed:w}, {next_lo}, {next_hi}, [{p}]",
+                guarded!(),
+                "cbnz {failed:w}, 5b",
+                "dmb ish",
+                "3:",
+                report!(),
+                p = in(reg) p,
+                old_lo = in(reg) old as u64,
+                old_hi = in(reg) (old >> 64) as u64,
+                new_lo = in(reg) new as u64,
+                new_hi = in(reg) (new >> 64) as u64,
+                gone = out(reg) gone,
+                lo = out(reg) lo,
+                hi = out(reg) hi,
+                next_lo = out(reg) _,
+                next_hi = out(reg) _,
+                failed = out(reg) _,
+                options(nostack),
+            );
+        }
+        let seen = joined(lo, hi);
+        match gone {
+            0 if seen == old => Ok(Ok(seen)),
+            0 => Ok(Err(seen)),
+            _ => Err(Gone),
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn swap(p: *mut Self, v: Self) -> Result<Self, Gone> {
+        // SAFETY: the caller's promise is that of `compare_exchange`.
+        unsafe { update(p, |_| v) }
+    }
+
+    #[inline(always)]
+    unsafe fn fetch_add(p: *mut Self, v: Self) -> Result<Self, Gone> {
+        // SAFETY: the caller's promise is that of `compare_exchange`.
+        unsafe { update(p, |old| old.wrapping_add(v)) }
+    }
+}

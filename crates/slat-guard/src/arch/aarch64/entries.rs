@@ -1,0 +1,43 @@
+//! How a signal handler returns to the kernel, and the call during which deferred signals arrive.
+
+use std::arch::naked_asm;
+
+/// The bytes of the first instruction of [`before_restorer`].
+const NOP: usize = 4;
+
+/// A handler returns to the kernel through the code after the first instruction: rt_sigreturn. Debuggers and unwinders
+/// recognise the two instructions, and look for a function around the byte before them.
+#[unsafe(naked)]
+unsafe extern "C" fn before_restorer() {
+    naked_asm!("nop", "mov x8, #139", "svc #0",)
+}
+
+/// Returns the address of the code by which a handler returns to the kernel.
+pub fn restorer() -> usize {
+    before_restorer as *const () as usize + NOP
+}
+
+/// Changes the thread's signal mask by rt_sigprocmask, during which handlers run that may unwind (`pthread_exit`).
+/// Inline assembly must not unwind, nor a call that Rust assumes not to unwind. So this is a function of its own: it
+/// describes its frame, and has nothing to drop.
+///
+/// # Safety
+/// - `set` and `before` refer to sets of `bytes` bytes, or are null.
+#[unsafe(naked)]
+pub unsafe extern "C-unwind" fn change_mask(
+    how: i32,
+    set: *const u64,
+    before: *mut u64,
+    bytes: usize,
+) -> isize {
+    naked_asm!(
+        ".cfi_startproc",
+        "mov x8, {number}",
+        "adrp x16, {gate}",
+        "ldr x16, [x16, :lo12:{gate}]",
+        "br x16",
+        ".cfi_endproc",
+        number = const libc::SYS_rt_sigprocmask,
+        gate = sym slat_process::gate::GATE,
+    )
+}

@@ -1,0 +1,20 @@
+//! What depends on the processor's architecture. The rest of the crate is neutral.
+//!
+//! Each architecture has a directory, and each directory has the same modules with the same functions.
+//!
+//! | module | idea |
+//! |---|---|
+//! | `table` | how a guarded instruction enters the exception table |
+//! | `access` | single accesses |
+//! | `bulk` | copies, fills, the comparison of a line |
+//! | `entries` | how a handler returns to the kernel; the call that unblocks signals |
+
+#[cfg(all(target_arch = "aarch64", target_endian = "little"))]
+mod aarch64;
+#[cfg(target_arch = "x86_64")]
+mod x86_64;
+
+#[cfg(all(target_arch = "aarch64", target_endian = "little"))]
+pub(crate) use aarch64::*;
+#[cfg(target_arch = "x86_64")]
+pub(crate) use x86_64::*;
