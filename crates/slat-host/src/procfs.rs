@@ -10,6 +10,7 @@ use std::ffi::CStr;
 use std::io::{self, BufRead, BufReader, Read};
 use std::ops::{ControlFlow, Range};
 use std::sync::atomic::{AtomicI32, Ordering::*};
+use std::sync::{Mutex, PoisonError};
 
 use slat_process::calls::{self, Call, PROCMAP_QUERY};
 use slat_process::page_size;
@@ -232,6 +233,10 @@ static FILES: PerProcess<Files> = PerProcess::new();
 struct Files {
     maps: ProcFile,
     smaps: ProcFile,
+    /// Held by the one thread that reads `smaps`. Between two reads at successive offsets, the kernel remembers the
+    /// address that it has come to. A read at any other offset makes it count bytes from the beginning of the text,
+    /// which may have changed meanwhile.
+    reads_smaps: Mutex<()>,
 }
 
 impl Default for Files {
@@ -239,6 +244,7 @@ impl Default for Files {
         Files {
             maps: ProcFile::new(c"/proc/self/maps"),
             smaps: ProcFile::new(c"/proc/self/smaps"),
+            reads_smaps: Mutex::new(()),
         }
     }
 }
@@ -371,11 +377,12 @@ fn from_smaps(address: usize) -> Option<Raw> {
     found
 }
 
-/// Calls `visit` for each mapping of this process in ascending order, with its `VmFlags` (two letters each, separated
-/// by spaces: `Documentation/filesystems/proc.rst`).
+/// Calls `visit` for each mapping of this process in ascending order, with its `VmFlags` (two letters each, separated by
+/// spaces: `Documentation/filesystems/proc.rst`). Mappings that come and go meanwhile do not hide others.
 pub(crate) fn each_mapping(visit: &mut dyn FnMut(Raw, &str) -> ControlFlow<()>) {
     let mut mapping = None;
-    each_line(&FILES.get().smaps, &mut |line| {
+    let files = FILES.get();
+    each_line(&files.smaps, Some(&files.reads_smaps), &mut |line| {
         if let Some(header) = header(line) {
             mapping = Some(header.raw());
         } else if let Some(size) = line.strip_prefix("KernelPageSize:") {
@@ -395,7 +402,7 @@ pub(crate) fn each_mapping(visit: &mut dyn FnMut(Raw, &str) -> ControlFlow<()>) 
 /// Calls `visit` for each mapping of a file in this process in ascending order, with the file's device
 /// (major, minor) and inode.
 pub fn each_mapped_file(visit: &mut dyn FnMut(Range<usize>, (u32, u32), u64)) {
-    each_line(&FILES.get().maps, &mut |line| {
+    each_line(&FILES.get().maps, None, &mut |line| {
         if let Some(header) = header(line)
             && header.is_file()
         {
@@ -405,10 +412,18 @@ pub fn each_mapped_file(visit: &mut dyn FnMut(Range<usize>, (u32, u32), u64)) {
     });
 }
 
-/// Calls `visit` for each line of a file, up to the first that cannot be read.
-fn each_line(file: &ProcFile, visit: &mut dyn FnMut(&str) -> ControlFlow<()>) {
-    let mut line = String::new();
+/// Calls `visit` for each line of a file, up to the first that cannot be read. Meanwhile holds the lock `reader`, if there
+/// is one, but not while it allocates: the program's allocator may map memory.
+fn each_line(
+    file: &ProcFile,
+    reader: Option<&Mutex<()>>,
+    visit: &mut dyn FnMut(&str) -> ControlFlow<()>,
+) {
+    /// Longer than a line with a path of PATH_MAX bytes.
+    const LINE: usize = 4096 + 256;
+    let mut line = String::with_capacity(LINE);
     let mut text = BufReader::new(Text { file, offset: 0 });
+    let _reader = reader.map(|reader| reader.lock().unwrap_or_else(PoisonError::into_inner));
     while let Ok(1..) = text.read_line(&mut line)
         && visit(&line).is_continue()
     {
@@ -477,6 +492,7 @@ fn header(line: &str) -> Option<Header> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::atomic::AtomicBool;
 
     #[test]
     fn the_kernel_and_smaps_agree() {
@@ -490,6 +506,51 @@ mod tests {
             assert_eq!(query.anonymous, smaps.anonymous);
         }
         assert!(from_smaps(0x1000).is_none());
+    }
+
+    #[test]
+    fn a_mapping_is_found_while_others_come_and_go_and_are_asked_for() {
+        const ROUNDS: usize = 300;
+        /// More than are described at once.
+        const OTHERS: usize = 40;
+        let rights = libc::PROT_READ | libc::PROT_WRITE;
+        let map = |bytes, rights| {
+            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+            // SAFETY: a fresh anonymous mapping.
+            let start = unsafe { libc::mmap(std::ptr::null_mut(), bytes, rights, flags, -1, 0) };
+            assert_ne!(start, libc::MAP_FAILED);
+            start as usize
+        };
+        // The kernel places later mappings below earlier ones, with a gap that stays.
+        let page = page_size();
+        let asked = map(3 * page, libc::PROT_NONE) + page;
+        // SAFETY: a part of the mapping made above.
+        assert_eq!(unsafe { libc::mprotect(asked as *mut _, page, rights) }, 0);
+        let is_done = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !is_done.load(Relaxed) {
+                    // Rights differ, so that the kernel joins no neighbours.
+                    let others = std::array::from_fn::<_, OTHERS, _>(|n| {
+                        map(page, [libc::PROT_READ, rights][n % 2])
+                    });
+                    for other in others {
+                        // SAFETY: mapped above, and not used.
+                        unsafe { libc::munmap(other as *mut _, page) };
+                    }
+                }
+            });
+            let ask = || {
+                for _ in 0..ROUNDS {
+                    let found = from_smaps(asked).map(|raw| (raw.range, raw.writable));
+                    assert_eq!(found, Some((asked..asked + page, true)));
+                }
+            };
+            let asking = [scope.spawn(ask), scope.spawn(ask)];
+            let ended = asking.map(|thread| thread.join().is_ok());
+            is_done.store(true, Relaxed);
+            assert_eq!(ended, [true, true]);
+        });
     }
 
     #[test]
