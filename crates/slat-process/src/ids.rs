@@ -57,3 +57,24 @@ pub fn thread_id() -> libc::pid_t {
     }
     ID.get()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_threads_id_is_noted_where_slat_looks_for_it() {
+        if !locate() {
+            return eprintln!(
+                "skipped: this kernel or this C library does not tell where the note is"
+            );
+        }
+        let check = || {
+            // SAFETY: this thread's own note, whose address is known.
+            let noted = unsafe { (*noted_id()).load(Ordering::Relaxed) };
+            assert_eq!(noted as libc::pid_t, thread_id());
+        };
+        check();
+        std::thread::scope(|scope| scope.spawn(check).join().unwrap());
+    }
+}

@@ -1,5 +1,5 @@
-//! The C library's note of a thread's id, by which slat knows the id without a system call. The kernel fills the note in
-//! when a thread is made or a process is forked, and clears it when the thread ends.
+//! The C library's note of a thread's id, by which slat knows the id without a system call. The kernel fills the note
+//! in when a thread is made or a process is forked, and clears it when the thread ends.
 //! [`find_noted_id`](crate::find_noted_id) checks that the note is there.
 
 pub(crate) use crate::arch::noted::{locate, noted_id};

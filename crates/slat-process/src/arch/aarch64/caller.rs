@@ -3,8 +3,8 @@
 //!
 //! Compiled code expects that floating point is rounded to nearest, that denormal numbers are not flushed to zero, and
 //! that no exception traps: FPCR is 0 (AAPCS64, "SIMD and Floating-Point registers"). A program may have set FPCR
-//! differently when it calls those functions of the C library that do little but enter the kernel. So each function that
-//! replaces one of them goes on in [`with_own_floats`].
+//! differently when it calls those functions of the C library that do little but enter the kernel. So each function
+//! that replaces one of them goes on in [`with_own_floats`].
 //!
 //! No flag needs care: the condition flags are free at each call, alignment is checked as the kernel has set it, and
 //! nothing else that a program can write in PSTATE changes what an instruction computes.

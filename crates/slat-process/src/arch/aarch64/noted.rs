@@ -19,16 +19,24 @@ fn thread_pointer() -> *mut u8 {
 /// Call before the first [`noted_id`], on a thread that the C library has made. Returns whether that may be called.
 pub fn locate() -> bool {
     /// The part of a thread's memory in which the note can be: no C library's control block is larger.
-    const NEAR: isize = 0x4000;
+    const NEAR: usize = 0x4000;
     let mut note = 0usize;
-    // SAFETY: the kernel writes an address to `note`.
-    let known = unsafe { libc::prctl(libc::PR_GET_TID_ADDRESS, &raw mut note) } == 0;
+    // SAFETY: the kernel writes an address to `note`, if it knows the word.
+    let is_known = unsafe { libc::prctl(libc::PR_GET_TID_ADDRESS, &raw mut note) == 0 };
     let distance = (note as isize).wrapping_sub(thread_pointer() as isize);
-    if !known || note == 0 || distance.unsigned_abs() > NEAR as usize {
+    if !is_known || note == 0 || distance.unsigned_abs() > NEAR {
         return false;
     }
-    DISTANCE.store(distance, Ordering::Relaxed);
-    true
+    // musl lets the kernel clear another word, a lock.
+    // SAFETY: the word exists as long as the thread. The call has no arguments.
+    let is_id = unsafe {
+        let noted = (*(note as *const AtomicU32)).load(Ordering::Relaxed);
+        libc::c_long::from(noted as i32) == libc::syscall(libc::SYS_gettid)
+    };
+    if is_id {
+        DISTANCE.store(distance, Ordering::Relaxed);
+    }
+    is_id
 }
 
 /// Returns the address of the note of this thread's id.

@@ -1,5 +1,5 @@
-//! The instructions `syscall` and `ret`. The kernel's registers are RAX (number, and result), RDI, RSI, RDX, R10, R8 and
-//! R9; it clobbers RCX and R11.
+//! The instructions `syscall` and `ret`. The kernel's registers are RAX (number, and result), RDI, RSI, RDX, R10, R8
+//! and R9; it clobbers RCX and R11.
 
 use std::arch::{asm, naked_asm};
 
