@@ -1,6 +1,8 @@
 //! Single accesses: loads, stores and locked read-modify-writes of 1 to 16 bytes.
 //!
-//! Each access writes by one guarded machine instruction, so it happens as a whole or not at all.
+//! Each access reads or writes by one guarded machine instruction, so it happens as a whole or not at all. There is one
+//! exception, on arm64: if a word crosses pages and one of them is gone, a store may have changed the bytes in the
+//! other.
 //!
 //! | access | x86-64 | arm64 |
 //! |---|---|---|
@@ -10,15 +12,17 @@
 //! | compare and exchange of 16 aligned bytes | atomic | atomic |
 //!
 //! # Order
-//! On each architecture, that of x86 (total store order), because guests and clients may rely on it:
+//! On each architecture, guarded accesses have the order of x86 (total store order), because guests and clients may
+//! rely on it:
 //!
 //! * What a thread does after a load, other threads see after it. (Acquire.)
 //! * What a thread does before a store, other threads see before it. (Release.)
-//! * A read-modify-write has both properties, and is a full barrier: what a thread does before it, all threads see before
-//!   what the thread does after it. That also holds for a compare and exchange that finds another value: it writes that
-//!   value again. So it needs memory that may be written.
+//! * A read-modify-write has both properties, and is a full barrier: what a thread does before it, all threads see
+//!   before what the thread does after it. That also holds for a compare and exchange that finds another value: it
+//!   writes that value again. So it needs memory that may be written.
 //!
-//! A load may happen before an earlier store. An access that returns [`Gone`] orders nothing.
+//! A load may happen before an earlier store. An access that returns [`Gone`] orders nothing. The compiler may still
+//! move an access of Rust to ordinary memory over a guarded load, because it knows that the load writes nothing.
 
 use crate::Gone;
 
@@ -68,8 +72,8 @@ pub unsafe fn store<T: Word>(p: *mut T, v: T) -> Result<(), Gone> {
     unsafe { T::store(p, v) }
 }
 
-/// Compares and exchanges, on x86 by LOCK CMPXCHG: `Ok(Ok(old))` if the word was `old` and is now `new`, `Ok(Err(seen))`
-/// otherwise. A `u128` must be aligned.
+/// Compares and exchanges, on x86 by LOCK CMPXCHG: `Ok(Ok(old))` if the word was `old` and is now `new`,
+/// `Ok(Err(seen))` otherwise. A `u128` must be aligned.
 ///
 /// # Safety
 /// As for [`store`].

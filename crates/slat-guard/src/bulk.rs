@@ -1,9 +1,9 @@
 //! Runs of bytes: copies, fills and comparison.
 //!
 //! # Order
-//! A run as a whole is ordered like a load, if it reads, and like a store, if it writes ([`access`](crate::access)). The
-//! order in which its bytes are read or written is not promised to other threads, and no more than a byte is single-copy
-//! atomic.
+//! A run as a whole is ordered like a load, if it reads, and like a store, if it writes ([`access`](crate::access)).
+//! The order in which its bytes are read or written is not promised to other threads, and no more than a byte is
+//! single-copy atomic.
 
 use crate::Gone;
 use crate::access::load;

@@ -181,8 +181,8 @@ fn locked_operations_of_several_threads_are_atomic() {
     }
 }
 
-/// One thread stores a number, then stores it elsewhere; another thread loads in the opposite order. Only the lowest byte
-/// of each word changes, so that no word is seen half written, at whichever alignment.
+/// One thread stores a number, then stores it elsewhere; another thread loads in the opposite order. Only the lowest
+/// byte of each word changes, so that no word is seen half written, at whichever alignment.
 #[test]
 fn a_store_is_seen_after_the_stores_before_it() {
     const LAPS: usize = 40;

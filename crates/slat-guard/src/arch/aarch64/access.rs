@@ -1,8 +1,8 @@
 //! Single accesses.
 //!
 //! # Order
-//! [`access`](crate::access) promises x86's order. It is kept as follows; the numbers are those of the Arm Architecture
-//! Reference Manual, "Definition of the Armv8 memory model" (B2.3).
+//! [`access`](crate::access) promises x86's order. It is kept as follows, by the Arm Architecture Reference Manual
+//! ("Definition of the Arm memory model", "Synchronization and semaphores").
 //!
 //! | access | aligned | not aligned |
 //! |---|---|---|
@@ -16,25 +16,26 @@
 //! * **Store.** STLR, or DMB ISH before a store, orders all earlier loads and stores before the store.
 //! * Together with multi-copy atomicity, which the architecture has, these are total store order, but that a load may
 //!   happen before an earlier store. LDAR and STLR do not even allow that.
-//! * **Read-modify-write.** Its result is written by a STLXR that has succeeded, so all that is earlier in the program
-//!   is ordered before the write, and DMB ISH orders the write before all that is later. The LDXR alone might happen before
-//!   something earlier. But nothing was written to the word between this LDXR and its STLXR, or the STLXR would have failed:
-//!   so reading the word at the moment of the write would have returned the same. A compare and exchange that finds
-//!   another value writes that value again, so the argument holds for it, too.
+//! * **Read-modify-write.** Its result is written by a STLXR that has succeeded. So all that is earlier in the program
+//!   is ordered before the write, and DMB ISH orders the write before all that is later. The LDXR alone may happen
+//!   before something that is earlier in the program. But no other thread has written the word between this LDXR and its
+//!   STLXR, or the STLXR would have failed: at the moment of the write, LDXR would have read the same. A compare and
+//!   exchange that finds another value writes that value again, so all of this holds for it, too.
 //!
 //! # Two instructions that may fail
-//! A loop has two guarded instructions, and both are in the exception table. If LDXR fails, nothing has happened. If STLXR
-//! fails, nothing was written, as the processor reports a fault before it changes memory. Then the processor's exclusive
-//! monitor is still set for the word. It is clear when the access returns [`Gone`], as a fault and a signal both return
-//! from the kernel by ERET, which clears the monitor ("Exclusive access instructions and Shareable memory locations",
-//! B2.17). Even without that, no store-exclusive could use it: each is preceded by a load-exclusive of its own.
+//! A loop has two guarded instructions, and both are in the exception table. If LDXR fails, nothing has happened. If
+//! STLXR fails, nothing was written: the word is aligned, so it is in one page. The processor's exclusive monitor may
+//! then still be set for the word. It is clear when the access returns [`Gone`], because both a fault and a signal
+//! return from the kernel by ERET, which clears it. Even without that, no store-exclusive could succeed by it wrongly:
+//! each is preceded by a load-exclusive of its own, which sets the monitor anew.
 //!
-//! A signal that arrives between the two instructions is not in the table, so a kick there ends nothing. The STLXR then
+//! The instructions between the two are not in the table, so a kick that arrives there ends nothing. The STLXR then
 //! fails, because of the ERET, and the loop goes on.
 //!
 //! # What is not aligned
-//! LDXR, STLXR, LDAR and STLR need aligned memory. A word that lies within 16 aligned bytes is changed by changing all 16, atomically.
-//! Any other is changed by a load and a store, which is not atomic: Arm has no instruction for it.
+//! LDAR, STLR, LDXR and STLXR need aligned memory. A read-modify-write of a word that lies within 16 aligned bytes
+//! changes all 16 as one. Any other is a load and a store between two barriers. It is not atomic: Arm has no
+//! instruction for it.
 
 use super::table::{guarded, guarded_to_label, report};
 use crate::Gone;
@@ -43,8 +44,8 @@ use std::arch::asm;
 use std::sync::atomic::Ordering::SeqCst;
 use std::sync::atomic::fence;
 
-/// Changes a word of `bytes` bytes that lies within 16 aligned bytes, by `change`, as one atomic operation. Returns the old
-/// value.
+/// Changes a word of `bytes` bytes that lies within 16 aligned bytes, by `change`, as one atomic operation. Returns the
+/// old value.
 ///
 /// # Safety
 /// As for [`store`](crate::store).

@@ -17,9 +17,10 @@ const PAIR: usize = 16;
 /// Copies `len` bytes one after the other, beginning with the first. Returns how many were not copied because memory of
 /// either side was gone.
 ///
-/// Where the sides are at least 16 bytes apart, pairs of registers are copied, with the same result. If a pair fails, its
-/// bytes are copied one by one, so that each byte before the hole is copied. The pair may have written some of its bytes
-/// already (if it crosses pages); they are written again with the same values, because it cannot have changed the source.
+/// Where the sides are at least 16 bytes apart, pairs of registers are copied, with the same result. If a pair fails,
+/// its bytes are copied one by one, so that each byte before the hole is copied. The pair may have written some of its
+/// bytes already (if it crosses pages); they are written again with the same values, because it cannot have changed the
+/// source.
 ///
 /// # Safety
 /// As for [`copy`](crate::copy).
@@ -90,8 +91,8 @@ pub unsafe fn fill_elements<const BYTES: u64>(mut dst: *mut u8, value: u64, time
     let mut left = times;
     macro_rules! fill {
         ($store:literal) => {
-            // SAFETY: the caller answers for the range. The exception table ends each loop at a failing instruction, with
-            // `left` and the address as they were before. Elements of a pair that failed are written one by one.
+            // SAFETY: the caller answers for the range. The exception table ends each loop at a failing instruction,
+            // with `left` and the address as they were before. Elements of a pair that failed are written one by one.
             unsafe {
                 asm!(
                     "dmb ish",
