@@ -374,8 +374,8 @@ fn all_advice() -> Advice {
 mod tests {
     use super::*;
 
-    /// Maps `len` bytes with MADV_HUGEPAGE for `part`. Returns the address. `None`, and says so, if the kernel has no huge
-    /// pages, or is an emulator that accepts any advice and ignores it.
+    /// Maps `len` bytes with MADV_HUGEPAGE for `part`. Returns the address. `None`, and says so, if the kernel has no
+    /// huge pages, or is an emulator that accepts any advice and ignores it.
     fn advised(len: usize, part: Range<usize>) -> Option<usize> {
         // SAFETY: a new mapping, and advice for a part of it.
         unsafe {

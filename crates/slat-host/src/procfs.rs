@@ -377,8 +377,8 @@ fn from_smaps(address: usize) -> Option<Raw> {
     found
 }
 
-/// Calls `visit` for each mapping of this process in ascending order, with its `VmFlags` (two letters each, separated by
-/// spaces: `Documentation/filesystems/proc.rst`). Mappings that come and go meanwhile do not hide others.
+/// Calls `visit` for each mapping of this process in ascending order, with its `VmFlags` (two letters each, separated
+/// by spaces: `Documentation/filesystems/proc.rst`). Mappings that come and go meanwhile do not hide others.
 pub(crate) fn each_mapping(visit: &mut dyn FnMut(Raw, &str) -> ControlFlow<()>) {
     let mut mapping = None;
     let files = FILES.get();
@@ -412,8 +412,8 @@ pub fn each_mapped_file(visit: &mut dyn FnMut(Range<usize>, (u32, u32), u64)) {
     });
 }
 
-/// Calls `visit` for each line of a file, up to the first that cannot be read. Meanwhile holds the lock `reader`, if there
-/// is one, but not while it allocates: the program's allocator may map memory.
+/// Calls `visit` for each line of a file, up to the first that cannot be read. Meanwhile holds the lock `reader`, if
+/// there is one, but not while it allocates: the program's allocator may map memory.
 fn each_line(
     file: &ProcFile,
     reader: Option<&Mutex<()>>,

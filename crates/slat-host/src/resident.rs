@@ -16,8 +16,8 @@ pub fn is_resident(address: usize) -> bool {
     is_resident
 }
 
-/// Calls `found` for every resident stretch of `range`, in ascending order. The range consists of whole pages of a guest,
-/// which may be parts of a page of this process.
+/// Calls `found` for every resident stretch of `range`, in ascending order. The range consists of whole pages of a
+/// guest, which may be parts of a page of this process.
 pub(crate) fn stretches(range: Range<usize>, found: &mut dyn FnMut(Range<usize>)) {
     if !calls::is_allowed(Call::Resident) {
         return;
@@ -47,5 +47,48 @@ pub(crate) fn stretches(range: Range<usize>, found: &mut dyn FnMut(Range<usize>)
             page += run + 1;
         }
         at += pages * size;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stretches_end_at_pages_of_this_process_and_at_the_range() {
+        let size = page_size();
+        let rights = libc::PROT_READ | libc::PROT_WRITE;
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        // SAFETY: a fresh anonymous mapping, of which two pages are written.
+        let start = unsafe {
+            let start = libc::mmap(std::ptr::null_mut(), 4 * size, rights, flags, -1, 0);
+            assert_ne!(start, libc::MAP_FAILED);
+            for page in [0, 2] {
+                start.cast::<u8>().add(page * size).write_volatile(1);
+            }
+            start as usize
+        };
+        let found = |range: Range<usize>| {
+            let mut all = Vec::new();
+            stretches(start + range.start..start + range.end, &mut |stretch| {
+                all.push(stretch.start - start..stretch.end - start);
+            });
+            all
+        };
+        assert_eq!(found(0..4 * size), [0..size, 2 * size..3 * size]);
+        let part = size / 4;
+        assert_eq!(
+            found(part..2 * size + part),
+            [part..size, 2 * size..2 * size + part]
+        );
+        assert_eq!(
+            found(part..2 * part),
+            [Range {
+                start: part,
+                end: 2 * part
+            }]
+        );
+        assert_eq!(found(size + part..2 * size), []);
+        assert!(is_resident(start + part) && !is_resident(start + size + part));
     }
 }
