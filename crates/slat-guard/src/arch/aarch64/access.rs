@@ -195,7 +195,7 @@ macro_rules! word {
                     }
                     seen as $ty
                 } else {
-                    let change = |seen| if seen == old { new } else { seen };
+                    let change = move |seen| if seen == old { new } else { seen };
                     // SAFETY: the caller's promise.
                     unsafe { Self::change_unaligned(p, change)? }
                 };
@@ -206,7 +206,7 @@ macro_rules! word {
             unsafe fn swap(p: *mut Self, v: Self) -> Result<Self, Gone> {
                 if !p.addr().is_multiple_of(size_of::<Self>()) {
                     // SAFETY: the caller's promise.
-                    return unsafe { Self::change_unaligned(p, |_| v) };
+                    return unsafe { Self::change_unaligned(p, move |_| v) };
                 }
                 let gone: u32;
                 let seen: u64;
@@ -238,7 +238,7 @@ macro_rules! word {
             unsafe fn fetch_add(p: *mut Self, v: Self) -> Result<Self, Gone> {
                 if !p.addr().is_multiple_of(size_of::<Self>()) {
                     // SAFETY: the caller's promise.
-                    return unsafe { Self::change_unaligned(p, |old| old.wrapping_add(v)) };
+                    return unsafe { Self::change_unaligned(p, move |old| old.wrapping_add(v)) };
                 }
                 let gone: u32;
                 let seen: u64;
