@@ -44,7 +44,7 @@ use super::scan;
 use crate::guarded::guarded;
 use crate::loaded;
 use crate::real::{Opened, kernel};
-use std::arch::x86_64::__cpuid;
+use slat_kvm::cpuid::host_leaf;
 use std::fs::File;
 use std::mem::offset_of;
 use std::ops::Range;
@@ -121,7 +121,7 @@ fn is_within_quadword(site: usize) -> bool {
 fn has_invlpgb() -> bool {
     const LEAF: u32 = 0x8000_0008;
     const INVLPGB: u32 = 1 << 3;
-    __cpuid(0x8000_0000).eax >= LEAF && __cpuid(LEAF).ebx & INVLPGB != 0
+    host_leaf(LEAF, 0).ebx & INVLPGB != 0
 }
 
 /// Rewrites the `syscall` before `back`. `None`: the site is not rewritten.
