@@ -1,8 +1,8 @@
 //! The reference clock of a partition, in units of 100 ns, and the page by which a guest computes it from its TSC
 //! (`HV_REFERENCE_TSC_PAGE`).
 //!
-//! A guest computes `(tsc * scale >> 64) + offset`, and reads the sequence before and after. Sequence 0 tells the guest
-//! to read the MSR instead, so a page is changed while its sequence is 0.
+//! A guest computes `(tsc * scale >> 64) + offset`, and reads the page's sequence before and after the computation.
+//! Sequence 0 tells the guest to read the MSR instead. So the sequence is set to 0 while the page changes.
 
 /// Nanoseconds of one unit of the reference clock.
 pub const UNIT: u64 = 100;
@@ -23,9 +23,9 @@ pub struct TscPage {
 }
 
 impl TscPage {
-    /// Returns the parameters with which a guest's clock shows `nanoseconds` when its TSC is `tsc`. From there on the
-    /// clock counts like the machine's: `((cycles << shift) * mul) >> 32` nanoseconds. The sequence is 0. `None`: the
-    /// TSC is too slow for the page.
+    /// Returns the parameters with which a guest's clock shows `nanoseconds` when the guest's TSC is `tsc`. After that
+    /// moment the guest's clock advances like the machine's, by `((cycles << shift) * mul) >> 32` nanoseconds. The
+    /// returned sequence is 0. `None`: the TSC is too slow for the page.
     pub fn new(mul: u32, shift: i8, tsc: u64, nanoseconds: u64) -> Option<Self> {
         let left = u32::try_from(32 + i32::from(shift)).ok()?;
         let scaled_up = u128::from(mul).checked_mul(1u128.checked_shl(left)?)?;
@@ -98,7 +98,7 @@ mod tests {
 
     #[test]
     fn a_slow_tsc_has_no_page() {
-        // TSCs of 1 kHz, of 10 MHz, and of slightly more.
+        // Tests TSCs of 1 kHz, of 10 MHz, and of slightly more.
         assert_eq!(TscPage::new(0xf424_0000, 20, 0, 0), None);
         assert_eq!(TscPage::new(0xc800_0000, 7, 0, 0), None);
         assert!(TscPage::new(0xc7ff_0000, 7, 0, 0).is_some());

@@ -13,6 +13,6 @@ pub const SIGNAL_EVENT: u16 = 0x5d;
 pub const POST_DEBUG_DATA: u16 = 0x69;
 pub const RETRIEVE_DEBUG_DATA: u16 = 0x6a;
 pub const RESET_DEBUG_SESSION: u16 = 0x6b;
-/// HvExtCallQueryCapabilities, and the last of the calls whose existence it may report.
+/// HvExtCallQueryCapabilities, followed by the last of the calls whose existence it may report.
 pub const EXTENDED_FIRST: u16 = 0x8001;
 pub const EXTENDED_LAST: u16 = 0x8041;

@@ -1,9 +1,10 @@
-//! The CPUID leaves of the interface: those that a client may give its guest, and what a guest's leaves allow it.
+//! The CPUID leaves of Hyper-V's interface: the leaves that a client may give its guest, and the rights that a guest's
+//! leaves grant.
 
 use crate::code;
 use crate::msr::*;
 
-/// The first leaf: the last leaf's number, and the vendor.
+/// The first leaf. It has the number of the last leaf, and the vendor.
 pub const VENDOR: u32 = 0x4000_0000;
 /// The leaf whose EAX identifies the interface.
 pub const INTERFACE: u32 = 0x4000_0001;
@@ -72,11 +73,11 @@ pub mod recommended {
     pub const NO_NONARCH_CORESHARING: u32 = 1 << 18;
 }
 
-/// EAX of [`DEBUGGER`]: a kernel debugger may be used.
+/// Bit of EAX of [`DEBUGGER`]: a kernel debugger may be used.
 const ALLOW_KERNEL_DEBUGGING: u32 = 1 << 1;
-/// How often a guest should try to get a spinlock before it notifies the host: Hyper-V 2016's value.
+/// How often a guest should try to get a spinlock before it notifies the host. The value is Hyper-V 2016's.
 const SPINLOCK_RETRIES: u32 = 0xfff;
-/// The logical processors of a machine: Hyper-V 2016's value.
+/// The number of logical processors of a machine. The value is Hyper-V 2016's.
 const LOGICAL_PROCESSORS: u32 = 64;
 
 /// A CPUID leaf: EAX, EBX, ECX, EDX.
@@ -104,7 +105,7 @@ fn text(text: [u8; 12]) -> [u32; 3] {
     [word(0), word(4), word(8)]
 }
 
-/// Returns the leaves that a client may give its guest: the same as KVM's.
+/// Returns the leaves that a client may give its guest. They are the same as KVM's.
 pub fn supported(machine: Machine) -> [Leaf; 10] {
     let vendor = text(*b"Linux KVM Hv");
     let leaf = |function, registers| Leaf {
@@ -157,8 +158,8 @@ pub fn supported(machine: Machine) -> [Leaf; 10] {
                 NO_NONARCH_CORESHARING
             }
     };
-    // Direct flushes and the MSR bitmap of nested guests. Hypervisors in the guest use this leaf; without VMX
-    // and SVM there are none.
+    // Direct flushes and the MSR bitmap of nested guests. Only hypervisors in the guest use this leaf, and they need
+    // VMX or SVM.
     let nested = [1 << 17 | 1 << 19, 1, 0, 0];
     [
         leaf(VENDOR, [DEBUGGER, vendor[0], vendor[1], vendor[2]]),
@@ -175,7 +176,7 @@ pub fn supported(machine: Machine) -> [Leaf; 10] {
     ]
 }
 
-/// The parts of the interface that a guest may use, by its CPUID.
+/// The parts of the interface that the guest's CPUID lets the guest use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Privileges {
     /// EAX, EBX, ECX, EDX of [`FEATURES`].
@@ -255,8 +256,8 @@ impl Privileges {
         })
     }
 
-    /// Whether the guest may make the hypercall `code`. A call that does not exist is allowed here: it fails
-    /// with another status.
+    /// Whether the guest may make the hypercall `code`. Returns true for a call that does not exist, because such a
+    /// call fails later with another status.
     pub fn allows_call(&self, code: u16) -> bool {
         use features_b::{DEBUGGING, EXTENDED_HYPERCALLS, POST_MESSAGES, SIGNAL_EVENTS};
         use recommended::{CLUSTER_IPI, EX_PROCESSOR_MASKS, REMOTE_TLB_FLUSH};

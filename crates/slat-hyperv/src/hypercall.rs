@@ -1,9 +1,9 @@
 //! Decoding of hypercalls, and their results.
 //!
-//! A hypercall's input value names the call and its form. Its parameters are a sequence of 64-bit words, in guest
-//! memory. The parameters of a *fast* call are in two registers instead, followed by the halves of six XMM registers.
-//! Both have the same layout. So the parameters are decoded through a closure that returns the word with a given index
-//! ([`Fast::word`] for registers).
+//! A hypercall's input value names the call and its form. The parameters of a call are a sequence of 64-bit words in
+//! guest memory. The parameters of a *fast* call are in two registers and in the halves of six XMM registers instead.
+//! Both forms have the same layout. So the parameters are decoded through a closure, which returns the word at a given
+//! index ([`Fast::word`] for registers).
 //!
 //! [`Request::decode`] determines what the call asks for. [`Flush::read`] and [`Ipi::read`] read the parameters of
 //! calls that the host carries out; the client reads those of all other calls.
@@ -57,7 +57,7 @@ impl Input {
         (self.0 >> 17 & 0x3ff) as usize
     }
 
-    /// Returns the number of repetitions of the call; each takes the next element of a list.
+    /// Returns the number of repetitions of the call. Each repetition takes the next element of a list.
     pub fn reps(self) -> u16 {
         (self.0 >> 32 & 0xfff) as u16
     }
@@ -116,7 +116,7 @@ pub struct Caller {
     pub has_synic: bool,
     /// Whether the caller may use the synthetic debugger.
     pub has_debugger: bool,
-    /// Whether the caller's debugger uses hypercalls.
+    /// Whether the caller's debugger makes hypercalls.
     pub debugs_by_hypercalls: bool,
 }
 
@@ -140,7 +140,7 @@ pub enum Request {
 pub enum Refusal {
     /// The call ends with this status.
     Status(Status),
-    /// #UD.
+    /// The caller gets #UD.
     Undefined,
 }
 
@@ -200,7 +200,7 @@ impl Request {
     }
 }
 
-/// Call for an event without a connection. On success, the client has to carry out [`Request::SignalEvent`].
+/// Decides a call for an event without a connection. On success, the client has to carry out [`Request::SignalEvent`].
 ///
 /// # Errors
 /// The client cannot carry it out.
@@ -214,8 +214,8 @@ pub fn client_event(caller: &Caller) -> Result<(), Status> {
 /// Returns the connection that the parameter of SIGNAL_EVENT names: 24 bits.
 ///
 /// # Errors
-/// `InvalidPortId` for another flag of the connection than the first: no client has more.
-/// `InvalidInput` for reserved bits.
+/// `InvalidPortId` if the parameter selects any flag of the connection but the first: no client has more flags.
+/// `InvalidInput` if reserved bits are set.
 pub fn connection(parameter: u64) -> Result<u32, Status> {
     const FLAG: u64 = 0xffff << 32;
     const CONNECTION: u64 = 0xff_ffff;
@@ -226,9 +226,9 @@ pub fn connection(parameter: u64) -> Result<u32, Status> {
     }
 }
 
-/// Reads a set of virtual processors: the format, the mask of valid banks, and the banks. The first word has the index
-/// `at`. Returns the set, and the index of the word after it. `most` is one more than the largest VP index: banks
-/// beyond it are not read.
+/// Reads a set of virtual processors: the format, the mask of valid banks, and the banks. The first word of the set has
+/// the index `at`. `most` is one more than the largest VP index; banks beyond that index are not read. Returns the set,
+/// and the index of the word after the set.
 fn read_set<E: From<Status>>(
     input: Input,
     at: usize,
@@ -261,8 +261,8 @@ fn read_set<E: From<Status>>(
     Ok((Some(VpSet { valid, banks }), after))
 }
 
-/// The virtual processors whose translations are to be flushed: all of their translations, whatever address space and
-/// addresses the guest names.
+/// The virtual processors whose translations are to be flushed. All of their translations are flushed, whatever address
+/// space and addresses the guest names.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Flush {
     /// `None`: no virtual processor.
@@ -279,7 +279,7 @@ impl Flush {
         most: u32,
         mut word: impl FnMut(usize) -> Result<u64, E>,
     ) -> Result<Self, E> {
-        /// A longer list is not read: all translations are flushed anyway.
+        /// A longer list is not read, because all translations are flushed anyway.
         const LONGEST_LIST: usize = 15;
         const ALL_PROCESSORS: u64 = 1;
         const FLAGS: usize = 1;

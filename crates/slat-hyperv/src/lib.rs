@@ -1,11 +1,11 @@
-//! Hyper-V's interface to a guest, as far as KVM offers it, as pure state machines.
+//! The part of Hyper-V's guest interface that KVM offers, as pure state machines.
 //!
 //! A part of slat: there is no promise about this crate's API, and any version may change it.
 //!
 //! The modules use no descriptor, ioctl, thread, clock or guest memory. Time is an argument. Data to write to guest
-//! memory is returned as a value, and data is read from guest memory through a closure. Effects of a register access
-//! outside a module are returned as values. The rules are those of Hyper-V's Top Level Functional Specification (TLFS),
-//! or KVM's where KVM differs.
+//! memory is returned as a value, and data is read from guest memory through a closure. If a register access has
+//! effects outside a module, the module returns these effects as values. The rules are those of Hyper-V's Top Level
+//! Functional Specification (TLFS), or KVM's where KVM differs.
 //!
 //! | file | idea |
 //! |---|---|

@@ -1,7 +1,7 @@
 //! Messages in the page of a SynIC, which has a slot of 256 bytes for each source.
 //!
-//! A slot is free while its type is 0. A sender that finds the slot taken sets a flag in it. When the guest has freed
-//! the slot, it tells the SynIC that the next message can be sent.
+//! A slot is free while its type is 0. A sender that finds the slot occupied sets a flag in the slot. When the guest
+//! has freed the slot, the guest tells the SynIC that the next message can be sent.
 
 /// Bytes of a slot.
 pub const SLOT_BYTES: u64 = 256;

@@ -51,14 +51,15 @@ enum PageState {
     Broken,
 }
 
-/// A page that [`Partition::begin_page`] has found due to be written.
+/// A page that is due to be written: the result of [`Partition::begin_page`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DuePage {
     /// The page's guest-physical address.
     pub address: u64,
-    /// Whether a valid page must keep its contents: the guest relies on them until it ends the emulation of its TSC.
+    /// Whether a valid page must keep its contents. The guest relies on the contents until it ends the emulation of its
+    /// TSC.
     pub keeps_contents: bool,
-    /// The sequence that a page had last.
+    /// The sequence that the page had last.
     pub last_sequence: u32,
     before: PageState,
 }
@@ -98,7 +99,7 @@ pub struct Partition {
 }
 
 impl Partition {
-    /// Whether the guest has identified itself. From then on its hypercalls are Hyper-V's.
+    /// Whether the guest has identified itself. After that the guest's hypercalls are Hyper-V's.
     pub fn is_identified(&self) -> bool {
         self.guest_os_id != 0
     }
@@ -108,7 +109,7 @@ impl Partition {
         self.invariant_control & EXPOSE_INVARIANT != 0
     }
 
-    /// Whether the guest's debugger uses hypercalls.
+    /// Whether the guest's debugger makes hypercalls.
     pub fn debugs_by_hypercalls(&self) -> bool {
         self.debugger.options & DEBUG_BY_HYPERCALLS != 0
     }
@@ -224,7 +225,7 @@ impl Partition {
         }
     }
 
-    /// Whether a page that is valid now must not be changed.
+    /// Whether a page in `state` is valid, and must not be changed now.
     fn keeps_page(&self, state: PageState) -> bool {
         state != PageState::NamedByGuest && self.tsc_emulation_control != 0
     }

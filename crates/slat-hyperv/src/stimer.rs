@@ -1,8 +1,8 @@
 //! The synthetic timers of one virtual processor. There are four, one-shot or periodic. A timer sends a message to a
 //! source of the SynIC, or an interrupt directly to the local APIC.
 //!
-//! A timer counts by the reference clock, but its alarm is set by the host's clock; a [`Moment`] has both. As in KVM,
-//! a timer whose message finds no free slot waits for one and does not count meanwhile, and a periodic timer skips
+//! A timer counts by the reference clock, but its alarm is set by the host's clock; a [`Moment`] has both times. As in
+//! KVM, a timer whose message finds no free slot waits for a slot, and does not count meanwhile. A periodic timer skips
 //! ticks that are late.
 
 use crate::msr::STIMER0_CONFIG;
@@ -34,20 +34,21 @@ impl Moment {
     }
 }
 
-/// How a timer tells that it has expired.
+/// How a timer notifies the guest that the timer has expired.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Notice {
     /// The timer raises an interrupt with this vector at the local APIC.
     Interrupt(u8),
     /// The timer sends a message.
     Message {
-        /// The source whose slot gets the message.
+        /// The SINT whose slot gets the message.
         sint: u32,
         /// The index of the timer.
         timer: u32,
         /// When the timer expired, by the reference clock.
         expiration: u64,
-        /// Whether the message is dropped, and counts as delivered, if the slot is taken. The next tick serves as well.
+        /// Whether the message may be dropped if the slot is occupied. A dropped message counts as delivered, because
+        /// the next tick serves as well.
         may_be_dropped: bool,
     },
 }
@@ -57,7 +58,7 @@ pub enum Notice {
 pub enum Delivery {
     /// The guest has got the notice.
     Done,
-    /// The slot was taken, or the guest cannot be notified: the timer waits for [`Timers::acknowledged`].
+    /// The slot was occupied, or the guest cannot be notified. The timer waits for [`Timers::acknowledged`].
     Failed,
     /// The attempt was interrupted, and has to be repeated.
     Interrupted,
@@ -71,7 +72,7 @@ struct Timer {
     expiration: u64,
     /// The alarm, by the host's clock.
     alarm: Option<u64>,
-    /// Whether the timer has to be examined: it was changed, its alarm has gone off, or its slot may be free.
+    /// Whether the timer has to be examined: it was changed, its alarm has gone off, or its message slot may be free.
     is_due: bool,
     /// Whether the timer's message waits for a free slot.
     waits: bool,
@@ -128,7 +129,7 @@ impl Timer {
 pub struct Rights {
     /// Whether the virtual processor has a SynIC. Without one the host may write zeros only.
     pub has_synic: bool,
-    /// Interrupts can go directly to the local APIC.
+    /// Whether interrupts can go directly to the local APIC.
     pub direct_mode: bool,
 }
 
@@ -155,8 +156,8 @@ impl Timers {
         }
     }
 
-    /// Writes the configuration or the count of a timer; both stop it. An enabled timer starts again
-    /// in [`run`](Self::run).
+    /// Writes the configuration or the count of a timer. Either write stops the timer. [`run`](Self::run) starts the
+    /// timer again if it is enabled.
     ///
     /// # Errors
     /// `rights` do not allow the write.
@@ -188,8 +189,8 @@ impl Timers {
         } else {
             timer.stop();
             timer.count = value;
-            // When the host restores a timer, it writes configuration and count one after the other, so
-            // neither changes the other.
+            // When the host restores a timer, it writes configuration and count one after the other. So neither of
+            // these writes changes the other register.
             if by_guest && value == 0 {
                 timer.config &= !ENABLED;
             } else if by_guest && timer.has(AUTO_ENABLE) {

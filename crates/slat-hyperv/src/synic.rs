@@ -7,13 +7,13 @@ use crate::{Refused, Writer};
 
 /// The number of synthetic interrupt sources.
 pub const SINTS: usize = 16;
-/// SVERSION.
+/// The value of SVERSION.
 const VERSION: u64 = 1;
-/// SCONTROL, SIMP and SIEFP.
+/// The enable bit of SCONTROL, SIMP and SIEFP.
 const ENABLED: u64 = 1;
 /// The address in SIMP and SIEFP.
 const PAGE: u64 = !0xfff;
-/// SINTx.
+/// The vector field of SINTx.
 const VECTOR: u64 = 0xff;
 const MASKED: u64 = 1 << 16;
 const AUTO_EOI: u64 = 1 << 17;
@@ -29,7 +29,7 @@ pub enum Effect {
     Vectors,
     /// This MSR has changed. The caller tells the client, which may emulate devices that send messages.
     Exit(u32),
-    /// The guest has read messages, so messages that wait for a free slot can be sent, for every source.
+    /// The guest has read messages. So messages of every source that wait for a free slot can be sent.
     EndOfMessage,
 }
 
@@ -61,8 +61,8 @@ impl Default for Synic {
 }
 
 impl Synic {
-    /// Enables the SynIC. With `clears_pages`, a page that the guest names is filled with zeros
-    /// (`KVM_CAP_HYPERV_SYNIC`, in contrast to `KVM_CAP_HYPERV_SYNIC2`).
+    /// Enables the SynIC. If `clears_pages` is true, each page that the guest names is filled with zeros
+    /// (`KVM_CAP_HYPERV_SYNIC`); otherwise pages keep their contents (`KVM_CAP_HYPERV_SYNIC2`).
     pub fn activate(&mut self, clears_pages: bool) {
         self.active = true;
         self.clears_pages = clears_pages;
@@ -93,8 +93,8 @@ impl Synic {
         })
     }
 
-    /// Returns the address of the page that the guest names by writing `value`, if the page has to be filled with zeros
-    /// before the write. If it cannot be filled, refuse the write.
+    /// Returns the address of the page that the guest names by writing `value`, if that page has to be filled with
+    /// zeros before the write. If the page cannot be filled, the caller must refuse the write.
     pub fn page_to_clear(&self, index: u32, value: u64) -> Option<u64> {
         let names_page = matches!(index, SIEFP | SIMP) && value & ENABLED != 0;
         (self.active && self.clears_pages && names_page).then_some(value & PAGE)
@@ -103,8 +103,8 @@ impl Synic {
     /// Writes a register.
     ///
     /// # Errors
-    /// The register does not exist, is read-only, or cannot hold the value; or there is no SynIC (the host
-    /// may then write zeros).
+    /// The register does not exist, is read-only, or cannot hold the value. Or there is no SynIC; the host may then
+    /// write only zeros.
     pub fn write(&mut self, index: u32, value: u64, by: Writer) -> Result<Effect, Refused> {
         let by_guest = by == Writer::Guest;
         if !self.active && (by_guest || value != 0) {
@@ -143,13 +143,14 @@ impl Synic {
         (sint & MASKED == 0).then_some((sint & VECTOR) as u8)
     }
 
-    /// The sources with this vector, a bit each.
+    /// Returns the sources with this vector, a bit each.
     pub fn sources_of(&self, vector: u8) -> u16 {
         let sources = (0..SINTS as u32).filter(|sint| self.vector(*sint) == Some(vector));
         sources.fold(0, |set, sint| set | 1 << sint)
     }
 
-    /// Whether an interrupt with this vector ends when it is delivered, because a source with this vector says so.
+    /// Whether an interrupt with this vector ends when it is delivered (automatic end of interrupt), because a source
+    /// with this vector is configured so.
     pub fn ends_itself(&self, vector: u8) -> bool {
         (0..SINTS as u32).any(|sint| {
             self.vector(sint) == Some(vector) && self.sints[sint as usize] & AUTO_EOI != 0

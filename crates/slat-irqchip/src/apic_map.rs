@@ -1,4 +1,4 @@
-//! Finds the local APICs that a message is for, without asking each APIC.
+//! Finds the local APICs to which a message is addressed, without asking each APIC.
 //!
 //! [`ApicMap`] is a snapshot of the APICs' [`Address`]es. The code that shares it builds a new one when an address has
 //! changed: at most a few times while a guest boots. A look-up by id is a binary search. A logical id of x2APIC mode
@@ -9,7 +9,7 @@ use crate::message::{BROADCAST, DeliveryMode, Destination, Message};
 use alloc::collections::TryReserveError;
 use alloc::vec::Vec;
 
-/// How messages find one local APIC.
+/// The ids by which messages find one local APIC.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Address {
     /// The physical id.
@@ -29,7 +29,7 @@ pub enum Logical {
     Flat(u8),
     /// Cluster model: the cluster is in the upper half; each of its four APICs has a bit in the lower half.
     Cluster(u8),
-    /// x2APIC mode: the logical id follows from the physical id.
+    /// x2APIC mode: the logical id is computed from the physical id.
     X2apic,
 }
 
@@ -61,7 +61,7 @@ struct Entry {
 pub struct ApicMap {
     /// Sorted by physical id. Several APICs may have given themselves the same id.
     by_id: Vec<Entry>,
-    /// Some APIC is in xAPIC mode.
+    /// Whether some APIC is in xAPIC mode.
     has_xapic: bool,
 }
 
@@ -75,7 +75,7 @@ impl ApicMap {
             .try_reserve(apics.saturating_sub(self.by_id.len()))
     }
 
-    /// Replaces all addresses. `addresses` gives each with the number by which the caller knows the APIC.
+    /// Replaces all addresses. `addresses` yields each address with the number by which the caller knows the APIC.
     pub fn rebuild(&mut self, addresses: impl Iterator<Item = (usize, Address)>) {
         self.by_id.clear();
         self.has_xapic = false;
@@ -112,7 +112,8 @@ impl ApicMap {
         }
     }
 
-    /// Calls `visit` with each APIC that `destination` names. `sender` is the APIC that sent the message, if one did.
+    /// Calls `visit` with each APIC that `destination` names. `sender` is the APIC that sent the message, if an APIC
+    /// did.
     pub fn visit(
         &self,
         destination: Destination,
@@ -158,8 +159,8 @@ impl ApicMap {
         }
     }
 
-    /// Calls `deliver` with each APIC that `message` is for. A lowest-priority message goes to one of the APICs that
-    /// take interrupts. As in KVM, the vector determines which one, so that an interrupt stays on one CPU.
+    /// Calls `deliver` with each APIC to which `message` goes. A lowest-priority message goes to one of the APICs that
+    /// accept interrupts. As in KVM, the vector determines this APIC, so that an interrupt stays on one CPU.
     pub fn route(&self, message: &Message, sender: Option<usize>, mut deliver: impl FnMut(usize)) {
         let destination = message.destination;
         if message.mode != DeliveryMode::LowestPriority {
@@ -321,7 +322,7 @@ mod tests {
                 let found = routed(&map, DeliveryMode::LowestPriority, vector, destination);
                 assert_eq!(found, [if vector & 1 == 0 { 0 } else { 2 }]);
             }
-            // An INIT finds all.
+            // An INIT reaches all APICs.
             assert_eq!(routed(&map, DeliveryMode::Init, 0, destination), [0, 1, 2]);
         }
         let none = map_without(&[0, 1, 2], &x2apic);

@@ -1,16 +1,17 @@
 //! The I/O APIC of a PC: an 82093AA, version 0x11, with 24 pins.
 //!
 //! As in KVM, a high line means that a device asks for an interrupt; the polarity bit of a redirection entry has no
-//! effect. An edge at a masked pin is lost, while a level waits until the pin is unmasked. A level whose device is not
-//! served is delivered again at each end of interrupt; after [`SUCCESSIVE`] times in a row, the caller is asked to let
-//! the guest run for a while first.
+//! effect. An edge at a masked pin is lost, while a level waits until the pin is unmasked. A level that stays high is
+//! delivered again at each end of interrupt. After [`SUCCESSIVE`] redeliveries in a row, the caller is asked to let the
+//! guest run for a while first.
 //!
 //! Messages go to a closure `deliver`, which returns how many local APICs have accepted the message. An entry with
 //! delivery mode ExtINT sends a message like any other, and the local APICs decide about it (KVM's drop it, because the
 //! 8259 pair is wired to LINT0).
 //!
-//! Not implemented: an EOI register, which comes with version 0x20; and KVM's record of the CPUs that have yet to end
-//! the interrupt of pin 8 (the RTC). Until all of them have, KVM reports a further edge at that pin as coalesced.
+//! Not implemented: an EOI register, which version 0x20 introduced; and KVM's record of the CPUs that have not yet
+//! ended the interrupt of pin 8 (the RTC). While this record is not empty, KVM reports a further edge at that pin as
+//! coalesced.
 
 #[cfg(test)]
 mod tests;
@@ -24,7 +25,8 @@ pub const PINS: usize = 24;
 pub const DEFAULT_BASE: u64 = 0xfec0_0000;
 /// Bytes of the registers' address range.
 pub const WINDOW: u64 = 0x100;
-/// Redeliveries of a level in a row after which [`IoApic::end_of_interrupt`] postpones the next one: KVM's number.
+/// The number of redeliveries of a level in a row after which [`IoApic::end_of_interrupt`] postpones the next
+/// redelivery. The number is KVM's.
 pub(crate) const SUCCESSIVE: u32 = 10_000;
 
 /// Offsets in the registers' address range.
@@ -35,7 +37,7 @@ const IOWIN: u64 = 0x10;
 const REGISTER_ID: u32 = 0;
 const REGISTER_VERSION: u32 = 1;
 const REGISTER_ARBITRATION: u32 = 2;
-/// The low half of entry 0. The high half follows, then entry 1.
+/// The low half of entry 0. The next registers are the high half of entry 0, the low half of entry 1, and so on.
 const REGISTER_ENTRIES: u32 = 0x10;
 
 const VERSION: u32 = 0x11 | (PINS as u32 - 1) << 16;
@@ -61,7 +63,7 @@ pub struct IoApicState {
     pub ioregsel: u32,
     /// The APIC id.
     pub id: u32,
-    /// The pins whose line is high, by bit. In a saved state, edges that were delivered are removed; the remaining bits
+    /// The pins whose line is high, by bit. A saved state has no bits of edges that were delivered. The remaining bits
     /// are delivered when the state is restored.
     pub irr: u32,
     /// Padding, which KVM keeps.
@@ -70,12 +72,12 @@ pub struct IoApicState {
     pub redirtbl: [u64; PINS],
 }
 
-/// A redirection entry was written.
+/// The result of a write to a redirection entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EntryWrite {
     /// The pin of the entry.
     pub pin: usize,
-    /// Whether the pin was masked and is not any longer.
+    /// Whether the write has unmasked the pin.
     pub unmasked: bool,
 }
 
@@ -86,7 +88,7 @@ pub struct IoApic {
     /// The pins, by bit, whose edge in `state.irr` was delivered.
     delivered: u32,
     lines: Lines<PINS>,
-    /// For each pin, how often in a row its level was delivered again at its end of interrupt.
+    /// For each pin, the number of times in a row that its level was delivered again at its end of interrupt.
     successive: [u32; PINS],
 }
 
@@ -165,7 +167,7 @@ impl IoApic {
         let bit = 1 << pin;
         let entry = self.state.redirtbl[pin];
         if !is_level(entry) {
-            // A restored state delivers these again, even an edge that was coalesced, as in KVM.
+            // As in KVM, a restored state delivers all of these edges again, even an edge that was coalesced.
             self.delivered &= !bit;
             if self.state.irr & bit != 0 {
                 return Outcome::Coalesced;
@@ -249,12 +251,12 @@ impl IoApic {
         }
     }
 
-    /// Writes to `offset` in the registers' address range. Returns the redirection entry that was written, if one was;
+    /// Writes to `offset` in the registers' address range. Returns the redirection entry that was written, if any;
     /// local APICs then have to look at [`vectors`](Self::vectors).
     ///
-    /// A level that waits at the pin of this entry may be out of date, if the device was served while the pin was
-    /// masked. So `acknowledged` is called for the pin, as by [`end_of_interrupt`](Self::end_of_interrupt). If the line
-    /// is still high, the level is delivered.
+    /// If the device was served while the pin of this entry was masked, a level that waits at the pin is out of date.
+    /// So `acknowledged` is called for the pin, as by [`end_of_interrupt`](Self::end_of_interrupt). If the line is
+    /// still high afterwards, the level is delivered.
     pub fn write(
         &mut self,
         offset: u64,
@@ -297,12 +299,13 @@ impl IoApic {
             false => old & !0xffff_ffff | value,
         };
         let mut new = new & !READ_ONLY | old & READ_ONLY;
-        // Where there is no EOI register, systems end an interrupt by switching its pin to edges and back.
+        // Without an EOI register, operating systems end an interrupt by switching its pin to edge-triggered mode and
+        // back.
         if !is_level(new) {
             new &= !REMOTE_IRR;
         }
-        // A high line is no edge when the pin is switched to edges. When the pin is switched to levels,
-        // the high line counts.
+        // A high line is no edge when the pin is switched to edge-triggered mode. When the pin is switched to
+        // level-triggered mode, the high line counts as a level.
         match (is_level(old), is_level(new)) {
             (true, false) => self.delivered |= 1 << pin & self.state.irr,
             (false, true) => self.delivered &= !(1 << pin),
@@ -314,12 +317,13 @@ impl IoApic {
 
     /// Call after a local APIC has ended the interrupt `vector`. `level` is the vector's bit in the APIC's TMR.
     ///
-    /// Calls `acknowledged` with each pin that has the vector. It returns the sources, by bit, that held the line only
-    /// until now (KVM's resample irqfds), or 0. Then, if `level`, a pin whose line is still high is delivered again.
+    /// Calls `acknowledged` with each pin that has the vector. `acknowledged` returns the sources, by bit, that held
+    /// the line only until this end of interrupt (KVM's resample irqfds), or 0. Then, if `level` is true, each pin
+    /// whose line is still high is delivered again.
     ///
-    /// Returns the pins, by bit, that were delivered again [`SUCCESSIVE`] times in a row: their devices are not being
-    /// served. The caller has to deliver them by [`deliver_pending`](Self::deliver_pending), after a while in which the
-    /// guest runs (KVM: 10 ms).
+    /// Returns the pins, by bit, that were delivered again [`SUCCESSIVE`] times in a row, because their devices are not
+    /// being served. The caller has to deliver these pins by [`deliver_pending`](Self::deliver_pending), after the
+    /// guest has run for a while (10 ms in KVM).
     pub fn end_of_interrupt(
         &mut self,
         vector: u8,
@@ -353,7 +357,7 @@ impl IoApic {
     }
 
     /// Delivers the levels that wait at unmasked pins. Call some time after
-    /// [`end_of_interrupt`](Self::end_of_interrupt) postponed one.
+    /// [`end_of_interrupt`](Self::end_of_interrupt) has postponed a level.
     pub fn deliver_pending(&mut self, deliver: &mut impl FnMut(Message) -> usize) {
         for pin in 0..PINS {
             if self.is_waiting(pin) {
@@ -370,8 +374,8 @@ impl IoApic {
             .any(|&entry| vector_of(entry) == vector)
     }
 
-    /// Returns the vectors, by bit, for which [`handles`](Self::handles) is true. With these a caller can end other
-    /// interrupts without a lock.
+    /// Returns the vectors, by bit, for which [`handles`](Self::handles) is true. A caller can end interrupts with
+    /// other vectors without a lock.
     pub fn vectors(&self) -> [u64; 4] {
         let mut vectors = [0; 4];
         for &entry in &self.state.redirtbl {

@@ -1,5 +1,5 @@
-//! The local APIC of one vCPU: registers, priorities, timer. It knows nothing of other vCPUs: what it wants done
-//! outside is returned as an [`Effect`], which the VM carries out.
+//! The local APIC of one vCPU: registers, priorities, timer. The local APIC knows nothing of other vCPUs. Work outside
+//! the APIC is returned as an [`Effect`], which the VM carries out.
 //!
 //! Implemented: xAPIC (memory) and x2APIC (MSR) modes, interrupts of every delivery mode, the LVT timer in all three
 //! modes, and an 8259 or an NMI through LINT0. Not implemented: the error bits of the error status register; the
@@ -72,7 +72,7 @@ pub enum Effect {
     /// The timer has a new deadline, or none: see [`Lapic::deadline`]. If the old deadline had passed, it has
     /// become an interrupt.
     Timer,
-    /// The guest has ended the interrupt with this vector. `true` if it was level-triggered.
+    /// The guest has ended the interrupt with this vector. `true`: the interrupt was level-triggered.
     Eoi(u8, bool),
 }
 
@@ -98,14 +98,14 @@ fn mode(base: u64) -> u64 {
     base & (BASE_ENABLE | BASE_X2APIC)
 }
 
-/// Checks a new value of the APIC_BASE MSR. The client may restore any valid value. With `from_guest`, the processor's
-/// rules for changes of the mode apply, too (SDM volume 3, "x2APIC State Transitions").
+/// Checks a new value of the APIC_BASE MSR. The client may restore any valid value. If `from_guest` is true, the
+/// processor's rules for changes of the mode apply, too (SDM volume 3, "x2APIC State Transitions").
 ///
 /// # Errors
-/// Reserved bits, x2APIC mode of a disabled APIC, and the mode changes that hardware refuses.
+/// Reserved bits are set, a disabled APIC is in x2APIC mode, or hardware refuses the change of mode.
 pub fn check_base(old: u64, new: u64, from_guest: bool) -> Result<(), Refused> {
     let reserved = new & !(0x000f_ffff_ffff_f000 | BASE_BSP | BASE_ENABLE | BASE_X2APIC) != 0;
-    // x2APIC mode can only change to disabled, and can only follow enabled.
+    // x2APIC mode can only change to the disabled state, and can only follow the enabled xAPIC mode.
     let refused = match (mode(old), mode(new)) {
         (_, BASE_X2APIC) => true,
         (X2APIC_MODE, BASE_ENABLE) | (0, X2APIC_MODE) => from_guest,
@@ -123,7 +123,7 @@ pub struct Lapic {
     regs: [u32; REGISTERS],
     base: u64,
     x2apic_id: u32,
-    /// When the timer was started and when it ends, in nanoseconds of the VM's clock.
+    /// The times at which the timer was started and at which it ends, in nanoseconds of the VM's clock.
     started: u64,
     deadline: Option<u64>,
     tsc_deadline: u64,
@@ -150,7 +150,7 @@ impl Lapic {
         lapic
     }
 
-    /// Does what INIT does: resets everything but the base and the id.
+    /// Resets everything but the base and the id, as INIT does.
     pub fn reset(&mut self) {
         let id = self.get(reg::ID);
         self.regs = [0; REGISTERS];
@@ -168,14 +168,14 @@ impl Lapic {
         self.tsc_deadline = 0;
     }
 
-    /// Whether an 8259's interrupt line reaches the CPU: through LINT0, or directly while the APIC is disabled.
+    /// Whether an 8259's interrupt line reaches the CPU: through LINT0, or directly if the APIC is disabled.
     pub fn accepts_external(&self) -> bool {
         let lint0 = self.get(reg::LVT_LINT0);
         self.base & BASE_ENABLE == 0
             || lint0 & LVT_MASKED == 0 && DeliveryMode::of(lint0) == DeliveryMode::ExtInt
     }
 
-    /// Whether a pulse of LINT0 is an NMI, as for a watchdog that uses the PIT.
+    /// Whether a pulse of LINT0 is an NMI. A watchdog that uses the PIT sets LINT0 so.
     pub fn lint0_is_nmi(&self) -> bool {
         let lint0 = self.get(reg::LVT_LINT0);
         self.base & BASE_ENABLE != 0
@@ -217,7 +217,7 @@ impl Lapic {
     /// Writes the APIC_BASE MSR.
     ///
     /// # Errors
-    /// Reserved bits, and the mode changes that hardware refuses.
+    /// Reserved bits are set, or hardware refuses the change of mode.
     pub fn set_base(&mut self, base: u64, from_guest: bool) -> Result<(), Refused> {
         check_base(self.base, base, from_guest)?;
         let (old, new) = (mode(self.base), mode(base));
@@ -231,7 +231,7 @@ impl Lapic {
         Ok(())
     }
 
-    /// Whether `gpa` is in the page of the registers while they are not mapped there.
+    /// Whether `gpa` is in the page of the APIC's registers although the registers are not mapped there now.
     pub fn is_hole(&self, gpa: u64) -> bool {
         self.page().is_none() && gpa & !0xfff == self.base & 0x000f_ffff_ffff_f000
     }
@@ -328,7 +328,7 @@ impl Lapic {
             offset @ (reg::LVT_LINT0 | reg::LVT_LINT1) => self.set_lvt(offset, value, 0x1_f7ff),
             reg::LVT_ERROR => self.set_lvt(reg::LVT_ERROR, value, 0x1_10ff),
             reg::TIMER_INITIAL if !self.tsc_deadline_mode() => {
-                // If the old count has ended by now, it is an interrupt, although no thread has
+                // If the old count has ended by now, the timer's interrupt becomes pending, although no thread has
                 // looked at the timer since.
                 self.tick(now);
                 self.set(reg::TIMER_INITIAL, value);
@@ -430,7 +430,7 @@ impl Lapic {
         Ok(self.write(reg::ICR, value as u32, now))
     }
 
-    /// Reads ICR or TPR by Hyper-V's MSR for the register, in whatever mode the APIC is.
+    /// Reads ICR or TPR by Hyper-V's MSR for the register, in any mode of the APIC.
     ///
     /// # Errors
     /// The register has no such MSR, or cannot be read.
@@ -442,8 +442,8 @@ impl Lapic {
         }
     }
 
-    /// Writes EOI, ICR or TPR by Hyper-V's MSR for the register, in whatever mode the APIC is. The upper
-    /// half of ICR is ICR2.
+    /// Writes EOI, ICR or TPR by Hyper-V's MSR for the register, in any mode of the APIC. The upper half of the MSR for
+    /// ICR is ICR2.
     ///
     /// # Errors
     /// The register has no such MSR, or the value has reserved bits.
@@ -522,8 +522,8 @@ impl Lapic {
         self.set(reg::IRR + offset, self.get(reg::IRR + offset) & !bit);
     }
 
-    /// Whether the end of the interrupt in service concerns the guest only: no other interrupt is pending, and no
-    /// I/O APIC waits for it.
+    /// Whether the end of the interrupt in service concerns only the guest: no other interrupt is pending, and no I/O
+    /// APIC waits for the end.
     pub fn may_end_silently(&self) -> bool {
         let edge = |vector| {
             let (offset, bit) = Self::bit(vector);
@@ -537,8 +537,8 @@ impl Lapic {
         self.tsc_khz = khz;
     }
 
-    /// Sets the length of a bus cycle, which is the timer's unit. It is 1 ns unless this is called. Call before the
-    /// guest runs. The longest count, [`u32::MAX`] with [`MAX_DIVISOR`], has to fit 64 bits.
+    /// Sets the length of a bus cycle, which is the timer's unit. The default is 1 ns. Call before the guest runs. The
+    /// longest count, [`u32::MAX`] with [`MAX_DIVISOR`], has to fit 64 bits.
     pub fn set_bus_cycle(&mut self, nanoseconds: u64) {
         self.bus_cycle_ns = nanoseconds;
     }
@@ -567,7 +567,7 @@ impl Lapic {
         };
         let id = match self.x2apic() {
             true => self.x2apic_id,
-            // A guest in xAPIC mode may have given itself another id than its vCPU's.
+            // A guest in xAPIC mode may have given its APIC another id than its vCPU's.
             false => self.get(reg::ID) >> 24,
         };
         Some(Address {
@@ -592,7 +592,7 @@ impl Lapic {
         self.get(reg::LVT_TIMER) >> 17 & 3 == 1
     }
 
-    /// Nanoseconds of one full count. A periodic count has KVM's minimum.
+    /// Nanoseconds of one full count. A periodic count is at least as long as KVM's minimum.
     fn period(&self) -> u64 {
         match u64::from(self.get(reg::TIMER_INITIAL)) * self.count_ns() {
             0 => 0,
@@ -636,7 +636,7 @@ impl Lapic {
         Effect::Timer
     }
 
-    /// When the timer has to be looked at next.
+    /// Returns the time at which the timer has to be examined next.
     pub fn deadline(&self) -> Option<u64> {
         self.deadline
     }

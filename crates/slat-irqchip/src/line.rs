@@ -3,7 +3,7 @@
 /// The effect of a change of an interrupt line at one controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// The line is high, but it is masked, or it is a level that waits for the end of the previous interrupt.
+    /// The line is high, but it is masked, or its level waits for the end of the previous interrupt.
     Ignored,
     /// The line is high, but its earlier interrupt is still pending: the guest sees one interrupt for both.
     Coalesced,
@@ -47,8 +47,8 @@ impl<const N: usize> Lines<N> {
         self.held[line] != 0
     }
 
-    /// Makes all `sources` release `line`. Returns whether the line fell. A line without a source has not fallen: in a
-    /// restored state it may be high.
+    /// Makes all `sources` release `line`. Returns whether the line fell. A line that had no source has not fallen:
+    /// after a restore such a line may be high.
     pub(crate) fn lower(&mut self, line: usize, sources: u64) -> bool {
         let was_held = self.held[line] & sources != 0;
         self.held[line] &= !sources;

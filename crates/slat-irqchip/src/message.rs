@@ -1,13 +1,13 @@
-//! Interrupt messages: what an ICR write, an MSI or an entry of an I/O APIC sends to local APICs.
+//! Interrupt messages, which an ICR write, an MSI or an entry of an I/O APIC sends to local APICs.
 
 /// How an interrupt is delivered (SDM volume 3, 12.6.1).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeliveryMode {
-    /// To each destination, under the vector.
+    /// The message goes to each destination, with the vector.
     Fixed,
     /// The message goes to one of the destinations.
     LowestPriority,
-    /// System management.
+    /// A system management interrupt.
     Smi,
     /// A reserved mode: the message is not delivered.
     Reserved,
@@ -37,14 +37,14 @@ impl DeliveryMode {
     }
 }
 
-/// The local APICs for which a message is.
+/// The local APICs to which a message goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Destination {
     /// The sender.
     Sender,
     /// Every APIC.
     All,
-    /// Every APIC but the sender's.
+    /// Every APIC except the sender's.
     Others,
     /// The APIC with this id.
     Physical(u32),
@@ -53,8 +53,8 @@ pub enum Destination {
 }
 
 impl Destination {
-    /// Decodes a destination field. An id of all ones is a broadcast. The id's width is the sender's: 8 bits from xAPIC
-    /// mode, an I/O APIC or an MSI, 32 from x2APIC mode.
+    /// Decodes a destination field. An id of all ones is a broadcast. The sender determines the id's width: 8 bits for
+    /// an APIC in xAPIC mode, an I/O APIC or an MSI, 32 bits for x2APIC mode.
     pub fn new(id: u32, logical: bool, broadcast: u32) -> Self {
         match logical {
             _ if id == broadcast => Destination::All,
@@ -72,7 +72,7 @@ pub enum MsiIds {
     Eight,
     /// Bits 40 to 63 of the address are bits 8 to 31 of the destination.
     ThirtyTwo {
-        /// Whether 0xffff_ffff is the broadcast. Then 0xff reaches only APICs in xAPIC mode with that id.
+        /// Whether 0xffff_ffff is the broadcast. Then 0xff reaches only APICs in xAPIC mode that have the id 0xff.
         wide_broadcast: bool,
     },
 }
@@ -82,13 +82,13 @@ pub enum MsiIds {
 pub struct Message {
     /// The vector; the page number for [`DeliveryMode::StartUp`].
     pub vector: u8,
-    /// How it is delivered.
+    /// How the message is delivered.
     pub mode: DeliveryMode,
     /// Level-triggered: the APIC reports its end of interrupt to I/O APICs.
     pub level: bool,
-    /// False for the end of a level, which is no interrupt.
+    /// False: the message ends a level, and is no interrupt.
     pub assert: bool,
-    /// The local APICs for which the message is.
+    /// The local APICs to which the message goes.
     pub destination: Destination,
 }
 

@@ -1,11 +1,11 @@
 //! The pair of 8259A interrupt controllers of a PC, with the edge/level registers of its chipset.
 //!
 //! The slave's output is input 2 of the master. As in KVM, the master latches a request of the slave like an edge. If
-//! the slave withdraws it before the CPU acknowledges, the CPU gets the slave's spurious interrupt, 15.
+//! the slave withdraws the request before the CPU acknowledges it, the CPU gets the slave's spurious interrupt, 15.
 //!
-//! The guest ends an interrupt with a command, or makes the controller end it automatically. Calls that can end
-//! interrupts return the lines of these interrupts, because others wait for that: the resamplefds of `KVM_IRQFD`, and
-//! the next tick of the 8254.
+//! The guest ends an interrupt by a command, or makes the controller end it automatically. Calls that can end
+//! interrupts return the lines of these interrupts, because other parts wait for their end: the resamplefds of
+//! `KVM_IRQFD`, and the next tick of the 8254.
 //!
 //! Not implemented, as in KVM: a single 8259A, and level-triggered mode for all inputs at once (ICW1's SNGL and LTIM).
 
@@ -22,7 +22,7 @@ pub const LINES: usize = 16;
 const CASCADE: u8 = 2;
 /// The input whose vector the CPU gets when no input has a request.
 const SPURIOUS: u8 = 7;
-/// The lines that the edge/level registers can make level-triggered: all but 0, 1, 2, 8 and 13.
+/// The lines that the edge/level registers can make level-triggered: all lines but 0, 1, 2, 8 and 13.
 const ELCR_MASK: [u8; 2] = [0xf8, 0xde];
 
 /// One controller of the pair.
@@ -66,7 +66,7 @@ pub struct Pics {
     /// Master and slave.
     chips: [PicState; 2],
     lines: Lines<LINES>,
-    /// The sources, by bit, that hold a line only until the guest ends its interrupt.
+    /// The sources, by bit, that hold a line only until the guest ends the line's interrupt.
     until_end: u64,
 }
 
@@ -82,9 +82,9 @@ impl Pics {
         Self::with_sources_until_end(0)
     }
 
-    /// Like [`new`](Self::new), but `sources`, by bit, hold a line only until the guest ends its interrupt. They
-    /// release the line before the pair looks at its lines again: otherwise the slave would ask the master once more
-    /// for that line, and leave a spurious interrupt there.
+    /// Like [`new`](Self::new), but `sources`, by bit, hold a line only until the guest ends the line's interrupt. They
+    /// release the line before the pair looks at its lines again. Otherwise the slave would ask the master once more
+    /// for that line, and the CPU would get a spurious interrupt.
     pub const fn with_sources_until_end(sources: u64) -> Self {
         Pics {
             chips: [PicState::new(ELCR_MASK[0]), PicState::new(ELCR_MASK[1])],
@@ -119,8 +119,8 @@ impl Pics {
         self.request(Chip::Master).is_some()
     }
 
-    /// Acknowledges the interrupt for which [`output`](Self::output) asks. If there is none any longer, returns the
-    /// vector of a spurious interrupt.
+    /// Acknowledges the interrupt for which [`output`](Self::output) asks. If there is no such interrupt any longer,
+    /// returns the vector of a spurious interrupt.
     pub fn acknowledge(&mut self) -> Acknowledged {
         let [master, slave] = &mut self.chips;
         let mut vector = master.irq_base.wrapping_add(SPURIOUS);
@@ -163,14 +163,14 @@ impl Pics {
         }
     }
 
-    /// Whether `port` is one of the pair's. All of them are 8 bits wide.
+    /// Whether `port` belongs to the pair. All its ports are 8 bits wide.
     pub fn answers(port: u16) -> bool {
         Self::register(port).is_some()
     }
 
-    /// Reads a port. Returns its value, and the lines, by bit, whose interrupt ended. Only a poll ends interrupts,
-    /// and only with automatic end of interrupt: as in the data sheet, a poll acknowledges. (KVM's poll always ends
-    /// the interrupt, too.)
+    /// Reads a port. Returns its value, and the lines, by bit, whose interrupt ended. Only a poll ends interrupts, and
+    /// only with automatic end of interrupt: as in the data sheet, a poll acknowledges an interrupt. (In KVM a poll
+    /// always ends the interrupt, too.)
     pub fn read(&mut self, port: u16) -> (u8, u16) {
         let Some((chip, register)) = Self::register(port) else {
             return (0xff, 0);
@@ -185,7 +185,7 @@ impl Pics {
         let cascade = (chip == Chip::Master).then_some(CASCADE);
         let (value, ended) = state.read(data, cascade);
         if polled_slave {
-            // The slave's request is served or withdrawn, so the CPU need not get it.
+            // The slave's request is served or withdrawn, so the master drops it.
             self.chips[0].irr &= !(1 << CASCADE);
         }
         let ended = chip.lines(ended);
@@ -230,7 +230,7 @@ impl Pics {
 }
 
 impl Chip {
-    /// Returns the lines of this controller's `inputs`, both by bit.
+    /// Returns the lines, by bit, of this controller's `inputs`, which are also by bit.
     fn lines(self, inputs: u8) -> u16 {
         match self {
             Chip::Master => u16::from(inputs),

@@ -2,8 +2,8 @@
 //!
 //! Each end of a count of counter 0 is a tick, for which IRQ 0 has to be pulsed. If the caller is late, or the guest
 //! slow, there are more ticks than interrupts. With reinjection, which is KVM's default, a tick waits until the guest
-//! has acknowledged the one before, so that none is lost: [`Pit::expire`] and [`Pit::acknowledged`] each return whether
-//! to pulse now. Without reinjection, all ticks that one call of `expire` finds are one.
+//! has acknowledged the previous tick, so that no tick is lost. [`Pit::expire`] and [`Pit::acknowledged`] each return
+//! whether to pulse IRQ 0 now. Without reinjection, all ticks that one call of `expire` finds cause one pulse.
 //!
 //! Counts follow the data sheet in all modes, binary and decimal. The exception is that a new initial count takes
 //! effect in the middle of a period (as in KVM). Where KVM is less exact, guests get the data sheet's behaviour: a
@@ -26,13 +26,14 @@ pub const HPET_LEGACY: u32 = 1;
 /// A flag of [`PitState`]: the speaker's bit of port 0x61 is set (`KVM_PIT_FLAGS_SPEAKER_DATA_ON`).
 pub const SPEAKER_DATA_ON: u32 = 2;
 
-/// The ports of the counters are this one and the next two.
+/// The port of counter 0. The ports of counters 1 and 2 follow.
 const COUNTERS: u16 = 0x40;
 const CONTROL: u16 = 0x43;
 /// The gate of counter 2, and the speaker.
 const SPEAKER: u16 = 0x61;
 
-/// Bits of a control word for one counter: the bytes to read and write. If none is set, it is the count latch command.
+/// Bits of a control word for one counter: the bytes to read and write. If no bit is set, the word is the count latch
+/// command.
 const CONTROL_BYTES: u8 = 3 << 4;
 /// The counter number that makes a control word a read-back command.
 const READ_BACK: u8 = 3;
@@ -44,7 +45,7 @@ const SPEAKER_GATE: u8 = 1;
 const SPEAKER_DATA: u8 = 1 << 1;
 const SPEAKER_REFRESH: u8 = 1 << 4;
 const SPEAKER_OUT: u8 = 1 << 5;
-/// The memory refresh bit changes every 2^14 ns: near a PC's 15 us, and KVM's choice.
+/// The memory refresh bit changes every 2^14 ns, as in KVM. On a PC it changes about every 15 us.
 const REFRESH_SHIFT: u32 = 14;
 
 /// The registers: the fields of `kvm_pit_state2`.
@@ -52,7 +53,7 @@ const REFRESH_SHIFT: u32 = 14;
 pub struct PitState {
     /// The counters.
     pub channels: [ChannelState; 3],
-    /// [`HPET_LEGACY`] and [`SPEAKER_DATA_ON`]; others have no effect.
+    /// [`HPET_LEGACY`] and [`SPEAKER_DATA_ON`]; other flags have no effect.
     pub flags: u32,
 }
 
@@ -61,7 +62,7 @@ pub struct PitState {
 pub struct Pit {
     channels: [Channel; 3],
     flags: u32,
-    /// Whether port 0x61 is answered here.
+    /// Whether this 8254 serves port 0x61.
     speaker: bool,
     /// The ticks of counter 0 that have been counted.
     ticks: Ticks,
@@ -70,8 +71,8 @@ pub struct Pit {
 
 impl Pit {
     /// Creates an 8254 as after reset. With `speaker` it serves port 0x61 (`KVM_PIT_SPEAKER_DUMMY`). Here and in all
-    /// other calls, `now` is in nanoseconds and never goes back. For clients that read `count_load_time` it has to
-    /// be `CLOCK_MONOTONIC`.
+    /// other calls, `now` is in nanoseconds and never goes back. If clients read `count_load_time`, `now` has to be a
+    /// time of `CLOCK_MONOTONIC`.
     pub fn new(speaker: bool, now: u64) -> Self {
         Pit {
             channels: [false, false, true].map(|gated| Channel::new(gated, now)),
@@ -82,7 +83,7 @@ impl Pit {
         }
     }
 
-    /// Whether `port` is one of the 8254's. All of them are 8 bits wide.
+    /// Whether `port` belongs to the 8254. All its ports are 8 bits wide.
     pub fn answers(&self, port: u16) -> bool {
         matches!(port, COUNTERS..=CONTROL) || port == SPEAKER && self.speaker
     }
@@ -188,7 +189,7 @@ impl Pit {
     }
 
     /// Drops the waiting ticks, and stops waiting for an acknowledgement. Call after the guest has unmasked IRQ 0, as
-    /// KVM does: the interrupt that the guest should acknowledge may have been lost.
+    /// KVM does, because the interrupt that the guest should acknowledge may have been lost.
     pub fn reset_reinjection(&mut self) {
         self.reinjection.reset();
     }
@@ -211,7 +212,7 @@ impl Pit {
         }
     }
 
-    /// Sets the registers. As in KVM, all counts begin again, so a count that had ended will end once more.
+    /// Sets the registers. As in KVM, all counts begin again, so a count that had ended ends once more.
     pub fn restore(&mut self, state: &PitState, now: u64) {
         for (channel, state) in self.channels.iter_mut().zip(&state.channels) {
             channel.restore(state, now);

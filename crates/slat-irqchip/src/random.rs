@@ -1,4 +1,4 @@
-//! Random numbers for tests. Each run gets the same ones.
+//! Random numbers for tests. Each run gets the same numbers.
 
 /// SplitMix64.
 pub(crate) struct Random(pub(crate) u64);

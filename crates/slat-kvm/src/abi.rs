@@ -1,7 +1,7 @@
 //! Request numbers of the KVM ioctls, built from the sizes of kvm-bindings' structs.
 //!
-//! kvm-bindings carries the structs but not the requests. A request is the kernel's usual encoding: direction, size of
-//! the argument, type (`KVMIO`) and number.
+//! kvm-bindings has the structs but not the request numbers. A request number encodes direction, size of the argument,
+//! type (`KVMIO`) and number, as usual in Linux.
 
 use kvm_bindings::*;
 
@@ -157,7 +157,7 @@ mod tests {
 
     #[test]
     fn requests_have_the_numbers_of_the_kernel() {
-        // The values of the public header, which programs that use KVM contain.
+        // The expected values are those of the public header, which programs that use KVM contain.
         assert_eq!(KVM_GET_API_VERSION, 0xae00);
         assert_eq!(KVM_RUN, 0xae80);
         assert_eq!(KVM_SET_USER_MEMORY_REGION, 0x4020_ae46);

@@ -1,10 +1,10 @@
-//! Threads of slat's own, which serve all vCPUs of a process. Starting one does not use the heap, because `KVM_RUN` may
-//! start one; they are started before the client installs a seccomp filter ([`crate::filters`]).
+//! slat's own threads, which serve all vCPUs of a process. Starting such a thread does not use the heap, because
+//! `KVM_RUN` may start one. The threads are started before the client installs a seccomp filter ([`crate::filters`]).
 //!
 //! A new thread runs code of the client before it runs slat's: a sanitizer's `pthread_create`, which allocates. If the
 //! client forks at this moment, the child finds the allocator's lock held by a thread that does not exist in the child.
-//! The client can avoid that for threads of its own, but it does not know of slat's. So the thread that starts another
-//! one waits until the new thread runs slat's code.
+//! The client can avoid that for its own threads, but it does not know of slat's threads. So the thread that starts
+//! another thread waits until the new thread runs slat's code.
 
 use crate::messages;
 use crate::process::PerProcess;
@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 pub(crate) trait Background: Sync + 'static {
     /// The thread's name, of at most 15 bytes.
     const NAME: &'static CStr;
-    /// The end of the message to the user if the thread cannot be started: what does not work then.
+    /// The end of the message to the user if the thread cannot be started: it says which feature does not work then.
     const WITHOUT: &'static str;
 
     /// Bytes of the thread's stack.
@@ -27,11 +27,11 @@ pub(crate) trait Background: Sync + 'static {
     /// Runs on the thread until the process ends.
     fn run(&'static self);
 
-    /// Runs on the thread after [`run`](Self::run) if that has returned, outside of slat's [`Section`].
+    /// Runs on the thread if [`run`](Self::run) has returned, outside slat's [`Section`].
     fn has_run(&'static self) {}
 }
 
-/// The number of threads that this process has from [`start`].
+/// The number of threads of this process that [`start`] has started.
 #[derive(Default)]
 struct Count(AtomicUsize);
 
@@ -42,8 +42,8 @@ pub(crate) fn count() -> usize {
     COUNT.peek().map_or(0, |count| count.0.load(SeqCst))
 }
 
-/// Gives this thread an empty descriptor table of its own, so that its descriptors are not among the client's. Returns
-/// whether that succeeded.
+/// Gives this thread an empty descriptor table of its own, so that the thread's descriptors are not among the client's.
+/// Returns whether that succeeded.
 pub(crate) fn leave_descriptors() -> bool {
     const CLOSE_RANGE_UNSHARE: usize = 2;
     let arguments = [0, u32::MAX as usize, CLOSE_RANGE_UNSHARE, 0, 0, 0];
@@ -51,11 +51,11 @@ pub(crate) fn leave_descriptors() -> bool {
     unsafe { calls::raw(libc::SYS_close_range, arguments) == 0 }
 }
 
-/// The work to which a new thread came last.
+/// The work that a new thread has begun last.
 static BEGUN: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 
-/// Waits until the new thread runs its `work`. Does not wait forever: the start of the new thread may need a lock that
-/// this thread holds, and another new thread may run its own work by then.
+/// Waits until the new thread runs its `work`. Does not wait forever. The start of the new thread may need a lock that
+/// this thread holds. Or another new thread may have begun its own work, which overwrites the value.
 fn wait_for(work: *mut c_void) {
     const LONGEST: Duration = Duration::from_millis(20);
     let end = Instant::now() + LONGEST;

@@ -1,8 +1,8 @@
-//! Calls to a VM and its vCPUs: refused in a forked child, and after a call that panicked.
+//! Calls to a VM and its vCPUs. Calls are refused in a forked child, and after a call that panicked.
 //!
-//! A call that panics leaves the VM in an unknown state. From then on the VM is dead. All calls of the VM and of its
+//! A call that panics leaves the VM in an unknown state. After that the VM is dead: all calls of the VM and of its
 //! vCPUs return `EIO` at once, and so does a `KVM_RUN` in progress. The objects can still be dropped. KVM does the same
-//! with a VM in which it finds a bug of KVM's (`vm_bugged`), and with one whose guest state is lost (`vm_dead`).
+//! with a VM in which KVM finds a bug of its own (`vm_bugged`), and with a VM whose guest state is lost (`vm_dead`).
 
 use crate::engine::EngineVm;
 use crate::errno::{Result, fail};
@@ -31,7 +31,7 @@ impl Life {
     /// Begins a call of the VM that has this life.
     ///
     /// # Errors
-    /// As for [`check`](Self::check).
+    /// The errors are those of [`check`](Self::check).
     pub(crate) fn call<'a>(&'a self, engine: &'a EngineVm) -> Result<Call<'a>> {
         self.check()?;
         Ok(Call {
@@ -52,25 +52,26 @@ impl Life {
         Ok(())
     }
 
-    /// Ends the life of the VM: KVM's `kvm_vm_dead`. Takes no lock. A vCPU that runs or sleeps sees the bit,
+    /// Ends the life of the VM: KVM's `kvm_vm_dead`. Takes no lock. A vCPU that runs or sleeps sees the attention bit,
     /// and finds the VM dead.
     pub(crate) fn end(&self, engine: &EngineVm) {
         self.dead.store(true, Ordering::SeqCst);
         engine.visit_attention(&mut |attention| ticker::raise(attention, bits::RETRY));
     }
 
-    /// Whether this is a forked child: here the VM's locks may be held for ever, and its threads do not exist.
+    /// Whether this is a forked child. In a child the VM's locks may be held forever, and the VM's threads do not
+    /// exist.
     pub(crate) fn is_foreign(&self) -> bool {
         !self.birth.is_here()
     }
 }
 
-/// A call in progress. If a panic that began during the call drops this, the VM is dead.
+/// A call in progress. If a panic begins during the call and drops this value, the VM is dead.
 #[must_use = "the call ends when this is dropped"]
 pub(crate) struct Call<'a> {
     life: &'a Life,
     engine: &'a EngineVm,
-    /// Whether the client called while a panic of its own unwinds.
+    /// Whether the client made the call while the client's own panic unwinds.
     was_panicking: bool,
 }
 

@@ -1,6 +1,7 @@
 //! Capabilities: the values that `KVM_CHECK_EXTENSION` returns.
 //!
-//! slat claims only capabilities that work: a client that finds one relies on it. `tests/capabilities` uses each.
+//! slat claims only capabilities that work, because a client that finds a capability relies on it. `tests/capabilities`
+//! uses each.
 
 use crate::irq::routing::MAX_ROUTES;
 use crate::irq::vcpus::{MAX_VCPU_ID, MAX_VCPUS};
@@ -14,17 +15,17 @@ pub const KVM_CAP_USERFAULT: u32 = 243;
 
 /// The number of memslots per address space that a client may use.
 pub const NR_MEMSLOTS: u32 = 32764;
-/// The number of address spaces of a VM: vCPUs in system management mode have one of their own.
+/// The number of address spaces of a VM: vCPUs in system management mode have an address space of their own.
 pub const ADDRESS_SPACES: u32 = 2;
 
-/// Returns the value of a capability for VMs whose tables `mmu` makes; 0 if slat does not have it. Includes
-/// capabilities that only VMs of one type have; for a VM, call `VmObject::check_extension`.
+/// Returns the value of a capability for VMs whose tables `mmu` makes; 0 if slat does not have the capability. Includes
+/// capabilities that only VMs of one type have. For a given VM, call `VmObject::check_extension` instead.
 pub fn check(cap: u64, mmu: MmuKind) -> i32 {
     let Ok(cap) = u32::try_from(cap) else {
         return 0;
     };
     let value = match cap {
-        // Without a second level KVM maps nothing ahead of the guest, and has no private memory.
+        // Without a second level, KVM does not map memory before the guest uses it, and has no private memory.
         KVM_CAP_PRE_FAULT_MEMORY if mmu == MmuKind::Shadow => 0,
         KVM_CAP_VM_TYPES if mmu == MmuKind::Shadow => 1 << KVM_X86_DEFAULT_VM,
         KVM_CAP_USER_MEMORY

@@ -1,7 +1,8 @@
 //! Coalesced I/O: writes to device registers that the client may see later.
 //!
-//! The client names ranges of addresses or ports. A write there goes into a ring of one page, which all vCPUs of a VM
-//! share and which is mapped after the port-data page of each vCPU; `KVM_RUN` returns only when the ring is full.
+//! The client names ranges of addresses or ports. A write to such a range goes into a ring of one page. All vCPUs of a
+//! VM share the ring, which is mapped after the port-data page of each vCPU. `KVM_RUN` returns only when the ring is
+//! full.
 
 use crate::errno::{Result, fail};
 use crate::io_bus::{Range, Space};
@@ -32,15 +33,15 @@ impl Coalesced {
         })
     }
 
-    /// Maps the ring at `address`, too.
+    /// Maps the ring at `address`, in addition to its other mappings.
     ///
     /// # Errors
-    /// What the host returns for the mapping.
+    /// The host's error for the mapping.
     ///
     /// # Safety
     /// The page at `address` belongs to a mapping that the caller may replace.
     pub(crate) unsafe fn show_at(&self, address: usize) -> Result<()> {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { self.ring.show_at(0, address) }
     }
 
@@ -56,8 +57,8 @@ impl Coalesced {
         }
     }
 
-    /// Puts writes of `units` (1 to 8 bytes each) to one address or port into the ring. Returns `false`, and puts
-    /// nothing there, if the ring has no space for all of them: the client has to see the writes now.
+    /// Puts writes of `units` (1 to 8 bytes each) to one address or port into the ring. Returns `false`, and puts no
+    /// unit there, if the ring does not have space for all of them: the client has to see the writes now.
     pub(crate) fn put<'a>(
         &self,
         start: u64,
@@ -68,7 +69,7 @@ impl Coalesced {
         let (first, last) = self.indices();
         let mut index = last.load(Ordering::Relaxed);
         let taken_from = first.load(Ordering::Acquire);
-        // The client can write nonsense to both indices.
+        // The client can write invalid values to both indices.
         if index >= ENTRIES || taken_from >= ENTRIES {
             return false;
         }
@@ -101,7 +102,8 @@ impl Coalesced {
     pub(crate) fn next(&self) -> Option<kvm_coalesced_mmio> {
         let (first, last) = self.indices();
         let (index, end) = (first.load(Ordering::Relaxed), last.load(Ordering::Acquire));
-        // The client can write nonsense to both: with an end that is never reached, it would read for ever.
+        // The client can write invalid values to both indices. An end that is never reached would make this read
+        // forever.
         if index == end || index >= ENTRIES || end >= ENTRIES {
             return None;
         }

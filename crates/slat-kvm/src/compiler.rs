@@ -1,6 +1,6 @@
 //! The threads that compile the guests' hot code, one for each tier. slat starts them before a process's first vCPU
-//! exists, and so before the client can install a seccomp filter that forbids their system calls. A forked child that
-//! creates VMs starts threads of its own.
+//! exists. So the client cannot yet have installed a seccomp filter that forbids the threads' system calls. A forked
+//! child that creates VMs starts threads of its own.
 
 use crate::background::{self, Background};
 use crate::policy::{self, Jit, JitMap};
@@ -40,8 +40,8 @@ impl Default for Compiling {
     }
 }
 
-/// Returns the process's compiler, and when a VM with `jit` compiles; starts the compiler's threads if there are none.
-/// `None` if nothing is to be compiled, or there is no address space for code: then the interpreter runs everything.
+/// Returns the process's compiler, and when a VM with `jit` compiles. Starts the compiler's threads if they do not run.
+/// `None`: no code is to be compiled, or there is no address space for code. Then the interpreter runs all code.
 pub(crate) fn start(jit: Jit) -> Option<(Arc<Compiler>, Compile)> {
     let compile = match jit {
         Jit::Off => return None,
@@ -55,12 +55,12 @@ pub(crate) fn start(jit: Jit) -> Option<(Arc<Compiler>, Compile)> {
     Some((compiling.compiler.clone()?, compile))
 }
 
-/// Returns why no code is compiled, if none is.
+/// Returns the reason why no code is compiled. `None`: code is compiled.
 pub(crate) fn why_not() -> Option<&'static str> {
     if !policy::current().is_ok_and(|policies| policies.jit != Jit::Off) {
         return Some("jit is off");
     }
-    // `peek` and not `get`: `get` would make the value, and nobody would start its threads.
+    // `peek` is used because `get` would make the value, and no thread would be started for it.
     match &COMPILING.peek()?.compiler {
         None => Some("the host has no address space for code"),
         Some(compiler) if compiler.is_forbidden() => Some("the host allows no executable memory"),
@@ -71,7 +71,8 @@ pub(crate) fn why_not() -> Option<&'static str> {
 impl Background for Baseline {
     const NAME: &CStr = c"slat-compiler";
     const WITHOUT: &str = "the guests' code is interpreted";
-    /// Cranelift recurses. The thread runs Cranelift for the code that the baseline compiler cannot compile.
+    /// The stack is large because Cranelift recurses: this thread also runs Cranelift, for the code that the baseline
+    /// compiler cannot compile.
     const STACK: usize = 8 << 20;
 
     fn run(&'static self) {
@@ -84,7 +85,7 @@ impl Background for Baseline {
 impl Background for Full {
     const NAME: &CStr = c"slat-cranelift";
     const WITHOUT: &str = "the guests' code is not optimised";
-    /// Cranelift recurses.
+    /// The stack is large because Cranelift recurses.
     const STACK: usize = 8 << 20;
 
     fn run(&'static self) {

@@ -1,11 +1,11 @@
-//! The counters of a vCPU besides the engine's: exits, injections, halts. Only the thread that runs the vCPU writes
-//! them; any thread may read.
+//! A vCPU's counters of exits, injections and halts. (The engine has counters of its own.) Only the thread that runs
+//! the vCPU writes these counters; any thread may read them.
 
 use slat_x86::Counters;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-/// Buckets of a histogram: KVM's number.
+/// The number of buckets of a histogram, as in KVM.
 pub(crate) const BUCKETS: usize = 32;
 
 macro_rules! exits {
@@ -14,7 +14,7 @@ macro_rules! exits {
         #[derive(Debug, Default)]
         pub(crate) struct Exits {
             $($(#[$doc])* pub(crate) $name: Count,)*
-            /// Counts of waits in halts, by the position of the highest set bit of their nanoseconds.
+            /// Counts of the waits in halts. The bucket is the position of the highest set bit of the nanoseconds.
             pub(crate) halt_wait_hist: Histogram<BUCKETS>,
             /// Whether the vCPU waits in a halt now.
             blocking: AtomicBool,
@@ -39,13 +39,13 @@ exits! {
     io_exits,
     /// Accesses to addresses without memory that exit to the client.
     mmio_exits,
-    /// `KVM_RUN` ended because of a signal.
+    /// The number of `KVM_RUN` calls that a signal ended.
     signal_exits,
     /// Exits because a pending interrupt could be delivered.
     irq_window_exits,
     /// Exits because the client could inject an interrupt.
     request_irq_exits,
-    /// Exits for a raised attention bit: the counterpart of a host interrupt.
+    /// Exits because an attention bit was raised. KVM counts host interrupts here.
     irq_exits,
     /// HLT.
     halt_exits,
@@ -62,7 +62,7 @@ exits! {
     nmi_injections,
     /// Times that the vCPU dropped all translations.
     tlb_flush,
-    /// Times that the notify window was over.
+    /// Times that the notify window expired.
     notify_window_exits,
     /// Halts that ended.
     halt_wakeup,
@@ -85,8 +85,8 @@ impl Count {
     }
 }
 
-/// Counts of times, by the position of the highest set bit of their nanoseconds, counted from 1. The last one has
-/// all that are longer.
+/// Counts of durations. The bucket is the position of the highest set bit of the nanoseconds, counted from 1. The last
+/// bucket has all longer durations.
 #[derive(Debug)]
 pub(crate) struct Histogram<const BUCKETS: usize>([Count; BUCKETS]);
 
@@ -139,7 +139,7 @@ impl Exits {
         self.blocking.load(Relaxed)
     }
 
-    /// Counts the time of a halt, or of a part of one. Call after it.
+    /// Counts the time of a halt, or of a part of a halt. Call after the wait.
     pub(crate) fn waited(&self, time: Duration) {
         let ns = time.as_nanos() as u64;
         self.halt_wait_ns.add(ns);

@@ -1,6 +1,6 @@
 //! Instruction-set extensions that the software CPU has beyond the x86-64 baseline, as CPUID bits.
 //!
-//! The CPU executes SIMD instructions by the host's own, so guests have only those that the host has.
+//! The CPU executes SIMD instructions by the host's own instructions, so guests have only the extensions of the host.
 
 use slat_x86::simd::features;
 
@@ -75,9 +75,10 @@ pub fn leaf_d1_eax() -> u32 {
     bits(&[(true, 0), (true, 1), (true, 2), (true, 3)])
 }
 
-/// Leaf 0x8000_0008 EBX: WBNOINVD; IBPB, IBRS, STIBP and SSBD, and the bits which say that these need not be used (IBRS
-/// protects its own mode, IBPB flushes returns); no speculative store bypass and no branch type confusion, because the
-/// CPU does not speculate. For `amd` also CLZERO, XSAVEERPTR (the x87 pointers are always saved) and VIRT_SSBD.
+/// Leaf 0x8000_0008 EBX: WBNOINVD. IBPB, IBRS, STIBP and SSBD, and the bits which say that guests need not use these
+/// (IBRS protects its own mode, IBPB flushes returns). No speculative store bypass and no branch type confusion,
+/// because the CPU does not speculate. If `amd`, also CLZERO, XSAVEERPTR (the x87 pointers are always saved) and
+/// VIRT_SSBD.
 pub fn ext8_ebx(amd: bool) -> u32 {
     bits(&[
         (amd, 0),
@@ -95,23 +96,23 @@ pub fn ext8_ebx(amd: bool) -> u32 {
     ])
 }
 
-/// Leaf 0x8000_0021 EAX: LFENCE serializes; IBRS is automatic; no speculative return stack overflow, SRSO_NO and
-/// SRSO_USER_KERNEL_NO.
+/// Leaf 0x8000_0021 EAX: LFENCE serializes; IBRS is automatic; the CPU has no speculative return stack overflow
+/// (SRSO_NO and SRSO_USER_KERNEL_NO).
 pub fn ext21_eax() -> u32 {
     bits(&[(true, 2), (true, 8), (true, 29), (true, 30)])
 }
 
-/// Leaf 0x8000_0021 ECX: no transient scheduler attacks, TSA_SQ_NO, TSA_L1_NO and TSA_FILL_NO.
+/// Leaf 0x8000_0021 ECX: the CPU has no transient scheduler attacks (TSA_SQ_NO, TSA_L1_NO and TSA_FILL_NO).
 pub fn ext21_ecx() -> u32 {
     bits(&[(true, 1), (true, 2), (true, 7)])
 }
 
-/// Leaf 0x8000_0001 EDX, of AMD: the MMX instructions that are part of SSE, and FFXSR.
+/// AMD's bits of leaf 0x8000_0001 EDX: the MMX instructions that are part of SSE, and FFXSR.
 pub const AMD_EXT1_EDX: u32 = 1 << 22 | 1 << 25;
 
-/// IA32_ARCH_CAPABILITIES (SDM volume 4): IBRS protects all modes once it is set, and the vulnerabilities that the CPU
-/// does not have, because it does not speculate: RDCL SKIP_L1DFL_VMENTRY SSB MDS PSCHANGE_MC TAA SBDR_SSDP FBSDP PSDP
-/// BHI PBRSB GDS RFDS ITS.
+/// IA32_ARCH_CAPABILITIES (SDM volume 4): IBRS protects all modes once it is set. The other bits name vulnerabilities
+/// that the CPU does not have, because it does not speculate: RDCL SKIP_L1DFL_VMENTRY SSB MDS PSCHANGE_MC TAA SBDR_SSDP
+/// FBSDP PSDP BHI PBRSB GDS RFDS ITS.
 pub const ARCH_CAPABILITIES: u64 = 1
     | 1 << 1
     | 1 << 3
@@ -128,8 +129,8 @@ pub const ARCH_CAPABILITIES: u64 = 1
     | 1 << 27
     | 1 << 62;
 
-/// Leaf 0x8000_0001 ECX: LAHF LZCNT PREFETCHW; for `amd` CMP_LEGACY (of clients that tell of several cores), LOCK MOV
-/// CR0, SSE4A, MISALIGNSSE and OSVW.
+/// Leaf 0x8000_0001 ECX: LAHF LZCNT PREFETCHW. If `amd`, also CMP_LEGACY (for clients that report several cores), LOCK
+/// MOV CR0, SSE4A, MISALIGNSSE and OSVW.
 pub fn ext1_ecx(amd: bool) -> u32 {
     bits(&[
         (true, 0),
@@ -147,8 +148,8 @@ pub fn ext1_ecx(amd: bool) -> u32 {
 mod tests {
     use crate::cpuid::{is_amd, lookup, supported};
 
-    /// The features that VMMs' CPU models name, and that this CPU has on every host of the vendor: leaf, subleaf,
-    /// register, bits.
+    /// The features that VMMs' CPU models name, and that this CPU has on every host of the vendor. Each is given as
+    /// leaf, subleaf, register, bits.
     #[test]
     fn the_cpu_has_what_models_of_its_vendor_have() {
         let table = supported().unwrap();

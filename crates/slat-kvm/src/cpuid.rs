@@ -1,8 +1,8 @@
 //! `KVM_GET_SUPPORTED_CPUID`: the features that the software CPU implements.
 //!
-//! The policy `cpu` names the vendor, by which guests choose between VMCALL and VMMCALL, and between quirks of SYSENTER
-//! and SYSCALL. The default is the host's vendor, because clients compare the vendor with that of their own CPUID
-//! instruction. The features are the software CPU's.
+//! The policy `cpu` chooses the vendor. Guests use the vendor to choose between VMCALL and VMMCALL, and between
+//! variants of SYSENTER and SYSCALL. The default is the host's vendor, because clients compare the vendor with that of
+//! their own CPUID instruction. The features are always the software CPU's.
 
 use crate::cpu_features;
 use crate::errno::{Result, fail};
@@ -46,7 +46,7 @@ pub const PHYS_BITS: u32 = 48;
 /// Guest-virtual address bits.
 pub const VIRT_BITS: u32 = 48;
 /// Returns the bits of KVM's paravirtual features: its clock, which is stable; IPIs, halts and ends of interrupts by
-/// hypercall or memory; asynchronous page faults; steal time, where the host counts it.
+/// hypercall or memory; asynchronous page faults; steal time, if the host counts it.
 fn kvm_features() -> u32 {
     let steal_time = u32::from(crate::steal_time::is_available());
     1 << KVM_FEATURE_CLOCKSOURCE
@@ -62,7 +62,7 @@ fn kvm_features() -> u32 {
         | 1 << KVM_FEATURE_CLOCKSOURCE_STABLE
 }
 
-/// The first leaf of a hypervisor. Those of further hypervisors begin at multiples of 0x100 after it.
+/// The first leaf of a hypervisor. The leaves of further hypervisors begin at multiples of 0x100 after this leaf.
 const HYPERVISOR_LEAF: u32 = 0x4000_0000;
 /// EBX, ECX and EDX of KVM's first leaf.
 const KVM_SIGNATURE: [u32; 3] = [
@@ -111,7 +111,7 @@ mod feature {
     pub const LEAF1_ECX_HYPERVISOR: u32 = 1 << 31;
     /// SYSCALL NX PDPE1GB RDTSCP LM.
     pub const EXT1_EDX: u32 = 1 << 11 | 1 << 20 | 1 << 26 | 1 << 27 | 1 << 29;
-    /// Leaf 1 EDX: the caches snoop the CPU's own accesses. Intel's CPUs alone have the bit.
+    /// Leaf 1 EDX: the caches snoop the CPU's own accesses. Only Intel's CPUs have the bit.
     pub const LEAF1_EDX_SELF_SNOOP: u32 = 1 << 27;
     /// The part of leaf 1 EDX that AMD repeats in 0x8000_0001.
     pub const EXT1_EDX_AMD_COPY: u32 = 0x0183_f3ff;
@@ -134,7 +134,7 @@ fn entry(function: u32, index: Option<u32>, [eax, ebx, ecx, edx]: [u32; 4]) -> k
     }
 }
 
-/// Reads a leaf of the host's own CPUID; zeros where the host has no such leaf.
+/// Reads a leaf of the host's own CPUID. The result is zeros if the host has no such leaf.
 pub fn host_leaf(leaf: u32, index: u32) -> CpuidResult {
     // `__cpuid_count` was an unsafe function until Rust 1.93.
     #[allow(unused_unsafe)]
@@ -152,7 +152,7 @@ pub fn host_leaf(leaf: u32, index: u32) -> CpuidResult {
     read(leaf, index)
 }
 
-/// The processor that the software CPU says it is. Leaves, MSRs and rules of a vendor follow from it ([`is_amd`]).
+/// The identity that the software CPU reports. The vendor determines leaves, MSRs and rules ([`is_amd`]).
 #[derive(Clone, Copy)]
 struct Identity {
     /// EBX, EDX and ECX of leaf 0, in the order of the text.
@@ -180,12 +180,13 @@ const fn identity_of(vendor: &[u8; 12], signature: u32) -> Identity {
     }
 }
 
-/// EPYC of the third generation: family 25, model 1, stepping 1. Like the software CPU it has no AVX-512.
+/// A third-generation EPYC: family 25, model 1, stepping 1. Like the software CPU it has no AVX-512.
 const AMD: Identity = identity_of(b"AuthenticAMD", 0x00a0_0f11);
-/// Xeon 6 with efficient cores ("Sierra Forest"): family 6, model 175, stepping 3. It has no AVX-512 either.
+/// A Xeon 6 with efficient cores ("Sierra Forest"): family 6, model 175, stepping 3. Like the software CPU it has no
+/// AVX-512.
 const INTEL: Identity = identity_of(b"GenuineIntel", 0x000a_06f3);
 
-/// Returns the processor that the policy `cpu` asks for.
+/// Returns the processor that the policy `cpu` chooses.
 fn identity() -> Identity {
     static IDENTITY: Computed<Identity> = Computed::new();
     *IDENTITY.get_or_init(|| match policy::processor() {
@@ -201,8 +202,8 @@ fn identity() -> Identity {
     })
 }
 
-/// Whether guests are offered a processor of AMD's or Hygon's, by the policy `cpu`. What KVM does by vendor module
-/// follows it.
+/// Whether the policy `cpu` offers guests a processor of AMD or Hygon. Where KVM's two vendor modules differ, slat does
+/// what the module of the offered vendor does.
 pub fn is_amd() -> bool {
     identity().is_amd()
 }
@@ -215,7 +216,7 @@ pub(crate) fn native_hypercall() -> HypercallInstruction {
     }
 }
 
-/// The most caches that leaf 4 describes.
+/// The greatest number of caches that leaf 4 describes.
 const MAX_CACHES: u32 = 6;
 
 /// Appends leaf 4: the host's caches. AMD's CPUs do not have the leaf.
@@ -230,14 +231,15 @@ fn push_caches(entries: &mut Vec<kvm_cpuid_entry2>, amd: bool) {
             false => [0; 4],
         };
         entries.push(entry(4, Some(index), values));
-        // A cache without type ends the list.
+        // A cache entry without a type ends the list.
         if values[0] & 31 == 0 {
             break;
         }
     }
 }
 
-/// Returns leaf 0x8000_0005 or 0x8000_0006: the host's caches, without its TLBs, which the software CPU does not use.
+/// Returns leaf 0x8000_0005 or 0x8000_0006: the host's caches. The host's TLBs are left out, because the software CPU
+/// does not use them.
 fn host_caches(leaf: u32) -> kvm_cpuid_entry2 {
     let host = host_leaf(leaf, 0);
     entry(leaf, None, [0, 0, host.ecx, host.edx])
@@ -250,9 +252,9 @@ const PKRU_BYTES: u32 = 8;
 /// Bytes of the upper halves of the YMM registers in an XSAVE area, after the header.
 const AVX_BYTES: u32 = 256;
 
-/// The offset of PKRU in the standard format of an XSAVE area, if the host has protection keys. The software CPU
-/// could offer them on any host, but QEMU takes the offset from the host's CPUID, and gives its guest offset 0 where
-/// the host has no keys.
+/// The offset of PKRU in the standard format of an XSAVE area. `None`: the host has no protection keys. The software
+/// CPU could offer protection keys on any host. But QEMU takes the offset from the host's CPUID, and gives its guest
+/// offset 0 if the host has no keys.
 pub fn pkru_offset() -> Option<usize> {
     static OFFSET: Computed<Option<usize>> = Computed::new();
     *OFFSET.get_or_init(|| {
@@ -277,7 +279,7 @@ pub fn supported_xcr0() -> u64 {
     missing.fold(xcr0::ALL, |all, (_, component)| all & !component)
 }
 
-/// Returns component, bytes and offset of the parts of an XSAVE area after the header, in the standard format.
+/// Returns the parts of an XSAVE area after the header, in the standard format: component, bytes and offset of each.
 fn xsave_components() -> impl Iterator<Item = (u64, u32, u32)> {
     let optional = [
         (xcr0::AVX, AVX_BYTES, avx_offset()),
@@ -287,7 +289,7 @@ fn xsave_components() -> impl Iterator<Item = (u64, u32, u32)> {
         .filter_map(|(component, bytes, at)| at.map(|at| (component, bytes, at as u32)))
 }
 
-/// Returns `KVM_GET_EMULATED_CPUID`'s leaves: the features that KVM emulates where the host's CPU does not have them,
+/// Returns `KVM_GET_EMULATED_CPUID`'s leaves: the features that KVM emulates if the host's CPU does not have them,
 /// MOVBE and RDPID. The software CPU has both.
 pub fn emulated() -> [kvm_cpuid_entry2; 3] {
     const MOVBE: u32 = 1 << 22;
@@ -322,7 +324,7 @@ fn complete(entries: &mut Vec<kvm_cpuid_entry2>) {
             }
         }
     }
-    // A stable sort would use 4 KiB of stack for a buffer, and overwrite what lies there.
+    // A stable sort would use 4 KiB of stack for a buffer, and overwrite the memory there.
     // `conformance/programs/below.c` says which client relies on the memory below its stack pointer.
     entries.sort_unstable_by_key(|entry| (entry.function, entry.index));
 }
@@ -343,8 +345,8 @@ fn supported_by(identity: Identity) -> Result<Vec<kvm_cpuid_entry2>> {
     } = identity;
     let amd = identity.is_amd();
     let nested = policy::nested();
-    // Without the TSC-deadline bit: it depends on who emulates the local APIC.
-    // KVM_CAP_TSC_DEADLINE_TIMER reports slat's.
+    // The leaf does not have the TSC-deadline bit, because the emulator of the local APIC decides about the timer.
+    // KVM_CAP_TSC_DEADLINE_TIMER reports slat's own.
     let leaf1_ecx = LEAF1_ECX_X2APIC | feature::LEAF1_ECX_HYPERVISOR | cpu_features::leaf1_ecx();
     let ext1_edx = feature::EXT1_EDX
         | if amd {
@@ -359,7 +361,7 @@ fn supported_by(identity: Identity) -> Result<Vec<kvm_cpuid_entry2>> {
     let mut entries = heap::with_room(MAX_LEAVES)?;
     entries.extend([
         entry(0, None, [0xd, ebx, ecx, edx]),
-        // CLFLUSH lines of 64 bytes; the APIC id is the client's to fill in.
+        // CLFLUSH lines have 64 bytes. The client fills in the APIC id.
         entry(1, None, [signature, 8 << 8, leaf1_ecx, leaf1_edx]),
         entry(2, None, [1, 0, 0, 0]),
     ]);
@@ -476,7 +478,7 @@ fn supported_by(identity: Identity) -> Result<Vec<kvm_cpuid_entry2>> {
     Ok(entries)
 }
 
-/// Returns the number of the leaf whose EAX holds the bits of KVM's paravirtual features: another hypervisor's leaves
+/// Returns the number of the leaf whose EAX holds the bits of KVM's paravirtual features. Another hypervisor's leaves
 /// may come before KVM's. `None`: the guest does not see KVM.
 fn kvm_features_leaf(table: &[kvm_cpuid_entry2]) -> Option<u32> {
     let is_first = |entry: &&kvm_cpuid_entry2| {
@@ -494,8 +496,8 @@ pub(crate) fn kvm_features_in(table: &[kvm_cpuid_entry2]) -> u32 {
 /// Checks a client's table as KVM does.
 ///
 /// # Errors
-/// `EINVAL` for linear addresses of other than 48 or 57 bits (0: the leaf does not say), `EPERM` for AMX's tile data, a
-/// state component that a process has to request first.
+/// `EINVAL` for linear addresses of other than 48 or 57 bits (0 means that the leaf does not say). `EPERM` for AMX's
+/// tile data, a state component that a process has to request first.
 pub(crate) fn check(table: &[kvm_cpuid_entry2]) -> Result<()> {
     const TILE_DATA: u32 = 1 << 18;
     let find = |function| {
@@ -523,8 +525,8 @@ pub(crate) fn remove_kvm_feature(table: &mut [kvm_cpuid_entry2], bit: u32) {
     }
 }
 
-/// Returns what the guest's CPUID instruction reads from the client's table, with Intel's rule for leaves beyond the
-/// last one. The CPU adds the bits that follow from its state.
+/// Returns the values of the guest's CPUID instruction from the client's table, with Intel's rule for leaves beyond the
+/// last leaf. The CPU adds the bits that depend on its state.
 pub fn lookup(table: &[kvm_cpuid_entry2], leaf: u32, subleaf: u32) -> [u32; 4] {
     let matches = |entry: &&kvm_cpuid_entry2, leaf: u32| {
         entry.function == leaf
@@ -534,8 +536,8 @@ pub fn lookup(table: &[kvm_cpuid_entry2], leaf: u32, subleaf: u32) -> [u32; 4] {
     if let Some(entry) = table.iter().find(|entry| matches(entry, leaf)) {
         return values(entry);
     }
-    // Beyond the last leaf of a range an Intel CPU repeats the last basic leaf. An AMD CPU returns zero, as both do for
-    // an unknown leaf within the range.
+    // Beyond the last leaf of a range, an Intel CPU repeats the last basic leaf, while an AMD CPU returns zero. Both
+    // return zero for an unknown leaf within the range.
     let limit = |class: u32| {
         table
             .iter()

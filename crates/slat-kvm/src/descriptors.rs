@@ -1,13 +1,13 @@
-//! Which descriptors are KVM's, and the objects they refer to.
+//! The table of the descriptors that are KVM's, and of the objects to which they refer.
 //!
-//! While no descriptor is KVM's, a look-up costs one load. Else it costs two more for another file's descriptor, and a
-//! reference count on top for one of KVM's.
+//! While no descriptor is KVM's, a look-up costs one load. Otherwise a look-up costs two more loads, and for one of
+//! KVM's descriptors a reference count on top.
 //!
 //! # How a look-up stays safe against a close
 //! An entry of the table points to a [`Cell`]: memory that is never freed, only reused. A look-up raises the cell's
-//! count, unless it is zero, and then checks whether the entry still points to the cell. If it does, the cell holds
-//! the descriptor's object, and cannot be emptied as long as the count is held; if not, the look-up lowers the
-//! count and begins again. The cell may hold another object by then, which is harmless: no look-up reads the object
+//! count, unless the count is zero, and then checks whether the entry still points to the cell. If so, the cell holds
+//! the descriptor's object, and cannot be emptied as long as the count is held. If not, the look-up lowers the count
+//! and begins again. In this case the cell may hold another object, which is harmless: no look-up reads the object
 //! before the second check.
 
 use crate::errno::{Result, fail};
@@ -19,9 +19,9 @@ use std::ptr;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicUsize, Ordering};
 
-/// Descriptors per part of the table.
+/// Descriptors in one part of the table.
 const PART: usize = 1024;
-/// Parts: descriptors go to a million, the kernel's own default limit.
+/// The number of parts. The table has a million descriptors, which is the kernel's own default limit.
 const PARTS: usize = 1024;
 
 type Part = [AtomicPtr<Cell>; PART];
@@ -31,10 +31,10 @@ static TABLE: [AtomicPtr<Part>; PARTS] = [const { AtomicPtr::new(ptr::null_mut()
 static END: AtomicUsize = AtomicUsize::new(0);
 /// Number of descriptors that are KVM's.
 static OPEN: AtomicUsize = AtomicUsize::new(0);
-/// Emptied cells.
+/// Cells that were emptied, and can be reused.
 static FREE: PerProcess<Mutex<Vec<&'static Cell>>> = PerProcess::new();
 
-/// Holds an object while it has users.
+/// Holds an object while the object has users.
 pub struct Cell {
     users: AtomicU32,
     object: UnsafeCell<Option<Object>>,
@@ -70,11 +70,11 @@ impl Handle {
         unsafe { (*self.0.object.get()).as_ref() }.expect("a used cell holds an object")
     }
 
-    /// Carries out a request, and enters in the table what it creates. Returns what `ioctl` returns. `None`: the kernel
-    /// carries out this request itself for any descriptor.
+    /// Carries out a request, and adds the object that the request creates to the table. Returns the result of `ioctl`.
+    /// `None`: for any descriptor the kernel carries out this request itself.
     ///
     /// # Errors
-    /// As for [`Object::ioctl`]; `EMFILE` if the new descriptor's number is beyond the table.
+    /// The errors are those of [`Object::ioctl`]; `EMFILE` if the new descriptor's number is beyond the table.
     pub fn ioctl(&self, request: u32, argument: u64) -> Result<Option<i32>> {
         let value = match self.object().ioctl(request, argument)? {
             Answer::Value(value) => value,
@@ -85,7 +85,7 @@ impl Handle {
         Ok(Some(value))
     }
 
-    /// Forgets the use without lowering the count: for objects of a parent process.
+    /// Forgets the use without lowering the count. Call for objects of a parent process.
     fn leak(self) {
         std::mem::forget(self);
     }
@@ -144,7 +144,7 @@ fn entry_or_new(fd: i32) -> Option<&'static AtomicPtr<Cell>> {
     entry(fd)
 }
 
-/// Whether any descriptor is KVM's. One load: every change of the program's descriptors asks this.
+/// Whether any descriptor is KVM's. Costs one load, because every change of the program's descriptors asks this.
 #[inline]
 pub fn is_any_ours() -> bool {
     OPEN.load(Ordering::Relaxed) != 0
@@ -181,15 +181,15 @@ pub fn get(fd: i32) -> Option<Handle> {
     }
 }
 
-/// Makes `fd` refer to a new object. False when its number is beyond the table.
+/// Makes `fd` refer to a new object. Returns `false` if the descriptor's number is beyond the table.
 pub fn insert(fd: i32, object: Object) -> bool {
     share(fd, Handle::new(object))
 }
 
-/// Enters an object and its descriptor in the table. Returns the descriptor, which the client owns from now on.
+/// Adds an object and its descriptor to the table. Returns the descriptor, which the client now owns.
 ///
 /// # Errors
-/// `EMFILE` if its number is beyond the table.
+/// `EMFILE` if the descriptor's number is beyond the table.
 pub fn adopt(fd: OwnedFd, object: Object) -> Result<i32> {
     let fd = fd.into_raw_fd();
     if insert(fd, object) {
@@ -200,7 +200,7 @@ pub fn adopt(fd: OwnedFd, object: Object) -> Result<i32> {
     fail(libc::EMFILE)
 }
 
-/// Makes `fd` refer to the object of `handle`. False when its number is beyond the table.
+/// Makes `fd` refer to the object of `handle`. Returns `false` if the descriptor's number is beyond the table.
 pub fn share(fd: i32, handle: Handle) -> bool {
     let Some(entry) = entry_or_new(fd) else {
         return false;
@@ -235,7 +235,7 @@ fn release(cell: *mut Cell) {
     if let Some(cell) = unsafe { cell.as_ref() } {
         OPEN.fetch_sub(1, Ordering::Relaxed);
         let handle = Handle(cell);
-        // A forked child closes its parent's objects: dropping them here is forbidden.
+        // A forked child closes its parent's objects. It must not drop them.
         if handle.object().is_foreign() {
             handle.leak();
         }

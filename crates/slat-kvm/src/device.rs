@@ -20,7 +20,7 @@ impl VmObject {
     /// `KVM_CREATE_DEVICE` without `KVM_CREATE_DEVICE_TEST`.
     ///
     /// # Errors
-    /// `ENODEV` for a type that x86 does not have, `EBUSY` when the VM has such a device, what the host returns for
+    /// `ENODEV` for a type that x86 does not have, `EBUSY` if the VM has such a device already, the host's error for
     /// making a descriptor.
     pub fn create_device(
         self: &Arc<Self>,
@@ -62,8 +62,8 @@ impl VfioDevice {
         FileRequest::of(attribute).map(drop)
     }
 
-    /// `KVM_SET_DEVICE_ATTR`: adds the VFIO file whose descriptor is stored at `attribute.addr` to those that the VM
-    /// uses, or removes it.
+    /// `KVM_SET_DEVICE_ATTR`: adds a VFIO file to the files that the VM uses, or removes it. The file's descriptor is
+    /// stored at `attribute.addr`.
     ///
     /// # Errors
     /// `ENXIO` for an unknown attribute, `EFAULT`, `EBADF`; `EINVAL` for adding a file that is not VFIO's, `EEXIST` for

@@ -1,5 +1,5 @@
-//! Dirty rings. The engine logs; this module allocates the memory of the rings, which is part of each vCPU's file (from
-//! page 64 on), so that the client's own `mmap` maps it.
+//! Dirty rings. The engine writes the rings. This module allocates their memory, which is part of each vCPU's file
+//! (from page 64 on), so that the client's own `mmap` maps it.
 
 use crate::engine::{EngineVcpu, EngineVm};
 use crate::errno::{Result, fail, no_memory};
@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 /// The most ring entries that a ring can have.
 const MAX_ENTRIES: u32 = 65536;
-/// The most bytes that a ring can have: what `KVM_CHECK_EXTENSION` returns.
+/// The greatest number of bytes that a ring can have: the value that `KVM_CHECK_EXTENSION` returns.
 pub const MAX_RING_SIZE: u32 = MAX_ENTRIES * size_of::<kvm_dirty_gfn>() as u32;
 
 const _: () = assert!(size_of::<DirtyGfn>() == size_of::<kvm_dirty_gfn>());
@@ -25,10 +25,10 @@ pub(crate) struct Rings {
     size: AtomicU32,
 }
 
-/// Returns `size`, a ring's bytes, if it is valid.
+/// Returns `size`, the number of bytes of a ring, if it is valid.
 ///
 /// # Errors
-/// `EINVAL` for a size that is no power of two, or less than a page; `E2BIG` for more than [`MAX_RING_SIZE`].
+/// `EINVAL` for a size that is no power of two, or less than a page; `E2BIG` for a size above [`MAX_RING_SIZE`].
 pub(crate) fn check_size(size: u32) -> Result<u32> {
     if !size.is_power_of_two() || size < PAGE as u32 {
         return fail(libc::EINVAL);
@@ -39,14 +39,14 @@ pub(crate) fn check_size(size: u32) -> Result<u32> {
     Ok(size)
 }
 
-/// The memory of one ring, which the client maps, too.
+/// The memory of one ring, which the client also maps.
 struct RingMemory(Shared);
 
 impl AsRef<[DirtyGfn]> for RingMemory {
     fn as_ref(&self) -> &[DirtyGfn] {
         let entries = self.0.start().cast::<DirtyGfn>();
-        // SAFETY: shared memory of that many ring entries, mapped as long as `self` lives and aligned to a page; a ring
-        // entry holds only atomics, of which every bit pattern is valid, whatever the client writes.
+        // SAFETY: shared memory of that many ring entries, mapped as long as `self` lives and aligned to a page. A ring
+        // entry holds only atomics. Every bit pattern of these is valid, whatever the client writes.
         unsafe { std::slice::from_raw_parts(entries, self.0.len() / size_of::<DirtyGfn>()) }
     }
 }
@@ -57,7 +57,7 @@ impl Rings {
         self.size.load(Ordering::Acquire) as usize
     }
 
-    /// Gives each vCPU of a VM, which has none yet, a ring of `size` bytes.
+    /// Gives each vCPU of a VM a ring of `size` bytes. The VM has no vCPUs yet.
     ///
     /// # Errors
     /// `EINVAL` for a second call.
@@ -73,7 +73,7 @@ impl Rings {
     /// Gives a new vCPU its ring, in the memory that its descriptor refers to. `None`: the VM has no rings.
     ///
     /// # Errors
-    /// `ENOMEM`, or what the host returns for mapping the ring.
+    /// `ENOMEM`, or the host's error for mapping the ring.
     pub(crate) fn equip(
         &self,
         vcpu: &mut EngineVcpu,

@@ -1,5 +1,5 @@
-//! The engine with the table format that was chosen when the process began: the only module that names the platform and
-//! the formats. The same x86 guest runs with any of them; only the entries of the tables differ.
+//! The engine with the table format that was chosen when the process began. This is the only module that names the
+//! platform and the formats. The same x86 guest runs with any format; only the entries of the tables differ.
 
 use slat::format::{Entry, Ept5, Npt, Npt5, Stage2, Sv48x4, Sv57x4, X86};
 use slat::guest_walk::GuestPaging;
@@ -49,7 +49,7 @@ macro_rules! formats {
                 }
             }
 
-            /// The format called `name`. `None`: there is none.
+            /// Returns the format called `name`. `None`: there is no such format.
             pub fn by_name(name: &str) -> Option<Self> {
                 match name {
                     $($name => Some(TableFormat::$variant),)*
@@ -68,7 +68,7 @@ macro_rules! formats {
             $($(#[$doc])* $variant(Vcpu<$format>),)*
         }
 
-        /// An invalidation in progress. Dropping this ends it.
+        /// An invalidation in progress. Dropping this value ends the invalidation.
         #[must_use]
         pub enum EngineInvalidation<'a> {
             $($(#[$doc])* $variant(Invalidation<'a, $format>),)*
@@ -99,7 +99,7 @@ macro_rules! formats {
                 })
             }
 
-            /// Returns the format of its tables.
+            /// Returns the format of the VM's tables.
             pub fn format(&self) -> TableFormat {
                 match self {
                     $(EngineVm::$variant(_) => TableFormat::$variant,)*
@@ -114,7 +114,7 @@ macro_rules! formats {
             }
         }
 
-        /// Evaluates an expression with the format's own object, whatever the format.
+        /// Evaluates an expression with the object of the VM's format.
         macro_rules! each {
             ($of:ident, $on:expr, $inner:ident => $then:expr) => {
                 match $on {
@@ -142,12 +142,12 @@ formats! {
     Riscv = "riscv": Sv48x4,
     /// RISC-V G-stage, Sv57x4.
     Riscv57 = "riscv57": Sv57x4,
-    /// x86's own tables, of five levels. The shadow MMU has no others.
+    /// x86's own tables, of five levels. The shadow MMU has only this format.
     X86 = "x86": X86<5>,
 }
 
 impl TableFormat {
-    /// Returns the format of a VM's tables that `mmu` makes, if no other is asked for.
+    /// Returns the default format of a VM whose tables `mmu` makes.
     pub fn of(mmu: MmuKind) -> Self {
         match mmu {
             MmuKind::Shadow => TableFormat::X86,
@@ -160,7 +160,7 @@ impl EngineVcpu {
     /// See [`slat::Vcpu::translate_virtual`].
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`slat::Vcpu::translate_virtual`].
     #[inline]
     pub fn translate_virtual<W: HostWords>(
         &mut self,
@@ -193,7 +193,8 @@ impl Default for TableFormat {
     }
 }
 
-/// Defines methods that pass their arguments to the format's own object. The methods of a `mut` list take `&mut self`.
+/// Defines methods that pass their arguments to the object of the VM's format. The methods of a `mut` list take `&mut
+/// self`.
 macro_rules! delegate {
     ($of:ident { $($(#[$doc:meta])* fn $name:ident($($arg:ident: $ty:ty),*) $(-> $out:ty)?;)* }) => {
         impl $of {

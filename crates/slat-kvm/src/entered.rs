@@ -1,10 +1,10 @@
-//! A vCPU that has entered the engine: flushes and slot changes wait for it, so it must leave, also
-//! when its thread panics.
+//! A guard for a vCPU that has entered the engine. Flushes and slot changes wait for an entered vCPU, so the vCPU must
+//! leave, even when its thread panics.
 
 use crate::engine::EngineVcpu;
 use std::ops::{Deref, DerefMut};
 
-/// Keeps the engine's vCPU in `T` entered until this is dropped.
+/// Keeps the engine's vCPU in `T` entered until this value is dropped.
 pub(crate) struct Entered<'a, T: AsMut<EngineVcpu>>(&'a mut T);
 
 impl<'a, T: AsMut<EngineVcpu>> Entered<'a, T> {
@@ -34,8 +34,8 @@ impl<T: AsMut<EngineVcpu>> DerefMut for Entered<'_, T> {
     }
 }
 
-/// Leaves the engine, runs `work`, which may wait, and enters again. Call with an entered vCPU; if `work` panics, the
-/// vCPU is not entered again.
+/// Leaves the engine, runs `work`, which may wait, and enters again. Call with an entered vCPU. If `work` panics, the
+/// vCPU does not enter again.
 pub(crate) fn outside<R>(vcpu: &mut EngineVcpu, work: impl FnOnce() -> R) -> R {
     vcpu.leave();
     let result = work();

@@ -10,7 +10,7 @@ pub(crate) fn fail<T>(errno: i32) -> Result<T> {
     Err(Error::new(errno))
 }
 
-/// Returns `ENOMEM` for any error of a failed allocation.
+/// Returns `ENOMEM` in place of any error of a failed allocation.
 pub(crate) fn no_memory<E>(_: E) -> Error {
     Error::new(libc::ENOMEM)
 }

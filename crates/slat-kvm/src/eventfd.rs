@@ -1,8 +1,8 @@
 //! The client's eventfds, as irqfds and ioeventfds use them.
 //!
-//! slat keeps a descriptor of its own for each, as KVM keeps a reference: the client may close its descriptor. Two
-//! descriptors refer to one eventfd if the kernel shows the same id for both (`/proc/self/fdinfo`), so that a client
-//! can use another one later.
+//! slat keeps a descriptor of its own for each eventfd, as KVM keeps a reference, because the client may close its own
+//! descriptor. Two descriptors refer to the same eventfd if the kernel shows the same id for both
+//! (`/proc/self/fdinfo`). So a client can later name the eventfd by another descriptor.
 
 use crate::errno::{Error, Result, fail};
 use crate::process::PerProcess;
@@ -18,7 +18,7 @@ use std::sync::{Mutex, PoisonError};
 pub(crate) struct EventFd {
     fd: Own,
     id: u64,
-    /// Whether a write never waits, because the client has set `O_NONBLOCK`.
+    /// Whether writes never wait, because the client has set `O_NONBLOCK`.
     never_blocks: bool,
 }
 
@@ -33,7 +33,7 @@ impl Drop for Own {
     }
 }
 
-/// The lowest number for slat's own descriptors: above those that programs choose for theirs.
+/// The lowest number for slat's own descriptors. It is above the numbers that programs choose for their own.
 const FIRST_OWN: i32 = 512;
 
 /// Locked while [`id`] reads, and while a client's descriptor is duplicated.
@@ -50,7 +50,8 @@ impl EventFd {
     /// # Errors
     /// `EBADF` when `fd` is closed, or opened with `O_PATH`; `EINVAL` when `fd` refers to something else; `EMFILE`.
     pub(crate) fn take(fd: i32) -> Result<Self> {
-        // The file that another thread reads may have the number of a descriptor that the client has just closed.
+        // The descriptor whose file another thread reads may have a number that the client has just closed. So the lock
+        // is held.
         let _reading = (READING.get().lock()).unwrap_or_else(PoisonError::into_inner);
         let own = duplicate(fd)?;
         let arguments = [own.0 as usize, libc::F_GETFL as usize, 0, 0, 0, 0];
@@ -69,15 +70,15 @@ impl EventFd {
         }
     }
 
-    /// Whether both refer to the same eventfd.
+    /// Whether both values refer to the same eventfd.
     pub(crate) fn is(&self, other: &EventFd) -> bool {
         self.id == other.id
     }
 
-    /// Adds 1 to the counter. A full counter stays as it is: threads that poll it are woken anyway.
+    /// Adds 1 to the counter. A full counter does not change, because the threads that poll it are woken anyway.
     pub(crate) fn signal(&self) {
-        // A write to a full counter of a blocking descriptor would wait for a reader, and KVM's own signal never waits.
-        // So the counter is checked first; only a race for its last unit remains.
+        // On a blocking descriptor, a write to a full counter would wait for a reader, but KVM's own signal never
+        // waits. So the counter is checked first. Only a race for the counter's last unit can still wait.
         if self.never_blocks || self.has_room() {
             let one = 1u64.to_ne_bytes();
             let (start, len) = (one.as_ptr() as usize, one.len());
@@ -136,7 +137,7 @@ fn duplicate(fd: i32) -> Result<Own> {
         unsafe { calls::make(Call::Duplicate, arguments) }
     };
     let own = match above(FIRST_OWN) {
-        // The limit is below FIRST_OWN, or no number above is free.
+        // The limit of descriptors is below FIRST_OWN, or no number above FIRST_OWN is free.
         Err(libc::EINVAL | libc::EMFILE) => above(0),
         own => own,
     };
@@ -145,7 +146,7 @@ fn duplicate(fd: i32) -> Result<Own> {
 
 /// Returns the kernel's id of the eventfd that `fd` refers to. `None`: `fd` refers to no eventfd.
 fn id(fd: RawFd) -> Option<u64> {
-    // Allocates nothing: the heap may be exhausted.
+    // Allocates nothing, because the heap may be exhausted.
     let mut path = [0; 40];
     write!(&mut path[..], "/proc/self/fdinfo/{fd}").ok()?;
     let mut text = [0; 512];

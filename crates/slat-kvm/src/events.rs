@@ -42,7 +42,7 @@ impl Requested {
         if let Some(pending) = self.exception {
             show_exception(events, pending.exception);
             events.exception.pending = 1;
-            // Like KVM: without the capability, clients see pending exceptions as injected, too.
+            // As in KVM, a client without the capability also sees pending exceptions as injected.
             events.exception.injected = u8::from(!options.exception_payload());
             events.exception_has_payload = u8::from(pending.payload.is_some());
             events.exception_payload = pending.payload.unwrap_or(0);
@@ -56,7 +56,7 @@ impl Requested {
         }
     }
 
-    /// Returns the requested events after a client has set `events`.
+    /// Returns the requested events that result when a client sets `events`.
     ///
     /// # Errors
     /// `EINVAL` for flags of capabilities that the client has not enabled.
@@ -82,8 +82,8 @@ impl Requested {
         })
     }
 
-    /// Begins to deliver the pending exception: stores its payload in CR2 or DR6, and has the CPU deliver it through
-    /// the guest's IDT next.
+    /// Begins to deliver the pending exception: stores its payload in CR2 or DR6, and makes the CPU deliver the
+    /// exception through the guest's IDT next.
     pub(crate) fn begin_exception(&mut self, cpu: &mut Cpu) {
         let Some(Pending { exception, payload }) = self.exception.take() else {
             return;
@@ -91,7 +91,7 @@ impl Requested {
         let state = &mut cpu.state;
         match (exception.vector, payload) {
             (vector::PF, Some(address)) => state.cr2 = address,
-            // The payload has DR6's active-low bits inverted (SDM volume 3, 19.2.3).
+            // In the payload, DR6's active-low bits are inverted (SDM volume 3, 19.2.3).
             (vector::DB, Some(conditions)) => {
                 let fixed = state.dr6 & !DR6_TRAPS | DR6_ACTIVE_LOW;
                 state.dr6 = (fixed | conditions) ^ conditions & DR6_ACTIVE_LOW;
@@ -105,7 +105,7 @@ impl Requested {
 
 /// The bits of DR6 that say which breakpoint was hit.
 const DR6_TRAPS: u64 = 15;
-/// The active-low bits of DR6, and those that are always 1.
+/// The active-low bits of DR6, and the bits that are always 1.
 const DR6_ACTIVE_LOW: u64 = 0xffff_0ff0;
 /// The bit of DR6 that is always 0.
 const DR6_RESERVED_ZERO: u64 = 1 << 12;
@@ -199,7 +199,7 @@ pub fn set(state: &mut State, events: &kvm_vcpu_events) -> Result<Elsewhere> {
         held.sti_shadow = events.interrupt.shadow & SHADOW_STI != 0;
         held.mov_ss_shadow = events.interrupt.shadow & SHADOW_MOV_SS != 0;
     }
-    // Clients see an NMI in the CPU's state as pending: without the flag it stays.
+    // Clients see an NMI in the CPU's state as pending. Without the flag, this NMI does not change.
     let waiting = match events.flags & KVM_VCPUEVENT_VALID_NMI_PENDING {
         0 => held.nmis,
         _ => 0,

@@ -1,4 +1,4 @@
-//! Stores those exits in `kvm_run` that have more than a field or two.
+//! Stores exits in `kvm_run`: the exits that have more than one or two fields.
 
 use crate::cpuid::is_amd;
 use crate::run_page::{PAGE, RunPage, set_field};
@@ -9,16 +9,16 @@ use slat_x86::vector;
 /// A hypercall that the client carries out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ClientCall {
-    /// KVM's: `KVM_EXIT_HYPERCALL`.
+    /// One of KVM's hypercalls: `KVM_EXIT_HYPERCALL`.
     Kvm {
-        /// Its number.
+        /// The hypercall's number.
         nr: u64,
-        /// Its arguments.
+        /// The hypercall's arguments.
         args: [u64; 4],
-        /// All 64 bits of the registers count.
+        /// Whether all 64 bits of the registers count.
         long_mode: bool,
     },
-    /// Hyper-V's: `KVM_EXIT_HYPERV`.
+    /// One of Hyper-V's hypercalls: `KVM_EXIT_HYPERV`.
     Hyperv {
         /// The input value.
         input: u64,
@@ -46,9 +46,9 @@ pub(crate) fn hypercall(page: &RunPage, nr: u64, [a, b, c, _]: [u64; 4], long_mo
 #[derive(Clone, Copy)]
 pub(crate) struct MemoryFault {
     pub(crate) gpa: Gpa,
-    /// The page is private.
+    /// Whether the page is private.
     pub(crate) private: bool,
-    /// The page is not there yet.
+    /// Whether the page is absent: the client has not provided it yet.
     pub(crate) absent: bool,
 }
 
@@ -56,7 +56,7 @@ pub(crate) struct MemoryFault {
 pub(crate) const KVM_MEMORY_EXIT_FLAG_USERFAULT: u64 = 1 << 4;
 
 impl MemoryFault {
-    /// Returns the fault that has stopped an access. `None`: another reason has.
+    /// Returns the fault that has stopped an access. `None`: the access has stopped for another reason.
     pub(crate) fn of(stop: &Stop) -> Option<Self> {
         match *stop {
             Stop::MemoryFault {
@@ -101,8 +101,8 @@ pub(crate) fn memory_fault(page: &RunPage, fault: MemoryFault) {
 }
 
 /// Stores `KVM_INTERNAL_ERROR_DELIVERY_EV`: the delivery of an event accessed an address without memory. The words are
-/// KVM's: what was delivered and why the processor gave up, as the vendor's virtualization reports them, the address,
-/// and the host's processor.
+/// those that KVM stores: the event and the reason why the processor gave up, in the form of the vendor's
+/// virtualization; the address; and the host's processor.
 pub(crate) fn delivery(page: &RunPage, vector: u8, software: bool, gpa: u64) {
     const EPT_MISCONFIGURATION: u64 = 49;
     const NESTED_PAGE_FAULT: u64 = 0x400;
@@ -140,7 +140,7 @@ pub(crate) fn delivery(page: &RunPage, vector: u8, software: bool, gpa: u64) {
 
 /// Stores `KVM_INTERNAL_ERROR_EMULATION` with the instruction's bytes, in KVM's layout.
 pub(crate) fn emulation_failure(page: &RunPage, bytes: [u8; 15], len: u8) {
-    /// Flags and bytes (three words), then exit reason and information (five).
+    /// The words are flags and bytes (three words), then exit reason and information (five words).
     const WORDS: u32 = 8;
     page.set_exit_reason(KVM_EXIT_INTERNAL_ERROR);
     set_field!(
@@ -155,7 +155,7 @@ pub(crate) fn emulation_failure(page: &RunPage, bytes: [u8; 15], len: u8) {
         if len == 0 { 0 } else { with_bytes },
         __bindgen_anon_1.emulation_failure.flags
     );
-    // Unknown bytes are NOPs, as in KVM.
+    // As in KVM, unknown bytes are shown as NOPs.
     let mut shown = [0x90; 15];
     shown[..len.into()].copy_from_slice(&bytes[..len.into()]);
     set_field!(

@@ -1,19 +1,19 @@
-//! How long exits take, by reason, for `slat stat`: from the exit of the CPU to its next entry, with what the
-//! client does meanwhile.
+//! The times that exits take, by reason, for `slat stat`. A time is measured from the exit of the CPU to its next
+//! entry, and includes the client's work.
 //!
-//! Two looks at the clock are a tenth of a short exit, so the times of one exit in [`ONE_IN`] are taken; and the clock
-//! is the time-stamp counter, because no seccomp filter forbids it. Halts have an account of their own
+//! Reading the clock twice takes a tenth of the time of a short exit. So only one exit in [`ONE_IN`] is timed. The
+//! clock is the time-stamp counter, because no seccomp filter forbids it. Halts are counted separately
 //! ([`Exits::waited`](crate::counters::Exits::waited)).
 
 use crate::clock;
 use crate::counters::{Count, Histogram};
 use slat_x86::Exit;
 
-/// One exit in this many is timed. A power of two.
+/// The number of exits of which one is timed. A power of two.
 const ONE_IN: u64 = 16;
 
-/// Buckets of a histogram; the last one counts exits that take longer than 4 ms. There are fewer buckets than for
-/// halts, because each vCPU has a histogram for each exit reason.
+/// The number of buckets of a histogram. The last bucket counts exits that take longer than 4 ms. There are fewer
+/// buckets than for halts, because each vCPU has a histogram for each exit reason.
 const BUCKETS: usize = 24;
 
 /// The reasons of exits whose times are counted separately.
@@ -26,7 +26,7 @@ enum Reason {
 }
 
 impl Reason {
-    /// The names, in the order of the reasons.
+    /// The names of the reasons, in the order of [`Reason`].
     const NAMES: [&str; 4] = ["io", "mmio", "interrupt", "other"];
 
     /// Returns the reason of an exit. `None`: the time of the exit is counted elsewhere.
@@ -44,9 +44,9 @@ impl Reason {
 /// The times of exits for one reason.
 #[derive(Debug, Default)]
 pub(crate) struct Times {
-    /// The sum, in nanoseconds.
+    /// The sum of the times, in nanoseconds.
     pub(crate) ns: Count,
-    /// Their counts.
+    /// The counts of the times.
     pub(crate) hist: Histogram<BUCKETS>,
 }
 
@@ -61,7 +61,7 @@ impl ExitTimes {
     }
 }
 
-/// The exit whose time is being taken, and when it began. Of the thread that runs the vCPU.
+/// The exit that is being timed, and when it began. Only the thread that runs the vCPU uses this.
 #[derive(Default)]
 pub(crate) struct Stopwatch(Option<(Reason, u64)>);
 

@@ -1,10 +1,10 @@
 //! Seccomp filters of the client, and Landlock: slat's preparations before a thread restricts itself.
 //!
-//! slat starts a thread when it is needed first, unless the client installs a filter. Then slat starts all its threads
-//! before the filter is installed, so that the filter does not bind them, and one of them makes the system calls that
-//! the filter forbids ([`slat_process::calls`]). `docs/seccomp.md` says what a filter for a vCPU's thread has to allow.
-//! Landlock takes the right to open files from a thread and from the threads that it starts later. So the same thread
-//! opens slat's files.
+//! Usually slat starts a thread when the thread is first needed. If the client installs a filter, slat starts all its
+//! threads before, so that the filter does not bind them. One of these threads then makes the system calls that the
+//! filter forbids ([`slat_process::calls`]). `docs/seccomp.md` lists the calls that a filter for a vCPU's thread has to
+//! allow. Landlock takes the right to open files from a thread and from the threads that it starts later. So the same
+//! thread also opens slat's files.
 
 use crate::background;
 use crate::irq::irqfd;
@@ -16,7 +16,7 @@ use crate::{
 use slat_process::calls::{forbid_opening, is_any_forbidden};
 use slat_process::{filter, helper};
 
-/// Exists in a process that has used KVM.
+/// This value exists in a process that has used KVM.
 #[derive(Debug, Default)]
 struct Used;
 
@@ -52,10 +52,11 @@ pub fn before_landlock() {
     forbid_opening();
 }
 
-/// Learns which system calls a filter forbids. Call before the filter is installed, after [`prepare`]; or afterwards,
-/// before the thread calls slat. A thread whose filter was not announced makes all of slat's system calls itself.
+/// Finds out which system calls a filter forbids. Call before the filter is installed, after [`prepare`]; or
+/// afterwards, before the thread calls slat. A thread whose filter was not announced makes all of slat's system calls
+/// itself.
 ///
-/// If the filter is one for vCPU threads, prints the calls that it should allow and does not.
+/// If the filter is for vCPU threads, prints the calls that the filter should allow but does not.
 pub fn announce(program: &[libc::sock_filter]) {
     let missing = filter::announce(program);
     for call in missing {
@@ -66,7 +67,7 @@ pub fn announce(program: &[libc::sock_filter]) {
     }
 }
 
-/// Notes that this process uses KVM. Call when it opens `/dev/kvm`, or creates a VM.
+/// Records that this process uses KVM. Call when the process opens `/dev/kvm`, or creates a VM.
 pub(crate) fn kvm_is_used() {
     if USED.peek().is_none() {
         USED.get();

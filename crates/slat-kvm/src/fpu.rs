@@ -9,7 +9,7 @@ use slat_x86::state::{MXCSR_MASK, MXCSR_MM, xcr0};
 /// Offset of XSTATE_BV in an XSAVE area.
 const XSTATE_BV: usize = 512;
 
-/// `KVM_GET_FPU`. As in KVM, `mxcsr` is 0, whatever the register holds: clients save it by `KVM_GET_XSAVE`.
+/// `KVM_GET_FPU`. As in KVM, `mxcsr` is always 0. Clients save the register by `KVM_GET_XSAVE`.
 pub fn get_fpu(state: &State) -> kvm_fpu {
     let image = state.to_fxsave();
     let mut fpu = kvm_fpu {
@@ -65,11 +65,11 @@ pub fn get_xsave(state: &State) -> [u8; 4096] {
     area
 }
 
-/// `KVM_SET_XSAVE`. A component that is not present gets its initial state, but PKRU keeps its value, as in KVM.
+/// `KVM_SET_XSAVE`. A component that is not present gets its initial state. As in KVM, PKRU keeps its value instead.
 ///
 /// # Errors
-/// `EINVAL` for components that the CPU does not have, for the compacted format, for reserved words of the header, and
-/// for reserved bits of MXCSR if a component is present that uses it.
+/// `EINVAL` for components that the CPU does not have, for the compacted format, and for reserved words of the header.
+/// Also for reserved bits of MXCSR, if a component that uses MXCSR is present.
 pub fn set_xsave(state: &mut State, area: &[u8; 4096]) -> Result<()> {
     let word = |at: usize| u64::from_le_bytes(area[at..at + 8].try_into().expect("8 bytes"));
     let present = word(XSTATE_BV);
@@ -88,11 +88,11 @@ pub fn set_xsave(state: &mut State, area: &[u8; 4096]) -> Result<()> {
         image[160..416].copy_from_slice(&area[160..416]);
     }
     let high = avx_offset().filter(|_| present & xcr0::AVX != 0);
-    // MXCSR belongs to each of these components, as KVM copies them.
+    // As in KVM, MXCSR is copied if any of these components is present.
     image[24..28].copy_from_slice(&state.mxcsr.to_le_bytes());
     if present & (xcr0::X87 | xcr0::SSE | xcr0::AVX) != 0 {
         let mxcsr = u32::from_le_bytes(area[24..28].try_into().expect("4 bytes"));
-        // As in KVM, the processor's vendor decides, whatever the guest's CPUID says.
+        // As in KVM, the processor's vendor decides, not the vendor in the guest's CPUID.
         let known = match is_amd() {
             true => MXCSR_MASK | MXCSR_MM,
             false => MXCSR_MASK,

@@ -1,15 +1,15 @@
-//! The border between C and Rust.
+//! The border between C callers and slat's Rust code.
 
 use crate::messages;
 use crate::thread::Section;
 use slat_process::{errno, set_errno};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// Runs slat's code for a C caller. A success leaves `errno` as it was, an error becomes -1 and `errno`, a
-/// panic becomes `EIO`.
+/// Runs slat's code for a C caller. After a success `errno` is unchanged; an error becomes -1 and `errno`; a panic
+/// becomes `EIO`.
 ///
-/// The whole call is a [`Section`]: handlers of the program that are due run at its end, when slat holds no lock and
-/// has no frame on the stack. They may use slat, or jump away.
+/// The whole call is a [`Section`]. Handlers of the program that were delayed run at the end of the section, when slat
+/// holds no lock and has no frame on the stack. These handlers may use slat, or jump away.
 pub fn guarded(work: impl FnOnce() -> Result<isize, i32>) -> isize {
     let before = errno();
     let result = {
@@ -28,7 +28,7 @@ pub fn guarded(work: impl FnOnce() -> Result<isize, i32>) -> isize {
     }
 }
 
-/// Returns what `work` returns. `None`, and a message, if it panics.
+/// Returns the result of `work`. If `work` panics, prints a message and returns `None`.
 pub fn without_panic<R>(work: impl FnOnce() -> R) -> Option<R> {
     let result = catch_unwind(AssertUnwindSafe(work));
     if result.is_err() {

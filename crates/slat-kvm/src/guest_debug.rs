@@ -1,4 +1,4 @@
-//! `KVM_SET_GUEST_DEBUG` and `KVM_EXIT_DEBUG`: the client's debugger of the guest.
+//! `KVM_SET_GUEST_DEBUG` and `KVM_EXIT_DEBUG`, by which the client debugs the guest.
 
 use crate::run_page::{RunPage, set_field};
 use kvm_bindings::*;
@@ -13,7 +13,7 @@ pub(crate) const CONTROLS: u32 = KVM_GUESTDBG_ENABLE
     | KVM_GUESTDBG_INJECT_BP
     | KVM_GUESTDBG_BLOCKIRQ;
 
-/// Returns the CPU's settings for a request. Without `KVM_GUESTDBG_ENABLE` all of them are off.
+/// Returns the CPU's settings for a request. Without `KVM_GUESTDBG_ENABLE` all settings are off.
 pub(crate) fn debugger(debug: &kvm_guest_debug) -> Debugger {
     let has = |bit| {
         let bits = KVM_GUESTDBG_ENABLE | bit;

@@ -1,7 +1,7 @@
 //! Guest memory in a file of its own: `KVM_CREATE_GUEST_MEMFD` (api.rst 4.142).
 //!
-//! A guest_memfd is a memfd that slat maps for itself, at an address that the client is not told. Which descriptor the
-//! client gets depends on the flags, so that the kernel itself carries out `mmap`, and gives the faults of the mapping:
+//! A guest_memfd is a memfd that slat maps for itself, at an address that the client does not know. The flags determine
+//! which descriptor the client gets. So the kernel itself carries out `mmap`, and raises the faults of the mapping:
 //!
 //! | flags | descriptor | the client's mapping |
 //! |---|---|---|
@@ -9,13 +9,14 @@
 //! | [`FLAG_MMAP`] | an empty memfd | SIGBUS everywhere: the memory is private |
 //! | both | the memfd | the memory; SIGBUS after its end; NUMA policies are those of any memfd |
 //!
-//! The preload library refuses `read` and `write` for each, and shows the size of the memory as that of the file. A
-//! client of the crate, whose system calls slat does not see, can read and write the third, and finds the second empty.
+//! The preload library refuses `read` and `write` for each of these descriptors, and shows the size of the memory as
+//! the size of the file. slat does not see the system calls of a client that uses the crate. Such a client can read and
+//! write the third descriptor's file, and finds the second one's empty.
 //!
-//! A slot is bound to the *address range* of slat's mapping, which is reserved as long as the slot lives. When the
-//! last descriptor is closed the memory is released, and nothing is mapped in the range: accesses fail from then on.
-//! If the client still has a mapping of the file, which keeps KVM's file open, the memory stays as long as the slots
-//! that are bound to it.
+//! A slot is bound to the *address range* of slat's mapping, which is reserved as long as the slot lives. When the last
+//! descriptor is closed, the memory is released, and the range has no mapping. Then accesses fail. A mapping of the
+//! client keeps KVM's file open. So if the client still has a mapping of the file, the memory stays as long as the
+//! slots that are bound to it.
 
 use crate::errno::{Error, Result, fail, last};
 use crate::file_id::FileId;
@@ -40,7 +41,7 @@ pub const FLAG_MMAP: u64 = 1 << 0;
 pub const FLAG_INIT_SHARED: u64 = 1 << 1;
 
 /// Returns the flags that a guest_memfd can have. In a VM whose memory can be private (`protected`), memory attributes
-/// say what is shared, and so no file is shared from the start.
+/// determine which memory is shared, so no file is shared from the start.
 pub fn flags(protected: bool) -> u64 {
     match protected {
         true => FLAG_MMAP,
@@ -48,7 +49,8 @@ pub fn flags(protected: bool) -> u64 {
     }
 }
 
-/// Guest memory of one VM, which its descriptors refer to. Closing the last of them drops this and releases the memory.
+/// Guest memory of one VM, to which its descriptors refer. When the last descriptor is closed, this is dropped and the
+/// memory is released.
 #[derive(Debug)]
 pub struct GuestMemfd {
     /// The file to which the descriptors of this memory refer.
@@ -122,7 +124,7 @@ impl GuestMemfd {
         }
     }
 
-    /// Whether its descriptors refer to the file with this `inode` on the device (major, minor).
+    /// Whether the memory's descriptors refer to the file with this `inode` on the device (major, minor).
     pub fn is_file(&self, device: (u32, u32), inode: u64) -> bool {
         self.file.is(device, inode)
     }
@@ -144,13 +146,13 @@ impl GuestMemfd {
         !self.birth.is_here()
     }
 
-    /// Allocates the pages of a range, or frees them, as `fallocate` does. Freeing is an invalidation, after which the
-    /// pages read as zeroes, in the client's mappings of the file, too.
+    /// Allocates the pages of a range, or frees them, as `fallocate` does. Freeing is an invalidation. After that the
+    /// pages read as zeroes, also in the client's mappings of the file.
     ///
     /// # Errors
-    /// `EOPNOTSUPP` for a mode without `FALLOC_FL_KEEP_SIZE` or with anything but `FALLOC_FL_PUNCH_HOLE` besides,
-    /// `EFBIG` for a range that no file can have, `EINVAL` for one that is empty, not of whole pages, or (but for a
-    /// hole) reaches beyond the end, `EIO` in a forked child, and what the host returns for allocating.
+    /// `EOPNOTSUPP` for a mode without `FALLOC_FL_KEEP_SIZE`, or with any other flag than `FALLOC_FL_PUNCH_HOLE`.
+    /// `EFBIG` for a range that no file can have. `EINVAL` for a range that is empty, not of whole pages, or (except
+    /// for a hole) reaches beyond the end. `EIO` in a forked child. The host's error for allocating.
     pub fn fallocate(&self, mode: i32, offset: i64, len: i64) -> Result<()> {
         if self.is_foreign() {
             return fail(libc::EIO);
@@ -196,7 +198,7 @@ impl GuestMemfd {
 impl Drop for GuestMemfd {
     fn drop(&mut self) {
         if self.is_foreign() {
-            // A forked child has the parent's mapping, too, but none of the VMs that use it.
+            // A forked child also has the parent's mapping, but has none of the VMs that use it.
             return;
         }
         let _section = Section::enter();
@@ -216,26 +218,26 @@ fn range_of(memory: &Shared) -> Range<usize> {
     start..start + memory.len()
 }
 
-/// A part of a guest_memfd that a slot is bound to.
+/// A part of a guest_memfd to which a slot is bound.
 pub(crate) struct Part {
     pub(crate) memory: Arc<Shared>,
     /// The backing address of the slot's first byte.
     pub(crate) start: Hva,
-    /// All memory of the slot comes from here, and none from the address that the client names
+    /// Whether all memory of the slot comes from the guest_memfd, and none from the address that the client names
     /// (`KVM_MEMSLOT_GMEM_ONLY`).
     pub(crate) only: bool,
 }
 
-/// The guest_memfds of a VM, and which slots are bound to them.
+/// The guest_memfds of a VM, and the slots that are bound to them.
 #[derive(Debug, Default)]
 pub(crate) struct PrivateMemory {
     files: Mutex<Vec<Weak<GuestMemfd>>>,
-    /// The memory that slots are bound to, by the client's slot number (address space included). Locked while a slot is
-    /// changed that is, or may have been, bound.
+    /// The memory to which slots are bound, by the client's slot number (which includes the address space). Locked
+    /// while a slot changes that is bound, or was bound.
     bound: Mutex<BTreeMap<u32, Arc<Shared>>>,
 }
 
-/// The locked bindings of a VM's slots to private memory, held while one of these slots is changed.
+/// The locked bindings of a VM's slots to private memory. Held while such a slot changes.
 pub(crate) struct Bindings<'a>(MutexGuard<'a, BTreeMap<u32, Arc<Shared>>>);
 
 impl Bindings<'_> {
@@ -257,10 +259,11 @@ impl PrivateMemory {
         (self.files.lock()).unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    /// Creates guest memory, and the descriptor that refers to it. `flags` are those that the VM supports.
+    /// Creates guest memory, and the descriptor that refers to it. `flags` may have only the flags that the VM
+    /// supports.
     ///
     /// # Errors
-    /// `EINVAL` for other flags and a size that is 0 or not of whole pages, what the host returns for making a file.
+    /// `EINVAL` for other flags, and for a size that is 0 or not of whole pages; the host's error for making a file.
     pub(crate) fn create(
         &self,
         args: &kvm_create_guest_memfd,
@@ -278,11 +281,11 @@ impl PrivateMemory {
         Ok((guest_memfd, fd))
     }
 
-    /// Returns the part for a slot of `size` bytes, from `offset` on, of the guest_memfd that `fd` refers to.
+    /// Returns the part for a slot of `size` bytes, from `offset` on, of the guest_memfd to which `fd` refers.
     ///
     /// # Errors
-    /// `EBADF` for a closed descriptor; `EINVAL` for one that is no guest_memfd of this VM, and for a part that is not
-    /// of whole pages or reaches beyond the end.
+    /// `EBADF` for a closed descriptor. `EINVAL` for a descriptor that is no guest_memfd of this VM, and for a part
+    /// that is not of whole pages or reaches beyond the end.
     pub(crate) fn part(&self, fd: u32, offset: u64, size: u64) -> Result<Part> {
         let file = FileId::of(fd as RawFd)?;
         let known = self

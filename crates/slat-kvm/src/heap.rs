@@ -1,4 +1,4 @@
-//! Vectors that return `ENOMEM` when there is no memory, where the standard library would end the process.
+//! Vectors that return `ENOMEM` if there is no memory. (The standard library would end the process.)
 
 use crate::errno::{Result, no_memory};
 
@@ -12,7 +12,7 @@ pub(crate) fn with_room<T>(len: usize) -> Result<Vec<T>> {
     Ok(vec)
 }
 
-/// Allocates memory for `more` elements: pushing them allocates nothing.
+/// Allocates memory for `more` elements, so that pushing them allocates nothing.
 ///
 /// # Errors
 /// `ENOMEM`.

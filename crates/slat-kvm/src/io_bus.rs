@@ -1,16 +1,17 @@
-//! The devices that a guest reaches without the client, by the ranges of addresses that they serve: KVM's `kvm_io_bus`.
+//! The devices that a guest reaches without the client, by the address ranges that the devices serve: KVM's
+//! `kvm_io_bus`.
 //!
-//! An access is offered to the devices whose range contains it, in the order in which KVM's bus has them: by the first
-//! address of the range, then by its end, then by the time of registration. The first device that accepts it serves it;
+//! An access is offered to the devices whose range contains it. Their order is that of KVM's bus: by the first address
+//! of the range, then by its end, then by the time of registration. The first device that accepts the access serves it.
 //! `io_devices` has the devices.
 //!
 //! # Concurrency
-//! The registrations are an immutable [`Table`] that a change replaces whole. Each vCPU holds the table that it last
-//! saw and compares one number to learn whether that table is still current, so that an access takes no lock. A change
-//! publishes the new table, increments the number and then waits until every vCPU has passed a quiescent point of the
-//! engine or has left it ([`slat::Vm::synchronize`]): a vCPU looks up the table and carries out the access between two
-//! quiescent points. So no device serves an access after the call that removed it has returned: a client that reads an
-//! eventfd, or the ring of coalesced I/O, then misses nothing.
+//! The registrations are an immutable [`Table`]; a change replaces the whole table. Each vCPU holds the table that it
+//! saw last. The vCPU compares one number to learn whether that table is still current, so an access takes no lock. A
+//! change publishes the new table, increments the number and then waits until every vCPU has passed a quiescent point
+//! of the engine or has left the engine ([`slat::Vm::synchronize`]). A vCPU looks up the table and carries out the
+//! access between two quiescent points. So after the call that removed a device has returned, the device serves no
+//! access. A client that then reads an eventfd, or the ring of coalesced I/O, misses no write.
 
 use crate::engine::EngineVm;
 use crate::errno::{Result, no_memory};
@@ -25,7 +26,7 @@ pub(crate) enum Space {
     /// Guest-physical addresses.
     Memory,
     Ports,
-    /// Another architecture's: an x86 guest cannot write there, but KVM accepts registrations.
+    /// The space of another architecture. An x86 guest cannot write there, but KVM accepts registrations.
     VirtioCcw,
 }
 
@@ -38,7 +39,7 @@ pub(crate) struct Range {
 }
 
 impl Range {
-    /// Makes the range of `len` addresses from `start` on, or those up to the last address.
+    /// Makes the range of `len` addresses from `start` on. A range that would wrap around ends at the last address.
     pub(crate) const fn new(space: Space, start: u64, len: u64) -> Self {
         Range {
             space,
@@ -52,7 +53,7 @@ impl Range {
         (self.end - self.start) as usize
     }
 
-    /// Whether `other`, which is not empty, lies in this range.
+    /// Whether this range contains `other`, which is not empty.
     pub(crate) fn contains(&self, other: &Range) -> bool {
         self.space == other.space && other.start >= self.start && other.end <= self.end
     }
@@ -63,7 +64,7 @@ impl Range {
 pub(crate) struct Entry<D> {
     pub(crate) range: Range,
     pub(crate) device: D,
-    /// The greatest end of this range and those before it, of its space.
+    /// The greatest end of this range and of all earlier ranges in the same space.
     reach: u64,
 }
 
@@ -74,7 +75,7 @@ struct Table<D>(Vec<Entry<D>>);
 impl<D> Table<D> {
     /// Sorts the registrations.
     fn new(mut entries: Vec<Entry<D>>) -> Self {
-        // The order of equal ranges is kept, and `sort_by_key` would allocate.
+        // The order of equal ranges must not change, and `sort_by_key` would allocate.
         for last in 1..entries.len() {
             let at = entries[..last].partition_point(|entry| entry.range <= entries[last].range);
             entries[at..=last].rotate_right(1);
@@ -89,8 +90,8 @@ impl<D> Table<D> {
         Table(entries)
     }
 
-    /// Returns the registrations that may contain an access at `start`: those that begin there or before, without those
-    /// at the beginning that all end before.
+    /// Returns the registrations that may contain an access at `start`: those that begin at or before `start`. Leaves
+    /// out the first registrations if all of them end before `start`.
     fn around(&self, space: Space, start: u64) -> &[Entry<D>] {
         let end = self
             .0
@@ -104,9 +105,9 @@ impl<D> Table<D> {
 /// The registrations of a VM.
 #[derive(Debug)]
 pub(crate) struct IoBus<D> {
-    /// `None`: there was never any registration.
+    /// `None`: the VM has never had a registration.
     table: Mutex<Option<Shared<Table<D>>>>,
-    /// How often the table was replaced.
+    /// The number of times that the table was replaced.
     changes: AtomicU64,
 }
 
@@ -137,7 +138,7 @@ impl<D> Default for KnownBus<D> {
 
 impl<D> KnownBus<D> {
     /// Returns the registrations that may contain an access at `start`, in order. The vCPU is entered, and passes no
-    /// quiescent point as long as it uses them.
+    /// quiescent point as long as it uses the result.
     pub(crate) fn around(&mut self, bus: &IoBus<D>, space: Space, start: u64) -> &[Entry<D>] {
         let changes = bus.changes.load(Ordering::SeqCst);
         if self.changes != changes {
@@ -152,11 +153,11 @@ impl<D> KnownBus<D> {
 }
 
 impl<D: Clone> IoBus<D> {
-    /// Adds the devices that `make` returns, which gets the present ones. `create` runs before an access can reach the
-    /// new devices; an error of either changes nothing.
+    /// Adds the devices that `make` returns. `make` gets the present devices. `create` runs before an access can reach
+    /// the new devices. If either fails, nothing changes.
     ///
     /// # Errors
-    /// Those of `make` and `create`; `ENOMEM`.
+    /// The errors of `make` and `create`; `ENOMEM`.
     pub(crate) fn add<const N: usize>(
         &self,
         engine: &EngineVm,
@@ -180,7 +181,7 @@ impl<D: Clone> IoBus<D> {
         Ok(())
     }
 
-    /// Removes the devices for which `is_removed` holds. Returns their number.
+    /// Removes the devices for which `is_removed` returns true. Returns their number.
     ///
     /// # Errors
     /// `ENOMEM`.
@@ -205,7 +206,7 @@ impl<D: Clone> IoBus<D> {
     /// Makes all vCPUs use the new table.
     fn publish(&self, engine: &EngineVm, table: MutexGuard<'_, Option<Shared<Table<D>>>>) {
         self.changes.fetch_add(1, Ordering::SeqCst);
-        // A vCPU may wait for the lock, and then passes no quiescent point.
+        // The table is unlocked now, because a vCPU that waits for the lock passes no quiescent point.
         drop(table);
         engine.synchronize();
     }

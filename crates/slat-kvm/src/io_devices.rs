@@ -1,6 +1,6 @@
 //! The devices on the bus of a VM: the interrupt controllers and the timer of a PC, writes that signal eventfds, and
-//! writes that go into the ring of coalesced I/O. (The local APIC is not on the bus: each vCPU has its own, which its
-//! accesses reach first.)
+//! writes that go into the ring of coalesced I/O. (The local APIC is not on the bus. Each vCPU has its own, and the
+//! vCPU's accesses reach its local APIC first.)
 
 use crate::coalesced;
 use crate::engine::EngineVm;
@@ -34,11 +34,11 @@ pub(crate) type Known = KnownBus<Device>;
 /// The most devices in one space, without eventfds: KVM's `NR_IOBUS_DEVS`.
 const MOST: usize = 1000;
 
-/// The port of [`Device::Speaker`]. Its range on KVM's bus is longer, but it serves this port alone.
+/// The port of [`Device::Speaker`]. The device's range on KVM's bus is longer, but the device serves only this port.
 pub(crate) const SPEAKER: u64 = 0x61;
 
-/// The devices of `KVM_CREATE_IRQCHIP`. As in KVM, the I/O APIC is not found at an address to which
-/// `KVM_SET_IRQCHIP` has moved it.
+/// The devices of `KVM_CREATE_IRQCHIP`. If `KVM_SET_IRQCHIP` moves the I/O APIC to another address, it is not found
+/// there, as in KVM.
 const PC: [(Range, Device); 4] = [
     (Range::new(Space::Ports, 0x20, 2), Device::Pics),
     (Range::new(Space::Ports, 0xa0, 2), Device::Pics),
@@ -56,7 +56,7 @@ impl Bus {
     /// Adds the 8259 pair and the I/O APIC, which `create` makes.
     ///
     /// # Errors
-    /// Those of `create`; `ENOMEM`.
+    /// The errors of `create`; `ENOMEM`.
     pub(crate) fn add_pc(
         &self,
         engine: &EngineVm,
@@ -65,10 +65,10 @@ impl Bus {
         self.add(engine, |_| Ok(PC), create)
     }
 
-    /// Adds the 8254, which `create` makes. `speaker`: it has port 0x61, too.
+    /// Adds the 8254, which `create` makes. `speaker`: the 8254 also has port 0x61.
     ///
     /// # Errors
-    /// Those of `create`; `ENOMEM`.
+    /// The errors of `create`; `ENOMEM`.
     pub(crate) fn add_timer(
         &self,
         engine: &EngineVm,
@@ -118,9 +118,9 @@ impl Bus {
     /// Carries out `KVM_IOEVENTFD`.
     ///
     /// # Errors
-    /// For a registration, `EINVAL` for unknown flags, a length that is none of 0, 1, 2, 4 and 8, a range that wraps
-    /// around, and a value to compare without a length; `EEXIST` when a write could match another registration, too.
-    /// For a removal, `ENOENT` when there is no such registration. For both, `EBADF`, `EINVAL` for a descriptor that is
+    /// For a registration: `EINVAL` for unknown flags, a length other than 0, 1, 2, 4 and 8, a range that wraps around,
+    /// and a value to compare without a length; `EEXIST` if one write could match this registration and an earlier one.
+    /// For a removal: `ENOENT` if there is no such registration. For both: `EBADF`, `EINVAL` for a descriptor that is
     /// no eventfd, `ENOMEM`, `EMFILE`.
     pub(crate) fn change_event(&self, engine: &EngineVm, asked: &kvm_ioeventfd) -> Result<()> {
         let (range, mut event) = Event::new(asked)?;
@@ -152,7 +152,7 @@ impl Bus {
 }
 
 /// Signals the eventfds that are registered for writes of `units` (1 to 8 bytes each) to `address`, one after the
-/// other. Returns `false`, and signals nothing, if a unit has no registration.
+/// other. Returns `false`, and signals no eventfd, if a unit has no registration.
 pub(crate) fn signal<'a>(
     devices: &[Entry<Device>],
     address: u64,

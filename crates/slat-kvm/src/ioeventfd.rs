@@ -13,12 +13,12 @@ const VIRTIO_CCW: u32 = 1 << kvm_ioeventfd_flag_nr_virtio_ccw_notify;
 /// KVM's internal flag, which clients may set without effect.
 const FAST_MMIO: u32 = 1 << kvm_ioeventfd_flag_nr_fast_mmio;
 
-/// One registration, for writes to one place.
+/// One registration, for writes to one address or port.
 #[derive(Clone, Debug)]
 pub(crate) struct Event {
-    /// Bytes of the write; 0 for any.
+    /// Bytes of the write; 0 matches any length.
     len: u32,
-    /// The value that is written; `None` for any.
+    /// The value that is written; `None` matches any value.
     value: Option<u64>,
     eventfd: Shared<EventFd>,
 }
@@ -29,13 +29,13 @@ impl Event {
         asked.flags & DEASSIGN != 0
     }
 
-    /// Returns what the client asks for, and the range of the writes. If any length is meant, the range has one
-    /// address.
+    /// Returns the registration that the client asks for, and the range of the writes. If the registration matches any
+    /// length, the range has one address.
     ///
     /// # Errors
-    /// For a registration, `EINVAL` for unknown flags, a length that is none of 0, 1, 2, 4 and 8, a range that wraps
-    /// around, and a value to compare without a length. For removals, too, `EBADF`, `EINVAL` for a descriptor that is
-    /// no eventfd, `ENOMEM`, `EMFILE`.
+    /// For a registration: `EINVAL` for unknown flags, a length other than 0, 1, 2, 4 and 8, a range that wraps around,
+    /// and a value to compare without a length. Also for removals: `EBADF`, `EINVAL` for a descriptor that is no
+    /// eventfd, `ENOMEM`, `EMFILE`.
     pub(crate) fn new(asked: &kvm_ioeventfd) -> Result<(Range, Self)> {
         let known = DATAMATCH | PIO | DEASSIGN | VIRTIO_CCW | FAST_MMIO;
         let compares = asked.flags & DATAMATCH != 0;
@@ -44,7 +44,7 @@ impl Event {
             && matches!(asked.len, 0 | 1 | 2 | 4 | 8)
             && !wraps
             && (asked.len != 0 || !compares);
-        // As in KVM, a removal with invalid arguments fails with ENOENT: no registration has them.
+        // As in KVM, a removal with invalid arguments fails with ENOENT, because no registration has these arguments.
         if !valid && !Self::is_removal(asked) {
             return fail(libc::EINVAL);
         }
@@ -64,7 +64,7 @@ impl Event {
         ))
     }
 
-    /// Whether one write to one place could match both registrations.
+    /// Whether one write to one address could match both registrations.
     pub(crate) fn overlaps(&self, other: &Event) -> bool {
         (self.len == 0 || other.len == 0 || self.len == other.len)
             && match (self.value, other.value) {
@@ -73,12 +73,13 @@ impl Event {
             }
     }
 
-    /// Whether both are the same registration, if they are for the same place.
+    /// Whether both are the same registration, provided that both are for the same address.
     pub(crate) fn is(&self, other: &Event) -> bool {
         self.len == other.len && self.value == other.value && self.eventfd.is(&other.eventfd)
     }
 
-    /// Uses the descriptor of `other`, if the eventfd is the same: clients may have thousands of registrations.
+    /// Uses the descriptor of `other`, if the eventfd is the same. That saves descriptors: clients may have thousands
+    /// of registrations.
     pub(crate) fn share_eventfd(&mut self, other: &Event) {
         if self.eventfd.is(&other.eventfd) {
             self.eventfd = other.eventfd.clone();

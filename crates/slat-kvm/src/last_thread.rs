@@ -1,12 +1,12 @@
-//! The end of a process whose threads have ended one by one.
+//! Ends a process whose threads have ended one by one.
 //!
 //! A process ends with its last thread. A thread of the program ends alone by `pthread_exit`, by the system call
-//! `exit`, or because a seccomp filter kills it (`SECCOMP_RET_KILL_THREAD`). slat's own threads would then keep a
-//! process alive in which no thread handles a signal. So one of slat's threads waits until the process's first thread
-//! has ended, which seldom happens before the process ends; it sleeps, if the first thread is one of slat's C library.
-//! From then on another thread, the observer, looks twice a second whether a thread of the program is left. If none is,
-//! the process ends as the kernel, or the C library, would have ended it without slat: with the first thread's exit
-//! status.
+//! `exit`, or because a seccomp filter kills it (`SECCOMP_RET_KILL_THREAD`). slat's own threads would then keep alive a
+//! process in which no thread handles a signal. So one of slat's threads, the watcher, waits until the process's first
+//! thread has ended, which seldom happens before the process ends. The watcher sleeps meanwhile, if slat's C library
+//! made the first thread. After the first thread has ended, another thread, the observer, looks twice a second whether
+//! a thread of the program is left. If none is left, the process ends as the kernel, or the C library, would have ended
+//! it without slat: with the first thread's exit status.
 
 use crate::background::{self, Background, leave_descriptors};
 use crate::process::{self, PerProcess};
@@ -17,10 +17,10 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-/// How often the thread looks when the kernel does not wake it.
+/// How often a waiting thread looks if the kernel does not wake it.
 const PERIOD: Duration = Duration::from_millis(500);
 
-/// The thread that ends the process. It has the program's descriptors, which `atexit` handlers use.
+/// The thread that ends the process. It shares the program's descriptors, which `atexit` handlers use.
 #[derive(Debug, Default)]
 struct Watcher {
     observer: Observer,
@@ -30,7 +30,7 @@ struct Watcher {
 /// own, so that the program sees none of its descriptors.
 #[derive(Debug)]
 struct Observer {
-    /// The value that wait(2) would return for the first thread; [`RUNS`] as long as the program has threads,
+    /// The value that wait(2) would return for the first thread. [`RUNS`] as long as the program has threads;
     /// [`UNKNOWN`] if the value is unknown.
     status: AtomicU32,
 }
@@ -48,7 +48,7 @@ impl Default for Observer {
 
 static WATCHER: PerProcess<Watcher> = PerProcess::new();
 
-/// Starts the thread if there is none. Call before the first other one of slat's.
+/// Starts the thread if it does not run. Call before starting the first other thread of slat.
 pub(crate) fn start() {
     WATCHER.get_or_start(|watcher| {
         background::start(watcher);
@@ -59,14 +59,14 @@ pub(crate) fn start() {
 struct State {
     /// Whether the first thread has ended.
     is_over: bool,
-    /// The number of threads; the first one counts even if it has ended.
+    /// The number of threads. The first thread counts even if it has ended.
     threads: usize,
     /// The value that wait(2) would return for the first thread, if it has ended.
     status: u32,
 }
 
 impl State {
-    /// Reads the file. `None` where it cannot be read.
+    /// Reads the file. `None`: the file cannot be read.
     fn read(file: &std::fs::File) -> Option<Self> {
         // Positions in proc_pid_stat(5), counted from the field after the name.
         const STATE: usize = 0;
@@ -85,9 +85,9 @@ impl State {
     }
 }
 
-/// Returns the number of the program's threads. `None` where it cannot be told.
+/// Returns the number of the program's threads. `None`: the number is unknown.
 pub(crate) fn threads_of_program() -> Option<usize> {
-    // This is a thread of the program.
+    // This is a thread of the program, whose filter may forbid the calls.
     if calls::is_any_forbidden() {
         return None;
     }
@@ -95,15 +95,15 @@ pub(crate) fn threads_of_program() -> Option<usize> {
     state.threads.checked_sub(background::count())
 }
 
-/// Waits until the first thread of the process has ended, if the kernel tells so.
+/// Waits until the first thread of the process has ended, if the kernel notifies of that.
 fn wait_for_first() {
-    // When the first thread ends, the kernel clears this note and wakes the threads that sleep on it
-    // (set_tid_address(2)). A thread that joins the first one sleeps there, too.
+    // When the first thread ends, the kernel clears the word with the thread's id and wakes the threads that sleep on
+    // that word (set_tid_address(2)). A thread that joins the first thread sleeps there, too.
     if let Some(word) = slat_process::first_noted_id() {
         let call = |operation: i32, value: i32| {
             let word = word.as_ptr() as usize;
             let arguments = [word, operation as usize, value as usize, 0, 0, 0];
-            // SAFETY: the call fails if the memory is there no more.
+            // SAFETY: the call fails if the memory is not mapped any more.
             unsafe { calls::raw(libc::SYS_futex, arguments) }
         };
         if call(libc::FUTEX_WAIT, process::owner()) == 0 {
@@ -112,8 +112,8 @@ fn wait_for_first() {
     }
 }
 
-/// Waits until the program has no thread. Returns what wait(2) would return for its first thread; `None` if that is
-/// unknown.
+/// Waits until the program has no thread. Returns the value that wait(2) would return for the first thread; `None` if
+/// that value is unknown.
 fn observe() -> Option<u32> {
     if !leave_descriptors() {
         return None;
@@ -142,7 +142,7 @@ impl Background for Observer {
 impl Background for Watcher {
     const NAME: &CStr = c"slat-last";
     const WITHOUT: &str = "a process whose last thread is killed alone will not end";
-    /// The program's `atexit` handlers may run there.
+    /// The stack is large because the program's `atexit` handlers may run on this thread.
     const STACK: usize = 256 << 10;
 
     fn run(&'static self) {
@@ -163,10 +163,10 @@ impl Background for Watcher {
         if signal != 0 {
             end_by(signal);
         }
-        // A signal that has waited since the last thread ended comes first.
+        // A signal that has been pending since the last thread ended is delivered first.
         change_mask(libc::SIG_UNBLOCK, u64::MAX);
         match code {
-            // As the C library does when the last thread ends.
+            // The C library does the same when the last thread ends.
             // SAFETY: no other thread runs code of the program.
             0 => unsafe { libc::exit(0) },
             // SAFETY: as above.

@@ -1,12 +1,12 @@
 //! The KVM API in userspace.
 //!
-//! Two interfaces to one set of objects:
+//! The crate has two interfaces to one set of objects:
 //!
 //! - [`Kvm`], [`VmFd`], [`VcpuFd`]: the types and methods of kvm-ioctls, for Rust programs.
 //! - `ioctl::Object`: requests and pointers as `ioctl` passes them, for the preload library and the C library.
 //!
-//! What is promised is listed in `docs/api/slat-kvm.txt`. The other public modules are for slat's own crates and for
-//! tests, are not documented for others, and change without notice.
+//! `docs/api/slat-kvm.txt` lists the stable API. The other public modules are for slat's own crates and for tests, and
+//! change without notice.
 //!
 //! | layer | file | idea |
 //! |---|---|---|
@@ -14,54 +14,54 @@
 //! | | `abi`, `user` | KVM's request numbers and structs; the client's memory |
 //! | | `thread`, `signals`, `background`, `last_thread` | signals, masks, slat's own threads, their end |
 //! | | `guarded` | the border between C and Rust: `errno`, panics |
-//! | | `engine`, `entered` | the engine's VM and vCPU, whatever their table format; a guard by which a vCPU leaves the engine |
-//! | | [`notify`], `memory_map` | changes of the host's mappings: MMU notifiers; how guest memory is mapped, in numbers of pages |
+//! | | `engine`, `entered` | the engine's VM and vCPU, for any table format; a guard by which a vCPU leaves the engine |
+//! | | [`notify`], `memory_map` | changes of the host's mappings: MMU notifiers; numbers of pages that are mapped in each way |
 //! | | `policy`, `parameters`, `recovery` | settings, module parameters; recovery of NX huge pages |
-//! | | `symbols`, `profile` | the names of guest code; samples of it, for `slat run --profile` |
+//! | | `symbols`, `profile` | the names of guest code; samples of guest code, for `slat run --profile` |
 //! | | `trace` | tracepoints, for `slat run --trace` |
-//! | parts | `run_page`, `page_cache` | the pages that a vCPU shares with the client; the translations that it used last |
-//! | | `counters` | what a vCPU counts |
+//! | parts | `run_page`, `page_cache` | the pages that a vCPU shares with the client; the translations that the vCPU used last |
+//! | | `counters` | the counters of a vCPU |
 //! | | `dirty`, `guest_memfd`, `coalesced` | dirty rings, private memory, writes to devices that the client may see later |
 //! | | `ioeventfd`, `eventfd` | guest writes that signal eventfds |
 //! | | `io_bus`, `io_devices` | the devices that a guest reaches without the client, by ranges of addresses |
-//! | | `vfio`, `file_id` | a device of VFIO's, and the identity of open files |
-//! | | `hyperv` | Hyper-V's interface: what the vCPUs of a VM share of it |
-//! | | `quirks`, `msr_filter`, `options` | what a client sets for a VM |
+//! | | `vfio`, `file_id` | VFIO's device, and the identity of open files |
+//! | | `hyperv` | Hyper-V's interface: the state that the vCPUs of a VM share |
+//! | | `quirks`, `msr_filter`, `options` | the settings that a client makes for a VM |
 //! | | `cpuid`, `cpu_features`, `clock`, `steal_time`, `msr` | CPUID leaves, time, MSRs |
 //! | | `regs`, `fpu`, `events`, `nested`, `same_fields` | the CPU's state in KVM's structs |
 //! | | `exit`, `guest_debug` | how `KVM_RUN` describes an exit |
 //! | | `ticker`, `exit_times` | timers; how long exits take |
 //! | | `perf`, `compiler` | compiled code, named for perf; the threads that compile |
-//! | | `debugger` | a debugger of the guest that the client does not know of, for `slat gdb` |
-//! | | `call` | a guard of a call: one that panics makes the VM dead |
+//! | | `debugger` | a debugger of the guest, which the client does not notice, for `slat gdb` |
+//! | | `call` | a guard of a call: a call that panics makes the VM dead |
 //! | shared | `vcpu_common` | the part of a vCPU that other threads use |
 //! | | `irq` | delivery of interrupts to vCPUs |
 //! | | `report` | statistics at the end |
 //! | | `caps` | capabilities |
-//! | | [`publish`] | the counters of this process's VMs, and how their memory is mapped, for `slat stat` and `slat map` |
+//! | | [`publish`] | shows this process's VMs to `slat stat` (their counters) and to `slat map` (how their memory is mapped) |
 //! | | [`filters`] | seccomp filters of the client |
 //! | objects | `vm`, `system` | VMs and their calls; calls of `/dev/kvm` |
 //! | | `device` | devices |
-//! | | `machine` | what the CPU sees of its machine: address translation, MSRs, hypercalls, paravirtual features |
+//! | | `machine` | the machine around a CPU: address translation, MSRs, hypercalls, paravirtual features |
 //! | | `vcpu` | vCPUs and their calls |
 //! | calls | `run` | `KVM_RUN` |
-//! | | `prefault` | guest memory mapped before its use |
+//! | | `prefault` | maps guest memory before the guest uses it |
 //! | | `device_attr` | device attributes |
 //! | | `stats` | statistics, in KVM's binary format |
 //! | interface | `ioctl` | the system-call interface: dispatch |
 //! | | `api` | the Rust API |
-//! | | `descriptors` | which descriptors of a C client are KVM's |
+//! | | `descriptors` | the descriptors of a C client that are KVM's |
 //!
 //! # Layers
-//! A module imports from its own layer and from lower ones, and no modules import one another in a circle
-//! (`crates/slat/tests/architecture`). State and the devices inside a VM know no VM; a VM knows its vCPUs only as
-//! targets of interrupts; a vCPU and its machine know their VM.
+//! A module imports from its own layer and from lower layers, and no modules import one another in a circle
+//! (`crates/slat/tests/architecture`). Modules for state, and for devices inside a VM, do not know the VM. A VM knows
+//! its vCPUs only as targets of interrupts. A vCPU and its machine know their VM.
 
 pub mod filters;
 pub mod notify;
 pub mod publish;
 
-// Insides, public for slat's own crates and for tests: no promise.
+// These modules are public only for slat's own crates and for tests. Their API is not stable.
 #[doc(hidden)]
 pub mod abi;
 #[doc(hidden)]

@@ -1,21 +1,22 @@
-//! How parts of a VM's guest-physical memory are mapped, in numbers of pages: what pictures of the memory are made of.
+//! The numbers of pages of a VM's guest-physical memory that are mapped in each way. Pictures of the memory are drawn
+//! from these numbers.
 
 use crate::engine::EngineVm;
 use slat::format::Entry;
 use slat::{Gfn, Level};
 use std::ops::Range;
 
-/// How the frames of a part of guest memory are mapped: a number of 4 KiB pages for each kind. With the shadow MMU a
-/// page counts as often as it is mapped.
+/// Says how the frames of a part of guest memory are mapped: each field is a number of 4 KiB pages. With the shadow
+/// MMU, a page that is mapped several times counts several times.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cell {
     /// Mapped by leaves of 4 KiB, 2 MiB, 1 GiB (or larger).
     pub by_level: [u64; 3],
-    /// Pages with an MMIO entry, also of an old generation.
+    /// Pages with an MMIO entry, including MMIO entries of an old generation.
     pub mmio: u64,
     /// Pages that are not executable.
     pub nx: u64,
-    /// Pages that are not writable for the dirty log's sake.
+    /// Pages that are not writable because their memslot has a dirty log.
     pub protected: u64,
     /// Mapped by a leaf whose dirty bit is set.
     pub dirty: u64,
@@ -39,8 +40,8 @@ impl Cell {
         "private",
     ];
 
-    /// Reads how `gfns` in address space `space` are mapped. A huge leaf counts with those of its
-    /// pages that are in `gfns`.
+    /// Reads how `gfns` in address space `space` are mapped. A huge leaf counts with those of its pages that are in
+    /// `gfns`.
     ///
     /// vCPUs may run meanwhile: [`slat::Vm::visit_leaves`] looks at 4,096 entries at a time, and locks one table at a
     /// time. The caller is in no reader section. Uses no heap memory.
@@ -94,7 +95,7 @@ impl Cell {
         ]
     }
 
-    /// Makes a cell of its [values](Self::values).
+    /// Makes a cell from its [values](Self::values).
     pub fn from_values(values: [u64; Self::NAMES.len()]) -> Self {
         let [
             small,

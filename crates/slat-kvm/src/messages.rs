@@ -1,7 +1,7 @@
-//! slat's messages, on standard error only: why calls or guests failed.
+//! Prints slat's messages, on standard error only: the reasons why calls or guests failed.
 //!
 //! KVM returns an errno for a bad call and an exit for a broken guest, without a reason. With `SLAT_LOG=1`, slat
-//! explains refused calls. It always names instructions that the CPU lacks, once each.
+//! explains refused calls. Without this setting, too, slat names each instruction that the CPU lacks, once.
 
 use crate::process::PerProcess;
 use slat_process::file_size::limited;
@@ -24,8 +24,8 @@ pub fn say(line: std::fmt::Arguments<'_>) {
     print(&format!("slat: {line}\n"));
 }
 
-/// Prints text on standard error: not by the standard library's `stderr`, whose lock a child would find held that
-/// is forked meanwhile.
+/// Prints text on standard error. Does not use the standard library's `stderr`, whose lock could be held forever in a
+/// child that is forked meanwhile.
 pub(crate) fn print(text: &str) {
     let mut rest = text.as_bytes();
     while !rest.is_empty() {
@@ -38,20 +38,20 @@ pub(crate) fn print(text: &str) {
         match written {
             Ok(written) => rest = &rest[written..],
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            // The error of a closed standard error cannot be reported.
+            // If standard error is closed, the error cannot be reported.
             Err(_) => return,
         }
     }
 }
 
-/// Explains why a call is refused, or a guest stopped.
+/// Explains why a call is refused, or why a guest has stopped.
 pub(crate) fn explain(why: &dyn Display) {
     if explains() {
         say(format_args!("{why}"));
     }
 }
 
-/// Explains an ioctl that is unknown or failed.
+/// Explains that an ioctl is unknown or has failed.
 pub(crate) fn refused_ioctl(request: u32, errno: i32) {
     if explains() {
         match crate::abi::name(request) {

@@ -4,7 +4,7 @@ use crate::errno::{Result, fail};
 use crate::heap;
 use kvm_bindings::*;
 
-/// Consecutive MSRs, with a bit each: 1 allows the access.
+/// Consecutive MSRs, with a bit for each: 1 allows the access.
 #[derive(Debug)]
 struct Range {
     /// The accesses that the range decides: `KVM_MSR_FILTER_READ`, `KVM_MSR_FILTER_WRITE`.
@@ -23,14 +23,14 @@ pub(crate) struct MsrFilter {
 
 /// Words of the largest bitmap.
 const MOST_WORDS: u32 = KVM_MSR_FILTER_MAX_BITMAP_SIZE / 8;
-/// The MSRs of the x2APIC, which no filter denies.
+/// The MSRs of the x2APIC. No filter denies access to them.
 const X2APIC: std::ops::RangeInclusive<u32> = 0x800..=0x8ff;
 
 impl MsrFilter {
     /// Checks and copies a client's filter; `read` copies words from the client's memory.
     ///
     /// # Errors
-    /// `EINVAL` for unknown flags, a range without flags or of too many MSRs, and a filter that denies by default and
+    /// `EINVAL` for unknown flags, a range without flags or with too many MSRs, and a filter that denies by default and
     /// has no range; the errors of `read`; `ENOMEM`.
     pub(crate) fn new(
         given: &kvm_msr_filter,
@@ -66,7 +66,7 @@ impl MsrFilter {
         !self.denies_others && self.ranges.is_empty()
     }
 
-    /// Whether the guest may access `msr`. The first range decides that has `msr` and this kind of access.
+    /// Whether the guest may access `msr`. The first range that has `msr` and this kind of access decides.
     pub(crate) fn allows(&self, msr: u32, write: bool) -> bool {
         if X2APIC.contains(&msr) {
             return true;
@@ -99,7 +99,7 @@ mod tests {
             (to.flags, to.base, to.nmsrs) = (*flags, *base, *nmsrs);
             to.bitmap = std::ptr::without_provenance_mut(usize::from(*bits));
         }
-        // The address of each bitmap is a number that says which bits it holds.
+        // The address of each bitmap is a number that serves as its contents.
         MsrFilter::new(&given, |address, words| Ok(vec![address; words]))
     }
 

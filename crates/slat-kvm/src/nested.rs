@@ -1,6 +1,6 @@
-//! `KVM_GET_NESTED_STATE` and `KVM_SET_NESTED_STATE` (KVM's api document, 4.114 and 4.115): whether a vCPU runs a guest
-//! of its guest by SVM, and the registers of the hypervisor that runs it. slat does not offer VMX: where the policy
-//! offers Intel's processor, a guest has no SVM, and its state is a header that says so.
+//! `KVM_GET_NESTED_STATE` and `KVM_SET_NESTED_STATE` (KVM's api document, 4.114 and 4.115). The nested state says
+//! whether a vCPU runs a nested guest by SVM, and has the registers of the hypervisor that runs it. slat does not offer
+//! VMX. So if the policy offers Intel's processor, a guest has no SVM, and its nested state is a header that says so.
 
 use crate::cpuid::is_amd;
 use crate::errno::{Result, fail};
@@ -8,13 +8,13 @@ use kvm_bindings::*;
 use slat_x86::svm::VMCB_BYTES;
 use slat_x86::{Cpu, state::control};
 
-/// Bytes of the header: flags and format, of 16 bits each, and the size; then the format's own words.
+/// Bytes of the header: flags and format, of 16 bits each, the size, and then the format's own words.
 pub(crate) const HEADER: u32 = 128;
 /// Words of the header.
 pub(crate) const WORDS: usize = (HEADER / 8) as usize;
-/// Bytes of the state in guest mode: what `KVM_CHECK_EXTENSION` returns.
+/// Bytes of the state in guest mode: the value that `KVM_CHECK_EXTENSION` returns.
 pub(crate) const SIZE: u32 = HEADER + VMCB_BYTES as u32;
-/// The address of VMXON region and current VMCS when there are none.
+/// The address of VMXON region and current VMCS if there are none.
 const NO_ADDRESS: u64 = u64::MAX;
 /// The flags that any format has.
 const FLAGS: u32 = KVM_STATE_NESTED_GUEST_MODE
@@ -50,8 +50,8 @@ impl NestedState {
     }
 }
 
-/// Whether the state of `cpu` has SVM's format: of all vCPUs where guests are offered AMD's processor, and of those
-/// with SVM.
+/// Whether the nested state of `cpu` has SVM's format. That is so if the CPU has SVM, and for all vCPUs if guests are
+/// offered AMD's processor.
 fn is_svm(cpu: &Cpu) -> bool {
     is_amd() || cpu.features().has_svm()
 }
@@ -60,7 +60,7 @@ fn first_word(flags: u32, format: u32, size: u32) -> u64 {
     u64::from(flags | format << 16) | u64::from(size) << 32
 }
 
-/// Returns the state of `cpu`.
+/// Returns the nested state of `cpu`.
 pub(crate) fn get(cpu: &Cpu) -> NestedState {
     let mut words = [0; WORDS];
     if !is_svm(cpu) {
@@ -85,12 +85,12 @@ pub(crate) fn get(cpu: &Cpu) -> NestedState {
     NestedState { words, vmcb }
 }
 
-/// Sets the state of `cpu`. `read_vmcb` reads the page that follows the header.
+/// Sets the nested state of `cpu`. `read_vmcb` reads the page that follows the header.
 ///
 /// # Errors
-/// `EINVAL` as KVM: for unknown flags, another format, a size that does not hold the state; for guest mode without
-/// EFER.SVME; for guest mode in system management mode; for an address that no control block has, and for a page
-/// that no VMRUN leaves.
+/// `EINVAL`, as in KVM: for unknown flags, another format, a size that does not hold the state; for guest mode without
+/// EFER.SVME; for guest mode in system management mode; for an address that no control block can have; for a page that
+/// no VMRUN can leave.
 pub(crate) fn set(
     cpu: &mut Cpu,
     header: &[u64; WORDS],

@@ -1,7 +1,7 @@
-//! All live VMs of the process, as listeners to changes of the host's mappings: KVM's MMU notifiers.
+//! Notifies all live VMs of the process of changes of the host's mappings, like KVM's MMU notifiers.
 //!
 //! A thread that changes mappings makes the change in [`around`]: the VMs drop their translations of the range before
-//! the change, and create new ones only after it.
+//! the change, and create new translations only after it.
 
 use crate::engine::EngineVm;
 use crate::process::{PerProcess, live_vms};
@@ -12,7 +12,8 @@ use std::sync::{Arc, RwLock, Weak};
 
 type Registry = RwLock<Vec<Weak<EngineVm>>>;
 
-/// The listeners of a process. A forked child begins with none: the parent's VMs are not live there.
+/// The VMs that are notified in this process. A forked child begins with no VMs, because the parent's VMs do not live
+/// there.
 static VMS: PerProcess<Registry> = PerProcess::new();
 
 fn change(change: impl FnOnce(&mut Vec<Weak<EngineVm>>)) {
@@ -21,14 +22,14 @@ fn change(change: impl FnOnce(&mut Vec<Weak<EngineVm>>)) {
     live_vms().store(vms.len(), Ordering::SeqCst);
 }
 
-/// Whether a VM is live in this process. Costs one load: every change of the program's memory asks.
+/// Whether a VM is live in this process. Costs one load, because every change of the program's memory asks this.
 #[doc(hidden)]
 #[inline]
 pub fn is_anyone_listening() -> bool {
     live_vms().load(Ordering::Relaxed) != 0
 }
 
-/// Makes a VM a listener.
+/// Makes sure that a VM is notified.
 pub(crate) fn register(vm: &Arc<EngineVm>) {
     change(|vms| {
         if vms.is_empty() {
@@ -38,7 +39,7 @@ pub(crate) fn register(vm: &Arc<EngineVm>) {
     });
 }
 
-/// Removes a VM from the listeners.
+/// Ends the notification of a VM.
 pub(crate) fn unregister(vm: &Arc<EngineVm>) {
     change(|vms| {
         vms.retain(|other| !std::ptr::eq(other.as_ptr(), Arc::as_ptr(vm)));
@@ -63,9 +64,9 @@ pub fn live() -> Vec<Arc<EngineVm>> {
 }
 
 /// Runs `change`, which changes the host's mappings in `range`. Every VM drops its translations of the range before the
-/// change, and no vCPU uses an old one after this has returned.
+/// change. After this has returned, no vCPU uses an old translation.
 ///
-/// Waits for running vCPUs to pass a block boundary, so the caller must not hold a lock that they need.
+/// Waits until running vCPUs pass a block boundary, so the caller must not hold a lock that these vCPUs need.
 pub fn around<R>(range: Range<usize>, change: impl FnOnce() -> R) -> R {
     around_all(&[range], change)
 }

@@ -10,12 +10,12 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 /// The value that `KVM_CHECK_EXTENSION` returns for `KVM_CAP_X86_DISABLE_EXITS`. PAUSE never ends `KVM_RUN`.
 pub(crate) const DISABLED_EXITS: u32 = KVM_X86_DISABLE_EXITS_HLT | KVM_X86_DISABLE_EXITS_PAUSE;
-/// The exits that a client may name.
+/// All exits that a client may name, even if slat does not offer to disable them.
 const KNOWN_EXITS: u64 =
     (DISABLED_EXITS | KVM_X86_DISABLE_EXITS_MWAIT | KVM_X86_DISABLE_EXITS_CSTATE) as u64;
 
-/// KVM_HC_MAP_GPA_RANGE: the guest wants memory to be private, or shared. Exits to the client, if that
-/// has enabled the exit.
+/// KVM_HC_MAP_GPA_RANGE: the guest asks for memory to be private, or shared. The call exits to the client, if the
+/// client has enabled this exit.
 pub(crate) const MAP_GPA_RANGE: u32 = 12;
 /// The hypercalls that a client can complete itself: the value of `KVM_CAP_EXIT_HYPERCALL`.
 pub(crate) const HYPERCALL_EXITS: u32 = 1 << MAP_GPA_RANGE;
@@ -26,7 +26,7 @@ pub(crate) const BUS_LOCK_MODES: u32 = KVM_BUS_LOCK_DETECTION_OFF | KVM_BUS_LOCK
 /// The flags of `KVM_CAP_X86_NOTIFY_VMEXIT`, in the lower half of its argument.
 pub(crate) const NOTIFY_FLAGS: u32 = KVM_X86_NOTIFY_VMEXIT_ENABLED | KVM_X86_NOTIFY_VMEXIT_USER;
 
-/// Nanoseconds of a cycle of the local APICs' bus, unless the client sets them: the bus runs at 1 GHz.
+/// Nanoseconds of a cycle of the local APICs' bus, unless the client sets them. The bus then runs at 1 GHz.
 pub(crate) const APIC_BUS_CYCLE_NS: u64 = 1;
 
 /// The options of a VM.
@@ -36,7 +36,7 @@ pub(crate) struct Options {
     exception_payload: AtomicBool,
     /// `KVM_CAP_X86_TRIPLE_FAULT_EVENT`: triple faults are events.
     triple_fault_event: AtomicBool,
-    /// `KVM_CAP_EXIT_ON_EMULATION_FAILURE`: an instruction that slat does not have ends `KVM_RUN` in user mode, too.
+    /// `KVM_CAP_EXIT_ON_EMULATION_FAILURE`: in user mode, too, an instruction that slat does not have ends `KVM_RUN`.
     exit_on_emulation_failure: AtomicBool,
     /// `KVM_CAP_X86_DISABLE_EXITS` with `KVM_X86_DISABLE_EXITS_HLT`: halts do not end `KVM_RUN`.
     halts_inside: AtomicBool,
@@ -48,11 +48,11 @@ pub(crate) struct Options {
     hypercall_exits: AtomicU32,
     /// `KVM_CAP_X86_BUS_LOCK_EXIT`: a bus lock of the guest ends `KVM_RUN`.
     bus_locks_exit: AtomicBool,
-    /// `KVM_CAP_X86_NOTIFY_VMEXIT`: the window in cycles of the TSC (upper half), and flags; 0 for none.
+    /// `KVM_CAP_X86_NOTIFY_VMEXIT`: the window in cycles of the TSC (upper half), and flags. 0 means no window.
     notify_vmexit: AtomicU64,
     /// `KVM_CAP_X86_APIC_BUS_CYCLES_NS`.
     apic_bus_cycle_ns: AtomicU64,
-    /// Whether `KVM_X86_SET_MSR_FILTER` has set a filter; if not, MSR accesses skip the lock.
+    /// Whether `KVM_X86_SET_MSR_FILTER` has set a filter. If not, MSR accesses do not take the lock.
     has_msr_filter: AtomicBool,
     msr_filter: RwLock<MsrFilter>,
 }
@@ -121,8 +121,8 @@ impl Options {
         Some(Ok(()))
     }
 
-    /// Carries out `KVM_CAP_X86_DISABLE_EXITS`. As in KVM, no later call undoes this; exits that the CPU does
-    /// not offer are ignored.
+    /// Carries out `KVM_CAP_X86_DISABLE_EXITS`. As in KVM, no later call undoes this, and exits that the CPU does not
+    /// offer to disable are ignored.
     ///
     /// # Errors
     /// `EINVAL` for unknown exits.
@@ -152,8 +152,8 @@ impl Options {
         self.halts_inside.load(Ordering::Relaxed)
     }
 
-    /// Returns how a bus lock of the guest is handled: a bus lock that exits was executed before the exit (Intel), or
-    /// was not (AMD).
+    /// Returns how a bus lock of the guest is handled. If a bus lock exits, Intel's processors have executed it before
+    /// the exit, and AMD's have not.
     pub(crate) fn bus_locks(&self) -> BusLocks {
         match self.bus_locks_exit.load(Ordering::Relaxed) {
             false => BusLocks::Executed,
@@ -162,13 +162,13 @@ impl Options {
         }
     }
 
-    /// Returns the notify window in cycles of the TSC, if the client asked for one.
+    /// Returns the notify window in cycles of the TSC, if the client has asked for a notify window.
     pub(crate) fn notify_window(&self) -> Option<u64> {
         let asked = self.notify_vmexit.load(Ordering::Relaxed);
         (asked & u64::from(KVM_X86_NOTIFY_VMEXIT_ENABLED) != 0).then_some(asked >> 32)
     }
 
-    /// Whether the client wants an exit when the window is over.
+    /// Whether the client wants an exit when the window has expired.
     pub(crate) fn notifies_client(&self) -> bool {
         let asked = self.notify_vmexit.load(Ordering::Relaxed);
         asked & u64::from(KVM_X86_NOTIFY_VMEXIT_USER) != 0

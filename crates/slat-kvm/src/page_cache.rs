@@ -1,5 +1,5 @@
 //! The translations that a vCPU used last, and that the TLB of its CPU does not hold: of guest-physical pages, of
-//! linear pages that are devices', and of a nested guest's physical pages.
+//! linear pages that belong to devices, and of a nested guest's physical pages.
 
 use slat::guest_walk::GuestPage;
 use slat_x86::{Access, NestedPaging, Paging};
@@ -13,7 +13,7 @@ pub(crate) struct Page {
     pub(crate) gpa: u64,
     pub(crate) host: NonNull<u8>,
     pub(crate) write: bool,
-    /// In a translation for a write: the engine must be told of the store.
+    /// In a translation for a write: whether the engine must be told of the store.
     pub(crate) tracked: bool,
 }
 
@@ -30,7 +30,7 @@ pub(crate) struct DevicePage {
     pub(crate) page: GuestPage,
 }
 
-/// A translation by the nested tables of a guest that is a hypervisor: of a physical page of its own guest.
+/// A translation of a nested guest's physical page, by the nested tables of the hypervisor that runs the nested guest.
 #[derive(Clone, Copy)]
 struct NestedPage {
     gpa: u64,
@@ -42,7 +42,7 @@ pub(crate) struct PageCache {
     pages: [Option<Page>; Self::PAGES],
     devices: [Option<DevicePage>; Self::DEVICES],
     nested: [Option<NestedPage>; Self::NESTED],
-    /// The state of the nested tables.
+    /// The state of the nested tables to which the nested translations belong.
     nested_of: Option<NestedPaging>,
 }
 
@@ -60,14 +60,14 @@ impl Default for PageCache {
 impl PageCache {
     const PAGES: usize = 64;
     const DEVICES: usize = 8;
-    /// Few: a vCPU is made on its creator's stack, and most never have a nested guest.
+    /// The number is small, because a vCPU is made on its creator's stack, and most vCPUs never have a nested guest.
     const NESTED: usize = 16;
 
     pub(crate) fn slot(&mut self, gpa: u64) -> &mut Option<Page> {
         &mut self.pages[(gpa / PAGE) as usize % Self::PAGES]
     }
 
-    /// Returns where the linear page `gva` leads, if that is known, and a device's page.
+    /// Returns the page to which the linear page `gva` leads, if that is a known page of a device.
     #[inline(always)]
     pub(crate) fn device(&self, gva: u64, access: Access, paging: &Paging) -> Option<GuestPage> {
         let known = self.devices[Self::device_index(gva)]?;
@@ -83,8 +83,8 @@ impl PageCache {
         (gva / PAGE) as usize % Self::DEVICES
     }
 
-    /// Returns where the page at `gpa`, a physical address of a nested guest's, leads by the tables `of`, if that is
-    /// known, and allows `access`.
+    /// Returns the page to which the nested guest's physical address `gpa` leads by the tables `of`, if that page is
+    /// known and allows `access`.
     pub(crate) fn nested(
         &mut self,
         of: &NestedPaging,
@@ -116,7 +116,7 @@ impl PageCache {
         (gpa / PAGE) as usize % Self::NESTED
     }
 
-    /// Forgets what nested tables say. Call when their hypervisor has translations of its guest flushed.
+    /// Forgets the translations by nested tables. Call when a hypervisor flushes the translations of its nested guest.
     pub(crate) fn flush_nested(&mut self) {
         self.nested.fill(None);
     }
@@ -126,7 +126,7 @@ impl PageCache {
         self.devices.fill(None);
     }
 
-    /// Forgets all translations. Call when the TLB of the CPU is flushed by the host, or the client sets registers.
+    /// Forgets all translations. Call when the host flushes the TLB of the CPU, or the client sets registers.
     pub(crate) fn flush(&mut self) {
         self.pages.fill(None);
         self.flush_nested();

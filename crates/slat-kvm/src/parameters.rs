@@ -1,4 +1,4 @@
-//! KVM's module parameters: the values in `/sys/module/kvm/parameters`, and the effect of writing there.
+//! KVM's module parameters: the values in `/sys/module/kvm/parameters`, and the effect of writing them.
 //!
 //! Each process has its own parameters. A write changes all live VMs of the process, and VMs created later.
 
@@ -24,16 +24,17 @@ const FIXED: &[(&str, &str)] = &[
     ("report_ignored_msrs", "Y"),
     ("enable_pmu", "N"),
     ("enable_vmware_backdoor", "N"),
-    // The interrupt controllers of the processor itself: AMD's and Intel's.
+    // The interrupt controllers that processors have themselves, AMD's and Intel's, are off.
     ("avic", "N"),
     ("enable_apicv", "N"),
     ("halt_poll_ns", "0"),
     ("min_timer_period_us", "200"),
 ];
 const NX_HUGE_PAGES: &str = "nx_huge_pages";
-/// Whether guests can have guests: a parameter of KVM's module for the processor, which cannot be written either.
+/// The parameter that says whether guests can have nested guests. It belongs to KVM's module for the processor, and
+/// cannot be written either.
 const NESTED: &str = policy::NESTED;
-/// Tells which MMU the VMs of this process have. KVM's cannot be written either once it is loaded.
+/// The parameter that says which MMU the VMs of this process have. Once KVM is loaded, KVM's cannot be written either.
 const TDP_MMU: &str = "tdp_mmu";
 
 /// VMs that have `KVM_CAP_VM_DISABLE_NX_HUGE_PAGES`.
@@ -46,13 +47,14 @@ pub fn known(name: &[u8]) -> Option<&'static str> {
     all.find(|known| known.as_bytes() == name)
 }
 
-/// Returns the name of a parameter, and its value as the file shows it, without the newline. `None`: it does not exist.
+/// Returns the name of a parameter, and its value as the file shows it, without the newline. `None`: the parameter does
+/// not exist.
 pub fn read(name: &str) -> Option<(&'static str, String)> {
     if let Some((name, value)) = FIXED.iter().find(|(known, _)| *known == name) {
         return Some((name, (*value).to_owned()));
     }
     if name == NESTED {
-        // AMD's module shows a number.
+        // KVM's module for AMD processors shows a number.
         let value = if policy::nested() { "1" } else { "0" };
         return Some((NESTED, value.to_owned()));
     }
@@ -98,8 +100,8 @@ pub fn write(name: &str, text: &str) -> Result<()> {
         }
         vm.set_policy(setting);
         if setting == Setting::NxHugePages(Switch::Off) {
-            // Unmaps everything, so that the guest's next access maps each page huge again that was split because it
-            // was executed. (When the policy is set to "on", the engine itself zaps the leaves that must not be
+            // Unmaps everything. So each page that was split because it was executed is mapped huge again at the
+            // guest's next access. (When the policy is set to "on", the engine itself zaps the leaves that must not be
             // executed any more.)
             drop(vm.invalidate(Hva(0)..Hva(1 << 47)));
         }
@@ -119,8 +121,8 @@ fn is_without_nx(vm: &Arc<EngineVm>) -> bool {
 /// Carries out `KVM_CAP_VM_DISABLE_NX_HUGE_PAGES`, for a VM that has no vCPUs yet.
 ///
 /// # Errors
-/// `EPERM` for a thread without CAP_SYS_BOOT: KVM's rule, because on affected processors a guest could
-/// then crash the host.
+/// `EPERM` for a thread without CAP_SYS_BOOT. This is KVM's rule, because on affected processors a guest could then
+/// crash the host.
 pub(crate) fn disable_nx(vm: &Arc<EngineVm>) -> Result<()> {
     if !may_reboot() {
         return fail(libc::EPERM);
@@ -137,10 +139,10 @@ pub(crate) fn disable_nx(vm: &Arc<EngineVm>) -> Result<()> {
 /// Whether this thread has CAP_SYS_BOOT.
 fn may_reboot() -> bool {
     const CAP_SYS_BOOT: u32 = 22;
-    /// _LINUX_CAPABILITY_VERSION_3: two words of each set.
+    /// _LINUX_CAPABILITY_VERSION_3: each set has two words.
     const VERSION: u32 = 0x2008_0522;
     let mut header = [VERSION, 0];
-    // Effective, permitted, inheritable; two words each.
+    // The sets are effective, permitted and inheritable, of two words each.
     let mut sets = [0u32; 6];
     // SAFETY: a header and memory for the sets of the version that it names.
     let asked = unsafe { libc::syscall(libc::SYS_capget, header.as_mut_ptr(), sets.as_mut_ptr()) };

@@ -1,4 +1,4 @@
-//! Policies of this process, which `slat run` passes in `SLAT_MMU`, `SLAT_FORMAT`, `SLAT_SET`, `SLAT_STATS` and
+//! The policies of this process, which `slat run` passes in `SLAT_MMU`, `SLAT_FORMAT`, `SLAT_SET`, `SLAT_STATS` and
 //! `SLAT_GUEST_SYMBOLS`.
 //!
 //! Invalid policies are refused with a message before any VM exists.
@@ -23,7 +23,7 @@ macro_rules! words {
             const EXPECTED: &str = $expected;
             const WORDS: &[(&str, Self)] = &[$(($word, $value),)*];
 
-            /// Reads a value: its word, or for "on" and "off" what Linux takes for a module parameter.
+            /// Parses a value: its word, or for "on" and "off" any text that Linux accepts for a module parameter.
             fn parse(text: &str) -> Option<Self> {
                 let word = match text {
                     "1" | "Y" | "y" => "on",
@@ -43,19 +43,19 @@ macro_rules! words {
     };
 }
 
-/// The policy of the software CPU, which the engine does not know: [`Jit`].
+/// The policy of the software CPU, [`Jit`]. The engine does not know this policy.
 pub const JIT: &str = "jit";
 
-/// The policy for compiling the guests' code.
+/// The policy that says which of the guests' code is compiled.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Jit {
-    /// None: all is interpreted.
+    /// No code: all code is interpreted.
     Off,
-    /// Code that runs often is compiled, on a thread of slat's.
+    /// Code that runs often is compiled, on one of slat's threads.
     #[default]
     On,
-    /// All code that is compiled at all, before it runs for the first time, on the vCPU's thread: slow,
-    /// to test the compiler.
+    /// All code that can be compiled is compiled before it runs for the first time, on the vCPU's thread. That is slow,
+    /// and only for testing the compiler.
     AtOnce(Tier),
 }
 
@@ -66,22 +66,23 @@ words! { Jit, "on, off, at-once, at-once-baseline":
     "at-once-baseline" => Jit::AtOnce(Tier::Baseline),
 }
 
-/// The policy of nested virtualization: whether guests are offered SVM, as KVM's module parameter says.
+/// The policy of nested virtualization: whether guests are offered SVM. It corresponds to the parameter of KVM's
+/// module.
 pub const NESTED: &str = "nested";
 
-/// The policy of memslots with `KVM_MEM_USERFAULT`, which no Linux has: whether clients may have them.
+/// The policy of memslots with `KVM_MEM_USERFAULT`: whether clients may have them. No released Linux has this flag.
 pub const USERFAULT: &str = "userfault";
 
 /// The policy of the compiler: [`JitMap`].
 pub const JIT_MAP: &str = "jit_map";
 
-/// Which files the compiler writes for perf, so that perf names guest code.
+/// The files that the compiler writes for perf, so that perf names guest code.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum JitMap {
-    /// Nothing.
+    /// No file.
     #[default]
     Off,
-    /// perf's map: names by address, the newest ones.
+    /// perf's map: the newest names, by address.
     On,
     /// perf's jitdump: names and code by address and time.
     Dump,
@@ -96,17 +97,17 @@ words! { JitMap, "on, off, dump":
 /// The policy of the processor that guests are offered: [`Processor`].
 pub const CPU: &str = "cpu";
 
-/// Which vendor's processor `KVM_GET_SUPPORTED_CPUID` describes. Where KVM's modules for AMD's and Intel's processors
-/// differ, slat does what that vendor's does.
+/// The vendor whose processor `KVM_GET_SUPPORTED_CPUID` describes. Where KVM's modules for AMD's and Intel's processors
+/// differ, slat does what the module of this vendor does.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Processor {
     /// The host's vendor, family, model and stepping. The default, because clients such as QEMU's `-cpu host` execute
     /// CPUID themselves.
     #[default]
     Host,
-    /// A model of AMD's, on every host.
+    /// One of AMD's models, on every host.
     Amd,
-    /// A model of Intel's, on every host.
+    /// One of Intel's models, on every host.
     Intel,
 }
 
@@ -128,10 +129,10 @@ words! { Switch, "on, off":
 /// Declares slat-kvm's own policies: name, values, and default.
 macro_rules! own_policies {
     ($($(#[$doc:meta])* $NAME:ident $Name:ident($Type:ident) = $default:expr;)*) => {
-        /// `POLICY=VALUE`, as `SLAT_SET` lists them: a policy of the engine, or one that the engine does not know.
+        /// `POLICY=VALUE`, as `SLAT_SET` lists assignments: a policy of the engine, or one of slat-kvm's own.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub enum Assignment {
-            /// The engine's.
+            /// A policy of the engine.
             Memory(Setting),
             $($(#[$doc])* $Name($Type),)*
         }
@@ -168,7 +169,7 @@ macro_rules! own_policies {
                 }
             }
 
-            /// Reads a value of the policy `name`. `None`: the policy has no such value, or it is the engine's.
+            /// Parses a value of the policy `name`. `None`: the policy has no such value, or it is the engine's policy.
             fn parse_own(name: &str, value: &str) -> Option<Self> {
                 match name {
                     $($NAME => $Type::parse(value).map(Assignment::$Name),)*
@@ -182,19 +183,19 @@ macro_rules! own_policies {
 own_policies! {
     /// Which of the guests' code is compiled.
     JIT Jit(Jit) = Jit::default();
-    /// Whether the software CPU has SVM.
+    /// Whether guests are offered SVM.
     NESTED Nested(Switch) = Switch(true);
     /// Which file the compiler writes for perf.
     JIT_MAP JitMap(JitMap) = JitMap::default();
-    /// Whether memslots may have pages that are not there yet.
+    /// Whether memslots may have absent pages, which the client provides later.
     USERFAULT Userfault(Switch) = Switch(false);
     /// Which vendor's processor guests are offered.
     CPU Processor(Processor) = Processor::default();
 }
 
-/// Returns the one of `names` that `word` may be a misspelling of.
+/// Returns the entry of `names` of which `word` may be a misspelling.
 fn most_like<'a>(word: &str, names: &[&'a str]) -> Option<&'a str> {
-    // From 0 to 1. clap suggests options by the same measure.
+    // The measure is from 0 to 1. clap suggests options by the same measure.
     let likeness = |name: &&str| strsim::jaro(word, name);
     let names = names.iter().copied();
     let best = names.max_by(|a, b| likeness(a).total_cmp(&likeness(b)))?;
@@ -231,7 +232,7 @@ impl FromStr for Assignment {
     }
 }
 
-/// Writes what [`Assignment::from_str`] reads.
+/// Writes the text that [`Assignment::from_str`] reads.
 impl fmt::Display for Assignment {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}={}", self.name(), self.value())
@@ -256,7 +257,7 @@ pub struct Policies {
     pub userfault: bool,
     /// Which vendor's processor guests are offered.
     pub processor: Processor,
-    /// Print statistics at the end of the process.
+    /// Whether to print statistics at the end of the process.
     pub stats: bool,
     /// The file with the names of the guests' code ([`crate::symbols`]).
     pub guest_symbols: Option<PathBuf>,
@@ -280,7 +281,7 @@ impl Default for Policies {
 }
 
 impl Policies {
-    /// Reads the policies from variables: `variable` returns the value of a name.
+    /// Reads the policies from variables. `variable` returns the value of the variable with a given name.
     ///
     /// # Errors
     /// A message that names the variable, its value, and the values that it can have.
@@ -341,7 +342,7 @@ impl Policies {
     }
 }
 
-/// Returns the MMU called `name`. `None`: there is none.
+/// Returns the MMU called `name`. `None`: there is no such MMU.
 pub fn mmu_by_name(name: &str) -> Option<MmuKind> {
     MmuKind::ALL.iter().copied().find(|mmu| mmu.name() == name)
 }
@@ -349,7 +350,7 @@ pub fn mmu_by_name(name: &str) -> Option<MmuKind> {
 /// Checks that a VM with tables of `format` can have `mmu`.
 ///
 /// # Errors
-/// A message that names the formats that can.
+/// A message that names the formats that can have `mmu`.
 pub fn check_pair(mmu: MmuKind, format: TableFormat) -> std::result::Result<(), String> {
     if format.has(mmu) {
         return Ok(());

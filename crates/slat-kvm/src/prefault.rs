@@ -10,17 +10,16 @@ use slat::{Gpa, MmuKind, ResolveError, Stop};
 use std::sync::atomic::Ordering;
 
 const PAGE: u64 = 4096;
-/// Bytes after which a call checks for signals: those that one table of 4 KiB leaves maps.
+/// The number of bytes after which a call checks for signals. One table of 4 KiB leaves maps this many bytes.
 const STRETCH: u64 = 2 << 20;
 
 impl VcpuObject {
-    /// `KVM_PRE_FAULT_MEMORY`. `range` becomes the part that is not mapped yet.
+    /// `KVM_PRE_FAULT_MEMORY`. Sets `range` to the part that is not mapped yet.
     ///
     /// # Errors
-    /// `EINVAL` for flags and a range that is empty or not of whole pages; and, when nothing was mapped: `ENOENT`
-    /// without a memory slot, `EINTR` for a signal, `EFAULT` when the memory that backs the slot is unmapped or
-    /// there is no private memory for a private page, `ENOMEM`. `EOPNOTSUPP` with the shadow MMU, as in KVM
-    /// without a second level.
+    /// `EINVAL` for flags, and for a range that is empty or not of whole pages. If no page was mapped, also: `ENOENT`
+    /// without a memory slot, `EINTR` for a signal, `EFAULT` if the memory that backs the slot is unmapped or a private
+    /// page has no private memory, `ENOMEM`. With the shadow MMU `EOPNOTSUPP`, as in KVM without a second level.
     pub fn pre_fault(&self, range: &mut kvm_pre_fault_memory) -> Result<()> {
         let end = range.gpa.checked_add(range.size);
         let pages = range.gpa.is_multiple_of(PAGE) && range.size.is_multiple_of(PAGE);
@@ -60,7 +59,7 @@ impl VcpuObject {
                 return Ok(());
             }
             Err(stop) => {
-                // As in KVM, though the client does not run the vCPU.
+                // As in KVM, the exit is stored although the client does not run the vCPU.
                 if let Some(fault) = MemoryFault::of(&stop) {
                     exit::memory_fault(&self.page, fault);
                 }
@@ -73,7 +72,7 @@ impl VcpuObject {
     }
 }
 
-/// Drops all translations and acknowledges flushes, for which other threads wait.
+/// Drops all translations and acknowledges flushes, because other threads wait for these flushes.
 fn give_way(inner: &mut Inner) {
     inner.flush_translations();
     inner.machine.engine.quiesce();
@@ -87,9 +86,9 @@ fn errno(stop: &Stop) -> i32 {
             error: ResolveError::Interrupted,
             ..
         } => libc::EINTR,
-        // The caller handles `Retry`, and only writes stop for a full dirty ring.
+        // `Retry` does not reach this code, because the caller handles it. Only writes stop for a full dirty ring.
         Stop::Retry | Stop::DirtyRingFull => libc::EAGAIN,
-        // `BadAddress` and `MemoryFault`.
+        // The remaining stops are `BadAddress` and `MemoryFault`.
         _ => libc::EFAULT,
     }
 }

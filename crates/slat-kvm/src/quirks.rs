@@ -1,4 +1,4 @@
-//! Quirks: what KVM does differently from hardware until the client disables it (`KVM_CAP_DISABLE_QUIRKS2`).
+//! Quirks: behaviour of KVM that differs from hardware until the client disables it (`KVM_CAP_DISABLE_QUIRKS2`).
 //!
 //! | quirk | implemented in |
 //! |---|---|
@@ -12,7 +12,7 @@ use crate::errno::{Result, fail};
 use kvm_bindings::*;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The quirks that can be disabled: what `KVM_CHECK_EXTENSION` returns for `KVM_CAP_DISABLE_QUIRKS2`.
+/// The quirks that can be disabled: the value that `KVM_CHECK_EXTENSION` returns for `KVM_CAP_DISABLE_QUIRKS2`.
 pub const SUPPORTED: u32 = KVM_X86_QUIRK_LINT0_REENABLED
     | KVM_X86_QUIRK_CD_NW_CLEARED
     | KVM_X86_QUIRK_LAPIC_MMIO_HOLE
@@ -37,7 +37,7 @@ impl Quirks {
     /// Disables quirks. No call enables them again.
     ///
     /// # Errors
-    /// `EINVAL` for one that does not exist.
+    /// `EINVAL` for a quirk that does not exist.
     pub(crate) fn disable(&self, quirks: u64) -> Result<()> {
         if quirks & !u64::from(SUPPORTED) != 0 {
             return fail(libc::EINVAL);

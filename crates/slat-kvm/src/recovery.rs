@@ -1,6 +1,6 @@
-//! Recovery of NX huge pages, by a thread. In every period, the thread has each VM zap a share of the tables that were
-//! made because the guest executed from a huge page. slat starts the thread when it is needed first, and in a forked
-//! child only if the child creates VMs.
+//! Recovery of NX huge pages, by a thread. A page is split into small pages when the guest executes it. In every
+//! period, the thread has each VM zap a share of the tables of such split pages. slat starts the thread when it is
+//! first needed. In a forked child, slat starts it only if the child creates VMs.
 
 use crate::background::{self, Background};
 use crate::notify;
@@ -12,15 +12,15 @@ use std::time::Duration;
 
 #[derive(Default)]
 struct Recovery {
-    /// Counts changes of parameters: each restarts the period.
+    /// Counts changes of parameters. Each change restarts the period.
     changes: Mutex<u64>,
     changed: Condvar,
 }
 
 static RECOVERY: PerProcess<Recovery> = PerProcess::new();
 
-/// Returns the time between two recoveries; `None` if there are none. With a period of 0 the ratio decides: everything
-/// within an hour, as in KVM.
+/// Returns the time between two recoveries; `None` if recovery is off. With a period of 0, the ratio determines the
+/// time: all pages are recovered within an hour, as in KVM.
 fn period() -> Option<Duration> {
     let ratio = number("nx_huge_pages_recovery_ratio");
     if number("nx_huge_pages") == 0 || ratio == 0 {
@@ -33,7 +33,7 @@ fn period() -> Option<Duration> {
     })
 }
 
-/// Starts the thread if there is none.
+/// Starts the thread if it does not run.
 pub(crate) fn start() {
     RECOVERY.get_or_start(|recovery| {
         background::start(recovery);

@@ -64,7 +64,7 @@ pub fn set_regs(state: &mut State, regs: &kvm_regs) {
     state.events.debug = 0;
 }
 
-/// Whether PAE paging is in use, whose page-directory-pointer entries the CPU holds.
+/// Whether PAE paging is in use. With PAE paging, the CPU holds the page-directory-pointer entries.
 pub(crate) fn uses_pae_paging(state: &State) -> bool {
     is_pae_paging(state.cr0, state.cr4, state.efer)
 }
@@ -103,7 +103,7 @@ fn from_segment(segment: &kvm_segment) -> Segment {
         | bit(segment.l, 13)
         | bit(segment.db, 14)
         | bit(segment.g, 15);
-    // VMX has no segment that is neither present nor unusable.
+    // VMX has no segment that is neither present nor unusable, so such a segment becomes unusable.
     if segment.unusable != 0 || segment.present == 0 {
         rights |= Segment::UNUSABLE;
     }
@@ -199,8 +199,8 @@ fn check_sregs(sregs: &kvm_sregs, features: &Features) -> Result<()> {
     Ok(())
 }
 
-/// `KVM_SET_SREGS`, apart from `apic_base`, for a CPU with `features`. As in KVM, an interrupt that is being delivered
-/// stays if `sregs` has none.
+/// `KVM_SET_SREGS`, except for `apic_base`, for a CPU with `features`. As in KVM, an interrupt that is being delivered
+/// stays if `sregs` has no interrupt.
 ///
 /// # Errors
 /// `EINVAL` for control registers that no CPU with these features can have.
@@ -261,7 +261,7 @@ same_fields!(
     }..Default::default()
 );
 
-/// `KVM_GET_SREGS2`: like [`get_sregs`], with PDPTEs, if PAE paging is in use, in place of the interrupt bitmap.
+/// `KVM_GET_SREGS2`: like [`get_sregs`], but with PDPTEs in place of the interrupt bitmap, if PAE paging is in use.
 pub fn get_sregs2(state: &State, apic_base: u64) -> kvm_sregs2 {
     let mut sregs = to_sregs2(&get_sregs(state, apic_base));
     if uses_pae_paging(state) {
@@ -321,7 +321,7 @@ pub fn get_xcrs(state: &State) -> kvm_xcrs {
     xcrs
 }
 
-/// `KVM_SET_XCRS`: sets XCR0 to the first value that `xcrs` has for it. There is no other register of this kind.
+/// `KVM_SET_XCRS`: sets XCR0 to the first value that `xcrs` has for XCR0. There is no other register of this kind.
 ///
 /// # Errors
 /// `EINVAL` for too many registers, flags, and states that the guest's CPUID does not have.
@@ -364,7 +364,7 @@ mod tests {
         assert_eq!(get_regs(&state), regs);
     }
 
-    /// A processor has CR0.ET set always; KVM tells what a client has set.
+    /// A processor always has CR0.ET set, but KVM returns the value that a client has set.
     #[test]
     fn cr0_comes_back_without_et_as_it_was_set() {
         let mut state = State::reset();

@@ -1,5 +1,5 @@
-//! The statistics that a process prints on standard error when it ends: the work of the memory system and of the CPUs
-//! for its VMs.
+//! The statistics that a process prints on standard error when it ends: counters of the memory system and of the CPUs,
+//! for all VMs of the process.
 
 use crate::compiler;
 use crate::counters::CpuCounts;
@@ -18,11 +18,12 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 pub struct Totals {
     /// The number of VMs.
     pub vms: u64,
-    /// The sums of their memory systems' statistics.
+    /// The sums of the statistics of the VMs' memory systems.
     pub memory: Stats,
-    /// The sums of their CPUs' counters: see [`Counters::NAMES`]. A CPU that runs is counted as of its last exit.
+    /// The sums of the counters of the VMs' CPUs: see [`Counters::NAMES`]. A CPU that runs is counted as of its last
+    /// exit.
     pub cpu: [u64; Counters::COUNT],
-    /// Why no code is compiled, if none is.
+    /// The reason why no code is compiled. `None`: code is compiled.
     pub interprets: Option<&'static str>,
 }
 
@@ -149,8 +150,8 @@ fn list(text: &mut String, counters: impl Iterator<Item = (&'static str, u64)>) 
     }
 }
 
-/// Prints the statistics if the environment asks for them and the process created VMs: a shell that only starts the KVM
-/// program prints nothing. Call at the end of the process.
+/// Prints the statistics if the environment asks for them and the process has created VMs. So a shell that only starts
+/// the KVM program prints nothing. Call at the end of the process.
 pub fn at_exit() {
     if !policy::current().is_ok_and(|policies| policies.stats) {
         return;

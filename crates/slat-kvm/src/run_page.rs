@@ -1,9 +1,9 @@
 //! The vCPU's shared memory: the `kvm_run` page, the port-data page and the page of the coalesced ring.
 //!
-//! The vCPU's descriptor is a memfd of that size, so the client's own `mmap` of it works without help. Under an
-//! RLIMIT_FSIZE that forbids such a file it is empty, and what the client has mapped is replaced by slat's memory.
-//! The client may write to the pages at any time, also while the vCPU runs: every access here is volatile and nothing
-//! read is trusted twice.
+//! The vCPU's descriptor is a memfd of the same size, so the client's own `mmap` of the descriptor works without help.
+//! If RLIMIT_FSIZE forbids a file of this size, the memfd is empty, and slat's memory replaces the client's mapping.
+//! The client may write to the pages at any time, even while the vCPU runs. So every access here is volatile, and a
+//! checked value is never read a second time.
 
 use crate::errno::{Error, Result, fail, last};
 use crate::file_id::FileId;
@@ -18,7 +18,7 @@ use std::ptr::NonNull;
 
 /// Size of a host page.
 pub const PAGE: usize = 4096;
-/// What `KVM_GET_VCPU_MMAP_SIZE` returns.
+/// The value that `KVM_GET_VCPU_MMAP_SIZE` returns.
 pub const MMAP_SIZE: usize = 3 * PAGE;
 /// Offset of the port-data page.
 pub const PIO_OFFSET: usize = PAGE;
@@ -45,11 +45,12 @@ pub(crate) use {field, set_field};
 pub(crate) struct Shared {
     start: NonNull<u8>,
     len: usize,
-    /// Its file, where the host makes no second mapping of memory without a descriptor.
+    /// The memory's file, if the host cannot map memory a second time without a descriptor.
     file: Option<Kept>,
 }
 
-/// A file of slat's that stays open. Its number is among the client's, which may close it and give it to another file.
+/// One of slat's files that stays open. Its number is among the client's descriptors, so the client may close it and
+/// give the number to another file.
 #[derive(Debug)]
 struct Kept {
     file: ManuallyDrop<OwnedFd>,
@@ -79,7 +80,7 @@ impl Kept {
 impl Drop for Kept {
     fn drop(&mut self) {
         if self.fd().is_ok() {
-            // SAFETY: not used after this.
+            // SAFETY: the value is not used after this.
             unsafe { ManuallyDrop::drop(&mut self.file) };
         }
     }
@@ -94,23 +95,23 @@ impl Shared {
     /// Maps `len` bytes from `offset` on of the file that `fd` refers to.
     ///
     /// # Errors
-    /// What the host returns for the mapping.
+    /// The host's error for the mapping.
     pub(crate) fn map(fd: &OwnedFd, offset: usize, len: usize) -> Result<Self> {
         Self::map_with(libc::MAP_SHARED, fd.as_raw_fd(), offset, len)
     }
 
-    /// Maps new memory, which [`Shared::show_at`] maps again. No descriptor refers to it, so that it needs none of the
-    /// client's, unless mremap(2) cannot map it again: qemu-user, which people use to run amd64 programs on arm64,
-    /// refuses that.
+    /// Maps new memory, which [`Shared::show_at`] maps again. No descriptor refers to the memory, so it takes none of
+    /// the client's descriptors. The exception is a host on which mremap(2) cannot map memory again: qemu-user, which
+    /// people use to run amd64 programs on arm64, refuses that.
     ///
     /// # Errors
-    /// What the host returns for the mapping.
+    /// The host's error for the mapping.
     pub(crate) fn new(len: usize) -> Result<Self> {
         let memory = Self::map_with(libc::MAP_SHARED | libc::MAP_ANONYMOUS, -1, 0, len)?;
         // SAFETY: an old length of 0 adds a mapping of shared memory, at an address of the host's choice.
         let again = unsafe { libc::mremap(memory.start().cast(), 0, len, libc::MREMAP_MAYMOVE) };
         if again != libc::MAP_FAILED {
-            // SAFETY: the mapping that was just made, which nobody else knows.
+            // SAFETY: the mapping that was just made, which no other code knows.
             unsafe { libc::munmap(again, len) };
             return Ok(memory);
         }
@@ -120,7 +121,7 @@ impl Shared {
     /// Maps the memory of a new file, which stays open.
     ///
     /// # Errors
-    /// What the host returns for the file or the mapping.
+    /// The host's error for the file or the mapping.
     fn new_file(len: usize) -> Result<Self> {
         let file = memfd(c"slat-shared", len, true)?;
         let mut memory = Self::map(&file, 0, len)?;
@@ -152,15 +153,15 @@ impl Shared {
     /// Unmaps the memory but reserves its addresses (`PROT_NONE`). Accesses must be guarded.
     pub(crate) fn forget(&self) {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
-        // SAFETY: replaces our own mapping, into which no reference points. Should the host have no memory for another
-        // mapping, the old one stays until this is dropped.
+        // SAFETY: replaces our own mapping, into which no reference points. If the host has no memory for another
+        // mapping, the old mapping stays until this value is dropped.
         unsafe { libc::mmap(self.start().cast(), self.len, libc::PROT_NONE, flags, -1, 0) };
     }
 
-    /// Maps the page `page` of this memory, which [`Shared::new`] made, at `address`, too.
+    /// Maps the page `page` of this memory at `address`, too. [`Shared::new`] made the memory.
     ///
     /// # Errors
-    /// What the host returns for the mapping; `EBADF` if it needs a descriptor that the client has closed (with
+    /// The host's error for the mapping; `EBADF` if it needs a descriptor that the client has closed (with
     /// close_range(2), for example).
     ///
     /// # Safety
@@ -193,7 +194,7 @@ impl Shared {
 
 impl Drop for Shared {
     fn drop(&mut self) {
-        // SAFETY: our own mapping, into which no pointer is used any more.
+        // SAFETY: our own mapping. No pointer into it is used any more.
         unsafe { libc::munmap(self.start().cast(), self.len) };
     }
 }
@@ -202,7 +203,7 @@ impl Drop for Shared {
 #[derive(Debug)]
 pub struct RunPage {
     memory: Shared,
-    /// Whether it is the descriptor's file, which the client's own mapping shows.
+    /// Whether the memory is the descriptor's file, so that the client's own mapping shows it.
     is_file: bool,
 }
 
@@ -211,7 +212,7 @@ impl RunPage {
     /// `ring` is not 0, the file has space for a dirty ring of `ring` bytes at [`RING_OFFSET`].
     ///
     /// # Errors
-    /// What the host returns for creating or mapping the memory.
+    /// The host's error for creating or mapping the memory.
     pub fn create(vcpu_id: u32, ring: usize) -> Result<(RunPage, OwnedFd)> {
         let size = if ring == 0 {
             MMAP_SIZE
@@ -242,7 +243,7 @@ impl RunPage {
     /// Maps the pages of a vCPU's descriptor.
     ///
     /// # Errors
-    /// What the host returns for mapping the memory.
+    /// The host's error for mapping the memory.
     pub fn map(fd: &OwnedFd) -> Result<RunPage> {
         Ok(RunPage {
             memory: Shared::map(fd, 0, MMAP_SIZE)?,
@@ -250,10 +251,10 @@ impl RunPage {
         })
     }
 
-    /// Maps the pages into the client's mapping of the descriptor, if that does not show them already.
+    /// Maps the pages into the client's mapping of the descriptor, if that mapping does not show them already.
     ///
     /// # Errors
-    /// What the host returns for the mapping.
+    /// The host's error for the mapping.
     ///
     /// # Safety
     /// `address` and `len` are a new mapping of the vCPU's descriptor, from `offset` on.
@@ -296,10 +297,10 @@ impl RunPage {
         set_field!(self, reason, exit_reason);
     }
 
-    /// Copies from the port-data page. `data` is at most one page.
+    /// Copies from the port-data page. `data` has at most one page.
     pub fn read_pio(&self, data: &mut [u8]) {
         assert!(data.len() <= PAGE);
-        // SAFETY: within the mapping; the client may change the bytes meanwhile, each is a valid u8 all the same.
+        // SAFETY: within the mapping. The client may change the bytes meanwhile; each is a valid u8 nevertheless.
         unsafe {
             std::ptr::copy_nonoverlapping(
                 self.memory.start().add(PIO_OFFSET),
@@ -309,7 +310,7 @@ impl RunPage {
         }
     }
 
-    /// Copies to the port-data page. `data` is at most one page.
+    /// Copies to the port-data page. `data` has at most one page.
     pub fn write_pio(&self, data: &[u8]) {
         assert!(data.len() <= PAGE);
         // SAFETY: within the mapping.
@@ -326,20 +327,21 @@ impl RunPage {
 /// Creates a memfd of fixed size, `size` bytes, called `name`. Descriptors of KVM's objects are such memfds, so that a
 /// stray system call on one is harmless.
 ///
-/// The client's threads may use the descriptor's number before they are told it. So the memfd is sealed against
-/// shrinking while it is empty, and no page that slat maps is ever removed: a store there would be a SIGBUS.
+/// The client's threads may use the descriptor's number before slat has returned it to the client. So the memfd is
+/// sealed against shrinking while it is empty. Then no page that slat maps is ever removed; a store to a removed page
+/// would be a SIGBUS.
 ///
 /// # Errors
-/// What the host returns: `EPERM` if another thread has made the file longer than `size` meanwhile, `EFBIG`, and a
-/// message, if the client's RLIMIT_FSIZE forbids the size.
+/// The host's error. `EPERM` if another thread has made the file longer than `size` meanwhile. `EFBIG`, and a message,
+/// if the client's RLIMIT_FSIZE forbids the size.
 pub fn memfd(name: &CStr, size: usize, close_on_exec: bool) -> Result<OwnedFd> {
     sized_memfd(name, size, close_on_exec).inspect_err(|error| refused_size(name, size, *error))
 }
 
-/// Does [`memfd`], without a message.
+/// Like [`memfd`], but prints no message.
 ///
 /// # Errors
-/// As for [`memfd`].
+/// The errors are those of [`memfd`].
 pub(crate) fn sized_memfd(name: &CStr, size: usize, close_on_exec: bool) -> Result<OwnedFd> {
     let fd = unsealed_memfd(name, close_on_exec)?;
     seal(&fd, libc::F_SEAL_SHRINK)?;
@@ -357,7 +359,7 @@ pub(crate) fn sized_memfd(name: &CStr, size: usize, close_on_exec: bool) -> Resu
     Ok(fd)
 }
 
-/// If the error is that RLIMIT_FSIZE forbids the memfd, prints a message that says so: KVM needs no file there, so its
+/// If RLIMIT_FSIZE forbids the memfd, prints a message that says so. KVM needs no file for its objects, so its
 /// documentation does not explain the error.
 fn refused_size(name: &CStr, size: usize, error: Error) {
     if error.errno() == libc::EFBIG {
@@ -368,10 +370,10 @@ fn refused_size(name: &CStr, size: usize, error: Error) {
     }
 }
 
-/// Creates an empty memfd called `name`, whose size can change. Map no such memfd.
+/// Creates an empty memfd called `name`, whose size can change. Such a memfd must not be mapped.
 ///
 /// # Errors
-/// What the host returns for creating the file.
+/// The host's error for creating the file.
 pub fn unsealed_memfd(name: &CStr, close_on_exec: bool) -> Result<OwnedFd> {
     let flags = libc::MFD_ALLOW_SEALING | if close_on_exec { libc::MFD_CLOEXEC } else { 0 };
     // SAFETY: the name is NUL-terminated.
@@ -386,7 +388,7 @@ pub fn unsealed_memfd(name: &CStr, close_on_exec: bool) -> Result<OwnedFd> {
 /// Adds seals to a memfd: `F_SEAL_…`.
 ///
 /// # Errors
-/// What the host returns: `EPERM` once the memfd has `F_SEAL_SEAL`.
+/// The host's error: `EPERM` once the memfd has `F_SEAL_SEAL`.
 pub(crate) fn seal(memfd: &OwnedFd, seals: i32) -> Result<()> {
     // SAFETY: plain system call on an open descriptor.
     match unsafe { libc::fcntl(memfd.as_raw_fd(), libc::F_ADD_SEALS, seals) } {

@@ -1,8 +1,8 @@
 //! `KVM_SET_SIGNAL_MASK`: the signals that are blocked during `KVM_RUN`.
 //!
-//! KVM swaps the thread's mask for the run, and swaps back before any handler could run: a signal that only the run
-//! unblocks ends the run and stays pending. User space cannot do that (unblocking a signal runs its handler), so slat
-//! leaves such signals blocked and polls for them. It blocks the signals that only the run blocks.
+//! KVM swaps the thread's mask for the run, and swaps it back before any handler can run. So a signal that only the run
+//! unblocks ends the run and stays pending. User space cannot do that, because unblocking a signal runs its handler. So
+//! slat leaves such signals blocked and polls for them. slat blocks the signals that only the run blocks.
 
 use slat_guard::change_mask;
 use std::mem::MaybeUninit;
@@ -12,7 +12,7 @@ fn raw(set: &libc::sigset_t) -> u64 {
     unsafe { std::ptr::from_ref(set).cast::<u64>().read() }
 }
 
-/// The mask of one run. Dropping this restores the thread's own mask.
+/// The mask of one run. Dropping this value restores the thread's own mask.
 pub(crate) struct Masked {
     wanted: u64,
     before: u64,

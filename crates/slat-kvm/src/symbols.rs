@@ -1,6 +1,6 @@
-//! The names of guest code: the symbols of an ELF file, as `vmlinux` is one, or the text of `System.map`.
+//! The names of guest code, from the symbols of an ELF file such as `vmlinux`, or from the text of `System.map`.
 //!
-//! Addresses are those in the file: a guest kernel that moves itself (KASLR) has to be told not to (`nokaslr`).
+//! The addresses are those in the file. So a guest kernel that moves itself (KASLR) has to be told not to (`nokaslr`).
 
 use crate::messages;
 use crate::policy;
@@ -8,7 +8,7 @@ use object::{Object, ObjectSymbol, SymbolKind};
 use slat_process::once::Computed;
 use std::path::Path;
 
-/// Bytes of a symbol without a size, if no other one follows.
+/// Bytes of a symbol without a size, if no other symbol follows.
 const LAST: u64 = 4096;
 
 /// Names of code, by address.
@@ -34,7 +34,7 @@ impl Symbols {
     }
 
     pub(crate) fn parse(bytes: &[u8]) -> Result<Self, String> {
-        // Address, size if known, name.
+        // Each is an address, a size (0 if unknown) and a name.
         let mut found: Vec<(u64, u64, &str)> = Vec::new();
         match object::File::parse(bytes) {
             Ok(file) => found.extend(file.symbols().filter_map(|symbol| {
@@ -50,7 +50,7 @@ impl Symbols {
         if found.is_empty() {
             return Err("is neither an ELF file with symbols nor a System.map".to_owned());
         }
-        // If an address has several names, the one with a size is kept.
+        // If an address has several names, a name with a size is kept.
         found.sort_by_key(|(start, size, _)| (*start, std::cmp::Reverse(*size)));
         found.dedup_by_key(|(start, ..)| *start);
         let starts = found.iter().map(|(start, ..)| *start);
@@ -69,7 +69,7 @@ impl Symbols {
         Ok(Symbols(symbols.collect()))
     }
 
-    /// Returns the symbol of an address, and the offset in it. `None`: the file has none.
+    /// Returns the symbol of an address, and the offset in the symbol. `None`: the file has no symbol for the address.
     pub fn find(&self, address: u64) -> Option<(&str, u64)> {
         let after = self.0.partition_point(|symbol| symbol.start <= address);
         let symbol = &self.0[after.checked_sub(1)?];
@@ -77,20 +77,20 @@ impl Symbols {
     }
 }
 
-/// Reads a line of `System.map`. `None`: it names no code.
+/// Parses a line of `System.map`. `None`: the line names no code.
 fn of_line(line: &str) -> Option<(u64, u64, &str)> {
     let mut words = line.split_ascii_whitespace();
     let start = u64::from_str_radix(words.next()?, 16).ok()?;
     let kind = words.next()?;
     let name = words.next()?;
-    // As nm(1) has them: code, or weak.
+    // The letters are those of nm(1) for code and weak symbols.
     ["t", "T", "w", "W"]
         .contains(&kind)
         .then_some((start, 0, name))
 }
 
-/// Returns the symbols that `slat run --guest-symbols` names. `None`: it names none, or they cannot be read, which the
-/// first call says. The first call reads the file: make it before the client can forbid that.
+/// Returns the symbols that `slat run --guest-symbols` names. `None`: the option is missing, or the symbols cannot be
+/// read, which the first call reports. The first call reads the file, so call this before the client can forbid that.
 pub(crate) fn of_guests() -> Option<&'static Symbols> {
     static SYMBOLS: Computed<Option<Result<Symbols, String>>> = Computed::new();
     let read = || {

@@ -11,8 +11,8 @@ use slat::MmuKind;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-/// Bytes of the memfd in the place of `/dev/kvm`. Hardly any other deleted file has this size, by which `fstat` finds
-/// out without another system call that a file is not `/dev/kvm`.
+/// Bytes of the memfd in place of `/dev/kvm`. Hardly any other deleted file has this size. So `fstat` finds out by the
+/// size that a file is not `/dev/kvm`, without another system call.
 pub const DESCRIPTOR_SIZE: usize = 0x36d;
 
 /// The object that a descriptor of `/dev/kvm` refers to. It has no state.
@@ -23,12 +23,13 @@ impl System {
     /// Creates a descriptor for `/dev/kvm`.
     ///
     /// # Errors
-    /// What the host returns for making a file.
+    /// The host's error for making a file.
     pub fn descriptor(close_on_exec: bool) -> Result<OwnedFd> {
         filters::kvm_is_used();
         clock::note_start();
         match sized_memfd(c"kvm", DESCRIPTOR_SIZE, close_on_exec) {
-            // The client's RLIMIT_FSIZE forbids it: then `fstat` does not know the descriptor in another program.
+            // The client's RLIMIT_FSIZE forbids this size. With size 0, `fstat` does not recognise the descriptor in
+            // another program.
             Err(error) if error.errno() == libc::EFBIG => memfd(c"kvm", 0, close_on_exec),
             made => made,
         }
@@ -63,7 +64,7 @@ impl System {
         hyperv::cpuid::supported(true, MAX_VCPUS)
     }
 
-    /// `KVM_GET_EMULATED_CPUID`: those features that KVM emulates.
+    /// `KVM_GET_EMULATED_CPUID`: the features that KVM emulates.
     pub fn emulated_cpuid(&self) -> [kvm_cpuid_entry2; 3] {
         cpuid::emulated()
     }
@@ -83,8 +84,8 @@ impl System {
         msr::mce::SUPPORTED
     }
 
-    /// `KVM_GET_MSRS` of the system: reads feature MSRs in order, up to the first MSR that is none.
-    /// Returns how many were read.
+    /// `KVM_GET_MSRS` of the system: reads feature MSRs in order, up to the first MSR that is no feature MSR. Returns
+    /// the number of MSRs that were read.
     pub fn feature_msrs(&self, entries: &mut [kvm_msr_entry]) -> usize {
         let known = entries.iter_mut().map_while(|entry| {
             entry.data = msr::feature(entry.index)?;
@@ -93,12 +94,12 @@ impl System {
         known.count()
     }
 
-    /// `KVM_CREATE_VM`, with tables that `mmu` makes, and code that is compiled as `jit` says; `None`: as
-    /// the environment says.
+    /// `KVM_CREATE_VM`. `mmu` makes the VM's tables, and `jit` says which code is compiled. `None`: the environment
+    /// decides.
     ///
     /// # Errors
     /// `EINVAL` for a type that is not supported, for invalid policies in the environment, and for an MMU that does not
-    /// make tables of this process's format; `ENOMEM`; what the host returns for making a file.
+    /// make tables of this process's format; `ENOMEM`; the host's error for making a file.
     pub fn create_vm(
         &self,
         vm_type: u64,

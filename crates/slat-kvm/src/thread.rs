@@ -1,23 +1,23 @@
-//! The vCPU that this thread runs.
+//! Tells a signal handler which vCPU its thread runs.
 //!
-//! A signal handler asks "is this thread in `KVM_RUN`, and of which vCPU?". The answer is in a thread-local cell that
-//! needs no initialisation and no destructor, so that a signal handler may read it.
+//! A signal handler asks whether its thread is in `KVM_RUN`, and of which vCPU. The answer is in a thread-local cell
+//! that needs no initialisation and no destructor, so that a signal handler may read it.
 
 use slat::Attention;
 use std::cell::Cell;
 use std::ptr::null;
 
-/// The bits of the attention word that this crate uses; the engine has [`Attention::FLUSH`], the CPU
+/// The bits of the attention word that this crate uses. The engine uses [`Attention::FLUSH`], and the CPU uses
 /// [`slat_x86::CodePages::CHANGED`].
 pub mod bits {
     /// A signal was delivered to the thread: `KVM_RUN` ends with `EINTR`.
     pub const SIGNAL: u32 = 1 << 8;
     /// There may be an interrupt to deliver.
     pub const IRQ: u32 = 1 << 9;
-    /// The deadline of the APIC timer, or of a synthetic one, has passed, or a synthetic timer was changed.
+    /// The deadline of the APIC timer, or of a synthetic timer, has passed; or a synthetic timer was changed.
     pub const TIMER: u32 = 1 << 10;
-    /// The vCPU has to check what raises no bit: `immediate_exit`, pending signals under a signal mask,
-    /// changes of its code.
+    /// The vCPU has to check events that raise no bit: `immediate_exit`, pending signals under a signal mask, changes
+    /// of its code.
     pub const POLL: u32 = 1 << 11;
     /// The vCPU must pass a quiescent point, and must write the pages that it shares with the guest if their contents
     /// have changed.
@@ -52,8 +52,8 @@ impl<'a> Running<'a> {
     }
 }
 
-/// Begins a call that runs a vCPU and that a signal ends early: forgets signals of earlier calls, and takes note of one
-/// that arrived between the client's call and this moment. Keep the guards until the call ends.
+/// Begins a call that runs a vCPU and that a signal ends early. Forgets signals of earlier calls, but not a signal that
+/// arrived between the client's call and this moment. Keep the guards until the call ends.
 pub(crate) fn begin(attention: &Attention) -> (Running<'_>, Section) {
     attention.take(bits::SIGNAL);
     let section = Section::enter();
@@ -70,18 +70,18 @@ impl Drop for Running<'_> {
     }
 }
 
-/// Ends with `EINTR` the `KVM_RUN` that this thread is in, also when it waits for host memory. Call in a signal handler
-/// of the client, before its own work. Async-signal-safe.
+/// Ends with `EINTR` the `KVM_RUN` that this thread is in, even if `KVM_RUN` waits for host memory. Call in a signal
+/// handler of the client, before its own work. Async-signal-safe.
 ///
-/// The client's handler must not use slat itself: the signal may have interrupted slat's code. Handlers that call
-/// [`slat_guard::defer`] first may.
+/// The client's handler must not use slat itself, because the signal may have interrupted slat's code. A handler that
+/// calls [`slat_guard::defer`] first may use slat.
 pub fn signal_arrived() {
     let attention = RUNNING.get();
     // SAFETY: `Running` keeps the attention borrowed while its address is stored in this thread's cell.
     if let Some(attention) = unsafe { attention.as_ref() } {
         attention.raise(bits::SIGNAL);
-        // The kick has to arrive when the client's handler returns, in the interrupted code: it is blocked now,
-        // and delivered when the return restores the thread's mask. A guarded access that the signal
+        // The kick has to arrive in the interrupted code, when the client's handler has returned. So the kick is
+        // blocked now, and delivered when the return restores the thread's mask. A guarded access that the signal
         // interrupted then fails.
         slat_guard::change_mask(libc::SIG_BLOCK, 1 << (slat_guard::kick_signal() - 1));
         slat_guard::kick(slat_process::thread_id());
@@ -93,8 +93,8 @@ pub fn is_running() -> bool {
     !RUNNING.get().is_null()
 }
 
-/// Marks this thread as being in slat's code: host calls made meanwhile are slat's own, and the program's signal
-/// handlers are delayed.
+/// Marks this thread as being in slat's code. Meanwhile host calls of the thread are slat's own, and the program's
+/// signal handlers are delayed.
 pub use slat_guard::Section;
 
 #[cfg(test)]

@@ -1,10 +1,10 @@
 //! The ticker: one thread of the process that raises attention bits, or calls a function, at deadlines.
 //!
-//! The thread serves timers of APICs and VMs (a deadline each), vCPUs that have to poll, because what they wait
-//! for raises no bit ([`bits::POLL`]), and vCPUs that execute: at each bit they look whether memory still holds
-//! their code, which the client, or the guest through other memslots, may have changed, and for a profile they
-//! sample it ([`bits::SAMPLE`]). The first of them starts the thread. A forked child has no such thread and starts
-//! its own if it creates VMs.
+//! The thread serves three kinds of clients. Timers of APICs and VMs have a deadline each. vCPUs that wait for an event
+//! that raises no bit have to poll ([`bits::POLL`]). vCPUs that execute get a bit periodically. At each bit such a vCPU
+//! checks whether memory still holds its code, which the client, or the guest through other memslots, may have changed.
+//! For a profile it also takes a sample ([`bits::SAMPLE`]). The first client starts the thread. A forked child has no
+//! such thread and starts its own if it creates VMs.
 
 use crate::background::{self, Background};
 use crate::errno::{Result, no_memory};
@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 
 /// How often [`bits::POLL`] is raised for a polled vCPU.
 pub const POLL_PERIOD: Duration = Duration::from_millis(1);
-/// How often it is raised for a vCPU that executes.
+/// How often [`bits::POLL`] is raised for a vCPU that executes.
 const LOOK_PERIOD: Duration = Duration::from_millis(10);
 /// Rounds without a polled vCPU after which the thread sleeps until the next deadline or call.
 const IDLE_ROUNDS: u32 = 16;
@@ -40,7 +40,7 @@ impl Periodic {
         Periodic { bit, period, next }
     }
 
-    /// Returns the bit if it is to be raised now, and sets the next time to a period later. Otherwise returns 0.
+    /// Returns the bit if it has to be raised now, and sets the next time, one period later. Otherwise returns 0.
     fn due(&mut self, now: Instant) -> u32 {
         if self.next > now {
             return 0;
@@ -58,7 +58,7 @@ pub(crate) enum Alarm {
     Vm(Weak<dyn VmTimers>, VmTimer),
 }
 
-/// A timer of a VM.
+/// The kind of a timer of a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum VmTimer {
     /// The 8254.
@@ -69,7 +69,7 @@ pub(crate) enum VmTimer {
 
 /// The owner of a VM's timers.
 pub(crate) trait VmTimers: Send + Sync {
-    /// Handles the deadline of `timer`. The ticker calls this on its thread, without a lock; it must not wait.
+    /// Handles the deadline of `timer`. The ticker calls this on its thread, without a lock. The method must not wait.
     fn expired(&self, timer: VmTimer);
 }
 
@@ -78,7 +78,8 @@ pub(crate) struct Client {
     alarm: Alarm,
     /// The number of [`Polling`]s of the vCPU.
     polls: AtomicU32,
-    /// Whether the vCPU executes now. Relaxed: it is seen in one of the next rounds.
+    /// Whether the vCPU executes now. Relaxed accesses suffice, because the value only has to be seen in one of the
+    /// next rounds.
     executes: AtomicBool,
     deadline: Mutex<Option<Instant>>,
 }
@@ -87,7 +88,7 @@ pub(crate) struct Client {
 struct Ticker {
     clients: Mutex<Vec<Shared<Client>>>,
     changed: Condvar,
-    /// Whether the thread ticks. If not, a new [`Polling`], or a vCPU that executes, has to wake it.
+    /// Whether the thread ticks. If not, a new [`Polling`], or a vCPU that begins to execute, has to wake the thread.
     ticks: AtomicBool,
     /// Whether the thread was started.
     started: AtomicBool,
@@ -95,17 +96,17 @@ struct Ticker {
 
 static TICKER: PerProcess<Ticker> = PerProcess::new();
 
-/// Creates what all vCPUs of the process share. The first timer or poll starts the thread, later.
+/// Creates the ticker that all vCPUs of the process share. The first timer or poll starts the thread later.
 pub(crate) fn prepare() {
     TICKER.get();
 }
 
-/// Starts the thread if there is none.
+/// Starts the thread if it does not run.
 pub(crate) fn start() {
     ticker();
 }
 
-/// Returns the ticker; starts its thread if there is none.
+/// Returns the ticker; starts its thread if it does not run.
 fn ticker() -> &'static Ticker {
     let ticker = TICKER.get();
     if !ticker.started.swap(true, Ordering::Relaxed) {
@@ -156,7 +157,7 @@ impl Background for Ticker {
                             }
                         }
                     }
-                    // The ticker makes one call in a round: the next round finds the other timers.
+                    // The ticker makes one call in a round. The next round finds the other timers.
                     Alarm::Vm(timers, timer) if due && call.is_none() => {
                         *deadline = None;
                         call = Some((timers.clone(), *timer));
@@ -182,7 +183,7 @@ impl Background for Ticker {
                 let periodic = periodic.iter().flatten().map(|one| one.next);
                 next = periodic.chain(next).min();
             } else if self.ticks.swap(false, Ordering::SeqCst) {
-                // Look once more: a client may have begun polling before `ticks` was cleared.
+                // Looks once more, because a client may have begun polling before `ticks` was cleared.
                 continue;
             }
             clients = match next {
@@ -254,7 +255,7 @@ impl Client {
         Polling(self)
     }
 
-    /// Notes that the vCPU executes, until [`rests`](Self::rests) is called.
+    /// Records that the vCPU executes, until [`rests`](Self::rests) is called.
     #[inline]
     pub(crate) fn executes(&self) {
         self.executes.store(true, Ordering::Relaxed);
@@ -269,7 +270,7 @@ impl Client {
     }
 }
 
-/// Keeps a client polled.
+/// While this guard lives, the ticker polls a client.
 pub(crate) struct Polling<'a>(&'a Client);
 
 impl Drop for Polling<'_> {
@@ -284,12 +285,12 @@ pub(crate) fn raise(attention: &Attention, bits: u32) {
     wait::wake(attention.flag());
 }
 
-/// Sleeps until a bit is raised, a signal handler has run, or `longest` is over. Returns whether a
-/// signal ended the sleep.
+/// Sleeps until a bit is raised, a signal handler has run, or `longest` is over. Returns whether a signal ended the
+/// sleep.
 ///
-/// With a time limit, the kernel does not restart the wait after a signal handler, whatever the handler's flags say.
-/// The wait has no limit where a filter forbids `restart_syscall`, which a limit may need: then handlers have to raise
-/// a bit ([`crate::watch_signals`]).
+/// With a time limit, the kernel does not restart the wait after a signal handler, whatever the handler's flags are. A
+/// time limit may need `restart_syscall`. If a filter forbids `restart_syscall`, the wait has no limit. Then handlers
+/// have to raise a bit ([`crate::watch_signals`]).
 pub(crate) fn sleep(attention: &Attention, longest: Duration) -> bool {
     let longest = calls::is_allowed(Call::RestartSyscall).then_some(longest);
     wait::sleep(attention.flag(), 0, longest)

@@ -1,6 +1,6 @@
-//! Tracepoints: begins to record what `slat run --trace` asks for, which is in `SLAT_TRACE`, `SLAT_TRACE_EVENTS` and
-//! `SLAT_TRACE_BUFFER`, and makes the points of entries, exits and devices. Those of the memory system are made by
-//! [`slat_host::HostPlatform`].
+//! Tracepoints of entries, exits and devices. Also begins the recording for which `slat run --trace` asks by
+//! `SLAT_TRACE`, `SLAT_TRACE_EVENTS` and `SLAT_TRACE_BUFFER`. [`slat_host::HostPlatform`] makes the tracepoints of the
+//! memory system.
 
 use crate::errno::Error;
 use crate::messages;
@@ -13,7 +13,7 @@ use slat_trace::{
 use slat_x86::{Exit, State};
 use std::path::Path;
 
-/// Begins to record, if the environment asks for it. A failure is reported, and nothing is recorded then.
+/// Begins to record, if the environment asks for it. A failure is reported, and then nothing is recorded.
 pub(crate) fn begin() {
     let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty());
     let Some(path) = variable("SLAT_TRACE") else {
@@ -30,7 +30,7 @@ pub(crate) fn begin() {
     }
 }
 
-/// Call at the end of the process: notes the time, by which the times of all records are computed.
+/// Stores the time, by which the times of all records are computed. Call at the end of the process.
 pub fn end() {
     slat_trace::mark_time();
 }

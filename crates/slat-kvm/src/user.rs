@@ -1,6 +1,6 @@
 //! Copies from and to the client's memory: a bad pointer is `EFAULT`, never a crash.
 //!
-//! The ioctl dispatch gets raw addresses. Only plain data crosses: structs of integers in which every bit pattern is
+//! The ioctl dispatch gets raw addresses. Only plain data is copied: structs of integers in which every bit pattern is
 //! valid, which [`Plain`] promises.
 
 use crate::errno::{Result, fail};
@@ -126,8 +126,8 @@ pub fn check_writable(address: u64, len: usize) -> Result<()> {
     }
     let mut at = address;
     while at < address + len as u64 {
-        // SAFETY: guarded, and one locked addition of 0: it changes nothing, also when another thread
-        // writes at the same time.
+        // SAFETY: guarded, and one locked addition of 0, which changes nothing even if another thread writes at the
+        // same time.
         accessed(|| unsafe { slat_guard::fetch_add(at as *mut u8, 0).map(drop) })?;
         at = (at / PAGE as u64 + 1) * PAGE as u64;
     }
@@ -177,11 +177,11 @@ pub fn read_bytes(address: u64, bytes: &mut [u8]) -> Result<()> {
     Ok(())
 }
 
-/// Repeats a guarded access until it succeeds, or fails for another reason than a kick: then the client's memory is not
-/// mapped. A kick may be meant for a vCPU that this thread ran, or is about to leave. Such a kick says nothing about
-/// the client's memory.
+/// Repeats a guarded access until it succeeds, or fails for another reason than a kick. In the second case the client's
+/// memory is not mapped. A kick may be meant for a vCPU that this thread ran, or is about to leave. Such a kick says
+/// nothing about the client's memory.
 ///
-/// Accesses are short (a page at most), so that each succeeds between two kicks.
+/// Accesses are short (at most a page), so that each access succeeds between two kicks.
 fn accessed<E>(mut access: impl FnMut() -> std::result::Result<(), E>) -> Result<()> {
     loop {
         match access() {

@@ -1,4 +1,4 @@
-//! The part of a vCPU that other threads use while it runs: its local APIC, the signals to it, its counters.
+//! The part of a vCPU that other threads use while the vCPU runs: its local APIC, the signals to it, its counters.
 
 use crate::counters::{CpuCounts, Exits};
 use crate::errno::{Result, no_memory};
@@ -16,7 +16,7 @@ use slat_x86::state::MAX_NMIS;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// The part of a vCPU that other threads use while it runs.
+/// The part of a vCPU that other threads use while the vCPU runs.
 pub(crate) struct VcpuCommon {
     pub(crate) id: u32,
     pub(crate) attention: Attention,
@@ -33,7 +33,7 @@ pub(crate) struct VcpuCommon {
     pub(crate) cpu: CpuCounts,
     /// The engine's counters for this vCPU.
     pub(crate) counted: VcpuStats,
-    /// The vCPU as Hyper-V's interface has it.
+    /// The vCPU as a virtual processor of Hyper-V's interface.
     pub(crate) vp: VirtualProcessor,
 }
 
@@ -51,7 +51,7 @@ fn all(all: &Mutex<Vec<Shared<VcpuCommon>>>) -> MutexGuard<'_, Vec<Shared<VcpuCo
     all.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Ends with `EINTR` the `KVM_RUN` that `thread`, a `pthread_t`, is in, if it is in one. Call for a signal that ends
+/// Ends with `EINTR` the `KVM_RUN` in which `thread`, a `pthread_t`, is, if there is one. Call for a signal that ends
 /// system calls and that no handler of the client sees.
 pub fn interrupt_thread(thread: usize) {
     let Some(vcpus) = ALL.peek() else {
@@ -64,7 +64,7 @@ pub fn interrupt_thread(thread: usize) {
     }
 }
 
-/// Adds the counters of all CPUs of the process that are there now to `sum`.
+/// Adds to `sum` the counters of all CPUs of the process that exist now.
 pub(crate) fn add_cpu_counters(sum: &mut [u64; Counters::COUNT]) {
     if let Some(vcpus) = ALL.peek() {
         for vcpu in &*all(vcpus) {
@@ -80,7 +80,7 @@ impl Drop for VcpuCommon {
 }
 
 impl VcpuCommon {
-    /// Pending NMIs, a bit each: one waits while another one is delivered.
+    /// Pending NMIs, a bit each: one NMI can wait while another NMI is delivered.
     const NMIS: [u32; MAX_NMIS as usize] = [1, 1 << 4];
     const ALL_NMIS: u32 = Self::NMIS[0] | Self::NMIS[1];
     pub(crate) const INIT: u32 = 2;
@@ -90,7 +90,7 @@ impl VcpuCommon {
     /// A system management interrupt.
     pub(crate) const SMI: u32 = 1 << 5;
 
-    /// Creates the common part of a vCPU, before which the VM had `index` others.
+    /// Creates the common part of a vCPU. The VM has had `index` vCPUs before it.
     ///
     /// # Errors
     /// `ENOMEM`.
@@ -129,7 +129,7 @@ impl VcpuCommon {
         Ok(())
     }
 
-    /// Undoes [`enlist`](Self::enlist).
+    /// Removes the vCPU from the list of [`enlist`](Self::enlist).
     pub(crate) fn delist(&self) {
         if let Some(vcpus) = ALL.peek() {
             all(vcpus).retain(|vcpu| !std::ptr::eq(&**vcpu, self));
@@ -141,7 +141,7 @@ impl VcpuCommon {
         self.lapic.is_some()
     }
 
-    /// The local APIC, when the VM has an interrupt controller.
+    /// The local APIC, if the VM has an interrupt controller.
     pub(crate) fn lapic(&self) -> Option<MutexGuard<'_, Lapic>> {
         Some(
             self.lapic
@@ -151,12 +151,12 @@ impl VcpuCommon {
         )
     }
 
-    /// Makes the vCPU look for interrupts; wakes it from a halt or another wait.
+    /// Makes the vCPU look for interrupts. Wakes the vCPU from a halt or another wait.
     pub(crate) fn notice(&self) {
         ticker::raise(&self.attention, bits::IRQ);
     }
 
-    /// Delivers a message to this vCPU. The end of a level (level-triggered, without assert) is no interrupt.
+    /// Delivers a message to this vCPU. A message that ends a level (level-triggered, without assert) is no interrupt.
     pub(crate) fn deliver(&self, message: &Message) -> Request {
         let level_ends = message.level && !message.assert;
         let taken = match message.mode {
@@ -183,7 +183,7 @@ impl VcpuCommon {
             // KVM uses the reserved mode to end a halt.
             DeliveryMode::Reserved => self.signal(Self::UNHALT),
             DeliveryMode::Smi => self.signal(Self::SMI),
-            // The 8259 interrupts by its line, not by messages.
+            // The 8259 interrupts by its INTR line, not by messages.
             DeliveryMode::ExtInt => Request::Refused,
         };
         if taken == Request::Pending {
@@ -217,19 +217,19 @@ impl VcpuCommon {
 
     /// Clears the pending system management interrupt. Returns whether there was one.
     pub(crate) fn take_smi(&self) -> bool {
-        // Every entry into the guest calls this, and usually none is pending.
+        // Every entry into the guest calls this, and usually no SMI is pending.
         self.signals.load(Ordering::SeqCst) & Self::SMI != 0
             && self.signals.fetch_and(!Self::SMI, Ordering::SeqCst) & Self::SMI != 0
     }
 
-    /// Wakes the vCPU from its halt, or else from its next one (`KVM_HC_KICK_CPU`).
+    /// Ends the vCPU's halt (`KVM_HC_KICK_CPU`). If the vCPU is not halted, ends its next halt.
     pub(crate) fn end_halt(&self) {
         if self.signal(Self::UNHALT) == Request::Pending {
             self.notice();
         }
     }
 
-    /// Makes an NMI pending; at most [`MAX_NMIS`] are.
+    /// Makes an NMI pending. At most [`MAX_NMIS`] NMIs are pending.
     pub(crate) fn signal_nmi(&self) -> Request {
         let mut bits = Self::NMIS.into_iter();
         match bits.any(|bit| self.signal(bit) == Request::Pending) {
@@ -243,7 +243,7 @@ impl VcpuCommon {
         Self::nmis_in(self.signals.load(Ordering::SeqCst))
     }
 
-    /// Clears the pending NMIs. Returns how many there were.
+    /// Clears the pending NMIs. Returns their number.
     pub(crate) fn take_nmis(&self) -> u8 {
         // Every entry into the guest calls this, and usually no NMI is pending.
         match self.nmis() {

@@ -1,8 +1,8 @@
 //! The state of a device of the type `KVM_DEV_TYPE_VFIO`.
 //!
-//! Through this device a VMM tells KVM which VFIO files the VM uses. KVM asks whether their DMA is coherent with the
-//! guest's caches, and gives mediated devices a pointer to its VM. Software has no incoherent caches, and mediated
-//! devices can use no VM but the kernel's: here the device only checks the files and stores their identity.
+//! Through this device a VMM tells KVM which VFIO files the VM uses. KVM asks each file whether its DMA is coherent
+//! with the guest's caches, and gives mediated devices a pointer to its VM. Software has no incoherent caches, and
+//! mediated devices can use only the kernel's VMs. So here the device only checks the files and stores their identity.
 
 use crate::errno::{Error, Result, fail};
 use crate::file_id::{self, FileId};
@@ -20,10 +20,10 @@ pub(crate) struct VfioFiles(Mutex<Vec<FileId>>);
 pub(crate) struct Devices(Mutex<Weak<VfioFiles>>);
 
 impl Devices {
-    /// Makes the device, which exists as long as its files are held.
+    /// Makes the device. The device exists as long as its files are held.
     ///
     /// # Errors
-    /// `EBUSY` when there is a device.
+    /// `EBUSY` if there already is a device.
     pub(crate) fn create(&self) -> Result<Arc<VfioFiles>> {
         let mut current = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if current.strong_count() != 0 {

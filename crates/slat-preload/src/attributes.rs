@@ -1,16 +1,17 @@
-//! Owner, mode and extended attributes of KVM's files, by path.
+//! Implements the calls by path about owner, mode and extended attributes of KVM's files.
 //!
-//! libvirt gives each guest a `/dev` of its own: it reads the device's access control list, and sets the node's owner.
-//! slat serves every user, so it does not store owner and mode: calls that change them succeed, and `stat` shows the
-//! same as before. There are no extended attributes, as on a file system without them.
+//! libvirt gives each guest a `/dev` of its own. For that it reads the device's access control list, and sets the
+//! node's owner. slat serves every user, so it does not store owner and mode: calls that change owner or mode succeed,
+//! and `stat` shows the same values as before. KVM's files have no extended attributes, like files on a file system
+//! without support for them.
 
 use crate::files::interpose;
 use crate::paths::{Special, special};
 use crate::real::{call, kernel, plain};
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
-/// Returns the result of a call about the special file at `path`: that of `of_file` for a file of KVM's. `None`: the
-/// kernel has to serve the call, as it always does before the program's first use of KVM.
+/// Handles a call about a file at `path`. Returns the result of `of_file` if `path` is one of KVM's files. `None`: the
+/// kernel has to serve the call; before the program's first use of KVM, that is always so.
 fn about(
     directory: c_int,
     path: *const c_char,
@@ -36,7 +37,7 @@ fn as_owner() -> Result<isize, i32> {
     }
 }
 
-/// Does fchownat, and all calls equivalent to it. `kernels` makes the kernel's call.
+/// Implements fchownat and all equivalent calls. `kernels` makes the kernel's call.
 pub fn change_owner(
     directory: c_int,
     path: *const c_char,
@@ -51,7 +52,7 @@ pub fn change_owner(
     answer.unwrap_or_else(kernels) as c_int
 }
 
-/// Does fchmodat, and all calls equivalent to it. `kernels` makes the kernel's call.
+/// Implements fchmodat and all equivalent calls. `kernels` makes the kernel's call.
 pub fn change_mode(
     directory: c_int,
     path: *const c_char,
@@ -60,78 +61,78 @@ pub fn change_mode(
     about(directory, path, as_owner).unwrap_or_else(kernels) as c_int
 }
 
-/// Does a call with number `number`, which reads or writes extended attributes of the file at `path`.
+/// Makes the system call `number`, which reads or writes extended attributes of the file at `path`.
 ///
 /// # Safety
-/// As for the call.
+/// The conditions are those of the call.
 pub unsafe fn extended(number: i64, path: *const c_char, arguments: [usize; 4]) -> isize {
     let answer = about(libc::AT_FDCWD, path, || match number {
         libc::SYS_listxattr | libc::SYS_llistxattr => Ok(0),
         _ => Err(libc::EOPNOTSUPP),
     });
     let [b, c, d, e] = arguments;
-    // SAFETY: the caller's.
+    // SAFETY: the caller keeps this function's contract.
     answer.unwrap_or_else(|| unsafe { call!(number, path, b, c, d, e) })
 }
 
 interpose! {
     /// chown(2).
     fn chown(path: *const c_char, user: c_uint, group: c_uint) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { change_owner(libc::AT_FDCWD, path, user, group, || call!(libc::SYS_chown, path, user, group)) }
     }
 
     /// lchown(2).
     fn lchown(path: *const c_char, user: c_uint, group: c_uint) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { change_owner(libc::AT_FDCWD, path, user, group, || call!(libc::SYS_lchown, path, user, group)) }
     }
 
     /// fchownat(2).
     fn fchownat(directory: c_int, path: *const c_char, user: c_uint, group: c_uint, flags: c_int) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { change_owner(directory, path, user, group, || call!(libc::SYS_fchownat, directory, path, user, group, flags)) }
     }
 
     /// chmod(2).
     fn chmod(path: *const c_char, mode: c_uint) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { change_mode(libc::AT_FDCWD, path, || call!(libc::SYS_chmod, path, mode)) }
     }
 
     /// getxattr(2).
     fn getxattr(path: *const c_char, name: *const c_char, to: *mut c_void, len: usize) -> isize {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { extended(libc::SYS_getxattr, path, [name as usize, to as usize, len, 0]) }
     }
 
     /// lgetxattr(2).
     fn lgetxattr(path: *const c_char, name: *const c_char, to: *mut c_void, len: usize) -> isize {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { extended(libc::SYS_lgetxattr, path, [name as usize, to as usize, len, 0]) }
     }
 
     /// listxattr(2).
     fn listxattr(path: *const c_char, to: *mut c_char, len: usize) -> isize {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { extended(libc::SYS_listxattr, path, [to as usize, len, 0, 0]) }
     }
 
     /// llistxattr(2).
     fn llistxattr(path: *const c_char, to: *mut c_char, len: usize) -> isize {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { extended(libc::SYS_llistxattr, path, [to as usize, len, 0, 0]) }
     }
 
     /// setxattr(2).
     fn setxattr(path: *const c_char, name: *const c_char, from: *const c_void, len: usize, flags: c_int) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { extended(libc::SYS_setxattr, path, [name as usize, from as usize, len, flags as usize]) as c_int }
     }
 
     /// lsetxattr(2).
     fn lsetxattr(path: *const c_char, name: *const c_char, from: *const c_void, len: usize, flags: c_int) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { extended(libc::SYS_lsetxattr, path, [name as usize, from as usize, len, flags as usize]) as c_int }
     }
 }

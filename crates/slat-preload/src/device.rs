@@ -1,4 +1,4 @@
-//! `/dev/kvm` and KVM's module parameters, for programs that open files.
+//! Opens `/dev/kvm` and KVM's module parameters for the program.
 
 use slat_host::procfs;
 use slat_kvm::ioctl::Object;
@@ -68,8 +68,8 @@ impl Opening {
         self.how().flags & libc::O_ACCMODE as u64 != 0
     }
 
-    /// Opens the file that `fd` refers to again, with these arguments. The file exists, is no directory, and keeps its
-    /// content. The kernel refuses what it would refuse for a device.
+    /// Opens again the file that `fd` refers to, with these arguments. The file exists, is no directory, and keeps its
+    /// content. The kernel refuses the arguments that it would refuse for a device.
     fn again(self, fd: &OwnedFd) -> Result<OwnedFd, i32> {
         let how = self.how();
         // The path is that of a link.
@@ -109,8 +109,8 @@ impl Opening {
 /// Opens `/dev/kvm`. Returns the descriptor.
 ///
 /// # Errors
-/// The kernel's errno for opening a device with these arguments; `EINVAL` if the policies in the
-/// environment make no sense.
+/// The errno that the kernel returns for opening a device with these arguments; `EINVAL` if the policies in the
+/// environment are invalid.
 pub fn open(opening: Opening) -> Result<isize, i32> {
     /// The kernel's value: the C library's is 0 on x86-64, but not musl's.
     const O_LARGEFILE: c_int = 0o100_000;
@@ -132,7 +132,7 @@ pub fn open(opening: Opening) -> Result<isize, i32> {
 /// Opens a module parameter.
 ///
 /// # Errors
-/// `EACCES` for writing a read-only parameter; else the kernel's errno for opening a file with these arguments.
+/// `EACCES` for writing a read-only parameter; otherwise the kernel's errno for opening a file with these arguments.
 pub fn open_parameter(name: &'static str, opening: Opening) -> Result<isize, i32> {
     let writes = opening.writes();
     if writes && !slat_kvm::parameters::is_writable(name) {
@@ -157,8 +157,8 @@ pub fn open_again(fd: c_int, opening: Opening) -> Option<Result<isize, i32>> {
     match table::get(fd)?.object() {
         Object::System(_) | Object::DevicePath if !link => Some(open(opening)),
         Object::System(_) | Object::DevicePath | Object::Parameter(_) => None,
-        // KVM's other objects cannot be opened. The kernel returns the errors for using them as directories,
-        // and for creating them.
+        // KVM's other objects cannot be opened. For attempts to use them as directories, or to create them, the kernel
+        // returns the errors.
         _ if link || opening.has(libc::O_PATH) => None,
         _ if opening.has(libc::O_DIRECTORY) || opening.has(libc::O_CREAT | libc::O_EXCL) => None,
         _ => Some(Err(libc::ENXIO)),

@@ -1,5 +1,5 @@
-//! The headers of an ELF program (System V ABI, "Object Files"). They are read without allocating, because a child of
-//! `fork` may have to know what it executes.
+//! Reads the headers of an ELF program (System V ABI, "Object Files") without allocating, because a child of `fork` may
+//! have to know which kind of program it executes.
 
 use crate::real::{Opened, kernel};
 
@@ -32,7 +32,7 @@ pub struct Headers {
     pub is_relocatable: bool,
     /// The program's entry point.
     pub entry: u64,
-    /// Where the program headers are in the file.
+    /// The offset of the program headers in the file.
     pub offset: u64,
     segments: [Segment; MOST_SEGMENTS],
     count: usize,

@@ -1,4 +1,5 @@
-//! The program's environment: the variables that `slat run` has set, and the environment of the program's children.
+//! The program's environment: the variables that `slat run` has set, and the environment that the program's children
+//! get.
 
 use crate::real::{kernel, map_memory};
 use std::ffi::{CStr, c_char};
@@ -7,8 +8,8 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
 /// The variable that holds LD_PRELOAD for the program's children, if it differs from the program's own. `slat run` puts
-/// the runtimes of sanitizers with which the program is linked before this library. In other programs these runtimes
-/// would be active, too, and report errors that nobody asked for.
+/// the runtimes of the sanitizers with which the program is linked before this library. In other programs these
+/// runtimes would be active, too, and report unwanted errors.
 const CHILDRENS: &CStr = c"SLAT_CHILDRENS_LD_PRELOAD";
 
 /// Variables whose values at the program's start are kept. The first [`SETTINGS`] of them have the same
@@ -23,30 +24,31 @@ const NAMES: [&str; 7] = [
     "SLAT_CPUINFO=",
 ];
 const SETTINGS: usize = 6;
-/// The index of the variable with the file that is opened in place of `/proc/cpuinfo`, if `slat run` has written one.
+/// The index of the variable with the path of the file that is opened in place of `/proc/cpuinfo`. It is set if `slat
+/// run` has written such a file.
 const PROCESSORS: usize = 6;
 
-/// Copies of the variables; null: the variable was not set.
+/// Copies of the variables; null means that the variable was not set.
 static KEPT: [AtomicPtr<c_char>; NAMES.len()] = [const { AtomicPtr::new(null_mut()) }; NAMES.len()];
 
-/// The `stat` of the file that is opened in place of `/proc/cpuinfo`, and of `/proc/cpuinfo` itself. Read at the
-/// program's start: later, a filter may forbid it.
+/// The `stat` of the file that is opened in place of `/proc/cpuinfo`, and the `stat` of `/proc/cpuinfo` itself. Both
+/// are read at the program's start, because a filter may forbid that later.
 static LOOKS: OnceLock<[libc::stat; 2]> = OnceLock::new();
 
-/// Returns a variable as it was at the program's start. Async-signal-safe.
+/// Returns the value that a variable had at the program's start. Async-signal-safe.
 fn kept(index: usize) -> Option<&'static CStr> {
     let text = KEPT[index].load(Ordering::Acquire);
     // SAFETY: a string that ends with 0, and stays.
     (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) })
 }
 
-/// Returns the settings with which this program was started. A program that it starts in another root without
-/// environment gets them. Async-signal-safe.
+/// Returns the settings with which this program was started. A program that is started in another root without an
+/// environment gets these settings. Async-signal-safe.
 pub(crate) fn settings() -> impl Iterator<Item = &'static CStr> {
     (0..SETTINGS).filter_map(kept)
 }
 
-/// The most settings that [`settings`] returns.
+/// The greatest number of settings that [`settings`] returns.
 pub(crate) const MOST_SETTINGS: usize = SETTINGS;
 
 /// Returns the file that is opened in place of `/proc/cpuinfo`. `None`: the kernel's file is opened. Async-signal-safe.
@@ -101,7 +103,7 @@ unsafe fn keep() {
     let mut bytes = 0;
     each(&mut |_, text| bytes += text.len());
     let access = libc::PROT_READ | libc::PROT_WRITE;
-    // SAFETY: new memory. Without it, nothing is kept.
+    // SAFETY: new memory. If there is no memory, no variable is kept.
     let Some(mut at) = (bytes != 0)
         .then(|| unsafe { map_memory(0, bytes, access, 0) }.ok())
         .flatten()
@@ -127,7 +129,7 @@ pub(crate) fn prepare() {
         let _ = LOOKS.set([file, kernels]);
     }
     // SAFETY: no other thread reads or changes the environment yet. `value`, which is part of it, is copied before the
-    // variable is removed. If memory is out, the environment does not change.
+    // variable is removed. If there is no memory, the environment does not change.
     unsafe {
         let value = libc::getenv(CHILDRENS.as_ptr());
         if !value.is_null() {

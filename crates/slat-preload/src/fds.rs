@@ -11,7 +11,7 @@ use std::ffi::{c_int, c_uint, c_ulong};
 
 static NEXT_FCLOSE: Next = Next::new(c"fclose");
 
-/// Call before the kernel closes `fd`: removes its table entry.
+/// Removes the table entry of `fd`. Call before the kernel closes `fd`.
 pub fn forget(fd: c_int) {
     if !table::is_any_ours() {
         return;
@@ -25,7 +25,7 @@ pub fn forget(fd: c_int) {
     }
 }
 
-/// Call after duplicating `old`. `new` is the new descriptor, or an error. Makes `new` refer to the object of `old`.
+/// Makes `new` refer to the object of `old`. Call after duplicating `old`. `new` is the new descriptor, or an error.
 pub fn follow(old: c_int, new: c_int) {
     if !table::is_any_ours() || new < 0 || new == old {
         return;
@@ -50,7 +50,7 @@ fn is_about_seals(command: c_int) -> bool {
     matches!(command, libc::F_ADD_SEALS | libc::F_GET_SEALS)
 }
 
-/// Returns the status flags to show for a descriptor of KVM's. `flags` are the memfd's, from the kernel.
+/// Returns the status flags to show for one of KVM's descriptors. `flags` are the kernel's flags of the memfd.
 fn flags_shown(fd: c_int, flags: c_int) -> c_int {
     /// The kernel's value: the C library's is 0 on x86-64.
     const O_LARGEFILE: c_int = 0o100_000;
@@ -73,7 +73,7 @@ fn is_plain(old: c_int, new: c_int) -> bool {
 /// Closes a range of descriptors, or marks them to be closed on exec.
 ///
 /// # Safety
-/// As for `close_range`.
+/// The conditions are those of `close_range`.
 pub unsafe fn close_within(first: c_uint, last: c_uint, flags: c_int) -> c_int {
     const CLOSE_RANGE_CLOEXEC: c_int = 4;
     let closes = flags & CLOSE_RANGE_CLOEXEC == 0 && first <= last;
@@ -83,9 +83,9 @@ pub unsafe fn close_within(first: c_uint, last: c_uint, flags: c_int) -> c_int {
             forget(fd);
         }
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller keeps this function's contract.
     let close = |first, last| unsafe { call!(libc::SYS_close_range, first, last, flags) as c_int };
-    // slat's descriptor of /proc stays open: in another root it cannot be opened again.
+    // slat's descriptor of /proc stays open, because slat cannot open it again in another root.
     match procfs::directory().map(|fd| fd as c_uint) {
         Some(kept) if (first..=last).contains(&kept) && closes => {
             let below = kept.checked_sub(1).filter(|below| *below >= first);
@@ -103,31 +103,31 @@ pub unsafe fn close_within(first: c_uint, last: c_uint, flags: c_int) -> c_int {
 interpose! {
     /// close(2).
     fn close(fd: c_int) -> c_int {
-        // The program must not see this descriptor as open.
+        // The program must see slat's descriptor of /proc as closed.
         if procfs::directory() == Some(fd) {
             set_errno(libc::EBADF);
             return -1;
         }
         forget(fd);
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { call!(libc::SYS_close, fd) as c_int }
     }
 
     /// close_range(2).
     fn close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { close_within(first, last, flags) }
     }
 
     /// closefrom(3).
     fn closefrom(first: c_int) -> () {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { close_within(first.max(0) as c_uint, c_uint::MAX, 0) };
     }
 
     /// dup(2).
     fn dup(fd: c_int) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         let new = unsafe { call!(libc::SYS_dup, fd) as c_int };
         follow(fd, new);
         new
@@ -136,7 +136,7 @@ interpose! {
     /// dup2(2).
     fn dup2(fd: c_int, to: c_int) -> c_int {
         procfs::replaced(to);
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         let new = unsafe { call!(libc::SYS_dup2, fd, to) as c_int };
         follow(fd, new);
         new
@@ -145,18 +145,18 @@ interpose! {
     /// dup3(2).
     fn dup3(fd: c_int, to: c_int, flags: c_int) -> c_int {
         procfs::replaced(to);
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         let new = unsafe { call!(libc::SYS_dup3, fd, to, flags) as c_int };
         follow(fd, new);
         new
     }
 
-    /// fclose(3). It closes the descriptor without calling `close` here.
+    /// fclose(3). The C library's function closes the descriptor without calling this library's `close`.
     fn fclose(stream: *mut libc::FILE) -> c_int {
         if table::is_any_ours() {
             // A stream in memory has no descriptor; then `errno` must not change.
             let before = errno();
-            // SAFETY: the caller's.
+            // SAFETY: the caller keeps this function's contract.
             forget(unsafe { libc::fileno(stream) });
             set_errno(before);
         }
@@ -175,7 +175,7 @@ interpose! {
             set_errno(libc::EINVAL);
             return -1;
         }
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         let answer = unsafe { call!(libc::SYS_fcntl, fd, command, argument) as c_int };
         match command {
             libc::F_DUPFD | libc::F_DUPFD_CLOEXEC => follow(fd, answer),

@@ -12,7 +12,7 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 /// Defines an exported C function that runs with slat's own flags and floating point
 /// ([`caller`](slat_process::caller)). In the unit tests of this crate the C library's own functions are not replaced.
 ///
-/// A deferred handler of the program runs at the end of such a function, and may unwind by `pthread_exit`.
+/// A handler of the program that was deferred runs at the end of such a function, and may unwind by `pthread_exit`.
 macro_rules! interpose {
     ($($(#[$meta:meta])* fn $name:ident($($argument:ident: $type:ty),* $(,)?) -> $result:ty $body:block)*) => {
         $crate::files::interpose_with_callers_floats! {
@@ -36,7 +36,7 @@ macro_rules! interpose_with_callers_floats {
             $(#[$meta])*
             ///
             /// # Safety
-            /// As for the C library's function of this name.
+            /// The conditions are those of the C library's function of this name.
             #[cfg_attr(not(test), unsafe(no_mangle))]
             #[unsafe(naked)]
             pub unsafe extern "C-unwind" fn $name($($argument: $type),*) -> $result {
@@ -76,11 +76,11 @@ fn open_special(special: Special, opening: Opening) -> Option<isize> {
 }
 
 /// Returns the file that `slat run` has written to replace `/proc/cpuinfo`, if the kernel has just opened
-/// `/proc/cpuinfo` for reading by `path`. Only this spelling is recognised: looking for others would make system calls
-/// in programs that do not use KVM.
+/// `/proc/cpuinfo` for reading by `path`. Only this spelling is recognised, because recognising other spellings would
+/// need system calls in programs that do not use KVM.
 ///
-/// The caller closes the descriptor, and opens the returned file in the same way. A filter that lets the program open
-/// and close files allows both, and may forbid all other calls.
+/// The caller closes the descriptor, and opens the returned file in the same way. If a filter lets the program open and
+/// close files, it allows both of these calls, but it may forbid all others.
 fn instead_of_processors(path: *const c_char, opening: Opening) -> Option<&'static CStr> {
     let flags = opening.how().flags as c_int;
     let harmless = libc::O_CLOEXEC | libc::O_NONBLOCK | libc::O_NOCTTY | libc::O_NOFOLLOW;
@@ -88,8 +88,8 @@ fn instead_of_processors(path: *const c_char, opening: Opening) -> Option<&'stat
     (flags & !harmless == 0 && paths::is_spelled(path, b"/proc/cpuinfo")).then_some(file)
 }
 
-/// Closes the descriptor that the kernel has opened for the path of a special file. It is that of the host's file, or
-/// of a new file if the host has none; a new file is removed.
+/// Closes the descriptor that the kernel has opened for the path of a special file. The descriptor refers to the host's
+/// file, or to a new file if the host has no such file. A new file is removed.
 fn undo_opening(path: Path, opening: Opening, opened: isize) {
     if opened < 0 {
         return;
@@ -109,7 +109,7 @@ fn undo_opening(path: Path, opening: Opening, opened: isize) {
     }
 }
 
-/// Opens a path: special files itself, others by `kernels`.
+/// Opens a path: opens special files itself, and calls `kernels` for all others.
 fn open_path(
     directory: c_int,
     text: *const c_char,
@@ -129,7 +129,7 @@ fn open_path(
         |opened| undo_opening(path, opening, opened),
         |special| open_special(special, opening),
     );
-    // The path names a node of KVM's under another name, on a machine without KVM.
+    // On a machine without KVM, the path leads to a KVM device node with another name.
     if opened < 0 && errno() == libc::ENODEV && paths::is_device(path) {
         return guarded(|| device::open(opening));
     }
@@ -151,7 +151,7 @@ fn open_path(
 /// Opens a path: serves special files itself, and calls `kernels` for others.
 ///
 /// # Safety
-/// As for `openat`.
+/// The conditions are those of `openat`.
 pub unsafe fn open_at(
     directory: c_int,
     path: *const c_char,
@@ -165,12 +165,12 @@ pub unsafe fn open_at(
     open_path(directory, path, opening, kernels)
 }
 
-/// Does openat for a function of the C library.
+/// Implements openat for a function of the C library.
 ///
 /// # Safety
-/// As for `openat`.
+/// The conditions are those of `openat`.
 unsafe fn open_by_name(directory: c_int, path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
-    // SAFETY: the caller's.
+    // SAFETY: the caller keeps this function's contract.
     unsafe {
         open_at(directory, path, flags, mode, || {
             call!(libc::SYS_openat, directory, path, flags, mode)
@@ -178,13 +178,13 @@ unsafe fn open_by_name(directory: c_int, path: *const c_char, flags: c_int, mode
     }
 }
 
-/// Does creat.
+/// Implements creat.
 ///
 /// # Safety
-/// As for `creat`.
+/// The conditions are those of `creat`.
 pub unsafe fn create(path: *const c_char, mode: c_uint) -> c_int {
     let flags = libc::O_CREAT | libc::O_WRONLY | libc::O_TRUNC;
-    // SAFETY: the caller's.
+    // SAFETY: the caller keeps this function's contract.
     unsafe {
         open_at(libc::AT_FDCWD, path, flags, mode, || {
             call!(libc::SYS_creat, path, mode)
@@ -192,17 +192,17 @@ pub unsafe fn create(path: *const c_char, mode: c_uint) -> c_int {
     }
 }
 
-/// Does openat2(2). The C library has no function for it.
+/// Implements openat2(2). The C library has no function for it.
 ///
 /// # Safety
-/// As for `openat2`, except that memory that cannot be accessed is an error.
+/// The conditions are those of `openat2`, except that memory that cannot be accessed is an error.
 pub unsafe fn open_at_2(
     directory: c_int,
     path: *const c_char,
     how: *const How,
     size: usize,
 ) -> isize {
-    // SAFETY: the caller's.
+    // SAFETY: the caller keeps this function's contract.
     let kernels = || unsafe { call!(libc::SYS_openat2, directory, path, how, size) };
     // A struct of another size belongs to a kernel whose flags slat does not know.
     if size != size_of::<How>() {
@@ -225,25 +225,25 @@ pub unsafe fn open_at_2(
     }
 }
 
-/// Returns the arguments of openat2, for a path whose last component is special in every case. `None` for memory that
-/// cannot be read, and for an unknown `RESOLVE_` flag.
+/// Returns the arguments of openat2, for a path whose last component is special on any call. `None`: the memory cannot
+/// be read, or there is an unknown `RESOLVE_` flag.
 fn how_at(directory: c_int, path: *const c_char, how: *const How) -> Option<How> {
     /// RESOLVE_NO_XDEV to RESOLVE_CACHED.
     const RESOLVE_KNOWN: u64 = 0x3f;
     paths::special(directory, path, 0)
         .or_else(|| paths::special(directory, path, libc::RESOLVE_IN_ROOT))?;
     let mut words = [0; size_of::<How>()];
-    // SAFETY: a guarded copy into a live buffer: `special` has found something, so the handlers are installed.
+    // SAFETY: a guarded copy into a live buffer. `special` has found a special file, so the handlers are installed.
     unsafe { slat_guard::copy_in(&mut words, how.cast()) }.ok()?;
     // SAFETY: three integers, as long as the array.
     let how: How = unsafe { std::mem::transmute(words) };
     (how.resolve & !RESOLVE_KNOWN == 0).then_some(how)
 }
 
-/// Does faccessat, and all calls equivalent to it.
+/// Implements faccessat and all equivalent calls.
 ///
 /// # Safety
-/// As for `faccessat`.
+/// The conditions are those of `faccessat`.
 pub unsafe fn access_at(
     directory: c_int,
     path: *const c_char,
@@ -277,7 +277,7 @@ pub unsafe fn access_at(
 
 static NEXT_EUIDACCESS: Next = Next::new(c"euidaccess");
 
-/// Does euidaccess. It calls the C library's function, which makes a call that depends on the user.
+/// Implements euidaccess. Calls the C library's function, because the system call depends on the user.
 unsafe fn access_as_effective(path: *const c_char, mode: c_int) -> c_int {
     let kernels = || {
         let Some(function) = NEXT_EUIDACCESS.get() else {
@@ -288,13 +288,13 @@ unsafe fn access_as_effective(path: *const c_char, mode: c_int) -> c_int {
         // SAFETY: the C library's function of that name has this signature; the arguments are the caller's.
         unsafe { std::mem::transmute::<usize, Access>(function)(path, mode) as isize }
     };
-    // SAFETY: the caller's.
+    // SAFETY: the caller keeps this function's contract.
     unsafe { access_at(libc::AT_FDCWD, path, mode, kernels) as c_int }
 }
 
 static NEXT_FACCESSAT: Next = Next::new(c"faccessat");
 
-/// Does faccessat by a function of the C library. Which system call that makes depends on its version.
+/// Implements faccessat by a function of the C library. The system call depends on the library's version.
 unsafe fn access_by_name(
     directory: c_int,
     path: *const c_char,
@@ -310,10 +310,10 @@ unsafe fn access_by_name(
                     as isize
             }
         }
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         _ => unsafe { call!(libc::SYS_faccessat2, directory, path, mode, flags) },
     };
-    // SAFETY: the caller's.
+    // SAFETY: the caller keeps this function's contract.
     unsafe { access_at(directory, path, mode, kernels) as c_int }
 }
 
@@ -401,7 +401,7 @@ unsafe fn open_stream(next: &Next, path: *const c_char, mode: *const c_char) -> 
     };
     let ours = |special| {
         let opening = opening();
-        // A stream writes without calling slat's `write`, so it cannot write a parameter.
+        // A stream writes without calling slat's `write`, so a stream cannot write a parameter.
         if opening.writes() && matches!(special, Special::Parameter(_)) {
             set_errno(libc::EACCES);
             return Some(-1);
@@ -485,37 +485,37 @@ interpose! {
 
     /// access(2).
     fn access(path: *const c_char, mode: c_int) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { access_at(libc::AT_FDCWD, path, mode, || call!(libc::SYS_access, path, mode)) as c_int }
     }
 
     /// euidaccess(3).
     fn euidaccess(path: *const c_char, mode: c_int) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { access_as_effective(path, mode) }
     }
 
     /// eaccess(3).
     fn eaccess(path: *const c_char, mode: c_int) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { access_as_effective(path, mode) }
     }
 
     /// faccessat(2).
     fn faccessat(directory: c_int, path: *const c_char, mode: c_int, flags: c_int) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { access_by_name(directory, path, mode, flags) }
     }
 
     /// fopen(3).
     fn fopen(path: *const c_char, mode: *const c_char) -> *mut c_void {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { open_stream(&NEXT_FOPEN, path, mode) }
     }
 
     /// fopen(3) with large files.
     fn fopen64(path: *const c_char, mode: *const c_char) -> *mut c_void {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { open_stream(&NEXT_FOPEN64, path, mode) }
     }
 }

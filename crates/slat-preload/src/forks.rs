@@ -1,15 +1,16 @@
 //! Forks of the program: by the C library's `fork` and `_Fork`, and by system calls through `syscall`.
 //!
-//! The heap's lock is held over a fork, so that no child inherits a heap that is half changed. It must be the last lock
-//! that the forking thread takes: the program's `malloc` holds its own locks over a fork, too, and another thread may
-//! enter slat's heap from inside that `malloc`, by `mmap` or `madvise`. The C library calls first the handler that was
-//! registered last. So slat registers its handlers before all others, however early those are registered.
+//! A thread that forks holds the heap's lock over the fork, so that no child inherits a half-changed heap. The heap's
+//! lock must be the last lock that the forking thread takes. The program's `malloc` holds its own locks over a fork,
+//! too, and another thread may enter slat's heap from inside that `malloc`, by `mmap` or `madvise`. Before a fork the C
+//! library calls the registered handlers in reverse order of registration. So slat registers its handlers before all
+//! others, however early those are registered.
 //!
 //! # Locks of the process
-//! A child finds each lock as it was at the moment of the fork. A fork may be a system call that slat does not see. A
-//! child must not wait for a thread that it does not have. Data of one process is in a
-//! [`PerProcess`](slat_process::forks::PerProcess), for which the child makes a value of its own, with new locks. Data
-//! that lasts is in a [`Computed`](slat_process::once::Computed) or a [`Prepared`](slat_process::once::Prepared), whose
+//! A child inherits the state that each lock had at the moment of the fork. The fork may be a system call that slat
+//! does not see. A child must not wait for a thread that does not exist in the child. Data of one process is in a
+//! [`PerProcess`](slat_process::forks::PerProcess): the child makes its own value, with new locks. Data that stays
+//! valid is in a [`Computed`](slat_process::once::Computed) or a [`Prepared`](slat_process::once::Prepared), whose
 //! first use does not wait for threads of another process. The remaining locks are these (`tests/locks.rs` compares the
 //! table with the code):
 //!
@@ -24,8 +25,8 @@
 //! | `LOOKS` | `slat-preload/src/environment.rs` | as `PASSING` |
 //! | `LIBRARY` | `slat-preload/src/children/mod.rs` | as `PASSING` |
 //!
-//! slat's compiler library has a `OnceLock` of its own, which its first translation sets within a microsecond, on a
-//! thread of slat's. If a child finds it half done, the child's guests are interpreted.
+//! slat's compiler library has a `OnceLock` of its own. The library's first translation sets this lock within a
+//! microsecond, on one of slat's threads. If a child finds the lock half set, the child's guests are interpreted.
 
 use crate::files::interpose;
 use crate::real::{Next, set_errno};
@@ -64,7 +65,8 @@ pub fn around<T: Copy + PartialEq + From<i8>>(fork: impl FnOnce() -> T) -> T {
     around_then(fork, || {
         after_in_child();
         if crate::is_prepared() {
-            // Otherwise a child of this child's `vfork` could ask first, and be taken for the owner.
+            // Records this child as the owner now. Otherwise a child of this child's `vfork` could ask first, and count
+            // as the owner.
             process::owner();
         }
     })
@@ -84,7 +86,7 @@ fn around_then<T: Copy + PartialEq + From<i8>>(
     result
 }
 
-/// Calls the C library's registration.
+/// Calls the C library's registration function.
 unsafe fn next(prepare: Handler, parent: Handler, child: Handler, library: *mut c_void) -> c_int {
     let Some(function) = NEXT_REGISTER.get() else {
         return libc::ENOMEM;
@@ -113,14 +115,14 @@ pub fn watch() {
 interpose! {
     /// pthread_atfork(3), for libraries that are not linked with a copy of it.
     fn pthread_atfork(prepare: Handler, parent: Handler, child: Handler) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { __register_atfork(prepare, parent, child, std::ptr::null_mut()) }
     }
 
     /// `__register_atfork`, which a library's own pthread_atfork(3) calls.
     fn __register_atfork(prepare: Handler, parent: Handler, child: Handler, library: *mut c_void) -> c_int {
         watch();
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { next(prepare, parent, child, library) }
     }
 

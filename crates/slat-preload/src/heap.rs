@@ -1,17 +1,17 @@
 //! slat's own heap, apart from the program's.
 //!
-//! The program's `malloc` may be any allocator. It may call `mmap`, and so slat, while it holds its locks; if slat then
-//! called `malloc`, it would wait for these locks for ever. So slat never allocates by `malloc`. Small blocks come from
-//! a heap of slat's own (the crate dlmalloc), each large block is a mapping, and both get their pages from the kernel
+//! The program's `malloc` may be any allocator. It may call `mmap`, and so slat, while it holds its locks. If slat then
+//! called `malloc`, slat would wait for these locks forever. So slat never allocates by `malloc`. Small blocks come
+//! from slat's own heap (the crate dlmalloc), and each large block is a mapping. Both get their pages from the kernel
 //! without the C library.
 //!
-//! The lock is taken in a [`Section`]: no handler of the program runs on a thread that holds it. A thread that forks
-//! holds it over the fork ([`before_fork`]), so a child never inherits a heap that is half changed.
+//! The lock is taken in a [`Section`]: no handler of the program runs on a thread that holds the lock. A thread that
+//! forks holds the lock over the fork ([`before_fork`]), so a child never inherits a half-changed heap.
 //!
 //! # When memory is out
-//! Rust ends the process when an allocation fails and the code cannot report it. A reserve serves such allocations: it
-//! holds the blocks of one KVM call many times, except for those of the client's size. If the reserve is used up and
-//! cannot be restored, a call is refused with `ENOMEM` before it begins ([`is_ready`]).
+//! Rust ends the process when an allocation fails and the code cannot report that. A reserve serves such allocations.
+//! It is many times larger than the blocks of one KVM call, not counting blocks whose size the client determines. If
+//! the reserve is used up and cannot be restored, a call is refused with `ENOMEM` before it begins ([`is_ready`]).
 
 use crate::program_break;
 use dlmalloc::{Allocator, Dlmalloc};
@@ -46,21 +46,21 @@ fn map(len: usize) -> *mut u8 {
 /// # Safety
 /// - The bytes were mapped by [`map`] and are not used any more.
 unsafe fn unmap(start: *mut u8, len: usize) -> bool {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller keeps this function's contract.
     unsafe { calls::make(Call::Unmap, [start as usize, len, 0, 0, 0, 0]).is_ok() }
 }
 
 /// Changes the length of a mapping; null if that is not possible.
 ///
 /// # Safety
-/// - As for [`unmap`], unless null is returned.
+/// - The conditions are those of [`unmap`], unless null is returned.
 unsafe fn remap(start: *mut u8, old: usize, new: usize, may_move: bool) -> *mut u8 {
     let flags = if may_move {
         libc::MREMAP_MAYMOVE as usize
     } else {
         0
     };
-    // SAFETY: the caller's.
+    // SAFETY: the caller keeps this function's contract.
     let moved = unsafe { calls::make(Call::Remap, [start as usize, old, new, flags, 0, 0]) };
     moved.map_or(null_mut(), |moved| moved as *mut u8)
 }
@@ -135,7 +135,7 @@ impl State {
     /// Makes the reserve if there is none. Returns whether there is a reserve now.
     fn refill(&mut self) -> bool {
         if self.reserve.is_null() {
-            // SAFETY: neither 0 nor an alignment that is no power of two.
+            // SAFETY: the size is not 0, and the alignment is a power of two.
             self.reserve = unsafe { self.small.malloc(RESERVE, PAGE) };
         }
         let is_whole = !self.reserve.is_null();
@@ -153,12 +153,12 @@ static STATE: Mutex<State> = Mutex::new(State {
 });
 
 thread_local! {
-    /// The number of nested forks that this thread is in: a signal handler may fork while its thread does. Above zero,
+    /// The number of nested forks that this thread is in: a signal handler may fork while its thread forks. Above zero,
     /// the thread holds the heap's lock.
     static FORKS: Cell<u32> = const { Cell::new(0) };
 }
 
-/// The locks that a forking thread holds: the heap's, and those that it has taken before.
+/// The locks that a forking thread holds: the heap's lock, and the locks that it has taken before.
 struct Locks {
     state: MutexGuard<'static, State>,
     _program_break: MutexGuard<'static, program_break::Break>,
@@ -189,19 +189,20 @@ fn with<T>(work: impl FnOnce(&mut State) -> T) -> T {
     )
 }
 
-/// Whether the reserve is whole, or could be restored, so that a call may begin. One load if it is whole.
+/// Whether the reserve is whole, or could be restored, so that a call may begin. Costs one load if the reserve is
+/// whole.
 pub fn is_ready() -> bool {
     IS_WHOLE.load(Ordering::Relaxed) || with(State::refill)
 }
 
-/// Call before a fork, on the thread that forks.
+/// Locks the heap. Call before a fork, on the thread that forks.
 pub fn before_fork() {
     let _section = Section::enter();
     FORKS.set(FORKS.get() + 1);
     if FORKS.get() > 1 {
         return;
     }
-    // The heap's lock is taken last: a thread that holds one of the others may allocate.
+    // The heap's lock is taken last, because a thread that holds another of these locks may allocate.
     let _first_uses = keep_forks_out();
     let _program_break = program_break::lock_break();
     let locks = Locks {
@@ -215,12 +216,12 @@ pub fn before_fork() {
     unsafe { *HELD.0.get() = Some(locks) };
 }
 
-/// Call after a fork in the parent and in the child, on the thread that called [`before_fork`].
+/// Unlocks the heap. Call after a fork in the parent and in the child, on the thread that called [`before_fork`].
 pub fn after_fork() {
     let _section = Section::enter();
     FORKS.set(FORKS.get() - 1);
     if FORKS.get() == 0 {
-        // SAFETY: this thread, or the one it is a copy of, holds the lock.
+        // SAFETY: this thread holds the lock, or in a child, the thread whose copy it is.
         drop(unsafe { (*HELD.0.get()).take() });
     }
 }
@@ -236,8 +237,8 @@ fn pages(len: usize) -> usize {
     len.next_multiple_of(PAGE)
 }
 
-// SAFETY: blocks are mappings of their own or are allocated from the crate's heap, which is locked; a block's layout
-// alone decides which. A length does not overflow when it is rounded: a layout's is at most `isize::MAX`.
+// SAFETY: a block is a mapping, or comes from the crate's heap, which is locked; the layout alone decides which.
+// Rounding a length does not overflow, because a layout's length is at most `isize::MAX`.
 unsafe impl GlobalAlloc for Heap {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if is_large(layout) {
@@ -373,7 +374,7 @@ mod tests {
         });
     }
 
-    /// A signal handler may fork while its thread does.
+    /// A signal handler may fork while its thread forks.
     #[test]
     fn a_fork_inside_a_fork_waits_for_nothing() {
         let layout = Layout::from_size_align(1000, 8).unwrap();

@@ -1,4 +1,4 @@
-//! `syscall` and `prctl`: the intercepted calls, by number.
+//! Serves `syscall` and `prctl`: the intercepted calls, by number.
 
 use crate::device::How;
 use crate::files::interpose;
@@ -9,11 +9,11 @@ use crate::{
 };
 use std::ffi::{c_char, c_int, c_long, c_uint, c_ulong, c_void};
 
-/// Whether a system call makes a process with a copy of the memory.
+/// Whether a system call makes a process that has a copy of the memory.
 fn forks(number: c_long, argument: usize) -> bool {
     let flags = match number {
         libc::SYS_clone => argument as u64,
-        // Reads the first word of `clone_args`. If it cannot be read, the call fails anyway.
+        // Reads the flags, which are the first word of `clone_args`. If the word cannot be read, the call fails anyway.
         libc::SYS_clone3 => {
             // SAFETY: a guarded load may be made at any address; without the handlers there is no VM, and the argument
             // is the program's own, which the kernel is about to read.
@@ -24,19 +24,19 @@ fn forks(number: c_long, argument: usize) -> bool {
     flags & libc::CLONE_VM as u64 == 0
 }
 
-/// Whether an argument is a descriptor of KVM's.
+/// Whether an argument is one of KVM's descriptors.
 fn ours(fd: usize) -> bool {
     table::is_ours(fd as c_int)
 }
 
-/// Makes a system call of the program, which made it by `syscall` or by an instruction of its own.
-/// Returns like the C library.
+/// Makes a system call of the program, which the program has made by `syscall` or by an instruction of its own. Returns
+/// like the C library.
 ///
 /// # Safety
-/// As for the call itself. Arguments that a call does not have are undefined and not read.
+/// The conditions are those of the system call itself. Arguments that a call does not have are undefined and not read.
 pub unsafe fn by_number(number: c_long, arguments: [usize; 6]) -> isize {
     let [a, b, c, d, e, f] = arguments;
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller keeps this function's contract.
     let kernels = || unsafe { call!(number, a, b, c, d, e, f) };
     // SAFETY: the caller's promise, call by call.
     unsafe {
@@ -69,7 +69,7 @@ pub unsafe fn by_number(number: c_long, arguments: [usize; 6]) -> isize {
             }
             libc::SYS_fallocate => memory::allocate(a as c_int, b as c_int, c as i64, d as i64),
             libc::SYS_ftruncate => memory::truncate(a as c_int, b as i64),
-            // Only for KVM's descriptors: for others, the C library's functions are cancellation points,
+            // Only for KVM's descriptors. For other descriptors the C library's functions would be cancellation points,
             // but `syscall` is not.
             libc::SYS_read if ours(a) => streams::read(a as c_int, b as *mut c_void, c),
             libc::SYS_pread64 if ours(a) => {
@@ -218,7 +218,7 @@ pub unsafe fn by_number(number: c_long, arguments: [usize; 6]) -> isize {
 interpose! {
     /// syscall(2).
     fn syscall(number: c_long, a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps this function's contract.
         unsafe {
             match number {
                 libc::SYS_ioctl => ioctls::ioctl_here(a as c_int, b as c_ulong, c) as c_long,
@@ -229,7 +229,7 @@ interpose! {
 
     /// prctl(2).
     fn prctl(option: c_int, a: c_ulong, b: c_ulong, c: c_ulong, d: c_ulong) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe {
             let call = || call!(libc::SYS_prctl, option, a, b, c, d);
             let filters = option == libc::PR_SET_SECCOMP && a == c_ulong::from(libc::SECCOMP_MODE_FILTER);

@@ -1,4 +1,4 @@
-//! ioctl: slat serves KVM's requests, and watches userfaultfd's.
+//! Implements ioctl: slat serves KVM's requests, and watches userfaultfd's.
 
 use crate::files::interpose;
 use crate::guarded::guarded;
@@ -16,23 +16,24 @@ use std::ffi::{c_int, c_ulong};
 /// The type byte of userfaultfd's requests.
 const UFFDIO: u32 = 0xaa;
 
-/// Does ioctl. A cancellation of the thread may end it.
+/// Implements ioctl. If the thread is cancelled, the call may end by unwinding.
 ///
 /// # Safety
-/// As for `ioctl`.
+/// The conditions are those of `ioctl`.
 pub unsafe fn ioctl_on(fd: c_int, request: c_ulong, argument: usize) -> c_int {
     // The kernel looks at the low 32 bits only.
     let number = request as u32;
-    // SAFETY: the caller's.
+    // SAFETY: the caller keeps this function's contract.
     let call = || unsafe { kernel!(libc::SYS_ioctl, fd, request, argument) };
     let kind = number >> 8 & 0xff;
-    // One call of `guarded`: two would take twice its part of the frame, which is on the program's stack.
+    // `guarded` is called once: two calls would take twice the space in this function's frame, which is on the
+    // program's stack.
     (if table::is_ours(fd) || kind == KVMIO {
         guarded(|| kvms(fd, number, argument).unwrap_or_else(call))
     } else if kind != UFFDIO {
         plain(call())
     } else if notify::is_anyone_listening() {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { userfault(number, argument, call) }
     } else {
         mappings::advice_passed_by();
@@ -52,9 +53,9 @@ fn kvms(fd: c_int, request: u32, argument: usize) -> Option<Result<isize, i32>> 
     }
 }
 
-/// Recognises a descriptor of `/dev/kvm` that the table does not know. It stayed open across `exec`, or was received
-/// through a socket: then its memfd has KVM's name. Or it is the machine's own device, opened by another path or
-/// elsewhere. Not inlined, so that KVM's requests use little of the program's stack.
+/// Recognises a descriptor of `/dev/kvm` that the table does not know. The descriptor may have stayed open across
+/// `exec`, or may come through a socket: then its memfd has KVM's name. Or it refers to the machine's own device,
+/// opened by another path or by other code. Not inlined, so that KVM's requests use little of the program's stack.
 #[cold]
 #[inline(never)]
 fn inherited(fd: c_int) -> Option<table::Handle> {
@@ -96,7 +97,7 @@ unsafe fn userfault(
     match request & 0xff {
         REGISTER => memory::fault_handled(range_at([0, 1]), call),
         WRITEPROTECT | POISON => memory::around(&[range_at([0, 1])], call),
-        // Destination, source, length.
+        // The words are destination, source and length.
         MOVE => memory::around(&[range_at([0, 2]), range_at([1, 2])], call),
         _ => plain(call()),
     }
@@ -115,18 +116,18 @@ const PTHREAD_CANCEL_ASYNCHRONOUS: c_int = 1;
 
 static NEXT_CANCEL: Next = Next::new(c"pthread_cancel");
 
-/// Does ioctl on a thread of slat's C library.
+/// Implements ioctl on a thread of slat's C library.
 ///
-/// An asynchronous cancellation can end the kernel's `KVM_RUN`, but must not end Rust code. So a cancellation
-/// waits while slat works; `pthread_cancel` ends the run, and the thread unwinds from here, where slat has no
-/// other frame on its stack. Deferred handlers of the program find the cancellation state as the program has set
-/// it, because they may jump away.
+/// An asynchronous cancellation can end the kernel's `KVM_RUN`, but must not end Rust code. So cancellation is disabled
+/// while slat works. `pthread_cancel` ends the run, and the thread then unwinds from here, where slat has no other
+/// frame on the stack. Before deferred handlers of the program run, the cancellation state is set back to the
+/// program's, because the handlers may jump away.
 ///
 /// # Safety
-/// As for `ioctl`.
+/// The conditions are those of `ioctl`.
 pub unsafe fn ioctl_here(fd: c_int, request: c_ulong, argument: usize) -> c_int {
     if !table::is_ours(fd) {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         return unsafe { ioctl_on(fd, request, argument) };
     }
     let (mut kind, mut state) = (0, 0);
@@ -154,7 +155,7 @@ interpose! {
     ///
     /// For a request without an argument, `argument` is undefined, and is not read.
     fn ioctl(fd: c_int, request: c_ulong, argument: usize) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { ioctl_here(fd, request, argument) }
     }
 

@@ -1,8 +1,8 @@
-//! Landlock: a program's rules for `/dev/kvm`, and what slat needs after the program has restricted itself.
+//! Landlock: the rules of a program for `/dev/kvm`, and slat's preparations before the program restricts itself.
 //!
-//! The kernel takes rules only for files that have a path. slat's descriptor of `/dev/kvm` has none. So a rule for it
-//! becomes a rule for the machine's own device, or for `/dev/null` if there is none. That suffices: slat opens
-//! `/dev/kvm` without the kernel.
+//! The kernel accepts rules only for files that have a path. slat's descriptor of `/dev/kvm` has no path. So a rule for
+//! this descriptor is changed to a rule for the machine's own device, or for `/dev/null` if there is no such device.
+//! That suffices, because slat opens `/dev/kvm` without the kernel.
 
 use slat_kvm::filters;
 use std::ffi::{c_int, c_uint};
@@ -24,10 +24,10 @@ struct PathBeneath {
 /// landlock_add_rule(2).
 ///
 /// # Safety
-/// As for the system call.
+/// The conditions are those of the system call.
 pub unsafe fn add_rule(ruleset: c_int, kind: usize, attributes: usize, flags: c_uint) -> isize {
     let pass_on = |attributes: usize| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps this function's contract.
         unsafe {
             call!(
                 libc::SYS_landlock_add_rule,
@@ -43,8 +43,8 @@ pub unsafe fn add_rule(ruleset: c_int, kind: usize, attributes: usize, flags: c_
         return pass_on(attributes);
     }
     let at = attributes as *const u8;
-    // SAFETY: a guarded load may be made at any address, and the program's own struct is what the
-    // kernel is about to read.
+    // SAFETY: a guarded load may be made at any address. The struct is the program's own, which the kernel is about to
+    // read.
     let rule = unsafe {
         let rights = slat_guard::load(at.cast::<u64>());
         rights.and_then(|rights| Ok((rights, slat_guard::load(at.wrapping_add(8).cast::<u32>())?)))
@@ -72,7 +72,7 @@ pub unsafe fn add_rule(ruleset: c_int, kind: usize, attributes: usize, flags: c_
 /// landlock_restrict_self(2).
 ///
 /// # Safety
-/// As for the system call.
+/// The conditions are those of the system call.
 pub unsafe fn restrict_self(ruleset: c_int, flags: c_uint) -> isize {
     // A child of `vfork` does not call slat, and must not start threads in its parent's memory.
     if !crate::is_borrowed() {
@@ -81,6 +81,6 @@ pub unsafe fn restrict_self(ruleset: c_int, flags: c_uint) -> isize {
             Ok(0)
         });
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller keeps this function's contract.
     unsafe { call!(libc::SYS_landlock_restrict_self, ruleset, flags) }
 }

@@ -2,8 +2,9 @@
 //!
 //! A part of slat: there is no promise about this crate's API, and any version may change it.
 //!
-//! It replaces the C library's functions through which a program reaches `/dev/kvm`, and those by which it changes its
-//! memory mappings and signal handlers. Calls that do not concern slat are passed on to the kernel.
+//! This library replaces the functions of the C library through which a program reaches `/dev/kvm`, and those by which
+//! a program changes its memory mappings and signal handlers. Calls that do not concern slat are passed on to the
+//! kernel.
 //!
 //! | layer | file | idea |
 //! |---|---|---|
@@ -39,11 +40,11 @@
 //! A module imports from its own layer and from lower ones (`crates/slat/tests/architecture`).
 //!
 //! # Required system calls
-//! A vCPU thread makes a few system calls while the guest runs: `docs/seccomp.md`. When a program installs a seccomp
-//! filter that forbids one of them on a vCPU's thread, slat says so on standard error.
+//! A vCPU thread makes a few system calls while the guest runs: `docs/seccomp.md` lists them. When a program installs a
+//! seccomp filter that forbids one of them on a vCPU's thread, slat prints a message on standard error.
 //!
 //! # Programs that do not call the C library's functions
-//! `docs/dispatch.md`: the kernel sends their system calls to slat.
+//! The kernel sends the system calls of such programs to slat: see `docs/dispatch.md`.
 
 // The program of the unit tests does not export the symbols, so nothing calls the functions behind them.
 #![cfg_attr(test, allow(dead_code))]
@@ -86,7 +87,8 @@ use slat_process::once::Prepared;
 #[global_allocator]
 static HEAP: heap::Heap = heap::Heap;
 
-/// Whether this is a child of `vfork`: it shares the table's memory with its parent, but not the descriptors.
+/// Whether this process is a child of `vfork`. Such a child shares the table's memory with its parent, but not the
+/// descriptors.
 pub(crate) fn is_borrowed() -> bool {
     process::owner() != slat_process::myself().0
 }
@@ -138,7 +140,7 @@ static START: extern "C" fn() = start_preloaded;
 
 static PREPARED: Prepared = Prepared::new();
 
-/// Makes the preparations for the first KVM object. The caller is in a section.
+/// Makes the preparations for the first KVM object. The caller is in a `Section`.
 ///
 /// # Errors
 /// `ENOMEM`; the handlers are installed nevertheless.
@@ -159,7 +161,7 @@ pub(crate) fn prepare() -> Result<(), i32> {
     }
 }
 
-/// Whether [`prepare`] has done its work, so that guarded accesses are guarded.
+/// Whether [`prepare`] has run, so that accesses to the program's memory are guarded.
 pub(crate) fn is_prepared() -> bool {
     PREPARED.is_done()
 }

@@ -1,5 +1,5 @@
-//! The program that slat has loaded itself ([`load`](crate::load)), for the calls that this concerns: whether there is
-//! such a program, and the file that the program's link in `/proc` should show.
+//! What calls have to know of the program that slat has loaded itself ([`load`](crate::load)): whether there is such a
+//! program, and the file that the program's link in `/proc` should show.
 
 use crate::paths::text;
 use crate::real::error;
@@ -22,7 +22,7 @@ pub fn is_loaded() -> bool {
     OWN.get().is_some()
 }
 
-/// Returns the program's file if `path` means it.
+/// Returns the program's file, if `path` is the program's link in `/proc`.
 pub fn own_path(path: *const c_char) -> Option<&'static CStr> {
     let own = OWN.get()?;
     let name = text(path)?.to_bytes();
@@ -35,7 +35,7 @@ pub fn own_path(path: *const c_char) -> Option<&'static CStr> {
     is_own.then_some(own)
 }
 
-/// Returns a call's arguments, in which a path that means the program's file is replaced by that file.
+/// Returns a call's arguments. A path that is the program's link in `/proc` is replaced by the program's file.
 pub fn with_own_path(number: i64, mut arguments: [usize; 6]) -> [usize; 6] {
     let follows = |flags: usize| flags & libc::AT_SYMLINK_NOFOLLOW as usize == 0;
     let place = match number {
@@ -51,7 +51,7 @@ pub fn with_own_path(number: i64, mut arguments: [usize; 6]) -> [usize; 6] {
     arguments
 }
 
-/// Does readlink for the program's link to its own file. `None`: the path is another one.
+/// Implements readlink for the program's link to its own file. `None`: the path is another one.
 pub fn own_link(path: *const c_char, to: usize, len: usize) -> Option<isize> {
     let own = own_path(path)?.to_bytes();
     if len as isize <= 0 {

@@ -1,9 +1,10 @@
 //! Functions of the C library that the program looks up by name in a library it has opened:
 //! `dlsym(dlopen("libc.so.6"), "open")`.
 //!
-//! A name looked up in an opened library is found in that library and those that it needs, not in preloaded libraries.
-//! Foreign function interfaces find the C library's functions in this way: Python's `CDLL("libc.so.6")`, Node's koffi,
-//! Java's Panama. If this library has a function of the name, they get that one.
+//! A name that is looked up in an opened library is found in that library and in the libraries it needs, but not in
+//! preloaded libraries. Foreign function interfaces find the C library's functions in this way: Python's
+//! `CDLL("libc.so.6")`, Node's koffi, Java's Panama. If this library has a function of the same name, they get this
+//! library's function.
 
 use std::ffi::{c_char, c_void};
 use std::mem::transmute;
@@ -14,13 +15,13 @@ type Dlsym = unsafe extern "C-unwind" fn(*mut c_void, *const c_char) -> *mut c_v
 /// The C library's `dlsym`, or 0 before its first use. Assembly reads it.
 static REAL: AtomicUsize = AtomicUsize::new(0);
 
-/// Looks up the C library's `dlsym` (by another function than `dlsym`). Returns its address.
+/// Looks up the C library's `dlsym`, by another function than `dlsym` itself. Returns its address.
 extern "C" fn real() -> usize {
     let known = REAL.load(Ordering::Relaxed);
     if known != 0 {
         return known;
     }
-    // The symbol version with which x86-64 began: every C library still has it.
+    // The symbol version is the first version of x86-64, which every C library still has.
     // SAFETY: NUL-terminated names.
     let found =
         unsafe { libc::dlvsym(libc::RTLD_NEXT, c"dlsym".as_ptr(), c"GLIBC_2.2.5".as_ptr()) };
@@ -28,8 +29,8 @@ extern "C" fn real() -> usize {
     found as usize
 }
 
-/// Returns what the linker knows of the object that contains `address`: its start, and its file's name. Both are valid
-/// as long as the object is loaded.
+/// Returns the linker's information about the object that contains `address`: the object's start, and its file's name.
+/// Both are valid as long as the object is loaded.
 pub fn object_of(address: *const c_void) -> Option<libc::Dl_info> {
     // SAFETY: all-zero is a valid `Dl_info`, which the call fills in.
     unsafe {
@@ -58,12 +59,12 @@ fn this_library() -> *mut c_void {
     handle
 }
 
-/// Does dlsym for a handle that names a library.
+/// Implements dlsym for a handle that names a library.
 extern "C-unwind" fn look_up(handle: *mut c_void, name: *const c_char) -> *mut c_void {
     // SAFETY: `real` returns the C library's function of this signature. The arguments are the caller's.
     let find = |handle| unsafe { transmute::<usize, Dlsym>(real())(handle, name) };
     let found = find(handle);
-    // Nothing replaces a function that is found outside the C library.
+    // A function that is found outside the C library is not replaced.
     if found.is_null() || !are_together(found, libc::getppid as *const c_void) {
         return found;
     }
@@ -81,11 +82,11 @@ extern "C-unwind" fn look_up(handle: *mut c_void, name: *const c_char) -> *mut c
 
 /// dlsym(3).
 ///
-/// The results for `RTLD_NEXT` and `RTLD_DEFAULT` depend on the caller. So the C library's function is reached by a
-/// jump, and sees that caller.
+/// The results for `RTLD_NEXT` and `RTLD_DEFAULT` depend on the caller. So this function jumps to the C library's
+/// function, which then sees the original caller.
 ///
 /// # Safety
-/// As for `dlsym`.
+/// The conditions are those of `dlsym`.
 #[cfg_attr(not(test), unsafe(no_mangle))]
 #[unsafe(naked)]
 pub unsafe extern "C-unwind" fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_void {

@@ -1,8 +1,8 @@
-//! What `stat` and `readlink` return for KVM's files and descriptors.
+//! The attributes that `stat` and `readlink` return for KVM's files and descriptors.
 //!
-//! slat's descriptors refer to memfds, but the client sees them like KVM's: `/dev/kvm` is a character device, most
-//! others are anonymous inodes. For values that KVM does not determine (device and inode numbers, times) slat asks the
-//! kernel about a file of the same kind.
+//! slat's descriptors refer to memfds, but the client sees the files that KVM's descriptors refer to: `/dev/kvm` is a
+//! character device, most others are anonymous inodes. KVM does not determine some values (device and inode numbers,
+//! times). For these values slat asks the kernel about a file of the same kind.
 
 use crate::paths::{DEVICE, Special};
 use crate::real::{Opened, kernel, raw};
@@ -11,17 +11,18 @@ use slat_kvm::ioctl::Object;
 use slat_kvm::thread::Section;
 use std::ffi::{CStr, c_int};
 
-/// The inode number of files that the host lacks. It is too large to be allocated by counting.
+/// The inode number of files that the host lacks. The kernel, which counts upwards, does not allocate such a large
+/// number.
 const INODE: libc::ino_t = 0x6b76_6d00;
-/// What sysfs shows as the size of every file.
+/// The size that sysfs shows for every file.
 pub const SYSFS_SIZE: libc::off_t = 4096;
 
-/// What a file looks like to the client.
+/// The kind of file that the client sees.
 #[derive(Clone, Copy, Debug)]
 pub enum Look {
     /// `/dev/kvm`.
     Device,
-    /// A VM, a vCPU, statistics, a device.
+    /// A VM, a vCPU, statistics, or a device.
     Anonymous,
     /// The guest_memfd that a descriptor refers to, and its size in bytes.
     GuestMemfd(c_int, u64),
@@ -30,7 +31,7 @@ pub enum Look {
 }
 
 impl Look {
-    /// Returns the look of `fd`. `None` if `fd` is not KVM's.
+    /// Returns the kind of file that the client sees at `fd`. `None`: `fd` is not KVM's.
     pub fn of_descriptor(fd: c_int) -> Option<Self> {
         let _section = Section::enter();
         Some(match table::get(fd)?.object() {
@@ -43,7 +44,7 @@ impl Look {
         })
     }
 
-    /// Returns the look of a special path; `None` if a descriptor in the path has been closed since.
+    /// Returns the kind of file at a special path. `None`: a descriptor in the path has been closed since.
     ///
     /// # Errors
     /// `ENOTDIR`.
@@ -74,7 +75,8 @@ impl Look {
             Look::Anonymous => stat.st_mode = 0o600,
             Look::GuestMemfd(_, size) => {
                 stat.st_mode = libc::S_IFREG | 0o600;
-                // A memfd may have larger blocks, counts its blocks, and is empty if the client may not see the memory.
+                // A memfd may have larger blocks, counts its blocks, and is empty if the client must not see the
+                // memory.
                 (stat.st_blksize, stat.st_blocks) = (4096, 0);
                 stat.st_size = size as libc::off_t;
             }
@@ -87,7 +89,7 @@ impl Look {
         stat
     }
 
-    /// Returns the result of `statx`, like [`Look::stat`] that of `stat`.
+    /// Returns the result of `statx`, with the same values as [`Look::stat`].
     pub fn statx(self) -> libc::statx {
         let stat = self.stat();
         // SAFETY: all-zero is a valid `statx`.
@@ -117,7 +119,7 @@ impl Look {
     }
 }
 
-/// Describes an empty file with one link, for a host without even a similar file.
+/// Describes an empty file with one link, for a host that has no similar file either.
 fn unknown() -> libc::stat {
     // SAFETY: all-zero is a valid `stat`.
     let mut stat: libc::stat = unsafe { std::mem::zeroed() };
@@ -134,7 +136,7 @@ fn device() -> Option<libc::stat> {
         .or_else(|| stat_path(c"/dev/null").map(unlike))
 }
 
-/// Gives a file an inode number that differs from the similar file's.
+/// Gives a file an inode number that differs from that of the similar file.
 fn unlike(mut stat: libc::stat) -> libc::stat {
     stat.st_ino = INODE;
     stat

@@ -2,8 +2,8 @@
 //!
 //! Each call runs inside an invalidation of its range in every VM. After the change, still inside the invalidation,
 //! slat tells `slat-host` to ask the kernel again about the range. slat's own mappings are not guest memory, so calls
-//! for them go straight to the kernel. While no VM lives, all calls do: a call is then one load and the system call,
-//! whatever locks its caller holds.
+//! for them go straight to the kernel. While no VM exists, all calls go straight to the kernel: a call then costs one
+//! load and the system call, whatever locks its caller holds.
 
 use crate::files::interpose;
 use crate::guarded::guarded;
@@ -45,7 +45,7 @@ impl Range {
     }
 }
 
-/// Whether only the kernel is concerned by a change of memory: no VM lives, or slat itself makes the change.
+/// Whether a change of memory concerns only the kernel: no VM exists, or slat itself makes the change.
 fn passes_by() -> bool {
     !notify::is_anyone_listening() || Section::is_entered()
 }
@@ -58,7 +58,7 @@ pub fn around(ranges: &[Range], change: impl FnOnce() -> Answer) -> isize {
     around_then(ranges, change, |_| {})
 }
 
-/// Like [`around`]; on success runs `told` with the value inside the invalidation, after the change.
+/// Like [`around`]. On success also runs `told` with the value, after the change and inside the invalidation.
 fn around_then(
     ranges: &[Range],
     change: impl FnOnce() -> Answer,
@@ -70,7 +70,7 @@ fn around_then(
     guarded(|| invalidating(ranges, change, told))
 }
 
-/// Like [`around_then`], but for a caller that is already in a section.
+/// Like [`around_then`], but for a caller that is already in a [`Section`].
 fn invalidating(
     ranges: &[Range],
     change: impl FnOnce() -> Answer,
@@ -105,7 +105,7 @@ fn advise_huge_pages(
     around_then(&[range], change, |_| mappings::advised(range.std(), wish))
 }
 
-/// Maps a descriptor of KVM's. vCPUs and guest_memfds have pages to map; other objects have none.
+/// Maps one of KVM's descriptors. vCPUs and guest_memfds have pages to map; other objects have none.
 unsafe fn map_object(
     fd: c_int,
     range: Range,
@@ -130,10 +130,10 @@ unsafe fn map_object(
     })
 }
 
-/// Does mmap, called by name or through `syscall`.
+/// Implements mmap, called by name or through `syscall`.
 ///
 /// # Safety
-/// As for `mmap`.
+/// The conditions are those of `mmap`.
 pub unsafe fn map(
     address: usize,
     len: usize,
@@ -142,12 +142,12 @@ pub unsafe fn map(
     fd: c_int,
     offset: i64,
 ) -> isize {
-    // SAFETY: the caller's.
+    // SAFETY: the caller keeps this function's contract.
     let change = || unsafe { kernel!(libc::SYS_mmap, address, len, protection, flags, fd, offset) };
     let replaces = flags & libc::MAP_FIXED != 0;
     let range = Range::at(address, if replaces { len } else { 0 });
     if flags & libc::MAP_ANONYMOUS == 0 && table::is_ours(fd) && !Section::is_entered() {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         return guarded(|| unsafe {
             map_object(fd, range, len, protection, flags, offset, change)
         });
@@ -157,21 +157,21 @@ pub unsafe fn map(
     })
 }
 
-/// Does munmap.
+/// Implements munmap.
 ///
 /// # Safety
-/// As for `munmap`.
+/// The conditions are those of `munmap`.
 pub unsafe fn unmap(address: usize, len: usize) -> isize {
     let range = Range::at(address, len);
-    // SAFETY: the caller's.
+    // SAFETY: the caller keeps this function's contract.
     let change = || unsafe { kernel!(libc::SYS_munmap, address, len) };
     around_then(&[range], change, |_| mappings::changed(range.std()))
 }
 
-/// Does mremap.
+/// Implements mremap.
 ///
 /// # Safety
-/// As for `mremap`.
+/// The conditions are those of `mremap`.
 pub unsafe fn remap(address: usize, old_len: usize, len: usize, flags: c_int, to: usize) -> isize {
     let old = Range::at(address, old_len);
     let new = Range::at(
@@ -182,7 +182,7 @@ pub unsafe fn remap(address: usize, old_len: usize, len: usize, flags: c_int, to
             0
         },
     );
-    // SAFETY: the caller's.
+    // SAFETY: the caller keeps this function's contract.
     let change = || unsafe { kernel!(libc::SYS_mremap, address, old_len, len, flags, to) };
     around_then(&[old, new], change, |address| {
         mappings::changed(old.std());
@@ -190,15 +190,15 @@ pub unsafe fn remap(address: usize, old_len: usize, len: usize, flags: c_int, to
     })
 }
 
-/// Does madvise.
+/// Implements madvise.
 ///
 /// # Safety
-/// As for `madvise`.
+/// The conditions are those of `madvise`.
 pub unsafe fn advise(address: usize, len: usize, advice: c_int) -> isize {
     const MADV_DONTNEED_LOCKED: c_int = 24;
     const MADV_COLLAPSE: c_int = 25;
     let range = Range::at(address, len);
-    // SAFETY: the caller's.
+    // SAFETY: the caller keeps this function's contract.
     let change = || unsafe { kernel!(libc::SYS_madvise, address, len, advice) };
     match advice {
         libc::MADV_HUGEPAGE => advise_huge_pages(range, mappings::HugePages::Wanted, change),
@@ -208,7 +208,7 @@ pub unsafe fn advise(address: usize, len: usize, advice: c_int) -> isize {
         | libc::MADV_REMOVE
         | libc::MADV_HWPOISON
         | MADV_DONTNEED_LOCKED => around(&[range], change),
-        // A guest_memfd has no huge pages, but the memfd that stands in for it may have.
+        // A guest_memfd has no huge pages, but the memfd that implements it may have.
         MADV_COLLAPSE if !passes_by() => guarded(|| match has_guest_memfd(range) {
             true => Err(libc::EINVAL),
             false => change(),
@@ -234,10 +234,10 @@ fn has_guest_memfd(range: Range) -> bool {
     !files.is_empty() && table::ours_within(0, u32::MAX).any(is_mapped)
 }
 
-/// Does mprotect and pkey_mprotect.
+/// Implements mprotect and pkey_mprotect.
 ///
 /// # Safety
-/// As for `mprotect`.
+/// The conditions are those of `mprotect`.
 pub unsafe fn protect(
     number: i64,
     address: usize,
@@ -245,7 +245,7 @@ pub unsafe fn protect(
     protection: c_int,
     key: c_int,
 ) -> isize {
-    // SAFETY: the caller's.
+    // SAFETY: the caller keeps this function's contract.
     let change = || unsafe { kernel!(number, address, len, protection, key) };
     let range = Range::at(address, len);
     around_then(&[range], change, |_| mappings::protected(range.std()))
@@ -276,8 +276,8 @@ fn mapped_from(fd: c_int) -> Vec<Range> {
     found
 }
 
-/// Returns the range of the System V segment that is attached at an address, all of which `shmdt` unmaps.
-/// Empty if there is none.
+/// Returns the range of the System V segment that is attached at an address. `shmdt` unmaps all of this range. Empty if
+/// no segment is attached.
 fn attached_at(address: usize) -> Range {
     let mut whole = Range::at(address, 0);
     let mut segment = None;
@@ -292,12 +292,12 @@ fn attached_at(address: usize) -> Range {
     whole
 }
 
-/// Does shmdt.
+/// Implements shmdt.
 ///
 /// # Safety
-/// As for `shmdt`.
+/// The conditions are those of `shmdt`.
 pub unsafe fn detach(address: usize) -> isize {
-    // SAFETY: the caller's.
+    // SAFETY: the caller keeps this function's contract.
     let change = || unsafe { kernel!(libc::SYS_shmdt, address) };
     if passes_by() {
         return plain(change());
@@ -308,13 +308,13 @@ pub unsafe fn detach(address: usize) -> isize {
     })
 }
 
-/// Does shmat. Reports the range that SHM_REMAP replaces only after the call, because before it only the kernel
-/// knows the range's size.
+/// Implements shmat. SHM_REMAP replaces a range whose size only the kernel knows before the call. So this range is
+/// reported after the call.
 ///
 /// # Safety
-/// As for `shmat`.
+/// The conditions are those of `shmat`.
 pub unsafe fn attach(id: c_int, address: usize, flags: c_int) -> isize {
-    // SAFETY: the caller's.
+    // SAFETY: the caller keeps this function's contract.
     let change = || unsafe { kernel!(libc::SYS_shmat, id, address, flags) };
     if passes_by() {
         return plain(change());
@@ -330,17 +330,17 @@ pub unsafe fn attach(id: c_int, address: usize, flags: c_int) -> isize {
     })
 }
 
-/// Does fallocate.
+/// Implements fallocate.
 ///
 /// # Safety
-/// As for `fallocate`.
+/// The conditions are those of `fallocate`.
 pub unsafe fn allocate(fd: c_int, mode: c_int, offset: i64, len: i64) -> isize {
-    // SAFETY: the caller's.
+    // SAFETY: the caller keeps this function's contract.
     let change = || unsafe { kernel!(libc::SYS_fallocate, fd, mode, offset, len) };
     if table::is_ours(fd) && !Section::is_entered() {
         return guarded(|| match table::get(fd) {
             Some(handle) => match handle.object() {
-                // The client's own mappings of the file may back memslots, too.
+                // The client's own mappings of the guest_memfd's file may back memslots, too.
                 Object::GuestMemfd(guest_memfd) => invalidating(
                     &mapped_from(fd),
                     || {
@@ -362,47 +362,47 @@ pub unsafe fn allocate(fd: c_int, mode: c_int, offset: i64, len: i64) -> isize {
     }
 }
 
-/// Does ftruncate.
+/// Implements ftruncate.
 ///
 /// # Safety
-/// As for `ftruncate`.
+/// The conditions are those of `ftruncate`.
 pub unsafe fn truncate(fd: c_int, len: i64) -> isize {
     if table::is_ours(fd) && !Section::is_entered() {
         set_errno(libc::EINVAL);
         return -1;
     }
-    // SAFETY: the caller's.
+    // SAFETY: the caller keeps this function's contract.
     around_file(fd, || unsafe { kernel!(libc::SYS_ftruncate, fd, len) })
 }
 
 interpose! {
     /// mmap(2).
     fn mmap(address: *mut c_void, len: usize, protection: c_int, flags: c_int, fd: c_int, offset: i64) -> *mut c_void {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { map(address as usize, len, protection, flags, fd, offset) as *mut c_void }
     }
 
     /// mmap(2) with large files.
     fn mmap64(address: *mut c_void, len: usize, protection: c_int, flags: c_int, fd: c_int, offset: i64) -> *mut c_void {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { map(address as usize, len, protection, flags, fd, offset) as *mut c_void }
     }
 
     /// munmap(2).
     fn munmap(address: *mut c_void, len: usize) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { unmap(address as usize, len) as c_int }
     }
 
     /// shmdt(2).
     fn shmdt(address: *const c_void) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { detach(address as usize) as c_int }
     }
 
     /// shmat(2).
     fn shmat(id: c_int, address: *const c_void, flags: c_int) -> *mut c_void {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { attach(id, address as usize, flags) as *mut c_void }
     }
 
@@ -414,43 +414,43 @@ interpose! {
 
     /// madvise(2).
     fn madvise(address: *mut c_void, len: usize, advice: c_int) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { advise(address as usize, len, advice) as c_int }
     }
 
     /// mprotect(2).
     fn mprotect(address: *mut c_void, len: usize, protection: c_int) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { protect(libc::SYS_mprotect, address as usize, len, protection, 0) as c_int }
     }
 
     /// pkey_mprotect(2).
     fn pkey_mprotect(address: *mut c_void, len: usize, protection: c_int, key: c_int) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { protect(libc::SYS_pkey_mprotect, address as usize, len, protection, key) as c_int }
     }
 
     /// fallocate(2).
     fn fallocate(fd: c_int, mode: c_int, offset: i64, len: i64) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { allocate(fd, mode, offset, len) as c_int }
     }
 
     /// fallocate(2) with large files.
     fn fallocate64(fd: c_int, mode: c_int, offset: i64, len: i64) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { allocate(fd, mode, offset, len) as c_int }
     }
 
     /// ftruncate(2).
     fn ftruncate(fd: c_int, len: i64) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { truncate(fd, len) as c_int }
     }
 
     /// ftruncate(2) with large files.
     fn ftruncate64(fd: c_int, len: i64) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { truncate(fd, len) as c_int }
     }
 }
@@ -469,7 +469,7 @@ mod tests {
 
     #[test]
     fn an_attached_segment_is_found_whole() {
-        // SAFETY: a segment of our own, removed when it is detached; half of it gets other rights.
+        // SAFETY: a segment of the test's own, removed when it is detached; half of it gets other rights.
         unsafe {
             let id = libc::shmget(libc::IPC_PRIVATE, 16384, 0o600);
             assert!(id >= 0);

@@ -1,15 +1,15 @@
-//! What a path leads to, in any spelling: `/dev/kvm`, `kvm` in a directory that is `/dev`, KVM's module parameters, the
-//! links in `/proc/self/fd`.
+//! Determines whether a path leads to a special file, in any spelling: `/dev/kvm`, `kvm` in a directory that is `/dev`,
+//! KVM's module parameters, the links in `/proc/self/fd`.
 //!
 //! Every call of the program with a path runs this code. So the code looks at the last component first: nearly always
-//! that name is not special, and the directory need not be looked up. Nothing here allocates or takes a lock, except at
-//! the program's first use of KVM, because a signal handler may open files.
+//! that name is not special, and the directory need not be looked up. The code does not allocate or take a lock,
+//! because a signal handler may open files. The only exception is the program's first use of KVM.
 //!
 //! A path may be a bad pointer, or end in an unmapped page. Then the path is not special, and the
 //! kernel returns `EFAULT`.
 //!
-//! A program that does not use KVM makes no system call that it would not make without slat ([`serve`]), unless the
-//! path ends in a special name and its directory is not spelled plainly.
+//! In a program that does not use KVM, this code makes no additional system call ([`serve`]), unless the path ends in a
+//! special name and its directory is not spelled plainly.
 
 use crate::real::{Opened, errno, kernel, raw, set_errno};
 use crate::table;
@@ -27,7 +27,7 @@ const NAME_MAX: usize = 40;
 const WORD: usize = size_of::<u64>();
 const PAGE: usize = 4096;
 
-/// The meaning of a path to slat.
+/// The special file that a path names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Special {
     /// `/dev/kvm`.
@@ -62,9 +62,9 @@ pub struct Path {
 /// Makes a call with a path: by `ours` if the path is special, otherwise by `kernels`. Both return like the C library.
 /// If `ours` returns `None`, the kernel has to make the call after all.
 ///
-/// Before the program's first use of KVM, the kernel's call is made first, because its result tells whether the path
+/// Before the program's first use of KVM, the kernel's call is made first, because its result shows whether the path
 /// can be read. The result may also show that the path is not special (`excludes`), so that the directory need not be
-/// looked up. If the path is special, `undo` reverses the kernel's call before `ours` makes it.
+/// looked up. If the path is special, `undo` reverses the kernel's call before `ours` makes the call.
 pub fn serve(
     path: Path,
     kernels: impl Fn() -> isize,
@@ -94,7 +94,7 @@ pub fn serve(
 }
 
 /// Whether the kernel may return `errno` without having read the path to its end. For a special path, slat returns the
-/// same error in these cases.
+/// same `errno` in these cases.
 pub fn may_be_unread(errno: c_int) -> bool {
     [
         libc::EFAULT,
@@ -107,7 +107,7 @@ pub fn may_be_unread(errno: c_int) -> bool {
     .contains(&errno)
 }
 
-/// What is known of the memory of a path.
+/// How far the memory of a path is known to be readable.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Memory {
     /// The memory may not be readable.
@@ -116,8 +116,8 @@ enum Memory {
     Read,
 }
 
-/// Returns what `path` means to a call that resolves it from `directory`. `None` if it is not special. `resolve` is
-/// that of openat2: 0 for all other calls.
+/// Returns the special file that `path` names for a call that resolves it from `directory`. `None`: the path is not
+/// special. `resolve` is that of openat2; it is 0 for all other calls.
 pub fn special(directory: c_int, path: *const c_char, resolve: u64) -> Option<Special> {
     let path = Path {
         directory,
@@ -127,7 +127,7 @@ pub fn special(directory: c_int, path: *const c_char, resolve: u64) -> Option<Sp
     special_in(path, Memory::Unknown, || true)
 }
 
-/// Like [`special`], for a path that is not null and can be read: the caller will read it itself.
+/// Like [`special`], for a path that is not null and can be read. The caller itself will read the path.
 pub fn special_readable(directory: c_int, path: *const c_char) -> Option<Special> {
     let path = Path {
         directory,
@@ -137,7 +137,7 @@ pub fn special_readable(directory: c_int, path: *const c_char) -> Option<Special
     special_in(path, Memory::Read, || true)
 }
 
-/// Does [`special`]. Asks the kernel about the directory only if `may_ask` returns true.
+/// Implements [`special`]. Asks the kernel about the directory only if `may_ask` returns true.
 fn special_in(path: Path, memory: Memory, may_ask: impl Fn() -> bool) -> Option<Special> {
     let last = Last::of(path.text, memory)?;
     let special = last.meaning()?;
@@ -155,7 +155,7 @@ fn special_in(path: Path, memory: Memory, may_ask: impl Fn() -> bool) -> Option<
     if leads_to(path, memory, last.start, &may_ask) != Some(place) && !is_node() {
         return None;
     }
-    // From here on accesses must be guarded: a program that asks for KVM gets slat's handlers.
+    // Accesses must be guarded now: a program that asks for KVM gets slat's handlers.
     if !crate::is_prepared() {
         let _section = Section::enter();
         // If this fails for lack of memory, opening the device returns the error.
@@ -169,7 +169,7 @@ fn special_in(path: Path, memory: Memory, may_ask: impl Fn() -> bool) -> Option<
     }
 }
 
-/// Whether `path` is empty or null: then the call is about its descriptor, if its flags allow that.
+/// Whether `path` is empty or null. Then the call concerns its descriptor, if its flags allow that.
 pub fn is_empty(path: *const c_char) -> bool {
     let mut empty = true;
     path.is_null() || (each_byte(path, Memory::Unknown, 1, |_| empty = false).is_some() && empty)
@@ -212,7 +212,7 @@ impl Last {
         Some(last)
     }
 
-    /// Returns the meaning of the name in its directory.
+    /// Returns the special file that the name means in its directory.
     fn meaning(&self) -> Option<Special> {
         match self.name.get(..self.len)? {
             b"kvm" => Some(Special::Device),
@@ -228,8 +228,9 @@ fn number(digits: &[u8]) -> Option<c_int> {
     std::str::from_utf8(digits).ok()?.parse().ok()
 }
 
-/// Returns the directory to which the first `len` bytes of `path` lead. A plain spelling is recognised by itself,
-/// because `/sys/module/kvm` may not exist. For others the kernel is asked, if `may_ask` returns true.
+/// Returns the directory to which the first `len` bytes of `path` lead. A plain spelling is recognised without the
+/// kernel, because `/sys/module/kvm` may not exist. The kernel is asked about other spellings, if `may_ask` returns
+/// true.
 #[inline(never)]
 fn leads_to(
     path: Path,
@@ -273,7 +274,8 @@ fn leads_to(
     Place::at(found?)
 }
 
-/// Whether a path leads to a node with KVM's device number, which a jailer has made or bind-mounted for its program.
+/// Whether a path leads to a node with KVM's device number, which a jailer may have made or bind-mounted for its
+/// program.
 pub fn is_device(path: Path) -> bool {
     // SAFETY: all-zero is a valid `stat`, which the call fills in; a bad path is an error.
     unsafe {
@@ -340,7 +342,7 @@ impl Place {
     }
 }
 
-/// Whether a directory name in `/proc` means this process.
+/// Whether the name of a directory in `/proc` means this process.
 fn is_this_process(name: &[u8]) -> bool {
     matches!(name, b"self" | b"thread-self") || number(name) == Some(slat_host::process::owner())
 }
@@ -408,7 +410,7 @@ pub fn is_spelled(text: *const c_char, name: &[u8]) -> bool {
         && count == name.len()
 }
 
-/// Returns a string of the client's, with its NUL. `None` if it cannot be read.
+/// Returns a string of the client with its NUL. `None`: the string cannot be read.
 pub fn text<'a>(string: *const c_char) -> Option<&'a CStr> {
     walk(string, Memory::Unknown, usize::MAX, |_| {})?;
     // SAFETY: it was just read up to its NUL, and the client does not change the arguments of a call during the call.
@@ -441,9 +443,9 @@ fn walk(
     }
 }
 
-/// Reads an aligned word of the client. `None` if it cannot be read. The load is guarded if slat's handlers are
-/// installed. Before that the kernel is asked, once for each page, so that a program that never uses KVM keeps its own
-/// handlers. `readable` is the page about which the kernel was asked last.
+/// Reads an aligned word of the client. `None`: the word cannot be read. The load is guarded if slat's handlers are
+/// installed. Before that, slat asks the kernel once for each page, so that a program that never uses KVM keeps its own
+/// handlers. `readable` is the page about which slat asked last.
 pub fn word_at(address: usize, readable: &mut Option<usize>) -> Option<u64> {
     if crate::is_prepared() {
         // SAFETY: a guarded load may be made at any address.
@@ -451,7 +453,8 @@ pub fn word_at(address: usize, readable: &mut Option<usize>) -> Option<u64> {
     }
     if *readable != Some(address / PAGE) {
         // The kernel copies the signal set before it looks at the first argument, which is invalid. So it returns
-        // EFAULT if the word cannot be read, and EINVAL if it can (and success for the null pointer, which is no set).
+        // EFAULT if the word cannot be read, and EINVAL if the word can be read. (It returns success for the null
+        // pointer, which is no set.)
         // SAFETY: a call that changes nothing.
         let answer = unsafe {
             raw(

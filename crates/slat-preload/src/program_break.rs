@@ -1,4 +1,4 @@
-//! The program's break (brk(2)): memory that grows at the end of its image. The process's own break belongs
+//! The program's break (brk(2)): memory that grows at the end of the program's image. The process's own break belongs
 //! to slat's C library.
 
 use crate::memory;
@@ -8,7 +8,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 const PAGE: usize = 4096;
 
-/// The first address of the break, and the present one.
+/// The first address of the break, and its present end.
 pub type Break = (usize, usize);
 
 /// A thread that forks holds this lock.
@@ -25,7 +25,7 @@ pub fn begin_at(end: usize) {
     *lock_break() = (end, end);
 }
 
-/// Moves the break if that is possible. Returns its address.
+/// Moves the break to `to` if that is possible. Returns the break after the call.
 pub fn set_break(to: usize) -> usize {
     let _section = Section::enter();
     let mut held = lock_break();

@@ -7,7 +7,7 @@ pub use slat_process::calls::{raw, result};
 use slat_process::file_size::limited;
 pub use slat_process::{errno, set_errno};
 
-/// Returns an error as the kernel returns it.
+/// Returns an errno in the form of the kernel's result.
 pub fn error(errno: i32) -> isize {
     -(errno as isize)
 }
@@ -52,7 +52,7 @@ pub unsafe fn map_memory(
     flags: std::ffi::c_int,
 ) -> Result<usize, i32> {
     let flags = flags | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-    // SAFETY: the caller's.
+    // SAFETY: the caller keeps this function's contract.
     let at = unsafe { kernel!(libc::SYS_mmap, at, len, access, flags, usize::MAX, 0) };
     at.map(|at| at as usize)
 }
@@ -76,11 +76,11 @@ impl Opened {
         }
     }
 
-    /// A memfd that can be executed as a program (`MFD_EXEC` of `include/uapi/linux/memfd.h`, Linux 6.3). Where
-    /// `vm.memfd_noexec` is set, a memfd without it cannot be.
+    /// Flag for a memfd that can be executed as a program (`MFD_EXEC` of `include/uapi/linux/memfd.h`, Linux 6.3).
+    /// Where `vm.memfd_noexec` is set, a memfd without this flag cannot be executed.
     pub const EXECUTED: usize = 0x10;
-    /// A memfd that cannot be executed as a program, but mapped and executed (`MFD_NOEXEC_SEAL`). The kernel makes it
-    /// whatever `vm.memfd_noexec` says.
+    /// Flag for a memfd that cannot be executed as a program, but can be mapped and executed (`MFD_NOEXEC_SEAL`). The
+    /// kernel makes such a memfd for any value of `vm.memfd_noexec`.
     pub const NOT_EXECUTED: usize = 0x08;
 
     /// Makes a memfd of one of the two kinds.
@@ -112,7 +112,7 @@ impl Opened {
     ) -> Option<()> {
         while len > 0 {
             let written = limited(|| {
-                // SAFETY: the caller's.
+                // SAFETY: the caller keeps this function's contract.
                 unsafe { kernel!(libc::SYS_pwrite64, self.fd(), from, len, offset) }
                     .map_err(std::io::Error::from_raw_os_error)
             });
@@ -122,7 +122,7 @@ impl Opened {
         Some(())
     }
 
-    /// Takes over the descriptor that a system call has opened. `None`: the kernel has refused.
+    /// Takes ownership of the descriptor that a system call has opened. `None`: the kernel has refused.
     ///
     /// # Safety
     /// - `answer` is the result of a call that opens a descriptor, and no other code owns that descriptor.
@@ -143,7 +143,7 @@ impl Drop for Opened {
     }
 }
 
-/// A function of the C library that is found by its name, for work that no system call does.
+/// A function of the C library that is found by its name, for work that no system call can do.
 #[derive(Debug)]
 pub struct Next {
     name: &'static std::ffi::CStr,

@@ -1,9 +1,9 @@
-//! The calls after which a path may lead elsewhere: chroot, pivot_root, setns, unshare. They keep slat's own
-//! files first, because programs that are executed afterwards cannot see them. And mount, by which a jailer gives
-//! its program the device.
+//! The calls after which a path may lead to another file: chroot, pivot_root, setns, unshare. Before these calls slat
+//! keeps its own files, because programs that are executed afterwards cannot see the files. This module also has mount,
+//! by which a jailer gives its program the device.
 //!
-//! A program may have functions with these names, which call the kernel by `syscall`. So the functions here that serve
-//! calls by number have other names.
+//! A program may have functions of its own with these names, which call the kernel by `syscall`. So the functions here
+//! that serve calls by number have other names.
 
 use crate::children;
 use crate::files::interpose;
@@ -21,47 +21,47 @@ fn is_device(path: *const c_char) -> bool {
     }
 }
 
-/// Makes a call after which paths may lead elsewhere.
+/// Makes a call after which paths may lead to other files.
 ///
 /// # Safety
-/// As for the call itself.
+/// The conditions are those of the system call itself.
 pub unsafe fn leave(number: i64, arguments: [usize; 2]) -> c_int {
     children::keep_files();
     let [a, b] = arguments;
-    // SAFETY: the caller's.
+    // SAFETY: the caller keeps this function's contract.
     unsafe { call!(number, a, b) as c_int }
 }
 
-/// Does setns. If `kind` is 0, the descriptor may be that of a mount namespace.
+/// Implements setns. If `kind` is 0, the descriptor may be that of a mount namespace.
 ///
 /// # Safety
-/// As for the call itself.
+/// The conditions are those of the system call itself.
 pub unsafe fn enter(namespace: c_int, kind: c_int) -> c_int {
     if kind == 0 || kind & libc::CLONE_NEWNS != 0 {
         children::keep_files();
     }
-    // SAFETY: the caller's.
+    // SAFETY: the caller keeps this function's contract.
     unsafe { call!(libc::SYS_setns, namespace, kind) as c_int }
 }
 
-/// Does unshare. In a new mount namespace the program may mount another file system over slat's files.
+/// Implements unshare. In a new mount namespace the program may mount another file system over slat's files.
 ///
 /// # Safety
-/// As for the call itself.
+/// The conditions are those of the system call itself.
 pub unsafe fn separate(kinds: c_int) -> c_int {
     if kinds & libc::CLONE_NEWNS != 0 {
         children::keep_files();
     }
-    // SAFETY: the caller's.
+    // SAFETY: the caller keeps this function's contract.
     unsafe { call!(libc::SYS_unshare, kinds) as c_int }
 }
 
-/// Does mount. A bind mount of `/dev/kvm` mounts the machine's device. If the machine has no such device, or if the
-/// source is the path of slat's descriptor, which the kernel cannot mount, another device is mounted instead: slat
+/// Implements mount. A bind mount of `/dev/kvm` mounts the machine's device. Another device is mounted instead if the
+/// machine has no such device, or if the source is the path of slat's descriptor, which the kernel cannot mount. slat
 /// recognises the new path by its name.
 ///
 /// # Safety
-/// As for the call itself.
+/// The conditions are those of the system call itself.
 pub unsafe fn bind(
     source: *const c_char,
     target: *const c_char,
@@ -89,25 +89,25 @@ pub unsafe fn bind(
 interpose! {
     /// chroot(2).
     fn chroot(path: *const c_char) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { leave(libc::SYS_chroot, [path as usize, 0]) }
     }
 
     /// pivot_root(2).
     fn pivot_root(new: *const c_char, old: *const c_char) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { leave(libc::SYS_pivot_root, [new as usize, old as usize]) }
     }
 
     /// setns(2).
     fn setns(namespace: c_int, kind: c_int) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { enter(namespace, kind) }
     }
 
     /// unshare(2).
     fn unshare(kinds: c_int) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { separate(kinds) }
     }
 
@@ -119,7 +119,7 @@ interpose! {
         flags: c_ulong,
         data: *const c_void,
     ) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { bind(source, target, kind, flags, data) }
     }
 }

@@ -1,5 +1,5 @@
-//! The installation of the program's seccomp filters, by seccomp(2) or prctl(2), in a program whose calls slat does not
-//! judge itself (see `dispatch::filters` for the others).
+//! Installs the program's seccomp filters, by seccomp(2) or prctl(2), in a program whose calls slat does not judge
+//! itself. (`dispatch::filters` serves the other programs.)
 
 use crate::guarded::guarded;
 use libc::sock_filter;
@@ -8,7 +8,7 @@ use slat_kvm::{filters, user};
 use slat_process::gate;
 use std::ops::Range;
 
-/// Does seccomp(2) with `SECCOMP_SET_MODE_FILTER`, with these flags and the `sock_fprog` at `program`, by calling
+/// Implements seccomp(2) with `SECCOMP_SET_MODE_FILTER`, with these flags and the `sock_fprog` at `program`. Calls
 /// `install` with flags and program.
 pub fn install(flags: usize, program: usize, install: impl FnOnce(usize, usize) -> isize) -> isize {
     let flags = filter_flags(flags);
@@ -17,15 +17,15 @@ pub fn install(flags: usize, program: usize, install: impl FnOnce(usize, usize) 
     })
 }
 
-/// Installs a seccomp filter, a `sock_fprog` at `program`, by calling `install`. slat starts its threads first, so that
-/// the filter does not bind them.
+/// Installs a seccomp filter, a `sock_fprog` at `program`, by calling `install`. Before that, slat starts its threads,
+/// so that the filter does not bind them.
 pub fn filtering(program: usize, install: impl FnOnce() -> isize) -> isize {
     if !crate::is_prepared() {
         let answer = install();
         if answer >= 0 {
             guarded(|| {
-                // SAFETY: the kernel has just read both. The two structs are the kernel's; nothing here makes a system
-                // call, which the filter may forbid.
+                // SAFETY: the kernel has just read the `sock_fprog` and its instructions. Both structs are the
+                // kernel's. Nothing here makes a system call, which the filter may forbid.
                 let program = unsafe {
                     let program = (program as *const libc::sock_fprog).read_unaligned();
                     std::slice::from_raw_parts(program.filter, program.len.into())
@@ -50,8 +50,8 @@ pub fn filtering(program: usize, install: impl FnOnce() -> isize) -> isize {
     install()
 }
 
-/// Returns the flags with which a filter is installed. Without the flag for all threads if the program
-/// has only one thread.
+/// Returns the flags with which a filter is installed. Removes the flag for all threads if the program has only one
+/// thread.
 fn filter_flags(flags: usize) -> usize {
     const FOR_ALL: usize = libc::SECCOMP_FILTER_FLAG_TSYNC as usize;
     let is_one = || {
@@ -65,8 +65,8 @@ fn filter_flags(flags: usize) -> usize {
 }
 
 /// Installs a filter, a `sock_fprog` at `program`, by calling `install` with the filter's address. If the filter is for
-/// all threads and slat has threads, `install` gets another filter, which allows all calls of slat's threads. If the
-/// program's filter killed one of slat's threads, no request to that thread would be answered.
+/// all threads and slat has threads, `install` gets another filter, which allows all calls of slat's threads. Otherwise
+/// the program's filter could kill one of slat's threads, and requests to that thread would never complete.
 fn exempting(flags: usize, program: usize, install: impl FnOnce(usize) -> isize) -> isize {
     let mut given = None;
     if flags & libc::SECCOMP_FILTER_FLAG_TSYNC as usize != 0
@@ -110,7 +110,7 @@ pub fn read_filter(program: u64) -> slat_kvm::Result<Vec<sock_filter>> {
 }
 
 /// Returns instructions that allow calls from `range`, followed by the filter `own`, which judges all other calls.
-/// `None`: they are too many.
+/// `None`: there are too many instructions.
 pub fn prefixed(range: &Range<usize>, own: &[sock_filter]) -> Option<(u16, Vec<sock_filter>)> {
     let mut prefixed = allow(range);
     prefixed.extend_from_slice(own);

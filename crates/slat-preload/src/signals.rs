@@ -1,14 +1,16 @@
-//! Signal handlers of the program. The kernel calls each of them through [`trampoline`], which makes the handler wait
-//! until the thread has left slat's code ([`slat_guard::defer`]), and ends a running `KVM_RUN` so that this is soon.
+//! Signal handlers of the program. The kernel calls each of them through [`trampoline`]. The trampoline makes the
+//! handler wait until the thread has left slat's code ([`slat_guard::defer`]), and ends a running `KVM_RUN`, so that
+//! the wait is short.
 //!
-//! The kernel knows only the trampoline. A table here holds the program's own handler and flags, and `sigaction`
-//! returns those. The mask is the program's, and the kernel applies it as always. Two flags differ: the trampoline
-//! always asks for the signal's information; and in a program that uses KVM, the trampoline itself resets the handler
+//! The kernel knows only the trampoline. A table here holds the program's own handler and flags, which `sigaction`
+//! returns. The mask is the program's, and the kernel applies it as always. Two flags differ: the trampoline always
+//! asks for the signal's information; and in a program that uses KVM, the trampoline itself resets the handler
 //! (`SA_RESETHAND`) when the handler really runs.
 //!
-//! From the first `/dev/kvm` on, slat handles SIGSEGV, SIGBUS and its kick signal first, and passes those that are not
-//! meant for it to the action that the program has set ([`slat_guard::set_chained`]). Where system calls are
-//! dispatched, SIGSYS is slat's from the start and never blocked, and only the table knows the program's action for it.
+//! After `/dev/kvm` is opened for the first time, slat handles SIGSEGV, SIGBUS and its kick signal first. Signals that
+//! are not meant for slat are passed to the action that the program has set ([`slat_guard::set_chained`]). Where system
+//! calls are dispatched, SIGSYS is slat's from the start and never blocked, and only the table knows the program's
+//! action for SIGSYS.
 
 use crate::files::interpose;
 use crate::loaded;
@@ -23,8 +25,9 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, AtomicUsize, Ordering}
 /// The size of a table indexed by signal: signals have the numbers 1 to 64.
 const SIGNALS: usize = 65;
 
-/// The program's action for a signal: its function and flags, while the kernel has the trampoline. If threads set the
-/// action of one signal concurrently, the result may have the function of one thread and the flags of another.
+/// The program's action for a signal: its function and flags, for the time that the kernel has the trampoline. If
+/// threads set the action of one signal concurrently, the result may have the function of one thread and the flags of
+/// another.
 struct Handler {
     function: AtomicUsize,
     flags: AtomicI32,
@@ -40,10 +43,10 @@ static HANDLERS: [Handler; SIGNALS] = [const {
 /// Whether slat's handlers for the three signals are installed.
 static TAKEN_OVER: AtomicBool = AtomicBool::new(false);
 
-/// Whether SIGSYS is slat's.
+/// Whether slat handles SIGSYS, because system calls are dispatched.
 static DISPATCHED: AtomicBool = AtomicBool::new(false);
 
-/// The mask of the program's action for SIGSYS, if SIGSYS is slat's.
+/// The mask of the program's action for SIGSYS, if slat handles SIGSYS.
 static SIGSYS_MASK: AtomicU64 = AtomicU64::new(0);
 
 static NEXT: Next = Next::new(c"sigaction");
@@ -63,7 +66,7 @@ extern "C-unwind" fn trampoline(signal: c_int, info: *mut libc::siginfo_t, conte
     if handler.flags.load(Ordering::Relaxed) & libc::SA_RESETHAND != 0
         && TAKEN_OVER.load(Ordering::Acquire)
     {
-        // SAFETY: the default action, and no output of the old one.
+        // SAFETY: sets the default action, and does not ask for the old action.
         unsafe {
             let mut default: Action = zeroed();
             default.sa_sigaction = libc::SIG_DFL;
@@ -90,7 +93,7 @@ extern "C-unwind" fn trampoline(signal: c_int, info: *mut libc::siginfo_t, conte
         // SAFETY: the program gave this function for this signal.
         unsafe { call_program(function, signal, info, context) }
     } else if signal == libc::SIGSYS {
-        // A seccomp filter or a process has sent the signal. As without slat, it ends the process when this
+        // A seccomp filter or a process has sent the signal. As without slat, the signal ends the process when this
         // handler has returned.
         // SAFETY: the default action; a signal for this thread.
         unsafe {
@@ -115,8 +118,8 @@ fn is_guarded(signal: c_int) -> bool {
     [libc::SIGSEGV, libc::SIGBUS, slat_guard::kick_signal()].contains(&signal)
 }
 
-/// Calls the C library's `sigaction`. In a program with a C library of its own, calls the kernel instead: slat's C
-/// library would refuse the signals that it reserves for itself, but the program's C library uses these, too.
+/// Calls the C library's `sigaction`. In a program with a C library of its own, calls the kernel instead. slat's C
+/// library would refuse the signals that it reserves for itself, but the program's C library uses these signals, too.
 unsafe fn next(signal: c_int, new: *const Action, old: *mut Action) -> c_int {
     if loaded::is_loaded() {
         // SAFETY: the caller's pointers are valid or null.
@@ -160,7 +163,8 @@ fn as_set(signal: usize, mut action: Action) -> Action {
     action
 }
 
-/// Call after installing slat's handlers: makes them pass signals to the program's actions instead of the trampoline.
+/// Makes slat's handlers pass signals to the program's actions instead of the trampoline. Call after installing slat's
+/// handlers.
 pub fn take_over() {
     for signal in [libc::SIGSEGV, libc::SIGBUS, slat_guard::kick_signal()] {
         if let Some(action) = slat_guard::set_chained(signal, None) {
@@ -238,11 +242,11 @@ fn keep_unblocked(set: &mut libc::sigset_t) {
     }
 }
 
-/// Does sigaction in a child of `vfork`. The kernel keeps the child's actions separate from the parent's, but this
-/// library's table is shared. Such a child runs no vCPU, so its handlers need not wait. `sigaction` returns the
-/// parent's actions to it.
+/// Implements sigaction in a child of `vfork`. The kernel keeps the child's actions separate from the parent's, but
+/// this library's table is shared by both. Such a child runs no vCPU, so its handlers need not wait. In the child,
+/// `sigaction` returns the parent's actions.
 unsafe fn set_borrowed(signal: c_int, new: *const Action, old: *mut Action) -> c_int {
-    // SAFETY: the caller's.
+    // SAFETY: the caller keeps this function's contract.
     let result = unsafe { next(signal, new, old) };
     // SAFETY: the caller's pointer is valid or null.
     if let (0, Some(old)) = (result, unsafe { old.as_mut() }) {
@@ -254,17 +258,17 @@ unsafe fn set_borrowed(signal: c_int, new: *const Action, old: *mut Action) -> c
     result
 }
 
-/// Does sigaction.
+/// Implements sigaction.
 ///
 /// # Safety
-/// As for `sigaction`.
+/// The conditions are those of `sigaction`.
 pub unsafe fn set_action(signal: c_int, new: *const Action, old: *mut Action) -> c_int {
     if signal == libc::SIGSYS && DISPATCHED.load(Ordering::Acquire) {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         return unsafe { set_dispatched(new, old) };
     }
     if TAKEN_OVER.load(Ordering::Acquire) && crate::is_borrowed() {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         return unsafe { set_borrowed(signal, new, old) };
     }
     if TAKEN_OVER.load(Ordering::Acquire) && is_guarded(signal) {
@@ -280,7 +284,7 @@ pub unsafe fn set_action(signal: c_int, new: *const Action, old: *mut Action) ->
         .ok()
         .and_then(|signal| HANDLERS.get(signal))
     else {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         return unsafe { next(signal, new, old) };
     };
     let before = (
@@ -291,11 +295,11 @@ pub unsafe fn set_action(signal: c_int, new: *const Action, old: *mut Action) ->
     let mut ours = unsafe { new.as_ref() }.copied();
     if let Some(action) = &mut ours
         && is_function(action.sa_sigaction)
-        // A program that asks the kernel directly may have got the trampoline, and sets it again.
+        // A program that asks the kernel directly may have got the trampoline as the old action, and sets it again.
         && action.sa_sigaction != trampoline_address()
     {
-        // Stored before the kernel's action is set, so that the trampoline finds the handler if the
-        // signal arrives at once.
+        // Stores the handler before setting the kernel's action, so that the trampoline finds the handler if the signal
+        // arrives at once.
         handler.flags.store(action.sa_flags, Ordering::Relaxed);
         (handler.function).store(action.sa_sigaction, Ordering::Release);
         action.sa_sigaction = trampoline_address();
@@ -330,7 +334,7 @@ pub unsafe fn set_action(signal: c_int, new: *const Action, old: *mut Action) ->
     result
 }
 
-/// Does `signal` and its older forms.
+/// Implements `signal` and its older forms.
 unsafe fn set_handler(signal: c_int, handler: sighandler_t, flags: c_int) -> sighandler_t {
     // SAFETY: all-zero is a valid action; both are live.
     unsafe {
@@ -356,10 +360,10 @@ unsafe fn set_handler(signal: c_int, handler: sighandler_t, flags: c_int) -> sig
 static NEXT_SIGPROCMASK: Next = Next::new(c"sigprocmask");
 static NEXT_PTHREAD_SIGMASK: Next = Next::new(c"pthread_sigmask");
 
-/// Does sigprocmask by `next`, one of the C library's functions for it.
+/// Implements sigprocmask by `next`, one of the C library's functions for it.
 ///
 /// # Safety
-/// As for `sigprocmask`.
+/// The conditions are those of `sigprocmask`.
 unsafe fn change_mask(
     next: &Next,
     how: c_int,
@@ -389,55 +393,55 @@ unsafe fn change_mask(
 interpose! {
     /// sigaction(2).
     fn sigaction(signal: c_int, new: *const Action, old: *mut Action) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { set_action(signal, new, old) }
     }
 
     /// sigaction(2) under its other name.
     fn __sigaction(signal: c_int, new: *const Action, old: *mut Action) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { set_action(signal, new, old) }
     }
 
     /// sigprocmask(2).
     fn sigprocmask(how: c_int, set: *const libc::sigset_t, old: *mut libc::sigset_t) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { change_mask(&NEXT_SIGPROCMASK, how, set, old) }
     }
 
     /// pthread_sigmask(3).
     fn pthread_sigmask(how: c_int, set: *const libc::sigset_t, old: *mut libc::sigset_t) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { change_mask(&NEXT_PTHREAD_SIGMASK, how, set, old) }
     }
 
     /// signal(2) with BSD's behaviour, which is the C library's default.
     fn signal(number: c_int, handler: sighandler_t) -> sighandler_t {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { set_handler(number, handler, libc::SA_RESTART) }
     }
 
     /// signal(2) with BSD's behaviour.
     fn bsd_signal(number: c_int, handler: sighandler_t) -> sighandler_t {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { set_handler(number, handler, libc::SA_RESTART) }
     }
 
     /// signal(2) with BSD's behaviour, under an older name.
     fn ssignal(number: c_int, handler: sighandler_t) -> sighandler_t {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { set_handler(number, handler, libc::SA_RESTART) }
     }
 
     /// signal(2) with System V's behaviour.
     fn sysv_signal(number: c_int, handler: sighandler_t) -> sighandler_t {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { set_handler(number, handler, libc::SA_RESETHAND | libc::SA_NODEFER) }
     }
 
     /// signal(2) with System V's behaviour. With -std=c99, `signal` means this function.
     fn __sysv_signal(number: c_int, handler: sighandler_t) -> sighandler_t {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { set_handler(number, handler, libc::SA_RESETHAND | libc::SA_NODEFER) }
     }
 }

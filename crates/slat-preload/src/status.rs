@@ -11,8 +11,8 @@ use slat_kvm::thread::Section;
 use std::ffi::{CString, c_char, c_int, c_uint};
 use std::io::Write;
 
-/// Answers a query: `ours` about a file of KVM's, `kernels` about all others. For `excludes`, which gets the kernel's
-/// result, see [`serve`](paths::serve).
+/// Serves a query: calls `ours` for one of KVM's files, `kernels` for all other files. `excludes` gets the kernel's
+/// result: see [`serve`](paths::serve).
 fn ask(
     directory: c_int,
     path: *const c_char,
@@ -41,7 +41,7 @@ fn ask(
     };
     let ours = |special| {
         let look = match special {
-            // For the link itself, the kernel's result is used.
+            // For the link itself, the kernel's result is returned.
             Special::Descriptor(_) if flags & libc::AT_SYMLINK_NOFOLLOW != 0 => None,
             special => Look::of_path(special),
         };
@@ -86,10 +86,10 @@ unsafe fn give<T>(to: *mut T, answer: Result<T, i32>) -> c_int {
     }
 }
 
-/// Does fstatat, and all calls equivalent to it. `kernels` makes the kernel's call.
+/// Implements fstatat and all equivalent calls. `kernels` makes the kernel's call.
 ///
 /// # Safety
-/// As for `fstatat`.
+/// The conditions are those of `fstatat`.
 pub unsafe fn stat_at(
     directory: c_int,
     path: *const c_char,
@@ -116,8 +116,8 @@ pub unsafe fn stat_at(
 /// The link text of the memfd of `/dev/kvm`.
 const DEVICE_MEMFD: &[u8] = b"/memfd:kvm (deleted)";
 
-/// Whether `fd`, whose file has this mode, size and number of links, is `/dev/kvm` although the table does not know
-/// it: because it stayed open across `exec`, or was received through a socket. Asks the kernel only about a file that
+/// Whether `fd`, whose file has this mode, size and number of links, is a `/dev/kvm` that the table does not know: the
+/// descriptor may have stayed open across `exec`, or may come through a socket. Asks the kernel only about a file that
 /// looks like the memfd.
 fn is_inherited(fd: c_int, links: u64, mode: u32, size: i64) -> bool {
     let mut link = [0; 64];
@@ -127,13 +127,13 @@ fn is_inherited(fd: c_int, links: u64, mode: u32, size: i64) -> bool {
         && paths::read_link(DescriptorPath::new(fd).as_c_str(), &mut link) == Some(DEVICE_MEMFD)
 }
 
-/// Corrects the kernel's `stat` of a descriptor of `/dev/kvm` that the table does not know, or of the file that is
-/// opened in place of `/proc/cpuinfo`: cp(1) compares that `stat` with the path's.
+/// Corrects the kernel's `stat` in two cases: `fd` is a descriptor of `/dev/kvm` that the table does not know, or
+/// refers to the file that is opened in place of `/proc/cpuinfo`. (cp(1) compares that `stat` with the path's.)
 ///
 /// # Safety
 /// `stat` was filled in by the kernel.
 unsafe fn correct(fd: c_int, stat: *mut libc::stat) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller keeps this function's contract.
     unsafe {
         let found = &*stat;
         if is_inherited(fd, found.st_nlink, found.st_mode, found.st_size) {
@@ -164,10 +164,10 @@ fn link_of(fd: c_int, to: *mut u8, len: usize) -> Option<Result<usize, i32>> {
     Some(copied.map(|()| written).map_err(|_| libc::EFAULT))
 }
 
-/// Does readlinkat, and all calls equivalent to it. `kernels` makes the kernel's call.
+/// Implements readlinkat and all equivalent calls. `kernels` makes the kernel's call.
 ///
 /// # Safety
-/// As for `readlinkat`.
+/// The conditions are those of `readlinkat`.
 pub unsafe fn read_link_at(
     directory: c_int,
     path: *const c_char,
@@ -188,16 +188,16 @@ pub unsafe fn read_link_at(
         text: path,
         resolve: 0,
     };
-    // SAFETY: the caller's.
+    // SAFETY: the caller keeps this function's contract.
     let kernels = || unsafe { corrected_link(to, kernels()) };
-    // Neither the device nor a parameter is a link.
+    // Neither the device nor a parameter is a symbolic link.
     paths::serve(path, kernels, |answer| answer >= 0, |_| {}, ours)
 }
 
-/// Does fstat, and all calls equivalent to it. `kernels` makes the kernel's call.
+/// Implements fstat and all equivalent calls. `kernels` makes the kernel's call.
 ///
 /// # Safety
-/// As for `fstat`.
+/// The conditions are those of `fstat`.
 pub unsafe fn stat_descriptor(
     fd: c_int,
     to: *mut libc::stat,
@@ -218,8 +218,8 @@ pub unsafe fn stat_descriptor(
     answer
 }
 
-/// Corrects the text of a link, if it is that of a descriptor of `/dev/kvm` that the table does not know.
-/// Returns the text's length.
+/// Corrects the text of a link, if the link is that of a descriptor of `/dev/kvm` that the table does not know. Returns
+/// the text's length.
 ///
 /// # Safety
 /// - The kernel has just written `written` bytes to `to`, or has failed.
@@ -256,10 +256,10 @@ fn real_path(path: *const c_char) -> Option<CString> {
     CString::new(path).ok()
 }
 
-/// Does realpath, and all calls equivalent to it. If `to` is null, makes a new string.
+/// Implements realpath, and all calls equivalent to it. If `to` is null, allocates a new string.
 ///
 /// # Safety
-/// As for `realpath`.
+/// The conditions are those of `realpath`.
 unsafe fn real_path_to(
     path: *const c_char,
     to: *mut c_char,
@@ -287,7 +287,7 @@ static NEXT_REALPATH: Next = Next::new(c"realpath");
 /// Calls the C library's realpath.
 ///
 /// # Safety
-/// As for `realpath`.
+/// The conditions are those of `realpath`.
 unsafe fn next_real_path(path: *const c_char, to: *mut c_char) -> *mut c_char {
     let Some(function) = NEXT_REALPATH.get() else {
         set_errno(libc::ENOSYS);
@@ -320,7 +320,7 @@ pub fn prepare() {
     }
 }
 
-/// Does fstat by a function of the C library. Which system call that makes depends on its version.
+/// Implements fstat by a function of the C library. The system call depends on the library's version.
 unsafe fn stat_by_name(fd: c_int, to: *mut libc::stat) -> c_int {
     let kernels = || match NEXT_FSTAT.get() {
         Some(function) if !Section::is_entered() => {
@@ -328,21 +328,21 @@ unsafe fn stat_by_name(fd: c_int, to: *mut libc::stat) -> c_int {
             // SAFETY: the C library's function of that name has this signature; the arguments are the caller's.
             unsafe { std::mem::transmute::<usize, Fstat>(function)(fd, to) as isize }
         }
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         _ => unsafe { call!(libc::SYS_fstat, fd, to) },
     };
-    // SAFETY: the caller's.
+    // SAFETY: the caller keeps this function's contract.
     unsafe { stat_descriptor(fd, to, kernels) }
 }
 
-/// Does fstatat by a function of the C library.
+/// Implements fstatat by a function of the C library.
 unsafe fn stat_by_path(
     directory: c_int,
     path: *const c_char,
     to: *mut libc::stat,
     flags: c_int,
 ) -> c_int {
-    // SAFETY: the caller's.
+    // SAFETY: the caller keeps this function's contract.
     unsafe {
         stat_at(directory, path, to, flags, || {
             call!(libc::SYS_newfstatat, directory, path, to, flags)
@@ -350,111 +350,111 @@ unsafe fn stat_by_path(
     }
 }
 
-/// Does stat or lstat, by system call `number`, for a program built against an older C library.
+/// Implements stat or lstat, by system call `number`, for a program built against an older C library.
 unsafe fn stat_as_before(
     number: i64,
     path: *const c_char,
     to: *mut libc::stat,
     flags: c_int,
 ) -> c_int {
-    // SAFETY: the caller's.
+    // SAFETY: the caller keeps this function's contract.
     unsafe { stat_at(libc::AT_FDCWD, path, to, flags, || call!(number, path, to)) }
 }
 
 interpose! {
     /// stat(2).
     fn stat(path: *const c_char, to: *mut libc::stat) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { stat_by_path(libc::AT_FDCWD, path, to, 0) }
     }
 
     /// stat(2) with large files: the struct is the same on x86-64.
     fn stat64(path: *const c_char, to: *mut libc::stat) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { stat_by_path(libc::AT_FDCWD, path, to, 0) }
     }
 
     /// lstat(2).
     fn lstat(path: *const c_char, to: *mut libc::stat) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { stat_by_path(libc::AT_FDCWD, path, to, libc::AT_SYMLINK_NOFOLLOW) }
     }
 
     /// lstat(2) with large files.
     fn lstat64(path: *const c_char, to: *mut libc::stat) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { stat_by_path(libc::AT_FDCWD, path, to, libc::AT_SYMLINK_NOFOLLOW) }
     }
 
     /// fstat(2).
     fn fstat(fd: c_int, to: *mut libc::stat) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { stat_by_name(fd, to) }
     }
 
     /// fstat(2) with large files.
     fn fstat64(fd: c_int, to: *mut libc::stat) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { stat_by_name(fd, to) }
     }
 
     /// fstatat(2).
     fn fstatat(directory: c_int, path: *const c_char, to: *mut libc::stat, flags: c_int) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { stat_by_path(directory, path, to, flags) }
     }
 
     /// fstatat(2) with large files.
     fn fstatat64(directory: c_int, path: *const c_char, to: *mut libc::stat, flags: c_int) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { stat_by_path(directory, path, to, flags) }
     }
 
     /// stat(2) of programs built against an older C library.
     fn __xstat(_version: c_int, path: *const c_char, to: *mut libc::stat) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { stat_as_before(libc::SYS_stat, path, to, 0) }
     }
 
     /// stat(2) of programs built against an older C library, with large files.
     fn __xstat64(_version: c_int, path: *const c_char, to: *mut libc::stat) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { stat_as_before(libc::SYS_stat, path, to, 0) }
     }
 
     /// lstat(2) of programs built against an older C library.
     fn __lxstat(_version: c_int, path: *const c_char, to: *mut libc::stat) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { stat_as_before(libc::SYS_lstat, path, to, libc::AT_SYMLINK_NOFOLLOW) }
     }
 
     /// lstat(2) of programs built against an older C library, with large files.
     fn __lxstat64(_version: c_int, path: *const c_char, to: *mut libc::stat) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { stat_as_before(libc::SYS_lstat, path, to, libc::AT_SYMLINK_NOFOLLOW) }
     }
 
     /// fstat(2) of programs built against an older C library.
     fn __fxstat(_version: c_int, fd: c_int, to: *mut libc::stat) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { stat_descriptor(fd, to, || call!(libc::SYS_fstat, fd, to)) }
     }
 
     /// fstat(2) of programs built against an older C library, with large files.
     fn __fxstat64(_version: c_int, fd: c_int, to: *mut libc::stat) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { stat_descriptor(fd, to, || call!(libc::SYS_fstat, fd, to)) }
     }
 
     /// fstatat(2) of programs built against an older C library.
     fn __fxstatat(_version: c_int, directory: c_int, path: *const c_char, to: *mut libc::stat, flags: c_int) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { stat_by_path(directory, path, to, flags) }
     }
 
     /// fstatat(2) of programs built against an older C library, with large files.
     fn __fxstatat64(_version: c_int, directory: c_int, path: *const c_char, to: *mut libc::stat, flags: c_int) -> c_int {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { stat_by_path(directory, path, to, flags) }
     }
 
@@ -489,47 +489,47 @@ interpose! {
 
     /// readlink(2).
     fn readlink(path: *const c_char, to: *mut c_char, len: usize) -> isize {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { read_link_at(libc::AT_FDCWD, path, to, len, || call!(libc::SYS_readlink, path, to, len)) }
     }
 
     /// readlinkat(2).
     fn readlinkat(directory: c_int, path: *const c_char, to: *mut c_char, len: usize) -> isize {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { read_link_at(directory, path, to, len, || call!(libc::SYS_readlinkat, directory, path, to, len)) }
     }
 
     /// readlink(2), as _FORTIFY_SOURCE calls it.
     fn __readlink_chk(path: *const c_char, to: *mut c_char, len: usize, room: usize) -> isize {
         check_room(len, room);
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { read_link_at(libc::AT_FDCWD, path, to, len, || call!(libc::SYS_readlink, path, to, len)) }
     }
 
     /// readlinkat(2), as _FORTIFY_SOURCE calls it.
     fn __readlinkat_chk(directory: c_int, path: *const c_char, to: *mut c_char, len: usize, room: usize) -> isize {
         check_room(len, room);
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { read_link_at(directory, path, to, len, || call!(libc::SYS_readlinkat, directory, path, to, len)) }
     }
 
     /// realpath(3).
     fn realpath(path: *const c_char, to: *mut c_char) -> *mut c_char {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { real_path_to(path, to, || next_real_path(path, to)) }
     }
 
     /// realpath(3), as _FORTIFY_SOURCE calls it.
     fn __realpath_chk(path: *const c_char, to: *mut c_char, room: usize) -> *mut c_char {
         check_room(libc::PATH_MAX as usize, room);
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { real_path_to(path, to, || next_real_path(path, to)) }
     }
 
     /// canonicalize_file_name(3).
     fn canonicalize_file_name(path: *const c_char) -> *mut c_char {
         let to = std::ptr::null_mut();
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { real_path_to(path, to, || next_real_path(path, to)) }
     }
 }

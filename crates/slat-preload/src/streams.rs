@@ -1,8 +1,8 @@
 //! read(2), write(2), lseek(2) and their variants, for KVM's descriptors. Statistics can be read, and module parameters
-//! written. The other descriptors refuse, as KVM's do.
+//! can be written. The other descriptors refuse these calls, as KVM's do.
 //!
-//! For all other descriptors the C library's own functions are called. These are cancellation points: a cancelled
-//! thread unwinds through the functions here. So no value on their stack has a destructor.
+//! For descriptors that are not KVM's, the C library's own functions are called. These are cancellation points: a
+//! cancelled thread unwinds through the functions here. So no value on their stack has a destructor.
 
 use crate::device;
 use crate::files::{interpose, interpose_with_callers_floats};
@@ -42,7 +42,7 @@ pub enum Data {
     Vector(*const c_void, c_int),
 }
 
-/// The most bytes that a module parameter's file takes in one call.
+/// The greatest number of bytes that a module parameter's file takes in one call.
 const PAGE: usize = 4096;
 
 impl Data {
@@ -100,7 +100,7 @@ fn refusal(object: &Object, at: At) -> i32 {
     }
 }
 
-/// Whether the kernel has to read from `fd`. If so, updates the statistics; if not, sets `errno`.
+/// Whether the kernel has to read from `fd`. If so, updates the statistics. If not, sets `errno`.
 pub fn before_reading(fd: c_int, at: At) -> bool {
     let _section = Section::enter();
     let Some(handle) = table::get(fd) else {
@@ -147,13 +147,13 @@ pub fn written(fd: c_int, data: Data, at: At) -> Option<isize> {
     Some(-1)
 }
 
-/// Does lseek.
+/// Implements lseek.
 ///
 /// # Safety
-/// As for `lseek`.
+/// The conditions are those of `lseek`.
 pub unsafe fn seek(fd: c_int, offset: i64, whence: c_int) -> isize {
     let kernels = || {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { kernel!(libc::SYS_lseek, fd, offset, whence) }
     };
     if !table::is_ours(fd) {
@@ -180,8 +180,9 @@ pub unsafe fn seek(fd: c_int, offset: i64, whence: c_int) -> isize {
     })
 }
 
-/// Defines exported functions that read or write a descriptor. Each names its system call and an expression that is
-/// evaluated first for KVM's descriptors. The expression's value is the result, or `None` to make the system call.
+/// Defines exported functions that read or write a descriptor. Each definition has a system call, and an expression
+/// that is evaluated first for KVM's descriptors. The expression's value is the result; `None` means to make the system
+/// call.
 macro_rules! streams {
     ($($(#[$meta:meta])* fn $name:ident($fd:ident, $($argument:ident: $type:ty),*) through $next:ident = $number:expr,
         ($($given:expr),*), $first:expr;)*) => {
@@ -202,7 +203,7 @@ macro_rules! streams {
                         });
                     }
                     let Some(function) = $next.get() else {
-                        // SAFETY: the caller's.
+                        // SAFETY: the caller keeps this function's contract.
                         return unsafe { call!($number, $fd, $($given),*) };
                     };
                     type Function = unsafe extern "C-unwind" fn(c_int, $($type),*) -> isize;
@@ -221,7 +222,7 @@ macro_rules! streams {
     };
 }
 
-/// Prepares reading `fd`, for [`streams`].
+/// Prepares reading `fd`, for the functions that [`streams`] defines.
 fn reading(fd: c_int, at: At) -> Option<isize> {
     (!before_reading(fd, at)).then_some(-1)
 }
@@ -289,13 +290,13 @@ streams! {
 interpose! {
     /// lseek(2).
     fn lseek(fd: c_int, offset: i64, whence: c_int) -> i64 {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { seek(fd, offset, whence) as i64 }
     }
 
     /// lseek(2) with large files.
     fn lseek64(fd: c_int, offset: i64, whence: c_int) -> i64 {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { seek(fd, offset, whence) as i64 }
     }
 }

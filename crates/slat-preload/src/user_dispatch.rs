@@ -1,8 +1,8 @@
-//! Syscall User Dispatch (`Documentation/admin-guide/syscall-user-dispatch.rst`), on and off: the kernel sends a
-//! thread's system calls to the handler of SIGSYS, but for those from one range of addresses.
+//! Switches Syscall User Dispatch (`Documentation/admin-guide/syscall-user-dispatch.rst`) on and off. The kernel then
+//! sends a thread's system calls to the handler of SIGSYS, except calls that come from one range of addresses.
 //! [`dispatch`](crate::dispatch) has the handler.
 //!
-//! The kernel keeps the dispatch for each thread. New threads and processes begin without it, and [`arm_thread`]
+//! The kernel keeps the setting for each thread. New threads and processes begin without dispatch, and [`arm_thread`]
 //! switches it on before they run the program.
 
 use crate::real::kernel;
@@ -29,7 +29,7 @@ pub fn is_armed() -> bool {
     passing().is_some()
 }
 
-/// Makes the kernel dispatch the calls of this thread, and those of the threads and processes it makes, unless they
+/// Makes the kernel dispatch the calls of this thread, and of the threads and processes that it makes, unless the calls
 /// come from `passing`. Call while the process has one thread. Returns `false` if this kernel cannot do that.
 pub fn arm(passing: Range<usize>) -> bool {
     arm_with(PASSING.get_or_init(|| passing))
@@ -50,10 +50,10 @@ fn arm_with(passing: &Range<usize>) -> bool {
     armed.is_ok()
 }
 
-/// Makes the kernel dispatch the calls of this thread, if those of the process are dispatched. Async-signal-safe.
+/// Makes the kernel dispatch the calls of this thread, if the process's calls are dispatched. Async-signal-safe.
 pub fn arm_thread() {
     if let Some(passing) = passing() {
-        // This cannot fail, as it has worked for the first thread.
+        // This call cannot fail, because it has succeeded on the first thread.
         arm_with(passing);
     }
 }

@@ -1,5 +1,6 @@
-//! Time. Tracepoints read the processor's counter (`arch`): that takes some 10 ns, and needs no system call on any
-//! machine. Two pairs of counter and clock tell how to convert the counter to nanoseconds.
+//! Time. Tracepoints read the processor's counter (`arch`). A read takes about 10 ns, and needs no system call on any
+//! machine. Two moments, each shown by the counter and by `CLOCK_MONOTONIC`, determine how to convert the counter to
+//! nanoseconds.
 
 pub(crate) use crate::arch::cycles;
 use std::time::Duration;
@@ -37,7 +38,7 @@ pub(crate) struct Scale {
 }
 
 impl Scale {
-    /// Makes a scale from two moments. `end` may equal `start`; then a cycle counts as a nanosecond.
+    /// Makes a scale from two moments. `end` may equal `start`; then one cycle counts as one nanosecond.
     pub(crate) fn new(start: Moment, end: Moment) -> Self {
         let cycles = end.cycles.saturating_sub(start.cycles);
         let ns = end.ns.saturating_sub(start.ns);

@@ -1,8 +1,8 @@
 //! The layout of a file: a header, a text that describes the tracepoints, then rings of one size.
 //! Numbers are little-endian.
 //!
-//! The text has a line for each tracepoint, `SYSTEM:NAME FIELD:OFFSET:SIZE ...`. In records, a tracepoint's number is
-//! that of its line. So a reader knows the tracepoints of the version of slat that wrote the file.
+//! The text has a line for each tracepoint, `SYSTEM:NAME FIELD:OFFSET:SIZE ...`. In records, the number of a tracepoint
+//! is the number of its line. So a reader knows the tracepoints of the version of slat that wrote the file.
 
 use crate::points::{POINTS, VALUES};
 use std::fmt::Write as _;
@@ -18,7 +18,7 @@ pub(crate) const HEADER_BYTES: usize = 16 << 10;
 pub(crate) const TEXT_AT: usize = 512;
 /// Bytes of a ring before its records.
 pub(crate) const RING_HEADER_BYTES: usize = 4096;
-/// The most tracepoints that a file can have: the number of bits of `selected`.
+/// The greatest number of tracepoints that a file can have: the number of bits of `selected`.
 pub(crate) const MOST_POINTS: usize = u64::BITS as usize;
 pub(crate) const RECORD_BYTES: usize = size_of::<Record>();
 
@@ -34,13 +34,13 @@ pub(crate) struct Header {
     pub(crate) text_bytes: AtomicU64,
     /// The tracepoints that are recorded, a bit each.
     pub(crate) selected: AtomicU64,
-    /// The number of rings that a thread can claim. Ring 0 is the first one.
+    /// The number of rings that threads can claim, counted from ring 0.
     pub(crate) allocated: AtomicU64,
     /// Rings that threads have claimed.
     pub(crate) claimed: AtomicU64,
     /// The number of records of threads that found no ring.
     pub(crate) lost: AtomicU64,
-    /// The counter and the clock when recording began, and at a later moment.
+    /// The counter and the clock, at the time when recording began and at a later moment.
     pub(crate) start: [AtomicU64; 2],
     pub(crate) latest: [AtomicU64; 2],
 }
@@ -48,7 +48,7 @@ pub(crate) struct Header {
 /// The start of a ring.
 #[repr(C)]
 pub(crate) struct Ring {
-    /// The number of records ever written. The last of them are in the ring.
+    /// The number of records ever written. The newest of them are in the ring.
     pub(crate) head: AtomicU64,
     /// The index in the ring of the next record.
     pub(crate) next: AtomicU64,

@@ -1,6 +1,6 @@
-//! The tracepoints. Those in `kvm` and `kvmmmu` have Linux's names and fields, for people who know them
+//! The tracepoints. The tracepoints in `kvm` and `kvmmmu` have Linux's names and fields, for people who know Linux's
 //! (include/trace/events/kvm.h, arch/x86/kvm/trace.h and arch/x86/kvm/mmu/mmutrace.h of Linux 6.12);
-//! `conformance/tracepoints` compares them with a kernel's source. Fields that would mean nothing here are missing,
+//! `conformance/tracepoints` compares them with a kernel's source. Fields that have no meaning in slat are missing,
 //! such as the kernel address of an entry. The tracepoints in `slat` are slat's own.
 
 use std::mem::offset_of;
@@ -21,7 +21,7 @@ pub struct Field {
 pub struct Description {
     /// The system to which the tracepoint belongs: `kvm`, `kvmmmu` or `slat`.
     pub system: &'static str,
-    /// The tracepoint's name, which is unique in all systems.
+    /// The tracepoint's name. No other tracepoint of any system has this name.
     pub name: &'static str,
     /// The tracepoint's fields.
     pub fields: &'static [Field],
@@ -33,7 +33,7 @@ pub trait Point: Copy {
     const ID: usize;
 }
 
-/// Returns `name` without the mark of a raw identifier, for names that are words of Rust.
+/// Returns `name` without `r#`, the mark of a raw identifier. Some names are keywords of Rust.
 const fn plain(name: &'static str) -> &'static str {
     match name.as_bytes() {
         [b'r', b'#', ..] => name.split_at(2).1,
@@ -83,28 +83,27 @@ macro_rules! points {
 points! {
     /// A vCPU enters the guest.
     kvm kvm_entry: Entry { vcpu_id: u32, rip: u64 }
-    /// A vCPU has left the guest. `exit_reason` is one of VMX (`isa` 1), whatever the host's processor is:
-    /// see [`exit`]. `info1` is the exit qualification of port accesses, `intr_info` describes the
-    /// exception of EXCEPTION_NMI.
+    /// A vCPU has left the guest. `exit_reason` is an exit reason of VMX (`isa` 1) on any host processor: see [`exit`].
+    /// `info1` is the exit qualification of port accesses. `intr_info` describes the exception of EXCEPTION_NMI.
     kvm kvm_exit: Exit { exit_reason: u32, guest_rip: u64, isa: u32, info1: u64, intr_info: u32, vcpu_id: u32 }
-    /// `KVM_RUN` returns: `reason` is the number of `KVM_EXIT_*`, `errno` negative if it fails.
+    /// `KVM_RUN` returns. `reason` is the number of `KVM_EXIT_*`. `errno` is negative if `KVM_RUN` fails.
     kvm kvm_userspace_exit: UserspaceExit { reason: u32, errno: i32 }
-    /// An access to a device in memory: `type` is [`mmio`]'s.
+    /// A vCPU accesses a device in memory. `type` has the values of [`mmio`].
     kvm kvm_mmio: Mmio { r#type: u32, len: u32, gpa: u64, val: u64 }
-    /// An access to ports; `rw` is 1 for a write, `val` the first unit.
+    /// A vCPU accesses ports. `rw` is 1 for a write, `val` is the first unit.
     kvm kvm_pio: Pio { rw: u32, port: u32, size: u32, count: u32, val: u32 }
-    /// A write to memory that only signalled an eventfd. There is a `kvm_mmio` for it, too.
+    /// A vCPU has written to memory, which only signalled an eventfd. The write is also recorded as a `kvm_mmio`.
     kvm kvm_fast_mmio: FastMmio { gpa: u64 }
-    /// A fault of the second level; with shadow paging, one at a guest-virtual address. `error_code` has the bits of
-    /// x86's page faults for writes (1) and fetches (4). KVM's `guest_rip` is missing: in the midst of a block the
-    /// CPU has none to tell.
+    /// A second-level page fault; with shadow paging, `fault_address` is a guest-virtual address. `error_code` has the
+    /// bits of x86's page faults for writes (1) and fetches (4). KVM's `guest_rip` is missing, because the CPU does not
+    /// know it in the middle of a translated block.
     kvm kvm_page_fault: PageFault { vcpu_id: u32, fault_address: u64, error_code: u64 }
     /// An interrupt is injected.
     kvm kvm_inj_virq: InjVirq { vector: u32, soft: u8, reinjected: u8 }
     /// A message-signalled interrupt is sent.
     kvm kvm_msi_set_irq: MsiSetIrq { address: u64, data: u64 }
-    /// The guest has ended an interrupt of a controller's pin: `irqchip` is 0 or 1 for the two
-    /// 8259, 2 for the I/O APIC.
+    /// The guest has ended an interrupt of a controller's pin. `irqchip` is 0 or 1 for the two 8259, 2 for the I/O
+    /// APIC.
     kvm kvm_ack_irq: AckIrq { irqchip: u32, pin: u32 }
     /// The guest has ended an interrupt of its local APIC.
     kvm kvm_eoi: Eoi { apicid: u32, vector: i32 }
@@ -112,33 +111,34 @@ points! {
     kvm kvm_unmap_hva_range: UnmapHvaRange { start: u64, end: u64 }
     /// The accessed bits of leaves are read, and perhaps cleared.
     kvm kvm_age_hva: AgeHva { start: u64, end: u64 }
-    /// A page was written that the client has to collect; `slot` has the address space from bit 16 on.
+    /// A page was written, and is now in the ring for the client. The upper half of `slot` is the address space.
     kvm kvm_dirty_ring_push: DirtyRingPush { dirty_index: u32, reset_index: u32, slot: u32, offset: u64 }
     /// A ring was searched for pages that the client has collected.
     kvm kvm_dirty_ring_reset: DirtyRingReset { dirty_index: u32, reset_index: u32 }
     /// `KVM_RUN` returns because the ring of the vCPU is full.
     kvm kvm_dirty_ring_exit: DirtyRingExit { vcpu_id: u32 }
 
-    /// A fault is about to install a leaf: `level` 1 is 4 KiB.
+    /// A fault is about to install a leaf entry. `level` 1 is 4 KiB.
     kvmmmu kvm_mmu_spte_requested: SpteRequested { gfn: u64, pfn: u64, level: u8 }
-    /// A fault was resolved without memslot and host look-up: `ret` is `RET_PF_FIXED` (3) or `RET_PF_SPURIOUS` (4).
+    /// A fault was resolved without looking up memslot and host page. `ret` is `RET_PF_FIXED` (3) or `RET_PF_SPURIOUS`
+    /// (4).
     kvmmmu fast_page_fault: FastPageFault { vcpu_id: i32, cr2_or_gpa: u64, error_code: u32, new_spte: u64, ret: i32 }
-    /// An entry becomes one for MMIO.
+    /// An entry is changed to an MMIO entry.
     kvmmmu mark_mmio_spte: MarkMmioSpte { gfn: u64, r#gen: u32 }
-    /// An entry for MMIO answered an access.
+    /// An MMIO entry has resolved a fault, without a memslot look-up.
     kvmmmu handle_mmio_page_fault: HandleMmioPageFault { addr: u64, gfn: u64 }
-    /// A leaf of the TDP MMU, or an entry for a table with all below it, was zapped: `new_spte` is 0.
+    /// A leaf of the TDP MMU, or an entry for a table with all entries below, was zapped. `new_spte` is 0.
     kvmmmu kvm_tdp_mmu_spte_changed: TdpMmuSpteChanged { gfn: u64, old_spte: u64, new_spte: u64, level: u8 }
     /// A huge leaf of `level` was split.
     kvmmmu kvm_mmu_split_huge_page: SplitHugePage { gfn: u64, spte: u64, level: i32, errno: i32 }
     /// A shadow page was made, or found.
     kvmmmu kvm_mmu_get_page: GetPage { gfn: u64, role: u32, created: u8 }
-    /// A shadow page follows the guest's table no more.
+    /// A shadow page no longer follows the guest's table.
     kvmmmu kvm_mmu_unsync_page: UnsyncPage { gfn: u64, role: u32 }
     /// A shadow page is zapped.
     kvmmmu kvm_mmu_prepare_zap_page: PrepareZapPage { gfn: u64, role: u32 }
 
-    /// A memslot was created, moved, or got other flags; `npages` 0: it was deleted.
+    /// A memslot was created, moved, deleted, or got other flags. `npages` 0 means deleted.
     slat memslot: MemslotChange { vm: u32, as_id: u32, slot: u32, base_gfn: u64, npages: u64, userspace_addr: u64, flags: u32 }
     /// A flush of the guest frames from `start` to before `end` begins: it waits for vCPUs.
     slat flush_begin: FlushBegin { start: u64, end: u64 }
@@ -146,11 +146,11 @@ points! {
     slat flush_end: FlushEnd { start: u64, end: u64 }
     /// A vCPU has dropped its translations, for a flush.
     slat quiesce: Quiesce {}
-    /// A long operation lets others pass.
+    /// A long operation yields to other threads.
     slat r#yield: Yield {}
-    /// A region of guest code, which begins at `rip`, was compiled: `tier` 0 quickly, 1 by Cranelift.
+    /// A region of guest code that begins at `rip` was compiled: quickly (`tier` 0), or by Cranelift (`tier` 1).
     slat compile: CompileRegion { rip: u64, tier: u32 }
-    /// A store to `hva`: what the vCPUs have decoded and compiled of the page there is void.
+    /// A store to `hva` has made the decoded and compiled code of that page invalid.
     slat code_invalidated: CodeInvalidated { hva: u64 }
 }
 
@@ -190,16 +190,16 @@ pub mod exit {
     pub const MSR_READ: u32 = 31;
     /// WRMSR.
     pub const MSR_WRITE: u32 = 32;
-    /// An access to memory without a mapping, which could not be made.
+    /// An access to memory that is not mapped, and that could not be mapped.
     pub const EPT_VIOLATION: u32 = 48;
-    /// An access to an entry for MMIO.
+    /// An access that found an MMIO entry.
     pub const EPT_MISCONFIG: u32 = 49;
     /// A bus lock.
     pub const BUS_LOCK: u32 = 74;
     /// The notify window is over.
     pub const NOTIFY: u32 = 75;
 
-    /// Returns the name of a reason, as Linux's VMX_EXIT_REASONS has it. `None`: slat does not use it.
+    /// Returns the name of a reason in Linux's VMX_EXIT_REASONS. `None`: slat does not use this reason.
     pub fn name(reason: u64) -> Option<&'static str> {
         Some(match u32::try_from(reason).ok()? {
             EXCEPTION_NMI => "EXCEPTION_NMI",

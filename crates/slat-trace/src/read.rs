@@ -1,4 +1,4 @@
-//! Reads a file while it is written or afterwards, even if the process was killed.
+//! Reads a trace file, during or after the recording, even if the recorded process was killed.
 
 use crate::clock::{Moment, Scale};
 use crate::layout::*;
@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 
-/// A tracepoint, as the file describes it.
+/// A tracepoint, as the trace file describes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Point {
     /// The system to which the tracepoint belongs: `kvm`, `kvmmmu` or `slat`.
@@ -32,7 +32,7 @@ pub struct Event {
     values: [u8; crate::points::VALUES],
 }
 
-/// The records of one thread.
+/// The trace records of one thread.
 #[derive(Clone, Debug)]
 pub struct Thread {
     /// The thread's id.
@@ -47,7 +47,7 @@ pub struct Thread {
     pub dropped: u64,
 }
 
-/// A file.
+/// The content of a trace file.
 #[derive(Clone, Debug)]
 pub struct Trace {
     /// The process.
@@ -86,9 +86,9 @@ impl Trace {
     /// Reads the file at `path`.
     ///
     /// # Errors
-    /// A sentence for the user.
+    /// A message for the user.
     pub fn read(path: &Path) -> Result<Self, String> {
-        // Opening a pipe would wait for a writer.
+        // Without `O_NONBLOCK`, opening a pipe would wait for a writer.
         let opened = (File::options().read(true).custom_flags(libc::O_NONBLOCK)).open(path);
         let read = opened.and_then(|file| Source(file).trace());
         read.map_err(|error| format!("{}: {error}", path.display()))
@@ -213,7 +213,7 @@ impl Source {
     fn thread(&self, at: u64, capacity: u64, points: &[Point], scale: Scale) -> io::Result<Thread> {
         let header = self.bytes(at, RING_HEADER_BYTES)?;
         let head = u64_at(&header, offset_of!(Ring, head));
-        // The thread may be overwriting the oldest record now, or may have been when it was killed.
+        // The thread may be overwriting the oldest record now, or the thread was killed while it did.
         let kept = match head < capacity {
             true => head,
             false => capacity - 1,

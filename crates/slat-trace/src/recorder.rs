@@ -1,4 +1,4 @@
-//! The file of this process, and how a tracepoint writes to it.
+//! The trace file of this process, and how a tracepoint writes to it.
 
 use crate::Selection;
 use crate::clock::{Moment, cycles};
@@ -18,7 +18,7 @@ use std::str::FromStr;
 use std::sync::atomic::{AtomicU64, Ordering::*};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-/// Rings that a file has space for.
+/// The number of rings for which a file has space.
 const MOST_RINGS: u64 = 256;
 /// The number of rings allocated at the start: for slat's own threads, and for threads of the client that run no vCPU.
 const FIRST_RINGS: u64 = 8;
@@ -54,7 +54,7 @@ impl std::fmt::Display for Buffer {
 }
 
 impl FromStr for Buffer {
-    /// A message that says what is accepted.
+    /// A message that says which values are accepted.
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -81,7 +81,7 @@ unsafe impl Sync for Mapped {}
 
 static MAPPED: PerProcess<OnceLock<Mapped>> = PerProcess::new();
 
-/// Writes a record if the tracepoint is selected; only then calls `values`. Otherwise costs one relaxed load.
+/// Writes a record if the tracepoint is selected. Calls `values` only then. Otherwise the cost is one relaxed load.
 #[inline(always)]
 pub fn point<P: Point>(values: impl FnOnce() -> P) {
     if traced().load(Relaxed) >> P::ID & 1 != 0 {
@@ -148,7 +148,7 @@ fn record<P: Point>(values: P) {
     ring.head.store(ring.head.load(Relaxed) + 1, Release);
 }
 
-/// Gives this thread a ring. `None`: no ring is left; the record is lost, and counted.
+/// Gives this thread a ring. `None`: no ring is left; the record is lost, and the loss is counted.
 fn claim() -> Option<Claimed> {
     let mapped = MAPPED.peek()?.get()?;
     let header = mapped.header();
@@ -187,8 +187,8 @@ pub struct OnVcpu {
     _of_thread: PhantomData<*const ()>,
 }
 
-/// Records of this thread name the vCPU `id` of the VM `vm` from now on, until the guard is dropped. `None`:
-/// nothing is recorded.
+/// Makes records of this thread name the vCPU `id` of the VM `vm`, until the returned guard is dropped. `None`: nothing
+/// is recorded.
 #[inline]
 pub fn run_vcpu(vm: u64, id: u32) -> Option<OnVcpu> {
     (traced().load(Relaxed) != 0).then(|| OnVcpu {
@@ -209,12 +209,12 @@ impl Drop for OnVcpu {
     }
 }
 
-/// Begins to record the tracepoints in `selected` in this process, unless it records already. Makes a new file at
-/// `path`; if another process has a file there, the name is `path`, a dot and this process's id. The ring of each
-/// thread has the size `buffer`. Returns the path of the new file; `None` if the process records already.
+/// Begins to record the tracepoints in `selected` in this process, unless the process records already. Makes a new file
+/// at `path`; if another process has a file there, the new file's name is `path`, a dot and this process's id. The ring
+/// of each thread has the size `buffer`. Returns the path of the new file; `None` if the process records already.
 ///
 /// # Errors
-/// The system's: the file cannot be made or mapped, or there is no space for the first rings.
+/// The system's error: the file cannot be made or mapped, or there is no space for the first rings.
 pub fn begin(path: &Path, selected: Selection, buffer: Buffer) -> io::Result<Option<PathBuf>> {
     let slot = MAPPED.get();
     if slot.get().is_some() {
@@ -236,8 +236,8 @@ pub fn begin(path: &Path, selected: Selection, buffer: Buffer) -> io::Result<Opt
     Ok(Some(path))
 }
 
-/// Allocates one more ring, for the thread of a new vCPU. If there is no space, or if a seccomp filter of the client
-/// forbids calls to this process, no ring is added. Records of the last threads may then be lost, and are counted.
+/// Allocates one more ring, for the thread of a new vCPU. No ring is added if there is no space, or if a seccomp filter
+/// of the client forbids the system calls. Then records of the last threads may be lost; lost records are counted.
 pub fn add_ring() {
     if let Some(mapped) = MAPPED.peek().and_then(|mapped| mapped.get()) {
         mapped.mark_time();
@@ -260,7 +260,7 @@ struct File(usize);
 
 impl Drop for File {
     fn drop(&mut self) {
-        // SAFETY: a descriptor that only this owns. An error changes nothing.
+        // SAFETY: a descriptor that only this value owns. An error changes nothing.
         let _ = unsafe { make(Call::Close, [self.0, 0, 0, 0, 0, 0]) };
     }
 }
@@ -279,7 +279,7 @@ fn create(path: &Path) -> io::Result<(PathBuf, File)> {
     }
 }
 
-/// Removes a file that did not become a trace. An error has no effect: the next run makes the file anew.
+/// Removes a file that did not become a trace. An error has no effect, because the next run makes the file anew.
 fn remove(path: &Path) {
     if let Ok(path) = CString::new(path.as_os_str().as_bytes()) {
         let arguments = [libc::AT_FDCWD as usize, path.as_ptr() as usize, 0, 0, 0, 0];
@@ -304,13 +304,13 @@ fn open_new(path: &Path) -> io::Result<File> {
     Ok(File(opened.map_err(io::Error::from_raw_os_error)? as usize))
 }
 
-/// Makes a system call directly: the preload library would take calls of the C library's functions for
-/// calls of the program.
+/// Makes a system call directly, not by a function of the C library: the preload library would take the call of such a
+/// function for a call of the program.
 ///
 /// # Safety
-/// As for the call itself.
+/// The conditions of the system call.
 unsafe fn call(number: i64, arguments: [usize; 6]) -> io::Result<usize> {
-    // SAFETY: the caller's.
+    // SAFETY: the caller keeps this function's contract.
     let answer = result(unsafe { raw(number, arguments) });
     answer
         .map(|value| value as usize)
@@ -318,7 +318,7 @@ unsafe fn call(number: i64, arguments: [usize; 6]) -> io::Result<usize> {
 }
 
 impl Mapped {
-    /// Makes the file as long as it can get, and maps the file.
+    /// Gives the file its greatest length, and maps the file.
     fn new(file: &File, ring_bytes: u64) -> io::Result<Self> {
         let bytes = HEADER_BYTES + (MOST_RINGS * ring_bytes) as usize;
         let protection = (libc::PROT_READ | libc::PROT_WRITE) as usize;
@@ -347,7 +347,7 @@ impl Mapped {
         unsafe { (self.start).add(HEADER_BYTES + (index * self.ring_bytes) as usize) }
     }
 
-    /// Allocates pages of the file, so that stores to them find space on the disk, and cause no fault.
+    /// Allocates pages of the file, so that stores to these pages find space on the disk, and cause no fault.
     fn populate(&self, start: NonNull<u8>, bytes: usize) -> io::Result<()> {
         let advice = libc::MADV_POPULATE_WRITE as usize;
         // SAFETY: pages of the mapping, whose contents stay.
@@ -358,7 +358,7 @@ impl Mapped {
             )
         };
         match populated {
-            // A store would be a SIGBUS.
+            // Without space on the disk, a store would cause a SIGBUS.
             Err(error) if error.raw_os_error() == Some(libc::EFAULT) => {
                 Err(io::Error::new(io::ErrorKind::StorageFull, FULL))
             }

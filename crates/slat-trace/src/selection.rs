@@ -1,4 +1,4 @@
-//! Which tracepoints are recorded.
+//! The set of tracepoints that are recorded.
 
 use crate::points::{Description, POINTS};
 use std::fmt;
@@ -33,7 +33,7 @@ impl FromStr for Selection {
     /// A message that names the tracepoints.
     type Err = String;
 
-    /// Reads words between commas, each of which names one tracepoint or all of a system.
+    /// Parses words between commas. Each word names one tracepoint, or all tracepoints of a system.
     fn from_str(text: &str) -> Result<Self, String> {
         let mut bits = 0;
         for word in text.split(',') {
@@ -52,7 +52,7 @@ impl FromStr for Selection {
     }
 }
 
-/// Writes what [`Selection::from_str`] reads.
+/// Writes the text that [`Selection::from_str`] reads.
 impl fmt::Display for Selection {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let chosen = (POINTS.iter().enumerate()).filter(|(index, _)| self.has(*index));

@@ -1,4 +1,4 @@
-//! Hypercalls, form by form.
+//! Tests hypercalls in each of their forms.
 
 use super::*;
 use crate::cpuid::{Leaf, Machine, supported};
@@ -29,7 +29,7 @@ fn refused(status: Status) -> Result<Request, Refusal> {
     Err(Refusal::Status(status))
 }
 
-/// Returns a closure that reads words of a list, as from a caller's memory.
+/// Returns a closure that reads words of a list like words of a caller's memory.
 fn in_memory(words: &[u64]) -> impl FnMut(usize) -> Result<u64, Status> + '_ {
     |index| words.get(index).copied().ok_or(Status::InvalidParameter)
 }

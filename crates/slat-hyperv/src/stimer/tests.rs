@@ -1,4 +1,4 @@
-//! The synthetic timers, write by write.
+//! Tests the synthetic timers by single register writes.
 
 use super::*;
 use std::vec::Vec;
@@ -119,12 +119,12 @@ fn a_count_enables_a_timer_that_wants_it() {
     assert_eq!(timers.read(CONFIG), TO_2 | AUTO_ENABLE | ENABLED);
     write(&mut timers, COUNT, 0);
     assert_eq!(timers.read(CONFIG), TO_2 | AUTO_ENABLE);
-    // The host's writes only restore a state, and have no other effects.
+    // The host's writes restore a state, and have no other effects.
     timers.write(COUNT, 500, Writer::Host, ALL).unwrap();
     assert_eq!(timers.read(CONFIG), TO_2 | AUTO_ENABLE);
 }
 
-/// Configuration and count stay as the host restores them, whatever their order and their values are.
+/// Configuration and count keep the values that the host restores, in any order of the two writes.
 #[test]
 fn the_host_restores_configuration_and_count_as_they_were() {
     for config in [

@@ -12,7 +12,7 @@ const REMOTE_IRR: u64 = 1 << 14;
 /// The source of resample irqfds.
 const RESAMPLE: u8 = 1;
 
-/// An I/O APIC, and the messages that it has sent to APICs that accept all of them.
+/// An I/O APIC, and the messages that it has sent to local APICs that accept all of them.
 #[derive(Default)]
 struct Machine {
     ioapic: IoApic,
@@ -64,7 +64,7 @@ impl Machine {
         u32::from_le_bytes(value)
     }
 
-    /// Writes an entry, its low half last.
+    /// Writes the two halves of an entry, the low half last.
     fn program(&mut self, pin: usize, entry: u64) {
         let register = 0x10 + 2 * pin as u8;
         self.write_register(register + 1, (entry >> 32) as u32);
@@ -235,7 +235,7 @@ fn levels() {
     machine.eoi(0x39, true);
     assert_eq!(machine.vectors(), []);
     assert_eq!(machine.entry(9), LEVEL | 0x39);
-    // A level does not end with another vector, nor with an end that the local APIC takes for an edge's.
+    // A level does not end with another vector, nor if the local APIC reports the end as that of an edge.
     machine.set(9, 0, true);
     machine.eoi(0x38, true);
     machine.eoi(0x39, false);
@@ -293,7 +293,7 @@ fn resampled_lines_fall_at_their_acknowledgement() {
         (machine.vectors(), &machine.acknowledged[..]),
         (std::vec![0x39], &[9][..])
     );
-    // The device asks again before the guest has ended the interrupt; another device asks, too.
+    // The same device asks again before the guest has ended the interrupt, and so does another device.
     machine.set(9, RESAMPLE, true);
     machine.set(9, 0, true);
     machine.eoi(0x39, true);
@@ -350,7 +350,7 @@ fn a_storm_is_postponed() {
         });
         assert_eq!(machine.vectors(), [0x39]);
     }
-    // If the line falls in between, the repeated delivery is not a storm.
+    // If the line falls in between, repeated deliveries do not count as a storm.
     for _ in 0..3 {
         for _ in 1..SUCCESSIVE {
             assert_eq!(machine.eoi(0x39, true), 0);
@@ -384,7 +384,7 @@ fn a_restored_state_delivers_what_waited() {
     other.program(5, LEVEL | 0x35);
     assert_eq!(other.vectors(), [0x34, 0x35]);
 
-    // As in KVM, requests of a client that sets them itself are delivered.
+    // As in KVM, requests that a client has set in the state are delivered.
     let state = IoApicState {
         irr: 1 << 3 | 0xff << 24,
         ..state
@@ -398,8 +398,8 @@ fn a_restored_state_delivers_what_waited() {
     assert_eq!((sent, other.ioapic.save().irr), (1, 0));
 }
 
-/// After a restore it is unknown which source holds the line of a level-triggered pin. As long as no irqfd has raised
-/// the line, no irqfd holds it: the level stays until the line is lowered.
+/// After a restore the sources that hold the line of a level-triggered pin are unknown. An irqfd that has not raised
+/// the line since does not hold it: the level stays until the line is lowered.
 #[test]
 fn a_restored_level_does_not_end_with_its_interrupt() {
     let mut machine = Machine {
@@ -457,8 +457,8 @@ fn any_state_is_survived_and_kept() {
     }
 }
 
-/// Compares the I/O APIC with the rules: edges and levels at random pins, with masks and ends of
-/// interrupts in any order.
+/// Compares the I/O APIC with the rules, for edges and levels at random pins, and masks and ends of interrupts in any
+/// order.
 #[test]
 fn every_interrupt_is_delivered_coalesced_or_ignored() {
     let mut random = Random(4);
@@ -529,7 +529,7 @@ fn every_interrupt_is_delivered_coalesced_or_ignored() {
     }
 }
 
-/// A guest that ends each interrupt before the next one gets exactly as many as were injected.
+/// A guest that ends each interrupt before the next edge gets exactly as many interrupts as were injected.
 #[test]
 fn with_an_end_between_none_is_lost() {
     let mut machine = Machine::default();

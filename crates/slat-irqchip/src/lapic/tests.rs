@@ -1,4 +1,4 @@
-//! The local APIC, register by register.
+//! Tests the local APIC register by register.
 
 use super::*;
 use crate::message::{DeliveryMode, Destination};
@@ -53,7 +53,7 @@ fn the_timer_fires_once_or_periodically() {
     );
 }
 
-/// KVM's `min_timer_period_us`: a guest must not keep the host busy with nothing but its timer.
+/// The limit is KVM's `min_timer_period_us`. Without the limit, a guest's timer could keep the host busy.
 #[test]
 fn a_period_is_at_least_200_us() {
     let mut lapic = enabled();
@@ -87,7 +87,7 @@ fn only_the_tsc_deadline_mode_stops_the_count() {
     assert_eq!(lapic.read(reg::TIMER_INITIAL, 20), 0);
 }
 
-/// As in KVM, a restored timer has the saved rest of the count, but no more than the initial count; a timer without an
+/// As in KVM, a restored timer has the saved rest of the count, limited to the initial count. A timer without an
 /// initial count is off.
 #[test]
 fn a_restored_timer_goes_on() {
@@ -250,8 +250,8 @@ fn a_count_that_has_ended_is_an_interrupt_also_when_a_new_one_begins() {
     assert_eq!((lapic.deadline(), lapic.tsc_deadline()), (None, 0));
 }
 
-/// The divide register matters to the other modes only. A restored APIC keeps its deadline, which is no
-/// register of the page.
+/// The divide register matters only to the other modes. The deadline is no register of the APIC page, so a restored
+/// APIC keeps it.
 #[test]
 fn a_tsc_deadline_stays_until_another_one_or_another_mode() {
     let armed = || {
@@ -282,7 +282,7 @@ fn a_deadline_beyond_all_time_does_not_come() {
     assert_eq!(lapic.deadline(), Some(u64::MAX));
 }
 
-/// SDM volume 3, 12.4.7.3: a guest in xAPIC mode may have given itself another id, and INIT leaves it.
+/// A guest in xAPIC mode may have given its APIC another id, and INIT keeps that id (SDM volume 3, 12.4.7.3).
 #[test]
 fn an_init_keeps_the_id() {
     let mut lapic = enabled();

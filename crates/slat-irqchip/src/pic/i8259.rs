@@ -19,7 +19,7 @@ pub struct PicState {
     pub priority_add: u8,
     /// The vector of input 0 (ICW2).
     pub irq_base: u8,
-    /// A read of the command port returns the in-service register, not the request register (OCW3).
+    /// Whether a read of the command port returns the in-service register instead of the request register (OCW3).
     pub read_reg_select: u8,
     /// The next read is a poll (OCW3).
     pub poll: u8,
@@ -41,7 +41,7 @@ pub struct PicState {
     pub elcr_mask: u8,
 }
 
-/// A command of the command port is ICW1.
+/// Bit of a command: the command is ICW1.
 const ICW1: u8 = 1 << 4;
 const ICW1_ICW4: u8 = 1;
 const ICW4_AEOI: u8 = 1 << 1;
@@ -90,7 +90,7 @@ impl PicState {
     pub(super) fn set_input(&mut self, input: u8, level: bool) -> Outcome {
         let bit = 1 << input;
         let level_triggered = self.elcr & bit != 0;
-        // An edge needs a low line before it. An edge at an input that already waits cannot be told from the first one.
+        // An edge needs a low line before it. A second edge is ignored while the input's request still waits.
         let new = level && self.irr & bit == 0 && (level_triggered || self.last_irr & bit == 0);
         if level {
             self.last_irr |= bit;
@@ -116,15 +116,15 @@ impl PicState {
         self.irr |= 1 << cascade;
     }
 
-    /// Returns the input of `set` with the highest priority, and its distance from the highest priority of all.
+    /// Returns the input of `set` with the highest priority, and how many priorities this input is below the highest.
     fn highest(&self, set: u8) -> Option<(u8, u32)> {
         let highest = u32::from(self.priority_add & 7);
         let distance = set.rotate_right(highest).trailing_zeros();
         (set != 0).then(|| ((distance + highest) as u8 & 7, distance))
     }
 
-    /// Returns the input whose interrupt the CPU gets next. `cascade` is the input of a slave. In special fully nested
-    /// mode, an interrupt in service at this input does not hold back another one of the slave.
+    /// Returns the input whose interrupt the CPU gets next. `cascade` is the input that a slave drives. In special
+    /// fully nested mode, an interrupt in service at `cascade` does not hold back another interrupt of the slave.
     pub(super) fn request(&self, cascade: Option<u8>) -> Option<u8> {
         let (input, distance) = self.highest(self.irr & !self.imr)?;
         let in_service = match self.special_mask != 0 {
@@ -137,8 +137,8 @@ impl PicState {
             .then_some(input)
     }
 
-    /// Moves the interrupt of `input` from requested to in service. Returns the inputs whose interrupts this has ended:
-    /// `input`, with automatic end of interrupt.
+    /// Moves the interrupt of `input` from requested to in service. Returns the inputs whose interrupts have ended by
+    /// this: `input` itself, with automatic end of interrupt.
     pub(super) fn acknowledge(&mut self, input: u8) -> u8 {
         let bit = 1 << input;
         if self.elcr & bit == 0 {
@@ -166,8 +166,8 @@ impl PicState {
         ended
     }
 
-    /// Reads the command port, or with `data` the data port. Returns the value, and the inputs whose
-    /// interrupts this has ended.
+    /// Reads the data port if `data` is true, otherwise the command port. Returns the value, and the inputs whose
+    /// interrupts the read has ended.
     pub(super) fn read(&mut self, data: bool, cascade: Option<u8>) -> (u8, u8) {
         if self.poll != 0 {
             self.poll = 0;
@@ -227,10 +227,10 @@ impl PicState {
     }
 
     /// Carries out ICW1. Forgets edges that wait, and ends the interrupts in service. Returns the inputs of both,
-    /// because nothing else ends their interrupts.
+    /// because no other command ends their interrupts.
     ///
-    /// As in KVM, a line that is high counts as an edge when it is raised again afterwards; in the data sheet,
-    /// it has to fall first.
+    /// As in KVM, if a line is high and is raised again afterwards, that counts as an edge. In the data sheet, the line
+    /// has to fall first.
     fn initialize(&mut self, icw1: u8) -> u8 {
         let ended = self.isr | self.irr & !self.elcr;
         self.last_irr = 0;

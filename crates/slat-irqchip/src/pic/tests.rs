@@ -36,7 +36,7 @@ fn vector(irq: usize) -> u8 {
     }
 }
 
-/// Acknowledges an interrupt, which has to be that of `irq`.
+/// Acknowledges an interrupt, and checks that it is the interrupt of `irq`.
 #[track_caller]
 fn expect(pics: &mut Pics, irq: usize) {
     assert!(pics.output());
@@ -192,7 +192,7 @@ fn priorities_rotate() {
     pulse(&mut pics, 3);
     pulse(&mut pics, 4);
     expect(&mut pics, 4);
-    // Rotate on a specific end: line 0 would be next, but 0 is lowest now.
+    // A rotating specific end of interrupt: line 0 would be next, but line 0 has the lowest priority now.
     assert_eq!(pics.write(0x20, 0xe0 | 4).ended, 1 << 4);
     assert_eq!(pics.save(Chip::Master).priority_add, 5);
     expect(&mut pics, 0);
@@ -205,7 +205,7 @@ fn automatic_ends() {
     let acknowledged = pics.acknowledge();
     assert_eq!(acknowledged.vector, vector(9));
     assert_eq!(acknowledged.ended, 1 << 9 | 1 << 2);
-    // Nothing is in service, so lower priorities are delivered at once.
+    // No interrupt is in service, so lower priorities are delivered at once.
     pics.write(0x20, 0x80);
     for irq in [5, 5, 6, 5] {
         pulse(&mut pics, irq);
@@ -293,7 +293,7 @@ fn initialization() {
     pics.set_line(4, 0, true);
     pics.write(0x20, 0x0b);
     let change = pics.write(0x20, 0x10);
-    // The forgotten interrupts are reported as ended to those who wait for them.
+    // The forgotten interrupts are reported as ended, because other parts may wait for their end.
     assert_eq!((change.ended, change.unmasked), (0b11010, 0xf0));
     let state = pics.save(Chip::Master);
     assert_eq!((state.irr, state.isr, state.imr), (0, 0, 0));
@@ -307,7 +307,7 @@ fn initialization() {
         (state.irq_base, state.imr, state.init_state),
         (0x40, 0x55, 0)
     );
-    // The line that stayed high can make an edge again.
+    // The line that stayed high can cause an edge again.
     pics.write(0x21, 0);
     assert_eq!(pics.set_line(4, 0, true), Outcome::Delivered(1));
     assert_eq!(pics.acknowledge().vector, 0x44);
@@ -381,9 +381,8 @@ fn line_of(vector: u8) -> usize {
     (0..LINES).find(|&irq| self::vector(irq) == vector).unwrap()
 }
 
-/// Edges come from devices; lines are masked and unmasked; and a guest serves interrupts late. Each edge that
-/// was reported as delivered, or that was the first at a masked line, is one interrupt of the guest; the
-/// other edges are none.
+/// Devices cause edges, lines are masked and unmasked, and a guest serves interrupts late. Each edge that was reported
+/// as delivered, or that was the first at a masked line, causes one interrupt in the guest. Other edges cause none.
 #[test]
 fn every_edge_is_one_interrupt_or_coalesced() {
     let mut random = Random(2);
@@ -430,8 +429,8 @@ fn every_edge_is_one_interrupt_or_coalesced() {
                 }
             }
             3 if random.below(8) == 0 => {
-                // Line 2 stays unmasked, and no requested line is masked: the master would then keep the slave's
-                // latched request, and line 15 would get it.
+                // Line 2 stays unmasked, and no requested line is masked. Otherwise the master would keep the slave's
+                // latched request, and line 15 would get a spurious interrupt.
                 let state = pics.save(Chip::Slave);
                 pics.write(0x21, random.next() as u8 & !(1 << 2));
                 pics.write(0xa1, random.next() as u8 & !state.irr);
@@ -446,7 +445,7 @@ fn every_edge_is_one_interrupt_or_coalesced() {
     }
 }
 
-/// Devices hold their line until the guest has served them. Each level is served, whatever else happens.
+/// Devices hold their line until the guest has served them. Each level is served, in any order of events.
 #[test]
 fn every_level_is_served() {
     let mut random = Random(3);
@@ -488,7 +487,7 @@ fn every_level_is_served() {
     assert_eq!(raised, served);
 }
 
-/// After a restore it is unknown which source holds a line: the level stays until the line is lowered.
+/// After a restore the sources that hold a line are unknown: the level stays until the line is lowered.
 #[test]
 fn a_restored_level_does_not_end_with_its_interrupt() {
     let mut pics = Pics::with_sources_until_end(1 << 1);

@@ -7,27 +7,27 @@ use super::time::ticks;
 /// A saved state may come from a client, so that every field can have any value.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ChannelState {
-    /// The initial count. 0 stands for 65,536.
+    /// The initial count. 0 means 65,536.
     pub count: u32,
     /// The count that the count latch command has stored.
     pub latched_count: u16,
     /// Which bytes of `latched_count` to read next, in the form of `rw_mode`; 0 for none.
     pub count_latched: u8,
-    /// `status` is to be read next.
+    /// Whether the next read returns `status`.
     pub status_latched: u8,
     /// The status that the read-back command has stored.
     pub status: u8,
-    /// The byte of the count that the next read returns: in the form of `rw_mode`, or 4 for the second byte of "both".
+    /// The byte of the count that the next read returns: a value of `rw_mode`, or 4 for the second of two bytes.
     pub read_state: u8,
-    /// Which byte of the initial count is written next, in the form of `read_state`.
+    /// The byte of the initial count that is written next, in the form of `read_state`.
     pub write_state: u8,
     /// The first byte of two that were written.
     pub write_latch: u8,
     /// The bytes of the count that reads and writes transfer: 1 low, 2 high, 3 low and then high.
     pub rw_mode: u8,
-    /// The mode, 0 to 5. Other values mean that the counter was not programmed yet: KVM uses 0xff.
+    /// The mode, 0 to 5. Other values mean that the counter was not programmed yet; KVM uses 0xff.
     pub mode: u8,
-    /// The counter has four decimal digits.
+    /// Whether the counter counts in four decimal digits.
     pub bcd: u8,
     /// The gate input.
     pub gate: u8,
@@ -136,7 +136,7 @@ impl Channel {
         }
     }
 
-    /// Returns the count in progress and its mode, if the guest or a client has set it.
+    /// Returns the count in progress and its mode, if the guest or a client has programmed the counter.
     pub(super) fn programmed(&self) -> Option<(Mode, Run)> {
         self.run
             .filter(|_| self.state.mode <= 5)
@@ -203,8 +203,8 @@ impl Channel {
         self.state.bcd & 1 != 0
     }
 
-    /// Sets an initial count. As in KVM, it takes effect at once, even in the middle of a period; but a count that a
-    /// rising gate starts waits for that.
+    /// Sets an initial count. As in KVM, the count takes effect at once, even in the middle of a period. In the modes
+    /// that a rising gate starts, the count waits for the gate.
     fn load(&mut self, count: u32, now: u64) {
         self.set_count(count, now);
         if !self.mode().is_triggered() {
@@ -310,20 +310,20 @@ impl Channel {
         let modulus = if self.is_decimal() { 10_000 } else { 0x1_0000 };
         let left = match self.mode() {
             Mode::RateGenerator => count - gone % count,
-            // The count decreases by two at each tick, in both halves. An odd count begins one less, and its first
-            // half has one tick more.
+            // The count decreases by two at each tick, in both halves. An odd count begins with the next smaller even
+            // number, and its first half has one tick more.
             Mode::SquareWave => {
                 let (half, gone) = (count.div_ceil(2), gone % count);
                 let gone_of_half = if gone < half { gone } else { gone - half };
                 (count & !1) - 2 * gone_of_half
             }
-            // Below zero it continues from the greatest count.
+            // Below zero the count continues from the greatest count.
             _ => (count % modulus + modulus - gone % modulus) % modulus,
         };
         self.digits((left % modulus) as u16)
     }
 
-    /// Returns `count` as the counter's port shows it.
+    /// Returns `count` as the counter's port shows it: in decimal digits, if the counter is decimal.
     fn digits(&self, count: u16) -> u16 {
         match self.is_decimal() {
             true => (0..4).rev().fold(0, |digits, place| {

@@ -1,10 +1,11 @@
-//! Which ticks become interrupts.
+//! Decides which ticks become interrupts.
 
 /// The ticks that wait for the guest.
 #[derive(Clone, Debug)]
 pub(super) struct Reinjection {
     on: bool,
-    /// Ticks that the guest has not acknowledged. The first one is being delivered, and the others wait for it.
+    /// The number of ticks that the guest has not acknowledged. The first tick is being delivered; all later ticks
+    /// wait.
     unacknowledged: u64,
 }
 

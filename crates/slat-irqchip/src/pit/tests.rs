@@ -1,4 +1,4 @@
-//! The 8254: modes and commands of the data sheet, ticks and reinjection.
+//! Tests the 8254: modes and commands of the data sheet, ticks and reinjection.
 
 use super::{ChannelState, HPET_LEGACY, Pit, PitState, SPEAKER_DATA_ON};
 use crate::random::Random;
@@ -9,7 +9,7 @@ const BEGIN: u64 = 1_000_000_007;
 const CONTROL: u16 = 0x43;
 const MS: u64 = 1_000_000;
 
-/// Returns the time in nanoseconds after which `ticks` of 105/88 MHz are complete.
+/// Returns the time in nanoseconds after which `ticks` of the clock (105 ticks in 88 us) are complete.
 fn ns(ticks: u64) -> u64 {
     (ticks * 88_000).div_ceil(105)
 }
@@ -57,7 +57,7 @@ fn counter_2(mode: u8, count: u16) -> Pit {
     pit
 }
 
-/// Returns OUT of counter 2 at each of the first ticks of its count.
+/// Returns the level of counter 2's OUT at each of the first ticks of its count.
 fn wave(pit: &mut Pit, begin: u64, ticks: u64) -> Vec<u8> {
     (0..ticks)
         .map(|tick| u8::from(out(pit, 2, begin + ns(tick))))
@@ -136,7 +136,7 @@ fn decimal_counts() {
     assert_eq!(count(&mut pit, 2, BEGIN + ns(1001)), 0x9999);
     assert!(out(&mut pit, 2, BEGIN + ns(1000)));
     assert_eq!(status(&mut pit, 2, BEGIN) & 0x3f, 0x31);
-    // 0 is the greatest count. Digits other than 0 to 9 do no harm.
+    // A count of 0 is the greatest count. Digits other than 0 to 9 do no harm.
     pit.write(CONTROL, 0x35, BEGIN);
     load(&mut pit, 0, 0, BEGIN);
     assert_eq!(pit.next_deadline(), Some(BEGIN + ns(10_000)));
@@ -184,7 +184,7 @@ fn bytes_of_a_count() {
     pit.write(0x40, 0xf0, BEGIN);
     assert_eq!(pit.read(0x40, BEGIN), 0xf0);
     assert_eq!(pit.read(0x40, BEGIN + ns(1)), 0xef);
-    // The high byte only.
+    // Only the high byte is written.
     pit.write(CONTROL, 0x24, BEGIN);
     pit.write(0x40, 0x12, BEGIN);
     assert_eq!(pit.save().channels[0].count, 0x1200);
@@ -195,7 +195,7 @@ fn bytes_of_a_count() {
     assert_eq!(pit.read(0x40, BEGIN), 0x00);
     assert_eq!(pit.read(0x40, BEGIN + ns(1)), 0x11);
     assert_eq!(pit.read(0x40, BEGIN + ns(1)), 0xff);
-    // With a latch, both bytes are of the same time, and a second latch before the read does nothing.
+    // With a latch, both bytes are of the same time. A second latch before the read has no effect.
     pit.write(CONTROL, 0x00, BEGIN + ns(2));
     pit.write(CONTROL, 0x00, BEGIN + ns(3));
     assert_eq!(pit.read(0x40, BEGIN + ns(9)), 0xfe);
@@ -224,7 +224,7 @@ fn read_back() {
     assert_eq!(status(&mut pit, 0, BEGIN), 0xf4);
     load(&mut pit, 0, 7, BEGIN);
     assert_eq!(status(&mut pit, 0, BEGIN), 0xb4);
-    // Modes 6 and 7 are 2 and 3.
+    // Modes 6 and 7 mean modes 2 and 3.
     for (control, mode) in [(0x3c, 2), (0x3e, 3)] {
         pit.write(CONTROL, control, BEGIN);
         assert_eq!(pit.save().channels[0].mode, mode);
@@ -286,7 +286,7 @@ fn nothing_ticks_until_programmed() {
     assert_eq!(pit.next_deadline(), None);
     program(&mut pit, 0, 2, 1000, BEGIN);
     assert!(pit.next_deadline().is_some());
-    // A control word alone stops the count. In mode 0, and only there, the first byte of a count stops it, too.
+    // A control word alone stops the count. Only in mode 0 the first byte of a count stops it, too.
     pit.write(CONTROL, 0x34, BEGIN);
     assert_eq!(pit.next_deadline(), None);
     for (mode, stops) in [(0, true), (2, false), (4, false)] {
@@ -307,9 +307,9 @@ fn a_period_is_at_least_200_us() {
     assert_eq!(pit.next_deadline(), Some(first));
     assert!(pit.expire(first));
     assert_eq!(pit.next_deadline(), Some(first + 200_000));
-    // The guest sees the count it wrote nevertheless.
+    // The guest nevertheless sees the count that it wrote.
     assert_eq!(pit.save().channels[0].count, 2);
-    // This call takes no time, however late the caller is.
+    // This call returns quickly, however late the caller is.
     assert!(pit.expire(u64::MAX - 1));
     assert!(!pit.expire(u64::MAX - 1));
 }
@@ -336,7 +336,7 @@ fn reinjected_ticks_wait_for_the_acknowledgement() {
     pit.reset_reinjection();
     assert!(!pit.acknowledged());
     assert!(pit.expire(tick(10)));
-    // A new count does the same.
+    // A new count also drops the waiting ticks.
     assert!(!pit.expire(tick(20)));
     load(&mut pit, 0, 11_932, tick(20));
     assert!(!pit.acknowledged());
@@ -442,7 +442,7 @@ fn any_state_is_survived_and_kept() {
         }
         assert_eq!(saved, state);
         for _ in 0..20 {
-            // Time may even go back: a caller's mistake that must do no harm.
+            // Time may even go back. That is a caller's mistake, which must do no harm.
             now = match random.below(4) {
                 0 => random.next(),
                 _ => now.wrapping_add(random.below(1 << 30)),

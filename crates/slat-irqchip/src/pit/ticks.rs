@@ -1,10 +1,10 @@
-//! The times of counter 0's ticks, and their number.
+//! Computes the times of counter 0's ticks, and counts them.
 
 use super::channel::{Mode, Run};
 use super::time::{nanoseconds, ticks};
 
-/// Nanoseconds of the shortest period: KVM's `min_timer_period_us`. A shorter count ticks at this period, but the guest
-/// reads the count that it wrote.
+/// Nanoseconds of the shortest period: KVM's `min_timer_period_us`. A shorter count ticks with this period, but the
+/// guest reads the count that it wrote.
 const MIN_PERIOD: u64 = 200_000;
 
 /// The ticks of one count. The default has none.
@@ -19,16 +19,16 @@ pub(super) struct Ticks {
 enum Schedule {
     /// The counter ticks once, at this time.
     Once(u64),
-    /// A tick at the end of each `count` ticks of the clock. Each is computed from the beginning, so that rounding
-    /// errors do not add up.
+    /// There is a tick at the end of each `count` ticks of the clock. Each tick is computed from the beginning, so that
+    /// rounding errors do not add up.
     Periodic { since: u64, count: u64 },
-    /// The first tick is at this time; the others follow at distances of [`MIN_PERIOD`].
+    /// The first tick is at this time; later ticks follow at distances of [`MIN_PERIOD`].
     Limited(u64),
 }
 
 impl Ticks {
-    /// Creates the ticks of a count in `mode`. Modes that need a rising gate have none, because the gate of
-    /// counter 0 is always high.
+    /// Creates the ticks of a count in `mode`. Modes that need a rising gate have no ticks, because the gate of counter
+    /// 0 is always high.
     pub(super) fn new(mode: Mode, run: Run) -> Self {
         let period = nanoseconds(run.ticks.into());
         let first = run.since.saturating_add(period);

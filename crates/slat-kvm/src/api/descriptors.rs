@@ -1,9 +1,9 @@
-//! Raw descriptors: which object a descriptor of this crate refers to.
+//! Raw descriptors, and the objects of this crate to which they refer.
 //!
-//! kvm-ioctls makes an object of any descriptor, because the kernel knows which object it refers to. This crate lists
-//! the objects that clients hold by their files, so that a duplicate of a descriptor refers to the same object. The
-//! list keeps an object as long as the client holds a [`Descriptor`] of it. A raw descriptor alone keeps only private
-//! memory, because the client gets nothing else for it.
+//! kvm-ioctls can make an object of any descriptor, because the kernel knows to which object the descriptor refers.
+//! This crate lists the objects that clients hold by their files, so that a duplicate of a descriptor refers to the
+//! same object. The list keeps an object as long as the client holds a [`Descriptor`] of it. A raw descriptor alone
+//! keeps only guest_memfd memory, because for that the client gets only a raw descriptor.
 
 use crate::errno::{Result, fail};
 use crate::file_id::FileId;
@@ -20,9 +20,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 struct Entry {
     file: FileId,
     object: Object,
-    /// How many [`Descriptor`]s refer to the object.
+    /// The number of [`Descriptor`]s that refer to the object.
     descriptors: usize,
-    /// The VM whose life keeps the object in the list, also without a [`Descriptor`].
+    /// The VM that keeps the object in the list as long as it lives, even without a [`Descriptor`].
     vm: Weak<VmObject>,
 }
 
@@ -40,7 +40,7 @@ fn find(entries: &[Entry], file: FileId) -> std::result::Result<usize, usize> {
 fn insert(entry: Entry) -> Result<()> {
     let mut entries = entries();
     heap::reserve(&mut entries, 1)?;
-    // A file that is in the list is still open: another cannot have its number.
+    // A file that is in the list is still open, so another file cannot have its device and inode number.
     let (Ok(index) | Err(index)) = find(&entries, entry.file);
     entries.insert(index, entry);
     Ok(())
@@ -70,12 +70,12 @@ impl Descriptor {
         Ok(Descriptor { fd, file })
     }
 
-    /// Takes ownership of a client's descriptor. Returns the object that the descriptor refers to, as `is` unpacks it.
+    /// Takes ownership of a client's descriptor. Returns the object that the descriptor refers to, unpacked by `is`.
     /// After an error the client still owns the descriptor.
     ///
     /// # Errors
-    /// `EBADF` for a closed descriptor; `ENOTTY`, as from an `ioctl` of the kernel, where `is` returns
-    /// `None`, or for no object.
+    /// `EBADF` for a closed descriptor. `ENOTTY`, as from the kernel's `ioctl`, if the descriptor refers to no object,
+    /// or `is` returns `None`.
     ///
     /// # Safety
     /// Nothing else owns the descriptor.
@@ -103,8 +103,8 @@ impl Descriptor {
     }
 }
 
-/// Gives the client a raw descriptor of private memory. The list keeps the memory as long as its VM lives, or until the
-/// client drops the [`Descriptor`] that it made of the raw one.
+/// Gives the client a raw descriptor of private memory. The list keeps the memory as long as its VM lives. If the
+/// client makes a [`Descriptor`] of the raw descriptor, the list keeps the memory until the client drops it.
 ///
 /// # Errors
 /// `ENOMEM`.
@@ -126,7 +126,7 @@ impl AsRawFd for Descriptor {
 
 impl Drop for Descriptor {
     fn drop(&mut self) {
-        // A forked child has another list, which does not hold this object.
+        // A forked child has an empty list of its own, which does not hold this object.
         if ENTRIES.peek().is_none() {
             return;
         }
@@ -139,7 +139,7 @@ impl Drop for Descriptor {
             (entries[index].descriptors == 0).then(|| entries.remove(index))
         };
         if let Some(released) = released {
-            // Not under the list's lock: an object that is dropped may lock the list again.
+            // The object is dropped after the list is unlocked, because its drop may lock the list again.
             drop(released);
             release_memory();
         }

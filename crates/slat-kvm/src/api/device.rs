@@ -52,7 +52,7 @@ impl DeviceFd {
     /// `EPERM`: no attribute can be read.
     ///
     /// # Safety
-    /// None is needed: nothing is written. The method is unsafe because kvm-ioctls' is.
+    /// No condition is needed, because nothing is written. The method is unsafe because kvm-ioctls' method is.
     pub unsafe fn get_device_attr(&self, device_attr: &mut kvm_device_attr) -> Result<()> {
         match &self.0 {
             Device::Vfio(device, _) => device.attribute(),
@@ -61,7 +61,7 @@ impl DeviceFd {
     }
 }
 
-/// Passes a request for a descriptor that is no device of this crate to the kernel, which refuses it.
+/// Passes a request to the kernel, which refuses it. Call for a descriptor that is no device of this crate.
 fn refusal(fd: &OwnedFd, request: u32, attribute: &kvm_device_attr) -> Result<()> {
     let attribute: *const kvm_device_attr = attribute;
     // SAFETY: the struct lives, and the kernel only reads it.
@@ -104,7 +104,7 @@ impl FromRawFd for DeviceFd {
             Object::Device(device) => Some(device.clone()),
             _ => None,
         };
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         DeviceFd(match unsafe { Descriptor::adopt(fd, device) } {
             Ok((device, descriptor)) => Device::Vfio(device, descriptor),
             // SAFETY: the caller's, and `adopt` has not taken `fd`.

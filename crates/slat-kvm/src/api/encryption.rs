@@ -1,4 +1,4 @@
-//! Calls of a [`VmFd`] for encrypted guests: refused, as by a KVM without SEV.
+//! Calls of a [`VmFd`] for encrypted guests. All are refused, as by a KVM without SEV.
 
 use super::VmFd;
 use crate::errno::{Result, fail};
@@ -11,7 +11,7 @@ impl VmFd {
     /// `ENOTTY`: there is no encryption.
     ///
     /// # Safety
-    /// None is needed: `op` is not looked at. The method is unsafe because kvm-ioctls' is.
+    /// No condition is needed, because `op` is not read. The method is unsafe because kvm-ioctls' method is.
     pub unsafe fn encrypt_op<T>(&self, op: *mut T) -> Result<()> {
         let _ = op;
         self.refuse_encryption()
@@ -20,7 +20,7 @@ impl VmFd {
     /// `KVM_MEMORY_ENCRYPT_OP` with an SEV command.
     ///
     /// # Errors
-    /// As for [`encrypt_op`](Self::encrypt_op).
+    /// The errors are those of [`encrypt_op`](Self::encrypt_op).
     pub fn encrypt_op_sev(&self, op: &mut kvm_sev_cmd) -> Result<()> {
         // SAFETY: a live struct.
         unsafe { self.encrypt_op(op) }
@@ -29,7 +29,7 @@ impl VmFd {
     /// `KVM_MEMORY_ENCRYPT_REG_REGION`.
     ///
     /// # Errors
-    /// As for [`encrypt_op`](Self::encrypt_op).
+    /// The errors are those of [`encrypt_op`](Self::encrypt_op).
     pub fn register_enc_memory_region(&self, memory_region: &kvm_enc_region) -> Result<()> {
         let _ = memory_region;
         self.refuse_encryption()
@@ -38,7 +38,7 @@ impl VmFd {
     /// `KVM_MEMORY_ENCRYPT_UNREG_REGION`.
     ///
     /// # Errors
-    /// As for [`encrypt_op`](Self::encrypt_op).
+    /// The errors are those of [`encrypt_op`](Self::encrypt_op).
     pub fn unregister_enc_memory_region(&self, memory_region: &kvm_enc_region) -> Result<()> {
         let _ = memory_region;
         self.refuse_encryption()

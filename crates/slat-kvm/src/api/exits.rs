@@ -95,12 +95,13 @@ pub(super) fn exit(page: &mut RunPage) -> VcpuExit<'_> {
             let data = unsafe { &event.__bindgen_anon_1.data };
             VcpuExit::SystemEvent(event.type_, &data[..event.ndata as usize])
         }
-        // Exits of other architectures, and those that kvm-ioctls has no name for.
+        // Exits of other architectures, and exits for which kvm-ioctls has no name.
         reason => VcpuExit::Unsupported(reason),
     }
 }
 
-/// Returns `KVM_EXIT_MEMORY_FAULT`, the one exit that `KVM_RUN` returns with an error; else the error.
+/// Returns `KVM_EXIT_MEMORY_FAULT`, the only exit that `KVM_RUN` returns with an error. For other errors, returns the
+/// error.
 pub(super) fn exit_with(error: Error, page: &mut RunPage) -> Result<VcpuExit<'_>> {
     let run = run(page);
     let faulted = [libc::EFAULT, libc::EHWPOISON].contains(&error.errno());
@@ -117,7 +118,7 @@ pub(super) fn exit_with(error: Error, page: &mut RunPage) -> Result<VcpuExit<'_>
 
 /// The `kvm_run` struct of the client's own mapping.
 pub(super) fn run(page: &mut RunPage) -> &mut kvm_run {
-    // SAFETY: a mapping of shared memory that lives as long as the borrow, plain data. The library changes it during
-    // calls that borrow the vCPU exclusively; as with the kernel's, nothing else here does.
+    // SAFETY: a mapping of shared memory that lives as long as the borrow, plain data. The library changes it only
+    // during calls that borrow the vCPU exclusively, as the kernel does with its own.
     unsafe { &mut *page.ptr() }
 }

@@ -10,7 +10,7 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 
 /// Guest memory in a file of its own (a guest_memfd). kvm-ioctls has only the raw descriptor, on which the kernel's
-/// `fallocate` works; here [`fallocate`](Self::fallocate) is a method. Dropping this releases the memory.
+/// `fallocate` works; here [`fallocate`](Self::fallocate) is a method. Dropping this value releases the memory.
 #[derive(Debug)]
 pub struct GuestMemfdFd {
     guest_memfd: Arc<GuestMemfd>,
@@ -18,12 +18,12 @@ pub struct GuestMemfdFd {
 }
 
 impl VmFd {
-    /// `KVM_CREATE_GUEST_MEMFD`. Returns a descriptor that the caller closes. The memory lives as long as the VM, also
-    /// when the descriptor is closed, unless the caller makes a [`GuestMemfdFd`] of it.
+    /// `KVM_CREATE_GUEST_MEMFD`. Returns a descriptor, which the caller closes. The memory lives as long as the VM,
+    /// even after the descriptor is closed, unless the caller makes a [`GuestMemfdFd`] of the descriptor.
     ///
     /// # Errors
-    /// `EINVAL` for flags that `KVM_CAP_GUEST_MEMFD_FLAGS` does not have and a size that is 0 or not of whole pages,
-    /// what the host returns for making a file.
+    /// `EINVAL` for flags that `KVM_CAP_GUEST_MEMFD_FLAGS` does not have, and for a size that is 0 or not of whole
+    /// pages; the host's error for making a file.
     pub fn create_guest_memfd(&self, gmem: kvm_create_guest_memfd) -> Result<RawFd> {
         let (memory, fd) = self.vm.create_guest_memfd(&gmem)?;
         descriptors::give_away(fd, memory, &self.vm)
@@ -43,7 +43,7 @@ impl GuestMemfdFd {
             Object::GuestMemfd(memory) => Some(memory.clone()),
             _ => None,
         };
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         let (guest_memfd, fd) = unsafe { Descriptor::adopt(fd, memory)? };
         Ok(GuestMemfdFd { guest_memfd, fd })
     }
@@ -52,7 +52,7 @@ impl GuestMemfdFd {
     /// on KVM's descriptor.
     ///
     /// # Errors
-    /// As for [`GuestMemfd::fallocate`].
+    /// The errors are those of [`GuestMemfd::fallocate`].
     pub fn fallocate(&self, mode: i32, offset: i64, len: i64) -> Result<()> {
         self.guest_memfd.fallocate(mode, offset, len)
     }

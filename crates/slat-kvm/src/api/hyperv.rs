@@ -20,7 +20,7 @@ impl VcpuFd {
     /// `KVM_GET_SUPPORTED_HV_CPUID` of a vCPU.
     ///
     /// # Errors
-    /// As for [`Kvm::get_supported_hv_cpuid`].
+    /// The errors are those of [`Kvm::get_supported_hv_cpuid`].
     pub fn get_supported_hv_cpuid(&self, num_entries: usize) -> Result<CpuId> {
         cpuid(&self.vcpu.supported_hv_cpuid()?, num_entries)
     }
@@ -30,8 +30,8 @@ impl VmFd {
     /// `KVM_HYPERV_EVENTFD`: adds or removes a connection that the guest signals by a hypercall, as an eventfd.
     ///
     /// # Errors
-    /// `EINVAL` for unknown flags, an id of more than 24 bits, and a descriptor that is no eventfd; `EEXIST` for an id
-    /// in use, `ENOENT` for the removal of one that is not; `EBADF`, `EMFILE`, `ENOMEM`.
+    /// `EINVAL` for unknown flags, an id of more than 24 bits, and a descriptor that is no eventfd; `EEXIST` for adding
+    /// an id that is in use, `ENOENT` for removing an id that is not in use; `EBADF`, `EMFILE`, `ENOMEM`.
     pub fn hyperv_eventfd(&self, hyperv_eventfd: &kvm_hyperv_eventfd) -> Result<()> {
         self.vm.hyperv_eventfd(hyperv_eventfd)
     }

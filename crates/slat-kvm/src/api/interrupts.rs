@@ -28,7 +28,7 @@ impl VmFd {
     /// `KVM_SET_IRQCHIP`.
     ///
     /// # Errors
-    /// As for [`get_irqchip`](Self::get_irqchip).
+    /// The errors are those of [`get_irqchip`](Self::get_irqchip).
     pub fn set_irqchip(&self, irqchip: &kvm_irqchip) -> Result<()> {
         self.vm.set_irqchip(irqchip)
     }
@@ -86,10 +86,10 @@ impl VmFd {
     }
 
     /// `KVM_IOEVENTFD`: makes guest writes to `addr` signal `fd`. With [`NoDatamatch`](crate::NoDatamatch), writes of
-    /// any size and value do, else those of the value `datamatch` and the size of `T`.
+    /// any size and value signal `fd`; otherwise only writes of the value `datamatch` with the size of `T`.
     ///
     /// # Errors
-    /// `EEXIST` when a write could match another registration, too; `EINVAL`.
+    /// `EEXIST` if one write could match this registration and an earlier one; `EINVAL`.
     pub fn register_ioevent<T: Into<u64>>(
         &self,
         fd: &EventFd,
@@ -100,7 +100,7 @@ impl VmFd {
     }
 
     /// Removes the registration that [`register_ioevent`](Self::register_ioevent) made. When this returns, no vCPU
-    /// signals `fd` for it.
+    /// signals `fd` for that registration.
     ///
     /// # Errors
     /// `ENOENT` when there is no such registration.
@@ -123,10 +123,10 @@ impl VmFd {
     }
 
     /// Like [`register_irqfd`](Self::register_irqfd), but level-triggered: a signal of `fd` raises the line of `gsi`,
-    /// the guest's end of interrupt lowers the line and signals `resamplefd`.
+    /// and the guest's end of interrupt lowers the line and signals `resamplefd`.
     ///
     /// # Errors
-    /// As for [`register_irqfd`](Self::register_irqfd), and `EINVAL` without I/O APIC.
+    /// The errors are those of [`register_irqfd`](Self::register_irqfd), and `EINVAL` without I/O APIC.
     pub fn register_irqfd_with_resample(
         &self,
         fd: &EventFd,

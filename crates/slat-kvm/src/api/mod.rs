@@ -2,14 +2,14 @@
 //!
 //! To port a program, change `use kvm_ioctls::…` to `use slat_kvm::…`. Differences that a program can see:
 //!
-//! - A signal handler ends `KVM_RUN` through [`VcpuFd::set_kvm_immediate_exit`] (polled every millisecond), or at once
-//!   if the handler calls [`crate::signal_arrived`].
-//! - Changes of the host's mappings under guest memory are found when the guest touches the page, or at once if they
-//!   are made in [`crate::notify::around`].
-//! - A duplicate of a descriptor keeps no object alive: make a `VmFd`, `VcpuFd` or `DeviceFd` of it while the
-//!   object has another one.
-//! - Descriptors are for these types. For the kernel they are memfds: it refuses `ioctl` on them, and `fallocate` on
-//!   private memory; use [`GuestMemfdFd::fallocate`].
+//! - A signal handler of the program ends `KVM_RUN` by [`VcpuFd::set_kvm_immediate_exit`], which slat polls every
+//!   millisecond. `KVM_RUN` ends at once if the handler calls [`crate::signal_arrived`].
+//! - If the program changes the host's mappings under guest memory, slat finds the change when the guest touches the
+//!   page. slat finds the change at once if it is made in [`crate::notify::around`].
+//! - A duplicate of a descriptor keeps no object alive. Make a `VmFd`, `VcpuFd` or `DeviceFd` of a duplicate while the
+//!   object has another descriptor.
+//! - Descriptors work only with these types. For the kernel they are memfds: it refuses `ioctl` on them, and
+//!   `fallocate` on private memory; use [`GuestMemfdFd::fallocate`].
 
 mod descriptors;
 mod device;

@@ -7,7 +7,8 @@ use kvm_bindings::{KVM_MSR_FILTER_MAX_RANGES, kvm_msr_filter};
 use kvm_ioctls::{MsrFilterDefaultAction, MsrFilterRange};
 
 impl VmFd {
-    /// `KVM_X86_SET_MSR_FILTER`: chooses the MSRs that the guest may access. Those in no range have the default action.
+    /// `KVM_X86_SET_MSR_FILTER`: chooses the MSRs that the guest may access. The default action applies to MSRs in no
+    /// range.
     ///
     /// # Errors
     /// `EINVAL` for more ranges than a filter can have, a bitmap that is too short for its range, and an
@@ -24,7 +25,7 @@ impl VmFd {
             flags: default_action as u32,
             ..Default::default()
         };
-        // KVM reads bitmaps in words; the client's may end within a word.
+        // KVM reads bitmaps in words, and the client's bitmap may end within a word.
         let mut bitmaps = heap::with_room(ranges.len())?;
         for (to, range) in filter.ranges.iter_mut().zip(ranges) {
             let Some(bytes) = range.bitmap.get(..range.msr_count.div_ceil(8) as usize) else {
@@ -48,7 +49,7 @@ impl VmFd {
     /// Like [`set_msr_filter`](Self::set_msr_filter), with KVM's own struct.
     ///
     /// # Errors
-    /// As for [`set_msr_filter`](Self::set_msr_filter), and `EFAULT` for a bitmap that is not mapped.
+    /// The errors are those of [`set_msr_filter`](Self::set_msr_filter), and `EFAULT` for a bitmap that is not mapped.
     ///
     /// # Safety
     /// The bitmaps have a bit for each MSR of their ranges, in whole words.

@@ -9,9 +9,9 @@ use slat_x86::svm::VMCB_BYTES;
 use std::num::NonZeroUsize;
 use std::ptr;
 
-/// The page of nested state after the header.
+/// The page that follows the header in nested state.
 type NestedVmcb = [u8; VMCB_BYTES];
-/// The header that nested state begins with, in words.
+/// The header at the beginning of nested state, in words.
 type NestedHeader = [u64; nested::WORDS];
 
 impl VcpuFd {
@@ -98,7 +98,8 @@ impl VcpuFd {
     /// `KVM_SET_LAPIC`.
     ///
     /// # Errors
-    /// `EINVAL` without interrupt controller, and for another id than the x2APIC has, where the client uses 32-bit ids.
+    /// `EINVAL` without interrupt controller. If the client uses 32-bit ids, also `EINVAL` for an id that is not the
+    /// x2APIC's.
     pub fn set_lapic(&self, klapic: &kvm_lapic_state) -> Result<()> {
         self.vcpu.set_lapic(klapic)
     }
@@ -145,14 +146,15 @@ impl VcpuFd {
         Ok(xsave)
     }
 
-    /// `KVM_GET_XSAVE2`. Every area has the size of `kvm_xsave`, which `KVM_CAP_XSAVE2` returns, so the rest of
-    /// `xsave` is unchanged.
+    /// `KVM_GET_XSAVE2`. Every area has the size of `kvm_xsave`, which `KVM_CAP_XSAVE2` returns, so the rest of `xsave`
+    /// is not changed.
     ///
     /// # Errors
     /// `EIO`.
     ///
     /// # Safety
-    /// None is needed: the area is of fixed size here. The method is unsafe because kvm-ioctls' is.
+    /// No condition is needed, because the area has a fixed size here. The method is unsafe because kvm-ioctls' method
+    /// is.
     pub unsafe fn get_xsave2(&self, xsave: &mut Xsave) -> Result<()> {
         // SAFETY: the length of the flexible array is not changed.
         self.fill(unsafe { &mut xsave.as_mut_fam_struct().xsave })
@@ -172,7 +174,8 @@ impl VcpuFd {
     /// `EINVAL` for state components that the CPU does not have.
     ///
     /// # Safety
-    /// None is needed: the area is of fixed size here. The method is unsafe because kvm-ioctls' is.
+    /// No condition is needed, because the area has a fixed size here. The method is unsafe because kvm-ioctls' method
+    /// is.
     pub unsafe fn set_xsave(&self, xsave: &kvm_xsave) -> Result<()> {
         let mut area = [0; 4096];
         for (bytes, word) in area.chunks_exact_mut(4).zip(&xsave.region) {
@@ -184,12 +187,12 @@ impl VcpuFd {
     /// Like [`set_xsave`](Self::set_xsave), from the type that [`get_xsave2`](Self::get_xsave2) fills.
     ///
     /// # Errors
-    /// As for [`set_xsave`](Self::set_xsave).
+    /// The errors are those of [`set_xsave`](Self::set_xsave).
     ///
     /// # Safety
-    /// As for [`set_xsave`](Self::set_xsave).
+    /// The conditions are those of [`set_xsave`](Self::set_xsave).
     pub unsafe fn set_xsave2(&self, xsave: &Xsave) -> Result<()> {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { self.set_xsave(&xsave.as_fam_struct_ref().xsave) }
     }
 
@@ -241,11 +244,11 @@ impl VcpuFd {
         self.vcpu.set_vcpu_events(vcpu_events)
     }
 
-    /// `KVM_GET_NESTED_STATE`. Returns the size of the state in bytes; `None`: it is the header alone, the guest
-    /// runs no nested guest.
+    /// `KVM_GET_NESTED_STATE`. Returns the size of the state in bytes. `None`: the guest runs no nested guest, and the
+    /// state is only the header.
     ///
     /// # Errors
-    /// `E2BIG` when `buffer.size` is less than the state's.
+    /// `E2BIG` if `buffer.size` is less than the size of the state.
     pub fn nested_state(&self, buffer: &mut KvmNestedStateBuffer) -> Result<Option<NonZeroUsize>> {
         let state = self.vcpu.nested_state()?;
         if buffer.size < state.size() {
@@ -279,7 +282,8 @@ impl VcpuFd {
     /// `KVM_GET_ONE_REG`. Returns the number of bytes of the register.
     ///
     /// # Errors
-    /// `EINVAL` for an id that names no register of this vCPU: on x86 those are MSRs, of 8 bytes; and for less memory.
+    /// `EINVAL` for an id that names no register of this vCPU, and for `data` that is too short. On x86 the registers
+    /// are MSRs, of 8 bytes.
     pub fn get_one_reg(&self, reg_id: u64, data: &mut [u8]) -> Result<usize> {
         let value = self.vcpu.get_one_reg(reg_id)?.to_le_bytes();
         match data.get_mut(..value.len()) {
@@ -294,7 +298,7 @@ impl VcpuFd {
     /// `KVM_SET_ONE_REG`. Returns the number of bytes of the register.
     ///
     /// # Errors
-    /// As for [`get_one_reg`](Self::get_one_reg); `EINVAL` for a value that the register cannot hold.
+    /// The errors are those of [`get_one_reg`](Self::get_one_reg); `EINVAL` for a value that the register cannot hold.
     pub fn set_one_reg(&self, reg_id: u64, data: &[u8]) -> Result<usize> {
         let Some((value, _)) = data.split_first_chunk() else {
             return fail(libc::EINVAL);

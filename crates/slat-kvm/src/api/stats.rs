@@ -26,13 +26,13 @@ impl StatsFd {
     /// Reads at an offset, as `pread` does from KVM's descriptor.
     ///
     /// # Errors
-    /// What the host returns for the read.
+    /// The host's error for the read.
     pub fn read_at(&self, to: &mut [u8], offset: u64) -> io::Result<usize> {
         self.stats.refresh();
         self.file.read_at(to, offset)
     }
 
-    /// Returns the statistics as names and values; of a histogram, all its buckets.
+    /// Returns the names and values of the statistics. A histogram's values are its buckets.
     ///
     /// # Errors
     /// `EIO` in a forked child.

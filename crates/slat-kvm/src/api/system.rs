@@ -26,13 +26,13 @@ impl Kvm {
     /// Opens the KVM subsystem. Needs neither `/dev/kvm` nor any privilege.
     ///
     /// # Errors
-    /// What the host returns for opening a descriptor; `EINVAL` for invalid policies in the environment.
+    /// The host's error for opening a descriptor; `EINVAL` for invalid policies in the environment.
     pub fn new() -> Result<Self> {
         crate::policy::current()?;
         Ok(Kvm::of(System::descriptor(true)?))
     }
 
-    /// Like [`Kvm::new`], but for VMs with tables that `mmu` makes, whatever the environment says. (`kvm_ioctls` has no
+    /// Like [`Kvm::new`], but VMs have tables that `mmu` makes, whatever the environment says. (`kvm_ioctls` has no
     /// such method.)
     #[must_use]
     pub fn with_mmu(self, mmu: MmuKind) -> Self {
@@ -42,8 +42,8 @@ impl Kvm {
         }
     }
 
-    /// Like [`Kvm::new`], but for VMs that compile code as `jit` says, whatever the environment says. (`kvm_ioctls` has
-    /// no such method.)
+    /// Like [`Kvm::new`], but VMs compile code according to `jit`, whatever the environment says. (`kvm_ioctls` has no
+    /// such method.)
     #[must_use]
     pub fn with_jit(self, jit: Jit) -> Self {
         Kvm {
@@ -55,7 +55,7 @@ impl Kvm {
     /// Like [`new`](Self::new). `kvm_path` must lead to KVM's device, but `/dev/kvm` need not exist.
     ///
     /// # Errors
-    /// What the host returns for the path; `ENOTTY` for a path to any other file; the errors of [`new`](Self::new).
+    /// The host's error for the path; `ENOTTY` for a path to any other file; the errors of [`new`](Self::new).
     pub fn new_with_path<P>(kvm_path: P) -> Result<Self>
     where
         P: AsRef<CStr>,
@@ -64,11 +64,11 @@ impl Kvm {
         Kvm::new()
     }
 
-    /// Returns a descriptor, of which [`from_raw_fd`](FromRawFd::from_raw_fd) makes a `Kvm`, also in a
-    /// program that inherits it.
+    /// Returns a descriptor. [`from_raw_fd`](FromRawFd::from_raw_fd) makes a `Kvm` of this descriptor, even in a
+    /// program that has inherited it.
     ///
     /// # Errors
-    /// As for [`new`](Self::new).
+    /// The errors are those of [`new`](Self::new).
     pub fn open_with_cloexec(close_on_exec: bool) -> Result<RawFd> {
         crate::policy::current()?;
         Ok(System::descriptor(close_on_exec)?.into_raw_fd())
@@ -78,7 +78,7 @@ impl Kvm {
     /// [`new_with_path`](Self::new_with_path) does.
     ///
     /// # Errors
-    /// As for [`new_with_path`](Self::new_with_path).
+    /// The errors are those of [`new_with_path`](Self::new_with_path).
     pub fn open_with_cloexec_at<P>(path: P, close_on_exec: bool) -> Result<RawFd>
     where
         P: AsRef<CStr>,
@@ -111,7 +111,7 @@ impl Kvm {
         self.check_extension_raw(c as std::os::raw::c_ulong)
     }
 
-    /// Whether there is the capability `c`.
+    /// Whether the capability `c` exists.
     pub fn check_extension(&self, c: Cap) -> bool {
         self.check_extension_int(c) > 0
     }
@@ -165,7 +165,7 @@ impl Kvm {
     /// `KVM_GET_MSR_INDEX_LIST`.
     ///
     /// # Errors
-    /// None that can happen.
+    /// No error can happen.
     pub fn get_msr_index_list(&self) -> Result<MsrList> {
         debug_assert!(self.system.msr_index_list().len() <= KVM_MAX_MSR_ENTRIES);
         MsrList::from_entries(self.system.msr_index_list()).map_err(no_memory)
@@ -174,7 +174,7 @@ impl Kvm {
     /// `KVM_GET_MSR_FEATURE_INDEX_LIST`.
     ///
     /// # Errors
-    /// None that can happen.
+    /// No error can happen.
     pub fn get_msr_feature_index_list(&self) -> Result<MsrList> {
         MsrList::from_entries(self.system.msr_feature_index_list()).map_err(no_memory)
     }
@@ -190,7 +190,7 @@ impl Kvm {
     /// `KVM_CREATE_VM`.
     ///
     /// # Errors
-    /// `ENOMEM`, or what the host returns for opening a descriptor.
+    /// `ENOMEM`, or the host's error for opening a descriptor.
     pub fn create_vm(&self) -> Result<VmFd> {
         self.create_vm_with_type(0)
     }
@@ -198,7 +198,8 @@ impl Kvm {
     /// `KVM_CREATE_VM` of a type.
     ///
     /// # Errors
-    /// `EINVAL` for any type but the default and `KVM_X86_SW_PROTECTED_VM`, and as for [`create_vm`](Self::create_vm).
+    /// `EINVAL` for any type but the default and `KVM_X86_SW_PROTECTED_VM`, and the errors of
+    /// [`create_vm`](Self::create_vm).
     pub fn create_vm_with_type(&self, vm_type: u64) -> Result<VmFd> {
         let (vm, fd) = self.system.create_vm(vm_type, self.mmu, self.jit)?;
         let fd = Descriptor::new(fd, Object::Vm(vm.clone()))?;
@@ -217,7 +218,7 @@ impl Kvm {
             Object::Vm(vm) => Some(vm.clone()),
             _ => None,
         };
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         let (vm, fd) = unsafe { Descriptor::adopt(fd, vm)? };
         Ok(VmFd::new(vm, fd, self.system.vcpu_mmap_size()))
     }
@@ -231,7 +232,7 @@ impl AsRawFd for Kvm {
 
 impl FromRawFd for Kvm {
     unsafe fn from_raw_fd(fd: RawFd) -> Self {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         Kvm::of(unsafe { OwnedFd::from_raw_fd(fd) })
     }
 }

@@ -94,8 +94,8 @@ impl VcpuFd {
     /// `KVM_INTERRUPT`, which kvm-ioctls does not have.
     ///
     /// # Errors
-    /// `EINVAL` for a vector beyond 255, `ENXIO` when the VM has an 8259, `EEXIST` when a vCPU with a local APIC has
-    /// not taken the last interrupt.
+    /// `EINVAL` for a vector beyond 255, `ENXIO` if the VM has an 8259, `EEXIST` if a vCPU with a local APIC has not
+    /// accepted the last interrupt.
     pub fn interrupt(&self, vector: u32) -> Result<()> {
         self.vcpu.interrupt(vector)
     }
@@ -109,12 +109,12 @@ impl VcpuFd {
     }
 
     /// `KVM_PRE_FAULT_MEMORY`, which kvm-ioctls does not have: maps a range of guest memory before the guest uses it.
-    /// `range` becomes the part that is not mapped yet.
+    /// Sets `range` to the part that is not mapped yet.
     ///
     /// # Errors
-    /// `EINVAL` for flags and a range that is empty or not of whole pages; and, when nothing was mapped: `ENOENT`
-    /// without a memory slot, `EINTR` for a signal, `EFAULT` when the memory that backs the slot is unmapped or a
-    /// private page has no private memory, `ENOMEM`.
+    /// `EINVAL` for flags, and for a range that is empty or not of whole pages. If no page was mapped, also: `ENOENT`
+    /// without a memory slot, `EINTR` for a signal, `EFAULT` if the memory that backs the slot is unmapped or a private
+    /// page has no private memory, `ENOMEM`.
     pub fn pre_fault_memory(&self, range: &mut kvm_pre_fault_memory) -> Result<()> {
         self.vcpu.pre_fault(range)
     }
@@ -122,7 +122,7 @@ impl VcpuFd {
     /// `KVM_GET_STATS_FD` of the vCPU, which kvm-ioctls does not have.
     ///
     /// # Errors
-    /// What the host returns for making a file.
+    /// The host's error for making a file.
     pub fn get_stats_fd(&self) -> Result<StatsFd> {
         Ok(StatsFd::new(VcpuObject::stats(&self.vcpu)?))
     }
@@ -173,7 +173,7 @@ impl VcpuFd {
         exits::run(&mut self.run)
     }
 
-    /// Asks for `KVM_RUN` to return at once (1) or not (0).
+    /// Sets whether `KVM_RUN` returns at once: 1 if so, otherwise 0.
     pub fn set_kvm_immediate_exit(&mut self, val: u8) {
         self.get_kvm_run().immediate_exit = val;
     }

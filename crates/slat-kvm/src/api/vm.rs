@@ -30,8 +30,8 @@ impl VmFd {
     /// KVM's: `EINVAL` for bad arguments, `EEXIST` for an overlap, `ENOMEM`.
     ///
     /// # Safety
-    /// The guest reads and writes the memory at `userspace_addr` from now on, until the slot is deleted: nothing in
-    /// this process may rely on its contents in a way that a concurrent write would break.
+    /// From now on until the slot is deleted, the guest reads and writes the memory at `userspace_addr`. No code in
+    /// this process may rely on the memory's contents in a way that a concurrent write would break.
     pub unsafe fn set_user_memory_region(
         &self,
         user_memory_region: kvm_userspace_memory_region,
@@ -43,10 +43,10 @@ impl VmFd {
     /// ([`create_guest_memfd`](Self::create_guest_memfd)).
     ///
     /// # Errors
-    /// As for [`set_user_memory_region`](Self::set_user_memory_region).
+    /// The errors are those of [`set_user_memory_region`](Self::set_user_memory_region).
     ///
     /// # Safety
-    /// As for [`set_user_memory_region`](Self::set_user_memory_region).
+    /// The conditions are those of [`set_user_memory_region`](Self::set_user_memory_region).
     pub unsafe fn set_user_memory_region2(
         &self,
         user_memory_region2: kvm_userspace_memory_region2,
@@ -97,13 +97,14 @@ impl VmFd {
     /// `KVM_GET_DIRTY_LOG`: the pages written since the last call, a bit each.
     ///
     /// # Errors
-    /// `EINVAL` for a bad slot, `ENOENT` for one that is not logged, `ENXIO` with dirty rings.
+    /// `EINVAL` for a bad slot, `ENOENT` for a slot that is not logged, `ENXIO` with dirty rings.
     pub fn get_dirty_log(&self, slot: u32, _memory_size: usize) -> Result<Vec<u64>> {
         self.vm.dirty_log(slot, |_| Ok(()))
     }
 
-    /// `KVM_CLEAR_DIRTY_LOG`, which kvm-ioctls does not have. Of the `pages` pages from `first` on, clears those that
-    /// are set in `bitmap`, whose bit 0 is page `first`; their next write is logged again.
+    /// `KVM_CLEAR_DIRTY_LOG`, which kvm-ioctls does not have. Clears pages in the log; their next write is logged
+    /// again. The call concerns the `pages` pages from `first` on, and clears those whose bit is set in `bitmap`. Bit 0
+    /// is page `first`.
     ///
     /// # Errors
     /// `EINVAL` for a bad slot, a range that is not in multiples of 64 pages, or a bitmap that is too short; `ENOENT`
@@ -115,9 +116,9 @@ impl VmFd {
     }
 
     /// Marks pages in the dirty log that the VMM itself has written: the `len` bytes from guest-physical address
-    /// `start` on, of address space `space` (0 but for system management mode). Call after the write. Pages without a
-    /// logged slot are passed over. KVM's API has no such call, so that a VMM needs a second log there;
-    /// `slat-vm-memory` makes it after each write.
+    /// `start` on, of address space `space` (0 except for system management mode). Call after the write. Pages without
+    /// a logged slot are skipped. KVM's API has no such call, so with KVM a VMM needs a second log; `slat-vm-memory`
+    /// makes this call after each write.
     ///
     /// # Errors
     /// `EINVAL` for an address space that the VM does not have, and for bytes beyond the last address;
@@ -126,9 +127,9 @@ impl VmFd {
         self.vm.mark_dirty(space, start, len)
     }
 
-    /// Whether the page of guest-physical `address` of address space `space` is marked in a dirty log now. Unlike
-    /// [`get_dirty_log`](Self::get_dirty_log), clears nothing. `false` for pages without a logged slot,
-    /// and with dirty rings.
+    /// Whether the page of guest-physical `address` in address space `space` is marked in a dirty log now. Unlike
+    /// [`get_dirty_log`](Self::get_dirty_log), clears nothing. `false` for pages without a logged slot, and with dirty
+    /// rings.
     ///
     /// # Errors
     /// `EIO` in a forked child.
@@ -163,12 +164,12 @@ impl VmFd {
     /// `KVM_GET_STATS_FD` of the VM, which kvm-ioctls does not have.
     ///
     /// # Errors
-    /// What the host returns for making a file.
+    /// The host's error for making a file.
     pub fn get_stats_fd(&self) -> Result<StatsFd> {
         Ok(StatsFd::new(self.vm.stats()?))
     }
 
-    /// The engine's VM: its policies, its counters, its audit. KVM shows clients no such thing.
+    /// Returns the engine's VM, with its policies, its counters and its audit. KVM has no counterpart.
     #[doc(hidden)]
     pub fn engine(&self) -> &Arc<EngineVm> {
         &self.vm.engine
@@ -177,7 +178,7 @@ impl VmFd {
     /// `KVM_CREATE_VCPU`.
     ///
     /// # Errors
-    /// `EINVAL` beyond the limits, `EEXIST` for an id in use, `ENOMEM`, what the host returns for opening a descriptor.
+    /// `EINVAL` beyond the limits, `EEXIST` for an id in use, `ENOMEM`, the host's error for opening a descriptor.
     pub fn create_vcpu(&self, id: u64) -> Result<VcpuFd> {
         let (vcpu, fd) = self.vm.create_vcpu(id)?;
         let fd = Descriptor::new(fd, Object::Vcpu(vcpu.clone()))?;
@@ -196,7 +197,7 @@ impl VmFd {
             Object::Vcpu(vcpu) => Some(vcpu.clone()),
             _ => None,
         };
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         let (vcpu, fd) = unsafe { Descriptor::adopt(fd, vcpu)? };
         VcpuFd::new(vcpu, fd)
     }

@@ -1,15 +1,17 @@
 //! The host's clocks: its TSC, the frequency of the TSC, its monotonic clock and its wall clock.
 //!
 //! # The frequency
-//! All VMs of a process use one frequency, in kHz, which never changes ([`tsc_khz`]). CPUID tells it where the
-//! hypervisor's timing leaf or the TSC leaf is exact. Otherwise it is measured against `CLOCK_MONOTONIC_RAW`. The
-//! kernel computes that clock from the TSC by its own calibration, and NTP does not correct it, so the measurement
-//! finds the kernel's number. A long baseline makes it exact: two readings that are 16 ms apart, each the best of many,
-//! are good to 0.3 ppm, and rounding to kHz is 0.2 ppm at 2.5 GHz. The first reading is taken when `/dev/kvm` is opened
-//! ([`note_start`]), so that few programs wait for the second one.
+//! All VMs of a process use one frequency, in kHz, which never changes ([`tsc_khz`]). CPUID gives the frequency if the
+//! hypervisor's timing leaf or the TSC leaf is exact. Otherwise the frequency is measured against
+//! `CLOCK_MONOTONIC_RAW`. The kernel computes that clock from the TSC by its own calibration, and NTP does not correct
+//! that clock. So the measurement finds the kernel's number. A long baseline makes the measurement exact. It has two
+//! readings 16 ms apart, and each is the best of many. The error is at most 0.3 ppm, and rounding to kHz adds 0.2 ppm
+//! at 2.5 GHz. The first reading is taken when `/dev/kvm` is opened ([`note_start`]), so that few programs wait for the
+//! second one.
 //!
-//! No thread waits for another one: each that needs the frequency before it is known measures by itself, and the first
-//! result is everybody's. So a child that is forked meanwhile does not wait for a thread that it does not have.
+//! No thread waits for another thread. Each thread that needs the frequency before it is known measures by itself, and
+//! the first result counts for all. So a child that is forked meanwhile does not wait for a thread that it does not
+//! have.
 //!
 //! # Simulation
 //! Unit tests set the clocks of their thread (`simulated`), so that hours pass at once.
@@ -18,22 +20,23 @@ use crate::cpuid::host_leaf;
 use std::arch::x86_64::{_mm_lfence, _rdtsc};
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 
-/// CPUID leaf 1, ECX: there is a hypervisor.
+/// CPUID leaf 1, ECX: the host itself runs on a hypervisor.
 const HYPERVISOR: u32 = 1 << 31;
 /// The hypervisor's timing leaf: kHz of the TSC in EAX.
 const HYPERVISOR_TIMING: u32 = 0x4000_0010;
-/// The TSC leaf: Hz of the crystal in ECX, times EBX / EAX.
+/// The TSC leaf: the TSC's frequency is ECX (Hz of the crystal) times EBX / EAX.
 const TSC_LEAF: u32 = 0x15;
-/// How many readings the best one is chosen of, for a measurement.
+/// The number of readings of which the best is chosen, for a measurement.
 const MANY: u32 = 32;
-/// How many readings the best one is chosen of, for a client.
+/// The number of readings of which the best is chosen, for a client.
 const FEW: u32 = 4;
-/// Cycles between the two readings of a measurement, for each cycle that they took: 16 ms where a reading takes 40 ns.
+/// Cycles between the two readings of a measurement, for each cycle that a reading takes: 16 ms if a reading takes 40
+/// ns.
 const BASELINE: u64 = 200_000;
 /// The longest measurement, for hosts where a reading is a system call.
 const LONGEST_NS: u64 = 100_000_000;
 
-/// Reads the host's TSC. An earlier load may be executed after it.
+/// Reads the host's TSC. The processor may execute an earlier load after this read.
 pub(crate) fn tsc() -> u64 {
     #[cfg(test)]
     if let Some(host) = simulated::advance() {
@@ -43,8 +46,8 @@ pub(crate) fn tsc() -> u64 {
     unsafe { _rdtsc() }
 }
 
-/// Reads the host's TSC after all loads before this call: a thread that has seen another thread's TSC must not read an
-/// older one.
+/// Reads the host's TSC after all loads before this call. So a thread that has seen another thread's TSC does not read
+/// an older value.
 pub(crate) fn ordered_tsc() -> u64 {
     // SAFETY: SSE2 is part of x86-64.
     unsafe { _mm_lfence() };
@@ -62,8 +65,8 @@ fn read(clock: libc::clockid_t) -> u64 {
     time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }
 
-/// Returns the nanoseconds of the host's monotonic clock: `KVM_GET_PIT2` says in them when a count began, and perf
-/// takes them for the times of compiled code.
+/// Returns the host's monotonic clock, in nanoseconds. `KVM_GET_PIT2` reports the beginning of a count by this clock,
+/// and perf uses the same clock for the times of compiled code.
 pub(crate) fn monotonic() -> u64 {
     read(libc::CLOCK_MONOTONIC)
 }
@@ -74,7 +77,7 @@ pub(crate) struct Moment {
     pub(crate) tsc: u64,
     /// Nanoseconds of the other clock.
     pub(crate) ns: u64,
-    /// Cycles that the reading took: the two values are at most so far apart.
+    /// Cycles that the reading took. The two values differ by at most this time.
     width: u64,
 }
 
@@ -90,7 +93,7 @@ impl Moment {
         }
     }
 
-    /// Returns the reading that took the fewest cycles, of `readings`.
+    /// Takes `readings` readings. Returns the reading that took the fewest cycles.
     fn best(clock: libc::clockid_t, readings: u32) -> Self {
         let rest = (1..readings).map(|_| Self::once(clock));
         rest.fold(Self::once(clock), |best, one| {
@@ -124,15 +127,15 @@ impl Moment {
 static START: [AtomicU64; 3] = [const { AtomicU64::new(0) }; 3];
 static START_STATE: AtomicU8 = AtomicU8::new(EMPTY);
 const EMPTY: u8 = 0;
-/// A thread writes the reading. In a child that was forked meanwhile, nobody does: its measurements take a first
-/// reading each.
+/// A thread is writing the reading. In a child that was forked meanwhile, no thread writes it, so each measurement
+/// takes a first reading of its own.
 const BEING_NOTED: u8 = 1;
 const NOTED: u8 = 2;
 /// The frequency in kHz; 0 while it is not known.
 static KHZ: AtomicU32 = AtomicU32::new(0);
 
-/// Takes the first reading of the measurement, unless the process has it. Call early: [`tsc_khz`] waits until the
-/// reading is old enough.
+/// Takes the first reading of the measurement, unless the process has taken it. Call early, because [`tsc_khz`] waits
+/// until this reading is old enough.
 pub(crate) fn note_start() {
     let claimed =
         START_STATE.compare_exchange(EMPTY, BEING_NOTED, Ordering::Relaxed, Ordering::Relaxed);
@@ -153,8 +156,8 @@ fn start() -> Moment {
     Moment { tsc, ns, width }
 }
 
-/// Returns the frequency of the host's TSC: always the same in this process, also after a fork. The first call may take
-/// 16 ms.
+/// Returns the frequency of the host's TSC. The result is always the same in this process, even after a fork. The first
+/// call may take 16 ms.
 pub fn tsc_khz() -> u32 {
     #[cfg(test)]
     if let Some(host) = simulated::get() {
@@ -172,8 +175,8 @@ pub fn tsc_khz() -> u32 {
     }
 }
 
-/// Returns the frequency that CPUID tells exactly. A crystal's frequency that only leaf 0x16 tells is rounded to MHz:
-/// not used.
+/// Returns the frequency that CPUID gives exactly. A crystal's frequency that only leaf 0x16 gives is rounded to MHz,
+/// so it is not used.
 fn khz_of_cpuid() -> Option<u32> {
     let virtualized = host_leaf(1, 0).ecx & HYPERVISOR != 0;
     let khz = if virtualized {
@@ -186,8 +189,8 @@ fn khz_of_cpuid() -> Option<u32> {
     u32::try_from(khz).ok().filter(|&khz| khz != 0)
 }
 
-/// Measures the frequency from `start` to a moment that is late enough. Does not sleep: a seccomp filter of the program
-/// may forbid it.
+/// Measures the frequency from `start` to a moment that is late enough. Does not sleep, because a seccomp filter of the
+/// program may forbid that.
 fn measure(start: Moment) -> u32 {
     loop {
         let now = Moment::once(libc::CLOCK_MONOTONIC_RAW);
@@ -203,7 +206,7 @@ fn measure(start: Moment) -> u32 {
     }
 }
 
-/// Returns the frequency that two readings of a clock tell.
+/// Returns the frequency that results from two readings of a clock.
 fn khz_between(start: &Moment, end: &Moment) -> u32 {
     let cycles = u128::from(end.tsc.wrapping_sub(start.tsc));
     let ns = u128::from(end.ns.wrapping_sub(start.ns)).max(1);
@@ -215,11 +218,11 @@ fn khz_between(start: &Moment, end: &Moment) -> u32 {
 pub(crate) mod simulated {
     use std::cell::Cell;
 
-    /// The clocks that the thread reads, in the place of the host's.
+    /// The clocks that the thread reads in place of the host's.
     #[derive(Clone, Copy, Debug)]
     pub(crate) struct Host {
         pub(crate) tsc: u64,
-        /// The frequency that slat assumes of the host's TSC.
+        /// The frequency that slat assumes for the host's TSC.
         pub(crate) khz: u32,
         /// The wall clock when the TSC is 0.
         pub(crate) realtime: u64,
@@ -242,7 +245,7 @@ pub(crate) mod simulated {
         HOST.get()
     }
 
-    /// Sets the clocks of the thread; `None`: they are the host's.
+    /// Sets the clocks of the thread. `None`: the thread reads the host's clocks.
     pub(crate) fn set(host: Option<Host>) {
         HOST.set(host);
     }
@@ -260,15 +263,15 @@ pub(crate) mod simulated {
 mod tests {
     use super::*;
 
-    /// Returns kHz by which a measurement of `start` to `end`, or a shorter one by a tenth, may be wrong: 1 ppm,
-    /// rounding, and a part of the cycles that the readings took.
+    /// Returns the error, in kHz, that a measurement from `start` to `end` may have, or a measurement shorter by a
+    /// tenth: 1 ppm, rounding, and a part of the cycles that the readings took.
     fn tolerance(start: &Moment, end: &Moment) -> u64 {
         let ms = (end.ns - start.ns) / 1_000_000;
         let khz = end.tsc.wrapping_sub(start.tsc) / ms.max(1);
         khz / 1_000_000 + 1 + 10 * (start.width + end.width) / ms.max(1)
     }
 
-    /// A frequency that is measured in a short time is the same as one that is measured in a longer time.
+    /// A short measurement finds the same frequency as a longer measurement.
     #[test]
     fn the_frequency_is_the_kernels() {
         let start = Moment::for_measurement();
@@ -276,7 +279,7 @@ mod tests {
         std::thread::sleep(std::time::Duration::from_millis(200));
         let end = Moment::for_measurement();
         let long = khz_between(&start, &end);
-        // A child was forked while its parent took the first reading.
+        // Simulates a child that was forked while its parent took the first reading.
         let noted = START_STATE.swap(BEING_NOTED, Ordering::Relaxed);
         let of_child = measure(super::start());
         START_STATE.store(noted, Ordering::Release);

@@ -1,46 +1,47 @@
-//! Time in a VM. Everything that a guest can read follows from the host's TSC:
+//! Time in a VM. All clocks that a guest can read are computed from the host's TSC:
 //!
 //! | clock | what it is |
 //! |---|---|
 //! | a vCPU's TSC (`Tsc`) | the host's TSC, scaled if the client has set another frequency, plus an offset |
-//! | kvmclock ([`VmClock::kvmclock`]) | the VM's pair: nanoseconds at one host TSC, which counts from there on |
-//! | a vCPU's page (`VmClock::parameters`) | the pair in terms of the vCPU's TSC, and nanoseconds per cycle |
+//! | kvmclock ([`VmClock::kvmclock`]) | the VM's pair of a host TSC and nanoseconds, from which the clock counts on |
+//! | a vCPU's page (`VmClock::parameters`) | the pair as a vCPU's TSC and nanoseconds, and nanoseconds per cycle |
 //! | `KVM_GET_CLOCK`, the wall clock's page, Hyper-V's reference clock and its page | kvmclock |
 //! | the time of timers ([`VmClock::now`]) | the host's TSC since the VM was created, in nanoseconds |
 //!
-//! Steal time has no moment: it adds up durations that the host's scheduler measures.
+//! Steal time is no clock: it adds up durations that the host's scheduler measures.
 //!
 //! # kvmclock
-//! A VM has one pair, as KVM has its master clock. While the TSCs of all vCPUs are equal, `KVM_GET_CLOCK` computes the
-//! clock exactly as guests do, with the same multiplier. So no reading depends on the vCPU or on when its page was
-//! written, and guests are told that the clock is stable: they do not compare readings. When TSCs differ, as after a
-//! guest's write to one of them, the clock is not stable, and `KVM_GET_CLOCK` says neither that nor the host's TSC.
-//! Then the clock is computed exactly, each page has the vCPU's own scale, and pages are written again each minute
-//! (`REFRESH`): a scale is rounded down, so a page is at most 30 ns late, and never ahead.
+//! A VM has one pair, like KVM's master clock. While the TSCs of all vCPUs are equal, `KVM_GET_CLOCK` computes the
+//! clock exactly as guests do, with the same multiplier. So no reading depends on the vCPU or on the time at which the
+//! vCPU's page was written. Guests are told that the clock is stable, so they do not compare readings. The TSCs differ,
+//! for example, after a guest has written one of them. Then the clock is not stable, and `KVM_GET_CLOCK` reports
+//! neither stability nor the host's TSC. In this case the clock is computed exactly, each page has the scale of the
+//! vCPU's own TSC, and pages are written again each minute (`REFRESH`). A scale is rounded down, so a page is at most
+//! 30 ns late, and never ahead.
 //!
-//! The pair changes
-//! * by `KVM_SET_CLOCK`. No vCPU executes guest code from before the change until the vCPU has the new pair
-//!   (`VmClock::update`), so guests do not see the old clock on one vCPU after the new one on another;
-//! * when TSCs become equal or different, and with the frequency of all: then the clock continues from its present
-//!   value, rounded up.
+//! The pair changes in two cases:
+//! * `KVM_SET_CLOCK`. After the change, a vCPU executes guest code only when it has the new pair (`VmClock::update`).
+//!   So guests do not see the old clock on one vCPU after the new clock on another vCPU.
+//! * TSCs become equal or different, or the frequency of all changes. Then the clock continues from its present value,
+//!   rounded up.
 //!
 //! # Frequencies
-//! The host's frequency is one number for the process (`host`). A VM that is migrated to another process, or another
-//! host, continues from the clock that the client sets, by the new host's frequency: only the rate changes, by what the
-//! measurements differ. A frequency that the client sets within 250 ppm of the host's is not scaled, as in KVM. The TSC
-//! then counts by up to so much faster or slower than the guest was told; kvmclock, Hyper-V's clock and timers do not,
-//! because they count with the host's frequency and not with the one that was asked for.
+//! The process has one number for the host's frequency (`host`). A VM that is migrated to another process, or another
+//! host, continues from the clock that the client sets, by the new host's frequency. So only the rate changes, by the
+//! difference of the two measurements. As in KVM, the TSC is not scaled if the client sets a frequency within 250 ppm
+//! of the host's. The TSC then counts up to 250 ppm faster or slower than the guest was told. kvmclock, Hyper-V's clock
+//! and timers have no such error, because they count by the host's frequency, not by the client's.
 //!
 //! # Timers
-//! [`VmClock::now`] and the TSC are one counter, so a deadline in TSC cycles and one in nanoseconds expire at the same
-//! time, and no timer expires before the guest's clocks say so. The ticker sleeps by the host's `CLOCK_MONOTONIC`,
-//! which NTP makes faster or slower, by at most 500 ppm. That matters for one wait at a time only, because
-//! [`VmClock::instant`] converts what is left: a ticker that comes too early finds the timer not expired and waits
-//! again. The 8254 counts by `CLOCK_MONOTONIC`, in which `KVM_GET_PIT2` tells when a count began.
+//! [`VmClock::now`] and the TSC are one counter. So a deadline in TSC cycles and the same deadline in nanoseconds
+//! expire at the same time, and no timer expires before the guest's clocks show its time. The ticker sleeps by the
+//! host's `CLOCK_MONOTONIC`, which NTP makes faster or slower, by at most 500 ppm. These errors do not add up, because
+//! [`VmClock::instant`] converts only the remaining time of one wait. If the ticker wakes too early, it finds the timer
+//! not expired and waits again. The 8254 counts by `CLOCK_MONOTONIC`, because `KVM_GET_PIT2` reports the beginning of a
+//! count by that clock.
 //!
-//! # The host sleeps
-//! A TSC that goes on meanwhile makes guests' clocks jump forward, as KVM's do. slat does not notice a TSC that begins
-//! at 0 again (S3 on machines without `nonstop_tsc_s3`).
+//! # Sleep of the host If the TSC counts while the host sleeps, guests' clocks jump forward, as KVM's do. slat does not
+//! notice a TSC that begins at 0 again (S3 on machines without `nonstop_tsc_s3`).
 
 pub(crate) mod host;
 mod page;
@@ -75,13 +76,13 @@ pub struct VmClock {
     /// Nanoseconds per cycle of the host's TSC.
     scale: Scale,
     kvmclock: Mutex<Kvmclock>,
-    /// How often the pair has changed: after each change vCPUs write their pages again.
+    /// The number of changes of the pair. After each change vCPUs write their pages again.
     changes: AtomicU64,
     /// Held during an update.
     turn: Mutex<()>,
-    /// Whether there is an update.
+    /// Whether an update is in progress.
     is_updating: AtomicBool,
-    /// The TSC's frequency of new vCPUs.
+    /// The TSC frequency of new vCPUs.
     tsc_khz: AtomicU32,
 }
 
@@ -92,8 +93,8 @@ struct Kvmclock {
     host_tsc: u64,
     /// The clock at that moment.
     nanoseconds: u64,
-    /// How the clock is computed while the TSCs of all vCPUs are equal: their ratio to the host's TSC, and nanoseconds
-    /// per cycle. `None`: they differ.
+    /// The parameters of the clock while the TSCs of all vCPUs are equal: the ratio of the TSCs to the host's TSC, and
+    /// nanoseconds per cycle. `None`: the TSCs differ.
     common: Option<(u64, Scale)>,
     /// The vCPUs' TSCs by number; `None`: that number is free.
     tscs: Vec<Option<Tsc>>,
@@ -109,24 +110,25 @@ struct LastTsc {
     by_client: bool,
 }
 
-/// The new value of a vCPU's TSC, by the way in which it is set.
+/// A change of a vCPU's TSC, by the way in which the TSC is set.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum TscChange {
-    /// The client writes the TSC, or a vCPU is new, which writes 0. The value synchronizes with the last TSC of the
-    /// same frequency if it is 0, or if it differs by less than a second from the present value of the TSC that the
-    /// client set last. So, as with KVM, a client that sets its vCPUs one after the other gets the same TSC on all.
+    /// The client writes the TSC, or a new vCPU sets it to 0. The value is synchronized with the last TSC of the same
+    /// frequency in two cases: the value is 0, or it differs by less than a second from the present value of the TSC
+    /// that the client set last. So, as with KVM, a client that sets its vCPUs one after the other gets the same TSC on
+    /// all.
     Value(u64),
     /// The client sets `KVM_VCPU_TSC_OFFSET`.
     Offset(u64),
-    /// The client sets the frequency, and the TSC continues from its value. If that is within a second of another
-    /// vCPU's TSC of the new frequency, the two are synchronized.
+    /// The client sets the frequency, and the TSC continues from its value. If that value is within a second of another
+    /// vCPU's TSC of the new frequency, the two TSCs are synchronized.
     Khz(u32),
-    /// The guest writes its TSC, or TSC_ADJUST: this is added.
+    /// The guest writes its TSC, or TSC_ADJUST: this number is added to the TSC.
     Shift(u64),
 }
 
 impl Kvmclock {
-    /// The clock when the host's TSC is `host_tsc`; not before the pair's moment.
+    /// The clock when the host's TSC is `host_tsc`, which is not before the pair's moment.
     fn at(&self, host_tsc: u64) -> u64 {
         let host_tsc = host_tsc.max(self.host_tsc);
         let since = match self.common {
@@ -142,8 +144,9 @@ impl Kvmclock {
         self.nanoseconds.wrapping_add(since)
     }
 
-    /// Computes `common` again. If it has changed, the clock continues from its value when the host's TSC is
-    /// `host_tsc`: rounded up, so that no reading is before one by the old pair. Returns whether it has changed.
+    /// Computes `common` again. If `common` has changed, the clock continues from its value when the host's TSC is
+    /// `host_tsc`. The value is rounded up, so that no reading is before a reading by the old pair. Returns whether
+    /// `common` has changed.
     fn look_at_tscs(&mut self, host_tsc: u64) -> bool {
         let mut tscs = self.tscs.iter().flatten();
         let ratio = match tscs.next() {
@@ -159,7 +162,7 @@ impl Kvmclock {
         changes
     }
 
-    /// Returns what `tsc` becomes when the host's TSC is `host_tsc`.
+    /// Returns the new value of `tsc`, which changes when the host's TSC is `host_tsc`.
     fn changed(&mut self, mut tsc: Tsc, change: TscChange, host_tsc: u64, by_client: bool) -> Tsc {
         let second = 1000 * u64::from(tsc.khz());
         let is_near = |other: &Tsc, value: u64| {
@@ -235,8 +238,8 @@ impl VmClock {
     }
 
     /// The moment at which [`now`](Self::now) is `nanoseconds`, but at most a year from now. The moment is late by
-    /// 1/2048 of the wait, and not more than 50 µs, because the host's monotonic clock may run faster or slower than
-    /// the TSC by less than that: a ticker that fired too early would have to wait a second time.
+    /// 1/2048 of the wait, but by at most 50 µs. The host's monotonic clock may be faster or slower than the TSC by
+    /// less than that, and a ticker that fired too early would have to wait a second time.
     pub fn instant(&self, nanoseconds: u64) -> Instant {
         let wait = nanoseconds.saturating_sub(self.now()).min(YEAR);
         Instant::now() + Duration::from_nanos(wait + (wait / 2048).min(MARGIN))
@@ -260,14 +263,15 @@ impl VmClock {
     }
 
     /// The wall clock when the clock was zero, in nanoseconds since 1970, UTC. The client may have set the clock to any
-    /// value: modulo 2^64.
+    /// value, so the result is modulo 2^64.
     pub(crate) fn boot_time(&self) -> u64 {
         let now = self.read();
         now.realtime.wrapping_sub(now.clock)
     }
 
-    /// Sets the clock to `clock`, for `KVM_SET_CLOCK`. `since`: a moment of the wall clock; the time that has passed
-    /// since then is added. One in the future does not set the clock back. Call in [`update`](Self::update).
+    /// Sets the clock to `clock`, for `KVM_SET_CLOCK`. `since` is a moment of the wall clock, and the time that has
+    /// passed since that moment is added. A moment in the future does not set the clock back. Call in
+    /// [`update`](Self::update).
     pub(crate) fn set(&self, clock: u64, since: Option<u64>) {
         let (host_tsc, passed) = match since {
             None => (ordered_tsc(), 0),
@@ -282,9 +286,9 @@ impl VmClock {
         self.changes.fetch_add(1, Ordering::Release);
     }
 
-    /// Runs `work`, which changes the pair, while no vCPU executes guest code. `stop` returns when each vCPU has left
-    /// the engine's reader section or has called [`is_updating`](Self::is_updating) since: there it waits, outside the
-    /// section, for the end of the update. The caller is in no section.
+    /// Runs `work`, which changes the pair, while no vCPU executes guest code. Call outside reader sections. `stop`
+    /// returns when each vCPU has left the engine's reader section or has called [`is_updating`](Self::is_updating). A
+    /// vCPU that finds an update waits for its end, outside the section.
     pub(crate) fn update(&self, stop: impl FnOnce(), work: impl FnOnce()) {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         // SeqCst: if a vCPU enters its section after `stop` has looked at that vCPU, the vCPU sees the flag.
@@ -294,7 +298,7 @@ impl VmClock {
         self.is_updating.store(false, Ordering::SeqCst);
     }
 
-    /// Whether there is an update, for whose end a vCPU has to wait before it executes guest code.
+    /// Whether an update is in progress. A vCPU has to wait for its end before the vCPU executes guest code.
     pub(crate) fn is_updating(&self) -> bool {
         self.is_updating.load(Ordering::SeqCst)
     }
@@ -304,12 +308,12 @@ impl VmClock {
         drop(self.turn.lock().unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// How often the pair has changed.
+    /// The number of changes of the pair.
     pub fn changes(&self) -> u64 {
         self.changes.load(Ordering::Acquire)
     }
 
-    /// Returns what the page of a vCPU with this TSC shows from now on.
+    /// Returns the parameters for the page of a vCPU that has this TSC.
     pub(crate) fn parameters(&self, tsc: &Tsc) -> Parameters {
         let kvmclock = self.lock();
         match kvmclock.common {
@@ -331,15 +335,15 @@ impl VmClock {
         }
     }
 
-    /// Returns the host's TSC at which a page of `parameters` is to be written again. `None`: it stays right.
+    /// Returns the host's TSC at which a page of `parameters` has to be written again. `None`: the page stays valid.
     pub(crate) fn refresh(&self, parameters: &Parameters) -> Option<u64> {
         let cycles = REFRESH * 1000 * u64::from(host_tsc_khz());
         (!parameters.is_stable).then(|| host_tsc().wrapping_add(cycles))
     }
 
-    /// Returns the TSC of a new vCPU, the number by which the clock knows it, and whether the pair has changed, like
-    /// [`change_tsc`](Self::change_tsc). The TSC is zero for the first vCPU of a VM, else the TSC that was set last.
-    /// Call [`forget_tsc`](Self::forget_tsc) when the vCPU is dropped.
+    /// Returns the TSC of a new vCPU, the number by which the clock knows that TSC, and whether the pair has changed.
+    /// The TSC is zero for the first vCPU of a VM, otherwise the TSC that was set last. Call
+    /// [`forget_tsc`](Self::forget_tsc) when the vCPU is dropped.
     ///
     /// # Errors
     /// `ENOMEM`.
@@ -358,8 +362,8 @@ impl VmClock {
         Ok((tsc, number, self.follow_tscs(kvmclock, host_tsc)))
     }
 
-    /// Changes the TSC of the vCPU with this number. Returns whether the pair has changed: then all vCPUs have to write
-    /// their pages again, and else this one alone.
+    /// Changes the TSC of the vCPU with this number. Returns whether the pair has changed. If so, all vCPUs have to
+    /// write their pages again; otherwise only this vCPU has to.
     pub(crate) fn change_tsc(&self, number: usize, tsc: &mut Tsc, change: TscChange) -> bool {
         let mut kvmclock = self.lock();
         let host_tsc = ordered_tsc();
@@ -385,12 +389,12 @@ impl VmClock {
         self.follow_tscs(kvmclock, ordered_tsc())
     }
 
-    /// The TSC's frequency of new vCPUs.
+    /// The TSC frequency of new vCPUs.
     pub fn tsc_khz(&self) -> u32 {
         self.tsc_khz.load(Ordering::Relaxed)
     }
 
-    /// Sets the TSC's frequency of new vCPUs.
+    /// Sets the TSC frequency of new vCPUs.
     pub(crate) fn set_tsc_khz(&self, khz: u32) {
         self.tsc_khz.store(khz, Ordering::Relaxed);
     }

@@ -1,11 +1,12 @@
-//! The arithmetic by which guests compute nanoseconds from their TSC, and the page of the paravirtual clock that has
-//! its parameters.
+//! The arithmetic by which guests compute nanoseconds from their TSC, and the page of the paravirtual clock, which has
+//! the parameters.
 
 use super::host;
 
 /// Nanoseconds of a second.
 const SECOND: u128 = 1_000_000_000;
-/// The page's flag for a clock that is the same on all vCPUs: guests compare no readings (`PVCLOCK_TSC_STABLE_BIT`).
+/// The page's flag for a clock that is the same on all vCPUs. Then guests do not compare readings
+/// (`PVCLOCK_TSC_STABLE_BIT`).
 const STABLE: u8 = 1;
 /// The page's flag for a guest that was paused (`PVCLOCK_GUEST_STOPPED`).
 const PAUSED: u8 = 1 << 1;
@@ -28,7 +29,7 @@ pub(crate) struct Scale {
 }
 
 impl Scale {
-    /// Returns the scale of a TSC that counts `ratio` / 2^32 cycles for each one of the host.
+    /// Returns the scale of a TSC that counts `ratio` / 2^32 cycles for each cycle of the host.
     pub(super) fn new(ratio: u64) -> Self {
         // Hz in units of 2^-32.
         let mut hz = (u128::from(host::tsc_khz()) * 1000 * u128::from(ratio)).max(1);
@@ -68,9 +69,9 @@ pub(crate) struct Parameters {
 }
 
 impl Parameters {
-    /// Returns parameters of the same clock for a guest that scales the TSC itself, and not the difference of two TSCs.
-    /// `tsc` is the guest's TSC now. If the TSC has passed 0 since the moment of these parameters, the new parameters
-    /// have the moment of that 0.
+    /// Returns parameters of the same clock for a guest that scales the TSC itself, not the difference of two TSCs.
+    /// `tsc` is the guest's TSC now. If the TSC has wrapped to 0 since the moment of these parameters, the new
+    /// parameters have the moment of the wrap.
     pub(crate) fn without_wrap(self, tsc: u64) -> Self {
         if self.tsc <= tsc {
             return self;

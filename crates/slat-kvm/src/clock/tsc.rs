@@ -17,13 +17,13 @@ pub(crate) struct Tsc {
 
 /// One cycle per cycle of the host.
 pub(super) const SAME: u64 = 1 << 32;
-/// A frequency that differs from the host's by at most this many millionths is not scaled, as in KVM: the same machine
-/// was measured again.
+/// A frequency that differs from the host's by at most this many millionths is not scaled, as in KVM. Such a difference
+/// is the error of another measurement on the same machine.
 const TOLERANCE_PPM: u64 = 250;
 /// The lowest frequency that is refused.
 const TOO_MANY_KHZ: u32 = 1 << 31;
 
-/// Returns the frequency that a client's `KVM_SET_TSC_KHZ` asks for: 0 is the host's.
+/// Returns the frequency for which a client's `KVM_SET_TSC_KHZ` asks. 0 means the host's.
 ///
 /// # Errors
 /// `EINVAL` for a frequency of 2^31 kHz or more.
@@ -64,8 +64,8 @@ impl Tsc {
         scaled(host, self.ratio).wrapping_add(self.offset)
     }
 
-    /// The guest's TSC now. The host's TSC is read after all loads before this call: a guest that has seen another
-    /// vCPU's TSC must not read an older one.
+    /// The guest's TSC now. The host's TSC is read after all loads before this call. So a guest that has seen another
+    /// vCPU's TSC does not read an older value.
     pub(crate) fn now(&self) -> u64 {
         self.at(host::ordered_tsc())
     }
@@ -80,8 +80,8 @@ impl Tsc {
         self.khz
     }
 
-    /// The frequency at which the TSC counts: the host's, where that differs from what the client asked for by no more
-    /// than the tolerance.
+    /// The frequency at which the TSC counts: the host's, if the client's differs from it by no more than the
+    /// tolerance.
     pub(crate) fn actual_khz(&self) -> u32 {
         match self.ratio {
             SAME => host::tsc_khz(),
@@ -112,7 +112,7 @@ impl Tsc {
         self.shift(before.wrapping_sub(self.at(host)));
     }
 
-    /// `KVM_VCPU_TSC_OFFSET`: the difference to the scaled TSC of the host.
+    /// `KVM_VCPU_TSC_OFFSET`: the difference between the TSC and the scaled TSC of the host.
     pub(crate) fn offset(&self) -> u64 {
         self.offset
     }
@@ -137,7 +137,7 @@ mod tests {
         tsc.set_khz(3 * (host / 4), second);
         assert_eq!(tsc.at(second), before);
         assert!(steps(&tsc).abs_diff(3 * (second / 4)) < 10_000);
-        // The host's own frequency, measured again.
+        // The host's own frequency, as another measurement might give it.
         tsc.set_khz(host + host / 5000, second);
         assert_eq!(steps(&tsc), second);
         assert_eq!(tsc.khz(), host + host / 5000);

@@ -1,4 +1,4 @@
-//! The vCPUs that a debugger can find, and which VM has a debugger.
+//! The vCPUs that a debugger can find, and the VM that has a debugger.
 
 use super::Debuggee;
 use super::port::Orders;
@@ -9,13 +9,13 @@ use slat_x86::Probe;
 use std::ptr::NonNull;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// The VM that waits for a debugger, if the user wants that: the first.
+/// The VM that waits for a debugger, if the user wants that. It is the first VM of the process.
 const WAITS: u64 = 0;
 
-/// The orders for all vCPUs of a VM that has a debugger.
+/// The orders of a debugger for all vCPUs of its VM.
 pub(super) struct Debugged {
     pub(super) vm: u64,
-    /// Whether the debugger has let the VM run.
+    /// Whether the debugger lets the VM run.
     pub(super) runs: bool,
     pub(super) probes: Vec<Probe>,
 }
@@ -35,7 +35,7 @@ impl Debugged {
 }
 
 struct Listed {
-    /// The number of its VM.
+    /// The number of the vCPU's VM.
     vm: u64,
     vcpu: NonNull<dyn Debuggee>,
 }
@@ -48,7 +48,7 @@ unsafe impl Send for Listed {}
 pub(super) struct List {
     vcpus: Vec<Listed>,
     pub(super) debugged: Option<Debugged>,
-    /// Whether there was a debugger: nothing waits for one any more.
+    /// Whether a debugger was ever attached. After that no VM waits for a debugger any more.
     pub(super) came: bool,
     /// Whether the user was told that the first VM waits.
     told: bool,
@@ -74,7 +74,7 @@ impl List {
     }
 }
 
-/// Lists a new vCPU. If its VM has a debugger, or waits for one, so does the vCPU.
+/// Adds a new vCPU to the list. If the VM has a debugger, or waits for one, the vCPU is held, too.
 ///
 /// # Errors
 /// `ENOMEM`.

@@ -1,4 +1,4 @@
-//! Where the thread of a vCPU waits while a debugger holds the vCPU.
+//! The place where the thread of a vCPU waits while a debugger holds the vCPU.
 
 use crate::thread::bits;
 use crate::ticker;
@@ -13,7 +13,7 @@ use std::time::Duration;
 /// The time limit of sleeps: see [`ticker::sleep`].
 const LONGEST_SLEEP: Duration = Duration::from_secs(60);
 
-/// Changes whenever a vCPU of the process has something to say to its debugger. The debugger's thread sleeps on it.
+/// Changes whenever the debugger of a vCPU of this process has to look at the vCPU. The debugger's thread sleeps on it.
 pub(super) static NEWS: AtomicU32 = AtomicU32::new(0);
 
 /// The work that a vCPU does when it continues.
@@ -22,7 +22,7 @@ pub(crate) struct Orders {
     pub(crate) probes: Vec<Probe>,
     /// Whether the vCPU executes one instruction only.
     pub(crate) steps: bool,
-    /// A probe at the next instruction does not stop it.
+    /// Whether a probe at the next instruction does not stop the vCPU.
     pub(crate) passes: bool,
 }
 
@@ -45,8 +45,7 @@ pub(crate) struct Port<T> {
     state: Mutex<State<T>>,
 }
 
-// SAFETY: the pointer leads to a `T` of another thread, which may be used from any thread, and by one at a
-// time: under the lock.
+// SAFETY: the pointer leads to a `T` of another thread. Any thread may use the `T`, one at a time, under the lock.
 unsafe impl<T: Send> Send for Port<T> {}
 // SAFETY: as above.
 unsafe impl<T: Send> Sync for Port<T> {}
@@ -56,7 +55,7 @@ pub(crate) trait Held {
     /// Holds the vCPU: its thread waits before the next instruction of the guest.
     fn hold(&self);
 
-    /// Lets the vCPU go on with these orders.
+    /// Lets the vCPU continue with these orders.
     fn release(&self, orders: Orders);
 
     /// Ends the debugger's hold: the vCPU continues without probes.
@@ -65,7 +64,7 @@ pub(crate) trait Held {
     /// Returns the probe that has stopped the vCPU.
     fn hit(&self) -> Option<ProbeHit>;
 
-    /// Forgets that probe.
+    /// Forgets the probe that has stopped the vCPU.
     fn forget_hit(&self);
 }
 
@@ -87,18 +86,18 @@ impl<T> Port<T> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether the vCPU's thread has to come to the port: a look at the attention word.
+    /// Whether the vCPU's thread has to wait in the port. Reads only the attention word.
     pub(crate) fn calls(&self) -> bool {
         self.attention.flag().load(Ordering::SeqCst) & bits::HOLD != 0
     }
 
-    /// Takes the orders for the vCPU, if there are any.
+    /// Takes the debugger's orders for the vCPU, if there are any.
     pub(crate) fn orders(&self) -> Option<Orders> {
         self.state().orders.take()
     }
 
-    /// Waits while the vCPU is held, and lends `vcpu` meanwhile. `leaves`, which gets the bits that were
-    /// raised and whether a signal has ended the sleep, says whether the wait is over. Call on the vCPU's
+    /// Waits while the vCPU is held, and lends `vcpu` to the debugger meanwhile. `leaves` gets the bits that were
+    /// raised and whether a signal has ended the sleep, and returns whether the wait is over. Call on the vCPU's
     /// thread, outside the engine.
     pub(crate) fn wait(&self, vcpu: &mut T, mut leaves: impl FnMut(u32, bool) -> bool) {
         let mut quiet = Quiet::begin(&self.attention);
@@ -126,17 +125,17 @@ impl<T> Port<T> {
         }
     }
 
-    /// Uses the vCPU, if its thread waits here; if not, returns `work`.
+    /// Calls `work` with the vCPU, if the vCPU's thread waits here. Otherwise returns `work`.
     pub(crate) fn with_lent<R, W: FnOnce(&mut T) -> R>(&self, work: W) -> Result<R, W> {
         let state = self.state();
         match state.lent {
-            // SAFETY: the thread that has lent its exclusive reference goes on only after it has locked the state.
+            // SAFETY: the thread that has lent its exclusive reference continues only after it has locked the state.
             Some(mut lent) => Ok(work(unsafe { lent.as_mut() })),
             None => Err(work),
         }
     }
 
-    /// Holds the vCPU, because a probe has stopped it. If no debugger has the vCPU any more, the vCPU continues. Call
+    /// Holds the vCPU, because a probe has stopped it. If the vCPU has no debugger any more, the vCPU continues. Call
     /// on the vCPU's thread.
     pub(crate) fn stopped(&self, hit: ProbeHit) {
         let mut state = self.state();
@@ -193,8 +192,8 @@ fn tell() {
     wait::wake(&NEWS);
 }
 
-/// Hides the raised bits of an attention word, so that a reader of the word sees only new bits. Dropping this raises
-/// the hidden bits again.
+/// Hides the raised bits of an attention word, so that a reader of the word sees only new bits. Dropping this value
+/// raises the hidden bits again.
 pub(crate) struct Quiet<'a> {
     attention: &'a Attention,
     bits: u32,
@@ -206,7 +205,7 @@ impl<'a> Quiet<'a> {
         Quiet { attention, bits }
     }
 
-    /// Clears the bits that were raised since, and returns them.
+    /// Clears the bits that were raised since the last call, and returns them.
     fn again(&mut self) -> u32 {
         let raised = self.attention.take(u32::MAX);
         self.bits |= raised;
@@ -216,7 +215,7 @@ impl<'a> Quiet<'a> {
 
 impl Drop for Quiet<'_> {
     fn drop(&mut self) {
-        // The vCPU was outside the engine, and has to drop its translations, but nobody waits for that.
+        // The vCPU was outside the engine, and has to drop its translations, but no flush waits for that.
         if self.bits & Attention::FLUSH != 0 {
             self.bits = self.bits & !Attention::FLUSH | bits::RETRY;
         }
@@ -253,7 +252,7 @@ mod tests {
             })
         };
         until(|| port.with_lent(|value| *value += 1).is_ok());
-        // A bit that another thread raises meanwhile ends no wait, and is not lost.
+        // A bit that another thread raises meanwhile does not end a wait, and is not lost.
         ticker::raise(&port.attention, bits::IRQ);
         port.release(Orders {
             steps: true,

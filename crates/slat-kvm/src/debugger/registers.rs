@@ -1,20 +1,20 @@
-//! The registers, as GDB numbers them and asks for them: GDB's features `org.gnu.gdb.i386.core`, `.sse` and
-//! `.segments`, and one with the registers of the system.
+//! The registers in GDB's numbering and formats: GDB's features `org.gnu.gdb.i386.core`, `.sse` and `.segments`, and a
+//! feature with the system registers.
 
 use crate::regs;
 use slat_x86::State;
 use slat_x86::state::flags;
 
-/// A register, as GDB knows it.
+/// A register, as GDB describes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Register {
-    /// Its name.
+    /// The register's name.
     pub name: &'static str,
-    /// Its size.
+    /// The register's size.
     pub bytes: usize,
-    /// GDB's name of its type.
+    /// GDB's name of the register's type.
     pub kind: &'static str,
-    /// GDB's name of the group of registers that it belongs to.
+    /// GDB's name of the group to which the register belongs.
     pub feature: &'static str,
 }
 
@@ -99,7 +99,7 @@ const fn table() -> [Register; COUNT] {
     table
 }
 
-/// Returns the range of bytes that a register's value has among the values of all registers.
+/// Returns the offset of a register's value among the values of all registers.
 const fn offset(register: usize) -> usize {
     let table = table();
     let (mut at, mut bytes) = (0, 0);
@@ -110,7 +110,7 @@ const fn offset(register: usize) -> usize {
     bytes
 }
 
-/// GDB's order of RAX to RSP, as indices of the CPU's.
+/// The CPU's indices of RAX to RSP, in GDB's order.
 const GPR: [usize; 8] = [0, 3, 1, 2, 6, 7, 5, 4];
 
 /// Returns the CPU's index of a general register.
@@ -118,7 +118,7 @@ fn gpr(register: usize) -> usize {
     GPR.get(register).copied().unwrap_or(register)
 }
 
-/// Returns the x87 tag word: GDB wants two bits for each register.
+/// Returns the x87 tag word. GDB wants two bits for each register.
 fn tag_word(state: &State) -> u32 {
     (0..8).fold(0, |word, register| match state.ftw >> register & 1 {
         0 => word | 3 << (2 * register),
@@ -187,8 +187,8 @@ pub(crate) fn get(state: &State, to: &mut [u8; BLOCK]) {
     }
 }
 
-/// Sets a register. Returns `false` for a value of another size, and for a register whose change would need checks of
-/// an instruction: selectors, the registers of the system and those of the x87 but for ST0 to ST7.
+/// Sets a register. Returns `false` for a value of another size, and for a register whose change needs the checks of an
+/// instruction: selectors, system registers, and the registers of the x87 except ST0 to ST7.
 pub(crate) fn set(state: &mut State, register: usize, value: &[u8]) -> bool {
     if REGISTERS.get(register).map(|known| known.bytes) != Some(value.len()) {
         return false;
@@ -249,7 +249,7 @@ mod tests {
         assert!(!set(&mut state, RIP, &[0; 4]) && !set(&mut state, COUNT, &[]));
     }
 
-    /// Checks also the registers that cannot be set.
+    /// Also checks the registers that cannot be set.
     #[test]
     fn each_name_has_its_own_value() {
         let mut state = State::reset();
@@ -275,7 +275,8 @@ mod tests {
         (state.kernel_gs_base, state.mxcsr) = (0x400, 0x1f81);
         (state.fcw, state.fsw, state.fop) = (0x37f, 0x4500, 0x123);
         (state.fip, state.fdp) = (0x11_2222_3333, 0x44_5555_6666);
-        // A bit for each register that is in use; two for GDB, which are set if it is empty.
+        // There is a bit for each register that is in use. GDB has two bits for each, which are set if the register is
+        // empty.
         state.ftw = 0b1010_0101;
         let mut block = [0; BLOCK];
         get(&state, &mut block);
@@ -286,7 +287,7 @@ mod tests {
             bytes[..len].copy_from_slice(&block[offset(number)..][..len]);
             u64::from_le_bytes(bytes)
         };
-        // In the CPU's order.
+        // The registers in the CPU's order.
         let gprs = [
             "rax", "rcx", "rdx", "rbx", "rsp", "rbp", "rsi", "rdi", "r8", "r9", "r10", "r11",
             "r12", "r13", "r14", "r15",

@@ -1,4 +1,4 @@
-//! A debugger's session with the vCPUs of a VM: stops all of them, and continues those that the debugger names.
+//! A debugger's session with the vCPUs of a VM. It stops all of them, and continues the vCPUs that the debugger names.
 
 use super::list::{Debugged, list};
 use super::port::NEWS;
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 /// How long a request waits for a vCPU that another call has locked.
 const PATIENCE: Duration = Duration::from_secs(2);
-/// How long the session waits before it tries again.
+/// The time after which the session tries again.
 const TRIES_AGAIN: Duration = Duration::from_millis(1);
 
 /// The next step of a vCPU that a debugger has held.
@@ -28,28 +28,28 @@ pub(crate) enum Go {
 /// Why all vCPUs are held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stopped {
-    /// The debugger wanted it.
+    /// The debugger asked for it.
     Asked,
     /// A vCPU has hit a probe.
     Hit(u32, ProbeHit),
-    /// The VM has no vCPU any more.
+    /// The VM has no vCPUs any more.
     Gone,
 }
 
-/// A debugger's use of a VM. Dropping this lets all vCPUs go on, without probes.
+/// A debugger's use of a VM. Dropping this value lets all vCPUs continue, without probes.
 pub(crate) struct Session {
     pub(crate) vm: u64,
-    /// Whether all vCPUs are being held, because the debugger wants it or one has hit a probe.
+    /// Whether all vCPUs are being held, because the debugger wants that or a vCPU has hit a probe.
     stops: bool,
     /// The vCPU that a code probe has stopped. When it continues, it passes that probe once.
     passes: Option<u32>,
 }
 
 impl Session {
-    /// Begins to debug a VM, the first one if none is named, and holds its vCPUs.
+    /// Begins to debug a VM, and holds its vCPUs. If no VM is named, debugs the first one.
     ///
     /// # Errors
-    /// A sentence for the user.
+    /// A message for the user.
     pub(crate) fn attach(vm: Option<u64>) -> std::result::Result<Self, &'static str> {
         let mut list = list();
         if list.debugged.is_some() {
@@ -86,13 +86,13 @@ impl Session {
         self.each(|vcpu| vcpu.port().hold());
     }
 
-    /// Whether the debugger has let the VM run, and was not told since that it has stopped.
+    /// Whether the debugger has let the VM run, and was not told since then that the VM has stopped.
     pub(crate) fn runs(&self) -> bool {
         list().debugged.as_ref().is_some_and(|it| it.runs)
     }
 
-    /// Waits for news of the vCPUs, for at most `longest`, unless there were some since `seen` was
-    /// [`news`](Self::news).
+    /// Waits for news of the vCPUs, for at most `longest`. Returns at once if there were news since
+    /// [`news`](Self::news) returned `seen`.
     pub(crate) fn wait(&self, seen: u32, longest: Duration) {
         wait::sleep(&NEWS, seen, Some(longest));
     }
@@ -102,8 +102,8 @@ impl Session {
         NEWS.load(Ordering::SeqCst)
     }
 
-    /// Returns why all vCPUs are held; `None` if one runs. If several probes were hit, returns one of them: the guest
-    /// will hit the others again if they are of code, and those of data are kept for the next call.
+    /// Returns why all vCPUs are held; `None` if a vCPU runs. If several probes were hit, returns one of the hits. The
+    /// guest will hit the other code probes again, and hits of data probes are kept for the next call.
     pub(crate) fn stopped(&mut self) -> Option<Stopped> {
         let mut hit = false;
         self.each(|vcpu| hit |= vcpu.port().hit().is_some());
@@ -140,10 +140,10 @@ impl Session {
         Some(stopped)
     }
 
-    /// Lets vCPUs go on. If one of them has a hit that was kept, none does: [`stopped`](Self::stopped) returns the hit.
+    /// Lets vCPUs continue. If a hit of a vCPU was kept, no vCPU continues: [`stopped`](Self::stopped) returns the hit.
     ///
     /// # Errors
-    /// `ENOMEM`: all stay held.
+    /// `ENOMEM`: all vCPUs stay held.
     pub(crate) fn resume(&mut self, go: impl Fn(u32) -> Go) -> Result<()> {
         let list = &mut *list();
         let moves = |vcpu: &&dyn Debuggee| go(vcpu.id()) != Go::Nowhere;
@@ -161,14 +161,14 @@ impl Session {
         Ok(())
     }
 
-    /// Replaces the probes. vCPUs have them when they go on.
+    /// Replaces the probes. vCPUs use the new probes when they continue.
     pub(crate) fn set_probes(&self, probes: Vec<Probe>) {
         if let Some(debugged) = &mut list().debugged {
             debugged.probes = probes;
         }
     }
 
-    /// Carries out a request of a vCPU that is held. Returns whether that succeeded.
+    /// Carries out a request to a vCPU that is held. Returns whether that succeeded.
     pub(crate) fn request(&self, vcpu: u32, request: &mut Request<'_>) -> bool {
         let begin = Instant::now();
         loop {
@@ -227,7 +227,7 @@ mod tests {
         }
     }
 
-    /// If two vCPUs hit data probes at once, neither continues before the debugger was told of both hits.
+    /// If two vCPUs hit data probes at once, neither of them continues before the debugger was told of both hits.
     #[test]
     fn a_hit_that_was_not_told_holds_all() {
         let vcpus = [0, 1].map(|id| Vcpu {

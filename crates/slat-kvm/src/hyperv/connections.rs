@@ -1,4 +1,5 @@
-//! `KVM_HYPERV_EVENTFD`: connections that a guest signals by a hypercall, and that only signal an eventfd.
+//! `KVM_HYPERV_EVENTFD`: connections that a guest signals by a hypercall. A signal of a connection only signals an
+//! eventfd.
 
 use crate::errno::{Result, fail};
 use crate::eventfd::EventFd;
@@ -19,11 +20,12 @@ impl Connections {
         self.0.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds or removes a connection. After the removal has returned, the guest signals its eventfd no more.
+    /// Adds or removes a connection. After the removal has returned, the guest does not signal the connection's eventfd
+    /// any more.
     ///
     /// # Errors
-    /// `EINVAL` for unknown flags, an id of more than 24 bits, and a descriptor that is no eventfd; `EEXIST` for an id
-    /// in use, `ENOENT` for the removal of one that is not; `EBADF`, `EMFILE`, `ENOMEM`.
+    /// `EINVAL` for unknown flags, an id of more than 24 bits, and a descriptor that is no eventfd; `EEXIST` for adding
+    /// an id that is in use, `ENOENT` for removing an id that is not in use; `EBADF`, `EMFILE`, `ENOMEM`.
     pub(crate) fn change(&self, asked: &kvm_hyperv_eventfd) -> Result<()> {
         let id = asked.conn_id;
         if asked.flags & !KVM_HYPERV_EVENTFD_DEASSIGN != 0 || id & !KVM_HYPERV_CONN_ID_MASK != 0 {
@@ -48,7 +50,7 @@ impl Connections {
         Ok(())
     }
 
-    /// Signals the eventfd of a connection. Returns whether there is the connection.
+    /// Signals the eventfd of a connection. Returns whether the connection exists.
     pub(crate) fn signal(&self, id: u32) -> bool {
         let list = self.read();
         let found = list.binary_search_by_key(&id, |entry| entry.0);

@@ -5,7 +5,7 @@ use slat_host::procfs;
 use slat_hyperv::cpuid::{Machine, Privileges, supported as leaves};
 use slat_process::once::Computed;
 
-/// Whether the host's cores can have more than one thread: then the guest cannot know whether vCPUs share a core.
+/// Whether the host's cores can have more than one thread. If so, the guest cannot know whether vCPUs share a core.
 fn host_shares_cores() -> bool {
     static SHARES: Computed<bool> = Computed::new();
     *SHARES.get_or_init(|| {
@@ -15,8 +15,8 @@ fn host_shares_cores() -> bool {
     })
 }
 
-/// Returns the leaves that a client may give a guest of a VM with at most `max_vps` vCPUs; `has_apic`:
-/// they have local APICs.
+/// Returns the leaves that a client may give a guest of a VM with at most `max_vps` vCPUs. `has_apic`: the vCPUs have
+/// local APICs.
 pub(crate) fn supported(has_apic: bool, max_vps: u32) -> [kvm_cpuid_entry2; 10] {
     let machine = Machine {
         has_apic,

@@ -1,16 +1,16 @@
-//! The state of Hyper-V's interface: of a VM, and of its vCPUs. The rules are in `slat-hyperv`; what a vCPU does is in
-//! `machine::hyperv`.
+//! The state of Hyper-V's interface: of a VM, and of its vCPUs. `slat-hyperv` has the rules; `machine::hyperv` has the
+//! operations of a vCPU.
 //!
 //! | file | idea |
 //! |---|---|
 //! | `connections` | events that the guest signals, as eventfds (`KVM_HYPERV_EVENTFD`) |
-//! | `vp` | what other threads use of a virtual processor: its index, and its SynIC |
-//! | `vcpu` | what only the vCPU's own thread uses |
+//! | `vp` | the part of a virtual processor that other threads use: its index, and its SynIC |
+//! | `vcpu` | the part that only the vCPU's own thread uses |
 //! | `cpuid` | the CPUID leaves in KVM's struct |
 //!
 //! # Locks
-//! Each lock here is held for a few instructions, never while guest memory is accessed: an access may
-//! wait for other vCPUs.
+//! Each lock here is held for a few instructions, and never while guest memory is accessed, because an access may wait
+//! for other vCPUs.
 
 mod connections;
 pub(crate) mod cpuid;
@@ -29,7 +29,8 @@ use std::sync::{Mutex, PoisonError};
 #[derive(Debug, Default)]
 pub(crate) struct Hyperv {
     partition: Mutex<Partition>,
-    /// Whether the reference page is to be written. Written under the partition's lock; if not, vCPUs skip that lock.
+    /// Whether the reference page has to be written. Stored under the partition's lock. While it is false, vCPUs do not
+    /// take that lock.
     is_page_due: AtomicBool,
     pub(crate) connections: Connections,
 }
@@ -43,13 +44,14 @@ impl Hyperv {
         result
     }
 
-    /// Call after the VM's clock or a vCPU's TSC was set. The vCPUs write the reference page before they continue, if
-    /// they have one: raise [`RETRY`](crate::thread::bits::RETRY) for one of them.
+    /// Marks the reference page to be written again. Call after the VM's clock or a vCPU's TSC was set, and raise
+    /// [`RETRY`](crate::thread::bits::RETRY) for a vCPU. If the guest has a reference page, a vCPU writes it before the
+    /// vCPU continues.
     pub(crate) fn clock_changed(&self) {
         self.with_partition(Partition::clock_changed);
     }
 
-    /// Begins to write the reference page, if it is to be written.
+    /// Begins to write the reference page, if it has to be written.
     pub(crate) fn begin_page(&self) -> Option<DuePage> {
         if !self.is_page_due.load(Ordering::SeqCst) {
             return None;

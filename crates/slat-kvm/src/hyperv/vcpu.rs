@@ -24,9 +24,9 @@ pub(crate) struct VcpuHyperv {
     /// Whether the guest may use only what its CPUID allows (`KVM_CAP_HYPERV_ENFORCE_CPUID`).
     pub(crate) enforces_cpuid: bool,
     pub(crate) timers: Timers,
-    /// VP_ASSIST_PAGE.
+    /// The value of VP_ASSIST_PAGE.
     pub(crate) assist_page: u64,
-    /// Added to the time that the thread ran, in units of 100 ns, modulo 2^64.
+    /// The number that is added to the time that the thread ran, in units of 100 ns, modulo 2^64.
     pub(crate) runtime_offset: u64,
     /// The exit that the client must see before the guest continues.
     pub(crate) exit: Option<HypervExit>,

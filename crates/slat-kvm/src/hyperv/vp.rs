@@ -1,5 +1,5 @@
-//! The part of a virtual processor that other threads use while its vCPU runs: its index, and its SynIC, whose sources
-//! devices signal.
+//! The part of a virtual processor that other threads use while its vCPU runs: its index, and its SynIC. Devices signal
+//! the sources of the SynIC.
 
 use slat_hyperv::synic::Synic;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -10,7 +10,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 pub(crate) struct VirtualProcessor {
     index: AtomicU32,
     synic: Mutex<Synic>,
-    /// Whether the client has enabled the SynIC. Without it, interrupts skip the lock.
+    /// Whether the client has enabled the SynIC. Without a SynIC, interrupts do not take the lock.
     has_synic: AtomicBool,
 }
 
@@ -55,7 +55,7 @@ impl VirtualProcessor {
         self.has_synic().then(|| self.synic().vector(sint))?
     }
 
-    /// The sources with this vector, a bit each.
+    /// The sources that have this vector, a bit each.
     pub(crate) fn sources_of(&self, vector: u8) -> u16 {
         match self.has_synic() {
             true => self.synic().sources_of(vector),

@@ -1,7 +1,7 @@
 //! KVM's system-call interface: carries out a request with its argument, as the kernel would.
 //!
-//! The preload library calls this for descriptors that are KVM's. The Rust API does not: both call the same objects
-//! (`System`, `VmObject`, `VcpuObject`), so that nothing is written twice.
+//! The preload library calls this for KVM's descriptors. The Rust API does not. Both call the same objects (`System`,
+//! `VmObject`, `VcpuObject`), so no code is written twice.
 
 mod device;
 mod system;
@@ -71,13 +71,13 @@ impl fmt::Display for LinkName {
 pub enum Answer {
     /// The return value.
     Value(i32),
-    /// A new object and its descriptor, which `ioctl` returns. The caller remembers that the descriptor
+    /// A new object and its descriptor, which `ioctl` returns. The caller stores in its table that the descriptor
     /// refers to the object.
     Created(Object, OwnedFd),
     /// Like `Created`, but the client's own struct holds the descriptor, and `ioctl` returns 0.
     Stored(Object, OwnedFd),
-    /// Nothing is done: the kernel carries out this request itself for any descriptor, instead of passing it to the
-    /// file (ioctl(2)).
+    /// The request is not carried out. For any descriptor the kernel carries out this request itself, instead of
+    /// passing it to the file (ioctl(2)).
     Kernels,
 }
 
@@ -87,7 +87,7 @@ impl Object {
         Object::System(Arc::new(System))
     }
 
-    /// Whether a parent process created this object: its locks may be held for ever, and it must not be dropped.
+    /// Whether a parent process created this object. Then its locks may be held forever, and it must not be dropped.
     pub fn is_foreign(&self) -> bool {
         match self {
             Object::System(_) | Object::Parameter(_) | Object::DevicePath => false,
@@ -99,8 +99,8 @@ impl Object {
         }
     }
 
-    /// Returns what the link in `/proc/self/fd` shows for a descriptor of KVM's object. `None`: the link of slat's own
-    /// file needs no change. Takes no lock and allocates nothing.
+    /// Returns the text that the link in `/proc/self/fd` shows for a descriptor of KVM's object. `None`: the link of
+    /// slat's own file needs no change. Takes no lock and allocates nothing.
     pub fn link(&self) -> Option<LinkName> {
         let (name, vcpu) = match self {
             Object::System(_) | Object::DevicePath => ("/dev/kvm", None),
@@ -120,8 +120,8 @@ impl Object {
     /// Carries out `ioctl(fd, request, argument)` for a descriptor that refers to this object.
     ///
     /// # Errors
-    /// KVM's errno: for an unknown request `EINVAL` (`/dev/kvm`, vCPUs), `EBADF` (`O_PATH`) or `ENOTTY` (the others),
-    /// `EFAULT` for a bad pointer, and the errors of the call itself.
+    /// KVM's errno. For an unknown request it is `EINVAL` (`/dev/kvm`, vCPUs), `EBADF` (`O_PATH`) or `ENOTTY` (the
+    /// others). `EFAULT` for a bad pointer. Also the errors of the call itself.
     pub fn ioctl(&self, request: u32, argument: u64) -> Result<Answer> {
         let _section = Section::enter();
         let answer = match self {
@@ -162,20 +162,20 @@ impl Object {
         }
     }
 
-    /// Completes the client's mapping of this object's descriptor: a vCPU's has pages that are not in its file. Should
-    /// the host not be able to make another mapping, the client sees an empty ring of coalesced I/O.
+    /// Completes the client's mapping of this object's descriptor: a vCPU's mapping has pages that are not in the
+    /// descriptor's file. If the host cannot make another mapping, the client sees an empty ring of coalesced I/O.
     ///
     /// # Safety
     /// `address` and `len` are a new mapping of this object's descriptor, from `offset` on.
     pub unsafe fn complete_mapping(&self, address: usize, len: usize, offset: u64) {
         if let Object::Vcpu(vcpu) = self {
-            // SAFETY: the caller's.
+            // SAFETY: the caller keeps this function's contract.
             let _ = unsafe { vcpu.complete_mapping(address, len, offset) };
         }
     }
 }
 
-/// Returns the result of a request that the object does not have: `errno`, if the kernel does not carry it out itself.
+/// Returns the result of a request that the object does not have: `errno`, unless the kernel carries out the request.
 fn unknown(request: u32, errno: i32) -> Result<Answer> {
     match libc::c_ulong::from(request) {
         libc::FIOCLEX | libc::FIONCLEX | libc::FIONBIO => Ok(Answer::Kernels),
@@ -198,14 +198,14 @@ fn give<T: user::Plain>(address: u64, value: &T) -> Result<Answer> {
 
 /// KVM's limit for CPUID tables.
 const MAX_CPUID_ENTRIES: u32 = 256;
-/// KVM's limit for one `KVM_GET_MSRS`: this many MSRs are refused.
+/// KVM's limit for one `KVM_GET_MSRS`. A request with this many MSRs is refused.
 const MAX_MSRS: u32 = 256;
 /// Offset of the entries in `kvm_cpuid2` and `kvm_msrs`: after the count and a padding word.
 const ENTRIES: u64 = 8;
 /// Offset of the indices in `kvm_msr_list`.
 const INDICES: u64 = 4;
 
-/// Writes a CPUID table to the client's `kvm_cpuid2` at `address`, whose count says how many entries it has memory for.
+/// Writes a CPUID table to the client's `kvm_cpuid2` at `address`. Its count says for how many entries it has memory.
 fn give_cpuid(address: u64, table: &[kvm_cpuid_entry2]) -> Result<Answer> {
     let room = user::read::<u32>(address)?;
     let count = table.len() as u32;

@@ -17,7 +17,7 @@ const SIGSET: u64 = 4;
 /// The size of the kernel's signal set.
 const SIGSET_BYTES: u32 = 8;
 
-/// Does `KVM_RUN`. Not inlined, because other requests would have its frame, too.
+/// Carries out `KVM_RUN`. Not inlined: otherwise other requests would have this function's frame, too.
 #[inline(never)]
 pub(super) fn run(vcpu: &VcpuObject, argument: u64) -> Result<Answer> {
     let _call = vcpu.vm.begin()?;
@@ -28,8 +28,8 @@ pub(super) fn run(vcpu: &VcpuObject, argument: u64) -> Result<Answer> {
     DONE
 }
 
-/// Does all requests but `KVM_RUN`. Not inlined: its frame has room for structures of several KiB, and other
-/// requests would have it, too.
+/// Carries out all requests except `KVM_RUN`. Not inlined: the frame of this function has structures of several KiB,
+/// and other requests would have this frame, too.
 #[inline(never)]
 pub(super) fn ioctl(vcpu: &Shared<VcpuObject>, request: u32, argument: u64) -> Result<Answer> {
     let _call = vcpu.vm.begin()?;
@@ -83,7 +83,7 @@ pub(super) fn ioctl(vcpu: &Shared<VcpuObject>, request: u32, argument: u64) -> R
         KVM_PRE_FAULT_MEMORY => {
             let mut range: kvm_pre_fault_memory = user::read(argument)?;
             let result = vcpu.pre_fault(&mut range);
-            // The range is written also after an error: it tells the client which part is mapped.
+            // The range is also written after an error, because it tells the client which part is mapped.
             user::write(argument, &range)?;
             result?;
         }
@@ -126,7 +126,8 @@ pub(super) fn ioctl(vcpu: &Shared<VcpuObject>, request: u32, argument: u64) -> R
             let register: kvm_one_reg = user::read(argument)?;
             vcpu.set_one_reg(register.id, || user::read(register.addr))?;
         }
-        // There are none besides MSRs, which have a list of their own. The client's count is read first, as in KVM.
+        // There are no registers besides MSRs, which have a list of their own. The client's count is read first, as in
+        // KVM.
         KVM_GET_REG_LIST => {
             user::read::<u64>(argument)?;
             return give(argument, &0u64);
@@ -138,7 +139,7 @@ pub(super) fn ioctl(vcpu: &Shared<VcpuObject>, request: u32, argument: u64) -> R
     DONE
 }
 
-/// Writes the nested state to the client's `kvm_nested_state`, whose `size` says how much memory it has.
+/// Writes the nested state to the client's `kvm_nested_state`. Its `size` says how much memory it has.
 fn give_nested_state(address: u64, state: &NestedState) -> Result<Answer> {
     const SIZE_OFFSET: u64 = 4;
     if user::read::<u32>(address + SIZE_OFFSET)? < state.size() {

@@ -10,7 +10,7 @@ use kvm_bindings::*;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
 
-// Not inlined, because requests to other objects would have this function's frame, too.
+// Not inlined: otherwise requests to other objects would have this function's frame, too.
 #[inline(never)]
 pub(super) fn ioctl(vm: &Arc<VmObject>, request: u32, argument: u64) -> Result<Answer> {
     let _call = vm.begin()?;
@@ -33,7 +33,8 @@ pub(super) fn ioctl(vm: &Arc<VmObject>, request: u32, argument: u64) -> Result<A
                 vm.test_device(&device)?;
                 return DONE;
             }
-            // Checked before the device is created: the client could not learn its descriptor.
+            // Checked before the device is created, because after a failure the client could not learn the device's
+            // descriptor.
             user::check_writable(argument, size_of_val(&device))?;
             let (object, fd) = vm.create_device(&device)?;
             device.fd = fd.as_raw_fd() as u32;
@@ -44,7 +45,7 @@ pub(super) fn ioctl(vm: &Arc<VmObject>, request: u32, argument: u64) -> Result<A
             let log: kvm_dirty_log = user::read(argument)?;
             // SAFETY: both fields of the union are plain and of the same size.
             let to = unsafe { log.__bindgen_anon_1.padding2 };
-            // Checked before the log is harvested: its pages would be lost.
+            // Checked before the log is harvested, because after a failure the harvested pages would be lost.
             let bitmap = vm.dirty_log(log.slot, |bytes| user::check_writable(to, bytes))?;
             user::write_slice(to, &bitmap)?;
         }

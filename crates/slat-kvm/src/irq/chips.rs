@@ -21,7 +21,7 @@ pub(crate) const RESAMPLE: u8 = 1;
 /// Source of a line's level: the 8254.
 pub(crate) const TIMER: u8 = 2;
 
-/// The interrupts that a guest has ended, as lines of the controllers: collected while a controller is locked.
+/// The interrupts that a guest has ended, as lines of the controllers. They are collected while a controller is locked.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Ended {
     /// Lines of the 8259 pair, a bit each.
@@ -52,11 +52,11 @@ pub(crate) struct Chips {
     external: AtomicBool,
     /// The 8254, once the client has created it.
     pub(crate) timer: OnceLock<Shared<Timer>>,
-    /// Alarm at which interrupts are delivered that an interrupt storm has postponed.
+    /// The alarm at which interrupts are delivered that were postponed because of an interrupt storm.
     storm: Shared<Client>,
 }
 
-/// How long the interrupt of a pin is postponed that the guest has ended repeatedly while its line was high.
+/// How long an interrupt is postponed whose line was still high at many ends of interrupt in a row.
 const STORM_PAUSE: Duration = Duration::from_millis(10);
 
 impl Drop for Chips {
@@ -70,8 +70,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Chips {
-    /// Creates the controllers in their reset state. `storm` is the alarm after which
-    /// [`storm_paused`](Self::storm_paused) is to be called.
+    /// Creates the controllers in their reset state. When the alarm `storm` rings, [`storm_paused`](Self::storm_paused)
+    /// has to be called.
     ///
     /// # Errors
     /// `ENOMEM`.
@@ -97,7 +97,7 @@ impl Chips {
         self.ioapic_vectors.contains(vector)
     }
 
-    /// Locks the 8259 pair and runs `work` on it; then notifies vCPUs if its INTR line rose.
+    /// Locks the 8259 pair and runs `work` on it. Then notifies vCPUs if the pair's INTR line has risen.
     fn with_pics<R>(&self, vcpus: &Targets, work: impl FnOnce(&mut Pics) -> R) -> R {
         let mut pics = lock(&self.pics);
         let result = work(&mut pics);
@@ -110,8 +110,8 @@ impl Chips {
         result
     }
 
-    /// Locks the I/O APIC and runs `work` on it, whose `bool` tells that vectors or base address may have changed;
-    /// then publishes them.
+    /// Locks the I/O APIC and runs `work` on it. The `bool` of `work` says whether vectors or base address may have
+    /// changed; if so, publishes them.
     fn with_ioapic<R>(&self, work: impl FnOnce(&mut IoApic) -> (R, bool)) -> R {
         let mut ioapic = lock(&self.ioapic);
         let (result, changed) = work(&mut ioapic);
@@ -122,7 +122,7 @@ impl Chips {
         result
     }
 
-    /// Sends a message of the I/O APIC, which is locked. Publishes its vector first, for a vCPU that ends
+    /// Sends a message of the I/O APIC, which is locked. Publishes the message's vector first, because a vCPU may end
     /// the interrupt at once.
     fn send(&self, vcpus: &Targets, message: &Message) -> Sent {
         self.ioapic_vectors.insert(message.vector);
@@ -184,14 +184,15 @@ impl Chips {
         }
     }
 
-    /// Acknowledges the 8259 pair's interrupt. Returns its vector; `None` if there is no interrupt (any more).
+    /// Acknowledges the 8259 pair's interrupt. Returns its vector; `None` if there is no interrupt, or none any more.
     pub(crate) fn acknowledge(&self, vcpus: &Targets) -> Option<(u8, Ended)> {
         let acknowledged =
             self.with_pics(vcpus, |pics| pics.output().then(|| pics.acknowledge()))?;
         Some((acknowledged.vector, Ended::lines(acknowledged.ended)))
     }
 
-    /// Ends the interrupt with this vector at the I/O APIC. `level`: whether it was level-triggered at the local APIC.
+    /// Ends the interrupt with this vector at the I/O APIC. `level`: whether the interrupt was level-triggered at the
+    /// local APIC.
     pub(crate) fn end_of_interrupt(&self, vcpus: &Targets, vector: u8, level: bool) -> Ended {
         let mut ended = Ended::default();
         let postponed = self.with_ioapic(|ioapic| {
@@ -245,7 +246,7 @@ impl Chips {
         ioapic.read(gpa.wrapping_sub(ioapic.base()), data);
     }
 
-    /// Writes registers of the I/O APIC. `is_timers`: whether a pin is the 8254's.
+    /// Writes registers of the I/O APIC. `is_timers`: whether a given pin is the 8254's.
     pub(crate) fn write_ioapic(
         &self,
         vcpus: &Targets,
@@ -272,7 +273,7 @@ impl Chips {
     }
 
     /// Discards the ticks that the guest missed while the 8254's line was masked. Call after the guest has unmasked a
-    /// line; `is_timers`: it is the 8254's.
+    /// line. `is_timers`: whether this line is the 8254's.
     fn line_unmasked(&self, is_timers: bool) {
         if let Some(timer) = self.timer.get().filter(|_| is_timers) {
             timer.reset_reinjection();
@@ -298,7 +299,7 @@ impl Chips {
         });
     }
 
-    /// Delivers the interrupts that an interrupt storm has postponed.
+    /// Delivers the interrupts that were postponed because of an interrupt storm.
     pub(crate) fn storm_paused(&self, vcpus: &Targets) {
         self.with_ioapic(|ioapic| {
             ioapic.deliver_pending(&mut |message| self.send(vcpus, &message).taken);

@@ -18,7 +18,7 @@ impl Interrupts {
         Alarm::Vm(this, timer)
     }
 
-    /// Creates an I/O APIC and the 8259 pair, and gives every vCPU created from now on a local APIC.
+    /// Creates an I/O APIC and the 8259 pair. After that every new vCPU has a local APIC.
     ///
     /// # Errors
     /// `EEXIST` when there are controllers already, `EINVAL` when there are vCPUs already, `ENOMEM`.
@@ -36,8 +36,8 @@ impl Interrupts {
         self.set_model(Model::Pc(chips), routes)
     }
 
-    /// Carries out `KVM_CAP_SPLIT_IRQCHIP`: creates local APICs only. The first `pins` GSIs are the pins of
-    /// the client's I/O APIC.
+    /// Carries out `KVM_CAP_SPLIT_IRQCHIP`: creates only local APICs. The first `pins` GSIs are the pins of the
+    /// client's I/O APIC.
     ///
     /// # Errors
     /// `EINVAL` for more than 4096 pins, `EEXIST` when there are controllers or vCPUs already.
@@ -66,7 +66,7 @@ impl Interrupts {
         }
     }
 
-    /// Creates the 8254. `speaker`: it has port 0x61, too.
+    /// Creates the 8254. `speaker`: the 8254 also has port 0x61.
     ///
     /// # Errors
     /// `EEXIST` when there is one already, `ENOENT` without an 8259 pair, `ENOMEM`.
@@ -92,7 +92,7 @@ impl Interrupts {
             return fail(libc::EINVAL);
         }
         if flags & wide_ids != 0 {
-            // A second call changes nothing: QEMU and other clients call once, before they create vCPUs.
+            // A second call changes nothing. QEMU and other clients make one call, before they create vCPUs.
             let _ = self.msi_ids.set(MsiIds::ThirtyTwo {
                 wide_broadcast: flags & no_quirk != 0,
             });

@@ -1,15 +1,16 @@
 //! `KVM_IRQFD`: eventfds whose signals are interrupts.
 //!
-//! One thread of the process waits for all irqfds. For every signal that it finds, it injects an edge or a message; for
-//! a resampled irqfd (`KVM_IRQFD_FLAG_RESAMPLE`) it raises the line. The guest's end of interrupt lowers that line and
-//! signals the second eventfd to the client, which signals the first one again if its device still wants the line.
+//! One thread of the process waits for all irqfds. For every signal that the thread finds, it injects an edge or a
+//! message. For a resampled irqfd (`KVM_IRQFD_FLAG_RESAMPLE`) it raises the line. The guest's end of interrupt lowers
+//! that line and signals the second eventfd to the client. If the client's device still wants the line, the client
+//! signals the first eventfd again.
 //!
 //! # Concurrency
-//! The thread finds an irqfd by its number in the process's list, under that list's lock, and injects under the irqfd's
-//! own. Removing an irqfd removes it from the VM's and the process's list, injects what was signalled before, and ends
-//! it under its lock: after `KVM_IRQFD` has returned, nothing is injected any more.
-//! Locks are acquired in this order: VM's list, process's list; an irqfd's lock, then those of the controllers. The
-//! thread holds no list's lock while it injects.
+//! The thread finds an irqfd by its number in the process's list, under that list's lock. The thread injects under the
+//! irqfd's own lock. Removing an irqfd has three steps: it is removed from the VM's and the process's list; an earlier
+//! signal is injected; and the irqfd is ended under its lock. So after `KVM_IRQFD` has returned, the irqfd injects
+//! nothing any more. There are two orders of locks: the VM's list before the process's list; an irqfd's lock before
+//! those of the controllers. The thread holds no list's lock while it injects.
 
 use crate::background::{self, Background};
 use crate::errno::{Error, Result, fail, no_memory};
@@ -26,7 +27,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, Weak};
 
-/// The most events that one `epoll_wait` returns.
+/// The greatest number of events that one `epoll_wait` returns.
 const AT_A_TIME: usize = 64;
 
 /// The interrupt lines of a VM.
@@ -59,7 +60,7 @@ impl IrqFd {
         }
     }
 
-    /// Injects what was signalled until now, then ends the irqfd: later signals inject nothing.
+    /// Injects an interrupt if the eventfd was signalled, and ends the irqfd. Later signals inject nothing.
     fn end(&self) {
         let mut live = lock(&self.live);
         self.inject();
@@ -85,7 +86,7 @@ impl IrqFd {
 #[derive(Debug, Default)]
 pub(crate) struct IrqFds {
     list: Mutex<Vec<Shared<IrqFd>>>,
-    /// Whether there were resampled irqfds; if not, ends of interrupts skip the list.
+    /// Whether the VM has ever had resampled irqfds. If not, ends of interrupts do not look at the list.
     resampled: AtomicBool,
 }
 
@@ -100,11 +101,11 @@ impl Drop for IrqFds {
 }
 
 impl IrqFds {
-    /// Adds the irqfd that `asked` describes, which injects into `lines`, a VM with controllers.
+    /// Adds the irqfd that `asked` describes. The irqfd injects into `lines`, which belong to a VM with controllers.
     ///
     /// # Errors
-    /// `EINVAL` for a descriptor that is no eventfd, `EBADF`, `EBUSY` when the eventfd is an irqfd already, of any
-    /// VM, `ENOMEM`, `EMFILE`.
+    /// `EINVAL` for a descriptor that is no eventfd, `EBADF`, `EBUSY` if the eventfd is already an irqfd of any VM,
+    /// `ENOMEM`, `EMFILE`.
     pub(crate) fn add(&self, lines: Weak<dyn Lines>, asked: &kvm_irqfd) -> Result<()> {
         let resampled = asked.flags & KVM_IRQFD_FLAG_RESAMPLE != 0;
         let irqfd = Shared::try_new(IrqFd {
@@ -131,7 +132,7 @@ impl IrqFds {
         added
     }
 
-    /// Removes the irqfd of this eventfd and GSI. As in KVM, it is no error if there is none.
+    /// Removes the irqfd of this eventfd and GSI. As in KVM, it is no error if there is no such irqfd.
     ///
     /// # Errors
     /// `EINVAL` for a descriptor that is no eventfd, `EBADF`, `EMFILE`.
@@ -155,27 +156,27 @@ impl IrqFds {
             }
             irqfd.end();
             if irqfd.resample.is_some() && last_of_line {
-                // No irqfd is left that would lower the line.
+                // No irqfd remains that would lower the line.
                 lines.set(gsi, RESAMPLE, false);
             }
         }
         Ok(())
     }
 
-    /// Injects what eventfds have signalled until now. Call before saving the state of controllers: KVM's
-    /// irqfds inject at once.
+    /// Injects the interrupts of all eventfds that were signalled until now. Call before saving the state of
+    /// controllers, because KVM's irqfds inject at once.
     pub(crate) fn inject_signalled(&self) {
         let irqfd = |at: usize| lock(&self.list).get(at).cloned();
         (0..).map_while(irqfd).for_each(|irqfd| irqfd.fire());
     }
 
-    /// Whether there were resampled irqfds.
+    /// Whether the VM has ever had resampled irqfds.
     pub(crate) fn has_resampled(&self) -> bool {
         self.resampled.load(Ordering::SeqCst)
     }
 
-    /// Lowers the line of resampled irqfds of `gsi`, and signals the client, which may raise it again. Call after the
-    /// guest's end of an interrupt of `gsi`, with no controller locked.
+    /// Lowers the line of resampled irqfds of `gsi`, and signals the client, which may raise the line again. Call after
+    /// the guest's end of an interrupt of `gsi`, with no controller locked.
     pub(crate) fn resample(&self, lines: &dyn Lines, gsi: u32) {
         if !self.has_resampled() {
             return;
@@ -200,7 +201,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 #[derive(Default)]
 struct Service {
     epoll: Mutex<Option<Shared<OwnedFd>>>,
-    /// The irqfds, found by the number in their events, which is the irqfd's address. The list keeps them alive.
+    /// The irqfds, found by the number in their events, which is the irqfd's address. The list keeps the irqfds alive.
     irqfds: Mutex<Vec<Shared<IrqFd>>>,
     started: AtomicBool,
 }
@@ -213,7 +214,7 @@ pub(crate) fn prepare() {
     eventfd::prepare();
 }
 
-/// Starts the thread if there is none.
+/// Starts the thread if it does not run.
 pub(crate) fn start() {
     // A failure repeats at the first `KVM_IRQFD`, which returns its reason.
     let _ = Service::get();
@@ -224,7 +225,7 @@ fn number(irqfd: &Shared<IrqFd>) -> u64 {
 }
 
 impl Service {
-    /// Returns the service; starts its thread if there is none.
+    /// Returns the service; starts its thread if it does not run.
     fn get() -> Result<&'static Self> {
         let service = SERVICE.get();
         let mut epoll = lock(&service.epoll);
@@ -269,7 +270,7 @@ impl Service {
 
     fn add(&self, irqfd: Shared<IrqFd>) -> Result<()> {
         let mut irqfds = lock(&self.irqfds);
-        // The signals of an eventfd can reach only one irqfd.
+        // The signals of one eventfd can reach only one irqfd.
         if (irqfds.iter()).any(|other| other.eventfd.is(&irqfd.eventfd)) {
             return fail(libc::EBUSY);
         }
@@ -286,7 +287,8 @@ impl Service {
             .position(|other| number(other) == number(irqfd))
         {
             irqfds.swap_remove(at);
-            // Fails only if the program has closed slat's descriptor: then the kernel has removed the irqfd already.
+            // The call fails only if the program has closed slat's descriptor. Then the kernel has removed the irqfd
+            // already.
             let _ = self.control(libc::EPOLL_CTL_DEL, irqfd);
         }
     }
@@ -304,8 +306,8 @@ impl Background for Service {
         loop {
             let (fd, buffer) = (epoll.as_raw_fd() as usize, events.as_mut_ptr() as usize);
             let arguments = [fd, buffer, AT_A_TIME, usize::MAX, 0, 0];
-            // SAFETY: the buffer and its length. Not the C library's function: a filter for all threads may forbid
-            // what comes from there.
+            // SAFETY: the buffer and its length. The C library's function is not called, because a filter for all
+            // threads may forbid calls from the C library.
             let answer = calls::result(unsafe { calls::raw(libc::SYS_epoll_wait, arguments) });
             let count = match answer {
                 Ok(count) => count as usize,

@@ -33,7 +33,7 @@ impl Interrupts {
                     self.send_msi(address, data).status()
                 }
                 (Target::Sint { vp, sint }, _) if level => self.signal_source(vp, sint).status(),
-                // Lowering sends no message; and without chips there are no routes to them.
+                // Lowering a line sends no message. Without chips, no route leads to a chip.
                 _ => -1,
             };
             if one >= 0 {
@@ -43,8 +43,9 @@ impl Interrupts {
         status
     }
 
-    /// Raises and lowers the line of a GSI, at each chip under one lock. So no other thread finds the line high: a
-    /// change of routes cannot leave it high, and a guest that ends the interrupt at once can get the next one.
+    /// Raises and lowers the line of a GSI, at each chip under one lock. So no other thread finds the line high. A
+    /// change of routes cannot leave the line high, and a guest that ends the interrupt at once can get the next
+    /// interrupt.
     pub(crate) fn pulse_line(&self, gsi: u32, source: u8) {
         let (chips, vcpus) = (self.chips(), &self.vcpus);
         for target in self.routes().of(gsi) {
@@ -98,7 +99,7 @@ impl Interrupts {
         }
     }
 
-    /// Call when the guest has read the message or event for which a source of its SynIC was signalled.
+    /// Call after the guest has read the message or event for which a source of its SynIC was signalled.
     pub(crate) fn source_acknowledged(&self, vp: u32, sint: u32) {
         if !self.irqfds.has_resampled() {
             return;
@@ -147,7 +148,7 @@ impl Interrupts {
         chips.is_none()
     }
 
-    /// Acknowledges the 8259 pair's interrupt. Returns its vector; `None` if there is no interrupt (any more).
+    /// Acknowledges the 8259 pair's interrupt. Returns its vector; `None` if there is no interrupt, or none any more.
     pub(crate) fn acknowledge_external(&self) -> Option<u8> {
         let (vector, ended) = self.chips()?.acknowledge(&self.vcpus)?;
         self.carry_out(ended);
@@ -253,7 +254,7 @@ impl VmTimers for Interrupts {
     }
 }
 
-/// Returns the point for the line of a controller whose interrupt the guest has ended.
+/// Returns the tracepoint for the line of a controller whose interrupt the guest has ended.
 fn acknowledged(line: Target) -> AckIrq {
     let (irqchip, pin) = match line {
         Target::Pic(line) => (u32::from(line) / 8, u32::from(line) % 8),

@@ -1,8 +1,8 @@
-//! Interrupts: their sources, and how they reach vCPUs. The controllers themselves are in `slat-irqchip`.
+//! Interrupts: their sources, and how they reach vCPUs. The controllers are in `slat-irqchip`.
 //!
 //! | file | idea |
 //! |---|---|
-//! | [`routing`] | the lines and messages that a GSI is routed to |
+//! | [`routing`] | the lines and messages to which a GSI is routed |
 //! | `lines` | delivery of lines and messages to vCPUs, accesses to controllers, and ends of interrupts |
 //! | `chips` | the 8259 pair and the I/O APIC of a VM: ports, registers, locks |
 //! | `timer` | the 8254, and its alarm |
@@ -10,14 +10,14 @@
 //! | [`vcpus`], `vectors` | the vCPUs of a VM, and messages to them; sets of vectors |
 //! | `create`, `state` | creation of controllers; how they are saved and restored |
 //!
-//! All of it belongs to [`Interrupts`], which knows nothing else of its VM. What a controller reports,
-//! `Interrupts` carries out.
+//! All of this belongs to [`Interrupts`], which knows nothing else of its VM. `Interrupts` carries out the effects that
+//! a controller reports.
 //!
 //! # Locks
-//! A call acquires them in this order, and may skip some: the irqfds of the VM, the routes (for reading, while it
+//! A call acquires locks in this order, and may skip some: the irqfds of the VM, the routes (for reading, while it
 //! delivers an interrupt), the 8254, then the 8259 pair or the I/O APIC, the vCPUs (for reading), one local APIC, the
-//! SynIC of its vCPU. A vCPU that ends an interrupt or writes to a controller has its own APIC unlocked. What a locked
-//! controller reports is carried out after it is unlocked.
+//! SynIC of its vCPU. A vCPU that ends an interrupt or writes to a controller has its own APIC unlocked. The effects
+//! that a locked controller reports are carried out after it is unlocked.
 
 pub(crate) mod chips;
 mod create;
@@ -41,13 +41,13 @@ use std::sync::{OnceLock, RwLock};
 
 /// The interrupt controllers that a VM has, besides the local APICs.
 enum Model {
-    /// All of a PC's (`KVM_CREATE_IRQCHIP`).
+    /// All controllers of a PC (`KVM_CREATE_IRQCHIP`).
     Pc(Shared<Chips>),
-    /// None: the client emulates them (`KVM_CAP_SPLIT_IRQCHIP`).
+    /// No controllers: the client emulates them (`KVM_CAP_SPLIT_IRQCHIP`).
     Split {
         /// GSIs below this one are pins of the client's I/O APIC.
         pins: u32,
-        /// The vectors whose end of interrupt exits to the client: those of level-triggered pins.
+        /// The vectors of level-triggered pins. The end of an interrupt with such a vector exits to the client.
         reported: Vectors,
     },
 }
@@ -56,7 +56,8 @@ enum Model {
 #[derive(Default)]
 pub(crate) struct Interrupts {
     pub(crate) vcpus: Targets,
-    /// While this is not set, vCPUs have no local APIC, and the client emulates all controllers.
+    /// Not set until the client creates controllers. Without it, vCPUs have no local APIC, and the client emulates all
+    /// controllers.
     model: OnceLock<Model>,
     routes: RwLock<Routes>,
     msi_ids: OnceLock<MsiIds>,

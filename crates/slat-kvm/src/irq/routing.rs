@@ -1,4 +1,4 @@
-//! The lines and messages that a GSI (a client's number for an interrupt) is routed to: `KVM_SET_GSI_ROUTING`.
+//! The lines and messages to which a GSI (a client's number for an interrupt) is routed: `KVM_SET_GSI_ROUTING`.
 
 use crate::errno::{Result, fail};
 use crate::heap;
@@ -11,7 +11,7 @@ const PIC_LINES: u32 = 8;
 /// Pins of the I/O APIC.
 pub(crate) const IOAPIC_PINS: u32 = 24;
 
-/// A line or a message that a GSI is routed to.
+/// A line or a message to which a GSI is routed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Target {
     /// A line of the 8259 pair, 0 to 15.
@@ -35,8 +35,8 @@ pub(crate) enum Target {
 }
 
 impl Target {
-    /// Whether a GSI must not have both targets. As in KVM, a GSI is routed to each chip at most once, or to
-    /// one message or source.
+    /// Whether a GSI must not have both targets. As in KVM, a GSI is routed to each chip at most once, or to one
+    /// message, or to one source.
     fn excludes(self, other: Target) -> bool {
         match (self, other) {
             (Target::Pic(one), Target::Pic(another)) => {
@@ -53,8 +53,8 @@ impl Target {
 pub(crate) struct Routes(Vec<(u32, Target)>);
 
 impl Routes {
-    /// Creates the routes of a PC: each GSI below 16 is routed to the 8259's line and the I/O APIC's pin of the same
-    /// number, those up to 23 to a pin.
+    /// Creates the routes of a PC. Each GSI below 16 is routed to the 8259's line and the I/O APIC's pin of the same
+    /// number, and each GSI from 16 to 23 to a pin.
     ///
     /// # Errors
     /// `ENOMEM`.
@@ -84,7 +84,7 @@ impl Routes {
         let mut routes = heap::with_room(entries.len())?;
         for entry in entries {
             let known = match entry.type_ {
-                // The id of the device, which other architectures use.
+                // The flag says that the id of the device is valid, which other architectures use.
                 KVM_IRQ_ROUTING_MSI => KVM_MSI_VALID_DEVID,
                 _ => 0,
             };
@@ -92,8 +92,8 @@ impl Routes {
                 return fail(libc::EINVAL);
             }
             let target = target(entry, has_chips, extended_ids)?;
-            // The new route comes after the routes that the client has named for this GSI before. VMMs name GSIs in
-            // order, so that is mostly the end.
+            // The new route comes after all earlier routes of this GSI in the client's table. VMMs list GSIs in order,
+            // so the new route is mostly the last one.
             let at = routes.partition_point(|(gsi, _)| *gsi <= entry.gsi);
             routes.insert(at, (entry.gsi, target));
         }
@@ -106,7 +106,7 @@ impl Routes {
         }
     }
 
-    /// The targets of `gsi`; none if there is no route.
+    /// Returns the targets of `gsi`; none if there is no route.
     pub(crate) fn of(&self, gsi: u32) -> impl Iterator<Item = Target> + '_ {
         let first = self.0.partition_point(|route| route.0 < gsi);
         (self.0[first..].iter())

@@ -122,7 +122,7 @@ impl Interrupts {
     /// Carries out `KVM_SET_IRQCHIP`.
     ///
     /// # Errors
-    /// As for [`save_chip`](Self::save_chip).
+    /// The errors are those of [`save_chip`](Self::save_chip).
     pub(crate) fn restore_chip(&self, chip: &kvm_irqchip) -> Result<()> {
         let chips = self.has_chips()?;
         match (pic_chip(chip.chip_id), chip.chip_id) {

@@ -17,12 +17,12 @@ pub const MAX_VCPU_ID: u32 = 4096;
 
 /// The vCPUs of a VM, by id.
 ///
-/// One lock protects them and the map of their APICs' addresses: a message acquires that lock for reading, and then
-/// only the locks of the APICs that it addresses.
+/// One lock protects the vCPUs and the map of their APICs' addresses. A message acquires that lock for reading, and
+/// then only the locks of the APICs to which it goes.
 #[derive(Default)]
 pub(crate) struct Vcpus {
     by_id: Vec<Shared<VcpuCommon>>,
-    /// Maps APIC addresses to indices in `by_id`. Always has memory for all vCPUs.
+    /// Maps APIC addresses to indices in `by_id`. The map always has memory for all vCPUs.
     map: ApicMap,
 }
 
@@ -35,7 +35,7 @@ impl Deref for Vcpus {
 }
 
 impl Vcpus {
-    /// Allocates memory for one more vCPU: [`insert`](Self::insert) cannot fail then.
+    /// Allocates memory for one more vCPU, so that [`insert`](Self::insert) cannot fail.
     ///
     /// # Errors
     /// `ENOMEM`.
@@ -44,7 +44,7 @@ impl Vcpus {
         self.map.reserve(self.by_id.len() + 1).map_err(no_memory)
     }
 
-    /// `Ok`: the index of the vCPU with this id. `Err`: the index at which to insert it.
+    /// Looks up the vCPU with this id. `Ok`: its index. `Err`: the index at which to insert it.
     pub(crate) fn place(&self, id: u32) -> std::result::Result<usize, usize> {
         self.by_id.binary_search_by_key(&id, |vcpu| vcpu.id)
     }
@@ -66,7 +66,7 @@ impl Vcpus {
 /// The number of vCPUs that a message reached.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Sent {
-    /// vCPUs that accepted the message, those with the same interrupt pending included.
+    /// vCPUs that accepted the message, including those for which the interrupt was already pending.
     pub(crate) taken: usize,
     /// vCPUs for which the interrupt was not pending yet.
     pub(crate) new: usize,
@@ -85,7 +85,7 @@ impl Targets {
         self.0.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Delivers a message from a vCPU, or from a device (`None`), to the APICs that it addresses.
+    /// Delivers a message to the APICs that it addresses. `from` is the vCPU that sends it; `None` for a device.
     pub(crate) fn send(&self, from: Option<&VcpuCommon>, message: &Message) -> Sent {
         let vcpus = self.read();
         let sender = from.and_then(|from| vcpus.place(from.id).ok());
@@ -103,7 +103,7 @@ impl Targets {
         sent
     }
 
-    /// Wakes the vCPU with this APIC id from its halt, or else from its next one.
+    /// Ends the halt of the vCPU with this APIC id. If the vCPU is not halted, ends its next halt.
     pub(crate) fn end_halt(&self, apic_id: u32) {
         let vcpus = self.read();
         (vcpus.map).visit(Destination::Physical(apic_id), None, |place| {
@@ -125,7 +125,7 @@ impl Targets {
         }
     }
 
-    /// Sends an NMI to the vCPUs whose LINT0 delivers NMIs: guests use the 8254 as a watchdog this way.
+    /// Sends an NMI to the vCPUs whose LINT0 delivers NMIs. In this way guests use the 8254 as a watchdog.
     pub(crate) fn pulse_lint0(&self) {
         for vcpu in self.read().iter() {
             if vcpu.lapic().is_some_and(|lapic| lapic.lint0_is_nmi()) {

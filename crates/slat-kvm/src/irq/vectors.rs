@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A set of vectors, which its owner writes under a lock and others read without.
+/// A set of vectors. Its owner writes it under a lock, and other threads read it without a lock.
 #[derive(Debug, Default)]
 pub(crate) struct Vectors([AtomicU64; 4]);
 

@@ -2,11 +2,12 @@
 //! the event "page ready".
 //!
 //! KVM may handle any fault synchronously, and slat handles all faults so: the vCPU waits for the page, and the guest
-//! never gets the event "page not present". A guest that enables asynchronous page faults does get the event "all pages
-//! are ready": if the guest was moved here from another host, its tasks that waited for pages there continue.
+//! never gets the event "page not present". A guest that enables asynchronous page faults gets only the event "all
+//! pages are ready". If the guest was migrated from another host, some of its tasks may wait for pages, and this event
+//! lets them continue.
 //!
-//! Events need a local APIC of KVM's. Without one, KVM refuses the MSRs that its CPUID names, and guests complain; here
-//! they hold what is written, and no event comes.
+//! Events need a local APIC that slat emulates. Without a local APIC, KVM refuses the MSRs although its CPUID names
+//! them, and guests complain. In slat the MSRs then hold the written values, and no event is delivered.
 
 use crate::cpuid::{KVM_FEATURE_ASYNC_PF_INT, KVM_FEATURE_ASYNC_PF_VMEXIT};
 use crate::machine::VcpuMachine;
@@ -24,21 +25,21 @@ const AS_VMEXIT: u64 = 1 << 2;
 const RESERVED: u64 = 3 << 4;
 /// The address in the MSR.
 const ADDRESS: u64 = !0x3f;
-/// Offset of the field `token` in the guest's structure (`struct kvm_vcpu_pv_apf_data`): 0 while the
-/// guest can take an event.
+/// Offset of the field `token` in the guest's structure (`struct kvm_vcpu_pv_apf_data`). The field is 0 while the guest
+/// can accept an event.
 const TOKEN: u64 = 4;
 /// The token of the event that ends all waits.
 const ALL_PAGES: u32 = u32::MAX;
 
 impl VcpuMachine {
-    /// The address of the guest's structure, if it takes events.
+    /// The address of the guest's structure, if the guest accepts events.
     fn async_pf_address(&self) -> Option<u64> {
         let value = self.msr(index::KVM_ASYNC_PF_EN);
         let both = ENABLED | READY_BY_INTERRUPT;
         (value & both == both).then_some(value & ADDRESS)
     }
 
-    /// Writes `MSR_KVM_ASYNC_PF_EN`. `by_guest`: the vCPU is entered, and an address without memory is refused.
+    /// Writes `MSR_KVM_ASYNC_PF_EN`. If `by_guest`, the vCPU is entered, and an address without memory is refused.
     pub(crate) fn set_async_pf(&mut self, value: u64, by_guest: bool) -> Result<(), MsrFault> {
         let without =
             |machine: &Self, bit, feature| value & bit != 0 && !machine.has_pv_feature(feature);
@@ -72,15 +73,15 @@ impl VcpuMachine {
         Ok(())
     }
 
-    /// Writes `MSR_KVM_ASYNC_PF_ACK`: with bit 0, the guest can take the next event.
+    /// Writes `MSR_KVM_ASYNC_PF_ACK`: if bit 0 is set, the guest can accept the next event.
     pub(crate) fn acknowledge_async_pf(&mut self, value: u64) {
         if value & 1 != 0 && self.pages_are_ready {
             self.common.attention.raise(bits::RETRY);
         }
     }
 
-    /// Delivers the event that ends all waits, if it is due and the guest can take it: its local APIC is enabled, and
-    /// its structure holds no token. The vCPU is entered.
+    /// Delivers the event that ends all waits, if the event is due and the guest can accept it: the guest's local APIC
+    /// is enabled, and the guest's structure holds no token. The vCPU is entered.
     pub(crate) fn deliver_page_ready(&mut self) {
         let Some(address) = self.async_pf_address().filter(|_| self.pages_are_ready) else {
             return;

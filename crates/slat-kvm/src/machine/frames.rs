@@ -1,8 +1,8 @@
-//! The guest's stack: its RIP, and the return addresses that its frame pointers lead to.
+//! Walks the guest's stack: RIP, and the return addresses that are found by following frame pointers.
 //!
-//! RBP is not trusted: code without frame pointers has any number in it. A frame is aligned, above the one before, and
-//! not far away, it returns to the same half of the address space, and there are at most [`MOST`]. The stack ends where
-//! that does not hold, or where its memory cannot be read by [`super::peek`].
+//! RBP is not trusted, because code without frame pointers stores any number in it. A frame is valid if it is aligned,
+//! above the previous frame, and not far away, and returns to the same half of the address space. There are at most
+//! [`MOST`] frames. The walk ends at a frame that is not valid, or that [`super::peek`] cannot read.
 
 use super::VcpuMachine;
 use super::peek::Peek;
@@ -11,14 +11,14 @@ use slat_x86::{Cpu, State};
 
 /// The most addresses of a stack.
 pub(crate) const MOST: usize = 64;
-/// The farthest that a frame is from the stack pointer, or from the frame before, in bytes.
+/// The greatest distance, in bytes, of a frame from the stack pointer or from the previous frame.
 const FARTHEST: u64 = 64 << 10;
 const RSP: usize = 4;
 const RBP: usize = 5;
 
 impl VcpuMachine {
-    /// Writes the linear addresses of the guest's stack to `stack`, the innermost first. Returns how many there are, at
-    /// least 1. `cpu` is this vCPU's, and does not run; the vCPU is entered.
+    /// Writes the linear addresses of the guest's stack to `stack`, the innermost first. Returns their number, at least
+    /// 1. `cpu` is this vCPU's, and does not run; the vCPU is entered.
     pub(crate) fn stack(&self, cpu: &Cpu, stack: &mut [u64; MOST]) -> usize {
         let state = &cpu.state;
         match (Frames::of(state), self.peek(cpu)) {
@@ -31,7 +31,7 @@ impl VcpuMachine {
     }
 }
 
-/// How a mode lays out frames.
+/// The layout of frames in a mode.
 struct Frames {
     /// Bytes of an address.
     size: usize,
@@ -42,7 +42,7 @@ struct Frames {
 }
 
 impl Frames {
-    /// Returns the layout of the current mode. `None`: it is one of 16 bits, whose frames are not walked.
+    /// Returns the layout of the current mode. `None`: the mode has 16 bits, and its frames are not walked.
     fn of(state: &State) -> Option<Self> {
         let is_long = state.efer & control::EFER_LMA != 0 && state.cs.long();
         match (is_long, state.cs.big()) {
@@ -62,7 +62,7 @@ impl Frames {
         }
     }
 
-    /// Writes the addresses as [`VcpuMachine::stack`] does.
+    /// Implements [`VcpuMachine::stack`].
     fn walk(&self, state: &State, memory: &mut Peek<'_>, stack: &mut [u64; MOST]) -> usize {
         let code = |address: u64| self.code_base.wrapping_add(address) & self.mask;
         stack[0] = code(state.rip);
@@ -84,8 +84,8 @@ impl Frames {
             if caller == 0 || half(caller) != half(state.rip) {
                 return count;
             }
-            // A call may be the last instruction of its function. So the address of the call's last byte identifies the
-            // function, and the return address may not.
+            // A call may be the last instruction of its function. So the function is found by the address of the call's
+            // last byte, not by the return address.
             *address = code(caller - 1);
             (below, frame) = (frame.saturating_add(bytes), next);
         }
@@ -93,10 +93,10 @@ impl Frames {
     }
 }
 
-/// Returns a number that identifies the half of the address space in which `address` is; words that are no address have
-/// other numbers. In one stack all code is the kernel's, or all is a user program's.
+/// Returns a number that identifies the half of the address space that contains `address`. Words that are no addresses
+/// have other numbers. In one stack all code is the kernel's, or all code is a user program's.
 fn half(address: u64) -> i64 {
-    // Bits that are equal in addresses of 57 bits.
+    // These bits are equal in addresses of 57 bits.
     address as i64 >> 56
 }
 
@@ -113,7 +113,7 @@ mod tests {
     const PAGE: usize = 4096;
     const PAGES: usize = 16;
     const PRESENT_WRITABLE: u64 = 3;
-    /// The guest maps its memory here, too.
+    /// The guest also maps its memory at this address.
     const HIGH: u64 = 0xffff_8000_0000_0000;
     const STACK: u64 = 0x8000;
 
@@ -139,7 +139,8 @@ mod tests {
             self.0[self.1 + gpa as usize / 8] = word;
         }
 
-        /// Puts a frame at `gpa`: the frame pointer of the caller, and the address to which its function returns.
+        /// Stores a frame at `gpa`: the frame pointer of the caller, and the address to which the frame's function
+        /// returns.
         fn frame(&mut self, gpa: u64, next: u64, caller: u64) {
             self.put(gpa, next);
             self.put(gpa + 8, caller);
@@ -175,7 +176,7 @@ mod tests {
             state.cr3 = 0x1000;
             state.cr4 |= control::CR4_PAE;
             state.efer |= control::EFER_LMA | control::EFER_LME;
-            // Code of 64 bits: L.
+            // The segment has 64-bit code: the flag L.
             state.cs = Segment {
                 base: 0,
                 rights: 0xa09b,
@@ -220,7 +221,7 @@ mod tests {
             state.efer = 0;
             state.cr0 &= !control::CR0_PG;
             (state.cs.rights, state.cs.base, state.ss.base) = (0xc09b, 0x10_0000, 0x1000);
-            // A 32-bit CPU does not see these bits.
+            // A 32-bit CPU does not see the upper bits.
             state.gpr[RSP] = 7 << 32 | (STACK - 0x1000);
             state.gpr[RBP] = 9 << 32 | (STACK - 0x1000);
         });
@@ -231,8 +232,8 @@ mod tests {
     fn garbage_ends_the_stack() {
         let mut memory = Memory::new();
         let not_mapped = (PAGES * PAGE) as u64;
-        // At itself, below, at an odd address, far away, in no memslot, in a page that the guest does not map, across
-        // the end of all addresses.
+        // The next frame is at itself, below, at an odd address, far away, in no memslot, in a page that the guest does
+        // not map, and across the end of all addresses.
         for next in [
             STACK,
             8,

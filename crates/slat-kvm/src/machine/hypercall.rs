@@ -11,7 +11,7 @@ use slat_x86::{HypercallOutcome, State};
 
 /// KVM_HC_VAPIC_POLL_IRQ: does nothing.
 const POLL: u64 = 1;
-/// KVM_HC_KICK_CPU: wakes a vCPU that waits for a lock in a halt.
+/// KVM_HC_KICK_CPU: wakes a vCPU that is halted because it waits for a lock.
 const KICK_CPU: u64 = 5;
 /// KVM_HC_SEND_IPI: sends an interrupt to up to 128 vCPUs.
 const SEND_IPI: u64 = 10;
@@ -22,12 +22,12 @@ const SCHED_YIELD: u64 = 11;
 const UNKNOWN: u64 = 1000u64.wrapping_neg();
 /// The result for bad arguments (-KVM_EINVAL).
 const INVALID: u64 = 22u64.wrapping_neg();
-/// The result for code that is not the kernel's (-KVM_EPERM).
+/// The result for a caller outside the guest's kernel (-KVM_EPERM).
 const NOT_PERMITTED: u64 = 1u64.wrapping_neg();
 /// The result without an interrupt controller (-KVM_EOPNOTSUPP).
 const NOT_SUPPORTED: u64 = 95u64.wrapping_neg();
 
-/// Logical destinations and shorthands, which KVM_HC_SEND_IPI does not have.
+/// The ICR's bits for logical destinations and shorthands, which KVM_HC_SEND_IPI does not have.
 const ICR_DESTINATION: u64 = 1 << 11 | 3 << 18;
 const ICR_ASSERT: u64 = 1 << 14;
 const ICR_LEVEL: u64 = 1 << 15;
@@ -86,7 +86,7 @@ impl VcpuMachine {
             SEND_IPI if self.has_pv_feature(cpuid::KVM_FEATURE_PV_SEND_IPI) => {
                 Some(self.send_ipi(args, long_mode))
             }
-            // The host decides which vCPU runs next.
+            // The hint has no effect, because the host decides which vCPU runs next.
             SCHED_YIELD if self.has_pv_feature(cpuid::KVM_FEATURE_PV_SCHED_YIELD) => {
                 slat_process::wait::yield_now();
                 Some(0)
@@ -96,8 +96,8 @@ impl VcpuMachine {
         }
     }
 
-    /// Carries out KVM_HC_SEND_IPI: `low` and `high` have a bit for each APIC id from `first` on. Returns how many
-    /// vCPUs accepted the interrupt.
+    /// Carries out KVM_HC_SEND_IPI. `low` and `high` have a bit for each APIC id from `first` on. Returns the number of
+    /// vCPUs that accepted the interrupt.
     fn send_ipi(&self, [low, high, first, icr]: [u64; 4], long_mode: bool) -> u64 {
         if icr & ICR_DESTINATION != 0 {
             return INVALID;
@@ -126,8 +126,8 @@ impl VcpuMachine {
     }
 }
 
-/// Checks the range of KVM_HC_MAP_GPA_RANGE. `None`: the client completes the hypercall. `Some`: the
-/// result for bad arguments.
+/// Checks the range of KVM_HC_MAP_GPA_RANGE. `None`: the range is valid, and the client completes the hypercall.
+/// `Some`: the result for bad arguments.
 fn check_range([gpa, pages, ..]: [u64; 4]) -> Option<u64> {
     let end = Gpa(gpa).gfn().0.checked_add(pages);
     (Gpa(gpa).offset() != 0 || pages == 0 || end.is_none()).then_some(INVALID)

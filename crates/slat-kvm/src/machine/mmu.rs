@@ -1,12 +1,13 @@
-//! Translation of guest-virtual addresses to host pages, for misses of the software CPU's TLB.
+//! Translates guest-virtual addresses to host pages, for misses of the software CPU's TLB.
 //!
-//! Two translations one after the other: the guest's tables ([`slat::guest_walk`]), then the engine's second level. The
-//! walk of the guest's tables needs a second-level translation per table; a small cache, flushed whenever the software
-//! TLB is, holds most of these, and no others.
+//! Two translations follow one another: by the guest's tables ([`slat::guest_walk`]), and by the engine's second level.
+//! The walk of the guest's tables needs a second-level translation for each table. A small cache holds most of these
+//! translations, and no others. It is flushed whenever the software TLB is.
 //!
-//! With the shadow MMU there is one: the engine shadows the guest's tables, and walks them itself where it has to. It
-//! is told of stores to them, and of the translations that the guest invalidates. The nested tables of a guest that is
-//! a hypervisor are shadowed beside a second level, too ([`super::nested_paging`]).
+//! With the shadow MMU there is only one translation: the engine shadows the guest's tables, and walks them itself
+//! where necessary. This module tells the engine of stores to the tables, and of the translations that the guest
+//! invalidates. The nested tables of a guest that is a hypervisor are also shadowed with a second level
+//! ([`super::nested_paging`]).
 
 use crate::engine::EngineVcpu;
 use crate::entered::{Entered, outside};
@@ -27,7 +28,7 @@ const PAGE: u64 = 4096;
 /// Why guest-physical memory cannot be accessed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Unreachable {
-    /// MMIO: no memslot has the address, or, for a write, a read-only one.
+    /// MMIO: no memslot has the address, or a write is to a read-only memslot.
     NotMemory,
 
     /// Any other reason.
@@ -41,8 +42,8 @@ impl AsMut<EngineVcpu> for VcpuMachine {
 }
 
 impl VcpuMachine {
-    /// Translates a guest-physical page, of the guest's tables or a device's, to its host page, and
-    /// keeps the translation.
+    /// Translates a guest-physical page to its host page, and keeps the translation. Used for pages of the guest's
+    /// tables and for a device's accesses.
     fn page(&mut self, gpa: u64, access: slat::Access) -> Result<Page, Unreachable> {
         let gpa = gpa & !(PAGE - 1);
         let write = access == slat::Access::Write;
@@ -58,7 +59,7 @@ impl VcpuMachine {
     }
 
     /// Translates a guest-physical page to its host page. The cache of this vCPU does not keep the translation, because
-    /// the CPU's TLB does: so it displaces no translation of a page-table page.
+    /// the CPU's TLB does. So the translation displaces no translation of a page-table page.
     fn data_page(&mut self, gpa: u64, access: slat::Access) -> Result<Page, Unreachable> {
         let found = self
             .engine
@@ -100,7 +101,7 @@ impl VcpuMachine {
                 crate::messages::explain(&stop);
                 Unreachable::Fault(Fault::OutOfMemory)
             }
-            // `BadAddress`.
+            // The remaining error is `BadAddress`.
             _ => {
                 crate::messages::explain(&stop);
                 Unreachable::Fault(Fault::BadAddress)
@@ -115,7 +116,8 @@ impl VcpuMachine {
     }
 
     /// Call after a guarded access at `host` failed. Either another thread raised an attention bit, or the client
-    /// changed the mapping without an invalidation: then the engine drops the page and asks the host again.
+    /// changed the mapping without an invalidation. In the second case the engine drops the page and asks the host
+    /// again.
     fn forget(&mut self, host: *const u8) {
         if self.common.attention.flag().load(Ordering::SeqCst) == 0 {
             let first = host as u64 & !(PAGE - 1);
@@ -151,8 +153,8 @@ impl VcpuMachine {
         )
     }
 
-    /// Accesses `len` bytes of guest-physical memory, page by page: `copy` gets the address in the host and the part
-    /// of the bytes that is there. Returns `false` if an address is not memory, or not accessible.
+    /// Accesses `len` bytes of guest-physical memory, page by page. `copy` gets the host address of each page's part,
+    /// and the part's range among the bytes. Returns `false` if an address is not memory, or not accessible.
     fn access_here<E>(
         &mut self,
         gpa: u64,
@@ -188,8 +190,8 @@ impl VcpuMachine {
         true
     }
 
-    /// Tells the engine of a store to a tracked page. Returns whether all translations are void; the CPU's
-    /// attention word says so, too.
+    /// Tells the engine of a store to a tracked page. Returns whether all translations are invalid now; then the CPU's
+    /// attention word has a bit raised, too.
     fn engine_stored(&mut self, gpa: u64, bytes: usize) -> bool {
         let void = self.engine.stored(Gpa(gpa), bytes as u64);
         if void {
@@ -198,8 +200,8 @@ impl VcpuMachine {
         void
     }
 
-    /// Compares what the engine has made of the guest's tables with them: the client may have written to guest memory
-    /// since the last run. The vCPU is entered, and its CPU has no translations.
+    /// Makes the engine compare its shadow tables with the guest's tables, because the client may have written to guest
+    /// memory since the last run. The vCPU is entered, and its CPU has no translations.
     pub(crate) fn follow_client(&mut self) {
         if std::mem::take(&mut self.memory_restored) {
             self.vm.engine.guest_memory_changed();
@@ -208,8 +210,8 @@ impl VcpuMachine {
         }
     }
 
-    /// If the engine shadows the guest's tables, has the engine compare the shadow with them. Returns whether the
-    /// engine shadows tables: then all translations are void. The vCPU is entered.
+    /// If the engine shadows the guest's tables, makes the engine compare the shadow with them. Returns whether the
+    /// engine shadows tables; if so, all translations are invalid now. The vCPU is entered.
     pub(crate) fn flush_shadowed(&mut self) -> bool {
         if self.shadows {
             self.engine.flush_guest(&mut Words(&self.vm.code));
@@ -237,7 +239,7 @@ impl VcpuMachine {
         self.read_entry(word, size).map_err(Unreachable::Fault)
     }
 
-    /// Reads a word of guest memory at host address `word`, to which a translation has led.
+    /// Reads a word of guest memory. `word` is its host address, from a translation.
     #[inline]
     pub(super) fn read_entry(&mut self, word: Hpa, size: usize) -> Result<u64, Fault> {
         Words(&self.vm.code)
@@ -245,8 +247,8 @@ impl VcpuMachine {
             .map_err(|why| self.again(why))
     }
 
-    /// Replaces a word of guest memory by `new` if it still is `old`. `word` is its host address, from a translation
-    /// for a write. Returns whether the word was replaced.
+    /// Replaces a word of guest memory by `new` if the word still is `old`. `word` is its host address, from a
+    /// translation for a write. Returns whether the word was replaced.
     pub(super) fn exchange_entry(
         &mut self,
         word: Hpa,
@@ -258,7 +260,8 @@ impl VcpuMachine {
         exchanged.map_err(|why| self.again(why))
     }
 
-    /// Returns the fault of a walk that has to begin again. Host memory that was not accessible is forgotten.
+    /// Returns the fault of a walk that has to begin again. If host memory was not accessible, its translations are
+    /// dropped.
     #[cold]
     fn again(&mut self, why: Again) -> Fault {
         match why {
@@ -270,7 +273,7 @@ impl VcpuMachine {
         }
     }
 
-    /// Acknowledges the engine's flushes outside the CPU's loop; the CPU drops its translations before it uses one.
+    /// Acknowledges the engine's flushes outside the CPU's loop. The CPU drops its translations before it uses one.
     /// Returns `false` if a signal or a full dirty ring ends the run.
     fn may_try_again(&mut self) -> bool {
         self.request_retry();
@@ -278,7 +281,7 @@ impl VcpuMachine {
         !self.is_called_out()
     }
 
-    /// Whether a signal or a full dirty ring ends the run: an access that has failed may succeed in the next one.
+    /// Whether a signal or a full dirty ring ends the run. Then an access that has failed may succeed in the next run.
     pub(crate) fn is_called_out(&self) -> bool {
         self.common.attention.flag().load(Ordering::SeqCst) & (bits::SIGNAL | bits::RING_FULL) != 0
     }
@@ -303,7 +306,7 @@ impl VcpuMachine {
     pub(crate) fn translate_for_client(&mut self, cpu: &Cpu, gva: u64) -> Option<u64> {
         let paging = cpu.client_paging();
         if paging.cr0 & control::CR0_PG == 0 && paging.nested.is_none() {
-            // The address is not masked, as in KVM; u64::MAX is KVM's value for "no address".
+            // As in KVM, the address is not masked. u64::MAX is KVM's value for "no address".
             return Some(gva).filter(|gpa| *gpa != u64::MAX);
         }
         let mut entered = Entered::enter(self);
@@ -320,7 +323,7 @@ impl VcpuMachine {
     }
 }
 
-/// Returns the page of an address without paging.
+/// Returns the page of an address while paging is off.
 pub(super) fn unpaged(gva: u64) -> GuestPage {
     GuestPage {
         gpa: Gpa(gva & 0xffff_f000),
@@ -381,8 +384,8 @@ pub(super) fn slat_access(access: Access) -> slat::Access {
     }
 }
 
-/// Guest memory, at the addresses of this process to which the engine translates. A walk of the guest's tables sets
-/// bits in this memory, and the guest may also execute the page of such a table.
+/// Guest memory, at the host addresses to which the engine translates. A walk of the guest's tables sets bits in this
+/// memory, and the guest may also execute the page of a table.
 struct Words<'a>(&'a CodePages);
 
 /// Why a walk has to begin again.
@@ -455,7 +458,7 @@ impl VcpuMachine {
                         execute: page.execute,
                         tracked: page.tracked.map(|gpa| gpa.0),
                         bits: page.bits,
-                        // Whatever the guest flushes, everything is void.
+                        // Any flush of the guest makes all translations invalid.
                         global: false,
                     });
                 }
@@ -476,7 +479,8 @@ impl VcpuMachine {
 }
 
 impl VcpuMachine {
-    /// Walks the guest's tables. In a nested guest with nested paging, also walks the nested tables of its hypervisor.
+    /// Walks the guest's tables. In a nested guest with nested paging, also walks the nested tables of the guest's
+    /// hypervisor.
     #[inline]
     fn walk_guest(
         &mut self,
@@ -495,7 +499,7 @@ impl VcpuMachine {
 impl GuestTables for VcpuMachine {
     type Error = Fault;
 
-    // Always: most walks of a guest's tables read four entries by this.
+    // Always inlined, because most walks of a guest's tables read four entries by this method.
     #[inline(always)]
     fn read(&mut self, gpa: Gpa, size: usize) -> Result<u64, Fault> {
         match self.word(gpa, size) {
@@ -556,7 +560,8 @@ impl Mmu for VcpuMachine {
                 global: page.global && paging.cr4 & control::CR4_PGE != 0,
             }),
             Err(Unreachable::NotMemory) => {
-                // Accesses to devices come often, and no TLB holds their pages (KVM: `vcpu_cache_mmio_info`).
+                // Accesses to devices are frequent, and no TLB holds the pages of devices (KVM:
+                // `vcpu_cache_mmio_info`).
                 self.pages.keep_device(DevicePage {
                     gva: linear,
                     access: kind,
@@ -597,7 +602,7 @@ impl Mmu for VcpuMachine {
     }
 
     fn recheck(&mut self, host: *mut u8, _access: Access) -> Result<(), Fault> {
-        // A kick may hit any access, also one that need not wait.
+        // A kick may interrupt any access, even an access that need not wait.
         self.is_interrupted |= slat_guard::was_kicked() && !slat_host::is_resident(host as usize);
         self.forget(host);
         Err(Fault::Retry)

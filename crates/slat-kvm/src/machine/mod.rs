@@ -1,4 +1,4 @@
-//! The machine around one software CPU: CPUID, MSRs, time. Module [`mmu`] has its memory.
+//! The machine around one software CPU: CPUID, MSRs, time. Module [`mmu`] has the memory.
 
 mod async_pf;
 pub(crate) mod frames;
@@ -43,19 +43,19 @@ pub(crate) struct VcpuMachine {
     pub(crate) common: Shared<VcpuCommon>,
     pub(crate) pages: PageCache,
     pub(crate) cpuid: Vec<kvm_cpuid_entry2>,
-    /// Width of guest-physical addresses, as the guest's CPUID says.
+    /// The width of guest-physical addresses, according to the guest's CPUID.
     pub(crate) physical_bits: u32,
     msrs: Stored,
     pub(crate) mce: MachineCheck,
     pub(crate) hyperv: VcpuHyperv,
-    /// The hypercall that the client carries out: the CPU's run has ended for it.
+    /// The hypercall that the client carries out. The CPU's run has ended because of it.
     pub(crate) client_call: Option<ClientCall>,
     pub(crate) steal: StealTime,
     /// The guest-physical address of the guest's task priority (`KVM_SET_VAPIC_ADDR`).
     pub(crate) vapic: Option<u64>,
     /// Whether the guest may end the interrupt in service by clearing a bit in its memory.
     pub(crate) pv_eoi_offered: bool,
-    /// Whether the guest must still be told that all pages are there for which its tasks wait.
+    /// Whether the guest must still be notified that all pages are ready for which its tasks wait.
     pages_are_ready: bool,
     pub(crate) tsc: Tsc,
     /// The number by which the VM's clock knows the TSC.
@@ -63,9 +63,9 @@ pub(crate) struct VcpuMachine {
     /// APIC_BASE of a vCPU without local APIC.
     base: u64,
     clock_changed: bool,
-    /// [`VmClock::changes`](crate::clock::VmClock::changes) when the clock's page was written.
+    /// The value of [`VmClock::changes`](crate::clock::VmClock::changes) when the clock's page was written.
     clock_set: u64,
-    /// The host's TSC at which the clock's page is to be written again. `None`: it stays right.
+    /// The host's TSC at which the clock's page has to be written again. `None`: the page stays valid.
     clock_due: Option<u64>,
     guest_paused: bool,
     wall_clock_wanted: bool,
@@ -73,24 +73,24 @@ pub(crate) struct VcpuMachine {
     pub(crate) enforces_pv_features: bool,
     /// The vector whose end of interrupt exits to the client (`KVM_EXIT_IOAPIC_EOI`) before the guest continues.
     pub(crate) ioapic_eoi: Option<u8>,
-    /// The last access that stopped because of it, in this run.
+    /// The fault of the last access in this run that stopped because of a memory fault.
     pub(crate) memory_fault: Option<MemoryFault>,
-    /// An access was interrupted in this run while it waited for memory that the host does not have yet.
+    /// Whether an access in this run was interrupted while it waited for memory that the host does not have yet.
     pub(crate) is_interrupted: bool,
     /// The address space that `engine` uses.
     space: usize,
-    /// The engine has the shadow MMU.
+    /// Whether the engine has the shadow MMU.
     shadows: bool,
-    /// The engine shadows the nested tables of a guest that is a hypervisor.
+    /// Whether the engine shadows the nested tables of a guest that is a hypervisor.
     shadows_nested: bool,
-    /// The client has set the registers, and may have restored guest memory: what the shadow MMU has made of the
-    /// guest's tables is to be compared with them.
+    /// Whether the client has set the registers. Then the client may also have restored guest memory, so the shadow MMU
+    /// has to compare its shadow tables with the guest's tables.
     pub(crate) memory_restored: bool,
 }
 
 impl Drop for VcpuMachine {
     fn drop(&mut self) {
-        // In a forked child the clock's lock may be held for ever.
+        // In a forked child the clock's lock may be held forever.
         if !self.vm.is_foreign() && self.vm.clock.forget_tsc(self.tsc_number) {
             self.vm.clock_pages_changed();
         }
@@ -159,7 +159,7 @@ impl VcpuMachine {
         result
     }
 
-    /// The stored value of an MSR, 0 if it was never written.
+    /// Returns the stored value of an MSR, 0 if the MSR was never written.
     pub(crate) fn msr(&self, index: u32) -> u64 {
         self.stored(index).unwrap_or(0)
     }
@@ -182,7 +182,7 @@ impl VcpuMachine {
         self.tsc.now()
     }
 
-    /// Changes the guest's TSC, and has all pages of clocks written again for which that matters.
+    /// Changes the guest's TSC. All pages of clocks for which that matters are written again.
     pub(crate) fn change_tsc(&mut self, change: TscChange) {
         if (self.vm.clock).change_tsc(self.tsc_number, &mut self.tsc, change) {
             self.vm.clock_pages_changed();
@@ -222,8 +222,8 @@ impl VcpuMachine {
         Ok(())
     }
 
-    /// Carries out INIT: the guest's structures for steal time, clock, PV EOI and page faults
-    /// become plain memory again.
+    /// Carries out INIT. The guest's structures for steal time, clock, PV EOI and page faults are plain memory
+    /// afterwards.
     pub(crate) fn init(&mut self) {
         self.end_steal_time();
         self.store(index::KVM_SYSTEM_TIME_NEW, 0);
@@ -261,7 +261,7 @@ impl VcpuMachine {
         }
     }
 
-    /// Makes the run loop look for interrupts if the APIC has one that can be delivered.
+    /// Makes the run loop look for interrupts if the APIC has an interrupt that can be delivered.
     pub(crate) fn task_priority_changed(&self) {
         let pending = |lapic: MutexGuard<'_, Lapic>| lapic.pending().is_some();
         if self.common.lapic().is_some_and(pending) {
@@ -269,13 +269,13 @@ impl VcpuMachine {
         }
     }
 
-    /// Makes the run loop look for interrupts. Call when one that is pending at the APIC or an 8259
-    /// may be deliverable now.
+    /// Makes the run loop look for interrupts. Call when an interrupt that is pending at the APIC or an 8259 may have
+    /// become deliverable.
     pub(crate) fn look_for_interrupts(&self) {
         self.common.attention.raise(bits::IRQ);
     }
 
-    /// Sets the ticker's deadline to that of the APIC timer, or of a synthetic one.
+    /// Sets the ticker's deadline to the next deadline of the APIC timer and the synthetic timers.
     pub(crate) fn arm_timer(&self) {
         let apic = self.common.lapic().and_then(|lapic| lapic.deadline());
         let deadline = [apic, self.timers_deadline()].into_iter().flatten().min();
@@ -306,14 +306,14 @@ impl VcpuMachine {
         uses
     }
 
-    /// Reads an aligned 32-bit word of guest memory, or 0 where there is none.
+    /// Reads an aligned 32-bit word of guest memory. Returns 0 if there is no memory.
     fn read_guest_half(&mut self, at: u64) -> u32 {
         let word = self.read_guest_word(at & !7).unwrap_or(0);
         (word >> (8 * (at % 8))) as u32
     }
 
-    /// Writes the pages of the paravirtual clocks that have changed. The vCPU is entered; call before it executes guest
-    /// code, after [`bits::RETRY`] was taken, and after it entered. Skips a page that is not memory.
+    /// Writes the pages of the paravirtual clocks that have changed. The vCPU is entered. Call before the vCPU executes
+    /// guest code, after [`bits::RETRY`] was cleared and the vCPU has entered. Skips a page that is not memory.
     pub(crate) fn write_clocks(&mut self) {
         if self.vm.clock.is_updating() {
             self.outside(|machine| machine.vm.clock.wait_for_update());
@@ -340,15 +340,16 @@ impl VcpuMachine {
                 // The new version follows the one in guest memory, so that a guest that was migrated while it read the
                 // page notices the change.
                 let odd = self.read_guest_half(at).wrapping_add(1) | 1;
-                // As in KVM, a pause is told until the guest has cleared the flag.
+                // As in KVM, the pause is reported until the guest has cleared the flag.
                 let told = clock::is_paused(self.read_guest_half(at.wrapping_add(clock::FLAGS_AT)));
                 let parameters = self.vm.clock.parameters(&self.tsc);
                 let page = parameters.page(odd.wrapping_add(1), self.guest_paused || told);
-                // The version is odd while the rest changes, for readers on other vCPUs.
+                // The version is odd while the other fields change, for readers on other vCPUs.
                 let written = self.write_guest(at, &odd.to_le_bytes())
                     && self.write_guest(at.wrapping_add(4), &page[4..])
                     && self.write_guest(at, &page[..4]);
-                // A signal may have interrupted the wait for guest memory: retry later, or the guest's clock stops.
+                // A signal may have interrupted the wait for guest memory. Then the page is written later: otherwise
+                // the guest's clock would stop.
                 self.clock_changed = !written && self.is_called_out();
                 self.guest_paused &= self.clock_changed;
                 self.clock_due = self.vm.clock.refresh(&parameters);

@@ -14,22 +14,22 @@ use slat_x86::state::{control, is_pat};
 use slat_x86::{MsrFault, State};
 
 const MISC_FEATURES_CPUID_FAULT: u64 = 1;
-/// A guest may write more than 0 to the status of a machine-check bank.
+/// Bit of HWCR: a guest may write more than 0 to the status of a machine-check bank.
 const HWCR_MC_STATUS_WRITABLE: u64 = 1 << 18;
 const HWCR_TSC_FREQUENCY: u64 = 1 << 24;
-/// There are neither branch trace stores nor PEBS; performance monitoring and MONITOR are not available.
+/// The CPU has neither branch trace stores nor PEBS; performance monitoring and MONITOR are not available.
 const MISC_ENABLE_RESET: u64 = MISC_ENABLE_READ_ONLY;
 /// The bits for "no branch trace store" and "no PEBS", which a guest cannot change.
 const MISC_ENABLE_READ_ONLY: u64 = 1 << 11 | 1 << 12;
 const MISC_ENABLE_PERFMON: u64 = 1 << 7;
 const MISC_ENABLE_MWAIT: u64 = 1 << 18;
 const FEATURE_CONTROL_LOCKED: u64 = 1;
-/// The bits that a client may restore: the lock, VMX in and outside SMX, SGX and its launch control,
-/// local machine checks.
+/// The bits of FEATURE_CONTROL that a client may restore: the lock, VMX inside and outside SMX, SGX and its launch
+/// control, local machine checks.
 const FEATURE_CONTROL_BITS: u64 = 1 | 1 << 1 | 1 << 2 | 1 << 17 | 1 << 18 | 1 << 20;
-/// The number of AMD's errata that a guest can ask for: the CPU has none of them.
+/// The number of AMD's errata about which a guest can ask. The CPU has none of these errata.
 const OSVW_ERRATA: u64 = 4;
-/// Eight variable ranges, fixed ranges, write-combining.
+/// The value of MTRRcap: eight variable ranges, fixed ranges, write-combining.
 const MTRR_CAP_VALUE: u64 = 8 | 1 << 8 | 1 << 10;
 
 /// Returns the canonical address with the lower 48 bits of `value`.
@@ -37,7 +37,7 @@ fn sign_extended(value: u64) -> u64 {
     ((value << 16) as i64 >> 16) as u64
 }
 
-/// Whether the guest's CPU is Intel's, as its CPUID says.
+/// Whether the guest's CPUID names Intel as the vendor.
 fn is_intel(machine: &VcpuMachine) -> bool {
     cpuid::lookup(&machine.cpuid, 0, 0)[1] == u32::from_le_bytes(*b"Genu")
 }
@@ -50,7 +50,7 @@ fn canonical(value: u64) -> Result<u64, MsrFault> {
     }
 }
 
-/// Whether a memory type is one that the ranges of memory types can have (SDM volume 3, table 12-8).
+/// Whether MTRR ranges can have a memory type (SDM volume 3, table 12-8).
 fn is_memory_type(kind: u8) -> bool {
     matches!(kind, 0 | 1 | 4 | 5 | 6)
 }
@@ -63,7 +63,7 @@ fn known_efer() -> u64 {
     }
 }
 
-/// Returns the register of the CPU's state that is this MSR. `None`: the CPU's state does not have the MSR.
+/// Returns the register of the CPU's state that holds this MSR. `None`: the CPU's state does not hold the MSR.
 fn cpu_register(state: &mut State, index: u32) -> Option<&mut u64> {
     Some(match index {
         EFER => &mut state.efer,
@@ -108,15 +108,15 @@ pub(crate) fn write(
 ) -> Result<(), MsrFault> {
     let value = match index {
         EFER if value & !known_efer() != 0 => return Err(MsrFault::Invalid),
-        // As in KVM, only special registers change the bit that says which mode the CPU is in.
+        // As in KVM, the client does not change the bit for the CPU's mode here. Only special registers change it.
         EFER => value & !control::EFER_LMA | state.efer & control::EFER_LMA,
         LSTAR | CSTAR | KERNEL_GS_BASE | FS_BASE | GS_BASE => canonical(value)?,
-        // As in KVM, any value is accepted and made one that the MSR can have.
+        // As in KVM, any value is accepted and converted to a value that the MSR can have.
         SYSENTER_ESP | SYSENTER_EIP if is_intel(machine) => sign_extended(value),
         TSC_AUX if is_intel(machine) && value >> 32 != 0 => return Err(MsrFault::Invalid),
         SYSENTER_ESP | SYSENTER_EIP | SFMASK | TSC_AUX => value & 0xffff_ffff,
         VM_CR => state.written_vm_cr(value).ok_or(MsrFault::Invalid)?,
-        // As in KVM, the bits within a page are dropped.
+        // As in KVM, the address bits within a page are dropped.
         VM_HSAVE_PA => value & !0xfff,
         TSC_RATIO if value >> 40 != 0 => return Err(MsrFault::Invalid),
         PAT if !is_pat(value) => return Err(MsrFault::Invalid),
@@ -131,7 +131,7 @@ pub(crate) fn write(
     }
 }
 
-/// Refuses a paravirtual MSR whose feature the guest does not have.
+/// Refuses an access to a paravirtual MSR if the guest does not have the MSR's feature.
 fn check_pv_feature(machine: &VcpuMachine, index: u32) -> Result<(), MsrFault> {
     let feature = match index {
         KVM_WALL_CLOCK | KVM_SYSTEM_TIME => cpuid::KVM_FEATURE_CLOCKSOURCE,
@@ -148,8 +148,8 @@ fn check_pv_feature(machine: &VcpuMachine, index: u32) -> Result<(), MsrFault> {
     }
 }
 
-/// Writes IA32_MISC_ENABLE: two bits are read-only for a guest, one keeps its value, and one enables MONITOR and MWAIT
-/// in CPUID, unless the VM has KVM's quirk.
+/// Writes IA32_MISC_ENABLE. Two bits are read-only for a guest, and one bit keeps its value. One bit enables MONITOR
+/// and MWAIT in CPUID, unless the VM has KVM's quirk.
 fn write_misc_enable(
     machine: &mut VcpuMachine,
     mut value: u64,
@@ -183,7 +183,7 @@ fn platform_info(machine: &VcpuMachine) -> u64 {
     (machine.stored(PLATFORM_INFO)).unwrap_or(PLATFORM_INFO_CPUID_FAULT)
 }
 
-/// Whether CPUID faults outside CPL 0, which the guest has enabled.
+/// Whether the guest has enabled that CPUID faults outside CPL 0.
 pub(crate) fn cpuid_faults(machine: &VcpuMachine) -> bool {
     machine.msr(MISC_FEATURES) & MISC_FEATURES_CPUID_FAULT != 0
 }
@@ -207,7 +207,7 @@ fn tells_arch_capabilities(machine: &VcpuMachine) -> bool {
     cpuid::lookup(&machine.cpuid, 7, 0)[3] & cpuid::LEAF7_EDX_ARCH_CAPABILITIES != 0
 }
 
-/// Reads an MSR that the CPU does not hold itself.
+/// Reads an MSR that the CPU itself does not hold.
 pub(crate) fn read_machine(
     machine: &mut VcpuMachine,
     index: u32,
@@ -222,7 +222,7 @@ pub(crate) fn read_machine(
     }
     Ok(match index {
         TSC => machine.guest_tsc(),
-        // As in KVM, a client reads 0 from an MSR of the index list that the guest's CPUID does not have.
+        // As in KVM, a client reads 0 from an MSR of the index list if the guest's CPUID does not have that MSR.
         ARCH_CAPABILITIES if !tells_arch_capabilities(machine) => match by_guest {
             true => return Err(MsrFault::Unknown),
             false => 0,
@@ -245,7 +245,7 @@ pub(crate) fn read_machine(
             return Err(MsrFault::Invalid);
         }
         PLATFORM_INFO => platform_info(machine),
-        // A guest can read it only with a performance monitor, which none has; a client always can.
+        // A guest can read the MSR only with a performance monitor, and no guest has one. A client can always read it.
         PERF_CAPABILITIES if !by_guest => 0,
         PERF_CAPABILITIES | SMBASE => return Err(MsrFault::Invalid),
         KVM_SYSTEM_TIME | KVM_SYSTEM_TIME_NEW => machine.msr(KVM_SYSTEM_TIME_NEW),
@@ -271,7 +271,7 @@ pub(crate) fn read_machine(
     })
 }
 
-/// Writes an MSR that the CPU does not hold itself.
+/// Writes an MSR that the CPU itself does not hold.
 pub(crate) fn write_machine(
     machine: &mut VcpuMachine,
     index: u32,
@@ -312,7 +312,8 @@ pub(crate) fn write_machine(
         }
         APIC_BASE => machine.set_apic_base(value, by_guest)?,
         TSC_DEADLINE => {
-            // Both clocks are read at one moment, so that a timer that waits for a TSC does not expire before it.
+            // Both clocks are read at one moment, so that a timer for a TSC value does not expire before the TSC has
+            // that value.
             let host_tsc = ordered_tsc();
             let (tsc, now) = (
                 machine.tsc.at(host_tsc),
@@ -347,7 +348,7 @@ pub(crate) fn write_machine(
             machine.wall_clock_wanted();
         }
         MTRR_PHYS_FIRST..=MTRR_PHYS_LAST => {
-            // Even numbers are bases with a type, odd ones are masks with a valid bit.
+            // Even numbers are bases with a memory type; odd numbers are masks with a valid bit.
             let (low, is_base) = match index & 1 {
                 0 => (0xff, true),
                 _ => (0x800, false),
@@ -373,7 +374,7 @@ pub(crate) fn write_machine(
         }
         MISC_ENABLE => write_misc_enable(machine, value, by_guest)?,
         FEATURE_CONTROL => {
-            // A guest may lock the MSR, once. It has no other feature of this MSR to enable.
+            // A guest may lock the MSR, once. A guest has no other feature of this MSR to enable.
             if by_guest && machine.msr(FEATURE_CONTROL) & FEATURE_CONTROL_LOCKED != 0 {
                 return Err(MsrFault::Invalid);
             }
@@ -383,7 +384,7 @@ pub(crate) fn write_machine(
             })?;
             machine.store(index, value);
         }
-        // Features that do not exist may be disabled, not enabled.
+        // Features that do not exist may be disabled, but not enabled.
         DEBUGCTL => only(0)?,
         MISC_FEATURES => {
             only(match platform_info(machine) & PLATFORM_INFO_CPUID_FAULT {
@@ -392,7 +393,7 @@ pub(crate) fn write_machine(
             })?;
             machine.store(index, value);
         }
-        // Three bits that old firmware sets have no effect; two are kept.
+        // Three bits that old firmware sets have no effect. Two bits are stored.
         AMD_HWCR => {
             let kept = HWCR_MC_STATUS_WRITABLE | HWCR_TSC_FREQUENCY;
             only(kept | 1 << 3 | 1 << 6 | 1 << 8)?;
@@ -410,10 +411,10 @@ pub(crate) fn write_machine(
             machine.store(index, value);
         }
         POWER_CTL => machine.store(index, value),
-        // The guest cannot change the following MSRs.
+        // The guest cannot write the following MSRs.
         SMI_COUNT | PERF_CAPABILITIES if by_guest => return Err(MsrFault::Invalid),
         SMI_COUNT => machine.store(index, value),
-        // The client's is the CPU's register.
+        // A client writes the CPU's register instead.
         SMBASE => return Err(MsrFault::Invalid),
         PERF_CAPABILITIES => only(0)?,
         UCODE_REV if by_guest => {}
@@ -424,7 +425,7 @@ pub(crate) fn write_machine(
         KVM_ASYNC_PF_INT => machine.set_async_pf_vector(value)?,
         KVM_ASYNC_PF_ACK => machine.acknowledge_async_pf(value),
         XSS if !has_xsaves(machine) => return Err(MsrFault::Unknown),
-        // There are no supervisor state components.
+        // There are no supervisor state components, so only 0 can be written.
         XSS => only(0)?,
         _ if is_synthetic(index) => machine.write_synthetic(index, value, writer(by_guest))?,
         _ => return fixed::write(index, value),

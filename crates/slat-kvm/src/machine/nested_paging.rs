@@ -1,15 +1,16 @@
-//! Nested paging of a guest that is a hypervisor (AMD64 volume 2, 15.25): the second stage of the guest's own.
+//! Nested paging of a guest that is a hypervisor (AMD64 volume 2, 15.25): the second stage of the guest's own guest.
 //!
-//! A translation for the nested guest (L2) goes from the linear address to L2's physical address by L2's tables, and
-//! from there to a physical address of the hypervisor (L1) by L1's nested tables. Then the engine's second level
-//! follows, as for any address of L1. Each entry of L2's tables is at an L2-physical address, so the walk of L2's
-//! tables includes a walk of L1's tables at each step.
+//! A translation for the nested guest (L2) has three steps. L2's tables translate the linear address to L2's physical
+//! address. The nested tables of the hypervisor (L1) translate that address to L1's physical address. Then the engine's
+//! second level follows, as for any address of L1. Each entry of L2's tables is at an L2-physical address, so each step
+//! of the walk of L2's tables includes a walk of L1's tables.
 //!
-//! The engine shadows L1's nested tables and translates L2-physical addresses by the shadow ([`Shadowed`]): with the
-//! shadow MMU as for any table of the guest, with other MMUs beside L1's second level. So a step is one walk of the
-//! shadow table to the host page, and L1's tables are read at a fault only. Table formats with break-before-make cannot
-//! shadow them: there L1's tables are walked ([`Walked`]), and the result is kept until L1 flushes it, as in a
-//! processor. They are also walked for a client that asks for a translation.
+//! The engine shadows L1's nested tables and translates L2-physical addresses by the shadow ([`Shadowed`]). With the
+//! shadow MMU the shadow is like that of any table of the guest; with other MMUs it exists beside L1's second level. So
+//! a step is one walk of the shadow table to the host page, and L1's tables are read only at a fault. Table formats
+//! with break-before-make cannot shadow L1's tables. With these formats L1's tables are walked ([`Walked`]), and the
+//! result is kept until L1 flushes it, as in a processor. L1's tables are also walked when a client asks for a
+//! translation.
 
 use crate::machine::VcpuMachine;
 use crate::machine::mmu::{guest_paging, own_fault, slat_access, unpaged};
@@ -20,11 +21,11 @@ use slat_x86::{Access, Fault, HostPage, Mmu, NestedPaging, Paging};
 
 const PAGE: u64 = 4096;
 
-/// Bits of EXITINFO1: the fault was at the page itself, or at a table of L2's (15.25.6).
+/// Bits of EXITINFO1: the fault was at the page itself, or at one of L2's tables (15.25.6).
 const AT_PAGE: u64 = 1 << 32;
 const AT_TABLE: u64 = 1 << 33;
 
-/// A page fault of the nested tables at `gpa`, an address of L2's; `place` is a bit of EXITINFO1.
+/// A page fault of the nested tables at the L2-physical address `gpa`. `place` is a bit of EXITINFO1.
 fn nested_fault(gpa: u64, code: u32, place: u64) -> Fault {
     Fault::NestedPage {
         error_code: place | u64::from(code),
@@ -32,7 +33,7 @@ fn nested_fault(gpa: u64, code: u32, place: u64) -> Fault {
     }
 }
 
-/// Checks that the `nested` tables have entries for `gpa`, an address of L2's; `place` is a bit of EXITINFO1.
+/// Checks that the `nested` tables have entries for the L2-physical address `gpa`. `place` is a bit of EXITINFO1.
 fn check_width(
     nested: &GuestPaging,
     gpa: u64,
@@ -54,7 +55,7 @@ struct Walked<'a> {
 }
 
 impl Walked<'_> {
-    /// Walks the nested tables for `access` to `gpa`, an address of L2's.
+    /// Walks the nested tables for `access` to the L2-physical address `gpa`.
     fn page(&mut self, gpa: u64, access: slat::Access, place: u64) -> Result<GuestPage, Fault> {
         check_width(self.nested, gpa, access, place)?;
         if let Some(known) = self.machine.pages.nested(self.of, gpa, access) {
@@ -68,8 +69,8 @@ impl Walked<'_> {
         Ok(page)
     }
 
-    /// Returns L1's address of an entry of L2's tables. Its page has to be writable, as the entry's flags may have
-    /// to be set (15.25.5).
+    /// Returns L1's address of an entry of L2's tables. The entry's page has to be writable, because the walk may have
+    /// to set the entry's flags (15.25.5).
     fn entry(&mut self, gpa: Gpa) -> Result<Gpa, Fault> {
         let page = self.page(gpa.0, slat::Access::Write, AT_TABLE)?;
         Ok(Gpa(page.gpa.0 | (gpa.0 % PAGE)))
@@ -104,7 +105,7 @@ struct Shadowed<'a> {
 }
 
 impl Shadowed<'_> {
-    /// Translates `gpa`, an address of L2's, for `access`.
+    /// Translates the L2-physical address `gpa` for `access`.
     fn page(&mut self, gpa: u64, access: slat::Access, place: u64) -> Result<HostPage, Fault> {
         check_width(self.nested, gpa, access, place)?;
         let page = self.machine.translate_shadowed(gpa, access, self.nested);
@@ -114,8 +115,8 @@ impl Shadowed<'_> {
         })
     }
 
-    /// Returns where an entry of L2's tables is. L1's page has to be writable, as for [`Walked`]; the
-    /// memslot need not be.
+    /// Returns the location of an entry of L2's tables. L1's page has to be writable, as for [`Walked`]; the memslot
+    /// need not be.
     fn entry(&mut self, gpa: Gpa) -> Result<EntryIn, Fault> {
         match self.page(gpa.0, slat::Access::Write, AT_TABLE) {
             Ok(page) => Ok(EntryIn::Memory(Hpa(
@@ -129,9 +130,9 @@ impl Shadowed<'_> {
 
 /// The location of an entry of L2's tables.
 enum EntryIn {
-    /// At this host address, in memory that may be written.
+    /// The entry is at this host address, in memory that may be written.
     Memory(Hpa),
-    /// At this address of L1's, in read-only memory, or in none.
+    /// The entry is at this L1 address, in read-only memory, or outside memory.
     NotWritable(Gpa),
 }
 
@@ -141,9 +142,9 @@ impl GuestTables for Shadowed<'_> {
     fn read(&mut self, gpa: Gpa, size: usize) -> Result<u64, Fault> {
         match self.entry(gpa)? {
             EntryIn::Memory(word) => self.machine.read_entry(word, size),
-            // Reads at the address to which this translation has led. A translation for reading could lead to another
-            // page: the shadow may still have an earlier entry of L1 that allows no writing, and that no flush has
-            // dropped yet.
+            // Reads at the address that this translation has found. A translation for reading could find another page:
+            // the shadow may still have an earlier entry of L1 that allows no writing, and that no flush has dropped
+            // yet.
             EntryIn::NotWritable(gpa) => self.machine.read(gpa, size),
         }
     }
@@ -163,9 +164,9 @@ impl GuestTables for Shadowed<'_> {
     }
 }
 
-/// Returns the state of nested tables (AMD64 volume 2, 15.25.5 and 15.25.10): walked as by a user, in the paging
-/// mode of the hypervisor, whose page-directory-pointer entries no register holds. Its CR4.SMEP only makes
-/// faults report fetches.
+/// Returns the state of nested tables (AMD64 volume 2, 15.25.5 and 15.25.10). They are walked with user accesses, in
+/// the paging mode of the hypervisor. No register holds their page-directory-pointer entries. The hypervisor's CR4.SMEP
+/// only makes faults report fetches.
 fn second_stage(nested: &NestedPaging, physical_bits: u32) -> GuestPaging {
     let paging = Paging {
         cr3: nested.cr3,
@@ -181,7 +182,7 @@ fn second_stage(nested: &NestedPaging, physical_bits: u32) -> GuestPaging {
     }
 }
 
-/// Walks L2's own tables, in `memory` at its physical addresses, if its paging is on. Returns the page of L2's.
+/// Walks L2's own tables, in `memory` at L2-physical addresses, if L2's paging is on. Returns L2's page.
 fn first_stage(
     memory: &mut impl GuestTables<Error = Fault>,
     gva: u64,
@@ -200,11 +201,11 @@ fn first_stage(
 }
 
 impl VcpuMachine {
-    /// Walks L2's tables, if its paging is on, and for the page that they lead to the `nested` ones. Returns the page
-    /// of L1's, with the rights that both grant.
+    /// Walks L2's tables, if L2's paging is on, and then the `nested` tables for the resulting page. Returns L1's page,
+    /// with the rights that both grant.
     ///
     /// # Errors
-    /// A page fault of L2's, or [`Fault::NestedPage`].
+    /// One of L2's page faults, or [`Fault::NestedPage`].
     #[cold]
     pub(super) fn walk_nested(
         &mut self,
@@ -230,10 +231,10 @@ impl VcpuMachine {
         })
     }
 
-    /// Translates by L2's tables, if its paging is on, and by the engine's shadow of the `nested` ones.
+    /// Translates by L2's tables, if L2's paging is on, and by the engine's shadow of the `nested` tables.
     ///
     /// # Errors
-    /// As [`Self::walk_nested`], and those of an access.
+    /// The errors of [`Self::walk_nested`], and those of an access.
     pub(super) fn translate_nested(
         &mut self,
         gva: u64,
@@ -257,11 +258,11 @@ impl VcpuMachine {
         })
     }
 
-    /// Translates a physical address of L2's by the `nested` tables, for an access that the CPU makes
-    /// to a structure there.
+    /// Translates an L2-physical address by the `nested` tables, for an access that the CPU makes to a structure at
+    /// that address.
     ///
     /// # Errors
-    /// [`Fault::NestedPage`], and those of an access.
+    /// [`Fault::NestedPage`], and the errors of an access.
     pub(super) fn translate_second_stage(
         &mut self,
         gpa: u64,

@@ -1,5 +1,5 @@
-//! Reads of guest memory that change nothing and wait for nothing: no fault, no accessed flag, no host page made
-//! resident. For profiles. What the second level does not map at this moment cannot be read.
+//! Reads guest memory for profiles. A read changes nothing and does not wait: it causes no fault, sets no accessed
+//! flag, and makes no host page resident. Memory that the second level does not map at this moment cannot be read.
 
 use super::VcpuMachine;
 use super::mmu::{guest_paging, unpaged};
@@ -25,8 +25,8 @@ struct Memory<'a>(&'a EngineVcpu);
 struct NotMapped;
 
 impl VcpuMachine {
-    /// Returns the memory at the virtual addresses of `cpu`, which is this vCPU's, as a supervisor has it. The vCPU is
-    /// entered. `None`: a nested guest runs, whose addresses are not walked.
+    /// Returns the memory at the virtual addresses of `cpu`, which is this vCPU's, with a supervisor's rights. The vCPU
+    /// is entered. `None`: a nested guest runs, whose addresses are not walked.
     pub(super) fn peek(&self, cpu: &Cpu) -> Option<Peek<'_>> {
         let paging = cpu.client_paging();
         let is_paged = paging.cr0 & control::CR0_PG != 0;
@@ -39,8 +39,8 @@ impl VcpuMachine {
 }
 
 impl Peek<'_> {
-    /// Reads the word of `size` (4 or 8) bytes at `gva`. `None`: it cannot be read now, or `gva` is
-    /// no multiple of `size`.
+    /// Reads the word of `size` (4 or 8) bytes at `gva`. `None`: the word cannot be read now, or `gva` is no multiple
+    /// of `size`.
     pub(super) fn word(&mut self, gva: u64, size: usize) -> Option<u64> {
         if !gva.is_multiple_of(size as u64) {
             return None;
@@ -78,7 +78,7 @@ impl GuestTables for Memory<'_> {
         load(self.host_page(gpa)? + gpa.0 % PAGE_SIZE, size)
     }
 
-    /// Changes nothing, and claims that it did, because the walk would set accessed flags by this.
+    /// Changes nothing, but returns success, because the walk would set accessed flags by this method.
     fn compare_exchange(&mut self, _: Gpa, _: usize, _: u64, _: u64) -> Result<bool, NotMapped> {
         Ok(true)
     }
@@ -86,8 +86,8 @@ impl GuestTables for Memory<'_> {
 
 /// Reads the aligned word of `size` (4 or 8) bytes at the host address of guest memory.
 fn load(host: u64, size: usize) -> Result<u64, NotMapped> {
-    // SAFETY: guarded: the engine maps the page. If the client has unmapped it since, the read fails; if it has mapped
-    // something else there, the word is a wrong one.
+    // SAFETY: guarded: the engine maps the page. If the client has unmapped the page since, the read fails. If the
+    // client has mapped another page there, the word is wrong.
     let word = unsafe {
         match size {
             4 => slat_guard::load(host as *const u32).map(u64::from),

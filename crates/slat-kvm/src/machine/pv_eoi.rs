@@ -1,22 +1,22 @@
-//! PV EOI (`KVM_FEATURE_PV_EOI`): a guest ends an interrupt by clearing a bit in its own memory,
-//! without access to the APIC.
+//! PV EOI (`KVM_FEATURE_PV_EOI`): a guest ends an interrupt by clearing a bit in its own memory, without an access to
+//! the APIC.
 //!
-//! slat sets the bit when it delivers an interrupt whose end no I/O APIC waits for: it offers a PV EOI. A guest that
-//! finds the bit set, and clears it, need not write the EOI register. Before slat uses the APIC again, it ends the
-//! interrupt if the bit is clear, and else withdraws the offer.
+//! slat sets the bit when it delivers an interrupt for whose end no I/O APIC waits: slat offers a PV EOI. A guest that
+//! finds the bit set clears it, and then need not write the EOI register. Before slat uses the APIC again, it looks at
+//! the bit. If the bit is clear, slat ends the interrupt; otherwise slat withdraws the offer.
 
 use crate::machine::VcpuMachine;
 use crate::msr::{KVM_ENABLED, index};
 use slat_irqchip::lapic::reg;
 use slat_x86::MsrFault;
 
-/// The low bit of the address, which has to be a multiple of 4.
+/// The low bit of the address that has to be 0: the address is a multiple of 4.
 const RESERVED: u64 = 2;
 /// The bit in the guest's memory: the interrupt needs no write of the APIC's EOI register.
 const OFFERED: u8 = 1;
 
 impl VcpuMachine {
-    /// Writes `MSR_KVM_PV_EOI`, after ending an interrupt that the guest has ended at the old address.
+    /// Writes `MSR_KVM_PV_EOI`. If the guest has ended an interrupt at the old address, ends this interrupt first.
     pub(crate) fn set_pv_eoi(&mut self, value: u64) -> Result<(), MsrFault> {
         if value & RESERVED != 0 {
             return Err(MsrFault::Invalid);
@@ -30,7 +30,7 @@ impl VcpuMachine {
     /// Offers a PV EOI. Call after the vCPU, which is entered, has accepted an interrupt of its APIC.
     pub(crate) fn offer_pv_eoi(&mut self) {
         let value = self.msr(index::KVM_PV_EOI);
-        // An earlier offer may not be collected yet.
+        // The result of an earlier offer may not be collected yet.
         if value & KVM_ENABLED == 0 || self.pv_eoi_offered {
             return;
         }
@@ -38,8 +38,8 @@ impl VcpuMachine {
         self.pv_eoi_offered = silent && self.write_guest(value & !KVM_ENABLED, &[OFFERED]);
     }
 
-    /// Ends the interrupt if the guest has cleared the bit, and otherwise withdraws the offer. Leaves both to the next
-    /// call if a signal or a full dirty ring interrupts the access to guest memory. If that memory cannot be read, ends
+    /// Ends the interrupt if the guest has cleared the bit, and otherwise withdraws the offer. If a signal or a full
+    /// dirty ring interrupts the access to guest memory, the next call does that. If the memory cannot be read, ends
     /// the interrupt, as KVM does. Call before using the APIC of the vCPU, which is entered.
     pub(crate) fn collect_pv_eoi(&mut self) {
         if !self.pv_eoi_offered {

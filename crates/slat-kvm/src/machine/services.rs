@@ -7,7 +7,7 @@ use slat_irqchip::lapic::BASE_ENABLE;
 use slat_x86::{HypercallInstruction, HypercallOutcome, Hypercalls, Machine, MsrFault, State};
 
 impl VcpuMachine {
-    /// Hides the APIC in a leaf of CPUID while APIC_BASE disables it.
+    /// Hides the APIC in a leaf of CPUID, if APIC_BASE disables the APIC.
     pub(crate) fn show_apic(&self, leaf: u32, values: &mut [u32; 4]) {
         if leaf == 1 && self.apic_base() & BASE_ENABLE == 0 {
             values[3] &= !cpuid::LEAF1_EDX_APIC;
@@ -92,11 +92,11 @@ mod tests {
     use std::sync::mpsc;
     use std::time::Duration;
 
-    /// A hypercall that panics: no other instruction of a guest does.
+    /// The number of a hypercall that panics. No other instruction of a guest panics.
     pub(super) const HYPERCALL_PANICS: u64 = 0x51a7_51a7;
 
     /// If the thread of a vCPU panics while the guest runs, the vCPU leaves the engine, so that flushes do not wait for
-    /// it, and its VM is dead.
+    /// the vCPU, and its VM is dead.
     #[test]
     fn a_panic_inside_the_guest_leaves_nobody_waiting() {
         let (vm, _fd) = System.create_vm(0, None, None).unwrap();

@@ -1,4 +1,4 @@
-//! The address space that a vCPU's memory is in: another one in system management mode.
+//! The address space in which a vCPU accesses memory. System management mode has an address space of its own.
 
 use super::VcpuMachine;
 use crate::cpuid;
@@ -6,8 +6,8 @@ use crate::vm::ORDINARY;
 use slat_x86::SmramMap;
 
 impl VcpuMachine {
-    /// Has the vCPU use the memslots of address space `space` from now on. Returns whether it used others before: then
-    /// the caller has the CPU drop its translations.
+    /// Makes the vCPU use the memslots of address space `space`. Returns whether the vCPU used another address space
+    /// before. If so, the caller makes the CPU drop its translations.
     pub(crate) fn use_space(&mut self, space: usize) -> bool {
         if self.space == space {
             return false;
@@ -15,13 +15,14 @@ impl VcpuMachine {
         self.space = space;
         self.engine.use_space(space);
         self.pages.flush();
-        // In one address space, the engine does not notice stores to the guest's tables that are made in the other one.
+        // While one address space is in use, the engine does not notice stores to the guest's tables in the other
+        // address space.
         self.memory_restored |= self.shadows_nested;
         true
     }
 
-    /// Runs `work`, an access for a device of the vCPU, in the ordinary address space: devices have no other one,
-    /// whatever mode the vCPU is in.
+    /// Runs `work`, an access for a device of the vCPU, in the ordinary address space. Devices use only this address
+    /// space, in any mode of the vCPU.
     fn as_device<R>(&mut self, work: impl FnOnce(&mut Self) -> R) -> R {
         let space = self.space;
         self.use_space(ORDINARY);
@@ -42,8 +43,8 @@ impl VcpuMachine {
         self.as_device(|machine| machine.read_word_here(gpa))
     }
 
-    /// Reads SMRAM for a vCPU that is entered and in the address space of system management mode. Returns `false` if it
-    /// is not memory, or not accessible.
+    /// Reads SMRAM for a vCPU that is entered and in the address space of system management mode. Returns `false` if
+    /// the address is not memory, or not accessible.
     pub(crate) fn read_smram(&mut self, gpa: u64, bytes: &mut [u8]) -> bool {
         self.read_here(gpa, bytes)
     }
@@ -53,7 +54,8 @@ impl VcpuMachine {
         self.write_here(gpa, bytes)
     }
 
-    /// Returns how the vCPU saves its registers in SMRAM: KVM goes by long mode in CPUID.
+    /// Returns the layout in which the vCPU saves its registers in SMRAM. As in KVM, long mode in CPUID determines the
+    /// layout.
     pub(crate) fn smram_map(&self) -> SmramMap {
         match cpuid::lookup(&self.cpuid, 0x8000_0001, 0)[3] & cpuid::EXTENDED_EDX_LONG_MODE {
             0 => SmramMap::Bits32,

@@ -6,7 +6,7 @@ use crate::steal_time::is_available;
 use crate::thread::bits;
 use slat_x86::MsrFault;
 
-/// The low bits of the MSR that have to be clear: the structure is aligned to 64 bytes.
+/// The low bits of the MSR that have to be clear, because the structure is aligned to 64 bytes.
 const RESERVED: u64 = 0x3e;
 /// Offsets of fields in the guest's structure (`struct kvm_steal_time`).
 const VERSION: u64 = 8;
@@ -42,18 +42,19 @@ impl VcpuMachine {
         (self.steal.changed, self.steal.preempted) = (false, false);
     }
 
-    /// Call before the vCPU runs: in `KVM_RUN`, and after a halt. The vCPU is not entered.
+    /// Begins to count stolen time. Call before the vCPU runs: in `KVM_RUN`, and after a halt. The vCPU is not entered.
     pub(crate) fn begin_to_run(&mut self) {
         if self.steal_time_address().is_some() {
             self.steal.begin();
         }
     }
 
-    /// Call when the vCPU, which is entered, stops running: before a halt, and before `KVM_RUN` returns.
+    /// Stops counting stolen time, and marks the vCPU as preempted. Call when the vCPU, which is entered, stops
+    /// running: before a halt, and before `KVM_RUN` returns.
     pub(crate) fn stop_running(&mut self) {
         if let Some(address) = self.steal_time_address() {
             self.steal.end();
-            // As with KVM, the version counts how often the vCPU has begun to run.
+            // As with KVM, the version shows how often the vCPU has begun to run.
             self.steal.changed = true;
             self.steal.preempted = self.write_guest(address + PREEMPTED, &[PREEMPTED_NOW]);
         }
@@ -85,7 +86,7 @@ impl VcpuMachine {
         let (Some(before), Some(version)) = words else {
             return;
         };
-        // The version is odd while the rest changes.
+        // The version is odd while the other fields change.
         let odd = (version as u32).wrapping_add(1) | 1;
         if self.write_guest(address + VERSION, &odd.to_le_bytes())
             && self.write_guest(address, &before.wrapping_add(stolen).to_le_bytes())

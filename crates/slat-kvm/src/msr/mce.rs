@@ -11,10 +11,10 @@ const CAP_CONTROL: u64 = 1 << 8;
 const CAP_RECOVERY: u64 = 1 << 24;
 /// The number of banks.
 const CAP_BANKS: u64 = 0xff;
-/// The number of extended state registers. KVM lets a client set any value; none has a meaning without MCG_EXT_P.
+/// The number of extended state registers. KVM lets a client set any number. No number has a meaning without MCG_EXT_P.
 const CAP_EXTENDED: u64 = 0x00ff_0000;
 
-/// The most banks that a vCPU can have: what `KVM_CHECK_EXTENSION` returns.
+/// The greatest number of banks that a vCPU can have: the value that `KVM_CHECK_EXTENSION` returns.
 pub(crate) const MAX_BANKS: u32 = 32;
 
 /// The value that `KVM_X86_GET_MCE_CAP_SUPPORTED` returns. There are no corrected-error interrupts.
@@ -63,11 +63,11 @@ impl Bank {
 /// The effect of an error on the vCPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Reported {
-    /// Only the registers changed, if those.
+    /// Only the registers changed, or nothing changed.
     Logged,
-    /// #MC.
+    /// The vCPU gets #MC.
     Exception,
-    /// #MC during a machine check, or while CR4.MCE is clear: shutdown.
+    /// #MC during a machine check, or while CR4.MCE is clear, shuts the vCPU down.
     Shutdown,
 }
 
@@ -140,7 +140,7 @@ impl MachineCheck {
         let uncorrected = error.status & STATUS_UNCORRECTED != 0;
         let urgent = STATUS_CONTEXT_CORRUPT | STATUS_SIGNALED | STATUS_ACTION_REQUIRED;
         if uncorrected && error.status & urgent == 0 && error.mcg_status == 0 {
-            // No action required: only the interrupt for corrected errors would signal it.
+            // No action is required. Only the interrupt for corrected errors would signal this error.
             bank.log(&error);
             self.status = error.mcg_status;
             return Ok(Reported::Logged);
@@ -204,7 +204,7 @@ impl MachineCheck {
     ) -> Option<Result<(), MsrFault>> {
         let allowed = match index {
             MCG_STATUS => true,
-            // All errors are reported, or none.
+            // All errors are reported, or no errors are.
             MCG_CTL => {
                 matches!(value, 0 | u64::MAX) && (self.has_control() || value == 0 && !by_guest)
             }
@@ -299,7 +299,7 @@ mod tests {
             checks.report(&uncorrected, true).unwrap(),
             Reported::Shutdown
         );
-        // The guest is done with the first one.
+        // The guest has handled the first error.
         checks.write(MCG_STATUS, 0, true, false).unwrap().unwrap();
         assert_eq!(
             checks.report(&uncorrected, true).unwrap(),

@@ -1,5 +1,5 @@
-//! Model-specific registers: which exist, and what writes do. Access to an unknown MSR is #GP for the guest and ends
-//! `KVM_GET_MSRS`/`KVM_SET_MSRS` early, as with KVM's `ignore_msrs=0`.
+//! Model-specific registers: which MSRs exist, and the effects of writes. Access to an unknown MSR is #GP for the guest
+//! and ends `KVM_GET_MSRS`/`KVM_SET_MSRS` early, as with KVM's `ignore_msrs=0`.
 
 use crate::cpu_features;
 use crate::cpuid::is_amd;
@@ -53,7 +53,7 @@ pub const SAVED: &[u32] = &[
     hyperv::RESET,
     hyperv::VP_INDEX,
     hyperv::VP_RUNTIME,
-    // A client that finds these two knows of the others of their kind.
+    // These two MSRs stand for all MSRs of their kind: a client that finds the two knows of the others.
     hyperv::SCONTROL,
     hyperv::STIMER0_CONFIG,
     hyperv::VP_ASSIST_PAGE,
@@ -133,13 +133,13 @@ pub fn feature(index: u32) -> Option<u64> {
         UCODE_REV => Some(microcode_revision()),
         PLATFORM_INFO => Some(PLATFORM_INFO_CPUID_FAULT),
         ARCH_CAPABILITIES => Some(cpu_features::ARCH_CAPABILITIES),
-        // No performance monitoring.
+        // The value means that there is no performance monitoring.
         PERF_CAPABILITIES => Some(0),
         _ => None,
     }
 }
 
-/// Returns the microcode revision of a new vCPU, by vendor: what KVM's have.
+/// Returns the microcode revision of a new vCPU, which depends on the vendor, as in KVM.
 pub(crate) fn microcode_revision() -> u64 {
     match is_amd() {
         true => 0x0100_0065,
@@ -149,16 +149,16 @@ pub(crate) fn microcode_revision() -> u64 {
 
 /// CPUID can be made to fault outside CPL 0.
 pub(crate) const PLATFORM_INFO_CPUID_FAULT: u64 = 1 << 31;
-/// Bit of a paravirtual feature's MSR: the feature is in use, and the rest of the MSR is an address.
+/// Bit of the MSR of a paravirtual feature: the feature is in use, and the rest of the MSR is an address.
 pub(crate) const KVM_ENABLED: u64 = 1;
 
-/// Returns the reason of a refusal as `kvm_run` names it: `KVM_MSR_EXIT_REASON_*`.
+/// Returns the reason of a refused access in the form of `kvm_run`: `KVM_MSR_EXIT_REASON_*`.
 pub(crate) fn exit_reason(why: MsrFault) -> u32 {
     match why {
         MsrFault::Unknown => KVM_MSR_EXIT_REASON_UNKNOWN,
         MsrFault::Invalid => KVM_MSR_EXIT_REASON_INVAL,
         MsrFault::Forbidden => KVM_MSR_EXIT_REASON_FILTER,
-        // No refusal.
+        // This is no refusal.
         MsrFault::Retry => 0,
     }
 }

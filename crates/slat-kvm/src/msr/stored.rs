@@ -1,8 +1,8 @@
-//! The MSRs that only store a value.
+//! The MSRs whose only effect is to store a value.
 
 use super::index::*;
 
-/// The values of the MSRs that only store a value.
+/// The values of the MSRs whose only effect is to store a value.
 #[derive(Clone, Debug)]
 pub(crate) struct Stored([Option<u64>; Stored::LEN]);
 
@@ -29,7 +29,7 @@ impl Stored {
         SPEC_CTRL,
         AMD_VIRT_SPEC_CTRL,
     ];
-    /// Consecutive MSRs: those of the memory type ranges.
+    /// Ranges of consecutive MSRs: those of the memory type ranges.
     const RANGES: [(u32, u32); 4] = [
         (MTRR_PHYS_FIRST, MTRR_PHYS_LAST),
         (MTRR_FIX_64K, MTRR_FIX_64K),
@@ -52,7 +52,7 @@ impl Stored {
         None
     }
 
-    /// The value that was stored last; `None` before the first one, and for MSRs that are not stored here.
+    /// The value that was stored last. `None` before the first store, and for MSRs that are not stored here.
     pub(crate) fn get(&self, index: u32) -> Option<u64> {
         self.0[Self::place(index)?]
     }

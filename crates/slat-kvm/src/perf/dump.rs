@@ -1,10 +1,10 @@
-//! perf's jitdump, `jit-PID.dump`: names and code of all regions, with the times at which they came to be.
+//! perf's jitdump, `jit-PID.dump`: names and code of all regions, with the times at which they were compiled.
 //!
-//! Its form is that of Linux's tools/perf/Documentation/jitdump-specification.txt: a header, and records.
-//! `perf record -k 1` takes the same clock, and learns of the file by a mapping of it that could be executed, the
-//! marker. `perf inject --jit` reads the file then, and writes the code of each region to an ELF file next to it.
-//! A region in memory that was used before is another one from its time on: so each sample has the name that was
-//! good when it was taken.
+//! The format is that of Linux's tools/perf/Documentation/jitdump-specification.txt: a header, and records. `perf
+//! record -k 1` uses the same clock. It learns of the file because this process maps the file once with the right to
+//! execute: this mapping is the marker. Later `perf inject --jit` reads the file, and writes the code of each region to
+//! an ELF file next to it. If memory is used again, a new record for it is valid from its time on. So each sample has
+//! the name that was valid when the sample was taken.
 
 use super::{Content, Written, name, open};
 use crate::clock::monotonic;
@@ -22,7 +22,7 @@ use std::os::unix::fs::FileExt as _;
 use std::path::{self, Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-/// "JiTD", the other way round where the byte order is another one.
+/// "JiTD". A reader with another byte order sees it reversed.
 const MAGIC: u32 = 0x4a69_5444;
 const VERSION: u32 = 1;
 const HEADER_BYTES: u32 = 40;
@@ -65,7 +65,7 @@ fn record(id: u32, now: u64, parts: &[&[u8]]) -> Vec<u8> {
         .concat()
 }
 
-/// Returns the record of the `index`th region, which runs on threads of this process from now on.
+/// Returns the record of the `index`th region, which threads of this process can run now.
 fn load(now: u64, index: u64, name: &str, code: &[u8]) -> Vec<u8> {
     let address = code.as_ptr() as u64;
     let threads = [std::process::id(), slat_process::thread_id() as u32].map(u32::to_ne_bytes);
@@ -80,8 +80,8 @@ fn load(now: u64, index: u64, name: &str, code: &[u8]) -> Vec<u8> {
     record(CODE_LOAD, now, &parts)
 }
 
-/// Returns the directory: that of `JITDUMPDIR`, if it is set, as for other programs that write such files. Call first
-/// before the client changes its own directory.
+/// Returns the directory: that of `JITDUMPDIR`, if it is set, as for other programs that write such files. The first
+/// call must be before the client changes its own directory.
 pub(super) fn directory() -> &'static Path {
     static DIRECTORY: Computed<PathBuf> = Computed::new();
     DIRECTORY.get_or_init(|| {
@@ -93,7 +93,7 @@ pub(super) fn directory() -> &'static Path {
     })
 }
 
-/// Maps the file for ever, for perf.
+/// Maps the file forever, for perf.
 fn mark(file: &File) -> io::Result<()> {
     let rights = libc::PROT_READ | libc::PROT_EXEC;
     let start = std::ptr::null_mut();
@@ -136,8 +136,8 @@ pub(super) fn add(code: &CompiledCode<'_>) {
     super::add(&DUMP, code);
 }
 
-/// Adds the record of the end. A client's thread does, so a filter may forbid its calls. Failures are nobody's loss:
-/// perf does without the record.
+/// Adds the record of the end. A client's thread calls this, so a filter may forbid the system calls. Failures have no
+/// effect, because perf can do without the record.
 pub(super) fn end() {
     let Some(dump) = DUMP.peek() else {
         return;
@@ -164,7 +164,7 @@ pub(super) fn end() {
         });
         let _ = make(Call::Close, [file as usize, 0, 0, 0, 0, 0]);
     }
-    // The process ends: regions that are compiled from now on never run.
+    // The process ends, so regions that are compiled later never run.
     dump.has_failed = true;
 }
 

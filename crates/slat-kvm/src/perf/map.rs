@@ -1,11 +1,11 @@
 //! perf's map of compiled code, `/tmp/perf-PID.map`.
 //!
-//! Its form is that of Linux's tools/perf/Documentation/jit-interface.txt: a line for each region, with its address and
-//! its size in hexadecimal digits, and its name, which goes up to the end of the line.
+//! The format is that of Linux's tools/perf/Documentation/jit-interface.txt: a line for each region, with its address
+//! and its size in hexadecimal digits, and its name, which extends to the end of the line.
 //!
-//! perf reads the file when it reports, and the lines have no times: of two for the same address it may take
-//! either. The memory of a region that is used no more is soon used again, so the line of the old region is
-//! overwritten: the newest one wins.
+//! perf reads the file when it reports, and the lines have no times. If two lines have the same address, perf may use
+//! either. The memory of a region that is not used any more is soon used again. So the line of the old region is
+//! overwritten, and the newest line is valid.
 
 use super::{Content, Written, name, open};
 use crate::process::PerProcess;
@@ -19,7 +19,7 @@ use std::sync::Mutex;
 /// The map of a process.
 #[derive(Default)]
 struct Map {
-    /// The lines that are good, by the addresses of their regions.
+    /// The valid lines, by the addresses of their regions.
     lines: BTreeMap<usize, Line>,
     /// The bytes of the file; 0 before it exists.
     bytes: u64,
@@ -27,17 +27,17 @@ struct Map {
 
 /// The position of a line in the file.
 struct Line {
-    /// The end of its region.
+    /// The end of the line's region.
     end: usize,
-    /// Its offset in the file.
+    /// The line's offset in the file.
     offset: u64,
-    /// Its bytes.
+    /// The line's length in bytes.
     len: usize,
 }
 
 static MAP: PerProcess<Mutex<Written<Map>>> = PerProcess::new();
 
-/// Returns a line for no address, as long as another one.
+/// Returns a line for no address, with the length of the line that it replaces.
 fn overwritten(len: usize) -> String {
     format!("{:<1$}\n", "0 0 reused", len - 1)
 }
@@ -97,7 +97,7 @@ mod tests {
         add(0x1000, 0x3000, "first");
         add(0x3000, 0x4000, "second");
         add(0x5000, 0x6000, "third");
-        // The end of the first and the second.
+        // The end of the first region and of the second.
         add(0x2000, 0x3800, "fourth");
         add(0x1800, 0x2000, "fifth");
         add(0x4000, 0x5000, "sixth");

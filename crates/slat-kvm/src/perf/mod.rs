@@ -1,14 +1,14 @@
-//! Files that tell perf of compiled code, so that `perf report` names guest code.
+//! Files that describe compiled code to perf, so that `perf report` names guest code.
 //!
 //! | file | idea |
 //! |---|---|
-//! | `map` | perf's map: the names that are good now, by address |
+//! | `map` | perf's map: the names that are valid now, by address |
 //! | `dump` | jitdump: names and code, by address and time |
 //!
-//! The name of a region is that of the guest code for which it was compiled: a symbol and an offset, or
-//! else the guest address.
+//! A region is named after the guest code for which it was compiled: by a symbol and an offset, or by the guest address
+//! if there is no symbol.
 //!
-//! The files are opened for each region, because descriptors of this process are the client's to close.
+//! The files are opened for each region, because the client may close any descriptor of this process.
 
 mod dump;
 mod map;
@@ -25,8 +25,8 @@ use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-/// Returns the [observer](slat_x86::Compiler::observe) of this process's compiler that writes what `map` asks
-/// for. `None`: nothing.
+/// Returns the [observer](slat_x86::Compiler::observe) of this process's compiler that writes the files for which `map`
+/// asks. `None`: there are no files to write.
 pub(crate) fn observer(map: JitMap) -> Option<fn(&CompiledCode<'_>)> {
     match map {
         JitMap::Off => None,
@@ -43,7 +43,7 @@ pub fn end() {
     dump::end();
 }
 
-/// The contents of a file for one process.
+/// The contents of a perf file, for one process.
 trait Content: Default {
     fn path() -> PathBuf;
 
@@ -54,11 +54,11 @@ trait Content: Default {
 #[derive(Default)]
 struct Written<T> {
     content: T,
-    /// Whether it could not be written, and was given up.
+    /// Whether the file could not be written, and is not written any more.
     has_failed: bool,
 }
 
-/// Adds code to a file. One that cannot be written is given up, with a message.
+/// Adds code to a file. If the file cannot be written, prints a message and stops writing it.
 fn add<T: Content + Send>(to: &'static PerProcess<Mutex<Written<T>>>, code: &CompiledCode<'_>) {
     let mut written = to.get().lock().unwrap_or_else(PoisonError::into_inner);
     if written.has_failed {
@@ -74,7 +74,7 @@ fn add<T: Content + Send>(to: &'static PerProcess<Mutex<Written<T>>>, code: &Com
     }
 }
 
-/// Opens a file, or creates it, and removes that of an earlier process with the same id.
+/// Opens or creates a file. When creating it, removes the file of an earlier process with the same id.
 fn open(path: &Path, create: bool) -> io::Result<File> {
     let mut options = OpenOptions::new();
     options.write(true).custom_flags(libc::O_NOFOLLOW);
@@ -83,7 +83,7 @@ fn open(path: &Path, create: bool) -> io::Result<File> {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             _ => {}
         }
-        // perf's marker is a mapping that can be read.
+        // The file is also opened for reading, because perf's marker is a mapping that can be read.
         options.read(true).create_new(true).mode(0o600);
     }
     options.open(path)

@@ -1,4 +1,4 @@
-//! The file of a process, which has an old content or a new one at any time.
+//! The profile file of a process. At any time the file has a complete content, the old one or a new one.
 
 use slat_process::file_size::{explained, limited};
 use std::fs::{self, OpenOptions};
@@ -13,11 +13,11 @@ pub(super) struct ProfileFile {
 }
 
 impl ProfileFile {
-    /// Gives the file a new content. The first process that has one has a file at `wanted`, others have a dot and
-    /// their process id added.
+    /// Gives the file a new content. The first process that writes a file writes it at `wanted`. Other processes add a
+    /// dot and their process id to this path.
     ///
     /// # Errors
-    /// The system's, after the file's path. The file has the old content.
+    /// The system's error, after the file's path. The file keeps its old content.
     pub(super) fn write(&mut self, wanted: &Path, content: &str) -> Result<(), String> {
         self.try_write(wanted, content).map_err(|error| {
             let path = self.path.as_deref().unwrap_or(wanted);
@@ -60,7 +60,7 @@ fn claim(wanted: &Path) -> io::Result<PathBuf> {
     match create(wanted) {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
             let own = with_end(wanted, &format!(".{}", std::process::id()));
-            // One of an earlier process with this id.
+            // Removes the file of an earlier process with this id.
             let _ = fs::remove_file(&own);
             create(&own).map(|_| own)
         }
@@ -85,7 +85,7 @@ mod tests {
         let own = with_end(&wanted, &format!(".{}", std::process::id()));
         assert_eq!((read(&wanted), read(&own)), ("new".into(), "other".into()));
         assert_eq!(fs::read_dir(&directory).unwrap().count(), 2);
-        // The name is that of a directory, so it cannot be removed as a file.
+        // A directory has the name, so it cannot be removed as a file.
         fs::create_dir(with_end(&wanted, ".new")).unwrap();
         let error = first.write(&wanted, "newer").unwrap_err();
         assert!(error.contains("profile: "), "{error}");

@@ -1,18 +1,19 @@
-//! `slat run --profile FILE`: which guest code takes the time.
+//! `slat run --profile FILE`: finds out which guest code takes the time.
 //!
 //! | file | idea |
 //! |---|---|
-//! | `samples` | what vCPUs have sampled last |
-//! | `stacks` | stacks, counted, and the lines of the file |
+//! | `samples` | the samples that vCPUs have taken, and that are not counted yet |
+//! | `stacks` | counts stacks, and formats the lines of the file |
 //! | `file` | the file of a process |
 //!
 //! About every millisecond (`PERIOD`) the ticker raises `bits::SAMPLE` in the attention words of the vCPUs that
-//! execute. As any other bit, it ends the run of the CPU: at the end of a block, or in compiled code at the end of a
-//! region or of a turn of a loop. The vCPU notes its stack (`machine::frames`), and continues. Time in which the vCPU
-//! does not execute is in no sample: halts, exits, and the time that the host gives to other threads.
+//! execute. Like any other bit, it ends the run of the CPU: at the end of a block, or in compiled code at the end of a
+//! region or of a loop iteration. The vCPU stores its stack (`machine::frames`), and continues. Samples do not cover
+//! time in which the vCPU does not execute: halts, exits, and the time that the host gives to other threads.
 //!
 //! A thread counts the samples and writes the file every second (`WRITE_PERIOD`), so that a process that is killed
-//! leaves a profile. The same thread writes the file at the end, because no filter of the client binds the thread.
+//! leaves a profile. The same thread also writes the file at the end of the process, because no filter of the client
+//! binds this thread.
 
 mod file;
 mod samples;
@@ -33,22 +34,23 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// The time between two samples of a vCPU. No guest's timer has this period, so none is sampled in step.
+/// The time between two samples of a vCPU. No guest's timer has this period, so samples do not stay in step with a
+/// timer.
 pub(crate) const PERIOD: Duration = Duration::from_micros(997);
 /// The least time between two writes of the file.
 const WRITE_PERIOD: Duration = Duration::from_secs(1);
-/// Writing takes at most one part in so many of the thread's time.
+/// Writing takes at most one part in this number of the thread's time.
 const WRITE_SHARE: u32 = 32;
 
 #[derive(Default)]
 struct Profile {
     inbox: Mutex<Inbox>,
-    /// Signalled when the thread has something to do.
+    /// Signalled when the thread has work.
     called: Condvar,
     /// Signalled when the last content is written.
     ended: Condvar,
     output: Mutex<Output>,
-    /// Whether there is a thread.
+    /// Whether the thread runs.
     is_served: AtomicBool,
 }
 
@@ -58,25 +60,25 @@ struct Inbox {
     end: End,
 }
 
-/// The end of the process.
+/// The state of the last write, at the end of the process.
 #[derive(Default, PartialEq, Eq)]
 enum End {
     #[default]
     NotYet,
-    /// The thread has to write.
+    /// The thread has to write the file a last time.
     Asked,
     Written,
 }
 
 #[derive(Default)]
 struct Output {
-    /// Samples that are being counted, apart from those that vCPUs push meanwhile.
+    /// Samples that are being counted. vCPUs push new samples elsewhere meanwhile.
     taken: Samples,
     stacks: Stacks,
     file: ProfileFile,
-    /// Whether there are samples that the file does not have.
+    /// Whether there are samples that are not in the file.
     has_changed: bool,
-    /// Why the file does not have them: the error of the last write.
+    /// The error of the last write, because of which samples are not in the file.
     failure: Option<String>,
 }
 
@@ -120,7 +122,7 @@ pub(crate) fn count(origin: Origin, stack: &[u64]) {
     }
 }
 
-/// Writes the file a last time, and returns when that is done. Call at the end of the process.
+/// Makes the thread write the file a last time, and waits until it has. Call at the end of the process.
 pub fn end() {
     let Some(profile) = PROFILE.peek() else {
         return;
@@ -136,7 +138,7 @@ pub fn end() {
         profile.count();
         profile.write();
     }
-    // Here, because the thread has none of the client's descriptors.
+    // This is printed here, because the thread has none of the client's descriptors.
     if let Some(failure) = &lock(&profile.output).failure {
         messages::say(format_args!("the profile is not complete: {failure}"));
     } else if let Some(path) = wanted()
@@ -165,7 +167,7 @@ impl Profile {
         taken.clear();
     }
 
-    /// Writes the file, if there is something new.
+    /// Writes the file, if there are new samples.
     fn write(&self) {
         let mut output = lock(&self.output);
         if let Some(path) = wanted()

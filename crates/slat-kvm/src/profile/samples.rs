@@ -1,7 +1,7 @@
-//! Samples that vCPUs have taken, until the profile's thread counts them: in memory that does not grow, so that a
-//! vCPU allocates nothing.
+//! Samples that vCPUs have taken, and that the profile's thread has not counted yet. They are in memory that does not
+//! grow, so that a vCPU allocates nothing.
 
-/// Where a sample was taken.
+/// The place where a sample was taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Origin {
     /// The number of the VM.
@@ -12,14 +12,14 @@ pub(crate) struct Origin {
     pub(crate) is_nested: bool,
 }
 
-/// Words of all samples: some seconds of a vCPU's.
+/// Words of all samples. They hold the samples of one vCPU for some seconds.
 const WORDS: usize = 1 << 17;
-/// Words of a sample beside its stack.
+/// Words of a sample in addition to its stack.
 const HEADER: usize = 3;
 
 pub(super) struct Samples {
     words: Vec<u64>,
-    /// Samples for which there was no space.
+    /// The number of samples for which there was no space.
     pub(super) lost: u64,
 }
 
@@ -43,7 +43,7 @@ impl Samples {
         self.words.extend_from_slice(stack);
     }
 
-    /// Whether they are to be counted soon.
+    /// Whether there are so many samples that they have to be counted soon.
     pub(super) fn are_many(&self) -> bool {
         self.words.len() > WORDS / 2
     }

@@ -1,17 +1,17 @@
-//! Stacks, counted, and the lines of them that programs for flame graphs read: `outermost;…;innermost COUNT`.
+//! Counts stacks, and formats the lines that programs for flame graphs read: `outermost;…;innermost COUNT`.
 
 use super::samples::{Origin, Samples};
 use crate::symbols::Symbols;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt::Write as _;
 
-/// The most different stacks. Samples of others are lost, and counted.
+/// The greatest number of different stacks. Samples of further stacks are lost, and the loss is counted.
 const MOST: usize = 1 << 16;
 
 #[derive(Default)]
 pub(super) struct Stacks {
     counts: BTreeMap<Origin, HashMap<Box<[u64]>, u64>>,
-    /// The number of different ones.
+    /// The number of different stacks.
     different: usize,
     lost: u64,
 }
@@ -33,7 +33,7 @@ impl Stacks {
         }
     }
 
-    /// Returns the lines. A stack begins with its VM and its vCPU where there are several.
+    /// Returns the lines. If there are several VMs or vCPUs, a stack begins with the VM and the vCPU.
     pub(super) fn text(&self, symbols: Option<&Symbols>) -> String {
         let vcpus: BTreeSet<_> = (self.counts.keys())
             .map(|origin| (origin.vm, origin.vcpu))
@@ -51,7 +51,7 @@ impl Stacks {
             if origin.is_nested {
                 begin += "[nested guest];";
             }
-            // The file does not name the code of a nested guest.
+            // The symbols do not name the code of a nested guest.
             let symbols = symbols.filter(|_| !origin.is_nested);
             for (stack, count) in counts {
                 let mut line = begin.clone();

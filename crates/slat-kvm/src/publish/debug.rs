@@ -1,4 +1,5 @@
-//! The conversation with `slat gdb`, which begins with `debug [VM]` and ends when the reader goes.
+//! The conversation with `slat gdb` (the reader). It begins with `debug [VM]`, and ends when the reader closes the
+//! socket.
 //!
 //! ```text
 //! slat 1                       the version of this text
@@ -6,7 +7,7 @@
 //! vm 0                         or the number of the VM, whose vCPUs are being held from now on
 //! ```
 //!
-//! From then on this side says one of these lines whenever the VM has run and all its vCPUs are held:
+//! This side sends one of these lines whenever the VM has run and all its vCPUs are held:
 //!
 //! ```text
 //! stopped                      because the reader wanted it
@@ -16,7 +17,8 @@
 //! stopped gone                 the VM has no vCPUs any more: the end
 //! ```
 //!
-//! Each line of the reader is answered by one line, `failed` if it cannot be done, but `stop`, which `stopped` answers:
+//! This side answers each line of the reader by one line: `failed` if the request fails. Only `stop` has no answer of
+//! its own; `stopped` follows instead.
 //!
 //! ```text
 //! vcpus                        vcpus 0 1 …: their ids
@@ -30,8 +32,9 @@
 //! stop                         nothing until the vCPUs are held
 //! ```
 //!
-//! A thread of its own talks, so that others can ask for counters meanwhile. It is started by a thread that no filter
-//! of the client binds. Every 10 ms while the VM runs it looks for a word of the reader; a vCPU that stops wakes it.
+//! The conversation has a thread of its own, so that other readers can ask for counters meanwhile. A thread that no
+//! filter of the client binds starts it. While the VM runs, the thread looks every 10 ms for input from the reader. A
+//! vCPU that stops wakes the thread.
 
 use super::socket::Own;
 use super::writer::{VERSION, Writer};
@@ -51,10 +54,10 @@ pub const DEBUG: &str = "debug";
 /// The most bytes of memory in one request.
 pub const MOST_BYTES: usize = 1024;
 
-/// How often a thread that waits for vCPUs looks whether the reader says something.
+/// How often a thread that waits for vCPUs looks for input from the reader.
 const LOOKS_EVERY: Duration = Duration::from_millis(10);
 
-/// The longest line of a reader: one with all probes.
+/// The longest line of a reader: a line with all probes.
 const LONGEST_LINE: usize = 4096 + 32 * MOST_PROBES;
 
 /// The names of probes.
@@ -70,7 +73,7 @@ struct Conversation(Mutex<Option<(Own, Session)>>);
 
 static CONVERSATION: PerProcess<Conversation> = PerProcess::new();
 
-/// Begins a conversation, whose first line went on with `words`.
+/// Begins a conversation. `words` are the other words of its first line.
 pub(super) fn begin<'a>(asked: Own, mut words: impl Iterator<Item = &'a str>) {
     let vm = words.next().map(str::parse).transpose();
     let session = match vm {
@@ -108,13 +111,13 @@ impl Background for Conversation {
         // This thread accesses guest memory, and may be kicked.
         slat_guard::change_mask(libc::SIG_UNBLOCK, synchronous());
         if let Some((asked, session)) = self.put(None) {
-            // The reader has gone, or the VM has.
+            // An error means that the reader has closed the socket, or that the VM has ended.
             let _ = talk(&asked, session);
         }
     }
 }
 
-/// Talks until the reader goes, or the VM.
+/// Talks until the reader closes the socket, or the VM ends.
 fn talk(asked: &Own, mut session: Session) -> fmt::Result {
     let mut to = Writer::new(asked);
     let mut line = [0; LONGEST_LINE];
@@ -169,7 +172,7 @@ fn answer(to: &mut Writer<'_>, session: &mut Session, line: &str) -> fmt::Result
     let mut words = line.split(' ');
     let done = match words.next() {
         Some("stop") => {
-            // If the VM is held, this side has said so already.
+            // If the VM is held, this side has sent `stopped` already.
             if session.runs() {
                 session.stop();
             }
@@ -213,7 +216,7 @@ fn value(to: &mut Writer<'_>, bytes: &[u8]) -> fmt::Result {
     to.write_char('\n')
 }
 
-/// Reads bytes from their text.
+/// Parses bytes from hexadecimal text.
 fn bytes<'a>(text: &str, to: &'a mut [u8]) -> Option<&'a [u8]> {
     let to = to.get_mut(..text.len() / 2)?;
     for (byte, digits) in to.iter_mut().zip(text.as_bytes().chunks_exact(2)) {
@@ -224,7 +227,7 @@ fn bytes<'a>(text: &str, to: &'a mut [u8]) -> Option<&'a [u8]> {
 
 type Words<'a> = std::str::Split<'a, char>;
 
-/// Reads a vCPU and an address.
+/// Parses a vCPU and an address.
 fn place(words: &mut Words<'_>) -> Option<(u32, Space, u64)> {
     let vcpu = words.next()?.parse().ok()?;
     let space = match words.next()? {

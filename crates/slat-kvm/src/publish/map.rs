@@ -1,5 +1,5 @@
-//! The answer to `map CELLS [VM]`: the memslots of all VMs, or of one, and how each is mapped, in
-//! at most `CELLS` cells.
+//! The answer to `map CELLS [VM]`: the memslots of all VMs, or of one VM, and how each memslot is mapped, in at most
+//! `CELLS` cells.
 //!
 //! ```text
 //! names cell 4k 2m 1g …        the names of the values in lines `cell`
@@ -12,9 +12,9 @@
 //! cell 3 12 0 0 …              a cell that is not all zero: its index, and its values (`memory_map`)
 //! ```
 //!
-//! The thread looks up one memslot at a time, and reads one cell at a time. It holds no lock from one to the next, so
-//! vCPUs and slot changes do not wait for an answer, which needs no memory. Memslots may come and go: a slot that is
-//! deleted meanwhile has empty cells from then on.
+//! The thread looks up one memslot at a time, and reads one cell at a time. It holds no lock in between, so vCPUs and
+//! slot changes do not wait for an answer. The answer needs no heap memory. Memslots may be created and deleted
+//! meanwhile: a slot that is deleted has empty cells from then on.
 
 use super::vm_from;
 use super::writer::{Writer, names, values};
@@ -27,7 +27,7 @@ use std::ops::Range;
 
 /// The question's first word.
 pub const MAP: &str = "map";
-/// The most cells that a reader may ask for, for each memslot.
+/// The greatest number of cells that a reader may ask for, for each memslot.
 pub const MOST_CELLS: u64 = 1024;
 
 /// A reader's request.
@@ -39,7 +39,7 @@ pub(super) struct Question {
 }
 
 impl Question {
-    /// Reads the words after the first. `None`: they make no sense.
+    /// Parses the words after the first. `None`: the words are invalid.
     pub(super) fn parse<'a>(mut words: impl Iterator<Item = &'a str>) -> Option<Self> {
         let cells = words.next()?.parse().ok()?;
         let vm = words.next().map(str::parse).transpose().ok()?;
@@ -83,7 +83,7 @@ fn memory(to: &mut Writer<'_>, vm: &EngineVm, space: usize, cells: u64) -> fmt::
             None => writeln!(to, " -")?,
         }
         strip(to, vm, space, &gfns, cells)?;
-        // The slots may change meanwhile: a slot that was listed before may end after this one.
+        // The slots may change meanwhile. So a slot that was listed earlier may end after this slot.
         at = at.max(gfns.end);
     }
     hole(to, vm, space, at..Gfn(u64::MAX), cells)

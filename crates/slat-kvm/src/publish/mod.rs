@@ -1,20 +1,21 @@
-//! The counters of this process's VMs, for `slat stat`, how their memory is mapped, for `slat map`, and their debugger,
-//! for `slat gdb`: a socket that answers with a text.
+//! A socket that answers with text. It publishes the counters of this process's VMs for `slat stat`, and how their
+//! memory is mapped for `slat map`. It also serves the debugger of `slat gdb`.
 //!
 //! | file | idea |
 //! |---|---|
 //! | `socket` | a directory that only the user can enter, and the socket in it |
-//! | `writer` | an answer, written to it by parts |
-//! | `text` | questions, and what all answers have |
+//! | `writer` | writes an answer to a socket, in parts |
+//! | `text` | questions, and the common form of all answers |
 //! | `stat` | the answer with all counters |
 //! | `map` | the answer with the memslots and what is mapped |
 //! | `debug` | a conversation with a debugger, by a thread of its own |
 //!
-//! The counters stay where the vCPUs count, and a vCPU pays nothing: one thread, which sleeps until someone connects,
-//! reads them. The thread is started with the first VM, so before the filters of most clients, and by
-//! [`crate::filters`] before all others. The thread has a descriptor table of its own: the socket is none of the
-//! client's descriptors, a forked child does not inherit it, and the kernel closes it when the process ends, however
-//! that happens. If the thread or its socket cannot be made, the process is not published, and everything else works.
+//! The counters stay in the vCPUs' own memory, and publishing costs a vCPU nothing: one thread, which sleeps until a
+//! reader connects, reads the counters. The thread is started with the first VM, which is before most clients install
+//! filters; [`crate::filters`] starts it before all other filters. The thread has a descriptor table of its own. So the
+//! socket is none of the client's descriptors, a forked child does not inherit it, and the kernel closes it when the
+//! process ends in any way. If the thread or its socket cannot be made, the process is not published, and everything
+//! else works.
 
 mod debug;
 mod map;
@@ -35,7 +36,7 @@ use std::ffi::{CStr, OsString};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
-// The terms on which the two ends of a socket agree: public for the command alone.
+// The constants on which both ends of a socket agree. They are public only for the command.
 #[doc(hidden)]
 pub use debug::{DEBUG, MOST_BYTES};
 #[doc(hidden)]
@@ -64,7 +65,7 @@ struct Registry {
 
 static VMS: PerProcess<Mutex<Registry>> = PerProcess::new();
 
-/// Whether this program answers `slat stat`.
+/// Whether this program publishes its VMs.
 static ENABLED: AtomicBool = AtomicBool::new(false);
 
 fn registry() -> MutexGuard<'static, Registry> {
@@ -82,7 +83,7 @@ pub fn enable() {
     ENABLED.store(true, Ordering::Relaxed);
 }
 
-/// Lists a new VM, and starts the thread if it is the process's first. Returns the VM's number.
+/// Lists a new VM, and starts the thread if the VM is the process's first. Returns the VM's number.
 ///
 /// # Errors
 /// `ENOMEM`.
@@ -108,7 +109,7 @@ pub(crate) fn vm_ends(number: u64) {
     let mut registry = registry();
     let gone = registry.index(number).map(|at| registry.vms.remove(at));
     drop(registry);
-    // The last use of a vCPU frees it, which takes other locks.
+    // The list is unlocked now: dropping the last reference to a vCPU frees the vCPU, which takes other locks.
     drop(gone);
 }
 
@@ -137,8 +138,8 @@ pub(crate) fn vcpu_ends(number: u64, vcpu: &VcpuCommon) {
     drop(gone);
 }
 
-/// Returns the first live VM whose number is at least `from`, with that number. Holds no lock afterwards, so that a
-/// slow reader delays no client.
+/// Returns the first live VM whose number is at least `from`, and its number. No lock is held when this returns, so
+/// that a slow reader delays no client.
 fn vm_from(from: u64) -> Option<(u64, Arc<EngineVm>)> {
     let registry = registry();
     let first = registry.vms.partition_point(|vm| vm.number < from);
@@ -157,13 +158,13 @@ fn vcpu_at(number: u64, index: usize) -> Option<Shared<VcpuCommon>> {
 struct Publisher {
     /// `XDG_RUNTIME_DIR`, read by the thread that created the first VM: the client may change its environment later.
     runtime: OnceLock<Option<OsString>>,
-    /// The socket's path, once there is one.
+    /// The socket's path, after the socket is made.
     path: OnceLock<socket::Path>,
 }
 
 static PUBLISHER: PerProcess<Publisher> = PerProcess::new();
 
-/// Starts the thread if the program wants to be seen. Call before the client installs a seccomp filter.
+/// Starts the thread if the program publishes its VMs. Call before the client installs a seccomp filter.
 pub(crate) fn start() {
     if ENABLED.load(Ordering::Relaxed) {
         PUBLISHER.get_or_start(|publisher| {
@@ -174,8 +175,8 @@ pub(crate) fn start() {
     }
 }
 
-/// Removes the process's socket from the directory. Call at the end of the process. The socket of a process that was
-/// killed is removed by `slat stat`, or by the next process that makes a socket there.
+/// Removes the process's socket from the directory. Call at the end of the process. If a process was killed, `slat
+/// stat` removes its socket, or the next process that makes a socket in the same directory.
 #[doc(hidden)]
 pub fn end() {
     if let Some(path) = PUBLISHER.peek().and_then(|publisher| publisher.path.get()) {
@@ -193,7 +194,7 @@ impl Background for Publisher {
         let Some(listener) = Listener::open(runtime) else {
             return;
         };
-        // Never set before: the thread is started once.
+        // The path was never set before, because the thread is started only once.
         let _ = self.path.set(listener.path().clone());
         while let Some(asked) = listener.accept() {
             text::answer(asked);

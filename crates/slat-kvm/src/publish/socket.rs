@@ -1,8 +1,8 @@
 //! A directory that only the user can enter, and the socket in it.
 //!
-//! Makes system calls directly, not through the C library: the preload library treats calls of the C library's
-//! functions as the program's, whose descriptors may have the same numbers as those of this thread's own table. Uses no
-//! heap: a process without memory is left unseen, not ended.
+//! Makes system calls directly, not through the C library. The preload library treats calls of the C library's
+//! functions as the program's, and the program's descriptors may have the same numbers as those of this thread's own
+//! table. Uses no heap, so that a process without memory is only not published, and does not end.
 
 use crate::background::leave_descriptors;
 use slat_process::calls::{self, Call, raw};
@@ -13,19 +13,19 @@ use std::mem::size_of;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::PathBuf;
 
-/// The name of the directory below the user's runtime directory. In `slat` there, `slat run` may keep its
-/// library, which all may read.
+/// The name of the directory below the user's runtime directory. The directory `slat` is not used, because `slat run`
+/// may keep its library there, which all users may read.
 const SUBDIRECTORY: &str = "slat-stat";
 
-/// How long a reader may take to ask, and to take each part of the answer.
+/// How long a reader may take to ask, and to receive each part of the answer.
 const PATIENCE: libc::timeval = libc::timeval {
     tv_sec: 2,
     tv_usec: 0,
 };
 
 /// Returns the directories in which processes of `user` may have their sockets, best first. `runtime`: the value of
-/// `XDG_RUNTIME_DIR`. A process uses the first that it can make; a reader looks into all, and only into those that
-/// belong to the user and let nobody else in.
+/// `XDG_RUNTIME_DIR`. A process uses the first directory that it can make. A reader looks into all directories that
+/// belong to the user and that no other user can enter.
 pub fn directories(runtime: Option<&OsStr>, user: u32) -> impl Iterator<Item = PathBuf> {
     (0..CANDIDATES)
         .filter_map(move |index| candidate(index, runtime, user))
@@ -34,7 +34,7 @@ pub fn directories(runtime: Option<&OsStr>, user: u32) -> impl Iterator<Item = P
 
 const CANDIDATES: usize = 3;
 
-/// Returns the directory number `index`. `None`: there is none with that number, or its path is too long.
+/// Returns the directory number `index`. `None`: there is no such directory, or its path is too long.
 fn candidate(index: usize, runtime: Option<&OsStr>, user: u32) -> Option<Path> {
     match index {
         0 => {
@@ -46,7 +46,7 @@ fn candidate(index: usize, runtime: Option<&OsStr>, user: u32) -> Option<Path> {
     }
 }
 
-/// A path that ends with NUL, without the heap.
+/// A path that ends with NUL. It uses no heap.
 #[derive(Clone)]
 pub(super) struct Path([u8; Self::ROOM]);
 
@@ -78,28 +78,28 @@ impl Path {
         self.0.as_ptr() as usize
     }
 
-    /// Removes the file, if it is there.
+    /// Removes the file, if it exists.
     pub(super) fn remove(&self) {
-        // SAFETY: a path that ends with NUL. An error leaves the file to the readers.
+        // SAFETY: a path that ends with NUL. After an error, readers remove the file.
         let _ = unsafe { calls::make(Call::Remove, [self.pointer(), 0, 0, 0, 0, 0]) };
     }
 }
 
-/// A descriptor of this thread's own table.
+/// A descriptor in this thread's own table.
 pub(super) struct Own(usize);
 
 impl Own {
-    /// Makes a system call that returns a descriptor. `None`: it failed.
+    /// Makes a system call that returns a descriptor. `None`: the call failed.
     ///
     /// # Safety
-    /// As for the call itself, which opens a descriptor.
+    /// The conditions are those of the call itself, which opens a descriptor.
     unsafe fn open(number: i64, arguments: [usize; 6]) -> Option<Self> {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         let fd = unsafe { raw(number, arguments) };
         usize::try_from(fd).ok().map(Own)
     }
 
-    /// Sends bytes. Returns whether all were taken.
+    /// Sends bytes. Returns whether all bytes were sent.
     pub(super) fn send(&self, mut bytes: &[u8]) -> bool {
         while !bytes.is_empty() {
             let (start, len) = (bytes.as_ptr() as usize, bytes.len());
@@ -114,7 +114,7 @@ impl Own {
         true
     }
 
-    /// Receives the first bytes of the reader's request. Empty: no byte came in time.
+    /// Receives the first bytes of the reader's request. The result is empty if no byte came in time.
     pub(super) fn receive<'a>(&self, to: &'a mut [u8]) -> &'a [u8] {
         let (start, len) = (to.as_mut_ptr() as usize, to.len());
         // SAFETY: the buffer and its length.
@@ -122,8 +122,9 @@ impl Own {
         &to[..usize::try_from(received).unwrap_or(0)]
     }
 
-    /// Receives the reader's next bytes, and returns their number: 0 if none came in time, or if there are none and
-    /// this does not wait. `None`: the reader has gone, or there is no space for more.
+    /// Receives the reader's next bytes, and returns their number. The number is 0 if no bytes came in time, or if
+    /// there are none and `waits` is false. `None`: the reader has closed the socket, or `to` has no space for more
+    /// bytes.
     pub(super) fn receive_more(&self, to: &mut [u8], waits: bool) -> Option<usize> {
         let (start, len) = (to.as_mut_ptr() as usize, to.len());
         let flags = if waits { 0 } else { libc::MSG_DONTWAIT } as usize;
@@ -142,7 +143,7 @@ impl Own {
             let value = &raw const patience as usize;
             let level = libc::SOL_SOCKET as usize;
             let len = size_of::<libc::timeval>();
-            // SAFETY: a live value of that size. A failure leaves the wait without limit.
+            // SAFETY: a live value of that size. If the call fails, the wait has no limit.
             unsafe {
                 raw(
                     libc::SYS_setsockopt,
@@ -168,7 +169,7 @@ pub(super) struct Listener {
 
 impl Listener {
     /// Gives this thread a descriptor table of its own, and opens the socket in the first directory that can be used.
-    /// `None`: the process stays unseen.
+    /// `None`: the process is not published.
     pub(super) fn open(runtime: Option<&OsStr>) -> Option<Self> {
         if !leave_descriptors() {
             return None;
@@ -182,7 +183,7 @@ impl Listener {
     }
 
     fn open_in(directory: &Path, user: u32) -> Option<Self> {
-        // SAFETY: a path that ends with NUL. A directory that is there is checked below.
+        // SAFETY: a path that ends with NUL. A directory that exists already is checked below.
         unsafe { raw(libc::SYS_mkdir, [directory.pointer(), 0o700, 0, 0, 0, 0]) };
         let flags = libc::O_DIRECTORY | libc::O_NOFOLLOW | libc::O_CLOEXEC;
         let at = libc::AT_FDCWD as usize;
@@ -205,19 +206,20 @@ impl Listener {
         let kind = (libc::SOCK_STREAM | libc::SOCK_CLOEXEC) as usize;
         // SAFETY: plain numbers.
         let socket = unsafe { Own::open(libc::SYS_socket, [family, kind, 0, 0, 0, 0])? };
-        // Names of processes in other PID namespaces may be alike, and a process that was executed has
-        // its predecessor's id.
+        // Processes in other PID namespaces may have the same id, and so has the predecessor of a process that was
+        // executed. So the name also has the time.
         let process = std::process::id();
         let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
         let now = now.map_or(0, |now| now.as_nanos() as u64);
         let name = Path::format(format_args!("{process}-{now:x}"))?;
         let name = name.as_c_str().to_bytes();
         let directory = directory.as_c_str().to_bytes();
-        // Until it listens, a socket looks like that of a dead process: readers skip names that begin with a dot.
+        // Until the process listens, its socket looks like that of a dead process. So the name begins with a dot, and
+        // readers skip such names.
         let hidden = Path::new(&[directory, b"/.", name])?;
         let path = Path::new(&[directory, b"/", name])?;
         remove_dead(&opened, now);
-        // SAFETY: a descriptor and a mode: that of the file, which `bind` makes.
+        // SAFETY: a descriptor, and the mode of the file that `bind` makes.
         unsafe { raw(libc::SYS_fchmod, [socket.0, 0o600, 0, 0, 0, 0]) };
         let (address, len) = address(&opened, &[b".", name])?;
         let address = &raw const address as usize;
@@ -240,8 +242,7 @@ impl Listener {
         &self.path
     }
 
-    /// Waits for a reader. The directory lets in nobody but the user, and root. `None`: the socket
-    /// does not work any more.
+    /// Waits for a reader. Only the user and root can enter the directory. `None`: the socket does not work any more.
     pub(super) fn accept(&self) -> Option<Own> {
         let flags = libc::SOCK_CLOEXEC as usize;
         loop {
@@ -255,15 +256,15 @@ impl Listener {
                 }
                 error if -error == libc::EBADF as isize => return None,
                 error if -error == libc::EINVAL as isize => return None,
-                // The reader has gone, or the host has no memory or no descriptors for now.
+                // The reader has closed the socket, or the host has no memory or no descriptors now.
                 _ => std::thread::sleep(std::time::Duration::from_millis(10)),
             }
         }
     }
 }
 
-/// Removes the sockets of a directory at which nobody listens any more: their processes were killed, ended by `_exit`
-/// or executed another program. Readers do the same, but there may never be one.
+/// Removes the sockets of a directory at which no process listens any more: their processes were killed, ended by
+/// `_exit` or executed another program. Readers do the same, but there may never be a reader.
 fn remove_dead(directory: &Own, now: u64) {
     /// The bytes of a `linux_dirent64` before its name.
     const HEAD: usize = 19;
@@ -297,8 +298,8 @@ fn remove_dead(directory: &Own, now: u64) {
     }
 }
 
-/// Whether a name is that of a socket which has been made, as far as the name says. A hidden one may be about to be
-/// bound, for a moment.
+/// Whether, by its name, a socket may belong to a dead process. A hidden socket may be new, and about to get its final
+/// name, so it has to be older than a minute.
 fn may_be_dead(name: &CStr, now: u64) -> bool {
     const MOMENT: u64 = 60_000_000_000;
     let Some(hidden) = name.to_bytes().strip_prefix(b".") else {
@@ -310,8 +311,8 @@ fn may_be_dead(name: &CStr, now: u64) -> bool {
     made.is_some_and(|made| now.saturating_sub(made) > MOMENT)
 }
 
-/// Whether nobody listens at the socket `name` any more. `None`: unknown. Does not disturb who listens: the kernel
-/// refuses a datagram socket there by another error.
+/// Whether no process listens at the socket `name` any more. `None`: unknown. A process that listens is not disturbed,
+/// because the kernel refuses to connect a datagram socket there, with another error.
 fn is_dead(directory: &Own, name: &CStr) -> Option<bool> {
     let kind = (libc::SOCK_DGRAM | libc::SOCK_CLOEXEC) as usize;
     // SAFETY: plain numbers.
@@ -324,8 +325,8 @@ fn is_dead(directory: &Own, name: &CStr) -> Option<bool> {
     Some(answer == -libc::ECONNREFUSED as isize)
 }
 
-/// Returns the address of the socket in a directory whose name has these parts: through the directory's descriptor,
-/// because an address holds 107 bytes.
+/// Returns the address of the socket in a directory whose name has these parts. The address leads through the
+/// directory's descriptor, because an address holds only 107 bytes.
 fn address(directory: &Own, name: &[&[u8]]) -> Option<(libc::sockaddr_un, usize)> {
     // SAFETY: a struct of numbers, for which zeroes are valid.
     let mut address: libc::sockaddr_un = unsafe { std::mem::zeroed() };

@@ -1,4 +1,4 @@
-//! The answer to `stat`: what all VMs and vCPUs count.
+//! The answer to `stat`: the counters of all VMs and vCPUs.
 //!
 //! ```text
 //! names memory pf_taken …      the names of the values in lines `memory`; alike for `cpu` and `exits`
@@ -27,10 +27,10 @@ use slat_x86::Counters;
 use std::fmt::{self, Write as _};
 use std::sync::atomic::Ordering;
 
-/// The question.
+/// The question's first word.
 pub const STAT: &str = "stat";
 
-/// Calls `visit` with every live VM, and `None`, and then with each of its vCPUs.
+/// Calls `visit` with every live VM: first with `None`, and then with each of the VM's vCPUs.
 fn visit(mut visit: impl FnMut(u64, &EngineVm, Option<&VcpuCommon>) -> fmt::Result) -> fmt::Result {
     let mut from = 0;
     while let Some((number, vm)) = vm_from(from) {

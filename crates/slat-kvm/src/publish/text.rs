@@ -12,7 +12,7 @@ use super::writer::{VERSION, Writer};
 use super::{debug, map, stat};
 use std::fmt::{self, Write as _};
 
-/// Answers one question; an unknown one not at all.
+/// Answers one question. An unknown question gets no answer.
 pub(super) fn answer(asked: Own) {
     let mut question = [0; 64];
     let question = std::str::from_utf8(asked.receive(&mut question));
@@ -21,7 +21,7 @@ pub(super) fn answer(asked: Own) {
     };
     let mut words = line.split(' ');
     let to = &mut Writer::new(&asked);
-    // A reader that has gone needs no answer.
+    // A reader that has closed the socket needs no answer, so errors have no effect.
     let _ = match words.next() {
         Some(stat::STAT) => whole(to, stat::answer),
         Some(map::MAP) => match map::Question::parse(words) {
@@ -36,7 +36,7 @@ pub(super) fn answer(asked: Own) {
     };
 }
 
-/// Writes what `part` writes between the first line of an answer and its last.
+/// Writes an answer: the first line, the text that `part` writes, and the last line.
 fn whole<'a>(
     to: &mut Writer<'a>,
     part: impl FnOnce(&mut Writer<'a>) -> fmt::Result,

@@ -6,7 +6,7 @@ use std::fmt::{self, Write as _};
 /// The version of all texts.
 pub const VERSION: u32 = 1;
 
-/// Writes an answer by parts, without the heap.
+/// Writes an answer in parts, without the heap.
 pub(super) struct Writer<'a> {
     to: &'a Own,
     part: [u8; 4096],

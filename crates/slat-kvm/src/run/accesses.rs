@@ -1,5 +1,5 @@
-//! Port and MMIO accesses that need no client: those to the local APIC, and then, as in KVM, those to a device on the
-//! VM's bus.
+//! Port and MMIO accesses that do not exit to the client. As in KVM, an access reaches the local APIC first, and then
+//! the devices on the VM's bus.
 
 use crate::io_bus::{Entry, Range, Space};
 use crate::io_devices::{Device, SPEAKER, signal};
@@ -11,8 +11,8 @@ use slat_trace::{FastMmio, point};
 use slat_x86::PORT_BYTES;
 
 impl VcpuObject {
-    /// Carries out an access to the local APIC's page; also to the address of a disabled APIC's page, where KVM's quirk
-    /// reads all ones. Returns `false`, and does nothing, for any other address.
+    /// Carries out an access to the local APIC's page. If the registers are not mapped, KVM's quirk makes their page
+    /// read as all ones. Returns `false`, and does nothing, for any other address.
     pub(super) fn apic_access(
         &self,
         inner: &mut Inner,
@@ -39,7 +39,7 @@ impl VcpuObject {
         let now = self.vm.clock.now();
         let offset = (gpa & 0xfff) as u32;
         if write {
-            // Registers are 4 bytes at multiples of 16; other writes have no effect.
+            // Registers have 4 bytes at multiples of 16. Other writes have no effect.
             let effect = if len == 4 && offset & 15 == 0 {
                 let value = u32::from_le_bytes([data[0], data[1], data[2], data[3]]);
                 lapic.write(offset, value, now)
@@ -95,7 +95,8 @@ impl VcpuObject {
         is_read
     }
 
-    /// Carries out a memory access that a device on the bus accepts. Returns `false` if the client has to see it.
+    /// Carries out a memory access that a device on the bus accepts. Returns `false` if the client has to see the
+    /// access.
     pub(super) fn memory_access(
         &self,
         inner: &mut Inner,
@@ -119,7 +120,8 @@ impl VcpuObject {
         is_read
     }
 
-    /// Offers a read of units at `place`, which `data` gets, to `devices`. Returns whether one has accepted it.
+    /// Offers a read of units at `place` to `devices`. `data` gets the units. Returns whether a device has accepted the
+    /// read.
     fn read(&self, devices: &[Entry<Device>], place: Range, data: &mut [u8]) -> bool {
         let interrupts = &self.vm.interrupts;
         let (port, size) = (place.start as u16, place.len());
@@ -138,7 +140,7 @@ impl VcpuObject {
         })
     }
 
-    /// Offers a write of `units` to `place` to `devices`. Returns whether one has accepted all units.
+    /// Offers a write of `units` at `place` to `devices`. Returns whether a device has accepted all units.
     fn write<'a>(
         &self,
         devices: &[Entry<Device>],
@@ -147,7 +149,7 @@ impl VcpuObject {
     ) -> bool {
         let interrupts = &self.vm.interrupts;
         let port = place.start as u16;
-        // All eventfds are one device: each unit may signal another one.
+        // All eventfds count as one device, because each unit may signal another eventfd.
         let mut are_events_offered = false;
         devices.iter().any(|entry| {
             let mut units = units.clone();

@@ -7,7 +7,7 @@ use crate::vcpu::{Inner, Unfinished, VcpuObject};
 use kvm_bindings::*;
 use slat_hyperv::msr::SYNDBG_CONTROL;
 
-/// Reads or writes a field of `kvm_run`'s `hyperv`, which has a part for each kind of exit.
+/// Reads or writes a field of `hyperv` in `kvm_run`. `hyperv` has a part for each kind of exit.
 macro_rules! path {
     ($page:expr, $($path:tt)+) => {
         field!($page, __bindgen_anon_1.hyperv.$($path)+)
@@ -20,7 +20,7 @@ macro_rules! set_path {
 }
 
 impl VcpuObject {
-    /// Whether the client has to see what the guest has written to a synthetic MSR; if so, sets the exit.
+    /// Whether the client has to see a write of the guest to a synthetic MSR. If so, sets the exit.
     pub(super) fn has_hyperv_exit(&self, inner: &mut Inner) -> bool {
         let Some(exit) = inner.machine.hyperv.exit.take() else {
             return false;
@@ -77,7 +77,7 @@ impl VcpuObject {
         (inner.cpu).complete_hypercall(|state, wide| store_output(state, wide, output));
     }
 
-    /// Takes the status of the debugger that the client has served.
+    /// Reads the status of the debugger that the client has served.
     pub(super) fn complete_hyperv_debugger(&self) {
         if path!(self.page, u.syndbg.msr) == SYNDBG_CONTROL {
             let status = path!(self.page, u.syndbg.status);

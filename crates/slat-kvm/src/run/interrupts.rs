@@ -1,4 +1,4 @@
-//! Delivery of INIT, SIPI, NMIs and interrupts to a vCPU, and halts, which end by them.
+//! Delivers INIT, SIPI, NMIs and interrupts to a vCPU, and ends halts by them.
 
 use crate::cpuid;
 use crate::errno::Result;
@@ -17,8 +17,8 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 impl VcpuObject {
-    /// Delivers INIT, SIPI, NMIs and interrupts; a halted vCPU waits for them. Returns `false` if the run
-    /// returns to the client.
+    /// Delivers INIT, SIPI, NMIs and interrupts. A halted vCPU waits for them. Returns `false` if the run returns to
+    /// the client.
     pub(super) fn deliver_events(
         &self,
         inner: &mut Inner,
@@ -29,8 +29,8 @@ impl VcpuObject {
             if inner.mp_state == KVM_MP_STATE_RUNNABLE {
                 break;
             }
-            // Only encrypted guests halt until their reset; other vCPUs are in that state if a client says
-            // so, and it is a halt.
+            // Only encrypted guests halt until their reset. Other vCPUs are in that state only if a client has set it,
+            // and then the state is a halt.
             let halted = [KVM_MP_STATE_HALTED, KVM_MP_STATE_AP_RESET_HOLD];
             if halted.contains(&inner.mp_state) && self.wakes_up(inner) {
                 inner.mp_state = KVM_MP_STATE_RUNNABLE;
@@ -38,7 +38,7 @@ impl VcpuObject {
                 self.common().exits.halt_wakeup.add(1);
                 break;
             }
-            // A halted vCPU can take the client's interrupt, and no later exit would tell the client so.
+            // A halted vCPU can accept the client's interrupt, and no later exit would tell the client so.
             if self.asks_client(inner) && self.opens_window(inner, true) {
                 return Ok(false);
             }
@@ -58,7 +58,7 @@ impl VcpuObject {
         let has_external = self.has_external(inner);
         let allowed = inner.cpu.can_take_interrupt();
         if allowed && inner.cpu.exits_on_interrupt() && self.has_interrupt(inner) {
-            // It stays pending for the hypervisor, which takes it when it has set GIF.
+            // The interrupt stays pending for the hypervisor, which accepts it after it has set GIF.
             inner.cpu.exit_on_interrupt();
             inner.cpu.requests.interrupt_window = true;
             return Ok(true);
@@ -71,7 +71,7 @@ impl VcpuObject {
                 reinjected: 0,
             });
             inner.cpu.inject_interrupt(vector);
-            // If another interrupt is pending, exit as soon as the CPU could take it.
+            // If another interrupt is pending, the CPU exits as soon as it could accept that interrupt.
             inner.cpu.requests.interrupt_window = self.has_interrupt(inner);
             return Ok(true);
         }
@@ -81,8 +81,8 @@ impl VcpuObject {
         Ok(!(self.asks_client(inner) && self.opens_window(inner, true)))
     }
 
-    /// Acknowledges the interrupt that the vCPU takes now: the 8259's before those of its APIC. `None`:
-    /// there is none any more.
+    /// Acknowledges the interrupt that the vCPU accepts now. The 8259's interrupts come before those of the vCPU's
+    /// APIC. `None`: there is no interrupt any more.
     fn next_interrupt(&self, inner: &mut Inner, has_external: bool) -> Option<u8> {
         if has_external {
             let external = match self.vm.interrupts.chips() {
@@ -116,13 +116,14 @@ impl VcpuObject {
         waits && (self.common().lapic()).is_some_and(|lapic| lapic.accepts_external())
     }
 
-    /// Whether an interrupt is pending that the vCPU would take if it could.
+    /// Whether an interrupt is pending that the vCPU would accept if it could.
     fn has_interrupt(&self, inner: &Inner) -> bool {
         self.has_external(inner)
             || (self.common().lapic()).is_some_and(|lapic| lapic.pending().is_some())
     }
 
-    /// Whether the client emulates the 8259, and the local APIC, if there is one, lets it inject an interrupt now.
+    /// Whether the client emulates the 8259, and may inject an interrupt now. If there is a local APIC, it decides
+    /// about that.
     fn asks_client(&self, inner: &Inner) -> bool {
         match self.vm.has_irqchip() {
             true => self.vm.interrupts.is_split() && self.accepts_from_client(inner),
@@ -130,15 +131,15 @@ impl VcpuObject {
         }
     }
 
-    /// Whether the last interrupt of a client that emulates the 8259 was taken, and the local APIC lets it
-    /// inject another one now.
+    /// Whether the client may inject another interrupt now. That is so if the client emulates the 8259, the client's
+    /// last interrupt was accepted, and the local APIC lets the client inject an interrupt.
     pub(super) fn accepts_from_client(&self, inner: &Inner) -> bool {
         inner.external.is_none()
             && (self.common().lapic()).is_some_and(|lapic| lapic.accepts_external())
     }
 
-    /// Whether the run returns because the client asked for an interrupt window and it is open (then sets the exit).
-    /// `free`: the client's last interrupt was taken.
+    /// Whether the run returns because the client asked for an interrupt window and the window is open. If so, sets the
+    /// exit. `free`: the client's last interrupt was accepted.
     fn opens_window(&self, inner: &mut Inner, free: bool) -> bool {
         if field!(self.page, request_interrupt_window) == 0 {
             return false;
@@ -161,7 +162,7 @@ impl VcpuObject {
     }
 
     fn wakes_up(&self, inner: &mut Inner) -> bool {
-        // Accepts NMIs first: `takes_nmi` knows that one that arrives while the CPU blocks NMIs ends no halt.
+        // NMIs are accepted first: `takes_nmi` knows that an NMI that arrives while the CPU blocks NMIs ends no halt.
         if !inner.interrupts_blocked {
             self.accept_smi(inner);
             self.accept_nmis(inner);
@@ -202,7 +203,7 @@ impl VcpuObject {
         self.attend(inner, masked)
     }
 
-    /// Carries out INIT and SIPI. In system management mode INIT waits, and a SIPI is lost.
+    /// Carries out INIT and SIPI. In system management mode an INIT waits, and a SIPI is lost.
     pub(crate) fn accept_init_sipi(&self, inner: &mut Inner) {
         let common = self.common();
         let both = VcpuCommon::INIT | VcpuCommon::SIPI;
@@ -216,14 +217,14 @@ impl VcpuObject {
                 .fetch_and(!VcpuCommon::SIPI, Ordering::SeqCst);
             return;
         }
-        // Until the hypervisor of a nested guest sets GIF, too.
+        // An INIT also waits until the hypervisor of a nested guest sets GIF.
         let waits = common.signals.load(Ordering::SeqCst) & VcpuCommon::INIT != 0
             && (inner.cpu.state.events.gif_clear || inner.cpu.exit_on_init());
         inner.cpu.requests.gif_window = waits;
         if waits {
             return;
         }
-        // Clears both at once: a SIPI that arrives after this may belong to an INIT that is not carried out yet.
+        // Clears both at once. A SIPI that arrives after this may belong to an INIT that is not carried out yet.
         let sent = common.signals.fetch_and(!both, Ordering::SeqCst);
         if sent & VcpuCommon::INIT != 0 {
             inner.cpu.drop_guest_mode();

@@ -3,7 +3,7 @@
 //! | file | idea |
 //! |---|---|
 //! | `interrupts` | delivery of INIT, SIPI, NMIs and interrupts, and halts, which end by them |
-//! | `accesses` | port and MMIO accesses that need no client |
+//! | `accesses` | port and MMIO accesses that do not exit to the client |
 //! | `hyperv` | exits of Hyper-V's interface |
 //! | `smm` | entry to system management mode, and RSM |
 
@@ -33,21 +33,22 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
 /// Whether every signal handler of the client calls [`crate::signal_arrived`]. If not, `KVM_RUN` polls
-/// `immediate_exit`, because a handler that sets it wakes no vCPU.
+/// `immediate_exit`, because a handler that sets `immediate_exit` wakes no vCPU.
 static SIGNALS_ARE_WATCHED: AtomicBool = AtomicBool::new(false);
 
-/// Promises that [`crate::signal_arrived`] is called by every signal handler of this process.
+/// Promises that every signal handler of this process calls [`crate::signal_arrived`].
 pub fn watch_signals() {
     SIGNALS_ARE_WATCHED.store(true, Ordering::Relaxed);
 }
 
-/// The time limit of sleeps: without one, the kernel restarts a wait after a signal handler.
+/// The time limit of sleeps. Without a time limit, the kernel restarts a wait after a signal handler.
 const LONGEST_SLEEP: Duration = Duration::from_secs(60);
 
-/// Extends the notify window, as processors extend it, so that nothing that a guest does by accident takes as long.
+/// The time by which the notify window is extended, as in processors. A guest does nothing by accident that takes as
+/// long.
 const NOTIFY_THRESHOLD: Duration = Duration::from_millis(1);
 
-/// What the run loop does after an exit of the CPU.
+/// The next step of the run loop after an exit of the CPU.
 enum Next {
     /// Run the guest again.
     Again,
@@ -59,10 +60,10 @@ impl VcpuObject {
     /// `KVM_RUN`.
     ///
     /// # Errors
-    /// `EINTR` for a signal or `immediate_exit`, `EFAULT` when the client's memory that backs guest memory is unmapped
-    /// or there is no private memory for a private page (then with `KVM_EXIT_MEMORY_FAULT`), `ENOMEM` when there is no
-    /// memory for a second-level table (the next run continues where this one ended), `EINVAL` for bad values in
-    /// `kvm_run`, `EAGAIN` after waiting for INIT and SIPI, `EIO` in a forked child and after a call that panicked.
+    /// `EINTR` for a signal or `immediate_exit`. `EFAULT` if the client's memory that backs guest memory is unmapped,
+    /// or if there is no private memory for a private page (then with `KVM_EXIT_MEMORY_FAULT`). `ENOMEM` if there is no
+    /// memory for a second-level table; the next run continues where this run ended. `EINVAL` for bad values in
+    /// `kvm_run`. `EAGAIN` after waiting for INIT and SIPI. `EIO` in a forked child and after a call that panicked.
     pub fn run(&self) -> Result<()> {
         let mut inner = self.lock()?;
         let inner = &mut *inner;
@@ -100,7 +101,7 @@ impl VcpuObject {
     }
 
     /// Reads the client's input in `kvm_run` and finishes the access that the client completed. Returns `false` if
-    /// `KVM_RUN` is to return at once, with success.
+    /// `KVM_RUN` has to return at once, with success.
     fn prepare(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<bool> {
         self.accept_init_sipi(inner);
         if inner.mp_state == KVM_MP_STATE_UNINITIALIZED
@@ -157,7 +158,7 @@ impl VcpuObject {
         Ok(true)
     }
 
-    /// Waits for the SIPI that starts this processor; then fails with `EAGAIN`, as KVM does.
+    /// Waits for the SIPI that starts this processor. Then fails with `EAGAIN`, as KVM does.
     fn wait_for_sipi(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<bool> {
         if inner.mp_state == KVM_MP_STATE_INIT_RECEIVED && inner.cpu.state.events.smm {
             // In system management mode no SIPI is accepted.
@@ -188,7 +189,7 @@ impl VcpuObject {
                     | Attention::FLUSH,
             );
             self.vm.still_alive()?;
-            // A flush request is dropped here, so the translations that it is for must be dropped, too.
+            // A flush request is dropped here. So the translations that the request should flush must be dropped, too.
             inner.flush_translations();
             if interrupted
                 || raised & bits::SIGNAL != 0
@@ -200,7 +201,7 @@ impl VcpuObject {
         }
     }
 
-    /// Finishes what the last run began, then executes the guest until an exit.
+    /// Finishes the instruction that the last run began, then executes the guest until an exit.
     fn complete_and_run(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<()> {
         inner.machine.follow_client();
         inner.cpu.set_bus_locks(self.vm.options.bus_locks());
@@ -224,8 +225,8 @@ impl VcpuObject {
         inner.machine.write_clocks();
         inner.requested.begin_exception(&mut inner.cpu);
         loop {
-            // Read before the completion: what is raised during it must not end this run with an
-            // instruction that is not done.
+            // The attention word is read before the completion. A bit that is raised during the completion must not end
+            // this run with an instruction that is not done.
             let is_called = self.common().attention.flag().load(Ordering::SeqCst) != 0;
             if let Next::Return = self.complete(inner, masked)? {
                 return Ok(());
@@ -255,22 +256,23 @@ impl VcpuObject {
         }
     }
 
-    /// Finishes the instruction of the last exit with what the client has provided. `Next::Return`: it has another exit
-    /// for the client, which is set.
+    /// Finishes the instruction of the last exit with the data that the client has provided. `Next::Return`: the
+    /// instruction has another exit for the client, which is set.
     ///
-    /// KVM promises (api.rst, 5): after a run with `immediate_exit`, no instruction is half done. So this comes before
-    /// signals, requests and interrupts, and executes no other instruction. [`Executor::run`] also finishes the
-    /// instruction, before it executes another one: where `Executor::run` follows at once, nothing is done here.
+    /// KVM promises (api.rst, 5) that after a run with `immediate_exit` no instruction is half done. So this method is
+    /// called before signals, requests and interrupts are handled, and executes no other instruction. [`Executor::run`]
+    /// also finishes the instruction before it executes another one. So if `Executor::run` follows at once, this method
+    /// does nothing.
     ///
     /// # Errors
-    /// Those of [`run`](Self::run), if the instruction has to wait for memory that the host does not have yet. Then
-    /// what is left of it stays for the next run.
+    /// The errors of [`run`](Self::run), if the instruction has to wait for memory that the host does not have yet.
+    /// Then the rest of the instruction stays for the next run.
     fn complete(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<Next> {
         while inner.cpu.is_unfinished() && self.is_called_away(masked) {
             if self.ring_is_full() {
                 return Ok(Next::Return);
             }
-            // Nobody waited for this vCPU while it was outside: its translations may be void.
+            // Flushes did not wait for this vCPU while it was outside, so its translations may be invalid.
             self.serve_requests(inner)?;
             let exit = self.execute(inner, |cpu, machine, attention| {
                 cpu.complete(machine, attention)
@@ -288,7 +290,7 @@ impl VcpuObject {
     /// Handles the exit, if there is one, after instructions were executed.
     ///
     /// # Errors
-    /// Those of [`run`](Self::run).
+    /// The errors of [`run`](Self::run).
     fn follow(
         &self,
         inner: &mut Inner,
@@ -305,7 +307,7 @@ impl VcpuObject {
         }
     }
 
-    /// Whether something may end this run, or come, before the guest's next instruction.
+    /// Whether an event may end this run, or has to be handled, before the guest's next instruction.
     fn is_called_away(&self, masked: Option<&Masked>) -> bool {
         self.page.immediate_exit()
             || masked.is_some()
@@ -333,7 +335,7 @@ impl VcpuObject {
         let exit = f(cpu, machine, common.attention.flag());
         common.client.rests();
         common.cpu.publish(cpu.counters());
-        // Each entry has an exit.
+        // A trace has an exit for each entry, so a missing exit is recorded as `Attention`.
         let left = exit.as_ref().unwrap_or(&Exit::Attention);
         trace::left(common.id, &cpu.state, left);
         if let Some(exit) = &exit {
@@ -343,7 +345,7 @@ impl VcpuObject {
         exit
     }
 
-    /// Whether the guest has ended an interrupt of the client's I/O APIC; if so, sets the exit `KVM_EXIT_IOAPIC_EOI`.
+    /// Whether the guest has ended an interrupt of the client's I/O APIC. If so, sets the exit `KVM_EXIT_IOAPIC_EOI`.
     fn has_ended_for_client(&self, inner: &mut Inner) -> bool {
         let ended = inner.machine.ioapic_eoi.take();
         if let Some(vector) = ended {
@@ -353,7 +355,7 @@ impl VcpuObject {
         ended.is_some()
     }
 
-    /// Whether the client has to collect from the dirty ring before the guest continues; if so, sets the exit
+    /// Whether the client has to collect from the dirty ring before the guest continues. If so, sets the exit
     /// `KVM_EXIT_DIRTY_RING_FULL`.
     fn ring_is_full(&self) -> bool {
         let full = self.ring.as_ref().is_some_and(|ring| ring.is_soft_full());
@@ -366,7 +368,7 @@ impl VcpuObject {
         full
     }
 
-    /// Handles all raised attention bits; waits while a debugger holds the vCPU. An error ends the run.
+    /// Handles all raised attention bits. Waits while a debugger holds the vCPU. An error ends the run.
     fn attend(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<()> {
         if self.is_called_to_port() {
             inner.machine.stop_running();
@@ -387,7 +389,7 @@ impl VcpuObject {
         Ok(())
     }
 
-    /// Does what attention bits ask for, but for a return to the client.
+    /// Handles the raised attention bits, except bits that make the run return to the client.
     ///
     /// # Errors
     /// `EIO` if the VM is dead.
@@ -435,7 +437,7 @@ impl VcpuObject {
         Ok(())
     }
 
-    /// Notes the stack of what the guest executes, for a profile.
+    /// Stores the guest's stack for a profile.
     #[cold]
     fn sample(&self, inner: &Inner) {
         let mut stack = [0; frames::MOST];
@@ -448,7 +450,7 @@ impl VcpuObject {
         profile::count(origin, &stack[..count]);
     }
 
-    /// Whether only polling can find that the run has to end: `immediate_exit`, set by a handler that calls nothing.
+    /// Whether the run has to end for a reason that raises no bit: a handler may set `immediate_exit` and call nothing.
     fn must_leave(&self) -> bool {
         !SIGNALS_ARE_WATCHED.load(Ordering::Relaxed) && self.page.immediate_exit()
     }
@@ -574,7 +576,7 @@ impl VcpuObject {
                     reason,
                 );
                 if inner.cpu.cpl() != 0 && !self.vm.options.exit_on_emulation_failure() {
-                    // The guest handles what its user programs execute.
+                    // The guest's kernel handles the instructions of its user programs.
                     inner.cpu.inject_exception(vector::UD, None);
                     return Ok(Next::Again);
                 }
@@ -602,7 +604,7 @@ impl VcpuObject {
             Exit::BadAddress => {
                 match inner.machine.memory_fault.take() {
                     Some(fault) => exit::memory_fault(page, fault),
-                    // An earlier exit's reason would tell of a fault that is not this one.
+                    // The reason of an earlier exit would describe another fault.
                     None => page.set_exit_reason(KVM_EXIT_UNKNOWN),
                 }
                 return fail(libc::EFAULT);
@@ -612,7 +614,7 @@ impl VcpuObject {
                 if !self.vm.options.notifies_client() {
                     return Ok(Next::Again);
                 }
-                // The state of the vCPU is valid: no flag.
+                // No flag is set, because the state of the vCPU is valid.
                 page.set_exit_reason(KVM_EXIT_NOTIFY);
                 set_field!(page, 0, __bindgen_anon_1.notify.flags);
             }
@@ -629,7 +631,7 @@ impl VcpuObject {
         Ok(Next::Return)
     }
 
-    /// Stores what the client reads in `kvm_run` after every run, also after a failed one.
+    /// Stores the fields that the client reads in `kvm_run` after every run, even after a failed run.
     fn publish(&self, inner: &mut Inner) {
         let page = &self.page;
         let state = &inner.cpu.state;

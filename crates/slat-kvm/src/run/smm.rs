@@ -11,7 +11,7 @@ use slat_x86::svm::VMCB_BYTES;
 use slat_x86::{Cpu, SMRAM_BYTES, SMRAM_OFFSET, SmramMap, interrupted_vmcb};
 
 impl VcpuObject {
-    /// Gives the CPU the SMI that another thread has sent.
+    /// Makes the CPU accept the SMI that another thread has sent.
     pub(crate) fn accept_smi(&self, inner: &mut Inner) {
         if self.common().take_smi() {
             inner.cpu.inject_smi();
@@ -22,11 +22,12 @@ impl VcpuObject {
     /// the SMI stays pending.
     ///
     /// # Errors
-    /// `EIO` if there is no SMRAM: the interrupted state is lost, so the VM is dead, as in KVM.
+    /// `EIO` if there is no SMRAM. The interrupted state is then lost, so the VM is dead, as in KVM.
     pub(super) fn enter_smm(&self, inner: &mut Inner) -> Result<Next> {
         let Inner { cpu, machine, .. } = inner;
         let smram = cpu.smram(machine.smram_map());
-        // A nested guest's hypervisor is kept where it has told to save its registers, as in KVM.
+        // As in KVM, the state of a nested guest's hypervisor is kept at the address that the hypervisor has set for
+        // it.
         let is_kept = !cpu.is_in_guest_mode()
             || machine.write_smram(cpu.state.vm_hsave_pa, &cpu.saved_vmcb());
         machine.use_space(SMM);
@@ -44,8 +45,8 @@ impl VcpuObject {
         Ok(Next::Again)
     }
 
-    /// Leaves system management mode. If a signal interrupts a read of memory, RSM is executed again. A saved state
-    /// that no CPU can be in shuts the CPU down.
+    /// Leaves system management mode. If a signal interrupts a read of memory, RSM is executed again. If the saved
+    /// state is one that no CPU can have, the CPU shuts down.
     pub(super) fn leave_smm(&self, inner: &mut Inner) -> Next {
         let Inner { cpu, machine, .. } = inner;
         let mut smram = [0; SMRAM_BYTES];
@@ -68,7 +69,8 @@ impl VcpuObject {
     }
 }
 
-/// Enters guest mode again if the SMI has interrupted a nested guest. Returns `false` if its state is lost.
+/// Enters guest mode again if the SMI has interrupted a nested guest. Returns `false` if the nested guest's state is
+/// lost.
 fn reenter_guest(
     cpu: &mut Cpu,
     machine: &mut VcpuMachine,
@@ -84,7 +86,7 @@ fn reenter_guest(
 }
 
 impl Inner {
-    /// Has the machine use the address space of the mode that the CPU is in. Call after a client has set the mode.
+    /// Makes the machine use the address space of the CPU's mode. Call after a client has set the mode.
     pub(crate) fn follow_smm(&mut self) {
         let changes = self.machine.use_space(match self.cpu.state.events.smm {
             true => SMM,

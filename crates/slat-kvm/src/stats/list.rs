@@ -1,7 +1,7 @@
 //! The statistics and their names.
 //!
-//! KVM's statistics are first in the list. Then come the engine's other counters, under their own names: the file
-//! describes itself, so a reader that knows KVM's names finds these and skips the others.
+//! KVM's statistics are first in the list. The engine's other counters follow, under their own names. The file
+//! describes itself, so a reader that knows KVM's names finds KVM's statistics and skips the others.
 
 use crate::counters::{BUCKETS, Exits};
 use crate::errno::Result;
@@ -12,15 +12,15 @@ use slat::Stats;
 /// The kind of a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
-    /// Only grows.
+    /// The value only grows.
     Counter,
     /// The current value.
     Gauge,
     /// The largest value so far.
     Peak,
-    /// The current state: yes or no.
+    /// The current state, 1 or 0.
     Flag,
-    /// Nanoseconds; only grows.
+    /// Nanoseconds. The value only grows.
     Time,
     /// Counts of durations, in buckets of doubling width.
     TimeHistogram,
@@ -47,7 +47,7 @@ pub(super) struct Entry {
     source: Source,
 }
 
-/// Gauges of the engine.
+/// The engine's statistics that are gauges.
 const GAUGES: &[&str] = &[
     "pages_4k",
     "pages_2m",
@@ -55,7 +55,7 @@ const GAUGES: &[&str] = &[
     "nx_lpage_splits",
     "mmu_unsync",
 ];
-/// Counted by the engine for a VM as a whole.
+/// The statistics that the engine counts for a VM as a whole.
 const VM: &[&str] = &[
     "remote_tlb_flush",
     "remote_tlb_flush_requests",
@@ -71,7 +71,7 @@ const VM: &[&str] = &[
     "mmu_flooded",
     "mmu_unsync",
 ];
-/// Counted by the engine for each vCPU.
+/// The statistics that the engine counts for each vCPU.
 const VCPU: &[&str] = &[
     "pf_taken",
     "pf_fixed",
@@ -82,14 +82,14 @@ const VCPU: &[&str] = &[
     "pf_guest",
     "invlpg",
 ];
-/// Statistics of structures that slat does not have, always 0: its lists of leaves have no size, and no hash
-/// finds a shadow page.
+/// KVM's statistics of structures that slat does not have. They are always 0: slat's lists of leaves have no size, and
+/// slat finds no shadow page by a hash.
 const NEVER_VM: &[(&str, Kind)] = &[
     ("max_mmu_rmap_size", Kind::Peak),
     ("max_mmu_page_hash_collisions", Kind::Peak),
 ];
-/// Statistics of what a slat vCPU never does, always 0: poll before it halts; flush the
-/// host's caches, reload the host's registers; run nested guests; yield to another vCPU.
+/// KVM's statistics of operations that a slat vCPU never does. They are always 0: polling before a halt, flushing the
+/// host's caches, reloading the host's registers, running nested guests, yielding to another vCPU.
 const NEVER_VCPU: &[(&str, Kind)] = &[
     ("halt_successful_poll", Kind::Counter),
     ("halt_attempted_poll", Kind::Counter),
@@ -174,7 +174,7 @@ pub(super) fn of_vcpu() -> Result<Vec<Entry>> {
     list.extend(exits);
     list.extend(halts);
     list.extend(NEVER_VCPU.iter().map(never));
-    // Without the VM's own statistics: one vCPU's share of a gauge means nothing.
+    // The VM's own statistics are left out, because one vCPU's share of a gauge has no meaning.
     list.extend(of_engine(|name| {
         !VM.contains(&name) && !VCPU.contains(&name)
     }));
@@ -190,7 +190,7 @@ impl Entry {
         }
     }
 
-    /// Appends the `kvm_stats_desc` of this statistic, without the name. `offset`: of its values.
+    /// Appends the `kvm_stats_desc` of this statistic, without the name. `offset` is the offset of its values.
     pub(super) fn describe(&self, bytes: &mut Vec<u8>, offset: u32) {
         let (kind, unit, exponent) = match self.kind {
             Kind::Counter => (KVM_STATS_TYPE_CUMULATIVE, KVM_STATS_UNIT_NONE, 0),
@@ -218,7 +218,7 @@ impl Entry {
             (Source::Exits(index), Some(exits)) => give(exits.value(index)),
             (Source::HaltHistogram, Some(exits)) => exits.halt_wait_hist.iter().for_each(give),
             (Source::Blocking, Some(exits)) => give(exits.is_blocking().into()),
-            // A VM's list has no source of a vCPU.
+            // A VM's list has no statistic whose source is a vCPU.
             _ => (0..self.len()).for_each(|_| give(0)),
         }
     }

@@ -1,8 +1,8 @@
 //! Statistics in KVM's format: `KVM_GET_STATS_FD`, a file that describes itself.
 //!
 //! The descriptor is a memfd in KVM's layout: header, name, descriptors, values. Before a client reads, the preload
-//! library has the values written anew through a mapping of ours ([`StatsObject::refresh`]); the host then carries out
-//! the read, offsets included.
+//! library makes slat update the values through slat's own mapping ([`StatsObject::refresh`]). Then the host carries
+//! out the read, at the client's offset.
 
 mod list;
 
@@ -20,7 +20,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Bytes for a name, its NUL included.
+/// Bytes for a name, including its NUL.
 const NAME_SIZE: usize = 48;
 /// Bytes of a descriptor: `kvm_stats_desc` ends with a flexible array for the name.
 const DESCRIPTOR: usize = size_of::<kvm_stats_desc>() + NAME_SIZE;
@@ -48,7 +48,7 @@ impl VmObject {
     /// `KVM_GET_STATS_FD` of a VM.
     ///
     /// # Errors
-    /// `EIO` in a forked child, `ENOMEM`, what the host returns for making the file.
+    /// `EIO` in a forked child, `ENOMEM`, the host's error for making the file.
     pub fn stats(self: &Arc<Self>) -> Result<(Owner<StatsObject>, OwnedFd)> {
         let _call = self.begin()?;
         let entries = list::of_vm()?;
@@ -61,7 +61,7 @@ impl VcpuObject {
     /// `KVM_GET_STATS_FD` of a vCPU.
     ///
     /// # Errors
-    /// `EIO` in a forked child, `ENOMEM`, what the host returns for making the file.
+    /// `EIO` in a forked child, `ENOMEM`, the host's error for making the file.
     pub fn stats(vcpu: &Owner<Self>) -> Result<(Owner<StatsObject>, OwnedFd)> {
         let _call = vcpu.vm.begin()?;
         let entries = list::of_vcpu()?;
@@ -156,7 +156,7 @@ impl StatsObject {
         }
         let mut at = self.data;
         self.sample(|_, value| {
-            // SAFETY: within the mapping, which holds all values; aligned, since header, name and descriptors are
+            // SAFETY: within the mapping, which holds all values; aligned, because header, name and descriptors are
             // multiples of eight bytes; other threads read or store atomically.
             let place = unsafe { AtomicU64::from_ptr(self.file.start().add(at).cast()) };
             place.store(value, Ordering::Relaxed);
@@ -176,8 +176,8 @@ impl StatsObject {
     }
 }
 
-/// Appends a name, cut to `NAME_SIZE - 1` bytes, and zeroes up to `NAME_SIZE`. Allocates nothing:
-/// `bytes` has the memory.
+/// Appends a name, cut to `NAME_SIZE - 1` bytes, and zeroes up to `NAME_SIZE`. Allocates nothing, because `bytes`
+/// already has the memory.
 fn push_name(bytes: &mut Vec<u8>, name: fmt::Arguments<'_>) {
     let start = bytes.len();
     bytes.resize(start + NAME_SIZE, 0);

@@ -1,9 +1,10 @@
-//! Steal time (`KVM_FEATURE_STEAL_TIME`): how long a vCPU was ready to run while the host ran something else.
+//! Steal time (`KVM_FEATURE_STEAL_TIME`): how long a vCPU was ready to run while the host ran other threads.
 //!
-//! As in KVM, steal time is what the host's scheduler counts for the thread that runs the vCPU: the second number of
-//! its `schedstat`. Clients may forbid that thread to read files (seccomp), so one thread of slat's own, the observer,
-//! reads them for all: every [`PERIOD`] while a vCPU is in `KVM_RUN`, and at once for a vCPU that runs again after a
-//! pause. The observer has a descriptor table of its own, so that its descriptors are not among the client's.
+//! As in KVM, steal time is the time that the host's scheduler counts for the thread that runs the vCPU: the second
+//! number of the thread's `schedstat`. Clients may forbid that thread to read files (seccomp). So one of slat's own
+//! threads, the observer, reads these files for all vCPUs. It reads every [`PERIOD`] while a vCPU is in `KVM_RUN`, and
+//! at once for a vCPU that runs again after a pause. The observer has a descriptor table of its own, so that its
+//! descriptors are not among the client's.
 
 mod schedstat;
 
@@ -22,7 +23,7 @@ use std::time::{Duration, Instant};
 
 /// How often the observer reads the `schedstat` of threads that run vCPUs.
 const PERIOD: Duration = Duration::from_millis(10);
-/// A vCPU that did not run for this long waits for a new reading before it runs again.
+/// If a vCPU did not run for this long, it waits for a new reading before it runs again.
 const PAUSE: Duration = Duration::from_micros(100);
 /// The longest wait for a new reading.
 const PATIENCE: Duration = Duration::from_millis(5);
@@ -35,7 +36,7 @@ struct Thread {
     runs: AtomicBool,
     /// Whether the thread asks for a new reading now.
     asks: AtomicBool,
-    /// Whether the thread runs the vCPU no more.
+    /// Whether the thread does not run the vCPU any more.
     gone: AtomicBool,
     /// Nanoseconds that the thread waited for a CPU, at the observer's last reading.
     waited: AtomicU64,
@@ -56,7 +57,7 @@ struct Observer {
     answered: Condvar,
     /// Whether the observer sleeps until it is called.
     parked: AtomicBool,
-    /// Whether the observer cannot read: the guest does not get the feature.
+    /// Whether the observer cannot read. Then the guest does not get the feature.
     failed: AtomicBool,
 }
 
@@ -80,7 +81,7 @@ pub(crate) fn is_available() -> bool {
 }
 
 impl Observed {
-    /// Reads the thread's `schedstat`. A thread that has ended keeps its last reading.
+    /// Reads the thread's `schedstat`. After a thread has ended, its last reading stays.
     fn look(&mut self) {
         if self.schedstat.is_none() {
             self.schedstat = Schedstat::open(self.thread.id);
@@ -124,7 +125,7 @@ impl Background for Observer {
                 let waited = self.called.wait_timeout(threads, PERIOD);
                 threads = waited.unwrap_or_else(PoisonError::into_inner).0;
             } else if !self.parked.swap(true, Ordering::SeqCst) {
-                // Read once more: a vCPU may have begun to run before `parked` was set.
+                // Reads once more, because a vCPU may have begun to run before `parked` was set.
                 continue;
             } else {
                 let called = self.called.wait(threads);
@@ -138,9 +139,9 @@ impl Background for Observer {
 #[derive(Debug, Default)]
 pub(crate) struct StealTime {
     thread: Option<Shared<Thread>>,
-    /// The reading of `thread` up to which the guest was told; `None` before the first reading.
+    /// The last reading of `thread` that is included in the guest's steal time; `None` before the first reading.
     told: Option<u64>,
-    /// Whether the guest's structure has to be written though nothing was stolen.
+    /// Whether the guest's structure has to be written although no time was stolen.
     pub(crate) changed: bool,
     /// Whether the guest's structure says that the vCPU does not run.
     pub(crate) preempted: bool,
@@ -174,8 +175,8 @@ impl StealTime {
         Ok(thread)
     }
 
-    /// Stops watching the thread; the observer then closes its `schedstat`. Call when the thread
-    /// runs this vCPU no more.
+    /// Stops watching the thread. The observer then closes the thread's `schedstat`. Call when the thread does not run
+    /// this vCPU any more.
     pub(crate) fn forget(&mut self) {
         if let Some(thread) = self.thread.take() {
             thread.runs.store(false, Ordering::SeqCst);
@@ -184,8 +185,8 @@ impl StealTime {
         (self.told, self.left) = (None, None);
     }
 
-    /// Starts counting for the calling thread; may wait up to [`PATIENCE`]. Call before the vCPU runs. Without memory
-    /// to watch the thread, counts nothing.
+    /// Starts counting for the calling thread. May wait up to [`PATIENCE`]. Call before the vCPU runs. If there is no
+    /// memory to watch the thread, counts nothing.
     pub(crate) fn begin(&mut self) {
         let Some(observer) = OBSERVER.peek() else {
             return;
@@ -218,7 +219,7 @@ impl StealTime {
         self.thread.is_some()
     }
 
-    /// Notes that the guest was told of the time that was stolen up to the reading `waited`.
+    /// Records that the guest's steal time includes all time up to the reading `waited`.
     pub(crate) fn was_told(&mut self, waited: u64) {
         self.told = Some(waited);
     }
@@ -231,7 +232,8 @@ impl StealTime {
         }
     }
 
-    /// Returns what was stolen since the guest was told last, and the new value of `told`. `None` without a reading.
+    /// Returns the time that was stolen since the guest's last update, and the new value of `told`. `None`: there is no
+    /// reading.
     pub(crate) fn stolen(&mut self) -> Option<(u64, u64)> {
         let thread = self.thread.as_ref()?;
         if self.told.is_none() && thread.asks.load(Ordering::Acquire) {
@@ -253,7 +255,7 @@ impl Drop for StealTime {
 mod tests {
     use super::*;
 
-    /// Two threads on one CPU: each waits while the other one runs.
+    /// Two threads on one CPU: each waits while the other thread runs.
     #[test]
     fn the_observer_sees_a_thread_wait() {
         prepare();

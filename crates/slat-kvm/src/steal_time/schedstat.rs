@@ -1,7 +1,7 @@
 //! The `schedstat` files of threads, opened in a descriptor table that no other thread uses.
 //!
-//! Makes system calls directly, not through the C library: the preload library treats calls of the C library's
-//! functions as the program's, whose descriptors may have the same numbers as those of this table.
+//! Makes system calls directly, not through the C library. The preload library treats calls of the C library's
+//! functions as the program's, and the program's descriptors may have the same numbers as those of this table.
 
 use std::ffi::CStr;
 use std::io::Write as _;
@@ -11,7 +11,7 @@ use std::io::Write as _;
 /// # Safety
 /// The caller meets the system call's conditions.
 unsafe fn system_call(number: i64, [a, b, c, d]: [usize; 4]) -> isize {
-    // SAFETY: the caller's.
+    // SAFETY: the caller keeps this function's contract.
     unsafe { slat_process::calls::raw(number, [a, b, c, d, 0, 0]) }
 }
 
@@ -46,7 +46,8 @@ impl Schedstat {
         Some(Schedstat(usize::try_from(fd).ok()?))
     }
 
-    /// Reads the nanoseconds that the thread was ready to run and did not run. `None`: the thread has ended.
+    /// Reads the time, in nanoseconds, in which the thread was ready to run and did not run. `None`: the thread has
+    /// ended.
     pub(super) fn waited(&self) -> Option<u64> {
         let mut text = [0u8; 64];
         let arguments = [self.0, text.as_mut_ptr() as usize, text.len(), 0];

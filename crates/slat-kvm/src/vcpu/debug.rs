@@ -1,4 +1,4 @@
-//! A vCPU under a debugger that the client does not know of: module [`crate::debugger`].
+//! A vCPU under a debugger that the client does not notice: see module [`crate::debugger`].
 
 use crate::debugger::{self, Debuggee, Held, Quiet, Request, Space};
 use crate::entered::Entered;
@@ -13,12 +13,12 @@ use std::sync::TryLockError;
 const PAGE: u64 = 4096;
 
 impl VcpuObject {
-    /// Whether a debugger wants something of the thread that runs this vCPU.
+    /// Whether the thread that runs this vCPU has to wait in the debugger's port.
     pub(crate) fn is_called_to_port(&self) -> bool {
         self.port.calls()
     }
 
-    /// Waits while a debugger holds the vCPU, and until the run has to end; then does what the debugger wants. The
+    /// Waits while a debugger holds the vCPU, and until the run has to end. Then carries out the debugger's orders. The
     /// vCPU is not entered.
     pub(crate) fn visit_port(&self, inner: &mut Inner, masked: Option<&Masked>) {
         self.port.wait(inner, |raised, interrupted| {
@@ -55,9 +55,9 @@ impl VcpuObject {
         Some(work(&mut inner))
     }
 
-    /// Calls `access` with each page's part of `len` bytes at `address`: the guest-physical address, and where the part
-    /// begins and ends among the bytes. `access` runs with the vCPU entered. Returns `false` if an address is not
-    /// mapped, or `access` returns `false`.
+    /// Calls `access` for each page's part of the `len` bytes at `address`, with the guest-physical address and the
+    /// part's range among the bytes. `access` runs with the vCPU entered. Returns `false` if an address is not mapped,
+    /// or `access` returns `false`.
     fn by_pages(
         &self,
         inner: &mut Inner,
@@ -120,7 +120,7 @@ impl Debuggee for VcpuObject {
                 let written = self.by_pages(inner, what, |machine, gpa, part| {
                     machine.write_here(gpa, &bytes[part])
                 });
-                // The bytes may be code, or tables.
+                // The written bytes may be code, or page tables.
                 inner.flush_translations();
                 written
             }),

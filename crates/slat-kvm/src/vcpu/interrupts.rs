@@ -23,7 +23,7 @@ impl VcpuObject {
         self.accept_init_sipi(&mut inner);
         let kicked = self.common.signals.load(Ordering::SeqCst) & VcpuCommon::UNHALT != 0;
         let mp_state = match inner.mp_state {
-            // Without local APIC there is no other state for clients.
+            // Without a local APIC, clients see no other state.
             KVM_MP_STATE_HALTED if kicked || !self.common.has_lapic() => KVM_MP_STATE_RUNNABLE,
             KVM_MP_STATE_AP_RESET_HOLD if kicked => KVM_MP_STATE_RUNNABLE,
             state => state,
@@ -158,7 +158,7 @@ impl VcpuObject {
             Some(lapic) => {
                 let mut registers = lapic.save(self.vm.clock.now());
                 if lapic.x2apic() && !self.vm.interrupts.has_wide_ids() {
-                    // Without KVM_X2APIC_API_USE_32BIT_IDS, the id is where xAPIC mode has it.
+                    // Without KVM_X2APIC_API_USE_32BIT_IDS, the id is stored as in xAPIC mode.
                     registers[(reg::ID >> 4) as usize] <<= 24;
                 }
                 Ok(lapic_state(&registers))
@@ -170,7 +170,8 @@ impl VcpuObject {
     /// `KVM_SET_LAPIC`.
     ///
     /// # Errors
-    /// `EINVAL` without interrupt controller, and for another id than the x2APIC has, where the client uses 32-bit ids.
+    /// `EINVAL` without interrupt controller. If the client uses 32-bit ids, also `EINVAL` for an id that is not the
+    /// x2APIC's.
     pub fn set_lapic(&self, state: &kvm_lapic_state) -> Result<()> {
         let mut inner = self.lock()?;
         let registers = lapic_registers(state);
@@ -194,8 +195,8 @@ impl VcpuObject {
     /// `KVM_INTERRUPT`: an interrupt of the client's own interrupt controller.
     ///
     /// # Errors
-    /// `EINVAL` for a vector beyond 255, `ENXIO` when the VM has an 8259, `EEXIST` when a vCPU with a local APIC has
-    /// not taken the last interrupt.
+    /// `EINVAL` for a vector beyond 255, `ENXIO` if the VM has an 8259, `EEXIST` if a vCPU with a local APIC has not
+    /// accepted the last interrupt.
     pub fn interrupt(&self, vector: u32) -> Result<()> {
         let Ok(vector) = u8::try_from(vector) else {
             return fail(libc::EINVAL);

@@ -1,9 +1,9 @@
-//! One vCPU: its parts, and the calls that read and change its state. Module `run` executes it.
+//! One vCPU: its parts, and the calls that read and change its state. Module `run` executes the vCPU.
 //!
 //! | file | calls for |
 //! |---|---|
 //! | `registers` | the state of the CPU |
-//! | `debug` | nobody: what a debugger does that the client does not know of |
+//! | `debug` | the debugger, which the client does not notice |
 //! | `one_reg` | registers by id |
 //! | `interrupts` | interrupts, exceptions and the local APIC |
 //! | `vapic` | the task priority in guest memory |
@@ -43,11 +43,11 @@ pub(crate) enum Unfinished {
     Nothing,
     /// IN reads this many bytes from the port-data page.
     PortIn(usize),
-    /// OUT reads nothing; its instruction has to be finished.
+    /// OUT reads nothing, but its instruction has to be finished.
     PortOut,
-    /// A hypercall of KVM's reads its result from `kvm_run`.
+    /// One of KVM's hypercalls reads its result from `kvm_run`.
     Hypercall,
-    /// A hypercall of Hyper-V's reads its output from `kvm_run`.
+    /// One of Hyper-V's hypercalls reads its output from `kvm_run`.
     HypervCall,
     /// Hyper-V's debugger reads its status from `kvm_run`.
     HypervDebugger,
@@ -57,7 +57,7 @@ pub(crate) enum Unfinished {
     MmioRead(usize),
 }
 
-/// The state that only one thread at a time uses: what KVM's vCPU mutex protects.
+/// The state that only one thread at a time uses: the state that KVM's vCPU mutex protects.
 pub(crate) struct Inner {
     pub(crate) cpu: Executor,
     pub(crate) machine: VcpuMachine,
@@ -66,20 +66,20 @@ pub(crate) struct Inner {
     pub(crate) mp_state: u32,
     /// The events that the client requested by `KVM_SET_VCPU_EVENTS` and the next run delivers.
     pub(crate) requested: events::Requested,
-    /// `KVM_SET_SIGNAL_MASK`.
+    /// The mask of `KVM_SET_SIGNAL_MASK`.
     pub(crate) signal_mask: Option<u64>,
     pub(crate) has_run: bool,
-    /// An interrupt of the client's 8259, injected by `KVM_INTERRUPT`, that the vCPU has not acknowledged. Only where
-    /// the client emulates all controllers but the local APICs.
+    /// An interrupt of the client's 8259, which the client injected by `KVM_INTERRUPT` and the vCPU has not
+    /// acknowledged. Used only if the client emulates all controllers except the local APICs.
     pub(crate) external: Option<u8>,
     pub(crate) known_bus: Known,
-    /// The client's debugger keeps interrupts and NMIs from the guest (`KVM_GUESTDBG_BLOCKIRQ`).
+    /// Whether the client's debugger keeps interrupts and NMIs from the guest (`KVM_GUESTDBG_BLOCKIRQ`).
     pub(crate) interrupts_blocked: bool,
 }
 
 /// A vCPU that one call has locked.
 pub(crate) struct Locked<'a> {
-    /// Dropped first: a thread that gets the lock after a panic finds the VM dead.
+    /// This field is dropped first, so that a thread that gets the lock after a panic finds the VM dead.
     _call: Call<'a>,
     inner: MutexGuard<'a, Inner>,
 }
@@ -169,8 +169,8 @@ impl VmObject {
 }
 
 impl VcpuObject {
-    /// Creates a vCPU in its reset state; the VM has `index` others. Without an interrupt controller all vCPUs are
-    /// runnable; with one, all but the bootstrap processor wait for INIT and SIPI.
+    /// Creates a vCPU in its reset state. The VM has `index` other vCPUs. Without an interrupt controller all vCPUs are
+    /// runnable. With an interrupt controller, all vCPUs except the bootstrap processor wait for INIT and SIPI.
     ///
     /// # Errors
     /// `ENOMEM`.
@@ -279,8 +279,8 @@ impl VcpuObject {
         Ok(())
     }
 
-    /// `KVM_SET_SIGNAL_MASK`: sets the signals blocked during `KVM_RUN`, a bit each; `None`: those of
-    /// the thread's own mask.
+    /// `KVM_SET_SIGNAL_MASK`: sets the signals that are blocked during `KVM_RUN`, a bit each. `None`: the thread's own
+    /// mask applies.
     ///
     /// # Errors
     /// `EIO`.
@@ -368,16 +368,17 @@ impl VcpuObject {
         Ok(())
     }
 
-    /// Maps the VM's ring of coalesced I/O into the client's mapping, if it includes the ring's page, and what else the
-    /// descriptor's file does not have. Call after the client has mapped a part of the vCPU's descriptor.
+    /// Maps the VM's ring of coalesced I/O into the client's mapping, if the mapping includes the ring's page. Also
+    /// maps the other pages that the descriptor's file does not have. Call after the client has mapped a part of the
+    /// vCPU's descriptor.
     ///
     /// # Errors
-    /// What the host returns for the mapping.
+    /// The host's error for the mapping.
     ///
     /// # Safety
     /// `address` and `len` are a new mapping of the vCPU's descriptor, from `offset` on.
     pub unsafe fn complete_mapping(&self, address: usize, len: usize, offset: u64) -> Result<()> {
-        // SAFETY: the caller's.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { self.page.show(address, len, offset)? };
         let page = coalesced::OFFSET as u64;
         if (offset..offset.saturating_add(len as u64)).contains(&page) {
@@ -393,13 +394,13 @@ impl VcpuObject {
 }
 
 impl Inner {
-    /// Whether something is left of the instruction of the last exit, or the client has not seen what it has done.
+    /// Whether a part of the last exit's instruction is left, or the client has not seen the instruction's effect.
     pub(crate) fn is_unfinished(&self) -> bool {
         let machine = &self.machine;
         self.cpu.is_unfinished() || machine.ioapic_eoi.is_some() || machine.hyperv.exit.is_some()
     }
 
-    /// Drops all translations: the CPU's, and those that its machine keeps for it.
+    /// Drops all translations: the CPU's, and those that the CPU's machine keeps.
     pub(crate) fn flush_translations(&mut self) {
         self.cpu.flush_tlb();
         self.machine.pages.flush();
@@ -413,8 +414,8 @@ impl Inner {
         result
     }
 
-    /// Copies CR8 to the APIC's task priority. On a processor both are one register; while the vCPU runs, the
-    /// CPU's copy is current.
+    /// Copies CR8 to the APIC's task priority. On a processor both are one register. While the vCPU runs, the CPU's
+    /// copy is current.
     pub(crate) fn sync_cr8_to_lapic(&mut self) {
         if let Some(mut lapic) = self.machine.common.lapic()
             && lapic.cr8() != self.cpu.state.cr8
@@ -423,7 +424,7 @@ impl Inner {
         }
     }
 
-    /// Copies the APIC's task priority to CR8. Call after that register was written.
+    /// Copies the APIC's task priority to CR8. Call after the APIC's register was written.
     pub(crate) fn sync_cr8_from_lapic(&mut self) {
         if let Some(lapic) = self.machine.common.lapic() {
             self.cpu.state.cr8 = lapic.cr8();

@@ -1,13 +1,13 @@
 //! Registers by id: `KVM_GET_ONE_REG`, `KVM_SET_ONE_REG` and `KVM_GET_REG_LIST`.
 //!
-//! On x86 an id names an MSR or a register of KVM's own. KVM's own is the guest's shadow-stack pointer alone, which
-//! exists with shadow stacks only: this CPU has none, so the list of registers is empty.
+//! On x86 an id names an MSR or one of KVM's own registers. KVM has only one such register: the guest's shadow-stack
+//! pointer, which exists only with shadow stacks. This CPU has no shadow stacks, so the list of registers is empty.
 
 use crate::errno::{Result, fail};
 use crate::vcpu::VcpuObject;
 use kvm_bindings::{KVM_REG_SIZE_U64, KVM_REG_X86, kvm_msr_entry};
 
-/// Bits of an id besides the index: architecture, size, type, and bits that have to be clear.
+/// The bits of an id besides the index: architecture, size, type, and bits that have to be clear.
 const KIND: u64 = !0xffff_ffff;
 /// The type of a register that is an MSR: `KVM_X86_REG_TYPE_MSR`.
 const TYPE_MSR: u64 = 2 << 32;
@@ -39,8 +39,8 @@ impl VcpuObject {
     /// `KVM_SET_ONE_REG`. `data` reads the value.
     ///
     /// # Errors
-    /// `EINVAL` for an id that names no register of this vCPU, and for a value that the register cannot
-    /// hold; those of `data`.
+    /// `EINVAL` for an id that names no register of this vCPU, and for a value that the register cannot hold; the
+    /// errors of `data`.
     pub fn set_one_reg(&self, id: u64, data: impl FnOnce() -> Result<u64>) -> Result<()> {
         let entry = kvm_msr_entry {
             index: msr(id)?,

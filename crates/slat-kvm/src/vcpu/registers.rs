@@ -50,8 +50,8 @@ impl VcpuObject {
         self.put_sregs(&mut inner, sregs, None)
     }
 
-    /// Sets the registers. With PAE paging and without `pdptes`, reads the PDPTEs from guest memory; those that cannot
-    /// be read stay as they are, as in KVM.
+    /// Sets the registers. With PAE paging and without `pdptes`, reads the PDPTEs from guest memory. As in KVM, PDPTEs
+    /// that cannot be read do not change.
     pub(crate) fn put_sregs(
         &self,
         inner: &mut Inner,
@@ -59,8 +59,8 @@ impl VcpuObject {
         pdptes: Option<[u64; 4]>,
     ) -> Result<()> {
         let mut state = inner.cpu.state.clone();
-        // Without CPUID there is nothing to compare with, as in Linux before 7.3: clients that set
-        // none have 64-bit guests.
+        // If the client has set no CPUID, the registers are not compared with CPUID, as in Linux before 7.3. Clients
+        // that set no CPUID have 64-bit guests.
         let features = match inner.machine.cpuid.is_empty() {
             true => Features::all(),
             false => *inner.cpu.features(),
@@ -71,7 +71,7 @@ impl VcpuObject {
             .set_apic_base(sregs.apic_base, false)
             .map_err(|_| Error::new(libc::EINVAL))?;
         if state.efer & control::EFER_SVME == 0 && inner.cpu.is_in_guest_mode() {
-            // As in KVM, the registers are then the hypervisor's.
+            // As in KVM, the new registers are the hypervisor's, not the nested guest's.
             inner.cpu.drop_guest_mode();
             state = inner.cpu.state.clone();
             regs::set_sregs(&mut state, sregs, &features)?;
@@ -90,7 +90,8 @@ impl VcpuObject {
             && (sregs.cs.selector, sregs.cs.base) == (0xf000, 0xffff_0000)
             && sregs.cr0 & control::CR0_PE == 0;
         if is_reset && inner.machine.apic_base() & BASE_BSP != 0 {
-            // As in KVM, because old clients reset the bootstrap processor without KVM_SET_MP_STATE.
+            // As in KVM, the vCPU becomes runnable, because old clients reset the bootstrap processor without
+            // KVM_SET_MP_STATE.
             inner.mp_state = KVM_MP_STATE_RUNNABLE;
         }
         Ok(())
@@ -199,11 +200,12 @@ impl VcpuObject {
     /// `KVM_SET_CPUID2`.
     ///
     /// # Errors
-    /// `EINVAL` when the vCPU has run and `table` differs from its table, and for linear addresses of a width that no
-    /// CPU has. `EPERM` for state components that a process has to request first, AMX's: slat has none.
+    /// `EINVAL` if the vCPU has run and `table` differs from the vCPU's table, and for linear addresses of a width that
+    /// no CPU has. `EPERM` for AMX's state components, which a process has to request first: slat has no such
+    /// components.
     pub fn set_cpuid(&self, mut table: Vec<kvm_cpuid_entry2>) -> Result<()> {
         if self.vm.options.halts_inside() {
-            // As in KVM: if HLT does not exit, other vCPUs cannot end a halt.
+            // As in KVM: if HLT does not exit, other vCPUs cannot end a halt, so the feature is removed.
             cpuid::remove_kvm_feature(&mut table, cpuid::KVM_FEATURE_PV_UNHALT);
         }
         let mut inner = self.lock()?;
@@ -222,7 +224,7 @@ impl VcpuObject {
         Ok(())
     }
 
-    /// `KVM_GET_SUPPORTED_HV_CPUID` of a vCPU: the leaves of Hyper-V's interface that a client may give it.
+    /// `KVM_GET_SUPPORTED_HV_CPUID` of a vCPU: the leaves of Hyper-V's interface that a client may give the vCPU.
     ///
     /// # Errors
     /// `EIO`.
@@ -234,7 +236,8 @@ impl VcpuObject {
         ))
     }
 
-    /// `KVM_GET_MSRS`: reads in order, stops at the first that is unknown, and returns how many were read.
+    /// `KVM_GET_MSRS`: reads MSRs in order, and stops at the first unknown MSR. Returns the number of MSRs that were
+    /// read.
     ///
     /// # Errors
     /// `EIO`.
@@ -251,7 +254,7 @@ impl VcpuObject {
         Ok(entries.len())
     }
 
-    /// `KVM_SET_MSRS`: the counterpart of [`get_msrs`](Self::get_msrs).
+    /// `KVM_SET_MSRS`: writes MSRs in the same way in which [`get_msrs`](Self::get_msrs) reads them.
     ///
     /// # Errors
     /// `EIO`.
@@ -262,7 +265,7 @@ impl VcpuObject {
         let done = entries.iter().position(|entry| {
             msrs::write(&mut cpu.state, machine, entry.index, entry.data).is_err()
         });
-        // One of these MSRs is the task priority of an x2APIC.
+        // The written MSRs may include the task priority of an x2APIC.
         inner.sync_cr8_from_lapic();
         inner.follow_svme();
         Ok(done.unwrap_or(entries.len()))
@@ -279,7 +282,7 @@ impl VcpuObject {
     /// `KVM_SET_NESTED_STATE`. `read_vmcb` reads the page that follows the header.
     ///
     /// # Errors
-    /// `EINVAL` for a state that the vCPU cannot be in, what `read_vmcb` returns.
+    /// `EINVAL` for a state that the vCPU cannot be in; the errors of `read_vmcb`.
     pub fn set_nested_state(
         &self,
         header: &[u64; nested::WORDS],
@@ -294,7 +297,7 @@ impl VcpuObject {
 }
 
 impl Inner {
-    /// Call after a client has set EFER: without SVM there is neither guest mode nor a GIF, as in KVM.
+    /// Call after a client has set EFER. As in KVM, without SVM there is neither guest mode nor a GIF.
     fn follow_svme(&mut self) {
         let set = self.cpu.state.efer;
         if set & control::EFER_SVME == 0 {
@@ -305,7 +308,7 @@ impl Inner {
         }
     }
 
-    /// Sets the bits in the guest's leaves that follow from the state of its CPU, as the CPUID instruction shows them.
+    /// Sets the bits in the guest's leaves that depend on the state of the guest's CPU, as the CPUID instruction does.
     fn show_state(&self, table: &mut [kvm_cpuid_entry2]) {
         for entry in table {
             let mut values = [entry.eax, entry.ebx, entry.ecx, entry.edx];

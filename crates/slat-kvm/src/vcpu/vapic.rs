@@ -1,6 +1,6 @@
-//! The task priority in guest memory (`KVM_SET_VAPIC_ADDR`), for guests that write the APIC's register very often: a
-//! client patches them to use a word in memory. KVM, and slat, copy the word to and from the APIC whenever guest code
-//! starts and stops running.
+//! The task priority in guest memory (`KVM_SET_VAPIC_ADDR`), for guests that write the APIC's register very often. A
+//! client patches such guests to use a word in memory instead. KVM, and slat, copy the word to and from the APIC
+//! whenever guest code starts and stops running.
 
 use crate::entered::Entered;
 use crate::errno::{Result, fail};
@@ -50,7 +50,7 @@ impl Inner {
         let Some(word) = self.machine.read_guest_word(address & !7) else {
             return;
         };
-        // The guest may have used CR8 instead.
+        // The guest may have written CR8 instead.
         self.sync_cr8_to_lapic();
         let (now, priority) = (
             self.machine.vm.clock.now(),
@@ -64,7 +64,7 @@ impl Inner {
 }
 
 impl VcpuObject {
-    /// `KVM_SET_VAPIC_ADDR`: sets the address of the guest's word; 0 for none.
+    /// `KVM_SET_VAPIC_ADDR`: sets the address of the guest's word. 0 means that there is no word.
     ///
     /// # Errors
     /// `EINVAL` without interrupt controller, and for an address that is not memory.

@@ -16,7 +16,7 @@ impl VmObject {
             Ok(caps::KVM_CAP_GUEST_MEMFD_FLAGS) => guest_memfd::flags(self.protected) as i32,
             Ok(KVM_CAP_MULTI_ADDRESS_SPACE) => self.address_spaces() as i32,
             Ok(KVM_CAP_MEMORY_ATTRIBUTES) => self.known_attributes() as i32,
-            // As in KVM, the result has only the low half of the VM's value.
+            // As in KVM, the result is only the lower 32 bits of the VM's value.
             Ok(KVM_CAP_X86_APIC_BUS_CYCLES_NS) => self.options.apic_bus_cycle_ns() as i32,
             _ => caps::check(cap, self.engine.mmu()),
         }
@@ -59,7 +59,7 @@ impl VmObject {
         }
     }
 
-    /// Carries out `KVM_CAP_X86_NOTIFY_VMEXIT`: allowed before there are vCPUs.
+    /// Carries out `KVM_CAP_X86_NOTIFY_VMEXIT`. The call is allowed only before there are vCPUs.
     fn set_notify_vmexit(&self, asked: u64) -> Result<()> {
         let flags = asked as u32;
         if flags & !NOTIFY_FLAGS != 0 || flags & KVM_X86_NOTIFY_VMEXIT_ENABLED == 0 {
@@ -71,8 +71,8 @@ impl VmObject {
         })
     }
 
-    /// Carries out `KVM_CAP_X86_APIC_BUS_CYCLES_NS`: allowed once there are local APICs and before there are vCPUs. The
-    /// longest count of a timer has to fit 64 bits of nanoseconds.
+    /// Carries out `KVM_CAP_X86_APIC_BUS_CYCLES_NS`. The call is allowed only after there are local APICs and before
+    /// there are vCPUs. The longest count of a timer has to fit 64 bits of nanoseconds.
     fn set_apic_bus_cycle(&self, nanoseconds: u64) -> Result<()> {
         let longest = (u64::from(u32::MAX) * MAX_DIVISOR).checked_mul(nanoseconds);
         if nanoseconds == 0 || longest.is_none() {
@@ -87,8 +87,8 @@ impl VmObject {
         })
     }
 
-    /// Carries out `KVM_CAP_MAX_VCPU_ID`: sets the limit once, not below the bootstrap processor's id. As in KVM, 0 is
-    /// the limit that is not set, and the first vCPU sets the largest one.
+    /// Carries out `KVM_CAP_MAX_VCPU_ID`: sets the limit once. The limit must not be below the bootstrap processor's
+    /// id. As in KVM, 0 means that no limit is set, and then the first vCPU sets the largest limit.
     fn limit_vcpu_ids(&self, limit: u64) -> Result<()> {
         let limit = u32::try_from(limit).map_err(|_| Error::new(libc::EINVAL))?;
         let _no_new_vcpu = self.vcpus_mut();

@@ -10,8 +10,8 @@ impl VmObject {
     /// `KVM_SET_TSC_KHZ`: sets the frequency of the VM's vCPUs; 0 is the host's.
     ///
     /// # Errors
-    /// `EINVAL` for a frequency beyond KVM's own limits, and once there are vCPUs: so does KVM since Linux 6.17;
-    /// before, the call succeeded and concerned later vCPUs only.
+    /// `EINVAL` for a frequency beyond KVM's own limits, and once there are vCPUs. KVM has the second rule since Linux
+    /// 6.17; earlier, the call succeeded and concerned only later vCPUs.
     pub fn set_tsc_khz(&self, khz: u32) -> Result<()> {
         let _call = self.begin()?;
         let khz = clock::frequency(khz)?;
@@ -61,7 +61,7 @@ impl VmObject {
         }
         let since = (data.flags & KVM_CLOCK_REALTIME != 0).then_some(data.realtime);
         let stop = || {
-            // A vCPU that enters from now on looks for an update before it executes guest code.
+            // A vCPU that enters after this looks for an update before it executes guest code.
             self.call_vcpus_out();
             self.engine.synchronize();
         };
@@ -72,7 +72,7 @@ impl VmObject {
         Ok(())
     }
 
-    /// Has all vCPUs write the pages of their clocks before they execute guest code again, without waiting. Call after
+    /// Makes all vCPUs write the pages of their clocks before they execute guest code again. Does not wait. Call after
     /// the pair of the VM's clock has changed.
     pub(crate) fn clock_pages_changed(&self) {
         self.hyperv.clock_changed();
@@ -104,10 +104,10 @@ mod tests {
     const CODE: u64 = 0x1000;
     const HYPERV_PAGE: u64 = 0x2000;
     const WALL_CLOCK: u64 = 0x3000;
-    /// The kvmclock page of vCPU 0; those of others are in the pages after it.
+    /// The kvmclock page of vCPU 0. The pages of the other vCPUs follow.
     const PAGES: u64 = 0x4000;
     const SECOND: u64 = 1_000_000_000;
-    /// How far two readings of one moment may differ.
+    /// The greatest difference of two readings of one moment.
     const TOLERANCE: u64 = 1_000;
 
     /// A machine whose vCPUs halt, and the clocks that its guest reads.
@@ -115,13 +115,13 @@ mod tests {
         vm: Arc<VmObject>,
         vcpus: Vec<(Shared<VcpuObject>, OwnedFd)>,
         memory: *mut u8,
-        /// The latest reading of any clock.
+        /// The latest time that was read from any clock.
         latest: u64,
     }
 
     impl Drop for Machine {
         fn drop(&mut self) {
-            // SAFETY: the mapping of `new`; the VM is told of no guest code that uses it any more.
+            // SAFETY: the mapping of `new`. No guest code of the VM uses it any more.
             unsafe { libc::munmap(self.memory.cast(), MEMORY) };
         }
     }
@@ -246,7 +246,7 @@ mod tests {
         }
 
         /// Returns the time, in nanoseconds, that the guest computes from Hyper-V's page, or from the counter, if the
-        /// page says so.
+        /// page tells the guest to read the counter.
         fn hyperv_clock(&self, vcpu: usize) -> u64 {
             let words = [0, 8, 16].map(|offset| self.word(HYPERV_PAGE + offset));
             if words[0] as u32 == 0 {
@@ -256,7 +256,7 @@ mod tests {
             (scaled as u64).wrapping_add(words[2]).wrapping_mul(100)
         }
 
-        /// Reads all clocks. Checks that they agree, and that none shows a time before one that was read earlier.
+        /// Reads all clocks. Checks that the clocks agree, and that no clock shows a time before an earlier reading.
         /// Returns the time.
         fn check(&mut self, what: &str) -> u64 {
             let mut clocks = vec![(
@@ -276,7 +276,7 @@ mod tests {
                     "{what}: {name} differs by {}: {clocks:?}",
                     clock.wrapping_sub(now) as i64
                 );
-                // Hyper-V's clocks count 100 ns.
+                // Hyper-V's clocks count in units of 100 ns.
                 let back = self.latest.saturating_sub(*clock);
                 assert!(back < 200, "{what}: {name} goes back by {back} ns");
             }
@@ -295,7 +295,7 @@ mod tests {
             let cycles = u128::from(host().tsc - begin.0);
             let passed = (cycles * 1_000_000 / u128::from(host().khz)) as u64;
             let counted = self.check(what) - begin.1;
-            // A scale that is rounded down loses 1.7 µs.
+            // A scale is rounded down, so it loses 1.7 µs.
             assert!(
                 passed.abs_diff(counted) < 2_000,
                 "{what}: {passed} {counted}"
@@ -314,7 +314,7 @@ mod tests {
         simulated::set(Some(host));
     }
 
-    /// Runs `work` on simulated hosts of some frequencies.
+    /// Runs `work` on simulated hosts with several frequencies.
     fn on_hosts(work: impl Fn()) {
         for khz in [999_999, 2_596_144, 3_400_001, 4_700_017] {
             simulated::set(Some(Host {
@@ -328,7 +328,8 @@ mod tests {
         simulated::set(None);
     }
 
-    /// Two vCPUs that were started three seconds one after the other, with Hyper-V's page.
+    /// Returns a machine with two vCPUs, the second of which was started three seconds after the first, with Hyper-V's
+    /// page.
     fn two_vcpus() -> Machine {
         let mut machine = Machine::new();
         machine.add_vcpu();
@@ -352,7 +353,7 @@ mod tests {
             assert!(machine.is_stable(0) && machine.is_stable(1));
             machine.add_vcpu();
             machine.check_hour("a vCPU that was added later");
-            // No vCPU runs for a night.
+            // No vCPU runs for eight hours.
             pass(8 * 3600 * SECOND);
             machine.check("after a suspension");
             assert_eq!(machine.vm.get_clock().unwrap().flags, FLAGS);
@@ -405,7 +406,7 @@ mod tests {
         assert!(!paused(&machine));
     }
 
-    /// A guest that another VM's vCPU continues sees another version than before.
+    /// A guest that continues on another VM's vCPU sees another version than before.
     #[test]
     fn the_version_of_a_page_counts_on() {
         for (before, after) in [(0, 2), (1000, 1002), (1001, 1004), (0xffff_fffe, 0)] {
@@ -430,7 +431,7 @@ mod tests {
                     "{what}"
                 );
                 assert!(!machine.is_stable(0) && !machine.is_stable(1), "{what}");
-                // The client makes them equal.
+                // The client makes the TSCs equal.
                 let tsc = machine.tsc(0);
                 (0..2).for_each(|vcpu| machine.write(vcpu, index::TSC, tsc, false));
                 (0..2).for_each(|vcpu| machine.run(vcpu));
@@ -473,8 +474,8 @@ mod tests {
 
     #[test]
     fn a_clock_goes_on_in_another_vm() {
-        // The frequencies of another host: the same, as another process has measured it; one within the tolerance; and
-        // a different one.
+        // The frequencies of another host: the same frequency, measured by another process; a frequency within the
+        // tolerance; and a different frequency.
         for (numerator, denominator) in [(1_000_001, 1_000_000), (1_000_200, 1_000_000), (4, 3)] {
             on_hosts(|| {
                 let mut source = two_vcpus();
@@ -542,7 +543,7 @@ mod tests {
         });
     }
 
-    /// The timer expires when the TSC is there, of a guest that was told another frequency, too.
+    /// The timer expires when the TSC has the deadline's value, also in a guest that was told another frequency.
     #[test]
     fn a_deadline_by_the_tsc_is_one_by_the_clock() {
         on_hosts(|| {
@@ -575,7 +576,7 @@ mod tests {
     /// A machine that threads share.
     struct Shareable(Machine);
 
-    // SAFETY: the pointer leads to memory of which the threads access words as atomic ones.
+    // SAFETY: the pointer leads to memory whose words the threads access atomically.
     unsafe impl Sync for Shareable {}
 
     impl Shareable {
@@ -587,8 +588,8 @@ mod tests {
         }
     }
 
-    /// Two threads read vCPUs' pages, one thread reads KVM_GET_CLOCK, and one has the vCPUs write their pages again and
-    /// again. No thread reads a time before one that was read earlier.
+    /// Two threads read vCPUs' pages, one thread reads KVM_GET_CLOCK, and one thread makes the vCPUs write their pages
+    /// again and again. No thread reads a time before an earlier reading.
     #[test]
     fn readings_of_several_threads_never_go_back() {
         let readers = Shareable::with_two_vcpus();
@@ -611,7 +612,7 @@ mod tests {
                 check("KVM_GET_CLOCK", &|| readers.0.vm.get_clock().unwrap().clock);
             });
             for round in 0..100 {
-                // Time for the others.
+                // Gives the other threads time.
                 std::thread::sleep(Duration::from_millis(1));
                 readers.0.enable(round % 2);
             }
@@ -623,7 +624,7 @@ mod tests {
         });
     }
 
-    /// No vCPU's guest sees the old clock after another one's has seen the new one.
+    /// No vCPU's guest sees the old clock after another vCPU's guest has seen the new clock.
     #[test]
     fn guests_see_a_new_clock_at_the_same_time() {
         // si: the vCPU's page; 0x7000: the highest upper half of a page's time that a guest has seen; 0x7008: a guest

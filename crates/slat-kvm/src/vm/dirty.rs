@@ -47,15 +47,15 @@ impl VmObject {
             let mut bitmap = heap::zeroes(words)?;
             match self.engine.get_dirty_log(space, id, &mut bitmap) {
                 Ok(()) => return Ok(bitmap),
-                // The slot was replaced by a larger one meanwhile.
+                // The slot was replaced by a larger slot meanwhile.
                 Err(DirtyLogError::BufferTooSmall(_)) => {}
                 Err(error) => return Err(refused(error)),
             }
         }
     }
 
-    /// `KVM_CLEAR_DIRTY_LOG`: clears the pages that are set in a bitmap; their next write is logged again. `bitmap`
-    /// returns the bitmap, of as many words as its argument says.
+    /// `KVM_CLEAR_DIRTY_LOG`: clears the pages that are set in a bitmap, so that their next write is logged again. The
+    /// closure `bitmap` returns the bitmap. Its argument is the number of words.
     ///
     /// # Errors
     /// `EINVAL` for a bad slot or range, `ENOENT` for a slot that is not logged, `ENXIO` with dirty rings,
@@ -83,8 +83,8 @@ impl VmObject {
             .map_err(refused)
     }
 
-    /// Marks the pages of the `len` bytes from `start` on of address space `space` in the dirty logs: the
-    /// client has written them.
+    /// Marks pages in the dirty logs, because the client has written them: the `len` bytes from `start` on of address
+    /// space `space`.
     ///
     /// # Errors
     /// `EINVAL` for an address space that the VM does not have, and for bytes beyond the last address;
@@ -123,10 +123,10 @@ impl VmObject {
         Ok(())
     }
 
-    /// Carries out `KVM_CAP_DIRTY_LOG_RING` and `KVM_CAP_DIRTY_LOG_RING_ACQ_REL`: allowed once, before there are vCPUs.
-    /// (On x86 loads and stores have the order that the second one promises.)
+    /// Carries out `KVM_CAP_DIRTY_LOG_RING` and `KVM_CAP_DIRTY_LOG_RING_ACQ_REL`. The call is allowed once, before
+    /// there are vCPUs. (On x86, loads and stores always have the order that the second capability promises.)
     pub(crate) fn enable_dirty_rings(&self, size: u64) -> Result<()> {
-        // KVM looks at the low half only.
+        // KVM looks only at the lower 32 bits.
         let size = dirty::check_size(size as u32)?;
         self.before_vcpus(|| self.rings.enable(&self.engine, size))
     }

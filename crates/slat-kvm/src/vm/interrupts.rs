@@ -10,8 +10,7 @@ use kvm_bindings::*;
 use std::sync::{Arc, Weak};
 
 impl VmObject {
-    /// `KVM_CREATE_IRQCHIP`: creates an I/O APIC and the 8259 pair, and gives every vCPU created from
-    /// now on a local APIC.
+    /// `KVM_CREATE_IRQCHIP`: creates an I/O APIC and the 8259 pair. After that every new vCPU has a local APIC.
     ///
     /// # Errors
     /// `EEXIST` when there are controllers already, `EINVAL` when there are vCPUs already, `ENOMEM`.
@@ -37,7 +36,7 @@ impl VmObject {
     /// `KVM_SET_IRQCHIP`.
     ///
     /// # Errors
-    /// As for [`get_irqchip`](Self::get_irqchip).
+    /// The errors are those of [`get_irqchip`](Self::get_irqchip).
     pub fn set_irqchip(&self, chip: &kvm_irqchip) -> Result<()> {
         let _call = self.begin()?;
         self.interrupts.restore_chip(chip)
@@ -81,8 +80,8 @@ impl VmObject {
         self.interrupts.set_reinject(control.pit_reinject != 0)
     }
 
-    /// `KVM_IRQ_LINE_STATUS`, and `KVM_IRQ_LINE` without the result. Returns how many vCPUs accepted the interrupt, 0
-    /// if it was coalesced with a pending one, -1 if it was ignored (masked).
+    /// `KVM_IRQ_LINE_STATUS`, and `KVM_IRQ_LINE` without the result. Returns the number of vCPUs that accepted the
+    /// interrupt, 0 if the interrupt was coalesced with a pending one, -1 if it was ignored (masked).
     ///
     /// # Errors
     /// `ENXIO` without interrupt controllers.
@@ -94,8 +93,8 @@ impl VmObject {
         Ok(self.interrupts.set_line(gsi, USERSPACE, level))
     }
 
-    /// `KVM_SIGNAL_MSI`. Returns how many vCPUs accepted the interrupt, those for which it was
-    /// pending already included.
+    /// `KVM_SIGNAL_MSI`. Returns the number of vCPUs that accepted the interrupt, including those for which it was
+    /// already pending.
     ///
     /// # Errors
     /// `EINVAL` without interrupt controller, for flags (a device's id, which other architectures use, has no effect),

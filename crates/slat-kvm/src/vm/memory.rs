@@ -36,10 +36,10 @@ impl VmObject {
     /// `KVM_SET_USER_MEMORY_REGION2`.
     ///
     /// # Errors
-    /// As for [`set_user_memory_region`](Self::set_user_memory_region). For `KVM_MEM_GUEST_MEMFD`, `EINVAL` with any
-    /// other flag, for a slot that exists already, and for a descriptor that is no guest_memfd of this VM; `EEXIST` for
-    /// a part of a guest_memfd that another slot uses; `EBADF` for a closed descriptor. With the policy `userfault`,
-    /// `EINVAL` for `KVM_MEM_USERFAULT` with a bitmap outside user space.
+    /// The errors of [`set_user_memory_region`](Self::set_user_memory_region). For `KVM_MEM_GUEST_MEMFD`, `EINVAL` with
+    /// any other flag, for a slot that exists already, and for a descriptor that is no guest_memfd of this VM; `EEXIST`
+    /// for a part of a guest_memfd that another slot uses; `EBADF` for a closed descriptor. With the policy
+    /// `userfault`, `EINVAL` for `KVM_MEM_USERFAULT` with a bitmap outside user space.
     pub fn set_user_memory_region2(&self, region: &kvm_userspace_memory_region2) -> Result<()> {
         let _call = self.begin()?;
         let wants_file = region.flags & KVM_MEM_GUEST_MEMFD != 0;
@@ -77,7 +77,7 @@ impl VmObject {
         .with_private(part.as_ref().map(|part| part.start));
         // Only creating or deleting a slot changes bindings.
         let bindings = (part.is_some() || size == 0).then(|| self.private.bindings());
-        // Now, because the seccomp filter of a vCPU's thread may forbid the system call later.
+        // This call is made now, because the seccomp filter of a vCPU's thread may forbid the system call later.
         let start = asked.backing.0 as usize;
         slat_host::mappings::learn(start..start + len);
         self.set_slot(space, &asked, bitmap).map_err(refused)?;
@@ -96,12 +96,12 @@ impl VmObject {
         Ok(())
     }
 
-    /// Returns the part of a guest_memfd that `region`, which becomes the slot `asked`, names; `None`
-    /// if it deletes a slot.
+    /// Returns the part of a guest_memfd that `region` names. `region` becomes the slot `asked`. `None`: `region`
+    /// deletes a slot.
     ///
     /// # Errors
-    /// As for [`set_user_memory_region2`](Self::set_user_memory_region2). What KVM checks before it looks at the
-    /// descriptor is checked first if the descriptor is bad.
+    /// The errors of [`set_user_memory_region2`](Self::set_user_memory_region2). If the descriptor is bad, the checks
+    /// that KVM makes before it looks at the descriptor are made first.
     fn part_for(
         &self,
         region: &kvm_userspace_memory_region2,
@@ -120,7 +120,7 @@ impl VmObject {
         if part.is_err() {
             let asked = asked.with_private(Hva(0));
             match self.engine.check_memory_region(space, &asked) {
-                // KVM asks last whether its tables can hold the frames.
+                // KVM checks last whether its tables can hold the frames.
                 Ok(()) | Err(RegionError::BeyondTables(_)) => {}
                 Err(error) => return Err(refused(error)),
             }
@@ -131,8 +131,8 @@ impl VmObject {
     /// `KVM_CREATE_GUEST_MEMFD`. Returns guest memory, and the descriptor that refers to it.
     ///
     /// # Errors
-    /// `EINVAL` for flags that the VM does not have ([`guest_memfd::flags`]) and a size that is 0 or not of whole
-    /// pages, what the host returns for making a file.
+    /// `EINVAL` for flags that the VM does not have ([`guest_memfd::flags`]), and for a size that is 0 or not of whole
+    /// pages; the host's error for making a file.
     pub fn create_guest_memfd(
         &self,
         args: &kvm_create_guest_memfd,

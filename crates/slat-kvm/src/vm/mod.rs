@@ -8,7 +8,7 @@
 //! | `clock` | the VM's clock, and the TSC's frequency |
 //! | `caps` | capabilities |
 //!
-//! A VM knows its vCPUs only as targets of interrupts; [`crate::vcpu`] and all that runs a vCPU knows the VM.
+//! A VM knows its vCPUs only as targets of interrupts; [`crate::vcpu`] and all modules that run a vCPU know the VM.
 
 mod caps;
 mod clock;
@@ -49,7 +49,7 @@ pub(crate) const SMM: usize = 1;
 /// KVM's lower limit for `KVM_SET_NR_MMU_PAGES`.
 const MIN_MMU_PAGES: u64 = 64;
 
-/// A VM. Its vCPUs keep it alive; it outlives its descriptor.
+/// A VM. Its vCPUs keep it alive. It lives on after its descriptor is closed.
 pub struct VmObject {
     pub(crate) engine: Arc<EngineVm>,
     /// The number of VMs that the process had created before.
@@ -57,21 +57,21 @@ pub struct VmObject {
     life: Life,
     /// The pages with decoded code, by which the CPUs tell each other of stores to code.
     pub(crate) code: Arc<CodePages>,
-    /// The compiler of their hot code.
+    /// The compiler of the guest's hot code.
     pub(crate) compiler: Option<(Arc<Compiler>, Compile)>,
     pub(crate) clock: VmClock,
     pub(crate) interrupts: Arc<Interrupts>,
     /// The devices that the guest reaches without the client.
     pub(crate) bus: Bus,
     boot_cpu: AtomicU32,
-    /// The limit of vCPUs' ids (`KVM_CAP_MAX_VCPU_ID`); 0 until it is set.
+    /// The limit of vCPUs' ids (`KVM_CAP_MAX_VCPU_ID`); 0 means that no limit is set.
     max_vcpu_ids: AtomicU32,
     pub(crate) rings: Rings,
     pub(crate) coalesced: Coalesced,
-    /// Whether the VM is of the type `KVM_X86_SW_PROTECTED_VM`: its memory can be private.
+    /// Whether the VM is of the type `KVM_X86_SW_PROTECTED_VM`, so that its memory can be private.
     protected: bool,
     pub(crate) private: PrivateMemory,
-    /// Held while a slot's bitmap of absent pages changes, with the slot.
+    /// Held while a slot and its bitmap of absent pages change.
     userfault_turn: Mutex<()>,
     pub(crate) devices: Devices,
     pub(crate) quirks: Quirks,
@@ -88,12 +88,12 @@ impl std::fmt::Debug for VmObject {
 }
 
 impl VmObject {
-    /// Creates a VM without memory and vCPUs. `protected`: of the type `KVM_X86_SW_PROTECTED_VM`. `mmu` makes its
-    /// tables, and `jit` says which code is compiled; `None`: as the environment says.
+    /// Creates a VM without memory and vCPUs. `protected`: the VM is of the type `KVM_X86_SW_PROTECTED_VM`. `mmu` makes
+    /// its tables, and `jit` says which code is compiled. `None`: the environment decides.
     ///
     /// # Errors
-    /// `ENOMEM`; `EINVAL` for invalid policies in the environment, and for an MMU that there is not for the format;
-    /// what the host returns for setting up its platform.
+    /// `ENOMEM`; `EINVAL` for invalid policies in the environment, and for an MMU that does not exist for the format;
+    /// the host's error for setting up the platform.
     pub(crate) fn new(
         protected: bool,
         mmu: Option<MmuKind>,
@@ -152,12 +152,12 @@ impl VmObject {
     /// Begins a call. Call in every public method of the VM and its vCPUs.
     ///
     /// # Errors
-    /// As for [`still_alive`](Self::still_alive).
+    /// The errors are those of [`still_alive`](Self::still_alive).
     pub(crate) fn begin(&self) -> Result<Call<'_>> {
         self.life.call(&self.engine)
     }
 
-    /// Checks again what [`begin`](Self::begin) checked: after a wait, another call may have panicked.
+    /// Repeats the check of [`begin`](Self::begin). Call after a wait, during which another call may have panicked.
     ///
     /// # Errors
     /// `EIO` in a forked child, and after a call that panicked.
@@ -165,13 +165,13 @@ impl VmObject {
         self.life.check()
     }
 
-    /// Makes the VM dead: its guest cannot go on. All calls return `EIO` from now on.
+    /// Makes the VM dead, because its guest cannot continue. After that all calls return `EIO`.
     pub(crate) fn end_life(&self) {
         self.life.end(&self.engine);
     }
 
-    /// Returns the number of address spaces in which a client may create memslots (`KVM_CAP_MULTI_ADDRESS_SPACE`): one
-    /// where memory can be private.
+    /// Returns the number of address spaces in which a client may create memslots (`KVM_CAP_MULTI_ADDRESS_SPACE`). The
+    /// number is 1 if memory can be private.
     pub(crate) fn address_spaces(&self) -> usize {
         match self.protected {
             true => 1,
@@ -179,12 +179,13 @@ impl VmObject {
         }
     }
 
-    /// Whether this is a forked child: here the VM's locks may be held for ever, and its threads do not exist.
+    /// Whether this is a forked child. In a child the VM's locks may be held forever, and the VM's threads do not
+    /// exist.
     pub fn is_foreign(&self) -> bool {
         self.life.is_foreign()
     }
 
-    /// Whether a vCPU that is created now can have this id. The first one sets the limit.
+    /// Whether a vCPU that is created now can have this id. The first vCPU sets the limit.
     pub(crate) fn allows_vcpu_id(&self, id: u32) -> bool {
         let (unset, set) = (Ordering::Relaxed, Ordering::Relaxed);
         let limit = match (self.max_vcpu_ids).compare_exchange(0, MAX_VCPU_ID, unset, set) {
@@ -207,8 +208,8 @@ impl VmObject {
         self.interrupts.vcpus.write()
     }
 
-    /// `KVM_SET_TSS_ADDR`: the address of three pages that only VMX without unrestricted guest needs.
-    /// Checks it; has no effect.
+    /// `KVM_SET_TSS_ADDR`: checks the address and has no effect. The address is that of three pages that only VMX
+    /// without unrestricted guest needs.
     ///
     /// # Errors
     /// `EINVAL` when the pages would not end below 4 GiB.
@@ -287,9 +288,9 @@ impl VmObject {
     /// `KVM_IOEVENTFD`.
     ///
     /// # Errors
-    /// For a registration, `EINVAL` for unknown flags, a length that is none of 0, 1, 2, 4 and 8, a range that wraps
-    /// around, and a value to compare without a length; `EEXIST` when a write could match another registration, too.
-    /// For a removal, `ENOENT` when there is no such registration. For both, `EBADF`, `EINVAL` for a descriptor that is
+    /// For a registration: `EINVAL` for unknown flags, a length other than 0, 1, 2, 4 and 8, a range that wraps around,
+    /// and a value to compare without a length; `EEXIST` if one write could match this registration and an earlier one.
+    /// For a removal: `ENOENT` if there is no such registration. For both: `EBADF`, `EINVAL` for a descriptor that is
     /// no eventfd, `ENOMEM`, `EMFILE`.
     pub fn ioeventfd(&self, asked: &kvm_ioeventfd) -> Result<()> {
         let _call = self.begin()?;
@@ -299,8 +300,8 @@ impl VmObject {
     /// `KVM_HYPERV_EVENTFD`: adds or removes a connection that the guest signals by a hypercall, as an eventfd.
     ///
     /// # Errors
-    /// `EINVAL` for unknown flags, an id of more than 24 bits, and a descriptor that is no eventfd; `EEXIST` for an id
-    /// in use, `ENOENT` for the removal of one that is not; `EBADF`, `EMFILE`, `ENOMEM`.
+    /// `EINVAL` for unknown flags, an id of more than 24 bits, and a descriptor that is no eventfd; `EEXIST` for adding
+    /// an id that is in use, `ENOENT` for removing an id that is not in use; `EBADF`, `EMFILE`, `ENOMEM`.
     pub fn hyperv_eventfd(&self, asked: &kvm_hyperv_eventfd) -> Result<()> {
         let _call = self.begin()?;
         self.hyperv.connections.change(asked)
@@ -317,7 +318,7 @@ impl VmObject {
         Ok(())
     }
 
-    /// Runs `work` if the VM has no vCPUs, and keeps them from being created meanwhile; else fails with `EINVAL`.
+    /// Runs `work` if the VM has no vCPUs, and prevents their creation meanwhile. Otherwise fails with `EINVAL`.
     pub(crate) fn before_vcpus(&self, work: impl FnOnce() -> Result<()>) -> Result<()> {
         let vcpus = self.vcpus_mut();
         if vcpus.is_empty() {

@@ -1,10 +1,10 @@
-//! Memslots with `KVM_MEM_USERFAULT`: the client says in a bitmap which pages are not there yet
+//! Memslots with `KVM_MEM_USERFAULT`: in a bitmap, the client says which pages it has not provided yet
 //! ([`slat_host::userfault`]).
 //!
-//! The bitmap of a slot begins to count before the slot does, and ends after it. A slot that exists gets a bitmap, or
-//! loses it, inside an invalidation of its memory: all its pages are zapped, as in KVM, where the slot is flushed when
-//! the flag is set, and where huge pages come back when it is cleared. The engine does not know the flag: it asks the
-//! platform for each page.
+//! The bitmap of a slot is in use before the slot is, and until after the slot's deletion. An existing slot gets a
+//! bitmap, or loses it, inside an invalidation of the slot's memory, so that all its pages are zapped. This matches
+//! KVM, which flushes the slot when the flag is set, and recovers huge pages when the flag is cleared. The engine does
+//! not know the flag: it asks the platform for each page.
 
 use crate::errno::{Result, fail};
 use crate::policy;
@@ -15,7 +15,7 @@ use slat::{Hva, PAGE_SIZE, Region, RegionError};
 use slat_host::userfault::Userfault;
 use std::sync::PoisonError;
 
-/// The flag of the posted series (version 3).
+/// The flag of the posted patch series (version 3).
 pub(super) const KVM_MEM_USERFAULT: u32 = 1 << 3;
 
 /// Returns the flags that this module adds to a memslot's.
@@ -26,11 +26,11 @@ pub(super) fn flags() -> u32 {
     }
 }
 
-/// Returns the address of the bitmap that `region` names: the word after `pad1`. `None`: it has not the
+/// Returns the address of the bitmap that `region` names: the word after `pad1`. `None`: `region` does not have the
 /// flag, or deletes a slot.
 ///
 /// # Errors
-/// `EINVAL` if it does not lie in user space.
+/// `EINVAL` if the bitmap does not lie in user space.
 pub(super) fn bitmap(region: &kvm_userspace_memory_region2) -> Result<Option<u64>> {
     let size = region.memory_size;
     if region.flags & KVM_MEM_USERFAULT == 0 || size == 0 {
@@ -44,7 +44,7 @@ pub(super) fn bitmap(region: &kvm_userspace_memory_region2) -> Result<Option<u64
 }
 
 impl VmObject {
-    /// Creates, deletes or changes the memslot `asked`, whose absent pages `bitmap` names.
+    /// Creates, deletes or changes the memslot `asked`. `bitmap` names the slot's absent pages.
     ///
     /// # Errors
     /// [`RegionError`]; nothing was changed.
@@ -55,7 +55,7 @@ impl VmObject {
         bitmap: Option<u64>,
     ) -> std::result::Result<(), RegionError> {
         let set = || match self.engine.set_memory_region(space, asked) {
-            // After all other checks, as in KVM.
+            // This runs after all other checks, as in KVM.
             Err(RegionError::Empty(slot)) => self.engine.remove_memory_region(space, slot),
             set => set,
         };

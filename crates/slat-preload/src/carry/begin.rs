@@ -1,15 +1,15 @@
-//! The entry point of the library's copy, which runs as a program in another root. The kernel has mapped the copy, and
-//! nothing else. The code here maps the dynamic linker, and makes it find the C library.
+//! The entry point of the library's copy, which runs as a program in another root. The kernel has mapped only the copy.
+//! The code here maps the dynamic linker, and makes the linker find the C library.
 //!
-//! Until [`finish`] this library is not linked. [`slat_carried`] relocates the pointers in its data that point to
-//! the library itself. Pointers to functions of the C library are not valid, and there are no thread-local
-//! variables. So code that runs earlier must not call memcpy, memset or strlen. Therefore it reads memory by
-//! volatile reads, because the compiler would turn a loop over bytes into a call; and it must be compiled with a
-//! little optimization (`profile.dev` in the workspace's Cargo.toml), because the compiler would otherwise call
-//! memset for an array of six words.
+//! Until [`finish`] this library is not linked. [`slat_carried`] relocates only the pointers in the library's data that
+//! point to the library itself. Pointers to functions of the C library are not valid, and there are no thread-local
+//! variables. So code that runs before [`finish`] must not call memcpy, memset or strlen. This has two consequences.
+//! The code reads memory by volatile reads, because the compiler would turn a loop over bytes into a call. And the code
+//! must be compiled with a little optimization (`profile.dev` in the workspace's Cargo.toml), because without
+//! optimization the compiler calls memset for an array of six words.
 //!
-//! The dynamic linker opens libraries by paths, which do not exist here. So its system calls are dispatched to
-//! [`serve`] (by Syscall User Dispatch, which a loaded program needs anyway). Calls that open these files get the
+//! The dynamic linker opens libraries by paths that do not exist in the other root. So its system calls are dispatched
+//! to [`serve`] (by Syscall User Dispatch, which a loaded program needs anyway). Calls that open slat's files get the
 //! memfds; all other calls are made unchanged.
 
 use super::{FILES, LIBRARY, LINKER, NAMES, base, entry};
@@ -29,7 +29,7 @@ static ACTION: [AtomicUsize; 4] = [const { AtomicUsize::new(0) }; 4];
 /// The signal mask as it was before.
 static MASK: AtomicU64 = AtomicU64::new(0);
 
-/// Makes a system call by an instruction of this library, from which calls pass: for this library's start.
+/// Makes a system call by an instruction of this library, for the library's start. Such calls are not dispatched.
 fn system_call(number: i64, [a, b, c, d, e, f]: [usize; 6]) -> isize {
     let answer;
     // SAFETY: each caller says what its call changes; the kernel clobbers only RCX and R11.
@@ -50,7 +50,7 @@ fn system_call(number: i64, [a, b, c, d, e, f]: [usize; 6]) -> isize {
     answer
 }
 
-/// Does [`system_call`] with fewer arguments.
+/// Calls [`system_call`] with fewer than six arguments.
 macro_rules! call {
     ($number:expr $(, $argument:expr)*) => {{
         let mut arguments = [0usize; 6];
@@ -60,7 +60,7 @@ macro_rules! call {
     }};
 }
 
-/// Ends the process: no part of slat is ready that could say more.
+/// Ends the process. No part of slat is ready that could print a longer message.
 fn fail(why: &'static str) -> ! {
     call!(
         libc::SYS_write,
@@ -107,7 +107,7 @@ unsafe fn auxiliary(sp: usize, kind: u64) -> usize {
 /// Sets a value of the auxiliary vector.
 ///
 /// # Safety
-/// As for [`auxiliary`]. The value is true.
+/// The conditions are those of [`auxiliary`]. The value is true.
 unsafe fn set_auxiliary(sp: usize, kind: u64, value: usize) {
     // SAFETY: the caller's promise; this process may change the vector.
     unsafe {
@@ -128,16 +128,16 @@ impl Header {
     /// # Safety
     /// - The file is mapped there, and has such a header.
     unsafe fn of(file: usize, index: usize) -> Self {
-        // SAFETY: the caller's promise. `e_phoff`.
+        // SAFETY: the caller's promise. The offset 32 is that of `e_phoff`.
         Header(unsafe { file + get::<usize>(file + 32) + 56 * index })
     }
 
     /// Returns the number of headers: `e_phnum`.
     ///
     /// # Safety
-    /// As for [`Header::of`].
+    /// The conditions are those of [`Header::of`].
     unsafe fn count(file: usize) -> usize {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps this function's contract.
         usize::from(unsafe { get::<u16>(file + 56) })
     }
 
@@ -261,7 +261,8 @@ unsafe extern "C" fn begin(sp: usize) -> usize {
         let at = place(linker.fd.load(Ordering::Relaxed), file);
         (at, at + get::<usize>(file + 24))
     };
-    // These two files are not opened any more; the dynamic linker needs descriptors, of which the process may have few.
+    // The two files are not opened again. Closing them leaves descriptors for the dynamic linker, as the process may
+    // have few.
     let own = FILES[LIBRARY].fd.swap(-1, Ordering::Relaxed);
     call!(libc::SYS_close, own);
     call!(libc::SYS_close, linker.fd.swap(-1, Ordering::Relaxed));
@@ -358,7 +359,7 @@ unsafe fn memfd_of(path: usize) -> c_int {
 
 /// Serves a call of the dynamic linker, or of the C library while it starts. The kernel calls this for SIGSYS.
 unsafe extern "C" fn serve(_signal: c_int, _information: usize, context: usize) {
-    /// Where `struct ucontext` has the registers.
+    /// The offset of the registers in `struct ucontext`.
     const REGISTERS: usize = 40;
     let place = |index: c_int| context + REGISTERS + 8 * index as usize;
     // SAFETY: the kernel's structure; the path is the linker's.
@@ -372,7 +373,7 @@ unsafe extern "C" fn serve(_signal: c_int, _information: usize, context: usize) 
             _ => 0,
         };
         let fd = if path != 0 { memfd_of(path) } else { -1 };
-        // The root's own settings for dynamic linking are for other libraries.
+        // The settings for dynamic linking in the other root are for other libraries.
         let answer = match path {
             0 => system_call(
                 number,
@@ -392,16 +393,16 @@ unsafe extern "C" fn serve(_signal: c_int, _information: usize, context: usize) 
     }
 }
 
-/// Returns from [`serve`].
+/// Returns to the kernel at the end of [`serve`].
 #[unsafe(naked)]
 unsafe extern "C" fn restore() {
     naked_asm!("mov eax, {number}", "syscall", number = const libc::SYS_rt_sigreturn)
 }
 
-/// Ends what [`begin`] has begun: the dispatch of the dynamic linker's calls. Returns the library's entry point.
+/// Ends the dispatch of the dynamic linker's calls, which [`begin`] has begun. Returns the library's entry point.
 ///
 /// # Safety
-/// As for [`begin`].
+/// The conditions are those of [`begin`].
 unsafe extern "C" fn end(sp: usize) -> usize {
     call!(libc::SYS_prctl, SET_DISPATCH, OFF, 0, 0, 0);
     call!(
@@ -425,12 +426,12 @@ unsafe extern "C" fn end(sp: usize) -> usize {
         }
     }
     let entry = entry();
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller keeps this function's contract.
     unsafe { set_auxiliary(sp, libc::AT_ENTRY, entry) };
     entry
 }
 
-/// The function to which the dynamic linker jumps. From here on this library is linked, and starts like a library whose
+/// The function to which the dynamic linker jumps. Now this library is linked, and starts like any library whose
 /// dynamic linker the kernel has found.
 #[unsafe(naked)]
 unsafe extern "C" fn finish() -> ! {
@@ -445,8 +446,8 @@ unsafe extern "C" fn finish() -> ! {
     )
 }
 
-/// The entry point of the library's copy. Adds the library's address to its pointers to itself, which are the first
-/// `DT_RELACOUNT` entries of `DT_RELA`. The dynamic linker will do the same again.
+/// The entry point of the library's copy. Adds the library's address to the library's pointers to itself, which are the
+/// first `DT_RELACOUNT` entries of `DT_RELA`. The dynamic linker later stores the same values again.
 ///
 /// # Safety
 /// - The kernel calls it.

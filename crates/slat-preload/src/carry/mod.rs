@@ -1,15 +1,15 @@
 //! Copies of slat's own files, for programs that are executed in another root, where these files cannot be seen.
 //!
-//! A jailer (`chroot`, `pivot_root`) executes a program in a root that has neither this library nor the dynamic linker
-//! and the C library that it needs. Before that, the jailer closes all descriptors and clears the environment. So slat
-//! maps the files before the root changes ([`keep`]): a mapping holds a file as long as the process and its forked
-//! children live, even after the file is unmounted or closed. When a program is executed, the files are written to
-//! memfds ([`make`]), which execveat(2) can execute without a path. The root may have no `/proc`, from which slat reads
-//! its process's mappings, so a descriptor of `/proc` is passed on.
+//! A jailer (`chroot`, `pivot_root`) executes a program in a root that has neither this library, nor the dynamic linker
+//! and the C library that this library needs. Before that, the jailer closes all descriptors and clears the
+//! environment. So slat maps the files before the root changes ([`keep`]): a mapping holds a file as long as the
+//! process and its forked children live, even after the file is unmounted or closed. When a program is executed, slat
+//! writes the files to memfds ([`make`]), which execveat(2) can execute without a path. slat reads its process's
+//! mappings from `/proc`, which the root may not have. So slat also passes a descriptor of `/proc` on.
 //!
-//! The kernel finds a program's dynamic linker by its path. So the library's copy names none (its `PT_INTERP` is
-//! removed), and has another entry point: [`begin`] maps the dynamic linker itself, and serves the calls by which the
-//! dynamic linker opens the C library.
+//! The kernel finds a program's dynamic linker by the path in the program's `PT_INTERP`. The library's copy has no
+//! `PT_INTERP`, because that path does not exist in the other root. Instead the copy has another entry point: [`begin`]
+//! maps the dynamic linker itself, and serves the calls by which the dynamic linker opens the C library.
 //!
 //! | file | idea |
 //! |---|---|
@@ -23,15 +23,15 @@ use slat_host::procfs;
 use std::ffi::{CStr, c_int, c_void};
 use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicUsize, Ordering};
 
-/// The files' number.
+/// The number of files.
 const COUNT: usize = 6;
 /// The index of this library.
 const LIBRARY: usize = 0;
 /// The index of the dynamic linker.
 const LINKER: usize = 1;
 
-/// The names by which the dynamic linker looks for the libraries with which this one is linked, each with a NUL. The
-/// last two are parts of newer C libraries. This library itself needs no name, as nothing is linked with it.
+/// The names by which the dynamic linker looks for the libraries that this library needs, each with a NUL. The last two
+/// are parts of newer C libraries. This library itself has no name here, because no other library needs it.
 static NAMES: [[u8; 24]; COUNT] = [
     *b"\0                       ",
     *b"ld-linux-x86-64.so.2\0   ",
@@ -41,7 +41,8 @@ static NAMES: [[u8; 24]; COUNT] = [
     *b"libdl.so.2\0             ",
 ];
 
-/// A file of slat's own process. The library's copy has the descriptors of the other files in its data ([`FILES`]).
+/// A file that slat's own process needs. The library's copy has the descriptors of the other files in its data
+/// ([`FILES`]).
 #[repr(C)]
 #[derive(Debug)]
 struct KeptFile {
@@ -63,7 +64,7 @@ impl KeptFile {
         }
     }
 
-    /// Maps the file at `path`, unless it is mapped. Threads that call this at the same time map the same file.
+    /// Maps the file at `path`, unless it is mapped already. Threads that call this at the same time map the same file.
     fn keep(&self, path: &CStr) -> Option<()> {
         if self.start.load(Ordering::Acquire) != 0 {
             return Some(());
@@ -82,21 +83,21 @@ impl KeptFile {
     }
 }
 
-/// In the library's copy, the descriptor of `/proc` that was passed on. Initialised with another value than 0, so that
-/// the library's file contains the variable.
+/// The descriptor of `/proc` that was passed to the library's copy. The initial value is not 0, so that the library's
+/// file contains the variable.
 static PROC: AtomicI32 = AtomicI32::new(-1);
 
-/// The files. Initialised with other values than 0, so that the library's file contains them.
+/// The files. The initial values are not 0, so that the library's file contains the variable.
 static FILES: [KeptFile; COUNT] = [const { KeptFile::new(-1, 0) }; COUNT];
 
 /// The paths of the files: strings of the dynamic linker, or null.
 static PATHS: [AtomicPtr<libc::c_char>; COUNT] =
     [const { AtomicPtr::new(std::ptr::null_mut()) }; COUNT];
 
-/// The entry point of this library as a program, as its file has it: the offset from [`base`]. The copy's data contains
-/// it, because the copy begins elsewhere; in the file itself it is [`IN_HEADER`].
+/// The entry point of this library as a program: its offset from [`base`]. In the library's file the value is
+/// [`IN_HEADER`]. In the copy, which begins elsewhere, the value is the entry point of the original file.
 static ENTRY: AtomicUsize = AtomicUsize::new(IN_HEADER);
-/// The ELF header has it.
+/// The ELF header has the entry point.
 const IN_HEADER: usize = usize::MAX;
 /// Offset of the entry point in an ELF header.
 const ENTRY_POINT: usize = 24;
@@ -130,8 +131,7 @@ pub fn is_program() -> bool {
     (base()..base() + PAGE).contains(&headers)
 }
 
-/// Determines the paths of the libraries with which this one is linked. Call at the program's start.
-/// Makes no system call.
+/// Determines the paths of the libraries that this library needs. Call at the program's start. Makes no system call.
 pub fn prepare() {
     unsafe extern "C" fn each(
         info: *mut libc::dl_phdr_info,
@@ -155,7 +155,7 @@ pub fn prepare() {
     unsafe { libc::dl_iterate_phdr(Some(each), std::ptr::null_mut()) };
 }
 
-/// Whether the files are kept, because this process may have another root than slat's files.
+/// Whether the files are kept, because this process may have another root than the files.
 pub fn is_kept() -> bool {
     FILES[LIBRARY].start.load(Ordering::Acquire) != 0
 }
@@ -225,8 +225,8 @@ fn copy(start: usize, len: usize) -> Option<Opened> {
     Some(memfd)
 }
 
-/// Changes the library's copy, so that it names no dynamic linker, begins at [`begin::slat_carried`], and
-/// knows the other files.
+/// Changes the library's copy: the copy names no dynamic linker, begins at [`begin::slat_carried`], and has the
+/// descriptors of the other files.
 fn change_library(made: &Memfds) -> Option<()> {
     /// Length of a program header.
     const HEADER_LEN: usize = 56;

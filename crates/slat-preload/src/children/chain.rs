@@ -1,5 +1,5 @@
-//! What executing a file leads to: a program, perhaps through the interpreters of scripts; and how slat
-//! reaches the program.
+//! Determines the program to which executing a file leads, perhaps through the interpreters of scripts, and how slat
+//! reaches that program.
 
 use crate::elf::Headers;
 use crate::real::{Opened, kernel};
@@ -12,8 +12,8 @@ pub enum Reach {
     Preloaded,
     /// This library loads the program.
     Loaded,
-    /// slat does not reach it: it is a 32-bit program, one that gains rights, or no program. The
-    /// environment does not change.
+    /// slat does not reach the program: it is a 32-bit program, gains rights, or is no program at all. The environment
+    /// does not change.
     Not,
 }
 
@@ -79,7 +79,8 @@ impl Line {
     }
 }
 
-/// Whether executing a file may give the process other rights. That holds only if the file itself is executed.
+/// Whether executing a file may give the process other rights. The process gains them only if the kernel executes the
+/// file itself.
 fn gains_rights(file: &Opened) -> bool {
     // SAFETY: all-zero is a valid `stat`, which the call fills in.
     unsafe {
@@ -114,7 +115,7 @@ fn reach(file: &Opened) -> Reach {
     }
 }
 
-/// What executing a file leads to: a program, perhaps through the interpreters of scripts, which may be scripts again.
+/// The result of following a file: the program, and the interpreters of scripts before it, which may be scripts again.
 pub struct Chain {
     lines: [Line; Self::LONGEST],
     len: usize,
@@ -123,7 +124,7 @@ pub struct Chain {
 }
 
 impl Chain {
-    /// The most scripts that the kernel follows (`fs/exec.c`).
+    /// The greatest number of scripts that the kernel follows (`fs/exec.c`).
     pub const LONGEST: usize = 5;
 
     /// Follows the chain that begins with a file. `None`: a file cannot be opened or executed.
@@ -161,7 +162,7 @@ impl Chain {
         &self.lines[..self.len]
     }
 
-    /// Returns the program that is run in the end. `given` is the file that is executed.
+    /// Returns the program that runs in the end. `given` is the file that is executed.
     pub fn program<'a>(&'a self, given: &'a CStr) -> &'a CStr {
         self.lines().last().map_or(given, Line::interpreter)
     }
@@ -175,8 +176,8 @@ impl Chain {
     }
 }
 
-/// Whether a path's last component is the name of a dynamic linker. A dynamic linker is static, but loads preloaded
-/// libraries into the program that it is given.
+/// Whether a path's last component is the name of a dynamic linker. A dynamic linker is a static program, but it loads
+/// preloaded libraries into the program that it is given.
 pub fn is_linker(path: &CStr) -> bool {
     let name = path.to_bytes().rsplit(|byte| *byte == b'/').next();
     name.is_some_and(|name| name.starts_with(b"ld-linux") || name.starts_with(b"ld.so"))

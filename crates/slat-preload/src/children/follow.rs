@@ -1,4 +1,4 @@
-//! Starts a program so that slat follows it: with LD_PRELOAD, or with this library in the program's place.
+//! Starts a program so that slat follows it: with LD_PRELOAD, or with this library in place of the program.
 
 use super::chain::{Chain, Reach, is_linker};
 use super::{LIBRARY, Words};
@@ -33,20 +33,20 @@ fn contains(file: &Opened, text: &[u8]) -> bool {
 /// The dynamic linker by which the kernel starts this library.
 const LINKER: &CStr = c"/lib64/ld-linux-x86-64.so.2";
 
-/// What is executed.
+/// The file that is executed.
 #[derive(Clone, Copy)]
 pub enum Executed {
     /// The file at a path.
     Path(*const c_char),
     /// A file given by its descriptor, by execveat(2) with `AT_EMPTY_PATH`.
     Descriptor(c_int),
-    /// No file: slat refuses the program, and has said so. A process that would become the program
-    /// ends with status 126.
+    /// No file: slat refuses the program, and has printed a message. A process that would become the program ends with
+    /// status 126.
     Nothing,
 }
 
-/// Whether a file can be executed by its path. This library's path fails if the program has another root, or sees only
-/// part of the file system.
+/// Whether a file can be executed by its path. The path of this library does not exist if the program has another root,
+/// or sees only part of the file system.
 fn is_there(file: &CStr) -> bool {
     // SAFETY: a path that ends with 0.
     let found = unsafe {
@@ -60,9 +60,9 @@ fn is_there(file: &CStr) -> bool {
     found.is_ok()
 }
 
-/// Whether slat refuses a program that it cannot follow. It refuses a program that names `/dev/kvm`, which would find
-/// the machine's own KVM or none, and says so in one line. Other programs run without slat. `lacks_proc` tells the
-/// reason where slat's files are kept.
+/// Whether slat refuses a program that slat cannot follow. slat refuses a program that names `/dev/kvm`, and prints one
+/// line: without slat such a program would find the machine's own KVM or none. Other programs run without slat. If
+/// `lacks_proc` is true, the reason is a missing `/proc`.
 fn refuses(library: &CStr, program: &CStr, lacks_proc: bool) -> bool {
     let file = Opened::new(program, libc::O_RDONLY);
     if !file.is_some_and(|file| contains(&file, b"/dev/kvm")) {
@@ -115,8 +115,8 @@ pub fn count(words: Words) -> Option<usize> {
     Some(count)
 }
 
-/// Memory for the words with which a program is started: the caller's memory, or a new mapping if that does not
-/// suffice. (A mapping made in a child of `vfork` stays in its parent.)
+/// Memory for the words with which a program is started: memory of the caller, or a new mapping if the caller's does
+/// not suffice. (A mapping made in a child of `vfork` remains in its parent.)
 struct Scratch {
     start: *mut u8,
     len: usize,
@@ -148,7 +148,7 @@ impl Scratch {
         })
     }
 
-    /// Joins strings to one that ends with a NUL. There must be space for it.
+    /// Joins strings to one string that ends with a NUL. The memory must have space for the result.
     fn join(&mut self, parts: &[&[u8]]) -> *const c_char {
         // SAFETY: within the memory, as is asserted.
         unsafe {
@@ -162,7 +162,7 @@ impl Scratch {
         }
     }
 
-    /// Stores words one after another, with a null at the end. There must be space for them.
+    /// Stores words one after another, with a null at the end. The memory must have space for them.
     fn list(&mut self, words: impl Iterator<Item = *const c_char>) -> Words {
         self.used = self.used.next_multiple_of(size_of::<usize>());
         // SAFETY: within the memory, as is asserted.
@@ -193,9 +193,9 @@ impl Drop for Scratch {
 /// Starts the program at `path` by calling `start` with the file, the arguments and the environment that make
 /// slat follow the program.
 ///
-/// Where this library's file cannot be seen, its memfd is executed ([`carry`]). That is also done for a program that
-/// loads libraries, because it could not load this one. If `start` can only execute paths (`by_path`), it needs
-/// `/proc` for the memfd.
+/// If this library's file cannot be seen, its memfd is executed ([`carry`]). The memfd also replaces a program that
+/// loads libraries, because that program could not load this library. If `start` can only execute paths (`by_path`),
+/// executing a memfd needs `/proc`.
 ///
 /// # Safety
 /// - The arguments are as execve(2) demands: strings, and arrays of them that end with null. If they cannot be read,
@@ -236,7 +236,7 @@ pub unsafe fn follow<T>(
         Reach::Loaded => is_there(library),
         Reach::Preloaded => false,
     };
-    // A jailer clears the environment, but does not mean to clear slat's settings.
+    // A jailer clears the environment, but should not clear slat's settings.
     let settings = carried.is_some().then(environment::settings);
     let is_lost = is_elsewhere && carried.is_none() || chain.reach == Reach::Loaded && !loads;
     if is_lost && refuses(library, runs, lacks_proc) {
@@ -251,7 +251,7 @@ pub unsafe fn follow<T>(
     let preload = (0..variables).find_map(|index| value(PRELOAD, index));
     let has_library = preload.is_some_and(|value| {
         let mut names = value.split(|byte| matches!(byte, b':' | b' '));
-        // The library of another version of slat serves as well.
+        // The library of another version of slat serves as well as this library.
         names.any(|name| {
             let file = name.rsplit(|byte| *byte == b'/').next();
             file.is_some_and(|file| file.starts_with(b"libslat_preload"))

@@ -1,5 +1,5 @@
-//! Programs that the program executes: slat follows all of them. A program that loads libraries gets this one by
-//! LD_PRELOAD. For a program that loads none, this library is started in its place ([`load`](crate::load)).
+//! The programs that the program executes. slat follows all of them. A program that loads libraries gets this library
+//! by LD_PRELOAD. For a program that loads no libraries, this library is started in its place ([`load`](crate::load)).
 //!
 //! | file | idea |
 //! |---|---|
@@ -39,8 +39,8 @@ pub fn set_library(file: &CStr) {
     let _ = LIBRARY.set(file.to_owned());
 }
 
-/// Keeps this library's file, and those that it needs, for programs in another root. Call before the root
-/// changes. Async-signal-safe.
+/// Keeps this library's file, and the files that it needs, for programs in another root. Call before the root changes.
+/// Async-signal-safe.
 pub fn keep_files() {
     if let Some(library) = LIBRARY.get() {
         carry::keep(library);
@@ -112,23 +112,23 @@ static NEXT_EXECVPE: Next = Next::new(c"execvpe");
 static NEXT_SPAWN: Next = Next::new(c"posix_spawn");
 static NEXT_SPAWNP: Next = Next::new(c"posix_spawnp");
 
-/// Does execve.
+/// Implements execve.
 ///
 /// # Safety
-/// As for the system call.
+/// The conditions are those of the system call.
 pub unsafe fn execute(path: *const c_char, arguments: Words, environment: Words) -> c_int {
     let start = |executed, arguments, environment| {
         // SAFETY: the caller's promise; `follow` has derived these arguments from the caller's.
         plain(unsafe { replace_program(executed, arguments, environment) })
     };
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller keeps this function's contract.
     unsafe { follow(path, arguments, environment, false, start) as c_int }
 }
 
 /// Makes the kernel execute a file.
 ///
 /// # Safety
-/// As for execve.
+/// The conditions are those of execve.
 unsafe fn replace_program(
     executed: Executed,
     arguments: Words,
@@ -182,8 +182,8 @@ fn path_at(
     if Opened::new(name, libc::O_PATH).is_some() {
         return Some(buffer.as_ptr().cast());
     }
-    // The file has no name, like a memfd: it is reached by its descriptor. This library, too, needs the descriptor to
-    // be open in its process.
+    // The file has no name, like a memfd, so it is reached by its descriptor. If this library loads the program, the
+    // descriptor has to be open in this library's process, too.
     let link = match Chain::from(link.as_c_str())?.reach {
         // SAFETY: a descriptor of the program's is duplicated.
         Reach::Loaded => DescriptorPath::new(
@@ -196,10 +196,10 @@ fn path_at(
     Some(buffer.as_ptr().cast())
 }
 
-/// Does execveat.
+/// Implements execveat.
 ///
 /// # Safety
-/// As for the system call.
+/// The conditions are those of the system call.
 pub unsafe fn execute_at(
     directory: c_int,
     path: *const c_char,
@@ -210,7 +210,7 @@ pub unsafe fn execute_at(
     let mut buffer = [0; libc::PATH_MAX as usize];
     let found = path_at(directory, path, flags, &mut buffer);
     let pass = |arguments: Words, environment: Words| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps this function's contract.
         unsafe {
             call!(
                 libc::SYS_execveat,
@@ -235,8 +235,8 @@ pub unsafe fn execute_at(
     answer as c_int
 }
 
-/// Does execvpe. If slat need not change the call, the C library's function does it, which handles files
-/// that are no programs.
+/// Implements execvpe. If slat need not change the call, the C library's function makes it: that function also handles
+/// files that are no programs.
 unsafe fn execute_found(name: *const c_char, arguments: Words, environment: Words) -> c_int {
     let mut buffer = [0; libc::PATH_MAX as usize];
     if let Some(path) = find(name, &mut buffer) {
@@ -249,7 +249,7 @@ unsafe fn execute_found(name: *const c_char, arguments: Words, environment: Word
                 let _ = unsafe { replace_program(executed, words, variables) };
             }
         };
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { follow(path, arguments, environment, false, changed) };
     }
     let Some(next) = NEXT_EXECVPE.get() else {
@@ -266,13 +266,13 @@ unsafe fn execute_found(name: *const c_char, arguments: Words, environment: Word
 interpose! {
     /// execve(2).
     fn execve(path: *const c_char, arguments: Words, environment: Words) -> c_int {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { execute(path, arguments, environment) }
     }
 
     /// execv(3).
     fn execv(path: *const c_char, arguments: Words) -> c_int {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { execute(path, arguments, environ) }
     }
 
@@ -284,25 +284,25 @@ interpose! {
         environment: Words,
         flags: c_int,
     ) -> c_int {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { execute_at(directory, path, arguments, environment, flags) }
     }
 
     /// fexecve(3).
     fn fexecve(file: c_int, arguments: Words, environment: Words) -> c_int {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { execute_at(file, c"".as_ptr(), arguments, environment, libc::AT_EMPTY_PATH) }
     }
 
     /// execvp(3).
     fn execvp(name: *const c_char, arguments: Words) -> c_int {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { execute_found(name, arguments, environ) }
     }
 
     /// execvpe(3).
     fn execvpe(name: *const c_char, arguments: Words, environment: Words) -> c_int {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { execute_found(name, arguments, environment) }
     }
 
@@ -315,7 +315,7 @@ interpose! {
         arguments: Words,
         environment: Words,
     ) -> c_int {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { spawn(&NEXT_SPAWN, child, path, actions, attributes, arguments, environment) }
     }
 
@@ -331,23 +331,23 @@ interpose! {
         let mut buffer = [0; libc::PATH_MAX as usize];
         // The C library reports that a program is not in PATH.
         let path = find(name, &mut buffer).unwrap_or(name);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { spawn(&NEXT_SPAWNP, child, path, actions, attributes, arguments, environment) }
     }
 }
 
-/// Defines a function that takes a path and any number of words up to a null. It calls `$inner` with the path and
-/// the array of the words.
+/// Defines a function that takes a path and any number of words up to a null. The function calls `$inner` with the path
+/// and the array of the words.
 ///
-/// The first five words are in registers, the others on the stack (System V ABI, AMD64 supplement, "Parameter
-/// Passing"). Pushing the registers between those words and the return address, which is moved down accordingly, makes
-/// one array of all words.
+/// The first five words are in registers, all others on the stack (System V ABI, AMD64 supplement, "Parameter
+/// Passing"). The function moves the return address down, and pushes the registers above it. So all words form one
+/// array.
 macro_rules! listed {
     ($(#[$meta:meta])* $name:ident calls $inner:path) => {
         $(#[$meta])*
         ///
         /// # Safety
-        /// As for the C library's function of this name.
+        /// The conditions are those of the C library's function of this name.
         #[cfg_attr(not(test), unsafe(no_mangle))]
         #[unsafe(naked)]
         pub unsafe extern "C-unwind" fn $name() {
@@ -387,18 +387,18 @@ listed! {
 }
 
 unsafe extern "C-unwind" fn execute_listed(path: *const c_char, words: Words) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller keeps this function's contract.
     unsafe { execute(path, words, environ) }
 }
 
 unsafe extern "C-unwind" fn find_listed(name: *const c_char, words: Words) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller keeps this function's contract.
     unsafe { execute_found(name, words, environ) }
 }
 
 /// The environment follows the words' null.
 unsafe extern "C-unwind" fn execute_listed_in(path: *const c_char, words: Words) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller keeps this function's contract.
     unsafe {
         execute(
             path,
@@ -408,7 +408,7 @@ unsafe extern "C-unwind" fn execute_listed_in(path: *const c_char, words: Words)
     }
 }
 
-/// Does posix_spawn by one of the C library's functions.
+/// Implements posix_spawn by one of the C library's functions.
 unsafe fn spawn(
     next: &Next,
     child: *mut libc::pid_t,
@@ -430,7 +430,7 @@ unsafe fn spawn(
             environment,
             true,
             |executed, arguments, environment| {
-                // The child of `posix_spawn` can only execute a path.
+                // The child of `posix_spawn` can execute only a path.
                 let link;
                 let path = match executed {
                     Executed::Path(path) => path,
@@ -446,7 +446,7 @@ unsafe fn spawn(
     }
 }
 
-/// Returns the result of a function that the C library does not have.
+/// Returns the result of a function that this C library does not have.
 fn missing() -> c_int {
     crate::real::set_errno(libc::ENOSYS);
     -1

@@ -1,5 +1,5 @@
-//! The calls that concern their thread, its signals or its memory. The state that the kernel would change is in the
-//! frame, or kept by slat. All other calls go to [`others`].
+//! Serves the calls that concern their own thread, its signals or its memory. The kernel would change state for such a
+//! call; here that state is in the frame, or slat keeps it. All other calls go to [`others`].
 
 use super::frame::{self, Frame};
 use super::request::Request;
@@ -30,7 +30,7 @@ fn write<T: slat_guard::Word>(address: usize, value: T) -> Result<(), isize> {
     unsafe { slat_guard::store(address as *mut T, value) }.map_err(|_| error(libc::EFAULT))
 }
 
-/// Does the call that is in the frame. Returns the kernel's result.
+/// Serves the call that is in the frame. Returns the kernel's result.
 pub fn answer(frame: &mut Frame) -> isize {
     let (number, arguments) = frame.call();
     let [a, b, c, d, ..] = arguments;
@@ -84,8 +84,8 @@ pub fn answer(frame: &mut Frame) -> isize {
             ));
             error(libc::EINVAL)
         }
-        // A detached thread of musl unmaps its own stack before it ends: there is no stack for a
-        // signal after this call.
+        // A detached thread of musl unmaps its own stack before it ends. So after this call there is no stack for a
+        // signal.
         libc::SYS_munmap
             if loaded::is_loaded() && frame.register(libc::REG_RSP).wrapping_sub(a) < b =>
         {
@@ -108,8 +108,8 @@ fn pass(number: i64, arguments: [usize; 6]) -> isize {
     unsafe { raw(number, arguments) }
 }
 
-/// Does the calls by which a C library sets up a thread and its memory, in a program that has slat's C
-/// library besides its own.
+/// Serves the calls by which a C library sets up a thread and its memory, in a program that has another C library than
+/// slat's.
 fn in_loaded_program(number: i64, arguments: [usize; 6]) -> Option<isize> {
     /// `arch/x86/include/uapi/asm/prctl.h`.
     const ARCH_SET_GS: usize = 0x1001;
@@ -184,7 +184,7 @@ fn refuse_strict() -> isize {
     error(libc::EINVAL)
 }
 
-/// Does rt_sigprocmask: changes the mask in the frame, which the kernel restores on return.
+/// Implements rt_sigprocmask: changes the mask in the frame, which the kernel restores on return.
 fn change_mask(
     frame: &mut Frame,
     how: i32,
@@ -211,7 +211,7 @@ fn change_mask(
     Ok(0)
 }
 
-/// Does rt_sigaction. The kernel's `struct sigaction` has handler, flags, restorer and mask.
+/// Implements rt_sigaction. The kernel's `struct sigaction` has handler, flags, restorer and mask.
 fn change_action(signal: i32, new: usize, old: usize, bytes: usize) -> Result<isize, isize> {
     if bytes != SET_BYTES {
         return Err(error(libc::EINVAL));
@@ -262,8 +262,8 @@ fn change_action(signal: i32, new: usize, old: usize, bytes: usize) -> Result<is
     Ok(0)
 }
 
-/// Does sigaltstack. The kernel would see slat's stack pointer; the program's is in the frame. The frame also has the
-/// alternate stack that the return to the program sets again.
+/// Implements sigaltstack. The kernel cannot serve the call, because it would see slat's stack pointer. The program's
+/// stack pointer is in the frame. The frame also has the alternate stack that the return to the program sets again.
 fn change_alternate(frame: &mut Frame, new: usize, old: usize) -> isize {
     const AUTODISARM: i32 = 1 << 31;
     let before = frame.alternate;
@@ -281,7 +281,7 @@ fn change_alternate(frame: &mut Frame, new: usize, old: usize) -> isize {
         pointers::set_alternate(&frame.alternate);
     }
     if old != 0 {
-        // The frame has the stack as it was set; its state has to be derived.
+        // The frame has the stack as the program has set it; the state of the stack has to be derived.
         let state = match (before.ss_size, is_used) {
             (0, _) => libc::SS_DISABLE,
             (_, true) => libc::SS_ONSTACK,
@@ -302,8 +302,8 @@ fn change_alternate(frame: &mut Frame, new: usize, old: usize) -> isize {
     0
 }
 
-/// Does a call that sets a signal mask while it waits. `set` is the index of the argument that points to the mask,
-/// `bytes` that of its size.
+/// Makes a call that sets a signal mask while it waits. The argument with index `set` points to the mask; the argument
+/// with index `bytes` is the mask's size.
 fn with_mask(number: i64, mut arguments: [usize; 6], set: usize, bytes: usize) -> isize {
     let mask;
     if arguments[set] != 0 && arguments[bytes] == SET_BYTES {
@@ -316,7 +316,7 @@ fn with_mask(number: i64, mut arguments: [usize; 6], set: usize, bytes: usize) -
     pass(number, arguments)
 }
 
-/// Does pselect6. Its last argument points to a pair: the pointer to the mask, and the mask's size.
+/// Implements pselect6. Its last argument points to a pair: the pointer to the mask, and the mask's size.
 fn select(mut arguments: [usize; 6]) -> isize {
     let given = arguments[5];
     let (mask, pair);

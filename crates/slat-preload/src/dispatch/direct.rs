@@ -1,14 +1,14 @@
 //! ioctl(2) from a rewritten call site ([`sites`](super::sites)): a jump to slat instead of a signal.
 //!
-//! Over a system call the kernel keeps all registers except RAX, RCX and R11. So this code does, too: it saves flags,
-//! floating point and vectors, and slat's code finds them as it expects ([`caller`](slat_process::caller)). It writes
-//! nothing to the program's stack, which may be a goroutine's. slat's stack is free if the program is on its own stack
-//! ([`stack`](slat_process::stack)). A call from any other stack, and each call that is not ioctl, is made by the
-//! `syscall` in the site's stub, and dispatched.
+//! The kernel keeps all registers except RAX, RCX and R11 over a system call. So this code keeps them, too. It saves
+//! flags, floating point and vectors, and then sets them as slat's code expects ([`caller`](slat_process::caller)). It
+//! writes nothing to the program's stack, which may be a goroutine's. slat's stack is free if the program is on its own
+//! stack ([`stack`](slat_process::stack)). Calls from any other stack, and calls other than ioctl, are made by the
+//! `syscall` in the site's stub, and are dispatched.
 //!
-//! Only loaded programs have rewritten sites: the base of GS leads to the thread's stack before anything is saved.
-//! Signals may arrive between any two instructions. Handlers determine which thread pointer FS holds, and derive from
-//! the stack pointer which part of slat's stack is in use.
+//! Only loaded programs have rewritten sites. In them, the base of GS leads to the thread's stack before anything is
+//! saved. Signals may arrive between any two instructions. Their handlers determine which thread pointer FS holds, and
+//! derive from the stack pointer which part of slat's stack is in use.
 
 use super::others;
 use slat_kvm::cpuid::host_leaf;
@@ -90,7 +90,8 @@ pub unsafe extern "C" fn entry() {
         "pushfq",
         "test dword ptr [rsp], {flags}",
         "jz 4f",
-        // Clears all flags but the one that is always set: strings go upwards, alignment is not checked, nothing traps.
+        // Clears all flags except the flag that is always set: strings go upwards, alignment is not checked, nothing
+        // traps.
         "push 2",
         "popfq",
         "4:",
@@ -114,8 +115,8 @@ pub unsafe extern "C" fn entry() {
         "mov eax, -1",
         "mov edx, -1",
         "xsave64 [rsp]",
-        // Usually floating point is as in a new process. Compares FCW and FSW, which tags are in use, and MXCSR (Intel
-        // SDM, volume 1, table 10-2).
+        // The floating-point state is usually that of a new process. This compares FCW and FSW, the tags in use, and
+        // MXCSR with that state (Intel SDM, volume 1, table 10-2).
         "cmp dword ptr [rsp], {x87}",
         "jne 6f",
         "cmp byte ptr [rsp + 4], 0",
@@ -187,7 +188,7 @@ unsafe extern "C" fn serve(saved: &Saved) -> isize {
         arguments: [
             saved.rdi, saved.rsi, saved.rdx, saved.r10, saved.r8, saved.r9,
         ],
-        // SAFETY: the stub's, which stays.
+        // SAFETY: the site is part of the stub, which is never freed.
         address: unsafe { (*saved.site).back },
     };
     let answer = others::from_site(&made);

@@ -1,14 +1,14 @@
-//! The seccomp filters of a program whose C library is not slat's.
+//! The seccomp filters of a program that has another C library than slat's.
 //!
-//! slat's own system calls, and the program's calls that slat passes on, come from one range of addresses. A few
-//! instructions are put before each filter that allow everything from this range. So slat works whatever the
-//! program forbids itself. A call of the program is judged here before slat serves it, by the filter that the
-//! program has written, with the address at which the program has made the call. If the filter does not simply
-//! allow the call, slat makes it outside the range, so that the kernel itself does what the filter says: an error,
-//! a signal, or the end of the process.
+//! slat's own system calls, and the program's calls that slat passes on, come from one range of addresses. slat puts a
+//! few instructions before each filter, which allow every call from this range. So slat works whatever the program
+//! forbids itself. Before slat serves a call of the program, the code here judges the call by the program's filter,
+//! with the address at which the program has made the call. If the filter does not simply allow the call, slat makes
+//! the call outside the range. Then the kernel itself does what the filter says: it returns an error, sends a signal,
+//! or ends the process.
 //!
 //! (In a program that loads libraries, the range is also that of the program's C library. There filters are not
-//! changed, and `slat_kvm::filters` finds out what they forbid.)
+//! changed, and `slat_kvm::filters` finds out which calls the filters forbid.)
 
 use crate::real::error;
 use crate::seccomp::{prefixed, read_filter};
@@ -36,7 +36,7 @@ thread_local! {
 /// The filters that were installed on all threads at once (`SECCOMP_FILTER_FLAG_TSYNC`).
 static OF_ALL: AtomicPtr<Filter> = AtomicPtr::new(null_mut());
 
-/// The filters of a thread, for a thread that it makes.
+/// The filters of a thread, which a thread that it makes inherits.
 #[derive(Clone, Copy, Debug)]
 pub struct Inherited(*const Filter);
 
@@ -70,13 +70,14 @@ fn let_pass(call: &Made) -> bool {
     })
 }
 
-/// If this thread's filters do not allow a call, makes the call where they judge it. `None`: they allow the call.
+/// If this thread's filters do not allow a call, makes the call at an address where the filters judge it. `None`: they
+/// allow the call.
 pub fn judged(call: &Made) -> Option<isize> {
     if let_pass(call) {
         return None;
     }
     disarm_thread();
-    // SAFETY: the program's own call. If the program's filter answers by a signal, that ends the program or is handled.
+    // SAFETY: the program's own call. If the filter sends a signal, the signal ends the program or is handled.
     let answer = unsafe { gate::call_own(call.number, call.arguments) };
     arm_thread();
     Some(answer)

@@ -1,12 +1,13 @@
-//! The context of a dispatched system call: the state of the program that the kernel saved when it sent SIGSYS.
+//! The frame of a dispatched system call: the state of the program that the kernel saved when it sent SIGSYS.
 //!
-//! The kernel writes the context where it calls the handler, on the program's stack or its alternate one. That stack
-//! may have only a kilobyte, like a goroutine's, or may be reused by the next signal. So the handler first copies the
-//! context to a stack of slat's own ([`place`]), unless it is already there. The call is served on that stack, and the
-//! kernel returns to the state in the copy ([`resume`]).
+//! The kernel writes the frame to the stack on which it calls the handler: the program's stack or its alternate stack.
+//! That stack may have only a kilobyte, like a goroutine's, or may be reused by the next signal. So the handler first
+//! copies the frame to a stack of slat's own ([`place`]), unless the frame is already there. The call is served on
+//! slat's stack, and the kernel returns to the state in the copy ([`resume`]).
 //!
-//! Until then all signals are blocked. Signals of the program may arrive later, while slat serves the call (a `read`
-//! that waits). Their handlers make calls of their own, which are served below the first: [`stack`] knows where.
+//! All signals are blocked until the copy is made. Signals of the program may arrive later, while slat serves the call,
+//! for example a `read` that waits. The handlers of these signals make calls of their own. Such calls are served below
+//! the first call: [`stack`] knows at which address.
 
 use super::serve;
 use slat_guard::Section;
@@ -23,8 +24,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 #[derive(Debug)]
 pub struct Frame {
     flags: u64,
-    /// The kernel does not use this field. On slat's stack, the field holds the address down to which the
-    /// stack was used before.
+    /// The kernel does not use this field. On slat's stack, the field holds the lowest address that was in use on that
+    /// stack before.
     link: usize,
     /// The alternate stack, which the kernel sets again when it returns.
     pub alternate: libc::stack_t,
@@ -53,7 +54,7 @@ impl Frame {
         self.is_on_alternate(self.register(libc::REG_RSP))
     }
 
-    /// Returns the part of the alternate stack below the call, which is free.
+    /// Returns the part of the alternate stack below the call. That part is free.
     pub fn free_alternate(&self) -> libc::stack_t {
         let free = self.register(libc::REG_RSP) - stack::RED_ZONE - self.alternate.ss_sp as usize;
         libc::stack_t {
@@ -199,9 +200,9 @@ unsafe extern "C" fn place(_signal: c_int, info: *const Sent, kernels: *mut Fram
     }
 }
 
-/// The address of the C library's call of rt_sigreturn(2). [`entry`] pushes it as the return address of `serve`, which
-/// does not return. Unwinders take the frame above such an address for the kernel's signal frame, and continue with the
-/// interrupted code. So a thread that is cancelled in `serve` unwinds into the program.
+/// The address of the C library's call of rt_sigreturn(2). [`entry`] pushes this address as the return address of
+/// `serve`, which does not return. Unwinders treat the frame above such an address as the kernel's signal frame, and
+/// continue with the interrupted code. So a thread that is cancelled in `serve` unwinds into the program.
 static RESTORER: AtomicUsize = AtomicUsize::new(0);
 
 /// Call before the first [`entry`].
@@ -210,8 +211,8 @@ pub fn set_restorer(address: usize) {
 }
 
 /// The handler that the kernel calls for SIGSYS. It serves a dispatched call of the program (`si_code` 2,
-/// SYS_USER_DISPATCH), [passes](pass_through_gate) a call of slat itself, and hands other SIGSYS signals, those of
-/// seccomp filters, to the program's handler.
+/// SYS_USER_DISPATCH), and [passes](pass_through_gate) a call of slat itself. All other SIGSYS signals come from
+/// seccomp filters; it hands them to the program's handler.
 #[unsafe(naked)]
 pub unsafe extern "C-unwind" fn entry() {
     naked_asm!(
@@ -254,19 +255,20 @@ pub unsafe extern "C-unwind" fn entry() {
 
 /// Whether this thread is in slat's code, in a process with one thread pointer. Runs in the handler.
 unsafe extern "C" fn runs_slat() -> bool {
-    // Before a program that slat loads begins, `is_loaded` is false; afterwards it has a thread pointer of its own.
+    // Before a program that slat loads begins, `is_loaded` is false; after it has begun, it has a thread pointer of its
+    // own.
     Section::is_entered() || crate::loaded::is_loaded()
 }
 
-/// Makes a call of slat itself again at the gate, from where calls pass: the second half of [`entry`], with the
-/// kernel's frame in RDX. slat's code also enters the kernel by other code than the C library's: by the vDSO, whose
-/// functions make a call for what they cannot compute, and by the dynamic linker.
+/// Repeats a call of slat itself at the gate, from where calls pass: the second half of [`entry`], with the kernel's
+/// frame in RDX. slat enters the kernel not only by the C library's code: the vDSO's functions make a call if they
+/// cannot compute the result, and so does the dynamic linker.
 ///
-/// The call is not made here but where the handler returns to, with the stack, the signal mask and all registers of the
-/// code that makes it. So the call may wait, be interrupted and restarted, or change the mask. (A thread that begins on
-/// a stack of its own would not find the code after the gate; but only the C library's text makes threads.) The three
-/// words that lead back are stored below everything in use on the interrupted stack: its red zone, and this handler's
-/// frame if that is there.
+/// The call is not made here, but at the address to which the handler returns, with the stack, the signal mask and all
+/// registers of the code that makes the call. So the call may wait, be interrupted and restarted, or change the mask.
+/// (A thread that begins on a stack of its own would not find the code after the gate; but only the C library's text
+/// makes threads.) Three words lead back to the interrupted code. They are stored below all memory in use on the
+/// interrupted stack: its red zone, and this handler's frame if that is on the same stack.
 #[unsafe(naked)]
 unsafe extern "C" fn pass_through_gate() {
     naked_asm!(
@@ -310,14 +312,14 @@ unsafe extern "C" fn pass_through_gate() {
     )
 }
 
-/// The flags that neither rt_sigreturn(2) nor a system call changes (`FIX_EFLAGS` of
-/// `arch/x86/kernel/signal.c` has the others).
+/// The flags that neither rt_sigreturn(2) nor a system call changes. (`FIX_EFLAGS` of `arch/x86/kernel/signal.c` has
+/// all other flags.)
 const LEFT_ALONE: u64 = NESTED_TASK | IDENTIFICATION;
 
 /// Returns to the program.
 ///
 /// # Safety
-/// - The frame is on a stack below which nothing is needed any more, and tells where the program continues.
+/// - The frame is on a stack below which nothing is needed any more, and says where the program continues.
 #[unsafe(naked)]
 unsafe extern "C" fn return_to(frame: *mut Frame) -> ! {
     naked_asm!(
@@ -348,11 +350,11 @@ unsafe extern "C" fn return_to(frame: *mut Frame) -> ! {
 /// # Safety
 /// - `frame` is a copy on this thread's stack. The caller has no value that has to be dropped.
 pub unsafe fn resume(frame: *mut Frame) -> ! {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller keeps this function's contract.
     unsafe {
         if (*frame).comes_from_alternate() {
-            // The call came from the alternate stack, and may have interrupted a call that is served above. The memory
-            // below that call becomes free again, once no other signal can arrive before the return.
+            // The call came from the alternate stack, and may have interrupted another call that is served above it.
+            // The memory below the other call becomes free again, once no signal can arrive before the return.
             super::block_all();
             stack::set_used_to((*frame).link);
         }
@@ -360,13 +362,13 @@ pub unsafe fn resume(frame: *mut Frame) -> ! {
     }
 }
 
-/// Does rt_sigreturn(2) for a handler that has called it itself.
+/// Implements rt_sigreturn(2) for a handler that has called it itself.
 ///
 /// # Safety
 /// - The kernel's frame of that handler is at `sp`. The caller has no value that has to be dropped.
 pub unsafe fn return_from_handler(sp: usize) -> ! {
     let frame = sp as *mut Frame;
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller keeps this function's contract.
     unsafe {
         (*frame).mask = slat_guard::blockable((*frame).mask);
         return_to(frame)

@@ -1,4 +1,5 @@
-//! Threads that the C library makes, in a program that has loaded it, and the stacks on which their calls are served.
+//! The threads that the C library makes, in a program that has loaded it, and the stacks on which their calls are
+//! served.
 
 use crate::files::interpose_with_callers_floats;
 use crate::guarded::guarded;
@@ -83,8 +84,8 @@ extern "C-unwind" fn first<T>(start: *mut c_void) -> T {
         *unsafe { Box::from_raw(start.cast::<Routine<T>>()) }
     };
     match loaded::is_loaded() {
-        // slat's own thread, which has its maker's GS, and perhaps a filter. Its calls from other code than the C
-        // library's have to be dispatched, too, so that they are made at the gate.
+        // slat's own thread has the GS base of its maker, and perhaps a filter. Its calls from code outside the C
+        // library have to be dispatched, too, so that they are made at the gate.
         true => {
             // SAFETY: the first thread has done the same.
             unsafe { pointers::separate(0) };

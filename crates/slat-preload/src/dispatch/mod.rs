@@ -67,8 +67,8 @@ fn has_sanitizer() -> bool {
     !found.is_null()
 }
 
-/// Arms a program that the dynamic linker has loaded, if the program's own code makes system calls, or if the user asks
-/// for it (`SLAT_DISPATCH`, for calls of the program's libraries). Call at the program's start.
+/// Arms a program that the dynamic linker has loaded. Does so only if the program's own code makes system calls, or if
+/// the user asks for it (`SLAT_DISPATCH`, for calls of the program's libraries). Call at the program's start.
 pub fn arm_if_needed() {
     let is_asked =
         std::env::var_os("SLAT_DISPATCH").is_some_and(|value| !value.is_empty() && value != "0");
@@ -90,12 +90,12 @@ unsafe extern "C-unwind" fn serve(frame: *mut frame::Frame) -> ! {
     // SAFETY: the caller's promise: no other code has the copy.
     unsafe {
         if (*frame).comes_from_alternate() {
-            // The kernel sees that the thread runs on another stack, and would put the next handler
-            // over this one's frame.
+            // The kernel sees that the thread runs on another stack, and would put the next handler's frame over this
+            // frame.
             let free = (*frame).free_alternate();
             let _ = kernel!(libc::SYS_sigaltstack, &raw const free, 0);
         }
-        // From here on handlers of the program may run, as they may while the kernel serves a call.
+        // Now handlers of the program may run, as they may while the kernel serves a call.
         change_mask(libc::SIG_SETMASK, (*frame).mask);
         let answer = calls::answer(&mut *frame);
         (*frame).set_register(libc::REG_RAX, answer as usize);

@@ -1,4 +1,4 @@
-//! The calls that concern neither their thread nor its signals: they are made like calls by `syscall`.
+//! The calls that concern neither their own thread nor its signals. They are made like calls by `syscall`.
 
 use super::filters;
 use crate::indirect::by_number;
@@ -6,14 +6,14 @@ use crate::real::error;
 use crate::{ioctls, loaded};
 use slat_process::filter::Made;
 
-/// Makes a call of a rewritten call site. Returns the kernel's result.
+/// Makes a call that came from a rewritten call site. Returns the kernel's result.
 pub fn from_site(made: &Made) -> isize {
     filters::judged(made).unwrap_or_else(|| make(made.number, made.arguments))
 }
 
 /// Makes a call that this thread's filters allow. Returns the kernel's result.
 pub fn make(number: i64, arguments: [usize; 6]) -> isize {
-    // SAFETY: the program's call. The C library that cancels threads here is not the loaded program's.
+    // SAFETY: the program's call. slat's C library does not cancel threads of the loaded program.
     let answer = unsafe {
         match number {
             libc::SYS_ioctl if !loaded::is_loaded() => {

@@ -91,7 +91,7 @@ impl Request {
         self.flags & flag != 0
     }
 
-    /// Returns the same request, but for a process with a copy of the memory, and with handlers and a stack of its own.
+    /// Returns the same request for a process that has a copy of the memory, and handlers and a stack of its own.
     pub fn with_a_copy_of_memory(&self) -> Self {
         // The kernel refuses shared handlers without shared memory; that error must still occur.
         let shared = if self.has(VM) { VM | SIGHAND } else { 0 };
@@ -104,7 +104,7 @@ impl Request {
         }
     }
 
-    /// Whether this is what fork(2) makes.
+    /// Whether fork(2) makes such a process.
     pub fn is_fork(&self) -> bool {
         let known = PARENT_SET_TID | CHILD_SET_TID | CHILD_CLEAR_TID;
         self.flags & !known == 0
@@ -118,7 +118,8 @@ impl Request {
         self.flags >> 32 == 0 && self.set_tid_size == 0 && !two_words
     }
 
-    /// Does clone(2) with a stack pointer for the child; 0 keeps its maker's. Returns the kernel's result.
+    /// Makes the call clone(2) with the stack pointer `sp` for the child; 0 keeps its maker's. Returns the kernel's
+    /// result.
     ///
     /// # Safety
     /// - The request [fits](Self::fits). The caller continues in both processes, or the child continues
@@ -130,7 +131,7 @@ impl Request {
         };
         let flags = (self.flags | self.exit_signal) as usize;
         let (word, child_tid, tls) = (word as usize, self.child_tid as usize, self.tls as usize);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { raw(libc::SYS_clone, [flags, sp, word, child_tid, tls, 0]) }
     }
 
@@ -139,9 +140,10 @@ impl Request {
     /// # Safety
     /// - The caller continues in both processes.
     pub unsafe fn issue(&self) -> isize {
-        // Filters of container runtimes refuse clone3, because they cannot read its flags.
+        // Filters of container runtimes refuse clone3, because they cannot read its flags. So clone is used if it
+        // suffices.
         if self.fits() {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller keeps this function's contract.
             return unsafe { self.clone_to(0) };
         }
         let arguments = [
@@ -152,7 +154,7 @@ impl Request {
             0,
             0,
         ];
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { raw(libc::SYS_clone3, arguments) }
     }
 

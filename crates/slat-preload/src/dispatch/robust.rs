@@ -1,10 +1,10 @@
 //! Robust futexes of a loaded program (`Documentation/locking/robust-futex-ABI.rst`). When a thread ends, the kernel
-//! marks the futexes that it holds. But a program's thread ends before the thread of slat's C library on which it runs,
-//! and threads that wait for its end look at its futexes. So slat marks them.
+//! marks the futexes that the thread holds. But a thread of the program ends before the thread of slat's C library on
+//! which it runs, and threads that wait for its end look at its futexes. So slat marks these futexes.
 
 use crate::real::kernel;
 
-/// The most futexes that the kernel walks.
+/// The greatest number of futexes that the kernel walks.
 const LIMIT: usize = 2048;
 
 /// Marks the futexes that this thread holds, wakes the threads that wait for them, and unregisters the list.
@@ -20,7 +20,7 @@ pub fn leave() {
     let walk = || {
         let mut next = load(head)? as usize;
         let offset = load(head + 8)? as usize;
-        // The lowest bit means that the futex has priority inheritance.
+        // The lowest bit means that the futex has priority inheritance. The address does not include it.
         let pending = load(head + 16)? as usize & !1;
         for _ in 0..LIMIT {
             let entry = next & !1;
@@ -37,9 +37,9 @@ pub fn leave() {
         }
         Ok::<_, slat_guard::Gone>(())
     };
-    // A list that cannot be read has no futexes.
+    // If the list cannot be read, no futexes are marked.
     let _ = walk();
-    // SAFETY: no list.
+    // SAFETY: the null pointer unregisters the list.
     let _ = unsafe { kernel!(libc::SYS_set_robust_list, 0, bytes) };
 }
 

@@ -1,6 +1,6 @@
-//! Restartable sequences (rseq(2)) of a loaded program. A thread has one area to which the kernel writes, and slat's C
-//! library has registered its own. It gives way to the program's area: slat's C library only reads the number of the
-//! processor there, and can do without.
+//! Restartable sequences (rseq(2)) of a loaded program. The kernel writes to only one area of a thread, and slat's C
+//! library has registered its own area. When the program registers an area, slat unregisters the C library's area:
+//! slat's C library only reads the processor's number there, and can do without.
 
 use crate::real::{Next, raw};
 use std::cell::Cell;
@@ -11,7 +11,7 @@ const SIGNATURE: usize = 0x5305_3053;
 
 thread_local! {
     // These variables have neither initialisers nor destructors.
-    /// Whether slat's C library has given way on this thread.
+    /// Whether the area of slat's C library was unregistered on this thread.
     static HAS_GIVEN_WAY: Cell<bool> = const { Cell::new(false) };
     /// The program's area: address, size, signature. The address is 0 if there is none.
     static PROGRAMS: Cell<[usize; 3]> = const { Cell::new([0; 3]) };
@@ -23,11 +23,11 @@ fn rseq(area: usize, bytes: usize, flags: usize, signature: usize) -> isize {
     unsafe { raw(libc::SYS_rseq, [area, bytes, flags, signature, 0, 0]) }
 }
 
-/// Unregisters the area of slat's C library.
+/// Unregisters the area of slat's C library, in favour of the program's.
 fn give_way() {
     /// The area's offset from the thread pointer (glibc manual, "Restartable Sequences").
     static OFFSET: Next = Next::new(c"__rseq_offset");
-    /// The area's size in the first version; in later ones it is a multiple (`AT_RSEQ_FEATURE_SIZE`).
+    /// The area's size in the first version. In later versions the size is a multiple of this (`AT_RSEQ_FEATURE_SIZE`).
     const BYTES: usize = 32;
     if HAS_GIVEN_WAY.replace(true) {
         return;
@@ -49,7 +49,7 @@ fn give_way() {
     }
 }
 
-/// Does rseq.
+/// Implements rseq.
 pub fn register([area, bytes, flags, signature, ..]: [usize; 6]) -> isize {
     if flags == 0 {
         give_way();
@@ -63,8 +63,8 @@ pub fn register([area, bytes, flags, signature, ..]: [usize; 6]) -> isize {
     answer
 }
 
-/// Unregisters the program's area: the program's thread, and the memory with it, ends before the thread
-/// of slat's C library.
+/// Unregisters the program's area. The program's thread ends before the thread of slat's C library does, and its memory
+/// may be freed.
 pub fn leave() {
     let [area, bytes, signature] = PROGRAMS.get();
     if area != 0 {

@@ -1,4 +1,4 @@
-//! Examines code: whether the program has `syscall` instructions of its own, and where padding is.
+//! Examines code: whether the program has `syscall` instructions of its own, and where padding between functions is.
 
 use iced_x86::{Decoder, DecoderOptions, FlowControl, Instruction, Mnemonic};
 use std::ops::Range;
@@ -12,7 +12,7 @@ pub fn makes_calls(code: &[u8]) -> bool {
     candidates(code).any(|at| is_instruction(code, at))
 }
 
-/// Returns where the bytes are.
+/// Returns the offsets of the two bytes of `syscall`.
 fn candidates(code: &[u8]) -> impl Iterator<Item = usize> {
     let mut from = 0;
     std::iter::from_fn(move || {
@@ -30,8 +30,9 @@ fn candidates(code: &[u8]) -> impl Iterator<Item = usize> {
     })
 }
 
-/// Whether an instruction begins at `at`. Decoding that begins anywhere before it agrees with the code's instructions
-/// after a few of them. So decoding begins at each of the preceding bytes in turn, and the majority decides.
+/// Whether an instruction begins at `at`. If decoding begins at any earlier byte, it agrees with the code's
+/// instructions after a few of them. So decoding begins at each of the preceding bytes in turn, and the majority
+/// decides.
 fn is_instruction(code: &[u8], at: usize) -> bool {
     const BEFORE: usize = 48;
     let first = at.saturating_sub(BEFORE);
@@ -48,16 +49,16 @@ fn is_instruction(code: &[u8], at: usize) -> bool {
 }
 
 /// Returns the offset of `len` bytes of padding that a short jump can reach. The short jump ends at offset `back`.
-/// Padding is bytes between two functions, which are never executed. `code` is a program's text, and `back` the
+/// Padding is bytes between two functions, which are never executed. `code` is a program's text, and `back` is the
 /// offset of an instruction.
 ///
 /// Decoding begins where an instruction is known to begin: at `back`, and at functions that are called. After a return
-/// or a jump, padding extends to an aligned address. After a call, which may return, padding counts only if the next
-/// function is called, too.
+/// or a jump, padding extends to an aligned address. A call may return, so bytes after a call are padding only if the
+/// next function is called, too.
 pub fn padding(code: &[u8], back: usize, len: usize) -> Option<usize> {
     /// A short jump reaches from `back` - 128 to `back` + 127.
     const REACH: usize = 128;
-    /// The number of bytes before these that are searched for the beginning of a function.
+    /// The number of bytes that are searched for the beginning of a function, before the bytes that the jump reaches.
     const BEFORE: usize = 1024;
     let window = back.saturating_sub(BEFORE)..code.len().min(back + 2 * REACH);
     let functions = called(code, &window);
@@ -95,8 +96,8 @@ pub fn padding(code: &[u8], back: usize, len: usize) -> Option<usize> {
 /// The least alignment of functions.
 const ALIGNMENT: usize = 16;
 
-/// Returns the aligned offsets within `window` that are called from anywhere in `code`, in order. (Other instructions
-/// may contain the same bytes with a matching distance, once in 2^32.)
+/// Returns the aligned offsets within `window` that are called from anywhere in `code`, in order. (By chance, other
+/// instructions may contain the bytes of a call with a matching distance, once in 2^32.)
 fn called(code: &[u8], window: &Range<usize>) -> Vec<usize> {
     const CALL: u8 = 0xe8;
     let targets = code.windows(5).enumerate().filter_map(|(at, bytes)| {
@@ -140,17 +141,18 @@ mod tests {
         assert_eq!(at(&[&end, &[0xcc; 6]], 0), Some(10));
         assert_eq!(at(&[&end, &long, &nops(11)], 0), Some(10));
         assert_eq!(at(&[&end, &nops(22), &end], 0), Some(10));
-        // Too short; not followed by a function; part of a function, aligned, and executed.
+        // Three cases without padding: too short; not followed by a function; part of a function, aligned, and
+        // executed.
         assert_eq!(at(&[&nops(2), &end, &nops(4), &end], 2), None);
         assert_eq!(at(&[&end, &nops(5), &end], 0), None);
         assert_eq!(at(&[&end[..8], &nops(8), &end], 0), None);
-        // After the end of the next function, as far as a short jump reaches.
+        // The padding is after the end of the next function, as far as a short jump reaches.
         assert_eq!(at(&[&end, &end, &nops(12)], 0), Some(20));
         let far = [0x48, 0x89, 0xc7].repeat(43);
         assert_eq!(at(&[&far, &end, &nops(5)], 0), None);
         assert_eq!(at(&[&end], 0), None);
-        // Before the function, which is called, if the previous function is called, too. (The first
-        // 16 bytes call them.)
+        // The padding is before the function, which is called, and the previous function is called, too. (The first 16
+        // bytes call them.)
         let call = |from: i32, to: i32| {
             let mut code = vec![0xe8];
             code.extend((to - from - 5).to_le_bytes());

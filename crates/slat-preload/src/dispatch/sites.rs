@@ -1,43 +1,44 @@
 //! Rewriting of call sites. A dispatched call takes a signal, which costs several times as much as an exit of
-//! `KVM_RUN`. A program makes `KVM_RUN` calls from one or two sites; after some calls slat replaces such a
-//! site by a jump to slat.
+//! `KVM_RUN`. A program makes its `KVM_RUN` calls from one or two sites. After some calls from a site, slat replaces
+//! that site by a jump to slat.
 //!
-//! The `syscall` has two bytes, as has a jump by at most 128 bytes. The short jump leads to padding between two
-//! functions, if there are five bytes of it; from there a longer jump leads to a stub in memory nearby. So no
-//! instruction moves: a thread that returns from the kernel, or is about to make the call, finds what it expects.
+//! The `syscall` has two bytes, and so has a jump by at most 128 bytes. The short jump leads to padding between two
+//! functions, if there are five bytes of padding; from there a longer jump leads to a stub in memory nearby. So no
+//! instruction moves: a thread that returns from the kernel, or is about to make the call, finds the code that it
+//! expects.
 //!
-//! A site stays as it is if no such padding is near, if its code is not private, readable and executable, or, on some
-//! processors (below), if its two bytes lie in two aligned quadwords. All sites stay as they are in a process that is traced, because a debugger has
-//! breakpoints in code, and with `SLAT_REWRITE=0`.
+//! A site is not rewritten in these cases: no such padding is near; the code is not private, readable and executable;
+//! or, on some processors (below), the two bytes lie in two aligned quadwords. No site is rewritten with
+//! `SLAT_REWRITE=0`, or in a process that is traced, because a debugger has breakpoints in code.
 //!
 //! # How text changes
-//! No memory is ever writable and executable, nor does writable memory become executable. The changed copy of one or two
-//! pages of text is written to a memfd by pwrite(2), and mapped in their place, readable and executable, by one mmap(2)
-//! with `MAP_FIXED`. The stub is in the same memfd. So rewriting needs neither SELinux's `execmem` nor `execmod`, and
-//! works under `PR_SET_MDWE` and under seccomp filters that forbid mappings which are writable and executable. Rewriting
-//! needs memfd_create(2), and SELinux's `execute` for files in tmpfs. Where the kernel refuses one of these, the site
-//! stays.
+//! No memory is ever writable and executable, nor does writable memory become executable. slat writes the changed copy
+//! of one or two pages of text to a memfd by pwrite(2). Then slat maps the copy in place of these pages, readable and
+//! executable, by one mmap(2) with `MAP_FIXED`. The stub is in the same memfd. So rewriting needs neither SELinux's
+//! `execmem` nor `execmod`, and works under `PR_SET_MDWE` and under seccomp filters that forbid mappings which are
+//! writable and executable. Rewriting needs memfd_create(2), and SELinux's `execute` for files in tmpfs. Where the
+//! kernel refuses one of these, the site is not rewritten.
 //!
-//! Other threads may execute these pages meanwhile. The kernel holds the process's mmap lock during the call. It
-//! removes the old translations, makes each processor that may have cached them invalidate them, and then allows new
-//! ones. A thread that fetches an instruction in between takes a page fault, and waits for the lock. So a processor
-//! executes the old instruction, or the new one, and never reaches the longer jump before it exists. It remains to show
-//! that no processor joins the first byte of the old instruction to the second byte of the new one:
+//! Other threads may execute these pages meanwhile. The kernel holds the process's mmap lock during the mmap(2). The
+//! kernel removes the old translations, makes each processor that may have cached them invalidate them, and then allows
+//! new translations. A thread that fetches an instruction in between takes a page fault, and waits for the lock. So a
+//! processor executes the old instruction or the new one, and never reaches the longer jump before that jump exists. It
+//! remains to show that no processor joins the first byte of the old instruction to the second byte of the new one:
 //!
 //! * Intel SDM, volume 3A, "Handling Self- and Cross-Modifying Code" (section 10.1.3; in older editions 9.1.3 or 8.1.3)
-//!   has one algorithm for changing code that another processor may execute: that processor executes a serializing
-//!   instruction before the new code. A plain store of two bytes is not promised to be seen as a whole. Here the
-//!   algorithm is followed, since a processor is interrupted for the invalidation ("Propagation of Paging-Structure
-//!   Changes to Multiple Processors", section 5.10.5, formerly 4.10.5), and INVLPG, MOV to CR3 and IRET are serializing
-//!   ("Serializing Instructions", section 10.3, formerly 9.3 or 8.3).
+//!   has one algorithm for changing code that another processor may execute: the other processor executes a serializing
+//!   instruction before the new code. The SDM does not promise that a plain store of two bytes is seen as a whole. slat
+//!   follows the algorithm, because each other processor is interrupted for the invalidation ("Propagation of
+//!   Paging-Structure Changes to Multiple Processors", section 5.10.5, formerly 4.10.5), and INVLPG, MOV to CR3 and
+//!   IRET are serializing ("Serializing Instructions", section 10.3, formerly 9.3 or 8.3).
 //! * Processors of AMD with INVLPGB invalidate without an interrupt (Linux 6.15). AMD APM, volume 2, section 7.6.1,
 //!   "Cross-Modifying Code", allows asynchronous modification by a change within a naturally aligned quadword. So on
-//!   them sites that lie in two of these stay.
+//!   these processors slat does not rewrite sites that lie in two quadwords.
 //!
-//! Text that differs from its file stays, too: the kernel's own breakpoints (uprobes) work only in a mapping of the
-//! file that they belong to. A mapping of the memfd has the name `/memfd:slat-text`; tools that find symbols by the
-//! names of mappings find none there. Before Linux 6.12, an mmap that runs out of the kernel's memory may leave the
-//! pages unmapped.
+//! slat also does not rewrite text that differs from its file: the kernel's own breakpoints (uprobes) work only in a
+//! mapping of the file to which they belong. A mapping of the memfd has the name `/memfd:slat-text`; tools that find
+//! symbols by the names of mappings find no symbols there. Before Linux 6.12, an mmap that exhausts the kernel's memory
+//! may leave the pages unmapped.
 
 use super::direct::{self, Site};
 use super::scan;
@@ -51,13 +52,13 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 
-/// The number of dispatched calls of a site after which it is rewritten.
+/// The number of dispatched calls after which a site is rewritten.
 const CALLS: u32 = 64;
 /// The number of sites that are counted.
 const SITES: usize = 32;
 const PAGE: usize = 4096;
 
-/// How often a site was dispatched. `back` is the address after it, where the program continues.
+/// The number of times that a site was dispatched. `back` is the address after the site, where the program continues.
 struct Count {
     back: AtomicUsize,
     calls: AtomicU32,
@@ -73,7 +74,7 @@ static COUNTS: [Count; SITES] = [const {
 /// Whether a thread is rewriting a site. Only that thread replaces pages, and chooses padding.
 static BUSY: AtomicBool = AtomicBool::new(false);
 
-/// Whether the user lets slat rewrite.
+/// Whether the user allows slat to rewrite sites.
 fn is_allowed() -> bool {
     std::env::var_os("SLAT_REWRITE").is_none_or(|value| value != "0")
 }
@@ -109,8 +110,8 @@ pub fn count(back: usize) {
     }
 }
 
-/// Whether the two bytes at `site` may change while another processor, which is not interrupted, executes them: see the
-/// module's documentation.
+/// Whether the two bytes at `site` lie within an aligned quadword. Then they may change while another processor, which
+/// is not interrupted, executes them: see the module's documentation.
 fn is_within_quadword(site: usize) -> bool {
     const QUADWORD: usize = 8;
     site % QUADWORD != QUADWORD - 1
@@ -133,7 +134,7 @@ fn rewrite(back: usize) -> Option<()> {
     let text = Text::around(back)?;
     let at = |address: usize| address - text.range.start;
     let site = back - scan::SYSCALL.len();
-    // A mapping begins with a page, so that offsets have the alignment of addresses.
+    // A mapping begins at a page boundary, so offsets in the text have the same alignment as addresses.
     let padding = text.range.start + scan::padding(text.code(), at(back), LONG.len())?;
     if !text.code()[..at(back)].ends_with(&scan::SYSCALL) {
         return None;
@@ -161,7 +162,7 @@ fn rewrite(back: usize) -> Option<()> {
     put(padding, &long);
     put(site, &[0xeb, short as u8]);
     memory.write_at(&changed, PAGE)?;
-    // SAFETY: a copy of these pages of text; what differs is as the module's documentation says.
+    // SAFETY: a copy of these pages of text, with only the changes that the module's documentation describes.
     unsafe { map(&memory, PAGE, &pages, libc::MAP_FIXED)? };
     Some(())
 }
@@ -176,7 +177,7 @@ const LONG: [u8; 5] = [0xe9, 0, 0, 0, 0];
 unsafe fn map(memory: &Opened, offset: usize, place: &Range<usize>, flags: i32) -> Option<usize> {
     let access = libc::PROT_READ | libc::PROT_EXEC;
     let flags = libc::MAP_PRIVATE | flags;
-    // SAFETY: the caller's.
+    // SAFETY: the caller keeps this function's contract.
     let mapped = unsafe {
         kernel!(
             libc::SYS_mmap,
@@ -209,7 +210,7 @@ fn map_near(text: &Range<usize>, memory: &Opened) -> Option<usize> {
     })
 }
 
-/// Private code that is readable and executable, and not writable: mappings without a gap.
+/// Private code that is readable and executable, and not writable. Its mappings have no gap between them.
 struct Text {
     range: Range<usize>,
     /// The parts that map files.
@@ -256,10 +257,10 @@ impl Text {
         unsafe { std::slice::from_raw_parts(self.range.start as *const u8, self.range.len()) }
     }
 
-    /// Whether those of `pages` that map a file have the file's memory, and no copy of it that was changed.
+    /// Whether the file-backed pages among `pages` still have the file's memory, not a changed private copy.
     fn is_original(&self, pages: &Range<usize>) -> bool {
-        /// Bits of an entry (`Documentation/admin-guide/mm/pagemap.rst`): the page is present, is swapped out, is the
-        /// file's or shared.
+        /// Bits of a pagemap entry (`Documentation/admin-guide/mm/pagemap.rst`): the page is present; it is swapped
+        /// out; it is the file's or shared.
         const PRESENT: u64 = 1 << 63;
         const SWAPPED: u64 = 1 << 62;
         const FILES: u64 = 1 << 61;
@@ -281,8 +282,8 @@ impl Text {
     }
 }
 
-/// What a rewritten site jumps to: loads the address of `site`, and jumps to `entry`. Its place in memory makes no
-/// difference to it.
+/// The code to which a rewritten site jumps. It loads the address of `site`, and jumps to `entry`. It works at any
+/// address.
 #[repr(C)]
 struct Stub {
     enter: [u8; 16],

@@ -1,5 +1,5 @@
-//! Code in memory: the C library's text, the one range of addresses from which system calls pass, with the instructions
-//! that slat uses; and the program's own code.
+//! Code in memory: the program's own code, and the C library's text. The C library's text is the one range of addresses
+//! from which system calls pass, and has the instructions that slat uses for its calls.
 
 use super::scan;
 use std::ffi::{c_int, c_void};
@@ -50,7 +50,8 @@ impl Text {
 pub fn program_makes_calls() -> bool {
     let mut makes = false;
     each_segment(|object, segment| {
-        // The first object is the program. If its code can be executed but not read, it is unknown what the code does.
+        // The first object is the program. If the program's code can be executed but not read, it is unknown whether
+        // the code makes calls.
         if object == 0 {
             // SAFETY: a segment that is mapped and readable. A program that changes its code while it
             // starts is not supported.

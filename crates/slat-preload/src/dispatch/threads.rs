@@ -1,11 +1,11 @@
 //! Threads and processes that the program makes by its own system calls.
 //!
-//! slat's code runs on each thread of the program, and needs a thread of slat's C library for that. So a new thread of
-//! a loaded program is a thread of that library: it continues where the program's thread begins, with that thread's
-//! stack and thread pointer. When the program ends the thread, the library's thread returns.
+//! slat's code runs on each thread of the program, and needs a thread of slat's C library for that. So slat makes each
+//! new thread of a loaded program as a thread of slat's C library. This thread continues where the program's thread
+//! begins, with the program's stack and thread pointer. When the program ends its thread, the library's thread returns.
 //!
-//! A child of `vfork` would run on the stack on which its parent is served. So it gets a copy of the memory instead;
-//! its parent nevertheless waits for it.
+//! A child of `vfork` would run on the stack on which its parent is served. So the child gets a copy of the memory
+//! instead; the parent nevertheless waits for the child.
 
 use super::filters::{self, Inherited};
 use super::frame::{self, Frame, KeptFrame};
@@ -26,7 +26,7 @@ use std::ptr::null_mut;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Makes a thread or a process. Returns the kernel's result to the caller, and for a process also to the child.
+/// Makes a thread or a process. Returns the kernel's result in the caller, and for a process also in the child.
 pub fn make(frame: &mut Frame, request: &Request) -> isize {
     if request.has(THREAD) {
         return match loaded::is_loaded() {
@@ -53,8 +53,8 @@ fn refuse(what: &str) -> isize {
 /// Makes a process that shares memory with its maker and has a stack of its own. (LeakSanitizer examines its program's
 /// threads by such a process.) The process has no thread of slat's C library, so its calls pass to the kernel.
 fn make_beside(frame: &Frame, request: &Request, top: usize) -> isize {
-    /// The child begins here: the gate's `ret` leads here, and the stack pointer is at the frame, as
-    /// rt_sigreturn(2) expects.
+    /// The child begins here: the `ret` at the gate leads here, with the stack pointer at the frame, as rt_sigreturn(2)
+    /// expects.
     #[unsafe(naked)]
     unsafe extern "C" fn begin() {
         naked_asm!(
@@ -64,8 +64,8 @@ fn make_beside(frame: &Frame, request: &Request, top: usize) -> isize {
             gate = sym GATE,
         )
     }
-    // SAFETY: the program gives this stack to the child. The frame is below the red zone of what the program may have
-    // put there. The parent continues here.
+    // SAFETY: the program gives this stack to the child. The frame is below the red zone of the data that the program
+    // may have put there. The parent continues here.
     unsafe {
         let copy = &mut *frame.copy_below(top - stack::RED_ZONE);
         copy.alternate = NO_STACK;
@@ -77,7 +77,7 @@ fn make_beside(frame: &Frame, request: &Request, top: usize) -> isize {
     }
 }
 
-/// Stores a thread's id where the program wants it. A bad address is ignored, as by the kernel.
+/// Stores a thread's id at the address that the program has given. A bad address is ignored, as by the kernel.
 fn tell(address: u64, number: u32) {
     // SAFETY: a guarded store to a word of the program's.
     let _ = unsafe { slat_guard::store(address as *mut u32, number) };
@@ -89,8 +89,8 @@ fn make_process(frame: &mut Frame, request: &Request) -> isize {
     block_all();
     let is_fork = copied.is_fork();
     let answer = match is_fork {
-        // Uses the C library's own fork: if other threads are making threads meanwhile, the child's copy of its
-        // data has to be repaired.
+        // The C library's own fork is used: if other threads are making threads meanwhile, the child's copy of the
+        // library's data has to be repaired.
         // SAFETY: a plain call. The child continues here.
         true => match unsafe { libc::fork() } {
             -1 => error(slat_process::errno()),
@@ -127,7 +127,8 @@ thread_local! {
     // These variables have neither initialisers nor destructors, because signal handlers read them.
     /// The word that becomes 0 when this thread ends (set_tid_address(2)), or 0.
     static CLEAR_AT_EXIT: Cell<usize> = const { Cell::new(0) };
-    /// Where the thread of slat's C library continues after the program's thread has ended; 0 on the first thread.
+    /// The stack pointer at which the thread of slat's C library continues after the program's thread has ended; 0 on
+    /// the first thread.
     static BEGUN_AT: Cell<usize> = const { Cell::new(0) };
 }
 
@@ -137,12 +138,12 @@ static THREADS: AtomicU32 = AtomicU32::new(1);
 /// The number of threads that still have their maker's base of GS, although the maker may have returned.
 static NOT_SEPARATE: AtomicU32 = AtomicU32::new(0);
 
-/// The signal by which a C library cancels threads. slat's C library makes sure that a new thread does not
-/// begin with it blocked.
+/// The signal by which a C library cancels threads. slat's C library ensures that no new thread begins with this signal
+/// blocked.
 pub const SIGCANCEL: usize = 32;
 
-/// Waits until each new thread has its own base of GS. Call before sending [`SIGCANCEL`] to a thread: otherwise its
-/// handler could change the maker's pointers.
+/// Waits until each new thread has its own base of GS. Call before sending [`SIGCANCEL`] to a thread: before that, the
+/// thread's handler could change the pointers of the thread's maker.
 pub fn wait_until_separate() {
     loop {
         match NOT_SEPARATE.load(Ordering::Acquire) {
@@ -164,15 +165,15 @@ const NO_STACK: libc::stack_t = libc::stack_t {
     ss_size: 0,
 };
 
-/// A thread to be made. Its maker does not wait until it runs, which takes long on busy processors. So maker and thread
-/// each have a reference.
+/// A thread that is being made. The maker does not wait until the thread runs, because that takes long on busy
+/// processors. So maker and thread each have a reference to this.
 struct Start {
     frame: KeptFrame,
     request: Request,
     /// The program's thread pointer.
     pointer: usize,
     filters: Inherited,
-    /// The thread's number, stored by itself.
+    /// The thread's id, which the thread itself stores.
     number: AtomicU32,
     told: AtomicU32,
 }
@@ -183,9 +184,9 @@ const BEING_TOLD: u32 = 1;
 const TOLD: u32 = 2;
 
 impl Start {
-    /// Stores the thread's id for the maker (CLONE_PARENT_SETTID). Called in the maker before it returns, and in the
-    /// thread before the program's code runs there. So both find the id, and no store comes later, when the word may be
-    /// in use for something else.
+    /// Stores the thread's id for the maker (CLONE_PARENT_SETTID). The maker calls this before it returns, and the new
+    /// thread calls this before the program's code runs on it. So both find the id. No store comes later, when the
+    /// program may use the word for something else.
     fn tell_maker(&self, number: u32) {
         if !self.request.has(PARENT_SET_TID) {
             return;
@@ -228,7 +229,7 @@ fn make_thread(frame: &Frame, request: &Request) -> isize {
     };
     THREADS.fetch_add(1, Ordering::Relaxed);
     NOT_SEPARATE.fetch_add(1, Ordering::Relaxed);
-    // The new thread begins with this mask.
+    // The new thread inherits this signal mask.
     block_all();
     let given = Arc::into_raw(Arc::clone(&start));
     // SAFETY: the C library's function; attributes on the stack; the thread has a reference of its own.
@@ -249,7 +250,7 @@ fn make_thread(frame: &Frame, request: &Request) -> isize {
     };
     let answer = match made {
         Ok(thread) => {
-            // The C library forgets the id of a thread that has ended, but such a thread has stored its id before.
+            // The C library forgets the id of a thread that has ended, but the thread has stored its own id before.
             let number = number_of(thread).unwrap_or_else(|| start.number.load(Ordering::Acquire));
             start.tell_maker(number);
             // SAFETY: the thread was made joinable, so that `number_of` may look at it even if it has ended.
@@ -259,7 +260,7 @@ fn make_thread(frame: &Frame, request: &Request) -> isize {
         Err(failed) => {
             THREADS.fetch_sub(1, Ordering::Relaxed);
             is_separate();
-            // SAFETY: no thread has taken it.
+            // SAFETY: no thread was made, so no thread owns the reference.
             drop(unsafe { Arc::from_raw(given) });
             error(failed)
         }
@@ -335,7 +336,7 @@ unsafe extern "C" fn go(start: *const Start) -> ! {
     /// The part of the stack that this function itself needs.
     const OWN: usize = 16 << 10;
     // SAFETY: the maker has passed this reference on. The processor has the instructions that the first thread has
-    // used. The thread's stack is free between its end and this function's own part. The copy of the frame there tells
+    // used. The thread's stack is free between its end and this function's own part. The copy of the frame there says
     // where the program's thread begins.
     unsafe {
         let start = Arc::from_raw(start);
@@ -383,8 +384,8 @@ fn stack_end() -> usize {
     }
 }
 
-/// Does exit(2): ends this thread. If it is the program's last one, ends the process, in which slat's own threads
-/// would otherwise continue.
+/// Implements exit(2): ends this thread. If this is the program's last thread, ends the process, because slat's own
+/// threads would otherwise keep the process alive.
 pub fn exit(status: usize) -> ! {
     block_all();
     if loaded::is_loaded() {

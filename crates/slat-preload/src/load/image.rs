@@ -6,7 +6,7 @@ use crate::real::{Opened, kernel, map_memory};
 use std::ffi::{CStr, CString};
 
 const PAGE: u64 = 4096;
-/// The end of the addresses that a program has.
+/// The end of the addresses that a program can use.
 const END: u64 = 1 << 47;
 
 /// A program that is loaded.
@@ -83,7 +83,7 @@ struct Placed {
 fn somewhere() -> u64 {
     const LOW: u64 = 0x2000_0000_0000;
     let mut random = 0u64;
-    // SAFETY: a live word to fill in; where that fails the address is always the same.
+    // SAFETY: a live word to fill in. If the call fails, the address is always the same.
     let _ = unsafe { kernel!(libc::SYS_getrandom, &raw mut random, size_of::<u64>(), 0) };
     LOW + (random % (1 << 28)) * PAGE
 }
@@ -110,7 +110,7 @@ fn place(file: &Opened, headers: &Headers) -> Result<Placed, String> {
         true => (somewhere(), 0),
         false => (low, libc::MAP_FIXED_NOREPLACE),
     };
-    // All of it is reserved at once, so that nothing else is mapped in between.
+    // All memory of the file is reserved at once, so that no other mapping lies in between.
     // SAFETY: memory at free addresses.
     let start = unsafe {
         map_memory(

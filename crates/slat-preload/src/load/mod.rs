@@ -1,9 +1,9 @@
-//! Programs that load no libraries: statically linked ones, and those of another C library, whose dynamic linker could
-//! not load this library.
+//! Loads programs that load no libraries: statically linked programs, and programs of another C library, whose dynamic
+//! linker could not load this library.
 //!
-//! This library is also a program. The kernel starts it in place of PROGRAM, with slat's C library and nothing else,
-//! and it loads PROGRAM into the same process, as the kernel would. From then on the program's system calls are
-//! dispatched ([`dispatch`]). `SLAT_PROGRAM` names the program; the arguments are the program's own.
+//! This library is also a program. The kernel starts it in place of PROGRAM, with slat's C library and nothing else.
+//! Then the library loads PROGRAM into the same process, as the kernel would. From then on the program's system calls
+//! are dispatched ([`dispatch`]). `SLAT_PROGRAM` names the program; the arguments are the program's own.
 //!
 //! | file | idea |
 //! |---|---|
@@ -19,7 +19,7 @@ use slat_process::pointers;
 use std::ffi::{CStr, c_char};
 use std::fmt::Display;
 
-/// Ends the process like a shell that cannot run a program.
+/// Ends the process with a message, as a shell does that cannot run a program.
 fn refuse(program: &CStr, why: impl Display) -> ! {
     slat_kvm::messages::say(format_args!("{}: {why}", program.to_string_lossy()));
     std::process::exit(126)
@@ -28,9 +28,9 @@ fn refuse(program: &CStr, why: impl Display) -> ! {
 /// The data that the kernel has put on the stack of a new process (System V ABI, AMD64 supplement,
 /// "Process Initialization").
 struct Begun {
-    /// `argc`, the arguments and a null.
+    /// The address of `argc`, which the arguments and a null follow.
     arguments: usize,
-    /// The variables and a null.
+    /// The environment's variables, and a null.
     environment: *const *const c_char,
     /// Pairs of a type and a value. `AT_NULL` ends them.
     auxiliary: *mut [usize; 2],
@@ -40,7 +40,7 @@ impl Begun {
     /// # Safety
     /// - `sp` is the stack pointer of a new process.
     unsafe fn at(sp: *mut usize) -> Self {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps this function's contract.
         unsafe {
             let arguments = *sp;
             let environment = sp.add(arguments + 2);
@@ -90,7 +90,7 @@ impl Begun {
     }
 }
 
-/// Loads the program and becomes it.
+/// Loads the program and begins to run it.
 ///
 /// # Safety
 /// - `sp` is the stack pointer with which the kernel has begun this process, and nothing has used the memory above it.

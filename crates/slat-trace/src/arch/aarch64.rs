@@ -2,7 +2,7 @@
 
 use std::arch::asm;
 
-/// Returns the virtual counter of the generic timer. Its cycles are longer than the processor's, most often 1 to 40 ns.
+/// Returns the virtual counter of the generic timer. One count is longer than a processor cycle: usually 1 to 40 ns.
 #[inline(always)]
 pub(crate) fn cycles() -> u64 {
     let cycles: u64;

@@ -1,4 +1,4 @@
-//! What depends on the processor's architecture: its counter of cycles. Each architecture has a file.
+//! The code that depends on the processor's architecture: it reads the cycle counter. Each architecture has a file.
 
 #[cfg(target_arch = "aarch64")]
 mod aarch64;

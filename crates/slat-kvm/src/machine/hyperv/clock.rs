@@ -6,13 +6,13 @@ use slat_hyperv::clock::{TscPage, UNIT};
 use slat_hyperv::partition::{DuePage, PageOutcome, Partition};
 
 impl VcpuMachine {
-    /// The reference clock now, in units of 100 ns: kvmclock, with the arithmetic of the guest's page, also
-    /// while there is none.
+    /// The reference clock now, in units of 100 ns. It is kvmclock, computed with the arithmetic of the guest's page,
+    /// even if the guest has no page.
     pub(super) fn reference_time(&self) -> u64 {
         (self.vm.hyperv).with_partition(|partition| self.time_of(partition))
     }
 
-    /// Like [`reference_time`](Self::reference_time), with the partition locked already.
+    /// Like [`reference_time`](Self::reference_time), but for a caller that has locked the partition.
     pub(super) fn time_of(&self, partition: &Partition) -> u64 {
         let page = self.tsc_page();
         let host_tsc = ordered_tsc();
@@ -24,8 +24,8 @@ impl VcpuMachine {
         partition.time(tsc, now)
     }
 
-    /// Returns the contents of a page that is written now. `None`: the vCPUs' TSCs differ, or are too slow,
-    /// and no page is right.
+    /// Returns the contents for a page that is written now. `None`: no page would be right, because the vCPUs' TSCs
+    /// differ or are too slow.
     fn tsc_page(&self) -> Option<TscPage> {
         let clock = self.vm.clock.parameters(&self.tsc);
         let clock = clock.without_wrap(self.guest_tsc());
@@ -38,8 +38,8 @@ impl VcpuMachine {
         page.filter(|_| clock.is_stable)
     }
 
-    /// Writes the guest's page of the reference clock, if it is to be written. The vCPU is entered. If that is
-    /// interrupted, leaves it to the next call, or to another vCPU.
+    /// Writes the guest's page of the reference clock, if it has to be written. The vCPU is entered. If the write is
+    /// interrupted, the next call, or another vCPU, writes the page.
     pub(crate) fn write_tsc_page(&mut self) {
         if let Some(due) = self.vm.hyperv.begin_page() {
             let outcome = self
@@ -52,7 +52,7 @@ impl VcpuMachine {
         }
     }
 
-    /// Writes the page. `None`: it cannot be accessed.
+    /// Writes the page. `None`: the page cannot be accessed.
     fn fill_tsc_page(&mut self, due: &DuePage) -> Option<PageOutcome> {
         let at = due.address;
         let words = [
@@ -64,7 +64,7 @@ impl VcpuMachine {
         if old.sequence != 0 && due.keeps_contents {
             return Some(PageOutcome::Shows(old));
         }
-        // While the rest changes, guests on other vCPUs read the MSR.
+        // While the other fields change, guests on other vCPUs read the MSR.
         let mut write = |offset, bytes: &[u8]| self.write_guest(at + offset, bytes).then_some(());
         write(0, &0u32.to_le_bytes())?;
         let Some(mut page) = self.tsc_page() else {

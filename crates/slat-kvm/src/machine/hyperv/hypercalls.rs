@@ -1,5 +1,5 @@
-//! Hypercalls by Hyper-V's conventions: flushes of translations, interrupts, events, and those that
-//! the client carries out.
+//! Hypercalls by Hyper-V's conventions: flushes of translations, interrupts, events, and calls that the client carries
+//! out.
 
 use crate::exit::ClientCall;
 use crate::irq::vcpus::MAX_VCPUS;
@@ -38,7 +38,7 @@ impl From<Status> for Failure {
 /// A call that this vCPU makes.
 struct Call {
     input: Input,
-    /// The registers: of the parameters if the call is fast, else of the addresses of input and output.
+    /// The registers of a fast call's parameters, or the addresses of input and output of any other call.
     registers: Fast,
 }
 
@@ -58,7 +58,7 @@ impl Call {
     }
 }
 
-/// The way in which a call continues.
+/// The next step of a call.
 enum Next {
     /// The call ends with this output.
     Output(u64),
@@ -83,7 +83,7 @@ impl VcpuMachine {
             && (self.vm.hyperv).with_partition(|partition| partition.is_identified())
     }
 
-    /// Executes a hypercall of Hyper-V's.
+    /// Executes one of Hyper-V's hypercalls.
     pub(in crate::machine) fn hyperv_call(
         &mut self,
         state: &mut State,
@@ -170,7 +170,7 @@ impl VcpuMachine {
         Ok(success)
     }
 
-    /// Signals the eventfd of a connection; the client sees a call for any other one.
+    /// Signals the eventfd of a connection. If the connection has no eventfd, the client sees the call.
     fn signal_event(&mut self, call: &Call, caller: &Caller) -> Result<Next, Failure> {
         let [mut parameter, _] = call.registers.registers;
         if !call.input.is_fast() {
@@ -210,7 +210,7 @@ impl VcpuMachine {
         }
     }
 
-    /// Why guest memory cannot be read: `status`, unless that was interrupted.
+    /// Returns why guest memory cannot be read: an interruption, or otherwise `status`.
     fn failure(&self, status: Status) -> Failure {
         match self.is_called_out() {
             true => Failure::Interrupted,
@@ -218,10 +218,11 @@ impl VcpuMachine {
         }
     }
 
-    /// Flushes the guest's translations of some vCPUs. When this returns, none of them uses an old one.
+    /// Flushes the guest's translations of some vCPUs. When this returns, none of these vCPUs uses an old translation.
     ///
-    /// A vCPU that runs guest code passes a quiescent point of the engine, and has dropped its translations then. One
-    /// that does not drops them before it runs guest code again. The other vCPUs keep theirs.
+    /// A vCPU that runs guest code passes a quiescent point of the engine, and has dropped its translations then. A
+    /// vCPU that does not run guest code drops its translations before it runs guest code again. Other vCPUs keep their
+    /// translations.
     fn flush_translations(&mut self, targets: &VpSet) {
         let is_meant = |index| targets.contains(index);
         for vcpu in self.vm.vcpus().iter() {
@@ -229,7 +230,7 @@ impl VcpuMachine {
                 ticker::raise(&vcpu.attention, bits::GUEST_FLUSH);
             }
         }
-        // This vCPU sees its own bit after this instruction.
+        // This vCPU itself sees its own bit after this instruction.
         self.outside(|machine| {
             machine.vm.engine.synchronize_those(&|attention| {
                 attention.flag().load(Ordering::SeqCst) & bits::GUEST_FLUSH != 0

@@ -6,7 +6,7 @@
 //! | `msrs` | the synthetic MSRs |
 //! | `clock` | the reference clock, and its page in guest memory |
 //! | `timers` | the synthetic timers, and their messages |
-//! | `hypercalls` | hypercalls: flushes of translations, interrupts, events, and those that the client carries out |
+//! | `hypercalls` | hypercalls: flushes of translations, interrupts, events, and calls that the client carries out |
 
 mod clock;
 pub(crate) mod hypercalls;
@@ -19,21 +19,22 @@ use crate::thread::bits;
 use slat_hyperv::cpuid::Privileges;
 
 impl VcpuMachine {
-    /// Has the run loop exit to the client before the guest continues.
+    /// Makes the run loop exit to the client before the guest continues.
     fn exit_for_hyperv(&mut self, exit: HypervExit) {
         self.hyperv.exit = Some(exit);
         self.common.attention.raise(bits::IRQ);
     }
 
-    /// Whether CPUID hides that the TSC is invariant, until the guest asks for it.
+    /// Whether CPUID hides from the guest that the TSC is invariant. The guest sees it after it has asked for an
+    /// invariant TSC.
     pub(crate) fn hides_invariant_tsc(&self) -> bool {
         let privileges = self.hyperv.privileges.as_ref();
         privileges.is_some_and(Privileges::controls_invariant_tsc)
             && !(self.vm.hyperv).with_partition(|partition| partition.exposes_invariant_tsc())
     }
 
-    /// Call when the guest has read the message or the events of a source of its SynIC: by the end of an
-    /// interrupt, or by EOM.
+    /// Call after the guest has read the message or the events of a source of its SynIC: at the end of an interrupt, or
+    /// at EOM.
     fn acknowledge_source(&mut self, sint: u32) {
         self.hyperv.timers.acknowledged(sint);
         self.look_at_timers();
@@ -41,7 +42,7 @@ impl VcpuMachine {
         self.vm.interrupts.source_acknowledged(index, sint);
     }
 
-    /// Call when the guest has ended an interrupt with this vector.
+    /// Call after the guest has ended an interrupt with this vector.
     pub(super) fn acknowledge_vector(&mut self, vector: u8) {
         let sources = self.common.vp.sources_of(vector);
         for sint in (0..u16::BITS).filter(|sint| sources >> sint & 1 != 0) {

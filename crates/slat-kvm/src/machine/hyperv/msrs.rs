@@ -14,7 +14,7 @@ use slat_irqchip::lapic::reg;
 use slat_process::calls::{self, Call};
 use slat_x86::MsrFault;
 
-/// VP_ASSIST_PAGE: the page is there.
+/// Bit of VP_ASSIST_PAGE: the page is enabled.
 const ASSIST_ENABLED: u64 = 1;
 /// The address in VP_ASSIST_PAGE.
 const ASSIST_PAGE: u64 = !0xfff;
@@ -28,8 +28,8 @@ fn thread_runtime() -> u64 {
         tv_sec: 0,
         tv_nsec: 0,
     };
-    // The kernel's number for the clock of one thread (CPUCLOCK_PERTHREAD, CPUCLOCK_SCHED): any thread of the
-    // process may read it.
+    // The kernel's number for the clock of one thread (CPUCLOCK_PERTHREAD, CPUCLOCK_SCHED). Any thread of the process
+    // may read this clock.
     let clock = !(thread_id() as i32) << 3 | 4 | 2;
     let arguments = [clock as usize, &raw mut time as usize, 0, 0, 0, 0];
     // SAFETY: the struct that the call fills in. If it fails, the time is 0.
@@ -37,7 +37,7 @@ fn thread_runtime() -> u64 {
     time.tv_sec as u64 * 10_000_000 + time.tv_nsec as u64 / 100
 }
 
-/// The register of the APIC that an MSR is for.
+/// Returns the APIC register to which an MSR belongs.
 fn apic_register(index: u32) -> u32 {
     match index {
         EOI => reg::EOI,
@@ -51,7 +51,8 @@ fn invalid(_: Refused) -> MsrFault {
 }
 
 impl VcpuMachine {
-    /// Refuses a guest's access to an MSR of an interface that it does not have, or must not use.
+    /// Checks a guest's access to an MSR. Refuses it if the guest does not have the MSR's interface, or must not use
+    /// it.
     fn check_access(&self, index: u32, by: Writer) -> Result<(), MsrFault> {
         if by == Writer::Host {
             return Ok(());
@@ -63,7 +64,7 @@ impl VcpuMachine {
         }
     }
 
-    /// Refuses a guest's access to the synthetic debugger that it does not have.
+    /// Refuses a guest's access to the synthetic debugger if the guest has no such debugger.
     fn check_debugger(&self, index: u32, by: Writer) -> Result<(), MsrFault> {
         let is_debugger = matches!(
             index,
@@ -202,13 +203,13 @@ impl VcpuMachine {
         Ok(())
     }
 
-    /// Writes VP_ASSIST_PAGE: the page holds the bit by which a guest ends interrupts, as with KVM's own MSR for that.
+    /// Writes VP_ASSIST_PAGE. As with KVM's own MSR for PV EOI, the guest ends interrupts by a bit in the page.
     fn set_assist_page(&mut self, value: u64, by: Writer) -> Result<(), MsrFault> {
         let page = value & ASSIST_PAGE;
         let eoi = match value & ASSIST_ENABLED {
             0 => 0,
             _ => {
-                // The rest of the page stays as it is: after a migration it is in use.
+                // The rest of the page must not change, because after a migration it is in use.
                 self.store_for(by, page, &0u32.to_le_bytes())?;
                 page | KVM_ENABLED
             }
@@ -218,12 +219,13 @@ impl VcpuMachine {
         Ok(())
     }
 
-    /// Writes to guest memory for the writer of an MSR: for the guest the vCPU is entered, for the host it is not.
+    /// Writes to guest memory for the writer of an MSR. For a guest's write the vCPU is entered; for the host's it is
+    /// not.
     fn store_for(&mut self, by: Writer, gpa: u64, bytes: &[u8]) -> Result<(), MsrFault> {
         let stored = match by {
             Writer::Guest => self.write_guest(gpa, bytes),
             Writer::Host => {
-                // Removes the bit that a signal of an earlier run has left.
+                // Removes the bit that a signal has left in an earlier run.
                 self.common.attention.take(bits::SIGNAL);
                 let mut entered = Entered::enter(self);
                 // Pages cached in the last run may be stale.

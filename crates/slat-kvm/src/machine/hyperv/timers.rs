@@ -1,4 +1,4 @@
-//! The synthetic timers of a vCPU: when they expire, and how the guest is told.
+//! The synthetic timers of a vCPU: when they expire, and how the guest is notified.
 
 use crate::machine::VcpuMachine;
 use crate::thread::bits;
@@ -7,7 +7,7 @@ use slat_hyperv::stimer::{Delivery, Moment, Notice};
 use slat_irqchip::lapic::Request;
 
 impl VcpuMachine {
-    /// Has the run loop look at the timers before the guest continues, if one is to be looked at.
+    /// Makes the run loop examine the timers before the guest continues, if a timer has to be examined.
     pub(super) fn look_at_timers(&self) {
         if self.hyperv.timers.is_any_due() {
             self.common.attention.raise(bits::TIMER);
@@ -19,7 +19,7 @@ impl VcpuMachine {
         self.hyperv.timers.deadline()
     }
 
-    /// Looks at the timers: tells the guest of those that have expired, and starts others. The vCPU is entered.
+    /// Examines the timers: notifies the guest of timers that have expired, and starts others. The vCPU is entered.
     pub(crate) fn run_timers(&mut self) {
         let now = self.vm.clock.now();
         self.hyperv.timers.tick(now);
@@ -61,10 +61,10 @@ impl VcpuMachine {
         }
     }
 
-    /// Stores a message in the slot of a source, if that is free.
+    /// Stores a message in the slot of a source, if the slot is free.
     ///
     /// # Errors
-    /// What becomes of the message if it is not stored.
+    /// The fate of the message that was not stored.
     fn store_message(
         &mut self,
         sint: u32,
@@ -84,14 +84,14 @@ impl VcpuMachine {
         if may_be_dropped {
             return Err(Delivery::Done);
         }
-        // The guest tells the SynIC when the slot is free.
+        // The guest notifies the SynIC when the slot is free.
         match self.write_guest(slot + message::FLAGS, &[message::PENDING]) {
             true => Err(Delivery::Failed),
             false => Err(self.delivery_without_access()),
         }
     }
 
-    /// Returns the delivery of a message whose slot cannot be accessed.
+    /// Returns the outcome for a message whose slot cannot be accessed.
     fn delivery_without_access(&self) -> Delivery {
         match self.is_called_out() {
             true => Delivery::Interrupted,
