@@ -11,7 +11,7 @@ pub const INTERFACE: u32 = 0x4000_0001;
 const VERSION: u32 = 0x4000_0002;
 /// The leaf of the partition's privileges and features.
 pub const FEATURES: u32 = 0x4000_0003;
-/// The leaf that recommends what a guest should use.
+/// The leaf with the features that a guest is recommended to use.
 pub const RECOMMENDATIONS: u32 = 0x4000_0004;
 const LIMITS: u32 = 0x4000_0005;
 const NESTED: u32 = 0x4000_000a;

@@ -5,8 +5,8 @@
 //! Both forms have the same layout. So the parameters are decoded through a closure, which returns the word at a given
 //! index ([`Fast::word`] for registers).
 //!
-//! [`Request::decode`] determines what the call asks for. [`Flush::read`] and [`Ipi::read`] read the parameters of
-//! calls that the host carries out; the client reads those of all other calls.
+//! [`Request::decode`] determines the operation that the call requests. [`Flush::read`] and [`Ipi::read`] read the
+//! parameters of calls that the host carries out; the client reads those of all other calls.
 
 use crate::code;
 use crate::cpuid::Privileges;
@@ -145,7 +145,7 @@ pub enum Refusal {
 }
 
 impl Request {
-    /// Determines what a call asks for.
+    /// Determines the operation that a call requests.
     ///
     /// # Errors
     /// The caller may not make the call, the call does not exist, or its form is wrong.
@@ -261,8 +261,8 @@ fn read_set<E: From<Status>>(
     Ok((Some(VpSet { valid, banks }), after))
 }
 
-/// The virtual processors whose translations are to be flushed. All of their translations are flushed, whatever address
-/// space and addresses the guest names.
+/// The virtual processors whose translations are to be flushed. All of their translations are flushed, even if the
+/// guest names only some addresses or one address space.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Flush {
     /// `None`: no virtual processor.

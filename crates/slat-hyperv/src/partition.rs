@@ -24,16 +24,16 @@ pub enum Effect {
     TscPage,
     /// The guest has crashed: tell the client.
     Crash,
-    /// The guest wants the machine to be reset; the client has to be told.
+    /// The guest asks for a reset of the machine. The caller has to tell the client.
     Reset,
-    /// The guest's debugger has written this MSR; the client has to be told.
+    /// The guest's debugger has written this MSR. The caller has to tell the client.
     Debugger(u32),
 }
 
 /// Whether the guest has a reference page, and its state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum PageState {
-    /// The guest has none.
+    /// The guest has no reference page.
     #[default]
     Unset,
     /// The page has to be written, because the guest has named it.
@@ -243,7 +243,7 @@ impl Partition {
         self.is_page_due()
     }
 
-    /// Whether the page is to be written.
+    /// Whether the page has to be written.
     pub fn is_page_due(&self) -> bool {
         matches!(
             self.page_state,
@@ -267,8 +267,8 @@ impl Partition {
         })
     }
 
-    /// Ends what [`begin_page`](Self::begin_page) began. Does nothing if the guest or the host has
-    /// named a page meanwhile.
+    /// Ends the write that [`begin_page`](Self::begin_page) began. Does nothing if the guest or the host has named a
+    /// page meanwhile.
     pub fn end_page(&mut self, due: DuePage, outcome: PageOutcome) {
         let PageState::InProgress { stale } = self.page_state else {
             return;

@@ -211,7 +211,8 @@ impl Timers {
         self.0.iter().filter_map(|timer| timer.alarm).min()
     }
 
-    /// Marks the timers whose alarm has gone off by `host`, a time of the host's clock, to be examined.
+    /// Marks the timers that have to be examined, because their alarm has gone off by the time `host` of the host's
+    /// clock.
     pub fn tick(&mut self, host: u64) {
         for timer in &mut self.0 {
             if timer.alarm.is_some_and(|alarm| alarm <= host) {

@@ -36,7 +36,7 @@ pub enum Effect {
 /// The registers of one SynIC.
 #[derive(Clone, Debug)]
 pub struct Synic {
-    /// Whether the client has enabled the SynIC. Otherwise the guest has none.
+    /// Whether the client has enabled the SynIC. Otherwise the guest has no SynIC.
     active: bool,
     clears_pages: bool,
     control: u64,

@@ -52,7 +52,7 @@ struct Entry {
     id: u32,
     logical: Logical,
     enabled: bool,
-    /// The number by which the caller knows the APIC.
+    /// The number that the caller uses for the APIC.
     index: usize,
 }
 
@@ -68,8 +68,7 @@ pub struct ApicMap {
 impl ApicMap {
     /// Allocates memory for `apics` APICs, so that [`rebuild`](Self::rebuild) allocates nothing.
     ///
-    /// # Errors
-    /// There is no memory; the map is as before.
+    /// # Errors There is no memory. The map does not change.
     pub fn reserve(&mut self, apics: usize) -> Result<(), TryReserveError> {
         self.by_id
             .try_reserve(apics.saturating_sub(self.by_id.len()))

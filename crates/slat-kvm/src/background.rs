@@ -42,7 +42,7 @@ pub(crate) fn count() -> usize {
     COUNT.peek().map_or(0, |count| count.0.load(SeqCst))
 }
 
-/// Gives this thread an empty descriptor table of its own, so that the thread's descriptors are not among the client's.
+/// Gives this thread a separate, empty descriptor table, so that the thread's descriptors are not among the client's.
 /// Returns whether that succeeded.
 pub(crate) fn leave_descriptors() -> bool {
     const CLOSE_RANGE_UNSHARE: usize = 2;

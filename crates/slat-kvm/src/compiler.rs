@@ -40,8 +40,9 @@ impl Default for Compiling {
     }
 }
 
-/// Returns the process's compiler, and when a VM with `jit` compiles. Starts the compiler's threads if they do not run.
-/// `None`: no code is to be compiled, or there is no address space for code. Then the interpreter runs all code.
+/// Returns the process's compiler, and the rule by which a VM with `jit` compiles code. Starts the compiler's threads
+/// if they do not run. `None`: no code should be compiled, or there is no address space for code. Then the interpreter
+/// runs all code.
 pub(crate) fn start(jit: Jit) -> Option<(Arc<Compiler>, Compile)> {
     let compile = match jit {
         Jit::Off => return None,

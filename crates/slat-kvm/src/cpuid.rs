@@ -202,8 +202,8 @@ fn identity() -> Identity {
     })
 }
 
-/// Whether the policy `cpu` offers guests a processor of AMD or Hygon. Where KVM's two vendor modules differ, slat does
-/// what the module of the offered vendor does.
+/// Whether the policy `cpu` offers guests a processor of AMD or Hygon. Where KVM's two vendor modules differ, slat
+/// behaves like the module of the offered vendor.
 pub fn is_amd() -> bool {
     identity().is_amd()
 }

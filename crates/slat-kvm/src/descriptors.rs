@@ -138,7 +138,7 @@ fn entry_or_new(fd: i32) -> Option<&'static AtomicPtr<Cell>> {
         .compare_exchange(ptr::null_mut(), part, Ordering::AcqRel, Ordering::Acquire)
         .is_err()
     {
-        // SAFETY: never published.
+        // SAFETY: the value was never published.
         drop(unsafe { Box::from_raw(part) });
     }
     entry(fd)
@@ -173,7 +173,7 @@ pub fn get(fd: i32) -> Option<Handle> {
             std::hint::spin_loop();
             continue;
         }
-        // This handle lowers the count again, whatever the cell holds now.
+        // Dropping this handle lowers the count again, even if the cell holds another object now.
         let handle = Handle(cell);
         if entry.load(Ordering::Acquire) == pointer {
             return Some(handle);

@@ -11,7 +11,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// The most ring entries that a ring can have.
+/// The greatest number of entries that a dirty ring can have.
 const MAX_ENTRIES: u32 = 65536;
 /// The greatest number of bytes that a ring can have: the value that `KVM_CHECK_EXTENSION` returns.
 pub const MAX_RING_SIZE: u32 = MAX_ENTRIES * size_of::<kvm_dirty_gfn>() as u32;

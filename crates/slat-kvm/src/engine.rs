@@ -193,8 +193,8 @@ impl Default for TableFormat {
     }
 }
 
-/// Defines methods that pass their arguments to the object of the VM's format. The methods of a `mut` list take `&mut
-/// self`.
+/// Defines methods that pass their arguments to the object of the VM's format. The methods of a `mut` list take
+/// `&mut self`.
 macro_rules! delegate {
     ($of:ident { $($(#[$doc:meta])* fn $name:ident($($arg:ident: $ty:ty),*) $(-> $out:ty)?;)* }) => {
         impl $of {

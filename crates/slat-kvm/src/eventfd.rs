@@ -1,6 +1,6 @@
 //! The client's eventfds, as irqfds and ioeventfds use them.
 //!
-//! slat keeps a descriptor of its own for each eventfd, as KVM keeps a reference, because the client may close its own
+//! slat keeps its own descriptor for each eventfd, as KVM keeps a reference, because the client may close its own
 //! descriptor. Two descriptors refer to the same eventfd if the kernel shows the same id for both
 //! (`/proc/self/fdinfo`). So a client can later name the eventfd by another descriptor.
 
@@ -22,7 +22,7 @@ pub(crate) struct EventFd {
     never_blocks: bool,
 }
 
-/// A descriptor of slat's own.
+/// A descriptor that only slat uses.
 #[derive(Debug)]
 struct Own(RawFd);
 
@@ -82,7 +82,7 @@ impl EventFd {
         if self.never_blocks || self.has_room() {
             let one = 1u64.to_ne_bytes();
             let (start, len) = (one.as_ptr() as usize, one.len());
-            // SAFETY: a buffer and its length.
+            // SAFETY: the call gets a live buffer and the buffer's length.
             let _ = unsafe { calls::make(Call::Write, [self.fd.0 as usize, start, len, 0, 0, 0]) };
         }
     }
@@ -169,7 +169,7 @@ mod tests {
         // SAFETY: a plain call.
         let fd = unsafe { libc::eventfd(0, flags) };
         assert!(fd >= 0);
-        // SAFETY: new.
+        // SAFETY: the descriptor is new, and nothing else owns it.
         unsafe { OwnedFd::from_raw_fd(fd) }
     }
 

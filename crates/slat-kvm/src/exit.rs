@@ -52,7 +52,7 @@ pub(crate) struct MemoryFault {
     pub(crate) absent: bool,
 }
 
-/// `KVM_MEMORY_EXIT_FLAG_USERFAULT` of the posted series (version 3).
+/// `KVM_MEMORY_EXIT_FLAG_USERFAULT` of the posted patch series (version 3).
 pub(crate) const KVM_MEMORY_EXIT_FLAG_USERFAULT: u64 = 1 << 4;
 
 impl MemoryFault {

@@ -30,7 +30,7 @@ impl FileId {
 pub(crate) fn stat(fd: RawFd) -> Result<libc::stat> {
     // SAFETY: all-zero is a valid `stat`.
     let mut stat: libc::stat = unsafe { std::mem::zeroed() };
-    // SAFETY: a struct to fill in.
+    // SAFETY: the call fills in a live struct.
     match unsafe { libc::fstat(fd, &mut stat) } {
         0 => Ok(stat),
         _ => Err(last()),

@@ -29,7 +29,7 @@ pub fn prepare() {
     }
 }
 
-/// Whether this process has threads of slat's.
+/// Whether slat has started threads in this process.
 #[doc(hidden)]
 pub fn has_threads() -> bool {
     background::count() > 0

@@ -1,4 +1,4 @@
-//! Guest memory in a file of its own: `KVM_CREATE_GUEST_MEMFD` (api.rst 4.142).
+//! Guest memory that is a file: `KVM_CREATE_GUEST_MEMFD` (api.rst 4.142).
 //!
 //! A guest_memfd is a memfd that slat maps for itself, at an address that the client does not know. The flags determine
 //! which descriptor the client gets. So the kernel itself carries out `mmap`, and raises the faults of the mapping:
@@ -84,7 +84,7 @@ impl GuestMemfd {
         if fd < 0 {
             return Err(last());
         }
-        // SAFETY: a descriptor that has just been opened and that nothing else owns.
+        // SAFETY: the descriptor has just been opened, and nothing else owns it.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
         let guest_memfd = GuestMemfd {
             file: FileId::of(fd.as_raw_fd())?,

@@ -1,6 +1,6 @@
 //! The devices on the bus of a VM: the interrupt controllers and the timer of a PC, writes that signal eventfds, and
-//! writes that go into the ring of coalesced I/O. (The local APIC is not on the bus. Each vCPU has its own, and the
-//! vCPU's accesses reach its local APIC first.)
+//! writes that go into the ring of coalesced I/O. (The local APIC is not on the bus: each vCPU has a local APIC, which
+//! the vCPU's accesses reach first.)
 
 use crate::coalesced;
 use crate::engine::EngineVm;

@@ -26,8 +26,8 @@ struct Watcher {
     observer: Observer,
 }
 
-/// The thread that looks at the process after its first thread has ended. The observer has a descriptor table of its
-/// own, so that the program sees none of its descriptors.
+/// The thread that looks at the process after its first thread has ended. The observer has a separate descriptor table,
+/// so that the program does not see the observer's descriptors.
 #[derive(Debug)]
 struct Observer {
     /// The value that wait(2) would return for the first thread. [`RUNS`] as long as the program has threads;
@@ -95,7 +95,7 @@ pub(crate) fn threads_of_program() -> Option<usize> {
     state.threads.checked_sub(background::count())
 }
 
-/// Waits until the first thread of the process has ended, if the kernel notifies of that.
+/// Waits until the first thread of the process has ended, if the kernel can wake this thread then.
 fn wait_for_first() {
     // When the first thread ends, the kernel clears the word with the thread's id and wakes the threads that sleep on
     // that word (set_tid_address(2)). A thread that joins the first thread sleeps there, too.

@@ -1,7 +1,7 @@
 //! Prints slat's messages, on standard error only: the reasons why calls or guests failed.
 //!
 //! KVM returns an errno for a bad call and an exit for a broken guest, without a reason. With `SLAT_LOG=1`, slat
-//! explains refused calls. Without this setting, too, slat names each instruction that the CPU lacks, once.
+//! explains refused calls. slat always reports each instruction that the CPU lacks, once.
 
 use crate::process::PerProcess;
 use slat_process::file_size::limited;
@@ -30,7 +30,7 @@ pub(crate) fn print(text: &str) {
     let mut rest = text.as_bytes();
     while !rest.is_empty() {
         let written = limited(|| {
-            // SAFETY: live bytes and their number.
+            // SAFETY: the call gets live bytes and their number.
             let written =
                 unsafe { libc::write(libc::STDERR_FILENO, rest.as_ptr().cast(), rest.len()) };
             usize::try_from(written).map_err(|_| io::Error::last_os_error())

@@ -50,8 +50,8 @@ impl NestedState {
     }
 }
 
-/// Whether the nested state of `cpu` has SVM's format. That is so if the CPU has SVM, and for all vCPUs if guests are
-/// offered AMD's processor.
+/// Whether the nested state of `cpu` has SVM's format. It has this format if the CPU has SVM, or if guests are offered
+/// AMD's processor.
 fn is_svm(cpu: &Cpu) -> bool {
     is_amd() || cpu.features().has_svm()
 }

@@ -36,7 +36,7 @@ pub(crate) struct Options {
     exception_payload: AtomicBool,
     /// `KVM_CAP_X86_TRIPLE_FAULT_EVENT`: triple faults are events.
     triple_fault_event: AtomicBool,
-    /// `KVM_CAP_EXIT_ON_EMULATION_FAILURE`: in user mode, too, an instruction that slat does not have ends `KVM_RUN`.
+    /// `KVM_CAP_EXIT_ON_EMULATION_FAILURE`: an instruction that slat does not have ends `KVM_RUN`, even in user mode.
     exit_on_emulation_failure: AtomicBool,
     /// `KVM_CAP_X86_DISABLE_EXITS` with `KVM_X86_DISABLE_EXITS_HLT`: halts do not end `KVM_RUN`.
     halts_inside: AtomicBool,

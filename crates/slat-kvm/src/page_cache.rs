@@ -13,7 +13,7 @@ pub(crate) struct Page {
     pub(crate) gpa: u64,
     pub(crate) host: NonNull<u8>,
     pub(crate) write: bool,
-    /// In a translation for a write: whether the engine must be told of the store.
+    /// In a translation for a write: whether a store must be reported to the engine.
     pub(crate) tracked: bool,
 }
 

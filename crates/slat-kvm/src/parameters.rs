@@ -34,7 +34,8 @@ const NX_HUGE_PAGES: &str = "nx_huge_pages";
 /// The parameter that says whether guests can have nested guests. It belongs to KVM's module for the processor, and
 /// cannot be written either.
 const NESTED: &str = policy::NESTED;
-/// The parameter that says which MMU the VMs of this process have. Once KVM is loaded, KVM's cannot be written either.
+/// The parameter that says which MMU the VMs of this process have. KVM's own parameter cannot be written either once
+/// KVM is loaded.
 const TDP_MMU: &str = "tdp_mmu";
 
 /// VMs that have `KVM_CAP_VM_DISABLE_NX_HUGE_PAGES`.

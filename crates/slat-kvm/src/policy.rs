@@ -54,8 +54,8 @@ pub enum Jit {
     /// Code that runs often is compiled, on one of slat's threads.
     #[default]
     On,
-    /// All code that can be compiled is compiled before it runs for the first time, on the vCPU's thread. That is slow,
-    /// and only for testing the compiler.
+    /// All code that can be compiled is compiled before it runs for the first time, on the vCPU's thread. This value is
+    /// slow, and is only for testing the compiler.
     AtOnce(Tier),
 }
 
@@ -66,8 +66,8 @@ words! { Jit, "on, off, at-once, at-once-baseline":
     "at-once-baseline" => Jit::AtOnce(Tier::Baseline),
 }
 
-/// The policy of nested virtualization: whether guests are offered SVM. It corresponds to the parameter of KVM's
-/// module.
+/// The policy of nested virtualization: whether guests are offered SVM. The policy corresponds to the parameter
+/// `nested` of KVM's module.
 pub const NESTED: &str = "nested";
 
 /// The policy of memslots with `KVM_MEM_USERFAULT`: whether clients may have them. No released Linux has this flag.
@@ -98,7 +98,7 @@ words! { JitMap, "on, off, dump":
 pub const CPU: &str = "cpu";
 
 /// The vendor whose processor `KVM_GET_SUPPORTED_CPUID` describes. Where KVM's modules for AMD's and Intel's processors
-/// differ, slat does what the module of this vendor does.
+/// differ, slat behaves like the module of this vendor.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Processor {
     /// The host's vendor, family, model and stepping. The default, because clients such as QEMU's `-cpu host` execute

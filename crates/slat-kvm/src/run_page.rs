@@ -1,9 +1,9 @@
 //! The vCPU's shared memory: the `kvm_run` page, the port-data page and the page of the coalesced ring.
 //!
-//! The vCPU's descriptor is a memfd of the same size, so the client's own `mmap` of the descriptor works without help.
-//! If RLIMIT_FSIZE forbids a file of this size, the memfd is empty, and slat's memory replaces the client's mapping.
-//! The client may write to the pages at any time, even while the vCPU runs. So every access here is volatile, and a
-//! checked value is never read a second time.
+//! The vCPU's descriptor is a memfd of the same size, so the client's own `mmap` of the descriptor maps the shared
+//! pages. If RLIMIT_FSIZE forbids a file of this size, the memfd is empty, and slat's memory replaces the client's
+//! mapping. The client may write to the pages at any time, even while the vCPU runs. So every access here is volatile,
+//! and a checked value is never read a second time.
 
 use crate::errno::{Error, Result, fail, last};
 use crate::file_id::FileId;
@@ -100,9 +100,9 @@ impl Shared {
         Self::map_with(libc::MAP_SHARED, fd.as_raw_fd(), offset, len)
     }
 
-    /// Maps new memory, which [`Shared::show_at`] maps again. No descriptor refers to the memory, so it takes none of
-    /// the client's descriptors. The exception is a host on which mremap(2) cannot map memory again: qemu-user, which
-    /// people use to run amd64 programs on arm64, refuses that.
+    /// Maps new memory, which [`Shared::show_at`] maps again. No descriptor refers to the memory, so the memory does
+    /// not use up one of the client's descriptors. The exception is a host on which mremap(2) cannot map memory again:
+    /// qemu-user, which people use to run amd64 programs on arm64, refuses that.
     ///
     /// # Errors
     /// The host's error for the mapping.
@@ -132,7 +132,7 @@ impl Shared {
     fn map_with(flags: i32, fd: i32, offset: usize, len: usize) -> Result<Self> {
         let rights = libc::PROT_READ | libc::PROT_WRITE;
         let offset = offset as libc::off_t;
-        // SAFETY: a new mapping at an address of the host's choice.
+        // SAFETY: the host chooses the address of the new mapping.
         let address = unsafe { libc::mmap(std::ptr::null_mut(), len, rights, flags, fd, offset) };
         if address == libc::MAP_FAILED {
             return Err(last());
@@ -219,7 +219,7 @@ impl RunPage {
         } else {
             RING_OFFSET + ring
         };
-        // Without the heap: there is space for ten digits.
+        // The name is formatted without the heap. The buffer has space for ten digits.
         let mut name = [0u8; 32];
         let mut rest = &mut name[..];
         write!(rest, "kvm-vcpu:{vcpu_id}\0").expect("it fits");
@@ -267,7 +267,7 @@ impl RunPage {
             (0..MMAP_SIZE / PAGE).filter(|page| mapped.contains(&((page * PAGE) as u64)));
         pages.try_for_each(|page| {
             let at = address + page * PAGE - offset as usize;
-            // SAFETY: a page of the mapping that the caller names.
+            // SAFETY: the page belongs to the mapping that the caller names.
             unsafe { self.memory.show_at(page, at) }
         })
     }
@@ -313,7 +313,7 @@ impl RunPage {
     /// Copies to the port-data page. `data` has at most one page.
     pub fn write_pio(&self, data: &[u8]) {
         assert!(data.len() <= PAGE);
-        // SAFETY: within the mapping.
+        // SAFETY: the access is within the mapping.
         unsafe {
             std::ptr::copy_nonoverlapping(
                 data.as_ptr(),
@@ -324,8 +324,8 @@ impl RunPage {
     }
 }
 
-/// Creates a memfd of fixed size, `size` bytes, called `name`. Descriptors of KVM's objects are such memfds, so that a
-/// stray system call on one is harmless.
+/// Creates a memfd of fixed size, `size` bytes, called `name`. The descriptors of KVM's objects refer to such memfds,
+/// so that a stray system call on such a descriptor is harmless.
 ///
 /// The client's threads may use the descriptor's number before slat has returned it to the client. So the memfd is
 /// sealed against shrinking while it is empty. Then no page that slat maps is ever removed; a store to a removed page
@@ -347,7 +347,7 @@ pub(crate) fn sized_memfd(name: &CStr, size: usize, close_on_exec: bool) -> Resu
     seal(&fd, libc::F_SEAL_SHRINK)?;
     if size != 0 {
         limited(|| {
-            // SAFETY: plain system call on our own descriptor.
+            // SAFETY: a plain system call on a descriptor of our own.
             match unsafe { libc::ftruncate(fd.as_raw_fd(), size as libc::off_t) } {
                 0 => Ok(()),
                 _ => Err(io::Error::last_os_error()),
@@ -381,7 +381,7 @@ pub fn unsealed_memfd(name: &CStr, close_on_exec: bool) -> Result<OwnedFd> {
     if fd < 0 {
         return Err(last());
     }
-    // SAFETY: a descriptor that has just been opened and that nothing else owns.
+    // SAFETY: the descriptor has just been opened, and nothing else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
@@ -390,7 +390,7 @@ pub fn unsealed_memfd(name: &CStr, close_on_exec: bool) -> Result<OwnedFd> {
 /// # Errors
 /// The host's error: `EPERM` once the memfd has `F_SEAL_SEAL`.
 pub(crate) fn seal(memfd: &OwnedFd, seals: i32) -> Result<()> {
-    // SAFETY: plain system call on an open descriptor.
+    // SAFETY: a plain system call on an open descriptor.
     match unsafe { libc::fcntl(memfd.as_raw_fd(), libc::F_ADD_SEALS, seals) } {
         0 => Ok(()),
         _ => Err(last()),
@@ -419,7 +419,7 @@ mod tests {
         for size in [0, PAGE] {
             let fd = memfd(c"test", size, true).unwrap();
             for other in [0, 1, 2 * PAGE] {
-                // SAFETY: plain system call on our own descriptor.
+                // SAFETY: a plain system call on a descriptor of our own.
                 let cut = unsafe { libc::ftruncate(fd.as_raw_fd(), other as libc::off_t) };
                 assert_eq!(cut == 0, other == size, "from {size} to {other} bytes");
             }

@@ -30,7 +30,7 @@ impl Masked {
     /// Whether a signal is pending that KVM would unblock for the run.
     pub(crate) fn signal_waits(&self) -> bool {
         let mut pending = MaybeUninit::<libc::sigset_t>::zeroed();
-        // SAFETY: a set to fill in.
+        // SAFETY: the call fills in a live set.
         let pending = unsafe {
             libc::sigpending(pending.as_mut_ptr());
             pending.assume_init()

@@ -70,7 +70,7 @@ impl Drop for Running<'_> {
     }
 }
 
-/// Ends with `EINTR` the `KVM_RUN` that this thread is in, even if `KVM_RUN` waits for host memory. Call in a signal
+/// If this thread is in `KVM_RUN`, makes `KVM_RUN` return `EINTR`, even if it waits for host memory. Call in a signal
 /// handler of the client, before its own work. Async-signal-safe.
 ///
 /// The client's handler must not use slat itself, because the signal may have interrupted slat's code. A handler that

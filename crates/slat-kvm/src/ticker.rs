@@ -63,7 +63,7 @@ pub(crate) enum Alarm {
 pub(crate) enum VmTimer {
     /// The 8254.
     Pit,
-    /// The end of the pause of an interrupt storm.
+    /// The timer that ends the pause after an interrupt storm.
     Storm,
 }
 
@@ -288,9 +288,9 @@ pub(crate) fn raise(attention: &Attention, bits: u32) {
 /// Sleeps until a bit is raised, a signal handler has run, or `longest` is over. Returns whether a signal ended the
 /// sleep.
 ///
-/// With a time limit, the kernel does not restart the wait after a signal handler, whatever the handler's flags are. A
-/// time limit may need `restart_syscall`. If a filter forbids `restart_syscall`, the wait has no limit. Then handlers
-/// have to raise a bit ([`crate::watch_signals`]).
+/// With a time limit, the kernel does not restart the wait after a signal handler, even if the handler has the flag
+/// SA_RESTART. A time limit may need `restart_syscall`. If a filter forbids `restart_syscall`, the wait has no limit.
+/// Then handlers have to raise a bit ([`crate::watch_signals`]).
 pub(crate) fn sleep(attention: &Attention, longest: Duration) -> bool {
     let longest = calls::is_allowed(Call::RestartSyscall).then_some(longest);
     wait::sleep(attention.flag(), 0, longest)

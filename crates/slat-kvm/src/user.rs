@@ -217,7 +217,7 @@ mod tests {
     #[test]
     fn a_kick_that_comes_late_is_not_a_bad_pointer() {
         slat_guard::install().unwrap();
-        // SAFETY: plain system call.
+        // SAFETY: a plain system call.
         let reader = unsafe { libc::syscall(libc::SYS_gettid) } as libc::pid_t;
         let mut there = vec![0u8; 1 << 20];
         let address = there.as_mut_ptr() as u64;

@@ -51,8 +51,8 @@ fn all(all: &Mutex<Vec<Shared<VcpuCommon>>>) -> MutexGuard<'_, Vec<Shared<VcpuCo
     all.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Ends with `EINTR` the `KVM_RUN` in which `thread`, a `pthread_t`, is, if there is one. Call for a signal that ends
-/// system calls and that no handler of the client sees.
+/// If `thread`, a `pthread_t`, is in `KVM_RUN`, makes that `KVM_RUN` return `EINTR`. Call for a signal that ends system
+/// calls and that no handler of the client sees.
 pub fn interrupt_thread(thread: usize) {
     let Some(vcpus) = ALL.peek() else {
         return;

@@ -1,9 +1,9 @@
 //! Implements the calls by path about owner, mode and extended attributes of KVM's files.
 //!
-//! libvirt gives each guest a `/dev` of its own. For that it reads the device's access control list, and sets the
-//! node's owner. slat serves every user, so it does not store owner and mode: calls that change owner or mode succeed,
-//! and `stat` shows the same values as before. KVM's files have no extended attributes, like files on a file system
-//! without support for them.
+//! libvirt makes a separate `/dev` for each guest. For that libvirt reads the device's access control list, and sets
+//! the node's owner. slat serves every user, so it does not store owner and mode: calls that change owner or mode
+//! succeed, and `stat` shows the same values as before. KVM's files have no extended attributes, like files on a file
+//! system without support for them.
 
 use crate::files::interpose;
 use crate::paths::{Special, special};
@@ -28,9 +28,9 @@ fn about(
     Some(plain(result))
 }
 
-/// Returns the result of an operation that only the owner of KVM's files, root, may do.
+/// Returns the result of an operation that only root, the owner of KVM's files, may do.
 fn as_owner() -> Result<isize, i32> {
-    // SAFETY: no arguments.
+    // SAFETY: the call has no arguments.
     match unsafe { kernel!(libc::SYS_geteuid) } {
         Ok(0) => Ok(0),
         _ => Err(libc::EPERM),

@@ -77,7 +77,7 @@ impl Opening {
         let path = DescriptorPath::new(fd.as_raw_fd());
         let (begin, path) = procfs::reached_by(path.as_c_str());
         let (begin, path) = (begin as usize, path.as_ptr() as usize);
-        // SAFETY: a NUL-terminated path and a live struct.
+        // SAFETY: the path ends with NUL, and the struct is live.
         let opened = unsafe {
             match self {
                 Opening::Open(_) => {
@@ -117,7 +117,7 @@ pub fn open(opening: Opening) -> Result<isize, i32> {
     crate::prepare()?;
     slat_kvm::policy::current().map_err(|error| error.errno())?;
     let fd = System::descriptor(opening.has(libc::O_CLOEXEC)).map_err(|error| error.errno())?;
-    // A memfd is open for reading and writing, which is nearly always what the client has asked for.
+    // A memfd is open for reading and writing. Clients nearly always ask for that.
     let usual = (libc::O_RDWR | libc::O_CLOEXEC | O_LARGEFILE) as u64;
     let fd = match opening {
         Opening::Open(how) if how.flags & !usual == 0 && how.flags & libc::O_RDWR as u64 != 0 => fd,

@@ -40,7 +40,7 @@ pub struct Headers {
 
 /// Reads all of `buffer` at `offset`.
 pub fn read(file: &Opened, buffer: &mut [u8], offset: u64) -> Option<()> {
-    // SAFETY: a live buffer of this length.
+    // SAFETY: the buffer is live, and has this length.
     let read = unsafe {
         kernel!(
             libc::SYS_pread64,

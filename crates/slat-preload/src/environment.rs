@@ -24,8 +24,8 @@ const NAMES: [&str; 7] = [
     "SLAT_CPUINFO=",
 ];
 const SETTINGS: usize = 6;
-/// The index of the variable with the path of the file that is opened in place of `/proc/cpuinfo`. It is set if `slat
-/// run` has written such a file.
+/// The index of the variable with the path of the file that is opened in place of `/proc/cpuinfo`. It is set if
+/// `slat run` has written such a file.
 const PROCESSORS: usize = 6;
 
 /// Copies of the variables; null means that the variable was not set.
@@ -121,7 +121,7 @@ unsafe fn keep() {
 
 /// Call at the program's start, while it has one thread. Uses neither heap nor thread-local variables.
 pub(crate) fn prepare() {
-    // SAFETY: there is one thread.
+    // SAFETY: the process has only one thread.
     unsafe { keep() };
     if let Some(file) = processors().and_then(look)
         && let Some(kernels) = look(c"/proc/cpuinfo")

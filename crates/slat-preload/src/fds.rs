@@ -187,7 +187,7 @@ interpose! {
 
     /// fcntl(2) with large files.
     fn fcntl64(fd: c_int, command: c_int, argument: c_ulong) -> c_int {
-        // SAFETY: as for `fcntl`.
+        // SAFETY: the same as for `fcntl`.
         unsafe { fcntl(fd, command, argument) }
     }
 }

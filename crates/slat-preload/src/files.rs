@@ -213,7 +213,7 @@ pub unsafe fn open_at_2(
         if answer < 0 && paths::may_be_unread(errno()) {
             return answer;
         }
-        // SAFETY: the kernel has just read it.
+        // SAFETY: the kernel has just read the struct.
         let how = unsafe { how.read_unaligned() };
         let first = Cell::new(Some(answer));
         let kernels = || first.take().unwrap_or_else(kernels);
@@ -317,7 +317,7 @@ unsafe fn access_by_name(
     unsafe { access_at(directory, path, mode, kernels) as c_int }
 }
 
-/// Looks up the C library's functions now, so that no signal handler has to do it first.
+/// Looks up the C library's functions now, so that a signal handler never has to look them up.
 pub fn prepare() {
     let all = [
         &NEXT_FOPEN,
@@ -366,7 +366,7 @@ unsafe fn open_stream(next: &Next, path: *const c_char, mode: *const c_char) -> 
         if !stream.is_null()
             && let Some(file) = instead_of_processors(path, opening())
         {
-            // SAFETY: the stream that was just opened.
+            // SAFETY: the stream was just opened.
             unsafe { libc::fclose(stream.cast()) };
             stream = fopen(file.as_ptr());
             if stream.is_null() {
@@ -425,61 +425,61 @@ unsafe fn open_stream(next: &Next, path: *const c_char, mode: *const c_char) -> 
 interpose! {
     /// open(2).
     fn open(path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
-        // SAFETY: the caller's. Without O_CREAT the mode is not read.
+        // SAFETY: the caller keeps this function's contract. Without O_CREAT the mode is not read.
         unsafe { open_by_name(libc::AT_FDCWD, path, flags, mode) }
     }
 
     /// creat(2).
     fn creat(path: *const c_char, mode: c_uint) -> c_int {
-        // SAFETY: as for `open`.
+        // SAFETY: the same as for `open`.
         unsafe { create(path, mode) }
     }
 
     /// creat(2) with large files.
     fn creat64(path: *const c_char, mode: c_uint) -> c_int {
-        // SAFETY: as for `open`.
+        // SAFETY: the same as for `open`.
         unsafe { create(path, mode) }
     }
 
     /// open(2) with large files, which is the same on x86-64.
     fn open64(path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
-        // SAFETY: as for `open`.
+        // SAFETY: the same as for `open`.
         unsafe { open_by_name(libc::AT_FDCWD, path, flags, mode) }
     }
 
     /// openat(2).
     fn openat(directory: c_int, path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
-        // SAFETY: as for `open`.
+        // SAFETY: the same as for `open`.
         unsafe { open_by_name(directory, path, flags, mode) }
     }
 
     /// openat(2) with large files.
     fn openat64(directory: c_int, path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
-        // SAFETY: as for `open`.
+        // SAFETY: the same as for `open`.
         unsafe { open_by_name(directory, path, flags, mode) }
     }
 
     /// open(2), as _FORTIFY_SOURCE calls it.
     fn __open_2(path: *const c_char, flags: c_int) -> c_int {
-        // SAFETY: as for `open`.
+        // SAFETY: the same as for `open`.
         unsafe { open_by_name(libc::AT_FDCWD, path, flags, 0) }
     }
 
     /// open(2) with large files, as _FORTIFY_SOURCE calls it.
     fn __open64_2(path: *const c_char, flags: c_int) -> c_int {
-        // SAFETY: as for `open`.
+        // SAFETY: the same as for `open`.
         unsafe { open_by_name(libc::AT_FDCWD, path, flags, 0) }
     }
 
     /// openat(2), as _FORTIFY_SOURCE calls it.
     fn __openat_2(directory: c_int, path: *const c_char, flags: c_int) -> c_int {
-        // SAFETY: as for `open`.
+        // SAFETY: the same as for `open`.
         unsafe { open_by_name(directory, path, flags, 0) }
     }
 
     /// openat(2) with large files, as _FORTIFY_SOURCE calls it.
     fn __openat64_2(directory: c_int, path: *const c_char, flags: c_int) -> c_int {
-        // SAFETY: as for `open`.
+        // SAFETY: the same as for `open`.
         unsafe { open_by_name(directory, path, flags, 0) }
     }
 

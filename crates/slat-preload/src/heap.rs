@@ -1,9 +1,9 @@
-//! slat's own heap, apart from the program's.
+//! slat's own heap, which is separate from the program's.
 //!
-//! The program's `malloc` may be any allocator. It may call `mmap`, and so slat, while it holds its locks. If slat then
-//! called `malloc`, slat would wait for these locks forever. So slat never allocates by `malloc`. Small blocks come
-//! from slat's own heap (the crate dlmalloc), and each large block is a mapping. Both get their pages from the kernel
-//! without the C library.
+//! The program's `malloc` may be any allocator. That `malloc` may call `mmap`, and thereby slat, while it holds its
+//! locks. If slat then called `malloc`, slat would wait for these locks forever. So slat never allocates by `malloc`.
+//! Small blocks come from slat's own heap (the crate dlmalloc), and each large block is a mapping. Small and large
+//! blocks get their pages from the kernel without the C library.
 //!
 //! The lock is taken in a [`Section`]: no handler of the program runs on a thread that holds the lock. A thread that
 //! forks holds the lock over the fork ([`before_fork`]), so a child never inherits a half-changed heap.
@@ -36,7 +36,7 @@ struct Pages;
 fn map(len: usize) -> *mut u8 {
     let rights = (libc::PROT_READ | libc::PROT_WRITE) as usize;
     let flags = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS) as usize;
-    // SAFETY: a new mapping at an address of the kernel's choice.
+    // SAFETY: the kernel chooses the address of the new mapping.
     let start = unsafe { calls::make(Call::Map, [0, len, rights, flags, usize::MAX, 0]) };
     start.map_or(null_mut(), |start| start as *mut u8)
 }
@@ -102,7 +102,7 @@ unsafe impl Allocator for Pages {
 
 struct State {
     small: Dlmalloc<Pages>,
-    /// Null when the reserve is used up, or was never made.
+    /// The reserve. Null if it is used up, or was never made.
     reserve: *mut u8,
 }
 
@@ -127,7 +127,7 @@ impl State {
         }
         let reserve = std::mem::replace(&mut self.reserve, null_mut());
         IS_WHOLE.store(false, Ordering::Relaxed);
-        // SAFETY: made by `refill` with this size and alignment.
+        // SAFETY: `refill` has made the reserve with this size and alignment.
         unsafe { self.small.free(reserve, RESERVE, PAGE) };
         self.allocate(layout, zeroed)
     }
@@ -255,7 +255,7 @@ unsafe impl GlobalAlloc for Heap {
     }
 
     unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
-        // SAFETY: the caller's: a block of this layout that is not used any more.
+        // SAFETY: by the caller's contract: a block of this layout that is not used any more.
         unsafe {
             if is_large(layout) {
                 unmap(block, pages(layout.size()));
@@ -266,9 +266,9 @@ unsafe impl GlobalAlloc for Heap {
     }
 
     unsafe fn realloc(&self, block: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        // SAFETY: the caller's: the size is not 0 and fits into a layout.
+        // SAFETY: by the caller's contract: the size is not 0 and fits into a layout.
         let new = unsafe { Layout::from_size_align_unchecked(size, layout.align()) };
-        // SAFETY: the caller's: a block of this layout.
+        // SAFETY: by the caller's contract: a block of this layout.
         unsafe {
             if is_large(layout) && is_large(new) {
                 return remap(block, pages(layout.size()), pages(size), true);

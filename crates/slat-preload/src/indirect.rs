@@ -38,7 +38,7 @@ pub unsafe fn by_number(number: c_long, arguments: [usize; 6]) -> isize {
     let [a, b, c, d, e, f] = arguments;
     // SAFETY: the caller keeps this function's contract.
     let kernels = || unsafe { call!(number, a, b, c, d, e, f) };
-    // SAFETY: the caller's promise, call by call.
+    // SAFETY: the caller keeps the contract of each call.
     unsafe {
         match number {
             libc::SYS_open => {

@@ -131,7 +131,7 @@ pub unsafe fn ioctl_here(fd: c_int, request: c_ulong, argument: usize) -> c_int 
         return unsafe { ioctl_on(fd, request, argument) };
     }
     let (mut kind, mut state) = (0, 0);
-    // SAFETY: the caller's, and the thread's own cancellation state.
+    // SAFETY: the caller keeps this function's contract, and the thread's own cancellation state.
     unsafe {
         let section = Section::enter();
         pthread_setcanceltype(PTHREAD_CANCEL_DEFERRED, &mut kind);

@@ -46,7 +46,7 @@
 //! # Programs that do not call the C library's functions
 //! The kernel sends the system calls of such programs to slat: see `docs/dispatch.md`.
 
-// The program of the unit tests does not export the symbols, so nothing calls the functions behind them.
+// The program of the unit tests does not export the symbols, so no code calls the exported functions.
 #![cfg_attr(test, allow(dead_code))]
 
 mod attributes;

@@ -1,5 +1,5 @@
-//! What calls have to know of the program that slat has loaded itself ([`load`](crate::load)): whether there is such a
-//! program, and the file that the program's link in `/proc` should show.
+//! The facts that calls need about the program that slat has loaded itself ([`load`](crate::load)): whether there is
+//! such a program, and the file that the program's link in `/proc` should show.
 
 use crate::paths::text;
 use crate::real::error;
@@ -51,14 +51,14 @@ pub fn with_own_path(number: i64, mut arguments: [usize; 6]) -> [usize; 6] {
     arguments
 }
 
-/// Implements readlink for the program's link to its own file. `None`: the path is another one.
+/// Implements readlink for the program's link to its own file. `None`: the path is not that link.
 pub fn own_link(path: *const c_char, to: usize, len: usize) -> Option<isize> {
     let own = own_path(path)?.to_bytes();
     if len as isize <= 0 {
         return Some(error(libc::EINVAL));
     }
     let own = &own[..own.len().min(len)];
-    // SAFETY: guarded; the address is the program's.
+    // SAFETY: the copy is guarded; the address is the program's.
     let copied = unsafe { slat_guard::copy_out(to as *mut u8, own) };
     Some(match copied {
         Ok(()) => own.len() as isize,

@@ -22,7 +22,7 @@ extern "C" fn real() -> usize {
         return known;
     }
     // The symbol version is the first version of x86-64, which every C library still has.
-    // SAFETY: NUL-terminated names.
+    // SAFETY: the names end with NUL.
     let found =
         unsafe { libc::dlvsym(libc::RTLD_NEXT, c"dlsym".as_ptr(), c"GLIBC_2.2.5".as_ptr()) };
     REAL.store(found as usize, Ordering::Relaxed);
@@ -52,7 +52,7 @@ fn this_library() -> *mut c_void {
     if handle.is_null()
         && let Some(object) = object_of(real as *const c_void)
     {
-        // SAFETY: a name that ends with 0.
+        // SAFETY: the name ends with 0.
         handle = unsafe { libc::dlopen(object.dli_fname, libc::RTLD_LAZY | libc::RTLD_NOLOAD) };
         HANDLE.store(handle as usize, Ordering::Relaxed);
     }

@@ -151,7 +151,7 @@ fn anonymous_inode() -> Option<libc::stat> {
 
 fn stat_path(path: &CStr) -> Option<libc::stat> {
     let mut stat = unknown();
-    // SAFETY: a NUL-terminated path and a struct to fill in.
+    // SAFETY: the path ends with NUL, and the call fills in a live struct.
     let answer = unsafe {
         let to = &raw mut stat as usize;
         raw(libc::SYS_stat, [path.as_ptr() as usize, to, 0, 0, 0, 0])
@@ -161,7 +161,7 @@ fn stat_path(path: &CStr) -> Option<libc::stat> {
 
 fn stat_descriptor(fd: c_int) -> Option<libc::stat> {
     let mut stat = unknown();
-    // SAFETY: a struct to fill in.
+    // SAFETY: the call fills in a live struct.
     let answer = unsafe {
         let to = &raw mut stat as usize;
         raw(libc::SYS_fstat, [fd as usize, to, 0, 0, 0, 0])

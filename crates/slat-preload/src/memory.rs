@@ -3,7 +3,7 @@
 //! Each call runs inside an invalidation of its range in every VM. After the change, still inside the invalidation,
 //! slat tells `slat-host` to ask the kernel again about the range. slat's own mappings are not guest memory, so calls
 //! for them go straight to the kernel. While no VM exists, all calls go straight to the kernel: a call then costs one
-//! load and the system call, whatever locks its caller holds.
+//! load and the system call, and takes no lock.
 
 use crate::files::interpose;
 use crate::guarded::guarded;
@@ -125,7 +125,7 @@ unsafe fn map_object(
     (object.check_mapping(offset as u64, len, protection, flags)).map_err(|error| error.errno())?;
     invalidating(&[range], change, |address| {
         mappings::changed(Range::at(address as usize, len).std());
-        // SAFETY: the mapping made above.
+        // SAFETY: the mapping is the one that was made above.
         unsafe { object.complete_mapping(address as usize, len, offset as u64) };
     })
 }
@@ -264,7 +264,7 @@ fn mapped_from(fd: c_int) -> Vec<Range> {
     // SAFETY: all-zero is a valid `stat`.
     let mut stat: libc::stat = unsafe { std::mem::zeroed() };
     let mut found = Vec::new();
-    // SAFETY: a struct to fill in.
+    // SAFETY: the call fills in a live struct.
     if unsafe { kernel!(libc::SYS_fstat, fd, &raw mut stat) }.is_ok() {
         let device = (libc::major(stat.st_dev), libc::minor(stat.st_dev));
         procfs::each_mapped_file(&mut |range, other, inode| {
@@ -408,7 +408,7 @@ interpose! {
 
     /// mremap(2).
     fn mremap(address: *mut c_void, old_len: usize, len: usize, flags: c_int, to: *mut c_void) -> *mut c_void {
-        // SAFETY: the caller's. Without MREMAP_FIXED the last argument is not read.
+        // SAFETY: the caller keeps this function's contract. Without MREMAP_FIXED the last argument is not read.
         unsafe { remap(address as usize, old_len, len, flags, to as usize) as *mut c_void }
     }
 
@@ -488,7 +488,7 @@ mod tests {
         let fd = slat_kvm::run_page::memfd(c"test", 8192, true).unwrap();
         use std::os::fd::AsRawFd;
         assert_eq!(mapped_from(fd.as_raw_fd()), []);
-        // SAFETY: a new mapping.
+        // SAFETY: the call makes a new mapping.
         let address = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),

@@ -34,7 +34,7 @@ pub enum Special {
     Device,
     /// A module parameter of this name.
     Parameter(&'static str),
-    /// The link in `/proc/self/fd` of a descriptor of KVM's.
+    /// The link in `/proc/self/fd` of one of KVM's descriptors.
     Descriptor(c_int),
     /// The device or a parameter, followed by a slash.
     Slash,
@@ -444,8 +444,8 @@ fn walk(
 }
 
 /// Reads an aligned word of the client. `None`: the word cannot be read. The load is guarded if slat's handlers are
-/// installed. Before that, slat asks the kernel once for each page, so that a program that never uses KVM keeps its own
-/// handlers. `readable` is the page about which slat asked last.
+/// installed. Before the handlers are installed, slat asks the kernel once for each page, because a program that never
+/// uses KVM must keep its own handlers. `readable` is the page about which slat asked last.
 pub fn word_at(address: usize, readable: &mut Option<usize>) -> Option<u64> {
     if crate::is_prepared() {
         // SAFETY: a guarded load may be made at any address.

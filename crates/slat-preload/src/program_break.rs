@@ -39,7 +39,7 @@ pub fn set_break(to: usize) -> usize {
     let mapped = now.next_multiple_of(PAGE);
     if end > mapped {
         let access = libc::PROT_READ | libc::PROT_WRITE;
-        // SAFETY: memory at addresses that are not mapped.
+        // SAFETY: the call maps memory only at free addresses.
         let grown = unsafe { map_memory(mapped, end - mapped, access, libc::MAP_FIXED_NOREPLACE) };
         if grown.is_err() {
             return now;

@@ -164,7 +164,7 @@ impl Next {
         use std::sync::atomic::Ordering::Relaxed;
         let mut address = self.found.load(Relaxed);
         if address == 0 {
-            // SAFETY: a NUL-terminated name.
+            // SAFETY: the name ends with NUL.
             address = unsafe { libc::dlsym(libc::RTLD_NEXT, self.name.as_ptr()) } as usize;
             self.found.store(address, Relaxed);
         }

@@ -166,7 +166,8 @@ mod tests {
             jf: 0,
             k: libc::SECCOMP_RET_KILL_PROCESS,
         };
-        // A range within four gigabytes, one that crosses a boundary, and one that ends at it.
+        // A range within four gigabytes, a range that crosses a boundary of four gigabytes, and a range that ends at
+        // such a boundary.
         for range in [
             0x7f12_3456_7000..0x7f12_3466_0000,
             0x7f12_fff0_0000..0x7f13_0010_0000,

@@ -147,7 +147,7 @@ unsafe fn next(signal: c_int, new: *const Action, old: *mut Action) -> c_int {
     unsafe { std::mem::transmute::<usize, Sigaction>(function)(signal, new, old) }
 }
 
-/// Looks up the C library's functions now, so that no signal handler has to do it first.
+/// Looks up the C library's functions now, so that a signal handler never has to look them up.
 pub fn prepare() {
     for next in [&NEXT, &NEXT_SIGPROCMASK, &NEXT_PTHREAD_SIGMASK] {
         next.get();
@@ -235,7 +235,7 @@ unsafe fn set_dispatched(new: *const Action, old: *mut Action) -> c_int {
 
 /// Removes from a set the signals that must not be blocked.
 fn keep_unblocked(set: &mut libc::sigset_t) {
-    // SAFETY: the C library's larger set begins with the kernel's.
+    // SAFETY: the C library's signal set is larger, and begins with the kernel's set.
     unsafe {
         let kernels = std::ptr::from_mut(set).cast::<u64>();
         kernels.write(slat_guard::blockable(kernels.read()));

@@ -74,7 +74,7 @@ unsafe fn give<T>(to: *mut T, answer: Result<T, i32>) -> c_int {
         // SAFETY: plain bytes of a live value.
         let bytes =
             unsafe { std::slice::from_raw_parts((&raw const value).cast::<u8>(), size_of::<T>()) };
-        // SAFETY: guarded; the address is the client's.
+        // SAFETY: the copy is guarded; the address is the client's.
         unsafe { slat_guard::copy_out(to.cast(), bytes) }.map_err(|_| libc::EFAULT)
     });
     match copied {
@@ -98,16 +98,16 @@ pub unsafe fn stat_at(
     kernels: impl Fn() -> isize,
 ) -> c_int {
     let excludes = || {
-        // SAFETY: the kernel has just filled it in. Its struct is the C library's on x86-64.
+        // SAFETY: the kernel has just filled in the struct, which is the C library's on x86-64.
         let stat = unsafe { &*to };
         let device = (libc::major(stat.st_rdev), libc::minor(stat.st_rdev));
         is_other(stat.st_mode, device, stat.st_size)
     };
-    // SAFETY: a struct of integers; the address is the caller's.
+    // SAFETY: the struct has only integers; the address is the caller's.
     let ours = |look: Result<Look, i32>| unsafe { give(to, look.map(Look::stat)) };
     let answer = ask(directory, path, flags, kernels, excludes, ours);
     if answer == 0 && flags & libc::AT_EMPTY_PATH != 0 {
-        // SAFETY: the kernel has just filled it in.
+        // SAFETY: the kernel has just filled in the struct.
         unsafe { correct(directory, to) };
     }
     answer
@@ -159,7 +159,7 @@ fn link_of(fd: c_int, to: *mut u8, len: usize) -> Option<Result<usize, i32>> {
     let mut rest = &mut text[..];
     write!(rest, "{name}").expect("names are short");
     let written = (MAX - rest.len()).min(len);
-    // SAFETY: guarded; the address is the client's.
+    // SAFETY: the copy is guarded; the address is the client's.
     let copied = unsafe { slat_guard::copy_out(to, &text[..written]) };
     Some(copied.map(|()| written).map_err(|_| libc::EFAULT))
 }
@@ -207,12 +207,12 @@ pub unsafe fn stat_descriptor(
         && !Section::is_entered()
         && let Some(look) = Look::of_descriptor(fd)
     {
-        // SAFETY: a struct of integers; the address is the caller's.
+        // SAFETY: the struct has only integers; the address is the caller's.
         return unsafe { give(to, Ok(look.stat())) };
     }
     let answer = kernels() as c_int;
     if answer == 0 {
-        // SAFETY: the kernel has just filled it in.
+        // SAFETY: the kernel has just filled in the struct.
         unsafe { correct(fd, to) };
     }
     answer
@@ -272,7 +272,7 @@ unsafe fn real_path_to(
         // SAFETY: a C string.
         return unsafe { libc::strdup(path.as_ptr()) };
     }
-    // SAFETY: guarded; the address is the client's.
+    // SAFETY: the copy is guarded; the address is the client's.
     match unsafe { slat_guard::copy_out(to.cast(), path.as_bytes_with_nul()) } {
         Ok(()) => to,
         Err(_) => {
@@ -306,14 +306,14 @@ unsafe extern "C" {
 /// Ends the program if a call could write `len` bytes to a buffer of `room` bytes, as _FORTIFY_SOURCE promises.
 fn check_room(len: usize, room: usize) {
     if len > room {
-        // SAFETY: does not return.
+        // SAFETY: the call does not return.
         unsafe { __chk_fail() }
     }
 }
 
 static NEXT_FSTAT: Next = Next::new(c"fstat");
 
-/// Looks up the C library's functions now, so that no signal handler has to do it first.
+/// Looks up the C library's functions now, so that a signal handler never has to look them up.
 pub fn prepare() {
     for next in [&NEXT_REALPATH, &NEXT_FSTAT] {
         next.get();
@@ -461,17 +461,17 @@ interpose! {
     /// statx(2).
     fn statx(directory: c_int, path: *const c_char, flags: c_int, mask: c_uint, to: *mut libc::statx) -> c_int {
         let excludes = || {
-            // SAFETY: the kernel has just filled it in.
+            // SAFETY: the kernel has just filled in the struct.
             let x = unsafe { &*to };
             is_other(x.stx_mode.into(), (x.stx_rdev_major, x.stx_rdev_minor), x.stx_size as i64)
         };
-        // SAFETY: a struct of integers; the address is the caller's.
+        // SAFETY: the struct has only integers; the address is the caller's.
         let ours = |look: Result<Look, i32>| unsafe { give(to, look.map(Look::statx)) };
         // SAFETY: the client's arguments go to the kernel as they are.
         let kernels = || unsafe { call!(libc::SYS_statx, directory, path, flags, mask, to) };
         let answer = ask(directory, path, flags, kernels, excludes, ours);
         if answer == 0 && flags & libc::AT_EMPTY_PATH != 0 {
-            // SAFETY: it has just been filled in.
+            // SAFETY: the kernel has just filled in the struct.
             let x = unsafe { &mut *to };
             if is_inherited(directory, x.stx_nlink.into(), x.stx_mode.into(), x.stx_size as i64) {
                 *x = Look::Device.statx();

@@ -80,7 +80,7 @@ fn append(bytes: &mut Vec<u8>, from: *const u8, len: usize) -> Result<(), i32> {
 
 /// Whether `fd` was opened with this access mode.
 fn is_opened(fd: c_int, access: c_int) -> bool {
-    // SAFETY: reads the descriptor's flags.
+    // SAFETY: the call only reads the descriptor's flags.
     let flags = unsafe {
         raw(
             libc::SYS_fcntl,
@@ -173,7 +173,7 @@ pub unsafe fn seek(fd: c_int, offset: i64, whence: c_int) -> isize {
             | Object::Vcpu(_)
             | Object::Stats(_)
             | Object::Device(_) => {
-                // SAFETY: as for `lseek`.
+                // SAFETY: the same as for `lseek`.
                 unsafe { kernel!(libc::SYS_lseek, fd, 0, libc::SEEK_CUR) }
             }
         }
@@ -198,7 +198,8 @@ macro_rules! streams {
                     if table::is_ours($fd) {
                         return with_own_floats(|| match $first {
                             Some(answer) => answer,
-                            // SAFETY: the caller's. A call on KVM's descriptors never blocks.
+                            // SAFETY: the caller keeps this function's contract. A call on KVM's descriptors never
+                            // blocks.
                             None => unsafe { call!($number, $fd, $($given),*) },
                         });
                     }
@@ -213,7 +214,7 @@ macro_rules! streams {
             }
         )*
 
-        /// Looks up the C library's functions now, so that no signal handler has to do it first.
+        /// Looks up the C library's functions now, so that a signal handler never has to look them up.
         pub fn prepare() {
             for next in [$(&$next),*] {
                 next.get();

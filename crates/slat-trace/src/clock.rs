@@ -20,7 +20,7 @@ impl Moment {
             tv_nsec: 0,
         };
         let before = cycles();
-        // SAFETY: writes to the struct.
+        // SAFETY: the call writes only to the struct.
         unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut time) };
         let after = cycles();
         Moment {

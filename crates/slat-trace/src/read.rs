@@ -37,7 +37,7 @@ pub struct Event {
 pub struct Thread {
     /// The thread's id.
     pub tid: u32,
-    /// The thread's name, if it is a thread of slat's own; otherwise empty.
+    /// The thread's name, if it is one of slat's own threads; otherwise empty.
     pub name: String,
     /// The remaining records, in the order of their times.
     pub events: Vec<Event>,

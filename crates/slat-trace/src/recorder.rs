@@ -120,7 +120,7 @@ fn record<P: Point>(values: P) {
         },
     };
     let (vm, vcpu) = RUNS.get();
-    // SAFETY: a ring of this process, by `claim`, in a mapping that is never unmapped.
+    // SAFETY: `claim` has returned a ring of this process, in a mapping that is never unmapped.
     let ring = unsafe { claimed.ring.as_ref() };
     let at = ring.next.load(Relaxed);
     // SAFETY: the ring has `capacity` records after its header, and `at` is less. Only this thread, which claimed it,
@@ -162,7 +162,7 @@ fn claim() -> Option<Claimed> {
         ring: mapped.ring(index).cast(),
         capacity: capacity(mapped.ring_bytes),
     };
-    // SAFETY: an allocated ring, in a mapping that is never unmapped.
+    // SAFETY: the ring is allocated, in a mapping that is never unmapped.
     let ring = unsafe { claimed.ring.as_ref() };
     ring.tid.store(slat_process::thread_id() as u32, Relaxed);
     let name = NAME.get().to_bytes();
@@ -175,7 +175,7 @@ fn claim() -> Option<Claimed> {
     Some(claimed)
 }
 
-/// Sets the name of this thread in the file. Call at the start of a thread of slat's own.
+/// Sets the name of this thread in the file. Call at the start of each of slat's own threads.
 pub fn name_thread(name: &'static CStr) {
     NAME.set(name);
 }
@@ -283,7 +283,7 @@ fn create(path: &Path) -> io::Result<(PathBuf, File)> {
 fn remove(path: &Path) {
     if let Ok(path) = CString::new(path.as_os_str().as_bytes()) {
         let arguments = [libc::AT_FDCWD as usize, path.as_ptr() as usize, 0, 0, 0, 0];
-        // SAFETY: a path that ends with NUL.
+        // SAFETY: the path ends with NUL.
         let _ = unsafe { call(libc::SYS_unlinkat, arguments) };
     }
 }
@@ -299,7 +299,7 @@ fn open_new(path: &Path) -> io::Result<File> {
         0,
         0,
     ];
-    // SAFETY: a path that ends with NUL.
+    // SAFETY: the path ends with NUL.
     let opened = unsafe { make(Call::Open, arguments) };
     Ok(File(opened.map_err(io::Error::from_raw_os_error)? as usize))
 }

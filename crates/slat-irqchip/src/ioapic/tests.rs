@@ -182,7 +182,7 @@ fn the_outcome_says_how_many_accepted() {
         ioapic.set_line(1, 0, true, &mut |_| 3),
         Outcome::Delivered(3)
     );
-    // If no APIC accepted the message, none will end it, so the pin does not wait for an end.
+    // If no APIC accepted the message, no APIC will end the interrupt, so the pin does not wait for an end.
     for _ in 0..2 {
         let outcome = ioapic.set_line(2, 0, true, &mut |_| 0);
         assert_eq!(outcome.status(), 0);

@@ -91,7 +91,8 @@ pub(super) struct Run {
 #[derive(Clone, Debug)]
 pub(super) struct Channel {
     state: ChannelState,
-    /// Whether port 0x61 controls the gate. Otherwise the gate is always high, whatever its register says.
+    /// Whether port 0x61 controls the gate. Otherwise the gate is always high, even if its register says that it is
+    /// low.
     gated: bool,
     /// The count in progress. `None`: the counter waits for its initial count, or for a rising gate.
     run: Option<Run>,
@@ -301,7 +302,7 @@ impl Channel {
         self.state.status_latched = 1;
     }
 
-    /// Returns what the counting element holds.
+    /// Returns the current count of the counting element.
     fn count_at(&self, now: u64) -> u16 {
         let Some(run) = self.run else {
             return self.state.count as u16;

@@ -107,7 +107,7 @@ impl FromRawFd for DeviceFd {
         // SAFETY: the caller keeps this function's contract.
         DeviceFd(match unsafe { Descriptor::adopt(fd, device) } {
             Ok((device, descriptor)) => Device::Vfio(device, descriptor),
-            // SAFETY: the caller's, and `adopt` has not taken `fd`.
+            // SAFETY: the caller keeps this function's contract, and `adopt` has not taken `fd`.
             Err(_) => Device::Other(unsafe { OwnedFd::from_raw_fd(fd) }),
         })
     }

@@ -22,7 +22,7 @@ impl VmFd {
     /// # Errors
     /// The errors are those of [`encrypt_op`](Self::encrypt_op).
     pub fn encrypt_op_sev(&self, op: &mut kvm_sev_cmd) -> Result<()> {
-        // SAFETY: a live struct.
+        // SAFETY: the struct is live.
         unsafe { self.encrypt_op(op) }
     }
 

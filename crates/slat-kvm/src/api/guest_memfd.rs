@@ -9,7 +9,7 @@ use kvm_bindings::kvm_create_guest_memfd;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 
-/// Guest memory in a file of its own (a guest_memfd). kvm-ioctls has only the raw descriptor, on which the kernel's
+/// Guest memory that is a file (a guest_memfd). kvm-ioctls has only the raw descriptor, on which the kernel's
 /// `fallocate` works; here [`fallocate`](Self::fallocate) is a method. Dropping this value releases the memory.
 #[derive(Debug)]
 pub struct GuestMemfdFd {

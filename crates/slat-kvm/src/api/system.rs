@@ -246,7 +246,7 @@ fn check_path(path: &CStr) -> Result<()> {
     }
     // SAFETY: all-zero is a valid `stat`.
     let mut stat: libc::stat = unsafe { std::mem::zeroed() };
-    // SAFETY: a NUL-terminated path and a struct to fill in.
+    // SAFETY: the path ends with NUL, and the call fills in a live struct.
     if unsafe { libc::stat(path.as_ptr(), &mut stat) } != 0 {
         return Err(last());
     }

@@ -24,7 +24,7 @@ pub struct VcpuFd {
 impl VcpuFd {
     pub(super) fn new(vcpu: Shared<VcpuObject>, fd: Descriptor) -> Result<Self> {
         let run = RunPage::map(fd.fd())?;
-        // SAFETY: the mapping that `map` has just created.
+        // SAFETY: `map` has just created the mapping.
         unsafe { vcpu.complete_mapping(run.address(), MMAP_SIZE, 0)? };
         Ok(VcpuFd {
             vcpu,
@@ -200,7 +200,7 @@ impl VcpuFd {
 
     /// The registers in `kvm_run`.
     pub fn sync_regs(&self) -> kvm_sync_regs {
-        // SAFETY: our own mapping; plain data.
+        // SAFETY: the mapping is our own, and holds plain data.
         unsafe { (*self.run.ptr()).s.regs }
     }
 

@@ -76,7 +76,7 @@ pub struct VmClock {
     /// Nanoseconds per cycle of the host's TSC.
     scale: Scale,
     kvmclock: Mutex<Kvmclock>,
-    /// The number of changes of the pair. After each change vCPUs write their pages again.
+    /// The number of changes of the kvmclock pair. After each change vCPUs write their pages again.
     changes: AtomicU64,
     /// Held during an update.
     turn: Mutex<()>,
@@ -86,7 +86,7 @@ pub struct VmClock {
     tsc_khz: AtomicU32,
 }
 
-/// The pair, and the TSCs of the VM's vCPUs.
+/// A VM's kvmclock: a pair of a host TSC and nanoseconds, and the TSCs of the VM's vCPUs.
 #[derive(Debug)]
 struct Kvmclock {
     /// The host's TSC at a moment.
@@ -128,7 +128,7 @@ pub(crate) enum TscChange {
 }
 
 impl Kvmclock {
-    /// The clock when the host's TSC is `host_tsc`, which is not before the pair's moment.
+    /// The clock when the host's TSC is `host_tsc`. This moment is not before the moment of the kvmclock pair.
     fn at(&self, host_tsc: u64) -> u64 {
         let host_tsc = host_tsc.max(self.host_tsc);
         let since = match self.common {
@@ -286,9 +286,9 @@ impl VmClock {
         self.changes.fetch_add(1, Ordering::Release);
     }
 
-    /// Runs `work`, which changes the pair, while no vCPU executes guest code. Call outside reader sections. `stop`
-    /// returns when each vCPU has left the engine's reader section or has called [`is_updating`](Self::is_updating). A
-    /// vCPU that finds an update waits for its end, outside the section.
+    /// Runs `work`, which changes the kvmclock pair, while no vCPU executes guest code. Call outside reader sections.
+    /// `stop` returns when each vCPU has left the engine's reader section or has called
+    /// [`is_updating`](Self::is_updating). A vCPU that finds an update waits for its end, outside the section.
     pub(crate) fn update(&self, stop: impl FnOnce(), work: impl FnOnce()) {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         // SeqCst: if a vCPU enters its section after `stop` has looked at that vCPU, the vCPU sees the flag.
@@ -341,8 +341,8 @@ impl VmClock {
         (!parameters.is_stable).then(|| host_tsc().wrapping_add(cycles))
     }
 
-    /// Returns the TSC of a new vCPU, the number by which the clock knows that TSC, and whether the pair has changed.
-    /// The TSC is zero for the first vCPU of a VM, otherwise the TSC that was set last. Call
+    /// Returns the TSC of a new vCPU, the number by which the clock knows that TSC, and whether the kvmclock pair has
+    /// changed. The TSC is zero for the first vCPU of a VM, otherwise the TSC that was set last. Call
     /// [`forget_tsc`](Self::forget_tsc) when the vCPU is dropped.
     ///
     /// # Errors
@@ -362,8 +362,8 @@ impl VmClock {
         Ok((tsc, number, self.follow_tscs(kvmclock, host_tsc)))
     }
 
-    /// Changes the TSC of the vCPU with this number. Returns whether the pair has changed. If so, all vCPUs have to
-    /// write their pages again; otherwise only this vCPU has to.
+    /// Changes the TSC of the vCPU with this number. Returns whether the kvmclock pair has changed. If so, all vCPUs
+    /// have to write their pages again; otherwise only this vCPU has to.
     pub(crate) fn change_tsc(&self, number: usize, tsc: &mut Tsc, change: TscChange) -> bool {
         let mut kvmclock = self.lock();
         let host_tsc = ordered_tsc();
@@ -381,7 +381,7 @@ impl VmClock {
         changes
     }
 
-    /// Forgets the TSC of a vCPU that is dropped. Returns whether the pair has changed, like
+    /// Forgets the TSC of a vCPU that is dropped. Returns whether the kvmclock pair has changed, like
     /// [`change_tsc`](Self::change_tsc).
     pub(crate) fn forget_tsc(&self, number: usize) -> bool {
         let mut kvmclock = self.lock();

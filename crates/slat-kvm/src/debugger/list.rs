@@ -61,7 +61,7 @@ pub(super) fn list() -> MutexGuard<'static, List> {
 }
 
 impl List {
-    /// Returns the vCPUs of a VM. They live as long as the list is locked.
+    /// Returns the vCPUs of a VM. The vCPUs live as long as the list is locked.
     pub(super) fn of(&self, vm: u64) -> impl Iterator<Item = &dyn Debuggee> {
         let listed = self.vcpus.iter().filter(move |listed| listed.vm == vm);
         // SAFETY: `end` removes a vCPU before it is freed, for which it needs the lock of this list.

@@ -1,4 +1,5 @@
-//! A debugger's session with the vCPUs of a VM. It stops all of them, and continues the vCPUs that the debugger names.
+//! A debugger's session with the vCPUs of a VM. The session stops all of these vCPUs, and continues the vCPUs that the
+//! debugger names.
 
 use super::list::{Debugged, list};
 use super::port::NEWS;

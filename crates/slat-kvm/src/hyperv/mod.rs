@@ -59,7 +59,7 @@ impl Hyperv {
         self.with_partition(Partition::begin_page)
     }
 
-    /// Ends what [`begin_page`](Self::begin_page) began.
+    /// Ends the write that [`begin_page`](Self::begin_page) began.
     pub(crate) fn end_page(&self, due: DuePage, outcome: PageOutcome) {
         self.with_partition(|partition| partition.end_page(due, outcome));
     }

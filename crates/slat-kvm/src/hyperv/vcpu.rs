@@ -21,7 +21,7 @@ pub(crate) enum HypervExit {
 pub(crate) struct VcpuHyperv {
     /// The rights that the guest's CPUID grants. `None`: the guest does not have Hyper-V's interface.
     pub(crate) privileges: Option<Privileges>,
-    /// Whether the guest may use only what its CPUID allows (`KVM_CAP_HYPERV_ENFORCE_CPUID`).
+    /// Whether the guest may use only the features that its CPUID allows (`KVM_CAP_HYPERV_ENFORCE_CPUID`).
     pub(crate) enforces_cpuid: bool,
     pub(crate) timers: Timers,
     /// The value of VP_ASSIST_PAGE.

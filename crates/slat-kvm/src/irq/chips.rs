@@ -184,7 +184,7 @@ impl Chips {
         }
     }
 
-    /// Acknowledges the 8259 pair's interrupt. Returns its vector; `None` if there is no interrupt, or none any more.
+    /// Acknowledges the 8259 pair's interrupt. Returns its vector; `None` if there is no interrupt any more.
     pub(crate) fn acknowledge(&self, vcpus: &Targets) -> Option<(u8, Ended)> {
         let acknowledged =
             self.with_pics(vcpus, |pics| pics.output().then(|| pics.acknowledge()))?;

@@ -216,7 +216,7 @@ pub(crate) fn prepare() {
 
 /// Starts the thread if it does not run.
 pub(crate) fn start() {
-    // A failure repeats at the first `KVM_IRQFD`, which returns its reason.
+    // A failure is ignored here. The first `KVM_IRQFD` fails again, and returns the reason.
     let _ = Service::get();
 }
 

@@ -148,7 +148,7 @@ impl Interrupts {
         chips.is_none()
     }
 
-    /// Acknowledges the 8259 pair's interrupt. Returns its vector; `None` if there is no interrupt, or none any more.
+    /// Acknowledges the 8259 pair's interrupt. Returns its vector; `None` if there is no interrupt any more.
     pub(crate) fn acknowledge_external(&self) -> Option<u8> {
         let (vector, ended) = self.chips()?.acknowledge(&self.vcpus)?;
         self.carry_out(ended);

@@ -45,7 +45,7 @@ enum Model {
     Pc(Shared<Chips>),
     /// No controllers: the client emulates them (`KVM_CAP_SPLIT_IRQCHIP`).
     Split {
-        /// GSIs below this one are pins of the client's I/O APIC.
+        /// GSIs below this number are pins of the client's I/O APIC.
         pins: u32,
         /// The vectors of level-triggered pins. The end of an interrupt with such a vector exits to the client.
         reported: Vectors,

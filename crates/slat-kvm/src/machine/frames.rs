@@ -9,7 +9,7 @@ use super::peek::Peek;
 use slat_x86::state::control;
 use slat_x86::{Cpu, State};
 
-/// The most addresses of a stack.
+/// The greatest number of addresses in a stack.
 pub(crate) const MOST: usize = 64;
 /// The greatest distance, in bytes, of a frame from the stack pointer or from the previous frame.
 const FARTHEST: u64 = 64 << 10;

@@ -2,7 +2,7 @@
 //!
 //! Two translations follow one another: by the guest's tables ([`slat::guest_walk`]), and by the engine's second level.
 //! The walk of the guest's tables needs a second-level translation for each table. A small cache holds most of these
-//! translations, and no others. It is flushed whenever the software TLB is.
+//! translations, and no others. The cache is flushed together with the software TLB.
 //!
 //! With the shadow MMU there is only one translation: the engine shadows the guest's tables, and walks them itself
 //! where necessary. This module tells the engine of stores to the tables, and of the translations that the guest

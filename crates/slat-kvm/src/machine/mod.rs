@@ -182,7 +182,7 @@ impl VcpuMachine {
         self.tsc.now()
     }
 
-    /// Changes the guest's TSC. All pages of clocks for which that matters are written again.
+    /// Changes the guest's TSC. Pages of clocks that depend on this TSC are written again.
     pub(crate) fn change_tsc(&mut self, change: TscChange) {
         if (self.vm.clock).change_tsc(self.tsc_number, &mut self.tsc, change) {
             self.vm.clock_pages_changed();
@@ -337,8 +337,8 @@ impl VcpuMachine {
             let msr = self.msr(index::KVM_SYSTEM_TIME_NEW);
             if msr & 1 != 0 {
                 let at = msr & !1;
-                // The new version follows the one in guest memory, so that a guest that was migrated while it read the
-                // page notices the change.
+                // The new version follows the version in guest memory. So a guest that was migrated in the middle of
+                // reading the page notices the change.
                 let odd = self.read_guest_half(at).wrapping_add(1) | 1;
                 // As in KVM, the pause is reported until the guest has cleared the flag.
                 let told = clock::is_paused(self.read_guest_half(at.wrapping_add(clock::FLAGS_AT)));

@@ -164,9 +164,9 @@ impl GuestTables for Shadowed<'_> {
     }
 }
 
-/// Returns the state of nested tables (AMD64 volume 2, 15.25.5 and 15.25.10). They are walked with user accesses, in
-/// the paging mode of the hypervisor. No register holds their page-directory-pointer entries. The hypervisor's CR4.SMEP
-/// only makes faults report fetches.
+/// Returns the state of nested tables (AMD64 volume 2, 15.25.5 and 15.25.10). The nested tables are walked with user
+/// accesses, in the paging mode of the hypervisor. No register holds their page-directory-pointer entries. The
+/// hypervisor's CR4.SMEP only makes faults report fetches.
 fn second_stage(nested: &NestedPaging, physical_bits: u32) -> GuestPaging {
     let paging = Paging {
         cr3: nested.cr3,

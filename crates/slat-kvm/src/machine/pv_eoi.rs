@@ -39,8 +39,8 @@ impl VcpuMachine {
     }
 
     /// Ends the interrupt if the guest has cleared the bit, and otherwise withdraws the offer. If a signal or a full
-    /// dirty ring interrupts the access to guest memory, the next call does that. If the memory cannot be read, ends
-    /// the interrupt, as KVM does. Call before using the APIC of the vCPU, which is entered.
+    /// dirty ring interrupts the access to guest memory, the next call does this work. If the memory cannot be read,
+    /// ends the interrupt, as KVM does. Call before using the APIC of the vCPU, which is entered.
     pub(crate) fn collect_pv_eoi(&mut self) {
         if !self.pv_eoi_offered {
             return;

@@ -171,7 +171,7 @@ impl MachineCheck {
         Ok(Reported::Logged)
     }
 
-    /// Reads a machine-check MSR. `None`: the MSR is another one.
+    /// Reads a machine-check MSR. `None`: the MSR is no machine-check MSR.
     pub(crate) fn read(&mut self, index: u32, by_guest: bool) -> Option<Result<u64, MsrFault>> {
         let value = match index {
             P5_MC_ADDR | P5_MC_TYPE => 0,
@@ -194,7 +194,7 @@ impl MachineCheck {
     }
 
     /// Writes a machine-check MSR. `sets_status`: the guest may write more than zero to a bank's status (AMD's
-    /// HWCR.McStatusWrEn). `None`: the MSR is another one, or read-only.
+    /// HWCR.McStatusWrEn). `None`: the MSR is no machine-check MSR, or is read-only.
     pub(crate) fn write(
         &mut self,
         index: u32,

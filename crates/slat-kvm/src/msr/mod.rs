@@ -53,7 +53,7 @@ pub const SAVED: &[u32] = &[
     hyperv::RESET,
     hyperv::VP_INDEX,
     hyperv::VP_RUNTIME,
-    // These two MSRs stand for all MSRs of their kind: a client that finds the two knows of the others.
+    // A client that finds these two MSRs knows that the other MSRs of their kind exist.
     hyperv::SCONTROL,
     hyperv::STIMER0_CONFIG,
     hyperv::VP_ASSIST_PAGE,
@@ -158,7 +158,7 @@ pub(crate) fn exit_reason(why: MsrFault) -> u32 {
         MsrFault::Unknown => KVM_MSR_EXIT_REASON_UNKNOWN,
         MsrFault::Invalid => KVM_MSR_EXIT_REASON_INVAL,
         MsrFault::Forbidden => KVM_MSR_EXIT_REASON_FILTER,
-        // This is no refusal.
+        // A retry is no refusal.
         MsrFault::Retry => 0,
     }
 }

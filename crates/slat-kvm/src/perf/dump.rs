@@ -1,10 +1,10 @@
 //! perf's jitdump, `jit-PID.dump`: names and code of all regions, with the times at which they were compiled.
 //!
-//! The format is that of Linux's tools/perf/Documentation/jitdump-specification.txt: a header, and records. `perf
-//! record -k 1` uses the same clock. It learns of the file because this process maps the file once with the right to
-//! execute: this mapping is the marker. Later `perf inject --jit` reads the file, and writes the code of each region to
-//! an ELF file next to it. If memory is used again, a new record for it is valid from its time on. So each sample has
-//! the name that was valid when the sample was taken.
+//! The format is that of Linux's tools/perf/Documentation/jitdump-specification.txt: a header, and records.
+//! `perf record -k 1` uses the same clock. It learns of the file because this process maps the file once with the right
+//! to execute: this mapping is the marker. Later `perf inject --jit` reads the file, and writes the code of each region
+//! to an ELF file next to it. If memory is used again, a new record for it is valid from its time on. So each sample
+//! has the name that was valid when the sample was taken.
 
 use super::{Content, Written, name, open};
 use crate::clock::monotonic;
@@ -136,8 +136,8 @@ pub(super) fn add(code: &CompiledCode<'_>) {
     super::add(&DUMP, code);
 }
 
-/// Adds the record of the end. A client's thread calls this, so a filter may forbid the system calls. Failures have no
-/// effect, because perf can do without the record.
+/// Adds the record that ends the dump. A client's thread calls this, so a filter may forbid the system calls. Failures
+/// have no effect, because perf can do without the record.
 pub(super) fn end() {
     let Some(dump) = DUMP.peek() else {
         return;

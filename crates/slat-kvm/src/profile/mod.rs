@@ -91,7 +91,7 @@ fn wanted() -> Option<&'static Path> {
     WANTED.get_or_init(|| read().map(PathBuf::from)).as_deref()
 }
 
-/// Whether vCPUs are to be sampled.
+/// Whether the user asked for a profile, so that vCPUs are sampled.
 pub(crate) fn is_wanted() -> bool {
     wanted().is_some()
 }
@@ -138,7 +138,7 @@ pub fn end() {
         profile.count();
         profile.write();
     }
-    // This is printed here, because the thread has none of the client's descriptors.
+    // The message is printed here, because the thread does not have the client's standard error.
     if let Some(failure) = &lock(&profile.output).failure {
         messages::say(format_args!("the profile is not complete: {failure}"));
     } else if let Some(path) = wanted()

@@ -1,5 +1,5 @@
-//! A socket that answers with text. It publishes the counters of this process's VMs for `slat stat`, and how their
-//! memory is mapped for `slat map`. It also serves the debugger of `slat gdb`.
+//! A socket that answers with text. `slat stat` reads the counters of this process's VMs from the socket, `slat map`
+//! reads how their memory is mapped, and `slat gdb` debugs a VM through it.
 //!
 //! | file | idea |
 //! |---|---|
@@ -13,9 +13,9 @@
 //! The counters stay in the vCPUs' own memory, and publishing costs a vCPU nothing: one thread, which sleeps until a
 //! reader connects, reads the counters. The thread is started with the first VM, which is before most clients install
 //! filters; [`crate::filters`] starts it before all other filters. The thread has a descriptor table of its own. So the
-//! socket is none of the client's descriptors, a forked child does not inherit it, and the kernel closes it when the
-//! process ends in any way. If the thread or its socket cannot be made, the process is not published, and everything
-//! else works.
+//! client does not see the socket's descriptor, and a forked child does not inherit it. The kernel closes the socket
+//! when the process ends, even if the process is killed. If the thread or its socket cannot be made, the process is not
+//! published, and everything else works.
 
 mod debug;
 mod map;
@@ -175,8 +175,8 @@ pub(crate) fn start() {
     }
 }
 
-/// Removes the process's socket from the directory. Call at the end of the process. If a process was killed, `slat
-/// stat` removes its socket, or the next process that makes a socket in the same directory.
+/// Removes the process's socket from the directory. Call at the end of the process. If a process was killed,
+/// `slat stat` removes its socket, or the next process that makes a socket in the same directory.
 #[doc(hidden)]
 pub fn end() {
     if let Some(path) = PUBLISHER.peek().and_then(|publisher| publisher.path.get()) {

@@ -46,7 +46,7 @@ fn candidate(index: usize, runtime: Option<&OsStr>, user: u32) -> Option<Path> {
     }
 }
 
-/// A path that ends with NUL. It uses no heap.
+/// A path that ends with NUL, in memory outside the heap.
 #[derive(Clone)]
 pub(super) struct Path([u8; Self::ROOM]);
 
@@ -104,7 +104,7 @@ impl Own {
         while !bytes.is_empty() {
             let (start, len) = (bytes.as_ptr() as usize, bytes.len());
             let flags = libc::MSG_NOSIGNAL as usize;
-            // SAFETY: the bytes and their number.
+            // SAFETY: the call gets live bytes and their number.
             let sent = unsafe { raw(libc::SYS_sendto, [self.0, start, len, flags, 0, 0]) };
             match usize::try_from(sent) {
                 Ok(sent) if sent > 0 => bytes = &bytes[sent..],
@@ -117,18 +117,18 @@ impl Own {
     /// Receives the first bytes of the reader's request. The result is empty if no byte came in time.
     pub(super) fn receive<'a>(&self, to: &'a mut [u8]) -> &'a [u8] {
         let (start, len) = (to.as_mut_ptr() as usize, to.len());
-        // SAFETY: the buffer and its length.
+        // SAFETY: the call gets a live buffer and the buffer's length.
         let received = unsafe { raw(libc::SYS_recvfrom, [self.0, start, len, 0, 0, 0]) };
         &to[..usize::try_from(received).unwrap_or(0)]
     }
 
     /// Receives the reader's next bytes, and returns their number. The number is 0 if no bytes came in time, or if
-    /// there are none and `waits` is false. `None`: the reader has closed the socket, or `to` has no space for more
-    /// bytes.
+    /// `waits` is false and no bytes are available. `None`: the reader has closed the socket, or `to` has no space for
+    /// more bytes.
     pub(super) fn receive_more(&self, to: &mut [u8], waits: bool) -> Option<usize> {
         let (start, len) = (to.as_mut_ptr() as usize, to.len());
         let flags = if waits { 0 } else { libc::MSG_DONTWAIT } as usize;
-        // SAFETY: the buffer and its length.
+        // SAFETY: the call gets a live buffer and the buffer's length.
         let received = unsafe { raw(libc::SYS_recvfrom, [self.0, start, len, flags, 0, 0]) };
         let nothing = [libc::EAGAIN, libc::EINTR].map(|error| -error as isize);
         match usize::try_from(received) {
@@ -174,7 +174,7 @@ impl Listener {
         if !leave_descriptors() {
             return None;
         }
-        // SAFETY: no arguments.
+        // SAFETY: the call has no arguments.
         let user = unsafe { raw(libc::SYS_geteuid, [0; 6]) } as u32;
         (0..CANDIDATES).find_map(|index| {
             let directory = candidate(index, runtime, user)?;
@@ -187,7 +187,7 @@ impl Listener {
         unsafe { raw(libc::SYS_mkdir, [directory.pointer(), 0o700, 0, 0, 0, 0]) };
         let flags = libc::O_DIRECTORY | libc::O_NOFOLLOW | libc::O_CLOEXEC;
         let at = libc::AT_FDCWD as usize;
-        // SAFETY: a path that ends with NUL.
+        // SAFETY: the path ends with NUL.
         let opened = unsafe {
             Own::open(
                 libc::SYS_openat,
@@ -197,14 +197,14 @@ impl Listener {
         // SAFETY: a struct of numbers, for which zeroes are valid.
         let mut stat: libc::stat = unsafe { std::mem::zeroed() };
         let to = &raw mut stat as usize;
-        // SAFETY: writes to the struct.
+        // SAFETY: the call writes only to the struct.
         let failed = unsafe { raw(libc::SYS_fstat, [opened.0, to, 0, 0, 0, 0]) } != 0;
         if failed || stat.st_uid != user || stat.st_mode & 0o077 != 0 {
             return None;
         }
         let family = libc::AF_UNIX as usize;
         let kind = (libc::SOCK_STREAM | libc::SOCK_CLOEXEC) as usize;
-        // SAFETY: plain numbers.
+        // SAFETY: the arguments are plain numbers.
         let socket = unsafe { Own::open(libc::SYS_socket, [family, kind, 0, 0, 0, 0])? };
         // Processes in other PID namespaces may have the same id, and so has the predecessor of a process that was
         // executed. So the name also has the time.
@@ -271,7 +271,7 @@ fn remove_dead(directory: &Own, now: u64) {
     let mut buffer = [0u8; 8 << 10];
     loop {
         let (start, len) = (buffer.as_mut_ptr() as usize, buffer.len());
-        // SAFETY: the buffer and its length.
+        // SAFETY: the call gets a live buffer and the buffer's length.
         let filled = unsafe { raw(libc::SYS_getdents64, [directory.0, start, len, 0, 0, 0]) };
         let Ok(filled @ 1..) = usize::try_from(filled) else {
             return;
@@ -315,12 +315,12 @@ fn may_be_dead(name: &CStr, now: u64) -> bool {
 /// because the kernel refuses to connect a datagram socket there, with another error.
 fn is_dead(directory: &Own, name: &CStr) -> Option<bool> {
     let kind = (libc::SOCK_DGRAM | libc::SOCK_CLOEXEC) as usize;
-    // SAFETY: plain numbers.
+    // SAFETY: the arguments are plain numbers.
     let socket =
         unsafe { Own::open(libc::SYS_socket, [libc::AF_UNIX as usize, kind, 0, 0, 0, 0])? };
     let (address, len) = address(directory, &[name.to_bytes()])?;
     let address = &raw const address as usize;
-    // SAFETY: a live address of that length.
+    // SAFETY: the address is live, and has that length.
     let answer = unsafe { raw(libc::SYS_connect, [socket.0, address, len, 0, 0, 0]) };
     Some(answer == -libc::ECONNREFUSED as isize)
 }

@@ -70,7 +70,7 @@ impl VcpuObject {
         let attention = self.common().attention.clone();
         let _guards = thread::begin(&attention);
         let _traced = slat_trace::run_vcpu(self.vm.number, self.common().id);
-        // SAFETY: plain call.
+        // SAFETY: a plain call.
         let thread = unsafe { libc::pthread_self() } as usize;
         self.common().runner.store(thread, Ordering::SeqCst);
         let masked = inner.signal_mask.map(Masked::enter);

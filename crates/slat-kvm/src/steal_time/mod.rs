@@ -3,7 +3,7 @@
 //! As in KVM, steal time is the time that the host's scheduler counts for the thread that runs the vCPU: the second
 //! number of the thread's `schedstat`. Clients may forbid that thread to read files (seccomp). So one of slat's own
 //! threads, the observer, reads these files for all vCPUs. It reads every [`PERIOD`] while a vCPU is in `KVM_RUN`, and
-//! at once for a vCPU that runs again after a pause. The observer has a descriptor table of its own, so that its
+//! at once for a vCPU that runs again after a pause. The observer has a separate descriptor table, so that its
 //! descriptors are not among the client's.
 
 mod schedstat;
@@ -72,7 +72,7 @@ pub(crate) fn prepare() {
     }
 }
 
-/// Whether the host counts how long a thread waits for a CPU, and the observer, if started, can read it.
+/// Whether the host counts how long a thread waits for a CPU, and the observer, if started, can read this count.
 pub(crate) fn is_available() -> bool {
     static COUNTS: Computed<bool> = Computed::new();
     let counts = *COUNTS.get_or_init(schedstat::exists);

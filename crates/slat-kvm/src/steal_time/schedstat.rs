@@ -21,7 +21,7 @@ pub(super) fn exists() -> bool {
         libc::AT_FDCWD as usize,
         c"/proc/thread-self/schedstat".as_ptr() as usize,
     );
-    // SAFETY: a path that ends with NUL.
+    // SAFETY: the path ends with NUL.
     unsafe { system_call(libc::SYS_faccessat, [at, path, libc::R_OK as usize, 0]) == 0 }
 }
 
@@ -33,7 +33,7 @@ pub(super) struct Schedstat(usize);
 impl Schedstat {
     /// Opens the `schedstat` of a thread of this process. `None`: the thread has ended.
     pub(super) fn open(thread: usize) -> Option<Self> {
-        // Without the heap: there is space for both numbers.
+        // The path is formatted without the heap. The buffer has space for both numbers.
         let mut path = [0u8; 64];
         let mut rest = &mut path[..];
         let process = std::process::id();
@@ -41,7 +41,7 @@ impl Schedstat {
         let path = CStr::from_bytes_until_nul(&path).expect("it ends with NUL");
         let flags = (libc::O_RDONLY | libc::O_CLOEXEC) as usize;
         let arguments = [libc::AT_FDCWD as usize, path.as_ptr() as usize, flags, 0];
-        // SAFETY: a path that ends with NUL.
+        // SAFETY: the path ends with NUL.
         let fd = unsafe { system_call(libc::SYS_openat, arguments) };
         Some(Schedstat(usize::try_from(fd).ok()?))
     }
@@ -51,7 +51,7 @@ impl Schedstat {
     pub(super) fn waited(&self) -> Option<u64> {
         let mut text = [0u8; 64];
         let arguments = [self.0, text.as_mut_ptr() as usize, text.len(), 0];
-        // SAFETY: the buffer and its length.
+        // SAFETY: the call gets a live buffer and the buffer's length.
         let len = unsafe { system_call(libc::SYS_pread64, arguments) };
         let text = std::str::from_utf8(text.get(..usize::try_from(len).ok()?)?).ok()?;
         // The first number is the time that the thread ran.

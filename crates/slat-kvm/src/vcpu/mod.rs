@@ -36,7 +36,7 @@ use std::ops::{Deref, DerefMut};
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// The access that one `KVM_RUN` began and the next one completes.
+/// The access that one `KVM_RUN` began and the next `KVM_RUN` completes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Unfinished {
     #[default]
@@ -382,7 +382,7 @@ impl VcpuObject {
         unsafe { self.page.show(address, len, offset)? };
         let page = coalesced::OFFSET as u64;
         if (offset..offset.saturating_add(len as u64)).contains(&page) {
-            // SAFETY: a page of the mapping that the caller names.
+            // SAFETY: the page belongs to the mapping that the caller names.
             unsafe {
                 self.vm
                     .coalesced

@@ -73,7 +73,7 @@ impl VmObject {
     }
 
     /// Makes all vCPUs write the pages of their clocks before they execute guest code again. Does not wait. Call after
-    /// the pair of the VM's clock has changed.
+    /// the VM's kvmclock pair has changed.
     pub(crate) fn clock_pages_changed(&self) {
         self.hyperv.clock_changed();
         self.call_vcpus_out();
@@ -129,7 +129,7 @@ mod tests {
     impl Machine {
         fn new() -> Self {
             let vm = VmObject::new(false, None, None).unwrap();
-            // SAFETY: a new mapping.
+            // SAFETY: the call makes a new mapping.
             let memory = unsafe {
                 libc::mmap(
                     std::ptr::null_mut(),

@@ -254,7 +254,8 @@ impl VmObject {
         Ok(())
     }
 
-    /// `KVM_SET_NR_MMU_PAGES`: limits the number of shadow pages. The TDP MMU has none.
+    /// `KVM_SET_NR_MMU_PAGES`: limits the number of shadow pages. The TDP MMU has no shadow pages, so the call then has
+    /// no effect.
     ///
     /// # Errors
     /// `EINVAL` for less than KVM's minimum.

@@ -87,7 +87,7 @@ impl VmObject {
         };
         change(new)?;
         set().inspect_err(|_| {
-            // This call only restores the old bitmap, or removes the new one. It needs no memory.
+            // This call only restores the old bitmap, or removes the new one. The call needs no memory.
             let _no_error = change(old);
         })
     }

@@ -143,14 +143,14 @@ impl Header {
 
     /// Whether the segment is loaded, and has all of `flags`.
     fn is_loaded_with(self, flags: u32) -> bool {
-        // SAFETY: a program header.
+        // SAFETY: the address is that of a program header.
         unsafe { get::<u32>(self.0) == libc::PT_LOAD && get::<u32>(self.0 + 4) & flags == flags }
     }
 
     /// Returns one of the header's 64-bit words, by index: offset, address, physical address, length in the
     /// file, length in memory.
     fn word(self, index: usize) -> usize {
-        // SAFETY: a program header.
+        // SAFETY: the address is that of a program header.
         unsafe { get(self.0 + 8 + 8 * index) }
     }
 }
@@ -244,7 +244,7 @@ unsafe fn place(fd: c_int, file: usize) -> usize {
 unsafe extern "C" fn begin(sp: usize) -> usize {
     let mut index = 0;
     while index < FILES.len() {
-        // SAFETY: an index of the array.
+        // SAFETY: the index is within the array.
         let file = unsafe { FILES.get_unchecked(index) };
         let fd = file.fd.load(Ordering::Relaxed);
         if fd >= 0 {

@@ -116,7 +116,7 @@ fn base() -> usize {
 fn entry() -> usize {
     base()
         + match ENTRY.load(Ordering::Relaxed) {
-            // SAFETY: this library's ELF header.
+            // SAFETY: the address is that of this library's ELF header.
             IN_HEADER => unsafe { ((base() + ENTRY_POINT) as *const usize).read() },
             entry => entry,
         }
@@ -220,7 +220,7 @@ pub fn make() -> Option<Memfds> {
 /// Makes a memfd of `len` bytes at `start`.
 fn copy(start: usize, len: usize) -> Option<Opened> {
     let memfd = Opened::memfd(c"slat", Opened::EXECUTED)?;
-    // SAFETY: a mapped file of this process.
+    // SAFETY: the file is mapped in this process.
     unsafe { memfd.write_from(start, len, 0)? };
     Some(memfd)
 }
@@ -248,7 +248,7 @@ fn change_library(made: &Memfds) -> Option<()> {
             (start..start + segment.in_file as usize).contains(&address)
         })?;
         let offset = address - data.address as usize + data.offset as usize;
-        // SAFETY: a live value of that size.
+        // SAFETY: the value is live, and has that size.
         unsafe { file.write_from(value as usize, len, offset) }
     };
     let proc = procfs::directory().unwrap_or(-1);

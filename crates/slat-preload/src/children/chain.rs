@@ -32,7 +32,7 @@ impl Line {
     /// Reads the first line of a script. `None`: the file is no script.
     fn read(file: &Opened) -> Option<Self> {
         let mut bytes = [0; Self::LEN];
-        // SAFETY: a live buffer of this length.
+        // SAFETY: the buffer is live, and has this length.
         unsafe {
             kernel!(
                 libc::SYS_pread64,

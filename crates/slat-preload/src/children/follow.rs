@@ -48,7 +48,7 @@ pub enum Executed {
 /// Whether a file can be executed by its path. The path of this library does not exist if the program has another root,
 /// or sees only part of the file system.
 fn is_there(file: &CStr) -> bool {
-    // SAFETY: a path that ends with 0.
+    // SAFETY: the path ends with 0.
     let found = unsafe {
         kernel!(
             libc::SYS_faccessat,
@@ -138,7 +138,7 @@ impl Scratch {
             });
         }
         let access = libc::PROT_READ | libc::PROT_WRITE;
-        // SAFETY: new memory.
+        // SAFETY: the call maps new memory.
         let start = unsafe { map_memory(0, len, access, 0) }.ok()?;
         Some(Scratch {
             start: start as *mut u8,
@@ -150,7 +150,7 @@ impl Scratch {
 
     /// Joins strings to one string that ends with a NUL. The memory must have space for the result.
     fn join(&mut self, parts: &[&[u8]]) -> *const c_char {
-        // SAFETY: within the memory, as is asserted.
+        // SAFETY: the bytes are within the memory, as is asserted.
         unsafe {
             let begin = self.start.add(self.used);
             for part in parts.iter().chain([&&b"\0"[..]]) {
@@ -165,7 +165,7 @@ impl Scratch {
     /// Stores words one after another, with a null at the end. The memory must have space for them.
     fn list(&mut self, words: impl Iterator<Item = *const c_char>) -> Words {
         self.used = self.used.next_multiple_of(size_of::<usize>());
-        // SAFETY: within the memory, as is asserted.
+        // SAFETY: the bytes are within the memory, as is asserted.
         unsafe {
             let begin = self.start.add(self.used).cast::<*const c_char>();
             for word in words.chain([null()]) {
@@ -184,7 +184,7 @@ impl Scratch {
 impl Drop for Scratch {
     fn drop(&mut self) {
         if self.is_mapped {
-            // SAFETY: this value's memory.
+            // SAFETY: the memory belongs to this value.
             let _ = unsafe { kernel!(libc::SYS_munmap, self.start, self.len) };
         }
     }

@@ -6,8 +6,8 @@
 //! | `chain` | the program to which executing a file leads |
 //! | `follow` | how a program is started so that slat follows it |
 //!
-//! Everything here is async-signal-safe and does not allocate by `malloc`: a program may execute another one in a child
-//! of `vfork`, or in a child of `fork` whose parent has many threads.
+//! Everything here is async-signal-safe and does not allocate by `malloc`: a program may execute another program in a
+//! child of `vfork`, or in a child of `fork` whose parent has many threads.
 
 mod chain;
 mod follow;
@@ -91,7 +91,7 @@ fn find(name: *const c_char, buffer: &mut Path) -> Option<*const c_char> {
             len += part.len();
         }
         let found = buffer.as_ptr();
-        // SAFETY: a path that ends with 0.
+        // SAFETY: the path ends with 0.
         if unsafe { kernel!(libc::SYS_faccessat, libc::AT_FDCWD, found, libc::X_OK) }.is_ok() {
             return Some(found.cast());
         }
@@ -255,7 +255,7 @@ unsafe fn execute_found(name: *const c_char, arguments: Words, environment: Word
     let Some(next) = NEXT_EXECVPE.get() else {
         return missing();
     };
-    // SAFETY: the C library's function of this name; the caller's promise.
+    // SAFETY: the C library's function has this signature; the caller keeps this function's contract.
     unsafe {
         let next: unsafe extern "C-unwind" fn(*const c_char, Words, Words) -> c_int =
             transmute(next);
@@ -421,7 +421,7 @@ unsafe fn spawn(
     let Some(next) = next.get() else {
         return libc::ENOSYS;
     };
-    // SAFETY: the C library's function of this name; the caller's promise.
+    // SAFETY: the C library's function has this signature; the caller keeps this function's contract.
     unsafe {
         let next = transmute::<usize, Spawn>(next);
         follow(

@@ -26,7 +26,7 @@ fn read<T: slat_guard::Word>(address: usize) -> Result<T, isize> {
 
 /// Writes a word of the program's memory.
 fn write<T: slat_guard::Word>(address: usize, value: T) -> Result<(), isize> {
-    // SAFETY: as for `read`.
+    // SAFETY: the same as for `read`.
     unsafe { slat_guard::store(address as *mut T, value) }.map_err(|_| error(libc::EFAULT))
 }
 
@@ -230,7 +230,7 @@ fn change_action(signal: i32, new: usize, old: usize, bytes: usize) -> Result<is
         let [handler, flags, _, mask] = words(new)?;
         action.sa_sigaction = handler as usize;
         action.sa_flags = flags as i32;
-        // SAFETY: the C library's larger set begins with the kernel's.
+        // SAFETY: the C library's signal set is larger, and begins with the kernel's set.
         unsafe {
             (&raw mut action.sa_mask)
                 .cast::<u64>()

@@ -1,10 +1,11 @@
-//! ioctl(2) from a rewritten call site ([`sites`](super::sites)): a jump to slat instead of a signal.
+//! Serves ioctl(2) from a rewritten call site ([`sites`](super::sites)), which jumps to slat instead of causing a
+//! signal.
 //!
-//! The kernel keeps all registers except RAX, RCX and R11 over a system call. So this code keeps them, too. It saves
-//! flags, floating point and vectors, and then sets them as slat's code expects ([`caller`](slat_process::caller)). It
-//! writes nothing to the program's stack, which may be a goroutine's. slat's stack is free if the program is on its own
-//! stack ([`stack`](slat_process::stack)). Calls from any other stack, and calls other than ioctl, are made by the
-//! `syscall` in the site's stub, and are dispatched.
+//! The kernel keeps all registers except RAX, RCX and R11 over a system call. So this code keeps them, too. The code
+//! saves flags, floating point and vectors, and then sets them as slat's code expects
+//! ([`caller`](slat_process::caller)). The code writes nothing to the program's stack, which may be a goroutine's.
+//! slat's stack is free if the program is on its own stack ([`stack`](slat_process::stack)). Calls from any other
+//! stack, and calls other than ioctl, are made by the `syscall` in the site's stub, and are dispatched.
 //!
 //! Only loaded programs have rewritten sites. In them, the base of GS leads to the thread's stack before anything is
 //! saved. Signals may arrive between any two instructions. Their handlers determine which thread pointer FS holds, and
@@ -115,8 +116,8 @@ pub unsafe extern "C" fn entry() {
         "mov eax, -1",
         "mov edx, -1",
         "xsave64 [rsp]",
-        // The floating-point state is usually that of a new process. This compares FCW and FSW, the tags in use, and
-        // MXCSR with that state (Intel SDM, volume 1, table 10-2).
+        // The floating-point state is usually that of a new process. The code compares FCW and FSW, the tags in use,
+        // and MXCSR with that state (Intel SDM, volume 1, table 10-2).
         "cmp dword ptr [rsp], {x87}",
         "jne 6f",
         "cmp byte ptr [rsp + 4], 0",

@@ -1,11 +1,11 @@
 //! The seccomp filters of a program that has another C library than slat's.
 //!
 //! slat's own system calls, and the program's calls that slat passes on, come from one range of addresses. slat puts a
-//! few instructions before each filter, which allow every call from this range. So slat works whatever the program
-//! forbids itself. Before slat serves a call of the program, the code here judges the call by the program's filter,
-//! with the address at which the program has made the call. If the filter does not simply allow the call, slat makes
-//! the call outside the range. Then the kernel itself does what the filter says: it returns an error, sends a signal,
-//! or ends the process.
+//! few instructions before each filter, which allow every call from this range. So slat works even if the program's
+//! filter forbids the calls that slat needs. Before slat serves a call of the program, the code here judges the call by
+//! the program's filter, with the address at which the program has made the call. If the filter does not simply allow
+//! the call, slat makes the call outside the range. Then the kernel itself carries out the filter's action: it returns
+//! an error, sends a signal, or ends the process.
 //!
 //! (In a program that loads libraries, the range is also that of the program's C library. There filters are not
 //! changed, and `slat_kvm::filters` finds out which calls the filters forbid.)

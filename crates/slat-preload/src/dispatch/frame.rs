@@ -5,9 +5,9 @@
 //! copies the frame to a stack of slat's own ([`place`]), unless the frame is already there. The call is served on
 //! slat's stack, and the kernel returns to the state in the copy ([`resume`]).
 //!
-//! All signals are blocked until the copy is made. Signals of the program may arrive later, while slat serves the call,
-//! for example a `read` that waits. The handlers of these signals make calls of their own. Such calls are served below
-//! the first call: [`stack`] knows at which address.
+//! All signals are blocked until slat begins to serve the call. Signals of the program may arrive later, while slat
+//! serves the call, for example a `read` that waits. The handlers of these signals make calls of their own. Such calls
+//! are served below the first call: [`stack`] knows at which address.
 
 use super::serve;
 use slat_guard::Section;
@@ -210,9 +210,9 @@ pub fn set_restorer(address: usize) {
     RESTORER.store(address, Ordering::Release);
 }
 
-/// The handler that the kernel calls for SIGSYS. It serves a dispatched call of the program (`si_code` 2,
+/// The handler that the kernel calls for SIGSYS. The handler serves a dispatched call of the program (`si_code` 2,
 /// SYS_USER_DISPATCH), and [passes](pass_through_gate) a call of slat itself. All other SIGSYS signals come from
-/// seccomp filters; it hands them to the program's handler.
+/// seccomp filters; the handler passes them to the program's handler.
 #[unsafe(naked)]
 pub unsafe extern "C-unwind" fn entry() {
     naked_asm!(
@@ -255,8 +255,8 @@ pub unsafe extern "C-unwind" fn entry() {
 
 /// Whether this thread is in slat's code, in a process with one thread pointer. Runs in the handler.
 unsafe extern "C" fn runs_slat() -> bool {
-    // Before a program that slat loads begins, `is_loaded` is false; after it has begun, it has a thread pointer of its
-    // own.
+    // If slat loads the program, this function is called only before the program begins, while all code is slat's.
+    // Afterwards the program has its own thread pointer.
     Section::is_entered() || crate::loaded::is_loaded()
 }
 
@@ -267,8 +267,8 @@ unsafe extern "C" fn runs_slat() -> bool {
 /// The call is not made here, but at the address to which the handler returns, with the stack, the signal mask and all
 /// registers of the code that makes the call. So the call may wait, be interrupted and restarted, or change the mask.
 /// (A thread that begins on a stack of its own would not find the code after the gate; but only the C library's text
-/// makes threads.) Three words lead back to the interrupted code. They are stored below all memory in use on the
-/// interrupted stack: its red zone, and this handler's frame if that is on the same stack.
+/// makes threads.) Three words lead back to the interrupted code. The words are stored below all memory in use on the
+/// interrupted stack: the red zone, and this handler's frame if the frame is on the same stack.
 #[unsafe(naked)]
 unsafe extern "C" fn pass_through_gate() {
     naked_asm!(

@@ -41,7 +41,7 @@ pub fn prepare() {
 pub fn make_stack() {
     let access = libc::PROT_READ | libc::PROT_WRITE;
     let flags = libc::MAP_NORESERVE | libc::MAP_STACK;
-    // SAFETY: new memory.
+    // SAFETY: the call maps new memory.
     let Ok(low) = (unsafe { map_memory(0, STACK, access, flags) }) else {
         const MESSAGE: &str = "slat: there is no memory for a thread's stack\n";
         // SAFETY: a live buffer; then the process ends.
@@ -119,7 +119,7 @@ fn make<T>(
     let failed = create(first::<T>, start.cast());
     if failed != 0 {
         guarded(|| {
-            // SAFETY: no thread has taken it.
+            // SAFETY: no thread has taken the value.
             drop(unsafe { Box::from_raw(start) });
             Ok(0)
         });
@@ -147,7 +147,7 @@ interpose_with_callers_floats! {
         let Some(next) = NEXT_THRD.get() else {
             return THRD_ERROR;
         };
-        // SAFETY: the C library's function of this name; the caller's promise.
+        // SAFETY: the C library's function has this signature; the caller keeps this function's contract.
         let create = |routine, argument| unsafe { transmute::<usize, CreateShort>(next)(thread, routine, argument) };
         make(routine, argument, create)
     }
@@ -162,7 +162,7 @@ interpose_with_callers_floats! {
         let Some(next) = NEXT_CREATE.get() else {
             return libc::EAGAIN;
         };
-        // SAFETY: the C library's function of this name; the caller's promise.
+        // SAFETY: the C library's function has this signature; the caller keeps this function's contract.
         let create = |routine, argument| unsafe { transmute::<usize, Create>(next)(thread, attributes, routine, argument) };
         make(routine, argument, create)
     }

@@ -1,5 +1,6 @@
-//! Dispatch: the kernel sends system calls that do not come from the C library's text to slat (Syscall User Dispatch,
-//! `Documentation/admin-guide/syscall-user-dispatch.rst`). `docs/dispatch.md` has the design and its alternatives.
+//! Dispatch: system calls that do not come from the C library's text are sent by the kernel to slat (Syscall User
+//! Dispatch, `Documentation/admin-guide/syscall-user-dispatch.rst`). `docs/dispatch.md` has the design and its
+//! alternatives.
 //!
 //! | file | idea |
 //! |---|---|
@@ -62,7 +63,7 @@ pub fn arm() -> Result<(), &'static str> {
 
 /// Whether a sanitizer's runtime is part of the program or of a library. A runtime's own calls must reach the kernel.
 fn has_sanitizer() -> bool {
-    // SAFETY: a string that ends with 0.
+    // SAFETY: the string ends with 0.
     let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"__sanitizer_set_report_path".as_ptr()) };
     !found.is_null()
 }

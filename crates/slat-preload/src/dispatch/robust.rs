@@ -1,6 +1,7 @@
 //! Robust futexes of a loaded program (`Documentation/locking/robust-futex-ABI.rst`). When a thread ends, the kernel
-//! marks the futexes that the thread holds. But a thread of the program ends before the thread of slat's C library on
-//! which it runs, and threads that wait for its end look at its futexes. So slat marks these futexes.
+//! marks the futexes that the thread holds. But a thread of the program runs on a thread of slat's C library, and ends
+//! before that thread. Other threads of the program that wait for the end of the thread look at its futexes then. So
+//! slat marks these futexes.
 
 use crate::real::kernel;
 
@@ -10,7 +11,7 @@ const LIMIT: usize = 2048;
 /// Marks the futexes that this thread holds, wakes the threads that wait for them, and unregisters the list.
 pub fn leave() {
     let (mut head, mut bytes) = (0usize, 0usize);
-    // SAFETY: values to fill in.
+    // SAFETY: the call fills in live values.
     let asked = unsafe { kernel!(libc::SYS_get_robust_list, 0, &raw mut head, &raw mut bytes) };
     if asked.is_err() || head == 0 {
         return;

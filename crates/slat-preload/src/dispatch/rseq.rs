@@ -63,8 +63,8 @@ pub fn register([area, bytes, flags, signature, ..]: [usize; 6]) -> isize {
     answer
 }
 
-/// Unregisters the program's area. The program's thread ends before the thread of slat's C library does, and its memory
-/// may be freed.
+/// Unregisters the program's area. The program's thread ends before the thread of slat's C library, and the memory of
+/// the area may be freed then.
 pub fn leave() {
     let [area, bytes, signature] = PROGRAMS.get();
     if area != 0 {

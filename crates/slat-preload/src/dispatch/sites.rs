@@ -203,7 +203,7 @@ fn map_near(text: &Range<usize>, memory: &Opened) -> Option<usize> {
     places.find_map(|place| {
         let place = place & !(PAGE - 1);
         let flags = libc::MAP_FIXED_NOREPLACE;
-        // SAFETY: memory that is not in use.
+        // SAFETY: the memory is not in use.
         let page = unsafe { map(memory, 0, &(place..place + PAGE), flags) }?;
         // Kernels before 4.17 treat the address as a hint.
         (page == place).then_some(page)
@@ -226,7 +226,7 @@ impl Text {
             files: Vec::new(),
         };
         for line in maps.lines() {
-            // Addresses, access, offset, device, inode, name.
+            // The words of a line are addresses, access, offset, device, inode and name.
             let mut words = line.split_whitespace();
             let (start, end) = words.next()?.split_once('-')?;
             let hexadecimal = |text| usize::from_str_radix(text, 16).ok();

@@ -50,7 +50,7 @@ fn refuse(what: &str) -> isize {
     error(libc::ENOSYS)
 }
 
-/// Makes a process that shares memory with its maker and has a stack of its own. (LeakSanitizer examines its program's
+/// Makes a process that shares memory with its maker and has its own stack. (LeakSanitizer examines its program's
 /// threads by such a process.) The process has no thread of slat's C library, so its calls pass to the kernel.
 fn make_beside(frame: &Frame, request: &Request, top: usize) -> isize {
     /// The child begins here: the `ret` at the gate leads here, with the stack pointer at the frame, as rt_sigreturn(2)
@@ -79,7 +79,7 @@ fn make_beside(frame: &Frame, request: &Request, top: usize) -> isize {
 
 /// Stores a thread's id at the address that the program has given. A bad address is ignored, as by the kernel.
 fn tell(address: u64, number: u32) {
-    // SAFETY: a guarded store to a word of the program's.
+    // SAFETY: the store is guarded, to a word of the program.
     let _ = unsafe { slat_guard::store(address as *mut u32, number) };
 }
 
@@ -391,7 +391,7 @@ pub fn exit(status: usize) -> ! {
     if loaded::is_loaded() {
         if THREADS.fetch_sub(1, Ordering::AcqRel) == 1 {
             crate::at_exit();
-            // SAFETY: ends the process.
+            // SAFETY: the call ends the process.
             let _ = unsafe { kernel!(libc::SYS_exit_group, status) };
         }
         rseq::leave();
@@ -408,7 +408,7 @@ pub fn exit(status: usize) -> ! {
     }
     match BEGUN_AT.get() {
         0 => loop {
-            // SAFETY: ends the thread.
+            // SAFETY: the call ends the thread.
             let _ = unsafe { kernel!(libc::SYS_exit, status) };
         },
         // SAFETY: `run` has stored it; signals are blocked.

@@ -111,7 +111,7 @@ fn place(file: &Opened, headers: &Headers) -> Result<Placed, String> {
         false => (low, libc::MAP_FIXED_NOREPLACE),
     };
     // All memory of the file is reserved at once, so that no other mapping lies in between.
-    // SAFETY: memory at free addresses.
+    // SAFETY: the call maps memory at free addresses.
     let start = unsafe {
         map_memory(
             at as usize,

@@ -32,7 +32,7 @@ fn thread_runtime() -> u64 {
     // may read this clock.
     let clock = !(thread_id() as i32) << 3 | 4 | 2;
     let arguments = [clock as usize, &raw mut time as usize, 0, 0, 0, 0];
-    // SAFETY: the struct that the call fills in. If it fails, the time is 0.
+    // SAFETY: the call fills in the struct. If the call fails, the time is 0.
     let _ = unsafe { calls::make(Call::ThreadTime, arguments) };
     time.tv_sec as u64 * 10_000_000 + time.tv_nsec as u64 / 100
 }
