@@ -1,30 +1,30 @@
 //! The rival of the memslots experiment: a memory system that keeps its memslots in one array, as KVM
 //! did up to Linux 5.16.
 //!
-//! The array is sorted by guest frame and copied whole on every change, because readers use the old one meanwhile. By
-//! guest frame it is searched by bisection, after a check of the memslot found last; by backing address it is scanned
-//! from end to end; by id there is an index.
+//! The array is sorted by guest frame. Every change copies all of it, because readers use the old array meanwhile. A
+//! look-up by guest frame first checks the memslot found last, and then searches by bisection. A look-up by backing
+//! address scans all of the array. For a look-up by id there is an index.
 //!
 //! # Why this is a fair race
-//! Everything but the memslots is slat's own code: tables, walks, flushes, the installation of a leaf. The rival's
-//! engine has one memslot that covers all guest memory, so that the engine's own memslots cost nothing, and zaps
-//! translations by [`slat::Vm::zap`]. So the two sides do the same operations on the same tables, and differ only in
-//! how a memslot is found and changed:
+//! All code except that for memslots is slat's own: tables, walks, flushes, the installation of a leaf. The rival's
+//! engine has one memslot that covers all guest memory, so that looking up the engine's own memslots costs nothing. The
+//! rival zaps translations by [`slat::Vm::zap`]. So both sides do the same operations on the same tables, and differ
+//! only in how they find and change a memslot:
 //!
 //! * a *fault* costs the rival its search and then slat's fault. That fault looks up the covering memslot, which slat
-//!   remembers; to be even, slat's side looks up the remembered memslot once more after each fault
+//!   remembers. To make up for this, slat's side looks up its remembered memslot once more after each fault
 //!   ([`crate::experiments::memslots`]);
-//! * an *invalidation* costs the rival one scan at its begin (KVM made another at its end), the count of invalidations
-//!   in progress that the engine keeps, too, and the same zap and flush;
+//! * an *invalidation* costs the rival one scan at its begin (KVM made another one at its end), the count of
+//!   invalidations in progress, which the engine keeps as well, and the same zap and flush;
 //! * a *change* costs the rival the same checks, one copy, and for a memslot that is deleted or moved
 //!   the same zap and flush.
 //!
-//! Every choice favours the rival: a memslot is 32 bytes (KVM's were larger); a change makes one copy (KVM made two
-//! of a memslot that moves); the copy reuses the array of the change before, so that it costs no page faults; the
-//! index by id is not copied; invalidations pay one uncontended lock for the right to read, faults nothing; no
-//! change waits for readers.
+//! Every choice favours the rival: a memslot is 32 bytes (KVM's were larger); a change makes one copy (KVM made two of
+//! a memslot that moves); a copy reuses the array of the previous change, so that it causes no page faults; the index
+//! by id is not copied; an invalidation takes one uncontended lock in order to read, and a fault none; no change waits
+//! for readers.
 //!
-//! One thread drives it at a time: the engine alone keeps faults and invalidations of several threads apart, which
+//! One thread at a time drives the rival. Only the engine orders faults and invalidations of several threads, which
 //! costs the rival nothing.
 
 use std::ops::Range;
@@ -47,7 +47,7 @@ struct Slot {
     flags: SlotFlags,
 }
 
-// The published comparison's bound for an array that is worth racing against.
+// The size up to which the published comparison counts an array as a fair rival.
 const _: () = assert!(size_of::<Slot>() <= 64);
 
 impl Slot {
@@ -59,7 +59,7 @@ impl Slot {
         self.base + self.pages
     }
 
-    /// Returns the frames that `range` of the backing backs.
+    /// Returns the frames that are backed by `range` of the backing memory.
     fn gfns_backed_by(&self, range: &Range<Hva>) -> Option<Range<Gfn>> {
         let end = self.backing + (self.pages << PAGE_SHIFT);
         if range.end.0 <= self.backing || end <= range.start.0 {
@@ -101,18 +101,18 @@ impl Set {
             .find(|slot| slot.id != except)
     }
 
-    /// Returns the frames of every slot that `range` of the backing backs.
+    /// Returns the frames of every slot that are backed by `range` of the backing memory.
     fn backed_by(&self, range: &Range<Hva>) -> impl Iterator<Item = Range<Gfn>> {
         self.slots
             .iter()
             .filter_map(move |slot| slot.gfns_backed_by(range))
     }
 
-    /// Copies `old` without the slot at index `leaves`, and with `comes`.
+    /// Makes this a copy of `old` without the slot at index `leaves`, and with the slot `comes`.
     fn copy_with(&mut self, old: &Set, leaves: Option<usize>, comes: Option<Slot>) {
         self.slots.clear();
         self.slots.reserve(old.slots.len() + 1);
-        // The elements between the two indices are moved in one go.
+        // Moves the elements between the two indices at once.
         let gap = leaves.unwrap_or(old.slots.len());
         let after = leaves.map_or(old.slots.len(), |leaves| leaves + 1);
         let (before, after) = (&old.slots[..gap], &old.slots[after..]);
@@ -145,7 +145,7 @@ impl Set {
 struct Writer {
     /// By id: the slot's first frame, or [`NOWHERE`].
     base: Vec<u64>,
-    /// The array before the last change, to be reused.
+    /// The array from before the last change, which the next change reuses.
     spare: Option<Arc<Set>>,
 }
 
@@ -196,22 +196,22 @@ pub struct ArrayVm {
     generation: AtomicU64,
     writer: Mutex<Writer>,
     in_progress: InProgress,
-    /// Raised at the end of an invalidation, like the engine's. One thread drives the rival, so no fault is in progress
-    /// then: the counter exists for its cost.
+    /// Advanced at the end of an invalidation, like the engine's sequence. No fault is in progress then, because one
+    /// thread drives the rival; the counter exists so that its cost is measured.
     sequence: AtomicU64,
 }
 
-/// Code that holds one of these locks panics only by a bug of its own.
+/// Locks `mutex`. A lock is poisoned only by a bug of this file.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl ArrayVm {
-    /// Frames that the covering memslot has; no array slot may reach beyond them.
+    /// The number of frames of the covering memslot. No array slot may reach beyond them.
     const COVERED: u64 = 1 << 30;
 
-    /// Creates a VM without memslots, in which `gpa + displacement` backs guest address `gpa`
-    /// wherever a memslot says so.
+    /// Creates a VM without memslots, whose memslots must back each guest address `gpa` by the address `gpa +
+    /// displacement`.
     pub fn new(displacement: u64) -> Arc<Self> {
         Arc::new(Self::empty(displacement))
     }
@@ -235,10 +235,10 @@ impl ArrayVm {
         }
     }
 
-    /// Like [`ArrayVm::new`], but with memslots from the beginning: equivalent to a change for each, in one.
+    /// Like [`ArrayVm::new`], but creates a memslot for each of `regions` in a single change.
     ///
     /// # Errors
-    /// Those of [`ArrayVm::set_memory_region`]; it is an error, too, if `regions` do not ascend.
+    /// The errors of [`ArrayVm::set_memory_region`]. It is also an error if `regions` do not ascend.
     pub fn with_slots(displacement: u64, regions: &[Region]) -> Result<Arc<Self>, RegionError> {
         let vm = Self::empty(displacement);
         let mut set = Set::default();
@@ -290,7 +290,7 @@ impl ArrayVm {
         match Arc::get_mut(&mut copy) {
             Some(set) => set.copy_with(&now, old, new),
             None => {
-                // A reader still uses it.
+                // A reader still uses the spare array.
                 let mut set = Set::default();
                 set.copy_with(&now, old, new);
                 copy = Arc::new(set);
@@ -343,7 +343,7 @@ impl ArrayVm {
 pub struct ArrayInvalidation<'a> {
     vm: &'a ArrayVm,
     range: Range<Hva>,
-    /// A slot used the range at the begin; if not, the end does nothing.
+    /// Whether a slot used the range at the begin. If none did, the end does nothing.
     used: bool,
 }
 
@@ -377,7 +377,7 @@ impl ArrayVcpu {
         self.engine.leave();
     }
 
-    /// Translates `gpa` where no leaf allows the access: looks the slot up and lets the engine fault.
+    /// Translates `gpa` if no leaf allows the access: looks the slot up, and calls the engine's fault.
     ///
     /// # Errors
     /// [`Stop`].
@@ -399,7 +399,7 @@ impl ArrayVcpu {
         self.engine.translate(gpa, access)
     }
 
-    /// Translates `gpa` where a leaf is mapped, which needs no slot.
+    /// Translates `gpa` if a leaf is mapped. This needs no slot.
     ///
     /// # Errors
     /// [`Stop`].
@@ -409,7 +409,7 @@ impl ArrayVcpu {
     }
 }
 
-/// Returns what replaces `old` after `region`, if the change is allowed.
+/// If the rules allow the change `region`, returns the slot that replaces `old`.
 fn check(set: &Set, region: &Region, old: Option<&Slot>) -> Result<Option<Slot>, RegionError> {
     let known = (SlotFlags::LOG_DIRTY_PAGES | SlotFlags::READONLY).0;
     if region.flags.0 & !known != 0 {

@@ -1,8 +1,8 @@
 //! The engine alone: a platform whose host memory is always resident.
 //!
-//! Measurements on it are the memory system's own time: no page of the host is brought in, zeroed or unmapped, no guest
-//! instruction is interpreted. Tables are in the frames that slat-host cuts from chunks, as those of a
-//! VM in userspace are.
+//! On this platform, all measured time is the memory system's own: no page of the host is brought in, zeroed or
+//! unmapped, and no guest instruction is interpreted. As for a VM in userspace, tables are in frames that slat-host
+//! cuts from chunks.
 
 use std::ops::Range;
 use std::ptr::NonNull;
@@ -44,10 +44,10 @@ pub fn vm_with<F: Format>(level: Level, mmu: MmuKind) -> Arc<Vm<Bare, F>> {
     vm
 }
 
-/// Makes `frames` frames for tables resident: a kernel's are resident, and the host's time to bring in a page
-/// is not the engine's.
+/// Makes `frames` frames for tables resident. A kernel's frames are always resident, and the host's time to bring in a
+/// page must not count as the engine's.
 pub fn warm_frames(platform: &impl Platform, frames: usize) {
-    // These platforms count no frames by VM.
+    // These platforms do not count frames by VM.
     let vm = VmId(0);
     let mut warm = Vec::with_capacity(frames);
     platform.alloc_tables(vm, frames, &mut |frame| warm.push(frame));
@@ -68,7 +68,7 @@ pub fn region(slot: u32, gpa: u64, pages: u64, backing: u64) -> Region {
 /// Creates, moves or changes a memslot as `region` says, or deletes it if its size is 0.
 ///
 /// # Errors
-/// Those of [`Vm::set_memory_region`] and [`Vm::remove_memory_region`].
+/// The errors of [`Vm::set_memory_region`] and [`Vm::remove_memory_region`].
 pub fn set<F: Format>(vm: &Vm<Bare, F>, region: &Region) -> Result<(), RegionError> {
     match vm.set_memory_region(0, region) {
         Err(RegionError::Empty(slot)) => vm.remove_memory_region(0, slot),

@@ -1,4 +1,5 @@
-//! Comparisons, as the tables for people show them: a line compares one metric of a case, before and after.
+//! Comparisons, as the tables for people show them. A line compares the values of one metric of a case, before and
+//! after.
 
 use slat_kvm::report::grouped;
 
@@ -30,7 +31,7 @@ pub struct Goal {
     pub text: String,
     /// Whether it was reached.
     pub met: bool,
-    /// What dominates the value, if the goal was not reached.
+    /// The main part of the value, if the goal was not reached.
     pub(crate) why: Option<String>,
 }
 
@@ -148,7 +149,7 @@ impl Line {
         }
     }
 
-    /// Sets the text for a missed goal: what dominates the value.
+    /// Sets the text for a missed goal: the main part of the value.
     pub fn or_else(mut self, why: String) -> Self {
         if let Some(goal) = &mut self.goal {
             goal.why = Some(why);
@@ -166,7 +167,7 @@ impl Line {
         format!("{} {}", self.case, self.metric)
     }
 
-    /// Returns what is compared: lines of one group share a heading.
+    /// Returns the group of a line: lines of one group share a heading.
     fn group(&self) -> (&str, Option<&str>, &str) {
         let before = self.before.map(|(variant, _)| variant);
         (&self.case, before, self.after.0)
@@ -202,7 +203,7 @@ pub(crate) enum Rows {
 pub(crate) struct Grid<'a> {
     /// The heads of the columns.
     pub(crate) head: Vec<&'a str>,
-    /// Cases whose names have the first part in common, under that part.
+    /// The cases, grouped by the first part of their names.
     pub(crate) families: Vec<(&'a str, Vec<GridRow<'a>>)>,
 }
 
@@ -214,7 +215,7 @@ pub(crate) struct GridRow<'a> {
 
 impl<'a> Grid<'a> {
     pub(crate) fn new(lines: &'a [Line]) -> Self {
-        // Metrics; before each the variant with which it is compared, if there is one.
+        // The metrics, each with the variant with which it is compared, if there is one.
         let mut columns: Vec<(&'a str, Option<&'a str>)> = Vec::new();
         for line in lines {
             let before = line.before.map(|(variant, _)| (line.metric, Some(variant)));
@@ -224,7 +225,7 @@ impl<'a> Grid<'a> {
                 }
             }
         }
-        // The values have units.
+        // The heads need no units, because the values have them.
         let name = |(metric, before): &(&'a str, Option<&'a str>)| {
             before.unwrap_or_else(|| metric.trim_end_matches("_seconds"))
         };
@@ -261,7 +262,7 @@ fn cell(case: &[Line], (metric, before): (&str, Option<&str>)) -> String {
     value.unwrap_or_default()
 }
 
-/// Returns the lines of a table that share a heading, and that heading: the first of the columns.
+/// Returns the lines of a table that share a heading, each group with its heading, which is the first of the columns.
 pub(crate) fn groups(lines: &[Line]) -> impl Iterator<Item = ([&str; 6], &[Line])> {
     lines.chunk_by(|a, b| a.group() == b.group()).map(|group| {
         let (case, before, after) = group[0].group();

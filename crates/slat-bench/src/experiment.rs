@@ -1,4 +1,4 @@
-//! What an experiment is.
+//! The description of an experiment.
 
 use crate::compared::{Line, Rows};
 use crate::machine::Failure;
@@ -25,9 +25,9 @@ pub struct Experiment {
 
 /// Which policies of an experiment's VMs a user can set.
 pub(crate) enum Settable {
-    /// None: the engine alone is measured, with policies of the experiment's.
+    /// No policy: the engine alone is measured, with the experiment's own policies.
     None,
-    /// All but these, which the experiment sets itself.
+    /// All policies except these, which the experiment sets itself.
     AllBut(&'static [&'static str]),
 }
 

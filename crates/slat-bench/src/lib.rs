@@ -1,6 +1,6 @@
-//! What each mechanism of KVM's guest-memory system is worth, measured: every one on and off within one run, with a
-//! real guest on slat's software CPU (and on a real `/dev/kvm`, where it opens), the published numbers beside ours, and
-//! the distance to the limit.
+//! Measures the benefit of each mechanism of KVM's guest-memory system. Within one run, each mechanism is on and off,
+//! with a real guest on slat's software CPU (and on a real `/dev/kvm`, where it opens). The tables show the published
+//! numbers beside ours, and the distance to the limit.
 //!
 //! A part of slat: there is no promise about this crate's API, and any version may change it.
 //!
@@ -14,13 +14,13 @@
 //! | [`compared`] | comparisons and their goals |
 //! | [`show`] | tables for people |
 //! | [`html`] | the tables as a page with charts |
-//! | [`bare`], [`mod@array`] | the engine alone, and the rival whose memslots are an array |
+//! | [`bare`], [`mod@array`] | the engine alone; the rival, whose memslots are an array |
 //! | `qemu` | QEMU, for comparison and as a program to run |
-//! | `experiment`, `others` | what an experiment is; the programs that some of them start |
-//! | `experiments` | one file each: its set-up, what is timed, its rows |
+//! | `experiment`, `others` | the description of an experiment; the other programs that some experiments start |
+//! | `experiments` | one file for each experiment: its set-up, the timed operations, its rows |
 #![cfg(all(target_os = "linux", target_arch = "x86_64"))]
 
-// The rival's documentation refers to the experiment that uses it, which is private.
+// This allows the rival's documentation to refer to the experiment that uses the rival, which is private.
 #[allow(rustdoc::private_intra_doc_links)]
 pub mod array;
 pub mod bare;
@@ -72,11 +72,11 @@ pub fn run(selection: &[&Experiment], size: Size) -> Result<Report, Failure> {
     run_with(selection, size, Others::default())
 }
 
-/// Like [`run`], with the parts that need other programs. Where files of theirs are missing, a note
-/// of the report says so.
+/// Like [`run`], but with the parts that need other programs. If files of these are missing, a note of the report says
+/// so.
 ///
 /// # Errors
-/// Those of [`run`].
+/// The errors of [`run`].
 pub fn run_with(selection: &[&Experiment], size: Size, others: Others) -> Result<Report, Failure> {
     let mut bench = Bench::new(size)?;
     bench.others = others;

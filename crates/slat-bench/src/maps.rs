@@ -1,4 +1,4 @@
-//! How a guest's memory was mapped between two phases of an experiment.
+//! Records how a guest's memory is mapped between two phases of an experiment.
 
 use std::ops::Range;
 
@@ -20,15 +20,15 @@ pub struct PageMap {
     pub case: String,
     /// The variant, as in [`crate::Row`].
     pub variant: &'static str,
-    /// Before or after which step.
+    /// The step before or after which the map was read.
     pub phase: &'static str,
     /// Guest physical addresses shown, in bytes.
     pub gpas: Range<u64>,
-    /// One cell for each 2 MiB of it.
+    /// One cell for each 2 MiB of these addresses.
     pub cells: Vec<Cell>,
 }
 
-/// The maps of an experiment. Rounds repeat each other: of each phase the first map is kept.
+/// The maps of an experiment. Rounds repeat each other, so only the first map of each phase is kept.
 pub(crate) struct Maps {
     experiment: &'static str,
     pub(crate) taken: Vec<PageMap>,

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 pub struct Others {
     /// The `slat` command.
     pub slat: Option<PathBuf>,
-    /// What Linux is booted with.
+    /// The files for booting Linux.
     pub linux: Option<Linux>,
 }
 
@@ -18,6 +18,6 @@ pub struct Linux {
     pub slat: PathBuf,
     /// Directory of the kernel and initrd made by `conformance/vmm/materials`.
     pub materials: PathBuf,
-    /// The values of its `--set`.
+    /// The values of the `--set` options of `slat run`.
     pub policies: Vec<String>,
 }

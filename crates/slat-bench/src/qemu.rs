@@ -13,12 +13,12 @@ use crate::Linux;
 use crate::machine::Failure;
 
 pub const PROGRAM: &str = "qemu-system-x86_64";
-/// What the guest's first program prints when its shell is ready (conformance/vmm/guest/init).
+/// The line that the guest's first program prints when its shell is ready (conformance/vmm/guest/init).
 const READY: &str = "slat: guest ready";
-/// Longer than any step takes on a loaded machine.
+/// A time-out longer than any step takes on a loaded machine.
 const PATIENCE: Duration = Duration::from_secs(600);
 
-/// Returns the version of QEMU, as `QEMU 7.2.22`; `None` where it is not installed.
+/// Returns the version of QEMU, for example `QEMU 7.2.22`. `None` if QEMU is not installed.
 pub fn version() -> Option<String> {
     let output = Command::new(PROGRAM).arg("--version").output().ok()?;
     let said = String::from_utf8(output.stdout).ok()?;
@@ -26,13 +26,13 @@ pub fn version() -> Option<String> {
     Some(format!("QEMU {}", number.split_whitespace().next()?))
 }
 
-/// What a PC boots.
+/// The files that a PC boots.
 pub struct Payload {
     pub kernel: PathBuf,
     pub initrd: PathBuf,
-    /// Read only.
+    /// The disk, which the guest can only read.
     pub disk: PathBuf,
-    /// For the kernel, besides those of the console.
+    /// The kernel's arguments, besides those for the console.
     pub arguments: &'static str,
 }
 
@@ -42,7 +42,7 @@ pub struct Qemu {
     console: Stream,
     complaints: Stream,
     input: ChildStdin,
-    /// Bytes of the console that were searched.
+    /// The number of bytes of the console that were searched.
     position: usize,
 }
 
@@ -71,7 +71,7 @@ impl Qemu {
         command.arg("-initrd").arg(&payload.initrd);
         let arguments = format!("console=ttyS0 panic=-1 reboot=t {}", payload.arguments);
         command.args(["-append", &arguments]);
-        // By blockdev, whose options are JSON: a path may hold any character.
+        // The disk is given by -blockdev, whose options are JSON, because a path may hold any character.
         let node = serde_json::json!({"driver": "raw", "node-name": "disk", "read-only": true,
             "file": {"driver": "file", "filename": &payload.disk}});
         command.args(["-blockdev", &node.to_string()]);
@@ -107,7 +107,7 @@ impl Qemu {
         })
     }
 
-    /// Has the monitor, which is on standard input and output, do `command`. Returns what it says.
+    /// Makes the monitor, which is on standard input and output, execute `command`. Returns the monitor's output.
     pub fn ask(&mut self, command: &str) -> Result<String, Failure> {
         const PROMPT: &str = "(qemu) ";
         self.expect(PROMPT)?;
@@ -124,11 +124,11 @@ impl Qemu {
         self.expect(READY).map(drop)
     }
 
-    /// Has the guest's shell run `command`, which must succeed. Returns the time it took.
+    /// Makes the guest's shell run `command`, which must succeed. Returns the time that it took.
     pub fn run(&mut self, command: &str) -> Result<Duration, Failure> {
         const BEGIN: &str = "<begins>";
         const END: &str = "<ends:";
-        // In two parts, in case the terminal echoes.
+        // The marks are quoted in two parts, so that the terminal's echo does not match them.
         let line = format!("echo '<be''gins>'; {command}; echo '<en''ds:'$?'>'\n");
         self.input.write_all(line.as_bytes())?;
         self.expect(BEGIN)?;
@@ -193,7 +193,7 @@ impl Drop for Qemu {
 pub struct TemporaryFile(pub PathBuf);
 
 impl TemporaryFile {
-    /// Makes an empty file. There is one of a kind at a time.
+    /// Makes an empty file. At most one file of a `kind` exists at a time.
     pub fn new(kind: &str) -> io::Result<Self> {
         let name = format!("slat-bench-{}.{kind}", std::process::id());
         let file = TemporaryFile(std::env::temp_dir().join(name));
@@ -204,7 +204,7 @@ impl TemporaryFile {
 
 impl Drop for TemporaryFile {
     fn drop(&mut self) {
-        // A failure cannot be helped.
+        // A failure is ignored, because nothing can be done about it.
         let _ = std::fs::remove_file(&self.0);
     }
 }
@@ -238,8 +238,8 @@ impl Stream {
         stream
     }
 
-    /// Waits for `text` at `from` or after it. Returns its position. `None`: the program has ended,
-    /// or it takes too long.
+    /// Waits for `text` at `from` or after it. Returns its position. `None`: the program has ended, or the text does
+    /// not appear in time.
     fn wait_for(&self, text: &str, from: usize) -> Option<usize> {
         let end = Instant::now() + PATIENCE;
         let (printed, changed) = &*self.0;

@@ -13,16 +13,16 @@ pub enum Unit {
     /// Nanoseconds.
     #[serde(rename = "ns")]
     Nanoseconds,
-    /// A number of things.
+    /// A count.
     #[serde(rename = "count")]
     Count,
-    /// Things in each second.
+    /// A count per second.
     #[serde(rename = "1/s")]
     PerSecond,
-    /// Millions of guest instructions in each second.
+    /// Millions of guest instructions per second.
     #[serde(rename = "MIPS")]
     Mips,
-    /// A part of something, 1 for all of it.
+    /// A share; 1 is the whole.
     #[serde(rename = "share")]
     Share,
 }
@@ -48,7 +48,7 @@ impl Sample {
         }
     }
 
-    /// Makes a number of things.
+    /// Makes a count.
     pub fn count(metric: &'static str, value: u64) -> Self {
         Self::new(metric, Unit::Count, value as f64)
     }
@@ -226,8 +226,8 @@ impl Report {
         Some(self.find(experiment, case, variant, metric)?.unit)
     }
 
-    /// Returns the factor by which `after` differs from `before`: the median of the rounds' ratios, so that a
-    /// disturbance of one round affects both sides of it.
+    /// Returns the ratio of `after` to `before`: the median of the rounds' ratios, so that a disturbance of a whole
+    /// round affects both sides of its ratio.
     pub fn ratio(
         &self,
         experiment: &str,

@@ -1,4 +1,4 @@
-//! Variants of a case are measured in turns, so that changes of the machine affect all of them.
+//! Measures the variants of a case in turns, so that changes of the machine affect all of them.
 
 use std::time::Duration;
 
@@ -10,10 +10,10 @@ use crate::machine::{Api, Failure, RealKvm, Slat};
 use crate::maps::Maps;
 use crate::report::{Report, Sample};
 
-/// How much is measured.
+/// The amount of measurements.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Size {
-    /// For tests: every step once, in little memory. Counts hold, times say nothing.
+    /// For tests: every step once, in little memory. Counts are right, times are meaningless.
     Tiny,
     /// `all` ends within 90 s on 2 cores.
     #[default]
@@ -35,13 +35,13 @@ impl Size {
 
 /// The state of a run of experiments.
 pub struct Bench {
-    /// How much is measured.
+    /// The amount of measurements.
     pub size: Size,
     /// slat's KVM API.
     pub slat: Slat,
-    /// The same, with VMs whose tables the direct MMU makes.
+    /// slat's KVM API, with VMs whose tables the direct MMU makes.
     pub direct: Slat,
-    /// The same, with VMs that shadow the guest's page tables.
+    /// slat's KVM API, with VMs that shadow the guest's page tables.
     pub shadow: Slat,
     /// A real KVM, where it opens; never at [`Size::Tiny`], whose counts are slat's.
     pub kvm: Option<RealKvm>,
@@ -53,8 +53,8 @@ pub struct Bench {
 }
 
 impl Bench {
-    /// Rounds in which a real KVM is measured, which is for orientation only. One that is software itself is a hundred
-    /// times as slow as slat.
+    /// The number of rounds in which a real KVM is measured, because it is for orientation only. A KVM that is itself
+    /// software takes a hundred times as long as slat.
     pub const KVM_ROUNDS: usize = 2;
 
     /// Makes a bench without measurements.
@@ -86,7 +86,7 @@ impl Bench {
     /// Call before an experiment: measurements from here on belong to `experiment`.
     pub(crate) fn begin(&mut self, experiment: &'static str) {
         self.experiment = experiment;
-        // Not 0, which would look like the end while memory is prepared.
+        // The length is not 0, which would look like the end while memory is prepared.
         self.progress.set_length(1);
         self.progress.set_position(0);
         self.progress.set_prefix(experiment);
@@ -99,8 +99,9 @@ impl Bench {
         self.report
     }
 
-    /// Measures all `variants` of `case` in each of `rounds` rounds: there and back, so that no variant always follows
-    /// the same other one. Calls `measure` with the variant. A real KVM is measured in the first rounds only.
+    /// Measures all `variants` of `case` in each of `rounds` rounds. The order alternates between forwards and
+    /// backwards, so that no variant always follows the same other one. Calls `measure` with the variant. A real KVM is
+    /// measured in the first rounds only.
     ///
     /// # Errors
     /// `measure`'s.
@@ -133,7 +134,7 @@ impl Bench {
         Ok(())
     }
 
-    /// Adds a sentence that a reader of the tables has to know.
+    /// Adds a sentence that readers of the tables need.
     pub fn note(&mut self, sentence: String) {
         self.report.note(sentence);
     }

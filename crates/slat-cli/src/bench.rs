@@ -15,7 +15,7 @@ use crate::run;
 /// The experiment that boots Linux.
 const LINUX: &str = "vmm";
 
-/// Characters that a terminal shows in a line without breaking it.
+/// The number of characters in a line that a terminal shows without breaking the line.
 const COLUMNS: u16 = 100;
 
 /// Measures, or prints the explanations.
@@ -60,7 +60,7 @@ pub fn run(options: &Bench) -> ExitCode {
     }
 }
 
-/// Checks that every experiment can do as the options say.
+/// Checks that the options are possible for every experiment.
 ///
 /// # Errors
 /// A message that names the option and the experiment.
@@ -84,7 +84,7 @@ fn check(selection: &[&Experiment], options: &Bench) -> Result<(), String> {
 /// Destination of the JSON.
 enum Json {
     Nowhere,
-    /// Standard output: a program reads it. The tables go to standard error.
+    /// Standard output, which a program reads. The tables go to standard error.
     Printed,
     File(Pending),
 }
@@ -105,7 +105,7 @@ fn measure(selection: &[&Experiment], options: &Bench) -> Result<(), Failure> {
     } else {
         Size::Usual
     };
-    // Opened first: minutes of measuring must not end in a file that cannot be written.
+    // The file is opened first, so that minutes of measuring do not end in a file that cannot be written.
     let json = Json::open(options.json.as_deref())?;
     let page = options.html.as_deref().map(Pending::open).transpose()?;
     let others = Others {
@@ -113,8 +113,7 @@ fn measure(selection: &[&Experiment], options: &Bench) -> Result<(), Failure> {
         linux: linux(options)?,
     };
     let report = slat_bench::run_with(selection, size, others)?;
-    // The files before the tables: the files are kept whether or not anything reads standard
-    // output.
+    // The files are written before the tables, so that they are kept even if nothing reads standard output.
     let text = tables(selection, &report);
     if let Some(page) = page {
         page.write(html::page(selection, &report, size))?;
@@ -133,7 +132,7 @@ fn measure(selection: &[&Experiment], options: &Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Returns the files that boot Linux, if that is to be measured: it takes minutes.
+/// Returns the files that boot Linux, if the options ask for that measurement, which takes minutes.
 fn linux(options: &Bench) -> io::Result<Option<Linux>> {
     let Some(materials) = options.materials.clone() else {
         return Ok(None);

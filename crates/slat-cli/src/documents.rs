@@ -1,4 +1,4 @@
-//! `slat completions` and `slat man`: what the command line's own description is good for, beside parsing.
+//! `slat completions` and `slat man`, which are generated from the description of the command line.
 
 use std::io;
 use std::process::ExitCode;

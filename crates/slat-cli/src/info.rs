@@ -11,7 +11,7 @@ use slat_kvm::cpuid::{host_leaf, is_amd};
 use slat_kvm::policy::Assignment;
 use slat_process::pointers::can_be_separate;
 
-/// Prints everything. Facts that cannot be found out are printed as unknown.
+/// Prints everything. Facts that cannot be determined are printed as unknown.
 pub fn print() -> ExitCode {
     let mut text = format!("slat {}\n", env!("VERSION_AND_COMMIT"));
     let parts = [
@@ -53,7 +53,7 @@ fn policies() -> Vec<(&'static str, String)> {
     lines.collect()
 }
 
-/// Says what makes a guest a hypervisor. Guests ask for the vendor before they ask for SVM.
+/// Describes what a guest needs to be a hypervisor. Guests check the vendor before they check for SVM.
 fn nested_guests() -> String {
     let model = match is_amd() {
         true => "host, or EPYC,+svm",
@@ -89,8 +89,8 @@ fn dev_kvm() -> String {
     }
 }
 
-/// Describes userfaultfd. Programs that fill guest memory on demand need the system call, for
-/// faults of the kernel, too.
+/// Describes userfaultfd. Programs that fill guest memory on demand need the system call, including the right to handle
+/// faults of the kernel.
 fn userfaultfd() -> String {
     // SAFETY: opens a new descriptor, or fails.
     let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK) };
@@ -115,8 +115,8 @@ fn thp_mode() -> String {
         .to_owned()
 }
 
-/// Returns what the processor itself reports about virtualization. slat cannot change that for a
-/// program that asks by CPUID.
+/// Returns the processor's own report about virtualization. slat cannot change this report for a program that executes
+/// CPUID.
 fn virtualization() -> String {
     // Intel SDM, volume 2, CPUID: leaf 1, ECX bit 5. AMD APM, volume 3, appendix E: leaf 8000_0001h, ECX bit 2.
     let vmx = host_leaf(1, 0).ecx & 1 << 5 != 0;
@@ -127,7 +127,7 @@ fn virtualization() -> String {
     }
 }
 
-/// Whether the kernel sends to slat what a program calls without the C library.
+/// Whether the kernel redirects to slat the system calls that a program makes without the C library.
 fn is_dispatched() -> bool {
     const SET_DISPATCH: libc::c_int = 59;
     const OFF: libc::c_ulong = 0;

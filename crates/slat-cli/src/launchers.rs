@@ -1,4 +1,5 @@
-//! Programs that start another one without LD_PRELOAD, so that the other one would find the host's `/dev/kvm`, or none.
+//! Finds programs that start another program without LD_PRELOAD, so that the other program would use the host's
+//! `/dev/kvm`, or find none.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
@@ -7,8 +8,8 @@ use std::path::Path;
 /// Returns a sentence for the user if `program` starts another program without LD_PRELOAD.
 pub fn losing_preload(program: &OsStr, arguments: &[OsString]) -> Option<String> {
     let name = Path::new(program).file_name()?.to_str()?;
-    // Its own options end before the program that it starts; an option of that one is a reason for too
-    // many words at worst.
+    // The launcher's own options precede the program that it starts. If an option of that program is taken for one of
+    // the launcher's, the only harm is an unnecessary message.
     let has = |options: &[&str]| {
         let is = |word: &OsString| options.iter().any(|option| word == option);
         arguments.iter().any(is)
@@ -21,7 +22,7 @@ pub fn losing_preload(program: &OsStr, arguments: &[OsString]) -> Option<String>
     let loses = match name {
         "sudo" | "doas" | "pkexec" => true,
         "su" | "runuser" => has(&["-", "-l", "--login"]),
-        // A scope is started by systemd-run itself, a service by the manager.
+        // A scope's program is started by systemd-run itself, and a service's by the manager.
         "systemd-run" => !has(&["--scope"]),
         _ => false,
     };

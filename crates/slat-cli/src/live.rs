@@ -1,5 +1,4 @@
-//! What live views of a terminal have in common: they look again and again, and end, pause and redraw as
-//! the user's keys say.
+//! The common part of live views in a terminal, which refresh their data, and end, pause and redraw on the user's keys.
 
 use std::io;
 use std::process::ExitCode;
@@ -16,18 +15,18 @@ pub const KEYS: &str = "q quit   space pause";
 
 /// A live view.
 pub trait View {
-    /// Looks again.
+    /// Refreshes the data.
     fn look(&mut self);
 
-    /// Draws the last look.
+    /// Draws the data of the last refresh.
     fn draw(&mut self, frame: &mut Frame<'_>, paused: bool);
 
-    /// Does what a key means that is not among [`KEYS`].
+    /// Handles a key that is not among [`KEYS`].
     fn press(&mut self, key: KeyCode);
 }
 
-/// Shows a view of the command called `command` until the user ends it, and looks again after each `interval`. The
-/// view has looked once.
+/// Shows a view of the command called `command` until the user ends it, and refreshes the view after each `interval`.
+/// The view already has its first data.
 pub fn show(command: &str, interval: Duration, view: &mut impl View) -> ExitCode {
     let shown = ratatui::try_init().and_then(|mut terminal| {
         let result = run(&mut terminal, interval, view);

@@ -37,7 +37,7 @@ fn main() -> std::process::ExitCode {
 
     let args = match args::Args::try_parse() {
         Ok(args) => args,
-        // `exit` prints, too, but reports no failure.
+        // `exit` would print, too, but would not report a failure to print.
         Err(help) if !help.use_stderr() => return output::print(&help.render().to_string()),
         Err(error) => error.exit(),
     };

@@ -9,8 +9,8 @@ use std::process::ExitCode;
 /// Prints `text` on standard output, in one write.
 ///
 /// # Errors
-/// A sentence for the user: the system's error, as for a full disk. A reader that has read enough
-/// (`slat info | head -1`) is no error.
+/// A sentence for the user with the system's error, for example for a full disk. It is no error if a reader has read
+/// enough (`slat info | head -1`).
 pub fn say(text: &str) -> Result<(), String> {
     let mut output = io::stdout().lock();
     match limited(|| {
@@ -26,7 +26,7 @@ pub fn say(text: &str) -> Result<(), String> {
     }
 }
 
-/// Ends a command that has only to print `text`.
+/// Ends a command that only prints `text`.
 pub fn print(text: &str) -> ExitCode {
     match say(text) {
         Ok(()) => ExitCode::SUCCESS,
@@ -37,7 +37,8 @@ pub fn print(text: &str) -> ExitCode {
     }
 }
 
-/// Prints on standard error, in one line, why a command failed. If that fails, too, only the exit status tells.
+/// Prints on standard error, in one line, why a command failed. If printing fails, too, only the exit status shows the
+/// failure.
 pub fn complain(message: &str) {
     let _ = writeln!(io::stderr(), "slat: {message}");
 }
@@ -46,7 +47,7 @@ pub fn complain(message: &str) {
 pub struct Pending {
     path: PathBuf,
     file: File,
-    /// Whether this created the file, and has written nothing to it.
+    /// Whether this value has created the file, and has written nothing to it.
     is_new: bool,
 }
 

@@ -11,21 +11,21 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// How long a process may take to answer. One that is stopped does not.
+/// How long a process may take to answer. A stopped process does not answer.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// What commands say if no process is found.
+/// The message of commands if no process is found.
 pub const NOBODY: &str = "No VM runs on slat. Start one: slat run -- PROGRAM\n";
 
 /// A process with VMs on slat, and its answer to a question.
 pub struct Process<A> {
-    /// Its id.
+    /// The process id.
     pub pid: i32,
     /// The first word of its command line, without directories.
     pub command: String,
-    /// When it was asked.
+    /// The time of the question.
     pub at: Instant,
-    /// What it has answered, or why that is missing.
+    /// The answer, or the reason why it is missing.
     pub answer: Result<A, String>,
 }
 
@@ -35,7 +35,7 @@ pub fn user() -> u32 {
     unsafe { libc::geteuid() }
 }
 
-/// Opens a directory of sockets if it belongs to the user and lets nobody else in.
+/// Opens a directory of sockets if the directory belongs to the user and gives no other user access.
 fn open(path: &Path) -> Option<File> {
     let directory = OpenOptions::new()
         .read(true)
@@ -46,19 +46,19 @@ fn open(path: &Path) -> Option<File> {
     (found.st_uid() == user() && found.st_mode() & 0o077 == 0).then_some(directory)
 }
 
-/// A question, and how its answer is read.
+/// A question, and the function that parses its answer.
 pub struct Question<A> {
     /// The question's words.
     pub words: String,
-    /// Reads the lines between the first and the last of the answer. `None`: a line does not fit.
+    /// Parses the answer's lines without the first and the last one. `None`: a line does not have the expected form.
     pub read: fn(&[&str]) -> Option<A>,
 }
 
 impl<A> Question<A> {
-    /// Reads an answer.
+    /// Parses an answer.
     ///
     /// # Errors
-    /// A part of a sentence about the process: its slat is of another version, or the answer ends early.
+    /// A predicate for a sentence about the process: its slat is of another version, or the answer ends early.
     pub fn parse(&self, text: &str) -> Result<A, String> {
         let lines: Vec<_> = text.lines().collect();
         let version = format!("slat {}", slat_kvm::publish::VERSION);
@@ -66,7 +66,7 @@ impl<A> Question<A> {
             return Err("runs on another version of slat".to_owned());
         }
         let answer = match lines[1..] {
-            // A line that is cut may look like a shorter one.
+            // A truncated line may look like a shorter valid line.
             [ref lines @ .., "end"] if text.ends_with('\n') => (self.read)(lines),
             _ => None,
         };
@@ -80,7 +80,7 @@ pub fn ask<A>(question: &Question<A>, wanted: Option<i32>) -> Vec<Process<A>> {
     asked.into_iter().map(|(_, process)| process).collect()
 }
 
-/// Connects to a process of the user. `None`: it has no VM on slat, or belongs to another user.
+/// Connects to a process of the user. `None`: the process has no VM on slat, or belongs to another user.
 pub fn connect(pid: i32) -> Option<UnixStream> {
     let (_, stream) = each(Some(pid), |_, stream| stream).pop()?;
     Some(stream)
@@ -94,7 +94,8 @@ fn each<T>(wanted: Option<i32>, mut visit: impl FnMut(i32, UnixStream) -> T) -> 
         slat_kvm::publish::directories(runtime.as_deref(), user()).collect();
     let mut visited = Vec::new();
     for directory in directories.iter().filter_map(|path| open(path)) {
-        // The directory itself, whatever its path leads to by now; and an address of a socket holds 107 bytes.
+        // The path through the descriptor leads to the directory that was checked, even if the directory's own path
+        // leads elsewhere by now. The path is also short: the address of a socket holds at most 107 bytes.
         let path = PathBuf::from(format!("/proc/self/fd/{}", directory.as_raw_fd()));
         let Ok(entries) = fs::read_dir(&path) else {
             continue;
@@ -113,12 +114,12 @@ fn each<T>(wanted: Option<i32>, mut visit: impl FnMut(i32, UnixStream) -> T) -> 
     visited
 }
 
-/// Connects to the process at this socket. `None`: there is none, or it is not `wanted`.
+/// Connects to the process at this socket. `None`: no process listens there, or it is not `wanted`.
 fn open_one(socket: &Path, wanted: Option<i32>) -> Option<(i32, UnixStream)> {
     let stream = match UnixStream::connect(socket) {
         Ok(stream) => stream,
         Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
-            // The process has ended, or has executed another program: nobody will ever listen at this name again.
+            // The process has ended, or has executed another program, so nobody will ever listen at this name again.
             let _ = fs::remove_file(socket);
             return None;
         }
@@ -161,7 +162,7 @@ fn unanswered(error: &std::io::Error) -> String {
     }
 }
 
-/// Returns the process that listens at the other end, as the kernel says. `None`: it is in another PID namespace.
+/// Asks the kernel for the process that listens at the other end. `None`: the process is in another PID namespace.
 fn listener(stream: &UnixStream) -> Option<i32> {
     let mut peer = libc::ucred {
         pid: 0,
@@ -186,14 +187,14 @@ fn command(pid: i32) -> String {
     let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     let first = line.split(|byte| *byte == 0).next().unwrap_or_default();
     let name = first.rsplit(|byte| *byte == b'/').next();
-    // What a program calls itself goes to a terminal.
+    // A program's name for itself is shown on a terminal, so it must not contain control characters.
     String::from_utf8_lossy(name.unwrap_or_default())
         .chars()
         .map(|c| if c.is_control() { '?' } else { c })
         .collect()
 }
 
-/// Says why `pid` is not among the user's processes with VMs.
+/// Explains why `pid` is not among the user's processes with VMs.
 pub fn why_not(pid: i32) -> String {
     let Ok(found) = fs::metadata(format!("/proc/{pid}")) else {
         return format!("there is no process {pid}");

@@ -1,4 +1,4 @@
-//! Finds PROGRAM as a shell would, and checks before it starts how slat's library reaches it.
+//! Finds PROGRAM as a shell does, and determines before the start how slat's library reaches it.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
@@ -35,10 +35,10 @@ impl Refusal {
     }
 }
 
-/// The most `#!` interpreters in a row; Linux allows about as many.
+/// The most `#!` interpreters in a row. Linux allows about as many.
 const MAX_INTERPRETERS: usize = 5;
 
-/// Bytes of a program's beginning, enough for the `#!` line.
+/// The number of bytes to read from a program's beginning, enough for the `#!` line.
 const SCRIPT_LINE: usize = 256;
 
 /// Returns the file that `program` names: itself when it contains a `/`, else the first executable
@@ -98,22 +98,22 @@ fn executable(file: &Path) -> Result<(), NotExecutable> {
 pub enum Reach {
     /// The dynamic linker loads it by LD_PRELOAD. The program is linked with these libraries.
     Preloaded(Vec<OsString>),
-    /// It loads the program, which itself loads no libraries, or those of another C library.
+    /// slat's library loads the program, which is static, or uses another C library.
     Loads,
 }
 
 /// A program that slat can run.
 #[derive(Debug)]
 pub struct Program {
-    /// How.
+    /// How slat's library reaches the program.
     pub reach: Reach,
     /// The file that is executed: the program, or the interpreter of the script.
     pub runs: PathBuf,
-    /// For a script: what the interpreter's arguments begin with, the script's path last.
+    /// For a script: the first arguments of the interpreter, of which the last one is the script's path.
     pub before: Vec<OsString>,
 }
 
-/// Checks that slat's library reaches `file`, or the interpreter of the script that it is, when it is executed.
+/// Checks that slat's library reaches `file` when it is executed; for a script, that it reaches the interpreter.
 pub fn check(file: &Path) -> Result<Program, Refusal> {
     let mut file = file.to_owned();
     let mut before = Vec::new();
@@ -151,7 +151,7 @@ fn unreadable(file: &Path, error: &io::Error) -> Refusal {
     Refusal::cannot_run(format!("{}: cannot be read: {error}", file.display()))
 }
 
-/// Returns the interpreter of a script, and the word that it gets before the script's path.
+/// Returns the interpreter of a script, and the word that the interpreter gets before the script's path.
 fn interpreter_of_script(file: &Path) -> io::Result<Option<(PathBuf, Option<OsString>)>> {
     let mut line = Vec::with_capacity(SCRIPT_LINE);
     File::open(file)?
@@ -174,7 +174,7 @@ fn check_elf(file: &Path) -> Result<Reach, Refusal> {
     let shown = file.display();
     let refuse = |why: &str| Err(Refusal::cannot_run(format!("{shown}: {why}")));
 
-    // The headers are at the beginning, but their end is not known: read the whole file.
+    // The position of the last header is not known, so this reads the whole file.
     let data = fs::read(file).map_err(|e| unreadable(file, &e))?;
     if !data.starts_with(&elf::ELFMAG) {
         return refuse("is neither an ELF program nor a script with #!");
@@ -236,8 +236,7 @@ fn linked_libraries(data: &[u8]) -> object::Result<Vec<OsString>> {
     Ok(names)
 }
 
-/// Whether executing `file` would change the user or the group: then the dynamic linker is in its
-/// secure mode.
+/// Whether executing `file` would change the user or the group. If so, the dynamic linker runs in its secure mode.
 fn gains_rights(file: &Path) -> bool {
     let Ok(meta) = fs::metadata(file) else {
         return false;

@@ -1,4 +1,4 @@
-//! `slat run`: becomes PROGRAM with slat's library preloaded, or the library, which loads PROGRAM.
+//! `slat run`: replaces itself by PROGRAM with slat's library preloaded, or by the library, which loads PROGRAM.
 
 use std::env;
 use std::ffi::OsString;
@@ -23,7 +23,7 @@ fn settings(options: &Run) -> [(&'static str, Option<OsString>); 10] {
     [
         ("SLAT_MMU", Some(options.mmu.name().into())),
         ("SLAT_FORMAT", Some(options.table_format().name().into())),
-        // Removed if not asked for: a `slat run` inside another one inherits nothing.
+        // A variable is removed unless its option is given, so that a `slat run` inside another one inherits nothing.
         ("SLAT_STATS", options.stats.then(|| "1".into())),
         (
             "SLAT_GUEST_SYMBOLS",
@@ -62,8 +62,9 @@ pub fn policies(set: &[Assignment]) -> (&'static str, Option<OsString>) {
     ("SLAT_SET", value)
 }
 
-/// Makes the path of a file for `option` absolute, because PROGRAM may change its directory, and removes an old file
-/// there: a process makes its file anew, so that no two write to one. Checks that one can be made.
+/// Makes the path of a file for `option` absolute, because PROGRAM may change its directory. Removes an old file at the
+/// path, because each process makes its file anew, so that no two processes write to one. Checks that a file can be
+/// made there.
 ///
 /// # Errors
 /// A sentence for the user.
@@ -85,8 +86,8 @@ fn prepare(option: &str, file: &mut Option<PathBuf>) -> Result<(), String> {
     prepared.map_err(|error| format!("{option} {}: {error}", file.display()))
 }
 
-/// Replaces this process by PROGRAM, so that its exit status, its signals and its process id are
-/// its own. Returns only if that failed.
+/// Replaces this process by PROGRAM, so that PROGRAM's exit status, signals and process id are this process's. Returns
+/// only on failure.
 pub fn run(options: &mut Run) -> ExitCode {
     let symbols = options.guest_symbols.as_deref().map(Symbols::read);
     let checked = check_pair(options.mmu, options.table_format())

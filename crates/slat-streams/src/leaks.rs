@@ -1,20 +1,20 @@
-//! Descriptors, threads and memory: what a stream must close, end and free.
+//! Checks that a stream has closed its descriptors, ended its threads, and freed its memory.
 
 use std::collections::BTreeSet;
 use std::fs;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// How long slat's own threads may still hold an object that was closed.
+/// The time for which slat's own threads may still hold a closed object.
 pub(crate) const SOON: Duration = Duration::from_secs(10);
 
-/// Streams after which the process has all that it keeps for good: buffers, stacks, the allocator's pools.
+/// The number of streams after which the process has everything that it keeps: buffers, stacks, the allocator's pools.
 const WARM: u64 = 128;
-/// Bytes by which resident memory may exceed its size after those streams, for other reasons.
+/// The number of bytes by which resident memory may exceed its size after those streams, for other reasons.
 const SLACK: u64 = 64 << 20;
-/// Bytes that a stream may leave in addition: libFuzzer keeps some inputs.
+/// The number of bytes that each stream may leave in addition, because libFuzzer keeps some inputs.
 const PER_STREAM: u64 = 16 << 10;
-/// Streams between two checks of resident memory.
+/// The number of streams between two checks of resident memory.
 const EVERY: u64 = 64;
 
 static STREAMS: AtomicU64 = AtomicU64::new(0);
@@ -32,7 +32,8 @@ fn descriptors() -> BTreeSet<String> {
         let link = fs::read_link(entry.path()).unwrap_or_default();
         format!("{} {}", entry.file_name().display(), link.display())
     });
-    // The descriptor that reads the directory is closed when its link is looked up, or its link shows the directory.
+    // The directory lists also the descriptor that reads it. When the link of that descriptor is read, it is already
+    // closed, or leads to the directory.
     links
         .filter(|link| !link.contains("/proc/") && !link.ends_with(' '))
         .collect()
@@ -56,7 +57,7 @@ impl Before {
         }
     }
 
-    /// Panics if a stream that has ended left a descriptor, a thread or memory.
+    /// Call when the stream has ended. Panics if the stream has left a descriptor, a thread or memory.
     pub fn check(self) {
         let left =
             || -> Vec<_> { (descriptors().difference(&self.descriptors).cloned()).collect() };
@@ -85,7 +86,8 @@ impl Before {
     }
 }
 
-/// Checks slat's own threads, which serve the whole process: there is one of each. Those of a stream have been joined.
+/// Checks that there is one of each of slat's own threads, which serve the whole process. The stream's threads have
+/// been joined.
 fn check_threads() {
     let mut seen = BTreeSet::new();
     for task in fs::read_dir("/proc/self/task")

@@ -5,14 +5,15 @@ use std::ops::Range;
 /// Size of a host page.
 pub const PAGE: usize = 4096;
 
-/// Address space that this value owns until it is dropped; nothing in it is accessible at first.
+/// Address space that this value owns until it is dropped. Nothing in it is accessible at first.
 #[derive(Debug)]
 pub struct Reserved {
     start: usize,
     len: usize,
 }
 
-/// Maps `range`, which is in a [`Reserved`], anew: anonymous memory with these rights. Returns whether it could.
+/// Maps `range`, which is in a [`Reserved`], to new anonymous memory with these rights. Returns whether the mapping
+/// succeeded.
 ///
 /// # Safety
 /// Only guests and guarded accesses use the current mapping of `range`.
@@ -24,7 +25,8 @@ pub unsafe fn remap(range: Range<usize>, rights: i32) -> bool {
     }
 }
 
-/// Maps `range`, like [`remap`], to the pages of a file that is then truncated in the middle: SIGBUS from there on.
+/// Like [`remap`], but maps `range` to the pages of a file, and then truncates the file in the middle, so that accesses
+/// beyond the middle cause SIGBUS.
 ///
 /// # Safety
 /// As for [`remap`].
@@ -82,7 +84,8 @@ impl Drop for Reserved {
     }
 }
 
-/// Returns the pattern's word at `address`. No two words are equal, and hardly any is a value that a guest writes.
+/// Returns the pattern's word at `address`. All words are different, and are unlikely to be a value that a guest
+/// writes.
 fn untouched(address: usize) -> u64 {
     (address as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0xc0de_cafe_0000_0000
 }
@@ -98,7 +101,7 @@ pub unsafe fn fill(range: Range<usize>) {
     }
 }
 
-/// Returns the first word of `range` that is not as [`fill`] left it.
+/// Returns the address of the first word of `range` that has changed since [`fill`].
 ///
 /// # Safety
 /// `range` is readable memory.
@@ -109,7 +112,7 @@ pub unsafe fn first_touched(range: Range<usize>) -> Option<usize> {
         .find(|at| unsafe { (*at as *const u64).read_volatile() } != untouched(*at))
 }
 
-/// Memory of the given size between two guard pages, with a page before and after those that must not be written.
+/// Memory between two guard pages, and outside these two pages, called canaries, that must not be written.
 ///
 /// ```text
 /// canary | no access | memory | no access | canary

@@ -1,14 +1,14 @@
-//! The supervision of a stream's threads: who is kicked when, how long a call may take, and the account of a finding.
+//! Supervises a stream's threads: when each is kicked, how long a call may take, and the report of a finding.
 //!
 //! Each thread of a stream has a [`Lane`], where it announces its next step. One more thread, the watchman, checks all
-//! lanes every half millisecond. It ends each `KVM_RUN` when its slice of time is over, by the means that the stream
-//! chose, and *once*: a kick that gets lost is a finding. It knows that the run has begun, and so can be kicked, by
-//! `kvm_run.flags`, which `KVM_RUN` clears.
+//! lanes every half millisecond. The watchman ends each `KVM_RUN` when its slice of time is over, by the kick that the
+//! stream has chosen, and kicks only *once*: a lost kick is a finding. A run can be kicked when it has begun, which the
+//! watchman sees in `kvm_run.flags`, because `KVM_RUN` clears them.
 //!
 //! # Time
-//! Limits are in CPU time of the thread itself, because other processes may keep it from running at all, and in user
-//! mode, because a kernel that is short of memory works for others in a thread's name. A thread that sleeps uses none,
-//! and has a wall-time limit that no load explains.
+//! Limits are in the thread's own CPU time, because other processes may keep the thread from running; and in user mode,
+//! because a kernel that is short of memory does other work in the thread's name. A sleeping thread uses no CPU time.
+//! For it there is a wall-time limit, so long that no load explains it.
 
 use kvm_bindings::kvm_run;
 use std::collections::VecDeque;
@@ -26,11 +26,11 @@ const KICKED_CPU: Duration = Duration::from_millis(100);
 const POLLED_CPU: Duration = Duration::from_secs(1);
 /// CPU time that any other call may take.
 const CALL_CPU: Duration = Duration::from_secs(2);
-/// Time after which a call counts as hanging, whatever else the machine does.
+/// The time after which a call counts as hanging, however busy the machine is.
 const HANGS: Duration = Duration::from_secs(60);
 /// Time between two checks of the watchman.
 const TICK: Duration = Duration::from_micros(500);
-/// Last steps of a lane that a finding lists.
+/// The number of last steps of a lane that a finding lists.
 const REMEMBERED: usize = 24;
 /// `kvm_run.flags` before a run has begun.
 const NOT_BEGUN: u16 = 0xffff;
@@ -40,7 +40,7 @@ const NOT_BEGUN: u16 = 0xffff;
 pub enum Kick {
     /// A signal, whose handler announces itself.
     Signal,
-    /// `immediate_exit`, and then a signal, as programs do to be sure.
+    /// `immediate_exit`, and then a signal, as in programs that want to be sure.
     ExitAndSignal,
     /// `immediate_exit` alone. Ends a run only if no handler has promised to announce signals.
     Exit,
@@ -61,20 +61,20 @@ impl Kick {
 pub struct Step {
     /// Name of the step.
     pub what: &'static str,
-    /// Its object, or its argument.
+    /// The step's object, or its argument.
     pub detail: [u64; 2],
 }
 
-/// When and how a run is ended.
+/// The time and the way in which a run is ended.
 #[derive(Clone, Copy, Debug)]
 pub struct Slice {
     /// The vCPU's `kvm_run`, mapped until the run has returned.
     pub page: usize,
     /// How long the guest may run.
     pub length: Duration,
-    /// How the run is ended then.
+    /// The way in which the run is ended after that time.
     pub kick: Kick,
-    /// CPU time that the run may take after the kick, besides the usual.
+    /// CPU time that the run may take after the kick, in addition to the usual limit.
     pub extra: Duration,
 }
 
@@ -229,7 +229,7 @@ impl Lane {
         *lock(&self.thread) = None;
     }
 
-    /// Does `work`, which has to end within the limits of a call.
+    /// Does `work`, which must end within the limits of a call.
     pub fn call<R: std::fmt::Debug>(&self, step: Step, work: impl FnOnce() -> R) -> R {
         self.supervised(step, None, work)
     }
@@ -271,9 +271,9 @@ impl Lane {
         result
     }
 
-    /// Checks the lane; called by the watchman. The error is a finding.
+    /// Checks the lane. The watchman calls this. An error is a finding.
     fn look(&self, now: Instant) -> Result<(), String> {
-        // The lock is held meanwhile: the thread stays, its work does not end, and the page stays mapped.
+        // While the lock is held, the thread stays, its work does not end, and the page stays mapped.
         let thread = lock(&self.thread);
         let mut work = lock(&self.work);
         let (Some(thread), Some(work)) = (thread.as_ref(), work.as_mut()) else {
@@ -354,7 +354,7 @@ fn watch() {
     loop {
         if FOUND.load(Ordering::SeqCst) && found.get_or_insert_with(Instant::now).elapsed() > HANGS
         {
-            // The thread with the finding cannot finish its account.
+            // The thread with the finding cannot finish its report.
             std::process::abort();
         }
         let Some(stream) = current.clone() else {
@@ -367,7 +367,7 @@ fn watch() {
         let now = Instant::now();
         for (index, lane) in stream.lanes.iter().enumerate() {
             if let Err(what) = lane.look(now) {
-                // The backtrace of the thread first.
+                // Lets the thread write its backtrace first.
                 std::thread::sleep(Duration::from_secs(2));
                 account(&stream, &format!("lane {index} {what}"));
                 std::process::abort();
@@ -383,7 +383,8 @@ fn kept(stream: &Stream) -> PathBuf {
     std::env::temp_dir().join(format!("slat-{}-{}", stream.name, std::process::id()))
 }
 
-/// Prints the finding, and the last steps of every lane. Once: there may be more findings while the process ends.
+/// Prints the finding, and the last steps of every lane. Does so only once, because there may be more findings while
+/// the process ends.
 fn account(stream: &Stream, what: &str) {
     if FOUND.swap(true, Ordering::SeqCst) {
         return;

@@ -1,5 +1,5 @@
-//! Instructions that end the run because the caller has to execute a part of them: hypercalls, and MSR accesses that
-//! the machine leaves to its caller. RIP stays at the instruction until the caller gives the result (`results`).
+//! Instructions that end the run because the caller must execute a part of them: hypercalls, and MSR accesses that the
+//! machine leaves to its caller. RIP stays at the instruction until the caller gives the result (`results`).
 
 use crate::Cpu;
 use crate::devices::{Question, QuestionKind};
@@ -14,7 +14,7 @@ impl Cpu {
     }
 
     /// Refuses RDMSR or, with a `value`, WRMSR: raises #GP(0), or ends the run if the machine wants its caller to
-    /// handle the access. An access that was only interrupted starts again.
+    /// handle the access. Restarts an access that was only interrupted.
     pub(crate) fn refuse_msr(
         &mut self,
         op: &Op,

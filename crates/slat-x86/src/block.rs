@@ -15,14 +15,14 @@ use std::ptr::NonNull;
 
 /// Operations per block.
 pub(crate) const MAX_OPS: usize = 48;
-/// Bytes per block after which no other instruction is added: offsets fit into a byte.
+/// The number of code bytes after which a block takes no further instruction. Offsets of instructions fit into a byte.
 pub(crate) const MAX_BYTES: usize = 200;
-/// Bytes of the longest block: its last instruction starts before [`MAX_BYTES`].
+/// The most code bytes of a block. Its last instruction starts before [`MAX_BYTES`].
 pub(crate) const LONGEST: usize = MAX_BYTES + 16;
-/// The most operations that one instruction becomes: its own and a check.
+/// The most operations that one instruction is decoded into: its own operation and a check.
 const PER_INSTRUCTION: usize = 2;
 
-/// The block that was executed after another one the last time.
+/// The block that ran after another block the last time.
 #[derive(Clone, Copy)]
 struct Next {
     block: NonNull<Block>,
@@ -31,28 +31,28 @@ struct Next {
 
 /// A decoded basic block.
 ///
-/// The run loop rarely finds a block in the nearest cache. So the block's first cache line tells whether this
-/// is the block to run, and the second one how to run it. While a block runs, the processor fetches both
-/// lines of the next block.
+/// The run loop rarely finds a block in the nearest data cache. So the block's first cache line contains what
+/// identifies the block, and the second line what is needed to run it. While a block runs, the processor prefetches
+/// both lines of the next block.
 #[repr(C, align(64))]
 pub(crate) struct Block {
     pub(crate) key: Key,
     /// The page of the block's first byte. `None`: the block is empty, or holds code that runs only once (see `once`).
     pub(crate) first: Option<Place>,
     next: Cell<Option<Next>>,
-    /// Entries until the block is warm.
+    /// The number of further entries after which the block is warm.
     #[cfg(feature = "jit")]
     pub(crate) heat: Cell<u32>,
     /// The tier for which compilation was requested, if it was.
     #[cfg(feature = "jit")]
     pub(crate) asked: Cell<Option<Tier>>,
-    /// Whether the block has a second page.
+    /// Whether the block's code crosses into a second page.
     crosses: bool,
-    /// Bytes in the first page.
+    /// The number of code bytes in the first page.
     split: u8,
-    /// Instructions in `ops`.
+    /// The number of instructions in `ops`.
     pub(crate) count: u8,
-    /// Empty in a block that holds nothing (yet).
+    /// The decoded operations. Empty in a block without code.
     pub(crate) ops: List<Op>,
     /// The compiled region that this block is a part of.
     #[cfg(feature = "jit")]
@@ -188,8 +188,8 @@ impl Block {
         self.bytes.extend(bytes);
     }
 
-    /// Whether a CPU with this `stamp` may execute the block without a look at memory, because memory is known to hold
-    /// the block's code. (Always `false` for a block in two pages.)
+    /// Whether a CPU with this `stamp` may execute the block without reading memory, because memory is known to hold
+    /// the block's code. Always `false` for a block in two pages.
     #[inline(always)]
     pub(crate) fn is_current(&self, stamp: u64) -> bool {
         let Some(Place { page, edition }) = self.first else {
@@ -215,7 +215,7 @@ impl Block {
         self.next.get().map(|next| next.block)
     }
 
-    /// Has the processor prefetch what the run loop will read of the next block.
+    /// Makes the processor prefetch the cache lines of the next block that the run loop will read.
     #[inline(always)]
     pub(crate) fn fetch_next(&self) {
         if let Some(Next { block, ops }) = self.next.get() {
@@ -230,7 +230,7 @@ impl Block {
         }
     }
 
-    /// Returns the bytes in the first page, and those in the second.
+    /// Returns the code bytes in the first page, and those in the second.
     pub(crate) fn parts(&self) -> (&[u8], &[u8]) {
         self.bytes.split_at(self.split.into())
     }
@@ -259,8 +259,8 @@ impl Block {
 
 #[cfg(feature = "jit")]
 impl Block {
-    /// Whether memory holds the code of a region that can be entered at this block. Call while the block is current for
-    /// its CPU, and not running.
+    /// Whether memory holds the code of `region`, which can be entered at this block. Call while the block is current
+    /// for its CPU, and not running.
     pub(crate) fn holds(&self, region: &Region) -> bool {
         region
             .parts()

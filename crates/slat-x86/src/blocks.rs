@@ -1,15 +1,15 @@
 //! All blocks of a CPU, found by address and verified against memory.
 //!
-//! A block is keyed by linear address, RIP and decoding mode. It is executed without a look at memory as long as the
-//! copy of its page is good (`snapshot`).
+//! A block is keyed by linear address, RIP and decoding mode. A block runs without a comparison with memory as long as
+//! the copy of its page is known to equal memory (`snapshot`).
 //!
-//! Code is decoded into a block that is reused for the next code: much code is executed only once, and keeping it costs
-//! more than decoding it. Code that has run before is copied into a block that is kept. So every block that can be
-//! found is complete: a fetch that fails half-way has changed no kept block.
+//! New code is decoded into one reused block: much code is executed only once, and keeping a block costs more than
+//! decoding it. The second time that code runs, its block is copied into a block that is kept. Only complete blocks are
+//! copied, so a fetch that fails half-way changes no kept block.
 //!
-//! Kept blocks and copies of pages lie in a [`Pool`]: they never move and are freed only all at once, between blocks,
-//! when they are about to exceed [`CODE_BYTES`]. If there is no memory to keep a block, it runs all the same, and is
-//! decoded again the next time.
+//! Kept blocks and copies of pages are in a [`Pool`]. They never move, and are freed all together, between blocks,
+//! before they would exceed [`CODE_BYTES`]. If there is no memory to keep a block, the block still runs, and its code
+//! is decoded again the next time.
 
 use crate::block::{Block, MAX_OPS};
 use crate::hash::Seeded;
@@ -31,7 +31,7 @@ const FRONT: usize = 16384;
 /// The number of bits in [`Seen`], and in one of its lines.
 const SEEN: usize = 1 << 20;
 const SEEN_LINE: usize = 512;
-/// Bits that an address sets, all in one line.
+/// The number of bits that an address sets. All are in one line.
 const SEEN_EACH: u32 = 3;
 
 /// Bloom filter of addresses that ran lately. A collision keeps a block needlessly; it evicts none.
@@ -50,7 +50,8 @@ impl Seen {
             self.lines.as_flattened_mut().fill(0);
             self.set = 0;
         }
-        // Neighbouring code, and code at one offset of neighbouring pages, is hashed to different bits.
+        // The multiplication spreads the bits of neighbouring code, and of code at the same offset of neighbouring
+        // pages.
         let mut hash = lin.wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let mut take = |bits: u32| {
             hash = hash.rotate_left(bits);
@@ -98,14 +99,14 @@ where
 
 /// All blocks of a CPU.
 pub(crate) struct Blocks {
-    /// Tells which snapshots these blocks have places in: those with the same number.
+    /// The number of the snapshots that these blocks refer to: the snapshots have the same number.
     pub(crate) pair: u64,
     kept: HashMap<Key, NonNull<Block>, Seeded>,
-    /// Has the blocks in `kept`.
+    /// The memory of the blocks in `kept`.
     pool: Pool,
-    /// Holds the memory of the two other blocks.
+    /// The memory of `once` and `single`.
     _own: Pool,
-    /// The reused block, which is not kept.
+    /// The reused block for code that was not kept.
     pub(crate) once: NonNull<Block>,
     /// The block of a single-stepped instruction.
     pub(crate) single: NonNull<Block>,
@@ -136,19 +137,19 @@ impl Blocks {
         })
     }
 
-    /// Returns the heap bytes of the kept blocks and their index if `more` bytes are taken from the pool.
+    /// Returns the heap bytes that the kept blocks and their index use after `more` bytes are taken from the pool.
     pub(crate) fn heap_bytes(&self, more: usize) -> usize {
         let entry = size_of::<(Key, NonNull<Block>)>();
         self.pool.bytes_with(more) + heap::map_bytes(self.kept.capacity(), entry)
     }
 
-    /// Makes room in the index for one more block. Without memory for the index, no block will be kept.
+    /// Allocates memory in the index for one more block. If that fails, no block will be kept.
     pub(crate) fn reserve(&mut self) {
         let _ = self.kept.try_reserve(1);
     }
 
-    /// Returns the block with this key if it is found at once: it has followed the last block before, or is in the
-    /// front table. The block is current for a CPU with this `stamp`.
+    /// Returns the block with this key if the block is current for a CPU with this `stamp`, and either followed the
+    /// last block before or is in the front table.
     #[inline(always)]
     pub(crate) fn current(&mut self, key: &Key, stamp: u64) -> Option<NonNull<Block>> {
         // SAFETY: the last block is alive: blocks are freed all together, between blocks, and then `last` is cleared.
@@ -189,7 +190,7 @@ impl Blocks {
         *self.tables.front.at(lin) = Some(kept);
     }
 
-    /// Notes that code at `lin` runs. Returns whether it may have run lately.
+    /// Records that code at `lin` runs. Returns whether it may have run lately.
     pub(crate) fn note(&mut self, lin: u64) -> bool {
         self.tables.seen.note(lin)
     }
@@ -200,12 +201,12 @@ impl Blocks {
         self.last = Some(NonNull::from(block));
     }
 
-    /// Returns a kept block. It is alive until all are freed.
+    /// Returns the kept block with this key. The block is alive until all blocks are freed.
     pub(crate) fn kept(&self, key: &Key) -> Option<NonNull<Block>> {
         self.kept.get(key).copied()
     }
 
-    /// Returns the instruction with the guarded access at a host address.
+    /// Returns the instruction of compiled code whose guarded access is at the host address `address`.
     #[cfg(feature = "jit")]
     pub(crate) fn step_at(&self, address: usize) -> Option<*const Step> {
         self.kept.values().find_map(|block| {
@@ -215,8 +216,8 @@ impl Blocks {
         })
     }
 
-    /// Attaches compiled code to its block, if the block still exists and has no better code. The block and the
-    /// compiled code are verified before they run next. Returns whether other code of the block was replaced. Call
+    /// Attaches compiled code to its block, if the block still exists and has no better code. Before the next run, the
+    /// block and the compiled code are compared with memory. Returns whether the block had other compiled code. Call
     /// while no block is running.
     #[cfg(feature = "jit")]
     pub(crate) fn attach(&mut self, key: &Key, entrance: Entrance) -> bool {
@@ -256,7 +257,8 @@ impl Blocks {
         unsafe { self.pool.clear() };
     }
 
-    /// Keeps a copy of `once`, which replaces an old block with its key. On failure the old block is unchanged.
+    /// Keeps a copy of `once`, which replaces an old block with the same key. If that fails, the old block is
+    /// unchanged.
     pub(crate) fn keep(&mut self) -> Result<NonNull<Block>, OutOfMemory> {
         // SAFETY: alive as long as `self`; nothing else refers to it while no block is running.
         let once = unsafe { self.once.as_ref() };
@@ -300,7 +302,7 @@ mod tests {
         let mut seen = Pages::<Seen>::zeroed().unwrap();
         assert!(!seen.note(0x1000));
         assert!(seen.note(0x1000) && seen.note(0x1000));
-        // The filter can hold this number of addresses.
+        // The filter has memory for this number of addresses.
         let pages = SEEN as u64 / 4 / u64::from(SEEN_EACH);
         let new = (1..pages).filter(|page| !seen.note(0x1000 + (page << 12)));
         assert!(

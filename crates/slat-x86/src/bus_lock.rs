@@ -2,13 +2,13 @@
 
 use crate::machine::{BusLocks, Exit};
 
-/// What a CPU does at bus locks, and has done.
+/// The CPU's setting for bus locks, and the bus locks that have happened.
 #[derive(Default)]
 pub(crate) struct BusLock {
     pub(crate) when: BusLocks,
-    /// The last instruction has locked the bus, which ends the run.
+    /// Whether the last instruction has locked the bus, which ends the run.
     locked: bool,
-    /// The next bus lock does not end the run, because it has already ended the last one.
+    /// Whether the next bus lock lets the run continue, because it has already ended the last run.
     passes: bool,
     /// RIP of the instruction that ended the last run because it would lock the bus.
     rip: Option<u64>,
@@ -30,7 +30,7 @@ impl BusLock {
         }
     }
 
-    /// Whether the run ends before the instruction, which is about to lock the bus.
+    /// Call when an instruction is about to lock the bus. Returns whether the run ends before that instruction.
     pub(crate) fn ends_run(&self) -> bool {
         self.when == BusLocks::ExitBefore && !self.passes
     }

@@ -1,27 +1,27 @@
-//! The clock of a CPU: tells when decoded code has to be checked again.
+//! The clock of a CPU: three numbers from which the CPU knows when it must check decoded code again.
 //!
 //! A check of memory before each block would cost more than the block. So each event that may make code stale advances
 //! a number of the clock, and each page of code keeps the numbers at which it was last checked. If the clock still has
-//! these numbers, no such event has happened. There are three numbers, because events differ in the check that they
-//! require. The most expensive check comes first:
+//! these numbers, no such event has happened since. The clock has three numbers, because events differ in the check
+//! that they require. The most expensive check comes first:
 //!
 //! | number | advances when | check if the page's number is older |
 //! |---|---|---|
 //! | *generation* | translations are dropped | look the page up again |
 //! | *epoch* | an event serialises instructions | compare with memory: a client or a device may have stored to it |
-//! | *stamp* | one of these two does; any CPU stores to a page with decoded code | find out which of these happened |
+//! | *stamp* | generation or epoch advances; any CPU stores to a page with decoded code | find out which happened |
 //!
-//! The run loop and compiled code read the stamp alone before each block. The stamp suffices: it advances with the
-//! generation and with the epoch, so a page with the current stamp has the current generation and epoch. One number for
-//! everything would cost too much. With the generation alone, each interrupt would look up every page again, which is a
-//! walk; with the epoch alone, each store to a page with code would compare all other pages with memory.
+//! Before each block, the run loop and compiled code read only the stamp. The stamp suffices, because it advances with
+//! the generation and with the epoch: a page with the current stamp has the current generation and epoch. A single
+//! number would cost too much. If it were the generation, each interrupt would look up every page again, which is a
+//! walk; if it were the epoch, each store to a page with code would compare all other pages with memory.
 //!
-//! Epoch and stamp exist twice, for supervisor code and for user code: an IRET to user code advances only the user's
-//! ([`Clock::serialize_return`]). A page is looked up for one of the two, and the CPU runs one of the two at a time. A
-//! change of the CPL therefore exchanges the stamp ([`Clock::enter`]). There is one generation, as a flush concerns
-//! both. No number wraps around: 64 bits last for centuries.
+//! There is one epoch and one stamp for supervisor code, and another pair for user code. An IRET to user code advances
+//! only the user's pair ([`Clock::serialize_return`]). A page is looked up for one of the two, and the CPU runs one of
+//! the two at a time. A change of the CPL therefore exchanges the stamp ([`Clock::enter`]). There is one generation,
+//! because a flush concerns all code. No 64-bit number wraps around within centuries.
 //!
-//! Two more numbers are not part of the clock; they tell apart what a page contained. A page's *version*, which all
+//! Two more numbers, which are not part of the clock, identify the contents of a page. A page's *version*, which all
 //! CPUs share, rises with each store to the page (`code_pages`). A page's *edition*, which belongs to one CPU, changes
 //! whenever this CPU finds the page changed (`snapshot`).
 
@@ -62,21 +62,21 @@ impl Clock {
         self.stamp = self.stamps[usize::from(is_user)];
     }
 
-    /// Call after dropping translations: has all code looked up again.
+    /// Call after dropping translations. Makes the CPU look all code up again.
     pub(crate) fn flush(&mut self) {
         self.generation += 1;
         self.change();
     }
 
-    /// Call after a store to a page with decoded code: has all code checked before it is executed next.
+    /// Call after a store to a page with decoded code. Makes the CPU check all code before it executes the code again.
     pub(crate) fn change(&mut self) {
         self.stamps = self.stamps.map(|stamp| stamp + 1);
         self.enter(self.is_user);
     }
 
-    /// Call for an event that serialises instructions (SDM volume 3, "Serializing Instructions"), and for an interrupt
-    /// and a far transfer, by which guests start code that a device has loaded. The next block sees all earlier stores
-    /// of the client and of devices to code.
+    /// Call for an event that serialises instructions (SDM volume 3, "Serializing Instructions"), and for interrupts
+    /// and far transfers, because guests use these to start code that a device has loaded. The next block sees all
+    /// earlier stores of the client and of devices to code.
     pub(crate) fn serialize(&mut self) {
         self.epochs = self.epochs.map(|epoch| epoch + 1);
         self.change();
@@ -84,8 +84,8 @@ impl Clock {
 
     /// Call for an IRET, after it has changed the CPL. An IRET to user code serialises user code alone: each page fault
     /// of a user ends with an IRET, and comparing the supervisor's code again for the next fault would cost more than
-    /// the rest of the fault. Supervisor code sees a store of a client or a device after the next event that serialises
-    /// all code. Such events are frequent: interrupts are among them.
+    /// the rest of the fault. Supervisor code sees a client's or a device's store after the next event that serialises
+    /// all code. Such events, interrupts for example, are frequent.
     pub(crate) fn serialize_return(&mut self) {
         if !self.is_user {
             return self.serialize();

@@ -1,4 +1,4 @@
-//! What a CPU knows of its guest's code, and of the code that it executes now.
+//! The CPU's data about its guest's code, and about the code that the CPU executes now.
 
 use crate::clock::Clock;
 use crate::code_pages::{CodePages, Member};
@@ -14,7 +14,7 @@ pub(crate) const ANY_PAGE: usize = 1;
 pub(crate) struct Code {
     /// Tells when decoded code has to be checked again.
     pub(crate) clock: Clock,
-    /// By which this CPU and those that share memory with it tell each other of stores to code.
+    /// This CPU's membership in the group of CPUs that share memory: through it they tell each other of stores to code.
     pub(crate) member: Member,
     pub(crate) snapshots: Snapshots,
     pub(crate) once: Once,
@@ -42,7 +42,8 @@ impl Code {
         })
     }
 
-    /// Has a page looked up again before its code runs next. Returns whether compiled code of the page may be known.
+    /// Makes the CPU look a page up again before the page's code runs next. Returns whether the CPU may have compiled
+    /// code of the page among its targets.
     pub(crate) fn outdate_page(&mut self, lin: u64) -> bool {
         self.once.outdate();
         self.snapshots.outdate(lin)

@@ -1,42 +1,42 @@
-//! The host pages that hold decoded code, and when they changed. From this table a CPU knows, without a look at memory,
-//! that its decoded code is still good.
+//! The host pages that hold decoded code, and when they changed. The table tells a CPU that its decoded code still
+//! equals memory, without a comparison.
 //!
 //! All CPUs of a machine share one [`CodePages`]. It has a *version*, a number that only rises, and a slot for each
 //! host page. A slot is 0, or the version at which the page was *marked* or last stored to. A CPU marks a page before
 //! it decodes code of the page. Each CPU is a [`Member`].
 //!
-//! - **Stores by CPUs.** No TLB lets a store to a marked page pass without a check (see `tlb`). Such a store takes the
-//!   slow path, which then gives the slot a new version ([`Member::stored`]). A CPU that marks a page drops its own TLB
-//!   entry for writes to the page, and tells the other CPUs by their attention words ([`CodePages::CHANGED`]). At its
-//!   next block boundary each of them drops its entries for writes to marked pages, and only then *heeds* the version.
-//!   (Compiled code also forgets its last access there.) Until all running CPUs have heeded the version, the page is
-//!   not *trusted*: its code is compared with memory at every entry.
-//! - **Levels of the TLB.** Only through the first level can a store pass without a check. It holds translations of the
-//!   current address space and global ones, and `look_at_writes` visits all of it. The second level keeps the right to
-//!   write for all address spaces, but no guest access uses it directly: when a page is copied from it to the first
-//!   level, the page's slot is read, as after a walk of the guest's tables, and the store that missed is noted. So a
-//!   mark need not drop anything in the second level.
+//! - **Stores by CPUs.** A store to a marked page never uses the TLB's fast path (see `tlb`). The slow path gives the
+//!   slot a new version after the store ([`Member::stored`]). A CPU that marks a page drops its own TLB entry for
+//!   writes to the page, and tells the other CPUs by their attention words ([`CodePages::CHANGED`]). At its next block
+//!   boundary each other CPU drops its entries for writes to marked pages, and only then *heeds* the version. (Compiled
+//!   code also forgets its last access there.) To heed a version is to have acted on it. Until all running CPUs have
+//!   heeded the version, the page is not *trusted*: its code is compared with memory at every entry.
+//! - **Levels of the TLB.** Only the first level lets a store pass without a check. The first level holds translations
+//!   of the current address space and global ones, and `look_at_writes` visits all of it. The second level keeps the
+//!   right to write for all address spaces, but no guest access uses it directly: when a page is copied from it to the
+//!   first level, the page's slot is read, as after a walk of the guest's tables, and the store that missed is noted.
+//!   So a mark need not drop anything in the second level.
 //! - **Trust.** A CPU first reads the slot and finds the page trusted, then compares the code with memory. From then on
-//!   the code is good as long as the slot does not change. Every store is covered. One that passed without a check was
-//!   made before its CPU heeded the mark; the comparison sees it, because heeding is a release and reading the heeded
-//!   version an acquire. Any other store that the comparison missed changes the slot afterwards.
+//!   the code equals memory as long as the slot does not change, because every store is covered. A store that passed
+//!   without a check was made before its CPU heeded the mark. The comparison sees that store, because heeding is a
+//!   release, and reading the heeded version is an acquire. Any other store that the comparison missed changes the slot
+//!   afterwards.
 //! - **When a change is seen.** A CPU that changes the version sets the bit in the attention words of all other running
-//!   CPUs, which read them at each block boundary anyway. So a CPU sees another CPU's store before its next block; its
-//!   own store ends its block (`Cpu::note_store`). A CPU clears the bit before it reads the version: a change in
-//!   between sets the bit again.
+//!   CPUs, which read their words at each block boundary anyway. So a CPU sees another CPU's store before its next
+//!   block. A CPU's own store ends its running block (`Cpu::note_store`). A CPU clears the bit before it reads the
+//!   version: a change in between sets the bit again.
 //! - **Stores by the client or a device** are not known here. Code is compared with memory again when a run begins, and
 //!   after each event that serialises instructions (`Clock::serialize`). An IRET to user code causes a comparison of
 //!   user code alone (`Clock::serialize_return`).
-//! - **Pages that hold code no more.** After [`STRIKES`] stores without a comparison in between, a page's mark is
+//! - **Pages that no longer hold code.** After [`STRIKES`] stores without a comparison in between, a page's mark is
 //!   removed: otherwise stores to the page would stay slow for ever.
 //!
 //! A slot and the version change under one lock, the slot first: a CPU that has seen a version sees the slots of all
-//! earlier versions. CPUs begin and end to run under the same lock. So a change either finds a CPU running, and tells
-//! it; or finds it stopped, and the CPU looks at the version when it begins to run, before it uses anything. A CPU that
-//! has ended to run has no bit set in its attention word.
+//! earlier versions. A CPU takes the same lock when it begins to run, and when it stops. So a change either finds the
+//! CPU running, and tells the CPU; or finds it stopped, and the CPU reads the version when it begins to run, before it
+//! uses any code. The attention word of a stopped CPU does not have the bit.
 //!
-//! A slot belongs to all host pages whose numbers agree in the low bits. Sharing costs an
-//! unnecessary comparison at most.
+//! All host pages whose numbers agree in the low bits share a slot. Sharing costs an unnecessary comparison at most.
 
 use crate::heap::{self, OutOfMemory};
 use crate::sync::{Arc, AtomicPtr, AtomicU32, AtomicU64, Mutex, MutexGuard};
@@ -45,9 +45,10 @@ use std::ptr::{self, NonNull};
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
-/// Stores to a marked page after which the mark is removed, unless the page's code was compared in between.
+/// The number of stores to a marked page after which the mark is removed, unless the page's code was compared in
+/// between.
 const STRIKES: u64 = 15;
-/// Bits of a slot below the version: they count these stores.
+/// The number of bits of a slot that are below the version, and count these stores.
 const STRIKE_BITS: u32 = 4;
 const STRIKE_MASK: u64 = (1 << STRIKE_BITS) - 1;
 
@@ -85,7 +86,7 @@ mod slots {
     use crate::heap::OutOfMemory;
     use crate::sync::AtomicU64;
 
-    /// The models have two pages.
+    /// The slots in model tests, which use two pages.
     pub(super) struct Slots([AtomicU64; 2]);
 
     impl Slots {
@@ -133,7 +134,7 @@ impl CodePages {
     /// CPUs (see [`Executor::run`](crate::Executor::run)).
     pub const CHANGED: u32 = 1 << 31;
 
-    /// Makes the table for a machine's CPUs: 8 MiB of address space, of which the host provides what is used.
+    /// Makes the table for a machine's CPUs: 8 MiB of address space, for which the host provides memory at first use.
     ///
     /// # Errors
     /// [`OutOfMemory`].
@@ -145,9 +146,8 @@ impl CodePages {
         }))
     }
 
-    /// Call after a store to the page of `host` that was made for a CPU outside its own instructions: tells all
-    /// CPUs, which see the store before their next block. Returns whether the page may hold decoded code, maybe
-    /// of the running block.
+    /// Call after a store to the page of `host` that was made for a CPU outside its own instructions: all CPUs see the
+    /// store before their next block. Returns whether the page may hold decoded code, possibly of the running block.
     pub fn stored(&self, host: *const u8) -> bool {
         self.note_store(host as usize, ptr::null()).is_some()
     }
@@ -181,7 +181,7 @@ impl CodePages {
     }
 }
 
-/// The right to change slots, version, and the seats' attention words.
+/// The lock that allows its holder to change slots, the version, and the seats' attention words.
 struct Change<'a> {
     pages: &'a CodePages,
     seats: MutexGuard<'a, Vec<SeatOf>>,
@@ -258,8 +258,8 @@ impl Member {
         self.seat.heeded.load(Relaxed)
     }
 
-    /// Call before the CPU executes. From now on others wait for this CPU, and tell it of changes by `attention`. If
-    /// the CPU has missed changes, the bit in `attention` is set at once.
+    /// Call before the CPU executes. From now on other CPUs trust no page that they mark until this CPU has heeded the
+    /// mark, and report changes in `attention`. If the CPU has missed changes, the bit in `attention` is set at once.
     ///
     /// # Safety
     /// The word lives until [`leave`](Self::leave) is called or the member is dropped.
@@ -272,7 +272,7 @@ impl Member {
         }
     }
 
-    /// Call after the CPU has executed: clears the bit, too.
+    /// Call after the CPU has executed. Also clears the bit in the attention word.
     pub(crate) fn leave(&mut self) {
         let _change = self.pages.lock();
         let word = self.seat.attention.swap(ptr::null_mut(), Relaxed);
@@ -282,7 +282,7 @@ impl Member {
         }
     }
 
-    /// Heeds the current version when `attention` has asked for it: `drop_writes` must drop the TLB's entries for
+    /// Heeds the current version, because `attention` has asked for it. `drop_writes` must drop the TLB's entries for
     /// writes to marked pages.
     pub(crate) fn heed(&mut self, attention: &AtomicU32, drop_writes: impl FnOnce(&CodePages)) {
         // A change after this sets the bit again.
@@ -292,17 +292,17 @@ impl Member {
         self.seat.heeded.store(version, Release);
     }
 
-    /// Call after this CPU has changed the version itself and has nothing to drop for the change. Other CPUs that have
-    /// changed it, too, have told this CPU, and [`heed`](Self::heed) deals with their changes.
+    /// Call after this CPU has changed the version, if this CPU has nothing to drop for the change. Changes by other
+    /// CPUs are left to [`heed`](Self::heed), because those CPUs have set the bit in this CPU's attention word.
     fn changed(&mut self, version: u64) {
         if self.heeded() == version - 1 {
             self.seat.heeded.store(version, Release);
         }
     }
 
-    /// Marks the page of `host` if it is not marked; then `drop_writes` must drop the TLB's entry for writes to the
-    /// page. Returns the page's version if the page is trusted: code that is compared with memory from now on is good
-    /// as long as the page has this version.
+    /// Marks the page of `host` if it is not marked, and calls `drop_writes`, which must drop the TLB's entry for
+    /// writes to the page. Returns the page's version if the page is trusted: code that is compared with memory from
+    /// now on is good as long as the page has this version.
     pub(crate) fn mark(&mut self, host: usize, drop_writes: impl FnOnce()) -> Option<u64> {
         let slot = self.pages.slots.at(host);
         let mut now = slot.load(Acquire);
@@ -327,8 +327,8 @@ impl Member {
         (self.heeded_by_all >= version).then_some(version)
     }
 
-    /// Call after a store of this CPU to the page of `host`. Returns whether the page was marked; if so, this CPU's
-    /// decoded code of the page may be stale.
+    /// Call after a store of this CPU to the page of `host`. Returns whether the page was marked; a marked page's
+    /// decoded code may be stale in this CPU.
     pub(crate) fn stored(&mut self, host: usize) -> bool {
         let version = self.pages.note_store(host, &raw const *self.seat);
         if let Some(version) = version {
@@ -354,7 +354,8 @@ mod loom_tests {
     const PAGE: usize = 0x1000;
     const OTHER_PAGE: usize = 0x2000;
 
-    /// A CPU that stores to the page, which is in its TLB for writes, with or without a check.
+    /// A CPU that stores to `PAGE`. The CPU's TLB has the page for writes, so that stores take the fast path
+    /// (`without_look`), or need a check.
     struct Storer {
         member: Member,
         attention: Box<AtomicU32>,
@@ -397,14 +398,13 @@ mod loom_tests {
             }
             byte.store(value, Relaxed);
             if !self.without_look {
-                // Does what a miss in the TLB does: whether the new entry needs a check follows from the
-                // mark before the store.
+                // Acts like a TLB miss: the new entry needs a check if the page had a mark before the store.
                 self.without_look = !self.member.stored(PAGE);
             }
         }
     }
 
-    /// A CPU that decodes the byte and executes it.
+    /// A CPU that decodes the byte in `PAGE` and executes it.
     struct Executor {
         member: Member,
         attention: Box<AtomicU32>,
@@ -451,7 +451,7 @@ mod loom_tests {
         builder.check(model);
     }
 
-    /// After all CPUs have stopped: the executor sees the last store at its next entry.
+    /// Checks that, after all CPUs have stopped, the executor sees the last store at its next entry.
     fn sees_the_last_store(storers: usize, without_look: bool, runs: usize, marks: bool) {
         bounded(move || {
             let pages = CodePages::try_new().unwrap();
@@ -510,7 +510,7 @@ mod loom_tests {
         sees_the_last_store(1, true, 1, true);
     }
 
-    /// Two CPUs run while `before` happens. Then one CPU does `storing` while the other executes.
+    /// Runs two CPUs while `before` happens. Then one CPU does `storing` while the other one executes.
     fn sees_the_store_of_a_cpu_that_runs(
         before: impl Fn(&mut Executor, &AtomicU64) + Sync + Send + 'static,
         storing: fn(&mut Storer, &AtomicU64),

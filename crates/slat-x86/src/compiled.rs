@@ -1,4 +1,4 @@
-//! What compiled code uses of a CPU, besides the architectural state.
+//! The fields of a CPU that compiled code uses, besides the architectural state.
 
 use crate::flow::Break;
 use crate::heap::Zeroed;
@@ -7,7 +7,8 @@ use crate::tlb::Entry;
 use std::ptr;
 use std::sync::atomic::AtomicU32;
 
-/// The number of sets in [`Targets`], and by how many bits a set's address is its index shifted left.
+/// The number of sets in [`Targets`]; and the shift that turns a set's index into the set's distance from the first
+/// one.
 pub(crate) const SETS: usize = 4096;
 pub(crate) const SET_BITS: u32 = size_of::<[Target; 2]>().trailing_zeros();
 pub(crate) const SETS_BYTES: u64 = (SETS as u64) << SET_BITS;
@@ -17,8 +18,8 @@ pub(crate) fn set_of(rip: u64) -> usize {
     (rip ^ rip >> 12) as usize & (SETS - 1)
 }
 
-/// An address of compiled code that can be entered. A target is small, because most of them are in the
-/// host's farther caches.
+/// An address of compiled code that can be entered. A target is small, because most targets are in the host's slower
+/// caches.
 #[derive(Clone, Copy)]
 #[repr(C, align(32))]
 pub(crate) struct Target {
@@ -28,42 +29,43 @@ pub(crate) struct Target {
     /// as `edition` is the CPU's.
     pub(crate) page: *const Snapshot,
     pub(crate) code: *const u8,
-    /// [`Compiled::edition`] then. 0: none.
+    /// The value of [`Compiled::edition`] when the target was stored. 0: no target.
     pub(crate) edition: u32,
 }
 
-/// The code addresses where regions continue directly in another region. A set is a cache line with two targets, the
-/// newer one first. Only code that blocks have now is in it; see [`Compiled::forget_targets`].
+/// The addresses of compiled code at which one region continues directly in another. A set is a cache line with two
+/// targets, the newer one first. All targets are code that a block has now: see [`Compiled::forget_targets`].
 #[repr(align(64))]
 pub(crate) struct Targets(pub(crate) [[Target; 2]; SETS]);
 
 // SAFETY: integers and pointers.
 unsafe impl Zeroed for Targets {}
 
-/// The fields of a CPU that compiled code uses besides the architectural state. The last ones are in
-/// R15's window (`jit::window`).
+/// The fields of a CPU that compiled code uses, besides the architectural state. The last fields are in R15's window
+/// (`jit::window`).
 #[repr(C)]
 pub(crate) struct Compiled {
     /// The instruction at which the region was stopped: a [`Step`](crate::region::Step).
     pub(crate) step: *const (),
     /// Why an instruction ended.
     pub(crate) why: Break,
-    /// RIP that an instruction has set which ended with [`Break::Jump`].
+    /// The RIP set by an instruction that ended with [`Break::Jump`].
     pub(crate) rip: u64,
-    /// Targets with another edition are invalid. The lowest byte is the CPU's mode, so the edition also tells modes
-    /// apart. See `tell_targets_apart`.
+    /// The current edition: targets with another edition are invalid. The lowest byte is the CPU's mode, so targets of
+    /// other modes are invalid, too. See `tell_targets_apart`.
     pub(crate) edition: u32,
-    /// The last target of its set that a region looked at, if none in the set was the right one.
+    /// A target of the set in which the last region's successor was not found; the new target is stored in that set.
+    /// Null: no set.
     pub(crate) wanted: *const Target,
-    /// Where the running region was entered, when the run was interrupted for something.
+    /// The guest address at which a region was entered, if `attention` interrupted the run in that region.
     pub(crate) ran: u64,
     /// Not 0: the host's MXCSR is the guest's (`float`).
     pub(crate) floats: u32,
     /// The host's own MXCSR, while the host has the guest's.
     pub(crate) host_mxcsr: u32,
-    /// The copy of the bytes that a load in two pages has read.
+    /// A copy of the bytes of a load that crosses into another page.
     pub(crate) copy: [u8; 32],
-    /// Results of floating point that nothing uses. This field is only written.
+    /// Receives floating-point results that nothing uses. This field is only written.
     pub(crate) unused: [u8; 16],
     /// The number of instructions that compiled code has executed: those already counted, and those of this run.
     pub(crate) instructions: u64,
@@ -104,7 +106,7 @@ impl Compiled {
     pub(crate) fn forget_targets(&mut self, targets: &mut Targets) {
         self.edition = self.edition.wrapping_add(1 << 8);
         if self.edition >> 8 == 0 {
-            // The numbers of long ago come again.
+            // The edition has wrapped around: old targets must not match reused numbers.
             for target in targets.0.as_flattened_mut() {
                 target.edition = 0;
             }

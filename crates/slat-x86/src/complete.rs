@@ -1,13 +1,13 @@
 //! Completion: finishes the last instruction of an ended run, before anything else is executed.
 //!
-//! Between two runs the caller may read all state, and continue elsewhere with a copy of it, or discard it. What an
-//! unfinished instruction still has to do is in no register: it has data that a device returned, writes that no device
-//! has seen, a #VMEXIT that waits for memory, or traps. [`Executor::complete`] brings all of it into
-//! [`State`](crate::State) or to the caller, and executes no other instruction (KVM's API, `immediate_exit`). Only
-//! afterwards does the CPU look at `attention` and events.
+//! Between two runs the caller may read all state, and continue elsewhere with a copy of it, or discard it. The pending
+//! work of an unfinished instruction is in no register: data that a device returned, writes that no device has seen, a
+//! #VMEXIT that waits for memory, or traps. [`Executor::complete`] moves all pending work into [`State`](crate::State)
+//! or to the caller, and executes no other instruction (KVM's API, `immediate_exit`). The CPU handles `attention` and
+//! events afterwards.
 //!
-//! An instruction that waits for data is executed as it was decoded. Its reads of devices return the data of the
-//! caller; its other operands are translated anew, as KVM does.
+//! An instruction that waits for data is executed again from its decoded form. Its device reads then return the
+//! caller's data, and the addresses of its other operands are translated again, as in KVM.
 
 use crate::executor::Executor;
 use crate::flow::Break;
@@ -22,10 +22,11 @@ impl Executor {
         self.waits_for_memory() || self.has_writes() || self.bus_lock.is_due() || self.has_traps()
     }
 
-    /// Finishes the last instruction, with the data that the caller has provided, and executes no other one. Returns
-    /// the instruction's next exit. `None`: the instruction is finished, and its results are in [`state`](Self::state).
+    /// Finishes the last instruction, with the data that the caller has provided. Executes no other instruction.
+    /// Returns the instruction's next exit, or `None` if the instruction is finished and its results are in
+    /// [`state`](Self::state).
     ///
-    /// Ends with [`Exit::Attention`] if it has to wait for memory and `attention` is not zero.
+    /// Ends with [`Exit::Attention`] if the instruction has to wait for memory and `attention` is not zero.
     pub fn complete(&mut self, machine: &mut dyn Machine, attention: &AtomicU32) -> Option<Exit> {
         if !self.is_unfinished() {
             return None;
@@ -55,7 +56,7 @@ impl Executor {
                 };
                 (exit, self.has_input())
             } else if self.svm.is_exit_due() {
-                // The #VMEXIT follows the instruction that did not cause it: it is for an INIT or a shutdown.
+                // The #VMEXIT follows the instruction but was not caused by it: it is for an INIT or a shutdown.
                 (self.exit_guest(), self.svm.is_exit_due())
             } else {
                 return self.take_traps();
@@ -77,7 +78,7 @@ impl Executor {
         self.fetch_failed(why)
     }
 
-    /// Executes the instruction whose reads have data.
+    /// Executes the instruction for whose reads the caller has provided data.
     fn finish_read(&mut self) -> Option<Exit> {
         let reader = self.reader?;
         self.step(reader.rip, |executor| {
@@ -92,8 +93,8 @@ impl Executor {
         })
     }
 
-    /// Call when `op`, whose bytes are `code`, was executed without its block. Counts `op` if it is done, and does what
-    /// follows it. `block_rip` is set.
+    /// Call when `op`, whose bytes are `code`, was executed outside its block. Counts `op` if it is done, and does the
+    /// work that follows an instruction. `block_rip` is set.
     pub(crate) fn executed_alone(&mut self, op: &Op, code: &[u8], why: Break) -> Option<Exit> {
         use Break::*;
         if matches!(why, Jump | End | ExitAfter | TaskFault) {

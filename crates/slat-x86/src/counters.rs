@@ -1,10 +1,10 @@
-//! What a CPU counts of its own work.
+//! Counters of a CPU's own work.
 
 /// Defines the counters, in the order in which they are shown.
 macro_rules! counters {
     ($($(#[doc = $doc:literal])+ $name:ident,)+) => {
-        /// What a CPU has done since it was made: for statistics and measurements. Only the filter of PAUSE depends on
-        /// a counter: it takes instructions for cycles.
+        /// Counts of a CPU's work since it was made, for statistics and measurements. Only the PAUSE filter depends on
+        /// a counter: it takes the number of instructions for a number of cycles.
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
         pub struct Counters {
             $($(#[doc = $doc])+ pub $name: u64,)+
@@ -29,34 +29,35 @@ counters! {
     instructions,
     /// Instructions executed in compiled code: a part of `instructions`.
     instructions_compiled,
-    /// Regions of compiled code that the CPU was given.
+    /// Regions of compiled code that the CPU has received.
     regions,
-    /// Of these, regions that were compiled for another CPU, for another address, or before.
+    /// A part of `regions`: regions that were compiled for another CPU, for another address, or earlier.
     regions_shared,
     /// Basic blocks executed by the interpreter, and regions of compiled code entered.
     blocks,
-    /// Of these, blocks that the first table did not have: after a flush, a store to code, or a serialising event; or
-    /// because they run rarely.
+    /// A part of `blocks`: blocks that the first table lacked, after a flush, a store to code, or a serialising event,
+    /// or because they run rarely.
     blocks_looked_up,
     /// Blocks decoded: a part of `blocks_looked_up`.
     blocks_decoded,
-    /// Regions of compiled code entered by other regions, directly.
+    /// Regions of compiled code entered directly from other regions.
     regions_chained,
     /// Pages whose decoded code was compared with memory.
     pages_compared,
     /// Stores to pages that hold decoded code.
     code_stores,
-    /// Data translations that the software TLB did not have.
+    /// Data accesses that missed in the first level of the software TLB.
     tlb_misses,
-    /// Translations, of data and of code, found in the second level of the software TLB. The machine made the others.
+    /// Translations, of data and of code, found in the second level of the software TLB. All other translations are
+    /// made by the machine.
     stlb_hits,
-    /// Loads of CR3: they drop the translations of the new PCID at most, and never global ones.
+    /// Loads of CR3, each of which drops at most the translations of the new PCID, and never global ones.
     flushes_cr3,
     /// Flushes of the translations of a PCID or of all PCIDs, but not of global ones: INVPCID.
     flushes_pcid,
     /// Flushes of the whole TLB by a change of CR0, CR4, EFER or of the registers as a whole, or by INVPCID.
     flushes_other,
-    /// Flushes of one page, or of a large one: INVLPG, INVPCID, and host memory that was found inaccessible.
+    /// Flushes of one page, small or large: INVLPG, INVPCID, and host memory that was found inaccessible.
     flushes_page,
     /// Flushes of the whole TLB because the host's memory, memslots or dirty logs changed.
     flushes_host,

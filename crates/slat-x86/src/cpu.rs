@@ -1,4 +1,4 @@
-//! The CPU: architectural state plus what makes running it fast.
+//! The CPU: architectural state, and the data that makes running it fast.
 
 use crate::bus_lock::BusLock;
 use crate::code::Code;
@@ -29,7 +29,7 @@ use std::ptr::NonNull;
 
 /// One software CPU: what instructions act on. An [`Executor`](crate::Executor) runs it.
 ///
-/// Its first fields are those that compiled code uses most: `jit::window` says in which order.
+/// Its first fields are the ones that compiled code uses most, in the order that `jit::window` gives.
 #[repr(C)]
 pub struct Cpu {
     #[cfg(feature = "jit")]
@@ -37,7 +37,7 @@ pub struct Cpu {
     pub(crate) lazy: Lazy,
     /// The architectural state, complete while the CPU does not run.
     pub state: State,
-    /// What ends the run because the caller has asked for it.
+    /// The caller's requests to end the run.
     pub requests: Requests,
 
     pub(crate) features: Features,
@@ -46,9 +46,9 @@ pub struct Cpu {
     pub(crate) table: usize,
     pub(crate) mode: u8,
     pub(crate) cpl: u8,
-    /// Leave the block after this instruction.
+    /// Whether to leave the block after this instruction.
     pub(crate) stop: bool,
-    /// Work is pending for the block boundary.
+    /// Whether work is pending for the next block boundary.
     pub(crate) slow: bool,
     pub(crate) bus_lock: BusLock,
     pub(crate) code: Code,
@@ -60,7 +60,7 @@ pub struct Cpu {
     pub(crate) counters: Counters,
     pub(crate) svm: Svm,
     machine: Option<NonNull<dyn Machine>>,
-    /// The registers that the TLB's content depends on, as last seen.
+    /// The values of the registers on which the TLB's content depends, as last seen.
     pub(crate) paging_registers: [u64; 4],
 }
 
@@ -150,7 +150,7 @@ impl Cpu {
         self.tlb().flush_world(space);
     }
 
-    /// Drops all translations for data accesses; blocks keep theirs. For a change that concerns data accesses alone.
+    /// Drops all translations for data accesses, but none of code. Call for a change that concerns only data accesses.
     pub(crate) fn flush_data(&mut self) {
         let space = self.space();
         self.tlb().flush(space);
@@ -179,8 +179,8 @@ impl Cpu {
         &self.counters
     }
 
-    /// Drops translations of one page, or of a whole large page. Blocks keep their translations unless the page has
-    /// had code, or is large.
+    /// Drops translations of one page, or of a whole large page. Code translations stay valid unless the page has had
+    /// code, or is large.
     pub(crate) fn flush_page(&mut self, lin: u64, which: Which) {
         self.counters.flushes_page += 1;
         match self.tlb().may_be_large(lin) {
@@ -196,7 +196,7 @@ impl Cpu {
         self.tlb().drop_page(lin);
     }
 
-    /// Drops the translations of a PCID but the global ones: INVPCID of type 1.
+    /// Drops the translations of a PCID, except the global ones: INVPCID of type 1.
     pub(crate) fn flush_pcid(&mut self, pcid: u16) {
         self.counters.flushes_pcid += 1;
         let space = self.space_of(pcid);
@@ -209,7 +209,7 @@ impl Cpu {
         }
     }
 
-    /// Drops all translations but the global ones: INVPCID of type 3.
+    /// Drops all translations, except the global ones: INVPCID of type 3.
     pub(crate) fn flush_spaces(&mut self) {
         self.counters.flushes_pcid += 1;
         self.code.clock.flush();
@@ -217,7 +217,7 @@ impl Cpu {
         self.tlb().flush_spaces(space);
     }
 
-    /// Has a page looked up again before its code runs next.
+    /// Makes the CPU look a page up again before the page's code runs next.
     fn outdate_page(&mut self, lin: u64) {
         if self.code.outdate_page(lin) {
             self.forget_targets();
@@ -278,7 +278,7 @@ impl Cpu {
         unsafe { pointer.as_mut() }
     }
 
-    /// Has the machine execute a hypercall with the CPU's registers.
+    /// Lets the machine execute a hypercall with the CPU's registers.
     pub(crate) fn call_machine(&mut self) -> HypercallOutcome {
         let (cpl, long_mode) = (self.cpl, self.is_64());
         let mut pointer = self.machine.expect("a CPU executes within run");
@@ -313,8 +313,8 @@ impl Cpu {
         }
     }
 
-    /// Notes the registers whose changes flush translations: from here on [`derive`](Self::derive) looks
-    /// for changes of these.
+    /// Records the registers whose changes flush translations. From now on [`derive`](Self::derive) compares them with
+    /// these values.
     pub(crate) fn see_registers(&mut self) {
         let state = &self.state;
         self.paging_registers = [state.cr0, state.cr3, state.cr4, state.efer];
@@ -379,7 +379,7 @@ impl Cpu {
         made_canonical(self.state.cr4, lin) == lin
     }
 
-    /// Returns the TLB table that holds translations for the current accesses.
+    /// Returns the TLB table that is filled on misses of the current accesses.
     #[inline(always)]
     pub(crate) fn filled_table(&self) -> usize {
         match self.table {
@@ -456,15 +456,14 @@ impl Cpu {
         }
     }
 
-    /// Records a #VMEXIT: `return Err(cpu.leave_guest(…))`. EXITINTINFO becomes the event that is being
-    /// delivered, if there is one.
+    /// Records a #VMEXIT: `return Err(cpu.leave_guest(…))`. If an event is being delivered, EXITINTINFO reports it.
     #[cold]
     pub(crate) fn leave_guest(&mut self, exit: VmExit) -> Break {
         self.svm.record(exit);
         Break::VmExit
     }
 
-    /// Call for a [`Break::VmExit`]: the recorded #VMEXIT takes place before the next instruction.
+    /// Call for a [`Break::VmExit`]. The recorded #VMEXIT then takes place before the next instruction.
     #[cold]
     pub(crate) fn make_exit_due(&mut self) {
         self.svm.make_due();

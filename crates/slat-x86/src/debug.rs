@@ -1,10 +1,10 @@
 //! Debug exceptions: breakpoints, watchpoints and single steps, for the guest (DR0–DR7, TF) and for a debugger outside
 //! the guest (SDM volume 3, "Debug Registers" and "Debug Exceptions").
 //!
-//! A guest that is not debugged pays nothing: a page with a data watchpoint is never entered into the software
-//! TLB, so its accesses miss and reach [`Cpu::watch`]; everything else sets [`Cpu::slow`] and is handled between
-//! blocks. An instruction that touches watched bytes is abandoned and executed again alone, so that its trap is
-//! taken right after it.
+//! A guest that is not debugged costs nothing. A page with a data watchpoint is never in the software TLB, so accesses
+//! to the page miss and reach [`Cpu::watch`]. All other debug features set [`Cpu::slow`], and are handled between
+//! blocks. An instruction that touches watched bytes is abandoned and executed again as a block of its own, so that its
+//! trap is taken directly after the instruction.
 //!
 //! Faults (instruction breakpoints, general detect) are raised like any other. Traps are collected in
 //! [`Events::debug`](crate::Events::debug) as DR6 bits and taken before the next instruction, after
@@ -84,19 +84,19 @@ impl Cpu {
         self.watch.hits | self.probes.step()
     }
 
-    /// Whether an instruction that begins, or is completed, now traps at its end.
+    /// Whether an instruction that begins or is completed now will trap at its end.
     pub(crate) fn steps(&self) -> bool {
         self.state.rflags & flags::TF != 0 || self.requests.debugger.single_step
     }
 
-    /// Like [`trap`](Self::trap), but for an instruction that the caller's result has finished. Asks again for a single
-    /// step: the debugger may have changed its requests meanwhile.
+    /// Like [`trap`](Self::trap), but for an instruction that the caller's result has finished. Checks for a single
+    /// step again, because the debugger may have changed its requests meanwhile.
     pub(crate) fn trap_completed(&mut self, hits: u64) {
         let step = if self.steps() { DR6_BS } else { 0 };
         self.trap(hits | step);
     }
 
-    /// Call at the end of an instruction: keeps the watchpoints hit, and a single step, for the next block boundary.
+    /// Call at the end of an instruction. Keeps the watchpoint hits, and a single step, for the next block boundary.
     pub(crate) fn trap(&mut self, hits: u64) {
         if hits != 0 {
             self.state.events.debug |= self.probes.trap(hits);
@@ -119,9 +119,9 @@ impl Cpu {
         self.raise(vector::DB, None)
     }
 
-    /// Changes the debug registers as a #DB of the guest does.
+    /// Changes the debug registers as the delivery of a #DB to the guest does.
     pub(crate) fn debug_delivered(&mut self, hits: u64) {
-        // The hits of earlier exceptions are replaced; other bits stay until software clears them.
+        // Replaces the hits of earlier exceptions. Other bits stay until software clears them.
         self.state.dr6 = self.state.dr6 & !DR6_HITS | hits;
         self.state.dr7 &= !DR7_GD;
         self.update_watch();
@@ -156,8 +156,8 @@ impl Cpu {
         events.debug != 0 && events.exception.is_none() && !events.mov_ss_shadow
     }
 
-    /// Takes the pending debug traps, unless an exception is delivered first or the shadow of MOV SS suppresses them.
-    /// Takes a probe's trap first, in any case.
+    /// Takes the pending debug traps, unless an exception is delivered first or the shadow of MOV SS suppresses them. A
+    /// probe's trap is always taken first.
     pub(crate) fn take_traps(&mut self) -> Option<Exit> {
         if let Some(exit) = self.take_probe_hit() {
             return Some(exit);
@@ -169,8 +169,8 @@ impl Cpu {
         self.take_debug(hits)
     }
 
-    /// Replaces all probes. `steps`: each instruction ends the run, too. A hit that has not ended a run is forgotten,
-    /// and no instruction is [passed](Self::pass_probe).
+    /// Replaces all probes. With `steps`, each instruction ends the run, too. A hit that has not yet ended a run is
+    /// forgotten, and no instruction is [passed](Self::pass_probe).
     pub fn set_probes(&mut self, list: Vec<Probe>, steps: bool) {
         self.probes = Probes::new(list, steps);
         self.apply_watch();
@@ -192,7 +192,8 @@ impl Cpu {
         self.watch.code && self.probes.passed != Some(lin) && self.probes.has_code_in(lin, 1)
     }
 
-    /// Call after an instruction was executed: the next one may be stopped, unless it is the same string instruction.
+    /// Call after an instruction was executed. From then on code probes may stop the next instruction, unless it is the
+    /// same string instruction.
     pub(crate) fn passed_probe(&mut self) {
         if self.state.rflags & flags::RF == 0 {
             self.probes.passed = None;

@@ -39,8 +39,8 @@ impl Cpu {
         if inside { Ok(()) } else { Err(self.gp()) }
     }
 
-    /// Decodes the code at `key` into `block`, which has memory for `max_ops` operations. `may_keep`: the block may be
-    /// kept, so its code must have a snapshot. On failure the block is empty.
+    /// Decodes the code at `key` into `block`, which has memory for `max_ops` operations. With `may_keep` the block may
+    /// be kept, so its code needs a snapshot. On failure the block is empty.
     pub(crate) fn decode(
         &mut self,
         block: &mut Block,
@@ -64,13 +64,13 @@ impl Cpu {
             decoded = self.decode_ops(key, &buffer[..len], 1, &mut block.ops);
         }
         if block.ops.is_empty() && decoded.end == DecoderError::None {
-            // The first instruction ends beyond the code segment. The block is not kept, as the key
-            // does not tell the limit.
+            // The first instruction ends beyond the code segment. The block is not kept, because its key does not
+            // contain the limit.
             return Err(self.gp());
         }
         if block.ops.is_empty() {
-            // The bytes are no instruction: #UD, or #GP if they are longer than 15 bytes. Each of them may be the
-            // invalid one, so all of them belong to the block and are compared.
+            // The bytes are no instruction: #UD, or #GP if they are longer than 15 bytes. Any of them may be the
+            // invalid one, so the block has all of them, and all are compared.
             let mut op = lower::invalid();
             op.aux = u8::from(too_long(&buffer[..len]));
             if buffer.starts_with(PREFIX) {
@@ -85,13 +85,13 @@ impl Cpu {
         block.first = first.map(|page| Snapshot::keep(page, at, split));
         if rest != 0 {
             block.second = second.map(|page| Snapshot::keep(page, 0, rest));
-            // Without a snapshot of both pages, the block cannot be compared later.
+            // A block in two pages can be compared later only if both have a snapshot.
             block.first = block.first.filter(|_| second.is_some());
         }
         Ok(())
     }
 
-    /// Reads the code at `lin`, in one page. Returns the page's snapshot, which holds the code, too. `None` if the code
+    /// Reads the code at `lin`, in one page. Returns the page's snapshot, which holds that code, too. `None`: the code
     /// may not be kept, or there is no memory for a snapshot.
     fn read_code(
         &mut self,
@@ -123,13 +123,14 @@ impl Cpu {
             bytes: 0,
             end: DecoderError::None,
         };
-        // A segment of 4 GiB begins again after its last byte.
+        // A segment of 4 GiB continues with its first byte after its last.
         let end = match self.state.cs.limit {
             limit if limit != u32::MAX && !self.is_64() => u64::from(limit) + 1,
             _ => u64::MAX,
         };
         let blank = lower::blank(key.mode);
-        // The decoder writes to the same memory each time: to copy what was just written takes longer than to decode.
+        // The decoder writes to the same memory each time, because copying freshly written memory takes longer than
+        // decoding.
         let mut insn = Instruction::default();
         while ops.len() < max_ops && decoded.bytes < MAX_BYTES {
             let start = decoded.bytes;
@@ -156,7 +157,7 @@ impl Cpu {
                 (insn, decoded.end) = (cr8, DecoderError::None);
             }
             if decoded.end != DecoderError::None {
-                // The end of the page or a bad instruction; the next block starts here and handles it.
+                // The page ends here, or the instruction is invalid. The next block starts here and handles that.
                 break;
             }
             if insn.next_ip() > end {
@@ -164,7 +165,7 @@ impl Cpu {
                 break;
             }
             decoded.bytes = decoder.position();
-            // KVM has moved RIP past its prefix when the instruction faults.
+            // In KVM, RIP is already past the prefix when the instruction faults.
             let first = start + prefix;
             let code = &bytes[first..decoded.bytes];
             let len = insn.len() as u8;
@@ -181,7 +182,7 @@ impl Cpu {
 }
 
 /// Decodes LOCK MOV CR0, which is MOV CR8 on AMD's CPUs. `None`: the bytes are something else. Only this function sets
-/// the decoder's option for it, because the option changes what other instructions mean.
+/// the decoder's option for LOCK MOV CR0, because the option changes the meaning of other instructions.
 #[cold]
 fn lock_mov_cr0(bits: u32, bytes: &[u8], ip: u64) -> Option<Instruction> {
     let insn = Decoder::with_ip(bits, bytes, ip, DecoderOptions::AMD).decode();

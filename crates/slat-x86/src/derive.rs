@@ -1,4 +1,4 @@
-//! What follows from the architectural state: mode, CPL, TLB table, and which translations are still good.
+//! State derived from the architectural state: mode, CPL, TLB table, and which translations are still valid.
 
 use crate::Cpu;
 use crate::cpu::CR3;
@@ -7,8 +7,8 @@ use crate::machine::GuestFlush;
 use crate::mode;
 use crate::state::{Segment, control, flags, xcr0};
 
-/// Whether a change of CR0, CR3, CR4 and EFER invalidates translations, or changes what they depend on. A change of TS,
-/// which each task switch makes, does not.
+/// Whether a change of CR0, CR3, CR4 and EFER invalidates translations or changes what they depend on. A change of
+/// CR0.TS, which each task switch makes, does not.
 fn invalidates(before: &[u64; 4], now: &[u64; 4]) -> bool {
     use control::*;
     let paging = [
@@ -21,7 +21,7 @@ fn invalidates(before: &[u64; 4], now: &[u64; 4]) -> bool {
 }
 
 impl Cpu {
-    /// Call after an instruction has changed the state: does [`derive`](Self::derive), and tells the machine if the
+    /// Call after an instruction has changed the state. Calls [`derive`](Self::derive), and tells the machine if the
     /// guest has invalidated translations.
     pub(crate) fn refresh(&mut self) {
         if self.derive() {
@@ -29,7 +29,7 @@ impl Cpu {
         }
     }
 
-    /// Call after the client or an instruction has changed the state: derives mode, CPL and TLB table, and flushes
+    /// Call after the client or an instruction has changed the state. Derives mode, CPL and TLB table, and flushes the
     /// translations that depend on changed registers. Returns whether it flushed them.
     pub(crate) fn derive(&mut self) -> bool {
         let state = &self.state;
@@ -83,8 +83,8 @@ impl Cpu {
     }
 
     /// Call after the registers of another world were loaded. Keeps the translations of that world, unless its
-    /// hypervisor has changed registers on which they depend: a processor's TLB holds the flags of page-table entries,
-    /// but this TLB holds the rights that follow from flags and registers.
+    /// hypervisor has changed registers on which the translations depend. (A processor's TLB holds the flags of
+    /// page-table entries. This TLB holds the rights that follow from both flags and registers.)
     pub(crate) fn enter_world(&mut self) {
         let mut before = self.svm.noted_registers();
         self.see_registers();

@@ -11,7 +11,7 @@ pub(crate) const MOST_FRAGMENTS: usize = 96;
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Fragment {
-    /// The linear address. 0 for a write: the queue does not need it.
+    /// The linear address of a read. 0 for a write, for which the queue does not need the address.
     pub(crate) lin: u64,
     pub(crate) gpa: u64,
     pub(crate) len: u8,
@@ -58,7 +58,7 @@ impl Fragments {
     }
 }
 
-/// The data that a string input read.
+/// The data that a string input (INS) has read.
 pub(crate) struct Input {
     pub(crate) bytes: [u8; PORT_BYTES],
     /// Number of bytes that are stored.
@@ -109,8 +109,8 @@ pub(crate) struct Devices {
     pub(crate) port: Option<Port>,
     /// The instruction that ended the last run and needs a result of the caller.
     pub(crate) question: Option<Question>,
-    /// The device that an access of compiled code is to. The interpreter then executes the instruction and uses
-    /// this address, so that the machine translates only once. Valid only if the instruction is executed next: a
+    /// The device that an access of compiled code has reached. The interpreter then executes the access's instruction,
+    /// and uses this address, so that the machine translates only once. Valid only for the next instruction, because a
     /// memslot may be added later.
     #[cfg(feature = "jit")]
     pub(crate) met: Option<Met>,
@@ -159,7 +159,7 @@ pub(crate) struct Port {
     pub(crate) kind: PortKind,
     /// DR6 bits of the debug traps that follow the access.
     pub(crate) traps: u64,
-    /// The data of a string input was provided. The CPU stores the data when it runs again.
+    /// Whether the caller has provided the data of a string input. The CPU stores the data when it runs again.
     pub(crate) answered: bool,
 }
 

@@ -1,7 +1,7 @@
 //! A CPU with the code that it executes.
 //!
-//! Instructions act on a [`Cpu`]. They know neither blocks nor compiled code, which belong to the [`Executor`]: so the
-//! interpreter's functions cannot free the block that is running.
+//! Instructions act on a [`Cpu`]. Blocks and compiled code belong to the [`Executor`], and instructions have no access
+//! to them. So the interpreter's functions cannot free the running block.
 
 use crate::blocks::Blocks;
 use crate::code_pages::CodePages;
@@ -14,7 +14,7 @@ use crate::{Cpu, decoder, simd};
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A software CPU that can run. It allocates all memory that it needs to run when it is made; see
+/// A software CPU that can run. All memory that running needs is allocated when the executor is made; see
 /// [`Executor::try_new`].
 ///
 /// An executor dereferences to its [`Cpu`], so it has all methods of the CPU.
@@ -28,7 +28,7 @@ pub struct Executor {
     /// The base of CS for which the present targets of code with segments are valid.
     #[cfg(feature = "jit")]
     pub(crate) code_base: u64,
-    /// RIP where the last run ended for its caller's attention. Code that runs at such moments is hot.
+    /// The RIP at which the last run ended for its caller's attention. Code that runs at such moments is hot.
     #[cfg(feature = "jit")]
     pub(crate) interrupted: Option<u64>,
 }
@@ -53,11 +53,11 @@ impl DerefMut for Executor {
 unsafe impl Send for Executor {}
 
 impl Executor {
-    /// Makes a CPU after RESET, with all memory that running needs: half a MiB, most of which the host provides at
-    /// first use. The blocks of decoded code need more, up to [`CODE_BYTES`](crate::CODE_BYTES).
+    /// Makes a CPU in its state after RESET, with all memory that running needs: half a MiB, most of which the host
+    /// provides at first use. The blocks of decoded code need more, up to [`CODE_BYTES`](crate::CODE_BYTES).
     ///
-    /// The first CPU of a process also builds the tables of the instruction decoder, and finds out which instructions the
-    /// host has. The CPUs that share memory share `code`, by which they tell each other of stores to code.
+    /// The first CPU of a process also builds the tables of the instruction decoder, and finds out which instructions
+    /// the host has. The CPUs that share memory share `code`, through which they tell each other of stores to code.
     ///
     /// # Errors
     /// [`OutOfMemory`] if the host has no memory.
@@ -85,7 +85,8 @@ impl Executor {
         self.heap_bytes(0)
     }
 
-    /// Returns the heap bytes of the blocks and of the copies of their code, if `more` bytes are taken for each.
+    /// Returns the heap bytes of the blocks and of the copies of their code, after `more` further bytes are allocated
+    /// for each of the two.
     pub(crate) fn heap_bytes(&self, more: usize) -> usize {
         self.blocks.heap_bytes(more) + self.cpu.code.snapshots.heap_bytes(more)
     }
@@ -102,8 +103,8 @@ impl Executor {
     /// Makes sure that the blocks are those of the CPU. Call before looking at blocks.
     ///
     /// An executor lends its CPU, so safe code can exchange the CPUs of two executors. Blocks, and the snapshots that
-    /// they refer to, would then belong to different CPUs. So an executor's blocks and its CPU's snapshots have one
-    /// number, and where the numbers differ, both are emptied and get a new number.
+    /// they refer to, would then belong to different CPUs. So an executor's blocks and its CPU's snapshots store the
+    /// same number. If the numbers differ, both are emptied and get a new number.
     pub(crate) fn pair(&mut self) {
         if self.blocks.pair != self.cpu.code.snapshots.pair {
             self.forget_blocks();
@@ -111,7 +112,7 @@ impl Executor {
         }
     }
 
-    /// Gives the blocks, and the CPU's snapshots, a number that none has had.
+    /// Gives the blocks and the CPU's snapshots a number that no others have had.
     fn number(&mut self) {
         static PAIRS: AtomicU64 = AtomicU64::new(1);
         let pair = PAIRS.fetch_add(1, Ordering::Relaxed);

@@ -1,7 +1,7 @@
-//! The features of the guest's CPU beyond the baseline: those of its CPUID that this CPU implements.
+//! The features of the guest's CPU beyond the baseline: those in its CPUID that this CPU implements.
 //!
-//! Without a feature its control bits are reserved and its instructions are #UD, as far as hardware
-//! under KVM behaves so.
+//! The control bits of an absent feature are reserved, and its instructions raise #UD, as far as hardware under KVM
+//! behaves so.
 
 use crate::state::{MXCSR_MASK, MXCSR_MM, control, xcr0};
 
@@ -18,7 +18,7 @@ pub mod svm {
     /// A #VMEXIT reports details of the instruction: the general register of MOV CR, the address of
     /// INVLPG, the vector of INT.
     pub const DECODE_ASSISTS: u32 = 1 << 7;
-    /// PAUSE is intercepted only after a number of times.
+    /// PAUSE is intercepted only after a given number of PAUSEs has passed.
     pub const PAUSE_FILTER: u32 = 1 << 10;
     /// The filter counts only PAUSEs that are close together.
     pub const PAUSE_THRESHOLD: u32 = 1 << 12;
@@ -62,7 +62,7 @@ pub struct Features {
     pub(crate) xsaves: bool,
     pub(crate) clzero: bool,
     pub(crate) sse4a: bool,
-    /// LOCK MOV CR0 is MOV CR8.
+    /// Whether LOCK MOV CR0 means MOV CR8.
     pub(crate) cr8_legacy: bool,
     /// Bits of MXCSR that can be set.
     pub(crate) mxcsr: u32,
@@ -75,14 +75,14 @@ pub struct Features {
     pub(crate) physical_bits: u32,
 }
 
-/// Offset of PKRU unless CPUID says otherwise: that of Intel's CPUs.
+/// The offset of PKRU that is used if CPUID reports none: the offset on Intel's CPUs.
 pub const PKRU_OFFSET: usize = 0xa80;
 /// The most bits of a guest-physical address.
 pub const PHYSICAL_BITS: u32 = 52;
-/// Bits of a guest-physical address if CPUID does not say (SDM volume 2, CPUID leaf 0x8000_0008).
+/// The number of bits of a guest-physical address if CPUID does not report it (SDM volume 2, CPUID leaf 0x8000_0008).
 const PHYSICAL_BITS_UNTOLD: u32 = 36;
 
-/// CR4: VME PVI TSD DE PSE PAE MCE PGE PCE OSFXSR OSXMMEXCPT.
+/// The bits of CR4 that every CPU has: VME PVI TSD DE PSE PAE MCE PGE PCE OSFXSR OSXMMEXCPT.
 const CR4_BASELINE: u64 = 0x7ff;
 /// CR4 bits that are features, and where CPUID reports them: leaf, register, bit.
 const CR4_FEATURES: [(u64, u32, usize, u32); 8] = [
@@ -95,7 +95,7 @@ const CR4_FEATURES: [(u64, u32, usize, u32); 8] = [
     (control::CR4_SMAP, 7, EBX, 20),
     (control::CR4_PKE, 7, ECX, 3),
 ];
-/// EFER: SCE, which no CPU refuses.
+/// The bit of EFER that every CPU has: SCE.
 const EFER_BASELINE: u64 = control::EFER_SCE;
 /// EFER bits that are features, and where CPUID reports them: leaf, register, bit.
 const EFER_FEATURES: [(u64, u32, usize, u32); 5] = [
@@ -239,7 +239,7 @@ impl Features {
         self.physical_bits
     }
 
-    /// Whether PAE paging can have these page-directory-pointer entries: no present one has a reserved bit.
+    /// Whether PAE paging can have these page-directory-pointer entries: no present entry has a reserved bit set.
     pub(crate) fn valid_pdptes(&self, entries: &[u64; 4]) -> bool {
         let reserved = self.beyond_physical() | 0x1e6;
         entries

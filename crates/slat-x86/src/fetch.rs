@@ -1,4 +1,4 @@
-//! Fetching code: from memory, or through the copies of it (`snapshot`).
+//! Fetches code from memory, or from the copies of code (`snapshot`).
 
 use crate::flow::Break;
 use crate::machine::{Access, Fault};
@@ -28,8 +28,8 @@ impl Cpu {
         }
     }
 
-    /// Makes sure that memory holds the lines of `page`, which has the code at `rip`, if that needs no translation.
-    /// Returns whether memory holds them.
+    /// Like [`check_snapshot`](Self::check_snapshot), but only if that needs no translation. `page` has the code at
+    /// `rip`. Returns whether `page` is current for this CPU now, possibly in a new edition.
     #[cfg(feature = "jit")]
     pub(crate) fn look_again(&mut self, page: &mut Snapshot, rip: u64) -> bool {
         let lin = self.code_address(rip);
@@ -97,7 +97,7 @@ impl Cpu {
             .mark(page, || tlb.look_at_writes(|host| host == page))
     }
 
-    /// Heeds other CPUs' changes of code, when `attention` has asked for it.
+    /// Heeds the changes of code by other CPUs, because `attention` asks for it.
     pub(crate) fn heed_code(&mut self, attention: &AtomicU32) {
         let tlb = &mut self.fixed.tlb;
         self.code.member.heed(attention, |pages| {
@@ -124,7 +124,7 @@ impl Cpu {
         self.gone(lin, host, Access::Execute)
     }
 
-    /// Returns the host address of the page of the code at `lin`.
+    /// Returns the host address of the page of the code at `lin`, for code that is not kept (`once`).
     pub(crate) fn once_host(&mut self, lin: u64) -> Result<*mut u8, Break> {
         let key = Snapshot::key_of(lin, self.cpl == 3);
         if self.code.once.key != key || self.code.once.generation != self.code.clock.generation() {

@@ -11,7 +11,7 @@ use crate::snapshot::{Place, Snapshot};
 use std::ptr::NonNull;
 
 impl Executor {
-    /// Frees all blocks if one more may exceed [`CODE_BYTES`]. Call while no block is running.
+    /// Frees all blocks if one more block could exceed [`CODE_BYTES`]. Call while no block is running.
     fn make_room(&mut self) {
         self.blocks.reserve();
         // A block is in two pages at most.

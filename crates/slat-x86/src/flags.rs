@@ -1,9 +1,9 @@
 //! Lazy arithmetic flags.
 //!
 //! Most flags are overwritten before anything reads them. So the common operations only record their operands and their
-//! result, and a reader computes the flag that it needs from this record, by `sem::condition`. Rare operations compute
-//! their flags at once. While there is a record, the arithmetic bits of `state.rflags` are stale. The record's CF is
-//! always `x < y`. So INC and DEC, which do not change CF, leave `x` and `y` alone.
+//! result. A reader computes the flag that it needs from this record, by `sem::condition`. Rare operations compute
+//! their flags at once. While there is a record, the arithmetic bits of `state.rflags` are stale. In a record, CF is
+//! always `x < y`. So INC and DEC, which do not change CF, leave `x` and `y` unchanged.
 //!
 //! ADD and SUB share one kind of record, because `a + b = r` means `r - b = a`. Both record `x` and `y` of a
 //! subtraction, from which CF, OF and AF follow; the result of SUB is the difference, the result of ADD is `x`.
@@ -15,8 +15,8 @@ use crate::sem::alu::Cmp;
 use crate::sem::{Bits, Flags, FlagsOf, Now, Operation, Readable, condition};
 use crate::state::flags::{AF, ARITHMETIC, CF, OF, PF, SF, ZF};
 
-/// Reads the record, or the flags in RFLAGS if there is no record. Values are zero-extended; but in a difference, the
-/// bits beyond the operand's size are undefined.
+/// Reads the record, or the flags in RFLAGS if there is no record. Values are zero-extended, except that the bits of a
+/// difference beyond the operand's size are undefined.
 struct Read<'a>(&'a Cpu);
 
 impl Read<'_> {
@@ -26,7 +26,7 @@ impl Read<'_> {
         (8 << (self.0.lazy.kind & 3)) - 1
     }
 
-    /// Returns a value with its sign bit as the highest.
+    /// Returns a value shifted so that its sign bit is bit 63.
     #[inline(always)]
     fn signed(&self, a: u64) -> i64 {
         (a << (63 - self.top())) as i64
@@ -246,7 +246,7 @@ impl Cpu {
         self.adopt_flags();
     }
 
-    /// Call after all arithmetic flags were written to `state.rflags`: there is no record any more.
+    /// Call after all arithmetic flags were written to `state.rflags`. Drops the record.
     pub(crate) fn adopt_flags(&mut self) {
         self.lazy.kind = DONE;
         self.lazy.set_carry(self.state.rflags & CF != 0);

@@ -9,16 +9,17 @@
 pub enum Break {
     /// The instruction is done, and has set `state.rip`.
     Jump,
-    /// The instruction is done. Leave the block before the next one, because something changed that blocks depend on.
+    /// The instruction is done. The block ends before the next instruction, because something that blocks depend on has
+    /// changed.
     End,
     /// A fault that [`Cpu::raise`](crate::Cpu) recorded. The instruction has changed nothing.
     Exception,
     /// A fault that [`Cpu::raise`](crate::Cpu) recorded, after a task switch. The fault is the new task's, whose
     /// registers are in `state`.
     TaskFault,
-    /// Start again at the block boundary. The instruction has changed nothing.
+    /// The instruction has changed nothing, and starts again at the block boundary.
     Retry,
-    /// A nested guest leaves before the instruction, which has changed nothing: a #VMEXIT is [due](crate::svm).
+    /// A nested guest leaves before the instruction, which has changed nothing. A #VMEXIT is [due](crate::svm).
     VmExit,
     /// The run ends with the recorded exit; the instruction has changed nothing.
     Exit,

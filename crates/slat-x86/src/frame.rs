@@ -1,6 +1,6 @@
 //! Words that an instruction or an event pushes in one piece.
 
-/// Up to `BYTES` bytes of a stack, from the word pushed last to the one pushed first.
+/// Up to `BYTES` bytes to be pushed on a stack, in memory order: the word pushed last comes first.
 pub(crate) struct Frame<const BYTES: usize> {
     bytes: [u8; BYTES],
     /// Index of the first byte of the word pushed last.

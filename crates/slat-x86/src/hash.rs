@@ -1,5 +1,5 @@
-//! Hashes of block keys: a multiplication for each word, folded, with a seed that the guest does not know. So a guest
-//! cannot choose addresses that make the look-up of its code slow.
+//! Hashes block keys: multiplies each word and folds the product, with a seed that the guest does not know. So a guest
+//! cannot choose addresses that make looking up its code slow.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 

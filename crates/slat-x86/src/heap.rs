@@ -1,4 +1,4 @@
-//! Heap allocations that may fail: they return [`OutOfMemory`] where `Box::new` and `Vec::push` abort.
+//! Heap allocations that return [`OutOfMemory`] where `Box::new` and `Vec::push` abort.
 
 use std::alloc::{Layout, alloc};
 use std::fmt;
@@ -38,8 +38,8 @@ pub(crate) fn boxed<T>(value: T) -> Result<Box<T>, OutOfMemory> {
     }
 }
 
-/// A `T` that begins as zeroes, in pages of its own, which the host provides at first use. (The heap does not promise
-/// that: it may reuse memory, and clear it.)
+/// A `T` that begins as zeroes, in pages of its own, for which the host provides memory at first use. (Zeroed heap
+/// memory need not have that property: the heap may clear memory that it reuses.)
 pub(crate) struct Pages<T>(NonNull<T>);
 
 // SAFETY: owns its `T`, as a box does.
@@ -111,8 +111,8 @@ pub(crate) fn probe(bytes: usize) -> Result<(), OutOfMemory> {
     vec::<u8>(bytes).map(drop)
 }
 
-/// Returns the heap bytes of a hash map with this `capacity`, whose entries have `entry` bytes. A map fills at most
-/// seven eighths of a power of two of entries, and has a byte more for each.
+/// Returns the heap bytes of a hash map with this `capacity`, whose entries have `entry` bytes. A map has a power of
+/// two of entries, of which at most seven eighths are used, and one more byte for each entry.
 pub(crate) fn map_bytes(capacity: usize, entry: usize) -> usize {
     (capacity * 8 / 7).next_power_of_two() * (entry + 1)
 }

@@ -1,9 +1,10 @@
-//! Intercepts: what a nested guest is not allowed to do by itself (AMD64 volume 2, 15.7 to 15.13).
+//! Intercepts: the instructions and events that make a nested guest leave to its hypervisor (AMD64 volume 2, 15.7 to
+//! 15.13).
 //!
 //! The number of an intercept is the exit code of its #VMEXIT, and its bit is at that number in the intercept vectors
-//! of the control area. Every handler of an instruction that can be intercepted calls a function of this file, after
-//! the checks whose exceptions come first (15.7). That is enough for compiled code, too: it calls the same handlers,
-//! because none of these instructions has a translation. Outside of guest mode the call is one load and one branch.
+//! of the control area. If an instruction can be intercepted, its handler calls a function of this file, after the
+//! checks whose exceptions take precedence (15.7). Compiled code calls the same handlers, because none of these
+//! instructions has a translation. Outside guest mode the call costs one load and one branch.
 
 use crate::Cpu;
 use crate::nested::code;
@@ -12,8 +13,8 @@ use crate::op::{Break, Op};
 use crate::state::Exception;
 use crate::vector;
 
-/// A bit of EXITINFO1 for accesses to control registers: MOV made the access, and bits 3:0 are the general
-/// register (decode assists).
+/// The bit of EXITINFO1 that says that MOV made the access to a control register, and that bits 3:0 are the number of
+/// the general register (decode assists).
 const CR_BY_MOV: u64 = 1 << 63;
 
 impl Cpu {
@@ -76,7 +77,7 @@ impl Cpu {
         use crate::state::control::{CR0_ET, CR0_MP, CR0_TS};
         let info = CR_BY_MOV | u64::from(op.r[1] & 15);
         self.intercept_with(op, code::CR_WRITE + u64::from(number), info)?;
-        // The selective intercept is for writes to CR0 that change other bits than TS and MP.
+        // The selective intercept applies only if the write to CR0 changes bits other than TS and MP.
         let changed = (value ^ self.state.cr0) & !(CR0_TS | CR0_MP | CR0_ET);
         match number == 0 && changed != 0 {
             true => self.intercept_with(op, code::CR0_SELECTIVE, info),
@@ -193,7 +194,7 @@ impl Cpu {
         let since = now.wrapping_sub(pauses.last);
         pauses.last = now;
         if threshold != 0 && since > threshold.into() {
-            // The PAUSEs form no loop: the guest has done something else in between.
+            // The PAUSEs are not of one loop: the guest has executed other code in between.
             pauses.left = count;
         }
         match pauses.left.checked_sub(1) {
@@ -211,8 +212,8 @@ impl Cpu {
         self.svm.is_guest() && self.svm.control.intercepts(code)
     }
 
-    /// Makes an exception pending for the guest's handler, or for the hypervisor if that intercepts it. `address`
-    /// becomes CR2 for a page fault, unless it is intercepted.
+    /// Makes an exception pending for the guest's handler, or for the hypervisor if it intercepts the exception.
+    /// `address` becomes CR2 for a page fault that is not intercepted.
     pub(crate) fn queue_exception(&mut self, exception: Exception, address: u64) {
         self.slow = true;
         let Exception { vector, error } = exception;

@@ -1,8 +1,8 @@
 //! Delivery of exceptions and interrupts.
 //!
-//! A delivery first reads all it needs and writes the stack frame, then changes registers: it can be abandoned at any
-//! memory access and start again. Pending events are in `state.events`; an exception during the delivery of another
-//! makes a double fault or, at the third, ends the run with [`Exit::Shutdown`].
+//! A delivery first reads all data and writes the stack frame, then changes registers. So it can be abandoned at any
+//! memory access, and start again. Pending events are in `state.events`. An exception during the delivery of another
+//! exception becomes a double fault; a third one ends the run with [`Exit::Shutdown`].
 
 use crate::frame::Frame;
 use crate::machine::Exit;
@@ -47,8 +47,8 @@ impl Cpu {
         self.slow = true;
     }
 
-    /// Has `count` more NMIs delivered as soon as NMIs are not blocked: no more than [`MAX_NMIS`], and one
-    /// while they are blocked.
+    /// Makes `count` more NMIs pending, to be delivered as soon as NMIs are not blocked. At most [`MAX_NMIS`] can be
+    /// pending, and only one while NMIs are blocked.
     pub fn inject_nmis(&mut self, count: u8) {
         let events = &mut self.state.events;
         let limit = if events.nmi_blocked { 1 } else { MAX_NMIS };
@@ -56,7 +56,7 @@ impl Cpu {
         self.slow = true;
     }
 
-    /// Has an exception delivered before the next instruction. The caller has set CR2.
+    /// Makes an exception pending, to be delivered before the next instruction. The caller has set CR2.
     pub fn inject_exception(&mut self, vector: u8, error: Option<u32>) {
         self.queue_exception(Exception { vector, error }, self.state.cr2);
     }
@@ -101,7 +101,7 @@ impl Cpu {
         }
         if let Some(exception) = events.exception {
             let Exception { vector, error } = exception;
-            // A #BP that the debugger passes on to the guest is a trap again.
+            // If the debugger passes a #BP on to the guest, the #BP is a trap again.
             let rip = match self.watch.int3 {
                 Some((start, end)) if vector == vector::BP && start == rip => end,
                 _ => rip,
@@ -224,14 +224,14 @@ impl Cpu {
                 vector: vector::DF,
                 error: Some(0),
             };
-            // The double fault takes the place of both.
+            // The double fault replaces both exceptions.
             self.svm.set_delivering(None);
             self.queue_exception(double, 0);
         }
         None
     }
 
-    /// Delivers an event now; `return_rip` is what the handler returns to.
+    /// Delivers an event now. The handler returns to `return_rip`.
     pub(crate) fn deliver(
         &mut self,
         vector: u8,
@@ -241,7 +241,7 @@ impl Cpu {
     ) -> Result<(), Break> {
         self.slow = true;
         self.progress.note_delivery(self.counters.instructions);
-        // The pushed flags keep TF; an event has no single step.
+        // The pushed flags keep TF. The delivery of an event is not single-stepped.
         self.watch.steps = false;
         (self.svm).set_delivering(Some(Event::new(vector, error, source)));
         let (delivered, hits) = self.collect_hits(|cpu| {

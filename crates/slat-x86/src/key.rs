@@ -1,4 +1,4 @@
-//! The key by which code is found.
+//! The key of a block.
 
 #[cfg(feature = "jit")]
 use crate::mode;
@@ -16,7 +16,7 @@ pub(crate) struct Key {
 
 #[cfg(feature = "jit")]
 impl Key {
-    /// Returns the key of the code at `rip`, whose linear address is `base` away.
+    /// Returns the key of the code at `rip`. The code's linear address is `base` plus `rip`.
     pub(crate) fn new(base: u64, rip: u64, mode: u8) -> Self {
         let lin = base.wrapping_add(rip) & mode::linear(mode);
         Self { lin, rip, mode }

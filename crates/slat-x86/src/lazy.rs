@@ -9,7 +9,7 @@ pub(crate) struct Lazy {
     pub(crate) given: u8,
     pub(crate) x: u64,
     pub(crate) y: u64,
-    /// The result, for all kinds but [`ADD`] and [`SUB`].
+    /// The result. Kinds [`ADD`] and [`SUB`] do not use this field.
     pub(crate) result: u64,
 }
 
@@ -35,10 +35,10 @@ pub(crate) const GIVEN: u8 = 32;
 pub(crate) const GIVEN_OF: u8 = 1;
 pub(crate) const GIVEN_AF: u8 = 2;
 
-/// The largest `x`: no `y` is greater, so CF is clear.
+/// The largest `x`. No `y` is greater, so CF is clear.
 pub(crate) const NO_CARRY: u64 = u64::MAX;
 
-/// Returns OF and AF as [`Lazy::given`] has them.
+/// Encodes OF and AF for [`Lazy::given`].
 pub(crate) fn given(overflow: bool, aux: bool) -> u8 {
     let bit = |is_set, bit| if is_set { bit } else { 0 };
     bit(overflow, GIVEN_OF) | bit(aux, GIVEN_AF)

@@ -2,8 +2,8 @@
 //!
 //! A part of slat: there is no promise about this crate's API, and any version may change it.
 //!
-//! The crate has an interpreter of decoded basic blocks, and a compiler of those that run often. Instructions act on a
-//! [`Cpu`], which holds the architectural [`State`]. An [`Executor`] is a CPU with its decoded and compiled code: it
+//! The crate has an interpreter of decoded basic blocks, and a compiler for blocks that run often. Instructions act on
+//! a [`Cpu`], which holds the architectural [`State`]. An [`Executor`] is a CPU with its decoded and compiled code: it
 //! runs the CPU against a [`Machine`], which translates guest-virtual addresses to host pages ([`Mmu`]) and serves
 //! CPUID, MSRs and the like. [`Executor::run`] runs until it needs its caller and returns the reason: [`Exit`].
 //!
@@ -11,30 +11,30 @@
 //! |---|---|---|
 //! | base | `heap`, `pool`, `hash`, `sync` | allocations that may fail; memory freed at once; a hash; loom's parts |
 //! | | `counters` | what the CPU counts of its work |
-//! | | `clock` | when decoded code has to be checked again |
+//! | | `clock` | when decoded code must be checked again |
 //! | | `decoder` | the tables of the instruction decoder |
 //! | | `frame`, `source`, `tss` | what the delivery of an event pushes; the origins of events; the task-state segment |
 //! | guest | `state` | the architectural registers |
 //! | | `machine` | what the CPU needs from its machine, and its exits |
 //! | | `mode`, `flow` | the state on which decoding depends; how an instruction ends |
 //! | sem | `int` | the operand sizes |
-//! | | `sem/` | what integer instructions mean, whatever computes it |
+//! | | `sem/` | the meaning of integer instructions, for interpreter and compiler |
 //! | parts | `features` | the features in the guest's CPUID |
 //! | | `lazy` | the record of the last operation that has set flags |
 //! | | `tlb/` | the software TLB, of two levels |
-//! | | `watch`, `probe` | breakpoints, of the guest and of KVM's API; probes, which neither sees |
+//! | | `watch`, `probe` | breakpoints, of the guest and of KVM's API; probes, invisible to both |
 //! | | `devices` | the accesses to devices in progress, whose data the device model provides |
 //! | | `nested/` | the state of guest mode, and the layout of its control block |
-//! | | `code_pages` | the pages with decoded code: what CPUs tell each other of stores to them |
-//! | | `code`, `snapshot`, `once` | what a CPU knows of code: the copies of code that blocks are compared with; code that is not kept |
+//! | | `code_pages` | the pages with decoded code, and the stores to them that CPUs report to one another |
+//! | | `code`, `snapshot`, `once` | a CPU's data about code: copies, with which blocks are compared; code not kept |
 //! | | `compiled` | what compiled code uses of a CPU |
-//! | | `raised`, `requests` | what an instruction has raised; what ends a run because the caller has asked for it |
+//! | | `raised`, `requests` | what an instruction has raised; the caller's requests to end a run |
 //! | | `bus_lock` | locked accesses that cross a cache line |
-//! | | `progress` | how long events have been delivered without an instruction |
+//! | | `progress` | for how long events were delivered without an instruction in between |
 //! | | `fixed` | the memory that a CPU has from its creation |
 //! | cpu | `cpu` | the CPU object |
 //! | | `watched` | accesses to watched bytes |
-//! | | `derive` | what follows from the state: mode, CPL, which translations are still good |
+//! | | `derive` | mode, CPL, and which translations are still valid: all derived from the state |
 //! | | `flags` | lazy arithmetic flags |
 //! | | `op` | the decoded operation, with the function that executes it on a CPU |
 //! | memory | `mmio` | MMIO accesses |
@@ -48,27 +48,27 @@
 //! | interpreter | `exec/` | the handlers of operations, a file per kind |
 //! | | `simd/`, `x87/` | SSE, AVX, and x87 |
 //! | decoding | `lower` | from an instruction to an operation |
-//! | | `key`, `block`, `blocks` | a basic block; all of them, found by address |
+//! | | `key`, `block`, `blocks` | the key of a block; a basic block; all blocks, found by address |
 //! | | `decode` | decoding code into blocks |
 //! | | `region/` | the code of a compiled region, and the memory for it |
 //! | compiler | `jit/` | the compiler of hot code (feature `jit`) |
 //! | run | `executor` | a CPU with its code |
-//! | | `find`, `hot` | finding the block to execute; compiling those that run often, and running compiled code |
+//! | | `find`, `hot` | finding the block to execute; compiling blocks that run often, and running compiled code |
 //! | | `run`, `step` | the run loop; single instructions |
 //! | | `complete`, `reader`, `results` | finishing an instruction after its run, with the caller's results |
 //! | | `smm` | system-management mode |
 //!
-//! A module imports from its own layer and from lower ones, and no modules import one another in a circle. The same
-//! holds for the methods of [`Cpu`] and [`Executor`], which many modules define and call without an import: a method is
-//! called from its own layer and from higher ones. (`crates/slat/tests/architecture` checks this.)
+//! A module imports from its own layer and from lower ones, and imports form no circle. The same holds for the methods
+//! of [`Cpu`] and [`Executor`], which many modules define and call without an import: a method is called from its own
+//! layer and from higher ones. (`crates/slat/tests/architecture` checks this.)
 //!
 //! Promises:
 //!
 //! - An instruction that faults has changed nothing.
 //! - LOCKed operations are atomic among CPUs on several threads.
-//! - Code that was overwritten is not executed from the block cache. If this CPU has overwritten it, that holds from
-//!   the next instruction on; if another CPU has, from the next block on; if the client or a device has, from the next
-//!   run or serialising instruction on. An IRET to user code serialises user code alone.
+//! - Overwritten code is not executed from the block cache: after a store by this CPU, from the next instruction on;
+//!   after a store by another CPU, from the next block on; after a store by the client or a device, from the next run
+//!   or serialising instruction on. An IRET to user code serialises only user code.
 //!
 //! The caller has called `slat_guard::install` before it runs a CPU.
 //!

@@ -1,5 +1,5 @@
-//! Lowering: from a decoded instruction to an operation. `operands` has what all instructions have; the files of the
-//! handlers have the rest, in rows of one table.
+//! Lowering makes an operation of a decoded instruction. `operands` has the parts that all instructions share. The
+//! files of the handlers have the other parts, in rows of one table.
 
 mod operands;
 
@@ -50,7 +50,8 @@ const GENERAL: [&[Row]; 27] = [
     svm::instructions::ROWS,
 ];
 
-/// The table of instructions, by mnemonic. x87 instructions have no rows: their opcodes tell them (`x87`).
+/// The table of instructions, by mnemonic. x87 instructions have no rows, because they are identified by their opcodes
+/// (`x87`).
 static TABLE: [Option<Lowering>; Table::MNEMONICS] = {
     let mut table = Table::EMPTY;
     table.add(&GENERAL, false);
@@ -59,7 +60,7 @@ static TABLE: [Option<Lowering>; Table::MNEMONICS] = {
     table.by_mnemonic
 };
 
-/// The table while the compiler makes it.
+/// The table under construction, at compile time.
 struct Table {
     by_mnemonic: [Option<Lowering>; Table::MNEMONICS],
     /// The number of the row of each mnemonic.
@@ -68,7 +69,7 @@ struct Table {
 }
 
 impl Table {
-    /// More than the last mnemonic with a row, as a number.
+    /// A number greater than that of the last mnemonic with a row.
     const MNEMONICS: usize = 2048;
 
     const EMPTY: Self = Self {
@@ -90,7 +91,7 @@ impl Table {
         }
     }
 
-    /// Adds a row. Does not compile if one of its mnemonics has another row.
+    /// Adds a row. If one of its mnemonics already has a row, this does not compile.
     const fn add_row(&mut self, row: &Row, is_simd: bool) {
         self.count += 1;
         let mut list = 0;
@@ -149,7 +150,7 @@ pub(crate) fn lower(
 }
 
 /// Returns the operation of one instruction; the arguments are those of [`lower`]. Also returns whether the next
-/// operation must be a check, because the handler may store and does not check whether the store changed code.
+/// operation must be a check, because the handler may store, but does not check whether the store changed code.
 pub(crate) fn alone(insn: &Instruction, code: &[u8], mode: u8, offset: u8, len: u8) -> (Op, bool) {
     let mut op = Op {
         offset,
@@ -160,7 +161,7 @@ pub(crate) fn alone(insn: &Instruction, code: &[u8], mode: u8, offset: u8, len: 
     (op, may_store)
 }
 
-/// Returns an operation of a mode before its instruction is lowered into it.
+/// Returns the initial operation of a mode, into which an instruction is lowered.
 pub(crate) fn blank(mode: u8) -> Op {
     Op {
         address_size: (mode::width(mode) / 8) as u8,
@@ -179,7 +180,7 @@ fn lower_into(op: &mut Op, insn: &Instruction, code: &[u8], mode: u8) -> bool {
         _ if mode & mode::NO_VEX != 0 && has_vex() => (Some(undefined as Handler), false),
         Some(Lowering::General(lower)) => (lower(insn, op), false),
         Some(Lowering::Simd(lower)) => match insn.code() {
-            // Two string instructions have the mnemonics of SSE2 instructions.
+            // Two string instructions share their mnemonics with SSE2 instructions.
             Code::Movsd_m32_m32 => (exec::string::moving(insn, op), false),
             Code::Cmpsd_m32_m32 => (exec::string::comparing(insn, op), false),
             _ => (lower_simd(lower, insn, mode, op), stores(op)),
@@ -291,13 +292,13 @@ fn unimplemented(cpu: &mut Cpu, _: &Op) -> Flow {
     Err(cpu.unimplemented("an instruction that this CPU does not implement"))
 }
 
-/// Ends the block if an instruction's store requires it. This operation follows an instruction that may store and does
-/// not check for itself.
+/// Ends the block if a store requires it. This operation follows an instruction that may store but does not check that
+/// itself.
 fn check(cpu: &mut Cpu, _: &Op) -> Flow {
     if cpu.stop { Err(Break::End) } else { Ok(()) }
 }
 
-/// Raises #UD for bytes that are no instruction, or #GP if `aux` is set: there are too many of them.
+/// Raises #UD for bytes that are no instruction, or #GP if `aux` is set, which means that there are too many bytes.
 fn bad(cpu: &mut Cpu, op: &Op) -> Flow {
     Err(if op.aux != 0 { cpu.gp() } else { cpu.ud() })
 }

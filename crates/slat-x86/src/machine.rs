@@ -1,4 +1,4 @@
-//! What a CPU needs from its machine, and why it stops.
+//! The services that a CPU needs from its machine, and the reasons why the CPU stops.
 
 use crate::state::State;
 use std::ptr::NonNull;
@@ -27,11 +27,11 @@ pub struct Paging {
     pub cr4: u64,
     /// EFER: LMA and NXE matter.
     pub efer: u64,
-    /// PKRU: counts if CR4.PKE is set.
+    /// PKRU, which has an effect only if CR4.PKE is set.
     pub pkru: u32,
-    /// The access is a user's (CPL 3, except the CPU's own accesses to its tables).
+    /// Whether the access is a user access (CPL 3, except the CPU's own accesses to its tables).
     pub user: bool,
-    /// RFLAGS.AC of an explicit supervisor access: SMAP does not apply.
+    /// RFLAGS.AC of an explicit supervisor access. If set, SMAP does not apply.
     pub ac: bool,
     /// The tables of a hypervisor that is a guest, through which all guest-physical addresses go.
     pub nested: Option<NestedPaging>,
@@ -49,7 +49,7 @@ pub struct NestedPaging {
 }
 
 impl Paging {
-    /// The state in which linear addresses are physical.
+    /// The paging state without paging: linear addresses are physical.
     pub const OFF: Paging = Paging {
         cr0: 0,
         cr3: 0,
@@ -77,14 +77,14 @@ pub struct HostPage {
     /// The guest-physical address of the page, if the machine wants to know of each store to the page
     /// ([`Mmu::stored`]). Then `write` is false: every store is translated anew.
     ///
-    /// When a page becomes tracked, the CPU must have no translation for writes to it. So if [`Mmu::translate`] begins
-    /// to track such a page, it raises `attention` and returns [`Fault::Retry`]: without the retry the CPU would see
-    /// `attention` only after the rest of the block.
+    /// When a page becomes tracked, the CPU must have no translation for writes to the page. So if [`Mmu::translate`]
+    /// begins to track such a page, it raises `attention` and returns [`Fault::Retry`]: without the retry the CPU would
+    /// see `attention` only after the rest of the block.
     pub tracked: Option<u64>,
-    /// This page is part of a larger page of the guest, of 2^`bits` bytes: INVLPG drops all of it.
+    /// The size of the guest's page, 2^`bits` bytes, of which this page is a part. INVLPG drops all parts.
     pub bits: u32,
-    /// This translation holds in every address space: CR4.PGE is set, and so is the G flag of the guest's entry that
-    /// maps the page. A load of CR3 keeps it.
+    /// Whether this translation is valid in every address space, because CR4.PGE is set and so is the G flag of the
+    /// guest's entry that maps the page. A load of CR3 keeps the translation.
     pub global: bool,
 }
 
@@ -113,9 +113,9 @@ pub enum Fault {
     /// The CPU abandons the instruction with nothing changed, checks `attention`, and executes it again. All
     /// translations are void.
     Retry,
-    /// The walk has set a bit in a page of decoded code (see [`CodePages::stored`](crate::CodePages::stored)), maybe in
-    /// the instruction that needs the translation. The CPU walks again and executes this instruction as it was fetched;
-    /// it fetches the next one anew.
+    /// The page walk has set a bit in a page of decoded code (see [`CodePages::stored`](crate::CodePages::stored)),
+    /// possibly in the instruction that needs the translation. The CPU walks again, and executes the instruction as it
+    /// was fetched. Then it fetches the next instruction again.
     CodeChanged,
     /// The host memory is not accessible: the run ends with [`Exit::BadAddress`].
     BadAddress,
@@ -123,7 +123,7 @@ pub enum Fault {
     OutOfMemory,
 }
 
-/// Why RDMSR or WRMSR is not carried out: by the machine, or by the CPU for an MSR that the CPU holds itself.
+/// Why RDMSR or WRMSR is refused: by the machine, or by the CPU for an MSR that the CPU holds itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MsrFault {
     /// The MSR does not exist.
@@ -132,7 +132,7 @@ pub enum MsrFault {
     Invalid,
     /// [`Machine::allows_msr`] forbids the access.
     Forbidden,
-    /// Like [`Fault::Retry`], for an access that needs guest memory. Nothing was changed, and the caller is not asked.
+    /// Like [`Fault::Retry`], for an access that needs guest memory. Nothing was changed, and the run does not end.
     Retry,
 }
 
@@ -143,7 +143,7 @@ pub enum GuestFlush {
     /// with the current PCID (without CR4.PCIDE the PCID is 0).
     Page(u64),
     /// All translations: for a change of CR0, CR3, CR4 or EFER, and the other forms of INVPCID. In a nested guest, only
-    /// the translations of its own tables.
+    /// the translations that depend on the guest's own tables.
     All,
     /// All translations of a nested guest, also those that depend on its hypervisor's nested tables: for VMRUN with a
     /// TLB_CONTROL or with another ASID than the last one, and for INVLPGA.
@@ -177,13 +177,13 @@ pub trait Mmu {
         self.translate(gpa, access, &paging)
     }
 
-    /// Call after a guarded access through a translation returned [`Gone`](slat_guard::Gone). `Ok`:
-    /// translate again and retry.
+    /// Called after a guarded access through a translation has returned [`Gone`](slat_guard::Gone). `Ok`: the CPU
+    /// translates again and retries.
     fn recheck(&mut self, host: *mut u8, access: Access) -> Result<(), Fault>;
 
-    /// Called after a store of `bytes` bytes at `gpa`, within one page that is [tracked](HostPage::tracked). The bytes
-    /// are in memory, and the instruction has not translated its next memory operand. For a store across two pages,
-    /// both parts are in memory before the first call.
+    /// Called after a store of `bytes` bytes at `gpa`, within one page that is [tracked](HostPage::tracked). At the
+    /// call the bytes are in memory, and the instruction has not yet translated its next memory operand. For a store
+    /// across two pages, both parts are in memory before the first call.
     ///
     /// Also called after a store that found its host memory [`Gone`](slat_guard::Gone), because part of the
     /// bytes may be in memory.
@@ -193,8 +193,8 @@ pub trait Mmu {
         false
     }
 
-    /// Called after the guest has invalidated translations: its instruction has changed the register, and nothing was
-    /// translated since. This may be called more often than the guest demands; a task switch calls it several times.
+    /// Called after the guest has invalidated translations: the instruction has changed the register, and nothing was
+    /// translated since. The CPU may call this more often than the guest demands; a task switch calls it several times.
     ///
     /// A MOV to CR3 that keeps the translations (bit 63 of the operand with CR4.PCIDE) does not call this.
     ///
@@ -216,8 +216,8 @@ pub trait Machine: Mmu {
     fn rdmsr(&mut self, msr: u32) -> Result<u64, MsrFault>;
     /// Writes an MSR that the CPU does not hold itself.
     fn wrmsr(&mut self, msr: u32, value: u64) -> Result<(), MsrFault>;
-    /// Whether the guest may read MSR `msr`, or with `write` write it. The CPU asks before every access, also to an MSR
-    /// that the CPU holds itself.
+    /// Whether the guest may read MSR `msr` or, with `write`, write it. The CPU calls this before every access, also
+    /// for an MSR that the CPU holds itself.
     fn allows_msr(&mut self, _msr: u32, _write: bool) -> bool {
         true
     }
@@ -232,14 +232,14 @@ pub trait Machine: Mmu {
     /// 32 otherwise. The arguments are in the registers of `state`, and the results are stored there; nothing
     /// else of `state` changes.
     fn hypercall(&mut self, state: &mut State, cpl: u8, long_mode: bool) -> HypercallOutcome;
-    /// Call after the guest has written CR8, its local APIC's task priority. (A write of the APIC's register
-    /// by WRMSR changes CR8.)
+    /// Called after the guest has written CR8, its local APIC's task priority. (A write of the APIC's register by WRMSR
+    /// changes CR8.)
     fn set_task_priority(&mut self, _cr8: u64) {}
     /// Returns what VMCALL or VMMCALL does in this machine.
     fn hypercall_instruction(&mut self, _which: HypercallInstruction) -> Hypercalls {
         Hypercalls::Executed
     }
-    /// Whether MONITOR and MWAIT exist: then they do nothing, otherwise they are #UD.
+    /// Whether MONITOR and MWAIT exist. If so, they do nothing; otherwise they raise #UD.
     fn has_monitor(&mut self) -> bool {
         true
     }
@@ -288,7 +288,7 @@ pub enum Hypercalls {
     Undefined,
 }
 
-/// What a locked access that crosses a cache line does: a processor locks the bus for it.
+/// The effect of a locked access that crosses a cache line, for which a processor locks the bus.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum BusLocks {
     /// The access is executed like any other.
@@ -311,7 +311,7 @@ pub enum ProbeKind {
     Write,
     /// A read of any of the bytes.
     Read,
-    /// Either.
+    /// A read of any of the bytes, or a write to any of them.
     Access,
 }
 
@@ -329,8 +329,8 @@ pub enum ProbeHit {
 /// Why a run ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Exit {
-    /// A port access. RIP still points at the instruction; [`Cpu::complete_io`](crate::Cpu::complete_io) finishes it,
-    /// and must be called before the next run, also for a write (with no data).
+    /// A port access. RIP still points at the instruction; [`Cpu::complete_io`](crate::Cpu::complete_io) finishes the
+    /// instruction, and must be called before the next run; for a write, without data.
     Io {
         /// The port.
         port: u16,
@@ -343,7 +343,7 @@ pub enum Exit {
         count: u32,
     },
     /// An access to an address without memory. [`Cpu::complete_mmio_read`](crate::Cpu::complete_mmio_read) provides the
-    /// data of a read before the next run; a write needs nothing.
+    /// data of a read, before the next run. A write needs no call.
     Mmio {
         /// The guest-physical address.
         gpa: u64,
@@ -379,7 +379,7 @@ pub enum Exit {
     },
     /// HLT; RIP points after it.
     Hlt,
-    /// An SMI is pending. [`Cpu::enter_smm`](crate::Cpu::enter_smm) takes it; without that call the next run ends
+    /// An SMI is pending. [`Cpu::enter_smm`](crate::Cpu::enter_smm) takes the SMI. Without that call the next run ends
     /// with this exit again.
     Smi,
     /// RSM in system management mode. RIP still points at the instruction;
@@ -397,7 +397,7 @@ pub enum Exit {
         /// What is missing, for the log.
         reason: &'static str,
     },
-    /// The guest can take an interrupt now, which [`Cpu::interrupt_window`](crate::Cpu) asked for.
+    /// The guest can take an interrupt now. [`Cpu::interrupt_window`](crate::Cpu) has requested this exit.
     InterruptWindow,
     /// An instruction locks the bus: see [`BusLocks`].
     BusLock,

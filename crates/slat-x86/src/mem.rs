@@ -1,13 +1,13 @@
 //! Guest-virtual loads and stores.
 //!
-//! A fast path is a look-up in the software TLB and one guarded access. Everything else takes a slow path: misses,
-//! pages without memory, accesses that cross into another page, MMIO, inaccessible host memory. All paths are
-//! precise: a load or store that fails has changed nothing, and an access that crosses a page has translated both
-//! pages before it touches either.
+//! The fast path is a look-up in the software TLB and one guarded access. All other cases take a slow path: misses,
+//! pages without memory, accesses that cross into another page, MMIO, inaccessible host memory. All paths are precise:
+//! a load or store that fails has changed nothing, and an access that crosses a page has translated both pages before
+//! it touches either.
 //!
-//! The TLB holds a page for reads only if the machine tracks the page, or if the page holds decoded code. So a store to
-//! such a page misses in the TLB. Only [`Cpu::write_to`] and `Cpu::write_places` (in `places`) make such stores: they
-//! tell the machine, and the CPUs that share the code.
+//! If the machine tracks a page, or the page holds decoded code, the TLB holds the page for reads but not for writes.
+//! So a store to such a page misses in the TLB. Only [`Cpu::write_to`] and `Cpu::write_places` (in `places`) make such
+//! stores. They report the store to the machine, and to the CPUs that share the code.
 
 mod address;
 mod alignment;
@@ -61,8 +61,8 @@ unsafe fn exchange<T: Int>(
 }
 
 impl Cpu {
-    /// Like [`load`](Self::load), but returns `None` where the fast path cannot do it. A handler that leaves the slow
-    /// path to another function needs no stack frame for this call.
+    /// Like [`load`](Self::load), but returns `None` where the fast path cannot do it. A handler that calls another
+    /// function for the slow path needs no stack frame for this call.
     #[inline(always)]
     pub(crate) fn try_load<T: Word>(&mut self, lin: u64) -> Option<T> {
         let table = self.table;
@@ -164,8 +164,8 @@ impl Cpu {
         self.update_slow(lin, lock, f)
     }
 
-    /// Does [`update`](Self::update) after a miss in the TLB. Out of line, so that the fast path need not
-    /// check for tracked pages.
+    /// Does [`update`](Self::update) after a miss in the TLB. This function is not inlined, so that the fast path need
+    /// not check for tracked pages.
     #[cold]
     #[inline(never)]
     fn update_slow<T: Int>(
@@ -205,9 +205,9 @@ impl Cpu {
         Ok(places.destination(lin))
     }
 
-    /// Runs `write`, which writes all of `to` by guarded accesses to the address that it gets. Then tells the
-    /// machine if the page is tracked. Returns the result of `write`. `None`: the host page is not accessible; the
-    /// caller translates again.
+    /// Runs `write`, which writes all of `to` by guarded accesses to the address that it gets. If the page is tracked,
+    /// then reports the write to the machine. Returns the result of `write`, or `None` if the host page is not
+    /// accessible: the caller translates again.
     #[inline]
     pub(crate) fn write_to<T, E>(
         &mut self,
@@ -343,10 +343,11 @@ impl Cpu {
         }
     }
 
-    /// Reads the translated word. `None`: the host page of a part is not accessible; the caller translates again.
+    /// Reads the translated word. Returns `None` if the host page of a part is not accessible: the caller translates
+    /// again.
     #[inline(always)]
     fn load_at<T: Word>(&mut self, lin: u64, places: &Places) -> Result<Option<T>, Break> {
-        // The most frequent miss: one page of memory. It is read by one access, which stays atomic.
+        // The most frequent miss is in one page of memory. One access reads the word, and so stays atomic.
         if let Places {
             first: Place::Host { host, .. },
             second: None,
@@ -401,7 +402,8 @@ impl Cpu {
     }
 }
 
-/// Accesses of compiled code that miss the TLB. The interpreter makes those to devices, and those that must be aligned.
+/// Accesses of compiled code that miss the TLB. The interpreter makes accesses to devices, and accesses that must be
+/// aligned.
 #[cfg(feature = "jit")]
 impl Cpu {
     /// Translates all pages of an access. If the access is to a device, remembers the device's address, so that the

@@ -14,7 +14,8 @@ use crate::flow::Break;
 use crate::machine::{Access, Exit};
 
 impl Cpu {
-    /// Removes and returns the guest-physical address of the device, if compiled code has met one by this access.
+    /// If compiled code has found that this access is to a device, removes and returns the device's guest-physical
+    /// address.
     #[cfg(feature = "jit")]
     #[inline]
     pub(crate) fn take_met(&mut self, lin: u64, access: Access) -> Option<u64> {
@@ -45,7 +46,7 @@ impl Cpu {
         !self.fixed.answers.waiting().is_empty()
     }
 
-    /// Call when the instruction at RIP starts: its reads use the data from the beginning.
+    /// Call when the instruction at RIP starts. Its reads then use the data from the beginning.
     pub(crate) fn rewind_answers(&mut self) {
         self.devices.taken = 0;
     }
@@ -56,8 +57,8 @@ impl Cpu {
         self.devices.taken = 0;
     }
 
-    /// Returns the guest-physical address of the read at `lin` whose data is known, and which the current
-    /// execution has not made yet.
+    /// If a read at `lin` whose data is known is one that the current execution has not made yet, returns the read's
+    /// guest-physical address.
     pub(crate) fn answered_at(&self, lin: u64) -> Option<u64> {
         let mut left = self.fixed.answers.waiting().iter().skip(self.devices.taken);
         left.find(|answer| answer.lin == lin)
@@ -132,7 +133,7 @@ impl Cpu {
         self.devices.port.is_some_and(|port| port.answered)
     }
 
-    /// Whether the last instruction has to access memory before it is done.
+    /// Whether the last instruction must still access memory before it is done.
     pub(crate) fn waits_for_memory(&self) -> bool {
         self.svm.is_exit_due() || self.has_answers() || self.has_input()
     }

@@ -1,11 +1,11 @@
 //! The CPU state on which decoding depends besides the bytes, as bits of a block's key.
 
-/// Default operand and address size: [`BITS_16`], [`BITS_32`], [`BITS_64`] or [`FLAT_32`].
+/// The default operand and address size: [`BITS_16`], [`BITS_32`], [`BITS_64`] or [`FLAT_32`].
 pub const BITS: u8 = 3;
 pub const BITS_16: u8 = 0;
 pub const BITS_32: u8 = 1;
 pub const BITS_64: u8 = 2;
-/// 32 bits, and flat: offsets in ES, CS, SS and DS are linear addresses without a limit, and the stack
+/// 32-bit code with flat segments: offsets in ES, CS, SS and DS are linear addresses without a limit, and the stack
 /// pointer has 32 bits.
 pub const FLAT_32: u8 = 3;
 /// SSE instructions are #UD (CR0.EM, or CR4.OSFXSR is clear).

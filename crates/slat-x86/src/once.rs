@@ -1,9 +1,9 @@
 //! Code that is decoded from memory, executed, and forgotten: it runs for the first time, or is single-stepped.
 //!
-//! Much code runs only once. A block that is kept costs a copy of its code, and a mark of its page; all CPUs are told
-//! of the mark, and it makes stores to the page slow (`code_pages`). A block that is not kept has neither. Instead, the
-//! rest of the block is compared with memory after each of its instructions. So the CPU sees a store to a later
-//! instruction, whatever address and TLB entry the store has used.
+//! Much code runs only once. A block that is kept costs a copy of its code, and a mark of its page; the mark is
+//! reported to all CPUs, and makes stores to the page slow (`code_pages`). A block that is not kept needs neither the
+//! copy nor the mark. Instead, the rest of the block is compared with memory after each of its instructions. So the CPU
+//! sees a store to a later instruction, whatever address and TLB entry the store has used.
 
 /// The page from which code was read last, without a copy of it.
 pub(crate) struct Once {
@@ -24,7 +24,7 @@ impl Once {
         }
     }
 
-    /// Makes the page be looked up again.
+    /// Forces the page to be looked up again.
     pub(crate) fn outdate(&mut self) {
         self.generation = 0;
     }

@@ -1,4 +1,4 @@
-//! The decoded operation: what the interpreter's inner loop works on.
+//! The decoded operation, which the interpreter's inner loop executes.
 
 use crate::Cpu;
 pub use crate::flow::{Break, Flow};
@@ -10,8 +10,8 @@ pub(crate) const LONGEST_INSTRUCTION: usize = 15;
 /// Executes one operation.
 pub type Handler = fn(&mut Cpu, &Op) -> Flow;
 
-/// Chooses the handler of an instruction, whose operands `op` already has, and fills in what else the handler needs.
-/// Returns `None` if this CPU does not have the instruction in this form.
+/// Chooses the handler of an instruction. `op` already has the operands; fills in the other fields that the handler
+/// needs. Returns `None` if this CPU does not have the instruction in this form.
 pub(crate) type Lower = fn(&Instruction, &mut Op) -> Option<Handler>;
 
 /// A row of the table of instructions (`lower`): mnemonics that one function lowers, in one list or several.
@@ -33,7 +33,7 @@ macro_rules! rows {
 }
 pub(crate) use rows;
 
-/// Makes the rows of a family's mnemonics, whose handlers a function chooses that is generic over [`Operation`].
+/// Makes the rows of a family's mnemonics. A function that is generic over [`Operation`] chooses their handlers.
 macro_rules! family_rows {
     ([$($file:ident::$name:ident)*] $choose:ident) => {
         &[$($crate::op::Row {
@@ -145,9 +145,10 @@ impl Cpu {
         self.code.rip.wrapping_add(u64::from(op.offset))
     }
 
-    /// Executes `op` again as long as page walks for it set bits in pages of decoded code. The bits may even be in `op`
-    /// itself, but a processor would have fetched it before. Afterwards the block ends, so that the next instruction is
-    /// fetched. Returns why the block ends; for any other `why`, returns `why`.
+    /// Call when `op` has ended the block for the reason `why`. Executes `op` again as long as page walks for it set
+    /// bits in pages of decoded code: the bits may be in `op` itself, which a processor would have fetched before. Then
+    /// the block ends, so that the next instruction is fetched again. Returns why the block ends. For any other `why`,
+    /// returns `why`.
     pub(crate) fn finish_fetched(&mut self, op: &Op, mut why: Break) -> Break {
         while matches!(why, Break::Retry) && std::mem::take(&mut self.code.walk_changed) {
             why = match (op.handler)(self, op) {

@@ -1,9 +1,9 @@
-//! Memory that is handed out in pieces and taken back as a whole.
+//! Memory that is handed out in pieces and freed as a whole.
 //!
-//! A CPU has some hundred thousand pieces of decoded code. From the heap, each piece would have its own bookkeeping,
-//! and the pieces would lie apart: code that runs a few times would mostly wait for them to be loaded into the caches.
-//! A pool's pieces lie next to one another, and freeing all of them takes no work for each. (Huge pages gained nothing
-//! that could be measured.)
+//! A CPU has some hundred thousand pieces of decoded code. On the heap, each piece would have its own bookkeeping, and
+//! the pieces would be far apart, so that code that runs a few times would mostly wait for cache misses. A pool's
+//! pieces are next to one another, and are freed together, without work for each. (Huge pages gained nothing that could
+//! be measured.)
 
 use crate::heap::{self, OutOfMemory};
 use std::alloc::{Layout, alloc, dealloc};
@@ -114,7 +114,7 @@ pub(crate) struct List<T> {
 }
 
 impl<T: Copy> List<T> {
-    /// Returns a list without room.
+    /// Returns a list without capacity.
     pub(crate) const fn empty() -> Self {
         Self {
             start: NonNull::dangling(),
@@ -123,7 +123,7 @@ impl<T: Copy> List<T> {
         }
     }
 
-    /// Makes sure that the list can hold `len` elements. It may move to other memory of `pool`.
+    /// Makes sure that the list can hold `len` elements. The list may move to other memory of `pool`.
     ///
     /// # Errors
     /// [`OutOfMemory`]: the list is unchanged.

@@ -1,25 +1,25 @@
-//! Probes: breakpoints, watchpoints and single steps that neither the guest nor a debugger of KVM's API
-//! ([`Debugger`](crate::Debugger)) knows of. They end the run with [`Exit::Probe`](crate::Exit::Probe), and change no
-//! register.
+//! Probes: breakpoints, watchpoints and single steps that are invisible to the guest and to a debugger of KVM's API
+//! ([`Debugger`](crate::Debugger)). They end the run with [`Exit::Probe`](crate::Exit::Probe), and change no register.
 //!
-//! Probes are found where the debug registers are looked at (module `debug`): the page of a data probe is not entered
-//! into the TLB, and a code probe makes the CPU look at each block. So probes, DR0–DR7, and the debugger's breakpoints
-//! may have the same addresses: first the probe ends the run, and in the next run the others take effect.
+//! Probes use the same checks as the debug registers (module `debug`): the page of a data probe is not entered into the
+//! TLB, and a code probe makes the CPU check each block for breakpoints. Probes, DR0–DR7, and the debugger's
+//! breakpoints may have the same addresses. The probe then ends the run first, and the others take effect in the next
+//! run.
 //!
 //! An instruction that a code probe has stopped has not been executed; [`Cpu::pass_probe`](crate::Cpu::pass_probe) lets
 //! the next run execute it. A data probe and a step stop after the instruction.
 
 use crate::machine::{Access, ProbeHit, ProbeKind};
 
-/// Among the DR6 bits of an instruction's traps: it has hit a data probe.
+/// A bit added to the DR6 bits of an instruction's traps: the instruction has hit a data probe.
 const DATA: u64 = 1 << 32;
-/// Among the DR6 bits of an instruction's traps: it was a step.
+/// A bit added to the DR6 bits of an instruction's traps: the instruction was a step.
 const STEP: u64 = 1 << 33;
 
-/// One probe: linear addresses and what must happen to them.
+/// One probe: linear addresses, and the kind of access to them that ends the run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Probe {
-    /// What must happen.
+    /// The kind of access that ends the run.
     pub kind: ProbeKind,
     /// The first linear address.
     pub first: u64,
@@ -31,7 +31,7 @@ pub struct Probe {
 #[derive(Default)]
 pub(crate) struct Probes {
     list: Vec<Probe>,
-    /// Each instruction ends the run.
+    /// Whether each instruction ends the run.
     pub(crate) steps: bool,
     /// The linear address of an instruction that code probes do not stop.
     pub(crate) passed: Option<u64>,
@@ -84,13 +84,12 @@ impl Probes {
         self.data_in(lin & !0xfff, 0x1000, None).is_some()
     }
 
-    /// Notes an access that is about to be made if a data probe watches it. Returns the access's
-    /// bits for `Cpu::trap`.
+    /// Call before an access. Records the access if a data probe watches it. Returns the access's bits for `Cpu::trap`.
     pub(crate) fn accessed(&mut self, lin: u64, len: u64, access: Access) -> u64 {
         let Some(&Probe { kind, first, .. }) = self.data_in(lin, len, Some(access)) else {
             return 0;
         };
-        // The first byte of both.
+        // The first byte that access and probe share.
         let at = match first.wrapping_sub(lin) < len {
             true => first,
             false => lin,

@@ -1,22 +1,22 @@
 //! The notify window: how long the CPU may deliver events without executing an instruction in between.
 //!
-//! A guest can keep its CPU from executing any instruction, and so from every moment at which an interrupt could be
-//! taken. An example is a breakpoint on the stack of the #DB handler: if the interrupt stack table makes each delivery
-//! begin at the same address, each delivery of #DB hits the breakpoint again. Processors report this to the hypervisor
-//! by a VM exit (SDM volume 3, "Notify VM Exits").
+//! A guest can make its CPU deliver events for ever, so that the CPU executes no instruction and reaches no point at
+//! which it could take an interrupt. An example is a breakpoint on the stack of the #DB handler: if the interrupt stack
+//! table makes each delivery begin at the same address, each delivery of #DB hits the breakpoint again. Processors
+//! report this to the hypervisor by a VM exit (SDM volume 3, "Notify VM Exits").
 
 use std::time::{Duration, Instant};
 
-/// The number of deliveries in a row after which the CPU looks at the clock. Ordinary guests have a few at most,
-/// and pay nothing more.
+/// The number of deliveries in a row after which the CPU looks at the clock. Ordinary guests have a few at most, and so
+/// never read the clock.
 const PATIENCE: u32 = 64;
 
-/// What the CPU has done since its last instruction.
+/// The event deliveries since the CPU's last instruction.
 #[derive(Default)]
 pub(crate) struct Progress {
     /// The number of instructions executed when `deliveries` was 0.
     instructions: u64,
-    /// The number of events delivered since then, or lost in their delivery.
+    /// The number of events since then that were delivered, or lost in their delivery.
     deliveries: u32,
     /// The time of delivery number [`PATIENCE`].
     since: Option<Instant>,

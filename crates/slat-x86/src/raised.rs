@@ -8,7 +8,7 @@ pub(crate) struct Raised {
     pub(crate) exception: Exception,
     /// The linear address of a page fault.
     pub(crate) address: u64,
-    /// The exception is for an address that is not canonical. In the stack segment it is #SS.
+    /// Whether the exception is for a non-canonical address. In the stack segment the exception is #SS.
     pub(crate) noncanonical: bool,
     pub(crate) exit: Option<Exit>,
 }

@@ -1,4 +1,4 @@
-//! What the caller wants to be told.
+//! The caller's requests to end a run.
 
 use crate::watch::Debugger;
 use std::time::Duration;
@@ -8,8 +8,8 @@ use std::time::Duration;
 pub struct Requests {
     /// End the run with [`Exit::InterruptWindow`](crate::Exit::InterruptWindow) when the guest could take an interrupt.
     pub interrupt_window: bool,
-    /// End the run with [`Exit::InterruptWindow`](crate::Exit::InterruptWindow) when GIF is set: something of the
-    /// caller's waits for GIF.
+    /// End the run with [`Exit::InterruptWindow`](crate::Exit::InterruptWindow) when GIF is set: the caller waits for
+    /// GIF.
     pub gif_window: bool,
     /// End the run with [`Exit::Notify`](crate::Exit::Notify) when events have been delivered for longer than this
     /// without an instruction in between.

@@ -14,8 +14,8 @@ impl Cpu {
         (question.rip == self.state.rip && kinds.contains(&question.kind)).then_some(question)
     }
 
-    /// Finishes the hypercall that ended the last run: `store` stores its results in the registers. Its second argument
-    /// tells whether they have 64 bits.
+    /// Finishes the hypercall that ended the last run: `store` stores its results in the registers. The second argument
+    /// of `store` tells whether the registers have 64 bits.
     ///
     /// RIP moves to the next instruction. If RIP was changed meanwhile, this does nothing.
     pub fn complete_hypercall(&mut self, store: impl FnOnce(&mut State, bool)) {
@@ -64,7 +64,7 @@ impl Cpu {
         &output.bytes[..output.len]
     }
 
-    /// Finishes the port access that ended the last run: `data` is what IN read.
+    /// Finishes the port access that ended the last run: `data` is the value that IN reads.
     ///
     /// RIP moves to the next instruction unless it was changed meanwhile, as in KVM.
     pub fn complete_io(&mut self, data: &[u8]) {
@@ -156,8 +156,8 @@ impl Cpu {
         self.state.rip = port.next;
     }
 
-    /// Drops an access of an earlier run that the caller did not complete, or whose instruction is not at RIP any more.
-    /// Returns whether the caller did not provide the data of an MMIO read.
+    /// Drops an access of an earlier run if the caller did not complete it, or if its instruction is not at RIP any
+    /// more. Returns whether the caller has left an MMIO read without data.
     pub(crate) fn forget_question(&mut self) -> bool {
         let rip = self.state.rip;
         let Devices { asked, port, .. } = &mut self.devices;

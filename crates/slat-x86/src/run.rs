@@ -15,9 +15,9 @@ use std::sync::atomic::Ordering;
 impl Executor {
     /// Runs the guest until it needs the caller.
     ///
-    /// Reads `attention` at every block boundary: a value that is not zero ends the run with [`Exit::Attention`].
-    /// Before that, a completed port or MMIO access takes effect. Bit [`CodePages::CHANGED`] belongs to this crate:
-    /// other CPUs set it during the run, and it is clear when this returns.
+    /// Reads `attention` at every block boundary. A value that is not zero ends the run with [`Exit::Attention`]; a
+    /// completed port or MMIO access takes effect before that. Bit [`CodePages::CHANGED`] belongs to this crate: other
+    /// CPUs set it during the run, and it is clear when this returns.
     pub fn run(&mut self, machine: &mut dyn Machine, attention: &AtomicU32) -> Exit {
         self.entered(machine, attention, |executor| {
             #[cfg(feature = "jit")]
@@ -31,15 +31,15 @@ impl Executor {
         })
     }
 
-    /// Calls `f`, which executes instructions of the guest. Before `f`, derives what depends on the state, which the
-    /// client may have changed; after `f`, the guest's state is complete.
+    /// Calls `f`, which executes instructions of the guest. Before the call, derives from the state what depends on it,
+    /// because the client may have changed the state. After the call, the guest's state is complete.
     pub(crate) fn entered<T>(
         &mut self,
         machine: &mut dyn Machine,
         attention: &AtomicU32,
         f: impl FnOnce(&mut Self) -> T,
     ) -> T {
-        /// Detaches the machine also when `f` panics.
+        /// Detaches the machine when dropped, even if `f` panics.
         struct Detach<'a>(&'a mut Executor);
         impl Drop for Detach<'_> {
             fn drop(&mut self) {
@@ -70,9 +70,9 @@ impl Executor {
         }
     }
 
-    /// Calls `f`, in which the CPU executes. During the call other CPUs report their changes of code by `attention`.
+    /// Calls `f`, in which the CPU executes. During the call, other CPUs report changes of code in `attention`.
     fn told_by<T>(&mut self, attention: &AtomicU32, f: impl FnOnce(&mut Self) -> T) -> T {
-        /// Leaves also when `f` panics.
+        /// Ends the CPU's membership in the run when dropped, even if `f` panics.
         struct Leave<'a>(&'a mut Executor);
         impl Drop for Leave<'_> {
             fn drop(&mut self) {
@@ -85,8 +85,8 @@ impl Executor {
         f(leave.0)
     }
 
-    /// Heeds other CPUs' changes of code, if `attention` says that there are some. Returns whether `attention`
-    /// asks for the caller.
+    /// Heeds changes of code by other CPUs, if `attention` reports some. Returns whether `attention` asks for the
+    /// caller.
     #[cold]
     #[inline(never)]
     pub(crate) fn attend(&mut self, attention: &AtomicU32) -> bool {
@@ -102,7 +102,7 @@ impl Executor {
             if self.slow {
                 match self.boundary(attention) {
                     Some(exit) => return exit,
-                    // Check again: the work just done may have left more to do.
+                    // Checks again, because the work just done may have left more to do.
                     None if self.slow => continue,
                     None => {}
                 }
@@ -183,12 +183,12 @@ impl Executor {
         None
     }
 
-    /// Executes a block that is not kept. Memory held its code when it was entered.
+    /// Executes a block that is not kept. Memory held the block's code when the block was entered.
     #[inline(never)]
     pub(crate) fn execute_once(&mut self, block: &Block) -> Option<Exit> {
         let (at, _) = Snapshot::split(block.key.lin);
         let (code, _) = block.parts();
-        // A block in two pages is always a single instruction.
+        // Such a block in two pages is always a single instruction.
         let host = self.code.once.host.wrapping_add(at);
         self.execute_while(block, |op| {
             let end = usize::from(op.offset) + usize::from(op.len);
@@ -221,7 +221,7 @@ impl Executor {
         self.after_break(op, block.op_bytes(op), why)
     }
 
-    /// Does what follows when `op`, whose bytes are `code`, has ended its block. `block_rip` is set.
+    /// Does the work that follows when `op`, whose bytes are `code`, has ended its block. `block_rip` is set.
     pub(crate) fn after_break(&mut self, op: &Op, code: &[u8], why: Break) -> Option<Exit> {
         match why {
             Break::Jump => {}
@@ -306,7 +306,7 @@ impl Executor {
         }
     }
 
-    /// Does all work other than executing the next block: completions, events, single steps.
+    /// Does all pending work before the next block: completions, events, single steps.
     #[cold]
     #[inline(never)]
     fn boundary(&mut self, attention: &AtomicU32) -> Option<Exit> {
@@ -335,9 +335,9 @@ impl Executor {
             if window.is_some_and(|window| self.progress.exceeds(window)) {
                 return Some(Exit::Notify);
             }
-            // An exception whose delivery failed has become another exception, or is pending for a retry. Nothing is
-            // fetched before it is delivered, because a fault of the fetch would replace it. An event's frame may have
-            // hit a watchpoint; its trap comes before the handler's first instruction.
+            // If the delivery of an exception failed, another exception is pending, or the same one for a retry.
+            // Nothing is fetched before that is delivered, because a fault of the fetch would replace it. An event's
+            // frame may have hit a watchpoint, whose trap comes before the handler's first instruction.
             let events = &self.state.events;
             if self.probes.hit.is_none()
                 && events.exception.is_none()
@@ -346,7 +346,7 @@ impl Executor {
                 break;
             }
         }
-        // The frame of an event is written to MMIO, if the stack is there, before its handler runs.
+        // If the stack is in MMIO, the frame of an event is written to the device before the event's handler runs.
         if let Some(write) = self.next_mmio_write() {
             return Some(write);
         }

@@ -38,7 +38,7 @@ impl Descriptor {
     pub(crate) fn present(self) -> bool {
         self.0 & 1 << 47 != 0
     }
-    /// Returns type and S bit: 5 bits, S being the highest.
+    /// Returns the type and the S bit: 5 bits, of which S is the highest.
     pub(crate) fn kind(self) -> u8 {
         (self.0 >> 40 & 31) as u8
     }
@@ -166,7 +166,7 @@ impl Cpu {
         let rpl = (selector & 3) as u8;
         let kind = descriptor.kind();
         let allowed = if is_ss {
-            // Writable data, all privileges the same.
+            // SS needs writable data, and RPL, DPL and CPL must be the same.
             kind & 0x1a == 0x12 && rpl == self.cpl && descriptor.dpl() == self.cpl
         } else {
             let readable = kind & 0x18 == 0x10 || kind & 0x1a == 0x1a;

@@ -2,12 +2,12 @@
 //! volume 2, chapter 10; SDM volume 3, chapter "System Management Mode").
 //!
 //! The CPU neither enters nor leaves the mode by itself. It ends its run with [`Exit::Smi`](crate::Exit) or
-//! [`Exit::Rsm`](crate::Exit), between two instructions. Its caller copies the saved registers between the CPU and
-//! SMRAM, and has the machine translate in the other address space from then on. To enter, call [`State::smram`], then
-//! [`Cpu::enter_smm`]. To leave, call [`Cpu::leave_smm`].
+//! [`Exit::Rsm`](crate::Exit), between two instructions. The caller copies the saved registers between the CPU and
+//! SMRAM, and makes the machine translate in the other address space from then on. To enter, call [`State::smram`],
+//! then [`Cpu::enter_smm`]. To leave, call [`Cpu::leave_smm`].
 //!
-//! The manuals' CPUs save more than KVM's. KVM's restart no I/O instruction and no HLT: an SMI ends a halt, and RSM
-//! continues after it. KVM keeps the shadow of STI and MOV SS in a byte that the manuals reserve.
+//! The CPUs of the manuals save more than KVM's CPUs, which restart neither an I/O instruction nor a HLT: an SMI ends a
+//! halt, and RSM continues after it. KVM keeps the shadow of STI and MOV SS in a byte that the manuals reserve.
 
 use crate::Cpu;
 use crate::state::{Segment, State, Table, control::*, flags};
@@ -15,9 +15,9 @@ use crate::watch::{DR6_BS, DR6_ONES};
 
 /// Size in bytes of the saved registers.
 pub const SMRAM_BYTES: usize = 512;
-/// Where the saved registers are, from SMBASE.
+/// The offset of the saved registers from SMBASE.
 pub const SMRAM_OFFSET: u64 = 0xfe00;
-/// Where the handler begins, from SMBASE.
+/// The offset of the handler from SMBASE.
 const HANDLER: u64 = 0x8000;
 
 /// The revision: SMBASE can be changed (bit 17), and I/O instructions are not restarted. The low
@@ -213,8 +213,8 @@ impl State {
         ]
     }
 
-    /// Returns what an SMI saves of this state: the bytes at [`SMRAM_OFFSET`] from SMBASE. Bytes that KVM's
-    /// CPUs do not write are 0.
+    /// Returns the registers that an SMI saves of this state, as the bytes at [`SMRAM_OFFSET`] from SMBASE. Bytes that
+    /// KVM's CPUs do not write are 0.
     pub fn smram(&self, map: SmramMap) -> [u8; SMRAM_BYTES] {
         let mut image = Image([0; SMRAM_BYTES]);
         match map {
@@ -260,7 +260,7 @@ impl State {
         }
     }
 
-    /// Loads what [`save64`](Self::save64) saves. EFER.LMA is left to the caller.
+    /// Loads the registers that [`save64`](Self::save64) saves. EFER.LMA is left to the caller.
     fn load64(&mut self, image: &Image) {
         use at64::*;
         for (at, segment) in ES_TO_GS.into_iter().zip(self.es_to_gs_mut()) {
@@ -310,7 +310,7 @@ impl State {
         }
     }
 
-    /// Loads what [`save32`](Self::save32) saves.
+    /// Loads the registers that [`save32`](Self::save32) saves.
     fn load32(&mut self, image: &Image) {
         use at32::*;
         let selectors = ES_TO_GS_SELECTORS.into_iter();
@@ -373,8 +373,8 @@ impl State {
     }
 }
 
-/// Returns the address of the control block of the nested guest that an SMI has interrupted. `None` if it has
-/// interrupted none, and always for the 32-bit map, which does not store it.
+/// Returns the address of the control block of the nested guest that an SMI has interrupted. `None` if the SMI has
+/// interrupted no nested guest, and always for the 32-bit map, which does not store the address.
 pub fn interrupted_vmcb(map: SmramMap, smram: &[u8; SMRAM_BYTES]) -> Option<u64> {
     let image = Image(*smram);
     let is_nested = map == SmramMap::Bits64 && image.get64(at64::NESTED_GUEST) != 0;
@@ -382,8 +382,8 @@ pub fn interrupted_vmcb(map: SmramMap, smram: &[u8; SMRAM_BYTES]) -> Option<u64>
 }
 
 impl Cpu {
-    /// Returns what an SMI saves: the [registers](State::smram), and whether they are a nested guest's. The caller
-    /// must also keep the state of guest mode ([`saved_vmcb`](Self::saved_vmcb)), because
+    /// Returns the data that an SMI saves: the [registers](State::smram), and whether they are a nested guest's. The
+    /// caller must also keep the state of guest mode ([`saved_vmcb`](Self::saved_vmcb)), because
     /// [`enter_smm`](Self::enter_smm) ends guest mode.
     pub fn smram(&self, map: SmramMap) -> [u8; SMRAM_BYTES] {
         let mut image = Image(self.state.smram(map));
@@ -400,15 +400,15 @@ impl Cpu {
         self.slow = true;
     }
 
-    /// Enters system management mode. Call after [`Exit::Smi`](crate::Exit), when [`State::smram`] is in SMRAM; before
-    /// the next run the machine translates in the address space of that mode.
+    /// Enters system management mode. Call after [`Exit::Smi`](crate::Exit), when [`State::smram`] is in SMRAM. From
+    /// the next run on, the machine must translate in the address space of that mode.
     pub fn enter_smm(&mut self) {
         self.state.enter_smm();
         self.svm.suspend();
         self.flush_tlb();
     }
 
-    /// Leaves system management mode: does what RSM does, with the registers that were saved in SMRAM. Call after
+    /// Leaves system management mode as RSM does, with the registers that were saved in SMRAM. Call after
     /// [`Exit::Rsm`](crate::Exit), when the machine translates in the ordinary address space again. `read_pdptes` reads
     /// the page-directory-pointer entries at a CR3.
     ///
@@ -442,7 +442,7 @@ impl Cpu {
         Ok(())
     }
 
-    /// Checks the registers that RSM has loaded as the instructions that load them would, and sets the fixed bits.
+    /// Checks the registers that RSM has loaded, as the instructions that load them do, and sets the fixed bits.
     fn settle(&self, state: &mut State) -> Result<(), BadSmram> {
         let State {
             cr0,

@@ -1,15 +1,15 @@
-//! Copies of the guest's code, by page. Blocks are decoded from the copies, and the copies tell whether
-//! blocks are still good.
+//! Copies of the guest's code, by page. Blocks are decoded from the copies, and comparing the copies with memory shows
+//! whether blocks are still valid.
 //!
-//! A [`Snapshot`] has the code of one page that this CPU has decoded, in *lines*. A block is good as long as its
-//! snapshot is. A snapshot is good while its *stamp* is the CPU's: every event that may make code stale changes the
-//! CPU's stamp (`clock`). After such an event each page is checked once, when code of it is entered next
-//! (`Cpu::check_snapshot`). The check finds out which event it was, and whether the event concerns this page; if it
-//! may, it compares the lines with memory. If they differ, the snapshot begins a new *edition* without lines, and each
-//! of its blocks is compared with memory by itself.
+//! A [`Snapshot`] has the code of one page that this CPU has decoded, in *lines*. A block is valid as long as its
+//! snapshot is. A snapshot is valid while its *stamp* equals the CPU's, because every event that may make code stale
+//! changes the CPU's stamp (`clock`). After such an event each page is checked once, when code of it is entered next
+//! (`Cpu::check_snapshot`). The check finds out which event it was, and whether the event may concern this page. If so,
+//! the check compares the lines with memory. If they differ, the snapshot begins a new *edition* without lines, and
+//! each of its blocks is compared with memory by itself.
 //!
-//! Lines are copied from memory first; then blocks are decoded from the copies or compared with them. So later
-//! comparisons are of the bytes that were decoded.
+//! Lines are copied from memory first. Then blocks are decoded from the copies, or compared with them. So later
+//! comparisons are of the same bytes that were decoded.
 
 use crate::hash::Seeded;
 use crate::heap::{self, OutOfMemory};
@@ -32,7 +32,7 @@ pub(crate) struct Snapshot {
     pub(crate) host: *mut u8,
     /// A number that no other content of the page has had: 1 or more.
     pub(crate) edition: u64,
-    /// The linear address of the page, and whether it was looked up as user.
+    /// The linear address of the page, and whether it was looked up with user rights.
     key: u64,
     /// The generation when `host` was looked up; 0 means that it has to be looked up again.
     pub(crate) generation: u64,
@@ -88,12 +88,12 @@ impl Snapshot {
         lin & !0xfff | u64::from(user)
     }
 
-    /// Whether the page was looked up as user.
+    /// Whether the page was looked up with user rights.
     pub(crate) fn is_user(&self) -> bool {
         self.key & 1 != 0
     }
 
-    /// Makes the page be looked up again.
+    /// Forces the page to be looked up again.
     pub(crate) fn outdate(&mut self) {
         self.stamp = 0;
         self.generation = 0;
@@ -128,7 +128,8 @@ impl Snapshot {
         }
     }
 
-    /// Whether `code` is at `at`, which has been fetched. If so, records that it is part of a block.
+    /// Whether the page has `code` at the offset `at`, whose bytes have been fetched. If so, records that they are part
+    /// of a block.
     pub(crate) fn has(&mut self, at: usize, code: &[u8]) -> bool {
         let same = self.bytes[at..at + code.len()] == *code;
         if same {
@@ -164,17 +165,17 @@ impl Snapshot {
 #[derive(Clone, Copy)]
 pub(crate) struct Place {
     pub(crate) page: NonNull<Snapshot>,
-    /// [`Snapshot::edition`] when the block was last compared with the page. No snapshot has edition 0: it
-    /// forces a comparison.
+    /// [`Snapshot::edition`] when the block was last compared with the page. The value 0, which no snapshot has, forces
+    /// a comparison.
     pub(crate) edition: u64,
 }
 
 /// The snapshots of a CPU, by page. They never move, and are freed only all at once.
 pub(crate) struct Snapshots {
-    /// Tells which blocks these snapshots belong to: those with the same number.
+    /// The number of the blocks that refer to these snapshots: the blocks have the same number.
     pub(crate) pair: u64,
     all: HashMap<u64, NonNull<Snapshot>, Seeded>,
-    /// Has the snapshots in `all`.
+    /// The memory of the snapshots in `all`.
     pool: Pool,
 }
 
@@ -187,13 +188,13 @@ impl Snapshots {
         }
     }
 
-    /// Returns the heap bytes of the snapshots and their index if `more` bytes are taken from the pool.
+    /// Returns the heap bytes that the snapshots and their index use after `more` bytes are taken from the pool.
     pub(crate) fn heap_bytes(&self, more: usize) -> usize {
         let entry = size_of::<(u64, NonNull<Snapshot>)>();
         self.pool.bytes_with(more) + heap::map_bytes(self.all.capacity(), entry)
     }
 
-    /// Makes room in the index for `more` snapshots. Without memory for it, the next ones may not be made.
+    /// Allocates memory in the index for `more` snapshots. If that fails, the next snapshots may not be made.
     pub(crate) fn reserve(&mut self, more: usize) {
         let _ = self.all.try_reserve(more);
     }
@@ -217,7 +218,8 @@ impl Snapshots {
         Ok(page)
     }
 
-    /// Has the page of `lin` looked up again before its code runs next. Returns whether the page has a snapshot.
+    /// Forces the page of `lin` to be looked up again before its code runs next. Returns whether the page has a
+    /// snapshot.
     pub(crate) fn outdate(&mut self, lin: u64) -> bool {
         let mut is_known = false;
         for user in [false, true] {

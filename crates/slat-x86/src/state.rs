@@ -198,25 +198,26 @@ pub struct Events {
     pub nmis: u8,
     /// Whether an NMI was delivered and no IRET has followed.
     pub nmi_blocked: bool,
-    /// The last instruction was STI: no interrupt before the end of the next instruction.
+    /// Whether the last instruction was STI: no interrupt is taken before the end of the next instruction.
     pub sti_shadow: bool,
-    /// The last instruction was MOV SS or POP SS.
+    /// Whether the last instruction was MOV SS or POP SS.
     pub mov_ss_shadow: bool,
-    /// An SMI to take as soon as the CPU is not in system management mode.
+    /// Whether an SMI is to be taken as soon as the CPU is not in system management mode.
     pub smi: bool,
-    /// The CPU is in system management mode: between an SMI and RSM.
+    /// Whether the CPU is in system management mode: between an SMI and RSM.
     pub smm: bool,
-    /// In system management mode: NMIs were blocked before, and stay blocked after RSM.
+    /// In system management mode: whether NMIs were blocked before, and stay blocked after RSM.
     pub smm_inside_nmi: bool,
-    /// GIF is 0, since CLGI or a #VMEXIT: no interrupt, NMI or SMI is taken before STGI.
+    /// Whether GIF is 0, after CLGI or a #VMEXIT. If so, no interrupt, NMI or SMI is taken before STGI.
     pub gif_clear: bool,
     /// DR6 bits of debug traps (breakpoints hit, single step) of the last instruction, taken before the next one.
     pub debug: u64,
 }
 
 impl Events {
-    /// Whether an NMI is delivered before the next instruction. In the shadow of STI none is delivered, so that
-    /// `sti; hlt` is not separated: the manual allows both (SDM volume 3, 7.8.3), but KVM's guests rely on it.
+    /// Whether an NMI is delivered before the next instruction. In the shadow of STI none is delivered, so that no NMI
+    /// comes between `sti` and `hlt`. The manual does not require this (SDM volume 3, 7.8.3), but KVM's guests rely on
+    /// it.
     pub fn takes_nmi(&self) -> bool {
         self.nmis != 0
             && !self.nmi_blocked
@@ -303,8 +304,8 @@ pub struct State {
 pub const MXCSR_INIT: u32 = 0x1f80;
 /// MXCSR bits that exist on every CPU.
 pub const MXCSR_MASK: u32 = 0xffff;
-/// MXCSR.MM of AMD's CPUs: memory operands of SSE instructions need not be aligned, except those of
-/// moves that demand it.
+/// MXCSR.MM of AMD's CPUs: memory operands of SSE instructions need not be aligned, except in moves that demand
+/// alignment.
 pub const MXCSR_MM: u32 = 1 << 17;
 
 impl State {
@@ -383,9 +384,9 @@ impl State {
         }
     }
 
-    /// Does what INIT does (SDM volume 3, table 11-1, and KVM where the manual leaves it open). The state becomes that
-    /// after RESET, except that x87, SSE and extended state, XCR0, the cache bits of CR0 and most MSRs stay.
-    /// `signature` is the processor's in CPUID leaf 1.
+    /// Changes the state as INIT does (SDM volume 3, table 11-1, and KVM where the manual leaves it open). The state
+    /// becomes that after RESET, except that x87, SSE and extended state, XCR0, the cache bits of CR0 and most MSRs
+    /// stay. `signature` is the processor's signature in CPUID leaf 1.
     pub fn init(&mut self, signature: Option<u32>) {
         const CACHES: u64 = control::CR0_CD | control::CR0_NW;
         let reset = State::reset();
@@ -458,7 +459,8 @@ impl State {
     /// Loads the x87 part of an FXSAVE64 image only.
     pub fn set_fxsave_x87(&mut self, image: &[u8; 512]) {
         self.fcw = u16::from_le_bytes(bytes(image, 0)) & 0x1f3f | 0x40;
-        // Error summary and busy are not loaded: they follow from the exceptions that are set and not masked.
+        // The error summary and busy bits are not loaded, because they follow from the exceptions that are set and not
+        // masked.
         self.fsw = u16::from_le_bytes(bytes(image, 2)) & !0x8080;
         if self.fsw & !self.fcw & 0x3f != 0 {
             self.fsw |= 0x8080;
@@ -474,7 +476,7 @@ impl State {
         }
     }
 
-    /// Does FNINIT and clears the registers: the initial state of the x87 component.
+    /// Executes FNINIT and clears the registers, which gives the initial state of the x87 component.
     pub fn initialize_x87(&mut self) {
         self.st = [F80::default(); 8];
         (self.fcw, self.fsw, self.ftw, self.fop) = (0x37f, 0, 0, 0);

@@ -1,4 +1,4 @@
-//! Executing single instructions, and code with breakpoints in it.
+//! Executes single instructions, and code with breakpoints in it.
 
 use crate::executor::Executor;
 use crate::machine::{Exit, ProbeHit};
@@ -89,7 +89,7 @@ impl Executor {
         self.passed_probe();
         self.trap(hits);
         self.trap(probe_steps);
-        // MOV SS discards its own single step.
+        // A single step of MOV SS itself is discarded.
         if steps && !self.state.events.mov_ss_shadow {
             self.trap(DR6_BS);
         } else if probe_steps == 0 {

@@ -1,9 +1,9 @@
 //! Hardware task switches (SDM volume 3, "Task Management").
 //!
-//! A switch has a commit point. A fault before it is raised in the old task, and has changed nothing. A fault
-//! after it is raised in the new task, before its first instruction: [`Break::TaskFault`]. A switch that is
-//! abandoned for another reason (a retry, an exit) starts again from the beginning. Therefore the steps that can
-//! be abandoned come first:
+//! A switch has a commit point. A fault before the commit point is raised in the old task, and has changed nothing. A
+//! fault after the commit point is raised in the new task, before its first instruction: [`Break::TaskFault`]. A switch
+//! that is abandoned for another reason (a retry, an exit) starts again from the beginning. Therefore the steps that
+//! can be abandoned come first:
 //!
 //! 1. In the old task's address space: check both TSSs, and check that the later writes will succeed.
 //! 2. In the new task's address space: load the segment registers and push the error code. This works on a copy of the
@@ -88,12 +88,12 @@ struct Task {
     segment: Segment,
     format: Format,
     image: Image,
-    /// The page-directory-pointer entries at the task's CR3, if PAE paging is to load them.
+    /// The page-directory-pointer entries at the task's CR3, if the switch loads them for PAE paging.
     pdptes: Option<[u64; 4]>,
 }
 
 impl Cpu {
-    /// Does a far JMP or CALL to a TSS or a task gate. Returns [`Break::Jump`] on success.
+    /// Executes a far JMP or CALL to a TSS or a task gate. Returns [`Break::Jump`] on success.
     pub(crate) fn far_to_task(
         &mut self,
         descriptor: Descriptor,
@@ -113,8 +113,8 @@ impl Cpu {
         self.switch_by_instruction(tss, initiator, next_rip)
     }
 
-    /// Does IRET with NT set: returns to the task that the link of the current TSS names. Returns
-    /// [`Break::Jump`] on success.
+    /// Executes IRET with NT set: returns to the task that the link of the current TSS names. Returns [`Break::Jump`]
+    /// on success.
     pub(crate) fn return_to_task(&mut self, next_rip: u64) -> Break {
         let link = self.state.tr.base;
         match self.as_system(|cpu| cpu.load::<u16>(link)) {
@@ -198,7 +198,7 @@ impl Cpu {
         if self.state.cr0 & control::CR0_PG == 0 {
             image.cr3 = None;
         }
-        // SDM volume 3, "PDPTE Registers": a switch that changes CR3 loads them.
+        // A switch that changes CR3 loads these entries (SDM volume 3, "PDPTE Registers").
         let pdptes = match image.cr3.map(u64::from) {
             Some(cr3) if self.pae_paging() && cr3 != self.state.cr3 => Some(self.load_pdptes(cr3)?),
             _ => None,
@@ -381,8 +381,8 @@ impl Cpu {
         Ok(())
     }
 
-    /// Converts an exception of a check outside a switch to that of a switch: #GP for a segment becomes #TS, and error
-    /// codes get the EXT bit.
+    /// Converts an exception of a check to the exception that the same check raises in a task switch: #GP for a segment
+    /// becomes #TS, and error codes get the EXT bit.
     fn as_task_fault(&mut self, checked: Flow, external: u32) -> Flow {
         let Exception { vector, error } = &mut self.raised.exception;
         if checked == Err(Break::Exception) {

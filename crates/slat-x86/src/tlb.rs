@@ -1,31 +1,31 @@
 //! The software TLB: host addresses of guest pages, in two levels.
 //!
 //! The first level is direct-mapped, and holds translations of the current address space and global ones. Compiled code
-//! looks there itself. This level is small, and each change of address space empties it, except for global pages. The
-//! second level (`stlb`) is larger and keeps translations of several address spaces (PCIDs): a miss in the first level
-//! costs little if the second has the page.
+//! looks there without a call. The first level is small, and each change of address space empties it, except for global
+//! pages. The second level (`stlb`) is larger, and keeps translations of several address spaces (PCIDs). So a miss in
+//! the first level costs little if the second level has the page.
 //!
-//! Each event drops these translations (SDM volume 3, "Invalidation of TLBs and Paging-Structure Caches"):
+//! The following events drop translations (SDM volume 3, "Invalidation of TLBs and Paging-Structure Caches"):
 //!
 //! | event | first level | second level |
 //! |---|---|---|
-//! | MOV to CR3 | all but global pages | the new PCID's, unless bit 63 says no; not global pages |
+//! | MOV to CR3 | all but global pages | the new PCID's without global pages; none if bit 63 is set |
 //! | INVLPG, a page fault | the page | the page, of the current PCID and global |
 //! | INVPCID type 0, 1 | the page; all but global pages: of the current PCID | those of the PCID, not global pages |
 //! | INVPCID type 3 | all but global pages | all but global pages |
 //! | INVPCID type 2, changes of CR0, CR4, EFER, PKRU; host pages change | all | all |
-//! | another world (hypervisor, its guest) | all | what TLB_CONTROL says; the new world's if CR0, CR4, EFER changed |
+//! | change of world (hypervisor, its guest) | all | by TLB_CONTROL; the new world's if CR0, CR4, EFER changed |
 //! | INVLPGA for another ASID | nothing | all of that ASID |
 //!
 //! Code fetches use the second level only: blocks remember their host page until the next flush (`snapshot`).
 //!
-//! In the first level there is one table per kind of data access: as supervisor, as user, as supervisor with RFLAGS.AC
-//! set (SMAP), and an empty one as user with alignment checks. Each entry has a tag for reads and one for writes; an
-//! access hits if the tag at the index of its first byte's page is that of its *last* byte's page, so that one
-//! comparison also finds an access that crosses into the next page.
+//! The first level has one table for each kind of data access: as supervisor; as user; as supervisor with RFLAGS.AC set
+//! (SMAP); and, always empty, as user with alignment checks. Each entry has a tag for reads and one for writes. An
+//! access looks at the entry of its first byte's page, and hits if the tag is that of its *last* byte's page. So one
+//! comparison also detects an access that crosses into the next page.
 //!
-//! A page with decoded code (`code_pages`) has a third tag instead of the tag for writes: a store to it needs no
-//! translation, but it needs a check.
+//! An entry for a page with decoded code (`code_pages`) has a third tag instead of the tag for writes: a store to the
+//! page then needs no translation, but needs a check.
 
 mod stlb;
 
@@ -64,8 +64,8 @@ pub(crate) struct Entry {
     write: u64,
     /// Host address of the page minus its linear address.
     addend: u64,
-    /// Flags and a tag. The tag is the address of a page that holds decoded code, with [`CODE`], if the page may be
-    /// written. The flag is [`GLOBAL`].
+    /// A tag and flags. If the page holds decoded code and may be written, the tag is the page's address, with flag
+    /// [`CODE`]. The other flag is [`GLOBAL`].
     note: u64,
 }
 
@@ -136,7 +136,7 @@ const HUGE_BITS: u32 = 30;
 
 pub(crate) struct Tlb {
     entries: [Entry; TABLES * ENTRIES],
-    /// Indices of the entries filled since the last flush, and of those that the flush kept. So a flush costs no
+    /// Indices of the entries that were filled since the last flush, or kept by it. With this list, a flush costs no
     /// more than the fills.
     filled: [u16; 1024],
     fills: usize,
@@ -337,7 +337,7 @@ impl Tlb {
             }
         };
         if fills <= self.filled.len() {
-            // The kept entries are listed first, before those that were not visited.
+            // Moves the kept entries to the beginning of the list.
             for k in 0..fills {
                 visit(self, self.filled[k]);
             }
@@ -346,7 +346,7 @@ impl Tlb {
         }
     }
 
-    /// Makes writes need a check for the host pages for which `has_code`, which gets a page's address, returns true.
+    /// Makes each write to certain host pages need a check: those for whose address `has_code` returns `true`.
     pub(crate) fn look_at_writes(&mut self, mut has_code: impl FnMut(usize) -> bool) {
         self.visit_filled(|entry| {
             if entry.write != EMPTY && has_code(entry.host()) {
@@ -356,7 +356,7 @@ impl Tlb {
         });
     }
 
-    /// Makes the next write to the page of `lin`, which no longer holds decoded code, translate anew.
+    /// Makes the next write to the page of `lin` translate again. The page no longer holds decoded code.
     pub(crate) fn forget_code(&mut self, table: usize, lin: u64) {
         self.entries[Self::index(table, lin)].note &= GLOBAL;
     }

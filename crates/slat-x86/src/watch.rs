@@ -1,4 +1,4 @@
-//! Breakpoints: what the debug registers watch (SDM volume 3, "Debug Registers").
+//! The breakpoints of the debug registers (SDM volume 3, "Debug Registers").
 
 /// DR6: bits that always read as one.
 pub(crate) const DR6_ONES: u64 = 0xffff_0ff0;
@@ -16,16 +16,16 @@ pub(crate) const DR7_GD: u64 = 1 << 13;
 /// The requests of a debugger outside the guest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Debugger {
-    /// Every instruction ends the run, as a trap.
+    /// Whether every instruction ends the run, as a trap.
     pub single_step: bool,
-    /// INT3 ends the run, as a fault.
+    /// Whether INT3 ends the run, as a fault.
     pub software_breakpoints: bool,
     /// Breakpoints that replace the guest's own.
     pub breakpoints: Option<Breakpoints>,
 }
 
 impl Debugger {
-    /// Whether #DB ends the run, also one that the guest caused.
+    /// Whether a #DB ends the run, even one that the guest caused.
     pub(crate) fn claims_debug(&self) -> bool {
         self.single_step || self.breakpoints.is_some()
     }
@@ -40,7 +40,7 @@ pub struct Breakpoints {
     pub control: u64,
 }
 
-/// What a breakpoint watches: its R/W field.
+/// The kind of access that a breakpoint watches: the values of its R/W field.
 pub(crate) mod kind {
     pub const EXECUTE: u64 = 0;
     pub const WRITE: u64 = 1;
@@ -82,13 +82,13 @@ pub(crate) struct Watch {
     pub(crate) code: bool,
     pub(crate) data: bool,
     pub(crate) ports: bool,
-    /// The instruction at RIP touches watched bytes: it has to be executed alone.
+    /// Whether the instruction at RIP touches watched bytes, and must be executed as a block of its own.
     pub(crate) alone: bool,
-    /// An instruction is executed alone: `hits` collects the watchpoints it hits.
+    /// Whether an instruction is executed as a block of its own, so that `hits` collects its watchpoints.
     pub(crate) collects: bool,
     /// DR6 bits of the watchpoints that the instruction has hit.
     pub(crate) hits: u64,
-    /// The instruction traps at its end: TF was set at its start, or a debugger single-steps.
+    /// Whether the instruction traps at its end: TF was set at its start, or a debugger single-steps.
     pub(crate) steps: bool,
     /// Addresses at which the INT3 of the debugger's last software breakpoint begins and ends.
     pub(crate) int3: Option<(u64, u64)>,

@@ -1,4 +1,4 @@
-//! Looks at accesses to watched bytes: those of breakpoints (`watch`) and of probes (`probe`).
+//! Checks accesses for watched bytes: those of breakpoints (`watch`) and of probes (`probe`).
 
 use crate::Cpu;
 use crate::flow::Break;
@@ -28,7 +28,8 @@ impl Cpu {
         }
     }
 
-    /// Notes which kinds of breakpoints and probes there are, after a change of them.
+    /// Call after a change of breakpoints or probes. Records which kinds of them exist, and flushes the TLB if data is
+    /// or was watched.
     pub(crate) fn apply_watch(&mut self) {
         let Cpu { watch, probes, .. } = self;
         let watched_data = watch.data;
@@ -48,8 +49,8 @@ impl Cpu {
                 || self.probes.watch_page(lin))
     }
 
-    /// Checks whether an access that is about to be made hits a watchpoint. Abandons an instruction that touches
-    /// watched bytes, unless it is already executed alone; it is then executed again, alone.
+    /// Checks whether an access that is about to be made hits a watchpoint. If the instruction touches watched bytes,
+    /// abandons it, and makes it start again as a block of its own, unless it already is one.
     #[cold]
     pub(crate) fn watch(&mut self, lin: u64, len: usize, access: Access) -> Result<(), Break> {
         let kinds: &[u64] = match access {

@@ -1,12 +1,12 @@
 //! x87 instructions.
 //!
-//! The host CPU executes each of them on the guest's own x87 state: FRSTOR, the instruction, FNSAVE. So the
-//! hardware itself determines stack faults, condition codes, rounding, and what unusual encodings do. An unmasked
-//! exception does no harm meanwhile: the hardware takes it with the *next* instruction that waits for it, and there
-//! is none before FNSAVE.
+//! The host CPU executes each of them on the guest's own x87 state: FRSTOR, the instruction, FNSAVE. So the hardware
+//! itself determines stack faults, condition codes, rounding, and the effects of unusual encodings. An unmasked
+//! exception does no harm: the hardware delivers it only at the *next* x87 instruction that waits for exceptions, and
+//! no such instruction is executed before FNSAVE clears it.
 //!
-//! Such an execution takes 170 ns. Frequent instructions in frequent states are executed faster, with their
-//! operands alone: see `quick`.
+//! This takes 170 ns. Frequent instructions in frequent states are executed faster, on their operands alone: see
+//! `quick`.
 
 mod quick;
 
@@ -50,7 +50,7 @@ impl Image {
         self.cs_and_opcode & NO_OPCODE != NO_OPCODE
     }
 
-    /// Whether each pointer is still the one that [`Run::new`] has loaded, or is that of the instruction.
+    /// Whether each pointer has the value that [`Run::new`] loaded, or the instruction's own.
     fn has_pointers_of(&self, stub: Stub) -> bool {
         let opcode = u32::from(stub.fop()) << 16;
         (!self.has_ip() || self.ip == stub.address() as u32)
@@ -58,9 +58,9 @@ impl Image {
     }
 }
 
-/// The instructions, four bytes apart. The first are those on registers: eight opcodes (D8 to DF) with 64 ModR/M bytes
-/// (C0 to FF) each. Then come those on memory at RDI: eight opcodes with eight ModR/M bytes each, first without and
-/// then with an operand-size prefix (which matters for the environment only).
+/// The instructions, four bytes apart. The instructions on registers are first: eight opcodes (D8 to DF) with 64 ModR/M
+/// bytes (C0 to FF) each. The instructions on memory at RDI follow: eight opcodes with eight ModR/M bytes each, first
+/// without and then with an operand-size prefix (which matters for the environment only).
 #[unsafe(naked)]
 unsafe extern "C" fn stubs() {
     naked_asm!(
@@ -189,8 +189,8 @@ fn opcode_and_modrm(code: &[u8]) -> Option<(u8, u8)> {
     }
 }
 
-/// Raises a pending x87 exception, as the next x87 or MMX instruction does. It is #MF even if CR0.NE is clear, because
-/// KVM runs guests with CR0.NE set, and there is no FERR# pin.
+/// Raises a pending x87 exception, as every x87 and MMX instruction that waits does. The exception is #MF even if
+/// CR0.NE is clear, because KVM runs guests with CR0.NE set, and there is no FERR# pin.
 pub(crate) fn check_pending(cpu: &mut Cpu) -> Flow {
     if cpu.state.fsw & ERROR == 0 {
         return Ok(());
@@ -234,8 +234,8 @@ fn status_to_ax(cpu: &mut Cpu, _op: &Op) -> Flow {
     Ok(())
 }
 
-/// Returns the alignment of an operand of `bytes` bytes, for alignment checks: 8 for an extended number, otherwise that
-/// of its largest part.
+/// Returns the alignment of an operand of `bytes` bytes, for alignment checks: 8 for an extended number, otherwise the
+/// alignment of the operand's largest part.
 fn alignment(bytes: u8) -> usize {
     match bytes {
         10 => 8,
@@ -278,7 +278,7 @@ fn store(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// FLDENV and FRSTOR: they load the pointers, too.
+/// FLDENV and FRSTOR, which load the pointers, too.
 fn load_environment(cpu: &mut Cpu, op: &Op) -> Flow {
     check_pending(cpu)?;
     let lin = cpu.lin(op, op.aux.into())?;
@@ -311,13 +311,13 @@ struct Run {
     flags: u64,
 }
 
-/// An opcode and an instruction pointer that no stub has. They replace the guest's while an instruction
-/// runs that may set them.
+/// An opcode and an instruction pointer that no stub has. They replace the guest's while an instruction runs that may
+/// set the pointers.
 const NO_OPCODE: u32 = 0x7ff << 16;
 const NO_IP: u32 = 1;
 
 impl Run {
-    /// Makes a run with pointers that no instruction sets, to find out whether this one sets them.
+    /// Makes a run with pointers that no instruction sets, to find out whether the instruction sets them.
     fn new(cpu: &mut Cpu) -> Run {
         let mut run = Run::with_pointers(cpu);
         (run.image.ip, run.image.cs_and_opcode, run.image.dp) = (NO_IP, NO_OPCODE, 0);
@@ -377,8 +377,8 @@ impl Run {
     }
 
     /// Executes the instruction until `is_whole`, which gets the result and the state before, accepts the result. Each
-    /// attempt begins with the same state. After four attempts the result is taken as it is: this host then behaves
-    /// differently from what `is_whole` expects.
+    /// attempt begins with the same state. After four attempts the result is accepted unchecked, because this host then
+    /// behaves differently from what `is_whole` expects.
     fn repeat(&mut self, stub: Stub, is_whole: impl Fn(&Run, &Run) -> bool) {
         let before = self.clone();
         self.execute(stub);

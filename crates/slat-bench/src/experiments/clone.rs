@@ -1,4 +1,4 @@
-//! Clones: VMs that go on from where another one has stopped.
+//! Clones: VMs that continue from the state of another VM.
 
 use std::fs::{self, File};
 use std::sync::atomic::AtomicU64;
@@ -39,9 +39,9 @@ more than twice as long as one alone.",
 const ANEW: &str = "anew";
 const CLONE: &str = "clone";
 const SECONDS: &str = "seconds_to_exit";
-/// Pages that each VM writes in the end, of which it does not share one.
+/// The number of pages that each VM writes at the end, and therefore does not share.
 const WRITTEN: u64 = 16;
-/// What fills the memory of a VM that is ready.
+/// The word that fills the memory of a VM that is ready.
 const FILL: u32 = 0x51a7_51a7;
 
 fn run(bench: &mut Bench) -> Result<(), Failure> {
@@ -53,7 +53,8 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
         None => None,
     };
     for count in counts(bench) {
-        // Not a thousand that share nothing: they need more memory than some hosts have.
+        // Without the variant in which a thousand VMs share nothing, because these need more memory than some hosts
+        // have.
         let variants = match count > 100 {
             true => vec![CLONE],
             false => bench.with_kvm(&[ANEW, CLONE]),
@@ -80,7 +81,7 @@ fn counts(bench: &Bench) -> [u32; 3] {
     bench.size.pick([1, 2, 3], [1, 100, 1000], [1, 100, 1000])
 }
 
-/// The memory of a VM that has got ready: of its system, and its data.
+/// The memory of a VM that is ready: its system's and its data's.
 struct Template {
     system: File,
     data: File,
@@ -106,7 +107,7 @@ fn get_ready<A: Api>(machine: &mut Machine<'_, A>, size: usize) -> Result<(), Fa
     Ok(())
 }
 
-/// Makes `count` VMs, clones of `template` if there is one, and has each serve.
+/// Makes `count` VMs, as clones of `template` if there is one, and makes each of them serve.
 fn together<A: Api>(
     api: &A,
     count: u32,
@@ -176,7 +177,8 @@ fn together<A: Api>(
     Ok(samples)
 }
 
-/// Returns the bytes of memory that this process alone uses. Pages of a file that one has written to are among them.
+/// Returns the bytes of memory that only this process uses. They include the pages of a file to which the process has
+/// written.
 fn private_bytes() -> Result<u64, Failure> {
     let text = fs::read_to_string("/proc/self/smaps_rollup")?;
     let line = text
@@ -230,7 +232,7 @@ mod tests {
                 .value(NAME, "together/2", variant, "private_bytes")
                 .unwrap()
         };
-        // 1 MiB that one has for itself, and the other shares but for 16 pages.
+        // A VM has 1 MiB of its own, and a clone shares all of it except 16 pages.
         assert!(
             bytes(CLONE) + 512e3 < bytes(ANEW),
             "{} {}",

@@ -1,4 +1,4 @@
-//! The dirty log: bitmaps against rings, and the ways to learn of writes.
+//! The dirty log: bitmaps against rings, and the methods to detect writes.
 
 mod methods;
 
@@ -51,7 +51,7 @@ const NS_PER_PAGE: &str = "ns_per_page";
 const BITMAP: &str = "slat";
 const RING: &str = "ring";
 
-/// The case of the log's end, its variants, and its second metric.
+/// The case in which a log ends, its variants, and its second metric.
 const END: &str = "end";
 const RECOVER: &str = "recover";
 const ZAP: &str = "zap";
@@ -211,8 +211,8 @@ fn ring(slat: &Slat, memory: &Memory, case: Case) -> Result<Duration, Failure> {
     })
 }
 
-/// Ends the log of memory that was written while it was logged, and has the guest write to it again. Returns the
-/// processor time of both, and the number of faults. Unless `recover`, huge leaves do not come back in place.
+/// Ends the log of memory that was written while it was logged, and lets the guest write to the memory again. Returns
+/// the processor time of both, and the number of faults. Unless `recover`, huge leaves are not restored in place.
 fn end(slat: &Slat, memory: &Memory, recover: bool) -> Result<(Duration, u64), Failure> {
     let mut machine = Machine::new(slat, 1, DATA + memory.size() as u64)?;
     machine.touch_system()?;
@@ -245,7 +245,7 @@ const KVM_DIRTY_GFN_F_RESET: u32 = 1 << 1;
 /// A vCPU's ring as its client sees it: an array of `struct kvm_dirty_gfn`.
 struct Ring {
     entries: NonNull<Entry>,
-    /// The next entry to harvest; counts on beyond the end.
+    /// The number of the next ring entry to harvest, which keeps counting beyond the end of the array.
     next: usize,
 }
 

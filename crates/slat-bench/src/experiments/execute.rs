@@ -1,4 +1,4 @@
-//! Executing from huge pages that must not be mapped executable.
+//! Execution of code in huge pages, which must not be mapped executable.
 
 use crate::compared::{Line, Rows};
 use crate::machine::guest::{DATA, PAGE};

@@ -39,7 +39,7 @@ const RATE: &str = "faults_per_s";
 const SLAT: &str = "slat";
 const GLOBAL_LOCK: &str = "global-lock";
 
-/// Number of threads, and whether they fault in the same tables.
+/// The name of each case, the number of threads, and whether they fault in the same tables.
 const CASES: [(&str, u64, bool); 3] = [
     ("1", 1, false),
     ("2/disjoint", 2, false),
@@ -76,7 +76,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Measures the rate of all threads together. Returns also whether no other program disturbed them.
+/// Measures the rate of all threads together. Also returns whether no other program disturbed them.
 fn faults(
     threads: u64,
     same_table: bool,

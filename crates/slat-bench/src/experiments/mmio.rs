@@ -1,4 +1,4 @@
-//! Devices: the cost of finding out that an address has no memslot.
+//! Devices: the time to find out that an address has no memslot.
 
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
@@ -37,11 +37,11 @@ no slower; ordinary differs by no more than 1 %. Times are the vCPU's processor 
 
 const VARIANTS: &[&str] = &["uncached", "cached"];
 const SLOTS: &[u32] = &[32, 509, 32764];
-/// Runs of which the shortest counts; counters are summed over all.
+/// The number of runs, of which the shortest counts. Counters are summed over all runs.
 const RUNS: usize = 10;
 /// Address of the small memslots, which are contiguous.
 const SMALL_SLOTS: u64 = 1 << 30;
-/// Bytes that a map shows, from the device on.
+/// The number of bytes that a map shows, starting at the device.
 const SHOWN: u64 = 64 << 20;
 /// The status register's value.
 const READY: u32 = 1;
@@ -107,7 +107,7 @@ fn exits(bench: &mut Bench) -> Result<(), Failure> {
         let shadow = prepare(&bench.shadow, slots, &data, &small)?;
         machines.push((format!("exit/shadow/{slots}"), shadow, None));
     }
-    // All numbers of memslots in each round: they are compared with each other, too.
+    // Each round measures all numbers of memslots, because these are compared with each other, too.
     for round in 0..rounds {
         for (case, slat, kvm) in &mut machines {
             let variants = match (round, &kvm) {

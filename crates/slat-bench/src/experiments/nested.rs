@@ -1,4 +1,4 @@
-//! A guest that is a hypervisor, and what its own guest's memory costs.
+//! A guest that is a hypervisor, and the cost of its own guest's memory.
 
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
@@ -36,16 +36,16 @@ Times are the vCPU's processor time.",
     rows: Rows::Metrics,
 };
 
-/// Where a program runs.
+/// The levels at which a program runs.
 const LEVELS: &[&str] = &["l1", L2];
 const L2: &str = "l2";
-/// Whom L1 asks.
+/// The software to which a guest exits: from L1 to slat, or to the KVM program; from L2 to its hypervisor.
 const SLAT: &str = "slat";
 const PROGRAM: &str = "program";
 const FAULTS: &[(&str, &str)] = &[("off", "off"), ("window-8", "8")];
 const CACHING: &[(&str, &str)] = &[("uncached", "off"), ("cached", "on")];
 const MMUS: [&str; 2] = ["tdp", "shadow"];
-/// Runs of which the shortest counts.
+/// The number of runs, of which the shortest counts.
 const RUNS: usize = 10;
 
 fn run(bench: &mut Bench) -> Result<(), Failure> {
@@ -80,7 +80,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
         for (name, program) in [("compute", compute), ("walk", walk)] {
             bench.in_turns(&case(name), rounds, LEVELS, |bench, level| {
                 let mut machine = begin(bench)?;
-                // Compiled, and its pages mapped.
+                // Runs the program once, so that it is compiled, and its pages are mapped.
                 at(&mut machine, level, &program)?;
                 let time = fastest(RUNS, || Ok(at(&mut machine, level, &program)?.cpu))?;
                 Ok(vec![Sample::seconds("seconds", time)])
@@ -145,7 +145,7 @@ fn at(machine: &mut Machine<'_, Slat>, level: &str, program: &Program) -> Result
     }
 }
 
-/// Has L2 write to a device register, `times` times.
+/// Makes L2 write to a device register, `times` times.
 fn ring(machine: &mut Machine<'_, Slat>, times: u64) -> Result<Vec<Sample>, Failure> {
     let rung = AtomicU64::new(0);
     let device = |index, exit: VcpuExit<'_>| {
@@ -177,7 +177,7 @@ fn bell(index: usize, exit: VcpuExit<'_>) -> Result<(), Failure> {
     }
 }
 
-/// Returns how long each of `exits` took.
+/// Returns the time of one of `exits` exits.
 fn each(time: Duration, exits: u64) -> Sample {
     let nanoseconds = time.as_secs_f64() * 1e9 / exits as f64;
     Sample::new("ns_per_exit", Unit::Nanoseconds, nanoseconds)
@@ -200,7 +200,7 @@ fn compare(report: &Report) -> Vec<Line> {
             line("exit", mmu, "ns_per_exit", SLAT, L2),
             line("compute", mmu, "seconds", "l1", L2).map(|line| line.change_within(0.05)),
             line("walk", mmu, "seconds", "l1", L2),
-            // An eighth, and what L2's own tables and the ends of the memslot cost.
+            // An eighth of the faults, and those for L2's own tables and for the ends of the memslot.
             line("faults", mmu, "pf_fixed", "off", "window-8")
                 .map(|line| line.change_at_most(1.02 / 8.0 - 1.0)),
             line("faults", mmu, "seconds", "off", "window-8"),

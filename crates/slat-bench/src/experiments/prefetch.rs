@@ -33,9 +33,9 @@ touched. Times are the vCPU's processor time.",
 };
 
 const SEQUENTIAL: &str = "sequential";
-/// The same with the direct MMU, in which the published number was measured.
+/// The sequential case with the direct MMU, for which the published number was measured.
 const DIRECT: &str = "sequential/direct";
-/// The same without a second level: the guest's pages of 2 MiB are mapped by parts.
+/// The sequential case without a second level: the guest's pages of 2 MiB are mapped in parts.
 const SHADOW: &str = "sequential/shadow";
 const RANDOM: &str = "random";
 
@@ -44,7 +44,7 @@ const VARIANTS: &[(&str, &str)] = &[("off", "off"), ("window-8", "8"), ("adaptiv
 
 fn run(bench: &mut Bench) -> Result<(), Failure> {
     let rounds = bench.size.pick(1, 5, 3);
-    // 6 GiB touched of an 8 GiB VM, as published, or the same share of less.
+    // 6 GiB of an 8 GiB VM are touched, as in the publication, or the same share of less memory.
     let size: usize = bench.size.pick(8 << 20, 512 << 20, 8 << 30);
     let pages = size as u64 / PAGE;
     let memory = Memory::new(size, 2 << 20, Pages::Small)?;
@@ -127,7 +127,7 @@ fn touch<A: Api>(
         samples.extend([
             Sample::count("pf_fixed", counted.pf_fixed),
             Sample::count("prefetched", counted.prefetched),
-            // A gauge: the leaves that were installed, all of them in this memslot.
+            // The gauge `pages_4k` is the number of installed leaves, all of them in this memslot.
             Sample::count("prefetched_unused", counted.pages_4k - used),
         ]);
     }
@@ -148,7 +148,7 @@ fn compare(report: &Report) -> Vec<Line> {
         line(case, "seconds", "window-8").map(|line| line.change_at_most(share - 1.0))
     };
     [
-        // An eighth, and one hundredth of that for windows that reach beyond the memslot.
+        // An eighth of the faults, and one hundredth more for windows that reach beyond the memslot.
         faults(SEQUENTIAL, "window-8", 1.01 / 8.0),
         faults(SEQUENTIAL, "adaptive", 1.0 / 64.0).map(|line| line.with_published(None)),
         seconds(SEQUENTIAL, 0.8),

@@ -1,4 +1,4 @@
-//! Huge leaves that are split for the dirty log, before the guest writes.
+//! Huge leaves that are split for the dirty log before the guest writes to them.
 
 use std::hint::black_box;
 use std::time::Duration;
@@ -53,7 +53,7 @@ const LIMIT: &str = "limit_seconds";
 const FULL_WALK: &str = "full-walk";
 const SKIP: &str = "skip-last-level";
 const DEFAULT: &str = "default";
-/// The last of these, with `hierarchical_protect`.
+/// The last of these variants, with the policy `hierarchical_protect`.
 const FROM_ABOVE: &str = "from-above";
 const VARIANTS: [&str; 4] = [FULL_WALK, SKIP, DEFAULT, FROM_ABOVE];
 
@@ -96,8 +96,8 @@ struct Subject {
 
 impl Subject {
     fn new(mapped: Mapped, size: u64) -> Result<Self, Failure> {
-        // One GiB, repeated. Its backing has to be misaligned with the guest's GiB by 2 MiB to make
-        // the largest leaf 2 MiB.
+        // The memory is one GiB, mapped repeatedly. To make the largest leaf 2 MiB, the backing must be misaligned with
+        // the guest's GiB by 2 MiB.
         let piece = size.min(GIGA) as usize;
         let spare = if mapped == Mapped::Mega { piece } else { 0 };
         Ok(Subject {
@@ -136,7 +136,7 @@ impl Subject {
         }
     }
 
-    /// Returns the number of leaves that a split replaces, and of tables that it makes: one for each.
+    /// Returns the number of leaves that a split replaces, which is also the number of tables that it makes.
     fn splits(&self) -> u64 {
         match self.mapped {
             Mapped::Small => 0,
@@ -154,8 +154,8 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
                 Mapped::Giga => GIGA,
                 _ => 8 * MEGA,
             };
-            // Clearing needs a fault for each page before; split memory is only walked, so its tables
-            // have to exceed a cache.
+            // Clearing needs a fault for each page before the call. Split memory is only walked, so its tables must
+            // exceed a cache.
             let (usual, rounds, full_rounds) = match (call, mapped) {
                 (Call::Clear, Mapped::Small) => (3 * GIGA, 3, 3),
                 (Call::Clear, _) => (GIGA, 7, 3),
@@ -163,7 +163,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
             };
             let rounds = bench.size.pick(1, rounds, full_rounds);
             let subject = Subject::new(mapped, bench.size.pick(tiny, usual, 64 * GIGA))?;
-            // As large as the memslot's tables; resident from here on.
+            // A buffer as large as the memslot's tables, which is resident from here on.
             let mut table_bytes = vec![1u64; (subject.splits() * PAGE) as usize / 8];
             let case = format!("{name}/{state}");
             bench.in_turns(&case, rounds, &VARIANTS, |bench, walk| {
@@ -186,7 +186,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Writes words as tables of leaves hold them: a number that counts up.
+/// Writes words like the entries of leaf tables: a number that counts up.
 fn stream(words: &mut [u64]) -> Duration {
     let began = thread_time();
     let mut entry = 0x37;
@@ -211,7 +211,7 @@ fn measure(
     machine.vm().engine().platform().set_contiguous(true);
     machine.set_slot(&subject.slot(0))?;
     let before = stats(&machine);
-    // The tables do not show which pages were written: one page populates a whole huge leaf.
+    // The tables do not show which pages were written, so writing one page is enough to populate a whole huge leaf.
     let populate = Program::write_every(DATA, MEGA, subject.size / MEGA, 1);
     machine.run(&[populate], &no_device)?;
     protect_manually(&machine, true)?;
@@ -283,8 +283,8 @@ fn protect_manually(machine: &Machine<'_, Slat>, manual: bool) -> Result<(), Fai
     })?)
 }
 
-/// Logs for long enough to split the whole memslot, protects nothing, and prevents split leaves from being
-/// merged when the log ends.
+/// Logs the memslot just until all of it is split. Protects nothing, and prevents split leaves from being merged when
+/// the log ends.
 fn split_and_stay<'m>(machine: &Machine<'m, Slat>, subject: &'m Subject) -> Result<(), Failure> {
     machine.set_slot(&subject.slot(KVM_MEM_LOG_DIRTY_PAGES))?;
     clear(machine, subject, &subject.no_page())?;
@@ -307,7 +307,7 @@ fn write_all(machine: &mut Machine<'_, Slat>, subject: &Subject) -> Result<(), F
     Ok(())
 }
 
-/// Does `KVM_CLEAR_DIRTY_LOG` on the whole memslot.
+/// Calls `KVM_CLEAR_DIRTY_LOG` for the whole memslot.
 fn clear(machine: &Machine<'_, Slat>, subject: &Subject, bitmap: &[u64]) -> Result<(), Failure> {
     let pages = u32::try_from(subject.pages())?;
     Ok(machine.vm().clear_dirty_log(1, 0, pages, bitmap)?)
@@ -336,7 +336,7 @@ fn compare(report: &Report) -> Vec<Line> {
                 (Mapped::Small, _, Some(change)) => line.change_at_most(change),
                 _ => line,
             }));
-            // Of memory that is split already, only the entries above the tables are left to change.
+            // If memory is already split, only the entries above the tables need a change.
             let from_above = Line::compare(report, NAME, &case, SECONDS, DEFAULT, FROM_ABOVE);
             lines.extend(from_above.map(|line| match (mapped, call) {
                 (Mapped::Small, Call::Enable) => line.change_at_most(-0.99),

@@ -1,6 +1,6 @@
 //! The axis of a chart: positions of values between its ends.
 
-/// Beyond this ratio of the largest to the smallest value, small bars could not be seen.
+/// The ratio of the largest to the smallest value beyond which small bars would be invisible on a linear axis.
 const LINEAR: f64 = 30.0;
 
 /// The ends of a chart, and its scale.
@@ -37,7 +37,7 @@ impl Axis {
         }
         if most / least > LINEAR {
             let exponent = |value: f64| value.log10();
-            // The least bar is to be seen, too.
+            // Even the smallest bar must be visible.
             return Axis::Logarithmic {
                 from: (exponent(least) - 0.1).floor() as i32,
                 to: exponent(most).ceil() as i32,
@@ -55,7 +55,7 @@ impl Axis {
         }
     }
 
-    /// Returns the position of a value: 0 is the left end, 1 the right one.
+    /// Returns the position of a value: 0 is the left end of the axis, and 1 the right end.
     pub fn place(&self, value: f64) -> f64 {
         let place = match *self {
             Axis::Linear { to, .. } => value / to,

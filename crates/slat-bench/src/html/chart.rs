@@ -4,15 +4,15 @@ use crate::compared::{Goal, Line};
 use crate::machine::{Api, RealKvm};
 use crate::report::Unit;
 
-/// More cases than these in one picture are divided by the first part of their names.
+/// The number of cases in one picture above which they are divided by the first part of their names.
 const CASES: usize = 6;
 
 /// The meaning of a bar, which decides how it is drawn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// The variant that the others are compared with.
+    /// The variant with which the other ones are compared.
     Before,
-    /// The n-th variant that is compared with it.
+    /// The n-th variant that is compared with `Before`.
     After(usize),
     /// The value that `before` would reach with the published change.
     Published,
@@ -31,7 +31,7 @@ pub struct Bar<'a> {
     pub value: f64,
     /// The change against `before`.
     pub change: Option<f64>,
-    /// Name and value of the best that can be reached.
+    /// The name and the value of the best possible result.
     pub limit: Option<(&'a str, f64)>,
     /// The goal of the value.
     pub goal: Option<&'a Goal>,
@@ -49,7 +49,7 @@ pub struct Case<'a> {
 /// One metric of the cases that belong together.
 #[derive(Debug)]
 pub struct Chart<'a> {
-    /// The first part of the cases' names, if the chart does not have all cases of the metric.
+    /// The first part of the cases' names, if the chart has only those cases of the metric.
     pub family: Option<&'a str>,
     /// The metric's name.
     pub metric: &'a str,
@@ -81,13 +81,13 @@ pub fn charts(lines: &[Line]) -> Vec<Chart<'_>> {
     let mut variants = Vec::new();
     for case in charts.iter_mut().flat_map(|chart| &mut chart.cases) {
         case.tell_variants_apart(&mut variants);
-        // For orientation only, unless the others are compared with it.
+        // A real KVM is last, because it is for orientation only, unless the other variants are compared with it.
         case.bars[1..].sort_by_key(|bar| bar.role == Role::Kvm);
     }
     charts
 }
 
-/// Returns the chart of its metric to which a line belongs.
+/// Returns the family of the chart to which a line belongs, if the metric has several charts.
 fn family<'a>(lines: &[Line], line: &'a Line) -> Option<&'a str> {
     let mut cases: Vec<_> = lines
         .iter()
@@ -166,8 +166,7 @@ impl<'a> Case<'a> {
         }
     }
 
-    /// Adds a bar, unless it is that of a variant with which several others are compared and is
-    /// there already.
+    /// Adds a bar, unless the case already has it, because several variants are compared with this bar's.
     fn add_once(&mut self, bar: Bar<'a>) {
         if !self.bars.iter().any(|known| known.name == bar.name) {
             self.bars.push(bar);

@@ -5,7 +5,7 @@ use std::fs;
 use crate::machine::{Api, RealKvm};
 use crate::rounds::Size;
 
-/// Returns the facts about machine and run that a reader has to know: a name and a value each.
+/// Returns the facts about machine and run that a reader needs, each with a name and a value.
 pub fn facts(size: Size) -> Vec<(&'static str, String)> {
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     let unknown = || "unknown".to_owned();

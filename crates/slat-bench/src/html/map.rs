@@ -1,4 +1,5 @@
-//! Maps of guest memory: squares, filled by the leaves that map them; of an experiment, phase beside phase.
+//! Maps of guest memory, drawn as squares that are filled by kinds of leaves. The maps of an experiment's phases are
+//! side by side.
 
 use maud::{Markup, html};
 
@@ -16,7 +17,7 @@ const GAP: f64 = 1.0;
 /// Height of a mark along an edge.
 const EDGE: f64 = 2.0;
 
-/// A way to map a share of a square's pages: class, name, and how many pages of a cell are mapped
+/// A kind of mapping: its CSS class, its name, and a function that returns the number of a cell's pages that are mapped
 /// so.
 type Kind = (&'static str, &'static str, fn(&Cell) -> u64);
 
@@ -27,8 +28,8 @@ const FILLS: [Kind; 4] = [
     ("small", "in 4 KiB leaves", |cell| cell.by_level[0]),
     ("mmio", "MMIO", |cell| cell.mmio),
 ];
-/// The kinds that are drawn over the fills: over the whole square, along its upper and its lower edge, and
-/// inside of these marks.
+/// The kinds that are drawn on top of the fills: over the whole square, along its upper and its lower edge, and inside
+/// these marks.
 const NX: Kind = ("nx", "not executable", |cell| cell.nx);
 const PROTECTED: Kind = ("protected", "write-protected for the log", |cell| {
     cell.protected
@@ -40,11 +41,11 @@ const OVER: [Kind; 5] = [NX, PROTECTED, DIRTY, ACCESSED, PRIVATE];
 
 /// A part of guest memory, to be drawn.
 pub struct Strip<'a> {
-    /// What it is, in a few words.
+    /// A description in a few words.
     pub name: &'a str,
     /// 4 KiB pages of each cell.
     pub cell_pages: u64,
-    /// Its cells, by address.
+    /// The cells, by address.
     pub cells: &'a [Cell],
 }
 
@@ -68,8 +69,7 @@ pub fn memory(groups: &[(String, Vec<Strip<'_>>)]) -> Markup {
     }
 }
 
-/// Draws the maps of an experiment, those of one case and variant together; nothing if there are
-/// none.
+/// Draws the maps of an experiment, with those of one case and variant together. Draws nothing if there are no maps.
 pub fn maps(maps: &[&PageMap]) -> Markup {
     html! {
         @if !maps.is_empty() {
@@ -89,7 +89,7 @@ pub fn maps(maps: &[&PageMap]) -> Markup {
     }
 }
 
-/// Groups the maps by case and variant: rounds measure phases in turns.
+/// Groups the maps by case and variant, because rounds measure variants in turns.
 fn subjects<'a>(maps: &[&'a PageMap]) -> Vec<Vec<&'a PageMap>> {
     let mut subjects: Vec<Vec<&PageMap>> = Vec::new();
     for map in maps {
@@ -155,7 +155,7 @@ fn account(strip: &Strip<'_>) -> String {
 fn draw_run(cell: &Cell, cell_pages: u64, column: usize, cells: usize, top: f64) -> Markup {
     let (x, width) = (column as f64 * WIDE, cells as f64 * WIDE - GAP);
     let full = HIGH - 2.0 * GAP;
-    // Every kind in a square is to be seen, be it one page.
+    // Every kind in a square must be visible, even if it has only one page.
     let share = |pages: u64, full: f64| match pages {
         0 => 0.0,
         pages => (pages as f64 / cell_pages as f64 * full).max(1.0),

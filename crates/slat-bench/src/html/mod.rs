@@ -1,12 +1,12 @@
-//! The report, and maps of guest memory, each as one page that needs nothing else: no network, no script, no other
-//! file. It follows the reader's choice of light or dark.
+//! The report, and maps of guest memory, each as one self-contained page: without network, script, or other files. The
+//! page follows the reader's choice of a light or dark theme.
 //!
 //! | file | idea |
 //! |---|---|
 //! | `chart` | the contents of a chart: the table's lines as bars |
 //! | `axis` | positions of values, linear or logarithmic |
 //! | `picture` | the chart as inline SVG |
-//! | `map` | what maps a guest's memory |
+//! | `map` | maps of guest memory, by kinds of leaves |
 //! | `table` | the terminal's table |
 //! | `facts` | the machine on which the measurements were made |
 
@@ -55,7 +55,8 @@ pub fn page(selection: &[&Experiment], report: &Report, size: Size) -> String {
     document("slat bench", &contents)
 }
 
-/// Makes the page of how the memory of VMs is mapped. `lead` says whose it is; `groups` have a name and [`Strip`]s.
+/// Makes the page that shows how the memory of VMs is mapped. `lead` says whose memory it is. `groups` have a name and
+/// [`Strip`]s.
 pub fn memory_page(lead: &str, groups: &[(String, Vec<Strip<'_>>)]) -> String {
     let contents = html! {
         p.lead { (lead) }
@@ -157,7 +158,7 @@ fn section(experiment: &Experiment, report: &Report) -> Markup {
     }
 }
 
-/// Splits an explanation into paragraphs: one ends where a sentence ends with its line.
+/// Splits an explanation into paragraphs. A paragraph ends where a sentence ends at the end of its line.
 fn explained(text: &str) -> Markup {
     html! {
         div.explain {

@@ -9,7 +9,7 @@ use crate::compared::{percent, shown};
 use crate::report::Unit;
 
 const WIDTH: f64 = 650.0;
-/// Left and right end of the bars; numbers are to the right of them.
+/// The left and right end of the bars. Numbers are to the right of the bars.
 const LEFT: f64 = 100.0;
 const RIGHT: f64 = 360.0;
 const VALUE: f64 = 438.0;
@@ -64,7 +64,7 @@ fn x(axis: &Axis, value: f64) -> f64 {
     LEFT + axis.place(value) * (RIGHT - LEFT)
 }
 
-/// Formats a coordinate: about a tenth of a unit of the picture can be seen.
+/// Formats a coordinate, to a tenth of a unit, the smallest visible distance.
 fn number(value: f64) -> String {
     format!("{value:.1}")
 }

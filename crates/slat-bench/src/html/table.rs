@@ -4,7 +4,7 @@ use maud::{Markup, html};
 
 use crate::compared::{COLUMNS, Goal, Grid, Line, Rows, groups};
 
-/// A longer table is shown only on request.
+/// The number of lines above which a table is shown only on request.
 const LONG: usize = 40;
 
 /// Makes a table of all lines, with the rows that they have on the terminal.

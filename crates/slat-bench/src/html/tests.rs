@@ -52,7 +52,7 @@ fn what_the_table_shows_stands_in_chart_and_table() {
     ] {
         assert!(page.matches(&format!(">{value}<")).count() >= 2, "{value}");
     }
-    // The published change, and 262,144 changed by it.
+    // The page has the published change, and 262,144 with this change applied.
     assert!(page.contains(">-84.6 %<"));
     assert!(page.contains(">40,445<"));
 }

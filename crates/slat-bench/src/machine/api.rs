@@ -15,9 +15,9 @@ pub use slat_demo::Failure;
 
 /// A KVM.
 pub trait Api: Sized {
-    /// The variant that its measurements are.
+    /// The name of this KVM's variant in measurements.
     const NAME: &'static str;
-    /// Its VMs.
+    /// The type of its VMs.
     type Vm: VmApi;
 
     /// Opens the KVM.
@@ -29,48 +29,48 @@ pub trait Api: Sized {
     /// Creates a VM without memory.
     ///
     /// # Errors
-    /// KVM's.
+    /// KVM's errors.
     fn create_vm(&self) -> Result<Self::Vm, Failure>;
 
-    /// Creates a vCPU whose CPUID has all that this KVM supports.
+    /// Creates a vCPU whose CPUID reports all features that this KVM supports.
     ///
     /// # Errors
-    /// KVM's.
+    /// KVM's errors.
     fn create_vcpu(&self, vm: &Self::Vm, id: u64) -> Result<<Self::Vm as VmApi>::Vcpu, Failure>;
 }
 
 /// A VM.
 pub trait VmApi: Send + Sync {
-    /// Its vCPUs.
+    /// The type of its vCPUs.
     type Vcpu: VcpuApi;
 
     /// Does `KVM_SET_USER_MEMORY_REGION`.
     ///
     /// # Errors
-    /// KVM's.
+    /// KVM's errors.
     ///
     /// # Safety
-    /// The memory that backs the memslot outlives it, and this process relies on nothing in it that a
+    /// The memory that backs the memslot outlives the memslot, and this process relies on nothing in the memory that a
     /// concurrent write would break.
     unsafe fn set_region(&self, region: kvm_userspace_memory_region) -> Result<(), Failure>;
 
     /// Does `KVM_CREATE_IRQCHIP`.
     ///
     /// # Errors
-    /// KVM's.
+    /// KVM's errors.
     fn create_irqchip(&self) -> Result<(), Failure>;
 
     /// Does `KVM_SET_GSI_ROUTING` with one route, and `KVM_IRQFD`: each signal of `event` is an
     /// interrupt of that route.
     ///
     /// # Errors
-    /// KVM's.
+    /// KVM's errors.
     fn route_irqfd(&self, event: &EventFd, route: kvm_irq_routing_entry) -> Result<(), Failure>;
 
     /// Does `KVM_IOEVENTFD`: each write to `gpa` signals `event`.
     ///
     /// # Errors
-    /// KVM's.
+    /// KVM's errors.
     fn set_ioeventfd(&self, event: &EventFd, gpa: u64) -> Result<(), Failure>;
 
     /// Returns slat's engine with its counts and policies; `None` for a real KVM.
@@ -82,37 +82,37 @@ pub trait VcpuApi: Send {
     /// Does `KVM_GET_SREGS`.
     ///
     /// # Errors
-    /// KVM's.
+    /// KVM's errors.
     fn sregs(&self) -> Result<kvm_sregs, Failure>;
 
     /// Does `KVM_SET_SREGS`.
     ///
     /// # Errors
-    /// KVM's.
+    /// KVM's errors.
     fn set_sregs(&self, sregs: &kvm_sregs) -> Result<(), Failure>;
 
     /// Does `KVM_GET_REGS`.
     ///
     /// # Errors
-    /// KVM's.
+    /// KVM's errors.
     fn regs(&self) -> Result<kvm_regs, Failure>;
 
     /// Does `KVM_SET_REGS`.
     ///
     /// # Errors
-    /// KVM's.
+    /// KVM's errors.
     fn set_regs(&self, regs: &kvm_regs) -> Result<(), Failure>;
 
     /// Does `KVM_GET_TSC_KHZ`.
     ///
     /// # Errors
-    /// KVM's.
+    /// KVM's errors.
     fn tsc_khz(&self) -> Result<u32, Failure>;
 
     /// Does `KVM_RUN`.
     ///
     /// # Errors
-    /// KVM's.
+    /// KVM's errors.
     fn run(&mut self) -> Result<VcpuExit<'_>, Failure>;
 }
 
@@ -213,7 +213,7 @@ api!(
     engine(vm) Some(vm.engine())
 );
 impl Slat {
-    /// The same, with VMs whose tables `mmu` makes.
+    /// Returns this KVM, but with VMs whose tables `mmu` makes.
     #[must_use]
     pub fn with_mmu(self, mmu: MmuKind) -> Self {
         Slat(self.0.with_mmu(mmu))

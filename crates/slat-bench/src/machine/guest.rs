@@ -1,6 +1,7 @@
-//! What a guest runs in: the page tables and a vCPU's first registers.
+//! The environment of a guest: the page tables and a vCPU's first registers.
 //!
-//! Guest-virtual is guest-physical, in guest pages of 2 MiB, so that the guest's own tables are few.
+//! Guest-virtual addresses equal guest-physical ones. They are mapped by guest pages of 2 MiB, so that the guest's own
+//! tables are few.
 
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::time::{Duration, Instant};
@@ -35,7 +36,7 @@ impl<'m> Turns<'m> {
     /// Waits until the guest has done its part, and lets it continue with the next one.
     ///
     /// # Errors
-    /// If the guest takes unbearably long: it has ended.
+    /// If the guest does not act in time, because it has ended.
     pub fn pass(&self) -> Result<(), Failure> {
         self.turn.store(1, SeqCst);
         wait_until(|| self.turn.load(SeqCst) == 0)
@@ -47,7 +48,7 @@ impl<'m> Turns<'m> {
     }
 }
 
-/// Waits until `done`, for an action of a guest's.
+/// Waits until `done` returns `true`, which an action of the guest causes.
 ///
 /// # Errors
 /// If the guest does not act in time.

@@ -1,8 +1,8 @@
-//! A guest that is a hypervisor (L1): it runs programs as a guest of its own (L2), by SVM (AMD64 volume 2,
-//! chapter 15 and appendix B).
+//! A guest that is a hypervisor (L1), and runs programs as its own guest (L2), by SVM (AMD64 volume 2, chapter 15 and
+//! appendix B).
 //!
-//! L2 has page tables like L1's, and nested tables that map one to one: what is at [`DATA`] in pages of 4 KiB, all else
-//! in pages of 2 MiB. All of it lies in the system slot.
+//! L2 has page tables like L1's, and nested tables that map addresses one to one: memory from [`DATA`] on by pages of 4
+//! KiB, all other memory by pages of 2 MiB. All these tables are in the system slot.
 
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -14,12 +14,12 @@ use slat_demo::long_mode::{PRESENT_WRITABLE, identity_map};
 
 const VMCB: u64 = 3 << 20;
 const HOST_SAVE: u64 = VMCB + PAGE;
-/// L2's own tables: the root, the one below, the directories.
+/// The addresses of L2's own tables: the root, the table below the root, the directories.
 const OWN: u64 = HOST_SAVE + PAGE;
-/// The nested tables, likewise; then those of level 1.
+/// The addresses of the nested tables, in the same order; then the tables of level 1.
 const NESTED: u64 = OWN + (2 + GIBS) * PAGE;
 const NESTED_TABLES: u64 = NESTED + (2 + GIBS) * PAGE;
-/// The GiB that they map: those below [`DATA`], and its first.
+/// The number of GiB that the tables map: those below [`DATA`], and the first GiB of the data.
 const GIBS: u64 = (DATA >> 30) + 1;
 /// The most bytes at [`DATA`] that L2 can use.
 pub const MOST_DATA: u64 = (SYSTEM_SIZE as u64 - NESTED_TABLES) / PAGE * LARGE;
@@ -54,10 +54,10 @@ mod at {
 }
 
 impl<A: Api> Machine<'_, A> {
-    /// Lets the first vCPU be a hypervisor.
+    /// Makes the first vCPU a hypervisor.
     ///
     /// # Errors
-    /// KVM's.
+    /// KVM's errors.
     pub fn begin_hypervisor(&mut self) -> Result<(), Failure> {
         const {
             assert!(
@@ -83,10 +83,10 @@ impl<A: Api> Machine<'_, A> {
         Ok(())
     }
 
-    /// Runs `program` on the first vCPU, in L2. RAX and RSP end as L1's.
+    /// Runs `program` on the first vCPU, in L2. At the end, RAX and RSP are L1's.
     ///
     /// # Errors
-    /// KVM's, `device`'s, and an end of L2 other than by HLT.
+    /// KVM's errors and `device`'s. It is also an error if L2 ends in another way than by HLT.
     pub fn run_nested(&mut self, program: &Program, device: &Device<'_>) -> Result<Ran, Failure> {
         let registers = program.registers(0);
         let special = guest::special_registers(kvm_sregs::default());
@@ -134,7 +134,7 @@ impl<A: Api> Machine<'_, A> {
     }
 }
 
-/// Returns a segment as the control block has it: selector, attributes and limit; base.
+/// Returns a segment in the form of the control block: selector, attributes and limit; base.
 fn packed(segment: &kvm_segment) -> [u64; 2] {
     let attributes = u64::from(segment.type_)
         | u64::from(segment.s) << 4

@@ -1,11 +1,11 @@
-//! What a guest needs to take an interrupt: a GDT, whose segments the handler runs in and returns to, an IDT, and a
-//! local APIC in x2APIC mode, so that its registers are MSRs.
+//! The parts of a guest that takes interrupts: a GDT with the segments in which the handler runs and to which it
+//! returns, an IDT, and a local APIC in x2APIC mode, so that its registers are MSRs.
 
 use kvm_bindings::{kvm_dtable, kvm_irq_routing_entry, kvm_irq_routing_msi, kvm_sregs};
 
 use super::layout::{GDT, IDT};
 
-/// The vector that [`load`] prepares; all others are not present.
+/// The only vector that [`load`] makes present.
 const VECTOR: u64 = 0x40;
 /// Null, code at selector 8, data at selector 0x10: as in [`slat_demo::long_mode`].
 const SEGMENTS: [u64; 3] = [0, 0x00af_9b00_0000_ffff, 0x00cf_9300_0000_ffff];

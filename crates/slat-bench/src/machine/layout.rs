@@ -1,11 +1,11 @@
-//! Where the guest's memory has what.
+//! The layout of the guest's memory.
 
 /// A guest page, the smallest unit of a program.
 pub const PAGE: u64 = 4096;
 
-/// Address of the page tables, the code and the stacks.
+/// The address of the system slot: page tables, code and stacks.
 pub const SYSTEM: u64 = 0;
-/// Their size in bytes: enough for the tables of 492 GiB.
+/// The size of the system slot in bytes: enough for the tables of 492 GiB.
 pub const SYSTEM_SIZE: usize = 4 << 20;
 /// The most vCPUs that have a stack.
 pub const MAX_VCPUS: usize = 512;
@@ -13,14 +13,14 @@ pub const MAX_VCPUS: usize = 512;
 pub const DEVICE: u64 = 0xd000_0000;
 /// A program that cannot halt, because its VM has interrupt controllers, ends with a write to this port.
 pub const END: u16 = 0xf4;
-/// The first address that is free for data; below it, and above [`SYSTEM_SIZE`], there is space for small slots.
+/// The first address of the data. Between [`SYSTEM_SIZE`] and this address there is space for small slots.
 pub const DATA: u64 = 4 << 30;
 
-/// Words that a program in another mode uses ([`super::modes`]).
+/// The address of words that a program in another mode uses ([`super::modes`]).
 pub(super) const SCRATCH: u64 = 0x800;
 pub(crate) const PML4: u64 = 0x1000;
 pub(super) const PDPT: u64 = 0x2000;
-/// The descriptor tables ([`super::interrupts`]).
+/// The addresses of the descriptor tables ([`super::interrupts`]).
 pub(super) const GDT: u64 = 0x3000;
 pub(super) const PROGRAM: u64 = 0x4000;
 pub(super) const MODES: u64 = 0xe000;

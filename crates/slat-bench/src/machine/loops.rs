@@ -1,14 +1,14 @@
-//! The instructions of the programs in long mode. What a comment gives as registers, [`Program`](super::Program) sets.
+//! The instructions of the programs in long mode. [`Program`](super::Program) sets the registers that a comment names.
 
 use super::layout::PROGRAM;
 
-/// The programs' instructions: bytes among this process's constants, never executed by it.
+/// Defines the programs' instructions: constant bytes, which this process never executes.
 macro_rules! programs {
     ($($(#[$doc:meta])* $name:ident = $symbol:literal [$($line:literal),* $(,)?])*) => {
         std::arch::global_asm!(
             ".pushsection .rodata.slat_bench_guest, \"a\", @progbits",
             ".balign 16",
-            // Global, because Rust code may be compiled into another object file than this code.
+            // The labels are global, because Rust code may be compiled into another object file than this code.
             ".globl slat_bench_guest, slat_bench_guest_end",
             "slat_bench_guest:",
             $(concat!(".globl ", $symbol), concat!($symbol, ":"), $($line,)* "hlt",)*
@@ -67,8 +67,9 @@ programs! {
         "dec rcx",
         "jnz 2b",
     ]
-    /// Writes eax to r9 pages from rbx on, counts that in rsi, waits for its turn and continues with r9 pages from r8
-    /// on; and again, until it is told to stop. The words at r10: stop, turn ([`Turns`](super::guest::Turns)).
+    /// Writes eax to r9 pages from rbx on, and counts that pass in rsi; waits for its turn; does the same with r9 pages
+    /// from r8 on; waits again; and repeats this until the host stops it. The words at r10 are stop and turn
+    /// ([`Turns`](super::guest::Turns)).
     turns = "slat_bench_turns" [
         "2:",
         "mov rdi, rbx",
@@ -89,7 +90,7 @@ programs! {
         "jmp 2b",
         "5:",
     ]
-    /// Writes eax to r9 pages from rbx on, counts that in rsi, and again, until the word at r10 says stop.
+    /// Repeatedly writes eax to r9 pages from rbx on, and counts the passes in rsi, until the word at r10 is set.
     hammer = "slat_bench_hammer" [
         "2:",
         "mov rdi, rbx",
@@ -334,8 +335,9 @@ programs! {
         "dec rdx",
         "jnz 2b",
     ]
-    /// Takes interrupts, as [`super::interrupts`] has prepared: enables the local APIC and writes the time-stamp
-    /// counter to the word at r9, again and again, until the word at r10 is not zero. r8: as for `handle`.
+    /// Takes interrupts, for which [`super::interrupts`] has prepared the guest: enables the local APIC, and then
+    /// writes the time-stamp counter to the word at r9 repeatedly, until the word at r10 is not zero. r8: as for
+    /// `handle`.
     interruptible = "slat_bench_interruptible" [
         "mov ecx, 0x80f", // spurious-interrupt vector register: enabled
         "mov eax, 0x1ff",
@@ -352,7 +354,7 @@ programs! {
         "cli",
         "out 0xf4, al", // END: with interrupt controllers KVM itself waits in HLT
     ]
-    /// The interrupt handler: writes the time-stamp counter to the word at r8 and counts in the next one.
+    /// The interrupt handler: writes the time-stamp counter to the word at r8, and increments the next word.
     handle = "slat_bench_handle" [
         "push rax",
         "push rcx",
@@ -371,7 +373,7 @@ programs! {
         "pop rax",
         "iretq",
     ]
-    /// Writes to each page, again and again; rsi first page, rdx pages, rcx times.
+    /// Writes to each page, in rcx rounds; rsi first page, rdx pages.
     rounds = "slat_bench_rounds" [
         "2:",
         "mov rdi, rsi",
@@ -384,14 +386,14 @@ programs! {
         "dec rcx",
         "jnz 2b",
     ]
-    /// VMMCALL; rcx times. rax: what for.
+    /// VMMCALL; rcx times. rax: the number of the hypercall.
     hypercall = "slat_bench_hypercall" [
         "2:",
         "vmmcall",
         "dec rcx",
         "jnz 2b",
     ]
-    /// Allows SVM; rbx host save area.
+    /// Enables SVM; rbx host save area.
     begin_svm = "slat_bench_begin_svm" [
         "mov ecx, 0xc0000080", // EFER: SVME
         "rdmsr",
@@ -412,9 +414,9 @@ programs! {
         "jmp 2b",
         "3:",
     ]
-    /// Adds 1 to the first word of pages in a pseudo-random order, which has each of them once before it begins
-    /// again; rsi first page, rdx pages minus 1 (a power of two), rcx times, rax page number, r8 and r9
-    /// multiplier and increment.
+    /// Adds 1 to the first word of pages, in a pseudo-random order that has each page once before it begins again; rsi
+    /// first page, rdx pages minus 1 (pages are a power of two), rcx times, rax page number, r8 and r9 multiplier and
+    /// increment.
     walk = "slat_bench_walk" [
         "2:",
         "imul rax, r8",

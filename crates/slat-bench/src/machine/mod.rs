@@ -1,6 +1,6 @@
 //! A KVM program: guest memory, memslots, vCPU threads, and a guest that is a few loops.
 //!
-//! One program runs on slat and on a real KVM ([`api`]). The guest really runs: each run checks its results.
+//! The same program runs on slat and on a real KVM ([`api`]). The guest really runs: each run checks its results.
 
 pub mod api;
 pub mod guest;
@@ -28,10 +28,10 @@ pub use slat_demo::memory::{Memory, Pages};
 
 /// A VM whose slot 0 holds the guest's tables, code and stacks.
 ///
-/// It borrows the memory of its other slots, which therefore outlives it and may serve several VMs,
-/// one after the other.
+/// The machine borrows the memory of its other slots. So this memory outlives the machine, and may serve several
+/// machines, one after the other.
 pub struct Machine<'m, A: Api> {
-    // Before the memory, which outlives the VM.
+    // These fields are dropped before the memory, which must outlive the VM.
     vcpus: Vec<<A::Vm as VmApi>::Vcpu>,
     vm: A::Vm,
     system: Memory,
@@ -41,17 +41,17 @@ pub struct Machine<'m, A: Api> {
 /// A memslot: `size` bytes of `memory` at `offset`, at guest address `gpa`.
 #[derive(Clone, Copy)]
 pub struct Slot<'m> {
-    /// Its number; 0 is the machine's own.
+    /// The number of the slot; 0 is the machine's own.
     pub id: u32,
     /// `KVM_MEM_*`.
     pub flags: u32,
-    /// Its guest address.
+    /// The guest address.
     pub gpa: u64,
-    /// The memory that backs it.
+    /// The memory that backs the slot.
     pub memory: &'m Memory,
-    /// Its offset in `memory`, in bytes.
+    /// The offset in `memory`, in bytes.
     pub offset: u64,
-    /// Its bytes; 0 deletes it.
+    /// The size in bytes; 0 deletes the slot.
     pub size: u64,
 }
 
@@ -71,7 +71,7 @@ impl<'m> Slot<'m> {
 
 /// The result of a run.
 pub struct Ran {
-    /// From the moment all vCPUs were ready to the last one's HLT.
+    /// The time from the moment when all vCPUs were ready to the HLT of the last one.
     pub wall: Duration,
     /// Processor time of all vCPU threads together, without that of other programs.
     pub cpu: Duration,
@@ -80,8 +80,8 @@ pub struct Ran {
 }
 
 impl Ran {
-    /// Returns how long the run would take on an otherwise idle machine: the vCPUs' processor time, divided by the
-    /// processors that they can use at a time.
+    /// Returns the time that the run would take on an otherwise idle machine: the vCPUs' processor time, divided by the
+    /// number of processors that they can use at a time.
     pub fn spread(&self) -> Duration {
         let processors = thread::available_parallelism().map_or(1, |n| n.get());
         self.cpu / processors.min(self.registers.len()) as u32
@@ -89,10 +89,10 @@ impl Ran {
 }
 
 impl<'m, A: Api> Machine<'m, A> {
-    /// Makes a VM with `vcpus` vCPUs, whose guest can use the addresses up to `end`.
+    /// Makes a VM with `vcpus` vCPUs. Its guest can use the addresses up to `end`.
     ///
     /// # Errors
-    /// The host's and KVM's.
+    /// The host's errors and KVM's.
     ///
     /// # Panics
     /// If `vcpus` is more than [`guest::MAX_VCPUS`].
@@ -103,10 +103,10 @@ impl<'m, A: Api> Machine<'m, A> {
     /// Like [`Machine::new`], but calls `prepare` on the VM before it has memory and vCPUs.
     ///
     /// # Errors
-    /// Also `prepare`'s.
+    /// The errors of [`Machine::new`], and those of `prepare`.
     ///
     /// # Panics
-    /// Those of [`Machine::new`].
+    /// In the cases of [`Machine::new`].
     pub fn prepared(
         api: &A,
         vcpus: usize,
@@ -121,10 +121,10 @@ impl<'m, A: Api> Machine<'m, A> {
     /// Like [`Machine::prepared`], with the `system` slot of another machine, or a copy of it.
     ///
     /// # Errors
-    /// Those of [`Machine::prepared`].
+    /// The errors of [`Machine::prepared`].
     ///
     /// # Panics
-    /// Those of [`Machine::new`].
+    /// In the cases of [`Machine::new`].
     pub fn on(
         api: &A,
         vcpus: usize,
@@ -152,7 +152,7 @@ impl<'m, A: Api> Machine<'m, A> {
     /// Creates, moves, changes or deletes a slot.
     ///
     /// # Errors
-    /// KVM's.
+    /// KVM's errors.
     ///
     /// # Panics
     /// If the slot exceeds its memory.
@@ -177,7 +177,7 @@ impl<'m, A: Api> Machine<'m, A> {
     /// interrupt controllers.
     ///
     /// # Errors
-    /// KVM's.
+    /// KVM's errors.
     ///
     /// # Panics
     /// If there is no vCPU `index`.
@@ -194,7 +194,7 @@ impl<'m, A: Api> Machine<'m, A> {
     /// Sets a policy of slat's; does nothing on a real KVM, whose policies belong to its host.
     ///
     /// # Errors
-    /// If there is no such policy, or it does not have the value.
+    /// If there is no such policy, or the policy does not take the value.
     pub fn set_policy(&self, name: &str, value: &str) -> Result<(), Failure> {
         match self.engine() {
             Some(engine) => {
@@ -205,10 +205,10 @@ impl<'m, A: Api> Machine<'m, A> {
         }
     }
 
-    /// Has the first vCPU read every page of the system slot, so that later programs do not fault there.
+    /// Makes the first vCPU read every page of the system slot, so that later programs do not fault there.
     ///
     /// # Errors
-    /// Those of [`Machine::run`].
+    /// The errors of [`Machine::run`].
     pub fn touch_system(&mut self) -> Result<(), Failure> {
         let pages = guest::SYSTEM_SIZE as u64 / guest::PAGE;
         self.run(&[Program::read(guest::SYSTEM, pages)], &no_device)?;
@@ -218,7 +218,7 @@ impl<'m, A: Api> Machine<'m, A> {
     /// Runs a program on each of the first vCPUs, all at once, until each has halted. `device` handles the exits.
     ///
     /// # Errors
-    /// KVM's, or `device`'s.
+    /// KVM's errors, or those of `device`.
     ///
     /// # Panics
     /// If there are more programs than vCPUs, or `device` panics.
@@ -226,14 +226,14 @@ impl<'m, A: Api> Machine<'m, A> {
         Ok(self.run_beside(programs, device, |_| Ok(()))?.0)
     }
 
-    /// Like [`Machine::run`], but runs `host` meanwhile, which may change slots. `host` must stop a program that does
-    /// not halt by itself, even if it fails.
+    /// Like [`Machine::run`], but meanwhile runs `host`, which may change slots. `host` must stop a program that does
+    /// not halt by itself, even if `host` fails.
     ///
     /// # Errors
-    /// Also `host`'s.
+    /// The errors of [`Machine::run`], and those of `host`.
     ///
     /// # Panics
-    /// Those of [`Machine::run`].
+    /// In the cases of [`Machine::run`].
     pub fn run_beside<R>(
         &mut self,
         programs: &[Program],
@@ -295,7 +295,7 @@ fn put_slot(vm: &impl VmApi, slot: &Slot<'_>) -> Result<(), Failure> {
 /// Changes the slots of a running machine.
 pub struct Slots<'a, 'm, A: Api> {
     vm: &'a A::Vm,
-    /// Invariant in `'m`, like the machine.
+    /// Makes the type invariant in `'m`, like the machine.
     borrowed: std::marker::PhantomData<std::cell::Cell<&'m Memory>>,
 }
 
@@ -303,7 +303,7 @@ impl<'m, A: Api> Slots<'_, 'm, A> {
     /// Changes a slot, like [`Machine::set_slot`].
     ///
     /// # Errors
-    /// KVM's.
+    /// KVM's errors.
     pub fn set_slot(&self, slot: &Slot<'m>) -> Result<(), Failure> {
         put_slot(self.vm, slot)
     }
@@ -332,7 +332,7 @@ fn run_vcpu<V: VcpuApi>(
     device: &Device<'_>,
 ) -> Result<Ended, Failure> {
     let prepared = vcpu.set_regs(&program.registers(index));
-    // Also after an error: the others wait here.
+    // Even after an error, because the other threads wait here.
     start.wait();
     prepared?;
     let (began, cpu) = (Instant::now(), thread_time());

@@ -1,13 +1,13 @@
-//! A loop in 32-bit protected mode and in 16-bit real mode, both without paging. A program begins in long mode, like
-//! all others, goes to its mode, and comes back for its end.
+//! A loop in 32-bit protected mode and in 16-bit real mode, both without paging. Like all programs, a program in
+//! another mode begins in long mode. It enters its mode, and returns to long mode for its end.
 
 use super::layout::{MODES, SCRATCH, STACKS};
 
-// Bytes among this process's constants, never executed by it. Addresses are those of a guest that
-// has this code at MODES.
+// Constant bytes, which this process never executes. The addresses in them are those of a guest that has this code at
+// MODES.
 std::arch::global_asm!(
-    // The same for registers of 32 bits (`e` is e) and of 16 bits (`e` is nothing): arithmetic, loads and stores, and a
-    // function; ecx times.
+    // The loop, for registers of 32 bits (`e` is e) and of 16 bits (`e` is nothing): arithmetic, loads and stores, and
+    // a function; ecx times.
     ".macro slat_bench_mixed e",
     r"xor \e\()ax, \e\()ax",
     r"xor \e\()bx, \e\()bx",
@@ -30,7 +30,7 @@ std::arch::global_asm!(
     "4:",
     r"mov [\e\()si + 8], \e\()bx",
     ".endm",
-    // What a far jump has after its opcode.
+    // The operand of a far jump.
     ".macro slat_bench_far size, label, selector",
     r".\size {modes} + (\label - slat_bench_modes)",
     r".short \selector",
@@ -79,7 +79,7 @@ std::arch::global_asm!(
     "slat_bench_far long, 1f, 0x28",
     ".code16",
     "1:",
-    // The limits of real mode's segments.
+    // Loads segments with the limits of real mode.
     "mov ax, 0x30",
     "mov ds, ax",
     "mov es, ax",
@@ -107,7 +107,7 @@ std::arch::global_asm!(
     "jmp slat_bench_leave",
     ".code64",
     ".balign 8",
-    // Code at 8 and data at 0x10 as in long mode, then code and data of 32 bits, and of 16 bits.
+    // The segments: code at 8 and data at 0x10 as in long mode, then code and data of 32 bits, and of 16 bits.
     "6:",
     ".quad 0, 0x00af9b000000ffff, 0x00cf93000000ffff",
     ".quad 0x00cf9b000000ffff, 0x00cf93000000ffff, 0x00009b000000ffff, 0x000093000000ffff",
@@ -141,7 +141,7 @@ impl Mode {
     /// Instructions of a turn of the loop.
     pub(super) const INSTRUCTIONS: u64 = 12;
 
-    /// Returns what the loop leaves in RAX, RSI and RDI after `times` turns.
+    /// Returns the values of RAX, RSI and RDI that the loop leaves after `times` turns.
     pub fn result(self, times: u64) -> [u64; 3] {
         let mask: u64 = match self {
             Mode::Protected32 => 0xffff_ffff,
@@ -158,7 +158,7 @@ impl Mode {
         (1..=times).rev().fold([0; 3], turn)
     }
 
-    /// Returns the address of the code that [`entry`]'s goes to, once it is in protected mode.
+    /// Returns the address of the code to which the code at [`entry`] jumps when it is in protected mode.
     pub(super) fn address(self) -> u64 {
         address(match self {
             Mode::Protected32 => &raw const slat_bench_code32,
@@ -167,8 +167,8 @@ impl Mode {
     }
 }
 
-/// Returns the address where a program in another mode begins. RBX: the mode's
-/// [address](Mode::address), RCX: turns, not 0.
+/// Returns the address at which a program in another mode begins. RBX is the mode's [address](Mode::address), RCX the
+/// number of turns, which is not 0.
 pub(super) fn entry() -> u64 {
     address(&raw const slat_bench_modes)
 }

@@ -1,5 +1,5 @@
-//! What a guest does: loops of a few 64-bit instructions (`loops.rs`). A program's only input is its registers,
-//! and it ends with HLT.
+//! The programs of a guest: loops of a few 64-bit instructions (`loops.rs`). A program's only input is its registers.
+//! It ends with HLT.
 
 use kvm_bindings::kvm_regs;
 
@@ -53,8 +53,8 @@ impl Program {
         })
     }
 
-    /// Writes `value` to `pages` pages from `first` on, then from `second`, in turns with the host
-    /// ([`Turns`](super::guest::Turns) at `words`). rsi counts.
+    /// Writes `value` to `pages` pages from `first` on, then to as many from `second` on, taking turns with the host
+    /// ([`Turns`](super::guest::Turns) at `words`). rsi counts the passes.
     pub fn turns(first: u64, second: u64, pages: u64, value: u32, words: u64) -> Self {
         let registers = kvm_regs {
             rbx: first,
@@ -67,8 +67,8 @@ impl Program {
         Self::new(Loop::turns, registers)
     }
 
-    /// Writes `value` to `pages` pages from `first` on, again and again, until the word at `stop` is not
-    /// zero. rsi counts.
+    /// Repeatedly writes `value` to `pages` pages from `first` on, until the word at `stop` is not zero. rsi counts the
+    /// passes.
     pub fn hammer(first: u64, pages: u64, value: u32, stop: u64) -> Self {
         let registers = kvm_regs {
             rbx: first,
@@ -148,7 +148,7 @@ impl Program {
     }
 
     /// Mixes two vectors of four words, which begin as `times` and `seed`. Returns also the number of instructions. The
-    /// first one ends at `data`.
+    /// first vector is stored at `data` in the end.
     pub fn vectors(times: u64, seed: u64, data: u64) -> (Self, u64) {
         let Program(registers) = Self::pages(Loop::simd, seed, times);
         let rsi = data;
@@ -191,8 +191,9 @@ impl Program {
     }
 
     /// Copies, fills and searches at `data`, by REP MOVSB, REP STOSQ and REPNE SCASB, long and short ones. Returns also
-    /// the number of instructions; a repeated one counts once. Each turn copies, and fills with, its own number, from
-    /// `times` down to 1. R11 ends as twice the sum of these numbers; R10 grows by [`UNSEARCHED`] in each turn.
+    /// the number of instructions; a repeated instruction counts once. Each turn copies, and fills with, its own
+    /// number, from `times` down to 1. R11 ends as twice the sum of these numbers; R10 grows by [`UNSEARCHED`] in each
+    /// turn.
     pub fn strings(times: u64, data: u64) -> (Self, u64) {
         let registers = kvm_regs {
             rbx: data,
@@ -203,7 +204,7 @@ impl Program {
     }
 
     /// Does arithmetic, loads, stores and calls in another mode. Returns also the number of instructions, without those
-    /// that go to the mode and back. Ends with the mode's [result](Mode::result).
+    /// that enter the mode and return. Ends with the mode's [result](Mode::result).
     pub fn mixed(times: u64, mode: Mode) -> (Self, u64) {
         let registers = kvm_regs {
             rip: modes::entry(),
@@ -228,14 +229,14 @@ impl Program {
         (Self::new(Loop::rounds, registers), instructions)
     }
 
-    /// Adds 1 to the first word of one of `pages` pages, a power of two, `times` times in a pseudo-random order. Each
-    /// page is as often as any other, give or take one. Also returns the number of instructions.
+    /// Adds 1 to the first word of one of `pages` pages, a power of two, `times` times in a pseudo-random order. The
+    /// pages' numbers of turns differ by one at most. Also returns the number of instructions.
     pub fn walk(first: u64, pages: u64, times: u64) -> (Self, u64) {
         let registers = kvm_regs {
             rsi: first,
             rdx: pages - 1,
             rcx: times,
-            // A period of 2^64, and of `pages` in the lower bits.
+            // With these constants, the sequence has a period of 2^64, and its lower bits have a period of `pages`.
             r8: 25_173,
             r9: 13_849,
             ..Default::default()
@@ -248,13 +249,13 @@ impl Program {
         Self::pages(Loop::hypercall, 0, times)
     }
 
-    /// Allows SVM. The host save area, which is a page, is at `save`.
+    /// Enables SVM. The host save area, a page, is at `save`.
     pub fn begin_svm(save: u64) -> Self {
         Self::pages(Loop::begin_svm, save, 0)
     }
 
-    /// Runs `guest` as a guest of its own, by the control block at `vmcb` ([`super::hypervisor`]). Its registers are
-    /// the guest's, but for RAX and RSP.
+    /// Runs `guest` as the guest of a hypervisor, by the control block at `vmcb` ([`super::hypervisor`]). The registers
+    /// of this program are the guest's, except RAX and RSP.
     pub(super) fn hypervisor(guest: &Program, vmcb: u64) -> Self {
         let Program(registers) = *guest;
         Self::new(
@@ -266,8 +267,8 @@ impl Program {
         )
     }
 
-    /// Takes interrupts until the word at `stop` is not zero. Writes the time-stamp counter to the word at `clock`
-    /// meanwhile; the handler writes it to the word at `stamp` and counts in the next word.
+    /// Takes interrupts until the word at `stop` is not zero. Meanwhile writes the time-stamp counter to the word at
+    /// `clock`. The handler writes the counter to the word at `stamp`, and increments the next word.
     pub fn interruptible(stamp: u64, clock: u64, stop: u64) -> Self {
         let registers = kvm_regs {
             r8: stamp,
@@ -291,7 +292,7 @@ impl Program {
 /// [called](Program::call).
 pub const COUNTED_RETURN: u32 = u32::from_le_bytes([0xff, 0xc6, 0xc3, 0xcc]);
 
-/// The bytes that a turn of [`Program::strings`] does not search, because it has found what it looks for.
+/// The number of bytes that a turn of [`Program::strings`] does not search, because the search ends when it succeeds.
 pub const UNSEARCHED: u64 = 256 - 201 + 16 - 11;
 
 /// The page numbers that [`Program::scatter`] reads: the upper bits of a linear congruential sequence.
@@ -303,7 +304,7 @@ pub struct Random {
 
 impl Random {
     const SEED: u64 = 0x9e37_79b9_7f4a_7c15;
-    // Knuth's MMIX.
+    // The multiplier of Knuth's MMIX.
     const MULTIPLIER: u64 = 6_364_136_223_846_793_005;
     const INCREMENT: u64 = 1_442_695_040_888_963_407;
 

@@ -1,4 +1,4 @@
-//! The registers, as GDB is told of them.
+//! The description of the registers for GDB.
 
 use std::fmt::Write as _;
 use std::num::NonZeroUsize;
@@ -22,7 +22,7 @@ impl arch::Arch for Amd64 {
     }
 }
 
-/// Types of GDB's that its features of x86 name but do not bring along.
+/// GDB types that GDB's x86 features name but do not define.
 const FLAGS: &str = r#"<flags id="i386_eflags" size="4">
 <field name="CF" start="0" end="0"/><field name="" start="1" end="1"/><field name="PF" start="2" end="2"/>
 <field name="AF" start="4" end="4"/><field name="ZF" start="6" end="6"/><field name="SF" start="7" end="7"/>

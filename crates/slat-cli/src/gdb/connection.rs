@@ -36,7 +36,7 @@ impl FromStr for Address {
         if port.parse::<u16>().is_err() {
             return Err("give PORT, ADDRESS:PORT, a path with a slash, or -".to_owned());
         }
-        // Another host has to be named.
+        // Without a host, the address is this machine's own.
         let host = if host.is_empty() { "127.0.0.1" } else { host };
         Ok(Address::Tcp(format!("{host}:{port}")))
     }
@@ -77,7 +77,7 @@ impl Listener {
         })
     }
 
-    /// Returns the address, as GDB's `target remote` has it.
+    /// Returns the address in the form of GDB's `target remote`.
     pub fn address(&self) -> String {
         match self {
             Listener::Tcp(listener) => match listener.local_addr() {
@@ -90,7 +90,7 @@ impl Listener {
         }
     }
 
-    /// Waits until GDB connects; no other one can afterwards.
+    /// Waits until GDB connects. Afterwards no other GDB can connect.
     ///
     /// # Errors
     /// A sentence for the user.
@@ -117,7 +117,7 @@ impl Listener {
     }
 }
 
-/// Has what is written sent at once.
+/// Makes the system send written data at once.
 fn both(stream: TcpStream) -> io::Result<OwnedFd> {
     stream.set_nodelay(true)?;
     Ok(stream.into())
@@ -135,9 +135,9 @@ impl Drop for Listener {
 pub struct Connection {
     input: File,
     output: File,
-    /// Bytes that GDB has sent and this has not used yet, the first one last.
+    /// Bytes that GDB has sent and that are not used yet, in reverse order.
     read: Vec<u8>,
-    /// Bytes for GDB, until the next flush.
+    /// Bytes that the next flush sends to GDB.
     unwritten: Vec<u8>,
 }
 
@@ -151,16 +151,16 @@ impl Connection {
         }
     }
 
-    /// Returns the descriptor by which the next byte can be waited for, if none is there.
+    /// Returns the descriptor on which to wait for the next byte. `None` if a byte is already there.
     pub fn descriptor(&self) -> Option<RawFd> {
         self.read.is_empty().then(|| self.input.as_raw_fd())
     }
 
-    /// Forgets all packets that have come but the last one: GDB repeats its first packet if it has no answer in two
-    /// seconds, and would take the answer to the repetition for that to its next packet.
+    /// Drops all received packets except the last one. If GDB has no answer to its first packet after two seconds, GDB
+    /// repeats the packet, and would take the answer to the repetition for the answer to its next packet.
     ///
     /// # Errors
-    /// GDB has gone.
+    /// The connection was closed.
     pub fn keep_last_packet(&mut self) -> io::Result<()> {
         loop {
             let [readable] = wait([Some(self.input.as_raw_fd())], 0)?;
@@ -222,8 +222,8 @@ impl conn::ConnectionExt for Connection {
     }
 }
 
-/// Waits until one of the descriptors can be read, for at most `milliseconds`, or, if that is negative, without limit.
-/// Returns which can; what is `None` can.
+/// Waits until one of the descriptors can be read, for at most `milliseconds`, or without limit if `milliseconds` is
+/// negative. Returns which descriptors can be read; a `None` counts as one that can.
 pub fn wait<const N: usize>(
     descriptors: [Option<RawFd>; N],
     milliseconds: i32,

@@ -1,4 +1,4 @@
-//! Waiting for GDB and for the VM, whichever has something to say first.
+//! Waits for GDB or for the VM, whichever sends something first.
 
 use std::io;
 
@@ -12,7 +12,7 @@ use super::connection::{Connection, wait};
 use super::process::Stopped;
 use super::target::{Vm, thread};
 
-/// How this command waits.
+/// The event loop of this command.
 pub enum Events {}
 
 impl BlockingEventLoop for Events {
@@ -25,7 +25,7 @@ impl BlockingEventLoop for Events {
         gdb: &mut Connection,
     ) -> Result<Event<Self::StopReason>, WaitForStopReasonError<String, io::Error>> {
         use WaitForStopReasonError::{Connection, Target};
-        // The acknowledgement of what has let the VM go on.
+        // Sends the acknowledgement of the packet that has resumed the VM.
         gdb.flush().map_err(Connection)?;
         loop {
             let descriptors = [gdb.descriptor(), vm.process.descriptor()];
@@ -41,12 +41,12 @@ impl BlockingEventLoop for Events {
     }
 
     fn on_interrupt(vm: &mut Vm) -> Result<Option<Self::StopReason>, String> {
-        // The VM says when it has stopped.
+        // The VM reports when it has stopped.
         vm.process.stop().map(|()| None)
     }
 }
 
-/// Returns what GDB is told.
+/// Returns the stop reason for GDB.
 fn reason(vm: &Vm, stopped: &Stopped) -> MultiThreadStopReason<u64> {
     let signal = |vcpu, signal| MultiThreadStopReason::SignalWithThread {
         tid: thread(vcpu),

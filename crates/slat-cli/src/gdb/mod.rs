@@ -4,12 +4,13 @@
 //! |---|---|
 //! | `process` | the conversation with the process |
 //! | `connection` | the connection to GDB |
-//! | `arch` | the registers, as GDB is told of them |
-//! | `target` | what GDB asks for, by vCPUs |
+//! | `arch` | the description of the registers for GDB |
+//! | `target` | GDB's requests, by vCPUs |
 //! | `monitor` | GDB's command `monitor` |
 //! | `events` | waiting for GDB and for the VM |
 //!
-//! Nothing is kept in this process: when it ends, however it ends, the VM goes on without breakpoints.
+//! This process keeps no state of the VM. When this process ends, in whatever way, the VM continues without
+//! breakpoints.
 
 mod arch;
 mod connection;
@@ -29,7 +30,7 @@ use connection::Listener;
 use process::Process;
 use target::Vm;
 
-/// How a session ends that GDB ends.
+/// The message if GDB ends the session.
 const GONE: &str = "gdb has gone; the VM goes on";
 
 /// Runs the command.
@@ -48,10 +49,10 @@ pub fn run(pid: i32, vm: Option<u64>, listen: &Address) -> ExitCode {
 
 /// Serves one session. Returns how it has ended.
 fn serve(pid: i32, vm: Option<u64>, listen: &Address) -> Result<&'static str, String> {
-    // Before GDB comes: a wrong process is found at once.
+    // Connects before GDB does, so that a wrong process is reported at once.
     drop(Process::connect(pid)?);
     let listener = Listener::open(listen)?;
-    // The text is for a person; without a reader GDB can connect all the same.
+    // The text is for a person. Even if nobody can read it, GDB can connect.
     let _ = writeln!(
         io::stderr(),
         "slat: in gdb, type: target remote {}",

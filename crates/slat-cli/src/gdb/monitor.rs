@@ -1,4 +1,4 @@
-//! GDB's command `monitor`: what GDB has no word for.
+//! GDB's command `monitor`: requests for which GDB has no command of its own.
 
 use gdbstub::outputln;
 use gdbstub::target::ext::monitor_cmd::{ConsoleOutput, MonitorCmd};

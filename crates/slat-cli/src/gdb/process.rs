@@ -13,7 +13,7 @@ use crate::processes::{self, why_not};
 /// How long an answer may take.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// What memory an address belongs to.
+/// The memory to which an address belongs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Space {
     Linear,
@@ -23,9 +23,9 @@ pub enum Space {
 /// Why all vCPUs are held.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Stopped {
-    /// This side has asked for it.
+    /// `slat gdb` has asked for it.
     Asked,
-    /// A vCPU has come to an instruction with a probe.
+    /// A vCPU has reached an instruction with a probe.
     Code(u32),
     /// A vCPU has accessed memory that a probe of this kind watches.
     Data(u32, String, u64),
@@ -72,7 +72,7 @@ impl Process {
         Ok(Process { pid, stream })
     }
 
-    /// Begins to debug a VM of the process. Returns its number. Its vCPUs are being held.
+    /// Begins to debug a VM of the process. Returns the VM's number. The process then begins to hold the VM's vCPUs.
     ///
     /// # Errors
     /// A sentence for the user.
@@ -93,7 +93,7 @@ impl Process {
         }
     }
 
-    /// Returns the descriptor by which [`stopped`](Self::stopped) can be waited for, if no answer is read ahead.
+    /// Returns the descriptor on which to wait for [`stopped`](Self::stopped). `None` if an answer was already read.
     pub fn descriptor(&self) -> Option<RawFd> {
         match self.stream.buffer() {
             [] => Some(self.stream.get_ref().as_raw_fd()),
@@ -124,12 +124,12 @@ impl Process {
         matches!(self.stream.fill_buf(), Ok([]))
     }
 
-    /// Has all vCPUs held, if the VM runs.
+    /// Makes the process hold all vCPUs, if the VM runs.
     pub fn stop(&mut self) -> Result<(), String> {
         self.say("stop")
     }
 
-    /// Lets all vCPUs go on as `others` says, but some as `own` says.
+    /// Resumes the vCPUs in `own`, each in its own way, and all other vCPUs in the way that `others` gives.
     pub fn resume(&mut self, others: &str, own: &[(u32, &str)]) -> Result<(), String> {
         let own: String = (own.iter())
             .map(|(vcpu, word)| format!(" {vcpu}:{word}"))
@@ -156,18 +156,18 @@ impl Process {
             .ok_or_else(|| self.nonsense(&line))
     }
 
-    /// Returns the values of all registers of a vCPU. `None`: it is not there, or its process uses it.
+    /// Returns the values of all registers of a vCPU. `None`: the vCPU does not exist, or its process uses it.
     pub fn registers(&mut self, vcpu: u32) -> Result<Option<[u8; BLOCK]>, String> {
         let value = self.value(&format!("get {vcpu}"))?;
         Ok(value.and_then(|bytes| bytes.try_into().ok()))
     }
 
-    /// Sets a register. Returns `false` if it cannot be set.
+    /// Sets a register. Returns `false` if the register cannot be set.
     pub fn set_register(&mut self, vcpu: u32, number: usize, value: &[u8]) -> Result<bool, String> {
         self.done(&format!("set {vcpu} {number} {}", text(value)))
     }
 
-    /// Reads memory, as far as there is any. Returns the number of bytes.
+    /// Reads memory page by page, up to the first page without memory. Returns the number of bytes read.
     pub fn read(
         &mut self,
         vcpu: u32,
@@ -239,7 +239,7 @@ impl Process {
         self.line()
     }
 
-    /// Asks for bytes.
+    /// Requests bytes.
     fn value(&mut self, line: &str) -> Result<Option<Vec<u8>>, String> {
         let line = self.ask(line)?;
         Ok(line.strip_prefix("value ").and_then(bytes))
@@ -268,8 +268,8 @@ fn name(space: Space) -> &'static str {
     }
 }
 
-/// Returns the address and the length of the next part of `len` bytes at `at`, of which `done` are done.
-/// It lies in one page.
+/// Returns the address and the length of the next part of `len` bytes at `at`, of which `done` are done. The part is in
+/// one page.
 fn part(at: u64, done: usize, len: usize) -> (u64, usize) {
     let at = at.wrapping_add(done as u64);
     let in_page = (0x1000 - at % 0x1000) as usize;

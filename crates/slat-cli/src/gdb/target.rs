@@ -1,4 +1,4 @@
-//! What GDB asks for: a VM is a process of GDB's, and each vCPU a thread of it.
+//! Serves GDB's requests. To GDB, a VM is a process, and each vCPU is a thread of it.
 
 use gdbstub::common::{Signal, Tid};
 use gdbstub::target::ext::base::BaseOps;
@@ -21,12 +21,12 @@ use slat_kvm::debugger::MOST_PROBES;
 use super::arch::{Amd64, Number, Registers};
 use super::process::{Process, Space, Stopped};
 
-/// Errno of what is not there.
+/// The errno for something that does not exist.
 const EFAULT: u8 = 14;
-/// Errno of what cannot be set.
+/// The errno for something that cannot be set.
 const EINVAL: u8 = 22;
 
-/// Returns the thread that GDB knows a vCPU by: no thread of GDB's is 0.
+/// Returns GDB's thread of a vCPU. GDB has no thread 0, so ids are shifted by one.
 pub fn thread(vcpu: u32) -> Tid {
     Tid::new(vcpu as usize + 1).expect("more than 0")
 }
@@ -44,10 +44,10 @@ pub struct Vm {
     pub first: u32,
     /// Whether GDB's addresses are physical.
     pub physical: bool,
-    /// Kind, address, bytes. GDB may set the same one twice.
+    /// Kind, address and bytes of each probe. GDB may set the same probe twice.
     probes: Vec<(&'static str, u64, u64)>,
     probes_changed: bool,
-    /// What those vCPUs do that GDB does not name when it resumes, and what the others do.
+    /// When GDB resumes: how the vCPUs continue that it does not name. `own` has the named vCPUs.
     others: &'static str,
     own: Vec<(u32, &'static str)>,
 }
@@ -110,7 +110,7 @@ impl Vm {
     }
 }
 
-/// Turns a missing answer into an error that GDB shows.
+/// Converts a missing answer to an error that GDB shows.
 fn present<T>(found: Option<T>, errno: u8) -> TargetResult<T, Vm> {
     found.ok_or(TargetError::Errno(errno))
 }
@@ -241,7 +241,7 @@ impl MultiThreadResume for Vm {
         Ok(())
     }
 
-    /// A signal of GDB's means nothing to a guest.
+    /// Ignores the signal, because a guest has no signals.
     fn set_resume_action_continue(&mut self, tid: Tid, _: Option<Signal>) -> Result<(), String> {
         self.own.push((vcpu(tid), "on"));
         Ok(())
@@ -294,7 +294,7 @@ impl SwBreakpoint for Vm {
     }
 }
 
-/// No breakpoint here changes guest memory, so both kinds are the same.
+/// No breakpoint changes guest memory, so hardware and software breakpoints are the same.
 impl HwBreakpoint for Vm {
     fn add_hw_breakpoint(&mut self, at: u64, kind: usize) -> TargetResult<bool, Self> {
         self.add_sw_breakpoint(at, kind)

@@ -1,4 +1,4 @@
-//! One look as JSON: memslots, cells in numbers of 4 KiB pages, and their sums.
+//! Formats one refresh as JSON: memslots, cells in numbers of 4 KiB pages, and their sums.
 
 use serde_json::{Map, Value, json};
 use slat_kvm::memory_map::Cell;
@@ -7,7 +7,7 @@ use super::Process;
 use super::picture::flags;
 use super::text::{Part, Vm, total};
 
-/// Returns the look as text.
+/// Returns the refresh as text.
 pub fn of(process: &Process, vms: &[Vm]) -> String {
     let vms: Vec<_> = vms.iter().map(vm).collect();
     let value = json!({ "pid": process.pid, "command": process.command, "vms": vms });

@@ -2,7 +2,7 @@
 //!
 //! | file | idea |
 //! |---|---|
-//! | `text` | a process's answer, parsed |
+//! | `text` | parses a process's answer |
 //! | `picture` | memory as lines of text |
 //! | `screen` | the picture, live |
 //! | `json` | the cells as JSON |
@@ -27,7 +27,7 @@ use text::Vm;
 /// A process and its VMs.
 type Process = processes::Process<Vec<Vm>>;
 
-/// Asks the process how its memory is mapped. `None`: it is not there.
+/// Asks the process how its memory is mapped. `None`: the process does not exist, or has no VM.
 fn ask(options: &Map) -> Option<Process> {
     let question = text::question(options.cells, options.vm);
     processes::ask(&question, Some(options.pid)).pop()

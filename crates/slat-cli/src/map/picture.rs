@@ -1,4 +1,5 @@
-//! Memory as lines of text: of each memslot a strip for each kind of page that it has, with a character for each cell.
+//! Draws memory as lines of text: for each memslot, a strip for each kind of page in it, with a character for each
+//! cell.
 
 use std::fmt::Write as _;
 
@@ -8,10 +9,10 @@ use slat_kvm::memory_map::Cell;
 use super::Process;
 use super::text::{Part, Slot, Vm, total};
 
-/// What the characters mean.
+/// The meanings of the characters.
 pub const LEGEND: &str = ". no page of the cell   + some   # all";
 
-/// Describes one look.
+/// Describes one refresh.
 pub fn of(process: &Process, vms: &[Vm]) -> String {
     let mut text = format!("{}\n{LEGEND}\n", whose(process));
     for line in vms.iter().flat_map(lines) {
@@ -20,7 +21,7 @@ pub fn of(process: &Process, vms: &[Vm]) -> String {
     text
 }
 
-/// Says whose memory it is.
+/// Names the process whose memory is shown.
 pub fn whose(process: &Process) -> String {
     format!("memory of process {} ({})", process.pid, process.command)
 }
@@ -93,7 +94,7 @@ pub fn flags(slot: &Slot) -> Vec<&'static str> {
     set.map(|(_, word)| word).collect()
 }
 
-/// Draws a strip for each kind of page, unless there is none.
+/// Draws a strip for each kind of page that the part has.
 fn strips(part: &Part) -> Vec<String> {
     let pages = part.size.div_ceil(slat::PAGE_SIZE);
     let totals = Cell::NAMES

@@ -1,4 +1,4 @@
-//! The picture, live: it can be scrolled.
+//! The live picture, which can be scrolled.
 
 use ratatui::Frame;
 use ratatui::crossterm::event::KeyCode;
@@ -20,12 +20,12 @@ pub struct Screen<'a> {
     lines: Vec<String>,
     /// The first line that is shown.
     top: usize,
-    /// Lines that the screen had for the picture when it was drawn last.
+    /// The number of lines that the screen had for the picture when it was last drawn.
     height: usize,
 }
 
 impl<'a> Screen<'a> {
-    /// Makes the view of a first look.
+    /// Makes the view of the first data.
     pub fn new(options: &'a Map, process: Process) -> Self {
         let mut screen = Screen {
             options,

@@ -1,4 +1,4 @@
-//! The answer of a process, parsed: `slat_kvm`'s `publish/map.rs` has its form.
+//! Parses the answer of a process, whose form `publish/map.rs` of `slat_kvm` defines.
 
 use slat::SlotFlags;
 use slat_kvm::memory_map::Cell;
@@ -9,13 +9,13 @@ use crate::processes::Question;
 /// A live VM.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Vm {
-    /// The number of VMs that the process had created before it.
+    /// The number of VMs that the process had created before this one.
     pub number: u64,
-    /// The format of its tables.
+    /// The format of the VM's tables.
     pub format: String,
-    /// What makes its tables.
+    /// The MMU that makes the VM's tables.
     pub mmu: String,
-    /// Its memslots, and the parts between them that have entries, by address space and address.
+    /// The VM's memslots, and the parts between memslots that have page-table entries, by address space and address.
     pub parts: Vec<Part>,
 }
 
@@ -24,15 +24,15 @@ pub struct Vm {
 pub struct Part {
     /// The address space.
     pub space: u64,
-    /// Its first guest-physical address.
+    /// The first guest-physical address of the part.
     pub gpa: u64,
     /// Its bytes.
     pub size: u64,
-    /// The memslot; `None`: there is none.
+    /// The memslot, if the part has one.
     pub slot: Option<Slot>,
     /// 4 KiB pages of each cell.
     pub cell_pages: u64,
-    /// How it is mapped.
+    /// How each cell is mapped.
     pub cells: Vec<Cell>,
 }
 
@@ -50,7 +50,7 @@ pub struct Slot {
 }
 
 impl Part {
-    /// Returns the sum of its cells.
+    /// Returns the sum of the part's cells.
     pub fn total(&self) -> Cell {
         total(std::slice::from_ref(self))
     }
@@ -67,7 +67,7 @@ pub fn total(parts: &[Part]) -> Cell {
     Cell::from_values(sums)
 }
 
-/// Returns the question for the memory of all VMs, or of the one called `vm`.
+/// Returns the request for the maps of all VMs, or of VM number `vm`.
 pub fn question(cells: u64, vm: Option<u64>) -> Question<Vec<Vm>> {
     let vm = vm.map(|vm| format!(" {vm}")).unwrap_or_default();
     Question {
@@ -76,7 +76,7 @@ pub fn question(cells: u64, vm: Option<u64>) -> Question<Vec<Vm>> {
     }
 }
 
-/// Reads an answer's lines. `None`: a line does not fit.
+/// Parses an answer's lines. `None`: a line does not have the expected form.
 fn read(lines: &[&str]) -> Option<Vec<Vm>> {
     let mut vms: Vec<Vm> = Vec::new();
     for line in lines {

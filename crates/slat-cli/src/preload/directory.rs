@@ -15,7 +15,7 @@ const OTHERS_WRITE: u32 = 0o002;
 /// Creates `directory` if it is missing. Returns its path without symbolic links.
 ///
 /// # Errors
-/// If another user could write to the directory, or put another one in its place.
+/// If another user could write to the directory, or replace it by another one.
 pub fn create(directory: &Path) -> io::Result<PathBuf> {
     let (Some(parent), Some(name)) = (directory.parent(), directory.file_name()) else {
         return Err(io::Error::other("has no parent directory"));
@@ -56,7 +56,8 @@ pub fn create(directory: &Path) -> io::Result<PathBuf> {
     Ok(directory)
 }
 
-/// Whether every user may open `file`, if its own mode allows it. Its path has no symbolic links.
+/// Whether the directories in the path of `file` let every user open the file, if its own mode allows that. The path
+/// has no symbolic links.
 pub fn is_open_to_all(file: &Path) -> bool {
     file.ancestors()
         .skip(1)
@@ -70,7 +71,7 @@ fn keeps_entries(directory: &Path) -> io::Result<()> {
         let directory = directory.display();
         Err(io::Error::other(format!("{why} {directory}, above it")))
     };
-    // The owner may, whatever the mode says.
+    // The owner may rename and delete entries, whatever the mode says.
     if !is_trusted(&meta) {
         return refuse("another user owns");
     }
@@ -83,8 +84,8 @@ fn keeps_entries(directory: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Whether a file belongs to this user, or to root, who can do everything anyway. In a user namespace the host's root
-/// has no number: such an owner is trusted there, or nothing would be.
+/// Whether a file belongs to this user, or to root, who may do everything anyway. In a user namespace the host's root
+/// has no number. Such an owner is trusted there, because otherwise no file would be.
 fn is_trusted(meta: &Metadata) -> bool {
     let number = |file| fs::read_to_string(file).ok()?.trim().parse().ok();
     let all_mapped = || {
@@ -97,7 +98,7 @@ fn is_trusted(meta: &Metadata) -> bool {
         || (number("/proc/sys/kernel/overflowuid") == Some(owner) && !all_mapped())
 }
 
-/// Returns the user whose files this process makes.
+/// Returns the user who owns the files that this process makes.
 pub fn user() -> u32 {
     // SAFETY: only returns a number.
     unsafe { libc::geteuid() }

@@ -1,9 +1,9 @@
 //! The preload library is embedded in this binary and written out before a program starts.
 //!
-//! It must be a real file: a program may close every descriptor it inherited, and its children load
-//! the library by the same path again. No other user may be able to replace the file, so it is
-//! in a directory that only we may write to. And a program that root starts may become another
-//! user (`setpriv`, `su`, a VMM that drops its rights), whose programs must be able to read it.
+//! The library must be a real file, because a program may close every descriptor that it inherited, and its children
+//! load the library by the same path again. No other user may be able to replace the file, so the file is in a
+//! directory to which only we may write. If root starts a program, the program may become another user (`setpriv`,
+//! `su`, a VMM that drops its rights), whose programs must be able to read the file.
 
 mod directory;
 mod order;
@@ -25,14 +25,14 @@ use crate::output::complain;
 pub use order::{Order, sanitizer_settings};
 pub use processors::write_out as write_out_processors;
 
-/// The library, as cargo built it together with this binary. (Empty under `cargo check`; see
-/// build.rs.)
+/// The library, which cargo has built together with this binary. (Empty under `cargo check`; see build.rs.)
 static LIBRARY: &[u8] = include_bytes!(concat!(
     env!("OUT_DIR"),
     "/../../../deps/libslat_preload.so"
 ));
 
-/// What starts the library as a program: glibc's dynamic linker, which a machine with another C library has not.
+/// The program that starts the library as a program: glibc's dynamic linker, which a machine with another C library
+/// lacks.
 pub const LINKER: &str = "/lib64/ld-linux-x86-64.so.2";
 
 /// Mode of the library's file: the dynamic linker reads it, and the kernel starts it as a program.
@@ -40,11 +40,11 @@ const MODE: u32 = 0o755;
 
 const PREFIX: &str = "libslat_preload-";
 
-/// A library of an older slat that has not been used for this long is removed.
+/// The time after which an unused library of an older slat is removed.
 const UNUSED: Duration = Duration::from_secs(7 * 24 * 3600);
 
-/// Writes the library out, unless it exists, and returns its path. Tells the user if root's programs would lose it by
-/// becoming another user.
+/// Writes the library to a file, unless the file exists, and returns the path. Tells the user if programs started by
+/// root would lose the library by becoming another user.
 pub fn write_out() -> Result<PathBuf, String> {
     let is_root = directory::user() == 0;
     let (path, note) = write_to_first(&candidates(is_root), is_root)?;
@@ -54,8 +54,9 @@ pub fn write_out() -> Result<PathBuf, String> {
     Ok(path)
 }
 
-/// Writes the library to the first of `directories` in which no other user can replace it and, if it is `for_all`, all
-/// can read it. Returns its path, and a sentence for the user if it is not for all after all.
+/// Writes the library to the first of `directories` in which no other user can replace the file and, if it is
+/// `for_all`, all users can read it. Returns the path, and a sentence for the user if not all users can read the file
+/// although it is `for_all`.
 fn write_to_first(
     directories: &[PathBuf],
     for_all: bool,
@@ -86,15 +87,15 @@ fn write_to_first(
     Ok((path, Some(note)))
 }
 
-/// Returns the directories to try, the most lasting one first. Root's own cache is the last: other
-/// users cannot read it.
+/// Returns the directories to try, beginning with the most lasting one. Root's own cache is last, because other users
+/// cannot read it.
 fn candidates(is_root: bool) -> Vec<PathBuf> {
     let from = |name| {
         env::var_os(name)
             .map(PathBuf::from)
             .filter(|p| p.is_absolute())
     };
-    // The system's temporary directories are shared: the name tells whose the directory is.
+    // The system's temporary directories are shared, so the name says to whom the directory belongs.
     let own = format!("slat-{}", directory::user());
     let system = is_root.then(|| PathBuf::from("/var/cache/slat"));
     let home = from("HOME").map(|home| home.join(".cache/slat"));
@@ -116,7 +117,7 @@ fn candidates(is_root: bool) -> Vec<PathBuf> {
 
 fn write_to(directory: &Path) -> io::Result<PathBuf> {
     let directory = &directory::create(directory)?;
-    // LD_PRELOAD is a list separated by colons and spaces, and knows no escapes.
+    // LD_PRELOAD is a list separated by colons and spaces, without escapes.
     if directory
         .as_os_str()
         .as_bytes()
@@ -138,14 +139,14 @@ fn write_to(directory: &Path) -> io::Result<PathBuf> {
         file.set_permissions(Permissions::from_mode(MODE))?;
     }
     allows_execution(&file)?;
-    // Only keeps an old library from counting as unused; the file is usable without.
+    // The time only keeps an older library from being removed as unused, so a failure is ignored.
     let _ = file.set_modified(SystemTime::now());
     remove_unused(directory, PREFIX, OsStr::new(&name));
     Ok(path)
 }
 
-/// Returns a hash that names the library, so that two versions of slat do not replace each other's
-/// file. The directory protects against other users, not this hash.
+/// Returns a hash that names the library, so that two versions of slat do not replace each other's file. Not this hash,
+/// but the directory protects against other users.
 fn content_hash() -> u64 {
     let mut hasher = DefaultHasher::new();
     hasher.write(LIBRARY);
@@ -165,11 +166,11 @@ fn is_our_library(path: &Path) -> io::Result<bool> {
     Ok(content == LIBRARY)
 }
 
-/// Writes a file under a name of this process and renames it, so that no process ever sees
-/// half of it.
+/// Writes a file under a temporary name of this process and renames it, so that no process ever sees an incomplete
+/// file.
 fn place(directory: &Path, path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
     let temporary = directory.join(format!(".{PREFIX}{}", std::process::id()));
-    // A process with this id may have left it when it died here.
+    // An earlier process with this id may have left the file, if it died here.
     let _ = fs::remove_file(&temporary);
     let written = OpenOptions::new()
         .write(true)
@@ -178,7 +179,7 @@ fn place(directory: &Path, path: &Path, content: &[u8], mode: u32) -> io::Result
         .open(&temporary)
         .and_then(|mut file| {
             limited(|| file.write_all(content))?;
-            // The umask may forbid what others need.
+            // The umask may forbid rights that other users need.
             file.set_permissions(Permissions::from_mode(mode))
         })
         .and_then(|()| fs::rename(&temporary, path));
@@ -220,7 +221,7 @@ fn remove_unused(directory: &Path, prefix: &str, current: &OsStr) {
             Some(modified.elapsed().ok()? > UNUSED)
         };
         if is_such && name != current && unused() == Some(true) {
-            // Another slat may have removed it.
+            // Another slat may have removed the file.
             let _ = fs::remove_file(entry.path());
         }
     }

@@ -1,7 +1,7 @@
-//! The order of LD_PRELOAD: runtimes of sanitizers, slat's library, everything else.
+//! The order of the libraries in LD_PRELOAD: runtimes of sanitizers, slat's library, all others.
 //!
-//! A sanitizer's runtime replaces functions of the C library and passes calls on to the next library that has them,
-//! which is slat's if it comes next. It refuses to start, or loses sight of calls, when it is after slat's.
+//! A sanitizer's runtime replaces functions of the C library, and passes calls on to the next library that has the
+//! function, which is slat's if slat's is next. After slat's library, the runtime refuses to start, or misses calls.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
@@ -37,15 +37,15 @@ fn file_name(path: &[u8]) -> &[u8] {
 /// The values of LD_PRELOAD.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Order {
-    /// PROGRAM's.
+    /// The value for PROGRAM.
     pub program: OsString,
-    /// That of the programs that PROGRAM starts: without the runtimes that only PROGRAM needs.
+    /// The value for the programs that PROGRAM starts, without the runtimes that only PROGRAM needs.
     pub children: OsString,
 }
 
 impl Order {
-    /// Puts `library` into `present`, the user's LD_PRELOAD, whose other entries stay; a slat library that is there
-    /// already (a `slat run` inside another) is replaced. PROGRAM is linked with the libraries `needed`.
+    /// Adds `library` to `present`, the user's LD_PRELOAD, whose other entries stay. Replaces a slat library that is
+    /// already there (a `slat run` inside another one). PROGRAM is linked with the libraries `needed`.
     pub fn new(library: &Path, present: Option<&OsStr>, needed: &[OsString]) -> Self {
         let entries: Vec<_> = present
             .unwrap_or_default()
@@ -67,21 +67,21 @@ impl Order {
     }
 }
 
-/// The settings without which sanitizers refuse programs that PROGRAM starts: that are linked with a runtime of their
-/// own, which LD_PRELOAD does not name; and forks in which slat starts threads.
+/// Sanitizers need these settings to accept two things. PROGRAM may start programs that are linked with a runtime of
+/// their own, which LD_PRELOAD does not name. And slat starts threads in forks.
 const SETTINGS: [(&str, &str); 2] = [
     ("ASAN_OPTIONS", "verify_asan_link_order=0"),
     ("TSAN_OPTIONS", "die_after_fork=0"),
 ];
 
-/// Returns the environment of sanitizers, where `variable` returns the user's. Of settings that contradict each other
-/// the last one counts: the user's.
+/// Returns the environment variables of sanitizers; `variable` returns the user's value of a variable. If settings
+/// contradict each other, the last one counts, which is the user's.
 pub fn sanitizer_settings(
     variable: impl Fn(&str) -> Option<OsString>,
 ) -> impl Iterator<Item = (&'static str, OsString)> {
     SETTINGS.into_iter().map(move |(name, ours)| {
         let mut value = OsString::from(ours);
-        // A `slat run` inside another finds ours there already.
+        // In a `slat run` inside another one, our setting is already there.
         match variable(name) {
             Some(users) if users.as_bytes().starts_with(ours.as_bytes()) => value = users,
             Some(users) if !users.is_empty() => {

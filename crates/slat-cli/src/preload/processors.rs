@@ -1,7 +1,8 @@
-//! What programs read instead of `/proc/cpuinfo` where the machine's processor has neither VMX nor SVM: the same text,
-//! in which each processor has SVM, as slat's CPU does. Tools look there for a machine with KVM (kvm-ok, libvirt).
+//! The replacement for `/proc/cpuinfo` where the machine's processor has neither VMX nor SVM. It is the same text,
+//! except that each processor has SVM, like slat's CPU. Tools read that file to find out whether a machine has KVM
+//! (kvm-ok, libvirt).
 //!
-//! It is a file, so that a program which reads it makes no other system calls than before.
+//! The replacement is a file, so that a program that reads it makes no other system calls than before.
 
 use super::{place, remove_unused};
 use std::ffi::OsStr;
@@ -11,15 +12,15 @@ use std::path::{Path, PathBuf};
 
 const PREFIX: &str = "cpuinfo-";
 
-/// Writes the text beside `library`, once for each boot. Returns its path; `None` where the processor has VMX or SVM,
-/// or it cannot be written: then programs read the machine's.
+/// Writes the text beside `library`, once for each boot. Returns the path. Returns `None` if the processor has VMX or
+/// SVM, or if the file cannot be written: then programs read the machine's own file.
 pub fn write_out(library: &Path) -> Option<PathBuf> {
     let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
     let directory = library.parent()?;
     let name = format!("{PREFIX}{}", boot.trim());
     let path = directory.join(&name);
     if !path.exists() {
-        // This spelling is the kernel's also where this `slat run` is itself on slat.
+        // With this spelling the kernel's own file is read, even if this `slat run` is itself on slat.
         let text = with_svm(BufReader::new(File::open("/proc/./cpuinfo").ok()?))?;
         place(directory, &path, text.as_bytes(), 0o644).ok()?;
         remove_unused(directory, PREFIX, OsStr::new(&name));
@@ -27,8 +28,9 @@ pub fn write_out(library: &Path) -> Option<PathBuf> {
     Some(path)
 }
 
-/// Returns the text of `/proc/cpuinfo` with `svm` among the flags of each processor. `None` if it cannot be read, or
-/// has flags like that: then no more is read than the first processor, because the kernel takes its time for each.
+/// Returns the text of `/proc/cpuinfo` with `svm` among the flags of each processor. Returns `None` if the text cannot
+/// be read, or already has such flags. In the second case only the first processor is read, because the kernel takes
+/// time for each.
 fn with_svm(text: impl BufRead) -> Option<String> {
     let mut changed = String::new();
     for line in text.lines() {

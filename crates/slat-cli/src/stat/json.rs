@@ -1,11 +1,11 @@
-//! One look as JSON: all counters of all VMs and vCPUs, and their sums.
+//! Formats one refresh as JSON: all counters of all VMs and vCPUs, and their sums.
 
 use serde_json::{Map, Value, json};
 
 use super::Process;
 use super::text::{Answer, Counters, Vcpu, Vm};
 
-/// Returns the look as text: an object with the member `processes`.
+/// Returns the refresh as text: an object with the member `processes`.
 pub fn of(processes: &[Process]) -> String {
     let processes: Vec<_> = processes.iter().map(process).collect();
     format!("{:#}\n", json!({ "processes": processes }))

@@ -1,10 +1,10 @@
-//! `slat stat`: what the VMs of the user's processes count, live.
+//! `slat stat`: the counters of the VMs of the user's processes, live.
 //!
 //! | file | idea |
 //! |---|---|
-//! | `text` | their answers, parsed |
+//! | `text` | parses the processes' answers |
 //! | `subject` | the VMs and vCPUs that the tables list, and rates |
-//! | `json` | one look as JSON |
+//! | `json` | one refresh as JSON |
 //! | `screen` | the live table |
 
 mod json;
@@ -55,7 +55,7 @@ pub fn run(options: &Stat) -> ExitCode {
     live::show("stat", interval(options), &mut screen)
 }
 
-/// Describes one look: a table of VMs or vCPUs; of a single process, all counters, too.
+/// Describes one refresh: a table of VMs or vCPUs; for a single process, also all counters.
 fn once(processes: &[Process], options: &Stat) -> String {
     if processes.is_empty() {
         return NOBODY.to_owned();
@@ -77,7 +77,7 @@ fn once(processes: &[Process], options: &Stat) -> String {
         let mut line = String::new();
         for (column, (cell, width)) in row.iter().zip(&widths).enumerate() {
             let _ = match column {
-                // The command is a word, the others are numbers.
+                // The command is a word; the other columns are numbers.
                 1 | 3 => write!(line, "{cell:<width$}  "),
                 _ => write!(line, "{cell:>width$}  "),
             };
@@ -111,8 +111,8 @@ fn title(subject: &Subject) -> String {
     format!("VM {vm} of process {pid} ({}){vcpu}", subject.command)
 }
 
-/// Prints a line for each counter of each VM or vCPU at each look, until the asked process ends, the reader has read
-/// enough, or the number of looks is reached.
+/// Prints a line for each counter of each VM or vCPU at each refresh, until the process ends, the reader has read
+/// enough, or the number of refreshes is reached.
 fn csv(options: &Stat, mut processes: Vec<Process>) -> ExitCode {
     let begin = Instant::now();
     let mut earlier = Earlier::default();
@@ -157,7 +157,7 @@ fn csv(options: &Stat, mut processes: Vec<Process>) -> ExitCode {
     }
 }
 
-/// Returns the time between two looks.
+/// Returns the time between two refreshes.
 fn interval(options: &Stat) -> Duration {
     Duration::from_secs_f64(options.interval)
 }

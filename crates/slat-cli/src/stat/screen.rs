@@ -18,7 +18,7 @@ const KEYS: &str = "up/down select   v by VM or vCPU   a all counters or those t
 pub struct Screen<'a> {
     options: &'a Stat,
     by_vcpu: bool,
-    /// Whether counters are shown that are 0.
+    /// Whether counters whose value is 0 are shown.
     all: bool,
     processes: Vec<Process>,
     subjects: Vec<Subject>,
@@ -27,7 +27,7 @@ pub struct Screen<'a> {
 }
 
 impl<'a> Screen<'a> {
-    /// Makes the view of a first look.
+    /// Makes the view of the first data.
     pub fn new(options: &'a Stat, processes: Vec<Process>) -> Self {
         let mut screen = Screen {
             options,
@@ -42,14 +42,15 @@ impl<'a> Screen<'a> {
         screen
     }
 
-    /// Takes a new look, from which rates are computed.
+    /// Takes new data, from which rates are computed.
     fn take(&mut self, processes: Vec<Process>) {
         self.earlier.remember(&self.subjects);
         self.processes = processes;
         self.list();
     }
 
-    /// Lists the VMs or vCPUs of the last look. The selected one stays selected, or else the first is.
+    /// Lists the VMs or vCPUs of the last refresh. The selected one stays selected if it is still there; otherwise the
+    /// first one is selected.
     fn list(&mut self) {
         self.subjects = subjects(&self.processes, self.by_vcpu);
         let keys = || self.subjects.iter().map(|subject| subject.key);

@@ -1,4 +1,4 @@
-//! What a line of a table is about, a VM or a vCPU, and how its counters change from one look to the next.
+//! The subject of a line of a table, a VM or a vCPU; and how its counters change from one refresh to the next.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -6,25 +6,25 @@ use std::time::Instant;
 use super::Process;
 use super::text::{Answer, Counters, Times, Vcpu, Vm};
 
-/// A process id, the number of a VM, and the id of a vCPU of it; `None`: the VM as a whole.
+/// The process id, the number of the VM, and the id of a vCPU in it, or `None` for the whole VM.
 pub type Key = (i32, u64, Option<u32>);
 
-/// A VM or a vCPU at one look.
+/// A VM or a vCPU at one refresh.
 #[derive(Clone)]
 pub struct Subject {
-    /// Which one.
+    /// The identity of the VM or vCPU.
     pub key: Key,
     /// The process's command.
     pub command: String,
     /// The number of vCPUs of a VM; the state of a vCPU.
     pub vcpus: String,
-    /// What the memory system has counted.
+    /// The counters of the memory system.
     pub memory: Counters,
-    /// What the software CPU has counted.
+    /// The counters of the software CPU.
     pub cpu: Counters,
-    /// Exits.
+    /// The counters of exits.
     pub exits: Counters,
-    /// Waits in halts, and the times of other exits that were taken, by reason.
+    /// The measured times by exit reason: waits in halts, and other exits.
     pub times: BTreeMap<String, Times>,
     at: Instant,
 }
@@ -100,12 +100,12 @@ pub fn subjects(processes: &[Process], by_vcpu: bool) -> Vec<Subject> {
     subjects
 }
 
-/// The look before the last one.
+/// The previous refresh.
 #[derive(Default)]
 pub struct Earlier(BTreeMap<Key, Subject>);
 
 impl Earlier {
-    /// Takes the place of the look before.
+    /// Makes `subjects` the previous refresh.
     pub fn remember(&mut self, subjects: &[Subject]) {
         let new = subjects
             .iter()
@@ -113,7 +113,7 @@ impl Earlier {
         self.0 = new.collect();
     }
 
-    /// Returns how much a counter has changed per second since the look before. `None`: there was none.
+    /// Returns the change of a counter per second since the previous refresh. `None`: there was no previous refresh.
     pub fn rate(&self, now: &Subject, of: impl Fn(&Subject) -> u64) -> Option<f64> {
         let before = self.0.get(&now.key)?;
         let seconds = now.at.duration_since(before.at).as_secs_f64();
@@ -122,7 +122,8 @@ impl Earlier {
         (seconds > 0.0).then(|| change as f64 / seconds)
     }
 
-    /// Returns millions of instructions per second, and the percentage of them in compiled code, since the look before.
+    /// Returns millions of instructions per second, and the percentage of them in compiled code, since the previous
+    /// refresh.
     fn speed(&self, now: &Subject) -> (Option<f64>, Option<f64>) {
         let all = self.rate(now, |it| it.cpu["instructions"]);
         let compiled = self.rate(now, |it| it.cpu["instructions_compiled"]);
@@ -138,7 +139,7 @@ pub const HEADS: [&str; 12] = [
     "2M", "1G",
 ];
 
-/// Returns what a table shows of a subject. A rate is `-` at the first look.
+/// Returns the cells of a subject's line. A rate is `-` at the first refresh.
 pub fn cells(now: &Subject, earlier: &Earlier) -> [String; HEADS.len()] {
     let (pid, vm, vcpu) = now.key;
     let rate = |kind: fn(&Subject) -> &Counters, name: &str| {
@@ -147,7 +148,7 @@ pub fn cells(now: &Subject, earlier: &Earlier) -> [String; HEADS.len()] {
     let (mips, compiled) = earlier.speed(now);
     let leaves = |name: &str| match vcpu {
         None => now.memory[name].to_string(),
-        // One vCPU's share of a gauge means nothing: another one may zap what it maps.
+        // One vCPU's share of a gauge is meaningless, because another vCPU may zap the leaves that it maps.
         Some(_) => String::new(),
     };
     [
@@ -174,8 +175,8 @@ pub fn shown(rate: Option<f64>) -> String {
     rate.map_or("-".to_owned(), |rate| format!("{rate:.0}"))
 }
 
-/// Describes how long exits take, by reason: the mean, and a power of two that 99 of 100 do not exceed. Reasons of
-/// which no time was taken are left out.
+/// Describes the times of exits, by reason: the mean, and a power of two that 99 of 100 times do not exceed. Reasons
+/// without a measured time are left out.
 pub fn times(subject: &Subject) -> String {
     let taken = subject.times.iter();
     let taken = taken.filter_map(|(reason, times)| described(times).map(|it| (reason, it)));
@@ -186,7 +187,7 @@ pub fn times(subject: &Subject) -> String {
     }
 }
 
-/// Describes times: `MEAN (P99)`. `None`: there are none.
+/// Describes times in the form `MEAN (P99)`. `None` if there are no times.
 fn described(times: &Times) -> Option<String> {
     let count: u64 = times.counts.iter().sum();
     if count == 0 {

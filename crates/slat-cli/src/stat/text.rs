@@ -1,4 +1,4 @@
-//! The answer of a process, parsed: `slat_kvm`'s `publish/stat.rs` has its form.
+//! Parses the answer of a process, whose form `publish/stat.rs` of `slat_kvm` defines.
 
 use std::collections::BTreeMap;
 use std::ops::Index;
@@ -16,13 +16,13 @@ pub struct Counters {
 }
 
 impl Counters {
-    /// Returns names and values, in the order of the process.
+    /// Returns names and values, in the order of the process's answer.
     pub fn iter(&self) -> impl Iterator<Item = (&str, u64)> {
         let values = self.values.iter().copied();
         self.names.iter().map(String::as_str).zip(values)
     }
 
-    /// Adds the counters of `other`, which has the same names; or all of it, if this is empty.
+    /// Adds the counters of `other`, which has the same names. If `self` is empty, becomes a copy of `other`.
     pub fn add(&mut self, other: &Counters) {
         if self.values.is_empty() {
             *self = other.clone();
@@ -34,7 +34,7 @@ impl Counters {
     }
 }
 
-/// The counter of a name; 0 if the process does not count it.
+/// Returns the value of the counter with a name; 0 if the process does not have that counter.
 impl Index<&str> for Counters {
     type Output = u64;
 
@@ -57,18 +57,18 @@ pub struct Vcpu {
     pub cpu: Counters,
     /// Its exits.
     pub exits: Counters,
-    /// Its waits in halts, by the position of the highest set bit of their nanoseconds.
+    /// The number of waits in halts, by the position of the highest set bit of their nanoseconds.
     pub halts: Vec<u64>,
-    /// The times of its exits that were taken, by reason.
+    /// The measured times of the vCPU's exits, by reason.
     pub times: BTreeMap<String, Times>,
 }
 
-/// Times that were taken.
+/// Measured times.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Times {
     /// Their sum, in nanoseconds.
     pub ns: u64,
-    /// Their counts, by the position of the highest set bit of the nanoseconds.
+    /// The number of times, by the position of the highest set bit of the nanoseconds.
     pub counts: Vec<u64>,
 }
 
@@ -87,7 +87,7 @@ impl Times {
 /// A live VM.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Vm {
-    /// The number of VMs that the process had created before it.
+    /// The number of VMs that the process had created before this one.
     pub number: u64,
     /// What the memory system has counted for it.
     pub memory: Counters,
@@ -96,7 +96,7 @@ pub struct Vm {
 }
 
 impl Vm {
-    /// Returns the sums of what its vCPUs count: of the software CPU, and of exits.
+    /// Returns the sums of the vCPUs' counters: of the software CPU, and of exits.
     pub fn sums(&self) -> (Counters, Counters) {
         let mut sums = <(Counters, Counters)>::default();
         for vcpu in &self.vcpus {
@@ -107,24 +107,24 @@ impl Vm {
     }
 }
 
-/// What a process has answered.
+/// The answer of a process.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Answer {
-    /// Why no code is compiled, if none is.
+    /// If no code is compiled: the reason.
     pub interprets: Option<String>,
     /// The number of VMs that have ended.
     pub ended: u64,
-    /// What these VMs have counted.
+    /// The memory system's counters of the VMs that have ended.
     pub ended_memory: Counters,
-    /// What the vCPUs have counted that have ended.
+    /// The software CPU's counters of the vCPUs that have ended.
     pub ended_cpu: Counters,
     /// The live VMs.
     pub vms: Vec<Vm>,
 }
 
 impl Answer {
-    /// Returns the sums over all VMs, ended ones included, as `slat run --stats` prints them: of the memory system, and
-    /// of the software CPU.
+    /// Returns the sums over all VMs, including those that have ended, as `slat run --stats` prints them: of the memory
+    /// system, and of the software CPU.
     pub fn totals(&self) -> (Counters, Counters) {
         let mut sums = (self.ended_memory.clone(), self.ended_cpu.clone());
         for vm in &self.vms {
@@ -156,7 +156,7 @@ pub fn question() -> Question<Answer> {
     }
 }
 
-/// Reads an answer's lines. `None`: a line does not fit.
+/// Parses an answer's lines. `None`: a line does not have the expected form.
 fn read(lines: &[&str]) -> Option<Answer> {
     let mut names = Names::default();
     let mut answer = Answer::default();
@@ -202,15 +202,15 @@ fn read(lines: &[&str]) -> Option<Answer> {
             "memory" | "cpu" | "exits" => {
                 *place(&mut answer, word)? = names.of(word, numbers()?)?
             }
-            // A later slat may say more.
+            // A later version of slat may send other lines.
             _ => {}
         }
     }
     Some(answer)
 }
 
-/// Returns the counters that a line of this `kind` is about: those of the last vCPU, else of the last VM, else of
-/// all that have ended.
+/// Returns the counters to which a line of this `kind` belongs: those of the last vCPU if there is one, else of the
+/// last VM, else of all VMs and vCPUs that have ended.
 fn place<'a>(answer: &'a mut Answer, kind: &str) -> Option<&'a mut Counters> {
     let Some(vm) = answer.vms.last_mut() else {
         return match kind {

@@ -1,9 +1,9 @@
-//! `slat trace`: what `slat run --trace` has recorded.
+//! `slat trace`: reads the records of `slat run --trace`.
 //!
 //! | file | idea |
 //! |---|---|
 //! | `summary` | exits by reason with their times, the most frequent addresses, faults by memslot |
-//! | `written` | what the guest writes again and again while its dirty pages are logged |
+//! | `written` | the pages that the guest writes repeatedly while its dirty pages are logged |
 //! | `text`, `json` | the summary, for people and for scripts |
 //! | `perfetto` | the records in Perfetto's format |
 
@@ -52,7 +52,7 @@ fn convert(file: &Path, output: &Path) -> Result<ExitCode, String> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The names of the guest's code, if the user has said where they are.
+/// The names of the guest's code, if the user has given a file with them.
 struct Names(Option<Symbols>);
 
 impl Names {

@@ -1,5 +1,5 @@
-//! A trace in Perfetto's format, which <https://ui.perfetto.dev> opens: a track for each thread, with what its vCPU was
-//! doing as slices, and all other records as instants with their fields.
+//! Converts a trace to Perfetto's format, which <https://ui.perfetto.dev> opens. Each thread has a track. The
+//! activities of its vCPU are slices, and all other records are instants with their fields.
 //!
 //! The messages are those parts of `protos/perfetto/trace/trace.proto` that are needed, with its field numbers.
 
@@ -10,7 +10,7 @@ use slat_trace::read::{Event, Thread, Trace};
 
 use super::summary::reason;
 
-/// `perfetto.protos.Trace`: a file is one, and so are several after one another.
+/// `perfetto.protos.Trace`, the message of a whole file. Several such messages in a row are a valid file, too.
 #[derive(Clone, PartialEq, Message)]
 struct Packets {
     #[prost(message, repeated, tag = "1")]
@@ -98,7 +98,7 @@ struct ThreadDescriptor {
     thread_name: String,
 }
 
-/// The track of the process. Those of its threads follow.
+/// The track of the process. The tracks of its threads have the next numbers.
 const PROCESS: u64 = 1;
 
 /// Fields that are addresses or frame numbers.
@@ -167,7 +167,7 @@ pub fn of(trace: &Trace) -> Vec<u8> {
     out
 }
 
-/// Returns what to call a thread: by its vCPU, if it has run one.
+/// Returns the name of a thread: that of its vCPU, if it has run one.
 fn name_of(thread: &Thread) -> String {
     let ran: HashSet<_> = thread
         .events
@@ -209,16 +209,16 @@ fn write(out: &mut Vec<u8>, packet: TracePacket) {
 struct Track<'t> {
     trace: &'t Trace,
     uuid: u64,
-    /// The slices that have begun and not ended.
+    /// The slices that have begun but not ended.
     open: Vec<Slice>,
     out: &'t mut Vec<u8>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Slice {
-    /// What the vCPU is doing: one follows the other.
+    /// An activity of the vCPU: these slices follow one another.
     Vcpu,
-    /// Inside of that, or on a thread without a vCPU.
+    /// A slice inside an activity, or on a thread without a vCPU.
     Flush,
 }
 
@@ -238,7 +238,7 @@ impl Track<'_> {
         }
     }
 
-    /// Ends what the vCPU did, and begins what it does from now on.
+    /// Ends the vCPU's current activity, and begins the activity `name`.
     fn follow(&mut self, name: &str, event: &Event) {
         self.end(Slice::Vcpu, event);
         self.begin(Slice::Vcpu, name, event);
@@ -249,7 +249,7 @@ impl Track<'_> {
         self.put(Type::SliceBegin, name, event);
     }
 
-    /// Ends `slice`, and those in it, if its beginning is among the records that are left.
+    /// Ends `slice` and the slices inside it, if the record of its beginning was not overwritten.
     fn end(&mut self, slice: Slice, event: &Event) {
         let Some(at) = self.open.iter().rposition(|open| *open == slice) else {
             return;

@@ -1,4 +1,4 @@
-//! What a trace comes to.
+//! Summarizes a trace.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -9,18 +9,18 @@ use super::in_order;
 
 /// The bit of a page fault's error code for a write.
 const PFERR_WRITE: u64 = 1 << 1;
-/// What `fast_page_fault` returns if it has changed the entry.
+/// The result of `fast_page_fault` if it has changed the entry.
 const RET_PF_FIXED: u64 = 3;
 
 /// Exits of one reason.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Exits {
-    /// Their number.
+    /// The number of these exits.
     pub samples: u64,
-    /// Those of them that were followed by an entry of the vCPU. The times are theirs: nanoseconds from
-    /// the exit to the entry.
+    /// The number of these exits that an entry of the vCPU followed. Only these have times: nanoseconds from the exit
+    /// to the entry.
     pub timed: u64,
-    /// All times together.
+    /// The sum of all times.
     pub total_ns: u64,
     /// The shortest.
     pub min_ns: u64,
@@ -49,7 +49,7 @@ impl Exits {
 /// A memslot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Slot {
-    /// The number of its VM.
+    /// The number of the memslot's VM.
     pub vm: u64,
     /// Its address space.
     pub space: u64,
@@ -60,24 +60,25 @@ pub struct Slot {
 /// How often each address was seen.
 pub type Seen = HashMap<u64, u64>;
 
-/// What a trace comes to. All but `counts` is of the records that are left.
+/// The summary of a trace. All fields except `counts` are of the records that were not overwritten.
 #[derive(Clone, Debug, Default)]
 pub struct Summary {
     /// Nanoseconds from the first record to the last one.
     pub ns: u64,
-    /// Records that are left.
+    /// The number of records that were not overwritten.
     pub records: u64,
-    /// Records that were overwritten by later ones of their thread.
+    /// The number of records that were overwritten by later records of their thread.
     pub dropped: u64,
     /// The vCPUs that ran: VM and id.
     pub vcpus: HashSet<(u16, u32)>,
-    /// How many records there ever were of each recorded tracepoint.
+    /// The number of all records of each recorded tracepoint, including overwritten ones.
     pub counts: Vec<(String, u64)>,
     /// Exits by reason.
     pub exits: BTreeMap<String, Exits>,
-    /// Entries of vCPUs that were in the guest, and exits of those that were not: 0 if all records are left.
+    /// The number of entries of vCPUs that were already in the guest, and of exits of vCPUs that were not. It is 0 if
+    /// no record was overwritten.
     pub unpaired: u64,
-    /// Page frames of the guest that faulted.
+    /// Page frames of the guest with faults.
     pub gfns: Seen,
     /// Page frames whose writes faulted only because the dirty log had protected them: [`super::written`].
     pub written: BTreeMap<u64, u64>,
@@ -85,9 +86,9 @@ pub struct Summary {
     pub gpas: Seen,
     /// Ports.
     pub ports: Seen,
-    /// Where the guest was when its vCPU left it.
+    /// The addresses of the guest's code at its exits.
     pub rips: Seen,
-    /// Faults by memslot; `None`: at no slot that the trace knows.
+    /// Faults by memslot; `None` for faults outside all slots that the trace knows.
     pub faults: BTreeMap<Option<Slot>, u64>,
 }
 
@@ -102,13 +103,13 @@ pub fn hottest(seen: &Seen, top: usize) -> Vec<(u64, u64)> {
     all
 }
 
-/// What earlier records say of those that follow.
+/// The state that earlier records imply for later ones.
 #[derive(Default)]
 struct State {
-    /// Of each vCPU that has entered or left the guest: the exit that it is in, its reason and its time.
-    /// `None`: it is in the guest.
+    /// For each vCPU that has entered or left the guest: its current exit, with reason and time; `None` if the vCPU is
+    /// in the guest.
     exits: HashMap<(u16, u32), Option<(String, u64)>>,
-    /// The slots that there are: frames by slot.
+    /// The frames of each slot that exists.
     slots: BTreeMap<Slot, std::ops::Range<u64>>,
 }
 

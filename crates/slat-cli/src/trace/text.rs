@@ -1,4 +1,4 @@
-//! The summary for people: the first table is that of `perf kvm stat report`.
+//! The summary for people. The first table has the form of `perf kvm stat report`.
 
 use std::fmt::Write as _;
 

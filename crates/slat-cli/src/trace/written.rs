@@ -1,19 +1,20 @@
-//! What the guest writes again and again while its dirty pages are logged: that is what keeps a migration from its end.
+//! Finds the pages that the guest writes repeatedly while its dirty pages are logged. Such writes keep a migration from
+//! ending.
 
 use std::collections::BTreeMap;
 
-/// Adjacent page frames whose writes faulted at leaves that were there, and only write-protected.
+/// Adjacent page frames whose writes faulted only because their leaves were write-protected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Range {
     /// The first frame.
     pub gfn: u64,
     /// The number of frames.
     pub pages: u64,
-    /// The faults of all of them.
+    /// The number of faults of all these frames.
     pub faults: u64,
 }
 
-/// Returns the ranges with the most faults, at most `top`, of a number of faults for each frame.
+/// Returns the ranges with the most faults, at most `top`, given the number of faults of each frame.
 pub fn hottest(written: &BTreeMap<u64, u64>, top: usize) -> Vec<Range> {
     let mut ranges: Vec<Range> = Vec::new();
     for (&gfn, &faults) in written {

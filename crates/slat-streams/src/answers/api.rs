@@ -1,11 +1,11 @@
-//! KVM's API as slat serves it to the preload library, and as the host's kernel does.
+//! KVM's API behind one interface: slat's, as the preload library uses it, and that of the host's kernel.
 
 use kvm_bindings::*;
 use slat_kvm::abi::*;
 use slat_kvm::ioctl::{Answer, Object};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
-/// Who answers.
+/// The implementation that serves a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Who {
     /// slat.
@@ -17,14 +17,14 @@ pub enum Who {
 /// An object of the API.
 #[derive(Debug)]
 pub enum Handle {
-    /// slat's, and its descriptor, if it has one.
+    /// An object of slat's, and its descriptor, if it has one.
     Slat(Object, Option<OwnedFd>),
-    /// The kernel's.
+    /// An object of the kernel's.
     Kernel(OwnedFd),
 }
 
 impl Handle {
-    /// Opens /dev/kvm. `None`: the host does not have it for this user.
+    /// Opens /dev/kvm. `None`: the host has no /dev/kvm, or this user may not open it.
     pub fn system(who: Who) -> Option<Self> {
         if who == Who::Slat {
             return Some(Handle::Slat(Object::system(), None));
@@ -92,7 +92,7 @@ impl Handle {
 }
 
 /// # Safety
-/// `argument` is what the request takes.
+/// `argument` is valid for the request: a number, or the address of a struct of its size.
 unsafe fn ioctl(fd: &OwnedFd, request: u32, argument: u64) -> Result<i32, i32> {
     // SAFETY: as the caller promises.
     let result = unsafe { libc::ioctl(fd.as_raw_fd(), request.into(), argument) };
@@ -107,7 +107,7 @@ unsafe fn ioctl(fd: &OwnedFd, request: u32, argument: u64) -> Result<i32, i32> {
 pub enum Controllers {
     /// None: vCPUs have no local APIC.
     None,
-    /// All of a PC's, with an 8254.
+    /// All controllers of a PC, with an 8254.
     Pc,
 }
 
@@ -140,8 +140,8 @@ impl Machine {
         Some(Machine { system, vm, vcpu })
     }
 
-    /// Gives the guest the CPUID leaves that slat supports, also where the kernel runs it, so that rules that depend
-    /// on CPUID are the same.
+    /// Gives the guest the CPUID leaves that slat supports, even if the kernel runs the guest, so that rules that
+    /// depend on CPUID are the same.
     pub fn set_cpuid(&self) {
         let slat = Handle::system(Who::Slat).expect("slat has one");
         let entry = size_of::<kvm_cpuid_entry2>();

@@ -1,25 +1,25 @@
-//! The values at the edges of a rule: those that are accepted last, and those that are refused first.
+//! The values at the edges of a rule: the last accepted values and the first refused ones.
 
 use super::api::{Controllers, Handle, Machine, Who};
 use std::ops::Range;
 
-/// Which values of a field are valid.
+/// The valid values of a field.
 #[derive(Clone, Copy, Debug)]
 pub enum Values {
     /// All.
     Any,
-    /// Those without other bits than these.
+    /// Values with no other bits than these.
     Bits(u64),
-    /// Those up to this one.
+    /// Values up to this one.
     UpTo(u64),
-    /// Those from this one on.
+    /// Values from this one on.
     From(u64),
-    /// The first list, and not the second one.
+    /// The first list gives valid values, the second one invalid values.
     Listed(&'static [u64], &'static [u64]),
 }
 
 impl Values {
-    /// Returns the values at the edges that a field of that many bits can hold, and whether each is valid.
+    /// Returns the values at the edges that a field of `bits` bits can hold, and whether each is valid.
     pub fn edges(self, bits: u32) -> Vec<(u64, bool)> {
         let most = u64::MAX >> (64 - bits);
         let mut edges = match self {
@@ -64,31 +64,31 @@ pub enum On {
     Vcpu,
 }
 
-/// What a request's argument is before the rule's field is set.
+/// A request's argument before the rule's field is set.
 #[derive(Clone, Copy, Debug)]
 pub enum Argument {
     /// The field alone: a number.
     Number,
-    /// What another request reads: number and bytes.
+    /// The struct that another request reads: the request's number, and the size in bytes.
     Read(u32, usize),
-    /// Zeros: that many bytes.
+    /// A number of zero bytes.
     Zeros(usize),
     /// The value of this MSR.
     Msr(u32),
 }
 
-/// Why the host's kernel may answer otherwise than slat.
+/// The values for which the host's kernel may return another result than slat, and why.
 #[derive(Clone, Copy, Debug)]
 pub enum Differs {
-    /// To any value, for this reason.
+    /// All values, for this reason.
     Always(&'static str),
-    /// To addresses that 48 bits cannot hold and those of the host's processor can.
+    /// Addresses that do not fit into 48 bits, but fit into the linear addresses of the host's processor.
     LinearWidth,
 }
 
 impl Differs {
-    /// Returns the reason why a host's kernel may answer otherwise to `value`, whose processor has linear addresses of
-    /// `bits` bits. `None`: it may not.
+    /// Returns the reason why the host's kernel may return another result for `value`, given that the host's processor
+    /// has linear addresses of `bits` bits. `None`: it must return the same result.
     fn why(self, value: u64, bits: u32) -> Option<&'static str> {
         let fits = |bits: u32| (value << (64 - bits)) as i64 >> (64 - bits) == value as i64;
         match self {
@@ -109,12 +109,13 @@ fn linear_bits() -> u32 {
     }
 }
 
-/// An answer that is not the list's.
+/// A result that differs from the list.
 #[derive(Debug)]
 pub struct Difference {
-    /// The request, the value and the answers.
+    /// The request, the value and the results.
     pub what: String,
-    /// Why the host's kernel may answer so. `None`: no list says why, or the answer is slat's.
+    /// The reason why the host's kernel may return this result. `None`: no list gives a reason, or the result is
+    /// slat's.
     pub why: Option<&'static str>,
 }
 
@@ -129,7 +130,7 @@ pub struct Rule {
     pub words: &'static str,
     /// The controllers of the VM.
     pub controllers: Controllers,
-    /// Whether the guest has CPUID.
+    /// Whether the guest has CPUID leaves.
     pub cpuid: bool,
     /// The argument's other fields.
     pub argument: Argument,
@@ -137,15 +138,15 @@ pub struct Rule {
     pub with: fn(&mut [u8]),
     /// The field: offset and bytes.
     pub field: (usize, usize),
-    /// Which values it may have.
+    /// The values that the field may have.
     pub values: Values,
-    /// What the request returns for other ones.
+    /// The errno that the request returns for other values.
     pub errno: i32,
-    /// Why the host's kernel may answer otherwise.
+    /// Why the host's kernel may return other results.
     pub differs: Option<Differs>,
 }
 
-/// Bytes of a table with one MSR, and where its number and its value are.
+/// The size of a table with one MSR, and the offsets of the MSR's number and value.
 const ONE_MSR: (usize, usize, usize) = (24, 8, 16);
 
 impl Rule {
@@ -157,7 +158,7 @@ impl Rule {
         }
     }
 
-    /// Sets the field, and what has to be set with it, in an argument.
+    /// Sets the field of an argument, and the other fields that must be set with it.
     pub fn set(&self, bytes: &mut [u8], value: u64) {
         (self.with)(bytes);
         let range = self.range();
@@ -170,7 +171,7 @@ impl Rule {
         self.values.edges(self.range().len() as u32 * 8)
     }
 
-    /// Tries all edges on one new machine. Returns each wrong answer; nothing if there is no /dev/kvm.
+    /// Tries all edges on one new machine. Returns each wrong result. Returns nothing if there is no /dev/kvm.
     pub fn check(&self, who: Who) -> Vec<Difference> {
         let Some(trial) = Trial::new(self, who) else {
             return Vec::new();
@@ -216,7 +217,7 @@ impl<'a> Trial<'a> {
         trial.base = match rule.argument {
             Argument::Number => Vec::new(),
             Argument::Zeros(len) => vec![0; len],
-            // Where the object has no such state, both requests are refused.
+            // If the object does not have this state, both requests are refused.
             Argument::Read(request, len) => {
                 (trial.object().read(request, len)).unwrap_or_else(|_| vec![0; len])
             }
@@ -250,7 +251,7 @@ impl<'a> Trial<'a> {
         let mut bytes = self.base.clone();
         self.rule.set(&mut bytes, value);
         match self.object().bytes(request, &mut bytes) {
-            // The number of MSRs that were set.
+            // KVM returns the number of MSRs that were set.
             Ok(0) if matches!(self.rule.argument, Argument::Msr(_)) => Err(libc::EINVAL),
             Ok(_) => Ok(()),
             Err(errno) => Err(errno),

@@ -1,5 +1,5 @@
-//! The state of a new VM and a new vCPU, request by request: KVM's, which is that of a processor after RESET
-//! but for the x87 unit.
+//! The state of a new VM and a new vCPU in KVM, request by request. It is the state of a processor after RESET, except
+//! for the x87 unit.
 
 use super::api::{Controllers, Handle, Machine, Who};
 use super::edges::{Difference, On};
@@ -8,7 +8,7 @@ use slat_kvm::abi::*;
 use slat_kvm::user::Plain;
 use std::ops::Range;
 
-/// A GET request and its answer for a new object.
+/// A GET request and its result for a new object.
 pub struct Fresh {
     /// The request.
     pub request: u32,
@@ -16,11 +16,11 @@ pub struct Fresh {
     pub on: On,
     /// The controllers of the VM.
     pub controllers: Controllers,
-    /// The argument; all of it but zeros is what the request is asked for.
+    /// The argument of the request. Its bytes that are not zero select what is read.
     pub asked: Vec<u8>,
     /// What KVM returns.
     pub answer: Result<Vec<u8>, i32>,
-    /// Bytes that are not compared: times.
+    /// Bytes that are not compared, because they are times.
     pub varies: &'static [Range<usize>],
     /// Bytes in which the host's kernel may differ, and why.
     pub differs: &'static [(Range<usize>, &'static str)],
@@ -64,7 +64,7 @@ fn segment(type_: u8, s: u8) -> kvm_segment {
     }
 }
 
-/// Special registers; the bootstrap processor's.
+/// Returns the special registers of the bootstrap processor.
 fn sregs() -> kvm_sregs {
     let data = segment(3, 1);
     let table = kvm_dtable {
@@ -111,7 +111,7 @@ fn sregs2() -> kvm_sregs2 {
     }
 }
 
-/// The XSAVE area: FCW and MXCSR as FNINIT and RESET set them.
+/// Returns the XSAVE area: FNINIT has set FCW, and RESET has set MXCSR.
 fn xsave() -> [u32; 1024] {
     let mut area = [0; 1024];
     area[0] = 0x37f;
@@ -119,7 +119,7 @@ fn xsave() -> [u32; 1024] {
     area
 }
 
-/// The local APIC's registers of the bootstrap processor, with the LINT0 that KVM's quirk enables.
+/// Returns the local APIC's registers of the bootstrap processor, with the LINT0 that KVM's quirk enables.
 fn lapic() -> kvm_lapic_state {
     let mut state = kvm_lapic_state::default();
     let registers = [
@@ -141,7 +141,7 @@ fn lapic() -> kvm_lapic_state {
     state
 }
 
-/// A chip's state: an 8259's mask of edge/level bits, or the I/O APIC's masked pins.
+/// Returns the entry of a chip's state: an 8259's mask of edge/level bits, or the I/O APIC's masked pins.
 fn chip(id: u32) -> Fresh {
     let mut answer = vec![0; size_of::<kvm_irqchip>()];
     answer[0] = id as u8;
@@ -176,7 +176,7 @@ fn pit() -> kvm_pit_state2 {
 /// All requests that read state.
 pub fn all() -> Vec<Fresh> {
     let regs = kvm_regs {
-        // The processor's signature, without CPUID KVM's own.
+        // The processor's signature. Without CPUID leaves it is KVM's own.
         rdx: 0x600,
         rip: 0xfff0,
         rflags: 2,
@@ -230,7 +230,7 @@ pub fn all() -> Vec<Fresh> {
         },
         vcpu(KVM_GET_FPU, &fpu),
         Fresh {
-            // MXCSR's mask is the processor's; the software's bytes and XSTATE_BV name its components.
+            // MXCSR's mask, the bytes for software, and XSTATE_BV depend on the processor and its components.
             varies: &[28..32, 464..472, 512..520],
             ..vcpu(KVM_GET_XSAVE, &xsave())
         },
@@ -249,18 +249,18 @@ pub fn all() -> Vec<Fresh> {
         chip(2),
         no_timer,
         Fresh {
-            // When each channel was loaded.
+            // The times when each channel was loaded.
             varies: &[16..24, 40..48, 64..72],
             ..vm(KVM_GET_PIT2, &pit())
         },
         Fresh {
             controllers: Controllers::None,
-            // The clock, its flags, which follow from the host's clock, the real time, the host's TSC.
+            // The clock; its flags, which follow from the host's clock; the real time; the host's TSC.
             varies: &[Range { start: 0, end: 40 }],
             ..vm(KVM_GET_CLOCK, &kvm_clock_data::default())
         },
     ];
-    // No leaf: the count is 0.
+    // A vCPU without leaves: the count is 0.
     let cpuid = vec![0; 8 + 4 * size_of::<kvm_cpuid_entry2>()];
     let mut asked = cpuid.clone();
     asked[0] = 4;
@@ -273,7 +273,8 @@ pub fn all() -> Vec<Fresh> {
 }
 
 impl Fresh {
-    /// Compares the answer of a new object. Returns what differs; `None` if nothing does, or there is no /dev/kvm.
+    /// Compares the result for a new object with the list. Returns the difference. `None`: there is none, or there is
+    /// no /dev/kvm.
     pub fn check(&self, who: Who) -> Option<Difference> {
         let machine = Machine::new(who, self.controllers)?;
         let object = match self.on {
@@ -302,7 +303,7 @@ impl Fresh {
         let wrong = (0..found.len()).filter(|at| {
             found[*at] != expected[*at] && !self.varies.iter().any(|range| range.contains(at))
         });
-        // One without reason is told before one with.
+        // A difference without a reason is reported before one with a reason.
         let wrong = wrong.min_by_key(|at| why(*at).is_some())?;
         Some(Difference {
             what: format!(
@@ -316,15 +317,15 @@ impl Fresh {
 
 /// An MSR of the index list that is not 0 in a new vCPU without CPUID.
 pub struct FreshMsr {
-    /// Its number.
+    /// The MSR's number.
     pub index: u32,
-    /// Its value; `None`: the time.
+    /// The MSR's value. `None`: the MSR is a time.
     pub value: Option<u64>,
     /// Why the host's kernel may have another value.
     pub differs: Option<&'static str>,
 }
 
-/// The MSRs of the index list that are not 0 in a new vCPU without CPUID. The others are.
+/// The MSRs of the index list that are not 0 in a new vCPU without CPUID. All other MSRs of the list are 0.
 pub fn msrs() -> Vec<FreshMsr> {
     let msr = |index, value| FreshMsr {
         index,
@@ -339,7 +340,7 @@ pub fn msrs() -> Vec<FreshMsr> {
             differs: Some("each vendor module has its own"),
             ..msr(0x8b, Some(if amd { 0x0100_0065 } else { 1 << 32 }))
         },
-        // SMBASE, where a client reads it.
+        // SMBASE, which a client reads as this MSR.
         msr(0x9e, Some(0x3_0000)),
         msr(0xce, Some(1 << 31)),
         FreshMsr {
@@ -347,19 +348,19 @@ pub fn msrs() -> Vec<FreshMsr> {
             ..msr(0x1a0, Some(0x1800))
         },
         msr(0x277, Some(0x0007_0406_0007_0406)),
-        // TSC_RATIO: a guest's guests have its own rate.
+        // TSC_RATIO: nested guests have the same rate as the guest.
         msr(0xc000_0104, Some(1 << 32)),
-        // Hyper-V's: the time that the vCPU has run, and the VM's; the frequencies of TSC and APIC.
+        // MSRs of Hyper-V: the time for which the vCPU has run, and the VM's time; the frequencies of TSC and APIC.
         msr(0x4000_0010, None),
         msr(0x4000_0020, None),
         msr(0x4000_0022, None),
         msr(0x4000_0023, None),
-        // Halts poll.
+        // Polling in halts is enabled.
         msr(0x4b56_4d05, Some(1)),
     ]
 }
 
-/// Compares all MSRs of the index list. Returns each that differs.
+/// Compares all MSRs of the index list. Returns the differences.
 pub fn check_msrs(who: Who) -> Vec<Difference> {
     let Some(machine) = Machine::new(who, Controllers::None) else {
         return Vec::new();

@@ -1,8 +1,8 @@
-//! KVM's answers, as lists: the state of new objects, and what each SET request refuses.
+//! KVM's results, as lists: the state of new objects, and the values that each SET request refuses.
 //!
-//! Both lists are made of the kernel's rules (arch/x86/kvm of Linux 7.3), in our own words. slat has to answer as they
-//! say. Where the host's /dev/kvm opens, it is asked, too: what it answers otherwise belongs into the list, with the
-//! reason ([`edges::Differs`]).
+//! Both lists follow the kernel's rules (arch/x86/kvm of Linux 7.3), in our own words. slat must return the listed
+//! results. If the host's /dev/kvm opens, its results are compared, too. A different result of the host belongs into
+//! the list, with the reason ([`edges::Differs`]).
 //!
 //! | file | idea |
 //! |---|---|

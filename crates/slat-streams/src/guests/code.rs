@@ -1,11 +1,11 @@
-//! Instructions: random, but more often of the kinds that are hard.
+//! Makes random instructions, among which difficult kinds are frequent.
 
 use super::layout::{CODE, DATA, LOGGED, linear};
 use crate::memory::PAGE;
 use slat_model::Rng;
 
-/// System instructions: descriptor tables, control and debug registers, MSRs, fast calls, invalidations. For those that
-/// have a ModRM byte, the next random byte is it.
+/// System instructions: descriptor tables, control and debug registers, MSRs, fast calls, invalidations. If an
+/// instruction has a ModRM byte, the next random byte serves as that.
 const SYSTEM: [&[u8]; 26] = [
     &[0x0f, 0x00],
     &[0x0f, 0x01],
@@ -37,7 +37,7 @@ const SYSTEM: [&[u8]; 26] = [
 const STRINGS: [u8; 14] = [
     0xa4, 0xa5, 0xa6, 0xa7, 0xaa, 0xab, 0xac, 0xad, 0xae, 0xaf, 0x6c, 0x6d, 0x6e, 0x6f,
 ];
-/// Instructions that read, change, write.
+/// Instructions that read, change and write memory.
 const LOCKABLE: [&[u8]; 16] = [
     &[0x00],
     &[0x01],
@@ -103,7 +103,7 @@ fn byte(rng: &mut Rng) -> u8 {
     rng.below(256) as u8
 }
 
-/// Appends ModRM, and the operands that it needs with 32-bit or 64-bit addresses; then a few bytes that are an
+/// Appends a ModRM byte, and the bytes that it needs with 32-bit or 64-bit addresses; then a few bytes that are an
 /// immediate, or the next instruction.
 fn operands(rng: &mut Rng, code: &mut Vec<u8>) {
     let modrm = byte(rng);
@@ -229,13 +229,13 @@ const ORDINARY: [(&[u8], usize); 44] = [
     (&[0x0f, 0xc1], 0),
 ];
 
-/// Appends an instruction of 64-bit code that programs have much of, and that rarely faults.
+/// Appends an instruction of 64-bit code that is frequent in programs, and rarely faults.
 fn ordinary(rng: &mut Rng, code: &mut Vec<u8>) {
     match rng.below(16) {
         // push; pop
         0 => return code.push(0x50 | byte(rng) & 7),
         1 => return code.push(0x58 | byte(rng) & 7),
-        // pushfq; a jump over little, forwards
+        // pushfq; a short jump forwards
         2 => return code.push(0x9c),
         3 => return code.extend([0x70 | byte(rng) & 15, rng.below(9) as u8]),
         _ => {}
@@ -244,7 +244,8 @@ fn ordinary(rng: &mut Rng, code: &mut Vec<u8>) {
         code.push(0x66);
     }
     if rng.one_in(2) {
-        // Never R12 to R15, as R15 counts: but bits for the index have no meaning below.
+        // Never R12 to R15, because R15 counts. But in the forms below, the prefix's bits for the index register have
+        // no meaning.
         code.push(0x48 | byte(rng) & 0xa);
     }
     let immediate = match rng.below(4) {
@@ -261,7 +262,7 @@ fn ordinary(rng: &mut Rng, code: &mut Vec<u8>) {
     };
     let modrm = byte(rng);
     match rng.below(3) {
-        // The word at an address, an operand in memory that is there.
+        // An operand in memory that exists: the word at an address.
         0 => {
             code.extend([modrm & 0x38 | 4, 0x25]);
             let base = rng.pick(&[DATA, DATA, LOGGED.gpa, CODE + 0x800]);
@@ -272,7 +273,7 @@ fn ordinary(rng: &mut Rng, code: &mut Vec<u8>) {
     code.extend((0..immediate).map(|_| byte(rng)));
 }
 
-/// How code ends.
+/// The end of the code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
     /// With a jump to its beginning.
@@ -285,7 +286,7 @@ pub enum End {
 pub fn code(rng: &mut Rng, end: End) -> Vec<u8> {
     let mut code = Vec::new();
     if rng.one_in(4) {
-        // A jump over the bytes in between, which are zeroes: those are instructions, too.
+        // A jump over the bytes in between. These are zeroes, which are also instructions.
         let skipped = PAGE - 5 - 1 - rng.below(12) as usize;
         code.push(0xe9);
         code.extend(&(skipped as u32).to_le_bytes());

@@ -1,8 +1,8 @@
-//! One guest run twice, interpreted and compiled: it has to end each run for the same reason, and with the same
+//! Runs one guest twice, interpreted and compiled. Both must end each run for the same reason, and with the same
 //! registers and memory.
 //!
 //! A guest may read the time, though it rarely does, and its runs are kicked if they last too long. So a difference
-//! counts only if each way does the same again.
+//! counts only if both ways give the same results as before when they run again.
 
 use super::code::End;
 use super::layout::{HUGE, linear};
@@ -16,17 +16,17 @@ use std::fmt::Write;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// The time that an interpreted guest may run.
+/// The time for which an interpreted guest may run.
 const INTERPRETED: Duration = Duration::from_millis(3);
-/// The time that the same guest may run while its code is compiled.
+/// The time for which the same guest may run while its code is compiled.
 const COMPILED: Duration = Duration::from_secs(2);
-/// The most exits: fewer than other guests have, as each one costs a look at all registers and the memory.
+/// The most exits. They are fewer than other guests', because all registers are read at each exit.
 const EXITS: usize = 20;
 /// The most turns of the guest's code.
 const TURNS: u64 = 12;
-/// The most exits of a guest that cannot continue: what it has done to its tables is still there when it begins again.
+/// The most exits of a guest that cannot continue. The guest starts again with its own changes to its tables.
 const BROKEN: usize = 3;
-/// Times that each way runs to confirm a difference.
+/// The number of times that each way runs to confirm a difference.
 const AGAIN: usize = 3;
 
 /// Counts the guests that ran both ways.
@@ -36,7 +36,7 @@ pub struct Compared {
     pub exits: AtomicU64,
     /// Guests whose memory was compared in the end.
     pub guests: AtomicU64,
-    /// Guests that were not the same when they ran again, as they know the time.
+    /// Guests whose results differed when they ran again, because they read the time.
     pub unsteady: AtomicU64,
 }
 
@@ -47,11 +47,11 @@ pub static COMPARED: Compared = Compared {
     unsteady: AtomicU64::new(0),
 };
 
-/// What a guest did.
+/// A record of a guest's run.
 struct Account {
     /// The reason for each exit, and the registers then.
     exits: Vec<String>,
-    /// The memory of each slot, and the pages that its log named. Empty if a kick ended the guest.
+    /// The memory of each slot, and the pages that the slot's log named. Empty if a kick ended the guest.
     memory: Vec<(Vec<u8>, Vec<usize>)>,
 }
 
@@ -62,7 +62,7 @@ pub fn compare(lane: &Lane, rng: &Rng, mode: Mode) {
     let mut interpreted = run(lane, rng, mode, Jit::Off, EXITS, INTERPRETED);
     let exits = interpreted.exits.len();
     if interpreted.memory.is_empty() {
-        // What it did after its last exit is not known.
+        // What the guest did after its last exit is not known.
         interpreted = run(lane, rng, mode, Jit::Off, exits, COMPILED);
     }
     let at_once = Jit::AtOnce(tier);
@@ -86,7 +86,7 @@ pub fn compare(lane: &Lane, rng: &Rng, mode: Mode) {
     lane.leave();
 }
 
-/// Returns what differs, if anything does. A guest that was kicked while its code was compiled has fewer exits.
+/// Returns the first difference, if there is one. A guest that was kicked while its code was compiled has fewer exits.
 fn difference(interpreted: &Account, compiled: &Account) -> Option<String> {
     let both = interpreted.exits.iter().zip(&compiled.exits);
     for (index, (interpreted, compiled)) in both.enumerate() {
@@ -115,7 +115,8 @@ fn difference(interpreted: &Account, compiled: &Account) -> Option<String> {
     None
 }
 
-/// Runs the guest for at most `exits` exits. A run that lasts longer than `length` ends it, and is not in the account.
+/// Runs the guest for at most `exits` exits. If a run lasts longer than `length`, the guest ends, and that run is not
+/// in the account.
 fn run(lane: &Lane, rng: &Rng, mode: Mode, jit: Jit, exits: usize, length: Duration) -> Account {
     let mut guest = Guest::new(&mut rng.clone(), mode, jit, End::Counts);
     let mut account = Account {
@@ -149,7 +150,7 @@ fn run(lane: &Lane, rng: &Rng, mode: Mode, jit: Jit, exits: usize, length: Durat
             break;
         }
         let now = registers(vcpu) + &sums(&guest.slots);
-        // It waits for an interrupt for ever.
+        // The guest waits for an interrupt for ever.
         let ends =
             (account.exits.last()).is_some_and(|last| said == "Ok(Hlt)" && last.ends_with(&now));
         account.exits.push(said + &now);
@@ -213,7 +214,7 @@ fn registers(vcpu: &VcpuFd) -> String {
         text,
         "\n{general:x?}\n{special:x?}\n{events:x?}\n{debug:x?}\n"
     );
-    // Only the words that are not 0, by their number.
+    // Shows only the words that are not 0, with their numbers.
     let vectors = vcpu.get_xsave().expect("registers can be read").region;
     for (index, word) in vectors.iter().enumerate().filter(|(_, word)| **word != 0) {
         let _ = write!(text, " {index}:{word:x}");

@@ -6,11 +6,11 @@ use slat_model::Rng;
 /// A memslot.
 #[derive(Clone, Copy, Debug)]
 pub struct Place {
-    /// Its number.
+    /// The memslot's number.
     pub slot: u32,
-    /// Its first guest-physical address.
+    /// The first guest-physical address.
     pub gpa: u64,
-    /// Its pages.
+    /// The number of pages.
     pub pages: usize,
 }
 
@@ -21,7 +21,7 @@ impl Place {
     }
 }
 
-/// The memslot with code, tables, stacks: everything below.
+/// The memslot with code, tables and stacks, whose addresses are given below.
 pub const MAIN: Place = Place {
     slot: 0,
     gpa: 0,
@@ -39,19 +39,20 @@ pub const LOGGED: Place = Place {
     gpa: 0x6_0000,
     pages: 8,
 };
-/// A memslot above 4 GiB. Logged, too.
+/// A memslot above 4 GiB, which is also logged.
 pub const FAR: Place = Place {
     slot: 3,
     gpa: 1 << 32,
     pages: 4,
 };
-/// The memslot of system management mode, in the second address space: at SMBASE after RESET. Logged.
+/// The memslot of system management mode, in the second address space, at the value of SMBASE after RESET. It is
+/// logged.
 pub const SMRAM: Place = Place {
     slot: 1 << 16,
     gpa: 0x3_0000,
     pages: 16,
 };
-/// Where the handler of SMIs begins in [`SMRAM`].
+/// The offset of the SMI handler in [`SMRAM`].
 pub const SMI_HANDLER: usize = 0x8000;
 /// A memslot of one huge page.
 pub const HUGE: Place = Place {
@@ -60,11 +61,11 @@ pub const HUGE: Place = Place {
     pages: 512,
 };
 
-/// Addresses of the tables of five levels, one page each; the roots of other modes are further down.
+/// The addresses of the tables of five levels, one page each. The roots of other modes are further down.
 pub const PML5: u64 = 0x1000;
 /// The root of four levels.
 pub const PML4: u64 = 0x2000;
-/// The root of PAE, and the third level.
+/// The root of PAE paging, and the third level.
 pub const PDPT: u64 = 0x3000;
 /// The second level, and the root of 32-bit paging.
 pub const PD: u64 = 0x4000;
@@ -80,12 +81,13 @@ pub const TSS: u64 = 0xb000;
 pub const CODE: u64 = 0xc000;
 /// The handlers that gates point to.
 pub const HANDLERS: u64 = 0xf000;
-/// The top of the first vCPU's stack; the second's is a page higher.
+/// The top of the first vCPU's stack. The top of the second one's is a page higher.
 pub const STACK: u64 = 0x1_2000;
 /// Data.
 pub const DATA: u64 = 0x1_4000;
 
-/// Guest-physical pages that tables should point to: every kind of memory, none, and the tables themselves.
+/// The guest-physical pages to which tables point: every kind of memory, an address without memory, and the tables
+/// themselves.
 const PHYSICAL: [u64; 20] = [
     0,
     PML4,

@@ -1,14 +1,14 @@
 //! Guests of random code, which test the software CPU with anything that a guest may contain.
 //!
-//! The bytes choose a mode, page tables, descriptors, registers and code for one or two vCPUs on one memory, and what
-//! the main thread does beside them: it gets dirty logs, injects interrupts, invalidates memory, deletes and creates
-//! slots. Each run is kicked when its slice of time is over, and has to end then ([`crate::watch`]).
+//! The bytes choose a mode, page tables, descriptors, registers and code for one or two vCPUs on one memory. They also
+//! choose what the main thread does while the vCPUs run: it gets dirty logs, injects interrupts, invalidates memory,
+//! deletes and creates slots. Each run is kicked when its slice of time is over, and must end then ([`crate::watch`]).
 //!
-//! A guest runs as every program's does, or on compiled code from its first instruction on. Or it runs both ways,
-//! alone, and both have to do the same (`compare`).
+//! A guest runs in one of three ways: as every program's guest does; on compiled code from its first instruction on; or
+//! both interpreted and compiled, with one vCPU and no other activity, and with the same results (`compare`).
 //!
-//! Checks afterwards: nothing was written beside the slots, nor to the read-only one; every page of a logged slot that
-//! changed is in the log; the VM's audit passes.
+//! Checks afterwards that nothing was written outside the slots, or to the read-only slot; that every changed page of a
+//! logged slot is in the log; and that the VM's audit passes.
 
 mod code;
 mod compare;
@@ -41,7 +41,7 @@ const HIDE: u64 = 2;
 /// Bytes of a huge page.
 const HUGE_PAGE: usize = 2 << 20;
 
-/// Returns the factor of the slices of time in which code is compiled, too.
+/// Returns the factor by which slices of time are longer if they include compilation.
 fn compiling(tier: Tier) -> u32 {
     match tier {
         Tier::Baseline => 2,
@@ -49,13 +49,13 @@ fn compiling(tier: Tier) -> u32 {
     }
 }
 
-/// CPU time that compiling a region may take: that is not interrupted.
+/// The CPU time that compiling a region may take. A kick does not interrupt it.
 const COMPILES: Duration = Duration::from_secs(2);
 
-/// How a guest's code runs. That of real mode is not compiled.
+/// The way in which a guest's code runs. Code of real mode is not compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Way {
-    /// As every program's: compiled if it is hot, which it hardly becomes.
+    /// As for every program: code is compiled if it is hot, which happens rarely.
     Usual,
     /// Compiled before it runs.
     Compiled,
@@ -64,7 +64,8 @@ enum Way {
 }
 
 impl Way {
-    /// The lower three bits of a stream's first byte choose the mode, the next two the way.
+    /// Returns the way that a stream's first byte chooses: its lower three bits choose the mode, the next two bits the
+    /// way.
     fn of(first: u64, mode: Mode) -> Self {
         match first >> 3 & 3 {
             _ if mode == Mode::Real => Way::Usual,
@@ -77,7 +78,7 @@ impl Way {
 
 /// Returns the first byte of a stream of a guest that runs both interpreted and compiled.
 pub fn compared(random: u8) -> u8 {
-    // In 64-bit mode, or, one time in four, in a mode of 32 bits.
+    // The mode is 64-bit mode in most cases, otherwise a mode of 32 bits.
     let mode = [0, 6, 0, 6, 2 + random % 4][usize::from(random >> 5) % 5];
     random & 0xc0 | 2 << 3 | mode
 }
@@ -165,7 +166,7 @@ impl Slot {
         self.memory.read(self.offset, self.place.len())
     }
 
-    /// Gets the log, and returns the pages that it names.
+    /// Gets the slot's log, and returns the pages that the log names.
     fn harvest(&mut self, vm: &VmFd) -> Vec<u64> {
         if !self.is_logged() {
             return Vec::new();
@@ -215,7 +216,7 @@ impl Slot {
     }
 }
 
-/// How one vCPU continues after its exits, and how its runs end.
+/// The choices for one vCPU: how it continues after its exits, and how its runs end.
 struct Conduct {
     rng: Rng,
     slice: Duration,
@@ -230,10 +231,11 @@ struct Guest {
     vm: VmFd,
     mode: Mode,
     slots: Vec<Slot>,
-    /// Not one of those whose memory changes under the guest: without it an SMI is the end of the VM.
+    /// This slot is not among those whose memory changes while the guest runs, because an SMI without it would end the
+    /// VM.
     smram: Slot,
     vcpus: Vec<(VcpuFd, Conduct)>,
-    /// Numbers that choose what the main thread does while the vCPUs run: see [`disturb`].
+    /// Numbers that choose the actions of the main thread while the vCPUs run: see [`disturb`].
     beside: Vec<u64>,
     irqchip: bool,
 }
@@ -244,7 +246,7 @@ fn set_slot(vm: &VmFd, region: kvm_userspace_memory_region) {
 }
 
 impl Guest {
-    /// Makes a guest. If its code [counts](End::Counts), then it is a guest of one vCPU that does the same each time.
+    /// Makes a guest. If its code [counts](End::Counts), the guest has one vCPU, and acts in the same way each time.
     fn new(rng: &mut Rng, mode: Mode, jit: Jit, end: End) -> Self {
         let mut choices = rng.below(256);
         if end == End::Counts {
@@ -285,7 +287,7 @@ impl Guest {
         for index in 0..count {
             main.write((CODE + index * 0x1000) as usize, &code::code(rng, end));
         }
-        // Code that cannot be changed, and code across the end of a page.
+        // Writes code that the guest cannot change, and code across the end of a page.
         slots[1].memory.write(0, &code::code(rng, end));
         let last = code::code(rng, end);
         let last = &last[..last.len().min(8)];
@@ -421,7 +423,7 @@ fn hide(slot: &Slot, told: bool) {
     }
 }
 
-/// Deletes a slot for a moment. The vCPUs do not write to its memory meanwhile.
+/// Deletes a slot for a moment. Meanwhile the vCPUs cannot write to the slot's memory.
 fn vanish(vm: &VmFd, slot: &mut Slot) {
     let region = slot.region();
     let gone = kvm_userspace_memory_region {
@@ -443,7 +445,7 @@ fn vanish(vm: &VmFd, slot: &mut Slot) {
     set_slot(vm, region);
 }
 
-/// Does something beside the vCPUs that does not change their memory.
+/// Does something while the vCPUs run that does not change their memory.
 fn disturb(vm: &VmFd, slots: &mut [Slot], irqchip: bool, choice: u64) {
     let index = (choice >> 3) as usize % slots.len();
     let slot = &mut slots[index];
@@ -470,7 +472,7 @@ fn disturb(vm: &VmFd, slots: &mut [Slot], irqchip: bool, choice: u64) {
     }
 }
 
-/// Runs one vCPU, until it has reached its limits.
+/// Runs one vCPU until it has reached its limits.
 fn run(lane: &Lane, mode: Mode, index: u64, vcpu: &mut VcpuFd, conduct: &mut Conduct) {
     let mut kicks = 0;
     for _ in 0..EXITS {

@@ -1,4 +1,4 @@
-//! The registers with which a vCPU begins: right for its mode, but for a few.
+//! The registers with which a vCPU begins. They are valid for its mode, except a few.
 
 use super::layout::*;
 use super::tables::{GDT_LEN, Mode, selector};
@@ -199,15 +199,16 @@ fn general(rng: &mut Rng, vcpu: u64) -> kvm_regs {
     }
 }
 
-/// The MSR that has KVM write the time to guest memory.
+/// The MSR that makes KVM write the time to guest memory.
 const CLOCK: u32 = 0x4b56_4d01;
 
-/// Sets a vCPU's registers, and sometimes a pending event. `may_tell_time`: the guest may find the time in its memory.
+/// Sets a vCPU's registers, and sometimes a pending event. With `may_tell_time` the guest may find the time in its
+/// memory.
 pub fn set(rng: &mut Rng, mode: Mode, index: u64, vcpu: &VcpuFd, may_tell_time: bool) {
     let now = vcpu.get_sregs().expect("registers can be read");
     let (sregs, valid) = special(rng, mode, now);
-    // If KVM refuses the changed registers, the valid ones are set; without five levels there are
-    // four.
+    // If KVM refuses the changed registers, the valid ones are set. If these are refused, too, because there are no
+    // five levels, paging has four.
     if vcpu.set_sregs(&sregs).is_err() && vcpu.set_sregs(&valid).is_err() {
         let four = kvm_sregs {
             cr4: valid.cr4 & !LA57,
@@ -236,7 +237,7 @@ pub fn set(rng: &mut Rng, mode: Mode, index: u64, vcpu: &VcpuFd, may_tell_time: 
         ];
         msrs.retain(|entry| may_tell_time || entry.index != CLOCK);
         let msrs = Msrs::from_entries(&msrs).expect("a few entries");
-        // KVM stops at the first MSR that it refuses, for an address that is not canonical.
+        // KVM stops at the first MSR that it refuses, which has a non-canonical address.
         vcpu.set_msrs(&msrs).expect("MSRs can be set");
     }
     if rng.one_in(4) {
@@ -258,7 +259,7 @@ pub fn set(rng: &mut Rng, mode: Mode, index: u64, vcpu: &VcpuFd, may_tell_time: 
                 events.nmi.pending = 1;
             }
         }
-        // Refused when it makes no sense.
+        // KVM refuses senseless events.
         let _ = vcpu.set_vcpu_events(&events);
     }
 }

@@ -1,11 +1,11 @@
-//! The tables that a guest's CPU reads: page tables, descriptors, gates. Valid, but for a few entries.
+//! The tables that a guest's CPU reads: page tables, descriptors, gates. They are valid, except a few entries.
 
 use super::code::End;
 use super::layout::*;
 use crate::memory::Guarded;
 use slat_model::Rng;
 
-/// How a guest's addresses become physical.
+/// The mode of a guest: how its addresses become physical.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
     /// Real mode.
@@ -54,9 +54,9 @@ impl Mode {
     }
 }
 
-/// Present, writable, user, and not accessed yet.
+/// The flags of an entry: present, writable, user, and not accessed yet.
 const ENTRY: u64 = 7;
-/// In an entry of a higher table: the entry maps a page.
+/// The flag of an entry of a higher table that maps a page.
 const PAGE_SIZE: u64 = 0x80;
 
 struct Entries<'a> {
@@ -71,7 +71,7 @@ impl Entries<'_> {
     }
 }
 
-/// Writes the page tables of a mode: everything is mapped one to one, but for a few entries.
+/// Writes the page tables of a mode: all memory is mapped one to one, except a few random entries.
 pub fn page_tables(rng: &mut Rng, mode: Mode, memory: &Guarded) {
     let size = if mode == Mode::Bits32 { 4 } else { 8 };
     let tables = Entries { memory, size };
@@ -82,7 +82,7 @@ pub fn page_tables(rng: &mut Rng, mode: Mode, memory: &Guarded) {
     tables.set(PD, 0, PT | ENTRY);
     tables.set(PD, 1, per_table << 12 | PAGE_SIZE | ENTRY);
     if size == 8 {
-        // In PAE mode, the entries of the top level have no rights, and few bits that are not reserved.
+        // In PAE mode, the entries of the top level have no rights, and most of their bits are reserved.
         let entry = if mode == Mode::Pae { 1 } else { ENTRY };
         tables.set(PDPT, 0, PD | entry);
         tables.set(PDPT, 3, PD | entry);
@@ -111,7 +111,7 @@ pub fn page_tables(rng: &mut Rng, mode: Mode, memory: &Guarded) {
             entry |= 1;
         }
         if rng.one_in(4) {
-            // Reserved, ignored, keys, no-execute.
+            // Reserved bits, ignored bits, protection keys, no-execute.
             entry |= 1 << (40 + rng.below(24));
         }
         tables.set(table, index, entry);
@@ -133,7 +133,7 @@ pub mod selector {
 /// Bytes of the GDT.
 pub const GDT_LEN: usize = 16 * 8;
 
-/// Writes the GDT: flat segments of all kinds, a task, an LDT, gates; but for a few entries.
+/// Writes the GDT: flat segments of all kinds, a task, an LDT, gates. A few entries are random.
 pub fn descriptors(rng: &mut Rng, memory: &Guarded) {
     let system = |kind: u64, base: u64, limit: u64| {
         limit | (base & 0xff_ffff) << 16 | kind << 40 | (base >> 24 & 0xff) << 56
@@ -195,7 +195,7 @@ pub fn gates(rng: &mut Rng, mode: Mode, memory: &Guarded, end: End) {
     }
     let kinds: &[u64] = match end {
         End::Repeats => &[0x8e, 0x8e, 0x8f, 0xee, 0x86, 0x85],
-        // Those of long mode.
+        // The gate types of long mode.
         End::Counts => &[0x8e, 0x8f, 0xee],
     };
     let kind = rng.pick(kinds);

@@ -10,7 +10,7 @@ const OPEN: usize = 3;
 /// The number of pages after the guard page that can only be read.
 const READ_ONLY: usize = 3;
 
-/// Values around which behaviour changes.
+/// Values near which requests change their behaviour.
 pub const BOUNDARIES: [u64; 24] = [
     0,
     1,
@@ -45,7 +45,8 @@ pub fn bytes_of<T: Plain>(value: &T) -> Vec<u8> {
         .to_vec()
 }
 
-/// Changes a few fields. The struct's fields are not known: a field is a run of 1, 2, 4 or 8 bytes, aligned as a rule.
+/// Changes a few fields. The struct's real fields are not known. So a field is a run of 1, 2, 4 or 8 bytes, usually
+/// aligned.
 pub fn mutate(rng: &mut Rng, bytes: &mut [u8]) {
     if bytes.is_empty() || rng.one_in(3) {
         return;
@@ -99,7 +100,7 @@ impl Buffer {
         at >= open.start && at.checked_add(len).is_some_and(|end| end <= open.end)
     }
 
-    /// Writes `bytes` to the buffer, and returns their address. As a rule all of them can be read and written.
+    /// Writes `bytes` to the buffer, and returns their address. Usually all of them can be read and written.
     pub fn place(&mut self, rng: &mut Rng, bytes: &[u8]) -> u64 {
         assert!(bytes.len() <= OPEN * PAGE);
         let open = self.open();

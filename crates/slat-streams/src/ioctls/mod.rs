@@ -1,8 +1,8 @@
 //! Streams of requests, as the preload library makes them: `Object::ioctl` with raw addresses, on several threads.
 //!
-//! Each thread, a lane, has a part of the bytes and chooses its next action by them: a request with an argument that is
-//! valid but for a few changed fields, at an address that is good as a rule; a run of a vCPU, which the watchman ends;
-//! a change of the guests' memory, reported to slat or not; a write to memory that is shared with a vCPU; a close.
+//! Each thread, called a lane, has a part of the bytes, which choose its next action: a request whose argument is valid
+//! except for a few changed fields, and usually at a valid address; a run of a vCPU, which the watchman ends; a change
+//! of the guests' memory, with or without a report to slat; a write to memory that is shared with a vCPU; a close.
 
 mod argument;
 mod requests;
@@ -26,7 +26,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use world::{Handle, PAGES, World};
 
-/// Number of threads of a stream.
+/// The number of threads of a stream.
 const LANES: usize = 3;
 /// Pages that hold the guests' programs, at the start of slot 0.
 const PROGRAMS: [&[u8]; 10] = [
@@ -56,17 +56,18 @@ const PROGRAMS: [&[u8]; 10] = [
     &[0xfa, 0xf4],
 ];
 
-/// What every call of a VM may return: an SMI that found no SMRAM has made the VM dead. (So does a call that panics,
-/// but that ends its lane, too.)
+/// The errno that every call of a VM may return: after an SMI that found no SMRAM, the VM is dead. (A call that panics
+/// also makes the VM dead, but it ends its lane, too.)
 const DEAD: i32 = libc::EIO;
 
 /// The page of one more program, with an instruction that crosses into the next page.
 const ACROSS: usize = PROGRAMS.len();
 
-/// The page where SMIs have their handler as long as SMBASE is not changed, and its code: `inc word [0x4000]; rsm`.
+/// The page with the handler of SMIs as long as SMBASE is not changed, and the handler's code: `inc word [0x4000];
+/// rsm`.
 const SMI_HANDLER: (usize, &[u8]) = (0x38, &[0xff, 0x06, 0x00, 0x40, 0x0f, 0xaa]);
 
-/// Jumps to its last two bytes, the first two of `mov ax, imm16`.
+/// Returns a page that jumps to its last two bytes, which are the first two bytes of `mov ax, imm16`.
 fn across() -> Vec<u8> {
     let mut page = vec![0x90; PAGE];
     page[..3].copy_from_slice(&[0xe9, 0xfb, 0x0f]);
@@ -77,7 +78,7 @@ fn across() -> Vec<u8> {
 /// Carries out the stream of `bytes`; see the module.
 pub fn ioctls(bytes: &[u8]) {
     static SIGNALS: Once = Once::new();
-    // As the preload library does.
+    // The preload library does the same.
     SIGNALS.call_once(|| {
         slat_kvm::watch_signals();
         begin_irqfds();
@@ -105,7 +106,7 @@ pub fn ioctls(bytes: &[u8]) {
         }
         world.ram.check();
         drop(world);
-        // slat's own threads may still hold one.
+        // slat's own threads may still hold an object.
         let begin = Instant::now();
         while !slat_kvm::notify::live().is_empty() {
             assert!(begin.elapsed() < SOON, "a VM outlived its descriptors");
@@ -115,7 +116,7 @@ pub fn ioctls(bytes: &[u8]) {
     });
 }
 
-/// Has slat make the objects that irqfds of all VMs need, and keep.
+/// Makes slat create the objects that the irqfds of all VMs share, and that stay.
 fn begin_irqfds() {
     let world = World::new();
     let system = Object::system();
@@ -209,7 +210,7 @@ struct Worker<'a> {
 /// Returns the size of the structure that a request points to, in bytes.
 fn size_of_argument(request: u32) -> u64 {
     match request {
-        // The only request with a structure whose number does not contain its size.
+        // This is the only request with a structure whose number does not contain the structure's size.
         abi::KVM_REINJECT_CONTROL => size_of::<kvm_reinject_control>() as u64,
         _ => u64::from(request >> 16 & 0x3fff),
     }
@@ -308,7 +309,7 @@ impl<'a> Worker<'a> {
             }
             _ => size_of_argument(request.number).max(bytes.len() as u64),
         };
-        // For a list that does not fit, the call writes the list's length.
+        // If a list does not fit, the call writes the list's length.
         let len = if read { len.max(4) } else { len };
         self.issue(
             object,
@@ -324,7 +325,7 @@ impl<'a> Worker<'a> {
         self.bitmaps.check("a call with a bitmap", to_bitmap);
     }
 
-    /// Makes a request that may write to `allowed` only. `EFAULT` is a finding unless the argument's address is bad.
+    /// Makes a request that may write only to `allowed`. `EFAULT` is a finding unless the argument's address is bad.
     fn issue(&mut self, object: &Object, request: Request, argument: u64, allowed: Range<u64>) {
         let pointer_is_good = match request.argument {
             Argument::Struct(_) => self
@@ -333,7 +334,7 @@ impl<'a> Worker<'a> {
             Argument::Out(size) | Argument::Back(_, size) => self.buffer.is_open(argument, size),
             Argument::Value(_) | Argument::Table { .. } => false,
         };
-        // These access other memory, too.
+        // These requests access other memory, too.
         let others = [
             abi::KVM_GET_DIRTY_LOG,
             abi::KVM_CLEAR_DIRTY_LOG,
@@ -365,7 +366,7 @@ impl<'a> Worker<'a> {
         self.buffer.check(name, allowed);
     }
 
-    /// Makes a request that no object knows, or a known one with another size.
+    /// Makes a request that no object knows, or a known request with another size.
     fn unknown_request(&mut self) {
         let on = self.rng.pick(&[On::System, On::Vm, On::Vcpu]);
         let known = self.rng.pick(REQUESTS);
@@ -391,7 +392,7 @@ impl<'a> Worker<'a> {
             .map(drop)
             .expect_err("an unknown request was answered")
             .errno();
-        // KVM's errnos on x86.
+        // KVM's errnos for unknown requests on x86.
         let refusal = match on {
             On::Vm => libc::ENOTTY,
             On::System | On::Vcpu => libc::EINVAL,
@@ -460,7 +461,7 @@ impl<'a> Worker<'a> {
         vcpu.runs.store(false, Ordering::Release);
     }
 
-    /// Calls mmap, munmap, madvise and mprotect for guest memory, in an invalidation or not.
+    /// Calls mmap, munmap, madvise or mprotect for guest memory, with or without an invalidation around the call.
     fn change_memory(&mut self) {
         let first = self.rng.below(PAGES as u64) as usize;
         let count = (1 + self.rng.below(16) as usize).min(PAGES - first);

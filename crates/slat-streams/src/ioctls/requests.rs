@@ -1,4 +1,4 @@
-//! Every request of the API: how its argument is made, and which errnos it has.
+//! All requests of the API: how their arguments are made, and the errnos that they may return.
 //!
 //! The errnos are those that `Documentation/virt/kvm/api.rst` names for the call, and those that every call of its kind
 //! has: `EFAULT` for a bad pointer, `ENOMEM`, `ENOTTY` or `EINVAL` for a request that an object does not know.
@@ -36,13 +36,13 @@ pub struct Context<'a> {
 pub enum Argument {
     /// A number.
     Value(fn(&mut Rng) -> u64),
-    /// A struct, valid but for a few changed fields.
+    /// A struct that is valid except for a few changed fields.
     Struct(fn(&mut Rng, &Context<'_>) -> Vec<u8>),
-    /// A struct of that many bytes that the call fills.
+    /// A struct that the call fills: its size in bytes.
     Out(usize),
-    /// The result of another request, with a few changed fields; that many bytes.
+    /// The result of another request, with a few changed fields: the request's number, and the size in bytes.
     Back(u32, usize),
-    /// A count, followed by `step` bytes for each table entry, at offset `entries`.
+    /// A table: a count, followed by `step` bytes for each entry. The entries are at offset `entries`.
     Table {
         make: fn(&mut Rng) -> Vec<u8>,
         entries: u64,
@@ -53,7 +53,7 @@ pub enum Argument {
 /// A request.
 #[derive(Clone, Copy)]
 pub struct Request {
-    /// Its number.
+    /// The request's number.
     pub number: u32,
     /// The kind of its object.
     pub on: On,
@@ -170,7 +170,7 @@ requests! {
     Vcpu: KVM_ENABLE_CAP Struct(capability), [EINVAL EFAULT];
 }
 
-/// Returns mostly 0, which calls without argument require.
+/// Usually returns 0, which calls without an argument require.
 fn nothing(rng: &mut Rng) -> u64 {
     if rng.one_in(8) { number(rng) } else { 0 }
 }
@@ -199,7 +199,7 @@ fn vcpu_id(rng: &mut Rng) -> u64 {
     }
 }
 
-/// Returns a page of guest-physical memory. Slots are few and near, so that they collide.
+/// Returns a guest-physical address of a page. There are few addresses, near one another, so that slots collide.
 fn gpa(rng: &mut Rng) -> u64 {
     match rng.below(16) {
         0 => rng.pick(&BOUNDARIES),
@@ -209,7 +209,7 @@ fn gpa(rng: &mut Rng) -> u64 {
     }
 }
 
-/// Returns a slot, of the address space of system management mode at times.
+/// Returns a slot number, sometimes of the address space of system management mode.
 fn slot(rng: &mut Rng) -> u32 {
     let space = u32::from(rng.one_in(8)) << 16;
     space | rng.below(4) as u32
@@ -243,7 +243,7 @@ fn region(rng: &mut Rng, context: &Context<'_>) -> Vec<u8> {
     bytes
 }
 
-/// Replaces a slot's backing that would be in memory that is not the guests'.
+/// If a slot's backing is not in the guests' memory, replaces it.
 fn give(context: &Context<'_>, region: &mut [u8]) {
     let field = |at: usize| u64::from_le_bytes(region[at..at + 8].try_into().expect("eight bytes"));
     let (size, address) = (field(16), field(24));
@@ -309,7 +309,7 @@ fn dirty_log(rng: &mut Rng, context: &Context<'_>) -> Vec<u8> {
     };
     log.__bindgen_anon_1.padding2 = context.bitmap;
     let mut bytes = bytes_of(&log);
-    // Not the pointer: any address would be valid, and be written to.
+    // The pointer is not changed, because any address would be valid, and be written to.
     mutate(rng, &mut bytes[..8]);
     bytes
 }
@@ -386,7 +386,7 @@ fn irqchip(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
     bytes
 }
 
-/// Returns a GSI, one of few.
+/// Returns one of a few GSIs.
 fn gsi(rng: &mut Rng) -> u32 {
     match rng.below(16) {
         0 => rng.below(4097) as u32,
@@ -457,7 +457,7 @@ fn hyperv_eventfd(rng: &mut Rng, context: &Context<'_>) -> Vec<u8> {
 
 fn ioeventfd(rng: &mut Rng, context: &Context<'_>) -> Vec<u8> {
     let mut bytes = bytes_of(&kvm_ioeventfd {
-        // Where the programs write.
+        // Addresses to which the programs write.
         addr: rng.pick(&[0x10, 0x10, 0xf008, 0xf008, 0x8_0000]),
         len: rng.pick(&[0, 1, 1, 2, 4, 8]),
         fd: context.world.event(rng),
@@ -519,7 +519,7 @@ fn capability(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
     bytes
 }
 
-/// A register by id: mostly an MSR.
+/// Makes a request for a register by its id, usually an MSR's.
 fn one_reg(rng: &mut Rng, context: &Context<'_>) -> Vec<u8> {
     let (first, range) = rng.pick(&MSRS);
     let kind = rng.pick(&[2, 2, 2, 3, 0]);
@@ -527,7 +527,7 @@ fn one_reg(rng: &mut Rng, context: &Context<'_>) -> Vec<u8> {
         id: KVM_REG_X86 | KVM_REG_SIZE_U64 | kind << 32 | (u64::from(first) + rng.below(range)),
         addr: context.bitmap,
     });
-    // Not the pointer: any address would be valid, and be written to.
+    // The pointer is not changed, because any address would be valid, and be written to.
     mutate(rng, &mut bytes[..8]);
     bytes
 }
@@ -566,7 +566,7 @@ fn signal_mask(rng: &mut Rng, _: &Context<'_>) -> Vec<u8> {
     [&len.to_le_bytes()[..], &set.to_le_bytes()[..]].concat()
 }
 
-/// Returns a count that is right as a rule.
+/// Returns a count that is usually right.
 fn count(rng: &mut Rng, right: usize) -> u32 {
     if rng.one_in(6) {
         number(rng) as u32
@@ -596,7 +596,7 @@ fn cpuid(rng: &mut Rng) -> Vec<u8> {
     bytes
 }
 
-/// Ranges of MSR numbers, a little larger than those that exist: first, length.
+/// Ranges of MSR numbers, each with its first number and its length, and a little larger than the MSRs that exist.
 const MSRS: [(u32, u64); 18] = [
     (0x10, 3),
     (0x1b, 1),

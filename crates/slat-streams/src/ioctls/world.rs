@@ -1,4 +1,4 @@
-//! The objects of a stream of requests: those that descriptors refer to, and the memory that guests are given.
+//! The objects of a stream of requests, to which descriptors refer, and the memory of the guests.
 
 use crate::memory::{Guarded, PAGE, Reserved, fill, first_touched};
 use slat_kvm::ioctl::{Answer, Object};
@@ -10,9 +10,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Pages of guest memory.
 pub const PAGES: usize = 256;
-/// Bytes of address space after those pages: a slot may be far larger than its memory.
+/// The number of bytes of address space after those pages, because a slot may be far larger than its memory.
 const BEYOND: usize = 1 << 40;
-/// Most objects of a kind: the oldest is closed for a new one.
+/// The most objects of a kind. Beyond that, the oldest object is closed for a new one.
 const MOST: usize = 4;
 
 /// An object and its descriptor.
@@ -20,11 +20,11 @@ const MOST: usize = 4;
 pub struct Handle {
     /// The object.
     pub object: Object,
-    /// Other lanes may be using it: it is closed when the last of them has finished.
+    /// The descriptor. Other lanes may be using it, so it is closed when the last of them has finished.
     pub fd: OwnedFd,
     /// The client's mapping of a vCPU.
     pub mapped: Option<Mapped>,
-    /// Whether a lane runs the vCPU. (A second one would wait, and miss its kick.)
+    /// Whether a lane runs the vCPU. (A second lane that runs it would wait, and miss its kick.)
     pub runs: AtomicBool,
 }
 
@@ -155,7 +155,7 @@ fn eventfd(full: bool) -> OwnedFd {
 }
 
 impl World {
-    /// Returns the number of an eventfd.
+    /// Returns the descriptor number of an eventfd.
     pub fn event(&self, rng: &mut Rng) -> i32 {
         self.events[rng.below(EVENTS as u64) as usize].as_raw_fd()
     }
@@ -168,7 +168,7 @@ impl World {
         unsafe { libc::write(fd, one.as_ptr().cast(), one.len()) };
     }
 
-    /// Makes a world without objects, and with memory as [`fill`] leaves it.
+    /// Makes a world without objects, whose memory [`fill`] has filled.
     pub fn new() -> Self {
         World {
             vms: Handles::default(),
@@ -185,7 +185,7 @@ impl World {
     pub fn adopt(&self, answer: Answer) -> i32 {
         match answer {
             Answer::Value(value) => value,
-            // The kernel's own requests change the descriptor, and return 0.
+            // Requests that the kernel serves itself change the descriptor, and return 0.
             Answer::Kernels => 0,
             Answer::Created(object, fd) | Answer::Stored(object, fd) => {
                 let number = fd.as_raw_fd();
@@ -243,12 +243,12 @@ impl Ram {
         start..start + count * PAGE
     }
 
-    /// Returns the address that a slot gets instead of `address`: one at which a guest can do no harm to this process.
+    /// Returns the address that a slot gets instead of `address`, at which a guest can do no harm to this process.
     pub fn harmless(&self, address: u64, size: u64) -> u64 {
         let all = self.all.range();
         let end = address.checked_add(size);
         let ours = end.is_some_and(|end| address >= all.start as u64 && end <= all.end as u64);
-        // Nothing is ever mapped there.
+        // At these addresses nothing is ever mapped.
         let nowhere = end.is_some_and(|end| end <= 0x1_0000) || address >= 1 << 47;
         match ours || nowhere || size == 0 {
             true => address,
@@ -276,7 +276,7 @@ impl Ram {
         let _ = slat_kvm::user::write_slice(range.start as u64, bytes);
     }
 
-    /// Panics if a page was written that no guest was given.
+    /// Panics if a page was written that was not given to a guest.
     pub fn check(&self) {
         self.before.check();
         self.after.check();

@@ -140,7 +140,8 @@ fn fused_binary<A: Operation>(op: &Op, cc: u8) -> Handler {
     }
 }
 
-/// Makes `op` also execute the next instruction, a Jcc. Returns `false` if the kind of `op` does not allow that.
+/// Fuses `op` with the next instruction, a Jcc, so that `op` executes both. Returns `false` if `op` is of a kind that
+/// cannot be fused.
 pub(crate) fn fuse(op: &mut Op, cc: u8, target: u64, len: u8) -> bool {
     if op.r[0] == MEM || op.r[1] == MEM || op.size == 1 {
         return false;

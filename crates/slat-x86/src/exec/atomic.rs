@@ -115,7 +115,7 @@ fn cmpxchg16b(cpu: &mut Cpu, op: &Op) -> Flow {
 
 pub(crate) const ROWS: &[Row] = rows! { |insn, op|
     Xchg => {
-        // With memory it is always locked.
+        // An exchange with memory is always locked.
         op.lock = true;
         by_size!(op.size, xchg)
     },

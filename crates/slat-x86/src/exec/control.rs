@@ -172,7 +172,7 @@ fn by_count(op: &mut Op, bytes: u8, handler: Handler) -> Handler {
     handler
 }
 
-/// Chooses the handler of LOOP and its like. `kind` is that of [`looping`].
+/// Chooses the handler of LOOP and its variants. `kind` is the `aux` of [`looping`].
 fn lower_loop(insn: &Instruction, op: &mut Op, kind: u8) -> Handler {
     op.aux = kind;
     op.address_size = match insn.code() {

@@ -272,13 +272,13 @@ pub(super) fn lower_mov(insn: &Instruction, op: &mut Op) -> Option<Handler> {
     }
 }
 
-/// Stores in `op` the segment register of LES or its like.
+/// Stores in `op` the segment register that LES or a variant loads.
 fn far(op: &mut Op, segment: u8) -> Handler {
     op.aux = segment;
     load_far
 }
 
-/// Stores in `op` which table is meant, and the size of its base.
+/// Stores in `op` which descriptor table the instruction is for, and the size of the table's base.
 fn table(insn: &Instruction, op: &mut Op) {
     op.aux = u8::from(matches!(op.mnemonic, Mnemonic::Lidt | Mnemonic::Sidt));
     let narrow = matches!(insn.code(), Code::Lgdt_m1632_16 | Code::Lidt_m1632_16);

@@ -25,7 +25,7 @@ fn far_target(cpu: &mut Cpu, op: &Op) -> Result<(u16, u64), Break> {
     Ok((cpu.load::<u16>(lin.wrapping_add(bytes))?, offset))
 }
 
-/// Returns the code segment of a far jump or call. Executes a transfer to another task itself.
+/// Returns the code segment of a far jump or call. If the transfer is to another task, executes it here.
 fn far_code(cpu: &mut Cpu, op: &Op, selector: u16, initiator: Initiator) -> Result<Segment, Break> {
     if cpu.has_paragraphs() {
         let mut cs = cpu.state.cs;
@@ -271,7 +271,7 @@ fn int_n(cpu: &mut Cpu, op: &Op) -> Flow {
 fn int(cpu: &mut Cpu, op: &Op, source: Source) -> Flow {
     let next = cpu.next_rip(op);
     cpu.deliver(op.aux, None, source, next)?;
-    // The guest's single step ends with the delivery, a debugger's does not.
+    // A single step of the guest ends with the delivery; a single step of a debugger does not.
     cpu.watch.steps = cpu.requests.debugger.single_step;
     Err(Break::Jump)
 }
@@ -291,7 +291,7 @@ fn into(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.intercept_trap(op, vector::OF)?;
     int(cpu, op, Source::SoftwareException)
 }
-/// INT1: a #DB that no gate's DPL forbids, and that sets no bit in DR6.
+/// INT1: a #DB that the DPL of a gate cannot forbid, and that sets no bit in DR6.
 fn int1(cpu: &mut Cpu, op: &Op) -> Flow {
     if cpu.requests.debugger.claims_debug() {
         return Err(cpu.raise_debug(0));

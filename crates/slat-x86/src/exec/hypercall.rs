@@ -21,8 +21,9 @@ fn hypercall_by(cpu: &mut Cpu, op: &Op, which: HypercallInstruction) -> Flow {
         Hypercalls::Patched(by) => patch(cpu, op, by),
     }
 }
-/// Executes VMMCALL or VMCALL of a nested guest. VMMCALL calls the guest's hypervisor if that intercepts it; otherwise
-/// it is #UD. VMCALL becomes VMMCALL, as in KVM, if the machine patches hypercall instructions at all.
+/// Executes VMMCALL or VMCALL of a nested guest. VMMCALL calls the nested guest's hypervisor if the hypervisor
+/// intercepts VMMCALL; otherwise VMMCALL raises #UD. VMCALL becomes VMMCALL, as in KVM, if the machine patches
+/// hypercall instructions at all.
 fn nested_hypercall(cpu: &mut Cpu, op: &Op, which: HypercallInstruction) -> Flow {
     match which {
         HypercallInstruction::Vmmcall => cpu.intercept(op, code::VMMCALL)?,
@@ -34,7 +35,7 @@ fn nested_hypercall(cpu: &mut Cpu, op: &Op, which: HypercallInstruction) -> Flow
     }
     Err(cpu.ud())
 }
-/// Overwrites the instruction in memory with `by`, which is then executed.
+/// Overwrites the instruction in memory with the instruction `by`, which is then executed.
 fn patch(cpu: &mut Cpu, op: &Op, by: HypercallInstruction) -> Flow {
     let at = cpu.state.cs.base.wrapping_add(cpu.rip_of(op));
     cpu.store_bytes(at, &by.bytes())?;

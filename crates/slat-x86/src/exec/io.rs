@@ -58,7 +58,7 @@ impl Cpu {
     }
 
     /// Returns the number of units of a string access at `lin` that one exit moves. If addresses ascend and there are
-    /// no watchpoints, it is all units that lie in the page and do not wrap around in the address size.
+    /// no watchpoints, one exit moves all units that are in the page and do not wrap around in the address size.
     fn units(&mut self, op: &Op, port: u16, lin: u64, offset: u64) -> u32 {
         let observed = self.traps() || self.watch.data || self.port_hits(port, 1 << op.size) != 0;
         if op.rep == 0 || self.state.rflags & flags::DF != 0 || observed {
@@ -75,7 +75,7 @@ impl Cpu {
     }
 }
 
-/// Bits of EXITINFO1 of an intercepted access (AMD64 volume 2, 15.10.2): IN, a string instruction, a repeated one.
+/// Bits of EXITINFO1 for an intercepted access (AMD64 volume 2, 15.10.2): IN, string instruction, repeated instruction.
 const IN: u64 = 1;
 const STRING: u64 = 1 << 2;
 const REPEATED: u64 = 1 << 3;
@@ -85,7 +85,7 @@ fn address_bits(op: &Op) -> u64 {
     u64::from(op.address_size >> 1) << 7
 }
 
-/// Returns the bits of a string instruction in EXITINFO1; `segment` is that of its memory operand.
+/// Returns the EXITINFO1 bits of a string instruction. `segment` is the segment of its memory operand.
 fn string_bits(op: &Op, segment: u8) -> u64 {
     let repeated = if op.rep != 0 { REPEATED } else { 0 };
     STRING | repeated | address_bits(op) | u64::from(segment) << 10
@@ -163,8 +163,8 @@ fn output_string(cpu: &mut Cpu, op: &Op) -> Flow {
     Err(cpu.port_exit(op, port, kind, 1))
 }
 
-/// Outputs `count` units, which lie in one page, at once. Returns `false` if they are not memory, or exceed the
-/// segment's limit: the caller then outputs the units one by one.
+/// Outputs `count` units, which lie in one page, at once. Returns `false` if the units are not in memory, or exceed the
+/// segment's limit. The caller then outputs them one by one.
 fn output_run(cpu: &mut Cpu, op: &Op, offset: u64, count: u32) -> Result<bool, Break> {
     let bytes = (count as usize) << op.size;
     let Ok(lin) = cpu.segmented(op.seg, offset, bytes as u32) else {

@@ -1,5 +1,5 @@
-//! The handlers of operations. Each file owns a kind of instruction: its handlers, and its rows of the table of
-//! instructions (`lower`), which choose among them.
+//! The handlers of operations. Each file owns a kind of instruction: its handlers, and the rows of the instruction
+//! table (`lower`) that choose among these handlers.
 //!
 //! Handlers first do everything that can fail (loads, checks, the one store), then change registers and flags.
 
@@ -30,9 +30,10 @@ pub(crate) mod xsave;
 use crate::Cpu;
 use crate::op::{Break, Op, form};
 
-/// The form of a memory operand, as a type: tells a specialised handler how to compute the address.
+/// The form of a memory operand, as a type. A handler specialised for the type computes the address without a check of
+/// the form.
 pub(crate) trait Form: 'static {
-    /// The address is computed without checks.
+    /// Whether the address is computed without checks of segmentation.
     const FLAT: bool;
     /// Returns the address, for the flat forms.
     fn flat(cpu: &Cpu, op: &Op) -> u64;

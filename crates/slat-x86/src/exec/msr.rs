@@ -96,7 +96,7 @@ impl Cpu {
                     return Err(MsrFault::Invalid);
                 }
                 if !enables && self.state.efer & EFER_SVME != 0 {
-                    // 15.4 leaves this open; this is KVM's behaviour.
+                    // AMD's manual (15.4) leaves this open. The CPU behaves like KVM.
                     self.state.events.gif_clear = false;
                 }
                 self.state.efer = v & !EFER_LMA | self.state.efer & EFER_LMA;
@@ -122,7 +122,7 @@ impl Cpu {
                 }
                 self.state.vm_hsave_pa = v;
             }
-            // 8 bits of integer, 32 of fraction.
+            // The ratio has 8 bits of integer and 32 bits of fraction.
             TSC_RATIO if self.features.has_tsc_ratio() => match v >> 40 {
                 0 => self.state.tsc_ratio = v,
                 _ => return Err(MsrFault::Invalid),

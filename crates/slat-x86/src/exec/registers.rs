@@ -9,12 +9,12 @@ use crate::state::control::*;
 use crate::watch::DR6_ONES;
 use iced_x86::{Instruction, OpKind};
 
-/// Bits of CR0 whose change loads the page-directory-pointer entries of PAE paging anew (SDM volume
-/// 3, "PDPTE Registers").
+/// The bits of CR0 whose change reloads the page-directory-pointer entries of PAE paging (SDM volume 3, "PDPTE
+/// Registers").
 const CR0_LOADS_PDPTES: u64 = CR0_PG | CR0_CD | CR0_NW;
 const CR4_LOADS_PDPTES: u64 = CR4_PAE | CR4_PGE | CR4_PSE | CR4_SMEP;
 
-/// A bit of the operand of MOV to CR3, with CR4.PCIDE: invalidate no translations.
+/// The bit of the operand of MOV to CR3 that, with CR4.PCIDE, means: invalidate no translations.
 const CR3_KEEPS: u64 = 1 << 63;
 
 impl Cpu {

@@ -186,8 +186,8 @@ fn enter(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.stored()
 }
 
-/// Makes the stack the segment of an operation without a memory operand: only the stack's address can be
-/// non-canonical.
+/// Makes SS the segment of an operation without a memory operand, whose only address that can be non-canonical is the
+/// stack's.
 fn on_stack(op: &mut Op) {
     if op.r[0] != MEM {
         op.seg = 2;

@@ -1,12 +1,12 @@
 //! String instructions: MOVS STOS LODS SCAS CMPS, with REP.
 //!
-//! An instruction can be interrupted between two iterations, because the registers always describe the rest. So a
-//! repeated instruction stops after a bounded number of iterations and starts again at its own RIP. It also stops after
-//! each iteration that accesses MMIO; to the device model that is a whole instruction.
+//! An instruction can be interrupted between two iterations, because the registers always describe the remaining
+//! iterations. So a repeated instruction stops after a bounded number of iterations and starts again at its own RIP. It
+//! also stops after each iteration that accesses MMIO; the device model sees each such iteration as an instruction.
 //!
 //! A repeated instruction usually has 64-bit addresses and DF clear, with no watchpoints and no alignment checks. Then
-//! it handles the elements of a page at once: a *stretch*. Elements that cross into another page, and those in MMIO,
-//! are handled one by one.
+//! the elements of a page are handled at once. They are called a *stretch*. Elements that cross into another page, and
+//! those in MMIO, are handled one by one.
 
 use crate::Cpu;
 use crate::int::{Int, by_size};
@@ -19,7 +19,7 @@ use slat_guard::Gone;
 const BATCH: u64 = 4096;
 const AT_ONCE: u64 = 16;
 
-/// The result of a stretch: at least one element is done, and all registers but RCX describe the rest.
+/// The result of a stretch. At least one element is done, and all registers except RCX describe the remaining elements.
 struct Stretch {
     elements: u64,
     then: Then,
@@ -29,8 +29,8 @@ enum Then {
     Continue,
     /// The comparison ends the instruction.
     End,
-    /// An access failed after these elements. The reason may be a kick, so `attention` is looked at
-    /// before the next access.
+    /// An access failed after these elements. The reason may be that the caller kicks the vCPU, so `attention` is
+    /// checked before the next access.
     Leave,
 }
 
@@ -105,8 +105,9 @@ impl Cpu {
     }
 }
 
-/// Runs `once` as often as the prefix says, or until `once` returns `false`. First tries `stretch`, which gets the
-/// number of elements left and handles many of them at once; if it returns `None`, `once` handles the next element.
+/// Runs `once` as often as the prefix says, or until `once` returns `false`. In each step, first tries `stretch`, which
+/// gets the number of elements left and handles many of them at once. If `stretch` returns `None`, `once` handles the
+/// next element.
 #[inline(always)]
 fn repeat<T: Int>(
     cpu: &mut Cpu,
@@ -152,8 +153,8 @@ fn repeat<T: Int>(
                     Then::Leave => break,
                 }
             }
-            // The finished iterations count. The rest starts again as an instruction of its own, which then fails
-            // at its first access.
+            // The finished iterations count. The remaining ones start again as an instruction, which then fails at its
+            // first access.
             Err(_) if done > 0 => break,
             Err(why) => return Err(why),
         }
@@ -179,8 +180,8 @@ fn movs<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     )
 }
 
-/// Returns the result of a stretch of `n` elements from that of its guarded access: `all` of the bytes are done, or the
-/// number in the error.
+/// Returns the result of a stretch of `n` elements, given the result of its guarded access: `Ok` if all bytes are done,
+/// or the number of bytes done.
 fn progress<T: Int>(n: u64, all: Result<(), usize>) -> Option<Stretch> {
     let (elements, then) = match all {
         Ok(()) => (n, Then::Continue),
@@ -219,7 +220,7 @@ fn copy_stretch<T: Int>(cpu: &mut Cpu, seg: u8, left: u64) -> Result<Option<Stre
         all
     });
     if all.is_err() {
-        // The memory of one side is inaccessible.
+        // The memory of the source or of the destination is inaccessible.
         let source = cpu.gone(source, from, crate::Access::Read);
         if progress::<T>(n, all).is_none() {
             result?;
@@ -288,7 +289,7 @@ fn lods<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     repeat::<T>(cpu, op, |_, _| Ok(None), once)
 }
 
-/// Whether REPE or REPNE continues after a comparison.
+/// Whether the REPE or REPNE prefix continues after a comparison.
 fn goes_on(cpu: &Cpu, op: &Op) -> bool {
     cpu.zf() == (op.rep == 1)
 }
@@ -349,7 +350,7 @@ fn first_end<T: Int>(difference: u64, repe: bool) -> Option<u64> {
     (ends != 0).then(|| u64::from(ends.trailing_zeros() / T::BITS))
 }
 
-/// Compares elements, eight bytes at once. Fewer elements than that are left to the caller.
+/// Compares elements, eight bytes at once. The caller compares the elements of a last part of less than eight bytes.
 fn compare_stretch<T: Int>(
     cpu: &mut Cpu,
     op: &Op,

@@ -6,7 +6,7 @@ use crate::op::{Break, Flow, Op, Row, rows};
 use crate::state::{control, flags};
 use crate::watch::DR6_BS;
 
-/// For SYSCALL and SYSRET: traps if TF is set at the end of the instruction, whatever TF was before.
+/// For SYSCALL and SYSRET: makes the instruction trap if TF is set at its end, whatever TF was before.
 fn step_if_traced(cpu: &mut Cpu) {
     cpu.watch.steps = cpu.requests.debugger.single_step;
     if cpu.state.rflags & flags::TF != 0 {
@@ -148,7 +148,7 @@ fn write_base<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// Chooses a handler of RDFSBASE and its like, and stores the number of the segment register in `op`.
+/// Chooses a handler of RDFSBASE or a variant, and stores the number of the segment register in `op`.
 macro_rules! base {
     ($op:expr, $segment:literal, $f:ident) => {{
         $op.aux = $segment;

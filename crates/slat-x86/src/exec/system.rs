@@ -1,5 +1,5 @@
-//! System instructions: CPUID, time, HLT, flags, TLB and cache control; `registers`, `msr` and
-//! `hypercall` have the others.
+//! System instructions: CPUID, time, HLT, flags, TLB and cache control. The other system instructions are in
+//! `registers`, `msr` and `hypercall`.
 
 use super::halves::{low_half, set_edx_eax};
 use crate::Cpu;
@@ -52,7 +52,7 @@ impl Cpu {
     }
 }
 
-/// Raises #UD without a feature.
+/// Raises #UD unless the CPU has the feature.
 fn has(cpu: &mut Cpu, feature: bool) -> Result<(), Break> {
     match feature {
         true => Ok(()),
@@ -70,7 +70,7 @@ fn time_allowed(cpu: &mut Cpu) -> Result<(), Break> {
 fn rdtsc(cpu: &mut Cpu, op: &Op) -> Flow {
     read_tsc(cpu, op, code::RDTSC)
 }
-/// RDTSC and RDTSCP. Their intercepts have different numbers: `code`.
+/// RDTSC and RDTSCP. Their intercepts have different numbers, which `code` gives.
 fn read_tsc(cpu: &mut Cpu, op: &Op, code: u64) -> Flow {
     time_allowed(cpu)?;
     cpu.intercept(op, code)?;
@@ -98,7 +98,7 @@ fn hlt(cpu: &mut Cpu, op: &Op) -> Flow {
     Err(Break::ExitAfter)
 }
 
-/// RSM: the caller of the run carries it out.
+/// RSM. The caller of the run executes it.
 fn rsm(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.intercept(op, code::RSM)?;
     match cpu.state.events.smm {
@@ -275,7 +275,7 @@ fn random<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// Stores in `op` which of two instructions of one handler is meant.
+/// Stores in `op` that it is the second of two instructions with one handler.
 fn second(op: &mut Op, handler: Handler) -> Handler {
     op.aux = 1;
     handler

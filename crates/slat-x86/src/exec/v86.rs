@@ -11,7 +11,7 @@ use crate::state::{Segment, control, flags};
 const RIGHTS: u32 = 0xf3;
 /// The largest offset of a segment.
 const LIMIT: u64 = 0xffff;
-/// Offset of a 16-bit field of the 32-bit TSS: the field has the offset of the I/O permission bitmap.
+/// The offset in the 32-bit TSS of the 16-bit field that holds the offset of the I/O permission bitmap.
 const IO_MAP: u64 = 0x66;
 /// Bytes of the bitmap of redirected interrupts, which ends where the I/O permission bitmap begins.
 const REDIRECTION_BYTES: u64 = 32;
@@ -27,7 +27,7 @@ pub(crate) enum InterruptFlag {
     Virtual,
 }
 
-/// Returns `image` with VIF in the place of IF, and IOPL 3, as a virtual-8086 program sees RFLAGS.
+/// Returns `image` as a virtual-8086 program sees RFLAGS: with VIF in the place of IF, and with IOPL 3.
 fn to_program(image: u64) -> u64 {
     let enabled = if image & flags::VIF != 0 {
         flags::IF
@@ -78,8 +78,9 @@ impl Cpu {
         }
     }
 
-    /// Returns the flags that POPF and IRET load from a popped image `size` wide in virtual-8086 mode: mask and value.
-    /// Raises #GP(0) if the image enables virtual interrupts while one is pending, or also sets TF.
+    /// Returns the flags that POPF and IRET load in virtual-8086 mode from the popped `image`, `size` wide: the mask of
+    /// the flags, and their values. Raises #GP(0) if the image enables virtual interrupts while one is pending, or also
+    /// sets TF.
     pub(crate) fn flags_to_load(
         &mut self,
         flag: InterruptFlag,
@@ -168,7 +169,7 @@ impl Cpu {
         Ok(bits >> (vector % 8) & 1 != 0)
     }
 
-    /// Calls the program's own handler of INT `vector`; `return_rip` is what it returns to.
+    /// Calls the program's own handler of INT `vector`. The handler returns to `return_rip`.
     pub(crate) fn deliver_redirected(&mut self, vector: u8, return_rip: u64) -> Flow {
         let entry = self.as_system(|cpu| cpu.load::<u32>(u64::from(vector) * 4))?;
         let (flag, cleared) = match self.iopl() {

@@ -1,11 +1,11 @@
 //! XSAVE XSAVEOPT XSAVEC XSAVES XRSTOR XRSTORS, XGETBV XSETBV, RDPKRU WRPKRU (SDM volume 1, "Managing State Using the
 //! XSAVE Feature Set").
 //!
-//! There are no supervisor state components. XSAVES may save components that were not modified, so here it is
-//! a privileged XSAVEC.
+//! There are no supervisor state components. The manual allows XSAVES to save components that were not modified, so
+//! here XSAVES is a privileged XSAVEC.
 //!
-//! The state components are x87, SSE, AVX and PKRU. Whether one is in its initial state is computed when an
-//! instruction needs it.
+//! The state components are x87, SSE, AVX and PKRU. An instruction that needs to know whether a component is in its
+//! initial state computes that.
 
 use crate::Cpu;
 use crate::exec::fpu_state::not_task_switched;
@@ -86,7 +86,7 @@ fn set_halves(halves: &mut [u128], bytes: &[u8]) {
     }
 }
 
-/// Returns the offset of PKRU. `compacted`: the components of an area in the compacted format.
+/// Returns the offset of PKRU. `compacted` gives the components of the area, if it has the compacted format.
 fn pkru_offset(cpu: &Cpu, compacted: Option<u64>) -> usize {
     match compacted {
         None => cpu.features.pkru_offset,
@@ -305,7 +305,7 @@ fn xsetbv(cpu: &mut Cpu, op: &Op) -> Flow {
         return Err(cpu.gp());
     }
     cpu.state.xcr0 = v;
-    // The mode includes whether AVX instructions are #UD.
+    // Updates the mode, which tells whether AVX instructions raise #UD.
     cpu.refresh();
     Err(Break::End)
 }
@@ -334,7 +334,7 @@ fn wrpkru(cpu: &mut Cpu, _: &Op) -> Flow {
     Ok(())
 }
 
-/// Stores in `op` which of the instructions of one handler is meant.
+/// Stores in `op` which of the instructions with one handler it is.
 fn variant(op: &mut Op, variant: u8, handler: Handler) -> Handler {
     op.aux = variant;
     handler

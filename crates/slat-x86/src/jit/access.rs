@@ -1,6 +1,6 @@
-//! Accesses of compiled code to guest memory. The code first tries the page of the last access, which often is
-//! the same, or looks in the TLB; then it makes the access, which is guarded. All this is inline. Everything
-//! else calls a helper.
+//! Accesses of compiled code to guest memory. The code first compares the address with the page of the last access,
+//! which often is the same, or looks in the TLB. Then it makes the access, which is guarded. All this is inline code;
+//! any other case calls a helper.
 
 use super::Tier;
 use super::helpers::{self, OrStop};
@@ -17,7 +17,7 @@ use cranelift_codegen::ir::types::I64;
 use cranelift_codegen::ir::{InstBuilder, MemFlags, TrapCode, Value};
 use std::mem::offset_of;
 
-/// The mark of an access to guest memory. If the access fails, the region stops there (`access_failed`).
+/// Marks an access to guest memory. If the access fails, the region stops at this instruction (`access_failed`).
 pub(super) const GUARDED: TrapCode = TrapCode::unwrap_user(1);
 
 impl Kind {
@@ -38,8 +38,8 @@ impl Kind {
 }
 
 impl Translator<'_> {
-    /// Returns where an access is made. If it is in the page of the last access, that is at the same distance in host
-    /// memory; otherwise the TLB gives the host address, and on a miss a helper.
+    /// Returns where an access is made. If the access is in the page of the last access, its distance from the last
+    /// access is the same in host memory. Otherwise the TLB gives the host address, or on a miss a helper does.
     fn place(&mut self, lin: Value, size: u8, kind: Kind) -> Place {
         self.prepare_stop();
         let (lin, host, distance) = match self.near(lin, size, kind) {
@@ -151,7 +151,7 @@ impl Translator<'_> {
             let ty = TYPES[usize::from(size)];
             return self.b.ins().load(ty, flags, host, offset);
         }
-        // The host extends the value at no cost.
+        // The host's load extends the value at no cost.
         let value = match size {
             0 => self.b.ins().uload8(I64, flags, host, offset),
             1 => self.b.ins().uload16(I64, flags, host, offset),

@@ -2,9 +2,10 @@
 //!
 //! In 64-bit code, and in flat code of 32 bits, offsets in most segments are linear addresses. In all other code, an
 //! access takes base and limit from the segment register. They are read once in a path, because a handler that loads a
-//! segment register ends the block. So a region depends on no segment's base or limit. The interpreter executes
-//! instructions that are not plain, and raises the fault if there is one: an operand that ends beyond the limit, an
-//! unusable segment or one that expands down, or a stack pointer of another width than the region's (`Source::stack`).
+//! segment register ends the block. So the code of a region is valid for any base and limit of its segments. A few
+//! accesses are left to the interpreter, which raises their faults: an operand that ends beyond the limit, a segment
+//! that is unusable or expands down, and a stack pointer of another width than the region's (`Source::stack`). A
+//! segment is *plain* if it is usable and does not expand down.
 
 use super::kept::PlainSegment;
 use super::translate::Translator;
@@ -102,7 +103,7 @@ impl Translator<'_> {
         }
         let at = segment_offset(segment);
         let rights = self.field(I32, at + offset_of!(Segment, rights));
-        // A code segment, or a data segment that does not expand down: in both cases this bit is clear.
+        // This bit is clear for a code segment, and for a data segment that does not expand down.
         let looked_at = i64::from(Segment::UNUSABLE) | 1 << 2;
         let (looked_at, wanted) = match segment {
             SS => (looked_at | BIG, if self.stack == 2 { BIG } else { 0 }),
@@ -126,7 +127,7 @@ impl Translator<'_> {
         self.wide(sp)
     }
 
-    /// Returns the linear address of `bytes` bytes on the stack, which begin `by` bytes from the stack pointer.
+    /// Returns the linear address of `bytes` bytes on the stack that begin `by` bytes from the stack pointer.
     pub(super) fn stack_at(&mut self, by: i64, bytes: i64) -> Value {
         let offset = self.stack_offset(by);
         self.segmented(SS, offset, bytes)
@@ -167,7 +168,7 @@ impl Translator<'_> {
         self.move_stack(-bytes);
     }
 
-    /// Whether translated code pushes and pops words of this operand size.
+    /// Whether compiled code itself pushes and pops words of this operand size.
     pub(super) fn is_on_stack(&self, size: u8) -> bool {
         match self.is_64() {
             true => size == 3,

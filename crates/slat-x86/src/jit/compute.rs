@@ -1,4 +1,4 @@
-//! Computing with Cranelift values: the formulas of `sem` become code.
+//! Computes with Cranelift values, so that the formulas of `sem` become code.
 
 use super::Tier;
 use super::condition::Carry;
@@ -65,7 +65,7 @@ impl Bits for Translator<'_> {
 
     fn and(&mut self, a: Value, b: Value) -> Value {
         match self.is_same(a, b) {
-            // TEST of a register with itself, by which compilers compare with 0.
+            // The AND of a register with itself: compilers test for 0 by this.
             true => a,
             false => self.b.ins().band(a, b),
         }
@@ -121,7 +121,7 @@ impl Bits for Translator<'_> {
         let high = self.b.ins().ushr_imm(low, 4);
         let nibble = self.b.ins().bxor(low, high);
         let nibble = self.b.ins().band_imm(nibble, 15);
-        // Bit n tells whether n has an even number of bits.
+        // Bit n of this table tells whether the number n has an even number of ones.
         let table = self.constant(0x9669);
         let bit = self.b.ins().ushr(table, nibble);
         let bit = self.b.ins().band_imm(bit, 1);
@@ -141,7 +141,7 @@ impl Bits for Translator<'_> {
     fn opposite(&mut self, a: Value) -> Value {
         let dfg = &self.b.func.dfg;
         match dfg.value_def(a).inst().map(|inst| dfg.insts[inst]) {
-            // Uses the opposite comparison, which costs nothing.
+            // Emits the opposite comparison, which costs nothing.
             Some(InstructionData::IntCompare { args, cond, .. }) => {
                 (self.b.ins()).icmp(cond.complement(), args[0], args[1])
             }

@@ -1,9 +1,9 @@
 //! The arithmetic flags of compiled code: computed when used.
 //!
-//! The translator knows which operation set the flags last in the same block, and computes a condition from its
-//! operands: after a comparison, a condition is one comparison of the host's. At the end of a block, and where
-//! the region leaves, the translator writes the record that the interpreter uses (`flags::Lazy`). A block
-//! begins with that record.
+//! The translator knows which operation has set the flags last in the same block, and computes a condition from the
+//! operands of that operation. So a condition after a comparison is one comparison of the host's. At the end of a
+//! block, and where the region leaves, the translator writes the record that the interpreter uses (`flags::Lazy`). A
+//! block begins with that record.
 
 use super::helpers;
 pub(super) use super::kept::{Carry, Flags};
@@ -48,7 +48,7 @@ impl Translator<'_> {
                 self.record_flags();
                 flags
             }
-            // This is done once in a path: further sums in a chain with carries find the flags in RFLAGS.
+            // This happens once in a path: the next sums of a chain with carries find the flags in RFLAGS.
             _ => {
                 self.settle();
                 flags
@@ -56,7 +56,8 @@ impl Translator<'_> {
         }
     }
 
-    /// Makes sure that RFLAGS has the flags of the record. Mostly it has: see [`write_rflags`](Self::write_rflags).
+    /// Makes sure that RFLAGS has the flags of the record. Usually RFLAGS has them already: see
+    /// [`write_rflags`](Self::write_rflags).
     fn settle(&mut self) {
         let kind = self.field(I8, offset_of!(Cpu, lazy.kind));
         let is_done = (self.b.ins()).icmp_imm(IntCC::UnsignedLessThan, kind, i64::from(flags::ADD));
@@ -254,7 +255,8 @@ impl Translator<'_> {
     /// Whether a condition (the low four bits of Jcc's opcode) holds, as 0 or 1 in 8 bits.
     pub(super) fn condition(&mut self, condition: u8) -> Value {
         match self.now.flags {
-            // One call computes a condition, however many flags it needs. OF alone is found by settling all flags.
+            // One call computes a condition, however many flags it needs. For OF alone, all flags are written to
+            // RFLAGS.
             Flags::Recorded if condition >> 1 > 2 => self.asked(condition),
             _ => sem::condition(self, condition),
         }

@@ -1,18 +1,18 @@
-//! Entering compiled code, and continuing from one region in another.
+//! Enters compiled code, and continues from one region in another.
 //!
-//! A region that leaves for RIP returns the set in which its [`Target`] is looked up, as the set's distance from the
-//! first one. Code that leaves for one fixed place always returns the same set, known when it is compiled, so the host
-//! loads the target while the region still runs. That set is the set of the address
-//! ([`set_of`](crate::compiled::set_of)) for which the region was compiled. Elsewhere the set may be another one; this
-//! does not matter, because a target is stored where it was looked up
+//! A region that leaves returns the set of [`Target`]s in which its successor is looked up, as the set's distance from
+//! the first one. Code that leaves for one fixed address always returns the same set, which is known when the code is
+//! compiled. So the host loads the target while the region still runs. The set is that of the address for which the
+//! region was compiled ([`set_of`](crate::compiled::set_of)). If the region runs at another address, the set differs
+//! from the set of RIP. This does no harm, because a target is stored in the set in which it was looked up
 //! ([`Compiled::wanted`](crate::compiled::Compiled)). Code that computes the address for which it leaves also computes
 //! the set. All other results of a region are larger than any set.
 //!
-//! Regions are called and return, although they could jump from one to the next. Jumps were tried, with one frame for
-//! all regions: a boot took a tenth longer, and calls in a loop two thirds longer, because a host predicts the target
-//! of a return, but not of all those jumps. Regions of several pages, which continued in called functions and in
-//! targets of linkage tables, were tried, too. A shell and apt continued in another region a fifth less often, and a
-//! third less often with longer paths, but took as much time.
+//! Regions are called and return, although they could jump from one to the next. Jumps with one frame for all regions
+//! were tried. A boot took a tenth longer, and calls in a loop two thirds longer, because a host predicts the target of
+//! a return, but not of all those jumps. Regions of several pages, which included called functions and the targets of
+//! linkage tables, were tried, too. A shell and apt then continued in another region a fifth less often, or a third
+//! less often with longer paths, but took as much time.
 
 use super::entries;
 use super::window::{BASE, from_base};
@@ -22,23 +22,23 @@ use crate::snapshot::Snapshot;
 use std::arch::naked_asm;
 use std::mem::offset_of;
 
-/// Checks the page of a target, whose edition is the CPU's, if that needs no translation. Returns
-/// whether the target is good.
+/// Checks the page of a target, unless the check needs a translation. The target's edition is the CPU's. Returns
+/// whether the target is valid.
 extern "C" fn look(cpu: &mut Cpu, target: &Target) -> bool {
     // SAFETY: the page is alive as long as the edition stays, and nothing else refers to it while no block is running.
     let page = unsafe { &mut *target.page.cast_mut() };
     cpu.look_again(page, target.rip) && target.edition == cpu.compiled.edition
 }
 
-/// Runs the region that is entered at `code`, and then the regions that follow. A region follows if a [`Target`]
-/// for RIP is known, its page is good, and nothing else is to be done; this is checked each time. Returns the
-/// status of the last region.
+/// Runs the region that is entered at `code`, and then the regions that follow. After each region, another one follows
+/// if a [`Target`] for RIP is known, its page is current, and no other work is pending. Returns the status of the last
+/// region.
 ///
 /// # Safety
 /// `code` is an entry of a region of this CPU, and the CPU has been prepared.
 #[unsafe(naked)]
 pub(crate) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8) -> u64 {
-    // A region expects R15 near the CPU, and preserves no register but RSP and RBP. It drops its frame, and returns.
+    // A region expects R15 to point near the CPU, and preserves only RSP and RBP. It drops its frame, and returns.
     naked_asm!(
         "push rbp",
         "push rbx",
@@ -66,7 +66,7 @@ pub(crate) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8) -> u64 
         "add rax, {size}",
         "cmp rcx, [rax + {target_rip}]",
         "jne 9f",
-        // Is the region good?
+        // Is the region current?
         "4:",
         "mov esi, [r15 + {cpu_edition}]",
         "cmp esi, [rax + {edition}]",
@@ -80,7 +80,7 @@ pub(crate) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8) -> u64 
         "mov rsi, [rax + {code}]",
         "mov rbp, [rax + {target_rip}]",
         "jmp 2b",
-        // A region's frame.
+        // Makes a region's frame.
         "8:",
         "push rbp",
         "mov rbp, rsp",

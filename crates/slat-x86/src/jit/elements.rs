@@ -1,5 +1,5 @@
-//! Vector instructions that reorder elements: interleaving, permutations by a constant, moves of one element; and
-//! shifts by a constant. Each half of 256 bits is treated like a vector of 128, as in `vector`.
+//! Translates vector instructions that reorder elements: interleaving, permutations by a constant, moves of one
+//! element; and shifts by a constant. Each half of 256 bits is treated like a vector of 128 bits, as in `vector`.
 
 use super::translate::Translator;
 use super::vector::{sources, type_of};

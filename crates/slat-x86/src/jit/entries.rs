@@ -1,12 +1,14 @@
-//! Where the code of a region is entered.
+//! Finds the offsets at which the code of a region is entered.
 //!
-//! A function of Cranelift's has one beginning, but a region has many, and is entered at them directly. A table of
-//! jumps at the one beginning would be slow: the table is in code, so it is not in the data caches, and a host predicts
-//! such jumps badly. The jump is still at the function's beginning, where it is never executed: without it Cranelift
-//! would drop the paths. All state is in the CPU where a path begins. So the code there expects no register but R15,
-//! and on the stack only a frame. `dispatch` makes the frame, of one size for all regions.
+//! A function of Cranelift's has one beginning, but a region can be entered where any of its paths begins. A jump by
+//! table at the function's beginning would be slow: the table is in code, so it is not in the data caches, and a host
+//! predicts such jumps badly. So paths are entered directly. The jump by table is still at the function's beginning,
+//! where it is never executed, because without it Cranelift would drop the paths. All state is in the CPU where a path
+//! begins. So the code there needs only R15, and a frame on the stack. `dispatch` makes the frame, of one size for all
+//! regions.
 //!
-//! Source locations tell where a path begins. Other code of a region has the numbers of steps as its locations.
+//! Cranelift's source locations mark the beginnings of paths. Other code of a region has the numbers of steps as its
+//! locations.
 
 use crate::region::memory::Refused;
 use cranelift_codegen::CompiledCode;
@@ -14,9 +16,9 @@ use cranelift_codegen::ir::SourceLoc;
 use iced_x86::{Decoder, DecoderOptions, Mnemonic, Register};
 
 /// Bytes of a region's frame. The baseline tier uses 1,024 at most. Half of Cranelift's functions use 64, the largest
-/// one in a boot 304, and OpenSSL's AES-GCM, whose loop has all vector registers in values, 1,392: with a limit of
-/// 1,024 it stayed with the baseline tier and took eight times as long. The frame is smaller than a page, so that no
-/// frame reaches beyond the page that guards a stack.
+/// one in a boot 304, and OpenSSL's AES-GCM, whose loop keeps all vector registers in values, 1,392. With a limit of
+/// 1,024, AES-GCM stayed in the baseline tier and took eight times as long. The frame is smaller than a page, so that
+/// no frame reaches beyond the page that guards a stack.
 pub(super) const FRAME: u32 = 3072;
 
 /// The bit that tells locations of beginnings from those of steps.
@@ -27,7 +29,8 @@ pub(super) fn begins(block: usize) -> SourceLoc {
     SourceLoc::new(BEGINS | block as u32)
 }
 
-/// Returns, for each of `blocks` blocks, the offset at which a function of Cranelift's is entered there, if it can be.
+/// Returns, for each of `blocks` blocks, the offset at which Cranelift's function can be entered there. `None` if it
+/// cannot.
 ///
 /// # Errors
 /// [`Refused::Unable`] if the function needs a larger frame.

@@ -1,13 +1,13 @@
-//! Floating point: the host's own instructions, under the guest's MXCSR.
+//! Translates floating-point instructions to the host's own, which run under the guest's MXCSR.
 //!
 //! While a CPU's `compiled.floats` is set, the host's MXCSR is the guest's: its rounding, its flags, and all exceptions
-//! masked. Code with floating point sets `compiled.floats` if it is clear ([`Translator::begin_floats`]). It stays set
-//! from region to region, until the regions end. It is cleared while a region calls a helper that may compute or run
-//! other people's code ([`Cpu::outside_floats`]). A guest that unmasks an exception is interpreted.
+//! masked. Code with floating point sets `compiled.floats` if it is clear ([`Translator::begin_floats`]).
+//! `compiled.floats` stays set from region to region, until the CPU leaves compiled code. It is cleared during a helper
+//! that may compute or run code of slat's clients ([`Cpu::outside_floats`]). If the guest unmasks an exception, its
+//! floating-point instructions are interpreted.
 //!
-//! A computation sets flags of MXCSR. The compiler does not know that, and leaves out computations whose results
-//! nothing uses. So a result that is overwritten without a use is stored in a field of its own
-//! ([`Translator::keep_computed`]).
+//! A computation sets flags of MXCSR. Cranelift does not know that, and leaves out computations whose results nothing
+//! uses. So a result that is overwritten without a use is stored in a field of its own ([`Translator::keep_computed`]).
 
 use super::condition::Flags;
 use super::helpers;
@@ -161,7 +161,8 @@ impl Translator<'_> {
 }
 
 impl Cpu {
-    /// Makes the host compute under the guest's MXCSR, if that masks all exceptions. Returns whether it does.
+    /// Makes the host compute under the guest's MXCSR, if that MXCSR masks all exceptions. Returns `false` if it does
+    /// not.
     pub(super) fn begin_floats(&mut self) -> bool {
         if !simd::runs_on_host(self.state.mxcsr) {
             return false;
@@ -173,11 +174,11 @@ impl Cpu {
         true
     }
 
-    /// Makes the host compute under its own MXCSR again. Returns whether it had the guest's.
+    /// Makes the host compute under its own MXCSR again. Returns whether the host had the guest's MXCSR.
     pub(crate) fn end_floats(&mut self) -> bool {
         let was = std::mem::take(&mut self.compiled.floats) != 0;
         if was {
-            // The host's own flags belong to nobody, and are cleared; the guest's stay with the guest.
+            // Nobody reads the host's own flags, so they are cleared. The guest's flags stay in the guest's MXCSR.
             let host = self.compiled.host_mxcsr & !MXCSR_FLAGS;
             // SAFETY: the MXCSR of Rust code, which `begin_floats` has saved.
             self.state.mxcsr = unsafe { simd::exchange_mxcsr(host) };
@@ -185,8 +186,8 @@ impl Cpu {
         was
     }
 
-    /// Calls a function that may compute, or may read or change the guest's MXCSR. Compiled code that has floats must
-    /// check afterwards whether they are still on.
+    /// Calls a function that may compute, or may read or change the guest's MXCSR. Afterwards compiled code must check
+    /// whether the host still has the guest's MXCSR.
     pub(super) fn outside_floats<T>(&mut self, then: impl FnOnce(&mut Self) -> T) -> T {
         let was = self.end_floats();
         let result = then(self);

@@ -75,18 +75,18 @@ pub(super) fn numbers(registers: u16) -> impl Iterator<Item = usize> {
     (0..16).filter(move |r| registers >> r & 1 != 0)
 }
 
-/// What a block does first with the arithmetic flags.
+/// The first use that a block makes of the arithmetic flags.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum FirstUse {
     /// The block sets all flags first, so no code can tell what they were before.
     SetsAll,
     /// The block needs the record of the flags.
     Record,
-    /// The block needs the flags in RFLAGS: it sets CF or OF alone, and the others stay.
+    /// The block needs the flags in RFLAGS, because it sets CF or OF alone, and the other flags stay.
     Rflags,
 }
 
-/// Returns what a block does first with the flags.
+/// Returns the first use that a block makes of the flags.
 pub(super) fn first_use(guests: &[Guest]) -> FirstUse {
     let uses_flags = |insn: &&Instruction| insn.rflags_read() | insn.rflags_modified() != 0;
     let user = guests.iter().map(|guest| &guest.insn).find(uses_flags);
@@ -136,7 +136,7 @@ mod tests {
     use super::*;
     use iced_x86::{Code, RflagsBits};
 
-    /// The formulas of `sem` and iced's tables must agree. To iced a flag that is undefined afterwards is modified.
+    /// The formulas of `sem` and iced's tables must agree. Iced counts a flag that becomes undefined as modified.
     #[test]
     fn what_an_operation_does_with_the_flags_is_what_iced_says() {
         const ALL: u32 = RflagsBits::OF

@@ -10,8 +10,8 @@ use crate::op::Break;
 use crate::sem::{Compute, Now};
 use crate::tlb::Tlb;
 
-/// The result of a helper, or of a whole region. A region that only leaves for RIP returns a set of targets instead
-/// (`dispatch`). A set is less than each of these numbers but [`Continue`](Self::Continue).
+/// The result of a helper, or of a whole region. A region that leaves for RIP without an event returns a set of targets
+/// instead (`dispatch`). A set is less than each of these numbers except [`Continue`](Self::Continue).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u64)]
 pub(crate) enum Status {
@@ -42,7 +42,7 @@ fn failed(cpu: &mut Cpu, why: Break) -> u64 {
     Status::Broke as u64
 }
 
-/// The result of a function that `or_stop` wraps: a value and 0, or 0 and 1 if the region stops.
+/// The result of a function that `or_stop` wraps: a value and 0, or 0 and 1 to stop the region.
 #[repr(C)]
 struct Found {
     value: u64,
@@ -50,7 +50,7 @@ struct Found {
 }
 
 impl Found {
-    /// `None`: the interpreter continues at `step`.
+    /// Converts a helper's result. With `None`, the interpreter continues at `step`.
     fn new(cpu: &mut Cpu, value: Option<u64>, step: *const Step) -> Self {
         if value.is_none() {
             cpu.compiled.step = step.cast();
@@ -62,15 +62,15 @@ impl Found {
     }
 }
 
-/// A function for compiled code that returns what a helper finds. If the helper finds nothing, this function returns
+/// A function for compiled code that returns the result of a helper. If the helper has no result, this function returns
 /// from the whole region, whose frame RBP points to, and the interpreter continues. So compiled code needs no check and
 /// no block for that case.
 #[derive(Clone, Copy)]
 pub(super) struct OrStop {
     /// The function in System V's calling convention.
     pub(super) plain: unsafe extern "C" fn(),
-    /// The function in Windows' calling convention, which preserves so many registers that a path's values may stay in
-    /// them. (For the allocation of registers, a call that is rarely made costs as much as any other.)
+    /// The function in Windows' calling convention, which preserves enough registers to keep a path's values. (The
+    /// register allocator does not know that a call is rare.)
     pub(super) keeping: unsafe extern "C" fn(),
 }
 
@@ -151,7 +151,8 @@ unsafe extern "C" fn stop() {
 }
 
 /// Finds the host address of an access: in the TLB, where compiled code may not have looked, or by `find`. Leaves an
-/// access outside 64-bit mode that ends beyond 4 GiB to the interpreter; also one that fails, which fails again there.
+/// access to the interpreter if it ends beyond 4 GiB outside 64-bit mode, or if it fails: the interpreter repeats a
+/// failing access, which fails again.
 fn access(
     cpu: &mut Cpu,
     lin: u64,
@@ -192,7 +193,7 @@ extern "C" fn find_floats(cpu: &mut Cpu, step: *const Step) -> Found {
 }
 
 or_stop! {
-    /// Returns the host address from which to load `bytes` bytes: that of the memory, or of a copy if they are in two
+    /// Returns the host address from which to load `bytes` bytes: in guest memory, or in a copy if the bytes are in two
     /// pages. Leaves MMIO to the interpreter, because the region may repeat earlier reads.
     PLACE_TO_LOAD = find_load
 }
@@ -204,7 +205,7 @@ or_stop! {
 }
 
 or_stop! {
-    /// Begins floats: see `float`.
+    /// Makes the host compute under the guest's MXCSR: see `float`.
     BEGIN_FLOATS = find_floats
 }
 

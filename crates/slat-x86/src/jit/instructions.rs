@@ -1,4 +1,4 @@
-//! Instructions with a translation of their own: near branches, moves, integer arithmetic, the stack.
+//! Translates single instructions: near branches, moves, integer arithmetic, the stack.
 
 use super::Tier;
 use super::condition::Flags;
@@ -66,7 +66,7 @@ impl Translator<'_> {
         self.goto(next);
     }
 
-    /// RET. Continues in the path if the RET leads to the instruction after the path's CALL.
+    /// RET. If the RET leads to the instruction after a CALL of the path, continues in the path.
     fn ret(&mut self, op: &Op) {
         let bytes = 1 << op.size;
         let rsp = self.stack_at(0, bytes);
@@ -74,7 +74,7 @@ impl Translator<'_> {
         let target = self.target(found);
         self.move_stack(bytes + op.imm as i64);
         let back = self.paths.back(self.now.node);
-        // A RET of a smaller size cannot return to that address.
+        // A RET of a smaller size cannot reach that address.
         let Some(back) = back.filter(|back| *back <= u64::MAX >> (64 - 8 * bytes)) else {
             return self.leave_for(target);
         };
@@ -123,7 +123,7 @@ impl Translator<'_> {
         }
         let high = self.b.ins().sshr_imm(target, 47);
         let high = self.b.ins().iadd_imm(high, 1);
-        // 0 and -1 are the upper bits of canonical addresses.
+        // The upper bits of canonical addresses are 0 or -1.
         let strange = self.b.ins().icmp_imm(IntCC::UnsignedGreaterThan, high, 1);
         self.interpret_if(strange);
         target

@@ -1,10 +1,11 @@
-//! What the translation of a path keeps in values instead of in the CPU: flags, vector registers, segments, and the
-//! last access.
+//! State that the translation of a path keeps in values instead of in the CPU: flags, vector registers, segments, and
+//! the last access.
 
 use crate::sem;
 use cranelift_codegen::ir::Value;
 
-/// What set the arithmetic flags. Operands and results have the operation's type; truth values are 0 or 1 in 8 bits.
+/// The operation that has set the arithmetic flags. Its operands and result have the operation's type; truth values are
+/// 0 or 1 in 8 bits.
 pub(super) type Flags = sem::Flags<Value, Value, Carry>;
 
 /// The carry flag that an instruction leaves unchanged.
@@ -29,11 +30,11 @@ pub(super) struct Vectors {
     pub(super) known: [Option<Value>; 32],
     /// The halves that are not written back, as bits.
     pub(super) changed: u32,
-    /// The registers that floating point has computed and nothing has used since, as bits.
+    /// The registers with results of floating point that nothing has used yet, as bits.
     pub(super) computed: u32,
 }
 
-/// The right that an access needs to its page. A page that may be stored to may be loaded from.
+/// The right to its page that an access needs. The right to store includes the right to load.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     Load,
@@ -47,9 +48,9 @@ pub(super) struct Place {
     pub(super) offset: i32,
 }
 
-/// The last access, if nothing that may have changed the TLB has happened since. The access was made `distance` bytes
-/// from the address `lin`, and as many bytes from `host`. A row of accesses shares the first one's `lin` and `host`: so
-/// no further access computes a host address, and both values keep their registers.
+/// The last access, as long as nothing has happened that may change the TLB. The access was made `distance` bytes from
+/// the linear address `lin`, and `distance` bytes from the host address `host`. Further accesses near it share its
+/// `lin` and `host`. So no further access computes a host address, and both values keep their registers.
 #[derive(Clone, Copy)]
 pub(super) struct LastAccess {
     pub(super) lin: Value,

@@ -1,9 +1,10 @@
-//! The compiled code of all CPUs, found by its guest code. What was compiled once is not compiled again for another
-//! CPU, for another process that runs the same program, or for a process that has it at another address.
+//! The compiled code of all CPUs, found by its guest code. Code that was compiled once is not compiled again for
+//! another CPU, for another process that runs the same program, or for a process that maps the program at another
+//! address.
 //!
-//! A region found here is only known to begin like the requested block. The caller compares all of the region's code
-//! with memory before using it (`Executor::adopt`). Regions that no block has any more are kept until new
-//! ones need the memory.
+//! For a region found here, only the requested block is known to match. The caller compares all of the region's code
+//! with memory before using the region (`Executor::adopt`). Regions that no block uses any more are kept until new ones
+//! need the memory.
 
 use crate::hash::Seeded;
 use crate::region::memory::lock;
@@ -15,7 +16,7 @@ use std::sync::{Arc, Mutex};
 /// Regions by the hash of a block: its kind, place and bytes.
 type Entries = HashMap<u64, Arc<Region>, Seeded>;
 
-/// Regions by the blocks at which they can be entered. For each block the newest region, or one of a better tier.
+/// Regions by the blocks at which they can be entered. A block has its newest region, or an older one of a better tier.
 pub(super) struct Known {
     entries: Mutex<Entries>,
     hasher: Seeded,
@@ -40,7 +41,7 @@ impl Known {
         words.fold(start, |hash, word| self.hasher.hash_one((hash, word)))
     }
 
-    /// Remembers a region. Without memory for that, others compile the same code again.
+    /// Remembers a region. If there is no memory for that, other CPUs compile the same code again.
     pub(super) fn add(&self, region: &Arc<Region>) {
         let mut entries = lock(&self.entries);
         if entries.try_reserve(region.source.blocks.len()).is_err() {

@@ -5,24 +5,25 @@
 //! ([`Compiler::work`]); until a region is installed, the interpreter runs its code.
 //!
 //! There are two [tiers](Tier). Both begin with the same translation, to Cranelift's intermediate language. Much code
-//! is warm, and is worth little compile time: the `baseline` tier makes machine code in one pass. The caller interrupts
-//! a run every few milliseconds, and the region that runs then is a *sample* (`Executor::sampled`). At its second
-//! sample a region is compiled again, by Cranelift, which makes faster code. So compiled code counts nothing, and the
-//! number of samples bounds Cranelift's time. (In a boot, most regions that are sampled once are never sampled again:
-//! waiting for the second sample saves two thirds of Cranelift's time.) Each tier has a thread of its own, because the
-//! interpreter has to run the code that waits for the baseline tier. With one thread for both tiers, a third of the
-//! code that a boot interpreted was such code.
+//! is warm, and is worth little compile time. For this code, the `baseline` tier makes machine code in one pass. The
+//! caller interrupts a run every few milliseconds, and the region that runs at that moment is a *sample*
+//! (`Executor::sampled`). At its second sample a region is compiled again by Cranelift, which makes faster code. So
+//! compiled code needs no counters, and the number of samples bounds Cranelift's time. (In a boot, most regions that
+//! are sampled once are never sampled again: waiting for the second sample saves two thirds of Cranelift's time.) Each
+//! tier has a thread of its own, because the interpreter runs the code that waits for the baseline tier. With one
+//! thread for both tiers, a third of the code that a boot interpreted was code that waited.
 //!
 //! A region belongs to no CPU: any CPU whose memory holds its code may use it (`known`). Each CPU attaches the region
 //! to its own blocks. The region is valid as long as its block is: both are compared with memory together
-//! (`Executor::verify`), and all of a region lies in one page, so the page's version covers it (`code_pages`). A region
-//! cannot change itself, because it leaves stores to pages with decoded code to the interpreter.
+//! (`Executor::verify`), and a region is in one page, whose version covers all of it (`code_pages`). A region cannot
+//! change its own guest code, because it leaves stores to pages with decoded code to the interpreter.
 //!
 //! Code with segments is code of 16 bits, and code of 32 bits whose segments are not flat. Like its blocks, its regions
-//! are identified by linear address and RIP. Such a region is for one base of CS (`Kind::base`), because its addresses
-//! of code are constants and one page has all of it. It reads the other segments when it runs (`address`). It can only
-//! continue in a region with the same base: every instruction that loads CS ends a run of regions, and a run with
-//! another base than the last one forgets all targets (`Executor::tell_targets_apart`).
+//! are identified by linear address and RIP. A region with segments is compiled for one base of CS (`Kind::base`),
+//! because its code addresses are constants, and because all of it must be in one page. It reads the other segments
+//! when it runs (`address`). It continues only in regions with the same base. To ensure this, every instruction that
+//! loads CS leaves compiled code, and the CPU forgets all targets when it enters compiled code with another base than
+//! the last time (`Executor::tell_targets_apart`).
 //!
 //! | file | idea |
 //! |---|---|
@@ -53,11 +54,11 @@
 //! The regions themselves, and the memory for them, are in module `region`; the CPU's side, which requests compilations
 //! and runs regions, is in `hot`, and what both share in `compiled`.
 //!
-//! While a region runs, R15 points near the [`Cpu`] (`window`), the guest's registers are variables of the
-//! region, and RIP is in the region's page. A region is always left between two instructions, with all state
-//! written back, so faults are as precise as the interpreter's. After that the CPU continues directly in the
-//! region at the new RIP, if `Targets` has that region and its code is good now. Loops, and every continuation
-//! in another region, check `attention`.
+//! While a region runs, R15 points near the [`Cpu`] (`window`), the guest's registers are variables of the region, and
+//! RIP is in the region's page. A region is always left between two instructions, with all state written back, so
+//! faults are as precise as the interpreter's. The CPU then continues directly in the region at the new RIP, if
+//! `Targets` has that region and its code is current. Loops, and every continuation in another region, check
+//! `attention`.
 //!
 //! [`Cpu`]: crate::Cpu
 
@@ -101,7 +102,7 @@ use std::sync::{Arc, Condvar, Mutex, Once, OnceLock, PoisonError};
 
 /// The most compiled code of a process, in bytes.
 const MEMORY: usize = 64 << 20;
-/// The most jobs of a tier that can wait; more are refused.
+/// The most jobs of a tier that can wait. Further jobs are refused.
 const JOBS: usize = 64;
 
 /// A job for a compiling thread.
@@ -219,8 +220,8 @@ impl Drop for Client {
     }
 }
 
-/// The continuation of a region whose guarded access failed: returns from the region the access's
-/// address, which is in RAX.
+/// A region continues here if a guarded access of it has failed: returns from the region the address of the access,
+/// which is in RAX.
 #[unsafe(naked)]
 unsafe extern "C" fn access_failed() {
     std::arch::naked_asm!("mov rsp, rbp", "pop rbp", "ret")
@@ -234,11 +235,11 @@ pub struct Compiler {
     jobs: [Jobs; 2],
     /// The CPUs by number, and what was compiled for them.
     clients: Mutex<Vec<(u64, Done)>>,
-    /// Numbers of CPUs given so far.
+    /// The number that the last registered CPU got.
     numbers: AtomicU64,
     known: Known,
     is_forbidden: AtomicBool,
-    /// Completed once the signal handlers know the code.
+    /// Done when the signal handlers know the addresses of the code.
     announced: Once,
     /// Called with each region.
     observer: OnceLock<fn(&CompiledCode)>,
@@ -263,8 +264,8 @@ impl Compiler {
     pub(crate) fn with(memory: usize) -> Result<Arc<Self>, OutOfMemory> {
         let mut flags = settings::builder();
         for (name, value) in [
-            // Optimising takes a quarter more time to compile, and gains nothing. (With it, `enable_alias_analysis`
-            // would have to be off: other CPUs change guest memory at any time.)
+            // Optimising makes compilation a quarter slower, and gains nothing. (With it, `enable_alias_analysis` would
+            // have to be off: other CPUs change guest memory at any time.)
             ("opt_level", "none"),
             ("enable_pinned_reg", "true"),
             // `access_failed` leaves the region by the frame pointer.
@@ -390,7 +391,7 @@ impl Compiler {
         }
     }
 
-    /// Compiles by `tier`, or by Cranelift if the baseline tier cannot.
+    /// Compiles a region by `tier`, or by Cranelift if the baseline tier cannot.
     fn compile(
         &self,
         source: Source,
@@ -444,7 +445,7 @@ impl Compiler {
         compiled: &cranelift_codegen::CompiledCode,
     ) -> Result<(Chunk, Guarded), Refused> {
         let places = compiled.buffer.get_srclocs_sorted();
-        // A division's trap is not counted, as the division never fails.
+        // The trap of a division is left out, because the division never fails.
         let traps = compiled.buffer.traps().iter();
         let guarded = traps
             .filter(|trap| trap.code == access::GUARDED)

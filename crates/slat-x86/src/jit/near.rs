@@ -1,14 +1,14 @@
-//! What the last access tells of the next one. Programs access the words of a structure or of a stack one after
-//! another, and those are mostly in one page. If two addresses are computed from the same value, their distance is
-//! known at compile time.
+//! Finds host addresses from the last access. Programs access the words of a structure or of a stack one after another,
+//! and those words are mostly in one page. If two addresses are computed from the same value, their distance is known
+//! at compile time.
 //!
 //! Only the last access is remembered. Remembering four was tried: in RSA's loops only three of eight TLB look-ups
 //! were left, but RSA took 7 % longer, because the remembered addresses take registers. A shell, checksums and
 //! gzip were no faster.
 //!
-//! A loop could also keep the page of an access in values from turn to turn, and only compare it. With that,
-//! gzip, checksums and sorting took as long, within the noise: the pages take registers, and other values
-//! are spilled for them.
+//! A loop could also keep the page of an access in values from turn to turn, and only compare the page. This was tried:
+//! gzip, checksums and sorting took as long, within the noise, because the pages take registers, and other values are
+//! spilled.
 
 use super::kept::{Kind, LastAccess, Place};
 use super::translate::Translator;
@@ -18,11 +18,11 @@ use cranelift_codegen::ir::{InstBuilder, InstructionData, Opcode, Value};
 
 const PAGE_SIZE: i64 = 4096;
 
-/// What the last access tells of an access.
+/// What is known of an access from the last access.
 pub(super) enum Near {
     Unknown,
-    /// The access is in the same page if `is_same` is not 0. Then it is `distance` bytes from the last access's `lin`,
-    /// and from its `host`.
+    /// The access is in the same page if `is_same` is not 0. In that case its linear address is `distance` bytes from
+    /// the last access's `lin`, and its host address as far from `host`.
     If {
         is_same: Value,
         last: LastAccess,
@@ -31,11 +31,11 @@ pub(super) enum Near {
     Certain(Place),
 }
 
-/// What an address is computed from: it has a fixed distance from a value, or from 0.
+/// The value from which an address has a fixed distance. Without a value, the address has a fixed distance from 0.
 struct Origin {
     base: Option<Value>,
     distance: i64,
-    /// Whether the address is the lower half of that sum.
+    /// Whether the address is the lower half of the sum of value and distance.
     is_half: bool,
 }
 
@@ -86,8 +86,9 @@ impl Translator<'_> {
         }
     }
 
-    /// Returns what an address is computed from. Addresses in code of 32 bits are lower halves of values. A sum of such
-    /// a half and a distance has itself as its origin: the sum may exceed 4 GiB, where the half of a sum does not.
+    /// Returns what an address is computed from. Addresses in code of 32 bits are lower halves of values. If a distance
+    /// is added to such a half, the sum is its own origin, because it may exceed 4 GiB, while the lower half of a sum
+    /// does not.
     fn origin(&self, lin: Value) -> Origin {
         let (base, distance) = self.root(lin);
         let mut origin = Origin {
@@ -109,7 +110,8 @@ impl Translator<'_> {
         origin
     }
 
-    /// Returns the value of which `value` is the lower half: zero-extended, or also truncated with `is_half`.
+    /// Returns the value whose lower half, zero-extended, is `value`. With `is_half`, also a value whose lower half,
+    /// truncated, is `value`.
     fn half_of(&self, value: Value, is_half: bool) -> Option<Value> {
         let dfg = &self.b.func.dfg;
         match dfg.insts[dfg.value_def(value).inst()?] {
@@ -130,7 +132,7 @@ impl Translator<'_> {
         }
     }
 
-    /// Computes an address again, for a use in rare code: so the frequent code need not compute it.
+    /// Computes an address again, for a use in rare code, so that the frequent code need not compute it.
     pub(super) fn again(&mut self, lin: Value) -> Value {
         let Origin {
             base,
@@ -173,8 +175,8 @@ impl Translator<'_> {
         }
     }
 
-    /// Returns the address `by` bytes after another one. If that is a sum, adds the distances, so
-    /// that it stays one sum.
+    /// Returns the address `by` bytes after `lin`. If `lin` is a sum, adds the distances, so that the result is one
+    /// sum, too.
     pub(super) fn moved(&mut self, lin: Value, by: i64) -> Value {
         match self.root(lin) {
             _ if by == 0 => lin,

@@ -1,16 +1,16 @@
-//! Paths: which blocks of a region follow one another while the state stays in values.
+//! Finds the paths of a region: blocks that follow one another while the state stays in values.
 //!
-//! All state is in the CPU where a path begins and where it ends. Between its blocks nothing is written back that the
-//! next block overwrites, nothing is read again, and no record of the flags is made that nobody reads.
+//! All state is in the CPU where a path begins and where it ends. Between the blocks of a path, code writes back
+//! nothing that the next block overwrites, reads nothing again, and makes no record of flags that nobody reads.
 //!
-//! After a branch a path continues on both sides. So a path is a tree of *nodes*, and a block to which several others
-//! lead is in the tree several times. A path also continues after CALL, and then after RET if the RET finds on the
-//! stack the address that the CALL has pushed. A path ends before a block to which a branch leads back, because a loop
-//! is a path of its own, and before a block that would make it too long.
+//! After a branch a path continues on both sides, so a path is a tree of *nodes*. A block to which several others lead
+//! is in the tree several times. A path also continues after a CALL, and after the matching RET if the address that the
+//! CALL has pushed is on the stack. A path ends before a block to which a branch leads back, because a loop is a path
+//! of its own, and before a block that would make the path too long.
 //!
 //! A region can be entered where its paths begin: at its first block, at loops, at functions that CALLs call, at the
-//! addresses to which they return, and where other paths end. If the CPU continues elsewhere, after an interrupt for
-//! example, the other tier runs the code until the next jump.
+//! addresses to which they return, and where other paths end. If the CPU continues elsewhere, for example after an
+//! interrupt, code of the baseline tier or the interpreter runs until the next jump.
 
 use super::guest::Guest;
 use super::{Source, Step, Tier};
@@ -38,7 +38,8 @@ pub(super) struct Node {
     before: usize,
     /// The nodes that follow, and their addresses.
     next: Vec<(u64, usize)>,
-    /// The return addresses that CALLs of the path have pushed and RETs have not popped yet, when the node begins.
+    /// At the beginning of the node: the return addresses that CALLs of the path have pushed, and that no RET has
+    /// popped yet.
     calls: Vec<u64>,
 }
 
@@ -75,7 +76,7 @@ impl<'a> Paths<'a> {
         (paths, steps)
     }
 
-    /// Returns the node that follows `node` at `rip`, if the path continues there.
+    /// Returns the node for `rip` after `node`, if the path continues there.
     pub(super) fn next(&self, node: usize, rip: u64) -> Option<usize> {
         let mut next = self.nodes[node].next.iter();
         next.find(|(at, _)| *at == rip).map(|(_, node)| *node)
@@ -87,7 +88,7 @@ impl<'a> Paths<'a> {
         self.next(node, back).map(|_| back)
     }
 
-    /// Returns the instructions that are executed in a turn of a path that is a loop.
+    /// Returns the instructions of one turn of a path that is a loop.
     pub(super) fn turning(&self, root: usize) -> impl Iterator<Item = &'a Guest> {
         let nodes = self
             .nodes
@@ -200,8 +201,7 @@ impl<'a> Paths<'a> {
         ends
     }
 
-    /// Whether a block may follow a node: the path does not become too long, and does not have this
-    /// block before already.
+    /// Whether a block may follow a node: the path would not become too long, and does not contain the block already.
     fn fits(&self, block: usize, node: usize) -> bool {
         let Node {
             before,
@@ -222,7 +222,7 @@ impl<'a> Paths<'a> {
         }
     }
 
-    /// Gives all nodes their steps.
+    /// Assigns steps to all nodes.
     fn lay_out(&mut self) -> Box<[Step]> {
         let mut steps = Vec::new();
         for node in &mut self.nodes {

@@ -1,5 +1,5 @@
-//! Moves from all segment registers, and loads of those that two stores can load: ES, DS, FS and GS where selectors are
-//! paragraph numbers. The interpreter loads the others.
+//! Translates moves from segment registers, and those loads of segment registers that need only two stores: of ES, DS,
+//! FS and GS where selectors are paragraph numbers. The interpreter makes the other loads.
 
 use super::address::segment_offset;
 use super::translate::Translator;
@@ -67,7 +67,7 @@ impl Translator<'_> {
         self.field(I16, segment_offset(segment) + offset_of!(Segment, selector))
     }
 
-    /// Returns a value in another size.
+    /// Returns a value zero-extended or truncated to another size.
     fn extended(&mut self, value: Value, size: u8) -> Value {
         let value = self.wide(value);
         self.narrow(value, size)

@@ -1,5 +1,5 @@
-//! Vector instructions that the interpreter's stubs execute (`simd`). Compiled code calls a stub with its values in the
-//! registers that the stub expects.
+//! Translates the vector instructions that the interpreter's stubs execute (`simd`). Compiled code loads its values
+//! into the registers that a stub expects, and calls the stub.
 
 use super::translate::Translator;
 use crate::op::{MEM, Op};
@@ -27,7 +27,7 @@ impl Translator<'_> {
         if plain.is_float {
             self.begin_floats();
         }
-        // What the stub expects in each register, by halves.
+        // The values that the stub expects in each register, by halves.
         let mut registers: Vec<Vec<Value>> = Vec::new();
         for k in plain.first..=plain.last {
             let values = match op.r[k] {

@@ -3,20 +3,21 @@
 //! A region is one function, made of *paths* of blocks (`paths`). All state is in the [`Cpu`] at the beginning of each
 //! path. A path reads the general registers that it uses. At its end, and at checkpoints, it writes back what it has
 //! changed: registers and the record of the flags (`flags::Lazy`). A path that leads to its own beginning keeps its
-//! registers in values from turn to turn; otherwise a short loop would do little else than write them back. In the
-//! baseline tier each block is a path: values that live longer need registers or slots, and assigning these is most of
-//! the work of compiling.
+//! registers in values from turn to turn; otherwise a short loop would spend most of its time on writing them back. In
+//! the baseline tier each block is a path of its own: values that live longer need registers or slots, whose assignment
+//! is most of the work of compiling.
 //!
 //! A region is always left between two instructions. An access that misses in the TLB calls a helper. If the helper
-//! cannot do the access, the region stops at its *checkpoint*: the last instruction before which all state was in the
-//! CPU, if no instruction since has stored anything. The interpreter then executes the instructions after the
-//! checkpoint again. They have only changed values of the function, and have read memory, but no MMIO. So state is
-//! written back only before the first access after a store, and a row of loads costs nothing. (If another CPU has
-//! stored meanwhile, it is as if the loads were made later.) An instruction that `instructions` does not translate
-//! calls the interpreter's handler, and is a checkpoint; afterwards the region reads what the handler has changed.
+//! cannot do the access, the region stops at its *checkpoint*. A checkpoint is an instruction before which all state
+//! was in the CPU, and after which the path has stored nothing. The interpreter executes the instructions from the
+//! checkpoint on again. This is possible because they have changed only values of the function, and have read memory,
+//! but no MMIO. So state is written back only before the first access after a store, and a row of loads costs nothing.
+//! (If another CPU has stored meanwhile, the loads appear to be made later.) An instruction that `instructions` does
+//! not translate calls the interpreter's handler, and is a checkpoint; afterwards the region reads what the handler has
+//! changed.
 //!
-//! This file builds the function as a whole: its blocks, its state, and how it is left. `walk` follows the paths,
-//! `guest` decodes the instructions, `values` manages the registers.
+//! This file builds the function as a whole: its blocks, its state, and how it is left. Module `walk` follows the
+//! paths, `guest` decodes the instructions, `values` manages the registers.
 
 mod walk;
 
@@ -56,7 +57,8 @@ struct Head {
 struct Turn {
     /// The address at which the turn begins.
     rip: u64,
-    /// The block's parameters: the general registers that the instructions use, and the counter of instructions.
+    /// The Cranelift block, whose parameters are the general registers that the instructions use, and the counter of
+    /// instructions.
     block: Block,
     /// The general registers among the parameters, as bits.
     registers: u16,
@@ -81,9 +83,9 @@ pub(super) fn translate(
     steps
 }
 
-/// The signature of a region, which returns a status or a set of targets (`dispatch`). The calling convention
-/// preserves no registers: see `dispatch`. The parameter is the index of a block, but nobody passes it: a region is
-/// entered where its paths begin.
+/// The signature of a region, which returns a status or a set of targets (`dispatch`). The calling convention preserves
+/// no registers: see `dispatch`. The parameter, the index of a block, is never passed, because a region is entered
+/// where its paths begin.
 pub(super) fn region() -> Signature {
     signature(CallConv::Winch, 1, 1)
 }
@@ -95,7 +97,7 @@ fn signature(convention: CallConv, parameters: usize, returns: usize) -> Signatu
     signature
 }
 
-/// Where a path is, and the state there.
+/// The current position in a path, and the state there.
 #[derive(Clone)]
 pub(super) struct Now {
     pub(super) node: usize,
@@ -105,7 +107,7 @@ pub(super) struct Now {
     step: usize,
     /// The number of instructions of the path before the current one.
     before: i64,
-    /// The instruction before which the CPU has all state, unless `has_changed`.
+    /// The step of the checkpoint: before that instruction the CPU has all state, unless `has_changed`.
     checkpoint: usize,
     /// Whether code since the checkpoint has changed guest memory or the state in the CPU.
     pub(super) has_changed: bool,
@@ -114,7 +116,7 @@ pub(super) struct Now {
     /// The registers that are not written back, as bits.
     pub(super) changed: u16,
     pub(super) vectors: Vectors,
-    /// What set the flags that the next instruction reads.
+    /// The operation that has set the flags that the next instruction reads.
     pub(super) flags: Flags,
     /// Whether the CPU's record has the flags.
     pub(super) are_flags_recorded: bool,
@@ -171,7 +173,7 @@ pub(super) struct Translator<'a> {
     /// Whether the region's code is the same for all pages, and the page for which it is compiled.
     is_movable: bool,
     page: u64,
-    /// The CPU's.
+    /// The CPU's mode (`mode`).
     pub(super) mode: u8,
     pub(super) tier: Tier,
     /// Bytes of the current instruction's memory operand.
@@ -304,7 +306,7 @@ impl<'a> Translator<'a> {
         self.moved(page, place)
     }
 
-    /// Returns the place whose address `address` is, if it is the address of a place.
+    /// If `address` is the address of a place, returns the place.
     fn place_of(&self, address: Value) -> Option<i64> {
         let (root, place) = self.root(address);
         (root == self.now.page || root.is_none()).then_some(place)
@@ -350,7 +352,7 @@ impl<'a> Translator<'a> {
         }
     }
 
-    /// Writes all back.
+    /// Writes back all state.
     pub(super) fn write_back(&mut self) {
         self.write_registers();
         self.record_flags();
@@ -364,8 +366,8 @@ impl<'a> Translator<'a> {
         self.mark_checkpoint();
     }
 
-    /// Call before an access, or anything else that may stop the region: makes the current instruction the checkpoint
-    /// if the present checkpoint cannot be used any more.
+    /// Call before an access, or anything else that may stop the region: if the present checkpoint cannot be used any
+    /// more, makes the current instruction the checkpoint.
     pub(super) fn prepare_stop(&mut self) {
         if self.now.has_changed {
             self.set_checkpoint();
@@ -422,7 +424,8 @@ impl<'a> Translator<'a> {
         self.b.switch_to_block(on);
     }
 
-    /// Adds the instructions of this path, up to the current one, which is done, to the count. Returns the sum.
+    /// Adds the number of this path's instructions to the count of executed instructions, including the current
+    /// instruction, which is done. Returns the sum.
     fn count_done(&mut self) -> Value {
         let offset = offset_of!(Cpu, compiled.instructions);
         let before = match self.turn {
@@ -434,14 +437,14 @@ impl<'a> Translator<'a> {
         sum
     }
 
-    /// Leaves after the current instruction, which is done: the CPU continues at `rip`.
+    /// Leaves the region after the current instruction, which is done. The CPU continues at `rip`.
     pub(super) fn leave_for(&mut self, rip: Value) {
         self.write_back();
         self.count_done();
         self.leave_to(rip);
     }
 
-    /// Leaves. The CPU has all state, and continues at `rip`.
+    /// Leaves the region. The CPU has all state, and continues at `rip`.
     fn leave_to(&mut self, rip: Value) {
         self.set_field(offset_of!(Cpu, state.rip), rip);
         let set = match self.place_of(rip) {
@@ -459,7 +462,7 @@ impl<'a> Translator<'a> {
         self.b.ins().return_(&[set]);
     }
 
-    /// Calls a helper that stops the region at the checkpoint if it finds nothing. Returns what the helper finds.
+    /// Calls a helper that stops the region at the checkpoint if the helper has no result. Returns the result.
     pub(super) fn call_or_stop(&mut self, helper: OrStop, arguments: &[Value]) -> Value {
         debug_assert!(!self.now.has_changed);
         let mut arguments = arguments.to_vec();
@@ -467,7 +470,7 @@ impl<'a> Translator<'a> {
         self.call_keeping(helper, &arguments)
     }
 
-    /// Calls a helper in the form that preserves as many registers as the tier wants. Returns what the helper finds.
+    /// Calls a helper in the form that preserves as many registers as the tier wants. Returns the helper's result.
     pub(super) fn call_keeping(&mut self, helper: OrStop, arguments: &[Value]) -> Value {
         let (convention, helper) = match self.tier {
             Tier::Baseline => (CallConv::SystemV, helper.plain),
@@ -538,7 +541,7 @@ impl<'a> Translator<'a> {
         self.forget_vectors();
     }
 
-    /// Whether there is no memory operand, or one whose address can be translated.
+    /// Whether the operation has no memory operand, or one whose address can be translated.
     pub(super) fn translates_address(&self, op: &Op) -> bool {
         !self.is_64() || op.address_size == 8 || !op.r.contains(&MEM)
     }

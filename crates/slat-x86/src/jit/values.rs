@@ -57,7 +57,7 @@ impl Translator<'_> {
         }
     }
 
-    /// Whether a 64-bit value was zero-extended from `ty` or a smaller type.
+    /// Whether a 64-bit value is the zero-extension of a value of `ty` or of a smaller type.
     fn is_extended(&self, value: Value, ty: Type) -> bool {
         let dfg = &self.b.func.dfg;
         let bits = match dfg.value_def(value).inst().map(|inst| dfg.insts[inst]) {

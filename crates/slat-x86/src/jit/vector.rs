@@ -1,6 +1,6 @@
-//! Vector instructions with a translation of their own: moves, and the operations of string functions. Such an
-//! operation computes each element, of at most 64 bits, separately. So an operation on 256 bits is two on 128 bits:
-//! Cranelift has no wider vectors on this host.
+//! Translates vector instructions: moves, and the operations of string functions. Each such operation computes each
+//! element, of at most 64 bits, separately. So an operation on 256 bits is two on 128 bits; Cranelift has no wider
+//! vectors on this host.
 
 use super::kept::{Place, Vectors};
 use super::translate::Translator;
@@ -15,11 +15,11 @@ use cranelift_frontend::FuncInstBuilder;
 use iced_x86::{EncodingKind, Instruction, Mnemonic, OpKind, Register};
 use std::mem::offset_of;
 
-/// An operation on elements, or on one of them.
+/// Emits an operation on all elements, or on the lowest one.
 pub(super) type Operate = for<'a, 'f> fn(FuncInstBuilder<'a, 'f>, Value, Value) -> Value;
 
-/// Returns the numbers of the operands that are an instruction's two sources. Without VEX the destination is
-/// the first source, too.
+/// Returns the numbers of the operands that are an instruction's two sources. Without VEX the destination is also the
+/// first source.
 pub(super) fn sources(insn: &Instruction) -> [usize; 2] {
     match insn.encoding() == EncodingKind::VEX {
         true => [1, 2],
@@ -63,8 +63,8 @@ fn operation(mnemonic: Mnemonic) -> Option<(Type, Operate)> {
     Some((ty, operate))
 }
 
-/// Returns, for an instruction that moves a whole register, whether its memory operand must be
-/// aligned; `None` for others.
+/// If the instruction moves a whole register, returns whether its memory operand must be aligned. Returns `None` for
+/// other instructions.
 fn whole_move(mnemonic: Mnemonic) -> Option<bool> {
     use Mnemonic::*;
     match mnemonic {
@@ -126,7 +126,7 @@ impl Translator<'_> {
         }
     }
 
-    /// Makes sure that a value is computed even if nothing uses it, because floating point also sets flags of MXCSR.
+    /// Makes Cranelift compute a value even if nothing uses it, because floating point also sets flags of MXCSR.
     pub(super) fn keep_computed(&mut self, value: Value) {
         self.set_field(offset_of!(Cpu, compiled.unused), value);
     }
@@ -164,7 +164,7 @@ impl Translator<'_> {
         self.b.ins().scalar_to_vector(I64X2, zero)
     }
 
-    /// Returns the same bits as elements of another type.
+    /// Returns the bits of `value` as a vector with elements of another type.
     pub(super) fn as_elements(&mut self, value: Value, ty: Type) -> Value {
         match self.b.func.dfg.value_type(value) == ty {
             true => value,
@@ -182,8 +182,8 @@ impl Translator<'_> {
         self.b.ins().extractlane(value, 0)
     }
 
-    /// Returns the linear address and the operand size of `halves` halves in memory. If they must be aligned and are
-    /// not, leaves the instruction to the interpreter, which raises #GP.
+    /// Returns the linear address and the operand size of `halves` halves in memory. If the address must be aligned and
+    /// is not, leaves the instruction to the interpreter, which raises #GP.
     fn vector_in_memory(&mut self, op: &Op, halves: usize, is_aligned: bool) -> (Value, u8) {
         let lin = self.lin(op);
         let bytes = 16 * halves;
@@ -218,8 +218,8 @@ impl Translator<'_> {
     fn store_vector(&mut self, op: &Op, values: &[Value], is_aligned: bool) {
         let (lin, size) = self.vector_in_memory(op, values.len(), is_aligned);
         if values.len() > 1 {
-            // The first half may be stored and the second one fail. So loads before this instruction
-            // must not be repeated.
+            // The store of the second half may fail after the store of the first. Loads before this instruction must
+            // not be repeated then.
             self.set_checkpoint();
         }
         let Place { host, offset } = self.place_to_store(lin, size);

@@ -1,9 +1,9 @@
-//! The fields of a CPU that are near R15.
+//! The position of R15 in a CPU, near the fields that compiled code uses.
 //!
 //! R15 is [`BASE`] bytes beyond the beginning of the [`Cpu`], so that the fields that compiled code uses most are at
-//! most 128 bytes from R15. An instruction encodes such a distance in one byte and a larger one in four, and most
-//! instructions of compiled code read or write a field. Code that a guest runs only once does not stay in the host's
-//! first-level cache, so its size determines its time.
+//! most 128 bytes from R15. An instruction encodes a distance of at most 128 bytes in one byte, and a larger distance
+//! in four; and most instructions of compiled code read or write a field. Code that a guest runs only once is not in
+//! the host's first-level cache, so its size determines its time.
 
 use crate::Cpu;
 use std::mem::offset_of;

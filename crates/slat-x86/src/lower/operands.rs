@@ -1,25 +1,25 @@
-//! The operands of an instruction, in the form in which an operation has them.
+//! Fills in the operands of an operation.
 
 use crate::mode;
 use crate::op::{MEM, NONE, Op, form, segment};
 use iced_x86::{Instruction, OpKind, Register};
 
-/// What an operation needs to know of a register.
+/// The properties of a register that an operation needs.
 #[derive(Clone, Copy)]
 struct Known {
-    /// The number in its file; 16–19 for AH CH DH BH. [`NONE`] for RIP and EIP.
+    /// The register's number in its register file; 16–19 for AH CH DH BH. [`NONE`] for RIP and EIP.
     number: u8,
     bytes: u8,
     /// The operand size index; 3 for more than 8 bytes, too.
     size: u8,
-    /// The segment of an address with this base, if there is no prefix: 2 (SS) or 3 (DS).
+    /// The segment of an address with this base register if there is no segment prefix: 2 (SS) or 3 (DS).
     seg: u8,
 }
 
-/// The registers, by iced's number. Iced's own functions look each of these things up in another table.
+/// The registers, by iced's number. Iced's own functions would read a separate table for each property.
 static REGISTERS: [Known; 256] = {
     use Register::*;
-    // The first register, how many there are, the number of the first one, and their size.
+    // The first register of a file, the number of registers, the number of the first one, and their size.
     let files = [
         (AL, 4, 0, 1),
         (AH, 4, 16, 1),
@@ -83,8 +83,8 @@ fn known(r: Register) -> Known {
     REGISTERS[usize::from(r as u8)]
 }
 
-/// Fills in the fields that all instructions have. What few operands need is done by functions that are not inlined:
-/// otherwise the loop would begin with the preparations for each kind of operand.
+/// Fills in the fields that all instructions have. Rare kinds of operands are handled by functions that are not
+/// inlined: otherwise the loop would begin with the preparations for every kind.
 #[inline(always)]
 pub(super) fn fill_in(insn: &Instruction, mode: u8, op: &mut Op) {
     if insn.has_lock_prefix() || insn.has_repe_prefix() || insn.has_repne_prefix() {
@@ -159,7 +159,7 @@ fn memory(insn: &Instruction, mode: u8, op: &mut Op) {
         Register::None => base.seg,
         Register::FS => 4,
         Register::GS => 5,
-        // Other prefixes have no effect; the base register decides whether a bad address is #SS or #GP.
+        // Other prefixes have no effect. The base register decides whether a bad address raises #SS or #GP.
         _ if is_64 => base.seg,
         prefix => segment(prefix),
     };

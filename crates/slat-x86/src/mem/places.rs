@@ -1,18 +1,18 @@
-//! Where a guest's access goes, host memory or MMIO, and the accesses to translated memory.
+//! Finds the destinations of a guest's accesses, host memory or MMIO, and accesses translated memory.
 
 use crate::code::ANY_PAGE;
 use crate::machine::{Access, Exit, Fault, HostPage};
 use crate::op::Break;
 use crate::{Cpu, vector};
 
-/// Where the bytes of one page are stored.
+/// The host memory or the device that a guest page's bytes are in.
 #[derive(Clone, Copy)]
 pub(super) enum Place {
     Host {
         host: *mut u8,
         /// The guest-physical address, if the machine wants to know of stores to the page.
         tracked: Option<u64>,
-        /// A store has to be noted, because in the TLB stores to this page need a check.
+        /// Whether a store must be recorded, because the TLB requires a check for stores to this page.
         needs_look: bool,
     },
     Mmio(u64),
@@ -26,7 +26,7 @@ pub(crate) struct Places {
     split: usize,
 }
 
-/// Memory within one page that a store goes to. Only [`Cpu::write_to`] stores to it.
+/// The memory, within one page, to which a store writes. Only [`Cpu::write_to`] stores to it.
 #[must_use]
 pub(crate) struct Destination {
     pub(super) lin: u64,
@@ -60,7 +60,7 @@ impl Places {
         !is_mmio(self.first) && !self.second.is_some_and(is_mmio)
     }
 
-    /// Returns the guest-physical address of the device, if all of the access is to one.
+    /// If all of the access is to one device, returns the device's guest-physical address.
     #[cfg(feature = "jit")]
     pub(super) fn device(&self) -> Option<u64> {
         match *self {
@@ -73,7 +73,7 @@ impl Places {
         }
     }
 
-    /// Returns the host address, if the access is to memory within one page.
+    /// If the access is to memory within one page, returns the host address.
     pub(super) fn source(&self) -> Option<*mut u8> {
         match *self {
             Places {
@@ -85,7 +85,7 @@ impl Places {
         }
     }
 
-    /// Returns the destination of a store at `lin`, if the access is to memory within one page.
+    /// If the access is to memory within one page, returns the destination of a store at `lin`.
     pub(super) fn destination(&self, lin: u64) -> Option<Destination> {
         match *self {
             Places {
@@ -128,8 +128,8 @@ impl Cpu {
         })
     }
 
-    /// Translates one address. The function is inlined, because returning the result through memory would
-    /// cost a fifth of a miss.
+    /// Translates one address. This function is inlined, because returning the result through memory would cost a fifth
+    /// of a miss.
     #[inline(always)]
     pub(super) fn place(&mut self, lin: u64, access: Access) -> Result<Place, Break> {
         let table = self.filled_table();
@@ -188,7 +188,7 @@ impl Cpu {
         }
     }
 
-    /// Translates a canonical address for an access through `table`: by the TLB's second level if it has the page,
+    /// Translates a canonical address for an access through `table`, by the TLB's second level if it has the page,
     /// otherwise by the machine.
     #[inline(always)]
     pub(crate) fn translate(
@@ -344,8 +344,8 @@ impl Cpu {
     }
 
     /// Call after each store to `host`, the address of `lin`, that missed in the TLB's entries for writes. (A store
-    /// that hits is to a page that no CPU trusts to hold code: see `code_pages`.) If the page holds decoded code, all
-    /// CPUs see that the code is stale, this CPU before its next instruction.
+    /// that hits needs no call, because no CPU trusts the page's code then: see `code_pages`.) If the page holds
+    /// decoded code, all CPUs learn that the code is stale, this CPU before its next instruction.
     pub(super) fn note_store(&mut self, lin: u64, host: *mut u8) {
         let host = host as usize;
         if self.code.member.stored(host) {

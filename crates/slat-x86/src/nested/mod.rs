@@ -1,4 +1,4 @@
-//! The state of guest mode: what a CPU keeps of the hypervisor and its guest (see `svm`).
+//! The state of guest mode: a CPU's data about the hypervisor and its guest (see `svm`).
 //!
 //! | file | idea |
 //! |---|---|
@@ -70,7 +70,7 @@ pub(crate) mod code {
     pub const INVALID: u64 = u64::MAX;
 }
 
-/// The number of ASIDs that CPUID reports: the same as KVM reports to its guests.
+/// The number of ASIDs that CPUID reports: KVM reports the same number to its guests.
 pub const ASIDS: u32 = 8;
 
 /// Whether the TLB keeps translations for this ASID.
@@ -80,7 +80,7 @@ pub(crate) fn keeps(asid: u32) -> bool {
 
 /// Returns the TLB's world for an ASID. World 0 is the hypervisor's.
 pub(crate) fn world_of(asid: u32) -> usize {
-    /// The world of all ASIDs for which the TLB keeps nothing.
+    /// The world that all ASIDs share for which the TLB keeps no translations.
     const OTHER: usize = WORLDS - 1;
     match asid {
         0 => 0,
@@ -100,7 +100,7 @@ pub(crate) struct Pauses {
 
 /// The state of guest mode. Outside guest mode only `due` has a meaning.
 pub(crate) struct Svm {
-    /// The CPU runs a guest of the hypervisor's.
+    /// Whether the CPU runs a guest of the hypervisor's.
     pub(crate) guest: bool,
     /// The ASID of the guest that ran last.
     pub(crate) last_asid: u32,
@@ -118,17 +118,17 @@ pub(crate) struct Svm {
     pub(crate) due: Option<VmExit>,
     /// The event that VMRUN injects before the first instruction.
     pub(crate) injected: Option<Event>,
-    /// NMIs are blocked because VMRUN has injected one. The hypervisor's NMIs are not blocked, as in KVM.
+    /// Whether NMIs are blocked because VMRUN has injected one. The hypervisor's NMIs are not blocked, as in KVM.
     pub(crate) nmi_injected: bool,
     /// The event whose delivery is in progress.
     delivering: Option<Event>,
-    /// An interrupt is pending that will make the guest leave.
+    /// Whether an interrupt is pending that will make the guest leave.
     pub(crate) interrupted: bool,
     pub(crate) pauses: Pauses,
 }
 
 impl Pauses {
-    /// The state of the filter when a guest begins.
+    /// Returns the state of the filter when a guest begins.
     pub(crate) fn new(control: &Control) -> Self {
         Pauses {
             left: control.pause_filter().0,
@@ -174,13 +174,13 @@ impl Svm {
         self.registers[self.world()]
     }
 
-    /// Records a #VMEXIT. EXITINTINFO becomes the event that is being delivered, if there is one.
+    /// Records a #VMEXIT. If an event is being delivered, EXITINTINFO reports it.
     pub(crate) fn record(&mut self, exit: VmExit) {
         let int_info = self.delivering.map_or(0, |event| event.0);
         self.recorded = VmExit { int_info, ..exit };
     }
 
-    /// Has the recorded #VMEXIT take place before the next instruction.
+    /// Makes the recorded #VMEXIT due before the next instruction.
     pub(crate) fn make_due(&mut self) {
         self.due = Some(self.recorded);
     }
@@ -215,7 +215,7 @@ impl Svm {
         self.injected = None;
     }
 
-    /// Returns RIP to which the handler of an injected event returns: after the instruction for a software event,
+    /// Returns the RIP to which the handler of an injected event returns: after the instruction for a software event,
     /// otherwise `rip` (15.20).
     pub(crate) fn injection_returns_to(&self, event: Event, rip: u64) -> u64 {
         let is_software = match event.kind() {
@@ -250,8 +250,7 @@ impl Svm {
         (self.control).set_virtual_interrupt(virtual_interrupt::TPR, cr8);
     }
 
-    /// Returns the hypervisor's tables that translate guest-physical addresses of its guest, if it has
-    /// enabled nested paging.
+    /// If the hypervisor has enabled nested paging, returns its tables for the guest-physical addresses of its guest.
     pub(crate) fn nested_paging(&self) -> Option<NestedPaging> {
         (self.guest && self.control.nested_paging()).then(|| NestedPaging {
             cr3: self.control.nested_cr3(),
@@ -260,7 +259,7 @@ impl Svm {
         })
     }
 
-    /// Returns the nested tables of a guest whose VMLOAD and VMSAVE are virtualized, which needs nested paging.
+    /// If the guest's VMLOAD and VMSAVE are virtualized, which needs nested paging, returns its nested tables.
     pub(crate) fn virtual_vmload_tables(&self) -> Option<NestedPaging> {
         self.nested_paging()
             .filter(|_| self.control.virtual_vmload())

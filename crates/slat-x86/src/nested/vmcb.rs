@@ -83,7 +83,7 @@ pub(crate) mod virtual_interrupt {
     pub const MASKING: u64 = 1 << 24;
     pub const GIF_ENABLE: u64 = 1 << 25;
     pub const NMI_ENABLE: u64 = 1 << 26;
-    /// x2AVIC (30) and AVIC (31), which this CPU does not have.
+    /// The bits of x2AVIC (30) and AVIC (31), which this CPU does not have.
     pub const NOT_OFFERED: u64 = 1 << 30 | 1 << 31;
 }
 
@@ -174,8 +174,8 @@ impl Control {
         get64(&self.0, at::NESTED_PAGING) & 1 != 0
     }
 
-    /// Whether a feature of the nested-paging field is enabled that this CPU does not have: SEV, SEV-ES,
-    /// GMET, shadow stacks, VTE.
+    /// Whether the nested-paging field enables a feature that this CPU does not have: SEV, SEV-ES, GMET, shadow stacks,
+    /// VTE.
     pub(crate) fn has_unknown_paging(&self) -> bool {
         get64(&self.0, at::NESTED_PAGING) & !1 & 0x3f != 0
     }
@@ -408,7 +408,8 @@ impl Registers {
         }
     }
 
-    /// Writes a save area. [`Save::STORED`] does not include the PAT, which is the guest's own only with nested paging.
+    /// Writes a save area. [`Save::STORED`] does not include the PAT, because the guest has a PAT of its own only with
+    /// nested paging.
     pub(crate) fn write(&self, save: &mut Save) {
         save.put_segment(at_save::ES, &self.es);
         save.put_segment(at_save::CS, &self.cs);

@@ -1,12 +1,12 @@
-//! Memory for compiled code: whole pages of one reservation. A page is writable while it is filled and executable
-//! afterwards, never both.
+//! Memory for compiled code: whole pages of one reservation of address space. A page is writable while it is filled,
+//! and executable afterwards, but never both.
 //!
-//! Next to the code is a table with one bit per byte of code: 1 where a guarded access begins. It tells a signal
+//! Next to the code is a table with one bit per byte of code: 1 where a guarded access begins. The table tells a signal
 //! handler whether an instruction may fail (`slat_guard::set_generated`).
 //!
-//! Only the compiling threads allocate, fill and recycle pages: a filter of the program may forbid the system calls
-//! to other threads. (CPUs that compile at once do it themselves; they are for tests.) Pages that other threads
-//! free wait in `returned`.
+//! Only the compiling threads allocate, fill and recycle pages: a seccomp filter may forbid the system calls on other
+//! threads. (CPUs that compile at once, in tests, do this themselves.) Pages that other threads free wait in
+//! `returned`.
 
 use crate::heap::OutOfMemory;
 use std::ops::Range;
@@ -69,7 +69,7 @@ struct State {
     free: Vec<Range<usize>>,
     /// Runs of pages that are no longer used, but are still executable.
     returned: Vec<Range<usize>>,
-    /// Pages from here were never used.
+    /// The first page that was never used; no later page was used either.
     fresh: usize,
 }
 
@@ -209,7 +209,7 @@ pub(crate) struct Chunk {
 }
 
 impl Chunk {
-    /// Returns the offset of an address in the code, if it is one.
+    /// If an address is in the code, returns its offset.
     pub(crate) fn offset_of(&self, address: usize) -> Option<u32> {
         let offset = address.checked_sub(self.start() as usize)?;
         (offset < self.len).then_some(offset as u32)

@@ -1,7 +1,8 @@
-//! The code of a region, as a CPU collects it ([`Source`]) and as the compiler makes it ([`Region`]).
+//! The code of a region: the guest code that a CPU collects ([`Source`]), and the compiled code that the compiler makes
+//! ([`Region`]).
 //!
-//! Compiled code that is the same for any page ([`is_movable`]) counts addresses of code from the beginning of its
-//! page. Other compiled code counts from 0. An address counted in this way is a *place*.
+//! Addresses of code are stored relative to a base: the beginning of the code's page in compiled code that is the same
+//! for any page ([`is_movable`]), 0 in other compiled code. Such a relative address is called a *place*.
 
 pub(crate) mod memory;
 
@@ -12,7 +13,7 @@ use memory::Chunk;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-/// Entries of a block after which it is compiled.
+/// The number of entries of a block after which the block is compiled.
 pub(crate) const WARM: u32 = 512;
 
 /// How code is compiled.
@@ -24,14 +25,14 @@ pub enum Tier {
     Full,
 }
 
-/// The entry of a block in compiled code.
+/// The compiled code of a block: its region, and the address at which the block is entered.
 #[derive(Clone)]
 pub(crate) struct Entrance {
     pub(crate) region: Arc<Region>,
     pub(crate) code: *const u8,
 }
 
-/// The kind of code of blocks: what compiled code depends on besides their places and bytes.
+/// The kind of a block's code. Compiled code depends on the kind, besides the places and bytes of blocks.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Kind {
     pub(crate) mode: u8,
@@ -53,7 +54,7 @@ impl Kind {
     }
 }
 
-/// The code of a region-to-be.
+/// The guest code from which a region is compiled.
 #[derive(PartialEq, Eq)]
 pub(crate) struct Source {
     pub(crate) kind: Kind,
@@ -63,15 +64,15 @@ pub(crate) struct Source {
     pub(crate) blocks: Vec<(u64, Vec<u8>)>,
 }
 
-/// Whether a tier's code is the same for all pages: wherever a program or a library is in its address space. Code of
-/// the baseline tier is in 64-bit mode, because most code of short programs is of this tier. Cranelift's code is for
-/// one page, because hot code stays where it is: computing addresses at run time made hot loops a fifth slower.
+/// Whether a tier makes code that is the same for all pages, so that processes can share it that map a program or a
+/// library at different addresses. The baseline tier does so in 64-bit mode, because most code of short programs is of
+/// this tier. Cranelift makes code for one page. Hot code stays at its address, and computing addresses at run time
+/// made hot loops a fifth slower.
 fn is_movable(mode: u8, tier: Tier) -> bool {
     tier == Tier::Baseline && mode & mode::BITS == mode::BITS_64
 }
 
-/// Returns the address from which the places of code count: for code that is the same for all pages, the
-/// code's page; otherwise 0.
+/// Returns the base of the places of code at `rip`: the code's page if `is_movable`, otherwise 0.
 fn page_of(rip: u64, is_movable: bool) -> u64 {
     if is_movable { rip & !0xfff } else { 0 }
 }
@@ -98,8 +99,8 @@ pub struct CompiledCode<'a> {
 pub(crate) struct Step {
     /// The instruction's place ([`page_of`]).
     pub(crate) rip: u64,
-    /// Whether `rip` counts from the page of the instruction; and whether the displacement and the immediate
-    /// of its operation do.
+    /// Whether `rip` is relative to the instruction's page; and whether the displacement and the immediate of the
+    /// operation are.
     pub(crate) is_movable: bool,
     pub(crate) moves_displacement: bool,
     pub(crate) moves_immediate: bool,
@@ -110,7 +111,7 @@ pub(crate) struct Step {
 }
 
 impl Step {
-    /// Returns the instruction as it is in the page of `rip`, with addresses in place of places.
+    /// Returns the instruction as it is in the page of `rip`: its places are replaced by addresses.
     pub(crate) fn at(mut self, rip: u64) -> Self {
         let by = |moves| page_of(rip, moves);
         self.op.disp = self.op.disp.wrapping_add(by(self.moves_displacement));
@@ -119,7 +120,7 @@ impl Step {
         self
     }
 
-    /// Returns the address of the instruction if it is in the page of `rip`.
+    /// Returns the instruction's address in the page of `rip`.
     pub(crate) fn rip_at(&self, rip: u64) -> u64 {
         self.rip.wrapping_add(page_of(rip, self.is_movable))
     }
@@ -135,12 +136,12 @@ pub(crate) struct Region {
     /// The page for which the code was compiled.
     pub(crate) page: u64,
     pub(crate) tier: Tier,
-    /// Whether a sample was of this region.
+    /// Whether this region was sampled before.
     pub(crate) is_sampled: AtomicBool,
     /// The steps of the region's instructions, to which the code has pointers.
     pub(crate) steps: Box<[Step]>,
     pub(crate) guarded: Guarded,
-    /// For each block, the offset at which the region is entered there, if it can be.
+    /// For each block, the offset at which the region is entered there. `None` if it cannot be.
     pub(crate) entries: Box<[Option<u32>]>,
 }
 
@@ -164,7 +165,7 @@ impl Region {
         blocks.map(|(place, bytes)| (self.source.key(0, *place).lin, &**bytes))
     }
 
-    /// For each block at which the region can be entered: returns the address of the compiled code, and the block.
+    /// Returns, for each block at which the region can be entered, the address of the compiled code, and the block.
     pub(crate) fn entered(&self) -> impl Iterator<Item = (*const u8, &(u64, Vec<u8>))> {
         let blocks = self.entries.iter().zip(&self.source.blocks);
         blocks.filter_map(|(offset, block)| {
@@ -173,7 +174,7 @@ impl Region {
         })
     }
 
-    /// Returns the instruction with the guarded access at a host address, if the address is in this region.
+    /// If a host address is in this region, returns the instruction whose guarded access is at the address.
     pub(crate) fn step_at(&self, address: usize) -> Option<*const Step> {
         let offset = self.chunk.offset_of(address)?;
         let found = self

@@ -1,5 +1,5 @@
-//! Bit tests, scans and counts, BMI1 and BMI2. Counts and positions are passed as they are in the register, not reduced
-//! to the operand's width.
+//! Bit tests, scans and counts, BMI1 and BMI2. Counts and positions are passed unreduced, even if they exceed the
+//! operand's width.
 
 use super::{Compute, Flags, FlagsOf, Operation, logic, operations};
 
@@ -19,8 +19,8 @@ operations! {
         (c.xor(a, mask), flags)
     }
 
-    // The result is valid if there is a bit; otherwise nothing is written. Undefined flags are set as by
-    // a logical operation.
+    // If the source has a bit set, the result is valid; otherwise nothing is written. Undefined flags are set as by a
+    // logical operation.
     Bsf |c, a, _b, _carry| (c.trailing_zeros(a), logic(a).1)
     Bsr |c, a, _b, _carry| {
         let (above, top) = (c.leading_zeros(a), c.number(i64::from(c.bits(a)) - 1, a));
@@ -35,7 +35,7 @@ operations! {
         let (result, carry) = (c.leading_zeros(a), Some(c.is_zero(a)));
         (result, Flags::Logic { carry, result })
     }
-    // These flags follow from no result: PF is clear, whatever ZF is.
+    // These flags do not follow from a result: PF is clear, whatever ZF is.
     Popcnt |c, a, _b, _carry| {
         let (zero, no) = (c.is_zero(a), c.no());
         (c.ones(a), Flags::Compared { carry: no, zero, parity: no })

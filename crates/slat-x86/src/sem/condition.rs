@@ -1,13 +1,13 @@
-//! The flags and conditions that instructions read, computed from what the last instruction left.
+//! Computes the flags and conditions that instructions read, from the operation that has set the flags last.
 //!
-//! The interpreter computes them from its record (`flags`), whatever the last instruction was. The compiler mostly
-//! knows that instruction, and emits code of the formula for it alone: after a comparison, a condition is one
-//! comparison of the host's.
+//! The interpreter computes them from its record (`flags`), whatever the last operation was. The compiler mostly knows
+//! that operation, and emits code only for its formula: after a comparison, a condition is one comparison of the
+//! host's.
 
 use super::{Bits, Flags, FlagsOf};
 use crate::state::flags::{CF, OF, PF, SF, ZF};
 
-/// Numbers of conditions that are a single flag, for instructions that have such a condition as an input.
+/// The numbers of conditions that consist of a single flag, for instructions that read such a condition.
 pub(crate) const OVERFLOW: u8 = 0;
 pub(crate) const CARRY: u8 = 2;
 
@@ -15,7 +15,7 @@ pub(crate) const CARRY: u8 = 2;
 pub(crate) trait Readable: Bits + Sized {
     /// Returns the operation that has set the flags last.
     fn flags(&mut self) -> FlagsOf<Self>;
-    /// Returns one of the flags CF, PF, ZF, SF or OF when [`Flags::Recorded`] is what set the flags last.
+    /// Returns one of the flags CF, PF, ZF, SF or OF for [`Flags::Recorded`], where the operation is not known.
     fn recorded(&mut self, flag: u64) -> Self::Bool;
     /// Returns the carry flag that an instruction left unchanged.
     fn kept(&mut self, carry: Self::Kept) -> Self::Bool;

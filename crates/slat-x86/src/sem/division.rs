@@ -38,7 +38,7 @@ fn signed<C: Compute>(
     let (is_below, is_divisor_below) = (c.is_negative(high), c.is_negative(divisor));
     let is_negative = c.differ(is_below, is_divisor_below);
 
-    // The magnitudes are divided.
+    // Divides the magnitudes.
     let (negated, flipped, borrows) = (c.neg(low), c.not(high), c.is_zero(low));
     let more = c.widened(borrows, high);
     let flipped = c.add(flipped, more);

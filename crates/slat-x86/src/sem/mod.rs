@@ -1,11 +1,11 @@
-//! What integer instructions mean, written once for the interpreter and the compiler.
+//! The meaning of integer instructions, written once for the interpreter and the compiler.
 //!
 //! An instruction is a type. Functions compute its result and its flags, and are generic over [`Compute`], which
 //! performs the arithmetic. [`Now`] computes with integers while the interpreter executes; the compiler's translator
-//! makes Cranelift values from the same formulas. `exec` and `jit` fetch operands and write results, each in its own
-//! way. So an instruction that is added here is in both.
+//! makes Cranelift values from the same formulas. `exec` and `jit` each fetch operands and write results in their own
+//! way. So an instruction added here exists in both.
 //!
-//! Flags are computed when something reads them, by [`mod@condition`], from what the last instruction left.
+//! Flags are computed when something reads them, by [`mod@condition`], from the operation that has set them last.
 
 pub(crate) mod alu;
 pub(crate) mod bits;
@@ -54,7 +54,7 @@ pub(crate) trait Bits {
     fn opposite(&mut self, a: Self::Bool) -> Self::Bool;
 }
 
-/// Arithmetic for computing results, besides flags.
+/// Arithmetic for computing results, in addition to flags.
 pub(crate) trait Compute: Bits + Sized {
     /// The fault of a computation, if it can fail.
     type Fault;
@@ -68,8 +68,8 @@ pub(crate) trait Compute: Bits + Sized {
     fn or(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
     fn neg(&mut self, a: Self::Value) -> Self::Value;
 
-    /// Shifts to the left. In this function and those below, the interpreter's counts may exceed the width of a byte or
-    /// word; the compiler's never do.
+    /// Shifts to the left. In this function and the following ones, the interpreter's counts may exceed the width of a
+    /// byte or word; the compiler's never do.
     fn shl(&mut self, a: Self::Value, count: Self::Value) -> Self::Value;
     fn shr(&mut self, a: Self::Value, count: Self::Value) -> Self::Value;
     fn sar(&mut self, a: Self::Value, count: Self::Value) -> Self::Value;
@@ -115,7 +115,7 @@ pub(crate) trait Compute: Bits + Sized {
     fn select(&mut self, which: Self::Bool, a: Self::Value, b: Self::Value) -> Self::Value;
 }
 
-/// Returns a sum and its carry out. It is computed by two sums, of which only one can carry.
+/// Returns a sum and its carry out. The function computes two sums, of which only one can carry.
 #[inline(always)]
 pub(crate) fn two_sums<C: Compute>(
     c: &mut C,
@@ -131,11 +131,11 @@ pub(crate) fn two_sums<C: Compute>(
     (result, c.either(first, second))
 }
 
-/// How an instruction sets the arithmetic flags, in terms of an operation. The flags are computed when
+/// How an instruction sets the arithmetic flags: the operation, with the values from which the flags are computed when
 /// something reads them.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Flags<V, B, K> {
-    /// The flags do not change; in the compiler, they are those of the CPU's record.
+    /// The flags do not change. For the compiler, they are the flags of the CPU's record.
     Recorded,
     Add {
         a: V,
@@ -146,7 +146,7 @@ pub(crate) enum Flags<V, B, K> {
         b: V,
         result: V,
     },
-    /// OF and AF are clear. Without `carry`, so is CF.
+    /// OF and AF are clear. CF is `carry`, or clear without it.
     Logic {
         carry: Option<B>,
         result: V,
@@ -168,20 +168,20 @@ pub(crate) enum Flags<V, B, K> {
         carry: B,
         result: V,
     },
-    /// AF is clear, as there is no `aux`.
+    /// AF is clear, because there is no `aux`.
     Given {
         carry: B,
         overflow: B,
         aux: Option<B>,
         result: V,
     },
-    /// CF, ZF and PF, which do not follow from a result; the others are clear.
+    /// Sets CF, ZF and PF, which do not follow from a result. The other flags are clear.
     Compared {
         carry: B,
         zero: B,
         parity: B,
     },
-    /// CF and OF change, each if there is a value for it; the others do not change.
+    /// CF and OF change if they have a value here. The other flags do not change.
     Rotated {
         carry: Option<B>,
         overflow: Option<B>,
@@ -205,7 +205,7 @@ impl<V: Copy, B, K> Flags<V, B, K> {
     }
 }
 
-/// The flags as `C` has them.
+/// The flags with the types of `C`.
 pub(crate) type FlagsOf<C> = Flags<<C as Bits>::Value, <C as Bits>::Bool, <C as Bits>::Kept>;
 
 /// An operation on up to two operands. It may have a condition as an input.
@@ -223,7 +223,7 @@ pub(crate) trait Operation: 'static {
     ) -> (C::Value, FlagsOf<C>);
 }
 
-/// What an operation does with the arithmetic flags.
+/// How an operation uses the arithmetic flags.
 #[cfg(feature = "jit")]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum FlagUse {
@@ -234,8 +234,8 @@ pub(crate) enum FlagUse {
     Depends,
 }
 
-/// Returns what an operation does with the arithmetic flags. The kind of flags that [`Operation::apply`] returns does
-/// not depend on the operands, so any operands show it.
+/// Returns how an operation uses the arithmetic flags. The kind of flags that [`Operation::apply`] returns does not
+/// depend on the operands, so the function applies the operation to arbitrary ones.
 #[cfg(feature = "jit")]
 pub(crate) fn flag_use<A: Operation>() -> FlagUse {
     let (_, flags) = A::apply(&mut Now::<u32>::new(), 1, 1, false);
@@ -283,8 +283,8 @@ fn logic<V: Copy, B, K>(result: V) -> (V, Flags<V, B, K>) {
     (result, Flags::Logic { carry, result })
 }
 
-/// Passes the operations of a family to a macro, before the rest of the macro's arguments. Each is named like its
-/// mnemonic.
+/// Passes the operations of a family to a macro, before the rest of the macro's arguments. Each operation has the name
+/// of its mnemonic.
 macro_rules! family {
     (binary $then:ident $($rest:tt)*) => {
         $then! {
@@ -314,8 +314,8 @@ macro_rules! family {
 }
 pub(crate) use family;
 
-/// Calls a function or method that is generic over an [`Operation`], with the operation of a family that a mnemonic
-/// names. Returns `None` if it names none.
+/// Calls a function or method that is generic over an [`Operation`], for the operation of a family with the name of a
+/// mnemonic. Returns `None` if the family has no such operation.
 #[cfg(feature = "jit")]
 macro_rules! by_mnemonic {
     ([$($file:ident::$name:ident)*] $mnemonic:expr, $f:ident $arguments:tt) => {

@@ -1,4 +1,4 @@
-//! Moves that compute: SETcc CMOVcc, BSWAP MOVBE, and the conversions of RAX. None changes the flags.
+//! Moves that compute: SETcc CMOVcc, BSWAP MOVBE, and the conversions of RAX. They do not change the flags.
 
 use super::{Compute, Flags, FlagsOf, Operation, operations};
 
@@ -7,7 +7,7 @@ operations! {
     Setcc |c, a, _b, holds| (c.widened(holds, a), Flags::Recorded)
     Cmov |c, a, b, holds| (c.select(holds, b, a), Flags::Recorded)
 
-    // A 16-bit BSWAP is undefined; processors return zero.
+    // The result of a 16-bit BSWAP is undefined; processors return zero.
     Bswap |c, a, _b, _holds| match c.bits(a) {
         16 => (c.number(0, a), Flags::Recorded),
         _ => (c.swap_bytes(a), Flags::Recorded),

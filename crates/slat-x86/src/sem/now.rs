@@ -1,4 +1,4 @@
-//! Computing with integers, at once.
+//! Computes with integers while the interpreter executes.
 
 use super::{Bits, Compute};
 use crate::int::Int;

@@ -28,7 +28,7 @@ operations! {
         let carry = c.is_negative(result);
         (result, turned_right(c, carry, result))
     }
-    // RCL and RCR rotate the carry flag with the operand. After one step more than the width, both are as before.
+    // RCL and RCR rotate the carry flag with the operand. After `width + 1` steps, both have their old values.
     Rcl |c, a, n, carry| {
         let (one, less, rest) = (c.number(1, a), c.plus(n, -1), rest(c, a, n));
         let (up, down, carry) = (c.shl(a, n), c.shr(a, rest), c.widened(carry, a));
@@ -58,14 +58,14 @@ pub(crate) fn count<A: Operation>(count: u64, bits: u32) -> u64 {
     }
 }
 
-/// Returns the largest count of shifts of `bits` bits. They ignore the higher bits of their count.
+/// Returns the largest count of shifts of `bits` bits. Shifts ignore the higher bits of their count.
 #[inline(always)]
 pub(crate) fn last_count(bits: u32) -> u64 {
     if bits == 64 { 63 } else { 31 }
 }
 
-/// SHLD: shifts to the left, and bits of `fill` in. A count above the width of a word is undefined. In that case, here
-/// and in [`shrd`], the operand's own bits are shifted in after those of `fill`, as on much hardware.
+/// SHLD: shifts to the left, and shifts bits of `fill` in. A count above the width of a word is undefined. In that
+/// case, here and in [`shrd`], the operand's own bits are shifted in after the bits of `fill`, as on much hardware.
 #[inline(always)]
 pub(crate) fn shld<C: Compute>(
     c: &mut C,
@@ -82,7 +82,7 @@ pub(crate) fn shld<C: Compute>(
     (result, flags_of_double(c, carry, a, result))
 }
 
-/// SHRD: shifts to the right, and bits of `fill` in.
+/// SHRD: shifts to the right, and shifts bits of `fill` in.
 #[inline(always)]
 pub(crate) fn shrd<C: Compute>(
     c: &mut C,
@@ -132,7 +132,7 @@ fn flags_of_double<C: Compute>(
     }
 }
 
-/// Returns the last bit that a shift to the right drops.
+/// Returns the last bit that is shifted out to the right.
 #[inline(always)]
 fn last_down<C: Compute>(c: &mut C, a: C::Value, n: C::Value) -> C::Bool {
     let less = c.plus(n, -1);

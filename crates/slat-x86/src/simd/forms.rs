@@ -1,4 +1,4 @@
-//! How the stubs of the tables are made, and called.
+//! Makes the stubs of the tables, and tells how they are called.
 
 use super::lanes::Lanes;
 
@@ -46,7 +46,7 @@ macro_rules! stub {
 pub(super) use stub;
 
 /// Defines a stub with an immediate. The immediate is part of the instruction, so there are 256 stubs, eight bytes
-/// apart. AT&T syntax is used, because in it the immediate can be a symbol that counts.
+/// apart. AT&T syntax is used, because there the immediate can be a symbol that is incremented.
 macro_rules! imm_stub {
     ($op:expr) => {{
         #[unsafe(naked)]
@@ -108,8 +108,8 @@ macro_rules! row {
     (narrow_i true $text:expr) => { row!(extract true $text) };
     (extract true $text:expr) => { imm_stub!(concat!($text, " $slat_imm, %ymm1, %xmm0")) };
     (insert true $text:expr) => { imm_stub!(concat!($text, " $slat_imm, %xmm2, %ymm1, %ymm0")) };
-    // All elements are copies of the source's first one, or of its first 128 bits. Hosts without AVX2 have no
-    // such form on registers.
+    // All elements are copies of the source's first one, or of its first 128 bits. Hosts without AVX2 lack the form of
+    // these instructions on registers.
     (broadcast32 false $text:expr) => { stub!("vshufps xmm0, xmm1, xmm1, 0") };
     (broadcast32 true $text:expr) => { stub!("vshufps xmm0, xmm1, xmm1, 0", "vinsertf128 ymm0, ymm0, xmm0, 1") };
     (broadcast64 true $text:expr) => { stub!("vmovddup xmm0, xmm1", "vinsertf128 ymm0, ymm0, xmm0, 1") };
@@ -144,8 +144,8 @@ macro_rules! by_halves {
 #[cfg(feature = "jit")]
 pub(super) use by_halves;
 
-/// Makes the stub of one row without a VEX prefix, from the row's form with one. Operand 0 is the first source, too. An
-/// instruction with four operands has XMM0 as the last one.
+/// Makes the stub of one row without a VEX prefix, from the form of the row with the prefix. Operand 0 is also the
+/// first source. An instruction with four operands has XMM0 as the last one.
 macro_rules! legacy_row {
     (v2i $text:expr) => { imm_stub!(concat!($text, " $slat_imm, %xmm1, %xmm0")) };
     (v3i $text:expr) => { legacy_row!(v2i $text) };

@@ -1,16 +1,16 @@
 //! Executes one SIMD instruction on the host CPU.
 //!
 //! Every supported mnemonic has a *stub*: the host's own instruction on fixed registers and a `ret`. The functions here
-//! load the guest's operands into the stub's registers and call the stub. So no result is an imitation: the hardware
+//! load the guest's operands into the stub's registers and call the stub. So nothing is emulated: the hardware
 //! determines NaN payloads, rounding and exception flags.
 
 use crate::state::MXCSR_MM;
 use core::arch::asm;
 use core::arch::x86_64::__m128i;
 
-/// Code with this convention: the destination (in and out) is in xmm0, the source in xmm1, the guest's XMM0 in xmm2 if
-/// the instruction names it implicitly, an immediate in rcx, and a general register operand (in and out) in rax. The
-/// code may change r8 and xmm3. MMX operands are in mm0 and mm1.
+/// Code with the following calling convention: the destination (in and out) is in xmm0, the source in xmm1, the guest's
+/// XMM0 in xmm2 if the instruction reads it implicitly, an immediate in rcx, and a general register operand (in and
+/// out) in rax. The code may change r8 and xmm3. MMX operands are in mm0 and mm1.
 pub(crate) type Stub = unsafe extern "C" fn();
 
 /// The address of a [`Stub`], as an operation stores it.
@@ -132,11 +132,11 @@ pub(crate) const FLAGS: u32 = 0x3f;
 /// Masks of the exception flags. A clear mask makes an exception trap when its flag is set.
 pub(crate) const MASKS: u32 = 0x1f80;
 
-/// MXCSR bits, besides masks and flags, under which no stub runs: a host may lack MM, which only
-/// concerns memory operands.
+/// MXCSR bits, besides masks and flags, with which no stub runs. A host may lack MM, which only affects memory
+/// operands.
 pub(crate) const NOT_FOR_HOST: u32 = MXCSR_MM;
 
-/// Whether the host may compute under the guest's MXCSR: it masks all exceptions.
+/// Whether the host may compute under the guest's MXCSR, because it masks all exceptions.
 pub(crate) fn runs_on_host(mxcsr: u32) -> bool {
     mxcsr & (MASKS | NOT_FOR_HOST) == MASKS
 }
@@ -157,8 +157,8 @@ pub(crate) unsafe fn exchange_mxcsr(new: u32) -> u32 {
     old
 }
 
-/// When dropped, restores the exception flags of the host's MXCSR, which are the caller's, whatever the guest has
-/// computed. Clears the flags of the x87 unit.
+/// When dropped, restores the exception flags of the host's MXCSR, which belong to the caller of the run, whatever the
+/// guest has computed. Also clears the flags of the x87 unit.
 pub(crate) struct HostFlags {
     mxcsr: u32,
 }
@@ -221,9 +221,9 @@ pub(super) use load_host_mxcsr;
 /// Runs a floating-point instruction under the guest's MXCSR. `mxcsr` must mask all exceptions; the caller checks the
 /// flags. Returns the arithmetic flags that the instruction has set (comparisons).
 ///
-/// Loading MXCSR takes longer than most of these instructions. The load is skipped if the host's register already
-/// equals the guest's. To make that the usual case, the guest's sticky flags are left in the host's register (Rust
-/// allows any exception flags; control bits are restored).
+/// Loading MXCSR takes longer than most of these instructions. So the load is skipped if the host's register already
+/// equals the guest's. To make this the usual case, the guest's sticky flags stay in the host's register (Rust allows
+/// any exception flags; control bits are restored).
 #[inline(always)]
 pub(crate) fn float(stub: Entry, work: &mut Work, mxcsr: &mut u32) -> u64 {
     debug_assert_eq!(*mxcsr & MASKS, MASKS);

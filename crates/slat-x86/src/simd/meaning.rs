@@ -1,4 +1,4 @@
-//! The meaning of those vector instructions that the compiler translates by their meaning.
+//! The vector instructions that the compiler translates itself, described by their meaning.
 
 /// The elements of a vector.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -9,7 +9,7 @@ pub(crate) enum Elements {
     Quadwords,
     Singles,
     Doubles,
-    /// Only the lowest element is computed; the others are the first source's.
+    /// Only the lowest element is computed; the other elements are the first source's.
     Single,
     Double,
 }
@@ -22,9 +22,9 @@ pub(crate) enum Each {
     AndNot,
     Or,
     Xor,
-    /// All ones or all zeroes.
+    /// Equality: an element becomes all ones or all zeroes.
     Equal,
-    /// Signed, like the other comparisons and operations that do not say otherwise.
+    /// Signed comparison. Operations are signed unless their names say otherwise.
     Greater,
     Add,
     Subtract,

@@ -14,7 +14,7 @@ pub(super) const ROWS: &[Row] = rows! { |insn, op|
     | Movdq2q => lower(insn, op)?,
 };
 
-/// Whether the instruction has a form on MMX registers, and is of this form.
+/// Whether the instruction is a form on MMX registers.
 pub(super) fn is_mmx(insn: &Instruction) -> bool {
     insn.op0_register().is_mm() || insn.op1_register().is_mm()
 }
@@ -203,7 +203,7 @@ fn signs(cpu: &mut Cpu, op: &Op) -> Flow {
 }
 
 fn to_xmm(cpu: &mut Cpu, op: &Op) -> Flow {
-    // With a memory source the instruction uses no MMX register, and does not behave like an MMX instruction at all.
+    // With a memory source the instruction uses no MMX register, so it does not behave like an MMX instruction.
     if op.r[1] != MEM {
         check(cpu)?;
     }

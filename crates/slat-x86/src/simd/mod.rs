@@ -1,7 +1,8 @@
 //! SSE to SSE4.2, SSE4a, AES, PCLMULQDQ, SHA and MMX; AVX, AVX2, FMA, F16C, VAES and VPCLMULQDQ in `vex`.
 //!
-//! The host CPU does the work: `pairs` and `table` have for each mnemonic a stub with the same host instruction, and
-//! `host` calls it. The handlers here only fetch operands and store results. Plain moves need no stub.
+//! The host CPU executes the instructions: `pairs` and `table` have for each mnemonic a stub with the same host
+//! instruction, and `host` calls the stub. The handlers here only fetch operands and store results. Plain moves need no
+//! stub.
 
 mod forms;
 mod gpr;
@@ -72,7 +73,7 @@ pub fn features() -> Features {
     }
 }
 
-/// Whether this CPU implements an instruction set, and the host has it, if the host needs to have it.
+/// Whether this CPU offers an instruction set: implements it, and the host has it where that is needed.
 fn has(feature: CpuidFeature) -> bool {
     match feature {
         CpuidFeature::MMX | CpuidFeature::SSE | CpuidFeature::SSE2 | CpuidFeature::SSE4A => true,
@@ -93,10 +94,11 @@ fn has(feature: CpuidFeature) -> bool {
     }
 }
 
-/// More than the last of iced's codes, as a number.
+/// A number greater than the last of iced's codes.
 const CODES: usize = 8192;
 
-/// The instructions of which this CPU has all instruction sets: a bit for each code.
+/// The instructions that this CPU offers, because it has all instruction sets to which they belong: a bit for each
+/// code.
 static OFFERED: [AtomicU64; CODES / 64] = [const { AtomicU64::new(0) }; CODES / 64];
 
 /// Finds out, once per process, which instructions [are offered](is_offered). Call before anything is lowered.

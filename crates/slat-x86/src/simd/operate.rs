@@ -1,4 +1,4 @@
-//! Instructions from XMM and memory to XMM or flags: fetch, call the stub, store.
+//! Handlers of instructions from XMM and memory to XMM or flags: fetch the operands, call the stub, store the result.
 
 use super::forms::Kind;
 use super::host::{self, Entry, FLAGS, MASKS, NOT_FOR_HOST, Work, runs_on_host};
@@ -151,8 +151,8 @@ fn float_flags<const FROM: u8>(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// Runs a floating-point stub under the guest's MXCSR. Exceptions that are not masked become #XM (#UD when the guest's
-/// system does not support it), with nothing but the flags changed.
+/// Runs a floating-point stub under the guest's MXCSR. Exceptions that are not masked become #XM (or #UD if the guest's
+/// system does not support #XM), after a change of the flags alone.
 #[inline(always)]
 pub(super) fn run_float(cpu: &mut Cpu, op: &Op, work: &mut Work) -> Result<u64, Break> {
     if runs_on_host(cpu.state.mxcsr) {
@@ -161,8 +161,8 @@ pub(super) fn run_float(cpu: &mut Cpu, op: &Op, work: &mut Work) -> Result<u64, 
     run_unmasked(cpu, op, work)
 }
 
-/// Exceptions that are found before a result is computed: invalid, denormal and divide-by-zero. The
-/// others cannot occur then.
+/// The exceptions that are found before a result is computed: invalid, denormal and divide-by-zero. If one of them is
+/// raised, the other exceptions cannot occur.
 const BEFORE_RESULT: u32 = 7;
 const UNDERFLOW: u32 = 1 << 4;
 const FLUSH_TO_ZERO: u32 = 1 << 15;
@@ -183,11 +183,11 @@ fn lanes(op: &Op) -> Lanes {
     }
 }
 
-/// Runs an instruction for a guest that has unmasked exceptions. `run` executes the instruction under the MXCSR that
-/// it gets. It returns the result, and whether the result has a denormal element that is an underflow. All exceptions
-/// stay masked, because otherwise this process would get a signal; the differences are corrected, except for one.
-/// Besides an unmasked overflow or underflow, hardware sets the precision flag only if the result would be inexact
-/// even with an unbounded exponent.
+/// Runs an instruction for a guest that has unmasked exceptions. `run` executes the instruction under the MXCSR passed
+/// to it. It returns the result, and whether the result has a denormal element that is an underflow. All exceptions
+/// stay masked, because otherwise this process would get a signal. The differences from unmasked execution are
+/// corrected, except for one: with an unmasked overflow or underflow, hardware sets the precision flag only if the
+/// result would be inexact even with an unbounded exponent.
 pub(super) fn with_unmasked<T>(
     cpu: &mut Cpu,
     run: impl FnOnce(&mut u32) -> (T, bool),

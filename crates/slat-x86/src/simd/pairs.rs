@@ -1,9 +1,10 @@
-//! The instructions that exist both without a VEX prefix and with one. There is one row for both forms, from which
-//! interpreter and compiler read what they need.
+//! The instructions that exist both without a VEX prefix and with one. Both forms have one row, which interpreter and
+//! compiler use.
 //!
-//! A row has the two mnemonics, which are also their names in the host's assembler. The name of the row's group tells
-//! how the stubs are called ([`Kind`]), and the operands of the form with VEX (`forms::row`). The meaning follows `=`:
-//! from it the compiler makes instructions of its own. For rows without a meaning the compiler calls the stubs.
+//! A row has the two mnemonics, which are also their names in the host's assembler. The name of the row's group gives
+//! the way in which the stubs are called ([`Kind`]), and the operands of the form with VEX (`forms::row`). After `=`
+//! follows the row's meaning, from which the compiler makes instructions. For a row without a meaning, the compiler
+//! calls the stub.
 
 use core::arch::naked_asm;
 
@@ -59,7 +60,7 @@ macro_rules! pairs {
             })
         }
 
-        /// Returns the stub of an instruction with VEX, with an immediate or without; `wide`: of 256 bits.
+        /// Returns the stub of an instruction with VEX, with or without an immediate. `wide`: the form of 256 bits.
         #[allow(unreachable_code, reason = "rows without one of the sizes")]
         pub(super) fn vex(mnemonic: M, wide: bool, immediate: bool) -> Option<(Kind, Stub)> {
             Some(match (mnemonic, wide) {

@@ -1,4 +1,5 @@
-//! For the compiler: instructions from vectors to a vector, to whose stubs compiled code passes the operands itself.
+//! Describes, for the compiler, instructions from vectors to a vector: compiled code passes their operands to their
+//! stubs itself.
 
 use super::forms::Kind;
 use super::{table, vex};
@@ -23,8 +24,8 @@ pub(crate) struct Plain {
     pub(crate) is_aligned: bool,
 }
 
-/// Returns how a stub executes an instruction, which the host has. If `wide`, the stub is called for each half of 128
-/// bits. `None` if the instruction is not from vectors to a vector, or if its halves depend on each other.
+/// Returns how a stub executes an instruction that the host has. If `wide`, the stub is called for each half of 128
+/// bits. Returns `None` if the instruction is not from vectors to a vector, or if its halves depend on each other.
 pub(crate) fn plain(insn: &Instruction, wide: bool) -> Option<Plain> {
     match insn.encoding() == EncodingKind::VEX {
         true => vex::plain(insn, wide),

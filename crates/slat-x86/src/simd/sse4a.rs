@@ -1,4 +1,5 @@
-//! SSE4a of AMD's CPUs: EXTRQ INSERTQ, MOVNTSS MOVNTSD. They are computed here, so that guests have them on every host.
+//! SSE4a of AMD's CPUs: EXTRQ INSERTQ, MOVNTSS MOVNTSD. These instructions are computed in Rust, so that guests have
+//! them on every host.
 
 use super::moves::store_low;
 use crate::Cpu;

@@ -1,5 +1,5 @@
-//! Which host instruction executes each mnemonic that has no pair with VEX ([`pairs`]); and each MMX instruction.
-//! One line per mnemonic.
+//! The host instruction for each mnemonic that has no pair with VEX ([`pairs`]), and for each MMX instruction. One line
+//! per mnemonic.
 
 use core::arch::naked_asm;
 
@@ -109,7 +109,7 @@ gprs! {
 
 macro_rules! mmx {
     ($($form:ident { $($mnemonic:ident),+ $(,)? })+) => {
-        /// Returns the stub of an instruction with an MMX operand. Its name is that of the XMM instruction, but it
+        /// Returns the stub of an instruction with an MMX operand. The stub has the name of the XMM instruction, but
         /// uses the MMX registers.
         pub(super) fn mmx(mnemonic: M) -> Option<Stub> {
             Some(match mnemonic {

@@ -91,8 +91,8 @@ fn cpu(state: &State) -> Cpu {
     cpu
 }
 
-/// An SMI followed by RSM changes nothing, whatever state the CPU was in. A handler's changes of saved registers are
-/// lost; its other changes stay.
+/// Checks that an SMI followed by RSM changes nothing, in any state of the CPU. A handler's changes of saved registers
+/// are lost; its other changes stay.
 #[test]
 fn rsm_restores_what_an_smi_saved() {
     let mut random = Random(0x5a5a_1234);
@@ -214,7 +214,7 @@ fn an_smi_leaves_the_cpu_in_real_mode_with_large_segments() {
     assert!(!state.events.sti_shadow && !state.events.mov_ss_shadow);
 }
 
-/// NMIs are blocked in the handler. Afterwards they are blocked only if they were before.
+/// NMIs are blocked in the handler. Afterwards they are blocked only if they were blocked before.
 #[test]
 fn rsm_unblocks_nmis_unless_an_nmi_was_interrupted() {
     for nmi_blocked in [false, true] {
@@ -249,7 +249,8 @@ fn rsm_moves_smbase() {
     }
 }
 
-/// RSM refuses registers that no CPU can have, one at a time. Nothing changes: the CPU is still in the mode.
+/// RSM refuses registers that no CPU can have, one at a time. Then nothing changes: the CPU is still in system
+/// management mode.
 #[test]
 fn rsm_refuses_impossible_registers() {
     let mut state = State::reset();
@@ -300,7 +301,7 @@ fn rsm_refuses_impossible_registers() {
     assert_eq!(cpu.state.pdptes, [1, 2, 0, 0]);
 }
 
-/// Each segment register, table and shadow is where the manuals have it, so that a handler finds it there.
+/// Each segment register, table and shadow is at the offset that the manuals give, so that a handler finds it there.
 #[test]
 fn each_segment_is_where_the_manuals_have_it() {
     let mut state = State::reset();

@@ -25,7 +25,7 @@ impl Cpu {
         use virtual_interrupt::*;
         let features = &self.features;
         let has = |bit| features.svm & bit != 0;
-        // A map may end where addresses do.
+        // A map may end at the end of the address space.
         let ends_beyond = |at: u64, bytes: u64| {
             (at | at.wrapping_add(bytes - 1)) & features.beyond_physical() != 0
         };

@@ -12,7 +12,8 @@ use crate::svm::world_switch::VIRTUAL_GIF;
 use crate::tlb::Which;
 use iced_x86::{Code, Instruction};
 
-/// Ends the run, as in KVM. A processor would read whatever the bus returns.
+/// The reason of an exit for a control block outside memory. KVM ends the run, too; a processor would read whatever the
+/// bus returns.
 const NO_MEMORY: &str = "a control block of SVM that is not in memory";
 
 /// Raises #UD unless SVM is enabled and the CPU is in protected mode; raises #GP(0) outside CPL 0.
@@ -57,9 +58,9 @@ fn vmrun(cpu: &mut Cpu, op: &Op) -> Flow {
     }
 }
 
-/// Returns the nested tables that translate the address of the control block of VMLOAD or VMSAVE. There are some if the
-/// hypervisor has virtualized these instructions for its guest (15.33.1); if the guest is then outside long mode, it
-/// leaves with exit code `code`. Otherwise the address needs no nested translation.
+/// Returns the nested tables that translate the address of the control block in VMLOAD and VMSAVE. Returns tables if
+/// the hypervisor has virtualized these instructions for its guest (15.33.1); if the guest is then outside long mode,
+/// it leaves with exit code `code`. Otherwise returns `None`: the address needs no nested translation.
 fn virtual_tables(cpu: &mut Cpu, op: &Op, code: u64) -> Result<Option<NestedPaging>, Break> {
     let is_offered = cpu.features.svm & feature::VIRTUAL_VMLOAD != 0;
     match cpu.svm.virtual_vmload_tables().filter(|_| is_offered) {
@@ -104,7 +105,7 @@ fn clgi(cpu: &mut Cpu, op: &Op) -> Flow {
     set_gif(cpu, op, code::CLGI, false)
 }
 
-/// Changes GIF, or a guest's own.
+/// Changes GIF, or the virtual GIF of a guest.
 fn set_gif(cpu: &mut Cpu, op: &Op, code: u64, gif: bool) -> Flow {
     enabled(cpu)?;
     cpu.intercept(op, code)?;
@@ -138,7 +139,7 @@ fn invlpga(cpu: &mut Cpu, op: &Op) -> Flow {
     Err(Break::End)
 }
 
-/// SKINIT. CPUID does not report it, so it is #UD and not intercepted.
+/// SKINIT. CPUID does not report SKINIT, so it raises #UD and is not intercepted.
 fn skinit(cpu: &mut Cpu, _: &Op) -> Flow {
     Err(cpu.ud())
 }

@@ -7,19 +7,19 @@
 //! | `checks` | the states that VMRUN refuses |
 //! | `saved` | the state of a CPU in guest mode, for a client that saves and restores it |
 //!
-//! The state of guest mode, and the layout of the control block, are in module `nested`; what makes the guest leave, in
-//! `intercept`.
+//! The state of guest mode, and the layout of the control block, are in module `nested`; the events that make the guest
+//! leave, in `intercept`.
 //!
 //! The hypervisor's registers stay in this CPU, not in the host save area, because the format of that area belongs to
-//! the processor (15.5.1). The control area stays in this CPU, too: VMRUN reads it once. A processor may do so
-//! (15.15), and KVM does.
+//! the processor (15.5.1). The control area stays in this CPU, too: VMRUN reads it once, as a processor may (15.15),
+//! and as KVM does.
 //!
 //! A #VMEXIT takes place between two instructions. An intercept abandons its instruction and records which #VMEXIT is
-//! due. The block boundary then stores the #VMEXIT in the control block. It may have to wait for memory, and repeats
-//! the store until it succeeds.
+//! due. The block boundary then stores the #VMEXIT in the control block. If the store has to wait for memory, the block
+//! boundary repeats the store until it succeeds.
 //!
 //! Translations of the hypervisor and its guests never mix. The TLB has a name for each ASID that CPUID offers, and
-//! keeps the ASID's translations until the hypervisor has them flushed. All other ASIDs share a name, and their
+//! keeps the ASID's translations until the hypervisor flushes them. All other ASIDs share a name, and their
 //! translations are not kept.
 //!
 //! Not offered: SEV, AVIC, last-branch records, shadow stacks, and the traps after writes of control registers and
@@ -121,7 +121,7 @@ impl Cpu {
             && self.takes_virtual_events()
     }
 
-    /// Whether the guest's virtual events can be taken now, except for their own masks.
+    /// Whether the guest can take virtual events now, as far as this does not depend on the masks of each event.
     fn takes_virtual_events(&self) -> bool {
         use virtual_interrupt::*;
         let control = self.svm.control.virtual_interrupt();
@@ -139,7 +139,7 @@ impl Cpu {
         }
     }
 
-    /// Call when the handler of an NMI begins. `injected`: VMRUN has injected the NMI.
+    /// Call when the handler of an NMI begins. `injected` tells that VMRUN has injected the NMI.
     pub(crate) fn block_nmis(&mut self, injected: bool) {
         use virtual_interrupt::NMI_MASK;
         if self.svm.has_virtual_nmis() {

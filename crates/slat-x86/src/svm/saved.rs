@@ -22,8 +22,8 @@ impl Cpu {
         let mut page = [0; VMCB_BYTES];
         let mut control = self.svm.control.clone();
         if self.svm.injected.is_none() {
-            // Nothing here reads this field. In KVM, whose processor stores it at an exit, it is where
-            // the guest continues.
+            // Nothing in slat reads this field. In KVM, whose processor stores the field at an exit, the guest
+            // continues at its value.
             control.set_next_rip(self.state.rip);
         }
         page[..CONTROL_BYTES].copy_from_slice(control.bytes());
@@ -33,12 +33,12 @@ impl Cpu {
         page
     }
 
-    /// Enters guest mode with a page that [`saved_vmcb`](Self::saved_vmcb) returned. `address` is that of the control
-    /// block. The guest's registers are those of the CPU.
+    /// Enters guest mode with a page that [`saved_vmcb`](Self::saved_vmcb) returned. `address` is the control block's.
+    /// The guest's registers are those of the CPU.
     ///
     /// # Errors
-    /// [`BadVmcb`], as in KVM: the control area is one that VMRUN refuses; or VMRUN cannot have saved the hypervisor's
-    /// registers, because they lack protected mode, or have EFER.LMA without LME; or only one of the guest's two cache
+    /// [`BadVmcb`], as in KVM, in three cases: VMRUN refuses the control area; VMRUN cannot have saved the hypervisor's
+    /// registers, because they lack protected mode, or have EFER.LMA without LME; only one of the guest's two cache
     /// bits is off. (KVM also demands paging.) Then nothing has changed.
     pub fn restore_guest_mode(
         &mut self,

@@ -1,7 +1,7 @@
 //! The switch from the hypervisor to its guest, and back.
 //!
-//! Both directions first read and write guest memory, and then change registers. So they can be
-//! abandoned and start again.
+//! Both directions first read and write guest memory, and then change registers. So the switch can be abandoned before
+//! that, and start again.
 
 use crate::Cpu;
 use crate::machine::{Exit, GuestFlush};
@@ -23,8 +23,7 @@ impl Cpu {
         Ok(is_memory.then(|| (Control::new(control), Save(save))))
     }
 
-    /// Does what VMRUN does with the control block at `vmcb`, which is in memory: enters the guest, or
-    /// stores why it cannot.
+    /// Executes VMRUN with the control block at `vmcb`, which is in memory: enters the guest, or stores why it cannot.
     pub(super) fn enter_guest(
         &mut self,
         op: &Op,
@@ -92,9 +91,9 @@ impl Cpu {
         Ok(self.read_physical(at, &mut byte)? && self.read_physical(at + 0x1000, &mut byte)?)
     }
 
-    /// Returns the page-directory-pointer entries of a guest that VMRUN enters. If the guest has PAE paging
-    /// without nested paging, they are read from memory. With nested paging each walk reads them (15.25.10).
-    /// `None`: one has reserved bits.
+    /// Returns the page-directory-pointer entries of a guest that VMRUN enters. They are read from memory if the guest
+    /// has PAE paging without nested paging. With nested paging each page walk reads them (15.25.10). `None`: an entry
+    /// has reserved bits set.
     fn guest_pdptes(
         &mut self,
         guest: &Registers,
@@ -148,7 +147,7 @@ impl Cpu {
         match self.try_exit_guest() {
             Ok(()) => None,
             Err(Break::Exit) => self.raised.exit.take(),
-            // A retry.
+            // The #VMEXIT stays due, and is tried again.
             Err(_) => None,
         }
     }
@@ -200,7 +199,7 @@ impl Cpu {
         let shadow = events.sti_shadow || events.mov_ss_shadow;
         self.svm.control.put_exit(exit, shadow);
         if self.svm.has_virtual_nmis() && self.svm.delivers_nmi() {
-            // The NMI is in EXITINTINFO.
+            // EXITINTINFO reports the NMI, so it is no longer pending.
             self.end_nmi();
         }
         let control = *self.svm.control.bytes();

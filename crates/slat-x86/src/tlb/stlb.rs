@@ -1,13 +1,13 @@
 //! The STLB, the second level of the software TLB: the translations of several address spaces, of data and of code.
 //!
 //! After a miss in the first level, the CPU looks here before the machine walks the guest's tables. An access of the
-//! guest never uses an entry of the STLB directly. Decoded code and watchpoints matter only when a page is entered into
-//! the first level, and are looked up then. So the STLB need not know of them.
+//! guest never uses an entry of the STLB directly. Decoded code and watchpoints are looked up when a page is entered
+//! into the first level. So the STLB has no data about them.
 //!
 //! A translation belongs to one address space, or is *global*: valid in every space of its world. A *world* is the
-//! guest, or one of the guests that it runs itself as a hypervisor (SVM: an ASID). A space has a name (world and PCID)
-//! and a number, and its translations carry the number. A flush of the space gives it the next number and touches no
-//! entry. Global translations carry a number of their world. When the numbers run out, all entries are dropped.
+//! guest itself, or one of the nested guests that it runs as a hypervisor (SVM: an ASID). A space has a name (world and
+//! PCID) and a number, and its translations carry the number. A flush of the space gives it the next number and touches
+//! no entry. Global translations carry a number of their world. When the numbers run out, all entries are dropped.
 
 use super::{ENTRIES, HUGE_BITS, SUPERVISOR, SUPERVISOR_AC, USER};
 use crate::machine::{Access, HostPage};
@@ -17,14 +17,14 @@ use std::ptr::NonNull;
 const SETS: usize = 2048;
 const WAYS: usize = 4;
 
-/// The number of spaces that are remembered. It exceeds the PCIDs that Linux uses at a time: a kernel's and a user's
-/// for each of six processes.
+/// The number of spaces that are remembered. This is more than the twelve PCIDs that Linux uses at a time: a kernel's
+/// and a user's for each of six processes.
 const SPACES: usize = 16;
 /// Bits of the PCID in the name of a space. The world is in the bits above.
 pub(crate) const PCID_BITS: u32 = 12;
 /// The number of worlds: as many as the name of a space has bits for.
 pub(crate) const WORLDS: usize = 1 << (u16::BITS - PCID_BITS);
-/// Number of numbers.
+/// The number of different space numbers.
 const NUMBERS: u16 = 1 << 14;
 
 /// The parts of a key: bit 63, which is set; the bits of the linear page number in which canonical addresses differ;
@@ -96,7 +96,7 @@ pub(crate) enum Which {
     Of(u16),
 }
 
-/// The zeroed STLB is empty.
+/// The second level. An STLB of zeroes is empty.
 pub(crate) struct Stlb {
     sets: [Set; SETS],
     spaces: [Space; SPACES],
@@ -275,8 +275,7 @@ impl Stlb {
         self.flush_spaces(name);
     }
 
-    /// Drops the translations of all parts of the guest's large page that contains `lin`, whichever
-    /// space they belong to.
+    /// Drops the translations of all parts of the guest's large page that contains `lin`, of all spaces.
     pub(super) fn flush_large(&mut self, lin: u64) {
         let page = lin >> 12;
         for entry in self.sets.iter_mut().flat_map(|set| &mut set.0) {
@@ -363,8 +362,8 @@ mod tests {
         assert!(stlb.find(0, 0x5000, Access::Read).is_none(), "privilege");
     }
 
-    /// Each world has a global and another translation of the same page. The STLB finds neither in another world, nor
-    /// after the world was forgotten.
+    /// Checks that worlds share nothing. Each world has a global translation and another one of the same page. The STLB
+    /// finds neither of them in another world, nor after the world was forgotten.
     #[test]
     fn worlds_share_nothing() {
         let mut stlb = Pages::<Stlb>::zeroed().unwrap();

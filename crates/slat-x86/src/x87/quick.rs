@@ -1,16 +1,16 @@
 //! x87 instructions that the host executes on their operands alone.
 //!
-//! In the usual state all exceptions are masked, and none is pending. The usual instruction finds its registers filled,
-//! or empty if it pushes. Then the host CPU needs only the operands, the guest's control word and the instruction. The
-//! rest is simple, and done here: TOP, the tags, and the sticky flags. Instructions that only move or free registers
-//! need no host instruction at all.
+//! In the usual state all exceptions are masked, and none is pending. Usually an instruction finds its registers full,
+//! or empty if it pushes. Then the host CPU needs only the operands, the guest's control word and the instruction. TOP,
+//! the tags, and the sticky flags are updated here. Instructions that only move or free registers need no host
+//! instruction.
 //!
 //! If a handler meets any other state, it calls the handler of the parent module, which is the reference. Both handlers
 //! leave the same state.
 //!
 //! | file | idea |
 //! |---|---|
-//! | `plan` | what a handler has to know of its instruction |
+//! | `plan` | a handler's data about its instruction |
 //! | `host` | the host executes an instruction on registers of the guest's |
 //! | `handlers` | the handlers |
 

@@ -98,7 +98,7 @@ impl Random {
         bytes
     }
 
-    /// Fills in the x87 state: mostly a usual one, in which ST(7) alone or no register is empty.
+    /// Fills in the x87 state: mostly a usual state, in which either ST(7) alone or no register is empty.
     fn state(&mut self, state: &mut State) {
         state.fcw = match self.below(10) {
             0 => 0x40 | self.next() as u16 & 0x1f3f,
@@ -163,7 +163,7 @@ impl Bench {
         Bench { cpu, page }
     }
 
-    /// Executes an operation. Returns everything that it left, and whether the reference executed it.
+    /// Executes an operation. Returns the state and memory after it, and whether the reference executed it.
     fn run(
         &mut self,
         op: &Op,
@@ -253,7 +253,7 @@ fn quick_handlers_do_what_the_reference_does() {
                     wrong += 1;
                 }
             }
-            // FLD ST(7) cannot be usual: it needs the same register full and empty.
+            // FLD ST(7) never has a usual state, because it needs the same register both full and empty.
             let never = (opcode, modrm) == (0xd9, 0xc7);
             assert!(
                 left > 0 && (done > rounds / 20 || never),

@@ -1,4 +1,4 @@
-//! How fast the software CPU is.
+//! The speed of the software CPU.
 
 mod tcg;
 
@@ -40,11 +40,11 @@ the limit. Asked for: 1.5 times as fast as tcg, and twice as fast for miss.",
     rows: Rows::Metrics,
 };
 
-/// Pages of miss: twice as many as the first level of the software TLB holds.
+/// The number of pages of the case `miss`: twice as many as the first level of the software TLB holds.
 const PAGES: u64 = 2048;
-/// Pages of walk: four times as many as the second level holds.
+/// The number of pages of the case `walk`: four times as many as the second level holds.
 const WALKED: u64 = 32768;
-/// Pages of cold, and of the data slot.
+/// The number of pages of the case `cold`, and of the data slot.
 const FUNCTIONS: u64 = 65536;
 
 /// The program of a case, and a check that the guest executed it.
@@ -60,20 +60,20 @@ struct Work {
 /// Checks the registers at the end, and the words of data.
 type Check = Box<dyn Fn(&kvm_regs, &dyn Fn(usize) -> u64) -> bool>;
 
-/// Who executes the programs, which decides about the amount of work.
+/// The CPU that executes the programs, which decides the amount of work.
 #[derive(Clone, Copy)]
 enum Worker {
     /// slat, and QEMU's software CPU.
     Software,
-    /// A real KVM, which may interpret.
+    /// A real KVM, which may be an interpreter.
     Kvm,
-    /// QEMU, for its start.
+    /// QEMU, to measure its start.
     Start,
 }
 
 /// Returns the cases.
 fn works(size: Size, worker: Worker) -> [Work; 16] {
-    // A part of the repetitions, and a smaller number for fib.
+    // The divisor of the repetitions, and the number by which fib's argument is smaller.
     let (part, less) = match worker {
         Worker::Software => (1, 0),
         Worker::Kvm => (1600, 12),
@@ -215,12 +215,12 @@ fn works(size: Size, worker: Worker) -> [Work; 16] {
     ]
 }
 
-/// Where simd begins, besides its number of turns.
+/// The value with which simd begins, besides its number of turns.
 const SEED: u64 = 0x0123_4567_89ab_cdef;
 /// The factors of bigint.
 const FACTORS: [u64; 2] = [0xfedc_ba98_7654_3210, 0x0f1e_2d3c_4b5a_6978];
 
-/// What simd computes.
+/// Returns the result of simd.
 fn mixed(times: u64, seed: u64) -> [u64; 2] {
     let words = |value: u64| [value as u32, (value >> 32) as u32, 0, 0];
     let (mut a, mut b) = (words(times), words(seed));
@@ -234,7 +234,7 @@ fn mixed(times: u64, seed: u64) -> [u64; 2] {
     [0, 2].map(|k| u64::from(a[k + 1]) << 32 | u64::from(a[k]))
 }
 
-/// What bits computes.
+/// Returns the result of bits.
 fn counted(times: u64) -> u64 {
     let (mut value, mut sum) = (0u64, 0u64);
     for n in (1..=times).rev() {
@@ -255,7 +255,7 @@ fn fibonacci(n: u64) -> u64 {
 
 fn run(bench: &mut Bench) -> Result<(), Failure> {
     let rounds = bench.size.pick(1, 3, 9);
-    // As QEMU has it.
+    // As in QEMU.
     let data = Memory::new((FUNCTIONS * PAGE) as usize, 2 << 20, Pages::Huge)?;
     let mut slat = prepare(&bench.slat, &data)?;
     let mut kvm = match &bench.kvm {
@@ -276,7 +276,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
     for (k, work) in works.iter().enumerate() {
         let mut variants = variants.clone();
         if ["x87", "float", "simd", "bigint", "bits"].contains(&work.case) {
-            // A KVM that interprets may not know them.
+            // A KVM that interprets may lack these instructions.
             variants.retain(|variant| *variant != RealKvm::NAME);
         }
         bench.in_turns(
@@ -298,7 +298,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Measures the time that `more` takes longer than `less`, so without QEMU's start.
+/// Measures the time by which `more` takes longer than `less`. The difference does not include QEMU's start.
 fn measure_tcg(less: &Work, more: &Work) -> Result<Vec<Sample>, Failure> {
     let run = |work: &Work| -> Result<f64, Failure> {
         let ran = tcg::run(&work.program, (work.pages * PAGE) as usize)?;
@@ -317,7 +317,7 @@ fn measure_tcg(less: &Work, more: &Work) -> Result<Vec<Sample>, Failure> {
     };
     let (start, all) = (run(less)?, run(more)?);
     let instructions = more.instructions.saturating_sub(less.instructions) as f64;
-    // At a tiny size the start is all there is.
+    // At a tiny size, nearly all time is QEMU's start.
     let seconds = (all - start).max(1e-3);
     Ok(vec![Sample::new(
         "mips",

@@ -1,7 +1,8 @@
 //! The same programs on QEMU's own software CPU.
 //!
-//! QEMU starts with a ROM instead of a BIOS: it copies the guest's tables and programs to where [`guest::load`] wants
-//! them, goes to long mode, and jumps to the program with its first registers. That ends with HLT.
+//! QEMU starts with a ROM instead of a BIOS. The ROM copies the guest's tables and programs to the addresses that
+//! [`guest::load`] uses, enters long mode, and jumps to the program with its first registers. The program ends with
+//! HLT.
 
 use std::fs::File;
 use std::io::Read;
@@ -17,14 +18,15 @@ use crate::qemu::{self, Qemu, TemporaryFile};
 
 pub const NAME: &str = "tcg";
 
-/// The ROM ends at 4 GiB; its parts by offset.
+/// The size of the ROM, which ends at 4 GiB, and the offsets of its parts.
 const ROM: usize = 128 << 10;
 const LOW: std::ops::Range<usize> = 0x1000..0x1_0000;
 const REGISTERS: usize = 0x1_e000;
 const CODE: usize = 0x1_f000;
 const RESET: usize = 0x1_fff0;
 
-// Bytes among this process's constants, never executed by it. Addresses are those of a ROM that has this code at CODE.
+// Constant bytes, which this process never executes. The addresses in them are those of a ROM that has this code at
+// CODE.
 std::arch::global_asm!(
     ".pushsection .rodata.slat_bench_rom, \"a\", @progbits",
     ".globl slat_bench_rom, slat_bench_rom_end",
@@ -107,7 +109,7 @@ unsafe extern "C" {
     static slat_bench_rom_end: u8;
 }
 
-/// Bytes of the page directories: for the 4 GiB below the data, and one more.
+/// The number of bytes of the page directories: for the 4 GiB below the data, and for one GiB more.
 const DIRECTORIES: usize = (DATA as usize >> 30) * PAGE as usize + PAGE as usize;
 
 fn code() -> &'static [u8] {
@@ -142,13 +144,13 @@ fn rom(program: &Program) -> Vec<u8> {
     rom
 }
 
-/// What a program left.
+/// The result of a program.
 pub struct Ran {
-    /// Those that programs leave a result in.
+    /// The registers in which programs leave results.
     pub registers: kvm_regs,
     /// The memory from [`DATA`] on.
     pub data: Vec<u8>,
-    /// The processor time, with that of QEMU's own start.
+    /// The processor time, including that of QEMU's start.
     pub cpu: Duration,
 }
 
@@ -168,7 +170,7 @@ pub fn run(program: &Program, bytes: usize) -> Result<Ran, Failure> {
     let file = TemporaryFile::new("rom")?;
     std::fs::write(&file.0, rom(program))?;
     let mut command = Command::new(qemu::PROGRAM);
-    // 16 MiB of memory are low; the data is at 4 GiB. None of it is touched first by the guest.
+    // 16 MiB of memory are low; the data is at 4 GiB. The host touches all of it before the guest does.
     let memory = 16 + bytes.div_ceil(1 << 20).next_multiple_of(16);
     let machine = format!(
         "-accel tcg -cpu max -M pc,max-ram-below-4g=16M -m {memory}M -mem-prealloc -nodefaults -no-user-config -display none -no-reboot -monitor stdio"

@@ -1,4 +1,4 @@
-//! The ways to learn of writes, one beside another: write protection, the leaves' dirty bits, walkers' buffers.
+//! Compares the methods to detect writes: write protection, the leaves' dirty bits, walkers' buffers.
 
 use std::time::Duration;
 
@@ -16,16 +16,16 @@ const BUFFER: &str = "buffer";
 
 const NS: &str = "ns";
 
-/// Pages that are written before the log of few is got.
+/// The number of pages that are written before the log is got in the phase `Few`.
 const FEW: u64 = 16;
 
 #[derive(Clone, Copy)]
 enum Case {
     /// The log is got after [`FEW`] pages were written.
     Few,
-    /// It is got after all were.
+    /// The log is got after all pages were written.
     All,
-    /// All are written again.
+    /// All pages are written again.
     Write,
 }
 
@@ -76,7 +76,7 @@ fn measure(slat: &Slat, memory: &Memory, method: &str, case: Case) -> Result<Dur
     })
 }
 
-/// Gets the log, which names the first `expected` pages. Returns the time that takes.
+/// Gets the log, and checks that it names the first `expected` pages. Returns the time that getting it takes.
 fn harvest(
     machine: &Machine<'_, Slat>,
     memory: &Memory,

@@ -1,5 +1,6 @@
-//! A statically linked program of a few instructions, without a C library: `slat run` has to load it, and rewrites its
-//! call site. It makes a VM whose guest writes to a device for ever, enters it, and tells how long that took.
+//! A statically linked program of a few instructions, without a C library: `slat run` has to load the program, and
+//! rewrites its call site. The program makes a VM whose guest writes to a device for ever, enters the guest, and
+//! reports the time that this took.
 
 use std::arch::global_asm;
 use std::fs::File;
@@ -12,11 +13,11 @@ use slat_kvm::abi::{KVM_CREATE_VCPU, KVM_CREATE_VM, KVM_RUN, KVM_SET_USER_MEMORY
 
 use crate::machine::Failure;
 
-/// Calls before the time is taken, in which slat rewrites the call site.
+/// The number of calls before the measured ones. During these, slat rewrites the call site.
 const BEFORE: u32 = 1000;
-/// Where the program is loaded.
+/// The address at which the program is loaded.
 const BASE: u64 = 0x40_0000;
-/// Where in the text the number of calls is.
+/// The offset in the text of the number of calls.
 const TIMES: usize = 8;
 
 // The program's text, which begins with its first instruction. It is data here.
@@ -33,8 +34,8 @@ global_asm!(
     "mov edi, 1",
     "mov eax, {exit}",
     "syscall",
-    // Enters the vCPU, whose descriptor is in R12D, as often as RBX says. The call lies in one aligned quadword, or on
-    // some processors it could not be rewritten.
+    // Enters the vCPU, whose descriptor is in R12D, RBX times. The call is in one aligned quadword, because slat cannot
+    // rewrite another call on some processors.
     ".balign 64, 0xcc",
     ".byte 0xcc",
     "4:",
@@ -48,7 +49,7 @@ global_asm!(
     "dec rbx",
     "jnz 4b",
     "ret",
-    // As compilers fill the space between functions.
+    // Fills the space between functions as compilers do.
     ".fill 16, 1, 0xcc",
     ".balign 16, 0xcc",
     // Returns the time in nanoseconds.
@@ -150,9 +151,9 @@ unsafe extern "C" {
     static END: u8;
 }
 
-/// Returns the program as an ELF file: header, one segment, text. It enters the guest so many times.
+/// Returns the program as an ELF file: header, one segment, text. The program enters the guest `times` times.
 fn program(times: u32) -> Vec<u8> {
-    /// Where the text is in the file, aligned as its functions are: after the headers of 64 and 56 bytes.
+    /// The offset of the text in the file, aligned as the text's functions are: after the headers of 64 and 56 bytes.
     const TEXT: usize = 128;
     // SAFETY: the labels around the text above.
     let text = unsafe {
@@ -182,7 +183,7 @@ fn program(times: u32) -> Vec<u8> {
     file
 }
 
-/// Runs the program under `slat run`. Returns nanoseconds for each exit.
+/// Runs the program under `slat run`. Returns the nanoseconds of one exit.
 ///
 /// # Errors
 /// If the program cannot be made or run, or fails.

@@ -1,4 +1,4 @@
-//! Exits: what it costs a program to come back from `KVM_RUN`, by each way to slat.
+//! Exits: the time that a program needs for `KVM_RUN` to return, by each path to slat.
 
 mod loaded;
 
@@ -42,10 +42,10 @@ Medians of rounds, taken in turns. docs/dispatch.md says what happens in such a 
     rows: Rows::Metrics,
 };
 
-/// The variable by which this program, started under `slat run`, knows what it is to measure.
+/// The variable that tells this program, started under `slat run`, how many calls to measure.
 pub const CLIENT: &str = "SLAT_BENCH_EXIT";
 
-/// The ways that this program can take itself.
+/// The paths that this program can measure itself.
 const WAYS: &[&str] = &["library", "dispatch"];
 const REWRITTEN: &str = "rewritten";
 const PAGE: usize = 4096;
@@ -53,7 +53,7 @@ const PAGE: usize = 4096;
 /// A guest that writes to a device for ever.
 struct Guest {
     vcpu: VcpuFd,
-    // They outlive the vCPU.
+    // Fields that must outlive the vCPU.
     _vm: VmFd,
     _memory: Box<[Aligned]>,
 }
@@ -65,7 +65,7 @@ struct Aligned([u8; PAGE]);
 impl Guest {
     fn new() -> Result<Self, Failure> {
         const CODE: usize = 0x1000;
-        /// Behind the memory.
+        /// An address after the memory.
         const DEVICE: u16 = 0x2000;
         let vm = Kvm::new()?.create_vm()?;
         let mut memory = vec![Aligned([0; PAGE]); 4].into_boxed_slice();
@@ -97,7 +97,7 @@ impl Guest {
         })
     }
 
-    /// Enters the guest so many times. Returns nanoseconds for each.
+    /// Enters the guest `times` times. Returns the nanoseconds of one entry and exit.
     fn exits(&self, way: &str, times: u32) -> Result<f64, Failure> {
         let vcpu = self.vcpu.as_raw_fd() as usize;
         let begin = Instant::now();
@@ -116,7 +116,7 @@ impl Guest {
     }
 }
 
-/// Makes a system call by an instruction of this program's own.
+/// Makes a system call by an instruction in this program, not in the C library.
 ///
 /// # Safety
 /// As for the call itself.
@@ -138,7 +138,7 @@ unsafe fn call(number: i64, [a, b, c]: [usize; 3]) -> isize {
     answer
 }
 
-/// Returns nanoseconds for each of so many calls of getppid.
+/// Calls getppid `times` times. Returns the nanoseconds of one call.
 fn calls(way: &str, times: u32) -> f64 {
     let begin = Instant::now();
     for _ in 0..times {
@@ -153,10 +153,10 @@ fn calls(way: &str, times: u32) -> f64 {
     begin.elapsed().as_nanos() as f64 / f64::from(times)
 }
 
-/// Measures all ways, in the program that was started for it. Returns a line for each: case, way, nanoseconds.
+/// Measures all paths, in the program that was started for this. Returns a line for each: case, path, nanoseconds.
 ///
 /// # Errors
-/// KVM's; and what [`CLIENT`] says, if it is no number of calls.
+/// KVM's errors. It is also an error if the value of [`CLIENT`] is not a number of calls.
 pub fn client() -> Result<String, Failure> {
     const ROUNDS: usize = 5;
     let times: u32 = std::env::var(CLIENT)?.parse()?;

@@ -1,10 +1,11 @@
-//! The time inside the memory system: the operations of each case, one after the other, on the engine alone
-//! ([`crate::bare`]). A guest access is a fault where it would fault; a change of the host's memory is the invalidation
-//! without the change of the host's own mapping. So the times include neither the guest's instructions nor the host's
-//! madvise, refault and zeroing.
+//! The time inside the memory system. The operations of each case are done one after the other, on the engine alone
+//! ([`crate::bare`]). An access of the guest is done as a fault if it would fault; a change of the host's memory is
+//! done as an invalidation, without the change of the host's own mapping. So the times include neither the guest's
+//! instructions nor the host's madvise, refault and zeroing.
 //!
-//! Three systems do them: slat; the array ([`crate::array`]); and *tables*, which has one memslot for all memory and
-//! never looks one up: the work that the two share, and a lower bound of their time.
+//! Three systems do these operations: slat; the array ([`crate::array`]); and *tables*, which has one memslot for all
+//! memory and never looks up a memslot. The time of *tables* is the work that the other two share, and a lower bound of
+//! their time.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -32,7 +33,7 @@ pub(super) trait System: Sized {
     /// Makes a system with these memslots, which ascend.
     fn with(regions: &[Region]) -> Result<Self, Failure>;
     fn set(&self, region: &Region) -> Result<(), Failure>;
-    /// Does an invalidation from its begin to its end.
+    /// Begins an invalidation, and ends it.
     fn invalidate(&self, backing: Range<Hva>);
     fn cpu(&self) -> Self::Cpu;
     fn stats(&self) -> Stats;
@@ -40,7 +41,7 @@ pub(super) trait System: Sized {
 
 /// A CPU, outside a reader section.
 pub(super) trait SystemCpu {
-    /// Enters the reader section for `accesses`, and leaves it again.
+    /// Runs `accesses` in a reader section.
     fn inside<R>(&mut self, accesses: impl FnOnce(&mut Self) -> R) -> R;
     /// Makes an access that no leaf allows.
     fn fault(&mut self, gpa: Gpa) -> Result<Translation, Stop>;
@@ -48,7 +49,7 @@ pub(super) trait SystemCpu {
     fn walk(&mut self, gpa: Gpa) -> Result<Translation, Stop>;
 }
 
-/// An MMU of slat's, with tables of a format that it has.
+/// An MMU of slat's, with tables of one of its formats.
 pub(super) trait Mmu {
     type Format: Format;
     const KIND: MmuKind;
@@ -119,7 +120,7 @@ impl<M: Mmu> SystemCpu for SlatCpu<M> {
     #[inline]
     fn fault(&mut self, gpa: Gpa) -> Result<Translation, Stop> {
         let translation = self.0.translate(gpa, Access::Write)?;
-        // The array's engine has looked up its covering memslot, too: to be even.
+        // Looks up the memslot once more, because the array's engine has also looked up its covering memslot.
         std::hint::black_box(self.0.slot_at(gpa).is_some());
         Ok(translation)
     }
@@ -197,7 +198,7 @@ impl System for Tables {
         Ok(Self::new())
     }
 
-    /// Zaps the translations of a memslot that is changed, at the address that its backing implies.
+    /// Changes a memslot: only zaps its translations, at the guest address that the backing implies.
     fn set(&self, region: &Region) -> Result<(), Failure> {
         let first = Hva(region.backing.0 - DISPLACEMENT).0 / PAGE;
         self.0.zap(0, Gfn(first)..Gfn(first + region.size / PAGE));
@@ -285,7 +286,8 @@ impl<S: System> Inside<S> {
         Ok((thread_time() - began, faults))
     }
 
-    /// Writes to pages that are not mapped, as the guest. Like the following functions, returns the number of faults.
+    /// Makes the guest's writes to pages that are not mapped. Like the following functions, returns the number of
+    /// faults.
     fn write(&mut self, pages: impl Iterator<Item = u64>) -> Result<u64, Failure> {
         self.cpu.inside(|cpu| {
             let mut written = 0;
@@ -298,8 +300,8 @@ impl<S: System> Inside<S> {
         })
     }
 
-    /// Invalidates a range as the host would unmap it, `chunk` pages at a time, and slot by slot, because slots are not
-    /// contiguous in the host.
+    /// Invalidates a range in the steps in which the host would unmap it: `chunk` pages at a time, and slot by slot,
+    /// because slots are not contiguous in the host.
     fn discard(&self, range: Range<u64>, chunk: u64) {
         for piece in self.layout.pieces(range, chunk) {
             self.system.invalidate(hva(piece.start)..hva(piece.end));
@@ -331,7 +333,7 @@ impl<S: System> Inside<S> {
         Ok(faults)
     }
 
-    /// Moves the last slot after all others, and back. Times the moves alone, not the guest's faults in between.
+    /// Moves the last slot after all others, and back. Measures only the moves, not the guest's faults in between.
     fn moved(&mut self, times: u32, active: bool) -> Result<(Duration, u64), Failure> {
         let moved = self.layout.moved();
         let home = region(&self.layout, moved);
@@ -354,7 +356,7 @@ impl<S: System> Inside<S> {
         Ok((time, faults))
     }
 
-    /// Writes to every page, and to every page once more.
+    /// Writes to every page twice.
     fn read_write(&mut self, times: u32) -> Result<(Duration, u64), Failure> {
         let mut faults = 0;
         let mut time = Duration::ZERO;
@@ -385,7 +387,7 @@ impl<S: System> Inside<S> {
                 system.set(region)?;
             }
             time += thread_time() - began;
-            // The slots exist: the last page of all can be translated.
+            // Checks that the slots exist: the last page can be translated.
             let last = self.layout.pages() - 1;
             let there = system.cpu().inside(|cpu| cpu.fault(Gpa(gpa(last))))?;
             if there.host.0 != hva(last).0 {

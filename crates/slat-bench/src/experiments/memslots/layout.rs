@@ -6,7 +6,7 @@ use std::ops::Range;
 use super::Case;
 use crate::machine::guest::{DATA, PAGE};
 
-/// Pages at the beginning that are in memslots, but that no case uses.
+/// The number of pages at the beginning that are in memslots, but that no case uses.
 const EXTRA: u64 = (64 << 10) / PAGE;
 /// Pages that are written while a slot moves.
 const MOVED: u64 = (192 << 10) / PAGE;
@@ -15,7 +15,7 @@ const MIB: u64 = (1 << 20) / PAGE;
 /// Guest memory in memslots, at [`DATA`]; pages are counted from there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Layout {
-    /// Number of memslots, beside slot 0 that every VM has for itself.
+    /// The number of memslots, not counting slot 0, which every VM has.
     slots: u64,
     pages: u64,
 }
@@ -35,7 +35,7 @@ impl Layout {
         (layout.slots <= layout.pages).then_some(layout)
     }
 
-    /// Returns the pages of memslot number `index` (its id is one more). The last one has the remainder, too.
+    /// Returns the pages of memslot number `index` (its id is one more). The last memslot also has the remainder.
     pub(super) fn slot(&self, index: u64) -> Range<u64> {
         let each = self.pages / self.slots;
         let end = if index + 1 == self.slots {
@@ -68,8 +68,8 @@ impl Layout {
         [start..middle, middle..end]
     }
 
-    /// Cuts `range` into pieces of at most `chunk` pages, each within one memslot: the range of one call for host
-    /// memory, as memslots are not contiguous in the host.
+    /// Cuts `range` into pieces of at most `chunk` pages, each within one memslot. A piece is the range of one call for
+    /// host memory, because memslots are not contiguous in the host.
     pub(super) fn pieces(
         &self,
         range: Range<u64>,
@@ -95,8 +95,8 @@ impl Layout {
         self.slots - 1
     }
 
-    /// Returns the pages that are written while the slot moves: if it is `active`, half of them are in the slot (all of
-    /// it, if it is smaller).
+    /// Returns the pages that are written while the slot moves: if the slot is `active`, half of these pages are in it
+    /// (or all of the slot, if it is smaller).
     pub(super) fn written(&self, active: bool) -> Range<u64> {
         let slot = self.slot(self.moved());
         let inside = match active {

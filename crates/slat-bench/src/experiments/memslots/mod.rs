@@ -1,7 +1,7 @@
-//! Memslots: looking them up, and changing them.
+//! The time to look up memslots, and to change them.
 //!
-//! Each case of memslot_perf_test is measured twice: the time *inside* the memory system, beside an array
-//! ([`mod@inside`]), and the time that a KVM program waits, beside a real KVM ([`mod@program`]).
+//! Each case of memslot_perf_test is measured twice. [`mod@inside`] compares the time inside the memory system with an
+//! array's. [`mod@program`] compares the time that a KVM program waits with a real KVM's.
 
 mod inside;
 mod layout;
@@ -76,7 +76,7 @@ impl Case {
         }
     }
 
-    /// Says what slat's time consists of, beside that of the tables alone.
+    /// Describes the parts of slat's time: that of the tables alone, and the rest.
     fn dominated(self, time: f64, tables: Option<f64>) -> String {
         let slots = match self {
             Case::Map | Case::Unmap | Case::Unmap2m => "faults and invalidations that find slots",
@@ -113,7 +113,7 @@ const TABLES: &str = "tables";
 const DIRECT: &str = "direct";
 const SHADOW: &str = "shadow";
 
-/// Least processor time of a sample inside.
+/// The least processor time of a sample of [`mod@inside`].
 const SAMPLE: f64 = 2e-3;
 
 fn run(bench: &mut Bench) -> Result<(), Failure> {
@@ -138,7 +138,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
 
 fn inside(bench: &mut Bench, case: Case, slots: u64, layout: Layout) -> Result<(), Failure> {
     let (placements, rounds) = match slots {
-        // An array is slow there, and no result is close.
+        // An array is so slow with this many memslots that no result is close to its goal.
         1000.. => (1, bench.size.pick(1, 2, 5)),
         // These numbers of memslots have a goal.
         10 | 509 => bench.size.pick((1, 1), (5, 3), (8, 4)),
@@ -149,8 +149,8 @@ fn inside(bench: &mut Bench, case: Case, slots: u64, layout: Layout) -> Result<(
         Case::Setup => &[ARRAY, SLAT, DIRECT, SHADOW][..],
         _ => &[ARRAY, SLAT, TABLES, DIRECT, SHADOW],
     };
-    // The addresses of a system's memory, and which cache lines conflict then, are luck that lasts as long as the
-    // system: each has several instances at the same time, so that no two are at one address.
+    // The addresses of a system's memory decide which cache lines conflict, by chance, as long as the system lives. So
+    // each system has several instances at the same time, because then no two are at one address.
     let mut placed = Vec::new();
     for _ in 0..placements {
         let mut slat = Inside::<Slat<Tdp>>::new(layout)?;
@@ -167,14 +167,14 @@ fn inside(bench: &mut Bench, case: Case, slots: u64, layout: Layout) -> Result<(
         };
         let once = measure(SLAT, 1)?.as_secs_f64();
         if placements > 1 {
-            // As warm as slat's caches.
+            // Makes the caches of each system as warm as slat's.
             for &other in variants.iter().filter(|variant| **variant != SLAT) {
                 measure(other, 1)?;
             }
         }
         let times = match bench.size {
             Size::Tiny => 1,
-            // Most of the time is spent between the samples, on a system without memslots.
+            // Most time passes between the samples, on a system without memslots.
             _ if case == Case::Setup => (SAMPLE / once).clamp(1.0, 200.0) as u32,
             _ => (SAMPLE / once).clamp(1.0, 1000.0) as u32,
         };
@@ -220,7 +220,7 @@ fn compare(report: &Report) -> Vec<Line> {
             let inside = Line::compare(report, NAME, &name, SECONDS, ARRAY, SLAT)
                 .map(|line| line.with_limit(TABLES, limit));
             let inside = inside.map(|line| match (slots, case.asked_at_most()) {
-                // With few memslots slat may not be slower.
+                // With few memslots slat must not be slower.
                 (10, _) => line.change_at_most(0.05),
                 (509, Some(_)) => match published::find(NAME, &name, SECONDS) {
                     Some(published) => line.change_at_most(published.change),

@@ -1,4 +1,4 @@
-//! The cases of [`inside`](mod@super::inside) as a KVM program: a guest that runs meanwhile, calls for memslots, and
+//! The cases of [`inside`](mod@super::inside) as a KVM program: a running guest, calls that change memslots, and
 //! madvise on the guest's memory. Measures the time that the program waits, on slat and on a real KVM.
 
 use std::ops::Range;
@@ -29,8 +29,8 @@ fn slot(layout: Layout, memory: &Memory, index: u64) -> Slot<'_> {
     }
 }
 
-/// Returns the pages that are checked. Of memslots that were just created, the last 16 MiB suffice: the guest of a KVM
-/// that interprets needs seconds for all.
+/// Returns the pages that are checked. For memslots that were just created, these are the last 16 MiB, because the
+/// guest of a KVM that interprets needs seconds for all pages.
 fn checked(case: Case, layout: &Layout) -> Range<u64> {
     let area = layout.area();
     match case {
@@ -39,7 +39,7 @@ fn checked(case: Case, layout: &Layout) -> Range<u64> {
     }
 }
 
-/// Measures the seconds of an operation of `case`, the median of as many as `budget` allows.
+/// Measures an operation of `case` in seconds: the median of as many samples as `budget` allows.
 ///
 /// # Errors
 /// KVM's, or that the guest did not do its work.
@@ -50,7 +50,7 @@ pub(super) fn measure<A: Api>(
     memory: &Memory,
     budget: Duration,
 ) -> Result<f64, Failure> {
-    // After the memslots there is space for the one that moves.
+    // After the memslots is space for the moved one.
     let mut machine = Machine::new(api, 1, DATA + 2 * layout.pages() * PAGE)?;
     machine.touch_system()?;
     let began = Instant::now();
@@ -77,7 +77,7 @@ pub(super) fn measure<A: Api>(
                 words,
             )
         }
-        // Once through the pages that are checked.
+        // Writes once to each checked page.
         Case::Setup => turns(gpa(area.start), gpa(area.start), all),
     };
     let host = Host {
@@ -105,7 +105,8 @@ pub(super) fn measure<A: Api>(
     }
     Ok(match case {
         Case::Setup => setup.as_secs_f64(),
-        // Guest and host wait for each other, so a run in which one has lost its processor says nothing.
+        // Guest and host wait for each other. So the time of a run in which one of them lost its processor is
+        // meaningless.
         _ => median(&times),
     })
 }

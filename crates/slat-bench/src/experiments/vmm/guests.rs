@@ -1,4 +1,4 @@
-//! The Linux guests: what they boot, and what their shells work on.
+//! The Linux guests: the files that they boot, and the work that their shells do.
 
 use std::path::Path;
 
@@ -12,25 +12,26 @@ pub const LINUX: &str = "linux";
 /// A guest. Its files are among the materials.
 pub struct Guest {
     pub case: &'static str,
-    /// What `conformance/vmm/materials` prepares the files by, besides the directory.
+    /// The arguments of `conformance/vmm/materials` that prepare the files, besides the directory.
     pub what: &'static str,
     kernel: &'static str,
     initrd: &'static str,
-    /// The disk with its system, if that is not all in the initrd.
+    /// The disk with the guest's system, unless the initrd has all of it.
     system: Option<&'static str>,
-    /// In the order in which they are done.
+    /// The guest's works, in the order in which they are done.
     pub works: &'static [Work],
-    /// The most processor time to the shell that is asked for, of that on QEMU's own software CPU.
+    /// The goal for the processor time until the shell is ready: the most that it may take, as a share of the time on
+    /// QEMU's own software CPU.
     pub boot: f64,
-    /// Likewise for all works together.
+    /// The goal for all works together, in the same form.
     pub together: f64,
 }
 
-/// What the guest's shell works on, and its processor time.
+/// A piece of work of the guest's shell, whose processor time is measured.
 pub struct Work {
     pub metric: &'static str,
     pub command: &'static str,
-    /// The most that is asked for, of the time on QEMU's own software CPU.
+    /// The goal: the most processor time, as a share of the time on QEMU's own software CPU.
     pub most: f64,
 }
 
@@ -47,7 +48,7 @@ const SHA256: &str = "head -c 50000000 /dev/zero | sha256sum >/tmp/sum";
 const GZIP: &str =
     "seq 1000000 >/tmp/numbers; gzip -c /tmp/numbers | gunzip -c | cmp - /tmp/numbers";
 
-/// In the order in which they are measured.
+/// The guests, in the order in which they are measured.
 pub const GUESTS: &[Guest] = &[
     Guest {
         case: LINUX,
@@ -91,7 +92,7 @@ pub const GUESTS: &[Guest] = &[
                 0.9,
                 "gcc -O2 -o /tmp/crypto crypto.c -lcrypto",
             ),
-            // Made by the work before.
+            // This file was made by the previous work.
             work("ecdsa_cpu_seconds", 0.9, "/tmp/crypto ecdsa-p256 2000"),
             work("x25519_cpu_seconds", 0.9, "/tmp/crypto x25519 5000"),
             work("rsa_cpu_seconds", 0.9, "/tmp/crypto rsa-2048 400"),
@@ -117,14 +118,14 @@ pub const GUESTS: &[Guest] = &[
 ];
 
 impl Guest {
-    /// Returns the names of its files.
+    /// Returns the names of the guest's files.
     pub fn files(&self) -> impl Iterator<Item = &'static str> {
         [Some(self.kernel), Some(self.initrd), self.system]
             .into_iter()
             .flatten()
     }
 
-    /// Starts it, with `disk` unless it has its own.
+    /// Starts the guest, with `disk` unless it has a disk of its own.
     pub fn start(&self, linux: &Linux, on_slat: bool, disk: &Path) -> Result<Qemu, Failure> {
         let material = |name| linux.materials.join(name);
         let payload = Payload {

@@ -19,21 +19,22 @@ use crate::rounds::Bench;
 pub const CASE: &str = "irqfd/running";
 pub const NS_MEDIAN: &str = "ns_median";
 pub const NS_P99: &str = "ns_p99";
-/// A thread that waits for the eventfd, beside one that computes as a vCPU does: the kernel's time to wake a thread.
+/// A variant without a guest: a thread waits for the eventfd while another one computes like a vCPU. The time is that
+/// of the kernel to wake a thread.
 pub const THREAD: &str = "thread";
 
-/// Above the pins of the I/O APIC.
+/// A GSI above those of the pins of the I/O APIC.
 const GSI: u32 = 24;
-/// Time between two signals: long enough for all threads to sleep.
+/// The time between two signals: long enough for all threads to sleep.
 const PAUSE: Duration = Duration::from_micros(100);
-/// Longer than any interrupt takes on a loaded machine.
+/// A time-out longer than any interrupt takes on a loaded machine.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// How long the guest's clock is compared with the host's.
 const COMPARISON: Duration = Duration::from_millis(20);
 
 pub fn run(bench: &mut Bench) -> Result<(), Failure> {
     let (rounds, times) = (bench.size.pick(1, 7, 21), bench.size.pick(10, 500, 2_000));
-    // Each KVM has an eventfd of its own: the reader of a signal clears it.
+    // Each KVM has an eventfd of its own, because the reader of a signal clears it.
     let (event, kvm_event) = (EventFd::new(EFD_NONBLOCK)?, EventFd::new(EFD_NONBLOCK)?);
     let data = Memory::new(PAGE as usize, PAGE as usize, Pages::Small)?;
     let mut slat = prepare(&bench.slat, &event, &data)?;
@@ -131,7 +132,7 @@ fn wake(khz: u32, times: u64) -> Result<Vec<Sample>, Failure> {
             }
         });
         let waiter = scope.spawn(|| {
-            // The last signal ends it, whether the others arrived or not.
+            // The last signal ends the thread, even if other signals did not arrive.
             while count.load(SeqCst) <= times {
                 event.read()?;
                 stamp.store(host_clock(), SeqCst);
@@ -163,9 +164,9 @@ fn samples(mut ticks: Vec<f64>, khz: u32) -> Vec<Sample> {
     ]
 }
 
-/// Signals `times` times and returns the ticks of the time-stamp counter from each signal to the value of `stamp`. The
-/// clock that `stamp` is read from is `ahead` of the host's; the count rises after the stamp. Sleeps while it waits:
-/// the processor is free for the threads that deliver the signal.
+/// Signals `times` times. Returns, for each signal, the ticks of the time-stamp counter from the signal to the value of
+/// `stamp`. The clock of `stamp` is `ahead` of the host's. The count rises after the stamp is written. This thread
+/// sleeps while it waits, so that the processor is free for the threads that deliver the signal.
 fn signal(
     event: &EventFd,
     count: &AtomicU64,
@@ -191,9 +192,10 @@ fn signal(
         .collect()
 }
 
-/// Measures how many ticks the guest's time-stamp counter is ahead of the host's. Reads the guest's from memory, to
-/// which the guest writes it all the time: of many comparisons, the one with the youngest value counts. The result may
-/// be too small by the age of that value; latencies are then too long by as much, some dozen nanoseconds.
+/// Measures the number of ticks by which the guest's time-stamp counter is ahead of the host's. The guest writes its
+/// counter to memory all the time. Of many comparisons with the host's counter, the one with the youngest value counts.
+/// The result may be too small by the age of that value; latencies are then too long by as much, some dozen
+/// nanoseconds.
 fn compare_clocks(words: &Words<'_>) -> Result<u64, Failure> {
     wait_until(|| words.clock.load(SeqCst) != 0)?;
     let first = words.clock.load(SeqCst).wrapping_sub(host_clock());

@@ -1,4 +1,4 @@
-//! Guest writes that signal an eventfd, as a driver tells its device that there is work.
+//! Guest writes that signal an eventfd, like a driver that tells its device of work.
 
 use std::os::fd::AsRawFd;
 use std::thread;
@@ -19,13 +19,13 @@ pub const NS_PER_KICK: &str = "ns_per_kick";
 pub const EXIT: &str = "exit";
 /// KVM signals the eventfd.
 pub const IOEVENTFD: &str = "ioeventfd";
-/// No guest: a thread signals the eventfd, again and again.
+/// There is no guest: a thread signals the eventfd repeatedly.
 pub const WRITE: &str = "write";
 
-/// Cases, and whether a thread of the device's waits for the eventfd.
+/// Cases, and whether a device thread waits for the eventfd.
 pub const CASES: [(&str, bool); 2] = [("kick/unread", false), ("kick/read", true)];
 
-/// Runs of which the shortest counts.
+/// The number of runs, of which the shortest counts.
 const RUNS: usize = 5;
 
 pub fn run(bench: &mut Bench) -> Result<(), Failure> {
@@ -87,7 +87,7 @@ fn write(event: &EventFd, times: u64) -> Result<Duration, Failure> {
     Ok(thread_time() - began)
 }
 
-/// Has `signal` signal `event`, and returns the time of each signal. Every signal must be counted.
+/// Calls `signal`, which signals `event`. Returns the time of each signal. Every signal must be counted.
 fn kick(
     event: &EventFd,
     is_read: bool,

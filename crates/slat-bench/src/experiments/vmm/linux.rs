@@ -1,4 +1,4 @@
-//! Linux under an unmodified QEMU: guests that boot, and then work.
+//! Linux guests under an unmodified QEMU: their boot, and their work afterwards.
 
 use std::fs::File;
 use std::io::Write;
@@ -23,7 +23,7 @@ const READ: &str = "read_bytes_per_s";
 /// QEMU's own software CPU.
 const TCG: &str = "tcg";
 
-/// Time for which a guest still works after it has booted.
+/// The time during which a guest is still busy after it has booted.
 const SETTLING: Duration = Duration::from_secs(5);
 
 pub fn run(bench: &mut Bench) -> Result<(), Failure> {
@@ -55,7 +55,7 @@ pub fn run(bench: &mut Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Returns the version of QEMU; an error says what is missing, and how to get it.
+/// Returns the version of QEMU, if all files are there. An error says what is missing, and how to get it.
 fn look_for(guest: &Guest, linux: &Linux) -> Result<String, String> {
     let directory = linux.materials.display();
     let command = [
@@ -94,7 +94,7 @@ fn work(guest: &Guest, qemu: &mut Qemu) -> Result<Vec<Sample>, Failure> {
     Ok(samples)
 }
 
-/// Measures for `time` how the guest idles, and then how it reads `disk`.
+/// Measures the idle guest for `time`, and then its reads of `disk`.
 fn devices(qemu: &mut Qemu, time: Duration, disk: &Disk) -> Result<[Sample; 2], Failure> {
     let (began, before) = (Instant::now(), qemu.cpu_time()?);
     thread::sleep(time);
@@ -147,7 +147,7 @@ impl Disk {
 
 fn write(path: &Path, mebibytes: u64) -> std::io::Result<()> {
     let mut file = File::create(path)?;
-    // Without holes and zeroes, which QEMU may treat specially.
+    // The content has no holes or zeroes, which QEMU may treat specially.
     let block: Vec<u8> = (0..1 << 20)
         .map(|index: u32| (index >> 4) as u8 | 1)
         .collect();

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-/// Steps for each doubling: a quantile is at most a 32nd too long.
+/// The number of steps for each doubling. A quantile is at most a 32nd too long.
 const STEPS: u64 = 32;
 const STEP_BITS: u32 = STEPS.ilog2();
 /// Times shorter than `STEPS` ns have a step each; the doublings up to 2^64 ns follow.
@@ -50,7 +50,7 @@ impl Histogram {
         (self.calls > 0).then(|| Duration::from_nanos(self.max))
     }
 
-    /// Returns the time that `share` of the calls did not exceed; `None` without a call.
+    /// Returns the time that `share` of the calls did not exceed. Returns `None` without a call.
     pub(super) fn quantile(&self, share: f64) -> Option<Duration> {
         let rank = ((share * self.calls as f64).ceil() as u64).clamp(1, self.calls.max(1));
         let mut seen = 0;
@@ -60,17 +60,19 @@ impl Histogram {
         })
     }
 
-    /// Returns the time that a call would not exceed at `share` of all moments at which it may begin, if the calls
-    /// followed each other without a gap; `None` without a call.
+    /// Assumes that calls follow one another without a gap, and that another caller arrives at a random moment. Returns
+    /// the wait until the end of the current call that is not exceeded at `share` of all moments. Returns `None`
+    /// without a call.
     ///
-    /// A call of a second among a thousand calls of a millisecond is one call in a thousand, but half of the moments
-    /// are in that call: a caller who arrives then waits until it ends.
+    /// A call of one second among a thousand calls of a millisecond is one call in a thousand, but half of all moments
+    /// are in that call. A caller who arrives at such a moment waits until the call ends.
     pub(super) fn quantile_of_moments(&self, share: f64) -> Option<Duration> {
         let steps: Vec<_> = self.steps().collect();
         let all: f64 = steps.iter().map(|(time, n)| *time as f64 * *n as f64).sum();
         let exceeding = (1.0 - share) * all;
-        // The moments from which a caller waits longer than `wait` are all in calls longer than that: the sum of their
-        // times, less `wait` for each. From the longest call on, until that is `exceeding`.
+        // The moments at which a caller waits longer than `wait` are all in calls longer than `wait`. Their total
+        // length is the sum of the times of these calls, less `wait` for each. The loop adds calls, from the longest
+        // one on, until that total is `exceeding`.
         let (mut calls, mut sum) = (0.0, 0.0);
         let mut shorter = steps.iter().rev().skip(1);
         for (time, count) in steps.iter().rev() {
@@ -171,11 +173,11 @@ mod tests {
     fn one_long_call_is_many_moments() {
         let histogram = of([(1_000_000, 1000), (1_000_000_000, 1)]);
         about(histogram.quantile(0.999), 1_000_000);
-        // 2 s in all, and for 2 ms of them it takes longer than this.
+        // All calls take 2 s. At the moments of 2 ms of these, the wait is longer than this.
         about(histogram.quantile_of_moments(0.999), 998_000_000);
-        // For the last half of the long call, and for all others.
+        // The wait is shorter in the last half of the long call, and in all others.
         about(histogram.quantile_of_moments(0.75), 500_000_000);
-        // Calls of one length: at most moments the end of a call is nearer than its length.
+        // With calls of one length, half of the moments are nearer to the end of a call than half its length.
         about(of([(1_000_000, 10)]).quantile_of_moments(0.5), 500_000);
     }
 

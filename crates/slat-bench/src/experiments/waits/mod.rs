@@ -1,4 +1,4 @@
-//! How long other threads wait while one thread works on a large memslot.
+//! The time that other threads wait while one thread works on a large memslot.
 
 mod histogram;
 mod operation;
@@ -49,7 +49,7 @@ const P999: &str = "p99.9_seconds";
 const ANYTIME: &str = "anytime_seconds";
 const MAX: &str = "max_seconds";
 
-/// A quantile is reported only with enough calls that one exceeds it.
+/// The quantiles, their names, and the number of calls from which on each is reported: enough that one call exceeds it.
 const QUANTILES: [(f64, &str, u64); 3] = [(0.5, P50, 10), (0.99, P99, 100), (0.999, P999, 1000)];
 
 /// If the threads lost their processors for longer than this in a run, other programs ran.
@@ -74,7 +74,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
         for (calls, calls_name) in Unrelated::ALL.into_iter().filter(beside_it) {
             cases += 1;
             let case = format!("{calls_name}/{name}");
-            // One round: a quantile is that of all calls.
+            // There is one round, because a quantile is of all calls.
             bench.in_turns(&case, 1, &[ALONE, SLAT], |_, variant| match variant {
                 ALONE => alone(&mut subject, plan),
                 _ => {
@@ -103,12 +103,12 @@ fn are_beside(calls: Unrelated, operation: Operation) -> bool {
     calls != Unrelated::Fault || matches!(operation, Operation::Nothing | Operation::Age)
 }
 
-/// How much is measured.
+/// The amount of measurements.
 #[derive(Clone, Copy)]
 struct Plan {
-    /// Number of operations: without calls, and at least with them.
+    /// The number of operations: exactly this many without calls, at least this many with calls.
     times: usize,
-    /// Number of calls that is enough.
+    /// The number of calls that suffices.
     calls: u64,
     /// Time after which no further operation, set-up included, is begun.
     limit: Duration,
@@ -137,8 +137,8 @@ struct Runs {
     waits: Histogram,
 }
 
-/// Returns also whether other programs ran on the processors in every run. If there are runs without other
-/// programs, those alone count.
+/// Runs the operation beside calls. Also returns whether other programs ran on the processors in every run. If there
+/// are runs without other programs, only those count.
 fn beside(
     subject: &mut Subject,
     calls: Unrelated,
@@ -189,8 +189,8 @@ fn compare(report: &Report) -> Vec<Line> {
             lines.extend(Line::of(report, NAME, &case, PER_PAGE, ALONE));
             lines.extend([CALLS, P50, P99].into_iter().filter_map(metric));
             let (p999, max) = (metric(P999), metric(MAX));
-            // Calls that end while the operation does not run would make its waits rare among all calls, but
-            // not among all moments.
+            // Without this restriction, calls that end while the operation does not run would make the operation's
+            // waits rare among all calls, though not among all moments.
             let within = |line: &Line| line.after.1 <= ASKED;
             let asked = |line: Line| match operation {
                 Operation::Nothing => line,
@@ -207,8 +207,8 @@ fn compare(report: &Report) -> Vec<Line> {
     lines
 }
 
-/// Compares the longest wait: a call that had to wait for the whole operation took as long as the operation, and one
-/// that the machine held up may do so without an operation, too.
+/// Compares the longest waits. A call that waits for the whole operation takes as long as the operation. A call that
+/// the machine delays may take as long without an operation, too.
 fn longest(report: &Report, calls: &str, case: &str) -> String {
     let value = |case: &str, metric| report.value(NAME, case, SLAT, metric);
     let time = |case: &str, metric| {

@@ -21,16 +21,16 @@ const BACKING: u64 = 1 << 44;
 
 /// Pages of a leaf of 2 MiB.
 const MEGA: u64 = Level::MEGA.pages();
-/// One of this many pages of the slot is in a dirty ring, so that each is protected alone.
+/// Every `APART`th page of the slot is in a dirty ring, so that each is protected alone.
 const APART: u64 = 64;
-/// Number of vCPUs with a ring, and ring entries of each: KVM's maximum.
+/// The number of vCPUs with a ring, and the number of ring entries of each, which is KVM's maximum.
 const RINGS: u64 = 8;
 const RING_ENTRIES: u64 = 1 << 16;
 
 /// A long operation on the large memslot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Operation {
-    /// None: a thread that only computes.
+    /// No operation: the thread only computes.
     Nothing,
     GetProtect,
     GetDirtyBit,
@@ -101,7 +101,7 @@ impl Operation {
 pub(super) struct Subject {
     operation: Operation,
     vm: Arc<Vm<Bare, Ept>>,
-    /// CPUs that map and use the slot before the operation, a part each.
+    /// CPUs that map and use the slot before the operation. Each does a part.
     cpus: Vec<Vcpu<Bare, Ept>>,
     /// The vCPUs' dirty rings, for the client.
     rings: Vec<Arc<[DirtyGfn]>>,
@@ -109,7 +109,7 @@ pub(super) struct Subject {
     bitmap: Vec<u64>,
     /// For [`Cold`].
     cold: ColdMap,
-    /// Time that a thread computes for [`Nothing`].
+    /// The time for which the thread computes in [`Nothing`].
     nothing: Duration,
 }
 
@@ -117,7 +117,7 @@ impl Subject {
     /// Creates a VM whose large slot has `pages` pages, a multiple of those of 2 MiB.
     ///
     /// # Errors
-    /// The engine's.
+    /// The engine's errors.
     pub(super) fn new(
         operation: Operation,
         pages: u64,
@@ -133,7 +133,7 @@ impl Subject {
                 vm.use_dirty_rings();
                 RINGS
             }
-            // The set-up uses several CPUs; more than these do not make it much shorter.
+            // The set-up uses several CPUs. More CPUs than these do not make it much shorter.
             _ => std::thread::available_parallelism().map_or(1, |n| n.get().min(4) as u64),
         };
         let cpus = (0..cpus).map(|_| vm.create_vcpu());
@@ -168,7 +168,7 @@ impl Subject {
         &self.vm
     }
 
-    /// Sets the slot up for the operation, in whatever state the one before has left it.
+    /// Sets the slot up for the operation, from any state in which the previous operation has left it.
     ///
     /// # Errors
     /// The engine's, or that the slot is not mapped as it should be.
@@ -194,7 +194,7 @@ impl Subject {
             }
         }
         match self.operation {
-            // The guest writes to all pages: then the log names every page, and each may be written.
+            // The guest writes to all pages. Then the log names every page, and the guest may write to each.
             GetProtect | Clear => {
                 self.vm.set_manual_dirty_log(true, true);
                 self.create(SlotFlags::LOG_DIRTY_PAGES)?;
@@ -220,10 +220,10 @@ impl Subject {
         self.expect_mapped(self.before())
     }
 
-    /// Does the operation. Returns the number of pages, tables or ring entries that it reported.
+    /// Performs the operation. Returns the number of pages, tables or ring entries that it reported.
     ///
     /// # Errors
-    /// The engine's.
+    /// The engine's errors.
     pub(super) fn perform(&mut self) -> Result<u64, Failure> {
         let (vm, gfns) = (&self.vm, self.gfns());
         match self.operation {
@@ -311,7 +311,7 @@ impl Subject {
                 [self.pages, 0]
             }
             BeginLazy | RingReset => self.before(),
-            // Huge leaves come back in place, but where an invalidation has begun meanwhile.
+            // Huge leaves are restored in place, except where an invalidation has begun meanwhile.
             End | Promote => [0, self.vm.stats().pages_2m.min(self.pages / MEGA)],
             Nothing | Zap | ZapDirtyBit | Delete | Invalidate | Attributes | NxRecovery => [0, 0],
         }
@@ -373,7 +373,7 @@ impl Subject {
         })
     }
 
-    /// Has each vCPU do `work` on a part of the slot.
+    /// Makes each vCPU do `work` on a part of the slot.
     fn share(
         &mut self,
         work: impl Fn(&mut Vcpu<Bare, Ept>, Range<u64>) -> Result<(), Stop> + Sync,
@@ -401,7 +401,7 @@ impl Subject {
     }
 }
 
-/// Returns what backs the first `pages` of the large slot.
+/// Returns the backing addresses of the first `pages` pages of the large slot.
 fn backing(pages: u64) -> Range<Hva> {
     Hva(BACKING)..Hva(BACKING + pages * PAGE)
 }

@@ -1,4 +1,4 @@
-//! The calls that another thread makes beside a long operation, again and again: on other memory.
+//! The calls that another thread makes repeatedly during a long operation, on other memory.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering::SeqCst};
@@ -11,7 +11,8 @@ use crate::bare::{self, Bare};
 use crate::machine::guest::PAGE;
 use crate::machine::{Failure, thread_time};
 
-/// Memslots far from the large one, and from each other: they share no table with it but the root.
+/// The addresses of memslots far from the large one and from each other, so that they share no table with it except the
+/// root.
 const SMALL: Place = Place::at(1, 1 << 40);
 const COMES_AND_GOES: Place = Place::at(2, 2 << 40);
 const PAGES: u64 = 16;
@@ -41,7 +42,7 @@ impl Place {
 pub(super) enum Unrelated {
     /// Begins `Vm::invalidate` of one mapped page, and ends it at once.
     Invalidate,
-    /// Creates a small slot, and deletes it when a page of it is mapped: two calls.
+    /// Two calls: creates a small slot, maps a page of it, and deletes the slot.
     SlotChange,
     /// A fault of a vCPU on a page that is not mapped.
     Fault,
@@ -60,24 +61,24 @@ pub(super) fn create_slot(vm: &Vm<Bare, Ept>) -> Result<(), Failure> {
     Ok(vm.set_memory_region(0, &SMALL.region(PAGES))?)
 }
 
-/// State of the operation.
+/// The states of the operation.
 const BEFORE: u8 = 0;
 const DURING: u8 = 1;
 const AFTER: u8 = 2;
 
-/// The result of an operation beside calls.
+/// The result of an operation during which another thread made calls.
 pub(super) struct Beside<R> {
     /// The operation's result.
     pub(super) result: R,
     /// How long it took.
     pub(super) time: Duration,
-    /// Time in which other programs had the processor of one of the threads. The threads do not sleep, so it is the
-    /// time beyond their processor time.
+    /// The time in which other programs had the processor of one of the threads. The threads never sleep, so this is
+    /// the time beyond their processor time.
     pub(super) lost: Duration,
 }
 
-/// Runs `operation` while another thread makes `calls`. Records in `waits` the times of the calls that were in progress
-/// while the operation was.
+/// Runs `operation` while another thread makes `calls`. Records in `waits` the times of the calls that overlapped with
+/// the operation.
 ///
 /// # Errors
 /// The calls'.
@@ -95,7 +96,7 @@ pub(super) fn beside<R>(
         waits,
     };
     std::thread::scope(|scope| {
-        // Also if the operation panics: the scope waits for the thread.
+        // This ends the calls even if the operation panics, because the scope waits for the thread.
         let end = End(progress);
         let thread = scope.spawn(move || {
             let start = Clocks::now();
@@ -136,7 +137,8 @@ impl Clocks {
         }
     }
 
-    /// Returns the time since then, and the part that was not the thread's.
+    /// Returns the time since the clocks were read, and the part of that time in which the thread did not have the
+    /// processor.
     fn elapsed(&self) -> (Duration, Duration) {
         let (wall, cpu) = (self.wall.elapsed(), thread_time() - self.cpu);
         (wall, wall.saturating_sub(cpu))
@@ -151,7 +153,7 @@ impl Drop for End<'_> {
     }
 }
 
-/// The thread beside the operation.
+/// The thread that makes the calls.
 struct Caller<'a> {
     cpu: Vcpu<Bare, Ept>,
     progress: &'a AtomicU8,
@@ -185,13 +187,13 @@ impl Caller<'_> {
         }
     }
 
-    /// Takes the page away that [`Self::write_to`] maps in [`SMALL`].
+    /// Invalidates the page that [`Self::write_to`] maps in [`SMALL`].
     fn invalidate(&self) {
         let page = Hva(SMALL.backing())..Hva(SMALL.backing() + PAGE);
         drop(self.cpu.vm().invalidate(page));
     }
 
-    /// Maps a leaf, so that there is one to zap.
+    /// Writes to a page of `slot`, so that there is a leaf to zap.
     fn write_to(&mut self, slot: &Place) -> Result<(), Failure> {
         loop {
             self.cpu.enter_unguarded(0);
@@ -234,7 +236,7 @@ mod tests {
             let sleep = || std::thread::sleep(Duration::from_millis(20));
             let beside = beside(&vm, calls, &mut waits, sleep).unwrap();
             assert!(beside.time >= Duration::from_millis(20));
-            // A thread that sleeps has no processor, either.
+            // A thread that sleeps does not have the processor, either.
             assert!(beside.lost >= Duration::from_millis(15));
             assert!(waits.calls() > 0);
             assert_eq!(vm.stats().pages_4k, 0, "{calls:?}");

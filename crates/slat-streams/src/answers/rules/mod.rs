@@ -1,7 +1,7 @@
-//! The rules of SET requests, one by one: which values of a field KVM accepts.
+//! The rules of SET requests, one by one: the values of a field that KVM accepts.
 //!
-//! The last field of an entry says why the host's kernel may answer otherwise: another version, or another processor
-//! than the one that slat offers.
+//! The last field of an entry gives the reason why the host's kernel may return another result: another kernel version,
+//! or another processor than the one that slat offers.
 
 mod msrs;
 mod registers;
@@ -22,7 +22,7 @@ const fn bytes_of_field<T, F>(_read: fn(&T) -> &F) -> usize {
     size_of::<F>()
 }
 
-/// Offset and bytes of a field.
+/// The offset and the size of a field.
 macro_rules! field {
     ($type:ty, $($field:tt)+) => {
         (offset_of!($type, $($field)+), bytes_of_field::<$type, _>(|all| &all.$($field)+))
@@ -30,7 +30,7 @@ macro_rules! field {
 }
 use field;
 
-/// Changes a struct in its bytes.
+/// Changes a struct that is given as bytes.
 fn edit<T: Plain>(bytes: &mut [u8], change: fn(&mut T)) {
     assert!(bytes.len() >= size_of::<T>());
     // SAFETY: `Plain`: any bytes are a value, and there are enough.
@@ -41,7 +41,8 @@ fn edit<T: Plain>(bytes: &mut [u8], change: fn(&mut T)) {
     }
 }
 
-/// Where a rule of one request begins: it has CPUID, no controllers, and nothing is set besides the field.
+/// Returns the initial form of a rule: the guest has CPUID leaves, the VM has no controllers, and nothing is set
+/// besides the field.
 const fn rule(request: u32, argument: Argument, words: &'static str) -> Rule {
     Rule {
         request,
@@ -58,7 +59,7 @@ const fn rule(request: u32, argument: Argument, words: &'static str) -> Rule {
     }
 }
 
-/// A rule of a request that sets what another one reads: a `T`.
+/// Returns a rule of a request that sets a `T`, which another request reads.
 const fn of_struct<T>(set: u32, get: u32, words: &'static str) -> Rule {
     rule(set, Argument::Read(get, size_of::<T>()), words)
 }
@@ -67,11 +68,11 @@ const fn of_struct<T>(set: u32, get: u32, words: &'static str) -> Rule {
 const LME: u64 = 1 << 8;
 const LMA: u64 = 1 << 10;
 const NXE: u64 = 1 << 11;
-/// EFER: nested guests of AMD's CPUs. (The bits of their fast FXSAVE and automatic IBRS depend on
-/// the host's processor.)
+/// The bit of EFER for nested guests of AMD's CPUs. (The bits of their fast FXSAVE and automatic IBRS depend on the
+/// host's processor.)
 const SVME: u64 = 1 << 12;
 
-// Why a host's kernel answers otherwise.
+// The reasons why the host's kernel may return another result.
 const OTHER_CPU: Option<Differs> = Some(Differs::Always("the host's processor has other features"));
 const LAX_MODULE: Option<Differs> = Some(Differs::Always(
     "a module without VMX and SVM does not look at all bits",
@@ -79,7 +80,7 @@ const LAX_MODULE: Option<Differs> = Some(Differs::Always(
 const LINEAR_WIDTH: Option<Differs> = Some(Differs::LinearWidth);
 
 const APIC_BASES: Values = Values::Listed(
-    // Disabled, enabled, x2APIC, elsewhere; for the bootstrap processor and another one.
+    // Valid: disabled, enabled, x2APIC mode, at another address; for the bootstrap processor and another one.
     &[
         0xfee0_0000,
         0xfee0_0800,
@@ -88,7 +89,7 @@ const APIC_BASES: Values = Values::Listed(
         0x1_0000_0900,
         0,
     ],
-    // x2APIC mode of a disabled APIC, each reserved bit, addresses that the guest does not have.
+    // Invalid: x2APIC mode of a disabled APIC, each reserved bit, addresses that the guest does not have.
     &[
         0xfee0_0400,
         0xfee0_0500,
@@ -107,8 +108,8 @@ pub fn all() -> impl Iterator<Item = &'static Rule> {
         .flatten()
 }
 
-/// Sets a field in the argument of a request to a value at the edge of one of the request's rules. Does nothing if it
-/// has none, or the argument is too short.
+/// Sets a field in the argument of a request to a value at the edge of one of the request's rules. Does nothing if the
+/// request has no rule, or the argument is too short.
 pub fn to_an_edge(rng: &mut Rng, request: u32, bytes: &mut [u8]) {
     let in_struct = |rule: &&Rule| {
         let is_struct = matches!(rule.argument, Argument::Read(..) | Argument::Zeros(_));

@@ -3,7 +3,7 @@
 use super::*;
 
 const CR0: u64 = 0xffff_ffff & !(1 << 31 | 1 << 29);
-/// CR4: VME PVI TSD DE PSE PAE MCE PGE PCE OSFXSR OSXMMEXCPT, which no feature of CPUID gates.
+/// The bits of CR4 that are valid with any CPUID: VME PVI TSD DE PSE PAE MCE PGE PCE OSFXSR OSXMMEXCPT.
 const CR4_ALWAYS: u64 = 0x7ff;
 
 const fn sregs(words: &'static str) -> Rule {
@@ -14,7 +14,7 @@ const fn sregs2(words: &'static str) -> Rule {
     of_struct::<kvm_sregs2>(KVM_SET_SREGS2, KVM_GET_SREGS2, words)
 }
 
-/// Long mode: the rest of the registers that it needs.
+/// Sets the other registers that long mode needs.
 fn long_mode(bytes: &mut [u8]) {
     edit::<kvm_sregs>(bytes, |all| {
         (all.cr0, all.cr4, all.efer) = (0x8000_0011, 0x20, 0x500);

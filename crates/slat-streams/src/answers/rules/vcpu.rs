@@ -96,7 +96,8 @@ pub(super) const RULES: &[Rule] = &[
     },
     Rule {
         field: field!(kvm_vcpu_events, flags),
-        // NMI pending, SIPI vector, shadow, SMM; not payload and triple fault, whose capabilities are not enabled.
+        // The flags for pending NMI, SIPI vector, shadow and SMM; not the flags for payload and triple fault, whose
+        // capabilities are not enabled.
         values: Values::Bits(0xf),
         ..events("flags that exist and are enabled")
     },
@@ -161,7 +162,7 @@ pub(super) const RULES: &[Rule] = &[
         with: |bytes| {
             bytes[0] = 1;
             bytes[8] = 0xd;
-            // The index is significant.
+            // The flag that says that the index is significant.
             bytes[16] = 1;
         },
         field: (8 + 12, 4),

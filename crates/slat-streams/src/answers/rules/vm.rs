@@ -10,7 +10,7 @@ const fn of_vm(request: u32, argument: Argument, words: &'static str) -> Rule {
     }
 }
 
-/// A table of one route.
+/// Returns a rule for a table of one route.
 const fn one_route(words: &'static str) -> Rule {
     Rule {
         controllers: Controllers::Pc,

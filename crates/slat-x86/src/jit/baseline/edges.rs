@@ -66,7 +66,8 @@ impl Generator<'_> {
         let parameters = func.dfg.block_params(to);
         let values = arguments(func, call);
         match target.entry {
-            // The block is already made. Its values were kept only for branches that were known at that time.
+            // The code of the block is already made, and its values were kept only for the branches that were known
+            // then.
             Some(_) if self.is_nested && self.asm.is_placed(target.label) => Err(Unknown),
             Some(entry) => Ok(self.conform(entry, parameters, values)),
             // Counting the block's uses could release a value that the branch passes as a parameter.
@@ -98,7 +99,7 @@ impl Generator<'_> {
     ) -> Result<(State, Moves)> {
         let mut entry = self.places.state;
         for place in &mut entry.registers {
-            // If the block has other branches, constants are not kept: they are made again when needed.
+            // If there are other branches to the block, constants are not kept. They are made again when needed.
             *place = place.filter(|&value| {
                 let is_used = self.places.left(value) > self.uses_of(value);
                 let is_common =
@@ -133,7 +134,7 @@ impl Generator<'_> {
         Ok((entry, moves))
     }
 
-    /// Returns a register that holds no value now, and none at the entry of the block.
+    /// Returns a register that holds no value, either now or at the entry of the block.
     fn spare_in(&self, entry: &State, is_kept: bool) -> Option<Reg> {
         self.places.spare_but(is_kept, |register| {
             entry.registers[usize::from(register.0)].is_some()
@@ -226,8 +227,8 @@ impl Generator<'_> {
         Ok(())
     }
 
-    /// Ends a block by two branches: to the first block if `condition` holds, otherwise to the
-    /// second. The flags are set.
+    /// Ends a block by two branches: to the first target if `condition` holds, otherwise to the second. The flags are
+    /// set.
     pub(super) fn branch(
         &mut self,
         condition: u8,
@@ -241,7 +242,7 @@ impl Generator<'_> {
             false => (condition, calls),
         };
         let to = first.block(lists);
-        // The values that the branch uses are kept until the moves of both branches are made.
+        // The values that the branches use are kept until the moves of both branches are made.
         let moves = self.moves(first)?;
         let label = self.targets[to.index()].label;
         if moves.is_empty() {

@@ -1,10 +1,10 @@
-//! The host's instructions that the baseline tier uses, as bytes.
+//! Encodes the host's instructions that the baseline tier uses.
 //!
 //! Nearly all of them have the same form: an opcode, a register, and a register or memory. Only the opcode differs.
 
 use super::Reg;
 
-/// A position in the code that may not be known yet.
+/// A label: a position in the code, which may not be known yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Label(u32);
 
@@ -59,8 +59,8 @@ pub(super) enum Count {
     LeadingZeros = 0xbd,
 }
 
-/// How an instruction uses a [`Place`], besides its size. As a byte without a prefix, registers 4 to 7
-/// are other registers.
+/// How an instruction uses a [`Place`], besides its size. In a byte instruction without a prefix, the numbers 4 to 7
+/// mean other registers (AH, CH, DH, BH).
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Width {
     Sized,
@@ -72,7 +72,7 @@ enum Width {
 pub(super) struct Assembler {
     pub(super) code: Vec<u8>,
     labels: Vec<u32>,
-    /// The positions of four-byte offsets, each of which leads from its end to a label.
+    /// The positions of the four-byte offsets in branches, each with the label to which the offset leads from its end.
     uses: Vec<(u32, Label)>,
 }
 
@@ -92,12 +92,12 @@ impl Assembler {
         Label(self.labels.len() as u32 - 1)
     }
 
-    /// Puts a label here.
+    /// Gives a label the current position.
     pub(super) fn place(&mut self, label: Label) {
         self.labels[label.0 as usize] = self.at();
     }
 
-    /// Whether a label has a place.
+    /// Whether a label has a position.
     pub(super) fn is_placed(&self, label: Label) -> bool {
         self.offset_of(label) != UNKNOWN
     }
@@ -107,7 +107,7 @@ impl Assembler {
         self.code.extend([0; 4]);
     }
 
-    /// Returns where a label is.
+    /// Returns the position of a label.
     pub(super) fn offset_of(&self, label: Label) -> u32 {
         self.labels[label.0 as usize]
     }
@@ -238,7 +238,7 @@ impl Assembler {
         self.sized(size, 0xd2, shift as u8, Place::Register(register));
     }
 
-    /// Multiplies words or more.
+    /// Multiplies registers of 2, 4 or 8 bytes.
     pub(super) fn imul(&mut self, size: u8, to: Reg, from: Reg) {
         self.instruction(size, Width::Sized, 0, 0x1af, to.0, Place::Register(from));
     }
@@ -252,7 +252,7 @@ impl Assembler {
         self.sized(3, 0x86, a.0, Place::Register(b));
     }
 
-    /// Leaves the flags alone.
+    /// Loads a constant, without changing the flags.
     pub(super) fn constant(&mut self, to: Reg, value: i64) {
         if u32::try_from(value).is_ok() {
             if to.0 > 7 {

@@ -14,9 +14,9 @@ pub(super) struct Addition {
 }
 
 impl Generator<'_> {
-    /// Whether an instruction is emitted together with the only one that uses its result: a comparison with a branch
-    /// at the end of the block or with the selection after it, a load with the comparison after it, or a sum with
-    /// the access after it.
+    /// Whether an instruction is emitted together with the only one that uses its result: a comparison with the branch
+    /// at the end of the block or with the next instruction if it selects by the result, a load with the next
+    /// instruction if it is a comparison that is itself fused, or a sum with the next instruction if it is an access.
     pub(super) fn is_fused(&self, inst: Inst) -> bool {
         let layout = &self.func.layout;
         match self.func.dfg.insts[inst].opcode() {
@@ -66,7 +66,7 @@ impl Generator<'_> {
         }
     }
 
-    /// Whether a register or a slot has a value.
+    /// Whether a value is in a register or a slot.
     fn is_made(&self, value: Value) -> bool {
         self.places.register(value).is_some() || self.places.saved(value).is_some()
     }
@@ -102,15 +102,15 @@ impl Generator<'_> {
         }
     }
 
-    /// Returns the load whose result a value is, with its address and offset, if the load is emitted only
-    /// where the value is used.
+    /// If the value is the result of a load that is emitted only where the value is used, returns the load, its address
+    /// and its offset.
     pub(super) fn fused_load(&self, value: Value) -> Option<(Inst, Value, i32)> {
         let inst = self.func.dfg.value_def(value).inst()?;
         let (address, offset) = self.field(inst).filter(|_| !self.is_made(value))?;
         Some((inst, address, offset))
     }
 
-    /// Returns the addition to a field that `load` and the two instructions after it form, if they do.
+    /// Returns the addition to a field that `load` and the two instructions after it form. `None` if they form none.
     pub(super) fn addition(&self, load: Inst) -> Option<Addition> {
         let (dfg, layout) = (&self.func.dfg, &self.func.layout);
         let (address, offset) = self.field(load)?;
@@ -145,7 +145,7 @@ impl Generator<'_> {
         })
     }
 
-    /// Makes an addition, by one instruction.
+    /// Emits an addition to a field as one instruction.
     pub(super) fn add_in_place(&mut self, addition: Addition) {
         let Addition {
             size,

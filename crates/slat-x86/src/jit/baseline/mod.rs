@@ -1,8 +1,8 @@
 //! The baseline tier: makes machine code of a function in Cranelift's intermediate language, in one pass.
 //!
-//! The translator defines what guest instructions mean, once; two tiers make machine code of its function. This tier
-//! takes a tenth of the time that Cranelift takes, and makes code that is somewhat larger and slower. That is right for
-//! warm code, of which there is much. Code that stays hot is compiled again, by Cranelift.
+//! The translator defines the meaning of guest instructions once, and two tiers make machine code of the function that
+//! it returns. This tier takes a tenth of Cranelift's time, and makes code that is somewhat larger and slower. This
+//! suits warm code, of which there is much. Code that stays hot is compiled again by Cranelift.
 //!
 //! | file | idea |
 //! |---|---|
@@ -14,21 +14,23 @@
 //! | `fuse` | which instructions together become one of the host's |
 //! | `edges` | from one block to the next |
 //!
-//! Blocks are made in their order; rarely executed blocks are made at the end. A block expects values where the first
-//! branch to it had them, and every other branch moves them there (`edges`). So after a TLB look-up the code continues
-//! with the same registers as before; only the code of a miss, which is at the end, saves and restores registers.
+//! Blocks are made in their order; rarely executed blocks are made at the end. The first branch to a block decides
+//! where the block expects its values, and every other branch moves the values there (`edges`). So after a TLB look-up
+//! the code continues with the same registers as before; only the code of a miss, which is at the end, saves and
+//! restores registers.
 //!
-//! A value's register is free after the value's last use. Uses are counted for this: `count` looks at all blocks first,
-//! and leaves out instructions whose results have no uses. Three rules cover uses that are made in another order:
+//! A value's register is free after the value's last use. So uses are counted: before code is made, `count` looks at
+//! all blocks, and leaves out instructions whose results have no uses. Three rules cover blocks whose code is not made
+//! in the order of their uses:
 //!
 //! - Uses in a rare block count as uses of the branch to it, because the block begins with a copy of the
 //!   state at the branch.
-//! - A value that a loop uses but does not make is used once more at the end of the loop.
-//! - A block with several branches to it begins only with values that are used at its position or later.
+//! - A value that a loop uses but does not define counts as used once more at the end of the loop.
+//! - A block with several branches to it begins with only those values that are used at its position or later.
 //!
 //! This tier knows integers only. For this tier, the translator calls the interpreter's handlers for vectors and
-//! floating point. If the tier finds anything else that it does not know, it refuses the function, which
-//! Cranelift then compiles.
+//! floating point. If a function has anything else that this tier does not know, this tier refuses the function, and
+//! Cranelift compiles it.
 
 mod edges;
 mod encode;
@@ -53,7 +55,7 @@ struct Target {
     label: Label,
     /// The number of branches to the block.
     branches: u32,
-    /// The block's position in the function's order.
+    /// The block's position in the order of the function's blocks.
     position: u32,
     is_rare: bool,
     /// Where the block expects its values, once there was a branch to it.
@@ -70,7 +72,7 @@ struct Held {
     value: Value,
 }
 
-/// The allocations that a function leaves for the next one to reuse.
+/// The allocations that one compilation leaves for the next one to reuse.
 #[derive(Default)]
 pub(in crate::jit) struct Room {
     asm: Assembler,
@@ -80,7 +82,7 @@ pub(in crate::jit) struct Room {
     guarded: Vec<(u32, u32)>,
 }
 
-/// Machine code, the offsets where its blocks can be entered, and its guarded accesses: their offsets, ascending, each
+/// Machine code; the offsets at which its blocks can be entered; and its guarded accesses, as ascending offsets, each
 /// with the index of its step.
 pub(super) struct Code<'a> {
     pub(super) bytes: &'a [u8],
@@ -88,13 +90,13 @@ pub(super) struct Code<'a> {
     pub(super) guarded: &'a [(u32, u32)],
 }
 
-/// The error if a function has something that this tier does not know.
+/// The error for a function with something that this tier does not know.
 #[derive(Debug)]
 struct Unknown;
 
 type Result<T = ()> = std::result::Result<T, Unknown>;
 
-/// Makes machine code of a function. `None`: this tier cannot.
+/// Makes machine code of a function. Returns `None` if this tier cannot.
 pub(super) fn generate<'a>(func: &Function, room: &'a mut Room) -> Option<Code<'a>> {
     let Room {
         asm,
@@ -184,8 +186,8 @@ impl Generator<'_> {
         Ok(offsets)
     }
 
-    /// Returns the blocks at which the function can be entered. The function begins with a jump to one of them;
-    /// entering the function makes that jump.
+    /// Returns the blocks at which the function can be entered. The function begins with a jump to one of them. Code
+    /// that enters the function makes that jump itself.
     fn entries(&mut self, first: Block) -> Result<Vec<Block>> {
         let func = self.func;
         let last = func.layout.last_inst(first).ok_or(Unknown)?;
@@ -201,7 +203,7 @@ impl Generator<'_> {
         Ok(blocks)
     }
 
-    /// Makes a block late, with the state that the branch to it had.
+    /// Makes the code of a late block, beginning with the state that the branch to the block had.
     fn late_block(&mut self, block: Block) -> Result {
         let target = self.targets[block.index()];
         if target.entry.is_none() {
@@ -211,7 +213,7 @@ impl Generator<'_> {
         let slots = self.segments[target.segment as usize];
         self.is_apart = true;
         self.is_nested = target.is_nested;
-        // Blocks that begin with the state of this one must not use its slots, either.
+        // Blocks that begin with the state of this block must not use its slots, either.
         self.segment = target.segment;
         self.places.begin_apart(slots);
         if target.is_rare {

@@ -1,7 +1,8 @@
 //! Where values are: in registers or in slots of the frame. Constants are in neither; they are made again.
 //!
 //! A value gets a register when it is made. It loses the register when it is no longer used, or when another value
-//! needs the register. In the second case it is saved in a slot, where it stays valid, as values never change.
+//! needs the register. In the second case the value is saved in a slot, where it stays valid, because values never
+//! change.
 
 use super::Reg;
 use crate::jit::entries::FRAME;
@@ -22,7 +23,7 @@ pub(super) const R15: Reg = Reg(15);
 
 /// The registers of arguments.
 pub(super) const ARGUMENTS: [Reg; 6] = [RDI, RSI, RDX, RCX, R8, R9];
-/// Registers for values. Those that functions of the host preserve are last.
+/// Registers for values. The registers that functions of the host preserve come last.
 pub(super) const FOR_VALUES: [Reg; 13] = [
     RAX,
     RCX,
@@ -38,7 +39,7 @@ pub(super) const FOR_VALUES: [Reg; 13] = [
     Reg(13),
     Reg(14),
 ];
-/// The registers of these that functions of the host preserve, as bits.
+/// Those of `FOR_VALUES` that functions of the host preserve, as bits.
 pub(super) const KEPT: u16 = 1 << 3 | 1 << 12 | 1 << 13 | 1 << 14;
 /// The most slots of a function. A function that needs more is too large for this tier.
 const SLOTS: u32 = u128::BITS;
@@ -60,7 +61,7 @@ pub(super) struct State {
 pub(super) struct Known {
     /// Uses that are still to come.
     pub(super) left: u32,
-    /// The positions of the block that defines the value, and of the block with its last use.
+    /// The position of the block that defines the value, and of the block with its last use.
     pub(super) made: u32,
     pub(super) last: u32,
     register: u8,
@@ -76,7 +77,7 @@ impl Known {
         slot: NO_SLOT,
     };
 
-    /// Returns the slot that the value was given.
+    /// Returns the slot assigned to the value.
     pub(super) fn slot(&self) -> Option<u8> {
         (self.slot != NO_SLOT).then_some(self.slot)
     }
@@ -91,7 +92,7 @@ pub(super) struct Places {
     locked: u16,
     /// The number of slots given to values since the last block that begins with none.
     slots: u32,
-    /// Values that were given slots in a block that is made late. The slots are taken back after the block.
+    /// Values that got slots in a late block. The slots are freed after the block.
     given: Vec<Value>,
     /// The register that is taken next.
     next: usize,
@@ -125,7 +126,7 @@ impl Places {
         (register != NOWHERE).then_some(Reg(register))
     }
 
-    /// Records that a value is the CPU's address, which has a register of its own and belongs to no state.
+    /// Records that a value is the CPU's address. This value has a register of its own and belongs to no state.
     pub(super) fn is_cpus(&mut self, value: Value) {
         self.known(value).register = R15.0;
     }
@@ -141,7 +142,7 @@ impl Places {
         !self.is_full
     }
 
-    /// Continues at a position with another state.
+    /// Replaces the current state by `state`.
     pub(super) fn resume(&mut self, state: State) {
         for value in self.state.registers.into_iter().flatten() {
             self.known(value).register = NOWHERE;
@@ -250,7 +251,7 @@ impl Places {
         self.spare_but(is_kept, |_| false)
     }
 
-    /// Returns a register without a value, if there is one for which `is_other` is false.
+    /// Returns a register without a value for which `is_other` is false, if there is one.
     pub(super) fn spare_but(&self, is_kept: bool, is_other: impl Fn(Reg) -> bool) -> Option<Reg> {
         let is_free = |&register: &Reg| {
             !self.is_locked(register)
@@ -263,7 +264,7 @@ impl Places {
         }
     }
 
-    /// Returns the register whose value has to leave when another value needs a register.
+    /// Returns the register to be emptied when another value needs a register.
     pub(super) fn victim(&mut self) -> Reg {
         loop {
             self.next = (self.next + 1) % FOR_VALUES.len();

@@ -10,7 +10,7 @@ use super::{Generator, Reg};
 use cranelift_codegen::entity::EntityRef;
 use cranelift_codegen::ir::{InstructionData, Opcode, Value};
 
-/// Returns the place `by` bytes after the beginning of a slot.
+/// Returns the operand for the memory `by` bytes after the beginning of a slot.
 fn place_of_slot(slot: u8, by: i32) -> Place {
     Place::Memory(RBP, by - 8 * (i32::from(slot) + 1))
 }
@@ -95,7 +95,7 @@ impl Generator<'_> {
         match (self.constant(value), self.places.saved(value)) {
             (Some(constant), _) => self.asm.constant(register, constant),
             (None, Some(slot)) => (self.asm).zero_extend(3, register, place_of_slot(slot, 0)),
-            // The code is dropped.
+            // The slots did not suffice, so this code will be dropped.
             (None, None) if !self.places.fits() => {}
             (None, None) => unreachable!("{value} is nowhere"),
         }
@@ -110,8 +110,8 @@ impl Generator<'_> {
         }
     }
 
-    /// Returns a register for a result that begins as a copy of a value, and locks it. It is the value's own register
-    /// if this is the value's last use.
+    /// Returns a register for a result that begins as a copy of a value, and locks it. At the value's last use, this is
+    /// the value's own register.
     pub(super) fn change(&mut self, value: Value) -> Reg {
         if let Some(register) = self.places.register(value)
             && self.places.left(value) == 1
@@ -163,7 +163,7 @@ impl Generator<'_> {
         }
     }
 
-    /// Fills registers from others, all at once.
+    /// Moves registers to registers as if all moves happened at once.
     pub(super) fn move_all(asm: &mut Assembler, moves: &mut Vec<(Reg, Reg)>) {
         moves.retain(|(to, from)| to != from);
         while !moves.is_empty() {

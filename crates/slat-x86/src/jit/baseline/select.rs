@@ -1,6 +1,6 @@
-//! Selection: emits the host's instructions for an instruction of the intermediate language.
+//! Selects and emits the host's instructions for an instruction of the intermediate language.
 //!
-//! In a register, the bits beyond a value's type may be anything.
+//! In a register, the bits beyond a value's type are undefined.
 
 use super::edges::Moves;
 use super::encode::{Alu, Count, Place, Shift, Unary};
@@ -31,7 +31,7 @@ fn condition(cc: IntCC) -> u8 {
     }
 }
 
-/// The operand of an instruction that the instruction does not change.
+/// An operand that the instruction only reads.
 #[derive(Clone, Copy)]
 enum Operand {
     Value(Value),
@@ -300,7 +300,7 @@ impl Generator<'_> {
             (None, Operand::Value(by)) => {
                 self.take(RCX);
                 self.copy(by, RCX);
-                // The host looks at five bits at least.
+                // The host's shifts use at least five bits of the count.
                 if size < 2 {
                     self.asm
                         .alu_immediate(Alu::And, 2, RCX, i32::from(bits) - 1);
@@ -410,7 +410,7 @@ impl Generator<'_> {
     }
 
     /// Sets the flags for a test of `value`, and returns the condition under which it is not 0. If `value` is the
-    /// result of a comparison that was not emitted yet, emits the comparison here.
+    /// result of a comparison that has not been emitted, emits the comparison.
     fn test(&mut self, value: Value) -> Result<u8> {
         let dfg = &self.func.dfg;
         let made = dfg.value_def(value).inst();
@@ -455,7 +455,7 @@ impl Generator<'_> {
         }
     }
 
-    /// Returns the place at an address, and locks its registers.
+    /// Returns the memory operand for an address, and locks its registers.
     fn place(&mut self, address: Value, offset: i32) -> Place {
         match self.fused_sum(address) {
             Some((sum, [a, b])) => {

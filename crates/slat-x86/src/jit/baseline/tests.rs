@@ -1,4 +1,4 @@
-//! Random functions, which use everything that this tier knows, have the same results when this tier and when
+//! Checks that random functions, which use everything that this tier knows, have the same results whether this tier or
 //! Cranelift compiles them.
 
 use super::{Room, generate};
@@ -211,7 +211,7 @@ impl Maker<'_, '_> {
 
     fn compare_exchange(&mut self, old: Value, new: Value) -> Value {
         let (address, flags) = self.guarded();
-        // Often equal to the word in memory.
+        // The expected value is often equal to the word in memory.
         let (ty, trusted) = (self.ty(old), MemFlags::trusted());
         let now = self.b.ins().load(ty, trusted, address, 0);
         let old = self.rng.pick(&[old, now]);
@@ -333,7 +333,7 @@ impl Maker<'_, '_> {
         let (turn, on) = (self.b.create_block(), self.b.create_block());
         let count = self.b.append_block_param(turn, I64);
         let sum = self.b.append_block_param(turn, I64);
-        // These values change places in each turn.
+        // These values are exchanged in each turn.
         let circle = [(); 4].map(|()| self.value(I64));
         let mut begin = vec![BlockArg::from(zero), start.into()];
         begin.extend(circle.map(BlockArg::from));
@@ -370,7 +370,7 @@ impl Maker<'_, '_> {
         self.memory = self.b.ins().get_pinned_reg(I64);
         self.b.set_srcloc(SourceLoc::default());
         self.values.clear();
-        // Rarely there are so many values that the slots do not suffice.
+        // In rare cases there are more values than slots.
         let many = if self.rng.below(96) == 0 { 150 } else { 0 };
         let many: Vec<Value> = (0..many)
             .map(|k| {

@@ -1,8 +1,8 @@
-//! Which values are used, how often, and where last.
+//! Counts the uses of values: how often each value is used, and where last.
 //!
-//! All blocks are looked at before any code is made, from the last one to the first: an instruction whose results have
-//! no uses makes no uses itself. While code is made, the remaining uses are counted down, and a value without any
-//! gives up its register.
+//! The count is made before any code, from the last block to the first: an instruction whose results have no uses is
+//! not counted as a use of its operands. While code is made, the remaining uses are counted down. A value without
+//! remaining uses gives up its register.
 
 use super::{Generator, Held, Result, Target};
 use crate::jit::access;
@@ -12,7 +12,7 @@ use cranelift_codegen::ir::{
 };
 
 impl Generator<'_> {
-    /// Ends the additional uses of values by loops that end before a position.
+    /// Ends the additional uses of values that were counted for loops ending before a position.
     pub(super) fn release(&mut self, position: u32) {
         let mut k = 0;
         while k < self.held.len() {
@@ -57,7 +57,7 @@ impl Generator<'_> {
                 }
             }
         }
-        // Goes from the last instruction to the first: an instruction whose result is unused makes no uses.
+        // Goes from the last instruction to the first, because an instruction whose result is unused counts as no use.
         let mut loops = Vec::new();
         let mut last = func.layout.last_block();
         while let Some(block) = last {

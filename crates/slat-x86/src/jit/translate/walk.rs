@@ -9,8 +9,8 @@ use cranelift_codegen::ir::{BlockArg, InstBuilder, Value};
 use std::mem::offset_of;
 
 impl Translator<'_> {
-    /// Continues at `rip`, after the current instruction: in the path or the region if it has a block
-    /// there; otherwise leaves.
+    /// Continues at `rip` after the current instruction: in the path or the region if it has a block for `rip`;
+    /// otherwise leaves the region.
     pub(in crate::jit) fn goto(&mut self, rip: u64) {
         let rip = self.wrapped(rip);
         let next = self.paths.next(self.now.node, rip);
@@ -46,7 +46,7 @@ impl Translator<'_> {
         self.b.ins().jump(block, &values);
     }
 
-    /// Leaves for `rip` if something asks for the CPU's attention.
+    /// Leaves the region for `rip` if something asks for the CPU's attention.
     fn leave_if_wanted(&mut self, rip: u64) {
         let wanted = self.attention();
         let (leave, go) = (self.cold(), self.b.create_block());
@@ -58,12 +58,12 @@ impl Translator<'_> {
         self.resume(go, now);
     }
 
-    /// Returns where the next turn begins, if the path is a loop that begins at `rip`.
+    /// If the path is a loop that begins at `rip`, returns the beginning of its next turn.
     fn turn_at(&self, rip: u64) -> Option<Turn> {
         self.turn.filter(|turn| rip == turn.rip)
     }
 
-    /// Whether registers stay in values if the region continues at `rip`.
+    /// Whether registers stay in values when the region continues at `rip`.
     pub(in crate::jit) fn keeps_values(&self, rip: u64) -> bool {
         self.turn_at(rip).is_some() || self.paths.next(self.now.node, rip).is_some()
     }

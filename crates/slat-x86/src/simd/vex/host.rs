@@ -1,14 +1,14 @@
 //! Executes one VEX-encoded instruction on the host CPU.
 //!
-//! Like a legacy SSE instruction, each of them has a stub on fixed registers. All 256 bits of the registers are passed.
-//! The instruction itself determines whether it uses the upper halves of its sources, and whether it clears that of its
-//! destination. The upper halves of the host's registers are zero again when a function here returns, so that legacy
-//! SSE code pays no transition.
+//! Each VEX-encoded instruction has a stub on fixed registers, like a legacy SSE instruction. All 256 bits of the
+//! registers are passed. The instruction itself determines whether it uses the upper halves of its sources, and whether
+//! it clears the upper half of its destination. When a function here returns, the upper halves of the host's registers
+//! are zero again, so that legacy SSE code pays no transition penalty.
 
 use core::arch::asm;
 
-/// Code with this convention: operand 0 (in and out) is in ymm0, operands 1 to 3 in ymm1 to ymm3, an immediate in rcx,
-/// and a general register operand (in and out) in rax. The code may change r8.
+/// Code with the following calling convention: operand 0 (in and out) is in ymm0, operands 1 to 3 in ymm1 to ymm3, an
+/// immediate in rcx, and a general register operand (in and out) in rax. The code may change r8.
 pub(super) use super::super::host::{Entry, Stub};
 use super::super::host::{MASKS, load_guest_mxcsr, load_host_mxcsr};
 
@@ -24,8 +24,8 @@ pub(super) struct Work {
     pub imm: u8,
 }
 
-/// Runs `$before`, a stub, then `$after`. The registers are loaded and stored by halves, because their memory
-/// was written by halves.
+/// Runs `$before`, a stub, and `$after`. The registers are loaded and stored by halves, because their memory was
+/// written by halves.
 macro_rules! call {
     ($stub:ident, $work:ident, [$($before:expr,)*], [$($after:expr,)*], $($operands:tt)*) => {
         asm!(

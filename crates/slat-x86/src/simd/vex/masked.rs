@@ -115,9 +115,9 @@ fn whole_elements<T: Int>(mask: &Ymm, elements: usize) -> Ymm {
     whole
 }
 
-/// Loads elements of type `T` at a base plus indices of type `I`. Clears the mask element of each loaded element.
-/// So if a later element causes an exception, the elements before it stay loaded, and the instruction then
-/// continues with the later one.
+/// Loads elements of type `T` at a base plus indices of type `I`. Clears the mask element of each loaded element. So if
+/// a later element causes an exception, the elements before it stay loaded, and the instruction continues with the
+/// later element when it starts again.
 fn gather<I: Int, T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     let bytes = u64::from(op.aux);
     let elements = (bytes / I::BYTES.max(T::BYTES)) as usize;
@@ -144,7 +144,7 @@ fn gather<I: Int, T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
             cpu.set_ymm(op.r[2], Ymm::default());
         }
         Err(Break::Exception) => {
-            // As on Intel's CPUs, the destination does not change until the first element is loaded.
+            // As on Intel's CPUs, the destination does not change before the first element is loaded.
             if loaded {
                 cpu.set_ymm(op.r[0], low_bits(result, 8 * bytes as u32));
             }

@@ -1,9 +1,9 @@
 //! AVX, AVX2, FMA, F16C: the VEX-encoded vector instructions.
 //!
-//! The host's own instruction does the work, as in [`simd`](super): `table` has its stub and `host` calls it. Operand
-//! `k` of an instruction is passed in register `k` of the stub, whether it is a register, memory or a vector mask. So a
-//! handler only has to know the number of sources (`operate`). `moves` has the instructions without a stub, `masked`
-//! the accesses to selected elements of memory.
+//! The host executes the instructions, as in [`simd`](super): `table` has their stubs, and `host` calls them. Operand
+//! `k` of an instruction is passed in register `k` of the stub, whether the operand is a register, memory or a vector
+//! mask. So a handler depends only on the number of sources (`operate`). `moves` has the instructions without a stub;
+//! `masked` has the accesses to selected elements of memory.
 //!
 //! Each of these instructions clears the bits of its destination that it does not define, up to bit 255. Memory
 //! operands need no alignment, except for those of a few moves.

@@ -13,7 +13,7 @@ use crate::simd::moves::{
 };
 use iced_x86::{Code, Instruction};
 
-/// Makes the VEX form of a legacy handler: it clears the upper half of the destination.
+/// Makes the VEX form of a legacy handler, which also clears the upper half of the destination.
 macro_rules! clearing {
     ($legacy:expr) => {
         |cpu: &mut Cpu, op: &Op| {

@@ -1,4 +1,4 @@
-//! Instructions that a stub executes: the handlers fetch the operands, call the stub, and store the result.
+//! Handlers of instructions that a stub executes: they fetch the operands, call the stub, and store the result.
 
 use super::host::{self, Entry, Stub, Work};
 use super::table;
@@ -37,7 +37,7 @@ pub(super) const WITH_GPR: &[Row] = rows! { |insn, op|
     },
 };
 
-/// The string comparisons have the stubs without VEX. The VEX form also clears the upper half of the mask's register.
+/// The string comparisons use the stubs without VEX. The VEX form also clears the upper half of the mask's register.
 pub(super) const STRINGS: &[Row] = rows! { |insn, op|
     Vpcmpestri => comparison(op, M::Pcmpestri, strings::<0, true>, strings::<UNALIGNED, true>)?,
     Vpcmpestri64 => comparison(op, M::Pcmpestri64, strings::<0, true>, strings::<UNALIGNED, true>)?,

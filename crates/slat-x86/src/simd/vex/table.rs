@@ -1,5 +1,5 @@
-//! Which host instruction executes each VEX-encoded mnemonic that has no pair without VEX ([`pairs`]). The name of a
-//! group tells the registers of its stubs.
+//! The host instruction for each VEX-encoded mnemonic that has no pair without VEX ([`pairs`]). The name of a group
+//! tells the registers of its stubs.
 
 use core::arch::naked_asm;
 

@@ -1,4 +1,4 @@
-//! The handlers.
+//! The handlers of x87 instructions in usual states.
 
 use super::host::*;
 use super::plan::{DP, IP, OPCODE, OTHER_FLAGS, Plan};
@@ -58,8 +58,8 @@ impl State {
         }
     }
 
-    /// Copies a register in two parts, as the stubs read and write it: an access of another size would have to
-    /// wait for both parts.
+    /// Copies a register in two parts, as the stubs read and write it. An access of another size would have to wait for
+    /// the stores of both parts.
     #[inline(always)]
     fn copy_register(&mut self, from: usize, to: usize) {
         let F80 { mantissa, exponent } = self.st[from];
@@ -67,7 +67,7 @@ impl State {
     }
 }
 
-/// Stores the effects of an instruction besides its result: flags, condition codes, pointers. Pops.
+/// Stores the effects of an instruction other than its result (flags, condition codes, pointers), and pops registers.
 #[inline(always)]
 fn finish(cpu: &mut Cpu, op: &Op, plan: Plan, status: u16) {
     let conditions = u16::from(plan.conditions) << 8;

@@ -1,9 +1,9 @@
-//! Executes one x87 instruction on the host, on the guest's registers.
+//! Executes one x87 instruction of the host with the guest's registers as operands.
 //!
-//! The sticky flags stay set in the host's status word, as in MXCSR (`simd::host`), because clearing them takes
-//! longer than most instructions. If a flag is set that the guest has clear, the flags are cleared and the
-//! instruction is executed once more, to see whether this instruction set it. FLDCW is skipped if the guest's control
-//! word equals the host's.
+//! The sticky flags stay set in the host's status word, as in MXCSR (`simd::host`), because clearing them takes longer
+//! than most instructions. If the host has a flag set that is clear in the guest, the flags are cleared and the
+//! instruction is executed once more, to find out whether this instruction has set the flag. FLDCW is skipped if the
+//! guest's control word equals the host's.
 
 use crate::state::{F80, State};
 use crate::x87::Stub;
@@ -27,8 +27,9 @@ pub(super) struct Call<'s> {
 }
 
 /// Defines functions that run a stub on the host: they push `load`, call the stub, run `then`, and end with `store`,
-/// which empties the stack. If a flag is set that the guest has clear, they do all this once more, because the flag may
-/// have been in the status word before. Each returns the status word and the value that `then` left in RDX.
+/// which empties the stack. If the host then has a flag set that is clear in the guest, they do all this once more,
+/// because the flag may have been set before the instruction. Each returns the status word and the value that `then`
+/// left in RDX.
 macro_rules! calls {
     ($($name:ident: [$($load:literal),*] [$($then:literal),*] [$($store:literal),*];)*) => {$(
         #[inline(always)]

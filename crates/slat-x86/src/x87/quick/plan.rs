@@ -1,19 +1,19 @@
-//! What a handler has to know of its instruction besides the operands. It is determined once, when the
-//! instruction is decoded.
+//! A handler's data about its instruction, besides the operands. It is computed once, when the instruction is decoded.
 
 use crate::op::Op;
 use crate::state::flags::{AF, ALWAYS, ARITHMETIC, OF, SF};
 use crate::x87::{Image, NO_IP, NO_OPCODE, Run, Stub};
 use core::sync::atomic::{AtomicU16, Ordering::Relaxed};
 
-/// The condition codes, as the upper byte of the status word has them.
+/// The condition codes, as bits of the upper byte of the status word.
 const CONDITIONS: u8 = 0x47;
 
-/// What a handler has to know of its instruction besides the operation. It is packed into `op.imm`, whose low 16 bits
-/// are the instruction's own stub.
+/// A handler's data about its instruction, besides the operation. It is packed into `op.imm`, whose low 16 bits are the
+/// instruction's own stub.
 #[derive(Clone, Copy)]
 pub(super) struct Plan {
-    /// The stub to call. It may be another form of the instruction, which leaves less on the host's stack.
+    /// The stub to call. The stub may be another form of the instruction, if that leaves fewer values on the host's
+    /// stack.
     pub(super) stub: Stub,
     /// The registers and flags that the instruction writes besides its result.
     pub(super) touches: u8,
@@ -76,9 +76,9 @@ pub(super) fn touched(stub: Stub) -> (u8, u8) {
     (touches, conditions & CONDITIONS)
 }
 
-/// Executes an instruction on a usual state, to find out which pointers, flags and condition codes it writes on this
-/// host. CPUs differ: newer ones write FOP and FDP only when an exception is not masked, and a CPU may leave unchanged
-/// what the manuals call undefined.
+/// Executes an instruction in a usual state, to find out which pointers, flags and condition codes it writes on this
+/// host. CPUs differ: newer ones write FOP and FDP only if an exception is not masked, and a CPU may leave flags
+/// unchanged that the manuals call undefined.
 fn probe(stub: Stub) -> (u8, u8) {
     const ONE: [u8; 10] = [0, 0, 0, 0, 0, 0, 0, 0x80, 0xff, 0x3f];
     let mut st = [0; 80];

@@ -1,4 +1,4 @@
-//! Checks that another decoder reads what [`Assembler`] writes.
+//! Checks that another decoder reads the instructions that [`Assembler`] writes.
 
 use super::*;
 use iced_x86::{Decoder, DecoderOptions, FastFormatter};
@@ -26,7 +26,7 @@ fn name(size: u8, register: Reg) -> &'static str {
     NAMES[usize::from(size)][usize::from(register.0)]
 }
 
-/// Returns what another decoder reads.
+/// Returns the code as another decoder reads it.
 fn read(code: &[u8]) -> String {
     let mut text = String::new();
     let mut decoder = Decoder::with_ip(64, code, 0, DecoderOptions::NONE);
