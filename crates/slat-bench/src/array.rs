@@ -6,10 +6,10 @@
 //! address scans all of the array. For a look-up by id there is an index.
 //!
 //! # Why this is a fair race
-//! All code except that for memslots is slat's own: tables, walks, flushes, the installation of a leaf. The rival's
-//! engine has one memslot that covers all guest memory, so that looking up the engine's own memslots costs nothing. The
-//! rival zaps translations by [`slat::Vm::zap`]. So both sides do the same operations on the same tables, and differ
-//! only in how they find and change a memslot:
+//! Only the code for memslots is the rival's. All other code is slat's: tables, walks, flushes, the installation of a
+//! leaf. The rival's engine has one memslot that covers all guest memory, so that looking up the engine's own memslots
+//! costs nothing. The rival zaps translations by [`slat::Vm::zap`]. So both sides do the same operations on the same
+//! tables, and differ only in how they find and change a memslot:
 //!
 //! * a *fault* costs the rival its search and then slat's fault. That fault looks up the covering memslot, which slat
 //!   remembers. To make up for this, slat's side looks up its remembered memslot once more after each fault
@@ -80,7 +80,7 @@ struct Set {
 }
 
 impl Set {
-    /// Index of the first slot at or after `base`.
+    /// Returns the index of the first slot at or after `base`.
     fn place(&self, base: u64) -> usize {
         self.slots.partition_point(|slot| slot.base < base)
     }
@@ -108,7 +108,7 @@ impl Set {
             .filter_map(move |slot| slot.gfns_backed_by(range))
     }
 
-    /// Makes this a copy of `old` without the slot at index `leaves`, and with the slot `comes`.
+    /// Makes `self` a copy of `old` without the slot at index `leaves`, and with the slot `comes`.
     fn copy_with(&mut self, old: &Set, leaves: Option<usize>, comes: Option<Slot>) {
         self.slots.clear();
         self.slots.reserve(old.slots.len() + 1);
@@ -270,8 +270,8 @@ impl ArrayVm {
         self.engine.stats()
     }
 
-    /// Creates, deletes or moves a memslot, or changes its flags, by the rules of
-    /// [`slat::Vm::set_memory_region`]; size 0 deletes.
+    /// Creates, deletes or moves a memslot, or changes its flags, by the rules of [`slat::Vm::set_memory_region`]. Size
+    /// 0 deletes the memslot.
     ///
     /// # Errors
     /// [`RegionError`]; nothing was changed.
@@ -367,12 +367,12 @@ pub struct ArrayVcpu {
 }
 
 impl ArrayVcpu {
-    /// Enters, like [`slat::Vcpu::enter`].
+    /// Enters a reader section, like [`slat::Vcpu::enter`].
     pub fn enter(&mut self) {
         self.engine.enter_unguarded(0);
     }
 
-    /// Leaves, like [`slat::Vcpu::leave`].
+    /// Leaves the reader section, like [`slat::Vcpu::leave`].
     pub fn leave(&mut self) {
         self.engine.leave();
     }

@@ -65,7 +65,7 @@ pub fn region(slot: u32, gpa: u64, pages: u64, backing: u64) -> Region {
     Region::new(slot, Gpa(gpa), pages << PAGE_SHIFT, Hva(backing))
 }
 
-/// Creates, moves or changes a memslot as `region` says, or deletes it if its size is 0.
+/// Creates, moves or changes a memslot as `region` says, or deletes the memslot if the region's size is 0.
 ///
 /// # Errors
 /// The errors of [`Vm::set_memory_region`] and [`Vm::remove_memory_region`].

@@ -23,7 +23,7 @@ pub struct Experiment {
     pub(crate) rows: Rows,
 }
 
-/// Which policies of an experiment's VMs a user can set.
+/// The policies of an experiment's VMs that a user can set.
 pub(crate) enum Settable {
     /// No policy: the engine alone is measured, with the experiment's own policies.
     None,

@@ -114,7 +114,7 @@ impl Qemu {
         self.input.write_all(format!("{command}\n").as_bytes())?;
         let position = self.position;
         let answer = self.expect(PROMPT)?;
-        // The next question waits for this prompt again.
+        // The search for the next command's prompt begins here.
         self.position = position + answer.len();
         Ok(answer)
     }

@@ -32,7 +32,7 @@ pub enum Unit {
 pub struct Sample {
     /// The metric's name in the JSON contract.
     pub metric: &'static str,
-    /// Its unit.
+    /// The metric's unit.
     pub unit: Unit,
     /// The value.
     pub value: f64,
@@ -72,7 +72,7 @@ pub struct Row {
     pub metric: &'static str,
     /// The median.
     pub value: f64,
-    /// Its unit.
+    /// The metric's unit.
     pub unit: Unit,
 }
 

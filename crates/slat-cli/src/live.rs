@@ -69,7 +69,7 @@ fn run(terminal: &mut DefaultTerminal, interval: Duration, view: &mut impl View)
     }
 }
 
-/// The style of heads.
+/// Returns the style of heads.
 pub fn bold() -> Style {
     Style::new().add_modifier(Modifier::BOLD)
 }

@@ -55,7 +55,7 @@ impl Pending {
     /// Opens `path` for writing, or creates it.
     ///
     /// # Errors
-    /// A sentence for the user, which names `path` and what to do.
+    /// A sentence for the user, which names `path` and a remedy.
     pub fn open(path: &Path) -> Result<Self, String> {
         let create = OpenOptions::new().write(true).create_new(true).open(path);
         let (file, is_new) = match create {

@@ -35,7 +35,7 @@ const REMEMBERED: usize = 24;
 /// `kvm_run.flags` before a run has begun.
 const NOT_BEGUN: u16 = 0xffff;
 
-/// How a `KVM_RUN` is ended.
+/// The way in which a `KVM_RUN` is ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kick {
     /// A signal, whose handler announces itself.
@@ -70,7 +70,7 @@ pub struct Step {
 pub struct Slice {
     /// The vCPU's `kvm_run`, mapped until the run has returned.
     pub page: usize,
-    /// How long the guest may run.
+    /// The time for which the guest may run.
     pub length: Duration,
     /// The way in which the run is ended after that time.
     pub kick: Kick,

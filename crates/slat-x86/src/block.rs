@@ -31,9 +31,9 @@ struct Next {
 
 /// A decoded basic block.
 ///
-/// The run loop rarely finds a block in the nearest data cache. So the block's first cache line contains what
-/// identifies the block, and the second line what is needed to run it. While a block runs, the processor prefetches
-/// both lines of the next block.
+/// The run loop rarely finds a block in the nearest data cache. So the block's first cache line contains the fields
+/// that identify the block, and the second line the fields needed to run it. While a block runs, the processor
+/// prefetches both lines of the next block.
 #[repr(C, align(64))]
 pub(crate) struct Block {
     pub(crate) key: Key,
@@ -168,7 +168,7 @@ impl Block {
         self.heat.set(0);
     }
 
-    /// Forgets how often the block ran, its compiled code, and what followed it.
+    /// Forgets the block's number of entries, its compiled code, and the block that followed it.
     pub(crate) fn cool(&mut self) {
         self.next.set(None);
         #[cfg(feature = "jit")]

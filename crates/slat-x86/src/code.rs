@@ -12,7 +12,7 @@ pub(crate) const ANY_PAGE: usize = 1;
 
 /// The code of a CPU.
 pub(crate) struct Code {
-    /// Tells when decoded code has to be checked again.
+    /// Tells when decoded code must be checked again.
     pub(crate) clock: Clock,
     /// This CPU's membership in the group of CPUs that share memory: through it they tell each other of stores to code.
     pub(crate) member: Member,
@@ -22,7 +22,7 @@ pub(crate) struct Code {
     pub(crate) page: usize,
     /// RIP at the start of the running block.
     pub(crate) rip: u64,
-    /// An instruction was abandoned because its page walk set a bit in a page of decoded code: see
+    /// Whether an instruction was abandoned because its page walk set a bit in a page of decoded code: see
     /// `Cpu::finish_fetched`.
     pub(crate) walk_changed: bool,
 }

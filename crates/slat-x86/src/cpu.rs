@@ -27,7 +27,7 @@ use crate::tlb::{PCID_BITS, SUPERVISOR, SUPERVISOR_AC, Tlb, USER, USER_CHECKED, 
 use crate::watch::Watch;
 use std::ptr::NonNull;
 
-/// One software CPU: what instructions act on. An [`Executor`](crate::Executor) runs it.
+/// One software CPU, on which instructions act. An [`Executor`](crate::Executor) runs it.
 ///
 /// Its first fields are the ones that compiled code uses most, in the order that `jit::window` gives.
 #[repr(C)]
@@ -125,7 +125,7 @@ impl Cpu {
         self.features = features;
     }
 
-    /// Sets what happens at a locked access that crosses a cache line.
+    /// Sets the effect of a locked access that crosses a cache line.
     pub fn set_bus_locks(&mut self, when: BusLocks) {
         self.bus_lock.when = when;
     }
@@ -174,7 +174,7 @@ impl Cpu {
         (self.svm.world() as u16) << PCID_BITS | pcid
     }
 
-    /// Returns what the CPU has done so far.
+    /// Returns the counts of the CPU's work so far.
     pub fn counters(&self) -> &Counters {
         &self.counters
     }

@@ -145,7 +145,7 @@ impl Cpu {
         None
     }
 
-    /// Whether [`take_traps`](Self::take_traps) has a trap to take.
+    /// Whether [`take_traps`](Self::take_traps) would take a trap.
     pub(crate) fn has_traps(&self) -> bool {
         self.has_debug_trap() || self.probes.hit.is_some()
     }

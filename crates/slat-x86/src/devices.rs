@@ -147,7 +147,7 @@ pub(crate) enum QuestionKind {
     Wrmsr,
 }
 
-/// A port access that has to be completed.
+/// A port access that is not complete.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Port {
     /// RIP of the instruction, and of the next one.

@@ -246,7 +246,7 @@ impl Cpu {
         self.adopt_flags();
     }
 
-    /// Call after all arithmetic flags were written to `state.rflags`. Drops the record.
+    /// Call after all arithmetic flags were written to `state.rflags`. Ends the record.
     pub(crate) fn adopt_flags(&mut self) {
         self.lazy.kind = DONE;
         self.lazy.set_carry(self.state.rflags & CF != 0);

@@ -1,4 +1,4 @@
-//! Heap allocations that return [`OutOfMemory`] where `Box::new` and `Vec::push` abort.
+//! Heap allocations that return [`OutOfMemory`] in cases in which `Box::new` and `Vec::push` abort.
 
 use std::alloc::{Layout, alloc};
 use std::fmt;

@@ -1,4 +1,4 @@
-//! The CPU's side of compiled code: makes regions of hot code, and runs them.
+//! The CPU's side of compiled code: requests regions of hot code, and runs them.
 
 use crate::block::Block;
 use crate::code::ANY_PAGE;
@@ -25,7 +25,7 @@ const BLOCKS: usize = 24;
 const BYTES: usize = 1024;
 
 impl Executor {
-    /// Sets the compiler, by which code is compiled from now on.
+    /// Sets the compiler that compiles this CPU's code from now on.
     ///
     /// # Errors
     /// [`OutOfMemory`].
@@ -64,14 +64,15 @@ impl Executor {
         }
     }
 
-    /// Call when a run ends for its caller's attention. The caller interrupts a run every few milliseconds at least.
+    /// Call when a run ends for its caller's attention. The caller must interrupt a run at least every few
+    /// milliseconds.
     pub(crate) fn note_interrupted(&mut self) {
         self.interrupted = Some(self.state.rip);
     }
 
     /// Call when a block with compiled code is about to run, if the last run was interrupted there. The block is then a
-    /// *sample* of the code that takes the time. At its second sample a region is compiled by Cranelift, which takes
-    /// less time than has passed since the last sample.
+    /// *sample* of the code that takes the time. At its second sample, Cranelift compiles a region, which takes less
+    /// time than has passed since the last sample.
     #[cold]
     #[inline(never)]
     pub(crate) fn sampled(&mut self, found: NonNull<Block>) {
@@ -94,8 +95,8 @@ impl Executor {
     }
 
     /// Returns the block of the region that ran when the run was interrupted. `next` is the block that runs afterwards.
-    /// A region without loops ends before it looks at `attention`, so `next` belongs to another region. If `next` were
-    /// the sample, code without loops would never be one.
+    /// A region without loops ends before it checks `attention`, so `next` may belong to another region. If `next`
+    /// always were the sample, code without loops would never be sampled.
     fn interrupted_in(&mut self, next: NonNull<Block>) -> NonNull<Block> {
         // SAFETY: as in `warmed`.
         let next_block = unsafe { next.as_ref() };
@@ -148,7 +149,8 @@ impl Executor {
         };
         let done = client.compiler.take(client.number);
         if done.is_refused {
-            // All blocks are forgotten: hot code will be compiled again, the rest stays forgotten.
+            // The region was refused for lack of memory. All blocks are forgotten, so that memory is freed. Hot code
+            // will be compiled again; the rest stays forgotten.
             return self.forget_blocks();
         }
         for (region, page) in done.regions {
@@ -204,7 +206,7 @@ impl Executor {
     }
 
     /// Collects the blocks of a region: `block`, and the kept blocks of its page that may follow it. Also returns the
-    /// address from which the places of the region count.
+    /// base of the region's places.
     fn collect(&self, block: &Block, tier: Tier) -> Result<(Source, u64), OutOfMemory> {
         let (kind, page) = Kind::of(&block.key, tier);
         let mut source = Source {
@@ -236,14 +238,14 @@ impl Executor {
             // SAFETY: alive, and nothing changes it meanwhile.
             let found = unsafe { found.as_ref() };
             let (code, after) = found.parts();
-            // A block that has hardly run is left out: it would make the region larger, and save nothing. But a block
-            // whose code was found already compiled counts as warm, although the interpreter has never run it.
+            // A block that has hardly run is left out, because it would make the region larger, and save nothing. But a
+            // block whose code was found already compiled counts as warm, although the interpreter has never run it.
             let is_warm = found.heat.get() <= WARM - WARM / 8
                 || found.asked.get().is_some()
                 || found.entrance.is_some()
                 || self.compiles_at_once();
-            // If a block has a region, that region is entered there. Without this rule a boot
-            // compiled each block twice.
+            // If a block already has a region, that region is entered at the block. Without this rule a boot compiled
+            // each block twice.
             let is_known = tier == Tier::Baseline
                 && rip != block.key.rip
                 && found.entrance.is_some()
@@ -251,7 +253,7 @@ impl Executor {
             if is_known {
                 continue;
             }
-            // Memory must hold the block: if only code of other blocks ran for a while, nobody has checked this one.
+            // Memory must hold the block. If only other blocks ran for a while, this block was not checked.
             if !is_warm || !after.is_empty() || !block.holds_beside(key.lin, code) {
                 continue;
             }
@@ -309,8 +311,8 @@ impl Executor {
         Some(code)
     }
 
-    /// Makes sure that targets match the CPU's mode and code segment. A target is identified by RIP alone. In
-    /// code with segments RIP is not enough, so targets of another base are forgotten. Mode and base do not
+    /// Makes sure that targets match the CPU's mode and code segment. A target is identified by RIP alone. In code with
+    /// segments RIP is not enough, so this forgets the targets if the base of CS has changed. Mode and base do not
     /// change while regions run.
     fn tell_targets_apart(&mut self) {
         if mode::has_segments(self.mode) && self.code_base != self.state.cs.base {
@@ -371,12 +373,12 @@ impl Executor {
             Status::Interpret => {
                 // SAFETY: set for this run.
                 let attention = unsafe { &*self.compiled.attention };
-                // If a kick has interrupted the access, repeating the access now would only sleep again.
+                // If the caller's kick has interrupted the access, repeating the access now would only sleep again.
                 if attention.load(Ordering::Relaxed) != 0 {
                     self.devices.met = None;
                     return None;
                 }
-                // The flag belongs to an access that is made again, perhaps at another address.
+                // The access is made again, perhaps at another address, so its flag is cleared.
                 self.raised.noncanonical = false;
                 let exit = match self.find_block() {
                     // SAFETY: a block lives until all are freed, which happens in `find_block` only; nothing

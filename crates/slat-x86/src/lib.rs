@@ -10,12 +10,12 @@
 //! | layer | file | idea |
 //! |---|---|---|
 //! | base | `heap`, `pool`, `hash`, `sync` | allocations that may fail; memory freed at once; a hash; loom's parts |
-//! | | `counters` | what the CPU counts of its work |
+//! | | `counters` | counts of the CPU's work |
 //! | | `clock` | when decoded code must be checked again |
 //! | | `decoder` | the tables of the instruction decoder |
-//! | | `frame`, `source`, `tss` | what the delivery of an event pushes; the origins of events; the task-state segment |
+//! | | `frame`, `source`, `tss` | the words that an event pushes; the origins of events; the task-state segment |
 //! | guest | `state` | the architectural registers |
-//! | | `machine` | what the CPU needs from its machine, and its exits |
+//! | | `machine` | the services that the CPU needs from its machine, and its exits |
 //! | | `mode`, `flow` | the state on which decoding depends; how an instruction ends |
 //! | sem | `int` | the operand sizes |
 //! | | `sem/` | the meaning of integer instructions, for interpreter and compiler |
@@ -27,7 +27,7 @@
 //! | | `nested/` | the state of guest mode, and the layout of its control block |
 //! | | `code_pages` | the pages with decoded code, and the stores to them that CPUs report to one another |
 //! | | `code`, `snapshot`, `once` | a CPU's data about code: copies, with which blocks are compared; code not kept |
-//! | | `compiled` | what compiled code uses of a CPU |
+//! | | `compiled` | the fields of a CPU that compiled code uses |
 //! | | `raised`, `requests` | what an instruction has raised; the caller's requests to end a run |
 //! | | `bus_lock` | locked accesses that cross a cache line |
 //! | | `progress` | for how long events were delivered without an instruction in between |
@@ -40,7 +40,7 @@
 //! | memory | `mmio` | MMIO accesses |
 //! | | `mem/` | loads and stores |
 //! | | `fetch` | fetching code |
-//! | events | `intercept` | what makes a nested guest leave |
+//! | events | `intercept` | the instructions and events that make a nested guest leave |
 //! | | `debug` | debug exceptions and single steps |
 //! | | `ask` | instructions of which the caller executes a part |
 //! | | `svm/` | nested virtualization by SVM |
@@ -72,7 +72,7 @@
 //!
 //! The caller has called `slat_guard::install` before it runs a CPU.
 //!
-//! Missing: AVX-512 and what came after it, interrupt and trap gates out of virtual-8086 mode and IRET into it (task
+//! Missing: AVX-512 and later extensions, interrupt and trap gates out of virtual-8086 mode and IRET into it (task
 //! switches do both), VMX.
 
 mod ask;

@@ -232,7 +232,7 @@ fn lower_simd_or_off(lower: Lower, insn: &Instruction, mode: u8, op: &mut Op) ->
     })
 }
 
-/// Like [`lower_simd`], for an instruction without a row: an x87 instruction, or none that this CPU has.
+/// Like [`lower_simd`], for an instruction without a row: an x87 instruction, or an instruction that this CPU lacks.
 #[inline(never)]
 fn lower_x87(insn: &Instruction, code: &[u8], mode: u8, op: &mut Op) -> Option<Handler> {
     if insn.encoding() != EncodingKind::Legacy {

@@ -3,7 +3,7 @@
 use crate::state::State;
 use std::ptr::NonNull;
 
-/// What a memory access does.
+/// The kind of a memory access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
     /// Reads data.
@@ -31,7 +31,7 @@ pub struct Paging {
     pub pkru: u32,
     /// Whether the access is a user access (CPL 3, except the CPU's own accesses to its tables).
     pub user: bool,
-    /// RFLAGS.AC of an explicit supervisor access. If set, SMAP does not apply.
+    /// Whether this is an explicit supervisor access with RFLAGS.AC set, to which SMAP does not apply.
     pub ac: bool,
     /// The tables of a hypervisor that is a guest, through which all guest-physical addresses go.
     pub nested: Option<NestedPaging>,
@@ -68,18 +68,18 @@ impl Paging {
 pub struct HostPage {
     /// The first byte of the page in this process.
     pub base: NonNull<u8>,
-    /// Further reads at this privilege need no new translation.
+    /// Whether further reads at this privilege level need no new translation.
     pub read: bool,
-    /// Further writes at this privilege need no new translation.
+    /// Whether further writes at this privilege level need no new translation.
     pub write: bool,
-    /// Further instruction fetches at this privilege need no new translation.
+    /// Whether further instruction fetches at this privilege level need no new translation.
     pub execute: bool,
     /// The guest-physical address of the page, if the machine wants to know of each store to the page
-    /// ([`Mmu::stored`]). Then `write` is false: every store is translated anew.
+    /// ([`Mmu::stored`]). Then `write` is false, and every store is translated again.
     ///
     /// When a page becomes tracked, the CPU must have no translation for writes to the page. So if [`Mmu::translate`]
-    /// begins to track such a page, it raises `attention` and returns [`Fault::Retry`]: without the retry the CPU would
-    /// see `attention` only after the rest of the block.
+    /// begins to track such a page, it raises `attention` and returns [`Fault::Retry`]. Without the retry, the CPU
+    /// would see `attention` only after the rest of the block.
     pub tracked: Option<u64>,
     /// The size of the guest's page, 2^`bits` bytes, of which this page is a part. INVLPG drops all parts.
     pub bits: u32,
@@ -162,8 +162,8 @@ pub trait Mmu {
         self.translate(gpa, access, &Paging::OFF)
     }
 
-    /// Like [`translate_physical`](Self::translate_physical), but for a physical address of a nested guest. It goes
-    /// through the `nested` tables first, which may cause [`Fault::NestedPage`].
+    /// Like [`translate_physical`](Self::translate_physical), but for a physical address of a nested guest. The address
+    /// is first translated by the `nested` tables, which may cause [`Fault::NestedPage`].
     fn translate_nested_physical(
         &mut self,
         gpa: u64,
@@ -235,7 +235,7 @@ pub trait Machine: Mmu {
     /// Called after the guest has written CR8, its local APIC's task priority. (A write of the APIC's register by WRMSR
     /// changes CR8.)
     fn set_task_priority(&mut self, _cr8: u64) {}
-    /// Returns what VMCALL or VMMCALL does in this machine.
+    /// Returns the effect of VMCALL or VMMCALL in this machine.
     fn hypercall_instruction(&mut self, _which: HypercallInstruction) -> Hypercalls {
         Hypercalls::Executed
     }
@@ -277,7 +277,7 @@ impl HypercallInstruction {
     }
 }
 
-/// What an instruction that calls the hypervisor does.
+/// The effect of an instruction that calls the hypervisor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Hypercalls {
     /// The CPU executes the instruction.
@@ -315,7 +315,7 @@ pub enum ProbeKind {
     Access,
 }
 
-/// Why [`Exit::Probe`] has ended the run.
+/// The reason of an [`Exit::Probe`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ProbeHit {
     /// A code probe is at the next instruction.
@@ -336,7 +336,7 @@ pub enum Exit {
         port: u16,
         /// Bytes per access: 1, 2 or 4.
         size: u8,
-        /// An OUT, in contrast to IN.
+        /// Whether the access is an OUT, not an IN.
         write: bool,
         /// The number of units. More than 1 only for repeated INS and OUTS, which move all units that lie in one page
         /// at once. [`Cpu::output`](crate::Cpu::output) holds the data of a write.
@@ -349,7 +349,7 @@ pub enum Exit {
         gpa: u64,
         /// 1 to 8 bytes.
         len: u8,
-        /// A write, in contrast to a read.
+        /// Whether the access is a write, not a read.
         write: bool,
         /// The data of a write.
         data: [u8; 8],
@@ -394,7 +394,7 @@ pub enum Exit {
         bytes: [u8; 15],
         /// Number of known bytes.
         len: u8,
-        /// What is missing, for the log.
+        /// The missing feature, for the log.
         reason: &'static str,
     },
     /// The guest can take an interrupt now. [`Cpu::interrupt_window`](crate::Cpu) has requested this exit.

@@ -24,7 +24,7 @@ impl Cpu {
             .map(|met| met.gpa)
     }
 
-    /// Without a compiler, no device is remembered.
+    /// Returns `None`: without a compiler, no device is remembered.
     #[cfg(not(feature = "jit"))]
     #[inline]
     pub(crate) fn take_met(&mut self, _: u64, _: Access) -> Option<u64> {
@@ -57,8 +57,8 @@ impl Cpu {
         self.devices.taken = 0;
     }
 
-    /// If a read at `lin` whose data is known is one that the current execution has not made yet, returns the read's
-    /// guest-physical address.
+    /// Returns the guest-physical address of a read at `lin` whose data is known, if the current execution has not made
+    /// that read yet.
     pub(crate) fn answered_at(&self, lin: u64) -> Option<u64> {
         let mut left = self.fixed.answers.waiting().iter().skip(self.devices.taken);
         left.find(|answer| answer.lin == lin)

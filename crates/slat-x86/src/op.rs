@@ -98,7 +98,7 @@ pub struct Op {
     pub offset: u8,
     /// A second small value for the handler: condition, sub-operation.
     pub aux: u8,
-    /// LOCK prefix; also set for XCHG.
+    /// Whether the instruction has a LOCK prefix, or is an XCHG.
     pub lock: bool,
     /// 0 none, 1 REP/REPE, 2 REPNE.
     pub rep: u8,

@@ -37,7 +37,7 @@ pub(crate) struct Probes {
     pub(crate) passed: Option<u64>,
     /// The access by which the current instruction has hit a data probe.
     access: Option<(ProbeKind, u64)>,
-    /// What ends the run before the next instruction.
+    /// The hit that ends the run before the next instruction.
     pub(crate) hit: Option<ProbeHit>,
 }
 

@@ -6,13 +6,14 @@ use std::time::Duration;
 /// The events that end a run because the caller has asked for them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Requests {
-    /// End the run with [`Exit::InterruptWindow`](crate::Exit::InterruptWindow) when the guest could take an interrupt.
+    /// Whether to end the run with [`Exit::InterruptWindow`](crate::Exit::InterruptWindow) when the guest could take an
+    /// interrupt.
     pub interrupt_window: bool,
-    /// End the run with [`Exit::InterruptWindow`](crate::Exit::InterruptWindow) when GIF is set: the caller waits for
-    /// GIF.
+    /// Whether to end the run with [`Exit::InterruptWindow`](crate::Exit::InterruptWindow) when GIF is set, because the
+    /// caller waits for GIF.
     pub gif_window: bool,
-    /// End the run with [`Exit::Notify`](crate::Exit::Notify) when events have been delivered for longer than this
-    /// without an instruction in between.
+    /// The time for which events may be delivered without an instruction in between. After that the run ends with
+    /// [`Exit::Notify`](crate::Exit::Notify).
     pub notify_window: Option<Duration>,
     /// Debug exceptions that end the run with [`Exit::Debug`](crate::Exit::Debug) instead of being delivered to the
     /// guest.

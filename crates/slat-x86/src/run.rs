@@ -1,4 +1,4 @@
-//! The run loop: executes block after block, and handles what happens between them.
+//! The run loop: executes block after block, and handles pending work between them.
 
 use crate::block::Block;
 use crate::executor::Executor;
@@ -72,7 +72,7 @@ impl Executor {
 
     /// Calls `f`, in which the CPU executes. During the call, other CPUs report changes of code in `attention`.
     fn told_by<T>(&mut self, attention: &AtomicU32, f: impl FnOnce(&mut Self) -> T) -> T {
-        /// Ends the CPU's membership in the run when dropped, even if `f` panics.
+        /// When dropped, even if `f` panics, ends the time in which other CPUs report to this CPU.
         struct Leave<'a>(&'a mut Executor);
         impl Drop for Leave<'_> {
             fn drop(&mut self) {

@@ -1,4 +1,4 @@
-//! System management mode: what an SMI does to the registers, which of them it saves, and how RSM restores them (AMD64
+//! System management mode: how an SMI changes the registers, which registers it saves, and how RSM restores them (AMD64
 //! volume 2, chapter 10; SDM volume 3, chapter "System Management Mode").
 //!
 //! The CPU neither enters nor leaves the mode by itself. It ends its run with [`Exit::Smi`](crate::Exit) or
@@ -31,7 +31,7 @@ const RFLAGS: u64 = 0x3f_7fd5;
 const SHADOW_MOV_SS: u8 = 1;
 const SHADOW_STI: u8 = 2;
 
-/// How the saved registers are arranged.
+/// The arrangement of the saved registers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SmramMap {
     /// The map of a CPU without long mode: Intel's map of the P6.

@@ -187,7 +187,7 @@ pub struct Exception {
 /// The most NMIs that can be pending: one that is delivered next, and one after it. As in KVM, further ones are lost.
 pub const MAX_NMIS: u8 = 2;
 
-/// Events that are pending, and what delays them.
+/// The pending events, and the state that delays them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Events {
     /// An exception to deliver before the next instruction.
@@ -206,7 +206,7 @@ pub struct Events {
     pub smi: bool,
     /// Whether the CPU is in system management mode: between an SMI and RSM.
     pub smm: bool,
-    /// In system management mode: whether NMIs were blocked before, and stay blocked after RSM.
+    /// In system management mode: whether NMIs were blocked before the SMI. If so, they stay blocked after RSM.
     pub smm_inside_nmi: bool,
     /// Whether GIF is 0, after CLGI or a #VMEXIT. If so, no interrupt, NMI or SMI is taken before STGI.
     pub gif_clear: bool,

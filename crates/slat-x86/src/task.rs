@@ -38,7 +38,7 @@ const DR7_LOCAL: u64 = 0x155;
 /// The busy flag in the access byte of a TSS descriptor.
 const BUSY: u8 = 2;
 
-/// How a task switch was initiated.
+/// The origin of a task switch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Initiator {
     /// JMP.

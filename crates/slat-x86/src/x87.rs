@@ -58,9 +58,9 @@ impl Image {
     }
 }
 
-/// The instructions, four bytes apart. The instructions on registers are first: eight opcodes (D8 to DF) with 64 ModR/M
-/// bytes (C0 to FF) each. The instructions on memory at RDI follow: eight opcodes with eight ModR/M bytes each, first
-/// without and then with an operand-size prefix (which matters for the environment only).
+/// The x87 instructions as stubs, four bytes apart. The instructions on registers are first: eight opcodes (D8 to DF)
+/// with 64 ModR/M bytes (C0 to FF) each. The instructions on memory at RDI follow: eight opcodes with eight ModR/M
+/// bytes each, first without and then with an operand-size prefix (which matters for the environment only).
 #[unsafe(naked)]
 unsafe extern "C" fn stubs() {
     naked_asm!(
@@ -130,7 +130,7 @@ impl Stub {
     }
 }
 
-/// The [`Stub`] of the instruction itself. The upper bits of `op.imm` are those of a `Plan` (`quick`).
+/// Returns the [`Stub`] of the instruction itself. The upper bits of `op.imm` are those of a `Plan` (`quick`).
 fn own_stub(op: &Op) -> Stub {
     Stub(op.imm as u16)
 }
@@ -278,7 +278,7 @@ fn store(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// FLDENV and FRSTOR, which load the pointers, too.
+/// Executes FLDENV or FRSTOR, which load the pointers, too.
 fn load_environment(cpu: &mut Cpu, op: &Op) -> Flow {
     check_pending(cpu)?;
     let lin = cpu.lin(op, op.aux.into())?;
@@ -378,7 +378,7 @@ impl Run {
 
     /// Executes the instruction until `is_whole`, which gets the result and the state before, accepts the result. Each
     /// attempt begins with the same state. After four attempts the result is accepted unchecked, because this host then
-    /// behaves differently from what `is_whole` expects.
+    /// does not behave as `is_whole` expects.
     fn repeat(&mut self, stub: Stub, is_whole: impl Fn(&Run, &Run) -> bool) {
         let before = self.clone();
         self.execute(stub);

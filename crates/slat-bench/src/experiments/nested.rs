@@ -169,7 +169,7 @@ fn ring(machine: &mut Machine<'_, Slat>, times: u64) -> Result<Vec<Sample>, Fail
     ])
 }
 
-/// A device with one register.
+/// Handles the exits of a device with one register.
 fn bell(index: usize, exit: VcpuExit<'_>) -> Result<(), Failure> {
     match exit {
         VcpuExit::MmioWrite(DEVICE, [_, _, _, _]) => Ok(()),

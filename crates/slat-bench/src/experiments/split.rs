@@ -65,7 +65,7 @@ enum Call {
     Split,
 }
 
-/// How the memslot is mapped before the call.
+/// The leaves that map the memslot before the call.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Mapped {
     Small,

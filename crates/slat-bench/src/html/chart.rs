@@ -23,7 +23,7 @@ pub enum Role {
 /// One bar.
 #[derive(Debug)]
 pub struct Bar<'a> {
-    /// Its meaning.
+    /// The meaning of the bar.
     pub role: Role,
     /// The variant.
     pub name: &'a str,
@@ -53,7 +53,7 @@ pub struct Chart<'a> {
     pub family: Option<&'a str>,
     /// The metric's name.
     pub metric: &'a str,
-    /// Its unit.
+    /// The metric's unit.
     pub unit: Unit,
     /// The cases in the order of the table.
     pub cases: Vec<Case<'a>>,

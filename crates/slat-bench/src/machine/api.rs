@@ -23,7 +23,7 @@ pub trait Api: Sized {
     /// Opens the KVM.
     ///
     /// # Errors
-    /// Those of `open("/dev/kvm")`.
+    /// The errors of `open("/dev/kvm")`.
     fn open() -> Result<Self, Failure>;
 
     /// Creates a VM without memory.

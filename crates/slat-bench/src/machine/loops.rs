@@ -305,7 +305,7 @@ programs! {
         "ret",
     ]
     /// Copies, fills and searches, by repeated instructions, 25 instructions; rdx times, rbx data of two pages. r10
-    /// counts what was not searched, r11 adds what was copied and filled.
+    /// counts the bytes that were not searched, r11 adds the values that were copied and filled.
     string = "slat_bench_string" [
         "mov byte ptr [rbx + 2048 + 200], 1",
         "2:",

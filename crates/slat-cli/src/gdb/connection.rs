@@ -11,7 +11,7 @@ use std::str::FromStr;
 
 use gdbstub::conn;
 
-/// Where GDB connects.
+/// The address at which GDB connects.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Address {
     /// ADDRESS:PORT

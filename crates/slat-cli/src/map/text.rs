@@ -26,7 +26,7 @@ pub struct Part {
     pub space: u64,
     /// The first guest-physical address of the part.
     pub gpa: u64,
-    /// Its bytes.
+    /// The size of the part in bytes.
     pub size: u64,
     /// The memslot, if the part has one.
     pub slot: Option<Slot>,
@@ -43,7 +43,7 @@ pub struct Slot {
     pub id: u64,
     /// The host-virtual address of its first byte.
     pub hva: u64,
-    /// Its flags.
+    /// The memslot's flags.
     pub flags: SlotFlags,
     /// The address of its private memory.
     pub private: Option<u64>,

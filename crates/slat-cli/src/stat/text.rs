@@ -47,15 +47,15 @@ impl Index<&str> for Counters {
 /// A vCPU.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Vcpu {
-    /// Its id.
+    /// The vCPU's id.
     pub id: u32,
     /// `runs`, `halted`, or `out` of KVM_RUN.
     pub state: String,
-    /// What the memory system has counted for it.
+    /// The counters of the memory system.
     pub memory: Counters,
-    /// What the software CPU has counted.
+    /// The counters of the software CPU.
     pub cpu: Counters,
-    /// Its exits.
+    /// The counters of exits.
     pub exits: Counters,
     /// The number of waits in halts, by the position of the highest set bit of their nanoseconds.
     pub halts: Vec<u64>,
@@ -66,7 +66,7 @@ pub struct Vcpu {
 /// Measured times.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Times {
-    /// Their sum, in nanoseconds.
+    /// The sum of the times, in nanoseconds.
     pub ns: u64,
     /// The number of times, by the position of the highest set bit of the nanoseconds.
     pub counts: Vec<u64>,
@@ -89,9 +89,9 @@ impl Times {
 pub struct Vm {
     /// The number of VMs that the process had created before this one.
     pub number: u64,
-    /// What the memory system has counted for it.
+    /// The counters of the memory system.
     pub memory: Counters,
-    /// Its vCPUs.
+    /// The VM's vCPUs.
     pub vcpus: Vec<Vcpu>,
 }
 

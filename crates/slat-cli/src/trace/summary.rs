@@ -51,13 +51,13 @@ impl Exits {
 pub struct Slot {
     /// The number of the memslot's VM.
     pub vm: u64,
-    /// Its address space.
+    /// The memslot's address space.
     pub space: u64,
-    /// Its id.
+    /// The memslot's id.
     pub id: u64,
 }
 
-/// How often each address was seen.
+/// The number of times that each address was seen.
 pub type Seen = HashMap<u64, u64>;
 
 /// The summary of a trace. All fields except `counts` are of the records that were not overwritten.

@@ -118,7 +118,7 @@ pub struct Machine {
     pub system: Handle,
     /// The VM.
     pub vm: Handle,
-    /// Its vCPU with id 0.
+    /// The VM's vCPU with id 0.
     pub vcpu: Handle,
 }
 

@@ -124,7 +124,7 @@ pub struct Difference {
 pub struct Rule {
     /// The request.
     pub request: u32,
-    /// Its object.
+    /// The request's object.
     pub on: On,
     /// The rule in words.
     pub words: &'static str,

@@ -12,13 +12,13 @@ use std::ops::Range;
 pub struct Fresh {
     /// The request.
     pub request: u32,
-    /// Its object.
+    /// The kind of the request's object.
     pub on: On,
     /// The controllers of the VM.
     pub controllers: Controllers,
     /// The argument of the request. Its bytes that are not zero select what is read.
     pub asked: Vec<u8>,
-    /// What KVM returns.
+    /// The result that KVM returns.
     pub answer: Result<Vec<u8>, i32>,
     /// Bytes that are not compared, because they are times.
     pub varies: &'static [Range<usize>],
@@ -53,7 +53,7 @@ fn vm<T: Plain>(request: u32, value: &T) -> Fresh {
     }
 }
 
-/// A segment of 64 KiB in real mode.
+/// Returns a segment of 64 KiB in real mode.
 fn segment(type_: u8, s: u8) -> kvm_segment {
     kvm_segment {
         limit: 0xffff,
@@ -173,7 +173,7 @@ fn pit() -> kvm_pit_state2 {
     state
 }
 
-/// All requests that read state.
+/// Returns all requests that read state.
 pub fn all() -> Vec<Fresh> {
     let regs = kvm_regs {
         // The processor's signature. Without CPUID leaves it is KVM's own.
@@ -325,7 +325,7 @@ pub struct FreshMsr {
     pub differs: Option<&'static str>,
 }
 
-/// The MSRs of the index list that are not 0 in a new vCPU without CPUID. All other MSRs of the list are 0.
+/// Returns the MSRs of the index list that are not 0 in a new vCPU without CPUID. All other MSRs of the list are 0.
 pub fn msrs() -> Vec<FreshMsr> {
     let msr = |index, value| FreshMsr {
         index,

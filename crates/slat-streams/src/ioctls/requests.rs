@@ -57,7 +57,7 @@ pub struct Request {
     pub number: u32,
     /// The kind of its object.
     pub on: On,
-    /// Its argument.
+    /// The request's argument.
     pub argument: Argument,
     /// The errnos that it may return.
     pub errnos: &'static [i32],

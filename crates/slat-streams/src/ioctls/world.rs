@@ -125,7 +125,7 @@ impl Handles {
 pub struct World {
     /// VMs.
     pub vms: Handles,
-    /// Their vCPUs.
+    /// vCPUs of the VMs.
     pub vcpus: Handles,
     /// Statistics, private memory, devices.
     pub others: Handles,

@@ -51,7 +51,7 @@ fn bit_test<B: Operation>(op: &Op) -> Handler {
     by_size!(op.size, bit, B)
 }
 
-/// BSF and BSR leave the destination alone if the source is zero, as processors do.
+/// Executes BSF or BSR. As on processors, the destination does not change if the source is zero.
 fn scan<T: Int, B: Operation>(cpu: &mut Cpu, op: &Op) -> Flow {
     let source = cpu.operand::<T>(op, 1)?;
     let (result, flags) = B::apply(&mut Now::new(), source, source, false);

@@ -116,7 +116,7 @@ fn jrcxz(cpu: &mut Cpu, op: &Op) -> Flow {
         Ok(())
     }
 }
-/// LOOPNE (`aux` 0), LOOPE (1) and LOOP (2).
+/// Executes LOOPNE (`aux` is 0), LOOPE (1) or LOOP (2).
 fn looping(cpu: &mut Cpu, op: &Op) -> Flow {
     let mask = count_mask(op);
     let rcx = &mut cpu.state.gpr[1];

@@ -68,7 +68,7 @@ fn mov(op: &Op) -> Handler {
     }
 }
 
-/// MOVZX and MOVSX: `op.size` is the size of the source.
+/// Executes MOVZX or MOVSX. `op.size` is the size of the source.
 fn extend_r<S: Int, D: Int, const SIGNED: bool>(cpu: &mut Cpu, op: &Op) -> Flow {
     let v = S::get(cpu, op.r[1]);
     D::set(

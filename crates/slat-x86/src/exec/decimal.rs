@@ -18,7 +18,7 @@ fn set_al_ah(cpu: &mut Cpu, al: u8, ah: u8) {
     u8::set(cpu, AH, ah);
 }
 
-/// AAA, and with `SUBTRACT` AAS.
+/// Executes AAA, or AAS with `SUBTRACT`.
 fn ascii_adjust<const SUBTRACT: bool>(cpu: &mut Cpu, _: &Op) -> Flow {
     let adjust = u8::get(cpu, 0) & 15 > 9 || cpu.flags() & AF != 0;
     if adjust {
@@ -35,7 +35,7 @@ fn ascii_adjust<const SUBTRACT: bool>(cpu: &mut Cpu, _: &Op) -> Flow {
     Ok(())
 }
 
-/// DAA, and with `SUBTRACT` DAS.
+/// Executes DAA, or DAS with `SUBTRACT`.
 fn decimal_adjust<const SUBTRACT: bool>(cpu: &mut Cpu, _: &Op) -> Flow {
     let old = u8::get(cpu, 0);
     let old_carry = cpu.cf();

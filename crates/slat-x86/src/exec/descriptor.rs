@@ -35,7 +35,7 @@ fn mov_to_segment(cpu: &mut Cpu, op: &Op) -> Flow {
     Err(Break::End)
 }
 
-/// LDS LES LFS LGS LSS: `aux` is the segment's number.
+/// Executes LDS, LES, LFS, LGS or LSS: `aux` is the segment's number.
 fn load_far(cpu: &mut Cpu, op: &Op) -> Flow {
     let bytes = 1u64 << op.size;
     let lin = cpu.lin(op, bytes as u32 + 2)?;
@@ -64,7 +64,7 @@ fn umip(cpu: &mut Cpu) -> Result<(), Break> {
     }
 }
 
-/// LGDT (`aux` 0) and LIDT (1).
+/// Executes LGDT (`aux` is 0) or LIDT (1).
 fn load_table(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.privileged()?;
     cpu.intercept(
@@ -149,7 +149,7 @@ fn ltr(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.code.clock.serialize();
     Err(Break::End)
 }
-/// SLDT (`aux` 0) and STR (1).
+/// Executes SLDT (`aux` is 0) or STR (1).
 fn store_selector<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     protected_only(cpu)?;
     umip(cpu)?;
@@ -225,7 +225,7 @@ fn lsl<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.set_flags(ZF, if found.is_some() { ZF } else { 0 });
     Ok(())
 }
-/// VERR (`aux` 0) and VERW (1).
+/// Executes VERR (`aux` is 0) or VERW (1).
 fn verify(cpu: &mut Cpu, op: &Op) -> Flow {
     protected_only(cpu)?;
     let selector = cpu.operand::<u16>(op, 0)?;
@@ -237,7 +237,7 @@ fn verify(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// ARPL: raises the requested privilege level of the destination to that of the source.
+/// Executes ARPL, which raises the requested privilege level of the destination to that of the source.
 fn arpl(cpu: &mut Cpu, op: &Op) -> Flow {
     protected_only(cpu)?;
     let source = u16::get(cpu, op.r[1]) & 3;

@@ -231,7 +231,7 @@ fn iret(cpu: &mut Cpu, op: &Op) -> Flow {
     Err(Break::Jump)
 }
 
-/// IRET in real mode and in virtual-8086 mode.
+/// Executes IRET in real mode or in virtual-8086 mode.
 fn iret_8086(cpu: &mut Cpu, op: &Op) -> Flow {
     let flag = cpu.pushed_interrupt_flag(op.size)?;
     let bytes = 1u64 << op.size;
@@ -257,7 +257,7 @@ fn iret_8086(cpu: &mut Cpu, op: &Op) -> Flow {
     Err(Break::Jump)
 }
 
-/// INT n (`aux` is the vector).
+/// Executes INT n (`aux` is the vector).
 fn int_n(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.intercept_with(op, code::SOFTWARE_INTERRUPT, op.aux.into())?;
     if cpu.redirects(op.aux)? {
@@ -267,7 +267,7 @@ fn int_n(cpu: &mut Cpu, op: &Op) -> Flow {
     }
     int(cpu, op, Source::Software)
 }
-/// INT n, INT3, INTO: delivers the event.
+/// Delivers the event of INT n, INT3 or INTO.
 fn int(cpu: &mut Cpu, op: &Op, source: Source) -> Flow {
     let next = cpu.next_rip(op);
     cpu.deliver(op.aux, None, source, next)?;
@@ -275,7 +275,7 @@ fn int(cpu: &mut Cpu, op: &Op, source: Source) -> Flow {
     cpu.watch.steps = cpu.requests.debugger.single_step;
     Err(Break::Jump)
 }
-/// INT3, a breakpoint of the debugger or of the guest.
+/// Executes INT3, a breakpoint of the debugger or of the guest.
 fn int3(cpu: &mut Cpu, op: &Op) -> Flow {
     if cpu.requests.debugger.software_breakpoints {
         cpu.watch.int3 = Some((cpu.rip_of(op), cpu.next_rip(op)));
@@ -291,7 +291,7 @@ fn into(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.intercept_trap(op, vector::OF)?;
     int(cpu, op, Source::SoftwareException)
 }
-/// INT1: a #DB that the DPL of a gate cannot forbid, and that sets no bit in DR6.
+/// Executes INT1: raises a #DB that the DPL of a gate cannot forbid, and that sets no bit in DR6.
 fn int1(cpu: &mut Cpu, op: &Op) -> Flow {
     if cpu.requests.debugger.claims_debug() {
         return Err(cpu.raise_debug(0));

@@ -131,7 +131,7 @@ fn base_enabled(cpu: &mut Cpu) -> Result<(), Break> {
         false => Err(cpu.ud()),
     }
 }
-/// RDFSBASE, RDGSBASE: `aux` is the segment's number.
+/// Executes RDFSBASE or RDGSBASE: `aux` is the segment's number.
 fn read_base<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     base_enabled(cpu)?;
     let base = cpu.segment(op.aux).base;

@@ -70,7 +70,7 @@ fn time_allowed(cpu: &mut Cpu) -> Result<(), Break> {
 fn rdtsc(cpu: &mut Cpu, op: &Op) -> Flow {
     read_tsc(cpu, op, code::RDTSC)
 }
-/// RDTSC and RDTSCP. Their intercepts have different numbers, which `code` gives.
+/// Executes RDTSC or RDTSCP. `code` is the number of the instruction's intercept.
 fn read_tsc(cpu: &mut Cpu, op: &Op, code: u64) -> Flow {
     time_allowed(cpu)?;
     cpu.intercept(op, code)?;
@@ -98,7 +98,7 @@ fn hlt(cpu: &mut Cpu, op: &Op) -> Flow {
     Err(Break::ExitAfter)
 }
 
-/// RSM. The caller of the run executes it.
+/// Ends the run for RSM, which the caller executes.
 fn rsm(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.intercept(op, code::RSM)?;
     match cpu.state.events.smm {
@@ -157,7 +157,7 @@ fn sahf(cpu: &mut Cpu, _: &Op) -> Flow {
     cpu.set_flags(flags::SF | flags::ZF | flags::AF | flags::PF | flags::CF, v);
     Ok(())
 }
-/// STAC (`aux` 1) and CLAC.
+/// Executes STAC (`aux` is 1) or CLAC.
 fn access_flag(cpu: &mut Cpu, op: &Op) -> Flow {
     if cpu.cpl != 0 {
         return Err(cpu.ud());
@@ -177,7 +177,7 @@ fn invlpg(cpu: &mut Cpu, op: &Op) -> Flow {
         false => low_half(base.wrapping_add(offset)),
     };
     cpu.intercept_with(op, code::INVLPG, lin)?;
-    // SDM volume 2: does nothing for an address that is not canonical.
+    // The instruction does nothing for an address that is not canonical (SDM volume 2).
     if cpu.canonical(lin) {
         cpu.flush_page(lin, Which::CurrentAndGlobal);
         cpu.tell_flush(GuestFlush::Page(lin));
@@ -217,14 +217,14 @@ fn invpcid(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.code.clock.serialize();
     Err(Break::End)
 }
-/// INVD (`aux` 1) and WBINVD.
+/// Executes INVD (`aux` is 1) or WBINVD.
 fn invalidate_caches(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.privileged()?;
     cpu.intercept(op, [code::WBINVD, code::INVD][usize::from(op.aux & 1)])?;
     cpu.code.clock.serialize();
     Err(Break::End)
 }
-/// MONITOR, and MWAIT (`aux` 1).
+/// Executes MONITOR, or MWAIT (`aux` is 1).
 fn monitor(cpu: &mut Cpu, op: &Op) -> Flow {
     if cpu.cpl != 0 || !cpu.machine().has_monitor() {
         return Err(cpu.ud());
@@ -234,19 +234,19 @@ fn monitor(cpu: &mut Cpu, op: &Op) -> Flow {
 fn pause(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.intercept_pause(op)
 }
-/// RDPMC. The CPU has no performance counters.
+/// Executes RDPMC. The CPU has no performance counters.
 fn rdpmc(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.intercept(op, code::RDPMC)?;
     Err(cpu.ud())
 }
-/// CLZERO: zeroes the cache line of the address in RAX.
+/// Executes CLZERO, which zeroes the cache line of the address in RAX.
 fn clzero(cpu: &mut Cpu, op: &Op) -> Flow {
     has(cpu, cpu.features.clzero)?;
     let lin = cpu.lin(op, 1)? & !(CACHE_LINE - 1);
     cpu.store_bytes(lin, &[0; CACHE_LINE as usize])?;
     cpu.stored()
 }
-/// Checks the access as a load does. The line is not flushed.
+/// Checks the access like that of a load. The cache line is not flushed.
 fn touch(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.load_mem::<u8>(op).map(|_| ())
 }
@@ -259,7 +259,7 @@ fn serialize(cpu: &mut Cpu, _: &Op) -> Flow {
     Err(Break::End)
 }
 
-/// RDRAND (`aux` 0) and RDSEED.
+/// Executes RDRAND (`aux` is 0) or RDSEED.
 fn random<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     has(
         cpu,

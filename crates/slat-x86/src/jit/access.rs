@@ -38,8 +38,8 @@ impl Kind {
 }
 
 impl Translator<'_> {
-    /// Returns where an access is made. If the access is in the page of the last access, its distance from the last
-    /// access is the same in host memory. Otherwise the TLB gives the host address, or on a miss a helper does.
+    /// Returns where an access is made. If the access is in the page of the last access, the distance between the two
+    /// is the same in host memory. Otherwise the TLB gives the host address, or on a miss a helper does.
     fn place(&mut self, lin: Value, size: u8, kind: Kind) -> Place {
         self.prepare_stop();
         let (lin, host, distance) = match self.near(lin, size, kind) {

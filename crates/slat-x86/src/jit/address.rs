@@ -140,8 +140,8 @@ impl Translator<'_> {
         self.set(4, self.stack, sp);
     }
 
-    /// LEAVE: reads the word that the frame pointer points to, and sets the stack pointer to the
-    /// address after the word.
+    /// Translates LEAVE: reads the word that the frame pointer points to, and sets the stack pointer to the address
+    /// after the word.
     pub(super) fn leave_frame(&mut self, size: u8) {
         let frame = self.get(5, self.stack);
         let frame = self.wide(frame);

@@ -39,7 +39,7 @@ impl Translator<'_> {
         Some(())
     }
 
-    /// BT, BTS, BTR and BTC. Not translated if the operand is in memory and the bit offset in a register: then the bit
+    /// Translates BT, BTS, BTR and BTC, unless the operand is in memory and the bit offset in a register: then the bit
     /// may be beyond the operand.
     fn bit_test<A: Operation>(&mut self, op: &Op) -> Option<()> {
         if op.r[0] == MEM && op.r[1] != NONE {
@@ -50,7 +50,7 @@ impl Translator<'_> {
         Some(())
     }
 
-    /// BSF and BSR, which leave the destination alone if the source is 0.
+    /// Translates BSF and BSR, which leave the destination alone if the source is 0.
     fn scan<A: Operation>(&mut self, op: &Op) {
         let size = op.size;
         let (source, no) = (self.operand(op, 1, size), self.no());
@@ -65,14 +65,14 @@ impl Translator<'_> {
         self.set_flags(flags);
     }
 
-    /// MOVBE.
+    /// Translates MOVBE.
     fn move_swapped(&mut self, op: &Op) {
         let (value, no) = (self.operand(op, 1, op.size), self.no());
         let (value, _) = moves::Movbe::apply(self, value, value, no);
         self.write(op, value);
     }
 
-    /// SHLD and SHRD of 4 or 8 bytes by an immediate count that is not 0.
+    /// Translates SHLD and SHRD of 4 or 8 bytes by an immediate count that is not 0.
     fn double_shift(&mut self, op: &Op) -> Option<()> {
         let size = op.size;
         let count = op.imm & shift::last_count(8 << size);
@@ -93,7 +93,7 @@ impl Translator<'_> {
         Some(())
     }
 
-    /// DIV and IDIV of 4 or 8 bytes.
+    /// Translates DIV and IDIV of 4 or 8 bytes.
     fn divide(&mut self, op: &Op) -> Option<()> {
         let size = op.size;
         if size < 2 {

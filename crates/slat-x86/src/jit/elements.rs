@@ -182,7 +182,7 @@ impl Translator<'_> {
         self.set_vector(insn, op.r[0], &values);
     }
 
-    /// MOVSS and MOVSD. A load clears the rest of the register; a move between registers keeps it.
+    /// Translates MOVSS and MOVSD. A load clears the rest of the register; a move between registers keeps it.
     fn move_scalar(&mut self, insn: &Instruction, op: &Op) {
         let is_double = matches!(insn.mnemonic(), Mnemonic::Movsd | Mnemonic::Vmovsd);
         let (size, ty) = if is_double { (3, F64X2) } else { (2, F32X4) };
@@ -208,7 +208,7 @@ impl Translator<'_> {
         self.set_vector(insn, op.r[0], &[value]);
     }
 
-    /// MOVLPS, MOVHPS and their like: 64 bits between memory and a half of a register.
+    /// Translates MOVLPS, MOVHPS and similar moves of 64 bits between memory and a half of a register.
     fn move_half(&mut self, insn: &Instruction, op: &Op, rest: usize) -> Option<()> {
         use Mnemonic::*;
         let lane = u8::from(matches!(
@@ -264,7 +264,7 @@ impl Translator<'_> {
         }
     }
 
-    /// MOVMSKPS and MOVMSKPD.
+    /// Translates MOVMSKPS and MOVMSKPD.
     fn gather_signs(&mut self, op: &Op, ty: Type) {
         let value = self.half(op.r[1], 0);
         let value = self.as_elements(value, ty.as_int());

@@ -103,8 +103,8 @@ impl Translator<'_> {
         self.b.ins().bitcast(element, MemFlags::new(), value)
     }
 
-    /// COMISD, UCOMISD, COMISS and UCOMISS. COMISD and COMISS raise an exception for a quiet NaN, too, and then leave
-    /// the instruction to the interpreter.
+    /// Translates COMISD, UCOMISD, COMISS and UCOMISS. For a quiet NaN, COMISD and COMISS raise an exception, too; they
+    /// then leave the instruction to the interpreter.
     fn compare(&mut self, op: &Op, ty: Type, signals: bool) {
         self.begin_floats();
         let b = self.scalar(op, 1, ty);
@@ -123,7 +123,7 @@ impl Translator<'_> {
         });
     }
 
-    /// CVTSI2SD and CVTSI2SS.
+    /// Translates CVTSI2SD and CVTSI2SS.
     fn convert_integer(&mut self, insn: &Instruction, op: &Op, k: usize, ty: Type) {
         self.begin_floats();
         let size = bytes_of(insn, k).trailing_zeros() as u8;
@@ -136,7 +136,7 @@ impl Translator<'_> {
         self.set_computed(insn, op.r[0], &[], &[value]);
     }
 
-    /// CVTTSD2SI and CVTTSS2SI. Leaves a value that does not fit, such as a NaN, to the interpreter.
+    /// Translates CVTTSD2SI and CVTTSS2SI. Leaves a value that does not fit, such as a NaN, to the interpreter.
     fn truncate(&mut self, insn: &Instruction, op: &Op, ty: Type) {
         self.begin_floats();
         let value = self.scalar(op, 1, ty);

@@ -66,7 +66,7 @@ impl Translator<'_> {
         self.goto(next);
     }
 
-    /// RET. If the RET leads to the instruction after a CALL of the path, continues in the path.
+    /// Translates RET. If the RET leads to the instruction after a CALL of the path, continues in the path.
     fn ret(&mut self, op: &Op) {
         let bytes = 1 << op.size;
         let rsp = self.stack_at(0, bytes);
@@ -90,7 +90,7 @@ impl Translator<'_> {
         self.goto(back);
     }
 
-    /// LOOP, LOOPE, LOOPNE, JCXZ, JECXZ and JRCXZ. They do not change the flags.
+    /// Translates LOOP, LOOPE, LOOPNE, JCXZ, JECXZ and JRCXZ, which do not change the flags.
     fn branch_by_count(&mut self, insn: &Instruction, op: &Op) {
         let size = op.address_size.trailing_zeros() as u8;
         let count = self.get(1, size);
@@ -259,14 +259,14 @@ impl Translator<'_> {
         }
     }
 
-    /// XCHG.
+    /// Translates XCHG.
     fn exchange(&mut self, op: &Op) {
         let value = self.get(op.r[1], op.size);
         let (old, _) = self.change(op, |_, _| value);
         self.set(op.r[1], op.size, old);
     }
 
-    /// XADD.
+    /// Translates XADD.
     fn exchange_and_add(&mut self, op: &Op) {
         let (other, size) = (op.r[1], op.size);
         let (value, no) = (self.get(other, size), self.no());
@@ -284,7 +284,7 @@ impl Translator<'_> {
         self.set_flags(flags);
     }
 
-    /// CMPXCHG.
+    /// Translates CMPXCHG.
     fn compare_and_exchange(&mut self, op: &Op) {
         let size = op.size;
         let (value, expected) = (self.get(op.r[1], size), self.get(0, size));
@@ -347,7 +347,7 @@ impl Translator<'_> {
         }
     }
 
-    /// Shifts and rotates by an immediate count that is neither 0 nor as large as the operand.
+    /// Translates shifts and rotates by an immediate count that is neither 0 nor as large as the operand.
     fn shift_by_immediate<A: Operation>(&mut self, op: &Op) -> Option<()> {
         let size = op.size;
         let count = shift::count::<A>(op.imm, 8 << size);
@@ -359,8 +359,8 @@ impl Translator<'_> {
         Some(())
     }
 
-    /// Shifts and rotates of a register of 4 or 8 bytes by CL. They leave the flags unchanged if the count is 0.
-    /// Rotates through the carry flag are not translated.
+    /// Translates shifts and rotates of a register of 4 or 8 bytes by CL. They leave the flags unchanged if the count
+    /// is 0. Rotates through the carry flag are not translated.
     fn shift_by_cl<A: Operation>(&mut self, op: &Op) -> Option<()> {
         let size = op.size;
         if op.r[0] == MEM || size < 2 || A::READS.is_some() {
@@ -395,7 +395,7 @@ impl Translator<'_> {
         self.set_flags(flags);
     }
 
-    /// MUL and IMUL with one operand, to DX:AX of the size.
+    /// Translates MUL and IMUL with one operand. The product is in DX:AX of the operand size.
     fn multiply_wide(&mut self, op: &Op) {
         let is_signed = op.mnemonic == Mnemonic::Imul;
         let b = self.operand(op, 0, op.size);

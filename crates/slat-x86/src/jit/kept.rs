@@ -41,7 +41,7 @@ pub(super) enum Kind {
     Store,
 }
 
-/// Where an access is made: `offset` bytes from a host address.
+/// The host memory of an access: `offset` bytes from a host address.
 #[derive(Clone, Copy)]
 pub(super) struct Place {
     pub(super) host: Value,

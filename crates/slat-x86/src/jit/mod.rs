@@ -42,17 +42,17 @@
 //! | `address` | linear addresses: segments, the stack pointer |
 //! | `segments` | moves of segment registers |
 //! | `access` | accesses to guest memory |
-//! | `near` | what the last access tells of the next one |
+//! | `near` | host addresses found from the last access |
 //! | `condition` | the flags: computed when used |
-//! | `kept` | what a path keeps in values |
-//! | `helpers` | what compiled code calls |
-//! | `known` | what was compiled, by content |
+//! | `kept` | the state that a path keeps in values |
+//! | `helpers` | the functions that compiled code calls |
+//! | `known` | all compiled code, found by its guest code |
 //! | `window` | the fields of a CPU that R15 reaches |
 //! | `entries` | where the code of a region is entered |
 //! | `dispatch` | entering regions, and continuing from one in the next |
 //!
 //! The regions themselves, and the memory for them, are in module `region`; the CPU's side, which requests compilations
-//! and runs regions, is in `hot`, and what both share in `compiled`.
+//! and runs regions, is in `hot`; and the fields that compiled code uses of a CPU are in `compiled`.
 //!
 //! While a region runs, R15 points near the [`Cpu`] (`window`), the guest's registers are variables of the region, and
 //! RIP is in the region's page. A region is always left between two instructions, with all state written back, so
@@ -156,7 +156,7 @@ pub(crate) struct Done {
     pub(crate) is_refused: bool,
 }
 
-/// When code is compiled.
+/// The time at which code is compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Compile {
     /// The compiler's threads compile a block by the baseline tier after it has run often, and by Cranelift when its
@@ -233,9 +233,9 @@ pub struct Compiler {
     isa: isa::OwnedTargetIsa,
     /// The jobs of each tier.
     jobs: [Jobs; 2],
-    /// The CPUs by number, and what was compiled for them.
+    /// The CPUs by number, each with its finished work.
     clients: Mutex<Vec<(u64, Done)>>,
-    /// The number that the last registered CPU got.
+    /// The number that the next registered CPU gets.
     numbers: AtomicU64,
     known: Known,
     is_forbidden: AtomicBool,

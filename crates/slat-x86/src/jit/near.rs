@@ -40,7 +40,7 @@ struct Origin {
 }
 
 impl Translator<'_> {
-    /// Returns what the last access tells of an access at `lin`.
+    /// Returns what is known of an access at `lin` from the last access.
     pub(super) fn near(&mut self, lin: Value, size: u8, kind: Kind) -> Near {
         let Some(last) = self.now.last_access else {
             return Near::Unknown;
@@ -86,9 +86,9 @@ impl Translator<'_> {
         }
     }
 
-    /// Returns what an address is computed from. Addresses in code of 32 bits are lower halves of values. If a distance
-    /// is added to such a half, the sum is its own origin, because it may exceed 4 GiB, while the lower half of a sum
-    /// does not.
+    /// Returns the origin of an address. Addresses in code of 32 bits are lower halves of values. If a distance is
+    /// added to such a half, the sum is its own origin, because it may exceed 4 GiB, while the lower half of a sum does
+    /// not.
     fn origin(&self, lin: Value) -> Origin {
         let (base, distance) = self.root(lin);
         let mut origin = Origin {

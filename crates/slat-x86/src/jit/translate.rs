@@ -83,9 +83,9 @@ pub(super) fn translate(
     steps
 }
 
-/// The signature of a region, which returns a status or a set of targets (`dispatch`). The calling convention preserves
-/// no registers: see `dispatch`. The parameter, the index of a block, is never passed, because a region is entered
-/// where its paths begin.
+/// Returns the signature of a region, which returns a status or a set of targets (`dispatch`). The calling convention
+/// preserves no registers: see `dispatch`. The parameter, the index of a block, is never passed, because a region is
+/// entered where its paths begin.
 pub(super) fn region() -> Signature {
     signature(CallConv::Winch, 1, 1)
 }
@@ -168,7 +168,7 @@ pub(super) struct Translator<'a> {
     pub(super) stubs: HashMap<(usize, usize), SigRef>,
     /// The block that stops. Its parameters are the step and the status.
     stop: Block,
-    /// Where the next turn begins, if the path may lead to its beginning.
+    /// The beginning of the next turn, if the path may lead to its own beginning.
     turn: Option<Turn>,
     /// Whether the region's code is the same for all pages, and the page for which it is compiled.
     is_movable: bool,

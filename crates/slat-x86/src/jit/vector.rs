@@ -88,7 +88,7 @@ impl Translator<'_> {
         self.now.vectors = Vectors::default();
     }
 
-    /// Writes back the vector registers that have changed. Returns whether there were some.
+    /// Writes back the vector registers that have changed. Returns whether any had changed.
     pub(super) fn write_vectors(&mut self) -> bool {
         let changed = std::mem::take(&mut self.now.vectors.changed);
         self.now.vectors.computed = 0;
@@ -312,7 +312,7 @@ impl Translator<'_> {
         }
     }
 
-    /// MOVD and MOVQ, between a vector register and a register or memory. The upper bits of a vector
+    /// Translates MOVD and MOVQ, between a vector register and a register or memory. The upper bits of a vector
     /// register are cleared.
     fn move_low(&mut self, insn: &Instruction, op: &Op) {
         let is_vector = |k| insn.op_kind(k) == OpKind::Register && insn.op_register(k).is_xmm();

@@ -5,7 +5,7 @@ use crate::machine::{Access, Exit, Fault, HostPage};
 use crate::op::Break;
 use crate::{Cpu, vector};
 
-/// The host memory or the device that a guest page's bytes are in.
+/// The location of a guest page's bytes: host memory or a device.
 #[derive(Clone, Copy)]
 pub(super) enum Place {
     Host {

@@ -8,7 +8,7 @@ use crate::state::{Segment, State, Table, control::*, flags, made_canonical};
 pub const VMCB_BYTES: usize = 4096;
 /// The bytes of the control area that this CPU uses.
 pub(crate) const CONTROL_BYTES: usize = 0x100;
-/// Where the save area begins.
+/// The offset of the save area in a VMCB.
 pub(crate) const SAVE_OFFSET: usize = 0x400;
 /// The bytes of the save area that this CPU uses.
 pub(crate) const SAVE_BYTES: usize = 0x2a0;
@@ -310,7 +310,7 @@ impl Save {
         at_save::STAR..at_save::CR2,
     ];
 
-    /// Does what VMSAVE does.
+    /// Stores the registers that VMSAVE stores.
     pub(crate) fn save_rest(&mut self, state: &State) {
         self.put_segment(at_save::FS, &state.fs);
         self.put_segment(at_save::GS, &state.gs);
@@ -330,7 +330,7 @@ impl Save {
         }
     }
 
-    /// Does what VMLOAD does. Addresses are made canonical, because the CPU stores no others.
+    /// Loads the registers that VMLOAD loads. Addresses are made canonical, because the CPU stores no others.
     pub(crate) fn load_rest(&self, state: &mut State) {
         let cr4 = state.cr4;
         let canonical = |address| made_canonical(cr4, address);

@@ -16,7 +16,7 @@ use std::sync::atomic::AtomicBool;
 /// The number of entries of a block after which the block is compiled.
 pub(crate) const WARM: u32 = 512;
 
-/// How code is compiled.
+/// The way in which code is compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Tier {
     /// Compiled in one pass (`jit::baseline`), for warm code, of which there is much.

@@ -2,7 +2,7 @@
 
 use super::lanes::Lanes;
 
-/// How a stub is to be called.
+/// The way in which a stub is called.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Kind {
     /// Bits in, bits out; MXCSR has no effect.

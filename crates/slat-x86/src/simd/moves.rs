@@ -36,7 +36,7 @@ pub(super) const ROWS: &[Row] = rows! { |insn, op|
     },
 };
 
-/// MOVD and MOVQ between an XMM register and a general register or memory.
+/// Chooses the handler of MOVD or MOVQ between an XMM register and a general register or memory.
 fn gpr_or_memory<T: Int>(insn: &Instruction, op: &Op) -> Handler {
     match insn.op0_register().is_xmm() {
         true => one_of(op, from_gpr::<T>, load_zero::<T>, store_low::<T>),
@@ -134,7 +134,7 @@ pub(super) fn address_in_di(op: &mut Op) {
     op.form = form::FULL;
 }
 
-/// MASKMOVDQU: stores the bytes whose mask bytes have their sign bit set.
+/// Executes MASKMOVDQU, which stores the bytes whose mask bytes have their sign bit set.
 pub(super) fn masked_store(cpu: &mut Cpu, op: &Op) -> Flow {
     let data = cpu.state.xmm[usize::from(op.r[1])].to_le_bytes();
     let mask = cpu.state.xmm[usize::from(op.r[2])].to_le_bytes();

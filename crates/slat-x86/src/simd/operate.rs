@@ -219,7 +219,7 @@ pub(super) fn with_unmasked<T>(
     Err(cpu.raise(vector, None))
 }
 
-/// PCMPESTRI and its variants. For `INDEX`, see [`returns_index`].
+/// Executes PCMPESTRI or a variant. For `INDEX`, see [`returns_index`].
 pub(super) fn strings<const FROM: u8, const INDEX: bool>(cpu: &mut Cpu, op: &Op) -> Flow {
     let b = source::<FROM>(cpu, op)?;
     let a = cpu.state.xmm[usize::from(op.r[0])];

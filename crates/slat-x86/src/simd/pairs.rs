@@ -74,7 +74,8 @@ macro_rules! pairs {
             })
         }
 
-        /// See [`simd::vex::table`](super::vex).
+        /// Whether an instruction computes each half of 256 bits like an instruction of 128 bits: see
+        /// [`simd::vex::table`](super::vex).
         #[cfg(feature = "jit")]
         pub(super) fn is_by_halves(mnemonic: M) -> bool {
             match mnemonic {

@@ -119,8 +119,8 @@ fn set_gif(cpu: &mut Cpu, op: &Op, code: u64, gif: bool) -> Flow {
     Err(Break::End)
 }
 
-/// INVLPGA: drops the translations of a page in an ASID. For another ASID than the current one,
-/// drops those of all pages.
+/// Executes INVLPGA: drops the translations of a page in an ASID. For another ASID than the current one, drops those of
+/// all pages.
 fn invlpga(cpu: &mut Cpu, op: &Op) -> Flow {
     enabled(cpu)?;
     cpu.intercept(op, code::INVLPGA)?;
@@ -139,7 +139,7 @@ fn invlpga(cpu: &mut Cpu, op: &Op) -> Flow {
     Err(Break::End)
 }
 
-/// SKINIT. CPUID does not report SKINIT, so it raises #UD and is not intercepted.
+/// Raises #UD for SKINIT. CPUID does not report SKINIT, so it is not intercepted.
 fn skinit(cpu: &mut Cpu, _: &Op) -> Flow {
     Err(cpu.ud())
 }

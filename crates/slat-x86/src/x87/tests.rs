@@ -6,7 +6,7 @@ use crate::machine::HostPage;
 use iced_x86::{Decoder, DecoderOptions};
 use std::ptr::NonNull;
 
-/// Where the operand in memory is: 3 bytes into a page that the TLB has.
+/// The address of the operand in memory: 3 bytes into a page that the TLB has.
 const DATA: u64 = 0x20_0003;
 
 struct Random(u64);

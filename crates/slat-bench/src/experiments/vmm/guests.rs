@@ -53,7 +53,7 @@ pub const GUESTS: &[Guest] = &[
     Guest {
         case: LINUX,
         what: "",
-        // Entered at Xen's PVH entry point, so that nothing has to be unpacked.
+        // The kernel is entered at Xen's PVH entry point, so that it need not be unpacked.
         kernel: "vmlinux",
         initrd: "initrd",
         system: None,
@@ -68,7 +68,7 @@ pub const GUESTS: &[Guest] = &[
     Guest {
         case: "i386",
         what: "i386",
-        // Unpacks itself, in 32-bit code.
+        // The kernel unpacks itself, in 32-bit code.
         kernel: "i386/vmlinuz",
         initrd: "i386/initrd",
         system: None,
@@ -132,7 +132,7 @@ impl Guest {
             kernel: material(self.kernel),
             initrd: material(self.initrd),
             disk: self.system.map_or_else(|| disk.to_owned(), material),
-            // guest/init of the materials goes there.
+            // The argument makes guest/init of the materials enter the system on the disk.
             arguments: self.system.map_or("", |_| "system=/dev/vda"),
         };
         Qemu::start(linux, on_slat, &payload)

@@ -70,7 +70,7 @@ const AFTER: u8 = 2;
 pub(super) struct Beside<R> {
     /// The operation's result.
     pub(super) result: R,
-    /// How long it took.
+    /// The time that the operation took.
     pub(super) time: Duration,
     /// The time in which other programs had the processor of one of the threads. The threads never sleep, so this is
     /// the time beyond their processor time.

@@ -13,7 +13,7 @@ pub(super) struct Moves {
     slots: Vec<(u8, Value)>,
     /// Moves from registers to registers, which are next.
     registers: Vec<(Reg, Reg)>,
-    /// Moves to registers from slots, and of constants.
+    /// Moves from slots, and of constants, to registers.
     rest: Vec<(Reg, Value)>,
 }
 

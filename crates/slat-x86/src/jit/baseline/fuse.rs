@@ -14,9 +14,12 @@ pub(super) struct Addition {
 }
 
 impl Generator<'_> {
-    /// Whether an instruction is emitted together with the only one that uses its result: a comparison with the branch
-    /// at the end of the block or with the next instruction if it selects by the result, a load with the next
-    /// instruction if it is a comparison that is itself fused, or a sum with the next instruction if it is an access.
+    /// Whether an instruction is emitted together with the only instruction that uses its result:
+    ///
+    /// - a comparison, with the branch at the end of the block, or with the next instruction if that selects by the
+    ///   result;
+    /// - a load, with the next instruction if that is a comparison that is itself fused;
+    /// - a sum, with the next instruction if that is an access.
     pub(super) fn is_fused(&self, inst: Inst) -> bool {
         let layout = &self.func.layout;
         match self.func.dfg.insts[inst].opcode() {

@@ -58,7 +58,7 @@ struct Target {
     /// The block's position in the order of the function's blocks.
     position: u32,
     is_rare: bool,
-    /// Where the block expects its values, once there was a branch to it.
+    /// The locations where the block expects its values, known after the first branch to the block.
     entry: Option<State>,
     /// The index in `Generator::segments` of the segment to which the block belongs.
     segment: u32,

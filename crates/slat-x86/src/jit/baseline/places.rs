@@ -1,4 +1,5 @@
-//! Where values are: in registers or in slots of the frame. Constants are in neither; they are made again.
+//! Keeps track of the locations of values: registers, or slots of the frame. Constants are in neither, because they are
+//! made again.
 //!
 //! A value gets a register when it is made. It loses the register when it is no longer used, or when another value
 //! needs the register. In the second case the value is saved in a slot, where it stays valid, because values never
@@ -39,7 +40,7 @@ pub(super) const FOR_VALUES: [Reg; 13] = [
     Reg(13),
     Reg(14),
 ];
-/// Those of `FOR_VALUES` that functions of the host preserve, as bits.
+/// The registers in `FOR_VALUES` that functions of the host preserve, as bits.
 pub(super) const KEPT: u16 = 1 << 3 | 1 << 12 | 1 << 13 | 1 << 14;
 /// The most slots of a function. A function that needs more is too large for this tier.
 const SLOTS: u32 = u128::BITS;
@@ -59,7 +60,7 @@ pub(super) struct State {
 /// How a value is used, and where it is.
 #[derive(Clone, Copy)]
 pub(super) struct Known {
-    /// Uses that are still to come.
+    /// The number of uses that are still to be made.
     pub(super) left: u32,
     /// The position of the block that defines the value, and of the block with its last use.
     pub(super) made: u32,
@@ -83,7 +84,7 @@ impl Known {
     }
 }
 
-/// Where the values of a function are, at the current position in the code.
+/// The locations of a function's values, at the current position in the code.
 #[derive(Default)]
 pub(super) struct Places {
     pub(super) values: Vec<Known>,
@@ -160,7 +161,7 @@ impl Places {
         std::mem::take(&mut self.slots)
     }
 
-    /// Begins a late block. Its slots come after the first `slots` ones, and are its own.
+    /// Begins a late block. The block has slots of its own, after the first `slots` ones.
     pub(super) fn begin_apart(&mut self, slots: u32) {
         self.slots = slots;
         self.given.clear();

@@ -11,7 +11,7 @@ use cranelift_codegen::ir::condcodes::IntCC;
 use cranelift_codegen::ir::types::{I8, I16, I32, I64};
 use cranelift_codegen::ir::{Block, BlockCall, Inst, InstructionData, MemFlags, Opcode, Value};
 
-/// Conditions by their numbers in instructions.
+/// Conditions, by their numbers in the host's instructions.
 const EQUAL: u8 = 4;
 const NOT_EQUAL: u8 = 5;
 const SIGN: u8 = 8;

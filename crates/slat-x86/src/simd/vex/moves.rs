@@ -62,7 +62,7 @@ pub(super) const ROWS: &[Row] = rows! { |insn, op|
     Vzeroall => clear_all,
 };
 
-/// VMOVD and VMOVQ between an XMM register and a general register or memory.
+/// Chooses the handler of VMOVD or VMOVQ between an XMM register and a general register or memory.
 fn gpr_or_memory<T: Int>(insn: &Instruction, op: &Op) -> Handler {
     match insn.op0_register().is_xmm() {
         true => one_of(
@@ -133,14 +133,14 @@ fn registers(cpu: &Cpu) -> usize {
     if cpu.is_64() { 16 } else { 8 }
 }
 
-/// VZEROUPPER.
+/// Executes VZEROUPPER.
 fn clear_upper(cpu: &mut Cpu, _: &Op) -> Flow {
     let n = registers(cpu);
     cpu.state.ymm_high[..n].fill(0);
     Ok(())
 }
 
-/// VZEROALL.
+/// Executes VZEROALL.
 fn clear_all(cpu: &mut Cpu, op: &Op) -> Flow {
     let n = registers(cpu);
     cpu.state.xmm[..n].fill(0);

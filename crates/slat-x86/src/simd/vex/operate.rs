@@ -186,7 +186,7 @@ fn shift_by_constant(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// Executes an instruction from two vectors to flags.
+/// Executes an instruction that compares two vectors and sets flags.
 fn compare<const FLOAT: bool>(cpu: &mut Cpu, op: &Op) -> Flow {
     let mut work = Work::default();
     fetch::<0, 1>(cpu, op, &mut work)?;
