@@ -1,8 +1,8 @@
 //! Addresses and levels as types: a [`Gfn`] cannot be passed where a [`Pfn`] is meant.
 //!
-//! An address ending in `pa`/`va` counts bytes, a frame number counts pages of the format's [`Granule`]. That converts
-//! between them; the methods here which take no granule are short forms for [`Granule::Kib4`], for x86's own tables and
-//! for callers whose pages have 4 KiB. Code for any format does not use those.
+//! An address whose type ends in `pa` or `va` counts bytes. A frame number counts pages of the format's [`Granule`],
+//! whose methods convert between the two. The methods here that take no granule are short forms for [`Granule::Kib4`],
+//! for x86's own tables and for callers whose pages have 4 KiB. Code for any format does not use these.
 
 use core::fmt;
 use core::ops::Range;
@@ -51,7 +51,7 @@ address! {
     Hva
 }
 address! {
-    /// Host-physical address, in bytes: what a leaf holds. In the userspace port it *is* the hva.
+    /// Host-physical address, in bytes: the address in a leaf. In the userspace port it equals the hva.
     Hpa
 }
 address! {
@@ -64,37 +64,37 @@ address! {
 }
 
 impl Gpa {
-    /// The 4 KiB frame that holds this address.
+    /// Returns the 4 KiB frame that contains this address.
     #[inline(always)]
     pub const fn gfn(self) -> Gfn {
         Granule::Kib4.gfn(self)
     }
 
-    /// Offset inside its 4 KiB page.
+    /// Returns the offset in the address's 4 KiB page.
     pub const fn offset(self) -> u64 {
         self.0 % PAGE_SIZE
     }
 }
 
 impl Gfn {
-    /// Address of the first byte, if it is the number of a 4 KiB frame.
+    /// Returns the address of the first byte, if this is the number of a 4 KiB frame.
     #[inline]
     pub const fn gpa(self) -> Gpa {
         Granule::Kib4.gpa(self)
     }
 
-    /// The frame `pages` further up.
+    /// Returns the frame `pages` frames after this one.
     pub const fn add(self, pages: u64) -> Gfn {
         Gfn(self.0 + pages)
     }
 
-    /// First frame of the region that one entry of `level` covers around this frame, in tables of 4 KiB.
+    /// Returns the first frame of the region that one entry of `level` covers around this frame, in tables of 4 KiB.
     #[inline]
     pub const fn align_down(self, level: Level) -> Gfn {
         Granule::Kib4.align_down(self, level)
     }
 
-    /// The frames that one entry of `level` covers around this frame, in tables of 4 KiB.
+    /// Returns the frames that one entry of `level` covers around this frame, in tables of 4 KiB.
     #[inline]
     pub const fn block(self, level: Level) -> Range<Gfn> {
         Granule::Kib4.block(self, level)
@@ -102,7 +102,7 @@ impl Gfn {
 }
 
 impl Hpa {
-    /// The 4 KiB frame that holds this address.
+    /// Returns the 4 KiB frame that contains this address.
     #[inline]
     pub const fn pfn(self) -> Pfn {
         Granule::Kib4.pfn(self)
@@ -110,18 +110,18 @@ impl Hpa {
 }
 
 impl Pfn {
-    /// Address of the first byte, if it is the number of a 4 KiB frame.
+    /// Returns the address of the first byte, if this is the number of a 4 KiB frame.
     #[inline]
     pub const fn hpa(self) -> Hpa {
         Granule::Kib4.hpa(self)
     }
 
-    /// The frame `pages` further up.
+    /// Returns the frame `pages` frames after this one.
     pub const fn add(self, pages: u64) -> Pfn {
         Pfn(self.0 + pages)
     }
 
-    /// First frame of the naturally aligned region of `level` around this frame, in tables of 4 KiB.
+    /// Returns the first frame of the naturally aligned region of `level` around this frame, in tables of 4 KiB.
     #[inline]
     pub const fn align_down(self, level: Level) -> Pfn {
         Pfn(self.0 & !(level.pages() - 1))
@@ -129,15 +129,15 @@ impl Pfn {
 }
 
 impl Hva {
-    /// The address `pages` pages of 4 KiB further up.
+    /// Returns the address `pages` pages of 4 KiB after this one.
     #[inline]
     pub const fn add_pages(self, pages: u64) -> Hva {
         Granule::Kib4.add_pages(self, pages)
     }
 }
 
-/// Height of an entry above the page: with tables of 4 KiB, level 1 maps 4 KiB, 2 maps 2 MiB, 3 maps 1 GiB. What it
-/// maps with others, [`Granule::pages`] says. (Arm counts downwards: its level 3 is 1 here.)
+/// Height of an entry above the page: with tables of 4 KiB, level 1 maps 4 KiB, level 2 maps 2 MiB, and level 3 maps 1
+/// GiB. For other granules see [`Granule::pages`]. (Arm counts downwards: its level 3 is level 1 here.)
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Level(pub u8);
 
@@ -155,7 +155,7 @@ impl Level {
         Granule::Kib4.pages(self)
     }
 
-    /// Index, in a table of 4 KiB of this level, of the entry on the way to `gfn`.
+    /// Index, in a table of 4 KiB of this level, of the entry on the path to `gfn`.
     #[inline]
     pub const fn index(self, gfn: Gfn) -> usize {
         Granule::Kib4.index(gfn, self)
@@ -174,8 +174,8 @@ impl Level {
     }
 }
 
-/// Number of a page in the addresses that a walker translates: a guest frame for a second-level walker, a virtual
-/// page, of 4 KiB, for that of a shadow table.
+/// Number of a page in the addresses that a walker translates: a guest frame for a second-level walker; a virtual page
+/// of 4 KiB for the walker of a shadow table.
 #[derive(Clone, Copy)]
 pub(crate) struct PageIndex(u64);
 
@@ -202,12 +202,12 @@ impl PageIndex {
         Gfn(self.0)
     }
 
-    /// Returns the page `pages` further up.
+    /// Returns the page `pages` pages after this one.
     pub(crate) fn add(self, pages: u64) -> Self {
         PageIndex(self.0.wrapping_add(pages))
     }
 
-    /// Returns the page `pages` further down.
+    /// Returns the page `pages` pages before this one.
     pub(crate) fn before(self, pages: u64) -> Self {
         PageIndex(self.0.wrapping_sub(pages))
     }
@@ -231,7 +231,7 @@ pub enum Access {
     Execute,
 }
 
-/// The rights of a guest to memory, beside the right to read.
+/// The rights of a guest to memory, in addition to the right to read.
 ///
 /// ```
 /// use slat::{Access, Rights};
@@ -247,7 +247,7 @@ pub struct Rights {
 }
 
 impl Rights {
-    /// Reading alone.
+    /// Only the right to read.
     pub const READ: Rights = Rights {
         write: false,
         execute: false,
@@ -270,7 +270,7 @@ impl Rights {
         Rights { execute, ..self }
     }
 
-    /// Whether they allow `access`.
+    /// Whether these rights allow `access`.
     #[inline]
     pub const fn allow(self, access: Access) -> bool {
         match access {

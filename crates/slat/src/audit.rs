@@ -29,17 +29,17 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// * every leaf is in a memslot, at a level that slot and attributes allow, maps the frame that backs it, private
     ///   or shared, and is not writable if the slot is read-only;
     /// * no page of a slot that logs to a bitmap by write protection is writable without being marked, and no page of
-    ///   one that logs by buffers is dirty without being marked or in a buffer;
+    ///   a slot that logs by buffers is dirty without being marked or in a buffer;
     /// * no huge leaf is executable with `nx_huge_pages` on;
-    /// * every table counts its leaves right;
-    /// * the slots by gfn, by backing and by id are the same, and none overlap;
+    /// * every table counts its leaves correctly;
+    /// * the slots by gfn, by backing and by id are the same, and no two overlap;
     /// * if no CPU is in a reader section, the gauges `pages_4k`, `pages_2m` and `pages_1g` are the numbers of leaves.
     ///
-    /// Slot changes wait meanwhile; CPUs may run. Do not call it while another operation on the VM runs: one that has
-    /// zapped leaves corrects the gauges only after its flush.
+    /// Slot changes wait meanwhile; CPUs may run. Do not call it while another operation on the VM runs: an operation
+    /// that has zapped leaves corrects the gauges only after its flush.
     ///
     /// # Errors
-    /// The first invariant found that does not hold.
+    /// The first invariant that does not hold.
     pub fn audit(&self) -> Result<(), AuditError> {
         self.drain_walkers();
         let mut leaves = [0u64; 3];
@@ -98,8 +98,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         Ok(())
     }
 
-    /// Checks `leaf`, which is at `at`, in `slot`. `private`: whether the frame is private; `alike`: the frames
-    /// around it that are like it.
+    /// Checks `leaf`, which is at `at`, in `slot`. `private`: whether the frame is private; `alike`: the frames around
+    /// it with the same attribute.
     fn audit_leaf(
         &self,
         slot: &Memslot,
@@ -132,8 +132,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
             Some((log, LogKind::Bitmap)) if leaf.write && is_unmarked(log) => {
                 return Err("it is writable, but not marked in the dirty log".into());
             }
-            // The walker would not name this page a second time, nor the other pages of a huge leaf, nor any page of a
-            // shadow page.
+            // The walker would not record this page a second time, nor the other pages of a huge leaf, nor any page of
+            // a shadow page.
             Some((log, LogKind::Buffers))
                 if leaf.write
                     && (leaf.dirty || level > Level::PAGE || at.is_shadowed())
@@ -176,10 +176,10 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
     }
 
-    /// Checks that a set's slots by gfn, by backing and by id are the same, and that no two overlap.
+    /// Checks that a set's slots by gfn, by backing and by id are the same, and that no two of them overlap.
     fn audit_slots(&self, change: &crate::slots::SlotsChange<'_>) -> Result<(), AuditError> {
         let set = change.set();
-        // Each slot once for each backing, as in the order by backing.
+        // The order by backing has each slot once for each of its backings.
         let mut by_gfn = Vec::new();
         let mut end = Gfn(0);
         let mut error = None;

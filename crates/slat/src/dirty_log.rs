@@ -9,17 +9,17 @@ use crate::format::{Format, Leaf};
 use crate::heap::OutOfMemory;
 use crate::sync::FairLock;
 
-/// How a slot's log learns of writes, and where it notes them.
+/// How a slot's log detects writes, and where it notes them.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum LogKind {
-    /// Write faults find the written pages, and a bitmap notes them.
+    /// Write faults detect the writes, and a bitmap notes the pages.
     Bitmap,
-    /// The leaves' own dirty bits tell the written pages; a harvest notes them in a bitmap.
+    /// The leaves' dirty bits record the written pages; a harvest notes these pages in a bitmap.
     DirtyBits,
-    /// The leaves' own dirty bits tell the written pages. The walker notes in a buffer which bits it has set; a bitmap
-    /// notes the pages when the buffer is drained (`vm/drain.rs`).
+    /// The leaves' dirty bits record the written pages. The walker writes to a buffer which bits it has set. When the
+    /// buffer is drained (`vm/drain.rs`), the bitmap notes the pages.
     Buffers,
-    /// Write faults find the written pages, and the rings of the vCPUs note them.
+    /// Write faults detect the writes, and the rings of the vCPUs note the pages.
     Rings,
 }
 
@@ -29,8 +29,8 @@ impl LogKind {
         !matches!(self, LogKind::DirtyBits | LogKind::Buffers)
     }
 
-    /// Whether the log learns of a write from the fault that installs `leaf`, because no walker notes writes, or
-    /// because the leaf is dirty already.
+    /// Whether the log learns of a write from the fault that installs `leaf`, because no walker records writes, or
+    /// because the leaf is already dirty.
     pub(crate) fn learns_from_fault(self, leaf: &Leaf) -> bool {
         leaf.write && (self.protects() || self == LogKind::Buffers && leaf.dirty)
     }
@@ -41,7 +41,7 @@ pub(crate) struct DirtyLog {
     kind: LogKind,
     /// The lock of the operations that begin, harvest or clear the log.
     pub(crate) turn: FairLock<()>,
-    /// The bitmap, with one bit for each page; empty if the log has none.
+    /// The bitmap, with one bit for each page; empty for a log without a bitmap.
     pub(crate) bits: Vec<AtomicU64>,
     /// Whether every page was marked when the log was made.
     pub(crate) initially_set: bool,
@@ -91,14 +91,14 @@ impl DirtyLog {
         }
     }
 
-    /// Marks the pages of the leaf of `level` at `gfn`, as far as they are in `slot`, the frames of the log's slot.
-    /// These are several pages only if the leaf is a huge one that could not be split.
+    /// Marks the pages of the leaf of `level` at `gfn` that are in `slot`, the frames of the log's slot. There are
+    /// several such pages only for a huge leaf that could not be split.
     pub(crate) fn mark_leaf<F: Format>(&self, slot: &Range<Gfn>, gfn: Gfn, level: Level) {
         self.mark_gfns(slot, &F::GRANULE.block(gfn, level), |_| true);
     }
 
-    /// Marks the pages of `gfns` for which `wanted` returns `true`, as far as they are in `slot`, the frames of the
-    /// log's slot.
+    /// Marks the pages of `gfns` that are in `slot`, the frames of the log's slot, and for which `wanted` returns
+    /// `true`.
     pub(crate) fn mark_gfns(
         &self,
         slot: &Range<Gfn>,
@@ -111,8 +111,8 @@ impl DirtyLog {
         }
     }
 
-    /// Clears the marks of the pages of `gfns`, as far as they are in `slot`, the frames of the log's slot. No other
-    /// thread uses the log.
+    /// Clears the marks of the pages of `gfns` that are in `slot`, the frames of the log's slot. No other thread uses
+    /// the log.
     pub(crate) fn unmark(&self, slot: &Range<Gfn>, gfns: &Range<Gfn>) {
         let pages = gfns.start.max(slot.start).0..gfns.end.min(slot.end).0;
         for (index, mask) in words_of(pages.start - slot.start.0..pages.end - slot.start.0) {
@@ -120,12 +120,12 @@ impl DirtyLog {
         }
     }
 
-    /// Copies the marks of `pages` pages from `log`, where the first of them has the number `from`. Here it has the
-    /// number `to`.
+    /// Copies the marks of `pages` pages from `log`. The first of these pages has the number `from` in `log` and `to`
+    /// in this log.
     pub(crate) fn copy_marks(&self, log: &DirtyLog, from: u64, to: u64, pages: u64) {
         for (index, mask) in words_of(from..from + pages) {
             let marked = log.bits[index].load(Acquire) & mask;
-            // The number that the first bit of the word has here. It is negative if bits before `from` share the word.
+            // The number of the word's first bit in this log. It is negative if bits before `from` share the word.
             let at = (index as u64 * 64 + to).wrapping_sub(from) as i64;
             let (word, shift) = (at.div_euclid(64), at.rem_euclid(64) as u32);
             let parts = [marked << shift, marked.checked_shr(64 - shift).unwrap_or(0)];
@@ -141,7 +141,7 @@ impl DirtyLog {
     }
 }
 
-/// Returns the words of a bitmap that have bits for `pages`: each with its index and a mask of these bits.
+/// Returns the words of a bitmap that have bits for `pages`, each with its index and a mask of these bits.
 fn words_of(pages: Range<u64>) -> impl Iterator<Item = (usize, u64)> {
     (pages.start / 64..pages.end.div_ceil(64)).map(move |word| {
         let first = pages.start.max(word * 64) - word * 64;

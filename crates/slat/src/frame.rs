@@ -1,4 +1,4 @@
-//! A table in its frame: the entries that page walkers read, and what the engine keeps beside them.
+//! A table in its frame: the entries that page walkers read, and the engine's metadata of the frame.
 
 use crate::addr::Granule;
 use crate::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering::*, const_fn};
@@ -7,8 +7,8 @@ use crate::sync::spin::RawSpinLock;
 /// Entries in a table of 4 KiB.
 pub const ENTRIES: usize = Granule::Kib4.entries();
 
-/// The entries of a table of 4 KiB, in the frame that page walkers read. A larger one ([`Granule`]) begins with
-/// these, and goes on after them.
+/// The entries of a table of 4 KiB, in the frame that page walkers read. A larger table ([`Granule`]) begins with
+/// these entries, and has more after them.
 #[repr(C, align(4096))]
 pub struct Entries(pub(crate) [AtomicU64; ENTRIES]);
 
@@ -18,25 +18,25 @@ impl Default for Entries {
     }
 }
 
-/// The engine's metadata of a table frame, as `struct page` is Linux's.
+/// The engine's metadata of a table frame, like `struct page` in Linux.
 ///
-/// The platform stores the metadata beside each frame (see [`Platform::meta`](crate::Platform::meta)); only the engine
-/// looks inside.
+/// The platform stores the metadata for each frame (see [`Platform::meta`](crate::Platform::meta)). Only the engine
+/// uses its contents.
 pub struct TableMeta {
     pub(crate) lock: RawSpinLock,
-    /// Without the policy `nx_huge_pages` a huge leaf could replace the table.
-    /// Written under the lock of the table above, or before publication.
+    /// Whether a huge leaf could replace the table if the policy `nx_huge_pages` were off. Written under the lock of
+    /// the table above, or before publication.
     pub(crate) nx_split: AtomicBool,
-    /// The table maps parts of a larger page of the guest's. Written before publication.
+    /// Whether the table maps parts of a larger page of the guest. Written before publication.
     pub(crate) maps_parts: AtomicBool,
-    /// The number of leaves in the table, so that it can be freed, or passed over, without a look at its entries.
+    /// The number of leaves in the table. It lets the engine free or skip the table without reading its entries.
     /// Written under the table's lock, or before publication.
     pub(crate) leaves: AtomicU16,
     /// The number of the flush after which leaves that were broken in the table may be mended; 0: none was broken.
     /// Written like `leaves`.
     pub(crate) broken: AtomicU64,
-    /// While the table is detached: the next table of the list, as the list knows it. While it belongs to a shadow
-    /// page: the number of that ([`crate::shadow`]).
+    /// While the table is detached: the next table of the list, in the list's encoding. While the table belongs to a
+    /// shadow page: the number of that page ([`crate::shadow`]).
     pub(crate) next: AtomicU64,
 }
 
@@ -57,7 +57,7 @@ impl TableMeta {
 }
 
 impl TableMeta {
-    /// Resets it. Call for a table that is not published yet.
+    /// Resets the metadata. Call for a table that is not published yet.
     pub(crate) fn begin(&self, leaves: u16) {
         self.leaves.store(leaves, Relaxed);
         self.nx_split.store(false, Relaxed);

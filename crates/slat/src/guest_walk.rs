@@ -4,8 +4,8 @@
 //! "Determination of Access Rights", the error code from "Page-Fault Exceptions", accessed and dirty
 //! flags from the section of that name.
 //!
-//! Other CPUs may change the tables at any time. Entries are read one by one; accessed and dirty flags are
-//! set by compare-exchange, and if one fails the walk starts again.
+//! Other CPUs may change the tables at any time. Entries are read one by one. Accessed and dirty flags are set by
+//! compare-exchange; if one fails, the walk restarts.
 
 use crate::addr::{Access, Gpa};
 
@@ -28,7 +28,7 @@ pub enum Mode {
 /// The part of a CPU's state that a walk depends on.
 #[derive(Clone, Copy, Debug)]
 pub struct GuestPaging {
-    /// CR3; the walk ignores the low bits that are no address bits in `mode`.
+    /// CR3. The walk ignores the low bits that are not address bits in `mode`.
     pub cr3: u64,
     /// The paging mode.
     pub mode: Mode,
@@ -42,15 +42,15 @@ pub struct GuestPaging {
     pub smep: bool,
     /// CR4.SMAP, unless EFLAGS.AC suspends it for this access.
     pub smap: bool,
-    /// PKRU if CR4.PKE is set, else 0: what each protection key forbids in user pages.
+    /// PKRU if CR4.PKE is set, else 0: the accesses to user pages that each protection key forbids.
     pub pkru: u32,
-    /// The page-directory-pointer entries of [`Mode::Pae`], if the CPU has loaded them to registers; `None`: the walk
+    /// The page-directory-pointer entries of [`Mode::Pae`], if the CPU has loaded them into registers. `None`: the walk
     /// reads them from memory.
     pub pdptes: Option<[u64; 4]>,
     /// The width of guest-physical addresses in bits (MAXPHYADDR), at most 52.
     pub physical_bits: u32,
-    /// Whether bit 8 is reserved in entries of levels 3 to 5 that refer to tables, as in AMD's CPUs: in entries that
-    /// map pages it is G. Intel's ignore it.
+    /// Whether bit 8, which is G in entries that map pages, is reserved in entries of levels 3 to 5 that refer to
+    /// tables, as in AMD's CPUs. Intel's CPUs ignore the bit there.
     pub reserves_table_global: bool,
 }
 
@@ -77,7 +77,7 @@ impl GuestPaging {
         }
     }
 
-    /// Returns how many bits of an address the tables translate; the walk ignores those above.
+    /// Returns how many bits of an address the tables translate. The walk ignores higher bits.
     pub fn translated_bits(&self) -> u32 {
         match self.mode {
             Mode::Bits32 { .. } | Mode::Pae => 32,
@@ -86,9 +86,9 @@ impl GuestPaging {
         }
     }
 
-    /// Returns the address of the table that a walk to `gva` begins with. In [`Mode::Pae`] that is the one of a latched
-    /// page-directory-pointer entry. `None`: that entry is not present, or its reserved bits are
-    /// set, or none is latched.
+    /// Returns the address of the table with which a walk to `gva` begins. In [`Mode::Pae`] that is the table of a
+    /// latched page-directory-pointer entry. `None`: that entry is not present, or has reserved bits set, or no entry
+    /// is latched.
     pub(crate) fn root_table(&self, gva: u64) -> Option<Gpa> {
         if self.mode != Mode::Pae {
             return Some(Gpa(Shape::of(self).root));
@@ -106,9 +106,9 @@ impl GuestPaging {
         }
     }
 
-    /// Returns the state in which the rights of a shadow leaf are judged. A leaf may lack the right to write because of
-    /// the dirty log, and the right to execute because of its slot. So the leaf is judged as if CR0.WP and EFER.NXE
-    /// were set.
+    /// Returns the paging state for checking the rights of a shadow leaf, with CR0.WP and EFER.NXE set. A leaf may lack
+    /// the right to write because of the dirty log, and the right to execute because of its slot, so these rights must
+    /// count.
     pub(crate) fn of_leaf(&self) -> GuestPaging {
         GuestPaging {
             no_execute: true,
@@ -146,12 +146,12 @@ pub trait GuestTables {
     /// Reads the entry of `size` (4 or 8) bytes at `gpa`, a multiple of `size`.
     ///
     /// # Errors
-    /// The implementor's; the walk ends with it.
+    /// The implementor's error; it ends the walk.
     fn read(&mut self, gpa: Gpa, size: usize) -> Result<u64, Self::Error>;
     /// Atomically replaces the entry of `size` bytes at `gpa` by `new` if it still is `old`. Returns whether it did.
     ///
     /// # Errors
-    /// The implementor's; the walk ends with it.
+    /// The implementor's error; it ends the walk.
     fn compare_exchange(
         &mut self,
         gpa: Gpa,
@@ -166,15 +166,15 @@ pub trait GuestTables {
 pub struct GuestPage {
     /// The guest-physical address of the 4 KiB page.
     pub gpa: Gpa,
-    /// The size of the guest's page that contains it: 2^`bits` bytes.
+    /// The size of the guest's page that contains the 4 KiB page: 2^`bits` bytes.
     pub bits: u32,
     /// Whether data may be read.
     pub read: bool,
-    /// Whether data may be written without another walk: the right is there, and the dirty flag is set already.
+    /// Whether data may be written without another walk: the right is granted, and the dirty flag is already set.
     pub write: bool,
     /// Whether instructions may be fetched.
     pub execute: bool,
-    /// The G flag of the entry that maps the page. It counts if CR4.PGE is set.
+    /// The G flag of the entry that maps the page. It applies if CR4.PGE is set.
     pub global: bool,
 }
 
@@ -192,7 +192,7 @@ pub enum WalkError<E> {
 
 /// Bits of a page fault's error code (SDM 3A, figure "Page-Fault Error Code").
 pub mod error_code {
-    /// All entries were present: the fault is for lack of a right, or for a reserved bit.
+    /// All entries were present: a missing right or a reserved bit caused the fault.
     pub const PRESENT: u32 = 1 << 0;
     /// The access was a write.
     pub const WRITE: u32 = 1 << 1;
@@ -263,8 +263,8 @@ impl Shape {
         12 + self.index_bits * (level - 1)
     }
 
-    /// Returns whether entries of `level` are PAE's four page-directory-pointer entries, which have no rights and no
-    /// accessed flag.
+    /// Returns whether entries of `level` are PAE's four page-directory-pointer entries, which have neither rights nor
+    /// an accessed flag.
     #[inline]
     fn is_pointer(&self, mode: Mode, level: u32) -> bool {
         mode == Mode::Pae && level == 3
@@ -290,7 +290,7 @@ impl PageRights {
         key: 0,
     };
 
-    /// Returns what is left of these rights below `entry`. Page-directory-pointer entries have no rights to limit.
+    /// Returns these rights as limited by `entry`. Page-directory-pointer entries limit no right.
     pub(crate) fn below(self, paging: &GuestPaging, entry: u64) -> Self {
         PageRights {
             write: self.write && entry & WRITABLE != 0,
@@ -300,7 +300,7 @@ impl PageRights {
         }
     }
 
-    /// Returns these rights, of all entries above, for the page that `leaf` maps.
+    /// Returns the rights to the page that `leaf` maps, given these rights of all entries above.
     pub(crate) fn of_page(self, paging: &GuestPaging, leaf: u64) -> Self {
         let has_keys = matches!(paging.mode, Mode::Level4 | Mode::Level5);
         PageRights {
@@ -317,7 +317,7 @@ impl PageRights {
 
 /// The entries of a walk that has reached a page.
 pub(crate) struct Path {
-    /// Address and value of each entry with an accessed flag, from the root down. The flags are as they were before the
+    /// Address and value of each entry with an accessed flag, from the root down. The flags are those from before the
     /// walk.
     entries: [(Gpa, u64); 5],
     len: usize,
@@ -325,7 +325,7 @@ pub(crate) struct Path {
 }
 
 impl Path {
-    /// Returns address and value of each entry but page-directory-pointer entries, from the root down.
+    /// Returns address and value of each entry except page-directory-pointer entries, from the root down.
     pub(crate) fn entries(&self) -> &[(Gpa, u64)] {
         &self.entries[..self.len]
     }
@@ -345,7 +345,7 @@ pub fn walk<T: GuestTables>(
     walk_with_path(tables, paging, gva, access).map(|(page, _)| page)
 }
 
-/// Does [`walk`], and returns also the entries on the path.
+/// Like [`walk`], but also returns the entries on the path.
 pub(crate) fn walk_with_path<T: GuestTables>(
     tables: &mut T,
     paging: &GuestPaging,
@@ -438,7 +438,8 @@ fn attempt<T: GuestTables>(
     Ok(Some((page, path)))
 }
 
-/// Returns whether `entry`, of `level`, maps a page; otherwise it refers to a table. `Err`: it does neither; what that
+/// Returns whether `entry`, of `level`, maps a page; otherwise it refers to a table. `Err`: it does neither. The value
+/// is then the bits to add to the error code.
 /// adds to the error code of an access.
 #[inline]
 fn maps_page(paging: &GuestPaging, shape: &Shape, level: u32, entry: u64) -> Result<bool, u32> {
@@ -461,7 +462,7 @@ pub(crate) enum UsedEntry {
     Page {
         gpa: Gpa,
         bits: u32,
-        /// Its dirty flag is set.
+        /// Whether the entry's dirty flag is set.
         dirty: bool,
     },
 }
@@ -549,9 +550,9 @@ struct KeyRights {
 }
 
 impl KeyRights {
-    /// Returns what the page's protection key forbids (SDM 3A, "Protection Keys"): data accesses to user pages, by
-    /// users and supervisors; but of a supervisor's accesses, a key that only disables writes forbids writes only with
-    /// CR0.WP.
+    /// Returns the accesses that the page's protection key forbids (SDM 3A, "Protection Keys"). A key forbids data
+    /// accesses to user pages, by users and supervisors. But a key that only disables writes forbids a supervisor's
+    /// writes only if CR0.WP is set.
     #[inline]
     fn of(paging: &GuestPaging, page: PageRights) -> KeyRights {
         let has_keys = matches!(paging.mode, Mode::Level4 | Mode::Level5);

@@ -1,4 +1,5 @@
-//! Heap memory that may run out. `Box::new` and `Arc::new` abort then; these return [`OutOfMemory`].
+//! Heap allocations that return an error. `Box::new` and `Arc::new` abort if there is no memory; these
+//! return [`OutOfMemory`].
 
 use alloc::alloc::{Layout, alloc, alloc_zeroed};
 use alloc::boxed::Box;
@@ -8,7 +9,7 @@ use core::ops::Deref;
 use core::ptr::NonNull;
 use core::sync::atomic::{AtomicUsize, Ordering::*, fence};
 
-/// A table, or something else the engine needs, could not be allocated; nothing was changed.
+/// A table, or other memory that the engine needs, could not be allocated. Nothing was changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OutOfMemory;
 
@@ -20,7 +21,7 @@ impl fmt::Display for OutOfMemory {
 
 impl core::error::Error for OutOfMemory {}
 
-/// Allocates memory for a `T`, which has a size.
+/// Allocates memory for a `T`, whose size is not 0.
 pub(crate) fn room<T>() -> Result<Box<MaybeUninit<T>>, OutOfMemory> {
     const { assert!(size_of::<T>() > 0) };
     // SAFETY: the layout has a size.
@@ -30,8 +31,8 @@ pub(crate) fn room<T>() -> Result<Box<MaybeUninit<T>>, OutOfMemory> {
     Ok(unsafe { Box::from_raw(memory.as_ptr()) })
 }
 
-/// Allocates memory for a `T`, which has a size. All its bytes are zero; an allocator that gets such memory
-/// from its system does not touch it.
+/// Allocates memory for a `T`, whose size is not 0. All its bytes are zero. An allocator that gets zeroed
+/// memory from its system does not touch it.
 pub(crate) fn zeroed<T>() -> Result<Box<MaybeUninit<T>>, OutOfMemory> {
     const { assert!(size_of::<T>() > 0) };
     // SAFETY: the layout has a size.
@@ -41,7 +42,7 @@ pub(crate) fn zeroed<T>() -> Result<Box<MaybeUninit<T>>, OutOfMemory> {
     Ok(unsafe { Box::from_raw(memory.as_ptr()) })
 }
 
-/// Does what `Box::new` does.
+/// Like `Box::new`, but returns an error.
 pub(crate) fn boxed<T>(value: T) -> Result<Box<T>, OutOfMemory> {
     Ok(Box::write(room()?, value))
 }

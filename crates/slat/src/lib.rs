@@ -35,13 +35,13 @@
 //! whole platform of 140 lines is in the crate's `examples/plain_memory`.
 //!
 //! # The pieces
-//! * A [`Platform`] is the machine under the engine: table frames, host pages, hardware flushes.
-//! * A [`Format`] says what an entry means to a page walker: see the table below.
+//! * A [`Platform`] is the machine under the engine: it provides table frames, host pages and hardware flushes.
+//! * A [`Format`] defines the meaning of page-table entries for a page walker: see the table below.
 //! * A [`Vm`] is the memory of one guest: [`Vm::set_memory_region`], [`Vm::set_memory_regions`],
 //!   [`Vm::remove_memory_region`], [`Vm::set_memory_attributes`], [`Vm::invalidate`], [`Vm::get_dirty_log`],
 //!   [`Vm::lookup`], [`Vm::audit`]. One of two MMUs makes its tables ([`MmuKind`]).
 //! * A [`Vcpu`] faults pages in: [`Vcpu::translate`].
-//! * A [`VmidAllocator`] hands out VMIDs, ASIDs or VPIDs. The engine does not need it.
+//! * A [`VmidAllocator`] assigns VMIDs, ASIDs or VPIDs to VMs. The engine itself does not use it.
 //!
 //! # Formats
 //! | type | page walker | levels | largest leaf | MMUs |
@@ -56,14 +56,14 @@
 //! | [`format::Sv39x4`], [`format::Sv48x4`], [`format::Sv57x4`] | RISC-V G-stage | 3, 4, 5; 4 tables as root | 1 GiB | tdp |
 //!
 //! # Concurrency
-//! Faults of different vCPUs run in parallel, with one short lock per table they install into (with the
-//! direct MMU: one for each address space); walks and slot look-ups take no lock. The protocols are argued
-//! where they live: `table` and `shadow` (who may change an entry), `sync::quiesce` (what readers may still
-//! see, how flushes are acknowledged), `slots` (how a set of memslots is published), `vm::invalidate` (when
-//! a fault may install).
+//! Faults of different vCPUs run in parallel. Each takes one short lock for each table in which it installs an entry
+//! (with the direct MMU: one lock for each address space). Walks and slot look-ups take no lock. The modules that
+//! implement the protocols explain them: `table` and `shadow` (who may change an entry), `sync::quiesce` (which old
+//! data readers may still see, and how flushes are acknowledged), `slots` (how a set of memslots is published),
+//! `vm::invalidate` (when a fault may install).
 //!
-//! # Where rules come from
-//! Observable behaviour is KVM's (Documentation/virt/kvm/api.rst), entry bits are the manuals'; each is
+//! # Sources of the rules
+//! Observable behaviour follows KVM (Documentation/virt/kvm/api.rst), and entry bits follow the manuals. Each rule is
 //! cited where it is used.
 #![no_std]
 #![warn(missing_docs)]
@@ -127,8 +127,8 @@ pub use vm::{
 };
 pub use vmid::{RunningVmid, Vmid, VmidAllocator, VmidError};
 
-/// Checks, when it is compiled, which types several threads may share and which one thread may give to another, on
-/// every platform and format.
+/// Checks at compile time, for every platform and format, which types threads may share, and which types one thread may
+/// send to another.
 const fn _threads<P: Platform, F: Format>() {
     const fn shared<T: Send + Sync>() {}
     const fn given<T: Send>() {}

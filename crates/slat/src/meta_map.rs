@@ -1,8 +1,8 @@
 //! Metadata of table frames, for platforms that have no array of frames.
 //!
-//! A radix tree by frame number. Nodes are added as frames come, and stay until the map is dropped. So a look-up needs
-//! neither a lock nor a reader section: it follows pointers that never change once they are set, each published by a
-//! release store after what it refers to was written.
+//! The map is a radix tree by frame number. Nodes are added when frames need them, and stay until the map is dropped.
+//! So a look-up needs neither a lock nor a reader section: it follows pointers that never change once they are set. A
+//! release store publishes each pointer after the memory to which it refers was written.
 
 use alloc::boxed::Box;
 use core::fmt;
@@ -85,15 +85,15 @@ impl<T: Region> Region for Node<T> {
     }
 }
 
-/// Finds the [`TableMeta`] of a table frame, for a [`Platform`](crate::Platform) whose frames come from anywhere: of an
-/// allocator of pages, without an array like Linux's `struct page`.
+/// Finds the [`TableMeta`] of a table frame, for a [`Platform`](crate::Platform) whose frames come from any page
+/// allocator and that has no array like Linux's `struct page`.
 ///
 /// All methods may be called by several CPUs at once, and in an interrupt handler if the global allocator may. A
 /// look-up takes no lock: it loads five pointers and changes nothing.
 ///
-/// It takes 512 bytes of the global allocator for each aligned 64 KiB of host memory that has ever held a table, and
-/// 8 KiB for each 64 MiB, and keeps them until it is dropped. Of a frame that is freed and allocated again, the
-/// metadata are the same.
+/// It allocates 512 bytes from the global allocator for each aligned 64 KiB of host memory that has ever contained a
+/// table, and 8 KiB for each 64 MiB, and keeps them until it is dropped. A frame that is freed and allocated again
+/// keeps its metadata.
 ///
 /// ```
 /// use slat::{MetaMap, Pfn};
@@ -132,12 +132,12 @@ impl MetaMap {
 }
 
 impl MetaMap {
-    /// Makes sure that there is metadata for `frame` from now on. Call for each frame that the platform allocates for a
-    /// table, before the engine gets it.
+    /// Makes sure that `frame` has metadata from now on. Call for each frame that the platform allocates for a table,
+    /// before the engine gets the frame.
     ///
     /// # Errors
-    /// [`OutOfMemory`]: no heap memory, or a frame number of more than 44 bits, which no table's entry can hold. The
-    /// call can be repeated.
+    /// [`OutOfMemory`]: there is no heap memory, or the frame number has more than 44 bits, which fits no table's
+    /// entry. The call can be repeated.
     pub fn prepare(&self, frame: Pfn) -> Result<(), OutOfMemory> {
         if frame.0 >= FRAMES {
             return Err(OutOfMemory);
@@ -145,8 +145,8 @@ impl MetaMap {
         self.root.get_or_make(Root::make)?.prepare(frame)
     }
 
-    /// Returns the metadata of `frame`, always the same. `None`: [`Self::prepare`] was not called for it, nor for a
-    /// neighbour that it shares metadata memory with.
+    /// Returns the metadata of `frame`, always the same. `None`: [`Self::prepare`] was not called for `frame`, nor for
+    /// a neighbouring frame whose metadata are in the same memory.
     #[inline]
     pub fn get(&self, frame: Pfn) -> Option<NonNull<TableMeta>> {
         if frame.0 >= FRAMES {

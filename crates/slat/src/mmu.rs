@@ -1,5 +1,5 @@
-//! The MMUs that an address space can have. Work by gfn and vCPUs use either by the same two interfaces; the choice is
-//! made once for each walk or install.
+//! The MMUs that an address space can have. Operations by gfn and vCPUs use each of them through the same two
+//! interfaces. The choice is made once for each walk or install.
 
 use alloc::string::String;
 use alloc::sync::Arc;
@@ -25,17 +25,17 @@ pub enum MmuKind {
     /// Shadow pages for a second-level walker (KVM: `tdp_mmu=0`): the leaves of a guest frame are found by a reverse
     /// map, and the number of tables is limited. For formats without break-before-make.
     Direct,
-    /// Shadow pages for the walker of a CPU without a second level (KVM: `ept=0`, `npt=0`): tables from guest-virtual
-    /// addresses to host frames, made from those of the guest ([`Vcpu::translate_virtual`](crate::Vcpu)). For x86's
-    /// tables of five levels ([`X86<5>`](crate::format::X86)).
+    /// Shadow pages for the walker of a CPU without a second level (KVM: `ept=0`, `npt=0`). These tables translate
+    /// guest-virtual addresses to host frames, and are made from the guest's tables
+    /// ([`Vcpu::translate_virtual`](crate::Vcpu)). For x86's tables of five levels ([`X86<5>`](crate::format::X86)).
     Shadow,
 }
 
 impl MmuKind {
-    /// Every kind.
+    /// All kinds.
     pub const ALL: &[MmuKind] = &[MmuKind::Tdp, MmuKind::Direct, MmuKind::Shadow];
 
-    /// Returns its name, which `slat run --mmu` takes.
+    /// Returns the name of the kind, as in `slat run --mmu`.
     pub const fn name(self) -> &'static str {
         match self {
             MmuKind::Tdp => "tdp",
@@ -72,8 +72,8 @@ pub(crate) enum Mmu<P: Platform, F: Format> {
     Shadow(ShadowMmu<P, F>),
 }
 
-/// Evaluates an expression with the tree, or with the shadow pages. For a format without shadow pages, what concerns
-/// them is not compiled: a quarter of the engine.
+/// Evaluates an expression with the tree, or with the shadow pages. For a format without shadow pages, their code, a
+/// quarter of the engine, is not compiled.
 macro_rules! by_kind {
     ($on:expr, $tree:ident => $tdp:expr, $mmu:ident => $shadow:expr) => {
         match $on {
@@ -93,8 +93,7 @@ macro_rules! either {
 }
 
 impl<P: Platform, F: Format> Mmu<P, F> {
-    /// Makes an MMU of `kind` that maps nothing, in frames of `frames`; one that also shadows nested
-    /// tables, if `nested`.
+    /// Makes an MMU of `kind` that maps nothing, in frames of `frames`. If `nested`, it also shadows nested tables.
     ///
     /// # Errors
     /// [`OutOfMemory`].
@@ -134,7 +133,8 @@ impl<P: Platform, F: Format> Mmu<P, F> {
         }
     }
 
-    /// Returns the MMU, if it shadows the tables by which the guest itself is translated: none else has their leaves.
+    /// Returns the MMU if it shadows the tables that translate the guest's own accesses: only this MMU has their
+    /// leaves.
     #[inline]
     pub(crate) fn shadow_of_all(&self) -> Option<&ShadowMmu<P, F>> {
         (self.shadow()).filter(|mmu| F::SHADOWS && mmu.tree().is_none())
@@ -145,18 +145,18 @@ impl<P: Platform, F: Format> Mmu<P, F> {
         by_kind!(self, tree => Some(tree), mmu => mmu.tree_mut())
     }
 
-    /// Returns how often a table of the guest's has begun to be tracked. A huge leaf that was
-    /// [mappable](Self::mappable_level) after this was asked still is, if the answer is the same under the lock of the
-    /// table that receives the leaf.
+    /// Returns the number of times that tracking of a guest table has begun. If this number is the same under the lock
+    /// of the table that receives a leaf, a level that was [mappable](Self::mappable_level) after the number was read
+    /// still is.
     #[inline]
     pub(crate) fn tracking_begun(&self) -> u64 {
         self.shadow().map_or(0, ShadowMmu::tracking_begun)
     }
 
-    /// Makes sure that `frames` and the MMU have what installs of `tables` tables need.
+    /// Allocates the memory in `frames` and the MMU for installs of `tables` tables.
     ///
     /// # Errors
-    /// [`OutOfMemory`]; what was allocated is kept.
+    /// [`OutOfMemory`]; memory that was already allocated is kept.
     #[inline]
     pub(crate) fn prepare(
         &self,
@@ -275,10 +275,10 @@ impl<P: Platform, F: Format> Mmu<P, F> {
         tree.map(&mut target.cursor, level, leaf, path, valid, done)
     }
 
-    /// Installs leaves where there are none ([`Tree::map_absent`]).
+    /// Installs leaves in absent entries ([`Tree::map_absent`]).
     ///
     /// # Errors
-    /// [`Retry`]. Nothing has to be done about it.
+    /// [`Retry`]. The caller may ignore it.
     pub(crate) fn map_absent(
         &self,
         target: &mut Target<'_, P, F>,
@@ -293,7 +293,7 @@ impl<P: Platform, F: Format> Mmu<P, F> {
             self,
             tree => (tree, (leaf, 0)),
             mmu => match mmu.tree_for(target) {
-                // A huge leaf may be in the way of a table that is tracked: faults look.
+                // A huge leaf may conflict with a tracked table: only faults check that.
                 _ if level > Level::PAGE => return Err(Retry::Conflict(level)),
                 Some(tree) => (tree, mmu.run_beside(&(gfn..gfn.add(leaves)), leaf)),
                 None => return mmu.map_absent(target, leaves, leaf, path, valid),
@@ -303,10 +303,10 @@ impl<P: Platform, F: Format> Mmu<P, F> {
         tree.map_absent(&mut target.cursor, level, leaves, leaf, path, valid)
     }
 
-    /// Installs an MMIO entry ([`Tree::map_mmio`]). Returns whether it did. The caller may ignore that it did not.
+    /// Installs an MMIO entry ([`Tree::map_mmio`]). Returns whether it did; the caller may ignore the result.
     ///
     /// # Errors
-    /// [`Retry`]: what the shadow MMU asks for.
+    /// [`Retry`]: the action that the shadow MMU requires.
     pub(crate) fn map_mmio(
         &self,
         target: &mut Target<'_, P, F>,

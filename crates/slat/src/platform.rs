@@ -1,4 +1,4 @@
-//! What the machine under the engine provides.
+//! The services that the engine needs from the machine under it.
 //!
 //! The engine allocates no table memory, touches no host mapping and interrupts no CPU by itself:
 //! it asks a [`Platform`]. The userspace port (`slat-host`) and a bare-metal hypervisor implement
@@ -30,21 +30,21 @@ pub struct VmId(pub u64);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct HostPage {
-    /// The frame of the page asked for (not of the start of the huge mapping around it).
+    /// The frame of the requested page (not of the start of the huge mapping around it).
     pub pfn: Pfn,
     /// The size of the host mapping: the naturally aligned region of this level around
     /// the page is contiguous both in the backing and in host-physical memory.
     pub level: Level,
-    /// The guest may be allowed to write without asking again.
+    /// Whether the guest may write without another request.
     pub writable: bool,
-    /// The guest may be allowed to execute. Only write-back memory is ever executed.
+    /// Whether the guest may execute. Only write-back memory can be executed.
     pub execute: bool,
-    /// How it is cached.
+    /// How the page is cached.
     pub memory: MemoryType,
 }
 
 impl HostPage {
-    /// A page of ordinary memory that may be written and executed.
+    /// Returns a page of ordinary memory that may be written and executed.
     pub fn new(pfn: Pfn, level: Level) -> Self {
         HostPage {
             pfn,
@@ -55,31 +55,31 @@ impl HostPage {
         }
     }
 
-    /// Returns the same mapping of another frame.
+    /// Returns this page with another frame.
     #[must_use]
     pub fn with_pfn(self, pfn: Pfn) -> Self {
         HostPage { pfn, ..self }
     }
 
-    /// Returns the same page in a host mapping of `level`.
+    /// Returns this page in a host mapping of `level`.
     #[must_use]
     pub fn with_level(self, level: Level) -> Self {
         HostPage { level, ..self }
     }
 
-    /// Returns the same page, writable or not.
+    /// Returns this page, writable or not.
     #[must_use]
     pub fn with_writable(self, writable: bool) -> Self {
         HostPage { writable, ..self }
     }
 
-    /// Returns the same page, executable or not.
+    /// Returns this page, executable or not.
     #[must_use]
     pub fn with_execute(self, execute: bool) -> Self {
         HostPage { execute, ..self }
     }
 
-    /// Returns the same page, cached as `memory` says.
+    /// Returns this page with memory of type `memory`.
     #[must_use]
     pub fn with_memory(self, memory: MemoryType) -> Self {
         HostPage { memory, ..self }
@@ -90,7 +90,7 @@ impl HostPage {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Request {
-    /// The VM whose vCPU waits for the page: a platform may serve several.
+    /// The VM whose vCPU waits for the page: a platform may serve several VMs.
     pub vm: VmId,
     /// The vCPU's address space.
     pub space: usize,
@@ -101,26 +101,26 @@ pub struct Request {
     /// The backing address of the frame: [`Region::backing`](crate::Region) of the slot, or
     /// [`Region::private`](crate::Region) if the frame is private, plus the offset of the frame in the slot.
     pub backing: Hva,
-    /// The right that is needed.
+    /// The right that the access needs.
     pub access: Access,
 }
 
 impl Request {
-    /// Returns the same request for a page at `backing`: for a platform that passes requests on to another one.
+    /// Returns this request for a page at `backing`: for a platform that passes requests on to another platform.
     #[must_use]
     pub fn with_backing(self, backing: Hva) -> Self {
         Request { backing, ..self }
     }
 }
 
-/// A stretch of backing pages that are resident, contiguous in host-physical memory and alike.
+/// A run of backing pages that are resident, contiguous in host-physical memory, and otherwise equal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostRun {
     /// Backing address of the first page.
     pub backing: Hva,
     /// Number of pages, of the granule.
     pub pages: u64,
-    /// The first page; its `pfn` counts up from there, the rest holds for all.
+    /// The first page. The other pages have consecutive `pfn`s, and are equal to it in all else.
     pub first: HostPage,
 }
 
@@ -150,7 +150,7 @@ impl HostRun {
     }
 }
 
-/// A zapped leaf, as [`Platform::zapped`] is told of it: the state in which the guest has left its memory.
+/// A zapped leaf, as passed to [`Platform::zapped`]: the state in which the guest has left its memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ZappedLeaf {
@@ -158,25 +158,25 @@ pub struct ZappedLeaf {
     pub pfn: Pfn,
     /// Its level.
     pub level: Level,
-    /// The guest has used the memory since the accessed bit was last cleared ([`crate::Vm::age`]).
+    /// Whether the guest has used the memory since the accessed bit was last cleared ([`crate::Vm::age`]).
     pub accessed: bool,
-    /// The guest has written to the memory, or may have where walkers set no dirty bit.
+    /// Whether the guest has written to the memory. Where walkers set no dirty bit: whether it may have written.
     pub dirty: bool,
 }
 
 /// Why a backing page cannot be resolved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ResolveError {
-    /// Nothing is mapped at this backing address, or not with the rights asked for.
+    /// Nothing is mapped at this backing address, or not with the requested rights.
     BadAddress,
     /// The host is out of memory.
     OutOfMemory,
-    /// The wait was interrupted (a signal): the vCPU should leave and come again.
+    /// The wait was interrupted (by a signal): the vCPU should leave and retry.
     Interrupted,
-    /// The page is not there yet, because its contents are still in a snapshot or on another machine. The access ends
-    /// with [`Stop::MemoryFault`](crate::Stop::MemoryFault); the caller brings the page, and runs the vCPU again. It is
-    /// the same for pages with page tables of the guest.
-    /// [`Platform::resolve_resident`] leaves such pages out, and no [`HostPage::level`] reaches over one.
+    /// The page is not present yet, because its contents are still in a snapshot or on another machine. The access ends
+    /// with [`Stop::MemoryFault`](crate::Stop::MemoryFault). The caller brings the page, and runs the vCPU again. This
+    /// also applies to pages with page tables of the guest. [`Platform::resolve_resident`] leaves out such pages, and
+    /// no [`HostPage::level`] may include one.
     Absent,
 }
 
@@ -197,9 +197,9 @@ impl core::error::Error for ResolveError {}
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ForkError {
-    /// The platform does not give each VM pages of its own ([`Platform::share`]).
+    /// The platform cannot give each VM its own copy of a page ([`Platform::share`]).
     Unsupported,
-    /// No memory for the VM, its slots or its root, or for what the platform keeps. The call can be repeated.
+    /// No memory for the VM, its slots, its root, or the platform's records. The call can be repeated.
     OutOfMemory,
 }
 
@@ -225,13 +225,13 @@ impl core::error::Error for ForkError {}
 /// The event for which the engine waits, an argument of [`Platform::wait`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WaitFor {
-    /// The holder of a spin lock: a table's, or another that is held for a few instructions.
+    /// The holder of a spin lock, which is held for a few instructions or for one table.
     Lock,
-    /// Earlier operations that hold a lock over all they do, allocations and some flushes included: slot
-    /// changes, harvests of dirty logs. Threads get it in the order of their requests. `round` counts from 0 again when
-    /// the caller is next.
+    /// Earlier operations on the same lock: slot changes, harvests of dirty logs. Each holds the lock during its whole
+    /// work, including allocations and some flushes. Threads get the lock in the order of their requests. `round`
+    /// restarts at 0 when the caller is next.
     Turn,
-    /// An entered reader that has not yet passed a quiescent point; the value is what it gave to
+    /// An entered reader that has not passed a quiescent point yet. The value is the token that the reader passed to
     /// [`crate::Vcpu::enter`] (a thread id in the userspace port, 0 when unknown).
     Reader(usize),
     /// An invalidation in progress over the page of a fault ([`crate::Vm::invalidate`]), or a leaf
@@ -243,29 +243,28 @@ pub enum WaitFor {
 /// ([`Platform::flush`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stale {
-    /// All leaves that were zapped, or have lost a right, are of this level, in the tables and in every TLB
-    /// (AArch64: the TTL of a TLBI). `None`: of several, or not known; always so where leaves are split without a
-    /// flush, because a TLB may still hold the huge one.
+    /// The level of all leaves that were zapped or have lost a right, in the tables and in every TLB (AArch64: the TTL
+    /// of a TLBI). `None`: several levels, or unknown. It is always `None` where leaves are split without a flush,
+    /// because a TLB may still cache the huge leaf.
     pub level: Option<Level>,
-    /// Entries that refer to tables were cleared. Otherwise only leaves were zapped: what a walker has cached on the
-    /// path to them is still valid (AArch64: TLBI IPAS2LE1 in the place of IPAS2E1).
+    /// Whether entries that refer to tables were cleared. If not, only leaves were zapped, and a walker's cached
+    /// entries on the path to these leaves are still valid (AArch64: TLBI IPAS2LE1 instead of IPAS2E1).
     pub tables: bool,
 }
 
 impl Stale {
-    /// Leaves of any level, and tables.
+    /// Leaves of any level, and entries that refer to tables.
     pub const ANYTHING: Stale = Stale {
         level: None,
         tables: true,
     };
 }
 
-/// The machine under the engine. One platform may serve several VMs: a method that works for one VM gets its [`VmId`].
+/// The machine under the engine. One platform may serve several VMs: a method that acts for one VM gets its [`VmId`].
 ///
-/// # In which state its methods are called
-/// The methods are called from any CPU or thread that uses the engine, from several at once, and on the
-/// stack of the engine's caller. The engine masks no interrupt and unmasks none: they are as its caller has
-/// them.
+/// # The state in which the engine calls the methods
+/// Any CPU or thread that uses the engine calls the methods, several at once, and on the stack of the engine's caller.
+/// The engine neither masks nor unmasks interrupts.
 ///
 /// | method | in a reader section | under which locks of the engine | may wait | may allocate | may call the VM |
 /// |---|---|---|---|---|---|
@@ -282,75 +281,74 @@ impl Stale {
 /// | `zapped` | yes | slots, a table's | no | no | no |
 /// | `trace` | yes | slots, a table's | no | no | no |
 ///
-/// "Yes", and a lock that is named, mean that it may be so. *Slots* is the lock of slot changes of one address space,
-/// under which a thread may sleep; other slot changes, and harvests of dirty logs, wait meanwhile. *A table's* is a
-/// spin lock: with it held there is no sleep, and no call of an allocator that may sleep. A method that may not call
-/// the VM may still call [`Vm::id`](crate::Vm::id) and others that return what never changes. `resolve` may take part
-/// in anything: it may invalidate, change slots, and run other vCPUs.
+/// "Yes", and a named lock, mean that this may be the case. *Slots* is the lock of slot changes of one address space. A
+/// thread may sleep under it; other slot changes, and harvests of dirty logs, wait meanwhile. *A table's* is a spin
+/// lock: a thread that holds it must not sleep, nor call an allocator that may sleep. A method that may not call the VM
+/// may still call [`Vm::id`](crate::Vm::id) and other methods that return constants. `resolve` may call everything: it
+/// may invalidate, change slots, and run other vCPUs.
 ///
-/// A *reader section* is what [`crate::Vcpu::enter`] begins. Every operation of the engine is in one while it walks.
-/// Flushes and changes of slots wait until the sections end that began before. If a thread in a section waits for
-/// another thread that waits for a flush, both wait for ever. So a method that allocates a table does not reclaim
-/// memory from a guest ([`crate::Vm::invalidate`]), and a lock that these methods take is never held around a call of
-/// the engine. `flush` and the table methods may be called while a slot change of the same address space is in progress
-/// on the calling thread ([`crate::Vm::set_memory_region`] holds its lock most of the time).
+/// [`crate::Vcpu::enter`] begins a *reader section*. Every operation of the engine is in a reader section while it
+/// walks. Flushes and changes of slots wait until all sections that began before them have ended. If a thread in a
+/// section waits for another thread that waits for a flush, both wait forever. So a method that allocates a table does
+/// not reclaim memory from a guest ([`crate::Vm::invalidate`]), and a lock that these methods take is never held around
+/// a call of the engine. `flush` and the table methods may be called while a slot change of the same address space is
+/// in progress on the calling thread ([`crate::Vm::set_memory_region`] holds its lock most of the time).
 ///
-/// The global allocator is used where tables are allocated, and obeys the same.
+/// The global allocator is called where tables are allocated, and must obey the same rules.
 ///
-/// Under a table's lock the engine takes spin locks only, held for at most one table's entries. Locks that are held
-/// for longer are waited for with [`WaitFor::Turn`], in the order of requests. So the engine is not called from an
-/// interrupt handler, or from anything else that may interrupt a caller of the engine on the same CPU, unless
-/// that caller masks it.
+/// Under a table's lock the engine takes only spin locks, which are held for at most one table's entries. For a lock
+/// that is held longer, threads wait with [`WaitFor::Turn`], in the order of requests. So do not call the engine from
+/// an interrupt handler, or from any code that may interrupt a caller of the engine on the same CPU, unless that caller
+/// masks the interrupt.
 ///
 /// # Safety
 /// An implementation promises, for as long as it lives:
 /// - [`granule`](Self::granule) never changes, and a frame number is an address divided by its bytes;
-/// - a frame given by [`alloc_table`](Self::alloc_table) is one page of it, aligned to its size,
-///   that nobody else uses until [`free_table`](Self::free_table); page walkers see it as the CPUs do
-///   (ordinary write-back memory), and its number fits the format's entries;
-/// - [`entries`](Self::entries) and [`meta`](Self::meta) of an allocated frame point to that memory, all of it,
-///   and to a [`TableMeta`] of its own (created by [`TableMeta::new`]), both valid and at the same
-///   place until the frame is freed;
-/// - [`resolve`](Self::resolve) and [`resolve_resident`](Self::resolve_resident) answer with memory that the
-///   guest may use with the rights given, until the platform announces its end by
-///   [`crate::Vm::invalidate`];
-/// - [`flush`](Self::flush) keeps its contract;
-/// - before the hardware walks a root of a VM for the first time it has forgotten the VM that it knew by the
-///   same VMID, ASID, VPID or root frame; and no CPU can walk a root when its VM is dropped. A [`VmId`]
-///   is never used twice, frames are.
+/// - a frame from [`alloc_table`](Self::alloc_table) is one page, aligned to its size, that nothing else uses until
+///   [`free_table`](Self::free_table). Page walkers see it as the CPUs do (ordinary write-back memory), and its number
+///   fits the format's entries;
+/// - [`entries`](Self::entries) of an allocated frame points to the frame's whole memory, and [`meta`](Self::meta) to a
+///   [`TableMeta`] of its own (created by [`TableMeta::new`]). Both pointers are valid and constant until the frame is
+///   freed;
+/// - [`resolve`](Self::resolve) and [`resolve_resident`](Self::resolve_resident) return memory that the guest may use
+///   with the given rights, until the platform announces its end by [`crate::Vm::invalidate`];
+/// - [`flush`](Self::flush) fulfils its contract;
+/// - before the hardware first walks a root of a VM, it has dropped all entries of any earlier VM with the same VMID,
+///   ASID, VPID or root frame; and no CPU can walk a root when its VM is dropped. A [`VmId`] is never reused; frames
+///   are.
 pub unsafe trait Platform: Send + Sync + 'static {
-    /// Returns the size of its pages: of the frames that it gives for tables, and of those that it counts in [`Pfn`],
-    /// [`Gfn`] and [`HostRun`]. A VM is made only if that is the granule of its format
+    /// Returns the size of the platform's pages: of the frames that it gives for tables, and of those that [`Pfn`],
+    /// [`Gfn`] and [`HostRun`] count. A VM can be made only if this is the granule of its format
     /// ([`Format::GRANULE`](crate::Format::GRANULE)).
     fn granule(&self) -> Granule {
         Granule::Kib4
     }
 
-    /// Allocates a frame for one table of `vm`, contents unspecified; `None` when memory is out, which every caller
-    /// survives. Called ahead of need, never under a table's lock; must not wait for a vCPU, a flush,
-    /// or an invalidation.
+    /// Allocates a frame for one table of `vm`, with unspecified contents. `None`: there is no memory, which every
+    /// caller handles. Called ahead of need, never under a table's lock. Must not wait for a vCPU, a flush, or an
+    /// invalidation.
     fn alloc_table(&self, vm: VmId) -> Option<Pfn>;
 
     /// Allocates frames for a root of `tables` tables of `vm` (a power of two, see [`crate::Format::ROOT_TABLES`]):
-    /// next to each other, the first aligned to them all. Each is freed alone.
+    /// consecutive frames, the first aligned to the size of all. Each is freed separately.
     fn alloc_root(&self, vm: VmId, tables: usize) -> Option<Pfn>;
 
-    /// Takes a frame back. Called when no walker, software or hardware, can reach it any more.
+    /// Frees a frame. Called when no walker, software or hardware, can reach it any more.
     ///
     /// # Safety
-    /// - `frame` came from [`alloc_table`](Self::alloc_table), or is one of an [`alloc_root`](Self::alloc_root), of
-    ///   this platform for `vm`, and is freed once.
+    /// - `frame` came from [`alloc_table`](Self::alloc_table) or [`alloc_root`](Self::alloc_root) of this platform for
+    ///   `vm`, and is freed once.
     unsafe fn free_table(&self, vm: VmId, frame: Pfn);
 
-    /// Like [`alloc_table`](Self::alloc_table), but for up to `frames` tables at once, each given to
-    /// `take`; fewer when memory is out. For range operations: a source with a lock takes it once.
+    /// Like [`alloc_table`](Self::alloc_table), but allocates up to `frames` tables at once, and passes each to `take`;
+    /// fewer if there is no memory. For range operations: an allocator with a lock takes the lock once.
     fn alloc_tables(&self, vm: VmId, frames: usize, take: &mut dyn FnMut(Pfn)) {
         (0..frames)
             .map_while(|_| self.alloc_table(vm))
             .for_each(take);
     }
 
-    /// Like [`free_table`](Self::free_table), but for several.
+    /// Like [`free_table`](Self::free_table), but for several frames.
     ///
     /// # Safety
     /// - as [`free_table`](Self::free_table), for each.
@@ -371,33 +369,33 @@ pub unsafe trait Platform: Send + Sync + 'static {
 
     /// Finds, and makes resident, the host page that `request` names.
     ///
-    /// Called with no lock held and the vCPU outside every reader section: it may sleep for as long
-    /// as it likes (swap, userfaultfd) and holds up nobody.
+    /// Called with no lock held and the vCPU outside every reader section: it may sleep for any time (swap,
+    /// userfaultfd) without delaying other threads.
     ///
     /// So the memslot may change meanwhile. `resolve` may be called, and may still run, after the slot was deleted or
-    /// moved and [`crate::Vm::remove_memory_region`] has returned, also when its backing is no memory any more, or is
-    /// other memory. `resolve` must find that out by the platform's own records, and returns
-    /// [`ResolveError::BadAddress`], or the page that is there now. The engine then uses neither, because it checks
-    /// again under the table's lock: it installs no leaf, and reports no error, for a slot that has changed since it
-    /// was looked up, nor for a page that was invalidated.
+    /// moved and [`crate::Vm::remove_memory_region`] has returned, even if the slot's backing is no memory any more, or
+    /// is other memory. `resolve` must detect this by the platform's own records. It then returns
+    /// [`ResolveError::BadAddress`], or the page that is there now. The engine ignores either result, because it checks
+    /// again under the table's lock: if the slot has changed since its look-up, or the page was invalidated, the engine
+    /// installs no leaf and reports no error.
     fn resolve(&self, request: &Request) -> Result<HostPage, ResolveError>;
 
-    /// Like [`resolve`](Self::resolve), but for all pages of `backing`, in a slot of `vm`, that are resident already;
-    /// never makes the host allocate, never sleeps. Calls `found` for stretches in ascending order, and skips what is
-    /// not resident or not known.
+    /// Like [`resolve`](Self::resolve), but for all pages of `backing`, in a slot of `vm`, that are already resident.
+    /// Never makes the host allocate, and never sleeps. Calls `found` for runs of pages in ascending order, and skips
+    /// pages that are not resident or not known.
     ///
-    /// `found` takes the lock of a table. So it holds no lock while it calls `found`, and waits for none under which
-    /// [`crate::Vm::invalidate`] is called. What it finds may be out of date then: the engine installs it only if no
-    /// invalidation began meanwhile. The engine may ask for more pages than it installs, and install others of a run
-    /// later, under the same condition.
+    /// `found` takes the lock of a table. So this method holds no lock while it calls `found`, and waits for no lock
+    /// under which [`crate::Vm::invalidate`] is called. The runs may be out of date by then: the engine installs them
+    /// only if no invalidation began meanwhile. The engine may ask for more pages than it installs, and may install
+    /// other pages of a run later, under the same condition.
     fn resolve_resident(&self, vm: VmId, backing: Range<Hva>, found: &mut dyn FnMut(HostRun));
 
-    /// Makes the pages of `backing`, in a slot of `vm`, resident, as far as that is possible.
-    /// [`Vcpu::prefault`](crate::Vcpu::prefault) calls it for up to a table's pages, of which some are not resident,
-    /// and then calls [`resolve_resident`](Self::resolve_resident) again, so that one call of the host serves all pages
+    /// Makes the pages of `backing`, in a slot of `vm`, resident, as far as possible.
+    /// [`Vcpu::prefault`](crate::Vcpu::prefault) calls it for up to a table's pages, some of which are not resident,
+    /// and then calls [`resolve_resident`](Self::resolve_resident) again. So one call of the host serves all pages
     /// (Linux: MADV_POPULATE_READ). The state of the caller is as for [`resolve`](Self::resolve), and the memory may be
-    /// gone, too. The method may make fewer pages resident, or none, as the default does: each page that is not
-    /// resident after the call is resolved by itself.
+    /// deleted meanwhile, too. The method may make fewer pages resident, or none, like the default: each page that is
+    /// not resident afterwards is resolved separately.
     fn populate(&self, vm: VmId, backing: Range<Hva>) {
         let _ = (vm, backing);
     }
@@ -406,15 +404,15 @@ pub unsafe trait Platform: Send + Sync + 'static {
     /// backs the child at the same backing address. [`Vm::fork_from`](crate::Vm::fork_from) calls it, while no fault of
     /// the parent installs a leaf.
     ///
-    /// From now on, until the page has one user left,
+    /// From now on, while a page has several users,
     /// - [`resolve`](Self::resolve) and [`resolve_resident`](Self::resolve_resident) return it as not writable, to both
     ///   VMs ([`HostPage::writable`]);
-    /// - `resolve` for a write gives the VM that asks a copy of its own, and returns that: it begins an invalidation of
-    ///   the page *of that VM* ([`Vm::invalidate`](crate::Vm::invalidate)), copies, changes what backs the page, and
-    ///   ends the invalidation;
-    /// - the frame is not taken back, whatever invalidations of the other VM do.
+    /// - `resolve` for a write gives the requesting VM a copy of its own, and returns the copy: it begins an
+    ///   invalidation of the page *of that VM* ([`Vm::invalidate`](crate::Vm::invalidate)), copies, changes what backs
+    ///   the page, and ends the invalidation;
+    /// - invalidations of one VM do not free the frame while the other VM uses it.
     ///
-    /// The engine does not tell the platform that a VM ends. The program that drops the VM does.
+    /// The engine does not tell the platform when a VM ends. The program that drops the VM does.
     ///
     /// # Errors
     /// [`ForkError`]; then nothing is shared.
@@ -423,61 +421,60 @@ pub unsafe trait Platform: Send + Sync + 'static {
         Err(ForkError::Unsupported)
     }
 
-    /// No *hardware* walker uses an old translation of `range` of `vm` once this has returned:
-    /// INVEPT, TLBI or HFENCE on every CPU that may be running the guest. A contract, not a hint.
-    /// A huge leaf that was zapped may reach out of `range`: nothing of it is used either. `stale` says what
-    /// is enough; a platform that does not look at it flushes everything in the range.
-    /// In a VM that has shadowed tables of the guest's, the range is always that of all frames: what a TLB holds then
-    /// is known by virtual address, or by that of a nested guest.
+    /// Flushes: when this returns, no *hardware* walker uses an old translation of `range` of `vm`. Use INVEPT, TLBI or
+    /// HFENCE on every CPU that may be running the guest. This is a contract, not a hint. A zapped huge leaf may reach
+    /// beyond `range`: it must not be used there either. `stale` says which entries have to be flushed; a platform may
+    /// ignore it and flush everything in the range. In a VM that has shadowed tables of the guest, the range is always
+    /// all frames, because a TLB then caches translations by virtual address, or by the address of a nested guest.
     ///
-    /// When it returns, for each CPU that may run the guest:
-    /// - leaves that its TLB holds are void, whatever their size, also those combined with translations
-    ///   of the guest's own, and so, if `stale.tables`, are entries to tables that it has cached on the way:
-    ///   tables that were in the range are freed next, so a flush of last levels is not enough;
-    /// - accesses that it made by an old translation are done: their data, and the accessed and dirty bits
-    ///   that its walker sets for them;
-    /// - or it is not in the guest, and will do all this before it executes another instruction of it.
+    /// When it returns, this holds for each CPU that may run the guest:
+    /// - leaves in its TLB are void, whatever their size, also those combined with translations of the guest's own. If
+    ///   `stale.tables`, so are cached entries that refer to tables: the tables in the range are freed next, so a flush
+    ///   of last levels is not enough;
+    /// - its accesses by old translations are done: their data, and the accessed and dirty bits that its walker sets
+    ///   for them;
+    /// - instead, a CPU that is not in the guest may do all this before it executes another instruction of the guest.
     ///
-    /// The entries were changed before by ordinary atomic stores. This method does what a CPU needs beside that for its
-    /// walkers to see them, before it flushes (AArch64: DSB ISHST).
+    /// Ordinary atomic stores have changed the entries before. Before it flushes, this method does what else the CPU
+    /// needs to make the stores visible to its walkers (AArch64: DSB ISHST).
     ///
-    /// The caller is outside every reader section. It may be a vCPU's thread between two runs of its guest, with
-    /// interrupts masked, and several CPUs may call at once. So an implementation that interrupts other CPUs either
-    /// waits only for CPUs that are in the guest, or answers the interrupts of others while it waits. Software CPUs are
-    /// not its concern: the engine itself waits for their acknowledgement ([`crate::Vcpu::quiesce`]).
+    /// The caller is outside every reader section. The caller may be a vCPU's thread between two runs of its guest,
+    /// with interrupts masked, and several CPUs may call at once. So an implementation that interrupts other CPUs
+    /// either waits only for CPUs that are in the guest, or handles the interrupts of others while it waits. It need
+    /// not care about software CPUs: the engine itself waits for their acknowledgement ([`crate::Vcpu::quiesce`]).
     fn flush(&self, vm: VmId, range: Range<Gfn>, stale: Stale);
 
-    /// Has the CPUs of `vm` give the engine what their page walkers have written to their buffers (Intel's PML, Arm's
-    /// HDBSS). When it returns, each entry that was written before the call was given to `take`, with the address space
-    /// of the walk, or to [`Vm::drain`](crate::Vm::drain): a CPU that is in the guest is interrupted, and its buffer is
+    /// Makes the CPUs of `vm` report the pages that their page walkers have written to buffers (Intel's PML, Arm's
+    /// HDBSS). When it returns, each entry written before the call was given to `take`, with the address space of the
+    /// walk, or to [`Vm::drain`](crate::Vm::drain). A CPU that is in the guest is interrupted, and its buffer is
     /// drained before it enters again.
     ///
-    /// A harvest of a log by the policy `dirty_log=buffer` begins with it. Does nothing where no hardware fills a
-    /// buffer: those of software CPUs are the engine's own.
+    /// With the policy `dirty_log=buffer`, each harvest of a log calls it first. Does nothing if no hardware fills a
+    /// buffer: the engine itself drains the buffers of software CPUs.
     fn drain(&self, vm: VmId, take: &mut dyn FnMut(usize, Gfn)) {
         let _ = (vm, take);
     }
 
-    /// Whether [`zapped`](Self::zapped) is called. If not, nothing is paid for it.
+    /// Whether the engine calls [`zapped`](Self::zapped). If not, this costs nothing.
     const WANTS_ZAPPED: bool = false;
 
-    /// Called for each leaf that the engine has zapped, before the invalidation or slot change that zaps it returns.
-    /// The host can mark the pages (KVM: `kvm_set_pfn_dirty`). A page may be reported several times: by leaves of
-    /// several memslots, or by pieces of a huge leaf.
+    /// Called for each leaf that the engine has zapped, before the invalidation or slot change that zapped it returns.
+    /// The host can mark the pages (KVM: `kvm_set_pfn_dirty`). A page may be reported several times: for leaves of
+    /// several memslots, or for pieces of a huge leaf.
     fn zapped(&self, leaf: ZappedLeaf) {
         let _ = leaf;
     }
 
-    /// Called at each event, by the thread that makes it. For a record of what the engine does; does nothing otherwise,
-    /// and then it is compiled away.
+    /// Called at each event, by the thread that causes it, to record what the engine does. The default does nothing,
+    /// and the calls are then compiled away.
     #[inline(always)]
     fn trace(&self, event: Event) {
         let _ = event;
     }
 
-    /// Passes time while the engine waits; `round` counts up from 0 for one wait. Spin first, then
-    /// yield the processor; for [`WaitFor::Reader`], interrupt a reader that is stuck in a host page
-    /// fault (the kick of the userspace port). Where CPUs are never taken from those who hold
-    /// the engine's locks (a hypervisor that does not preempt itself), a spin hint is enough.
+    /// Waits for a short time while the engine waits. `round` counts up from 0 for one wait. Spin first, then yield the
+    /// processor. For [`WaitFor::Reader`], interrupt a reader that is stuck in a host page fault (the kick of the
+    /// userspace port). If a CPU is never preempted while it holds the engine's locks (as in a hypervisor that does not
+    /// preempt itself), a spin hint is enough.
     fn wait(&self, round: u32, what: WaitFor);
 }

@@ -1,6 +1,6 @@
-//! Policies: which mechanisms a VM uses, and how. Those that KVM has carry the names of its module
-//! parameters. [`Vm::set_policy`](crate::Vm::set_policy) sets one, also of a VM that is running; it decides what is
-//! done from then on.
+//! Policies: the mechanisms that a VM uses, and their parameters. A policy that KVM has, too, has the name of KVM's
+//! module parameter. [`Vm::set_policy`](crate::Vm::set_policy) sets a policy, also of a running VM, and applies to
+//! what the VM does from then on.
 
 use core::fmt;
 use core::sync::atomic::{AtomicU64, Ordering::*};
@@ -9,7 +9,7 @@ use crate::format::Format;
 
 /// A value of a policy: stored as a number, written on command lines as a word or a number.
 trait Value: Copy + fmt::Display {
-    /// The values that [`Value::parse`] takes, as a list for a message.
+    /// A list of the values that [`Value::parse`] accepts, for a message.
     const EXPECTED: &'static str;
 
     fn parse(text: &str) -> Option<Self>;
@@ -19,8 +19,8 @@ trait Value: Copy + fmt::Display {
 
 macro_rules! policies {
     ($($(#[$doc:meta])* $name:ident $Name:ident: $Type:ty = $default:expr;)*) => {
-        /// The policies of a VM: what it is made with ([`Config`](crate::Config)), or as they are at one moment
-        /// ([`Vm::policy`](crate::Vm::policy)).
+        /// The policies of a VM: those with which it is made ([`Config`](crate::Config)), or a copy of the current
+        /// ones ([`Vm::policy`](crate::Vm::policy)).
         ///
         /// ```
         /// use slat::{Policy, Prefetch};
@@ -45,7 +45,7 @@ macro_rules! policies {
                 [$(Setting::$Name(self.$name),)*].into_iter()
             }
 
-            /// Sets one policy here. [`Vm::set_policy`](crate::Vm::set_policy) sets one of a VM.
+            /// Sets one policy in this value. [`Vm::set_policy`](crate::Vm::set_policy) sets a policy of a VM.
             pub fn set(&mut self, setting: Setting) {
                 match setting {
                     $(Setting::$Name(value) => self.$name = value,)*
@@ -60,7 +60,7 @@ macro_rules! policies {
         }
 
         impl AtomicPolicy {
-            /// Makes one of `policy`.
+            /// Makes the atomic form of `policy`.
             pub fn new(policy: Policy) -> Self {
                 AtomicPolicy { $($name: AtomicU64::new(policy.$name.to_bits()),)* }
             }
@@ -69,7 +69,7 @@ macro_rules! policies {
                 Value::from_bits(self.$name.load(Relaxed))
             })*
 
-            /// Returns the policies as they are now. Each is read by itself.
+            /// Returns the current policies. Each is read separately.
             pub fn get(&self) -> Policy {
                 Policy { $($name: self.$name(),)* }
             }
@@ -90,8 +90,8 @@ macro_rules! policies {
         }
 
         impl Setting {
-            /// Makes a setting of what a command line says: the name of a policy, and a value as
-            /// [`Setting::value`] displays it.
+            /// Makes a setting from a command line's words: the name of a policy, and a value as displayed by
+            /// [`Setting::value`].
             ///
             /// # Errors
             /// [`PolicyError`].
@@ -120,14 +120,14 @@ macro_rules! policies {
                 }
             }
 
-            /// Returns the values that the policy can have, as a list for a message.
+            /// Returns a list of the values that the policy can have, for a message.
             pub fn expected(&self) -> &'static str {
                 match self {
                     $(Setting::$Name(_) => <$Type as Value>::EXPECTED,)*
                 }
             }
 
-            /// Returns the value for display, as [`Setting::parse`] takes it.
+            /// Returns the value for display, in the form that [`Setting::parse`] accepts.
             pub fn value(&self) -> &dyn fmt::Display {
                 match self {
                     $(Setting::$Name(value) => value as &dyn fmt::Display,)*
@@ -144,10 +144,10 @@ policies! {
     huge_pages HugePages: Switch = Switch::On;
     /// Huge leaves are not executable.
     nx_huge_pages NxHugePages: Switch = Switch::Off;
-    /// An execution fault splits a huge leaf in place; off: it zaps the leaf, and what the leaf
-    /// mapped faults back in, as KVM did before it split.
+    /// An execution fault splits a huge leaf in place. Off: it zaps the leaf, whose pages then fault again, as in KVM
+    /// before KVM split in place.
     nx_huge_pages_split NxHugePagesSplit: Switch = Switch::On;
-    /// Each recovery zaps one of this many tables that exist because of NX; 0: none.
+    /// Each recovery zaps one of this many tables that exist because of NX; 0: it zaps none.
     nx_huge_pages_recovery_ratio NxHugePagesRecoveryRatio: u32 = 60;
     /// Milliseconds between two calls of [`Vm::recover_nx_huge_pages`](crate::Vm::recover_nx_huge_pages), which the
     /// client makes; 0: never.
@@ -155,28 +155,30 @@ policies! {
     /// Split huge leaves when a slot begins to log dirty pages (or, with manual protection, when
     /// pages are cleared), not at the first write to each.
     eager_page_split EagerPageSplit: Switch = Switch::On;
-    /// Pages that an eager split works on before it lets others pass; rounded up to a multiple of 512.
+    /// Number of pages that an eager split works on before it lets other threads continue; rounded up to a multiple of
+    /// 512.
     eager_page_split_chunk EagerPageSplitChunk: u32 = 1 << 18;
-    /// Which tables an eager split enters.
+    /// The tables that an eager split enters.
     split_walk SplitWalk: SplitWalk = SplitWalk::Default;
-    /// Pages around a fault that are mapped with it, if resident.
+    /// The pages around a fault that the fault maps, too, if they are resident.
     prefetch Prefetch: Prefetch = Prefetch::Adaptive;
-    /// How writes to logged slots are found out. Logs to rings are always by write protection. Write protection is the
-    /// default: it needs nothing of the CPU, and such a log begins at once (`hierarchical_protect`), while with dirty
-    /// bits and buffers it begins by clearing the dirty bit of every leaf. [`DirtyLogMethod::Buffer`] saves the fault
-    /// of each page's next write.
+    /// How writes to logged slots are detected. Logs to rings always use write protection. Write protection is the
+    /// default for two reasons. It needs no feature of the CPU, and such a log begins at once
+    /// (`hierarchical_protect`). With dirty bits and buffers, a log begins by clearing the dirty bit of every leaf.
+    /// [`DirtyLogMethod::Buffer`] saves the fault of each page's next write.
     dirty_log DirtyLog: DirtyLogMethod = DirtyLogMethod::WriteProtect;
-    /// How a range is write-protected for its dirty log. On: by the entries above its tables, the highest ones that
-    /// refer to frames of the range alone (EPT), or one for each 2 MiB (NPT); the first write below such an entry then
-    /// protects the leaves of its table. Off: every leaf at once. For [`MmuKind::Tdp`](crate::MmuKind), on formats
-    /// whose walkers obey such entries, and [`DirtyLogMethod::WriteProtect`].
+    /// How a range is write-protected for its dirty log. On: by the entries above the range's tables. These are the
+    /// highest entries that cover only frames of the range (EPT), or one entry for each 2 MiB (NPT). The first write
+    /// below such an entry then protects the leaves of its table. Off: every leaf is protected at once. For
+    /// [`MmuKind::Tdp`](crate::MmuKind), on formats whose walkers obey such entries, and
+    /// [`DirtyLogMethod::WriteProtect`].
     hierarchical_protect HierarchicalProtect: Switch = Switch::On;
-    /// Whether a read or fetch that maps a page of a logged slot is logged, and the page writable at
-    /// once; off: only writes are.
+    /// Whether a read or fetch that maps a page of a logged slot is logged, which makes the page writable at once.
+    /// Off: only writes are logged.
     dirty_log_reads DirtyLogReads: DirtyLogReads = DirtyLogReads::Auto;
 }
 
-/// Declares a policy's values, each with its word, in the order of their numbers.
+/// Declares a policy's values in the order of their numbers, each with its word.
 macro_rules! words {
     ($(#[$doc:meta])* $Type:ident, $expected:literal: $($(#[$value_doc:meta])* $Value:ident = $word:literal,)*) => {
         $(#[$doc])*
@@ -214,26 +216,26 @@ macro_rules! words {
 }
 
 words! {
-    /// Which tables an eager split enters.
+    /// The tables that an eager split enters.
     SplitWalk, "full-walk, skip-last-level, default":
-    /// All, those that it has just made included.
+    /// All tables, including those that the split has just made.
     Full = "full-walk",
-    /// No table of level 1.
+    /// All tables except those of level 1.
     SkipLastLevel = "skip-last-level",
-    /// No table of level 1, and no table of level 2 without a huge leaf.
+    /// All tables except those of level 1, and those of level 2 without a huge leaf.
     Default = "default",
 }
 
 words! {
-    /// How writes to logged slots are found out.
+    /// How writes to logged slots are detected.
     DirtyLogMethod, "write-protect, dirty-bit, buffer":
     /// A page is write-protected until a write to it was noted.
     WriteProtect = "write-protect",
     /// The walker sets the dirty bits of leaves, on formats that have them ([`Format::SETS_DIRTY`]).
     DirtyBit = "dirty-bit",
-    /// Like [`Self::DirtyBit`], and the walker writes the page of each dirty bit that it sets to a buffer (Intel's
-    /// PML, Arm's HDBSS): a harvest looks at these pages alone ([`Vm::drain`](crate::Vm::drain)). For tables that
-    /// are no shadow pages.
+    /// Like [`Self::DirtyBit`], but the walker also writes to a buffer the page of each dirty bit that it sets
+    /// (Intel's PML, Arm's HDBSS). So a harvest reads only the leaves of these pages
+    /// ([`Vm::drain`](crate::Vm::drain)). Not for shadow pages.
     Buffer = "buffer",
 }
 
@@ -253,12 +255,12 @@ words! {
 pub enum Switch {
     /// The mechanism is not used.
     Off,
-    /// Used.
+    /// The mechanism is used.
     On,
 }
 
 impl Switch {
-    /// Whether it is on.
+    /// Whether the mechanism is on.
     pub fn is_on(self) -> bool {
         self == Switch::On
     }
@@ -285,7 +287,7 @@ impl fmt::Display for Switch {
 impl Value for Switch {
     const EXPECTED: &'static str = "on, off";
 
-    /// Takes what Linux takes for a module parameter, too.
+    /// Accepts also the words that Linux accepts for a module parameter.
     fn parse(text: &str) -> Option<Self> {
         match text {
             "0" | "off" | "N" | "n" => Some(Switch::Off),
@@ -322,17 +324,17 @@ impl Value for u32 {
 /// How far a fault prefetches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Prefetch {
-    /// A fault maps its own page alone.
+    /// A fault maps only its own page.
     Off,
-    /// The aligned window of this many pages: the largest power of two not above the number and 512.
+    /// A fault maps the aligned window of this many pages, rounded down to a power of two, at most 512.
     Window(u16),
-    /// A window that follows what the vCPU does: closed where its accesses are scattered, and up to 512
-    /// pages where they are not.
+    /// A fault maps a window that adapts to the vCPU's accesses: closed where they are scattered, and up to 512 pages
+    /// where they are not.
     Adaptive,
 }
 
 impl Prefetch {
-    /// The most pages of a window: the pages of one table.
+    /// The largest number of pages in a window: the pages of one table.
     const MOST: u16 = 512;
 
     /// Returns the number of pages of a window of constant size, a power of two; 1 without a window.
@@ -398,13 +400,13 @@ impl AtomicPolicy {
     }
 }
 
-/// Why words of a command line are no [`Setting`].
+/// Why a command line's words are not a [`Setting`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum PolicyError {
-    /// See [`Policy::iter`] for the names.
+    /// There is no policy with this name. [`Policy::iter`] returns all policies.
     NoSuchPolicy,
-    /// The policy takes these values.
+    /// The policy does not have this value. Contains a list of the values that it has.
     BadValue(&'static str),
 }
 

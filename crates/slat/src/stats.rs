@@ -1,7 +1,7 @@
-//! Counters, with the names of KVM's statistics where KVM has them.
+//! Counters. A counter that KVM has, too, has the name of KVM's statistic.
 //!
-//! Every reader ([`crate::sync::quiesce`]) has its own set, written by its owner alone, so that
-//! counting costs a plain load and store; the sum over all readers is the VM's.
+//! Every reader ([`crate::sync::quiesce`]) has its own set of counters, which only its owner writes. So counting
+//! costs a plain load and store. The VM's counts are the sums over all readers.
 
 use core::sync::atomic::{AtomicU64, Ordering::*};
 
@@ -51,30 +51,30 @@ macro_rules! counters {
 }
 
 counters! {
-    /// Second-level faults taken: the walk found nothing that allows the access.
+    /// Second-level faults taken: the walk found no entry that allows the access.
     pf_taken,
-    /// Faults that installed a leaf or widened one.
+    /// Faults that installed a leaf, or added rights to one.
     pf_fixed,
-    /// Faults that found the leaf there already: another vCPU was faster.
+    /// Faults that found that the leaf already existed: another vCPU was faster.
     pf_spurious,
-    /// The faults, among those fixed or spurious, for which the engine looked up neither slot nor host page: the leaf
-    /// had lost a right to the dirty log only.
+    /// Fixed or spurious faults for which the engine looked up neither slot nor host page: the leaf had lost a right
+    /// only because of the dirty log.
     pf_fast,
-    /// Faults abandoned because an invalidation or slot change came in between, and taken again.
+    /// Faults abandoned and retried because of an invalidation or slot change meanwhile.
     pf_retried,
-    /// Faults that found no memslot, or a write to a read-only one.
+    /// Faults that found no memslot, or that were a write to a read-only memslot.
     pf_emulate,
     /// MMIO entries installed.
     pf_mmio_spte_created,
-    /// MMIO accesses answered from an MMIO entry, with no slot look-up.
+    /// MMIO accesses served by an MMIO entry, with no slot look-up.
     mmio_cached,
     /// Memslot look-ups by guest frame.
     slot_lookups,
-    /// Look-ups answered by a slot that the vCPU used lately, with no search.
+    /// Look-ups served by a slot that the vCPU used recently, with no search.
     slot_lookups_saved,
     /// Entries of the guest's own page tables that were read to translate an address.
     guest_pte_reads,
-    /// 4 KiB leaves (a gauge: now present).
+    /// 4 KiB leaves (a gauge: the number that exist now).
     pages_4k,
     /// 2 MiB leaves (a gauge).
     pages_2m,
@@ -82,32 +82,32 @@ counters! {
     pages_1g,
     /// Huge leaves split in place.
     splits,
-    /// Tables replaced by a huge leaf in place, when a dirty log ended.
+    /// Tables replaced by a huge leaf in place, by the end of a dirty log or by promotion.
     collapses,
-    /// Level 1 tables whose frames a huge leaf could map if NX allowed it (a gauge).
+    /// Level 1 tables whose frames a huge leaf could map if NX allowed that (a gauge).
     nx_lpage_splits,
-    /// Entries that eager splits have looked at.
+    /// Entries that eager splits have read.
     split_entries_visited,
     /// Pages mapped ahead of their use.
     prefetched,
-    /// Shadow pages made: of their frame and role there was none. With [`MmuKind::Tdp`](crate::MmuKind)
+    /// Shadow pages made because no page existed for their frame and role. With [`MmuKind::Tdp`](crate::MmuKind),
     /// those of nested tables.
     mmu_cache_miss,
     /// Shadow pages zapped.
     mmu_shadow_zapped,
-    /// The zapped shadow pages that were the oldest, and were zapped because the limit of pages was reached
+    /// Shadow pages zapped because they were the oldest and the limit of pages was reached
     /// ([`Vm::set_mmu_pages`](crate::Vm)).
     mmu_recycled,
-    /// Stores to tables of the guest's that the MMU was told of. None if it shadows no tables.
+    /// Stores to tables of the guest that were reported to the MMU. 0 if the MMU shadows no tables.
     mmu_pte_write,
-    /// Entries that referred to a shadow page, and that such a store has changed: they were cleared.
+    /// Entries that referred to a shadow page, and that were cleared because such a store had changed them.
     mmu_pde_zapped,
-    /// Shadow pages zapped because the guest has stored to the table over and over without using it:
-    /// it may be one no more.
+    /// Shadow pages zapped because the guest has stored to the table again and again without using it: the memory may
+    /// not be a table any more.
     mmu_flooded,
-    /// Shadow pages that do not follow the guest's table, until the guest flushes its TLB (a gauge).
+    /// Shadow pages that are not synced with the guest's table until the guest flushes its TLB (a gauge).
     mmu_unsync,
-    /// Page faults of the guest's: its tables do not allow the access.
+    /// Page faults of the guest: its own tables do not allow the access.
     pf_guest,
     /// INVLPG instructions.
     invlpg,
@@ -119,7 +119,7 @@ counters! {
     remote_tlb_flush_requests,
     /// Invalidations of backing ranges that some memslot uses.
     invalidations,
-    /// Memslots created, deleted, moved, or given other flags.
+    /// Memslots created, deleted, moved, or changed in their flags.
     slot_changes,
     /// Pages marked in a dirty log.
     dirty_pages,
@@ -139,7 +139,7 @@ impl Counter {
         self.0.load(Relaxed)
     }
 
-    /// For gauges, whose sum over all owners is what counts.
+    /// For gauges: only the sum over all owners is meaningful.
     #[inline]
     pub(crate) fn sub(&self, n: u64) {
         self.add(n.wrapping_neg());

@@ -1,20 +1,20 @@
 //! Events of the engine that a platform may record: KVM's tracepoints, and a few more.
 //!
-//! The engine tells its platform of each ([`Platform::trace`](crate::Platform::trace)). Most happen under locks or in
-//! the midst of a fault, so what a platform does with one has to be short. A platform that does nothing pays nothing:
-//! the calls are compiled away.
+//! The engine reports each event to its platform ([`Platform::trace`](crate::Platform::trace)). Most events happen
+//! under locks or in the middle of a fault, so the platform must handle an event quickly. For a platform that ignores
+//! events, the calls are compiled away.
 
 use core::fmt;
 use core::ops::Range;
 
 use crate::addr::{Access, Gfn, Gpa, Hva, Level, Pfn};
 
-/// Something that the engine does. The fields are named as those of KVM's tracepoint of the same name.
+/// An event of the engine. The fields have the names of those of KVM's tracepoint with the same name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Event {
-    /// `kvm_page_fault`: a guest's access finds no entry that allows it. With shadow paging the address is a
-    /// guest-virtual one, else a guest-physical one. Counted as `pf_taken`.
+    /// `kvm_page_fault`: an access of the guest finds no entry that allows it. With shadow paging the address is
+    /// guest-virtual, otherwise guest-physical. Counted as `pf_taken`.
     PageFault {
         /// The address.
         fault_address: u64,
@@ -30,7 +30,8 @@ pub enum Event {
         /// The leaf's level.
         level: Level,
     },
-    /// `fast_page_fault`: a fault of the guest was resolved without memslot and host look-up. Counted as `pf_fast`.
+    /// `fast_page_fault`: a fault of the guest was resolved without looking up memslot and host. Counted as
+    /// `pf_fast`.
     FastPageFault {
         /// The address.
         gpa: Gpa,
@@ -38,28 +39,30 @@ pub enum Event {
         access: Access,
         /// The leaf, as an entry of the tables.
         new_spte: u64,
-        /// The leaf allowed the access already.
+        /// Whether the leaf already allowed the access.
         spurious: bool,
     },
-    /// `mark_mmio_spte`: an entry says now that no memslot holds the frame. Counted as `pf_mmio_spte_created`.
+    /// `mark_mmio_spte`: an MMIO entry was installed, because no memslot contains the frame. Counted as
+    /// `pf_mmio_spte_created`.
     MarkMmioSpte {
         /// The frame.
         gfn: Gfn,
         /// The generation of the memslots.
         generation: u64,
     },
-    /// `handle_mmio_page_fault`: such an entry has answered an access. Counted as `mmio_cached`.
+    /// `handle_mmio_page_fault`: an MMIO entry has served an access. Counted as `mmio_cached`.
     HandleMmioPageFault {
-        /// The address: with shadow paging a guest-virtual one.
+        /// The address; with shadow paging, it is guest-virtual.
         addr: u64,
         /// The frame.
         gfn: Gfn,
     },
-    /// `kvm_tdp_mmu_spte_changed`: an entry of the tree of tables was zapped: a leaf, or a table with all below it.
+    /// `kvm_tdp_mmu_spte_changed`: an entry of the tree of tables was zapped: a leaf, or a table with everything
+    /// below it.
     SpteZapped {
         /// The first frame of the entry.
         gfn: Gfn,
-        /// The entry before.
+        /// The entry's value before.
         old_spte: u64,
         /// Its level.
         level: Level,
@@ -82,7 +85,7 @@ pub enum Event {
         /// Whether the page was made, not found.
         created: bool,
     },
-    /// `kvm_mmu_unsync_page`: a shadow page follows the guest's table no more.
+    /// `kvm_mmu_unsync_page`: a shadow page is not synced with the guest's table any more.
     UnsyncPage {
         /// The frame of the page, as in [`Event::GetPage`].
         gfn: Gfn,
@@ -100,11 +103,11 @@ pub enum Event {
     UnmapHvaRange(Range<Hva>),
     /// `kvm_age_hva`: the accessed bits of leaves are read, and perhaps cleared.
     AgeHva(Range<Hva>),
-    /// `kvm_dirty_ring_push`: a vCPU notes a page that it has written.
+    /// `kvm_dirty_ring_push`: a vCPU pushes a page that it has written.
     DirtyRingPush {
-        /// Index after the entry, counted from the ring's beginning of use.
+        /// Index after the ring entry, counted since the ring was first used.
         dirty_index: u32,
-        /// Index of the first entry that was not reset.
+        /// Index of the first ring entry that was not reset.
         reset_index: u32,
         /// The memslot, with its address space from bit 16 on.
         slot: u32,
@@ -118,13 +121,13 @@ pub enum Event {
         /// The index of the first ring entry that was not reset, as in [`Event::DirtyRingPush`].
         reset_index: u32,
     },
-    /// The engine's own: a flush of these frames begins. Counted as `remote_tlb_flush`.
+    /// Specific to the engine: a flush of these frames begins. Counted as `remote_tlb_flush`.
     FlushBegin(Range<Gfn>),
-    /// The engine's own: that flush is done.
+    /// Specific to the engine: that flush is done.
     FlushEnd(Range<Gfn>),
-    /// The engine's own: a vCPU has dropped its translations.
+    /// Specific to the engine: a vCPU has dropped its translations.
     Quiesce,
-    /// The engine's own: a long operation lets others pass.
+    /// Specific to the engine: a long operation lets other threads continue.
     Yield,
 }
 
@@ -161,8 +164,8 @@ impl fmt::Display for Event {
     }
 }
 
-/// The role of a shadow page, as the lower bits of KVM's `kvm_mmu_page_role`: the level in bits 0 to 3, "entries of 4
-/// bytes" in bit 4, the quadrant in bits 5 and 6, "direct" in bit 7, and in bits 8 to 10 the rights to execute, to
-/// write, and of user mode.
+/// The role of a shadow page, in the lower bits of KVM's `kvm_mmu_page_role`: the level in bits 0 to 3, "entries of 4
+/// bytes" in bit 4, the quadrant in bits 5 and 6, "direct" in bit 7, and the rights to execute, to write, and of user
+/// mode in bits 8 to 10.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageRole(pub u32);

@@ -1,4 +1,4 @@
-//! VMIDs, ASIDs, VPIDs: the numbers by which a TLB tells guests apart.
+//! VMIDs, ASIDs, VPIDs: the numbers by which a TLB distinguishes guests.
 //!
 //! A VMID has 8 to 16 bits, and a host may have more VMs. So numbers are handed out in *generations*, as Linux does for
 //! arm64 (`vmid.c`): a VM keeps its number as long as the generation lasts. When no number is left, the next generation
@@ -19,14 +19,14 @@
 //! later generation begins and the CPU has left. A CPU that leaves replaces `ROLLED`, which synchronizes with the
 //! thread that stored it: the CPU's next entry sees the new generation.
 //!
-//! *No TLB has entries of a number's earlier VM.* A number gets another VM only in a new generation. `flushed` is the
-//! generation for which the CPU has last flushed. If that is not the present one, the CPU's next entry takes the lock,
-//! and tells it to flush.
+//! *No TLB has entries of a number's earlier VM.* A number is given to another VM only in a new generation. `flushed`
+//! is the generation for which the CPU has last flushed. If it is not the current generation, the CPU's next entry
+//! takes the lock, and tells the CPU to flush.
 //!
-//! *A flush by number misses nothing.* [`Vmid::number`] and [`VmidAllocator::enter`] have a fence each. A thread that
-//! changes a table and then reads the number either sees the one under which a CPU has entered, or made the change
-//! before that CPU's fence, and the CPU's walker sees the change. Entries under a number that the VM has lost are on
-//! CPUs that flush before they enter any guest.
+//! *A flush by number misses nothing.* [`Vmid::number`] and [`VmidAllocator::enter`] each have a fence. A thread
+//! changes a table and then reads the number. Either the thread sees the number under which a CPU has entered, or it
+//! made the change before that CPU's fence, and the CPU's walker sees the change. Entries under a number that the VM
+//! has lost are only on CPUs that flush before they enter any guest.
 
 use alloc::boxed::Box;
 use alloc::vec::Vec;
@@ -37,12 +37,12 @@ use crate::heap::OutOfMemory;
 use crate::sync::SpinLock;
 use crate::sync::atomic::{AtomicU64, Ordering::*, const_fn, fence};
 
-/// Bits of a number in a tag. The generation is in the bits above: 48, which are enough for a new one each
+/// Bits of a number in a tag. The generation is in the 48 bits above. These suffice for a new generation each
 /// microsecond for nine years.
 const NUMBER_BITS: u32 = 16;
-/// [`Cpu::active`] of a CPU that is in no guest. As a tag it is of generation 0, which no VM is of.
+/// The value of [`Cpu::active`] while the CPU is in no guest. As a tag it has generation 0, which no VM has.
 const IDLE: u64 = 1;
-/// [`Cpu::active`] after a generation has begun, until the CPU's next entry or exit.
+/// The value of [`Cpu::active`] after a generation has begun, until the CPU's next entry or exit.
 const ROLLED: u64 = 0;
 
 const fn number(tag: u64) -> u16 {
@@ -53,11 +53,11 @@ const fn generation(tag: u64) -> u64 {
     tag >> NUMBER_BITS
 }
 
-/// A VM's number, and of which generation it is. Has none before the VM is first entered.
+/// A VM's number, and the number's generation. Before the VM is first entered, it has no number.
 ///
-/// One for each VM where only second-level translations are tagged with it, or where a CPU flushes its TLB when it
-/// enters another vCPU of the VM than the last time. Where the guest's own translations are tagged with it alone (SVM's
-/// ASID, VMX's VPID): one for each vCPU.
+/// Use one for each VM if only second-level translations are tagged with it, or if a CPU flushes its TLB when it
+/// changes to another vCPU of the same VM. If only this number tags the guest's own translations (SVM's ASID, VMX's
+/// VPID), use one for each vCPU.
 pub struct Vmid {
     tag: AtomicU64,
 }
@@ -74,11 +74,11 @@ impl Vmid {
 }
 
 impl Vmid {
-    /// Returns the number that the VM's TLB entries have, for [`Platform::flush`](crate::Platform::flush) on a machine
-    /// that flushes by number. `None`: no CPU has entered the VM, so no TLB has entries of it.
+    /// Returns the number of the VM's TLB entries, for [`Platform::flush`](crate::Platform::flush) on a machine that
+    /// flushes by number. `None`: no CPU has entered the VM, so no TLB has entries of it.
     ///
-    /// What the caller stored before, tables above all, is seen by the walker of a CPU that enters the VM under
-    /// another number afterwards.
+    /// If a CPU later enters the VM under another number, its walker sees everything that the caller stored before this
+    /// call, especially tables.
     pub fn number(&self) -> Option<u16> {
         fence(SeqCst);
         let tag = self.tag.load(Relaxed);
@@ -101,7 +101,8 @@ impl fmt::Debug for Vmid {
 /// Why a [`VmidAllocator`] cannot be created.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VmidError {
-    /// There are not more numbers than CPUs. Such a machine flushes whenever a CPU enters another VM than the last one.
+    /// There are at most as many numbers as CPUs. Such a machine must flush whenever a CPU enters another VM than
+    /// before.
     TooFew,
     /// No heap memory for the bitmap.
     OutOfMemory,
@@ -126,7 +127,7 @@ impl From<OutOfMemory> for VmidError {
     }
 }
 
-/// Hands out VMIDs (or ASIDs, VPIDs) to the VMs that run on a machine's CPUs. A hypervisor has one.
+/// Gives VMIDs (or ASIDs, VPIDs) to the VMs that run on a machine's CPUs. A hypervisor has one allocator.
 ///
 /// ```
 /// use slat::{Vmid, VmidAllocator};
@@ -159,25 +160,25 @@ pub struct VmidAllocator {
 struct Cpu {
     /// Tag of the guest that the CPU is in, [`IDLE`] or [`ROLLED`].
     active: AtomicU64,
-    /// Generation before whose first guest the CPU has flushed.
+    /// The generation for which the CPU has last flushed.
     flushed: AtomicU64,
 }
 
-/// The numbers of the present generation.
+/// The numbers of the current generation.
 struct Numbers {
-    /// A bit for each number: whether a VM has it. The bit of number 0 is always set.
+    /// A bit for each number, set if a VM has the number. The bit of number 0 is always set.
     taken: Box<[u64]>,
-    /// For each CPU the tag of the guest that it was in when the generation began, or a tag of generation 0.
+    /// For each CPU, the tag of the guest in which the CPU was when the generation began, or a tag of generation 0.
     reserved: Box<[u64]>,
-    /// No number below is free.
+    /// No number below this one is free.
     next: usize,
-    /// Numbers are below this.
+    /// All numbers are below this one.
     end: usize,
 }
 
 impl VmidAllocator {
-    /// Creates an allocator of the numbers from 1 to 2^`bits` - 1 for `cpus` CPUs. 0 is never handed out: it is the
-    /// host's (SVM, VMX, and KVM on Arm).
+    /// Makes an allocator of the numbers from 1 to 2^`bits` - 1 for `cpus` CPUs. Number 0 is never given out: it
+    /// belongs to the host (SVM, VMX, and KVM on Arm).
     ///
     /// No CPU may have TLB entries of these numbers.
     ///
@@ -203,11 +204,11 @@ impl VmidAllocator {
         })
     }
 
-    /// Call on CPU `cpu`, from 0, before it enters a guest of the VM, and drop the returned guard after the exit.
-    /// Between the two the CPU must not call this again: mask interrupts, or do not enter VMs in their handlers.
+    /// Call on CPU `cpu`, counted from 0, before it enters a guest of the VM, and drop the returned guard after the
+    /// exit. In between, the CPU must not call this again: mask interrupts, or enter no VM in their handlers.
     ///
     /// Takes a lock if the VM has no number of this generation, or the CPU has to flush. The lock is held for a few
-    /// instructions, but by a CPU that begins a generation: while it clears the bitmap and looks at all CPUs.
+    /// instructions. A CPU that begins a generation holds it longer, while it clears the bitmap and checks all CPUs.
     ///
     /// # Panics
     /// If there is no such CPU.
@@ -254,14 +255,15 @@ impl VmidAllocator {
         }
     }
 
-    /// Returns the tag, of the present generation or of one that this begins, for a VM that had the tag `old`.
+    /// Returns a tag for a VM that had the tag `old`. Its generation is the current one, or a new one that this call
+    /// begins.
     fn assign(&self, numbers: &mut Numbers, old: u64) -> u64 {
         let current =
             |number: u16| self.generation.load(Relaxed) << NUMBER_BITS | u64::from(number);
-        // Twice at most: there are more numbers than CPUs, so a generation begins with one that is free.
+        // At most two rounds: there are more numbers than CPUs, so a new generation has a free number.
         loop {
-            // A VM that runs on another CPU has one number on both. Others keep theirs, too, if it is free:
-            // it is as good as any.
+            // A VM that runs on another CPU has the same number on both. Other VMs also keep their numbers, if these
+            // are free.
             if generation(old) != 0 {
                 let new = current(number(old));
                 if numbers.renew(old, new) || numbers.take(number(old)) {
@@ -311,7 +313,7 @@ impl Numbers {
         self.next = 1;
     }
 
-    /// Takes `number`. Returns `false` if it is taken already.
+    /// Takes `number`. Returns `false` if it was already taken.
     fn take(&mut self, number: u16) -> bool {
         let (word, bit) = (usize::from(number) / 64, 1 << (number % 64));
         let free = self.taken[word] & bit == 0;
@@ -319,7 +321,7 @@ impl Numbers {
         free
     }
 
-    /// Takes the lowest free number. `None`: all are taken.
+    /// Takes the lowest free number. `None`: no number is free.
     fn take_any(&mut self) -> Option<u16> {
         let from = self.next / 64;
         let free = (self.taken[from..].iter()).position(|word| *word != u64::MAX);
@@ -337,7 +339,7 @@ impl Numbers {
         Some(number)
     }
 
-    /// Makes `new` of the reservations of `old`. Returns whether there were any.
+    /// Replaces all reservations of `old` by `new`. Returns whether there were any.
     fn renew(&mut self, old: u64, new: u64) -> bool {
         let mut found = false;
         for reserved in self.reserved.iter_mut().filter(|tag| **tag == old) {
@@ -354,7 +356,7 @@ impl fmt::Debug for VmidAllocator {
     }
 }
 
-/// The number under which a CPU runs a guest. Dropping it says that the guest has exited.
+/// The number under which a CPU runs a guest. Drop it when the guest has exited.
 #[derive(Debug)]
 #[must_use = "when it is dropped the guest counts as exited"]
 pub struct RunningVmid<'a> {
@@ -364,14 +366,14 @@ pub struct RunningVmid<'a> {
 }
 
 impl RunningVmid<'_> {
-    /// Returns the number to enter the guest with.
+    /// Returns the number for entering the guest.
     #[inline]
     pub fn number(&self) -> u16 {
         self.number
     }
 
-    /// Whether the CPU must flush its TLB (if it shares that with other CPUs: all of it) of all
-    /// guests before the entry.
+    /// Whether the CPU must flush the entries of all guests from its TLB before the entry (from the whole TLB, if it
+    /// shares the TLB with other CPUs).
     #[inline]
     pub fn must_flush(&self) -> bool {
         self.must_flush
@@ -386,7 +388,7 @@ impl Drop for RunningVmid<'_> {
     }
 }
 
-/// Waits a moment for the lock's holder.
+/// Waits for a moment.
 fn pause(_: u32) {
     #[cfg(loom)]
     loom::thread::yield_now();

@@ -1,8 +1,8 @@
 //! The granule of a format's tables: the size of a page, and with it of a table.
 //!
-//! Arm's word for it. A table is one page and an entry has 8 bytes, so the granule says how many bits of an address
-//! index a table. It is a constant of each [`Format`](crate::Format), so all of this is computed when the engine is
-//! compiled: by the crate that says for which format, hence `inline`.
+//! *Granule* is Arm's word. A table is one page and an entry has 8 bytes, so the granule decides how many bits of an
+//! address index a table. It is a constant of each [`Format`](crate::Format), so the functions here are computed at
+//! compile time. They are `inline` because the crate that chooses the format compiles them.
 
 use core::ops::Range;
 
@@ -10,8 +10,8 @@ use super::{Gfn, Gpa, Hpa, Hva, Level, Pfn};
 
 /// The bytes of a page, and of a table, in one format.
 ///
-/// Frame numbers ([`Gfn`], [`Pfn`]) and every other count of pages are in pages of the granule of the VM's format. For
-/// tables of 4 KiB, which are most, there are short forms: [`Gpa::gfn`], [`Level::pages`] and their neighbours.
+/// Frame numbers ([`Gfn`], [`Pfn`]) and all other page counts are in pages of the granule of the VM's format. Most
+/// tables have 4 KiB; for these there are short forms, like [`Gpa::gfn`] and [`Level::pages`].
 ///
 /// ```
 /// use slat::{Gfn, Gpa, Granule, Level};
@@ -22,11 +22,11 @@ use super::{Gfn, Gpa, Hpa, Hva, Level, Pfn};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Granule {
-    /// 4 KiB: every architecture's.
+    /// 4 KiB, on every architecture.
     Kib4,
-    /// 16 KiB: AArch64's.
+    /// 16 KiB, on AArch64.
     Kib16,
-    /// 64 KiB: AArch64's.
+    /// 64 KiB, on AArch64.
     Kib64,
 }
 
@@ -43,7 +43,7 @@ impl Granule {
         1 << self.shift()
     }
 
-    /// Returns log2 of the entries of a table. A model checker can only afford small ones.
+    /// Returns log2 of the number of entries in a table. In models for loom, tables are small.
     #[inline(always)]
     pub(crate) const fn index_bits(self) -> u32 {
         if cfg!(loom) { 1 } else { self.shift() - 3 }
@@ -67,13 +67,13 @@ impl Granule {
         1 << self.pages_shift(level)
     }
 
-    /// Returns the index, in a table of `level`, of the entry on the way to `gfn`.
+    /// Returns the index, in a table of `level`, of the entry on the path to `gfn`.
     #[inline(always)]
     pub const fn index(self, gfn: Gfn, level: Level) -> usize {
         (gfn.0 >> self.pages_shift(level)) as usize & (self.entries() - 1)
     }
 
-    /// Returns the first frame of those that one entry of `level` covers around `gfn`.
+    /// Returns the first of the frames that one entry of `level` covers around `gfn`.
     #[inline(always)]
     pub const fn align_down(self, gfn: Gfn, level: Level) -> Gfn {
         Gfn(gfn.0 & !(self.pages(level) - 1))
@@ -86,7 +86,7 @@ impl Granule {
         start..start.add(self.pages(level))
     }
 
-    /// Returns the number of `gfn` among the frames that one entry of `level` covers.
+    /// Returns the index of `gfn` among the frames that one entry of `level` covers.
     #[inline(always)]
     pub(crate) const fn page_in(self, gfn: Gfn, level: Level) -> u64 {
         gfn.0 & (self.pages(level) - 1)
@@ -128,7 +128,7 @@ impl Granule {
         Hva(hva.0 + (pages << self.shift()))
     }
 
-    /// Returns the number of whole pages from `from` to `to`, which is not below it.
+    /// Returns the number of whole pages from `from` to `to`, which is at or above `from`.
     #[inline(always)]
     pub const fn pages_between(self, from: Hva, to: Hva) -> u64 {
         (to.0 - from.0) >> self.shift()

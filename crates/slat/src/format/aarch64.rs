@@ -1,39 +1,37 @@
 //! AArch64 stage 2, with granules of 4, 16 and 64 KiB.
 //!
-//! Arm ARM (DDI 0487), "VMSAv8-64 translation table format descriptors" and "Stage 2 memory
-//! attributes" (FWB = 0). A valid descriptor is changed into a different valid one only by way of an
-//! invalid one and a TLB invalidation ("Using break-before-make when updating translation table
-//! entries"); a change of rights alone needs none.
+//! Arm ARM (DDI 0487), "VMSAv8-64 translation table format descriptors" and "Stage 2 memory attributes" (FWB = 0).
+//! Between two different valid descriptors there must be an invalid one and a TLB invalidation ("Using
+//! break-before-make when updating translation table entries"). A change of rights alone needs none.
 //!
 //! # Accessed and dirty
-//! Hardware sets the access flag where VTCR_EL2.HA tells it to, software elsewhere. Where hardware is
-//! to manage the dirty state, too (FEAT_HAFDBS, VTCR_EL2.HD), the bits of a leaf mean something else:
-//! DBM says that the guest may write, and S2AP\[1\], which is then set by the first write, that it
-//! did ("Hardware management of the dirty state").
+//! If VTCR_EL2.HA is set, hardware sets the access flag; otherwise software does. If hardware also manages the dirty
+//! state (FEAT_HAFDBS, VTCR_EL2.HD), two bits of a leaf have another meaning: DBM says that the guest may write, and
+//! S2AP\[1\], which the first write then sets, says that it did ("Hardware management of the dirty state").
 //!
 //! # Granules
-//! Pages and tables of 16 or 64 KiB have more entries, whose addresses begin at a higher bit; the rest of a descriptor
-//! is as with 4 KiB. Above a page there are blocks of 32 MiB, or of 512 MiB; the next larger ones, of 64 GiB and 4 TiB,
-//! only exist for 52 bits.
+//! Tables of 16 or 64 KiB have more entries, and their addresses begin at a higher bit. The rest of a descriptor is as
+//! with 4 KiB. Above a page there are blocks of 32 MiB, or of 512 MiB. The next larger blocks, of 64 GiB and 4 TiB,
+//! exist only for 52 bits.
 //!
 //! # 52 bits
 //! With granules of 4 and 16 KiB, tables for more than 48 bits of address have the descriptors of FEAT_LPA2
-//! (VTCR_EL2.DS = 1): bits 49:48 are of the address, too, and the bits that say elsewhere who shares a leaf are its
-//! uppermost two. VTCR_EL2 says that of all leaves. With 64 KiB they are those of FEAT_LPA: bits 51:48 of the
-//! address are in bits 15:12.
+//! (VTCR_EL2.DS = 1). Bits 49:48 belong to the address, too. The bits that otherwise contain the shareability of a leaf
+//! are the two uppermost bits of the address, and VTCR_EL2 has one shareability for all leaves. With 64 KiB the
+//! descriptors are those of FEAT_LPA: bits 51:48 of the address are in bits 15:12.
 
 use super::{Entry, Format, Leaf, MemoryType, Privilege, bit};
 use crate::addr::{Access, Granule, Level, Pfn};
 
-/// Stage 2 tables for `IPA_BITS` (39 to 52) bits of intermediate physical address. Where the upper
-/// level would have at most 16 entries, that many tables of the level below are concatenated
-/// ("Concatenated translation tables for the initial stage 2 lookup"): there are never more than four levels.
+/// Stage 2 tables for `IPA_BITS` (39 to 52) bits of intermediate physical address. If the top level would have at most
+/// 16 entries, that many tables of the level below are concatenated instead ("Concatenated translation tables for the
+/// initial stage 2 lookup"): there are never more than four levels.
 ///
-/// More than 48 bits are for CPUs with FEAT_LPA2 for the granule (ID_AA64MMFR0_EL1.TGran4_2 or TGran16_2 = 3), or with
-/// FEAT_LPA for 64 KiB (PARange = 6), and only those tables lead to host memory above 256 TiB.
+/// More than 48 bits require a CPU with FEAT_LPA2 for the granule (ID_AA64MMFR0_EL1.TGran4_2 or TGran16_2 = 3), or with
+/// FEAT_LPA for 64 KiB (PARange = 6). Only these tables can map host memory above 256 TiB.
 ///
-/// With `HARDWARE_DIRTY` the tables are for walkers with VTCR_EL2.HA and HD set, and such a walker
-/// needs them: another one finds every clean leaf write-protected.
+/// With `HARDWARE_DIRTY` the tables require a walker with VTCR_EL2.HA and HD set: another walker finds every clean leaf
+/// write-protected.
 ///
 /// `PAGE_SHIFT` is log2 of the granule: 12, 14 or 16 ([`Stage2Kib16`], [`Stage2Kib64`]). The platform must have the
 /// same granule ([`Platform::granule`](crate::Platform::granule)).
@@ -53,7 +51,7 @@ pub type Stage2Kib64<const IPA_BITS: u32, const HARDWARE_DIRTY: bool = false> =
 const VALID: u64 = 1 << 0;
 /// Bit 1 of a valid descriptor: table (levels above the page), or page.
 const TABLE_OR_PAGE: u64 = 1 << 1;
-/// The bits of every descriptor that refers to a table, beside the address.
+/// The bits of every descriptor that refers to a table, in addition to the address.
 const TABLE: u64 = VALID | TABLE_OR_PAGE;
 /// `MemAttr[3:0]`, bits 5:2: 0b1111 is Normal, inner and outer write-back; 0b0101 Normal, inner and outer
 /// Non-cacheable, which gathers stores; 0b0001 Device-nGnRE.
@@ -63,44 +61,44 @@ const NON_CACHEABLE: u64 = 0b0101 << 2;
 const DEVICE: u64 = 0b0001 << 2;
 /// `S2AP[0]`: readable.
 const READ: u64 = 1 << 6;
-/// `S2AP[1]`: writable; with hardware dirty state, written to.
+/// `S2AP[1]`: writable. With hardware dirty state: written to.
 const WRITE: u64 = 1 << 7;
 /// `SH[1:0]`, bits 9:8: 0b11 is inner shareable.
 const INNER_SHAREABLE: u64 = 0b11 << 8;
 /// The access flag. Clear: the first access faults (or hardware sets it, with VTCR_EL2.HA).
 const ACCESSED: u64 = 1 << 10;
-/// The layout of a frame's address in an entry: some address bits are in their places, others are moved down.
+/// The layout of a frame's address in an entry: some address bits are in their own positions, others are moved down.
 struct AddressBits {
-    /// The bits that are in their places.
+    /// The bits that are in their own positions.
     low: u64,
-    /// The bits of the entry that have the moved address bits.
+    /// The bits of the entry that contain the moved address bits.
     moved: u64,
     /// The number of bits by which the moved address bits were moved.
     by: u32,
 }
-/// Dirty bit modifier: a write to a leaf without `S2AP[1]` sets that instead of faulting.
+/// Dirty bit modifier: a write to a leaf without `S2AP[1]` sets `S2AP[1]` instead of faulting.
 const DBM: u64 = 1 << 51;
 /// `XN[1]`, bit 54.
 const NO_EXECUTE: u64 = 1 << 54;
 /// Bits 58:55 of a leaf are for software.
 const MAY_WRITE: u64 = 1 << 55;
-/// Dirty, as seen by a software walker or set at the write fault. With hardware dirty state it is for
-/// leaves that are write-protected, in which `S2AP[1]` would make them writable.
+/// Dirty, as set by a software walker or by the write fault. With hardware dirty state, it is used in write-protected
+/// leaves, where `S2AP[1]` would make the leaf writable.
 const DIRTY: u64 = 1 << 56;
 
-/// In an invalid descriptor this bit is [`CLEARED`]. [`BROKEN`] tells a broken leaf from a cleared entry.
+/// In an invalid descriptor this bit is [`CLEARED`]. [`BROKEN`] distinguishes a broken leaf from a cleared entry.
 const MAY_EXECUTE: u64 = 1 << 57;
 
-/// The walker ignores bits 63:1 of an invalid descriptor. If neither bit 57 nor bit 58 is set, bits 3:2 tell its
+/// The walker ignores bits 63:1 of an invalid descriptor. If neither bit 57 nor bit 58 is set, bits 3:2 determine its
 /// meaning.
 const ANNOTATION: u64 = 0b11 << 2;
 const MMIO: u64 = 0b01 << 2;
 const MMIO_GENERATION_SHIFT: u32 = 12;
 const GENERATION_BITS: u32 = 36;
 const MMIO_GENERATION: u64 = ((1 << GENERATION_BITS) - 1) << MMIO_GENERATION_SHIFT;
-/// A broken leaf keeps all its bits but the valid one, and has this one, which leaves have not.
+/// Set in a broken leaf, and in no other leaf. A broken leaf keeps all other bits except the valid bit.
 const BROKEN: u64 = 1 << 58;
-/// Marks a zapped entry, which has the number of a flush.
+/// Marks a zapped entry, which contains the number of a flush.
 const CLEARED: u64 = 1 << 57;
 const FLUSH_SHIFT: u32 = 4;
 const FLUSH: u64 = ((1 << 53) - 1) << FLUSH_SHIFT;
@@ -117,14 +115,14 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool, const PAGE_SHIFT: u32>
 
     /// Bits of an address that index a table.
     const INDEX_BITS: u32 = PAGE_SHIFT - 3;
-    /// Levels at which a lookup starts: the number of tables on the way to a page.
+    /// Number of levels of a lookup: the tables on the path to a page.
     const LEVELS: u32 = (IPA_BITS - PAGE_SHIFT - 4).div_ceil(Self::INDEX_BITS);
 
     /// Addresses have more than 48 bits.
     const WIDE: bool = IPA_BITS > 48;
     /// The descriptors are those of FEAT_LPA2.
     const LPA2: bool = Self::WIDE && PAGE_SHIFT < 16;
-    /// The largest address of a table or a page has so many bits.
+    /// The number of bits of the largest address of a table or a page.
     const PA_BITS: u32 = if Self::WIDE { 52 } else { 48 };
     const SHARED: u64 = if Self::LPA2 { 0 } else { INNER_SHAREABLE };
 
@@ -157,8 +155,8 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool, const PAGE_SHIFT: u32>
 
     /// VTCR_EL2.T0SZ.
     pub const T0SZ: u64 = 64 - IPA_BITS as u64;
-    /// VTCR_EL2.SL0: the Arm level at which the lookup starts. With 4 KiB, 2 is level 0, and 1 is level 1; with the
-    /// larger granules 3, 2 and 1 are levels 0, 1 and 2.
+    /// VTCR_EL2.SL0: the Arm level at which the lookup starts. With 4 KiB, values 2 and 1 mean levels 0 and 1. With the
+    /// larger granules, values 3, 2 and 1 mean levels 0, 1 and 2.
     pub const SL0: u64 = Self::LEVELS as u64 - if PAGE_SHIFT == 12 { 2 } else { 1 };
 
     /// Returns VTCR_EL2 for a walker of these tables on a CPU with this ID_AA64MMFR0_EL1.PARange (which allows
@@ -190,7 +188,7 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool, const PAGE_SHIFT: u32>
             | if Self::LPA2 { DS } else { 0 }
     }
 
-    /// VTTBR_EL2 for the tables at `root` ([`Vm::root`](crate::Vm::root)).
+    /// Returns VTTBR_EL2 for the tables at `root` ([`Vm::root`](crate::Vm::root)).
     ///
     /// # Panics
     /// If the address of `root` has more than 48 bits, or with `IPA_BITS` above 48 more than 52.
@@ -205,7 +203,7 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool, const PAGE_SHIFT: u32>
         (vmid as u64) << 48 | address & LOW | address >> 48 << 2
     }
 
-    /// Returns the bits by which a leaf says that its page was written.
+    /// Returns the bits that record, in a leaf, that its page was written.
     const fn written(writable: bool) -> u64 {
         if HARDWARE_DIRTY && writable {
             WRITE

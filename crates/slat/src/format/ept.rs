@@ -16,10 +16,10 @@ pub type Ept = ExtendedPageTables<4>;
 pub type Ept5 = ExtendedPageTables<5>;
 
 impl<const LEVELS: u8> ExtendedPageTables<LEVELS> {
-    /// The EPT pointer, a VMCS field, for the tables at `root` ([`crate::Vm::root`]): write-back, a walk of
-    /// `LEVELS` levels, accessed and dirty flags (SDM 3C, table "Format of Extended-Page-Table Pointer").
-    /// The CPU must have all three: IA32_VMX_EPT_VPID_CAP bits 14, 6 (four levels) or 7 (five), and 21; and bits 16 and
-    /// 17 for leaves of 2 MiB and 1 GiB.
+    /// Returns the EPT pointer, a VMCS field, for the tables at `root` ([`crate::Vm::root`]): write-back, a walk of
+    /// `LEVELS` levels, accessed and dirty flags (SDM 3C, table "Format of Extended-Page-Table Pointer"). The CPU must
+    /// support all three: IA32_VMX_EPT_VPID_CAP bits 14, 6 (four levels) or 7 (five), and 21; and bits 16 and 17 for
+    /// leaves of 2 MiB and 1 GiB.
     ///
     /// # Panics
     /// If the address of `root` has more than 52 bits.
@@ -46,17 +46,17 @@ const HUGE: u64 = 1 << 7;
 const ACCESSED: u64 = 1 << 8;
 const DIRTY: u64 = 1 << 9;
 const FRAME: u64 = 0x000f_ffff_ffff_f000;
-/// The bits of every entry that refers to a table, beside the frame. Accessed is set from the start, so that hardware
-/// never writes the entry.
+/// The bits of every entry that refers to a table, in addition to the frame. Accessed is set from the start, so that
+/// hardware never writes the entry.
 const TABLE: u64 = RIGHTS | ACCESSED;
 /// Bits 56:52 of a leaf are ignored by hardware.
 const MAY_WRITE: u64 = 1 << 52;
 const MAY_EXECUTE: u64 = 1 << 53;
 
-/// Writable and executable but not readable is an *EPT misconfiguration* (SDM, "EPT
-/// Misconfigurations"): it exits with a reason of its own, which no ordinary fault has.
+/// An entry that is writable and executable but not readable is an *EPT misconfiguration* (SDM, "EPT
+/// Misconfigurations"). It exits with an exit reason of its own, which no ordinary fault has.
 const MISCONFIGURED: u64 = WRITE | EXECUTE;
-/// All other bits of an MMIO entry are its note and its generation: hardware looks no further once the rights are
+/// All other bits of an MMIO entry are its note and its generation: hardware does not check them when the rights are
 /// misconfigured. A note has a guest frame of 40 bits, and three rights.
 const MMIO_SHIFT: u32 = RIGHTS.count_ones();
 const NOTE_BITS: u32 = 43;
@@ -76,8 +76,8 @@ unsafe impl<const LEVELS: u8> Format for ExtendedPageTables<LEVELS> {
     const BREAK_BEFORE_MAKE: bool = false;
     const TABLE: u64 = TABLE;
     const TABLE_WRITE: u64 = WRITE;
-    // SDM 3C, "Information That May Be Cached": a cached paging-structure entry stands for all that lead to it, with
-    // their access privileges.
+    // SDM 3C, "Information That May Be Cached": a cached paging-structure entry represents all entries on its path,
+    // with their access privileges.
     const PROTECT_FROM: Level = Self::TOP;
     const FRAME: u64 = FRAME;
     const WRITE: u64 = WRITE;
@@ -233,7 +233,7 @@ mod tests {
             let entry = Ept::decode(bits, Level(1));
             assert_eq!(entry, Entry::Mmio { generation, note });
         }
-        // An MMIO entry holds the low bits of the generation.
+        // An MMIO entry contains the low bits of the generation.
         assert_eq!(Ept::mmio(u64::MAX, 0), Ept::mmio((1 << 18) - 1, 0));
     }
 

@@ -1,5 +1,5 @@
-//! What one entry means to a page walker. A format is a type without values, so that every walk is compiled for its
-//! format. Only the files of this module know the bits of an entry.
+//! The meaning of page-table entries to a page walker. A format is a type without values, so that every walk is
+//! compiled for its format. Only the files of this module know the bits of an entry.
 
 mod aarch64;
 mod ept;
@@ -33,7 +33,7 @@ pub enum Entry {
         /// [`Format::MMIO_NOTE_BITS`] bits for the MMU that made the entry.
         note: u64,
     },
-    /// A leaf that is being replaced, for a walker that asks for break-before-make. It is invalid to the walker, and is
+    /// A leaf that is being replaced, for a walker that requires break-before-make. It is invalid to the walker, and is
     /// flushed before the entry gets another valid value. A fault on it waits.
     Broken(Leaf),
 }
@@ -47,33 +47,33 @@ pub struct Leaf {
     pub write: bool,
     /// The guest may execute.
     pub execute: bool,
-    /// Software only: `write` was taken for the dirty log alone. A fault may give it back without asking slot or host
-    /// again. (KVM: "MMU-writable".)
+    /// For software only: the leaf lost `write` only because of the dirty log. A fault may give it back without asking
+    /// slot or host again. (KVM: "MMU-writable".)
     pub may_write: bool,
-    /// Software only, of a huge leaf: the guest may execute its pieces of level 1. The policy `nx_huge_pages` keeps it
-    /// from executing the leaf as a whole.
+    /// For software only, in a huge leaf: the guest may execute the leaf's pieces of level 1, although the policy
+    /// `nx_huge_pages` forbids it to execute the leaf as a whole.
     pub may_execute: bool,
-    /// Used since the bit was last cleared.
+    /// The leaf was used since the bit was last cleared.
     pub accessed: bool,
-    /// Written since the bit was last cleared.
+    /// The page was written since the bit was last cleared.
     pub dirty: bool,
     /// How the CPU caches the memory.
     pub memory: MemoryType,
-    /// Who may use it.
+    /// The privilege and protection key of accesses.
     pub privilege: Privilege,
 }
 
-/// Who may use a leaf, and with which protection key. Only x86's own tables have that; second-level leaves are
-/// [`Privilege::USER`].
-// In a byte: so a leaf is as large as two registers, and faults move many.
+/// The privilege with which a leaf may be accessed, and its protection key. Only x86's own tables have these;
+/// second-level leaves are [`Privilege::USER`].
+// Stored in a byte: then a leaf is as large as two registers, and faults copy many leaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Privilege(u8);
 
 impl Privilege {
-    /// Everyone, with key 0.
+    /// User and supervisor accesses, with key 0.
     pub const USER: Privilege = Privilege::new(true, 0);
 
-    /// Makes the privilege of a page that a `user` may use, or a supervisor alone, with protection key `key`.
+    /// Makes the privilege of a page for supervisors, and if `user` also for users, with protection key `key`.
     ///
     /// # Panics
     /// If `key` is above 15.
@@ -102,9 +102,9 @@ impl Privilege {
 pub enum MemoryType {
     /// Ordinary memory.
     WriteBack,
-    /// A frame buffer passed through to the guest: not cached, and stores may be gathered. EPT has a type for it,
-    /// AArch64 Normal Non-cacheable, RISC-V NC (Svpbmt). On x86's own tables and NPT it is entry 1 of the PAT, which
-    /// Linux sets so; after a reset that is write-through.
+    /// A frame buffer passed through to the guest: not cached, and stores may be gathered. EPT has a type for it;
+    /// AArch64 has Normal Non-cacheable, and RISC-V has NC (Svpbmt). On x86's own tables and NPT it is entry 1 of the
+    /// PAT, which Linux sets to write-combining; after a reset that entry is write-through.
     WriteCombining,
     /// Device registers passed through to the guest.
     Device,
@@ -132,14 +132,14 @@ impl MemoryType {
     }
 }
 
-/// `bit` if `set`, else no bit: for entries that are put together.
+/// Returns `bit` if `set`, else no bit: for building entries.
 #[inline]
 const fn bit(set: bool, bit: u64) -> u64 {
     if set { bit } else { 0 }
 }
 
 impl Entry {
-    /// Returns what the entry means at the end of a path, which may be write-protected ([`Format::TABLE_WRITE`]).
+    /// Returns the meaning of the entry at the end of a path, which may be write-protected ([`Format::TABLE_WRITE`]).
     #[inline]
     pub(crate) fn below(self, is_protected: bool) -> Entry {
         match self {
@@ -154,7 +154,7 @@ impl Entry {
 }
 
 impl Leaf {
-    /// Whether it has the right to `access`.
+    /// Whether the leaf has the right to `access`.
     #[inline]
     pub fn allows(&self, access: Access) -> bool {
         match access {
@@ -164,7 +164,7 @@ impl Leaf {
         }
     }
 
-    /// Returns the leaf as a shadow of a page for which the guest grants `rights`.
+    /// Returns the leaf as a shadow leaf of a page for which the guest grants `rights`.
     #[inline]
     pub(crate) fn granted(self, rights: PageRights) -> Leaf {
         Leaf {
@@ -177,9 +177,9 @@ impl Leaf {
         }
     }
 
-    /// Returns the `i`-th of the leaves, one level down, that together mean what this one, of `level` in tables of
-    /// `granule`, means: as many as a table has entries. Of level 1 they may be executed if
-    /// [`may_execute`](Self::may_execute) says so.
+    /// Returns piece number `i` of this leaf, which is of `level` in tables of `granule`. The pieces are leaves of the
+    /// next lower level, which together mean the same; there are as many as a table has entries. Pieces of level 1 are
+    /// executable if [`may_execute`](Self::may_execute) is set.
     #[inline]
     pub fn piece(self, granule: Granule, level: Level, i: usize) -> Leaf {
         let small = level == Level::MEGA;
@@ -192,43 +192,43 @@ impl Leaf {
     }
 }
 
-/// What one kind of page walker understands.
+/// A page-table format: the entries that one kind of page walker understands.
 ///
-/// The engine has those of the processors; a hypervisor may bring its own, for an IOMMU's walker, or for a processor
-/// that the engine does not know. `slat_model::format_promises` checks what functions can show of the promises below,
-/// the random operations of that crate try the rest, and its `tests/own_format` has a whole one: the second-stage
-/// tables of Intel's IOMMU.
+/// The engine has the formats of the processors. A hypervisor may implement its own, for an IOMMU's walker, or for a
+/// processor that the engine does not know. `slat_model::format_promises` checks the promises below as far as functions
+/// can show them, and the random operations of that crate test the rest. Its `tests/own_format` has a complete format:
+/// the second-stage tables of Intel's IOMMU.
 ///
 /// # Safety
-/// The engine follows what a format says is a table, and a CPU what the format says is a leaf, so a wrong answer makes
-/// the safe [`Vcpu::translate`](crate::Vcpu::translate) dereference any number, or lets a guest write where it must
-/// not. Whoever implements the trait promises this, of each level from [`Level::PAGE`] to [`TOP`](Self::TOP):
+/// The engine dereferences what a format calls a table, and a CPU uses what the format calls a leaf. So a wrong result
+/// makes the safe [`Vcpu::translate`](crate::Vcpu::translate) dereference any number, or lets a guest write where it
+/// must not. An implementor of the trait promises this for each level from [`Level::PAGE`] to [`TOP`](Self::TOP):
 ///
-/// 1. *Entries mean one thing.* `0` is [`Entry::Empty`]. [`decode`](Self::decode) is the inverse of
+/// 1. *Entries have one meaning.* `0` is [`Entry::Empty`]. [`decode`](Self::decode) is the inverse of
 ///    [`leaf`](Self::leaf), [`table`](Self::table), [`mmio`](Self::mmio), [`cleared`](Self::cleared) and
 ///    [`broken`](Self::broken): for the bits that one of these returns, `decode` returns the arguments, for every leaf
 ///    whose frame an entry [`holds`](Self::holds). Only the bits that `table` returns are an [`Entry::Table`]. A leaf
 ///    stays a leaf after a walker, [`write_protect`](Self::write_protect), [`mark`](Self::mark),
 ///    [`clear_accessed`](Self::clear_accessed) or [`clear_dirty`](Self::clear_dirty) has changed it.
 /// 2. *The walker agrees.* The walker translates by an entry that `decode` calls a leaf, with no right that the leaf
-///    lacks, and faults on every other entry. An entry that refers to a table limits no right, but for one: where
-///    [`TABLE_WRITE`](Self::TABLE_WRITE) is not 0, a write needs that bit in every such entry on the path. The walker
-///    reads all 64 bits of an entry at once. It writes only to a leaf that allows the access, atomically and never
-///    after the leaf was replaced: it sets [`ACCESSED`](Self::ACCESSED), and for a write to memory
+///    lacks, and faults on every other entry. An entry that refers to a table limits no right, with one exception:
+///    where [`TABLE_WRITE`](Self::TABLE_WRITE) is not 0, a write needs that bit in every such entry on the path. The
+///    walker reads all 64 bits of an entry at once. It writes only to a leaf that allows the access, atomically and
+///    never after the leaf was replaced: it sets [`ACCESSED`](Self::ACCESSED), and for a write to memory
 ///    [`DIRTY`](Self::DIRTY). It caches no entry that is not valid. If it must not see one valid entry replaced by
 ///    another, [`BREAK_BEFORE_MAKE`](Self::BREAK_BEFORE_MAKE) is true. [`PROTECT_FROM`](Self::PROTECT_FROM) says which
 ///    entries that refer to tables it may cache.
-/// 3. *Changes change one thing.* `write_protect` takes `write` from a leaf that has it and gives it `may_write`;
-///    `mark`, `clear_accessed` and `clear_dirty` change what they are called; nothing else of the leaf changes.
+/// 3. *Changes change one thing.* `write_protect` removes `write` from a leaf that has it and sets `may_write`; `mark`,
+///    `clear_accessed` and `clear_dirty` change only what their names say. Nothing else of the leaf changes.
 /// 4. *Short cuts agree with `decode`*, for all these entries: [`decode_leaf`](Self::decode_leaf),
 ///    [`next_table`](Self::next_table), [`is_writable`](Self::is_writable), [`is_settled`](Self::is_settled),
 ///    [`ready`](Self::ready), and [`is_absent`](Self::is_absent), which is true of `cleared`, `mmio` and `0`, and of no
 ///    other entry: a [broken](Entry::Broken) leaf is not absent.
 /// 5. *Functions are pure*: the same arguments give the same result, and a function panics only for arguments that its
-///    text excludes.
+///    documentation excludes.
 ///
-/// What the constants limit (levels, frames, bits that overlap) is checked when a [`Vm`](crate::Vm) of
-/// the format is compiled:
+/// The limits of the constants (levels, frames, bits that overlap) are checked when a [`Vm`](crate::Vm) of the format
+/// is compiled:
 ///
 /// ```compile_fail,E0080
 /// # use slat::format::{Entry, Leaf};
@@ -267,15 +267,15 @@ impl Leaf {
 /// let vm = Vm::<_, TooHigh>::new(SimPlatform::new(512), Config::default());
 /// ```
 pub unsafe trait Format: Send + Sync + 'static {
-    /// KVM's or the manual's name, for people.
+    /// The name in KVM or in the manual, for messages.
     const NAME: &'static str;
-    /// The size of a page and of a table, and so how many bits of an address index a table. [`Gfn`] and
-    /// [`Pfn`] count its pages.
+    /// The size of a page and of a table, which decides how many bits of an address index a table. [`Gfn`] and [`Pfn`]
+    /// count pages of this size.
     const GRANULE: Granule = Granule::Kib4;
     /// The level of the entries in the root table.
     const TOP: Level;
-    /// The number of tables of the root, which are contiguous in memory. There is more than one where the walker
-    /// indexes its first level with more bits than others.
+    /// The number of tables of the root, which are contiguous in memory. It is more than one if the walker indexes its
+    /// first level with more bits than the other levels.
     const ROOT_TABLES: usize;
     /// The level of the largest leaf.
     const MAX_LEAF: Level;
@@ -283,34 +283,35 @@ pub unsafe trait Format: Send + Sync + 'static {
     const BREAK_BEFORE_MAKE: bool;
     /// The bits of an entry that refers to a table, apart from the frame. They limit no right: the leaves decide.
     const TABLE: u64;
-    /// The bit of an entry that refers to a table without which nothing below the entry can be written, whatever the
-    /// leaves allow: one of [`TABLE`](Self::TABLE), and the same as [`WRITE`](Self::WRITE). An entry without it is
-    /// *write-protected*. 0 for walkers that obey the leaf alone.
+    /// The bit that allows writing in an entry that refers to a table: one of [`TABLE`](Self::TABLE), and the same as
+    /// [`WRITE`](Self::WRITE). An entry without it is *write-protected*: nothing below it can be written, whatever the
+    /// leaves allow. 0 for walkers that obey only the leaf.
     const TABLE_WRITE: u64 = 0;
     /// The highest level at which an entry may be write-protected while entries below it are not. Above [`Level::MEGA`]
-    /// only where a walker that caches an entry caches the rights of its whole path with it.
+    /// only if a walker that caches an entry caches the rights of the entry's whole path with it.
     const PROTECT_FROM: Level = Level::MEGA;
-    /// The bits of an entry that hold a frame, as [`put_frame`](Self::put_frame) says.
+    /// The bits of an entry that contain a frame, encoded by [`put_frame`](Self::put_frame).
     const FRAME: u64;
     /// The bit of a leaf that allows writing.
     const WRITE: u64;
-    /// The bit of a leaf that holds [`Leaf::may_write`].
+    /// The bit of a leaf that stores [`Leaf::may_write`].
     const MAY_WRITE: u64;
-    /// The bit of a leaf that says that it was used.
+    /// The bit of a leaf that is set when the leaf is used.
     const ACCESSED: u64;
-    /// The bit of a leaf that says that it was written to.
+    /// The bit of a leaf that is set when the page is written.
     const DIRTY: u64;
-    /// Whether a walker can be told to set accessed and dirty itself. If not, there is no dirty log by dirty bits.
+    /// Whether a walker can be configured to set accessed and dirty itself. If not, there is no dirty log by dirty
+    /// bits.
     const SETS_DIRTY: bool;
     /// Whether KVM, on this architecture, logs a page that is read before it is written: it installs a writable leaf
     /// for the read, so that no second fault is needed. KVM's x86 MMU does; on AArch64 and RISC-V a leaf of a logged
     /// slot is writable only after a write. This is the default of policy `dirty_log_reads`.
     const LOGS_READS: bool;
-    /// The number of bits of the MMIO generation that an entry can hold; 0 where the format caches no MMIO.
+    /// The number of bits of the MMIO generation that an entry can contain; 0 if the format caches no MMIO.
     const MMIO_GENERATION_BITS: u32;
-    /// The number of bits of a note that an MMIO entry holds beside the generation.
+    /// The number of bits of a note that an MMIO entry contains in addition to the generation.
     const MMIO_NOTE_BITS: u32;
-    /// Whether an x86 CPU without nested paging can walk these tables in the place of those that its guest makes, in
+    /// Whether an x86 CPU without nested paging can walk these tables instead of the tables that its guest makes, in
     /// any paging mode ([`MmuKind::Shadow`](crate::MmuKind)).
     const SHADOWS: bool;
     /// MMIO entries work on machines with at most this many physical address bits.
@@ -318,11 +319,11 @@ pub unsafe trait Format: Send + Sync + 'static {
 
     /// Returns the meaning of `bits`, read from a table of `level`.
     fn decode(bits: u64, level: Level) -> Entry;
-    /// Returns the leaf that `bits` mean. The caller knows that they are a leaf.
+    /// Returns the leaf with these `bits`. The caller knows that `bits` are a leaf.
     fn decode_leaf(bits: u64) -> Leaf;
-    /// Returns the next lower table if `bits`, read from a table of `level`, are what [`Format::table`] made,
-    /// write-protected or not. It agrees with `decode` for all entries that the engine makes. It exists because every
-    /// step of a walk asks for it.
+    /// Returns the next lower table if [`Format::table`] made `bits`, read from a table of `level`, write-protected or
+    /// not. Agrees with `decode` for all entries that the engine makes. It exists because every step of a walk calls
+    /// it.
     #[inline]
     fn next_table(bits: u64, level: Level) -> Option<Pfn> {
         let frame = (bits | Self::TABLE_WRITE).wrapping_sub(Self::TABLE);
@@ -331,26 +332,26 @@ pub unsafe trait Format: Send + Sync + 'static {
     }
     /// Returns the bits of `leaf` in a table of `level`.
     fn leaf(leaf: Leaf, level: Level) -> u64;
-    /// Whether an entry can hold the number of `frame`.
+    /// Whether an entry can contain the number of `frame`.
     #[inline]
     fn holds(frame: Pfn) -> bool {
         frame <= Self::take_frame(Self::FRAME)
     }
-    /// Returns the bits of an entry that hold `frame`. The caller has checked that an entry [`holds`](Self::holds) the
-    /// frame: a platform promises it of tables, and a fault refuses other pages.
+    /// Returns the bits of an entry that contain `frame`. The caller has checked that an entry [`holds`](Self::holds)
+    /// the frame: a platform promises this for tables, and a fault refuses other pages.
     #[inline]
     fn frame(frame: Pfn) -> u64 {
         debug_assert!(Self::holds(frame), "no entry holds {frame:?}");
         Self::put_frame(frame)
     }
-    /// Returns the bits of an entry that hold `frame`, one that [an entry holds](Self::holds): some of
-    /// [`FRAME`](Self::FRAME).
+    /// Returns the bits of an entry that contain `frame`, which an entry must be able to [hold](Self::holds): a subset
+    /// of [`FRAME`](Self::FRAME).
     #[inline]
     fn put_frame(frame: Pfn) -> u64 {
         frame.0 << Self::GRANULE.shift()
     }
-    /// Returns the frame that [`put_frame`](Self::put_frame) made `bits` of. All bits of
-    /// [`FRAME`](Self::FRAME) are the last one.
+    /// Returns the frame from which [`put_frame`](Self::put_frame) made `bits`. If all bits of [`FRAME`](Self::FRAME)
+    /// are set, that is the last frame.
     #[inline]
     fn take_frame(bits: u64) -> Pfn {
         Pfn(bits >> Self::GRANULE.shift())
@@ -371,8 +372,8 @@ pub unsafe trait Format: Send + Sync + 'static {
     fn broken(bits: u64) -> u64 {
         bits
     }
-    /// Returns the bits that a zapped entry gets: [`Entry::Empty`]. With [`Format::BREAK_BEFORE_MAKE`] they name the
-    /// flush after which the entry may be replaced; 0: that flush is not known yet.
+    /// Returns the bits of a zapped entry: [`Entry::Empty`]. With [`Format::BREAK_BEFORE_MAKE`] they name the flush
+    /// after which the entry may be replaced; 0: that flush is not known yet.
     #[inline]
     fn cleared(_flush: u64) -> u64 {
         0
@@ -382,15 +383,15 @@ pub unsafe trait Format: Send + Sync + 'static {
     fn cleared_by(_bits: u64) -> Option<u64> {
         None
     }
-    /// Whether `bits` are [`Entry::Empty`] or [`Entry::Mmio`]. Must agree with `decode`; it exists
-    /// because range operations ask it for every entry.
+    /// Whether `bits` are [`Entry::Empty`] or [`Entry::Mmio`]. Must agree with `decode`. It exists because range
+    /// operations call it for every entry.
     fn is_absent(bits: u64) -> bool;
     /// Returns the writable leaf `bits` write-protected, with [`Leaf::may_write`] set.
     #[inline]
     fn write_protect(bits: u64) -> u64 {
         bits & !Self::WRITE | Self::MAY_WRITE
     }
-    /// Returns the leaf `bits` as a walker leaves it after an access: accessed, and dirty if it was a write.
+    /// Returns the leaf `bits` as a walker changes it by an access: accessed, and dirty if the access was a write.
     #[inline]
     fn mark(bits: u64, write: bool) -> u64 {
         bits | Self::ACCESSED | if write { Self::DIRTY } else { 0 }
@@ -405,7 +406,7 @@ pub unsafe trait Format: Send + Sync + 'static {
     fn clear_dirty(bits: u64) -> u64 {
         bits & !Self::DIRTY
     }
-    /// Whether hardware has no accessed or dirty bit left to set in the leaf `bits`. If so, a plain store may replace
+    /// Whether hardware cannot set another accessed or dirty bit in the leaf `bits`. If so, a plain store may replace
     /// the leaf; otherwise only an atomic read-modify-write loses nothing.
     #[inline]
     fn is_settled(bits: u64) -> bool {
@@ -416,9 +417,9 @@ pub unsafe trait Format: Send + Sync + 'static {
     fn is_writable(bits: u64) -> bool {
         bits & Self::WRITE != 0
     }
-    /// Returns two masks that find, in one comparison, the leaves that allow `access` and already have the bits set
-    /// that the access sets. Among the entries that refer to no table, exactly these leaves have all bits of the first
-    /// mask set and none of the second. Such a leaf that allows writing is settled.
+    /// Returns two masks that find, in one comparison, the leaves that allow `access` and in which the bits that the
+    /// access sets are already set. Among the entries that refer to no table, exactly these leaves have all bits of the
+    /// first mask set and none of the second. Such a leaf that allows writing is settled.
     fn ready(access: Access) -> (u64, u64);
 }
 
@@ -428,8 +429,8 @@ pub(crate) const fn root_pages<F: Format>() -> u64 {
 }
 
 /// Returns whether tables of format `F` can shadow the tables that an x86 guest makes for itself or, as a hypervisor,
-/// for its own guests. They can if their pages have 4 KiB, as the guest's; if a walk may begin at a table of a lower
-/// level, and always begins at one table; and if an entry may be replaced at once.
+/// for its own guests. They can if three things hold: their pages have 4 KiB, like the guest's; a walk may begin at a
+/// table of a lower level, and always begins at one table; and an entry may be replaced at once.
 pub(crate) const fn can_shadow<F: Format>() -> bool {
     matches!(F::GRANULE, Granule::Kib4) && !F::BREAK_BEFORE_MAKE && F::ROOT_TABLES == 1
 }
@@ -439,7 +440,7 @@ pub(crate) const fn all_gfns<F: Format>() -> Range<Gfn> {
     Gfn(0)..Gfn(root_pages::<F>() * F::ROOT_TABLES as u64)
 }
 
-/// Checks the engine's demands on a format's constants: evaluate it in a `const` block.
+/// Checks the engine's requirements on a format's constants: evaluate it in a `const` block.
 pub(crate) const fn check_limits<F: Format>() {
     let (flags, leaf) = (
         F::WRITE | F::MAY_WRITE | F::ACCESSED | F::DIRTY,

@@ -28,23 +28,23 @@ const DIRTY: u64 = 1 << 7;
 /// RSW, bits 9:8, is for software.
 const MAY_WRITE: u64 = 1 << 8;
 const MAY_EXECUTE: u64 = 1 << 9;
-/// The bits of every entry that refers to a table, beside the frame.
+/// The bits of every entry that refers to a table, in addition to the frame.
 const TABLE: u64 = VALID;
 const FRAME_SHIFT: u32 = 10;
 const FRAME: u64 = ((1 << 44) - 1) << FRAME_SHIFT;
-/// Svpbmt, bits 62:61: 0 leaves the type to the PMAs (memory is write-back), 1 is NC (not cached, weakly
-/// ordered), 2 is IO.
+/// Svpbmt, bits 62:61: 0 takes the type from the PMAs (memory is write-back), 1 is NC (not cached, weakly ordered), 2
+/// is IO.
 const PBMT: u64 = 3 << 61;
 const NOT_CACHED: u64 = 1 << 61;
 const IO: u64 = 2 << 61;
 
-/// With V clear all other bits are for software; this one says that it is an MMIO entry.
+/// If V is clear, all other bits are for software. This bit marks an MMIO entry.
 const MMIO: u64 = 1 << 1;
 const GENERATION_BITS: u32 = 44;
 
 impl<const LEVELS: u8> GStage<LEVELS> {
-    /// hgatp for the tables at `root` ([`Vm::root`](crate::Vm::root)); `vmid` has up to 14 bits, of
-    /// which a CPU may have fewer.
+    /// Returns hgatp for the tables at `root` ([`Vm::root`](crate::Vm::root)). `vmid` has up to 14 bits; a CPU may
+    /// support fewer.
     ///
     /// # Panics
     /// If `vmid` has more than 14 bits, or `root` more than 44.

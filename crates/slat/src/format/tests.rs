@@ -1,5 +1,5 @@
-//! The packers of fields refuse values that do not fit. `crates/slat/tests/formats.rs` has the tests that all formats
-//! share.
+//! Tests that the packers of fields refuse values that do not fit. `crates/slat/tests/formats.rs` has the tests that
+//! all formats share.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -35,7 +35,7 @@ fn refuses_what_an_entry_cannot_hold<F: Format>() {
     }
 }
 
-/// Checks that the packer of a field panics. It does so where nothing but a defect of the engine gives it such a value.
+/// Checks that the packer of a field panics. Only a defect of the engine can pass such a value to it.
 pub(crate) fn assert_refuses<R>(pack: impl FnOnce() -> R) {
     let refused = catch_unwind(AssertUnwindSafe(|| drop(pack()))).is_err();
     assert!(

@@ -1,4 +1,4 @@
-//! x86 page tables: long mode's own, and AMD's nested paging, which uses the same entries.
+//! x86 page tables: those of long mode, and those of AMD's nested paging, which have the same entries.
 //!
 //! AMD64 APM volume 2, "Long-Mode Page Translation" (entry formats) and "Nested Paging"; Intel SDM
 //! volume 3A, "4-Level Paging and 5-Level Paging". PAT, PCD and PWT select the memory type: index 0
@@ -7,7 +7,7 @@
 use super::{Entry, Format, Leaf, MemoryType, Privilege, bit};
 use crate::addr::{Access, Level};
 
-/// x86-64 tables with `LEVELS` (4 or 5) levels. Entries that refer to tables limit no right, leaves alone do.
+/// x86-64 tables with `LEVELS` (4 or 5) levels. Entries that refer to tables limit no right; only leaves do.
 ///
 /// Tables that are not `NESTED` have five levels, and can also shadow the tables of a guest
 /// ([`MmuKind::Shadow`](crate::MmuKind)). For a guest that uses fewer levels, the walk begins at a table of a lower
@@ -17,8 +17,8 @@ pub struct X86<const LEVELS: u8, const NESTED: bool = false>;
 /// AMD nested page tables: four levels of the same entries. The nested walk treats every guest access
 /// as a user access (APM 2, "Nested Paging: Permission Checks").
 ///
-/// nCR3 is the address of the root ([`crate::Vm::root`]). The walk goes by the host's registers: EFER.NXE
-/// must be set, CR4.PAE, too, and CR4.LA57 clear.
+/// Load nCR3 with the address of the root ([`crate::Vm::root`]). The walk depends on the host's registers: EFER.NXE and
+/// CR4.PAE must be set, and CR4.LA57 must be clear.
 pub type Npt = X86<4, true>;
 /// Like [`Npt`], but with five levels, which translate 57 bits of guest-physical address: for a host with CR4.LA57 set.
 pub type Npt5 = X86<5, true>;
@@ -33,22 +33,22 @@ const ACCESSED: u64 = 1 << 5;
 const DIRTY: u64 = 1 << 6;
 /// Leaf, in a table of level 2 or 3; PAT at level 1.
 const HUGE: u64 = 1 << 7;
-/// Bits 50:12. Bit 51 of the address tells an MMIO entry from a leaf ([`RESERVED`]), so no frame has it.
+/// Bits 50:12. Bit 51 of the address distinguishes an MMIO entry from a leaf ([`RESERVED`]), so no frame has it.
 const FRAME: u64 = 0x0007_ffff_ffff_f000;
-/// The bits of every entry that refers to a table, beside the frame. Accessed is set from the start, so that hardware
-/// never writes the entry.
+/// The bits of every entry that refers to a table, in addition to the frame. Accessed is set from the start, so that
+/// hardware never writes the entry.
 const TABLE: u64 = PRESENT | WRITE | USER | ACCESSED;
 /// Bits 11:9 and 58:52 are available to software.
 const MAY_WRITE: u64 = 1 << 9;
 const MAY_EXECUTE: u64 = 1 << 10;
 const NO_EXECUTE: u64 = 1 << 63;
 
-/// Bit 51 is an address bit that no machine with less than 52 physical address bits has: present with
-/// it set is a fault with the RSVD bit in its error code, which no ordinary fault has.
+/// Bit 51 is an address bit that a machine with less than 52 physical address bits does not have. A present entry with
+/// bit 51 set faults with the RSVD bit in the error code, which no ordinary fault has.
 const RESERVED: u64 = 1 << 51;
-/// The other bits of an MMIO entry are its note and its generation, but for bit 1, because no MMIO entry
-/// allows writing: [`MMIO_LOW`] of them in bits 50:2, the rest from bit 52 on. A note has a guest frame of 40
-/// bits, and three rights.
+/// The other bits of an MMIO entry are its note and its generation. Bit 1 is clear, because no MMIO entry allows
+/// writing. [`MMIO_LOW`] of the bits are bits 50:2, and the rest begin at bit 52. A note has a guest frame of 40 bits,
+/// and three rights.
 const MMIO_LOW: u32 = 49;
 const MMIO_LOW_SHIFT: u32 = 2;
 const MMIO_HIGH_SHIFT: u32 = 52;
@@ -73,8 +73,8 @@ unsafe impl<const LEVELS: u8, const NESTED: bool> Format for X86<LEVELS, NESTED>
     const MAX_LEAF: Level = Level::GIGA;
     const BREAK_BEFORE_MAKE: bool = false;
     const TABLE: u64 = TABLE;
-    // If the tables shadow a guest's own, a table's entry limits no right to write: the leaves have the rights that the
-    // guest's tables grant.
+    // If the tables shadow a guest's own, an entry that refers to a table does not limit the right to write: the leaves
+    // have the rights that the guest's tables grant.
     const TABLE_WRITE: u64 = if NESTED { WRITE } else { 0 };
     const FRAME: u64 = FRAME;
     const WRITE: u64 = WRITE;

@@ -1,4 +1,4 @@
-//! Tests of each mode, page size, right, reserved bit and flag, against numbers from the SDM.
+//! Tests each mode, page size, right, reserved bit and flag, against numbers from the SDM.
 
 use std::collections::BTreeMap;
 use std::vec::Vec;
@@ -21,7 +21,7 @@ const ALL: u64 = P | W | U;
 struct Memory {
     entries: BTreeMap<u64, u64>,
     reads: Vec<(u64, usize)>,
-    /// (n, entry, value): before the n-th compare-exchange, the entry is set to the value, as by another CPU.
+    /// (n, entry, value): before compare-exchange number n, the entry is set to the value, as if by another CPU.
     interference: Option<(usize, u64, u64)>,
     exchanges: usize,
     /// The address of an entry that cannot be read.
@@ -88,7 +88,7 @@ fn shifts(mode: Mode) -> &'static [u32] {
 /// An address with a different index at each level.
 const GVA: u64 = 0x00ab_4d32_c765_4321;
 
-/// Returns `GVA`, cut to the address bits of the mode.
+/// Returns `GVA`, limited to the address bits of the mode.
 fn gva(mode: Mode) -> u64 {
     match mode {
         Mode::Bits32 { .. } | Mode::Pae => GVA & 0xffff_ffff,
@@ -324,8 +324,8 @@ fn supervisor_rights_follow_wp_smep_and_smap() {
 
 #[test]
 fn reserved_bits_fault_at_every_level_before_rights_are_checked() {
-    // Mode, level of the leaf, entry counted from the leaf, bits that are reserved there (SDM 3A,
-    // "reserved bits" of the entry formats), with 46 physical address bits.
+    // Mode, level of the leaf, entry counted from the leaf, and the reserved bits of that entry (SDM 3A, "reserved
+    // bits" of the entry formats), with 46 physical address bits.
     let above: u64 = 0x3f << 46;
     let pae_high = above | 0x7ff << 52;
     let cases = [
@@ -564,7 +564,7 @@ fn a_protection_key_forbids_data_accesses_to_user_pages() {
             .unwrap()
             .write
     );
-    // The key does not concern supervisor pages and pages with other keys.
+    // The key does not apply to supervisor pages, nor to pages with other keys.
     assert!(ask(P | W, no_access, false, true, Access::Write).is_ok());
     assert!(ask(ALL, !(no_access | no_write), true, true, Access::Write).is_ok());
     // The bit is set even if another right is missing, too, but not for a page that is not present.

@@ -1,5 +1,5 @@
-//! Shadow pages beside a tree ([`crate::shadow`]): the CPUs store to the tables by leaves of the tree, and what the
-//! tables translate is in shadow pages.
+//! Shadow pages beside a tree ([`crate::shadow`]): the CPUs store to the guest's tables by leaves of the tree, and
+//! shadow pages contain the translations by these tables.
 
 use super::faults::replace_page;
 use super::guest_tables::{Cpu, DATA, Guest, OTHER, ROOT, TABLE, beside_host, entry, two_cpus};
@@ -14,7 +14,7 @@ fn guest(level: Level, entries: &[(u64, usize, u64)]) -> Guest {
     Guest::with_config(config, level, entries)
 }
 
-/// A table with an entry for page 0, and another one for it. Nothing is tracked yet.
+/// A table with an entry for page 0, and another table for the same page. Nothing is tracked yet.
 const TABLES: &[(u64, usize, u64)] = &[(ROOT, 0, TABLE), (TABLE, 0, DATA), (OTHER, 0, OTHER)];
 
 /// Leaves of the tree allow stores to all tables.
@@ -27,18 +27,18 @@ const UNMAPPED: fn() -> Guest = || {
     guest
 };
 
-/// The tree has a huge leaf for the root of the tables, and the first of the others.
+/// The tree has a huge leaf for the root of the tables and the first other table.
 const HUGE: fn() -> Guest = || guest(Level::MEGA, TABLES);
 
-/// The tree has no leaf for these two.
+/// The tree has no leaf for these two frames.
 const NO_HUGE: fn() -> Guest = || {
     let guest = HUGE();
     drop(guest.vm.invalidate(hvas(ROOT..TABLE + 1)));
     guest
 };
 
-/// The fault begins to track the root, while the other CPU has a fault for its store to it, or stores with the
-/// right that its TLB has.
+/// The fault begins to track the root. Meanwhile the other CPU faults for its store to the root, or stores with the
+/// right in its TLB.
 #[test]
 fn no_store_goes_unnoticed_when_tracking_begins() {
     for prepare in [WRITABLE, UNMAPPED, HUGE, NO_HUGE] {
@@ -59,8 +59,8 @@ const SHADOWED: fn() -> Guest = || {
     guest
 };
 
-/// The store makes the shadow page unsynced, and its leaf of the tree writable; the flush of the other CPU
-/// protects that again.
+/// The store makes the shadow page unsynced, and makes the tree's leaf for the table writable. The flush of the
+/// other CPU protects that leaf again.
 #[test]
 fn no_store_goes_unnoticed_when_a_table_is_compared() {
     two_cpus(

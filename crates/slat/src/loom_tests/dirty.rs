@@ -1,5 +1,5 @@
-//! Writes concurrent with harvests of the dirty log: after each harvest a client copies the pages in the log, and after
-//! the last its copy is what the guest has written last.
+//! Writes concurrent with harvests of the dirty log. After each harvest a client copies the pages in the log. After the
+//! last harvest, its copy must be what the guest has written last.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use crate::vm::{DirtyGfn, DirtyRing, RingSlot};
 use crate::{Change, Region};
 use crate::{DirtyLogMethod, Setting, Switch};
 
-/// What the client does to find out about writes to page 0.
+/// The client's action to find writes to page 0.
 pub(super) type Harvest = fn(&SmallVm) -> bool;
 
 pub(super) const GET: Harvest = |vm| {
@@ -90,7 +90,7 @@ const WRITTEN: fn() -> Arc<SmallVm> = || {
     vm
 };
 
-/// A slot that logs as `method` says, with its page mapped for reading.
+/// A slot that logs by `method`, with its page mapped for reading.
 fn by(method: DirtyLogMethod) -> Arc<SmallVm> {
     let vm = vm(Level::PAGE, 0, PLAIN);
     vm.set_policy(Setting::DirtyLog(method));
@@ -129,7 +129,7 @@ fn no_write_is_lost_by_a_harvest_of_walkers_buffers() {
     no_write_is_lost(3, BY_BUFFER, GET);
 }
 
-/// The second CPU finds the dirty bit set by the first, which may not have written to its buffer yet.
+/// The second CPU finds the dirty bit set by the first CPU, which may not have written to its buffer yet.
 #[test]
 fn a_write_through_a_dirty_bit_of_another_cpu_is_in_the_next_log() {
     model(3, || {
@@ -171,7 +171,7 @@ fn no_write_is_lost_when_the_client_clears_the_log() {
     no_write_is_lost(2, MANUAL, GET_AND_CLEAR);
 }
 
-/// The slot becomes another one, of another id, whose log the client gets from then on.
+/// Another slot, with another id, replaces the slot. The client gets the log of the new slot from then on.
 #[test]
 fn no_write_is_lost_when_a_slot_that_logs_is_replaced() {
     for prepare in [PROTECTED, WRITTEN, BY_DIRTY_BIT, BY_BUFFER] {
@@ -203,7 +203,7 @@ fn no_write_is_lost_when_logging_begins() {
     });
 }
 
-/// The walker may have set a dirty bit before it knew that there is a log of buffers.
+/// The walker may have set a dirty bit before it sees that there is a log of buffers.
 #[test]
 fn no_write_is_lost_when_logging_by_buffers_begins() {
     no_write_is_lost_after_logging_begins(1, || {
@@ -214,7 +214,7 @@ fn no_write_is_lost_when_logging_by_buffers_begins() {
     });
 }
 
-/// The log of the slot of `pages` that `prepare` has made begins while a vCPU writes to page 0 twice.
+/// The log of the slot of `pages` pages that `prepare` has made begins while a vCPU writes to page 0 twice.
 fn no_write_is_lost_after_logging_begins(pages: u64, prepare: fn() -> Arc<SmallVm>) {
     model(2, move || {
         let vm = prepare();
@@ -274,7 +274,7 @@ fn a_huge_leaf_is_split_eagerly_during_a_write() {
     });
 }
 
-/// A slot of the pages of one table, which the begin of its log has protected from above.
+/// A slot of the pages of one table. The begin of its log has protected them from above.
 const PROTECTED_FROM_ABOVE: fn() -> Arc<SmallVm> = || {
     let vm = vm(Level::PAGE, 2, PLAIN);
     touch(&vm, 0, Write);
@@ -283,14 +283,14 @@ const PROTECTED_FROM_ABOVE: fn() -> Arc<SmallVm> = || {
     vm
 };
 
-/// The same, after a first write to page 0.
+/// Like [`PROTECTED_FROM_ABOVE`], after a first write to page 0.
 const PUSHED: fn() -> Arc<SmallVm> = || {
     let vm = PROTECTED_FROM_ABOVE();
     touch(&vm, 0, Write);
     vm
 };
 
-/// The same, after writes to both pages, which are all of the table.
+/// Like [`PROTECTED_FROM_ABOVE`], after writes to both pages of the table.
 const BOTH_WRITTEN: fn() -> Arc<SmallVm> = || {
     let vm = PUSHED();
     touch(&vm, 1, Write);
@@ -328,8 +328,8 @@ fn no_write_is_lost_when_logging_begins_from_above() {
 }
 
 /// The client has marked a page below the protected entry, so the harvest takes its bit, and finds the entry protected
-/// while the guest's write pushes it down. What the push stores must happen after the harvest's look at the entry, or
-/// the fault believes that its page is marked still.
+/// while the guest's write pushes the protection down. The push's store must happen after the harvest's read of the
+/// entry. Otherwise the fault believes that its page is still marked.
 #[test]
 fn no_write_is_lost_by_a_harvest_of_a_page_that_the_client_has_marked() {
     no_write_is_lost(
@@ -343,7 +343,7 @@ fn no_write_is_lost_by_a_harvest_of_a_page_that_the_client_has_marked() {
     );
 }
 
-/// What the push would store refers to a table that is unlinked by then.
+/// The push would store an entry that refers to a table that is unlinked by then.
 #[test]
 fn a_table_that_is_zapped_while_a_fault_pushes_into_it_is_not_reached_again() {
     let invalidate = |vm: &SmallVm| drop(vm.invalidate(hvas(0..2)));
@@ -363,8 +363,8 @@ fn a_table_that_is_zapped_while_a_fault_pushes_into_it_is_not_reached_again() {
     }
 }
 
-/// Two vCPUs push the same entry down. The second must not take the right from the page that the first has given it to:
-/// a client that clears this page alone would find it protected, and flush nothing.
+/// Two vCPUs push the same entry down. The second must not remove the right from the page to which the first has given
+/// it: a client that clears only this page would find it protected, and flush nothing.
 #[test]
 fn two_faults_push_one_entry_down() {
     model(2, || {

@@ -16,7 +16,7 @@ use crate::sync::quiesce::Attention;
 use crate::vm::Vm;
 use crate::{Prefetch, Setting};
 
-/// Runs `guest` on a CPU concurrently with `host`; then `after`, then the audit.
+/// Runs `guest` on a CPU concurrently with `host`. Then runs `after`, then the audit.
 pub(super) fn with_cpu(
     preemptions: usize,
     prepare: fn() -> Arc<SmallVm>,
@@ -35,7 +35,7 @@ pub(super) fn with_cpu(
     });
 }
 
-/// Uses page `gfn` like a guest whose CPU checks its attention word from time to time.
+/// Uses page `gfn` like a guest whose CPU sometimes checks its attention word.
 pub(super) fn run_guest(vcpu: &mut SmallVcpu, gfn: u64) {
     let mut remembered = get(vcpu, gfn, Read);
     for _ in 0..2 {
@@ -52,7 +52,7 @@ pub(super) fn run_guest(vcpu: &mut SmallVcpu, gfn: u64) {
     }
 }
 
-/// Replaces the host page of backing page `page` by `new`. The host alone uses the old one from then on.
+/// Replaces the host page of backing page `page` by `new`. From then on only the host uses the old page.
 pub(super) fn replace_page<F: Format>(vm: &Vm<Machine, F>, page: u64, new: u64) {
     let invalidation = vm.invalidate(hvas(page..page + 1));
     let machine = vm.platform();
@@ -125,8 +125,8 @@ fn nothing_stale_is_prefetched_during_an_invalidation() {
     );
 }
 
-/// A CPU uses page 0, whose translation it has, and `other` zaps the page. An invalidation, which may find nothing
-/// mapped then, must wait until the CPU does not use the page any more.
+/// A CPU uses page 0, whose translation it has cached, and `other` zaps the page. An invalidation, which may then find
+/// nothing mapped, must wait until the CPU does not use the page any more.
 fn an_invalidation_waits_for(other: fn(&SmallVm)) {
     model(2, move || {
         let vm = MAPPED();
@@ -206,7 +206,7 @@ fn tables_of_a_deleted_slot_are_freed_after_the_last_walker() {
     );
 }
 
-/// The second page is found by the table that the vCPU has cached for the first.
+/// The vCPU finds the second page by the table that it has cached for the first page.
 #[test]
 fn nothing_is_used_through_a_cached_table_after_its_slot_is_deleted() {
     with_cpu(
@@ -259,7 +259,7 @@ fn the_page_of_a_protected_leaf_is_not_reused_while_its_slot_moves() {
     );
 }
 
-/// One slot becomes two; no access in between finds no memory.
+/// One slot is split into two. No access in between finds no memory.
 #[test]
 fn a_slot_that_becomes_two_has_its_pages_all_the_time() {
     with_cpu(
@@ -323,7 +323,7 @@ fn a_table_is_replaced_by_a_huge_leaf_while_another_cpu_uses_it() {
     );
 }
 
-/// A slot whose log ends gets a huge leaf in the place of its table, while a CPU uses it or the host takes a page away.
+/// A slot whose log ends gets a huge leaf instead of its table, while a CPU uses the table or the host reclaims a page.
 fn logged_huge_page() -> Arc<SmallVm> {
     let vm = vm(Level::MEGA, 2, LOGGED);
     touch(&vm, 0, Write);
@@ -367,7 +367,7 @@ fn convertible(level: Level) -> Arc<SmallVm> {
     vm
 }
 
-/// Makes frame 0 private. The host alone uses the shared page from then on.
+/// Makes frame 0 private. From then on only the host uses the shared page.
 fn convert(vm: &SmallVm) {
     vm.set_memory_attributes(Gfn(0)..Gfn(1), MemoryAttributes::PRIVATE)
         .unwrap();

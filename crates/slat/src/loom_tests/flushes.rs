@@ -7,7 +7,7 @@ use super::{model, spawn, wait};
 use crate::sync::atomic::{AtomicU64, Ordering::*, Watch};
 use crate::sync::quiesce::{Attention, Reader, Readers};
 
-/// A page that readers find by one entry, which is 0 when the page was removed.
+/// A page that readers find by one entry. The entry is 0 after the page was removed.
 struct World {
     readers: Readers,
     entry: AtomicU64,
@@ -83,7 +83,7 @@ fn a_page_found_in_a_brief_section_stays_until_the_section_ends() {
     });
 }
 
-/// The second thread finds the reader of brief sections in use, or free, or about to be.
+/// The second thread finds the reader of brief sections in use, or free, or just before either.
 #[test]
 fn two_brief_sections_at_once_are_both_waited_for() {
     model(2, || {
@@ -133,7 +133,7 @@ fn a_request_during_an_acknowledgement_is_not_lost() {
             let me = mine.readers.register().unwrap();
             me.enter(&mine.readers, 0);
             me.quiesce(&mine.readers);
-            // Runs guest code for ever, and quiesces only when asked.
+            // Runs guest code forever, and quiesces only when asked.
             while seen.load(Acquire) == 0 {
                 if me.attention().flag().load(Relaxed) & Attention::FLUSH != 0 {
                     me.quiesce(&mine.readers);

@@ -1,5 +1,5 @@
-//! Clones of a VM that runs meanwhile: its memory is copied as it is at one moment, and what the VM writes later
-//! is not in the clone.
+//! Clones of a running VM: the clone gets the VM's memory as of one moment, and does not get what the VM writes
+//! later.
 
 use std::sync::atomic::{AtomicU64 as Plain, Ordering::Relaxed as Plainly};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
@@ -14,14 +14,14 @@ use crate::sync::atomic::Ordering::*;
 use crate::sync::quiesce::Attention;
 use crate::vm::Vm;
 
-/// The pages of a machine that a VM and its clone share. Only the VM writes: to a page with another
-/// number, once it has asked.
+/// The pages of a machine that a VM and its clone share. Only the VM writes. After asking the platform, it
+/// writes to a page with another number.
 #[derive(Default)]
 pub(super) struct Sharing {
     parent: OnceLock<Weak<SmallVm>>,
-    /// What backs the clone.
+    /// The pages that back the clone.
     clone: Mutex<Option<(VmId, Vec<HostPage>)>>,
-    /// A bit for each page that backs both.
+    /// A bit for each page that backs both VMs.
     shared: Plain,
 }
 
@@ -31,7 +31,7 @@ impl Sharing {
         *self.clone.lock().unwrap() = Some((clone, originals));
     }
 
-    /// Returns what backs `page` if `vm` is the clone.
+    /// Returns the host page that backs `page` if `vm` is the clone.
     pub(super) fn of_clone(&self, vm: VmId, page: u64) -> Option<HostPage> {
         let clone = self.clone.lock().unwrap();
         let (_, originals) = clone.as_ref().filter(|(id, _)| *id == vm)?;
@@ -42,7 +42,7 @@ impl Sharing {
         self.shared.load(Plainly) >> page & 1 != 0
     }
 
-    /// Gives the VM that was cloned a page of its own.
+    /// Gives the cloned VM a page of its own.
     pub(super) fn copy(&self, machine: &Machine, page: u64) {
         let vm = self.parent.get().and_then(Weak::upgrade);
         let vm = vm.expect("its vCPU asks");
@@ -56,10 +56,10 @@ impl Sharing {
     }
 }
 
-/// What the number of a page's copy is greater by.
+/// The number to add to a page's number to get the number of the page's copy.
 const COPIES: u64 = 4;
 
-/// Makes a VM that may be cloned, with two pages, of which the guest has written the first.
+/// Makes a VM that may be cloned, with two pages. The guest has written the first page.
 fn parent(flags: crate::SlotFlags) -> Arc<SmallVm> {
     let vm = vm(Level::PAGE, 2, flags);
     let _ = vm.platform().sharing.parent.set(Arc::downgrade(&vm));

@@ -1,9 +1,9 @@
-//! The shadow MMU: faults that read the guest's tables, concurrent with stores to these tables, with flushes of the
-//! guest's, and with operations that zap shadow pages.
+//! The shadow MMU: faults that read the guest's tables, concurrent with stores to these tables, with flushes by the
+//! guest, and with operations that zap shadow pages.
 //!
 //! The guest has PAE paging, with page-directory-pointer entries that its CPUs have loaded: two levels, and entries of
-//! 8 bytes. It uses virtual pages 0 and 1 alone, because a table has 2 entries here, and 512 in a walk of the guest's.
-//! Its CPUs store to the tables by their guest-physical addresses, as with paging off.
+//! 8 bytes. It uses only virtual pages 0 and 1, because a shadow table has 2 entries in these tests, although a guest's
+//! table has 512. Its CPUs store to the tables by guest-physical addresses, as with paging off.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -21,11 +21,11 @@ type ShadowVm = Vm<Machine, SmallX86<2>>;
 
 /// The frame of the page directory that most tests use.
 pub(super) const ROOT: u64 = 0;
-/// The frame of the page table that it refers to first.
+/// The frame of the first page table to which it refers.
 pub(super) const TABLE: u64 = 1;
-/// A frame that the table maps first, and that may also be a page directory.
+/// A frame that the page table maps first. It may also be a page directory.
 pub(super) const DATA: u64 = 2;
-/// A frame that a store maps, and that is another page table: its first entry maps itself.
+/// A frame that a store maps. It is another page table, whose first entry maps the frame itself.
 pub(super) const OTHER: u64 = 3;
 
 /// Returns an entry for `frame`: present, writable, user, accessed and dirty.
@@ -70,9 +70,9 @@ impl HostWords for Words {
 }
 
 impl Guest {
-    /// Makes a guest with a slot of four pages. Its tables have `entries`: frame, index, and the frame that is referred
-    /// to. All its frames are mapped; that of a table is writable, so that stores go unnoticed until
-    /// the table is tracked.
+    /// Makes a guest with a slot of four pages. Its tables have `entries`: frame, index, and the frame to which the
+    /// entry refers. All its frames are mapped. The frames of tables are writable, so that stores go unnoticed until
+    /// the tables are tracked.
     fn new(entries: &[(u64, usize, u64)]) -> Guest {
         Self::with_pages(Level::PAGE, entries)
     }
@@ -105,7 +105,7 @@ impl Guest {
         guest
     }
 
-    /// Creates or deletes slot 0: `pages` pages from frame 0 on, backed by those from `backing` on.
+    /// Creates or deletes slot 0: `pages` pages from frame 0 on, backed by the pages from `backing` on.
     fn set_slot(&self, backing: u64, pages: u64) {
         if pages == 0 {
             return self.vm.remove_memory_region(0, 0).unwrap();
@@ -138,7 +138,7 @@ impl Guest {
     }
 }
 
-/// A CPU of the guest, which remembers no translation from one access to the next.
+/// A CPU of the guest. It remembers no translation from one access to the next.
 pub(super) struct Cpu {
     vcpu: Vcpu<Machine, SmallX86<2>>,
     words: Words,
@@ -161,7 +161,7 @@ impl Cpu {
         }
     }
 
-    /// Reads virtual page `page` by the page directory `ROOT`. Returns the host page; `None` is #PF, or MMIO.
+    /// Reads virtual page `page` by the page directory `ROOT`. Returns the host page; `None`: #PF or MMIO.
     pub(super) fn read(&mut self, page: u64) -> Option<u64> {
         self.access(ROOT, page, Read)
     }
@@ -203,7 +203,7 @@ impl Cpu {
         }
     }
 
-    /// Does [`Self::store`] by the translation `found`.
+    /// Like [`Self::store`], but by the translation `found`.
     fn store_by(&mut self, found: Translation, table: u64, index: usize, entry: u64) {
         let offset = 8 * index as u64;
         (self.words.at(Hpa(found.host.0 + offset))).store(entry, Release);
@@ -212,7 +212,7 @@ impl Cpu {
         }
     }
 
-    /// Loads CR3 with what it has.
+    /// Loads CR3 with its current value.
     pub(super) fn flush(&mut self) {
         self.vcpu.flush_guest(&mut self.words);
     }
@@ -231,7 +231,7 @@ impl Cpu {
     }
 }
 
-/// Runs `one` and `other` on a CPU each, concurrently; then `after` on a third, and the audit.
+/// Runs `one` and `other` concurrently, each on its own CPU; then `after` on a third CPU, and the audit.
 pub(super) fn two_cpus(
     preemptions: usize,
     prepare: fn() -> Guest,
@@ -249,13 +249,12 @@ pub(super) fn two_cpus(
     });
 }
 
-/// Two page tables, both with an entry for virtual page 0; the page directory refers to the first.
-/// Nothing is tracked yet.
+/// Two page tables, each with an entry for virtual page 0. The page directory refers to the first. Nothing is tracked
+/// yet.
 const UNTRACKED: fn() -> Guest =
     || Guest::new(&[(ROOT, 0, TABLE), (TABLE, 0, DATA), (OTHER, 0, OTHER)]);
 
-/// The fault begins to track the page directory, in which the other CPU has stored, or stores with the
-/// right that its TLB has.
+/// The fault begins to track the page directory. The other CPU has stored to it, or stores with the right in its TLB.
 #[test]
 fn no_link_is_left_from_before_a_store_to_a_table_that_begins_to_be_tracked() {
     two_cpus(
@@ -408,7 +407,7 @@ fn no_shadow_leaf_is_left_of_a_page_that_is_invalidated() {
     }
 }
 
-/// The slot is replaced by one whose memory has other tables.
+/// Another slot replaces this slot; its memory has other tables.
 #[test]
 fn nothing_is_left_of_tables_whose_slot_is_replaced() {
     for prepare in [SHADOWED, MAPPED] {
@@ -428,13 +427,13 @@ fn nothing_is_left_of_tables_whose_slot_is_replaced() {
     }
 }
 
-/// Zaps the shadow page of the page directory, as the host does when its memory becomes another one.
+/// Zaps the shadow page of the page directory, as the host does when it replaces the memory.
 fn forget_root(guest: &Guest) {
     let vm = &guest.vm;
     vm.forget_tables(&vm.spaces[0], &(Gfn(ROOT)..Gfn(ROOT + 1)));
 }
 
-/// The walk takes no lock, and begins with a root that the CPU knows from before its last quiescent point.
+/// The walk takes no lock. It begins with a root that the CPU knows from before its last quiescent point.
 #[test]
 fn no_walk_begins_with_a_root_that_is_zapped() {
     beside_host(3, MAPPED, Cpu::read_twice, forget_root, |cpu| {
@@ -453,8 +452,8 @@ fn shadow_pages_are_recycled_beside_a_walk() {
     );
 }
 
-/// The guest's directory maps a huge page. Its shadow table is freed while the fault resolves the page, and is not read
-/// after that.
+/// The guest's directory maps a huge page. While the fault resolves the page, its shadow table is freed; the fault does
+/// not read it after that.
 #[test]
 fn no_fault_walks_from_a_root_that_is_zapped_meanwhile() {
     const DIRECTORY: u64 = 2;
@@ -481,8 +480,8 @@ fn no_fault_walks_from_a_root_that_is_zapped_meanwhile() {
     );
 }
 
-/// Two page directories that refer to a page table, which is unsynced, and has a leaf for virtual page 0. The second
-/// one is tracked, and its shadow page has no entry yet.
+/// Two page directories that refer to one page table, which is unsynced and has a leaf for virtual page 0. The second
+/// directory is tracked, and its shadow page has no entry yet.
 const TWO_DIRECTORIES: fn() -> Guest = || {
     let guest = Guest::new(&[
         (ROOT, 0, TABLE),
@@ -499,9 +498,9 @@ const TWO_DIRECTORIES: fn() -> Guest = || {
     guest
 };
 
-/// A CPU begins to compare the table with its shadow page, and waits until another one, which may still store with the
-/// right that its TLB has, has passed a quiescent point. Meanwhile a third one comes to the table by the other
-/// directory, and compares it, too. The second one's store must be noticed, or its flush must compare once more.
+/// A CPU begins to compare the table with its shadow page. It waits until a second CPU, which may still store with the
+/// right in its TLB, has passed a quiescent point. Meanwhile a third CPU reaches the table by the other directory, and
+/// compares it, too. The second CPU's store must be noticed, or its flush must compare once more.
 #[test]
 fn a_table_is_not_synced_before_all_stores_to_it_are_noticed() {
     model(1, || {

@@ -1,4 +1,4 @@
-//! The map of metadata, filled by two platforms' allocations at once.
+//! The map of metadata, filled by allocations of two platforms at the same time.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ fn two_threads_that_prepare_neighbours_find_one_another() {
             let mine = map.clone();
             let other = spawn(move || {
                 mine.prepare(Pfn(frames[1])).unwrap();
-                // What it refers to was written before it could be found.
+                // The metadata were written before they could be found.
                 if let Some(first) = mine.get(Pfn(frames[0])) {
                     // SAFETY: metadata of the map, which is alive.
                     assert_eq!(unsafe { first.as_ref() }.leaves.load(Relaxed), 0);

@@ -3,13 +3,13 @@
 //! `RUSTFLAGS="--cfg loom" cargo test -p slat --release --lib loom_tests`
 //!
 //! With loom, tables have two entries, and nodes of the slot trees four ([`crate::sync::atomic`] has the other
-//! differences). Each test runs two or three threads through all interleavings with at most
-//! `LOOM_MAX_PREEMPTIONS` (unless set: what the test says, mostly 2) preemptions, and through all values
-//! that loads may return by the memory model.
+//! differences). Each test runs two or three threads through all interleavings with at most `LOOM_MAX_PREEMPTIONS`
+//! preemptions, and through all values that loads may return by the memory model. If that variable is not set, the
+//! test decides, usually 2.
 //!
-//! Memory that is freed or reclaimed contains a [`Watch`]: loom reports a use of it that has not *happened
-//! before* the moment from which one thread owns it alone, whatever the interleaving. Table frames, nodes,
-//! slots and slot sets are watched until they are freed, host pages until the host takes them back.
+//! Memory that is freed or reclaimed contains a [`Watch`]. After one thread owns the memory alone, loom reports every
+//! use that has not *happened before* that moment. Table frames, nodes, slots and slot sets are watched until they are
+//! freed, host pages until the host reclaims them.
 
 mod beside;
 mod dirty;
@@ -54,14 +54,14 @@ fn model(preemptions: usize, test: impl Fn() + Send + Sync + 'static) {
     let test = Arc::new(test);
     builder.check(move || {
         counted.fetch_add(1, Relaxed);
-        // Not on the first thread, whose stack cannot be made larger.
+        // Do not run it on the first thread, whose stack cannot be made larger.
         let test = test.clone();
         spawn(move || test()).join().unwrap();
     });
     std::println!("{} interleavings", runs.load(Relaxed));
 }
 
-/// Starts another thread, which is 2 or 3 in loom's messages; the test is 1.
+/// Starts another thread. Loom's messages call it 2 or 3, and the test 1.
 fn spawn<R: Send + 'static>(thread: impl FnOnce() -> R + 'static) -> loom::thread::JoinHandle<R> {
     let thread = OneThread(thread);
     // A vCPU and a fault need more than loom's own 32 KiB: loom's atomics are large.
@@ -72,7 +72,7 @@ fn spawn<R: Send + 'static>(thread: impl FnOnce() -> R + 'static) -> loom::threa
 /// Words of 8 bytes.
 const STACK_WORDS: usize = 0x4000;
 
-/// What loom's threads, which are coroutines of one thread, run.
+/// The closure that a thread of loom runs. Loom's threads are coroutines of one thread.
 struct OneThread<T>(T);
 
 // SAFETY: it stays on the thread that runs the model.
@@ -84,8 +84,8 @@ impl<R, T: FnOnce() -> R> OneThread<T> {
     }
 }
 
-/// Passes round `round` of a wait. Interleavings with many rounds are not explored: other threads have had a chance to
-/// run in each round before, and two waiting threads would otherwise alternate for ever.
+/// Waits for one round, number `round`. Interleavings with many rounds are not explored: other threads could run in
+/// each round before, and two waiting threads would otherwise alternate forever.
 fn wait(round: u32) {
     if round >= 2 {
         loom::skip_branch();
@@ -96,7 +96,7 @@ fn wait(round: u32) {
 /// A format with few levels and the entries of `Ept`.
 struct Small<const TOP: u8>;
 
-/// A format with few levels and the entries of AArch64, which ask for break-before-make.
+/// A format with few levels and the entries of AArch64, which require break-before-make.
 struct SmallStage2<const TOP: u8>;
 
 /// A format with few levels and the entries of x86, which can shadow the tables of a guest.
@@ -162,7 +162,7 @@ small_format!(Small, Ept, false, true);
 small_format!(SmallStage2, Stage2<39>, true, false);
 small_format!(SmallX86, X86<5>, false, true);
 
-/// A table frame. Freed frames are kept, so that their use is found, and is not undefined behaviour.
+/// A table frame. Freed frames are kept, so that a use after the free is found, and is not undefined behaviour.
 struct Frame {
     entries: Entries,
     meta: TableMeta,
@@ -172,7 +172,7 @@ struct Frame {
 
 /// A page of host memory.
 struct Page {
-    /// Guests use the page until the host takes it back.
+    /// Guests use the page until the host reclaims it.
     alive: Watch,
     /// The value that the guest has written last.
     content: AtomicU64,
@@ -181,10 +181,10 @@ struct Page {
 /// The platform. Its locks are never held over an operation of loom.
 struct Machine {
     frames: Mutex<Vec<Box<Frame>>>,
-    /// The host page that each backing page is mapped to.
+    /// The host page to which each backing page is mapped.
     mapped: Mutex<Vec<HostPage>>,
     pages: Vec<Page>,
-    /// The VM that was cloned, and what its clone has.
+    /// The cloned VM, and the pages of its clone.
     sharing: fork::Sharing,
 }
 
@@ -266,7 +266,7 @@ unsafe impl Platform for Machine {
 
     fn entries(&self, frame: Pfn) -> std::ptr::NonNull<Entries> {
         if loom::thread::panicking() {
-            // A second panic, for another use of the frame by a destructor, would abort.
+            // Another panic, for a use of the frame by a destructor, would abort.
             return Box::leak(Box::<Entries>::default()).into();
         }
         // SAFETY: as above.
@@ -318,7 +318,7 @@ type SmallVcpu = Vcpu<Machine, Small<2>>;
 const PLAIN: SlotFlags = SlotFlags(0);
 const LOGGED: SlotFlags = SlotFlags::LOG_DIRTY_PAGES;
 
-/// Makes a VM with a slot 0 of `pages` pages from frame 0 on; without a slot if `pages` is 0.
+/// Makes a VM with a slot 0 of `pages` pages from frame 0 on; if `pages` is 0, without a slot.
 fn vm(level: Level, pages: u64, flags: SlotFlags) -> Arc<SmallVm> {
     vm_with(MmuKind::Tdp, level, pages, flags)
 }

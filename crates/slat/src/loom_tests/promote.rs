@@ -1,4 +1,4 @@
-//! Promotion in the background ([`Vm::promote`](crate::Vm::promote)), concurrent with what else may happen to the
+//! Promotion in the background ([`Vm::promote`](crate::Vm::promote)), concurrent with other operations on the
 //! table that it replaces by a huge leaf: faults, a dirty log that begins or ends, slot changes, invalidations,
 //! and another promotion.
 
@@ -10,7 +10,8 @@ use super::{LOGGED, PLAIN, SmallVm, get, model, on_cpu, set_slot, spawn, touch, 
 use crate::addr::{Access::*, Level, Pfn};
 use crate::{Promotion, Setting, Switch};
 
-/// A slot of the two pages of one huge host page, which `mapped` small leaves map, although a huge one could.
+/// A slot of the two pages of one huge host page. Small leaves map `mapped` of the pages, although a huge leaf
+/// could map both.
 fn small_leaves(mapped: u64) -> Arc<SmallVm> {
     let vm = vm(Level::MEGA, 2, PLAIN);
     vm.set_policy(Setting::HugePages(Switch::Off));
@@ -58,14 +59,14 @@ fn a_table_becomes_a_huge_leaf_while_a_cpu_uses_it() {
     with_cpu(2, BOTH, |vcpu| run_guest(vcpu, 0), promote, is_huge);
 }
 
-/// The fault installs into the table that goes, or finds the leaf.
+/// The fault installs into the table that is replaced, or finds the huge leaf.
 #[test]
 fn a_fault_maps_the_other_page_of_the_table_that_becomes_a_huge_leaf() {
     with_cpu(2, ONE, |vcpu| _ = get(vcpu, 1, Read), promote, is_huge);
     with_cpu(2, ONE, |vcpu| _ = get(vcpu, 1, Write), promote, is_huge);
 }
 
-/// The huge leaf would hide writes from the log, if it were installed when the log has begun.
+/// A huge leaf that is installed after the log has begun would hide writes from the log.
 #[test]
 fn no_write_is_lost_when_logging_begins() {
     beside(
@@ -113,7 +114,7 @@ fn nothing_of_a_slot_is_used_after_its_deletion() {
     );
 }
 
-/// The frames of the table are still the slot's, but with other memory.
+/// The slot still has the frames of the table, but with other memory.
 #[test]
 fn a_slot_that_moves_over_itself_leaves_no_old_page() {
     beside(

@@ -1,5 +1,5 @@
-//! The MMU made of shadow pages: a fault that installs under the lock of the MMU, walks without it, and operations that
-//! come by the reverse map.
+//! The MMU of shadow pages: a fault that installs under the lock of the MMU, walks without that lock, and operations by
+//! the reverse map.
 
 use std::sync::Arc;
 
@@ -27,7 +27,7 @@ const MAPPED_HUGE: fn() -> Arc<SmallVm> = || {
     vm
 };
 
-/// Zaps the oldest shadow page, as a fault does that finds too many.
+/// Zaps the oldest shadow page, like a fault that finds too many pages.
 fn recycle(vm: &Arc<SmallVm>) {
     vm.recycle(&vm.spaces[0], 1);
 }

@@ -1,4 +1,4 @@
-//! Slot changes against look-ups.
+//! Slot changes concurrent with look-ups.
 
 use std::sync::Arc;
 use std::vec::Vec;
@@ -11,7 +11,7 @@ use crate::sync::quiesce::Readers;
 
 /// Enough slots for two leaves.
 const SLOTS: u32 = 6;
-/// As many as one leaf has memory for, but one.
+/// One less than the number of slots for which a leaf has memory.
 const FEW: u32 = 3;
 
 struct World {
@@ -20,7 +20,7 @@ struct World {
 }
 
 impl World {
-    /// Slot n is frame n, and two frames apart.
+    /// Makes slots of one frame each, two frames apart.
     fn new() -> Arc<World> {
         Self::with(SLOTS)
     }
@@ -42,7 +42,7 @@ impl World {
         self.slots.current(unsafe { InSection::assume() })
     }
 
-    /// As [`Self::set`], for several slots: id, base, pages.
+    /// Like [`Self::set`], but for several slots: id, base, pages.
     fn set_several(&self, changes: &[(u32, u64, u64)]) {
         let mut change = self.slots.change(wait);
         change.catch_up(&self.readers, |round, _| wait(round));
@@ -56,7 +56,7 @@ impl World {
         change.replace(&mut edits, &self.readers).unwrap();
     }
 
-    /// As a slot change of a VM that finds nothing to flush: only the next change waits for readers.
+    /// Changes a slot like a VM that finds nothing to flush: only the next change waits for readers.
     fn set(&self, slot: u32, base: u64, pages: u64) {
         let (gpa, size) = (Gpa(base << PAGE_SHIFT), pages << PAGE_SHIFT);
         let backing = hvas(slot as u64..slot as u64 + 1).start;
@@ -104,7 +104,7 @@ fn a_look_up_sees_the_old_set_or_the_new_one_whole() {
                 me.leave();
             }
         });
-        // The second change takes place in the set that the first has replaced.
+        // The second change is made in the set that the first change has replaced.
         world.set(1, 3, 1);
         world.set(1, 0, 0);
         thread.join().unwrap();
@@ -163,7 +163,8 @@ fn a_look_up_by_backing_address_sees_a_set_whole() {
     });
 }
 
-/// Slot 1 becomes two, and slot 2 goes, in one change; then it comes back in another.
+/// In one change, slot 1 is split in two, and slot 2 is deleted. In another change, slot 2 is created
+/// again.
 #[test]
 fn a_look_up_sees_several_slots_change_at_once() {
     model(2, || {

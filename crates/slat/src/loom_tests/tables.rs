@@ -20,7 +20,7 @@ use crate::table::{
 };
 use crate::vm::range_op::{Collapsing, Step, Unflushed};
 
-/// A tree, mostly of two levels: four pages, of which each pair can be one huge leaf.
+/// A tree, usually of two levels, with four pages. Each pair of pages can be one huge leaf.
 struct World<F: Format> {
     machine: Arc<Machine>,
     tables: Guarded<Tree<Machine, F>>,
@@ -41,7 +41,7 @@ const LEAF: Leaf = Leaf {
     privilege: Privilege::USER,
 };
 
-/// Returns the leaf of page `n` of the pair that `LEAF` maps when it is huge.
+/// Returns the leaf of page `n` of the pair that `LEAF` maps as a huge leaf.
 fn page(n: u64) -> Leaf {
     Leaf {
         pfn: LEAF.pfn.add(n),
@@ -49,7 +49,7 @@ fn page(n: u64) -> Leaf {
     }
 }
 
-/// Stands in for a reader section: the tests free tables only after all readers have passed.
+/// Replaces a reader section: the tests free tables only after all readers have passed.
 fn section() -> InSection<'static> {
     // SAFETY: loom reports a use of a freed table.
     unsafe { InSection::assume() }
@@ -92,12 +92,12 @@ impl<F: Format> World<F> {
         tree.lookup(Gfn(gfn))
     }
 
-    /// Makes one attempt of a fault. Returns also the number of leaves that it has split.
+    /// Makes one attempt of a fault. Also returns the number of leaves that it has split.
     fn map(&self, gfn: u64, level: Level, leaf: Leaf) -> (Result<Installed, Retry>, u64) {
         self.map_after(&Flushed::default(), gfn, level, leaf)
     }
 
-    /// Like [`Self::map`], by a thread that has done the flush `flushed`.
+    /// Like [`Self::map`], but for a thread that has done the flush `flushed`.
     fn map_after(
         &self,
         flushed: &Flushed,
@@ -469,7 +469,8 @@ fn one_leaf_is_split_once_by_a_fault_and_a_range_operation() {
     );
 }
 
-/// A walker that has set the dirty bit of a leaf may have written: the bit must be found after `change`.
+/// A walker that has set the dirty bit of a leaf may have written to the page: the bit must still be found after
+/// `change`.
 fn no_mark_is_lost(change: fn(&World<Small<2>>)) {
     no_mark_is_lost_in(World::with_huge_leaf, change);
 }
@@ -499,7 +500,7 @@ fn no_dirty_mark_is_lost_by_a_range_that_is_split() {
     no_mark_is_lost(split_all);
 }
 
-/// Write-protects while a walker sets a dirty bit: that bit may be lost, the protection may not.
+/// Write-protects a leaf while a walker sets its dirty bit. That bit may be lost, but the protection must not be.
 fn write_protection_stays(prepare: fn() -> Arc<World<Small<2>>>) {
     model(3, move || {
         let world = prepare();
@@ -584,8 +585,8 @@ fn a_zap_during_a_fault_frees_only_tables_that_no_walker_reaches() {
     );
 }
 
-/// Runs `install` concurrently with a change that makes its check fail and then zaps. `install` gets the check, to be
-/// made under the lock.
+/// Runs `install` concurrently with a change that makes its check fail and then zaps. `install` gets the check, which
+/// it must make under the lock.
 fn nothing_is_installed_after_a_zap(install: fn(&World<Small<2>>, &dyn Fn() -> bool)) {
     model(3, move || {
         let world = World::<Small<2>>::new();
@@ -598,7 +599,7 @@ fn nothing_is_installed_after_a_zap(install: fn(&World<Small<2>>, &dyn Fn() -> b
             me.leave();
         });
         stale.store(1, Relaxed);
-        // Not the whole table, so that it is not detached.
+        // Do not zap the whole table, which would be detached.
         world.zap(0..1);
         thread.join().unwrap();
         assert_eq!(world.find(0), Entry::Empty);

@@ -1,4 +1,4 @@
-//! VMIDs: CPUs that enter guests while generations begin, and a flush by number.
+//! VMIDs: CPUs enter guests while generations begin; one CPU flushes by number.
 
 use std::sync::{Arc, Mutex};
 use std::vec::Vec;
@@ -15,12 +15,13 @@ struct Machine {
     vmids: VmidAllocator,
     /// Each VM's number, and the version of its tables.
     vms: [(Vmid, AtomicU64); 4],
-    /// An entry for each number: a VM, and the version of its tables. A lock for each, since only the flush of this
-    /// number makes its CPU see what the flushing one has stored.
+    /// A TLB entry for each number: a VM, and the version of its tables. Each has a lock of its own, because only
+    /// the flush of this number makes its CPU see the stores of the flushing CPU.
     tlbs: [[loom::sync::Mutex<Option<(usize, u64)>>; 1 << BITS]; CPUS],
-    /// The guest that each CPU is in, and its number. Not part of the model: loom does not see this lock.
+    /// For each CPU, the guest in which it is, and the guest's number. Not part of the model: loom does not see
+    /// this lock.
     inside: Mutex<[Option<(usize, u16)>; CPUS]>,
-    /// Versions of VM 0 below this are flushed. Not part of the model.
+    /// All versions of VM 0 below this one are flushed. Not part of the model.
     flushed: Mutex<u64>,
 }
 
@@ -35,7 +36,7 @@ impl Machine {
         })
     }
 
-    /// Enters `vm` on `cpu`, has its guest access memory, and exits.
+    /// Enters `vm` on `cpu`, makes its guest access memory, and exits.
     fn run(&self, cpu: usize, vm: usize) {
         let running = self.vmids.enter(cpu, &self.vms[vm].0);
         if running.must_flush() {
@@ -75,7 +76,7 @@ impl Machine {
     }
 }
 
-/// Runs `vms` one after another on each CPU, with a change on a third one if `change`.
+/// Runs `vms` one after another on each CPU; if `change`, with a change of the tables on a third CPU.
 fn run(vms: [&'static [usize]; CPUS], before: &'static [usize], change: bool) {
     model(3, move || {
         let machine = Machine::new();

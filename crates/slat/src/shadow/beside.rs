@@ -1,33 +1,35 @@
-//! Shadow pages beside a tree: nested paging. The guest is a hypervisor, L1, whose tables for its own guests, L2,
-//! are in its memory. What L1 accesses is translated by the tree, by guest frame. What L2 accesses is translated by
-//! shadow pages of L1's tables, by L2's physical addresses. No table belongs to both, and no walk that begins in
-//! one comes to the other.
+//! Shadow pages beside a tree: nested paging. The guest is a hypervisor, L1, whose memory contains the tables for its
+//! own guests, L2. The tree translates the accesses of L1, by guest frame. Shadow pages of L1's tables translate the
+//! accesses of L2, by L2's physical addresses. No table belongs to both, and no walk that begins in one of them reaches
+//! the other.
 //!
 //! # Who holds what
-//! * A leaf of either maps a frame of L1's. So work by gfn reaches both ([`super::by_gfn`]): first the tree,
-//!   table by table, then the shadow pages. Each has locks of its own, so there is a moment at which one has been
-//!   done and the other has not, as there is between two tables of a tree; the operation has one ticket, and
-//!   flushes once, after both.
-//! * L1 stores to its tables by leaves of the tree, L2 by those of shadow pages, if L1 lets it. Both are noticed
-//!   ([`super::track`]): a frame with a tracked table is not writable in either, and no huge leaf of either covers it.
+//! * A leaf of either maps a frame of L1. So an operation by gfn covers both ([`super::by_gfn`]): first the tree, table
+//!   by table, then the shadow pages. Each has its own locks. So there is a moment when the operation has changed one
+//!   and not yet the other, as between two tables of a tree. The operation has one ticket, and flushes once, after
+//!   both.
+//! * L1 stores to its tables through leaves of the tree, and L2 through leaves of shadow pages, if L1 allows it. Both
+//!   kinds of stores are noticed ([`super::track`]): a frame with a tracked table is writable in neither, and no huge
+//!   leaf of either covers it.
 //!
 //! # The order of locks
-//! The holder of the MMU's lock may take that of a table of the tree, one at a time, to write-protect a leaf
-//! ([`Tree::protect_frame`]), and never the reverse: under a table's lock nothing asks the shadow pages. A thread that
-//! waits for a table's lock with the MMU's held waits for a few instructions, or for one table.
+//! The holder of the MMU's lock may take the lock of a table of the tree, one at a time, to write-protect a leaf
+//! ([`Tree::protect_frame`]). The reverse never happens: under a table's lock no thread takes the MMU's lock. A thread
+//! that holds the MMU's lock waits for a table's lock for a few instructions, or for one table.
 //!
 //! # Before the first shadow page
-//! Most guests are no hypervisors. Until a CPU first asks for an address of L2's, work by gfn is done in the tree
-//! alone, and neither takes the MMU's lock nor looks for pages ([`Beginning`]). That CPU says that there will be some,
-//! and waits until all reader sections have ended that may not know it. So what was done without looking was over
-//! before there was a page; and a fault that makes one finds what an operation has changed before that.
+//! Most guests are no hypervisors. Until a CPU first uses an address of L2, operations by gfn use the tree alone: they
+//! neither take the MMU's lock nor look for pages ([`Beginning`]). The first such CPU announces that there will be
+//! shadow pages. Then it waits until all reader sections that may have missed the announcement have ended. So an
+//! operation that did not look for pages was over before there was a page, and a fault that makes a page finds the
+//! changes of that operation.
 //!
 //! # A fault in the tree, while tracking begins
-//! The fault asks under the MMU's lock whether the frame is tracked, and releases it. Under the lock of the table that
-//! receives the leaf it checks that no tracking has begun since ([`Tracking::begun`]). Tracking begins in the other
-//! order: it raises that number, and then protects the leaf, taking the locks of all tables on its path. So either the
-//! fault has the lock first, and its leaf is protected; or the number has changed, and the fault asks again. A huge
-//! leaf is the same, for all frames that it covers.
+//! The fault asks under the MMU's lock whether the frame is tracked, and releases that lock. Under the lock of the
+//! table that receives the leaf, the fault checks that no tracking has begun since ([`Tracking::begun`]). Tracking
+//! begins in the other order: it raises that number, and then protects the leaf, taking the locks of all tables on its
+//! path. If the fault has the table's lock first, its leaf is protected. Otherwise the number has changed, and the
+//! fault asks again. The same holds for a huge leaf, for all frames that it covers.
 
 use alloc::string::String;
 use core::ops::Range;
@@ -44,9 +46,9 @@ use crate::table::{At, Path, Retry, Tree};
 /// Whether there may be shadow pages.
 #[derive(Default)]
 pub(super) struct Beginning {
-    /// Work by gfn looks for them.
+    /// Operations by gfn in new reader sections look for shadow pages.
     announced: AtomicBool,
-    /// All of it does.
+    /// All operations by gfn look for shadow pages.
     over: AtomicBool,
 }
 
@@ -60,45 +62,46 @@ impl Beginning {
     }
 }
 
-/// The list of the guest's tables that are tracked, for a fault in the tree, which does not hold the MMU's lock.
-/// Changed under that lock.
+/// Counts of the tracked guest tables, for a fault in the tree, which does not hold the MMU's lock. Changed under that
+/// lock.
 #[derive(Default)]
 pub(super) struct Tracking {
-    /// How often tracking of a table has begun.
+    /// The number of times that tracking of a table has begun.
     begun: AtomicU64,
-    /// The number of shadow pages of tables.
+    /// The number of shadow pages of guest tables.
     pages: AtomicU64,
 }
 
 impl Tracking {
-    /// Call when a page of a table was made.
+    /// Call after making a page of a guest table.
     pub(super) fn made(&self) {
         self.pages.store(self.pages.load(Relaxed) + 1, Relaxed);
     }
 
-    /// Call when a page of a table was zapped.
+    /// Call after zapping a page of a guest table.
     pub(super) fn forget(&self) {
         self.pages.store(self.pages.load(Relaxed) - 1, Relaxed);
     }
 
-    /// Call before leaves are protected that allow stores to a table.
+    /// Call before protecting leaves that allow stores to a table.
     fn begin(&self) {
         self.begun.store(self.begun.load(Relaxed) + 1, Release);
     }
 
-    /// Returns how often tracking of a table has begun.
+    /// Returns the number of times that tracking of a table has begun.
     pub(super) fn begun(&self) -> u64 {
         self.begun.load(Acquire)
     }
 
-    /// Returns whether there are pages of tables. If not, none is tracked that [`Self::begun`] has counted.
+    /// Returns whether there are pages of guest tables. If not, none of the tables counted by [`Self::begun`] is
+    /// tracked.
     pub(super) fn any(&self) -> bool {
         self.pages.load(Relaxed) != 0
     }
 }
 
 impl<P: Platform, F: Format> ShadowMmu<P, F> {
-    /// Returns the tree beside it, if there is one.
+    /// Returns the tree beside the shadow pages, if there is one.
     #[inline(always)]
     pub(crate) fn tree(&self) -> Option<&Tree<P, F>> {
         match &self.physical {
@@ -107,7 +110,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         }
     }
 
-    /// Does what [`Self::tree`] does.
+    /// Like [`Self::tree`], but mutable.
     pub(crate) fn tree_mut(&mut self) -> Option<&mut Tree<P, F>> {
         match &mut self.physical {
             Physical::Tree(tree) => Some(tree),
@@ -115,7 +118,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         }
     }
 
-    /// Returns the number of the direct page that walks by guest-physical addresses begin with, if there is no tree.
+    /// Returns the number of the direct page with which walks by guest-physical addresses begin. `None`: there is a
+    /// tree.
     pub(super) fn root(&self) -> Option<u32> {
         match self.physical {
             Physical::Pages(root) => Some(root),
@@ -129,13 +133,13 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         self.beginning.announced.load(Relaxed)
     }
 
-    /// Returns whether shadow pages may be made. If not: [`Self::announce`], wait until all readers have passed, and
-    /// [`Self::begin`].
+    /// Returns whether shadow pages may be made. If not, call [`Self::announce`], wait until all readers have passed a
+    /// quiescent point, and call [`Self::begin`].
     pub(crate) fn has_begun(&self) -> bool {
         self.beginning.over.load(Acquire)
     }
 
-    /// Has work by gfn look for shadow pages, in reader sections that begin from now on.
+    /// Makes operations by gfn look for shadow pages, in reader sections that begin from now on.
     pub(crate) fn announce(&self) {
         self.beginning.announced.store(true, Relaxed);
     }
@@ -145,14 +149,13 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         self.beginning.over.store(true, Release);
     }
 
-    /// Returns the tree, if that has the entry `at`.
+    /// Returns the tree, if it contains the entry `at`.
     #[inline(always)]
     pub(super) fn tree_of(&self, at: &At<'_>) -> Option<&Tree<P, F>> {
         self.tree().filter(|_| at.is_in_tree())
     }
 
-    /// Returns whether there are shadow pages of tables, as far as the caller has been told: others
-    /// may be made meanwhile.
+    /// Returns whether there are shadow pages of guest tables. Other threads may make some meanwhile.
     pub(crate) fn has_tables(&self) -> bool {
         self.tracking.any()
     }
@@ -162,8 +165,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         self.tracking.begun()
     }
 
-    /// Write-protects all leaves that map `gfn`, of which a table begins to be tracked. Returns
-    /// whether one allowed stores.
+    /// Write-protects all leaves that map `gfn`, which contains a table that begins to be tracked. Returns whether one
+    /// of them allowed stores.
     pub(super) fn protect(&self, pages: &Pages, gfn: Gfn) -> bool {
         self.tracking.begin();
         let in_pages = pages.protect::<P, F>(&self.platform, gfn);
@@ -171,11 +174,11 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         in_pages | in_tree
     }
 
-    /// Checks that no leaf of `tree` allows stores to a tracked table, and that no huge leaf allows stores to any
+    /// Checks that no leaf of `tree` allows stores to a tracked table, and that no huge leaf allows stores to any guest
     /// table. The caller is in a reader section.
     ///
     /// # Errors
-    /// The first table that a leaf allows stores to.
+    /// The first table to which a leaf allows stores.
     pub(super) fn check_beside(&self, tree: &Tree<P, F>, pages: &Pages) -> Result<(), String> {
         for page in pages.active().map(|number| pages.pool.get(number)) {
             let (gfn, Some(guest)) = (page.gfn.get(), page.guest()) else {
@@ -196,18 +199,18 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         Ok(())
     }
 
-    /// Returns the tree, for an install at `target`. `None`: shadow pages have the path to that.
+    /// Returns the tree, for an install at `target`. `None`: the path to `target` is in shadow pages.
     #[inline(always)]
     pub(crate) fn tree_for(&self, target: &Target<'_, P, F>) -> Option<&Tree<P, F>> {
         self.tree().filter(|_| target.trail().is_none())
     }
 
-    /// Returns `leaf`, of `level`, without the right to write if it maps a tracked table, and how often tracking has
-    /// begun. The tree may have the leaf at `gfn` if [`Self::tracking_begun`] is the same under the lock of the table
-    /// that receives it.
+    /// Returns `leaf`, of `level`, without the right to write if it maps a tracked table, and the number of times that
+    /// tracking has begun. The leaf may be installed in the tree at `gfn` if [`Self::tracking_begun`] returns the same
+    /// number under the lock of the table that receives the leaf.
     ///
     /// # Errors
-    /// [`Retry::Stale`]: a huge leaf would cover a table.
+    /// [`Retry::Stale`]: a huge leaf would cover a guest table.
     pub(crate) fn leaf_beside(
         &self,
         gfn: Gfn,
@@ -226,8 +229,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         }
     }
 
-    /// Like [`Self::leaf_beside`], for leaves of level 1 that map `gfns`: if one would map a table, none gets the right
-    /// to write. A fault finds out which of the pages may be written to.
+    /// Like [`Self::leaf_beside`], for leaves of level 1 that map `gfns`. If one of them would map a guest table, none
+    /// gets the right to write. A later fault finds out whether its page may be written.
     pub(crate) fn run_beside(&self, gfns: &Range<Gfn>, leaf: Leaf) -> (Leaf, u64) {
         let begun = self.tracking_begun();
         let has_table = self.tracking.any() && self.has_table(gfns);

@@ -1,4 +1,4 @@
-//! How many shadow pages a VM may have (KVM: `n_max_mmu_pages`, KVM_SET_NR_MMU_PAGES).
+//! The number of shadow pages that a VM may have (KVM: `n_max_mmu_pages`, KVM_SET_NR_MMU_PAGES).
 
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
@@ -7,7 +7,7 @@ pub(crate) struct Budget {
     used: AtomicU64,
     was_used: AtomicBool,
     limit: AtomicU64,
-    /// The client has set the limit.
+    /// Whether the client has set the limit.
     is_set: AtomicBool,
     /// Pages in memslots.
     memory: AtomicU64,
@@ -28,19 +28,19 @@ impl Default for Budget {
 impl Budget {
     /// The lowest limit (KVM: `KVM_MIN_ALLOC_MMU_PAGES`).
     pub(crate) const LEAST: u64 = 64;
-    /// Unless the client sets a limit, it is one page for so many pages of memslots (KVM:
+    /// Unless the client sets a limit, the limit is one shadow page for this number of pages in memslots (KVM:
     /// `KVM_PERMILLE_MMU_PAGES` is 20).
     const MEMORY_PER_PAGE: u64 = 50;
-    /// How many pages a fault may need.
+    /// The number of pages that a fault may need.
     const FAULT: u64 = 8;
-    /// How many are zapped at a time, beyond that (KVM: `KVM_REFILL_PAGES`).
+    /// The number of pages that are zapped at a time in addition (KVM: `KVM_REFILL_PAGES`).
     const AT_A_TIME: u64 = 25;
 
     pub(crate) fn limit(&self) -> u64 {
         self.limit.load(Relaxed)
     }
 
-    /// Sets the limit for the client, at least [`Self::LEAST`].
+    /// Sets the limit to the client's value, at least [`Self::LEAST`].
     pub(crate) fn set(&self, limit: u64) {
         self.is_set.store(true, Relaxed);
         self.limit.store(limit.max(Self::LEAST), Relaxed);
@@ -57,7 +57,7 @@ impl Budget {
         }
     }
 
-    /// Returns how many pages have to be zapped before a fault may make more.
+    /// Returns the number of pages that have to be zapped before a fault may make more.
     pub(crate) fn excess(&self) -> u64 {
         let (used, limit) = (self.used.load(Relaxed), self.limit());
         match used + Self::FAULT > limit {
@@ -66,13 +66,13 @@ impl Budget {
         }
     }
 
-    /// Returns how many pages are too many, if no fault is to follow.
+    /// Returns the number of pages above the limit, if no fault follows.
     pub(crate) fn beyond(&self) -> u64 {
         self.used.load(Relaxed).saturating_sub(self.limit())
     }
 
-    /// Returns whether there has ever been a shadow page. (That there is none now does not mean that
-    /// none is left in a TLB.)
+    /// Returns whether there has ever been a shadow page. (Even if there is no shadow page now, a TLB may still cache
+    /// one's entries.)
     pub(crate) fn was_used(&self) -> bool {
         self.was_used.load(Relaxed)
     }

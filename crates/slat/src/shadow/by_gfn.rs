@@ -1,12 +1,13 @@
-//! The MMU by gfn: a walk over the reverse map.
+//! Operations by gfn on shadow pages: a walk over the reverse map.
 //!
-//! The walk shows leaves in the order of the frames that they map; of one frame, those of higher levels first. With
-//! [`Show::tables`] it shows also the entry that refers to a direct page, at the region that the page maps. A page that
-//! nothing refers to is shown by an entry that is in no table. The walk holds the lock of the MMU for one step.
+//! The walk shows leaves in the order of the frames that they map. Of one frame, it shows the leaves of higher levels
+//! first. With [`Show::tables`] it also shows the entry that refers to a direct page, at the region that the page maps.
+//! If no entry refers to a page, the walk shows an entry that is in no table. The walk holds the lock of the MMU for
+//! one step.
 //!
-//! If there is a tree beside the shadow pages ([`super::beside`]), each step first walks in the tree, without the lock
-//! of the MMU, and then over the same frames in the shadow pages. [`At::is_in_tree`] says which of the two has an
-//! entry.
+//! If there is a tree beside the shadow pages ([`super::beside`]), each step first walks the tree, without the lock of
+//! the MMU, and then walks the same frames in the shadow pages. [`At::is_in_tree`] tells whether an entry is in the
+//! tree.
 
 use alloc::string::String;
 use core::cell::RefCell;
@@ -96,7 +97,7 @@ impl<P: Platform, F: Format> ByGfn for ShadowMmu<P, F> {
     }
 
     fn mend(&self, _gfn: Gfn, _level: Level, _path: &mut Path<'_>) -> bool {
-        // No leaf is ever broken: the formats of this MMU do not ask for break-before-make.
+        // No leaf is ever broken: the formats of this MMU do not require break-before-make.
         true
     }
 
@@ -105,7 +106,7 @@ impl<P: Platform, F: Format> ByGfn for ShadowMmu<P, F> {
     }
 
     fn lift(&self, walk: &mut Walk) {
-        // No entry of a shadow page that refers to a table is ever write-protected.
+        // An entry of a shadow page that refers to a table is never write-protected.
         match self.tree() {
             Some(tree) => tree.lift(walk),
             None => walk.stop_at(walk.range().end),
@@ -138,12 +139,12 @@ impl<P: Platform, F: Format> ByGfn for ShadowMmu<P, F> {
 }
 
 impl<P: Platform, F: Format> ShadowMmu<P, F> {
-    /// Does what [`ByGfn::walk`] does in shadow pages.
+    /// Like [`ByGfn::walk`], but only in shadow pages.
     fn walk_pages(&self, walk: &mut Walk, show: Show, visit: &mut impl Visit) {
         let end = walk.range().end.min(all_gfns::<F>().end);
         let begin = walk.at();
         if begin < end {
-            // The first step alone visits the entries of regions that begin before it.
+            // Only the first step visits the entries of regions that begin before it.
             let is_first = begin == walk.range().start;
             let new_from = if is_first { Gfn(0) } else { begin };
             let pages = self.lock();
@@ -166,7 +167,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         walk.stop_at(walk.range().end);
     }
 
-    /// Does what [`ByGfn::age`] does in shadow pages.
+    /// Like [`ByGfn::age`], but only in shadow pages.
     fn age_pages(&self, walk: &mut Walk, clear: bool, seen: &mut impl FnMut(Aged)) {
         self.walk_pages(walk, Show::default(), &mut |at: &At<'_>| {
             let young = F::clear_accessed(at.bits) != at.bits;
@@ -228,7 +229,7 @@ impl<P: Platform, F: Format> Listed for Shown<'_, P, F> {
     }
 }
 
-/// The end of a step before the end of the walk.
+/// The position where a step ends before the end of the walk.
 struct Stopped {
     /// The first frame whose entries were not visited.
     at: Gfn,
@@ -245,8 +246,8 @@ struct Walker<'w, P: Platform, F: Format, V> {
     new_from: Gfn,
     /// The first frame of the region that was visited last.
     visited: Gfn,
-    /// The table of the entry that was visited last: number of its page, entries, and metadata. The next entry is often
-    /// in the same table.
+    /// The table of the entry that was visited last: its page's number, its entries, and its metadata. The next entry
+    /// is often in the same table.
     table: Option<(u32, &'w [AtomicU64], &'w TableMeta)>,
 }
 
@@ -263,8 +264,9 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
             let index = level.index(gfn);
             let listed = node.entry(index);
             if !listed.is_empty() {
-                // The next step visits all regions that begin at the frame where this one stops. So a step does not
-                // stop between two regions that begin at the same frame, and gets past its own first frame.
+                // The next step visits all regions that begin at the frame where this step stops. So a step does not
+                // stop between two regions that begin at the same frame, and always advances beyond its own first
+                // frame.
                 if self.walk.is_spent() && below.start > self.visited {
                     return Err(Stopped { at: below.start });
                 }
@@ -288,7 +290,7 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
         Ok(())
     }
 
-    /// Visits what the reverse map lists for `region`.
+    /// Visits the entries and pages that the reverse map lists for `region`.
     fn listed(&mut self, region: Region) -> Result<(), Stop> {
         let (pages, platform) = (self.pages, &*self.mmu.platform);
         let (node, index) = region.listed_by;
@@ -304,7 +306,7 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
             if page.guest().is_some() {
                 continue;
             }
-            // To detach it is to clear all its entries.
+            // Detaching it clears all its entries.
             let meta = pages.table(platform, number).meta();
             self.walk.spend(meta.leaves.load(Relaxed).into());
             match pages.parents_of(page).next() {
@@ -370,7 +372,7 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
     }
 }
 
-/// The frames that an entry of the reverse map is for.
+/// The region of an entry of the reverse map.
 #[derive(Clone, Copy)]
 struct Region {
     /// The number of the entry's node, and its index there.

@@ -1,13 +1,13 @@
-//! Lists of numbered things, linked both ways, without a pointer and without an allocation: whoever has a number finds
-//! its [`Link`].
+//! Doubly linked lists of numbered objects, without pointers and without allocation: the user of a list finds the
+//! [`Link`] of an object by its number.
 
 use core::cell::Cell;
 use core::iter;
 
-/// The end of a list; no number.
+/// The end of a list; not the number of an object.
 pub(super) const END: u32 = 0;
 
-/// The neighbours of one thing in its list.
+/// The neighbours of one object in its list.
 #[derive(Default)]
 pub(super) struct Link {
     next: Cell<u32>,
@@ -28,7 +28,7 @@ impl Link {
     }
 }
 
-/// A list, by its first number.
+/// A list, given by its first number.
 pub(super) struct List(Cell<u32>);
 
 impl List {

@@ -1,4 +1,4 @@
-//! The MMU by index: what a fault installs.
+//! Installs the leaves of faults in shadow pages.
 
 use super::page::{Agreement, EntryId, Pages};
 use super::track::Descent;
@@ -14,7 +14,7 @@ use crate::table::{FrameCache, Installed, OnLeaf, Path, Retry, Root, Run, widen}
 use crate::trace::Event;
 
 impl<P: Platform, F: Format> ShadowMmu<P, F> {
-    /// Does what [`Tree::map`](crate::table::Tree::map) does, for a page of the guest's if the target has a trail.
+    /// Like [`Tree::map`](crate::table::Tree::map), but for a page of the guest if the target has a trail.
     pub(crate) fn map(
         &self,
         target: &Target<'_, P, F>,
@@ -41,7 +41,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         Ok(installed)
     }
 
-    /// Does what [`Tree::map_absent`](crate::table::Tree::map_absent) does.
+    /// Like [`Tree::map_absent`](crate::table::Tree::map_absent), but in shadow pages.
     pub(crate) fn map_absent(
         &self,
         target: &Target<'_, P, F>,
@@ -72,7 +72,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
                 continue;
             }
             if self.shadows() && all.is_tracked(gfn) {
-                // A fault finds out what to do about it.
+                // A later fault handles this page.
                 continue;
             }
             let id = EntryId::new(number, first + i);
@@ -84,10 +84,10 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         Ok(installed)
     }
 
-    /// Does what [`Tree::map_mmio`](crate::table::Tree::map_mmio) does.
+    /// Like [`Tree::map_mmio`](crate::table::Tree::map_mmio), but in shadow pages.
     ///
     /// # Errors
-    /// [`Retry`]: what has to be done about the guest's tables.
+    /// [`Retry`]: the required action on the guest's tables.
     pub(crate) fn map_mmio(
         &self,
         target: &Target<'_, P, F>,
@@ -97,7 +97,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         let trail = target.trail();
         let rights = trail.map_or(PageRights::ALL, |trail| trail.rights);
         let note = mmio_note::<F>(target.gfn(), rights);
-        // Walks by guest-physical addresses need none.
+        // Walks by guest-physical addresses need no note.
         let Some(note) = note.or_else(|| trail.is_none().then_some(0)) else {
             return Ok(false);
         };
@@ -146,7 +146,7 @@ impl Pages {
     fn fill_at(&self, id: EntryId, bits: u64, gfn: Gfn, level: Level, note: Note) {
         let page = self.pool.get(id.page());
         if bits != 0 {
-            // An MMIO entry, perhaps of another frame: the guest has changed its table, and nothing was flushed.
+            // This is an MMIO entry, perhaps of another frame: the guest has changed its table, and has not flushed.
             self.unlist_leaf(id, page.gfn_at(id.index()), level);
         }
         page.set_note(id.index(), note);
@@ -159,13 +159,13 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
     fn note(target: &Target<'_, P, F>, gfn: Gfn) -> Note {
         match target.trail() {
             Some(trail) => Note::new(gfn, trail.rights),
-            // No page notes anything, or the page is direct: its role has the rights.
+            // No page has notes, or the page is direct, and its role has the rights.
             None => Note::NONE,
         }
     }
 
-    /// Returns the largest level, up to `level`, at which `gfn` may be mapped: a huge leaf covers no
-    /// table of the guest's.
+    /// Returns the largest level, up to `level`, at which `gfn` may be mapped: a huge leaf must not cover a table of
+    /// the guest.
     pub(super) fn largest(&self, pages: &Pages, gfn: Gfn, level: Level) -> Level {
         let mut level = level;
         while self.shadows() && level > Level::PAGE && pages.rmap.has_tables(gfn, level) {
@@ -213,8 +213,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         }
     }
 
-    /// Returns the number of the page of `level` on the path to `target`, by a walk that goes on where `descent` has
-    /// come to. Makes the pages that are missing.
+    /// Returns the number of the page of `level` on the path to `target`. Continues the walk from where `descent` has
+    /// ended. Makes the missing pages.
     fn page_for(
         &self,
         pages: &Pages,
@@ -275,8 +275,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         Ok(number)
     }
 
-    /// Checks that walks may come to page `number` by a new way, that of `trail`. A processor that goes a new way reads
-    /// the table anew. So the page must not have entries from before the entry above was read.
+    /// Checks that an entry on `trail` may begin to refer to page `number`. A processor that takes a new path reads the
+    /// table anew. So the page must not contain entries from before the entry above was read.
     fn check_linked(pages: &Pages, number: u32, trail: &Trail) -> Result<(), Retry> {
         let page = pages.pool.get(number);
         let is_stale =
@@ -287,8 +287,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         }
     }
 
-    /// Returns the number of the page for `gfn` and `role`. Makes it if there is none: then its table is empty, and
-    /// nothing refers to it. `None`: `path` has no frame for it.
+    /// Returns the number of the page for `gfn` and `role`. Makes the page if it does not exist: then its table is
+    /// empty, and no entry refers to it. `None`: `path` has no frame for the page.
     pub(super) fn page(
         &self,
         pages: &Pages,
@@ -326,8 +326,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         Some(number)
     }
 
-    /// Makes entry `id`, which has `old`, refer to the table of page `lower`. `Err`: a walker has set a bit in the
-    /// entry. The caller lists it.
+    /// Makes entry `id`, which has the value `old`, refer to the table of page `lower`. `Err`: a walker has set a bit
+    /// in the entry. The caller adds the entry to the list of parents.
     fn refer(&self, pages: &Pages, id: EntryId, lower: u32, old: u64) -> Result<(), u64> {
         let table = pages.table(&*self.platform, id.page());
         let new = F::table(pages.pool.get(lower).frame.get());
@@ -335,9 +335,9 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         entry.compare_exchange(old, new, Release, Relaxed).map(drop)
     }
 
-    /// Replaces the huge leaf for `gfn`, its first frame, in entry `id` by a table of its pieces. A table that was in
-    /// use there before may be found again: leaves in it get the rights and marks of their pieces. Returns the number
-    /// of the table's page; `None` if `path` has no frame for it.
+    /// Replaces the huge leaf for `gfn`, its first frame, in entry `id` by a table of its pieces. May reuse a table
+    /// that was there before: then leaves in that table get the rights, accessed and dirty bits of their pieces.
+    /// Returns the number of the table's page; `None` if `path` has no frame for it.
     pub(super) fn split_leaf(
         &self,
         pages: &Pages,
@@ -374,9 +374,9 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         Some(lower)
     }
 
-    /// Adds the rights and marks of `huge`, a leaf of the region that page `number` maps, to the leaves in its
-    /// table, and in the tables below. With `fill`, installs the pieces of `huge` in its absent entries. Returns
-    /// how many it installed.
+    /// Adds the rights, accessed and dirty bits of `huge`, a leaf of the region that page `number` maps, to the leaves
+    /// in the page's table, and in the tables below. With `fill`, installs the pieces of `huge` in absent entries.
+    /// Returns the number of pieces installed.
     fn spread(&self, pages: &Pages, number: u32, huge: Leaf, fill: bool) -> usize {
         let page = pages.pool.get(number);
         let (table, level) = (pages.table(&*self.platform, number), page.level());

@@ -1,25 +1,30 @@
-//! The second MMU: shadow pages, connected by reverse maps. KVM calls all of it the shadow MMU. As its *direct* MMU
-//! (`tdp_mmu=0`) it makes the tables of a second-level walker, like [`crate::table::Tree`], but finds what maps a guest
-//! frame by a reverse map, and not by its place in a tree.
+//! The second MMU: shadow pages, connected by reverse maps. KVM calls all of this the shadow MMU. As KVM's *direct* MMU
+//! (`tdp_mmu=0`), it makes the tables of a second-level walker, like [`crate::table::Tree`]. But it finds the entries
+//! that map a guest frame by a reverse map, and not by their place in a tree.
 //!
-//! # What there is
-//! * A *shadow page* ([`page`]) is a table, with the guest frame and the *role* that it is made for. Pages with equal
-//!   frame and role are one. A page that nothing refers to any more stays, and is found again by these two.
-//! * The *reverse map* ([`rmap`]) knows for each guest frame which leaves map it. Work by gfn ([`by_gfn`]) goes by it.
-//! * A *tree* may be beside the shadow pages, for all but the tables of a guest that is a hypervisor ([`beside`]).
-//! * The number of pages is limited ([`Budget`]). A fault that finds the budget used up has the oldest pages zapped.
+//! # Parts
+//! * A *shadow page* ([`page`]) is a table, with the guest frame and the *role* for which it is made. There is at most
+//!   one page for a frame and a role. A page to which no entry refers any more stays, and is found again by frame and
+//!   role.
+//! * The *reverse map* ([`rmap`]) lists for each guest frame the leaves that map it. Operations by gfn ([`by_gfn`]) use
+//!   it.
+//! * A *tree* may be beside the shadow pages ([`beside`]). It then has all tables except those of a guest that is a
+//!   hypervisor.
+//! * The number of pages is limited ([`Budget`]). A fault that finds the budget used up makes the VM zap the oldest
+//!   pages.
 //!
 //! # Who may change what
-//! * One lock for each address space ([`ShadowMmu::lock`]). Its holder alone changes entries, pages and lists; installs
-//!   a leaf, or does one step of a walk; and waits for nothing, takes no other lock (but that of a table of the tree
-//!   beside it: [`beside`]), and allocates nothing. What an install needs is allocated before ([`ShadowMmu::prepare`]).
-//! * Page walkers take no lock ([`crate::table`], whose rules about publishing and freeing tables hold here, too). They
-//!   set accessed and dirty in leaves, so the holder of the lock changes a leaf by a read-modify-write.
-//! * A fault checks under the lock whether what it has looked up is still current. An invalidation first makes
-//!   that check fail, and then takes the lock. So either the fault has it first, and the leaf is on the list of its
-//!   frame when the invalidation comes; or the fault finds that its plan is stale.
-//! * A zapped page is freed after the flush ([`crate::table::Detached`]), like a table of a `Tree`. Its record
-//!   may be used for another page at once: records are used under the lock only.
+//! * Each address space has one lock ([`ShadowMmu::lock`]). Only its holder changes entries, pages and lists. The
+//!   holder installs a leaf, or does one step of a walk. It waits for nothing, takes no other lock (except that of a
+//!   table of the tree: [`beside`]), and allocates nothing. The memory for an install is allocated before
+//!   ([`ShadowMmu::prepare`]).
+//! * Page walkers take no lock ([`crate::table`], whose rules about publishing and freeing tables apply here, too).
+//!   They set accessed and dirty bits in leaves, so the holder of the lock changes a leaf by a read-modify-write.
+//! * A fault checks under the lock whether its look-ups are still current. An invalidation first makes that check fail,
+//!   and then takes the lock. If the fault has the lock first, its leaf is on the list of its frame when the
+//!   invalidation looks there. Otherwise the fault finds that its look-ups are stale.
+//! * A zapped page's table is freed after the flush ([`crate::table::Detached`]), like a table of a `Tree`. The page's
+//!   record may be reused at once, because records are used under the lock only.
 
 mod beside;
 mod budget;
@@ -60,25 +65,25 @@ use rmap::Node;
 pub(crate) struct ShadowMmu<P: Platform, F: Format> {
     platform: Arc<P>,
     frames: Shared<TableFrames>,
-    /// Walks by guest-physical addresses begin with the root of these.
+    /// The tables for walks by guest-physical addresses.
     physical: Physical<P, F>,
     pages: SpinLock<Pages>,
-    /// It shadows tables of the guest's.
+    /// Whether the MMU shadows tables of the guest.
     shadows: bool,
     context: Root,
     tracking: Tracking,
     beginning: Beginning,
-    /// How often a page was zapped that walks begin with.
+    /// The number of pages zapped with which walks begin.
     roots_zapped: AtomicU64,
     changes: Box<Changes>,
-    /// How often all pages were marked to be compared.
+    /// The number of times that all pages were marked for comparison.
     distrusts: AtomicU64,
-    /// As `distrusts` was when they were compared last.
+    /// The value of `distrusts` when the pages were last compared.
     compared: AtomicU64,
     /// The flushes of the VM.
     flushes: Shared<Flushes>,
     budget: Shared<Budget>,
-    /// An install has found too few spare records.
+    /// Whether an install has found too few spare records.
     is_short: AtomicBool,
     format: PhantomData<F>,
 }
@@ -92,7 +97,7 @@ enum Physical<P: Platform, F: Format> {
 }
 
 impl<P: Platform, F: Format> ShadowMmu<P, F> {
-    /// Makes an MMU that maps nothing. It `shadows` tables of the guest's, if wanted.
+    /// Makes an MMU that maps nothing. If `shadows`, it shadows tables of the guest.
     ///
     /// # Errors
     /// [`OutOfMemory`].
@@ -133,7 +138,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         })
     }
 
-    /// Makes an MMU for tables of the guest's, with `tree` for all else.
+    /// Makes an MMU that shadows tables of the guest, with `tree` for all other translations.
     ///
     /// # Errors
     /// [`OutOfMemory`].
@@ -159,7 +164,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
             compared: AtomicU64::new(0),
             flushes,
             budget,
-            // Nothing is allocated for a guest that makes no such tables.
+            // Nothing is allocated until the guest uses such tables.
             is_short: AtomicBool::new(false),
             format: PhantomData,
         })
@@ -174,7 +179,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         Ok(pages)
     }
 
-    /// Returns whether it shadows tables of the guest's.
+    /// Returns whether the MMU shadows tables of the guest.
     #[inline(always)]
     pub(crate) fn shadows(&self) -> bool {
         can_shadow::<F>() && self.shadows
@@ -190,7 +195,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         self.context
     }
 
-    /// Whether an install may begin. If not, [`Self::prepare`] has to come first.
+    /// Whether an install may begin. If not, call [`Self::prepare`] first.
     #[inline]
     fn is_prepared(&self, pages: &Pages) -> bool {
         let is_prepared = pages.is_prepared(self.shadows());
@@ -200,7 +205,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         is_prepared
     }
 
-    /// Takes the lock when an install may begin. The caller holds nothing.
+    /// Takes the lock, prepared for an install. The caller holds no lock.
     fn lock_prepared(&self, frames: &mut FrameCache) -> Result<SpinGuard<'_, Pages>, OutOfMemory> {
         loop {
             let pages = self.lock();
@@ -218,13 +223,14 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
             .lock(|round| self.platform.wait(round, WaitFor::Lock))
     }
 
-    /// Allocates what installs of `tables` tables need: table frames for `frames`, and for the MMU the records of
+    /// Allocates the memory for installs of `tables` tables: table frames for `frames`, and for the MMU records of
     /// shadow pages and of the reverse map. A fault allocates records only after an install has found too few of them
-    /// ([`Retry::Unprepared`](crate::table::Retry)): to count them takes the MMU's lock, which most faults take only
+    /// ([`Retry::Unprepared`](crate::table::Retry)): counting records takes the MMU's lock, which most faults take only
+    /// once, to install.
     /// once, to install.
     ///
     /// # Errors
-    /// [`OutOfMemory`]; what was allocated is kept.
+    /// [`OutOfMemory`]; memory that was already allocated is kept.
     pub(crate) fn prepare(
         &self,
         frames: &mut FrameCache,
@@ -240,7 +246,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         if tables <= FrameCache::FAULT && is_enough {
             return filled;
         }
-        // Twice as many as are needed, so that the next fault need not allocate.
+        // Twice as many as needed, so that the next fault need not allocate.
         let wanted = |spare: usize, least: usize| match spare < least {
             true => 2 * least - spare,
             false => 0,
@@ -285,13 +291,13 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         self.budget.gave_back(1);
     }
 
-    /// Returns how often a page was zapped that walks begin with. A vCPU that finds another number than before must not
-    /// begin a walk with a root that it knows from an earlier reader section.
+    /// Returns the number of zapped pages with which walks begin. If the number has changed, a vCPU must not begin a
+    /// walk with a root that it found in an earlier reader section.
     pub(crate) fn roots_zapped(&self) -> u64 {
         self.roots_zapped.load(Acquire)
     }
 
-    /// Returns whether the table in `frame` maps parts of a larger page of the guest's.
+    /// Returns whether the table in `frame` maps parts of a larger page of the guest.
     ///
     /// # Safety
     /// - a walk has reached the table, in a reader section that the caller is still in.
@@ -301,8 +307,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         table.meta().maps_parts.load(Relaxed)
     }
 
-    /// Returns the root for walks that begin with the guest's table at `gfn`, if there is a page for it, and stores to
-    /// the table are noticed.
+    /// Returns the root for walks that begin with the guest's table at `gfn`. `None`: there is no page for the table,
+    /// or stores to the table are not noticed.
     pub(crate) fn root_of(&self, gfn: Gfn, role: Role) -> Option<Root> {
         let pages = self.lock();
         let page = pages.pool.get(pages.find_page(gfn, role)?);
@@ -313,7 +319,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
     }
 }
 
-/// Makes the empty table of page `number` in `frame`, which it returns.
+/// Makes the empty table of page `number` in `frame`. Returns the frame.
 fn begin<P: Platform>(platform: &P, frame: NewFrame, number: u32) -> Pfn {
     let mut table = NewTable::<P, X86<5>>::new(platform, frame);
     table.clear();

@@ -1,8 +1,8 @@
-//! Shadow pages (KVM: `kvm_mmu_page`): the tables of this MMU, with what it knows of each, and the lists that connect
-//! their entries with guest frames and with each other.
+//! Shadow pages (KVM: `kvm_mmu_page`): the tables of this MMU, the facts that the MMU stores about each table, and the
+//! lists that connect the tables' entries with guest frames and with each other.
 //!
-//! Every present entry is on one list. A leaf, or an MMIO entry, is on that of the guest frame it maps
-//! ([`super::rmap`]); an entry that refers to a table is on the list of parents of that table's page.
+//! Every present entry is on one list. A leaf or an MMIO entry is on the list of the guest frame that it maps
+//! ([`super::rmap`]). An entry that refers to a table is on the list of parents of that table's page.
 
 use alloc::boxed::Box;
 use alloc::format;
@@ -22,10 +22,10 @@ use crate::sync::atomic::Ordering::*;
 use crate::table::{Detached, Table, tell_zapped};
 use crate::trace::Event;
 
-/// A table of a shadow page: 4 KiB, as x86's are, whatever the format of its entries.
+/// The table of a shadow page: 4 KiB, like x86's tables, whatever the format of its entries.
 pub(super) type ShadowTable<'p, P> = Table<'p, P, X86<5>>;
 
-/// The number of an entry of a shadow page: that of the page, and the entry's index.
+/// The id of an entry of a shadow page: the page's number, and the entry's index.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct EntryId(pub(super) u32);
 
@@ -46,31 +46,31 @@ impl EntryId {
 
 const _: () = assert!((Pool::<ShadowPage>::MOST + 1) * ENTRIES <= u32::MAX as usize);
 
-/// How well a shadow page agrees with the guest's table.
+/// Whether a shadow page agrees with the guest's table.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Agreement {
-    /// Stores to the table are noticed, and the page has followed all of them.
+    /// Stores to the table are noticed, and the page reflects all of them.
     Synced,
     /// Stores are noticed again, but the page has not been compared with the table since it was [`Self::Unsynced`].
     ToCompare,
-    /// The guest may store to the table without being noticed.
+    /// The guest may store to the table without the MMU noticing.
     Unsynced,
 }
 
-/// What a page knows of the guest's table that it was made of, and a note of each leaf and MMIO entry.
+/// The facts about the guest's table of which a page was made, and a note for each leaf and MMIO entry.
 pub(super) type Guest = Large<GuestTable, Cell<Note>, ENTRIES>;
 
-/// The table itself.
+/// The facts about the guest's table.
 pub(super) struct GuestTable {
     pub(super) agreement: Cell<Agreement>,
-    /// In the list of pages that are not [`Agreement::Synced`].
+    /// The link in the list of pages that are not [`Agreement::Synced`].
     unsynced: Link,
-    /// The number of the flush after which all stores to the table are noticed; 0: they are, or the page is
-    /// [`Agreement::Unsynced`].
+    /// The number of the flush after which all stores to the table are noticed. 0: all stores are already noticed, or
+    /// the page is [`Agreement::Unsynced`].
     pub(super) flush: Cell<u64>,
     /// The number of stores since a walk last used the page.
     pub(super) stores: Cell<u8>,
-    /// Walks begin with it.
+    /// Whether walks begin with the page.
     pub(super) is_root: Cell<bool>,
 }
 
@@ -93,21 +93,21 @@ pub(super) type ShadowPage = Large<Page, Link, ENTRIES>;
 pub(super) struct Page {
     /// The frame of its table.
     pub(super) frame: Cell<Pfn>,
-    /// The frame of the guest's table; if the page is direct, the first guest frame that it maps.
+    /// The frame of the guest's table. For a direct page, the first guest frame that the page maps.
     pub(super) gfn: Cell<Gfn>,
     pub(super) role: Cell<Role>,
     /// The entries that refer to its table.
     pub(super) parents: List,
-    /// In the list of pages of the same frame.
+    /// The link in the list of pages of the same frame.
     siblings: Link,
-    /// In the list of pages by age.
+    /// The link in the list of pages by age.
     by_age: Link,
-    /// In an MMU that shadows tables of the guest's. Direct pages do not use it.
+    /// Present in an MMU that shadows tables of the guest. Direct pages do not use it.
     guest: Option<Box<Guest>>,
 }
 
 impl ShadowPage {
-    /// Makes a record; one that can be used for a table of the guest's if `shadows`.
+    /// Makes a page record. If `shadows`, the record can be used for a table of the guest.
     ///
     /// # Errors
     /// [`OutOfMemory`].
@@ -128,18 +128,18 @@ impl ShadowPage {
         Self::new(page, Link::new)
     }
 
-    /// Returns its level.
+    /// Returns the level of the page's table.
     pub(super) fn level(&self) -> Level {
         self.role.get().level
     }
 
-    /// Returns what it knows of the guest's table. `None`: it is direct.
+    /// Returns the facts about the guest's table. `None`: the page is direct.
     pub(super) fn guest(&self) -> Option<&Guest> {
         (self.guest.as_deref()).filter(|_| !self.role.get().is_direct())
     }
 
-    /// Returns the first guest frame that entry `index`, a leaf or an MMIO entry, maps. In a direct page also that of
-    /// the table that the entry refers to.
+    /// Returns the first guest frame that entry `index`, a leaf or an MMIO entry, maps. In a direct page, also works
+    /// for an entry that refers to a table.
     pub(super) fn gfn_at(&self, index: usize) -> Gfn {
         match self.guest() {
             Some(guest) => guest.array[index].get().gfn(),
@@ -147,7 +147,7 @@ impl ShadowPage {
         }
     }
 
-    /// Returns what the guest has granted for entry `index`, a leaf or an MMIO entry.
+    /// Returns the rights that the guest has granted for entry `index`, a leaf or an MMIO entry.
     pub(super) fn note(&self, index: usize) -> Note {
         match self.guest() {
             Some(guest) => guest.array[index].get(),
@@ -155,7 +155,7 @@ impl ShadowPage {
         }
     }
 
-    /// Sets what [`Self::note`] returns. A direct page has it from its role.
+    /// Sets the result of [`Self::note`]. A direct page takes its note from its role.
     pub(super) fn set_note(&self, index: usize, note: Note) {
         if let Some(guest) = self.guest() {
             guest.array[index].set(note);
@@ -163,7 +163,7 @@ impl ShadowPage {
     }
 }
 
-/// What [`Pages::clear`] has found in an entry.
+/// The entry that [`Pages::clear`] has found.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Cleared {
     Nothing,
@@ -176,21 +176,22 @@ pub(super) enum Cleared {
 pub(super) struct Pages {
     pub(super) pool: Pool<ShadowPage>,
     pub(super) rmap: Rmap,
-    /// The pages in use, the newest first; without the root.
+    /// The pages in use without the root, newest first.
     active: List,
-    /// The last of these.
+    /// The last page of `active`.
     oldest: Cell<u32>,
-    /// Those that do not agree with the guest's table.
+    /// The pages that do not agree with the guest's table.
     unsynced: List,
 }
 
 impl Pages {
-    /// How many pages an install makes, at most: of a guest's tables one for each level, and two below a page of 1 GiB.
+    /// The largest number of pages that an install makes: one for each level of the guest's tables, and two below a
+    /// page of 1 GiB.
     pub(super) const fn install(shadows: bool) -> usize {
         if shadows { 7 } else { 4 }
     }
 
-    /// How many nodes of the reverse map an install makes, at most: up to four for each page, and for the leaf.
+    /// The largest number of reverse-map nodes that an install makes: up to four for each page and for the leaf.
     pub(super) const fn install_nodes(shadows: bool) -> usize {
         if shadows { 32 } else { 4 }
     }
@@ -205,7 +206,7 @@ impl Pages {
         }
     }
 
-    /// Whether nothing needs to be allocated for an install.
+    /// Whether an install can begin without an allocation.
     #[inline]
     pub(super) fn is_prepared(&self, shadows: bool) -> bool {
         self.pool.spare() >= Self::install(shadows)
@@ -217,7 +218,8 @@ impl Pages {
         &self.pool.get(id.page()).array[id.index()]
     }
 
-    /// Takes a record for a page, and lists it. `None`: there is none. The caller gives it a table.
+    /// Takes a spare record for a page, and lists the page. `None`: no record is spare. The caller gives the page a
+    /// table.
     pub(super) fn new_page(&self, gfn: Gfn, role: Role) -> Option<u32> {
         let number = self.pool.take()?;
         let page = self.pool.get(number);
@@ -244,7 +246,7 @@ impl Pages {
     }
 
     /// Returns the level of the reverse map's entry that lists pages of `role`. A direct table of level n maps the
-    /// region of one entry of level n + 1; a table of the guest's is in one frame.
+    /// region of one entry of level n + 1. A table of the guest is in one frame.
     fn listed_at(role: Role) -> Level {
         match role.is_direct() {
             true => Level(role.level.0 + 1),
@@ -267,7 +269,7 @@ impl Pages {
         entry.into_iter().flat_map(|entry| self.pages_of(entry))
     }
 
-    /// Iterates over the pages that do not agree with the guest's table, those that were changed last first.
+    /// Iterates over the pages that do not agree with the guest's table, beginning with the page that was listed last.
     pub(super) fn unsynced(&self) -> impl Iterator<Item = u32> {
         self.unsynced.iter(|number| self.unsynced_link(number))
     }
@@ -279,7 +281,7 @@ impl Pages {
             .unsynced
     }
 
-    /// Makes page `number`, of a table of the guest's, [`Agreement::Unsynced`]. Returns whether it was
+    /// Makes page `number`, which shadows a table of the guest, [`Agreement::Unsynced`]. Returns whether the page was
     /// [`Agreement::Synced`].
     pub(super) fn unsync_page(&self, platform: &impl Platform, number: u32) -> bool {
         let unsynced = self.set_agreement(number, Agreement::Unsynced);
@@ -293,8 +295,8 @@ impl Pages {
         unsynced
     }
 
-    /// Sets how well page `number`, of a table of the guest's, agrees with it. Returns whether that brings it onto the
-    /// list of those that do not, or takes it off.
+    /// Sets the agreement of page `number` with the guest's table. Returns whether the page is thereby added to the
+    /// list of pages that do not agree, or removed from the list.
     pub(super) fn set_agreement(&self, number: u32, agreement: Agreement) -> bool {
         let guest = self.pool.get(number).guest();
         let guest = guest.expect("the page is one of a guest's table");
@@ -359,7 +361,7 @@ impl Pages {
         parents.remove(id.0, |id| self.link(id));
     }
 
-    /// Gives back a page whose entries are on no list any more. Returns whether it was unsynced.
+    /// Releases the record of a page whose entries are on no list. Returns whether the page was unsynced.
     fn retire(&self, number: u32) -> bool {
         let page = self.pool.get(number);
         let mut unsynced = false;
@@ -382,9 +384,9 @@ impl Pages {
         unsynced
     }
 
-    /// Zaps shadow page `number`: clears its entries and those that refer to it, and adds its table to `detached`.
-    /// Calls `zapped` for every leaf, with its first frame, level, and bits. The tables below stay, for when they
-    /// are referred to again.
+    /// Zaps shadow page `number`: clears its entries and the entries that refer to it, and adds its table to
+    /// `detached`. Calls `zapped` for every leaf, with the leaf's first frame, level, and bits. Tables below the page
+    /// stay, for later reuse.
     pub(super) fn zap<P: Platform, F: Format>(
         &self,
         platform: &P,
@@ -414,7 +416,8 @@ impl Pages {
         detached.zapped.unsynced += u64::from(self.retire(number));
     }
 
-    /// Clears entry `id`, and takes it off its list. Calls `zapped` if it is a leaf, with first frame, level, and bits.
+    /// Clears entry `id`, and removes it from its list. If it is a leaf, calls `zapped` with the leaf's first frame,
+    /// level, and bits.
     pub(super) fn clear<P: Platform, F: Format>(
         &self,
         platform: &P,
@@ -452,22 +455,22 @@ impl Pages {
         self.table_in(platform, self.pool.get(number).frame.get())
     }
 
-    /// Returns the number of the page with the table in `frame`, to which an entry of another page refers.
+    /// Returns the number of the page whose table is in `frame`, given that an entry of another page refers to it.
     pub(super) fn number_of<P: Platform>(&self, platform: &P, frame: Pfn) -> u32 {
         self.table_in(platform, frame).meta().next.load(Relaxed) as u32
     }
 
-    /// Returns the table in `frame`, that of a page in use.
+    /// Returns the table in `frame`, which belongs to a page in use.
     fn table_in<'p, P: Platform>(&self, platform: &'p P, frame: Pfn) -> ShadowTable<'p, P> {
         // SAFETY: the page is in use, and the lock of the MMU is held: its table is freed only after it was zapped,
         // which needs the lock, and a flush. Callers keep no reference beyond the lock.
         unsafe { ShadowTable::at(platform, frame) }
     }
 
-    /// Checks that all lists are right, both ways.
+    /// Checks that all lists are consistent, in both directions.
     ///
     /// # Errors
-    /// What is wrong.
+    /// A description of the inconsistency.
     pub(super) fn check<P: Platform, F: Format>(
         &self,
         platform: &P,
@@ -530,7 +533,7 @@ impl Pages {
         }
     }
 
-    /// Checks that nothing can store to a table of the guest's unnoticed, and that no huge leaf maps one.
+    /// Checks that no leaf allows unnoticed stores to a table of the guest, and that no huge leaf maps one.
     fn check_tables<P: Platform, F: Format>(&self, platform: &P) -> Result<(), String> {
         for number in self.active() {
             let page = self.pool.get(number);
@@ -570,14 +573,14 @@ impl Pages {
         Ok(())
     }
 
-    /// Returns how many entries refer to tables.
+    /// Returns the number of entries that refer to tables.
     fn parents(&self, root: Option<u32>) -> u64 {
         let pages = self.active().chain(root);
         let parents = |number| self.parents_of(self.pool.get(number)).count();
         pages.map(parents).sum::<usize>() as u64
     }
 
-    /// Returns how many leaves and MMIO entries are listed in a node, and below.
+    /// Returns the number of leaves and MMIO entries that are listed in a node and below it.
     fn listed_below(&self, (number, level): (u32, Level)) -> u64 {
         let node: &Node = self.rmap.nodes.get(number);
         let entries = (0..ENTRIES).map(|index| node.entry(index));

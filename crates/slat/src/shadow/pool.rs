@@ -1,5 +1,5 @@
-//! Records that are allocated ahead of their use, and found by a number. To take one or to give one back allocates
-//! nothing, so both are done under the lock of the MMU, in places that cannot fail.
+//! Pools of records that are allocated ahead of their use, and found by a number. Taking or releasing a record
+//! allocates nothing, so both can be done under the lock of the MMU, in places that cannot fail.
 
 use alloc::boxed::Box;
 use alloc::vec::Vec;
@@ -8,22 +8,22 @@ use core::cell::RefCell;
 use super::list::END;
 use crate::heap::OutOfMemory;
 
-/// The records of one kind, numbered from 1. None is freed before the pool is.
+/// The records of one kind, numbered from 1. No record is freed before the pool is.
 pub(super) struct Pool<T> {
     records: Vec<Box<T>>,
-    /// The numbers of those that are not in use. Has space for all.
+    /// The numbers of the records that are not in use. Has capacity for all records.
     spare: RefCell<Vec<u32>>,
 }
 
 /// More records for a [`Pool`], allocated without its lock.
 pub(super) struct More<T> {
     records: Vec<Box<T>>,
-    /// Larger lists for the pool, if its own are full.
+    /// Larger lists for the pool, if the pool's own lists are full.
     lists: Option<(Vec<Box<T>>, Vec<u32>)>,
 }
 
 impl<T> Pool<T> {
-    /// The largest number of a record. Values that contain a number rely on this.
+    /// The largest number of a record. Types that contain such a number rely on this limit.
     pub(super) const MOST: usize = 1 << 22;
 
     pub(super) const fn new() -> Self {
@@ -40,31 +40,31 @@ impl<T> Pool<T> {
         &self.records[number as usize - 1]
     }
 
-    /// Returns how many records are not in use.
+    /// Returns the number of records that are not in use.
     #[inline]
     pub(super) fn spare(&self) -> usize {
         self.spare.borrow().len()
     }
 
-    /// Takes a record into use and returns its number. `None`: none is left.
+    /// Takes a record into use and returns its number. `None`: no record is left.
     pub(super) fn take(&self) -> Option<u32> {
         self.spare.borrow_mut().pop()
     }
 
-    /// Gives back a record that was taken.
+    /// Returns a record to the pool.
     pub(super) fn give_back(&self, number: u32) {
         self.spare.borrow_mut().push(number);
     }
 
-    /// Returns how many records the pool has space for.
+    /// Returns the number of records that the pool's lists have capacity for.
     fn capacity(&self) -> usize {
         (self.records.capacity()).min(self.spare.borrow().capacity())
     }
 
-    /// Returns what [`More::allocate`] needs to know to add `records`.
+    /// Returns the request with which [`More::allocate`] allocates `records` more records.
     ///
     /// # Errors
-    /// [`OutOfMemory`] if they would be more than [`Self::MOST`].
+    /// [`OutOfMemory`] if the pool would have more than [`Self::MOST`] records.
     pub(super) fn ask(&self, records: usize) -> Result<Ask, OutOfMemory> {
         let all = self.records.len() + records;
         if all > Self::MOST {
@@ -79,8 +79,8 @@ impl<T> Pool<T> {
         })
     }
 
-    /// Adds what [`More::allocate`] has allocated. Returns what the caller drops without the lock: what there was no
-    /// space for, because another thread was faster.
+    /// Adds the records that [`More::allocate`] has allocated. Returns the records that do not fit, because another
+    /// thread has added some meanwhile. The caller drops these without the lock.
     pub(super) fn add(&mut self, mut more: More<T>) -> More<T> {
         if let Some((records, spare)) = &mut more.lists
             && records.capacity().min(spare.capacity()) > self.capacity()
@@ -101,7 +101,7 @@ impl<T> Pool<T> {
     }
 }
 
-/// How many records are wanted, and for how many a pool needs larger lists.
+/// The number of records requested, and the number for which the pool needs larger lists.
 pub(super) struct Ask {
     records: usize,
     capacity: Option<usize>,

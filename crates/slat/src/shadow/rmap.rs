@@ -1,10 +1,10 @@
-//! The reverse map: what the MMU has made of each guest frame. KVM keeps `kvm_rmap_head` and counts in its memslots,
-//! and a hash table of shadow pages; here one radix tree over guest frames has all of that. So a memslot costs nothing
-//! until it is used, and neither a change of its flags nor its end has anything to convert.
+//! The reverse map: all entries and shadow pages that the MMU has made for each guest frame. KVM keeps `kvm_rmap_head`
+//! and counts in its memslots, and a hash table of shadow pages. Here one radix tree over guest frames contains all of
+//! these. So a memslot costs nothing until it is used, and changing its flags or deleting it converts nothing.
 //!
 //! A node of level n has 512 [`RmapEntry`]s, one for each region that a page-table entry of level n covers. An
-//! [`RmapEntry`] lists the leaves of that level that map the region (KVM: the rmap of the level), and the
-//! shadow pages made from it.
+//! [`RmapEntry`] lists the leaves of that level that map the region (KVM: the rmap of the level), and the shadow pages
+//! made from the region.
 
 use alloc::boxed::Box;
 use core::cell::Cell;
@@ -20,9 +20,8 @@ use crate::heap::{Large, OutOfMemory};
 pub(super) struct RmapEntry {
     /// The leaves and MMIO entries of the node's level that map the region, as [`EntryId`](super::page::EntryId)s.
     pub(super) leaves: List,
-    /// The shadow pages made for the region, by their numbers in the pool. A direct page is made for the region that
-    /// its table maps. The pages of a table of the guest's are made for the frame of level 1 that contains the guest's
-    /// table.
+    /// The shadow pages made for the region, by their numbers in the pool. A direct page is listed for the region that
+    /// its table maps. A page of a guest table is listed for the frame (level 1) that contains the guest's table.
     pub(super) pages: List,
     /// The node of the next lower level.
     below: Cell<u32>,
@@ -52,9 +51,9 @@ pub(super) type Node = Large<NodeState, RmapEntry, ENTRIES>;
 
 /// The node itself.
 pub(super) struct NodeState {
-    /// How many entries are not empty.
+    /// The number of entries that are not empty.
     used: Cell<u16>,
-    /// How many shadow pages of guest tables are listed in the node, and below.
+    /// The number of shadow pages of guest tables that are listed in the node and below it.
     tables: Cell<u32>,
     /// Number of the node above, and the index there.
     above: Cell<(u32, u16)>,
@@ -82,20 +81,20 @@ impl Node {
     }
 }
 
-/// The tree. Nodes that become empty stay where they are, because what was zapped is often mapped again; they are taken
-/// from there when another place needs a node.
+/// The tree. A node that becomes empty stays in its place, because the guest often maps a zapped region again. When a
+/// node is needed in another place and no spare node is left, an empty node is moved there.
 pub(super) struct Rmap {
     pub(super) nodes: Pool<Node>,
     root: u32,
     top: Level,
     empty: List,
-    /// How many nodes are on that list.
+    /// The number of nodes on the list of empty nodes.
     empties: Cell<usize>,
 }
 
 impl Rmap {
-    /// Makes a tree for the frames that tables with a root of level `top` translate. It is used after
-    /// [`Rmap::begin`].
+    /// Makes a tree for the frames that tables with a root of level `top` translate. Call [`Rmap::begin`] before using
+    /// it.
     pub(super) const fn new(top: Level) -> Self {
         Rmap {
             nodes: Pool::new(),
@@ -106,7 +105,7 @@ impl Rmap {
         }
     }
 
-    /// Makes the root, of a node of the pool.
+    /// Makes the root from a node of the pool.
     pub(super) fn begin(&mut self) {
         self.root = self.nodes.take().expect("the pool is filled");
     }
@@ -116,12 +115,13 @@ impl Rmap {
         (self.root, self.top)
     }
 
-    /// Returns how many nodes can be made without an allocation. One empty node may be in the place that needs another.
+    /// Returns the number of nodes that can be made without an allocation. Leaves out one empty node, which may be in
+    /// the place that needs another.
     pub(super) fn spare(&self) -> usize {
         self.nodes.spare() + self.empties.get().saturating_sub(1)
     }
 
-    /// Returns the entry of `level` for `gfn`. `None`: nothing was made of the region.
+    /// Returns the entry of `level` for `gfn`. `None`: the MMU has made nothing for the region.
     pub(super) fn find(&self, gfn: Gfn, level: Level) -> Option<&RmapEntry> {
         let (mut number, mut at) = self.root();
         while at > level {
@@ -134,10 +134,10 @@ impl Rmap {
         Some(self.nodes.get(number).entry(level.index(gfn)))
     }
 
-    /// Applies `change` to the entry of `level` for `gfn`; makes the nodes on the path to it.
+    /// Applies `change` to the entry of `level` for `gfn`. Makes the missing nodes on the path to the entry.
     ///
     /// # Panics
-    /// If there is no node for that: the caller has checked [`Rmap::spare`].
+    /// If a node is missing and none is spare: the caller has checked [`Rmap::spare`].
     pub(super) fn change(&self, gfn: Gfn, level: Level, change: impl FnOnce(&RmapEntry)) {
         let (mut number, mut at) = self.root();
         while at > level {
@@ -186,7 +186,7 @@ impl Rmap {
         self.first_table_in(self.root(), Gfn(0), range)
     }
 
-    /// Does [`Self::first_table`] in a node, which begins at frame `start`.
+    /// Like [`Self::first_table`], but in the node `number`, which begins at frame `start`.
     fn first_table_in(
         &self,
         (number, level): (u32, Level),
@@ -210,7 +210,7 @@ impl Rmap {
         })
     }
 
-    /// Applies `change` to entry `index` of node `number`, and counts.
+    /// Applies `change` to entry `index` of node `number`, and updates the counts.
     pub(super) fn change_in(&self, number: u32, index: usize, change: impl FnOnce(&RmapEntry)) {
         let node = self.nodes.get(number);
         let entry = node.entry(index);
@@ -236,7 +236,8 @@ impl Rmap {
         }
     }
 
-    /// Takes a node to be put below `above`, and if none is spare an empty one from its place.
+    /// Takes a node, which the caller puts below `above`: a spare node, or else an empty node, which this removes from
+    /// its place.
     fn new_node(&self, above: u32) -> u32 {
         if let Some(number) = self.nodes.take() {
             return number;
@@ -252,7 +253,8 @@ impl Rmap {
         number
     }
 
-    /// Returns whether every node counts its entries right, and the list of empty nodes has just those without any.
+    /// Returns whether every node counts its entries correctly, and the list of empty nodes contains exactly the nodes
+    /// without entries.
     pub(super) fn counts_right(&self) -> bool {
         let link = |number| &self.nodes.get(number).empty;
         let is_empty = |number: &u32| self.nodes.get(*number).used.get() == 0;
@@ -313,8 +315,8 @@ mod tests {
         rmap.change(Gfn(5), Level::PAGE, |entry| {
             entry.leaves.remove(1, |_| &link)
         });
-        // The node of level 1 is empty. The node of level 2 becomes empty, too, when that of level 1 serves another
-        // region.
+        // The node of level 1 is empty. When the node is moved to another region, the node of level 2 becomes empty,
+        // too.
         rmap.change(Gfn(512), Level::PAGE, |entry| {
             entry.leaves.push(1, |_| &link)
         });

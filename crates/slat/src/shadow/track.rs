@@ -1,27 +1,31 @@
-//! Tracking: how stores to the guest's tables are noticed, and followed.
+//! Tracking: how the MMU notices stores to the guest's tables, and how shadow pages follow these stores.
 //!
 //! # Where a store may go unnoticed
-//! The frame of a table with a shadow page is *tracked*: no leaf that maps it allows writing, and the guest's stores to
-//! it fault. They are carried out for the guest, and then the MMU is told ([`ShadowMmu::stored`]). What was made of the
-//! old entries is zapped. So while a page is [`Agreement::Synced`], its entries are what the guest's table says.
+//! The frame of a table with a shadow page is *tracked*: no leaf that maps the frame allows writing, and the guest's
+//! stores to it fault. The client or the software CPU does the store for the guest, and then tells the MMU
+//! ([`ShadowMmu::stored`]). Everything that the MMU made of the old entries is zapped. So while a page is
+//! [`Agreement::Synced`], its entries match the guest's table.
 //!
-//! Tables of level 1 are stored to too often for that. The first store to one makes its pages [`Agreement::Unsynced`],
-//! and its leaf writable. A processor may go on to use what it has cached of a table until its TLB is flushed, so these
-//! pages need not follow the table until the guest executes an instruction that flushes. Then stores are noticed again
-//! ([`Agreement::ToCompare`]), and the page is compared with the table, entry by entry.
+//! The guest stores to tables of level 1 too often for that. The first store to such a table makes its pages
+//! [`Agreement::Unsynced`], and the leaf that maps the table writable. A processor may use cached entries of a table
+//! until its TLB is flushed. So these pages need not follow the table until the guest executes an instruction that
+//! flushes. Then stores are noticed again ([`Agreement::ToCompare`]), and the page is compared with the table, entry by
+//! entry.
 //!
 //! # When tracking begins
-//! Leaves that allow stores may be in TLBs when a frame gets its first shadow page. So the page names its flush, as
-//! an entry does that was cleared on formats with break-before-make ([`crate::table`]): the number of the first flush
-//! that begins after all leaves were protected. A fault that needs the page does that flush, unless it was done, reads
-//! the guest's tables again, and only then lets an entry refer to the page. A store that was not noticed was before
-//! that. [`Changes`](super::trail::Changes) shows that none was between the reading of an entry and its use.
+//! Leaves that allow stores may be in TLBs when a frame gets its first shadow page. So the page stores the number of
+//! the first flush that begins after all these leaves were protected, like an entry that was cleared on a format with
+//! break-before-make ([`crate::table`]). A fault that needs the page does that flush, unless it was already done, and
+//! reads the guest's tables again. Only then does the fault let an entry refer to the page. An unnoticed store came
+//! before that. [`Changes`](super::trail::Changes) shows that no store came between the reading of an entry and its
+//! use.
 //!
 //! # Several address spaces
-//! Each has an MMU of its own, and the leaves of one say nothing of tables that another tracks. A store that is noticed
-//! in one is told to all. One that is not, as by a vCPU in SMM to tables of the others, is found by comparison: as long
-//! as vCPUs use different address spaces, and once after that, all pages are compared when the guest flushes
-//! ([`ShadowMmu::distrust_all`], [`Vm::vcpu_moves`](crate::vm::Vm)).
+//! Each address space has an MMU of its own, and its leaves do not depend on tables that another MMU tracks. A store
+//! that is noticed in one address space is reported to all MMUs. A store may be unnoticed, for example by a vCPU in SMM
+//! to tables of another address space; comparison finds such stores. While vCPUs use different address spaces, and once
+//! after that, all pages are compared when the guest flushes ([`ShadowMmu::distrust_all`],
+//! [`Vm::vcpu_moves`](crate::vm::Vm)).
 
 use core::ops::Range;
 
@@ -35,47 +39,47 @@ use crate::platform::Platform;
 use crate::sync::atomic::Ordering::*;
 use crate::table::{Detached, Flushed, Key, LeafCounts, Path, Retry};
 
-/// How far a walk goes through shadow pages.
+/// The position of a walk through shadow pages.
 #[derive(Clone, Copy)]
 pub(super) struct Descent {
-    /// The page that it begins with.
+    /// The page with which the walk begins.
     pub(super) root: u32,
-    /// The page that it has come to.
+    /// The page that the walk has reached.
     pub(super) number: u32,
 }
 
-/// What was done for a store, or for a flush of the guest's.
+/// The changes that were made for a store, or for a flush of the guest.
 #[derive(Default)]
 pub(crate) struct Followed {
     /// Leaves zapped, by level.
     pub(crate) zapped: LeafCounts,
     /// Leaves that have lost the right to write.
     pub(crate) protected: LeafCounts,
-    /// Entries cleared that referred to a table.
+    /// Cleared entries that referred to a table.
     pub(crate) tables: u64,
-    /// Shadow pages zapped because the guest's table seems to be one no more.
+    /// Shadow pages zapped by write flooding (KVM's word): their memory is apparently not a table any more.
     pub(crate) flooded: u64,
-    /// Shadow pages that follow the guest's table again.
+    /// Shadow pages that are synced with the guest's table again.
     pub(crate) synced: u64,
 }
 
-/// What a comparison has come to.
+/// The result of a comparison.
 pub(crate) struct Compared {
-    /// The counter of the table from before and after it.
+    /// The table's counter of changes from before the comparison and from after it.
     pub(crate) changes: (u64, u64),
-    /// The page follows the guest's table again.
+    /// Whether the page is synced with the guest's table again.
     pub(crate) synced: bool,
 }
 
-/// What was read in a guest's table, after the guest began a flush.
+/// Entries read from a guest's table, after the guest began a flush.
 pub(crate) struct ReadEntries<'e> {
     pub(crate) page: PageOf,
-    /// The entries of the page that the guest's stand for.
+    /// The entries of the shadow page that correspond to the guest's entries.
     pub(crate) indexes: Range<usize>,
     pub(crate) entries: &'e [u64],
-    /// [`ShadowMmu::changes_of`] the table, from before they were read.
+    /// The value of [`ShadowMmu::changes_of`] for the table, from before the entries were read.
     pub(crate) changes: u64,
-    /// The last flush that the vCPU had done before it read them.
+    /// The last flush that the vCPU had done before it read the entries.
     pub(crate) flushed: Flushed,
 }
 
@@ -97,7 +101,7 @@ impl Pages {
         pages.any(|guest| guest.agreement.get() != Agreement::Unsynced)
     }
 
-    /// Write-protects all leaves in shadow pages that map `gfn`. Returns whether one allowed stores.
+    /// Write-protects all leaves in shadow pages that map `gfn`. Returns whether one of them allowed stores.
     pub(super) fn protect<P: Platform, F: Format>(&self, platform: &P, gfn: Gfn) -> bool {
         let mut changed = false;
         for level in (1..=F::MAX_LEAF.0).map(Level) {
@@ -116,8 +120,8 @@ impl Pages {
         changed
     }
 
-    /// Makes the pages of the table at `gfn` unsynced, if all are of level 1. Returns how many; `None`: stores
-    /// to it must be noticed.
+    /// Makes the pages of the table at `gfn` unsynced, if all are of level 1. Returns the number of pages. `None`:
+    /// stores to the table must be noticed.
     fn unsync(&self, platform: &impl Platform, gfn: Gfn) -> Option<u64> {
         let tracks = |number: u32| self.pool.get(number).level() > Level::PAGE;
         if self.pages_of_table(gfn).any(tracks) {
@@ -132,18 +136,18 @@ impl Pages {
 }
 
 impl<P: Platform, F: Format> ShadowMmu<P, F> {
-    /// Returns whether the guest's tables on the trail of `target` are as they were when they were read.
+    /// Returns whether the guest's tables on the trail of `target` have not changed since they were read.
     pub(super) fn is_current(&self, target: &Target<'_, P, F>) -> bool {
         target
             .trail()
             .is_none_or(|trail| self.changes.are_none_since(&trail.seen))
     }
 
-    /// Makes sure that stores to the guest's tables on the trail of `target` are noticed, and that none was since they
-    /// were read. Returns how far a walk goes through the pages of the trail.
+    /// Ensures that stores to the guest's tables on the trail of `target` are noticed, and that no store came since the
+    /// tables were read. Returns how far a walk gets through the pages of the trail.
     ///
     /// # Errors
-    /// [`Retry`]: there may have been some.
+    /// [`Retry`]: there may have been stores.
     pub(super) fn track_tables(
         &self,
         pages: &Pages,
@@ -154,7 +158,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
             return self.descent(pages, target);
         };
         let (mut made, mut unflushed) = (false, false);
-        // Where all are linked already, as usual, nothing else has to be looked up but the root.
+        // Usually all pages are already linked: then only the root has to be looked up.
         let linked = self.linked(pages, target.key(), trail);
         let levels = match linked {
             Some(_) => 0..0,
@@ -176,7 +180,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
             let frame = gfn..gfn.add(1);
             match guest.flush.get() {
                 0 => {}
-                // Such a page is compared before an entry refers to it, and again after a flush of the guest's.
+                // This page is compared before an entry refers to it, and again after a flush of the guest.
                 _ if guest.agreement.get() != Agreement::Synced => {}
                 due if path.flushed.covers(&frame, due) => guest.flush.set(0),
                 _ => unflushed = true,
@@ -190,10 +194,10 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         }
     }
 
-    /// Begins a walk to `target` at the page that it begins with.
+    /// Begins a walk to `target` at its root page.
     ///
     /// # Errors
-    /// [`Retry::Unprepared`]: there is no such page.
+    /// [`Retry::Unprepared`]: the page does not exist.
     pub(super) fn descent(
         &self,
         pages: &Pages,
@@ -207,8 +211,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         Ok(Descent { root, number })
     }
 
-    /// Returns the walk to `key` through the pages of all tables on the trail, if there is one, and stores to these
-    /// tables are noticed.
+    /// Returns the walk to `key` through the pages of all tables on the trail. `None`: a page is missing, or stores to
+    /// one of the tables are not noticed.
     fn linked(&self, pages: &Pages, key: Key, trail: &Trail) -> Option<Descent> {
         let (gfn, role) = trail.root();
         let root = pages.find_page(gfn, role)?;
@@ -228,7 +232,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         }
     }
 
-    /// Returns the page of the table that entry `id` refers to. `None`: it refers to none.
+    /// Returns the page of the table to which entry `id` refers. `None`: the entry refers to no table.
     fn page_below(&self, pages: &Pages, id: EntryId) -> Option<u32> {
         let level = pages.pool.get(id.page()).level();
         let table = pages.table(&*self.platform, id.page());
@@ -238,7 +242,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         }
     }
 
-    /// Makes the page for the guest's table at `gfn` and `role`. `None`: `path` has no frame for it.
+    /// Makes the page for the guest's table at `gfn` and `role`. `None`: `path` has no frame for the page.
     fn begin_tracking(
         &self,
         pages: &Pages,
@@ -254,11 +258,12 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
             guest.is_some_and(|guest| guest.agreement.get() == Agreement::Unsynced)
         };
         if role.level == Level::PAGE && others.any(unsynced) {
-            // Stores to the table need not be noticed: the new page is compared with it, too, when the guest flushes.
+            // Stores to the table need not be noticed: the new page, too, is compared with the table when the guest
+            // flushes.
             path.unsynced += u64::from(pages.unsync_page(&*self.platform, number));
             return Some(number);
         }
-        // Pages of another role, if unsynced, cannot stay so: they have to be compared.
+        // Unsynced pages of another role cannot stay unsynced: they have to be compared.
         let changed = self.protect(pages, gfn);
         self.notice_stores(pages, gfn);
         let largest = gfn.block(F::MAX_LEAF);
@@ -269,7 +274,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         Some(number)
     }
 
-    /// Has the unsynced pages of the table at `gfn`, whose leaves are protected now, compared after a flush.
+    /// Marks the unsynced pages of the table at `gfn`, whose leaves are now protected, for comparison after a flush.
     fn notice_stores(&self, pages: &Pages, gfn: Gfn) {
         for number in pages.pages_of_table(gfn) {
             if let Some(guest) = pages.pool.get(number).guest()
@@ -281,8 +286,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         }
     }
 
-    /// Returns `leaf`, for memory at `gfn`, without the right to write if that is a tracked table. A write that may go
-    /// unnoticed makes the table's pages unsynced.
+    /// Returns `leaf`, for memory at `gfn`; without the right to write, if `gfn` contains a tracked table. If the leaf
+    /// allows writes that may be unnoticed, makes the table's pages unsynced.
     pub(super) fn guarded(&self, pages: &Pages, gfn: Gfn, leaf: Leaf, path: &mut Path<'_>) -> Leaf {
         if !self.shadows() || !pages.is_tracked(gfn) {
             return leaf;
@@ -302,14 +307,14 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         }
     }
 
-    /// Returns the number of stores to the table at `gfn`, as far as the MMU knows. Read it before
-    /// an entry of the table.
+    /// Returns the number of stores to the table at `gfn` that the MMU knows of. Read this number before an entry of
+    /// the table.
     pub(crate) fn changes_of(&self, gfn: Gfn) -> u64 {
         self.changes.get(gfn)
     }
 
-    /// Call after a store to `range`, in one page, of a tracked table is complete. Returns whether something was made
-    /// of the old entries; then [`Self::follow`] zaps it.
+    /// Call after a store to `range`, in one page of a tracked table, is complete. Returns whether the MMU has made
+    /// something of the old entries; then [`Self::follow`] has to zap it.
     pub(crate) fn stored(&self, range: Range<Gpa>) -> bool {
         let gfn = range.start.gfn();
         let pages = self.lock();
@@ -331,8 +336,9 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
             .fold(false, |any, number| present(number) | any)
     }
 
-    /// Zaps what was made of the guest's entries in `range`, in one page. A page that the guest stores to over and
-    /// over, or by parts of entries, is zapped as a whole: its table seems to be one no more (KVM: flooding).
+    /// Zaps the entries made from the guest's entries in `range`, in one page. If the guest stores to a table again and
+    /// again, or stores parts of entries, zaps the whole shadow page: the memory is apparently not a table any more
+    /// (KVM: flooding).
     pub(crate) fn follow(
         &self,
         range: &Range<Gpa>,
@@ -358,8 +364,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         followed
     }
 
-    /// Zaps the shadow pages of the first table of the guest's in `range`, whatever its contents: the memory there
-    /// has become another one.
+    /// Zaps the shadow pages of the first guest table in `range`, whatever the table contains: the memory there was
+    /// replaced.
     pub(crate) fn forget_table(
         &self,
         range: &Range<Gfn>,
@@ -376,12 +382,12 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         }
     }
 
-    /// Returns whether there are pages of a table of the guest's in `range`.
+    /// Returns whether there are shadow pages of a guest table in `range`.
     pub(crate) fn has_table(&self, range: &Range<Gfn>) -> bool {
         self.may_have_pages() && self.lock().rmap.first_table(range).is_some()
     }
 
-    /// Zaps the entry of `level` on the path to `key`, if the path reaches so far.
+    /// Zaps the entry of `level` on the path to `key`, if the path reaches that level.
     pub(crate) fn zap_entry(
         &self,
         key: Key,
@@ -397,8 +403,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         followed
     }
 
-    /// Returns the entry of `level` on the path to `key` from the page of `root`, or the one above at
-    /// which the path ends.
+    /// Returns the entry of `level` on the path to `key` from the page of `root`, or the higher entry at which the path
+    /// ends.
     fn entry_of(
         &self,
         pages: &Pages,
@@ -417,9 +423,9 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         }
     }
 
-    /// Begins to follow what the guest has done to one address: returns the page, and the index of the entry in it,
-    /// that a walk to `key` ends with, if the entry has to be compared with the guest's table. Faults of other vCPUs
-    /// that have read an old entry of an unsynced table for that address install nothing any more.
+    /// Begins to sync the address of `key`: finds the entry at which a walk to `key` ends. If the entry has to be
+    /// compared with the guest's table, returns its page and index. From then on, faults of other vCPUs that have read
+    /// an old entry of an unsynced table for that address install nothing.
     pub(crate) fn begin_sync_of(&self, key: Key, root: (Gfn, Role)) -> Option<(PageOf, usize)> {
         let pages = self.lock();
         pages.unsynced().next()?;
@@ -434,7 +440,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
             let is_present = bits.load(Relaxed) != 0;
             return (is_stale && is_present).then(|| (page_of(&pages, id.page()), id.index()));
         }
-        // The path ends above: which unsynced table belongs to the address is not known.
+        // The path ends at a higher level, so the unsynced table that belongs to the address is unknown.
         for number in pages.unsynced() {
             self.changes.raise(pages.pool.get(number).gfn.get());
         }
@@ -448,7 +454,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         Some(PageOf { number, gfn, role })
     }
 
-    /// Returns whether `page` has still to be compared with the guest's table.
+    /// Returns whether `page` still has to be compared with the guest's table.
     pub(crate) fn is_unsynced(&self, page: &PageOf) -> bool {
         let pages = self.lock();
         let guest = pages.pool.get(page.number).guest();
@@ -461,8 +467,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         self.lock().unsynced().next().is_some()
     }
 
-    /// Makes stores to the tables of unsynced pages noticed again, and gives `take` these pages, until it returns
-    /// `false`: each is to be compared ([`Self::compare`]) after a flush.
+    /// Makes stores to the tables of unsynced pages noticed again. Passes these pages to `take`, until `take` returns
+    /// `false`: each has to be compared ([`Self::compare`]) after a flush.
     pub(crate) fn begin_sync(&self, mut take: impl FnMut(PageOf) -> bool) -> Followed {
         let pages = self.lock();
         let mut changed = false;
@@ -482,8 +488,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         }
     }
 
-    /// Compares entries of a page with those of the guest's table. `Some`: the guest grants all of them; the page is
-    /// synced, if `read` has all entries. `None`: [`Self::zap_ungranted`] has to follow.
+    /// Compares entries of a page with those of the guest's table. `Some`: the guest grants all of them. The page is
+    /// then synced if `read` contains all entries. `None`: call [`Self::zap_ungranted`] next.
     pub(crate) fn compare(&self, read: &ReadEntries<'_>) -> Option<Compared> {
         let pages = self.lock();
         let mut indexes = read.indexes.clone();
@@ -516,7 +522,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         pages.find_page(page.gfn, page.role) == Some(page.number)
     }
 
-    /// Returns whether entry `index` is present, and not what the guest's entry means.
+    /// Returns whether entry `index` is present and differs from the meaning of the guest's entry.
     fn is_ungranted(&self, pages: &Pages, read: &ReadEntries<'_>, index: usize) -> bool {
         let PageOf { number, role, .. } = read.page;
         let platform = &*self.platform;
@@ -531,7 +537,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         };
         let granted = match (meaning, F::decode(bits, role.level)) {
             (Some(Meaning::Table(gfn, role)), Entry::Table(lower)) => refers_to(lower, (gfn, role)),
-            // A page of the guest's that is mapped by parts.
+            // A guest's page that is mapped in parts.
             (Some(Meaning::Memory(gfn, rights)), Entry::Table(lower)) => {
                 refers_to(lower, (gfn, role.pieces(rights)))
             }
@@ -544,7 +550,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         !granted
     }
 
-    /// Notes that what the guest does not grant was zapped.
+    /// Records the comparison, after the entries that the guest does not grant were zapped.
     fn compared(&self, pages: &Pages, read: &ReadEntries<'_>) -> Compared {
         let PageOf { number, gfn, .. } = read.page;
         let before = self.changes.get(gfn);
@@ -567,9 +573,9 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         }
     }
 
-    /// Has every page compared with the guest's table at the next flush: the client may have written to guest
-    /// memory, which nobody notices. Returns how many pages that are. A comparison in progress, of what was read
-    /// before, syncs no page.
+    /// Marks every page for comparison with the guest's table at the next flush: the client may have written to guest
+    /// memory, which the MMU does not notice. Returns the number of these pages. A comparison in progress, with entries
+    /// that were read before, syncs no page.
     pub(crate) fn distrust_all(&self) -> u64 {
         let pages = self.lock();
         let mut unsynced = 0;
@@ -604,7 +610,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
 }
 
 impl Followed {
-    /// Clears entry `id`, and counts.
+    /// Clears entry `id`, and counts it.
     fn clear<P: Platform, F: Format>(
         &mut self,
         pages: &Pages,
@@ -621,7 +627,7 @@ impl Followed {
     }
 }
 
-/// Returns the entries of a page of `role` that stand for guest entries of which `range`, in one page, has a byte.
+/// Returns the entries of a page of `role` that correspond to the guest entries with bytes in `range`, in one page.
 fn entries_in(role: Role, range: &Range<Gpa>) -> impl Iterator<Item = usize> + use<> {
     let size = role.entry_size();
     let first = range.start.offset() / size;
@@ -629,9 +635,9 @@ fn entries_in(role: Role, range: &Range<Gpa>) -> impl Iterator<Item = usize> + u
     (first..=last).flat_map(move |index| role.indexes_of(index as usize))
 }
 
-/// Whether a store to `range`, the `stores`th that a page of `level` has seen since it was last used, shows that the
-/// memory is a table no more. Nothing else writes parts of entries; and no kernel stores to tables of higher levels
-/// over and over before it uses them. Tables of level 1 become unsynced instead.
+/// Whether a store to `range` shows that the memory is not a table any more. The store is number `stores` to a page of
+/// `level` since the page was last used. Nothing else writes parts of entries, and no kernel stores to tables of higher
+/// levels again and again before it uses them. Tables of level 1 become unsynced instead.
 fn is_no_table(level: Level, stores: u8, range: &Range<Gpa>) -> bool {
     const FLOOD: u8 = 3;
     let bytes = range.end.0 - range.start.0;

@@ -1,5 +1,5 @@
-//! Memory attributes: which guest frames are private. A guest without private memory pays one
-//! comparison for each fault.
+//! Memory attributes: which guest frames are private. For a guest without private memory, each fault costs one
+//! comparison more.
 
 use alloc::vec::Vec;
 use core::fmt;
@@ -14,9 +14,9 @@ use crate::heap::Shared;
 pub struct MemoryAttributes(pub u64);
 
 impl MemoryAttributes {
-    /// No attribute: the memory is shared with the host, as all memory is at first.
+    /// No attribute: the memory is shared with the host. All memory is shared at first.
     pub const NONE: MemoryAttributes = MemoryAttributes(0);
-    /// KVM_MEMORY_ATTRIBUTE_PRIVATE: the memory is the guest's alone; the slot's
+    /// KVM_MEMORY_ATTRIBUTE_PRIVATE: the memory belongs to the guest alone; the slot's
     /// [`private`](crate::Region::private) backing backs it.
     pub const PRIVATE: MemoryAttributes = MemoryAttributes(1 << 3);
 
@@ -30,16 +30,16 @@ impl MemoryAttributes {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum AttributesError {
-    /// Bits that are no attribute.
+    /// Some bits are not attributes.
     Unknown(MemoryAttributes),
-    /// The range holds no frame, or reaches beyond the last one that has a 64-bit address.
+    /// The range is empty, or reaches beyond the last frame that has a 64-bit address.
     BadRange,
     /// The call can be repeated.
     OutOfMemory,
 }
 
 impl AttributesError {
-    /// Returns the errno that KVM returns (a positive number, Linux's).
+    /// Returns the errno that KVM returns (positive, with Linux's numbers).
     pub fn errno(&self) -> i32 {
         const ENOMEM: i32 = 12;
         const EINVAL: i32 = 22;
@@ -76,19 +76,19 @@ impl fmt::Display for AttributesError {
 
 impl core::error::Error for AttributesError {}
 
-/// The private frames, as the ascending list of frames at which private memory begins and ends, in
-/// turns. Immutable, and part of a [`super::SlotSet`]: a reader that looks up a slot sees the attributes of
+/// The private frames, stored as an ascending list of boundaries: private memory begins and ends at alternate
+/// frames. Immutable, and part of a [`super::SlotSet`], so that a reader that looks up a slot sees the attributes of
 /// the same moment.
 ///
-/// A look-up costs log2 of the boundaries, a change copies them: guests convert memory by the
-/// megabyte, and a change that is not only counted but flushed costs more than the copy.
+/// A look-up costs log2 of the number of boundaries. A change copies the boundaries: guests convert memory by the
+/// megabyte, and the flush of a change costs more than this copy.
 #[derive(Clone, Default)]
 pub(crate) struct PrivateFrames(Option<Shared<Vec<Gfn>>>);
 
 impl PrivateFrames {
     pub(crate) const NONE: PrivateFrames = PrivateFrames(None);
 
-    /// Returns whether `gfn` is private, and the largest range around it that is alike.
+    /// Returns whether `gfn` is private, and the largest range around it with the same attribute.
     #[inline]
     pub(crate) fn around(&self, gfn: Gfn) -> (bool, Range<Gfn>) {
         match &self.0 {
@@ -97,7 +97,7 @@ impl PrivateFrames {
         }
     }
 
-    /// Returns the private frames after a change of all frames in `range` to `private`. `None`: they are so already.
+    /// Returns the private frames after all frames in `range` were changed to `private`. `None`: nothing changes.
     pub(crate) fn with(
         &self,
         range: &Range<Gfn>,
@@ -140,7 +140,7 @@ mod tests {
     use super::*;
     use crate::slots::tests::Rng;
 
-    /// Every frame of a small memory, beside a plain list, through many changes.
+    /// Compares every frame of a small memory with a plain list, through many changes.
     #[test]
     fn frames_are_private_as_they_were_last_set() {
         const FRAMES: u64 = 48;

@@ -1,8 +1,8 @@
-//! Several memslots changed as one: what a client asks for, and its rules.
+//! Changes several memslots atomically: the client's requests, and their rules.
 //!
-//! The rules are those of KVM_SET_USER_MEMORY_REGION (Documentation/virt/kvm/api.rst, 4.35), for the slots as they are
-//! in the end: a slot may overlap one that the same call deletes, moves or makes smaller. KVM forbids to give a slot
-//! another size or backing in one call, because that would unmap memory in between. Here it is allowed.
+//! The rules are those of KVM_SET_USER_MEMORY_REGION (Documentation/virt/kvm/api.rst, 4.35), applied to the final
+//! state of the slots: a slot may overlap a slot that the same call deletes, moves or shrinks. KVM does not allow one
+//! call to change a slot's size or backing, because that would unmap memory in between. Here it is allowed.
 
 use alloc::vec::Vec;
 
@@ -15,15 +15,15 @@ use crate::heap::OutOfMemory;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Change {
-    /// Creates the slot, or gives it another address, size, backing, and other flags and rights: afterwards it is as
-    /// the [`Region`] says. A slot with private backing can only be created.
+    /// Creates the slot, or changes its address, size, backing, flags and rights, so that it is as the [`Region`]
+    /// says. A slot with private backing can only be created.
     Set(Region),
     /// Deletes the slot with this id.
     Remove(u32),
 }
 
 impl Change {
-    /// Returns the id of the slot that it changes.
+    /// Returns the id of the slot that this changes.
     pub fn slot(&self) -> u32 {
         match self {
             Change::Set(region) => region.slot,
@@ -39,17 +39,17 @@ impl Change {
     }
 }
 
-/// Changes that are right in themselves and together, whatever slots there are.
+/// Changes that were checked separately and together, but not against the existing slots.
 pub(crate) struct Batch<'a> {
     changes: &'a [Change],
     granule: Granule,
-    /// The slots that they change, in ascending order.
+    /// The ids of the slots that they change, in ascending order.
     ids: Vec<u32>,
 }
 
 impl<'a> Batch<'a> {
-    /// Checks `changes`, for tables of `granule`, against the rules that concern no other slot. The
-    /// caller holds no lock.
+    /// Checks `changes`, for tables of `granule`, against the rules that concern no other slot. The caller holds no
+    /// lock.
     ///
     /// # Errors
     /// [`RegionError`].
@@ -78,7 +78,8 @@ impl<'a> Batch<'a> {
         })
     }
 
-    /// Checks the changes against the existing slots, in their order. `capacity`: frames that the tables hold.
+    /// Checks the changes against the existing slots, in the order of the changes. `capacity`: the number of frames
+    /// that the tables translate.
     ///
     /// # Errors
     /// [`RegionError`].
@@ -103,7 +104,7 @@ impl<'a> Batch<'a> {
     }
 }
 
-/// Collects `items`.
+/// Collects `items` in a vector.
 ///
 /// # Errors
 /// [`OutOfMemory`].
@@ -114,8 +115,8 @@ fn collected<T>(items: impl Iterator<Item = T> + Clone) -> Result<Vec<T>, OutOfM
     Ok(all)
 }
 
-/// Returns a region of which a page is another one's, too, with the id of that. Each is given with the address of its
-/// first page, and no range wraps around.
+/// Returns a region that shares a page with another region, and the id of the other. Each region is given with the
+/// address of its first page, and no range wraps around.
 fn overlap(regions: &mut [(u64, &Region)]) -> Option<(Region, u32)> {
     regions.sort_unstable_by_key(|(start, region)| (*start, region.slot));
     let mut pairs = regions.windows(2);

@@ -1,6 +1,6 @@
 //! The writer's table of slots by id. Ids are small numbers, which most clients count up from 0. The table consists of
-//! pages: the first page always exists, and each other page from the first of its slots on. A single array would cost a
-//! client that uses only the id 32,763 1.3 MB; the pages cost it 10 KiB.
+//! pages. The first page always exists. Each other page is allocated when a slot first needs it. For a client that uses
+//! only the id 32,763, a single array would cost 1.3 MB; the pages cost 10 KiB.
 
 use alloc::boxed::Box;
 use alloc::vec::Vec;
@@ -9,7 +9,7 @@ use super::OwnedSlot;
 use crate::heap;
 use crate::heap::OutOfMemory;
 
-/// Entries of a page.
+/// The number of entries in a page.
 const SLOTS: usize = 32;
 
 type Page = [Option<OwnedSlot>; SLOTS];
@@ -21,7 +21,7 @@ pub(super) struct Ids {
     others: Vec<Option<Box<Page>>>,
 }
 
-/// Returns the index of the page in `others`, `None` for the first page, and the index in the page.
+/// Returns the index of the page in `others` (`None` for the first page), and the index in the page.
 fn position(id: u32) -> (Option<usize>, usize) {
     let (page, index) = (id as usize / SLOTS, id as usize % SLOTS);
     (page.checked_sub(1), index)
@@ -54,7 +54,7 @@ impl Ids {
         Some(&mut page[index])
     }
 
-    /// Returns the entry for the id `id`, whose page is allocated if it does not exist.
+    /// Returns the entry for the id `id`. Allocates the entry's page if it does not exist.
     #[inline]
     pub(super) fn make_entry(&mut self, id: u32) -> Result<&mut Option<OwnedSlot>, OutOfMemory> {
         let (page, index) = position(id);

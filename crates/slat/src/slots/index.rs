@@ -1,13 +1,13 @@
-//! An index of memslots: all slots, or some, in the order of one key.
+//! An index of memslots: all slots or some, sorted by one key.
 //!
 //! The slots are stored in sorted leaves of up to [`LEAF`], and the leaves in a sorted *directory*. A look-up bisects
-//! the directory, then interpolates: among 32,764 slots it takes 80 to 100 ns (120 to 150 ns with a second bisection).
-//! A change moves the slots of one leaf, and directory entries when a leaf is split or merged; of those there are
-//! 1,000 to 2,000 for 32,764 slots. To delete one of them, or to create it again, takes 0.5 µs; to copy an array of
-//! them for that, 30 µs.
+//! the directory, then interpolates: among 32,764 slots it takes 80 to 100 ns (with a second bisection, 120 to 150 ns).
+//! A change moves the slots of one leaf. If it splits or merges a leaf, it also moves directory entries, of which there
+//! are 1,000 to 2,000 for 32,764 slots. Deleting one of these slots, or creating it again, takes 0.5 µs. If each change
+//! copied an array of all slots, it would take 30 µs.
 //!
-//! An insertion may need a leaf or a larger directory. It takes them from [`Spare`], which [`Spare::fill`] filled
-//! before for all edits of a change; so no edit fails.
+//! An insertion may need a leaf or a larger directory. It takes them from [`Spare`], which [`Spare::fill`] filled in
+//! advance for all edits of a change, so no edit fails.
 
 use alloc::vec::Vec;
 use core::marker::PhantomData;
@@ -17,11 +17,11 @@ use super::Memslot;
 use crate::addr::{Gfn, Hva, PAGE_SHIFT};
 use crate::heap::OutOfMemory;
 
-/// Most slots of a leaf.
+/// The largest number of slots in a leaf.
 pub(super) const LEAF: usize = if cfg!(loom) { 4 } else { 32 };
-/// A leaf with fewer slots is merged with a neighbour if all fit in one.
+/// A leaf with fewer slots is merged with a neighbour, if all their slots fit in one leaf.
 const LOW: usize = LEAF / 4;
-/// Leaves of the smallest directory.
+/// The number of leaves of the smallest directory.
 const DIRECTORY: usize = if cfg!(loom) { 1 } else { 4 };
 
 /// Page numbers of all orders are below this.
@@ -29,15 +29,14 @@ pub(super) const PAGES: u64 = (1 << 48) - 1;
 
 /// An order of slots.
 pub(super) trait Order {
-    /// Returns the number of the slot's first page in the address space that the order is about, below [`PAGES`].
-    /// Guest frames are numbered by the granule of the tables; pages of backings have 4 KiB, of which every
-    /// granule is a multiple.
+    /// Returns the number of the slot's first page in the address space of the order, below [`PAGES`]. Guest frames are
+    /// numbered by the granule of the tables. Backing pages have 4 KiB, which divides every granule.
     fn page(slot: &Memslot) -> u64;
 
-    /// Returns the number of these pages that the slot has.
+    /// Returns the number of these pages in the slot.
     fn pages(slot: &Memslot) -> u64;
 
-    /// Returns what the order compares. Slots may share pages of their backing: the id makes the key unique.
+    /// Returns the sort key. Slots may share pages of their backing: the id makes the key unique.
     fn key(slot: &Memslot) -> u64 {
         debug_assert!(Self::page(slot) < PAGES && slot.id() >> 16 == 0);
         Self::page(slot) << 16 | u64::from(slot.id())
@@ -55,7 +54,7 @@ pub(super) enum ByGfn {}
 /// The order by backing address.
 pub(super) enum ByHva {}
 
-/// The order by address of the private backing. Every slot in such an index has one.
+/// The order by address of the private backing. Every slot in such an index has private backing.
 pub(super) enum ByPrivate {}
 
 impl Order for ByGfn {
@@ -96,7 +95,7 @@ struct Leaf {
     end: u64,
     /// The largest end of the slots of this leaf and of all leaves before it.
     reach: u64,
-    /// The slots in ascending order, in memory for [`LEAF`] of them. Not empty if there are other leaves.
+    /// The slots in ascending order, in memory for [`LEAF`] slots. Not empty if there are other leaves.
     slots: Vec<Memslot>,
 }
 
@@ -125,7 +124,7 @@ impl Leaf {
         self.end = self.slots.iter().map(O::end).max().unwrap_or(0);
     }
 
-    /// Returns how many slots have a key below `key`.
+    /// Returns the number of slots with a key below `key`.
     #[inline]
     fn rank<O: Order>(&self, key: u64) -> usize {
         match self.slots.last() {
@@ -141,7 +140,7 @@ impl Leaf {
     }
 }
 
-/// Memory for the next edits of an index, in each of two sets that are alike.
+/// Memory for the next edits of an index, for each of two equal sets.
 pub(super) struct Spare {
     leaves: Vec<Vec<Memslot>>,
     directories: [Option<Directory>; 2],
@@ -149,7 +148,7 @@ pub(super) struct Spare {
 
 /// Memory for a larger directory.
 struct Directory {
-    /// For how many leaves it was allocated: the allocator may have given more, but not to both sets.
+    /// The number of leaves for which it was allocated. The allocator may have given more, but perhaps to one set only.
     capacity: usize,
     leaves: Vec<Leaf>,
 }
@@ -160,8 +159,8 @@ impl Spare {
         directories: [None, None],
     };
 
-    /// Allocates the memory that `edits` need in two indexes like `index`. Each edit replaces one slot, or none, by
-    /// another one, or none.
+    /// Allocates the memory that `edits` need in two indexes like `index`. Each edit removes a slot or none, and adds a
+    /// slot or none.
     pub(super) fn fill<'m, O: Order>(
         &mut self,
         index: &Index<O>,
@@ -176,7 +175,7 @@ impl Spare {
         if needed <= index.directory {
             return Ok(());
         }
-        // Both of one size, so that both sets have a full directory at the same time.
+        // Allocate both with one size, so that the directories of both sets become full at the same time.
         let [left, right] = (self.directories.each_ref())
             .map(|spare| spare.as_ref().map(|directory| directory.capacity));
         if left != right || left < Some(needed) {
@@ -191,7 +190,7 @@ impl Spare {
         Ok(())
     }
 
-    /// Frees the memory that an edit of several slots has not used. Call when both sets have the edit.
+    /// Frees the memory that an edit of several slots has not used. Call after both sets have the edit.
     pub(super) fn trim(&mut self) {
         const KEPT: usize = 2;
         if self.leaves.len() > KEPT {
@@ -208,24 +207,24 @@ fn memory<T>(capacity: usize) -> Result<Vec<T>, OutOfMemory> {
 
 /// The slots of a set in the order `O`.
 pub(super) struct Index<O> {
-    /// The leaves, at least one, in ascending order of [`Leaf::first`].
+    /// The leaves in ascending order of [`Leaf::first`]. There is at least one leaf.
     leaves: Vec<Leaf>,
-    /// The most leaves that the directory has memory for: the same in two sets that are alike.
+    /// The number of leaves for which the directory has memory: the same in two equal sets.
     directory: usize,
     order: PhantomData<O>,
 }
 
 impl Index<ByGfn> {
-    /// Returns the slot that has `page`.
+    /// Returns the slot that contains `page`.
     #[inline]
     pub(super) fn find(&self, page: u64) -> Option<&Memslot> {
         let begun = self.leaves.partition_point(|leaf| leaf.first >> 16 <= page);
         let leaf = self.leaves.get(begun.wrapping_sub(1))?;
-        // No two of these slots share a page, so the last one has the largest end.
+        // No two of these slots share a page, so the last slot has the largest end.
         if leaf.end <= page {
             return None;
         }
-        // Slots of one size, at one distance, are found at once; others after a few steps.
+        // Slots of equal size and distance are found at once, others after a few steps.
         let first = leaf.first >> 16;
         let part = (page - first) * leaf.slots.len() as u64 / (leaf.end - first);
         let mut at = part as usize;
@@ -257,8 +256,8 @@ impl<O: Order> Index<O> {
         self.leaves[0].slots.is_empty()
     }
 
-    /// Calls `visit` for every slot that has a page in `range`, in the order of keys, until it returns `false`. Returns
-    /// whether all were visited.
+    /// Calls `visit` for every slot with a page in `range`, in the order of keys, until `visit` returns `false`.
+    /// Returns whether all were visited.
     pub(super) fn overlapping(
         &self,
         range: &Range<u64>,
@@ -281,8 +280,8 @@ impl<O: Order> Index<O> {
         })
     }
 
-    /// Replaces `old`, or nothing, by `new`, or nothing. `old` is in the index; the key of `new` is not, unless it is
-    /// that of `old`. `spare` was filled for both.
+    /// Removes `old`, if given, and adds `new`, if given. `old` is in the index. The key of `new` is not, unless `old`
+    /// has the same key. `spare` was filled for both.
     pub(super) fn exchange(
         &mut self,
         old: Option<&Memslot>,
@@ -294,7 +293,7 @@ impl<O: Order> Index<O> {
         {
             return self.exchange_in(at, old, new);
         }
-        // First, while the leaves are as `spare` was filled for.
+        // Add `new` first, while the leaves are still as they were when `spare` was filled.
         if let Some(new) = new {
             self.insert(new, spare);
         }
@@ -303,13 +302,14 @@ impl<O: Order> Index<O> {
         }
     }
 
-    /// Returns the index of the leaf that has a slot with the key `key`, if any has.
+    /// Returns the index of the leaf that contains the slot with the key `key`, if there is such a slot.
     fn leaf_of(&self, key: u64) -> usize {
         let begun = self.leaves.partition_point(|leaf| leaf.first <= key);
         begun.saturating_sub(1)
     }
 
-    /// Returns the index of the leaf for a new slot with the key `key`: between two leaves, of the one with space.
+    /// Returns the index of the leaf for a new slot with the key `key`. If the key is between two leaves, chooses a
+    /// leaf with space.
     fn leaf_for(&self, key: u64) -> usize {
         let at = self.leaf_of(key);
         let leaf = &self.leaves[at];
@@ -319,7 +319,7 @@ impl<O: Order> Index<O> {
         at + usize::from(is_next)
     }
 
-    /// Returns the most leaves that `edits` ([`Spare::fill`]) split.
+    /// Returns the largest number of leaves that `edits` ([`Spare::fill`]) can split.
     fn most_splits<'m>(
         &self,
         mut edits: impl Iterator<Item = (Option<&'m Memslot>, Option<&'m Memslot>)>,
@@ -328,19 +328,19 @@ impl<O: Order> Index<O> {
             return 0;
         };
         let Some(second) = edits.next() else {
-            // The leaves are as the edit finds them.
+            // For this edit, the leaves are as they are now.
             let stays = |new: &Memslot| old.is_some_and(|old| self.common_leaf(old, new).is_some());
             let splits =
                 |new: &Memslot| !stays(new) && self.leaves[self.leaf_for(O::key(new))].is_full();
             return usize::from(new.is_some_and(splits));
         };
-        // Each edit finds the leaves as the one before has left them.
+        // Each later edit finds the leaves as changed by the edits before it.
         let others = edits.filter(|(_, new)| new.is_some()).count();
         others + usize::from(new.is_some()) + usize::from(second.1.is_some())
     }
 
-    /// Returns the index of the leaf that has `old`, if `new` may be stored there, too: it has other flags, or
-    /// has moved by little.
+    /// Returns the index of the leaf that contains `old`, if `new` belongs to the same leaf: its key is the same or
+    /// similar.
     fn common_leaf(&self, old: &Memslot, new: &Memslot) -> Option<usize> {
         let [old, new] = [old, new].map(|slot| self.leaf_of(O::key(slot)));
         (old == new).then_some(old)
@@ -392,7 +392,7 @@ impl<O: Order> Index<O> {
         let leaf = &mut self.leaves[at];
         leaf.owned();
         let rank = leaf.rank::<O>(key);
-        // Slots are often added in ascending order: leave this leaf full then.
+        // Slots are often added in ascending order: then leave this leaf full.
         let kept = if rank == LEAF { LEAF } else { LEAF / 2 };
         let mut moved = spare.leaves.pop().expect(filled);
         moved.extend(leaf.slots.drain(kept..));
@@ -420,13 +420,14 @@ impl<O: Order> Index<O> {
         }
     }
 
-    /// Merges the leaf `at` with a neighbour, if there is one and one leaf has space for both and another slot.
+    /// Merges the leaf `at` with a neighbour, if there is one and one leaf has space for the slots of both and one
+    /// more.
     fn merge(&mut self, at: usize) {
         let left = at.saturating_sub(1);
         let Some([left, right]) = self.leaves.get_mut(left..left + 2) else {
             return;
         };
-        // A leaf that others follow, or that follows others, is never left empty: a look-up would end in it.
+        // If there are other leaves, no leaf may stay empty: a look-up would end in it.
         let is_empty = left.slots.is_empty() || right.slots.is_empty();
         if is_empty || left.slots.len() + right.slots.len() < LEAF {
             left.owned();

@@ -11,11 +11,11 @@ use crate::format::MemoryType;
 use crate::heap::{Shared, Uncounted};
 use crate::sync::atomic::Watch;
 
-/// One memslot; a change of flags or address makes a new one.
+/// One memslot. A change of flags or address makes a new one.
 ///
-/// It is a value that the leaves of the indexes hold ([`super::index`]), two to a cache line. Pointers there to slots
-/// on the heap would make a look-up among 32,764 slots take 260 ns instead of 80. A reader of one is in a reader
-/// section or holds the writers' lock, and has a reference into a leaf.
+/// A slot is stored by value in the leaves of the indexes ([`super::index`]), two to a cache line. With pointers to
+/// slots on the heap, a look-up among 32,764 slots would take 260 ns instead of 80. A thread that uses a reference
+/// into a leaf is in a reader section or holds the writers' lock.
 #[repr(C)]
 pub(crate) struct Memslot {
     base: Gfn,
@@ -24,15 +24,15 @@ pub(crate) struct Memslot {
     pages: u32,
     id: u16,
     traits: Traits,
-    /// Whether `extra` holds `private`, and not `log`.
+    /// Whether `extra` contains `private` (else `log`).
     has_private: bool,
     alive: Watch,
 }
 
-/// A field that only some slots have. No slot has both.
+/// A field that only some slots have. No slot has both variants.
 #[derive(Clone, Copy)]
 union Extra {
-    /// Owned by the slot's [`OwnedSlot`], which is dropped when neither set has the slot any more.
+    /// Owned by the slot's [`OwnedSlot`], which is dropped when neither set contains the slot any more.
     log: Option<Uncounted<DirtyLog>>,
     private: Hva,
 }
@@ -81,17 +81,17 @@ impl Traits {
 /// The limits of the leaves of a slot, whatever the host allows.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Limits {
-    /// The most rights.
+    /// The most rights that a leaf may have.
     pub(crate) rights: Rights,
-    /// How it is cached, if the host does not have it cached less.
+    /// How the CPU caches the memory, unless the host's type caches less.
     pub(crate) memory: MemoryType,
 }
 
-/// Two to a cache line.
+/// The alignment puts two slots on a cache line.
 #[cfg(not(loom))]
 const _: () = assert!(size_of::<Memslot>() == 32);
 
-// SAFETY: what the pointer refers to is `Send + Sync`; that it lives is argued above.
+// SAFETY: what the pointer refers to is `Send + Sync`; `Extra` says why it is alive.
 unsafe impl Send for Memslot {}
 // SAFETY: as above.
 unsafe impl Sync for Memslot {}
@@ -119,7 +119,7 @@ impl Memslot {
         SlotFlags((self.traits.0 & Traits::FLAGS).into())
     }
 
-    /// The rights that its [`Region`] has.
+    /// The rights in the slot's [`Region`].
     pub(crate) fn rights(&self) -> Rights {
         Rights {
             write: !self.traits.has(Traits::NO_WRITE),
@@ -127,7 +127,7 @@ impl Memslot {
         }
     }
 
-    /// The memory type that its [`Region`] has.
+    /// The memory type in the slot's [`Region`].
     pub(crate) fn memory(&self) -> MemoryType {
         if self.traits.has(Traits::DEVICE) {
             MemoryType::Device
@@ -138,7 +138,7 @@ impl Memslot {
         }
     }
 
-    /// Returns what its leaves may be: what its rights, the read-only flag and the memory type say together.
+    /// Returns the limits of the slot's leaves, which combine its rights, its read-only flag and its memory type.
     #[inline]
     pub(crate) fn limits(&self) -> Limits {
         let (rights, memory) = (self.rights(), self.memory());
@@ -156,7 +156,7 @@ impl Memslot {
         self.base
     }
 
-    /// Returns the granule of the tables that map it: it says how large its pages are.
+    /// Returns the granule of the tables that map the slot, which is the size of its pages.
     #[inline]
     pub(crate) fn granule(&self) -> Granule {
         self.traits.granule()
@@ -177,7 +177,7 @@ impl Memslot {
         self.backing
     }
 
-    /// Backing of the first page where it is private.
+    /// Backing of the first page if that page is private.
     pub(crate) fn private(&self) -> Option<Hva> {
         if !self.has_private {
             return None;
@@ -195,13 +195,13 @@ impl Memslot {
         unsafe { self.extra.log }
     }
 
-    /// Exists while the slot logs dirty pages.
+    /// The slot's log, which exists while the slot logs dirty pages.
     pub(crate) fn log(&self) -> Option<&DirtyLog> {
         // SAFETY: the log lives as long as a set has a slot that refers to it (see `Extra`).
         self.uncounted_log().map(|log| unsafe { log.get() })
     }
 
-    /// Whether `log` is its log; for `None`, whether it has none.
+    /// Whether `log` is the slot's log; for `None`, whether the slot has no log.
     pub(crate) fn logs_to(&self, log: Option<&DirtyLog>) -> bool {
         self.log().map(ptr::from_ref) == log.map(ptr::from_ref)
     }
@@ -212,13 +212,14 @@ impl Memslot {
         self.uncounted_log().map(|log| unsafe { log.share() })
     }
 
-    /// The frames it holds.
+    /// The frames of the slot.
     pub(crate) fn gfns(&self) -> Range<Gfn> {
         self.alive.used();
         self.base..self.base.add(self.pages())
     }
 
-    /// Whether it holds `gfn`. One comparison: no branch predictor knows on which side of a slot a frame lies.
+    /// Whether the slot contains `gfn`. Uses one comparison: branch prediction cannot predict on which side of a slot
+    /// a frame is.
     #[inline]
     pub(crate) fn holds(&self, gfn: Gfn) -> bool {
         self.alive.used();
@@ -239,14 +240,14 @@ impl Memslot {
         }
     }
 
-    /// Whether it has the size and the backing of `region`.
+    /// Whether the slot has the size and the backing of `region`.
     pub(crate) fn has_pages_of(&self, region: &Region) -> bool {
         let private = (self.private(), region.private);
         (self.backing, self.pages()) == (region.backing, region.pages(self.granule()))
             && private.0 == private.1
     }
 
-    /// Whether it is as `region` asks for.
+    /// Whether the slot is as `region` says.
     pub(crate) fn is(&self, region: &Region) -> bool {
         let limits = (region.flags, region.rights, region.memory);
         self.base == self.granule().gfn(region.gpa)
@@ -254,27 +255,27 @@ impl Memslot {
             && (self.flags(), self.rights(), self.memory()) == limits
     }
 
-    /// Whether frames that it shares with `other` are the same memory in both: backed by the same pages. False if one
-    /// has private backing.
+    /// Whether the same pages back the common frames of the slot and `other`. False if one of them has private
+    /// backing.
     pub(crate) fn backs_alike(&self, other: &Memslot) -> bool {
         let origin = |slot: &Memslot| slot.backing.0.wrapping_sub(slot.granule().gpa(slot.base).0);
         let shared_only = !self.has_private && !other.has_private;
         shared_only && origin(self) == origin(other)
     }
 
-    /// Returns the frames that both slots hold.
+    /// Returns the frames that both slots contain.
     pub(crate) fn common(&self, other: &Memslot) -> Range<Gfn> {
         let (mine, others) = (self.gfns(), other.gfns());
         mine.start.max(others.start)..mine.end.min(others.end)
     }
 
-    /// Returns what backs `gfns`, which it holds, where they are shared.
+    /// Returns the addresses that back `gfns`, frames of the slot, where these are shared.
     pub(crate) fn hvas(&self, gfns: &Range<Gfn>) -> Range<Hva> {
         let hva = |gfn: Gfn| self.granule().add_pages(self.backing, gfn.0 - self.base.0);
         hva(gfns.start)..hva(gfns.end)
     }
 
-    /// Returns the frames that `range` backs, if `backing` backs the first page.
+    /// Returns the frames that `range` backs, given that `backing` backs the first page.
     pub(super) fn gfns_backed_by(&self, range: &Range<Hva>, backing: Hva) -> Range<Gfn> {
         let bytes = self.granule().bytes();
         let first = range.start.0.saturating_sub(backing.0) / bytes;
@@ -298,17 +299,17 @@ impl fmt::Debug for Memslot {
     }
 }
 
-/// A memslot with what belongs to it, as the index by id holds it. It is dropped when neither set
-/// has the slot any more.
+/// A memslot and the log that it owns, as stored in the index by id. It is dropped when neither set contains the slot
+/// any more.
 pub(crate) struct OwnedSlot {
     slot: Memslot,
-    /// Keeps alive what `slot` refers to.
+    /// Keeps the log alive to which `slot` refers.
     _log: Option<Shared<DirtyLog>>,
 }
 
 impl OwnedSlot {
-    /// Makes the slot that `region` asks for, as [`super::plan`] allows it, in tables of `granule`,
-    /// with `log` for its log.
+    /// Makes the slot that `region` describes and that [`super::plan`] allows, in tables of `granule`, with the log
+    /// `log`.
     #[inline]
     pub(crate) fn new(region: &Region, granule: Granule, log: Option<Shared<DirtyLog>>) -> Self {
         let fits = "the rules of regions leave no larger one";

@@ -1,25 +1,25 @@
-//! Memslots: which part of the guest's physical memory is backed by what.
+//! Memslots: they say which memory backs which part of the guest's physical memory.
 //!
-//! One address space has one [`Slots`]: two [`SlotSet`]s, each with all the slots. Readers see the set that is
-//! published. A writer makes a change in the other set, the *inactive* one, and then publishes that. So a reader sees
-//! the old set or the new set whole, and the VM runs on the old one meanwhile. The replaced set stays as it is for the
-//! readers that still use it. At the beginning of the next change, the writer repeats the last change in it: so a
-//! change costs two moves within a leaf of each [`index`]. (KVM has two sets, too, active and inactive memslots, since
-//! Linux 5.17; its slots are linked into both.)
+//! Each address space has one [`Slots`]: two [`SlotSet`]s, each with all the slots. Readers see the *published* set. A
+//! writer makes a change in the other set, the *inactive* one, and then publishes that. So a reader sees the whole old
+//! set or the whole new set, and the VM runs on the old set meanwhile. The replaced set stays unchanged for the readers
+//! that still use it. At the beginning of the next change, the writer repeats the last change in it. So a change moves
+//! slots within a leaf of each [`index`] twice. (KVM, too, has two sets, active and inactive memslots, since Linux
+//! 5.17; its slots are linked into both.)
 //!
 //! * Look-ups take no lock. The caller is in a reader section ([`crate::sync::quiesce`]).
 //! * Changes are serialized by [`Slots::change`]'s lock. A deletion or a move holds it until the new set is published
 //!   and the old slot's leaves are zapped, and releases it before the flush. (KVM holds its `slots_lock` until the
-//!   flush is done.) Work on a dirty log holds it for one step at a time, a change of attributes until the new sets are
-//!   published. The index by id is only used under it.
-//! * No reader that entered its section, or passed a quiescent point, after the last change was published uses the
-//!   inactive set. [`SlotsChange::catch_up`] waits for all other readers: mostly the flush of the last change has
-//!   waited for them already. It also drops the slots that the last change replaced.
-//! * A change allocates all memory that it needs, for both sets, before it changes anything. The same edits built both
-//!   sets, so memory that suffices for one suffices for the other.
-//! * A change makes one [`Edit`] or several. All are made in the inactive set before it is published, so readers see
-//!   all or none. In between, slots of the inactive set may overlap: a new slot is there already, and the old one still
-//!   is. No thread looks up frames there.
+//!   flush is done.) An operation on a dirty log holds the lock for one step at a time. A change of attributes holds it
+//!   until the new sets are published. The index by id is only used under this lock.
+//! * A reader that entered its section, or passed a quiescent point, after the last change was published does not use
+//!   the inactive set. [`SlotsChange::catch_up`] waits for all other readers. Usually the flush of the last change has
+//!   already waited for them. It also drops the slots that the last change replaced.
+//! * A change allocates all memory that it needs, for both sets, before it changes anything. Both sets were built by
+//!   the same edits, so memory that suffices for one set suffices for the other.
+//! * A change makes one or several [`Edit`]s. All are made in the inactive set before it is published, so readers see
+//!   all of them or none. In between, slots of the inactive set may overlap, because a new slot is already there and
+//!   the old one still is. No thread looks up frames in that set.
 
 mod attributes;
 mod batch;
@@ -57,7 +57,7 @@ pub(crate) struct Slots {
     sets: [UnsafeCell<SlotSet>; 2],
     /// The index of the published set.
     published: AtomicUsize,
-    /// Counts [`SlotsChange::replace`]; the writer adds to it.
+    /// Counts calls of [`SlotsChange::replace`]; the writer adds to it.
     changes: Counter,
     writer: FairLock<Writer>,
 }
@@ -70,22 +70,22 @@ struct Writer {
     /// The change that the inactive set lacks.
     last: Option<LastChange>,
     by_id: Ids,
-    /// How many slots there are.
+    /// The number of slots.
     len: usize,
     /// The number of pages in all slots.
     pages: u64,
     spares: Spares,
 }
 
-/// A change that is published, but not yet repeated in the inactive set.
+/// A change that is published, but not yet made in the inactive set.
 struct LastChange {
-    /// When every reader has passed this generation, none uses the inactive set.
+    /// When every reader has passed this generation, no reader uses the inactive set.
     generation: u64,
     replaced: Replaced,
 }
 
-/// The slots that the last change has replaced, in its order: `None` where there was no slot. A change of one slot
-/// needs no heap memory.
+/// The slots that the last change has replaced, in the order of its edits: `None` where there was no slot. A change of
+/// one slot needs no heap memory.
 #[derive(Default)]
 struct Replaced {
     first: Option<Was>,
@@ -107,7 +107,7 @@ impl Replaced {
 /// The change of one slot.
 pub(crate) struct Edit {
     pub(crate) id: u32,
-    /// The slot that replaces the one with that id, if there is one; `None` deletes it.
+    /// The slot that replaces the slot with that id, if there is one. `None` deletes that slot.
     pub(crate) new: Option<OwnedSlot>,
 }
 
@@ -127,7 +127,7 @@ impl Slots {
         })
     }
 
-    /// Returns how many slots were created, deleted, or replaced: moved, or given other flags.
+    /// Returns the number of slots that were created, deleted, or replaced (moved, or given other flags).
     pub(crate) fn changes(&self) -> u64 {
         self.changes.get()
     }
@@ -146,8 +146,8 @@ impl Slots {
     ///   and does not catch up.
     #[inline]
     unsafe fn published(&self) -> &SlotSet {
-        // Sequentially consistent, as the reader's word and the store are: a writer that finds a reader outside its
-        // section knows that it will see the new set when it enters.
+        // Sequentially consistent, like the reader's word and the store: a writer that finds a reader outside its
+        // section knows that the reader will see the new set when it enters.
         let index = self.published.load(SeqCst) % 2;
         // SAFETY: a set that was replaced is changed only when every reader section that could have seen it published
         // has ended, by the holder of the writers' lock.
@@ -156,13 +156,13 @@ impl Slots {
         set
     }
 
-    /// Returns the set that is not published. Only the holder of the writers' lock uses it, once it has caught up.
+    /// Returns the set that is not published. Only the holder of the writers' lock uses it, after catching up.
     fn inactive(&self) -> *mut SlotSet {
         self.sets[1 - self.published.load(Relaxed) % 2].get()
     }
 
-    /// Begins a change: the holder of the result is the only one that changes these slots. Callers are served in the
-    /// order in which they call this; `wait(round)` passes time before.
+    /// Begins a change: only the holder of the result changes these slots. Callers are served in the order of their
+    /// calls; meanwhile `wait(round)` waits for one round.
     pub(crate) fn change(&self, wait: impl FnMut(u32)) -> SlotsChange<'_> {
         SlotsChange {
             slots: self,
@@ -189,18 +189,18 @@ impl SlotsChange<'_> {
         unsafe { self.slots.published() }
     }
 
-    /// Returns how many pages all slots have together.
+    /// Returns the total number of pages in all slots.
     pub(crate) fn pages(&self) -> u64 {
         self.writer.pages
     }
 
-    /// Returns how many slots there are.
+    /// Returns the number of slots.
     pub(crate) fn len(&self) -> usize {
         self.writer.len
     }
 
     /// Call before a change: waits for the readers that still use the inactive set, and repeats the last change in it.
-    /// `wait(round, token)` passes time for the reader with `token`; the caller is in no reader section.
+    /// `wait(round, token)` waits one round for the reader with `token`. The caller is in no reader section.
     #[inline]
     pub(crate) fn catch_up(&mut self, readers: &Readers, wait: impl FnMut(u32, usize)) {
         let Writer {
@@ -230,8 +230,8 @@ impl SlotsChange<'_> {
         inactive.clone_rest(unsafe { self.slots.published() });
     }
 
-    /// Publishes a set in which all `edits`, of different ids, are made, and takes the slots out of them. The caller
-    /// has [caught up](Self::catch_up).
+    /// Makes all `edits`, of different ids, and publishes the new set. Takes the slots out of `edits`. The caller has
+    /// [caught up](Self::catch_up).
     ///
     /// # Errors
     /// [`OutOfMemory`]; nothing has changed.
@@ -277,14 +277,13 @@ impl SlotsChange<'_> {
         Ok(())
     }
 
-    /// Returns the slots that the last [`replace`](Self::replace) removed or overwrote, in the order of its edits.
+    /// Returns the slots that the last [`replace`](Self::replace) removed or replaced, in the order of its edits.
     pub(crate) fn replaced(&self) -> impl Iterator<Item = &OwnedSlot> {
         let last = self.writer.last.iter();
         last.flat_map(|last| last.replaced.iter().filter_map(|was| was.old.as_ref()))
     }
 
-    /// Publishes a set with the same slots and other private frames. The caller has
-    /// [caught up](Self::catch_up).
+    /// Publishes a set with the same slots and other private frames. The caller has [caught up](Self::catch_up).
     pub(crate) fn set_private(&mut self, private: PrivateFrames, readers: &Readers) {
         self.caught_up().0.private = private;
         self.publish(Replaced::default(), readers);
@@ -308,8 +307,8 @@ impl SlotsChange<'_> {
         let published = self.slots.published.load(Relaxed);
         self.slots.published.swap(1 - published % 2, SeqCst);
         self.writer.last = Some(LastChange {
-            // A reader that enters from now on sees the new set; those in sections have passed when the
-            // next generation has.
+            // A reader that enters from now on sees the new set. When all readers have passed the next generation, no
+            // reader in a section uses the old set.
             generation: readers.next_generation(),
             replaced,
         });

@@ -10,7 +10,7 @@ use crate::addr::{Gfn, Gpa, Granule, Hva, PAGE_SHIFT, Rights};
 use crate::format::MemoryType;
 use crate::heap::OutOfMemory;
 
-/// Slot ids per address space (KVM_USER_MEM_SLOTS on x86).
+/// The number of slot ids per address space (KVM_USER_MEM_SLOTS on x86).
 pub const MAX_SLOTS: u32 = 32764;
 
 /// Flags of a memslot, with KVM's values.
@@ -53,32 +53,33 @@ impl BitOr for SlotFlags {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Region {
-    /// The client's number for the slot.
+    /// The client's id for the slot.
     pub slot: u32,
-    /// See [`SlotFlags`].
+    /// The flags ([`SlotFlags`]).
     pub flags: SlotFlags,
-    /// Its first guest-physical address.
+    /// The first guest-physical address.
     pub gpa: Gpa,
-    /// Bytes, not 0.
+    /// The size in bytes, not 0.
     pub size: u64,
     /// The backing address of the first byte. Backings are below 2^60 - 4096.
     pub backing: Hva,
     /// The backing address of the first byte for private frames ([`crate::Vm::set_memory_attributes`]):
-    /// KVM_MEM_GUEST_MEMFD. If there is none, private memory in the slot cannot be reached. The address may be equal to
-    /// `backing`: then one memory serves shared and private frames (KVM: a guest_memfd with GUEST_MEMFD_FLAG_MMAP).
+    /// KVM_MEM_GUEST_MEMFD. If there is none, the guest cannot access private memory in the slot. The address may be
+    /// equal to `backing`: then the same memory backs shared and private frames (KVM: a guest_memfd with
+    /// GUEST_MEMFD_FLAG_MMAP).
     pub private: Option<Hva>,
-    /// The most that the guest may do there, whatever the host allows. Without the right to write it is as with
-    /// [`SlotFlags::READONLY`]: writes are MMIO. A fetch without the right to execute ends with
+    /// The most rights that the guest gets there, whatever the host allows. Without the right to write, writes are
+    /// MMIO, as with [`SlotFlags::READONLY`]. A fetch without the right to execute ends with
     /// [`Stop::NoExecute`](crate::Stop::NoExecute). KVM's regions have every right.
     pub rights: Rights,
-    /// How the guest's memory is cached, if the host does not have it cached less
-    /// ([`MemoryType::combined`]). Only write-back memory is ever executed. KVM's regions are write-back.
+    /// How the CPU caches the guest's memory, unless the host's type caches less ([`MemoryType::combined`]). Only
+    /// write-back memory can be executed. KVM's regions are write-back.
     pub memory: MemoryType,
 }
 
 impl Region {
-    /// `size` bytes at `gpa`, backed from `backing` on: shared memory with all rights that the host gives, cached as
-    /// the host says, and not logged.
+    /// Returns a region of `size` bytes at `gpa`, backed from `backing` on: shared memory with all rights and the
+    /// memory type that the host gives, and not logged.
     pub fn new(slot: u32, gpa: Gpa, size: u64, backing: Hva) -> Self {
         Region {
             slot,
@@ -98,7 +99,7 @@ impl Region {
         Region { flags, ..self }
     }
 
-    /// Returns this region at `gpa`: as a change of a memslot, a move.
+    /// Returns this region at `gpa`. As a change of a memslot, this is a move.
     #[must_use]
     pub fn with_gpa(self, gpa: Gpa) -> Self {
         Region { gpa, ..self }
@@ -123,25 +124,25 @@ impl Region {
         Region { private, ..self }
     }
 
-    /// Returns this region with the rights `rights` at most: with `Rights::READ`, the guest may neither write nor
+    /// Returns this region with at most the rights `rights`: with `Rights::READ`, the guest may neither write nor
     /// execute there.
     #[must_use]
     pub fn with_rights(self, rights: Rights) -> Self {
         Region { rights, ..self }
     }
 
-    /// Its length in pages of `granule`.
+    /// Returns the region's length in pages of `granule`.
     pub(crate) fn pages(&self, granule: Granule) -> u64 {
         self.size >> granule.shift()
     }
 
-    /// The frames of a region that was checked.
+    /// Returns the frames of a region that was checked.
     pub(crate) fn gfns(&self, granule: Granule) -> Range<Gfn> {
         let start = granule.gfn(self.gpa);
         start..start.add(self.pages(granule))
     }
 
-    /// Returns this region cached as `memory` says.
+    /// Returns this region with memory of type `memory`.
     #[must_use]
     pub fn with_memory(self, memory: MemoryType) -> Self {
         Region { memory, ..self }
@@ -156,9 +157,9 @@ pub enum RegionError {
     NoSuchSpace(usize),
     /// The id is not below [`MAX_SLOTS`].
     SlotTooHigh(u32),
-    /// Bits that are no flag.
+    /// Some bits are not flags.
     BadFlags(u32),
-    /// An address or the size is not a multiple of the bytes of a page.
+    /// An address or the size is not a multiple of the page size.
     Misaligned(Region, Granule),
     /// Address plus size wraps around, or a backing reaches beyond 2^60 - 4096.
     TooHigh(Region),
@@ -166,31 +167,31 @@ pub enum RegionError {
     BeyondTables(Region),
     /// The region has more pages than one slot, or all slots together, may have.
     TooLarge(Region),
-    /// The size of this slot is 0, and nothing before this in the order of KVM's checks is wrong. To KVM it means:
-    /// delete the slot. Here [`crate::Vm::remove_memory_region`] does that, so that a size which happens to be 0
-    /// deletes no memory. A client that has KVM's call to offer calls that one when it gets this.
+    /// The size of this slot is 0, and no check that KVM makes before this one fails. In KVM, size 0 deletes the slot.
+    /// Here only [`crate::Vm::remove_memory_region`] deletes, so that a size that is accidentally 0 deletes no memory.
+    /// A client that implements KVM's call should call that function when it gets this error.
     Empty(u32),
-    /// Deleting a slot that does not exist.
+    /// The slot to delete does not exist.
     NothingToDelete(u32),
-    /// A slot's size, backing, read-only flag, rights and memory type cannot change. Delete it first: then nothing of
-    /// what it allowed is mapped any more.
+    /// A slot's size, backing, read-only flag, rights and memory type cannot change. Delete the slot first: then none
+    /// of its pages is mapped any more.
     Resized(u32),
     /// A slot with private backing can neither log dirty pages nor be read-only.
     PrivateWithFlags(SlotFlags),
-    /// A slot with private backing can be created and deleted, nothing else.
+    /// A slot with private backing can only be created and deleted.
     PrivateChanged(u32),
-    /// Another slot has part of the private backing.
+    /// Another slot uses part of the private backing.
     PrivateTaken {
-        /// The region that was asked for.
+        /// The requested region.
         region: Region,
-        /// The slot that has it.
+        /// The slot that uses it.
         by: u32,
     },
-    /// Another slot holds part of the range.
+    /// Another slot contains part of the range.
     Overlap {
-        /// The region that was asked for.
+        /// The requested region.
         region: Region,
-        /// The slot that holds it.
+        /// The slot that contains it.
         with: u32,
     },
     /// Several changes of [`crate::Vm::set_memory_regions`] name this slot.
@@ -200,7 +201,7 @@ pub enum RegionError {
 }
 
 impl RegionError {
-    /// Returns the errno that KVM returns (a positive number, Linux's).
+    /// Returns the errno that KVM returns (positive, with Linux's numbers).
     pub fn errno(&self) -> i32 {
         const ENOMEM: i32 = 12;
         const EEXIST: i32 = 17;
@@ -306,12 +307,12 @@ impl fmt::Display for RegionError {
 
 impl core::error::Error for RegionError {}
 
-/// Most pages in one slot (KVM_MEM_MAX_NR_PAGES).
+/// The largest number of pages in one slot (KVM_MEM_MAX_NR_PAGES).
 const MAX_PAGES: u64 = (1 << 31) - 1;
 /// Backing addresses are below this: the index by backing has no more bits for a page number.
 const BACKING_END: u64 = PAGES << PAGE_SHIFT;
 
-/// A region that is right in itself, whatever slots there are, for tables of a granule.
+/// A region that was checked for tables of a granule, but not against the existing slots.
 #[derive(Clone, Copy)]
 pub(crate) struct Checked<'a>(&'a Region, Granule);
 
@@ -360,8 +361,8 @@ pub(crate) fn check(region: &Region, granule: Granule) -> Result<Checked<'_>, Re
     Ok(Checked(region, granule))
 }
 
-/// Checks `region` against the existing slots. Returns whether it changes anything; `false`: the slot is like that
-/// already. `capacity`: frames that the tables hold.
+/// Checks `region` against the existing slots. Returns whether it changes anything; `false`: the slot already is as
+/// `region` says. `capacity`: the number of frames that the tables translate.
 ///
 /// # Errors
 /// [`RegionError`].
@@ -390,8 +391,7 @@ pub(crate) fn plan(
     Ok(true)
 }
 
-/// Checks whether `region`, in tables of `granule`, has a place beside the existing slots but those for
-/// which `leaves` is true.
+/// Checks that `region`, in tables of `granule`, overlaps no existing slot. Ignores slots for which `leaves` is true.
 ///
 /// # Errors
 /// [`RegionError`].
@@ -407,7 +407,7 @@ pub(super) fn place(
     if let Some(with) = slots.set().overlap(&gfns, &leaves) {
         return Err(RegionError::Overlap { region, with });
     }
-    // After the rest, as in KVM, which asks its architecture when a slot is right in itself, and then binds it.
+    // Check this last, like KVM, which asks its architecture after the generic checks and then binds the memory.
     if gfns.end.0 > capacity.min(PAGES) {
         return Err(RegionError::BeyondTables(region));
     }

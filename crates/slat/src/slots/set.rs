@@ -1,6 +1,6 @@
-//! The memslots of one address space at one moment: an index by guest frame, one by backing address, and what
-//! else a look-up must see at the same moment. Whoever has a reference to a set may search it; only the writer
-//! changes it ([`super`]).
+//! The memslots of one address space at one moment: an index by guest frame, an index by backing address, and the
+//! other data that a look-up must see at the same moment. Any thread with a reference to a set may search it. Only
+//! the writer changes it ([`super`]).
 
 use core::ops::Range;
 
@@ -10,16 +10,16 @@ use crate::addr::{Gfn, Hva, PAGE_SHIFT};
 use crate::heap::OutOfMemory;
 use crate::sync::atomic::Watch;
 
-/// All slots of one address space at one moment. Aligned so that no cache line has parts of two sets.
+/// All slots of one address space at one moment. Aligned so that no cache line contains parts of two sets.
 #[repr(align(128))]
 pub(crate) struct SlotSet {
     by_gfn: Index<ByGfn>,
     by_hva: Index<ByHva>,
     /// The slots that have private backing.
     by_private: Index<ByPrivate>,
-    /// Equal in every address space of a VM.
+    /// Equal in all address spaces of a VM.
     pub(crate) private: PrivateFrames,
-    /// Raised by every change. An MMIO entry of another generation is not valid.
+    /// Raised by every change. An MMIO entry of another generation is invalid.
     pub(crate) generation: u64,
     /// At most log2 of the pages of the smallest slot.
     pub(crate) smallest: u32,
@@ -40,7 +40,7 @@ impl Spares {
         by_private: Spare::NONE,
     };
 
-    /// Frees the memory that a change of several slots has not used. Call when both sets have the change.
+    /// Frees the memory that a change of several slots has not used. Call after both sets have the change.
     pub(super) fn trim(&mut self) {
         self.by_gfn.trim();
         self.by_hva.trim();
@@ -70,21 +70,21 @@ impl SlotSet {
         self.alive.used();
     }
 
-    /// Returns the slot that holds `gfn`.
+    /// Returns the slot that contains `gfn`.
     #[inline]
     pub(crate) fn find(&self, gfn: Gfn) -> Option<&Memslot> {
         self.used();
         self.by_gfn.find(gfn.0)
     }
 
-    /// Calls `visit` for every slot with a page in `range`, in ascending order, until it returns `false`.
+    /// Calls `visit` for every slot with a page in `range`, in ascending order, until `visit` returns `false`.
     pub(crate) fn in_gfns(&self, range: &Range<Gfn>, mut visit: impl FnMut(&Memslot) -> bool) {
         self.used();
         let pages = range.start.0..range.end.0;
         self.by_gfn.overlapping(&pages, &mut visit);
     }
 
-    /// Returns the id of the first slot that has a page in `range`, and for which `leaves` is false.
+    /// Returns the id of the first slot that has a page in `range` and for which `leaves` is false.
     pub(super) fn overlap(&self, range: &Range<Gfn>, leaves: impl Fn(u32) -> bool) -> Option<u32> {
         let mut first = None;
         self.in_gfns(range, |slot| {
@@ -94,7 +94,7 @@ impl SlotSet {
         first
     }
 
-    /// Returns the id of a slot whose private backing has one of the `size` bytes from `private` on, and for
+    /// Returns the id of a slot whose private backing contains one of the `size` bytes from `private` on, and for
     /// which `leaves` is false.
     pub(super) fn private_overlap(
         &self,
@@ -112,8 +112,9 @@ impl SlotSet {
         found
     }
 
-    /// Calls `visit` for every slot that `range` backs, with the frames it backs and its place, until `visit` returns
-    /// `false`: in the order of places, from `from` on. A slot that has both its backings there is visited for each.
+    /// Calls `visit` for every slot that a part of `range` backs, with the backed frames and the place of the
+    /// backing, until `visit` returns `false`. Visits in the order of places, from `from` on. A slot whose two
+    /// backings are both in `range` is visited for each.
     pub(crate) fn backed_by(
         &self,
         range: &Range<Hva>,
@@ -150,7 +151,7 @@ impl SlotSet {
         spares.by_private.fill(&self.by_private, private)
     }
 
-    /// Replaces `old`, or nothing, by `new`, or nothing. The caller has [prepared](Self::prepare) it.
+    /// Removes `old`, if given, and adds `new`, if given. The caller has [prepared](Self::prepare) this.
     pub(super) fn exchange(
         &mut self,
         old: Option<&Memslot>,
@@ -172,7 +173,7 @@ impl SlotSet {
         self.by_private.exchange(old, new, &mut spares.by_private);
     }
 
-    /// Replaces all but the slots by what `other` has.
+    /// Copies all fields from `other` except the slots.
     pub(super) fn clone_rest(&mut self, other: &SlotSet) {
         self.alive.owned();
         self.private.clone_from(&other.private);
@@ -180,7 +181,8 @@ impl SlotSet {
     }
 }
 
-/// Position of a slot's backing among all backings: the shared ones first, each kind by address and id.
+/// Position of a slot's backing among all backings: first the shared backings, then the private ones, each kind by
+/// address and id.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Place {
     private: bool,
@@ -194,14 +196,15 @@ impl Place {
         key: 0,
     };
 
-    /// Returns the address that backs the first page of `slot`, one of whose backings is here.
+    /// Returns the address that backs the first page of `slot`, given that one of the slot's backings is at this
+    /// place.
     pub(crate) fn backing_of(self, slot: &Memslot) -> Hva {
         let private = slot.private().filter(|_| self.private);
         private.unwrap_or(slot.backing())
     }
 
-    /// Returns whether the backing of `slot` that is here is the one that `gfn` has by `attributes`, and a range of
-    /// frames around it for which this is alike.
+    /// Returns whether `gfn` uses the backing of `slot` at this place, given its attributes. Also returns a range of
+    /// frames around `gfn` with the same result.
     pub(crate) fn backs(
         self,
         slot: &Memslot,

@@ -1,5 +1,5 @@
-//! The indexes against a `BTreeMap`, the rules of regions error by error, and that a change for which there is no
-//! memory changes nothing.
+//! Tests the indexes against a `BTreeMap`, and the rules of regions error by error. Also tests that a change for
+//! which there is no memory changes nothing.
 
 use std::alloc::{GlobalAlloc, System};
 use std::cell::Cell;
@@ -13,14 +13,14 @@ use core::ops::Range;
 
 const CAPACITY: u64 = 1 << 36;
 
-/// Fails the allocations of one thread from one on.
+/// Makes the allocations of one thread fail, from a chosen one on.
 struct Failing;
 
 std::thread_local! {
     static FAIL_IN: Cell<Option<u32>> = const { Cell::new(None) };
 }
 
-/// Whether this allocation is to fail.
+/// Whether this allocation must fail.
 fn fails() -> bool {
     let countdown = |cell: &Cell<Option<u32>>| {
         let left = cell.get();
@@ -89,7 +89,7 @@ impl World {
         }
     }
 
-    /// What [`crate::Vm::set_memory_region`] does to the set.
+    /// Changes the set like [`crate::Vm::set_memory_region`].
     fn set(&self, region: &Region) -> Result<(), RegionError> {
         let mut change = self.slots.change(|_| unreachable!());
         change.catch_up(&self.readers, |_, _| panic!("nobody is inside"));
@@ -107,7 +107,7 @@ impl World {
         Ok(change.replace(&mut [Edit { id, new }], &self.readers)?)
     }
 
-    /// What [`crate::Vm::set_memory_regions`] does to the set.
+    /// Changes the set like [`crate::Vm::set_memory_regions`].
     fn set_several(&self, changes: &[Change]) -> Result<(), RegionError> {
         let batch = Batch::check(changes, Granule::Kib4)?;
         let mut change = self.slots.change(|_| unreachable!());
@@ -206,13 +206,13 @@ fn the_indexes_hold_what_a_btreemap_holds_through_random_edits() {
 
 #[test]
 fn one_leaf_that_becomes_several_and_one_again_holds_what_a_btreemap_holds() {
-    // 5, 20 and no slots are one leaf; 60 and 34 are more.
+    // 5, 20 and 0 slots fit in one leaf; 60 and 34 do not.
     let (steps, each) = if cfg!(miri) { (240, 40) } else { (50_000, 200) };
     random_edits(steps, 800, 80, |step| [5, 60, 20, 34, 0][step / each % 5]);
 }
 
-/// So many steps of random changes to slots with ids below `ids` in a space of so many pages, not many
-/// more of them than `wanted` at each step.
+/// Makes `steps` random changes to slots with ids below `ids`, in a space of `space` pages. Keeps the number of
+/// slots near `wanted` of each step.
 fn random_edits(steps: usize, space: u64, ids: u64, wanted: impl Fn(usize) -> usize) {
     let mut rng = Rng(1);
     let world = World::new();
@@ -241,7 +241,7 @@ fn random_edits(steps: usize, space: u64, ids: u64, wanted: impl Fn(usize) -> us
             };
             let free = model.range(..base + pages).next_back();
             let free = free.filter(|(other, (end, ..))| *end > base && Some(**other) != old);
-            // The one below may be itself; the next one down may overlap, too.
+            // The slot below may be the changed slot; then the next one down may overlap, too.
             let below = model.range(..base).rev().take(2);
             let clash = below.filter(|(other, (end, ..))| *end > base && Some(**other) != old);
             let above = model
@@ -312,7 +312,7 @@ fn private_backings_are_told_apart_however_many_slots_there_are() {
 
 #[test]
 fn slots_are_found_however_they_lie() {
-    /// One slot of one page at each of these; every search is compared with the list.
+    /// Makes one slot of one page at each of `pages`. Compares every search with the list.
     fn finds_all(pages: &[u64]) {
         let world = World::new();
         for (id, page) in (0..).zip(pages) {
@@ -339,8 +339,8 @@ fn slots_are_found_however_they_lie() {
     finds_all(&scattered);
 }
 
-/// Slots that are created in ascending order fill one leaf after the other. Those of the last leaf are deleted here:
-/// the full leaf before it still has its slots.
+/// Slots that are created in ascending order fill one leaf after the other. Those of the last leaf are deleted here.
+/// The full leaf before it still has its slots.
 #[test]
 fn the_last_slots_can_go_when_all_before_them_are_in_full_leaves() {
     let slots = 2 * index::LEAF as u64 + 1;
@@ -363,7 +363,7 @@ fn the_last_slots_can_go_when_all_before_them_are_in_full_leaves() {
 fn every_id_can_be_used_at_once_in_any_order() {
     let world = World::new();
     let n = MAX_SLOTS as u64;
-    // 9973 is prime to 32764, so every id comes once.
+    // 9973 and 32764 have no common factor, so every id comes once.
     let order = || (0..n).map(|i| (i * 9973 % n) as u32);
     for id in order() {
         world
@@ -393,7 +393,7 @@ fn a_reader_keeps_the_set_it_came_in_with_until_the_change_after_the_next() {
     let reader = world.readers.register().unwrap();
     reader.enter(&world.readers, 7);
     let old = world.current();
-    // Nobody waits for it.
+    // No reader has to be waited for.
     world.set(&region(1, 10, 5, 0)).unwrap();
     let is_whole = |set: &SlotSet| {
         assert!(set.find(Gfn(12)).is_none());
@@ -403,7 +403,7 @@ fn a_reader_keeps_the_set_it_came_in_with_until_the_change_after_the_next() {
     // The closure below is alive when the set is changed, and must not have a reference to it then.
     let old = &raw const *old;
     assert_eq!(world.current().generation, 1);
-    // The next change takes place where it reads.
+    // The next change is made in the set that the reader uses.
     let mut change = world.slots.change(|_| unreachable!());
     let mut waits = 0;
     change.catch_up(&world.readers, |_, token| {
@@ -419,7 +419,7 @@ fn a_reader_keeps_the_set_it_came_in_with_until_the_change_after_the_next() {
     });
     assert_eq!(waits, 3);
     drop(change);
-    // It sees the set that is published now, and nobody waits again.
+    // The reader sees the set that is published now, and no change waits for it again.
     assert!(world.current().find(Gfn(12)).is_some());
     world.set(&region(2, 30, 5, 0)).unwrap();
     reader.leave();
@@ -450,7 +450,7 @@ fn every_wrong_region_is_refused_with_the_errno_of_kvm() {
     }
     let bad_flags = refused(&|r| r.flags = SlotFlags(1 << 2));
     assert_eq!(bad_flags, (EINVAL, RegionError::BadFlags(4)));
-    // Flags are looked at first, also of what would be deleted.
+    // Flags are checked first, also in a request to delete.
     let bad_flags = refused(&|r| {
         *r = Region {
             slot: 1,
@@ -501,14 +501,14 @@ fn every_wrong_region_is_refused_with_the_errno_of_kvm() {
         ));
     }
     assert_eq!(RegionError::OutOfMemory.errno(), 12);
-    // Just beside it there is room, and none of all that has changed anything.
+    // Just beside it there is free space, and none of the refused calls has changed anything.
     world.set(&region(2, 90, 10, 0)).unwrap();
     world.set(&region(3, 110, 10, 0)).unwrap();
     assert_eq!(world.ids_at(0..CAPACITY), [2, 1, 3]);
     assert_eq!(world.ids_backed_by(0..20), [2, 3]);
 }
 
-/// What `/dev/kvm` of Linux 6.18 answered to the same calls.
+/// The results of `/dev/kvm` of Linux 6.18 for the same calls.
 #[test]
 fn of_two_things_wrong_with_a_region_the_one_that_kvm_looks_at_first_is_told() {
     let world = World::new();
@@ -523,7 +523,7 @@ fn of_two_things_wrong_with_a_region_the_one_that_kvm_looks_at_first_is_told() {
             "{error}"
         );
     };
-    // Another slot in the way comes before the end of guest-physical memory, for new slots and for moves.
+    // A conflict with another slot is reported before the end of guest-physical memory, for new slots and for moves.
     overlap(region(2, end - 1, 2, 3000));
     overlap(region(2, end - 1, (1 << 31) - 1, 3000));
     overlap(region(5, end - 1, 2, 2000));
@@ -531,7 +531,7 @@ fn of_two_things_wrong_with_a_region_the_one_that_kvm_looks_at_first_is_told() {
     let beyond = |wrong: Region| assert_eq!(told(wrong), RegionError::BeyondTables(wrong));
     beyond(region(2, end, 1, 3000));
     beyond(region(5, end, 2, 2000));
-    // All that can be said of the region alone comes before both.
+    // All checks of the region alone come before both.
     let misaligned = Region {
         backing: Hva(3000 << PAGE_SHIFT | 1),
         ..region(2, end - 1, 2, 0)
@@ -544,12 +544,12 @@ fn of_two_things_wrong_with_a_region_the_one_that_kvm_looks_at_first_is_told() {
     assert_eq!(told(large), RegionError::TooLarge(large));
     let wraps = region(2, (1 << 52) - 1, 2, 3000);
     too_high(wraps);
-    // So does a change of what cannot change.
+    // So does the check for a change of a constant property.
     assert_eq!(told(region(5, end - 1, 3, 2000)), RegionError::Resized(5));
     assert_eq!(told(region(5, end - 1, 2, 2001)), RegionError::Resized(5));
     let none = region(7, end - 1, 0, 0);
     assert_eq!(told(none), RegionError::Empty(7));
-    // A slot may move onto itself.
+    // A slot may move to a range that overlaps its old one.
     world.set(&region(5, end - 3, 2, 2000)).unwrap();
     overlap(region(5, end - 2, 2, 2000));
 }
@@ -577,7 +577,7 @@ fn a_slot_may_move_onto_part_of_itself_but_not_onto_another() {
     assert!(world.set(&region(1, 111, 10, 0)).is_err());
     world.set(&region(1, 110, 10, 0)).unwrap();
     let generation = world.current().generation;
-    // The very same again: no change at all.
+    // The same region again changes nothing.
     world.set(&region(1, 110, 10, 0)).unwrap();
     assert_eq!(world.current().generation, generation);
 }
@@ -586,7 +586,7 @@ fn a_slot_may_move_onto_part_of_itself_but_not_onto_another() {
 fn when_memory_runs_out_a_change_leaves_everything_as_it_was() {
     let world = World::new();
     let mut failures = 0;
-    // Most slots find space in existing leaves. Of those that need more, every allocation fails once.
+    // Most slots find space in existing leaves. For the others, every allocation fails once.
     let backing = |place: u64| place % 50 * 3;
     let place = |id: u32| u64::from(id) * 997 % 3000;
     let slots = if cfg!(miri) { 100 } else { 3000 };
@@ -617,7 +617,7 @@ fn when_memory_runs_out_a_change_leaves_everything_as_it_was() {
         failures > slots / 10,
         "{failures} places where memory can run out"
     );
-    // Slots that move or go need none.
+    // Slots that move or are deleted need no allocation.
     let (moves, goes) = (slots as u32 / 4, slots as u32 / 4 + 1);
     FAIL_IN.set(Some(0));
     let moved = world.set(&region(moves, 12_500, 3, backing(place(moves))));
@@ -640,7 +640,7 @@ fn several_slots_change_as_one_or_not_at_all() {
     for round in 0..rounds {
         let mut after = slots.clone();
         let mut changes = BTreeMap::new();
-        // Many at once, so that leaves and directories grow by more than one.
+        // Make many changes at once, so that leaves and directories grow by more than one.
         for _ in 0..1 + rng.below([4, 40, 300][round % 3]) {
             let id = rng.below(ids) as u32;
             if slots.contains_key(&id) && rng.below(3) == 0 {
@@ -669,7 +669,7 @@ fn several_slots_change_as_one_or_not_at_all() {
             .any(|pair| pair[0].0 + pair[0].1 > pair[1].0);
         let generation = world.current().generation;
         for n in 0.. {
-            // With many changes not each of the many allocations.
+            // With many changes, do not fail each of the many allocations.
             FAIL_IN.set(Some(if round % 3 == 0 { n } else { n * n }));
             let answer = world.set_several(&changes);
             FAIL_IN.set(None);

@@ -1,8 +1,8 @@
-//! The engine's atomics: those of `core`, or, in a build with `--cfg loom`, those of the model checker loom, which then
-//! runs the engine's own source through all interleavings and all values that a load may return
+//! The engine's atomics. They are those of `core`, or, in a build with `--cfg loom`, those of the model checker loom,
+//! which runs the engine's own source through all interleavings and all values that a load may return
 //! (`crate::loom_tests`).
 //!
-//! Counters and policies use `core`'s in both: no protocol depends on them.
+//! Counters and policies use `core`'s atomics in both builds: no protocol depends on them.
 
 pub use core::sync::atomic::Ordering;
 
@@ -28,15 +28,15 @@ mod plain {
         AtomicBool, AtomicPtr, AtomicU16, AtomicU32, AtomicU64, AtomicUsize, fence,
     };
 
-    /// Stores where another thread may read-modify-write at the same time. A function of its own because loom would
-    /// leave such a store and such a write unordered.
+    /// Stores a value where another thread may do a read-modify-write at the same time. It is a separate function
+    /// because loom would not order such a store with such a read-modify-write.
     #[inline(always)]
     pub fn overwrite(atomic: &AtomicU64, value: u64, order: super::Ordering) {
         atomic.store(value, order);
     }
 
     /// Represents memory that a protocol protects, and not the compiler. Does nothing at run time. Under loom it is a
-    /// cell, and loom reports an access of [`Watch::owned`] that is concurrent with any other.
+    /// cell, and loom reports a use by [`Watch::owned`] that is concurrent with any other use.
     #[derive(Clone, Default)]
     pub struct Watch;
 
@@ -45,11 +45,11 @@ mod plain {
             Watch
         }
 
-        /// Call when the memory is used, maybe by other threads, too.
+        /// Call when using the memory, which other threads may use, too.
         #[inline(always)]
         pub fn used(&self) {}
 
-        /// Call when this thread alone uses the memory: all uses before must have happened before this.
+        /// Call when only this thread uses the memory: all earlier uses must have happened before.
         #[inline(always)]
         pub fn owned(&self) {}
     }
@@ -64,7 +64,7 @@ mod model {
 
     pub use loom::sync::atomic::fence;
 
-    /// Like `plain::overwrite`, but as a read-modify-write, which loom puts in one order with others.
+    /// Like `plain::overwrite`, but as a read-modify-write, which loom orders with other read-modify-writes.
     pub fn overwrite(atomic: &AtomicU64, value: u64, order: Ordering) {
         atomic.swap(value, order);
     }
@@ -108,7 +108,7 @@ mod model {
         }
     }
 
-    /// The value of an atomic that no other thread can reach. Written back when dropped.
+    /// The value of an atomic that no other thread can reach. It is written back when dropped.
     pub struct Owned<'a, T> {
         value: T,
         write: Box<dyn FnMut(&T) + 'a>,
@@ -136,12 +136,12 @@ mod model {
     /// Defines atomics that wrap loom's, with two differences.
     ///
     /// A sequentially consistent load is a compare-exchange of a value with itself, which returns the newest value. A
-    /// load of loom may return values that such a load must not (older than the newest sequentially consistent
-    /// store).
+    /// plain load of loom may return values that a sequentially consistent load must not return (older than the newest
+    /// sequentially consistent store).
     ///
-    /// Other loads first write to a second atomic, `turn`. To choose the interleavings worth running, loom remembers
-    /// only the last access to an atomic: after a load by one thread, then a load and a store by another, it forgets
-    /// that the store could have come before the first load. With the read-modify-writes of `turn` it tries both orders
+    /// Other loads first write to a second atomic, `turn`. To choose the interleavings to run, loom remembers only the
+    /// last access to an atomic. After a load by one thread, and then a load and a store by another, it forgets that
+    /// the store could have come before the first load. With the read-modify-writes of `turn`, loom tries both orders
     /// of any two loads, and so also of the store.
     macro_rules! atomics {
         ($($name:ident $(<$t:ident>)?: $value:ty, $any:expr;)*) => {$(

@@ -1,11 +1,11 @@
 //! A fair lock, for long operations: first come, first served.
 //!
-//! Its holder may allocate, wait for flushes, and walk the tables of a whole slot. So a waiter waits by
-//! [`crate::Platform::wait`], which yields the processor. Each thread takes a ticket, and gets the lock in the order
-//! of tickets: threads that take the lock in a loop delay another thread by at most one turn each.
+//! The holder may allocate, wait for flushes, and walk the tables of a whole slot. So a waiter waits by
+//! [`crate::Platform::wait`], which yields the processor. Each thread takes a ticket, and the lock is granted in the
+//! order of tickets. So threads that take the lock in a loop delay another thread by at most one turn each.
 //!
-//! When a waiter becomes the next, it restarts its wait at round 0: the lock will be free soon, and no other thread can
-//! take it until this one has.
+//! A waiter that becomes the next restarts its wait at round 0: the lock will be free soon, and no other thread can
+//! take it before this waiter.
 
 use core::cell::UnsafeCell;
 use core::ops::{Deref, DerefMut};
@@ -13,11 +13,11 @@ use core::ops::{Deref, DerefMut};
 use super::held;
 use crate::sync::atomic::{AtomicU64, Ordering::*, Watch};
 
-/// Data that one thread at a time uses, in the order in which threads asked for it.
+/// Data that one thread at a time uses. Threads get it in the order in which they asked for it.
 pub(crate) struct FairLock<T> {
     /// The number of tickets given; the next ticket.
     tickets: AtomicU64,
-    /// The ticket that has, or may take, the lock.
+    /// The ticket whose thread has the lock, or may take it.
     turn: AtomicU64,
     /// Represents the data for loom.
     held: Watch,
@@ -45,8 +45,8 @@ impl<T> FairLock<T> {
         let mut round = 0;
         let mut seen = mine;
         loop {
-            // Acquire would be enough to see what the holder before has done. But a model checker would return old
-            // values for ever, and a waiter can afford the newest.
+            // Acquire would be enough to see the stores of the holder before. But a model checker would return old
+            // values forever, and for a waiter the newest value costs little.
             let turn = self.turn.load(SeqCst);
             if turn == mine {
                 break;
@@ -84,7 +84,7 @@ impl<T> DerefMut for FairGuard<'_, T> {
 
 impl<T> Drop for FairGuard<'_, T> {
     fn drop(&mut self) {
-        // Only the holder changes it.
+        // Only the holder changes the turn.
         let mine = self.lock.turn.load(Relaxed);
         self.lock.turn.store(mine + 1, Release);
     }
@@ -96,7 +96,7 @@ mod tests {
     use std::sync::atomic::AtomicBool;
     use std::time::{Duration, Instant};
 
-    /// No later thread gets the lock before one that has a ticket, however often others take it.
+    /// A thread with a ticket gets the lock before any later thread, however often others take it.
     #[test]
     fn no_thread_is_overtaken() {
         const OTHERS: u64 = 4;
@@ -124,7 +124,7 @@ mod tests {
                 drop(guard);
                 if let Some(before) = before {
                     waited += 1;
-                    // One turn of each other thread, and one of each that had ended but not been counted before.
+                    // Allows two turns of each other thread: one, and one that had ended but was not counted before.
                     if after - before > 2 * OTHERS {
                         stop.store(true, SeqCst);
                         panic!(

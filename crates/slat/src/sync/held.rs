@@ -1,9 +1,9 @@
-//! Checks that no thread delays others for long: it holds no spin lock when it waits, and it reads a bounded number of
-//! entries in the reader section of an operation.
+//! Checks that no thread delays others for long: that it holds no spin lock when it waits, and that it reads a bounded
+//! number of entries in the reader section of an operation.
 //!
 //! A waiter for a spin lock spins. So a holder that sleeps, waits for a CPU to flush, or asks the host for a page keeps
-//! a processor busy for nothing, or for ever. Flushes and slot changes wait for reader sections, so a section in
-//! which an operation reads a whole tree delays every page that the host wants back.
+//! a processor busy in vain, perhaps forever. Flushes and slot changes wait for reader sections. So an operation that
+//! reads a whole tree in one section delays every page that the host wants to reclaim.
 //!
 //! Builds with debug assertions and the feature `lock-checks` count, for each thread, the spin locks it holds, and the
 //! entries it has read since the reader section of its operation began. [`assert_none`] checks the first count before
@@ -11,8 +11,8 @@
 //! queues for a [`super::FairLock`]; [`looked_at`] checks the second in every walk. (A count for each thread needs
 //! `std`, hence the feature. Builds for loom do not count.)
 
-/// The number of entries that an operation may read in one reader section: about 50 us. Builds that count have so few
-/// that the operations of their tests need many sections, too.
+/// The number of entries that an operation may read in one reader section: this takes about 50 us. In builds that
+/// count, the limit is low, so that the operations of their tests need many sections, too.
 pub(crate) const MOST_ENTRIES: u32 = if COUNTED { 40 } else { 4096 };
 
 const COUNTED: bool = cfg!(all(
@@ -27,7 +27,7 @@ mod count {
 
     std::thread_local! {
         static HELD: Cell<u32> = const { Cell::new(0) };
-        /// `None` outside the sections of operations.
+        /// The number of entries read; `None` outside the sections of operations.
         static ENTRIES: Cell<Option<u32>> = const { Cell::new(None) };
     }
 
@@ -89,7 +89,7 @@ pub(crate) fn section_ends() {
 /// Call before the thread reads `entries` entries.
 ///
 /// # Panics
-/// In builds that count, if these are too many for one reader section.
+/// In builds that count, if the total is too large for one reader section.
 #[inline(always)]
 pub(crate) fn looked_at(entries: u32) {
     if let Some(before) = count::entries() {
@@ -114,7 +114,7 @@ pub(super) fn released() {
     count::sub();
 }
 
-/// Call before something that may wait; `what` names it, for the message.
+/// Call before a call that may wait; `what` names that call, for the panic message.
 ///
 /// # Panics
 /// In builds that count, if the thread holds a spin lock.

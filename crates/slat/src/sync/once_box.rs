@@ -5,10 +5,10 @@ use core::ptr;
 use crate::heap::OutOfMemory;
 use crate::sync::atomic::{AtomicPtr, Ordering::*, const_fn};
 
-/// A value on the heap that is made when it is first needed, by any thread, and stays until its owner is dropped. So
-/// who reaches it needs neither a lock nor a reader section.
+/// A value on the heap that any thread makes when the value is first needed. It stays until its owner is dropped. So
+/// accessing the value needs neither a lock nor a reader section.
 ///
-/// A list that only grows is a chain of these: each element has one for the next element.
+/// A list that only grows is a chain of `OnceBox`es: each element has one for the next element.
 pub(crate) struct OnceBox<T> {
     value: AtomicPtr<T>,
     /// Threads share the value, and any of them may have made it.
@@ -17,7 +17,7 @@ pub(crate) struct OnceBox<T> {
 
 impl<T> OnceBox<T> {
     const_fn! {
-        /// Makes one without a value.
+        /// Makes a `OnceBox` without a value.
         pub(crate) fn new() -> Self {
             OnceBox {
                 value: AtomicPtr::new(ptr::null_mut()),
@@ -59,7 +59,8 @@ impl<T: Send + Sync> OnceBox<T> {
         }
     }
 
-    /// Returns the value. If there is none yet, makes it by `make`; threads that do so at once get one of theirs.
+    /// Returns the value. If there is none yet, makes it by `make`. Threads that do so at the same time all get the
+    /// same value.
     ///
     /// # Errors
     /// [`OutOfMemory`] from `make`.

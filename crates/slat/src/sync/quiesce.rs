@@ -1,38 +1,37 @@
-//! Until when readers may use what was removed: quiescent-state reclamation, as in KVM's SRCU.
+//! Quiescent-state reclamation: decides how long readers may use removed data. KVM's SRCU does this, too.
 //!
-//! Walkers and slot look-ups take no lock. What they may have read is therefore kept until each of
-//! them has passed a *quiescent point*: a moment at which it has no pointer into tables or slots
-//! and, if it is a software CPU, no cached translation. The same mechanism acknowledges TLB flushes of
-//! software CPUs: for them a flush and a quiescent point are the same.
+//! Walkers and slot look-ups take no lock. So data that they may have read is kept until each of them has passed a
+//! *quiescent point*: a moment at which it has no pointer into tables or slots and, if it is a software CPU, no cached
+//! translation. The same mechanism acknowledges TLB flushes of software CPUs: a flush waits until each of them has
+//! passed a quiescent point.
 //!
 //! # Protocol
-//! There is one counter, the *generation*. Every reader owns one word:
+//! There is one counter, the *generation*. Every reader owns one word, whose value is
 //!
-//! * 0: it is outside of a reader section. No writer waits for it.
-//! * g: it is inside, and passed a quiescent point when the generation was g.
+//! * 0 if the reader is outside of a reader section. No writer waits for it.
+//! * g if the reader is in a section, and passed its last quiescent point when the generation was g.
 //!
-//! A writer removes something (clears entries, swaps the slot set) and then calls
-//! [`Readers::synchronize`]: it raises the generation to n and waits for every reader whose word is
-//! neither 0 nor at least n. A reader that enters stores the generation it read and reads it again.
-//! Both sides use sequentially consistent accesses, so either the writer sees the reader's word, or
-//! the reader sees the raised generation, and with it (release/acquire through the generation)
-//! everything that was changed before. The same holds for the list of readers: a reader that the writer
-//! does not find in the list enters after the raise. Leaving is a release store of 0, so all that a reader did
-//! happened before what a writer does that sees the 0.
+//! A writer removes something (clears entries, swaps the slot set) and then calls [`Readers::synchronize`], which
+//! raises the generation to n and waits for every reader whose word is neither 0 nor at least n. A reader that enters
+//! stores the generation that it has read, and then reads the generation again. Both sides use sequentially consistent
+//! accesses. So either the writer sees the reader's word, or the reader sees the raised generation, and with it
+//! (release/acquire through the generation) everything that was changed before. The same holds for the list of readers:
+//! a reader that the writer does not find in the list enters after the raise. Leaving is a release store of 0. So
+//! everything that a reader did happens before everything that a writer does after seeing the 0.
 //!
-//! A look-up that takes a few instructions has no reader of its own ([`Readers::brief`]): one word serves all threads,
-//! and the thread that changes it from 0 to the generation is its owner until it stores 0 again.
+//! A look-up that takes a few instructions uses no reader of its own ([`Readers::brief`]). All threads share one word
+//! for such look-ups. The thread that changes it from 0 to the generation owns it until it stores 0 again.
 //!
 //! # Deadlock
-//! A reader that must itself wait (for host memory, for a flush, for an invalidation to end) leaves
-//! first and enters again afterwards. [`Reader::enter`] then returns whether it has missed a
-//! generation, and if so, every translation it has cached is void. So no reader waits while a writer waits
-//! for it. A vCPU that is not in KVM_RUN is outside, too.
+//! A reader that has to wait (for host memory, for a flush, for the end of an invalidation) leaves first and enters
+//! again afterwards. [`Reader::enter`] then returns whether the reader has missed a generation. If so, every
+//! translation that it has cached is void. So no reader waits while a writer waits for it. A vCPU that is not in
+//! KVM_RUN is outside, too.
 //!
 //! # Attention
-//! Each reader has a word of *attention* bits that its software CPU checks at every block
-//! boundary. `synchronize` sets [`Attention::FLUSH`] there; the other bits are the client's.
-//! [`Reader::quiesce`] clears the bit *before* it reads the generation: a request between the two
+//! Each reader has a word of *attention* bits that its software CPU checks at every block boundary. `synchronize` sets
+//! [`Attention::FLUSH`] there; the other bits belong to the client. [`Reader::quiesce`] clears the bit *before* it
+//! reads the generation. A request between the two sets the bit again, and the CPU sees the bit at the next boundary.
 //! sets the bit again, and the CPU sees that at the next boundary.
 
 use alloc::boxed::Box;
@@ -64,10 +63,10 @@ pub struct Attention(Shared<Word>);
 struct Word(AtomicU32);
 
 impl Attention {
-    /// The engine asks for [`crate::Vcpu::quiesce`]. All other bits are free for the client.
+    /// The engine requests [`crate::Vcpu::quiesce`]. All other bits are free for the client.
     pub const FLUSH: u32 = 1 << 0;
 
-    /// Makes a word without bits. A vCPU has one already ([`crate::Vcpu::attention`]).
+    /// Makes a word with no bits set. A vCPU already has a word ([`crate::Vcpu::attention`]).
     ///
     /// # Errors
     /// [`OutOfMemory`].
@@ -94,26 +93,26 @@ impl Attention {
 /// The state of one reader. On a cache line of its own, because the owner writes it whenever it enters.
 #[repr(align(64))]
 pub(crate) struct Reader {
-    /// 0 outside of a section; otherwise the generation of the last quiescent point.
+    /// 0 outside of a section; in a section, the generation of the last quiescent point.
     state: AtomicU64,
-    /// The generation of the last quiescent point, also while outside. Only the owner writes it.
+    /// The generation of the last quiescent point, also outside of a section. Only the owner writes it.
     seen: AtomicU64,
     /// The token given to [`Reader::enter`], for [`crate::WaitFor::Reader`].
     token: AtomicUsize,
-    /// The reader has an owner.
+    /// Whether the reader has an owner.
     owned: AtomicBool,
     attention: Attention,
     /// The owners' counters. A new owner continues them, because only sums over all readers are used.
     pub(crate) counters: Counters,
-    /// What the owners' walkers have written. A new owner goes on with the buffer.
+    /// The pages that the owners' walkers have written. A new owner continues to use the buffer.
     pub(crate) written: WalkerBuffer,
-    /// The next one in the list.
+    /// The next reader in the list.
     next: OnceBox<Reader>,
 }
 
 impl Reader {
-    /// Makes a reader that the caller owns, or nobody if `owned` is false. Not inlined, because every operation would
-    /// have its frame, in which there is a reader.
+    /// Makes a reader that the caller owns; if `owned` is false, one that has no owner. Not inlined, because each
+    /// caller's stack frame would then have space for a reader.
     ///
     /// # Errors
     /// [`OutOfMemory`].
@@ -158,8 +157,8 @@ impl Reader {
         self.settle(readers)
     }
 
-    /// Ends a reader section. What the caller keeps from it is valid again only if the next [`Self::enter`] returns
-    /// `false`.
+    /// Ends a reader section. Data that the caller keeps from the section is valid again only if the next
+    /// [`Self::enter`] returns `false`.
     #[inline]
     pub(crate) fn leave(&self) {
         self.state.store(0, Release);
@@ -200,11 +199,11 @@ impl Reader {
     }
 }
 
-/// A reader in a section, and the right to use the reader alone. Dropping it ends the section, and gives the reader
-/// back.
+/// A reader in a section, and the right to use the reader exclusively. Dropping it ends the section, and releases the
+/// reader.
 pub(crate) struct Inside<'a> {
     reader: &'a Reader,
-    /// The reader is one of operations.
+    /// Set if the reader is one that operations borrow.
     borrowed_from: Option<&'a Readers>,
 }
 
@@ -243,12 +242,12 @@ impl Drop for Inside<'_> {
 /// All readers of one VM.
 pub(crate) struct Readers {
     generation: AtomicU64,
-    /// The reader of [brief sections](Self::brief), which no thread owns for longer than one of them.
+    /// The reader of [brief sections](Self::brief). A thread owns it for one such section.
     brief: OnceBox<Reader>,
-    /// A reader for operations alone, so that they do not search the list, which may contain a thousand vCPUs, each
-    /// time. One that begins when another one has it takes a reader of the list.
+    /// A reader for operations alone, so that an operation need not search the list, which may contain a thousand
+    /// vCPUs. An operation that finds this reader in use takes a reader from the list.
     operation: OnceBox<Reader>,
-    /// The first of a list that only grows; a reader without an owner is used again.
+    /// The first reader of a list that only grows. A reader without an owner is reused.
     first: OnceBox<Reader>,
 }
 
@@ -272,15 +271,14 @@ impl Readers {
         Ok(())
     }
 
-    /// Begins a section for a few instructions that wait for nothing, in which no [`Attention`] is looked at. The
-    /// caller may be in another section. `None`: another thread is in the brief section, and there is no memory
-    /// for one more reader.
+    /// Begins a section for a few instructions that wait for nothing and that ignore [`Attention`]. The caller may be
+    /// in another section. `None`: another thread is in the brief section, and there is no memory for another reader.
     ///
     /// An operation that borrows a reader exchanges its owner, and then stores the reader's word: two locked
-    /// instructions on x86. Here the word itself says who owns the reader: the
-    /// compare-exchange that stores the generation there succeeds only where it was 0. It is sequentially
-    /// consistent like the store in [`Reader::enter`], and the generation is read again after it in the same way,
-    /// so the same argument holds.
+    /// instructions on x86. Here the word itself shows whether the reader has an owner: the compare-exchange that
+    /// stores the generation succeeds only if the word was 0. The compare-exchange is sequentially consistent, like the
+    /// store in [`Reader::enter`], and the generation is read again after it in the same way. So the same argument
+    /// holds.
     #[inline]
     pub(crate) fn brief(&self) -> Option<Inside<'_>> {
         let begin = |reader: &Reader| {
@@ -306,7 +304,7 @@ impl Readers {
     /// Begins a section of one operation.
     ///
     /// # Errors
-    /// [`OutOfMemory`] if no reader is free, and there is no memory for another one.
+    /// [`OutOfMemory`] if no reader is free, and there is no memory for another.
     pub(crate) fn enter(&self) -> Result<Inside<'_>, OutOfMemory> {
         let reader = self.borrow()?;
         reader.enter(self, 0);
@@ -316,10 +314,10 @@ impl Readers {
         })
     }
 
-    /// Returns a reader for one operation. Give it back with [`Readers::release`].
+    /// Returns a reader for one operation. Release it with [`Readers::release`].
     ///
     /// # Errors
-    /// [`OutOfMemory`] if no reader is free, and there is no memory for another one.
+    /// [`OutOfMemory`] if no reader is free, and there is no memory for another.
     #[inline]
     pub(crate) fn borrow(&self) -> Result<&Reader, OutOfMemory> {
         match self.operation.get() {
@@ -328,10 +326,10 @@ impl Readers {
         }
     }
 
-    /// Returns a reader that the caller owns. Give it back with [`Readers::release`].
+    /// Returns a reader that the caller owns. Release it with [`Readers::release`].
     ///
     /// # Errors
-    /// [`OutOfMemory`] if no reader is free, and there is no memory for another one.
+    /// [`OutOfMemory`] if no reader is free, and there is no memory for another.
     #[cold]
     pub(crate) fn register(&self) -> Result<&Reader, OutOfMemory> {
         let mut made = None;
@@ -339,8 +337,8 @@ impl Readers {
         loop {
             if let Some(reader) = next.get() {
                 if reader.try_own() {
-                    // The client of the last owner may still have the attention word; bits set by it are not for this
-                    // owner.
+                    // The client of the last owner may still have the attention word; bits that it has set are not for
+                    // this owner.
                     reader.attention.take(u32::MAX);
                     return Ok(reader);
                 }
@@ -351,18 +349,18 @@ impl Readers {
                 Some(new) => new,
                 None => Reader::new(true)?,
             };
-            // Sequentially consistent, as the words are: if a writer does not find the new reader in the list, it has
-            // raised the generation before the reader enters.
+            // Sequentially consistent, like the readers' words: if a writer does not find the new reader in the list,
+            // the writer has raised the generation before the reader enters.
             match next.set(new) {
                 Ok(reader) => return Ok(reader),
-                // Another thread has added one: this one comes after that.
+                // Another thread has added a reader: add this reader after it.
                 Err(new) => made = Some(new),
             }
         }
     }
 
-    /// Gives back a reader from [`Readers::register`] or [`Readers::borrow`]: ends its section; another thread may own
-    /// it next.
+    /// Releases a reader from [`Readers::register`] or [`Readers::borrow`]: ends its section. Afterwards another thread
+    /// may own it.
     #[inline]
     pub(crate) fn release(&self, reader: &Reader) {
         reader.leave();
@@ -377,22 +375,22 @@ impl Readers {
         }))
     }
 
-    /// Waits until every reader has passed a quiescent point after this call began, or is outside; calls
-    /// `wait(round, token)` while it waits for the reader with `token`. Returns the generation that they have passed.
-    /// The caller is in no section.
+    /// Waits until every reader has passed a quiescent point after this call began, or is outside. Calls `wait(round,
+    /// token)` while it waits for the reader with `token`. Returns the generation that the readers have passed. The
+    /// caller is in no section.
     pub(crate) fn synchronize(&self, wait: impl FnMut(u32, usize)) -> u64 {
         self.synchronize_those(|_| true, wait)
     }
 
-    /// Like [`Self::synchronize`], but asks only those readers whose attention word `wanted` accepts, and waits
-    /// for each while it does.
+    /// Like [`Self::synchronize`], but asks only the readers for whose attention word `wanted` is true, and waits for
+    /// each only while it is true.
     pub(crate) fn synchronize_those(
         &self,
         wanted: impl Fn(&Attention) -> bool,
         mut wait: impl FnMut(u32, usize),
     ) -> u64 {
         let generation = self.generation.fetch_add(1, SeqCst) + 1;
-        // The list is read after that: a reader that it does not have yet enters the new generation.
+        // Read the list after raising the generation: a reader that is not in the list yet enters the new generation.
         self.iter().for_each(|reader| {
             if wanted(&reader.attention) && !reader.has_passed(generation) {
                 reader.attention.raise(Attention::FLUSH);
@@ -408,8 +406,8 @@ impl Readers {
         generation
     }
 
-    /// Returns the lowest generation of a [`Readers::synchronize`] that begins after this call: when all readers have
-    /// passed it, none uses what was removed before this call.
+    /// Returns the lowest generation of a [`Readers::synchronize`] that begins after this call. When all readers have
+    /// passed it, no reader uses data that was removed before this call.
     pub(crate) fn next_generation(&self) -> u64 {
         self.generation.load(SeqCst) + 1
     }
@@ -427,7 +425,7 @@ impl Readers {
 
 impl Drop for Readers {
     fn drop(&mut self) {
-        // One by one: to drop the first one with its list would take stack for each.
+        // Drop the readers one by one: dropping the first with the whole list would recurse, and take stack for each.
         let mut next = self.first.take();
         while let Some(mut reader) = next {
             next = reader.next.take();
@@ -481,7 +479,7 @@ mod tests {
             one.quiesce(&readers);
         });
         assert_eq!(other.attention.flag().load(SeqCst), 0, "it was not asked");
-        // A full wait is for both again.
+        // This wait is for both readers again.
         let mut asked = 0;
         readers.synchronize(|_, token| {
             asked += token;
@@ -537,7 +535,7 @@ mod tests {
         let reader = readers.register().unwrap();
         reader.enter(&readers, 0);
         reader.leave();
-        // The reader has read the generation and not stored it yet; the writer finds no reader inside.
+        // The reader has read the generation and not stored it yet. The writer finds no reader in a section.
         let before = readers.generation.load(SeqCst);
         let after = readers.synchronize(|_, _| panic!("waited"));
         assert!(reader.settle_from(&readers, before));

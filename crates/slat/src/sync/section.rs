@@ -1,10 +1,10 @@
 use core::marker::PhantomData;
 
-/// Proof, of size 0, that a reader is in a section for as long as `'s` lasts.
+/// A zero-sized proof that a reader is in a section for as long as `'s` lasts.
 ///
-/// The owner of a reader returns it for as long as the owner is borrowed, and every method that ends the section (by
-/// leaving, quiescing, or waiting outside) borrows the owner mutably. So nothing that was reached with the proof can be
-/// used after the section:
+/// The owner of a reader returns the proof for as long as the owner is borrowed. Every method that ends the section (by
+/// leaving, quiescing, or waiting outside) borrows the owner mutably. So a reference that was reached with the proof
+/// cannot be used after the section:
 ///
 /// ```compile_fail,E0502
 /// # #[allow(dead_code)]
@@ -24,7 +24,7 @@ use core::marker::PhantomData;
 /// assert_eq!(*seen, 7);
 /// ```
 ///
-/// but before:
+/// but it can be used before the section ends:
 ///
 /// ```
 /// # #[allow(dead_code)]
@@ -44,8 +44,8 @@ use core::marker::PhantomData;
 /// owner.leave();
 /// ```
 ///
-/// It does not say to which VM the reader belongs: the one operation on two VMs ([`crate::vm`]'s clones) has a
-/// section of one only.
+/// The proof does not name the VM of the reader: the only operation on two VMs ([`crate::vm`]'s clones) is in a section
+/// of one of them only.
 #[derive(Clone, Copy)]
 pub(crate) struct InSection<'s>(PhantomData<&'s ()>);
 
@@ -53,15 +53,15 @@ impl InSection<'_> {
     /// Makes a proof.
     ///
     /// # Safety
-    /// - as long as the result is used, a reader of the VM that it is used for stays in the section that it
-    ///   is in: it neither leaves nor quiesces.
+    /// - as long as the result is used, a reader of the VM in question stays in its current section: it neither leaves
+    ///   nor quiesces.
     #[inline(always)]
     pub(crate) unsafe fn assume() -> Self {
         InSection(PhantomData)
     }
 }
 
-/// A value that readers access without a lock: needs the proof that the caller is in a section.
+/// A value that readers access without a lock. Access needs the proof that the caller is in a section.
 pub(crate) struct Guarded<T>(T);
 
 impl<T> Guarded<T> {
@@ -75,7 +75,7 @@ impl<T> Guarded<T> {
         &self.0
     }
 
-    /// Returns the value of an owner that no reader knows yet.
+    /// Returns the value mutably, for an owner that no reader can reach yet.
     pub(crate) fn get_mut(&mut self) -> &mut T {
         &mut self.0
     }

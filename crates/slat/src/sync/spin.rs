@@ -1,7 +1,8 @@
-//! A lock for short critical sections that never wait: changes of the entries of one table, or of a range.
+//! A lock for short critical sections that never wait: changes of the entries of one table, or of the range of an
+//! invalidation.
 //!
-//! Its holder takes no other lock, allocates nothing and waits for nothing ([`super::held`] checks that), so a waiter
-//! only needs to wait: there can be no deadlock.
+//! The holder takes no other lock, allocates nothing and waits for nothing ([`super::held`] checks that). So a waiter
+//! can simply wait: a deadlock is impossible.
 
 use core::cell::UnsafeCell;
 use core::ops::{Deref, DerefMut};
@@ -12,7 +13,7 @@ use crate::sync::atomic::{AtomicU32, Ordering::*, Watch, const_fn};
 /// The bare lock word, without the data it protects.
 pub(crate) struct RawSpinLock {
     word: AtomicU32,
-    /// Represents what the lock protects, for loom.
+    /// Represents the protected data for loom.
     held: Watch,
 }
 
@@ -46,8 +47,8 @@ impl RawSpinLock {
 
     /// Waits for the lock and takes it.
     ///
-    /// Each read of the word takes its cache line from the holder, and that often contains what the holder is changing.
-    /// So a waiter reads rarely, at the price that the holder may take the lock several times in a row.
+    /// Each read of the word takes its cache line from the holder, and that line often contains the data that the
+    /// holder is changing. So a waiter reads rarely. In return, the holder may take the lock several times in a row.
     #[cold]
     #[inline(never)]
     fn lock_slowly(&self, wait: &mut dyn FnMut(u32)) {
@@ -56,8 +57,8 @@ impl RawSpinLock {
             for _ in 0..Self::FEWEST_PAUSES << round.min(Self::DOUBLINGS) {
                 core::hint::spin_loop();
             }
-            // Relaxed would be enough, but a model checker would return old values for ever, and a waiter can afford
-            // the newest.
+            // Relaxed would be enough. But a model checker would return old values forever, and for a waiter the newest
+            // value costs little.
             if self.word.load(SeqCst) != 0 {
                 held::assert_none("to wait for a spin lock");
                 wait(round);
@@ -70,7 +71,7 @@ impl RawSpinLock {
 
     /// The number of pauses before the first read.
     const FEWEST_PAUSES: u32 = 8;
-    /// How many times a round doubles that number.
+    /// The number of rounds that double the number of pauses.
     const DOUBLINGS: u32 = 3;
 }
 

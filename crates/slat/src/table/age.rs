@@ -1,26 +1,26 @@
-//! Aging: accessed bits are read and cleared without a lock, as in KVM since Linux 6.15, so that a host which looks for
-//! unused memory delays no fault.
+//! Aging: reads and clears accessed bits without a lock, like KVM since Linux 6.15. So a host that looks for unused
+//! memory delays no fault.
 //!
 //! # Why no lock is needed
-//! Nothing but the accessed bit of a leaf changes, and that by a compare-exchange of the entry: what the walk has read
-//! is still there, or nothing happens.
+//! Aging changes only the accessed bit of a leaf, by a compare-exchange of the entry: if the entry has changed since it
+//! was read, nothing happens.
 //!
 //! * *Tables.* The caller is in a reader section, and reaches tables as any walker does. A table that was removed
-//!   meanwhile is not freed before the section ends; what is cleared in its leaves matters to nobody.
-//! * *Entries.* Only leaves, broken ones included, are changed. An entry that was zapped, split or collapsed since it
-//!   was read has other bits, so the exchange fails: an entry that refers to a table keeps all its bits, and a cleared
-//!   one the flush that it names. If the same bits came back in between, they mean the same leaf.
-//! * *The holder of the table's lock* may have read the entry before the bit was cleared, and store what it made of
-//!   that ([`At::update`](super::At), [`At::put`](super::At)). Then the bit is set again: the page looks used once
-//!   more. It loses no dirty bit by that. It stores plainly only if the leaf is settled ([`Format::is_settled`]),
-//!   or does not need dirty bits: and a settled leaf is dirty already, or not writable, so all that a walker can
-//!   add to it now is the accessed bit. Otherwise it exchanges what it has read, fails, and reads again, as it does
-//!   when a walker sets a bit.
-//! * *Walkers in hardware* set bits by atomic operations. If one marks the leaf between the load and the exchange, the
-//!   exchange fails, and the next one keeps the dirty bit.
-//! * *Another thread that ages* exchanges the same bits. One of the two succeeds, and counts the leaf.
+//!   meanwhile is not freed before the section ends; a cleared bit in its leaves has no effect.
+//! * *Entries.* Only leaves, including broken ones, are changed. An entry that was zapped, split or collapsed since the
+//!   read has other bits, so the exchange fails. So an entry that refers to a table keeps all its bits, and a cleared
+//!   entry still names its flush. If the same bits were stored again in between, they mean the same leaf.
+//! * *The holder of the table's lock* may have read the entry before the bit was cleared, and may then store a value
+//!   computed from it ([`At::update`](super::At), [`At::put`](super::At)). Then the bit is set again, and the page
+//!   looks used once more. No dirty bit is lost by that. The holder uses a plain store only if the leaf is settled
+//!   ([`Format::is_settled`]), or does not need dirty bits. A settled leaf is already dirty, or not writable, so a
+//!   walker can only add the accessed bit. Otherwise the holder uses an exchange, which fails, and reads again, as when
+//!   a walker sets a bit.
+//! * *Walkers in hardware* set bits by atomic operations. If a walker sets a bit in the leaf between the load and the
+//!   exchange, the exchange fails. The next exchange keeps the dirty bit.
+//! * *Another thread that ages* exchanges the same bits. One of the two threads succeeds, and counts the leaf.
 //!
-//! The MMU of shadow pages finds leaves by its lists, which change under its lock, so it ages under that
+//! The MMU of shadow pages finds leaves by its lists, which change under its lock, so it ages under that lock
 //! ([`ByGfn::age`](super::ByGfn)).
 
 use core::ops::Range;
@@ -42,7 +42,7 @@ struct Aging<'w, P: Platform, F: Format, S> {
 }
 
 impl<P: Platform, F: Format> Tree<P, F> {
-    /// Does [`ByGfn::age`](super::ByGfn::age), without a lock.
+    /// Implements [`ByGfn::age`](super::ByGfn::age), without a lock.
     pub(super) fn age_unlocked(&self, walk: &mut Walk, clear: bool, seen: &mut impl FnMut(Aged)) {
         self.each_root(walk, |walk, root, gfns| {
             let mut aging = Aging {
@@ -133,7 +133,7 @@ impl<P: Platform, F: Format, S: FnMut(Aged)> Aging<'_, P, F, S> {
     }
 }
 
-/// Whether `entries`, of `level`, are all leaves that were not used, as most are.
+/// Whether all `entries`, of `level`, are unused leaves. This is the most common case.
 #[inline(always)]
 fn are_idle<F: Format>(entries: &[AtomicU64], level: Level) -> bool {
     entries.iter().fold(true, |all, entry| {
@@ -142,8 +142,8 @@ fn are_idle<F: Format>(entries: &[AtomicU64], level: Level) -> bool {
     })
 }
 
-/// Returns whether `entry` is a leaf of `level`, and whether one that was used. Without a branch: no predictor knows
-/// which pages the guest uses.
+/// Returns whether `entry` is a leaf of `level`, and whether that leaf was used. Has no branch: branch prediction
+/// cannot know which pages the guest uses.
 #[inline(always)]
 fn leaf<F: Format>(entry: &AtomicU64, level: Level) -> (bool, bool) {
     let bits = entry.load(Relaxed);
@@ -157,7 +157,7 @@ fn is_table<F: Format>(bits: u64, level: Level) -> bool {
     level > Level::PAGE && F::next_table(bits, level).is_some()
 }
 
-/// Clears the accessed bit of the leaf of `level` in `entry`, if there is one that has it. Returns whether.
+/// Clears the accessed bit of the leaf of `level` in `entry`, if it is set. Returns whether it was.
 fn clear<F: Format>(entry: &AtomicU64, level: Level) -> bool {
     let mut bits = entry.load(Relaxed);
     loop {

@@ -1,4 +1,4 @@
-//! An entry that a walk visits: what may be done to it there, the same for every MMU.
+//! An entry that a walk visits, and the operations on it, which are the same for every MMU.
 
 use core::ops::Range;
 
@@ -14,7 +14,7 @@ pub(crate) struct At<'t> {
     pub(crate) entry: &'t AtomicU64,
     pub(crate) meta: &'t TableMeta,
     pub(crate) kept: Kept<'t>,
-    /// The entry's bits when the visit began. Since then walkers may have set accessed and dirty.
+    /// The entry's bits when the visit began. Since then walkers may have set accessed and dirty bits.
     pub(crate) bits: u64,
     /// The first frame that the entry covers, which may be before the walk's range.
     pub(crate) gfn: Gfn,
@@ -23,7 +23,7 @@ pub(crate) struct At<'t> {
     pub(crate) below_protected: bool,
 }
 
-/// The MMU's book about the entries of a table.
+/// The record that the MMU keeps of the entries of a table.
 #[derive(Clone, Copy)]
 pub(crate) enum Kept<'t> {
     /// The record of which entries of the table were cleared.
@@ -32,15 +32,15 @@ pub(crate) enum Kept<'t> {
     Listed(&'t dyn Listed),
 }
 
-/// A visited entry of an MMU that lists its entries, and is locked. The methods are given the same entry.
+/// A visited entry of an MMU that lists its entries, and whose lock is held. The methods get the same entry.
 pub(crate) trait Listed {
-    /// Does [`At::is_shadowed`].
+    /// Implements [`At::is_shadowed`].
     fn is_shadowed(&self) -> bool;
-    /// Takes the leaf or MMIO entry off its list. Call after it was cleared.
+    /// Removes the leaf or MMIO entry from its list. Call after clearing it.
     fn unlist(&self);
-    /// Does [`ByGfn::detach`](super::ByGfn::detach).
+    /// Implements [`ByGfn::detach`](super::ByGfn::detach).
     fn detach(&self, lower: Pfn, detached: &mut Detached);
-    /// Does [`ByGfn::split`](super::ByGfn::split).
+    /// Implements [`ByGfn::split`](super::ByGfn::split).
     fn split(&self, at: &At<'_>, path: &mut Path<'_>) -> Split;
 }
 
@@ -51,13 +51,13 @@ impl At<'_> {
         F::decode(self.bits, self.level).below(self.below_protected)
     }
 
-    /// Returns whether the entry is one of a tree, and not of a shadow page.
+    /// Returns whether the entry is in a tree, and not in a shadow page.
     pub(crate) fn is_in_tree(&self) -> bool {
         matches!(self.kept, Kept::Cleared(_))
     }
 
-    /// Returns whether walkers may come to the entry by addresses that the guest's own tables translate. They
-    /// do not know the frame.
+    /// Returns whether walkers may reach the entry by addresses that the guest's own tables translate. Such walkers do
+    /// not know the frame.
     pub(crate) fn is_shadowed(&self) -> bool {
         match self.kept {
             Kept::Cleared(_) => false,
@@ -76,7 +76,7 @@ impl At<'_> {
         self.cleared::<F>();
     }
 
-    /// Clears the entry, which is a leaf, and returns its bits, with those that hardware has set up to now.
+    /// Clears the entry, which is a leaf, and returns its bits, including those that hardware has set up to now.
     pub(crate) fn take<F: Format>(&self) -> u64 {
         let bits = self.entry.swap(F::cleared(0), AcqRel);
         self.cleared::<F>();
@@ -95,14 +95,15 @@ impl At<'_> {
         self.leaf_removed::<F>();
     }
 
-    /// Counts one leaf less in the table, if the entry, which was a leaf or referred to a table, was a leaf.
+    /// Reduces the table's count of leaves by one, if the entry, which was a leaf or referred to a table, was a leaf.
     fn leaf_removed<F: Format>(&self) {
         if F::next_table(self.bits, self.level).is_none() {
             self.meta.count_leaves(-1);
         }
     }
 
-    /// Replaces the huge leaf `old` by the entry `table`. `Err`: a walker has set a bit in the leaf; the new bits.
+    /// Replaces the huge leaf `old` by the entry `table`. `Err`: a walker has set a bit in the leaf; contains the new
+    /// bits.
     ///
     /// `Release`: a walker that sees the new table sees its entries, too.
     pub(crate) fn put_table<F: Format>(&self, old: u64, table: u64) -> Result<(), u64> {
@@ -111,7 +112,7 @@ impl At<'_> {
             .map(|_| self.leaf_removed::<F>())
     }
 
-    /// Clears the entry, which is an MMIO entry. No flush is due: no TLB caches one.
+    /// Clears the entry, which is an MMIO entry. Needs no flush: no TLB caches an MMIO entry.
     pub(crate) fn clear_mmio(&self) {
         self.put(0);
         if let Kept::Listed(listed) = self.kept {
@@ -124,8 +125,8 @@ impl At<'_> {
         overwrite(self.entry, bits, Relaxed);
     }
 
-    /// Applies `change` to the leaf in the entry. Loses no bit that a walker sets at the same time; but an accessed bit
-    /// that is cleared without the lock meanwhile ([`super::age`]) may be set again.
+    /// Applies `change` to the leaf in the entry. Loses no bit that a walker sets at the same time. But an accessed bit
+    /// that aging clears meanwhile without the lock ([`super::age`]) may be set again.
     pub(crate) fn update<F: Format>(&self, change: impl Fn(u64) -> u64) {
         if F::is_settled(self.bits) {
             overwrite(self.entry, change(self.bits), Relaxed);

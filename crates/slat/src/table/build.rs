@@ -1,4 +1,4 @@
-//! The tables of a tree that no other thread knows yet, made from leaves in the order of their frames.
+//! Builds the tables of a tree that no other thread can reach yet, from leaves in the order of their frames.
 
 use super::{FrameCache, LeafCounts, NewTable, Tree};
 use crate::addr::{Gfn, Level, Pfn};
@@ -28,7 +28,7 @@ impl<'t, P: Platform, F: Format> TableBuilder<'t, P, F> {
         }
     }
 
-    /// Makes sure that [`Self::put`] has the tables for one leaf, and allocates for others. Not under a table's lock.
+    /// Makes sure that [`Self::put`] has tables for at least one leaf. Do not call it under a table's lock.
     ///
     /// # Errors
     /// [`OutOfMemory`].
@@ -43,8 +43,8 @@ impl<'t, P: Platform, F: Format> TableBuilder<'t, P, F> {
     /// The most tables that one leaf can need.
     const MOST: usize = F::TOP.0 as usize - 1;
 
-    /// Stores `bits` as the leaf of `level` for `gfn`. Returns `false` if the tables that are prepared may be too few;
-    /// then it has done nothing.
+    /// Stores `bits` as the leaf of `level` for `gfn`. Returns `false`, and does nothing, if the prepared tables may
+    /// be too few.
     pub(crate) fn put(&mut self, gfn: Gfn, level: Level, bits: u64) -> bool {
         let first = F::GRANULE.align_down(gfn, Level(level.0 + 1));
         let frame = match self.last {
@@ -54,7 +54,7 @@ impl<'t, P: Platform, F: Format> TableBuilder<'t, P, F> {
         };
         self.last = Some((first, level, frame));
         let table = self.tree.table(frame);
-        // Relaxed: the tree is published as a whole, by whatever publishes its VM.
+        // Relaxed: publishing the VM publishes the whole tree.
         table
             .entry(F::GRANULE.index(gfn, level))
             .store(bits, Relaxed);
@@ -63,7 +63,7 @@ impl<'t, P: Platform, F: Format> TableBuilder<'t, P, F> {
         true
     }
 
-    /// Returns the table of `level` on the path to `gfn`, after adding what is missing.
+    /// Returns the table of `level` on the path to `gfn`, after adding missing tables.
     fn table_for(&mut self, gfn: Gfn, level: Level) -> Pfn {
         loop {
             let found = self.tree.find_at(gfn, level);

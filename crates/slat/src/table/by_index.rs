@@ -1,12 +1,12 @@
 //! Tables by index: the interface for vCPUs.
 //!
-//! A page walker begins at a root and uses a part of the index at each level. Which root, and what the index is,
-//! depends on the MMU: a second-level walker has one root and translates guest frames; the walker of a shadow
-//! table has a root for each address space of the guest and translates virtual pages. The other interface, [by
-//! gfn](super::by_gfn), is for work that comes from the host, which knows neither.
+//! A page walker begins at a root and uses a part of the index at each level. The root and the kind of index depend on
+//! the MMU: a second-level walker has one root and translates guest frames. The walker of a shadow table has a root for
+//! each address space of the guest and translates virtual pages. The other interface, [by gfn](super::by_gfn), is for
+//! operations that come from the host, which knows neither roots nor indexes.
 //!
-//! Look-ups are the same for every MMU, because walkers are ([`super::lookup`]). What a tree installs
-//! is in [`super::map`].
+//! Look-ups are the same for every MMU, because walkers are ([`super::lookup`]). [`super::map`] installs entries in a
+//! tree.
 
 use crate::addr::{Access, Gfn, Level, PageIndex, Pfn};
 use crate::format::{Entry, Format, Leaf, can_shadow};
@@ -19,37 +19,39 @@ pub(crate) enum Installed {
     New,
     /// The rights of the new leaf were added to an existing leaf for the same page. That needs no flush.
     Widened,
-    /// An existing leaf for the same page has all these rights: another vCPU was faster.
+    /// An existing leaf for the same page already has all these rights: another vCPU was faster.
     Spurious,
 }
 
-/// Why nothing was installed. The fault does what each case says, and begins again.
+/// Why nothing was installed. The fault does what the variant says, and begins again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Retry {
-    /// `valid` returned `false`: wait for what made it so, and look again.
+    /// `valid` returned `false`: wait for the end of the cause, and look up again.
     Stale,
     /// The frames or records that were allocated ahead are used up: allocate more.
     Unprepared,
-    /// The entry, in the region of this level, is a leaf for another page, or a table of smaller leaves; or a larger
-    /// leaf on the path was to be left alone. A range operation zaps it, which also moves dirty bits to the log.
+    /// The entry, in the region of this level, is a leaf for another page, or refers to a table of smaller leaves; or
+    /// there is a larger leaf on the path that the caller did not want to split. A range operation zaps it, which also
+    /// moves dirty bits to the log.
     Conflict(Level),
-    /// A huge leaf of this level on the path was broken (break-before-make): flush, and have
-    /// [`ByGfn::mend`](super::ByGfn::mend) install its pieces.
+    /// A huge leaf of this level on the path was broken (break-before-make): flush, and then call
+    /// [`ByGfn::mend`](super::ByGfn::mend) to install its pieces.
     MustMend(Level),
     /// Another thread has broken a leaf on the path: wait until it has mended it.
     Broken,
-    /// The entry, in the region of this level, was cleared and not flushed yet (break-before-make): flush the region.
+    /// The entry, in the region of this level, was cleared and is not flushed yet (break-before-make): flush the
+    /// region.
     Unflushed(Level),
-    /// A table of the guest's on the path was protected and not flushed yet: flush these tables.
+    /// A table of the guest on the path was protected and is not flushed yet: flush these tables.
     Unprotected,
-    /// From now on the MMU notices stores to the guest's tables on the path, but it has not noticed earlier
-    /// ones: read them again.
+    /// From now on the MMU notices stores to the guest's tables on the path. It has not noticed earlier stores: read
+    /// the tables again.
     Tracked,
     /// An entry is about to refer to the page of this level for the first time: first compare the page with the guest's
-    /// table. What was read in the other tables stays good.
+    /// table. Entries read from the other tables remain valid.
     Unsynced(Level),
-    /// An entry of this level on the path is not what the guest's tables say now, or a leaf for another
-    /// page: have it zapped.
+    /// An entry of this level on the path does not match the guest's tables now, or is a leaf for another page: have it
+    /// zapped.
     Replaced(Level),
 }
 
@@ -87,8 +89,8 @@ impl Root {
         self.frame
     }
 
-    /// Returns the level of the root table. For a format that cannot shadow tables that is the top, and
-    /// the compiler knows it.
+    /// Returns the level of the root table. For a format that cannot shadow tables, it is the top level, which the
+    /// compiler knows.
     #[inline(always)]
     pub(crate) fn level<F: Format>(self) -> Level {
         if can_shadow::<F>() {
@@ -111,18 +113,18 @@ pub(crate) struct Found<'t> {
 }
 
 impl Found<'_> {
-    /// Returns what the entry means on its path: a leaf under a write-protected entry is write-protected. Never
-    /// [`Entry::Table`].
+    /// Returns the meaning of the entry on its path: a leaf below a write-protected entry is write-protected. Never
+    /// returns [`Entry::Table`].
     #[inline]
     pub(crate) fn entry<F: Format>(&self) -> Entry {
         F::decode(self.bits, self.level).below(self.is_protected::<F>())
     }
 
-    /// Like [`Self::entry`], for an entry of level 1: returns the leaf. Reads no more bits than the caller uses of it.
+    /// Like [`Self::entry`], for an entry of level 1: returns the leaf. Decodes only the bits that the caller uses.
     #[inline(always)]
     pub(crate) fn page<F: Format>(&self) -> Option<Leaf> {
         debug_assert_eq!(self.level, Level::PAGE, "an entry of a higher level");
-        // An entry of this level that is not absent is a leaf: there is no table below, and leaves of this level are
+        // An entry of this level that is not absent is a leaf: it cannot refer to a table, and leaves of this level are
         // not broken.
         (!F::is_absent(self.bits)).then(|| {
             let leaf = F::decode_leaf(self.bits);
@@ -142,7 +144,7 @@ impl Found<'_> {
         F::is_protected(self.above)
     }
 
-    /// Returns the leaf in the entry, if it allows `access` on its path and has the bits set that the access sets.
+    /// Returns the leaf in the entry, if its path allows `access` and the bits that the access would set are set.
     #[inline(always)]
     pub(crate) fn ready<F: Format>(&self, access: Access) -> Option<Leaf> {
         let (set, clear) = F::ready(access);
@@ -151,16 +153,16 @@ impl Found<'_> {
         ready.then(|| F::decode_leaf(bits))
     }
 
-    /// Returns the table that holds the entry, for a paging-structure cache. `None`: the path is write-protected, which
-    /// a look-up that begins with the table would not see.
+    /// Returns the table that contains the entry, for a paging-structure cache. `None`: the path is write-protected,
+    /// which a look-up that begins at the table would not see.
     #[inline(always)]
     pub(crate) fn to_remember<F: Format>(&self) -> Option<Pfn> {
         (!self.is_protected::<F>()).then_some(self.table)
     }
 
-    /// Sets accessed, and dirty if `write`, as a page walker does when it uses the leaf: without a lock, and only if
-    /// the entry is unchanged. Returns `false` if it has changed: walk again. `Release`: who sees the bit sees that the
-    /// buffer is locked in which its CPU notes it (`vm/drain.rs`).
+    /// Sets accessed, and dirty if `write`, like a page walker that uses the leaf: without a lock, and only if the
+    /// entry is unchanged. Returns `false` if the entry has changed: walk again. Uses `Release`: a thread that sees the
+    /// bit also sees that the buffer is locked in which the CPU records the bit (`vm/drain.rs`).
     #[inline]
     pub(crate) fn mark<F: Format>(&self, write: bool) -> bool {
         let marked = F::mark(self.bits, write);

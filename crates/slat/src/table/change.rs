@@ -1,4 +1,4 @@
-//! A tree by gfn: what range operations do to it.
+//! The changes that range operations make to a tree, by gfn.
 
 use alloc::string::String;
 
@@ -86,7 +86,8 @@ impl<P: Platform, F: Format> ByGfn for Tree<P, F> {
 
     fn collapse(&self, at: &At<'_>, lower: Pfn, leaf: Leaf, detached: &mut Detached) -> Collapse {
         let bits = F::leaf(leaf, at.level);
-        // Nothing is cleared: until the flush, walkers use either the leaf or the table, which mean the same.
+        // Nothing is cleared: until the flush, walkers use either the leaf or the table, which have the same
+        // meaning.
         let (bits, collapse) = match F::BREAK_BEFORE_MAKE {
             true => (F::broken(bits), Collapse::Broken),
             false => (bits, Collapse::InPlace),
@@ -106,7 +107,7 @@ impl<P: Platform, F: Format> ByGfn for Tree<P, F> {
             return true;
         }
         let guard = self.table(found.table).lock();
-        // Its rights may have changed since it was broken.
+        // The leaf's rights may have changed since it was broken.
         let Entry::Broken(leaf) = F::decode(found.entry.load(Relaxed), level) else {
             return true;
         };
@@ -163,7 +164,8 @@ impl<P: Platform, F: Format> Tree<P, F> {
 }
 
 impl<P: Platform, G: Format> Table<'_, P, G> {
-    /// Checks that the table, which has `level` and entries of `F`, and whose lock is held, counts its leaves right.
+    /// Checks that the table, which has `level` and entries of `F`, and whose lock is held, counts its leaves
+    /// correctly.
     ///
     /// # Errors
     /// Both numbers.

@@ -1,6 +1,6 @@
-//! Clearing an entry, and when a valid one may be installed there again.
+//! Clears entries, and decides when a valid entry may be installed there again.
 //!
-//! [`super`], "Break-before-make", has the argument. On formats that do not ask for it a cleared entry is 0, and all
+//! The argument is in [`super`], "Break-before-make". On formats that do not require it, a cleared entry is 0, and all
 //! checks here are compiled away.
 
 use crate::sync::atomic::Ordering::*;
@@ -12,12 +12,13 @@ use crate::format::Format;
 use crate::platform::Platform;
 
 impl<P: Platform, F: Format> Tree<P, F> {
-    /// Returns whether a thread that has done the flush `own` may install a valid entry in the entry of `level` for
-    /// `gfn`, which contains `bits`. For an install without the table's lock the entry must be compared with `bits`.
+    /// Returns whether a thread that has done the flush `own` may install a valid entry over the entry of `level` for
+    /// `gfn`, which contains `bits`. An install without the table's lock must use an exchange that compares the entry
+    /// with `bits`.
     #[inline]
     pub(super) fn may_install(&self, bits: u64, gfn: Gfn, level: Level, own: &Flushed) -> bool {
-        // An entry that has no number yet is seen only without the lock, and passes. Then the exchange for `bits`,
-        // under the lock, fails.
+        // An entry without a number yet can be seen only without the lock; it passes this check. Then the exchange
+        // with `bits`, under the lock, fails.
         F::cleared_by(bits).is_none_or(|number| {
             !self
                 .flushes
@@ -25,12 +26,12 @@ impl<P: Platform, F: Format> Tree<P, F> {
         })
     }
 
-    /// Call after a leaf in `table`, whose lock is held, was broken.
+    /// Call after breaking a leaf in `table`, whose lock is held.
     pub(super) fn broke(&self, table: &TableMeta) {
         table.broken.store(self.flushes.next(), Relaxed);
     }
 
-    /// Returns whether a thread that has done the flush `own` since it found the leaf of `level` at `gfn` broken may
+    /// Returns whether this thread, which has done the flush `own` after it broke the leaf of `level` at `gfn`, may
     /// mend it. The caller holds the lock of `table`, which contains the leaf.
     pub(super) fn may_mend(table: &TableMeta, gfn: Gfn, level: Level, own: &Flushed) -> bool {
         !F::BREAK_BEFORE_MAKE
@@ -38,7 +39,8 @@ impl<P: Platform, F: Format> Tree<P, F> {
     }
 }
 
-/// A range of indexes around all entries of a table that were cleared since its lock was taken; empty if none was.
+/// A range of indexes that contains all entries of a table that were cleared since its lock was taken; empty if there
+/// are none.
 pub(crate) struct Cleared {
     first: Cell<usize>,
     end: Cell<usize>,

@@ -1,4 +1,4 @@
-//! Tables that were removed from an MMU, until they are freed after the flush.
+//! Tables that were removed from an MMU and wait for the flush after which they are freed.
 
 use super::{LeafCounts, Table, TableFrames};
 use crate::addr::{Level, Pfn};
@@ -15,7 +15,7 @@ pub(crate) struct Freed {
     pub(crate) nx_splits: u64,
     /// The number of tables of shadow pages.
     pub(crate) shadow_pages: u64,
-    /// The number of these pages that did not follow the guest's table.
+    /// The number of these shadow pages that were not synced with the guest's table.
     pub(crate) unsynced: u64,
 }
 
@@ -30,12 +30,12 @@ impl core::ops::AddAssign for Freed {
     }
 }
 
-/// Owns subtrees that no table refers to any more, but that walkers may still be reading.
+/// Owns subtrees to which no table refers any more, but that walkers may still be reading.
 #[must_use = "detached tables are lost unless they are freed after the flush"]
 pub(crate) struct Detached {
     /// The first table of a list, packed by [`Self::pack`]; the metadata of each table contain the next one.
     head: u64,
-    /// The leaves that were zapped when a table was detached, and are not in the table any more.
+    /// The leaves that were zapped when a table was detached, and that the table does not contain any more.
     pub(crate) zapped: Freed,
 }
 
@@ -72,7 +72,8 @@ impl Detached {
         )
     }
 
-    /// Adds a table of `level`, with all tables below it. Call after the last entry that refers to it was cleared.
+    /// Adds a table of `level`, with all tables below it. Call after clearing the last entry that referred to the
+    /// table.
     pub(crate) fn push<P: Platform, F: Format>(&mut self, table: &Table<'_, P, F>, level: Level) {
         table.meta().next.store(self.head, Relaxed);
         self.head = Detached::pack(table.frame, level);
@@ -111,7 +112,8 @@ impl Detached {
     }
 }
 
-/// Tells the platform of a leaf of `level` that had these `bits`, if it wants to know and it is a leaf.
+/// Reports a leaf of `level` with these `bits` to the platform. Does nothing if the platform does not want reports,
+/// or `bits` is not a leaf.
 #[inline]
 pub(crate) fn tell_zapped<P: Platform, F: Format>(platform: &P, bits: u64, level: Level) {
     if !P::WANTS_ZAPPED {
@@ -170,7 +172,7 @@ impl<P: Platform> Freeing<'_, P> {
         }
     }
 
-    /// Frees the rest, which fills no batch.
+    /// Frees the remaining frames, which are fewer than a batch.
     ///
     /// # Safety
     /// - as [`Detached::free`], for every table given to `subtree`.

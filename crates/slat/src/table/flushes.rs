@@ -1,28 +1,28 @@
-//! Which operations need a flush, and of which frames.
+//! Decides which operations need a flush, and of which frames.
 //!
-//! A range operation takes a *ticket* ([`Flushes::need_flush`]), and says which frames the ticket covers before it
-//! changes an entry for them. It *completes* (drops) the ticket after its flush. If a thread holds the lock of a table
-//! and finds that an entry was zapped, or has lost a right, then either the flush was done, or the thread also finds
+//! A range operation takes a *ticket* ([`Flushes::need_flush`]), and names the frames that the ticket covers before it
+//! changes an entry for them. It *completes* (drops) the ticket after its flush. So a thread that holds the lock of a
+//! table, and finds that an entry was zapped or has lost a right, knows that either the flush was done, or it can find
 //! the ticket of the operation. It follows that
 //!
-//! * an operation that finds nothing to change needs a flush only if another ticket covers one of the same frames,
-//!   and then flushes its own frames only: operations on other frames cost it nothing;
-//! * where a format asks for break-before-make, a zapped entry *names its flush*: the number of the first flush
-//!   that began after the change. The entry may be replaced when each ticket that covers it was taken, or renewed,
-//!   after that flush began; or after a flush of the replacing thread itself with that number or a higher one
-//!   ([`Flushed`]).
+//! * an operation that finds nothing to change needs a flush only if another ticket covers one of the same frames. It
+//!   then flushes its own frames only: operations on other frames cost it nothing;
+//! * on a format that requires break-before-make, a zapped entry *names its flush*: the number of the first flush that
+//!   began after the change. The entry may be replaced if each ticket that covers it was taken, or renewed, after that
+//!   flush began. It may also be replaced after a flush by the replacing thread itself with that number or a higher
+//!   one ([`Flushed`]).
 //!
 //! # Order
 //! *Change, then number.* The number in an entry is read after the entry was changed. A flush raises the counter
-//! before it begins. Both sides have a fence in between, so a flush whose number is at least that in the entry
-//! voids what walkers had read there. *Number, then change.* A ticket has the next number from before its first
-//! change, so none of the entries that its operation zaps names a lower one.
+//! before it begins. Both sides have a fence in between. So a flush whose number is at least the number in the entry
+//! voids what walkers had read there. *Number, then change.* A ticket takes the next number before the first change of
+//! its operation. So no entry that its operation zaps names a lower number.
 //!
-//! The fields of a ticket entry need no order of their own: their owner writes them before it changes an entry,
-//! and others read them after they have seen the change under the lock of the table.
+//! The fields of a ticket entry need no ordering of their own: the owner writes them before it changes a page-table
+//! entry, and other threads read them after they have seen the change under the lock of the table.
 //!
-//! There are as many ticket entries as a word has bits. No operation waits for one: while more operations run than
-//! that, each ticket without an entry counts as one that covers all frames.
+//! There are as many ticket entries as a word has bits. No operation waits for a ticket entry: when all are in use,
+//! each further ticket counts as covering all frames.
 
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering::*, fence};
 use core::cell::Cell;
@@ -33,7 +33,7 @@ use crate::addr::Gfn;
 
 /// The flushes of one VM.
 pub(crate) struct Flushes {
-    /// The number of flushes that have begun.
+    /// The number of flushes begun.
     begun: AtomicU64,
     /// A bit for each ticket entry that is in use.
     used: AtomicU64,
@@ -47,10 +47,10 @@ const TICKET_ENTRIES: usize = if cfg!(loom) { 3 } else { u64::BITS as usize };
 /// The part of a ticket that other threads can see. Only the owner of the ticket writes it.
 #[derive(Default)]
 struct TicketEntry {
-    /// The frames that the ticket covers; none yet, if `end` is not above `start`.
+    /// The frames that the ticket covers; no frames if `end` is not above `start`.
     start: AtomicU64,
     end: AtomicU64,
-    /// No entry that the owner has zapped and not flushed yet names a lower number.
+    /// Every entry that the owner has zapped and not flushed yet names this number or a higher one.
     since: AtomicU64,
     /// The owner zaps leaves of a deleted or moved slot.
     of_leaving_slot: AtomicBool,
@@ -151,8 +151,9 @@ impl Flushes {
         Flushed { gfns, number }
     }
 
-    /// Returns whether a TLB may still hold the old translation of a zapped entry for `gfns` that names the flush
-    /// `number`, as far as a thread can tell that has done the flush `own`. The caller holds the lock of the table.
+    /// Returns whether a TLB may still cache the old translation of a zapped entry for `gfns` that names the flush
+    /// `number`, as far as this thread, which has done the flush `own`, can tell. The caller holds the lock of the
+    /// table.
     #[inline]
     pub(crate) fn is_due(&self, gfns: &Range<Gfn>, number: u64, own: &Flushed) -> bool {
         let needs = |entry: &TicketEntry| {
@@ -169,7 +170,7 @@ impl Flushes {
 
     /// Iterates over the tickets that have an entry, with its index.
     fn listed(&self) -> impl Iterator<Item = (usize, &TicketEntry)> {
-        // Acquire: the flush of a ticket that is not found any more has been done.
+        // Acquire: if a ticket is not found any more, its flush has been done.
         let mut used = self.used.load(Acquire);
         iter::from_fn(move || {
             let index = used.trailing_zeros() as usize;
@@ -195,13 +196,13 @@ impl Flushes {
     }
 }
 
-/// Shows to others that its owner needs a flush of the frames it covers. Dropping it completes it: the owner drops
-/// it after that flush.
+/// Shows other threads that its owner needs a flush of the frames that it covers. Dropping it completes it: the owner
+/// drops it after that flush.
 pub(crate) struct FlushTicket<'a> {
     flushes: &'a Flushes,
     /// `None`: the ticket has no entry.
     index: Option<usize>,
-    /// First frame, and the first after the last.
+    /// The first frame, and the frame after the last.
     gfns: Cell<(u64, u64)>,
 }
 
@@ -228,7 +229,7 @@ impl FlushTicket<'_> {
         }
     }
 
-    /// Call after a flush of everything that the owner has changed up to now.
+    /// Call after a flush that covers everything that the owner has changed up to now.
     pub(crate) fn renew(&self) {
         if let Some(entry) = self.entry() {
             // A stale `begun` is lower: at worst another thread does a flush that it does not need. Release: a
@@ -245,7 +246,7 @@ impl FlushTicket<'_> {
     }
 
     /// Returns whether another operation needs a flush of some of these frames. A huge leaf, of at most `largest`
-    /// pages, that it zapped may reach into them from the frames that its ticket covers.
+    /// pages, that the other operation has zapped may reach from the frames of its ticket into these frames.
     pub(crate) fn others_need(&self, largest: u64) -> bool {
         let Range { start, end } = self.gfns();
         if start >= end {
@@ -309,12 +310,12 @@ mod tests {
         let ticket = need(&flushes, gfns(0, 8));
         let named = flushes.next();
         assert!(flushes.is_due(&gfns(3, 4), named, &nothing));
-        // A thread's own flush voids what entries for the same frames named before, and nothing else.
+        // A thread's own flush voids only what walkers had read in entries for the same frames with an earlier number.
         let own = Flushes::done(gfns(3, 4), flushes.begin());
         assert!(!flushes.is_due(&gfns(3, 4), named, &own));
         assert!(flushes.is_due(&gfns(2, 4), named, &own));
         assert!(flushes.is_due(&gfns(3, 4), flushes.next(), &own));
-        // Other tickets for the same frames, completed or taken later, make no difference.
+        // Other tickets for the same frames that are completed or taken later make no difference.
         drop(need(&flushes, gfns(0, 8)));
         let later = need(&flushes, gfns(0, 8));
         assert!(flushes.is_due(&gfns(3, 4), named, &nothing));

@@ -1,7 +1,7 @@
-//! The frames that a VM has of its platform for tables: all of them are allocated and freed here, and counted.
+//! The frames for tables that a VM gets from its platform: all of them are allocated, freed and counted here.
 //!
-//! The counts are words that all threads share. They change when frames are allocated or freed, and so cost a fault
-//! nothing that needs no table. They are outside of loom's models: nothing else depends on their values.
+//! The counts are words that all threads share. They change only when frames are allocated or freed. So a fault that
+//! needs no table does not change them. Loom's models leave them out: nothing else depends on their values.
 
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -26,8 +26,8 @@ impl TableFrames {
         }
     }
 
-    /// Allocates the frames of a root of `tables` tables ([`Platform::alloc_root`]), and gives each to `make`. Returns the
-    /// first.
+    /// Allocates the frames of a root of `tables` tables ([`Platform::alloc_root`]), and passes each to `make`. Returns
+    /// the first frame.
     ///
     /// # Errors
     /// [`OutOfMemory`].
@@ -44,7 +44,7 @@ impl TableFrames {
         Ok(root)
     }
 
-    /// Allocates up to `frames` frames, and gives each to `take`.
+    /// Allocates up to `frames` frames, and passes each to `take`.
     pub(super) fn allocate(
         &self,
         platform: &impl Platform,
@@ -76,7 +76,7 @@ impl TableFrames {
         }
     }
 
-    /// Returns the number of frames allocated now, and the most that were at one time.
+    /// Returns the number of frames allocated now, and the largest number so far.
     pub(crate) fn count(&self) -> (u64, u64) {
         (self.now.load(Relaxed), self.peak.load(Relaxed))
     }

@@ -21,7 +21,7 @@ pub(crate) struct Heap {
     granule: Granule,
     frames: Mutex<Frames>,
     pub(crate) zapped: Mutex<Vec<ZappedLeaf>>,
-    /// The function that resolves a page. At first it answers that there is no page.
+    /// The function that resolves a page. The initial one returns that there is no page.
     pub(crate) resolve: Mutex<Resolve>,
     /// Called in each flush, while it waits for the hardware.
     pub(crate) in_flush: OnceLock<Box<dyn Fn() + Send + Sync>>,
@@ -32,7 +32,7 @@ pub(crate) type Resolve = fn(&Request) -> Result<HostPage, ResolveError>;
 
 #[derive(Default)]
 struct Frames {
-    /// Those that are allocated, by their numbers.
+    /// The allocated frames, by number.
     used: BTreeMap<u64, Frame>,
     /// Memory of single tables that were freed.
     spare: Vec<Memory>,
@@ -80,7 +80,7 @@ impl Default for Heap {
 }
 
 impl Heap {
-    /// Makes one whose pages have the bytes of `granule`.
+    /// Makes a platform whose pages have the size of `granule`.
     pub(crate) fn new(granule: Granule) -> Self {
         Heap {
             granule,

@@ -1,11 +1,11 @@
-//! Walks of one address, without locks: as a page walker in hardware walks, whichever MMU made the tables.
+//! Walks to one address, without locks, like a hardware page walker, whichever MMU made the tables.
 //!
 //! # Which walks may be made
-//! A walk reads the table in whatever frame its [`Root`] names, and then those that it finds there. So it is unsafe to
-//! begin one, with one condition: as long as the [`Cursor`], or an entry that it has found, is used, the caller is in
-//! one reader section of the VM, and the root is that of one of its trees or MMUs, with tables of format `F`, which
-//! stays; or it is that of a shadow page that was found in this section, or whose MMU has zapped no root since
-//! ([`roots_zapped`](crate::shadow::ShadowMmu::roots_zapped)). After that, a cursor is safe to use.
+//! A walk reads the table in the frame that its [`Root`] names, and then the tables that it finds there. So beginning
+//! a walk is unsafe, with one condition. As long as the [`Cursor`], or an entry that it has found, is used, the caller
+//! is in one reader section of the VM, and the root is one of these, with tables of format `F`: the permanent root of
+//! one of the VM's trees or MMUs; or the root of a shadow page that was found in this section, or whose MMU has zapped
+//! no root since ([`roots_zapped`](crate::shadow::ShadowMmu::roots_zapped)). Then the cursor is safe to use.
 
 use core::marker::PhantomData;
 
@@ -16,8 +16,8 @@ use crate::platform::Platform;
 use crate::sync::atomic::Ordering::*;
 
 impl<'a, P: Platform, F: Format> Table<'a, P, F> {
-    /// Loads the entry on the path to `index` of this table, which has `level`. All entries above it
-    /// have the bits `above`.
+    /// Loads the entry on the path to `index` in this table, which has `level`. `above` contains the bits that all
+    /// entries above have in common.
     #[inline(always)]
     fn find(&self, index: PageIndex, level: Level, above: u64) -> Found<'a> {
         let entry = self.entry(F::GRANULE.index(index.as_gfn(), level));
@@ -46,7 +46,7 @@ pub(super) fn root_table<F: Format>(root: Root, index: Gfn) -> Pfn {
 pub(crate) struct End {
     frame: Pfn,
     level: Level,
-    /// The bits that all entries have by which the walk has come there.
+    /// The bits that all entries on the walk's path to the table have in common.
     above: u64,
 }
 
@@ -62,7 +62,7 @@ impl End {
     }
 }
 
-/// A walk to one address, and where it has ended. It can be kept when its reader section is left.
+/// A walk to one address, and the table in which it has ended. It can be kept when its reader section ends.
 #[derive(Clone, Copy)]
 pub(crate) struct Reached {
     pub(crate) key: Key,
@@ -84,9 +84,9 @@ impl Reached {
     }
 }
 
-/// A walk to one address, in the reader section `'s`, that goes on where it has ended: in the table that it has
-/// reached, whose entry it reads again. The table may have been detached meanwhile; then the walk is one that had
-/// reached it before ([`crate::table`]).
+/// A walk to one address, in the reader section `'s`. It continues in the table that it has reached, and reads the
+/// entry there again. That table may have been detached meanwhile: then the walk behaves like one that had reached the
+/// table before ([`crate::table`]).
 pub(crate) struct Cursor<'s, P: Platform, F: Format> {
     platform: &'s P,
     reached: Reached,
@@ -102,7 +102,7 @@ impl<P: Platform, F: Format> Clone for Cursor<'_, P, F> {
 impl<P: Platform, F: Format> Copy for Cursor<'_, P, F> {}
 
 impl<'s, P: Platform, F: Format> Cursor<'s, P, F> {
-    /// Makes a walk that goes on from where one has `reached`.
+    /// Makes a cursor that continues a walk from where it has `reached`.
     ///
     /// # Safety
     /// - the walk may be made ([`self`]) as long as `'s` lasts;
@@ -122,13 +122,13 @@ impl<'s, P: Platform, F: Format> Cursor<'s, P, F> {
         self.reached.key
     }
 
-    /// Returns where it has ended.
+    /// Returns the position at which the walk has ended.
     #[inline(always)]
     pub(crate) fn reached(&self) -> Reached {
         self.reached
     }
 
-    /// Whether an entry by which it has come where it is was write-protected then.
+    /// Whether an entry on the walk's path was write-protected when the walk passed it.
     #[inline(always)]
     pub(crate) fn is_protected(&self) -> bool {
         (self.reached.end).is_some_and(|end| F::is_protected(end.above))
@@ -140,7 +140,7 @@ impl<'s, P: Platform, F: Format> Cursor<'s, P, F> {
         self
     }
 
-    /// Goes on in the table of `level` in `frame`, to which no write-protected entry leads.
+    /// Continues in the table of `level` in `frame`, whose path has no write-protected entry.
     pub(super) fn go_on_in(&mut self, frame: Pfn, level: Level) {
         let above = u64::MAX;
         self.reached.end = Some(End {
@@ -150,15 +150,15 @@ impl<'s, P: Platform, F: Format> Cursor<'s, P, F> {
         });
     }
 
-    /// Returns the walk that begins with the root.
+    /// Returns the walk from its root on.
     #[inline(always)]
     pub(crate) fn restarted(mut self) -> Self {
         self.reached = Reached::nothing(self.reached.key);
         self
     }
 
-    /// Finds the entry of `level` on the path, or the one above it at which the path ends. All accesses that
-    /// are not a [walk](super::ByGfn::walk) over a range or [`lookup_page`] find their entry by this. Takes no lock.
+    /// Finds the entry of `level` on the path, or the entry above at which the path ends. All accesses except a
+    /// [walk](super::ByGfn::walk) over a range and [`lookup_page`] find their entry by this. Takes no lock.
     #[inline]
     pub(crate) fn find(&mut self, level: Level) -> Found<'s> {
         let Key { context, index } = self.reached.key;
@@ -196,8 +196,8 @@ impl<'s, P: Platform, F: Format> Cursor<'s, P, F> {
     }
 }
 
-/// Like [`Cursor::find`] from the root to level 1, but for walks that usually reach it: `Ok` if it does, `Err` if
-/// it ends above.
+/// Like [`Cursor::find`] from the root to level 1, but for walks that usually reach level 1. Returns `Ok` if the walk
+/// does, and `Err` if it ends above.
 ///
 /// # Safety
 /// - the walk may be made ([`self`]), as long as the result is used, and its root is of the top level.
@@ -221,8 +221,8 @@ pub(crate) unsafe fn lookup_page<P: Platform, F: Format>(
     Ok(find(frame, Level::PAGE, above))
 }
 
-/// Repeats the last step of an earlier [`lookup_page`], in the level 1 `table` at which it ended, by a path that was
-/// not write-protected.
+/// Repeats the last step of an earlier [`lookup_page`], in the level 1 `table` at which that walk ended, and whose
+/// path was not write-protected.
 ///
 /// # Safety
 /// - on `platform`, `lookup_page` has found an entry of `table` for a page that it translates, too, and the

@@ -1,4 +1,4 @@
-//! A tree by index: what a fault installs.
+//! Installs the leaves of faults in a tree, by index.
 //!
 //! The caller of every function is in a reader section.
 
@@ -74,9 +74,9 @@ impl<P: Platform, F: Format> Tree<P, F> {
         Ok(installed)
     }
 
-    /// Installs `leaf`, and leaves for the frames after it, in those of the `leaves` entries of `level` from `cursor`
-    /// on that are absent; all are in one table. Calls `valid` like [`Self::map`]. Returns how many leaves it
-    /// installed.
+    /// Installs a run of leaves: `leaf` at `cursor`, and leaves for the frames after it. Fills those of the `leaves`
+    /// entries of `level` from `cursor` on that are absent; all are in one table. Calls `valid` like [`Self::map`].
+    /// Returns the number of leaves installed.
     ///
     /// # Errors
     /// [`Retry`], also if there is no memory for tables.
@@ -129,7 +129,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
         Ok(installed)
     }
 
-    /// Installs an MMIO entry of `generation`, if the entry is empty, or an MMIO entry of any generation.
+    /// Installs an MMIO entry of `generation`, if the entry is empty, or already is an MMIO entry of any generation.
     /// Returns whether it did.
     pub(crate) fn map_mmio(
         &self,
@@ -162,18 +162,18 @@ impl<P: Platform, F: Format> Tree<P, F> {
         unsafe { Cursor::new(&self.platform, Reached::nothing(self.key(gfn))) }
     }
 
-    /// Finds the entry of `level` on the path to `gfn`, or the one above it at which the path ends.
+    /// Finds the entry of `level` on the path to `gfn`, or the entry above at which the path ends.
     #[inline]
     pub(crate) fn find_at(&self, gfn: Gfn, level: Level) -> Found<'_> {
         self.cursor(gfn).find(level)
     }
 
-    /// Installs a new table of `level` that contains the leaves of `run` at `indexes`; [`Retry::Stale`] if `valid`
-    /// returned `false`. `None`: a new table could not be installed, because there is something else by now, or because
-    /// there is no path or no frame for it.
+    /// Installs a new table of `level` that contains the leaves of `run` at `indexes`. Returns [`Retry::Stale`] if
+    /// `valid` returned `false`. `None`: the table could not be installed, because the entry is not empty any more, or
+    /// because there is no path to it or no frame.
     ///
-    /// Calls `valid` under the lock of the table that refers to the new one. The argument is that for a leaf: an
-    /// invalidation that takes this lock later finds the table and enters it.
+    /// Calls `valid` under the lock of the table that refers to the new table. The argument is the same as for a leaf:
+    /// an invalidation that takes this lock later finds the table and enters it.
     fn put_run(
         &self,
         cursor: &mut Cursor<'_, P, F>,
@@ -214,8 +214,8 @@ impl<P: Platform, F: Format> Tree<P, F> {
         }
     }
 
-    /// Returns the table of `level` on the path of `cursor`; adds it, and those above it, if there is none. With
-    /// [`OnLeaf::GiveUp`] it leaves a leaf on the path alone: a prefetch only adds what is absent.
+    /// Returns the table of `level` on the path of `cursor`. Adds it, and missing tables above it. With
+    /// [`OnLeaf::GiveUp`] it does not split a leaf on the path: a prefetch only adds absent entries.
     fn table_for(
         &self,
         cursor: &mut Cursor<'_, P, F>,
@@ -250,7 +250,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
     }
 
     /// Breaks the leaf for `gfn` in `table`, which has `level`: the first half of break-before-make. Returns
-    /// [`Retry::MustMend`] when it did. `Ok`: the entry is not a leaf any more; descend again.
+    /// [`Retry::MustMend`] if it did. `Ok`: the entry is not a leaf any more; descend again.
     fn break_leaf(&self, table: &Table<'_, P, F>, level: Level, gfn: Gfn) -> Result<(), Retry> {
         let entry = table.entry(F::GRANULE.index(gfn, level));
         let guard = table.lock();
@@ -267,9 +267,9 @@ impl<P: Platform, F: Format> Tree<P, F> {
         }
     }
 
-    /// Replaces the entry for `gfn` in `table`, which has `level`, by one that refers to a new table which means the
-    /// same. Does not if the entry refers to a table already, `wanted` returns false for it, or its flush is due.
-    /// Returns the bits of the entry as it is afterwards.
+    /// Replaces the entry for `gfn` in `table`, which has `level`, by an entry that refers to a new table with the same
+    /// meaning. Does nothing if the entry already refers to a table, `wanted` returns false for it, or its flush is
+    /// due. Returns the bits of the entry afterwards.
     #[cold]
     pub(super) fn put_table(
         &self,
@@ -280,8 +280,8 @@ impl<P: Platform, F: Format> Tree<P, F> {
         wanted: impl Fn(Entry) -> bool,
     ) -> u64 {
         let entry = table.entry(F::GRANULE.index(gfn, level));
-        // Conflicts are rare, so the new table is filled before the lock is taken. The exchange fails if the entry
-        // is not the one that the table was filled for, and also if hardware has set a bit in a huge leaf meanwhile.
+        // Conflicts are rare, so the new table is filled before the lock is taken. The exchange fails if the entry is
+        // not the entry for which the table was filled, or if hardware has set a bit in a huge leaf meanwhile.
         let mut new = NewTable::<P, F>::new(&self.platform, path.frames.take());
         let mut bits = entry.load(Acquire);
         loop {
@@ -327,7 +327,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
     }
 }
 
-/// By frame, for tests.
+/// Functions by frame, for tests.
 #[cfg(test)]
 impl<P: Platform, F: Format> Tree<P, F> {
     /// Finds the entry at which a page walker would end.
@@ -359,8 +359,9 @@ impl<F: Format> Run<F> {
         }
     }
 
-    /// Whether the run of `level` that begins with `first` has the bits of all its first `leaves` leaves. Entries that
-    /// have an address in two parts are an arithmetic sequence only up to a boundary between these, of 256 TiB or more.
+    /// Whether the run of `level` that begins with `first` has the bits of all its first `leaves` leaves. If entries
+    /// store an address in two parts, they are an arithmetic sequence only up to a boundary between the parts, of 256
+    /// TiB or more.
     fn holds(&self, first: Leaf, level: Level, leaves: u64) -> bool {
         let lowest = F::FRAME.trailing_zeros();
         let bits = F::FRAME >> lowest;
@@ -381,7 +382,7 @@ impl<F: Format> Run<F> {
 
     /// Writes the leaves to `entries`, from number 0 on.
     pub(super) fn fill(&self, entries: &mut [AtomicU64]) {
-        // One addition for each entry: the compiler makes vectors of this, not of products.
+        // Use one addition for each entry: the compiler vectorizes additions, but not products.
         let mut bits = self.first;
         for entry in entries {
             *entry.get_mut() = bits;
@@ -390,8 +391,8 @@ impl<F: Format> Run<F> {
     }
 }
 
-/// Adds the rights and marks of `leaf` to the leaf of `level` in `entry`, for the same page, which had `bits` under the
-/// lock that the caller holds. Returns whether that changes anything.
+/// Adds the rights, accessed and dirty bits of `leaf` to the leaf of `level` in `entry`, for the same page, which had
+/// `bits` under the lock that the caller holds. Returns whether that changes anything.
 pub(crate) fn widen<F: Format>(entry: &AtomicU64, bits: u64, leaf: Leaf, level: Level) -> bool {
     let wider = |bits| match F::decode(bits, level) {
         Entry::Leaf(now) => Some(F::leaf(union(now, leaf), level)),
@@ -401,7 +402,7 @@ pub(crate) fn widen<F: Format>(entry: &AtomicU64, bits: u64, leaf: Leaf, level: 
     wider(bits) != Some(bits) && entry.fetch_update(Release, Relaxed, wider).is_ok()
 }
 
-/// Returns `a` with the rights and the accessed and dirty marks of both leaves.
+/// Returns `a` with the rights, accessed and dirty bits of both leaves.
 fn union(a: Leaf, b: Leaf) -> Leaf {
     Leaf {
         write: a.write | b.write,

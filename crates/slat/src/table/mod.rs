@@ -6,68 +6,70 @@
 //!   entry at the same time). A range operation takes the lock once for the entries of the table, a fault once for its
 //!   install. Three exceptions: a page walker sets accessed and dirty without the lock, [`age`] clears accessed, and
 //!   [`protect`] gives an entry that refers to a table the right to write under the lock of *that* table.
-//! * No thread holds two table locks, allocates, or waits for anything under one. Whoever takes one may hold the lock
-//!   of the shadow pages beside the tree ([`crate::shadow`]), which nobody takes under a table's.
+//! * No thread holds two table locks, allocates, or waits for anything under one. A thread that takes a table's lock
+//!   may hold the lock of the shadow pages beside the tree ([`crate::shadow`]). No thread takes that lock under a
+//!   table's lock.
 //! * Walkers, software and hardware, take no lock. They see each entry as it was before or after a change. A table is
 //!   published by a `Release` store after it was filled; a walker loads entries with `Acquire`, so it sees the
 //!   entries of the table, too.
-//! * Walkers that have reached a table may still read it after it was removed ([`Detached`]). It is freed only
-//!   after every reader has passed a quiescent point ([`crate::sync::quiesce`]) and after the flush. A fault in
-//!   progress may still install a leaf into it: no new walker can reach that leaf, and the vCPU of the fault
-//!   passes a quiescent point before the table is freed. Only range operations remove leaves and tables: a fault whose
-//!   entry conflicts has a range operation zap it.
-//! * A fault checks *under the lock of the table it installs into* whether what it has looked up (slot, host page) is
-//!   still current (`valid` in [`Tree::map`]). An invalidation first makes that check fail, then walks the
-//!   range and takes the lock of every table on the path, even if it looks empty. So either the fault holds
-//!   the lock first, and the walk finds the leaf; or the walk does, and the fault finds that its plan is stale. The
-//!   same argument holds for a table that is filled with leaves before it is installed, with the lock of the
-//!   table that refers to it ([`Tree::map_absent`]).
+//! * Walkers that have reached a table may still read it after it was removed ([`Detached`]). It is freed only after
+//!   every reader has passed a quiescent point ([`crate::sync::quiesce`]) and after the flush. A fault in progress may
+//!   still install a leaf into it: no new walker can reach that leaf, and the vCPU of the fault passes a quiescent
+//!   point before the table is freed. Only range operations remove leaves and tables: a fault that finds a conflicting
+//!   entry starts a range operation to zap it.
+//! * A fault checks *under the lock of the table that receives the leaf* whether its look-ups (slot, host page) are
+//!   still current (`valid` in [`Tree::map`]). An invalidation first makes that check fail, then walks the range and
+//!   takes the lock of every table on the path, even if it looks empty. If the fault holds the lock first, the walk
+//!   finds the leaf. If the walk does, the fault finds that its look-ups are stale. The same argument holds for a table
+//!   that is filled with leaves before it is installed, with the lock of the table that refers to it
+//!   ([`Tree::map_absent`]).
 //!
 //! # Break-before-make
-//! On formats that ask for it ([`Format::BREAK_BEFORE_MAKE`]), no valid entry may be installed while a TLB may hold a
-//! *conflicting* one for the same addresses: another frame, another size, another memory type. The same leaf, or
-//! the same leaf with more rights, does not conflict. So every entry that is cleared, for whatever reason, becomes an
-//! invalid entry that *names its flush* ([`Format::cleared`]): the number of the first flush that begins after the
-//! change ([`flushes`]). A thread that installs something (a leaf, a table, a run of leaves, an MMIO entry)
-//! first reads the entry under the lock of the table. If the flush that it names is not due any more, the entry
-//! counts as empty; otherwise the thread leaves it alone. To all others a cleared entry is [`Entry::Empty`]: walkers
-//! fault, range operations skip it, nothing cleans it up.
+//! On formats that require it ([`Format::BREAK_BEFORE_MAKE`]), no valid entry may be installed while a TLB may cache a
+//! *conflicting* entry for the same addresses: with another frame, another size, or another memory type. The same leaf,
+//! or the same leaf with more rights, does not conflict. So every entry that is cleared, for whatever reason, becomes
+//! an invalid entry that *names its flush* ([`Format::cleared`]): the number of the first flush that begins after the
+//! change ([`flushes`]). A thread that installs something (a leaf, a table, a run of leaves, an MMIO entry) first reads
+//! the entry under the lock of the table. If the flush that the entry names is not due any more, the entry counts as
+//! empty; otherwise the thread does not change it. Everything else treats a cleared entry as [`Entry::Empty`]: walkers
+//! fault, range operations skip it, and nothing cleans it up.
 //!
 //! * *When a flush is not due any more.* The operation that clears an entry has a ticket from before its first change
-//!   until its flush is done. So a thread with the lock of the table either finds that ticket, and that it covers
-//!   the frames of the entry, or the flush has been done. An operation that took its ticket after that flush began
-//!   cannot have cleared the entry, and one whose ticket covers other frames has not.
+//!   until its flush is done. So a thread with the lock of the table either finds a ticket that covers the frames of
+//!   the entry, or the flush has been done. An operation that took its ticket after that flush began cannot have
+//!   cleared the entry. Nor can an operation whose ticket covers other frames.
 //! * *What may be cached below a cleared entry.* A walker that has read a removed table has reached it through the
-//!   entry that names the flush. Nothing else can be installed in that entry before the flush, and so nothing that
-//!   conflicts above, at, or below it. A fault in progress that installs a leaf into the removed table is in a
-//!   reader section, and the flush waits for that to end before it tells the hardware.
+//!   entry that names the flush. Nothing can be installed in that entry before the flush, so nothing that conflicts can
+//!   be installed above, at, or below it. A fault in progress that installs a leaf into the removed table is in a
+//!   reader section, and the flush waits for the end of that section before it flushes the hardware.
 //! * *Why the number is read after the change.* A flush voids what was cleared before the flush began. If the number
 //!   were read first, a flush could begin between the two, and seem to cover the change. A walk clears many
 //!   entries under one lock; they all get the same number before the lock is released
 //!   ([`clear::LockedTable`]). Until then they name flush 0, which no other holder of the lock can see.
-//! * *No thread waits for another one.* A fault that finds an entry whose flush is due ([`Retry::Unflushed`])
-//!   leaves its reader section, with no lock held, flushes the frames of that entry itself, and remembers that
-//!   ([`Flushed`]). Its flush waits until readers have passed, as every flush does; they do not wait for
-//!   this flush. Then the fault returns [`crate::Stop::Retry`] and does not count as fixed. For its vCPU that entry is
-//!   not due any more, whatever is cleared elsewhere meanwhile: only if the same entry is cleared again does the
-//!   fault need another flush. Installs that only add what is absent (prefetch, MMIO entries) give up instead.
+//! * *No thread waits for another one.* A fault that finds an entry whose flush is due ([`Retry::Unflushed`]) leaves
+//!   its reader section, with no lock held, flushes the frames of that entry itself, and remembers that flush
+//!   ([`Flushed`]). Like every flush, it waits until readers have passed a quiescent point; these readers do not wait
+//!   for the flush. Then the fault returns [`crate::Stop::Retry`] and does not count as fixed. For its vCPU the flush
+//!   of that entry is not due any more, whatever is cleared elsewhere meanwhile. Only if the same entry is cleared
+//!   again does the fault need another flush. Installs that only add absent entries (prefetch, MMIO entries) give up
+//!   instead.
 //! * *No flush is forgotten.* Nothing is allocated between a clear and its flush, so no flush is lost for lack of
 //!   memory. A tree is dropped only when no walker uses it. Numbers belong to a VM; a frame that another VM has
 //!   used is overwritten before it becomes a table.
 //! * *Splits.* A leaf that is split is not cleared. It becomes [`Entry::Broken`], which keeps the leaf, so that
 //!   invalidations find it. The thread that broke it flushes, and then mends it: it installs the pieces
-//!   ([`ByGfn::mend`]). But it may find another broken leaf there, if its own was zapped meanwhile and then another one
-//!   mapped and broken. So the metadata of a table contain the number for the last leaf that was broken in it, and a
-//!   thread mends nothing in the table before a flush of its own with at least that number: it repeats
-//!   its flush, at most once for each other leaf that is broken in the same table. Only here does a thread wait: a
-//!   fault that finds a broken leaf waits, outside its reader section, until the leaf is mended; the mending
-//!   thread flushes, and never waits for a fault.
+//!   ([`ByGfn::mend`]). But the thread may find another broken leaf there, if its own was zapped meanwhile, and then
+//!   another was mapped and broken. So the metadata of a table contain the flush number for the last leaf that was
+//!   broken in it. A thread mends nothing in the table before a flush of its own with at least that number. It repeats
+//!   its flush at most once for each other leaf that is broken in the same table. Only here does a thread wait: a fault
+//!   that finds a broken leaf waits, outside its reader section, until the leaf is mended. The mending thread flushes,
+//!   and never waits for a fault.
 //!
-//! * *Collapses.* A table that is replaced by a huge leaf becomes a broken leaf in the same way: the thread that put
-//!   the leaf there detaches the table, flushes, and then makes the leaf valid ([`ByGfn::restore`]). A fault waits. An
+//! * *Collapses.* When a huge leaf replaces a table, the entry becomes a broken leaf in the same way. The thread that
+//!   stored the leaf detaches the table, flushes, and then makes the leaf valid ([`ByGfn::restore`]). A fault waits. An
 //!   invalidation that comes meanwhile finds the leaf, and zaps it.
 //!
-//! On formats that do not ask for it, `cleared` is 0 and names no flush, and all checks are compiled away.
+//! On formats that do not require it, `cleared` is 0 and names no flush, and all checks are compiled away.
 //!
 //! [`Entry::Empty`]: crate::format::Entry::Empty
 //! [`Entry::Broken`]: crate::format::Entry::Broken
@@ -208,13 +210,13 @@ impl<'a, P: Platform, F: Format> Table<'a, P, F> {
     /// Returns the table in `frame`, for the MMUs outside this module.
     ///
     /// # Safety
-    /// - `frame` is one that `platform` has allocated for a table, and is not freed while the result, or a reference
-    ///   that it has returned, is used.
+    /// - `platform` has allocated `frame` for a table, and does not free it while the result, or a reference that it
+    ///   has returned, is used.
     pub(crate) unsafe fn at(platform: &'a P, frame: Pfn) -> Self {
         Table::new(platform, frame)
     }
 
-    /// Returns its frame.
+    /// Returns the table's frame.
     pub(crate) fn frame(&self) -> Pfn {
         self.frame
     }

@@ -8,16 +8,16 @@ use crate::platform::Platform;
 use crate::sync::atomic::AtomicU64;
 use core::slice;
 
-/// A frame for a table: allocated, and known to its owner alone.
+/// An allocated frame for a table, which only its owner knows.
 pub(crate) struct NewFrame(Pfn);
 
 impl NewFrame {
-    /// Takes over `frame`, for the modules that allocate frames: it is the only one that knows the frame.
+    /// Takes over `frame`, for the modules that allocate frames: no other code knows the frame.
     pub(super) fn of(frame: Pfn) -> Self {
         NewFrame(frame)
     }
 
-    /// Returns the frame, which others may know from now on.
+    /// Returns the frame. From now on other threads may know it.
     pub(super) fn release(self) -> Pfn {
         self.0
     }
@@ -39,8 +39,8 @@ impl<'p, P: Platform, F: Format> NewTable<'p, P, F> {
         self.table.meta()
     }
 
-    /// Returns the entries, for plain stores: a walker that sees the table published, by a `Release` store, sees these,
-    /// too.
+    /// Returns the entries, for plain stores. A walker that sees the table published, by a `Release` store, sees these
+    /// stores, too.
     pub(super) fn entries(&mut self) -> &mut [AtomicU64] {
         let first = self.table.platform.entries(self.table.frame);
         // SAFETY: the platform's promise for allocated frames: so many entries are there. Nobody else knows the frame
@@ -48,7 +48,7 @@ impl<'p, P: Platform, F: Format> NewTable<'p, P, F> {
         unsafe { slice::from_raw_parts_mut(first.cast().as_ptr(), F::GRANULE.entries()) }
     }
 
-    /// Makes all its entries absent.
+    /// Makes all entries of the table absent.
     pub(crate) fn clear(&mut self) {
         for entry in self.entries() {
             *entry.get_mut() = 0;
@@ -56,8 +56,8 @@ impl<'p, P: Platform, F: Format> NewTable<'p, P, F> {
         self.meta().begin(0);
     }
 
-    /// Fills the table so that a walker finds in it what the entry `bits` of `level`, the next higher one, means: the
-    /// pieces of a leaf, or nothing.
+    /// Fills the table with the meaning of the entry `bits` of `level`, the next higher level: with the pieces of a
+    /// leaf, or with nothing.
     pub(super) fn fill_below(&mut self, level: Level, bits: u64) {
         match F::decode(bits, level) {
             Entry::Leaf(huge) | Entry::Broken(huge) => {
@@ -69,10 +69,10 @@ impl<'p, P: Platform, F: Format> NewTable<'p, P, F> {
         }
     }
 
-    /// Has `store` store an entry that refers to the frame, with `Release`.
+    /// Calls `store` to store an entry that refers to the frame, with `Release`.
     ///
     /// # Errors
-    /// That of `store`, which has stored nothing then, and the table.
+    /// The error of `store`, which has then stored nothing, and the table.
     pub(super) fn publish<T, E>(
         self,
         store: impl FnOnce(Pfn) -> Result<T, E>,
@@ -80,12 +80,12 @@ impl<'p, P: Platform, F: Format> NewTable<'p, P, F> {
         store(self.table.frame).map_err(|error| (error, self))
     }
 
-    /// Ends the work. Returns the frame, which others may know from now on.
+    /// Finishes the table. Returns the frame, which other threads may know from now on.
     pub(crate) fn finish(self) -> Pfn {
         self.table.frame
     }
 
-    /// Gives the frame back: it holds no table.
+    /// Returns the frame, which then contains no table.
     pub(super) fn unused(self) -> NewFrame {
         NewFrame(self.table.frame)
     }

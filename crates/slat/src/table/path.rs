@@ -1,4 +1,4 @@
-//! What a fault or a split needs to change tables: frames allocated ahead, and the last flush it has done.
+//! The resources with which a fault or a split changes tables: frames allocated ahead, and its last flush.
 
 use alloc::vec::Vec;
 
@@ -11,13 +11,13 @@ use crate::stats::Counters;
 /// Frames for tables, allocated ahead, so that an install needs no allocation, which could fail or wait.
 pub(crate) struct FrameCache {
     frames: Vec<Pfn>,
-    /// Allocates the frames, and frees them.
+    /// Allocates and frees the frames.
     source: Shared<TableFrames>,
 }
 
 impl FrameCache {
-    /// The most frames that one fault can need: for the missing tables, or for the splits, on the path to its leaf.
-    /// Below a root of level 5 there are four.
+    /// The largest number of frames that one fault can need: for the missing tables, or for the splits, on the path
+    /// to its leaf. Below a root of level 5 there are four tables.
     pub(crate) const FAULT: usize = 4;
     /// The number of frames that a range operation allocates at a time.
     pub(crate) const BATCH: usize = if cfg!(loom) { 2 } else { 64 };
@@ -28,10 +28,10 @@ impl FrameCache {
         FrameCache { frames, source }
     }
 
-    /// Allocates as many frames as are missing to `frames`.
+    /// Allocates frames until the cache contains `frames` frames.
     ///
     /// # Errors
-    /// [`OutOfMemory`] if there are still fewer; those that were allocated are kept.
+    /// [`OutOfMemory`] if there are still fewer; the frames that were allocated are kept.
     pub(crate) fn fill(
         &mut self,
         platform: &impl Platform,
@@ -61,7 +61,7 @@ impl FrameCache {
     /// Removes a frame and returns it.
     ///
     /// # Panics
-    /// If there is none: the caller has filled the cache, or has checked.
+    /// If the cache is empty: the caller has filled the cache, or has checked.
     pub(crate) fn take(&mut self) -> NewFrame {
         let frame = self.frames.pop();
         NewFrame::of(frame.expect("the cache is filled before a fault"))
@@ -99,7 +99,7 @@ impl FrameCache {
     }
 }
 
-/// What an install, or a split, may use on the path to its leaf, and what it did there.
+/// The resources for an install, or a split, on the path to its leaf, and a record of what it changed.
 pub(crate) struct Path<'a> {
     /// Frames for new tables. Each path that a vCPU begins has [`FrameCache::FAULT`] of them.
     pub(crate) frames: &'a mut FrameCache,
@@ -115,11 +115,11 @@ pub(crate) struct Path<'a> {
     pub(crate) nx_splits: u64,
     /// The number of shadow pages made.
     pub(crate) shadow_pages: u64,
-    /// The access is a store of the guest's, after which a table of level 1 may be unsynced. Otherwise it may be the
-    /// MMU that sets a flag in a table: its shadow pages are still right after that.
+    /// Whether the access is a store of the guest, after which a table of level 1 may be unsynced. Otherwise the MMU
+    /// may be setting a flag in a table, whose shadow pages then remain correct.
     pub(crate) stores: bool,
-    /// The leaf was installed without the right to write, because the page holds a table of the guest's. After the
-    /// write, the client tells the MMU of it.
+    /// The leaf was installed without the right to write, because the page contains a table of the guest. After the
+    /// write, the client reports it to the MMU.
     pub(crate) tracked: bool,
     /// The root of the shadow pages on the trail.
     pub(crate) root: Option<Root>,
@@ -128,7 +128,7 @@ pub(crate) struct Path<'a> {
 }
 
 impl<'a> Path<'a> {
-    /// Makes a path of an owner that has done no flush.
+    /// Makes a path for an owner that has done no flush.
     pub(crate) fn new(frames: &'a mut FrameCache) -> Self {
         Path {
             frames,
@@ -145,7 +145,7 @@ impl<'a> Path<'a> {
         }
     }
 
-    /// Notes that a leaf of `level` was split, and `pieces` leaves of the next lower level were made of it.
+    /// Records that a leaf of `level` was split into `pieces` leaves of the next lower level.
     pub(crate) fn split(&mut self, level: Level, pieces: usize) {
         let index = level.0 as usize - 1;
         self.splits[index] += 1;

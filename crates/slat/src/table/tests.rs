@@ -58,7 +58,7 @@ fn flush<F: Format>(tree: Mapping<'_, F>, gfn: u64, level: Level) -> Flushed {
     Flushes::done(F::GRANULE.block(Gfn(gfn), level), tree.flushes.begin())
 }
 
-/// Splits the huge leaves of `range`. Returns how many, by level.
+/// Splits the huge leaves of `range`. Returns the number of leaves split, by level.
 fn split<F: Format>(tree: Mapping<'_, F>, range: Range<u64>, how: SplitWalk) -> LeafCounts {
     let mut frames = FrameCache::new(tree.frames.clone());
     let mut splits = LeafCounts::default();
@@ -128,7 +128,7 @@ fn map<F: Format>(
     mapped
 }
 
-/// Returns the frame that `gfn` is mapped to.
+/// Returns the frame to which `gfn` is mapped.
 fn pfn<F: Format>(tree: Mapping<'_, F>, gfn: u64) -> Option<u64> {
     let found = tree.lookup(gfn);
     match found.entry::<F>() {
@@ -166,7 +166,8 @@ fn free<F: Format>(tree: Mapping<'_, F>, unflushed: Unflushed) -> LeafCounts {
     .leaves
 }
 
-/// Runs generic tests for formats that differ in dirty bits, break-before-make and the size of the root and of a page.
+/// Runs generic tests for formats that differ in dirty bits, in break-before-make, and in the size of the root and of
+/// a page.
 macro_rules! for_formats {
     ($($test:ident)*) => {$(
         mod $test {
@@ -270,7 +271,7 @@ mod behaviour {
             map(&tree, 7, Level::PAGE, LEAF),
             Ok(Installed::Widened)
         ));
-        // A leaf with fewer rights removes none.
+        // A leaf with fewer rights removes no right.
         assert!(matches!(
             map(&tree, 7, Level::PAGE, read),
             Ok(Installed::Spurious)
@@ -372,7 +373,8 @@ mod behaviour {
         ));
     }
 
-    /// As long as a ticket covers a cleared entry, only a thread that has flushed it itself installs a leaf there.
+    /// As long as a ticket covers a cleared entry, only a thread that has itself flushed the entry installs a leaf
+    /// there.
     pub fn a_cleared_entry_is_replaced_after_its_flush<F: Format>() {
         let n = F::GRANULE.pages(Level::MEGA);
         let tree = tree::<F>();
@@ -417,7 +419,7 @@ mod behaviour {
         frames.release(&*tree.platform);
     }
 
-    /// Whether it goes alone, with its table, or with the tree.
+    /// A leaf is reported whether it is zapped alone, with its table, or with the tree.
     pub fn the_platform_hears_of_every_zapped_leaf_and_its_marks<F: Format>() {
         let n = F::GRANULE.pages(Level::MEGA);
         let tree = tree::<F>();
@@ -457,7 +459,7 @@ mod behaviour {
         assert_eq!(heard(), [(1, 1, false, false), (n * n, 3, false, false)]);
     }
 
-    /// A walk in many small steps does what it does in one.
+    /// A walk in many small steps has the same effect as a walk in one step.
     pub fn a_walk_resumes_where_it_stopped<F: Format>() {
         let n = F::GRANULE.pages(Level::MEGA);
         let end = 2 * n + 176;
@@ -526,8 +528,8 @@ mod behaviour {
     }
 }
 
-/// Where an entry has the uppermost bits of an address elsewhere, frames on both sides of a boundary are no
-/// arithmetic sequence.
+/// If an entry stores the uppermost bits of an address elsewhere, the entries of frames on both sides of a boundary
+/// are not an arithmetic sequence.
 #[test]
 fn a_run_of_frames_is_mapped_right_or_not_at_all() {
     fn runs<F: Format>(boundary: u64) {
@@ -643,7 +645,7 @@ fn no_dirty_bit_is_lost_to_a_concurrent_protection_or_split() {
     }
 }
 
-/// A thread that has broken a leaf and flushed it may find another one there, which was broken after that flush.
+/// A thread that has broken a leaf and flushed it may find another leaf there, which was broken after that flush.
 #[test]
 fn a_leaf_that_was_broken_again_needs_another_flush_before_it_is_mended() {
     type Arm = Stage2<48>;

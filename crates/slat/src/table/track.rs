@@ -8,15 +8,15 @@ use crate::platform::Platform;
 use crate::sync::atomic::Ordering::*;
 
 impl<P: Platform, F: Format> Tree<P, F> {
-    /// Takes the right to write, and [`may_write`](crate::format::Leaf::may_write), from the leaf that maps `gfn`, if
-    /// there is one. Returns whether it allowed stores. The caller is in a reader section, and flushes.
+    /// Removes the right to write, and [`may_write`](crate::format::Leaf::may_write), from the leaf that maps `gfn`,
+    /// if there is one. Returns whether the leaf allowed stores. The caller is in a reader section, and flushes.
     ///
-    /// Takes the lock of every table on the path, even where that ends without a leaf. So a fault that installs a leaf
-    /// there either has the lock of its table first, and this finds the leaf; or what the caller did before this has
-    /// happened before the fault calls `valid` ([`Tree::map`]).
+    /// Takes the lock of every table on the path, even if the path ends without a leaf. If a fault that installs a
+    /// leaf there has the lock of its table first, this call finds the leaf. Otherwise everything that the caller did
+    /// before this call happens before the fault calls `valid` ([`Tree::map`]).
     ///
-    /// It takes the leaf's own rights also where an entry above is write-protected ([`super::protect`]): that one may
-    /// have its right given back at any time.
+    /// Removes the leaf's own right even if an entry above is write-protected ([`super::protect`]): that entry may get
+    /// its right back at any time.
     pub(crate) fn protect_frame(&self, gfn: Gfn) -> bool {
         let (mut frame, mut level) = (root_table::<F>(self.context(), gfn), F::TOP);
         loop {

@@ -1,4 +1,4 @@
-//! Walks over ranges of frames, in steps: the progress of one, and how a tree is walked.
+//! Walks over ranges of frames, in steps: the progress of a walk, and how it walks a tree.
 
 use core::mem::replace;
 use core::ops::Range;
@@ -19,11 +19,11 @@ pub(crate) struct Walk {
     range: Range<Gfn>,
     /// The next frame; the end of the range when the walk is done.
     at: Gfn,
-    /// Of a walk over two MMUs ([`Self::both`]): the next frame in the first one, if it is after `at`.
+    /// For a walk over two MMUs ([`Self::both`]): the next frame in the first MMU, if it is after `at`.
     ahead: Gfn,
-    /// The number of entries that it may still read in this step.
+    /// The number of entries that the walk may still read in this step.
     budget: u32,
-    /// The number of entries that it has read.
+    /// The number of entries that the walk has read.
     pub(crate) entries: u64,
 }
 
@@ -39,7 +39,7 @@ impl Walk {
         }
     }
 
-    /// Makes a walk over `range` of which everything before `at` is done, with a budget of 0.
+    /// Makes a walk over `range` that begins at `at`, as if everything before were done, with a budget of 0.
     pub(crate) fn resumed(range: Range<Gfn>, at: Gfn) -> Self {
         Walk {
             at: at.max(range.start),
@@ -47,7 +47,7 @@ impl Walk {
         }
     }
 
-    /// Runs `step`, which continues the walk with `budget`, and subtracts what it used.
+    /// Runs `step`, which continues the walk with `budget`, and subtracts the part that it used.
     pub(crate) fn with_budget(&mut self, budget: &mut u32, step: impl FnOnce(&mut Self)) {
         self.budget = *budget;
         step(self);
@@ -78,7 +78,7 @@ impl Walk {
         self.at = gfn.max(self.range.start);
     }
 
-    /// Makes the walk go on at `gfn`, up to which it has done its work.
+    /// Makes the walk continue at `gfn`, up to which its work is done.
     pub(crate) fn stop_at(&mut self, gfn: Gfn) {
         self.at = gfn.min(self.range.end);
     }
@@ -99,15 +99,15 @@ impl Walk {
         self.entries += u64::from(entries);
     }
 
-    /// Counts up to `entries` that the walk is about to read, as many as its budget allows. Returns how many.
+    /// Counts up to `entries` that the walk is about to read, as far as its budget allows. Returns the number counted.
     pub(super) fn count_up_to(&mut self, entries: u32) -> u32 {
         let allowed = entries.min(self.budget);
         self.count(allowed);
         allowed
     }
 
-    /// Does `work` with a walk over the frames of this one before `end`, which goes on where this one is
-    /// and uses its budget.
+    /// Runs `work` with a walk over the frames of this walk before `end`. That walk continues where this one is, and
+    /// uses its budget.
     pub(crate) fn before(&mut self, end: Gfn, work: impl FnOnce(&mut Self)) {
         let all = self.range.end;
         self.range.end = all.min(end);
@@ -115,8 +115,8 @@ impl Walk {
         self.range.end = all;
     }
 
-    /// Walks over the range with `first`, and over what that has passed with `second`, each with a part of the budget.
-    /// The walk is where `second` has come to; `first` goes on where it was.
+    /// Walks over the range with `first`, and over the frames that it has passed with `second`, each with a part of the
+    /// budget. Afterwards the walk is where `second` has stopped; `first` continues where it stopped.
     pub(crate) fn both(&mut self, first: impl FnOnce(&mut Self), second: impl FnOnce(&mut Self)) {
         let from = self.at;
         self.ahead = self.ahead.max(from);
@@ -131,13 +131,13 @@ impl Walk {
         self.before(self.ahead, second);
     }
 
-    /// Counts the visit of one entry, which is not left out if the budget is used up.
+    /// Counts the visit of one entry, which takes place even if the budget is used up.
     pub(crate) fn visits(&mut self) {
         self.spend(1);
         self.entries += 1;
     }
 
-    /// Takes as much of `budget` as is left for work that takes as long as reading so many entries.
+    /// Uses up `budget`, or what is left, for work that takes as long as reading that number of entries.
     pub(crate) fn spend(&mut self, budget: u32) {
         let paid = budget.min(self.budget);
         held::looked_at(paid);
@@ -151,7 +151,8 @@ pub(super) struct Stopped {
 }
 
 impl<P: Platform, F: Format> Tree<P, F> {
-    /// Continues `walk` in each table of the root that has a part of its range, until it is done or `step` has stopped.
+    /// Continues `walk` in each root table that covers a part of the range, until the walk is done or `step` has
+    /// stopped.
     pub(super) fn each_root(
         &self,
         walk: &mut Walk,
@@ -186,7 +187,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
     }
 }
 
-/// What entries of a table of level 1 have in common.
+/// The common facts of the entries of a table of level 1.
 struct Pages<'t> {
     meta: &'t TableMeta,
     cleared: &'t Cleared,
@@ -203,15 +204,15 @@ struct Walker<'w, P: Platform, F: Format, V> {
 }
 
 impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
-    /// Walks over `range` in the level 1 table in `frame`, to which a path leads that is
-    /// write-protected if `protected`.
+    /// Walks over `range` in the level 1 table in `frame`. `protected`: whether the path to the table is
+    /// write-protected.
     fn pages(&mut self, frame: Pfn, range: Range<Gfn>, protected: bool) -> Result<(), Stopped> {
         let table = self.tree.table(frame);
         let first = F::GRANULE.index(range.start, Level::PAGE);
         let wanted = (range.end.0 - range.start.0) as usize;
         let allowed = match self.walk.budget as usize {
             budget if budget >= wanted => wanted,
-            // Whole runs, so that the next step begins with one.
+            // Count whole runs, so that the next step begins with a run.
             budget @ RUN.. => budget - budget % RUN,
             budget => budget,
         };
@@ -264,8 +265,8 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
         })
     }
 
-    /// Walks over `range` in the table of `level` in `frame`, and in the tables below it. The path to it is
-    /// write-protected if `protected`.
+    /// Walks over `range` in the table of `level` in `frame`, and in the tables below it. `protected`: whether the path
+    /// to the table is write-protected.
     fn table(
         &mut self,
         frame: Pfn,
@@ -323,8 +324,8 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
         Ok(())
     }
 
-    /// Returns the table that `entry` refers to now, and the bits of the entry. `None`: it refers to none, or the
-    /// walk skips the table.
+    /// Returns the table to which `entry` refers now, and the bits of the entry. `None`: the entry refers to no table,
+    /// or the walk skips the table.
     fn table_to_enter(&self, entry: &AtomicU64, level: Level) -> Option<(Pfn, u64)> {
         if self.show.skip_last_level && level == Level::MEGA {
             return None;

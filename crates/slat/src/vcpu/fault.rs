@@ -1,22 +1,21 @@
-//! A fault of a vCPU: brings the tables to where they allow an access.
+//! A fault of a vCPU: changes the tables so that they allow an access.
 //!
-//! A [`Fault`] is one attempt. Its steps fill it, in the order of its fields, and each may use what those before have
-//! found:
+//! A [`Fault`] is one attempt. Its steps fill its fields, in the order of the fields. Each step may use the results of
+//! earlier steps:
 //!
 //! 1. [`Fault::find_slot`]: the memslot that holds the frame;
 //! 2. [`Fault::find_page`]: the host page that backs the frame. The vCPU leaves its reader section to ask the platform
 //!    for it;
 //! 3. [`Fault::choose_leaf`]: the largest level that slot, attributes, alignment, host mapping, dirty log and NX allow,
-//!    and the leaf;
 //! 4. [`Fault::install`]: stores the leaf under the lock of the table that receives it, if the slot and the host page
-//!    are still current then ([`crate::vm::InProgress`]);
-//! 5. [`Fault::prefetch`]: maps the pages around it ([`super::prefetch`]).
+//!    are still current at that time ([`crate::vm::InProgress`]);
+//! 5. [`Fault::prefetch`]: maps the pages around the page ([`super::prefetch`]).
 //!
-//! A step that cannot be followed by the next one returns a [`Next`]. [`Vcpu::until_allowed`] repeats attempts. Where
-//! the tables do not accept the leaf, a [`Retry`] says why, and [`Fault::clear`] does what it asks for.
+//! A step after which the next one cannot follow returns a [`Next`]. [`Vcpu::until_allowed`] repeats attempts. If the
+//! tables do not accept the leaf, a [`Retry`] gives the reason, and [`Fault::clear`] removes the obstacle.
 //!
-//! [`Vcpu::fault`] is for a guest-physical address. For a guest-virtual one, a walk of the guest's tables says in each
-//! attempt what is asked for ([`super::guest`]).
+//! [`Vcpu::fault`] handles a guest-physical address. For a guest-virtual address, each attempt walks the guest's tables
+//! to find out what to map ([`super::guest`]).
 
 use core::ops::Range;
 use core::ptr;
@@ -34,9 +33,9 @@ use crate::table::{ByGfn, Installed, Retry};
 use crate::trace::Event;
 use crate::vm::{LogKind, RangeOp, RingSlot, Sequence};
 
-/// Why a step of a fault is not followed by the next one.
+/// Why the next step of a fault does not follow.
 pub(super) enum Next<E = Stop> {
-    /// Begin again: the fault has cleared what was in the way.
+    /// Begin again: the fault has removed the obstacle.
     Again,
     /// Compare the shadow page of this level on the path with the guest's table ([`Retry::Unsynced`]), and begin again.
     Compare(Level),
@@ -50,47 +49,47 @@ impl<E> From<E> for Next<E> {
     }
 }
 
-/// Why a field of a [`Fault`] can be used.
+/// The panic message for a field of a [`Fault`] that is not filled.
 pub(super) const FILLED: &str = "an earlier step of the fault has filled it";
 
 /// One attempt to map the page that an access asks for.
 pub(super) struct Fault<'v, P: Platform, F: Format> {
     pub(super) vcpu: &'v mut Vcpu<P, F>,
-    /// The walk at whose end the leaf is missing.
+    /// The walk that did not find the leaf.
     pub(super) walk: PausedWalk,
-    /// What the guest's tables say, if the walk is one by guest-virtual addresses.
+    /// The result of the walk of the guest's tables, if the access is to a guest-virtual address.
     trail: Option<&'v Trail>,
     /// The guest memory that is accessed.
     pub(super) gpa: Gpa,
     /// The right that the access needs.
     pub(super) access: Access,
-    /// The access is the guest's own: it counts as a fault, and a write is a store. Otherwise it is one that the MMU
-    /// makes for the guest, to read an entry of its tables or to set a flag there.
+    /// Whether the access is the guest's own: it counts as a fault, and a write is a store. Otherwise the MMU makes the
+    /// access for the guest, to read an entry of its tables or to set a flag there.
     pub(super) of_guest: bool,
-    /// The sequence from before the fault looks at the slot and at the leaf that is there. What the fault finds is
-    /// current as long as the sequence is. The walk that faulted was before: a slot that has moved since may have put
+    /// The sequence as read before the fault looks up the slot and the current leaf. The results of the fault are
+    /// current as long as the sequence is. The walk that faulted came earlier: a slot that has moved since may have put
     /// another of its pages there.
     pub(super) sequence: Sequence,
     pub(super) slot: Option<SlotFacts>,
     pub(super) page: Option<HostPage>,
-    /// The page was found in the tables; the host was not asked for it.
+    /// Whether the page was found in the tables, without asking the host.
     pub(super) fast: bool,
     /// The level of the leaf.
     pub(super) level: Level,
-    /// The leaf is small because of the policy `nx_huge_pages` alone.
+    /// Whether the leaf is small only because of the policy `nx_huge_pages`.
     pub(super) nx_split: bool,
-    /// The leaf is in an entry that was absent.
+    /// Whether the leaf is in an entry that was absent.
     pub(super) is_new: bool,
-    /// The page holds a table of the guest's that is shadowed: the leaf does not allow the write.
+    /// Whether the page contains a table of the guest that is shadowed: then the leaf does not allow the write.
     tracked: bool,
 }
 
 impl<P: Platform, F: Format> Vcpu<P, F> {
-    /// Brings the tables to where they allow `access` to `gpa`, where `walk` has found nothing that does, and returns
-    /// the translation. `of_guest`: see [`Fault::of_guest`].
+    /// Makes the tables allow `access` to `gpa`, where `walk` has found no entry that allows it, and returns the
+    /// translation. `of_guest`: see [`Fault::of_guest`].
     ///
     /// # Errors
-    /// [`Stop`]. It is [`Stop::Retry`] if a flush went by meanwhile, whatever else was found out.
+    /// [`Stop`]. Returns [`Stop::Retry`] if a flush took place meanwhile, whatever else was found.
     #[cold]
     pub(super) fn fault(
         &mut self,
@@ -107,11 +106,11 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         })
     }
 
-    /// Repeats `attempt`, each time with memory for the tables that it may make, until the access of `address` is
-    /// allowed.
+    /// Repeats `attempt` until the tables allow the access to `address`. Before each attempt, allocates memory for the
+    /// tables that the attempt may make.
     ///
     /// # Errors
-    /// Those of `attempt`. [`Stop::Retry`] if a flush went by meanwhile, whatever else was found out.
+    /// Those of `attempt`. [`Stop::Retry`] if a flush took place meanwhile, whatever else was found.
     #[inline(always)]
     pub(super) fn until_allowed<R, E: From<Stop>>(
         &mut self,
@@ -170,14 +169,14 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
         F::GRANULE.gfn(self.gpa)
     }
 
-    /// Returns what the guest's tables say. For a format that cannot shadow them that is nothing, and the compiler
-    /// knows it.
+    /// Returns the result of the walk of the guest's tables. For a format that cannot shadow these, the result is
+    /// `None`, which the compiler knows.
     #[inline(always)]
     pub(super) fn trail(&self) -> Option<&'v Trail> {
         if can_shadow::<F>() { self.trail } else { None }
     }
 
-    /// Returns where a fault of the guest is counted; `None` for one of the MMU's own.
+    /// Returns the counters for a fault of the guest; `None` for an access of the MMU itself.
     pub(super) fn counted(&self) -> Option<&Counters> {
         self.of_guest.then(|| self.vcpu.counters())
     }
@@ -201,7 +200,7 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
         })
     }
 
-    /// Installs `leaf`, and notes the write in the slot's dirty log, if what was found out still holds.
+    /// Installs `leaf`, and notes the write in the slot's dirty log, if what the fault has found is still current.
     ///
     /// # Errors
     /// [`Next`].
@@ -210,7 +209,7 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
         let space = self.vcpu.space_index();
         let (gfn, level, trail) = (self.gfn(), self.level, self.trail());
         let slot = self.slot.as_ref().expect(FILLED);
-        // Not `on_tables`, whose result would be copied in every fault.
+        // `on_tables` is not used here, because its result would be copied in every fault.
         let Parts {
             vm,
             tables,
@@ -222,7 +221,7 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
         } = self.vcpu.parts(&self.walk);
         path.nx_split = self.nx_split;
         path.stores = self.of_guest && self.access == Access::Write;
-        // A set that is new since the sequence was taken may have another slot there, or none.
+        // If the set was published after the sequence was read, it may have another slot there, or none.
         let log = match slot.log_at {
             Some(at) => {
                 counters.slot_lookups.add(1);
@@ -233,8 +232,8 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
         };
         let mut noted = false;
         let hvas = slot.hvas::<F>(gfn, level);
-        // Another vCPU may have made a table there for NX since the level was chosen. A huge leaf would throw away the
-        // right to execute that this vCPU has just been given. `valid` looks for the table under the lock.
+        // Another vCPU may have made a table there for NX since the level was chosen. A huge leaf would remove the
+        // right to execute that the other vCPU has just got. `valid` looks for the table under the lock.
         let nx_table = || {
             level > Level::PAGE
                 && vm.policy.nx_huge_pages().is_on()
@@ -272,7 +271,7 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
         self.walk = self.vcpu.pause(reached);
         match installed {
             Ok(installed) => {
-                // A split itself may have given the right: to execute a small page.
+                // The split itself may have granted the right, to execute a small page.
                 let is_spurious = installed == Installed::Spurious && !split;
                 self.installed(leaf, installed == Installed::New, is_spurious);
                 Ok(())
@@ -281,7 +280,7 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
         }
     }
 
-    /// Counts and traces what an install of `leaf` did. `is_spurious`: the tables allowed the access already.
+    /// Counts and traces the result of an install of `leaf`. `is_spurious`: the tables already allowed the access.
     #[inline(always)]
     fn installed(&mut self, leaf: Leaf, is_new: bool, is_spurious: bool) {
         self.is_new = is_new;
@@ -311,7 +310,7 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
         }
     }
 
-    /// Does what `retry` asks for, after an install.
+    /// Removes the obstacle that `retry` names, after an install.
     #[cold]
     fn clear(&mut self, retry: Retry) -> Next {
         match retry {
@@ -332,8 +331,8 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
         Next::Again
     }
 
-    /// Does what `retry` asks for, if that does not depend on what was to be installed: a flush, or what
-    /// concerns the guest's tables.
+    /// Removes the obstacle that `retry` names, if this does not depend on the leaf to install: flushes, or acts on the
+    /// guest's tables.
     pub(super) fn clear_path(&mut self, retry: Retry) -> Next {
         let (key, trail) = (self.walk.key(), self.trail());
         match retry {
@@ -349,7 +348,8 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
                     (self.vcpu).outside(|vcpu| vcpu.vm().zap_entry(vcpu.space(), key, root, level));
                 });
             }
-            // `Unprepared`, `Tracked`: the next attempt allocates what is missing, and reads the guest's tables again.
+            // `Unprepared`, `Tracked`: the next attempt allocates the missing memory, and reads the guest's tables
+            // again.
             _ => {}
         }
         Next::Again
@@ -364,7 +364,7 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
         }
     }
 
-    /// Zaps the region of `level` around the page, by the slots as they are then: if a slot logs by now, the leaves'
+    /// Zaps the region of `level` around the page, by the slots as they are then: if a slot logs by then, the leaves'
     /// dirty bits go to its log.
     fn zap(&mut self, level: Level) {
         let gfns = F::GRANULE.block(self.gfn(), level);
@@ -375,7 +375,7 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
         });
     }
 
-    /// Flushes `gfns`, and notes the flush as the vCPU's last one.
+    /// Flushes `gfns`, and stores the flush as the vCPU's last one.
     fn flush(&mut self, gfns: Range<Gfn>) {
         let flushed = self.vcpu.outside(|vcpu| {
             let counters = vcpu.counters();
@@ -407,7 +407,8 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
         }
     }
 
-    /// Waits outside as long as `condition` holds. Ends the access early when the vCPU is wanted elsewhere.
+    /// Waits outside the reader section while `condition` is true. Ends the access early if a bit of the attention word
+    /// is set.
     pub(super) fn wait_while(&mut self, condition: impl Fn(&Vcpu<P, F>) -> bool) -> Next {
         if !condition(self.vcpu) {
             return Next::Again;

@@ -1,13 +1,13 @@
-//! What a hypervisor calls whose CPU walks the tables itself: faults, and with the shadow MMU the guest's flushes and
-//! the root to load.
+//! The calls for a hypervisor whose CPU walks the tables itself: faults, and with the shadow MMU also the guest's
+//! flushes and the root to load.
 //!
-//! Each call enters the vCPU for its own duration: the CPU's translations are in a TLB, which
-//! [`Platform::flush`] reaches.
+//! Each call enters the vCPU only while it runs: the CPU's translations are in a TLB, which [`Platform::flush`]
+//! reaches.
 //!
-//! **Roots of the shadow MMU** come and go with the guest's tables, and their frames are freed after a flush. So a root
-//! may be loaded, and may stay loaded, until the next flush of the VM: `Platform::flush` makes the CPU leave the guest,
-//! and before the guest runs again the hypervisor asks for the root again. A CPU that learns of a flush on its way into
-//! the guest, after it has asked, turns back and asks again.
+//! **Roots of the shadow MMU** are made and zapped like the guest's tables, and their frames are freed after a flush.
+//! So a loaded root is valid until the next flush of the VM. `Platform::flush` makes the CPU leave the guest, and the
+//! hypervisor asks for the root again before it runs the guest. If a CPU that has asked for the root learns of a flush
+//! before it enters the guest, it asks again.
 
 use core::ops::Range;
 
@@ -25,25 +25,25 @@ use crate::sync::quiesce::Attention;
 pub enum AfterPageFault {
     /// Run the guest again: it repeats the instruction.
     Run,
-    /// It emulates the instruction, with [`Vcpu::translate_virtual`] and [`Vcpu::stored`]. No leaf can allow the
-    /// access: it is a store to a table with which its own address is translated, or a supervisor's to a read-only
-    /// page with CR0.WP clear.
+    /// Emulate the instruction, with [`Vcpu::translate_virtual`] and [`Vcpu::stored`]. No leaf can allow the access: it
+    /// is a store to a table by which its own address is translated, or a supervisor's store to a read-only page with
+    /// CR0.WP clear.
     Emulate,
 }
 
 impl<P: Platform, F: Format> Vcpu<P, F> {
-    /// Call when a hardware CPU has left the guest because its second-level walk did not allow `access` to
-    /// `gpa`: brings the tables to where they allow it. `Ok`: run the guest again, which executes the instruction
-    /// again, and faults again if there was more to it. Whether the walker reported a missing leaf or an MMIO entry (a
-    /// reserved bit, a misconfiguration) makes no difference: this reads the entry.
+    /// Call when a hardware CPU has left the guest because its second-level walk did not allow `access` to `gpa`.
+    /// Changes the tables so that they allow the access. After `Ok`, run the guest again: it repeats the instruction,
+    /// which may fault again. Works for a missing leaf and for an MMIO entry (a reserved bit, a misconfiguration)
+    /// alike, because it reads the entry.
     ///
     /// The caller does two things before the guest runs again, because they differ from CPU to CPU. It makes the stores
-    /// visible to the walker (AArch64: DSB ISHST; RISC-V: a fence; x86: nothing). And where a CPU may cache the entry
-    /// that faulted (AArch64 and RISC-V, after a fault on rights; RISC-V, after any), it invalidates that on this CPU;
-    /// on no other.
+    /// visible to the walker (AArch64: DSB ISHST; RISC-V: a fence; x86: nothing). If a CPU may cache the entry that
+    /// faulted (AArch64 and RISC-V after a fault on rights; RISC-V after any fault), the caller also invalidates that
+    /// entry, on this CPU only.
     ///
     /// # Errors
-    /// [`Stop`], but for [`Stop::Retry`].
+    /// [`Stop`], except [`Stop::Retry`].
     ///
     /// # Panics
     /// If the vCPU was entered.
@@ -55,12 +55,12 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     }
 
     /// Maps guest memory ahead of its use, for reading, like [`Vcpu::prefault`], for a hardware CPU that is not in the
-    /// guest. Returns the bytes mapped, from `range.start` on: a page at least, or 0 if a flush went by or the wait for
-    /// a page was interrupted. Call again for the rest. Before the guest runs, the caller makes the stores visible to
-    /// the walker as after [`Vcpu::hardware_fault`].
+    /// guest. Returns the number of bytes mapped from `range.start` on: at least a page, or 0 if a flush took place
+    /// meanwhile or the wait for a page was interrupted. Call again for the rest. Before the guest runs, the caller
+    /// makes the stores visible to the walker, as after [`Vcpu::hardware_fault`].
     ///
-    /// The vCPU is entered for the duration of the call only, so the caller may use it, and change
-    /// slots, with the result:
+    /// The vCPU is entered only during the call, so the caller may use the vCPU, and change slots, while it has the
+    /// result:
     ///
     /// ```
     /// # use slat_model::{HostMemory, SimPlatform};
@@ -81,7 +81,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// ```
     ///
     /// # Errors
-    /// [`Stop`], but for [`Stop::Retry`], if not even the first page could be mapped.
+    /// [`Stop`], except [`Stop::Retry`], if not even the first page could be mapped.
     ///
     /// # Panics
     /// If the vCPU was entered.
@@ -93,16 +93,16 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     }
 
     /// Call when a hardware CPU that walks shadow tables has a page fault, at `gva` for `access`, in the state `paging`
-    /// of the guest. Makes the shadow table allow the access; load the root that [`Vcpu::hardware_root`] returns
-    /// afterwards. For a store to one of the guest's tables, zaps the shadow page of the table; the table is shadowed
-    /// again when the guest uses it. If another CPU walks through the table all the time, that may happen before the
-    /// store is repeated: after some faults of the same store, keep the VM's other CPUs out of the guest.
+    /// of the guest. Makes the shadow table allow the access; afterwards load the root that [`Vcpu::hardware_root`]
+    /// returns. For a store to one of the guest's tables, zaps the shadow page of that table, which is shadowed again
+    /// when the guest uses it. If another CPU walks through the table all the time, the table may be shadowed again
+    /// before the store is repeated. So after some faults of the same store, keep the VM's other CPUs out of the guest.
     ///
-    /// The CPU runs with CR0.PG, CR0.WP and EFER.NXE set, whatever the guest's are, and with the guest's
+    /// The CPU runs with CR0.PG, CR0.WP and EFER.NXE set, whatever their values in the guest are, and with the guest's
     /// CR4.SMEP, SMAP, PKE and PKRU.
     ///
     /// # Errors
-    /// [`VirtualStop`], but for [`Stop::Retry`]. [`VirtualStop::PageFault`] is to be injected into the guest.
+    /// [`VirtualStop`], except [`Stop::Retry`]. Inject [`VirtualStop::PageFault`] into the guest.
     ///
     /// # Panics
     /// If the vCPU was entered, or the VM shadows no tables ([`Vcpu::translate_virtual`]).
@@ -139,11 +139,11 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Returns the shadow table with which a walk to `gva` begins in the state `paging` of the guest, for a
-    /// hardware CPU to load until the next [`Platform::flush`]. In long mode it is one table of the guest's number
-    /// of levels, for CR3, in the other modes one page directory for each GiB, for an entry of PAE's pointer table.
-    /// `None`: nothing there was translated yet; call [`Vcpu::hardware_page_fault`] for the fetch of the next
-    /// instruction, and ask again.
+    /// Returns the shadow table with which a walk to `gva` begins in the state `paging` of the guest. A hardware CPU
+    /// may keep it loaded until the next [`Platform::flush`]. In long mode, the table is for CR3 and has the guest's
+    /// number of levels. In the other modes, there is one page directory for each GiB, for an entry of PAE's pointer
+    /// table. `None`: nothing there was translated yet. Then call [`Vcpu::hardware_page_fault`] for the fetch of the
+    /// next instruction, and call this again.
     ///
     /// # Panics
     /// If the vCPU was entered.
@@ -158,12 +158,12 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// # Panics
     /// If the vCPU was entered.
     pub fn hardware_invlpg<W: HostWords>(&mut self, gva: u64, paging: &GuestPaging, words: &mut W) {
-        // The result is about translations that `Platform::flush` has voided already.
+        // The result tells whether other translations are void: `Platform::flush` has dropped these already.
         let _ = self.for_hardware().invlpg(gva, paging, words);
     }
 
     /// Call when the guest of a hardware CPU that walks shadow tables flushes its TLB: like [`Vcpu::flush_guest`]. The
-    /// caller flushes on this CPU what was of the guest.
+    /// caller flushes the guest's translations on this CPU.
     ///
     /// # Panics
     /// If the vCPU was entered.
@@ -171,14 +171,14 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.for_hardware().flush_guest(words);
     }
 
-    /// Enters, with no translation to drop.
+    /// Enters the vCPU, which has no translations to drop.
     fn for_hardware(&mut self) -> Entered<'_, P, F> {
         assert!(
             !self.is_entered(),
             "a call for a hardware CPU inside enter/leave"
         );
         let mut entered = self.enter(0);
-        // To enter is to pass a quiescent point. What is left is to acknowledge the flushes that it reports.
+        // Entering passes a quiescent point. What remains is to acknowledge the flushes that entering reports.
         if entered.attention().flag().load(Relaxed) & Attention::FLUSH != 0 {
             entered.quiesce();
         }

@@ -1,5 +1,6 @@
-//! A CPU as the engine sees it: its reader ([`crate::sync::quiesce`]), the table frames it has allocated
-//! ahead, the slots it used lately ([`recent_slots`]), the tables it walked lately ([`paging_structure_cache`]).
+//! A CPU as the engine sees it: its reader ([`crate::sync::quiesce`]), the table frames that it has allocated ahead,
+//! the slots that it used recently ([`recent_slots`]), and the tables that it walked recently
+//! ([`paging_structure_cache`]).
 
 mod fault;
 mod guest;
@@ -45,9 +46,9 @@ use streams::Streams;
 
 /// One CPU of a VM. Owned by one thread at a time.
 ///
-/// While it is [entered](Self::enter) flushes wait for it: it must come to [`quiesce`](Self::quiesce) soon after its
-/// attention word says [`Attention::FLUSH`]. A hardware vCPU is entered while it handles an exit
-/// ([`hardware_fault`](Self::hardware_fault) does that itself), a software CPU while it runs guest code:
+/// Flushes wait for a vCPU while it is [entered](Self::enter): it must call [`quiesce`](Self::quiesce) soon after its
+/// attention word contains [`Attention::FLUSH`]. A hardware vCPU is entered while it handles an exit
+/// ([`hardware_fault`](Self::hardware_fault) enters itself), a software CPU while it runs guest code:
 ///
 /// ```
 /// # use slat_model::{HostMemory, SimPlatform};
@@ -73,10 +74,10 @@ pub struct Vcpu<P: Platform, F: Format> {
     vm: Arc<Vm<P, F>>,
     /// Its reader is one of `vm.readers`.
     presence: Presence,
-    /// Number of its address space, to which `context`, `recent`, `roots`, `flags_in` and the tables
-    /// in `presence` belong.
+    /// Number of the vCPU's address space, to which `context`, `recent`, `roots`, `flags_in` and the tables in
+    /// `presence` belong.
     space: usize,
-    /// Where its walks begin.
+    /// Where the vCPU's walks begin.
     context: Root,
     token: usize,
     frames: FrameCache,
@@ -88,11 +89,11 @@ pub struct Vcpu<P: Platform, F: Format> {
     roots: guest::Roots,
     flags_in: Option<guest::FlagsIn>,
     ring: Option<Arc<DirtyRing>>,
-    /// The counters of the reader when this vCPU took it over.
+    /// The values of the reader's counters when this vCPU took over the reader.
     counted_before: Stats,
 }
 
-/// What an entered vCPU works with, borrowed separately.
+/// The parts of an entered vCPU that a fault uses, borrowed separately.
 pub(crate) struct Parts<'v, P: Platform, F: Format> {
     pub(crate) vm: &'v Vm<P, F>,
     pub(crate) tables: &'v Mmu<P, F>,
@@ -100,17 +101,17 @@ pub(crate) struct Parts<'v, P: Platform, F: Format> {
     pub(crate) ring: Option<&'v DirtyRing>,
     /// The walk that the caller has paused.
     pub(crate) cursor: Cursor<'v, P, F>,
-    /// It has the frames that were allocated ahead.
+    /// Contains the frames that were allocated ahead.
     pub(crate) path: Path<'v>,
     pub(crate) counters: &'v Counters,
 }
 
-/// Where a walk of a vCPU has ended, and when. It may be kept when the vCPU leaves its reader section for a moment, in
-/// one of its functions.
+/// The position at which a walk of a vCPU has ended. It may be kept while the vCPU leaves its reader section for a
+/// moment in one of its functions.
 #[derive(Clone, Copy)]
 pub(crate) struct PausedWalk {
     reached: Reached,
-    /// [`Vcpu::missed`] then.
+    /// The value of [`Vcpu::missed`] at that time.
     missed: u64,
 }
 
@@ -125,8 +126,8 @@ impl PausedWalk {
 // protects are used by one thread at a time through `&mut self`.
 unsafe impl<P: Platform, F: Format> Send for Vcpu<P, F> {}
 
-/// The counters of a CPU ([`Vcpu::watch_stats`]). They may be read at any time; after the CPU was dropped, they may
-/// count for another one.
+/// The counters of a CPU ([`Vcpu::watch_stats`]). They may be read at any time. After the CPU was dropped, they may
+/// count for another CPU.
 pub struct VcpuStats {
     /// Belongs to the VM.
     reader: NonNull<Reader>,
@@ -140,7 +141,7 @@ unsafe impl Send for VcpuStats {}
 unsafe impl Sync for VcpuStats {}
 
 impl VcpuStats {
-    /// Returns what the CPU has counted until now.
+    /// Returns the counts of the CPU up to now.
     pub fn get(&self) -> Stats {
         // SAFETY: readers live as long as the VM, which `_vm` keeps alive.
         let reader = unsafe { self.reader.as_ref() };
@@ -152,7 +153,7 @@ impl VcpuStats {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum CreateVcpuError {
-    /// The VM has no address space of this number ([`Config::spaces`](crate::Config)).
+    /// The VM has no address space with this number ([`Config::spaces`](crate::Config)).
     NoSuchSpace(usize),
     /// No heap memory.
     OutOfMemory,
@@ -179,7 +180,8 @@ impl fmt::Display for CreateVcpuError {
 impl core::error::Error for CreateVcpuError {}
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Creates a CPU of this VM that uses the first address space. It is not entered. Any number may exist.
+    /// Creates a CPU of this VM that uses the first address space. The CPU is not entered. A VM may have any number of
+    /// CPUs.
     ///
     /// # Errors
     /// [`OutOfMemory`].
@@ -188,7 +190,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         self.create_vcpu_in(0).map_err(|_| OutOfMemory)
     }
 
-    /// Creates a CPU that uses address space `space`. A processor that changes between two of them, as x86 does
+    /// Creates a CPU that uses address space `space`. A processor that changes between two address spaces, as x86 does
     /// for SMM, calls [`Vcpu::use_space`].
     ///
     /// # Errors
@@ -229,12 +231,12 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         &self.presence.reader().counters
     }
 
-    /// Returns the VM it belongs to.
+    /// Returns the VM to which the vCPU belongs.
     pub fn vm(&self) -> &Arc<Vm<P, F>> {
         &self.vm
     }
 
-    /// Returns what its walker finds `gfn` by.
+    /// Returns the key by which the vCPU's walker finds `gfn`.
     #[inline(always)]
     pub(crate) fn key(&self, gfn: Gfn) -> Key {
         Key {
@@ -251,13 +253,13 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.space
     }
 
-    /// Returns the tables of its address space, until it leaves.
+    /// Returns the tables of the vCPU's address space. The reference is valid until the vCPU leaves its section.
     #[inline]
     pub(crate) fn tables(&self) -> &Mmu<P, F> {
         self.space().mmu.get(self.presence.section())
     }
 
-    /// Returns the slots of its address space as they are now, until it leaves.
+    /// Returns the current slots of the vCPU's address space. The reference is valid until the vCPU leaves its section.
     #[inline]
     pub(crate) fn slots(&self) -> &SlotSet {
         self.space().slots.current(self.presence.section())
@@ -267,13 +269,13 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.presence.is_entered()
     }
 
-    /// Returns the proof that it is in its reader section.
+    /// Returns the proof that the vCPU is in its reader section.
     #[inline]
     fn section(&self) -> InSection<'_> {
         self.presence.section()
     }
 
-    /// Whether a walk to `gpa` may begin: the vCPU is entered, and the tables reach so far.
+    /// Whether a walk to `gpa` may begin: the vCPU is entered, and `gpa` is in the range that the tables translate.
     #[inline(always)]
     pub(crate) fn may_walk(&self, gpa: Gpa) -> bool {
         gpa < self.presence.walkable
@@ -288,8 +290,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         found.ready::<F>(access)
     }
 
-    /// Finds the entry of level 1 for `index`, if the table for `region` is in the paging-structure cache. Outside a
-    /// section the cache is empty.
+    /// Finds the entry of level 1 for `index`, if the table for `region` is in the paging-structure cache. The cache is
+    /// empty while the vCPU is outside a section.
     #[inline(always)]
     fn find_cached(&self, region: TableRegion, index: PageIndex) -> Option<Found<'_>> {
         let table = self.presence.tables.get(region)?;
@@ -298,7 +300,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         Some(unsafe { lookup_in::<P, F>(&*self.vm.platform, table, index) })
     }
 
-    /// Walks from the root to `gpa` ([`lookup_page`]). `None`: no walk may begin.
+    /// Walks from the root to `gpa` ([`lookup_page`]). `None`: a walk may not begin now.
     #[inline(always)]
     pub(crate) fn walk(&self, gpa: Gpa) -> Option<Result<Found<'_>, Found<'_>>> {
         if !self.may_walk(gpa) {
@@ -329,14 +331,14 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             .forget(TableRegion::of_gpa(gpa, F::GRANULE));
     }
 
-    /// Notes where a walk has ended, in this section.
+    /// Stores where a walk has ended in this section.
     #[inline(always)]
     fn pause(&self, reached: Reached) -> PausedWalk {
         let missed = self.missed();
         PausedWalk { reached, missed }
     }
 
-    /// Finds the entry at which `walk` ends now, and notes that there.
+    /// Finds the entry at which `walk` ends now, and stores that position in `walk`.
     #[inline(always)]
     fn look(&self, walk: &mut PausedWalk) -> Found<'_> {
         let mut cursor = resume(
@@ -351,7 +353,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         found
     }
 
-    /// Returns whether the level 1 table on the path of `walk`, if there is one, exists because of NX. Notes where the
+    /// Returns whether the level 1 table on the path of `walk`, if there is one, exists because of NX. Stores where the
     /// walk has ended.
     fn is_nx_split(&self, walk: &mut PausedWalk) -> bool {
         let mut cursor = resume(
@@ -366,7 +368,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         is_nx_split
     }
 
-    /// Returns what the vCPU works with in a fault, to go on with `walk`.
+    /// Returns the parts of the vCPU that a fault uses, to continue `walk`.
     #[inline(always)]
     pub(crate) fn parts(&mut self, walk: &PausedWalk) -> Parts<'_, P, F> {
         let space = &self.vm.spaces[self.space];
@@ -392,7 +394,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Runs `then` on its tables, with the walk to go on with, and a path.
+    /// Runs `then` on the vCPU's tables, with the walk to continue, and a path.
     #[inline]
     pub(crate) fn on_tables<R>(
         &mut self,
@@ -413,12 +415,12 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.ring.as_ref()
     }
 
-    /// Gives this CPU the ring that notes its writes to logged slots ([`Vm::use_dirty_rings`]). No other CPU may push
-    /// to it. The CPU keeps it until it gets another one or is dropped; then the VM resets the ring no more, and
-    /// protects the pages that it names and that were not reset.
+    /// Gives this CPU the ring to which its writes to logged slots are pushed ([`Vm::use_dirty_rings`]). No other CPU
+    /// may push to the ring. The CPU keeps the ring until it gets another one or is dropped. Then the VM does not reset
+    /// the ring any more, and protects the pages in the ring that were not reset.
     ///
     /// # Errors
-    /// [`OutOfMemory`]; it keeps the ring it had.
+    /// [`OutOfMemory`]; the CPU keeps its old ring.
     ///
     /// # Panics
     /// If the vCPU was entered.
@@ -434,8 +436,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         Ok(())
     }
 
-    /// Allocates what a fault at `gpa` may need. Zaps the oldest shadow pages, if those that the fault may make would
-    /// be too many: leaves the reader section for that.
+    /// Allocates the memory that a fault at `gpa` may need. If the shadow pages that the fault may make would exceed
+    /// the limit, leaves the reader section to zap the oldest shadow pages.
     ///
     /// # Errors
     /// [`Stop::OutOfMemory`].
@@ -447,8 +449,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         Ok(())
     }
 
-    /// Zaps the oldest shadow pages, if those that a fault may make would be too many. Leaves the reader section for
-    /// that.
+    /// If the shadow pages that a fault may make would exceed the limit, leaves the reader section to zap the oldest
+    /// shadow pages.
     #[inline]
     fn recycle(&mut self) {
         let excess = self.vm.budget.excess();
@@ -463,22 +465,22 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         mmu.prepare(&mut self.frames, tables)
     }
 
-    /// Allocates more frames than a fault needs, for up to `tables` tables, if there is memory.
+    /// Allocates more frames than a fault needs, for up to `tables` tables, as far as there is memory.
     pub(crate) fn fill_frames_for(&mut self, tables: usize) {
         if !self.frames.serves_a_fault() {
-            // A fault's frames have room for one of them.
+            // The frames for a fault suffice for one of the tables.
             let frames = (tables + FrameCache::FAULT - 1).min(FrameCache::BATCH);
             let _ = self.prepare_for(frames);
         }
     }
 
-    /// Gives back what a fault does not need.
+    /// Frees the frames beyond those that a fault needs.
     pub(crate) fn trim_frames(&mut self) {
         self.frames.keep(&*self.vm.platform, FrameCache::FAULT);
     }
 
-    /// Returns the word that a software CPU reads at every block boundary; any thread may raise bits in it at any
-    /// time, also by a clone.
+    /// Returns the word that a software CPU reads at every block boundary. Any thread may raise bits in it at any time,
+    /// also through a clone.
     pub fn attention(&self) -> &Attention {
         self.presence.reader().attention()
     }
@@ -490,7 +492,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.counters().guest_pte_reads.add(1);
     }
 
-    /// Returns what this CPU has counted.
+    /// Returns the counts of this CPU.
     pub fn stats(&self) -> Stats {
         self.counters().snapshot().since(&self.counted_before)
     }
@@ -504,37 +506,37 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Enters a reader section, which ends when the guard is dropped: meanwhile flushes wait for this CPU. `token`
-    /// tells the platform whom to kick (a thread id). If translations may have been flushed since the last section,
-    /// [`Attention::FLUSH`] is raised.
+    /// Enters a reader section, which ends when the guard is dropped. Meanwhile flushes wait for this CPU. `token`
+    /// tells the platform which CPU to kick (a thread id). If translations may have been flushed since the last
+    /// section, raises [`Attention::FLUSH`].
     ///
-    /// In `match vcpu.enter(0).prefault(range) { … }` the guard lives to the end of the `match`, as every temporary
-    /// there does. An arm that waits for a flush, by changing slots for example, would wait for ever. Bind the result
-    /// first: `let mapped = vcpu.enter(0).prefault(range);`.
+    /// In `match vcpu.enter(0).prefault(range) { … }` the guard lives to the end of the `match`, like every temporary
+    /// there. An arm that waits for a flush, for example by changing slots, would wait forever. Bind the result first:
+    /// `let mapped = vcpu.enter(0).prefault(range);`.
     pub fn enter(&mut self, token: usize) -> Entered<'_, P, F> {
         self.enter_unguarded(token);
         Entered(self)
     }
 
-    /// Like [`Self::enter`], but the caller calls [`Self::leave`], on every path, a panic's included. For a vCPU
-    /// inside something that is used as a whole meanwhile.
+    /// Like [`Self::enter`], but the caller has to call [`Self::leave`] on every path, including a panic's. For a vCPU
+    /// in an object that is used as a whole while the vCPU is entered.
     pub fn enter_unguarded(&mut self, token: usize) {
         self.token = token;
         self.come_in(F::GRANULE.gpa(all_gfns::<F>().end));
     }
 
-    /// Ends the reader section. Translations may be kept if the next [`enter`](Self::enter) is followed by a look
-    /// at the attention word before they are used.
+    /// Ends the reader section. Translations may be kept if the CPU checks the attention word after the next
+    /// [`enter`](Self::enter), before it uses them.
     pub fn leave(&mut self) {
         self.flags_in = None;
         self.presence.leave();
     }
 
-    /// Has the CPU use address space `space` from now on: the next translation is one of that address space. May be
-    /// called in a reader section and outside. Acknowledges no flush.
+    /// Makes the CPU use address space `space` from now on, beginning with the next translation. May be called in a
+    /// reader section and outside. Acknowledges no flush.
     ///
-    /// Translations that the CPU was given before are still those of the other address space. The caller drops them
-    /// before the guest executes again.
+    /// Translations that the CPU was given before still belong to the old address space. The caller drops them before
+    /// the guest executes again.
     ///
     /// ```
     /// # use slat_model::{HostMemory, SimPlatform};
@@ -566,7 +568,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.streams = Streams::default();
     }
 
-    /// Does what [`Vm::vcpu_moves`] says, if there is more than one address space.
+    /// Calls [`Vm::vcpu_moves`], if there is more than one address space.
     fn moves(&self, from: Option<usize>, to: Option<usize>) {
         if !self.vm.has_several_spaces() {
             return;
@@ -580,7 +582,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.vm.vcpu_moves(from, to, own);
     }
 
-    /// Acknowledges all flushes so far. The caller has dropped every translation it was given.
+    /// Acknowledges all flushes so far. The caller has dropped every translation that it was given.
     pub fn quiesce(&mut self) {
         self.flags_in = None;
         self.presence.quiesce(&self.vm.readers);
@@ -595,8 +597,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Runs `wait` outside the reader section, where it may take any time. If a flush goes by meanwhile,
-    /// [`Self::missed`] is another number than before.
+    /// Runs `wait` outside the reader section, where it may take any time. If a flush takes place meanwhile, the value
+    /// of [`Self::missed`] changes.
     pub(crate) fn outside<R>(&mut self, wait: impl FnOnce(&Self) -> R) -> R {
         let walkable = self.presence.leave();
         let answer = wait(self);
@@ -604,7 +606,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         answer
     }
 
-    /// Returns the number of times that the vCPU has entered a section after a flush went by. If it has changed, every
+    /// Returns how often the vCPU has entered a section after missing a flush. If the number has changed, every
     /// translation from before is void.
     #[inline]
     fn missed(&self) -> u64 {
@@ -614,7 +616,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// Runs `access`, which may leave the reader section.
     ///
     /// # Errors
-    /// [`Stop::Retry`] if a flush went by meanwhile, whatever `access` has come to; otherwise those of `access`.
+    /// [`Stop::Retry`] if a flush took place meanwhile, whatever `access` returns; otherwise the errors of `access`.
     #[inline]
     fn unless_flushed<R, E: From<Stop>>(
         &mut self,
@@ -628,9 +630,9 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Runs `work`, which may leave the reader section, for the owner of the CPU. Asserts, in builds for tests, that
-    /// the owner learns of it if a flush went by meanwhile, whatever `work` comes to: with any answer that `says_void`
-    /// does not accept, the CPU goes on with the translations that it was given before.
+    /// Runs `work`, which may leave the reader section, for the owner of the CPU. If a flush takes place meanwhile, the
+    /// result must tell the owner: `says_void` must be true for it. Otherwise the CPU would continue to use the
+    /// translations that it was given before. Builds for tests assert this.
     #[inline]
     fn for_owner<R>(
         &mut self,
@@ -646,8 +648,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         answer
     }
 
-    /// Lets threads pass that have requested a flush, in the middle of something long. Translations that the CPU
-    /// remembers may be void then: the request stays.
+    /// Lets threads that have requested a flush continue, in the middle of a long operation. Translations that the CPU
+    /// remembers may be void afterwards: the request stays raised.
     pub(crate) fn pass(&mut self) {
         if self.attention().flag().load(Relaxed) & Attention::FLUSH != 0 {
             self.outside(|_| ());
@@ -659,7 +661,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     ///
     /// # Panics
     /// If the vCPU was not entered.
-    // Always: a caller pays for no field of the result that it does not use.
+    // Always inline: then a caller pays for no field of the result that it does not use.
     #[inline(always)]
     pub fn slot_at(&mut self, gpa: Gpa) -> Option<Region> {
         assert!(self.is_entered(), "Vcpu::slot_at outside enter/leave");
@@ -676,7 +678,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         })
     }
 
-    /// Returns the slots as they are now, and the one that holds `gfn`; looks at those used lately first.
+    /// Returns the current slots, and the slot that contains `gfn`. Checks the recently used slots first.
     #[inline]
     pub(crate) fn find_slot(&mut self, gfn: Gfn) -> (&SlotSet, Option<&Memslot>) {
         let slots = &self.vm.spaces[self.space].slots;
@@ -693,9 +695,10 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     }
 }
 
-/// Returns `walk`, one of the vCPU with `presence`, for the section that it is in: the walk goes on where it was,
-/// unless a flush has gone by since. If the MMU has zapped roots since `roots` were found, and the walk begins with one
-/// of these, it is one by guest-physical addresses instead, by which nothing will be found: the fault makes a new root.
+/// Returns a cursor that continues `walk`, a walk of the vCPU with `presence`, in the vCPU's current section. The walk
+/// continues where it ended, unless a flush has taken place since. If the walk begins with a root of `roots`, and the
+/// MMU has zapped roots since these were found, returns instead a walk by guest-physical addresses that finds nothing:
+/// then the fault makes a new root.
 #[inline(always)]
 fn resume<'v, P: Platform, F: Format>(
     vm: &'v Vm<P, F>,
@@ -720,7 +723,7 @@ fn resume<'v, P: Platform, F: Format>(
     unsafe { Cursor::new(&vm.platform, reached) }
 }
 
-/// A vCPU in its reader section ([`Vcpu::enter`]), until this is dropped.
+/// A vCPU in its reader section ([`Vcpu::enter`]). The vCPU leaves the section when this is dropped.
 #[must_use = "the vCPU leaves when this is dropped"]
 pub struct Entered<'v, P: Platform, F: Format>(&'v mut Vcpu<P, F>);
 
@@ -744,7 +747,7 @@ impl<P: Platform, F: Format> Drop for Entered<'_, P, F> {
 }
 
 impl<P: Platform, F: Format> Drop for Vcpu<P, F> {
-    /// If its dirty ring was not reset to the end, waits as [`Vm::reset_dirty_rings`] does.
+    /// If the dirty ring was not reset completely, waits as [`Vm::reset_dirty_rings`] does.
     fn drop(&mut self) {
         self.leave();
         self.moves(Some(self.space), None);

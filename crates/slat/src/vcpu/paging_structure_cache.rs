@@ -1,47 +1,44 @@
-//! The paging-structure cache of a vCPU: the level 1 tables that its walks have reached lately. The next look-up in one
-//! of these tables begins there and not at the root (Intel SDM 3A, "Paging-Structure Caches"). The cache holds no leaf:
-//! every look-up loads the entry from the table.
+//! The paging-structure cache of a vCPU: the level 1 tables that its walks have reached recently. The next look-up in
+//! one of these tables begins at that table and not at the root (Intel SDM 3A, "Paging-Structure Caches"). The cache
+//! contains no leaf: every look-up loads the page-table entry from the table.
 //!
-//! # How long an entry is valid
-//! Until the end of the reader section in which the walk reached the table, or the section's next quiescent
-//! point ([`crate::sync::quiesce`]), whichever comes first: the vCPU then calls
-//! [`PagingStructureCache::clear`]. A table that is detached after the walk is freed only after every reader
-//! has passed a quiescent point, so a table that the cache holds is allocated.
+//! # How long a cache entry is valid
+//! A cache entry is valid until the end of the reader section in which the walk reached the table, or until the
+//! section's next quiescent point ([`crate::sync::quiesce`]), whichever comes first: the vCPU then calls
+//! [`PagingStructureCache::clear`]. A table that is detached after the walk is freed only after every reader has passed
+//! a quiescent point. So every table in the cache is still allocated.
 //!
 //! # Why a detached table may be used
-//! A look-up through the cache is the last step of a walk whose first steps were taken earlier in the same
-//! section. Walkers take no lock and may be slow, so every change of the tables allows for such a walk already.
-//! The cases:
+//! A look-up through the cache is the last step of a walk whose first steps were taken earlier in the same section.
+//! Walkers take no lock and may be slow, so every change of the tables already allows for such a walk. The cases:
 //!
-//! * *Zaps, invalidations, slot changes, conversions, recovery of NX huge pages, ends of dirty logs, a huge
-//!   leaf that replaces a table.* A table that leaves the tree is detached as a whole and keeps its leaves.
-//!   What a look-up finds in it, the vCPU could have kept in its TLB since before the table was detached. Such
-//!   translations are allowed until the flush, and each of these operations returns, or lets the host page
-//!   be reused, only after a flush that waits for this vCPU's quiescent point.
+//! * *Zaps, invalidations, slot changes, conversions, recovery of NX huge pages, ends of dirty logs, a huge leaf that
+//!   replaces a table.* A table that leaves the tree is detached as a whole and keeps its leaves. A vCPU could have
+//!   kept each of these leaves in its TLB since before the table was detached. Such translations are allowed until the
+//!   flush, and each of these operations returns, or lets the host page be reused, only after a flush that waits for
+//!   this vCPU's quiescent point.
 //! * *Leaves that a late fault installs in a detached table.* That fault is in a reader section that began
 //!   before the flush. Any invalidation that it did not see waits for the same flush (see
 //!   `vm::invalidate`).
 //! * *Changes in place* (write protection, aging, cleared dirty bits, single zapped leaves, widened rights). The
-//!   entry is loaded anew, so the cache hides none of them.
-//! * *Accessed and dirty bits.* A look-up through the cache sets neither: it takes only a leaf that has
-//!   all bits that the access sets. Any other entry means a walk from the root. So nothing that is found here
+//!   page-table entry is loaded anew, so the cache hides none of them.
+//! * *Accessed and dirty bits.* A look-up through the cache sets neither: it accepts only a leaf in which all bits that
+//!   the access would set are set. For any other entry the vCPU walks from the root. So no look-up through the cache
 //!   sets a dirty bit in a table after `Tree::zap_noting` has read it, or in a detached table.
-//! * *Harvests of a dirty log* do not find the leaves of a detached table. As for a TLB, they flush when they
-//!   have taken a page, because the flush of the detached table is not complete (`Vm::get_dirty_log`); and a
-//!   leaf that may be written without being noted is the leaf of a page that is in the log.
-//! * *Splits and broken leaves* change entries of higher levels, which the cache does not hold. The table of a
-//!   split leaf is new: a walk from the root reaches it first.
-//! * *Write protection of a higher entry* ([`crate::table`]'s hierarchical protection): only a table whose path
-//!   allows writes is put here. When the path is protected later, that operation flushes, too, and waits for this vCPU.
-//! * *MMIO entries* are not leaves: they are found by a walk from the root and compared with the
-//!   generation there.
+//! * *Harvests of a dirty log* do not find the leaves of a detached table. A harvest that has taken a page flushes,
+//!   because the flush of the detached table is not complete (`Vm::get_dirty_log`), and that covers the cache like a
+//!   TLB. A leaf through which writes are not noted maps a page that is in the log.
+//! * *Splits and broken leaves* change entries of higher levels, which the cache does not contain. The table that
+//!   replaces a split leaf is new: a walk from the root reaches it first.
+//! * *Write protection of a higher entry* ([`crate::table`]'s hierarchical protection): the cache gets a table only if
+//!   its path allows writes. An operation that protects the path later flushes, too, and waits for this vCPU.
+//! * *MMIO entries* are not leaves: a walk from the root finds them, and compares their generation there.
 //!
 //! # Order within one vCPU
-//! Two look-ups of one page must not go back in time: not find the new page first, after a fault that
-//! has installed it, and then the old one, in a detached table. Therefore [`PagingStructureCache::forget`] drops
-//! the table as soon as an entry does not allow an access, before the fault begins, as a processor
-//! drops what it has cached for an address whose access faults. Only a walk from the root that needs no
-//! fault puts a table in.
+//! Two look-ups of one page must not go back in time: the second must not find an old page in a detached table if the
+//! first has found the new page, which a fault installed. Therefore [`PagingStructureCache::forget`] drops the table as
+//! soon as an entry does not allow an access, before the fault begins. In the same way, a processor drops what it has
+//! cached for an address whose access faults. Only a walk from the root that needs no fault puts a table in.
 
 use alloc::boxed::Box;
 
@@ -59,15 +56,16 @@ pub(super) struct PagingStructureCache {
 /// An entry of the cache.
 #[derive(Clone, Copy)]
 struct Entry {
-    /// The region that `table` translates, and the stamp of the time at which it was put here. 0: nothing was.
+    /// The region that `table` translates, and the stamp that was current when the cache entry was written. 0: the
+    /// cache entry is empty.
     tag: u64,
     /// The frame of the table.
     table: Pfn,
 }
 
-/// 8 KiB. With all that a level 1 table of 4 KiB translates, they cover 1 GiB.
+/// The cache takes 8 KiB. Its level 1 tables of 4 KiB translate 1 GiB in total.
 const ENTRIES: usize = if cfg!(loom) { 2 } else { 512 };
-/// The number of stamps: as many as fit below the bit that tells a virtual address from a guest-physical one.
+/// The number of stamps: as many as fit below the bit that distinguishes a virtual address from a guest-physical one.
 const STAMPS: u64 = TableRegion::VIRTUAL;
 
 /// log2 of the bytes that a level 1 table translates.
@@ -75,18 +73,18 @@ const fn region_shift(granule: Granule) -> u32 {
     granule.shift() + granule.index_bits()
 }
 
-/// The region that a level 1 table translates: of guest-physical addresses, or with the shadow MMU of virtual
-/// addresses. No two regions of the two kinds have the same tag.
+/// The region that a level 1 table translates: a region of guest-physical addresses, or with the shadow MMU also of
+/// virtual addresses. A region of one kind never has the tag of a region of the other kind.
 #[derive(Clone, Copy)]
 pub(super) struct TableRegion {
-    /// Its address, and [`VIRTUAL`](Self::VIRTUAL).
+    /// The region's address; for virtual addresses, also [`VIRTUAL`](Self::VIRTUAL).
     tag: u64,
-    /// Its place in the cache.
+    /// The region's index in the cache.
     index: usize,
 }
 
 impl TableRegion {
-    /// Below the address of a region of any granule: it is a virtual one.
+    /// The bit of a tag that marks a region of virtual addresses: it is below the lowest address bit of any region.
     const VIRTUAL: u64 = 1 << (region_shift(Granule::Kib4) - 1);
 
     /// Returns the region around `gpa` that a table of `granule` translates.
@@ -111,7 +109,7 @@ impl TableRegion {
 }
 
 impl PagingStructureCache {
-    /// An empty cache. Its memory is not touched before it is used.
+    /// Makes an empty cache. Its memory is not touched before the first use.
     ///
     /// # Errors
     /// [`OutOfMemory`].
@@ -124,14 +122,14 @@ impl PagingStructureCache {
         })
     }
 
-    /// Returns the table for `region`, that of an address, that was put here since the last [`clear`](Self::clear).
+    /// Returns the table for `region` if it was put here since the last [`clear`](Self::clear).
     #[inline(always)]
     pub(super) fn get(&self, region: TableRegion) -> Option<Pfn> {
         let entry = &self.entries[region.index];
         (entry.tag == self.tag(region)).then_some(entry.table)
     }
 
-    /// Remembers `table` as the one for `region`.
+    /// Stores `table` as the table for `region`.
     #[inline(always)]
     pub(super) fn put(&mut self, region: TableRegion, table: Pfn) {
         let tag = self.tag(region);
@@ -154,7 +152,7 @@ impl PagingStructureCache {
         }
     }
 
-    /// Begins with the first stamp again: no entry may be left that has it from before.
+    /// Begins with the first stamp again. Empties all cache entries first, because old ones may have that stamp.
     #[cold]
     fn start_over(&mut self) {
         self.entries.iter_mut().for_each(|entry| entry.tag = 0);
@@ -223,7 +221,7 @@ mod tests {
             for offset in [0, 1, 0x1234, REGION - 1] {
                 assert_eq!(cache.get(gpa(n * REGION + offset)), Some(Pfn(n)));
             }
-            // Regions that share the entry; the last is beyond what any tree translates.
+            // These regions share the cache entry; the last region is beyond what any tree translates.
             for other in [1, 2, 1 << 16, u64::MAX / REGION / ENTRIES as u64] {
                 let far = (n + other * ENTRIES as u64) * REGION;
                 assert_eq!(cache.get(gpa(far)), None, "{far:#x}");
@@ -264,7 +262,7 @@ mod tests {
     fn what_was_put_under_a_stamp_is_not_found_when_the_stamp_comes_again() {
         let mut cache = cache(ENTRIES as u64);
         let first = cache.stamp;
-        // All but the last few of the clears in one step.
+        // Skips all but the last few of the clears.
         cache.stamp = STAMPS - 2;
         cache.put(gpa(REGION), Pfn(9));
         let mut clears = 0;

@@ -1,4 +1,4 @@
-//! The steps of a fault that find out what to install: the slot, the host page, the level and the leaf.
+//! The steps of a fault that decide what to install: the slot, the host page, the level and the leaf.
 
 use super::Vcpu;
 use super::fault::{FILLED, Fault, Next};
@@ -14,8 +14,8 @@ use crate::trace::Event;
 use crate::vm::{LogKind, is_executable};
 
 impl<P: Platform, F: Format> Fault<'_, P, F> {
-    /// Finds the slot that holds the page, and refuses an access that the slot does not allow. If there is no slot,
-    /// installs an MMIO entry: the next access needs no look-up.
+    /// Finds the slot that contains the page, and refuses an access that the slot does not allow. If there is no slot,
+    /// installs an MMIO entry, so that the next access needs no look-up.
     ///
     /// # Errors
     /// [`Next`].
@@ -42,16 +42,16 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
         let slot = &*self.slot.insert(slot);
         let allowed = slot.limits.rights.allow(access);
         match access {
-            // KVM answers a write to a read-only slot as MMIO, too.
+            // KVM reports a write to a read-only slot as MMIO, too.
             Access::Write if !allowed => Err(self.mmio()),
             Access::Write if is_log_full(self.vcpu, slot) => Err(Next::Stop(Stop::DirtyRingFull)),
-            // No client can emulate a fetch as it can a load.
+            // A client can emulate a load, but not a fetch.
             Access::Execute if !allowed => Err(Next::Stop(Stop::NoExecute { gpa })),
             _ => Ok(()),
         }
     }
 
-    /// Ends an access to no slot, in the slot set of `generation`.
+    /// Ends an access to a frame without a slot, in the slot set of `generation`.
     fn no_slot(&mut self, generation: u64) -> Next {
         if self.vcpu.vm().caches_mmio() {
             let trail = self.trail();
@@ -77,21 +77,22 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
         Next::Stop(Stop::Mmio { gpa: self.gpa })
     }
 
-    /// Finds the host page: that of a leaf which is write-protected for the dirty log only, so that neither slot nor
-    /// host need to be asked; otherwise the one that the host names.
+    /// Finds the host page. If the leaf is write-protected for the dirty log only, takes the page from the leaf,
+    /// without asking slot or host. Otherwise asks the host.
     ///
     /// # Errors
     /// [`Next`].
     #[inline(always)]
     pub(super) fn find_page(&mut self) -> Result<(), Next> {
-        // If the guest's tables have changed, the leaf that is there may map another page. And while a slot moves onto
-        // part of itself, its old leaves are still there: the leaf of this frame may map the page next to it.
+        // If the guest's tables have changed, the current leaf may map another page. And while a slot moves to a range
+        // that overlaps its old one, its old leaves still exist: the leaf of this frame may map another page of the
+        // slot.
         let may_be_known = self.access == Access::Write
             && self.trail().is_none()
             && !self.vcpu.vm().in_progress.is_slot_leaving();
         if may_be_known && self.protected_page().is_some() {
-            // The walk may have reached the table of the leaf before the sequence was read, and the move of a slot may
-            // have removed the table since. A leaf that a walk from the root finds now is one of the slot.
+            // The walk may have reached the leaf's table before the sequence was read, and the move of a slot may have
+            // removed the table since. So walk from the root again: a leaf found now is one of the slot.
             self.walk = self.vcpu.pause(Reached::nothing(self.walk.key()));
             if let Some(page) = self.protected_page() {
                 (self.fast, self.page) = (true, Some(page));
@@ -113,7 +114,8 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
         let hvas = slot.hvas::<F>(gfn, Level::PAGE);
         Err(match error {
             ResolveError::Interrupted => Next::Stop(Stop::Retry),
-            // The slot may have been deleted, or the invalidation of its memory may have ended, or will end.
+            // The slot may have been deleted, or the invalidation of its memory may have ended or may still be in
+            // progress.
             _ if !self.vcpu.vm().in_progress.holds(self.sequence, &hvas) => self.stale(Level::PAGE),
             _ if absent || private || slot.only_private_backing => Next::Stop(Stop::MemoryFault {
                 gpa,
@@ -125,7 +127,7 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
         })
     }
 
-    /// Returns the page of the leaf at which the walk ends now, if that is write-protected for the dirty log only.
+    /// Returns the page of the leaf at which the walk ends now, if the leaf is write-protected for the dirty log only.
     #[inline]
     fn protected_page(&mut self) -> Option<HostPage> {
         let gfn = self.gfn();
@@ -143,8 +145,8 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
     }
 
     /// Chooses the level of the leaf, and returns the leaf. A read that is logged (policy `dirty_log_reads`) maps the
-    /// page as a write does, so that the log names it and the write that follows needs no fault. If the ring is full it
-    /// is mapped for reading, and the write that follows stops.
+    /// page like a write, so that the log contains the page and the write that follows needs no fault. If the ring is
+    /// full, the page is mapped for reading only, and the write that follows stops.
     #[inline(always)]
     pub(super) fn choose_leaf(&mut self) -> Leaf {
         let (gfn, trail) = (self.gfn(), self.trail());
@@ -182,8 +184,8 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
         leaf
     }
 
-    /// Call when what was found out about the slot is not current any more. If an invalidation of what backs a leaf of
-    /// `level`, or the move of the slot, is in progress, waits for its end.
+    /// Call when what the fault has found out about the slot is out of date. If an invalidation of the backing of a
+    /// leaf of `level`, or the move of the slot, is in progress, waits for its end.
     #[cold]
     pub(super) fn stale(&mut self, level: Level) -> Next {
         self.vcpu.counters().pf_retried.add(1);
@@ -204,7 +206,7 @@ fn is_log_full<P: Platform, F: Format>(vcpu: &Vcpu<P, F>, slot: &SlotFacts) -> b
 }
 
 impl<P: Platform, F: Format> Vcpu<P, F> {
-    /// Asks the platform for the page of `gfn` in `slot`, which is at `hva`. Call outside the reader section.
+    /// Asks the platform for the page of `gfn` in `slot`, which `hva` backs. Call outside the reader section.
     pub(super) fn resolve(
         &self,
         slot: u32,

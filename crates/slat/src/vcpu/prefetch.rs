@@ -1,17 +1,16 @@
-//! Mapping more than was asked for: what is resident around a fault, and whole ranges ahead of time.
+//! Prefetch: maps resident pages around a fault, and whole ranges ahead of their use.
 //!
-//! A fault that installed a leaf of level 1 may look at the aligned window around its page, in both directions
-//! and up to the window's end, and maps what is resident and absent: not in a slot that logs
-//! (every page would look written), not where the frames have other attributes, not when a huge leaf was
-//! installed (there is nothing left to map).
-//! What is prefetched starts with the accessed bit clear.
+//! A fault that installed a leaf of level 1 may look at the aligned window around its page, which extends in both
+//! directions. It maps the pages of the window that are resident and have no leaf. It maps none in a slot that logs
+//! (every page would look written), nor frames with other attributes. After the install of a huge leaf nothing is left
+//! to map. A prefetched leaf starts with the accessed bit clear.
 //!
-//! Which faults look, and how large the adaptive window is, depends on the faults before ([`super::streams`]). The
-//! adaptive window is closed at first. Faults near each other are taken as a stream: then the window opens, and doubles
-//! with each fault, up to a whole table. So scattered accesses map no page in vain.
+//! The faults before decide which faults look, and how large the adaptive window is ([`super::streams`]). The adaptive
+//! window is closed at first. Faults near each other are treated as a stream: then the window opens, and doubles with
+//! each fault, up to a whole table. So scattered accesses map no page in vain.
 //!
-//! To ask the host costs as much as several faults, for one page as for a hundred. So the host is asked for more than
-//! the window: for twice as many pages as the run that it named the last time. The run that it names now serves the
+//! A question to the host costs as much as several faults, for one page or for a hundred. So the question is about more
+//! than the window: about twice as many pages as the run in the host's last reply. The run in the new reply serves the
 //! next windows ([`Resident`]).
 
 use core::ops::Range;
@@ -32,7 +31,7 @@ use crate::table::{Key, Reached};
 use crate::vm::Sequence;
 
 impl<P: Platform, F: Format> Fault<'_, P, F> {
-    /// Maps what is resident in the window around the page, if a new leaf of level 1 was installed for it.
+    /// Maps the resident pages in the window around the page, if a new leaf of level 1 was installed for the page.
     #[inline]
     pub(super) fn prefetch(&mut self) {
         let policy = self.vcpu.vm().policy.prefetch();
@@ -42,7 +41,7 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
             return;
         }
         let trail = self.trail();
-        // Which pages are beside a small page of the guest's is found in its tables (`Vcpu::prefetch_guest`).
+        // The guest's tables decide which pages are beside a small page of the guest (`Vcpu::prefetch_guest`).
         if trail.is_some_and(|trail| trail.leaf_level() == Level::PAGE) {
             return;
         }
@@ -63,7 +62,7 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
     }
 }
 
-/// Pages that adjacent entries of a guest's table map, next to each other and with equal rights.
+/// Pages that adjacent entries of a guest's table map: consecutive, and with equal rights.
 #[derive(Clone, Copy)]
 struct GuestRun {
     index: PageIndex,
@@ -74,26 +73,26 @@ struct GuestRun {
 
 /// The result of [`Vcpu::map_resident`] for a range.
 struct Mapped {
-    /// The first page of the range that is not mapped, because it is not resident, or fits a larger leaf.
+    /// The first page of the range that is not mapped, because it is not resident, or because a larger leaf fits it.
     end: Gfn,
-    /// The number of pages that the call has mapped.
+    /// The number of pages that the call mapped.
     installed: u64,
-    /// The platform has named all pages of the range.
+    /// Whether the platform reported all pages of the range as resident.
     all_resident: bool,
-    /// The largest level of a leaf for the first page, if that is resident.
+    /// The largest level of a leaf for the first page, if that page is resident.
     fits: Level,
 }
 
 impl<P: Platform, F: Format> Vcpu<P, F> {
-    /// Maps the pages of the guest's entries beside the entry for `gva`, which `trail` has just mapped: those entries
-    /// whose accessed flag is set, and whose memory is resident (KVM: `pte_prefetch`).
+    /// Maps pages of the guest's entries beside the entry for `gva`, which `trail` has just mapped. Chooses the entries
+    /// whose accessed flag is set and whose memory is resident (KVM: `pte_prefetch`).
     pub(super) fn prefetch_guest<W: HostWords>(&mut self, gva: u64, trail: &Trail, words: &mut W) {
         if trail.leaf_level() > Level::PAGE {
             return;
         }
         let page = PageIndex::of_gva(gva);
         let policy = self.vm().policy.prefetch();
-        // Streams are of faults at pages near each other, whatever the addresses are.
+        // Streams consist of faults at pages near each other, virtual or guest-physical.
         if let Some(window) = self.streams.fault(page.as_gfn(), policy) {
             let first = page.at(Level::PAGE) - (page.as_gfn().0 - window.start.0) as usize;
             let last = first + (window.end.0 - window.start.0) as usize;
@@ -102,8 +101,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Maps what is resident and absent of the pages that the entries `window` map, of the table that maps `page`.
-    /// Returns how many pages were mapped.
+    /// Maps the resident, absent pages that the entries `window` map, in the guest's table that maps `page`. Returns
+    /// the number of pages mapped.
     fn map_guest_window<W: HostWords>(
         &mut self,
         page: PageIndex,
@@ -149,8 +148,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         installed + self.map_guest_run(run, trail, sequence)
     }
 
-    /// Finds the slot of `gfn`. `None`: there is none whose pages may be mapped before they are accessed, because it has
-    /// no backing for the frame, or because it logs.
+    /// Finds the slot of `gfn`. `None`: no slot, or its pages may not be mapped before they are accessed, because it
+    /// has no backing for the frame, or because it logs.
     #[inline]
     fn unlogged_slot(&mut self, gfn: Gfn) -> Option<SlotFacts> {
         let (set, slot) = self.find_slot(gfn);
@@ -158,7 +157,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         SlotFacts::of::<F>(slot, gfn, &set.private)
     }
 
-    /// Maps what is resident and absent of `run`, beside the page of `trail`. Returns how many pages were mapped.
+    /// Maps the resident, absent pages of `run`, beside the page of `trail`. Returns the number of pages mapped.
     fn map_guest_run(&mut self, run: Option<GuestRun>, trail: &Trail, sequence: Sequence) -> u64 {
         let Some(run) = run else {
             return 0;
@@ -179,8 +178,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.map_for_stream(run.gfn..end, at, &slot, sequence)
     }
 
-    /// Does [`Self::map_resident`] with what the current stream knows to be resident. Returns how
-    /// many pages were mapped.
+    /// Calls [`Self::map_resident`] with the resident pages that the current stream knows. Returns the number of pages
+    /// mapped.
     fn map_for_stream(
         &mut self,
         range: Range<Gfn>,
@@ -194,8 +193,9 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         mapped.installed
     }
 
-    /// Maps what is resident and absent in `range`, which lies in the slot and in one table of level 1. Asks the
-    /// platform, unless `resident` has the whole range, and leaves the longest run found there in `resident`.
+    /// Maps the resident, absent pages of `range`, which is in the slot and in one table of level 1. If `resident` does
+    /// not contain the whole range, asks the platform, and stores the longest run that the platform reports in
+    /// `resident`.
     fn map_resident(
         &mut self,
         range: Range<Gfn>,
@@ -274,9 +274,9 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Maps guest memory ahead of its use, for reading: KVM_PRE_FAULT_MEMORY. As in KVM, no fault of the guest
-    /// is counted. Pages that are not resident are made so. Returns the bytes mapped, from `range.start` on, at least
-    /// one page. The vCPU may have left its section meanwhile: the attention word tells whether translations that it
+    /// Maps guest memory ahead of its use, for reading: KVM_PRE_FAULT_MEMORY. As in KVM, this counts no fault of the
+    /// guest. Makes pages resident that are not. Returns the number of bytes mapped from `range.start` on, at least one
+    /// page. The vCPU may have left its section meanwhile: the attention word tells whether translations that it
     /// remembers are still valid. A hypervisor whose CPU walks the tables calls [`Self::hardware_prefault`].
     ///
     /// # Errors
@@ -302,9 +302,9 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Maps what is resident in the pages of one level 1 table, or of the leaves of one table above, or else one leaf.
-    /// Returns the address after what was mapped. For the pages before `asked` the platform was asked, or asked to
-    /// populate them: what is still not mapped there is mapped leaf by leaf.
+    /// Maps the resident pages in one level 1 table, or by the leaves of one table above, or else one leaf. Returns the
+    /// address after the mapped pages. The platform was already asked about the pages before `asked`, or asked to
+    /// populate them: pages there that are still not mapped are mapped leaf by leaf.
     fn prefault_some(&mut self, gpa: Gpa, end: Gpa, asked: &mut Gfn) -> Result<Gpa, Stop> {
         let gfn = F::GRANULE.gfn(gpa);
         let end = Gfn(end.0.div_ceil(F::GRANULE.bytes()));
@@ -332,7 +332,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         Ok(F::GRANULE.gpa(F::GRANULE.block(gfn, level).end))
     }
 
-    /// Has the platform make the pages from `gfn` to `end` resident, as far as they are in one slot. They are in one
+    /// Makes the platform populate the pages from `gfn` to `end` that are in the slot of `gfn`. All of them are in one
     /// level 1 table.
     fn populate(&mut self, gfn: Gfn, end: Gfn) {
         let (set, slot) = self.find_slot(gfn);
@@ -362,7 +362,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             return none;
         };
         let end = end.min(slot.gfns.end);
-        // One table for each region of level 2 that is left. The platform gives them in batches.
+        // One table for each remaining region of level 2. The platform provides the frames in batches.
         let tables = (end.0 - gfn.0).div_ceil(F::GRANULE.pages(Level::MEGA)) as usize;
         self.fill_frames_for(tables);
         let at = (self.pause(Reached::nothing(self.key(gfn))), None);
@@ -370,9 +370,9 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.map_resident(gfn..end, at, &slot, sequence, &mut None)
     }
 
-    /// Maps what is resident from `gfn` to `end`, in one table and one slot, by leaves of `level`, the largest one that
-    /// `gfn` fits. Returns the first page that is not mapped then. Raises `asked` to the end of the pages that it has
-    /// tried to map.
+    /// Maps the resident pages from `gfn` to `end`, in one table and one slot, by leaves of `level`, the largest level
+    /// that fits `gfn`. Returns the first page that is not mapped then. Raises `asked` to the end of the pages that it
+    /// has tried to map.
     fn prefault_huge(&mut self, gfn: Gfn, end: Gfn, level: Level, asked: &mut Gfn) -> Gfn {
         let sequence = self.vm().in_progress.sequence();
         let Some(slot) = self.unlogged_slot(gfn) else {
@@ -413,7 +413,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                     let mapped = tables.map_absent(&mut target, level, leaves, leaf, path, valid);
                     if let Ok(new) = mapped {
                         installed += new;
-                        // Otherwise some entries refer to tables, which may lack pages.
+                        // Otherwise some entries refer to tables, and these may lack pages.
                         if new == leaves && next == start {
                             next = tried;
                         }

@@ -1,4 +1,4 @@
-//! Whether a vCPU is in a reader section, and what it may use as long as it is.
+//! Whether a vCPU is in a reader section, and what the vCPU may use during the section.
 
 use core::mem::replace;
 use core::ptr::NonNull;
@@ -8,17 +8,17 @@ use crate::addr::Gpa;
 use crate::sync::InSection;
 use crate::sync::quiesce::{Reader, Readers};
 
-/// A vCPU's reader, whether it is in a section, and the tables that it has reached in that section.
+/// A vCPU's reader, whether the reader is in a section, and the tables that the vCPU has reached in that section.
 pub(super) struct Presence {
     /// Belongs to the VM; owned by this vCPU alone.
     pub(super) reader: NonNull<Reader>,
-    /// Walks may begin for addresses below: in a section all that the tables can hold, otherwise none.
-    /// One comparison checks both.
+    /// Walks may begin for addresses below this one: in a section all addresses that the tables translate, otherwise
+    /// none. So one comparison checks both.
     pub(super) walkable: Gpa,
     /// Level 1 tables that walks have reached in this section since its last quiescent point, of guest-physical
-    /// addresses below `walkable` and of virtual ones; empty outside a section.
+    /// addresses below `walkable` and of virtual addresses. Empty outside a section.
     pub(super) tables: PagingStructureCache,
-    /// How often it has entered a section after a flush went by.
+    /// How often the vCPU has entered a section after missing a flush.
     pub(super) missed: u64,
 }
 
@@ -42,10 +42,10 @@ impl Presence {
         unsafe { InSection::assume() }
     }
 
-    /// Begins a section. `true`: translations from before are void.
+    /// Begins a section. Returns whether translations from before are void.
     pub(super) fn enter(&mut self, readers: &Readers, token: usize, walkable: Gpa) -> bool {
         if self.is_entered() {
-            // To enter a section in a section is to pass a quiescent point.
+            // Entering a section while in a section passes a quiescent point.
             self.tables.clear();
         }
         let missed = self.reader().enter(readers, token);

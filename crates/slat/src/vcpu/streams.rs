@@ -1,13 +1,13 @@
-//! Streams: the sequences of faults that a vCPU is in the middle of. How far ahead of each it is worth to
-//! look, and how often.
+//! Streams: the sequences of nearby faults that a vCPU is making. Decides how far ahead of each stream faults look for
+//! resident pages, and how often.
 //!
-//! A fault within [`Stream::NEAR`] pages of where a stream has looked continues the stream, in either direction.
-//! Any other fault begins one, in the place of the stream that was continued longest ago. There are several,
-//! because a copy has two.
+//! A fault within [`Stream::NEAR`] pages of the last window of a stream continues that stream, in either direction. Any
+//! other fault begins a stream, which replaces the stream that was continued longest ago. There are several streams
+//! because copying memory makes two.
 //!
-//! A look for which the platform is asked may cost as much as ten faults. So after looks in vain fewer and fewer
-//! faults look, down to one in 64 ([`Pause`]). A look is in vain if it maps nothing: memory that is used for the first
-//! time. The first look of a stream is in vain also if no fault continues the stream after it: then the guest's
+//! A look for which the platform is asked may cost as much as ten faults. So after looks in vain fewer and fewer faults
+//! look, down to one in 64 ([`Pause`]). A look is in vain if it maps nothing: then the memory is used for the first
+//! time. The first look of a stream is also in vain if no fault continues the stream after it: then the guest's
 //! accesses are scattered.
 
 use core::mem::take;
@@ -18,7 +18,7 @@ use crate::platform::HostRun;
 use crate::policy::Prefetch;
 use crate::vm::Sequence;
 
-/// A vCPU's memory of its faults.
+/// The recent faults of a vCPU.
 #[derive(Default)]
 pub(super) struct Streams {
     streams: [Stream; Self::NUMBER],
@@ -26,18 +26,18 @@ pub(super) struct Streams {
     current: usize,
     /// The number of faults so far.
     faults: u64,
-    /// For the first looks of streams.
+    /// The pause of the first looks of streams.
     first_looks: Pause,
 }
 
-/// Faults at pages near each other. A page is a guest frame, or with the shadow MMU a virtual page.
+/// A stream of faults at pages near each other. A page is a guest frame, or with the shadow MMU a virtual page.
 pub(super) struct Stream {
-    /// The window at which the last fault looked, or the fault's page alone.
+    /// The window at which the last fault looked; if it did not look, the fault's page alone.
     window: Range<Gfn>,
-    /// The number of pages in the adaptive window, if that is open ([`Self::OPEN`]).
+    /// The number of pages in the adaptive window, if the window is open ([`Self::OPEN`]).
     size: u64,
     looked: Looked,
-    /// For all looks but the first.
+    /// The pause of all other looks of the stream.
     pause: Pause,
     /// The resident pages that the platform has reported in the last window and around it.
     pub(super) resident: Option<Resident>,
@@ -45,22 +45,21 @@ pub(super) struct Stream {
     last: u64,
 }
 
-/// Whether a fault of a stream has looked, and whether that was right.
+/// Whether a fault of a stream has looked, and whether looking was right.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Looked {
     /// No fault has looked.
     Never,
-    /// One has, and no fault has continued the stream since.
+    /// A fault has looked, and no fault has continued the stream since.
     Once,
-    /// One has, and a fault has continued the stream since.
+    /// A fault has looked, and a fault has continued the stream since.
     Rightly,
 }
 
 /// A run of resident pages, which the platform reported after `sequence` was read. The vCPU may use the run as long as
-/// `sequence` is the current one, like a fault that installs its page late: for both, the install checks whether the
-/// sequence still holds ([`crate::vm::InProgress::holds`]). So the run becomes stale when a fault does: by an
-/// invalidation of memory that a slot uses, by a conversion, or when a slot is deleted, moved or changed. Only its vCPU
-/// uses the run.
+/// `sequence` is current, like a fault that installs its page late: both check the sequence at the install
+/// ([`crate::vm::InProgress::holds`]). So the run becomes stale by an invalidation of memory that a slot uses, by a
+/// conversion, or when a slot is deleted, moved or changed. No other vCPU uses the run.
 #[derive(Clone, Copy)]
 pub(super) struct Resident {
     pub(super) sequence: Sequence,
@@ -70,17 +69,17 @@ pub(super) struct Resident {
 /// Decides which faults look, after looks in vain.
 #[derive(Default)]
 struct Pause {
-    /// The number of looks in vain in a row, up to [`Self::LONGEST`].
+    /// The number of consecutive looks in vain, up to [`Self::LONGEST`].
     in_vain: u32,
-    /// The number of faults that do not look before the next one that does.
+    /// The number of faults that do not look before the next look.
     left: u32,
 }
 
 impl Pause {
-    /// log2 of a number that every pause is below.
+    /// log2 of a number that is greater than the length of every pause.
     const LONGEST: u32 = 6;
 
-    /// Whether this fault looks.
+    /// Returns whether this fault looks.
     fn is_over(&mut self) -> bool {
         let is_over = self.left == 0;
         match is_over {
@@ -119,12 +118,13 @@ impl Default for Stream {
 }
 
 impl Stream {
-    /// The number of pages in the adaptive window when it opens. Until then the size doubles with each fault, so that
-    /// is the stream's fifth: a look costs more than the faults that it saves if the stream ends soon.
+    /// The number of pages in the adaptive window when it opens. The size doubles with each fault, so the window opens
+    /// at the stream's fifth fault: if the stream ends soon, a look costs more than the faults that it saves.
     const OPEN: u64 = 16;
-    /// The most pages in the adaptive window: those of a table of 4 KiB. So with any granule one table maps them.
+    /// The largest number of pages in the adaptive window: the pages of a table of 4 KiB. So with any granule one table
+    /// maps them.
     const MOST: u64 = Granule::Kib4.entries() as u64;
-    /// The distance within which a fault continues a stream: a guest may use each second page, or each eighth.
+    /// The distance within which a fault continues a stream. A guest may use only every second page, or every eighth.
     const NEAR: u64 = 8;
 
     fn is_near(&self, page: Gfn) -> bool {
@@ -137,8 +137,8 @@ impl Stream {
 impl Streams {
     const NUMBER: usize = 4;
 
-    /// Call after a fault that mapped `page`. Returns the aligned window around the page, if the fault looks there. The
-    /// caller then calls [`Self::looked`].
+    /// Call after a fault that mapped `page`. Returns the aligned window around the page, if the fault looks there;
+    /// then the caller calls [`Self::looked`].
     pub(super) fn fault(&mut self, page: Gfn, policy: Prefetch) -> Option<Range<Gfn>> {
         self.faults += 1;
         if !self.continue_at(page) {
@@ -168,7 +168,7 @@ impl Streams {
         Some(stream.window.clone())
     }
 
-    /// Continues the stream that `page` is near to. Returns whether there is one.
+    /// Continues the stream near `page`. Returns whether there is such a stream.
     fn continue_at(&mut self, page: Gfn) -> bool {
         let is_near = |stream: &Stream| stream.is_near(page);
         let Some(at) = self.streams.iter().position(is_near) else {
@@ -217,7 +217,7 @@ mod tests {
 
     use super::*;
 
-    /// Has a fault at each of `pages`, of memory that is resident. Returns how many pages each of them maps.
+    /// Makes a fault at each of `pages`, of resident memory. Returns how many pages each fault maps.
     fn mapped(streams: &mut Streams, policy: Prefetch, pages: &[u64]) -> Vec<u64> {
         let mut sizes = Vec::new();
         for page in pages {

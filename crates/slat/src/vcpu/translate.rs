@@ -1,9 +1,9 @@
-//! Accesses of a vCPU: the walk, and what follows if the walk finds nothing that allows the access.
+//! Accesses of a vCPU: the walk, and the steps that follow if the walk finds no entry that allows the access.
 //!
-//! 1. The level 1 table that an earlier walk has found, or a walk from the root: no lock, no slot. What follows goes on
-//!    from where this walk has ended.
-//! 2. [`Vcpu::translate_mapped`]: a leaf whose accessed or dirty bit is to be set; an MMIO entry of the current
-//!    generation, which answers MMIO without a look-up.
+//! 1. A look-up in the level 1 table that an earlier walk has found, or a walk from the root. Takes no lock and needs
+//!    no slot. The next steps continue from where this walk has ended.
+//! 2. [`Vcpu::translate_mapped`]: a leaf whose accessed or dirty bit has to be set; or an MMIO entry of the current
+//!    generation, which reports MMIO without a slot look-up.
 //! 3. A fault ([`super::fault`]).
 
 use core::fmt;
@@ -17,19 +17,19 @@ use crate::table::{End, Reached};
 use crate::trace::Event;
 use crate::vm::Mapping;
 
-/// A page of guest memory as the second level translates it.
+/// A page of guest memory as the second level (the nested tables of the VM) translates it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Translation {
-    /// First byte of the host page, of the granule of the format: 4 KiB, or what it is.
+    /// First byte of the host page. The page has the size of the format's granule, for example 4 KiB.
     pub host: Hpa,
-    /// Level of the leaf it came from.
+    /// Level of the leaf that maps the page.
     pub level: Level,
-    /// Writes need no further fault, nor a dirty bit set.
+    /// Whether writes need neither another fault nor a dirty bit to be set.
     pub write: bool,
-    /// Fetches need no further fault.
+    /// Whether fetches need no other fault.
     pub execute: bool,
-    /// Of a translation for a write: the page holds a table of the guest's that is shadowed. After the store call
-    /// [`Vcpu::stored`].
+    /// For a translation for a write: whether the page contains a table of the guest that is shadowed. If so, call
+    /// [`Vcpu::stored`] after the store.
     pub tracked: bool,
 }
 
@@ -37,45 +37,45 @@ pub struct Translation {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Stop {
-    /// No memslot holds the page, or it is a write to a read-only one: the client emulates it.
+    /// No memslot contains the page, or the access is a write to a read-only memslot. The client emulates the access.
     Mmio {
         /// The address that was accessed.
         gpa: Gpa,
     },
-    /// The guest fetches an instruction from a memslot without the right to execute, or whose memory is not write-back
-    /// ([`Region::rights`](crate::Region), [`Region::memory`](crate::Region)). Nothing was changed.
+    /// The guest fetches an instruction from a memslot that does not have the right to execute, or whose memory is not
+    /// write-back ([`Region::rights`](crate::Region), [`Region::memory`](crate::Region)). Nothing was changed.
     NoExecute {
         /// The address that was accessed.
         gpa: Gpa,
     },
-    /// The vCPU had left its section while a flush was done, or its attention word is set. Every translation
-    /// it remembers is void: drop them, call [`Vcpu::quiesce`], look at the attention word, and
-    /// execute again.
+    /// The vCPU has left its section, and a flush was done meanwhile, or its attention word is set. Every translation
+    /// that it remembers is void: drop them, call [`Vcpu::quiesce`], check the attention word, and execute again.
     Retry,
     /// The memslot's backing cannot be resolved: KVM_RUN returns EFAULT.
     BadAddress {
         /// The address that was accessed.
         gpa: Gpa,
-        /// What backs its page.
+        /// The address that backs its page.
         hva: Hva,
         /// The platform's error.
         error: ResolveError,
     },
-    /// The vCPU's dirty ring is full up to its reserve: the client collects, resets, and runs the vCPU again.
-    /// Nothing was changed.
+    /// The vCPU's dirty ring is full up to its reserve: the client collects entries, resets the ring, and runs the vCPU
+    /// again. Nothing was changed.
     DirtyRingFull,
-    /// The client can repair the access: KVM_EXIT_MEMORY_FAULT; never MMIO. The page is private, and there is no
-    /// private memory for it: no memslot, or one without private backing, or that cannot be resolved. Or the slot's
-    /// only backing is private, also where the page is shared ([`Region::private`](crate::Region)), and cannot be
-    /// resolved. Or the page is not there yet ([`ResolveError::Absent`]): bring it, and run the vCPU again.
+    /// The client can repair the cause of the access: KVM_EXIT_MEMORY_FAULT; it is never MMIO. There are three cases.
+    /// The page is private, and has no memslot, or a memslot without private backing, or private backing that cannot be
+    /// resolved. Or the slot's only backing is private, also for shared pages ([`Region::private`](crate::Region)), and
+    /// cannot be resolved. Or the page is not present yet ([`ResolveError::Absent`]): bring the page, and run the vCPU
+    /// again.
     MemoryFault {
         /// The address that was accessed.
         gpa: Gpa,
         /// The kind of the access.
         access: Access,
-        /// The page is private.
+        /// Whether the page is private.
         private: bool,
-        /// The platform has said that the page is not there yet.
+        /// Whether the platform has reported that the page is not present yet.
         absent: bool,
     },
     /// No memory for a page table. Nothing was changed.
@@ -117,8 +117,8 @@ impl fmt::Display for Stop {
 impl core::error::Error for Stop {}
 
 impl<P: Platform, F: Format> Vcpu<P, F> {
-    /// Returns the host page that `gpa` translates to, for `access`: by a walk, and by a fault if the walk finds
-    /// nothing that allows the access. The translation may be used until [`Vcpu::quiesce`] or [`Vcpu::leave`].
+    /// Returns the host page to which `gpa` translates for `access`. Walks first, and faults if the walk finds no entry
+    /// that allows the access. The translation may be used until [`Vcpu::quiesce`] or [`Vcpu::leave`].
     ///
     /// # Errors
     /// [`Stop`]. After [`Stop::Retry`] all earlier translations are void.
@@ -131,7 +131,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         if let Some(leaf) = self.cached_leaf(gpa, access) {
             return Ok(translation::<F>(leaf, Level::PAGE, gfn));
         }
-        // Twice the same: the compiler knows the level of the first, which is the common one.
+        // The two branches are equal. But in the first, the compiler knows the level, which is the common one.
         let end = match self.walk(gpa) {
             Some(Ok(found)) => {
                 if let Some(leaf) = found.ready::<F>(access) {
@@ -152,9 +152,9 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.translate_slowly(gpa, access, end)
     }
 
-    /// Returns how `gfn` is mapped now in the address space of the vCPU, like [`Vm::lookup`](crate::Vm::lookup), but
-    /// in the vCPU's reader section, so it costs the walk alone. May be used until [`Vcpu::quiesce`] or
-    /// [`Vcpu::leave`], as a translation.
+    /// Returns how `gfn` is mapped now in the vCPU's address space, like [`Vm::lookup`](crate::Vm::lookup). But it uses
+    /// the vCPU's reader section, so it costs only the walk. Like a translation, the result may be used until
+    /// [`Vcpu::quiesce`] or [`Vcpu::leave`].
     ///
     /// # Panics
     /// If the vCPU was not entered.
@@ -165,7 +165,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.space().mapping(self.section(), platform, gfn)
     }
 
-    /// Does what [`Vcpu::translate`] does if the walk did not suffice, which has ended in `end`.
+    /// Continues [`Vcpu::translate`] if its walk, which ended in `end`, did not suffice.
     #[cold]
     #[inline(never)]
     fn translate_slowly(
@@ -185,8 +185,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         )
     }
 
-    /// Translates `gpa`; maps its page if it is not mapped. It is no fault of the guest, and not counted
-    /// as one. Errors as [`Vcpu::translate`].
+    /// Translates `gpa`; maps its page if it is not mapped. Does not count as a fault of the guest. Has the errors of
+    /// [`Vcpu::translate`].
     pub(super) fn translate_uncounted(
         &mut self,
         gpa: Gpa,
@@ -199,7 +199,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.translate_from(gpa, access, None, false)
     }
 
-    /// Translates `gpa` by what a walk that goes on from `end` finds now, or by a fault. `of_guest`: see
+    /// Translates `gpa` by the entry that a walk from `end` finds now, or by a fault. `of_guest`: see [`Vcpu::fault`].
     /// [`Vcpu::fault`].
     fn translate_from(
         &mut self,
@@ -208,7 +208,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         end: Option<End>,
         of_guest: bool,
     ) -> Result<Translation, Stop> {
-        // A fault may install another page elsewhere than in the table that is cached.
+        // A fault may install the page in another table than the cached one.
         self.forget(gpa);
         let key = self.key(F::GRANULE.gfn(gpa));
         let mut walk = self.pause(Reached { key, end });
@@ -225,7 +225,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.fault(walk, gpa, access, of_guest)
     }
 
-    /// Returns what the tables say of an access to `gpa`, where `walk` ends. `None`: there is no entry that allows it.
+    /// Returns the result of an access to `gpa` by the entry at which `walk` ends. `None`: no entry allows the access.
     fn translate_mapped(
         &mut self,
         walk: &mut PausedWalk,
@@ -262,7 +262,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Whether an MMIO entry with these generation bits is of the current slot set.
+    /// Whether an MMIO entry with these generation bits belongs to the current slot set.
     pub(super) fn is_current(&self, generation: u64) -> bool {
         let mask = (1u64 << F::MMIO_GENERATION_BITS) - 1;
         self.vm().caches_mmio() && self.slots().generation & mask == generation

@@ -1,5 +1,4 @@
-//! What the walker of a software CPU does beside the walk: it fills a buffer, as one in hardware may
-//! ([`crate::vm`], `drain.rs`).
+//! The page walker of a software CPU that fills a buffer, as a hardware walker may ([`crate::vm`], `drain.rs`).
 
 use super::Vcpu;
 use crate::addr::Gfn;
@@ -9,9 +8,9 @@ use crate::sync::walker_buffer::WrittenPages;
 use crate::table::Found;
 
 impl<P: Platform, F: Format> Vcpu<P, F> {
-    /// Sets accessed and dirty in the leaf `found`, which maps `gfn`, as a page walker does that fills a buffer: drains
-    /// a full one, sets the bits, and writes `gfn` to it. `Some(false)`: the entry has changed, and the buffer has not;
-    /// walk again. `None`: there is no memory for a buffer.
+    /// Sets accessed and dirty in the leaf `found`, which maps `gfn`, like a page walker that fills a buffer: drains
+    /// the buffer if it is full, sets the bits, and writes `gfn` to the buffer. `Some(false)`: the page-table entry has
+    /// changed and nothing was written to the buffer; walk again. `None`: there is no memory for a buffer.
     pub(super) fn mark_logged(&self, found: &Found<'_>, gfn: Gfn) -> Option<bool> {
         let (vm, space) = (self.vm(), self.space_index());
         let buffer = self

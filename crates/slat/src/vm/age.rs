@@ -1,6 +1,6 @@
-//! Which backing pages the guest has used: what a host wants to know before it reclaims memory (KVM's `kvm_age_gfn`
-//! and `kvm_test_age_gfn`). No lock of a tree of tables is taken: `table/age.rs`
-//! has the argument. Which were not used for some time is in [`super::cold`].
+//! Finds the backing pages that the guest has used. A host wants to know them before it reclaims memory (KVM's
+//! `kvm_age_gfn` and `kvm_test_age_gfn`). A walk takes no lock of a tree of tables: `table/age.rs` has the argument.
+//! [`super::cold`] finds the pages that were not used for some time.
 
 use core::ops::Range;
 
@@ -12,8 +12,8 @@ use crate::table::Aged;
 use crate::trace::Event;
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Returns how many leaves backed by the addresses `range` were used since their accessed bits were last cleared;
-    /// clears these if `clear`. A page that several slots map counts once for each.
+    /// Returns the number of leaves that are backed by the addresses `range` and were used since their accessed bits
+    /// were last cleared. Clears these bits if `clear`. A page that several slots map counts once for each slot.
     ///
     /// Does not flush: a page that a TLB still caches may look unused until the CPU walks again.
     pub fn age(&self, range: Range<Hva>, clear: bool) -> u64 {
@@ -24,9 +24,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
         young
     }
 
-    /// Calls `seen` for all leaves that map pages backed by `range`, in any address space, some at a time, with the
-    /// backing of the frame `Aged::gfn`; clears their accessed bits if `clear`. Leaves out frames whose memory is that
-    /// of their slot's other backing. A leaf of 2 MiB or more may reach out of the range.
+    /// Calls `seen`, for some leaves at a time, for all leaves that map pages backed by `range`, in any address space.
+    /// Passes the backing address of the frame `Aged::gfn`, too. Clears the accessed bits of the leaves if `clear`.
+    /// Leaves out frames that use the other backing of their slot. A leaf of 2 MiB or more may reach beyond the range.
     pub(super) fn each_leaf(
         &self,
         range: Range<Hva>,
@@ -41,7 +41,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 || (),
                 |step, slot, place, walk| {
                     let (base, backing) = (slot.base().0, place.backing_of(slot).0);
-                    // The backing address of frame 0, if the slot had that frame.
+                    // The address that would back frame 0, if the slot contained frame 0.
                     let origin = backing.wrapping_sub(base << F::GRANULE.shift());
                     let attributes = &space.slots.current(step.section()).private;
                     while !walk.is_done() && !walk.is_spent() {

@@ -1,16 +1,15 @@
-//! Conversions: guest frames become private, or shared again.
+//! Conversions: guest frames become private, or become shared again.
 //!
 //! A conversion works like a slot change ([`super::region`]): publish the sets with the new attributes, raise the
-//! sequence, zap, flush, return. No fault that has found the old attributes can install its leaf any more. The slots
-//! stay in the set, so an invalidation of either backing meanwhile finds the frames and zaps them itself; the
-//! leaves of a slot that is deleted or moved meanwhile are zapped by that change. And a leaf that is
-//! write-protected for a dirty log, whose page the next fault takes from the table, is never in a slot with two
-//! backings. The new sets have a new generation, too: a frame that was MMIO to a shared access may be memory to a
-//! private one.
+//! sequence, zap, flush, return. A fault that has found the old attributes cannot install its leaf any more. The slots
+//! stay in the set, so a concurrent invalidation of either backing finds the frames and zaps them itself. If a slot is
+//! deleted or moved meanwhile, that change zaps the slot's leaves. A fault on a leaf that is write-protected for a
+//! dirty log takes the page from the table; such a leaf is never in a slot with two backings. The new sets have a new
+//! generation, too: a frame that was MMIO to a shared access may be memory to a private access.
 //!
-//! No leaf may cross a boundary between private and shared frames. Faults keep to that
-//! (`gfns` in the facts of the fault's slot). A conversion splits in place the huge leaves that reach out of its
-//! range, and zaps only the part in the range: the rest stays mapped throughout. It allocates the tables that this
+//! No leaf may cross a boundary between private and shared frames. Faults obey this rule (`gfns` in the facts of the
+//! fault's slot). A conversion splits in place the huge leaves that reach beyond its range, and zaps only the part in
+//! the range: the rest stays mapped throughout. It allocates the tables for these splits before it changes anything.
 //! can need before it changes anything.
 
 use alloc::vec::Vec;
@@ -27,11 +26,11 @@ use crate::slots::{AttributesError, MemoryAttributes, PrivateFrames, SlotsChange
 use crate::table::FrameCache;
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Sets the attributes of the frames `gfns`, in every address space, whether memslots contain them or not:
-    /// KVM_SET_MEMORY_ATTRIBUTES. When this returns no CPU uses the old state. The client takes care of the
+    /// Sets the attributes of the frames `gfns` in every address space, whether memslots contain them or not:
+    /// KVM_SET_MEMORY_ATTRIBUTES. When this returns no CPU uses the old state. The client is responsible for the
     /// contents of both backings.
     ///
-    /// Not for a vCPU between [`crate::Vcpu::enter`] and [`crate::Vcpu::leave`].
+    /// Do not call it for a vCPU between [`crate::Vcpu::enter`] and [`crate::Vcpu::leave`].
     ///
     /// # Errors
     /// [`AttributesError`]; nothing was changed.
@@ -47,7 +46,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         if gfns.is_empty() || gfns.end > F::GRANULE.gfn(Gpa(u64::MAX)).add(1) {
             return Err(AttributesError::BadRange);
         }
-        // The locks of all spaces, always in this order. While one of them is held, no conversion is published.
+        // Take the locks of all spaces, always in this order. While a thread holds one of them, no conversion is
+        // published.
         let mut changes = Vec::new();
         changes
             .try_reserve_exact(self.spaces.len())
@@ -57,7 +57,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             return Ok(());
         };
         let Some(private) = first.set().private.with(&gfns, private)? else {
-            // The frames have these attributes already. But the conversion that set them may still be zapping.
+            // The frames already have these attributes. But the conversion that set them may still be zapping.
             if self.in_progress.is_converting() {
                 drop(changes);
                 for space in 0..self.spaces.len() {
@@ -75,8 +75,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         Ok(converted?)
     }
 
-    /// Publishes `private` in all spaces, and zaps `gfns`. `frames` has tables for the splits; `changes` has the locks
-    /// of all spaces.
+    /// Publishes `private` in all spaces, and zaps `gfns`. `frames` contains tables for the splits; `changes` holds
+    /// the locks of all spaces.
     fn convert(
         &self,
         mut changes: Vec<SlotsChange<'_>>,
@@ -95,9 +95,10 @@ impl<P: Platform, F: Format> Vm<P, F> {
             change.set_private(private.clone(), &self.readers);
         }
         self.in_progress.raise();
-        // Before the locks are released: a conversion that finds nothing to change must see that this one is not done.
+        // Count this conversion before releasing the locks: a conversion that finds nothing to change must see that
+        // this one is not done.
         let _converting = self.in_progress.converts();
-        // Slots may change again from here: leaves that faults install from now on have the new attributes.
+        // Slots may change again from here on: faults now install leaves with the new attributes.
         drop(changes);
         for space in &self.spaces {
             let mut op = RangeOp::on(self, space, gfns);

@@ -1,16 +1,17 @@
-//! Which guest memory was not used for some time, and so may be reclaimed.
+//! Finds guest memory that was not used for some time, and so may be reclaimed.
 //!
-//! An accessed bit says whether a page was used since the last pass. A [`ColdMap`] keeps how many passes ago: a byte
-//! for each page, as the generations of Linux's multi-generational LRU, but for a guest alone. The caller owns it, so a
-//! VM that nobody reclaims from has none.
+//! An accessed bit says whether a page was used since the last pass. A [`ColdMap`] stores how many passes ago each page
+//! was used: a byte for each page, like the generations of Linux's multi-generational LRU, but for one guest. The
+//! caller owns the map, so a VM whose memory is not reclaimed has none.
 //!
 //! A pass has two halves. The walk reads and clears the accessed bits, without a lock of a tree of tables
-//! (`table/age.rs`), and marks in the map what is mapped, and what was used. Marks are only ever added, so it does not
-//! matter how many leaves map a page, or in which order: one that was used makes the page young. Then the map ages all
-//! its bytes, which no CPU sees, many at a time.
+//! (`table/age.rs`). In the map, it marks the pages that are mapped and the pages that were used. Marks are only added,
+//! so neither the number of leaves that map a page nor their order matters: one used leaf makes the page young. Then
+//! the map, which only this thread accesses, ages all its bytes, many at a time.
 //!
-//! A huge leaf marks blocks of 512 pages instead of pages: one of 2 MiB costs one byte. Pages of a block have ages of
-//! their own from the first small leaf on until they are all alike again; they begin with that of the block.
+//! A huge leaf marks blocks of 512 pages instead of pages: a leaf of 2 MiB costs one byte. When the first small leaf is
+//! found in a block, each of its pages gets an age of its own, which starts as the age of the block. When all pages are
+//! alike again, the block has one age again.
 
 use alloc::vec::Vec;
 use core::ops::Range;
@@ -26,11 +27,11 @@ use crate::table::Aged;
 /// Pages of a block. A leaf above level 1 has whole blocks, whatever the granule.
 const BLOCK: usize = Granule::Kib4.pages(Level::MEGA) as usize;
 
-// The bits of a byte in the map: there is one for each block, and one for each page. Between two passes only `AGE` is
-// used, and `PAGES` in the byte of a block.
+// The bits of a byte in the map, which has a byte for each block, and a byte for each page. Between two passes only
+// `AGE` is used, and in the byte of a block also `PAGES`.
 /// The age plus one; 0: not mapped.
 const AGE: u8 = 0x1f;
-/// Each page of the block has an age of its own; otherwise the block's age is that of all its pages.
+/// Each page of the block has an age of its own; otherwise all its pages have the block's age.
 const PAGES: u8 = 1 << 5;
 /// This pass has found a leaf.
 const SEEN: u8 = 1 << 6;
@@ -38,17 +39,17 @@ const SEEN: u8 = 1 << 6;
 const YOUNG: u8 = 1 << 7;
 const MARKS: u8 = SEEN | YOUNG;
 
-/// How long ago each page of some backing memory was used: what [`Vm::cold_ranges`] keeps between two calls. It takes
-/// a byte for each page.
+/// How long ago each page of some backing memory was used: the state that [`Vm::cold_ranges`] keeps between two calls.
+/// It takes a byte for each page.
 #[derive(Debug)]
 pub struct ColdMap {
     granule: Granule,
     backing: Range<Hva>,
     /// The address of the first block.
     origin: Hva,
-    /// For what huge leaves map: a byte for each block, aligned by address.
+    /// A byte for each block of memory that huge leaves map, aligned by address.
     blocks: Vec<u8>,
-    /// For what small leaves map: a byte for each page of the blocks.
+    /// A byte for each page of the blocks, for memory that small leaves map.
     pages: Vec<u8>,
 }
 
@@ -60,27 +61,27 @@ pub struct ColdRange {
     pub hvas: Range<Hva>,
     /// The number of passes in which none of it was used, at most [`ColdMap::MOST_PASSES`].
     pub passes: u8,
-    /// Leaves above level 1 map it: pages under one leaf have one accessed bit.
+    /// Whether leaves above level 1 map the range: all pages under one leaf share one accessed bit.
     pub huge: bool,
 }
 
 impl ColdMap {
-    /// The largest number of passes that it counts.
+    /// The largest number of passes that a map counts.
     pub const MOST_PASSES: u8 = AGE - 1;
 
-    /// Makes a map for the memory slots' `backing`, shared or private, rounded out to pages of 4 KiB. It may be a part
-    /// of a slot's, or that of several slots.
+    /// Makes a map for `backing`, shared or private backing of memory slots, rounded out to pages of 4 KiB. `backing`
+    /// may be a part of a slot's backing, or that of several slots.
     ///
     /// # Errors
-    /// There is no memory for it.
+    /// [`OutOfMemory`]: there is no memory for the map.
     pub fn new(backing: Range<Hva>) -> Result<Self, OutOfMemory> {
         Self::with_granule(backing, Granule::Kib4)
     }
 
-    /// Like [`new`](Self::new), but for pages of `granule`: a VM's with tables of it.
+    /// Like [`new`](Self::new), but for a VM with tables of `granule`.
     ///
     /// # Errors
-    /// There is no memory for it.
+    /// [`OutOfMemory`]: there is no memory for the map.
     pub fn with_granule(backing: Range<Hva>, granule: Granule) -> Result<Self, OutOfMemory> {
         let page = granule.bytes();
         let block = BLOCK as u64 * page;
@@ -97,15 +98,15 @@ impl ColdMap {
         })
     }
 
-    /// Returns in how many passes up to the last one the page at `backing` was not used. `None`: it is not
-    /// mapped, or not in the map.
+    /// Returns the number of passes, up to the last one, in which the page at `backing` was not used. `None`: the page
+    /// is not mapped, or not in the map.
     pub fn passes(&self, backing: Hva) -> Option<u8> {
         let is_there = self.backing.contains(&backing);
         is_there.then(|| self.age(self.index(backing)))?
     }
 
-    /// Returns the ranges, in the order of address and as large as can be, that were not used in the last `passes`
-    /// passes; with 0, all that is mapped. Does not begin another pass.
+    /// Returns the largest ranges that were not used in the last `passes` passes, in the order of address. With
+    /// `passes` 0, returns all mapped memory. Does not begin another pass.
     pub fn ranges(&self, passes: u8) -> impl Iterator<Item = ColdRange> + use<'_> {
         Ranges {
             map: self,
@@ -134,7 +135,8 @@ impl ColdMap {
         (byte & AGE).checked_sub(1)
     }
 
-    /// Marks what `aged` maps; `backing` backs its first frame, and may lie before the map if that is of a huge leaf.
+    /// Marks the pages that `aged` maps. `backing` backs the first frame of `aged`; for a huge leaf, it may be below
+    /// the map.
     fn mark(&mut self, backing: Hva, aged: Aged) {
         if aged.level > Level::PAGE {
             self.mark_huge(backing, aged.level, aged.young != 0);
@@ -148,7 +150,7 @@ impl ColdMap {
             self.blocks[index / BLOCK] |= PAGES;
             let pages = &mut self.pages[index..index + here];
             if (mapped, young) == (u64::MAX, 0) {
-                // Most memory is idle, and so done at once.
+                // Most memory is idle, so the rest of the work is often skipped.
                 pages.iter_mut().for_each(|page| *page |= SEEN);
             } else {
                 for (n, page) in pages.iter_mut().enumerate() {
@@ -164,7 +166,7 @@ impl ColdMap {
     /// Marks the pages that a huge leaf of `level` maps.
     fn mark_huge(&mut self, backing: Hva, level: Level, young: bool) {
         let marks = SEEN | if young { YOUNG } else { 0 };
-        // A leaf of a slot that has just left may begin before all addresses.
+        // A leaf of a slot that has just been deleted or moved may begin below address 0.
         let first = backing.0.wrapping_sub(self.origin.0) as i64 >> self.granule.shift();
         let end = first + self.granule.pages(level) as i64;
         let range = [self.backing.start, self.backing.end].map(|hva| self.index(hva) as i64);
@@ -184,7 +186,7 @@ impl ColdMap {
         }
     }
 
-    /// Ends a pass: makes ages of the marks.
+    /// Ends a pass: converts marks to ages.
     fn end_pass(&mut self) {
         let blocks = self.blocks.iter_mut();
         for (block, pages) in blocks.zip(self.pages.chunks_exact_mut(BLOCK)) {
@@ -199,7 +201,7 @@ impl ColdMap {
                 small |= *page & SEEN;
                 *page = aged(*page | marks, old);
             }
-            // Without small leaves, and with a huge leaf that was used or is gone, the pages are all alike.
+            // If there are no small leaves, and a huge leaf was used or there is none, the pages are all alike.
             match small == 0 && marks != SEEN {
                 true => pages.fill(0),
                 false => *block |= PAGES,
@@ -208,7 +210,7 @@ impl ColdMap {
     }
 }
 
-/// Returns a byte after a pass. A page without an age has had that of its block, `inherited`.
+/// Returns the value of a byte after a pass. A page without an age had the age of its block, `inherited`.
 #[inline(always)]
 fn aged(byte: u8, inherited: u8) -> u8 {
     let own = byte & AGE;
@@ -218,7 +220,7 @@ fn aged(byte: u8, inherited: u8) -> u8 {
     if byte & SEEN == 0 { 0 } else { mapped }
 }
 
-/// Returns `mask` without its first `bits`, which may be all.
+/// Returns `mask` without its first `bits` bits, which may be all bits.
 fn shifted(mask: u64, bits: usize) -> u64 {
     mask.checked_shr(bits as u32).unwrap_or(0)
 }
@@ -230,17 +232,17 @@ fn zeros(count: usize) -> Result<Vec<u8>, OutOfMemory> {
     Ok(bytes)
 }
 
-/// The ranges of a map that are cold.
+/// Iterates over the cold ranges of a map.
 struct Ranges<'m> {
     map: &'m ColdMap,
     passes: u8,
-    /// The next page to look at.
+    /// The next page to check.
     at: usize,
 }
 
 impl Ranges<'_> {
-    /// Returns where pages end that are all as cold, or not, as page `at`, in its block, and if they are, the least age
-    /// and whether they are huge.
+    /// Returns the end of the pages after `at`, in its block, that are equally cold, or all not cold. If they are cold,
+    /// also returns the least age and whether huge leaves map them.
     fn piece(&self, at: usize) -> (usize, Option<(u8, bool)>) {
         let block = self.map.blocks[at / BLOCK];
         let end = (at / BLOCK + 1) * BLOCK;
@@ -287,28 +289,28 @@ impl Iterator for Ranges<'_> {
 }
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Makes a pass over the memory of `map`. Returns the ranges that the guest has used neither in this pass nor in
-    /// those before it, `passes` in all; in the order of address, and as large as possible. With `passes` 0, returns
-    /// all mapped memory.
+    /// Makes a pass over the memory of `map`. Returns the largest ranges that the guest has not used in the last
+    /// `passes` passes, including this pass, in the order of address. With `passes` 0, returns all mapped memory.
     ///
-    /// Memory that no leaf maps is in no range. A page that gets its first leaf, or gets a leaf again after a zap,
-    /// counts as used in that pass. Between the zap, which [`Platform::zapped`] reports, and the new leaf the guest has
-    /// not used the page. A page that several slots or address spaces map was used if one of them has used it. Private
+    /// Memory that no leaf maps is in no range. A page counts as used in the pass in which it gets its first leaf, or a
+    /// new leaf after a zap. (Between the zap, which [`Platform::zapped`] reports, and the new leaf, the guest has not
+    /// used the page.) A page that several slots or address spaces map was used if one of them has used it. Private
     /// frames are found by their private backing.
     ///
-    /// The pass clears accessed bits: two maps for the same memory, or [`Vm::age`] beside one, hide uses from each
-    /// other. A huge leaf has one bit, which is cleared also if the map has only a part of its pages.
+    /// The pass clears accessed bits. So two maps of the same memory, or a map and [`Vm::age`], hide uses from each
+    /// other. A huge leaf has one accessed bit, which is cleared even if the map covers only a part of the leaf's
+    /// pages.
     ///
     /// Does not flush: a page that a TLB still caches may look unused until the CPU walks again. So cold pages may be
-    /// in use, which is no error: to take one away, [`Vm::invalidate`] it, which flushes, and the next use is a fault.
-    /// A host whose guests seldom reload their TLBs asks for more than one pass.
+    /// in use. That is harmless: to reclaim a page, [`Vm::invalidate`] it, which flushes, and the next use faults. A
+    /// host whose guests seldom reload their TLBs should ask for more than one pass.
     ///
     /// # Panics
-    /// If `map` was made for pages of another granule than that of the format.
+    /// If `map` was made for another granule than that of the format.
     ///
-    /// With EPT it takes 1.9 ns for each 4 KiB leaf that was not used, 7 ns for one that was, and 9 ns for one of 2
-    /// MiB. What a used leaf takes more is the one locked exchange that clears its bit.
-    /// Faults do not wait for it, but in the shadow MMU, whose lock it takes for a step.
+    /// With EPT a pass takes 1.9 ns for each 4 KiB leaf that was not used, 7 ns for each that was used, and 9 ns for
+    /// each leaf of 2 MiB. A used leaf takes longer because of the one locked exchange that clears its bit. Faults do
+    /// not wait for a pass, except in the shadow MMU, whose lock the pass holds during each step.
     ///
     /// ```
     /// # use slat_model::{HostMemory, SimPlatform};

@@ -1,20 +1,21 @@
-//! The effects of a change of memslots on slots that existed before: the change deletes, moves or shrinks them, or
-//! replaces a part of them by others.
+//! Updates the leaves and logs of existing slots when a change of memslots deletes, moves or shrinks these slots, or
+//! replaces a part of them by other slots.
 //!
 //! # The order
-//! 1. *Moving*: if a slot moves and keeps its log, and the leaves' dirty bits are that log, the bits are noted at the
-//!    old place. Until step 6 no fault installs a leaf there whose dirty bit may be set.
+//! 1. *Moving*: if a slot moves and keeps its log, and that log consists of the leaves' dirty bits, the bits are noted
+//!    before the slot moves. Until step 6 no fault installs a leaf there whose dirty bit may be set.
 //! 2. *Leaving*: from now on an invalidation that does not find a slot waits until its leaves are zapped.
-//! 3. The new set is published, the sequence raised, huge leaves that cross an edge of a part that stays are split, and
-//!    what the old slots had mapped elsewhere is zapped.
-//! 4. The slots stop leaving. A thread that finds no slot leaving finds the ticket of the operation, which covers the
-//!    zapped frames.
-//! 5. When no reader uses the old set any more, no mark is added to an old log any more. Then the marks of parts that
-//!    go from one dirty log to another are copied.
-//! 6. An operation that still uses the old set would take a dirty bit at the new frames of a slot for the bit of
-//!    another page. So a moving slot counts as moving until no reader uses the old set.
-//! 7. The lock of the slots is released: other changes need not wait for the flush, or until the tables are freed.
-//! 8. The flush.
+//! 3. The new set is published, and the sequence is raised. Huge leaves that cross an edge of a part that stays are
+//!    split. The other leaves of the old slots are zapped.
+//! 4. The slots stop leaving. A thread that then finds no slot leaving finds the operation's flush ticket, which covers
+//!    the zapped frames.
+//! 5. The change waits until no reader uses the old set, so that no mark is added to an old log. Then it copies the
+//!    marks of each part that goes from one dirty log to another.
+//! 6. A moving slot counts as moving until no reader uses the old set. An operation that still uses the old set would
+//!    take a dirty bit at the new frames of the slot for the bit of another page.
+//! 7. The lock of the slots is released, so that other changes wait neither for the flush nor until the tables are
+//!    freed.
+//! 8. The operation flushes.
 
 use alloc::vec::Vec;
 use core::ops::Range;
@@ -30,7 +31,7 @@ use crate::platform::Platform;
 use crate::slots::{Edit, Memslot, OwnedSlot, SlotSet, SlotsChange};
 use crate::table::FrameCache;
 
-/// The frames that an old slot and a new one both hold, backed by the same pages.
+/// The frames that both an old slot and a new slot contain, backed by the same pages.
 struct Part<'s> {
     old: &'s Memslot,
     new: &'s Memslot,
@@ -38,14 +39,14 @@ struct Part<'s> {
 }
 
 impl<'s> Part<'s> {
-    /// Returns the part that `new` has of `old`, if it has one.
+    /// Returns the part that `old` and `new` have in common. `None`: they have none.
     fn of(old: &'s Memslot, new: &'s Memslot) -> Option<Self> {
         let gfns = old.common(new);
         let has_pages = !gfns.is_empty() && old.backs_alike(new);
         has_pages.then_some(Part { old, new, gfns })
     }
 
-    /// Whether the leaves of the old slot may stay for the new one.
+    /// Whether the leaves of the old slot may stay for the new slot.
     fn stays(&self) -> bool {
         let kind = |slot: &Memslot| slot.log().map(DirtyLog::kind);
         let same_log = match (kind(self.old), kind(self.new)) {
@@ -55,19 +56,19 @@ impl<'s> Part<'s> {
         same_log && self.old.limits() == self.new.limits()
     }
 
-    /// Whether an invalidation is in progress that may not find the leaves in the new slots. Call when
-    /// these are published.
+    /// Whether an invalidation in progress may miss the leaves, because it does not find them by the new slots. Call
+    /// after publishing the new slots.
     fn is_invalidated(&self, in_progress: &InProgress) -> bool {
         !self.is_in_place() && in_progress.covers(&self.old.hvas(&self.gfns))
     }
 
-    /// Whether old and new slot differ in their logs and limits only.
+    /// Whether the old and the new slot differ in their logs and limits only.
     fn is_in_place(&self) -> bool {
         let same = |slot: &Memslot| (slot.id(), slot.gfns());
         same(self.old) == same(self.new)
     }
 
-    /// Returns the first frame, and the one after the last, if the old slot has frames beyond.
+    /// Returns the first frame of the part, and the frame after its last, where the old slot has frames beyond.
     fn edges(&self) -> impl Iterator<Item = Gfn> {
         let old = self.old.gfns();
         let is_inside = move |edge: &Gfn| old.start < *edge && *edge < old.end;
@@ -76,20 +77,20 @@ impl<'s> Part<'s> {
             .filter(is_inside)
     }
 
-    /// Returns both logs, if marks go from the first to the second.
+    /// Returns both logs if marks have to be copied from the first to the second.
     fn logs(&self) -> Option<(&'s DirtyLog, &'s DirtyLog)> {
         let (old, new) = (self.old.log()?, self.new.log()?);
         let has_marks = !self.new.logs_to(Some(old)) && old.kind() != LogKind::Rings;
         has_marks.then_some((old, new))
     }
 
-    /// Whether the new slot has another log than the old one, of a kind that walkers' buffers are drained to.
+    /// Whether the new slot has another log than the old slot, of the kind that walkers' buffers are drained to.
     fn begins_buffers(&self) -> bool {
         let new = self.new.log().filter(|_| !self.new.logs_to(self.old.log()));
         new.is_some_and(|log| log.kind() == LogKind::Buffers)
     }
 
-    /// Returns what is to be done in the log of the new slot for a part that stays.
+    /// Returns the work in the log of the new slot that a part that stays causes.
     fn log_work(&self) -> Option<LogWork> {
         let log = self.new.share_log();
         let what = match (self.old.log(), &log) {
@@ -113,27 +114,27 @@ impl<'s> Part<'s> {
     }
 }
 
-/// Work that is left in the log of a slot when the change of the slot is published.
+/// Work in the log of a slot that remains when the change of the slot is published.
 pub(super) struct LogWork {
     pub(super) id: u32,
     /// The slot's log, if it has one.
     pub(super) log: Option<Shared<DirtyLog>>,
-    /// The pages of the slot that it concerns.
+    /// The pages of the slot to which the work applies.
     pub(super) pages: Range<u64>,
     pub(super) what: LogChange,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum LogChange {
-    /// The pages have not been in a log, or in one that numbers them otherwise.
+    /// The pages were in no log before, or in a log that numbers pages otherwise.
     Begins,
-    /// The pages come from another log, with their marks.
+    /// The pages come from another log, and their marks are copied.
     Continues,
-    /// The pages come from a log, to a slot without one.
+    /// The pages were in a log, and the new slot has none.
     Ends,
 }
 
-/// Slots that are leaving. The first fields are in the order in which they end, also in a panic.
+/// Slots that are leaving. The first fields are declared in the order in which they end, also in a panic.
 pub(super) struct Departure<'a, P: Platform, F: Format> {
     leaving: Option<Counted<'a>>,
     moving: Option<Counted<'a>>,
@@ -142,7 +143,7 @@ pub(super) struct Departure<'a, P: Platform, F: Format> {
     vm: &'a Vm<P, F>,
     /// The dirty bits of a slot were noted.
     noted: bool,
-    /// Marks of a part are to be copied.
+    /// Whether marks of a part have to be copied.
     copies: bool,
     /// A part gets a log that walkers' buffers are drained to ([`super::drain`]).
     begins_buffers: bool,
@@ -152,7 +153,7 @@ pub(super) struct Departure<'a, P: Platform, F: Format> {
 }
 
 impl<'a, P: Platform, F: Format> Departure<'a, P, F> {
-    /// Begins (1, 2) for the slots that `edits` replace.
+    /// Begins the departure (steps 1 and 2) of the slots that `edits` replace.
     ///
     /// # Errors
     /// [`OutOfMemory`].
@@ -209,7 +210,7 @@ impl<'a, P: Platform, F: Format> Departure<'a, P, F> {
         })
     }
 
-    /// Makes `edits` (3, 4), and adds to `work`, which has space for it, what is left to do for logs.
+    /// Makes `edits` (steps 3 and 4). Adds the remaining work on logs to `work`, which has enough capacity.
     ///
     /// # Errors
     /// [`OutOfMemory`]; nothing was changed.
@@ -229,7 +230,7 @@ impl<'a, P: Platform, F: Format> Departure<'a, P, F> {
                     op.zap_over(edge, old);
                 }
             });
-            // Up to here all is done.
+            // All frames below `at` are done.
             let mut at = old.gfns().start;
             each_part(old, set, |part| {
                 self.copies |= part.logs().is_some();
@@ -250,7 +251,7 @@ impl<'a, P: Platform, F: Format> Departure<'a, P, F> {
         Ok(())
     }
 
-    /// Ends (5 to 8).
+    /// Ends the departure (steps 5 to 8).
     pub(super) fn end(mut self) {
         if self.noted || self.copies || self.begins_buffers {
             self.op.wait_for_readers();
@@ -273,7 +274,7 @@ impl<'a, P: Platform, F: Format> Departure<'a, P, F> {
     }
 }
 
-/// Calls `visit` for each part that a slot of `set` has of `old`, in ascending order.
+/// Calls `visit` for each part that slots of `set` have in common with `old`, in ascending order.
 fn each_part(old: &Memslot, set: &SlotSet, mut visit: impl FnMut(&Part<'_>)) {
     set.in_gfns(&old.gfns(), |new| {
         if let Some(part) = Part::of(old, new) {
@@ -298,8 +299,8 @@ fn edges(set: &SlotSet, edits: &[Edit]) -> usize {
 
 impl<P: Platform, F: Format> RangeOp<'_, P, F> {
     /// Zaps the leaves of a deleted or moved slot in `gfns`, and the shadow pages of tables there. Does not note dirty
-    /// bits: either the log was deleted with the slot, or it has them already ([`Self::zap_noted`]). Call after
-    /// publishing the set without these frames.
+    /// bits: either the log was deleted with the slot, or the log contains these bits already ([`Self::zap_noted`]).
+    /// Call after publishing the set without these frames.
     fn zap_gone(&mut self, gfns: &Range<Gfn>) {
         if !gfns.is_empty() {
             self.zap_unnoted(gfns);

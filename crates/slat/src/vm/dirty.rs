@@ -1,23 +1,22 @@
 //! The dirty log of a memslot.
 //!
 //! # Write protection (the default)
-//! A logged slot is mapped by 4 KiB leaves that start write-protected (but see *Reads*). The first write to a
-//! page faults; under the lock of its table the leaf becomes writable and *then* the write is noted, in the
-//! slot's bitmap or in the vCPU's ring. A harvest takes the bits, *then* protects the pages it found,
-//! each under the same lock, then flushes. If the fault holds the lock after the harvest, its bit is set after the
-//! harvest took the word, and stays for the next harvest. If it holds the lock before, this harvest may take the
-//! bit, and then protects the page. So no write is lost.
+//! A logged slot is mapped by 4 KiB leaves that start write-protected (but see *Reads*). The first write to a page
+//! faults. Under the lock of the page's table, the fault makes the leaf writable and *then* notes the write, in the
+//! slot's bitmap or in the vCPU's ring. A harvest takes the bits, *then* protects the pages it found, each under the
+//! same lock, then flushes. If the fault takes the lock after the harvest, its bit is set after the harvest took the
+//! word, and stays for the next harvest. If it takes the lock before, this harvest may take the bit, and then protects
+//! the page. So no write is lost.
 //!
 //! # Reads (policy `dirty_log_reads`)
-//! A read or fetch that finds no leaf installs one. As KVM does on x86, the leaf is writable if the host's page
-//! is, and the page is noted as if it had been written: the write that often follows needs no fault of its
-//! own, but the log also contains pages that were only read. As KVM does on AArch64 and RISC-V, or with the policy
-//! off, the leaf is write-protected and the log contains only pages that were written. Both apply to bitmaps and
-//! rings; with dirty bits, the leaf starts dirty or clean.
+//! A read or fetch that finds no leaf installs one. As in KVM on x86, the leaf is writable if the host's page is, and
+//! the page is noted as if it had been written. The write that often follows then needs no fault, but the log also
+//! contains pages that were only read. With the policy off, or by default on AArch64 and RISC-V, as in KVM there, the
+//! leaf is write-protected and the log contains only pages that were written. Both settings apply to bitmaps and rings;
+//! with dirty bits, the leaf starts dirty or clean.
 //!
-//! With the policy `hierarchical_protect`, on formats that allow it, whole ranges are protected by the
-//! entries above their tables: when a log begins, and where a harvest finds every page of such an entry in
-//! the log (`table::protect`).
+//! With the policy `hierarchical_protect`, on formats that allow it, whole ranges are protected by the entries above
+//! their tables: when a log begins, and when a harvest finds every page of such an entry in the log (`table::protect`).
 //!
 //! # Dirty bits (policy `dirty_log=dirty-bit`, where the walker sets them)
 //! Leaves stay writable, and start clean if a read installs them (but see *Reads*). A harvest first moves the bits from
@@ -25,25 +24,26 @@
 //! next write through any CPU's TLB sets the bit again.
 //!
 //! # Buffers (policy `dirty_log=buffer`)
-//! Like dirty bits, but the walker says where it has set one: [`super::drain`].
+//! Like dirty bits, but the walker also records the pages whose dirty bits it has set: [`super::drain`].
 //!
 //! # A slot that is replaced during a harvest
-//! The harvest holds the slots in steps ([`super::slot_op`]). If its slot becomes another one between two of them, with
-//! another log, the marks that it has not taken are copied, and it protects nothing more: the change has the pages
-//! protected that are not marked in the new log, those that the harvest has taken and not come to among them. Until
-//! that is done, a write to such a page is in no log. So the harvest does not return before
-//! ([`Vm::wait_for_successors`]): the caller copies the page after the write.
+//! The harvest holds the lock of the slots in steps ([`super::slot_op`]). Between two steps, a change may replace the
+//! slot by another slot with another log. Then the change copies the marks that the harvest has not taken, and the
+//! harvest protects no more pages. Instead the change protects all pages that are not marked in the new log, including
+//! pages whose marks the harvest has taken without having protected them. Until then, a write to such a page is in no
+//! log. So the harvest does not return before that ([`Vm::wait_for_successors`]): the caller copies the page after the
+//! write.
 //!
 //! # When another vCPU's fault has not noted its write yet
-//! A leaf is stored first, and its page is noted next, under one lock. A second vCPU may write through the leaf
-//! in between, and a harvest that begins after that write may end before the page is noted: the write is in the
-//! next log, as with KVM's `fast_page_fault`, which marks the page when its SPTE is writable. It is not lost. The
-//! log that decides is the one that is got when all vCPUs have left the guest, and a vCPU whose fault has not
-//! noted its page has not.
+//! A leaf is stored first, and its page is noted next, under one lock. A second vCPU may write through the leaf in
+//! between, and a harvest that begins after that write may end before the page is noted. Then the write is in the next
+//! log, as with KVM's `fast_page_fault`, which marks the page when its SPTE is writable. The write is not lost: the
+//! decisive log is the one that is got after all vCPUs have left the guest, and a vCPU whose fault has not noted its
+//! page yet has not left it.
 //!
 //! # Manual protection (KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2)
-//! Getting the log protects nothing; [`Vm::clear_dirty_log`] clears and protects the pages that the client names.
-//! With *initially set* a new log marks every page, and beginning it changes no leaf.
+//! Getting the log protects nothing; [`Vm::clear_dirty_log`] clears and protects the pages that the client names. With
+//! *initially set*, a new log begins with every page marked, and its begin changes no leaf.
 
 use crate::sync::atomic::Ordering::*;
 use core::fmt;
@@ -61,18 +61,18 @@ use crate::platform::Platform;
 use crate::policy::DirtyLogMethod;
 use crate::slots::SlotsChange;
 
-/// Why getting or clearing a dirty log has failed. Nothing was changed.
+/// Why getting or clearing a dirty log failed. Nothing was changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DirtyLogError {
-    /// There is no such address space or slot, or the slot, whose id this is, does not have the flag
+    /// There is no such address space, or no slot with this id, or the slot does not have the flag
     /// [`SlotFlags::LOG_DIRTY_PAGES`](crate::SlotFlags::LOG_DIRTY_PAGES).
     NotLogged(u32),
     /// The log has no bitmap: it writes to the vCPUs' rings.
     Rings,
-    /// The buffer has fewer than one bit per page; the number of 64-bit words needed.
+    /// The buffer has fewer than one bit per page. Contains the number of 64-bit words needed.
     BufferTooSmall(usize),
-    /// The range reaches out of the slot; or `first` is not a multiple of 64; or `pages` is not, and the range does not
-    /// end with the slot.
+    /// The range reaches beyond the slot; or `first` is not a multiple of 64; or `pages` is not a multiple of 64 and
+    /// the range does not end with the slot.
     BadRange,
 }
 
@@ -116,8 +116,8 @@ impl fmt::Display for DirtyLogError {
 impl core::error::Error for DirtyLogError {}
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Sets whether dirty logs are protected manually (KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2): if `manual`,
-    /// [`Vm::get_dirty_log`] clears and protects nothing, only [`Vm::clear_dirty_log`] does. If `initially_set`, too
+    /// Sets whether dirty logs are protected manually (KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2). If `manual`,
+    /// [`Vm::get_dirty_log`] clears and protects nothing; only [`Vm::clear_dirty_log`] does. If also `initially_set`
     /// (KVM_DIRTY_LOG_INITIALLY_SET), logs that begin from now on have every page marked.
     pub fn set_manual_dirty_log(&self, manual: bool, initially_set: bool) {
         self.log_mode.manual.store(manual, SeqCst);
@@ -126,7 +126,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
             .store(manual && initially_set, SeqCst);
     }
 
-    /// Returns the number of 64-bit words, of one bit per page, in the dirty log of `slot` in address space `space`.
+    /// Returns the number of 64-bit words in the dirty log of `slot` in address space `space`, which has one bit per
+    /// page.
     ///
     /// # Errors
     /// [`DirtyLogError::NotLogged`], [`DirtyLogError::Rings`].
@@ -139,8 +140,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         bitmap_of(&change, slot).map(|log| log.bits.len())
     }
 
-    /// Waits for the turn of the log of slot `id`, which has a bitmap. Then runs `then` with an operation on the slot,
-    /// its log, and the number of its pages.
+    /// Waits for the turn (the lock) of the log of slot `id`, which has a bitmap. Then runs `then` with an operation on
+    /// the slot, its log, and the number of its pages.
     fn on_bitmap<R>(
         &self,
         space: usize,
@@ -167,7 +168,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     }
 
     /// Call after an operation on the log of slot `id`, which had the frames `gfns`. If a change has replaced the slot
-    /// by others meanwhile, waits until the change has protected the pages that the operation did not reach.
+    /// by other slots meanwhile, waits until that change has protected the pages that the operation did not reach.
     fn wait_for_successors(
         &self,
         space: &Space<P, F>,
@@ -193,7 +194,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
     }
 
-    /// Waits until the change that began the log of slot `id`, if it has one, has protected its pages.
+    /// Waits until the change that began the log of slot `id`, if it has a log, has protected the slot's pages.
     pub(super) fn wait_for_begin(&self, change: SlotsChange<'_>, id: u32) {
         let log = change.by_id(id).and_then(|slot| slot.share_log());
         drop(change);
@@ -206,9 +207,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// slot. Unless protection is manual, clears the log and protects the pages in it: KVM_GET_DIRTY_LOG.
     ///
     /// Every write before the call is in this log or in one that was returned before. Every write after the call is in
-    /// a later one. (If another vCPU is still in the fault that has made a page writable, its write is in the next
-    /// log.) Slots may change meanwhile: if this slot is deleted or ends logging, its log is still copied to the end;
-    /// if other slots replace it, this returns when their logs have begun.
+    /// a later log. (If another vCPU is still in the fault that has made a page writable, its write is in the next
+    /// log.) Slots may change meanwhile. If this slot is deleted or ends logging, its log is still copied to the end.
+    /// If other slots replace it, this returns when their logs have begun.
     ///
     /// # Errors
     /// [`DirtyLogError`]; nothing was changed.
@@ -245,8 +246,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 }
             }
             op.protect_words(full);
-            // Even a page without a leaf may still be written, by a translation that another thread has zapped and
-            // not flushed yet.
+            // Flush even if a page has no leaf: it may still be written by a translation that another thread has zapped
+            // and not flushed yet.
             if cleared != 0 {
                 op.finish();
             }
@@ -254,9 +255,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
         })
     }
 
-    /// Clears the log of the pages whose bit is set in `bitmap`, and protects them, so that it notes the next write
-    /// to them: KVM_CLEAR_DIRTY_LOG. `slot` is in address space `space`. The range is the `pages` pages from page
-    /// `first` on; bit n of word m is page `first` + 64m + n. Splits huge leaves in the range first (policy
+    /// Clears the log of the pages whose bit is set in `bitmap`, and protects these pages, so that the log notes the
+    /// next write to them: KVM_CLEAR_DIRTY_LOG. `slot` is in address space `space`. The range is the `pages` pages from
+    /// page `first` on; bit n of word m is page `first` + 64m + n. Splits huge leaves in the range first (policy
     /// `eager_page_split`).
     ///
     /// # Errors
@@ -299,14 +300,14 @@ impl<P: Platform, F: Format> Vm<P, F> {
         })
     }
 
-    /// Notes in the dirty logs that the client, or a device that it emulates, has written to the frames `gfns`, without
-    /// a vCPU: KVM's `mark_page_dirty`. Call after the write. Frames without a memslot, or in one that does not log,
-    /// are passed over.
+    /// Notes in the dirty logs that the client, or a device that it emulates, has written to the frames `gfns` without
+    /// a vCPU: KVM's `mark_page_dirty`. Call after the write. Ignores frames without a memslot, or in a memslot that
+    /// does not log.
     ///
     /// # Errors
-    /// [`DirtyLogError::Rings`]: the VM logs to the rings of its vCPUs, and there is no vCPU here. Nothing was noted.
+    /// [`DirtyLogError::Rings`]: the VM logs to its vCPUs' rings, and this call has no vCPU. Nothing was noted.
     pub fn mark_dirty(&self, space: usize, gfns: Range<Gfn>) -> Result<(), DirtyLogError> {
-        // Pages that are noted in one reader section.
+        // The number of pages that are noted in one reader section.
         const SOME: u64 = 1 << 14;
         let Some(space) = self.spaces.get(space) else {
             return Ok(());
@@ -336,9 +337,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
         Ok(())
     }
 
-    /// Whether the dirty log of the memslot that holds `gfn` has the frame marked. Looks only: clears and protects
-    /// nothing. `false` also for a frame that no log with a bitmap covers. With [`DirtyLogMethod::DirtyBit`] and
-    /// [`DirtyLogMethod::Buffer`], what vCPUs write is not marked before the next harvest.
+    /// Whether `gfn` is marked in the dirty log of its memslot. Clears and protects nothing. Returns `false` also for a
+    /// frame that no log with a bitmap covers. With [`DirtyLogMethod::DirtyBit`] and [`DirtyLogMethod::Buffer`], a page
+    /// that a vCPU has written is not marked before the next harvest.
     pub fn is_marked_dirty(&self, space: usize, gfn: Gfn) -> bool {
         let Some(space) = self.spaces.get(space) else {
             return false;
@@ -364,9 +365,10 @@ impl<P: Platform, F: Format> Vm<P, F> {
         DirtyLog::bitmap(kind, pages, self.log_mode.initially_set.load(SeqCst))
     }
 
-    /// Has the new log of slot `id` note the next write to those of `pages` that are not marked in it; of a log that
-    /// begins there, to all. Call after publishing the slot with its log, whose turn the caller holds; `change` still
-    /// holds the lock, or again. Does nothing if the slot has changed meanwhile: that change has done it.
+    /// Makes the new log of slot `id` note the next write to each page of `pages` that is not marked in the log; if the
+    /// log begins there, to all `pages`. Call after publishing the slot with its log. The caller holds the turn of the
+    /// log, and `change` holds the slot writers' lock. Does nothing if the slot has changed meanwhile: that change has
+    /// done it.
     pub(super) fn begin_logging(
         &self,
         space: &Space<P, F>,
@@ -382,13 +384,14 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
         match what {
             LogChange::Continues => op.protect(pages, |page| !log.is_marked(page)),
-            // In this order: a walker names one page of a huge leaf, so one that is left must not be writable.
+            // In this order: a walker records one page only for a huge leaf, so a huge leaf that stays must not be
+            // writable.
             LogChange::Begins if log.kind() == LogKind::Buffers => {
                 op.split_eagerly(pages.clone());
                 op.protect(pages, |_| true);
             }
             _ => {
-                // In this order: a huge leaf is protected once, and its pieces are then protected, too.
+                // In this order: a huge leaf is protected once, and the pieces of its split are then protected, too.
                 op.protect_all(pages.clone());
                 op.split_eagerly(pages);
             }
@@ -396,9 +399,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         op.finish();
     }
 
-    /// Ends logging in slot `id`: huge leaves come back in the place of tables ([`super::recover`]). Of small
-    /// leaves that stay, those that were protected from above are writable again; the others become so by
-    /// their next write fault.
+    /// Ends logging in slot `id`: huge leaves replace tables ([`super::recover`]). Small leaves that stay and were
+    /// protected from above are writable again. The other small leaves become writable by their next write fault.
     pub(super) fn end_logging(&self, space: &Space<P, F>, change: SlotsChange<'_>, id: u32) {
         let mut op = SlotOp::begin(self, space, change, id, None);
         if let Some(pages) = op.slot().map(|slot| slot.pages()) {
@@ -441,7 +443,7 @@ impl<P: Platform, F: Format> SlotOp<'_, P, F> {
         }
     }
 
-    /// Makes the log note the next write to all pages of the words numbered `words`.
+    /// Makes the log note the next write to all pages of the words in the range `words`.
     fn protect_words(&mut self, words: Range<u64>) {
         self.protect_all(words.start * 64..words.end * 64);
     }
@@ -461,7 +463,7 @@ impl<P: Platform, F: Format> SlotOp<'_, P, F> {
     }
 }
 
-/// Returns a mask of the bits that represent pages, in word `index` of the bitmap of a slot of `pages` pages.
+/// Returns a mask of the bits of word `index` that represent pages, in the bitmap of a slot of `pages` pages.
 fn valid_bits(pages: u64, index: usize) -> u64 {
     match pages - index as u64 * 64 {
         left @ ..64 => (1 << left) - 1,

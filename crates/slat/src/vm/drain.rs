@@ -2,51 +2,53 @@
 //! hardware dirty state tracking structure (HDBSS), and what the software CPU does in their place.
 //!
 //! A logged slot is mapped by 4 KiB leaves that are writable, with the dirty bit clear. A walker that sets a dirty bit
-//! writes the page to the buffer of its CPU. A harvest *drains* the buffers of all CPUs, which marks these pages in the
-//! bitmap; takes the bits; clears the dirty bits of the pages it found; and flushes. So a write to a mapped page costs
-//! no fault, as with dirty bits, and a harvest looks at the pages that were written, not at all leaves.
+//! writes the page's address to the buffer of its CPU. A harvest *drains* the buffers of all CPUs, which marks their
+//! pages in the bitmap. Then the harvest takes the bits, clears the dirty bits of the pages it found, and flushes. So a
+//! write to a mapped page costs no fault, as with dirty bits. And a harvest reads only the leaves of written pages, not
+//! all leaves.
 //!
 //! # Why no write is lost
-//! There is one invariant: **a leaf of a logged slot that is dirty has a record**. Its page is marked in the bitmap, or
-//! is in a buffer, or is about to be by the walker that sets the bit. Who sets a dirty bit makes the record; who takes
-//! the record clears the dirty bit next, and flushes:
+//! The invariant is: **each dirty leaf of a logged slot has a record**. A record is a mark of its page in the bitmap,
+//! or an entry in a buffer, or an entry that the walker that sets the bit is about to write. The walker or fault that
+//! sets a dirty bit makes the record. The harvest that takes the record then clears the dirty bit, and flushes:
 //!
-//! * *A walker in hardware* sets the bit and writes the entry in one operation (Intel SDM, volume 3, 29.3.6: with no
-//!   space in the buffer, it sets no bit, and exits instead). A CPU that was interrupted has done both or none. So what
-//!   a harvest could miss is drained first: [`Platform::drain`] interrupts the CPUs that are in the guest.
-//! * *The walker of a software CPU* ([`Vcpu::mark_logged`](crate::vcpu)) sets the bit and writes the entry under the
-//!   lock of its buffer, which a harvest takes, too. Without the lock, a second CPU could see the bit and write to the
-//!   page, and a harvest that begins after that write would not find the entry yet. (So the bit is set with `Release`:
-//!   a thread that has seen the bit finds the lock taken, and waits.) A full buffer is drained by its CPU, under the
-//!   same lock, before the bit is set.
+//! * *A walker in hardware* sets the bit and writes the buffer entry in one operation (Intel SDM, volume 3, 29.3.6: if
+//!   the buffer is full, it sets no bit, and exits instead). An interrupted CPU has done both or neither. So a harvest
+//!   first drains the buffers: [`Platform::drain`] interrupts the CPUs that are in the guest.
+//! * *The walker of a software CPU* ([`Vcpu::mark_logged`](crate::vcpu)) sets the bit and writes the buffer entry under
+//!   the lock of its buffer. A harvest takes that lock, too. Without the lock, a second CPU could see the bit and write
+//!   to the page. A harvest that begins after that write would not find the buffer entry yet. (The bit is set with
+//!   `Release`, so a thread that has seen the bit finds the lock taken, and waits.) A full buffer is drained by its
+//!   CPU, under the same lock, before the bit is set.
 //! * *A fault* that installs a dirty leaf marks the page itself, under the lock of the table, because no walker writes
 //!   an entry for it.
 //!
-//! An entry that is drained after its dirty bit was cleared marks a page that was not written since then. That is
-//! allowed. But an old entry must not count for a slot that begins to log: so buffers are drained before such a slot is
+//! A buffer entry that is drained after its dirty bit was cleared marks a page that was not written since then. That is
+//! allowed. But an old entry must not count for a slot that begins to log. So buffers are drained before such a slot is
 //! made.
 //!
-//! * *A harvest* takes a page's mark and *then* clears the dirty bit. If a walker sets it again before the flush, its
-//!   entry is in the next log. If a CPU uses a translation from before, it writes before the harvest returns.
-//! * *A CPU that is dropped, or moves to another thread*: the buffer of a software CPU belongs to its reader, which
-//!   stays with the VM, with what is in it. A hypervisor drains a hardware buffer before it gives it to another
-//!   CPU, as at any exit.
-//! * *Zaps* of leaves move dirty bits to the bitmap as with dirty bits. So when a slot moves, entries with
-//!   frames of before are not needed. One for a frame without a slot, or with one that logs otherwise or not at
-//!   all, is passed over.
-//! * *A slot is replaced by one with another log* ([`super::region`]): the marks are copied. But a harvest of the
-//!   old log may have taken some, and finds no slot any more whose dirty bits it could clear. So those of
-//!   unmarked pages are cleared.
-//! * *A log begins*: a walker may have set dirty bits without a record, and a drain that has looked the old slots up
-//!   passed over entries. Both were in reader sections that began before the slots with the log were published. So the
-//!   change waits for these sections, and then clears all dirty bits ([`super::departure`]). Bits of the log's end
-//!   stay, and the next log clears them.
+//! * *A harvest* takes a page's mark and *then* clears the dirty bit. If a walker sets the bit again before the flush,
+//!   its buffer entry is in the next log. A CPU that uses an older translation writes before the harvest returns.
+//! * *A CPU that is dropped, or moves to another thread*: the buffer of a software CPU belongs to its reader. The
+//!   reader stays with the VM and keeps the buffer's contents. A hypervisor drains a hardware buffer before it gives
+//!   the buffer to another CPU, as at any exit.
+//! * *Zaps* of leaves move dirty bits to the bitmap, as in a log of dirty bits. So when a slot moves, buffer entries
+//!   with the old frames are not needed. A drain ignores an entry whose frame has no slot, or whose slot does not log
+//!   by buffers.
+//! * *A slot is replaced by one with another log* ([`super::region`]): the marks are copied. But a harvest of the old
+//!   log may have taken some marks, and then finds no slot whose dirty bits it could clear. So the change clears the
+//!   dirty bits of unmarked pages.
+//! * *A log begins*: a walker may have set dirty bits without a record, and a drain that has found the old slots may
+//!   have ignored entries. Both happened in reader sections that began before the slots with the log were published. So
+//!   the change waits for these sections, and then clears all dirty bits ([`super::departure`]). Dirty bits that are
+//!   set when a log ends stay set, and the next log clears them.
 //! * *Huge leaves*: a walker names the page that was accessed, and sets the bit of a huge leaf once for all its pages.
-//!   So faults map logged slots at 4 KiB; what was huge before is split when the log begins, or is write-protected, and
-//!   the first write splits it. (With *initially set* it stays writable as long as all its pages are marked.)
-//! * *Shadow pages* of nested tables: a walker that comes to a leaf of theirs does not know its frame. So there writes
-//!   are found by write protection, as in a log that is a bitmap alone: a leaf becomes writable, and dirty, by a fault,
-//!   which marks the page.
+//!   So faults map logged slots at 4 KiB. When the log begins, existing huge leaves are split, or write-protected until
+//!   the first write splits them. (With *initially set*, a huge leaf stays writable as long as all its pages are
+//!   marked.)
+//! * *Shadow pages* of nested tables: a walker does not know the frame of a leaf there. So writes through these leaves
+//!   are found by write protection, as in a log that is a bitmap alone: a fault makes the leaf writable and dirty, and
+//!   marks the page.
 
 use crate::sync::atomic::Ordering::*;
 
@@ -61,11 +63,11 @@ use crate::sync::InSection;
 use crate::sync::walker_buffer::WrittenPages;
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Notes in the dirty logs what the walker of a CPU that uses address space `space` has written to its buffer: the
-    /// pages `entries`. Call when the CPU has left the guest, whatever the reason, and before it enters again, for all
-    /// that is in the buffer; from any thread. Frames whose memslot does not log by buffers are passed over.
+    /// Notes in the dirty logs the pages `entries`, which the walker of a CPU in address space `space` has written to
+    /// its buffer. Call it with the whole content of the buffer whenever the CPU has left the guest, and before the CPU
+    /// enters the guest again. Any thread may call it. Ignores frames whose memslot does not log by buffers.
     ///
-    /// `entries` is called in a reader section: it does not call the engine, and waits for nothing.
+    /// `entries` is called in a reader section: it must not call the engine, and must not wait.
     ///
     /// ```
     /// # use slat_model::{HostMemory, SimPlatform};
@@ -90,7 +92,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn drain(&self, space: usize, entries: impl IntoIterator<Item = Gfn>) {
-        // Pages that are noted in one reader section.
+        // The number of pages that are noted in one reader section.
         const SOME: usize = WrittenPages::MOST;
         let Some(space) = self.spaces.get(space) else {
             return;
@@ -105,8 +107,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
     }
 
-    /// Drains the buffers of all CPUs. When it returns, all pages whose dirty bits walkers had set before the call are
-    /// in the logs. The caller is in no reader section and holds no lock.
+    /// Drains the buffers of all CPUs. When it returns, the logs contain all pages whose dirty bits walkers had set
+    /// before the call. The caller is in no reader section and holds no lock.
     pub(crate) fn drain_walkers(&self) {
         (self.platform).drain(self.id, &mut |space, gfn| self.drain(space, [gfn]));
         for buffer in self
@@ -121,8 +123,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
     }
 
-    /// Call before a slot becomes `region`: what is in the buffers is of the slots of before. An entry that is left
-    /// would mark a page that was not written in that slot.
+    /// Drains the buffers, if a change to `region` begins a log of buffers. Call before the slot changes: the entries
+    /// in the buffers are of the old slots, and would mark pages that were not written in the new slot.
     pub(super) fn drain_before(&self, region: &Region) {
         let logs = region.flags.has(SlotFlags::LOG_DIRTY_PAGES);
         let by_buffers = self.policy.dirty_log() == DirtyLogMethod::Buffer;
@@ -131,7 +133,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
     }
 
-    /// Empties a buffer of a software CPU. Returns the number of pages that it has noted in logs.
+    /// Empties a buffer of a software CPU. Returns the number of pages that it noted in logs.
     pub(crate) fn note_written(&self, pages: &mut WrittenPages, section: InSection<'_>) -> u64 {
         let noted = |(space, gfn): &(usize, Gfn)| {
             let slots = self.spaces[*space].slots.current(section);
@@ -146,10 +148,10 @@ impl<P: Platform, F: Format> Vm<P, F> {
         self.log_mode.buffers.load(Relaxed)
     }
 
-    /// Whether a new log can be one of walkers' buffers. If so, software CPUs fill theirs from now on. Call before the
-    /// slot that has the log is published.
+    /// Whether a new log can be of the kind that walkers' buffers are drained to. If so, software CPUs fill their
+    /// buffers from now on. Call before publishing the slot that has the log.
     ///
-    /// Returns `false` where walkers may know other addresses than the guest's frames: with the shadow MMU, and where
+    /// Returns `false` where walkers may use other addresses than the guest's frames: with the shadow MMU, and where
     /// direct pages are also parts of the shadow of nested tables.
     pub(super) fn may_use_walker_buffers(&self) -> bool {
         let may = F::SETS_DIRTY && (self.mmu == MmuKind::Tdp || !self.shadows_nested());
@@ -160,7 +162,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     }
 }
 
-/// Marks `gfn` in the log of its slot, if that is one of walkers' buffers. Returns whether it did.
+/// Marks `gfn` in the log of its slot, if walkers' buffers are drained to that log. Returns whether it did.
 fn note(slots: &SlotSet, gfn: Gfn) -> bool {
     let Some(slot) = slots.find(gfn) else {
         return false;

@@ -1,7 +1,8 @@
-//! Huge leaves that cross an edge: a boundary between frames whose leaves change and frames whose leaves stay.
+//! Splits huge leaves that cross an edge: a boundary between frames whose leaves change and frames whose leaves
+//! stay.
 //!
-//! They are split in place down to the edge, so that what is beyond stays mapped throughout. The tables for it are
-//! allocated before anything is changed.
+//! The leaves are split in place down to the edge, so that the frames beyond it stay mapped throughout. The tables
+//! for the splits are allocated before anything is changed.
 
 use alloc::vec::Vec;
 
@@ -13,12 +14,12 @@ use crate::policy::SplitWalk;
 use crate::slots::Memslot;
 use crate::table::{FrameCache, Walk};
 
-/// The most tables that one edge can need: a leaf of the largest size is split down to it.
+/// The most tables that one edge can need: those that split a leaf of the largest size down to the edge.
 pub(super) const FRAMES_PER_EDGE: usize = Level::GIGA.0 as usize - 1;
 
 impl<P: Platform, F: Format> RangeOp<'_, P, F> {
-    /// Splits, in place, the huge leaf that crosses the edge before `gfn`, if there is one. `frames` has the tables
-    /// for it.
+    /// Splits, in place, the huge leaf that crosses the edge before `gfn`, if there is such a leaf. `frames`
+    /// contains the tables for the split.
     pub(super) fn split_over(
         &mut self,
         gfn: Gfn,
@@ -29,8 +30,8 @@ impl<P: Platform, F: Format> RangeOp<'_, P, F> {
             return;
         }
         let mut walk = Walk::new(gfn..gfn.add(1));
-        // If faults have installed huge leaves there so often that no frame is left, or there is no memory for the
-        // rest, the caller zaps the leaf as a whole.
+        // If no frame is left because faults have installed huge leaves there again and again, or if there is no
+        // memory for the rest, the caller zaps the whole leaf.
         while !walk.is_done() && !frames.is_empty() && self.prepare(frames, 0).is_ok() {
             let crosses = |start: Gfn, _| start < gfn;
             self.split_some(&mut walk, SplitWalk::SkipLastLevel, crosses, frames, broken);
@@ -38,8 +39,8 @@ impl<P: Platform, F: Format> RangeOp<'_, P, F> {
         }
     }
 
-    /// Zaps the leaf of `slot` that crosses the edge before `gfn`, if there is one, and notes its dirty bit if
-    /// that is the slot's log.
+    /// Zaps the leaf of `slot` that crosses the edge before `gfn`, if there is such a leaf. Notes its dirty bit if
+    /// the slot's log consists of dirty bits.
     pub(super) fn zap_over(&mut self, gfn: Gfn, slot: &Memslot) {
         let crosses = |start: Gfn, _| start < gfn;
         self.zap_some(&(gfn..gfn.add(1)), slot, crosses);

@@ -1,47 +1,51 @@
-//! Clones: a VM whose memory is that of another one at one moment, shared page by page until one of the two writes.
+//! Clones: a new VM gets the memory of another VM as of one moment. The two share each page until one of them writes to
+//! it.
 //!
 //! # Who does what
 //! *The platform* owns the pages. [`Platform::share`] tells it that from now on two VMs use every page that backs the
-//! first one. From then on [`Platform::resolve`] returns a page that has other users as not writable
-//! ([`HostPage::with_writable`]), and when it is asked for a write it first gives the asking VM a frame of its own.
-//! That is a change of what backs the page, for this VM alone, so it is announced as any other ([`Vm::invalidate`]):
+//! first VM. From then on [`Platform::resolve`] returns a page that has other users as not writable
+//! ([`HostPage::with_writable`]). For a write, `resolve` first gives the asking VM a frame of its own. That changes the
+//! backing of the page, for this VM alone, so the platform announces the change like any other ([`Vm::invalidate`]):
 //! the old leaf is zapped and flushed before the page is copied, on every format, with break-before-make or without,
-//! and wherever else the VM maps the same page. A frame that has one user left is writable again, and the next write
-//! fault widens its leaf in place.
+//! and wherever else the VM maps the same page. A frame with one remaining user is writable again, and the next write
+//! fault makes its leaf writable in place.
 //!
-//! *The engine* sees to it that no leaf allows a write for which the platform was not asked. For both VMs that means
-//! the same: no leaf is writable, or may become so without a question to the host
+//! *The engine* ensures that no leaf allows a write that the platform has not granted. For both VMs this means: no leaf
+//! is writable, and no leaf may become writable without asking the platform
 //! ([`Leaf::may_write`](crate::format::Leaf::may_write)).
 //!
 //! # What is copied
-//! * *The memslots* of all address spaces, with flags, backing addresses and private frames; the policies,
-//!   and how slots log. A dirty log begins anew, as that of a new slot. Not vCPUs, rings, counters, and the
-//!   limit of shadow pages.
+//! * *The memslots* of all address spaces, with flags, backing addresses and private frames; the policies; and the kind
+//!   of the dirty logs. A dirty log begins anew, like that of a new slot. vCPUs, rings, counters and the limit of
+//!   shadow pages are not copied.
 //! * *The tables*, in the same pass in which the parent's leaves lose the right to write: each leaf that the walk
-//!   visits, under the lock of its table, is stored in a table of the child, which no other thread knows yet. So the
-//!   child takes no fault to read what its parent had mapped. Accessed bits are copied, dirty bits are not: the child
-//!   has written nothing. If there is no memory for another table, the child has none for the rest, and faults there.
-//!   Shadow pages are not copied: those of the direct MMU would need a node of the reverse map for each leaf, and those
-//!   of the shadow MMU belong to the state of the guest's tables, which the child finds out by itself.
+//!   visits is stored, under the lock of its table, in a table of the child, which no other thread can reach yet. So
+//!   the child takes no fault to read what its parent had mapped. Accessed bits are copied. Dirty bits are not copied,
+//!   because the child has written nothing. If there is no memory for more tables, the child lacks the remaining
+//!   leaves, and faults there. Shadow pages are not copied. Shadow pages of the direct MMU would need a reverse-map
+//!   node for each leaf. Shadow pages of the shadow MMU depend on the guest's tables, which the child reads itself.
 //!
 //! # The moment
-//! The parent may run meanwhile. Its memory is copied as it is when the last flush ends, for all its vCPUs:
+//! The parent may run meanwhile. The copy is the parent's memory, for all its vCPUs, at the moment when the last flush
+//! ends:
 //!
-//! 1. The slot writers' locks of all address spaces are taken, so that slots and attributes stay. Leaves of slots that
-//!    were deleted have been zapped under these locks; a conversion that is still zapping is waited for.
-//! 2. An invalidation of all backing addresses begins, which zaps nothing: until 6 no fault installs or widens a leaf
-//!    ([`super::invalidate`]). A vCPU that needs one waits, outside its reader section.
+//! 1. The slot writers' locks of all address spaces are taken, so that slots and attributes do not change. Leaves of
+//!    deleted slots were zapped under these locks. The clone waits for a conversion that is still zapping.
+//! 2. An invalidation of all backing addresses begins, which zaps nothing. Until step 6 no fault installs a leaf or
+//!    adds rights to one ([`super::invalidate`]). A vCPU that needs to do so waits, outside its reader section.
 //! 3. The platform shares the pages. After this nothing fails.
 //! 4. The walk: leaves lose the right to write, and are copied.
-//! 5. The flush. Until then a vCPU that has a writable leaf in its TLB may write.
-//! 6. The sequence is raised, so that no fault installs a page that was resolved before 3, and the invalidation ends.
+//! 5. The flush. Until it ends, a vCPU that has a writable leaf in its TLB may write.
+//! 6. The sequence is raised, so that no fault installs a page that was resolved before step 3. Then the invalidation
+//!    ends.
 //!
-//! What a vCPU of the parent writes before 5 is in the child. A write that faults is done after 6, and so is everything
-//! that follows from it. So the child never has an effect without its cause.
+//! A write by a vCPU of the parent before step 5 ends is in the child. A write that faults is done after step 6, like
+//! everything that depends on it. So the child never sees an effect without its cause.
 //!
-//! *Invalidations* between 1 and 6 are of the parent, and zap its leaves, not the child's copies. These are right: what
-//! backed the parent at 3 backs the child until an invalidation of the child. At 4, each leaf in the tables maps what
-//! backed the parent at 3: none was installed since 2, and an invalidation zaps before the backing changes.
+//! *Invalidations* between steps 1 and 6 are of the parent: they zap the parent's leaves, not the child's copies. The
+//! copies are correct: the pages that backed the parent at step 3 back the child until an invalidation of the child. At
+//! step 4, each leaf in the tables maps a page that backed the parent at step 3: no leaf was installed since step 2,
+//! and an invalidation zaps before the backing changes.
 //!
 //! [`HostPage::with_writable`]: crate::HostPage::with_writable
 
@@ -56,17 +60,18 @@ use crate::sync::atomic::Ordering::SeqCst;
 use crate::table::{At, LeafCounts, Next, Show, TableBuilder, Tree, Visit, Walk};
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Makes a VM with the memslots of `parent`, and with its memory as it is now. The two share each page until one of
-    /// them writes to it, if the platform can do that ([`Platform::share`]). The caller shares the VM, as after
-    /// [`Vm::unshared`], and makes its vCPUs.
+    /// Makes a VM with the memslots of `parent`, and with its memory as it is now. The two VMs share each page until
+    /// one of them writes to it, if the platform can share pages ([`Platform::share`]). The caller shares the VM
+    /// between threads and makes its vCPUs, as after [`Vm::unshared`].
     ///
-    /// It costs the time of one walk over the parent's leaves, and as many tables as the parent has; no page is copied.
-    /// With [`MmuKind::Tdp`](crate::MmuKind) the new VM has all leaves of the parent, without the right to write; with
-    /// the others it begins without tables. The parent may run: its vCPUs go on, but those that fault wait until this
-    /// returns, and so do changes of its slots. Its next write to each page faults once.
+    /// Costs one walk over the parent's leaves, and as many tables as the parent has; copies no page. With
+    /// [`MmuKind::Tdp`](crate::MmuKind) the new VM has all leaves of the parent, without the right to write. With the
+    /// other kinds, the new VM begins without tables. The parent may run meanwhile: its vCPUs continue, but a vCPU that
+    /// faults, or a change of the parent's slots, waits until this returns. The parent's next write to each page faults
+    /// once.
     ///
-    /// Not for a vCPU between [`crate::Vcpu::enter`] and [`crate::Vcpu::leave`]. The range of an invalidation of the
-    /// parent that is in progress may be waited for by its vCPUs, as ever, not by this.
+    /// Do not call it for a vCPU between [`crate::Vcpu::enter`] and [`crate::Vcpu::leave`]. If an invalidation of the
+    /// parent is in progress, the parent's vCPUs may wait for it as usual; this call does not.
     ///
     /// # Errors
     /// [`ForkError`]; nothing was changed.
@@ -84,7 +89,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         .map_err(|_| OutOfMemory)?;
         child.mmio_entries = parent.mmio_entries;
         child.log_mode.copy(&parent.log_mode);
-        // Always in this order, as conversions take them.
+        // Take the locks always in this order, as conversions do.
         let mut slots = Vec::new();
         (slots.try_reserve_exact(parent.spaces.len())).map_err(|_| OutOfMemory)?;
         slots.extend((parent.spaces.iter()).map(|space| space.slots.change(parent.turn_wait())));
@@ -125,13 +130,13 @@ impl<P: Platform, F: Format> Vm<P, F> {
             copied = self.set_memory_region(space, &slot.region());
             copied.is_ok()
         });
-        // The rules that the slots of the parent keep are the same here.
+        // The parent's slots obey the rules, so the copies obey them, too.
         copied.map_err(|_| OutOfMemory)
     }
 
-    /// Takes the right to write from every leaf of `space`, and stores each leaf in `copy`, an empty tree that no other
-    /// thread knows, as far as there is memory for the tables of `copy`. Returns the number of stored leaves by level.
-    /// When this returns, no CPU uses a writable leaf of `space`.
+    /// Removes the right to write from every leaf of `space`, and stores each leaf in `copy`, as far as there is memory
+    /// for the tables of `copy`, an empty tree that no other thread can reach. Returns the number of stored leaves by
+    /// level. When this returns, no CPU uses a writable leaf of `space`.
     fn freeze(&self, space: &Space<P, F>, copy: Option<&mut Tree<P, F>>) -> LeafCounts {
         let mut builder = copy.map(TableBuilder::new);
         let mut op = RangeOp::on(self, space, &all_gfns::<F>());
@@ -174,7 +179,7 @@ struct Freeze<'f, 't, P: Platform, F: Format> {
 impl<P: Platform, F: Format> Visit for Freeze<'_, '_, P, F> {
     fn visit(&mut self, at: &At<'_>) -> Next {
         let bits = frozen::<F>(at.bits);
-        // A leaf that is being replaced is not copied: the child faults there. Nor is one in a shadow page.
+        // Do not copy a leaf that is being replaced, or a leaf in a shadow page: the child faults there.
         if let Some(copy) = &mut self.copy
             && at.is_in_tree()
             && let Entry::Leaf(_) = at.decode::<F>()
@@ -190,7 +195,8 @@ impl<P: Platform, F: Format> Visit for Freeze<'_, '_, P, F> {
     }
 }
 
-/// Returns the leaf `bits`, or one that is broken, without the right to write, and without that to get it back unasked.
+/// Returns the leaf `bits`, valid or broken by break-before-make, without the right to write. Also clears `MAY_WRITE`,
+/// so that a fault has to ask the host before it gives the right back.
 fn frozen<F: Format>(bits: u64) -> u64 {
     // Where walkers set no dirty bits, only these rights tell that the page may have been written to.
     let written = !F::SETS_DIRTY && bits & (F::WRITE | F::MAY_WRITE) != 0;

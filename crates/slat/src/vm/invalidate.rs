@@ -3,26 +3,26 @@
 //! # Protocol
 //! A fault reads the [`Sequence`] before it looks up slot, attributes and host page. Under the lock of the table into
 //! which it installs ([`crate::table`]) it checks whether these are still current ([`InProgress::holds`]). They
-//! are not when
+//! The look-ups are not current when
+//! * an invalidation is in progress over a page that backs the leaf. (A huge leaf may reach into the invalidated range
+//!   even if the faulting page is outside of it.) Or
+//! * the sequence has been raised since. These raise it: a slot change that deletes or moves a slot or changes its
+//!   flags, and a conversion, each after publishing the new set and before zapping; a zap that a client asks for; the
+//!   begin of an invalidation whose range a memslot uses; and the end of an invalidation whose range a memslot uses
+//!   then or used at the begin.
 //!
-//! * an invalidation is in progress over a page that backs the leaf (a huge leaf may reach into the invalidated range
-//!   even if the faulting page is outside of it), or
-//! * the sequence has been raised since. What raises it: a slot change that deletes or moves a slot or changes its
-//!   flags, and a conversion, each after it has published the new set and before it zaps; a zap that a
-//!   client asks for; and the begin and the end of an invalidation whose range a memslot uses at that
-//!   moment (for the end: or did at the begin).
+//! Creating a slot need not raise the sequence: a fault that has found no slot installs no leaf. The end of an
+//! invalidation must raise it: a fault may have resolved the page before the backing changed, and install the page
+//! after the end.
 //!
-//! Creating a slot need not raise it: a fault that has found no slot installs no leaf. The end of an invalidation must:
-//! a fault may have resolved the page before the backing changed, and install after the end.
+//! An invalidation of memory that no slot uses delays no fault. If a slot that uses the memory is created meanwhile,
+//! faults on the slot find the range in progress. The end of the invalidation finds the slot and raises the sequence.
 //!
-//! An invalidation of memory that no slot uses delays no fault. If a slot that uses it is created meanwhile, faults on
-//! it find that the range is in progress, and the end finds the slot and raises the sequence.
+//! A *leaving* slot is a slot that a change deletes or moves: the published set does not contain it any more (or
+//! contains it elsewhere), but its leaves are still in the tables. An invalidation waits until the change has raised
+//! the sequence and zapped these leaves. Then the invalidation makes sure that they are flushed.
 //!
-//! A *leaving* slot is one that a change deletes or moves: it is not in the published set any more (or not there), but
-//! its leaves are still in the tables. An invalidation waits until the change has raised the sequence and zapped
-//! them, and then makes sure that they are flushed.
-//!
-//! The ranges in progress are kept as one hull, as in KVM: it is exact as long as they do not overlap in time.
+//! One hull stores the ranges in progress, as in KVM: it is exact as long as the ranges do not overlap in time.
 
 use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering::*};
 use core::ops::Range;
@@ -47,16 +47,16 @@ pub(crate) struct InProgress {
     count: AtomicUsize,
     /// The number of slots that are being deleted or moved and whose old leaves may not be zapped yet.
     leaving: AtomicUsize,
-    /// The number of slots that are being moved, from before their dirty bits are noted.
+    /// The number of slots that are being moved. Counts a slot before its dirty bits are noted.
     moving: AtomicUsize,
-    /// The number of conversions that have published their attributes and not flushed yet.
+    /// The number of conversions that have published their attributes and have not flushed yet.
     converting: AtomicUsize,
     /// Contains the ranges of all invalidations in progress.
     hull: Hull,
 }
 
-/// A range around all ranges in progress. Written under its lock and read without: faults read it under the lock of a
-/// table, where they may not take another lock.
+/// A range around all ranges in progress. Written under its lock. Faults read it without its lock, because they hold
+/// the lock of a table and may not take another lock.
 struct Hull {
     start: AtomicU64,
     end: AtomicU64,
@@ -76,8 +76,8 @@ impl Hull {
 
     /// Returns whether `range` overlaps the hull. Call after finding that an invalidation is in progress.
     ///
-    /// The bounds are not read together. But while any invalidation is in progress the hull only grows, so both are
-    /// at least those that the caller must see; unless the hull was closed, and then that invalidation has ended.
+    /// The two bounds are not read atomically. But while any invalidation is in progress the hull only grows, so both
+    /// bounds include at least what the caller must see. If the hull was closed meanwhile, that invalidation has ended.
     fn overlaps(&self, range: &Range<Hva>) -> bool {
         self.start.load(SeqCst) < range.end.0 && range.start.0 < self.end.load(SeqCst)
     }
@@ -114,20 +114,21 @@ impl InProgress {
         Sequence(self.sequence.load(Acquire))
     }
 
-    /// Returns whether a fault may install a leaf backed by `range`: the slot, attributes and host pages that it has
-    /// looked up since it read `sequence` are still current. Call under the lock of the table that receives the leaf.
+    /// Returns whether a fault may install a leaf backed by `range`: whether the slot, attributes and host pages that
+    /// it looked up after reading `sequence` are still current. Call under the lock of the table that receives the
+    /// leaf.
     #[inline]
     pub(crate) fn holds(&self, sequence: Sequence, range: &Range<Hva>) -> bool {
-        // In this order: an invalidation of memory that a slot uses raises the sequence before it ends. So if it is
-        // found to have ended, the load of the sequence sees that raise.
+        // Check in this order: an invalidation of memory that a slot uses raises the sequence before it ends. So if
+        // `covers` finds that the invalidation has ended, the load of the sequence sees the raise.
         !self.covers(range) && self.sequence.load(Acquire) == sequence.0
     }
 
     /// Returns whether an invalidation may be in progress over part of `range`.
     #[inline]
     pub(crate) fn covers(&self, range: &Range<Hva>) -> bool {
-        // Sequentially consistent, as the begin and the publication of slots are: if an invalidation did not find
-        // the slot of this fault at its begin, the fault sees the invalidation here.
+        // Sequentially consistent, like the begin of an invalidation and the publication of slots: if an invalidation
+        // did not find the slot of this fault at its begin, the fault sees the invalidation here.
         self.count.load(SeqCst) != 0 && self.hull.overlaps(range)
     }
 
@@ -159,7 +160,7 @@ impl InProgress {
         self.leaving.load(SeqCst) != 0
     }
 
-    /// Call before the dirty bits of a slot that is to move are noted. Until the guard is dropped, no fault installs
+    /// Call before noting the dirty bits of a slot that is going to move. Until the guard is dropped, no fault installs
     /// leaves of a slot that logs by dirty bits. The slot stays in the set until it moves, so only such faults wait.
     pub(crate) fn slot_moves(&self) -> Counted<'_> {
         Counted::new(&self.moving)
@@ -170,7 +171,7 @@ impl InProgress {
         self.moving.load(SeqCst) != 0
     }
 
-    /// Waits until the leaves of all leaving slots are zapped. It waits for walks, not for flushes.
+    /// Waits until the leaves of all leaving slots are zapped. Waits for walks, not for flushes.
     fn wait_for_leaving_slots(&self, mut wait: impl FnMut(u32)) {
         let mut round = 0;
         while self.is_slot_leaving() {
@@ -195,7 +196,7 @@ impl InProgress {
     }
 }
 
-/// A guard that counts as one in an [`InProgress`] until it is dropped.
+/// A guard that adds one to a counter of an [`InProgress`] until it is dropped.
 pub(crate) struct Counted<'a>(&'a AtomicUsize);
 
 impl<'a> Counted<'a> {
@@ -211,8 +212,8 @@ impl Drop for Counted<'_> {
     }
 }
 
-/// An invalidation in progress. Until it is dropped, no vCPU uses a translation to the range, and no fault installs
-/// one, so the client may change the backing.
+/// An invalidation in progress. Until it is dropped, no vCPU uses a translation to its range, and no fault installs
+/// one. So the client may change the backing.
 #[must_use = "the invalidation ends when this is dropped"]
 pub struct Invalidation<'a, P: Platform, F: Format> {
     vm: &'a Vm<P, F>,
@@ -225,7 +226,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// Begins an invalidation of the backing addresses `range`. When this returns, no CPU uses a translation to them,
     /// and faults on them wait until the returned guard is dropped.
     ///
-    /// Not for a vCPU between [`crate::Vcpu::enter`] and [`crate::Vcpu::leave`].
+    /// Do not call it for a vCPU between [`crate::Vcpu::enter`] and [`crate::Vcpu::leave`].
     ///
     /// ```
     /// # use slat_model::{HostMemory, SimPlatform};
@@ -252,8 +253,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
     }
 
-    /// Begins an invalidation of all backing addresses that zaps nothing: until the returned guard is dropped, faults
-    /// wait, and none installs what it has looked up before.
+    /// Begins an invalidation of all backing addresses that zaps nothing. Until the returned guard is dropped, faults
+    /// wait, and no fault installs a page that it looked up before.
     pub(super) fn suspend_faults(&self) -> Invalidation<'_, P, F> {
         let range = Hva(0)..Hva(u64::MAX);
         self.in_progress.begin(&range, self.lock_wait());
@@ -266,10 +267,10 @@ impl<P: Platform, F: Format> Vm<P, F> {
     }
 
     /// Zaps all leaves of memslots in the guest frames `range` of address space `space`: the next access to each page
-    /// faults and looks it up anew (KVM's `kvm_zap_gfn_range`). For a client that knows of a change that
-    /// neither slots nor invalidations announce. When this returns, no CPU uses one of the old translations.
+    /// faults and looks the page up anew (KVM's `kvm_zap_gfn_range`). For a client that knows of a change that neither
+    /// a slot change nor an invalidation announces. When this returns, no CPU uses an old translation.
     ///
-    /// Does nothing if the address space does not exist. Not for a vCPU between [`crate::Vcpu::enter`] and
+    /// Does nothing if the address space does not exist. Do not call it for a vCPU between [`crate::Vcpu::enter`] and
     /// [`crate::Vcpu::leave`].
     pub fn zap(&self, space: usize, range: Range<Gfn>) {
         let Some(space) = self.spaces.get(space) else {
@@ -299,19 +300,19 @@ impl<P: Platform, F: Format> Vm<P, F> {
     }
 
     /// Makes sure that no CPU uses a translation of a slot that was deleted or moved before this call. The caller has
-    /// walked over the slots in the published set, and so has missed the leaves of those.
+    /// walked over the slots in the published set, and so has missed the leaves of deleted and moved slots.
     pub(super) fn flush_leaving_slots(&self) {
         self.in_progress.wait_for_leaving_slots(self.turn_wait());
-        // Their leaves are zapped. The thread that zapped them may not have flushed yet. This one flushes itself
-        // and does not wait for it: that thread may be interrupting CPUs, and this may be one of them.
+        // The leaves are zapped. The thread that zapped them may not have flushed yet. This thread flushes them itself
+        // instead of waiting: the other thread may be interrupting CPUs, and this thread may run on one of these.
         if let Some(gfns) = self.flushes.due_of_leaving_slots() {
             self.flush_zapped_by_others(gfns);
         }
     }
 
-    /// Call after a slot was published at `gfns`. Flushes them if an earlier slot was deleted there, or moved from
-    /// there, and the thread that zapped it has not flushed yet. Otherwise CPUs could use the old translations after
-    /// the new slot's creation has returned.
+    /// Call after publishing a slot at `gfns`. Flushes `gfns` if an earlier slot was deleted or moved from there and
+    /// the thread that zapped its leaves has not flushed yet. Otherwise CPUs could use the old translations after the
+    /// new slot's creation has returned.
     pub(super) fn flush_slots_that_left(&self, gfns: &Range<Gfn>) {
         let due = self.flushes.due_of_leaving_slots();
         if due.is_some_and(|due| overlap(&due, gfns)) {
@@ -339,23 +340,23 @@ impl<P: Platform, F: Format> Vm<P, F> {
         used
     }
 
-    /// Returns a function that passes one round of a wait for a spin lock.
+    /// Returns a function that waits for one round of a wait for a spin lock.
     pub(crate) fn lock_wait(&self) -> impl FnMut(u32) + '_ {
         |round| self.wait(round, WaitFor::Lock)
     }
 
-    /// Returns a function that passes one round of a wait for a [`crate::sync::FairLock`], or for an operation of its
-    /// holder.
+    /// Returns a function that waits for one round of a wait for a [`crate::sync::FairLock`], or for an operation of
+    /// its holder.
     pub(crate) fn turn_wait(&self) -> impl FnMut(u32) + '_ {
         |round| self.wait(round, WaitFor::Turn)
     }
 
-    /// Returns a function that passes one round of a wait for a reader, given the token of the reader.
+    /// Returns a function that waits for one round of a wait for a reader, given the reader's token.
     pub(super) fn reader_wait(&self) -> impl FnMut(u32, usize) + '_ {
         |round, token| self.wait(round, WaitFor::Reader(token))
     }
 
-    /// Passes one round of a wait. The caller holds no spin lock.
+    /// Waits for one round. The caller holds no spin lock.
     pub(crate) fn wait(&self, round: u32, what: WaitFor) {
         held::assert_none("to wait");
         self.platform.wait(round, what);
@@ -368,7 +369,7 @@ impl<P: Platform, F: Format> Drop for Invalidation<'_, P, F> {
         if self.used || vm.is_used(&self.range) {
             vm.in_progress.raise();
         } else {
-            // A slot may have been created and be leaving again: then its change raises the sequence.
+            // A slot may have been created, and may be leaving again: then its change raises the sequence.
             vm.in_progress.wait_for_leaving_slots(vm.turn_wait());
         }
         vm.in_progress.end(vm.lock_wait());
@@ -379,8 +380,8 @@ impl<P: Platform, F: Format> Drop for Invalidation<'_, P, F> {
 mod tests {
     use super::*;
 
-    /// One thread installs pages as a fault does, with the check under a lock, while another begins and ends
-    /// invalidations: after each the entry is empty or has the new page.
+    /// One thread installs pages as a fault does, with the check under a lock, while another thread begins and ends
+    /// invalidations: after each invalidation the entry is empty or contains the new page.
     #[test]
     fn a_look_up_from_before_a_change_never_holds_after_it() {
         const ROUNDS: u64 = 200_000;
@@ -410,7 +411,7 @@ mod tests {
                 in_progress.end(wait);
                 let entry = *entry.lock(wait);
                 if entry != NOTHING && entry != page {
-                    // Ends the other thread: the scope would wait for it.
+                    // Stops the other thread: the scope would wait for it.
                     host.store(ROUNDS, SeqCst);
                     panic!("page {entry} was installed, it is {page} now");
                 }

@@ -1,4 +1,4 @@
-//! Which leaf a page of a memslot gets: its rights, and the largest level at which it fits.
+//! Decides which leaf a page of a memslot gets: its rights, and the largest level at which it fits.
 
 use core::ops::Range;
 
@@ -8,10 +8,11 @@ use crate::format::{Format, Leaf, MemoryType, Privilege};
 use crate::platform::{HostPage, Platform};
 use crate::slots::Limits;
 
-/// Returns the leaf that maps the page `host` of a slot with `limits`, for an access or ahead of one; its rights,
-/// accessed and dirty bits are those that KVM begins with. `protects`: the slot's log works by write protection, so
-/// only a write makes a page writable. All leaves of slots are made here, so no leaf exceeds the limits of its slot.
-/// Later changes of a leaf add only rights that the leaf says it may get ([`Leaf::may_write`], [`Leaf::may_execute`]).
+/// Returns the leaf that maps the page `host` of a slot with `limits`, for an access or ahead of one. The leaf's
+/// rights, accessed and dirty bits are those that KVM begins with. `protects`: the slot's log works by write
+/// protection, so only a write makes a page writable. All leaves of slots are made here, so no leaf exceeds the limits
+/// of its slot. Later changes of a leaf add only rights that the leaf allows ([`Leaf::may_write`],
+/// [`Leaf::may_execute`]).
 #[inline]
 pub(crate) fn leaf_of(host: &HostPage, limits: Limits, protects: bool, access: Access) -> Leaf {
     let allowed = host.writable && limits.rights.write;
@@ -19,7 +20,7 @@ pub(crate) fn leaf_of(host: &HostPage, limits: Limits, protects: bool, access: A
     Leaf {
         pfn: host.pfn,
         write,
-        // Limits with this right are of write-back memory.
+        // Limits that include the right to execute are of write-back memory.
         execute: limits.rights.execute && is_executable(host),
         may_write: allowed && !write,
         may_execute: false,
@@ -62,8 +63,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         level
     }
 
-    /// Returns the leaf of `level` around the page that `leaf` is for. With the policy `nx_huge_pages`, a huge
-    /// one is not executable.
+    /// Returns the leaf of `level` around the page that `leaf` is for. With the policy `nx_huge_pages`, a huge leaf is
+    /// not executable.
     #[inline]
     pub(crate) fn leaf_at(&self, leaf: Leaf, level: Level) -> Leaf {
         let nx = level > Level::PAGE && self.policy.nx_huge_pages().is_on();

@@ -1,11 +1,11 @@
-//! How a guest frame is mapped now: one look-up, which installs nothing.
+//! Looks up how a guest frame is mapped now. Installs nothing.
 //!
-//! Where tables are indexed by gfn (tdp, direct) it is the walk of a vCPU, without a lock: the leaf found is that at
-//! which a page walker ends. The shadow MMU indexes its tables by the guest's virtual pages; a frame may have many
-//! leaves there, or none although the guest uses it. Which those are is in the reverse map, under the MMU's lock. All
+//! Where tables are indexed by gfn (tdp, direct), the look-up is the walk of a vCPU, without a lock: it finds the leaf
+//! at which a page walker ends. The shadow MMU indexes its tables by the guest's virtual pages: a frame may have many
+//! leaves there, or no leaf although the guest uses it. The reverse map, under the MMU's lock, has these leaves. All
 //! leaves of a frame map the same host frame, because a slot change or an invalidation zaps them all before another one
-//! is installed. They differ in level and in the rights that the guest's own tables grant. Returned is what holds for
-//! the frame, whatever virtual address it is accessed by: the largest level, and each right that any of the leaves has.
+//! is installed. They differ in level and in the rights that the guest's own tables grant. The result is the largest
+//! level, and each right that any of the leaves has. So it does not depend on the virtual address of an access.
 
 use super::{Space, Vm};
 use crate::addr::{Gfn, Level, Pfn, Rights};
@@ -18,18 +18,19 @@ use crate::table::{At, ByGfn, Key, Next, Show, Walk, lookup_page};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Mapping {
-    /// The host frame that the guest frame is mapped to: of the page, also where the leaf is larger.
+    /// The host frame that the guest frame is mapped to. If the leaf is larger than a page, this is still the frame of
+    /// the page.
     pub pfn: Pfn,
     /// The level of the leaf.
     pub level: Level,
-    /// The rights that the leaf grants. The right to write is missing while a dirty log waits for a write.
+    /// The rights that the leaf grants. While a dirty log waits for a write, the right to write is missing.
     pub rights: Rights,
     /// How the CPU caches the page.
     pub memory: MemoryType,
 }
 
 impl Mapping {
-    /// Returns what `leaf`, of `level`, says of `gfn`, which it covers.
+    /// Returns the mapping of `gfn` by `leaf`, of `level`, which covers it.
     #[inline]
     fn of<F: Format>(leaf: Leaf, level: Level, gfn: Gfn) -> Self {
         Mapping {
@@ -45,21 +46,21 @@ impl Mapping {
 }
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Returns how `gfn` of address space `space` is mapped now. `None`: the tables have no leaf for it, so the next
-    /// access faults, or there is no such address space. A memslot may hold the frame nevertheless.
+    /// Returns how `gfn` of address space `space` is mapped now. `None`: there is no such address space, or the tables
+    /// have no leaf for the frame, so the next access faults. A memslot may contain the frame nevertheless.
     ///
     /// Changes nothing: installs no leaf, sets no accessed bit, asks the platform for no page. For device models and
-    /// debuggers, which have no vCPU; a thread that has one in a reader section asks that
-    /// ([`Vcpu::lookup`](crate::Vcpu::lookup)), for the walk alone.
+    /// debuggers, which have no vCPU. A thread that has a vCPU in a reader section uses
+    /// [`Vcpu::lookup`](crate::Vcpu::lookup), which costs only the walk.
     ///
-    /// Any thread may call it, also in a reader section. The answer may be old when the caller uses it, and the host
-    /// may have taken the frame back: no flush waits for the caller.
+    /// Any thread may call it, also in a reader section. The result may be out of date when the caller uses it, and the
+    /// host may have reclaimed the frame: no flush waits for the caller.
     ///
     /// With the tdp and direct MMU, takes no lock. The cost is the walk and one atomic read-modify-write of a word that
-    /// all callers share: 5 to 9 ns where the tables are in the cache, of which the vCPU's look-up is 3 to 6
-    /// (slat-peers, `lookup-near`). A thread that finds another thread there borrows the reader of an operation, which
-    /// takes three read-modify-writes. With the shadow MMU, takes the lock of the MMU for the leaves of this one frame,
-    /// and returns the largest level of these leaves, with each right that one of them has.
+    /// all callers share: 5 to 9 ns if the tables are in the cache, of which the vCPU's look-up is 3 to 6 (slat-peers,
+    /// `lookup-near`). If another thread uses that word at the time, the caller borrows the reader of an operation,
+    /// which takes three read-modify-writes. With the shadow MMU, takes the lock of the MMU for the leaves of this one
+    /// frame, and returns the largest level of these leaves, with each right that one of them has.
     ///
     /// ```
     /// # use slat_model::{HostMemory, SimPlatform};

@@ -1,4 +1,4 @@
-//! The limit of shadow pages, for the MMUs that have any: [`MmuKind::Direct`](crate::MmuKind) and `MmuKind::Shadow`.
+//! The limit of shadow pages, for the MMUs that use them: [`MmuKind::Direct`](crate::MmuKind) and `MmuKind::Shadow`.
 
 use core::iter;
 
@@ -7,17 +7,18 @@ use crate::format::{Format, all_gfns};
 use crate::platform::Platform;
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Limits the number of shadow pages, without the roots, to `pages`, but at least 64: KVM_SET_NR_MMU_PAGES. Zaps
-    /// the oldest ones if there are more. Unless this is called, the limit is a fiftieth of the pages in memslots.
+    /// Limits the number of shadow pages, not counting roots, to `pages` or 64, whichever is larger:
+    /// KVM_SET_NR_MMU_PAGES. Zaps the oldest ones if there are more. Unless this is called, the limit is a fiftieth of
+    /// the pages in memslots.
     ///
-    /// Not for a vCPU between [`crate::Vcpu::enter`] and [`crate::Vcpu::leave`].
+    /// Do not call it for a vCPU between [`crate::Vcpu::enter`] and [`crate::Vcpu::leave`].
     pub fn set_mmu_pages(&self, pages: u64) {
         self.budget.set(pages);
         self.recycle(&self.spaces[0], self.budget.beyond());
     }
 
-    /// Zaps the oldest `pages` shadow pages of `space`, and if it has fewer, of the other address spaces. The caller is
-    /// in no reader section.
+    /// Zaps the oldest `pages` shadow pages of `space`. If `space` has fewer, zaps the rest in the other address
+    /// spaces. The caller is in no reader section.
     pub(crate) fn recycle(&self, space: &Space<P, F>, pages: u64) {
         let mut left = pages;
         for space in iter::once(space).chain(&self.spaces) {
@@ -29,7 +30,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
 
     /// Zaps up to `pages` of the oldest shadow pages of `space`. Returns how many.
     fn recycle_in(&self, space: &Space<P, F>, pages: u64) -> u64 {
-        // Which frames the pages map is not known before they are zapped.
+        // The frames that these pages map are unknown until the pages are zapped.
         let mut op = RangeOp::on(self, space, &all_gfns::<F>());
         let zapped = (0..pages).take_while(|_| op.zap_oldest()).count() as u64;
         op.counters().mmu_recycled.add(zapped);

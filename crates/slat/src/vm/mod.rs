@@ -1,26 +1,27 @@
 //! The memory of one VM: memslots, tables, and the operations that keep the tables consistent with the slots and with
 //! the host.
 //!
-//! A file per mechanism: [`region`] (slot changes), [`fork`] (clones), [`invalidate`], [`dirty`], [`drain`] and
+//! Each mechanism has a file: [`region`] (slot changes), [`fork`] (clones), [`invalidate`], [`dirty`], [`drain`] and
 //! [`ring`], [`attributes`] (conversions), [`nx`], [`recover`] and [`promote`] (huge pages), [`age`] and [`cold`].
-//! Which leaf a page gets is in [`leaf`], which it has in [`mapping`]. What it all takes is in [`usage`]. What range
-//! operations have in common is in [`range_op`], what long operations on one slot have in [`slot_op`]. Faults and
-//! prefetch belong to the vCPU ([`crate::vcpu`]).
+//! [`leaf`] decides which leaf a page gets, and [`mapping`] looks up which leaf a page has. [`usage`] reports the
+//! memory used. [`range_op`] has the common parts of range operations, and [`slot_op`] those of long operations on one
+//! slot. Faults and prefetch belong to the vCPU ([`crate::vcpu`]).
 //!
 //! # Locks, in the order in which they are taken
-//! 1. The list of dirty rings: held over a whole reset.
-//! 2. The turn of a slot's dirty log: held over the beginning of the log, or a whole harvest or clear.
-//! 3. The slot writers' lock of an address space: held over a slot change (a deletion or move releases it before its
-//!    flush), or over one step of an operation on a slot ([`slot_op`]). A conversion takes those of all address
-//!    spaces, in their order, and releases them before it zaps. No thread takes this lock in a reader section,
-//!    so its holder may wait for a flush.
-//! 4. One of: the hull of the invalidations in progress, the lock of shadow pages, a table's lock, that of a walker's
-//!    buffer. Held for a few instructions or one table, while the holder waits for nothing, not even another such
-//!    lock ([`crate::table`], [`crate::sync::spin`]). But under the lock of shadow pages one of a table of the tree
-//!    beside them may be taken.
+//! 1. The list of dirty rings: held during a whole reset.
+//! 2. The turn (a fair lock) of a slot's dirty log: held while the log begins, or during a whole harvest or clear.
+//! 3. The slot writers' lock of an address space: held during a slot change (a deletion or move releases it before its
+//!    flush), or during one step of an operation on a slot ([`slot_op`]). A conversion takes these locks of all address
+//!    spaces, in their order, and releases them before it zaps. No thread takes this lock in a reader section, so its
+//!    holder may wait for a flush.
+//! 4. One of: the lock of the hull of the invalidations in progress, the lock of shadow pages, a table's lock, the lock
+//!    of a walker's buffer. Held for a few instructions or one table. The holder waits for nothing, not even for
+//!    another lock of this list ([`crate::table`], [`crate::sync::spin`]). But a thread that holds the lock of shadow
+//!    pages may take the lock of a table of the tree beside them.
 //!
-//! The first three are fair: first come, first served ([`crate::sync::fair`]). The one exception to the order: a slot
-//! change that begins a log locks the turn of the new log, which no other thread can find yet, under 3.
+//! The first three are fair: first come, first served ([`crate::sync::fair`]). There is one exception to the order: a
+//! slot change that begins a log holds lock 3 when it locks the turn of the new log, which no other thread can find
+//! yet.
 //!
 //! A thread waits for a flush or an invalidation only from outside every reader section
 //! ([`crate::sync::quiesce`]).
@@ -80,7 +81,7 @@ use crate::sync::quiesce::{Inside, Readers};
 use crate::sync::{FairLock, Guarded, InSection, held};
 use crate::table::{Flushes, Root, TableFrames};
 
-/// What a VM is made with.
+/// The configuration of a new VM.
 ///
 /// ```
 /// let config = slat::Config::default().with_spaces(2);
@@ -89,20 +90,21 @@ use crate::table::{Flushes, Root, TableFrames};
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Config {
-    /// The number of address spaces, each with its own memslots and tables (x86 has a second one for SMM). At least one
-    /// is made, and at most 65536 can be.
+    /// The number of address spaces, each with its own memslots and tables (x86 has a second one for SMM). 0 counts as
+    /// 1; the maximum is 65536.
     pub spaces: usize,
     /// The width of the machine's physical addresses in bits (MAXPHYADDR), from 32 to 56. If the format's MMIO entries
-    /// need a reserved address bit, and the machine has none, MMIO is not cached.
+    /// need a reserved address bit that the machine does not have, MMIO is not cached.
     pub physical_bits: u32,
-    /// Which mechanisms it uses.
+    /// The mechanisms that the VM uses.
     pub policy: Policy,
-    /// How its tables are made.
+    /// How the VM's tables are made.
     pub mmu: MmuKind,
-    /// Whether it shadows the tables that the guest, a hypervisor, makes for its own guests (nested paging). Their
-    /// addresses are then what [`Vcpu::translate_virtual`](crate::Vcpu::translate_virtual) translates. For x86's
-    /// formats: EPT, NPT and its own. [`MmuKind::Shadow`] does so in any case. If the guest makes no such tables, this
-    /// takes a few KiB of a VM with [`MmuKind::Tdp`], and with [`MmuKind::Direct`] 4 KiB for each shadow page.
+    /// Whether the VM shadows the tables that the guest, a hypervisor, makes for its own guests (nested paging).
+    /// [`Vcpu::translate_virtual`](crate::Vcpu::translate_virtual) then translates addresses by these tables. Supported
+    /// nested tables of x86's formats: EPT, NPT and x86's own. [`MmuKind::Shadow`] shadows tables in any case. If the
+    /// guest makes no such tables, this costs a few KiB per VM with [`MmuKind::Tdp`], and 4 KiB for each shadow page
+    /// with [`MmuKind::Direct`].
     pub nested: bool,
 }
 
@@ -119,13 +121,13 @@ impl Default for Config {
 }
 
 impl Config {
-    /// The same with `spaces` address spaces.
+    /// Returns the configuration with `spaces` address spaces.
     #[must_use]
     pub fn with_spaces(self, spaces: usize) -> Self {
         Config { spaces, ..self }
     }
 
-    /// The same for a machine whose physical addresses have `bits` bits.
+    /// Returns the configuration for a machine whose physical addresses have `bits` bits.
     #[must_use]
     pub fn with_physical_bits(self, bits: u32) -> Self {
         Config {
@@ -134,13 +136,13 @@ impl Config {
         }
     }
 
-    /// The same with tables that are made as `mmu` says.
+    /// Returns the configuration with tables of the kind `mmu`.
     #[must_use]
     pub fn with_mmu(self, mmu: MmuKind) -> Self {
         Config { mmu, ..self }
     }
 
-    /// The same with nested tables shadowed, or not.
+    /// Returns the configuration with nested tables shadowed, or not.
     #[must_use]
     pub fn with_nested(self, nested: bool) -> Self {
         Config { nested, ..self }
@@ -154,18 +156,18 @@ const PHYSICAL_BITS: RangeInclusive<u32> = 32..=56;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum CreateVmError {
-    /// There is no such MMU for the format.
+    /// The format has no such MMU.
     NoSuchMmu {
-        /// What was asked for.
+        /// The requested MMU.
         mmu: MmuKind,
         /// The name of the format.
         format: &'static str,
     },
     /// The platform's pages are not as large as those of the format ([`Platform::granule`]).
     OtherGranule {
-        /// That of the platform.
+        /// The granule of the platform.
         platform: Granule,
-        /// That of the format.
+        /// The granule of the format.
         format: Granule,
     },
     /// Tables of the format cannot shadow nested ones.
@@ -173,9 +175,9 @@ pub enum CreateVmError {
         /// The name of the format.
         format: &'static str,
     },
-    /// No machine has physical addresses of so many bits ([`Config::physical_bits`]).
+    /// No machine has physical addresses with this number of bits ([`Config::physical_bits`]).
     NoSuchWidth(u32),
-    /// More address spaces than a dirty ring tells apart: 65536.
+    /// This number of address spaces is more than a dirty ring can distinguish: 65536.
     TooManySpaces(usize),
     /// No frame for a root table, or no heap memory.
     OutOfMemory,
@@ -240,10 +242,9 @@ impl core::error::Error for CreateVmError {}
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
-/// All methods take `&self` and may be called from any thread. [`Vm::create_vcpu`] adds CPUs.
+/// All methods take `&self` and may be called from any thread. [`Vm::create_vcpu`] creates vCPUs.
 ///
-/// Dropping a VM frees its tables without a flush: no CPU may be able to walk them any more
-/// ([`Platform`], "Safety").
+/// Dropping a VM frees its tables without a flush: no CPU may still be able to walk them ([`Platform`], "Safety").
 pub struct Vm<P: Platform, F: Format> {
     pub(crate) id: VmId,
     pub(crate) platform: Arc<P>,
@@ -258,7 +259,7 @@ pub struct Vm<P: Platform, F: Format> {
     log_mode: LogMode,
     /// The rings of all vCPUs. The lock serializes resets.
     rings: FairLock<Vec<Arc<DirtyRing>>>,
-    /// Where the next recovery of NX huge pages begins.
+    /// The position at which the next recovery of NX huge pages begins.
     nx_cursor: AtomicU64,
     /// Whether the format's MMIO entries work on this machine.
     mmio_entries: bool,
@@ -266,26 +267,26 @@ pub struct Vm<P: Platform, F: Format> {
     pub(crate) readers: Readers,
 }
 
-/// How slots log.
+/// How slots log dirty pages.
 #[derive(Default)]
 struct LogMode {
-    /// Getting a log protects nothing ([`Vm::set_manual_dirty_log`]).
+    /// Getting a log does not protect its pages ([`Vm::set_manual_dirty_log`]).
     manual: AtomicBool,
-    /// New logs mark every page.
+    /// New logs begin with every page marked.
     initially_set: AtomicBool,
     /// New logs have no bitmap, but write to rings ([`Vm::use_dirty_rings`]).
     rings: AtomicBool,
-    /// There was a log of the kind [`LogKind::Buffers`]: software CPUs fill their buffers.
+    /// A log of the kind [`LogKind::Buffers`] has existed: software CPUs fill their buffers.
     buffers: AtomicBool,
 }
 
-/// One address space: slots and the tables that translate them.
+/// One address space: its slots, and the tables that translate its guest addresses.
 pub(crate) struct Space<P: Platform, F: Format> {
     pub(crate) slots: Slots,
     /// Only for callers in a reader section.
     pub(crate) mmu: Guarded<Mmu<P, F>>,
     root: Root,
-    /// The number of vCPUs that use it, if the VM has several ([`Vm::vcpu_moves`]).
+    /// The number of vCPUs that use the address space, if the VM has several address spaces ([`Vm::vcpu_moves`]).
     vcpus: AtomicUsize,
 }
 
@@ -306,17 +307,17 @@ impl<P: Platform, F: Format> Space<P, F> {
 }
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Makes a VM without memslots and vCPUs: [`Vm::unshared`] in an [`Arc`], whose allocation aborts if there is no
-    /// heap memory for this struct.
+    /// Makes a VM without memslots and vCPUs, by [`Vm::unshared`], in an [`Arc`]. Allocating the [`Arc`] aborts if
+    /// there is no heap memory for this struct.
     ///
     /// # Errors
-    /// As [`Vm::unshared`].
+    /// Those of [`Vm::unshared`].
     pub fn new(platform: Arc<P>, config: Config) -> Result<Arc<Self>, CreateVmError> {
         Self::unshared(platform, config).map(Arc::new)
     }
 
-    /// Makes a VM without memslots and vCPUs. The caller shares it; a caller that cannot let that allocation abort
-    /// allocates the memory for it before (`Arc::new_uninit`).
+    /// Makes a VM without memslots and vCPUs. The caller puts it in an [`Arc`]. A caller that cannot let this
+    /// allocation abort allocates the memory first (`Arc::new_uninit`).
     ///
     /// # Errors
     /// [`CreateVmError`].
@@ -330,7 +331,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         if config.nested && !mmu.nests::<F>() {
             return Err(CreateVmError::NoNested { format });
         }
-        // What makes all that the engine does with frames sound: they are as large as it takes them to be.
+        // All that the engine does with frames is sound only if they are as large as the engine assumes.
         if platform.granule() != F::GRANULE {
             return Err(CreateVmError::OtherGranule {
                 platform: platform.granule(),
@@ -379,7 +380,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         })
     }
 
-    /// Returns what identifies the VM to its platform.
+    /// Returns the id by which the platform knows the VM.
     pub fn id(&self) -> VmId {
         self.id
     }
@@ -389,18 +390,18 @@ impl<P: Platform, F: Format> Vm<P, F> {
         &self.platform
     }
 
-    /// Returns how its tables are made.
+    /// Returns how the VM's tables are made.
     pub fn mmu(&self) -> MmuKind {
         self.mmu
     }
 
-    /// Returns whether it shadows tables of the guest's: at least the nested ones of a guest that is a hypervisor, by
-    /// the addresses that they translate ([`Config::nested`]); with [`MmuKind::Shadow`] all.
+    /// Returns whether the VM shadows tables of the guest. With [`MmuKind::Shadow`] it shadows all of them, else only
+    /// those of nested paging ([`Config::nested`]).
     pub fn shadows_nested(&self) -> bool {
         can_shadow::<F>() && (self.nested || self.mmu == MmuKind::Shadow)
     }
 
-    /// Returns its policies as they are now.
+    /// Returns the current policies of the VM.
     pub fn policy(&self) -> Policy {
         self.policy.get()
     }
@@ -412,14 +413,14 @@ impl<P: Platform, F: Format> Vm<P, F> {
         Some(self.spaces.get(space)?.root().frame())
     }
 
-    /// Returns the sum of all counters. While CPUs run, an event that several counters count may be in only some of
-    /// them.
+    /// Returns the sum of all counters. While CPUs run, an event that is counted in several counters may be included in
+    /// only some of them.
     pub fn stats(&self) -> Stats {
         let mut sum = Stats::default();
         for reader in self.readers.iter() {
             sum.add(&reader.counters.snapshot());
         }
-        // Slot changes are counted with the slots, not with a reader.
+        // The slots count their changes; readers do not.
         sum.slot_changes = self.spaces.iter().map(|space| space.slots.changes()).sum();
         sum
     }
@@ -429,12 +430,12 @@ impl<P: Platform, F: Format> Vm<P, F> {
         self.mmio_entries && self.policy.mmio_caching().is_on()
     }
 
-    /// Begins a reader section for one operation. Not for the vCPU, which has a reader of its own.
+    /// Begins a reader section for one operation. Do not use it for a vCPU, which has a reader of its own.
     pub(crate) fn section(&self) -> Section<'_> {
         let mut round = 0;
         let inside = loop {
-            // A reader was made with the VM that only operations borrow. So without memory for another reader this
-            // thread only has to wait until an operation releases one.
+            // One reader was made with the VM, and only operations borrow it. So if there is no memory for another
+            // reader, this thread only has to wait until an operation releases that reader.
             match self.readers.enter() {
                 Ok(inside) => break inside,
                 Err(OutOfMemory) => self.wait(round, WaitFor::Turn),
@@ -456,7 +457,7 @@ pub(crate) struct Section<'a> {
     readers: &'a Readers,
     noted: Noted,
     inside: Inside<'a>,
-    /// The number of entries that may still be read in it.
+    /// The number of entries that the section may still read.
     budget: u32,
 }
 
@@ -494,7 +495,7 @@ impl<'a> Section<'a> {
     }
 }
 
-/// Says, when it is dropped, that a section has ended ([`held`]).
+/// When dropped, records that a section has ended ([`held`]).
 struct Noted;
 
 impl Drop for Noted {
@@ -503,11 +504,11 @@ impl Drop for Noted {
     }
 }
 
-/// The reader of a section that has ended. Dropping it gives the reader back.
+/// The reader of a section that has ended. Dropping it returns the reader for reuse.
 pub(crate) struct Ended<'a>(Inside<'a>);
 
 impl<'a> Ended<'a> {
-    /// Returns the reader's counters. No other operation counts in them as long as `self` is kept.
+    /// Returns the reader's counters. No other operation uses them as long as `self` exists.
     pub(crate) fn counters(&self) -> &'a Counters {
         &self.0.reader().counters
     }

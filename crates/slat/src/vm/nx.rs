@@ -1,11 +1,11 @@
-//! NX huge pages: huge leaves are not executable. It mitigates a processor bug: on some CPUs an instruction fetch
-//! through a huge page may hang the machine (CVE-2018-12207). The policy works on all others, too.
+//! NX huge pages: huge leaves are not executable. The policy mitigates a processor bug: on some CPUs an instruction
+//! fetch through a huge page may hang the machine (CVE-2018-12207). The policy works on all other CPUs, too.
 //!
-//! A fetch through a huge leaf faults, and the fault splits the leaf in place, down to 4 KiB at the page of the fetch.
-//! The pages of the last split are executable from then on; the larger pieces beside it stay huge and not
-//! executable, and nothing is unmapped (but see the policy `nx_huge_pages_split`). The tables that exist only for this
-//! are marked, and `nx_lpage_splits` counts them. From time to time recovery zaps a share of them: the next fault there
-//! installs the huge leaf again, and it stays if the guest does not execute from it any more.
+//! A fetch through a huge leaf faults. The fault splits the leaf in place, down to 4 KiB at the fetched page. From then
+//! on the pages of the last split are executable. The larger pieces beside it stay huge and not executable, and nothing
+//! is unmapped (but see the policy `nx_huge_pages_split`). The tables that exist only for this are marked, and
+//! `nx_lpage_splits` counts them. From time to time, recovery zaps a share of these tables. The next fault there
+//! installs the huge leaf again, which stays unless the guest executes from it again.
 
 use crate::sync::atomic::Ordering::*;
 
@@ -17,10 +17,10 @@ use crate::policy::Setting;
 use crate::table::Walk;
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Sets a policy, also of a VM that is running. If that turns on `nx_huge_pages`, zaps all leaves of memslots, so
-    /// that no huge leaf is executable when this returns.
+    /// Sets a policy, also while the VM runs. If that turns on `nx_huge_pages`, zaps all leaves of memslots, so that no
+    /// huge leaf is executable when this returns.
     ///
-    /// Not for a vCPU between [`crate::Vcpu::enter`] and [`crate::Vcpu::leave`].
+    /// Do not call it for a vCPU between [`crate::Vcpu::enter`] and [`crate::Vcpu::leave`].
     pub fn set_policy(&self, setting: Setting) {
         let was_nx = self.policy.nx_huge_pages().is_on();
         self.policy.set(setting);
@@ -31,9 +31,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
     }
 
-    /// Zaps one in `nx_huge_pages_recovery_ratio` of the tables that exist because of NX (rounded up; none if the ratio
-    /// is 0, all if the policy `nx_huge_pages` is off), from where the last call ended. Leaves out tables in slots
-    /// that log. Returns how many it zapped. Call every
+    /// Zaps a share of the tables that exist because of NX, and continues where the last call ended. The share is one
+    /// in `nx_huge_pages_recovery_ratio`, rounded up: none if the ratio is 0, all if the policy `nx_huge_pages` is off.
+    /// Leaves out tables in slots that log. Returns the number of tables zapped. Call every
     /// [`crate::Policy::nx_huge_pages_recovery_period_ms`].
     pub fn recover_nx_huge_pages(&self) -> u64 {
         let mut left = match (
@@ -55,7 +55,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 op.walk(&mut Walk::new(range), |step, walk| {
                     let slots = space.slots.current(step.section());
                     step.zap_nx_tables(walk, |gfn, level| {
-                        // Not in a slot that logs: no huge leaf would be installed, and dirty bits would be lost.
+                        // Skip slots that log: no huge leaf would be installed there, and dirty bits would be lost.
                         let logs = |gfn| slots.find(gfn).is_some_and(|slot| slot.log().is_some());
                         let zap = left > 0 && level == Level::MEGA && !logs(gfn);
                         if zap {

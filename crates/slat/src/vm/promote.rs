@@ -1,10 +1,10 @@
-//! Promotion: small leaves become huge ones where that is possible now.
+//! Promotion replaces small leaves by huge leaves, where a huge leaf has become possible.
 //!
-//! A fault chooses the level of its leaf once. The table for small leaves stays after the reason for it has ended: the
-//! host has merged the memory since (Linux: khugepaged, MADV_COLLAPSE), frames of which some were private are alike
-//! again, slots have been merged, or the policy `huge_pages` was off. The guest takes no more faults there, so no fault
-//! notices. A host that wants its huge pages back calls [`Vm::promote`] in the background, which does for some tables
-//! what the end of a dirty log does for all ([`super::recover`]).
+//! A fault chooses the level of its leaf once. The table for small leaves stays when its reason has ended: the host has
+//! merged the memory since (Linux: khugepaged, MADV_COLLAPSE); frames that were partly private are all shared or all
+//! private again; slots have been merged; or the policy `huge_pages` was off. The guest takes no more faults there, so
+//! no fault can install a huge leaf. A host that wants huge pages back calls [`Vm::promote`] in the background. Each
+//! call does for some tables what the end of a dirty log does for all ([`super::recover`]).
 
 use super::slot_op::SlotOp;
 use super::{Space, Vm};
@@ -13,7 +13,7 @@ use crate::format::Format;
 use crate::mmu::MmuKind;
 use crate::platform::Platform;
 
-/// The position at which the next [`Vm::promote`] continues: at first the beginning.
+/// The position at which the next [`Vm::promote`] continues. The default is the beginning of guest memory.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Promotion {
     space: usize,
@@ -21,20 +21,19 @@ pub struct Promotion {
 }
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Replaces tables by huge leaves, in place, where memslot, host page and policies allow one. Asks the host for at
-    /// most `most` tables, from where `promotion` is, and at the end of guest memory goes back to its beginning.
-    /// Returns how many leaves it has installed: if there are few, wait longer before the next call.
+    /// Replaces tables by huge leaves, in place, where memslot, host page and policies allow a huge leaf. Asks the host
+    /// about at most `most` tables, beginning at the position `promotion`; wraps around at the end of guest memory.
+    /// Returns the number of leaves installed: if few, wait longer before the next call.
     ///
-    /// Each page stays mapped, to the same frame, so the guest takes no fault for it. The leaf is that of a write
-    /// fault, so all that it maps looks used ([`Vm::age`]) and, where dirty bits are kept, written. It maps also pages
-    /// that no leaf has mapped, which the host has nevertheless.
+    /// Each page stays mapped to the same frame, so the guest takes no fault for it. The new leaf is the leaf that a
+    /// write fault would install, so all its pages look used ([`Vm::age`]) and, where dirty bits are kept, written. The
+    /// leaf also maps pages that no small leaf mapped, if the host has them.
     ///
     /// Leaves out memslots that log, private memory, and tables that exist because of NX
     /// ([`Vm::recover_nx_huge_pages`]). With [`MmuKind::Direct`], zaps the tables instead, and the next fault installs
     /// the leaf. With [`MmuKind::Shadow`], does nothing: there the guest's own tables decide the size of a leaf.
     ///
-    /// It works in steps: slot changes, faults and flushes wait no longer than for one. The caller is in no reader
-    /// section.
+    /// Works in steps: a slot change, fault or flush waits for one step at most. The caller is in no reader section.
     ///
     /// ```
     /// # use slat_model::{HostMemory, SimPlatform};
@@ -87,7 +86,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         leaves
     }
 
-    /// Returns the id and the first frame of the first slot with frames from `gfn` on that does not log.
+    /// Returns the id of the first slot that does not log and has frames from `gfn` on, and its first such frame.
     fn slot_without_log(&self, space: &Space<P, F>, gfn: Gfn) -> Option<(u32, Gfn)> {
         let section = self.section();
         let mut found = None;

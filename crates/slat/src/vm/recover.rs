@@ -1,26 +1,27 @@
-//! Huge pages come back when a dirty log ends (KVM: `kvm_mmu_recover_huge_pages`), or when [`promote`](super::promote)
-//! finds that they may.
+//! Replaces tables by huge leaves when a dirty log ends (KVM: `kvm_mmu_recover_huge_pages`), or when
+//! [`promote`](super::promote) finds that huge leaves are possible.
 //!
 //! While a slot logs, its memory is mapped by 4 KiB leaves. When the log ends, each table whose frames one huge leaf
 //! may map is replaced by that leaf. Each page stays mapped to the same frame throughout, so the guest takes no fault
 //! for it, neither during the change nor after it. On formats with break-before-make, the leaf is not valid until the
 //! flush, and a fault waits that long ([`crate::table`], *Collapses*).
 //!
-//! The leaf is what a write fault would install: slot, host page, level and policies decide. The host is asked with no
-//! lock held, so its result may be out of date. As a fault does, the operation notes the [`Sequence`](super::Sequence)
-//! first, and compares it under the lock of the table into which it installs: no leaf is installed for a page that an
-//! invalidation has zapped meanwhile. Then the table is zapped, and the next fault asks again.
+//! The leaf is the one that a write fault would install: slot, host page, level and policies decide. No lock is held
+//! while the host is asked, so its result may be out of date. Like a fault, the operation reads the
+//! [`Sequence`](super::Sequence) first, and compares it under the lock of the table into which it installs: it
+//! installs no leaf for a page that an invalidation has zapped meanwhile. In that case the table is zapped, and the
+//! next fault asks the host again.
 //!
-//! The table maps no page that the leaf does not map. The leaf may map pages that the table does not, and starts
-//! accessed and dirty, as the first write to it would make it: no dirty bit is lost. What walkers have set in the old
-//! leaves up to the flush, the platform is told when the table is freed ([`Platform::zapped`]).
+//! The leaf maps all pages that the table maps. It may map more, and starts accessed and dirty, as the first write
+//! would make it: no dirty bit is lost. When the table is freed, the platform is told the bits that walkers have set
+//! in the old leaves up to the flush ([`Platform::zapped`]).
 //!
-//! A table that maps one of the guest's that is shadowed stays, as a fault installs no huge leaf there
+//! A table that maps a shadowed table of the guest stays, because a fault installs no huge leaf there
 //! ([`crate::shadow`]).
 //!
-//! Tables of level 1 that exist because of NX stay: a fetch has made them, and another would make them again.
-//! Their recovery has its own pace ([`super::nx`]). The MMUs of shadow pages have no leaf ready for a table: there
-//! it is zapped, as in KVM.
+//! Tables of level 1 that exist because of NX stay: a fetch has made them, and another fetch would make them again. NX
+//! recovery zaps them at its own pace ([`super::nx`]). The MMUs of shadow pages cannot replace a table by a leaf in
+//! place: there the table is zapped, as in KVM.
 
 use core::ops::Range;
 
@@ -39,7 +40,7 @@ use crate::table::{FrameCache, Next, Walk};
 struct Candidate {
     gfn: Gfn,
     level: Level,
-    /// The backing address of the first page.
+    /// The address that backs the first page.
     backing: Hva,
     /// The leaf, if the host has memory for one.
     leaf: Option<Leaf>,
@@ -53,27 +54,27 @@ impl Candidate {
         leaf: None,
     };
 
-    /// Returns what backs its pages.
+    /// Returns the addresses that back its pages.
     fn hvas(&self, granule: Granule) -> Range<Hva> {
         self.backing..granule.add_pages(self.backing, granule.pages(self.level))
     }
 }
 
-/// The number of tables that are replaced between two flushes, on formats that need one for each.
+/// The number of tables that are replaced between two flushes, on formats that need a flush for each table.
 const SOME: usize = FrameCache::BATCH;
 
 /// The result of [`SlotOp::recover_some`].
 pub(super) struct Recovered {
-    /// The page of the slot to go on with.
+    /// The page of the slot to continue with.
     pub(super) next: u64,
-    /// The number of tables for which it has asked the host.
+    /// The number of tables for which the host was asked.
     pub(super) tables: usize,
-    /// The number of tables that were replaced; in an MMU of shadow pages, of those that were zapped.
+    /// The number of replaced tables; in an MMU of shadow pages, of zapped tables.
     pub(super) leaves: u64,
 }
 
 impl<P: Platform, F: Format> SlotOp<'_, P, F> {
-    /// Replaces the tables of the slot, which has ended its log, by the huge leaves that fit.
+    /// Replaces the tables of the slot, whose log has ended, by the huge leaves that fit.
     pub(super) fn recover_huge_pages(&mut self) {
         let mut at = 0;
         while let Some(some) = self.recover_some(at, SOME) {
@@ -81,11 +82,11 @@ impl<P: Platform, F: Format> SlotOp<'_, P, F> {
         }
     }
 
-    /// Like [`Self::recover_huge_pages`], for at most `most` tables from page `at` on (but two), and for one step.
-    /// `None`: the slot ends before that page, or the operation has to end ([`Self::slot`]).
+    /// Like [`Self::recover_huge_pages`], for one step, and for at most `most` tables from page `at` on (at least
+    /// two). `None`: the slot ends at or before that page, or the operation has to end ([`Self::slot`]).
     pub(super) fn recover_some(&mut self, at: u64, most: usize) -> Option<Recovered> {
         let (vm, space) = (self.vm, self.op.space);
-        // Before the slot, its attributes, the host and the policies are looked at.
+        // Read the sequence before the slot, its attributes, the host and the policies.
         let sequence = vm.in_progress.sequence();
         let tracking_begun = self.op.tracking_begun();
         let slot = self.slot()?;
@@ -95,7 +96,7 @@ impl<P: Platform, F: Format> SlotOp<'_, P, F> {
             return None;
         }
         let mut found = [Candidate::NONE; SOME];
-        // Two tables may begin at one page, and only behind both of them is there another page to go on with.
+        // Two tables may begin at one page. Only after both is there another page to continue with.
         let allowed = &mut found[..most.clamp(2, SOME)];
         let mut count = 0;
         let mut walk = Walk::new(base.add(at)..base.add(pages));
@@ -181,8 +182,8 @@ fn is_shared(private: &PrivateFrames, gfns: &Range<Gfn>) -> bool {
 }
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Returns the leaf for `table`, in a slot of the frames `gfns` with `limits`, by what the host maps now. `None`:
-    /// it maps too little, or the first page is not resident.
+    /// Returns the leaf for `table`, in a slot of the frames `gfns` with `limits`, for the page that the host maps
+    /// now. `None`: the host's page is too small, or the first page is not resident.
     fn huge_leaf(&self, gfns: &Range<Gfn>, limits: Limits, table: &Candidate) -> Option<Leaf> {
         let mut leaf = None;
         held::assert_none("to ask the host");

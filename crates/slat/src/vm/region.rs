@@ -1,32 +1,33 @@
-//! Slot changes: publish the new set, raise the sequence, zap, flush, return. As with an invalidation
-//! ([`super::invalidate`]), no fault that has found a slot in the old set can install its leaf any more.
+//! Changes memslots: publishes the new set, raises the sequence, zaps, flushes, returns. A fault that has found a slot
+//! in the old set cannot install its leaf any more, as with an invalidation ([`super::invalidate`]).
 //!
-//! One slot or several ([`Vm::set_memory_regions`]): every call becomes [`Edit`]s, which [`Vm::commit`] makes.
+//! A call changes one slot or several ([`Vm::set_memory_regions`]). Every call becomes [`Edit`]s, which [`Vm::commit`]
+//! makes.
 //!
-//! # Several slots as one
-//! What must hold of the parts that stay, and why:
+//! # Several slots at once
+//! A *part that stays* is a range of frames that both an old and a new slot contain. What must hold, and why:
 //!
-//! * *vCPUs see the memory map before or after.* All edits are made in the inactive set, which one store publishes
-//!   ([`crate::slots`]). The new set has a new generation, so no MMIO entry of before is valid after.
-//! * *A frame that stays is not zapped.* A frame that an old and a new slot both hold, backed by the same page with the
-//!   same limits, keeps its leaf ([`super::departure`]). The old leaf is the one that a fault would install now, or has
-//!   fewer rights, and every MMU keeps it, because tables know no slots. Only a huge leaf that crosses an edge of such
-//!   a part must change: it is split in place ([`super::edge`]), with tables that were allocated before the change.
-//!   Everything else that an old slot had mapped is zapped.
+//! * *vCPUs see the memory map from before or from after the change.* All edits are made in the inactive set, and one
+//!   store publishes that set ([`crate::slots`]). The new set has a new generation, so no older MMIO entry is valid.
+//! * *A frame that stays is not zapped.* A frame keeps its leaf if an old and a new slot both contain it, backed by the
+//!   same page with the same limits ([`super::departure`]). The old leaf is the leaf that a fault would install now, or
+//!   has fewer rights. Every MMU keeps the leaf, because tables know no slots. Only a huge leaf that crosses an edge of
+//!   such a part must change: it is split in place ([`super::edge`]), with tables that were allocated before the
+//!   change. All other leaves of an old slot are zapped.
 //! * *An invalidation misses no leaf.* An invalidation that walks over the slots by backing address continues after the
-//!   last slot that it saw. The new slots have other places in that order, so the invalidation could pass over a part
-//!   that stays. Therefore the change zaps each part whose backing is being invalidated when the new set has been
-//!   published. The publication and the begin of an invalidation are sequentially consistent: an invalidation that the
-//!   change does not find begins later, and sees the new set whole. Until the zap is done the slots count as leaving
+//!   last slot that it saw. The new slots have another position in that order, so the invalidation could miss a part
+//!   that stays. Therefore, after publishing the new set, the change zaps each part whose backing is being invalidated.
+//!   The publication and the begin of an invalidation are sequentially consistent: an invalidation that the change does
+//!   not find begins later, and sees the new set whole. Until the zap is done the slots count as leaving
 //!   ([`super::departure`]), and the invalidation waits for that.
-//! * *No write is lost.* A part may go from one log to another. When no reader uses the old set any more, nothing is
-//!   marked in the old log any more, and the marks of the part are copied. After that, a leaf may still be writable
-//!   without a mark: a harvest of the old log has taken the mark, and finds no slot whose page it could protect. So
-//!   pages without a mark are protected (with rings, which number pages by slot, all pages are; with walkers' buffers,
-//!   their dirty bits are cleared). Meanwhile no thread harvests the new logs: their turns are locked before they are
-//!   published. Where dirty bits are the log, they stay in the leaves; a part that goes from one kind of log to another
-//!   is zapped, and its dirty bits are noted.
-//! * *Logs begin and end*, too, with all pages of a part, as when one slot changes its flags.
+//! * *No write is lost.* A part may go from one log to another. When no reader uses the old set, nothing is marked in
+//!   the old log any more, and the marks of the part are copied. After that, a leaf may still be writable without a
+//!   mark: a harvest of the old log has taken the mark, and finds no slot whose page it could protect. So pages without
+//!   a mark are protected (with rings, all pages, because rings number pages by slot; with walkers' buffers, their
+//!   dirty bits are cleared). Meanwhile no thread harvests the new logs: their turns are locked before they are
+//!   published. Where dirty bits are the log, the bits stay in the leaves. A part that goes from one kind of log to
+//!   another is zapped, and its dirty bits are noted.
+//! * *Logs begin and end* for all pages of a part, as when one slot changes its flags.
 
 use alloc::vec::Vec;
 
@@ -41,14 +42,14 @@ use crate::slots::{
 use crate::table::Walk;
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Creates or moves a memslot of address space `space`, or changes its flags: KVM_SET_USER_MEMORY_REGION, with
-    /// its rules and errors, but that size 0 does not delete ([`Self::remove_memory_region`]). When this returns no
-    /// CPU uses the old state.
+    /// Creates or moves a memslot of address space `space`, or changes its flags: KVM_SET_USER_MEMORY_REGION, with its
+    /// rules and errors. But size 0 is an error; [`Self::remove_memory_region`] deletes. When this returns no CPU uses
+    /// the old state.
     ///
-    /// Not for a vCPU between [`crate::Vcpu::enter`] and [`crate::Vcpu::leave`].
+    /// Do not call it for a vCPU between [`crate::Vcpu::enter`] and [`crate::Vcpu::leave`].
     ///
     /// # Errors
-    /// [`RegionError`]; nothing was changed. [`RegionError::Empty`] for size 0, without a wait for other slot changes.
+    /// [`RegionError`]; nothing was changed. [`RegionError::Empty`] for size 0, without waiting for other slot changes.
     pub fn set_memory_region(&self, space: usize, region: &Region) -> Result<(), RegionError> {
         let space = (self.spaces.get(space)).ok_or(RegionError::NoSuchSpace(space))?;
         let checked = check(region, F::GRANULE)?;
@@ -56,7 +57,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let change = space.slots.change(self.turn_wait());
         let id = region.slot;
         if !plan(&change, checked, all_gfns::<F>().end.0)? {
-            // Nothing to change. But another thread may have begun the slot's log, and not have protected it all yet.
+            // Nothing changes. But another thread may have begun the slot's log without having protected all of its
+            // pages yet.
             self.wait_for_begin(change, id);
             return Ok(());
         }
@@ -67,10 +69,10 @@ impl<P: Platform, F: Format> Vm<P, F> {
     }
 
     /// Deletes memslot `slot` of address space `space`, and its dirty log: KVM_SET_USER_MEMORY_REGION with size 0. When
-    /// this returns no CPU uses its memory, and the host may have it back. A fault whose
-    /// [`resolve`](crate::Platform::resolve) is under way then installs nothing of what it returns.
+    /// this returns no CPU uses the slot's memory, and the host may reclaim it. A fault that is in
+    /// [`resolve`](crate::Platform::resolve) then does not install the page that `resolve` returns.
     ///
-    /// Not for a vCPU between [`crate::Vcpu::enter`] and [`crate::Vcpu::leave`].
+    /// Do not call it for a vCPU between [`crate::Vcpu::enter`] and [`crate::Vcpu::leave`].
     ///
     /// # Errors
     /// [`RegionError::NoSuchSpace`], [`RegionError::NothingToDelete`], [`RegionError::OutOfMemory`];
@@ -85,22 +87,22 @@ impl<P: Platform, F: Format> Vm<P, F> {
         self.commit(space, change, &mut [Edit { id, new }])
     }
 
-    /// Changes several memslots of address space `space` as one: splits a slot, merges two, takes a piece out of the
-    /// middle of one, moves some, swaps two. A vCPU sees the memory map as it was before or as it is after. A frame
-    /// that has memory before and after has memory throughout. Each change says what its slot is in the end; their
-    /// order does not matter.
+    /// Changes several memslots of address space `space` atomically: splits a slot, merges two, removes a piece from
+    /// the middle of one, moves some, swaps two. A vCPU sees the memory map from before or from after the change. A
+    /// frame that has memory before and after has memory throughout. Each change gives the final state of its slot; the
+    /// order of the changes does not matter.
     ///
-    /// A frame stays mapped if the same page backs it before and after, with the same rights and memory type (with
-    /// [`SlotFlags::READONLY`] or without): it is not zapped, and the guest takes no fault for it. So to take 2 MiB out
-    /// of 4 GiB costs a zap of 2 MiB, and the split of the huge leaves at its two edges. The exceptions are frames
-    /// whose backing is being invalidated at the time, slots with private backing, and a huge leaf at an edge that
-    /// cannot be split: because the limit of shadow pages is reached, or because a fault has installed it meanwhile.
+    /// A frame stays mapped if the same page backs it before and after, with the same rights and memory type (see
+    /// [`SlotFlags::READONLY`]): its leaf is not zapped, and the guest takes no fault for it. So removing 2 MiB from 4
+    /// GiB costs a zap of 2 MiB, and the split of the huge leaves at its two edges. The exceptions are: frames whose
+    /// backing is being invalidated at the time; slots with private backing; and a huge leaf at an edge that cannot be
+    /// split, because the limit of shadow pages is reached, or because a fault has installed it meanwhile.
     ///
-    /// A page that stays, from a slot that logs to one that logs, stays marked in the dirty log if it was. A ring entry
-    /// pushed before the change has the number that the page had in its slot then. A harvest of a slot that this call
-    /// makes smaller or deletes, on another thread, still returns what it has taken.
+    /// A marked page that stays, and whose old and new slot both log, stays marked in the dirty log. A ring entry
+    /// pushed before the change has the page's number in its old slot. If another thread harvests a slot that this call
+    /// shrinks or deletes, that harvest still returns the bits that it has taken.
     ///
-    /// When this returns no CPU uses the old state. Not for a vCPU between [`crate::Vcpu::enter`] and
+    /// When this returns no CPU uses the old state. Do not call it for a vCPU between [`crate::Vcpu::enter`] and
     /// [`crate::Vcpu::leave`].
     ///
     /// ```
@@ -123,8 +125,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// ```
     ///
     /// # Errors
-    /// [`RegionError`]; nothing was changed. [`RegionError::NamedTwice`] if two
-    /// changes are of one slot.
+    /// [`RegionError`]; nothing was changed. [`RegionError::NamedTwice`] if two changes name the same slot.
     pub fn set_memory_regions(&self, space: usize, changes: &[Change]) -> Result<(), RegionError> {
         let space = (self.spaces.get(space)).ok_or(RegionError::NoSuchSpace(space))?;
         let batch = Batch::check(changes, F::GRANULE)?;
@@ -155,14 +156,14 @@ impl<P: Platform, F: Format> Vm<P, F> {
         for this in changes {
             if let Change::Set(region) = this {
                 self.flush_slots_that_left(&region.gfns(F::GRANULE));
-                // As for one slot: another thread may have begun the log of one that is not changed.
+                // As for one slot: another thread may have begun the log of a slot that does not change here.
                 self.wait_for_begin(space.slots.change(self.turn_wait()), region.slot);
             }
         }
         Ok(())
     }
 
-    /// Makes `edits`, which the rules allow, not none, and returns when no CPU uses the old state.
+    /// Makes `edits`, which are checked and not empty. Returns when no CPU uses the old state.
     ///
     /// # Errors
     /// [`RegionError::OutOfMemory`]; nothing was changed.
@@ -218,9 +219,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
         plan(&change, checked, all_gfns::<F>().end.0).map(|_| ())
     }
 
-    /// Call before publishing a set, with its lock. If the set's generation wraps around in the bits that an MMIO entry
-    /// has for it, zaps all MMIO entries: old ones would become valid again. Faults may install others meanwhile, of
-    /// the generation before, which is the last to come again.
+    /// Call before publishing a set, with its lock held. An MMIO entry stores some bits of the generation of the slot
+    /// set. If these bits wrap around in the new set, zaps all MMIO entries, because old entries would become valid
+    /// again. Faults may install others meanwhile; these have the generation before, which is the last to recur.
     pub(super) fn forget_old_mmio(&self, space: &Space<P, F>, change: &SlotsChange<'_>) {
         let wraps = (change.set().generation + 1) & ((1 << F::MMIO_GENERATION_BITS) - 1) == 0;
         if F::MMIO_GENERATION_BITS > 0 && wraps {
@@ -231,8 +232,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
     }
 
-    /// Makes the slot that `region` asks for. If it logs, it keeps the log that slot already has, as in KVM, where a
-    /// moved slot keeps its bitmap: pages in it are still to be reported.
+    /// Makes the slot that `region` describes. A slot that had a log and still logs keeps it, as in KVM, where a moved
+    /// slot keeps its bitmap: pages marked in it are still to be reported.
     fn slot(&self, region: &Region, change: &SlotsChange<'_>) -> Result<OwnedSlot, RegionError> {
         if !region.flags.has(SlotFlags::LOG_DIRTY_PAGES) {
             return Ok(OwnedSlot::new(region, F::GRANULE, None));
@@ -246,7 +247,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let log = Shared::try_new(self.new_log(region.pages(F::GRANULE))?)?;
         let slot = OwnedSlot::new(region, F::GRANULE, Some(log.clone()));
         if log.initially_set {
-            // But a page that comes from another log comes with its mark.
+            // But the mark of a page that another log contains is copied.
             change.set().in_gfns(&slot.gfns(), |old| {
                 if old.log().is_some() && old.backs_alike(&slot) {
                     log.unmark(&slot.gfns(), &slot.common(old));
@@ -258,7 +259,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     }
 }
 
-/// Returns the logs that slots get by `edits` and did not have before.
+/// Returns the logs that `edits` add to slots.
 ///
 /// # Errors
 /// [`OutOfMemory`].
@@ -279,8 +280,9 @@ fn new_logs(
     Ok(all)
 }
 
-/// Returns the most pieces of [`LogWork`] that `edits` make: for parts that old and new slots have in common, of which
-/// there are at most as many as slots. None if no slot gets another log.
+/// Returns an upper bound of the number of [`LogWork`] pieces that `edits` make. Each piece is for a part that an old
+/// and a new slot have in common, and there are at most as many such parts as slots. Returns 0 if no slot gets another
+/// log.
 fn most_log_work(change: &SlotsChange<'_>, edits: &[Edit]) -> usize {
     let other_log = |edit: &Edit| {
         let (old, new) = (change.by_id(edit.id), edit.new.as_deref());

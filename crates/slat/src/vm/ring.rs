@@ -7,17 +7,17 @@
 //! removes entries with RESET from the head, clears their flags, and protects their pages again.
 //!
 //! The client can write anything to a ring entry at any time. So a reset reads each field once and trusts none. The
-//! reset ends where the tail was when it began, whatever the flags say by then. An entry that names no memslot, or no
-//! address space, is removed and counted like any other (KVM: `kvm_reset_dirty_gfn`).
+//! reset ends at the index that the tail had at its begin, whatever the flags contain by then. A ring entry that names
+//! no existing memslot or address space is removed and counted like any other (KVM: `kvm_reset_dirty_gfn`).
 //!
-//! Nothing is lost when the ring is full: the fault that would add an entry stops with
-//! [`crate::Stop::DirtyRingFull`] before it changes anything.
+//! A full ring loses nothing: a fault that would add a ring entry stops with [`crate::Stop::DirtyRingFull`] before it
+//! changes anything.
 //!
 //! # Ownership
 //! A [`DirtyRing`] owns its memory, or a share of it, so the memory lives as long as the vCPU or the VM has the ring.
-//! When a vCPU is dropped, or gets another ring, the VM drops the old one. Before that it protects the pages in it that
-//! were not reset, because no reset will do it: the next write to them, by any vCPU, is noted again. A client with a
-//! share of the memory may still collect them.
+//! When a vCPU is dropped, or gets another ring, the VM drops the old ring. Before that, the VM protects the pages in
+//! the ring that were not reset, because no reset will: the next write to them, by any vCPU, is noted again. A client
+//! with a share of the memory may still collect these pages.
 
 use crate::sync::atomic::{AtomicU32, AtomicU64, Ordering::*};
 use alloc::boxed::Box;
@@ -50,7 +50,7 @@ const RESET: u32 = 1 << 1;
 pub(crate) struct RingSlot(u32);
 
 impl RingSlot {
-    /// The most address spaces that it can tell apart.
+    /// The largest number of address spaces that a ring entry can distinguish.
     pub(crate) const SPACES: usize = 1 << 16;
 
     pub(crate) const fn new(space: usize, id: u32) -> Self {
@@ -58,7 +58,7 @@ impl RingSlot {
         RingSlot((space as u32) << 16 | id)
     }
 
-    /// Returns the index of the address space. Read from a ring, it may be that of none.
+    /// Returns the index of the address space. If it was read from a ring, that address space need not exist.
     fn space(self) -> usize {
         (self.0 >> 16) as usize
     }
@@ -79,7 +79,7 @@ impl DirtyGfn {
     }
 
     /// Returns the page in the ring entry: address space (from bit 16 on) and slot id (below), and the page's number in
-    /// the slot. `None`: it contains no page, or one that was collected already. For the client.
+    /// the slot. `None`: the entry contains no page, or a page that was already collected. For the client.
     pub fn page(&self) -> Option<(u32, u64)> {
         let dirty = self.flags.load(Acquire) == DIRTY;
         dirty.then(|| (self.slot.load(Relaxed), self.offset.load(Relaxed)))
@@ -125,19 +125,19 @@ impl Default for DirtyGfn {
 pub struct DirtyRing {
     memory: Box<dyn AsRef<[DirtyGfn]> + Send + Sync>,
     len: u32,
-    /// Index of the first ring entry that was not reset yet. Advanced by `reset`, whose calls are serialized.
+    /// Index of the first ring entry that was not reset yet. Advanced by `reset`; calls of `reset` are serialized.
     head: AtomicU32,
     /// Index after the last ring entry. Advanced by the vCPU.
     tail: AtomicU32,
-    /// The tail when the present reset began: the reset removes no entry from there on.
+    /// The tail at the begin of the current reset: the reset removes no ring entry at or after it.
     reset_end: AtomicU32,
 }
 
-/// Why there is no [`DirtyRing`].
+/// Why a [`DirtyRing`] was not created.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DirtyRingError {
-    /// This number of entries is no power of two, or not above [`DirtyRing::RESERVED`].
+    /// The number of ring entries, which is no power of two, or not greater than [`DirtyRing::RESERVED`].
     BadSize(usize),
     /// No heap memory.
     OutOfMemory,
@@ -168,8 +168,8 @@ impl DirtyRing {
     /// The number of ring entries beyond the soft limit (KVM_DIRTY_RING_RSVD_ENTRIES).
     pub const RESERVED: u32 = if cfg!(loom) { 1 } else { 64 };
 
-    /// Makes a ring in `memory`, whose ring entries are all zero, and which the ring owns. A client in the same address
-    /// space keeps a share of it (`Arc<[DirtyGfn]>`), another one maps the same pages.
+    /// Makes a ring in `memory`, which the ring owns and whose entries are all zero. A client in the same address space
+    /// keeps a share of the memory (`Arc<[DirtyGfn]>`). A client in another address space maps the same pages.
     ///
     /// # Errors
     /// [`DirtyRingError`].
@@ -190,13 +190,13 @@ impl DirtyRing {
         })
     }
 
-    /// Returns the ring entry at `index`, which counts on beyond the length of the ring.
+    /// Returns the ring entry at `index` modulo the length of the ring.
     fn entry(&self, index: u32) -> &DirtyGfn {
         let entries: &[DirtyGfn] = (*self.memory).as_ref();
         &entries[(index & (self.len - 1)) as usize]
     }
 
-    /// Returns whether the ring has reached its soft limit: the client must collect, and reset, before the vCPU runs
+    /// Returns whether the ring has reached its soft limit: then the client must collect and reset before the vCPU runs
     /// again.
     pub fn is_soft_full(&self) -> bool {
         let used = self
@@ -206,13 +206,13 @@ impl DirtyRing {
         used >= self.len - Self::RESERVED
     }
 
-    /// Adds page `offset` of `slot`. Call from the ring's vCPU only. Returns what to tell the platform.
+    /// Adds page `offset` of `slot`. Call from the ring's vCPU only. Returns the event to report to the platform.
     pub(crate) fn push(&self, slot: RingSlot, offset: u64) -> Event {
         let tail = self.tail.load(Relaxed);
         let entry = self.entry(tail);
         entry.slot.store(slot.0, Relaxed);
         entry.offset.store(offset, Relaxed);
-        // Before the flag: a reset must find every ring entry that the client has collected.
+        // Store the tail before the flag: a reset must find every ring entry that the client has collected.
         self.tail.store(tail.wrapping_add(1), Relaxed);
         entry.flags.store(DIRTY, Release);
         Event::DirtyRingPush {
@@ -223,13 +223,13 @@ impl DirtyRing {
         }
     }
 
-    /// Begins a reset: it removes entries that are in the ring now.
+    /// Begins a reset, which removes only entries that are in the ring now.
     pub(crate) fn begin_reset(&self) {
         self.reset_end.store(self.tail.load(Relaxed), Relaxed);
     }
 
-    /// Removes the ring entry at the head and returns slot and page, if the client has collected it and its slot is one
-    /// that the caller `takes`.
+    /// Removes the ring entry at the head and returns its slot and page, if the client has collected it and `takes` is
+    /// true for its slot.
     pub(crate) fn pop_reset(&self, takes: impl Fn(RingSlot) -> bool) -> Option<(RingSlot, u64)> {
         let head = self.head.load(Relaxed);
         if head == self.reset_end.load(Relaxed) {
@@ -250,13 +250,13 @@ impl DirtyRing {
         Some(dirty)
     }
 
-    /// Removes collected ring entries from the head, up to the first one whose slot the caller does not take.
+    /// Removes collected ring entries from the head, up to the first entry for whose slot `takes` is false.
     fn reset(&self, takes: impl Fn(RingSlot) -> bool) -> impl Iterator<Item = (RingSlot, u64)> {
         iter::from_fn(move || self.pop_reset(&takes))
     }
 
-    /// Iterates over the ring entries of address space `space` that were not reset, whether collected or not. Changes
-    /// nothing. Call when the ring's vCPU does not push any more.
+    /// Iterates over the ring entries of address space `space` that were not reset, collected or not. Changes nothing.
+    /// Call when the ring's vCPU does not push any more.
     fn unreset(&self, space: usize) -> impl Iterator<Item = (RingSlot, u64)> {
         let (head, tail) = (self.head.load(Relaxed), self.tail.load(Relaxed));
         let entries = (0..tail.wrapping_sub(head)).map(move |i| self.entry(head.wrapping_add(i)));
@@ -271,7 +271,7 @@ impl DirtyRing {
     }
 }
 
-/// Pages of `slot` that one walk is to protect.
+/// A batch of pages of `slot` for one walk to protect.
 struct ProtectBatch {
     slot: RingSlot,
     first: u64,
@@ -280,7 +280,7 @@ struct ProtectBatch {
 }
 
 impl ProtectBatch {
-    /// Adds `page` of `slot` if the mask has a bit for it. Returns whether it did.
+    /// Adds `page` of `slot` if the mask has a bit for the page. Returns whether it did.
     fn add(&mut self, slot: RingSlot, page: u64) -> bool {
         let distance = page.wrapping_sub(self.first);
         let fits = slot == self.slot && distance < 64;
@@ -292,13 +292,13 @@ impl ProtectBatch {
 }
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Makes all logs that begin from now on write to the rings of the vCPUs instead of a bitmap. The client sets the
-    /// rings by [`crate::Vcpu::set_dirty_ring`]. Call before there are slots.
+    /// Makes all logs that begin from now on write to the vCPUs' rings instead of a bitmap. The client sets the rings
+    /// by [`crate::Vcpu::set_dirty_ring`]. Call before creating slots.
     pub fn use_dirty_rings(&self) {
         self.log_mode.rings.store(true, SeqCst);
     }
 
-    /// Removes all collected ring entries from all rings, and protects their pages, so that the next write to them is
+    /// Removes all collected ring entries from all rings, and protects their pages, so that the next write to these is
     /// noted: KVM_RESET_DIRTY_RINGS. Returns the number of ring entries removed.
     pub fn reset_dirty_rings(&self) -> u64 {
         let rings = self.rings.lock(self.turn_wait());
@@ -306,8 +306,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let spaces = self.spaces.len();
         let mut total = 0;
         loop {
-            // `ring.reset` stops at an entry of another address space, so repeat until no ring has any. Entries of none
-            // are removed with those of the first.
+            // `ring.reset` stops at an entry of another address space. So repeat until no ring has a collected entry.
+            // Entries that name no existing address space are removed with those of the first address space.
             let reset: u64 = (0..spaces)
                 .map(|space| {
                     let takes = |slot: RingSlot| {
@@ -329,8 +329,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
     }
 
-    /// Protects `pages` of address space `index`, given by slot and number in the slot, so that the next write to
-    /// them is noted. Returns their number, with those of no slot in that address space.
+    /// Protects `pages` of address space `index`, given by slot and number in the slot, so that the next write to them
+    /// is noted. Returns the number of pages, including pages of slots that do not exist.
     fn protect_again(&self, index: usize, pages: impl Iterator<Item = (RingSlot, u64)>) -> u64 {
         let space = &self.spaces[index];
         let mut op = RangeOp::begin(self, space);
@@ -357,8 +357,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         if let Some(last) = batch {
             self.protect_batch(&mut op, index, &last);
         }
-        // Even a page without a leaf may still be written, by a translation that another thread has zapped and not
-        // flushed yet.
+        // Flush even if a page has no leaf: it may still be written by a translation that another thread has zapped and
+        // not flushed yet.
         if count > 0 {
             op.covers(&all_gfns::<F>());
             op.finish();
@@ -366,9 +366,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
         count
     }
 
-    /// Protects the pages of `batch` in address space `index`, that of `op`, with the slot writers' lock held. Does
-    /// nothing for pages of another address space, or that are not in the slot any more, because it was deleted, or
-    /// created again smaller.
+    /// Protects the pages of `batch` in address space `index`, on which `op` works, with the slot writers' lock held.
+    /// Ignores pages of another address space, and pages that are not in the slot, because it was deleted, or created
+    /// again with fewer pages.
     fn protect_batch(&self, op: &mut RangeOp<'_, P, F>, index: usize, batch: &ProtectBatch) {
         if batch.slot.space() != index {
             return;
@@ -399,8 +399,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         Ok(())
     }
 
-    /// Removes the ring of a vCPU, and protects the pages in it that were not reset, with a flush if there are any.
-    /// Call when the vCPU does not push to it any more.
+    /// Removes the ring of a vCPU, and protects the pages in it that were not reset; flushes if there are any. Call
+    /// when the vCPU does not push to the ring any more.
     pub(crate) fn remove_ring(&self, ring: &Arc<DirtyRing>) {
         let mut rings = self.rings.lock(self.turn_wait());
         if let Some(i) = rings.iter().position(|other| Arc::ptr_eq(other, ring)) {
@@ -424,7 +424,7 @@ mod tests {
         DirtyRing::new(entries).unwrap()
     }
 
-    /// Removes an entry of address space `space`, by a reset that does nothing else.
+    /// Removes an entry of address space `space`, as a reset does, and protects no page.
     fn pop_reset(ring: &DirtyRing, space: usize) -> Option<(u32, u64)> {
         ring.begin_reset();
         let popped = ring.pop_reset(|slot| slot.space() == space);
@@ -454,7 +454,8 @@ mod tests {
         assert_eq!(pop_reset(&ring, 0), None);
     }
 
-    /// A client that sets RESET in entries that are not its own, or as fast as they are made, keeps no reset going.
+    /// A client that sets RESET in entries that were not pushed, or as fast as they are pushed, cannot keep a reset
+    /// from ending.
     #[test]
     fn a_reset_ends_where_the_tail_was_when_it_began() {
         let ring = ring();

@@ -1,4 +1,5 @@
-//! What an address space with the shadow MMU does besides faults: it follows the guest's tables ([`crate::shadow`]).
+//! The operations of an address space with the shadow MMU besides faults: its shadow pages follow the guest's tables
+//! ([`crate::shadow`]).
 
 use core::ops::Range;
 
@@ -14,10 +15,11 @@ use crate::sync::atomic::Ordering::SeqCst;
 use crate::table::{Detached, Flushed, Key};
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Call after the client has written to guest memory that may hold the guest's tables, as a VMM does when it
-    /// restores a VM, and before the guest runs again. Like KVM, the engine does not notice stores of the client. After
-    /// this call, the next flush of each CPU ([`Vcpu::flush_guest`](crate::Vcpu)), for which the caller cares, compares
-    /// the guest's tables with their shadow pages. Without shadow pages of tables this does nothing.
+    /// Call after the client has written to guest memory that may contain the guest's tables (as a VMM does when it
+    /// restores a VM), and before the guest runs again. Like KVM, the engine does not notice stores of the client.
+    /// After this call, the next flush of each CPU ([`Vcpu::flush_guest`](crate::Vcpu)) compares the guest's tables
+    /// with their shadow pages; the client makes each CPU flush. Without shadow pages of the guest's tables this does
+    /// nothing.
     pub fn guest_memory_changed(&self) {
         let section = self.section();
         for space in &self.spaces {
@@ -26,19 +28,20 @@ impl<P: Platform, F: Format> Vm<P, F> {
     }
 
     /// Call when a vCPU begins to use address space `to` (`None`: it ends), and has used `from` (`None`: it is new).
-    /// `section`: a reader section of the caller.
+    /// `section` is a reader section of the caller.
     ///
-    /// The stores of a vCPU are noticed in its own address space. In another address space, the same memory may hold
-    /// tables that are shadowed. So while vCPUs use different address spaces, as when one of them is in SMM, each flush
-    /// of the guest compares all tables ([`Self::distrust_stores_elsewhere`]). A flush does so once more after a vCPU
-    /// has left the address space in which it has stored.
+    /// A vCPU's stores are noticed in its own address space. In another address space, the same memory may hold tables
+    /// that are shadowed. So while vCPUs use different address spaces, as when one of them is in SMM, each flush of the
+    /// guest compares all tables ([`Self::distrust_stores_elsewhere`]). After a vCPU has left the address space in
+    /// which it has stored, the next flush compares them once more.
     pub(crate) fn vcpu_moves(
         &self,
         from: Option<usize>,
         to: Option<usize>,
         (section, counters): (InSection<'_>, &Counters),
     ) {
-        // In this order: a flush in another address space finds either the vCPU in `from`, or the tables distrusted.
+        // In this order: a flush in another address space finds either the vCPU in `from`, or the tables marked for
+        // comparison.
         if let Some(from) = from {
             self.spaces_but(from)
                 .for_each(|space| space.distrust(section, counters));
@@ -51,8 +54,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
     }
 
-    /// Call when the guest flushes in address space `space`. If vCPUs use others, has its shadow pages compared, and
-    /// returns `true`. `section`: a reader section of the caller.
+    /// Call when the guest flushes in address space `space`. If vCPUs use other address spaces, marks all shadow pages
+    /// of `space` for comparison, and returns `true`. `section` is a reader section of the caller.
     pub(crate) fn distrust_stores_elsewhere(
         &self,
         space: usize,
@@ -76,8 +79,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
             .map(|(_, space)| space)
     }
 
-    /// Has work by gfn look for shadow pages beside the tree of `space`, before the first one is made
-    /// ([`crate::shadow`]). The caller is in no reader section.
+    /// Makes operations by gfn look for shadow pages beside the tree of `space`. Call before the first such page is
+    /// made ([`crate::shadow`]). The caller is in no reader section.
     pub(crate) fn begin_shadowing(&self, space: &Space<P, F>) {
         let tell = |tell: fn(&ShadowMmu<P, F>)| {
             let section = self.section();
@@ -88,25 +91,25 @@ impl<P: Platform, F: Format> Vm<P, F> {
         tell(ShadowMmu::begin);
     }
 
-    /// Zaps what was made of the guest's entries in `range`, where there was a store. The caller is
-    /// in no reader section.
+    /// Zaps the leaves and shadow pages made from the guest's entries in `range` to which a store was noticed. The
+    /// caller is in no reader section.
     pub(crate) fn follow(&self, space: &Space<P, F>, range: &Range<Gpa>) {
-        // Which frames the entries map is not known before they are zapped.
+        // The frames that the entries map are unknown until the entries are zapped.
         let mut op = RangeOp::on(self, space, &all_gfns::<F>());
         op.on_shadow(|mmu, detached, zapped| mmu.follow(range, detached, zapped));
         op.finish();
     }
 
-    /// Zaps the entry of `level` on the path to `key`, because the guest's tables say something else now. The caller is
-    /// in no reader section.
+    /// Zaps the entry of `level` on the path to `key`, because the guest's tables have changed. The caller is in no
+    /// reader section.
     pub(crate) fn zap_entry(&self, space: &Space<P, F>, key: Key, root: (Gfn, Role), level: Level) {
         let mut op = RangeOp::on(self, space, &all_gfns::<F>());
         op.on_shadow(|mmu, _, zapped| mmu.zap_entry(key, root, level, zapped));
         op.finish();
     }
 
-    /// Makes stores to unsynced tables noticed again ([`ShadowMmu::begin_sync`](crate::shadow::ShadowMmu)), and
-    /// flushes. Returns the flush. The caller is in no reader section.
+    /// Makes the engine notice stores to unsynced tables again ([`ShadowMmu::begin_sync`](crate::shadow::ShadowMmu)),
+    /// and flushes. Returns the flush. The caller is in no reader section.
     pub(crate) fn begin_sync(
         &self,
         space: &Space<P, F>,
@@ -117,7 +120,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         op.finish()
     }
 
-    /// Zaps the entries that the guest does not grant any more. The caller is in no reader section.
+    /// Zaps the entries that the guest's tables do not grant any more. The caller is in no reader section.
     pub(crate) fn zap_ungranted(&self, space: &Space<P, F>, read: &ReadEntries<'_>) {
         let mut op = RangeOp::on(self, space, &all_gfns::<F>());
         op.on_shadow(|mmu, _, zapped| mmu.zap_ungranted(read, zapped));
@@ -133,7 +136,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
 }
 
 impl<P: Platform, F: Format> Space<P, F> {
-    /// Has the shadow pages compared at the next flush of the guest's.
+    /// Marks all shadow pages, so that the guest's next flush compares them with the guest's tables.
     fn distrust(&self, section: InSection<'_>, counters: &Counters) {
         if let Some(mmu) = self.mmu.get(section).shadow() {
             counters.mmu_unsync.add(mmu.distrust_all());
@@ -169,10 +172,10 @@ impl<P: Platform, F: Format> RangeOp<'_, P, F> {
         });
     }
 
-    /// Zaps the shadow pages of the guest's tables in `range`: the memory there has become another one, or none.
+    /// Zaps the shadow pages of the guest's tables in `range`: the memory there was replaced or removed.
     pub(super) fn forget_tables(&mut self, range: &Range<Gfn>) {
         while self.has_table(range) {
-            // Which frames its entries map is not known before they are zapped.
+            // The frames that the entries map are unknown until the entries are zapped.
             self.covers(&all_gfns::<F>());
             self.on_shadow(|mmu, detached, zapped| {
                 mmu.forget_table(range, detached, zapped);
@@ -181,7 +184,7 @@ impl<P: Platform, F: Format> RangeOp<'_, P, F> {
         }
     }
 
-    /// Returns whether there are shadow pages of a table of the guest's in `range`.
+    /// Returns whether there are shadow pages of a guest table in `range`.
     fn has_table(&self, range: &Range<Gfn>) -> bool {
         let mmu = self.space.mmu.get(self.section.inside());
         mmu.shadow().is_some_and(|mmu| mmu.has_table(range))

@@ -1,9 +1,9 @@
 //! Long operations on one memslot, in steps.
 //!
-//! A step holds the slot writers' lock of the address space, so that the slot does not change under it. Slot changes
-//! run between two steps, and so wait no longer than one step takes. The slot may be moved, deleted, or get
-//! another log by that. So each step looks it up again, and the operation ends early when the slot does not have the
-//! log any more that the operation began with.
+//! A step holds the slot writers' lock of the address space, so that the slot does not change during the step. Slot
+//! changes run between two steps, and so wait for at most one step. Such a change may move or delete the slot, or give
+//! it another log. So each step looks up the slot again, and the operation ends early if the slot has another log than
+//! at the operation's begin.
 
 use core::ops::Range;
 
@@ -18,8 +18,8 @@ use crate::slots::{Memslot, SlotsChange};
 use crate::stats::Counters;
 use crate::table::{FrameCache, Walk};
 
-/// An operation on the slot `id` of an address space, as long as that logs to `log`, or does not log if that is `None`.
-/// Pages are numbered from the start of the slot.
+/// An operation on the slot `id` of an address space, as long as the slot logs to `log`, or, if `log` is `None`, does
+/// not log. Pages are numbered from the start of the slot.
 pub(super) struct SlotOp<'a, P: Platform, F: Format> {
     pub(super) vm: &'a Vm<P, F>,
     pub(super) op: RangeOp<'a, P, F>,
@@ -30,8 +30,8 @@ pub(super) struct SlotOp<'a, P: Platform, F: Format> {
 }
 
 impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
-    /// Begins an operation on slot `id`, which logs to `log`, and its first step. `change` holds the slot writers' lock
-    /// of `space`.
+    /// Begins an operation on slot `id`, which logs to `log`, and the operation's first step. `change` holds the slot
+    /// writers' lock of `space`.
     pub(super) fn begin(
         vm: &'a Vm<P, F>,
         space: &'a Space<P, F>,
@@ -68,14 +68,14 @@ impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
     }
 
     /// Counts a read of something other than a page-table entry, like a word of the bitmap. Begins another step when
-    /// the budget of this one is used up.
+    /// the budget of this step is used up.
     pub(super) fn look(&mut self) {
         if !self.op.look() {
             self.pass_by(|| ());
         }
     }
 
-    /// Walks over `pages` by `work`, in as many steps as it takes; ends early when the slot was deleted or has another
+    /// Walks over `pages` by `work`, in as many steps as needed. Ends early when the slot was deleted or has another
     /// log.
     pub(super) fn walk(
         &mut self,
@@ -103,7 +103,7 @@ impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
         }
     }
 
-    /// Makes the slot's log note the next write to those of `pages` for which `is_named` is true.
+    /// Makes the slot's log note the next write to the pages of `pages` for which `is_named` is true.
     pub(super) fn protect(&mut self, pages: Range<u64>, is_named: impl Fn(u64) -> bool) {
         self.walk(pages, |step, slot, walk| {
             let base = slot.base();
@@ -111,7 +111,8 @@ impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
         });
     }
 
-    /// Does what [`Self::protect`] does, for all `pages`; from above, if the policy `hierarchical_protect` says so.
+    /// Like [`Self::protect`], but for all `pages`. Protects them from above if the policy `hierarchical_protect` is
+    /// on.
     pub(super) fn protect_all(&mut self, pages: Range<u64>) {
         match self.vm.policy.hierarchical_protect().is_on() {
             true => self.walk(pages, |step, slot, walk| {
@@ -121,13 +122,13 @@ impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
         }
     }
 
-    /// Gives back what [`Self::protect_all`] has taken from `pages` from above. For a slot that does not log any more.
+    /// Reverts the protection of `pages` from above by [`Self::protect_all`]. For a slot that has ended logging.
     pub(super) fn lift_protection(&mut self, pages: Range<u64>) {
         self.walk(pages, |step, _, walk| step.lift_protection(walk));
     }
 
-    /// Splits the huge leaves of `pages`, chunk by chunk, as far as there is memory for tables. The first write to a
-    /// leaf that stays huge splits it.
+    /// Splits the huge leaves of `pages`, chunk by chunk, as long as there is memory for tables. A leaf that stays huge
+    /// is split by the first write to it.
     pub(super) fn split_eagerly(&mut self, pages: Range<u64>) {
         let policy = &self.vm.policy;
         if !policy.eager_page_split().is_on() {
@@ -147,7 +148,7 @@ impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
                 break;
             }
             self.op.covers(&(start..end));
-            // With fewer frames than a batch, this splits as many leaves as the frames suffice for.
+            // With fewer frames than a batch, this splits as many leaves as there are frames for.
             let filled = self.op.prepare(&mut frames, FrameCache::BATCH);
             if filled.is_err() && frames.is_empty() {
                 break;
@@ -164,8 +165,8 @@ impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
         frames.release(&*self.vm.platform);
     }
 
-    /// Ends the operation like [`RangeOp::finish`], after releasing the slot writers' lock: slot changes need not wait
-    /// for the flush. If the slot was moved meanwhile, no CPU uses its old leaves either when this returns.
+    /// Releases the slot writers' lock, then ends the operation like [`RangeOp::finish`]: slot changes need not wait
+    /// for the flush. When this returns, no CPU uses leaves of the old frames either, if the slot was moved meanwhile.
     pub(super) fn finish(self) {
         drop(self.change);
         if let Some(gfns) = self.vm.flushes.due_of_leaving_slots() {
@@ -174,13 +175,13 @@ impl<'a, P: Platform, F: Format> SlotOp<'a, P, F> {
         self.op.finish();
     }
 
-    /// Flushes the changes of the operation up to now, in the middle of a step. Then the operation continues.
+    /// Flushes the changes that the operation has made so far, in the middle of a step. Then the operation continues.
     pub(super) fn flush(&mut self) {
         self.op.flush();
     }
 }
 
-/// Returns the slot `id`, if it logs to `log`, or does not log and `log` is `None`.
+/// Returns the slot `id`, if it logs to `log`, or, if `log` is `None`, does not log.
 fn slot_that_logs<'c>(
     change: &'c SlotsChange<'_>,
     id: u32,

@@ -1,4 +1,4 @@
-//! How much memory the tables of a VM take, and how much of the guest's they map.
+//! Reports how much memory the tables of a VM use, and how much guest memory they map.
 
 use super::Vm;
 use crate::addr::{Granule, Level};
@@ -10,24 +10,24 @@ use crate::platform::Platform;
 #[non_exhaustive]
 pub struct MemoryUsage {
     /// Bytes of the frames that the platform has given to the VM for tables: frames in use, frames that wait for a
-    /// flush until they are freed, and frames that vCPUs keep for their next fault. Linux counts these as
+    /// flush before they are freed, and frames that vCPUs keep for their next fault. Linux counts these as
     /// `SecPageTables` (Documentation/filesystems/proc.rst).
     pub table_bytes: u64,
-    /// The most that [`Self::table_bytes`] has been.
+    /// The largest value that [`Self::table_bytes`] has had.
     pub peak_table_bytes: u64,
-    /// Leaves of level 1: of 4 KiB, or of the granule.
+    /// Leaves of level 1: they map one page of the granule, 4 KiB with tables of 4 KiB.
     pub pages_4k: u64,
-    /// Leaves of level 2: of 2 MiB with tables of 4 KiB.
+    /// Leaves of level 2: they map 2 MiB with tables of 4 KiB.
     pub pages_2m: u64,
-    /// Leaves of level 3: of 1 GiB with tables of 4 KiB.
+    /// Leaves of level 3: they map 1 GiB with tables of 4 KiB.
     pub pages_1g: u64,
     /// The granule of the tables.
     pub granule: Granule,
 }
 
 impl MemoryUsage {
-    /// Returns how many bytes of guest memory are mapped. A page counts as often as it is mapped: by memslots that
-    /// share their backing, and in the shadow MMU by guest-virtual addresses.
+    /// Returns how many bytes of guest memory are mapped. Counts a page once for each leaf that maps it: memslots may
+    /// share their backing, and in the shadow MMU several guest-virtual addresses may map a page.
     pub fn mapped_bytes(&self) -> u64 {
         let pages = |leaves: u64, level| leaves * self.granule.pages(level);
         let pages = pages(self.pages_4k, Level::PAGE)
@@ -38,14 +38,14 @@ impl MemoryUsage {
 }
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Returns how much memory the VM's tables take, in all address spaces, and what they map.
+    /// Returns how much memory the VM's tables use, in all address spaces, and how much memory they map.
     ///
-    /// Any thread may call it. It is exact when no other thread changes the tables: no vCPU faults, and no operation on
-    /// the VM runs. Otherwise the numbers are from about the same time, and leaves that an operation has zapped are
-    /// counted until its flush; the peak is always exact.
+    /// Any thread may call it. The result is exact when no other thread changes the tables: no vCPU faults, and no
+    /// operation on the VM runs. Otherwise the numbers are read at slightly different times, and leaves that an
+    /// operation has zapped are counted until its flush. The peak is always exact.
     ///
-    /// Tables are counted by words that change when a frame is allocated or freed, leaves by the gauges of
-    /// [`Stats`](crate::Stats): faults pay nothing for this. The call itself adds up the counters of all vCPUs.
+    /// Tables are counted when a frame is allocated or freed, and leaves by the gauges of [`Stats`](crate::Stats), so
+    /// faults do no extra work. The call itself adds up the counters of all vCPUs.
     ///
     /// ```
     /// # use slat_model::{HostMemory, SimPlatform};

@@ -1,9 +1,11 @@
-//! Aging, which takes no lock, concurrent with what changes the same entries under the lock of their table.
+//! Aging, which takes no lock, concurrent with operations that change the same entries under the lock of
+//! their table.
 
 use super::*;
 
 impl<F: Format> World<F> {
-    /// Clears the accessed bits of all pages, as a reader. Returns how many leaves had it.
+    /// Clears the accessed bits of all pages, as a reader. Returns the number of leaves that had the bit
+    /// set.
     fn age(&self) -> u64 {
         let me = self.readers.register().unwrap();
         me.enter(&self.readers, 0);
@@ -26,7 +28,7 @@ impl<F: Format> World<F> {
     }
 }
 
-/// The leaf as it maps memory, whatever its accessed bit.
+/// Returns `leaf` without its accessed bit.
 fn unmarked(leaf: Leaf) -> Leaf {
     Leaf {
         accessed: false,

@@ -36,8 +36,8 @@ fn a_walker_finds_a_leaf_before_it_is_broken_and_after_it_is_mended() {
     );
 }
 
-/// Walks like a hardware walker that caches what it finds until a flush, and checks that it never finds another page,
-/// or another size, than it has cached.
+/// Walks like a hardware walker that caches the entries it reads until a flush. Checks that it never finds another
+/// page or another size than it has cached.
 fn finds_no_conflict(world: &World<SmallStage2<2>>) {
     let me = world.readers.register().unwrap();
     me.enter(&world.readers, 0);
@@ -67,8 +67,8 @@ fn map_another(world: &World<SmallStage2<2>>) {
     map(world, 0, other);
 }
 
-/// Maps a page by a small leaf, as a vCPU does whose tables may be freed meanwhile; flushes and mends
-/// what it finds there.
+/// Maps a page by a small leaf, like a vCPU whose tables may be freed meanwhile. If a flush or a mend is needed
+/// there, does it.
 fn map(world: &World<SmallStage2<2>>, gfn: u64, leaf: Leaf) {
     let me = world.readers.register().unwrap();
     let mut flushed = Flushed::default();
@@ -142,10 +142,11 @@ fn with_table() -> Arc<World<SmallStage2<2>>> {
     world
 }
 
-/// Flushes a TLB that always caches what it may: after the flush, the translation in the tables at that moment.
+/// Flushes a TLB that caches as much as it may: after the flush, it has the translation that is in the tables at that
+/// moment.
 fn flush_a_tlb(world: &World<SmallStage2<2>>, cached: &SpinLock<u64>) -> Flushed {
     let number = world.flushes.begin();
-    // It drops the old translation and walks again at one moment.
+    // The TLB drops the old translation and walks again at one moment.
     let mut cached = cached.lock(wait);
     *cached = match world.find(0) {
         Entry::Leaf(leaf) => leaf.pfn.0,
@@ -155,8 +156,8 @@ fn flush_a_tlb(world: &World<SmallStage2<2>>, cached: &SpinLock<u64>) -> Flushed
     Flushes::done(Gfn(0)..Gfn(1), number)
 }
 
-/// Runs `other` concurrently with a zap of gfn 0 and its flush of the TLB. Then maps another page there, after the
-/// flush that `other` has done.
+/// Runs `other` concurrently with a zap of gfn 0 and the zap's flush of the TLB. Then maps another page there, after
+/// the flush that `other` has done.
 fn maps_another_during_a_zap(other: fn(&World<SmallStage2<2>>, &SpinLock<u64>) -> Flushed) {
     model(4, move || {
         let world = World::<SmallStage2<2>>::new();
@@ -183,20 +184,21 @@ fn maps_another_during_a_zap(other: fn(&World<SmallStage2<2>>, &SpinLock<u64>) -
     });
 }
 
-/// A flush by another thread may begin at any moment of a zap: if it begins before the entry is cleared, it does not
+/// A flush by another thread may begin at any moment of a zap. If it begins before the entry is cleared, it does not
 /// allow an install there.
 #[test]
 fn a_flush_that_begins_before_a_zap_does_not_complete_it() {
     maps_another_during_a_zap(flush_a_tlb);
 }
 
-/// A thread that finds the entry cleared also finds the ticket of the zap, until that has flushed.
+/// A thread that finds the entry cleared also finds the ticket of the zap, until the zap has flushed.
 #[test]
 fn a_ticket_exists_from_before_its_zap_until_after_its_flush() {
     maps_another_during_a_zap(|_, _| Flushed::default());
 }
 
-/// An operation that finds nothing to zap needs a flush if another one has zapped it and not flushed yet.
+/// An operation that finds nothing to zap needs a flush if another operation has zapped the entry and not flushed
+/// yet.
 #[test]
 fn an_operation_after_a_zap_flushes_or_finds_it_flushed() {
     model(4, || {

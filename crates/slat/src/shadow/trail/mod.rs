@@ -1,5 +1,5 @@
-//! A fault's knowledge of the guest's tables: through which shadow pages its leaf is to be reached, and that the
-//! guest's entries have not changed since the fault read them.
+//! A fault's knowledge of the guest's tables: the shadow pages on the path to its leaf, and whether the guest's entries
+//! have changed since the fault read them.
 
 mod role;
 
@@ -17,18 +17,18 @@ use crate::table::{Cursor, Key};
 /// The number of levels that a guest's tables can have.
 const LEVELS: usize = 5;
 
-/// How often tables of the guest's have changed, as far as the MMU knows: counters, each for the frames with a hash.
+/// Counts the changes of guest tables that the MMU knows of. Each counter serves all frames with one hash value.
 ///
-/// A fault reads the counter of a table before it reads an entry there ([`Seen`]), and compares under the lock of the
-/// MMU before it installs what follows from the entry. The counter is raised under that lock
-/// * after a store to a table that is tracked, before what was made of the old entry is zapped;
-/// * when a table begins to be tracked: stores before that were not noticed;
-/// * when a table is compared with its shadow page, before that is done;
+/// A fault reads the counter of a table before it reads an entry there ([`Seen`]). Under the lock of the MMU, it
+/// compares the counter again before it installs the result. The counter is raised under that lock
+/// * after a store to a tracked table, before everything made of the old entry is zapped;
+/// * when tracking of a table begins: earlier stores were not noticed;
+/// * when a table is going to be compared with its shadow page;
 /// * when the client may have stored to any table;
-/// * when the memory at its frame has become another one.
+/// * when the memory at its frame was replaced.
 ///
-/// So if the counter is the same, the entry still had the value that was read, or its shadow page will be compared with
-/// it later.
+/// So if the counter is unchanged, the entry still had the value that was read, or its shadow page will be compared
+/// with the table later.
 pub(crate) struct Changes([AtomicU64; Self::COUNTERS]);
 
 impl Changes {
@@ -57,13 +57,13 @@ impl Changes {
         self.of(gfn).load(Acquire)
     }
 
-    /// Returns whether no table has changed that a walk has read. Call under the lock of the MMU.
+    /// Returns whether none of the tables that a walk has read has changed. Call under the lock of the MMU.
     pub(crate) fn are_none_since(&self, seen: &Seen) -> bool {
         (seen.tables[..seen.len].iter()).all(|(gfn, count)| self.get(*gfn) == *count)
     }
 }
 
-/// The tables that a walk has read, each with its counter from before.
+/// The tables that a walk has read, each with its counter from before the read.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Seen {
     tables: [(Gfn, u64); LEVELS],
@@ -71,15 +71,15 @@ pub(crate) struct Seen {
 }
 
 impl Seen {
-    /// Notes that an entry at `gpa` is about to be read, in a table whose counter is `count`. A walk that starts again
-    /// reads the same tables, or others: a counter of one that it has left costs another try at worst.
+    /// Records that an entry at `gpa` is about to be read, in a table whose counter is `count`. A walk that restarts
+    /// reads the same tables or others. A counter of a table that it no longer uses costs another attempt at most.
     pub(crate) fn reads(&mut self, gpa: Gpa, count: u64) {
         let gfn = gpa.gfn();
         if self.has(gfn) {
             return;
         }
         if self.len == LEVELS {
-            // A walk that starts again has left tables: the oldest is one of them.
+            // A walk that restarts no longer uses some tables: the oldest is one of them.
             self.tables.rotate_left(1);
             self.len -= 1;
         }
@@ -93,7 +93,7 @@ impl Seen {
     }
 }
 
-/// A shadow page of a guest's table, as long as it is in use.
+/// A shadow page of a guest's table. Valid as long as the page is in use.
 #[derive(Clone, Copy)]
 pub(crate) struct PageOf {
     pub(crate) number: u32,
@@ -102,12 +102,12 @@ pub(crate) struct PageOf {
 }
 
 impl PageOf {
-    /// Returns the level of its table.
+    /// Returns the level of the page's table.
     pub(crate) fn level(&self) -> Level {
         self.role.level
     }
 
-    /// Returns the address of the guest's entry that entry `index` stands for, and its size in bytes.
+    /// Returns the address of the guest's entry that corresponds to entry `index`, and its size in bytes.
     pub(crate) fn guest_entry(&self, index: usize) -> (Gpa, usize) {
         let size = self.role.entry_size();
         let offset = self.role.guest_index(index) as u64 * size;
@@ -115,13 +115,13 @@ impl PageOf {
     }
 }
 
-/// The shadow pages on the path to a page of the guest's.
+/// The shadow pages on the path to a page of the guest.
 #[derive(Clone, Copy)]
 pub(crate) struct Trail {
-    /// Frame and role of the page of each level that has one of the guest's tables, from level 1.
+    /// Frame and role of the page for the guest's table of each level, from level 1.
     pages: [(Gfn, Role); LEVELS],
     top: Level,
-    /// Which of the vCPU's roots the walk begins with ([`Role::root_number`]).
+    /// The number of the vCPU's root with which the walk begins ([`Role::root_number`]).
     pub(crate) number: usize,
     /// The level of the guest's entry that maps the page; pages of 4 MiB are mapped at level 2.
     leaf: Level,
@@ -130,14 +130,14 @@ pub(crate) struct Trail {
     /// The rights that the guest grants.
     pub(crate) rights: PageRights,
     pub(crate) seen: Seen,
-    /// By level from 1: whether the page on the path was compared with the guest's table after the entry above it had
-    /// been read.
+    /// By level from 1: whether the page on the path was compared with the guest's table after the entry above it was
+    /// read.
     pub(crate) compared: [bool; LEVELS],
 }
 
 impl Trail {
-    /// Returns the trail of a walk to `gva` for `access` that has found `path`, and has set its flags. `None`: an entry
-    /// means something else to the walk than to a shadow page; no such entry is known.
+    /// Returns the trail of a walk to `gva` for `access` that has found `path`, and has set the flags of its entries.
+    /// `None`: an entry means something else to the walk than to a shadow page; no such entry is known.
     pub(crate) fn new(
         paging: &GuestPaging,
         gva: u64,
@@ -155,7 +155,7 @@ impl Trail {
         for &(_, entry) in path.entries() {
             pages[role.level.0 as usize - 1] = (table, role);
             let dirty = if access == Access::Write { DIRTY } else { 0 };
-            // In an entry that refers to a table, the dirty flag means nothing.
+            // In an entry that refers to a table, the dirty flag has no meaning.
             match role.meaning(index.at(role.level), entry | ACCESSED | dirty)? {
                 Meaning::Table(lower, below) => (table, role) = (lower, below),
                 Meaning::Memory(_, rights) => {
@@ -175,8 +175,8 @@ impl Trail {
         None
     }
 
-    /// Returns whether a leaf of format `F` can map the page with the guest's rights. A format of the second level
-    /// holds neither privilege nor key, and a guest may name frames beyond those of its tables.
+    /// Returns whether a leaf of format `F` can map the page with the guest's rights. A second-level format has neither
+    /// privilege nor key, and a guest may name frames beyond those that its tables can name.
     pub(crate) fn fits<F: Format>(&self) -> bool {
         let leaf = Leaf {
             pfn: Pfn(0),
@@ -193,12 +193,12 @@ impl Trail {
         held.privilege == leaf.privilege && self.gfn < all_gfns::<F>().end
     }
 
-    /// Returns frame and role of the page that the walk begins with.
+    /// Returns frame and role of the page with which the walk begins.
     pub(crate) fn root(&self) -> (Gfn, Role) {
         self.pages[self.top.0 as usize - 1]
     }
 
-    /// Returns the level of the page that the walk begins with.
+    /// Returns the level of the page with which the walk begins.
     pub(crate) fn top(&self) -> Level {
         self.top
     }
@@ -208,8 +208,8 @@ impl Trail {
         self.leaf
     }
 
-    /// Returns frame and role of the page of `level` on the path: one of the guest's tables, or below the guest's
-    /// leaf one of its pieces.
+    /// Returns frame and role of the page of `level` on the path: a page of one of the guest's tables, or below the
+    /// guest's leaf a direct page for its pieces.
     pub(crate) fn page(&self, level: Level) -> (Gfn, Role) {
         if level >= self.leaf {
             return self.pages[level.0 as usize - 1];
@@ -222,7 +222,7 @@ impl Trail {
         (self.gfn.align_down(above), pieces)
     }
 
-    /// Returns the guest's tables on the path: they are in these frames.
+    /// Returns the frames of the guest's tables on the path.
     pub(crate) fn tables(&self) -> Range<Gfn> {
         let pages = &self.pages[self.leaf.0 as usize - 1..self.top.0 as usize];
         let gfns = pages.iter().map(|(gfn, _)| *gfn);
@@ -230,8 +230,8 @@ impl Trail {
         first.unwrap_or(Gfn(0))..last.map_or(Gfn(0), |gfn| gfn.add(1))
     }
 
-    /// Notes that `page`, of a table on the path, was compared with it. The counter of the table was `before`, and is
-    /// `after` for that. `false`: it was another one when the walk read the table.
+    /// Records that `page`, of a table on the path, was compared with its table. The comparison changed the table's
+    /// counter from `before` to `after`. Returns `false` if the counter had another value when the walk read the table.
     pub(crate) fn was_compared(&mut self, page: &PageOf, before: u64, after: u64) -> bool {
         let tables = &mut self.seen.tables[..self.seen.len];
         let same = |gfn: &Gfn| Changes::number(*gfn) == Changes::number(page.gfn);
@@ -245,7 +245,7 @@ impl Trail {
         true
     }
 
-    /// Returns the trail to a page beside this one, in the same table of the guest's: `gfn` with `rights`.
+    /// Returns the trail to a page beside this one, in the same guest table: `gfn` with `rights`.
     pub(crate) fn beside(&self, gfn: Gfn, rights: PageRights) -> Trail {
         Trail {
             gfn,
@@ -255,11 +255,11 @@ impl Trail {
     }
 }
 
-/// The place at which a leaf is to be installed.
+/// The position at which a leaf is to be installed.
 pub(crate) struct Target<'t, P: Platform, F: Format> {
-    /// The walk to it.
+    /// The walk to that position.
     pub(crate) cursor: Cursor<'t, P, F>,
-    /// The trail through the guest's tables, if the walker of a shadow table translates the key.
+    /// The trail through the guest's tables, if the key is translated by shadow tables.
     trail: Option<&'t Trail>,
 }
 
@@ -274,14 +274,14 @@ impl<'t, P: Platform, F: Format> Target<'t, P, F> {
         self.cursor.key()
     }
 
-    /// Returns what the guest's tables say. For a format that cannot shadow them that is nothing, and
-    /// the compiler knows it.
+    /// Returns the trail through the guest's tables. For a format that cannot shadow these, it is `None`, which the
+    /// compiler knows.
     #[inline(always)]
     pub(crate) fn trail(&self) -> Option<&'t Trail> {
         if can_shadow::<F>() { self.trail } else { None }
     }
 
-    /// Returns the frame that a leaf of level 1 there is to map.
+    /// Returns the frame that a leaf of level 1 maps there.
     #[inline(always)]
     pub(crate) fn gfn(&self) -> Gfn {
         self.trail().map_or(self.key().gfn(), |trail| trail.gfn)

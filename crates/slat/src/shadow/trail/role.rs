@@ -1,4 +1,4 @@
-//! The role of a shadow page: which table of the guest it shadows, and how it reads the entries of that table.
+//! The role of a shadow page: which table of the guest it shadows, and how the entries of that table are interpreted.
 
 use crate::addr::{Gfn, Level};
 use crate::format::Format;
@@ -6,34 +6,35 @@ use crate::frame::ENTRIES;
 use crate::guest_walk::{GuestPaging, Mode, PageRights, UsedEntry, used_entry};
 use crate::trace::PageRole;
 
-/// The guest's tables that a shadow page can represent.
+/// The kinds of guest tables that a shadow page can represent.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Tables {
-    /// None: the page is *direct*, it maps consecutive guest frames.
+    /// No table: the page is *direct*, it maps consecutive guest frames.
     None,
-    /// The guest's tables of this paging mode. [`Mode::Level5`] stands for both kinds of long mode, whose entries mean
-    /// the same.
+    /// A guest table of this paging mode. [`Mode::Level5`] represents both kinds of long mode, whose entries have the
+    /// same meaning.
     Of(Mode),
 }
 
-/// The role of a shadow page: pages with equal frame and role are one (KVM: `kvm_mmu_page_role`).
+/// The role of a shadow page: there is one page for a frame and a role (KVM: `kvm_mmu_page_role`).
 ///
-/// A role has everything on which the meaning of an entry depends, and no more. CR0.WP, SMEP, SMAP and protection keys
-/// decide when an entry is used ([`PageRights::allow`]), so the same page serves all their settings.
+/// A role contains everything on which the meaning of an entry depends, and no more. CR0.WP, SMEP, SMAP and protection
+/// keys are checked when an entry is used ([`PageRights::allow`]), so the same page serves all their settings.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Role {
-    /// The level of its table.
+    /// The level of the page's table.
     pub(crate) level: Level,
     pub(crate) tables: Tables,
     /// The rights that the entries above grant together. The guest may grant more on another path to the same table.
     pub(crate) rights: PageRights,
-    /// Which part of the guest's table: tables of 32-bit paging have 1024 entries, which map twice the space of 512.
+    /// The part of the guest's table that the page shadows: tables of 32-bit paging have 1024 entries, which map twice
+    /// the space of 512.
     pub(crate) quadrant: u8,
-    /// EFER.NXE: otherwise an entry with the bit maps nothing.
+    /// EFER.NXE. If clear, an entry with the no-execute bit maps nothing.
     pub(crate) no_execute: bool,
     /// The guest's MAXPHYADDR: an entry with a higher bit maps nothing.
     pub(crate) physical_bits: u32,
-    /// [`GuestPaging::reserves_table_global`]: likewise.
+    /// [`GuestPaging::reserves_table_global`]: if set, an entry above the last level with the global bit maps nothing.
     pub(crate) reserves_table_global: bool,
 }
 
@@ -42,13 +43,13 @@ pub(crate) struct Role {
 pub(crate) enum Meaning {
     /// The entry refers to a table: the shadow page of this frame and role.
     Table(Gfn, Role),
-    /// The entry maps guest memory from this frame on, with these rights. A page whose dirty flag is clear grants no
-    /// writing: the first write must set the flag.
+    /// The entry maps guest memory from this frame on, with these rights. If the dirty flag of a page is clear, the
+    /// entry grants no writing: the first write must set the flag.
     Memory(Gfn, PageRights),
 }
 
 impl Role {
-    /// Returns it as KVM has it.
+    /// Returns the role in KVM's encoding.
     pub(crate) fn word(self) -> PageRole {
         let short = matches!(self.tables, Tables::Of(Mode::Bits32 { .. }));
         let PageRights {
@@ -69,7 +70,7 @@ impl Role {
         PageRole(bits.iter().fold(0, |word, (bits, at)| word | bits << at))
     }
 
-    /// Returns the role of direct pages of `level` that limit nothing.
+    /// Returns the role of direct pages of `level` that restrict no right.
     pub(crate) const fn direct(level: Level) -> Self {
         Role {
             level,
@@ -82,8 +83,8 @@ impl Role {
         }
     }
 
-    /// Returns frame and role of the page that walks to `gva` in the state `paging` begin with. `None`: they end at a
-    /// page-directory-pointer entry.
+    /// Returns frame and role of the page with which walks to `gva` begin in the state `paging`. `None`: these walks
+    /// end at a page-directory-pointer entry.
     pub(crate) fn root(paging: &GuestPaging, gva: u64) -> Option<(Gfn, Role)> {
         let mode = match paging.mode {
             Mode::Level4 => Mode::Level5,
@@ -104,8 +105,8 @@ impl Role {
         Some((paging.root_table(gva)?.gfn(), role))
     }
 
-    /// Returns which of four roots translates `gva`: by the address bits that choose it, where there are four, with
-    /// 32-bit and PAE paging.
+    /// Returns the number of the root that translates `gva`. With 32-bit and PAE paging, there are four roots, and
+    /// address bits select one.
     pub(crate) fn root_number(paging: &GuestPaging, gva: u64) -> usize {
         match paging.mode {
             Mode::Bits32 { .. } | Mode::Pae => (gva >> 30 & 3) as usize,
@@ -117,7 +118,7 @@ impl Role {
         self.tables == Tables::None
     }
 
-    /// Returns a state in which a walk gives the guest's entries the meaning that they have for this role.
+    /// Returns a paging state in which a walk interprets the guest's entries as this role does.
     fn paging(&self, mode: Mode) -> GuestPaging {
         GuestPaging {
             cr3: 0,
@@ -134,7 +135,7 @@ impl Role {
         }
     }
 
-    /// Returns the bytes of an entry of the guest's table.
+    /// Returns the size of an entry of the guest's table in bytes.
     pub(crate) fn entry_size(&self) -> u64 {
         match self.tables {
             Tables::Of(Mode::Bits32 { .. }) => 4,
@@ -142,7 +143,7 @@ impl Role {
         }
     }
 
-    /// Returns how many of the page's entries one entry of the guest's table stands for: 2 where that maps 4 MiB.
+    /// Returns how many of the page's entries correspond to one entry of the guest's table: 2 where that maps 4 MiB.
     fn entries_per_guest_entry(&self) -> usize {
         match self.entry_size() {
             4 if self.level > Level::PAGE => 2,
@@ -150,13 +151,13 @@ impl Role {
         }
     }
 
-    /// Returns the index, in the guest's table, of the entry that entry `index` of the page stands for.
+    /// Returns the index, in the guest's table, of the guest entry that corresponds to entry `index` of the page.
     pub(crate) fn guest_index(&self, index: usize) -> usize {
         (usize::from(self.quadrant) * ENTRIES + index) / self.entries_per_guest_entry()
     }
 
-    /// Returns the page's entries that stand for entry `guest_index` of the guest's table; none, if that belongs
-    /// to another quadrant.
+    /// Returns the page's entries that correspond to entry `guest_index` of the guest's table; none, if that entry
+    /// belongs to another quadrant.
     pub(crate) fn indexes_of(&self, guest_index: usize) -> core::ops::Range<usize> {
         let per = self.entries_per_guest_entry();
         match (guest_index * per).checked_sub(usize::from(self.quadrant) * ENTRIES) {
@@ -165,8 +166,8 @@ impl Role {
         }
     }
 
-    /// Returns what `entry`, of the guest's table, means for entry `index` of the page. `None`: nothing, or the guest
-    /// has not used it yet. A direct page has no such entries.
+    /// Returns the meaning of `entry`, of the guest's table, for entry `index` of the page. `None`: the entry maps
+    /// nothing, or the guest has not used it yet. A direct page has no such entries.
     pub(crate) fn meaning(&self, index: usize, entry: u64) -> Option<Meaning> {
         let Tables::Of(mode) = self.tables else {
             return None;
@@ -196,8 +197,7 @@ impl Role {
         })
     }
 
-    /// Returns the role of the direct page, one level down, that maps the pieces of a page of the
-    /// guest's with `rights`.
+    /// Returns the role of the direct page, one level down, that maps the pieces of a guest page with `rights`.
     pub(crate) fn pieces(&self, rights: PageRights) -> Role {
         Role {
             rights,
@@ -206,12 +206,12 @@ impl Role {
     }
 }
 
-/// The note of a shadow page about an entry that maps guest memory: frame and rights, as the guest gave them.
+/// A shadow page's note about an entry that maps guest memory: the frame and the rights that the guest granted.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Note(u64);
 
 impl Note {
-    /// The note of an entry that has none.
+    /// The note of an entry without a note.
     pub(crate) const NONE: Note = Note(0);
 
     const RIGHTS: u32 = 3;
@@ -239,18 +239,19 @@ impl Note {
         }
     }
 
-    /// Returns whether a leaf may have the rights of both notes: they are for the same frame, privilege and key.
+    /// Returns whether a leaf may combine the rights of both notes: they are for the same frame, privilege and key.
     pub(crate) fn is_like(self, other: Note) -> bool {
         const GAINED: u64 = 1 | 4;
         (self.0 ^ other.0) & !GAINED == 0
     }
 
-    /// Returns the note of a leaf with the rights of both, which are alike.
+    /// Returns the note of a leaf with the rights of both notes, which must be alike.
     pub(crate) fn with(self, other: Note) -> Note {
         Note(self.0 | other.0)
     }
 
-    /// Returns whether a leaf that was made by this note is one that the guest still grants: `gfn` with `rights`.
+    /// Returns whether the guest still grants the leaf that was made by this note, given that the guest now grants
+    /// `gfn` with `rights`.
     pub(crate) fn is_granted(self, gfn: Gfn, rights: PageRights) -> bool {
         let was = self.rights();
         self.gfn() == gfn
@@ -262,14 +263,14 @@ impl Note {
 }
 
 /// Returns the note of an MMIO entry of format `F`: like [`Note`], but without a key. `None`: the entry has no space
-/// for what the guest says, which is another key than 0, or a frame that no guest table can name.
+/// for the guest's values, which are a key other than 0, or a frame that no guest table can name.
 pub(crate) fn mmio_note<F: Format>(gfn: Gfn, rights: PageRights) -> Option<u64> {
     let frame_bits = F::MMIO_NOTE_BITS.checked_sub(Note::RIGHTS)?;
     let fits = rights.key == 0 && gfn.0 >> frame_bits == 0;
     fits.then(|| gfn.0 << Note::RIGHTS | Note::new(Gfn(0), rights).0)
 }
 
-/// Returns what [`mmio_note`] was made of.
+/// Returns the frame and rights from which [`mmio_note`] was made.
 pub(crate) fn of_mmio_note(note: u64) -> (Gfn, PageRights) {
     let rights = Note(note & ((1 << Note::RIGHTS) - 1)).rights();
     (Gfn(note >> Note::RIGHTS), rights)
@@ -344,7 +345,7 @@ mod tests {
             };
             Note::new(Gfn(0), rights)
         });
-        // All that tables of five levels translate; a guest's tables name frames of 40 bits.
+        // All frames that tables of five levels translate; a guest's tables contain frame numbers of 40 bits.
         let gfn = Gfn(all_gfns::<X86<5>>().end.0 - 3);
         for bits in 0..128u8 {
             let rights = PageRights {

@@ -1,4 +1,4 @@
-//! A fault, step by step: what changes between two of its steps, and what the platform answers.
+//! Tests a fault step by step, with changes between two of its steps, and with each result of the platform.
 
 use alloc::sync::Arc;
 use alloc::vec;
@@ -38,7 +38,7 @@ fn vm<F: Format>(region: &Region) -> Arc<Vm<Heap, F>> {
     vm
 }
 
-/// Has the host name frame n for page n of the guest, mapped at `level`.
+/// Makes the host return frame n for page n of the guest, mapped at `level`.
 fn map_pages(vm: &Vm<Heap, impl Format>, level: Level) {
     *vm.platform.resolve.lock().unwrap() = match level {
         Level::PAGE => |of| Ok(HostPage::new(Pfn(of.gfn.0), Level::PAGE)),
@@ -46,8 +46,8 @@ fn map_pages(vm: &Vm<Heap, impl Format>, level: Level) {
     };
 }
 
-/// Has a CPU write to `GPA`, and calls `meanwhile` after the fault has chosen its leaf. Returns why it installed none,
-/// and what it has counted.
+/// Makes a CPU write to `GPA`, and calls `meanwhile` after the fault has chosen its leaf. Returns why the fault
+/// installed no leaf, and the vCPU's counts.
 fn write_while<F: Format>(
     vm: &Arc<Vm<Heap, F>>,
     attention: u32,
@@ -87,7 +87,7 @@ fn a_write_is_noted_in_the_log_of_its_slot_or_installed_nowhere() {
             id: 0,
             new: Some(new),
         };
-        // The moment at which the new set is published, and the sequence not raised yet.
+        // The moment when the new set is published, and the sequence is not raised yet.
         let (why, did) = write_while(&vm, 0, || {
             change.replace(&mut [edit], &vm.readers).unwrap();
         });
@@ -111,7 +111,7 @@ fn a_fault_waits_for_a_move_only_if_the_log_is_in_the_leaves() {
         vm.set_policy(Setting::parse("dirty_log", method).unwrap());
         vm.set_memory_region(0, &region(LOGGED)).unwrap();
         let moving = vm.in_progress.slot_moves();
-        // A CPU that is wanted elsewhere does not wait on.
+        // A CPU whose attention word requests it stops waiting.
         let (why, did) = write_while(&vm, Attention::FLUSH << 1, || ());
         assert_eq!(matches!(why, Some(Next::Stop(Stop::Retry))), waits);
         assert_eq!((is_mapped(&vm), did.pf_retried), (!waits, u64::from(waits)));
@@ -376,7 +376,7 @@ impl HostWords for Words {
     }
 }
 
-/// The guest's tables, from level 4 to 1. The last one maps the first pages to the frames from `DATA` on.
+/// The guest's tables, from level 4 to level 1. The last table maps the first pages to the frames from `DATA` on.
 const TABLES: [u64; 4] = [16, 17, 18, 19];
 const DIRECTORY: u64 = TABLES[2];
 const TABLE: u64 = TABLES[3];
@@ -407,12 +407,12 @@ impl Guest {
         guest
     }
 
-    /// Writes entry `index` of the table in frame `table`. The MMU is not told.
+    /// Writes entry `index` of the table in frame `table`. Does not report the store to the MMU.
     fn put(&mut self, table: u64, index: u64, frame: u64, flags: u64) {
         self.memory.0[(table * 512 + index) as usize] = frame << 12 | flags;
     }
 
-    /// Accesses page `page` of the guest in the state `paging`. Returns the page, and what the access has counted.
+    /// Accesses page `page` of the guest in the state `paging`. Returns the page, and the counts of the access.
     fn access_in(
         &mut self,
         vcpu: &mut Vcpu<Heap, X86<5>>,
@@ -439,7 +439,7 @@ impl Guest {
         self.access_in(vcpu, &paging(TABLES[0]), page, access)
     }
 
-    /// Accesses page `page`, which gets the guest a page fault. Returns the error code.
+    /// Makes an access to page `page` that causes a page fault of the guest. Returns the error code.
     fn page_fault(&mut self, vcpu: &mut Vcpu<Heap, X86<5>>, page: u64, access: Access) -> u32 {
         loop {
             match vcpu.translate_virtual(page << 12, access, &paging(TABLES[0]), &mut self.memory) {
@@ -480,7 +480,7 @@ fn stores_to_a_table_are_told_of_except_to_one_of_level_1() {
     let mut vcpu = vm.create_vcpu().unwrap();
     let mut vcpu = vcpu.enter(0);
     guest.access(&mut vcpu, 0, Access::Read);
-    // The flags that the MMU sets in the table are no stores of the guest's.
+    // The flags that the MMU sets in the table are not stores of the guest.
     let (found, did) = guest.access(&mut vcpu, 1, Access::Write);
     assert!(found.write);
     assert_eq!(guest.memory.0[(TABLE * 512 + 1) as usize] & 0xfff, USED);
@@ -501,8 +501,7 @@ fn stores_to_a_table_are_told_of_except_to_one_of_level_1() {
     }
 }
 
-/// The entries of the shadow pages are not what the guest's tables say. The fault zaps such an entry, and nothing
-/// beside it.
+/// Entries of the shadow pages differ from the guest's tables. The fault zaps such an entry, and no other entry.
 #[test]
 fn a_fault_replaces_what_the_guests_tables_do_not_say_any_more() {
     const OTHER: u64 = 20;
@@ -519,7 +518,7 @@ fn a_fault_replaces_what_the_guests_tables_do_not_say_any_more() {
     assert_eq!(found.host, Hpa((DATA + 7) << 12));
     assert_eq!((did.pf_fixed, did.pf_spurious), (1, 0));
     assert_eq!((did.zapped, did.mmu_pde_zapped), (1, 0));
-    // The whole table is another one.
+    // The whole table was replaced.
     guest.put(OTHER, 2, DATA + 9, USED);
     guest.put(DIRECTORY, 0, OTHER, USED);
     let (found, did) = guest.access(&mut vcpu, 2, Access::Write);
@@ -537,7 +536,7 @@ fn a_fault_replaces_what_the_guests_tables_do_not_say_any_more() {
     assert_eq!(guest.page_fault(&mut vcpu, 3, Access::Read), 5);
 }
 
-/// The same, for a huge page of the guest's that becomes a table of small ones.
+/// Like the test above, for a huge page of the guest that becomes a table of small pages.
 #[test]
 fn a_fault_splits_no_huge_leaf_that_the_guests_tables_do_not_say_any_more() {
     const OTHER: u64 = 20;
@@ -556,7 +555,7 @@ fn a_fault_splits_no_huge_leaf_that_the_guests_tables_do_not_say_any_more() {
     assert_eq!(guest.page_fault(&mut vcpu, 512 + 1, Access::Read), 4);
 }
 
-/// A root that is to be compared after a flush is found by faults alone. Another CPU has begun to track it, and is in
+/// Only faults find a root that has to be compared after a flush. Another CPU has begun to track the root, and is in
 /// that flush.
 #[test]
 fn the_root_that_a_fault_has_reached_serves_the_next_accesses() {

@@ -1,4 +1,4 @@
-//! Changes of the guest's tables, and how the shadow follows them: stores, INVLPG, flushes.
+//! Updates the shadow pages when the guest changes its tables: after stores, INVLPG and flushes.
 
 use core::ops::Range;
 
@@ -15,9 +15,9 @@ use crate::vcpu::Vcpu;
 use crate::vcpu::translate::Stop;
 
 impl<P: Platform, F: Format> Vcpu<P, F> {
-    /// Call after a store of the guest's to `bytes` bytes at `gpa`, in one page, that a translation called tracked, is
-    /// complete. Zaps what the MMU has made of the old contents. Returns whether all translations that the CPU
-    /// remembers are void now.
+    /// Call after the guest has completed a store to `bytes` bytes at `gpa`, in one page, if the store's translation
+    /// was [`tracked`](crate::Translation::tracked). Zaps what the MMU has made of the old contents. Returns whether
+    /// all translations that the CPU remembers are void now.
     ///
     /// # Panics
     /// If the vCPU was not entered.
@@ -26,7 +26,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.counters().mmu_pte_write.add(1);
         let range = gpa..Gpa(gpa.0 + bytes);
         let missed = self.missed();
-        // The memory may hold a table in each address space.
+        // In each address space, the memory may hold a table.
         for index in 0..self.vm().spaces.len() {
             let tables = self.vm().spaces[index].mmu.get(self.section());
             let is_own = index == self.space_index();
@@ -41,7 +41,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     }
 
     /// Call when the guest executes INVLPG for `gva`, or INVPCID for that address in the current PCID. The caller drops
-    /// what its CPU remembers of the address. Returns whether all other translations that it remembers are void, too.
+    /// the translations of the address that its CPU remembers. Returns whether all its other translations are void,
+    /// too.
     ///
     /// # Panics
     /// If the vCPU was not entered.
@@ -55,8 +56,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     }
 
     /// Compares the guest's tables for `gva` with their shadow pages, if they may differ. Compares all of the guest's
-    /// tables if stores to tables of any level may have gone unnoticed, because the processor drops its cached entries
-    /// of such tables for every address.
+    /// tables if stores to tables of any level may have gone unnoticed: the processor drops its cached entries of
+    /// tables above the last level for every address.
     pub(super) fn follow_address<W: HostWords>(
         &mut self,
         gva: u64,
@@ -80,10 +81,9 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Call when the guest executes an instruction that flushes its TLB: a load of CR3 (unless it keeps the TLB), a
-    /// change of CR0 or CR4 that flushes, INVPCID of more than an address. Compares those of the guest's tables to
-    /// which stores may have gone unnoticed with their shadow pages. The caller drops all translations that its CPU
-    /// remembers.
+    /// Call when the guest executes an instruction that flushes its TLB: a load of CR3 (unless the load keeps the TLB),
+    /// a change of CR0 or CR4 that flushes, or INVPCID of more than an address. Compares with their shadow pages those
+    /// guest tables to which stores may have gone unnoticed. The caller drops all translations that its CPU remembers.
     ///
     /// # Panics
     /// If the vCPU was not entered.
@@ -98,8 +98,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         (self.vm()).distrust_stores_elsewhere(self.space_index(), own)
     }
 
-    /// Compares all unsynced pages with the guest's tables, also if that takes flushes: the caller's CPU
-    /// drops what it remembers.
+    /// Compares all unsynced pages with the guest's tables, even if that takes flushes: the caller's CPU drops all its
+    /// translations.
     fn compare_unsynced<W: HostWords>(&mut self, words: &mut W) {
         let distrusts = self.tables().shadow().map(ShadowMmu::distrusts);
         self.compare_in_parts(words);
@@ -109,7 +109,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     }
 
     fn compare_in_parts<W: HostWords>(&mut self, words: &mut W) {
-        /// How many pages are compared at a time.
+        /// The number of pages that are compared at a time.
         const SOME: usize = 32;
         while self.tables().shadow().is_some_and(|mmu| mmu.has_unsynced()) {
             let mut pages = [None; SOME];
@@ -134,7 +134,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                 return;
             }
             if left {
-                // Other CPUs store to these tables all the time: the rest would not be reached.
+                // Other CPUs store to these tables all the time, so the loop would not reach the remaining pages.
                 for page in pages.into_iter().flatten() {
                     self.forget_table(page.gfn);
                 }
@@ -143,7 +143,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     }
 
     /// Compares the entries `indexes` of the shadow page `page` with the guest's table. Zaps the entries that the
-    /// guest's table does not grant any more, and then returns `None`: to zap them, the vCPU has left its reader
+    /// guest's table does not grant any more. `None`: entries were zapped, for which the vCPU has left its reader
     /// section.
     pub(super) fn sync<W: HostWords>(
         &mut self,
@@ -175,8 +175,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         compared
     }
 
-    /// Reads the guest's entries for those of `page` from index `first` on. Returns the number of changes of
-    /// the table from before.
+    /// Reads the guest's entries for the entries of `page` from index `first` on. Returns the table's number of
+    /// changes, taken before the read.
     fn read_table<W: HostWords>(
         &mut self,
         page: &PageOf,
@@ -187,7 +187,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         let changes = self.tables().shadow()?.changes_of(page.gfn);
         let mut host = self.reach_table(page.gfn.gpa(), Access::Read);
         if host == Err(Stop::Retry) {
-            // A flush went by while the first try made the page accessible.
+            // A flush took place while the first try made the page accessible.
             host = self.reach_table(page.gfn.gpa(), Access::Read);
         }
         let host = host.ok()?.host;

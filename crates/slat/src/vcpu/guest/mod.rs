@@ -1,17 +1,19 @@
-//! Translation of guest-virtual addresses, with the shadow MMU: from the guest's own tables to host pages in one walk.
-//! And that of a nested guest's physical addresses, which the guest's tables translate just so: there a "virtual"
-//! address is one of them.
+//! Translates guest-virtual addresses, with the shadow MMU: from the guest's own tables to host pages in one walk. It
+//! also translates a nested guest's physical addresses, which the guest's tables translate in the same way: in this
+//! module, they count as "virtual" addresses, too.
 //!
-//! 1. The shadow table: no lock, no slot, and no entry of the guest's is read ([`Vcpu::translate_virtual`]).
+//! 1. The shadow table: takes no lock, needs no slot, and reads no entry of the guest ([`Vcpu::translate_virtual`]).
 //! 2. A walk of the guest's tables ([`crate::guest_walk`]), which decides whether the access is allowed, and sets
-//!    flags. The tables are reached by guest-physical addresses, which the MMU translates, too ([`Vcpu::translate`]).
-//! 3. A fault ([`super::fault`]), with the entries of that walk as its
-//!    [`Trail`](crate::shadow::trail::Trail) ([`walk`]).
+//!    flags. The walk reaches the tables by guest-physical addresses, which the MMU translates, too
+//!    ([`Vcpu::translate`]).
+//! 3. A fault ([`super::fault`]), whose [`Trail`](crate::shadow::trail::Trail) consists of the guest's entries on that
+//!    walk ([`walk`]).
 //!
-//! A shadow leaf cannot grant all that the guest's tables do: a supervisor that ignores the missing right to write
-//! (CR0.WP clear) gets its translation from steps 2 and 1 of the physical address, and no shadow leaf.
+//! A shadow leaf cannot grant everything that the guest's tables grant. A supervisor with CR0.WP clear ignores the
+//! missing right to write. It gets its translation without a shadow leaf: by a walk of the guest's tables (step 2), and
+//! the translation of the physical address.
 //!
-//! What the guest does to its tables is followed in [`follow`].
+//! [`follow`] updates the shadow when the guest changes its tables.
 
 mod follow;
 mod roots;
@@ -42,7 +44,7 @@ pub trait HostWords {
     /// Reads the entry of `size` (4 or 8) bytes at `host`, a multiple of `size`, atomically.
     ///
     /// # Errors
-    /// The implementor's; the translation ends with it.
+    /// The implementor's error; it ends the translation.
     fn read(&mut self, host: Hpa, size: usize) -> Result<u64, Self::Error>;
 
     /// Atomically replaces the entry of `size` bytes at `host` by `new` if it still is `old`. Returns whether it did.
@@ -58,12 +60,12 @@ pub trait HostWords {
     ) -> Result<bool, Self::Error>;
 }
 
-/// A page of guest-virtual memory, as it is accessed with the privilege of the translation.
+/// A page of guest-virtual memory, for accesses with the privilege of the translation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VirtualPage {
     /// The first byte of the 4 KiB host page.
     pub host: Hpa,
-    /// The size of the guest's page that contains it is at most 2^`bits` bytes: INVLPG drops all of that.
+    /// The size of the guest's page that contains the host page is at most 2^`bits` bytes: INVLPG drops all of these.
     pub bits: u32,
     /// Further reads need no new translation.
     pub read: bool,
@@ -71,8 +73,8 @@ pub struct VirtualPage {
     pub write: bool,
     /// Further fetches need no new translation.
     pub execute: bool,
-    /// For a write: the page's guest-physical address, if the page holds one of the guest's tables. After the store
-    /// call [`Vcpu::stored`].
+    /// For a write: the page's guest-physical address, if the page contains one of the guest's tables. If so, call
+    /// [`Vcpu::stored`] after the store.
     pub tracked: Option<Gpa>,
 }
 
@@ -84,7 +86,7 @@ pub enum VirtualStop<E> {
         /// The error code.
         code: u32,
     },
-    /// The access stops as one to a guest-physical address does.
+    /// The access stops like an access to a guest-physical address.
     Stop(Stop),
     /// The guest's tables could not be accessed.
     Memory(E),
@@ -135,7 +137,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.translate_by_guest(gva, access, paging, words)
     }
 
-    /// Does what [`Vcpu::translate_virtual`] does if the shadow table did not suffice.
+    /// Continues [`Vcpu::translate_virtual`] if the shadow table did not suffice.
     #[cold]
     fn translate_by_guest<W: HostWords>(
         &mut self,
@@ -163,7 +165,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         )
     }
 
-    /// Returns what the shadow table says of an access to `gva`. `None`: it does not allow the access.
+    /// Returns the page by the shadow table for an access to `gva`. `None`: the shadow table does not allow the access.
     fn translate_shadowed(
         &mut self,
         gva: u64,
@@ -230,7 +232,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Returns log2 of the size of the guest's page that the leaf `found` maps, or a larger number.
+    /// Returns log2 of the size of the guest's page that the leaf `found` maps, or an upper bound of it.
     fn guest_bits(&self, found: &Found<'_>, paging: &GuestPaging) -> u32 {
         match found.level {
             Level::PAGE if !self.maps_parts(found.table) => 12,

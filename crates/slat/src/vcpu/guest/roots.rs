@@ -1,4 +1,4 @@
-//! Where the walks of guest-virtual addresses begin, with the shadow MMU.
+//! The roots at which walks of guest-virtual addresses begin, with the shadow MMU.
 
 use crate::format::Format;
 use crate::guest_walk::{GuestPaging, Mode};
@@ -9,14 +9,14 @@ use crate::shadow::trail::Role;
 use crate::table::Root;
 use crate::vcpu::Vcpu;
 
-/// The roots of the tables for the guest's address space that was used last.
+/// The roots of the shadow tables for the guest address space that was used last.
 #[derive(Default)]
 pub(in crate::vcpu) struct Roots {
-    /// The state of the guest on which the roots depend.
+    /// The guest state on which the roots depend.
     of: Option<RootsOf>,
     /// The roots, by number ([`Role::root_number`]).
     roots: [Option<Root>; 4],
-    /// [`ShadowMmu::roots_zapped`](crate::shadow::ShadowMmu) when they were found.
+    /// The value of [`ShadowMmu::roots_zapped`](crate::shadow::ShadowMmu) when the roots were found.
     zapped: u64,
 }
 
@@ -55,16 +55,16 @@ impl Roots {
         tables.shadow().map(ShadowMmu::roots_zapped) == Some(self.zapped)
     }
 
-    /// Notes that walks with root `number` begin with `root`, which a fault has reached. [`Vcpu::guest_root`] finds no
-    /// root that is to be compared after a flush: without this note, a hardware CPU would ask for its root and fault,
-    /// in turns, until the guest flushes.
+    /// Sets `root`, which a fault has reached, as the root of walks with number `number`. [`Vcpu::guest_root`] does
+    /// not find a root that has to be compared after a flush. Without this call, a hardware CPU would alternately ask
+    /// for its root and fault, until the guest flushes.
     pub(in crate::vcpu) fn begin_with(&mut self, number: usize, root: Root) {
         self.roots[number] = Some(root);
     }
 }
 
 impl<P: Platform, F: Format> Vcpu<P, F> {
-    /// Returns the root for `gva`. `None`: there is no shadow page for the guest's table yet.
+    /// Returns the root for `gva`. `None`: the guest's table has no shadow page yet.
     pub(in crate::vcpu) fn guest_root(&mut self, gva: u64, paging: &GuestPaging) -> Option<Root> {
         let mmu = self.tables().shadow();
         let zapped = mmu

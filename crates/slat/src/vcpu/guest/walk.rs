@@ -1,4 +1,4 @@
-//! Faults at guest-virtual addresses: a walk of the guest's tables says what to install.
+//! Faults at guest-virtual addresses: a walk of the guest's tables decides what to install.
 
 use super::{HostWords, VirtualPage, VirtualStop};
 use crate::addr::{Access, Gfn, Gpa, Hpa, Level, PAGE_SIZE, PageIndex};
@@ -14,7 +14,7 @@ use crate::vcpu::Vcpu;
 use crate::vcpu::fault::{Fault, Next};
 use crate::vcpu::translate::{Stop, Translation, translation};
 
-/// An access to a guest-virtual address, with what the guest's tables say of it.
+/// An access to a guest-virtual address, with the result of the walk of the guest's tables.
 pub(super) struct VirtualAccess<'w, W> {
     pub(super) gva: u64,
     pub(super) access: Access,
@@ -23,11 +23,11 @@ pub(super) struct VirtualAccess<'w, W> {
 }
 
 impl<P: Platform, F: Format> Vcpu<P, F> {
-    /// Brings the shadow table to where it allows the access, and returns the page. Each attempt walks the guest's
-    /// tables, unless the last one had only to compare a shadow page with a table that it has read.
+    /// Makes the shadow table allow the access, and returns the page. Each attempt walks the guest's tables, unless
+    /// the attempt before only had to compare a shadow page with a table that it has read.
     ///
     /// # Errors
-    /// [`VirtualStop`]. It is [`Stop::Retry`] if a flush went by meanwhile, whatever else was found out.
+    /// [`VirtualStop`]. Returns [`Stop::Retry`] if a flush took place meanwhile, whatever else was found.
     pub(super) fn virtual_fault<W: HostWords>(
         &mut self,
         mut access: VirtualAccess<'_, W>,
@@ -70,8 +70,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         })
     }
 
-    /// Compares the page of `level` on the trail with the guest's table ([`Next::Compare`]). Returns whether what the
-    /// trail says of the other tables is still good.
+    /// Compares the page of `level` on the trail with the guest's table ([`Next::Compare`]). Returns whether the
+    /// trail's facts about the other tables are still valid.
     fn compare<W: HostWords>(&mut self, trail: &mut Trail, level: Level, words: &mut W) -> bool {
         let mmu = self.tables().shadow();
         let Some(page) = mmu.and_then(|mmu| mmu.page_on(trail, level)) else {
@@ -86,8 +86,8 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
 }
 
 impl<W: HostWords> VirtualAccess<'_, W> {
-    /// Walks the guest's tables. Returns the page, and how a shadow leaf for it is reached; `None`: no shadow leaf can
-    /// map the page with the guest's rights.
+    /// Walks the guest's tables. Returns the page, and the trail to a shadow leaf for it. If the trail is `None`, no
+    /// shadow leaf can map the page with the guest's rights.
     ///
     /// # Errors
     /// [`VirtualStop`].
@@ -111,7 +111,8 @@ impl<W: HostWords> VirtualAccess<'_, W> {
             Err(WalkError::Memory(stop)) => return Err(stop),
             Err(WalkError::PageFault { code }) => {
                 vcpu.counters().pf_guest.add(1);
-                // SDM 3A, "Operations that Invalidate TLBs and Paging-Structure Caches": a page fault does, too.
+                // SDM 3A, "Operations that Invalidate TLBs and Paging-Structure Caches": a page fault invalidates
+                // them, too.
                 vcpu.follow_address(gva, paging, self.words);
                 return Err(VirtualStop::PageFault { code });
             }
@@ -123,7 +124,7 @@ impl<W: HostWords> VirtualAccess<'_, W> {
         Ok((page, trail.filter(is_enough)))
     }
 
-    /// Translates `page`, for which there can be no shadow leaf, by its guest-physical address.
+    /// Translates `page`, which cannot have a shadow leaf, by its guest-physical address.
     ///
     /// # Errors
     /// [`Stop`].
@@ -144,7 +145,7 @@ impl<W: HostWords> VirtualAccess<'_, W> {
         })
     }
 
-    /// Returns what the access gets: `page`, reached by `trail`, which is translated to `found`.
+    /// Returns the result of the access: `page`, reached by `trail` and translated to `found`.
     fn page(&self, page: &GuestPage, trail: &Trail, found: Translation) -> VirtualPage {
         let granted = PageRights {
             write: found.write,
@@ -163,14 +164,14 @@ impl<W: HostWords> VirtualAccess<'_, W> {
     }
 }
 
-/// The guest's table in which flags were set last, in a slot without a log: further flags need no translation. It is
-/// one of those that [`Vcpu::translate`] returns, and void when they are.
+/// The guest's table in which flags were set last, in a slot without a log. More flags in it need no other
+/// translation. The table's translation comes from [`Vcpu::translate`], and becomes void like the others.
 #[derive(Clone, Copy)]
 pub(in crate::vcpu) struct FlagsIn {
     gfn: Gfn,
     /// The table's host page.
     host: Hpa,
-    /// Of the slots. A log that begins does not flush a page that was not writable.
+    /// The generation of the slots. A log that begins does not flush a page that was not writable.
     generation: u64,
 }
 
@@ -209,12 +210,13 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             words,
             seen: Seen::default(),
         };
-        // However the walk ends.
+        // The result of the walk does not matter.
         let _ = walk_with_path(&mut tables, paging, gva, access);
         tables.seen.has(gfn)
     }
 
-    /// Translates a guest-physical address for an access to the guest's tables, which is no fault of the guest's.
+    /// Translates a guest-physical address for an access to the guest's tables. Does not count as a fault of the
+    /// guest.
     pub(in crate::vcpu) fn reach_table(
         &mut self,
         gpa: Gpa,
@@ -226,7 +228,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Like [`Self::reach_table`], but does not wait: finds the page if it is mapped.
+    /// Like [`Self::reach_table`], but does not wait: finds the page only if it is mapped.
     pub(in crate::vcpu) fn reach_mapped_table(
         &mut self,
         gpa: Gpa,
@@ -244,7 +246,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     }
 }
 
-/// The guest's tables, for a walk.
+/// The guest's tables, as a walk reads them.
 struct Tables<'v, P: Platform, F: Format, W> {
     vcpu: &'v mut Vcpu<P, F>,
     words: &'v mut W,

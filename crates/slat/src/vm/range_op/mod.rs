@@ -1,6 +1,6 @@
-//! What every operation on a range of guest frames has in common: steps, each in a reader section of its own; the
-//! ticket for its flush ([`crate::table::Flushes`]); the flush; and the tables to free after it. What an
-//! operation does at entries is in [`ops`].
+//! The parts that every operation on a range of guest frames has: steps, each in a reader section of its own; the
+//! ticket for its flush ([`crate::table::Flushes`]); the flush; and the tables to free after the flush. [`ops`] has the
+//! changes that an operation makes to entries.
 
 mod ops;
 
@@ -25,7 +25,7 @@ use crate::trace::Event;
 
 pub(crate) use ops::{Collapsing, Step};
 
-/// A range operation. Say which frames it covers ([`covers`](Self::covers)), walk in steps, then
+/// A range operation. Name the frames that it covers ([`covers`](Self::covers)), walk in steps, then call
 /// [`finish`](Self::finish).
 #[must_use = "call `finish`, which flushes"]
 pub(crate) struct RangeOp<'a, P: Platform, F: Format> {
@@ -36,17 +36,17 @@ pub(crate) struct RangeOp<'a, P: Platform, F: Format> {
     unflushed: Unflushed,
 }
 
-/// What an operation has zapped and changed, and not flushed yet.
+/// The changes of an operation that are not flushed yet.
 pub(crate) struct Unflushed {
     /// The number of leaves zapped one by one, by level.
     pub(crate) zapped: LeafCounts,
-    /// Tables that were detached as a whole. Their leaves are counted when they are freed.
+    /// Tables that were detached as a whole. Their leaves are counted when the tables are freed.
     pub(crate) detached: Detached,
-    /// The number of leaves, by level, that lost a right or a dirty bit that a TLB may still hold.
+    /// The number of leaves, by level, that have lost a right or a dirty bit that a TLB may still cache.
     pub(crate) changed: LeafCounts,
-    /// The number of entries that refer to a table and were write-protected.
+    /// The number of write-protected entries that refer to a table.
     protected: u64,
-    /// The number of tables replaced by a leaf, by its level.
+    /// The number of tables replaced by a leaf, by the level of the leaf.
     collapsed: LeafCounts,
 }
 
@@ -67,7 +67,7 @@ impl Unflushed {
         leaves && self.protected == 0 && self.detached.is_empty()
     }
 
-    /// Returns what of this walkers may have cached.
+    /// Returns which of these changes walkers may have cached.
     fn stale<F: Format>(&self) -> Stale {
         let has_leaves = |level: &Level| {
             let index = level.0 as usize - 1;
@@ -105,7 +105,8 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         op
     }
 
-    /// Adds `gfns` to the frames that the operation covers, and so flushes. Call before it reads an entry there.
+    /// Adds `gfns` to the frames that the operation covers and will flush. Call before the operation reads an entry
+    /// there.
     pub(super) fn covers(&self, gfns: &Range<Gfn>) {
         let gfns = gfns.start..gfns.end.min(all_gfns::<F>().end);
         if !gfns.is_empty() {
@@ -122,15 +123,15 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         self.section.counters()
     }
 
-    /// Begins a step. Returns it with the number of entries that it may still read in its reader section.
+    /// Begins a step. Returns the step, and the number of entries that it may still read in its reader section.
     fn step(&mut self) -> (Step<'_, Mmu<P, F>>, &mut u32) {
         let (section, budget) = self.section.inside_with_budget();
         let step = Step::new(&self.space.mmu, &mut self.unflushed, section);
         (step, budget)
     }
 
-    /// Ends the reader section and begins the next, so that flushes that wait for the first can go on. Flushes nothing
-    /// itself.
+    /// Ends the reader section and begins the next, so that flushes that wait for the end of the first can continue.
+    /// Itself flushes nothing.
     pub(super) fn pass(&mut self) {
         self.vm.platform.trace(Event::Yield);
         self.section.outside(|_| ());
@@ -141,15 +142,15 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         self.section.outside(|_| meanwhile())
     }
 
-    /// Counts a read of something other than a page-table entry, like a word of a bitmap. Returns whether more may be
-    /// read in this reader section.
+    /// Counts a read of something other than a page-table entry, like a word of a bitmap. Returns whether this reader
+    /// section may read more.
     pub(super) fn look(&mut self) -> bool {
         let (_, budget) = self.section.inside_with_budget();
         *budget = budget.saturating_sub(1);
         *budget > 0
     }
 
-    /// Continues `walk`, by `step`, until it is done, with a reader section for each step.
+    /// Continues `walk`, by `step`, until the walk is done, with a reader section for each step.
     pub(crate) fn walk(
         &mut self,
         walk: &mut Walk,
@@ -164,7 +165,7 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         }
     }
 
-    /// Continues `walk`, by `work`, as far as this reader section may.
+    /// Continues `walk`, by `work`, as far as the budget of this reader section allows.
     pub(super) fn once(
         &mut self,
         walk: &mut Walk,
@@ -174,8 +175,8 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         walk.with_budget(budget, |walk| work(&mut step, walk));
     }
 
-    /// Calls `work` for each slot with frames in `range`, with a walk over those frames, until that is done, with a
-    /// reader section for each step. Each step uses the slots as they are then.
+    /// Calls `work`, with a walk over the slot's frames in `range`, for each slot with such frames, until the walk is
+    /// done. Each step has a reader section, and uses the slots that are published then.
     pub(super) fn walk_slots(
         &mut self,
         range: &Range<Gfn>,
@@ -206,15 +207,15 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         }
     }
 
-    /// Like [`Self::walk_slots`], but for each slot that a part of `hvas` backs, with the place of that backing. Calls
-    /// `found` whenever a step finds such a slot, before `work`.
+    /// Like [`Self::walk_slots`], but visits each slot that a part of `hvas` backs, with the place of that backing.
+    /// Calls `found` whenever a step finds such a slot, before `work`.
     pub(super) fn walk_backed_by(
         &mut self,
         hvas: &Range<Hva>,
         mut found: impl FnMut(),
         mut work: impl FnMut(&mut Step<'_, Mmu<P, F>>, &Memslot, Place, &mut Walk),
     ) {
-        // Where the next step begins: at a slot (by its place in the order of backing), and a page of it.
+        // The next step begins at this slot (given by its place in the order of backing), and at this page of the slot.
         let mut at = Some((Place::FIRST, 0));
         while let Some((place, page)) = at.take() {
             let ticket = &self.ticket;
@@ -244,10 +245,10 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         }
     }
 
-    /// Allocates, for installs of `tables` tables, what [`Mmu::prepare`] says.
+    /// Allocates the memory that [`Mmu::prepare`] allocates for installs of `tables` tables.
     ///
     /// # Errors
-    /// As [`Mmu::prepare`].
+    /// Those of [`Mmu::prepare`].
     pub(super) fn prepare(
         &mut self,
         frames: &mut FrameCache,
@@ -268,8 +269,8 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         mmu.mappable_level(gfn, level) == level
     }
 
-    /// Runs `work` as one step, in a new reader section: threads that waited for the end of the last one have passed.
-    /// Gives it the slots and the MMU.
+    /// Runs `work` as one step, in a new reader section, with the slots and the MMU. Threads that waited for the end of
+    /// the last section can continue before.
     pub(super) fn alone<R>(
         &mut self,
         work: impl FnOnce(&mut Step<'_, Mmu<P, F>>, &SlotSet, &Mmu<P, F>) -> R,
@@ -284,7 +285,7 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         )
     }
 
-    /// Zaps the oldest shadow page. Returns whether there is one.
+    /// Zaps the oldest shadow page. Returns whether there was a shadow page.
     pub(super) fn zap_oldest(&mut self) -> bool {
         self.alone(|step, slots, _| step.zap_oldest(slots))
     }
@@ -294,9 +295,9 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         self.walk_slots(range, |step, slot, walk| step.zap(slot, walk));
     }
 
-    /// Call before `slot` moves, while no fault installs leaves of it ([`InProgress::slot_moves`]). If its log, which
-    /// moves with it, consists of its leaves' dirty bits, zaps the leaves and notes the bits: after the move they
-    /// would count for other pages. Returns whether it did.
+    /// Call before `slot` moves, while no fault installs its leaves ([`InProgress::slot_moves`]). If the slot's log,
+    /// which moves with the slot, consists of the leaves' dirty bits, zaps the leaves and notes the bits: after the
+    /// move they would count for other pages. Returns whether it did.
     ///
     /// [`InProgress::slot_moves`]: super::InProgress::slot_moves
     pub(super) fn zap_noted(&mut self, slot: &Memslot) -> bool {
@@ -314,7 +315,7 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
             .outside(|_| vm.readers.synchronize(vm.reader_wait()));
     }
 
-    /// Zaps the leaves in `gfns` without noting dirty bits.
+    /// Zaps the leaves in `gfns` without noting their dirty bits.
     pub(super) fn zap_unnoted(&mut self, gfns: &Range<Gfn>) {
         self.covers(gfns);
         self.walk(&mut Walk::new(gfns.clone()), |step, walk| {
@@ -322,7 +323,8 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         });
     }
 
-    /// Zaps the leaves in `gfns`, which `slot` holds. If its log consists of their dirty bits, notes these there.
+    /// Zaps the leaves in `gfns`, which are frames of `slot`. If the slot's log consists of the leaves' dirty bits,
+    /// notes these bits in the log.
     pub(super) fn zap_part(&mut self, slot: &Memslot, gfns: &Range<Gfn>) {
         self.covers(gfns);
         self.walk(&mut Walk::new(gfns.clone()), |step, walk| {
@@ -343,8 +345,8 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         });
     }
 
-    /// Splits huge leaves for which `wanted` is true, with tables from `frames`: continues `walk` for one step, or
-    /// until there are no frames left. `broken` has space for as many leaves; it is empty before and after.
+    /// Splits huge leaves for which `wanted` is true, with tables from `frames`. Continues `walk` for one step, or
+    /// until no frames are left. `broken` has capacity for as many leaves; it is empty before and after.
     pub(super) fn split_some(
         &mut self,
         walk: &mut Walk,
@@ -370,16 +372,17 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         broken.clear();
     }
 
-    /// Installs the leaves that a walk broke in the place of tables (`broken`, in the order of gfn), after a flush.
+    /// Installs the leaves that a walk has broken in order to replace tables by them (`broken`, in the order of gfn),
+    /// after a flush.
     pub(super) fn restore(&mut self, broken: &[(Gfn, Level)]) {
         self.mend_all(broken, true, |op, gfn, level, flushed| {
             op.step().0.restore(gfn, level, flushed)
         });
     }
 
-    /// Flushes what was broken, in the order of gfn, and calls `mend` for each, with the flush; again after another
-    /// flush if it returns `false`. `tables`: tables were detached there. Does not complete the operation's ticket:
-    /// what it has zapped is flushed later.
+    /// Flushes the broken leaves, given in the order of gfn, and calls `mend` for each with the flush. If `mend`
+    /// returns `false`, calls it again after another flush. `tables`: whether tables were detached there. Does not
+    /// complete the operation's ticket: the frames that the operation has zapped are flushed later.
     fn mend_all(
         &mut self,
         broken: &[(Gfn, Level)],
@@ -403,8 +406,8 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         }
     }
 
-    /// Flushes the frames that the operation covers, if a flush of them is needed. Then the operation goes on, in
-    /// another reader section.
+    /// Flushes the frames that the operation covers, if they need a flush. Then the operation continues in another
+    /// reader section.
     pub(super) fn flush(&mut self) {
         let unflushed = replace(&mut self.unflushed, Unflushed::none());
         let (vm, ticket) = (self.vm, &self.ticket);
@@ -415,8 +418,8 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         });
     }
 
-    /// Ends the operation. When it returns, no CPU uses a translation of its frames that any thread zapped before
-    /// the call. Returns its flush; that of no frames if none was needed.
+    /// Ends the operation. When it returns, no CPU uses a translation of its frames that any thread zapped before the
+    /// call. Returns the flush, which covers no frames if no flush was needed.
     pub(crate) fn finish(self) -> Flushed {
         let ended = self.section.end();
         let counters = ended.counters();
@@ -427,8 +430,8 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
     }
 }
 
-/// Allocates space for the leaves that a split breaks: for as many as a path has frames, if the format asks for
-/// break-before-make.
+/// If the format requires break-before-make, allocates space for the leaves that a split breaks, for as many as a path
+/// has frames.
 ///
 /// # Errors
 /// [`OutOfMemory`].
@@ -441,7 +444,7 @@ pub(super) fn space_for_broken<F: Format>() -> Result<Vec<(Gfn, Level)>, OutOfMe
     Ok(leaves)
 }
 
-/// Runs `then` on a path that takes tables from `frames`, and counts what it has split in `counters`.
+/// Runs `then` on a path that takes tables from `frames`. Adds the numbers of split leaves to `counters`.
 #[inline]
 fn with_path<R>(
     frames: &mut FrameCache,
@@ -456,21 +459,21 @@ fn with_path<R>(
 
 impl<P: Platform, F: Format> Vm<P, F> {
     /// Flushes `gfns`. When this returns, no CPU uses a translation of them that any thread zapped before the call, and
-    /// no reader can reach a table that was detached before. `stale` says what that may be. The caller is outside
-    /// every reader section.
+    /// no reader can reach a table that was detached before. `stale` says what CPUs may have cached. The caller is
+    /// outside every reader section.
     pub(crate) fn flush(&self, gfns: Range<Gfn>, stale: Stale, counters: &Counters) -> Flushed {
         let number = match F::BREAK_BEFORE_MAKE || self.shadows_nested() {
             true => self.flushes.begin(),
             false => 0,
         };
-        // The TLB of a CPU that walks a shadow table knows no guest frames.
+        // A CPU that walks a shadow table caches no guest frames in its TLB.
         let gfns = match self.shadows_nested() && self.budget.was_used() {
             true => all_gfns::<F>(),
             false => gfns,
         };
         self.platform.trace(Event::FlushBegin(gfns.clone()));
-        // Readers first: after that no fault in progress can still add a leaf to a detached table. Then the hardware,
-        // which drops what it has cached of them.
+        // Wait for the readers first: then no fault in progress can add a leaf to a detached table. Then flush the
+        // hardware, which drops cached leaves of the detached tables.
         self.readers.synchronize(self.reader_wait());
         held::assert_none("to flush");
         self.platform.flush(self.id, gfns.clone(), stale);
@@ -479,8 +482,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
         Flushes::done(gfns, number)
     }
 
-    /// Flushes the frames that `ticket` covers, if its operation has changed something (`unflushed`) or another one
-    /// needs a flush of them. Returns the flush, if there was one. The caller is outside every reader section.
+    /// Flushes the frames that `ticket` covers, if its operation has changed something (`unflushed`) or another
+    /// operation needs a flush of them. Returns the flush, if there was one. The caller is outside every reader
+    /// section.
     fn flush_if_needed(
         &self,
         ticket: &FlushTicket<'_>,
@@ -532,8 +536,8 @@ mod tests {
     use alloc::sync::Arc;
     use std::sync::mpsc;
 
-    /// A thread that changes an entry while another one flushes has to flush itself: a walker may read the entry after
-    /// it was flushed, and before it is changed.
+    /// A thread that changes an entry while another thread flushes has to flush itself: a walker may read the entry
+    /// after the other thread's flush and before the change.
     #[test]
     fn a_flush_covers_nothing_that_changes_while_it_waits() {
         let heap = Arc::new(Heap::default());

@@ -1,4 +1,5 @@
-//! What range operations do at entries. Each method continues a walk ([`ByGfn::walk`]) as far as its budget allows.
+//! The changes that range operations make to entries. Each method continues a walk ([`ByGfn::walk`]) as far as its
+//! budget allows.
 
 use crate::sync::atomic::{AtomicU64, Ordering::*, overwrite};
 use alloc::vec::Vec;
@@ -15,7 +16,7 @@ use crate::table::{
 };
 use crate::vm::LogKind;
 
-/// A step of a range operation on the MMU `M`: what it does in one reader section.
+/// A step of a range operation on the MMU `M`: the part of the operation in one reader section.
 pub(crate) struct Step<'s, M> {
     mmu: &'s M,
     unflushed: &'s mut Unflushed,
@@ -40,12 +41,12 @@ impl<'s, M: ByGfn> Step<'s, M> {
         self.section
     }
 
-    /// Calls `visit` for the entries that `show` selects. Changes nothing itself.
+    /// Calls `visit` for the entries that `show` selects. Itself changes nothing.
     pub(crate) fn walk(&self, walk: &mut Walk, show: Show, visit: &mut impl Visit) {
         self.mmu.walk(walk, show, visit);
     }
 
-    /// Call after leaves, of which `leaves` says how many by level, have lost a right: the operation flushes.
+    /// Call after removing a right from leaves, counted in `leaves` by level: the operation will flush.
     pub(in crate::vm) fn changed(&mut self, leaves: &LeafCounts) {
         let changed = self.unflushed.changed.iter_mut();
         changed.zip(leaves).for_each(|(sum, n)| *sum += n);
@@ -59,9 +60,9 @@ impl<'s, M: ByGfn> Step<'s, M> {
         }
     }
 
-    /// Zaps the leaves of `slot` for which `wanted` is true. If its log consists of the leaves' dirty bits, moves
-    /// them to its bitmap, under the lock of their table. Detaches no tables: a walker that has reached one could
-    /// still set such a bit in it.
+    /// Zaps the leaves of `slot` for which `wanted` is true. If the slot's log consists of the leaves' dirty bits,
+    /// moves these bits to its bitmap, under the lock of the leaves' table. Detaches no tables: a walker that has
+    /// reached a detached table could still set a dirty bit in it.
     pub(super) fn zap_some(
         &mut self,
         slot: &Memslot,
@@ -82,8 +83,8 @@ impl<'s, M: ByGfn> Step<'s, M> {
         });
     }
 
-    /// Zaps all leaves of the range; detaches the tables that cover only frames of it. A huge leaf that reaches out of
-    /// the range is zapped as a whole: its other pages fault again.
+    /// Zaps all leaves of the range; detaches the tables that cover only frames of the range. Zaps a huge leaf as a
+    /// whole even if it reaches beyond the range: its other pages fault again.
     pub(crate) fn zap_unnoted(&mut self, walk: &mut Walk) {
         let show = Show {
             tables: true,
@@ -107,8 +108,8 @@ impl<'s, M: ByGfn> Step<'s, M> {
         });
     }
 
-    /// Zaps the oldest shadow page, and notes the dirty bits of its leaves as [`Self::zap`] does. Returns whether there
-    /// is one.
+    /// Zaps the oldest shadow page, and notes the dirty bits of its leaves like [`Self::zap`]. Returns whether there
+    /// was a shadow page.
     pub(crate) fn zap_oldest(&mut self, slots: &SlotSet) -> bool {
         let mmu = self.mmu;
         self.noting(slots, |unflushed, noted| {
@@ -116,8 +117,8 @@ impl<'s, M: ByGfn> Step<'s, M> {
         })
     }
 
-    /// Runs `zap`, and passes it a function to call for each leaf that it zaps: with the leaf's gfn, level and bits. If
-    /// the leaf was dirty, the function marks its pages in the dirty log of their slot, as [`Self::zap`] does.
+    /// Runs `zap`, and passes it a function to call for each zapped leaf, with the leaf's gfn, level and bits. If the
+    /// leaf was dirty, the function marks the leaf's pages in the dirty log of their slot, like [`Self::zap`].
     pub(in crate::vm) fn noting<R>(
         &mut self,
         slots: &SlotSet,
@@ -133,7 +134,7 @@ impl<'s, M: ByGfn> Step<'s, M> {
         })
     }
 
-    /// Clears all MMIO entries of the range. Needs no flush: no TLB caches one.
+    /// Clears all MMIO entries of the range. Needs no flush: no TLB caches an MMIO entry.
     pub(crate) fn zap_mmio(&mut self, walk: &mut Walk) {
         let show = Show {
             mmio: true,
@@ -147,18 +148,18 @@ impl<'s, M: ByGfn> Step<'s, M> {
         });
     }
 
-    /// Calls `visit` for the entries that refer to a table, could be a leaf instead, and cover only frames of the
-    /// range, each with the frame of the table.
+    /// Calls `visit` for each entry that refers to a table, is at a level that has leaves, and covers only frames of
+    /// the range. Passes the frame of the table, too.
     pub(crate) fn visit_tables(&self, walk: &mut Walk, visit: impl FnMut(&At<'_>, Pfn) -> Next) {
         visit_tables(self.mmu, walk, visit);
     }
 
-    /// Does with each table that [`Self::visit_tables`] visits what `wanted` says of its first frame and the level of
-    /// its entry, and of whether it exists because of NX. Leaves broken by break-before-make are given to `broken`: the
-    /// caller flushes and restores each ([`ByGfn::restore`]).
+    /// Treats each table that [`Self::visit_tables`] visits as `wanted` says. `wanted` gets the table's first frame,
+    /// the level of its entry, and whether the table exists because of NX. Leaves broken by break-before-make are
+    /// passed to `broken`: the caller flushes and restores each ([`ByGfn::restore`]).
     ///
-    /// `wanted` is called under the lock of the table that contains the entry, so what it finds is current when the
-    /// leaf is installed, as for the install of a fault.
+    /// `wanted` is called under the lock of the table that contains the entry. So what `wanted` finds is current when
+    /// the leaf is installed, as in a fault.
     pub(crate) fn collapse(
         &mut self,
         walk: &mut Walk,
@@ -189,7 +190,7 @@ impl<'s, M: ByGfn> Step<'s, M> {
     }
 
     /// Detaches the tables that [`Self::visit_tables`] visits, that exist because of NX, and for which `wanted` is
-    /// true. The next fault installs a leaf of the largest level that fits then.
+    /// true. The next fault then installs a leaf of the largest level that fits.
     pub(crate) fn zap_nx_tables(
         &mut self,
         walk: &mut Walk,
@@ -205,8 +206,8 @@ impl<'s, M: ByGfn> Step<'s, M> {
         });
     }
 
-    /// Makes the log of `slot` note the next write to the pages for which `is_named` is true: write-protects them, or
-    /// clears their dirty bits, as the kind of the log demands.
+    /// Makes the log of `slot` note the next write to the pages for which `is_named` is true: write-protects the pages,
+    /// or clears their dirty bits, depending on the kind of the log.
     pub(crate) fn protect(
         &mut self,
         slot: &Memslot,
@@ -217,7 +218,7 @@ impl<'s, M: ByGfn> Step<'s, M> {
         match slot.log() {
             Some(log) if log.kind() == LogKind::Buffers => self.protect_buffered(walk, named),
             Some(log) if !log.kind().protects() => {
-                // The dirty bit of a huge leaf is also that of its other pages: these are marked.
+                // The dirty bit of a huge leaf is also that of the leaf's pages outside the range: mark these.
                 let range = walk.range();
                 let note = |gfn: Gfn, level| {
                     let cleared = |gfn| range.contains(&gfn) && is_named(gfn);
@@ -231,9 +232,9 @@ impl<'s, M: ByGfn> Step<'s, M> {
         }
     }
 
-    /// Does what [`Self::protect`] does, for all pages in the range. Where the log works by write protection and
-    /// walkers [obey it](ByGfn::protects_tables), protects the highest entries that cover only frames of the range,
-    /// and nothing below them.
+    /// Like [`Self::protect`], but for all pages in the range. If the log works by write protection and walkers [obey
+    /// it](ByGfn::protects_tables), protects the highest entries that cover only frames of the range, and nothing below
+    /// these entries.
     pub(crate) fn protect_from_above(&mut self, slot: &Memslot, walk: &mut Walk) {
         let by_dirty_bit = slot.log().is_some_and(|log| !log.kind().protects());
         if by_dirty_bit || !self.mmu.protects_tables() {
@@ -258,15 +259,15 @@ impl<'s, M: ByGfn> Step<'s, M> {
         self.mmu.walk(walk, Show::ENTERED, &mut protect);
     }
 
-    /// Write-protects every leaf of the range for which `wanted` is true, and sets its `may_write`. Passes over what is
-    /// [protected from above](Self::protect_from_above).
+    /// Write-protects every leaf of the range for which `wanted` is true, and sets its `may_write`. Skips entries that
+    /// are [protected from above](Self::protect_from_above).
     ///
-    /// A huge leaf is protected as a whole if a page of it is in the range. The next write fault, or an eager split,
-    /// splits it.
+    /// Protects a huge leaf as a whole if one of its pages is in the range. The next write fault, or an eager split,
+    /// splits the leaf.
     ///
-    /// Uses plain stores: an accessed or dirty bit that hardware sets at the same time may be lost. Without accessed, a
-    /// page looks unused for longer than it was, as it does while a TLB caches the leaf; dirty bits are not used
-    /// where the log works by write protection.
+    /// Uses plain stores: an accessed or dirty bit that hardware sets at the same time may be lost. Losing an accessed
+    /// bit only makes a page look unused for longer, as while a TLB caches the leaf. Dirty bits are not used where the
+    /// log works by write protection.
     pub(crate) fn write_protect(
         &mut self,
         walk: &mut Walk,
@@ -309,10 +310,10 @@ impl<'s, M: ByGfn> Step<'s, M> {
         });
     }
 
-    /// Clears the dirty bit of the leaves of the range for which `wanted` is true, so that a walker writes their pages
-    /// to its buffer when it sets the bit again. For a huge leaf, a walker would write one page only; for a shadowed
-    /// leaf, it does not know the frame. So such leaves are write-protected instead, and the next write faults, which
-    /// splits a huge leaf.
+    /// Clears the dirty bit of the leaves of the range for which `wanted` is true, so that a walker that sets the bit
+    /// again writes the page's address to its buffer. For a huge leaf, a walker would write the address of one page
+    /// only. For a shadowed leaf, a walker does not know the frame. So such leaves are write-protected instead: the
+    /// next write faults, and splits a huge leaf.
     fn protect_buffered(&mut self, walk: &mut Walk, mut wanted: impl FnMut(Gfn, Level) -> bool) {
         let (mmu, unflushed) = (self.mmu, &mut *self.unflushed);
         mmu.walk(walk, Show::default(), &mut |at: &At<'_>| {
@@ -329,19 +330,19 @@ impl<'s, M: ByGfn> Step<'s, M> {
         });
     }
 
-    /// Calls `seen` for all leaves of the range, some at a time, with those that were used since their accessed bits
-    /// were last cleared; clears these if `clear`. Needs no flush: a CPU that still caches a leaf does not set the bit
-    /// again, and so the page looks unused for longer than it was.
+    /// Calls `seen`, for some leaves at a time, for all leaves of the range that were used since their accessed bits
+    /// were last cleared. Clears these bits if `clear`. Needs no flush: a CPU that still caches a leaf does not set the
+    /// bit again, so the page only looks unused for longer than it was.
     pub(crate) fn age(&self, walk: &mut Walk, clear: bool, mut seen: impl FnMut(Aged)) {
         self.mmu.age(walk, clear, &mut seen);
     }
 
-    /// Splits the huge leaves of the range for which `wanted` is true, and those of their pieces for which it is true,
-    /// down to 4 KiB. Each page stays mapped to the same frame with the same rights throughout, so no walker faults and
-    /// nothing needs a flush. Stops when `path` has no frame left.
+    /// Splits the huge leaves of the range for which `wanted` is true. Splits their pieces, too, if `wanted` is true
+    /// for them, down to 4 KiB. Each page stays mapped to the same frame with the same rights throughout, so no walker
+    /// faults and no flush is needed. Stops when `path` has no frame left.
     ///
     /// On formats with break-before-make it only breaks the leaves, as many as `path` has frames for, and adds them to
-    /// `broken`, which has space for as many. The caller flushes and mends each ([`ByGfn::mend`]).
+    /// `broken`, which has enough capacity. The caller flushes and mends each leaf ([`ByGfn::mend`]).
     pub(crate) fn split(
         &mut self,
         walk: &mut Walk,
@@ -388,13 +389,13 @@ impl<'s, M: ByGfn> Step<'s, M> {
     }
 }
 
-/// The way in which [`Step::collapse`] treats a table.
+/// How [`Step::collapse`] treats a table.
 pub(crate) enum Collapsing {
-    /// Leaves it, and looks at those below it.
+    /// Leave the table, and visit the tables below it.
     Keep,
-    /// Detaches it: the next fault installs what fits then.
+    /// Detach the table: the next fault installs a leaf that fits.
     Zap,
-    /// Replaces it by this leaf, which maps all that the table maps.
+    /// Replace the table by this leaf, which maps all pages that the table maps.
     To(Leaf),
 }
 
@@ -423,7 +424,7 @@ fn count(counts: &mut LeafCounts, level: Level) {
 struct WriteProtect<'c, F, W, T> {
     /// Whether to protect a leaf.
     wanted: W,
-    /// Whether the walk passes over the entries below an entry that refers to a table.
+    /// Whether the walk skips the entries below an entry that refers to a table.
     passes: T,
     changed: &'c mut LeafCounts,
     format: PhantomData<F>,
@@ -438,7 +439,7 @@ where
     #[inline]
     fn visit(&mut self, at: &At<'_>) -> Next {
         if F::TABLE_WRITE != 0 && F::next_table(at.bits, at.level).is_some() {
-            // A shadow page may be reached by other entries, too.
+            // Entries outside the tree may refer to a shadow page, too.
             return match at.is_in_tree() && (self.passes)(at) {
                 true => Next::Pass,
                 false => Next::Descend,
@@ -451,7 +452,7 @@ where
         Next::Pass
     }
 
-    /// Protects the run if all its entries are writable leaves and wanted.
+    /// Protects the run if all its entries are writable leaves for which `wanted` is true.
     #[inline]
     fn run(&mut self, entries: &[AtomicU64; RUN], first: Gfn) -> bool {
         let bits: [u64; RUN] = core::array::from_fn(|i| entries[i].load(Relaxed));
