@@ -1,7 +1,7 @@
 //! The simulated machine as each of several VMs sees it: clones share memory frames until one of them writes.
 //!
-//! As on Linux, each mapping of a page that is shared has a mark. A write to a page with the mark gives the VM a frame
-//! of its own, a new *version* of the page; or, if no other VM has the frame any more, it only removes the mark.
+//! As on Linux, each mapping of a shared page has a mark. A write to a marked page gives the VM a frame of its own,
+//! which is a new *version* of the page. If no other VM has the frame any more, the write only removes the mark.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -16,7 +16,7 @@ use crate::sharing::Sharer;
 use crate::tlb::Tlb;
 use crate::watched::Watched;
 
-/// The simulated machine as one VM sees it; without clones, all VMs see the same memory. Its pages have the granule of
+/// The simulated machine as one VM sees it. Without clones, all VMs see the same memory. Its pages have the granule of
 /// format `F`.
 pub struct Simulated<F = Ept> {
     machine: Arc<SimMachine>,
@@ -169,7 +169,7 @@ impl<F: Format> Machine for Simulated<F> {
 }
 
 impl<F> Drop for Simulated<F> {
-    /// The VM has ended, so its frames belong to the other VMs alone.
+    /// The VM has ended, so its frames now belong only to the other VMs.
     fn drop(&mut self) {
         if let Some(vm) = self.vm {
             let mut vms = self.machine.sharing.vms.lock().unwrap();

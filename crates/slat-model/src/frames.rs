@@ -1,4 +1,4 @@
-//! Table frames that detect misuse: a second free, a use after the free, a write after the free.
+//! Table frames that detect misuse: a second free, a use after the free, or a write after the free.
 
 use std::alloc::{Layout, alloc, dealloc};
 use std::collections::{HashSet, VecDeque};
@@ -11,7 +11,7 @@ use slat::{Entries, Granule, Hpa, Pfn, TableMeta};
 use crate::violations::Violations;
 
 /// The content of a frame that is not in use. For EPT it decodes to a leaf of any level that maps a frame that no host
-/// page has: a walker that still reads it returns a recognizable translation.
+/// page has. So a walker that still reads it returns a recognizable translation.
 pub const POISON: u64 = 0x000d_eadd_eadd_e0b7;
 
 const LIVE: u64 = 0x11fe_11fe;
@@ -20,7 +20,7 @@ const FREED: u64 = 0xf4ee_f4ee;
 /// A freed frame is used again when this many bytes of other frames were freed after it.
 const QUARANTINE: u64 = 16 << 20;
 
-/// Frames that are allocated together: as many as a root has at most.
+/// Number of frames that are allocated together: the largest number of tables in a root.
 const BLOCK: u64 = 16;
 
 /// State of a frame, stored [`BLOCK`] pages after its entries.
@@ -36,7 +36,7 @@ fn layout(granule: Granule) -> Layout {
     Layout::from_size_align(bytes, bytes).expect("a power of two")
 }
 
-/// The allocator of table frames; a frame's number is its address in this process, in pages of a granule.
+/// The allocator of table frames. A frame's number is its address in this process, in pages of the granule.
 pub struct Frames {
     granule: Granule,
     inner: Mutex<Inner>,
@@ -53,9 +53,9 @@ impl Default for Frames {
 struct Inner {
     /// First frame of each block.
     blocks: Vec<u64>,
-    /// Frames that were handed out at least once.
+    /// Frames that were allocated at least once.
     all: HashSet<u64>,
-    /// Frames that were never handed out.
+    /// Frames that were never allocated.
     fresh: Vec<Pfn>,
     quarantine: VecDeque<Pfn>,
 }
@@ -98,7 +98,7 @@ impl Frames {
         block
     }
 
-    /// Frees a frame; misuse is recorded.
+    /// Frees a frame. Records misuse.
     pub fn free(&self, frame: Pfn) {
         let mut inner = self.inner.lock().unwrap();
         if !inner.all.contains(&frame.0) {

@@ -1,5 +1,5 @@
-//! Generates operations: mostly sensible, some wrong, all of them crowded into few addresses, so that slots collide,
-//! share backing, and cross the borders of tables.
+//! Generates operations: mostly sensible, some wrong. All use few addresses, so that slots collide, share backing, and
+//! cross the borders of tables.
 
 use slat::{Access, Change, Gfn, Granule, Level, MAX_SLOTS, MemoryType, Region, Rights, SlotFlags};
 
@@ -9,7 +9,7 @@ use crate::ops::{Kind, Op, POLICIES};
 use crate::rng::Rng;
 use crate::setup::{MOST_VMS, SPACES, Setup, VCPUS, first_space_of};
 
-/// Writes are more frequent, because most of the engine's bookkeeping is for them.
+/// Writes are more frequent, because most of the engine's records are about them.
 const ACCESSES: [Access; 4] = [Access::Read, Access::Write, Access::Write, Access::Execute];
 /// Rights of slots that KVM's memslots cannot have.
 const RIGHTS: [Rights; 4] = [
@@ -25,7 +25,7 @@ const MEMORY: [MemoryType; 3] = [
 ];
 /// Number of slot ids that are used.
 const IDS: u64 = 16;
-/// Number of slot ids in runs with many slots, and how many of those slots there should be.
+/// Number of slot ids in runs with many slots, and number of such slots.
 const MANY_IDS: u64 = 200;
 const MANY: usize = 50;
 
@@ -37,12 +37,12 @@ pub struct Generator {
     /// Entries of a table.
     entries: u64,
     capacity: u64,
-    /// The address space that each vCPU uses, or has used in the VM that the last operations were for.
+    /// The address space that each vCPU uses; or has used in the VM for which the last operations were.
     spaces: [usize; VCPUS],
     /// Slot ids are below this number.
     ids: u64,
     /// Guest frames around which operations are generated: the first frame, the first borders of levels 2 and 3, the
-    /// borders between tables of levels 3 and 4 (also those between the tables of a concatenated root), the last frame.
+    /// borders between tables of levels 3 and 4 (also between the tables of a concatenated root), and the last frame.
     places: Vec<u64>,
     /// Frames of the last accesses. The next accesses are often near them.
     recent: Vec<u64>,
@@ -94,7 +94,7 @@ impl Generator {
             Kind::Regions => {
                 let mut changes = self.regions(&models[space]);
                 if self.rng.one_in(32) {
-                    // A slot that is not there, or is named twice.
+                    // Remove a slot that does not exist, or name a slot twice.
                     changes.push(Change::Remove(self.rng.below(self.ids) as u32));
                 }
                 Op::SetRegions { space, changes }
@@ -181,7 +181,7 @@ impl Generator {
         } else {
             self.rng.pick(&self.places) + self.rng.below(8 * self.entries)
         };
-        // Beyond the tables, too, but not beyond 64 bits of address.
+        // Also generate frames beyond the tables, but none beyond 64 bits of address.
         let gfn = gfn & (u64::MAX >> self.granule.shift());
         if self.recent.len() < 16 {
             self.recent.push(gfn);
@@ -198,7 +198,7 @@ impl Generator {
         model.slots.keys().nth(skip as usize).copied()
     }
 
-    /// Returns the id of a slot whose dirty log to get: mostly of one that exists.
+    /// Returns the id of a slot whose dirty log to get. The slot exists in most cases.
     fn log(&mut self, model: &GuestModel) -> u32 {
         match self.some_slot(model) {
             Some(id) if !self.rng.one_in(8) => id,
@@ -264,7 +264,7 @@ impl Generator {
         }
     }
 
-    /// Returns changes of several slots: what clients do, and others.
+    /// Returns changes of several slots: those that clients make, and others.
     fn regions(&mut self, model: &GuestModel) -> Vec<Change> {
         let first = self.some_slot(model).map(|id| (id, model.slots[&id]));
         let second = self.some_slot(model).map(|id| (id, model.slots[&id]));
@@ -319,7 +319,7 @@ impl Generator {
         }
     }
 
-    /// Cuts a slot in two, with or without a hole in between; or shortens it at one end.
+    /// Cuts a slot in two, with or without a hole in between; or shortens the slot at one end.
     fn cut(&mut self, id: u32, slot: ModelSlot) -> Vec<Change> {
         let at = 1 + self.rng.below(slot.pages - 1);
         let at = match self.rng.one_in(3) {
@@ -395,7 +395,7 @@ impl Generator {
         let pages = if giant {
             n * n + self.rng.pick(&[0, 0, n, 3])
         } else if self.setup.many_slots {
-            // Slots of this size fit in great numbers.
+            // Many slots of this size fit in memory.
             self.rng.pick(&sizes[..4])
         } else {
             self.rng.pick(&sizes)
@@ -449,8 +449,8 @@ impl Generator {
         region
     }
 
-    /// Returns a conversion: some frames become private or shared, or all become shared again, because private frames
-    /// hinder all other operations.
+    /// Returns a conversion: some frames become private or shared, or all frames become shared again, because private
+    /// frames prevent all other operations.
     fn convert(&mut self, model: &GuestModel) -> Op {
         if self.rng.one_in(4) {
             let (gfn, pages, private) = (0, self.capacity, false);
@@ -474,7 +474,7 @@ impl Generator {
 
     fn invalidate(&mut self, models: &[GuestModel]) -> Op {
         let model = self.rng.pick(&[&models[0], &models[0], &models[1]]);
-        // At mapped memory, if possible.
+        // Choose mapped memory, if possible.
         let anchor = match self.some_slot(model) {
             Some(id) => {
                 let slot = &model.slots[&id];

@@ -1,6 +1,6 @@
 //! A heap whose allocations fail when a test asks for it.
 //!
-//! All of it is per thread: allocations of a test program's other threads succeed.
+//! All state is per thread: allocations of a test program's other threads succeed.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -8,9 +8,9 @@ use std::ptr;
 
 #[derive(Clone, Copy)]
 struct Plan {
-    /// Allocations until one fails.
+    /// Number of allocations before one fails.
     left: u32,
-    /// Whether all later ones fail, too.
+    /// Whether all later allocations fail, too.
     stay: bool,
     failed: bool,
 }
@@ -20,14 +20,14 @@ thread_local! {
     static ALLOCATED: Cell<usize> = const { Cell::new(0) };
 }
 
-/// The system's heap, for `#[global_allocator]`: it counts each thread's allocations, and refuses those that
-/// [`failing`](Self::failing) names.
+/// The system's heap, for `#[global_allocator]`. It counts each thread's allocations, and refuses those that
+/// [`failing`](Self::failing) selects.
 #[derive(Debug)]
 pub struct FailingHeap;
 
 impl FailingHeap {
-    /// Runs `what` while the allocation after `n` others of this thread fails, and with `stay` all later ones. Returns
-    /// also whether one has failed.
+    /// Runs `what`; meanwhile the allocation after `n` others of this thread fails, and if `stay` also all later ones.
+    /// Also returns whether one has failed.
     pub fn failing<R>(n: u32, stay: bool, what: impl FnOnce() -> R) -> (R, bool) {
         PLAN.set(Some(Plan {
             left: n,
@@ -63,7 +63,7 @@ impl FailingHeap {
     }
 }
 
-/// Counts an allocation. Returns whether it is to fail.
+/// Counts an allocation. Returns whether it must fail.
 fn fails(bytes: usize) -> bool {
     let _ = ALLOCATED.try_with(|allocated| allocated.set(allocated.get() + bytes));
     let decide = |cell: &Cell<Option<Plan>>| {

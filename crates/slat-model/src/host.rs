@@ -1,8 +1,7 @@
 //! The host memory that backs memslots, as a table with one word per page.
 //!
-//! Every remapping gives its pages a new *version*. The frame number of a page consists of its page number and its
-//! version: it shows which page a translation maps, and whether the translation is current or older than the last
-//! remapping.
+//! Every remapping gives its pages a new *version*. A frame number consists of the page number and the version. So it
+//! shows which page a translation maps, and whether the translation is current or older than the last remapping.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -16,13 +15,14 @@ const KIND_SHIFT: u32 = 2;
 const KIND: u64 = 3 << KIND_SHIFT;
 const LEVEL_SHIFT: u32 = 4;
 const LEVEL: u64 = 3 << LEVEL_SHIFT;
-/// The flag of a page that is not `PRESENT` and will come later.
+/// The flag of a page that is not `PRESENT` yet, but will be.
 const AWAITED: u64 = 1 << 6;
 /// The flag of a `PRESENT` page whose frame another VM may have, too ([`HostMemory::share`]).
 const SHARED: u64 = 1 << 7;
 const VERSION_SHIFT: u32 = 16;
 
-/// Page numbers below the version in a frame number: at most 8 GiB of host memory, if pages have 4 KiB.
+/// Bits of the page number, below the version, in a frame number. They suffice for 8 GiB of host memory with pages of
+/// 4 KiB.
 const PAGE_BITS: u32 = 21;
 
 /// The kind of memory that the host has mapped.
@@ -39,7 +39,7 @@ pub enum PageKind {
 }
 
 impl PageKind {
-    /// All of them, in the order of their numbers in a word.
+    /// All kinds, in the order of their numbers in a word.
     pub const ALL: [PageKind; 4] = [
         PageKind::Ordinary,
         PageKind::NotExecutable,
@@ -56,27 +56,27 @@ impl PageKind {
     }
 }
 
-/// The result of a change of the host mapping.
+/// A change of the host mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HostChange {
     /// No change.
     Nothing,
-    /// New memory, mapped at this level (as far as the range is aligned to it).
+    /// New memory, mapped at this level, as far as the range is aligned to that level.
     Remap {
         /// The level of the new mapping.
         level: Level,
-        /// Whether it can be written.
+        /// Whether the memory can be written.
         writable: bool,
         /// The kind of the new memory.
         kind: PageKind,
     },
     /// Nothing is mapped.
     Punch,
-    /// The pages are not there yet ([`slat::ResolveError::Absent`]).
+    /// The pages are not present yet ([`slat::ResolveError::Absent`]).
     Await,
-    /// The memory stays, with other rights.
+    /// The memory stays, but its rights change.
     Protect {
-        /// Whether it can be written from now on.
+        /// Whether the memory can be written from now on.
         writable: bool,
     },
 }
@@ -90,10 +90,10 @@ pub struct HostMemory {
 }
 
 impl HostMemory {
-    /// Its first address: far from 0, and a multiple of every page size.
+    /// The first address of host memory: far from 0, and a multiple of every page size.
     pub const BASE: Hva = Hva(1 << 40);
 
-    /// Makes `pages` pages of 4 KiB of memory, present, writable, mapped by single pages.
+    /// Makes host memory of `pages` pages of 4 KiB. They are present, writable, and mapped by single pages.
     pub fn new(pages: u64) -> Self {
         Self::with_granule(Granule::Kib4, pages)
     }
@@ -109,12 +109,12 @@ impl HostMemory {
         }
     }
 
-    /// Returns the size of its pages.
+    /// Returns the size of the memory's pages.
     pub fn granule(&self) -> Granule {
         self.granule
     }
 
-    /// Number of versions: the other bits of a frame number if physical addresses have 48 bits.
+    /// Number of versions: versions use the remaining bits of a frame number if physical addresses have 48 bits.
     fn versions(&self) -> u64 {
         1 << (48 - self.granule.shift() - PAGE_BITS)
     }
@@ -124,7 +124,7 @@ impl HostMemory {
         self.pages.len() as u64
     }
 
-    /// Whether there is no page.
+    /// Whether the memory has no page.
     pub fn is_empty(&self) -> bool {
         self.pages.is_empty()
     }
@@ -145,7 +145,7 @@ impl HostMemory {
         (page < self.len()).then_some(page)
     }
 
-    /// Returns the page that a frame number was made for, and the version of its mapping.
+    /// Returns the page for which a frame number was made, and the version of the page's mapping.
     pub fn identify(pfn: Pfn) -> (u64, u64) {
         (pfn.0 & ((1 << PAGE_BITS) - 1), pfn.0 >> PAGE_BITS)
     }
@@ -174,7 +174,7 @@ impl HostMemory {
         Some(found.with_writable(found.writable && !self.is_shared(page)))
     }
 
-    /// Whether `page` is not there yet.
+    /// Whether `page` is not present yet.
     pub fn is_absent(&self, page: u64) -> bool {
         self.word(page).load(SeqCst) & (PRESENT | AWAITED) == AWAITED
     }
@@ -219,7 +219,7 @@ impl HostMemory {
         self.next_version.fetch_add(1, Relaxed) % self.versions()
     }
 
-    /// Makes memory with the same frames, which are shared from now on.
+    /// Makes host memory with the same frames, which are shared from now on.
     pub(crate) fn share(&self) -> Self {
         let share = |word: &AtomicU64| {
             let now = word.load(SeqCst);
@@ -234,19 +234,19 @@ impl HostMemory {
         }
     }
 
-    /// Whether `page`, or another one of its huge page, may have a frame that another VM has, too.
+    /// Whether another VM may have a frame of `page`, or of its huge page.
     pub(crate) fn is_shared(&self, page: u64) -> bool {
         self.word(page).load(SeqCst) & SHARED != 0
     }
 
-    /// Call when no other VM has a frame of `pages` any more, which are whole huge pages.
+    /// Call when no other VM has a frame of `pages` any more. `pages` consists of whole huge pages.
     pub(crate) fn end_sharing(&self, pages: Range<u64>) {
         for page in pages {
             self.word(page).fetch_and(!SHARED, SeqCst);
         }
     }
 
-    /// Makes `page` one that is not part of a huge page, and not shared.
+    /// Makes `page` a page that is neither part of a huge page nor shared.
     pub(crate) fn separate(&self, page: u64) {
         self.cut(page);
         self.cut(page + 1);
@@ -282,7 +282,7 @@ impl HostMemory {
         }
     }
 
-    /// Returns the largest level up to `level` whose aligned region around `page` lies in `pages`.
+    /// Returns the largest level up to `level` whose aligned region around `page` is in `pages`.
     fn fitting(&self, pages: &Range<u64>, page: u64, mut level: Level) -> Level {
         while level > Level::PAGE {
             let size = self.granule.pages(level);

@@ -31,16 +31,16 @@
 //! Subject::of::<Rig, Ept>("my platform, EPT").run_seeds(0..16, 500);
 //! ```
 //!
-//! Operations create, move and delete memslots, let three vCPUs access them in two address spaces, between which they
-//! change, change the memory under them, collect dirty logs and rings, change policies, clone the VM and go on with
-//! both, and make allocations fail. Each result of the engine is compared with the model's. After each operation no TLB
-//! may have an entry that is not in the tables; every 500 operations the engine's invariants are checked
-//! ([`slat::Vm::audit`]). [`Machine`] says what of the platform this tests.
+//! Operations create, move and delete memslots, and change the memory under them. Three vCPUs access the memslots in
+//! two address spaces, and change between these. Other operations change policies, collect dirty logs and rings, clone
+//! the VM and continue with both, and make allocations fail. Each result of the engine is compared with the model's.
+//! After each operation no TLB may have an entry that is not in the tables. Every 500 operations the engine's
+//! invariants are checked ([`slat::Vm::audit`]). [`Machine`] lists what this tests of the platform.
 //!
-//! If a run fails, the message ends with a few operations that fail, too ([`Failure`]).
+//! If a run fails, the message ends with a few of its operations that also fail ([`Failure`]).
 //!
 //! # Your page-table format under these tests
-//! Implement [`Format`](slat::Format), which is an `unsafe trait`: its text says what you promise. Then:
+//! Implement [`Format`](slat::Format), which is an `unsafe trait`: its documentation lists your promises. Then:
 //!
 //! ```
 //! # use slat::Ept as MyFormat;
@@ -50,20 +50,22 @@
 //! Subject::of::<Simulated, MyFormat>("my format").run_seeds(0..2, 500);
 //! ```
 //!
-//! `tests/own_format.rs` has a whole one, for AMD's IOMMU, and what these say of it with a defect in each function.
+//! `tests/own_format.rs` has a complete format, for Intel's IOMMU, and shows how these tests find a defect in each of
+//! its functions.
 //!
-//! # The pieces
-//! * [`SimPlatform`]: a machine made of plain memory. Allocations fail when told to, host pages change under the
-//!   guest, table frames detect misuse, and a [hook](SimMachine::set_hook) makes two threads meet at the one
-//!   moment that matters;
-//! * [`Tlb`]: the entries that a hardware walker may have cached, and must not conflict with the tables;
-//! * [`Subject`]: whole runs on every format, and the operations of a fuzzer's bytes ([`streams`]);
+//! # The parts
+//! * [`SimPlatform`]: a machine made of plain memory. Allocations fail when told to, host pages change under the guest,
+//!   and table frames detect misuse. A [hook](SimMachine::set_hook) lets a test run code at a chosen moment, for
+//!   example to make two threads meet;
+//! * [`Tlb`]: the entries that a hardware walker may have cached, and that must not conflict with the tables;
+//! * [`Subject`]: whole runs on every format; [`streams`] runs operations from a fuzzer's bytes;
 //! * [`FailingHeap`]: a heap whose n-th allocation fails;
-//! * [`guest`]: a guest that writes its own page tables, for an MMU that shadows them, and the judge of that MMU;
+//! * [`guest`]: a guest that writes its own page tables, for an MMU that shadows them, and the judge of that MMU's
+//!   results;
 //! * [`Witness`]: the translations that several threads may still use, checked at each use.
 //!
-//! Without the feature `std` there are only [`Tlb`], with which the monitors in `metal` watch their
-//! walkers, and [`Lock`].
+//! Without the feature `std` there are only [`Tlb`], by which the monitors in `metal` check their page walkers, and
+//! [`Lock`].
 #![cfg_attr(not(feature = "std"), no_std)]
 
 extern crate alloc;

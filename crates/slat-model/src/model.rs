@@ -1,5 +1,5 @@
-//! A plain model of guest memory: memslots in a `BTreeMap`, dirty pages in bitmaps, and KVM's rules written down a
-//! second time, in the order of KVM's API document and independently of the engine.
+//! A plain model of guest memory: memslots in a `BTreeMap`, dirty pages in bitmaps. It implements KVM's rules a second
+//! time, independently of the engine, in the order of KVM's API document.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -38,14 +38,14 @@ pub struct ModelSlot {
     pub backing: u64,
     /// KVM_MEM_* flags.
     pub flags: u32,
-    /// The most that the guest may do.
+    /// The most rights that the guest gets.
     pub rights: Rights,
-    /// How it is cached, if the host does not have it cached less.
+    /// How the CPU caches the memory, unless the host's type caches less.
     pub memory: MemoryType,
 }
 
 impl ModelSlot {
-    /// Makes the slot that `region` asks for.
+    /// Makes the slot that `region` describes.
     fn of(region: &Region, granule: Granule) -> Self {
         ModelSlot {
             granule,
@@ -76,17 +76,17 @@ impl ModelSlot {
         self.flags & LOG != 0
     }
 
-    /// Whether the guest may write to it, if the host allows that.
+    /// Whether the guest may write to the slot, if the host allows that.
     pub fn is_writable(&self) -> bool {
         self.rights.write && self.flags & READONLY == 0
     }
 
-    /// Whether the guest may execute it, if the host allows that.
+    /// Whether the guest may execute from the slot, if the host allows that.
     pub fn is_executable(&self) -> bool {
         self.rights.execute && self.memory == MemoryType::WriteBack
     }
 
-    /// Returns the region that creates it as slot `id`.
+    /// Returns the region that creates this slot as slot `id`.
     pub fn region(&self, id: u32) -> Region {
         Region::new(
             id,
@@ -99,7 +99,8 @@ impl ModelSlot {
         .with_memory(self.memory)
     }
 
-    /// Returns `page`, of the host, with what the slot leaves of its rights, and cached as little as either says.
+    /// Returns the host page `page`, with the rights that both page and slot allow, and the memory type that caches
+    /// less.
     fn limit(&self, page: HostPage) -> HostPage {
         let device = [page.memory, self.memory].contains(&MemoryType::Device);
         let memory = match (page.memory, self.memory) {
@@ -124,8 +125,8 @@ impl ModelSlot {
         self.bounded_level(gfn, host)
     }
 
-    /// Like [`Self::fitting_level`], but whether or not the slot logs: the level that a write-protected leaf from
-    /// before the log may have.
+    /// Like [`Self::fitting_level`], but as if the slot did not log: the level that a write-protected leaf from before
+    /// the log may have.
     pub fn bounded_level(&self, gfn: u64, host: &HostPage) -> Level {
         let mut fits = Level::PAGE;
         for level in [Level::MEGA, Level::GIGA] {
@@ -143,7 +144,7 @@ impl ModelSlot {
 /// The correct result of an access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Expected {
-    /// The client emulates it.
+    /// The client emulates the access.
     Mmio,
     /// KVM_RUN fails with EFAULT.
     BadAddress,
@@ -157,26 +158,26 @@ pub enum Expected {
     Page(HostPage),
 }
 
-/// How a log learns of writes.
+/// How a log detects writes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Method {
-    /// Write protection finds the written pages.
+    /// Write protection detects the written pages.
     #[default]
     Protection,
-    /// The dirty bits of leaves are the log. The log may also name neighbours of a written page.
+    /// The dirty bits of leaves are the log. The log may also contain neighbours of a written page.
     DirtyBits,
-    /// The buffers of walkers name the written pages.
+    /// The buffers of walkers contain the written pages.
     Buffers,
 }
 
-/// The way in which slots that begin to log do so.
+/// How slots that begin to log do so.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LogMode {
-    /// To rings, with no bitmap.
+    /// Logs write to rings, and have no bitmap.
     pub rings: bool,
-    /// Getting a log changes nothing, clearing it does.
+    /// Getting a log changes nothing; clearing it does.
     pub manual: bool,
-    /// A new log names every page.
+    /// A new log begins with every page marked.
     pub initially_set: bool,
     /// How new logs learn of writes, if they are not rings.
     pub method: Method,
@@ -185,11 +186,11 @@ pub struct LogMode {
 /// The log of a slot.
 #[derive(Clone, Debug)]
 struct Log {
-    /// A bit per page, counted from the slot's start: written since it was last cleared. With rings: named by a ring
-    /// entry that has not been reset.
+    /// A bit per page, counted from the slot's start: the page was written since the bit was last cleared. With rings:
+    /// a ring entry that has not been reset contains the page.
     noted: Vec<u64>,
     method: Method,
-    /// Whether the log may name more than was written.
+    /// Whether the log may contain pages that were not written.
     loose: bool,
 }
 
@@ -250,7 +251,7 @@ impl GuestModel {
         }
     }
 
-    /// Does KVM_SET_MEMORY_ATTRIBUTES; the error is an errno.
+    /// Executes KVM_SET_MEMORY_ATTRIBUTES. The error is an errno.
     pub fn convert(&mut self, gfns: &Range<u64>, private: bool) -> Result<(), i32> {
         if gfns.is_empty() || gfns.end > (u64::MAX >> self.granule.shift()) + 1 {
             return Err(EINVAL);
@@ -283,7 +284,7 @@ impl GuestModel {
         level
     }
 
-    /// Returns the memory of a clone: its logs begin anew.
+    /// Returns the memory of a clone, whose logs are new.
     pub fn fork(&self) -> Self {
         let anew = |id: &u32| (*id, Log::new(self.slots[id].pages, self.mode));
         GuestModel {
@@ -292,7 +293,7 @@ impl GuestModel {
         }
     }
 
-    /// Does KVM_SET_USER_MEMORY_REGION; the error is an errno.
+    /// Executes KVM_SET_USER_MEMORY_REGION. The error is an errno.
     pub fn set_region(&mut self, region: &Region) -> Result<(), i32> {
         let id = region.slot;
         check_alone(region, self.granule)?;
@@ -333,7 +334,7 @@ impl GuestModel {
         Ok(())
     }
 
-    /// Changes several slots as one ([`slat::Vm::set_memory_regions`]); the error is an errno.
+    /// Changes several slots atomically ([`slat::Vm::set_memory_regions`]). The error is an errno.
     pub fn set_regions(&mut self, changes: &[Change]) -> Result<(), i32> {
         let mut regions = Vec::new();
         for change in changes {
@@ -382,8 +383,8 @@ impl GuestModel {
         Ok(())
     }
 
-    /// Returns the log of slot `id` when it has become `new`, by a change of several slots: pages that
-    /// stay keep their marks.
+    /// Returns the log of slot `id` after a change of several slots has made it `new`: pages that stay keep their
+    /// marks.
     fn log_for(&self, id: u32, new: &ModelSlot) -> Log {
         let same = |old: &&ModelSlot| (old.backing, old.pages) == (new.backing, new.pages);
         let own = self.slots.get(&id).filter(same);
@@ -399,8 +400,8 @@ impl GuestModel {
             {
                 let marked = known.holds(gfn - slot.base) && !self.mode.rings;
                 let (word, bit) = (page as usize / 64, 1 << (page % 64));
-                // A log that the slot brings along has marks of its own, and two that are exchanged may
-                // get some of them back.
+                // A log that the slot keeps has marks of its own. If two slots exchange their memory, a log may get
+                // some of its own marks back.
                 let before = if is_own {
                     log.noted[word]
                 } else {
@@ -418,8 +419,8 @@ impl GuestModel {
         self.by_base.insert(slot.base, id);
     }
 
-    /// Returns the frames that have the same memory in `self` and in `after`, with the same rights, and that no change
-    /// of a dirty log unmaps.
+    /// Returns the frames that have the same memory and rights in `self` and in `after`, and that no change of a dirty
+    /// log unmaps.
     pub fn kept(&self, after: &GuestModel) -> Vec<Range<u64>> {
         let mut kept = Vec::new();
         for (id, old) in &self.slots {
@@ -448,7 +449,7 @@ impl GuestModel {
         kept
     }
 
-    /// Removes a slot; returns its log.
+    /// Removes a slot. Returns its log.
     fn remove(&mut self, id: u32) -> Option<Log> {
         if let Some(slot) = self.slots.remove(&id) {
             self.by_base.remove(&slot.base);
@@ -503,7 +504,7 @@ impl GuestModel {
         }
     }
 
-    /// Whether the log of `id` may name more than was written.
+    /// Whether the log of slot `id` may contain pages that were not written.
     pub fn is_loose(&self, id: u32) -> bool {
         self.logs.get(&id).is_some_and(|log| log.loose)
     }
@@ -535,7 +536,7 @@ impl GuestModel {
         Ok(&mut log.noted)
     }
 
-    /// Does KVM_GET_DIRTY_LOG; the error is an errno.
+    /// Executes KVM_GET_DIRTY_LOG. The error is an errno.
     pub fn dirty_log(&mut self, id: u32) -> Result<Vec<u64>, i32> {
         let manual = self.mode.manual;
         let noted = self.bitmap(id)?;
@@ -546,7 +547,7 @@ impl GuestModel {
         Ok(answer)
     }
 
-    /// Does KVM_CLEAR_DIRTY_LOG: bit n of `bitmap` is page `first + n`; the error is an errno.
+    /// Executes KVM_CLEAR_DIRTY_LOG: bit n of `bitmap` is page `first + n`. The error is an errno.
     pub fn clear_dirty_log(
         &mut self,
         id: u32,
@@ -572,7 +573,7 @@ impl GuestModel {
     }
 }
 
-/// Checks what KVM checks of a region before it looks at other slots; the error is an errno.
+/// Makes the checks of a region that KVM makes before it looks at other slots. The error is an errno.
 fn check_alone(region: &Region, granule: Granule) -> Result<(), i32> {
     let (gpa, size, backing) = (region.gpa.0, region.size, region.backing.0);
     let aligned = |x: u64| x.is_multiple_of(granule.bytes());

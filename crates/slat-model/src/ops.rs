@@ -1,4 +1,4 @@
-//! The operations on a VM that a run is made of, and how frequent each kind is.
+//! The operations of which a run consists, and how frequent each kind is.
 
 use std::fmt;
 use std::ops::Range;
@@ -18,7 +18,7 @@ pub enum Op {
         /// The arguments.
         region: Region,
     },
-    /// Several memslots changed as one, validly or not.
+    /// Changes several memslots atomically, with valid or invalid arguments.
     SetRegions {
         /// Address space.
         space: usize,
@@ -38,10 +38,10 @@ pub enum Op {
         vcpu: usize,
         /// Address.
         gpa: u64,
-        /// Kind.
+        /// Kind of the access.
         access: Access,
     },
-    /// A write by a vCPU whose walker is hardware, if the tables allow it.
+    /// A write by a vCPU with a hardware walker, if the tables allow it.
     Walk {
         /// The vCPU.
         vcpu: usize,
@@ -66,13 +66,13 @@ pub enum Op {
         /// Whether they become private; otherwise shared.
         private: bool,
     },
-    /// The host mapping of some pages changes, inside an invalidation.
+    /// The host mapping of some pages changes, in an invalidation.
     Invalidate {
         /// Pages of host memory.
         pages: Range<u64>,
         /// Their new mapping.
         change: HostChange,
-        /// Accesses by a vCPU to these frames meanwhile, before and after the change.
+        /// Accesses by a vCPU to these frames during the invalidation, before and after the change.
         during: Vec<(u64, Access)>,
     },
     /// KVM_GET_DIRTY_LOG.
@@ -82,7 +82,7 @@ pub enum Op {
         /// Slot.
         id: u32,
     },
-    /// KVM_CLEAR_DIRTY_LOG, of a range that may be wrong.
+    /// KVM_CLEAR_DIRTY_LOG for a range that may be invalid.
     ClearLog {
         /// Address space.
         space: usize,
@@ -99,21 +99,21 @@ pub enum Op {
     ManualLog {
         /// Getting a log changes nothing.
         manual: bool,
-        /// New logs name every page.
+        /// New logs begin with every page marked.
         initially_set: bool,
     },
     /// The client collects entries of a vCPU's dirty ring.
     Collect {
         /// The vCPU.
         vcpu: usize,
-        /// The most entries.
+        /// The largest number of ring entries to collect.
         entries: u32,
     },
     /// KVM_RESET_DIRTY_RINGS.
     ResetRings,
     /// Sets a policy.
     Policy(&'static str, &'static str),
-    /// Zaps some of the tables that NX has split.
+    /// Zaps some of the tables that exist because of NX.
     RecoverNx,
     /// Clears all accessed bits; then a vCPU accesses one page.
     Age {
@@ -124,13 +124,13 @@ pub enum Op {
         /// Kind.
         access: Access,
     },
-    /// The host looks for memory that was not used.
+    /// Searches for memory that was not used for some time.
     Cold,
-    /// The host replaces small leaves by huge ones, and asks the platform for at most this many.
+    /// Replaces small leaves by huge leaves. Asks the platform about at most this many tables.
     Promote(usize),
     /// A vCPU drops its translations and reports that.
     Quiesce(usize),
-    /// Deletes a vCPU and creates another one.
+    /// Deletes a vCPU and creates a new one.
     Replace(usize),
     /// A vCPU continues in another address space, or in the same one.
     UseSpace {
@@ -139,17 +139,17 @@ pub enum Op {
         /// The address space.
         space: usize,
     },
-    /// Clones the VM. The next operations are the clone's.
+    /// Clones the VM. The next operations are for the clone.
     Fork,
-    /// The next operations are for another VM, counted from the oldest.
+    /// Switches to another VM, given by its index from the oldest. The next operations are for that VM.
     Turn(usize),
-    /// Ends the VM, if there are others, and continues with the oldest of these.
+    /// Ends the VM, if there are others, and continues with the oldest of the others.
     End,
     /// The allocation after this many others fails.
     FailAllocation(u64),
 }
 
-/// The kind of an operation, for a choice among them.
+/// The kind of an operation, for choosing one.
 #[derive(Clone, Copy)]
 pub(crate) enum Kind {
     Region,
@@ -190,7 +190,7 @@ impl fmt::Debug for Mix {
 }
 
 impl Mix {
-    /// All kinds but those that clone the VM.
+    /// All kinds except those that clone the VM.
     pub const ALL: Mix = Mix(
         "all",
         &[
@@ -218,7 +218,7 @@ impl Mix {
             (Kind::Fail, 10),
         ],
     );
-    /// Slot changes, and look-ups.
+    /// Slot changes and look-ups.
     pub const SLOTS: Mix = Mix(
         "slots",
         &[

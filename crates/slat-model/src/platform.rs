@@ -1,4 +1,5 @@
-//! The simulated machine: a [`Platform`] whose every result a test can choose, and which a test can stop at every call.
+//! The simulated machine: a [`Platform`] whose every result a test can choose, and which a test can interrupt at every
+//! call.
 
 use std::ops::Range;
 use std::ptr::NonNull;
@@ -16,10 +17,10 @@ use crate::host::{HostChange, HostMemory, PageKind};
 use crate::sharing::Sharing;
 use crate::watched::Watched;
 
-/// A moment at which a test can step in, to cause an interleaving that chance rarely does.
+/// A moment at which a test can run code, to cause an interleaving that rarely happens by chance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// A table frame is asked for.
+    /// A table frame is requested.
     Alloc,
     /// A walk reaches this table.
     Entries(Pfn),
@@ -29,8 +30,8 @@ pub enum Event {
     Resolved(Hva),
     /// Resident pages from this address on were found; the engine does not have them yet.
     Resident(Hva),
-    /// An entry of the guest's own tables is about to be read, or was read and the engine does not have it yet
-    /// ([`SimMachine::guest_entry`]).
+    /// An entry of the guest's own tables is about to be read; or it was read, and the engine does not have the value
+    /// yet ([`SimMachine::guest_entry`]).
     GuestEntry(Hpa),
     /// The engine waits.
     Wait(WaitFor),
@@ -51,7 +52,7 @@ struct Gate {
 
 /// A simulated machine.
 pub struct SimMachine {
-    /// Its host memory: of the first VM, if there are clones.
+    /// The machine's host memory; if there are clones, that of the first VM.
     pub host: Arc<HostMemory>,
     pub(crate) sharing: Sharing,
     frames: Frames,
@@ -63,7 +64,7 @@ pub struct SimMachine {
     gate: Gate,
 }
 
-/// The platform that is a simulated machine, watched.
+/// The simulated machine as a platform that watches its use.
 pub type SimPlatform = Watched<SimMachine>;
 
 impl SimPlatform {
@@ -79,7 +80,7 @@ impl SimPlatform {
         platform
     }
 
-    /// Has hardware walkers walk the tables of `vm`, which has `spaces` address spaces, from now on.
+    /// Makes hardware walkers walk the tables of `vm`, which has `spaces` address spaces, from now on.
     pub fn watch<F: Format>(&self, vm: &Vm<SimPlatform, F>, spaces: usize) {
         let root = |space| vm.root(space).expect("an address space of the VM");
         let roots: Vec<_> = (0..spaces).map(root).collect();
@@ -132,12 +133,13 @@ impl SimMachine {
     }
 
     /// Calls `hook` with every event that the engine traces from now on ([`Platform::trace`]), in the state that the
-    /// trait says. Only the first hook is called.
+    /// trait documents. Only the first hook is called.
     pub fn on_trace(&self, hook: impl Fn(slat::Event) + Send + Sync + 'static) {
         let _ = self.trace_hook.set(Box::new(hook));
     }
 
-    /// Call before and after a test's CPU reads an entry of the guest's own tables, at `host`: the hook can step in.
+    /// Call before and after a test's CPU reads an entry of the guest's own tables, at `host`, so that the hook can run
+    /// code.
     pub fn guest_entry(&self, host: Hpa) {
         self.event(Event::GuestEntry(host));
     }

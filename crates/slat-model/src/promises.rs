@@ -1,4 +1,4 @@
-//! What functions can show of the promises of a page-table format ([`slat::Format`], "Safety").
+//! Checks the promises of a page-table format ([`slat::Format`], "Safety") as far as functions can show them.
 
 use slat::format::{Entry, Leaf, Privilege};
 use slat::{Access, Format, Level, MemoryType, Pfn};
@@ -10,11 +10,12 @@ const MEMORY: [MemoryType; 3] = [
     MemoryType::Device,
 ];
 
-/// Goes through the entries that format `F` makes: leaves of every level with every set of flags and in frames of every
-/// bit, tables, MMIO entries, broken and cleared ones. Whether the walker reads them so, only the walker can tell.
+/// Checks the entries that format `F` makes: leaves of every level with every set of flags and with frames that use
+/// every bit, tables, MMIO entries, broken and cleared entries. Only the walker can show whether it interprets these
+/// entries in the same way.
 ///
 /// # Panics
-/// If `F` does not keep one of the promises of [`Format`]. The message has its number, and the entry.
+/// If `F` breaks one of the promises of [`Format`]. The message has the promise's number, and the entry.
 pub fn format_promises<F: Format>() {
     let frames = frames::<F>();
     for level in (1..=F::MAX_LEAF.0).map(Level) {
@@ -79,7 +80,8 @@ fn flags() -> impl Iterator<Item = Leaf> {
     })
 }
 
-/// Returns who may use a leaf: all users, and, where the tables stand in for a guest's, others with a key of every bit.
+/// Returns privileges of a leaf: that of all users, and, if the tables can shadow a guest's, others, with every bit of
+/// a key.
 fn privileges<F: Format>() -> impl Iterator<Item = Privilege> {
     let others = [(false, 0), (true, 15), (false, 9), (true, 6)];
     let others = others.map(|(user, key)| Privilege::new(user, key));
@@ -88,7 +90,7 @@ fn privileges<F: Format>() -> impl Iterator<Item = Privilege> {
         .chain(others.into_iter().filter(|_| F::SHADOWS))
 }
 
-/// Returns frames that together have every bit of a frame: each bit alone, and all.
+/// Returns frames that together use every bit of a frame number: each bit alone, and all bits.
 fn frames<F: Format>() -> Vec<Pfn> {
     let bits = (0..u64::BITS).map(|bit| Pfn(1 << bit));
     let all = F::take_frame(F::FRAME);

@@ -1,8 +1,8 @@
-//! Memslots set as KVM's clients set them.
+//! Sets memslots in the way of KVM's clients.
 
 use slat::{Format, Platform, Region, RegionError, Vm};
 
-/// Does KVM_SET_USER_MEMORY_REGION, in which size 0 deletes the memslot.
+/// Executes KVM_SET_USER_MEMORY_REGION, in which size 0 deletes the memslot.
 ///
 /// # Errors
 /// Those of [`Vm::set_memory_region`] and [`Vm::remove_memory_region`].

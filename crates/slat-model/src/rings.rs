@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use slat::{DirtyGfn, DirtyRing};
 
-/// A page that a ring names.
+/// A page in a ring entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DirtyPage {
     /// Address space.
@@ -26,7 +26,7 @@ impl DirtyPage {
     }
 }
 
-/// A share of the memory of one ring, and the client's position in it.
+/// A share of the memory of one ring, and the client's position in the ring.
 pub struct RingClient {
     entries: Arc<[DirtyGfn]>,
     /// Pages that were seen and not reset, oldest first.
@@ -38,9 +38,9 @@ pub struct RingClient {
 }
 
 impl RingClient {
-    /// Entries in a ring.
+    /// Number of entries in a ring.
     pub const LEN: u32 = 128;
-    /// Number of ring entries in use that stops the vCPU.
+    /// Number of ring entries in use at which the vCPU stops.
     pub(crate) const SOFT_LIMIT: u32 = Self::LEN - DirtyRing::RESERVED;
 
     /// Makes an empty ring.
@@ -62,7 +62,8 @@ impl RingClient {
         &self.entries[(index % Self::LEN) as usize]
     }
 
-    /// Returns the next ring entry that was not returned before. The caller still has to collect it.
+    /// Returns the next ring entry that this has not returned yet. The caller still has to collect
+    /// it.
     pub fn look(&mut self) -> Option<DirtyPage> {
         let page = DirtyPage::new(self.entry(self.seen).page()?);
         self.in_use.push_back(page);
@@ -90,7 +91,8 @@ impl RingClient {
         self.in_use.len() as u32
     }
 
-    /// Call when the engine has released the ring. Returns the pages that it has not reset before.
+    /// Call when the engine has released the ring. Returns the pages that the engine has not reset
+    /// before.
     pub fn left(&mut self) -> impl Iterator<Item = DirtyPage> {
         self.in_use.drain(..)
     }

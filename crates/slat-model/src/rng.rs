@@ -1,6 +1,6 @@
-//! The source of a generator's decisions. It is either a small generator of pseudo-random numbers with a seed
-//! (SplitMix64), so that a failing run can be repeated from its seed without a dependency; or the bytes of a fuzzer. A
-//! decision takes as few bytes as it needs, so that a changed byte changes one decision.
+//! The source of a generator's decisions. It is either a small pseudo-random generator with a seed (SplitMix64), so
+//! that a failing run can be repeated from its seed without a dependency; or the bytes of a fuzzer. A decision takes
+//! as few bytes as it needs, so that a changed byte changes one decision.
 
 /// Pseudo-random numbers from a seed, or numbers from a fuzzer.
 #[derive(Clone, Debug)]
@@ -19,7 +19,7 @@ impl Rng {
         Rng(Source::Seed(seed))
     }
 
-    /// Makes a generator that reads its numbers from `bytes`; when they have run out, all are 0.
+    /// Makes a generator that reads its numbers from `bytes`. After the last byte, all numbers are 0.
     pub fn from_bytes(bytes: &[u8]) -> Self {
         Rng(Source::Bytes(bytes.iter().rev().copied().collect()))
     }
@@ -29,12 +29,12 @@ impl Rng {
         matches!(&self.0, Source::Bytes(bytes) if bytes.is_empty())
     }
 
-    /// Returns the next number, all 64 bits of it.
+    /// Returns the next number, of 64 random bits.
     pub fn word(&mut self) -> u64 {
         self.number(u64::MAX)
     }
 
-    /// Returns a number with enough bits for all numbers up to `max`; as a rule it is larger than `max`.
+    /// Returns a number with enough bits for all numbers up to `max`. It is usually larger than `max`.
     fn number(&mut self, max: u64) -> u64 {
         match &mut self.0 {
             Source::Seed(state) => {
@@ -59,12 +59,12 @@ impl Rng {
         self.number(end - 1) % end
     }
 
-    /// Returns true once in `n` times.
+    /// Returns true with a probability of 1 in `n`.
     pub fn one_in(&mut self, n: u64) -> bool {
         self.below(n) == 0
     }
 
-    /// Returns one of `choices`, which are not empty.
+    /// Returns one of `choices`, which must not be empty.
     pub fn pick<T: Copy>(&mut self, choices: &[T]) -> T {
         choices[self.below(choices.len() as u64) as usize]
     }

@@ -4,10 +4,10 @@ use crate::ops::Mix;
 
 /// Number of address spaces of the VM.
 pub const SPACES: usize = 2;
-/// Number of its vCPUs.
+/// Number of vCPUs of the VM.
 pub const VCPUS: usize = 3;
 
-/// The most VMs there are at one time: the first one, and clones.
+/// The largest number of VMs at one time: the first one, and clones.
 pub const MOST_VMS: usize = 3;
 
 /// Returns the address space that a vCPU uses when it is created.
@@ -18,13 +18,14 @@ pub const fn first_space_of(vcpu: usize) -> usize {
 /// The parameters of a run.
 #[derive(Clone, Copy, Debug)]
 pub struct Setup {
-    /// Pages of host memory, at most: a [`Machine`](crate::Machine) may have fewer.
+    /// The largest number of pages of host memory: a [`Machine`](crate::Machine) may have fewer.
     pub host_pages: u64,
     /// Whether dirty logs are rings.
     pub rings: bool,
-    /// Whether allocations fail at times.
+    /// Whether allocations sometimes fail.
     pub failures: bool,
-    /// Whether there are enough slots, all of them small, that the engine keeps them in trees.
+    /// Whether there are so many slots, all of them small, that an index of slots has several
+    /// leaves.
     pub many_slots: bool,
     /// The kinds of operations.
     pub mix: Mix,
@@ -45,7 +46,7 @@ impl Setup {
         ..Setup::SMALL
     };
 
-    /// Returns a setup of a campaign, whose runs take the setups in turns.
+    /// Returns one of the setups that the runs of a campaign use in turn.
     pub fn of_seed(seed: u64) -> Setup {
         let host = if seed % 5 == 4 {
             Setup::LARGE

@@ -1,4 +1,4 @@
-//! The book of which VMs share the memory of the simulated machine, and of the contents of its frames.
+//! Records which VMs share the memory of the simulated machine, and what its frames contain.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -9,7 +9,7 @@ use slat::{Pfn, VmId};
 use crate::host::HostMemory;
 use crate::machine::Invalidate;
 
-/// The VMs that share memory, and what their frames contain.
+/// The VMs that share memory, and the contents of their frames.
 #[derive(Default)]
 pub(crate) struct Sharing {
     pub(crate) vms: Mutex<Vec<Sharer>>,

@@ -1,4 +1,4 @@
-//! The shortening of a run that failed.
+//! Shortens a run that failed.
 
 use std::any::Any;
 use std::cell::Cell;
@@ -9,19 +9,19 @@ use std::time::{Duration, Instant};
 
 use crate::ops::Op;
 
-/// A run in which engine, platform and model disagreed. [`fmt::Display`] says all that is needed to repeat it.
+/// A run in which engine, platform and model disagreed. [`fmt::Display`] writes all that is needed to repeat it.
 #[derive(Debug)]
 pub struct Failure<O = Op> {
-    /// The message of the check that failed, with expected and actual result.
+    /// The message of the check that failed, with the expected and the actual result.
     pub why: String,
-    /// Operations without which the run does not fail, though perhaps these fail in another way.
+    /// Operations that fail, too, perhaps in another way. Without any one of them, the run does not fail.
     pub ops: Vec<O>,
     /// The run: subject, seed, setup, steps.
     pub(crate) run: String,
 }
 
 impl<O> Failure<O> {
-    /// Writes all that is needed to repeat the run, with each operation as `text` has it.
+    /// Writes all that is needed to repeat the run, with `text` of each operation.
     pub(crate) fn write(
         &self,
         f: &mut fmt::Formatter<'_>,
@@ -41,11 +41,11 @@ impl fmt::Display for Failure {
     }
 }
 
-/// Time limit: operations that are not left out by then stay.
+/// Time limit: operations that are not left out by then are kept.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Runs `run`. The error has the message of its panic, the text of `what`, and the operations of `record` that are left
-/// when none can be left out so that `replay` still panics.
+/// Runs `run`. The error has the message of its panic, the text of `what`, and those operations of `record` with which
+/// `replay` still panics, after leaving out as many as possible.
 pub(crate) fn run_or_shrink<R, O: Clone>(
     run: impl FnOnce() -> R,
     what: impl FnOnce() -> String,
@@ -59,7 +59,7 @@ pub(crate) fn run_or_shrink<R, O: Clone>(
     })
 }
 
-/// Leaves out operations as long as those that are left fail.
+/// Leaves out operations as long as the remaining ones fail.
 fn shrink<O: Clone>(mut ops: Vec<O>, fail: impl Fn(&[O]) -> bool) -> Vec<O> {
     let begin = Instant::now();
     let mut chunk = ops.len() / 2;

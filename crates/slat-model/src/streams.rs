@@ -1,15 +1,15 @@
-//! The operations of a fuzzer's bytes. The targets in `fuzz/` call these functions and nothing else, and the engine's
-//! tests call them with pseudo-random bytes.
+//! Runs operations chosen by a fuzzer's bytes. The targets in `fuzz/` call only these functions. The engine's tests
+//! call them with pseudo-random bytes.
 
 use crate::ops::Mix;
 use crate::rng::Rng;
 use crate::setup::Setup;
 use crate::trial::Subject;
 
-/// More operations than a fuzzer's input has.
+/// A number of operations that no fuzzer's input reaches.
 const STEPS: usize = 1 << 16;
 
-/// Runs operations: the first byte chooses a format and a setup, the others the operations.
+/// Runs operations. The first byte chooses a format and a setup, and the other bytes choose the operations.
 fn run(mix: Mix, bytes: &[u8]) {
     let Some((first, rest)) = bytes.split_first() else {
         return;
@@ -28,13 +28,13 @@ fn run(mix: Mix, bytes: &[u8]) {
     subject.run(setup, Rng::from_bytes(rest), STEPS);
 }
 
-/// Creates, moves, deletes memslots and changes their flags, in both address spaces, with valid and invalid arguments;
-/// compares each result, and the look-ups after it, with the model.
+/// Creates, moves and deletes memslots and changes their flags, in both address spaces, with valid and invalid
+/// arguments. Compares each result, and the look-ups after it, with the model.
 pub fn slot_operations(bytes: &[u8]) {
     run(Mix::SLOTS, bytes);
 }
 
-/// Does any operation on a VM, compared with the model, with an audit.
+/// Runs any operations on a VM, compares the results with the model, and audits the VM.
 pub fn operation_streams(bytes: &[u8]) {
     run(Mix::ALL, bytes);
 }

@@ -2,12 +2,12 @@
 
 use std::collections::BTreeMap;
 
-/// Number of occurrences by name, which shows checks that were never reached.
+/// Number of occurrences by name. It shows which checks were never reached.
 #[derive(Clone, Debug, Default)]
 pub struct Tally(BTreeMap<&'static str, u64>);
 
 impl Tally {
-    /// Names that a long run must have counted, whatever the format.
+    /// Names that every long run must have counted, whatever the format.
     pub const USUAL: [&'static str; 36] = [
         "slot set",
         "several slots set",

@@ -23,7 +23,7 @@ pub struct Subject {
     pub name: &'static str,
     /// The MMU that makes the tables.
     mmu: MmuKind,
-    /// Whether nested tables are shadowed. The guest has none.
+    /// Whether the VM shadows nested tables. The guest has none.
     nested: bool,
     /// See [`Subject::run`].
     run: fn(Config, Setup, Rng, usize) -> Tally,
@@ -49,7 +49,7 @@ impl Subject {
         Subject { name, mmu, ..self }
     }
 
-    /// Returns this subject, called `name`, with nested tables shadowed, if the guest had any.
+    /// Returns this subject, called `name`, for a VM that would shadow nested tables if the guest had any.
     const fn with_nested(self, name: &'static str) -> Self {
         Subject {
             name,
@@ -67,7 +67,7 @@ impl Subject {
         Subject::of::<Simulated<F>, F>(name)
     }
 
-    /// The simulated machine with every format; those with a size twice.
+    /// The simulated machine with every format. Formats with a size parameter appear in several sizes.
     pub const ALL: [Subject; 20] = [
         Subject::simulated::<Ept>("EPT"),
         Subject::simulated::<Npt>("NPT"),
@@ -93,7 +93,7 @@ impl Subject {
         Subject::simulated::<Npt>("").with_nested("NPT, nested tables"),
     ];
 
-    /// Runs up to `steps` operations, as `rng` chooses them, with an audit every 500.
+    /// Runs up to `steps` operations, which `rng` chooses, with an audit every 500 operations.
     ///
     /// # Panics
     /// If engine and model disagree.
@@ -110,8 +110,8 @@ impl Subject {
         result.unwrap_or_else(|failure| panic!("{failure}"))
     }
 
-    /// Runs `steps` operations from each of `seeds`, with the setups of [`Setup::of_seed`]. On the simulated machine 16
-    /// seeds with 8,000 steps each reach all that [`Tally::USUAL`] and [`Tally::OF_RINGS`] name.
+    /// Runs `steps` operations from each of `seeds`, with the setups of [`Setup::of_seed`]. On the simulated machine,
+    /// 16 seeds with 8,000 steps each reach everything in [`Tally::USUAL`] and [`Tally::OF_RINGS`].
     ///
     /// # Panics
     /// Those of [`Subject::run_seed`].
@@ -123,7 +123,7 @@ impl Subject {
         tally
     }
 
-    /// Like [`Subject::run_seed`], but returns the failure. It takes up to 20 seconds to shorten one.
+    /// Like [`Subject::run_seed`], but returns the failure. Shortening a failing run takes up to 20 seconds.
     ///
     /// # Errors
     /// [`Failure`]: engine, platform and model disagree.
@@ -137,17 +137,17 @@ impl Subject {
     }
 }
 
-/// Steps between two audits.
+/// Number of steps between two audits.
 const BATCH: usize = 500;
 
-/// Returns the pages of host memory: where tables have more entries, as many more, but not more than
-/// in the largest setup.
+/// Returns the number of pages of host memory. If tables have more entries than those of 4 KiB, it is larger by that
+/// factor, but at most that of the largest setup.
 fn host_pages<F: Format>(setup: Setup) -> u64 {
     let times = F::GRANULE.entries() as u64 / Granule::Kib4.entries() as u64;
     (setup.host_pages * times).min(Setup::LARGE.host_pages)
 }
 
-/// Generates and runs operations; calls `each` with every operation before it is run.
+/// Generates and runs operations. Calls `each` with every operation before running it.
 fn generate<M: Machine, F: Format>(
     config: Config,
     setup: Setup,
@@ -187,7 +187,7 @@ fn record<M: Machine, F: Format>(config: Config, setup: Setup, rng: Rng, steps: 
     ops
 }
 
-/// Runs just these operations, audited once, at the end.
+/// Runs only these operations, and audits once, at the end.
 fn replay<M: Machine, F: Format>(config: Config, setup: Setup, ops: &[Op]) {
     let mut family = Family::<M, F>::new(host_pages::<F>(setup), setup.rings, config);
     ops.iter().for_each(|op| family.run(op));

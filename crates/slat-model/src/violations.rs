@@ -1,9 +1,9 @@
-//! Broken rules, kept as text until a test asks for them: a panic where they are found would leave other
-//! threads waiting for locks.
+//! Violations of rules, kept as text until a test asks for them. A panic at the place where a violation
+//! is found would leave other threads waiting for locks.
 
 use std::sync::Mutex;
 
-/// Violations that are kept; there may be one for each later access.
+/// The number of violations that are kept: each later access may cause another one.
 const MOST: usize = 20;
 
 /// A list of violations.
@@ -11,7 +11,7 @@ const MOST: usize = 20;
 pub(crate) struct Violations(Mutex<Vec<String>>);
 
 impl Violations {
-    /// Adds one.
+    /// Adds a violation.
     pub(crate) fn note(&self, violation: String) {
         let mut all = self.0.lock().unwrap();
         if all.len() < MOST {
@@ -19,7 +19,7 @@ impl Violations {
         }
     }
 
-    /// Returns all of them as the error, if there are any. They stay.
+    /// Returns all violations as the error, if there are any. The list keeps them.
     pub(crate) fn check(&self) -> Result<(), String> {
         let all = self.0.lock().unwrap();
         match all.is_empty() {

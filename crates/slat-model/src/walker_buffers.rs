@@ -1,4 +1,5 @@
-//! The buffers that hardware walkers fill: one for each vCPU, small, so that full ones are usual.
+//! The buffers that hardware walkers fill: one for each vCPU. They are small, so that full buffers are
+//! frequent.
 
 use std::mem::take;
 use std::sync::Mutex;
@@ -7,7 +8,7 @@ use slat::Gfn;
 
 use crate::setup::VCPUS;
 
-/// An address space, and a frame whose dirty bit was set there.
+/// An address space, and a frame whose dirty bit was set in it.
 type Written = (usize, Gfn);
 
 /// The buffers of all vCPUs.
@@ -15,10 +16,10 @@ type Written = (usize, Gfn);
 pub(crate) struct WalkerBuffers([Mutex<Vec<Written>>; VCPUS]);
 
 impl WalkerBuffers {
-    /// The number of entries of each.
+    /// The number of entries of each buffer.
     const MOST: usize = 4;
 
-    /// Returns what is in the buffer of vCPU `i`, now empty, if that is full: the vCPU leaves the guest.
+    /// If the buffer of vCPU `i` is full, empties it and returns its entries: the vCPU leaves the guest.
     pub(crate) fn take_full(&self, i: usize) -> Option<Vec<Written>> {
         let mut buffer = self.0[i].lock().unwrap();
         (buffer.len() == Self::MOST).then(|| take(&mut *buffer))

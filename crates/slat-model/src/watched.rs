@@ -1,4 +1,4 @@
-//! A platform whose use is watched: it goes between the engine and the platform under test.
+//! A platform that watches its use: it is placed between the engine and the platform under test.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::{Deref, Range};
@@ -17,24 +17,24 @@ use crate::tlb::Tlb;
 use crate::violations::Violations;
 use crate::walker_buffers::WalkerBuffers;
 
-/// A platform between the engine and another one, `P`, to which it passes every call. It tells the [`Tlb`] what the
-/// engine does, makes allocations fail when told to, and checks the frames that `P` returns. The memory of all machines
-/// has the same backing addresses here, from [`HostMemory::BASE`] on.
+/// A platform between the engine and another platform, `P`, to which it passes every call. It reports the engine's
+/// actions to the [`Tlb`], makes allocations fail on request, and checks the frames that `P` returns. Here, the memory
+/// of all machines has the same backing addresses, from [`HostMemory::BASE`] on.
 pub struct Watched<P> {
     platform: Arc<P>,
-    /// The entries that hardware walkers may have cached of the first VM.
+    /// The model of the first VM's entries that hardware walkers may have cached.
     pub tlb: Arc<Tlb>,
     /// The TLB models of the VM's clones.
     clones: RwLock<HashMap<VmId, Arc<Tlb>>>,
-    /// Whether there are any.
+    /// Whether there are clones.
     cloned: AtomicBool,
     /// Whether `P` tells `tlb` of flushes.
     reports_flushes: bool,
-    /// The number that is added to a backing address of this platform to get the one of `P`.
+    /// The number to add to a backing address of this platform to get the address of `P`.
     offset: u64,
-    /// Allocations until one fails; negative: none fails.
+    /// The number of allocations before one fails; if negative, none fails.
     fail_in: AtomicI64,
-    /// Whether every later one fails, too.
+    /// Whether all later allocations fail, too.
     fail_on: AtomicBool,
     failed: AtomicBool,
     live: Mutex<Live>,
@@ -51,7 +51,7 @@ struct Live {
 }
 
 impl<P: Platform> Watched<P> {
-    /// Watches the platform of `machine`, which has `tlb`.
+    /// Makes a platform that watches the platform of `machine`, which has `tlb`.
     pub(crate) fn of<M: Machine<Platform = P>>(machine: &M, tlb: Arc<Tlb>) -> Arc<Self> {
         Arc::new(Watched {
             platform: machine.platform().clone(),
@@ -69,19 +69,19 @@ impl<P: Platform> Watched<P> {
         })
     }
 
-    /// Makes the `n`-th allocation from now on fail (0: the next), and with `stay` all later ones.
+    /// Makes the allocation after `n` others fail, and if `stay` also all later ones.
     pub fn fail_allocation(&self, n: u64, stay: bool) {
         self.fail_on.store(stay, SeqCst);
         self.fail_in.store(n as i64, SeqCst);
     }
 
-    /// Lets allocations succeed again. Returns whether one has failed since the last call of this.
+    /// Lets allocations succeed again. Returns whether one has failed since the last call of this function.
     pub fn stop_failing(&self) -> bool {
         self.fail_in.store(-1, SeqCst);
         self.failed.swap(false, SeqCst)
     }
 
-    /// Whether an allocation is to fail, or one has since the last call of [`Watched::stop_failing`].
+    /// Whether an allocation will fail, or one has failed since the last call of [`Watched::stop_failing`].
     pub(crate) fn is_failing(&self) -> bool {
         self.fail_in.load(SeqCst) >= 0 || self.failed.load(SeqCst)
     }
@@ -97,7 +97,7 @@ impl<P: Platform> Watched<P> {
         live.numbers.get(&vm).copied().unwrap_or(0)
     }
 
-    /// Returns the model of the TLBs of `vm`, a clone from now on.
+    /// Makes a model of the TLBs of `vm`, which is a clone, and returns it.
     pub(crate) fn add_clone(&self, vm: VmId) -> Arc<Tlb> {
         let tlb = Arc::<Tlb>::default();
         self.clones.write().unwrap().insert(vm, tlb.clone());
@@ -142,8 +142,8 @@ impl<P: Platform> Watched<P> {
         self.violations.check()
     }
 
-    /// Checks that each table has a page of memory and metadata of its own, and no frame that `is_guest_memory`. Call
-    /// while no operation is in progress.
+    /// Checks that each table has memory and metadata of its own, and that no table's frame satisfies
+    /// `is_guest_memory`. Call while no operation is in progress.
     pub(crate) fn check_frames(&self, is_guest_memory: impl Fn(Pfn) -> bool) -> Result<(), String> {
         let bytes = self.platform.granule().bytes() as usize;
         let mut used: Vec<(Range<usize>, Pfn)> = Vec::new();
@@ -165,7 +165,7 @@ impl<P: Platform> Watched<P> {
         }
     }
 
-    /// Counts an allocation. Returns whether it is to fail.
+    /// Counts an allocation. Returns whether it must fail.
     fn fails(&self) -> bool {
         if self.fail_in.load(Relaxed) < 0 {
             return false;
@@ -182,8 +182,8 @@ impl<P: Platform> Watched<P> {
         true
     }
 
-    /// Accepts a run of `tables` frames from `P`, of which the first is `frame`. A run that is wrong is refused: to the
-    /// engine memory is out.
+    /// Accepts a run of `tables` frames from `P` that begins with `frame`. Refuses a wrong run: the engine then finds
+    /// no memory.
     fn accept(&self, vm: VmId, frame: Pfn, tables: usize) -> Option<Pfn> {
         let frames = || (0..tables as u64).map(|i| frame.add(i));
         let mut live = self.live.lock().unwrap();
@@ -214,7 +214,7 @@ impl<P: Platform> Watched<P> {
         }
     }
 
-    /// Returns the backing address here of the platform's `backing`.
+    /// Returns this platform's backing address for the backing address `backing` of `P`.
     pub(crate) fn outer(&self, backing: Hva) -> Hva {
         Hva(backing.0.wrapping_sub(self.offset))
     }

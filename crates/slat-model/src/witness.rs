@@ -1,9 +1,9 @@
 //! The translations that several threads may still use.
 //!
-//! A vCPU may use a translation from the moment it gets it until it quiesces, and a call that unmaps the page (a slot
-//! change, an invalidation) returns only after that. So *each use* can be checked exactly: a page that a slot change is
-//! about to map is recorded before the call, a page that it has unmapped is removed after the call has returned, and
-//! host pages change their version inside the invalidation.
+//! A vCPU may use a translation until it quiesces. A call that unmaps the page (a slot change, an invalidation) returns
+//! only after that. So *each use* can be checked exactly. A page that a slot change is about to map is recorded before
+//! the call. A page that the change has unmapped is removed after the call has returned. Host pages change their
+//! version inside the invalidation.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering::*};
@@ -14,7 +14,8 @@ use crate::host::HostMemory;
 
 const NONE: u64 = u64::MAX;
 
-/// For each guest frame of a window at 0, the host page that may back it now. While a slot is moved there are two.
+/// For each guest frame of a range that begins at 0, the host page that may back it now. While a slot moves there are
+/// two.
 pub struct Witness {
     now: Box<[AtomicU64]>,
     soon: Box<[AtomicU64]>,
@@ -30,7 +31,7 @@ impl Witness {
         }
     }
 
-    /// Call before the slot change that maps the host pages from `host_page` on at `gfns`.
+    /// Call before a slot change that maps the host pages from `host_page` on at `gfns`.
     pub fn allow(&self, gfns: Range<u64>, host_page: u64) {
         for (i, gfn) in gfns.enumerate() {
             self.soon[gfn as usize].store(host_page + i as u64, SeqCst);
@@ -49,8 +50,8 @@ impl Witness {
         }
     }
 
-    /// Checks whether a vCPU that has not quiesced may use `translation` of `gfn` at this moment; the error says what
-    /// is wrong. `write`: it writes.
+    /// Checks whether a vCPU that has not quiesced may use `translation` of `gfn` at this moment. The error describes
+    /// the violation. `write`: whether the access is a write.
     pub fn check(
         &self,
         host: &HostMemory,
@@ -87,7 +88,7 @@ pub struct Harvests {
     taken: AtomicU64,
     /// For each page, one more than the number of logs that were complete at its last write.
     written: Box<[AtomicU64]>,
-    /// For each page, the number of the last log that named it.
+    /// For each page, the number of the last log that contained the page.
     named: Box<[AtomicU64]>,
 }
 
@@ -102,7 +103,7 @@ impl Harvests {
         }
     }
 
-    /// Call when a vCPU that holds the right to write to `page` writes.
+    /// Call when a vCPU that has the right to write to `page` writes to it.
     pub fn write(&self, page: u64) {
         let next = self.taken.load(SeqCst) + 1;
         self.written[page as usize].fetch_max(next, SeqCst);
@@ -120,7 +121,7 @@ impl Harvests {
         self.taken.store(number, SeqCst);
     }
 
-    /// Call when the log was deleted with its slot: forgets all writes.
+    /// Call when the log was deleted with its slot: all writes are forgotten.
     pub fn forget(&self) {
         for written in &self.written {
             written.store(0, SeqCst);

@@ -38,7 +38,7 @@ pub(super) struct Translation {
 }
 
 impl Translation {
-    /// Whether the rights allow `access`, without a flag that has to be set.
+    /// Whether the rights allow `access` without setting a flag.
     pub fn allows(&self, access: Access) -> bool {
         match access {
             Access::Read => self.page.read,
@@ -48,11 +48,11 @@ impl Translation {
     }
 }
 
-/// The values of the entries on a path, by level: the last is that of level 1. Only the entries above some level are
+/// The values of the entries on a path, by level; the last is that of level 1. Only the entries above some level are
 /// known.
 pub(super) type Values = [u64; 5];
 
-/// The PCID that a translation belongs to; `None`: a global translation, of all PCIDs.
+/// The PCID to which a translation belongs; `None`: the translation is global, so it belongs to all PCIDs.
 type Owner = Option<u16>;
 
 /// The caches of a vCPU.
@@ -80,8 +80,8 @@ impl Caches {
         self.translations.insert(key, new);
     }
 
-    /// Returns the lowest level at which an entry for `gva` that references a table is cached, and the values of the
-    /// entries down to it. `shifts` has the lowest address bit of the index at each level, from level 1.
+    /// Returns the lowest level at which the caches have an entry for `gva` that references a table, and the values of
+    /// the entries down to it. `shifts` has the lowest address bit of the index at each level, from level 1.
     pub fn structures(&self, pcid: u16, gva: u64, shifts: &[u32]) -> Option<(u32, Values)> {
         let levels = 2..=shifts.len() as u32;
         levels.into_iter().find_map(|level| {
@@ -94,7 +94,7 @@ impl Caches {
         self.structures.insert((pcid, level, gva >> shift), new);
     }
 
-    /// Drops all.
+    /// Drops all cached entries.
     pub fn flush(&mut self) {
         self.translations.clear();
         self.structures.clear();

@@ -1,5 +1,5 @@
-//! An MMU that caches all that the SDM allows: the engine, with a TLB, paging-structure caches, and a copy of each
-//! page-table entry. Calls of `stored` keep the copies right.
+//! An MMU that caches everything that the SDM allows: the engine, with a TLB, paging-structure caches, and a copy of
+//! each page-table entry. Calls of `stored` keep the copies correct.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -18,7 +18,7 @@ use super::registers::{CR0_PG, CR4_PAE, CR4_PCIDE, CR4_PGE, CR4_SMEP, Privilege,
 
 /// An [`EngineMmu`] with caches that keep every entry until it is flushed, and perhaps with a [`Defect`].
 ///
-/// This MMU tries the oracle: it uses stale translations wherever the SDM allows that.
+/// This MMU tests the oracle: it uses stale translations wherever the SDM allows that.
 pub struct CachingMmu {
     engine: EngineMmu,
     cpus: [Cpu; CPUS],
@@ -102,7 +102,7 @@ impl CachingMmu {
     }
 
     /// Walks the guest's tables, and caches the translation. Returns the translation and the address of the leaf.
-    /// Without `marks`, the walk ends at an entry whose flag has to be set.
+    /// Unless `marks`, the walk ends at an entry whose flag has to be set.
     fn fill(
         &mut self,
         cpu: usize,
@@ -125,7 +125,7 @@ impl CachingMmu {
         };
         let found = walk(&mut tables, paging, gva, access);
         let read = std::mem::take(&mut tables.read);
-        // All but the last reference tables. Those whose accessed flag was set before are cached,
+        // All entries except the last one reference tables. Those whose accessed flag was already set are cached,
         // unless they already were.
         let mut values = Values::default();
         let mut may_cache = true;
@@ -159,7 +159,7 @@ impl CachingMmu {
         Ok((translation, at))
     }
 
-    /// Sets flags that must not be set, if the MMU's defect is to do so. `leaf`: the address of the leaf.
+    /// Sets flags that must not be set, if the MMU's defect does so. `leaf`: the address of the leaf.
     fn mark_wrongly(
         &mut self,
         cpu: usize,
@@ -230,7 +230,7 @@ impl CachingMmu {
         }
     }
 
-    /// Sets in `outcome` whether the page holds a table.
+    /// Sets in `outcome` whether the page contains a table.
     fn tracked(&self, gpa: Gpa, outcome: Outcome) -> Outcome {
         match outcome {
             Outcome::Page { host, .. } => Outcome::Page {
@@ -263,9 +263,9 @@ struct Tables<'a> {
     cpu: usize,
     /// The number of levels.
     top: usize,
-    /// The values of the entries that are cached: from this level up.
+    /// The values of the cached entries, from this level up.
     known: Option<(u32, Values)>,
-    /// Whether it may set flags.
+    /// Whether the walk may set flags.
     marks: bool,
     /// The address of each entry that was read, from the top down, with its value in memory or in the cache.
     read: Vec<(Gpa, u64)>,
@@ -295,12 +295,12 @@ impl GuestTables for Tables<'_> {
             return Err(Outcome::BadAddress { gpa });
         }
         let flags = self.mmu.flaw.flags(new & !old);
-        // A table may be used at two levels. Then the upper entry may be a cached one, whose flag is set.
+        // A table may be used at two levels. Then the upper use of an entry may be a cached one, whose flag is set.
         let read = self.read.iter().rfind(|(at, _)| *at == gpa);
         let (_, value) = *read.expect("the walk has read it");
         let marked = flags == 0 || self.mmu.mark(self.cpu, gpa, size, value, flags)?;
         if !marked {
-            // The walk begins again.
+            // The walk restarts.
             self.read.clear();
         }
         Ok(marked)

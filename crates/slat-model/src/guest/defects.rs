@@ -1,4 +1,4 @@
-//! Defects that an MMU may have. The oracle must find each.
+//! Defects that an MMU may have. The oracle must find each of them.
 
 use slat::Gpa;
 use slat::guest_walk::{GuestPage, GuestPaging, error_code};
@@ -34,19 +34,19 @@ pub enum Defect {
     MakesAllGlobal,
     /// A cached translation has the host page of its first use.
     KeepsHostPages,
-    /// The U/S flag of entries is taken as 1.
+    /// The U/S flag of entries is treated as 1.
     IgnoresUser,
-    /// The XD flag of entries is taken as 0.
+    /// The XD flag of entries is treated as 0.
     IgnoresNoExecute,
-    /// CR0.WP is taken as 0.
+    /// CR0.WP is treated as 0.
     IgnoresWriteProtect,
-    /// CR4.SMEP is taken as 0.
+    /// CR4.SMEP is treated as 0.
     IgnoresSmep,
-    /// CR4.SMAP is taken as 0.
+    /// CR4.SMAP is treated as 0.
     IgnoresSmap,
-    /// PKRU is taken as 0.
+    /// PKRU is treated as 0.
     IgnoresKeys,
-    /// Reserved address bits are taken as 0.
+    /// Reserved address bits are treated as 0.
     IgnoresReserved,
     /// PAE's page-directory-pointer entries are read for each walk.
     ReadsPointers,
@@ -70,15 +70,15 @@ pub enum Defect {
     WrongOffset,
     /// A 4 MiB page is always below 4 GiB.
     IgnoresHighAddress,
-    /// A store to two entries is taken for a store to the first one.
+    /// A store to two entries is treated as a store to the first one.
     MergesEntries,
-    /// A store to two pages is taken for a store to the first one.
+    /// A store to two pages is treated as a store to the first one.
     IgnoresSecondPage,
     /// Stores of the second vCPU are not noticed.
     IgnoresOtherCpu,
     /// Locked stores are not noticed.
     IgnoresLocked,
-    /// The MMU does not ask to be told of stores to pages of tables.
+    /// The MMU does not request reports of stores to pages of tables.
     TracksNothing,
     /// Tables are kept when their memslot is deleted or moved.
     KeepsTablesOfSlots,
@@ -89,7 +89,7 @@ pub enum Defect {
 }
 
 impl Defect {
-    /// All of them.
+    /// All defects.
     pub const ALL: [Defect; 38] = [
         Defect::ForgetsInvlpg,
         Defect::KeepsStructuresOverInvlpg,
@@ -165,7 +165,7 @@ impl Flaw {
         }
     }
 
-    /// Returns those of `flags` that an MMU with this defect sets.
+    /// Returns the part of `flags` that an MMU with this defect sets.
     pub fn flags(self, flags: u64) -> u64 {
         match self.0 {
             Some(Defect::SetsNoAccessed) => flags & !A,
@@ -174,7 +174,7 @@ impl Flaw {
         }
     }
 
-    /// Returns the page that an MMU with this defect takes for `page`.
+    /// Returns the page that an MMU with this defect uses instead of `page`.
     pub fn page(self, page: GuestPage) -> GuestPage {
         let Gpa(gpa) = page.gpa;
         let seen = match (self.0, page.bits) {
@@ -189,7 +189,7 @@ impl Flaw {
         }
     }
 
-    /// Returns the outcome that an MMU with this defect reports for `outcome`.
+    /// Returns the outcome that an MMU with this defect reports instead of `outcome`.
     pub fn outcome(self, outcome: Outcome) -> Outcome {
         match (self.0, outcome) {
             (Some(Defect::ForgetsFetchBit), Outcome::PageFault { code }) => Outcome::PageFault {

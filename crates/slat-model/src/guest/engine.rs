@@ -17,11 +17,11 @@ use super::registers::Registers;
 use crate::platform::SimPlatform;
 use crate::region::set_region;
 
-/// Flushes of its own that an access may need: one for each table on the path, and for the page.
+/// Number of its own flushes that an access may need: one for each table on the path, and one for the page.
 const MOST_RETRIES: usize = 16;
 
-/// [`slat::guest_walk::walk`] over a [`Vm`] with second-level tables: those of AMD's nested paging,
-/// unless said otherwise.
+/// Runs [`slat::guest_walk::walk`] over a [`Vm`] with second-level tables, by default those of AMD's nested
+/// paging.
 pub struct EngineMmu<F: Format = Npt> {
     pub(super) vm: Arc<Vm<SimPlatform, F>>,
     pub(super) vcpus: Vec<Vcpu<SimPlatform, F>>,
@@ -40,7 +40,7 @@ impl EngineMmu {
     }
 }
 
-/// Repeats `access` on `vcpu` while it is to be retried.
+/// Repeats `access` on `vcpu` as long as it has to be retried.
 pub(super) fn until_done<F: Format, T>(
     vcpu: &mut Vcpu<SimPlatform, F>,
     mut access: impl FnMut(&mut Vcpu<SimPlatform, F>) -> Option<T>,
@@ -73,7 +73,7 @@ impl<F: Format> EngineMmu<F> {
     /// Makes a VM without memslots on `machine`.
     pub(super) fn with_config(machine: &GuestMachine, config: Config) -> Self {
         let vm = Vm::new(machine.platform.clone(), config).expect("there is memory");
-        // So that logs are exact.
+        // This makes logs exact.
         vm.set_policy(Setting::DirtyLogReads(DirtyLogReads::Off));
         let vcpus = (0..CPUS).map(|_| vm.create_vcpu().expect("there is memory"));
         EngineMmu {
@@ -128,7 +128,8 @@ impl<F: Format> EngineMmu<F> {
     }
 }
 
-/// Returns what an access comes to that has reached this page of host memory, or has not.
+/// Returns the outcome of an access that has reached this page of host memory, or the outcome that stopped
+/// it.
 pub(super) fn outcome(reached: Result<Hpa, Outcome>) -> Outcome {
     reached.map_or_else(
         |outcome| outcome,

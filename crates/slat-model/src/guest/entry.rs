@@ -1,5 +1,5 @@
-//! The meaning of page-table entries, and the rights that the entries on a path grant. These are the SDM's rules,
-//! written down a second time, independently of [`slat::guest_walk`].
+//! The meaning of page-table entries, and the rights that the entries on a path grant. This implements the SDM's
+//! rules a second time, independently of [`slat::guest_walk`].
 //!
 //! SDM 3A, chapter "Paging": the tables "Format of …" of 32-bit, PAE, 4-level and 5-level paging, "Determination of
 //! Access Rights", "Protection Keys", "Page-Fault Exceptions".
@@ -24,7 +24,7 @@ pub(super) enum Meaning {
     NotPresent,
     /// A reserved bit is set.
     Reserved,
-    /// The next table is at this address.
+    /// The entry refers to the next table, at this address.
     Table(u64),
     /// The entry maps a page of 2^`bits` bytes.
     Page {
@@ -33,7 +33,7 @@ pub(super) enum Meaning {
     },
 }
 
-/// How a processor reads entries: constant between two flushes of everything.
+/// How a processor interprets entries: constant between two flushes of everything.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Layout {
     pub mode: Mode,
@@ -101,7 +101,7 @@ impl Layout {
         address | high | if self.has_xd { 0 } else { XD }
     }
 
-    /// Returns what `entry` means at `level`.
+    /// Returns the meaning of `entry` at `level`.
     pub fn meaning(self, level: u32, entry: u64) -> Meaning {
         if entry & P == 0 {
             return Meaning::NotPresent;
@@ -164,8 +164,8 @@ fn meaning_of_4_bytes(pse: bool, level: u32, entry: u64) -> Meaning {
     }
 }
 
-/// Returns whether a present PDPTE has no reserved bit ("Format of a PAE Page-Directory-Pointer-Table Entry"); else
-/// loading it is a general-protection exception.
+/// Returns whether a present PDPTE has no reserved bit set ("Format of a PAE Page-Directory-Pointer-Table Entry").
+/// Otherwise loading it causes a general-protection exception.
 pub(super) fn may_load_pdpte(pdpte: u64) -> bool {
     pdpte & P == 0 || pdpte & (bits(63, PHYSICAL_BITS) | bits(8, 5) | bits(2, 1)) == 0
 }
@@ -173,11 +173,11 @@ pub(super) fn may_load_pdpte(pdpte: u64) -> bool {
 /// The rights that all entries on a path grant.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Rights {
-    /// R/W is 1 in all.
+    /// R/W is 1 in all entries.
     pub write: bool,
-    /// U/S is 1 in all: it is a user-mode address.
+    /// U/S is 1 in all entries: the address is a user-mode address.
     pub user: bool,
-    /// XD is 1 in one.
+    /// XD is 1 in some entry.
     pub no_execute: bool,
 }
 
@@ -189,7 +189,7 @@ impl Rights {
         no_execute: false,
     };
 
-    /// Returns the rights that are left after `entry`. A 4-byte entry has no bit 63.
+    /// Returns the rights that remain after `entry`. A 4-byte entry has no bit 63.
     pub fn and(self, entry: u64) -> Rights {
         Rights {
             write: self.write && entry & RW != 0,

@@ -1,4 +1,5 @@
-//! When a vCPU ran with which tables, and which flushes it has done: what decides what it may still have cached.
+//! The history of a vCPU: when it used which tables, and its flushes. The history decides which entries the vCPU may
+//! still have cached.
 
 use std::ops::Range;
 
@@ -19,7 +20,7 @@ pub(super) struct Flush {
 }
 
 impl Flush {
-    /// Everything of a PCID but its global translations.
+    /// Everything of a PCID except its global translations.
     pub fn context(pcid: impl Into<Option<u16>>) -> Flush {
         Flush {
             pcid: pcid.into(),
@@ -34,7 +35,7 @@ impl Flush {
     }
 }
 
-/// A time in which the registers that a walk begins at did not change.
+/// A period in which the registers at which a walk begins did not change.
 #[derive(Clone, Debug)]
 pub(super) struct Period {
     pub time: Range<Time>,
@@ -53,7 +54,7 @@ pub(super) struct Cached {
     pub global: bool,
 }
 
-/// The history of a vCPU since all that it had cached was flushed.
+/// The history of a vCPU since everything that it had cached was flushed.
 #[derive(Default)]
 pub(super) struct Flushes {
     periods: Vec<Period>,
@@ -87,7 +88,7 @@ impl Flushes {
         self.flushes.push((now, flush));
     }
 
-    /// Returns the moment before which nothing that is still cached was read.
+    /// Returns the moment since which everything that is still cached was read.
     pub fn start(&self) -> Option<Time> {
         self.periods.first().map(|period| period.time.start)
     }
@@ -97,8 +98,8 @@ impl Flushes {
         self.periods.iter().rev()
     }
 
-    /// Returns the smallest range with the moments of `range` at which `pcid` was the current PCID;
-    /// `None`: there are none.
+    /// Returns the smallest range that contains the moments of `range` at which `pcid` was the current PCID. `None`:
+    /// there are no such moments.
     pub fn within(&self, pcid: u16, range: &Range<Time>) -> Option<Range<Time>> {
         let common = |period: &&Period| {
             period.pcid == pcid && period.time.start < range.end && range.start < period.time.end
@@ -109,9 +110,9 @@ impl Flushes {
         Some(range.start.max(first.time.start)..range.end.min(last.time.end))
     }
 
-    /// Returns the moment up to which an entry of a paging-structure cache may exist that was created before `read`:
-    /// the first flush since that concerns it. It was created under `pcid` for addresses that are `gva` but for the
-    /// lowest `shift` bits.
+    /// Returns the moment up to which an entry of a paging-structure cache that was created before `read` may exist:
+    /// the first later flush that drops it. The entry was created under `pcid`, for addresses equal to `gva` except
+    /// for the lowest `shift` bits.
     pub fn cached_until(&self, pcid: u16, gva: u64, shift: u32, read: Time) -> Time {
         let first = self.flushes.partition_point(|(time, _)| *time < read);
         let drops = |flush: &Flush| {
@@ -125,8 +126,8 @@ impl Flushes {
         flush.map_or(Time::MAX, |(time, _)| *time)
     }
 
-    /// Returns the moment from which on a TLB entry must have been created to exist now: the last
-    /// flush that concerns it.
+    /// Returns the moment since which a TLB entry must have been created if it exists now: the last flush that drops
+    /// it.
     pub fn flushed_at(&self, cached: &Cached) -> Time {
         let drops = |flush: &Flush| {
             let meant = flush

@@ -1,7 +1,7 @@
 //! The layout of the guest's memory.
 //!
-//! The first slots hold tables. Any entry of a table may reference any table, also its own, so a table is used at
-//! several levels and by several roots. The slots at 2 MiB, 4 MiB, 6 MiB, 1 GiB and 4 GiB are what large pages map.
+//! The first slots contain tables. Any entry of a table may reference any table, including its own, so a table is used
+//! at several levels and by several roots. Large pages map the slots at 2 MiB, 4 MiB, 6 MiB, 1 GiB and 4 GiB.
 
 use std::ops::Range;
 
@@ -10,7 +10,7 @@ use slat::{Gpa, Region, SlotFlags};
 use crate::host::HostMemory;
 use crate::rng::Rng;
 
-/// A slot of the guest: its first frame, its pages, its flags.
+/// A slot of the guest: its first frame, its number of pages, and its flags.
 pub(super) struct Home {
     pub gfn: u64,
     pub pages: u64,
@@ -41,13 +41,13 @@ pub(super) const SLOTS: [Home; 9] = [
     home(0x4_0000, 16),
     home(0x10_0000, 16),
 ];
-/// The slot with pages that are no tables.
+/// The slot whose pages are not tables.
 pub(super) const DATA: usize = 2;
 /// The read-only slot. Two of its pages are tables.
 pub(super) const READ_ONLY: usize = 3;
-/// The slot in the first large page but one.
+/// The slot in the second large page.
 pub(super) const HIGH: usize = 4;
-/// Pages of host memory. Each slot has twice its size, so that it can be created again with other memory.
+/// Number of pages of host memory. Each slot has twice its size, so that it can be created again with other memory.
 pub(super) const HOST_PAGES: u64 = 272;
 
 /// Guest frames that mostly hold tables with entries of one size, grouped by the level for which they are mostly used.
@@ -61,7 +61,7 @@ pub(super) struct Tables {
 }
 
 impl Tables {
-    /// Returns the frames of all of them.
+    /// Returns the frames of all these tables.
     pub fn all(&self) -> Range<u64> {
         self.roots.start..self.leaves.end
     }
@@ -85,7 +85,7 @@ pub(super) const POINTERS: u64 = 15;
 pub(super) const ELSEWHERE: u64 = 0x70;
 /// Frames without a slot.
 pub(super) const HOLES: [u64; 2] = [60, 0x300];
-/// Addresses that large pages are mapped to.
+/// Addresses to which large pages are mapped.
 pub(super) const LARGE: [u64; 8] = [
     0,
     0,
@@ -104,12 +104,12 @@ pub(super) const INDICES_OF_4: [u64; 7] = [0, 1, 2, 3, 0x200, 0x205, 1023];
 /// Indices of page-directory-pointer entries: four tables of four.
 const INDICES_OF_POINTERS: [u64; 16] = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15];
 
-/// Returns a number of `range`.
+/// Returns a number in `range`.
 pub(super) fn in_range(rng: &mut Rng, range: &Range<u64>) -> u64 {
     range.start + rng.below(range.end - range.start)
 }
 
-/// Returns the frames of a slot in its home.
+/// Returns the frames of a slot at its usual address.
 pub(super) fn frames_of(slot: usize) -> Range<u64> {
     let Home { gfn, pages, .. } = SLOTS[slot];
     gfn..gfn + pages
@@ -132,12 +132,12 @@ pub(super) fn indices_in(frame: u64) -> &'static [u64] {
     }
 }
 
-/// Address spaces, at most.
+/// The largest number of address spaces.
 pub(super) const SPACES: u64 = 6;
-/// Virtual addresses in use at one time.
+/// The number of virtual addresses in use at one time.
 pub(super) const ADDRESSES: usize = 14;
 
-/// Returns a slot in its home, with its first host page at `offset` of its host memory.
+/// Returns a slot at its usual address, with its first host page at `offset` of its host memory.
 pub(super) fn region(slot: usize, offset: u64) -> Region {
     let before: u64 = SLOTS[..slot].iter().map(|home| 2 * home.pages).sum();
     let home = &SLOTS[slot];

@@ -1,7 +1,8 @@
 //! Guest memory as the oracle knows it: memslots, and every value that each word had since the last flushes.
 //!
-//! A guest-physical address without memory reads as 0, an entry that is not present: KVM injects a page fault for a
-//! table that is in no memslot. So a change of the memslots is a store to every word of the slot that is not 0.
+//! A guest-physical address without memory reads as 0, which is an entry that is not present: KVM injects a page fault
+//! for a table that is in no memslot. So a change of a memslot counts as a store to every word of the slot that is not
+//! 0.
 
 use std::collections::HashMap;
 
@@ -12,13 +13,13 @@ use super::ram::{GuestMachine, WORDS, entry_in};
 use crate::host::HostMemory;
 use crate::model::{Expected, GuestModel, ModelSlot};
 
-/// The number of the operation after which a moment is.
+/// A moment, given by the number of the operation before it.
 pub(super) type Time = u64;
 
-/// Guest frames that the engine's tables can map.
+/// Number of guest frames that the engine's tables can map.
 const CAPACITY: u64 = 1 << 36;
 
-/// A value that a word had, until a change.
+/// An earlier value of a word, and the moment at which it was changed.
 #[derive(Clone, Copy, Debug)]
 struct Past {
     value: u64,
@@ -26,7 +27,7 @@ struct Past {
     read_only: bool,
 }
 
-/// A value of a page-table entry, and the moments at which a processor could read it: `from..until`.
+/// A value of a page-table entry, and the range of moments at which a processor could read it: `from..until`.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Version {
     pub value: u64,
@@ -40,7 +41,7 @@ pub(super) struct Memory {
     pub machine: GuestMachine,
     /// The memslots and their dirty logs.
     pub model: GuestModel,
-    /// Earlier values of the word at an address, oldest first; each began when the one before ended.
+    /// Earlier values of the word at an address, oldest first. Each begins when the one before ends.
     past: HashMap<u64, Vec<Past>>,
 }
 
@@ -70,7 +71,7 @@ impl Memory {
         entry_in(self.word(gpa & !7).0, 8 * (gpa % 8), size)
     }
 
-    /// Returns the values of the entry of `size` bytes at `gpa`, newest first. Two that follow each other may be equal.
+    /// Returns the values of the entry of `size` bytes at `gpa`, newest first. Two consecutive values may be equal.
     pub fn versions(&self, gpa: u64, size: usize) -> impl Iterator<Item = Version> {
         let past = self.past.get(&(gpa & !7)).map_or(&[][..], |past| past);
         let (value, read_only) = self.word(gpa & !7);
@@ -90,7 +91,7 @@ impl Memory {
         })
     }
 
-    /// Notes that the word at `gpa` was `value` until `now`.
+    /// Records that the word at `gpa` was `value` until `now`.
     fn note(&mut self, now: Time, gpa: u64, value: u64, read_only: bool) {
         let past = self.past.entry(gpa).or_default();
         if past.last().is_none_or(|last| last.until < now) {
@@ -102,13 +103,13 @@ impl Memory {
         }
     }
 
-    /// Notes that the MMU has changed the word at `gpa` from `old`.
+    /// Records that the MMU has changed the word at `gpa` from `old`.
     pub fn marked(&mut self, now: Time, gpa: u64, old: u64) {
         self.note(now, gpa, old, false);
         self.model.note_write(gpa >> 12);
     }
 
-    /// Stores `bytes` at `gpa`, within one page. Does nothing where there is no memory.
+    /// Stores `bytes` at `gpa`, in one page. Does nothing if there is no memory.
     pub fn store(&mut self, now: Time, gpa: u64, bytes: &[u8]) {
         let Some((_, slot)) = self.model.slot_at(gpa >> 12) else {
             return;
@@ -177,7 +178,7 @@ impl Memory {
         words.filter(|(_, word)| *word != 0).collect()
     }
 
-    /// Returns the frame that a page of host memory backs.
+    /// Returns the frame that is backed by a page of host memory.
     pub fn gfn_of(&self, page: u64) -> Option<u64> {
         let first = |slot: &ModelSlot| (slot.backing - HostMemory::BASE.0) >> 12;
         let mut slots = self.model.slots.values();

@@ -14,8 +14,8 @@ pub enum Outcome {
     Page {
         /// First byte of the 4 KiB host page.
         host: Hpa,
-        /// Whether the MMU must be told of a store through this translation ([`GuestMmu::stored`]), because it tracks
-        /// writes to the page. The field is used for stores only.
+        /// Whether a store through this translation must be reported to the MMU ([`GuestMmu::stored`]), because the
+        /// MMU tracks writes to the page. Used for stores only.
         tracked: bool,
     },
     /// The guest gets #PF with this error code.
@@ -23,7 +23,7 @@ pub enum Outcome {
         /// Bits of [`slat::guest_walk::error_code`].
         code: u32,
     },
-    /// No memslot holds the address, or it is a write to a read-only one.
+    /// No memslot contains the address, or the access is a write to a read-only memslot.
     Mmio {
         /// The address, to the byte.
         gpa: Gpa,
@@ -33,9 +33,9 @@ pub enum Outcome {
         /// The address, to the byte.
         gpa: Gpa,
     },
-    /// The backing of the page does not allow the access, or is not there yet. KVM_RUN returns EFAULT.
+    /// The backing of the page does not allow the access, or is not present yet. KVM_RUN returns EFAULT.
     BadAddress {
-        /// The address of the data in that page, or of a page-table entry there whose flags cannot be set.
+        /// The address of the data in that page, or of a page-table entry in that page whose flags cannot be set.
         gpa: Gpa,
     },
 }
@@ -65,7 +65,7 @@ pub enum RegisterWrite {
     Cr0,
     /// MOV to CR3.
     Cr3 {
-        /// Bit 63 of the operand, with CR4.PCIDE. If it is set, nothing has to be invalidated.
+        /// Bit 63 of the operand, if CR4.PCIDE is set. If bit 63 is set, nothing has to be invalidated.
         keep: bool,
     },
     /// MOV to CR4.
@@ -79,14 +79,14 @@ pub enum RegisterWrite {
 pub enum Invpcid {
     /// Type 0, individual address.
     Address {
-        /// From the descriptor.
+        /// The PCID in the descriptor.
         pcid: u16,
-        /// From the descriptor.
+        /// The address in the descriptor.
         gva: u64,
     },
     /// Type 1, single context.
     Context {
-        /// From the descriptor.
+        /// The PCID in the descriptor.
         pcid: u16,
     },
     /// Type 2, all contexts, including global translations.
@@ -95,20 +95,20 @@ pub enum Invpcid {
     AllButGlobal,
 }
 
-/// An MMU under test: it translates for [`CPUS`](super::CPUS) vCPUs of one VM with one address space.
+/// An MMU under test. It translates for [`CPUS`](super::CPUS) vCPUs of one VM with one address space.
 ///
-/// Everything is called from one thread. `cpu` is the number of the vCPU that executes the instruction.
+/// All methods are called from one thread. `cpu` is the number of the vCPU that executes the instruction.
 ///
 /// # What is checked
-/// * Each [`Outcome`] is one that the SDM allows, of the address, the host page and the error code.
-/// * The accessed and dirty flags in [`GuestRam`](super::GuestRam): those that a translation needs are set, others are
-///   not, and nothing else is written.
-/// * Each dirty log has the pages that were written, and no other.
+/// * Each [`Outcome`] is allowed by the SDM: the address, the host page and the error code.
+/// * The accessed and dirty flags in [`GuestRam`](super::GuestRam): the MMU sets the flags that a translation needs
+///   and no others, and writes nothing else.
+/// * Each dirty log contains the pages that were written, and no others.
 pub trait GuestMmu {
-    /// Accesses `gva`. `paging` is the state at this moment. `None`: paging is off, and `gva` is a guest-physical
+    /// Accesses `gva`. `paging` is the current paging state. `None`: paging is off, and `gva` is a guest-physical
     /// address.
     ///
-    /// A vCPU's first access follows the [`Self::written`] that loaded its registers.
+    /// A vCPU's first access comes after the call of [`Self::written`] that loaded its registers.
     fn access(
         &mut self,
         cpu: usize,
@@ -122,11 +122,11 @@ pub trait GuestMmu {
     fn access_physical(&mut self, cpu: usize, gpa: Gpa, access: Access) -> Outcome;
 
     /// Called after a guest store of one to eight bytes, in one page or in two, is complete. Not called if
-    /// [`Self::access`] has translated each part of the store to a page that is not tracked.
+    /// [`Self::access`] has translated every part of the store to a page that is not tracked.
     fn stored(&mut self, cpu: usize, kind: StoreKind, parts: &[Part]);
 
-    /// Called after the client has written guest memory. No MMU tracks such a store. Therefore the client has then set
-    /// the registers of all vCPUs to their present values (KVM_SET_SREGS), which flushes.
+    /// Called after the client has written guest memory. No MMU tracks such a store. Therefore the client then sets
+    /// the registers of all vCPUs to their current values (KVM_SET_SREGS), which flushes.
     fn client_stored(&mut self);
 
     /// Called after an instruction has written a register. `new` has the PDPTEs that it loaded.
@@ -148,14 +148,14 @@ pub trait GuestMmu {
     /// KVM_GET_DIRTY_LOG of a slot that logs.
     fn dirty_log(&mut self, slot: u32, bitmap: &mut [u64]);
 
-    /// Returns the host frame that a guest frame is mapped to ([`slat::Vm::lookup`]). The outer `None`:
-    /// the MMU does not say.
+    /// Returns the host frame to which a guest frame is mapped ([`slat::Vm::lookup`]). The outer `None`: the MMU does
+    /// not support this.
     fn frame_of(&self, gfn: Gfn) -> Option<Option<Pfn>> {
         let _ = gfn;
         None
     }
 
-    /// Returns whether a dirty log may have pages that were not written, as with KVM's fault that maps a page of a
+    /// Returns whether a dirty log may contain pages that were not written, as with KVM's fault that maps a page of a
     /// logged slot writable for a read ([`slat::DirtyLogReads`]).
     fn logs_reads(&self) -> bool {
         false

@@ -1,7 +1,7 @@
-//! A guest that writes its own page tables, at random, and the judge of the MMU that translates for it.
+//! A guest that writes its own page tables at random, and the judge of the MMU that translates for this guest.
 //!
-//! An MMU that shadows the guest's tables must behave as a processor: it may use a stale translation as long as the SDM
-//! allows that to a processor, and no longer. To try an MMU, implement [`GuestMmu`]:
+//! An MMU that shadows the guest's tables must behave like a processor: it may use a stale translation only as long as
+//! the SDM allows a processor to use it. To test an MMU, implement [`GuestMmu`]:
 //!
 //! ```
 //! # use slat_model::guest::EngineMmu as MyMmu;
@@ -11,15 +11,15 @@
 //! assert!(tally.of("access") >= 2000);
 //! ```
 //!
-//! Two vCPUs share a guest memory of some dozen pages, and a few tables in all paging modes, which refer to each other,
-//! and to themselves. The guest stores to them: whole entries, parts of one, parts of two, with a LOCK prefix or not,
-//! through its own mappings and not. It accesses addresses with all privileges, executes INVLPG and INVPCID, writes
-//! control registers. The client changes memslots and collects dirty logs, the host replaces pages. Each outcome is
-//! judged, and each flag that the MMU sets in an entry. If a run fails, the message ends with a few operations that
-//! fail, too ([`GuestFailure`]).
+//! Two vCPUs share a guest memory of some dozen pages, and a few tables in all paging modes, which refer to each other
+//! and to themselves. The guest stores whole entries, parts of one entry and parts of two, with and without a LOCK
+//! prefix, through its own mappings and otherwise. It accesses addresses with all privileges, executes INVLPG and
+//! INVPCID, and writes control registers. The client changes memslots and collects dirty logs, and the host replaces
+//! pages. The judge checks each outcome, and each flag that the MMU sets in an entry. If a run fails, the message ends
+//! with a few of its operations that also fail ([`GuestFailure`]).
 //!
-//! The judge's rules, and why they are neither too strict nor too lax, are in the comment of `oracle.rs`. To try these
-//! there is [`CachingMmu`], which keeps whatever it may, and the same with each [`Defect`].
+//! The comment of `oracle.rs` has the judge's rules, and explains why they are neither too strict nor too lax.
+//! [`CachingMmu`] tests the judge: it caches everything that it may cache. It also exists with each [`Defect`].
 //!
 //! # The modules
 //! | module | what it holds |

@@ -1,4 +1,4 @@
-//! The operations on a guest that a run is made of.
+//! The operations on a guest of which a run consists.
 
 use std::ops::Range;
 
@@ -12,9 +12,9 @@ use crate::host::HostChange;
 /// The address of a store.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Target {
-    /// To a guest-virtual address, with these privileges.
+    /// A guest-virtual address, with these privileges.
     Virtual(u64, Privilege),
-    /// To a guest-physical address, by an emulated instruction.
+    /// A guest-physical address: the store is that of an emulated instruction.
     Physical(u64),
 }
 
@@ -23,7 +23,7 @@ pub(super) enum Target {
 pub(super) enum How {
     Mov,
     CompareExchange,
-    /// The comparison fails: the old value is stored again.
+    /// A compare-exchange whose comparison fails: the old value is stored again.
     FailedCompareExchange,
     LockedOr,
 }
@@ -89,13 +89,14 @@ pub(super) enum GuestOp {
         cpu: usize,
         invpcid: Invpcid,
     },
-    /// MOV to CR3. `keep`: bit 63. The low 12 bits are the PCID, if those are on.
+    /// MOV to CR3. `keep`: bit 63. The low 12 bits are the PCID, if PCIDs are on.
     LoadCr3 {
         cpu: usize,
         cr3: u64,
         keep: bool,
     },
-    /// A bit of a control register changes. If the SDM tells software to flush everything after that, a flush follows.
+    /// A bit of a control register changes. If the SDM requires software to flush everything afterwards, a flush
+    /// follows.
     Toggle {
         cpu: usize,
         control: Control,

@@ -24,31 +24,33 @@
 //! 5. a write needs a leaf whose dirty flag is set; a translation that is cached with a clean leaf is read again;
 //! 6. the path belongs to the current PCID, or the leaf is global ("Global Pages").
 //!
-//! `search` has the algorithm, `flushes` the times, `memory` the values, and `entry` what they mean.
+//! `search` has the algorithm, `flushes` the times, `memory` the values, and `entry` the meanings of the values.
 //!
-//! # Neither too strict
-//! Every choice that the SDM leaves to the processor is a choice of the search: when it read what, with what it had
-//! cached, whether it caches at all, when it does what a store and a flush have made possible ("Delayed Invalidation"),
-//! whether it splits a large page. So a flush of one address drops, of a large page, what the current tables translate
-//! together with this address ("Details of TLB Use"). The rights of a path are checked with the CR0.WP, CR4.SMEP,
-//! CR4.SMAP and PKRU of the access, because a TLB holds the flags of the entries and not what follows from them. Where
-//! the SDM does not say what becomes of cached translations, the fuzzer does what software is told to do: a change of
-//! EFER.NXE is followed by a flush of everything, and CR4.PSE changes with paging off. A store of one vCPU is seen by
-//! another when that one reads again ("Propagation of Paging-Structure Changes to Multiple Processors"). What is not in
-//! memory reads as an entry that is not present, as in KVM, and entries in read-only memslots need no flags.
+//! # Why the rules are not too strict
+//! Every choice that the SDM leaves to the processor is a choice of the search: when it reads which entry, with which
+//! entries cached; whether it caches at all; when it acts on a store and a flush ("Delayed Invalidation"); and whether
+//! it splits a large page. So, if a large page is split, a flush of one address drops only what the current tables
+//! translate together with this address ("Details of TLB Use"). The rights of a path are checked with the CR0.WP,
+//! CR4.SMEP, CR4.SMAP and PKRU of the access, because a TLB stores the flags of the entries and not the resulting
+//! rights. Where the SDM does not define what happens to cached translations, the generator does what software is
+//! required to do: it flushes everything after a change of EFER.NXE, and changes CR4.PSE only while paging is off. A
+//! store of one vCPU is seen by another when the other reads again ("Propagation of Paging-Structure Changes to
+//! Multiple Processors"). An address without memory reads as an entry that is not present, as in KVM, and entries in
+//! read-only memslots need no flags.
 //!
-//! # Nor too lax
-//! All six conditions are checked for one and the same choice of values, so two stale entries are not combined if no
-//! processor could have had both. Error codes are compared exactly. The second level (memslots, host pages, dirty logs)
-//! is that of this moment: the guest need not flush for it, the hypervisor does (chapter "VMX Support for Address
-//! Translation"). After an access, the accessed and dirty flags that its path needs are in memory: the search sees them
-//! as values of this moment ("Accessed and Dirty Flags"). A flag that was set must be in an entry that a walk for this
-//! very address may have read now; a dirty flag, where that walk ended, for a write, with the right to it. That is
-//! stricter than the SDM, which allows speculation: an MMU in software has no reason to write for it.
+//! # Why the rules are not too lax
+//! All six conditions are checked for the same choice of values. So two stale entries are not combined if no processor
+//! could have had both. Error codes are compared exactly. The second level (memslots, host pages, dirty logs) is that
+//! of the current moment: the hypervisor flushes for its changes, and the guest need not (chapter "VMX Support for
+//! Address Translation"). After an access, the accessed and dirty flags that its path needs are in memory: the search
+//! sees them as values of this moment ("Accessed and Dirty Flags"). A flag that was set must be in an entry that a walk
+//! for this address may have read now. A dirty flag must be in the entry where that walk ended, for a write that has
+//! the right. This is stricter than the SDM, which allows speculation: an MMU in software has no reason to write
+//! speculatively.
 //!
-//! KVM's shadow MMU is laxer in two ways, which hardly any software notices, and which this oracle refuses. It keeps its
-//! entries for an address after a page fault for an entry that is not present. And its shadow pages belong to no PCID, so
-//! it may use an entry that it has read while another PCID was current.
+//! KVM's shadow MMU is laxer in two ways, which hardly any software notices, and which this oracle refuses. First, it
+//! keeps its entries for an address after a page fault for an entry that is not present. Second, its shadow pages
+//! belong to no PCID, so it may use an entry that it has read while another PCID was current.
 
 use slat::Access;
 use slat::guest_walk::{GuestPaging, Mode};
@@ -89,7 +91,7 @@ pub(super) struct Trace {
 }
 
 impl Trace {
-    /// Returns log2 of the size of the page that is mapped. If no page is mapped, returns that of the smallest page.
+    /// Returns log2 of the size of the mapped page. If no page is mapped, returns that of the smallest page.
     fn bits(&self) -> u32 {
         match self.end {
             Meaning::Page { bits, .. } => bits,
@@ -119,8 +121,8 @@ impl Oracle {
         self.now
     }
 
-    /// Judges an access with the outcome `outcome`. Returns how a processor may come to that outcome, or an error that
-    /// says what is wrong.
+    /// Judges an access with the outcome `outcome`. Returns how a processor may have reached that outcome. The error
+    /// describes the violation.
     pub fn judge(&mut self, access: &GuestAccess, outcome: &Outcome) -> Result<Found, String> {
         self.tick();
         let changes = self.memory.machine.ram.take_changes();
@@ -248,8 +250,8 @@ impl Oracle {
         Trace { entries, end }
     }
 
-    /// A page fault invalidates what the vCPU may have cached for the address, so that the fault does not recur unless
-    /// the tables in memory cause it ("Operations that Invalidate TLBs and Paging-Structure Caches").
+    /// A page fault invalidates everything that the vCPU may have cached for the address. So the fault does not recur
+    /// unless the tables in memory cause it ("Operations that Invalidate TLBs and Paging-Structure Caches").
     fn page_fault(&mut self, access: &GuestAccess) {
         let bits = self.trace(access.paging, access.gva).bits();
         let now = self.tick();

@@ -1,4 +1,4 @@
-//! The control registers of a vCPU, as far as paging depends on them.
+//! The control registers of a vCPU that affect paging.
 
 use slat::guest_walk::{GuestPaging, Mode};
 
@@ -43,10 +43,10 @@ pub struct Registers {
     pub cr4: u64,
     /// IA32_EFER.
     pub efer: u64,
-    /// The page-directory-pointer entries that PAE paging has loaded; else they mean nothing.
+    /// The page-directory-pointer entries that PAE paging has loaded; meaningless in other modes.
     pub pdptes: [u64; 4],
-    /// No register: the tables are those of an AMD processor ([`GuestPaging::reserves_table_global`]). It is the
-    /// same in a whole run.
+    /// Not a register: whether the tables are those of an AMD processor
+    /// ([`GuestPaging::reserves_table_global`]). It does not change during a run.
     pub reserves_table_global: bool,
 }
 

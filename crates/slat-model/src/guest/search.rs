@@ -1,15 +1,15 @@
-//! The search for a way in which a vCPU may have translated an address.
+//! The search for a path by which a vCPU may have translated an address.
 //!
 //! A search goes down the tables. At each level it tries every value that the entry had since the last flush, and keeps
-//! the *window* of moments at which the vCPU may have read this value:
+//! the *window* of moments at which the vCPU may have read this value. At such a moment,
 //!
-//! * The value was in memory, and the PCID was the current one.
-//! * The entries above were read at the same moment, or before, and were cached since then: their flags were set, and
-//!   no flush that concerns the paging-structure caches came between.
+//! * the value was in memory, and the path's PCID was the current one;
+//! * the entries above had been read then or before, and were still cached: their flags were set, and no flush of the
+//!   paging-structure caches dropped them in between.
 //!
-//! Windows are intervals, because an entry that was read later is cached longer: of all earlier moments of
-//! reading the entry above, the last one is best. So for each choice of values, the window that is kept loses
-//! nothing and adds nothing.
+//! Windows are intervals, because an entry that was read later stays cached longer: among all earlier moments at which
+//! the entry above may have been read, the last one is best. So for each choice of values, the window contains exactly
+//! the possible moments.
 
 use std::ops::Range;
 
@@ -24,7 +24,7 @@ use super::mmu::Outcome;
 /// The goal of a search.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Goal {
-    /// The access comes to this.
+    /// The access has this outcome.
     Outcome(Outcome),
     /// The access sets flags in the entry at `gpa`: accessed, and dirty if `dirty`.
     Marks { gpa: u64, dirty: bool },
@@ -47,9 +47,9 @@ pub(super) struct Search<'a> {
 /// How a goal was found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Found {
-    /// The tables as they are now lead to the goal.
+    /// The current tables lead to the goal.
     Fresh,
-    /// A cached entry that references a table leads to the goal, with the present contents of that table.
+    /// A cached entry that references a table leads to the goal, with the current contents of that table.
     StaleTable,
     /// A cached translation leads to the goal.
     StaleTranslation,
@@ -75,7 +75,7 @@ impl Search<'_> {
     }
 }
 
-/// The walks for one goal. They return whether a cached translation or a table that is read now has led to the goal.
+/// The walks for one goal. They return whether a cached translation, or a table that is read now, leads to the goal.
 struct Walk<'a> {
     search: &'a Search<'a>,
     goal: &'a Goal,
@@ -90,7 +90,8 @@ struct Path {
     /// The next table, and its level.
     table: u64,
     level: u32,
-    /// The moments at which the vCPU may read the next entry. Below a leaf: at which it may have read the leaf.
+    /// The moments at which the vCPU may read the next entry. Below a leaf: the moments at which it may have read the
+    /// leaf.
     window: Range<Time>,
     rights: Rights,
     /// The first entry whose flags are still to be set.
@@ -98,7 +99,7 @@ struct Path {
 }
 
 impl Walk<'_> {
-    /// Tries the paths that begin as in `period`, and whose first entry is read in `window`.
+    /// Tries the paths that begin at the root of `period`, and whose first entry is read in `window`.
     fn begin(&self, period: &Period, window: Range<Time>) -> Option<Found> {
         let registers = &period.registers;
         let table = match self.layout.mode {
@@ -122,8 +123,8 @@ impl Walk<'_> {
         })
     }
 
-    /// Ends a path at an entry that no cache has. Returns `Some` if the goal is the page fault of this entry.
-    /// `reads_now`: the vCPU may read the entry now.
+    /// Ends a path at an entry that cannot be cached. Returns `Some` if the goal is the page fault of this entry.
+    /// `reads_now`: whether the vCPU may read the entry now.
     fn fault(&self, reads_now: bool, reserved: bool) -> Option<Found> {
         let code = entry_fault(self.search.paging, self.search.access, reserved);
         let is_goal = match self.goal {
@@ -165,7 +166,7 @@ impl Walk<'_> {
             ..path.clone()
         };
         if entry & A == 0 && !version.read_only {
-            // No cache has an entry without the accessed flag.
+            // An entry without the accessed flag cannot be cached.
             if !reads_now {
                 return None;
             }
@@ -235,7 +236,7 @@ impl Walk<'_> {
             }
             (Goal::Outcome(goal), Some(code)) => *goal == Outcome::PageFault { code },
             (Goal::Outcome(goal), None) => match path.unmarked.or(clean.then_some(gpa)) {
-                // The walk ends where it cannot set a flag. A cached leaf that is clean is not used for a write.
+                // The walk ends if it cannot set a flag. A cached leaf that is clean is not used for a write.
                 Some(unmarked) => {
                     let stopped = memory.access(unmarked, Access::Write);
                     let stops = matches!(stopped, Outcome::BadAddress { .. });
@@ -255,7 +256,7 @@ impl Walk<'_> {
     }
 }
 
-/// Whether two outcomes are equal, apart from tracking, and from the offset in a page that cannot be accessed.
+/// Whether two outcomes are equal, ignoring tracking, and ignoring the offset in a page that cannot be accessed.
 pub(super) fn is_same(a: &Outcome, b: &Outcome) -> bool {
     match (a, b) {
         (Outcome::Page { host: a, .. }, Outcome::Page { host: b, .. }) => a == b,

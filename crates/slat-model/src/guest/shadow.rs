@@ -14,8 +14,8 @@ use super::ram::{GuestMachine, GuestRam};
 use super::registers::{CR0_PG, CR4_PAE, CR4_PCIDE, CR4_PGE, CR4_SMEP, Privilege, Registers};
 use crate::platform::SimPlatform;
 
-/// A [`Vm`] that shadows tables of the guest's. The vCPUs access memory by [`Vcpu::translate_virtual`](slat::Vcpu). The
-/// tables are those of the guest's own paging, or with [`Self::nested`] those that it makes for its own guests.
+/// A [`Vm`] that shadows tables of the guest. The vCPUs access memory by [`Vcpu::translate_virtual`](slat::Vcpu). The
+/// tables are those of the guest's own paging, or with [`Self::nested`] those that the guest makes for its own guests.
 pub struct ShadowMmu<F: Format = X86<5>> {
     engine: EngineMmu<F>,
     registers: [Registers; CPUS],
@@ -68,7 +68,7 @@ impl<F: Format> ShadowMmu<F> {
         &self.engine.vm
     }
 
-    /// Returns whether tables used as `paging` says are shadowed.
+    /// Returns whether the tables used with `paging` are shadowed.
     fn shadows(&self, paging: &GuestPaging) -> bool {
         self.vm().mmu() == MmuKind::Shadow || paging.reserves_table_global
     }

@@ -35,7 +35,7 @@ impl fmt::Debug for GuestSubject {
     }
 }
 
-/// A run in which an MMU did what it must not. [`fmt::Display`] says all that is needed to repeat it.
+/// A run in which an MMU broke a rule. [`fmt::Display`] writes all that is needed to repeat it.
 #[derive(Debug)]
 pub struct GuestFailure(Failure<GuestOp>);
 
@@ -45,7 +45,7 @@ impl GuestFailure {
         &self.0.why
     }
 
-    /// Returns the number of operations that are left of the run.
+    /// Returns the number of operations that remain of the run.
     pub fn ops(&self) -> usize {
         self.0.ops.len()
     }
@@ -58,7 +58,7 @@ impl fmt::Display for GuestFailure {
 }
 
 impl GuestSubject {
-    /// Makes the subject of runs on MMUs that `make` makes, each for a VM without memslots on a machine of its own.
+    /// Makes the subject of runs on MMUs that `make` makes. Each is for a VM without memslots on a machine of its own.
     pub fn new<M: GuestMmu + 'static>(
         name: impl Into<String>,
         make: impl Fn(&GuestMachine) -> M + 'static,
@@ -70,9 +70,10 @@ impl GuestSubject {
         }
     }
 
-    /// Makes the second vCPU's tables the nested ones of an AMD hypervisor, which runs on the first: the addresses that
-    /// they translate are its guest's physical ones. Both use the same tables, some of which mean something else in
-    /// another place ([`GuestPaging::reserves_table_global`](slat::guest_walk::GuestPaging)).
+    /// Makes the second vCPU's tables the nested tables of an AMD hypervisor, which runs on the first vCPU: they
+    /// translate the physical addresses of the hypervisor's guest. Both vCPUs use the same tables, in which some
+    /// entries have different meanings for the two
+    /// ([`GuestPaging::reserves_table_global`](slat::guest_walk::GuestPaging)).
     #[must_use]
     pub fn with_nested_tables(self) -> Self {
         GuestSubject {
@@ -114,10 +115,10 @@ impl GuestSubject {
         })
     }
 
-    /// Runs a guest of `accesses` accesses, as a seed chooses. In every fourth run the client writes guest memory, too.
+    /// Runs a guest for `accesses` accesses, chosen by a seed. In every fourth run the client writes guest memory, too.
     ///
     /// # Panics
-    /// If the MMU does what it must not, with a [`GuestFailure`] as the message.
+    /// If the MMU breaks a rule, with a [`GuestFailure`] as the message.
     pub fn run_seed(&self, seed: u64, accesses: u64) -> Tally {
         let result = self.try_seed(seed, accesses);
         result.unwrap_or_else(|failure| panic!("{failure}"))
@@ -135,10 +136,10 @@ impl GuestSubject {
         tally
     }
 
-    /// Like [`GuestSubject::run_seed`], but returns the failure. It takes up to 20 seconds to shorten one.
+    /// Like [`GuestSubject::run_seed`], but returns the failure. Shortening a failing run takes up to 20 seconds.
     ///
     /// # Errors
-    /// [`GuestFailure`]: the MMU does what it must not.
+    /// [`GuestFailure`]: the MMU broke a rule.
     pub fn try_seed(&self, seed: u64, accesses: u64) -> Result<Tally, GuestFailure> {
         run_or_shrink(
             || self.generate(seed, accesses, |_| ()),
@@ -163,7 +164,7 @@ impl GuestSubject {
         Runner::new(machine, mmu, self.nested_tables)
     }
 
-    /// Generates and runs operations; calls `each` with every operation before it is run.
+    /// Generates and runs operations. Calls `each` with every operation before running it.
     fn generate(&self, seed: u64, accesses: u64, mut each: impl FnMut(&GuestOp)) -> Tally {
         let mut runner = self.runner();
         let mut generator = Generator::new(Rng::new(seed), seed % 4 == 3);

@@ -1,4 +1,4 @@
-//! Accesses by vCPUs, and what their results allow them to do.
+//! Accesses by vCPUs, and checks of their results.
 
 use std::ops::Range;
 use std::sync::atomic::Ordering::SeqCst;
@@ -13,20 +13,20 @@ use crate::setup::{SPACES, VCPUS};
 /// A bit of the attention word that the engine leaves to its client.
 const BUSY: u32 = 1 << 8;
 
-/// Most flushes of its own that one fault can need: a table to clear, and on a walker that needs break-before-make
-/// two leaves to break.
+/// The largest number of its own flushes that one fault can need: one for a table to clear, and on a walker that
+/// requires break-before-make two for leaves to break.
 const MOST_RETRIES: usize = 3;
 
-/// Number of frames that were accessed lately and are looked up again.
+/// Number of recently accessed frames that are looked up again.
 const ACCESSED: usize = 64;
 
-/// Number of a slot's pages that are compared before and after a change of it.
+/// Number of a slot's pages that are compared before and after a change of the slot.
 const SAMPLES: usize = 4;
-/// The name, in messages, of a translation that a vCPU got in an earlier operation.
+/// The word, in messages, for a translation that a vCPU got in an earlier operation.
 const KEPT: &str = "kept";
 
 impl<M: Machine, F: Format> Runner<M, F> {
-    /// Enters a vCPU. The translations that it still remembers must be right.
+    /// Enters a vCPU. Checks the translations that it still remembers.
     pub(super) fn enter(&mut self, i: usize) {
         let cpu = &mut self.cpus[i];
         cpu.vcpu.enter_unguarded(i + 1);
@@ -37,16 +37,16 @@ impl<M: Machine, F: Format> Runner<M, F> {
         self.check_kept(i);
     }
 
-    /// Checks the translations that a vCPU remembers. Call also after each answer but [`Stop::Retry`], before the
-    /// attention word is looked at: it goes on with them.
+    /// Checks the translations that a vCPU remembers. Call also after each result except [`Stop::Retry`], before the
+    /// attention word is checked: the vCPU continues to use these translations.
     fn check_kept(&self, i: usize) {
         for (gfn, translation) in &self.cpus[i].tlb {
             self.check_translation(i, *gfn, translation, KEPT);
         }
     }
 
-    /// Call after a change of several slots in `space`. The translations that vCPUs still remember must be right; those
-    /// of leaves that were split in place become as small as the slots now want them.
+    /// Call after a change of several slots in `space`. Checks the translations that vCPUs still remember. Reduces
+    /// those of leaves that were split in place to the size that the slots now require.
     pub(super) fn split_kept(&mut self, space: usize) {
         for i in 0..VCPUS {
             if self.cpus[i].space != space {
@@ -64,13 +64,13 @@ impl<M: Machine, F: Format> Runner<M, F> {
                 let largest = model.shared_level(*gfn, largest);
                 let split = translation.level > largest;
                 translation.level = translation.level.min(largest);
-                // The pieces of one that NX kept from being executable are that.
+                // A piece of a leaf that was not executable because of NX may be executable.
                 !split || translation.execute
             });
         }
     }
 
-    /// Lets a vCPU in its reader section retry while only its own flushes interrupt it. No other vCPU runs.
+    /// Lets a vCPU in its reader section retry as long as only its own flushes interrupt it. No other vCPU runs.
     fn insist<R>(
         &mut self,
         i: usize,
@@ -219,7 +219,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         by_vm
     }
 
-    /// Checks that an access took `faults` faults if the mapping `known` before did not allow it, and none if it did.
+    /// Checks that an access took `faults` faults if the earlier mapping `known` did not allow it, and none if it did.
     fn check_known(
         &mut self,
         gpa: u64,
@@ -239,7 +239,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         });
     }
 
-    /// Checks that the mapping `now`, looked up after an access, is the one by which the access was translated.
+    /// Checks that the mapping `now`, looked up after an access, is the mapping that translated the access.
     fn check_now(
         &self,
         gpa: u64,
@@ -261,7 +261,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
                 assert_eq!(rights, (false, now.rights.execute), "{}", at());
             }
             (Ok(_), None) => panic!("{}", at()),
-            // A page is mapped only if a slot has it. The mapping need not allow this access.
+            // A page is mapped only if a slot contains it. The mapping need not allow this access.
             (Err(_), now) => {
                 let none = matches!(answer, Err(Stop::Mmio { .. })) && access != Access::Write;
                 assert!(!(none && now.is_some()), "{}", at());
@@ -269,7 +269,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         }
     }
 
-    /// Looks up the frame that was accessed last, and one near another that was lately.
+    /// Looks up the frame that was accessed last, and a frame near one that was accessed recently.
     pub(super) fn look_up_some_frames(&mut self) {
         let near = self.accessed.get(self.ops % ACCESSED).copied();
         let near = near.map(|gfn| gfn.wrapping_add(self.ops as u64 / 7 % 5).wrapping_sub(2));
@@ -332,8 +332,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
         assert!(granted, "{access:?} at {gpa:#x}: {translation:?}");
     }
 
-    /// Repeats an access to an address without a slot: the first leaves an MMIO entry, which serves the
-    /// second without a look-up.
+    /// Repeats an access to an address without a slot: the first access leaves an MMIO entry, which serves the second
+    /// without a look-up.
     fn repeat_mmio(&mut self, i: usize, gpa: u64, access: Access) {
         let model = &self.models[self.cpus[i].space];
         let gfn = gpa >> F::GRANULE.shift();
@@ -412,7 +412,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
             }
             Err(Stop::Retry) => {
                 self.tally.count("retried meanwhile");
-                // If only its own flush interrupted it, the write was completed before.
+                // If only the vCPU's own flush interrupted the write, the write was completed before.
                 let noted = access == Access::Write || self.logs_reads();
                 if page.is_some_and(|page| !pages.contains(&page)) && noted {
                     self.uncertain_writes(self.cpus[i].space, gfn..gfn + 1);
@@ -426,7 +426,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         }
     }
 
-    /// Does KVM_PRE_FAULT_MEMORY, called again with the rest as a client does.
+    /// Executes KVM_PRE_FAULT_MEMORY, and calls it again for the rest, as a client does.
     pub(super) fn prefault(&mut self, i: usize, gpa: u64, bytes: u64) {
         let end = gpa.saturating_add(bytes);
         if end == gpa {
@@ -511,8 +511,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
         found
     }
 
-    /// Checks that these pages can be read without a fault, unless the MMU has recycled tables during the operation; if
-    /// `split`, that huge leaves were split there, too.
+    /// Checks that these pages can be read without a fault, unless the MMU has recycled tables during the operation. If
+    /// `split`, also checks that huge leaves were split there.
     pub(super) fn check_still_mapped(&mut self, pages: &[(usize, u64)], split: bool) {
         for (i, gfn) in pages {
             let before = self.cpus[*i].vcpu.stats().pf_taken;
@@ -557,7 +557,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         self.check_page(self.cpus[i].space, gfn, translation, when);
     }
 
-    /// Checks what a frame is translated to: it must be the page that the model has, with no right too many.
+    /// Checks the translation of a frame: it must be the page in the model, with no excess rights.
     fn check_page(&self, space: usize, gfn: u64, translation: &Translation, when: &str) {
         let machine = &*self.machine;
         let model = &self.models[space];
@@ -583,7 +583,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
             assert!(when == KEPT && block.clone().all(same), "{}", at());
         }
         if translation.write {
-            // All the leaf's pages: the vCPU needs no other translation for them.
+            // Check all the leaf's pages: the vCPU needs no other translation for them.
             let mut gfns = match !fits || slot.logs() && !model.is_loose(id) {
                 true => block,
                 false => gfn..gfn + 1,

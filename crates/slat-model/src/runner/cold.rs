@@ -1,4 +1,4 @@
-//! Memory that was not used for some passes.
+//! Tests the search for memory that was not used for some passes.
 
 use std::ops::Range;
 
@@ -9,7 +9,7 @@ use super::Runner;
 use crate::host::HostMemory;
 use crate::machine::Machine;
 
-/// The engine's map of some pages of the backing, and the same in plain words.
+/// The engine's map of some pages of the backing, and a plain model of it.
 pub(super) struct Cold {
     map: ColdMap,
     pages: Range<u64>,
@@ -18,7 +18,7 @@ pub(super) struct Cold {
 }
 
 impl Cold {
-    /// The pages of the first huge leaves, of which the first and the last are not there as a whole.
+    /// Covers the pages of the first huge leaves, the first and the last of them in part only.
     pub(super) fn new(granule: Granule, host_pages: u64) -> Self {
         let pages = 77..host_pages.min(8 * granule.entries() as u64) - 300;
         let [start, end] =
@@ -66,7 +66,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
         }
     }
 
-    /// Returns of each page of the map whether a leaf that maps it has the accessed bit. `None`: none maps it.
+    /// Returns for each page of the map whether a leaf that maps it has the accessed bit. `None`: no leaf maps
+    /// the page.
     fn pages_used(&self) -> Vec<Option<bool>> {
         let mut used = vec![None; self.cold.ages.len()];
         let all = Gfn(0)..Gfn(crate::model::capacity::<F>());

@@ -1,4 +1,4 @@
-//! The words that the guest has written, and reads again.
+//! The words that the guest has written and reads back.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -9,12 +9,12 @@ use super::Runner;
 use crate::host::HostChange;
 use crate::machine::Machine;
 
-/// The word that each page of host memory has; 0 if none is here.
+/// The word in each page of host memory; 0 for pages that are missing here.
 pub(super) type Contents = BTreeMap<u64, u64>;
 
 impl<M: Machine, F: Format> Runner<M, F> {
-    /// For a write, has the guest store a new word in the page of `translation`. For another access, compares the word
-    /// that the guest reads in that page with the model's.
+    /// For a write, stores a new word of the guest in the page of `translation`. For another access, compares the word
+    /// in that page with the model's word.
     pub(super) fn touch(&mut self, i: usize, gfn: u64, access: Access, translation: &Translation) {
         let frame = F::GRANULE.pfn(translation.host);
         let (_, slot) = self.models[self.cpus[i].space]

@@ -1,4 +1,4 @@
-//! A VM and its clones, with their models: what one of them writes no other one reads.
+//! A VM and its clones, with their models: no VM reads what another one has written.
 
 use slat::format::Entry;
 use slat::{Config, ForkError, Format, Gfn, Level, MmuKind, Vm};
@@ -14,7 +14,7 @@ use crate::tally::Tally;
 
 /// The VMs of a run.
 pub struct Family<M: Machine, F: Format> {
-    /// From the oldest on.
+    /// The VMs, oldest first.
     vms: Vec<Runner<M, F>>,
     /// Index of the VM that operations are run on.
     current: usize,
@@ -41,7 +41,7 @@ impl<M: Machine, F: Format> Family<M, F> {
         self.vm().host_pages()
     }
 
-    /// Returns the models, by address space, of the VM that is operated on.
+    /// Returns the models, by address space, of the current VM.
     pub fn models(&self) -> &[GuestModel] {
         self.vm().models()
     }
@@ -67,7 +67,7 @@ impl<M: Machine, F: Format> Family<M, F> {
         self.vms.iter().for_each(Runner::check_contents);
     }
 
-    /// Ends a VM that is not the last one. Its frames are then those of the others.
+    /// Ends the current VM, which is not the last one. Its frames then belong to the others.
     fn end(&mut self) {
         if self.vms.len() == 1 {
             return;
@@ -95,7 +95,7 @@ impl<M: Machine, F: Format> Family<M, F> {
 }
 
 impl<M: Machine, F: Format> Runner<M, F> {
-    /// Clones the VM. `None`: the platform does not share pages, or memory was out.
+    /// Clones the VM. `None`: the platform does not share pages, or there was no memory.
     fn fork(&mut self) -> Option<Self> {
         let written = self.written();
         let vm = match Vm::fork_from(&self.vm) {
@@ -160,7 +160,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         Some(clone)
     }
 
-    /// Returns the leaves of which the host is told that the guest has written, or may have, when they are zapped
+    /// Returns the leaves that a zap reports to the host as written, or as maybe written
     /// ([`slat::ZappedLeaf::dirty`]).
     fn written(&self) -> BTreeSet<(usize, Gfn, Level)> {
         let mut written = BTreeSet::new();

@@ -1,4 +1,4 @@
-//! Dirty logs of both kinds, bitmaps and rings, got and compared.
+//! Gets and compares dirty logs of both kinds, bitmaps and rings.
 
 use std::ops::Range;
 
@@ -17,8 +17,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
         }
     }
 
-    /// Call when the guest has made an access, or may make it now: if it was a write, or a read that is logged, a
-    /// bitmap must name it. `did`: the engine's counts meanwhile.
+    /// Call when the guest has made an access, or may make it now. If the access was a write, or a read that is
+    /// logged, a bitmap must contain its page. `did`: the engine's counts during the access.
     pub(super) fn note_access(
         &mut self,
         i: usize,
@@ -32,7 +32,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         let Some((_, slot)) = model.slot_at(gfn).filter(|(_, slot)| slot.logs()) else {
             return;
         };
-        // A ring names the page itself, by its entry.
+        // A ring contains the page itself, in a ring entry.
         let to_ring = model.mode.rings;
         let faulted = did.pf_fixed + did.pf_spurious > 0;
         if access != Access::Write {
@@ -56,7 +56,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         }
     }
 
-    /// Resolves writes that may have been recorded, or not: gets the logs, and the model adopts them.
+    /// Resolves writes that may or may not have been recorded: gets the logs, and makes the model equal to them.
     pub(super) fn uncertain_writes(&mut self, space: usize, gfns: Range<u64>) {
         let model = &self.models[space];
         if model.mode.rings {
@@ -136,7 +136,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
     ) {
         let model = &self.models[space];
         let base = model.slots.get(&id).map_or(0, |slot| slot.base);
-        // A range beyond all slots is refused, whatever the bitmap.
+        // A range beyond all slots is refused, whatever the bitmap contains.
         let words = pages.div_ceil(64).min(1 << 13) as usize;
         let bitmap = vec![pattern; words];
         let mut kept = Vec::new();
@@ -165,8 +165,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
         ring.is_some_and(|ring| ring.in_use() >= RingClient::SOFT_LIMIT)
     }
 
-    /// Checks that the ring entries that a vCPU has pushed during an access to `gfns` name that access.
-    /// Returns their number.
+    /// Checks that the ring entries that a vCPU has pushed during an access to `gfns` are for that access.
+    /// Returns the number of these ring entries.
     pub(super) fn note_pushes(
         &mut self,
         i: usize,
@@ -208,8 +208,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
         }
     }
 
-    /// Call when the vCPU of `ring` was deleted: the ring is reset no more, and its pages are recorded again when
-    /// they are written next.
+    /// Call when the vCPU of `ring` was deleted: the ring is not reset any more, and the next write to each of
+    /// its pages is recorded again.
     pub(super) fn ring_left(&mut self, ring: usize) {
         let Some(client) = self.rings.get_mut(ring) else {
             return;

@@ -32,13 +32,13 @@ use crate::watched::Watched;
 use cold::Cold;
 use contents::Contents;
 
-/// A vCPU with the translations it remembers, as a TLB does.
+/// A vCPU, with the translations that it remembers, like a TLB.
 struct Cpu<P: Platform, F: Format> {
     vcpu: Vcpu<Watched<P>, F>,
     tlb: BTreeMap<u64, Translation>,
-    /// The address space that it uses.
+    /// The address space that the vCPU uses.
     space: usize,
-    /// Index of its ring among the runner's.
+    /// Index of the vCPU's ring among the runner's rings.
     ring: usize,
 }
 
@@ -46,7 +46,7 @@ impl<P: Platform, F: Format> Cpu<P, F> {
     fn remember(&mut self, gfn: u64, translation: Translation) {
         const MOST: usize = 64;
         if self.tlb.len() == MOST {
-            // Any victim will do, as long as each can be chosen.
+            // Any entry may be the victim, as long as each can be chosen.
             let victim = self.tlb.range(gfn..).next().or(self.tlb.first_key_value());
             let victim = *victim.expect("it is full").0;
             self.tlb.remove(&victim);
@@ -55,7 +55,7 @@ impl<P: Platform, F: Format> Cpu<P, F> {
     }
 }
 
-/// An engine and its model, on one thread: one vCPU at a time is in a reader section.
+/// An engine and its model, on one thread: at most one vCPU at a time is in a reader section.
 pub struct Runner<M: Machine, F: Format> {
     machine: Arc<M>,
     platform: Arc<Watched<M::Platform>>,
@@ -66,18 +66,18 @@ pub struct Runner<M: Machine, F: Format> {
     models: Vec<GuestModel>,
     cpus: Vec<Cpu<M::Platform, F>>,
     policies: BTreeMap<&'static str, &'static str>,
-    /// Whether NX huge pages were ever on: leaves may be smaller, and huge ones not executable.
+    /// Whether NX huge pages were ever on. If so, leaves may be smaller, and huge leaves may be not executable.
     nx: bool,
-    /// The most table frames there were after an operation.
+    /// The largest number of table frames after an operation.
     most_frames: u64,
-    /// How many shadow pages had been recycled when the operation began.
+    /// The number of shadow pages that were recycled before the operation began.
     recycled: u64,
     tally: Tally,
     /// Frames of the last accesses, whose mappings are looked up after other operations.
     accessed: VecDeque<u64>,
-    /// Number of operations so far.
+    /// The number of operations so far.
     ops: usize,
-    /// Ring entries that were collected and not reset, with their ring.
+    /// Ring entries that were collected and not reset, each with its ring.
     collected: Vec<(usize, DirtyPage)>,
     /// All rings so far.
     rings: Vec<RingClient>,
@@ -92,7 +92,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
     pub fn new(host_pages: u64, rings: bool, config: Config) -> Self {
         let tlb = Arc::<Tlb>::default();
         let machine = Arc::new(M::new(host_pages, tlb.clone()));
-        // The longest slot, giant ones excepted.
+        // The size of the longest slot, except for giant slots.
         let least = 4 * F::GRANULE.entries() as u64;
         assert!(
             (least..=host_pages).contains(&machine.pages()),
@@ -116,7 +116,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         Self::of(machine, platform, vm, tlb, vec![model; SPACES])
     }
 
-    /// Makes the vCPUs of `vm`, whose memory is what `models` say.
+    /// Makes the vCPUs of `vm`, whose memory `models` describes.
     fn of(
         machine: Arc<M>,
         platform: Arc<Watched<M::Platform>>,
@@ -212,7 +212,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         self.check_violations();
     }
 
-    /// Compares what the VM says of its tables with the frames that it has of the platform.
+    /// Compares the memory usage that the VM reports with the frames that it has from the platform.
     fn check_usage(&mut self) {
         let usage = self.vm.memory_usage();
         let frames = self.platform.live_frames_of(self.vm.id()) as u64;
@@ -320,8 +320,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
         }
     }
 
-    /// Has a vCPU use another address space in the middle of a reader section, as a processor does, and drops what it
-    /// remembers of the first.
+    /// Makes a vCPU use another address space in the middle of a reader section, as a processor does. Drops the
+    /// translations of the first address space.
     fn use_space(&mut self, i: usize, space: usize) {
         self.enter(i);
         let cpu = &mut self.cpus[i];
@@ -332,8 +332,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
         self.tally.count("address space changed");
     }
 
-    /// Call while an invalidation of `pages` is in progress. The error is a leaf that a walker may have cached, and
-    /// that maps one of them.
+    /// Call while an invalidation of `pages` is in progress. The error is a leaf that maps one of the pages, and that
+    /// a walker may have cached.
     fn check_backing(&self, pages: &Range<u64>) -> Result<(), String> {
         let frames = OnceCell::new();
         let sorted = || {
@@ -383,7 +383,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         let logs = region.flags.has(SlotFlags::LOG_DIRTY_PAGES);
         let begins_or_ends =
             old.is_some_and(|old| old.logs() != logs && old.region(region.slot).gpa == region.gpa);
-        // Where tables are shadow pages, the end of a log zaps those in whose place a huge leaf fits.
+        // If tables are shadow pages, the end of a log zaps the tables that a huge leaf could replace.
         let in_place = logs || self.vm.mmu() == MmuKind::Tdp;
         let kept = match old {
             Some(old) if begins_or_ends && in_place => {
@@ -426,7 +426,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         let expected = after.set_regions(changes);
         let kept = before.kept(&after);
         let mut known = Vec::new();
-        // Where tables are shadow pages, the end of a log zaps those in whose place a huge leaf fits.
+        // If tables are shadow pages, the end of a log zaps the tables that a huge leaf could replace.
         if self.vm.mmu() == MmuKind::Tdp {
             for gfns in kept {
                 known.extend(self.mapped(space, gfns));
@@ -512,7 +512,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         }
         self.check_still_mapped(&known, false);
         if most == usize::MAX && in_place {
-            // From the beginning on, there is no table left that could be.
+            // A pass from the beginning finds no table left that could be replaced.
             self.promotion = Promotion::default();
             self.vm.promote(&mut self.promotion, most);
             assert_eq!(self.promotion, Promotion::default());
@@ -544,7 +544,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         }
     }
 
-    /// Call when the engine returned that memory is out: then an allocation was made to fail.
+    /// Call when the engine returned that there is no memory. Checks that an allocation was made to fail.
     fn allocation_failed(&mut self) {
         self.check_violations();
         assert!(
@@ -595,7 +595,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         }
     }
 
-    /// Checks that no two pages of host memory have the same frame, and that none has one of a table.
+    /// Checks that no two pages of host memory have the same frame, and that no page has the frame of a table.
     fn check_frames(&self) -> Result<(), String> {
         let pages = (0..self.machine.pages()).filter_map(|page| self.machine.page(page));
         let mut frames: Vec<Pfn> = pages.map(|page| page.pfn).collect();
@@ -622,7 +622,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
     }
 }
 
-/// Returns what a platform calls that changes what backs a page of `vm`, whose tables `walkers` walk.
+/// Returns the function that a platform calls when it changes the backing of a page of `vm`, whose tables `walkers`
+/// walk.
 fn invalidate<P: Platform, F: Format>(
     vm: &Arc<Vm<Watched<P>, F>>,
     walkers: Arc<Tlb>,
@@ -640,7 +641,7 @@ fn invalidate<P: Platform, F: Format>(
 }
 
 impl<M: Machine, F: Format> Drop for Runner<M, F> {
-    /// Before the VM is dropped: then no CPU walks its tables any more.
+    /// Call before dropping the VM: from then on no CPU walks its tables.
     fn drop(&mut self) {
         self.walkers.forget();
         self.platform.remove_clone(self.vm.id());

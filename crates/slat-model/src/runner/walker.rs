@@ -1,5 +1,5 @@
-//! A page walker in hardware: it reads the tables themselves, sets accessed and dirty, and writes the pages whose dirty
-//! bits it has set to a buffer.
+//! A page walker in hardware: it reads the tables, sets accessed and dirty bits, and writes the pages whose dirty bits
+//! it has set to a buffer.
 
 use std::sync::atomic::{AtomicU64, Ordering::*};
 
@@ -11,7 +11,7 @@ use crate::machine::Machine;
 use crate::model::Expected;
 
 impl<M: Machine, F: Format> Runner<M, F> {
-    /// Has the walker of vCPU `i` write to `gpa`, if the tables allow that.
+    /// Makes the walker of vCPU `i` write to `gpa`, if the tables allow that.
     pub(super) fn walk_for_write(&mut self, i: usize, gpa: u64) {
         let (gfn, space) = (gpa >> F::GRANULE.shift(), self.cpus[i].space);
         let Some((entry, level)) = self.walk(space, gfn) else {
@@ -48,8 +48,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
         });
     }
 
-    /// Returns the entry at which a walk to `gfn` for a write ends, and its level. `None`: an entry
-    /// above does not allow it.
+    /// Returns the entry at which a walk to `gfn` for a write ends, and the entry's level. `None`: an entry above does
+    /// not allow the write.
     fn walk(&self, space: usize, gfn: u64) -> Option<(&AtomicU64, Level)> {
         let top_pages = F::GRANULE.pages(F::TOP) * F::GRANULE.entries() as u64;
         let root = (gfn / top_pages < F::ROOT_TABLES as u64).then_some(self.vm.root(space)?)?;

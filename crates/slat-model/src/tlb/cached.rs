@@ -1,4 +1,5 @@
-//! What a walker may have cached: the ghosts, all that is reached through them, and the end of both by a flush.
+//! The entries that a walker may have cached: the ghosts, and all entries that are reached through them, until
+//! a flush.
 
 use alloc::vec::Vec;
 use core::ops::Range;
@@ -43,7 +44,7 @@ impl Inner {
         self.ghosts.append(&mut left);
     }
 
-    /// Calls `each` for a ghost, and for all that is reached through it.
+    /// Calls `each` for a ghost, and for all entries that are reached through it.
     pub(super) fn each_cached(&self, ghost: &Ghost, each: &mut impl FnMut(Place, Value)) {
         each(ghost.place, ghost.value);
         if let Some(frame) = ghost.value.table() {
@@ -66,7 +67,7 @@ impl Inner {
         }
     }
 
-    /// Returns the leaf of the tables that translates `gfn`, as of the last comparison.
+    /// Returns the leaf in the tables that translates `gfn`, as of the last comparison.
     pub(super) fn leaf(&self, space: usize, gfn: u64) -> Option<(Place, Value)> {
         let walker = self.walker?;
         let root_pages = root_pages(walker.granule, walker.top);
@@ -88,7 +89,7 @@ impl Inner {
         }
     }
 
-    /// Whether the tables allow all that a ghost allows, as after a split in place.
+    /// Whether the tables allow everything that a ghost allows, as after a split in place.
     pub(super) fn is_explained(&self, ghost: &Ghost) -> bool {
         if let Value::Table { .. } | Value::TableWrite = ghost.value {
             return false;

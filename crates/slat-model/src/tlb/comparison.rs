@@ -1,4 +1,4 @@
-//! Compares tables with their copies: what has gone from a table since becomes a ghost.
+//! Compares tables with their copies: every entry that was removed from a table since becomes a ghost.
 
 use alloc::format;
 use alloc::vec;
@@ -11,8 +11,8 @@ use super::table::Table;
 use super::{FINDINGS, Inner};
 
 impl Inner {
-    /// Adds the table in `frame`, which a walker can reach from now on, by an entry of the table `above`; its entries
-    /// are at and after `place`.
+    /// Adds the table in `frame`, which a walker can now reach by an entry of the table `above`. The table's first
+    /// entry is at `place`.
     pub(super) fn reach(&mut self, frame: Pfn, place: Place, above: Option<Pfn>) {
         let entries = self.entries.as_ref();
         let entries = entries.expect("tables are known while it watches")(frame);
@@ -82,7 +82,7 @@ impl Inner {
                     frame: lower,
                     write,
                 }) if lower == frame => protected |= !write,
-                // The entry was removed: a cached copy of it was cached before that.
+                // The entry was removed: a copy of it must have been cached before that.
                 _ => return false,
             }
             frame = above;
@@ -90,8 +90,8 @@ impl Inner {
         protected
     }
 
-    /// Takes the right to write from what was seen in the table in `frame`, and below. A walker may
-    /// still have cached it.
+    /// Removes the right to write from the copy of the table in `frame`, and of the tables below it. A walker may
+    /// still have cached this right.
     fn protect_below(&mut self, frame: Pfn) {
         let Some((walker, table)) = self.walker.zip(self.tables.get_mut(&frame)) else {
             return;
@@ -127,7 +127,7 @@ impl Inner {
         self.lost = true;
     }
 
-    /// Call when an entry of the table in `frame`, at `place`, was seen to change.
+    /// Call when an entry of the table in `frame`, at `place`, has changed.
     fn change(&mut self, frame: Pfn, place: Place, was: u64, now: u64) {
         let walker = self.walker.expect("tables are known while it watches");
         let value = |bits| walker.value(bits, place.level);
@@ -173,7 +173,7 @@ impl Inner {
         }
     }
 
-    /// Returns the tables that entries of the table in `frame` point to.
+    /// Returns the tables to which entries of the table in `frame` refer.
     fn below(&self, frame: Pfn) -> Vec<Pfn> {
         let Some((walker, table)) = self.walker.zip(self.tables.get(&frame)) else {
             return Vec::new();

@@ -1,4 +1,4 @@
-//! Entries as a walker sees them, and those that it may still have cached.
+//! Page-table entries as a walker reads them, and entries that a walker may still have cached.
 
 use core::ops::Range;
 
@@ -25,7 +25,7 @@ impl Place {
     }
 }
 
-/// The parts of a valid entry that matter to a walker.
+/// The parts of a valid entry that affect a walker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Value {
     Table {
@@ -45,7 +45,7 @@ pub(super) enum Value {
 }
 
 impl Value {
-    /// Whether `now`, which is at the same position, allows all that `self` does.
+    /// Whether `now`, the entry at the same position, allows everything that `self` allows.
     pub(super) fn is_kept_by(&self, now: Option<Value>) -> bool {
         match (*self, now) {
             (
@@ -84,7 +84,7 @@ impl Value {
         }
     }
 
-    /// Whether both point to the same frame and, if they are leaves, have the same memory type.
+    /// Whether both refer to the same frame and, if they are leaves, have the same memory type.
     fn means(&self, other: &Value) -> bool {
         match (self, other) {
             (Value::Table { frame, .. }, Value::Table { frame: other, .. }) => frame == other,
@@ -125,7 +125,7 @@ impl Value {
 pub(super) struct Ghost {
     pub(super) place: Place,
     pub(super) value: Value,
-    /// Number of ghosts made before it.
+    /// Number of ghosts made before this one.
     pub(super) number: u64,
 }
 
@@ -138,8 +138,8 @@ impl Ghost {
         if self.place.level == place.level {
             return !self.value.means(value);
         }
-        // A leaf that was reached through a removed table does not conflict with another table: only the entries in
-        // that table matter. A leaf conflicts with all that is cached below it, and with a larger leaf.
+        // A leaf that was reached through a removed table does not conflict with another table: only the entries of
+        // that other table do. A leaf conflicts with everything that is cached below it, and with a larger leaf.
         match (value, &self.value) {
             (Value::Leaf { .. }, Value::Leaf { .. }) => true,
             (Value::Leaf { .. }, Value::Table { .. }) => self.place.level < place.level,

@@ -17,10 +17,10 @@
 //! becomes a ghost, and so does the right of each leaf below the entry. After that, the leaves below may lose the right
 //! without another flush.
 //!
-//! The model reads a table at certain moments only, so it may miss a ghost; it makes none that a walker could not have.
-//! A flush that takes time ends the ghosts that existed when it began ([`Tlb::flush_begins`], [`Tlb::flush_ended`]).
+//! The model reads a table at certain moments only, so it may miss a ghost, but each of its ghosts could exist. A flush
+//! that takes time ends the ghosts that existed when it began ([`Tlb::flush_begins`], [`Tlb::flush_ended`]).
 //!
-//! It needs no OS: the machines that [`crate`] runs operations on and the monitors in `metal` share this model.
+//! The model needs no OS: the machines on which [`crate`] runs operations and the monitors in `metal` share it.
 
 mod cached;
 mod comparison;
@@ -44,10 +44,10 @@ use crate::lock::Lock;
 use entry::{Ghost, Place, Value, overlap};
 use table::{Table, Walker, root_pages};
 
-/// Conflicts that are kept as text until a caller asks for them.
+/// The number of conflicts that are kept as text until a caller asks for them.
 const FINDINGS: usize = 20;
 
-/// The model; it knows the tables of one VM, and nothing before `Tlb::watch`.
+/// The model. It knows the tables of one VM, and no tables before `Tlb::watch`.
 #[derive(Default)]
 pub struct Tlb {
     watching: AtomicBool,
@@ -63,9 +63,9 @@ struct Inner {
     /// Tables that a walker can reach.
     tables: BTreeMap<Pfn, Table>,
     ghosts: Vec<Ghost>,
-    /// Number of all tables so far.
+    /// The number of ghosts made so far.
     made: u64,
-    /// Tables that the engine asked for since they were last compared in a quiet moment.
+    /// Tables for which the engine asked since they were last compared in a quiet moment.
     touched: BTreeSet<Pfn>,
     /// Whether there are ghosts that [`Tlb::stale`] has not seen.
     lost: bool,
@@ -75,9 +75,9 @@ struct Inner {
 }
 
 impl Tlb {
-    /// Makes walkers of `F` use the tables of `vm` from now on. `roots` has the root table of each address space, the
-    /// first one where a root is several tables. The frames of tables are memory at the addresses that their numbers
-    /// say.
+    /// Makes walkers of `F` use the tables of `vm` from now on. `roots` contains the root table of each address space;
+    /// for a root of several tables, the first one. Each table's frame is memory at the address that the frame's number
+    /// gives.
     ///
     /// # Safety
     /// - the frame of a table is memory at that address, and is accessed atomically only, until it is given to
@@ -90,8 +90,8 @@ impl Tlb {
         unsafe { self.watch_at::<F>(vm, roots, at_its_address) };
     }
 
-    /// Like [`Tlb::watch`], but for frames whose memory is where `entries` says, which is called under the model's lock
-    /// and must not call the model.
+    /// Like [`Tlb::watch`], but `entries` returns the memory of a frame. It is called under the model's lock and must
+    /// not call the model.
     ///
     /// # Safety
     /// - the memory that `entries` returns for the frame of a table is accessed atomically only, until the frame is
@@ -134,7 +134,7 @@ impl Tlb {
         self.watching.store(true, SeqCst);
     }
 
-    /// Call when no CPU can walk the tables any more: later changes of the tables do not matter.
+    /// Call when no CPU can walk the tables any more: later changes of the tables are ignored.
     pub fn forget(&self) {
         self.watching.store(false, SeqCst);
         let mut inner = self.inner.lock();
@@ -179,8 +179,8 @@ impl Tlb {
         }
     }
 
-    /// Call before a flush begins. Returns the moment, for [`Tlb::flush_ended`]: entries removed after it may be
-    /// cached after the flush.
+    /// Call before a flush begins. Returns the moment to pass to [`Tlb::flush_ended`]: entries that are removed after
+    /// it may still be cached after the flush.
     pub fn flush_begins(&self) -> u64 {
         let moment = self.with(|inner| {
             inner.compare_touched();
@@ -189,8 +189,8 @@ impl Tlb {
         moment.unwrap_or(0)
     }
 
-    /// Call when a flush of `range` that began at `moment` is complete, and is only known to have dropped
-    /// the entries in `stale`.
+    /// Call when a flush of `range` that began at `moment` is complete. Only the entries in `stale` are known to be
+    /// dropped.
     pub fn flush_ended(&self, vm: VmId, range: &Range<Gfn>, stale: Stale, moment: u64) {
         self.with(|inner| {
             if inner.walker.is_some_and(|walker| walker.vm == vm) {
@@ -200,7 +200,7 @@ impl Tlb {
         });
     }
 
-    /// Call for a flush of `range` that takes no time: where a machine would execute INVEPT, TLBI or HFENCE.
+    /// Call for a flush of `range` that takes no time, where a machine would execute INVEPT, TLBI or HFENCE.
     pub fn flushed(&self, vm: VmId, range: &Range<Gfn>, stale: Stale) {
         self.flush_ended(vm, range, stale, self.flush_begins());
     }
@@ -208,7 +208,7 @@ impl Tlb {
     /// Call when a frame is freed, before anything is written to it.
     ///
     /// # Errors
-    /// That a walker can still reach the table in the frame.
+    /// A walker can still reach the table in the frame.
     pub fn freed(&self, frame: Pfn) -> Result<(), String> {
         let known = self.with(|inner| {
             if inner.tables.contains_key(&frame) {
@@ -224,8 +224,8 @@ impl Tlb {
         }
     }
 
-    /// Call in a quiet moment, when every operation has returned. Returns a conflict, or a cached entry that allows
-    /// what the tables do not.
+    /// Call in a quiet moment, when every operation has returned. Returns a conflict, or a cached entry that allows an
+    /// access that the tables do not allow.
     pub fn stale(&self) -> Option<String> {
         self.with(|inner| {
             inner.compare_touched();
@@ -245,13 +245,13 @@ impl Tlb {
         .flatten()
     }
 
-    /// Returns the conflicts since the last call, only the first if there are many.
+    /// Returns the conflicts since the last call; if there are many, only the first ones.
     pub fn findings(&self) -> Vec<String> {
         core::mem::take(&mut self.inner.lock().findings)
     }
 
-    /// Call while an invalidation of `pages` of host memory is in progress. The error is an entry that a walker may
-    /// have cached, that is not in the tables, and that maps one of the pages.
+    /// Call while an invalidation of `pages` of host memory is in progress. The error is an entry that maps one of the
+    /// pages, that a walker may have cached, and that is not in the tables.
     #[cfg(feature = "std")]
     pub fn check_backing(&self, pages: &Range<u64>) -> Result<(), String> {
         self.check_frames(|first, count| {
@@ -269,13 +269,13 @@ impl Tlb {
         })
     }
 
-    /// Call after a slot was deleted. The error is a leaf of `gfns` that a walker may have cached.
+    /// Call after deleting a slot. The error is a leaf of `gfns` that a walker may have cached.
     pub fn check_gone(&self, space: usize, gfns: &Range<u64>) -> Result<(), String> {
         self.check_slot(space, gfns, |_, _| false)
     }
 
-    /// Call after a slot was created or moved, for the frames where it is or was. The error is a leaf of `gfns` that a
-    /// walker may have cached, and for whose first frames, the guest's and the host's, `is_of_slot` is false.
+    /// Call after creating or moving a slot, for its old and its new frames. The error is a leaf of `gfns` that a
+    /// walker may have cached, and for whose first guest and host frame `is_of_slot` is false.
     pub fn check_slot(
         &self,
         space: usize,

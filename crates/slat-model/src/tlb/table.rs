@@ -1,4 +1,4 @@
-//! The tables that a walker can reach, each with a copy, and what their bits mean to it.
+//! The tables that a walker can reach, each with a copy, and the meaning of their bits to the walker.
 
 use alloc::boxed::Box;
 use core::ptr::NonNull;
@@ -16,10 +16,10 @@ pub(super) struct Walker {
     pub(super) decode: fn(u64, Level) -> Entry,
     /// Whether an entry that refers to a table is write-protected.
     pub(super) is_protected: fn(u64) -> bool,
-    /// Takes the right to write from a leaf.
+    /// Removes the right to write from a leaf.
     pub(super) protect: fn(u64) -> u64,
-    /// The right to write of an entry that refers to a table, if it is cached as that of the whole path, as that
-    /// of a leaf is; else 0.
+    /// The right to write of an entry that refers to a table, if walkers cache it as a right of the whole path,
+    /// like that of a leaf; else 0.
     pub(super) path_write: u64,
     pub(super) break_before_make: bool,
     pub(super) granule: Granule,
@@ -59,7 +59,7 @@ pub(super) struct Table {
     /// Position of the table's first entry.
     pub(super) place: Place,
     pub(super) entries: NonNull<Entries>,
-    /// The table above, in which it was found.
+    /// The table above, which refers to this table.
     pub(super) above: Option<Pfn>,
     pub(super) seen: Box<[u64]>,
 }
@@ -80,8 +80,8 @@ impl Table {
         self.live()[index].load(Acquire)
     }
 
-    /// Whether the table equals its copy. Most do at most times, so this loop has no branch: half of a
-    /// random run is spent here.
+    /// Whether the table equals its copy. Usually it does, so this loop has no branch: half of a random run is
+    /// spent here.
     pub(super) fn is_as_seen(&self) -> bool {
         let entries = self.live().iter().zip(&self.seen);
         entries.fold(0, |all, (entry, seen)| all | (entry.load(Acquire) ^ seen)) == 0

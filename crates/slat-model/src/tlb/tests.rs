@@ -114,7 +114,7 @@ fn another_leaf_conflicts_until_the_old_one_was_flushed() {
     world.put(leaf::<F>(1024));
     assert_eq!(world.tlb.conflicts(), 1);
     world.put(0);
-    // A flush of one page of it: no huge leaf is left over.
+    // Flush one page of the leaf: then no part of the huge leaf stays cached.
     world.flush(3..4);
     world.put(leaf::<F>(2048));
     assert_eq!(world.tlb.conflicts(), 1);
@@ -186,7 +186,7 @@ fn a_leaf_that_was_split_in_place_is_not_stale() {
     }
     world.put(Npt::table(lower));
     assert_eq!((world.tlb.stale(), world.tlb.conflicts()), (None, 0));
-    // The huge leaf may still be cached: now it allows too much.
+    // The huge leaf may still be cached, and now it allows too much.
     world.tlb.reached(lower);
     write(lower, 9, 0);
     assert!(world.tlb.stale().is_some());

@@ -1,4 +1,4 @@
-//! Page-table entries: what they reference is mostly a table that suits them, and rights are mostly granted.
+//! Generates page-table entries. Most reference a table of a suitable kind, and most grant rights.
 
 use super::Generator;
 use crate::guest::entry::{A, D, G, P, PS, RW, US, XD};
@@ -7,7 +7,7 @@ use crate::guest::registers::PHYSICAL_BITS;
 
 impl Generator {
     /// Returns the address `offset` bytes into the entry at `index`, and the bytes to store there: the end of this
-    /// entry's new value, and the begin of the next entry's.
+    /// entry's new value, and the beginning of the next entry's.
     pub(super) fn entries(&mut self, frame: u64, index: u64, offset: u64) -> (u64, [u8; 8]) {
         let mut values = [0; 16];
         let size = entry_size(frame);

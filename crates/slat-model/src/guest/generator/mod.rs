@@ -1,4 +1,4 @@
-//! Generates operations on a guest: few tables, few addresses, so that everything meets everything.
+//! Generates operations on a guest. They use few tables and few addresses, so that most operations interact.
 
 mod entries;
 
@@ -25,7 +25,7 @@ const ACCESSES: [Access; 5] = [
     Access::Execute,
 ];
 
-/// Values of PKRU: nothing is forbidden; of odd keys, all; of all keys but the first, writes.
+/// Values of PKRU. They forbid: nothing; all accesses for odd keys; writes for all keys except the first.
 const KEYS: [u32; 4] = [0, 0, 0x4444_4444, 0xaaaa_aaa8];
 
 /// Chooses operations for the state that a run is in.
@@ -37,7 +37,7 @@ pub(super) struct Generator {
     addresses: Vec<[u64; 5]>,
     /// Number of address spaces.
     spaces: u64,
-    /// Operations that come next, last first.
+    /// Operations that come next, in reverse order.
     planned: Vec<GuestOp>,
 }
 
@@ -151,7 +151,7 @@ impl Generator {
         }
     }
 
-    /// Returns a store: to an entry of a table, or to whatever an address is mapped to.
+    /// Returns a store: to an entry of a table, or to the page to which an address is mapped.
     fn store(&mut self, cpu: usize, runner: &Runner) -> GuestOp {
         let (frame, page) = match self.rng.one_in(2) {
             true => (self.table(runner, cpu), None),
@@ -162,7 +162,7 @@ impl Generator {
             }
         };
         let index = self.rng.pick(indices_in(frame));
-        // Mostly whole entries; else a part of one, or parts of two.
+        // Mostly store whole entries; otherwise a part of one entry, or parts of two.
         let (offset, bytes) = match self.rng.below(8) {
             0..4 => (0, 8),
             4 => (0, 4),
@@ -195,8 +195,8 @@ impl Generator {
         }
     }
 
-    /// Plans accesses to one address before and after a store to an entry that translates it, with a flush
-    /// between them or without.
+    /// Plans accesses to one address before and after a store to an entry that translates it, with or without a flush
+    /// in between.
     fn stale_use(&mut self, cpu: usize, runner: &Runner) -> GuestOp {
         let gva = self.gva(cpu, runner);
         let path = runner.path_to(cpu, gva);
@@ -278,7 +278,7 @@ impl Generator {
     }
 
     /// Returns a root for `mode`, with a PCID, which is the number of the address space. Two spaces may share a root,
-    /// and a PCID gets another root at times.
+    /// and a PCID sometimes gets another root.
     fn cr3(&mut self, mode: Mode, pcids: bool) -> u64 {
         let space = self.rng.below(self.spaces);
         let root = match self.rng.one_in(16) {
@@ -298,7 +298,7 @@ impl Generator {
     fn load_cr3(&mut self, cpu: usize, runner: &Runner) -> GuestOp {
         let registers = runner.registers(cpu);
         let pcids = registers.cr4 & CR4_PCIDE != 0;
-        // Without PCIDs, bits 3 and 4 are no address bits.
+        // Without PCIDs, bits 3 and 4 are not address bits.
         let ignored = match !pcids && self.rng.one_in(8) {
             true => 0x18,
             false => 0,
@@ -353,8 +353,8 @@ impl Generator {
         GuestOp::SetMode { cpu, mode, cr3 }
     }
 
-    /// Changes a slot, and plans to change it back: it is deleted, has other memory or other rights, or is elsewhere.
-    /// Or its log begins or ends.
+    /// Changes a slot, and plans to change it back. Meanwhile the slot is deleted, has other memory or other rights,
+    /// or is at another address; or its log begins or ends.
     fn slot_change(&mut self, runner: &Runner) -> GuestOp {
         let slot = self.rng.below(SLOTS.len() as u64) as usize;
         let home = region(slot, 0);
@@ -397,7 +397,7 @@ impl Generator {
         GuestOp::SetRegion(changes[0])
     }
 
-    /// Plans accesses for the time in which the slot, or a page of it, is missing.
+    /// Plans accesses for the time while the slot, or a page of it, is missing.
     fn plan_accesses(&mut self, runner: &Runner) {
         for _ in 0..self.rng.below(12) {
             let cpu = self.rng.below(CPUS as u64) as usize;

@@ -1,4 +1,4 @@
-//! The rules one by one: for each, outcomes that it allows and outcomes that it forbids.
+//! Tests the rules one by one: for each rule, outcomes that it allows and outcomes that it forbids.
 
 use slat::guest_walk::error_code;
 use slat::{Gpa, Region};
@@ -175,7 +175,8 @@ fn a_global_translation_outlives_flushes_of_its_context() {
 
 #[test]
 fn a_pcid_has_its_own_translations_only() {
-    // A value that is in memory only while another PCID is current is not cached for this one.
+    // A value that is in memory only while another PCID is current is not cached for the first
+    // PCID.
     let mut guest = Guest::with_pcids();
     guest.load_cr3(0x5007, true);
     assert_eq!(guest.readable(), [0; 0]);
@@ -241,7 +242,7 @@ fn a_write_needs_the_dirty_flag() {
     assert!(!guest.allows(GVA, Access::Write, page));
     guest.store(LEAF, 0x8000 | ALL);
     assert!(guest.allows(GVA, Access::Write, page));
-    // Only the dirty one of the two values was cached for writes.
+    // Only the dirty value was cached for writes.
     guest.store(LEAF, 0);
     assert!(guest.allows(GVA, Access::Write, page));
 }

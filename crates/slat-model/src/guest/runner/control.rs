@@ -10,7 +10,7 @@ use crate::guest::registers::*;
 
 impl Runner {
     pub(super) fn invlpg(&mut self, cpu: usize, gva: u64) {
-        // Without paging it does nothing.
+        // Without paging, the instruction does nothing.
         if let Some(paging) = self.registers(cpu).paging(&Privilege::KERNEL) {
             let gva = canonical(paging.mode, gva);
             self.mmu.invlpg(cpu, gva);
@@ -41,7 +41,8 @@ impl Runner {
         self.tally.count(name);
     }
 
-    /// Writes a register; with the PDPTEs if that loads them. Does nothing if it is a general-protection exception.
+    /// Writes a register, and the PDPTEs if the write loads them. Does nothing if the write causes a
+    /// general-protection exception.
     fn write(&mut self, cpu: usize, write: RegisterWrite, mut new: Registers) -> bool {
         let old = *self.registers(cpu);
         let loads = match write {
@@ -110,11 +111,11 @@ impl Runner {
         }
         self.tally.count(name);
         if control == Control::NoExecute {
-            // Software flushes everything after that, by two changes of CR4.PGE.
+            // Software flushes everything afterwards, by two changes of CR4.PGE.
             for _ in 0..2 {
                 new = *self.registers(cpu);
                 new.cr4 ^= CR4_PGE;
-                // With PAE, PDPTEs may be bad by now. MOV to CR0 then turns paging off.
+                // With PAE, PDPTEs may be invalid by now. Then MOV to CR0 turns paging off.
                 if !self.write(cpu, RegisterWrite::Cr4, new) {
                     self.paging_off(cpu);
                     return;
@@ -168,7 +169,7 @@ impl Runner {
     }
 }
 
-/// Returns the address that a vCPU in this mode makes of `gva`.
+/// Returns the canonical address that a vCPU in this mode makes from `gva`.
 pub(super) fn canonical(mode: Mode, gva: u64) -> u64 {
     let unused = match mode {
         Mode::Bits32 { .. } | Mode::Pae => return gva & 0xffff_ffff,

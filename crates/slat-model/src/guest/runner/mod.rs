@@ -1,4 +1,4 @@
-//! Runs operations on an MMU, and has the oracle judge each outcome.
+//! Runs operations on an MMU, and makes the oracle judge each outcome.
 
 mod control;
 mod tallied;
@@ -20,7 +20,7 @@ use crate::tally::Tally;
 use control::canonical;
 pub use tallied::{OF_CACHES, USUAL};
 
-/// Operations between two times of forgetting.
+/// Number of operations after which the oracle forgets old values.
 const BATCH: u64 = 64;
 
 /// An MMU under test, and its oracle.
@@ -36,7 +36,7 @@ pub(super) struct Runner {
 impl Runner {
     pub fn new(machine: GuestMachine, mmu: Box<dyn GuestMmu>, nested_tables: bool) -> Self {
         let mut oracle = Oracle::new(machine);
-        // The first vCPU's are the hypervisor's own.
+        // The first vCPU's tables are those of the hypervisor itself.
         oracle.cpus[1].registers.reserves_table_global = nested_tables;
         Runner {
             mmu,
@@ -60,7 +60,7 @@ impl Runner {
         trace.entries.iter().map(|(gpa, _)| *gpa).collect()
     }
 
-    /// Returns the frame that `gva` is mapped to, if it is.
+    /// Returns the frame to which `gva` is mapped, if it is mapped.
     pub fn frame_at(&self, cpu: usize, gva: u64) -> Option<u64> {
         let paging = self.registers(cpu).paging(&Privilege::KERNEL)?;
         let gva = canonical(paging.mode, gva);
@@ -84,12 +84,12 @@ impl Runner {
         self.tally.of("access")
     }
 
-    /// Returns what happened.
+    /// Returns the tally of the run.
     pub fn tally(self) -> Tally {
         self.tally
     }
 
-    /// Runs one operation. Panics if the MMU does what it must not.
+    /// Runs one operation. Panics if the MMU breaks a rule.
     pub fn run(&mut self, op: &GuestOp) {
         self.ops += 1;
         if self.ops.is_multiple_of(BATCH) {
@@ -188,7 +188,8 @@ impl Runner {
         let first = (PAGE_SIZE - start % PAGE_SIZE).min(operand.len() as u64);
         let second = operand.len() as u64 - first;
         let next = start.wrapping_add(first);
-        // With two pages, the first one a second time: the walk for the second may have made it a table.
+        // For two pages, access the first page twice: the walk for the second page may have made it a
+        // table.
         let accesses: &[(u64, u64)] = match second {
             0 => &[(start, first)],
             _ => &[(start, first), (next, second), (start, first)],

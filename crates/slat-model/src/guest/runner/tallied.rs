@@ -1,4 +1,4 @@
-//! What happened in a run, for the tally.
+//! The events of a run that are counted in the tally.
 
 use slat::Access;
 use slat::guest_walk::{Mode, error_code};
@@ -70,7 +70,8 @@ pub const USUAL: [&str; 57] = [
     "dirty log without pages",
     "dirty log with pages",
 ];
-/// Further names that an MMU must have counted that uses stale translations and tracks the pages of tables.
+/// Further names that a run must have counted if its MMU uses stale translations and tracks the pages of
+/// tables.
 pub const OF_CACHES: [&str; 5] = [
     "stale table",
     "stale translation",
