@@ -221,7 +221,7 @@ pub fn learn(range: Range<usize>) {
     }
 }
 
-/// Removes `range` from the map, except for parts outside it.
+/// Removes from the map what lies in `range`. Entries that reach beyond `range` keep their parts outside `range`.
 fn carve(advice: &mut Advice, range: &Range<usize>) {
     let touched: Vec<_> = advice
         .range(..range.end)

@@ -71,7 +71,7 @@ impl Handle {
     }
 
     /// Carries out a request, and adds the object that the request creates to the table. Returns the result of `ioctl`.
-    /// `None`: for any descriptor the kernel carries out this request itself.
+    /// `None`: the caller makes the system call, because the kernel itself carries out this request for any file.
     ///
     /// # Errors
     /// The errors are those of [`Object::ioctl`]; `EMFILE` if the new descriptor's number is beyond the table.

@@ -37,7 +37,7 @@ pub struct Pending {
 }
 
 impl Requested {
-    /// Adds the requested events to the `events` of a vCPU.
+    /// Adds these pending events to the `events` that KVM_GET_VCPU_EVENTS returns for a vCPU.
     pub(crate) fn show(&self, events: &mut kvm_vcpu_events, options: &Options) {
         if let Some(pending) = self.exception {
             show_exception(events, pending.exception);
@@ -56,7 +56,7 @@ impl Requested {
         }
     }
 
-    /// Returns the requested events that result when a client sets `events`.
+    /// Returns the events that are pending after a client has set `events` (KVM_SET_VCPU_EVENTS).
     ///
     /// # Errors
     /// `EINVAL` for flags of capabilities that the client has not enabled.

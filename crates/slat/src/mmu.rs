@@ -1,5 +1,5 @@
-//! The MMUs that an address space can have. Operations by gfn and vCPUs use each of them through the same two
-//! interfaces. The choice is made once for each walk or install.
+//! The MMUs that an address space can have. vCPUs use each MMU through one interface, and the operations on
+//! ranges of gfns use each MMU through another. The choice is made once for each walk or install.
 
 use alloc::string::String;
 use alloc::sync::Arc;

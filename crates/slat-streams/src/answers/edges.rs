@@ -239,7 +239,7 @@ impl<'a> Trial<'a> {
         }
     }
 
-    /// Makes the request with a value.
+    /// Makes the rule's request with `value`, and returns the answer.
     ///
     /// # Errors
     /// The errno; `EINVAL` for an MSR that was not set.

@@ -29,7 +29,7 @@
 //! |---|---|
 //! | `translate` | from guest code to Cranelift's intermediate language: a region as a whole |
 //! | `guest` | the guest's instructions, decoded |
-//! | `paths` | which blocks follow one another while the state stays in values |
+//! | `paths` | which blocks follow one another while registers and flags stay in SSA values |
 //! | `values` | registers and operands as values |
 //! | `compute` | the formulas of `sem` as code |
 //! | `instructions` | instructions with a translation of their own |

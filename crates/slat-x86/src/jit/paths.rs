@@ -1,4 +1,5 @@
-//! Finds the paths of a region: blocks that follow one another while the state stays in values.
+//! Finds the paths of a region: blocks that follow one another while the guest's registers and flags
+//! stay in SSA values.
 //!
 //! All state is in the CPU where a path begins and where it ends. Between the blocks of a path, code writes back
 //! nothing that the next block overwrites, reads nothing again, and makes no record of flags that nobody reads.

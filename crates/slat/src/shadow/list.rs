@@ -28,7 +28,7 @@ impl Link {
     }
 }
 
-/// A list, given by its first number.
+/// A linked list of numbers, represented by the first number. [`END`] is the empty list.
 pub(super) struct List(Cell<u32>);
 
 impl List {

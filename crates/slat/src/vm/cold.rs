@@ -150,7 +150,7 @@ impl ColdMap {
             self.blocks[index / BLOCK] |= PAGES;
             let pages = &mut self.pages[index..index + here];
             if (mapped, young) == (u64::MAX, 0) {
-                // Most memory is idle, so the rest of the work is often skipped.
+                // All 64 pages are mapped, and the guest has accessed none: the usual case, since most memory is idle.
                 pages.iter_mut().for_each(|page| *page |= SEEN);
             } else {
                 for (n, page) in pages.iter_mut().enumerate() {

@@ -58,9 +58,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
     ///
     /// With the tdp and direct MMU, takes no lock. The cost is the walk and one atomic read-modify-write of a word that
     /// all callers share: 5 to 9 ns if the tables are in the cache, of which the vCPU's look-up is 3 to 6 (slat-peers,
-    /// `lookup-near`). If another thread uses that word at the time, the caller borrows the reader of an operation,
-    /// which takes three read-modify-writes. With the shadow MMU, takes the lock of the MMU for the leaves of this one
-    /// frame, and returns the largest level of these leaves, with each right that one of them has.
+    /// `lookup-near`). If another thread uses that word at the time, the caller takes one of the VM's other
+    /// reader slots instead, by three read-modify-writes. With the shadow MMU, takes the lock of the MMU for the leaves
+    /// of this one frame, and returns the largest level of these leaves, with each right that one of them has.
     ///
     /// ```
     /// # use slat_model::{HostMemory, SimPlatform};

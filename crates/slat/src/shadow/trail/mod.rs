@@ -230,8 +230,9 @@ impl Trail {
         first.unwrap_or(Gfn(0))..last.map_or(Gfn(0), |gfn| gfn.add(1))
     }
 
-    /// Records that `page`, of a table on the path, was compared with its table. The comparison changed the table's
-    /// counter from `before` to `after`. Returns `false` if the counter had another value when the walk read the table.
+    /// Records that the shadow page `page` was compared with the guest's table that it shadows, a table on this path.
+    /// The comparison changed the guest table's counter from `before` to `after`. Returns `false` if the counter had
+    /// another value when the walk read the table.
     pub(crate) fn was_compared(&mut self, page: &PageOf, before: u64, after: u64) -> bool {
         let tables = &mut self.seen.tables[..self.seen.len];
         let same = |gfn: &Gfn| Changes::number(*gfn) == Changes::number(page.gfn);

@@ -26,7 +26,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.counters().mmu_pte_write.add(1);
         let range = gpa..Gpa(gpa.0 + bytes);
         let missed = self.missed();
-        // In each address space, the memory may hold a table.
+        // The written memory may hold a guest page table that is shadowed in any address space.
         for index in 0..self.vm().spaces.len() {
             let tables = self.vm().spaces[index].mmu.get(self.section());
             let is_own = index == self.space_index();
