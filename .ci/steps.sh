@@ -94,6 +94,11 @@ need() { # command, Debian package
     command -v "$1" >/dev/null || install "$2"
 }
 
+check_for_musl() {
+    rustup target add x86_64-unknown-linux-musl
+    CARGO_TARGET_DIR=target/musl cargo check --locked --target x86_64-unknown-linux-musl -p slat-bench
+}
+
 # Runs cargo of the oldest Rust that Cargo.toml promises.
 with_oldest_rust() {
     local oldest

@@ -177,7 +177,7 @@ impl Object {
 
 /// Returns the result of a request that the object does not have: `errno`, unless the kernel carries out the request.
 fn unknown(request: u32, errno: i32) -> Result<Answer> {
-    match libc::c_ulong::from(request) {
+    match request as libc::Ioctl {
         libc::FIOCLEX | libc::FIONCLEX | libc::FIONBIO => Ok(Answer::Kernels),
         _ => fail(errno),
     }
