@@ -16,6 +16,7 @@
 //! | [`html`] | the tables as a page with charts |
 //! | [`bare`], [`mod@array`] | the engine alone; the rival, whose memslots are an array |
 //! | `qemu` | QEMU, for comparison and as a program to run |
+//! | `memory_file` | files in memory that other programs open |
 //! | `experiment`, `others` | the description of an experiment; the other programs that some experiments start |
 //! | `experiments` | one file for each experiment: its set-up, the timed operations, its rows |
 #![cfg(all(target_os = "linux", target_arch = "x86_64"))]
@@ -30,6 +31,7 @@ mod experiments;
 pub mod html;
 pub mod machine;
 pub mod maps;
+mod memory_file;
 mod others;
 pub mod published;
 mod qemu;

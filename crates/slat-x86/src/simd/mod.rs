@@ -54,22 +54,20 @@ pub struct Features {
 
 /// Returns the [`Features`] of this host.
 pub fn features() -> Features {
-    let bit = |there: bool, n: u32| u32::from(there) << n;
+    let bit = |feature, n: u32| u32::from(has(feature)) << n;
     Features {
-        leaf1_ecx: bit(is_x86_feature_detected!("sse3"), 0)
-            | bit(is_x86_feature_detected!("pclmulqdq"), 1)
-            | bit(is_x86_feature_detected!("ssse3"), 9)
-            | bit(has_avx() && is_x86_feature_detected!("fma"), 12)
-            | bit(is_x86_feature_detected!("sse4.1"), 19)
-            | bit(is_x86_feature_detected!("sse4.2"), 20)
-            | bit(is_x86_feature_detected!("aes"), 25)
-            | bit(has_avx(), 28)
-            | bit(has_avx() && is_x86_feature_detected!("f16c"), 29),
+        leaf1_ecx: bit(CpuidFeature::SSE3, 0)
+            | bit(CpuidFeature::PCLMULQDQ, 1)
+            | bit(CpuidFeature::SSSE3, 9)
+            | bit(CpuidFeature::FMA, 12)
+            | bit(CpuidFeature::SSE4_1, 19)
+            | bit(CpuidFeature::SSE4_2, 20)
+            | bit(CpuidFeature::AES, 25)
+            | bit(CpuidFeature::AVX, 28)
+            | bit(CpuidFeature::F16C, 29),
         leaf1_edx: 1 | 1 << 23 | 1 << 25 | 1 << 26,
-        leaf7_ebx: bit(has_avx() && is_x86_feature_detected!("avx2"), 5)
-            | bit(is_x86_feature_detected!("sha"), 29),
-        leaf7_ecx: bit(has_avx() && is_x86_feature_detected!("vaes"), 9)
-            | bit(has_avx() && is_x86_feature_detected!("vpclmulqdq"), 10),
+        leaf7_ebx: bit(CpuidFeature::AVX2, 5) | bit(CpuidFeature::SHA, 29),
+        leaf7_ecx: bit(CpuidFeature::VAES, 9) | bit(CpuidFeature::VPCLMULQDQ, 10),
     }
 }
 
@@ -84,9 +82,9 @@ fn has(feature: CpuidFeature) -> bool {
         CpuidFeature::PCLMULQDQ => is_x86_feature_detected!("pclmulqdq"),
         CpuidFeature::AES => is_x86_feature_detected!("aes"),
         CpuidFeature::AVX => has_avx(),
-        CpuidFeature::AVX2 => is_x86_feature_detected!("avx2"),
-        CpuidFeature::FMA => is_x86_feature_detected!("fma"),
-        CpuidFeature::F16C => is_x86_feature_detected!("f16c"),
+        CpuidFeature::AVX2 => has_avx() && is_x86_feature_detected!("avx2"),
+        CpuidFeature::FMA => has_avx() && is_x86_feature_detected!("fma"),
+        CpuidFeature::F16C => has_avx() && is_x86_feature_detected!("f16c"),
         CpuidFeature::SHA => is_x86_feature_detected!("sha"),
         CpuidFeature::VAES => has_avx() && is_x86_feature_detected!("vaes"),
         CpuidFeature::VPCLMULQDQ => has_avx() && is_x86_feature_detected!("vpclmulqdq"),

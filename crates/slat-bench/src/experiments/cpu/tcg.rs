@@ -4,9 +4,7 @@
 //! [`guest::load`] uses, enters long mode, and jumps to the program with its first registers. The program ends with
 //! HLT.
 
-use std::fs::File;
 use std::io::Read;
-use std::os::fd::{AsRawFd, FromRawFd};
 use std::process::Command;
 use std::time::Duration;
 
@@ -14,6 +12,7 @@ use kvm_bindings::kvm_regs;
 
 use crate::machine::guest::{self, DATA, PAGE, PAGE_DIRECTORIES};
 use crate::machine::{Failure, Program};
+use crate::memory_file::MemoryFile;
 use crate::qemu::{self, Qemu, TemporaryFile};
 
 pub const NAME: &str = "tcg";
@@ -154,17 +153,6 @@ pub struct Ran {
     pub cpu: Duration,
 }
 
-/// Returns a new file in memory.
-fn memory_file() -> Result<File, Failure> {
-    // SAFETY: the name ends with 0.
-    let fd = unsafe { libc::memfd_create(c"slat-bench-data".as_ptr(), libc::MFD_CLOEXEC) };
-    if fd < 0 {
-        return Err(std::io::Error::last_os_error().into());
-    }
-    // SAFETY: a descriptor that was just opened, and that nothing else owns.
-    Ok(unsafe { File::from_raw_fd(fd) })
-}
-
 /// Runs a program that uses `bytes` of data, at most 1 GiB.
 pub fn run(program: &Program, bytes: usize) -> Result<Ran, Failure> {
     let file = TemporaryFile::new("rom")?;
@@ -201,11 +189,11 @@ pub fn run(program: &Program, bytes: usize) -> Result<Ran, Failure> {
         ..Default::default()
     };
     // QEMU writes to memory of this process: a directory for temporary files may have less space.
-    let mut saved = memory_file()?;
-    let path = format!("/proc/{}/fd/{}", std::process::id(), saved.as_raw_fd());
+    let mut saved = MemoryFile::new()?;
+    let path = saved.path();
     qemu.ask(&format!("pmemsave {DATA:#x} {bytes} \"{path}\""))?;
     let mut data = Vec::new();
-    saved.read_to_end(&mut data)?;
+    saved.0.read_to_end(&mut data)?;
     if data.len() != bytes {
         return Err(format!("QEMU has saved {} of {bytes} bytes of memory", data.len()).into());
     }

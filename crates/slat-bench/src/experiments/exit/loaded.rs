@@ -3,15 +3,14 @@
 //! reports the time that this took.
 
 use std::arch::global_asm;
-use std::fs::File;
 use std::io::Write as _;
-use std::os::fd::{AsRawFd, FromRawFd};
 use std::path::Path;
 use std::process::Command;
 
 use slat_kvm::abi::{KVM_CREATE_VCPU, KVM_CREATE_VM, KVM_RUN, KVM_SET_USER_MEMORY_REGION};
 
 use crate::machine::Failure;
+use crate::memory_file::MemoryFile;
 
 /// The number of calls before the measured ones. During these, slat rewrites the call site.
 const BEFORE: u32 = 1000;
@@ -188,16 +187,9 @@ fn program(times: u32) -> Vec<u8> {
 /// # Errors
 /// If the program cannot be made or run, or fails.
 pub fn exits(slat: &Path, times: u32) -> Result<f64, Failure> {
-    // SAFETY: a name that ends. The descriptor is new, and nobody else's.
-    let mut file = unsafe {
-        let descriptor = libc::memfd_create(c"slat-bench".as_ptr(), 0);
-        if descriptor < 0 {
-            return Err(std::io::Error::last_os_error().into());
-        }
-        File::from_raw_fd(descriptor)
-    };
-    file.write_all(&program(times))?;
-    let path = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
+    let mut file = MemoryFile::new()?;
+    file.0.write_all(&program(times))?;
+    let path = file.path();
     let output = Command::new(slat).args(["run", "--", &path]).output()?;
     let nanoseconds = output.stdout.try_into().map(u64::from_le_bytes);
     match nanoseconds {

@@ -3,18 +3,13 @@
 use std::arch::naked_asm;
 
 /// The bytes of the first instruction of [`before_restorer`].
-const NOP: usize = 4;
+pub const NOP: usize = 4;
 
 /// A handler returns to the kernel through the code after the first instruction: rt_sigreturn. Debuggers and unwinders
 /// recognise the two instructions, and look for a function around the byte before them.
 #[unsafe(naked)]
-unsafe extern "C" fn before_restorer() {
+pub unsafe extern "C" fn before_restorer() {
     naked_asm!("nop", "mov x8, #139", "svc #0",)
-}
-
-/// Returns the address of the code by which a handler returns to the kernel.
-pub fn restorer() -> usize {
-    before_restorer as *const () as usize + NOP
 }
 
 /// Changes the thread's signal mask by rt_sigprocmask, during which handlers run that may unwind (`pthread_exit`).

@@ -1,0 +1,29 @@
+//! Files in memory that other programs open by a path.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd};
+
+/// A file in memory. Programs of the same user can open it at its path as long as this value exists.
+pub struct MemoryFile(pub File);
+
+impl MemoryFile {
+    /// Makes an empty file.
+    ///
+    /// # Errors
+    /// What memfd_create(2) returns.
+    pub fn new() -> io::Result<Self> {
+        // SAFETY: the name ends with 0.
+        let fd = unsafe { libc::memfd_create(c"slat-bench".as_ptr(), libc::MFD_CLOEXEC) };
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: a descriptor that was just opened, and that nothing else owns.
+        Ok(MemoryFile(unsafe { File::from_raw_fd(fd) }))
+    }
+
+    /// Returns the path at which other programs find the file.
+    pub fn path(&self) -> String {
+        format!("/proc/{}/fd/{}", std::process::id(), self.0.as_raw_fd())
+    }
+}
