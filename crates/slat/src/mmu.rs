@@ -246,7 +246,7 @@ impl<P: Platform, F: Format> Mmu<P, F> {
         let platform = either!(self, mmu => mmu.platform());
         // SAFETY: the root stays as long as the MMU. Whoever has a reference to the MMU is in a reader section
         // (`Guarded`).
-        unsafe { Cursor::new(platform, Reached::nothing(key)) }
+        unsafe { Cursor::new(platform, Reached::nothing::<F>(key)) }
     }
 
     /// Installs a leaf ([`Tree::map`]).

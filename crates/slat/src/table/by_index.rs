@@ -72,21 +72,18 @@ impl Key {
 
 /// The root at which walks begin.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Root {
-    frame: Pfn,
-    level: Level,
-}
+pub(crate) struct Root(Leveled);
 
 impl Root {
     /// Returns the root with the table of `level` in `frame`.
     pub(crate) fn new(frame: Pfn, level: Level) -> Self {
-        Root { frame, level }
+        Root(Leveled::new(frame, level))
     }
 
     /// Returns the frame of the root table.
     #[inline(always)]
     pub(crate) fn frame(self) -> Pfn {
-        self.frame
+        self.0.frame()
     }
 
     /// Returns the level of the root table. For a format that cannot shadow tables, it is the top level, which the
@@ -94,10 +91,34 @@ impl Root {
     #[inline(always)]
     pub(crate) fn level<F: Format>(self) -> Level {
         if can_shadow::<F>() {
-            self.level
+            self.0.level()
         } else {
             F::TOP
         }
+    }
+}
+
+/// A table: its frame and its level, in one word. A fault copies walks, which contain such words; a struct with a field
+/// of one byte would be copied in pieces, which a CPU cannot load before it has stored all of them.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) struct Leveled(u64);
+
+impl Leveled {
+    const LEVEL_BITS: u32 = 3;
+
+    #[inline(always)]
+    pub(super) fn new(frame: Pfn, level: Level) -> Self {
+        Leveled(frame.0 << Self::LEVEL_BITS | u64::from(level.0))
+    }
+
+    #[inline(always)]
+    pub(super) fn frame(self) -> Pfn {
+        Pfn(self.0 >> Self::LEVEL_BITS)
+    }
+
+    #[inline(always)]
+    pub(super) fn level(self) -> Level {
+        Level((self.0 & ((1 << Self::LEVEL_BITS) - 1)) as u8)
     }
 }
 

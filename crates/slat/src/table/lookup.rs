@@ -9,6 +9,7 @@
 
 use core::marker::PhantomData;
 
+use super::by_index::Leveled;
 use super::{Found, Key, Root, Table};
 use crate::addr::{Gfn, Level, PageIndex, Pfn};
 use crate::format::{Format, root_pages};
@@ -41,40 +42,37 @@ pub(super) fn root_table<F: Format>(root: Root, index: Gfn) -> Pfn {
     }
 }
 
-/// The table in which a walk has ended.
-#[derive(Clone, Copy)]
-pub(crate) struct End {
-    frame: Pfn,
-    level: Level,
-    /// The bits that all entries on the walk's path to the table have in common.
-    above: u64,
-}
-
-impl End {
-    /// Returns the table of the entry that a walk has found.
-    #[inline(always)]
-    pub(crate) fn of(found: &Found<'_>) -> Self {
-        End {
-            frame: found.table,
-            level: found.level,
-            above: found.above,
-        }
-    }
-}
-
-/// A walk to one address, and the table in which it has ended. It can be kept when its reader section ends.
+/// A walk to one address, and the table that it has reached. It can be kept when its reader section ends.
 #[derive(Clone, Copy)]
 pub(crate) struct Reached {
     pub(crate) key: Key,
-    /// `None`: the walk has not begun.
-    pub(crate) end: Option<End>,
+    /// The table: for a walk that has not begun, the root's.
+    table: Leveled,
+    /// The bits that all entries on the walk's path to the table have in common.
+    above: u64,
 }
 
 impl Reached {
     /// Makes a walk to `key` that has not begun.
     #[inline(always)]
-    pub(crate) fn nothing(key: Key) -> Self {
-        Reached { key, end: None }
+    pub(crate) fn nothing<F: Format>(key: Key) -> Self {
+        let Key { context, index } = key;
+        let frame = root_table::<F>(context, index.as_gfn());
+        Reached {
+            key,
+            table: Leveled::new(frame, context.level::<F>()),
+            above: u64::MAX,
+        }
+    }
+
+    /// Makes a walk to `key` that has `found` an entry.
+    #[inline(always)]
+    pub(crate) fn by(key: Key, found: &Found<'_>) -> Self {
+        Reached {
+            key,
+            table: Leveled::new(found.table, found.level),
+            above: found.above,
+        }
     }
 
     /// Returns the walk to the address `pages` pages before this one, in the same table of level 1.
@@ -131,7 +129,7 @@ impl<'s, P: Platform, F: Format> Cursor<'s, P, F> {
     /// Whether an entry on the walk's path was write-protected when the walk passed it.
     #[inline(always)]
     pub(crate) fn is_protected(&self) -> bool {
-        (self.reached.end).is_some_and(|end| F::is_protected(end.above))
+        F::is_protected(self.reached.above)
     }
 
     /// Returns the walk to the address `pages` pages after this one, in the same table of level 1.
@@ -142,18 +140,14 @@ impl<'s, P: Platform, F: Format> Cursor<'s, P, F> {
 
     /// Continues in the table of `level` in `frame`, whose path has no write-protected entry.
     pub(super) fn go_on_in(&mut self, frame: Pfn, level: Level) {
-        let above = u64::MAX;
-        self.reached.end = Some(End {
-            frame,
-            level,
-            above,
-        });
+        self.reached.table = Leveled::new(frame, level);
+        self.reached.above = u64::MAX;
     }
 
     /// Returns the walk from its root on.
     #[inline(always)]
     pub(crate) fn restarted(mut self) -> Self {
-        self.reached = Reached::nothing(self.reached.key);
+        self.reached = Reached::nothing::<F>(self.reached.key);
         self
     }
 
@@ -161,27 +155,19 @@ impl<'s, P: Platform, F: Format> Cursor<'s, P, F> {
     /// [walk](super::ByGfn::walk) over a range and [`lookup_page`] find their entry by this. Takes no lock.
     #[inline]
     pub(crate) fn find(&mut self, level: Level) -> Found<'s> {
-        let Key { context, index } = self.reached.key;
-        let root = || End {
-            frame: root_table::<F>(context, index.as_gfn()),
-            level: context.level::<F>(),
-            above: u64::MAX,
+        let Reached { key, table, above } = match self.reached {
+            reached if reached.table.level() >= level => reached,
+            _ => Reached::nothing::<F>(self.reached.key),
         };
-        let reached = self.reached.end.filter(|end| end.level >= level);
-        let mut end = reached.unwrap_or_else(root);
+        let (mut frame, mut at, mut above) = (table.frame(), table.level(), above);
         loop {
-            let table = Table::<P, F>::new(self.platform, end.frame);
-            let found = table.find(index, end.level, end.above);
-            match F::next_table(found.bits, end.level) {
-                Some(lower) if end.level > level => {
-                    end = End {
-                        frame: lower,
-                        level: end.level.below(),
-                        above: end.above & found.bits,
-                    };
+            let found = Table::<P, F>::new(self.platform, frame).find(key.index, at, above);
+            match F::next_table(found.bits, at) {
+                Some(lower) if at > level => {
+                    (frame, at, above) = (lower, at.below(), above & found.bits);
                 }
                 _ => {
-                    self.reached.end = Some(end);
+                    self.reached = Reached::by(key, &found);
                     return found;
                 }
             }

@@ -159,7 +159,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
     pub(crate) fn cursor(&self, gfn: Gfn) -> Cursor<'_, P, F> {
         // SAFETY: the root stays as long as the tree. Whoever has a reference to the tree is in a reader section
         // (`Guarded`).
-        unsafe { Cursor::new(&self.platform, Reached::nothing(self.key(gfn))) }
+        unsafe { Cursor::new(&self.platform, Reached::nothing::<F>(self.key(gfn))) }
     }
 
     /// Finds the entry of `level` on the path to `gfn`, or the entry above at which the path ends.

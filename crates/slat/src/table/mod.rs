@@ -111,7 +111,7 @@ pub(crate) use by_index::{Found, Installed, Key, Retry, Root};
 pub(crate) use detached::{Detached, Freed, tell_zapped};
 pub(crate) use flushes::{FlushTicket, Flushed, Flushes, overlap};
 pub(crate) use frames::TableFrames;
-pub(crate) use lookup::{Cursor, End, Reached, lookup_in, lookup_page};
+pub(crate) use lookup::{Cursor, Reached, lookup_in, lookup_page};
 pub(crate) use map::{OnLeaf, Run, widen};
 pub(crate) use new_table::{NewFrame, NewTable};
 pub(crate) use path::{FrameCache, LeafCounts, Path};

@@ -709,10 +709,10 @@ fn resume<'v, P: Platform, F: Format>(
 ) -> Cursor<'v, P, F> {
     let mut reached = walk.reached;
     if walk.missed != presence.missed {
-        reached = Reached::nothing(reached.key);
+        reached = Reached::nothing::<F>(reached.key);
     }
     if can_shadow::<F>() && reached.key.context != physical && !roots.are_in(tables) {
-        reached = Reached::nothing(Key {
+        reached = Reached::nothing::<F>(Key {
             context: physical,
             ..reached.key
         });

@@ -93,7 +93,7 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
         if may_be_known && self.protected_page().is_some() {
             // The walk may have reached the leaf's table before the sequence was read, and the move of a slot may have
             // removed the table since. So walk from the root again: a leaf found now is one of the slot.
-            self.walk = self.vcpu.pause(Reached::nothing(self.walk.key()));
+            self.walk = self.vcpu.pause(Reached::nothing::<F>(self.walk.key()));
             if let Some(page) = self.protected_page() {
                 (self.fast, self.page) = (true, Some(page));
                 return Ok(());

@@ -174,7 +174,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             context: self.context,
             index: run.index,
         };
-        let at = (self.pause(Reached::nothing(key)), Some(&trail));
+        let at = (self.pause(Reached::nothing::<F>(key)), Some(&trail));
         self.map_for_stream(run.gfn..end, at, &slot, sequence)
     }
 
@@ -365,7 +365,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         // One table for each remaining region of level 2. The platform provides the frames in batches.
         let tables = (end.0 - gfn.0).div_ceil(F::GRANULE.pages(Level::MEGA)) as usize;
         self.fill_frames_for(tables);
-        let at = (self.pause(Reached::nothing(self.key(gfn))), None);
+        let at = (self.pause(Reached::nothing::<F>(self.key(gfn))), None);
         let end = end.min(F::GRANULE.block(gfn, Level::MEGA).end);
         self.map_resident(gfn..end, at, &slot, sequence, &mut None)
     }
@@ -384,7 +384,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         let end = (end.min(slot.gfns.end)).min(F::GRANULE.block(gfn, level.above()).end);
         let hva = |gfn: Gfn| F::GRANULE.add_pages(slot.hva_base, gfn.0 - slot.gfns.start.0);
         let backing = hva(gfn)..hva(end);
-        let walk = self.pause(Reached::nothing(self.key(gfn)));
+        let walk = self.pause(Reached::nothing::<F>(self.key(gfn)));
         let (mut tried, mut next, mut installed) = (gfn, gfn, 0);
         held::assert_none("to ask the host");
         self.on_tables(&walk, |vm, tables, cursor, path| {

@@ -13,7 +13,7 @@ use crate::addr::{Access, Gfn, Gpa, Hpa, Hva, Level};
 use crate::format::{Entry, Format, Leaf};
 use crate::heap::OutOfMemory;
 use crate::platform::{Platform, ResolveError};
-use crate::table::{End, Reached};
+use crate::table::Reached;
 use crate::trace::Event;
 use crate::vm::Mapping;
 
@@ -132,24 +132,25 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             return Ok(translation::<F>(leaf, Level::PAGE, gfn));
         }
         // The two branches are equal. But in the first, the compiler knows the level, which is the common one.
-        let end = match self.walk(gpa) {
+        let key = self.key(gfn);
+        let reached = match self.walk(gpa) {
             Some(Ok(found)) => {
                 if let Some(leaf) = found.ready::<F>(access) {
                     // SAFETY: the walk has found the leaf just now.
                     unsafe { self.remember(gpa, found.to_remember::<F>()) };
                     return Ok(translation::<F>(leaf, Level::PAGE, gfn));
                 }
-                Some(End::of(&found))
+                Reached::by(key, &found)
             }
             Some(Err(found)) => {
                 if let Some(leaf) = found.ready::<F>(access) {
                     return Ok(translation::<F>(leaf, found.level, gfn));
                 }
-                Some(End::of(&found))
+                Reached::by(key, &found)
             }
-            None => None,
+            None => return Err(self.outside_tables(gpa)),
         };
-        self.translate_slowly(gpa, access, end)
+        self.translate_slowly(gpa, access, reached)
     }
 
     /// Returns how `gfn` is mapped now in the vCPU's address space, like [`Vm::lookup`](crate::Vm::lookup). But it uses
@@ -165,24 +166,27 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         self.space().mapping(self.section(), platform, gfn)
     }
 
-    /// Continues [`Vcpu::translate`] if its walk, which ended in `end`, did not suffice.
+    /// Continues [`Vcpu::translate`] if its walk, which has `reached` a table, did not suffice.
     #[cold]
     #[inline(never)]
     fn translate_slowly(
         &mut self,
         gpa: Gpa,
         access: Access,
-        end: Option<End>,
+        reached: Reached,
     ) -> Result<Translation, Stop> {
-        assert!(self.is_entered(), "Vcpu::translate outside enter/leave");
-        if !self.may_walk(gpa) {
-            self.counters().pf_emulate.add(1);
-            return Err(Stop::Mmio { gpa });
-        }
         self.for_owner(
-            |vcpu| vcpu.translate_from(gpa, access, end, true),
+            |vcpu| vcpu.translate_from(gpa, access, reached, true),
             |answer| *answer == Err(Stop::Retry),
         )
+    }
+
+    /// Ends an access to `gpa`, which the tables cannot translate.
+    #[cold]
+    fn outside_tables(&self, gpa: Gpa) -> Stop {
+        assert!(self.is_entered(), "Vcpu::translate outside enter/leave");
+        self.counters().pf_emulate.add(1);
+        Stop::Mmio { gpa }
     }
 
     /// Translates `gpa`; maps its page if it is not mapped. Does not count as a fault of the guest. Has the errors of
@@ -196,22 +200,22 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         if !self.may_walk(gpa) {
             return Err(Stop::Mmio { gpa });
         }
-        self.translate_from(gpa, access, None, false)
+        let begin = Reached::nothing::<F>(self.key(F::GRANULE.gfn(gpa)));
+        self.translate_from(gpa, access, begin, false)
     }
 
-    /// Translates `gpa` by the entry that a walk from `end` finds now, or by a fault. `of_guest`: see [`Vcpu::fault`].
-    /// [`Vcpu::fault`].
+    /// Translates `gpa` by the entry that a walk finds that continues where it has `reached` a table, or by a fault.
+    /// `of_guest`: see [`Vcpu::fault`].
     fn translate_from(
         &mut self,
         gpa: Gpa,
         access: Access,
-        end: Option<End>,
+        reached: Reached,
         of_guest: bool,
     ) -> Result<Translation, Stop> {
         // A fault may install the page in another table than the cached one.
         self.forget(gpa);
-        let key = self.key(F::GRANULE.gfn(gpa));
-        let mut walk = self.pause(Reached { key, end });
+        let mut walk = self.pause(reached);
         if let Some(answer) = self.translate_mapped(&mut walk, gpa, access) {
             return answer;
         }

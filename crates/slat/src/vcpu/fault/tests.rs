@@ -56,7 +56,7 @@ fn write_while<F: Format>(
     let mut vcpu = vm.create_vcpu().unwrap();
     vcpu.enter_unguarded(0);
     vcpu.make_room(GPA).unwrap();
-    let walk = vcpu.pause(crate::table::Reached::nothing(
+    let walk = vcpu.pause(crate::table::Reached::nothing::<F>(
         vcpu.key(F::GRANULE.gfn(GPA)),
     ));
     let mut fault = Fault::new(&mut vcpu, walk, None, GPA, Access::Write, true);
@@ -333,7 +333,7 @@ fn a_page_of_a_slot_that_has_left_is_not_installed() {
         let mut vcpu = vm.create_vcpu().unwrap();
         vcpu.enter_unguarded(0);
         vcpu.make_room(GPA).unwrap();
-        let walk = vcpu.pause(crate::table::Reached::nothing(
+        let walk = vcpu.pause(crate::table::Reached::nothing::<Npt>(
             vcpu.key(Npt::GRANULE.gfn(GPA)),
         ));
         let mut fault = Fault::new(&mut vcpu, walk, None, GPA, Access::Read, true);

@@ -182,7 +182,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         loop {
             let found = match self.find_cached(region, key.index) {
                 Some(found) => found,
-                None => self.look(&mut self.pause(Reached::nothing(key))),
+                None => self.look(&mut self.pause(Reached::nothing::<F>(key))),
             };
             let rights = |write, user, execute, key| PageRights {
                 write,

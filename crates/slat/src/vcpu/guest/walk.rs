@@ -46,7 +46,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                 context: vcpu.roots.get(trail.number).unwrap_or(vcpu.context),
                 index: PageIndex::of_gva(access.gva),
             };
-            let walk = vcpu.pause(Reached::nothing(key));
+            let walk = vcpu.pause(Reached::nothing::<F>(key));
             let gpa = Gpa(page.gpa.0 + access.gva % PAGE_SIZE);
             let mut fault = Fault::new(vcpu, walk, Some(&trail), gpa, access.access, true);
             match fault.attempt() {
