@@ -679,7 +679,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     }
 
     /// Returns the current slots, and the slot that contains `gfn`. Checks the recently used slots first.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn find_slot(&mut self, gfn: Gfn) -> (&SlotSet, Option<&Memslot>) {
         let slots = &self.vm.spaces[self.space].slots;
         let set = slots.current(self.presence.section());

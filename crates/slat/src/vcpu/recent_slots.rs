@@ -26,6 +26,17 @@ impl RecentSlot {
         generation: SlotSet::NEVER,
         slot: NonNull::dangling(),
     };
+
+    /// Searches `set` for the slot that contains `gfn`, and stores that slot here.
+    #[inline(never)]
+    fn search<'s>(&mut self, set: &'s SlotSet, gfn: Gfn) -> Option<&'s Memslot> {
+        let slot = set.find(gfn)?;
+        *self = RecentSlot {
+            generation: set.generation,
+            slot: NonNull::from(slot),
+        };
+        Some(slot)
+    }
 }
 
 impl RecentSlots {
@@ -55,7 +66,7 @@ impl RecentSlots {
     /// # Safety
     /// - every call since the last [`clear`](Self::clear) is with the current set of the same slots, and the caller is
     ///   in a reader section as long as the result is used.
-    #[inline]
+    #[inline(always)]
     pub(super) unsafe fn find<'s>(
         &mut self,
         set: &'s SlotSet,
@@ -70,13 +81,6 @@ impl RecentSlots {
                 return (Some(slot), true);
             }
         }
-        let slot = set.find(gfn);
-        if let Some(slot) = slot {
-            *recent = RecentSlot {
-                generation: set.generation,
-                slot: NonNull::from(slot),
-            };
-        }
-        (slot, false)
+        (recent.search(set, gfn), false)
     }
 }
