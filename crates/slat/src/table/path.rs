@@ -167,11 +167,13 @@ impl Counters {
 
     /// Counts the splits done on `path`.
     pub(crate) fn path_done(&self, path: &Path<'_>) {
-        let gauges = self.leaves();
-        for level in 1..3 {
-            gauges[level].sub(path.splits[level]);
-            gauges[level - 1].add(path.pieces[level - 1]);
-            self.splits.add(path.splits[level]);
+        if path.splits != LeafCounts::default() {
+            let gauges = self.leaves();
+            for level in 1..3 {
+                gauges[level].sub(path.splits[level]);
+                gauges[level - 1].add(path.pieces[level - 1]);
+                self.splits.add(path.splits[level]);
+            }
         }
         self.nx_lpage_splits.add(path.nx_splits);
         self.mmu_cache_miss.add(path.shadow_pages);

@@ -93,6 +93,7 @@ impl SlotFacts {
 
     /// Returns the leaf for the page `host` of the slot, for an access now or later. `trail`: the path to the leaf
     /// through the guest's tables, which limit its rights.
+    #[inline(always)]
     pub(super) fn leaf(&self, host: &HostPage, access: Access, trail: Option<&Trail>) -> Leaf {
         let protects = self.protects(trail.is_some());
         let leaf = leaf_of(host, self.limits, protects, access);
