@@ -55,26 +55,36 @@ impl Cpu {
 
     /// Returns the linear address of `offset` in a segment, after the checks of the current mode.
     pub(crate) fn segmented(&mut self, seg: u8, offset: u64, bytes: u32) -> Result<u64, Break> {
+        match self.linear(seg, offset, bytes.into()) {
+            Some(lin) => Ok(lin),
+            None => {
+                let vector = if seg == 2 { vector::SS } else { vector::GP };
+                Err(self.raise(vector, Some(0)))
+            }
+        }
+    }
+
+    /// Returns the linear address of `offset` in a segment. `None`: outside 64-bit mode, the segment is unusable or does
+    /// not contain all of the `bytes` bytes there.
+    #[inline]
+    pub(crate) fn linear(&mut self, seg: u8, offset: u64, bytes: u64) -> Option<u64> {
         let segment = *self.segment(seg);
         if self.is_64() {
-            return Ok(if seg >= 4 {
+            return Some(if seg >= 4 {
                 segment.base.wrapping_add(offset)
             } else {
                 offset
             });
         }
-        let last = offset + u64::from(bytes) - 1;
+        let last = offset + bytes - 1;
         let limit = u64::from(segment.limit);
         let expand_down = segment.rights & 0x1c == 0x14;
         let inside = match expand_down {
             false => last <= limit,
             true => offset > limit && last <= if segment.big() { 0xffff_ffff } else { 0xffff },
         };
-        if !inside || self.state.cr0 & 1 != 0 && segment.rights & crate::Segment::UNUSABLE != 0 {
-            let vector = if seg == 2 { vector::SS } else { vector::GP };
-            return Err(self.raise(vector, Some(0)));
-        }
-        Ok(segment.base.wrapping_add(offset) & 0xffff_ffff)
+        let is_unusable = self.state.cr0 & 1 != 0 && segment.rights & crate::Segment::UNUSABLE != 0;
+        (inside && !is_unusable).then(|| segment.base.wrapping_add(offset) & 0xffff_ffff)
     }
 
     /// Returns the first address of the page after that of `lin`.

@@ -1,0 +1,407 @@
+//! Stretches: the elements of a repeated string instruction that are handled at once.
+//!
+//! A stretch begins at the element that the registers describe, and goes in the direction of DF. On each side it stays in
+//! one page, in its segment, and in the range of offsets of the address size. A side that has no room for a stretch
+//! (an element that crosses into another page or beyond the limit of its segment, an offset that wraps around, MMIO)
+//! leaves the next element to the instruction, which handles it alone and raises its exceptions.
+
+use crate::int::Int;
+use crate::mem::Destination;
+use crate::op::{Break, Op};
+use crate::state::flags::DF;
+use crate::{Access, Cpu};
+use slat_guard::Gone;
+
+/// The result of a stretch. At least one element is done, and all registers except RCX describe the remaining elements.
+pub(super) struct Stretch {
+    pub(super) elements: u64,
+    pub(super) then: Then,
+}
+
+pub(super) enum Then {
+    Continue,
+    /// The comparison ends the instruction.
+    End,
+    /// An access failed after these elements. The reason may be that the caller kicks the vCPU, so `attention` is
+    /// checked before the next access.
+    Leave,
+}
+
+/// One side of a string instruction: the memory to which a register points in a segment.
+#[derive(Clone, Copy)]
+struct Side {
+    seg: u8,
+    register: usize,
+    address_size: u8,
+}
+
+impl Side {
+    fn source(op: &Op) -> Self {
+        Side {
+            seg: op.seg,
+            register: 6,
+            address_size: op.address_size,
+        }
+    }
+
+    fn destination(op: &Op) -> Self {
+        Side {
+            seg: 0,
+            register: 7,
+            address_size: op.address_size,
+        }
+    }
+
+    /// Returns the number of elements of `bytes`, at most `left`, from the register's element on, in the direction of DF:
+    /// those before the end of the page, and before the offset wraps around. 0 if the segment does not contain the
+    /// first element.
+    fn room(self, cpu: &mut Cpu, bytes: u64, left: u64) -> u64 {
+        let offset = cpu.string_register(self.register, self.address_size);
+        let Some(lin) = cpu.linear(self.seg, offset, bytes) else {
+            return 0;
+        };
+        let in_page = lin & 0xfff;
+        let (page, offsets) = match cpu.is_descending() {
+            _ if in_page + bytes > 0x1000 => return 0,
+            false => {
+                let last = Cpu::string_mask(self.address_size);
+                ((0x1000 - in_page) / bytes, (last - offset) / bytes)
+            }
+            true => (in_page / bytes + 1, offset / bytes + 1),
+        };
+        left.min(page).min(offsets)
+    }
+
+    /// Returns the linear address of the lowest of `elements` elements of `bytes`, for which there is
+    /// [room](Self::room). `None`: the segment does not contain all of them.
+    fn lowest(self, cpu: &mut Cpu, bytes: u64, elements: u64) -> Option<u64> {
+        let offset = cpu.string_register(self.register, self.address_size);
+        let lowest = match cpu.is_descending() {
+            false => offset,
+            true => offset - (elements - 1) * bytes,
+        };
+        cpu.linear(self.seg, lowest, elements * bytes)
+    }
+
+    /// Returns the linear address of the lowest of `elements` elements of `bytes` that are read, and the host's. `None`:
+    /// there is no room for them, or they are not memory.
+    ///
+    /// # Errors
+    /// The exception of the first element.
+    fn read(
+        self,
+        cpu: &mut Cpu,
+        bytes: u64,
+        elements: u64,
+    ) -> Result<Option<(u64, *mut u8)>, Break> {
+        let Some(lin) = self.lowest(cpu, bytes, elements) else {
+            return Ok(None);
+        };
+        if cpu.is_descending() {
+            cpu.read_place(lin + (elements - 1) * bytes, bytes as usize)?;
+        }
+        let host = cpu.read_place(lin, (elements * bytes) as usize)?;
+        Ok(host.map(|host| (lin, host)))
+    }
+
+    /// Like [`Self::read`], for elements that are written.
+    fn write(self, cpu: &mut Cpu, bytes: u64, elements: u64) -> Result<Option<Destination>, Break> {
+        let Some(lin) = self.lowest(cpu, bytes, elements) else {
+            return Ok(None);
+        };
+        if cpu.is_descending() {
+            let _ = cpu.write_place(lin + (elements - 1) * bytes, bytes as usize)?;
+        }
+        cpu.write_place(lin, (elements * bytes) as usize)
+    }
+
+    fn advance(self, cpu: &mut Cpu, bytes: u64) {
+        cpu.advance_by(self.register, self.address_size, bytes);
+    }
+}
+
+impl Cpu {
+    fn is_descending(&self) -> bool {
+        self.state.rflags & DF != 0
+    }
+}
+
+/// Returns the result of a stretch of `n` elements, given the result of its guarded access: `Ok` if all bytes are done,
+/// or the number of bytes done.
+fn progress<T: Int>(n: u64, all: Result<(), usize>) -> Option<Stretch> {
+    let (elements, then) = match all {
+        Ok(()) => (n, Then::Continue),
+        Err(bytes) => (bytes as u64 / T::BYTES, Then::Leave),
+    };
+    (elements > 0).then_some(Stretch { elements, then })
+}
+
+/// Copies `bytes` bytes, elements of `T`, one element after the other, the last one first. Words of 8 bytes have the
+/// same result if no word overlaps itself. `Err` contains the number of bytes that were copied.
+///
+/// # Safety
+/// - as for [`slat_guard::copy`].
+unsafe fn copy_descending<T: Int>(
+    to: *mut u8,
+    from: *const u8,
+    bytes: usize,
+    distance: usize,
+) -> Result<(), usize> {
+    let (mut left, word) = (bytes, 8);
+    let copied = (|| -> Result<(), Gone> {
+        if distance >= word && distance.wrapping_neg() >= word {
+            while left >= word {
+                let at = left - word;
+                // SAFETY: the caller's promise.
+                unsafe {
+                    let v = slat_guard::load(from.wrapping_add(at).cast::<u64>())?;
+                    slat_guard::store(to.wrapping_add(at).cast::<u64>(), v)?;
+                }
+                left = at;
+            }
+        }
+        while left > 0 {
+            let at = left - T::BYTES as usize;
+            // SAFETY: the caller's promise.
+            unsafe {
+                let v = slat_guard::load(from.wrapping_add(at).cast::<T>())?;
+                slat_guard::store(to.wrapping_add(at).cast::<T>(), v)?;
+            }
+            left = at;
+        }
+        Ok(())
+    })();
+    copied.map_err(|Gone| bytes - left)
+}
+
+/// Copies elements: MOVS.
+pub(super) fn copy<T: Int>(cpu: &mut Cpu, op: &Op, left: u64) -> Result<Option<Stretch>, Break> {
+    let (source, destination) = (Side::source(op), Side::destination(op));
+    let room = source.room(cpu, T::BYTES, left);
+    let n = destination.room(cpu, T::BYTES, room);
+    if n < 2 {
+        return Ok(None);
+    }
+    let bytes = (n * T::BYTES) as usize;
+    // The exceptions of an element's source come before those of its destination.
+    let Some((lin, from)) = source.read(cpu, T::BYTES, n)? else {
+        return Ok(None);
+    };
+    let Some(to) = destination.write(cpu, T::BYTES, n)? else {
+        return Ok(None);
+    };
+    let (distance, descending) = (to.distance_from(from), cpu.is_descending());
+    // Copying byte by byte upwards has the same result as copying element by element, even if the memory overlaps,
+    // unless an element overlaps itself.
+    let element = T::BYTES as usize;
+    if distance != 0 && (distance < element || distance.wrapping_neg() < element) {
+        return Ok(None);
+    }
+    let mut all = Ok(());
+    let result = cpu.write_to(to, |to| {
+        // SAFETY: translations of guest memory, which is accessed guarded only.
+        all = unsafe {
+            match descending {
+                false => slat_guard::copy(to, from, bytes),
+                true => copy_descending::<T>(to, from, bytes, distance),
+            }
+        };
+        all
+    });
+    if all.is_err() {
+        // The memory of the source or of the destination is inaccessible.
+        let gone = cpu.gone(lin, from, Access::Read);
+        if progress::<T>(n, all).is_none() {
+            result?;
+            gone?;
+            return Err(Break::Retry);
+        }
+    }
+    Ok(progress::<T>(n, all).inspect(|stretch| {
+        source.advance(cpu, stretch.elements * T::BYTES);
+        destination.advance(cpu, stretch.elements * T::BYTES);
+    }))
+}
+
+/// Writes the accumulator to elements: STOS.
+pub(super) fn fill<T: Int>(cpu: &mut Cpu, op: &Op, left: u64) -> Result<Option<Stretch>, Break> {
+    let destination = Side::destination(op);
+    let n = destination.room(cpu, T::BYTES, left);
+    if n < 2 {
+        return Ok(None);
+    }
+    let Some(to) = destination.write(cpu, T::BYTES, n)? else {
+        return Ok(None);
+    };
+    let (value, descending) = (T::get(cpu, 0).zx(), cpu.is_descending());
+    let mut all = Ok(());
+    let result = cpu.write_to(to, |to| {
+        let times = n as usize;
+        // SAFETY: a translation of guest memory, which is accessed guarded only.
+        let filled = unsafe {
+            match T::BYTES {
+                1 => slat_guard::fill_elements::<1>(to, value, times),
+                2 => slat_guard::fill_elements::<2>(to, value, times),
+                4 => slat_guard::fill_elements::<4>(to, value, times),
+                _ => slat_guard::fill_elements::<8>(to, value, times),
+            }
+        };
+        all = filled.map_err(|elements| match descending {
+            false => elements * T::BYTES as usize,
+            // The lowest elements were filled, which are the last ones: they are filled again.
+            true => 0,
+        });
+        all
+    });
+    let stretch = progress::<T>(n, all);
+    if stretch.is_none() {
+        result?;
+        return Err(Break::Retry);
+    }
+    Ok(stretch.inspect(|stretch| destination.advance(cpu, stretch.elements * T::BYTES)))
+}
+
+/// Reads the last element: LODS. The other elements of the stretch are in the same page, which is memory, so that reading
+/// them has no effect.
+pub(super) fn load_last<T: Int>(
+    cpu: &mut Cpu,
+    op: &Op,
+    left: u64,
+) -> Result<Option<Stretch>, Break> {
+    let source = Side::source(op);
+    let n = source.room(cpu, T::BYTES, left);
+    if n < 2 {
+        return Ok(None);
+    }
+    let bytes = (n * T::BYTES) as usize;
+    let Some((lin, from)) = source.read(cpu, T::BYTES, n)? else {
+        return Ok(None);
+    };
+    let last = match cpu.is_descending() {
+        false => from.wrapping_add(bytes - T::BYTES as usize),
+        true => from,
+    };
+    // SAFETY: a translation of guest memory, which is accessed guarded only.
+    let Ok(v) = (unsafe { slat_guard::load(last.cast::<T>()) }) else {
+        cpu.gone(lin, from, Access::Read)?;
+        return Err(Break::Retry);
+    };
+    T::set(cpu, 0, v);
+    source.advance(cpu, n * T::BYTES);
+    Ok(progress::<T>(n, Ok(())))
+}
+
+/// The left side of comparisons.
+pub(super) enum Left<T> {
+    /// AL, AX, EAX or RAX.
+    Accumulator(T),
+    /// Memory at RSI.
+    Source,
+}
+
+/// Returns a word that has 1 in each of its elements.
+const fn ones<T: Int>() -> u64 {
+    u64::MAX / (u64::MAX >> (64 - T::BITS))
+}
+
+/// Returns the index of the first element at which the prefix ends the instruction. `difference` is the exclusive or of
+/// eight bytes of each side.
+#[inline(always)]
+fn first_end<T: Int>(difference: u64, repe: bool) -> Option<u64> {
+    let ends = match repe {
+        true => difference,
+        // The lowest bit that is set is in the lowest element that is 0.
+        false => difference.wrapping_sub(ones::<T>()) & !difference & ones::<T>() << (T::BITS - 1),
+    };
+    (ends != 0).then(|| u64::from(ends.trailing_zeros() / T::BITS))
+}
+
+/// Compares elements: CMPS and SCAS. Upwards, compares eight bytes at once, and leaves the elements of a last part of
+/// less than eight bytes to the caller.
+pub(super) fn compare<T: Int>(
+    cpu: &mut Cpu,
+    op: &Op,
+    left: u64,
+    side: Left<T>,
+) -> Result<Option<Stretch>, Break> {
+    let source = match side {
+        Left::Accumulator(_) => None,
+        Left::Source => Some(Side::source(op)),
+    };
+    let (destination, descending) = (Side::destination(op), cpu.is_descending());
+    let room = source.map_or(left, |source| source.room(cpu, T::BYTES, left));
+    let at_once = if descending { 1 } else { 8 / T::BYTES };
+    let n = destination.room(cpu, T::BYTES, room) / at_once * at_once;
+    if n == 0 {
+        return Ok(None);
+    }
+    let bytes = (n * T::BYTES) as usize;
+    let a_host = match source {
+        None => None,
+        Some(source) => match source.read(cpu, T::BYTES, n)? {
+            None => return Ok(None),
+            some => some,
+        },
+    };
+    let Some((b_lin, b_host)) = destination.read(cpu, T::BYTES, n)? else {
+        return Ok(None);
+    };
+    let same = match side {
+        Left::Accumulator(a) => a.zx().wrapping_mul(ones::<T>()),
+        Left::Source => 0,
+    };
+    let repe = op.rep == 1;
+    let (mut elements, mut then) = (0, Then::Continue);
+    let mut last = None;
+    let result: Result<(), Gone> = (|| {
+        while elements < n {
+            let done = (elements * T::BYTES) as usize;
+            let (a, b, end) = if descending {
+                let at = bytes - done - T::BYTES as usize;
+                // SAFETY: translations of guest memory, up to `bytes`.
+                let load =
+                    |host: *mut u8| unsafe { slat_guard::load(host.wrapping_add(at).cast()) };
+                let a = a_host.map_or(Ok(T::of(same)), |(_, host)| load(host))?;
+                let b: T = load(b_host)?;
+                (a.zx(), b.zx(), ((a == b) != repe).then_some(0))
+            } else {
+                // SAFETY: as above.
+                let load =
+                    |host: *mut u8| unsafe { slat_guard::load(host.wrapping_add(done).cast()) };
+                let a = a_host.map_or(Ok(same), |(_, host)| load(host))?;
+                let b: u64 = load(b_host)?;
+                (a, b, first_end::<T>(a ^ b, repe))
+            };
+            let index = end.unwrap_or(at_once - 1);
+            let shift = index as u32 * T::BITS;
+            last = Some((T::of(a >> shift), T::of(b >> shift)));
+            elements += index + 1;
+            if end.is_some() {
+                then = Then::End;
+                break;
+            }
+        }
+        Ok(())
+    })();
+    if result.is_err() {
+        then = Then::Leave;
+        let gone = match a_host {
+            Some((lin, host)) => cpu.gone(lin, host, Access::Read),
+            None => Ok(()),
+        };
+        let other = cpu.gone(b_lin, b_host, Access::Read);
+        if elements == 0 {
+            gone?;
+            other?;
+            return Err(Break::Retry);
+        }
+    }
+    if let Some((a, b)) = last {
+        cpu.note_comparison(a, b);
+    }
+    if let Some(source) = source {
+        source.advance(cpu, elements * T::BYTES);
+    }
+    destination.advance(cpu, elements * T::BYTES);
+    Ok(Some(Stretch { elements, then }))
+}
