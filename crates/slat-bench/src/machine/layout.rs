@@ -16,6 +16,8 @@ pub const END: u16 = 0xf4;
 /// The first address of the data. Between [`SYSTEM_SIZE`] and this address there is space for small slots.
 pub const DATA: u64 = 4 << 30;
 
+/// The address of 2 KiB for the strings of a program in another mode ([`super::modes`]).
+pub(super) const STRINGS: u64 = 0;
 /// The address of words that a program in another mode uses ([`super::modes`]).
 pub(super) const SCRATCH: u64 = 0x800;
 pub(crate) const PML4: u64 = 0x1000;

@@ -22,7 +22,7 @@ use slat_kvm::engine::EngineVm;
 
 pub use api::{Api, Failure, RealKvm, Slat, VcpuApi, VmApi};
 pub use interrupts::message;
-pub use modes::Mode;
+pub use modes::{Mode, Task};
 pub use program::Program;
 pub use slat_demo::memory::{Memory, Pages};
 

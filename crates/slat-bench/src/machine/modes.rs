@@ -1,13 +1,13 @@
-//! A loop in 32-bit protected mode and in 16-bit real mode, both without paging. Like all programs, a program in
+//! Loops in 32-bit protected mode and in 16-bit real mode, both without paging. Like all programs, a program in
 //! another mode begins in long mode. It enters its mode, and returns to long mode for its end.
 
-use super::layout::{MODES, SCRATCH, STACKS};
+use super::layout::{MODES, SCRATCH, STACKS, STRINGS};
 
 // Constant bytes, which this process never executes. The addresses in them are those of a guest that has this code at
 // MODES.
 std::arch::global_asm!(
-    // The loop, for registers of 32 bits (`e` is e) and of 16 bits (`e` is nothing): arithmetic, loads and stores, and
-    // a function; ecx times.
+    // The loops, for registers of 32 bits (`e` is e) and of 16 bits (`e` is nothing); ecx times.
+    // Arithmetic, loads and stores, and a function.
     ".macro slat_bench_mixed e",
     r"xor \e\()ax, \e\()ax",
     r"xor \e\()bx, \e\()bx",
@@ -30,6 +30,35 @@ std::arch::global_asm!(
     "4:",
     r"mov [\e\()si + 8], \e\()bx",
     ".endm",
+    // A KiB is filled, copied to the next KiB, copied from its end to its begin, and compared.
+    ".macro slat_bench_strings e",
+    "mov edx, ecx",
+    r"xor \e\()bx, \e\()bx",
+    "2:",
+    "mov eax, edx",
+    r"mov \e\()di, {strings}",
+    r"mov \e\()cx, 256",
+    "rep stosd",
+    r"mov \e\()si, {strings}",
+    r"mov \e\()cx, 256",
+    "rep movsd",
+    "std",
+    r"mov \e\()si, {strings} + 1020",
+    r"mov \e\()di, {strings} + 2044",
+    r"mov \e\()cx, 256",
+    "rep movsd",
+    "cld",
+    r"mov \e\()si, {strings}",
+    r"mov \e\()di, {strings} + 1024",
+    r"mov \e\()cx, 256",
+    "repe cmpsd",
+    r"add \e\()bx, [\e\()di - 4]",
+    "dec edx",
+    "jnz 2b",
+    r"mov [{scratch}], \e\()ax",
+    r"mov [{scratch} + 4], \e\()si",
+    r"mov [{scratch} + 8], \e\()bx",
+    ".endm",
     // The operand of a far jump.
     ".macro slat_bench_far size, label, selector",
     r".\size {modes} + (\label - slat_bench_modes)",
@@ -44,6 +73,7 @@ std::arch::global_asm!(
     ".pushsection .rodata.slat_bench_modes, \"a\", @progbits",
     ".balign 16",
     ".globl slat_bench_modes, slat_bench_modes_end, slat_bench_code32, slat_bench_code16",
+    ".globl slat_bench_mixed32, slat_bench_mixed16, slat_bench_strings32, slat_bench_strings16",
     "slat_bench_modes:",
     "lgdt [rip + 5f]",
     "mov qword ptr [{scratch}], 0",
@@ -60,6 +90,11 @@ std::arch::global_asm!(
     "slat_bench_flat",
     "jmp ebx",
     "slat_bench_code32:",
+    "jmp edi",
+    "slat_bench_strings32:",
+    "slat_bench_strings e",
+    "jmp slat_bench_leave",
+    "slat_bench_mixed32:",
     "slat_bench_mixed e",
     "slat_bench_leave:",
     "mov eax, cr0",
@@ -95,7 +130,13 @@ std::arch::global_asm!(
     "mov es, ax",
     "mov ax, {stacks} >> 4",
     "mov ss, ax",
+    "jmp di",
+    "slat_bench_strings16:",
+    "slat_bench_strings",
+    "jmp 1f",
+    "slat_bench_mixed16:",
     "slat_bench_mixed",
+    "1:",
     "mov eax, cr0",
     "or al, 1",
     "mov cr0, eax",
@@ -118,6 +159,7 @@ std::arch::global_asm!(
     ".popsection",
     modes = const MODES,
     scratch = const SCRATCH,
+    strings = const STRINGS,
     stacks = const STACKS,
 );
 
@@ -126,6 +168,10 @@ unsafe extern "C" {
     static slat_bench_modes_end: u8;
     static slat_bench_code32: u8;
     static slat_bench_code16: u8;
+    static slat_bench_mixed32: u8;
+    static slat_bench_mixed16: u8;
+    static slat_bench_strings32: u8;
+    static slat_bench_strings16: u8;
 }
 
 /// A mode of a CPU that a program can be in.
@@ -137,25 +183,21 @@ pub enum Mode {
     Real16,
 }
 
-impl Mode {
-    /// Instructions of a turn of the loop.
-    pub(super) const INSTRUCTIONS: u64 = 12;
+/// What the loop of a program in another mode does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Task {
+    /// Arithmetic, loads, stores and calls.
+    Mixed,
+    /// Repeated string instructions, upwards and downwards.
+    Strings,
+}
 
-    /// Returns the values of RAX, RSI and RDI that the loop leaves after `times` turns.
-    pub fn result(self, times: u64) -> [u64; 3] {
-        let mask: u64 = match self {
+impl Mode {
+    fn mask(self) -> u64 {
+        match self {
             Mode::Protected32 => 0xffff_ffff,
             Mode::Real16 => 0xffff,
-        };
-        let turn = |[a, count, b]: [u64; 3], n: u64| {
-            let a = a.wrapping_add(n) & mask;
-            [
-                a,
-                count.wrapping_add(n) & mask,
-                (b.wrapping_add(a) ^ n) & mask,
-            ]
-        };
-        (1..=times).rev().fold([0; 3], turn)
+        }
     }
 
     /// Returns the address of the code to which the code at [`entry`] jumps when it is in protected mode.
@@ -167,8 +209,48 @@ impl Mode {
     }
 }
 
-/// Returns the address at which a program in another mode begins. RBX is the mode's [address](Mode::address), RCX the
-/// number of turns, which is not 0.
+impl Task {
+    /// Instructions of a turn of the loop; a repeated instruction counts once.
+    pub(super) fn instructions(self) -> u64 {
+        match self {
+            Task::Mixed => 12,
+            Task::Strings => 20,
+        }
+    }
+
+    /// Returns the values of RAX, RSI and RDI that `times` turns of the loop leave in `mode`.
+    pub fn result(self, mode: Mode, times: u64) -> [u64; 3] {
+        let mask = mode.mask();
+        match self {
+            Task::Mixed => {
+                let turn = |[a, count, b]: [u64; 3], n: u64| {
+                    let a = a.wrapping_add(n) & mask;
+                    [
+                        a,
+                        count.wrapping_add(n) & mask,
+                        (b.wrapping_add(a) ^ n) & mask,
+                    ]
+                };
+                (1..=times).rev().fold([0; 3], turn)
+            }
+            // The last turn filled with 1, and compared a KiB.
+            Task::Strings => [1, STRINGS + 1024, (times * (times + 1) / 2) & mask],
+        }
+    }
+
+    /// Returns the address of the loop in `mode`.
+    pub(super) fn address(self, mode: Mode) -> u64 {
+        address(match (self, mode) {
+            (Task::Mixed, Mode::Protected32) => &raw const slat_bench_mixed32,
+            (Task::Mixed, Mode::Real16) => &raw const slat_bench_mixed16,
+            (Task::Strings, Mode::Protected32) => &raw const slat_bench_strings32,
+            (Task::Strings, Mode::Real16) => &raw const slat_bench_strings16,
+        })
+    }
+}
+
+/// Returns the address at which a program in another mode begins. RBX is the mode's [address](Mode::address), RDI
+/// the loop's, and RCX the number of turns, which is not 0.
 pub(super) fn entry() -> u64 {
     address(&raw const slat_bench_modes)
 }

@@ -5,7 +5,7 @@ use kvm_bindings::kvm_regs;
 
 use super::layout::{DEVICE, PAGE, STACKS};
 use super::loops::Loop;
-use super::modes::{self, Mode};
+use super::modes::{self, Mode, Task};
 
 /// A vCPU's program: its first registers.
 #[derive(Clone, Copy, Debug)]
@@ -203,17 +203,18 @@ impl Program {
         (Self::new(Loop::string, registers), 25 * times + 2)
     }
 
-    /// Does arithmetic, loads, stores and calls in another mode. Returns also the number of instructions, without those
-    /// that enter the mode and return. Ends with the mode's [result](Mode::result).
-    pub fn mixed(times: u64, mode: Mode) -> (Self, u64) {
+    /// Does `task` in another mode. Returns also the number of instructions, without those that enter the mode and
+    /// return. Ends with the task's [result](Task::result).
+    pub fn in_mode(times: u64, mode: Mode, task: Task) -> (Self, u64) {
         let registers = kvm_regs {
             rip: modes::entry(),
             rflags: 1 << 1,
             rbx: mode.address(),
+            rdi: task.address(mode),
             rcx: times,
             ..Default::default()
         };
-        (Program(registers), Mode::INSTRUCTIONS * times)
+        (Program(registers), task.instructions() * times)
     }
 
     /// Writes to each of `pages` pages, `times` times. Returns also the number of instructions. The first word of

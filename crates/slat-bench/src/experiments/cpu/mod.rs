@@ -10,7 +10,7 @@ use crate::compared::{Line, Rows};
 use crate::machine::guest::{DATA, PAGE};
 use crate::machine::program::UNSEARCHED;
 use crate::machine::{
-    Api, Failure, Machine, Memory, Mode, Pages, Program, RealKvm, Slat, Slot, no_device,
+    Api, Failure, Machine, Memory, Mode, Pages, Program, RealKvm, Slat, Slot, Task, no_device,
 };
 use crate::qemu;
 use crate::report::{Report, Sample, Unit};
@@ -29,7 +29,8 @@ alu: arithmetic of registers. ldst: loads and stores of one page. x87, float: do
 SSE2. simd: vectors of words. bigint: sums of products (MULX, ADCX, ADOX). bits: counts, rotations
 (BMI). div: DIV. call: calls of a function with a frame. fib: the Fibonacci numbers by recursion.
 string: REP MOVSB, REP STOSQ, REPNE SCASB, of 3 to 1000. code32, code16: sums, loads, stores and
-calls in flat protected mode and in real mode. miss: a write to each of 2048 pages, more than the
+calls in flat protected mode and in real mode. string32, string16: REP STOSD, REP MOVSD upwards and
+downwards, REPE CMPSD, of a KiB each, in these modes. miss: a write to each of 2048 pages, more than the
 first level of the software TLB holds. walk: additions to 32768 pages in a pseudo-random order:
 most walk the guest's tables, and slat's. cold: writes 65536 functions, a page each, and calls each
 once. The same on tcg, QEMU's software CPU, without its start, and on a real KVM, where it opens:
@@ -72,7 +73,7 @@ enum Worker {
 }
 
 /// Returns the cases.
-fn works(size: Size, worker: Worker) -> [Work; 16] {
+fn works(size: Size, worker: Worker) -> [Work; 18] {
     // The divisor of the repetitions, and the number by which fib's argument is smaller.
     let (part, less) = match worker {
         Worker::Software => (1, 0),
@@ -98,11 +99,12 @@ fn works(size: Size, worker: Worker) -> [Work; 16] {
     let [float, simd, bigint, bits, div] =
         [16_000_000, 16_000_000, 32_000_000, 32_000_000, 16_000_000].map(times);
     let [string, code32, code16] = [200_000, 16_000_000, 8_000_000].map(times);
-    let in_mode = |case, times, mode: Mode| {
-        let result = mode.result(times);
+    let string_in_mode = times(64_000);
+    let in_mode = |case, times, mode: Mode, task: Task| {
+        let result = task.result(mode, times);
         work(
             case,
-            Program::mixed(times, mode),
+            Program::in_mode(times, mode, task),
             Box::new(move |end, _| [end.rax, end.rsi, end.rdi] == result),
         )
     };
@@ -183,8 +185,10 @@ fn works(size: Size, worker: Worker) -> [Work; 16] {
                     && filled.all(|index| word(index) == 1)
             }),
         ),
-        in_mode("code32", code32, Mode::Protected32),
-        in_mode("code16", code16, Mode::Real16),
+        in_mode("code32", code32, Mode::Protected32, Task::Mixed),
+        in_mode("code16", code16, Mode::Real16, Task::Mixed),
+        in_mode("string32", string_in_mode, Mode::Protected32, Task::Strings),
+        in_mode("string16", string_in_mode, Mode::Real16, Task::Strings),
         work(
             "miss",
             Program::rounds(DATA, PAGES, miss),
@@ -375,9 +379,9 @@ mod tests {
             report.cases(NAME),
             [
                 "alu", "ldst", "x87", "float", "simd", "bigint", "bits", "div", "call", "fib",
-                "string", "code32", "code16", "miss", "walk", "cold"
+                "string", "code32", "code16", "string32", "string16", "miss", "walk", "cold"
             ]
         );
-        assert_eq!(compare(&report).len(), 16);
+        assert_eq!(compare(&report).len(), 18);
     }
 }
