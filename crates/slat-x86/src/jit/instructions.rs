@@ -27,7 +27,7 @@ impl Translator<'_> {
             self.branch_by_count(insn, op);
         } else if code.is_jmp_short_or_near() {
             self.goto(op.imm);
-        } else if !self.is_on_stack(size) || !self.translates_address(op) {
+        } else if !self.is_on_stack(size) {
             self.leave_to_interpreter();
         } else if code.is_call_near() {
             let back = self.address(next as i64);

@@ -30,7 +30,6 @@ use super::{Source, Step, Tier};
 use crate::Cpu;
 use crate::compiled::{SET_BITS, SETS, set_of};
 use crate::mode;
-use crate::op::{MEM, Op};
 use cranelift_codegen::ir::types::{I8, I16, I32, I64};
 use cranelift_codegen::ir::{
     AbiParam, Block, BlockCall, InstBuilder, JumpTableData, MemFlags, SigRef, Signature, SourceLoc,
@@ -512,7 +511,7 @@ impl<'a> Translator<'a> {
             self.branch(insn, op);
             return true;
         }
-        let translated = self.translates_address(op) && self.inline(insn, op).is_some();
+        let translated = self.inline(insn, op).is_some();
         if !translated {
             self.handler(insn);
         }
@@ -539,11 +538,6 @@ impl<'a> Translator<'a> {
             }
         }
         self.forget_vectors();
-    }
-
-    /// Whether the operation has no memory operand, or one whose address can be translated.
-    pub(super) fn translates_address(&self, op: &Op) -> bool {
-        !self.is_64() || op.address_size == 8 || !op.r.contains(&MEM)
     }
 
     /// Returns an address of code in the width that RIP has after an instruction.
