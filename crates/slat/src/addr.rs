@@ -136,17 +136,18 @@ impl Hva {
     }
 }
 
-/// Height of an entry above the page: with tables of 4 KiB, level 1 maps 4 KiB, level 2 maps 2 MiB, and level 3 maps 1
-/// GiB. For other granules see [`Granule::pages`]. (Arm counts downwards: its level 3 is level 1 here.)
+/// Height of an entry above the page. With tables of 4 KiB, level 1 maps 4 KiB, level 2 maps 2 MiB, and level 3 maps 1
+/// GiB. For other granules see [`Granule::pages`]. (Arm numbers the levels from the root down: Arm's level 3 is level 1
+/// here.)
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Level(pub u8);
 
 impl Level {
     /// The level of a page: 4 KiB, or the size of the granule.
     pub const PAGE: Level = Level(1);
-    /// 2 MiB with tables of 4 KiB, 32 MiB of 16 KiB, 512 MiB of 64 KiB.
+    /// Level 2: an entry maps 2 MiB with tables of 4 KiB, 32 MiB with 16 KiB, 512 MiB with 64 KiB.
     pub const MEGA: Level = Level(2);
-    /// 1 GiB with tables of 4 KiB, 64 GiB of 16 KiB, 4 TiB of 64 KiB.
+    /// Level 3: an entry maps 1 GiB with tables of 4 KiB, 64 GiB with 16 KiB, 4 TiB with 64 KiB.
     pub const GIGA: Level = Level(3);
 
     /// Pages of 4 KiB that one entry of this level covers, in tables of 4 KiB.

@@ -44,7 +44,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         self.drain_walkers();
         let mut leaves = [0u64; 3];
         for space in &self.spaces {
-            // Locked before the reader section begins: the holder of the lock may be waiting for readers.
+            // Take the lock before the reader section begins, because the holder of the lock may be waiting for
+            // readers.
             let change = space.slots.change(self.turn_wait());
             let mut error = None;
             let mut audit = |at: &At<'_>| {
@@ -98,8 +99,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         Ok(())
     }
 
-    /// Checks `leaf`, which is at `at`, in `slot`. `private`: whether the frame is private; `alike`: the frames around
-    /// it with the same attribute.
+    /// Checks `leaf`, found at `at`, which maps a frame of `slot`. `private`: whether the frame is private; `alike`:
+    /// the frames around it with the same attribute.
     fn audit_leaf(
         &self,
         slot: &Memslot,
@@ -132,8 +133,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
             Some((log, LogKind::Bitmap)) if leaf.write && is_unmarked(log) => {
                 return Err("it is writable, but not marked in the dirty log".into());
             }
-            // The walker would not record this page a second time, nor the other pages of a huge leaf, nor any page of
-            // a shadow page.
+            // If the page is already dirty, the walker does not record it again. For a huge leaf, the walker records
+            // one page only, and for a leaf of a shadow page none.
             Some((log, LogKind::Buffers))
                 if leaf.write
                     && (leaf.dirty || level > Level::PAGE || at.is_shadowed())
@@ -179,7 +180,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// Checks that a set's slots by gfn, by backing and by id are the same, and that no two of them overlap.
     fn audit_slots(&self, change: &crate::slots::SlotsChange<'_>) -> Result<(), AuditError> {
         let set = change.set();
-        // The order by backing has each slot once for each of its backings.
+        // The index by backing address contains a slot once for each of its backings.
         let mut by_gfn = Vec::new();
         let mut end = Gfn(0);
         let mut error = None;

@@ -85,7 +85,7 @@ impl DirtyLog {
     pub(crate) fn mark(&self, page: u64) {
         let word = &self.bits[page as usize / 64];
         let bit = 1 << (page % 64);
-        // Re-dirtying is common, and a load is cheaper than a locked instruction.
+        // Most writes are to pages that are already marked, and a load is cheaper than a locked instruction.
         if word.load(Relaxed) & bit == 0 {
             word.fetch_or(bit, Release);
         }

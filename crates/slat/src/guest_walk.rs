@@ -309,7 +309,7 @@ impl PageRights {
         }
     }
 
-    /// Whether they allow `access` in the state `paging`.
+    /// Whether these rights allow `access` in the state `paging`.
     pub(crate) fn allow(self, paging: &GuestPaging, access: Access) -> bool {
         Rights::of(paging, self).allow(access)
     }
@@ -438,9 +438,8 @@ fn attempt<T: GuestTables>(
     Ok(Some((page, path)))
 }
 
-/// Returns whether `entry`, of `level`, maps a page; otherwise it refers to a table. `Err`: it does neither. The value
-/// is then the bits to add to the error code.
-/// adds to the error code of an access.
+/// Returns whether `entry`, of `level`, maps a page; otherwise it refers to a table. `Err`: it does neither; contains
+/// the bits to add to the error code of the access.
 #[inline]
 fn maps_page(paging: &GuestPaging, shape: &Shape, level: u32, entry: u64) -> Result<bool, u32> {
     if entry & PRESENT == 0 {
@@ -502,7 +501,8 @@ fn frame(paging: &GuestPaging, leaf: u64, level: u32) -> u64 {
 #[inline]
 fn reserved(paging: &GuestPaging, shape: &Shape, level: u32, is_leaf: bool) -> u64 {
     if shape.entry_size == 4 {
-        // PSE-36: bits 20:13 of a 4 MiB page are bits 39:32 of its address, as far as the machine has those.
+        // PSE-36: bits 20:13 of a 4 MiB page are bits 39:32 of its address, as far as the machine has these address
+        // bits.
         let address_bits = paging.physical_bits.clamp(32, 40);
         return if is_leaf && level == 2 {
             (1 << 22) - (1 << (address_bits - 19))

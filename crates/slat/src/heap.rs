@@ -27,18 +27,20 @@ pub(crate) fn room<T>() -> Result<Box<MaybeUninit<T>>, OutOfMemory> {
     // SAFETY: the layout has a size.
     let memory = unsafe { alloc(Layout::new::<T>()) }.cast::<MaybeUninit<T>>();
     let memory = NonNull::new(memory).ok_or(OutOfMemory)?;
-    // SAFETY: allocated just now with the layout that the box will free; nothing need be in it.
+    // SAFETY: allocated just now, with the layout that the box will use to free the memory; a `MaybeUninit` need not be
+    // initialized.
     Ok(unsafe { Box::from_raw(memory.as_ptr()) })
 }
 
-/// Allocates memory for a `T`, whose size is not 0. All its bytes are zero. An allocator that gets zeroed
-/// memory from its system does not touch it.
+/// Allocates memory for a `T`, whose size is not 0. All its bytes are zero. An allocator that gets zeroed memory from
+/// its system need not write to this memory.
 pub(crate) fn zeroed<T>() -> Result<Box<MaybeUninit<T>>, OutOfMemory> {
     const { assert!(size_of::<T>() > 0) };
     // SAFETY: the layout has a size.
     let memory = unsafe { alloc_zeroed(Layout::new::<T>()) }.cast::<MaybeUninit<T>>();
     let memory = NonNull::new(memory).ok_or(OutOfMemory)?;
-    // SAFETY: as in `room`.
+    // SAFETY: allocated just now, with the layout that the box will use to free the memory; a `MaybeUninit` need not be
+    // initialized.
     Ok(unsafe { Box::from_raw(memory.as_ptr()) })
 }
 
@@ -47,18 +49,19 @@ pub(crate) fn boxed<T>(value: T) -> Result<Box<T>, OutOfMemory> {
     Ok(Box::write(room()?, value))
 }
 
-/// A value, and an array that may be too large for the stack of a kernel.
+/// A value, and an array that may be too large for the stack of a kernel: both are made in their memory on the heap.
 pub(crate) struct Large<V, T, const N: usize> {
     value: V,
     pub(crate) array: [T; N],
 }
 
 impl<V, T, const N: usize> Large<V, T, N> {
-    /// Makes one where it stays.
+    /// Makes the value and the array in their heap memory, without a copy on the stack.
     pub(crate) fn new(value: V, element: impl Fn() -> T) -> Result<Box<Self>, OutOfMemory> {
         let mut memory = room::<Self>()?;
         let at = memory.as_mut_ptr();
-        // SAFETY: the memory is for this type. Both fields are written, and nothing was there to be dropped.
+        // SAFETY: the memory is for this type, both fields are written, and the memory contained no value to be
+        // dropped.
         unsafe {
             (&raw mut (*at).value).write(value);
             let first = (&raw mut (*at).array).cast::<T>();
@@ -75,7 +78,7 @@ impl<V, T, const N: usize> Deref for Large<V, T, N> {
     }
 }
 
-/// A value with several owners. It does what `Arc` does, as far as the engine needs that.
+/// A value with several owners: the part of `Arc` that the engine needs, with errors instead of aborts.
 pub struct Shared<T>(NonNull<Counted<T>>);
 
 struct Counted<T> {
@@ -83,10 +86,9 @@ struct Counted<T> {
     value: T,
 }
 
-// SAFETY: as for `Arc`: the value is reached from every thread that has an owner, and dropped by one of
-// them.
+// SAFETY: as for `Arc`: any thread with an owner may access the value, and the thread with the last owner drops it.
 unsafe impl<T: Send + Sync> Send for Shared<T> {}
-// SAFETY: as above.
+// SAFETY: as for `Send` above.
 unsafe impl<T: Send + Sync> Sync for Shared<T> {}
 
 impl<T> Shared<T> {
@@ -100,13 +102,13 @@ impl<T> Shared<T> {
         Ok(Shared(NonNull::from(Box::leak(counted))))
     }
 
-    /// Returns a pointer to the value that is no owner, for code that knows otherwise that an owner is left.
+    /// Returns a pointer that does not count as an owner, for code that knows that an owner is left.
     pub(crate) fn uncounted(&self) -> Uncounted<T> {
         Uncounted(self.0)
     }
 
     fn counted(&self) -> &Counted<T> {
-        // SAFETY: freed by the last owner only, and `self` is one.
+        // SAFETY: only the last owner frees the value, and `self` is an owner.
         unsafe { self.0.as_ref() }
     }
 }
@@ -120,7 +122,7 @@ impl<T> Deref for Shared<T> {
 
 impl<T> Clone for Shared<T> {
     fn clone(&self) -> Self {
-        // Relaxed: who makes an owner from another one has nothing to see for the first time.
+        // Relaxed: the new owner sees what the owner from which it is copied sees, so it need not synchronize.
         let owners = self.counted().owners.fetch_add(1, Relaxed);
         assert!(owners < usize::MAX / 2, "owners are leaked without end");
         Shared(self.0)
@@ -129,7 +131,7 @@ impl<T> Clone for Shared<T> {
 
 impl<T> Drop for Shared<T> {
     fn drop(&mut self) {
-        // Acquire: all that any owner did with the value happens before the value is dropped.
+        // Acquire: everything that any owner did with the value happens before the value is dropped.
         if self.counted().owners.fetch_sub(1, Release) == 1 {
             fence(Acquire);
             // SAFETY: this was the last owner; made by `Box::leak`.
@@ -157,7 +159,7 @@ impl<T> Copy for Uncounted<T> {}
 
 impl<T> Uncounted<T> {
     /// # Safety
-    /// - an owner is left as long as `'a` lasts.
+    /// ⏎ - an owner of the value exists until `'a` ends.
     pub(crate) unsafe fn get<'a>(self) -> &'a T {
         // SAFETY: the caller's promise.
         unsafe { &(*self.0.as_ptr()).value }

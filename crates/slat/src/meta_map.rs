@@ -19,12 +19,12 @@ const LEAF_BITS: u32 = if cfg!(loom) { 1 } else { 4 };
 /// Links of one node: 8 KiB.
 const NODE_BITS: u32 = if cfg!(loom) { 1 } else { 10 };
 
-/// What the map has for the frames of a region.
+/// The metadata of the frames of a region: a leaf of the map, or a node with smaller regions.
 trait Region: Send + Sync + Sized {
     /// log2 of the number of frames.
     const BITS: u32;
 
-    /// Makes one without frames.
+    /// Makes a region without frames.
     fn make() -> Result<Box<Self>, OutOfMemory>;
 
     /// Makes sure that there is metadata for `frame`.
@@ -42,7 +42,7 @@ type Root = Node<Node<Node<Node<Leaf>>>>;
 #[cfg(loom)]
 type Root = Node<Node<Leaf>>;
 
-/// Frame numbers are below this: those of RISC-V, which are the largest, have 44 bits.
+/// All frame numbers are below this limit. RISC-V has the largest ones, with 44 bits.
 const FRAMES: u64 = 1 << Root::BITS;
 
 impl Region for Leaf {
@@ -91,9 +91,9 @@ impl<T: Region> Region for Node<T> {
 /// All methods may be called by several CPUs at once, and in an interrupt handler if the global allocator may. A
 /// look-up takes no lock: it loads five pointers and changes nothing.
 ///
-/// It allocates 512 bytes from the global allocator for each aligned 64 KiB of host memory that has ever contained a
-/// table, and 8 KiB for each 64 MiB, and keeps them until it is dropped. A frame that is freed and allocated again
-/// keeps its metadata.
+/// Each aligned 64 KiB of host memory that has ever contained a table costs 512 bytes from the global allocator, and
+/// each 64 MiB costs 8 KiB. The map keeps these until it is dropped. A frame that is freed and allocated again keeps
+/// its metadata.
 ///
 /// ```
 /// use slat::{MetaMap, Pfn};
@@ -136,8 +136,8 @@ impl MetaMap {
     /// before the engine gets the frame.
     ///
     /// # Errors
-    /// [`OutOfMemory`]: there is no heap memory, or the frame number has more than 44 bits, which fits no table's
-    /// entry. The call can be repeated.
+    /// [`OutOfMemory`]: there is no heap memory, or the frame number has more than 44 bits, which no format's entry can
+    /// contain. The call can be repeated.
     pub fn prepare(&self, frame: Pfn) -> Result<(), OutOfMemory> {
         if frame.0 >= FRAMES {
             return Err(OutOfMemory);

@@ -72,8 +72,8 @@ pub(crate) enum Mmu<P: Platform, F: Format> {
     Shadow(ShadowMmu<P, F>),
 }
 
-/// Evaluates an expression with the tree, or with the shadow pages. For a format without shadow pages, their code, a
-/// quarter of the engine, is not compiled.
+/// Evaluates an expression with the tree, or with the shadow pages. For a format that cannot have shadow pages, the
+/// expression with shadow pages, a quarter of the engine's code, is not compiled.
 macro_rules! by_kind {
     ($on:expr, $tree:ident => $tdp:expr, $mmu:ident => $shadow:expr) => {
         match $on {
@@ -124,7 +124,7 @@ impl<P: Platform, F: Format> Mmu<P, F> {
         either!(self, mmu => mmu.context())
     }
 
-    /// Returns the MMU, if it shadows the guest's tables.
+    /// Returns this MMU if it shadows the guest's tables.
     #[inline]
     pub(crate) fn shadow(&self) -> Option<&ShadowMmu<P, F>> {
         match self {
@@ -145,9 +145,9 @@ impl<P: Platform, F: Format> Mmu<P, F> {
         by_kind!(self, tree => Some(tree), mmu => mmu.tree_mut())
     }
 
-    /// Returns the number of times that tracking of a guest table has begun. If this number is the same under the lock
-    /// of the table that receives a leaf, a level that was [mappable](Self::mappable_level) after the number was read
-    /// still is.
+    /// Returns the number of times that tracking of a guest table has begun. If the number is still the same under the
+    /// lock of the table that receives a leaf, then a level that was [mappable](Self::mappable_level) after the number
+    /// was read is still mappable.
     #[inline]
     pub(crate) fn tracking_begun(&self) -> u64 {
         self.shadow().map_or(0, ShadowMmu::tracking_begun)
@@ -234,7 +234,7 @@ impl<P: Platform, F: Format> ByGfn for Mmu<P, F> {
     }
 }
 
-/// For vCPUs. The caller of each is in a reader section.
+/// The operations of vCPUs. The caller of each is in a reader section.
 impl<P: Platform, F: Format> Mmu<P, F> {
     /// Returns the walk to `gfn` by guest-physical addresses.
     #[inline(always)]
@@ -293,7 +293,7 @@ impl<P: Platform, F: Format> Mmu<P, F> {
             self,
             tree => (tree, (leaf, 0)),
             mmu => match mmu.tree_for(target) {
-                // A huge leaf may conflict with a tracked table: only faults check that.
+                // A huge leaf may conflict with a tracked table, and only faults check for that.
                 _ if level > Level::PAGE => return Err(Retry::Conflict(level)),
                 Some(tree) => (tree, mmu.run_beside(&(gfn..gfn.add(leaves)), leaf)),
                 None => return mmu.map_absent(target, leaves, leaf, path, valid),

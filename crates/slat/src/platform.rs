@@ -14,7 +14,7 @@ use crate::frame::{Entries, TableMeta};
 use crate::heap::OutOfMemory;
 use crate::trace::Event;
 
-/// Identifies a VM towards its [`Platform`], for the life of the process.
+/// Identifies a VM to its [`Platform`]. No two VMs of a process have the same id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct VmId(pub u64);
 
@@ -118,9 +118,9 @@ impl Request {
 pub struct HostRun {
     /// Backing address of the first page.
     pub backing: Hva,
-    /// Number of pages, of the granule.
+    /// Number of pages; a page has the size of the granule.
     pub pages: u64,
-    /// The first page. The other pages have consecutive `pfn`s, and are equal to it in all else.
+    /// The first page. The other pages have consecutive `pfn`s, and have the same rights and memory type.
     pub first: HostPage,
 }
 
@@ -135,7 +135,7 @@ impl HostRun {
         self.backing <= backing.start && backing.end <= self.end(granule)
     }
 
-    /// Returns the part in `backing`; `None` if that is empty.
+    /// Returns the part of the run in `backing`; `None` if no page of the run is there.
     pub(crate) fn within(&self, backing: &Range<Hva>, granule: Granule) -> Option<HostRun> {
         let (start, end) = (
             self.backing.max(backing.start),
@@ -174,9 +174,9 @@ pub enum ResolveError {
     /// The wait was interrupted (by a signal): the vCPU should leave and retry.
     Interrupted,
     /// The page is not present yet, because its contents are still in a snapshot or on another machine. The access ends
-    /// with [`Stop::MemoryFault`](crate::Stop::MemoryFault). The caller brings the page, and runs the vCPU again. This
-    /// also applies to pages with page tables of the guest. [`Platform::resolve_resident`] leaves out such pages, and
-    /// no [`HostPage::level`] may include one.
+    /// with [`Stop::MemoryFault`](crate::Stop::MemoryFault). The caller provides the page, and runs the vCPU again.
+    /// This also applies to pages with page tables of the guest. [`Platform::resolve_resident`] leaves out such pages,
+    /// and no [`HostPage::level`] may include one.
     Absent,
 }
 
@@ -239,7 +239,7 @@ pub enum WaitFor {
     Invalidation,
 }
 
-/// The cached entries that a flush must void in its range, for machines that can flush less than everything
+/// Says which entries a flush must invalidate in its range, for machines that can flush less than everything
 /// ([`Platform::flush`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stale {
@@ -281,11 +281,11 @@ impl Stale {
 /// | `zapped` | yes | slots, a table's | no | no | no |
 /// | `trace` | yes | slots, a table's | no | no | no |
 ///
-/// "Yes", and a named lock, mean that this may be the case. *Slots* is the lock of slot changes of one address space. A
-/// thread may sleep under it; other slot changes, and harvests of dirty logs, wait meanwhile. *A table's* is a spin
-/// lock: a thread that holds it must not sleep, nor call an allocator that may sleep. A method that may not call the VM
-/// may still call [`Vm::id`](crate::Vm::id) and other methods that return constants. `resolve` may call everything: it
-/// may invalidate, change slots, and run other vCPUs.
+/// "Yes" means that it may be the case, and a named lock means that the caller may hold the lock. *Slots* is the lock
+/// of slot changes of one address space. A thread may sleep under it; other slot changes, and harvests of dirty logs,
+/// wait meanwhile. *A table's* is a spin lock: a thread that holds it must not sleep, nor call an allocator that may
+/// sleep. A method that may not call the VM may still call [`Vm::id`](crate::Vm::id) and other methods that return
+/// constants. `resolve` may call everything: it may invalidate, change slots, and run other vCPUs.
 ///
 /// [`crate::Vcpu::enter`] begins a *reader section*. Every operation of the engine is in a reader section while it
 /// walks. Flushes and changes of slots wait until all sections that began before them have ended. If a thread in a
@@ -311,7 +311,7 @@ impl Stale {
 ///   [`TableMeta`] of its own (created by [`TableMeta::new`]). Both pointers are valid and constant until the frame is
 ///   freed;
 /// - [`resolve`](Self::resolve) and [`resolve_resident`](Self::resolve_resident) return memory that the guest may use
-///   with the given rights, until the platform announces its end by [`crate::Vm::invalidate`];
+///   with the given rights, until the platform withdraws it by [`crate::Vm::invalidate`];
 /// - [`flush`](Self::flush) fulfils its contract;
 /// - before the hardware first walks a root of a VM, it has dropped all entries of any earlier VM with the same VMID,
 ///   ASID, VPID or root frame; and no CPU can walk a root when its VM is dropped. A [`VmId`] is never reused; frames
@@ -324,9 +324,9 @@ pub unsafe trait Platform: Send + Sync + 'static {
         Granule::Kib4
     }
 
-    /// Allocates a frame for one table of `vm`, with unspecified contents. `None`: there is no memory, which every
-    /// caller handles. Called ahead of need, never under a table's lock. Must not wait for a vCPU, a flush, or an
-    /// invalidation.
+    /// Allocates a frame for one table of `vm`, with unspecified contents. `None`: there is no memory; every caller
+    /// handles this. The engine calls it before it needs the frame, never under a table's lock. Must not wait for a
+    /// vCPU, a flush, or an invalidation.
     fn alloc_table(&self, vm: VmId) -> Option<Pfn>;
 
     /// Allocates frames for a root of `tables` tables of `vm` (a power of two, see [`crate::Format::ROOT_TABLES`]):
@@ -341,7 +341,8 @@ pub unsafe trait Platform: Send + Sync + 'static {
     unsafe fn free_table(&self, vm: VmId, frame: Pfn);
 
     /// Like [`alloc_table`](Self::alloc_table), but allocates up to `frames` tables at once, and passes each to `take`;
-    /// fewer if there is no memory. For range operations: an allocator with a lock takes the lock once.
+    /// fewer if there is no memory. Range operations call it, so that an allocator with a lock takes the lock only
+    /// once.
     fn alloc_tables(&self, vm: VmId, frames: usize, take: &mut dyn FnMut(Pfn)) {
         (0..frames)
             .map_while(|_| self.alloc_table(vm))
@@ -382,7 +383,7 @@ pub unsafe trait Platform: Send + Sync + 'static {
 
     /// Like [`resolve`](Self::resolve), but for all pages of `backing`, in a slot of `vm`, that are already resident.
     /// Never makes the host allocate, and never sleeps. Calls `found` for runs of pages in ascending order, and skips
-    /// pages that are not resident or not known.
+    /// pages that are not resident, or about which the host knows nothing.
     ///
     /// `found` takes the lock of a table. So this method holds no lock while it calls `found`, and waits for no lock
     /// under which [`crate::Vm::invalidate`] is called. The runs may be out of date by then: the engine installs them
@@ -392,10 +393,10 @@ pub unsafe trait Platform: Send + Sync + 'static {
 
     /// Makes the pages of `backing`, in a slot of `vm`, resident, as far as possible.
     /// [`Vcpu::prefault`](crate::Vcpu::prefault) calls it for up to a table's pages, some of which are not resident,
-    /// and then calls [`resolve_resident`](Self::resolve_resident) again. So one call of the host serves all pages
-    /// (Linux: MADV_POPULATE_READ). The state of the caller is as for [`resolve`](Self::resolve), and the memory may be
-    /// deleted meanwhile, too. The method may make fewer pages resident, or none, like the default: each page that is
-    /// not resident afterwards is resolved separately.
+    /// and then calls [`resolve_resident`](Self::resolve_resident) again. So one system call of the host makes all of
+    /// them resident (Linux: MADV_POPULATE_READ). The state of the caller is as for [`resolve`](Self::resolve), and the
+    /// memory may be deleted meanwhile, too. The method may make fewer pages resident, or none, like the default: each
+    /// page that is not resident afterwards is resolved separately.
     fn populate(&self, vm: VmId, backing: Range<Hva>) {
         let _ = (vm, backing);
     }
@@ -423,25 +424,26 @@ pub unsafe trait Platform: Send + Sync + 'static {
 
     /// Flushes: when this returns, no *hardware* walker uses an old translation of `range` of `vm`. Use INVEPT, TLBI or
     /// HFENCE on every CPU that may be running the guest. This is a contract, not a hint. A zapped huge leaf may reach
-    /// beyond `range`: it must not be used there either. `stale` says which entries have to be flushed; a platform may
-    /// ignore it and flush everything in the range. In a VM that has shadowed tables of the guest, the range is always
-    /// all frames, because a TLB then caches translations by virtual address, or by the address of a nested guest.
+    /// beyond `range`: walkers must not use it outside `range` either. `stale` says which entries have to be flushed; a
+    /// platform may ignore it and flush everything in the range. In a VM that has shadowed tables of the guest, the
+    /// range is always all frames, because a TLB then caches translations by virtual address, or by the address of a
+    /// nested guest.
     ///
     /// When it returns, this holds for each CPU that may run the guest:
-    /// - leaves in its TLB are void, whatever their size, also those combined with translations of the guest's own. If
-    ///   `stale.tables`, so are cached entries that refer to tables: the tables in the range are freed next, so a flush
-    ///   of last levels is not enough;
+    /// - all leaves in its TLB are void, of any size, including those that the TLB has combined with the guest's own
+    ///   translations. If `stale.tables`, cached entries that refer to tables are void, too: the tables in the range
+    ///   are freed next, so a flush of last levels is not enough;
     /// - its accesses by old translations are done: their data, and the accessed and dirty bits that its walker sets
     ///   for them;
-    /// - instead, a CPU that is not in the guest may do all this before it executes another instruction of the guest.
+    /// - a CPU that is not in the guest may do all this later, but before it executes another instruction of the guest.
     ///
-    /// Ordinary atomic stores have changed the entries before. Before it flushes, this method does what else the CPU
-    /// needs to make the stores visible to its walkers (AArch64: DSB ISHST).
+    /// The engine has changed the entries by ordinary atomic stores. Before this method flushes, it does what else the
+    /// CPU needs to make these stores visible to its walkers (AArch64: DSB ISHST).
     ///
     /// The caller is outside every reader section. The caller may be a vCPU's thread between two runs of its guest,
     /// with interrupts masked, and several CPUs may call at once. So an implementation that interrupts other CPUs
-    /// either waits only for CPUs that are in the guest, or handles the interrupts of others while it waits. It need
-    /// not care about software CPUs: the engine itself waits for their acknowledgement ([`crate::Vcpu::quiesce`]).
+    /// either waits only for CPUs that are in the guest, or handles the interrupts of others while it waits. The method
+    /// need not wait for software CPUs: the engine itself waits for their acknowledgement ([`crate::Vcpu::quiesce`]).
     fn flush(&self, vm: VmId, range: Range<Gfn>, stale: Stale);
 
     /// Makes the CPUs of `vm` report the pages that their page walkers have written to buffers (Intel's PML, Arm's
@@ -449,8 +451,8 @@ pub unsafe trait Platform: Send + Sync + 'static {
     /// walk, or to [`Vm::drain`](crate::Vm::drain). A CPU that is in the guest is interrupted, and its buffer is
     /// drained before it enters again.
     ///
-    /// With the policy `dirty_log=buffer`, each harvest of a log calls it first. Does nothing if no hardware fills a
-    /// buffer: the engine itself drains the buffers of software CPUs.
+    /// With the policy `dirty_log=buffer`, each harvest of a log calls this method first. It has nothing to do if no
+    /// hardware fills a buffer: the engine itself drains the buffers of software CPUs.
     fn drain(&self, vm: VmId, take: &mut dyn FnMut(usize, Gfn)) {
         let _ = (vm, take);
     }

@@ -138,22 +138,22 @@ macro_rules! policies {
 }
 
 policies! {
-    /// Cache the absence of a memslot in the tables, so that repeated MMIO needs no slot look-up.
+    /// Whether the tables cache the absence of a memslot, so that repeated MMIO needs no slot look-up.
     mmio_caching MmioCaching: Switch = Switch::On;
-    /// Map at 2 MiB and 1 GiB where slot and host allow.
+    /// Whether faults map at 2 MiB and 1 GiB where slot and host allow.
     huge_pages HugePages: Switch = Switch::On;
-    /// Huge leaves are not executable.
+    /// Whether huge leaves are not executable.
     nx_huge_pages NxHugePages: Switch = Switch::Off;
-    /// An execution fault splits a huge leaf in place. Off: it zaps the leaf, whose pages then fault again, as in KVM
-    /// before KVM split in place.
+    /// Whether an execution fault splits a huge leaf in place. Off: the fault zaps the leaf, whose pages then fault
+    /// again, as in KVM before KVM split in place.
     nx_huge_pages_split NxHugePagesSplit: Switch = Switch::On;
     /// Each recovery zaps one of this many tables that exist because of NX; 0: it zaps none.
     nx_huge_pages_recovery_ratio NxHugePagesRecoveryRatio: u32 = 60;
     /// Milliseconds between two calls of [`Vm::recover_nx_huge_pages`](crate::Vm::recover_nx_huge_pages), which the
     /// client makes; 0: never.
     nx_huge_pages_recovery_period_ms NxHugePagesRecoveryPeriodMs: u32 = 60_000;
-    /// Split huge leaves when a slot begins to log dirty pages (or, with manual protection, when
-    /// pages are cleared), not at the first write to each.
+    /// Whether huge leaves are split when a slot begins to log dirty pages (or, with manual protection, when pages are
+    /// cleared). Off: each is split at the first write to it.
     eager_page_split EagerPageSplit: Switch = Switch::On;
     /// Number of pages that an eager split works on before it lets other threads continue; rounded up to a multiple of
     /// 512.
@@ -328,8 +328,8 @@ pub enum Prefetch {
     Off,
     /// A fault maps the aligned window of this many pages, rounded down to a power of two, at most 512.
     Window(u16),
-    /// A fault maps a window that adapts to the vCPU's accesses: closed where they are scattered, and up to 512 pages
-    /// where they are not.
+    /// A fault maps a window that adapts to the vCPU's accesses: closed where the accesses are scattered, and up to 512
+    /// pages where they are close together.
     Adaptive,
 }
 
@@ -400,7 +400,7 @@ impl AtomicPolicy {
     }
 }
 
-/// Why a command line's words are not a [`Setting`].
+/// Why the words of a command line are not a valid [`Setting`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum PolicyError {

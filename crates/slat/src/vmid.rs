@@ -2,8 +2,8 @@
 //!
 //! A VMID has 8 to 16 bits, and a host may have more VMs. So numbers are handed out in *generations*, as Linux does for
 //! arm64 (`vmid.c`): a VM keeps its number as long as the generation lasts. When no number is left, the next generation
-//! begins, with all numbers but those of guests that run just then. Each CPU flushes its TLB before it enters its first
-//! guest of the new generation. A VM that ends gives nothing back, and needs no flush.
+//! begins, with all numbers except those of guests that are running at that time. Each CPU flushes its TLB before it
+//! enters its first guest of the new generation. A VM that ends gives nothing back, and needs no flush.
 //!
 //! # Concurrency
 //! Who may write what:
@@ -37,7 +37,7 @@ use crate::heap::OutOfMemory;
 use crate::sync::SpinLock;
 use crate::sync::atomic::{AtomicU64, Ordering::*, const_fn, fence};
 
-/// Bits of a number in a tag. The generation is in the 48 bits above. These suffice for a new generation each
+/// Bits of a number in a tag. The generation is in the 48 bits above. With 48 bits, a new generation could begin each
 /// microsecond for nine years.
 const NUMBER_BITS: u32 = 16;
 /// The value of [`Cpu::active`] while the CPU is in no guest. As a tag it has generation 0, which no VM has.
@@ -262,8 +262,8 @@ impl VmidAllocator {
             |number: u16| self.generation.load(Relaxed) << NUMBER_BITS | u64::from(number);
         // At most two rounds: there are more numbers than CPUs, so a new generation has a free number.
         loop {
-            // A VM that runs on another CPU has the same number on both. Other VMs also keep their numbers, if these
-            // are free.
+            // A VM that runs on another CPU has the same number on both CPUs. A VM that does not run also keeps its
+            // number, if that number is free.
             if generation(old) != 0 {
                 let new = current(number(old));
                 if numbers.renew(old, new) || numbers.take(number(old)) {
@@ -282,7 +282,7 @@ impl VmidAllocator {
         self.generation.store(next, Relaxed);
         numbers.free_all();
         for (index, cpu) in self.cpus.iter().enumerate() {
-            // If a generation has begun since the CPU has entered its guest, the guest is reserved already.
+            // If a generation has begun since this CPU entered its guest, that guest's number is already reserved.
             match cpu.active.swap(ROLLED, AcqRel) {
                 ROLLED => {}
                 active => numbers.reserved[index] = active,
@@ -408,7 +408,8 @@ mod tests {
     use std::collections::BTreeMap;
     use std::vec::Vec;
 
-    /// A CPU: its TLB has an entry for each number, with the VM and the version of its tables that it was loaded from.
+    /// A CPU whose TLB has an entry for each number: the VM of the number, and the version of the VM's tables that the
+    /// TLB entry was loaded from.
     #[derive(Default)]
     struct Cpu<'a> {
         tlb: BTreeMap<u16, (usize, u64)>,
@@ -431,8 +432,8 @@ mod tests {
             }
         }
 
-        /// Enters `vm` on `cpu`, if the CPU is in no guest; otherwise its guest runs for a while, or
-        /// exits if it is not `vm`.
+        /// If `cpu` is in no guest, enters `vm`. If it is in the guest `vm`, that guest runs for a while. Otherwise its
+        /// guest exits.
         fn run(&mut self, cpu: usize, vm: usize) {
             match &self.cpus[cpu].guest {
                 None => {
@@ -451,7 +452,7 @@ mod tests {
             }
         }
 
-        /// The guest of `cpu` uses what its TLB has, or loads it.
+        /// The guest of `cpu` uses the translation in its TLB; if there is none, the TLB loads one.
         fn access(&mut self, cpu: usize) {
             let Cpu { tlb, guest } = &mut self.cpus[cpu];
             let (vm, running) = guest.as_ref().unwrap();
@@ -492,7 +493,7 @@ mod tests {
                 match random(8) {
                     0 => machine.change(random(vms)),
                     _ if cpus == 0 => {}
-                    // VMs of low number run more often: they cross generations.
+                    // VMs with low numbers run more often, so that they live through several generations.
                     1..4 => machine.run(random(cpus), random(1 + vms / 8)),
                     _ => machine.run(random(cpus), random(vms)),
                 }

@@ -1,8 +1,8 @@
 //! The granule of a format's tables: the size of a page, and with it of a table.
 //!
 //! *Granule* is Arm's word. A table is one page and an entry has 8 bytes, so the granule decides how many bits of an
-//! address index a table. It is a constant of each [`Format`](crate::Format), so the functions here are computed at
-//! compile time. They are `inline` because the crate that chooses the format compiles them.
+//! address index a table. The granule is a constant of each [`Format`](crate::Format), so the compiler evaluates the
+//! functions of this module. These functions are `inline` because the crate that chooses the format compiles them.
 
 use core::ops::Range;
 
@@ -43,7 +43,7 @@ impl Granule {
         1 << self.shift()
     }
 
-    /// Returns log2 of the number of entries in a table. In models for loom, tables are small.
+    /// Returns log2 of the number of entries in a table. Tables are smaller in builds for the model checker loom.
     #[inline(always)]
     pub(crate) const fn index_bits(self) -> u32 {
         if cfg!(loom) { 1 } else { self.shift() - 3 }

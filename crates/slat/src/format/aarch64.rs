@@ -133,13 +133,13 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool, const PAGE_SHIFT: u32>
                 moved: 0,
                 by: 0,
             },
-            // 51:50 in bits 9:8.
+            // Bits 51:50 of the address are bits 9:8 of the entry.
             (true, true) => AddressBits {
                 low: Self::bits_to(50),
                 moved: 0b11 << 8,
                 by: 50 - 8,
             },
-            // 51:48 in bits 15:12.
+            // Bits 51:48 of the address are bits 15:12 of the entry.
             (true, false) => AddressBits {
                 low: Self::bits_to(48),
                 moved: 0b1111 << 12,
@@ -232,8 +232,8 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool, const PAGE_SHIFT: u32>
     }
 }
 
-// SAFETY: the bits are those of the Arm ARM. `crates/slat/tests/formats.rs` checks what functions can show; monitors in
-// `metal` ask the walkers.
+// SAFETY: the bits are those of the Arm ARM. `crates/slat/tests/formats.rs` compares the results of the functions with
+// the manual; the monitors in `metal` test the tables on page walkers.
 unsafe impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool, const PAGE_SHIFT: u32> Format
     for Stage2<IPA_BITS, HARDWARE_DIRTY, PAGE_SHIFT>
 {
@@ -465,7 +465,7 @@ mod tests {
         assert_eq!(Managed::leaf(read_only, Level::PAGE) & RIGHTS, 0);
     }
 
-    /// DDI 0487, "VMSAv8-64 Table descriptor": stage 2 has no attributes there.
+    /// DDI 0487, "VMSAv8-64 Table descriptor": in stage 2 a descriptor that refers to a table has no attributes.
     #[test]
     fn a_table_entry_limits_nothing() {
         assert_eq!(Ipa48::table(Pfn(0x77)), 0x77003);

@@ -63,8 +63,8 @@ const NOTE_BITS: u32 = 43;
 const GENERATION_BITS: u32 = 18;
 const _: () = assert!(MMIO_SHIFT + NOTE_BITS + GENERATION_BITS == 64);
 
-// SAFETY: the bits are those of the SDM. `crates/slat/tests/formats.rs` checks what functions can show; monitors in
-// `metal` ask the walkers.
+// SAFETY: the bits are those of the SDM. `crates/slat/tests/formats.rs` compares the results of the functions with the
+// manual; the monitors in `metal` test the tables on page walkers.
 unsafe impl<const LEVELS: u8> Format for ExtendedPageTables<LEVELS> {
     const NAME: &'static str = "ept";
     const TOP: Level = {

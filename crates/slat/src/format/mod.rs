@@ -16,7 +16,7 @@ use core::ops::Range;
 use crate::addr::{Access, Gfn, Granule, Level, Pfn};
 use crate::guest_walk::PageRights;
 
-/// The meaning of an entry, whatever the bits of its architecture.
+/// The meaning of an entry, in the same terms for every architecture.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Entry {
     /// No translation: a walker faults.
@@ -47,8 +47,8 @@ pub struct Leaf {
     pub write: bool,
     /// The guest may execute.
     pub execute: bool,
-    /// For software only: the leaf lost `write` only because of the dirty log. A fault may give it back without asking
-    /// slot or host again. (KVM: "MMU-writable".)
+    /// For software only: the leaf lost `write` only because of the dirty log. A fault may give the right back without
+    /// looking up the slot and the host page again. (KVM: "MMU-writable".)
     pub may_write: bool,
     /// For software only, in a huge leaf: the guest may execute the leaf's pieces of level 1, although the policy
     /// `nx_huge_pages` forbids it to execute the leaf as a whole.
@@ -65,7 +65,7 @@ pub struct Leaf {
 
 /// The privilege with which a leaf may be accessed, and its protection key. Only x86's own tables have these;
 /// second-level leaves are [`Privilege::USER`].
-// Stored in a byte: then a leaf is as large as two registers, and faults copy many leaves.
+// Stored in a byte, so that a leaf fits in two registers: faults copy leaves often.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Privilege(u8);
 
@@ -106,7 +106,7 @@ pub enum MemoryType {
     /// AArch64 has Normal Non-cacheable, and RISC-V has NC (Svpbmt). On x86's own tables and NPT it is entry 1 of the
     /// PAT, which Linux sets to write-combining; after a reset that entry is write-through.
     WriteCombining,
-    /// Device registers passed through to the guest.
+    /// Device registers that are passed through to the guest.
     Device,
 }
 
@@ -132,7 +132,7 @@ impl MemoryType {
     }
 }
 
-/// Returns `bit` if `set`, else no bit: for building entries.
+/// Returns `bit` if `set`, otherwise 0: for building entries.
 #[inline]
 const fn bit(set: bool, bit: u64) -> u64 {
     if set { bit } else { 0 }
@@ -164,7 +164,7 @@ impl Leaf {
         }
     }
 
-    /// Returns the leaf as a shadow leaf of a page for which the guest grants `rights`.
+    /// Returns this leaf, limited to the `rights` that the guest grants, for a shadow page.
     #[inline]
     pub(crate) fn granted(self, rights: PageRights) -> Leaf {
         Leaf {
@@ -195,14 +195,15 @@ impl Leaf {
 /// A page-table format: the entries that one kind of page walker understands.
 ///
 /// The engine has the formats of the processors. A hypervisor may implement its own, for an IOMMU's walker, or for a
-/// processor that the engine does not know. `slat_model::format_promises` checks the promises below as far as functions
-/// can show them, and the random operations of that crate test the rest. Its `tests/own_format` has a complete format:
-/// the second-stage tables of Intel's IOMMU.
+/// processor that the engine does not know. `slat_model::format_promises` checks those of the promises below that
+/// concern the functions, and the random operations of that crate test the rest. Its `tests/own_format` has a complete
+/// format: the second-stage tables of Intel's IOMMU.
 ///
 /// # Safety
 /// The engine dereferences what a format calls a table, and a CPU uses what the format calls a leaf. So a wrong result
-/// makes the safe [`Vcpu::translate`](crate::Vcpu::translate) dereference any number, or lets a guest write where it
-/// must not. An implementor of the trait promises this for each level from [`Level::PAGE`] to [`TOP`](Self::TOP):
+/// may make the safe [`Vcpu::translate`](crate::Vcpu::translate) dereference an arbitrary address, or lets a guest
+/// write where it must not. An implementor of the trait promises this for each level from [`Level::PAGE`] to
+/// [`TOP`](Self::TOP):
 ///
 /// 1. *Entries have one meaning.* `0` is [`Entry::Empty`]. [`decode`](Self::decode) is the inverse of
 ///    [`leaf`](Self::leaf), [`table`](Self::table), [`mmio`](Self::mmio), [`cleared`](Self::cleared) and
@@ -281,7 +282,8 @@ pub unsafe trait Format: Send + Sync + 'static {
     const MAX_LEAF: Level;
     /// Whether a valid entry must be made invalid, and flushed, before a valid entry with another address replaces it.
     const BREAK_BEFORE_MAKE: bool;
-    /// The bits of an entry that refers to a table, apart from the frame. They limit no right: the leaves decide.
+    /// The bits of an entry that refers to a table, apart from the frame. These bits limit no right: the leaves grant
+    /// the rights.
     const TABLE: u64;
     /// The bit that allows writing in an entry that refers to a table: one of [`TABLE`](Self::TABLE), and the same as
     /// [`WRITE`](Self::WRITE). An entry without it is *write-protected*: nothing below it can be written, whatever the
@@ -407,7 +409,7 @@ pub unsafe trait Format: Send + Sync + 'static {
         bits & !Self::DIRTY
     }
     /// Whether hardware cannot set another accessed or dirty bit in the leaf `bits`. If so, a plain store may replace
-    /// the leaf; otherwise only an atomic read-modify-write loses nothing.
+    /// the leaf. Otherwise use an atomic read-modify-write, so that no bit which hardware sets is lost.
     #[inline]
     fn is_settled(bits: u64) -> bool {
         bits & Self::ACCESSED != 0 && bits & (Self::WRITE | Self::DIRTY) != Self::WRITE

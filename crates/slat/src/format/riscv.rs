@@ -56,8 +56,8 @@ impl<const LEVELS: u8> GStage<LEVELS> {
     }
 }
 
-// SAFETY: the bits are those of the privileged architecture. `crates/slat/tests/formats.rs` checks what functions can
-// show; monitors in `metal` ask the walkers.
+// SAFETY: the bits are those of the privileged architecture. `crates/slat/tests/formats.rs` compares the results of the
+// functions with the manual; the monitors in `metal` test the tables on page walkers.
 unsafe impl<const LEVELS: u8> Format for GStage<LEVELS> {
     const NAME: &'static str = "riscv";
     const TOP: Level = {
@@ -219,8 +219,8 @@ mod tests {
         );
     }
 
-    /// Volume II, "Hypervisor Guest Address Translation and Protection Register": mode 8 is Sv39x4,
-    /// 9 is Sv48x4, 10 is Sv57x4.
+    /// RISC-V volume II, "Hypervisor Guest Address Translation and Protection Register": mode 8 is Sv39x4, 9 is Sv48x4,
+    /// 10 is Sv57x4.
     #[test]
     fn a_walker_is_told_of_the_tables_by_one_register() {
         assert_eq!(Sv39x4::hgatp(Pfn(0x80204), 3), 0x8000_3000_0008_0204);
@@ -228,7 +228,7 @@ mod tests {
         assert_eq!(Sv57x4::hgatp(Pfn(0x80204), 1), 0xa000_1000_0008_0204);
     }
 
-    /// Volume II, "G-stage": the root is widened by two bits.
+    /// RISC-V volume II, "G-stage": the index of the root has two bits more.
     #[test]
     fn the_root_has_four_tables() {
         assert_eq!((Sv39x4::TOP, Sv39x4::ROOT_TABLES), (Level(3), 4));

@@ -31,7 +31,7 @@ const CACHE_DISABLE: u64 = 1 << 4;
 const UNCACHED: u64 = WRITE_THROUGH | CACHE_DISABLE;
 const ACCESSED: u64 = 1 << 5;
 const DIRTY: u64 = 1 << 6;
-/// Leaf, in a table of level 2 or 3; PAT at level 1.
+/// Bit 7: at levels 2 and 3 the entry is a leaf; at level 1 the bit belongs to the PAT index.
 const HUGE: u64 = 1 << 7;
 /// Bits 50:12. Bit 51 of the address distinguishes an MMIO entry from a leaf ([`RESERVED`]), so no frame has it.
 const FRAME: u64 = 0x0007_ffff_ffff_f000;
@@ -47,8 +47,8 @@ const NO_EXECUTE: u64 = 1 << 63;
 /// bit 51 set faults with the RSVD bit in the error code, which no ordinary fault has.
 const RESERVED: u64 = 1 << 51;
 /// The other bits of an MMIO entry are its note and its generation. Bit 1 is clear, because no MMIO entry allows
-/// writing. [`MMIO_LOW`] of the bits are bits 50:2, and the rest begin at bit 52. A note has a guest frame of 40 bits,
-/// and three rights.
+/// writing. The lowest [`MMIO_LOW`] of their bits are bits 50:2 of the entry, and the remaining ones begin at bit 52. A
+/// note has a guest frame of 40 bits, and three rights.
 const MMIO_LOW: u32 = 49;
 const MMIO_LOW_SHIFT: u32 = 2;
 const MMIO_HIGH_SHIFT: u32 = 52;
@@ -58,8 +58,8 @@ const _: () = assert!(NOTE_BITS + GENERATION_BITS == MMIO_LOW + 64 - MMIO_HIGH_S
 /// Bits 62:59 of a leaf: its protection key.
 const KEY_SHIFT: u32 = 59;
 
-// SAFETY: the bits are those of the processor's manuals (named above). `crates/slat/tests/formats.rs` checks what
-// functions can show; monitors in `metal` ask the walkers.
+// SAFETY: the bits are those of the processor's manuals (named above). `crates/slat/tests/formats.rs` compares the
+// results of the functions with the manuals; the monitors in `metal` test the tables on page walkers.
 unsafe impl<const LEVELS: u8, const NESTED: bool> Format for X86<LEVELS, NESTED> {
     const NAME: &'static str = if NESTED { "npt" } else { "x86-la57" };
     const TOP: Level = {

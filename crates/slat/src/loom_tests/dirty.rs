@@ -1,5 +1,5 @@
 //! Writes concurrent with harvests of the dirty log. After each harvest a client copies the pages in the log. After the
-//! last harvest, its copy must be what the guest has written last.
+//! last harvest, the client's copy must contain the values that the guest has written last.
 
 use std::sync::Arc;
 
@@ -203,7 +203,7 @@ fn no_write_is_lost_when_logging_begins() {
     });
 }
 
-/// The walker may have set a dirty bit before it sees that there is a log of buffers.
+/// The walker may set a dirty bit before it sees that there is a log of the kind to which buffers are drained.
 #[test]
 fn no_write_is_lost_when_logging_by_buffers_begins() {
     no_write_is_lost_after_logging_begins(1, || {
@@ -274,7 +274,7 @@ fn a_huge_leaf_is_split_eagerly_during_a_write() {
     });
 }
 
-/// A slot of the pages of one table. The begin of its log has protected them from above.
+/// A slot with the pages of one table. When its log began, these were protected by the entry above the table.
 const PROTECTED_FROM_ABOVE: fn() -> Arc<SmallVm> = || {
     let vm = vm(Level::PAGE, 2, PLAIN);
     touch(&vm, 0, Write);
@@ -303,7 +303,7 @@ fn no_write_is_lost_by_a_harvest_below_a_protected_table() {
     no_write_is_lost(3, PUSHED, GET);
 }
 
-/// The harvest takes both pages, so it protects them from above, while the guest writes.
+/// The harvest finds both pages marked, so it protects them by the entry above their table, while the guest writes.
 #[test]
 fn no_write_is_lost_by_a_harvest_that_protects_from_above() {
     no_write_is_lost(3, BOTH_WRITTEN, GET);
@@ -327,9 +327,9 @@ fn no_write_is_lost_when_logging_begins_from_above() {
     });
 }
 
-/// The client has marked a page below the protected entry, so the harvest takes its bit, and finds the entry protected
-/// while the guest's write pushes the protection down. The push's store must happen after the harvest's read of the
-/// entry. Otherwise the fault believes that its page is still marked.
+/// The client has marked a page below the protected entry, so the harvest takes the page's bit, and finds the entry
+/// protected while the guest's write pushes the protection down. The push's store must happen after the harvest's read
+/// of the entry. Otherwise the fault would find its page still marked.
 #[test]
 fn no_write_is_lost_by_a_harvest_of_a_page_that_the_client_has_marked() {
     no_write_is_lost(
@@ -343,7 +343,7 @@ fn no_write_is_lost_by_a_harvest_of_a_page_that_the_client_has_marked() {
     );
 }
 
-/// The push would store an entry that refers to a table that is unlinked by then.
+/// Without the check, the push would store an entry that refers to a table that is already unlinked.
 #[test]
 fn a_table_that_is_zapped_while_a_fault_pushes_into_it_is_not_reached_again() {
     let invalidate = |vm: &SmallVm| drop(vm.invalidate(hvas(0..2)));
@@ -397,7 +397,7 @@ fn pop(ring: &DirtyRing) -> Option<(RingSlot, u64)> {
     ring.pop_reset(|_| true)
 }
 
-/// A ring, with a share of its memory.
+/// A ring, with a reference to its memory.
 struct Ring<const LEN: usize> {
     entries: Arc<[DirtyGfn]>,
     ring: Arc<DirtyRing>,

@@ -206,7 +206,7 @@ fn tables_of_a_deleted_slot_are_freed_after_the_last_walker() {
     );
 }
 
-/// The vCPU finds the second page by the table that it has cached for the first page.
+/// The vCPU finds the second page through the table that it has cached for the first page.
 #[test]
 fn nothing_is_used_through_a_cached_table_after_its_slot_is_deleted() {
     with_cpu(
@@ -259,7 +259,7 @@ fn the_page_of_a_protected_leaf_is_not_reused_while_its_slot_moves() {
     );
 }
 
-/// One slot is split into two. No access in between finds no memory.
+/// One slot is split into two. Every access during the split finds memory.
 #[test]
 fn a_slot_that_becomes_two_has_its_pages_all_the_time() {
     with_cpu(

@@ -83,7 +83,7 @@ fn a_page_found_in_a_brief_section_stays_until_the_section_ends() {
     });
 }
 
-/// The second thread finds the reader of brief sections in use, or free, or just before either.
+/// The second thread finds the reader of brief sections in use, or free, or changing between the two.
 #[test]
 fn two_brief_sections_at_once_are_both_waited_for() {
     model(2, || {

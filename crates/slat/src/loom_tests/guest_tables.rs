@@ -203,7 +203,7 @@ impl Cpu {
         }
     }
 
-    /// Like [`Self::store`], but by the translation `found`.
+    /// Like [`Self::store`], but uses the translation `found`.
     fn store_by(&mut self, found: Translation, table: u64, index: usize, entry: u64) {
         let offset = 8 * index as u64;
         (self.words.at(Hpa(found.host.0 + offset))).store(entry, Release);
@@ -407,7 +407,7 @@ fn no_shadow_leaf_is_left_of_a_page_that_is_invalidated() {
     }
 }
 
-/// Another slot replaces this slot; its memory has other tables.
+/// Another slot replaces this slot, and the new slot's memory contains other tables.
 #[test]
 fn nothing_is_left_of_tables_whose_slot_is_replaced() {
     for prepare in [SHADOWED, MAPPED] {

@@ -54,7 +54,7 @@ fn model(preemptions: usize, test: impl Fn() + Send + Sync + 'static) {
     let test = Arc::new(test);
     builder.check(move || {
         counted.fetch_add(1, Relaxed);
-        // Do not run it on the first thread, whose stack cannot be made larger.
+        // Do not run the model on the first thread, whose stack cannot be enlarged.
         let test = test.clone();
         spawn(move || test()).join().unwrap();
     });
@@ -69,13 +69,13 @@ fn spawn<R: Send + 'static>(thread: impl FnOnce() -> R + 'static) -> loom::threa
     builder.spawn(move || thread.run()).unwrap()
 }
 
-/// Words of 8 bytes.
+/// The stack size of a thread, in words of 8 bytes.
 const STACK_WORDS: usize = 0x4000;
 
 /// The closure that a thread of loom runs. Loom's threads are coroutines of one thread.
 struct OneThread<T>(T);
 
-// SAFETY: it stays on the thread that runs the model.
+// SAFETY: the closure stays on the thread that runs the model.
 unsafe impl<T> Send for OneThread<T> {}
 
 impl<R, T: FnOnce() -> R> OneThread<T> {
@@ -104,7 +104,7 @@ struct SmallX86<const TOP: u8>;
 
 macro_rules! small_format {
     ($name:ident, $of:ty, $breaks:expr, $dirty:expr) => {
-        // SAFETY: no walker but the tests' own, which goes by `decode`; the entries are those of `$of`.
+        // SAFETY: only the tests' own walkers walk these tables, and they use `decode`; the entries are those of `$of`.
         unsafe impl<const TOP: u8> Format for $name<TOP> {
             const NAME: &'static str = "small";
             const TOP: Level = Level(TOP);
@@ -120,7 +120,7 @@ macro_rules! small_format {
             const ACCESSED: u64 = <$of>::ACCESSED;
             const DIRTY: u64 = <$of>::DIRTY;
             const SETS_DIRTY: bool = $dirty;
-            // A read leaves a page of a logged slot protected, so that tests explore the write that follows.
+            // A read leaves a page of a logged slot protected. So the tests explore the write that follows, too.
             const LOGS_READS: bool = false;
             const MMIO_GENERATION_BITS: u32 = <$of>::MMIO_GENERATION_BITS;
             const MMIO_NOTE_BITS: u32 = <$of>::MMIO_NOTE_BITS;
@@ -162,7 +162,7 @@ small_format!(Small, Ept, false, true);
 small_format!(SmallStage2, Stage2<39>, true, false);
 small_format!(SmallX86, X86<5>, false, true);
 
-/// A table frame. Freed frames are kept, so that a use after the free is found, and is not undefined behaviour.
+/// A table frame. Freed frames are kept, so that a use after the free is reported instead of being undefined behaviour.
 struct Frame {
     entries: Entries,
     meta: TableMeta,
@@ -266,10 +266,10 @@ unsafe impl Platform for Machine {
 
     fn entries(&self, frame: Pfn) -> std::ptr::NonNull<Entries> {
         if loom::thread::panicking() {
-            // Another panic, for a use of the frame by a destructor, would abort.
+            // Do not panic: if a destructor uses the freed frame, a second panic would abort the process.
             return Box::leak(Box::<Entries>::default()).into();
         }
-        // SAFETY: as above.
+        // SAFETY: frames live as long as `self`.
         let frame = unsafe { &*self.frame(frame) };
         frame.alive.used();
         assert_eq!(frame.free.load(Relaxed), 0, "a freed frame is used");
@@ -277,7 +277,7 @@ unsafe impl Platform for Machine {
     }
 
     fn meta(&self, frame: Pfn) -> std::ptr::NonNull<TableMeta> {
-        // SAFETY: as above.
+        // SAFETY: frames live as long as `self`.
         (unsafe { &(*self.frame(frame)).meta }).into()
     }
 

@@ -59,7 +59,7 @@ fn a_table_becomes_a_huge_leaf_while_a_cpu_uses_it() {
     with_cpu(2, BOTH, |vcpu| run_guest(vcpu, 0), promote, is_huge);
 }
 
-/// The fault installs into the table that is replaced, or finds the huge leaf.
+/// The fault installs its leaf in the table that is being replaced, or finds the huge leaf.
 #[test]
 fn a_fault_maps_the_other_page_of_the_table_that_becomes_a_huge_leaf() {
     with_cpu(2, ONE, |vcpu| _ = get(vcpu, 1, Read), promote, is_huge);
@@ -114,7 +114,7 @@ fn nothing_of_a_slot_is_used_after_its_deletion() {
     );
 }
 
-/// The slot still has the frames of the table, but with other memory.
+/// The slot still contains the frames of the table, but other memory backs them.
 #[test]
 fn a_slot_that_moves_over_itself_leaves_no_old_page() {
     beside(

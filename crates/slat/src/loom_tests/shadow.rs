@@ -78,7 +78,7 @@ fn a_table_is_recycled_beside_a_walk() {
         recycle,
         |vm| {
             assert_eq!(touch(vm, 0, Read), Some(Pfn(0)));
-            // The root, and one table.
+            // The two frames are the root and one table.
             assert_eq!(vm.platform().live_frames(), 2);
         },
     );

@@ -37,8 +37,8 @@ impl World {
     }
 
     fn current(&self) -> &SlotSet {
-        // SAFETY: the test has entered before it calls this, or has no second thread left; that the section
-        // lasts is what it tests.
+        // SAFETY: the caller has entered a reader section, or is the only thread left; loom checks that the section
+        // lasts long enough.
         self.slots.current(unsafe { InSection::assume() })
     }
 

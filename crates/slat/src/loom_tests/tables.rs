@@ -113,7 +113,7 @@ impl<F: Format> World<F> {
         })
     }
 
-    /// Maps pages 0 and 1 by one run.
+    /// Maps pages 0 and 1 with one call of `map_absent`.
     fn map_run(&self, valid: impl Fn() -> bool) {
         self.with_path(|path| {
             let mut cursor = self.tree().cursor(Gfn(0));
@@ -599,7 +599,7 @@ fn nothing_is_installed_after_a_zap(install: fn(&World<Small<2>>, &dyn Fn() -> b
             me.leave();
         });
         stale.store(1, Relaxed);
-        // Do not zap the whole table, which would be detached.
+        // Zap one page only: the zap of a whole table would detach the table.
         world.zap(0..1);
         thread.join().unwrap();
         assert_eq!(world.find(0), Entry::Empty);

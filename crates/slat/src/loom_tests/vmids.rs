@@ -15,8 +15,8 @@ struct Machine {
     vmids: VmidAllocator,
     /// Each VM's number, and the version of its tables.
     vms: [(Vmid, AtomicU64); 4],
-    /// A TLB entry for each number: a VM, and the version of its tables. Each has a lock of its own, because only
-    /// the flush of this number makes its CPU see the stores of the flushing CPU.
+    /// A TLB entry for each number: a VM, and the version of its tables. Each TLB entry has its own lock, so that only
+    /// a flush of this number makes the entry's CPU see the stores of the flushing CPU.
     tlbs: [[loom::sync::Mutex<Option<(usize, u64)>>; 1 << BITS]; CPUS],
     /// For each CPU, the guest in which it is, and the guest's number. Not part of the model: loom does not see
     /// this lock.
@@ -76,7 +76,7 @@ impl Machine {
     }
 }
 
-/// Runs `vms` one after another on each CPU; if `change`, with a change of the tables on a third CPU.
+/// Runs the guests `vms` one after another on each CPU. If `change`, a third CPU changes the tables meanwhile.
 fn run(vms: [&'static [usize]; CPUS], before: &'static [usize], change: bool) {
     model(3, move || {
         let machine = Machine::new();

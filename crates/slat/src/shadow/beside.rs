@@ -48,7 +48,7 @@ use crate::table::{At, Path, Retry, Tree};
 pub(super) struct Beginning {
     /// Operations by gfn in new reader sections look for shadow pages.
     announced: AtomicBool,
-    /// All operations by gfn look for shadow pages.
+    /// All operations by gfn look for shadow pages: shadow pages may be made.
     over: AtomicBool,
 }
 
@@ -62,8 +62,8 @@ impl Beginning {
     }
 }
 
-/// Counts of the tracked guest tables, for a fault in the tree, which does not hold the MMU's lock. Changed under that
-/// lock.
+/// Counts of tracking and of shadow pages, for a fault in the tree, which does not hold the MMU's lock. The counts
+/// change only under that lock.
 #[derive(Default)]
 pub(super) struct Tracking {
     /// The number of times that tracking of a table has begun.
@@ -118,8 +118,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         }
     }
 
-    /// Returns the number of the direct page with which walks by guest-physical addresses begin. `None`: there is a
-    /// tree.
+    /// Returns the number of the direct page with which a walk by guest-physical addresses begins. `None`: such a walk
+    /// begins in the tree.
     pub(super) fn root(&self) -> Option<u32> {
         match self.physical {
             Physical::Pages(root) => Some(root),
@@ -155,7 +155,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         self.tree().filter(|_| at.is_in_tree())
     }
 
-    /// Returns whether there are shadow pages of guest tables. Other threads may make some meanwhile.
+    /// Returns whether there are shadow pages of guest tables. Other threads may make shadow pages meanwhile.
     pub(crate) fn has_tables(&self) -> bool {
         self.tracking.any()
     }

@@ -306,7 +306,7 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
             if page.guest().is_some() {
                 continue;
             }
-            // Detaching it clears all its entries.
+            // Detaching the page clears all its entries.
             let meta = pages.table(platform, number).meta();
             self.walk.spend(meta.leaves.load(Relaxed).into());
             match pages.parents_of(page).next() {
@@ -316,7 +316,7 @@ impl<P: Platform, F: Format, V: Visit> Walker<'_, P, F, V> {
                     self.visit(EntryId::new(number, 0), &entry, meta, region)?;
                 }
             }
-            // If the page was zapped, its number may serve another one.
+            // If the page was zapped, its number may belong to another page now.
             self.table = None;
         }
         Ok(())

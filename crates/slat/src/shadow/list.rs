@@ -67,7 +67,7 @@ impl List {
         }
     }
 
-    /// Iterates over the list. The caller may remove the number that it was given last.
+    /// Iterates over the list. The caller may remove from the list the number that the iterator returned last.
     pub(super) fn iter<'l>(&self, link: impl Fn(u32) -> &'l Link) -> impl Iterator<Item = u32> {
         let mut next = self.0.get();
         iter::from_fn(move || {

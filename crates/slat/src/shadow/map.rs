@@ -14,7 +14,7 @@ use crate::table::{FrameCache, Installed, OnLeaf, Path, Retry, Root, Run, widen}
 use crate::trace::Event;
 
 impl<P: Platform, F: Format> ShadowMmu<P, F> {
-    /// Like [`Tree::map`](crate::table::Tree::map), but for a page of the guest if the target has a trail.
+    /// Like [`Tree::map`](crate::table::Tree::map), but if the target has a trail, maps a page of the guest's tables.
     pub(crate) fn map(
         &self,
         target: &Target<'_, P, F>,
@@ -106,7 +106,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
             return Err(Retry::Unprepared);
         }
         let descent = self.track_tables(&pages, target, path)?;
-        // A larger leaf on the path means that a memslot was created meanwhile: leave the leaf alone.
+        // A larger leaf on the path means that a memslot was created meanwhile: give up, and do not change the leaf.
         let reached = self.page_for(&pages, target, descent, Level::PAGE, OnLeaf::GiveUp, path);
         let number = match reached {
             Err(Retry::Conflict(_)) => return Ok(false),
@@ -146,7 +146,8 @@ impl Pages {
     fn fill_at(&self, id: EntryId, bits: u64, gfn: Gfn, level: Level, note: Note) {
         let page = self.pool.get(id.page());
         if bits != 0 {
-            // This is an MMIO entry, perhaps of another frame: the guest has changed its table, and has not flushed.
+            // The old entry is an MMIO entry, perhaps of another frame: the guest has changed its table, and has not
+            // flushed.
             self.unlist_leaf(id, page.gfn_at(id.index()), level);
         }
         page.set_note(id.index(), note);
@@ -159,7 +160,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
     fn note(target: &Target<'_, P, F>, gfn: Gfn) -> Note {
         match target.trail() {
             Some(trail) => Note::new(gfn, trail.rights),
-            // No page has notes, or the page is direct, and its role has the rights.
+            // The MMU keeps no notes, or the page is direct, and the role of a direct page contains the rights.
             None => Note::NONE,
         }
     }

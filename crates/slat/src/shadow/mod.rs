@@ -90,7 +90,7 @@ pub(crate) struct ShadowMmu<P: Platform, F: Format> {
 
 /// The tables for guest-physical addresses.
 enum Physical<P: Platform, F: Format> {
-    /// Direct pages, from the root with this number down.
+    /// Direct pages, in a tree whose root has this number.
     Pages(u32),
     /// A tree beside the shadow pages ([`beside`]).
     Tree(Tree<P, F>),
@@ -164,7 +164,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
             compared: AtomicU64::new(0),
             flushes,
             budget,
-            // Nothing is allocated until the guest uses such tables.
+            // Allocate no records before the guest uses nested tables.
             is_short: AtomicBool::new(false),
             format: PhantomData,
         })
@@ -205,7 +205,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         is_prepared
     }
 
-    /// Takes the lock, prepared for an install. The caller holds no lock.
+    /// Takes the lock, with the memory for an install allocated. The caller holds no lock.
     fn lock_prepared(&self, frames: &mut FrameCache) -> Result<SpinGuard<'_, Pages>, OutOfMemory> {
         loop {
             let pages = self.lock();
@@ -226,7 +226,6 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
     /// Allocates the memory for installs of `tables` tables: table frames for `frames`, and for the MMU records of
     /// shadow pages and of the reverse map. A fault allocates records only after an install has found too few of them
     /// ([`Retry::Unprepared`](crate::table::Retry)): counting records takes the MMU's lock, which most faults take only
-    /// once, to install.
     /// once, to install.
     ///
     /// # Errors

@@ -163,7 +163,7 @@ impl ShadowPage {
     }
 }
 
-/// The entry that [`Pages::clear`] has found.
+/// The kind of the entry that [`Pages::clear`] has cleared.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Cleared {
     Nothing,
@@ -335,7 +335,7 @@ impl Pages {
         self.active.iter(|number| &self.pool.get(number).by_age)
     }
 
-    /// Lists entry `id`, a leaf or an MMIO entry of `level` for `gfn`.
+    /// Adds entry `id`, a leaf or an MMIO entry of `level` for `gfn`, to the list of the frame.
     pub(super) fn list_leaf(&self, id: EntryId, gfn: Gfn, level: Level) {
         self.rmap.change(gfn, level, |entry| {
             entry.leaves.push(id.0, |id| self.link(id))

@@ -81,8 +81,8 @@ impl Node {
     }
 }
 
-/// The tree. A node that becomes empty stays in its place, because the guest often maps a zapped region again. When a
-/// node is needed in another place and no spare node is left, an empty node is moved there.
+/// The tree. A node that becomes empty stays in its place, because the guest often maps a zapped region again. When
+/// another region needs a node and no spare node is left, an empty node is moved to that region.
 pub(super) struct Rmap {
     pub(super) nodes: Pool<Node>,
     root: u32,
@@ -115,8 +115,8 @@ impl Rmap {
         (self.root, self.top)
     }
 
-    /// Returns the number of nodes that can be made without an allocation. Leaves out one empty node, which may be in
-    /// the place that needs another.
+    /// Returns the number of nodes that can be made without an allocation. Does not count one empty node: it may be the
+    /// node below which another is added.
     pub(super) fn spare(&self) -> usize {
         self.nodes.spare() + self.empties.get().saturating_sub(1)
     }
@@ -236,8 +236,8 @@ impl Rmap {
         }
     }
 
-    /// Takes a node, which the caller puts below `above`: a spare node, or else an empty node, which this removes from
-    /// its place.
+    /// Takes a node, which the caller puts below `above`: a spare node, or else an empty node, which this function
+    /// removes from its place in the tree.
     fn new_node(&self, above: u32) -> u32 {
         if let Some(number) = self.nodes.take() {
             return number;

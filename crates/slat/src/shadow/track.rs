@@ -16,9 +16,9 @@
 //! Leaves that allow stores may be in TLBs when a frame gets its first shadow page. So the page stores the number of
 //! the first flush that begins after all these leaves were protected, like an entry that was cleared on a format with
 //! break-before-make ([`crate::table`]). A fault that needs the page does that flush, unless it was already done, and
-//! reads the guest's tables again. Only then does the fault let an entry refer to the page. An unnoticed store came
-//! before that. [`Changes`](super::trail::Changes) shows that no store came between the reading of an entry and its
-//! use.
+//! reads the guest's tables again. Only then does the fault let an entry refer to the page. So every unnoticed store
+//! came before the fault read the tables. [`Changes`](super::trail::Changes) shows that no store came between the
+//! reading of an entry and its use.
 //!
 //! # Several address spaces
 //! Each address space has an MMU of its own, and its leaves do not depend on tables that another MMU tracks. A store
@@ -258,8 +258,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
             guest.is_some_and(|guest| guest.agreement.get() == Agreement::Unsynced)
         };
         if role.level == Level::PAGE && others.any(unsynced) {
-            // Stores to the table need not be noticed: the new page, too, is compared with the table when the guest
-            // flushes.
+            // Stores to the table need not be noticed: the new page is compared with the table when the guest flushes.
             path.unsynced += u64::from(pages.unsync_page(&*self.platform, number));
             return Some(number);
         }
@@ -314,7 +313,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
     }
 
     /// Call after a store to `range`, in one page of a tracked table, is complete. Returns whether the MMU has made
-    /// something of the old entries; then [`Self::follow`] has to zap it.
+    /// entries from the old contents; then call [`Self::follow`] to zap these.
     pub(crate) fn stored(&self, range: Range<Gpa>) -> bool {
         let gfn = range.start.gfn();
         let pages = self.lock();
@@ -423,7 +422,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         }
     }
 
-    /// Begins to sync the address of `key`: finds the entry at which a walk to `key` ends. If the entry has to be
+    /// Begins to sync the address of `key`: finds the entry at which a walk to `key` ends. If that entry has to be
     /// compared with the guest's table, returns its page and index. From then on, faults of other vCPUs that have read
     /// an old entry of an unsynced table for that address install nothing.
     pub(crate) fn begin_sync_of(&self, key: Key, root: (Gfn, Role)) -> Option<(PageOf, usize)> {
@@ -462,7 +461,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
             && guest.is_some_and(|guest| guest.agreement.get() != Agreement::Synced)
     }
 
-    /// Returns whether a page has to be compared with the guest's table.
+    /// Returns whether any page has to be compared with the guest's table.
     pub(crate) fn has_unsynced(&self) -> bool {
         self.lock().unsynced().next().is_some()
     }
@@ -537,7 +536,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         };
         let granted = match (meaning, F::decode(bits, role.level)) {
             (Some(Meaning::Table(gfn, role)), Entry::Table(lower)) => refers_to(lower, (gfn, role)),
-            // A guest's page that is mapped in parts.
+            // The page maps a larger page of the guest in parts.
             (Some(Meaning::Memory(gfn, rights)), Entry::Table(lower)) => {
                 refers_to(lower, (gfn, role.pieces(rights)))
             }

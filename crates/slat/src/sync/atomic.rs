@@ -11,7 +11,7 @@ pub use model::*;
 #[cfg(not(loom))]
 pub use plain::*;
 
-/// Defines a constructor that is `const`, except with loom, whose atomics are made at run time.
+/// Defines a constructor that is `const`. Under loom it is not, because loom's atomics are made at run time.
 macro_rules! const_fn {
     ($(#[$meta:meta])* $vis:vis fn $name:ident() -> Self $body:block) => {
         #[cfg(not(loom))]
@@ -35,8 +35,8 @@ mod plain {
         atomic.store(value, order);
     }
 
-    /// Represents memory that a protocol protects, and not the compiler. Does nothing at run time. Under loom it is a
-    /// cell, and loom reports a use by [`Watch::owned`] that is concurrent with any other use.
+    /// Represents memory that a protocol protects instead of the compiler. Does nothing at run time. Under loom it is a
+    /// cell: loom reports a use by [`Watch::owned`] that is concurrent with any other use.
     #[derive(Clone, Default)]
     pub struct Watch;
 

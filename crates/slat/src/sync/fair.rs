@@ -4,8 +4,8 @@
 //! [`crate::Platform::wait`], which yields the processor. Each thread takes a ticket, and the lock is granted in the
 //! order of tickets. So threads that take the lock in a loop delay another thread by at most one turn each.
 //!
-//! A waiter that becomes the next restarts its wait at round 0: the lock will be free soon, and no other thread can
-//! take it before this waiter.
+//! When a waiter becomes the next in turn, it restarts its wait at round 0: the lock will be free soon, and no other
+//! thread can take the lock before this waiter.
 
 use core::cell::UnsafeCell;
 use core::ops::{Deref, DerefMut};
@@ -37,16 +37,16 @@ impl<T> FairLock<T> {
         }
     }
 
-    /// Takes the lock; calls `wait(round)` while other threads have it. The caller is in no reader section and holds
-    /// no spin lock.
+    /// Takes the lock; calls `wait(round)` while another thread holds the lock. The caller is in no reader section and
+    /// holds no spin lock.
     pub(crate) fn lock(&self, mut wait: impl FnMut(u32)) -> FairGuard<'_, T> {
         held::assert_none("to queue for a lock");
         let mine = self.tickets.fetch_add(1, Relaxed);
         let mut round = 0;
         let mut seen = mine;
         loop {
-            // Acquire would be enough to see the stores of the holder before. But a model checker would return old
-            // values forever, and for a waiter the newest value costs little.
+            // Acquire would be enough to see the stores of the holder before. But in the model checker, a relaxed load
+            // may return old values forever; and for a waiter, the newest value costs little.
             let turn = self.turn.load(SeqCst);
             if turn == mine {
                 break;
@@ -124,7 +124,8 @@ mod tests {
                 drop(guard);
                 if let Some(before) = before {
                     waited += 1;
-                    // Allows two turns of each other thread: one, and one that had ended but was not counted before.
+                    // Allows each other thread two turns: one that it took first, and one that had ended and was not
+                    // counted yet.
                     if after - before > 2 * OTHERS {
                         stop.store(true, SeqCst);
                         panic!(

@@ -7,9 +7,9 @@
 //!
 //! Builds with debug assertions and the feature `lock-checks` count, for each thread, the spin locks it holds, and the
 //! entries it has read since the reader section of its operation began. [`assert_none`] checks the first count before
-//! the engine calls anything that may wait ([`crate::Platform::wait`], `flush` and `resolve`), and before it
-//! queues for a [`super::FairLock`]; [`looked_at`] checks the second in every walk. (A count for each thread needs
-//! `std`, hence the feature. Builds for loom do not count.)
+//! the engine calls anything that may wait ([`crate::Platform::wait`], `flush` and `resolve`), and before it queues for
+//! a [`super::FairLock`]; [`looked_at`] checks the second in every walk. (Counting for each thread needs `std`, so the
+//! checks are a feature. Builds for loom do not count.)
 
 /// The number of entries that an operation may read in one reader section: this takes about 50 us. In builds that
 /// count, the limit is low, so that the operations of their tests need many sections, too.

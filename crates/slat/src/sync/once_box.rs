@@ -11,7 +11,7 @@ use crate::sync::atomic::{AtomicPtr, Ordering::*, const_fn};
 /// A list that only grows is a chain of `OnceBox`es: each element has one for the next element.
 pub(crate) struct OnceBox<T> {
     value: AtomicPtr<T>,
-    /// Threads share the value, and any of them may have made it.
+    /// Threads share the value, and the thread that makes it may be another than the one that drops it.
     owns: PhantomData<T>,
 }
 
@@ -40,8 +40,8 @@ impl<T: Send + Sync> OnceBox<T> {
     /// Sequentially consistent, for lists whose readers must not miss an element ([`crate::sync::quiesce`]).
     #[inline(always)]
     pub(crate) fn get(&self) -> Option<&T> {
-        // SAFETY: the pointer was made by `Box::into_raw` in `set`, which publishes a value that is whole, and only
-        // `take` removes it, which borrows `self` mutably.
+        // SAFETY: `set` made the pointer by `Box::into_raw` and publishes only whole values; only `take` removes a
+        // value, and it borrows `self` mutably.
         unsafe { self.value.load(SeqCst).as_ref() }
     }
 
@@ -52,9 +52,10 @@ impl<T: Send + Sync> OnceBox<T> {
     pub(crate) fn set(&self, new: Box<T>) -> Result<&T, Box<T>> {
         let new = Box::into_raw(new);
         match (self.value).compare_exchange(ptr::null_mut(), new, SeqCst, Relaxed) {
-            // SAFETY: as in `get`.
+            // SAFETY: made by `Box::into_raw` above and just published; only `take`, which borrows `self` mutably,
+            // removes the value.
             Ok(_) => Ok(unsafe { &*new }),
-            // SAFETY: made above, and not published.
+            // SAFETY: made by `Box::into_raw` above, and not published.
             Err(_) => Err(unsafe { Box::from_raw(new) }),
         }
     }

@@ -1,4 +1,5 @@
-//! Quiescent-state reclamation: decides how long readers may use removed data. KVM's SRCU does this, too.
+//! Quiescent-state reclamation: decides when removed data may be freed, because no reader uses it any more. KVM uses
+//! SRCU for this.
 //!
 //! Walkers and slot look-ups take no lock. So data that they may have read is kept until each of them has passed a
 //! *quiescent point*: a moment at which it has no pointer into tables or slots and, if it is a software CPU, no cached
@@ -29,10 +30,9 @@
 //! KVM_RUN is outside, too.
 //!
 //! # Attention
-//! Each reader has a word of *attention* bits that its software CPU checks at every block boundary. `synchronize` sets
-//! [`Attention::FLUSH`] there; the other bits belong to the client. [`Reader::quiesce`] clears the bit *before* it
+//! ⏎ Each reader has a word of *attention* bits that its software CPU checks at every block boundary. `synchronize`
+//! sets [`Attention::FLUSH`] there; the other bits belong to the client. [`Reader::quiesce`] clears the bit *before* it
 //! reads the generation. A request between the two sets the bit again, and the CPU sees the bit at the next boundary.
-//! sets the bit again, and the CPU sees that at the next boundary.
 
 use alloc::boxed::Box;
 use core::iter;
@@ -57,7 +57,7 @@ use crate::sync::{InSection, OnceBox};
 #[derive(Clone, Debug)]
 pub struct Attention(Shared<Word>);
 
-/// On a cache line of its own: the CPU reads it at every block boundary.
+/// On a cache line of its own, because the CPU reads the word at every block boundary.
 #[derive(Debug)]
 #[repr(align(64))]
 struct Word(AtomicU32);
@@ -176,7 +176,7 @@ impl Reader {
         self.settle_from(readers, readers.generation.load(SeqCst))
     }
 
-    /// Like [`Self::settle`], with a `generation` that was read before and may be out of date.
+    /// Like [`Self::settle`], but starts from `generation`, which was read before and may be out of date.
     #[inline]
     fn settle_from(&self, readers: &Readers, mut generation: u64) -> bool {
         loop {
@@ -199,20 +199,20 @@ impl Reader {
     }
 }
 
-/// A reader in a section, and the right to use the reader exclusively. Dropping it ends the section, and releases the
-/// reader.
+/// A reader in a section. It gives the right to use the reader exclusively. Dropping it ends the section, and releases
+/// the reader.
 pub(crate) struct Inside<'a> {
     reader: &'a Reader,
-    /// Set if the reader is one that operations borrow.
+    /// The readers to which the reader is returned, if an operation has borrowed it.
     borrowed_from: Option<&'a Readers>,
 }
 
 impl<'a> Inside<'a> {
-    /// Returns the proof that this is a reader section.
+    /// Returns the proof that the reader is in a section.
     #[inline(always)]
     pub(crate) fn inside(&self) -> InSection<'_> {
-        // SAFETY: `self` was made when the reader had entered, by the thread that owns it until `self` is dropped, and
-        // only what borrows `self` mutably, or drops it, ends the section.
+        // SAFETY: `self` was made after the reader had entered, by the thread that owns the reader until `self` is
+        // dropped. Only methods that borrow `self` mutably, and dropping `self`, end the section.
         unsafe { InSection::assume() }
     }
 
@@ -271,14 +271,15 @@ impl Readers {
         Ok(())
     }
 
-    /// Begins a section for a few instructions that wait for nothing and that ignore [`Attention`]. The caller may be
-    /// in another section. `None`: another thread is in the brief section, and there is no memory for another reader.
+    /// Begins a section for a few instructions that wait for nothing and that ignore [`Attention`]. The caller may
+    /// already be in a section of another reader. `None`: another thread is in the brief section, and there is no
+    /// memory for another reader.
     ///
     /// An operation that borrows a reader exchanges its owner, and then stores the reader's word: two locked
     /// instructions on x86. Here the word itself shows whether the reader has an owner: the compare-exchange that
     /// stores the generation succeeds only if the word was 0. The compare-exchange is sequentially consistent, like the
-    /// store in [`Reader::enter`], and the generation is read again after it in the same way. So the same argument
-    /// holds.
+    /// store in [`Reader::enter`], and the generation is read again after it in the same way. So the argument of the
+    /// module comment holds here, too.
     #[inline]
     pub(crate) fn brief(&self) -> Option<Inside<'_>> {
         let begin = |reader: &Reader| {
@@ -337,8 +338,8 @@ impl Readers {
         loop {
             if let Some(reader) = next.get() {
                 if reader.try_own() {
-                    // The client of the last owner may still have the attention word; bits that it has set are not for
-                    // this owner.
+                    // The client of the last owner may still have the attention word, and may have set bits in it that
+                    // are not for this owner.
                     reader.attention.take(u32::MAX);
                     return Ok(reader);
                 }
@@ -425,7 +426,8 @@ impl Readers {
 
 impl Drop for Readers {
     fn drop(&mut self) {
-        // Drop the readers one by one: dropping the first with the whole list would recurse, and take stack for each.
+        // Drop the readers one by one: if the first were dropped with the whole list, each would be dropped by a nested
+        // call, and that many calls may overflow the stack.
         let mut next = self.first.take();
         while let Some(mut reader) = next {
             next = reader.next.take();
@@ -479,7 +481,7 @@ mod tests {
             one.quiesce(&readers);
         });
         assert_eq!(other.attention.flag().load(SeqCst), 0, "it was not asked");
-        // This wait is for both readers again.
+        // This wait, too, is for both readers.
         let mut asked = 0;
         readers.synchronize(|_, token| {
             asked += token;
@@ -535,7 +537,7 @@ mod tests {
         let reader = readers.register().unwrap();
         reader.enter(&readers, 0);
         reader.leave();
-        // The reader has read the generation and not stored it yet. The writer finds no reader in a section.
+        // The reader has read the generation, and has not stored it yet. So the writer finds no reader in a section.
         let before = readers.generation.load(SeqCst);
         let after = readers.synchronize(|_, _| panic!("waited"));
         assert!(reader.settle_from(&readers, before));

@@ -24,7 +24,7 @@ use core::marker::PhantomData;
 /// assert_eq!(*seen, 7);
 /// ```
 ///
-/// but it can be used before the section ends:
+/// But the reference can be used before the section ends:
 ///
 /// ```
 /// # #[allow(dead_code)]
@@ -44,8 +44,8 @@ use core::marker::PhantomData;
 /// owner.leave();
 /// ```
 ///
-/// The proof does not name the VM of the reader: the only operation on two VMs ([`crate::vm`]'s clones) is in a section
-/// of one of them only.
+/// The proof does not name the VM of the reader: the only operation on two VMs, making a clone ([`crate::vm`]), is in a
+/// section of one of the two only.
 #[derive(Clone, Copy)]
 pub(crate) struct InSection<'s>(PhantomData<&'s ()>);
 

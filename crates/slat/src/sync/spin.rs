@@ -1,8 +1,8 @@
 //! A lock for short critical sections that never wait: changes of the entries of one table, or of the range of an
 //! invalidation.
 //!
-//! The holder takes no other lock, allocates nothing and waits for nothing ([`super::held`] checks that). So a waiter
-//! can simply wait: a deadlock is impossible.
+//! The holder takes no other lock, allocates nothing and waits for nothing ([`super::held`] checks this). So no
+//! deadlock is possible, and a waiter may spin.
 
 use core::cell::UnsafeCell;
 use core::ops::{Deref, DerefMut};
@@ -48,7 +48,7 @@ impl RawSpinLock {
     /// Waits for the lock and takes it.
     ///
     /// Each read of the word takes its cache line from the holder, and that line often contains the data that the
-    /// holder is changing. So a waiter reads rarely. In return, the holder may take the lock several times in a row.
+    /// holder is changing. So a waiter reads rarely. The price: the holder may take the lock several times in a row.
     #[cold]
     #[inline(never)]
     fn lock_slowly(&self, wait: &mut dyn FnMut(u32)) {

@@ -2,8 +2,8 @@
 //! memory delays no fault.
 //!
 //! # Why no lock is needed
-//! Aging changes only the accessed bit of a leaf, by a compare-exchange of the entry: if the entry has changed since it
-//! was read, nothing happens.
+//! ⏎ Aging changes only the accessed bit of a leaf, by a compare-exchange of the entry. If the entry has changed since
+//! it was read, the exchange fails and nothing changes.
 //!
 //! * *Tables.* The caller is in a reader section, and reaches tables as any walker does. A table that was removed
 //!   meanwhile is not freed before the section ends; a cleared bit in its leaves has no effect.
@@ -18,7 +18,8 @@
 //!   a walker sets a bit.
 //! * *Walkers in hardware* set bits by atomic operations. If a walker sets a bit in the leaf between the load and the
 //!   exchange, the exchange fails. The next exchange keeps the dirty bit.
-//! * *Another thread that ages* exchanges the same bits. One of the two threads succeeds, and counts the leaf.
+//! * *Another thread that ages* may try to exchange the same bits. One of the two threads succeeds, and counts the
+//!   leaf.
 //!
 //! The MMU of shadow pages finds leaves by its lists, which change under its lock, so it ages under that lock
 //! ([`ByGfn::age`](super::ByGfn)).
@@ -33,7 +34,7 @@ use crate::format::Format;
 use crate::platform::Platform;
 use crate::sync::atomic::{AtomicU64, Ordering::*};
 
-/// One step of a walk that ages.
+/// The state of one step of a walk that ages.
 struct Aging<'w, P: Platform, F: Format, S> {
     tree: &'w Tree<P, F>,
     walk: &'w mut Walk,
@@ -72,7 +73,7 @@ impl<P: Platform, F: Format, S: FnMut(Aged)> Aging<'_, P, F, S> {
             }
             self.walk.visits();
             let entry = table.entry(F::GRANULE.index(gfn, level));
-            // `Acquire`: the entries of a new table are visible, too.
+            // `Acquire`: if the entry refers to a new table, this thread sees the entries of the table, too.
             match F::next_table(entry.load(Acquire), level) {
                 Some(lower) => self.table(lower, level.below(), below)?,
                 None => self.entries(slice::from_ref(entry), gfn, level),

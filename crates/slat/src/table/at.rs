@@ -19,20 +19,21 @@ pub(crate) struct At<'t> {
     /// The first frame that the entry covers, which may be before the walk's range.
     pub(crate) gfn: Gfn,
     pub(crate) level: Level,
-    /// An entry on the path was write-protected ([`super::protect`]) when the walk passed it.
+    /// Whether an entry on the path was write-protected ([`super::protect`]) when the walk passed that entry.
     pub(crate) below_protected: bool,
 }
 
-/// The record that the MMU keeps of the entries of a table.
+/// The MMU's record of the entries of a table: a count of leaves, or lists of entries.
 #[derive(Clone, Copy)]
 pub(crate) enum Kept<'t> {
     /// The record of which entries of the table were cleared.
     Cleared(&'t Cleared),
-    /// Lists of entries.
+    /// The MMU lists the entries.
     Listed(&'t dyn Listed),
 }
 
-/// A visited entry of an MMU that lists its entries, and whose lock is held. The methods get the same entry.
+/// A visited entry of an MMU that lists its entries, and whose lock is held. Each method is passed the entry that is
+/// visited.
 pub(crate) trait Listed {
     /// Implements [`At::is_shadowed`].
     fn is_shadowed(&self) -> bool;
@@ -83,7 +84,7 @@ impl At<'_> {
         bits
     }
 
-    /// Notes that the entry was cleared.
+    /// Updates the table's records after the entry was cleared.
     fn cleared<F: Format>(&self) {
         match self.kept {
             Kept::Cleared(cleared) if F::BREAK_BEFORE_MAKE => {
@@ -95,15 +96,16 @@ impl At<'_> {
         self.leaf_removed::<F>();
     }
 
-    /// Reduces the table's count of leaves by one, if the entry, which was a leaf or referred to a table, was a leaf.
+    /// Reduces the table's count of leaves by one, if the cleared entry was a leaf. The entry was a leaf or referred to
+    /// a table.
     fn leaf_removed<F: Format>(&self) {
         if F::next_table(self.bits, self.level).is_none() {
             self.meta.count_leaves(-1);
         }
     }
 
-    /// Replaces the huge leaf `old` by the entry `table`. `Err`: a walker has set a bit in the leaf; contains the new
-    /// bits.
+    /// Replaces the huge leaf `old` by the entry `table`. `Err`: a walker has set a bit in the leaf; contains the
+    /// entry's new bits.
     ///
     /// `Release`: a walker that sees the new table sees its entries, too.
     pub(crate) fn put_table<F: Format>(&self, old: u64, table: u64) -> Result<(), u64> {
@@ -112,7 +114,7 @@ impl At<'_> {
             .map(|_| self.leaf_removed::<F>())
     }
 
-    /// Clears the entry, which is an MMIO entry. Needs no flush: no TLB caches an MMIO entry.
+    /// Clears the entry, which is an MMIO entry. This needs no flush: no TLB caches an MMIO entry.
     pub(crate) fn clear_mmio(&self) {
         self.put(0);
         if let Kept::Listed(listed) = self.kept {
@@ -120,13 +122,13 @@ impl At<'_> {
         }
     }
 
-    /// Overwrites the entry with `bits`. Loses accessed and dirty bits that a walker sets at the same time.
+    /// Overwrites the entry with `bits`. Accessed and dirty bits that a walker sets at the same time are lost.
     pub(crate) fn put(&self, bits: u64) {
         overwrite(self.entry, bits, Relaxed);
     }
 
-    /// Applies `change` to the leaf in the entry. Loses no bit that a walker sets at the same time. But an accessed bit
-    /// that aging clears meanwhile without the lock ([`super::age`]) may be set again.
+    /// Applies `change` to the leaf in the entry. No bit that a walker sets at the same time is lost. But an accessed
+    /// bit that aging clears meanwhile without the lock ([`super::age`]) may be set again.
     pub(crate) fn update<F: Format>(&self, change: impl Fn(u64) -> u64) {
         if F::is_settled(self.bits) {
             overwrite(self.entry, change(self.bits), Relaxed);

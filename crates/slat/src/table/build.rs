@@ -54,7 +54,7 @@ impl<'t, P: Platform, F: Format> TableBuilder<'t, P, F> {
         };
         self.last = Some((first, level, frame));
         let table = self.tree.table(frame);
-        // Relaxed: publishing the VM publishes the whole tree.
+        // Relaxed: the whole tree is published later, with the VM.
         table
             .entry(F::GRANULE.index(gfn, level))
             .store(bits, Relaxed);

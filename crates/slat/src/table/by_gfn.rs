@@ -1,5 +1,5 @@
-//! Tables by guest frame: the interface for operations that come from the host or from slot changes. These know frames
-//! but no CPU.
+//! The interface to tables by guest frame, for operations that the host or a slot change requests. These operations
+//! know frames, and no CPU.
 //!
 //! An MMU shows the leaves of a range of frames to a visitor, each as an [`At`], under the lock of its table. Every
 //! operation on a range of frames is such a visitor ([`crate::vm::range_op`](crate::vm)). So an operation is written
@@ -29,8 +29,8 @@ pub(crate) trait Visit {
     fn visit(&mut self, at: &At<'_>) -> Next;
 
     /// Visits adjacent level 1 entries, all in the walk's range, under the lock of their table. The first is for frame
-    /// `first`. Returns `true` if it has done everything for all of them. Returns `false` if it has done nothing; then
-    /// the walk calls `visit` for each.
+    /// `first`. Returns `true` if it has handled all of these entries. Returns `false` if it has done nothing; then the
+    /// walk calls `visit` for each entry.
     #[inline]
     fn run(&mut self, _entries: &[AtomicU64; RUN], _first: Gfn) -> bool {
         false
@@ -87,17 +87,17 @@ pub(crate) enum Next {
     Stop,
 }
 
-/// An MMU, as used by operations that come from the host or from slot changes. The caller of every method is in a
-/// reader section.
+/// An MMU as seen by operations that the host or a slot change requests. The caller of every method is in a reader
+/// section.
 pub(crate) trait ByGfn {
-    /// The format of its entries.
+    /// The format of the MMU's entries.
     type Format: Format;
 
     /// Continues `walk`. Calls `visit` for every leaf that covers frames of the range, and for the entries that `show`
-    /// adds, in the order of gfn (with two MMUs, in the order of each). Each call is under the lock of the entry's
-    /// table, or of the MMU. Takes that lock wherever a fault could install something in the range, even if there is no
-    /// entry to visit. Stops where `visit` returns [`Next::Stop`], or when the budget of `walk` is used up. The next
-    /// call resumes with the same entry.
+    /// adds, in the order of gfn. (An MMU with a tree and shadow pages shows the entries of each of the two in that
+    /// order.) Each call is under the lock of the entry's table, or of the MMU. Takes that lock wherever a fault could
+    /// install something in the range, even if there is no entry to visit. Stops where `visit` returns [`Next::Stop`],
+    /// or when the budget of `walk` is used up. The next call resumes with the same entry.
     fn walk(&self, walk: &mut Walk, show: Show, visit: &mut impl Visit);
 
     /// Calls `seen`, for some leaves at a time, for all leaves that cover frames of the range. Clears their accessed
@@ -108,7 +108,7 @@ pub(crate) trait ByGfn {
     /// Zaps the leaf at `at`.
     fn zap(&self, at: &At<'_>);
 
-    /// Zaps the leaf at `at`, and returns it with the bits that hardware has set up to now.
+    /// Zaps the leaf at `at`, and returns the leaf with the bits that hardware has set up to now.
     fn take(&self, at: &At<'_>) -> u64;
 
     /// Clears the entry `at`, which refers to the table in the frame `lower`. Adds the table to `detached`, with all
@@ -117,7 +117,7 @@ pub(crate) trait ByGfn {
 
     /// Replaces the huge leaf `at` by a table, in a frame from `path`, of equivalent leaves of the next lower level.
     /// `path` has a frame for the table, and the MMU is prepared for one more table. On formats with break-before-make
-    /// it only breaks the leaf; [`Self::mend`] uses the frame later.
+    /// this only breaks the leaf; [`Self::mend`] uses the frame later.
     fn split(&self, at: &At<'_>, path: &mut Path<'_>) -> Split;
 
     /// Installs the pieces of the broken leaf of `level` at `gfn`: the second half of break-before-make. Call after a
@@ -129,8 +129,8 @@ pub(crate) trait ByGfn {
     fn mend(&self, gfn: Gfn, level: Level, path: &mut Path<'_>) -> bool;
 
     /// Replaces the table in the frame `lower`, to which the entry `at` refers, by the huge leaf `leaf`, which maps all
-    /// pages that the table maps. Adds the table to `detached`. On formats with break-before-make it makes the entry a
-    /// broken leaf, and [`Self::restore`] makes the leaf valid after a flush. An MMU that cannot have a leaf there
+    /// pages that the table maps. Adds the table to `detached`. On formats with break-before-make this makes the entry
+    /// a broken leaf, and [`Self::restore`] makes the leaf valid after a flush. An MMU that cannot have a leaf there
     /// clears the entry.
     fn collapse(&self, at: &At<'_>, lower: Pfn, leaf: Leaf, detached: &mut Detached) -> Collapse;
 
@@ -196,7 +196,7 @@ pub(crate) enum Split {
     InPlace,
     /// The leaf was made [`Entry::Broken`](crate::format::Entry::Broken).
     Broken,
-    /// Nothing was split, because the frames that were allocated ahead are used up.
+    /// Nothing was split, because all frames that were allocated ahead are used.
     Unprepared,
 }
 

@@ -86,7 +86,7 @@ impl<P: Platform, F: Format> ByGfn for Tree<P, F> {
 
     fn collapse(&self, at: &At<'_>, lower: Pfn, leaf: Leaf, detached: &mut Detached) -> Collapse {
         let bits = F::leaf(leaf, at.level);
-        // Nothing is cleared: until the flush, walkers use either the leaf or the table, which have the same
+        // No entry is cleared: until the flush, a walker uses either the leaf or the table, and both have the same
         // meaning.
         let (bits, collapse) = match F::BREAK_BEFORE_MAKE {
             true => (F::broken(bits), Collapse::Broken),

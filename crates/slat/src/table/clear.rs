@@ -1,7 +1,7 @@
 //! Clears entries, and decides when a valid entry may be installed there again.
 //!
-//! The argument is in [`super`], "Break-before-make". On formats that do not require it, a cleared entry is 0, and all
-//! checks here are compiled away.
+//! The module comment of [`super`], "Break-before-make", explains why this is right. On formats that do not require
+//! break-before-make, a cleared entry is 0, and all checks here are compiled away.
 
 use crate::sync::atomic::Ordering::*;
 use core::cell::Cell;
@@ -17,8 +17,8 @@ impl<P: Platform, F: Format> Tree<P, F> {
     /// with `bits`.
     #[inline]
     pub(super) fn may_install(&self, bits: u64, gfn: Gfn, level: Level, own: &Flushed) -> bool {
-        // An entry without a number yet can be seen only without the lock; it passes this check. Then the exchange
-        // with `bits`, under the lock, fails.
+        // A cleared entry that does not name its flush yet is visible only without the lock. It passes this check, but
+        // then the exchange with `bits`, under the lock, fails.
         F::cleared_by(bits).is_none_or(|number| {
             !self
                 .flushes

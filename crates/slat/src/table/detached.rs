@@ -15,7 +15,7 @@ pub(crate) struct Freed {
     pub(crate) nx_splits: u64,
     /// The number of tables of shadow pages.
     pub(crate) shadow_pages: u64,
-    /// The number of these shadow pages that were not synced with the guest's table.
+    /// The number of freed shadow pages that were not synced with the guest's table.
     pub(crate) unsynced: u64,
 }
 
@@ -35,7 +35,8 @@ impl core::ops::AddAssign for Freed {
 pub(crate) struct Detached {
     /// The first table of a list, packed by [`Self::pack`]; the metadata of each table contain the next one.
     head: u64,
-    /// The leaves that were zapped when a table was detached, and that the table does not contain any more.
+    /// The leaves that were zapped when their table was detached, and that the table therefore does not contain any
+    /// more.
     pub(crate) zapped: Freed,
 }
 
@@ -107,7 +108,7 @@ impl Detached {
             // SAFETY: the caller's promise.
             unsafe { freeing.subtree::<F>(frame, level) };
         }
-        // SAFETY: as above.
+        // SAFETY: the caller's promise, for all tables that `freeing` has collected.
         unsafe { freeing.finish() }
     }
 }

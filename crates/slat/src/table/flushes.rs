@@ -2,8 +2,8 @@
 //!
 //! A range operation takes a *ticket* ([`Flushes::need_flush`]), and names the frames that the ticket covers before it
 //! changes an entry for them. It *completes* (drops) the ticket after its flush. So a thread that holds the lock of a
-//! table, and finds that an entry was zapped or has lost a right, knows that either the flush was done, or it can find
-//! the ticket of the operation. It follows that
+//! table, and finds that an entry was zapped or has lost a right, knows that the flush was done, or finds the ticket of
+//! the operation. It follows that
 //!
 //! * an operation that finds nothing to change needs a flush only if another ticket covers one of the same frames. It
 //!   then flushes its own frames only: operations on other frames cost it nothing;
@@ -75,7 +75,8 @@ pub(crate) struct Flushed {
 }
 
 impl Flushed {
-    /// Returns whether this flush voids what walkers had read in an entry for `gfns` that names the flush `number`.
+    /// Returns whether this flush voids all that walkers had cached of an entry for `gfns` that names the flush
+    /// `number`.
     pub(crate) fn covers(&self, gfns: &Range<Gfn>, number: u64) -> bool {
         number <= self.number && self.gfns.start <= gfns.start && gfns.end <= self.gfns.end
     }
@@ -132,7 +133,7 @@ impl Flushes {
         }
     }
 
-    /// Returns the lowest number of a flush that begins from now on. Such a flush voids what walkers had read in
+    /// Returns the lowest number of a flush that begins from now on. Such a flush voids all that walkers had cached of
     /// entries that the caller has changed before this call.
     pub(crate) fn next(&self) -> u64 {
         fence(SeqCst);
@@ -196,8 +197,8 @@ impl Flushes {
     }
 }
 
-/// Shows other threads that its owner needs a flush of the frames that it covers. Dropping it completes it: the owner
-/// drops it after that flush.
+/// The visible sign that its owner needs a flush of the frames that the ticket covers. The owner drops the ticket after
+/// that flush, which completes the ticket.
 pub(crate) struct FlushTicket<'a> {
     flushes: &'a Flushes,
     /// `None`: the ticket has no entry.
@@ -229,7 +230,7 @@ impl FlushTicket<'_> {
         }
     }
 
-    /// Call after a flush that covers everything that the owner has changed up to now.
+    /// Call after a flush that covers everything that the owner of the ticket has changed up to now.
     pub(crate) fn renew(&self) {
         if let Some(entry) = self.entry() {
             // A stale `begun` is lower: at worst another thread does a flush that it does not need. Release: a
@@ -310,7 +311,8 @@ mod tests {
         let ticket = need(&flushes, gfns(0, 8));
         let named = flushes.next();
         assert!(flushes.is_due(&gfns(3, 4), named, &nothing));
-        // A thread's own flush voids only what walkers had read in entries for the same frames with an earlier number.
+        // A thread's own flush voids only what walkers had cached of entries for the same frames that name an earlier
+        // flush.
         let own = Flushes::done(gfns(3, 4), flushes.begin());
         assert!(!flushes.is_due(&gfns(3, 4), named, &own));
         assert!(flushes.is_due(&gfns(2, 4), named, &own));

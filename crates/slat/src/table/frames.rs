@@ -62,7 +62,7 @@ impl TableFrames {
     /// Frees `frames`.
     ///
     /// # Safety
-    /// - they are of this VM, and no walker can reach a table in them, if there is one.
+    /// - the frames belong to this VM, and no walker can reach a table in them.
     pub(super) unsafe fn free(&self, platform: &impl Platform, frames: &[Pfn]) {
         // SAFETY: the caller's promise.
         unsafe { platform.free_tables(self.vm, frames) };

@@ -40,7 +40,7 @@ struct Frames {
 
 struct Frame {
     meta: Box<TableMeta>,
-    /// Its memory; that of a root has all its tables.
+    /// The frame's memory; for a frame of a root, the memory of all tables of the root.
     memory: Arc<Memory>,
 }
 
@@ -50,9 +50,9 @@ struct Memory {
     layout: Layout,
 }
 
-// SAFETY: it owns the memory.
+// SAFETY: the value owns the memory.
 unsafe impl Send for Memory {}
-// SAFETY: as above.
+// SAFETY: a shared reference to it reads only the address and the layout, which never change.
 unsafe impl Sync for Memory {}
 
 impl Memory {
@@ -60,7 +60,7 @@ impl Memory {
         let layout = Layout::from_size_align(bytes as usize, bytes as usize).unwrap();
         // SAFETY: the layout has a size.
         let start = NonNull::new(unsafe { alloc(layout) }).expect("there is memory");
-        // SAFETY: the memory has so many bytes.
+        // SAFETY: the memory has the size of the layout.
         unsafe { start.write_bytes(0xff, layout.size()) };
         Memory { start, layout }
     }

@@ -12,7 +12,7 @@ use crate::format::{Entry, Format, Leaf};
 use crate::platform::Platform;
 use crate::trace::Event;
 
-/// What to do about a larger leaf on the path.
+/// Whether a walk splits a larger leaf on the path, or gives up.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum OnLeaf {
     Split,
@@ -146,7 +146,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
         let entry = table.entry(F::GRANULE.index(gfn, Level::PAGE));
         let _guard = table.lock();
         let bits = entry.load(Relaxed);
-        // An MMIO entry names no flush, so it must not replace an entry whose flush is due.
+        // An MMIO entry names no flush, so it must not replace an entry that names a flush which is still due.
         let free = F::is_absent(bits) && self.may_install(bits, gfn, Level::PAGE, &path.flushed);
         if free {
             entry.store(F::mmio(generation, 0), Release);
@@ -365,7 +365,7 @@ impl<F: Format> Run<F> {
     fn holds(&self, first: Leaf, level: Level, leaves: u64) -> bool {
         let lowest = F::FRAME.trailing_zeros();
         let bits = F::FRAME >> lowest;
-        // The two parts may be beside each other, with the upper one below.
+        // The two parts of the address may be next to each other in the entry, with the upper part in the lower bits.
         let in_one_part = bits & (bits + 1) == 0 && F::put_frame(Pfn(1)) == 1 << lowest;
         let last = Leaf {
             pfn: first.pfn.add((leaves - 1) * F::GRANULE.pages(level)),
@@ -398,7 +398,7 @@ pub(crate) fn widen<F: Format>(entry: &AtomicU64, bits: u64, leaf: Leaf, level: 
         Entry::Leaf(now) => Some(F::leaf(union(now, leaf), level)),
         _ => None,
     };
-    // Walkers may set accessed and dirty meanwhile; the lock excludes all other changes.
+    // Meanwhile walkers may set accessed and dirty; the lock excludes all other changes.
     wider(bits) != Some(bits) && entry.fetch_update(Release, Relaxed, wider).is_ok()
 }
 

@@ -69,7 +69,8 @@
 //!   stored the leaf detaches the table, flushes, and then makes the leaf valid ([`ByGfn::restore`]). A fault waits. An
 //!   invalidation that comes meanwhile finds the leaf, and zaps it.
 //!
-//! On formats that do not require it, `cleared` is 0 and names no flush, and all checks are compiled away.
+//! On formats that do not require break-before-make, `cleared` is 0 and names no flush, and all checks are compiled
+//! away.
 //!
 //! [`Entry::Empty`]: crate::format::Entry::Empty
 //! [`Entry::Broken`]: crate::format::Entry::Broken
@@ -236,7 +237,7 @@ impl<'a, P: Platform, F: Format> Table<'a, P, F> {
 
     #[inline]
     pub(crate) fn meta(&self) -> &'a TableMeta {
-        // SAFETY: as for `entries`.
+        // SAFETY: the platform promises that the metadata of an allocated frame are valid until the frame is freed.
         unsafe { self.platform.meta(self.frame).as_ref() }
     }
 

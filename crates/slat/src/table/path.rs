@@ -49,8 +49,8 @@ impl FrameCache {
             source,
         } = self;
         source.allocate(platform, missing, |frame| all.push(frame));
-        // `take` pops from the end. Reversed, it gives frames in the order of allocation, often that of their
-        // addresses.
+        // `take` pops from the end of the list. Because the list is reversed, `take` returns frames in the order of
+        // allocation, which is often that of their addresses.
         self.frames[before..].reverse();
         if self.frames.len() < frames {
             return Err(OutOfMemory);
@@ -99,13 +99,14 @@ impl FrameCache {
     }
 }
 
-/// The resources for an install, or a split, on the path to its leaf, and a record of what it changed.
+/// The resources for an install or a split on one path, and a record of the changes that were made.
 pub(crate) struct Path<'a> {
     /// Frames for new tables. Each path that a vCPU begins has [`FrameCache::FAULT`] of them.
     pub(crate) frames: &'a mut FrameCache,
     /// The last flush that the owner of the path has done itself.
     pub(crate) flushed: Flushed,
-    /// The leaf is small only because of the policy `nx_huge_pages`: recovery may zap a level 1 table made for it.
+    /// Whether the leaf is small only because of the policy `nx_huge_pages`: recovery may zap a level 1 table made for
+    /// it.
     pub(crate) nx_split: bool,
     /// The number of huge leaves split, by level.
     pub(crate) splits: LeafCounts,
@@ -118,8 +119,8 @@ pub(crate) struct Path<'a> {
     /// Whether the access is a store of the guest, after which a table of level 1 may be unsynced. Otherwise the MMU
     /// may be setting a flag in a table, whose shadow pages then remain correct.
     pub(crate) stores: bool,
-    /// The leaf was installed without the right to write, because the page contains a table of the guest. After the
-    /// write, the client reports it to the MMU.
+    /// Whether the leaf was installed without the right to write, because the page contains a table of the guest. After
+    /// the write, the client reports it to the MMU.
     pub(crate) tracked: bool,
     /// The root of the shadow pages on the trail.
     pub(crate) root: Option<Root>,

@@ -81,7 +81,8 @@ impl At<'_> {
     /// before. The caller flushes.
     pub(crate) fn protect_below<F: Format>(&self) -> bool {
         if F::is_protected(self.bits) {
-            // A push may give the right back meanwhile. Use an exchange even if nothing changes: see "A harvest" above.
+            // A push may give the right back meanwhile. Use an exchange even if nothing changes: see "A harvest" in the
+            // module comment.
             return !F::is_protected(self.entry.fetch_and(!F::TABLE_WRITE, AcqRel));
         }
         overwrite(self.entry, self.bits & !F::TABLE_WRITE, Release);
@@ -90,14 +91,14 @@ impl At<'_> {
 
     /// Returns whether the entry, which refers to a table, is write-protected.
     pub(crate) fn is_protected<F: Format>(&self) -> bool {
-        // Use an exchange, as above.
+        // Use a read-modify-write, not a load: see "A harvest" in the module comment.
         F::is_protected(self.bits) && F::is_protected(self.entry.fetch_or(0, AcqRel))
     }
 }
 
 impl<P: Platform, F: Format> Tree<P, F> {
     /// Pushes write protection down from all entries above the table of level `to` on the path of `cursor`, as far as
-    /// the path reaches. Then `cursor` continues with the table that this has reached.
+    /// the path reaches. Afterwards `cursor` is at the last table reached.
     #[cold]
     pub(super) fn push_down(&self, cursor: &mut Cursor<'_, P, F>, to: Level) {
         let gfn = cursor.key().gfn();

@@ -137,7 +137,7 @@ impl Walk {
         self.entries += 1;
     }
 
-    /// Uses up `budget`, or what is left, for work that takes as long as reading that number of entries.
+    /// Subtracts `budget`, or the rest if it is less, for work that takes as long as reading that number of entries.
     pub(crate) fn spend(&mut self, budget: u32) {
         let paid = budget.min(self.budget);
         held::looked_at(paid);
@@ -145,7 +145,7 @@ impl Walk {
     }
 }
 
-/// A walk has stopped before the entry for this frame.
+/// The frame of the entry before which a walk has stopped.
 pub(super) struct Stopped {
     pub(super) at: Gfn,
 }
@@ -195,7 +195,7 @@ struct Pages<'t> {
     protected: bool,
 }
 
-/// One step of a walk.
+/// The state of one step of a walk.
 struct Walker<'w, P: Platform, F: Format, V> {
     tree: &'w Tree<P, F>,
     show: Show,

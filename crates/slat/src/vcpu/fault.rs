@@ -11,8 +11,8 @@
 //!    are still current at that time ([`crate::vm::InProgress`]);
 //! 5. [`Fault::prefetch`]: maps the pages around the page ([`super::prefetch`]).
 //!
-//! A step after which the next one cannot follow returns a [`Next`]. [`Vcpu::until_allowed`] repeats attempts. If the
-//! tables do not accept the leaf, a [`Retry`] gives the reason, and [`Fault::clear`] removes the obstacle.
+//! A step returns a [`Next`] if the fault cannot continue with the next step. [`Vcpu::until_allowed`] repeats attempts.
+//! If the tables do not accept the leaf, a [`Retry`] gives the reason, and [`Fault::clear`] removes the obstacle.
 //!
 //! [`Vcpu::fault`] handles a guest-physical address. For a guest-virtual address, each attempt walks the guest's tables
 //! to find out what to map ([`super::guest`]).
@@ -33,7 +33,7 @@ use crate::table::{ByGfn, Installed, Retry};
 use crate::trace::Event;
 use crate::vm::{LogKind, RangeOp, RingSlot, Sequence};
 
-/// Why the next step of a fault does not follow.
+/// Why a fault does not continue with its next step.
 pub(super) enum Next<E = Stop> {
     /// Begin again: the fault has removed the obstacle.
     Again,
@@ -66,9 +66,9 @@ pub(super) struct Fault<'v, P: Platform, F: Format> {
     /// Whether the access is the guest's own: it counts as a fault, and a write is a store. Otherwise the MMU makes the
     /// access for the guest, to read an entry of its tables or to set a flag there.
     pub(super) of_guest: bool,
-    /// The sequence as read before the fault looks up the slot and the current leaf. The results of the fault are
-    /// current as long as the sequence is. The walk that faulted came earlier: a slot that has moved since may have put
-    /// another of its pages there.
+    /// The sequence, read before the fault looks up the slot and the current leaf. The results of these look-ups are
+    /// current as long as the sequence is unchanged. The walk that faulted was earlier: if a slot has moved since, the
+    /// frame may belong to another page of the slot.
     pub(super) sequence: Sequence,
     pub(super) slot: Option<SlotFacts>,
     pub(super) page: Option<HostPage>,
@@ -124,7 +124,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                 match attempt(vcpu) {
                     Ok(found) => return Ok(found),
                     Err(Next::Stop(stop)) => return Err(stop),
-                    // The attempt has compared the page.
+                    // The attempt has already compared the page with the guest's table.
                     Err(Next::Compare(_)) => {}
                     // The CPU's translations are void, so it executes the access again.
                     Err(Next::Again) if vcpu.missed() != missed => return Err(Stop::Retry.into()),
@@ -221,7 +221,8 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
         } = self.vcpu.parts(&self.walk);
         path.nx_split = self.nx_split;
         path.stores = self.of_guest && self.access == Access::Write;
-        // If the set was published after the sequence was read, it may have another slot there, or none.
+        // If the set was published after the sequence was read, the set may have another slot for the frame, or no
+        // slot.
         let log = match slot.log_at {
             Some(at) => {
                 counters.slot_lookups.add(1);
@@ -271,7 +272,7 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
         self.walk = self.vcpu.pause(reached);
         match installed {
             Ok(installed) => {
-                // The split itself may have granted the right, to execute a small page.
+                // The split alone may have granted the right: the pieces of a huge leaf may be executable.
                 let is_spurious = installed == Installed::Spurious && !split;
                 self.installed(leaf, installed == Installed::New, is_spurious);
                 Ok(())
@@ -364,8 +365,8 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
         }
     }
 
-    /// Zaps the region of `level` around the page, by the slots as they are then: if a slot logs by then, the leaves'
-    /// dirty bits go to its log.
+    /// Zaps the region of `level` around the page, with the slots that exist at that time: if a slot logs at that time,
+    /// the leaves' dirty bits are noted in its log.
     fn zap(&mut self, level: Level) {
         let gfns = F::GRANULE.block(self.gfn(), level);
         self.vcpu.outside(|vcpu| {
@@ -399,7 +400,7 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
         let found = self.vcpu.tables().cursor(gfn).find(Level::PAGE);
         match found.entry::<F>() {
             Entry::Leaf(leaf) if leaf.allows(self.access) => {
-                // One of the pieces allows the access: the access walks again, and finds the piece.
+                // One of the pieces allows the access: the access walks again, and finds that piece.
                 (self.counted()).inspect(|counters| counters.pf_fixed.add(1));
                 Next::Stop(Stop::Retry)
             }

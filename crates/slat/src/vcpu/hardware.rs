@@ -23,7 +23,7 @@ use crate::sync::quiesce::Attention;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub enum AfterPageFault {
-    /// Run the guest again: it repeats the instruction.
+    /// Run the guest again, which repeats the instruction.
     Run,
     /// Emulate the instruction, with [`Vcpu::translate_virtual`] and [`Vcpu::stored`]. No leaf can allow the access: it
     /// is a store to a table by which its own address is translated, or a supervisor's store to a read-only page with

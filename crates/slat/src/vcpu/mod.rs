@@ -295,19 +295,21 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     #[inline(always)]
     fn find_cached(&self, region: TableRegion, index: PageIndex) -> Option<Found<'_>> {
         let table = self.presence.tables.get(region)?;
-        // SAFETY: a walk of this vCPU has reached the table, and has put it there. Since then the reader has been in
-        // one section and passed no quiescent point, because that empties the cache (`Presence`) and needs `&mut self`.
+        // SAFETY: a walk of this vCPU has reached the table, and has put the table into the cache. Since then the
+        // reader has been in one section and passed no quiescent point, because that empties the cache (`Presence`) and
+        // needs `&mut self`.
         Some(unsafe { lookup_in::<P, F>(&*self.vm.platform, table, index) })
     }
 
-    /// Walks from the root to `gpa` ([`lookup_page`]). `None`: a walk may not begin now.
+    /// Walks from the root to `gpa` ([`lookup_page`]). `None`: the vCPU is not entered, or the tables do not translate
+    /// `gpa`.
     #[inline(always)]
     pub(crate) fn walk(&self, gpa: Gpa) -> Option<Result<Found<'_>, Found<'_>>> {
         if !self.may_walk(gpa) {
             return None;
         }
-        // SAFETY: the key has the root of this vCPU's tree; a vCPU that may walk is in a section, which only ends by
-        // `&mut self`.
+        // SAFETY: the key has the root of this vCPU's tree; a vCPU that may walk is in a section, and only methods that
+        // take `&mut self` end the section.
         Some(unsafe { lookup_page::<P, F>(&*self.vm.platform, self.key(F::GRANULE.gfn(gpa))) })
     }
 
@@ -468,7 +470,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// Allocates more frames than a fault needs, for up to `tables` tables, as far as there is memory.
     pub(crate) fn fill_frames_for(&mut self, tables: usize) {
         if !self.frames.serves_a_fault() {
-            // The frames for a fault suffice for one of the tables.
+            // The frames for one fault suffice for one of the `tables`.
             let frames = (tables + FrameCache::FAULT - 1).min(FrameCache::BATCH);
             let _ = self.prepare_for(frames);
         }
@@ -510,16 +512,16 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// tells the platform which CPU to kick (a thread id). If translations may have been flushed since the last
     /// section, raises [`Attention::FLUSH`].
     ///
-    /// In `match vcpu.enter(0).prefault(range) { … }` the guard lives to the end of the `match`, like every temporary
-    /// there. An arm that waits for a flush, for example by changing slots, would wait forever. Bind the result first:
-    /// `let mapped = vcpu.enter(0).prefault(range);`.
+    /// In `match vcpu.enter(0).prefault(range) { … }` the guard lives until the end of the `match`, like every
+    /// temporary in its head. So an arm that waits for a flush, for example because it changes slots, waits forever.
+    /// Bind the result first: `let mapped = vcpu.enter(0).prefault(range);`.
     pub fn enter(&mut self, token: usize) -> Entered<'_, P, F> {
         self.enter_unguarded(token);
         Entered(self)
     }
 
-    /// Like [`Self::enter`], but the caller has to call [`Self::leave`] on every path, including a panic's. For a vCPU
-    /// in an object that is used as a whole while the vCPU is entered.
+    /// Like [`Self::enter`], but the caller has to call [`Self::leave`] on every path, including a panic's. Use it if
+    /// the vCPU is a field of an object that is borrowed as a whole while the vCPU is entered.
     pub fn enter_unguarded(&mut self, token: usize) {
         self.token = token;
         self.come_in(F::GRANULE.gpa(all_gfns::<F>().end));
@@ -661,7 +663,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     ///
     /// # Panics
     /// If the vCPU was not entered.
-    // Always inline: then a caller pays for no field of the result that it does not use.
+    // Always inlined, so that a caller does not compute the fields of the result that it does not use.
     #[inline(always)]
     pub fn slot_at(&mut self, gpa: Gpa) -> Option<Region> {
         assert!(self.is_entered(), "Vcpu::slot_at outside enter/leave");

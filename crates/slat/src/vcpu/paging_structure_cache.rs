@@ -46,7 +46,7 @@ use crate::addr::{Gpa, Granule, Gva, Pfn};
 use crate::heap;
 use crate::heap::OutOfMemory;
 
-/// Level 1 tables by the region that they translate, direct-mapped.
+/// The cache: level 1 tables by the region that they translate, direct-mapped.
 pub(super) struct PagingStructureCache {
     entries: Box<[Entry; ENTRIES]>,
     /// The low bits of the tags of valid entries: from 1 to [`STAMPS`] - 1.
@@ -116,13 +116,13 @@ impl PagingStructureCache {
     pub(super) fn new() -> Result<Self, OutOfMemory> {
         let entries = heap::zeroed::<[Entry; ENTRIES]>()?;
         Ok(PagingStructureCache {
-            // SAFETY: an entry is two integers, and 0 is one.
+            // SAFETY: a cache entry consists of two integers, and all bytes of these may be 0.
             entries: unsafe { entries.assume_init() },
             stamp: 1,
         })
     }
 
-    /// Returns the table for `region` if it was put here since the last [`clear`](Self::clear).
+    /// Returns the table for `region` if [`put`](Self::put) has stored it since the last [`clear`](Self::clear).
     #[inline(always)]
     pub(super) fn get(&self, region: TableRegion) -> Option<Pfn> {
         let entry = &self.entries[region.index];
@@ -152,7 +152,7 @@ impl PagingStructureCache {
         }
     }
 
-    /// Begins with the first stamp again. Empties all cache entries first, because old ones may have that stamp.
+    /// Restarts at the first stamp. Empties all cache entries first, because old cache entries may have that stamp.
     #[cold]
     fn start_over(&mut self) {
         self.entries.iter_mut().for_each(|entry| entry.tag = 0);
@@ -221,7 +221,8 @@ mod tests {
             for offset in [0, 1, 0x1234, REGION - 1] {
                 assert_eq!(cache.get(gpa(n * REGION + offset)), Some(Pfn(n)));
             }
-            // These regions share the cache entry; the last region is beyond what any tree translates.
+            // These regions share the cache entry of region 0; the last one is beyond the addresses that any tree
+            // translates.
             for other in [1, 2, 1 << 16, u64::MAX / REGION / ENTRIES as u64] {
                 let far = (n + other * ENTRIES as u64) * REGION;
                 assert_eq!(cache.get(gpa(far)), None, "{far:#x}");

@@ -71,7 +71,7 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
         self.mmio()
     }
 
-    /// Ends an access that the client emulates.
+    /// Returns the end of an access that the client has to emulate as MMIO.
     fn mmio(&self) -> Next {
         (self.counted()).inspect(|counters| counters.pf_emulate.add(1));
         Next::Stop(Stop::Mmio { gpa: self.gpa })
@@ -92,7 +92,7 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
             && !self.vcpu.vm().in_progress.is_slot_leaving();
         if may_be_known && self.protected_page().is_some() {
             // The walk may have reached the leaf's table before the sequence was read, and the move of a slot may have
-            // removed the table since. So walk from the root again: a leaf found now is one of the slot.
+            // removed the table since. So walk from the root again: a leaf that this walk finds belongs to the slot.
             self.walk = self.vcpu.pause(Reached::nothing::<F>(self.walk.key()));
             if let Some(page) = self.protected_page() {
                 (self.fast, self.page) = (true, Some(page));
@@ -146,7 +146,8 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
 
     /// Chooses the level of the leaf, and returns the leaf. A read that is logged (policy `dirty_log_reads`) maps the
     /// page like a write, so that the log contains the page and the write that follows needs no fault. If the ring is
-    /// full, the page is mapped for reading only, and the write that follows stops.
+    /// full, the page is mapped for reading only; a write to it then stops with
+    /// [`Stop::DirtyRingFull`](crate::Stop::DirtyRingFull).
     #[inline(always)]
     pub(super) fn choose_leaf(&mut self) -> Leaf {
         let (gfn, trail) = (self.gfn(), self.trail());

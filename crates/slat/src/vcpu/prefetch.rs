@@ -5,13 +5,13 @@
 //! (every page would look written), nor frames with other attributes. After the install of a huge leaf nothing is left
 //! to map. A prefetched leaf starts with the accessed bit clear.
 //!
-//! The faults before decide which faults look, and how large the adaptive window is ([`super::streams`]). The adaptive
-//! window is closed at first. Faults near each other are treated as a stream: then the window opens, and doubles with
-//! each fault, up to a whole table. So scattered accesses map no page in vain.
+//! Earlier faults decide which faults look for resident pages, and how large the adaptive window is
+//! ([`super::streams`]). The adaptive window is closed at first. Faults near each other are treated as a stream: then
+//! the window opens, and doubles with each fault, up to a whole table. So scattered accesses map no page in vain.
 //!
-//! A question to the host costs as much as several faults, for one page or for a hundred. So the question is about more
-//! than the window: about twice as many pages as the run in the host's last reply. The run in the new reply serves the
-//! next windows ([`Resident`]).
+//! A question to the host costs as much as several faults, for one page or for a hundred. So the question is not only
+//! about the window. It is about twice as many pages as the run in the host's last reply contained. The run in the new
+//! reply serves the next windows ([`Resident`]).
 
 use core::ops::Range;
 

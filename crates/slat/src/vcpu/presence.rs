@@ -12,8 +12,8 @@ use crate::sync::quiesce::{Reader, Readers};
 pub(super) struct Presence {
     /// Belongs to the VM; owned by this vCPU alone.
     pub(super) reader: NonNull<Reader>,
-    /// Walks may begin for addresses below this one: in a section all addresses that the tables translate, otherwise
-    /// none. So one comparison checks both.
+    /// Walks may begin for addresses below this one: in a section, the end of the addresses that the tables translate;
+    /// otherwise 0. So one comparison checks both.
     pub(super) walkable: Gpa,
     /// Level 1 tables that walks have reached in this section since its last quiescent point, of guest-physical
     /// addresses below `walkable` and of virtual addresses. Empty outside a section.
@@ -37,8 +37,8 @@ impl Presence {
     #[inline(always)]
     pub(super) fn section(&self) -> InSection<'_> {
         assert!(self.is_entered(), "a vCPU outside its reader section");
-        // SAFETY: `walkable` says that the reader, which only this vCPU owns, is in a section; what ends the section
-        // borrows the vCPU mutably.
+        // SAFETY: `walkable` says that the reader, which only this vCPU owns, is in a section; only methods that borrow
+        // the vCPU mutably end the section.
         unsafe { InSection::assume() }
     }
 

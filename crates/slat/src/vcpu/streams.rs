@@ -5,9 +5,9 @@
 //! other fault begins a stream, which replaces the stream that was continued longest ago. There are several streams
 //! because copying memory makes two.
 //!
-//! A look for which the platform is asked may cost as much as ten faults. So after looks in vain fewer and fewer faults
-//! look, down to one in 64 ([`Pause`]). A look is in vain if it maps nothing: then the memory is used for the first
-//! time. The first look of a stream is also in vain if no fault continues the stream after it: then the guest's
+//! A look that asks the platform may cost as much as ten faults. So after each look in vain, a smaller share of the
+//! faults look, down to one in 64 ([`Pause`]). A look is in vain if it maps nothing: then the memory is used for the
+//! first time. The first look of a stream is also in vain if no fault continues the stream after it: then the guest's
 //! accesses are scattered.
 
 use core::mem::take;
@@ -37,7 +37,7 @@ pub(super) struct Stream {
     /// The number of pages in the adaptive window, if the window is open ([`Self::OPEN`]).
     size: u64,
     looked: Looked,
-    /// The pause of all other looks of the stream.
+    /// The pause for all looks of the stream after the first.
     pause: Pause,
     /// The resident pages that the platform has reported in the last window and around it.
     pub(super) resident: Option<Resident>,
@@ -45,7 +45,7 @@ pub(super) struct Stream {
     last: u64,
 }
 
-/// Whether a fault of a stream has looked, and whether looking was right.
+/// Whether a fault of a stream has looked for resident pages, and whether that was useful.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Looked {
     /// No fault has looked.
@@ -66,7 +66,7 @@ pub(super) struct Resident {
     pub(super) run: HostRun,
 }
 
-/// Decides which faults look, after looks in vain.
+/// Decides which faults look for resident pages, depending on how many looks were in vain.
 #[derive(Default)]
 struct Pause {
     /// The number of consecutive looks in vain, up to [`Self::LONGEST`].
@@ -79,7 +79,7 @@ impl Pause {
     /// log2 of a number that is greater than the length of every pause.
     const LONGEST: u32 = 6;
 
-    /// Returns whether this fault looks.
+    /// Returns whether this fault looks for resident pages.
     fn is_over(&mut self) -> bool {
         let is_over = self.left == 0;
         match is_over {
@@ -104,7 +104,7 @@ impl Pause {
 }
 
 impl Default for Stream {
-    /// A stream that no fault continues.
+    /// Returns a stream that no fault continues.
     fn default() -> Self {
         Stream {
             window: Gfn(u64::MAX)..Gfn(u64::MAX),
@@ -237,7 +237,7 @@ mod tests {
         let mut sizes = |pages: &[u64]| mapped(&mut streams, Prefetch::Adaptive, pages);
         assert_eq!(sizes(&[0, 1, 2, 3, 4, 16, 32]), [1, 1, 1, 1, 16, 32, 64]);
         assert_eq!(sizes(&[64, 128, 256, 512]), [128, 256, 512, 512]);
-        // The second stream goes downwards, in turns with the first one, which continues.
+        // The second stream goes downwards, and alternates with the first stream, which continues.
         let turns = [9007, 1024, 9006, 1536, 9005, 2048, 9004, 2560, 9003];
         assert_eq!(sizes(&turns), [1, 512, 1, 512, 1, 512, 1, 512, 16]);
         assert_eq!(sizes(&[8991, 3072]), [32, 512]);
@@ -280,7 +280,7 @@ mod tests {
         let sizes = mapped(&mut streams, Prefetch::Window(8), &pages);
         let looks = sizes.iter().filter(|size| **size > 1).count();
         assert!((10..24).contains(&looks), "{looks} looks");
-        // A look that turns out right ends the pause.
+        // A look that maps pages ends the pause.
         streams.first_looks.left = 0;
         assert_eq!(
             mapped(&mut streams, Prefetch::Window(8), &[0, 8, 1 << 40]),

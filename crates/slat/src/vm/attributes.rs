@@ -9,8 +9,8 @@
 //!
 //! No leaf may cross a boundary between private and shared frames. Faults obey this rule (`gfns` in the facts of the
 //! fault's slot). A conversion splits in place the huge leaves that reach beyond its range, and zaps only the part in
-//! the range: the rest stays mapped throughout. It allocates the tables for these splits before it changes anything.
-//! can need before it changes anything.
+//! the range: the rest stays mapped throughout. The conversion allocates the tables for these splits before it changes
+//! anything.
 
 use alloc::vec::Vec;
 use core::ops::Range;

@@ -7,8 +7,8 @@
 //! 2. *Leaving*: from now on an invalidation that does not find a slot waits until its leaves are zapped.
 //! 3. The new set is published, and the sequence is raised. Huge leaves that cross an edge of a part that stays are
 //!    split. The other leaves of the old slots are zapped.
-//! 4. The slots stop leaving. A thread that then finds no slot leaving finds the operation's flush ticket, which covers
-//!    the zapped frames.
+//! 4. The slots stop leaving. A thread that then finds that no slot is leaving also finds the operation's flush ticket,
+//!    which covers the zapped frames.
 //! 5. The change waits until no reader uses the old set, so that no mark is added to an old log. Then it copies the
 //!    marks of each part that goes from one dirty log to another.
 //! 6. A moving slot counts as moving until no reader uses the old set. An operation that still uses the old set would
@@ -68,7 +68,8 @@ impl<'s> Part<'s> {
         same(self.old) == same(self.new)
     }
 
-    /// Returns the first frame of the part, and the frame after its last, where the old slot has frames beyond.
+    /// Returns the boundaries of the part beyond which the old slot has frames: its first frame, and the frame after
+    /// its last.
     fn edges(&self) -> impl Iterator<Item = Gfn> {
         let old = self.old.gfns();
         let is_inside = move |edge: &Gfn| old.start < *edge && *edge < old.end;
@@ -84,13 +85,13 @@ impl<'s> Part<'s> {
         has_marks.then_some((old, new))
     }
 
-    /// Whether the new slot has another log than the old slot, of the kind that walkers' buffers are drained to.
+    /// Whether the new slot's log is of the kind that walkers' buffers are drained to, and is not the old slot's log.
     fn begins_buffers(&self) -> bool {
         let new = self.new.log().filter(|_| !self.new.logs_to(self.old.log()));
         new.is_some_and(|log| log.kind() == LogKind::Buffers)
     }
 
-    /// Returns the work in the log of the new slot that a part that stays causes.
+    /// Returns the work that a part that stays causes in the log of the new slot.
     fn log_work(&self) -> Option<LogWork> {
         let log = self.new.share_log();
         let what = match (self.old.log(), &log) {
@@ -114,7 +115,7 @@ impl<'s> Part<'s> {
     }
 }
 
-/// Work in the log of a slot that remains when the change of the slot is published.
+/// The work on a slot's log that has to be done after the change of the slot is published.
 pub(super) struct LogWork {
     pub(super) id: u32,
     /// The slot's log, if it has one.
@@ -126,7 +127,7 @@ pub(super) struct LogWork {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum LogChange {
-    /// The pages were in no log before, or in a log that numbers pages otherwise.
+    /// The pages were in no log before, or in a log that numbers its pages differently.
     Begins,
     /// The pages come from another log, and their marks are copied.
     Continues,
@@ -145,9 +146,9 @@ pub(super) struct Departure<'a, P: Platform, F: Format> {
     noted: bool,
     /// Whether marks of a part have to be copied.
     copies: bool,
-    /// A part gets a log that walkers' buffers are drained to ([`super::drain`]).
+    /// Whether a part gets a log that walkers' buffers are drained to ([`super::drain`]).
     begins_buffers: bool,
-    /// Tables for the leaves that cross an edge of a part that stays.
+    /// Frames of tables for the splits of leaves that cross an edge of a part that stays.
     frames: FrameCache,
     broken: Vec<(Gfn, Level)>,
 }

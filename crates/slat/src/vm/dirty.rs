@@ -37,9 +37,9 @@
 //! # When another vCPU's fault has not noted its write yet
 //! A leaf is stored first, and its page is noted next, under one lock. A second vCPU may write through the leaf in
 //! between, and a harvest that begins after that write may end before the page is noted. Then the write is in the next
-//! log, as with KVM's `fast_page_fault`, which marks the page when its SPTE is writable. The write is not lost: the
-//! decisive log is the one that is got after all vCPUs have left the guest, and a vCPU whose fault has not noted its
-//! page yet has not left it.
+//! log, as with KVM's `fast_page_fault`, which marks the page when its SPTE is writable. The write is not lost: the log
+//! that decides is the one that a client gets after all vCPUs have left the guest. A vCPU whose fault has not noted its
+//! page yet has not left the guest.
 //!
 //! # Manual protection (KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2)
 //! Getting the log protects nothing; [`Vm::clear_dirty_log`] clears and protects the pages that the client names. With
@@ -61,7 +61,7 @@ use crate::platform::Platform;
 use crate::policy::DirtyLogMethod;
 use crate::slots::SlotsChange;
 
-/// Why getting or clearing a dirty log failed. Nothing was changed.
+/// Why a dirty log was neither returned nor cleared. Nothing was changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DirtyLogError {
     /// There is no such address space, or no slot with this id, or the slot does not have the flag
@@ -157,7 +157,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             let turn = log.turn.lock(self.turn_wait());
             let change = space.slots.change(self.turn_wait());
             let op = SlotOp::begin(self, space, change, id, Some(log.clone()));
-            // `None`: while this thread waited, the slot began another log, or ended logging, or was deleted.
+            // `None`: while this thread waited, the slot began another log, ended logging, or was deleted.
             if let Some((pages, gfns)) = op.slot().map(|slot| (slot.pages(), slot.gfns())) {
                 let done = then(op, &log, pages);
                 drop(turn);
@@ -384,8 +384,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         }
         match what {
             LogChange::Continues => op.protect(pages, |page| !log.is_marked(page)),
-            // In this order: a walker records one page only for a huge leaf, so a huge leaf that stays must not be
-            // writable.
+            // In this order: a walker records only one page of a huge leaf, so a huge leaf that is not split must not
+            // be writable.
             LogChange::Begins if log.kind() == LogKind::Buffers => {
                 op.split_eagerly(pages.clone());
                 op.protect(pages, |_| true);
@@ -399,8 +399,9 @@ impl<P: Platform, F: Format> Vm<P, F> {
         op.finish();
     }
 
-    /// Ends logging in slot `id`: huge leaves replace tables ([`super::recover`]). Small leaves that stay and were
-    /// protected from above are writable again. The other small leaves become writable by their next write fault.
+    /// Ends logging in slot `id`: huge leaves replace tables ([`super::recover`]). If entries above the leaves were
+    /// write-protected, this lifts that protection, so that the small leaves which stay are writable again. The other
+    /// small leaves become writable at the next write fault.
     pub(super) fn end_logging(&self, space: &Space<P, F>, change: SlotsChange<'_>, id: u32) {
         let mut op = SlotOp::begin(self, space, change, id, None);
         if let Some(pages) = op.slot().map(|slot| slot.pages()) {

@@ -31,8 +31,8 @@
 //!
 //! 1. The slot writers' locks of all address spaces are taken, so that slots and attributes do not change. Leaves of
 //!    deleted slots were zapped under these locks. The clone waits for a conversion that is still zapping.
-//! 2. An invalidation of all backing addresses begins, which zaps nothing. Until step 6 no fault installs a leaf or
-//!    adds rights to one ([`super::invalidate`]). A vCPU that needs to do so waits, outside its reader section.
+//! 2. An invalidation of all backing addresses begins. It zaps nothing. Until step 6 no fault installs a leaf or adds
+//!    rights to one ([`super::invalidate`]). A vCPU that needs to do so waits, outside its reader section.
 //! 3. The platform shares the pages. After this nothing fails.
 //! 4. The walk: leaves lose the right to write, and are copied.
 //! 5. The flush. Until it ends, a vCPU that has a writable leaf in its TLB may write.
@@ -198,7 +198,7 @@ impl<P: Platform, F: Format> Visit for Freeze<'_, '_, P, F> {
 /// Returns the leaf `bits`, valid or broken by break-before-make, without the right to write. Also clears `MAY_WRITE`,
 /// so that a fault has to ask the host before it gives the right back.
 fn frozen<F: Format>(bits: u64) -> u64 {
-    // Where walkers set no dirty bits, only these rights tell that the page may have been written to.
+    // Where walkers set no dirty bits, the right to write is the only sign that the page may have been written to.
     let written = !F::SETS_DIRTY && bits & (F::WRITE | F::MAY_WRITE) != 0;
     let dirty = if written { F::DIRTY } else { 0 };
     F::write_protect(bits) & !F::MAY_WRITE | dirty

@@ -1,4 +1,4 @@
-//! What a client can see of a VM: its readers, its memslots, and the contents of its tables.
+//! Reports the state of a VM to a client: its readers, its memslots, and the contents of its tables.
 
 use core::ops::Range;
 
@@ -11,8 +11,8 @@ use crate::sync::quiesce::Attention;
 use crate::table::{At, Next, Show, Walk};
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Calls `visit` with the attention word of every vCPU of this VM, and also of every reader that operations use
-    /// (these words have no effect). Takes no lock, so the caller may hold any.
+    /// Calls `visit` with the attention word of every vCPU of this VM, and of every reader that operations use (bits in
+    /// the words of such readers have no effect). Takes no lock, so the caller may hold any.
     pub fn visit_attention(&self, visit: &mut dyn FnMut(&Attention)) {
         for reader in self.readers.iter() {
             visit(reader.attention());

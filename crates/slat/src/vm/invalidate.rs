@@ -2,8 +2,8 @@
 //!
 //! # Protocol
 //! A fault reads the [`Sequence`] before it looks up slot, attributes and host page. Under the lock of the table into
-//! which it installs ([`crate::table`]) it checks whether these are still current ([`InProgress::holds`]). They
-//! The look-ups are not current when
+//! which it installs ([`crate::table`]) it checks whether the results of these look-ups are still current
+//! ([`InProgress::holds`]). They are not current when
 //! * an invalidation is in progress over a page that backs the leaf. (A huge leaf may reach into the invalidated range
 //!   even if the faulting page is outside of it.) Or
 //! * the sequence has been raised since. These raise it: a slot change that deletes or moves a slot or changes its
@@ -22,7 +22,8 @@
 //! contains it elsewhere), but its leaves are still in the tables. An invalidation waits until the change has raised
 //! the sequence and zapped these leaves. Then the invalidation makes sure that they are flushed.
 //!
-//! One hull stores the ranges in progress, as in KVM: it is exact as long as the ranges do not overlap in time.
+//! The ranges in progress are stored as one hull, a range around all of them, as in KVM. The hull is exact as long as
+//! no two invalidations are in progress at the same time.
 
 use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering::*};
 use core::ops::Range;
@@ -223,8 +224,8 @@ pub struct Invalidation<'a, P: Platform, F: Format> {
 }
 
 impl<P: Platform, F: Format> Vm<P, F> {
-    /// Begins an invalidation of the backing addresses `range`. When this returns, no CPU uses a translation to them,
-    /// and faults on them wait until the returned guard is dropped.
+    /// Begins an invalidation of the backing addresses `range`. When this returns, no CPU uses a translation to these
+    /// addresses, and faults on them wait until the returned guard is dropped.
     ///
     /// Do not call it for a vCPU between [`crate::Vcpu::enter`] and [`crate::Vcpu::leave`].
     ///
@@ -284,8 +285,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         self.flush_leaving_slots();
     }
 
-    /// Zaps all leaves of `space` that `range` backs. When it finds the first slot that uses `range`, and `used` is not
-    /// set yet, it raises the sequence and sets `used`.
+    /// Zaps all leaves of `space` that `range` backs. When this function finds the first slot that uses `range`, and
+    /// `used` is not set yet, it raises the sequence and sets `used`.
     fn zap_backed_by(&self, space: &Space<P, F>, range: &Range<Hva>, used: &mut bool) {
         let mut op = RangeOp::begin(self, space);
         let counters = op.counters();
@@ -411,7 +412,7 @@ mod tests {
                 in_progress.end(wait);
                 let entry = *entry.lock(wait);
                 if entry != NOTHING && entry != page {
-                    // Stops the other thread: the scope would wait for it.
+                    // Make the other thread end, because the scope waits for that thread.
                     host.store(ROUNDS, SeqCst);
                     panic!("page {entry} was installed, it is {page} now");
                 }

@@ -10,8 +10,8 @@ use crate::slots::Limits;
 
 /// Returns the leaf that maps the page `host` of a slot with `limits`, for an access or ahead of one. The leaf's
 /// rights, accessed and dirty bits are those that KVM begins with. `protects`: the slot's log works by write
-/// protection, so only a write makes a page writable. All leaves of slots are made here, so no leaf exceeds the limits
-/// of its slot. Later changes of a leaf add only rights that the leaf allows ([`Leaf::may_write`],
+/// protection, so only a write makes a page writable. This function makes all leaves of slots, so no leaf exceeds the
+/// limits of its slot. Later changes of a leaf add only rights that the leaf allows ([`Leaf::may_write`],
 /// [`Leaf::may_execute`]).
 #[inline]
 pub(crate) fn leaf_of(host: &HostPage, limits: Limits, protects: bool, access: Access) -> Leaf {
@@ -20,7 +20,7 @@ pub(crate) fn leaf_of(host: &HostPage, limits: Limits, protects: bool, access: A
     Leaf {
         pfn: host.pfn,
         write,
-        // Limits that include the right to execute are of write-back memory.
+        // Limits that include the right to execute belong to write-back memory.
         execute: limits.rights.execute && is_executable(host),
         may_write: allowed && !write,
         may_execute: false,

@@ -104,8 +104,8 @@ impl<P: Platform, F: Format> Space<P, F> {
             context: self.root(),
             index: gfn.into(),
         };
-        // SAFETY: the root is this address space's, which stays, and the caller is in a section as
-        // long as `inside` lasts.
+        // SAFETY: the root belongs to this address space and is never freed before it, and the caller is in a section
+        // as long as `inside` lasts.
         let found = unsafe { lookup_page::<P, F>(platform, key) };
         match found {
             Ok(found) => found

@@ -261,29 +261,29 @@ pub struct Vm<P: Platform, F: Format> {
     rings: FairLock<Vec<Arc<DirtyRing>>>,
     /// The position at which the next recovery of NX huge pages begins.
     nx_cursor: AtomicU64,
-    /// Whether the format's MMIO entries work on this machine.
+    /// Whether MMIO entries of the format work on this machine.
     mmio_entries: bool,
-    /// Dropped last: reader sections refer to it.
+    /// Declared last, so that it is dropped last: reader sections refer to it.
     pub(crate) readers: Readers,
 }
 
 /// How slots log dirty pages.
 #[derive(Default)]
 struct LogMode {
-    /// Getting a log does not protect its pages ([`Vm::set_manual_dirty_log`]).
+    /// Whether getting a log does not protect its pages ([`Vm::set_manual_dirty_log`]).
     manual: AtomicBool,
-    /// New logs begin with every page marked.
+    /// Whether new logs begin with every page marked.
     initially_set: AtomicBool,
-    /// New logs have no bitmap, but write to rings ([`Vm::use_dirty_rings`]).
+    /// Whether new logs write to rings and have no bitmap ([`Vm::use_dirty_rings`]).
     rings: AtomicBool,
-    /// A log of the kind [`LogKind::Buffers`] has existed: software CPUs fill their buffers.
+    /// Whether a log of the kind [`LogKind::Buffers`] has ever existed. If so, software CPUs fill their buffers.
     buffers: AtomicBool,
 }
 
 /// One address space: its slots, and the tables that translate its guest addresses.
 pub(crate) struct Space<P: Platform, F: Format> {
     pub(crate) slots: Slots,
-    /// Only for callers in a reader section.
+    /// Usable only by callers in a reader section.
     pub(crate) mmu: Guarded<Mmu<P, F>>,
     root: Root,
     /// The number of vCPUs that use the address space, if the VM has several address spaces ([`Vm::vcpu_moves`]).
@@ -331,7 +331,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         if config.nested && !mmu.nests::<F>() {
             return Err(CreateVmError::NoNested { format });
         }
-        // All that the engine does with frames is sound only if they are as large as the engine assumes.
+        // The engine's accesses to frames are sound only if frames are as large as the engine assumes.
         if platform.granule() != F::GRANULE {
             return Err(CreateVmError::OtherGranule {
                 platform: platform.granule(),
@@ -435,7 +435,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let mut round = 0;
         let inside = loop {
             // One reader was made with the VM, and only operations borrow it. So if there is no memory for another
-            // reader, this thread only has to wait until an operation releases that reader.
+            // reader, this thread waits until an operation releases that reader.
             match self.readers.enter() {
                 Ok(inside) => break inside,
                 Err(OutOfMemory) => self.wait(round, WaitFor::Turn),
@@ -504,7 +504,7 @@ impl Drop for Noted {
     }
 }
 
-/// The reader of a section that has ended. Dropping it returns the reader for reuse.
+/// The reader of a section that has ended. Dropping this returns the reader for reuse.
 pub(crate) struct Ended<'a>(Inside<'a>);
 
 impl<'a> Ended<'a> {

@@ -50,7 +50,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             let start = Gfn(self.nx_cursor.load(Relaxed)).min(all.end);
             let mut cursor = start;
             let mut op = RangeOp::on(self, space, &all);
-            // From the cursor to the end, then from the start to the cursor.
+            // Walk from the cursor to the end, then from the start to the cursor.
             for range in [start..all.end, all.start..start] {
                 op.walk(&mut Walk::new(range), |step, walk| {
                     let slots = space.slots.current(step.section());

@@ -1,10 +1,11 @@
 //! Promotion replaces small leaves by huge leaves, where a huge leaf has become possible.
 //!
-//! A fault chooses the level of its leaf once. The table for small leaves stays when its reason has ended: the host has
-//! merged the memory since (Linux: khugepaged, MADV_COLLAPSE); frames that were partly private are all shared or all
-//! private again; slots have been merged; or the policy `huge_pages` was off. The guest takes no more faults there, so
-//! no fault can install a huge leaf. A host that wants huge pages back calls [`Vm::promote`] in the background. Each
-//! call does for some tables what the end of a dirty log does for all ([`super::recover`]).
+//! A fault chooses the level of its leaf once. The table for small leaves stays even when the reason for small leaves
+//! has ended: the host has merged the memory since (Linux: khugepaged, MADV_COLLAPSE); frames that were partly private
+//! are all shared or all private again; slots have been merged; or the policy `huge_pages` was off. The guest takes no
+//! more faults there, so no fault can install a huge leaf. A host that wants huge pages back calls [`Vm::promote`] in
+//! the background. Each call replaces some tables, in the same way as the end of a dirty log replaces all tables of its
+//! slot ([`super::recover`]).
 
 use super::slot_op::SlotOp;
 use super::{Space, Vm};

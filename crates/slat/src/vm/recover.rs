@@ -96,7 +96,8 @@ impl<P: Platform, F: Format> SlotOp<'_, P, F> {
             return None;
         }
         let mut found = [Candidate::NONE; SOME];
-        // Two tables may begin at one page. Only after both is there another page to continue with.
+        // Two tables, of different levels, may begin at the same page. Only after both of them is there another page at
+        // which to continue.
         let allowed = &mut found[..most.clamp(2, SOME)];
         let mut count = 0;
         let mut walk = Walk::new(base.add(at)..base.add(pages));

@@ -57,8 +57,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let change = space.slots.change(self.turn_wait());
         let id = region.slot;
         if !plan(&change, checked, all_gfns::<F>().end.0)? {
-            // Nothing changes. But another thread may have begun the slot's log without having protected all of its
-            // pages yet.
+            // The call changes nothing. But another thread may have begun the slot's log without having protected all
+            // of its pages yet.
             self.wait_for_begin(change, id);
             return Ok(());
         }
@@ -94,9 +94,10 @@ impl<P: Platform, F: Format> Vm<P, F> {
     ///
     /// A frame stays mapped if the same page backs it before and after, with the same rights and memory type (see
     /// [`SlotFlags::READONLY`]): its leaf is not zapped, and the guest takes no fault for it. So removing 2 MiB from 4
-    /// GiB costs a zap of 2 MiB, and the split of the huge leaves at its two edges. The exceptions are: frames whose
-    /// backing is being invalidated at the time; slots with private backing; and a huge leaf at an edge that cannot be
-    /// split, because the limit of shadow pages is reached, or because a fault has installed it meanwhile.
+    /// GiB costs a zap of 2 MiB, and the split of the huge leaves at its two edges. These frames and leaves are
+    /// exceptions: frames whose backing is being invalidated at the time; slots with private backing; and a huge leaf
+    /// at an edge that cannot be split, because the limit of shadow pages is reached, or because a fault has installed
+    /// it meanwhile.
     ///
     /// A marked page that stays, and whose old and new slot both log, stays marked in the dirty log. A ring entry
     /// pushed before the change has the page's number in its old slot. If another thread harvests a slot that this call
@@ -156,7 +157,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         for this in changes {
             if let Change::Set(region) = this {
                 self.flush_slots_that_left(&region.gfns(F::GRANULE));
-                // As for one slot: another thread may have begun the log of a slot that does not change here.
+                // As in [`Vm::set_memory_region`]: another thread may have begun the log of a slot that this call does
+                // not change.
                 self.wait_for_begin(space.slots.change(self.turn_wait()), region.slot);
             }
         }
@@ -184,7 +186,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let logs = new_logs(&change, edits)?;
         let mut turns = Vec::new();
         (turns.try_reserve_exact(logs.len())).map_err(|_| OutOfMemory)?;
-        // Does not wait: no other thread can find these logs yet.
+        // This does not wait, because no other thread can find these logs yet.
         turns.extend(logs.iter().map(|log| log.turn.lock(self.turn_wait())));
         let mut work = Vec::new();
         (work.try_reserve_exact(most_log_work(&change, edits))).map_err(|_| OutOfMemory)?;
@@ -221,7 +223,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
 
     /// Call before publishing a set, with its lock held. An MMIO entry stores some bits of the generation of the slot
     /// set. If these bits wrap around in the new set, zaps all MMIO entries, because old entries would become valid
-    /// again. Faults may install others meanwhile; these have the generation before, which is the last to recur.
+    /// again. Faults may install MMIO entries meanwhile. These contain the previous generation, which recurs only after
+    /// all others.
     pub(super) fn forget_old_mmio(&self, space: &Space<P, F>, change: &SlotsChange<'_>) {
         let wraps = (change.set().generation + 1) & ((1 << F::MMIO_GENERATION_BITS) - 1) == 0;
         if F::MMIO_GENERATION_BITS > 0 && wraps {
@@ -247,7 +250,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
         let log = Shared::try_new(self.new_log(region.pages(F::GRANULE))?)?;
         let slot = OwnedSlot::new(region, F::GRANULE, Some(log.clone()));
         if log.initially_set {
-            // But the mark of a page that another log contains is copied.
+            // Pages that the log of an existing slot covers are unmarked here: their marks are copied from that log.
             change.set().in_gfns(&slot.gfns(), |old| {
                 if old.log().is_some() && old.backs_alike(&slot) {
                     log.unmark(&slot.gfns(), &slot.common(old));
@@ -280,9 +283,9 @@ fn new_logs(
     Ok(all)
 }
 
-/// Returns an upper bound of the number of [`LogWork`] pieces that `edits` make. Each piece is for a part that an old
-/// and a new slot have in common, and there are at most as many such parts as slots. Returns 0 if no slot gets another
-/// log.
+/// Returns an upper bound of the number of [`LogWork`] pieces that `edits` make. There is one piece for each part that
+/// an old and a new slot have in common, and there are at most as many such parts as slots. Returns 0 if no slot gets
+/// another log.
 fn most_log_work(change: &SlotsChange<'_>, edits: &[Edit]) -> usize {
     let other_log = |edit: &Edit| {
         let (old, new) = (change.by_id(edit.id), edit.new.as_deref());

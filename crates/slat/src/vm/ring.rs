@@ -236,7 +236,8 @@ impl DirtyRing {
             return None;
         }
         let entry = self.entry(head);
-        // Load the flag first: with `Acquire`, the other side's stores before its store of the flag are visible then.
+        // Load the flag first, with `Acquire`: then the stores that the other side made before it set the flag are
+        // visible.
         if entry.flags.load(Acquire) & RESET == 0 {
             return None;
         }
@@ -374,7 +375,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
             return;
         }
         let change = op.outside(|| op.space.slots.change(self.turn_wait()));
-        // The client can write to the ring: `first` may be any number.
+        // Do not trust `first`: the client can write any number to the ring.
         let in_slot = |slot: &&OwnedSlot| batch.first < slot.pages();
         let Some(slot) = change.by_id(batch.slot.id()).filter(in_slot) else {
             return;

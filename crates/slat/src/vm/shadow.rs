@@ -1,5 +1,5 @@
-//! The operations of an address space with the shadow MMU besides faults: its shadow pages follow the guest's tables
-//! ([`crate::shadow`]).
+//! The operations of an address space with the shadow MMU, besides faults: they keep its shadow pages consistent with
+//! the guest's tables ([`crate::shadow`]).
 
 use core::ops::Range;
 
@@ -40,8 +40,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         to: Option<usize>,
         (section, counters): (InSection<'_>, &Counters),
     ) {
-        // In this order: a flush in another address space finds either the vCPU in `from`, or the tables marked for
-        // comparison.
+        // In this order: then a flush in another address space finds either the vCPU still in `from`, or the tables
+        // marked for comparison.
         if let Some(from) = from {
             self.spaces_but(from)
                 .for_each(|space| space.distrust(section, counters));

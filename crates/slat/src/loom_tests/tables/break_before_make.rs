@@ -67,8 +67,8 @@ fn map_another(world: &World<SmallStage2<2>>) {
     map(world, 0, other);
 }
 
-/// Maps a page by a small leaf, like a vCPU whose tables may be freed meanwhile. If a flush or a mend is needed
-/// there, does it.
+/// Maps a page by a small leaf, like a vCPU whose tables may be freed meanwhile. Flushes or mends first if the entry
+/// requires that.
 fn map(world: &World<SmallStage2<2>>, gfn: u64, leaf: Leaf) {
     let me = world.readers.register().unwrap();
     let mut flushed = Flushed::default();
@@ -78,7 +78,7 @@ fn map(world: &World<SmallStage2<2>>, gfn: u64, leaf: Leaf) {
         me.leave();
         match mapped {
             Err(Retry::Unflushed(level)) => flushed = world.flush(gfn, level),
-            // The zap has not happened yet.
+            // The zap has not happened yet, so the leaf is still broken.
             Err(Retry::MustMend(level)) => loop {
                 let flushed = world.flush(gfn, level);
                 me.enter(&world.readers, 0);
@@ -142,8 +142,8 @@ fn with_table() -> Arc<World<SmallStage2<2>>> {
     world
 }
 
-/// Flushes a TLB that caches as much as it may: after the flush, it has the translation that is in the tables at that
-/// moment.
+/// Flushes a TLB that caches as much as a TLB may: after the flush, the TLB contains the translation that the tables
+/// contain at that moment.
 fn flush_a_tlb(world: &World<SmallStage2<2>>, cached: &SpinLock<u64>) -> Flushed {
     let number = world.flushes.begin();
     // The TLB drops the old translation and walks again at one moment.
@@ -156,8 +156,8 @@ fn flush_a_tlb(world: &World<SmallStage2<2>>, cached: &SpinLock<u64>) -> Flushed
     Flushes::done(Gfn(0)..Gfn(1), number)
 }
 
-/// Runs `other` concurrently with a zap of gfn 0 and the zap's flush of the TLB. Then maps another page there, after
-/// the flush that `other` has done.
+/// Runs `other` concurrently with a zap of gfn 0 and the zap's flush of the TLB. Then maps another page at gfn 0, with
+/// the flush that `other` returns.
 fn maps_another_during_a_zap(other: fn(&World<SmallStage2<2>>, &SpinLock<u64>) -> Flushed) {
     model(4, move || {
         let world = World::<SmallStage2<2>>::new();
@@ -191,7 +191,7 @@ fn a_flush_that_begins_before_a_zap_does_not_complete_it() {
     maps_another_during_a_zap(flush_a_tlb);
 }
 
-/// A thread that finds the entry cleared also finds the ticket of the zap, until the zap has flushed.
+/// A thread that finds the entry cleared also finds the ticket of the zap, unless the zap has already flushed.
 #[test]
 fn a_ticket_exists_from_before_its_zap_until_after_its_flush() {
     maps_another_during_a_zap(|_, _| Flushed::default());

@@ -143,7 +143,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     }
 
     /// Compares the entries `indexes` of the shadow page `page` with the guest's table. Zaps the entries that the
-    /// guest's table does not grant any more. `None`: entries were zapped, for which the vCPU has left its reader
+    /// guest's table does not grant any more. `None`: entries were zapped; to zap them, the vCPU has left its reader
     /// section.
     pub(super) fn sync<W: HostWords>(
         &mut self,

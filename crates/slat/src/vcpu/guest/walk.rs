@@ -240,7 +240,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
         let found = self.walk(gpa)?.ok()?;
         let leaf = found.ready::<F>(access)?;
-        // SAFETY: the walk has found the leaf just now.
+        // SAFETY: the walk has found the leaf just now, in this reader section.
         unsafe { self.remember(gpa, found.to_remember::<F>()) };
         Some(page(leaf))
     }
@@ -266,7 +266,7 @@ impl<P: Platform, F: Format, W: HostWords> GuestTables for Tables<'_, P, F, W> {
                 let entry = self.words.read(Hpa(found.host.0 + gpa.offset()), size);
                 entry.map_err(VirtualStop::Memory)
             }
-            // A table that is not in memory maps nothing.
+            // A table in memory that no slot contains maps nothing.
             Err(Stop::Mmio { .. }) => Ok(0),
             Err(stop) => Err(stop.into()),
         }

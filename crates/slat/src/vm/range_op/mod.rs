@@ -131,7 +131,7 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
     }
 
     /// Ends the reader section and begins the next, so that flushes that wait for the end of the first can continue.
-    /// Itself flushes nothing.
+    /// This does not flush.
     pub(super) fn pass(&mut self) {
         self.vm.platform.trace(Event::Yield);
         self.section.outside(|_| ());
@@ -165,7 +165,7 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         }
     }
 
-    /// Continues `walk`, by `work`, as far as the budget of this reader section allows.
+    /// Continues `walk` with `work`, as far as the budget of this reader section allows.
     pub(super) fn once(
         &mut self,
         walk: &mut Walk,
@@ -269,8 +269,8 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
         mmu.mappable_level(gfn, level) == level
     }
 
-    /// Runs `work` as one step, in a new reader section, with the slots and the MMU. Threads that waited for the end of
-    /// the last section can continue before.
+    /// Runs `work` as one step, in a new reader section, with the slots and the MMU. Before that, threads that waited
+    /// for the end of the last section can continue.
     pub(super) fn alone<R>(
         &mut self,
         work: impl FnOnce(&mut Step<'_, Mmu<P, F>>, &SlotSet, &Mmu<P, F>) -> R,
@@ -296,8 +296,8 @@ impl<'a, P: Platform, F: Format> RangeOp<'a, P, F> {
     }
 
     /// Call before `slot` moves, while no fault installs its leaves ([`InProgress::slot_moves`]). If the slot's log,
-    /// which moves with the slot, consists of the leaves' dirty bits, zaps the leaves and notes the bits: after the
-    /// move they would count for other pages. Returns whether it did.
+    /// which moves with the slot, consists of the leaves' dirty bits, zaps the leaves and notes the bits, because after
+    /// the move these bits would count for other pages. Returns whether it did.
     ///
     /// [`InProgress::slot_moves`]: super::InProgress::slot_moves
     pub(super) fn zap_noted(&mut self, slot: &Memslot) -> bool {

@@ -41,7 +41,7 @@ impl<'s, M: ByGfn> Step<'s, M> {
         self.section
     }
 
-    /// Calls `visit` for the entries that `show` selects. Itself changes nothing.
+    /// Calls `visit` for the entries that `show` selects. Changes nothing itself.
     pub(crate) fn walk(&self, walk: &mut Walk, show: Show, visit: &mut impl Visit) {
         self.mmu.walk(walk, show, visit);
     }
@@ -154,12 +154,13 @@ impl<'s, M: ByGfn> Step<'s, M> {
         visit_tables(self.mmu, walk, visit);
     }
 
-    /// Treats each table that [`Self::visit_tables`] visits as `wanted` says. `wanted` gets the table's first frame,
-    /// the level of its entry, and whether the table exists because of NX. Leaves broken by break-before-make are
-    /// passed to `broken`: the caller flushes and restores each ([`ByGfn::restore`]).
+    /// For each table that [`Self::visit_tables`] visits, calls `wanted`, and does with the table what `wanted`
+    /// returns. `wanted` gets the table's first frame, the level of its entry, and whether the table exists because of
+    /// NX. Leaves broken by break-before-make are passed to `broken`: the caller flushes and restores each
+    /// ([`ByGfn::restore`]).
     ///
-    /// `wanted` is called under the lock of the table that contains the entry. So what `wanted` finds is current when
-    /// the leaf is installed, as in a fault.
+    /// `wanted` is called under the lock of the table that contains the entry. So the facts that `wanted` finds are
+    /// still true when the leaf is installed, as in a fault.
     pub(crate) fn collapse(
         &mut self,
         walk: &mut Walk,
@@ -218,7 +219,7 @@ impl<'s, M: ByGfn> Step<'s, M> {
         match slot.log() {
             Some(log) if log.kind() == LogKind::Buffers => self.protect_buffered(walk, named),
             Some(log) if !log.kind().protects() => {
-                // The dirty bit of a huge leaf is also that of the leaf's pages outside the range: mark these.
+                // The dirty bit of a huge leaf also counts for the leaf's pages outside the range, so mark these pages.
                 let range = walk.range();
                 let note = |gfn: Gfn, level| {
                     let cleared = |gfn| range.contains(&gfn) && is_named(gfn);
@@ -262,12 +263,12 @@ impl<'s, M: ByGfn> Step<'s, M> {
     /// Write-protects every leaf of the range for which `wanted` is true, and sets its `may_write`. Skips entries that
     /// are [protected from above](Self::protect_from_above).
     ///
-    /// Protects a huge leaf as a whole if one of its pages is in the range. The next write fault, or an eager split,
-    /// splits the leaf.
+    /// If one page of a huge leaf is in the range, protects the leaf as a whole. The next write fault, or an eager
+    /// split, splits the leaf.
     ///
-    /// Uses plain stores: an accessed or dirty bit that hardware sets at the same time may be lost. Losing an accessed
-    /// bit only makes a page look unused for longer, as while a TLB caches the leaf. Dirty bits are not used where the
-    /// log works by write protection.
+    /// Uses plain stores, so an accessed or dirty bit that hardware sets at the same time may be lost. A lost accessed
+    /// bit only makes a page look unused for longer; the same happens while a TLB caches the leaf. Dirty bits are not
+    /// used where the log works by write protection.
     pub(crate) fn write_protect(
         &mut self,
         walk: &mut Walk,
@@ -376,7 +377,7 @@ impl<'s, M: ByGfn> Step<'s, M> {
                 Split::Unprepared => Next::Stop,
             }
         });
-        // The pieces of a broken leaf of 1 GiB may have to be split, too: go back to the first such leaf.
+        // The pieces of a broken leaf of 1 GiB may have to be split, too: return to the first such leaf.
         let enters = |(_, level): &&(Gfn, Level)| *level > Level::MEGA || how == SplitWalk::Full;
         if let Some((gfn, _)) = broken.iter().find(enters) {
             walk.go_to(*gfn);
@@ -439,7 +440,7 @@ where
     #[inline]
     fn visit(&mut self, at: &At<'_>) -> Next {
         if F::TABLE_WRITE != 0 && F::next_table(at.bits, at.level).is_some() {
-            // Entries outside the tree may refer to a shadow page, too.
+            // Entries outside the tree may also refer to a shadow page.
             return match at.is_in_tree() && (self.passes)(at) {
                 true => Next::Pass,
                 false => Next::Descend,
