@@ -14,7 +14,7 @@ impl Cpu {
     }
 
     /// Refuses RDMSR or, with a `value`, WRMSR: raises #GP(0), or ends the run if the machine wants its caller to
-    /// handle the access. Restarts an access that was only interrupted.
+    /// handle the access. If the access only needs a retry, makes the instruction start again.
     pub(crate) fn refuse_msr(
         &mut self,
         op: &Op,

@@ -101,7 +101,7 @@ impl Block {
         pool: &mut Pool,
         max_ops: usize,
     ) -> Result<NonNull<Self>, OutOfMemory> {
-        // The last instruction may be more than one operation.
+        // The last instruction may need more than one operation.
         let (ops, longest) = (max_ops - 1 + PER_INSTRUCTION, LONGEST.min(16 * max_ops));
         let mut block = Self::empty();
         // SAFETY: the caller's promise.
@@ -124,12 +124,12 @@ impl Block {
         pool: &mut Pool,
     ) -> Result<NonNull<Self>, OutOfMemory> {
         let mut new = pool.put(Self::empty())?;
-        // SAFETY: made just now; the caller's promise.
+        // SAFETY: `new` was made just now; the caller promises not to use the block after the pool's pieces.
         unsafe { new.as_mut().copy(from, pool)? };
         Ok(new)
     }
 
-    /// Becomes a copy of `from`.
+    /// Makes this block a copy of `from`.
     ///
     /// # Errors
     /// [`OutOfMemory`]: the block is unchanged.
@@ -152,7 +152,7 @@ impl Block {
         Ok(())
     }
 
-    /// Empties the block, until [`fill`](Self::fill). Its `ops` can be appended to.
+    /// Empties the block. The caller appends to `ops`, and then calls [`fill`](Self::fill).
     pub(crate) fn clear(&mut self, key: Key) {
         self.key = key;
         (self.first, self.second) = (None, None);
@@ -195,8 +195,8 @@ impl Block {
         let Some(Place { page, edition }) = self.first else {
             return false;
         };
-        // SAFETY: a block's snapshots live until all blocks are freed or emptied (`Snapshots::clear`); nobody
-        // changes one meanwhile.
+        // SAFETY: the snapshots of a block live until all blocks are freed or emptied (`Snapshots::clear`); no thread
+        // changes a snapshot meanwhile.
         let page = unsafe { page.as_ref() };
         page.stamp == stamp && page.edition == edition && !self.crosses
     }
@@ -204,12 +204,12 @@ impl Block {
     /// Makes `next` the block that [`next`](Self::next) returns. Call [`cool`](Self::cool) on this block
     /// before `next` is freed.
     pub(crate) fn precede(&self, next: NonNull<Block>) {
-        // SAFETY: a kept block, which is alive.
+        // SAFETY: `next` is a kept block that was not freed.
         let ops = unsafe { next.as_ref() }.ops.as_ptr();
         self.next.set(Some(Next { block: next, ops }));
     }
 
-    /// Returns the block that followed this one the last time.
+    /// Returns the block that ran after this block the last time.
     #[inline(always)]
     pub(crate) fn next(&self) -> Option<NonNull<Block>> {
         self.next.get().map(|next| next.block)
@@ -243,7 +243,7 @@ impl Block {
     /// Returns the host page of the first byte.
     #[inline(always)]
     pub(crate) fn page(&self) -> usize {
-        // SAFETY: as in `is_current`.
+        // SAFETY: the snapshots of a block live until all blocks are freed or emptied (`Snapshots::clear`).
         (self.first).map_or(
             usize::MAX,
             |place| unsafe { place.page.as_ref() }.host as usize,
@@ -273,7 +273,7 @@ impl Block {
         let Some(mut place) = self.first else {
             return false;
         };
-        // SAFETY: as in `Executor::holds`.
+        // SAFETY: the snapshots of a block live until all blocks are freed or emptied, and no block is running.
         let page = unsafe { place.page.as_mut() };
         let (at, _) = Snapshot::split(lin);
         page.copy(at, code.len()).is_ok() && page.has(at, code)

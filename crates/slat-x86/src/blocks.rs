@@ -24,9 +24,9 @@ use std::ptr::NonNull;
 /// The most heap bytes that the kept blocks of one CPU, the copies of its code and their indices may use: about 120,000
 /// blocks of six instructions in 2,000 pages.
 pub const CODE_BYTES: usize = 64 << 20;
-/// More bytes than one block and its copies need.
+/// More bytes than one block and the copies of its code need.
 pub(crate) const RESERVE: usize = 64 << 10;
-/// Entries of the direct-mapped front table.
+/// The number of entries of the direct-mapped front table.
 const FRONT: usize = 16384;
 /// The number of bits in [`Seen`], and in one of its lines.
 const SEEN: usize = 1 << 20;
@@ -155,7 +155,8 @@ impl Blocks {
         // SAFETY: the last block is alive: blocks are freed all together, between blocks, and then `last` is cleared.
         let last = self.last.map(|last| unsafe { last.as_ref() });
         let is_it = |found: NonNull<Block>| {
-            // SAFETY: as above: it is from the table, or has followed another block that is alive.
+            // SAFETY: `found` is from the front table, or has followed another block that is alive; so `found` is
+            // alive.
             let block = unsafe { found.as_ref() };
             block.key == *key && block.is_current(stamp)
         };
@@ -222,7 +223,7 @@ impl Blocks {
     #[cfg(feature = "jit")]
     pub(crate) fn attach(&mut self, key: &Key, entrance: Entrance) -> bool {
         if let Some(&block) = self.kept.get(key) {
-            // SAFETY: as above, and no block is running.
+            // SAFETY: blocks in the map are alive, and no block is running.
             let block = unsafe { &mut *block.as_ptr() };
             if (block.entrance.as_ref()).is_some_and(|old| old.region.tier > entrance.region.tier) {
                 return false;
@@ -241,7 +242,7 @@ impl Blocks {
         self.tables.front.0.fill(None);
         self.free();
         for block in [&mut self.once, &mut self.single] {
-            // SAFETY: alive as long as `self`; nothing else refers to it while no block is running.
+            // SAFETY: the block is alive as long as `self`; nothing else refers to it while no block is running.
             let block = unsafe { block.as_mut() };
             block.clear(block.key);
         }
@@ -250,17 +251,18 @@ impl Blocks {
     /// Frees all blocks in the map. The caller makes sure that no reference to one of them is left.
     fn free(&mut self) {
         for (_, mut block) in self.kept.drain() {
-            // SAFETY: alive, removed from the map here; the caller's promise.
+            // SAFETY: the block is alive, and is removed from the map here; the caller has made sure that no reference
+            // to it is left.
             unsafe { block.as_mut() }.cool();
         }
-        // SAFETY: the map had all of its pieces.
+        // SAFETY: the map contained all blocks of the pool.
         unsafe { self.pool.clear() };
     }
 
     /// Keeps a copy of `once`, which replaces an old block with the same key. If that fails, the old block is
     /// unchanged.
     pub(crate) fn keep(&mut self) -> Result<NonNull<Block>, OutOfMemory> {
-        // SAFETY: alive as long as `self`; nothing else refers to it while no block is running.
+        // SAFETY: the block is alive as long as `self`; nothing else refers to it while no block is running.
         let once = unsafe { self.once.as_ref() };
         if once.first.is_none() {
             return Err(OutOfMemory);
@@ -270,12 +272,12 @@ impl Blocks {
             Some(&kept) => {
                 // SAFETY: blocks in the map are alive, and nothing else refers to one while no block is running.
                 let block = unsafe { &mut *kept.as_ptr() };
-                // SAFETY: nobody uses a block once the pool is cleared.
+                // SAFETY: no code uses a block after the pool is cleared.
                 unsafe { block.copy(once, &mut self.pool)? };
                 kept
             }
             None => {
-                // SAFETY: as above.
+                // SAFETY: no code uses a block after the pool is cleared.
                 let kept = unsafe { Block::copied(once, &mut self.pool)? };
                 self.kept.insert(once.key, kept);
                 kept

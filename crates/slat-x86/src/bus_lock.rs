@@ -8,7 +8,7 @@ pub(crate) struct BusLock {
     pub(crate) when: BusLocks,
     /// Whether the last instruction has locked the bus, which ends the run.
     locked: bool,
-    /// Whether the next bus lock lets the run continue, because it has already ended the last run.
+    /// Whether the next bus lock lets the run continue, because that bus lock has already ended the last run.
     passes: bool,
     /// RIP of the instruction that ended the last run because it would lock the bus.
     rip: Option<u64>,
@@ -47,7 +47,7 @@ impl BusLock {
         self.locked
     }
 
-    /// Like [`is_due`](Self::is_due), and forgets the bus lock.
+    /// Like [`is_due`](Self::is_due), but also forgets the bus lock.
     pub(crate) fn take(&mut self) -> bool {
         std::mem::take(&mut self.locked)
     }

@@ -17,9 +17,9 @@
 //! walk; if it were the epoch, each store to a page with code would compare all other pages with memory.
 //!
 //! There is one epoch and one stamp for supervisor code, and another pair for user code. An IRET to user code advances
-//! only the user's pair ([`Clock::serialize_return`]). A page is looked up for one of the two, and the CPU runs one of
-//! the two at a time. A change of the CPL therefore exchanges the stamp ([`Clock::enter`]). There is one generation,
-//! because a flush concerns all code. No 64-bit number wraps around within centuries.
+//! only the user's pair ([`Clock::serialize_return`]). A page is looked up either for supervisor code or for user code,
+//! and the CPU runs one of the two at a time. A change of the CPL therefore exchanges the stamp ([`Clock::enter`]).
+//! There is one generation, because a flush concerns all code. No 64-bit number wraps around within centuries.
 //!
 //! Two more numbers, which are not part of the clock, identify the contents of a page. A page's *version*, which all
 //! CPUs share, rises with each store to the page (`code_pages`). A page's *edition*, which belongs to one CPU, changes

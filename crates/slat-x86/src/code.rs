@@ -7,14 +7,15 @@ use crate::once::Once;
 use crate::snapshot::Snapshots;
 use crate::sync::Arc;
 
-/// In [`Code::page`]: any page.
+/// The value of [`Code::page`] that stands for any page.
 pub(crate) const ANY_PAGE: usize = 1;
 
 /// The code of a CPU.
 pub(crate) struct Code {
     /// Tells when decoded code must be checked again.
     pub(crate) clock: Clock,
-    /// This CPU's membership in the group of CPUs that share memory: through it they tell each other of stores to code.
+    /// This CPU's membership in the group of CPUs that share memory: through this membership, the CPUs tell each other
+    /// of stores to code.
     pub(crate) member: Member,
     pub(crate) snapshots: Snapshots,
     pub(crate) once: Once,

@@ -104,7 +104,8 @@ mod slots {
 pub struct CodePages {
     slots: Slots,
     version: AtomicU64,
-    /// The seats of all CPUs. Its lock is held while a slot, the version, or the attention word of a seat changes.
+    /// The seats of all CPUs. The lock of this list is held while a slot, the version, or the attention word of a seat
+    /// changes.
     seats: Mutex<Vec<SeatOf>>,
 }
 
@@ -120,7 +121,7 @@ struct Seat {
 /// Points to the seat of a [`Member`]. The member owns the seat, and takes it off the list before dropping it.
 struct SeatOf(NonNull<Seat>);
 
-// SAFETY: a reference to atomics.
+// SAFETY: a seat consists of atomics.
 unsafe impl Send for SeatOf {}
 
 impl std::fmt::Debug for CodePages {
@@ -153,7 +154,7 @@ impl CodePages {
     }
 
     /// Records a store to the page of `host` by the CPU with the seat `own`: gives the page a new version, or removes
-    /// its mark. Returns the version; `None` if the page is not marked.
+    /// its mark. Returns the new version; `None` if the page was not marked.
     fn note_store(&self, host: usize, own: *const Seat) -> Option<u64> {
         if self.slots.at(host).load(Acquire) == 0 {
             return None;

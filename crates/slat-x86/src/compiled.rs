@@ -38,7 +38,7 @@ pub(crate) struct Target {
 #[repr(align(64))]
 pub(crate) struct Targets(pub(crate) [[Target; 2]; SETS]);
 
-// SAFETY: integers and pointers.
+// SAFETY: the type consists of integers and pointers.
 unsafe impl Zeroed for Targets {}
 
 /// The fields of a CPU that compiled code uses, besides the architectural state. The last fields are in R15's window
@@ -55,13 +55,13 @@ pub(crate) struct Compiled {
     /// other modes are invalid, too. See `tell_targets_apart`.
     pub(crate) edition: u32,
     /// A target of the set in which the last region's successor was not found; the new target is stored in that set.
-    /// Null: no set.
+    /// Null if there is no such set.
     pub(crate) wanted: *const Target,
     /// The guest address at which a region was entered, if `attention` interrupted the run in that region.
     pub(crate) ran: u64,
-    /// Not 0: the host's MXCSR is the guest's (`float`).
+    /// Not 0 if the host's MXCSR contains the guest's value (`float`).
     pub(crate) floats: u32,
-    /// The host's own MXCSR, while the host has the guest's.
+    /// The host's own value of MXCSR, while the host's MXCSR contains the guest's.
     pub(crate) host_mxcsr: u32,
     /// A copy of the bytes of a load that crosses into another page.
     pub(crate) copy: [u8; 32],

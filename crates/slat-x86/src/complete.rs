@@ -56,7 +56,8 @@ impl Executor {
                 };
                 (exit, self.has_input())
             } else if self.svm.is_exit_due() {
-                // The #VMEXIT follows the instruction but was not caused by it: it is for an INIT or a shutdown.
+                // The #VMEXIT follows the instruction, but the instruction has not caused it: an INIT or a shutdown
+                // has.
                 (self.exit_guest(), self.svm.is_exit_due())
             } else {
                 return self.take_traps();
@@ -121,7 +122,7 @@ impl Executor {
         });
     }
 
-    /// Call when the instruction is done, or has ended in an exception: drops the data of its reads.
+    /// Call when the instruction is done, or has ended in an exception. Drops the data of the instruction's reads.
     pub(crate) fn drop_answers(&mut self) {
         self.cpu.clear_answers();
         self.reader = None;

@@ -29,7 +29,7 @@ use std::ptr::NonNull;
 
 /// One software CPU, on which instructions act. An [`Executor`](crate::Executor) runs it.
 ///
-/// Its first fields are the ones that compiled code uses most, in the order that `jit::window` gives.
+/// The first fields are those that compiled code uses most, in the order that `jit::window` gives.
 #[repr(C)]
 pub struct Cpu {
     #[cfg(feature = "jit")]
@@ -60,7 +60,7 @@ pub struct Cpu {
     pub(crate) counters: Counters,
     pub(crate) svm: Svm,
     machine: Option<NonNull<dyn Machine>>,
-    /// The values of the registers on which the TLB's content depends, as last seen.
+    /// The registers on which the TLB's content depends, with their values when they were last compared.
     pub(crate) paging_registers: [u64; 4],
 }
 
@@ -142,7 +142,7 @@ impl Cpu {
         self.flush_data();
     }
 
-    /// Drops all translations of the current world.
+    /// Drops all translations of the current world (`tlb`).
     pub(crate) fn flush_world(&mut self) {
         self.counters.flushes_other += 1;
         self.code.clock.flush();
@@ -282,7 +282,8 @@ impl Cpu {
     pub(crate) fn call_machine(&mut self) -> HypercallOutcome {
         let (cpl, long_mode) = (self.cpl, self.is_64());
         let mut pointer = self.machine.expect("a CPU executes within run");
-        // SAFETY: as in `machine`; the state is no part of the machine.
+        // SAFETY: `attach` set the pointer, and `self` is borrowed; the state, which is also borrowed, is no part of
+        // the machine.
         unsafe { pointer.as_mut() }.hypercall(&mut self.state, cpl, long_mode)
     }
 
@@ -313,8 +314,8 @@ impl Cpu {
         }
     }
 
-    /// Records the registers whose changes flush translations. From now on [`derive`](Self::derive) compares them with
-    /// these values.
+    /// Records the registers whose changes flush translations. From now on [`derive`](Self::derive) compares the
+    /// registers with these values.
     pub(crate) fn see_registers(&mut self) {
         let state = &self.state;
         self.paging_registers = [state.cr0, state.cr3, state.cr4, state.efer];
@@ -423,7 +424,7 @@ impl Cpu {
         self.paging_for(SUPERVISOR_AC)
     }
 
-    /// Records an exception: `return Err(cpu.raise(…))`.
+    /// Records an exception. Use it as `return Err(cpu.raise(…))`.
     #[cold]
     pub(crate) fn raise(&mut self, vector: u8, error: Option<u32>) -> Break {
         self.raised.exception = Exception { vector, error };
@@ -456,7 +457,8 @@ impl Cpu {
         }
     }
 
-    /// Records a #VMEXIT: `return Err(cpu.leave_guest(…))`. If an event is being delivered, EXITINTINFO reports it.
+    /// Records a #VMEXIT. Use it as `return Err(cpu.leave_guest(…))`. If an event is being delivered, EXITINTINFO
+    /// reports it.
     #[cold]
     pub(crate) fn leave_guest(&mut self, exit: VmExit) -> Break {
         self.svm.record(exit);

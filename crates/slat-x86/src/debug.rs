@@ -112,7 +112,7 @@ impl Cpu {
         }
     }
 
-    /// Records a #DB that is a fault.
+    /// Records a #DB that is a fault, not a trap.
     #[cold]
     pub(crate) fn raise_debug(&mut self, hits: u64) -> Break {
         self.watch.hits = hits;
@@ -156,8 +156,8 @@ impl Cpu {
         events.debug != 0 && events.exception.is_none() && !events.mov_ss_shadow
     }
 
-    /// Takes the pending debug traps, unless an exception is delivered first or the shadow of MOV SS suppresses them. A
-    /// probe's trap is always taken first.
+    /// Takes the pending debug traps, unless an exception is delivered first or the shadow of MOV SS suppresses them.
+    /// The trap of a probe is taken before all others.
     pub(crate) fn take_traps(&mut self) -> Option<Exit> {
         if let Some(exit) = self.take_probe_hit() {
             return Some(exit);

@@ -69,8 +69,8 @@ impl Cpu {
             return Err(self.gp());
         }
         if block.ops.is_empty() {
-            // The bytes are no instruction: #UD, or #GP if they are longer than 15 bytes. Any of them may be the
-            // invalid one, so the block has all of them, and all are compared.
+            // The bytes are no instruction: they raise #UD, or #GP if there are more than 15. Any of these bytes may be
+            // the invalid one, so the block contains all of them, and all of them are compared with memory.
             let mut op = lower::invalid();
             op.aux = u8::from(too_long(&buffer[..len]));
             if buffer.starts_with(PREFIX) {
@@ -123,19 +123,18 @@ impl Cpu {
             bytes: 0,
             end: DecoderError::None,
         };
-        // A segment of 4 GiB continues with its first byte after its last.
+        // After its last byte, a segment of 4 GiB continues with its first byte.
         let end = match self.state.cs.limit {
             limit if limit != u32::MAX && !self.is_64() => u64::from(limit) + 1,
             _ => u64::MAX,
         };
         let blank = lower::blank(key.mode);
-        // The decoder writes to the same memory each time, because copying freshly written memory takes longer than
-        // decoding.
+        // Decode into the same memory each time: copying freshly written memory takes longer than decoding.
         let mut insn = Instruction::default();
         while ops.len() < max_ops && decoded.bytes < MAX_BYTES {
             let start = decoded.bytes;
             let mut prefix = 0;
-            // The prefix that makes KVM emulate the next instruction: it must start a block.
+            // The prefix that makes KVM emulate the next instruction must be the first instruction of a block.
             if bytes[start..].starts_with(PREFIX) {
                 if start != 0 {
                     break;
@@ -165,7 +164,7 @@ impl Cpu {
                 break;
             }
             decoded.bytes = decoder.position();
-            // In KVM, RIP is already past the prefix when the instruction faults.
+            // As in KVM, RIP is already after KVM's prefix when the instruction that follows the prefix faults.
             let first = start + prefix;
             let code = &bytes[first..decoded.bytes];
             let len = insn.len() as u8;
@@ -181,8 +180,8 @@ impl Cpu {
     }
 }
 
-/// Decodes LOCK MOV CR0, which is MOV CR8 on AMD's CPUs. `None`: the bytes are something else. Only this function sets
-/// the decoder's option for LOCK MOV CR0, because the option changes the meaning of other instructions.
+/// Decodes LOCK MOV CR0, which is MOV CR8 on AMD's CPUs. `None`: the bytes are another instruction. Only this function
+/// sets the decoder's option for LOCK MOV CR0, because the option changes the meaning of other instructions.
 #[cold]
 fn lock_mov_cr0(bits: u32, bytes: &[u8], ip: u64) -> Option<Instruction> {
     let insn = Decoder::with_ip(bits, bytes, ip, DecoderOptions::AMD).decode();

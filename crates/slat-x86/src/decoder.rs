@@ -14,7 +14,8 @@ pub(crate) fn build_tables() -> Result<(), OutOfMemory> {
     static BUILT: Prepared = Prepared::new();
     BUILT.once(|| {
         heap::probe(DECODER_BYTES)?;
-        // Without this, a child that was forked meanwhile would wait for the decoder's own lock for ever.
+        // Without the exclusion of forks, a child that was forked meanwhile would wait for the decoder's own lock for
+        // ever.
         apart_from_forks(|| {
             let _ = Decoder::new(64, &[], DecoderOptions::NONE);
         });

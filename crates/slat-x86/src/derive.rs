@@ -88,7 +88,7 @@ impl Cpu {
     pub(crate) fn enter_world(&mut self) {
         let mut before = self.svm.noted_registers();
         self.see_registers();
-        // A changed CR3 drops nothing here: as on a processor, the hypervisor has to ask for a flush.
+        // Here, a changed CR3 drops no translation: as on a processor, the hypervisor has to ask for a flush.
         before[CR3] = self.paging_registers[CR3];
         let is_outdated = invalidates(&before, &self.paging_registers);
         self.derive();

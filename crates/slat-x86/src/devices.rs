@@ -11,7 +11,7 @@ pub(crate) const MOST_FRAGMENTS: usize = 96;
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Fragment {
-    /// The linear address of a read. 0 for a write, for which the queue does not need the address.
+    /// The linear address of a read; 0 for a write, because the queue of writes does not need the address.
     pub(crate) lin: u64,
     pub(crate) gpa: u64,
     pub(crate) len: u8,
@@ -143,7 +143,7 @@ pub(crate) enum QuestionKind {
     Hypercall,
     /// EDX:EAX.
     Rdmsr,
-    /// There is no destination.
+    /// Complete WRMSR: there is no register to store a result in.
     Wrmsr,
 }
 
@@ -154,7 +154,7 @@ pub(crate) struct Port {
     pub(crate) rip: u64,
     pub(crate) next: u64,
     pub(crate) size: u8,
-    /// Units that the exit moves.
+    /// The number of units that the exit moves.
     pub(crate) count: u32,
     pub(crate) kind: PortKind,
     /// DR6 bits of the debug traps that follow the access.

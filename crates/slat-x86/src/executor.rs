@@ -96,7 +96,7 @@ impl Executor {
         self.blocks.clear();
         self.cpu.forget_targets();
         // SAFETY: the blocks of this pair that had places in snapshots are freed or emptied, and no target refers to
-        // one. Blocks of another pair are freed before they are looked at: see `pair`.
+        // one. Blocks of another pair are freed before any code uses them: see `pair`.
         unsafe { self.cpu.code.snapshots.clear() };
     }
 

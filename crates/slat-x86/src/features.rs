@@ -1,7 +1,7 @@
 //! The features of the guest's CPU beyond the baseline: those in its CPUID that this CPU implements.
 //!
-//! The control bits of an absent feature are reserved, and its instructions raise #UD, as far as hardware under KVM
-//! behaves so.
+//! The control bits of an absent feature are reserved, and its instructions raise #UD, in all cases in which hardware
+//! under KVM behaves so.
 
 use crate::state::{MXCSR_MASK, MXCSR_MM, control, xcr0};
 
@@ -111,8 +111,8 @@ const EBX: usize = 1;
 const ECX: usize = 2;
 const EDX: usize = 3;
 
-/// Returns the state components that this CPU has on this host. AVX instructions need the AVX component:
-/// without it they are #UD.
+/// Returns the state components that this CPU has on this host. AVX instructions need the AVX component: without it
+/// they raise #UD.
 fn components() -> u64 {
     match has_avx() {
         true => xcr0::ALL,

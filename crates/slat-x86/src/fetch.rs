@@ -28,8 +28,8 @@ impl Cpu {
         }
     }
 
-    /// Like [`check_snapshot`](Self::check_snapshot), but only if that needs no translation. `page` has the code at
-    /// `rip`. Returns whether `page` is current for this CPU now, possibly in a new edition.
+    /// Like [`check_snapshot`](Self::check_snapshot), but does nothing if the check would need a translation. `page`
+    /// has the code at `rip`. Returns whether `page` is current for this CPU now, possibly in a new edition.
     #[cfg(feature = "jit")]
     pub(crate) fn look_again(&mut self, page: &mut Snapshot, rip: u64) -> bool {
         let lin = self.code_address(rip);

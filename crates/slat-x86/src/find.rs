@@ -1,4 +1,4 @@
-//! Finding the block to execute, and making sure that memory still holds its code.
+//! Finds the block to execute, and makes sure that memory still holds the block's code.
 
 use crate::block::{Block, MAX_OPS};
 use crate::blocks::{CODE_BYTES, RESERVE};
@@ -21,7 +21,7 @@ impl Executor {
         }
     }
 
-    /// Returns the block at RIP, verified. It stays valid until the next call.
+    /// Returns the block at RIP, verified. The block stays valid until the next call.
     #[inline(always)]
     pub(crate) fn find_block(&mut self) -> Result<NonNull<Block>, Break> {
         let rip = self.state.rip;
@@ -63,7 +63,7 @@ impl Executor {
         }
         self.make_room();
         let once = self.blocks.once;
-        // SAFETY: alive as long as the CPU; nothing else refers to it while no block is running.
+        // SAFETY: the block is alive as long as the CPU; nothing else refers to it while no block is running.
         self.decode(unsafe { &mut *once.as_ptr() }, key, MAX_OPS, seen)?;
         match seen {
             true => {
@@ -71,7 +71,7 @@ impl Executor {
                 #[cfg(feature = "jit")]
                 self.adopt(kept, Tier::Baseline);
                 if eager {
-                    // SAFETY: alive until all are freed.
+                    // SAFETY: the block is alive until all blocks are freed.
                     unsafe { kept.as_ref() }.heat_up();
                 }
                 Ok(kept)
@@ -80,7 +80,7 @@ impl Executor {
         }
     }
 
-    /// Returns the one instruction at RIP as a block of its own. It stays valid until the next call.
+    /// Returns the one instruction at RIP as a block of its own. The block stays valid until the next call.
     pub(crate) fn single_block(&mut self) -> Result<NonNull<Block>, Break> {
         let rip = self.state.rip;
         self.check_code_limit(rip)?;
@@ -91,7 +91,7 @@ impl Executor {
         };
         self.make_room();
         let found = self.blocks.single;
-        // SAFETY: alive as long as the CPU; nothing else refers to it while no block is running.
+        // SAFETY: the block is alive as long as the CPU; nothing else refers to it while no block is running.
         let single = unsafe { &mut *found.as_ptr() };
         if single.key != key || !self.holds_once(single)? {
             self.decode(single, key, 1, false)?;
@@ -110,8 +110,8 @@ impl Executor {
         if !self.holds(&mut first, lin, block.parts().0)? {
             return Ok(false);
         }
-        // The second page is checked last: only if memory holds the first part does the instruction
-        // still cross into it.
+        // Check the second page last: the instruction crosses into the second page only if memory still holds the first
+        // part.
         if let Some(mut second) = block.second {
             if !self.holds(&mut second, self.next_page(lin), block.parts().1)? {
                 return Ok(false);
@@ -164,7 +164,7 @@ impl Executor {
         }
         let (at, _) = Snapshot::split(block.key.lin);
         let host = self.once_host(block.key.lin)?.wrapping_add(at);
-        // SAFETY: as in `copy_code`.
+        // SAFETY: `host` was translated in this generation, and the access is guarded.
         Ok(unsafe { slat_guard::matches(host, code) }.unwrap_or(false))
     }
 }

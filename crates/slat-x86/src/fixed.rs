@@ -1,8 +1,8 @@
 //! The memory of fixed size that a CPU allocates when it is made: its software TLB, the table that finds compiled
 //! code, and the queues between an instruction and the device model.
 //!
-//! All of it begins as zeroes, in pages that the host provides at first use, so a CPU that hardly runs uses little
-//! memory. Running the guest allocates nothing else, except for blocks that are kept.
+//! All of this memory begins as zeroes, in pages that the host provides at first use, so a CPU that hardly runs uses
+//! little memory. Running the guest allocates no other memory, except for blocks that are kept.
 
 #[cfg(feature = "jit")]
 use crate::compiled::Targets;
@@ -11,13 +11,13 @@ use crate::heap::Zeroed;
 use crate::tlb::Tlb;
 
 pub(crate) struct Fixed {
-    /// Data of the reads of the instruction at RIP, in the order in which it reads.
+    /// The data of the reads that the instruction at RIP makes, in the order of these reads.
     pub(crate) answers: Fragments,
     /// Writes that have not been passed to the device model.
     pub(crate) writes: Fragments,
     /// The data that a string input read.
     pub(crate) input: Input,
-    /// The data that an output writes.
+    /// The data that a port output (OUT or OUTS) writes.
     pub(crate) output: Output,
     #[cfg(feature = "jit")]
     pub(crate) targets: Targets,

@@ -1,9 +1,9 @@
 //! Lazy arithmetic flags.
 //!
 //! Most flags are overwritten before anything reads them. So the common operations only record their operands and their
-//! result. A reader computes the flag that it needs from this record, by `sem::condition`. Rare operations compute
-//! their flags at once. While there is a record, the arithmetic bits of `state.rflags` are stale. In a record, CF is
-//! always `x < y`. So INC and DEC, which do not change CF, leave `x` and `y` unchanged.
+//! result. An instruction that reads a flag computes that flag from the record, by `sem::condition`. Rare operations
+//! compute their flags at once. While there is a record, the arithmetic bits of `state.rflags` are stale. In a record,
+//! CF is always `x < y`. So INC and DEC, which do not change CF, leave `x` and `y` unchanged.
 //!
 //! ADD and SUB share one kind of record, because `a + b = r` means `r - b = a`. Both record `x` and `y` of a
 //! subtraction, from which CF, OF and AF follow; the result of SUB is the difference, the result of ADD is `x`.
@@ -161,7 +161,7 @@ impl Cpu {
             Flags::Inc { result, .. } => (INC, result),
             Flags::Dec { result, .. } => (DEC, result),
             Flags::Shl { before, result } => {
-                // CF is the sign of `before`.
+                // `before` has the value of CF as its sign.
                 (lazy.x, lazy.y) = (u64::MAX >> (65 - T::BITS), before.zx());
                 (SHL, result)
             }

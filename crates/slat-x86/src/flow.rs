@@ -1,6 +1,6 @@
-//! How an instruction ends.
+//! The ways in which an instruction ends.
 
-/// How an instruction ended, other than by continuing with the next one.
+/// How an instruction ended, if the next instruction does not simply follow.
 ///
 /// A handler that returns [`Exception`](Break::Exception), [`Retry`](Break::Retry) or [`Exit`](Break::Exit) has changed
 /// nothing.
@@ -12,9 +12,9 @@ pub enum Break {
     /// The instruction is done. The block ends before the next instruction, because something that blocks depend on has
     /// changed.
     End,
-    /// A fault that [`Cpu::raise`](crate::Cpu) recorded. The instruction has changed nothing.
+    /// [`Cpu::raise`](crate::Cpu) has recorded a fault. The instruction has changed nothing.
     Exception,
-    /// A fault that [`Cpu::raise`](crate::Cpu) recorded, after a task switch. The fault is the new task's, whose
+    /// [`Cpu::raise`](crate::Cpu) has recorded a fault after a task switch. The fault belongs to the new task, whose
     /// registers are in `state`.
     TaskFault,
     /// The instruction has changed nothing, and starts again at the block boundary.

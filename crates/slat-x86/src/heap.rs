@@ -31,7 +31,7 @@ pub(crate) fn boxed<T>(value: T) -> Result<Box<T>, OutOfMemory> {
     if memory.is_null() {
         return Err(OutOfMemory);
     }
-    // SAFETY: allocated just now, with the layout that the box will free.
+    // SAFETY: the memory was allocated just now, with the layout that the box will use to free it.
     unsafe {
         memory.write(value);
         Ok(Box::from_raw(memory))
@@ -42,9 +42,9 @@ pub(crate) fn boxed<T>(value: T) -> Result<Box<T>, OutOfMemory> {
 /// memory need not have that property: the heap may clear memory that it reuses.)
 pub(crate) struct Pages<T>(NonNull<T>);
 
-// SAFETY: owns its `T`, as a box does.
+// SAFETY: the value owns its `T`, as a box does.
 unsafe impl<T: Send> Send for Pages<T> {}
-// SAFETY: as above.
+// SAFETY: the value owns its `T`, as a box does.
 unsafe impl<T: Sync> Sync for Pages<T> {}
 
 impl<T: Zeroed> Pages<T> {
@@ -59,8 +59,7 @@ impl<T: Zeroed> Pages<T> {
             return Err(OutOfMemory);
         }
         // One huge page would hold the memory of several CPUs, whether they use it or not. On a host without huge pages
-        // the call fails, which does no harm.
-        // SAFETY: the mapping made above.
+        // the call fails, which does no harm. SAFETY: a mapping of our own, made just now.
         unsafe { libc::madvise(memory, len, libc::MADV_NOHUGEPAGE) };
         NonNull::new(memory.cast()).map(Pages).ok_or(OutOfMemory)
     }
@@ -70,7 +69,7 @@ impl<T> Deref for Pages<T> {
     type Target = T;
     #[inline(always)]
     fn deref(&self) -> &T {
-        // SAFETY: mapped until `self` is dropped; zeroes are a value, as `Zeroed` promises.
+        // SAFETY: the memory is mapped until `self` is dropped; zeroes are a valid `T`, as `Zeroed` promises.
         unsafe { self.0.as_ref() }
     }
 }
@@ -78,14 +77,15 @@ impl<T> Deref for Pages<T> {
 impl<T> DerefMut for Pages<T> {
     #[inline(always)]
     fn deref_mut(&mut self) -> &mut T {
-        // SAFETY: as above, and exclusively borrowed.
+        // SAFETY: the memory is mapped until `self` is dropped; zeroes are a valid `T`, and `self` is borrowed
+        // exclusively.
         unsafe { self.0.as_mut() }
     }
 }
 
 impl<T> Drop for Pages<T> {
     fn drop(&mut self) {
-        // SAFETY: a value that is not used any more, in our own mapping.
+        // SAFETY: the value is not used any more, and is in our own mapping.
         unsafe {
             self.0.drop_in_place();
             libc::munmap(self.0.as_ptr().cast(), size_of::<T>());

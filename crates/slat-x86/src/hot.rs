@@ -18,9 +18,9 @@ use std::ptr::{self, NonNull};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// Entries of a block between two checks for compiled code.
+/// The number of entries of a block between two checks for compiled code.
 const LOOK: u32 = 64;
-/// Blocks and bytes of a region.
+/// The most blocks of a region, and the most bytes.
 const BLOCKS: usize = 24;
 const BYTES: usize = 1024;
 
@@ -78,7 +78,8 @@ impl Executor {
     pub(crate) fn sampled(&mut self, found: NonNull<Block>) {
         self.interrupted = None;
         let found = self.interrupted_in(found);
-        // SAFETY: as in `warmed`.
+        // SAFETY: a block lives until all blocks are freed, which no call in this function does before the last use of
+        // `block`.
         let block = unsafe { found.as_ref() };
         let is_second = |Entrance { region, .. }: &Entrance| {
             region.tier != Tier::Full && region.is_sampled.swap(true, Ordering::Relaxed)
@@ -98,7 +99,7 @@ impl Executor {
     /// A region without loops ends before it checks `attention`, so `next` may belong to another region. If `next`
     /// always were the sample, code without loops would never be sampled.
     fn interrupted_in(&mut self, next: NonNull<Block>) -> NonNull<Block> {
-        // SAFETY: as in `warmed`.
+        // SAFETY: a block lives until all blocks are freed, which this function does not do.
         let next_block = unsafe { next.as_ref() };
         let region = |block: &Block| {
             block
@@ -114,12 +115,12 @@ impl Executor {
         let Some(ran) = self.blocks.kept(&key) else {
             return next;
         };
-        // SAFETY: as above.
+        // SAFETY: a block lives until all blocks are freed, which this function does not do.
         let ran_block = unsafe { ran.as_ref() };
         if let Some(mut place) = ran_block.first
             && region(ran_block).is_some()
             && region(ran_block) != region(next_block)
-            // SAFETY: alive as long as the block; nothing else refers to it while no block is running.
+            // SAFETY: the snapshot is alive as long as the block; nothing else refers to it while no block is running.
             && self.look_again(unsafe { place.page.as_mut() }, key.lin)
         {
             return ran;
@@ -162,7 +163,8 @@ impl Executor {
     /// region. The code must be of `tier` or a better one, and memory must hold it. Returns whether there was such
     /// code. Call while no block is running.
     pub(crate) fn adopt(&mut self, block: NonNull<Block>, tier: Tier) -> bool {
-        // SAFETY: a block lives until all are freed. `block` is not used any more when the blocks of the region change.
+        // SAFETY: a block lives until all blocks are freed. `block` is not used any more when the blocks of the region
+        // change.
         let block = unsafe { block.as_ref() };
         let Some(client) = &self.client else {
             return false;
@@ -235,7 +237,7 @@ impl Executor {
             let Some(found) = self.blocks.kept(&key) else {
                 continue;
             };
-            // SAFETY: alive, and nothing changes it meanwhile.
+            // SAFETY: the block is alive, and nothing changes it meanwhile.
             let found = unsafe { found.as_ref() };
             let (code, after) = found.parts();
             // A block that has hardly run is left out, because it would make the region larger, and save nothing. But a
@@ -253,7 +255,8 @@ impl Executor {
             if is_known {
                 continue;
             }
-            // Memory must hold the block. If only other blocks ran for a while, this block was not checked.
+            // Memory must hold the block's code. If only other blocks ran for a while, the code was not compared with
+            // memory.
             if !is_warm || !after.is_empty() || !block.holds_beside(key.lin, code) {
                 continue;
             }
@@ -267,7 +270,7 @@ impl Executor {
             copy.extend_from_slice(code);
             source.blocks.push((place, copy));
             bytes += code.len();
-            // A region of the other tier cannot be entered at each of its blocks.
+            // A region that Cranelift compiles cannot be entered at each of its blocks.
             if tier == Tier::Baseline || rip == block.key.rip {
                 found.asked.set(Some(tier).max(found.asked.get()));
             }
@@ -326,7 +329,7 @@ impl Executor {
     pub(crate) fn run_compiled(&mut self, block: NonNull<Block>) -> Option<Exit> {
         self.tell_targets_apart();
         self.compiled.ran = 0;
-        // SAFETY: a block lives until all are freed, which happens in `find_block` only.
+        // SAFETY: a block lives until all blocks are freed, which happens in `find_block` only.
         let code = self.make_known(unsafe { block.as_ref() })?;
         self.counters.blocks += 1;
         self.code.page = ANY_PAGE;
@@ -371,18 +374,18 @@ impl Executor {
                 self.executed_alone(&step.op, &step.bytes[..len], why)
             }
             Status::Interpret => {
-                // SAFETY: set for this run.
+                // SAFETY: `attention` was set for this run, and is valid during the run.
                 let attention = unsafe { &*self.compiled.attention };
                 // If the caller's kick has interrupted the access, repeating the access now would only sleep again.
                 if attention.load(Ordering::Relaxed) != 0 {
                     self.devices.met = None;
                     return None;
                 }
-                // The access is made again, perhaps at another address, so its flag is cleared.
+                // The access will be made again, perhaps at another address, so clear the flag of this attempt.
                 self.raised.noncanonical = false;
                 let exit = match self.find_block() {
-                    // SAFETY: a block lives until all are freed, which happens in `find_block` only; nothing
-                    // changes it while it runs.
+                    // SAFETY: a block lives until all blocks are freed, which happens in `find_block` only; nothing
+                    // changes the block while it runs.
                     Ok(block) => self.execute(unsafe { block.as_ref() }),
                     Err(why) => self.fetch_failed(why),
                 };
@@ -436,7 +439,7 @@ mod tests {
         drop(done);
         (0..3).for_each(|n| submit(&cpu, n));
         let mut pool = Pool::default();
-        // SAFETY: the pool lives longer.
+        // SAFETY: the pool lives longer than the block.
         let block = unsafe { Block::with_room(&mut pool, 1).unwrap() };
         cpu.warmed(block);
         let done = compiler.take(number);

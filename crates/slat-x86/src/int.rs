@@ -2,7 +2,7 @@
 
 use slat_guard::Word;
 
-/// The CPU, of which this layer knows only that it has general registers.
+/// The general registers of a CPU: this layer knows nothing else of the CPU.
 pub(crate) trait Registers {
     fn gpr(&self) -> &[u64; 16];
     fn gpr_mut(&mut self) -> &mut [u64; 16];

@@ -18,7 +18,7 @@ use crate::vector;
 const CR_BY_MOV: u64 = 1 << 63;
 
 impl Cpu {
-    /// Leaves the guest before `op` if intercept `code` is set.
+    /// Makes the guest leave before `op` if the hypervisor intercepts `code`.
     #[inline(always)]
     pub(crate) fn intercept(&mut self, op: &Op, code: u64) -> Result<(), Break> {
         self.intercept_with(op, code, 0)
@@ -194,7 +194,7 @@ impl Cpu {
         let since = now.wrapping_sub(pauses.last);
         pauses.last = now;
         if threshold != 0 && since > threshold.into() {
-            // The PAUSEs are not of one loop: the guest has executed other code in between.
+            // These PAUSEs are not in one loop, because the guest has executed other code in between.
             pauses.left = count;
         }
         match pauses.left.checked_sub(1) {

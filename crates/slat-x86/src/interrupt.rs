@@ -101,7 +101,7 @@ impl Cpu {
         }
         if let Some(exception) = events.exception {
             let Exception { vector, error } = exception;
-            // If the debugger passes a #BP on to the guest, the #BP is a trap again.
+            // The debugger passes a #BP on to the guest: for the guest the #BP is a trap, so RIP is after the INT3.
             let rip = match self.watch.int3 {
                 Some((start, end)) if vector == vector::BP && start == rip => end,
                 _ => rip,
@@ -354,7 +354,7 @@ impl Cpu {
         }
         let rsp = stack.wrapping_sub(len as u64);
         self.push_frame(rsp, &bytes[..len], cpl)?;
-        // Nothing fails from here on.
+        // From here on, no step can fail.
         let mut segment = Descriptor(code.0 | 1 << 40).segment(selector & !3 | u16::from(cpl));
         segment.base = 0;
         self.state.cs = segment;

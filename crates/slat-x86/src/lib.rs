@@ -72,8 +72,8 @@
 //!
 //! The caller has called `slat_guard::install` before it runs a CPU.
 //!
-//! Missing: AVX-512 and later extensions, interrupt and trap gates out of virtual-8086 mode and IRET into it (task
-//! switches do both), VMX.
+//! These are missing: AVX-512 and later extensions, interrupt and trap gates out of virtual-8086 mode and IRET into
+//! that mode (task switches do both), VMX.
 
 mod ask;
 mod block;

@@ -253,7 +253,8 @@ fn is_sse(feature: CpuidFeature) -> bool {
     )
 }
 
-/// Returns the handler of an instruction that CPUs with our CPUID features have, but this one does not.
+/// Returns the handler of an instruction that this CPU does not have, although its CPUID features include the
+/// instruction.
 #[cold]
 fn missing(insn: &Instruction) -> Handler {
     use CpuidFeature::*;
@@ -298,7 +299,7 @@ fn check(cpu: &mut Cpu, _: &Op) -> Flow {
     if cpu.stop { Err(Break::End) } else { Ok(()) }
 }
 
-/// Raises #UD for bytes that are no instruction, or #GP if `aux` is set, which means that there are too many bytes.
+/// Raises #UD, for bytes that are no instruction, or #GP if `aux` is set, for an instruction with too many bytes.
 fn bad(cpu: &mut Cpu, op: &Op) -> Flow {
     Err(if op.aux != 0 { cpu.gp() } else { cpu.ud() })
 }

@@ -17,15 +17,15 @@ pub enum Access {
 /// The CPU's paging state, as far as a translation depends on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Paging {
-    /// CR0: PG and WP matter.
+    /// CR0. Only PG and WP are used.
     pub cr0: u64,
     /// CR3: the guest's top-level table.
     pub cr3: u64,
     /// The page-directory-pointer entries of PAE paging.
     pub pdptes: [u64; 4],
-    /// CR4: PAE, PSE, PGE, LA57, SMEP, SMAP, PKE matter.
+    /// CR4. Only PAE, PSE, PGE, LA57, SMEP, SMAP and PKE are used.
     pub cr4: u64,
-    /// EFER: LMA and NXE matter.
+    /// EFER. Only LMA and NXE are used.
     pub efer: u64,
     /// PKRU, which has an effect only if CR4.PKE is set.
     pub pkru: u32,
@@ -253,6 +253,7 @@ pub enum HypercallOutcome {
     /// The caller of the run executes the hypercall: the run ends with [`Exit::Hypercall`].
     Outside,
     /// #UD. No register was changed.
+    /// The CPU raises #UD. No register was changed.
     Undefined,
     /// Like [`Fault::Retry`]. No register was changed.
     Retry,

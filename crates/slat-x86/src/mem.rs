@@ -78,7 +78,7 @@ impl Cpu {
         let Some(host) = self.tlb().write(table, lin, size_of::<T>() as u64) else {
             return false;
         };
-        // SAFETY: as in `try_load`.
+        // SAFETY: the software TLB holds guest memory only, to which every access is guarded.
         unsafe { slat_guard::store(host.cast::<T>(), v) }.is_ok()
     }
 
@@ -181,13 +181,13 @@ impl Cpu {
                 false => self.write_place(lin, T::BYTES as usize)?,
             };
             let Some(to) = to else {
-                // An update across pages or of MMIO is not atomic, as slat has no bus locks.
+                // Slat has no bus locks, so an update across two pages, or of MMIO, is not atomic.
                 let old = self.load::<T>(lin)?;
                 let new = f(old);
                 self.store(lin, new)?;
                 return Ok((old, new));
             };
-            // SAFETY: a translation of guest memory, to which every access is guarded.
+            // SAFETY: `host` is a translation of guest memory, to which every access is guarded.
             let both = |host: *mut u8| unsafe { exchange(host.cast::<T>(), lock, &mut f) };
             if let Some(both) = self.write_to(to, both)? {
                 return Ok(both);
@@ -354,7 +354,7 @@ impl Cpu {
             ..
         } = *places
         {
-            // SAFETY: a translation of guest memory, to which every access is guarded.
+            // SAFETY: `host` is a translation of guest memory, to which every access is guarded.
             return match unsafe { slat_guard::load(host.cast::<T>()) } {
                 Ok(v) => Ok(Some(v)),
                 Err(_) => self.gone(lin, host, Access::Read).map(|()| None),
@@ -374,7 +374,7 @@ impl Cpu {
         loop {
             let places = self.places(lin, size, Access::Write)?;
             if let Some(to) = places.destination(lin) {
-                // SAFETY: a translation of guest memory, to which every access is guarded.
+                // SAFETY: `host` is a translation of guest memory, to which every access is guarded.
                 let write = |host: *mut u8| unsafe { slat_guard::store(host.cast::<T>(), v) };
                 match self.write_to(to, write)? {
                     Some(()) => return Ok(()),
@@ -382,7 +382,7 @@ impl Cpu {
                 }
             }
             let mut bytes = [0; 16];
-            // SAFETY: as in `load_slow`.
+            // SAFETY: `bytes` holds at least the 16 bytes of the largest word.
             unsafe { bytes.as_mut_ptr().cast::<T>().write_unaligned(v) };
             if self.write_places(lin, &places, &bytes[..size])? {
                 return Ok(());

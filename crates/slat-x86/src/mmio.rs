@@ -76,7 +76,7 @@ impl Cpu {
             self.devices.taken += 1;
             return Ok(());
         }
-        // Later data belongs to another instruction.
+        // Drop the data of later reads: it belongs to another instruction.
         answers.end = self.devices.taken;
         if answers.end == MOST_FRAGMENTS {
             return Err(self.unimplemented("an instruction with very many MMIO reads"));

@@ -8,17 +8,17 @@ pub const BITS_64: u8 = 2;
 /// 32-bit code with flat segments: offsets in ES, CS, SS and DS are linear addresses without a limit, and the stack
 /// pointer has 32 bits.
 pub const FLAT_32: u8 = 3;
-/// SSE instructions are #UD (CR0.EM, or CR4.OSFXSR is clear).
+/// SSE instructions raise #UD (CR0.EM is set, or CR4.OSFXSR is clear).
 pub const NO_SSE: u8 = 1 << 2;
-/// x87 instructions are #NM (CR0.EM).
+/// x87 instructions raise #NM (CR0.EM is set).
 pub const NO_X87: u8 = 1 << 3;
-/// x87 and SSE instructions are #NM (CR0.TS).
+/// x87 and SSE instructions raise #NM (CR0.TS is set).
 pub const TASK_SWITCHED: u8 = 1 << 4;
-/// CPL 3. A supervisor's code has another key.
+/// The CPL is 3. So code of a user and code of a supervisor have different keys.
 pub const USER: u8 = 1 << 5;
-/// VEX-encoded vector instructions are #UD (CR4.OSXSAVE or a bit of XCR0 is clear, or the mode has no VEX prefix).
+/// VEX-encoded vector instructions raise #UD (CR4.OSXSAVE or a bit of XCR0 is clear, or the mode has no VEX prefix).
 pub const NO_AVX: u8 = 1 << 6;
-/// VEX prefixes are #UD (real mode and virtual-8086 mode).
+/// VEX prefixes raise #UD (real mode and virtual-8086 mode).
 pub const NO_VEX: u8 = 1 << 7;
 
 /// Returns a mode's address size in bits. Except in 64-bit mode, it is also the default operand size.

@@ -73,7 +73,7 @@ pub struct Op {
     pub handler: Handler,
     /// The immediate operand, sign-extended; the target of a near branch.
     pub imm: u64,
-    /// Displacement, sign-extended; a RIP-relative operand's whole address.
+    /// The displacement, sign-extended. For a RIP-relative operand, the whole address.
     pub disp: u64,
     /// The registers of the first four operands: number of the GPR (16–19: AH CH DH BH), XMM, MM, ST, segment,
     /// control or debug register; [`MEM`] for the memory operand, [`NONE`] for immediates and absent operands.
@@ -100,9 +100,9 @@ pub struct Op {
     pub aux: u8,
     /// Whether the instruction has a LOCK prefix, or is an XCHG.
     pub lock: bool,
-    /// 0 none, 1 REP/REPE, 2 REPNE.
+    /// The repeat prefix: 0 is none, 1 is REP or REPE, 2 is REPNE.
     pub rep: u8,
-    /// Instructions this operation executes: 2 if fused, 0 for a check added by lowering.
+    /// The number of instructions that this operation executes: 2 if fused, 0 for a check that lowering added.
     pub count: u8,
     /// The instruction's mnemonic, for handlers and translations that serve several instructions.
     pub(crate) mnemonic: Mnemonic,

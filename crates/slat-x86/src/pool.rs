@@ -23,7 +23,7 @@ struct Chunk {
 
 impl Drop for Chunk {
     fn drop(&mut self) {
-        // SAFETY: allocated with this layout; nobody uses its pieces any more.
+        // SAFETY: allocated with this layout; no code uses its pieces any more.
         unsafe { dealloc(self.start.as_ptr(), self.layout) };
     }
 }
@@ -68,7 +68,7 @@ impl Pool {
             && at + layout.size() <= last.layout.size()
         {
             self.used = at + layout.size();
-            // SAFETY: a part of the chunk.
+            // SAFETY: the address is in the chunk.
             return Ok(unsafe { last.start.add(at) });
         }
         let size = self.next_chunk().max(layout.size().next_multiple_of(PAGE));
@@ -188,7 +188,7 @@ impl<T> Deref for List<T> {
 
 impl<T> DerefMut for List<T> {
     fn deref_mut(&mut self) -> &mut [T] {
-        // SAFETY: as above, and exclusively borrowed.
+        // SAFETY: `len` elements were written, the pool's pieces are still in use, and `self` is borrowed exclusively.
         unsafe { NonNull::slice_from_raw_parts(self.start, self.len as usize).as_mut() }
     }
 }
@@ -204,19 +204,19 @@ mod tests {
         let numbers: Vec<_> = (0..100_000).map(|n: u64| pool.put(n).unwrap()).collect();
         let mut list = List::empty();
         for round in 0..100u8 {
-            // SAFETY: the pool is cleared at the end.
+            // SAFETY: the pool is cleared only at the end of the test.
             unsafe { list.reserve(&mut pool, list.len() + 3) }.unwrap();
             list.extend(&[round, round]);
             list.push(round);
         }
         let expected: Vec<u8> = (0..300).map(|k| (k / 3) as u8).collect();
         assert_eq!(*list, *expected);
-        // SAFETY: all are alive.
+        // SAFETY: all numbers are still in the pool.
         let held = numbers.iter().map(|number| unsafe { *number.as_ref() });
         assert!(held.eq(0..100_000));
         let chunks = pool.chunks.iter().map(|chunk| chunk.layout.size() / PAGE);
         assert!(chunks.eq([1, 1, 2, 4, 8, 16, 32, 64, 128]));
-        // SAFETY: nothing is used any more.
+        // SAFETY: no code uses the pool's pieces after this.
         unsafe { pool.clear() };
         assert_eq!(pool.bytes(), 0);
     }

@@ -109,7 +109,7 @@ impl Probes {
             let access = self.access.take();
             self.hit = access.map(|(kind, at)| ProbeHit::Data(kind, at));
         } else if hits & STEP != 0 {
-            // If the same instruction has hit a data probe, the data probe remains the reason.
+            // If this instruction has also hit a data probe, that probe remains the reason of the exit.
             self.hit.get_or_insert(ProbeHit::Step);
         }
         hits & !(DATA | STEP)

@@ -1,4 +1,4 @@
-//! What an instruction has raised: an exception, or an exit.
+//! The exception or the exit that an instruction has raised.
 
 use crate::machine::Exit;
 use crate::state::Exception;

@@ -2,7 +2,7 @@
 
 use crate::op::{LONGEST_INSTRUCTION, Op};
 
-/// An instruction that waits for the data of MMIO reads, as it was decoded.
+/// An instruction that waits for the data of MMIO reads, in its decoded form.
 ///
 /// The instruction is executed again from this copy, not fetched again: the client may have patched it meanwhile.
 #[derive(Clone, Copy)]

@@ -102,7 +102,7 @@ impl Executor {
             if self.slow {
                 match self.boundary(attention) {
                     Some(exit) => return exit,
-                    // Checks again, because the work just done may have left more to do.
+                    // Check again, because the work just done may have left more work.
                     None if self.slow => continue,
                     None => {}
                 }
@@ -119,8 +119,8 @@ impl Executor {
                     None => continue,
                 },
             };
-            // SAFETY: a block lives until all are freed, which happens in `find_block` only; nothing
-            // changes it while it runs.
+            // SAFETY: a block lives until all blocks are freed, which happens in `find_block` only; nothing changes the
+            // block while it runs.
             let block = unsafe { found.as_ref() };
             #[cfg(feature = "jit")]
             if block.entrance.is_some() && block.is_current(self.code.clock.stamp) {
@@ -188,12 +188,12 @@ impl Executor {
     pub(crate) fn execute_once(&mut self, block: &Block) -> Option<Exit> {
         let (at, _) = Snapshot::split(block.key.lin);
         let (code, _) = block.parts();
-        // Such a block in two pages is always a single instruction.
+        // Such a block is never in two pages, unless it consists of a single instruction.
         let host = self.code.once.host.wrapping_add(at);
         self.execute_while(block, |op| {
             let end = usize::from(op.offset) + usize::from(op.len);
             let rest = code.get(end..).unwrap_or(&[]);
-            // SAFETY: the page that the block was read from. Even if the page has another use now,
+            // SAFETY: the address is in the page from which the block was read. Even if that page has another use now,
             // the access is guarded.
             unsafe { slat_guard::matches(host.wrapping_add(end), rest) }.unwrap_or(false)
         })
@@ -244,7 +244,8 @@ impl Executor {
                 self.state.rip = self.rip_of(op);
                 match self.raised.exit {
                     Some(Exit::Mmio { .. }) => self.keep_reader(op, code),
-                    // The caller will do something else in the instruction's place.
+                    // Another action of the caller takes the instruction's place, so drop the data of the instruction's
+                    // reads.
                     Some(Exit::Emulation { .. }) => self.drop_answers(),
                     _ => {}
                 }

@@ -166,7 +166,7 @@ impl Cpu {
         let rpl = (selector & 3) as u8;
         let kind = descriptor.kind();
         let allowed = if is_ss {
-            // SS needs writable data, and RPL, DPL and CPL must be the same.
+            // The descriptor for SS must be of a writable data segment, and RPL, DPL and CPL must be equal.
             kind & 0x1a == 0x12 && rpl == self.cpl && descriptor.dpl() == self.cpl
         } else {
             let readable = kind & 0x18 == 0x10 || kind & 0x1a == 0x1a;

@@ -9,7 +9,7 @@
 //! each of its blocks is compared with memory by itself.
 //!
 //! Lines are copied from memory first. Then blocks are decoded from the copies, or compared with them. So later
-//! comparisons are of the same bytes that were decoded.
+//! comparisons use the same bytes that were decoded.
 
 use crate::hash::Seeded;
 use crate::heap::{self, OutOfMemory};
@@ -141,7 +141,7 @@ impl Snapshot {
     /// Whether memory holds the lines.
     pub(crate) fn is_held(&self) -> Result<bool, Gone> {
         for run in runs(self.lines) {
-            // SAFETY: `host` was translated in this generation; the access is guarded.
+            // SAFETY: `host` was translated in this generation, and the access is guarded.
             if !unsafe { slat_guard::matches(self.host.wrapping_add(run.start), &self.bytes[run]) }?
             {
                 return Ok(false);
@@ -154,7 +154,7 @@ impl Snapshot {
     pub(crate) fn copy(&mut self, at: usize, len: usize) -> Result<(), Gone> {
         for run in runs(bits(at, len) & !self.lines) {
             let from = self.host.wrapping_add(run.start);
-            // SAFETY: `host` was translated in this generation; the access is guarded.
+            // SAFETY: `host` was translated in this generation, and the access is guarded.
             unsafe { slat_guard::copy_in(&mut self.bytes[run], from) }.map_err(|_| Gone)?;
         }
         Ok(())
@@ -224,7 +224,8 @@ impl Snapshots {
         let mut is_known = false;
         for user in [false, true] {
             if let Some(mut page) = self.known(Snapshot::key_of(lin, user)) {
-                // SAFETY: alive as long as it is in the map. A running block does not look at its snapshots.
+                // SAFETY: the snapshot is alive as long as it is in the map, and a running block does not use its
+                // snapshots.
                 unsafe { page.as_mut() }.outdate();
                 is_known = true;
             }
@@ -238,7 +239,7 @@ impl Snapshots {
     /// - Nobody uses a snapshot any more: the blocks of this pair that have a [`Place`] have been freed or emptied.
     pub(crate) unsafe fn clear(&mut self) {
         self.all.clear();
-        // SAFETY: the map had all of its pieces; the caller's promise.
+        // SAFETY: the map contained all snapshots of the pool; the caller promises that no code uses them.
         unsafe { self.pool.clear() };
     }
 }

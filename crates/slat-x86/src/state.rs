@@ -22,7 +22,7 @@ pub mod flags {
     pub const ID: u64 = 1 << 21;
     /// The six arithmetic flags.
     pub const ARITHMETIC: u64 = CF | PF | AF | ZF | SF | OF;
-    /// Bit 1 always reads as one.
+    /// Bit 1 of RFLAGS always reads as one.
     pub const ALWAYS: u64 = 2;
 }
 
@@ -40,7 +40,7 @@ pub mod control {
     pub const CR0_NW: u64 = 1 << 29;
     pub const CR0_CD: u64 = 1 << 30;
     pub const CR0_PG: u64 = 1 << 31;
-    /// All bits that exist.
+    /// All bits of CR0 that exist.
     pub const CR0_KNOWN: u64 = CR0_PE
         | CR0_MP
         | CR0_EM
@@ -77,7 +77,7 @@ pub mod control {
     pub const EFER_SVME: u64 = 1 << 12;
     pub const EFER_FFXSR: u64 = 1 << 14;
     pub const EFER_AIBRSE: u64 = 1 << 21;
-    /// All bits that exist.
+    /// All bits of EFER that exist.
     pub const EFER_KNOWN: u64 =
         EFER_SCE | EFER_LME | EFER_LMA | EFER_NXE | EFER_SVME | EFER_FFXSR | EFER_AIBRSE;
 }
@@ -385,8 +385,8 @@ impl State {
     }
 
     /// Changes the state as INIT does (SDM volume 3, table 11-1, and KVM where the manual leaves it open). The state
-    /// becomes that after RESET, except that x87, SSE and extended state, XCR0, the cache bits of CR0 and most MSRs
-    /// stay. `signature` is the processor's signature in CPUID leaf 1.
+    /// becomes the state after RESET, except that the x87, SSE and extended state, XCR0, the cache bits of CR0 and most
+    /// MSRs keep their values. `signature` is the processor's signature in CPUID leaf 1.
     pub fn init(&mut self, signature: Option<u32>) {
         const CACHES: u64 = control::CR0_CD | control::CR0_NW;
         let reset = State::reset();

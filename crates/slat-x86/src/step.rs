@@ -10,8 +10,8 @@ impl Executor {
     pub(crate) fn execute_between_breakpoints(&mut self) -> Option<Exit> {
         match self.find_block() {
             Ok(found) => {
-                // SAFETY: a block lives until all are freed, which happens in `find_block` only; nothing changes it
-                // while it runs.
+                // SAFETY: a block lives until all blocks are freed, which happens in `find_block` only; nothing changes
+                // the block while it runs.
                 let block = unsafe { found.as_ref() };
                 match self.has_code_breakpoint(block.key.lin, block.len()) {
                     true => self.single_step(),
@@ -41,7 +41,7 @@ impl Executor {
         let block = unsafe { found.as_ref() };
         let prefix = block.ops.first().map_or(0, |op| u64::from(op.offset));
         let start = block.key.rip.wrapping_add(prefix);
-        // An instruction after KVM's prefix is not at the address of the block: its own breakpoints are looked up here.
+        // An instruction after KVM's prefix is not at the address of the block, so look up its own breakpoints here.
         let hits = if prefix == 0 {
             0
         } else {
@@ -79,7 +79,7 @@ impl Executor {
         self.watch.collects = false;
         self.slow = true;
         if !executed {
-            // The instruction was abandoned: it starts again, under the old shadow.
+            // The instruction was abandoned: it starts again, in the same interrupt shadow.
             self.state.rflags |= resumed;
             self.state.events.sti_shadow |= shadow;
             self.state.events.mov_ss_shadow |= mov_ss;

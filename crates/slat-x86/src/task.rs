@@ -127,7 +127,8 @@ impl Cpu {
         let flags = self.flags();
         match self.switch_task(tss, initiator, next_rip, flags) {
             Ok(()) => {
-                // TF in the old task's TSS keeps its single step; a debugger's single step is not kept there.
+                // TF in the old task's TSS keeps the single step of the old task. The TSS does not keep a debugger's
+                // single step.
                 self.watch.steps = self.requests.debugger.single_step;
                 Break::Jump
             }
@@ -361,7 +362,7 @@ impl Cpu {
     fn load_ldt(&mut self, selector: u16) -> Flow {
         if selector & !3 != 0 {
             let loaded = system_segment(self, selector, 2);
-            // During a switch, an LDT that is not present is #TS, too.
+            // In a task switch, an LDT that is not present also raises #TS.
             if loaded == Err(Break::Exception) && self.raised.exception.vector == vector::NP {
                 self.raised.exception.vector = vector::TS;
             }

@@ -98,7 +98,7 @@ impl Entry {
 
     /// Returns the host address of the page.
     fn host(&self) -> usize {
-        // This is called only for entries whose tag for writes is not empty.
+        // This function is called only for entries whose tag for writes is not empty.
         self.addend.wrapping_add(self.write & !0xfff) as usize
     }
 }
@@ -148,7 +148,7 @@ pub(crate) struct Tlb {
     huge: Filter,
 }
 
-// SAFETY: integers and flags.
+// SAFETY: the type consists of integers and flags.
 unsafe impl Zeroed for Tlb {}
 
 impl Tlb {
@@ -301,13 +301,13 @@ impl Tlb {
         self.second.forget(name);
     }
 
-    /// Drops all translations but the global ones. The current space is `name`.
+    /// Drops all translations except the global ones. The current space is `name`.
     pub(crate) fn flush_spaces(&mut self, name: u16) {
         self.drop_filled(|entry| !entry.is_global());
         self.second.flush_spaces(name);
     }
 
-    /// Drops everything, of all worlds. The current space is `name`.
+    /// Drops all translations of all worlds. The current space is `name`.
     pub(crate) fn flush(&mut self, name: u16) {
         self.flush_first();
         self.second.flush(name);

@@ -4,7 +4,7 @@
 /// The format of a TSS.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Format {
-    /// 16-bit: no CR3, no FS and GS, no debug trap flag.
+    /// The 16-bit format, without CR3, FS, GS and debug trap flag.
     Bits16,
     /// 32-bit.
     Bits32,
@@ -95,7 +95,7 @@ impl Registers {
 /// The registers that a switch loads from the TSS of the task it enters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Image {
-    /// `None` in a 16-bit TSS.
+    /// CR3; `None` in a 16-bit TSS.
     pub(crate) cr3: Option<u32>,
     pub(crate) registers: Registers,
     pub(crate) ldt: u16,

@@ -2,13 +2,13 @@
 
 /// DR6: bits that always read as one.
 pub(crate) const DR6_ONES: u64 = 0xffff_0ff0;
-/// DR6: which of the four breakpoints were hit.
+/// DR6: the bits of the four breakpoints that were hit.
 pub(crate) const DR6_HITS: u64 = 15;
 /// DR6: a debug register was accessed while DR7.GD was set.
 pub(crate) const DR6_BD: u64 = 1 << 13;
-/// DR6: a single step.
+/// DR6: the trap was a single step.
 pub(crate) const DR6_BS: u64 = 1 << 14;
-/// DR6: a switch to a task whose TSS asks for a trap.
+/// DR6: the trap was for a switch to a task whose TSS asks for a trap.
 pub(crate) const DR6_BT: u64 = 1 << 15;
 /// DR7: general detect.
 pub(crate) const DR7_GD: u64 = 1 << 13;
@@ -90,6 +90,6 @@ pub(crate) struct Watch {
     pub(crate) hits: u64,
     /// Whether the instruction traps at its end: TF was set at its start, or a debugger single-steps.
     pub(crate) steps: bool,
-    /// Addresses at which the INT3 of the debugger's last software breakpoint begins and ends.
+    /// The address of the INT3 that was the debugger's last software breakpoint, and the address after that INT3.
     pub(crate) int3: Option<(u64, u64)>,
 }

@@ -50,7 +50,8 @@ impl Image {
         self.cs_and_opcode & NO_OPCODE != NO_OPCODE
     }
 
-    /// Whether each pointer has the value that [`Run::new`] loaded, or the instruction's own.
+    /// Whether each pointer still has the value that [`Run::new`] loaded, or has the value that this instruction would
+    /// store.
     fn has_pointers_of(&self, stub: Stub) -> bool {
         let opcode = u32::from(stub.fop()) << 16;
         (!self.has_ip() || self.ip == stub.address() as u32)
@@ -440,7 +441,7 @@ impl Run {
     /// Stores everything in the guest's state.
     fn commit_all(&self, state: &mut State) {
         self.commit_registers(state);
-        // A pointer that has not changed keeps its upper half.
+        // If a pointer has not changed, keep its upper half.
         if self.image.ip != state.fip as u32 {
             state.fip = self.image.ip.into();
         }

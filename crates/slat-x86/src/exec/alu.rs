@@ -107,7 +107,7 @@ fn unary<A: Operation>(op: &Op) -> Handler {
     }
 }
 
-/// Executes an operation on registers, and the Jcc that follows it. The branch target is in `disp`.
+/// Executes an operation on registers, and the Jcc that follows it. The target of the branch is in `op.disp`.
 fn rr_jcc<T: Int, A: Operation, const CC: u8>(cpu: &mut Cpu, op: &Op) -> Flow {
     rr::<T, A>(cpu, op)?;
     branch::<CC>(cpu, op)

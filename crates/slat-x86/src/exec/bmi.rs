@@ -54,7 +54,7 @@ fn pext<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
 fn mulx<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     let b = cpu.operand::<T>(op, 2)?;
     let (low, high) = Now::new().product(T::get(cpu, 2), b, false);
-    // The low half is written first: if both destinations are one register, it keeps the high half.
+    // Write the low half first: if both destinations are the same register, this register must keep the high half.
     T::set(cpu, op.r[1], low);
     T::set(cpu, op.r[0], high);
     Ok(())

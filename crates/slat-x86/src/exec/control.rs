@@ -166,7 +166,7 @@ fn lower_jmp(insn: &Instruction, op: &mut Op) -> Option<Handler> {
     far::lower_branch(insn, op)
 }
 
-/// Stores in `op` the size of the register that counts.
+/// Stores in `op` the size of the register (CX, ECX or RCX) in which the instruction counts.
 fn by_count(op: &mut Op, bytes: u8, handler: Handler) -> Handler {
     op.address_size = bytes;
     handler

@@ -7,7 +7,7 @@ use crate::op::{Flow, Op, Row, rows};
 use crate::state::flags::AF;
 use crate::vector;
 
-/// AH's number as a byte register.
+/// The number of register AH among the byte registers.
 const AH: u8 = 16;
 
 fn al_ah(cpu: &Cpu) -> (u8, u8) {
@@ -47,7 +47,7 @@ fn decimal_adjust<const SUBTRACT: bool>(cpu: &mut Cpu, _: &Op) -> Flow {
         true => old.wrapping_sub(by),
     };
     u8::set(cpu, 0, al);
-    // DAS alone can borrow in its first step without doing its second step.
+    // Only DAS can borrow in its first step without doing its second step.
     let borrowed = SUBTRACT && low && old < 6;
     cpu.put_flags(high || borrowed, false, low, al);
     Ok(())

@@ -13,8 +13,8 @@ pub(crate) fn not_task_switched(cpu: &mut Cpu) -> Result<(), Break> {
     }
 }
 
-/// The `aux` of FXSAVE and FXRSTOR without REX.W. Their x87 pointers have 32 bits, followed by the fields of selectors,
-/// which are no longer stored.
+/// The `aux` of FXSAVE and FXRSTOR without REX.W. Their x87 pointers have 32 bits. The fields of selectors follow, and
+/// are no longer stored.
 const POINTERS_32: u8 = 1;
 
 /// Offset of the XMM registers.
@@ -41,7 +41,7 @@ fn fxsave(cpu: &mut Cpu, op: &Op) -> Flow {
         image[12..16].fill(0);
         image[20..24].fill(0);
     }
-    // The rest of the area is reserved or for software. It must be writable, but is not written.
+    // The rest of the area is reserved or for software. The whole area must be writable, but that rest is not written.
     cpu.probe_write(lin, 512)?;
     let end = if is_fast(cpu) { XMM } else { XMM + 256 };
     cpu.store_bytes(lin, &image[..end])?;

@@ -35,7 +35,7 @@ fn nested_hypercall(cpu: &mut Cpu, op: &Op, which: HypercallInstruction) -> Flow
     }
     Err(cpu.ud())
 }
-/// Overwrites the instruction in memory with the instruction `by`, which is then executed.
+/// Overwrites the instruction in memory with the hypercall instruction `by`. The CPU then executes `by`.
 fn patch(cpu: &mut Cpu, op: &Op, by: HypercallInstruction) -> Flow {
     let at = cpu.state.cs.base.wrapping_add(cpu.rip_of(op));
     cpu.store_bytes(at, &by.bytes())?;

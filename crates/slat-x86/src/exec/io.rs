@@ -129,7 +129,7 @@ fn input_string(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.check_alignment(lin, 1 << op.size)?;
     let is_memory = cpu.write_place(lin, 1 << op.size)?.is_some();
     let offset = cpu.string_register(7, address_size);
-    // Each unit that a device model reads or writes is an exit of its own.
+    // If the string's memory is MMIO, each unit is an exit of its own.
     let count = match is_memory {
         true => cpu.units(op, port, lin, offset),
         false => 1,

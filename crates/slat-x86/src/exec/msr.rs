@@ -67,7 +67,7 @@ impl Cpu {
             return Err(MsrFault::Forbidden);
         }
         let needs_canonical = match msr {
-            // AMD's CPUs have 32 bits of these MSRs.
+            // On AMD's CPUs these MSRs have 32 bits.
             0x175 | 0x176 => self.is_intel(),
             0xc000_0082 | 0xc000_0083 | 0xc000_0100..=0xc000_0102 => true,
             _ => false,
@@ -96,7 +96,7 @@ impl Cpu {
                     return Err(MsrFault::Invalid);
                 }
                 if !enables && self.state.efer & EFER_SVME != 0 {
-                    // AMD's manual (15.4) leaves this open. The CPU behaves like KVM.
+                    // AMD's manual (15.4) does not say what happens to GIF. The CPU behaves like KVM.
                     self.state.events.gif_clear = false;
                 }
                 self.state.efer = v & !EFER_LMA | self.state.efer & EFER_LMA;
@@ -167,8 +167,8 @@ fn wrmsr(cpu: &mut Cpu, op: &Op) -> Flow {
         cpu.drop_guest_mode();
         return Err(cpu.leave(Exit::Shutdown));
     }
-    // These writes do not serialise (SDM volume 3, "Serializing Instructions"), and are frequent: timers and IPIs use
-    // them. Hyper-V's MSRs are other names of the same APIC registers.
+    // Writes to these MSRs do not serialise (SDM volume 3, "Serializing Instructions"), and are frequent: timers and
+    // IPIs use them. Hyper-V's MSRs are other names of the same APIC registers.
     if !matches!(msr, TSC_DEADLINE | X2APIC_FIRST..=X2APIC_LAST | HYPERV_EOI..=HYPERV_TPR) {
         cpu.code.clock.serialize();
     }

@@ -198,7 +198,7 @@ fn lmsw(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.privileged()?;
     let v = u64::from(cpu.operand::<u16>(op, 0)?) & 15;
     let old = cpu.state.cr0;
-    // PE can be set here but not cleared.
+    // LMSW can set PE, but cannot clear it.
     cpu.intercept_lmsw(op)?;
     cpu.write_cr0(old & !14 | v)?;
     cpu.refresh();

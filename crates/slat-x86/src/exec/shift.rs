@@ -82,7 +82,7 @@ fn shrd<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
 pub(crate) const DOUBLE: &[Row] = rows! { |insn, op|
     Shld => by_size!(op.size, shld),
     Shrd => by_size!(op.size, shrd),
-    // Another encoding of SHL.
+    // SAL is another encoding of SHL.
     Sal => lower_shift::<Shl>(op),
 };
 pub(crate) const ROWS: &[Row] = family_rows!(shift lower_shift);

@@ -89,7 +89,7 @@ fn popf(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.set_rsp(new);
     let old = cpu.flags();
     cpu.set_flags(mask | flags::RF, v & mask);
-    // Skipped if only arithmetic flags changed, which is frequent.
+    // Skip this if only arithmetic flags have changed, which is frequent.
     if (old ^ cpu.state.rflags) & !flags::ARITHMETIC != 0 {
         cpu.update_table();
         cpu.slow = true;

@@ -6,7 +6,7 @@ use crate::op::{Break, Flow, Op, Row, rows};
 use crate::state::{control, flags};
 use crate::watch::DR6_BS;
 
-/// For SYSCALL and SYSRET: makes the instruction trap if TF is set at its end, whatever TF was before.
+/// Makes SYSCALL or SYSRET trap if TF is set at the end of the instruction, whatever TF was before.
 fn step_if_traced(cpu: &mut Cpu) {
     cpu.watch.steps = cpu.requests.debugger.single_step;
     if cpu.state.rflags & flags::TF != 0 {

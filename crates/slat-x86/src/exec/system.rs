@@ -267,7 +267,7 @@ fn random<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     )?;
     let mut value = 0u64;
     let (start, len) = (&raw mut value as usize, size_of_val(&value));
-    // SAFETY: the kernel writes at most the eight bytes given.
+    // SAFETY: the kernel writes at most the eight bytes of this buffer.
     let got = unsafe { calls::make(Call::Random, [start, len, 0, 0, 0, 0]) };
     let ok = got == Ok(8);
     T::set(cpu, op.r[0], T::of(value));
@@ -275,13 +275,14 @@ fn random<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// Stores in `op` that it is the second of two instructions with one handler.
+/// Stores in `op` that the instruction is the second of the two that share a handler.
 fn second(op: &mut Op, handler: Handler) -> Handler {
     op.aux = 1;
     handler
 }
 
-/// Fills in the implicit memory operand of CLZERO: it is at RAX, in DS or in the segment of the prefix.
+/// Fills in the implicit memory operand of CLZERO: the operand is at the address in RAX, in DS or in the segment of the
+/// prefix.
 fn address_in_ax(insn: &Instruction, op: &mut Op) {
     (op.base, op.index, op.disp, op.form) = (0, NONE, 0, form::FULL);
     op.seg = match insn.segment_prefix() {

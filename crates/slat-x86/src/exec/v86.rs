@@ -115,7 +115,7 @@ impl Cpu {
         if rip > LIMIT {
             return Err(self.gp());
         }
-        // ESP SS ES DS FS GS, after EIP CS EFLAGS.
+        // The frame contains ESP SS ES DS FS GS, after EIP CS EFLAGS.
         let mut words = [0; 6];
         for (word, at) in words.iter_mut().zip((12..).step_by(4)) {
             *word = self.peek_sized(2, at)?;

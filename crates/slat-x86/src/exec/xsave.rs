@@ -4,8 +4,8 @@
 //! There are no supervisor state components. The manual allows XSAVES to save components that were not modified, so
 //! here XSAVES is a privileged XSAVEC.
 //!
-//! The state components are x87, SSE, AVX and PKRU. An instruction that needs to know whether a component is in its
-//! initial state computes that.
+//! The state components are x87, SSE, AVX and PKRU. An instruction that has to know whether a component is in its
+//! initial state compares the component with that state.
 
 use crate::Cpu;
 use crate::exec::fpu_state::not_task_switched;
@@ -141,7 +141,7 @@ fn xsave(cpu: &mut Cpu, op: &Op) -> Flow {
     let mut image = cpu.state.to_fxsave();
     image[28..32].copy_from_slice(&cpu.features.mxcsr.to_le_bytes());
     let header = cpu.load::<u64>(lin.wrapping_add(HEADER as u64))?;
-    // Nothing is written until everything is known to be writable.
+    // Write nothing before all parts are known to be writable.
     cpu.probe_write(lin, HEADER_END)?;
     cpu.probe_write(lin.wrapping_add(end as u64 - 8), 8)?;
     if written & xcr0::AVX != 0 {
@@ -211,7 +211,7 @@ fn xrstor(cpu: &mut Cpu, op: &Op) -> Flow {
         && image[reserved].iter().all(|byte| *byte == 0);
     let requested = requested(cpu);
     let mxcsr = word(24) as u32;
-    // In the standard format, MXCSR is loaded even if the SSE state is initial, and also for AVX alone.
+    // In the standard format, MXCSR is loaded even if the SSE state is initial, and also if only AVX is restored.
     let takes_mxcsr = match compacted {
         true => requested & present & xcr0::SSE != 0,
         false => requested & (xcr0::SSE | xcr0::AVX) != 0,
@@ -334,7 +334,7 @@ fn wrpkru(cpu: &mut Cpu, _: &Op) -> Flow {
     Ok(())
 }
 
-/// Stores in `op` which of the instructions with one handler it is.
+/// Stores in `op` which one of the instructions that share a handler it is.
 fn variant(op: &mut Op, variant: u8, handler: Handler) -> Handler {
     op.aux = variant;
     handler

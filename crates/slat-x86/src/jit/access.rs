@@ -39,7 +39,7 @@ impl Kind {
 
 impl Translator<'_> {
     /// Returns where an access is made. If the access is in the page of the last access, the distance between the two
-    /// is the same in host memory. Otherwise the TLB gives the host address, or on a miss a helper does.
+    /// is the same in host memory. Otherwise the TLB gives the host address; on a miss, a helper finds it.
     fn place(&mut self, lin: Value, size: u8, kind: Kind) -> Place {
         self.prepare_stop();
         let (lin, host, distance) = match self.near(lin, size, kind) {
@@ -78,7 +78,7 @@ impl Translator<'_> {
         }
     }
 
-    /// Returns `known` if `is_known` is not 0. Otherwise, which is rare, returns the result of `find`.
+    /// Returns `known` if `is_known` is not 0. Otherwise, which is rare, calls `find` and returns its result.
     fn known_or(
         &mut self,
         is_known: Value,
@@ -101,7 +101,8 @@ impl Translator<'_> {
         self.call_or_stop(kind.helper(), &[lin, bytes])
     }
 
-    /// Looks `lin` up in the TLB. Returns whether it is there, and if so, the distance from `lin` to its host address.
+    /// Looks `lin` up in the TLB. Returns whether the TLB has the page, and if so, the distance from `lin` to the host
+    /// address.
     fn look_up(&mut self, lin: Value, size: u8, kind: Kind) -> (Value, Value) {
         let shift = 12 - tlb::ENTRY_BITS;
         let mask = (tlb::ENTRIES as i64 - 1) << tlb::ENTRY_BITS;
@@ -160,7 +161,7 @@ impl Translator<'_> {
         self.narrow(value, size)
     }
 
-    /// Stores to guest memory. The instruction has had no effect before.
+    /// Stores to guest memory. Call before the instruction has any other effect.
     pub(super) fn store(&mut self, lin: Value, size: u8, value: Value) {
         let place = self.place_to_store(lin, size);
         self.store_at(place, value);

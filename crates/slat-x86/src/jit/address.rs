@@ -1,11 +1,11 @@
 //! Linear addresses of memory operands and of the stack.
 //!
 //! In 64-bit code, and in flat code of 32 bits, offsets in most segments are linear addresses. In all other code, an
-//! access takes base and limit from the segment register. They are read once in a path, because a handler that loads a
-//! segment register ends the block. So the code of a region is valid for any base and limit of its segments. A few
-//! accesses are left to the interpreter, which raises their faults: an operand that ends beyond the limit, a segment
-//! that is unusable or expands down, and a stack pointer of another width than the region's (`Source::stack`). A
-//! segment is *plain* if it is usable and does not expand down.
+//! access takes base and limit from the segment register. A path reads base and limit only once, because a handler that
+//! loads a segment register ends the block. So the code of a region is valid for any base and limit of its segments. A
+//! few accesses are left to the interpreter, which raises their faults: an operand that ends beyond the limit, a
+//! segment that is unusable or expands down, and a stack pointer of another width than the region's (`Source::stack`).
+//! A segment is *plain* if it is usable and does not expand down.
 
 use super::kept::PlainSegment;
 use super::translate::Translator;
@@ -103,7 +103,7 @@ impl Translator<'_> {
         }
         let at = segment_offset(segment);
         let rights = self.field(I32, at + offset_of!(Segment, rights));
-        // This bit is clear for a code segment, and for a data segment that does not expand down.
+        // This bit of the rights is clear for a code segment, and for a data segment that does not expand down.
         let looked_at = i64::from(Segment::UNUSABLE) | 1 << 2;
         let (looked_at, wanted) = match segment {
             SS => (looked_at | BIG, if self.stack == 2 { BIG } else { 0 }),

@@ -11,7 +11,7 @@ use cranelift_codegen::ir::{InstBuilder, Value};
 use iced_x86::{Instruction, Mnemonic};
 
 impl Translator<'_> {
-    /// Translates an instruction of this file. Returns `None`, having done nothing, if there is no translation.
+    /// Translates an instruction of this file. Returns `None`, and does nothing, if there is no translation.
     pub(super) fn bit_instruction(&mut self, insn: &Instruction, op: &Op) -> Option<()> {
         use Mnemonic::*;
         let size = op.size;
@@ -24,7 +24,8 @@ impl Translator<'_> {
                 let b = self.operand(op, 2, size);
                 let a = self.get(2, size);
                 let (low, high) = self.halves(a, b, false);
-                // The low half is written first: if both destinations are one register, it keeps the high half.
+                // Write the low half first: if both destinations are the same register, this register must keep the
+                // high half.
                 self.set(op.r[1], size, low);
                 self.set(op.r[0], size, high);
             }

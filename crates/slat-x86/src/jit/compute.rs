@@ -47,7 +47,7 @@ macro_rules! comparisons {
 
 impl Bits for Translator<'_> {
     type Value = Value;
-    /// 0 or 1 in 8 bits.
+    /// A truth value: 0 or 1 in 8 bits.
     type Bool = Value;
     type Kept = Carry;
 
@@ -203,7 +203,7 @@ impl Compute for Translator<'_> {
         if !self.has_pairs(a) {
             return two_sums(self, a, b, carry);
         }
-        // The host's ADC: adding the carry to a half of ones produces the carry into the other half.
+        // Use the host's ADC: adding the carry to a half of ones makes this half carry into the other half.
         let (carry, ones) = (self.widened(carry, a), self.constant(-1));
         let a = self.b.ins().iconcat(carry, a);
         let b = self.b.ins().iconcat(ones, b);

@@ -48,7 +48,8 @@ impl Translator<'_> {
                 self.record_flags();
                 flags
             }
-            // This happens once in a path: the next sums of a chain with carries find the flags in RFLAGS.
+            // This happens once in a path: when the next sum of a chain with carries is translated, the flags are in
+            // RFLAGS.
             _ => {
                 self.settle();
                 flags
@@ -244,7 +245,7 @@ impl Translator<'_> {
         zero
     }
 
-    /// Asks the interpreter for a condition.
+    /// Calls the interpreter's function for a condition.
     fn asked(&mut self, condition: u8) -> Value {
         self.record_flags();
         let condition = self.constant(condition.into());

@@ -25,7 +25,8 @@ use std::mem::offset_of;
 /// Checks the page of a target, unless the check needs a translation. The target's edition is the CPU's. Returns
 /// whether the target is valid.
 extern "C" fn look(cpu: &mut Cpu, target: &Target) -> bool {
-    // SAFETY: the page is alive as long as the edition stays, and nothing else refers to it while no block is running.
+    // SAFETY: the page is alive as long as the edition is the CPU's, and nothing else refers to the page while no block
+    // is running.
     let page = unsafe { &mut *target.page.cast_mut() };
     cpu.look_again(page, target.rip) && target.edition == cpu.compiled.edition
 }
@@ -86,7 +87,7 @@ pub(crate) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8) -> u64 
         "mov rbp, rsp",
         "sub rsp, {frame}",
         "jmp rsi",
-        // The page has to be checked, once for all its targets.
+        // Label 6: checks the page of the target. This also serves the page's other targets.
         "6:",
         "mov rbx, rax",
         "lea rdi, [r15 - {base}]",
@@ -99,7 +100,7 @@ pub(crate) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8) -> u64 
         "24:",
         "mov [r15 + {ran}], rbp",
         "jmp 5f",
-        // The new target will be stored where it was looked up.
+        // Label 9: stores the set of the look-up, in which the new target will be stored.
         "9:",
         "mov [r15 + {wanted}], rax",
         "5:",

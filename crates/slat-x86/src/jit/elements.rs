@@ -37,7 +37,7 @@ fn shift(mnemonic: Mnemonic) -> Option<(Type, Each)> {
 }
 
 impl Translator<'_> {
-    /// Translates an instruction of this file. Returns `None`, having done nothing, if there is no translation.
+    /// Translates an instruction of this file. Returns `None`, and does nothing, if there is no translation.
     pub(super) fn element_instruction(
         &mut self,
         insn: &Instruction,

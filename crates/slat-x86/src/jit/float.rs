@@ -53,7 +53,7 @@ impl Translator<'_> {
         });
     }
 
-    /// Translates an instruction of this file. Returns `None`, having done nothing, if there is no translation.
+    /// Translates an instruction of this file. Returns `None`, and does nothing, if there is no translation.
     pub(super) fn float_instruction(
         &mut self,
         insn: &Instruction,
@@ -167,8 +167,8 @@ impl Cpu {
         if !simd::runs_on_host(self.state.mxcsr) {
             return false;
         }
-        // SAFETY: checked above; the guest's MXCSR has no bits that the host lacks. Until `end_floats` only compiled
-        // code runs, and helpers that compute nothing or run outside of floats.
+        // SAFETY: the guest's MXCSR masks all exceptions, as checked above, and has no bits that the host lacks. Until
+        // `end_floats` only compiled code runs, and helpers that compute nothing or run outside of floats.
         self.compiled.host_mxcsr = unsafe { simd::exchange_mxcsr(self.state.mxcsr) };
         self.compiled.floats = 1;
         true
@@ -178,7 +178,8 @@ impl Cpu {
     pub(crate) fn end_floats(&mut self) -> bool {
         let was = std::mem::take(&mut self.compiled.floats) != 0;
         if was {
-            // Nobody reads the host's own flags, so they are cleared. The guest's flags stay in the guest's MXCSR.
+            // No code reads the flags of the host's own MXCSR, so they are cleared. The guest's flags stay in the
+            // guest's MXCSR.
             let host = self.compiled.host_mxcsr & !MXCSR_FLAGS;
             // SAFETY: the MXCSR of Rust code, which `begin_floats` has saved.
             self.state.mxcsr = unsafe { simd::exchange_mxcsr(host) };

@@ -139,8 +139,8 @@ impl Translator<'_> {
         self.b.switch_to_block(fine);
     }
 
-    /// Translates an instruction that does not end the block. Returns `None`, having done nothing, if
-    /// there is no translation.
+    /// Translates an instruction that does not end the block. Returns `None`, and does nothing, if there is no
+    /// translation.
     pub(super) fn inline(&mut self, insn: &Instruction, op: &Op) -> Option<()> {
         use Mnemonic::*;
         let size = op.size;

@@ -13,7 +13,7 @@ pub(super) type Flags = sem::Flags<Value, Value, Carry>;
 pub(super) enum Carry {
     /// The carry flag of the CPU's record.
     Recorded,
-    /// 0 or 1 in 8 bits.
+    /// The carry is this value: 0 or 1 in 8 bits.
     Is(Value),
 }
 
@@ -28,9 +28,9 @@ pub(super) struct PlainSegment {
 #[derive(Clone, Default)]
 pub(super) struct Vectors {
     pub(super) known: [Option<Value>; 32],
-    /// The halves that are not written back, as bits.
+    /// The halves that were not written back: a bit for each half.
     pub(super) changed: u32,
-    /// The registers with results of floating point that nothing has used yet, as bits.
+    /// The registers that contain floating-point results which nothing has used yet: a bit for each register.
     pub(super) computed: u32,
 }
 

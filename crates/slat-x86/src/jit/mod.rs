@@ -162,8 +162,8 @@ pub enum Compile {
     /// The compiler's threads compile a block by the baseline tier after it has run often, and by Cranelift when its
     /// region is sampled for the second time.
     Hot,
-    /// The CPU's own thread compiles a block before it runs for the first time. This is slow, and for
-    /// tests of the compiler.
+    /// The CPU's own thread compiles a block before the block runs for the first time. This is slow; it is for tests of
+    /// the compiler.
     AtOnce(Tier),
 }
 
@@ -233,13 +233,13 @@ pub struct Compiler {
     isa: isa::OwnedTargetIsa,
     /// The jobs of each tier.
     jobs: [Jobs; 2],
-    /// The CPUs by number, each with its finished work.
+    /// The CPUs by number, each with the work that was finished for it.
     clients: Mutex<Vec<(u64, Done)>>,
     /// The number that the next registered CPU gets.
     numbers: AtomicU64,
     known: Known,
     is_forbidden: AtomicBool,
-    /// Done when the signal handlers know the addresses of the code.
+    /// Whether the signal handlers know the addresses of the code.
     announced: Once,
     /// Called with each region.
     observer: OnceLock<fn(&CompiledCode)>,

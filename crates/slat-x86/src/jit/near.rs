@@ -18,11 +18,11 @@ use cranelift_codegen::ir::{InstBuilder, InstructionData, Opcode, Value};
 
 const PAGE_SIZE: i64 = 4096;
 
-/// What is known of an access from the last access.
+/// The facts about an access that follow from the last access.
 pub(super) enum Near {
     Unknown,
     /// The access is in the same page if `is_same` is not 0. In that case its linear address is `distance` bytes from
-    /// the last access's `lin`, and its host address as far from `host`.
+    /// `lin` of the last access, and its host address is `distance` bytes from `host`.
     If {
         is_same: Value,
         last: LastAccess,
@@ -40,7 +40,7 @@ struct Origin {
 }
 
 impl Translator<'_> {
-    /// Returns what is known of an access at `lin` from the last access.
+    /// Returns the facts about an access at `lin` that follow from the last access.
     pub(super) fn near(&mut self, lin: Value, size: u8, kind: Kind) -> Near {
         let Some(last) = self.now.last_access else {
             return Near::Unknown;

@@ -30,7 +30,7 @@ pub(super) struct Node {
     pub(super) block: usize,
     /// The index of the step of the block's first instruction.
     pub(super) step: usize,
-    /// Whether the path may lead from here to its beginning.
+    /// Whether a branch may lead from this node to the beginning of its path.
     pub(super) turns: bool,
     /// The first node of the path, and the node before this one.
     root: usize,
@@ -39,8 +39,7 @@ pub(super) struct Node {
     before: usize,
     /// The nodes that follow, and their addresses.
     next: Vec<(u64, usize)>,
-    /// At the beginning of the node: the return addresses that CALLs of the path have pushed, and that no RET has
-    /// popped yet.
+    /// The return addresses that CALLs of the path have pushed, and that no RET has popped, when this node begins.
     calls: Vec<u64>,
 }
 

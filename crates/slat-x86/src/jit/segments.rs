@@ -16,7 +16,7 @@ const CS: u8 = 1;
 const SS: u8 = 2;
 
 impl Translator<'_> {
-    /// Translates an instruction of this file. Returns `None`, having done nothing, if there is no translation.
+    /// Translates an instruction of this file. Returns `None`, and does nothing, if there is no translation.
     pub(super) fn segment_instruction(&mut self, insn: &Instruction, op: &Op) -> Option<()> {
         use Mnemonic::*;
         let size = op.size;

@@ -10,8 +10,8 @@ use cranelift_codegen::isa::CallConv;
 use iced_x86::Instruction;
 
 impl Translator<'_> {
-    /// Calls a stub for an instruction from vectors to a vector. Returns `None`, having done nothing,
-    /// for other instructions.
+    /// Calls a stub for an instruction from vectors to a vector. Returns `None`, and does nothing, for other
+    /// instructions.
     pub(super) fn stub_instruction(
         &mut self,
         insn: &Instruction,

@@ -59,7 +59,7 @@ struct Turn {
     /// The Cranelift block, whose parameters are the general registers that the instructions use, and the counter of
     /// instructions.
     block: Block,
-    /// The general registers among the parameters, as bits.
+    /// The general registers among the parameters: a bit for each register.
     registers: u16,
     /// The counter of instructions among the parameters.
     count: Value,
@@ -110,9 +110,9 @@ pub(super) struct Now {
     checkpoint: usize,
     /// Whether code since the checkpoint has changed guest memory or the state in the CPU.
     pub(super) has_changed: bool,
-    /// The registers as this path knows them.
+    /// The registers' values in this path; `None` if the path knows no value of the register.
     pub(super) gpr: [Option<Value>; 16],
-    /// The registers that are not written back, as bits.
+    /// The registers that were not written back: a bit for each register.
     pub(super) changed: u16,
     pub(super) vectors: Vectors,
     /// The operation that has set the flags that the next instruction reads.
@@ -165,7 +165,7 @@ pub(super) struct Translator<'a> {
     signatures: HashMap<(CallConv, usize, usize), SigRef>,
     /// Signatures of stubs, by the numbers of vectors and of integers.
     pub(super) stubs: HashMap<(usize, usize), SigRef>,
-    /// The block that stops. Its parameters are the step and the status.
+    /// The block in which the region stops. Its parameters are the step and the status.
     stop: Block,
     /// The beginning of the next turn, if the path may lead to its own beginning.
     turn: Option<Turn>,

@@ -231,7 +231,7 @@ impl Translator<'_> {
         self.now.has_changed = true;
     }
 
-    /// Translates a vector instruction. Returns `None`, having done nothing, if there is no translation.
+    /// Translates a vector instruction. Returns `None`, and does nothing, if there is no translation.
     pub(super) fn vector_instruction(&mut self, insn: &Instruction, op: &Op) -> Option<()> {
         use Mnemonic::*;
         let vex = insn.encoding() == EncodingKind::VEX;

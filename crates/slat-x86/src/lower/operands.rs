@@ -96,7 +96,7 @@ pub(super) fn fill_in(insn: &Instruction, mode: u8, op: &mut Op) {
     }
     for k in 0..op.r.len() {
         match insn.op_kind(k as u32) {
-            // No further operand.
+            // The instruction has no further operands.
             OpKind::Register if insn.op_register(k as u32) == Register::None => break,
             OpKind::Register => op.r[k] = known(insn.op_register(k as u32)).number,
             OpKind::Memory => {

@@ -44,7 +44,7 @@ impl Cpu {
                 return Ok(false);
             };
             let host = page.base.as_ptr().wrapping_add((gpa & 0xfff) as usize);
-            // SAFETY: a translation of guest memory, which is accessed guarded only.
+            // SAFETY: `host` is a translation of guest memory, to which every access is guarded.
             match unsafe { slat_guard::copy_in(bytes, host) } {
                 Ok(()) => return Ok(true),
                 Err(_) => self.gone(gpa, host, Access::Read)?,

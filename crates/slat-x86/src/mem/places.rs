@@ -301,7 +301,7 @@ impl Cpu {
     fn read_at(&mut self, lin: u64, place: Place, buffer: &mut [u8]) -> Result<bool, Break> {
         match place {
             Place::Host { host, .. } => {
-                // SAFETY: a translation of guest memory, to which every access is guarded.
+                // SAFETY: `host` is a translation of guest memory, to which every access is guarded.
                 let done = unsafe { slat_guard::copy_in(buffer, host) };
                 if done.is_err() {
                     self.gone(lin, host, Access::Read)?;
@@ -323,7 +323,7 @@ impl Cpu {
             Place::Host {
                 host, needs_look, ..
             } => {
-                // SAFETY: a translation of guest memory, to which every access is guarded.
+                // SAFETY: `host` is a translation of guest memory, to which every access is guarded.
                 let done = unsafe { slat_guard::copy_out(host, bytes) };
                 // Even a write that failed may have changed some bytes.
                 if needs_look {
@@ -353,7 +353,7 @@ impl Cpu {
             self.code.clock.change();
             self.stop = true;
         } else {
-            // Stores of another CPU may have removed the page's mark while a block of the page runs here.
+            // Another CPU's stores may have removed the page's mark while this CPU runs a block of the page.
             self.stop |= self.code.page == host & !0xfff || self.code.page == ANY_PAGE;
         }
         if self.code.member.pages().version_of(host) == 0 {

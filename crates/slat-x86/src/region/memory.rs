@@ -34,19 +34,19 @@ impl Reservation {
     }
 }
 
-// SAFETY: the address of a mapping, whose parts are handed out one by one.
+// SAFETY: the address of a mapping, each part of which is given to one user.
 unsafe impl Send for Reservation {}
-// SAFETY: as above.
+// SAFETY: shared references read only the address and the sizes, which never change.
 unsafe impl Sync for Reservation {}
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        // SAFETY: our own mapping, whose last user has been dropped.
+        // SAFETY: a mapping of our own, whose last user was dropped.
         unsafe { libc::munmap(self.start.cast(), self.bytes + self.table_bytes()) };
     }
 }
 
-/// Why something is not compiled.
+/// The reason why code is not compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Refused {
     /// All pages are used.
@@ -95,7 +95,7 @@ impl Arena {
             start: memory.cast(),
             bytes,
         };
-        // SAFETY: the end of the mapping just made.
+        // SAFETY: the end of the mapping that was made above.
         let table = unsafe {
             libc::mprotect(
                 memory.start.add(bytes).cast(),
@@ -119,8 +119,8 @@ impl Arena {
         (start..end, end)
     }
 
-    /// Copies `code` into pages of its own, at varying offsets: otherwise the first lines of all functions would
-    /// compete for a few cache sets. `guarded` is the offset of each guarded access.
+    /// Copies `code` into pages of its own. The offset in the first page varies, because otherwise the first lines of
+    /// all functions would compete for a few cache sets. `guarded` is the offset of each guarded access.
     ///
     /// # Errors
     /// See [`Refused`].
@@ -140,7 +140,7 @@ impl Arena {
             offset,
             len: code.len(),
         };
-        // SAFETY: these pages belong to nobody else; nothing executes them yet.
+        // SAFETY: these pages belong to no other code, and no thread executes them yet.
         unsafe {
             if libc::mprotect(start.cast(), len, libc::PROT_READ | libc::PROT_WRITE) != 0 {
                 return Err(Refused::Forbidden);
@@ -216,7 +216,7 @@ impl Chunk {
     }
 
     pub(crate) fn code(&self) -> &[u8] {
-        // SAFETY: the pages are this chunk's, readable, and not written while it exists.
+        // SAFETY: the pages belong to this chunk, are readable, and are not written while the chunk exists.
         unsafe { std::slice::from_raw_parts(self.start(), self.len) }
     }
 
@@ -248,7 +248,7 @@ mod tests {
         let code = |n: u8| [0xb8, n, 0, 0, 0, 0xc3];
         for round in 0..3 * BYTES / PAGE {
             let chunk = arena.put(&code(round as u8), [0].into_iter()).unwrap();
-            // SAFETY: the function just written.
+            // SAFETY: the address is that of the function just written.
             let function: extern "C" fn() -> u32 = unsafe { std::mem::transmute(chunk.start()) };
             assert_eq!(function(), round as u32 & 0xff);
         }

@@ -100,7 +100,7 @@ pub(crate) struct Step {
     /// The instruction's place ([`page_of`]).
     pub(crate) rip: u64,
     /// Whether `rip` is relative to the instruction's page; and whether the displacement and the immediate of the
-    /// operation are.
+    /// operation are relative to that page.
     pub(crate) is_movable: bool,
     pub(crate) moves_displacement: bool,
     pub(crate) moves_immediate: bool,
@@ -159,7 +159,8 @@ impl Region {
         first.map_or(self.page, |(place, _)| self.page.wrapping_add(*place))
     }
 
-    /// Returns the guest code that was compiled: addresses, of which only the offset in the page matters, and bytes.
+    /// Returns the guest code that was compiled: pairs of address and bytes. Only the offset in the page of each
+    /// address is meaningful.
     pub(crate) fn parts(&self) -> impl Iterator<Item = (u64, &[u8])> {
         let blocks = self.source.blocks.iter();
         blocks.map(|(place, bytes)| (self.source.key(0, *place).lin, &**bytes))

@@ -19,7 +19,7 @@ operations! {
         let changed = (c.xor(a, result), c.xor(b, result));
         (result, with_carry(c, out, changed, (a, b, result)))
     }, READS = CARRY
-    // ADX: one flag is both the carry in and the carry out. The other flags do not change.
+    // ADCX and ADOX: one flag is both the carry in and the carry out. The other flags do not change.
     Adcx |c, a, b, carry| {
         let (result, out) = c.sum(a, b, carry);
         (result, Flags::Rotated { carry: Some(out), overflow: None })
@@ -29,7 +29,7 @@ operations! {
         (result, Flags::Rotated { carry: None, overflow: Some(out) })
     }, READS = OVERFLOW
     Sbb |c, a, b, carry| {
-        // The result needs two subtractions, of which only one can borrow.
+        // Compute the result by two subtractions, of which at most one can borrow.
         let (part, first) = (c.sub(a, b), c.is_less(a, b));
         let more = c.widened(carry, a);
         let (result, second) = (c.sub(part, more), c.is_less(part, more));

@@ -1,5 +1,5 @@
-//! Bit tests, scans and counts, BMI1 and BMI2. Counts and positions are passed unreduced, even if they exceed the
-//! operand's width.
+//! Bit tests, scans and counts, BMI1 and BMI2. The caller passes counts and positions as they are, even if they exceed
+//! the operand's width.
 
 use super::{Compute, Flags, FlagsOf, Operation, logic, operations};
 
@@ -19,8 +19,8 @@ operations! {
         (c.xor(a, mask), flags)
     }
 
-    // If the source has a bit set, the result is valid; otherwise nothing is written. Undefined flags are set as by a
-    // logical operation.
+    // If the source has a bit set, the result is valid; otherwise nothing is written. Flags that the manual calls
+    // undefined are set as by a logical operation.
     Bsf |c, a, _b, _carry| (c.trailing_zeros(a), logic(a).1)
     Bsr |c, a, _b, _carry| {
         let (above, top) = (c.leading_zeros(a), c.number(i64::from(c.bits(a)) - 1, a));

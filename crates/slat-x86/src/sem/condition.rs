@@ -1,8 +1,8 @@
 //! Computes the flags and conditions that instructions read, from the operation that has set the flags last.
 //!
-//! The interpreter computes them from its record (`flags`), whatever the last operation was. The compiler mostly knows
-//! that operation, and emits code only for its formula: after a comparison, a condition is one comparison of the
-//! host's.
+//! The interpreter computes conditions from its record (`flags`), whatever the last operation was. The compiler usually
+//! knows the last operation, and emits code only for the formula of this operation: after a comparison, a condition is
+//! one comparison of the host's.
 
 use super::{Bits, Flags, FlagsOf};
 use crate::state::flags::{CF, OF, PF, SF, ZF};
@@ -176,7 +176,7 @@ pub(crate) fn condition<C: Readable>(c: &mut C, cc: u8) -> C::Bool {
         (3, Flags::Sub { a, b, .. }) => c.is_at_most(a, b),
         (6, Flags::Sub { a, b, .. }) => c.is_less_signed(a, b),
         (7, Flags::Sub { a, b, .. }) => c.is_at_most_signed(a, b),
-        // OF is clear, and CF may be.
+        // In this record OF is clear, and CF may be clear.
         (3, Flags::Logic { carry: None, .. }) => c.zero(),
         (6, Flags::Logic { .. }) => c.negative(),
         (7, Flags::Logic { result, .. }) => {

@@ -146,7 +146,7 @@ pub(crate) enum Flags<V, B, K> {
         b: V,
         result: V,
     },
-    /// OF and AF are clear. CF is `carry`, or clear without it.
+    /// OF and AF are clear. CF is `carry`; without `carry`, CF is clear.
     Logic {
         carry: Option<B>,
         result: V,

@@ -82,10 +82,10 @@ macro_rules! row {
     (v3 true $text:expr) => { stub!(concat!($text, " ymm0, ymm1, ymm2")) };
     (v4 false $text:expr) => { stub!(concat!($text, " xmm0, xmm1, xmm2, xmm3")) };
     (v4 true $text:expr) => { stub!(concat!($text, " ymm0, ymm1, ymm2, ymm3")) };
-    // Forms of 128 bits only, scalars among them.
+    // The instruction exists for 128 bits only; scalar instructions are among these.
     (x2 false $text:expr) => { row!(v2 false $text) };
     (x3 false $text:expr) => { row!(v3 false $text) };
-    // Forms of 256 bits only.
+    // The instruction exists for 256 bits only.
     (y3 true $text:expr) => { row!(v3 true $text) };
     // The source is half as large as the result, or the other way round.
     (widen false $text:expr) => { row!(v2 false $text) };
@@ -95,7 +95,7 @@ macro_rules! row {
     // The last operand is a count of 64 bits.
     (shift false $text:expr) => { row!(v3 false $text) };
     (shift true $text:expr) => { stub!(concat!($text, " ymm0, ymm1, xmm2")) };
-    // The same forms with an immediate.
+    // The forms above, with an immediate.
     (v2i false $text:expr) => { imm_stub!(concat!($text, " $slat_imm, %xmm1, %xmm0")) };
     (v2i true $text:expr) => { imm_stub!(concat!($text, " $slat_imm, %ymm1, %ymm0")) };
     (v3i false $text:expr) => { imm_stub!(concat!($text, " $slat_imm, %xmm2, %xmm1, %xmm0")) };
@@ -114,7 +114,7 @@ macro_rules! row {
     (broadcast32 true $text:expr) => { stub!("vshufps xmm0, xmm1, xmm1, 0", "vinsertf128 ymm0, ymm0, xmm0, 1") };
     (broadcast64 true $text:expr) => { stub!("vmovddup xmm0, xmm1", "vinsertf128 ymm0, ymm0, xmm0, 1") };
     (broadcast128 true $text:expr) => { stub!("vinsertf128 ymm0, ymm1, xmm1, 1") };
-    // Any other combination does not exist.
+    // No other combination of form and width exists.
     ($form:ident $wide:ident $text:expr) => { return None };
 }
 pub(super) use row;

@@ -26,12 +26,12 @@ pub(crate) struct Work {
 }
 
 fn to_host(v: u128) -> __m128i {
-    // SAFETY: both are 16 plain bytes.
+    // SAFETY: both types consist of 16 bytes of which every value is valid.
     unsafe { core::mem::transmute::<u128, __m128i>(v) }
 }
 
 fn from_host(v: __m128i) -> u128 {
-    // SAFETY: both are 16 plain bytes.
+    // SAFETY: both types consist of 16 bytes of which every value is valid.
     unsafe { core::mem::transmute::<__m128i, u128>(v) }
 }
 
@@ -51,7 +51,7 @@ pub(crate) fn int(stub: Entry, dst: u128, src: u128, imm: u8) -> u128 {
 #[inline(always)]
 pub(crate) fn int_gpr(stub: Entry, work: &mut Work) {
     let mut d = to_host(work.dst);
-    // SAFETY: as for `int`.
+    // SAFETY: stubs keep the convention of [`Stub`], whose registers are all named here.
     unsafe {
         asm!("call {stub}", stub = in(reg) stub.0, inout("xmm0") d, inout("xmm1") to_host(work.src) => _,
             out("xmm3") _, in("rcx") u64::from(work.imm), out("r8") _, inout("rax") work.gpr);
@@ -62,7 +62,7 @@ pub(crate) fn int_gpr(stub: Entry, work: &mut Work) {
 /// Runs an instruction that reads XMM0 implicitly.
 pub(crate) fn implicit_xmm0(stub: Entry, dst: u128, src: u128, xmm0: u128) -> u128 {
     let mut d = to_host(dst);
-    // SAFETY: as for `int`.
+    // SAFETY: stubs keep the convention of [`Stub`], whose registers are all named here.
     unsafe {
         asm!("call {stub}", stub = in(reg) stub.0, inout("xmm0") d, inout("xmm1") to_host(src) => _,
             in("xmm2") to_host(xmm0), out("xmm3") _, out("r8") _);
@@ -73,7 +73,7 @@ pub(crate) fn implicit_xmm0(stub: Entry, dst: u128, src: u128, xmm0: u128) -> u1
 /// Runs an integer instruction that only sets flags.
 pub(crate) fn int_flags(stub: Entry, dst: u128, src: u128) -> u64 {
     let flags: u64;
-    // SAFETY: as for `int`; the stack is balanced.
+    // SAFETY: stubs keep the convention of [`Stub`], whose registers are all named here, and the stack is balanced.
     unsafe {
         asm!("call {stub}", "pushfq", "pop rax", stub = in(reg) stub.0, inout("xmm0") to_host(dst) => _,
             inout("xmm1") to_host(src) => _, out("rax") flags);
@@ -92,7 +92,8 @@ pub(crate) fn strings(stub: Entry, a: u128, b: u128, lengths: (u64, u64), imm: u
     let mut d = to_host(a);
     let index: u64;
     let flags: u64;
-    // SAFETY: as for `int`, with rdx as a second length and ecx as a result.
+    // SAFETY: stubs keep the convention of [`Stub`], whose registers are all named here; rdx is a second length and ecx
+    // a result.
     unsafe {
         asm!("call {stub}", "pushfq", "pop rax", stub = in(reg) stub.0, inout("xmm0") d,
             inout("xmm1") to_host(b) => _, out("xmm3") _, inout("rcx") u64::from(imm) => index, out("r8") _,
@@ -110,7 +111,8 @@ pub(crate) fn strings(stub: Entry, a: u128, b: u128, lengths: (u64, u64), imm: u
 pub(crate) fn mmx(stub: Entry, mm: &mut [u64; 2], work: &mut Work, mxcsr: &mut u32) {
     let mut d = to_host(work.dst);
     let host = 0u32;
-    // SAFETY: as for `int`; MXCSR's control bits and the x87 tags are restored before the block ends.
+    // SAFETY: stubs keep the convention of [`Stub`], whose registers are all named here; MXCSR's control bits and the
+    // x87 tags are restored before the block ends.
     unsafe {
         asm!("stmxcsr [{host}]", "ldmxcsr [{guest}]",
             "movq mm0, [{mm}]", "movq mm1, [{mm} + 8]",
@@ -132,8 +134,8 @@ pub(crate) const FLAGS: u32 = 0x3f;
 /// Masks of the exception flags. A clear mask makes an exception trap when its flag is set.
 pub(crate) const MASKS: u32 = 0x1f80;
 
-/// MXCSR bits, besides masks and flags, with which no stub runs. A host may lack MM, which only affects memory
-/// operands.
+/// The bits of MXCSR, besides masks and flags, that are clear in the host's MXCSR while a stub runs. The host may not
+/// have the bit MM, and MM only affects memory operands.
 pub(crate) const NOT_FOR_HOST: u32 = MXCSR_MM;
 
 /// Whether the host may compute under the guest's MXCSR, because it masks all exceptions.
@@ -166,7 +168,7 @@ pub(crate) struct HostFlags {
 impl HostFlags {
     pub(crate) fn keep() -> HostFlags {
         let mut mxcsr = 0u32;
-        // SAFETY: stores MXCSR to a local.
+        // SAFETY: the instruction stores MXCSR to a local variable.
         unsafe { asm!("stmxcsr [{}]", in(reg) &raw mut mxcsr, options(nostack, preserves_flags)) };
         HostFlags { mxcsr }
     }
@@ -230,7 +232,8 @@ pub(crate) fn float(stub: Entry, work: &mut Work, mxcsr: &mut u32) -> u64 {
     let mut d = to_host(work.dst);
     let mut host = 0u32;
     let flags: u64;
-    // SAFETY: as for `int`; MXCSR's control bits are restored before the block ends, the stack is balanced.
+    // SAFETY: stubs keep the convention of [`Stub`], whose registers are all named here; MXCSR's control bits are
+    // restored before the block ends, the stack is balanced.
     unsafe {
         asm!(
             load_guest_mxcsr!(),

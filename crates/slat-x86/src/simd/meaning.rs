@@ -9,7 +9,7 @@ pub(crate) enum Elements {
     Quadwords,
     Singles,
     Doubles,
-    /// Only the lowest element is computed; the other elements are the first source's.
+    /// Only the lowest element is computed; the other elements are copied from the first source.
     Single,
     Double,
 }

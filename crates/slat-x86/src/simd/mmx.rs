@@ -60,7 +60,7 @@ pub(super) fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
     Some(handler)
 }
 
-/// Raises a pending x87 exception, as MMX instructions do, too.
+/// Raises a pending x87 exception. MMX instructions do this like x87 instructions.
 fn check(cpu: &mut Cpu) -> Flow {
     crate::x87::check_pending(cpu)
 }
@@ -203,7 +203,7 @@ fn signs(cpu: &mut Cpu, op: &Op) -> Flow {
 }
 
 fn to_xmm(cpu: &mut Cpu, op: &Op) -> Flow {
-    // With a memory source the instruction uses no MMX register, so it does not behave like an MMX instruction.
+    // If the source is memory, the instruction uses no MMX register, so it does not check for a pending x87 exception.
     if op.r[1] != MEM {
         check(cpu)?;
     }

@@ -47,7 +47,7 @@ fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
         0
     };
     if mnemonic == Mnemonic::Insertps && from != 0 {
-        // The element comes from memory, so the selector of a source element has no effect.
+        // The source element comes from memory, so the immediate's bits that select a source element have no effect.
         op.aux &= 0x3f;
     }
     macro_rules! by_source {
@@ -72,7 +72,7 @@ fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
     Some(handler)
 }
 
-/// Whether a string comparison returns an index in ECX. The others return a mask in XMM0.
+/// Whether a string comparison returns an index in ECX. If not, it returns a mask in XMM0.
 fn returns_index(mnemonic: Mnemonic) -> bool {
     use Mnemonic::*;
     matches!(mnemonic, Pcmpestri | Pcmpestri64 | Pcmpistri)

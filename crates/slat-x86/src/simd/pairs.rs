@@ -136,13 +136,13 @@ pairs! {
     }
     Int v2 {
         Pabsb Vpabsb, Pabsw Vpabsw, Pabsd Vpabsd, Movddup Vmovddup, Movshdup Vmovshdup, Movsldup Vmovsldup,
-        // Approximations: they do not round by MXCSR and raise no exceptions. The same holds for the scalar ones below.
+        // These approximations do not round by MXCSR and raise no exceptions. The same holds for the scalar ones below.
         Rcpps Vrcpps, Rsqrtps Vrsqrtps,
     }
     Int x2 {
         Phminposuw Vphminposuw, Aesimc Vaesimc,
     }
-    // Shifts by a count in a register or, in other stubs, by a constant.
+    // The count of these shifts is in a register. Shifts by a constant have other stubs.
     Int shift {
         Psllw Vpsllw = ShiftLeft Words, Pslld Vpslld = ShiftLeft Doublewords, Psllq Vpsllq = ShiftLeft Quadwords,
         Psrlw Vpsrlw = ShiftRight Words, Psrld Vpsrld = ShiftRight Doublewords, Psrlq Vpsrlq = ShiftRight Quadwords,

@@ -127,7 +127,7 @@ fn invlpga(cpu: &mut Cpu, op: &Op) -> Flow {
     let address = rax(cpu, op);
     let world = world_of(cpu.state.gpr[1] as u32);
     if !cpu.canonical(address) {
-        // As with INVLPG, an address that is not canonical drops nothing.
+        // As with INVLPG, the instruction drops nothing if the address is not canonical.
     } else if world == cpu.svm.world() {
         cpu.flush_page(address, Which::CurrentAndGlobal);
         cpu.tell_flush(GuestFlush::Page(address));

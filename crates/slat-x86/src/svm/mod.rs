@@ -22,8 +22,8 @@
 //! keeps the ASID's translations until the hypervisor flushes them. All other ASIDs share a name, and their
 //! translations are not kept.
 //!
-//! Not offered: SEV, AVIC, last-branch records, shadow stacks, and the traps after writes of control registers and
-//! EFER, which SEV-ES uses.
+//! This CPU does not offer SEV, AVIC, last-branch records, shadow stacks, and the traps after writes of control
+//! registers and EFER, which SEV-ES uses.
 
 mod checks;
 pub(crate) mod instructions;
@@ -41,9 +41,9 @@ use crate::state::{State, control, flags};
 
 /// A bit of VM_CR: SVM is disabled, so EFER.SVME cannot be set.
 pub const VM_CR_SVMDIS: u64 = 1 << 4;
-/// VM_CR: SVMDIS cannot be changed.
+/// In VM_CR: SVMDIS cannot be changed.
 const VM_CR_LOCK: u64 = 1 << 3;
-/// VM_CR: the bits that exist.
+/// The bits of VM_CR that exist.
 const VM_CR_KNOWN: u64 = 0x1f;
 
 impl Cpu {

@@ -169,7 +169,7 @@ impl Cpu {
             false => Some([0; 4]),
         };
         let is_stored = self.store_exit(&exit)?;
-        // Nothing fails from here on.
+        // From here on, no step can fail.
         self.end_guest(pdptes.unwrap_or_default());
         match is_stored && pdptes.is_some() {
             true => Ok(()),
@@ -244,14 +244,14 @@ impl Cpu {
         events.mov_ss_shadow = false;
         events.gif_clear = true;
         self.watch.steps = false;
-        // 15.6: protected mode is on and all breakpoints are off; CR2 and DR6 stay the guest's.
+        // By 15.6, protected mode is on and all breakpoints are off. CR2 and DR6 keep the guest's values.
         host.cr0 |= CR0_PE;
         host.rflags &= !flags::VM;
         host.dr7 = 0x400;
         (host.cr2, host.dr6) = (self.state.cr2, self.state.dr6);
         self.state.pdptes = pdptes;
         self.load_world(&host);
-        // VMRUN is complete now, and is single-stepped here.
+        // VMRUN is complete now, so its single step traps here.
         if host.rflags & flags::TF != 0 {
             self.trap(DR6_BS);
         }

@@ -108,7 +108,7 @@ pub(crate) struct Stlb {
     last: u16,
     /// The numbers of the global translations of each world; 0 if a world has none.
     globals: [u16; WORLDS],
-    /// The way to fill next if no way is free.
+    /// The index in a set of the entry that is replaced next if no entry of the set is free.
     next_way: usize,
 }
 
@@ -267,7 +267,7 @@ impl Stlb {
         self.switch(name, false);
     }
 
-    /// Drops everything, of all worlds; the current space is `name`.
+    /// Drops all translations of all worlds. The current space is `name`.
     pub(super) fn flush(&mut self, name: u16) {
         self.globals = [0; WORLDS];
         self.global = self.new_number();
@@ -310,7 +310,7 @@ mod tests {
     use super::*;
     use crate::heap::{Pages, Zeroed};
 
-    // SAFETY: integers and flags.
+    // SAFETY: the type consists of integers and flags.
     unsafe impl Zeroed for Stlb {}
 
     fn page(global: bool, bits: u32) -> HostPage {

@@ -66,8 +66,8 @@ impl Generator<'_> {
         let parameters = func.dfg.block_params(to);
         let values = arguments(func, call);
         match target.entry {
-            // The code of the block is already made, and its values were kept only for the branches that were known
-            // then.
+            // The code of the block already exists. Its values were kept only for the branches that were known when the
+            // code was made.
             Some(_) if self.is_nested && self.asm.is_placed(target.label) => Err(Unknown),
             Some(entry) => Ok(self.conform(entry, parameters, values)),
             // Counting the block's uses could release a value that the branch passes as a parameter.
@@ -99,7 +99,7 @@ impl Generator<'_> {
     ) -> Result<(State, Moves)> {
         let mut entry = self.places.state;
         for place in &mut entry.registers {
-            // If there are other branches to the block, constants are not kept. They are made again when needed.
+            // If there are other branches to the block, constants are not kept. They are loaded again when needed.
             *place = place.filter(|&value| {
                 let is_used = self.places.left(value) > self.uses_of(value);
                 let is_common =
@@ -178,7 +178,8 @@ impl Generator<'_> {
                 moves.slots.push((slot, value));
             }
         }
-        // Values that were in slots at the first branch to the block, but are not at this one.
+        // Values that the block expects in slots, as they were at the first branch to it, but that are not in slots at
+        // this branch.
         for value in self.places.state.registers.into_iter().flatten() {
             if let Some(slot) = self.places.known(value).slot()
                 && entry.saved >> slot & 1 != 0

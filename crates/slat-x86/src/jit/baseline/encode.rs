@@ -14,9 +14,9 @@ const UNKNOWN: u32 = u32::MAX;
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Place {
     Register(Reg),
-    /// Memory at the sum of a register and a number of bytes.
+    /// Memory at the address in a register, plus a displacement in bytes.
     Memory(Reg, i32),
-    /// Memory at the sum of two registers and a number of bytes. The second register is not RSP.
+    /// Memory at the sum of two registers, plus a displacement in bytes. The second register is not RSP.
     Sum(Reg, Reg, i32),
 }
 

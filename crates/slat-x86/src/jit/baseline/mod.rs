@@ -143,7 +143,8 @@ struct Generator<'a> {
     guarded: &'a mut Vec<(u32, u32)>,
     /// The segment of the current block.
     segment: u32,
-    /// The number of slots that each segment uses. A segment is a stretch of code that begins without values.
+    /// The number of slots that each segment uses. A segment is a stretch of code at whose beginning no values are in
+    /// registers or slots.
     segments: Vec<u32>,
     /// Whether the current block is made late.
     is_apart: bool,

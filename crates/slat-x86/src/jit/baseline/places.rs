@@ -40,7 +40,7 @@ pub(super) const FOR_VALUES: [Reg; 13] = [
     Reg(13),
     Reg(14),
 ];
-/// The registers in `FOR_VALUES` that functions of the host preserve, as bits.
+/// The registers in `FOR_VALUES` that functions of the host preserve: bit n stands for register n.
 pub(super) const KEPT: u16 = 1 << 3 | 1 << 12 | 1 << 13 | 1 << 14;
 /// The most slots of a function. A function that needs more is too large for this tier.
 const SLOTS: u32 = u128::BITS;
@@ -53,7 +53,7 @@ const NO_SLOT: u8 = u8::MAX;
 #[derive(Clone, Copy, Default)]
 pub(super) struct State {
     pub(super) registers: [Option<Value>; 16],
-    /// The slots with values, as bits.
+    /// The slots that contain values: a bit for each slot.
     pub(super) saved: u128,
 }
 
@@ -89,7 +89,7 @@ impl Known {
 pub(super) struct Places {
     pub(super) values: Vec<Known>,
     pub(super) state: State,
-    /// Registers that the current instruction needs, as bits.
+    /// The registers that the current instruction needs: a bit for each register.
     locked: u16,
     /// The number of slots given to values since the last block that begins with none.
     slots: u32,

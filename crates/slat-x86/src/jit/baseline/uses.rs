@@ -57,7 +57,8 @@ impl Generator<'_> {
                 }
             }
         }
-        // Goes from the last instruction to the first, because an instruction whose result is unused counts as no use.
+        // Iterate from the last instruction to the first: an instruction whose result is unused does not count as a
+        // use.
         let mut loops = Vec::new();
         let mut last = func.layout.last_block();
         while let Some(block) = last {
@@ -193,7 +194,7 @@ impl Generator<'_> {
                 continue;
             }
             self.each_use(inst, |generator, value| {
-                // Values that the block makes itself are not used elsewhere.
+                // Leave out values that this block makes itself: other blocks do not use them.
                 if generator.places.known(value).made == position {
                     return;
                 }

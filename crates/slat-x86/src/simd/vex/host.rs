@@ -68,7 +68,8 @@ pub(super) fn float(stub: Entry, work: &mut Work, mxcsr: &mut u32) -> u64 {
     debug_assert_eq!(*mxcsr & MASKS, MASKS);
     let mut host = 0u32;
     let flags: u64;
-    // SAFETY: as for `int`; MXCSR's control bits are restored before the block ends.
+    // SAFETY: stubs keep the convention of [`Stub`], whose registers are all named here, and the host has AVX; MXCSR's
+    // control bits are restored before the block ends.
     unsafe {
         call!(stub, work, [load_guest_mxcsr!(),], [load_host_mxcsr!(),],
             guest = in(reg) mxcsr, host = in(reg) &raw mut host, out("rdx") flags)

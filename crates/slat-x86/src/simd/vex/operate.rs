@@ -64,7 +64,7 @@ fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
     } = find(insn, is_wide(insn))?;
     op.imm = stub as usize as u64;
     if op.mnemonic == M::Vinsertps && op.r[2] == MEM {
-        // The element comes from memory, so the selector of a source element has no effect.
+        // The source element comes from memory, so the immediate's bits that select a source element have no effect.
         op.aux &= 0x3f;
     }
     // FMA instructions read their destination, too.

@@ -22,8 +22,7 @@ pub(in crate::simd) fn plain(insn: &Instruction, wide: bool) -> Option<Plain> {
         Kind::Float(_) => true,
         _ => return None,
     };
-    // Whether the upper half is computed like the lower one: from the same sources, without other
-    // bits of the immediate.
+    // Whether the upper half is computed from its sources as the lower half is, with the same bits of the immediate.
     let is_uniform = table::is_by_halves(mnemonic)
         && !(immediate
             && matches!(

@@ -252,7 +252,8 @@ handlers! {
         let lin = cpu.lin(op, 10).ok()?;
         let table = cpu.table;
         let host = cpu.tlb().write(table, lin, 10)?;
-        // SAFETY: as in `load_extended`. If the second part fails, the reference stores all again.
+        // SAFETY: the software TLB holds guest memory only, to which every access is guarded. If the second store
+        // fails, the reference handler stores both parts again.
         unsafe {
             slat_guard::store(host.cast(), mantissa).ok()?;
             slat_guard::store(host.wrapping_add(8).cast(), exponent).ok()?;
@@ -290,7 +291,7 @@ handlers! {
         let (to, from) = (cpu.state.full(0)?, cpu.state.full(plan.other)?);
         let modrm = op.r[MODRM];
         let flags = [CF, ZF, CF | ZF, PF][usize::from(modrm >> 3 & 3)];
-        // FCMOVcc is DA, FCMOVNcc is DB.
+        // The opcode of FCMOVcc is DA, and that of FCMOVNcc is DB.
         let negated = own_stub(op) == Stub::on_registers(0xdb, modrm);
         if (cpu.flags() & flags != 0) != negated {
             cpu.state.copy_register(from, to);
@@ -325,7 +326,7 @@ handlers! {
     }
 
     rotate(cpu, op, plan) else registers {
-        // FDECSTP is F6, FINCSTP is F7.
+        // The ModR/M byte of FDECSTP is F6, and that of FINCSTP is F7.
         let by = if op.r[MODRM] & 1 == 0 { STEP.wrapping_neg() } else { STEP };
         cpu.state.rotate(by);
         finish(cpu, op, plan, 0);

@@ -21,7 +21,7 @@ pub(super) struct Plan {
     pub(super) conditions: u8,
     /// The second operand: ST(`other`).
     pub(super) other: u8,
-    /// The result goes to ST(`destination`).
+    /// The result is stored in ST(`destination`).
     pub(super) destination: u8,
     /// The number of registers that are popped afterwards.
     pub(super) pops: u8,
@@ -59,7 +59,7 @@ impl Plan {
 /// Returns the result of [`probe`] for an instruction, which is probed only once.
 pub(super) fn touched(stub: Stub) -> (u8, u8) {
     static FOUND: [AtomicU16; Stub::COUNT] = [const { AtomicU16::new(0) }; Stub::COUNT];
-    /// Bit 15, which is no condition code: the instruction was probed.
+    /// Bit 15 of the result, which is no condition code, says that the instruction was probed.
     const ASKED: u8 = 0x80;
     let found = &FOUND[usize::from(stub.0)];
     // Two threads may probe at once; they get the same result.
@@ -104,7 +104,7 @@ fn probe(stub: Stub) -> (u8, u8) {
         run.call(stub);
         run
     };
-    // Pushes need an empty ST(7), others may need a full one.
+    // A push needs an empty ST(7); another instruction may need a full one.
     const STACK_FAULT: u32 = 1 << 6;
     let tags = match run(0, 0).image.fsw & STACK_FAULT {
         0 => 0,
