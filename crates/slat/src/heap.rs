@@ -159,7 +159,7 @@ impl<T> Copy for Uncounted<T> {}
 
 impl<T> Uncounted<T> {
     /// # Safety
-    /// ⏎ - an owner of the value exists until `'a` ends.
+    /// - an owner of the value exists until `'a` ends.
     pub(crate) unsafe fn get<'a>(self) -> &'a T {
         // SAFETY: the caller's promise.
         unsafe { &(*self.0.as_ptr()).value }

@@ -30,8 +30,8 @@
 //! KVM_RUN is outside, too.
 //!
 //! # Attention
-//! ⏎ Each reader has a word of *attention* bits that its software CPU checks at every block boundary. `synchronize`
-//! sets [`Attention::FLUSH`] there; the other bits belong to the client. [`Reader::quiesce`] clears the bit *before* it
+//! Each reader has a word of *attention* bits that its software CPU checks at every block boundary. `synchronize` sets
+//! [`Attention::FLUSH`] there; the other bits belong to the client. [`Reader::quiesce`] clears the bit *before* it
 //! reads the generation. A request between the two sets the bit again, and the CPU sees the bit at the next boundary.
 
 use alloc::boxed::Box;

@@ -2,8 +2,8 @@
 //! memory delays no fault.
 //!
 //! # Why no lock is needed
-//! ⏎ Aging changes only the accessed bit of a leaf, by a compare-exchange of the entry. If the entry has changed since
-//! it was read, the exchange fails and nothing changes.
+//! Aging changes only the accessed bit of a leaf, by a compare-exchange of the entry. If the entry has changed since it
+//! was read, the exchange fails and nothing changes.
 //!
 //! * *Tables.* The caller is in a reader section, and reaches tables as any walker does. A table that was removed
 //!   meanwhile is not freed before the section ends; a cleared bit in its leaves has no effect.

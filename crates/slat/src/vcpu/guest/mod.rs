@@ -50,7 +50,7 @@ pub trait HostWords {
     /// Atomically replaces the entry of `size` bytes at `host` by `new` if it still is `old`. Returns whether it did.
     ///
     /// # Errors
-    /// ⏎ The implementor's error; it ends the translation.
+    /// The implementor's error; it ends the translation.
     fn compare_exchange(
         &mut self,
         host: Hpa,
