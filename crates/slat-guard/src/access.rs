@@ -1,8 +1,8 @@
 //! Single accesses: loads, stores and locked read-modify-writes of 1 to 16 bytes.
 //!
-//! Each access reads or writes by one guarded machine instruction, so it happens as a whole or not at all. There is one
-//! exception, on arm64: if a word crosses pages and one of them is gone, a store may have changed the bytes in the
-//! other.
+//! Each access reads or writes by one guarded machine instruction, so the access happens as a whole or not at all.
+//! There is one exception, on arm64: if a word crosses into another page and one of the two pages is gone, a store may
+//! have changed the bytes in the other page.
 //!
 //! | access | x86-64 | arm64 |
 //! |---|---|---|
@@ -19,17 +19,18 @@
 //! * What a thread does before a store, other threads see before it. (Release.)
 //! * A read-modify-write has both properties, and is a full barrier: what a thread does before it, all threads see
 //!   before what the thread does after it. That also holds for a compare and exchange that finds another value: it
-//!   writes that value again. So it needs memory that may be written.
+//!   writes that value again. So a compare and exchange needs writable memory.
 //!
 //! A load may happen before an earlier store. An access that returns [`Gone`] orders nothing. The compiler may still
-//! move an access of Rust to ordinary memory over a guarded load, because it knows that the load writes nothing.
+//! move an access of Rust code to ordinary memory across a guarded load, because the compiler knows that the load
+//! writes nothing.
 
 use crate::Gone;
 
 mod sealed {
     use std::ops::{BitAnd, BitOr, BitXor};
 
-    /// The accesses that are instructions, or a few of them. Each architecture has its own (`arch`).
+    /// The accesses, each of which is one instruction or a few. Each architecture has its own implementation (`arch`).
     pub trait Sealed:
         Copy + Eq + BitAnd<Output = Self> + BitOr<Output = Self> + BitXor<Output = Self>
     {

@@ -2,8 +2,7 @@
 //!
 //! # Order
 //! A run as a whole is ordered like a load, if it reads, and like a store, if it writes ([`access`](crate::access)).
-//! The order in which its bytes are read or written is not promised to other threads, and no more than a byte is
-//! single-copy atomic.
+//! Other threads may see its bytes read or written in any order, and only single bytes are single-copy atomic.
 
 use crate::Gone;
 use crate::access::load;
@@ -18,7 +17,7 @@ fn done(len: usize, left: usize) -> Result<(), usize> {
 /// # Safety
 /// As for [`load`], for every byte.
 pub unsafe fn copy_in(dst: &mut [u8], src: *const u8) -> Result<(), usize> {
-    // SAFETY: `dst` is ours; the caller promises `src`.
+    // SAFETY: `dst` is a slice of this process; the caller promises `src`.
     unsafe { copy(dst.as_mut_ptr(), src, dst.len()) }
 }
 
@@ -27,12 +26,12 @@ pub unsafe fn copy_in(dst: &mut [u8], src: *const u8) -> Result<(), usize> {
 /// # Safety
 /// As for [`store`](crate::store), for every byte.
 pub unsafe fn copy_out(dst: *mut u8, src: &[u8]) -> Result<(), usize> {
-    // SAFETY: `src` is ours; the caller promises `dst`.
+    // SAFETY: `src` is a slice of this process; the caller promises `dst`.
     unsafe { copy(dst, src.as_ptr(), src.len()) }
 }
 
 /// Copies `len` bytes one after the other, beginning with the first. So a copy to overlapping higher addresses repeats
-/// a pattern. `Err` holds how many were copied before memory of either side was gone.
+/// a pattern. `Err` holds the number of bytes that were copied before memory of either side was gone.
 ///
 /// # Safety
 /// As for [`load`] and [`store`](crate::store), for every byte.
@@ -42,8 +41,8 @@ pub unsafe fn copy(dst: *mut u8, src: *const u8, len: usize) -> Result<(), usize
     done(len, unsafe { bulk::copy(dst, src, len) })
 }
 
-/// Writes the low `BYTES` (1, 2, 4 or 8) bytes of `value` `times` times. `Err` holds how many times they were written
-/// before the memory was gone.
+/// Writes the low `BYTES` (1, 2, 4 or 8) bytes of `value` `times` times. `Err` holds the number of copies that were
+/// written before the memory was gone.
 ///
 /// # Safety
 /// As for [`store`](crate::store), for every byte.
@@ -59,7 +58,7 @@ pub unsafe fn fill_elements<const BYTES: u64>(
     })
 }
 
-/// Fills `len` bytes with `byte`. `Err` holds how many were written before the memory was gone.
+/// Fills `len` bytes with `byte`. `Err` holds the number of bytes that were written before the memory was gone.
 ///
 /// # Safety
 /// As for [`store`](crate::store), for every byte.

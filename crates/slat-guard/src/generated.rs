@@ -21,8 +21,8 @@ static EXIT: AtomicUsize = AtomicUsize::new(0);
 ///   other registers unchanged.
 /// - No thread executes the code that was registered before.
 pub unsafe fn set_generated(code: Range<usize>, table: usize, exit: usize) {
-    // An empty range is stored in between, so that a handler on another thread does not combine an old
-    // bound with a new table.
+    // Store an empty range in between, so that a handler on another thread does not combine an old bound with a new
+    // table.
     END.store(0, Ordering::SeqCst);
     START.store(code.start, Ordering::SeqCst);
     TABLE.store(table, Ordering::SeqCst);

@@ -2,10 +2,9 @@
 //!
 //! A part of slat: there is no promise about this crate's API, and any version may change it.
 //!
-//! Guest memory belongs to the program that provides it: the program may unmap it, protect it,
-//! truncate the file that backs it or leave its pages to a userfaultfd handler, at any moment and
-//! on any thread. No check made before an access still holds when the access happens, so the access
-//! itself has to be able to fail.
+//! Guest memory belongs to the program that provides it: the program may unmap it, protect it, truncate the file that
+//! backs it or leave its pages to a userfaultfd handler, at any moment and on any thread. A check before an access may
+//! no longer be true when the access happens, so the access itself has to be able to fail.
 //!
 //! Every access here is a few machine instructions (`access`, `arch`) whose addresses are stored in an
 //! exception table (`table`) next to the address at which the thread continues when the instruction

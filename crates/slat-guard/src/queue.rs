@@ -1,4 +1,4 @@
-//! Queueing a signal with its information.
+//! Queues a signal with its `siginfo_t`.
 
 use slat_process::calls::{self, Call};
 

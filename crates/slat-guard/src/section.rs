@@ -2,14 +2,14 @@
 //!
 //! slat's code holds locks, and a handler of the program may call slat again on the thread that holds one: it opens
 //! `/dev/kvm`, maps memory, or reads the registers of the vCPU that it has interrupted. It may also leave by
-//! `siglongjmp` and never return. The kernel has neither problem, because a handler runs when the system call is over.
-//! A [`Section`] gives calls to slat the same property.
+//! `siglongjmp` and never return. The kernel has neither problem, because a handler runs only after the system call has
+//! ended. A [`Section`] gives calls to slat the same property.
 //!
 //! Every handler that is installed for the program calls [`defer`] first. Inside a section, `defer` queues the signal
 //! again, for this thread and with its information, and blocks the signal in the mask that the thread returns to; the
 //! program's handler does not run. The end of the outermost section unblocks the deferred signals. The kernel then
-//! delivers them there, where slat has no other frame on the stack. So the kernel decides about the order of signals,
-//! their masks and their stacks.
+//! delivers them at that point, where slat has no other frame on the stack. So the kernel decides about the order of
+//! signals, their masks and their stacks.
 //!
 //! Several pending instances of one realtime signal may change their order: a deferred instance is queued after those
 //! that were queued already.
@@ -68,7 +68,7 @@ impl Section {
         DEPTH.get() != 0
     }
 
-    /// Whether a handler of the program waits until this thread leaves its sections.
+    /// Whether a handler of the program is waiting for this thread to leave its sections.
     #[inline]
     pub fn delays_a_signal() -> bool {
         WAITING.get() != 0
@@ -92,7 +92,7 @@ fn deliver() {
     // A handler may run as soon as the depth is 0. The handler empties `WAITING` itself, so that a signal is unblocked
     // even if the handler of another signal jumps away.
     let waiting = WAITING.get();
-    // SAFETY: a live set of the kernel's size.
+    // SAFETY: a live set of the size that the kernel expects.
     unsafe { entries::change_mask(libc::SIG_UNBLOCK, &waiting, ptr::null_mut(), SET_BYTES) };
     WAITING.set(0);
 }
@@ -129,8 +129,8 @@ pub fn change_mask(how: i32, set: u64) -> u64 {
     before
 }
 
-/// Blocks all signals on this thread until dropped, for changes that a handler on the same thread
-/// must not see half done.
+/// Blocks all signals on this thread until dropped: for changes that a handler on the same thread must not see half
+/// done.
 #[derive(Debug)]
 pub(crate) struct AllBlocked(u64);
 
@@ -146,7 +146,7 @@ impl Drop for AllBlocked {
     }
 }
 
-/// Whether the interrupted instruction itself caused the signal, so that it would occur again at once.
+/// Whether the interrupted instruction itself caused the signal, so that the signal would occur again at once.
 fn is_synchronous(signal: i32, code: i32) -> bool {
     const FAULTS: [i32; 6] = [
         libc::SIGSEGV,
@@ -157,7 +157,7 @@ fn is_synchronous(signal: i32, code: i32) -> bool {
         // A seccomp filter sends SIGSYS. If SIGSYS were blocked, it would end the process.
         libc::SIGSYS,
     ];
-    // Codes above 0 are the kernel's; a process cannot send them.
+    // Codes above 0 are reserved for the kernel; a process cannot send them.
     code > 0 && FAULTS.contains(&signal)
 }
 
@@ -182,17 +182,18 @@ fn reveal(info: &mut libc::siginfo_t) {
     }
 }
 
-/// Call first in a signal handler, before the program's handler runs. Returns true if that must not run now, because
-/// the thread is in a [`Section`]: the signal is then delivered when the thread leaves the section. Async-signal-safe.
+/// Call first in a signal handler, before the program's handler runs. Returns true if the program's handler must not
+/// run now, because the thread is in a [`Section`]: the signal is then delivered when the thread leaves the section.
+/// Async-signal-safe.
 ///
 /// Faults of the interrupted instruction are never deferred. Neither is a signal that the kernel refuses to queue again
 /// (`rt_tgsigqueueinfo` fails for a realtime signal beyond RLIMIT_SIGPENDING): its handler runs at once, because a
 /// handler at the wrong moment is better than none.
 ///
 /// # Safety
-/// `info` and `context` are what the kernel gave a handler that was installed with `SA_SIGINFO`.
+/// `info` and `context` are those that the kernel gave a handler that was installed with `SA_SIGINFO`.
 pub unsafe fn defer(signal: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) -> bool {
-    // SAFETY: the kernel's information, which is this handler's to change.
+    // SAFETY: this handler may change the information that the kernel gave it.
     unsafe { reveal(&mut *info) };
     let context = context.cast::<libc::ucontext_t>();
     // SAFETY: the kernel's context; the C library's larger set begins with the kernel's.
@@ -215,7 +216,7 @@ pub unsafe fn defer(signal: i32, info: *mut libc::siginfo_t, context: *mut libc:
     let bit = 1u64 << (signal - 1);
     // With SA_NODEFER the kernel has not blocked the signal, and would deliver it again at once.
     let blocked = change_mask(libc::SIG_BLOCK, bit);
-    // SAFETY: the kernel's information, which is this handler's to change.
+    // SAFETY: this handler may change the information that the kernel gave it.
     let queued = unsafe {
         if !calls::is_allowed(Call::QueueSignal) {
             disguise(&mut *info);
@@ -224,7 +225,7 @@ pub unsafe fn defer(signal: i32, info: *mut libc::siginfo_t, context: *mut libc:
     };
     set_errno(before);
     if queued.is_err() {
-        // SAFETY: as above.
+        // SAFETY: this handler may change the information that the kernel gave it.
         unsafe { reveal(&mut *info) };
         change_mask(libc::SIG_SETMASK, blocked);
         return false;

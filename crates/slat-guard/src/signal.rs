@@ -1,4 +1,4 @@
-//! The signal handlers of slat, and signals that they pass on.
+//! The signal handlers of slat, and how they pass signals on to the program.
 //!
 //! slat uses three signals: SIGSEGV, SIGBUS and the kick signal. The handlers are installed by the system call
 //! itself, not by the C library's `sigaction`: a preloaded library wraps that name, and the wrapper must see
@@ -76,8 +76,8 @@ impl Chained {
         }
     }
 
-    /// Returns the action, if one was ever set. Async-signal-safe, because a thread that changes the action has all
-    /// signals blocked meanwhile.
+    /// Returns the action, if one was ever set. Async-signal-safe, because a thread blocks all its signals while it
+    /// changes the action.
     fn get(&self) -> Option<KernelAction> {
         loop {
             let version = self.version.load(Ordering::Acquire);
@@ -122,8 +122,8 @@ impl Chained {
 }
 
 thread_local! {
-    /// Whether a kick ended the last guarded access of this thread that failed. No initialiser and no destructor: the
-    /// handler may write it.
+    /// Whether a kick ended the last guarded access of this thread that failed. The variable has neither an initialiser
+    /// nor a destructor, because the handler may write it.
     static KICKED: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -209,7 +209,7 @@ fn to_libc(action: &KernelAction) -> libc::sigaction {
     // SAFETY: all-zero is a valid `sigaction`.
     let mut out: libc::sigaction = unsafe { mem::zeroed() };
     out.sa_sigaction = action.handler;
-    // The restorer is the kernel's business; the other flags fit into an int.
+    // The C library does not show the restorer; all other flags fit into an int.
     out.sa_flags = (action.flags & !SA_RESTORER) as i32;
     // SAFETY: the kernel's 64-bit mask is the beginning of the C library's larger one.
     unsafe { ptr::write((&raw mut out.sa_mask).cast::<u64>(), action.mask) };
@@ -237,10 +237,11 @@ fn install_all() -> io::Result<()> {
             restorer: 0,
             mask: 0,
         };
-        // SAFETY: a local to write to. The old action is put in place before the handler that reads it.
+        // SAFETY: the call writes to a local variable. The old action is stored before the handler that reads it is
+        // installed.
         unsafe { rt_sigaction(sig, ptr::null(), &mut old)? };
         if old.handler == ours.handler {
-            // The parent of this forked child has installed it.
+            // The parent of this forked child has already installed the handler.
             continue;
         }
         if let Some(chained) = chained(sig) {
@@ -308,16 +309,18 @@ pub fn kick(tid: libc::pid_t) {
         value: &raw const KICK as usize,
         _rest: [0; 12],
     };
-    // SAFETY: as long as a `siginfo_t`, as is asserted above. A thread that has ended returns ESRCH, which is fine.
+    // SAFETY: `info` has the size of a `siginfo_t`, as is asserted above. A thread that has ended returns ESRCH, which
+    // is fine.
     let _ = unsafe { queue((info.pid, tid), kick_signal(), (&raw const info).cast()) };
 }
 
 /// Whether a signal is a kick of this copy of the crate.
 ///
 /// # Safety
-/// `info` is what the kernel gave the handler.
+/// `info` is the one that the kernel gave the handler.
 unsafe fn is_kick(sig: i32, info: *const libc::siginfo_t) -> bool {
-    // SAFETY: the kernel fills in the fields that belong to the code; in this process, only we know the address.
+    // SAFETY: the kernel fills in the fields that belong to the code. In this process, only this crate knows the
+    // address.
     sig == kick_signal()
         && unsafe {
             (*info).si_code == libc::SI_QUEUE
@@ -334,7 +337,7 @@ extern "C-unwind" fn handler(sig: i32, info: *mut libc::siginfo_t, context: *mut
     // SAFETY: the kernel gives an SA_SIGINFO handler its own context and information.
     let (registers, kicked, sent) = unsafe {
         let registers = &mut *context.cast::<libc::ucontext_t>();
-        // Sent by a process (kill, tgkill, sigqueue), in contrast to a fault that would occur again.
+        // A process sent the signal (kill, tgkill, sigqueue); in contrast, a fault would occur again.
         (registers, is_kick(sig, info), (*info).si_code <= 0)
     };
     if kicked || !sent {
@@ -352,7 +355,7 @@ extern "C-unwind" fn handler(sig: i32, info: *mut libc::siginfo_t, context: *mut
     }
     // SAFETY: these are the arguments that the kernel gave us.
     if !kicked && !unsafe { defer(sig, info, context) } {
-        // SAFETY: as above.
+        // SAFETY: these are the arguments that the kernel gave this handler.
         unsafe { chain(sig, sent, info, context) }
     }
 }
@@ -370,8 +373,8 @@ unsafe fn chain(sig: i32, sent: bool, info: *mut libc::siginfo_t, context: *mut 
     match action.handler {
         libc::SIG_IGN if sent => {}
         libc::SIG_DFL | libc::SIG_IGN => {
-            // SAFETY: the default action. A fault occurs again when the handler returns; a signal that was sent has to
-            // be sent again. The signal stays blocked until then.
+            // SAFETY: these calls set the default action. A fault occurs again when the handler returns; a signal that
+            // was sent has to be sent again. The signal stays blocked until then.
             unsafe {
                 let _ = rt_sigaction(sig, &default, ptr::null_mut());
                 if sent {
@@ -389,12 +392,13 @@ unsafe fn chain(sig: i32, sent: bool, info: *mut libc::siginfo_t, context: *mut 
             if has(libc::SA_RESETHAND) {
                 chained.set(&default);
             }
-            // The client's handler runs with its own mask, which the kernel undoes when our handler returns.
+            // The client's handler runs with its own mask; the kernel restores the old mask when slat's handler
+            // returns.
             change_mask(libc::SIG_BLOCK, action.mask);
             if has(libc::SA_NODEFER) {
                 change_mask(libc::SIG_UNBLOCK, 1 << (sig - 1));
             }
-            // SAFETY: the client gave this function for this signal.
+            // SAFETY: the client has installed this function for this signal.
             unsafe { call_program(function, sig, info, context) };
         }
     }

@@ -12,12 +12,12 @@ use std::arch::global_asm;
 struct Entry {
     /// The guarded instruction, relative to the address of this field.
     at: i32,
-    /// Where to continue, relative to the address of this field.
+    /// The offset of the address at which to continue, relative to the address of this field.
     fixup: i32,
 }
 
-// The section must exist even when nothing in the program uses a guarded access, and the bounds
-// must be those of this very image: hidden symbols are never bound to another copy's.
+// The section must exist even when nothing in the program uses a guarded access, and the bounds must be those of this
+// image: hidden symbols are never bound to those of another copy.
 global_asm!(
     ".pushsection slat_guard_table,\"aR\",@progbits",
     ".balign 4",
@@ -35,13 +35,14 @@ unsafe extern "C" {
 
 /// Returns where a thread whose instruction at `ip` failed has to continue, if that instruction is guarded.
 ///
-/// Async-signal-safe. A linear look-up: the table has some hundreds of entries and signals are rare.
+/// Returns the fix-up of the instruction at `ip`, if it has one. Async-signal-safe. The look-up is linear: the table
+/// has some hundreds of entries, and signals are rare.
 pub(crate) fn fixup(ip: usize) -> Option<usize> {
     let mut entry = &raw const START;
     let stop = &raw const STOP;
     while entry < stop {
-        // SAFETY: `entry` lies between the bounds that the linker gave the section, which holds
-        // nothing but entries; the section is read-only and never unmapped before this code.
+        // SAFETY: `entry` lies between the bounds that the linker gave the section, which contains only entries; the
+        // section is read-only and never unmapped before this code.
         let Entry { at, fixup } = unsafe { *entry };
         let base = entry as usize;
         if base.wrapping_add_signed(at as isize) == ip {

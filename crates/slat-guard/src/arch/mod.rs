@@ -1,4 +1,4 @@
-//! What depends on the processor's architecture. The rest of the crate is neutral.
+//! The code that depends on the processor's architecture. The rest of the crate is neutral.
 //!
 //! Each architecture has a directory, and each directory has the same modules with the same functions.
 //!

@@ -1,8 +1,8 @@
 //! Single accesses.
 //!
 //! # Order
-//! [`access`](crate::access) promises x86's order. It is kept as follows, by the Arm Architecture Reference Manual
-//! ("Definition of the Arm memory model", "Synchronization and semaphores").
+//! [`access`](crate::access) promises x86's order. The instructions here keep that order as follows, by the Arm
+//! Architecture Reference Manual ("Definition of the Arm memory model", "Synchronization and semaphores").
 //!
 //! | access | aligned | not aligned |
 //! |---|---|---|
@@ -14,28 +14,29 @@
 //!
 //! * **Load.** LDAR, or DMB ISHLD after a load, orders the load before all later loads and stores.
 //! * **Store.** STLR, or DMB ISH before a store, orders all earlier loads and stores before the store.
-//! * Together with multi-copy atomicity, which the architecture has, these are total store order, but that a load may
+//! * Together with the architecture's multi-copy atomicity, these two rules give total store order, in which a load may
 //!   happen before an earlier store. LDAR and STLR do not even allow that.
-//! * **Read-modify-write.** Its result is written by a STLXR that has succeeded. So all that is earlier in the program
-//!   is ordered before the write, and DMB ISH orders the write before all that is later. The LDXR alone may happen
-//!   before something that is earlier in the program. But no other thread has written the word between this LDXR and its
-//!   STLXR, or the STLXR would have failed: at the moment of the write, LDXR would have read the same. A compare and
-//!   exchange that finds another value writes that value again, so all of this holds for it, too.
+//! * **Read-modify-write.** Its result is written by a STLXR that has succeeded. So all accesses that are earlier in
+//!   the program are ordered before the write, and DMB ISH orders the write before all later accesses. Only the LDXR
+//!   may happen before an access that is earlier in the program. But no other thread has written the word between this
+//!   LDXR and its STLXR, or the STLXR would have failed: so at the moment of the write, LDXR would have read the same
+//!   value. A compare and exchange that finds another value writes that value again, so all of this also holds for a
+//!   compare and exchange.
 //!
 //! # Two instructions that may fail
 //! A loop has two guarded instructions, and both are in the exception table. If LDXR fails, nothing has happened. If
 //! STLXR fails, nothing was written: the word is aligned, so it is in one page. The processor's exclusive monitor may
-//! then still be set for the word. It is clear when the access returns [`Gone`], because both a fault and a signal
-//! return from the kernel by ERET, which clears it. Even without that, no store-exclusive could succeed by it wrongly:
-//! each is preceded by a load-exclusive of its own, which sets the monitor anew.
+//! then still be set for the word. The monitor is clear when the access returns [`Gone`], because the thread returns
+//! from a fault or a signal by ERET, which clears the monitor. Even if the monitor stayed set, no store-exclusive could
+//! wrongly succeed: before each store-exclusive there is a load-exclusive, which sets the monitor anew.
 //!
-//! The instructions between the two are not in the table, so a kick that arrives there ends nothing. The STLXR then
-//! fails, because of the ERET, and the loop goes on.
+//! The instructions between LDXR and STLXR are not in the table, so a kick that arrives there does not end the access.
+//! The STLXR then fails, because of the ERET, and the loop continues.
 //!
 //! # What is not aligned
 //! LDAR, STLR, LDXR and STLXR need aligned memory. A read-modify-write of a word that lies within 16 aligned bytes
-//! changes all 16 as one. Any other is a load and a store between two barriers. It is not atomic: Arm has no
-//! instruction for it.
+//! changes all 16 as one. Any other read-modify-write of an unaligned word is a load and a store between two barriers.
+//! It is not atomic, because Arm has no instruction for that.
 
 use super::table::{guarded, guarded_to_label, report};
 use crate::Gone;
@@ -60,7 +61,7 @@ unsafe fn change_within(
     let whole = p.wrapping_sub(offset).cast::<u128>();
     let changed =
         |old: u128| old & !(mask << shift) | (change(old >> shift & mask) & mask) << shift;
-    // SAFETY: the caller's promise: the 16 bytes are in one page with the word, and only the word changes.
+    // SAFETY: by the caller's promise, the 16 bytes are in one page with the word; only the bytes of the word change.
     let old = unsafe { update(whole, changed)? };
     Ok(old >> shift & mask)
 }
@@ -78,7 +79,8 @@ macro_rules! word {
                 unsafe fn load_unaligned(p: *const $ty) -> Result<$ty, Gone> {
                     let gone: u32;
                     let v: u64;
-                    // SAFETY: as below.
+                    // SAFETY: the instruction reads memory; if it cannot, the exception table makes the thread continue
+                    // at the fix-up. The caller promises that the bytes may be read.
                     unsafe {
                         asm!(
                             "mov {gone:w}, wzr",
@@ -101,8 +103,8 @@ macro_rules! word {
                 }
                 let gone: u32;
                 let v: u64;
-                // SAFETY: one instruction that reads memory; if it cannot, the exception table sends the thread to the
-                // fix-up. The caller answers for the bytes.
+                // SAFETY: the instruction reads memory; if it cannot, the exception table makes the thread continue at
+                // the fix-up. The caller promises that the bytes may be read.
                 unsafe {
                     asm!(
                         "mov {gone:w}, wzr",
@@ -123,7 +125,8 @@ macro_rules! word {
             unsafe fn store(p: *mut Self, v: Self) -> Result<(), Gone> {
                 #[cold]
                 unsafe fn store_unaligned(p: *mut $ty, v: $ty) -> Result<(), Gone> {
-                    // SAFETY: as below.
+                    // SAFETY: the instruction writes memory; if it cannot, the exception table makes the thread
+                    // continue at the label. The caller promises that the bytes may be written.
                     unsafe {
                         asm!(
                             "dmb ish",
@@ -141,8 +144,8 @@ macro_rules! word {
                     // SAFETY: the caller's promise.
                     return unsafe { store_unaligned(p, v) };
                 }
-                // SAFETY: one instruction that writes memory; if it cannot, the exception table sends the thread to the
-                // label. The caller answers for the bytes.
+                // SAFETY: the instruction writes memory; if it cannot, the exception table makes the thread continue at
+                // the label. The caller promises that the bytes may be written.
                 unsafe {
                     asm!(
                         concat!("2: stlr", $size, " {v:", $r, "}, [{p}]"),
@@ -165,7 +168,8 @@ macro_rules! word {
                 let seen = if p.addr().is_multiple_of(size_of::<Self>()) {
                     let gone: u32;
                     let seen: u64;
-                    // SAFETY: as for a store; two instructions access memory, and both are guarded.
+                    // SAFETY: two instructions access memory, and both are guarded. The caller promises that the bytes
+                    // may be written.
                     unsafe {
                         asm!(
                             "mov {gone:w}, wzr",
@@ -210,7 +214,8 @@ macro_rules! word {
                 }
                 let gone: u32;
                 let seen: u64;
-                // SAFETY: as for `compare_exchange`.
+                // SAFETY: two instructions access memory, and both are guarded. The caller promises that the bytes may
+                // be written.
                 unsafe {
                     asm!(
                         "mov {gone:w}, wzr",
@@ -242,7 +247,8 @@ macro_rules! word {
                 }
                 let gone: u32;
                 let seen: u64;
-                // SAFETY: as for `compare_exchange`.
+                // SAFETY: two instructions access memory, and both are guarded. The caller promises that the bytes may
+                // be written.
                 unsafe {
                     asm!(
                         "mov {gone:w}, wzr",
@@ -318,7 +324,7 @@ impl Sealed for u128 {
     unsafe fn load(p: *const Self) -> Result<Self, Gone> {
         let gone: u32;
         let (lo, hi): (u64, u64);
-        // SAFETY: as for the narrower words.
+        // SAFETY: the instructions that access memory are guarded. The caller promises that the bytes may be read.
         unsafe {
             asm!(
                 "mov {gone:w}, wzr",
@@ -343,7 +349,7 @@ impl Sealed for u128 {
 
     #[inline(always)]
     unsafe fn store(p: *mut Self, v: Self) -> Result<(), Gone> {
-        // SAFETY: as for the narrower words.
+        // SAFETY: the instructions that access memory are guarded. The caller promises that the bytes may be written.
         unsafe {
             asm!(
                 "dmb ish",
@@ -360,8 +366,8 @@ impl Sealed for u128 {
     }
 
     /// Like `compare_exchange` of the narrower words, but `p` must be 16-byte aligned, as LDXP demands; otherwise the
-    /// access is [`Gone`]. Only a successful STLXP makes what LDXP has read one value, so the loop also ends with one
-    /// where the value is another.
+    /// access is [`Gone`]. The two halves that LDXP has read are one value only if an STLXP succeeds afterwards, so the
+    /// loop ends with an STLXP even if the value is not `old`.
     #[inline(always)]
     unsafe fn compare_exchange(
         p: *mut Self,
@@ -373,7 +379,7 @@ impl Sealed for u128 {
         }
         let gone: u32;
         let (lo, hi): (u64, u64);
-        // SAFETY: as for the narrower words.
+        // SAFETY: the instructions that access memory are guarded. The caller promises that the bytes may be written.
         unsafe {
             asm!(
                 "mov {gone:w}, wzr",

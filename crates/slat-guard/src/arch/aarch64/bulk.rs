@@ -14,21 +14,21 @@ pub const LINE: usize = 64;
 /// Bytes that a pair of registers holds.
 const PAIR: usize = 16;
 
-/// Copies `len` bytes one after the other, beginning with the first. Returns how many were not copied because memory of
-/// either side was gone.
+/// Copies `len` bytes one after the other, beginning with the first. Returns the number of bytes that were not copied
+/// because memory of either side was gone.
 ///
 /// Where the sides are at least 16 bytes apart, pairs of registers are copied, with the same result. If a pair fails,
-/// its bytes are copied one by one, so that each byte before the hole is copied. The pair may have written some of its
-/// bytes already (if it crosses pages); they are written again with the same values, because it cannot have changed the
-/// source.
+/// its bytes are copied one by one, so that each byte before the hole is copied. If the pair crosses into another page,
+/// some of its bytes may already be written. They are written again with the same values, because the pair cannot have
+/// changed the source.
 ///
 /// # Safety
 /// As for [`copy`](crate::copy).
 #[inline]
 pub unsafe fn copy(mut dst: *mut u8, mut src: *const u8, len: usize) -> usize {
     let mut left = len;
-    // SAFETY: the caller answers for both ranges. The exception table ends each loop at a failing instruction, with
-    // `left` and the addresses as they were before the pair or byte.
+    // SAFETY: the caller promises that both ranges may be accessed. The exception table ends each loop at a failing
+    // instruction, with `left` and the addresses as they were before the pair or byte.
     unsafe {
         asm!("dmb ish", options(nostack, preserves_flags));
         if dst.addr().abs_diff(src.addr()) >= PAIR {
@@ -75,8 +75,8 @@ pub unsafe fn copy(mut dst: *mut u8, mut src: *const u8, len: usize) -> usize {
     left
 }
 
-/// Writes the low `BYTES` (1, 2, 4 or 8) bytes of `value` `times` times. Returns how many times they were not written
-/// because the memory was gone.
+/// Writes the low `BYTES` (1, 2, 4 or 8) bytes of `value` `times` times. Returns the number of copies that were not
+/// written because the memory was gone.
 ///
 /// # Safety
 /// As for [`fill_elements`](crate::fill_elements).
@@ -91,8 +91,9 @@ pub unsafe fn fill_elements<const BYTES: u64>(mut dst: *mut u8, value: u64, time
     let mut left = times;
     macro_rules! fill {
         ($store:literal) => {
-            // SAFETY: the caller answers for the range. The exception table ends each loop at a failing instruction,
-            // with `left` and the address as they were before. Elements of a pair that failed are written one by one.
+            // SAFETY: the caller promises that the range may be written. The exception table ends each loop at a
+            // failing instruction, with `left` and the address as they were before. Elements of a pair that failed are
+            // written one by one.
             unsafe {
                 asm!(
                     "dmb ish",
@@ -147,8 +148,8 @@ pub unsafe fn matches_line(p: *const u8, line: &[u8; LINE]) -> Result<bool, Gone
     let gone: u32;
     let mut words = [0u64; LINE / 8];
     let [a, b, c, d, e, f, g, h] = &mut words;
-    // SAFETY: instructions that read memory; if one cannot, the exception table sends the thread to the fix-up. The
-    // caller answers for the bytes.
+    // SAFETY: the instructions read memory; if one cannot, the exception table makes the thread continue at the fix-up.
+    // The caller promises that the bytes may be read.
     unsafe {
         asm!(
             "mov {gone:w}, wzr",

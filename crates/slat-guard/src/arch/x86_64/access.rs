@@ -1,8 +1,8 @@
 //! Single accesses. Each is one instruction.
 //!
 //! # Order
-//! The processor's: a load is ordered before all later accesses, a store after all earlier ones, and a
-//! read-modify-write (LOCK) both ways.
+//! The order is the processor's: a load is ordered before all later accesses, a store after all earlier ones, and a
+//! read-modify-write (LOCK) before and after all others.
 
 use super::table::{guarded, report};
 use crate::Gone;
@@ -18,8 +18,8 @@ macro_rules! word {
             unsafe fn load(p: *const Self) -> Result<Self, Gone> {
                 let gone: u32;
                 let v: u64;
-                // SAFETY: one instruction that reads memory; if it cannot, the exception table sends the thread to the
-                // fix-up. The caller answers for the bytes.
+                // SAFETY: the instruction reads memory; if it cannot, the exception table makes the thread continue at
+                // the fix-up. The caller promises that the bytes may be read.
                 unsafe {
                     asm!(
                         "xor {gone:e}, {gone:e}",
@@ -38,8 +38,8 @@ macro_rules! word {
 
             #[inline(always)]
             unsafe fn store(p: *mut Self, v: Self) -> Result<(), Gone> {
-                // SAFETY: one instruction that writes memory; if it cannot, the exception table sends the thread to the
-                // label. The caller answers for the bytes.
+                // SAFETY: the instruction writes memory; if it cannot, the exception table makes the thread continue at
+                // the label. The caller promises that the bytes may be written.
                 unsafe {
                     asm!(
                         concat!("2: mov ", $ptr, " ptr [{p}], ", $v),
@@ -64,7 +64,7 @@ macro_rules! word {
             ) -> Result<Result<Self, Self>, Gone> {
                 let gone: u32;
                 let seen: $ty;
-                // SAFETY: as for a store.
+                // SAFETY: the instruction is guarded. The caller promises that the bytes may be written.
                 unsafe {
                     asm!(
                         "xor {gone:e}, {gone:e}",
@@ -90,7 +90,7 @@ macro_rules! word {
             unsafe fn swap(p: *mut Self, v: Self) -> Result<Self, Gone> {
                 let gone: u32;
                 let seen: $ty;
-                // SAFETY: as for a store.
+                // SAFETY: the instruction is guarded. The caller promises that the bytes may be written.
                 unsafe {
                     asm!(
                         "xor {gone:e}, {gone:e}",
@@ -111,7 +111,7 @@ macro_rules! word {
             unsafe fn fetch_add(p: *mut Self, v: Self) -> Result<Self, Gone> {
                 let gone: u32;
                 let seen: $ty;
-                // SAFETY: as for a store.
+                // SAFETY: the instruction is guarded. The caller promises that the bytes may be written.
                 unsafe {
                     asm!(
                         "xor {gone:e}, {gone:e}",
@@ -142,7 +142,7 @@ impl Sealed for u128 {
     unsafe fn load(p: *const Self) -> Result<Self, Gone> {
         let gone: u32;
         let v: __m128i;
-        // SAFETY: as for the narrower words.
+        // SAFETY: the instruction is guarded. The caller promises that the bytes may be read.
         unsafe {
             asm!(
                 "xor {gone:e}, {gone:e}",
@@ -159,15 +159,15 @@ impl Sealed for u128 {
         if gone != 0 {
             return Err(Gone);
         }
-        // SAFETY: both are 16 bytes without invalid values.
+        // SAFETY: both types consist of 16 bytes of which every value is valid.
         Ok(unsafe { std::mem::transmute::<__m128i, u128>(v) })
     }
 
     #[inline(always)]
     unsafe fn store(p: *mut Self, v: Self) -> Result<(), Gone> {
-        // SAFETY: both are 16 bytes without invalid values.
+        // SAFETY: both types consist of 16 bytes of which every value is valid.
         let v = unsafe { std::mem::transmute::<u128, __m128i>(v) };
-        // SAFETY: as for the narrower words.
+        // SAFETY: the instruction is guarded. The caller promises that the bytes may be written.
         unsafe {
             asm!(
                 "2: movups xmmword ptr [{p}], {v}",
@@ -194,8 +194,9 @@ impl Sealed for u128 {
     ) -> Result<Result<Self, Self>, Gone> {
         let gone: u32;
         let (lo, hi): (u64, u64);
-        // SAFETY: as for the narrower words. RBX cannot be named as an operand, so it is swapped in and out around the
-        // instruction; naming the registers of `p` and `gone` keeps them out of RBX.
+        // SAFETY: the instruction is guarded. The caller promises that the bytes may be written. RBX cannot be named as
+        // an operand, so it is swapped in and out around the instruction; naming the registers of `p` and `gone` keeps
+        // them out of RBX.
         unsafe {
             asm!(
                 "xchg rbx, rsi",

@@ -10,16 +10,16 @@ use std::arch::x86_64::{
 /// Bytes that [`matches_line`] compares.
 pub const LINE: usize = 64;
 
-/// Copies `len` bytes one after the other, beginning with the first. Returns how many were
-/// not copied because memory of either side was gone.
+/// Copies `len` bytes one after the other, beginning with the first. Returns the number of bytes that were not copied
+/// because memory of either side was gone.
 ///
 /// # Safety
 /// As for [`copy`](crate::copy).
 #[inline]
 pub unsafe fn copy(dst: *mut u8, src: *const u8, len: usize) -> usize {
     let left: usize;
-    // SAFETY: the caller answers for both ranges. `rep movsb` can be interrupted between bytes with
-    // RCX counting the rest; the exception table turns the interruption into the end of the copy.
+    // SAFETY: the caller promises that both ranges may be accessed. `rep movsb` can be interrupted between two bytes,
+    // and RCX then counts the remaining bytes; the exception table turns the interruption into the end of the copy.
     unsafe {
         asm!(
             "2: rep movsb",
@@ -34,8 +34,8 @@ pub unsafe fn copy(dst: *mut u8, src: *const u8, len: usize) -> usize {
     left
 }
 
-/// Writes the low `BYTES` (1, 2, 4 or 8) bytes of `value` `times` times. Returns how many times they
-/// were not written because the memory was gone.
+/// Writes the low `BYTES` (1, 2, 4 or 8) bytes of `value` `times` times. Returns the number of copies that were not
+/// written because the memory was gone.
 ///
 /// # Safety
 /// As for [`fill_elements`](crate::fill_elements).
@@ -44,7 +44,9 @@ pub unsafe fn fill_elements<const BYTES: u64>(dst: *mut u8, value: u64, times: u
     let left: usize;
     macro_rules! fill {
         ($store:literal) => {
-            // SAFETY: the caller answers for the range; interruption as in `copy`.
+            // SAFETY: the caller promises that the range may be written. The instruction can be interrupted between two
+            // elements, and RCX then counts the remaining ones; the exception table turns the interruption into the
+            // end.
             unsafe {
                 asm!(
                     concat!("2: rep ", $store),
@@ -75,8 +77,8 @@ pub unsafe fn fill_elements<const BYTES: u64>(dst: *mut u8, value: u64, times: u
 pub unsafe fn matches_line(p: *const u8, line: &[u8; LINE]) -> Result<bool, Gone> {
     let gone: u32;
     let (a, b, c, d): (__m128i, __m128i, __m128i, __m128i);
-    // SAFETY: instructions that read memory; if one cannot, the exception table sends the thread to the fix-up. The
-    // caller answers for the bytes.
+    // SAFETY: the instructions read memory; if one cannot, the exception table makes the thread continue at the fix-up.
+    // The caller promises that the bytes may be read.
     unsafe {
         asm!(
             "xor {gone:e}, {gone:e}",
@@ -103,12 +105,12 @@ pub unsafe fn matches_line(p: *const u8, line: &[u8; LINE]) -> Result<bool, Gone
         return Err(Gone);
     }
     let quarters = line.as_ptr().cast::<__m128i>();
-    // SAFETY: the quarters are within the line, at any alignment.
+    // SAFETY: each quarter is within the line; the load needs no alignment.
     let equal =
         |k: usize, quarter| unsafe { _mm_cmpeq_epi8(quarter, _mm_loadu_si128(quarters.add(k))) };
     let [a, b, c, d] = [equal(0, a), equal(1, b), equal(2, c), equal(3, d)];
     // SAFETY: each x86-64 processor has these instructions.
     let all = unsafe { _mm_and_si128(_mm_and_si128(a, b), _mm_and_si128(c, d)) };
-    // SAFETY: as above.
+    // SAFETY: each x86-64 processor has this instruction.
     Ok(unsafe { _mm_movemask_epi8(all) } == 0xffff)
 }
