@@ -16,7 +16,7 @@ use slat_process::calls::{self, Call};
 const CHUNK: usize = 2 << 20;
 const FRAME: usize = PAGE_SIZE as usize;
 const FRAMES: usize = CHUNK / FRAME;
-/// Frames at the start of a chunk that hold the metadata of the others.
+/// The frames at the start of a chunk that hold the metadata of the chunk's other frames.
 const RESERVED: usize = (FRAMES * size_of::<TableMeta>()).div_ceil(FRAME);
 
 /// An allocator of table frames.
@@ -31,7 +31,8 @@ struct Inner {
     free: Vec<Pfn>,
 }
 
-// SAFETY: the chunks belong to this allocator; they are only touched through frames it handed out.
+// SAFETY: the chunks belong to this allocator, and other code touches them only through frames that the allocator has
+// returned.
 unsafe impl Send for Inner {}
 
 impl Frames {
@@ -52,7 +53,7 @@ impl Frames {
             let Some(frame) = inner.free.pop() else {
                 return;
             };
-            // SAFETY: the frame was free, so its metadata, which is in its chunk, is not used.
+            // SAFETY: the frame was free, so no other code uses its metadata, which is in its chunk.
             unsafe { meta(frame).write(TableMeta::new()) };
             take(frame);
         }
@@ -71,7 +72,7 @@ impl Frames {
         let run = first..first + count as u64;
         inner.free.retain(|frame| !run.contains(&frame.0));
         for frame in run {
-            // SAFETY: as in `alloc_many`.
+            // SAFETY: the frame was free, so no other code uses its metadata, which is in its chunk.
             unsafe { meta(Pfn(frame)).write(TableMeta::new()) };
         }
         Some(Pfn(first))
@@ -110,8 +111,8 @@ impl Drop for Frames {
     fn drop(&mut self) {
         let inner = self.inner.get_mut().unwrap_or_else(|e| e.into_inner());
         for chunk in inner.chunks.drain(..) {
-            // SAFETY: mapped by `map_aligned` with this size; the engine has freed all frames or is dropped with its
-            // VM, so nothing refers to the chunk.
+            // SAFETY: `map_aligned` has mapped the chunk with this size; the engine has freed all frames or is dropped
+            // with its VM, so nothing refers to the chunk.
             unsafe { unmap(chunk.as_ptr() as usize, CHUNK) };
         }
     }
@@ -141,7 +142,8 @@ pub fn meta(frame: Pfn) -> NonNull<TableMeta> {
 /// # Safety
 /// - The bytes were mapped by [`map_aligned`], and are not used any more.
 unsafe fn unmap(start: usize, len: usize) {
-    // SAFETY: the caller's promise. The call cannot fail: the range is a part of one mapping, or all of it.
+    // SAFETY: by the caller's promise, no code uses the range any more. The call cannot fail: the range is a part of
+    // one mapping, or all of it.
     let _ = unsafe { calls::make(Call::Unmap, [start, len, 0, 0, 0, 0]) };
 }
 
@@ -188,7 +190,7 @@ mod tests {
         assert_eq!(all.len(), 2000);
         for frame in &all {
             assert_ne!(meta(*frame).as_ptr() as u64, frame.hpa().0);
-            // SAFETY: from `alloc`, freed once.
+            // SAFETY: the frame is from `alloc`, and is freed once.
             unsafe { frames.free(&[*frame]) };
         }
         let chunks = frames.inner.lock().unwrap().chunks.len();

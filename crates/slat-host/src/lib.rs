@@ -9,7 +9,7 @@ pub mod mappings;
 mod resident;
 mod trace;
 
-// Insides, public for slat's own crates: no promise.
+// Internal modules, which are public for slat's own crates: there is no promise about them.
 #[doc(hidden)]
 pub mod frames;
 #[doc(hidden)]
@@ -108,8 +108,8 @@ impl HostPlatform {
     }
 }
 
-/// Touches the page at `address` as the guest is about to. The kernel brings in a missing page,
-/// however long that takes.
+/// Touches the page at `address` as the guest is about to do. The kernel makes a missing page present, however long
+/// that takes.
 fn touch(address: usize, access: Access) -> Result<(), ResolveError> {
     let pointer = address as *mut u8;
     // SAFETY: a guarded access may be made at any address. The write changes no bit, and is one locked instruction, so
@@ -131,7 +131,7 @@ fn touch(address: usize, access: Access) -> Result<(), ResolveError> {
 // SAFETY:
 // - frames and their metadata: see `frames`; a chunk lives as long as the platform;
 // - `resolve` returns addresses of live mappings with the rights it found; a caller that ends a mapping announces it
-//   (the contract of `mappings`), and guest accesses are guarded besides;
+//   (the contract of `mappings`), and guest accesses are also guarded;
 // - no hardware walks these tables, so there is nothing to flush.
 unsafe impl Platform for HostPlatform {
     fn alloc_table(&self, _: VmId) -> Option<Pfn> {
@@ -185,7 +185,7 @@ unsafe impl Platform for HostPlatform {
         let (mut at, end) = (backing.start.0 as usize, backing.end.0 as usize);
         while at < end {
             let Some(mappings::Found { mapping, .. }) = mappings::find(at) else {
-                // A window rarely extends beyond one mapping; pages after a gap can wait.
+                // The range rarely extends beyond one mapping, and pages after a gap need not be found now.
                 return;
             };
             let stop = mapping.range.end.min(end);
@@ -220,7 +220,7 @@ unsafe impl Platform for HostPlatform {
     fn wait(&self, round: u32, what: WaitFor) {
         const SPINS: u32 = 128;
         const YIELDS: u32 = 1024;
-        /// Rounds of sleep between two kicks.
+        /// The number of rounds of sleep between two kicks.
         const PATIENCE: u32 = 20;
         if round < SPINS {
             std::hint::spin_loop();

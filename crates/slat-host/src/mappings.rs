@@ -18,8 +18,8 @@
 //! A look-up on the fault path takes no lock: each thread remembers the mappings that it used last, which are valid as
 //! long as the global epoch does not change. Every mapping that a thread remembers is in the process's `Table`.
 //! Removing a mapping from the table raises the epoch, under the table's lock. The kernel's result enters the table
-//! only if no change that could make it wrong was reported since the query. Otherwise it serves one fault, which is
-//! then stale and is retried.
+//! only if no change that could make it wrong was reported since the query. Otherwise only the fault that asked uses
+//! the result, and that fault is then stale and is retried.
 
 use slat_process::once::Computed;
 use std::cell::RefCell;
@@ -38,7 +38,8 @@ use crate::procfs;
 pub enum HugePages {
     /// MADV_HUGEPAGE.
     Wanted,
-    /// MADV_NOHUGEPAGE, or userfaultfd is registered for the range, so that pages arrive one by one.
+    /// The program has asked for no huge pages (MADV_NOHUGEPAGE), or userfaultfd is registered for the range, so that
+    /// pages arrive one by one.
     Unwanted,
 }
 
@@ -54,11 +55,11 @@ pub(crate) struct Mapping {
 
 /// Raised whenever a mapping is forgotten.
 static EPOCH: AtomicU64 = AtomicU64::new(0);
-/// The kernel may have advice that the table lacks, or the table may have advice that no longer holds. The
-/// kernel has to be asked.
+/// Whether the kernel may have advice that the table lacks, or the table may have advice that no longer holds. If so,
+/// the kernel has to be asked.
 static INCOMPLETE: AtomicBool = AtomicBool::new(false);
 
-/// Start to end and advice. Non-overlapping.
+/// The program's advice by start address: the end of the range, and the advice. The ranges do not overlap.
 type Advice = BTreeMap<usize, (usize, HugePages)>;
 
 /// The number of changes whose ranges are remembered: as many as may be reported during one query.
@@ -68,7 +69,8 @@ const CHANGES: usize = 16;
 #[derive(Debug, Default)]
 struct Table {
     advice: Advice,
-    /// Sorted by address, non-overlapping. Faults add to it, so allocating for it may fail.
+    /// The known mappings, sorted by address and not overlapping. Faults add mappings, so an allocation for this list
+    /// may fail.
     known: Vec<Mapping>,
     /// The number of changes reported, and the ranges of the last ones: change number `n` is at index `n % CHANGES`.
     changes: usize,
@@ -115,7 +117,7 @@ impl Table {
         {
             return false;
         }
-        // Parts of the mapping may be known already; they are equally right.
+        // Parts of the mapping may already be known. The known parts are as right as the new ones.
         let (start, end) = (mapping.range.start, mapping.range.end);
         let first = (self.known).partition_point(|other| other.range.end <= start);
         let parts = self.known[first..].partition_point(|other| other.range.start < end);
@@ -151,8 +153,8 @@ thread_local! {
     };
 }
 
-/// Call when the process gets its first VM, or its first one again, before the VM has memory. Changes were not reported
-/// while there was no VM.
+/// Call when the process creates a VM and has no other, before the VM has memory. Changes were not reported while there
+/// was no VM.
 pub fn begin() {
     let mut table = table();
     if !table.advice.is_empty() {
@@ -170,8 +172,8 @@ pub fn end() {
     procfs::close();
 }
 
-/// Call after the program has given advice about huge pages while the process had no VM. Makes one store, because the
-/// caller may be in the program's `malloc`, or in a signal handler.
+/// Call after the program has given advice about huge pages while the process had no VM. Only stores one value, because
+/// the caller may be in the program's `malloc`, or in a signal handler.
 pub fn advice_passed_by() {
     INCOMPLETE.store(true, Relaxed);
 }
@@ -206,7 +208,7 @@ pub(crate) fn forget(address: usize) {
 
 /// Call when `range` begins to back a memslot: asks the kernel for its mappings now, so that a vCPU need not.
 pub fn learn(range: Range<usize>) {
-    /// Further mappings are looked up when they are needed.
+    /// The most mappings to learn: further mappings are looked up when they are needed.
     const MOST: usize = 64;
     let mut at = range.start;
     for _ in 0..MOST {
@@ -221,7 +223,7 @@ pub fn learn(range: Range<usize>) {
     }
 }
 
-/// Removes from the map what lies in `range`. Entries that reach beyond `range` keep their parts outside `range`.
+/// Removes the advice for `range` from the map. Entries that reach beyond `range` keep their parts outside `range`.
 fn carve(advice: &mut Advice, range: &Range<usize>) {
     let touched: Vec<_> = advice
         .range(..range.end)
@@ -301,9 +303,9 @@ fn ask(address: usize) -> Option<(Mapping, bool)> {
 }
 
 /// Applies the system's mode for transparent huge pages, and the program's advice, to an anonymous mapping. Narrows the
-/// mapping to the part around `address` that has one result.
+/// mapping to the part around `address` to which the same mode and advice apply.
 fn transparent(table: &mut Table, mapping: &mut Mapping, address: usize) {
-    // This runs under the table's lock, so that other threads wait for the result.
+    // Ask under the table's lock, so that other threads wait for the result.
     if INCOMPLETE.swap(false, Relaxed) {
         table.advice = all_advice();
     }
@@ -333,11 +335,11 @@ fn transparent(table: &mut Table, mapping: &mut Mapping, address: usize) {
 /// The system's mode for transparent huge pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Thp {
-    /// Everywhere but where unwanted.
+    /// The kernel uses huge pages, except where the program has advised against them.
     Always,
-    /// Only where the program asks for huge pages.
+    /// The kernel uses huge pages only where the program has asked for them.
     Madvise,
-    /// Nowhere.
+    /// The kernel uses no huge pages.
     Never,
 }
 
@@ -374,8 +376,8 @@ fn all_advice() -> Advice {
 mod tests {
     use super::*;
 
-    /// Maps `len` bytes with MADV_HUGEPAGE for `part`. Returns the address. `None`, and says so, if the kernel has no
-    /// huge pages, or is an emulator that accepts any advice and ignores it.
+    /// Maps `len` bytes with MADV_HUGEPAGE for `part`. Returns the address. Returns `None` and prints a message if the
+    /// kernel has no huge pages, or is an emulator that accepts any advice and ignores it.
     fn advised(len: usize, part: Range<usize>) -> Option<usize> {
         // SAFETY: a new mapping, and advice for a part of it.
         unsafe {

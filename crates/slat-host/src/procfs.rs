@@ -1,9 +1,9 @@
 //! The kernel's view of this process's mappings: PROCMAP_QUERY on `/proc/self/maps` (since Linux 6.11,
 //! `include/uapi/linux/fs.h`), or the text of `/proc/self/smaps`.
 //!
-//! The files stay open while there are VMs: on a real KVM `KVM_RUN` needs no free descriptor, so here it must need
-//! none, either. Their numbers are high, above the program's own. If a program closes all its descriptors, these are
-//! closed, too ([`closed`]); slat opens the files again when it needs them.
+//! The files stay open while there are VMs: on a real KVM, `KVM_RUN` needs no free descriptor, so slat's `KVM_RUN` must
+//! not need one either. Their numbers are high, above the program's own. If a program closes all its descriptors, these
+//! are closed, too ([`closed`]); slat opens the files again when it needs them.
 
 use std::cell::Cell;
 use std::ffi::CStr;
@@ -17,7 +17,7 @@ use slat_process::page_size;
 
 use crate::process::{self, PerProcess};
 
-/// One mapping as the kernel describes it.
+/// One mapping, with the properties that the kernel reports.
 #[derive(Debug)]
 pub(crate) struct Raw {
     pub(crate) range: Range<usize>,
@@ -28,7 +28,7 @@ pub(crate) struct Raw {
     pub(crate) page_size: u64,
 }
 
-/// Returns the mapping around `address`; `None` if nothing is mapped there, or the kernel does not tell.
+/// Returns the mapping around `address`; `None` if nothing is mapped there, or the kernel does not report the mapping.
 pub(crate) fn mapping_at(address: usize) -> Option<Raw> {
     match query(address) {
         Ok(found) => found,
@@ -42,14 +42,14 @@ fn close_own(fd: i32) {
     let _ = unsafe { calls::make(Call::Close, [fd as usize, 0, 0, 0, 0, 0]) };
 }
 
-/// A descriptor of `/proc`, for a process whose root may have no `/proc`; -1 if there is none, and the
-/// path `/proc` is used.
+/// A descriptor of `/proc`, for a process whose root may have no `/proc`. If it is -1, there is no such descriptor, and
+/// the path `/proc` is used.
 static DIRECTORY: AtomicI32 = AtomicI32::new(-1);
 
 thread_local! {
-    // Without an initialiser or a destructor: handlers read it.
-    // The descriptor that a `vfork` child of this thread has opened, and the child's id. The child shares this memory,
-    // but its parent does not have the descriptor.
+    // The variable has neither an initialiser nor a destructor, because handlers read it. It has the descriptor that a
+    // `vfork` child of this thread has opened, and the child's id. The child shares this memory, but its parent does
+    // not have the descriptor.
     static CHILDS: Cell<(i32, i32)> = const { Cell::new((-1, 0)) };
 }
 
@@ -70,7 +70,7 @@ pub fn keep_directory() {
     let flags = libc::O_PATH | libc::O_DIRECTORY;
     let path = c"/proc".as_ptr() as usize;
     let arguments = [libc::AT_FDCWD as usize, path, flags as usize, 0, 0, 0];
-    // SAFETY: a path that ends with 0.
+    // SAFETY: the path ends with 0.
     let opened = unsafe { calls::raw(libc::SYS_openat, arguments) };
     if opened >= 0 {
         set_here(moved_up(opened as i32));
@@ -89,7 +89,7 @@ pub fn directory() -> Option<i32> {
         if slat_process::myself().0 == child {
             return Some(fd);
         }
-        // This thread runs again, so the child has ended, or has executed a program.
+        // This thread runs again, so its `vfork` child has ended, or has executed a program.
         CHILDS.set((-1, 0));
     }
     let fd = DIRECTORY.load(Relaxed);
@@ -155,7 +155,7 @@ fn open_file(path: &CStr) -> Result<i32, i32> {
     let (begin, path) = reached_by(path);
     let flags = (libc::O_RDONLY | libc::O_CLOEXEC) as usize;
     let arguments = [begin as usize, path.as_ptr() as usize, flags, 0, 0, 0];
-    // SAFETY: a path that ends with 0.
+    // SAFETY: the path ends with 0.
     unsafe { calls::make(Call::Open, arguments) }.map(|fd| fd as i32)
 }
 
@@ -163,7 +163,7 @@ fn open_file(path: &CStr) -> Result<i32, i32> {
 fn read_at(fd: i32, buffer: &mut [u8], offset: u64) -> Result<usize, i32> {
     let (start, len) = (buffer.as_mut_ptr() as usize, buffer.len());
     let arguments = [fd as usize, start, len, offset as usize, 0, 0];
-    // SAFETY: the buffer and its length.
+    // SAFETY: the buffer has this length.
     unsafe { calls::make(Call::Read, arguments) }.map(|read| read as usize)
 }
 
@@ -233,9 +233,9 @@ static FILES: PerProcess<Files> = PerProcess::new();
 struct Files {
     maps: ProcFile,
     smaps: ProcFile,
-    /// Held by the one thread that reads `smaps`. Between two reads at successive offsets, the kernel remembers the
-    /// address that it has come to. A read at any other offset makes it count bytes from the beginning of the text,
-    /// which may have changed meanwhile.
+    /// The lock of the one thread that reads `smaps`. Between two reads at successive offsets, the kernel remembers the
+    /// address that it has reached. A read at any other offset makes the kernel count bytes from the beginning of the
+    /// text, which may have changed meanwhile.
     reads_smaps: Mutex<()>,
 }
 
@@ -270,9 +270,9 @@ impl ProcFile {
     }
 
     /// Returns the file's descriptor, and opens the file if necessary. The descriptor is slat's as long as the program
-    /// does not close descriptors that it did not open. If the program closes it, at any time, a call on it fails or
-    /// reads another file. That does no harm: slat's calls on it (a query that no other file knows, and reading at an
-    /// offset) change nothing.
+    /// does not close descriptors that it did not open. If the program closes it, at any time, a call on this
+    /// descriptor fails or reads another file. That does no harm: slat's calls on it (a query that no other file knows,
+    /// and reading at an offset) change nothing.
     fn descriptor(&self) -> Result<i32, i32> {
         let known = self.fd.load(Acquire);
         if known != Self::NONE {
@@ -378,7 +378,7 @@ fn from_smaps(address: usize) -> Option<Raw> {
 }
 
 /// Calls `visit` for each mapping of this process in ascending order, with its `VmFlags` (two letters each, separated
-/// by spaces: `Documentation/filesystems/proc.rst`). Mappings that come and go meanwhile do not hide others.
+/// by spaces: `Documentation/filesystems/proc.rst`). Mappings that are made or removed meanwhile hide no other mapping.
 pub(crate) fn each_mapping(visit: &mut dyn FnMut(Raw, &str) -> ControlFlow<()>) {
     let mut mapping = None;
     let files = FILES.get();
@@ -419,7 +419,7 @@ fn each_line(
     reader: Option<&Mutex<()>>,
     visit: &mut dyn FnMut(&str) -> ControlFlow<()>,
 ) {
-    /// Longer than a line with a path of PATH_MAX bytes.
+    /// The size of the buffer: longer than a line with a path of PATH_MAX bytes.
     const LINE: usize = 4096 + 256;
     let mut line = String::with_capacity(LINE);
     let mut text = BufReader::new(Text { file, offset: 0 });
@@ -458,7 +458,7 @@ struct Header {
 }
 
 impl Header {
-    /// Whether the mapping is of a file. An inode of 0 does not rule this out: a System V segment has its id as its
+    /// Whether the mapping is of a file. A mapping of a file may have the inode 0: a System V segment has its id as its
     /// inode, and the first id is 0. But only anonymous memory has neither an inode nor a device.
     fn is_file(&self) -> bool {
         self.inode != 0 || self.device != (0, 0)
@@ -511,7 +511,7 @@ mod tests {
     #[test]
     fn a_mapping_is_found_while_others_come_and_go_and_are_asked_for() {
         const ROUNDS: usize = 300;
-        /// More than are described at once.
+        /// The number of other mappings: more than the kernel describes at once.
         const OTHERS: usize = 40;
         let rights = libc::PROT_READ | libc::PROT_WRITE;
         let map = |bytes, rights| {
@@ -524,7 +524,7 @@ mod tests {
         // The kernel places later mappings below earlier ones, with a gap that stays.
         let page = page_size();
         let asked = map(3 * page, libc::PROT_NONE) + page;
-        // SAFETY: a part of the mapping made above.
+        // SAFETY: the page is a part of the mapping made above.
         assert_eq!(unsafe { libc::mprotect(asked as *mut _, page, rights) }, 0);
         let is_done = AtomicBool::new(false);
         std::thread::scope(|scope| {
@@ -535,7 +535,7 @@ mod tests {
                         map(page, [libc::PROT_READ, rights][n % 2])
                     });
                     for other in others {
-                        // SAFETY: mapped above, and not used.
+                        // SAFETY: the page was mapped above, and is not used.
                         unsafe { libc::munmap(other as *mut _, page) };
                     }
                 }
@@ -570,7 +570,7 @@ mod tests {
         let address = &raw const FILES as usize;
         for file in [&FILES.get().maps, &FILES.get().smaps] {
             let fd = file.descriptor().unwrap();
-            // SAFETY: closes slat's descriptor, as a program does that closes all descriptors.
+            // SAFETY: the call closes slat's descriptor, like a program that closes all descriptors.
             assert_eq!(unsafe { libc::close(fd) }, 0);
             assert!(mapping_at(address).is_some() && from_smaps(address).is_some());
         }

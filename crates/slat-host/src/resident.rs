@@ -1,5 +1,5 @@
-//! Which pages are in memory now: mincore(2). If a seccomp filter forbids mincore, this is unknown: faults ask for it,
-//! and they are too many for the helper.
+//! Which pages are in memory now: mincore(2). If a seccomp filter forbids mincore, slat does not know this: many faults
+//! ask, too many for the helper thread to make the calls.
 
 use slat_process::calls::{self, Call};
 use slat_process::page_size;

@@ -1,9 +1,9 @@
-//! Pages of memslots that are not present yet, as a bitmap of the client tells: the posted series "KVM
+//! Pages of memslots that are not present yet, as a bitmap of the client says. This is the posted series "KVM
 //! Userfault" (version 3, June 2025: `KVM_MEM_USERFAULT`). It serves post-copy migration and lazy restore where
 //! userfaultfd is forbidden.
 //!
-//! A set bit means that the page is still to come: an access ends with [`ResolveError::Absent`]. The client stores the
-//! page, then clears the bit.
+//! A set bit means that the page is not present yet: an access ends with [`ResolveError::Absent`]. The client stores
+//! the page, then clears the bit.
 //!
 //! # Concurrency
 //! The bitmap is memory of the client, which may do anything with it. So its bits are read by guarded loads. On x86,
@@ -79,7 +79,8 @@ impl Userfaults {
     /// ([`slat::Vm::invalidate`]), or while there is no such slot.
     ///
     /// # Errors
-    /// [`OutOfMemory`]; nothing was changed. Never if the slot already has a bitmap, or is to have none.
+    /// [`OutOfMemory`]; nothing was changed. This error cannot occur if the slot already has a bitmap, or if the bitmap
+    /// is removed.
     pub fn set(
         &self,
         space: usize,
@@ -114,15 +115,15 @@ impl Userfaults {
         Ok(true)
     }
 
-    /// Calls `found` for the parts of `stretch` (whole pages) that are not absent, in ascending order. Its
-    /// flag says whether a bitmap has bits for `stretch`. If several memslots use a page, it is absent if one
+    /// Calls `found` for the parts of `stretch` (whole pages) that are not absent, in ascending order. The flag that
+    /// `found` gets says whether a bitmap has bits for `stretch`. If several memslots use a page, it is absent if one
     /// of them waits for it.
     pub(crate) fn present(&self, stretch: Range<usize>, found: &mut dyn FnMut(Range<usize>, bool)) {
         if !self.any.load(Acquire) {
             return found(stretch, false);
         }
         let range = Hva(stretch.start as u64)..Hva(stretch.end as u64);
-        // The slots are copied, so that no lock is held while a bitmap is read: the client may make that read wait.
+        // Copy the slots, so that no lock is held while a bitmap is read: the client may make that read wait.
         let mut slots = Vec::new();
         {
             let all = self.slots.read().unwrap_or_else(PoisonError::into_inner);
