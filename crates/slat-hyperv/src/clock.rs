@@ -14,7 +14,7 @@ const OLD_INVALID: u32 = u32::MAX;
 /// The contents of the page.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TscPage {
-    /// Changes with the contents; 0 while the page is invalid.
+    /// The sequence changes with the contents; it is 0 while the page is invalid.
     pub sequence: u32,
     /// Units per cycle of the TSC, times 2^64.
     pub scale: u64,

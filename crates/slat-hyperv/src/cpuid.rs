@@ -73,9 +73,10 @@ pub mod recommended {
     pub const NO_NONARCH_CORESHARING: u32 = 1 << 18;
 }
 
-/// Bit of EAX of [`DEBUGGER`]: a kernel debugger may be used.
+/// A bit in EAX of the leaf [`DEBUGGER`]: a kernel debugger may be used.
 const ALLOW_KERNEL_DEBUGGING: u32 = 1 << 1;
-/// How often a guest should try to get a spinlock before it notifies the host. The value is Hyper-V 2016's.
+/// The number of times that a guest should try to get a spinlock before it notifies the host. The value is that of
+/// Hyper-V 2016.
 const SPINLOCK_RETRIES: u32 = 0xfff;
 /// The number of logical processors of a machine. The value is Hyper-V 2016's.
 const LOGICAL_PROCESSORS: u32 = 64;
@@ -158,13 +159,13 @@ pub fn supported(machine: Machine) -> [Leaf; 10] {
                 NO_NONARCH_CORESHARING
             }
     };
-    // Direct flushes and the MSR bitmap of nested guests. Only hypervisors in the guest use this leaf, and they need
-    // VMX or SVM.
+    // The leaf has direct flushes and the MSR bitmap of nested guests. Only hypervisors in the guest use this leaf, and
+    // they need VMX or SVM.
     let nested = [1 << 17 | 1 << 19, 1, 0, 0];
     [
         leaf(VENDOR, [DEBUGGER, vendor[0], vendor[1], vendor[2]]),
         leaf(INTERFACE, [SIGNATURE, 0, 0, 0]),
-        // Build and version of Windows Server 2016.
+        // The build and version are those of Windows Server 2016.
         leaf(VERSION, [0x3839, 10 << 16, 0, 0]),
         leaf(FEATURES, features),
         leaf(RECOMMENDATIONS, [recommendations, SPINLOCK_RETRIES, 0, 0]),

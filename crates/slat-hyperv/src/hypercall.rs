@@ -125,7 +125,8 @@ pub struct Caller {
 pub enum Request {
     /// The caller waits for a lock that another virtual processor holds.
     SpinWait,
-    /// Signals an event. If the host has no connection for it, the client carries it out, as [`client_event`] decides.
+    /// Signal an event. If the host has no connection for the event, the client carries it out, as [`client_event`]
+    /// decides.
     SignalEvent,
     /// Flush translations: see [`Flush::read`].
     Flush,
@@ -250,7 +251,7 @@ fn read_set<E: From<Status>>(
         return Ok((None, after));
     }
     if input.is_fast() {
-        // In registers all banks must be present, even those that are ignored.
+        // In registers, all banks must be present, even banks that are ignored.
         word(after - 1)?;
     }
     let mut banks = [0; BANKS];

@@ -18,7 +18,7 @@ const DEBUG_BY_HYPERCALLS: u64 = 1 << 2;
 /// The work that a write leaves to the caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effect {
-    /// The caller has nothing to do.
+    /// The caller need not do anything.
     None,
     /// The reference page has to be written before the guest continues: see [`Partition::begin_page`].
     TscPage,
@@ -47,7 +47,7 @@ enum PageState {
     },
     /// The page shows the reference clock.
     Valid,
-    /// The page cannot be written, or the TSC is unsuitable for it.
+    /// The page cannot be written, or cannot describe the TSC.
     Broken,
 }
 

@@ -53,7 +53,7 @@ pub enum Notice {
     },
 }
 
-/// The outcome of a [`Notice`].
+/// Whether a notice was delivered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Delivery {
     /// The guest has got the notice.
@@ -189,8 +189,8 @@ impl Timers {
         } else {
             timer.stop();
             timer.count = value;
-            // When the host restores a timer, it writes configuration and count one after the other. So neither of
-            // these writes changes the other register.
+            // When the host restores a timer, it writes the two registers one after the other. So neither of these
+            // writes changes the other register.
             if by_guest && value == 0 {
                 timer.config &= !ENABLED;
             } else if by_guest && timer.has(AUTO_ENABLE) {

@@ -23,7 +23,7 @@ const FIRST_VECTOR: u64 = 16;
 /// The work that a write leaves to the caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effect {
-    /// The caller has nothing to do.
+    /// The caller need not do anything.
     None,
     /// The vectors of sources have changed.
     Vectors,
