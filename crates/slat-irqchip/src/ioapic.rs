@@ -6,12 +6,12 @@
 //! guest run for a while first.
 //!
 //! Messages go to a closure `deliver`, which returns how many local APICs have accepted the message. An entry with
-//! delivery mode ExtINT sends a message like any other, and the local APICs decide about it (KVM's drop it, because the
-//! 8259 pair is wired to LINT0).
+//! delivery mode ExtINT sends a message like any other entry, and the local APICs decide about the message (KVM's APICs
+//! drop it, because the 8259 pair is wired to LINT0).
 //!
-//! Not implemented: an EOI register, which version 0x20 introduced; and KVM's record of the CPUs that have not yet
-//! ended the interrupt of pin 8 (the RTC). While this record is not empty, KVM reports a further edge at that pin as
-//! coalesced.
+//! These parts are not implemented: an EOI register, which version 0x20 introduced; and KVM's record of the CPUs that
+//! have not yet ended the interrupt of pin 8 (the RTC). While this record is not empty, KVM reports a further edge at
+//! that pin as coalesced.
 
 #[cfg(test)]
 mod tests;
@@ -232,7 +232,7 @@ impl IoApic {
             (REGISTER_VERSION, _) => VERSION,
             (_, Some(pin)) if self.selects_high_half() => (self.state.redirtbl[pin] >> 32) as u32,
             (_, Some(pin)) => self.state.redirtbl[pin] as u32,
-            // KVM returns the same.
+            // KVM returns this value, too.
             (_, None) => u32::MAX,
         }
     }
@@ -254,9 +254,9 @@ impl IoApic {
     /// Writes to `offset` in the registers' address range. Returns the redirection entry that was written, if any;
     /// local APICs then have to look at [`vectors`](Self::vectors).
     ///
-    /// If the device was served while the pin of this entry was masked, a level that waits at the pin is out of date.
-    /// So `acknowledged` is called for the pin, as by [`end_of_interrupt`](Self::end_of_interrupt). If the line is
-    /// still high afterwards, the level is delivered.
+    /// If the guest served the device while the pin of this entry was masked, the level that waits at the pin is out of
+    /// date. So this calls `acknowledged` for the pin, as by [`end_of_interrupt`](Self::end_of_interrupt). If the line
+    /// is still high afterwards, the level is delivered.
     pub fn write(
         &mut self,
         offset: u64,

@@ -1,16 +1,16 @@
 //! The local APIC of one vCPU: registers, priorities, timer. The local APIC knows nothing of other vCPUs. Work outside
 //! the APIC is returned as an [`Effect`], which the VM carries out.
 //!
-//! Implemented: xAPIC (memory) and x2APIC (MSR) modes, interrupts of every delivery mode, the LVT timer in all three
-//! modes, and an 8259 or an NMI through LINT0. Not implemented: the error bits of the error status register; the
-//! thermal and performance LVTs, which are only stored.
+//! These parts are implemented: xAPIC (memory) and x2APIC (MSR) modes, interrupts of every delivery mode, the LVT timer
+//! in all three modes, and an 8259 or an NMI through LINT0. These are not implemented: the error bits of the error
+//! status register; the thermal and performance LVTs, which are only stored.
 
 use crate::apic_map::{Address, Logical};
 use crate::message::{DeliveryMode, Message};
 
-/// APIC_BASE: this is the bootstrap processor.
+/// A bit of APIC_BASE: this is the bootstrap processor.
 pub const BASE_BSP: u64 = 1 << 8;
-/// APIC_BASE: x2APIC mode.
+/// A bit of APIC_BASE: the APIC is in x2APIC mode.
 pub const BASE_X2APIC: u64 = 1 << 10;
 /// APIC_BASE: enabled.
 pub const BASE_ENABLE: u64 = 1 << 11;
@@ -63,7 +63,7 @@ const VERSION: u32 = 0x14 | 5 << 16;
 /// The work that a register write leaves to the caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effect {
-    /// The caller has nothing to do.
+    /// The caller need not do anything.
     None,
     /// Send an interrupt to other vCPUs.
     Send(Message),
@@ -105,7 +105,7 @@ fn mode(base: u64) -> u64 {
 /// Reserved bits are set, a disabled APIC is in x2APIC mode, or hardware refuses the change of mode.
 pub fn check_base(old: u64, new: u64, from_guest: bool) -> Result<(), Refused> {
     let reserved = new & !(0x000f_ffff_ffff_f000 | BASE_BSP | BASE_ENABLE | BASE_X2APIC) != 0;
-    // x2APIC mode can only change to the disabled state, and can only follow the enabled xAPIC mode.
+    // x2APIC mode can only be left for the disabled state, and can only be entered from enabled xAPIC mode.
     let refused = match (mode(old), mode(new)) {
         (_, BASE_X2APIC) => true,
         (X2APIC_MODE, BASE_ENABLE) | (0, X2APIC_MODE) => from_guest,
@@ -128,7 +128,7 @@ pub struct Lapic {
     deadline: Option<u64>,
     tsc_deadline: u64,
     tsc_khz: u64,
-    /// Nanoseconds of a bus cycle, which is the timer's unit.
+    /// The length of a bus cycle, the timer's unit, in nanoseconds.
     bus_cycle_ns: u64,
 }
 
@@ -252,7 +252,7 @@ impl Lapic {
         self.base & BASE_ENABLE != 0 && self.get(reg::SVR) & SVR_ENABLED != 0
     }
 
-    /// The task priority as CR8 shows it.
+    /// Returns the task priority in the form of CR8.
     pub fn cr8(&self) -> u64 {
         u64::from(self.get(reg::TPR) >> 4 & 15)
     }
@@ -405,7 +405,7 @@ impl Lapic {
         match offset {
             reg::ICR => self.write_icr(value, now),
             reg::EOI | reg::ESR if value != 0 => Err(Refused),
-            // Only the vector may be set (SDM volume 3, 12.12.11).
+            // Only the vector of the self-IPI register may be set (SDM volume 3, 12.12.11).
             reg::SELF_IPI if value & !0xff != 0 => Err(Refused),
             reg::TPR
             | reg::EOI
@@ -650,7 +650,7 @@ impl Lapic {
         let period = self.period();
         let periodic = self.is_periodic() && period != 0;
         self.tsc_deadline = 0;
-        // Missed ticks are dropped.
+        // Drop missed ticks.
         self.deadline = periodic.then(|| {
             let missed = (now - deadline) / period;
             deadline.saturating_add(period.saturating_mul(missed + 1))

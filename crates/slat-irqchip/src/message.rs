@@ -84,9 +84,9 @@ pub struct Message {
     pub vector: u8,
     /// How the message is delivered.
     pub mode: DeliveryMode,
-    /// Level-triggered: the APIC reports its end of interrupt to I/O APICs.
+    /// The message is level-triggered: the APIC reports its end of interrupt to I/O APICs.
     pub level: bool,
-    /// False: the message ends a level, and is no interrupt.
+    /// If false, the message ends a level, and is no interrupt.
     pub assert: bool,
     /// The local APICs to which the message goes.
     pub destination: Destination,

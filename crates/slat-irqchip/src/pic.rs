@@ -7,7 +7,8 @@
 //! interrupts return the lines of these interrupts, because other parts wait for their end: the resamplefds of
 //! `KVM_IRQFD`, and the next tick of the 8254.
 //!
-//! Not implemented, as in KVM: a single 8259A, and level-triggered mode for all inputs at once (ICW1's SNGL and LTIM).
+//! As in KVM, these are not implemented: a single 8259A, and level-triggered mode for all inputs at once (ICW1's SNGL
+//! and LTIM).
 
 mod i8259;
 #[cfg(test)]

@@ -29,7 +29,7 @@ pub struct PicState {
     pub init_state: u8,
     /// Automatic end of interrupt (ICW4).
     pub auto_eoi: u8,
-    /// Rotate priorities at an automatic end of interrupt (OCW2).
+    /// Whether priorities rotate at an automatic end of interrupt (OCW2).
     pub rotate_on_auto_eoi: u8,
     /// Special fully nested mode (ICW4).
     pub special_fully_nested_mode: u8,
@@ -258,7 +258,7 @@ impl PicState {
                 self.irq_base = value & 0xf8;
                 self.init_state = 2;
             }
-            // ICW3 describes the wiring of the pair, which is fixed.
+            // The guest cannot change the wiring of the pair, so the ICW3 that describes it has no effect.
             2 if self.init4 != 0 => self.init_state = 3,
             2 => self.init_state = 0,
             3 => {

@@ -318,7 +318,7 @@ impl Channel {
                 let gone_of_half = if gone < half { gone } else { gone - half };
                 (count & !1) - 2 * gone_of_half
             }
-            // Below zero the count continues from the greatest count.
+            // Below zero the count continues from the largest count.
             _ => (count % modulus + modulus - gone % modulus) % modulus,
         };
         self.digits((left % modulus) as u16)
