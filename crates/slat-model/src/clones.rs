@@ -1,7 +1,7 @@
 //! The simulated machine as each of several VMs sees it: clones share memory frames until one of them writes.
 //!
 //! As on Linux, each mapping of a shared page has a mark. A write to a marked page gives the VM a frame of its own,
-//! which is a new *version* of the page. If no other VM has the frame any more, the write only removes the mark.
+//! which is a new *version* of the page. If no other VM still has the frame, the write only removes the mark.
 
 use std::marker::PhantomData;
 use std::ops::Range;

@@ -11,7 +11,7 @@ use slat::{Entries, Granule, Hpa, Pfn, TableMeta};
 use crate::violations::Violations;
 
 /// The content of a frame that is not in use. For EPT it decodes to a leaf of any level that maps a frame that no host
-/// page has. So a walker that still reads it returns a recognizable translation.
+/// page has. So a walker that still reads the frame returns a recognizable translation.
 pub const POISON: u64 = 0x000d_eadd_eadd_e0b7;
 
 const LIVE: u64 = 0x11fe_11fe;
@@ -186,7 +186,7 @@ impl Drop for Frames {
         let granule = self.granule;
         let inner = self.inner.get_mut().unwrap_or_else(|e| e.into_inner());
         for frame in inner.blocks.drain(..) {
-            // SAFETY: allocated in `new_block` with this layout; the engine is dropped.
+            // SAFETY: `new_block` allocated the memory with this layout, and the engine was dropped.
             unsafe { dealloc(granule.hpa(Pfn(frame)).0 as *mut u8, layout(granule)) };
         }
     }
@@ -209,12 +209,12 @@ impl Frames {
     #[inline]
     fn state(&self, frame: Pfn) -> &AtomicU64 {
         // SAFETY: the engine only passes frames that `alloc` returned to it, now or earlier; their memory stays until
-        // the platform is dropped. `state` itself is only accessed through references.
+        // the platform is dropped. The field `state` is accessed only through shared references.
         unsafe { &(*self.beside(frame).as_ptr()).state }
     }
 
     fn poison(&self, frame: Pfn) {
-        // SAFETY: as in `check_poison`.
+        // SAFETY: frames stay allocated until the platform is dropped; entries are only accessed atomically.
         for word in unsafe { self.words(frame).as_ref() } {
             word.store(POISON, Relaxed);
         }

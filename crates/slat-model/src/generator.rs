@@ -11,7 +11,7 @@ use crate::setup::{MOST_VMS, SPACES, Setup, VCPUS, first_space_of};
 
 /// Writes are more frequent, because most of the engine's records are about them.
 const ACCESSES: [Access; 4] = [Access::Read, Access::Write, Access::Write, Access::Execute];
-/// Rights of slots that KVM's memslots cannot have.
+/// Rights of slots. KVM's memslots cannot have these rights.
 const RIGHTS: [Rights; 4] = [
     Rights::ALL,
     Rights::ALL.with_execute(false),
@@ -37,7 +37,8 @@ pub struct Generator {
     /// Entries of a table.
     entries: u64,
     capacity: u64,
-    /// The address space that each vCPU uses; or has used in the VM for which the last operations were.
+    /// The address space that each vCPU uses. After a switch of VMs, this is the address space that it used in the VM
+    /// before.
     spaces: [usize; VCPUS],
     /// Slot ids are below this number.
     ids: u64,
@@ -395,7 +396,7 @@ impl Generator {
         let pages = if giant {
             n * n + self.rng.pick(&[0, 0, n, 3])
         } else if self.setup.many_slots {
-            // Many slots of this size fit in memory.
+            // Choose a size of which many slots fit in memory.
             self.rng.pick(&sizes[..4])
         } else {
             self.rng.pick(&sizes)
@@ -407,8 +408,8 @@ impl Generator {
         } else {
             self.rng.pick(&self.places) + self.rng.pick(&[0, 0, 1, 63, n, n + 1, 2 * n])
         };
-        // Most backings are congruent to the guest frame, so that huge leaves are possible. Other backings are off by a
-        // page, or by the pages of a huge leaf in tables of 4 KiB.
+        // Most backings are congruent to the guest frame, so that huge leaves are possible. Other backings are shifted
+        // by a page, or by the pages of a huge leaf in tables of 4 KiB.
         let room = self.setup.host_pages - pages;
         let skew = self.rng.pick(&[1, Level::MEGA.pages() % n, 0, 0, 0]);
         let unit = if giant { n * n } else { n };

@@ -1,6 +1,6 @@
 //! A heap whose allocations fail when a test asks for it.
 //!
-//! All state is per thread: allocations of a test program's other threads succeed.
+//! Each thread has its own state, so allocations of a test program's other threads succeed.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -26,8 +26,8 @@ thread_local! {
 pub struct FailingHeap;
 
 impl FailingHeap {
-    /// Runs `what`; meanwhile the allocation after `n` others of this thread fails, and if `stay` also all later ones.
-    /// Also returns whether one has failed.
+    /// Runs `what`. Meanwhile, the allocation of this thread that follows `n` others fails, and if `stay`, all later
+    /// ones fail, too. Also returns whether an allocation has failed.
     pub fn failing<R>(n: u32, stay: bool, what: impl FnOnce() -> R) -> (R, bool) {
         PLAN.set(Some(Plan {
             left: n,

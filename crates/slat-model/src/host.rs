@@ -61,7 +61,7 @@ impl PageKind {
 pub enum HostChange {
     /// No change.
     Nothing,
-    /// New memory, mapped at this level, as far as the range is aligned to that level.
+    /// Map new memory at this level, as far as the range is aligned to the level.
     Remap {
         /// The level of the new mapping.
         level: Level,
@@ -70,7 +70,7 @@ pub enum HostChange {
         /// The kind of the new memory.
         kind: PageKind,
     },
-    /// Nothing is mapped.
+    /// Map nothing.
     Punch,
     /// The pages are not present yet ([`slat::ResolveError::Absent`]).
     Await,

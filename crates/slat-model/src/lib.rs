@@ -64,8 +64,8 @@
 //!   results;
 //! * [`Witness`]: the translations that several threads may still use, checked at each use.
 //!
-//! Without the feature `std` there are only [`Tlb`], by which the monitors in `metal` check their page walkers, and
-//! [`Lock`].
+//! Without the feature `std`, the crate has only [`Tlb`], by which the monitors in `metal` check their page walkers,
+//! and [`Lock`].
 #![cfg_attr(not(feature = "std"), no_std)]
 
 extern crate alloc;

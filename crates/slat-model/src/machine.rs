@@ -8,8 +8,8 @@ use slat::{HostPage, Hva, Pfn, Platform, VmId};
 use crate::host::HostChange;
 use crate::tlb::Tlb;
 
-/// Runs a function in an invalidation of one page in one VM. The page is given by its backing address, which is the
-/// platform's, and by the frame that backs it. The function changes the backing of the page.
+/// Runs a function in an invalidation of one page in one VM. The page is given by its backing address, in the numbering
+/// of the platform, and by the frame that backs it. The function changes the backing of the page.
 pub type Invalidate = Arc<dyn Fn(Hva, Pfn, &mut dyn FnMut()) + Send + Sync>;
 
 /// A machine with a platform to be tested, and with memory that may back memslots.

@@ -125,8 +125,8 @@ impl ModelSlot {
         self.bounded_level(gfn, host)
     }
 
-    /// Like [`Self::fitting_level`], but as if the slot did not log: the level that a write-protected leaf from before
-    /// the log may have.
+    /// Like [`Self::fitting_level`], but as if the slot did not log. A write-protected leaf that was installed before
+    /// the log began may have this level.
     pub fn bounded_level(&self, gfn: u64, host: &HostPage) -> Level {
         let mut fits = Level::PAGE;
         for level in [Level::MEGA, Level::GIGA] {
@@ -164,7 +164,7 @@ pub enum Method {
     /// Write protection detects the written pages.
     #[default]
     Protection,
-    /// The dirty bits of leaves are the log. The log may also contain neighbours of a written page.
+    /// The dirty bits of leaves detect the written pages. The log may also contain neighbours of a written page.
     DirtyBits,
     /// The buffers of walkers contain the written pages.
     Buffers,
@@ -175,7 +175,7 @@ pub enum Method {
 pub struct LogMode {
     /// Logs write to rings, and have no bitmap.
     pub rings: bool,
-    /// Getting a log changes nothing; clearing it does.
+    /// Getting a log changes nothing; only clearing the log clears and protects its pages.
     pub manual: bool,
     /// A new log begins with every page marked.
     pub initially_set: bool,
@@ -400,7 +400,7 @@ impl GuestModel {
             {
                 let marked = known.holds(gfn - slot.base) && !self.mode.rings;
                 let (word, bit) = (page as usize / 64, 1 << (page % 64));
-                // A log that the slot keeps has marks of its own. If two slots exchange their memory, a log may get
+                // A log that the slot keeps already contains marks. If two slots exchange their memory, a log may get
                 // some of its own marks back.
                 let before = if is_own {
                     log.noted[word]

@@ -63,7 +63,7 @@ pub enum Op {
         gfn: u64,
         /// The number of frames.
         pages: u64,
-        /// Whether they become private; otherwise shared.
+        /// Whether the frames become private; otherwise they become shared.
         private: bool,
     },
     /// The host mapping of some pages changes, in an invalidation.
@@ -97,9 +97,9 @@ pub enum Op {
     },
     /// KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2.
     ManualLog {
-        /// Getting a log changes nothing.
+        /// Whether getting a log leaves the log and its pages unchanged.
         manual: bool,
-        /// New logs begin with every page marked.
+        /// Whether new logs begin with every page marked.
         initially_set: bool,
     },
     /// The client collects entries of a vCPU's dirty ring.
@@ -128,7 +128,7 @@ pub enum Op {
     Cold,
     /// Replaces small leaves by huge leaves. Asks the platform about at most this many tables.
     Promote(usize),
-    /// A vCPU drops its translations and reports that.
+    /// A vCPU drops its translations, and reports this to the engine.
     Quiesce(usize),
     /// Deletes a vCPU and creates a new one.
     Replace(usize),

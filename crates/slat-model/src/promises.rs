@@ -1,4 +1,4 @@
-//! Checks the promises of a page-table format ([`slat::Format`], "Safety") as far as functions can show them.
+//! Checks those promises of a page-table format ([`slat::Format`], "Safety") that concern its functions.
 
 use slat::format::{Entry, Leaf, Privilege};
 use slat::{Access, Format, Level, MemoryType, Pfn};

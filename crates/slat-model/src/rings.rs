@@ -29,7 +29,7 @@ impl DirtyPage {
 /// A share of the memory of one ring, and the client's position in the ring.
 pub struct RingClient {
     entries: Arc<[DirtyGfn]>,
-    /// Pages that were seen and not reset, oldest first.
+    /// The pages that the client has seen and that were not reset, oldest first.
     in_use: VecDeque<DirtyPage>,
     /// Index after the last ring entry that was seen.
     seen: u32,

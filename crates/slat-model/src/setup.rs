@@ -32,7 +32,7 @@ pub struct Setup {
 }
 
 impl Setup {
-    /// 64 MiB of host memory: all slots share memory with others.
+    /// 64 MiB of host memory: each slot shares memory with other slots.
     pub const SMALL: Setup = Setup {
         host_pages: 1 << 14,
         rings: false,
@@ -40,7 +40,7 @@ impl Setup {
         many_slots: false,
         mix: Mix::ALL,
     };
-    /// Enough host memory for slots of 1 GiB and more.
+    /// A setup with enough host memory for slots of 1 GiB and more.
     pub const LARGE: Setup = Setup {
         host_pages: 1 << 20,
         ..Setup::SMALL

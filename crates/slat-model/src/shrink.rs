@@ -14,7 +14,8 @@ use crate::ops::Op;
 pub struct Failure<O = Op> {
     /// The message of the check that failed, with the expected and the actual result.
     pub why: String,
-    /// Operations that fail, too, perhaps in another way. Without any one of them, the run does not fail.
+    /// A sequence of operations that also fails, perhaps in another way. If any one of them is left out, the run does
+    /// not fail.
     pub ops: Vec<O>,
     /// The run: subject, seed, setup, steps.
     pub(crate) run: String,

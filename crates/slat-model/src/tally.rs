@@ -1,4 +1,4 @@
-//! What happened in a run.
+//! Counts the events of a run.
 
 use std::collections::BTreeMap;
 

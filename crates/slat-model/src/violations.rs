@@ -3,7 +3,7 @@
 
 use std::sync::Mutex;
 
-/// The number of violations that are kept: each later access may cause another one.
+/// The number of violations that are kept. After one violation, each later access may cause another one.
 const MOST: usize = 20;
 
 /// A list of violations.

@@ -18,8 +18,8 @@ use crate::violations::Violations;
 use crate::walker_buffers::WalkerBuffers;
 
 /// A platform between the engine and another platform, `P`, to which it passes every call. It reports the engine's
-/// actions to the [`Tlb`], makes allocations fail on request, and checks the frames that `P` returns. Here, the memory
-/// of all machines has the same backing addresses, from [`HostMemory::BASE`] on.
+/// actions to the [`Tlb`], makes allocations fail on request, and checks the frames that `P` returns. Through this
+/// platform, the memory of all machines has the same backing addresses, from [`HostMemory::BASE`] on.
 pub struct Watched<P> {
     platform: Arc<P>,
     /// The model of the first VM's entries that hardware walkers may have cached.
@@ -241,7 +241,7 @@ impl<P> Deref for Watched<P> {
     }
 }
 
-// SAFETY: `P` keeps the contract; what it returns is passed on, or refused.
+// SAFETY: `P` keeps the contract, and its results are passed on or refused.
 unsafe impl<P: Platform> Platform for Watched<P> {
     fn granule(&self) -> Granule {
         self.platform.granule()

@@ -61,7 +61,7 @@ impl Witness {
     ) -> Result<(), String> {
         let Hpa(address) = translation.host;
         let (page, _) = HostMemory::identify(host.granule().pfn(Hpa(address)));
-        // In this order: a page is stored in `now` before it is removed from `soon`.
+        // Read in this order: a page is stored in `now` before it is removed from `soon`.
         let soon = self.soon[gfn as usize].load(SeqCst);
         let now = self.now[gfn as usize].load(SeqCst);
         if page != soon && page != now {
@@ -109,7 +109,7 @@ impl Harvests {
         self.written[page as usize].fetch_max(next, SeqCst);
     }
 
-    /// Gets a log with `take`, one thread at a time.
+    /// Gets a log by calling `take`. Only one thread at a time does this.
     pub fn harvest(&self, bitmap: &mut [u64], take: impl FnOnce(&mut [u64])) {
         take(bitmap);
         let number = self.taken.load(SeqCst) + 1;

@@ -33,7 +33,7 @@ pub(super) struct Translation {
     pub page: GuestPage,
     /// The R/W flag of the leaf.
     pub writable: bool,
-    /// The host page of its first use.
+    /// The host page of the translation when it was first used.
     pub host: Option<Hpa>,
 }
 
@@ -60,8 +60,7 @@ type Owner = Option<u16>;
 pub(super) struct Caches {
     /// The translations, by owner, page number and context.
     translations: HashMap<(Owner, u64, Context), Translation>,
-    /// The entries that reference tables, by PCID, level, and the address without the bits that the entry does not
-    /// depend on.
+    /// The entries that reference tables, by PCID, by level, and by those address bits on which the entry depends.
     structures: HashMap<(u16, u32, u64), Values>,
 }
 
@@ -113,7 +112,8 @@ impl Caches {
         self.flush_structures(pcid);
     }
 
-    /// Drops the translations of a PCID for the page of `gva`; with `globals` also global translations of that page.
+    /// Drops the translations of a PCID for the page of `gva`. If `globals`, also drops global translations of that
+    /// page.
     pub fn flush_page(&mut self, pcid: u16, gva: u64, globals: bool) {
         self.translations.retain(|(owner, page, _), translation| {
             let meant = match owner {
@@ -129,7 +129,7 @@ impl Caches {
         self.structures.retain(|(owner, _, _), _| *owner != pcid);
     }
 
-    /// Drops the entries that reference tables and that a walk for `gva` would use. `shifts` is as for
+    /// Drops the entries that reference tables and that a walk for `gva` would use. `shifts` has the same meaning as in
     /// [`Self::structures`].
     pub fn flush_structures_of(&mut self, pcid: u16, gva: u64, shifts: &[u32]) {
         self.structures.retain(|(owner, level, prefix), _| {

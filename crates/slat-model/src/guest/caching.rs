@@ -22,7 +22,7 @@ use super::registers::{CR0_PG, CR4_PAE, CR4_PCIDE, CR4_PGE, CR4_SMEP, Privilege,
 pub struct CachingMmu {
     engine: EngineMmu,
     cpus: [Cpu; CPUS],
-    /// Words of tables by frame and address. The frames are tracked.
+    /// The words of tables, by frame and by address. The frames are tracked.
     tables: HashMap<u64, HashMap<u64, u64>>,
     flaw: Flaw,
 }
@@ -125,8 +125,8 @@ impl CachingMmu {
         };
         let found = walk(&mut tables, paging, gva, access);
         let read = std::mem::take(&mut tables.read);
-        // All entries except the last one reference tables. Those whose accessed flag was already set are cached,
-        // unless they already were.
+        // All entries except the last one reference tables. An entry whose accessed flag was already set is cached,
+        // unless it is already in the cache.
         let mut values = Values::default();
         let mut may_cache = true;
         for (i, (_, value)) in read.iter().enumerate() {
@@ -159,7 +159,7 @@ impl CachingMmu {
         Ok((translation, at))
     }
 
-    /// Sets flags that must not be set, if the MMU's defect does so. `leaf`: the address of the leaf.
+    /// Sets flags that no MMU may set, if the MMU's defect does that. `leaf`: the address of the leaf.
     fn mark_wrongly(
         &mut self,
         cpu: usize,
@@ -195,8 +195,8 @@ impl CachingMmu {
         if found.allows(access) || to_clean && self.flaw.is(Defect::WritesToClean) {
             return Some(self.reach(cpu, gva, access, paging, found));
         }
-        // The page may have been made executable meanwhile. The fault is then spurious, and software must expect it. If
-        // a page allows some access and forbids a fetch, then XD or SMEP forbids the fetch.
+        // The page may have become executable meanwhile. The fault is then spurious, and software must expect such
+        // faults. If a page allows some access and forbids a fetch, then XD or SMEP forbids the fetch.
         let user = if paging.user { error_code::USER } else { 0 };
         let code = error_code::PRESENT | error_code::FETCH | user;
         (access == Access::Execute).then_some(Outcome::PageFault { code })

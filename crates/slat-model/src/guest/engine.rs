@@ -17,7 +17,7 @@ use super::registers::Registers;
 use crate::platform::SimPlatform;
 use crate::region::set_region;
 
-/// Number of its own flushes that an access may need: one for each table on the path, and one for the page.
+/// The number of its own flushes that an access may need: one for each table on the path, and one for the page.
 const MOST_RETRIES: usize = 16;
 
 /// Runs [`slat::guest_walk::walk`] over a [`Vm`] with second-level tables, by default those of AMD's nested
@@ -73,7 +73,7 @@ impl<F: Format> EngineMmu<F> {
     /// Makes a VM without memslots on `machine`.
     pub(super) fn with_config(machine: &GuestMachine, config: Config) -> Self {
         let vm = Vm::new(machine.platform.clone(), config).expect("there is memory");
-        // This makes logs exact.
+        // Log writes only, so that the logs contain exactly the written pages.
         vm.set_policy(Setting::DirtyLogReads(DirtyLogReads::Off));
         let vcpus = (0..CPUS).map(|_| vm.create_vcpu().expect("there is memory"));
         EngineMmu {
@@ -101,7 +101,7 @@ impl<F: Format> EngineMmu<F> {
     pub(super) fn read_entry(&mut self, cpu: usize, gpa: Gpa, size: usize) -> Result<u64, Outcome> {
         match self.reach(cpu, gpa, Access::Read) {
             Ok(host) => Ok(self.ram.read(Hpa(host.0 + gpa.offset()), size)),
-            // A table that is not in memory maps nothing.
+            // The table is in no memslot, so it maps nothing.
             Err(Outcome::Mmio { .. }) => Ok(0),
             Err(outcome) => Err(outcome),
         }

@@ -20,7 +20,7 @@ pub(super) struct Flush {
 }
 
 impl Flush {
-    /// Everything of a PCID except its global translations.
+    /// Flushes everything of a PCID except its global translations.
     pub fn context(pcid: impl Into<Option<u16>>) -> Flush {
         Flush {
             pcid: pcid.into(),

@@ -49,7 +49,8 @@ pub(super) struct Search<'a> {
 pub(super) enum Found {
     /// The current tables lead to the goal.
     Fresh,
-    /// A cached entry that references a table leads to the goal, with the current contents of that table.
+    /// A path through a cached entry that references a table leads to the goal, with the current contents of that
+    /// table.
     StaleTable,
     /// A cached translation leads to the goal.
     StaleTranslation,
@@ -236,7 +237,7 @@ impl Walk<'_> {
             }
             (Goal::Outcome(goal), Some(code)) => *goal == Outcome::PageFault { code },
             (Goal::Outcome(goal), None) => match path.unmarked.or(clean.then_some(gpa)) {
-                // The walk ends if it cannot set a flag. A cached leaf that is clean is not used for a write.
+                // The walk ends if it cannot set a flag. A write does not use a cached leaf that is clean.
                 Some(unmarked) => {
                     let stopped = memory.access(unmarked, Access::Write);
                     let stops = matches!(stopped, Outcome::BadAddress { .. });

@@ -196,7 +196,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
                 assert!(access == Access::Write && expected != Expected::Mmio);
                 self.tally.count("ring full");
             }
-            // `Retry`: nothing conflicts. Other `MemoryFault`s: no slot has private backing.
+            // `Retry` cannot happen, because no other operation conflicts. Other `MemoryFault`s cannot happen, because
+            // no slot has private backing.
             Err(stop) => panic!("{access:?} at {gpa:#x}: {stop:?}"),
         }
         // The invalidation in which a page is copied for this write interrupts the fault.
@@ -412,7 +413,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
             }
             Err(Stop::Retry) => {
                 self.tally.count("retried meanwhile");
-                // If only the vCPU's own flush interrupted the write, the write was completed before.
+                // If only the vCPU's own flush interrupted the write, the write had already been completed.
                 let noted = access == Access::Write || self.logs_reads();
                 if page.is_some_and(|page| !pages.contains(&page)) && noted {
                     self.uncertain_writes(self.cpus[i].space, gfn..gfn + 1);
@@ -460,7 +461,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
             true => 0..0,
             false => gpa >> F::GRANULE.shift()..at.div_ceil(F::GRANULE.bytes()),
         };
-        // The page that it could not map may have been recorded before it was interrupted.
+        // The page that the vCPU could not map may have been recorded before the call was interrupted.
         let noted = gpa >> F::GRANULE.shift()..at.div_ceil(F::GRANULE.bytes()) + 1;
         self.note_pushes(i, noted.clone(), Access::Read, was_full);
         if self.logs_reads() {
@@ -502,7 +503,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
             if self.cpus[i].space != space {
                 continue;
             }
-            // Entering drops the translations that were flushed.
+            // Enter the vCPU: this drops the translations that were flushed.
             self.enter(i);
             self.cpus[i].vcpu.leave();
             let known = self.cpus[i].tlb.range(gfns.clone());
@@ -583,7 +584,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
             assert!(when == KEPT && block.clone().all(same), "{}", at());
         }
         if translation.write {
-            // Check all the leaf's pages: the vCPU needs no other translation for them.
+            // Check all pages of the leaf: the vCPU can use the translation for all of them.
             let mut gfns = match !fits || slot.logs() && !model.is_loose(id) {
                 true => block,
                 false => gfn..gfn + 1,

@@ -17,8 +17,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
         }
     }
 
-    /// Call when the guest has made an access, or may make it now. If the access was a write, or a read that is
-    /// logged, a bitmap must contain its page. `did`: the engine's counts during the access.
+    /// Call when the guest has made an access, or may make it now. If the access was a write, or a read that is logged,
+    /// a bitmap must contain its page. `did`: the numbers of events that the engine has counted during the access.
     pub(super) fn note_access(
         &mut self,
         i: usize,

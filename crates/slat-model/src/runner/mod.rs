@@ -46,7 +46,7 @@ impl<P: Platform, F: Format> Cpu<P, F> {
     fn remember(&mut self, gfn: u64, translation: Translation) {
         const MOST: usize = 64;
         if self.tlb.len() == MOST {
-            // Any entry may be the victim, as long as each can be chosen.
+            // Any entry may be the victim, as long as each entry can become the victim.
             let victim = self.tlb.range(gfn..).next().or(self.tlb.first_key_value());
             let victim = *victim.expect("it is full").0;
             self.tlb.remove(&victim);
@@ -126,8 +126,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
     ) -> Self {
         let roots: Vec<_> = (0..SPACES).filter_map(|space| vm.root(space)).collect();
         let tables = machine.platform().clone();
-        // SAFETY: the platform's promise; the platform tells the model when frames are freed, and the runner forgets
-        // the tables when it is dropped.
+        // SAFETY: the platform keeps the promise of `Platform`. It tells the model when frames are freed, and the
+        // runner makes the model forget the tables when the runner is dropped.
         unsafe {
             let entries = move |frame| tables.entries(frame);
             walkers.watch_at::<F>(vm.id(), &roots, entries);
@@ -532,7 +532,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
             (true, 0) => 0,
             (true, ratio) => before.div_ceil(ratio),
         };
-        // Tables of slots that log stay.
+        // Tables of slots that log are not zapped.
         let mut slots = self.models.iter().flat_map(|m| m.slots.values());
         let logs = slots.any(|slot| slot.logs());
         assert!(

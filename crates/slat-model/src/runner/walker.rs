@@ -56,8 +56,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
         let (mut frame, mut level): (Pfn, Level) = (root.add(gfn / top_pages), F::TOP);
         loop {
             let index = F::GRANULE.index(Gfn(gfn), level);
-            // SAFETY: frames of tables that a walk reaches are memory, and accessed atomically; nothing frees one
-            // meanwhile: the runner is the only thread. A table has so many entries.
+            // SAFETY: frames of tables that a walk reaches are memory, and are accessed atomically. The runner is the
+            // only thread, so no table is freed meanwhile. The index is less than the number of entries in a table.
             let entry = unsafe {
                 let entries = self.platform.entries(frame);
                 entries.cast::<AtomicU64>().add(index).as_ref()

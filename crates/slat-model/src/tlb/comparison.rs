@@ -82,7 +82,7 @@ impl Inner {
                     frame: lower,
                     write,
                 }) if lower == frame => protected |= !write,
-                // The entry was removed: a copy of it must have been cached before that.
+                // The entry was removed, so a walker must have cached a copy of it before that.
                 _ => return false,
             }
             frame = above;

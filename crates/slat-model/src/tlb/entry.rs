@@ -39,7 +39,7 @@ pub(super) enum Value {
         memory: MemoryType,
         write: bool,
         execute: bool,
-        /// A walker that has cached a dirty leaf does not set the bit again.
+        /// Whether the dirty bit was set. A walker that has cached a dirty leaf does not set the bit again.
         dirty: bool,
     },
 }

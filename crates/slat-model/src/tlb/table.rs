@@ -71,7 +71,8 @@ unsafe impl Send for Table {}
 impl Table {
     fn live(&self) -> &[AtomicU64] {
         let entries = NonNull::slice_from_raw_parts(self.entries.cast(), self.seen.len());
-        // SAFETY: the promise of `Tlb::watch_at`. The model drops tables that were freed or forgotten.
+        // SAFETY: the caller of `Tlb::watch_at` promises that the entries are memory. The model drops tables that were
+        // freed or forgotten.
         unsafe { entries.as_ref() }
     }
 

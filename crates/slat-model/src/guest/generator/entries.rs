@@ -30,7 +30,7 @@ impl Generator {
         let is_directory = tables.directories.contains(&frame);
         let large = rng.one_in(if is_root { 50 } else { 4 });
         let mut entry = match rng.below(16) {
-            // Bit 32 of the address (PSE-36).
+            // This bit of the entry is bit 32 of the address (PSE-36).
             _ if large && size == 4 && rng.one_in(3) => 1 << 13,
             _ if large => rng.pick(&LARGE),
             0..6 if is_root => in_range(rng, &tables.roots) << 12,

@@ -25,7 +25,8 @@ const ACCESSES: [Access; 5] = [
     Access::Execute,
 ];
 
-/// Values of PKRU. They forbid: nothing; all accesses for odd keys; writes for all keys except the first.
+/// The values of PKRU. The first two forbid nothing, the third forbids all accesses for odd keys, and the fourth
+/// forbids writes for all keys except key 0.
 const KEYS: [u32; 4] = [0, 0, 0x4444_4444, 0xaaaa_aaa8];
 
 /// Chooses operations for the state that a run is in.
@@ -162,7 +163,7 @@ impl Generator {
             }
         };
         let index = self.rng.pick(indices_in(frame));
-        // Mostly store whole entries; otherwise a part of one entry, or parts of two.
+        // Mostly store whole entries. Otherwise store a part of one entry, or parts of two entries.
         let (offset, bytes) = match self.rng.below(8) {
             0..4 => (0, 8),
             4 => (0, 4),
@@ -425,7 +426,7 @@ impl Generator {
             },
         };
         if !writable {
-            // The memory becomes writable again soon, because most accesses write a flag.
+            // Make the memory writable again soon, because most accesses write a flag.
             let writable = true;
             self.planned.push(GuestOp::Invalidate {
                 pages: pages.clone(),

@@ -115,7 +115,8 @@ impl Runner {
             for _ in 0..2 {
                 new = *self.registers(cpu);
                 new.cr4 ^= CR4_PGE;
-                // With PAE, PDPTEs may be invalid by now. Then MOV to CR0 turns paging off.
+                // With PAE paging, the PDPTEs may have become invalid. If MOV to CR4 then fails, MOV to CR0 turns
+                // paging off.
                 if !self.write(cpu, RegisterWrite::Cr4, new) {
                     self.paging_off(cpu);
                     return;

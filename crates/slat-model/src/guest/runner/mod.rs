@@ -36,7 +36,7 @@ pub(super) struct Runner {
 impl Runner {
     pub fn new(machine: GuestMachine, mmu: Box<dyn GuestMmu>, nested_tables: bool) -> Self {
         let mut oracle = Oracle::new(machine);
-        // The first vCPU's tables are those of the hypervisor itself.
+        // The tables of the first vCPU are the hypervisor's own tables.
         oracle.cpus[1].registers.reserves_table_global = nested_tables;
         Runner {
             mmu,
