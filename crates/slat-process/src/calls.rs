@@ -1,9 +1,10 @@
 //! The system calls that slat makes on the program's threads while it serves the KVM API, `KVM_RUN` above all.
 //!
 //! With a real KVM these threads need `ioctl` alone, and VMMs install seccomp filters accordingly. So a list names each
-//! call that slat makes, and who makes it if a filter forbids it. It is the helper thread, which shares memory and
-//! descriptors with all threads; or no thread, and then the list says what is lost; or the thread itself, because no
-//! other thread can. The last kind are the calls that a filter has to allow. `docs/seccomp.md` has the list for people.
+//! call that slat makes, and the thread that makes the call if a filter forbids it. That is the helper thread, which
+//! shares memory and descriptors with all threads; or no thread, and then the list says what is lost; or the calling
+//! thread itself, because no other thread can make the call. A filter has to allow the calls of the last kind.
+//! `docs/seccomp.md` has the list for users.
 //!
 //! Whether a call is allowed is one bit for the whole process. If the filter of any thread forbids a call, the helper
 //! makes it for all threads except slat's own, which no filter binds ([`mark_own_thread`]).
@@ -21,7 +22,7 @@ use std::ffi::CStr;
 /// errno. The call must not block, and must not concern the calling thread alone. Async-signal-safe.
 ///
 /// # Safety
-/// As for the call itself, on any thread of the process.
+/// The promises of the call itself are kept, on any thread of the process.
 #[inline]
 pub unsafe fn make(call: Call, arguments: [usize; 6]) -> Result<isize, i32> {
     let entry = call.entry();
@@ -32,14 +33,14 @@ pub unsafe fn make(call: Call, arguments: [usize; 6]) -> Result<isize, i32> {
     {
         return result(answer);
     }
-    // SAFETY: the caller's.
+    // SAFETY: the caller promises what the call requires.
     result(unsafe { raw(entry.number, arguments) })
 }
 
-/// Whether `descriptor` is ready: whether any of its events has occurred. `None`: the kernel does not tell. Does not
+/// Whether `descriptor` is ready: whether any of its events has occurred. `None`: the kernel does not say. Does not
 /// wait. Async-signal-safe.
 pub fn is_ready(descriptor: &mut libc::pollfd) -> Option<bool> {
-    // SAFETY: one live structure; the call does not wait.
+    // SAFETY: the kernel accesses one live structure; the call does not wait.
     let ready = unsafe { make(Call::Poll, arch::poll_now(descriptor)) };
     ready.map(|count| count != 0).ok()
 }
@@ -49,7 +50,7 @@ pub fn is_ready(descriptor: &mut libc::pollfd) -> Option<bool> {
 /// # Errors
 /// An errno.
 pub fn remove(path: &CStr) -> Result<(), i32> {
-    // SAFETY: a path that ends with 0.
+    // SAFETY: the path ends with 0.
     unsafe { make(Call::Remove, arch::remove(path)) }.map(drop)
 }
 
@@ -62,7 +63,7 @@ mod tests {
     #[test]
     fn a_pipe_is_ready_when_it_holds_something() {
         let mut ends = [0; 2];
-        // SAFETY: a pipe of this test's own.
+        // SAFETY: the call makes a pipe, which only this test uses.
         assert_eq!(unsafe { libc::pipe(ends.as_mut_ptr()) }, 0);
         let mut read = libc::pollfd {
             fd: ends[0],
@@ -70,12 +71,12 @@ mod tests {
             revents: 0,
         };
         assert_eq!(is_ready(&mut read), Some(false));
-        // SAFETY: as above.
+        // SAFETY: only this test uses the pipe.
         assert_eq!(unsafe { libc::write(ends[1], c"!".as_ptr().cast(), 1) }, 1);
         assert_eq!(is_ready(&mut read), Some(true));
         assert_eq!(read.revents, libc::POLLIN);
         for end in ends {
-            // SAFETY: as above.
+            // SAFETY: only this test uses the pipe.
             unsafe { libc::close(end) };
         }
     }
@@ -92,7 +93,7 @@ mod tests {
 
     #[test]
     fn errors_and_values_are_told_apart() {
-        // SAFETY: a plain call, and one on no descriptor.
+        // SAFETY: one call has no arguments, and the other names no descriptor.
         unsafe {
             let here = make(Call::ProcessId, [0; 6]);
             assert_eq!(here, Ok(std::process::id() as isize));

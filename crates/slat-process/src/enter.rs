@@ -1,4 +1,4 @@
-//! Entering the kernel, without asking whether a filter allows the call.
+//! Enters the kernel, without checking whether a filter allows the call.
 
 use crate::gate;
 use std::cell::Cell;
@@ -9,8 +9,8 @@ thread_local! {
     static IS_OWN: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Marks this thread as slat's own, so that it makes all calls itself. Call once, at the start of a thread that was
-/// started before the program's first filter, or together with the helper.
+/// Marks this thread as slat's own, so that the thread makes all its calls itself. Call once, at the start of a thread
+/// that was started before the program's first filter, or together with the helper.
 pub fn mark_own_thread() {
     IS_OWN.set(true);
 }
@@ -20,14 +20,14 @@ pub(crate) fn is_own_thread() -> bool {
     IS_OWN.get()
 }
 
-/// Makes a system call with up to six arguments, through the [`gate`]. Returns what the kernel returns, errors as
+/// Makes a system call with up to six arguments, through the [`gate`]. Returns the result of the kernel: an error is a
 /// negative errno. Async-signal-safe.
 ///
 /// # Safety
-/// As for the call itself.
+/// The promises of the call itself are kept.
 #[inline]
 pub unsafe fn raw(number: i64, arguments: [usize; 6]) -> isize {
-    // SAFETY: the caller's.
+    // SAFETY: the caller promises what the call requires.
     unsafe {
         match gate::is_exempted_used() {
             true => raw_by_thread(number, arguments),
@@ -41,11 +41,11 @@ pub unsafe fn raw(number: i64, arguments: [usize; 6]) -> isize {
 /// sanitizer's runtime is not ready.
 ///
 /// # Safety
-/// As for the call itself.
+/// The promises of the call itself are kept.
 #[cold]
 #[inline(never)]
 unsafe fn raw_by_thread(number: i64, arguments: [usize; 6]) -> isize {
-    // SAFETY: the caller's.
+    // SAFETY: the caller promises what the call requires.
     unsafe {
         match IS_OWN.get() {
             true => gate::call_exempted(number, arguments),
@@ -54,7 +54,7 @@ unsafe fn raw_by_thread(number: i64, arguments: [usize; 6]) -> isize {
     }
 }
 
-/// Turns what [`raw`] returns into a value or an errno.
+/// Converts the result of [`raw`] to a value or an errno.
 pub fn result(answer: isize) -> Result<isize, i32> {
     const LOWEST: isize = -4095;
     match answer {

@@ -1,15 +1,15 @@
 //! Files under RLIMIT_FSIZE. The kernel refuses to make a file longer than the limit, and sends SIGXFSZ, which ends a
 //! program that does not expect it.
 //!
-//! A program that uses the kernel's KVM needs no files for it. So the files that slat extends or writes must
-//! not end the program.
+//! A program that uses the kernel's KVM needs no files for that. So the files that slat extends or writes must not end
+//! the program.
 
 use crate::calls::raw;
 use std::io;
 
 /// The bytes of the kernel's signal set.
 const SET_BYTES: usize = 8;
-/// SIGXFSZ as a set.
+/// The set of signals that contains SIGXFSZ.
 const EXCEEDED: u64 = 1 << (libc::SIGXFSZ - 1);
 
 /// Runs `work`, which makes a file longer. If that exceeds the limit, `work` gets `EFBIG`, and no signal arrives.
@@ -20,7 +20,7 @@ const EXCEEDED: u64 = 1 << (libc::SIGXFSZ - 1);
 pub fn limited<R>(work: impl FnOnce() -> io::Result<R>) -> io::Result<R> {
     let (set, mut before) = (EXCEEDED, 0u64);
     let mask = |how: i32, set: *const u64, before: *mut u64| {
-        // SAFETY: live sets of that size, or null.
+        // SAFETY: each pointer is null, or points to a live set of that size.
         unsafe {
             raw(
                 libc::SYS_rt_sigprocmask,
@@ -38,15 +38,15 @@ pub fn limited<R>(work: impl FnOnce() -> io::Result<R>) -> io::Result<R> {
             tv_nsec: 0,
         };
         let (set, now) = (&raw const set as usize, &raw const now as usize);
-        // SAFETY: a live set, no place for the information, and a time. Takes the signal that the kernel has
-        // sent to this thread.
+        // SAFETY: the arguments are a live set, no place for the information, and a time. The call takes the signal
+        // that the kernel has sent to this thread.
         unsafe { raw(libc::SYS_rt_sigtimedwait, [set, 0, now, SET_BYTES, 0, 0]) };
     }
     mask(libc::SIG_SETMASK, &before, std::ptr::null_mut());
     result
 }
 
-/// Returns the error of writing a file as a message, which names the limit if that is exceeded.
+/// Returns the error of writing a file as a message. The message names the limit if the limit was exceeded.
 pub fn explained(error: &io::Error) -> String {
     match error.raw_os_error() {
         Some(libc::EFBIG) => "RLIMIT_FSIZE (ulimit -f) forbids a file of this size".to_owned(),
@@ -62,7 +62,7 @@ mod tests {
 
     #[test]
     fn a_file_beyond_the_limit_is_an_error_and_no_signal() {
-        // SAFETY: in the child, which has one thread, plain calls on a descriptor of its own; it ends by `_exit`.
+        // SAFETY: the child, which has one thread, makes plain calls on a descriptor of its own, and ends by `_exit`.
         let status = unsafe {
             let child = libc::fork();
             if child == 0 {

@@ -65,7 +65,7 @@ pub fn lets_pass(program: &[sock_filter], made: &Made) -> bool {
         data[2 + 2 * index] = value as u32;
         data[3 + 2 * index] = (value >> 32) as u32;
     }
-    // A program that the kernel refuses forbids nothing.
+    // If the kernel would refuse the program, it is not installed, so it forbids nothing.
     run(program, &data).is_none_or(|decision| {
         let action = decision & libc::SECCOMP_RET_ACTION_FULL;
         [libc::SECCOMP_RET_ALLOW, libc::SECCOMP_RET_LOG].contains(&action)
@@ -134,7 +134,8 @@ fn arithmetic(operation: u32, a: u32, b: u32) -> Option<u32> {
         libc::BPF_ADD => a.wrapping_add(b),
         libc::BPF_SUB => a.wrapping_sub(b),
         libc::BPF_MUL => a.wrapping_mul(b),
-        // For a division by 0 the kernel ends the filter with result 0, which kills.
+        // For a division by 0 the kernel ends the filter with result 0, which kills the process. That result is also
+        // the quotient here.
         libc::BPF_DIV => a.checked_div(b).unwrap_or(0),
         libc::BPF_AND => a & b,
         libc::BPF_OR => a | b,

@@ -22,7 +22,7 @@ struct Wiped {
     traced: AtomicU64,
 }
 
-/// In pages of anonymous memory of their own, as `MADV_WIPEONFORK` requires.
+/// The words are in their own pages of anonymous memory, as `MADV_WIPEONFORK` requires.
 static WIPED: OwnPages<Wiped> = OwnPages(Wiped {
     generation: AtomicU64::new(0),
     pid: AtomicI32::new(0),
@@ -36,7 +36,7 @@ static GENERATION: AtomicU64 = AtomicU64::new(0);
 /// Gives the kernel advice about [`WIPED`]. Returns whether the kernel accepts it.
 fn advise(advice: i32) -> bool {
     let start = (&raw const WIPED).cast_mut().cast();
-    // SAFETY: pages of our own, which hold nothing but `WIPED`; their contents stay.
+    // SAFETY: the pages are our own, and contain only `WIPED`; their contents stay.
     unsafe { libc::madvise(start, size_of::<OwnPages<Wiped>>(), advice) == 0 }
 }
 
@@ -47,7 +47,8 @@ pub(crate) fn ignores_advice() -> bool {
 
 /// Begins to watch for forks. Earlier forks are not noticed.
 fn watch() {
-    // Not a `Once`: a child that was forked during the work would wait for it for ever. The work may be done twice.
+    // This is not a `Once`, because a child that was forked during the work would wait for the `Once` for ever. The
+    // work may be done twice.
     static WATCHING: AtomicBool = AtomicBool::new(false);
     extern "C" fn in_child() {
         WIPED.0.generation.store(0, Ordering::Relaxed);
@@ -58,8 +59,8 @@ fn watch() {
     if !WATCHING.load(Ordering::Acquire) {
         let is_wiped = !ignores_advice() && advise(libc::MADV_WIPEONFORK);
         if !is_wiped {
-            // Without MADV_WIPEONFORK, at least forks by the C library are noticed.
-            // SAFETY: the handler is async-signal-safe: it stores to atomics.
+            // Without MADV_WIPEONFORK, at least forks by the C library are noticed. SAFETY: the handler is
+            // async-signal-safe, because it only stores to atomics.
             unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
         }
         WATCHING.store(true, Ordering::Release);
@@ -77,7 +78,7 @@ pub fn traced() -> &'static AtomicU64 {
     &WIPED.0.traced
 }
 
-/// Returns the id of the process that owns this memory: a child of `vfork` gets its parent's.
+/// Returns the id of the process that owns this memory. A child of `vfork` gets its parent's id.
 pub fn owner() -> i32 {
     watch();
     match WIPED.0.pid.load(Ordering::Relaxed) {
@@ -90,8 +91,9 @@ pub fn owner() -> i32 {
     }
 }
 
-/// Stores the id of this process. Call in a child that the C library has just forked. If the C library's own note of
-/// the child's number is known, this makes no system call. A `vfork` child of this child could not use that note later.
+/// Stores the id of this process. Call in a child that the C library has just forked. If the place of the C library's
+/// note of the id is known, this makes no system call. The id is stored now because a `vfork` child of this child could
+/// not use that note later.
 pub fn note_owner() {
     match noted_thread_id() {
         Some(id) => {
@@ -179,7 +181,7 @@ impl<T: Default + Sync + 'static> PerProcess<T> {
             .compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire)
         {
             Ok(_) => {
-                // SAFETY: published above and never freed.
+                // SAFETY: the value was published above, and is never freed.
                 let value = unsafe { &(*new).value };
                 start(value);
                 value
@@ -207,7 +209,7 @@ mod tests {
     fn a_forked_child_is_another_process() {
         let birth = Birth::here();
         assert!(birth.is_here());
-        // SAFETY: the child only reads an atomic and exits.
+        // SAFETY: the child only reads an atomic, and exits.
         let status = unsafe {
             let child = libc::fork();
             if child == 0 {
@@ -227,7 +229,7 @@ mod tests {
             return eprintln!("skipped: this kernel does not wipe pages of forked children");
         }
         let (birth, parent) = (Birth::here(), owner());
-        // SAFETY: as above; the child does not use the C library's state.
+        // SAFETY: the child only reads atomics, and exits; it does not use the C library's state.
         let status = unsafe {
             let child = crate::arch::calls::fork();
             if child == 0 {

@@ -1,8 +1,8 @@
 //! The instruction at which slat enters the kernel.
 //!
-//! At first it is an instruction of slat's own. Once the system calls of this process are dispatched to slat
+//! At first the gate is an instruction of slat's own. Once the system calls of this process are dispatched to slat
 //! (`docs/dispatch.md`), the kernel lets only those calls pass that come from the C library's text. From then on slat
-//! uses an instruction there.
+//! uses an instruction in the C library's text.
 
 use crate::arch::gate::{BYTES, call_at, exempted, own};
 use std::ops::Range;
@@ -34,35 +34,35 @@ pub fn is_exempted_used() -> bool {
 /// Makes a system call on a thread of slat's own, whatever filters forbid.
 ///
 /// # Safety
-/// As for the call itself.
+/// The promises of the call itself are kept.
 pub unsafe fn call_exempted(number: i64, arguments: [usize; 6]) -> isize {
-    // SAFETY: the caller's.
+    // SAFETY: the caller promises what the call requires.
     unsafe { call_at(exempted as *const () as *mut (), number, arguments) }
 }
 
 /// Makes a system call through the gate.
 ///
 /// # Safety
-/// As for the call itself.
+/// The promises of the call itself are kept.
 #[inline]
 pub unsafe fn call(number: i64, arguments: [usize; 6]) -> isize {
-    // SAFETY: the caller's promise; the gate always refers to such instructions.
+    // SAFETY: the caller promises what the call requires; the gate always refers to such instructions.
     unsafe { call_at(GATE.load(Ordering::Relaxed), number, arguments) }
 }
 
 /// Makes a system call by slat's own instruction, wherever the gate is.
 ///
 /// # Safety
-/// As for the call itself.
+/// The promises of the call itself are kept.
 pub unsafe fn call_own(number: i64, arguments: [usize; 6]) -> isize {
-    // SAFETY: the caller's.
+    // SAFETY: the caller promises what the call requires.
     unsafe { call_at(own as *const () as *mut (), number, arguments) }
 }
 
 /// Moves the gate: slat enters the kernel at `address` from now on.
 ///
 /// # Safety
-/// - At `address` there are, and stay, the instruction that enters the kernel and `ret`.
+/// - From now on, the instruction that enters the kernel and a `ret` are at `address`.
 pub unsafe fn move_to(address: usize) {
     GATE.store(address as *mut (), Ordering::Release);
 }

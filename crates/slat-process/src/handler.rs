@@ -1,4 +1,5 @@
-//! Signal handlers: how the kernel calls slat's ([`handler!`](crate::handler!)), and how slat's call the program's.
+//! Signal handlers: how the kernel calls slat's handlers ([`handler!`](crate::handler!)), and how these call the
+//! program's handlers.
 
 use crate::arch::handler::call;
 use crate::context;
@@ -8,8 +9,8 @@ use std::ffi::c_int;
 /// Calls a signal handler of the program, on the program's thread pointer.
 ///
 /// # Safety
-/// - `function` is such a handler, and the arguments are the kernel's for it. (One without `SA_SIGINFO` does
-///   not read the last two.)
+/// - `function` is a signal handler, and the arguments are those that the kernel gave slat's handler. (A handler
+///   without `SA_SIGINFO` does not read the last two.)
 pub unsafe fn call_program(
     function: usize,
     signal: c_int,

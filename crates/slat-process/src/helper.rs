@@ -2,12 +2,12 @@
 //!
 //! The thread is started before the program installs a seccomp filter, so no filter binds it. All threads of a process
 //! share memory and descriptors, so any thread can map memory, open a file or queue a signal for another. A thread that
-//! asks the helper needs `futex` alone.
+//! asks the helper only needs `futex`.
 //!
 //! # Concurrency
 //! A request is a row of words with a state: free, claimed by an asking thread, posted, done. Asking takes no lock and
 //! allocates nothing, so a signal handler may ask, even if it has interrupted a thread that is waiting here. The helper
-//! holds no lock while it makes a call, and makes only calls that do not block.
+//! holds no lock while it makes a call, and only makes calls that do not block.
 
 use crate::enter::raw;
 use crate::forks::PerProcess;
@@ -59,7 +59,7 @@ impl Default for Helper {
 static HELPER: PerProcess<Helper> = PerProcess::new();
 
 /// Starts the process's helper if there is none. `start` starts a thread that runs [`Helper::serve`], and returns
-/// whether it succeeded. This returns once the helper serves requests.
+/// whether it succeeded. Returns when the helper serves requests.
 pub fn start(start: impl FnOnce(&'static Helper) -> bool) {
     let mut started = true;
     let helper = HELPER.get_or_start(|helper| started = start(helper));
@@ -75,7 +75,7 @@ pub(crate) fn ask(number: i64, arguments: [usize; 6]) -> Option<isize> {
         return None;
     }
     let request = helper.claim();
-    // SAFETY: claimed by this thread.
+    // SAFETY: this thread has claimed the request.
     unsafe { *request.call.get() = (number, arguments) };
     request.state.store(POSTED, Ordering::Release);
     helper.posts.fetch_add(1, Ordering::SeqCst);
@@ -85,7 +85,7 @@ pub(crate) fn ask(number: i64, arguments: [usize; 6]) -> Option<isize> {
     while request.state.load(Ordering::Acquire) != DONE {
         wait::sleep(&request.state, POSTED, None);
     }
-    // SAFETY: the request is done, so the cells are this thread's again.
+    // SAFETY: the request is done, so its cells belong to this thread again.
     let answer = unsafe { *request.answer.get() };
     request.state.store(FREE, Ordering::Release);
     Some(answer)
@@ -117,8 +117,8 @@ impl Helper {
             let posts = self.posts.load(Ordering::SeqCst);
             for request in &self.requests {
                 if request.state.load(Ordering::Acquire) == POSTED {
-                    // SAFETY: the request is posted, so the cells are the helper's. The asking thread upholds
-                    // the call's promises.
+                    // SAFETY: the request is posted, so its cells belong to the helper. The asking thread upholds the
+                    // call's promises.
                     unsafe {
                         let (number, arguments) = *request.call.get();
                         *request.answer.get() = raw(number, arguments);
@@ -164,7 +164,7 @@ mod tests {
         });
         let other = ask(libc::SYS_gettid, [0; 6]);
         assert!(other.is_some_and(|other| other > 0 && other != own));
-        // SAFETY: the child asks and exits.
+        // SAFETY: the child only asks the helper, and exits.
         let status = unsafe {
             let child = libc::fork();
             if child == 0 {

@@ -7,14 +7,14 @@ use crate::noted::{locate, note_first, noted_id, noted_thread_id};
 use std::cell::Cell;
 use std::sync::atomic::{Ordering, compiler_fence};
 
-/// Returns the kernel's ids of the process and of the thread in which this runs. In contrast to [`forks::owner`]
-/// and [`thread_id`], they are right even in a child of `vfork`, unless a filter forbids the calls that ask for
-/// them. Async-signal-safe.
+/// Returns the kernel's ids of the process and of the thread in which this runs. In contrast to [`forks::owner`] and
+/// [`thread_id`], these ids are right even in a child of `vfork`, unless a filter forbids the calls that ask for them.
+/// Async-signal-safe.
 pub fn myself() -> (libc::pid_t, libc::pid_t) {
     if !is_allowed(Call::ProcessId) || !is_allowed(Call::ThreadId) {
         return (forks::owner(), thread_id());
     }
-    // SAFETY: no arguments.
+    // SAFETY: the calls have no arguments.
     unsafe {
         let ask = |number| raw(number, [0; 6]) as libc::pid_t;
         (ask(libc::SYS_getpid), ask(libc::SYS_gettid))
@@ -24,7 +24,7 @@ pub fn myself() -> (libc::pid_t, libc::pid_t) {
 /// Checks whether the C library's note of a thread's id is where `noted_id` looks for it. Call on the first
 /// thread of the process.
 pub fn find_noted_id() {
-    // SAFETY: the control block is longer.
+    // SAFETY: the distance is within the thread's control block.
     let note = || unsafe { (*noted_id()).load(Ordering::Relaxed) };
     if locate() && note() == forks::owner() as u32 {
         note_first();
@@ -33,13 +33,13 @@ pub fn find_noted_id() {
 
 /// Returns the kernel's id of this thread. Async-signal-safe.
 ///
-/// Makes one system call per thread. In a forked child, the thread's id differs from that of the thread it is a copy
-/// of, so the child asks again. Makes no call if a filter forbids it and the C library has noted the id.
+/// Makes one system call per thread. In a forked child, the thread's id differs from the id of the parent's thread, so
+/// the child asks again. Makes no call if a filter forbids it and the C library has noted the id.
 pub fn thread_id() -> libc::pid_t {
     thread_local! {
         // `ID` and `PROCESS` have neither an initialiser nor a destructor, because handlers read them.
         static ID: Cell<libc::pid_t> = const { Cell::new(0) };
-        /// The process in which `ID` is right; 0 is none.
+        /// The process for which `ID` is the thread's id; 0 if `ID` was not set yet.
         static PROCESS: Cell<u64> = const { Cell::new(0) };
     }
     let here = forks::Birth::here().number();
@@ -48,7 +48,7 @@ pub fn thread_id() -> libc::pid_t {
             true => None,
             false => noted_thread_id(),
         };
-        // SAFETY: no arguments.
+        // SAFETY: the call has no arguments.
         let ask = || unsafe { raw(libc::SYS_gettid, [0; 6]) } as libc::pid_t;
         ID.set(noted.unwrap_or_else(ask));
         // If a handler runs between the two stores, the handler asks for the id again.
@@ -70,7 +70,7 @@ mod tests {
             );
         }
         let check = || {
-            // SAFETY: this thread's own note, whose address is known.
+            // SAFETY: the note belongs to this thread, and its address is known.
             let noted = unsafe { (*noted_id()).load(Ordering::Relaxed) };
             assert_eq!(noted as libc::pid_t, thread_id());
         };

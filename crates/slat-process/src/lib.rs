@@ -46,12 +46,12 @@ pub use noted::first_noted_id;
 
 /// Reads this thread's `errno`. Async-signal-safe.
 pub fn errno() -> i32 {
-    // SAFETY: the thread's own cell.
+    // SAFETY: `errno` is a cell of this thread.
     unsafe { *libc::__errno_location() }
 }
 
 /// Sets this thread's `errno`. Async-signal-safe, provided that a handler restores the value it found.
 pub fn set_errno(errno: i32) {
-    // SAFETY: the thread's own cell.
+    // SAFETY: `errno` is a cell of this thread.
     unsafe { *libc::__errno_location() = errno };
 }

@@ -9,7 +9,7 @@ use libc::{
 };
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Who makes a call that a filter forbids.
+/// The thread that makes a call which a filter forbids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Instead {
     /// The thread itself makes the call nevertheless: the program has to deal with the filter's decision.
@@ -23,13 +23,13 @@ pub enum Instead {
 /// A system call as a filter sees it.
 #[derive(Debug)]
 pub struct Entry {
-    /// Its name, with the arguments that matter.
+    /// The call's name, with the arguments that matter.
     pub name: &'static str,
     /// Its number.
     pub number: i64,
     /// Arguments with a fixed value: index and value.
     pub arguments: &'static [(usize, usize)],
-    /// Who makes the call where it is forbidden.
+    /// The thread that makes the call if a filter forbids it.
     pub instead: Instead,
 }
 
@@ -86,13 +86,13 @@ calls! {
     SignalReturn: Nobody "rt_sigreturn", SYS_rt_sigreturn;
     /// Sends a signal to a thread: a kick, or a deferred signal for later.
     QueueSignal: Helper "rt_tgsigqueueinfo", SYS_rt_tgsigqueueinfo;
-    /// Maps memory of slat's own.
+    /// Maps memory for slat itself.
     Map: Helper "mmap", SYS_mmap [2 = READ_WRITE, 3 = OWN_MEMORY];
     /// Maps memory for page tables.
     MapTables: Helper "mmap (MAP_NORESERVE)", SYS_mmap [2 = READ_WRITE, 3 = TABLE_MEMORY];
-    /// Unmaps memory of slat's own.
+    /// Unmaps memory of slat itself.
     Unmap: Helper "munmap", SYS_munmap;
-    /// Grows memory of slat's own.
+    /// Grows memory of slat itself.
     Remap: Helper "mremap", SYS_mremap;
     /// Opens files below `/proc/self` and `/sys/kernel/mm`.
     Open: Helper "openat", SYS_openat;
@@ -100,7 +100,7 @@ calls! {
     Read: Helper "pread64", SYS_pread64;
     /// Closes slat's own descriptors.
     Close: Helper "close", SYS_close;
-    /// Makes a descriptor of slat's own for the client's eventfd.
+    /// Makes slat's own descriptor of the client's eventfd.
     Duplicate: Helper "fcntl (F_DUPFD_CLOEXEC)", SYS_fcntl [1 = KEPT_FD];
     /// Asks whether an eventfd is one that never blocks.
     Flags: Helper "fcntl (F_GETFL)", SYS_fcntl [1 = libc::F_GETFL];
@@ -110,7 +110,7 @@ calls! {
     Poll: Helper POLL, SYS_POLL;
     /// Reads an eventfd's count.
     ReadNow: Helper "preadv2 (RWF_NOWAIT)", SYS_preadv2 [5 = libc::RWF_NOWAIT];
-    /// Signals an eventfd, and writes messages for people.
+    /// Signals an eventfd, and writes messages to the user.
     Write: Helper "write", SYS_write;
     /// Adds and removes irqfds.
     Watch: Helper "epoll_ctl", SYS_epoll_ctl;
@@ -118,13 +118,14 @@ calls! {
     Remove: Helper REMOVE, SYS_REMOVE;
     /// Serves the guest's RDRAND and RDSEED.
     Random: Helper "getrandom", SYS_getrandom;
-    /// Asks how long a thread has run, for guests of Hyper-V's interface.
+    /// Asks how long a thread has run, for guests that use Hyper-V's interface.
     ThreadTime: Helper "clock_gettime", SYS_clock_gettime;
     /// Asks which pages are in memory. Without it nothing is prefetched.
     Resident: Omitted "mincore", SYS_mincore;
     /// Continues a wait that has a time limit. Without it there is no limit.
     RestartSyscall: Omitted "restart_syscall", SYS_restart_syscall;
-    /// Asks whether the thread is in a child of `vfork`. Without it, the thread counts as not in one.
+    /// Asks whether the thread is in a child of `vfork`. Without this call, the thread counts as not being in such a
+    /// child.
     ProcessId: Omitted "getpid", SYS_getpid;
 }
 

@@ -25,6 +25,6 @@ pub fn first_noted_id() -> Option<NonNull<AtomicU32>> {
 /// Returns this thread's id from the C library's note, without a system call. `None` if the place of the note is
 /// unknown. The result is wrong on a thread or in a process that the C library has not made.
 pub(crate) fn noted_thread_id() -> Option<libc::pid_t> {
-    // SAFETY: this thread's own note, whose address is known.
+    // SAFETY: the note belongs to this thread, and its address is known.
     first_noted_id().map(|_| unsafe { (*noted_id()).load(Ordering::Relaxed) } as libc::pid_t)
 }

@@ -1,12 +1,12 @@
-//! Work that is done once in a process, and does not hang its forked children.
+//! Work that is done once in a process, and that cannot make forked children hang.
 //!
 //! A child has one thread. Work that another thread of the parent was doing at the moment of the fork stays half done
-//! in the child, and a lock that it held stays locked. That holds for a `Mutex`, and also for a `OnceLock` or a
-//! `Once` during its first use. A fork may come at any moment, even by a system call that slat does not see. So the
-//! first use of a [`Prepared`] waits for threads of this process alone, and that of a [`Computed`] waits only while
-//! one of them moves its value.
+//! in the child, and a lock that it held stays locked. That holds for a `Mutex`, and also for a `OnceLock` or a `Once`
+//! during its first use. A fork may come at any moment, even by a system call that slat does not see. So the first use
+//! of a [`Prepared`] waits only for threads of this process, and the first use of a [`Computed`] waits only while one
+//! of these threads moves the value.
 //!
-//! [`apart_from_forks`] is for first uses of other people's code, which has locks of its own: it makes forks wait.
+//! [`apart_from_forks`] is for the first use of foreign code that has locks of its own: it makes forks wait.
 
 use crate::forks::Birth;
 use crate::wait;
@@ -27,8 +27,8 @@ pub struct Computed<T: 'static> {
     value: UnsafeCell<MaybeUninit<T>>,
 }
 
-// SAFETY: the one thread that does the work of `stored` writes `value`; other threads only read it once that work is
-// done. Threads share `&T`, and the value moves from one thread to others, which T allows.
+// SAFETY: only the thread that does the work of `stored` writes `value`; other threads read `value` only after that
+// work is done. Threads share `&T`, and the value moves from one thread to others; both are allowed by T's bounds.
 unsafe impl<T: Send + Sync + 'static> Sync for Computed<T> {}
 
 impl<T: Send + Sync + 'static> Computed<T> {
@@ -107,8 +107,8 @@ impl Prepared {
         self.state.load(Ordering::Acquire) == Self::DONE
     }
 
-    /// Does the work, unless it is done. Waits while another thread of this process does it. A forked child whose
-    /// parent had begun the work does it again, so half-done work must do no harm.
+    /// Does the work, unless it is done. Waits while another thread of this process does it. If a thread of a forked
+    /// child's parent had begun the work, the child does the work again, so half-done work must do no harm.
     ///
     /// # Errors
     /// Those of `work`, which the next use tries again.
@@ -149,8 +149,8 @@ pub fn keep_forks_out() -> MutexGuard<'static, ()> {
     APART.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Runs `work` while no thread forks by the C library. For other people's code that computes something once. `work` is
-/// short, and calls no code of the program. A thread that forks takes the same lock first ([`keep_forks_out`]).
+/// Runs `work` while no thread forks by the C library. For foreign code that computes something once. `work` is short,
+/// and calls no code of the program. A thread that forks takes the same lock first ([`keep_forks_out`]).
 pub fn apart_from_forks<R>(work: impl FnOnce() -> R) -> R {
     let _held = keep_forks_out();
     work()
@@ -178,7 +178,7 @@ mod tests {
                 })
             });
             until(&begun);
-            // SAFETY: the child makes system calls and uses atomics; it does not use the C library's state.
+            // SAFETY: the child only makes system calls and uses atomics; it does not use the C library's state.
             unsafe {
                 let id = crate::arch::calls::fork();
                 if id == 0 {
@@ -199,7 +199,7 @@ mod tests {
             return eprintln!("skipped: this kernel does not wipe pages of forked children");
         }
         static VALUE: Computed<u32> = Computed::new();
-        // A child has no heap that it may use.
+        // The result is in a static variable, because a forked child must not use the heap.
         static STORED: AtomicU32 = AtomicU32::new(0);
         let begin = |midst: &dyn Fn()| {
             let value = VALUE.get_or_init(|| {

@@ -2,20 +2,20 @@
 //!
 //! The program makes calls from three places:
 //!
-//! * From its own stack. Then no call is being served, and all of slat's stack is free. (It may hold dead frames: a
-//!   handler that jumps away gives up the call that it has interrupted.)
-//! * From a handler on slat's stack, which has interrupted slat and has no alternate stack. Then the memory below the
-//!   stack pointer is free.
-//! * From a handler on the alternate stack. It may have interrupted slat, and its stack pointer does not show where. So
-//!   [`around_handler`] stores that address before it calls a handler of the program.
+//! * The program calls from its own stack. Then no call is being served, and all of slat's stack is free. (It may hold
+//!   dead frames: a handler that jumps away gives up the call that it has interrupted.)
+//! * A handler on slat's stack calls. The handler has interrupted slat, and has no alternate stack. Then the memory
+//!   below the stack pointer is free.
+//! * A handler on the alternate stack calls. The handler may have interrupted slat, and its stack pointer does not show
+//!   where. So [`around_handler`] stores that address before it calls a handler of the program.
 
 pub use crate::arch::handler::RED_ZONE;
 use crate::pointers;
 use std::cell::Cell;
 
 thread_local! {
-    // This variable has neither an initialiser nor a destructor, because handlers use it.
-    // The address down to which the stack is in use when a handler runs on the alternate stack.
+    // This variable has neither an initialiser nor a destructor, because handlers use it. The value is the address down
+    // to which slat's stack is in use while a handler runs on the alternate stack.
     static USED_TO: Cell<usize> = const { Cell::new(0) };
 }
 
@@ -25,7 +25,7 @@ pub fn set(low: usize, high: usize) {
     USED_TO.set(high);
 }
 
-/// Whether this thread has such a stack.
+/// Whether this thread has a stack of slat's.
 pub fn exists() -> bool {
     pointers::stack_ends().1 != 0
 }
@@ -83,7 +83,7 @@ mod tests {
             assert_eq!(free_below(0x20_0000, true), 0x4000 - RED_ZONE);
         });
         assert_eq!(free_below(0x20_0000, true), 0x5000);
-        // A handler that has interrupted the program changes nothing.
+        // A handler that has interrupted the program, and not slat, changes nothing.
         around_handler(0x10_0000, || {
             assert_eq!(free_below(0x20_0000, true), 0x5000)
         });

@@ -25,7 +25,7 @@ pub fn sleep(word: &AtomicU32, value: u32, longest: Option<Duration>) -> bool {
         0,
         0,
     ];
-    // SAFETY: a live, aligned word, and a time limit on the stack or none.
+    // SAFETY: the word is live and aligned; the time limit is null, or is on the stack.
     let slept = unsafe { raw(libc::SYS_futex, arguments) };
     slept == -(libc::EINTR as isize)
 }
@@ -42,7 +42,7 @@ pub fn wake(word: &AtomicU32) {
         0,
         0,
     ];
-    // SAFETY: a live, aligned word; it may have no sleepers.
+    // SAFETY: the word is live and aligned; no thread need be sleeping.
     unsafe { raw(libc::SYS_futex, arguments) };
 }
 

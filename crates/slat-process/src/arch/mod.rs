@@ -1,7 +1,7 @@
-//! What depends on the processor's architecture. The rest of the crate is neutral.
+//! The code that depends on the processor's architecture. The rest of the crate is neutral.
 //!
-//! Each architecture has a directory, and each directory has the same modules with the same functions. It imports
-//! nothing from the rest of the crate.
+//! Each architecture has a directory, and each directory has the same modules with the same functions. These modules
+//! import nothing from the rest of the crate.
 //!
 //! | module | idea |
 //! |---|---|

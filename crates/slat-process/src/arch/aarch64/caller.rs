@@ -1,13 +1,13 @@
-//! Processor state that a caller may change and that slat's code depends on, though the kernel does not: how floating
-//! point is computed.
+//! Processor state on which slat's code depends, and which a caller may have changed, because the kernel does not
+//! depend on it: how floating point is computed.
 //!
 //! Compiled code expects that floating point is rounded to nearest, that denormal numbers are not flushed to zero, and
 //! that no exception traps: FPCR is 0 (AAPCS64, "SIMD and Floating-Point registers"). A program may have set FPCR
 //! differently when it calls those functions of the C library that do little but enter the kernel. So each function
-//! that replaces one of them goes on in [`with_own_floats`].
+//! that replaces one of them does its work in [`with_own_floats`].
 //!
-//! No flag needs care: the condition flags are free at each call, alignment is checked as the kernel has set it, and
-//! nothing else that a program can write in PSTATE changes what an instruction computes.
+//! No flag needs care. The condition flags may have any value at a call, alignment is checked as the kernel has set it,
+//! and nothing else that a program can write in PSTATE changes the result of an instruction.
 //!
 //! In contrast to x86, the kernel calls signal handlers with the FPCR of the code that they interrupt, and restores it
 //! when they return. A handler that computes with floating point uses [`with_own_floats`], too.
@@ -21,7 +21,7 @@ pub const FPCR: u64 = 0;
 #[inline(always)]
 fn fpcr() -> u64 {
     let value: u64;
-    // SAFETY: reads a register.
+    // SAFETY: the instruction reads a register.
     unsafe { asm!("mrs {}, fpcr", out(reg) value, options(nostack, nomem, preserves_flags)) };
     value
 }
@@ -37,7 +37,7 @@ fn set_fpcr(value: u64) {
 #[inline(always)]
 fn fpsr() -> u64 {
     let value: u64;
-    // SAFETY: reads a register. Not `nomem`: the order to other floating point matters.
+    // SAFETY: the instruction reads a register. Not `nomem`: the order to other floating point matters.
     unsafe { asm!("mrs {}, fpsr", out(reg) value, options(nostack, preserves_flags)) };
     value
 }
@@ -45,14 +45,14 @@ fn fpsr() -> u64 {
 /// Sets FPSR.
 #[inline(always)]
 fn set_fpsr(value: u64) {
-    // SAFETY: compiled code does not depend on it.
+    // SAFETY: compiled code does not depend on FPSR.
     unsafe { asm!("msr fpsr, {}", in(reg) value, options(nostack, preserves_flags)) };
 }
 
-/// Runs `work` with floating point as slat's code expects it, and restores the caller's.
+/// Runs `work` with floating point as slat's code expects it, and then restores the caller's settings.
 ///
-/// There is nothing to drop. So `work` may unwind by `pthread_exit`, and a handler of the program may leave it by
-/// siglongjmp.
+/// The function has nothing to drop. So `work` may unwind by `pthread_exit`, and a handler of the program may leave the
+/// function by siglongjmp.
 #[inline(always)]
 pub fn with_own_floats<R>(work: impl FnOnce() -> R) -> R {
     let (control, status) = (fpcr(), fpsr());
@@ -73,7 +73,7 @@ pub fn with_own_floats<R>(work: impl FnOnce() -> R) -> R {
 mod tests {
     use super::*;
 
-    /// Divides at run time.
+    /// Divides at run time, so that the compiler does not compute the quotient.
     fn quotient(a: f64, b: f64) -> f64 {
         let result: f64;
         // SAFETY: computes.

@@ -1,4 +1,4 @@
-//! System calls whose numbers or arguments differ from other architectures. This one has no `fork`, `vfork`, `open`,
+//! System calls whose numbers or arguments differ from other architectures. AArch64 has no `fork`, `vfork`, `open`,
 //! `poll`, `unlink`, …, but only the newer calls that can do the same.
 
 /// The kernel's name for this architecture's calls in a filter's input: AUDIT_ARCH_AARCH64.
@@ -11,7 +11,8 @@ pub const SYS_POLL: i64 = libc::SYS_ppoll;
 
 /// Returns the arguments of [`SYS_POLL`] that ask about `descriptor` without waiting.
 pub fn poll_now(descriptor: &mut libc::pollfd) -> [usize; 6] {
-    // The kernel reads the time, and writes back what is left of it: 0. So the variable needs no lock.
+    // The kernel reads the time, and writes back the time that is left: 0. So all threads can share the variable
+    // without a lock.
     static NO_TIME: [std::sync::atomic::AtomicU64; 2] =
         [const { std::sync::atomic::AtomicU64::new(0) }; 2];
     let no_time = NO_TIME.as_ptr() as usize;

@@ -21,13 +21,13 @@ pub unsafe extern "C" fn exempted() {
 /// result. Async-signal-safe.
 ///
 /// # Safety
-/// - The instructions are there. As for the call itself.
+/// - These two instructions are at `instructions`. The promises of the call itself are kept.
 #[inline]
 pub unsafe fn call_at(instructions: *mut (), number: i64, [a, b, c, d, e, f]: [usize; 6]) -> isize {
     let answer: isize;
-    // SAFETY: the caller's. The kernel changes X0 alone of the general registers, but of the vector registers it keeps
-    // only the low 128 bits (`Documentation/arch/arm64/sve.rst`). So all registers count as changed that a function may
-    // change; the branch changes X30, which is among them.
+    // SAFETY: the caller promises the instructions and the call. The kernel changes X0 alone of the general registers,
+    // but of the vector registers it keeps only the low 128 bits (`Documentation/arch/arm64/sve.rst`). So all registers
+    // that a function may change count as changed; these include X30, which the branch changes.
     unsafe {
         asm!(
             "blr {instructions}",

@@ -1,13 +1,13 @@
-//! Signal handlers: the first instruction of slat's, and the call of the program's.
+//! Signal handlers: the first instruction of slat's handlers, and the call of the program's handlers.
 
 use std::arch::naked_asm;
 use std::ffi::c_int;
 
-/// Bytes below a stack pointer in which a function may have data: none (AAPCS64, "The stack").
+/// The number of bytes below a stack pointer in which a function may have data: none (AAPCS64, "The stack").
 pub const RED_ZONE: usize = 0;
 
-/// Defines `$name`, which the kernel calls as a signal handler, and which behaves like `$inner`: there is one
-/// thread pointer ([`pointers`](crate::pointers)), and no flag that compiled code depends on.
+/// Defines `$name`, which the kernel calls as a signal handler, and which behaves like `$inner`: on AArch64, there is
+/// only one thread pointer ([`pointers`](crate::pointers)), and no flag on which compiled code depends.
 #[macro_export]
 macro_rules! handler {
     ($(#[$meta:meta])* $name:ident calls $inner:path) => {

@@ -8,7 +8,7 @@ pub fn page_size() -> usize {
     static SIZE: AtomicUsize = AtomicUsize::new(0);
     match SIZE.load(Ordering::Relaxed) {
         0 => {
-            // SAFETY: reads the process's auxiliary vector.
+            // SAFETY: the call reads the process's auxiliary vector.
             let size = unsafe { libc::getauxval(libc::AT_PAGESZ) } as usize;
             SIZE.store(size, Ordering::Relaxed);
             size
@@ -17,7 +17,7 @@ pub fn page_size() -> usize {
     }
 }
 
-/// A variable that has its pages to itself, however large they are.
+/// A variable in pages that contain nothing else, however large the pages are.
 #[repr(C, align(65536))]
 #[derive(Debug)]
 pub struct OwnPages<T>(pub T);

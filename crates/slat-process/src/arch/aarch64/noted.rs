@@ -1,6 +1,6 @@
-//! Where the C library notes a thread's id: at a fixed distance from the thread pointer, in the word that it lets the
-//! kernel clear when the thread ends. The distance depends on the C library and its version. The kernel knows the word
-//! (`PR_GET_TID_ADDRESS`, if it is built with CONFIG_CHECKPOINT_RESTORE).
+//! Finds the place where the C library notes a thread's id. It is at a fixed distance from the thread pointer, in the
+//! word that it lets the kernel clear when the thread ends. The distance depends on the C library and its version. The
+//! kernel knows the word (`PR_GET_TID_ADDRESS`, if it is built with CONFIG_CHECKPOINT_RESTORE).
 
 use std::sync::atomic::{AtomicIsize, AtomicU32, Ordering};
 
@@ -9,16 +9,17 @@ static DISTANCE: AtomicIsize = AtomicIsize::new(0);
 
 fn thread_pointer() -> *mut u8 {
     let pointer: *mut u8;
-    // SAFETY: reads a register.
+    // SAFETY: the instruction reads a register.
     unsafe {
         std::arch::asm!("mrs {}, tpidr_el0", out(reg) pointer, options(nostack, nomem, preserves_flags));
     }
     pointer
 }
 
-/// Call before the first [`noted_id`], on a thread that the C library has made. Returns whether that may be called.
+/// Call before the first [`noted_id`], on a thread that the C library has made. Returns whether [`noted_id`] may be
+/// called.
 pub fn locate() -> bool {
-    /// The part of a thread's memory in which the note can be: no C library's control block is larger.
+    /// The part of a thread's memory that can contain the note: no control block of a C library is larger.
     const NEAR: usize = 0x4000;
     let mut note = 0usize;
     // SAFETY: the kernel writes an address to `note`, if it knows the word.

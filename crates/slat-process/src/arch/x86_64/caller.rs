@@ -1,16 +1,16 @@
-//! Processor state that a caller may change and that slat's code depends on, though the kernel does not: flags, and how
-//! floating point is computed.
+//! Processor state on which slat's code depends, and which a caller may have changed, because the kernel does not
+//! depend on it: flags, and how floating point is computed.
 //!
 //! Compiled code expects that alignment is not checked (AC), that strings go upwards (DF), that nothing traps after
 //! each instruction (TF), that floating point is rounded to nearest, and that its exceptions are masked (System V ABI,
 //! AMD64 supplement, "Registers"). A program may have set all of this differently when it calls those functions of the
 //! C library that do little but enter the kernel. So each function that replaces one of them begins with
-//! [`with_own_flags!`](crate::with_own_flags), before any compiled code, and goes on in [`with_own_floats`]. The
-//! registers of the x87 unit are empty there, as at each function call.
+//! [`with_own_flags!`](crate::with_own_flags), before any compiled code, and does its work in [`with_own_floats`]. At
+//! that time the registers of the x87 unit are empty, as at each function call.
 //!
-//! Other entries into slat need less. The kernel calls signal handlers with DF and TF clear and with fresh
-//! floating point, but with the program's AC: [`own_flags!`](crate::own_flags). A call site that was rewritten
-//! saves all state itself.
+//! Other entries into slat have less to do. The kernel calls signal handlers with DF and TF clear and with fresh
+//! floating point, but with the program's AC: [`own_flags!`](crate::own_flags). A call site that was rewritten saves
+//! all state itself.
 
 use std::arch::asm;
 
@@ -30,8 +30,9 @@ const OCCURRED: u32 = 0x3f;
 pub const X87_CONTROL: u16 = 0x37f;
 
 /// Assembly of a function whose operand `inner` does its work. Calls `inner` with all of [`FLAGS`] (the operand
-/// `flags`) clear, and restores the flags. If they are clear already, which is usual, it jumps to `inner` instead.
-/// `inner` may have six arguments in registers, and a seventh on the stack. Unwinding passes through.
+/// `flags`) clear, and restores the flags. If the flags are already clear, which is usual, the assembly jumps to
+/// `inner` instead. `inner` may have six arguments in registers, and a seventh on the stack. Unwinding can pass through
+/// this frame.
 #[macro_export]
 macro_rules! with_own_flags {
     () => {
@@ -61,8 +62,8 @@ macro_rules! with_own_flags {
     };
 }
 
-/// Assembly at the start of a signal handler: clears AC, which the kernel leaves as the program has set it. The
-/// arithmetic flags are lost.
+/// Assembly at the start of a signal handler: clears AC, because the kernel does not change the program's value of AC.
+/// The arithmetic flags are lost.
 #[macro_export]
 macro_rules! own_flags {
     () => {
@@ -77,10 +78,10 @@ struct Kept {
     x87: Option<[u32; 7]>,
 }
 
-/// Runs `work` with floating point as slat's code expects it, and restores the caller's.
+/// Runs `work` with floating point as slat's code expects it, and then restores the caller's settings.
 ///
-/// There is nothing to drop. So `work` may unwind by `pthread_exit`, and a handler of the program may leave it by
-/// siglongjmp; the kernel has called that handler with fresh floating point.
+/// The function has nothing to drop. So `work` may unwind by `pthread_exit`, and a handler of the program may leave the
+/// function by siglongjmp; the kernel has called that handler with fresh floating point.
 #[inline(always)]
 pub fn with_own_floats<R>(work: impl FnOnce() -> R) -> R {
     let kept = Kept::replace();
@@ -90,12 +91,13 @@ pub fn with_own_floats<R>(work: impl FnOnce() -> R) -> R {
 }
 
 impl Kept {
-    /// Saves the caller's floating-point state, and loads slat's. If both are equal, which is usual, loads nothing.
+    /// Saves the caller's floating-point state, and loads slat's state. If the two are equal, which is usual, loads
+    /// nothing.
     #[inline(always)]
     fn replace() -> Self {
         let status: u16;
         let (mut mxcsr, mut control) = (0u32, 0u16);
-        // SAFETY: stores to locals.
+        // SAFETY: the instructions store to local variables.
         unsafe {
             asm!(
                 "stmxcsr [{mxcsr}]",
@@ -108,7 +110,7 @@ impl Kept {
             );
         }
         if mxcsr & !OCCURRED != MXCSR {
-            // SAFETY: as compiled code expects it.
+            // SAFETY: compiled code expects this MXCSR.
             unsafe { asm!("ldmxcsr [{}]", in(reg) &raw const MXCSR, options(nostack)) };
         }
         let is_new = control == X87_CONTROL && u32::from(status) & OCCURRED == 0;
@@ -122,14 +124,14 @@ impl Kept {
     #[inline(always)]
     fn restore(&self) {
         let mut mxcsr = 0u32;
-        // SAFETY: stores to a local.
+        // SAFETY: the instruction stores to a local variable.
         unsafe { asm!("stmxcsr [{}]", in(reg) &raw mut mxcsr, options(nostack)) };
         if mxcsr != self.mxcsr {
-            // SAFETY: the caller's.
+            // SAFETY: the value is the one that the caller had.
             unsafe { asm!("ldmxcsr [{}]", in(reg) &raw const self.mxcsr, options(nostack)) };
         }
         if let Some(environment) = &self.x87 {
-            // SAFETY: the caller's environment; the registers stay empty.
+            // SAFETY: the environment is the one that the caller had; the registers stay empty.
             unsafe { asm!("fldenv [{}]", in(reg) environment, options(nostack)) };
         }
     }
@@ -139,8 +141,8 @@ impl Kept {
 #[cold]
 fn replace_x87() -> [u32; 7] {
     let mut environment = [0u32; 7];
-    // SAFETY: stores the 28 bytes of the environment, with the control word as it was; then the unit is as
-    // compiled code expects it.
+    // SAFETY: stores the 28 bytes of the environment, with the control word as it was; afterwards the unit has the
+    // state that compiled code expects.
     unsafe {
         asm!("fnstenv [{}]", "fninit", in(reg) &raw mut environment, out("st(0)") _, out("st(1)") _, out("st(2)") _,
             out("st(3)") _, out("st(4)") _, out("st(5)") _, out("st(6)") _, out("st(7)") _, options(nostack));
@@ -214,7 +216,7 @@ mod tests {
         let mut sets = [set, own];
         let result;
         // SAFETY: a call by the C ABI, with a seventh argument on an aligned stack. Between the two changes of the
-        // state nothing but `outer` runs.
+        // state only `outer` runs.
         unsafe {
             asm!(
                 "mov r12, rsp", "and rsp, -16", "sub rsp, 8", "push 7",

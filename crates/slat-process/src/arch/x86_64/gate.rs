@@ -22,11 +22,11 @@ pub unsafe extern "C" fn exempted() {
 /// result. Async-signal-safe.
 ///
 /// # Safety
-/// - The instructions are there. As for the call itself.
+/// - These two instructions are at `instructions`. The promises of the call itself are kept.
 #[inline]
 pub unsafe fn call_at(instructions: *mut (), number: i64, [a, b, c, d, e, f]: [usize; 6]) -> isize {
     let answer: isize;
-    // SAFETY: the caller's; the kernel clobbers RCX and R11 only.
+    // SAFETY: the caller promises the instructions and the call; the kernel clobbers RCX and R11 only.
     unsafe {
         asm!(
             "call {instructions}",

@@ -1,17 +1,19 @@
-//! Signal handlers: the first instructions of slat's, and the call of the program's.
+//! Signal handlers: the first instructions of slat's handlers, and the call of the program's handlers.
 
 use super::pointers::SEPARATE;
 use crate::to_programs_pointer;
 use std::arch::naked_asm;
 use std::ffi::c_int;
 
-/// Bytes below a stack pointer in which a function may have data (System V ABI, AMD64 supplement, "The Stack Frame").
+/// The number of bytes below a stack pointer in which a function may have data (System V ABI, AMD64 supplement, "The
+/// Stack Frame").
 pub const RED_ZONE: usize = 128;
 
 /// Defines `$name`, which the kernel calls as a signal handler, and which calls `$inner` on slat's thread pointer. If
-/// there is only one pointer, `$name` behaves like `$inner`, and unwinding passes through it. Clears the program's flag
-/// AC ([`caller`](crate::caller)). Aligns the stack: qemu-user before 8.1 calls handlers with the stack pointer of code
-/// that has made no call yet. The address of a `ret`, pushed as one more return address, aligns it.
+/// there is only one pointer, `$name` behaves like `$inner`, and unwinding can pass through `$name`. Clears the
+/// program's flag AC ([`caller`](crate::caller)). Aligns the stack: qemu-user before 8.1 calls handlers with the stack
+/// pointer of code that has made no call yet. To align the stack, pushes the address of a `ret` as one more return
+/// address.
 #[macro_export]
 macro_rules! handler {
     ($(#[$meta:meta])* $name:ident calls $inner:path) => {
@@ -81,7 +83,7 @@ mod tests {
         entry calls stack_pointer
     }
 
-    /// Returns the stack pointer at its first instruction.
+    /// Returns the value that the stack pointer has at the first instruction of this function.
     #[unsafe(naked)]
     extern "C-unwind" fn stack_pointer() {
         naked_asm!("mov rax, rsp", "ret")
@@ -91,7 +93,8 @@ mod tests {
     fn a_handler_has_an_aligned_stack_however_it_is_called() {
         for moved in [0usize, 8] {
             let seen: usize;
-            // SAFETY: both functions change RAX and what is below the stack pointer, which has its value again afterwards.
+            // SAFETY: both functions change only RAX and memory below the stack pointer, which has its old value
+            // afterwards.
             unsafe {
                 asm!(
                     "mov r12, rsp",

@@ -6,7 +6,7 @@ pub const fn page_size() -> usize {
     4096
 }
 
-/// A variable that has its pages to itself.
+/// A variable in pages that contain nothing else.
 #[repr(C, align(4096))]
 #[derive(Debug)]
 pub struct OwnPages<T>(pub T);

@@ -1,4 +1,4 @@
-//! Where the C library notes a thread's id: glibc, in `tid` of its `struct pthread`.
+//! The place where the C library notes a thread's id: glibc uses `tid` of its `struct pthread`.
 
 use std::sync::atomic::AtomicU32;
 
@@ -11,7 +11,8 @@ pub fn locate() -> bool {
 pub fn noted_id() -> *mut AtomicU32 {
     const OFFSET: usize = 0x2d0;
     let block: *mut u8;
-    // SAFETY: every thread's FS refers to its thread control block, which begins with its own address.
+    // SAFETY: the FS base of every thread is the address of its thread control block, which begins with its own
+    // address.
     unsafe {
         std::arch::asm!("mov {}, fs:[0]", out(reg) block, options(nostack, readonly, preserves_flags));
     }

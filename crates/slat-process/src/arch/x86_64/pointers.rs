@@ -17,12 +17,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// Whether the program's thread pointer differs from slat's. Assembly reads it.
 pub static SEPARATE: AtomicBool = AtomicBool::new(false);
 
-/// Both pointers of a thread, and the ends of its other stacks. Assembly finds this at the base of GS.
+/// Both pointers of a thread, and the ends of its other stacks. Assembly finds this struct at the base of GS.
 #[repr(C)]
 struct Pointers {
     slats: Cell<usize>,
     programs: Cell<usize>,
-    /// The ends of slat's stack ([`stack`](crate::stack)); 0: there is none.
+    /// The ends of slat's stack ([`stack`](crate::stack)); both are 0 if there is no such stack.
     stack: [Cell<usize>; 2],
     /// The ends of the alternate stack that the program has given.
     alternate: [Cell<usize>; 2],
@@ -82,12 +82,12 @@ pub fn are_separate() -> bool {
 /// Whether the processor and the kernel let programs change the bases of FS and GS (`AT_HWCAP2`, bit 1: Linux 5.9).
 pub fn can_be_separate() -> bool {
     const FSGSBASE: u64 = 1 << 1;
-    // SAFETY: reads the process's auxiliary vector.
+    // SAFETY: the call reads the process's auxiliary vector.
     unsafe { libc::getauxval(libc::AT_HWCAP2) & FSGSBASE != 0 }
 }
 
-/// Gives this thread a pointer of the program's, `programs`, besides slat's. The program runs on it from now on. After
-/// the first call, all threads that run the program need one.
+/// Gives this thread a pointer of the program's, `programs`, besides slat's. From now on the program runs on this
+/// pointer. After the first call, each thread that runs the program needs such a pointer.
 ///
 /// # Safety
 /// - [`can_be_separate`] holds.
@@ -116,7 +116,7 @@ pub fn set_programs(pointer: usize) {
     POINTERS.with(|pointers| pointers.programs.set(pointer));
 }
 
-/// Assembly: if RAX, which equals FS, is the program's pointer, sets FS to slat's. Changes RAX and the flags.
+/// Assembly: if RAX, which equals FS, is the program's pointer, sets FS to slat's pointer. Changes RAX and the flags.
 #[macro_export]
 macro_rules! to_slats_pointer {
     () => {
