@@ -1,6 +1,6 @@
-//! Time. Tracepoints read the processor's counter (`arch`). A read takes about 10 ns, and needs no system call on any
-//! machine. Two moments, each shown by the counter and by `CLOCK_MONOTONIC`, determine how to convert the counter to
-//! nanoseconds.
+//! The time of records. Tracepoints read the processor's counter (`arch`). A read takes about 10 ns, and needs no
+//! system call on any machine. Two moments, each shown by the counter and by `CLOCK_MONOTONIC`, determine how to
+//! convert the counter to nanoseconds.
 
 pub(crate) use crate::arch::cycles;
 use std::time::Duration;

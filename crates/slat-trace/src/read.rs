@@ -213,7 +213,8 @@ impl Source {
     fn thread(&self, at: u64, capacity: u64, points: &[Point], scale: Scale) -> io::Result<Thread> {
         let header = self.bytes(at, RING_HEADER_BYTES)?;
         let head = u64_at(&header, offset_of!(Ring, head));
-        // The thread may be overwriting the oldest record now, or the thread was killed while it did.
+        // The oldest record may be incomplete: the thread may be overwriting it now, or was killed while it overwrote
+        // it.
         let kept = match head < capacity {
             true => head,
             false => capacity - 1,

@@ -69,14 +69,15 @@ impl FromStr for Buffer {
 struct Mapped {
     start: NonNull<u8>,
     ring_bytes: u64,
-    /// Held while rings are allocated.
+    /// The lock that is held while rings are allocated.
     allocating: Mutex<()>,
 }
 
 // SAFETY: the mapping lives as long as the process. Everything in it that threads share is atomic; a ring
 // belongs to one thread.
 unsafe impl Send for Mapped {}
-// SAFETY: as above.
+// SAFETY: the mapping lives as long as the process. Everything in it that threads share is atomic; a ring belongs to
+// one thread.
 unsafe impl Sync for Mapped {}
 
 static MAPPED: PerProcess<OnceLock<Mapped>> = PerProcess::new();
@@ -123,8 +124,8 @@ fn record<P: Point>(values: P) {
     // SAFETY: `claim` has returned a ring of this process, in a mapping that is never unmapped.
     let ring = unsafe { claimed.ring.as_ref() };
     let at = ring.next.load(Relaxed);
-    // SAFETY: the ring has `capacity` records after its header, and `at` is less. Only this thread, which claimed it,
-    // writes to them, and no thread of this process reads them. The values fit: `points` asserts it.
+    // SAFETY: the ring has `capacity` records after its header, and `at` is less than `capacity`. Only this thread,
+    // which claimed it, writes to them, and no thread of this process reads them. The values fit: `points` asserts it.
     unsafe {
         let records = claimed.ring.cast::<u8>().add(RING_HEADER_BYTES);
         let record = records.cast::<Record>().add(at as usize).as_ptr();
@@ -260,7 +261,7 @@ struct File(usize);
 
 impl Drop for File {
     fn drop(&mut self) {
-        // SAFETY: a descriptor that only this value owns. An error changes nothing.
+        // SAFETY: only this value owns the descriptor. An error changes nothing.
         let _ = unsafe { make(Call::Close, [self.0, 0, 0, 0, 0, 0]) };
     }
 }
@@ -279,7 +280,7 @@ fn create(path: &Path) -> io::Result<(PathBuf, File)> {
     }
 }
 
-/// Removes a file that did not become a trace. An error has no effect, because the next run makes the file anew.
+/// Removes a file that did not become a trace. An error does not matter, because the next run makes the file anew.
 fn remove(path: &Path) {
     if let Ok(path) = CString::new(path.as_os_str().as_bytes()) {
         let arguments = [libc::AT_FDCWD as usize, path.as_ptr() as usize, 0, 0, 0, 0];
@@ -322,7 +323,7 @@ impl Mapped {
     fn new(file: &File, ring_bytes: u64) -> io::Result<Self> {
         let bytes = HEADER_BYTES + (MOST_RINGS * ring_bytes) as usize;
         let protection = (libc::PROT_READ | libc::PROT_WRITE) as usize;
-        // SAFETY: a descriptor of our own. The file is extended, and mapped at a free address.
+        // SAFETY: the descriptor is our own. The file is extended, and mapped at a free address.
         let start = unsafe {
             limited(|| call(libc::SYS_ftruncate, [file.0, bytes, 0, 0, 0, 0]))?;
             let flags = libc::MAP_SHARED as usize;
@@ -350,7 +351,7 @@ impl Mapped {
     /// Allocates pages of the file, so that stores to these pages find space on the disk, and cause no fault.
     fn populate(&self, start: NonNull<u8>, bytes: usize) -> io::Result<()> {
         let advice = libc::MADV_POPULATE_WRITE as usize;
-        // SAFETY: pages of the mapping, whose contents stay.
+        // SAFETY: the pages belong to the mapping, and their contents stay.
         let populated = unsafe {
             call(
                 libc::SYS_madvise,

@@ -6,7 +6,7 @@ use std::arch::asm;
 #[inline(always)]
 pub(crate) fn cycles() -> u64 {
     let cycles: u64;
-    // SAFETY: reads a register. Linux lets programs read it, as its vDSO does.
+    // SAFETY: the instruction reads a register. Linux lets programs read it, as its vDSO does.
     unsafe {
         asm!("mrs {}, cntvct_el0", out(reg) cycles, options(nostack, nomem, preserves_flags))
     };
