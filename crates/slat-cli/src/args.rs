@@ -315,7 +315,7 @@ pub struct Completions {
 #[derive(ClapArgs)]
 pub struct Man {
     /// The command that the page is about; without it, slat itself
-    // As text: the enumeration of all commands cannot name itself.
+    // The type is text, because the enumeration of all commands cannot contain a command that names the enumeration.
     #[arg(value_name = "COMMAND")]
     pub command: Option<String>,
 }

@@ -41,7 +41,7 @@ pub fn man(options: &args::Man) -> ExitCode {
     }
 }
 
-/// Like [`Man::render`], but makes a section of each heading of the help's end.
+/// Like [`Man::render`], but makes a section of each heading at the end of the help.
 fn render(page: &Command, text: &mut Vec<u8>) -> io::Result<()> {
     let man = Man::new(page.clone()).source(concat!("slat ", env!("CARGO_PKG_VERSION")));
     man.render_title(text)?;
@@ -58,7 +58,7 @@ fn render(page: &Command, text: &mut Vec<u8>) -> io::Result<()> {
     let mut sections = Roff::new();
     for line in end.to_string().lines() {
         match line.strip_suffix(':').filter(|line| !line.starts_with(' ')) {
-            // Lines are not joined.
+            // Lines are kept as they are, and not joined into paragraphs.
             Some(heading) => sections
                 .control("SH", [heading.to_uppercase().as_str()])
                 .control("nf", []),

@@ -92,12 +92,12 @@ fn dev_kvm() -> String {
 /// Describes userfaultfd. Programs that fill guest memory on demand need the system call, including the right to handle
 /// faults of the kernel.
 fn userfaultfd() -> String {
-    // SAFETY: opens a new descriptor, or fails.
+    // SAFETY: the call opens a new descriptor, or fails.
     let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK) };
     if fd < 0 {
         return format!("no: {}", io::Error::last_os_error());
     }
-    // SAFETY: the descriptor opened above, which no other code knows.
+    // SAFETY: the descriptor was opened above, and no other code knows it.
     unsafe { libc::close(fd as libc::c_int) };
     "yes".to_owned()
 }
@@ -131,7 +131,7 @@ fn virtualization() -> String {
 fn is_dispatched() -> bool {
     const SET_DISPATCH: libc::c_int = 59;
     const OFF: libc::c_ulong = 0;
-    // SAFETY: takes away from this thread what it does not have, or fails.
+    // SAFETY: the call turns off dispatch, which this thread does not use, or fails.
     unsafe { libc::prctl(SET_DISPATCH, OFF, 0, 0, 0) == 0 }
 }
 

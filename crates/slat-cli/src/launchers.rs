@@ -8,8 +8,8 @@ use std::path::Path;
 /// Returns a sentence for the user if `program` starts another program without LD_PRELOAD.
 pub fn losing_preload(program: &OsStr, arguments: &[OsString]) -> Option<String> {
     let name = Path::new(program).file_name()?.to_str()?;
-    // The launcher's own options precede the program that it starts. If an option of that program is taken for one of
-    // the launcher's, the message is unnecessary or missing, which does no other harm.
+    // The launcher's own options precede the program that it starts. If this code takes an option of that program for
+    // one of the launcher's options, the message is unnecessary or missing, which does no other harm.
     let has = |options: &[&str]| {
         let is = |word: &OsString| options.iter().any(|option| word == option);
         arguments.iter().any(is)

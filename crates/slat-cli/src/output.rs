@@ -9,8 +9,8 @@ use std::process::ExitCode;
 /// Prints `text` on standard output, in one write.
 ///
 /// # Errors
-/// A sentence for the user with the system's error, for example for a full disk. It is no error if a reader has read
-/// enough (`slat info | head -1`).
+/// A sentence for the user with the system's error, for example for a full disk. If the reader closes the pipe because
+/// it has read enough (`slat info | head -1`), that is no error.
 pub fn say(text: &str) -> Result<(), String> {
     let mut output = io::stdout().lock();
     match limited(|| {

@@ -11,7 +11,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// How long a process may take to answer. A stopped process does not answer.
+/// The longest time that an answer may take. A stopped process does not answer.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 /// The message of commands if no process is found.
@@ -31,7 +31,7 @@ pub struct Process<A> {
 
 /// Returns this process's effective user.
 pub fn user() -> u32 {
-    // SAFETY: no arguments; cannot fail.
+    // SAFETY: the call has no arguments, and cannot fail.
     unsafe { libc::geteuid() }
 }
 
@@ -94,8 +94,8 @@ fn each<T>(wanted: Option<i32>, mut visit: impl FnMut(i32, UnixStream) -> T) -> 
         slat_kvm::publish::directories(runtime.as_deref(), user()).collect();
     let mut visited = Vec::new();
     for directory in directories.iter().filter_map(|path| open(path)) {
-        // The path through the descriptor leads to the directory that was checked, even if the directory's own path
-        // leads elsewhere by now. The path is also short: the address of a socket holds at most 107 bytes.
+        // The path through the descriptor leads to the directory that was checked, even if the path of the directory
+        // leads to another directory by now. The path is also short: the address of a socket holds at most 107 bytes.
         let path = PathBuf::from(format!("/proc/self/fd/{}", directory.as_raw_fd()));
         let Ok(entries) = fs::read_dir(&path) else {
             continue;
@@ -119,7 +119,8 @@ fn open_one(socket: &Path, wanted: Option<i32>) -> Option<(i32, UnixStream)> {
     let stream = match UnixStream::connect(socket) {
         Ok(stream) => stream,
         Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
-            // The process has ended, or has executed another program, so nobody will ever listen at this name again.
+            // The process has ended, or has executed another program, so no process will ever listen at this name
+            // again.
             let _ = fs::remove_file(socket);
             return None;
         }
@@ -170,7 +171,7 @@ fn listener(stream: &UnixStream) -> Option<i32> {
         gid: 0,
     };
     let mut len = size_of::<libc::ucred>() as libc::socklen_t;
-    // SAFETY: a struct of that length, on a live socket.
+    // SAFETY: the struct has this length, and the socket is live.
     let failed = unsafe {
         libc::getsockopt(
             stream.as_raw_fd(),

@@ -15,7 +15,7 @@ use object::{Object, elf};
 pub struct Refusal {
     /// The problem and, where there is one, its solution.
     pub message: String,
-    /// 127: not found. 126: found, but cannot be run.
+    /// The exit status: 127 if PROGRAM was not found, 126 if PROGRAM was found but cannot be run.
     pub status: u8,
 }
 
@@ -241,7 +241,7 @@ fn gains_rights(file: &Path) -> bool {
     let Ok(meta) = fs::metadata(file) else {
         return false;
     };
-    // SAFETY: both calls only return a number.
+    // SAFETY: the calls only return a number.
     let (uid, gid) = unsafe { (libc::getuid(), libc::getgid()) };
     let mode = meta.permissions().mode();
     (mode & libc::S_ISUID != 0 && meta.uid() != uid)

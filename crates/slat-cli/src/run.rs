@@ -23,7 +23,7 @@ fn settings(options: &Run) -> [(&'static str, Option<OsString>); 10] {
     [
         ("SLAT_MMU", Some(options.mmu.name().into())),
         ("SLAT_FORMAT", Some(options.table_format().name().into())),
-        // A variable is removed unless its option is given, so that a `slat run` inside another one inherits nothing.
+        // Remove a variable unless its option is given, so that a `slat run` inside another one inherits nothing.
         ("SLAT_STATS", options.stats.then(|| "1".into())),
         (
             "SLAT_GUEST_SYMBOLS",

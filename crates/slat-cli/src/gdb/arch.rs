@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 use gdbstub::arch;
 use slat_kvm::debugger::{BLOCK, REGISTERS, Register};
 
-/// An x86-64 processor, whatever mode it is in.
+/// An x86-64 processor, in any mode.
 pub enum Amd64 {}
 
 impl arch::Arch for Amd64 {
@@ -22,7 +22,7 @@ impl arch::Arch for Amd64 {
     }
 }
 
-/// GDB types that GDB's x86 features name but do not define.
+/// Types that GDB's x86 features name but do not define.
 const FLAGS: &str = r#"<flags id="i386_eflags" size="4">
 <field name="CF" start="0" end="0"/><field name="" start="1" end="1"/><field name="PF" start="2" end="2"/>
 <field name="AF" start="4" end="4"/><field name="ZF" start="6" end="6"/><field name="SF" start="7" end="7"/>

@@ -16,7 +16,7 @@ use gdbstub::conn;
 pub enum Address {
     /// ADDRESS:PORT
     Tcp(String),
-    /// A path, with a slash in it.
+    /// A path. It contains a slash.
     Unix(PathBuf),
     /// GDB has started this process: `target remote | slat gdb`.
     Standard,
@@ -36,7 +36,7 @@ impl FromStr for Address {
         if port.parse::<u16>().is_err() {
             return Err("give PORT, ADDRESS:PORT, a path with a slash, or -".to_owned());
         }
-        // Without a host, the address is this machine's own.
+        // If there is no host, the address is 127.0.0.1.
         let host = if host.is_empty() { "127.0.0.1" } else { host };
         Ok(Address::Tcp(format!("{host}:{port}")))
     }
@@ -99,8 +99,8 @@ impl Listener {
             Listener::Tcp(listener) => listener.accept().and_then(|(stream, _)| both(stream)),
             Listener::Unix(listener, _) => listener.accept().map(|(stream, _)| stream.into()),
             Listener::Standard => {
-                // SAFETY: this process's own standard input, which nothing else here uses. A Ctrl-C in GDB's
-                // terminal is for GDB.
+                // SAFETY: the descriptor is this process's standard input, which no other code here uses. A Ctrl-C in
+                // GDB's terminal is for GDB.
                 return Ok(unsafe {
                     libc::signal(libc::SIGINT, libc::SIG_IGN);
                     Connection::new(
@@ -236,7 +236,7 @@ pub fn wait<const N: usize>(
         events: libc::POLLIN,
         revents: 0,
     });
-    // SAFETY: an array of that length.
+    // SAFETY: the array has this length.
     let found = unsafe { libc::poll(polled.as_mut_ptr(), N as libc::nfds_t, milliseconds) };
     match found {
         -1 => match io::Error::last_os_error() {

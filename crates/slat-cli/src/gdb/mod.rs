@@ -49,10 +49,10 @@ pub fn run(pid: i32, vm: Option<u64>, listen: &Address) -> ExitCode {
 
 /// Serves one session. Returns how it has ended.
 fn serve(pid: i32, vm: Option<u64>, listen: &Address) -> Result<&'static str, String> {
-    // Connects before GDB does, so that a wrong process is reported at once.
+    // Connect before GDB does, so that a wrong process is reported at once.
     drop(Process::connect(pid)?);
     let listener = Listener::open(listen)?;
-    // The text is for a person. Even if nobody can read it, GDB can connect.
+    // The text is for the user. Even if it cannot be printed, GDB can connect.
     let _ = writeln!(
         io::stderr(),
         "slat: in gdb, type: target remote {}",

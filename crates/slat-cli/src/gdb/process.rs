@@ -10,7 +10,7 @@ use slat_kvm::publish::{DEBUG, MOST_BYTES, VERSION};
 
 use crate::processes::{self, why_not};
 
-/// How long an answer may take.
+/// The longest time that an answer may take.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// The memory to which an address belongs.
@@ -36,7 +36,7 @@ pub enum Stopped {
 }
 
 impl Stopped {
-    /// Reads the words after `stopped`.
+    /// Reads the words that follow `stopped` in an answer.
     fn parse(words: &[&str]) -> Option<Self> {
         Some(match words {
             [] => Stopped::Asked,

@@ -47,7 +47,8 @@ pub struct Vm {
     /// Kind, address and bytes of each probe. GDB may set the same probe twice.
     probes: Vec<(&'static str, u64, u64)>,
     probes_changed: bool,
-    /// The way in which the vCPUs continue that GDB does not name when it resumes. `own` has the vCPUs that GDB names.
+    /// The way in which those vCPUs continue that GDB does not name when it resumes the VM. `own` contains the vCPUs
+    /// that GDB names.
     others: &'static str,
     own: Vec<(u32, &'static str)>,
 }

@@ -21,7 +21,7 @@ pub fn create(directory: &Path) -> io::Result<PathBuf> {
         return Err(io::Error::other("has no parent directory"));
     };
     if !parent.exists() {
-        // ~/.cache of a new user.
+        // A new user may have no ~/.cache.
         DirBuilder::new()
             .recursive(true)
             .mode(0o700)
@@ -36,7 +36,7 @@ pub fn create(directory: &Path) -> io::Result<PathBuf> {
         Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e),
         _ => {}
     }
-    // No symbolic link is followed: in /tmp any user could have made it.
+    // Do not follow a symbolic link: in /tmp any user could have made it.
     let opened = OpenOptions::new()
         .read(true)
         .custom_flags(libc::O_DIRECTORY | libc::O_NOFOLLOW)
@@ -85,7 +85,7 @@ fn keeps_entries(directory: &Path) -> io::Result<()> {
 }
 
 /// Whether a file belongs to this user, or to root, who may do everything anyway. In a user namespace the host's root
-/// has no number. Such an owner is trusted there, because otherwise no file would be.
+/// has no number. There, an owner without a number is trusted, because otherwise no file would be trusted.
 fn is_trusted(meta: &Metadata) -> bool {
     let number = |file| fs::read_to_string(file).ok()?.trim().parse().ok();
     let all_mapped = || {
@@ -100,7 +100,7 @@ fn is_trusted(meta: &Metadata) -> bool {
 
 /// Returns the user who owns the files that this process makes.
 pub fn user() -> u32 {
-    // SAFETY: only returns a number.
+    // SAFETY: the call only returns a number.
     unsafe { libc::geteuid() }
 }
 

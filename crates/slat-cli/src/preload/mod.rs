@@ -145,8 +145,8 @@ fn write_to(directory: &Path) -> io::Result<PathBuf> {
     Ok(path)
 }
 
-/// Returns a hash that names the library, so that two versions of slat do not replace each other's file. Not this hash,
-/// but the directory protects against other users.
+/// Returns a hash that names the library, so that two versions of slat do not replace each other's file. The directory,
+/// and not this hash, protects the file from other users.
 fn content_hash() -> u64 {
     let mut hasher = DefaultHasher::new();
     hasher.write(LIBRARY);
@@ -170,7 +170,7 @@ fn is_our_library(path: &Path) -> io::Result<bool> {
 /// file.
 fn place(directory: &Path, path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
     let temporary = directory.join(format!(".{PREFIX}{}", std::process::id()));
-    // An earlier process with this id may have left the file, if it died here.
+    // An earlier process with the same id may have left a temporary file, if it died before it renamed the file.
     let _ = fs::remove_file(&temporary);
     let written = OpenOptions::new()
         .write(true)
@@ -207,7 +207,7 @@ fn allows_execution(file: &File) -> io::Result<()> {
     if mapped == libc::MAP_FAILED {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the mapping made above, to which no pointer is left.
+    // SAFETY: the mapping was made above, and no pointer to it is left.
     unsafe { libc::munmap(mapped, LENGTH) };
     Ok(())
 }
@@ -249,25 +249,25 @@ pub mod tests {
     fn a_limit_of_file_sizes_is_named() {
         let scratch = scratch("limited");
         let directory = scratch.join("slat");
-        // SAFETY: the child calls nothing that another thread of this process may have locked, but for the heap, which
-        // the C library makes usable in it. It ends without a return.
+        // SAFETY: the child calls only functions that use no lock, and the allocator, which the C library makes usable
+        // in the child. The child ends by `_exit`.
         let child = unsafe { libc::fork() };
         if child == 0 {
             let limit = libc::rlimit {
                 rlim_cur: 100 << 10,
                 rlim_max: 100 << 10,
             };
-            // SAFETY: plain numbers.
+            // SAFETY: the arguments are numbers and a live struct.
             unsafe { libc::setrlimit(libc::RLIMIT_FSIZE, &limit) };
             let refused = write_to_first(std::slice::from_ref(&directory), false);
             let named = refused.is_err_and(|why| {
                 why.contains("RLIMIT_FSIZE (ulimit -f)") && why.contains("once without the limit")
             });
-            // SAFETY: ends the child alone.
+            // SAFETY: the call ends the child only.
             unsafe { libc::_exit(i32::from(!named)) };
         }
         let mut status = 0;
-        // SAFETY: the child made above.
+        // SAFETY: the child was made above.
         unsafe { libc::waitpid(child, &mut status, 0) };
         assert_eq!(status, 0, "a status, or SIGXFSZ");
         assert_eq!(fs::read_dir(&directory).unwrap().count(), 0);

@@ -110,7 +110,7 @@ impl Vm {
 /// The answer of a process.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Answer {
-    /// If no code is compiled: the reason.
+    /// The reason if no code is compiled.
     pub interprets: Option<String>,
     /// The number of VMs that have ended.
     pub ended: u64,

@@ -20,7 +20,7 @@ pub fn of(trace: &Trace, summary: &Summary, top: usize, names: &Names) -> String
         grouped(summary.records),
     );
     if summary.dropped != 0 {
-        // Writing to a string does not fail, here and below.
+        // Writing to a string does not fail. The same holds for the writes below.
         let _ = write!(text, ", {} older ones dropped", grouped(summary.dropped));
     }
     if trace.lost != 0 {
