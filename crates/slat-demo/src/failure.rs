@@ -1,4 +1,4 @@
-//! Why the program failed.
+//! The error type of the program.
 
-/// Why the program failed, for a person to read.
+/// The reason why the program failed, as a text for the user.
 pub type Failure = Box<dyn std::error::Error + Send + Sync>;

@@ -10,7 +10,7 @@ use kvm_bindings::{kvm_regs, kvm_sregs};
 
 use crate::long_mode::{self, PRESENT_WRITABLE, identity_map};
 
-/// The guest writes to this port at the end of a phase, or [`WRONG`] if it read a wrong value.
+/// The guest writes the number of a phase to this port at the end of the phase, or [`WRONG`] if it read a wrong value.
 pub const PORT: u16 = 0x51;
 /// The value written to [`PORT`] when the guest read something that it had not written.
 pub const WRONG: u8 = 0xff;
@@ -47,12 +47,13 @@ const STOP: u64 = 0xf000;
 
 // The guest's instructions, kept as bytes among the constants and never executed by this process.
 //
-// In: rdi data, rsi its pages, r8 code, r9 its pages, r10 device, r11 accesses, r12 spare, r13 stop.
+// The registers at the beginning: rdi is the address of the data, rsi its number of pages, r8 the address of the code,
+// r9 its number of pages, r10 the device, r11 the number of accesses, r12 the spare slot, and r13 the stop word.
 std::arch::global_asm!(
     ".pushsection .rodata.slat_demo_guest, \"a\", @progbits",
     ".balign 16",
     "slat_demo_guest:",
-    // 1: write the address of each page into it
+    // Phase 1: write the address of each page into the page.
     "mov rbx, rdi",
     "mov rcx, rsi",
     "2:",
@@ -62,7 +63,7 @@ std::arch::global_asm!(
     "jnz 2b",
     "mov al, 1",
     "out {port}, al",
-    // 2: read it back
+    // Phase 2: read the addresses back.
     "mov rbx, rdi",
     "mov rcx, rsi",
     "2:",
@@ -73,7 +74,7 @@ std::arch::global_asm!(
     "jnz 2b",
     "mov al, 2",
     "out {port}, al",
-    // 3: write a function into each page (mov eax, <pages left>; ret) and call it
+    // Phase 3: write a function into each page (mov eax, <pages left>; ret), and call it.
     "mov rbx, r8",
     "mov rcx, r9",
     "2:",
@@ -88,7 +89,7 @@ std::arch::global_asm!(
     "jnz 2b",
     "mov al, 3",
     "out {port}, al",
-    // 4: a device register, in turns written and read
+    // Phase 4: write and read a device register in turns.
     "mov rcx, r11",
     "2:",
     "mov [r10], ecx",
@@ -99,7 +100,7 @@ std::arch::global_asm!(
     "jnz 2b",
     "mov al, 4",
     "out {port}, al",
-    // 5: write to the spare slot until told to stop
+    // Phase 5: write to the spare slot until the host says stop.
     "xor eax, eax",
     "2:",
     "inc rax",

@@ -26,7 +26,7 @@ use slat_kvm::{Kvm, policy};
 /// Runs the program by the policies of the environment. Returns the account.
 ///
 /// # Errors
-/// What the program or a policy's value says.
+/// The error of the program, or of a policy's value.
 pub fn run() -> Result<String, Failure> {
     let began = Instant::now();
     let policies = policy::current()?;
@@ -34,7 +34,7 @@ pub fn run() -> Result<String, Failure> {
     let kvm = Kvm::new()?;
     let (report, mut totals) = machine::run(&kvm, slat_kvm::report::totals)?;
     if !policies.stats {
-        // The printed account is that of the memory system, so it has no counters of the CPUs.
+        // Only the counters of the memory system are printed, so drop those of the CPUs.
         totals.cpu = Default::default();
     }
     slat_kvm::publish::end();

@@ -3,9 +3,9 @@
 
 use kvm_bindings::{kvm_segment, kvm_sregs};
 
-/// Flags of entries: present, writable.
+/// The flags of an entry that is present and writable.
 pub const PRESENT_WRITABLE: u64 = 0b11;
-/// Flag of an entry that maps a large page.
+/// The flag of an entry that maps a large page.
 const HUGE: u64 = 1 << 7;
 
 /// Writes tables of 4 levels that map the first `gib` GiB one to one, in pages of 2 MiB, by entries with `flags`, into

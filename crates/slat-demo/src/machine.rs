@@ -16,7 +16,7 @@ use crate::progress::Progress;
 /// The phases of the guest whose times are printed.
 pub const PHASES: usize = 4;
 
-/// No wait in this program takes a tenth of that; a longer one is reported.
+/// The longest wait. No wait in this program takes a tenth of this time; a longer wait is reported.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// The program's own observations.
@@ -27,9 +27,9 @@ pub struct Report {
     pub device_exits: u64,
     /// Writes to the spare slot's addresses that exited to the program while the slot was deleted.
     pub exits_while_away: u64,
-    /// Time to delete the slot, with both vCPUs writing to it.
+    /// The time to delete the slot while both vCPUs write to it.
     pub taking_away: Duration,
-    /// Time to create it again.
+    /// The time to create the slot again.
     pub giving_back: Duration,
 }
 
@@ -51,7 +51,7 @@ fn run_silently<T>(
     progress: &Progress,
     at_end: impl FnOnce() -> T,
 ) -> Result<(Report, T), Failure> {
-    // Before the VM: a guest's memory must outlive it.
+    // Make the memory before the VM, because a guest's memory must outlive the VM.
     let memory = |size, pages| Memory::new(size, HUGE_PAGE, pages);
     let mut system = memory(guest::SYSTEM_SIZE, Pages::Small)?;
     let data = memory(guest::DATA_SIZE, Pages::Huge)?;
@@ -74,7 +74,7 @@ fn run_silently<T>(
         progress,
     };
     let (taking_away, giving_back) = thread::scope(|scope| -> Result<_, Failure> {
-        // All of them before the first thread, which would wait for the others.
+        // Create all vCPUs before the first thread starts, because that thread waits for the others.
         let vcpus = (0..VCPUS as u64)
             .map(|id| vm.create_vcpu(id))
             .collect::<Result<Vec<_>, _>>()?;
@@ -90,9 +90,9 @@ fn run_silently<T>(
             }));
         }
         let times = move_slot(&vm, &spare, &shared);
-        // End the guests, however that ended.
+        // End the guests, however the phases have ended.
         guest::stop(system.words());
-        // A vCPU's own error says more than the main thread's, which only saw the consequences.
+        // Report a vCPU's own error first: the main thread has only seen its consequences.
         for thread in threads {
             thread.join().expect("a vCPU's thread does not panic")?;
         }
@@ -131,7 +131,7 @@ struct Shared<'p> {
     start: Barrier,
     phase_times: Mutex<[Duration; PHASES]>,
     device_exits: AtomicU64,
-    /// Per vCPU: writes while the spare slot was deleted.
+    /// For each vCPU, the number of its writes while the spare slot was deleted.
     away: [AtomicU64; VCPUS],
     failed: AtomicBool,
     progress: &'p Progress,
@@ -142,7 +142,7 @@ fn run_vcpu(vcpu: &mut VcpuFd, index: usize, shared: &Shared<'_>) -> Result<(), 
         .get_sregs()
         .and_then(|sregs| vcpu.set_sregs(&guest::special_registers(sregs)))
         .and_then(|()| vcpu.set_regs(&guest::registers(index)));
-    // Also after an error: the others wait here.
+    // Wait here even after an error, because the other threads wait here.
     shared.start.wait();
     prepared?;
 
@@ -196,7 +196,7 @@ fn move_slot(
     let began = Instant::now();
     set_slot(vm, SPARE_SLOT, guest::SPARE, spare, 0)?;
     let taking_away = began.elapsed();
-    // Deleted means that from here on no vCPU writes to its memory.
+    // From the end of the deletion on, no vCPU may write to the slot's memory.
     let at_deletion = counters();
     wait(shared, "writes to the deleted slot to exit", || {
         shared.away.iter().all(|n| n.load(Ordering::SeqCst) > 0)

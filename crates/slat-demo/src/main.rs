@@ -1,5 +1,5 @@
-//! The workspace's first command, `cargo run --release -- run`: the demonstration alone, which needs half of what the
-//! command `slat` does.
+//! The workspace's first command, `cargo run --release -- run`: only the demonstration, which depends on a third of the
+//! crates that the command `slat` depends on.
 
 use std::process::ExitCode;
 

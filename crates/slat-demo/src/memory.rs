@@ -26,9 +26,9 @@ unsafe impl Send for Memory {}
 /// The pages that the host is asked to back a [`Memory`] with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pages {
-    /// 4 KiB pages: MADV_NOHUGEPAGE.
+    /// The host uses 4 KiB pages: MADV_NOHUGEPAGE.
     Small,
-    /// 2 MiB pages where the host has them: MADV_HUGEPAGE.
+    /// The host uses 2 MiB pages where it has them: MADV_HUGEPAGE.
     Huge,
 }
 
@@ -46,8 +46,8 @@ impl Memory {
             Pages::Small => (libc::MADV_NOHUGEPAGE, HugePages::Unwanted),
             Pages::Huge => (libc::MADV_HUGEPAGE, HugePages::Wanted),
         };
-        // A host without huge pages refuses the advice, and needs none. The kernel cannot be asked cheaply for advice
-        // given: slat is told, as a VMM that uses the crates does.
+        // A host without huge pages refuses the advice, and needs none. Asking the kernel for the advice later would be
+        // slow, so this reports the advice to slat, as every VMM that uses the crates does.
         if memory.advise(advice).is_ok() {
             let Range { start, end } = memory.addresses();
             mappings::advised(start as usize..end as usize, wish);
@@ -55,14 +55,14 @@ impl Memory {
         Ok(memory)
     }
 
-    /// Maps `size` bytes at a multiple of `alignment` that repeat the same `piece` bytes of memory: more guest
-    /// memory than the host has.
+    /// Maps `size` bytes at a multiple of `alignment` that repeat the same `piece` bytes of memory. So the guest can
+    /// have more memory than the host.
     ///
     /// # Errors
-    /// The host's for making a file in memory, and for mapping it.
+    /// The host's error when it makes a file in memory, or maps the file.
     ///
     /// # Panics
-    /// If `size` is no multiple of `piece`, or as [`Memory::new`].
+    /// If `size` is no multiple of `piece`, and the panics of [`Memory::new`].
     pub fn aliased(size: usize, piece: usize, alignment: usize) -> io::Result<Self> {
         assert!(size.is_multiple_of(piece));
         let file = file_in_memory(piece)?;
@@ -74,27 +74,27 @@ impl Memory {
         Ok(memory)
     }
 
-    /// Maps `size` bytes of zeroes at a multiple of `alignment`, which are a file's. Returns the file, too.
+    /// Maps `size` bytes of zeroes at a multiple of `alignment`. They belong to a file, which is also returned.
     ///
     /// # Errors
-    /// The host's for making a file in memory, and for mapping it.
+    /// The host's error when it makes a file in memory, or maps the file.
     ///
     /// # Panics
-    /// As [`Memory::new`].
+    /// The panics of [`Memory::new`].
     pub fn in_file(size: usize, alignment: usize) -> io::Result<(Self, File)> {
         let file = file_in_memory(size)?;
         let memory = Self::of_file(&file, size, alignment, libc::MAP_SHARED)?;
         Ok((memory, file))
     }
 
-    /// Maps the first `size` bytes of a file at a multiple of `alignment`, copy on write. Nobody writes
-    /// to the file meanwhile.
+    /// Maps the first `size` bytes of a file at a multiple of `alignment`, copy on write. No one may write to the file
+    /// meanwhile.
     ///
     /// # Errors
     /// Those of mmap.
     ///
     /// # Panics
-    /// As [`Memory::new`].
+    /// The panics of [`Memory::new`].
     pub fn copy_of(file: &File, size: usize, alignment: usize) -> io::Result<Self> {
         Self::of_file(file, size, alignment, libc::MAP_PRIVATE)
     }
@@ -148,10 +148,10 @@ impl Memory {
     /// Makes all of the memory resident and writable, as `MAP_POPULATE` would.
     ///
     /// # Errors
-    /// The host's; `ENOMEM` when it has too little memory.
+    /// The host's error; `ENOMEM` if the host has too little memory.
     pub fn populate(&self) -> io::Result<()> {
         match self.advise(libc::MADV_POPULATE_WRITE) {
-            // Linux before 5.14.
+            // This is Linux before 5.14, which has no such advice.
             Err(e) if e.raw_os_error() == Some(libc::EINVAL) => {
                 for page in self.words().chunks(4096 / 8) {
                     page[0].fetch_add(0, std::sync::atomic::Ordering::Relaxed);
@@ -162,8 +162,8 @@ impl Memory {
         }
     }
 
-    /// Discards the pages of a range, which is in bytes: zeroes replace them. Reports that to VMs of slat's, as a VMM
-    /// that uses the crates does; a real KVM knows.
+    /// Discards the pages of a range, which is in bytes: zeroes replace them. Reports the change to slat's VMs, as
+    /// every VMM that uses the crates does; a real KVM notices it without a report.
     ///
     /// # Errors
     /// Those of madvise.
@@ -220,12 +220,12 @@ impl Memory {
 
 /// Makes a file of `size` bytes of zeroes that is in memory only.
 fn file_in_memory(size: usize) -> io::Result<File> {
-    // SAFETY: a name; the result is checked.
+    // SAFETY: the argument is a name; the result is checked.
     let file = unsafe { libc::memfd_create(c"slat-guest".as_ptr(), libc::MFD_CLOEXEC) };
     if file < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: a descriptor made just now.
+    // SAFETY: the descriptor was made just now.
     let file = File::from(unsafe { OwnedFd::from_raw_fd(file) });
     file.set_len(size as u64)?;
     Ok(file)
@@ -240,7 +240,7 @@ unsafe fn map_file(address: u64, size: usize, file: &File, sharing: i32) -> io::
         libc::PROT_READ | libc::PROT_WRITE,
         sharing | libc::MAP_FIXED,
     );
-    // SAFETY: the caller's.
+    // SAFETY: by the caller's promise, no code uses the range.
     let mapped = unsafe {
         libc::mmap(
             address as *mut libc::c_void,
@@ -262,7 +262,7 @@ impl Drop for Memory {
         let start = self.mapping.as_ptr() as usize;
         // SAFETY: the mapping made in `reserve`; no borrow of it is left.
         unsafe { libc::munmap(self.mapping.as_ptr().cast(), self.mapped) };
-        // A later mapping at these addresses is another one, with advice of its own.
+        // A later mapping at these addresses is another mapping, whose advice is not known yet.
         mappings::changed(start..start + self.mapped);
     }
 }

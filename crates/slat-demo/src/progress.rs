@@ -21,7 +21,7 @@ const DOING: [&str; 5] = [
 pub struct Progress([AtomicUsize; VCPUS]);
 
 impl Progress {
-    /// Keeps that a vCPU has ended a phase.
+    /// Records that a vCPU has ended a phase.
     pub fn ended_phase(&self, vcpu: usize) {
         self.0[vcpu].fetch_add(1, Ordering::Relaxed);
     }
