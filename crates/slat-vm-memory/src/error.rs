@@ -1,9 +1,9 @@
-//! What can go wrong when guest memory is made.
+//! The errors of making guest memory.
 
 use std::fmt;
 use vm_memory::mmap::FromRangesError;
 
-/// Why there is no region, or no log.
+/// The reason why a region, or its log, was not made.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Error {
@@ -11,9 +11,9 @@ pub enum Error {
     Memslot {
         /// The memslot's number.
         slot: u32,
-        /// Its first guest-physical address.
+        /// The first guest-physical address of the region.
         start: u64,
-        /// Its size in bytes.
+        /// The size of the region in bytes.
         size: u64,
         /// KVM's error.
         error: slat_kvm::Error,

@@ -1,17 +1,17 @@
 //! rust-vmm's guest memory over slat's memslots, so that a VM has one dirty log.
 //!
 //! On KVM a VMM that migrates its guest has two logs: KVM's, of what vCPUs write, and a bitmap of its own, of what its
-//! devices write; it has to harvest and join both. Here a write through [`vm-memory`](vm_memory) marks its pages in the
-//! log of the memslot ([`slat_kvm::VmFd::mark_dirty`]), and `KVM_GET_DIRTY_LOG` returns both.
+//! devices write; the VMM has to harvest and join both logs. Here a write through [`vm-memory`](vm_memory) marks its
+//! pages in the log of the memslot ([`slat_kvm::VmFd::mark_dirty`]), and `KVM_GET_DIRTY_LOG` returns both.
 //!
 //! | item | idea |
 //! |---|---|
 //! | [`memory`], [`region`] | make vm-memory's own collection and regions, and the memslots with them |
 //! | [`Memslot`] | a memslot and the host memory that backs it; the [`Bitmap`](vm_memory::bitmap::Bitmap) of its region |
 //!
-//! A region's memslot is there as long as the region's mapping: it is deleted before the mapping is, when the
-//! last user of the region drops it. So guest memory is plugged by [`region`] and `insert_region`, and
-//! unplugged by `remove_region`.
+//! A region's memslot exists as long as the region's mapping. When the last user of the region drops the region, the
+//! memslot is deleted first, and then the mapping is removed. So [`region`] and `insert_region` plug guest memory, and
+//! `remove_region` unplugs it.
 //!
 //! ```
 //! use kvm_bindings::KVM_MEM_LOG_DIRTY_PAGES;
@@ -29,9 +29,10 @@
 //! ```
 //!
 //! # Writes that are not logged
-//! As with any bitmap of vm-memory, writes through raw pointers (`get_host_address`, `ptr_guard_mut`) and by other
-//! processes that map the memory: call [`mark_dirty`](slat_kvm::VmFd::mark_dirty) after these. A VM with dirty rings
-//! has no place for a write that no vCPU makes; its memslots cannot be logged here ([`Error::Rings`]).
+//! As with any bitmap of vm-memory, two kinds of writes are not logged: writes through raw pointers
+//! (`get_host_address`, `ptr_guard_mut`), and writes by other processes that map the memory. Call
+//! [`mark_dirty`](slat_kvm::VmFd::mark_dirty) after such writes. A VM with dirty rings has no place for a write that no
+//! vCPU makes, so its memslots cannot be logged here ([`Error::Rings`]).
 
 mod error;
 mod memslot;
@@ -48,7 +49,7 @@ use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionMmap, MmapRegion};
 /// order. The memslots are those from number 0 on, with `flags`: `KVM_MEM_LOG_DIRTY_PAGES`, `KVM_MEM_READONLY`.
 ///
 /// # Errors
-/// As for [`region`]; overlapping and unsorted ranges. The VM then has none of the memslots.
+/// The errors of [`region`]; also if ranges overlap or are not sorted. The VM then has none of the memslots.
 pub fn memory(
     vm: &Arc<VmFd>,
     flags: u32,
@@ -66,8 +67,8 @@ pub fn memory(
 /// with KVM's `flags`. As in KVM, the upper half of `slot` is the address space.
 ///
 /// # Errors
-/// [`Error::Memslot`]: what KVM_SET_USER_MEMORY_REGION refuses. [`Error::Rings`]: the memslot would be logged. The
-/// VM then is as before.
+/// [`Error::Memslot`] if KVM_SET_USER_MEMORY_REGION refuses the memslot; [`Error::Rings`] if the memslot would be
+/// logged. Then the VM is unchanged.
 pub fn region(
     vm: &Arc<VmFd>,
     slot: u32,

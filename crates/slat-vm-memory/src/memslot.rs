@@ -1,4 +1,4 @@
-//! [`Memslot`]: a memslot, its memory, its log.
+//! [`Memslot`]: a memslot with its memory and its log.
 
 use crate::Error;
 use kvm_bindings::{KVM_MEM_LOG_DIRTY_PAGES, kvm_userspace_memory_region};
@@ -20,7 +20,7 @@ pub struct Memslot {
     vm: Arc<VmFd>,
     /// The region with which the memslot was created. Of the flags, KVM_MEM_LOG_DIRTY_PAGES may have changed.
     region: kvm_userspace_memory_region,
-    /// Unmapped by `drop`.
+    /// The memory. `drop` unmaps it.
     backing: ManuallyDrop<MmapRegion>,
 }
 
@@ -33,7 +33,7 @@ impl Memslot {
     /// Creates memslot number `slot` at `start`, backed by `backing`.
     ///
     /// # Errors
-    /// [`Error::Memslot`], [`Error::Rings`]; then the VM is as before.
+    /// [`Error::Memslot`], [`Error::Rings`]; then the VM is unchanged.
     pub(crate) fn create(
         vm: &Arc<VmFd>,
         slot: u32,
@@ -49,10 +49,10 @@ impl Memslot {
             userspace_addr: backing.as_ptr() as u64,
         };
         if backing.size() == 0 {
-            // For KVM this would be to delete a memslot.
+            // For KVM, a region of size 0 would delete a memslot.
             return Err(refused(region, slat_kvm::Error::new(EINVAL)));
         }
-        // SAFETY: `drop` unmaps it after deleting the memslot.
+        // SAFETY: `drop` unmaps the memory after it has deleted the memslot.
         unsafe { set(vm, region)? };
         Ok(Memslot {
             vm: vm.clone(),
@@ -80,7 +80,7 @@ impl Memslot {
             flags,
             ..self.region
         };
-        // SAFETY: as when it was created.
+        // SAFETY: `drop` unmaps the memory after it has deleted the memslot.
         unsafe { set(&self.vm, region) }
     }
 
@@ -113,13 +113,14 @@ impl Memslot {
 unsafe fn set(vm: &VmFd, region: kvm_userspace_memory_region) -> Result<(), Error> {
     let slot = region.slot;
     if region.flags & KVM_MEM_LOG_DIRTY_PAGES != 0 {
-        // To clear no page changes nothing, and says whether the VM has rings.
+        // Clearing no page changes nothing, and the result tells whether the VM has rings.
         match vm.clear_dirty_log(slot, 0, 0, &[]) {
             Err(error) if error.errno() == ENXIO => return Err(Error::Rings(slot)),
             _ => {}
         }
     }
-    // SAFETY: the caller's; vm-memory expects that guests write the memory at any time.
+    // SAFETY: the caller promises that the backing stays mapped; vm-memory expects that guests write the memory at any
+    // time.
     let set = unsafe { vm.set_user_memory_region(region) };
     set.map_err(|error| refused(region, error))
 }
@@ -140,11 +141,11 @@ impl Drop for Memslot {
             memory_size: 0,
             ..self.region
         };
-        // SAFETY: deletes it.
+        // SAFETY: the call deletes the memslot.
         let deleted = unsafe { set(&self.vm, nothing) };
-        // A dead VM refuses, and a vCPU may still be on its way out of the guest: the memory stays mapped for it.
+        // If the VM refuses, it is dead, and a vCPU may still be in the guest: keep the memory mapped for that vCPU.
         if deleted.is_ok() {
-            // SAFETY: it is dropped here only, and not used afterwards.
+            // SAFETY: only this code drops the memory, which is not used afterwards.
             unsafe { ManuallyDrop::drop(&mut self.backing) };
         }
     }
@@ -162,16 +163,15 @@ impl<'a> WithBitmapSlice<'a> for Memslot {
 
 /// vm-memory calls these with offsets from the region's start.
 impl Bitmap for Memslot {
-    /// Marks in the VM's log. vm-memory calls it after the write.
+    /// Marks the pages in the VM's log. vm-memory calls this after the write.
     fn mark_dirty(&self, offset: usize, len: usize) {
-        // Nothing to do about an error: it is one of a VM whose log cannot be harvested either, and
-        // the harvest returns it.
+        // Ignore an error: the log of such a VM cannot be harvested either, and the harvest returns the error.
         let _ = self
             .vm
             .mark_dirty(self.space(), self.address(offset), len as u64);
     }
 
-    /// Whether the page is marked in the VM's log now; so a harvest makes it `false`. Always `false` without a log.
+    /// Whether the page is marked in the VM's log now. A harvest clears the mark. Always `false` without a log.
     fn dirty_at(&self, offset: usize) -> bool {
         let marked = self.vm.is_marked_dirty(self.space(), self.address(offset));
         marked.unwrap_or(false)
