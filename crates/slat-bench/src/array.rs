@@ -6,10 +6,10 @@
 //! address scans all of the array. For a look-up by id there is an index.
 //!
 //! # Why this is a fair race
-//! Only the code for memslots is the rival's. All other code is slat's: tables, walks, flushes, the installation of a
-//! leaf. The rival's engine has one memslot that covers all guest memory, so that looking up the engine's own memslots
-//! costs nothing. The rival zaps translations by [`slat::Vm::zap`]. So both sides do the same operations on the same
-//! tables, and differ only in how they find and change a memslot:
+//! Only the code for memslots belongs to the rival. All other code is slat's own: tables, walks, flushes, the
+//! installation of a leaf. The rival's engine has one memslot that covers all guest memory, so that looking up the
+//! engine's own memslots costs nothing. The rival zaps translations by [`slat::Vm::zap`]. So both sides do the same
+//! operations on the same tables, and differ only in how they find and change a memslot:
 //!
 //! * a *fault* costs the rival its search and then slat's fault. That fault looks up the covering memslot, which slat
 //!   remembers. To make up for this, slat's side looks up its remembered memslot once more after each fault
@@ -74,7 +74,7 @@ impl Slot {
 /// The memslots at one moment.
 #[derive(Clone, Default)]
 struct Set {
-    /// Ascending by `base`, without overlap.
+    /// The slots, sorted by `base`, without overlap.
     slots: Vec<Slot>,
     generation: u64,
 }
@@ -143,7 +143,7 @@ impl Set {
 /// State that only changes use.
 #[derive(Default)]
 struct Writer {
-    /// By id: the slot's first frame, or [`NOWHERE`].
+    /// For each id, the slot's first frame, or [`NOWHERE`].
     base: Vec<u64>,
     /// The array from before the last change, which the next change reuses.
     spare: Option<Arc<Set>>,

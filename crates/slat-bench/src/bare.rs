@@ -47,7 +47,7 @@ pub fn vm_with<F: Format>(level: Level, mmu: MmuKind) -> Arc<Vm<Bare, F>> {
 /// Makes `frames` frames for tables resident. A kernel's frames are always resident, and the host's time to bring in a
 /// page must not count as the engine's.
 pub fn warm_frames(platform: &impl Platform, frames: usize) {
-    // These platforms do not count frames by VM.
+    // This platform does not count frames for each VM.
     let vm = VmId(0);
     let mut warm = Vec::with_capacity(frames);
     platform.alloc_tables(vm, frames, &mut |frame| warm.push(frame));

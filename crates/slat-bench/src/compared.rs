@@ -29,7 +29,7 @@ pub struct Line {
 pub struct Goal {
     /// The goal in a few characters.
     pub text: String,
-    /// Whether it was reached.
+    /// Whether the goal was reached.
     pub met: bool,
     /// The main part of the value, if the goal was not reached.
     pub(crate) why: Option<String>,

@@ -6,7 +6,7 @@ use slat::Gfn;
 use slat_kvm::engine::EngineVm;
 use slat_kvm::memory_map::Cell;
 
-/// 4 KiB pages of a [`Cell`] of a [`PageMap`]: it covers 2 MiB.
+/// The number of 4 KiB pages of a [`Cell`] of a [`PageMap`]: a cell covers 2 MiB.
 pub const CELL: u64 = 512;
 /// The most cells of a map: 1 GiB.
 const CELLS: u64 = 512;

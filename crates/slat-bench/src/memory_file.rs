@@ -1,4 +1,4 @@
-//! Files in memory that other programs open by a path.
+//! Files in memory, which other programs open by a path.
 
 use std::fs::File;
 use std::io;
@@ -11,14 +11,14 @@ impl MemoryFile {
     /// Makes an empty file.
     ///
     /// # Errors
-    /// What memfd_create(2) returns.
+    /// The error of memfd_create(2).
     pub fn new() -> io::Result<Self> {
         // SAFETY: the name ends with 0.
         let fd = unsafe { libc::memfd_create(c"slat-bench".as_ptr(), libc::MFD_CLOEXEC) };
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: a descriptor that was just opened, and that nothing else owns.
+        // SAFETY: the descriptor was just opened, and no other value owns it.
         Ok(MemoryFile(unsafe { File::from_raw_fd(fd) }))
     }
 

@@ -2,7 +2,8 @@
 
 use std::path::PathBuf;
 
-/// Other programs that experiments start. Without them, parts are left out.
+/// The other programs that experiments start. If a program is missing, the parts of experiments that need it are left
+/// out.
 #[derive(Clone, Debug, Default)]
 pub struct Others {
     /// The `slat` command.

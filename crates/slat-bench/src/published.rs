@@ -9,9 +9,9 @@ pub struct Published {
     pub case: &'static str,
     /// The metric, as in [`crate::report::Row`].
     pub metric: &'static str,
-    /// Value without the mechanism, in the metric's unit; `None` if only the change was published.
+    /// The value without the mechanism, in the metric's unit; `None` if only the change was published.
     pub before: Option<f64>,
-    /// Value with the mechanism, in the metric's unit; `None` if only the change was published.
+    /// The value with the mechanism, in the metric's unit; `None` if only the change was published.
     pub after: Option<f64>,
     /// The relative change: −0.73 is 73 % less.
     pub change: f64,

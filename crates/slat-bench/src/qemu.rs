@@ -83,7 +83,8 @@ impl Qemu {
     pub fn spawn(mut command: Command) -> Result<Self, Failure> {
         command.stdin(Stdio::piped());
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
-        // SAFETY: between fork and exec, a plain call: the measured process ends with this one, however this one ends.
+        // SAFETY: between fork and exec, the child makes one plain call, which makes the measured process end when this
+        // process ends.
         unsafe {
             command.pre_exec(
                 || match libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) {
@@ -149,7 +150,7 @@ impl Qemu {
             tv_sec: 0,
             tv_nsec: 0,
         };
-        // SAFETY: locals to write to. The process was not waited for: its id is not reused.
+        // SAFETY: the calls write to local variables. The process was not waited for, so its id is not reused.
         let failed = unsafe {
             libc::clock_getcpuclockid(self.child.id() as libc::pid_t, &mut clock) != 0
                 || libc::clock_gettime(clock, &mut time) != 0

@@ -324,7 +324,7 @@ mod tests {
     #[test]
     fn ratios_are_taken_round_by_round() {
         let mut report = Report::default();
-        // The machine was ten times slower in the second round; the third was disturbed on one side.
+        // In the second round the machine was ten times slower; in the third round one side was disturbed.
         for (before, after) in [(1.0, 0.5), (10.0, 5.0), (1.0, 4.0)] {
             add(&mut report, "uncached", before);
             add(&mut report, "cached", after);
@@ -332,7 +332,7 @@ mod tests {
         let ratio =
             |report: &Report| report.ratio("mmio", "ordinary", "seconds", "uncached", "cached");
         assert_eq!(ratio(&report), Some(0.5));
-        // Without partners in the round the ratio of the medians is used.
+        // If no value of the round has a partner, the ratio of the medians is used.
         add(&mut report, "cached", 4.0);
         assert_eq!(ratio(&report), Some(4.0));
         assert_eq!(

@@ -13,9 +13,9 @@ use crate::report::{Report, Sample};
 /// The amount of measurements.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Size {
-    /// For tests: every step once, in little memory. Counts are right, times are meaningless.
+    /// A size for tests: every step once, in little memory. Counts are right, and times are meaningless.
     Tiny,
-    /// `all` ends within 90 s on 2 cores.
+    /// The usual size: `all` ends within 90 s on 2 cores.
     #[default]
     Usual,
     /// The sizes that were published.
@@ -62,7 +62,7 @@ impl Bench {
     /// # Errors
     /// If slat does not open.
     pub fn new(size: Size) -> Result<Self, Failure> {
-        // Hidden where standard error is no terminal.
+        // The progress bar is hidden if standard error is no terminal.
         let progress = ProgressBar::new(0);
         progress.set_style(
             ProgressStyle::with_template("{prefix:>9} [{bar:30}] {msg}").expect("a valid template"),

@@ -53,8 +53,8 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
         None => None,
     };
     for count in counts(bench) {
-        // Without the variant in which a thousand VMs share nothing, because these need more memory than some hosts
-        // have.
+        // Leave out the variant in which a thousand VMs share nothing, because these VMs need more memory than some
+        // hosts have.
         let variants = match count > 100 {
             true => vec![CLONE],
             false => bench.with_kvm(&[ANEW, CLONE]),
@@ -81,7 +81,7 @@ fn counts(bench: &Bench) -> [u32; 3] {
     bench.size.pick([1, 2, 3], [1, 100, 1000], [1, 100, 1000])
 }
 
-/// The memory of a VM that is ready: its system's and its data's.
+/// The memory of a VM that is ready to serve: the memory of its system, and its data.
 struct Template {
     system: File,
     data: File,

@@ -70,7 +70,7 @@ const CASES: [(Case, &str); 3] = [
     (Case::Redirty, "redirty"),
 ];
 
-/// Entries of the ring: KVM's maximum. All pages fit, so the guest never stops at a full ring.
+/// The number of entries of the ring: KVM's maximum. All pages fit, so the guest never stops at a full ring.
 const ENTRIES: usize = 1 << 16;
 
 fn run(bench: &mut Bench) -> Result<(), Failure> {

@@ -238,7 +238,7 @@ fn ordinary(bench: &mut Bench) -> Result<(), Failure> {
     bench.in_turns("ordinary", rounds, VARIANTS, |_, variant| {
         set_caching(&machine, variant)?;
         let time = fastest(RUNS, || {
-            // A memslot that was just created: every page of it faults.
+            // The memslot was just created, so every page of it faults.
             let slot = Slot::whole(1, DATA, &data);
             machine.set_slot(&Slot { size: 0, ..slot })?;
             machine.set_slot(&slot)?;

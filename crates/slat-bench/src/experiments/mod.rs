@@ -1,4 +1,4 @@
-//! The experiments, one file each.
+//! The experiments. Each has a file or a directory.
 
 pub mod clone;
 pub mod cpu;

@@ -80,7 +80,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
         for (name, program) in [("compute", compute), ("walk", walk)] {
             bench.in_turns(&case(name), rounds, LEVELS, |bench, level| {
                 let mut machine = begin(bench)?;
-                // Runs the program once, so that it is compiled, and its pages are mapped.
+                // Run the program once, so that it is compiled, and its pages are mapped.
                 at(&mut machine, level, &program)?;
                 let time = fastest(RUNS, || Ok(at(&mut machine, level, &program)?.cpu))?;
                 Ok(vec![Sample::seconds("seconds", time)])
@@ -200,7 +200,8 @@ fn compare(report: &Report) -> Vec<Line> {
             line("exit", mmu, "ns_per_exit", SLAT, L2),
             line("compute", mmu, "seconds", "l1", L2).map(|line| line.change_within(0.05)),
             line("walk", mmu, "seconds", "l1", L2),
-            // An eighth of the faults, and those for L2's own tables and for the ends of the memslot.
+            // The faults are an eighth of those without prefetch, plus those for L2's own tables and for the ends of
+            // the memslot.
             line("faults", mmu, "pf_fixed", "off", "window-8")
                 .map(|line| line.change_at_most(1.02 / 8.0 - 1.0)),
             line("faults", mmu, "seconds", "off", "window-8"),

@@ -1,4 +1,4 @@
-//! Pages mapped ahead of their use.
+//! Prefetch: pages that are mapped ahead of their use.
 
 use slat::Hva;
 
@@ -39,7 +39,7 @@ const DIRECT: &str = "sequential/direct";
 const SHADOW: &str = "sequential/shadow";
 const RANDOM: &str = "random";
 
-/// Variants and the policy of each.
+/// The variants, and the value of the policy for each.
 const VARIANTS: &[(&str, &str)] = &[("off", "off"), ("window-8", "8"), ("adaptive", "adaptive")];
 
 fn run(bench: &mut Bench) -> Result<(), Failure> {
@@ -148,7 +148,7 @@ fn compare(report: &Report) -> Vec<Line> {
         line(case, "seconds", "window-8").map(|line| line.change_at_most(share - 1.0))
     };
     [
-        // An eighth of the faults, and one hundredth more for windows that reach beyond the memslot.
+        // The bound is an eighth of the faults, and one hundredth more for windows that reach beyond the memslot.
         faults(SEQUENTIAL, "window-8", 1.01 / 8.0),
         faults(SEQUENTIAL, "adaptive", 1.0 / 64.0).map(|line| line.with_published(None)),
         seconds(SEQUENTIAL, 0.8),

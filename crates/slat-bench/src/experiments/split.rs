@@ -49,7 +49,7 @@ const SECONDS: &str = "seconds";
 const ENTRIES_VISITED: &str = "entries_visited";
 const LIMIT: &str = "limit_seconds";
 
-/// Variants are values of the policy `split_walk`, and one of another policy.
+/// The variants: values of the policy `split_walk`, and one value of another policy.
 const FULL_WALK: &str = "full-walk";
 const SKIP: &str = "skip-last-level";
 const DEFAULT: &str = "default";
@@ -167,7 +167,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
             let mut table_bytes = vec![1u64; (subject.splits() * PAGE) as usize / 8];
             let case = format!("{name}/{state}");
             bench.in_turns(&case, rounds, &VARIANTS, |bench, walk| {
-                // The walks differ in the entries they read, not in the result.
+                // The walks read different entries, and have the same result.
                 let mut look = |phase, machine: &Machine<'_, Slat>| {
                     if walk == DEFAULT {
                         let gpas = DATA..DATA + subject.size;
@@ -332,7 +332,7 @@ fn compare(report: &Report) -> Vec<Line> {
             lines.extend(default.map(|line| match (mapped, call, published) {
                 (Mapped::Small, Call::Split, _) => line.change_at_most(-0.95),
                 (_, Call::Split, _) => line.at_most_of_limit(3.0),
-                // Protecting that many pages takes more than a twentieth of the time in any case.
+                // Protecting this many pages takes more than a twentieth of the time with any walk.
                 (Mapped::Small, _, Some(change)) => line.change_at_most(change),
                 _ => line,
             }));

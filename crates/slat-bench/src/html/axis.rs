@@ -10,14 +10,14 @@ pub enum Axis {
     Linear {
         /// The right end.
         to: f64,
-        /// Distance of two marks.
+        /// The distance between two marks.
         step: f64,
     },
-    /// Powers of ten.
+    /// The marks are powers of ten.
     Logarithmic {
-        /// Exponent of the left end.
+        /// The exponent of the left end.
         from: i32,
-        /// Exponent of the right end.
+        /// The exponent of the right end.
         to: i32,
     },
 }

@@ -10,7 +10,7 @@ const CASES: usize = 6;
 /// The meaning of a bar, which decides how it is drawn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// The variant with which the other ones are compared.
+    /// The bar of the variant with which the other ones are compared.
     Before,
     /// The n-th variant that is compared with `Before`.
     After(usize),
@@ -81,7 +81,7 @@ pub fn charts(lines: &[Line]) -> Vec<Chart<'_>> {
     let mut variants = Vec::new();
     for case in charts.iter_mut().flat_map(|chart| &mut chart.cases) {
         case.tell_variants_apart(&mut variants);
-        // A real KVM is last, because it is for orientation only, unless the other variants are compared with it.
+        // Place a real KVM last, because it is only a reference, unless the other variants are compared with it.
         case.bars[1..].sort_by_key(|bar| bar.role == Role::Kvm);
     }
     charts

@@ -9,12 +9,12 @@ use crate::compared::shown;
 use crate::maps::{CELL, PageMap};
 use crate::report::Unit;
 
-/// Squares in a row, their width and height, and the gap between them.
+/// The number of squares in a row, their width and height, and the gap between them.
 const COLUMNS: usize = 32;
 const WIDE: f64 = 14.0;
 const HIGH: f64 = 11.0;
 const GAP: f64 = 1.0;
-/// Height of a mark along an edge.
+/// The height of a mark along an edge.
 const EDGE: f64 = 2.0;
 
 /// A kind of mapping: its CSS class, its name, and a function that returns the number of a cell's pages that are mapped
@@ -43,7 +43,7 @@ const OVER: [Kind; 5] = [NX, PROTECTED, DIRTY, ACCESSED, PRIVATE];
 pub struct Strip<'a> {
     /// A description in a few words.
     pub name: &'a str,
-    /// 4 KiB pages of each cell.
+    /// The number of 4 KiB pages of each cell.
     pub cell_pages: u64,
     /// The cells, by address.
     pub cells: &'a [Cell],

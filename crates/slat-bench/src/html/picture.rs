@@ -15,7 +15,7 @@ const RIGHT: f64 = 360.0;
 const VALUE: f64 = 438.0;
 const CHANGE: f64 = 511.0;
 const GOAL: f64 = 521.0;
-/// Heights: of the axis on top, of a case's name, of a bar with its distance to the next.
+/// The heights of three things: the axis at the top, the name of a case, and a bar with its distance to the next bar.
 const AXIS: f64 = 22.0;
 const HEADING: f64 = 24.0;
 const BAR: f64 = 18.0;

@@ -7,7 +7,7 @@ use super::layout::{GDT, IDT};
 
 /// The only vector that [`load`] makes present.
 const VECTOR: u64 = 0x40;
-/// Null, code at selector 8, data at selector 0x10: as in [`slat_demo::long_mode`].
+/// The segments, as in [`slat_demo::long_mode`]: null, code at selector 8, data at selector 0x10.
 const SEGMENTS: [u64; 3] = [0, 0x00af_9b00_0000_ffff, 0x00cf_9300_0000_ffff];
 
 /// Writes the descriptor tables into the memory of the system slot. `handler` is the address of [`VECTOR`]'s handler.

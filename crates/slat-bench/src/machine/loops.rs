@@ -42,7 +42,7 @@ macro_rules! programs {
 }
 
 programs! {
-    /// rsi += the first byte of each page; rbx first page, rcx pages.
+    /// Adds the first byte of each page to rsi. rbx is the address of the first page, rcx the number of pages.
     read = "slat_bench_read" [
         "2:",
         "movzx eax, byte ptr [rbx]",
@@ -90,7 +90,7 @@ programs! {
         "jmp 2b",
         "5:",
     ]
-    /// Repeatedly writes eax to r9 pages from rbx on, and counts the passes in rsi, until the word at r10 is set.
+    /// Repeatedly writes eax to r9 pages from rbx on, until the word at r10 is set. rsi counts the passes.
     hammer = "slat_bench_hammer" [
         "2:",
         "mov rdi, rbx",
@@ -112,7 +112,8 @@ programs! {
         "dec rcx",
         "jnz 2b",
     ]
-    /// Writes eax, a function, to the beginning of each page, and calls each; rbx first page, rcx pages.
+    /// Writes eax, a function, to the beginning of each page, and calls each function. rbx is the address of the first
+    /// page, rcx the number of pages.
     cold = "slat_bench_cold" [
         "mov rdi, rbx",
         "mov rdx, rcx",
@@ -127,8 +128,8 @@ programs! {
         "dec rcx",
         "jnz 3b",
     ]
-    /// rsi += the first byte of random pages ([`Random`]); rbx first page, rcx times, rax state, r8 and r9 multiplier
-    /// and increment, r10 64 minus the bits of a page number.
+    /// Adds the first byte of random pages ([`Random`]) to rsi. rbx is the address of the first page, rcx the number of
+    /// reads, rax the state, r8 and r9 multiplier and increment, r10 is 64 minus the bits of a page number.
     ///
     /// [`Random`]: super::program::Random
     scatter = "slat_bench_scatter" [
@@ -169,7 +170,7 @@ programs! {
         "dec rcx",
         "jnz 2b",
     ]
-    /// Arithmetic in registers, six instructions; rcx times.
+    /// Does arithmetic in registers, with six instructions, rcx times.
     alu = "slat_bench_alu" [
         "2:",
         "add rax, rcx",
@@ -202,7 +203,7 @@ programs! {
         "dec rcx",
         "jnz 2b",
     ]
-    /// Arithmetic with doubles in a register, six instructions; rcx times, rsi data for the result.
+    /// Does arithmetic with doubles in a register, with six instructions, rcx times. rsi is the address of the result.
     float = "slat_bench_float" [
         "mov eax, 1",
         "cvtsi2sd xmm1, eax",
@@ -216,7 +217,8 @@ programs! {
         "jnz 2b",
         "movsd [rsi], xmm0",
     ]
-    /// Mixes vectors of four words, which begin as rcx and rbx, ten instructions; rcx times, rsi data for the result.
+    /// Mixes two vectors of four words, which begin as rcx and rbx, with ten instructions, rcx times. rsi is the
+    /// address of the result.
     simd = "slat_bench_simd" [
         "movq xmm0, rcx",
         "movq xmm1, rbx",
@@ -233,7 +235,7 @@ programs! {
         "jnz 2b",
         "movdqu [rsi], xmm0",
     ]
-    /// Multiplies rdx by rbx and adds the product with two carries, seven instructions; rcx times.
+    /// Multiplies rdx by rbx and adds the product with two carries, with seven instructions, rcx times.
     bigint = "slat_bench_bigint" [
         "2:",
         "xor eax, eax",
@@ -244,7 +246,7 @@ programs! {
         "dec rcx",
         "jnz 2b",
     ]
-    /// Instructions on bits, eight of them; rcx times, rdx the bits.
+    /// Executes eight instructions on bits, rcx times. rdx has the bits.
     count_bits = "slat_bench_bits" [
         "2:",
         "rorx rdx, rdx, 13",
@@ -256,7 +258,7 @@ programs! {
         "dec rcx",
         "jnz 2b",
     ]
-    /// Divisions, six instructions; rcx times, rbx the divisor, rdi the sum of the quotients.
+    /// Divides, with six instructions, rcx times. rbx is the divisor, and rdi the sum of the quotients.
     div = "slat_bench_div" [
         "2:",
         "lea rax, [rdi + rcx]",
@@ -304,8 +306,8 @@ programs! {
         "pop rbx",
         "ret",
     ]
-    /// Copies, fills and searches, by repeated instructions, 25 instructions; rdx times, rbx data of two pages. r10
-    /// counts the bytes that were not searched, r11 adds the values that were copied and filled.
+    /// Copies, fills and searches, by repeated instructions, with 25 instructions, rdx times. rbx is the address of two
+    /// pages of data. r10 counts the bytes that were not searched, and r11 adds the values that were copied and filled.
     string = "slat_bench_string" [
         "mov byte ptr [rbx + 2048 + 200], 1",
         "2:",
@@ -373,7 +375,7 @@ programs! {
         "pop rax",
         "iretq",
     ]
-    /// Writes to each page, in rcx rounds; rsi first page, rdx pages.
+    /// Writes to each page, in rcx rounds. rsi is the address of the first page, rdx the number of pages.
     rounds = "slat_bench_rounds" [
         "2:",
         "mov rdi, rsi",
@@ -386,14 +388,14 @@ programs! {
         "dec rcx",
         "jnz 2b",
     ]
-    /// VMMCALL; rcx times. rax: the number of the hypercall.
+    /// Executes VMMCALL rcx times. rax is the number of the hypercall.
     hypercall = "slat_bench_hypercall" [
         "2:",
         "vmmcall",
         "dec rcx",
         "jnz 2b",
     ]
-    /// Enables SVM; rbx host save area.
+    /// Enables SVM. rbx is the address of the host save area.
     begin_svm = "slat_bench_begin_svm" [
         "mov ecx, 0xc0000080", // EFER: SVME
         "rdmsr",
@@ -415,8 +417,8 @@ programs! {
         "3:",
     ]
     /// Adds 1 to the first word of pages, in a pseudo-random order that has each page once before it begins again; rsi
-    /// first page, rdx pages minus 1 (pages are a power of two), rcx times, rax page number, r8 and r9 multiplier and
-    /// increment.
+    /// is the address of the first page, rdx the number of pages (a power of two) minus 1, rcx the number of additions,
+    /// rax the page number, r8 and r9 multiplier and increment.
     walk = "slat_bench_walk" [
         "2:",
         "imul rax, r8",

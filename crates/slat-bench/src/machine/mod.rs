@@ -287,8 +287,8 @@ fn put_slot(vm: &impl VmApi, slot: &Slot<'_>) -> Result<(), Failure> {
         memory_size: slot.size,
         userspace_addr: slot.memory.address() + slot.offset,
     };
-    // SAFETY: the memory outlives the VM (the system's by the order of a machine's fields, that of others by its `'m`),
-    // and a shared `Memory` is accessed as atomics only.
+    // SAFETY: the memory outlives the VM: the system slot's memory by the order of a machine's fields, other memory by
+    // its `'m`. A shared `Memory` is accessed as atomics only.
     unsafe { vm.set_region(region) }
 }
 
@@ -332,7 +332,7 @@ fn run_vcpu<V: VcpuApi>(
     device: &Device<'_>,
 ) -> Result<Ended, Failure> {
     let prepared = vcpu.set_regs(&program.registers(index));
-    // Even after an error, because the other threads wait here.
+    // Wait even after an error, because the other threads wait here.
     start.wait();
     prepared?;
     let (began, cpu) = (Instant::now(), thread_time());
@@ -356,7 +356,7 @@ pub fn thread_time() -> Duration {
         tv_sec: 0,
         tv_nsec: 0,
     };
-    // SAFETY: a local to write to.
+    // SAFETY: the call writes to a local variable.
     unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut time) };
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }

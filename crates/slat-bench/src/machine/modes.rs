@@ -7,7 +7,7 @@ use super::layout::{MODES, SCRATCH, STACKS, STRINGS};
 // MODES.
 std::arch::global_asm!(
     // The loops, for registers of 32 bits (`e` is e) and of 16 bits (`e` is nothing); ecx times.
-    // Arithmetic, loads and stores, and a function.
+    // Arithmetic, loads and stores, and a call of a function.
     ".macro slat_bench_mixed e",
     r"xor \e\()ax, \e\()ax",
     r"xor \e\()bx, \e\()bx",

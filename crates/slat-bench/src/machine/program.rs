@@ -171,14 +171,15 @@ impl Program {
         (Self::pages(Loop::div, divisor, times), 6 * times + 1)
     }
 
-    /// Calls a small function. Returns also the number of instructions. rax ends as 1.
+    /// Calls a small function repeatedly. Returns also the number of instructions. rax ends as 1.
     pub fn calls(times: u64) -> (Self, u64) {
         (Self::pages(Loop::frame, 0, times), 8 * times + 1)
     }
 
     /// Computes the `n`th Fibonacci number by recursion, to rax. Returns also the number of instructions.
     pub fn fibonacci(n: u64) -> (Self, u64) {
-        // A call without further calls is 4 instructions, one with two is 13 and those of the two.
+        // A call that makes no further calls takes 4 instructions. A call that makes two further calls takes 13, and
+        // those of the two.
         let (mut now, mut next) = (4, 4);
         for _ in 0..n {
             (now, next) = (next, 13 + now + next);

@@ -52,7 +52,7 @@ const FUNCTIONS: u64 = 65536;
 struct Work {
     case: &'static str,
     program: Program,
-    /// Pages of data that it uses.
+    /// The number of pages of data that the program uses.
     pages: u64,
     instructions: u64,
     is_right: Check,
@@ -64,7 +64,7 @@ type Check = Box<dyn Fn(&kvm_regs, &dyn Fn(usize) -> u64) -> bool>;
 /// The CPU that executes the programs, which decides the amount of work.
 #[derive(Clone, Copy)]
 enum Worker {
-    /// slat, and QEMU's software CPU.
+    /// The case is measured on slat, and on QEMU's software CPU.
     Software,
     /// A real KVM, which may be an interpreter.
     Kvm,
@@ -259,7 +259,7 @@ fn fibonacci(n: u64) -> u64 {
 
 fn run(bench: &mut Bench) -> Result<(), Failure> {
     let rounds = bench.size.pick(1, 3, 9);
-    // As in QEMU.
+    // The memory is mapped by huge pages, as in QEMU.
     let data = Memory::new((FUNCTIONS * PAGE) as usize, 2 << 20, Pages::Huge)?;
     let mut slat = prepare(&bench.slat, &data)?;
     let mut kvm = match &bench.kvm {
@@ -293,7 +293,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
                     Some(kvm) => measure(kvm, &data, &for_kvm[k]),
                     None => Err("no real KVM".into()),
                 },
-                // A machine keeps the code of functions that it has called before: each round has its own.
+                // A machine keeps the code of functions that it has already called, so each round has its own machine.
                 _ if work.case == COLD => measure(&mut prepare(&bench.slat, &data)?, &data, work),
                 _ => measure(&mut slat, &data, work),
             },

@@ -30,7 +30,7 @@ std::arch::global_asm!(
     ".pushsection .rodata.slat_bench_rom, \"a\", @progbits",
     ".globl slat_bench_rom, slat_bench_rom_end",
     "slat_bench_rom:",
-    // 16 bits, CS.base 0xffff0000: lgdt, CR0.PE, far jump.
+    // In 16-bit code with CS.base 0xffff0000: lgdt, CR0.PE, far jump.
     ".byte 0x66, 0x2e, 0x0f, 0x01, 0x16",
     ".short 0xf000 + (4f - slat_bench_rom)",
     ".byte 0x0f, 0x20, 0xc0, 0x0c, 0x01, 0x0f, 0x22, 0xc0",
@@ -158,7 +158,8 @@ pub fn run(program: &Program, bytes: usize) -> Result<Ran, Failure> {
     let file = TemporaryFile::new("rom")?;
     std::fs::write(&file.0, rom(program))?;
     let mut command = Command::new(qemu::PROGRAM);
-    // 16 MiB of memory are low; the data is at 4 GiB. The host touches all of it before the guest does.
+    // The PC has 16 MiB of memory at low addresses, and the data at 4 GiB. The host touches all of it before the guest
+    // does.
     let memory = 16 + bytes.div_ceil(1 << 20).next_multiple_of(16);
     let machine = format!(
         "-accel tcg -cpu max -M pc,max-ram-below-4g=16M -m {memory}M -mem-prealloc -nodefaults -no-user-config -display none -no-reboot -monitor stdio"

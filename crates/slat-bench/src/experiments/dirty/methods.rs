@@ -9,7 +9,7 @@ use crate::machine::{Failure, Machine, Memory, Program, Slat, no_device, thread_
 use crate::report::{Report, Sample, Unit};
 use crate::rounds::Bench;
 
-/// Values of the policy `dirty_log`.
+/// The values of the policy `dirty_log`.
 const PROTECT: &str = "write-protect";
 const BITS: &str = "dirty-bit";
 const BUFFER: &str = "buffer";
@@ -25,7 +25,7 @@ enum Case {
     Few,
     /// The log is got after all pages were written.
     All,
-    /// All pages are written again.
+    /// The guest writes to all pages again.
     Write,
 }
 

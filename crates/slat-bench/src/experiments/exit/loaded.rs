@@ -33,7 +33,7 @@ global_asm!(
     "mov edi, 1",
     "mov eax, {exit}",
     "syscall",
-    // Enters the vCPU, whose descriptor is in R12D, RBX times. The call is in one aligned quadword, because slat cannot
+    // Enters the vCPU RBX times. Its descriptor is in R12D. The call is in one aligned quadword, because slat cannot
     // rewrite another call on some processors.
     ".balign 64, 0xcc",
     ".byte 0xcc",
@@ -89,10 +89,10 @@ global_asm!(
     "xor r9d, r9d",
     "mov eax, {mmap}",
     "syscall",
-    // At the reset vector, in real mode: mov [0], al; jmp to it.
+    // The guest's code at the reset vector, in real mode: mov [0], al; jmp to it.
     "mov dword ptr [rax + 0xff0], 0xeb0000a2",
     "mov byte ptr [rax + 0xff4], 0xfb",
-    // The memory, its size, its address; slot 0 without flags.
+    // The region on the stack: the memory, its size, its address, and slot 0 without flags.
     "push rax",
     "push 4096",
     "mov ecx, 0xfffff000",
@@ -154,24 +154,25 @@ unsafe extern "C" {
 fn program(times: u32) -> Vec<u8> {
     /// The offset of the text in the file, aligned as the text's functions are: after the headers of 64 and 56 bytes.
     const TEXT: usize = 128;
-    // SAFETY: the labels around the text above.
+    // SAFETY: the labels enclose the text above.
     let text = unsafe {
         let (start, end) = (&raw const START, &raw const END);
         std::slice::from_raw_parts(start, end.addr() - start.addr())
     };
     let mut text = text.to_vec();
     text[TIMES..TIMES + 8].copy_from_slice(&u64::from(times).to_le_bytes());
-    // System V ABI, chapter 4: 64 bits, little endian; an executable for x86-64.
+    // The header of System V ABI, chapter 4: 64 bits, little endian; an executable for x86-64.
     let mut file = b"\x7fELF\x02\x01\x01\0\0\0\0\0\0\0\0\0\x02\0\x3e\0\x01\0\0\0".to_vec();
     let word = |file: &mut Vec<u8>, value: u64| file.extend(value.to_le_bytes());
-    // Entry; program headers; no sections; no flags. Then the sizes of headers: one of the program, none of a section.
+    // The rest of the header: entry, offset of the program headers, no sections, no flags; then the sizes of headers:
+    // one of the program, none of a section.
     for value in [BASE + TEXT as u64, 64, 0] {
         word(&mut file, value);
     }
     for half in [0u16, 0, 64, 56, 1, 64, 0, 0] {
         file.extend(half.to_le_bytes());
     }
-    // PT_LOAD, readable and executable: offset, addresses, sizes, alignment.
+    // The program header: PT_LOAD, readable and executable; offset, addresses, sizes, alignment.
     let size = (TEXT + text.len()) as u64;
     file.extend([1, 0, 0, 0, 5, 0, 0, 0]);
     for value in [0, BASE, BASE, size, size, 0x1000] {

@@ -69,7 +69,7 @@ impl Guest {
         const DEVICE: u16 = 0x2000;
         let vm = Kvm::new()?.create_vm()?;
         let mut memory = vec![Aligned([0; PAGE]); 4].into_boxed_slice();
-        // mov ax, 0x2000; mov ds, ax; mov [0], al; jmp to the third.
+        // The guest's code: mov ax, 0x2000; mov ds, ax; mov [0], al; jmp to the third instruction.
         let code = [0xb8, 0x00, 0x20, 0x8e, 0xd8, 0xa2, 0x00, 0x00, 0xeb, 0xfb];
         memory[CODE / PAGE].0[..code.len()].copy_from_slice(&code);
         let region = kvm_userspace_memory_region {
@@ -77,7 +77,7 @@ impl Guest {
             userspace_addr: memory.as_ptr() as u64,
             ..Default::default()
         };
-        // SAFETY: the memory lives as long as the VM and is accessed by nobody else.
+        // SAFETY: the memory lives as long as the VM, and no other code accesses it.
         unsafe { vm.set_user_memory_region(region)? };
         let mut vcpu = vm.create_vcpu(0)?;
         let mut sregs = vcpu.get_sregs()?;
@@ -103,9 +103,9 @@ impl Guest {
         let begin = Instant::now();
         for _ in 0..times {
             let answer = match way {
-                // SAFETY: the vCPU's descriptor, and a request without argument.
+                // SAFETY: the descriptor is a vCPU's, and the request has no argument.
                 "dispatch" => unsafe { call(libc::SYS_ioctl, [vcpu, KVM_RUN as usize, 0]) },
-                // SAFETY: as above.
+                // SAFETY: the descriptor is a vCPU's, and the request has no argument.
                 _ => unsafe { libc::ioctl(vcpu as i32, KVM_RUN as libc::Ioctl, 0) as isize },
             };
             if answer != 0 {
@@ -119,10 +119,10 @@ impl Guest {
 /// Makes a system call by an instruction in this program, not in the C library.
 ///
 /// # Safety
-/// As for the call itself.
+/// The promises of the call itself are kept.
 unsafe fn call(number: i64, [a, b, c]: [usize; 3]) -> isize {
     let answer;
-    // SAFETY: the caller's; the kernel clobbers RCX and R11 only.
+    // SAFETY: the caller promises what the call requires; the kernel clobbers RCX and R11 only.
     unsafe {
         asm!(
             "syscall",
@@ -142,7 +142,7 @@ unsafe fn call(number: i64, [a, b, c]: [usize; 3]) -> isize {
 fn calls(way: &str, times: u32) -> f64 {
     let begin = Instant::now();
     for _ in 0..times {
-        // SAFETY: no arguments.
+        // SAFETY: the call has no arguments.
         black_box(unsafe {
             match way {
                 "dispatch" => call(libc::SYS_getppid, [0; 3]),

@@ -74,7 +74,7 @@ impl Mmu for Shadow {
     const KIND: MmuKind = MmuKind::Shadow;
 }
 
-/// slat with the MMU `M`.
+/// The engine of slat with the MMU `M`.
 pub(super) struct Slat<M: Mmu>(Arc<Vm<Bare, M::Format>>);
 
 impl<M: Mmu> System for Slat<M> {
@@ -131,7 +131,7 @@ impl<M: Mmu> SystemCpu for SlatCpu<M> {
     }
 }
 
-/// Memslots in an array.
+/// The rival: memslots in an array.
 pub(super) struct Array(Arc<ArrayVm>);
 
 impl System for Array {

@@ -8,7 +8,7 @@ use crate::machine::guest::{DATA, PAGE};
 
 /// The number of pages at the beginning that are in memslots, but that no case uses.
 const EXTRA: u64 = (64 << 10) / PAGE;
-/// Pages that are written while a slot moves.
+/// The number of pages that are written while a slot moves.
 const MOVED: u64 = (192 << 10) / PAGE;
 const MIB: u64 = (1 << 20) / PAGE;
 

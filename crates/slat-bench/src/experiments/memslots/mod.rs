@@ -150,7 +150,7 @@ fn inside(bench: &mut Bench, case: Case, slots: u64, layout: Layout) -> Result<(
         _ => &[ARRAY, SLAT, TABLES, DIRECT, SHADOW],
     };
     // The addresses of a system's memory decide which cache lines conflict, by chance, as long as the system lives. So
-    // each system has several instances at the same time, because then no two are at one address.
+    // each system has several instances at the same time: no two instances have the same address.
     let mut placed = Vec::new();
     for _ in 0..placements {
         let mut slat = Inside::<Slat<Tdp>>::new(layout)?;

@@ -42,7 +42,7 @@ fn checked(case: Case, layout: &Layout) -> Range<u64> {
 /// Measures an operation of `case` in seconds: the median of as many samples as `budget` allows.
 ///
 /// # Errors
-/// KVM's, or that the guest did not do its work.
+/// KVM's errors. It is also an error if the guest did not do its work.
 pub(super) fn measure<A: Api>(
     api: &A,
     case: Case,

@@ -132,7 +132,7 @@ impl Guest {
             kernel: material(self.kernel),
             initrd: material(self.initrd),
             disk: self.system.map_or_else(|| disk.to_owned(), material),
-            // The argument makes guest/init of the materials enter the system on the disk.
+            // The argument makes the materials' init program start the system that is on the disk.
             arguments: self.system.map_or("", |_| "system=/dev/vda"),
         };
         Qemu::start(linux, on_slat, &payload)

@@ -23,7 +23,7 @@ pub const NS_P99: &str = "ns_p99";
 /// of the kernel to wake a thread.
 pub const THREAD: &str = "thread";
 
-/// A GSI above those of the pins of the I/O APIC.
+/// A GSI that is larger than those of the I/O APIC's pins.
 const GSI: u32 = 24;
 /// The time between two signals: long enough for all threads to sleep.
 const PAUSE: Duration = Duration::from_micros(100);

@@ -22,7 +22,7 @@ pub const IOEVENTFD: &str = "ioeventfd";
 /// There is no guest: a thread signals the eventfd repeatedly.
 pub const WRITE: &str = "write";
 
-/// Cases, and whether a device thread waits for the eventfd.
+/// The cases: the name of each, and whether a device thread waits for the eventfd.
 pub const CASES: [(&str, bool); 2] = [("kick/unread", false), ("kick/read", true)];
 
 /// The number of runs, of which the shortest counts.
@@ -129,7 +129,7 @@ fn read_until(event: &EventFd, stop: &EventFd) -> Result<u64, Failure> {
     let mut heard = 0;
     let mut both = [wait(event), wait(stop)];
     while both[1].revents == 0 {
-        // SAFETY: an array of the length given.
+        // SAFETY: the array has the given length.
         if unsafe { libc::poll(both.as_mut_ptr(), 2, -1) } < 0 {
             return Err(std::io::Error::last_os_error().into());
         }

@@ -69,7 +69,7 @@ mod tests {
 
     #[test]
     fn every_kick_and_every_interrupt_is_heard_at_a_tiny_size() {
-        // The run itself counts them.
+        // The run itself counts the signals.
         let report = crate::run(&[&EXPERIMENT], Size::Tiny).unwrap();
         assert_eq!(
             report.cases(NAME),

@@ -5,7 +5,8 @@ use std::time::Duration;
 /// The number of steps for each doubling. A quantile is at most a 32nd too long.
 const STEPS: u64 = 32;
 const STEP_BITS: u32 = STEPS.ilog2();
-/// Times shorter than `STEPS` ns have a step each; the doublings up to 2^64 ns follow.
+/// The number of steps: a step for each of the times shorter than `STEPS` ns, and the steps of the doublings up to 2^64
+/// ns.
 const LEN: usize = ((u64::BITS - STEP_BITS + 1) as u64 * STEPS) as usize;
 
 /// Times of calls, in memory that does not grow: recording one costs a few instructions.
@@ -86,7 +87,7 @@ impl Histogram {
         None
     }
 
-    /// Returns the steps with calls, ascending: the longest time of each, and the number of calls.
+    /// Returns the steps that contain calls, ascending: the longest time of each step, and its number of calls.
     fn steps(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
         let counts = self.counts.iter().enumerate();
         let counts = counts.filter(|(_, count)| **count > 0);
@@ -94,7 +95,7 @@ impl Histogram {
     }
 }
 
-/// Returns the index of the step of a time in nanoseconds.
+/// Returns the index of the histogram step that contains a time, given in nanoseconds.
 fn step(time: u64) -> usize {
     let doubling = time.checked_ilog2().unwrap_or(0).saturating_sub(STEP_BITS);
     (u64::from(doubling) * STEPS + (time >> doubling)) as usize

@@ -49,7 +49,8 @@ const P999: &str = "p99.9_seconds";
 const ANYTIME: &str = "anytime_seconds";
 const MAX: &str = "max_seconds";
 
-/// The quantiles, their names, and the number of calls from which on each is reported: enough that one call exceeds it.
+/// The quantiles: value, name, and the number of calls from which on the quantile is reported. With that number of
+/// calls, one call exceeds it.
 const QUANTILES: [(f64, &str, u64); 3] = [(0.5, P50, 10), (0.99, P99, 100), (0.999, P999, 1000)];
 
 /// If the threads lost their processors for longer than this in a run, other programs ran.

@@ -19,7 +19,7 @@ use crate::machine::guest::PAGE;
 const SLOT: u32 = 0;
 const BACKING: u64 = 1 << 44;
 
-/// Pages of a leaf of 2 MiB.
+/// The number of pages of a leaf of 2 MiB.
 const MEGA: u64 = Level::MEGA.pages();
 /// Every `APART`th page of the slot is in a dirty ring, so that each is protected alone.
 const APART: u64 = 64;
@@ -30,7 +30,7 @@ const RING_ENTRIES: u64 = 1 << 16;
 /// A long operation on the large memslot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Operation {
-    /// No operation: the thread only computes.
+    /// No operation is done: the thread only computes.
     Nothing,
     GetProtect,
     GetDirtyBit,
@@ -146,7 +146,7 @@ impl Subject {
             }
         }
         unrelated::create_slot(&vm)?;
-        // The tables of 4 KiB leaves, and some above them.
+        // There are tables for the 4 KiB leaves, and some tables above them.
         bare::warm_frames(&**vm.platform(), (pages / MEGA) as usize + 256);
         Ok(Subject {
             operation,
@@ -171,7 +171,7 @@ impl Subject {
     /// Sets the slot up for the operation, from any state in which the previous operation has left it.
     ///
     /// # Errors
-    /// The engine's, or that the slot is not mapped as it should be.
+    /// The engine's errors. It is also an error if the slot is not mapped as it should be.
     pub(super) fn set_up(&mut self) -> Result<(), Failure> {
         if self.operation == Nothing {
             return Ok(());

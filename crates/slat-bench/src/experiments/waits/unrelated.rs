@@ -37,7 +37,7 @@ impl Place {
     }
 }
 
-/// A call on other memory than the long operation's.
+/// The kinds of calls, which concern other memory than the long operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Unrelated {
     /// Begins `Vm::invalidate` of one mapped page, and ends it at once.
