@@ -1,4 +1,4 @@
-//! From the first instruction to Rust (`boot.S`), and the page table of the monitor itself.
+//! The code from the first instruction to Rust (`boot.S`), and the page table of the monitor itself.
 
 use core::arch::global_asm;
 
@@ -11,7 +11,7 @@ global_asm!(
     identity = sym IDENTITY,
 );
 
-/// Attribute 0: normal memory, write-back. Attribute 1: Device-nGnRE.
+/// Attribute 0 is normal memory, write-back; attribute 1 is Device-nGnRE.
 const MAIR: u64 = 0x04ff;
 
 /// 39 bits of address, in 4 KiB granules; walks inner shareable and write-back; 40 physical bits.
@@ -20,7 +20,7 @@ const TCR: u64 = {
     RES1 | 0b010 << 16 | 0b11 << 12 | 0b01 << 10 | 0b01 << 8 | 25
 };
 
-/// MMU and caches on, stack alignment checked.
+/// The MMU and the caches are on, and stack alignment is checked.
 const SCTLR: u64 = {
     const RES1: u64 = 0x30c5_0830;
     RES1 | 1 << 12 | 1 << 3 | 1 << 2 | 1

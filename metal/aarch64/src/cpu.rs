@@ -33,7 +33,7 @@ pub struct El2<F> {
     number: usize,
     guest: Context,
     vtcr: u64,
-    /// The page of the last access if a leaf refused it, and this CPU's TLB may hold that leaf.
+    /// The page of the last access if a leaf refused the access. The TLB of this CPU may hold that leaf.
     refused: Option<Gpa>,
     format: PhantomData<F>,
 }
@@ -41,10 +41,10 @@ pub struct El2<F> {
 /// HCR_EL2 for the guest.
 const HCR: u64 = {
     const VM: u64 = 1 << 0;
-    /// Physical FIQs, IRQs and SErrors are the monitor's.
+    /// The monitor takes physical FIQs, IRQs and SErrors.
     const FMO_IMO_AMO: u64 = 0b111 << 3;
-    /// The guest's stage 1 is off. Without DC its accesses would be to Device memory, uncached beside the monitor's
-    /// cached ones; with it stage 2 alone decides the memory type.
+    /// The guest's stage 1 is off. Without this bit, the guest's accesses would be Device accesses, not cached like the
+    /// monitor's accesses to the same memory. With this bit, stage 2 alone decides the memory type.
     const DC: u64 = 1 << 12;
     /// EL1 is AArch64.
     const RW: u64 = 1 << 31;
@@ -59,7 +59,7 @@ impl<F: Tables> El2<F> {
         unsafe {
             write!(vtcr_el2, vtcr);
             write!(hcr_el2, HCR);
-            // MMU off; the other bits are RES1 without the features that define them.
+            // The MMU is off. The other bits are RES1 without the features that define them.
             write!(sctlr_el1, 0x30d0_0800u64);
             asm!("isb", options(nostack, preserves_flags));
         }
@@ -81,7 +81,7 @@ impl<F: Tables> El2<F> {
 
     /// Runs the guest through the tables of `vttbr`, until it leaves.
     fn run_with(&mut self, vttbr: u64) -> Exit {
-        // SAFETY: the engine's tables, at one of their frames; the monitor itself is not translated by them. The
+        // SAFETY: the register refers to the engine's tables, which do not translate the monitor's own accesses. The
         // barriers make the walker see the stores to the tables, and this CPU the register.
         unsafe {
             write!(vttbr_el2, vttbr);
@@ -129,8 +129,8 @@ impl<F: Tables> El2<F> {
         let (gpa, cause) = match esr & 0x3f {
             0b00_0100..=0b00_0111 => (faulting_ipa(far), Cause::NotPresent),
             0b00_1000..=0b00_1011 => (faulting_ipa(far), Cause::Protection),
-            // HPFAR_EL2 is unknown here. The guest's stage 1 is off: an address is its IPA. (With stage 1 on, AT
-            // S1E1R finds the IPA.)
+            // HPFAR_EL2 has no valid value for this fault. The guest's stage 1 is off, so the address is the IPA. (With
+            // stage 1 on, AT S1E1R finds the IPA.)
             0b00_1100..=0b00_1111 => (Gpa(far), Cause::Protection),
             _ => return self.other(esr),
         };
@@ -175,7 +175,8 @@ impl<F: Tables> Cpu for El2<F> {
         x[3] = command.count;
         x[4] = command.value.into();
         self.guest.pc = entry.0;
-        // SAFETY: drops instructions that this CPU may have fetched before the code was changed.
+        // SAFETY: the instructions make this CPU drop instructions that it may have fetched before the code was
+        // changed.
         unsafe {
             asm!(
                 "ic iallu",
@@ -201,7 +202,7 @@ impl<F: Tables> Cpu for El2<F> {
             "no load or store of one register"
         );
         let register = esr >> 16 & 0x1f;
-        // 31 is the zero register.
+        // Register number 31 is the zero register.
         if esr & WRITE_NOT_READ == 0 && register < 31 {
             self.guest.x[register as usize] = value.into();
         }

@@ -51,7 +51,8 @@ pub(crate) mod gic {
     }
 
     pub(crate) fn kick(cpu: usize) {
-        // SAFETY: as above; the barrier makes all earlier writes visible to the CPU that is interrupted.
+        // SAFETY: the GIC's registers are at these addresses, mapped as a device; the barrier makes all earlier writes
+        // visible to the CPU that is interrupted.
         unsafe {
             asm!("dsb ishst", options(nostack, preserves_flags));
             register(GICD_SGIR).write_volatile(1 << (16 + cpu) | KICK);
@@ -60,7 +61,7 @@ pub(crate) mod gic {
 
     /// Acknowledges the interrupt that made this CPU leave the guest; `false` if none is pending any more.
     pub(crate) fn take_kick() -> bool {
-        // SAFETY: as above.
+        // SAFETY: the GIC's registers are at these addresses, mapped as a device.
         unsafe {
             let interrupt = register(GICC_IAR).read_volatile();
             let kicked = interrupt & INTERRUPT == KICK;
@@ -83,7 +84,7 @@ pub(crate) mod psci {
     /// - if `function` starts or stops something, the caller is ready for that.
     unsafe fn call(function: u64, arguments: [u64; 3]) -> i64 {
         let answer: i64;
-        // SAFETY: the SMC calling convention leaves x18 and above alone.
+        // SAFETY: by the SMC calling convention, the call does not change x18 and the registers above.
         unsafe {
             asm!(
                 "smc #0",
@@ -113,7 +114,7 @@ pub(crate) mod psci {
 
     pub(crate) fn power_off() -> ! {
         loop {
-            // SAFETY: nothing is left to do.
+            // SAFETY: the call turns the machine off, and this program has nothing more to do.
             unsafe { call(SYSTEM_OFF, [0; 3]) };
         }
     }

@@ -2,14 +2,14 @@
 //!
 //! The host runs at EL2 with identity-mapped addresses, the guest at EL1 with its own MMU off, so that each address the
 //! guest accesses is the intermediate physical address that stage 2 translates. CPUs are flushed by broadcast (`tlb`),
-//! for which Arm needs no interrupt; there is an interrupt all the same, to make a CPU leave the guest.
+//! for which Arm needs no interrupt; there is nevertheless an interrupt, which makes a CPU leave the guest.
 //!
-//! Several programs are built from it, which differ in their tables ([`Tables`]): `aarch64` has four levels and
-//! software that sets the access flag, `aarch64-hafdbs` begins at two concatenated tables of level 1 and lets
-//! hardware manage access flag and dirty state, `aarch64-lpa2` begins at 16 concatenated tables of level 0 whose
-//! descriptors have 52 bits of address. `aarch64-16k` and `aarch64-64k` have tables of these granules, the first
-//! with a concatenated root, the second with 52 bits of address and hardware dirty state; the monitor's own tables
-//! stay those of 4 KiB.
+//! Several programs are built from this crate. They differ in their tables ([`Tables`]): `aarch64` has four levels and
+//! software that sets the access flag, `aarch64-hafdbs` begins at two concatenated tables of level 1 and lets hardware
+//! manage access flag and dirty state, `aarch64-lpa2` begins at 16 concatenated tables of level 0 whose descriptors
+//! have 52 bits of address. `aarch64-16k` and `aarch64-64k` have tables of these granules, the first with a
+//! concatenated root, the second with 52 bits of address and hardware dirty state; the monitor's own tables stay those
+//! of 4 KiB.
 #![no_std]
 #![warn(missing_docs)]
 

@@ -1,9 +1,9 @@
 //! TLB maintenance for second-level translations.
 //!
 //! A CPU may cache stage 2 alone (an IPA to its page) and both stages combined (a VA to its page). An invalidation by
-//! IPA drops the first only; the second is dropped with the VMID's stage 1. Arm ARM, "TLB maintenance instructions": an
-//! invalidation is complete, on all CPUs that it addresses, after a DSB; the DSB before it makes the table's change
-//! visible to their walkers.
+//! IPA drops only entries of the first kind; those of the second kind are dropped with the VMID's stage 1. By the Arm
+//! ARM, "TLB maintenance instructions", an invalidation is complete, on all CPUs that it addresses, after a DSB; the
+//! DSB before it makes the table's change visible to their walkers.
 
 use core::arch::asm;
 use core::ops::Range;
@@ -11,7 +11,7 @@ use core::ops::Range;
 use crate::sysreg::read;
 use slat::{Gfn, Gpa, Granule, Level, Stale};
 
-/// More leaves than this are flushed with the whole VMID, not one by one.
+/// More leaves than this number are flushed with the whole VMID, and not one by one.
 const FEW: u64 = 64;
 
 /// Returns the operand of TLBI IPAS2E1: the IPA in units of 4 KiB. Higher bits give the level of the leaf in tables of
@@ -32,7 +32,7 @@ fn looks_at_levels() -> bool {
 
 /// Makes every CPU drop `stale` in `range` of the guest whose VMID this CPU's VTTBR_EL2 holds.
 pub(crate) fn flush_range(range: &Range<Gfn>, stale: Stale, granule: Granule) {
-    // One instruction for each leaf, at any address in it.
+    // Use one instruction for each leaf, with any address in the leaf.
     let leaf = stale.level.unwrap_or(Level::PAGE);
     let pages = granule.pages(leaf);
     let gfns = granule.align_down(range.start, leaf).0..range.end.0;
@@ -64,7 +64,7 @@ pub(crate) fn flush_range(range: &Range<Gfn>, stale: Stale, granule: Granule) {
 
 /// Makes every CPU drop the translations of every guest.
 pub(crate) fn flush_everything() {
-    // SAFETY: as above.
+    // SAFETY: a TLB may be invalidated at any time.
     unsafe {
         asm!(
             "dsb ishst",
@@ -78,7 +78,7 @@ pub(crate) fn flush_everything() {
 
 /// Makes this CPU drop the translations of every guest.
 pub(crate) fn flush_this_cpu() {
-    // SAFETY: as above.
+    // SAFETY: a TLB may be invalidated at any time.
     unsafe {
         asm!(
             "tlbi alle1",
@@ -91,7 +91,7 @@ pub(crate) fn flush_this_cpu() {
 
 /// Makes this CPU drop the page at `ipa` of the guest whose VMID its VTTBR_EL2 holds.
 pub(crate) fn forget(ipa: Gpa) {
-    // SAFETY: as above.
+    // SAFETY: a TLB may be invalidated at any time.
     unsafe {
         asm!(
             "dsb ishst",

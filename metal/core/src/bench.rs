@@ -27,7 +27,7 @@ const CODE_SLOT: u32 = 0;
 const TABLES_SLOT: u32 = 2;
 /// The small page with the first of the guest's tables.
 const FIRST_TABLE: u64 = CODE_PAGES + 1;
-/// As many pages as the prefetch window, so that the code's fault looks like any other.
+/// The number of pages of code is that of the prefetch window, so that a fault on code looks like any other fault.
 pub(crate) const CODE_PAGES: u64 = 8;
 pub(crate) const MIB: u64 = 1 << 20;
 pub(crate) const GIB: u64 = 1 << 30;
@@ -36,7 +36,7 @@ pub(crate) const GIB: u64 = 1 << 30;
 pub(crate) struct Bench<'a, M: Machine> {
     pub(crate) cpu: &'a mut M::Cpu,
     pub(crate) host: Arc<Host<M>>,
-    /// What makes the tables of its VMs.
+    /// The kind of MMU that makes the tables of its VMs.
     pub(crate) mmu: MmuKind,
 }
 
@@ -60,8 +60,8 @@ impl<M: Machine> Bench<'_, M> {
             .with_physical_bits(M::physical_bits())
             .with_mmu(self.mmu);
         let vm = Vm::new(self.host.clone(), config).map_err(|error| error.to_string())?;
-        // The tables of the VM before were freed, and their frames may be reused. A CPU that does not tag translations
-        // with their VM may still cache them.
+        // The tables of the previous VM were freed, and their frames may be reused. A CPU that does not tag
+        // translations with their VM may still cache those of the previous VM.
         flush::<M>(vm.id());
         for (name, value) in policies {
             let refused = |error| format!("{name}={value}: {error}");
@@ -160,7 +160,7 @@ impl<M: Machine> TestVm<M> {
         same("faults seen", self.faults(), expected)
     }
 
-    /// Ends the VM. Its tables must pass the audit, and its frames be freed.
+    /// Ends the VM. Checks that its tables pass the audit, and that its frames are freed.
     pub(crate) fn end(self, host: &Host<M>) -> Result<(), String> {
         self.vm.audit().map_err(|error| format!("audit: {error}"))?;
         host.forget();
@@ -223,14 +223,15 @@ pub(crate) fn fell(n: u64) -> u64 {
 
 /// Reads a word of guest memory.
 pub(crate) fn read_word(at: Hpa) -> u32 {
-    // SAFETY: callers pass addresses of the guests' memory, which is never freed; a guest may be
-    // writing it, hence volatile.
+    // SAFETY: callers pass addresses of the guests' memory, which is never freed. The access is volatile, because a
+    // guest may be writing the word.
     unsafe { ptr::read_volatile(at.0 as *const u32) }
 }
 
 /// Writes a word of guest memory.
 pub(crate) fn write_word(at: Hpa, value: u32) {
-    // SAFETY: as in `read_word`.
+    // SAFETY: callers pass addresses of the guests' memory, which is never freed. The access is volatile, because a
+    // guest may be reading the word.
     unsafe { ptr::write_volatile(at.0 as *mut u32, value) }
 }
 

@@ -10,14 +10,14 @@ use slat_model::Lock;
 /// An allocator of table frames.
 pub(crate) struct Frames {
     granule: Granule,
-    /// The frames; the first ones hold the array of [`TableMeta`], one for each frame of the range.
+    /// All frames of the range. The first ones hold the array of [`TableMeta`], with one element for each frame.
     all: Range<Pfn>,
     free: Lock<Free>,
 }
 
 struct Free {
     fresh: Range<u64>,
-    /// First of the freed frames, linked through their first word; 0 ends the list.
+    /// The first of the freed frames, which are linked through their first words; 0 ends the list.
     list: u64,
     used: usize,
 }
@@ -53,7 +53,7 @@ impl Frames {
         let frame = match free.list {
             0 => free.fresh.next()?,
             first => {
-                // SAFETY: a frame in the list is this allocator's, and begins with a link.
+                // SAFETY: a frame in the list belongs to this allocator, and begins with a link.
                 free.list = unsafe { ptr::read(self.granule.hpa(Pfn(first)).0 as *const u64) };
                 first
             }
@@ -92,7 +92,7 @@ impl Frames {
     }
 
     fn prepare(&self, frame: Pfn) -> Pfn {
-        // SAFETY: the frame is not used, and so is its metadata.
+        // SAFETY: the frame is not used, so its metadata is not used either.
         unsafe { self.meta(frame).write(TableMeta::new()) };
         frame
     }
@@ -113,7 +113,7 @@ impl Frames {
 
 impl Free {
     fn push(&mut self, granule: Granule, frame: Pfn) {
-        // SAFETY: the frame is free: its memory is the allocator's.
+        // SAFETY: the frame is free, so its memory belongs to the allocator.
         unsafe { ptr::write(granule.hpa(frame).0 as *mut u64, self.list) };
         self.list = frame.0;
     }

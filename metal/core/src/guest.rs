@@ -1,5 +1,5 @@
-//! The loop of a hypervisor: run the guest, handle its exits. Apart from the engine, it counts the CPU's reports, so
-//! that the two can be compared.
+//! The loop of a hypervisor: it runs the guest, and handles the guest's exits. Besides the engine, the loop counts what
+//! the CPU reports, so that tests can compare the two counts.
 
 use alloc::format;
 use alloc::string::{String, ToString};
@@ -31,7 +31,7 @@ pub(crate) struct Seen {
     pub(crate) mmio_faults: AtomicU64,
     /// Accesses to addresses without memory.
     pub(crate) mmio: AtomicU64,
-    /// Interrupts that made it leave the guest.
+    /// The number of interrupts that made the CPU leave the guest.
     pub(crate) kicks: AtomicU64,
 }
 
@@ -46,7 +46,7 @@ pub(crate) struct Guest<M: Machine> {
 }
 
 impl<M: Machine> Guest<M> {
-    /// Number of faults of one uninterrupted access that counts as no progress.
+    /// The number of faults of one uninterrupted access from which on the access counts as making no progress.
     const STUCK: u32 = 1000;
 
     pub(crate) fn new(vm: &GuestVm<M>) -> Result<Self, String> {
@@ -134,13 +134,13 @@ struct State<M: Machine> {
     result: AtomicU32,
     /// The largest result so far.
     largest: AtomicU32,
-    /// Set when it has ended.
+    /// The result, which is set when the guest has ended.
     outcome: Lock<Option<Result<Guest<M>, String>>>,
 }
 
 impl<M: Machine> Beside<M> {
-    /// Starts the guest. A writing guest continues to count from pass to pass, so that every value it writes to an
-    /// address is larger than the last.
+    /// Starts the guest. A guest that writes continues to count from pass to pass, so that every value that it writes
+    /// to an address is larger than the one before.
     pub(crate) fn start(mut guest: Guest<M>, mut command: Command) -> Self {
         let state = Arc::new(State {
             stop: AtomicBool::new(false),
@@ -177,7 +177,8 @@ impl<M: Machine> Beside<M> {
         self.state.passes.load(SeqCst)
     }
 
-    /// Waits until the guest has made a whole pass from here. Returns the result of that pass, or of a later one.
+    /// Waits until the guest has made a whole pass that began after this call. Returns the result of that pass, or of a
+    /// later one.
     pub(crate) fn pass(&self) -> u32 {
         // The current pass may have begun before.
         let enough = self.passes() + 2;
@@ -187,7 +188,7 @@ impl<M: Machine> Beside<M> {
         self.state.result.load(SeqCst)
     }
 
-    /// Whether the guest has ended by itself: it has failed, and [`Beside::stop`] returns the error.
+    /// Whether the guest has ended by itself. If so, it has failed, and [`Beside::stop`] returns the error.
     pub(crate) fn has_ended(&self) -> bool {
         self.state.ended.load(SeqCst)
     }
@@ -207,7 +208,7 @@ impl<M: Machine> Beside<M> {
 }
 
 impl<M: Machine> Drop for Beside<M> {
-    /// After a failed scenario, frees the second CPU for the next.
+    /// After a failed scenario, frees the second CPU for the next scenario.
     fn drop(&mut self) {
         self.state.stop.store(true, SeqCst);
         M::second().wait();

@@ -1,8 +1,9 @@
-//! The tables of a guest that has its own, in the format of x86's 4-level paging, and the engine's way to them.
+//! The tables of a guest that has its own, in the format of x86's 4-level paging, and the functions by which the engine
+//! accesses them.
 //!
-//! Entries of level 3 map the first 4 GiB to themselves, but for the window: the third GiB. There, entries of
-//! level 2 map pages of 2 MiB, but for the first, which refers to a table of level 1. Every entry has its
-//! accessed and dirty flag.
+//! Entries of level 3 map the first 4 GiB to themselves, except for the window, which is the third GiB. In the window,
+//! entries of level 2 map pages of 2 MiB, except for the first entry, which refers to a table of level 1. Every entry
+//! has its accessed and dirty flag.
 
 use core::convert::Infallible;
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::*};
@@ -17,7 +18,8 @@ pub(crate) const TABLES: Gpa = Gpa(0x2000_0000);
 /// The tables: two roots with a table of level 3 each, which differ in their windows, then one of level
 /// 2 and one of level 1.
 pub(crate) const PAGES: u64 = 6;
-/// The first address that the tables do not map to itself.
+/// The flags present, writable, user, accessed and dirty: those of an entry with all rights that is of level 1 or
+/// refers to a table.
 pub(crate) const WINDOW: Gpa = Gpa(2 << 30);
 
 /// An address that no slot contains, and no guest accesses.
@@ -42,11 +44,12 @@ pub(crate) fn root(space: u64) -> Gpa {
 pub(crate) const LEVEL_2: u64 = 4;
 pub(crate) const LEVEL_1: u64 = 5;
 
-/// Writes the tables to `at`, where the slot's memory is. The window shows the memory from `data` on, whole GiBs.
+/// Writes the tables to `at`, the memory of their slot. The window shows the memory from `data` on, which is a multiple
+/// of 1 GiB.
 pub(crate) fn write(at: Hpa, data: Gpa) {
     let put = |number: u64, index: u64, entry: u64| {
         let word = (at.0 + number * PAGE_SIZE + index * 8) as *mut u64;
-        // SAFETY: guests' memory, which no guest uses yet.
+        // SAFETY: the word is in the guests' memory, which no guest uses yet.
         unsafe { word.write_volatile(entry) };
     };
     for number in 0..PAGES {
@@ -87,7 +90,7 @@ pub(crate) fn paging(cr3: u64, physical_bits: u32) -> GuestPaging {
     }
 }
 
-/// Memory at its physical addresses.
+/// Accesses memory by its physical addresses.
 pub(crate) struct Words;
 
 impl HostWords for Words {
@@ -110,7 +113,7 @@ impl HostWords for Words {
         old: u64,
         new: u64,
     ) -> Result<bool, Infallible> {
-        // SAFETY: as above.
+        // SAFETY: the engine asks for memory that backs a slot, which is never freed, by aligned addresses.
         Ok(unsafe {
             match size {
                 4 => (*(host.0 as *const AtomicU32))

@@ -14,7 +14,7 @@ pub struct Heap(Lock<Blocks>);
 struct Blocks {
     /// Memory that was never allocated.
     fresh: Range<usize>,
-    /// First free block of each power of two, linked through the blocks' first words.
+    /// For each power of two, the first free block of that size. Free blocks are linked through their first words.
     free: [usize; usize::BITS as usize],
 }
 
@@ -49,7 +49,7 @@ fn order(layout: Layout) -> u32 {
     size.next_power_of_two().trailing_zeros()
 }
 
-// SAFETY: a block is as large as it is aligned, and given to one owner until it is freed.
+// SAFETY: a block is aligned to its size, and belongs to one owner until it is freed.
 unsafe impl GlobalAlloc for Heap {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         let order = order(layout);

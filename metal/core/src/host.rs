@@ -22,8 +22,8 @@ use crate::{Heap, Machine, Memory};
 
 /// Frames for tables, and the memory that backs memslots.
 ///
-/// Backing address and physical address are equal, except for one page that another can replace ([`Host::replace`]), as
-/// when a host moves a guest's page.
+/// The backing address and the physical address of a page are equal, except for one page that [`Host::replace`] can
+/// replace by another, like a host that moves a guest's page.
 pub struct Host<M> {
     frames: Frames,
     /// Guests' memory that the host maps by single pages only.
@@ -34,17 +34,17 @@ pub struct Host<M> {
     level: AtomicU8,
     replaced: AtomicU64,
     replacement: AtomicU64,
-    /// The entries that walkers may have cached, for a scenario that asks for them.
+    /// The entries that walkers may have cached. They are recorded for a scenario that asks for it.
     tlb: Tlb,
-    /// The error of a table that was freed while a walker could reach it.
+    /// The error that a table was freed while a walker could reach it.
     freed_too_early: Lock<Option<String>>,
-    /// Spins before each flush.
+    /// The number of spins before each flush.
     delay: AtomicU32,
     machine: PhantomData<fn() -> M>,
 }
 
 impl<M: Machine> Host<M> {
-    /// The size of its pages, that of the tables.
+    /// The size of the platform's pages, which is that of its tables.
     const GRANULE: Granule = Tables::<M>::GRANULE;
 
     /// Pages of [`Host::small`].
@@ -87,7 +87,7 @@ impl<M: Machine> Host<M> {
     pub fn load(&self, program: &[u8]) {
         assert!(program.len() as u64 <= Self::GRANULE.bytes());
         let to = self.small.start.0 as *mut u8;
-        // SAFETY: guests' memory, large enough.
+        // SAFETY: the page is in the guests' memory, and is large enough.
         unsafe { ptr::copy_nonoverlapping(program.as_ptr(), to, program.len()) };
     }
 
@@ -115,7 +115,7 @@ impl<M: Machine> Host<M> {
 
     /// Begins to record the entries that walkers of `vm`, which no CPU runs yet, may have cached: the tables are read
     /// whenever the engine reaches them, and before and after each flush. Each flush first waits for `delay` spins, so
-    /// that other CPUs use what is not flushed yet.
+    /// that other CPUs use translations that are not flushed yet.
     pub(crate) fn watch(&self, vm: &GuestVm<M>, delay: u32) {
         self.delay.store(delay, SeqCst);
         let root = vm.root(0).expect("a VM has an address space");
@@ -143,8 +143,8 @@ impl<M: Machine> Host<M> {
         early.or_else(|| self.tlb.stale()).map_or(Ok(()), Err)
     }
 
-    /// Makes `page` replace the page at `backing` from now on. Call while `backing` is invalidated. No mapping that
-    /// contains it may be larger than a page.
+    /// Makes `page` replace the page at `backing` from now on. Call while `backing` is invalidated. No mapping of
+    /// `backing` may be larger than a page.
     pub fn replace(&self, backing: Hva, page: Hpa) {
         self.replacement.store(page.0, SeqCst);
         self.replaced.store(backing.0, SeqCst);

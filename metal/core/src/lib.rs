@@ -1,15 +1,14 @@
-//! What the monitors share: the engine's platform on a machine without an OS, a guest that executes commands, and the
-//! scenarios with their expected counts. Independent of the architecture: a monitor describes its machine
-//! ([`Machine`]), and how one of its CPUs runs the guest ([`Cpu`]).
+//! The common part of all monitors: the engine's platform on a machine without an OS, a guest that executes commands,
+//! and the scenarios with their expected counts. This part does not depend on the architecture: a monitor describes its
+//! machine ([`Machine`]), and how one of its CPUs runs the guest ([`Cpu`]).
 //!
-//! A monitor boots, starts its second CPU, which calls [`Second::serve`], and calls [`run`] on the first. Monitors run
-//! with physical and virtual addresses equal and with interrupts masked, except while the guest runs: an interrupt that
-//! is pending when a CPU enters the guest makes it leave at once.
+//! A monitor boots, starts its second CPU, which calls [`Second::serve`], and calls [`run`] on the first CPU. Monitors
+//! run with physical and virtual addresses equal and with interrupts masked, except while the guest runs: an interrupt
+//! that is pending when a CPU enters the guest makes it leave at once.
 //!
-//! The guest is one small program per architecture. It runs with paging of its own off, so that
-//! every access is one second-level translation and faults can be counted exactly. Where the CPU walks shadow tables
-//! ([`Format::SHADOWS`]) it has tables of its own, which map addresses to themselves by the largest
-//! leaves, and some windows.
+//! The guest is one small program per architecture. The guest runs with its own paging off, so that every access is one
+//! second-level translation and faults can be counted exactly. If the CPU walks shadow tables ([`Format::SHADOWS`]),
+//! the guest has tables of its own, which map addresses to themselves by the largest leaves, and some windows.
 #![no_std]
 #![warn(missing_docs)]
 
@@ -53,8 +52,9 @@ pub trait Machine: Sized + Send + Sync + 'static {
     fn print(text: &str);
 
     /// Flushes, as in [`slat::Platform::flush`]: when it returns, no CPU uses a second-level translation of `range` of
-    /// `vm` that was removed from the tables before the call, as far as `stale` includes it. By a broadcast where the
-    /// machine has one, otherwise by interrupts ([`Shootdown`]). Called while no CPU in the guest waits for the caller.
+    /// `vm` that was removed from the tables before the call, as far as `stale` includes it. Flushes by a broadcast if
+    /// the machine has one, otherwise by interrupts ([`Shootdown`]). Called while no CPU in the guest waits for the
+    /// caller.
     fn flush_guests(vm: VmId, range: &Range<Gfn>, stale: Stale);
 
     /// Call when `vm` has been dropped. A machine that keeps something for each VM ([`Vmids`]) drops it.
@@ -81,20 +81,20 @@ pub trait Cpu: Sized + 'static {
     fn program() -> &'static [u8];
     /// A guest function that only returns to the program: [`Op::Execute`] calls it.
     const RETURN: &'static [u8];
-    /// Whether the walker reports the engine's MMIO entries differently from others ([`Cause::Mmio`]).
+    /// Whether the walker reports the engine's MMIO entries differently from other entries ([`Cause::Mmio`]).
     const REPORTS_MMIO: bool;
 
     /// Sets the guest's registers so that its next run begins `command` with the program at `entry`.
     fn begin(&mut self, entry: Gpa, command: &Command);
 
-    /// Runs the guest of `vm`, through the tables at `root`, until it leaves. The tables of a deleted VM may have
-    /// had the same address: this CPU must not use translations that it cached from them. A shadow table may be
-    /// used until the next flush: one that was requested since the call makes the CPU leave with [`Exit::Kicked`]
-    /// before the guest runs.
+    /// Runs the guest of `vm`, through the tables at `root`, until it leaves. The tables of a deleted VM may have had
+    /// the same address: this CPU must not use translations that it cached from them. A shadow table may be used until
+    /// the next flush. A flush that is requested after the call makes the CPU leave with [`Exit::Kicked`] before the
+    /// guest runs.
     fn run(&mut self, vm: VmId, root: Hpa) -> Exit;
 
-    /// Completes the access that [`Exit::Fault`] reported and that has no memory: a load reads `value`, a store is
-    /// dropped. The guest continues after it.
+    /// Completes the access that [`Exit::Fault`] reported, to an address without memory: a load reads `value`, and a
+    /// store is dropped. The guest continues after the access.
     fn complete_mmio(&mut self, value: u32);
 
     /// Whether the walker sets the accessed bit in leaves itself.
@@ -107,7 +107,7 @@ pub trait Cpu: Sized + 'static {
         Self::Format::SETS_DIRTY
     }
 
-    /// Whether the walker writes to a buffer in which leaves it has set the dirty bit (Intel's PML).
+    /// Whether the walker writes the address of each leaf whose dirty bit it has set to a buffer (Intel's PML).
     const FILLS_BUFFER: bool = false;
 
     /// Empties that buffer: calls `note` for the address of each entry. Call after each run.
@@ -125,7 +125,7 @@ pub enum Exit {
         gpa: Gpa,
         /// The kind of access.
         access: Access,
-        /// What the walker reports about it.
+        /// The walker's report about the access.
         cause: Cause,
     },
     /// The command is done.
@@ -133,12 +133,13 @@ pub enum Exit {
         /// For [`Op::Read`], the sum of the words read, modulo 2³².
         result: u32,
     },
-    /// A guest with tables of its own invalidates what was made of them for an address. It continues after that.
+    /// A guest with tables of its own invalidates an address: the entries that the engine made from these tables for
+    /// it. The guest continues after the instruction.
     Invalidate {
         /// The guest-virtual address.
         gva: u64,
     },
-    /// A guest with tables of its own loads their root. It continues after that.
+    /// A guest with tables of its own loads their root. The guest continues after the instruction.
     Root {
         /// The address of the root.
         cr3: u64,
@@ -149,19 +150,19 @@ pub enum Exit {
     BufferFull,
     /// Any other exit: no scenario expects it.
     Other {
-        /// The machine's code for it.
+        /// The machine's code for the exit.
         code: u64,
-        /// Further information of the machine's.
+        /// Further information that the machine gives about the exit.
         info: u64,
     },
 }
 
-/// What the walker found.
+/// The kind of entry that the walker found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cause {
     /// No valid entry.
     NotPresent,
-    /// A leaf that does not allow the access, or that wants an accessed or dirty bit set by software.
+    /// A leaf that does not allow the access, or whose accessed or dirty bit software has to set.
     Protection,
     /// One of the engine's MMIO entries, which the walker reports differently from others: a reserved bit, a
     /// misconfiguration. If [`Cpu::REPORTS_MMIO`] is false, `NotPresent` is reported instead.
@@ -179,7 +180,7 @@ pub struct Command {
     pub step: u64,
     /// Number of addresses, at least 1.
     pub count: u64,
-    /// For [`Op::Write`]: the value for the first address; each next one is larger by one.
+    /// For [`Op::Write`]: the value for the first address. The value for each next address is larger by one.
     pub value: u32,
 }
 
@@ -193,7 +194,8 @@ pub enum Op {
     Read = 1,
     /// Calls the address.
     Execute = 2,
-    /// Invalidates what was made of the guest's own tables for the address. Only for a guest with tables.
+    /// Invalidates the address: the entries that the engine made from the guest's own tables for it. Only for a guest
+    /// with tables.
     Invalidate = 3,
     /// Loads the address as the root of the guest's own tables. Only for a guest with tables.
     Root = 4,
@@ -217,7 +219,7 @@ macro_rules! guest_program {
 /// The part of the machine's memory that the scenarios may use.
 #[derive(Clone, Debug)]
 pub struct Memory {
-    /// For the heap, page tables, and the guest's program: 64 MiB or more.
+    /// The memory for the heap, page tables, and the guest's program: 64 MiB or more.
     pub monitor: Range<Hpa>,
     /// The guest's data: 1 GiB, at a multiple of 1 GiB.
     pub data: Hpa,

@@ -21,10 +21,10 @@ impl fmt::Write for Console {
     }
 }
 
-/// Does the first CPU's work: runs every scenario on `host`, which no VM uses, with tables of each
-/// MMU that there is for the walker, and ends the emulator.
+/// Does the first CPU's work: runs every scenario on `host`, which no VM uses, with the tables of each MMU that the
+/// walker's format can have, and ends the emulator.
 ///
-/// Prints a line for each on the console, and as the last one `metal NAME: N passed, N failed`.
+/// Prints a line for each scenario on the console, and as the last line `metal NAME: N passed, N failed`.
 pub fn run<M: Machine>(mut cpu: M::Cpu, host: Arc<Host<M>>) -> ! {
     let (mut passed, mut failed) = (0, 0);
     let mmus = MmuKind::ALL.iter().filter(|mmu| match mmu {

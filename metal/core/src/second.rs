@@ -12,7 +12,7 @@ type Job<C> = Box<dyn FnOnce(&mut C) + Send>;
 /// A queue of one job for another CPU.
 pub struct Second<C> {
     job: Lock<Option<Job<C>>>,
-    /// True from the start of a job until it is done.
+    /// Whether a job was started and is not done yet.
     busy: AtomicBool,
 }
 
@@ -39,7 +39,7 @@ impl<C: Cpu> Second<C> {
         }
     }
 
-    /// Starts a job, when the one before is done.
+    /// Starts a job, when the previous job is done.
     pub(crate) fn start(&self, job: impl FnOnce(&mut C) + Send + 'static) {
         self.wait();
         self.busy.store(true, Relaxed);

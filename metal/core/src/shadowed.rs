@@ -1,5 +1,5 @@
-//! What a hypervisor does for a guest with tables of its own, whose CPU walks shadow tables: the root to load, page
-//! faults, flushes. On other machines all of it is nothing.
+//! The work of a hypervisor for a guest with tables of its own, whose CPU walks shadow tables: the root to load, page
+//! faults, flushes. On other machines these functions do nothing.
 
 use alloc::format;
 use alloc::string::String;
@@ -13,14 +13,14 @@ use crate::guest::{CODE, Guest, Tables};
 use crate::guest_tables::{NOWHERE, Words};
 use crate::{Cause, Machine};
 
-/// Number of faults of one access after which the other CPUs wait. A store to a table of the guest's faults again if
-/// another CPU walks with the table before the store is made.
+/// Number of faults of one access after which the other CPUs wait. A store to one of the guest's tables faults again if
+/// another CPU walks through the table before the store is made.
 const PATIENCE: u32 = 8;
 
-/// One CPU runs a guest, and the others wait before they do.
+/// Whether one CPU runs its guest alone, and the others wait before they enter the guest.
 static ALONE: AtomicBool = AtomicBool::new(false);
 
-/// Ends that when it is dropped.
+/// The right of one CPU to run its guest alone. Dropping it ends this right.
 pub(crate) struct Alone;
 
 impl Drop for Alone {
@@ -84,8 +84,8 @@ impl<M: Machine> Guest<M> {
         }
     }
 
-    /// Waits for this CPU's turn to enter the guest, in which the same access has faulted `faults` times: after many,
-    /// this CPU is alone until another exit. `before` is what the last call has returned.
+    /// Waits for this CPU's turn to enter the guest, in which the same access has faulted `faults` times: after many
+    /// faults, this CPU runs its guest alone until another exit. `before` is the result of the previous call.
     pub(crate) fn turn(&self, faults: u32, before: Option<Alone>) -> Option<Alone> {
         if !Self::SHADOWED {
             return None;
@@ -100,13 +100,13 @@ impl<M: Machine> Guest<M> {
         alone
     }
 
-    /// Makes the other CPUs leave the guest, and wait until the returned guard is dropped. `None`:
-    /// another one is alone.
+    /// Makes the other CPUs leave the guest, and wait until the returned guard is dropped. `None`: another CPU is
+    /// already alone.
     fn alone(&self) -> Option<Alone> {
         if ALONE.swap(true, SeqCst) {
             return None;
         }
-        // A CPU that is on its way into the guest turns back.
+        // A CPU that is about to enter the guest returns instead.
         flush::<M>(self.vcpu.vm().id());
         Some(Alone)
     }

@@ -1,11 +1,12 @@
-//! A flush by interrupts, for machines whose CPUs can flush no TLB but their own.
+//! Flushes by interrupts, for machines whose CPUs can only flush their own TLB.
 //!
 //! Each CPU has a word: the number of its last flush, and whether it is in the guest. A CPU that needs a flush raises
 //! the number of flushes, interrupts every CPU that is in the guest and has not made that flush, and waits until that
-//! CPU has left the guest or made the flush. A CPU that is about to enter the guest sets its word first and reads the
-//! number then; with sequentially consistent accesses either it sees the number, and flushes before it enters, or the
-//! other sees that it is in the guest. Interrupts are masked from before it sets the word until the guest runs, so one
-//! that arrives in between is not lost: it makes the CPU leave the guest at once.
+//! CPU has left the guest or made the flush. A CPU that is about to enter the guest first sets its word, and then reads
+//! the number of flushes. The accesses are sequentially consistent. So either the entering CPU sees the raised number,
+//! and flushes before it enters, or the flushing CPU sees that the other CPU is in the guest. Interrupts are masked
+//! from before the CPU sets its word until the guest runs, so an interrupt that arrives in between is not lost: it
+//! makes the CPU leave the guest at once.
 
 use core::hint::spin_loop;
 use core::sync::atomic::{AtomicU64, Ordering::*};
@@ -16,7 +17,8 @@ pub struct Shootdown<const CPUS: usize> {
     cpus: [AtomicU64; CPUS],
 }
 
-/// In the word of a CPU that is in the guest. The other bits are the number of its last flush.
+/// The bit in the word of a CPU that says that the CPU is in the guest. The other bits are the number of its last
+/// flush.
 const INSIDE: u64 = 1 << 63;
 
 impl<const CPUS: usize> Shootdown<CPUS> {
@@ -49,7 +51,7 @@ impl<const CPUS: usize> Shootdown<CPUS> {
         self.cpus[cpu].fetch_and(!INSIDE, Release);
     }
 
-    /// Makes every CPU flush before it runs another instruction of the guest. `interrupt` makes one leave the guest.
+    /// Makes every CPU flush before it runs another instruction of the guest. `interrupt` makes a CPU leave the guest.
     /// The caller is not in the guest.
     pub fn flush(&self, interrupt: impl Fn(usize)) {
         let wanted = self.wanted.fetch_add(1, SeqCst) + 1;

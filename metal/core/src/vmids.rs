@@ -9,14 +9,14 @@ use slat_model::Lock;
 
 /// The VMIDs of a machine with `CPUS` CPUs, whose VMIDs have `BITS` bits.
 pub struct Vmids<const BITS: u32, const CPUS: usize> {
-    /// Created when the first CPU enters a guest: that needs the heap.
+    /// The allocator, created when the first CPU enters a guest, because its creation needs the heap.
     allocator: Lock<Option<&'static VmidAllocator>>,
     /// The VMID of each VM that a CPU has entered, by [`VmId`].
     vms: Lock<BTreeMap<u64, Arc<Vmid>>>,
 }
 
 impl<const BITS: u32, const CPUS: usize> Vmids<BITS, CPUS> {
-    /// Makes VMIDs of which no VM has one.
+    /// Makes VMIDs. No VM has one yet.
     pub const fn new() -> Self {
         Vmids {
             allocator: Lock::new(None),
@@ -48,7 +48,8 @@ impl<const BITS: u32, const CPUS: usize> Vmids<BITS, CPUS> {
         self.vms.lock().get(&vm.0)?.number()
     }
 
-    /// Call when `vm` has ended. Its number goes to another VM in the next generation, before which each CPU flushes.
+    /// Call when `vm` has ended. The VM's number can be given to another VM in the next generation, and each CPU
+    /// flushes before it enters a guest of that generation.
     pub fn end(&self, vm: VmId) {
         self.vms.lock().remove(&vm.0);
     }

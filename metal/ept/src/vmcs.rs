@@ -73,7 +73,7 @@ pub unsafe fn write(field: Field, value: u64) {
 }
 
 /// # Safety
-/// - as for [`write()`].
+/// - the same promises as for [`write()`].
 unsafe fn write_at(encoding: u64, value: u64) {
     let written: u8;
     // SAFETY: the caller's promise.
@@ -84,7 +84,7 @@ unsafe fn write_at(encoding: u64, value: u64) {
     assert!(written != 0, "VMWRITE of field {encoding:#x} fails");
 }
 
-/// Returns the controls `wanted`, and those that cannot be off, by the capability register `msr`.
+/// Returns the controls `wanted`, and those that must be on by the capability register `msr`.
 ///
 /// # Safety
 /// - the CPU has VMX.
@@ -96,7 +96,8 @@ unsafe fn controls(msr: u32, wanted: u64) -> u64 {
     wanted | must
 }
 
-/// The index of the first entry that the CPU writes to a buffer of page-modification logging; the next ones are below.
+/// The index of the first entry that the CPU writes to a buffer of page-modification logging; the next ones have lower
+/// indices.
 pub const FIRST_MODIFIED: u64 = 511;
 
 /// Describes a guest in 32-bit protected mode without paging, with flat segments, in EPT. The pages that it modifies
@@ -135,7 +136,8 @@ pub unsafe fn describe_guest(modified: u64) {
         write(Field::GuestCr0, guest::CR0 | NE);
         write(Field::GuestCr4, VMXE);
         write(Field::GuestDr7, 0x400);
-        // With IF, though interrupts exit either way: Bochs 2.7 leaves those masked that its guest masks.
+        // Set IF, although interrupts exit with and without IF: in Bochs 2.7, interrupts that the guest masks stay
+        // masked.
         const IF: u64 = 1 << 9;
         write(Field::GuestRflags, 2 | IF);
         write(Field::LinkPointer, u64::MAX);
@@ -143,14 +145,14 @@ pub unsafe fn describe_guest(modified: u64) {
 }
 
 /// # Safety
-/// - as for [`describe_guest`].
+/// - the same promises as for [`describe_guest`].
 unsafe fn write_controls() {
     const EXTERNAL_INTERRUPTS_EXIT: u64 = 1 << 0;
     const HLT_EXITS: u64 = 1 << 7;
     const SECONDARY: u64 = 1 << 31;
     const EPT: u64 = 1 << 1;
     const VPID: u64 = 1 << 5;
-    /// Allows paging to be off.
+    /// Allows the guest to turn paging off.
     const UNRESTRICTED: u64 = 1 << 7;
     /// Page-modification logging.
     const PML: u64 = 1 << 17;
@@ -173,7 +175,7 @@ unsafe fn write_controls() {
 }
 
 /// # Safety
-/// - as for [`describe_guest`].
+/// - the same promises as for [`describe_guest`].
 unsafe fn write_host() {
     let (cr0, cr3, cr4): (u64, u64, u64);
     let mut gdt = [0u16; 5];
@@ -198,7 +200,7 @@ unsafe fn write_host() {
         for data in [Field::HostEs, Field::HostSs, Field::HostDs] {
             write(data, 0x10);
         }
-        // Must not be null; the monitor uses no task state.
+        // The selector must not be null; the monitor uses no task state.
         write(Field::HostTr, 0x20);
         write(Field::HostGdtrBase, base(gdt));
         write(Field::HostIdtrBase, base(idt));

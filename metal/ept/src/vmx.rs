@@ -30,7 +30,7 @@ const EXIT_PML_FULL: u64 = 62;
 // The exit qualification of an EPT violation.
 const VIOLATION_WRITE: u64 = 1 << 1;
 const VIOLATION_FETCH: u64 = 1 << 2;
-/// Bits 5:3: the rights of the entries on the path; none, if one is not present.
+/// Bits 5:3: the rights that all entries on the path grant; 0 if an entry is not present.
 const VIOLATION_RIGHTS: u64 = 7 << 3;
 
 /// A region that the CPU uses: VMXON, VMCS.
@@ -120,7 +120,7 @@ impl Vmx {
     }
 }
 
-/// Voids all that this CPU has cached of any EPT.
+/// Voids everything that this CPU has cached of any EPT.
 ///
 /// # Safety
 /// - this CPU is in VMX operation.
@@ -150,7 +150,7 @@ impl Cpu for Vmx {
     }
 
     fn run(&mut self, _: VmId, root: Hpa) -> Exit {
-        // SAFETY: `new` has made a VMCS current; interrupts are masked here, and taken by an exit.
+        // SAFETY: `new` has made a VMCS current. Interrupts are masked here, and an exit takes them.
         unsafe {
             vmcs::write(Field::EptPointer, Ept::eptp(root.pfn()));
             SHOOTDOWN.enter(self.number, || flush());
@@ -164,7 +164,7 @@ impl Cpu for Vmx {
             }
         }
         self.launched = true;
-        // SAFETY: as above.
+        // SAFETY: `new` has made a VMCS current.
         let (reason, qualification, gpa) = unsafe {
             (
                 vmcs::read(Field::ExitReason),
@@ -174,8 +174,8 @@ impl Cpu for Vmx {
         };
         match reason {
             EXIT_EPT_VIOLATION => Self::violation(gpa, qualification),
-            // The exit does not report which access it was. If memory is mapped there meanwhile, a write or an
-            // execution exits once more.
+            // The exit does not report the kind of access, so report a read. If memory is mapped there meanwhile, a
+            // write or an execution exits once more.
             EXIT_EPT_MISCONFIGURATION => Exit::Fault {
                 gpa,
                 access: Access::Read,
@@ -207,13 +207,13 @@ impl Cpu for Vmx {
         for entry in written {
             note(Gpa(entry.load(Relaxed)));
         }
-        // SAFETY: as above.
+        // SAFETY: `new` has made a VMCS current.
         unsafe { vmcs::write(Field::PmlIndex, vmcs::FIRST_MODIFIED) };
     }
 
     fn complete_mmio(&mut self, value: u32) {
         self.registers.rax = value.into();
-        // SAFETY: as in `begin`.
+        // SAFETY: `new` has made a VMCS current.
         unsafe {
             let rip = vmcs::read(Field::GuestRip);
             vmcs::write(Field::GuestRip, rip + guest::ACCESS_BYTES);

@@ -22,7 +22,7 @@ const EXIT_HLT: u64 = 0x78;
 const EXIT_INVLPG: u64 = 0x79;
 const EXIT_NPF: u64 = 0x400;
 
-// EXITINFO1 of a page fault, and of a nested one: the error code.
+// EXITINFO1 of a page fault, or of a nested page fault, is the error code. These are its bits.
 const FAULT_PRESENT: u64 = 1 << 0;
 const FAULT_WRITE: u64 = 1 << 1;
 const FAULT_RESERVED: u64 = 1 << 3;
@@ -32,7 +32,7 @@ const FAULT_FETCH: u64 = 1 << 4;
 #[repr(C, align(4096))]
 struct Page([u8; 4096]);
 
-/// A CPU, and the state of the guest it runs, through tables of `F`: nested ones, or shadow tables.
+/// A CPU, and the state of the guest that it runs through tables of `F`: nested tables, or shadow tables.
 pub struct Svm<F> {
     number: usize,
     vmcb: alloc::boxed::Box<Vmcb>,
@@ -64,7 +64,7 @@ impl<F: Format> Svm<F> {
     fn enter(&mut self) {
         let vmcb = &raw mut *self.vmcb;
         self.vmcb.save.rax = self.registers.rax;
-        // SAFETY: the VMCB is this CPU's, whole, and at its physical address.
+        // SAFETY: the VMCB belongs to this CPU, is complete, and is at its physical address.
         unsafe { vmrun(vmcb, &mut self.registers) };
         self.registers.rax = self.vmcb.save.rax;
     }
@@ -139,7 +139,7 @@ impl<F: Format> Cpu for Svm<F> {
     }
 }
 
-/// Gives a PC the CPUs that walk tables of a format, under a name.
+/// Defines the CPUs of a PC that walk tables of a format, and their name.
 macro_rules! cpus {
     ($($name:literal: $format:ty,)*) => {$(
         impl Virtualization for Svm<$format> {
@@ -161,8 +161,8 @@ cpus! {
 
 /// Runs the guest of `vmcb` with `registers` until it exits.
 ///
-/// Interrupts are masked by GIF, not by IF: a pending one makes VMRUN exit at once, and the monitor's
-/// handler takes it at STGI.
+/// Interrupts are masked by GIF, not by IF: a pending interrupt makes VMRUN exit at once, and the monitor's handler
+/// takes it at STGI.
 ///
 /// # Safety
 /// - `vmcb` is its own physical address, and describes a state that VMRUN accepts;

@@ -15,7 +15,7 @@ pub struct Vmcb {
 /// The control area: table B-1.
 #[repr(C)]
 pub struct Control {
-    /// Accesses to control registers and debug registers, and exceptions.
+    /// The intercepts of accesses to control registers, of accesses to debug registers, and of exceptions.
     intercept_registers: [u32; 3],
     intercept: [u32; 2],
     _iopm_msrpm: [u8; 0x3c],
@@ -37,7 +37,7 @@ pub struct Control {
 /// The state-save area: table B-2.
 #[repr(C)]
 pub struct Save {
-    /// ES, CS, SS, DS, FS, GS, GDTR, LDTR, IDTR, TR.
+    /// The segments ES, CS, SS, DS, FS, GS, GDTR, LDTR, IDTR, TR.
     segments: [Segment; 10],
     _to_efer: [u8; 0x30],
     efer: u64,

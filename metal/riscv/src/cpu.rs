@@ -31,7 +31,7 @@ const A0: usize = 10;
 pub struct Hart<F> {
     number: usize,
     guest: Context,
-    /// Address whose refusing entry the walker may have cached.
+    /// The address of an access that an entry refused. The walker may have cached that entry.
     refused: Option<Gpa>,
     format: PhantomData<F>,
 }
@@ -48,7 +48,7 @@ impl<F: Tables> Hart<F> {
             write!(hideleg, 0u64);
             write!(hvip, 0u64);
             write!(sie, SOFTWARE_INTERRUPT);
-            // Writing a mode that the hart does not have leaves the register unchanged.
+            // If the hart does not have the mode, the write leaves the register unchanged.
             write!(hgatp, 0u64);
             write!(hgatp, F::hgatp(Pfn(0), LAST_VMID));
         }
@@ -91,7 +91,7 @@ impl<F: Tables> Hart<F> {
             LOAD_FAULT => self.fault(Access::Read),
             STORE_FAULT => self.fault(Access::Write),
             _ if cause == INTERRUPT | SOFTWARE => {
-                // SAFETY: clears the pending interrupt.
+                // SAFETY: the instruction only clears the pending interrupt.
                 unsafe { asm!("csrc sip, {}", in(reg) 1u64 << SOFTWARE, options(nostack)) };
                 Exit::Kicked
             }
@@ -136,10 +136,10 @@ pub(crate) fn fence_all() {
     };
 }
 
-/// Makes this hart drop a page of every guest. It may have cached entries that were invalid, or allowed less, too: call
-/// after a fault whose handling changed the table.
+/// Makes this hart drop a page of every guest. A hart may also have cached entries that were invalid, or allowed less.
+/// So call this after a fault whose handling changed the table.
 fn fence(gpa: Gpa) {
-    // SAFETY: as above. The address has htval's form, without its two low bits.
+    // SAFETY: a TLB may be fenced at any time. The address has the form of htval, without its two low bits.
     unsafe {
         asm!(
             ".option push",
@@ -157,8 +157,8 @@ fn fence(gpa: Gpa) {
 fn fetch(pc: u64) -> Option<u32> {
     let (low, high): (u64, u64);
     let mut faulted = 1u64;
-    // SAFETY: reads guest memory, through the tables under which the guest ran last. A fault continues after the reads;
-    // it overwrites only registers that an exit sets and the next entry sets again.
+    // SAFETY: the instructions read guest memory, through the tables under which the guest ran last. A fault continues
+    // after the reads; it overwrites only registers that an exit sets and the next entry sets again.
     unsafe {
         asm!(
             ".option push",
@@ -210,7 +210,8 @@ impl<F: Tables> Cpu for Hart<F> {
         ];
         self.guest.x[A0..A0 + arguments.len()].copy_from_slice(&arguments);
         self.guest.pc = entry.0;
-        // SAFETY: drops instructions that this hart may have fetched before the code was changed.
+        // SAFETY: the instruction makes this hart drop instructions that it may have fetched before the code was
+        // changed.
         unsafe { asm!("fence.i", options(nostack)) };
     }
 

@@ -16,7 +16,7 @@ macro_rules! read {
     }};
 }
 
-/// Writes a register. Unsafe: the caller knows what changes with it.
+/// Writes a register. Unsafe: the caller has to know the effects of the write.
 macro_rules! write {
     ($register:ident, $value:expr) => {
         core::arch::asm!(

@@ -1,12 +1,12 @@
 //! A monitor in HS mode of QEMU's virt machine, above OpenSBI: RISC-V's G-stage walker walks the
 //! engine's tables.
 //!
-//! The host runs untranslated, the guest in VS mode with vsatp bare, so that each address the guest accesses is the
-//! guest-physical address that the G-stage translates. The firmware flushes the TLBs of all harts
+//! The host runs without translation, and the guest runs in VS mode with vsatp bare, so that each address that the
+//! guest accesses is the guest-physical address that the G-stage translates. The firmware flushes the TLBs of all harts
 //! (SBI's remote fences).
 //!
-//! Three programs are built from it, `riscv` with Sv39x4 tables, `riscv-sv48x4` and `riscv-sv57x4`. Which bits the
-//! walker sets is found out by trying (`marks`); the engine sets those that it does not.
+//! Three programs are built from this crate: `riscv` with Sv39x4 tables, `riscv-sv48x4` and `riscv-sv57x4`. The monitor
+//! finds out by trying which bits the walker sets (`marks`); the engine sets the bits that the walker does not set.
 #![no_std]
 #![warn(missing_docs)]
 

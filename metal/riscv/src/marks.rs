@@ -1,5 +1,5 @@
-//! Whether G-stage walks set accessed and dirty (Svadu, or as machines did before it had a name) or fault on a clear
-//! bit (Svade): found out by trying, because no register tells.
+//! Finds out whether G-stage walks set accessed and dirty (Svadu, or the behaviour of machines before Svadu had its
+//! name), or fault on a clear bit (Svade). This is found out by trying, because no register tells.
 
 use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicBool, AtomicU32, Ordering::*};
@@ -14,7 +14,7 @@ use crate::cpu::{Hart, fence_all};
 #[repr(C, align(16384))]
 struct Root(UnsafeCell<[u64; 2048]>);
 
-// SAFETY: used by one hart, before any other is started.
+// SAFETY: only one hart uses the table, before any other hart is started.
 unsafe impl Sync for Root {}
 
 static ROOT: Root = Root(UnsafeCell::new([0; 2048]));
@@ -29,8 +29,8 @@ pub(crate) fn are_set_by_hardware() -> bool {
     SET_BY_HARDWARE.load(Relaxed)
 }
 
-/// Finds out, by having a guest write through a leaf whose bits are clear. Call on the first hart,
-/// before it starts others.
+/// Finds out whether walks set accessed and dirty, by making a guest write through a leaf whose bits are clear. Call on
+/// the first hart, before it starts others.
 pub(crate) fn learn<F: Tables>(hart: &mut Hart<F>) {
     const GIB: u64 = 1 << 30;
     const VALID_RWX_USER: u64 = 0b1_1111;
@@ -52,7 +52,7 @@ pub(crate) fn learn<F: Tables>(hart: &mut Hart<F>) {
     hart.begin(Gpa(program), &command);
     let root = Pfn(ROOT.0.get().addr() as u64 >> 12);
     let exit = hart.run_with(Sv39x4::hgatp(root, 0));
-    // SAFETY: as above; the walker is done.
+    // SAFETY: no other hart runs, and the walker has finished.
     let bits = unsafe { leaf.read_volatile() };
     match exit {
         Exit::Done { .. } => {

@@ -39,7 +39,7 @@ unsafe fn call((extension, function): (u64, u64), arguments: [u64; 5]) -> i64 {
 /// Prints by the legacy extension, which every firmware has.
 pub(crate) fn print(text: &str) {
     for byte in text.bytes() {
-        // SAFETY: it prints.
+        // SAFETY: the call only prints.
         unsafe { call(number::CONSOLE_PUTCHAR, [byte.into(), 0, 0, 0, 0]) };
     }
 }
@@ -57,7 +57,7 @@ pub(crate) fn start(hart: u64, cpu: usize) {
 
 /// Sends a software interrupt to `hart`.
 pub(crate) fn interrupt(hart: u64) {
-    // SAFETY: harts expect it only in the guest, and leave it pending elsewhere.
+    // SAFETY: harts expect the interrupt only in the guest, and leave it pending elsewhere.
     let error = unsafe { call(number::SEND_IPI, [1, hart, 0, 0, 0]) };
     assert_eq!(error, 0, "SBI send_ipi to hart {hart}");
 }
@@ -81,13 +81,13 @@ pub(crate) fn fence_guest(vmid: u16, gfns: &Range<Gfn>) {
 /// request, the machine decides, and `marks` tries.
 pub(crate) fn ask_for_hardware_marks() {
     const PTE_AD_HW_UPDATING: u64 = 4;
-    // SAFETY: nothing is translated yet.
+    // SAFETY: no address is translated yet.
     unsafe { call(number::FWFT_SET, [PTE_AD_HW_UPDATING, 1, 0, 0, 0]) };
 }
 
 pub(crate) fn power_off() -> ! {
     loop {
-        // SAFETY: nothing is left to do.
+        // SAFETY: the call ends the machine, and this program has nothing more to do.
         unsafe { call(number::SYSTEM_RESET, [0; 5]) };
     }
 }

@@ -22,12 +22,13 @@ const START_UP: u32 = 6 << 8;
 const PENDING: u32 = 1 << 12;
 
 fn read(register: u32) -> u32 {
-    // SAFETY: registers of this CPU's own APIC, mapped uncached; reading changes nothing.
+    // SAFETY: the registers belong to this CPU's own APIC, mapped uncached; reading changes nothing.
     unsafe { ptr::read_volatile(register as usize as *const u32) }
 }
 
 fn write(register: u32, value: u32) {
-    // SAFETY: as above; the written registers concern interrupts only.
+    // SAFETY: the registers belong to this CPU's own APIC, mapped uncached; the written registers concern interrupts
+    // only.
     unsafe { ptr::write_volatile(register as usize as *mut u32, value) };
 }
 
@@ -58,7 +59,7 @@ pub fn kick(cpu: usize) {
 /// Starts `cpu` at the page where `boot` has put its first instructions.
 pub(crate) fn start(cpu: usize) {
     send(cpu, INIT);
-    // The emulated CPU uses its time in emulated time; 10 ms on a real one.
+    // An emulated CPU spends this time in emulated time; on a real CPU the loop takes 10 ms.
     (0..1_000_000).for_each(|_| spin_loop());
     send(cpu, START_UP | u32::from(SECOND_PAGE));
 }

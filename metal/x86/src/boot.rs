@@ -33,7 +33,7 @@ global_asm!(
     mov es, ax
 .endm
 
-// Not part of the image: `run` makes a file of it.
+// This section is not part of the image: `run` makes a separate file of it.
 .section .rom, "", @progbits
 .code16
 rom:
@@ -105,7 +105,7 @@ start64:
 
 .section .data
 .balign 8
-// Null; 64-bit code, data, 32-bit code.
+// The segments: null; 64-bit code, data, 32-bit code.
 .globl gdt
 gdt:
     .quad 0, 0x00af9b000000ffff, 0x00cf93000000ffff, 0x00cf9b000000ffff, 0

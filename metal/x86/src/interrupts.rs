@@ -1,5 +1,5 @@
-//! The IDT. Exceptions of the monitor itself are reported; the handler of the only interrupt, the
-//! kick, just ends it: the interrupt has made the CPU leave the guest.
+//! The IDT. Exceptions of the monitor itself are reported; the handler of the kick, the only interrupt, only
+//! acknowledges it, because the interrupt has already made the CPU leave the guest.
 
 use core::arch::{asm, global_asm};
 use core::sync::atomic::{AtomicU64, Ordering::*};
@@ -73,13 +73,13 @@ pub(crate) fn load() {
         limit: size_of_val(&IDT) as u16 - 1,
         base: IDT.as_ptr() as u64,
     };
-    // SAFETY: the table is static, and its handlers keep the registers of what they interrupt.
+    // SAFETY: the table is static, and its handlers keep the registers of the code that they interrupt.
     unsafe { asm!("lidt [{}]", in(reg) &descriptor, options(nostack)) };
 }
 
 /// Masks all interrupts of the legacy controllers.
 pub(crate) fn mask_legacy() {
-    // SAFETY: the mask registers of the two 8259s.
+    // SAFETY: the ports are the mask registers of the two 8259s.
     unsafe {
         asm!("out 0x21, al", "out 0xa1, al", in("al") 0xffu8, options(nomem, nostack));
     }

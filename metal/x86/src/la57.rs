@@ -6,8 +6,8 @@ use core::arch::{global_asm, x86_64::__cpuid_count};
 
 global_asm!(
     r#"
-// CR4.LA57 cannot change in long mode: out of it through compatibility mode, whose code has no registers
-// but those of 32 bits, so that all others are saved.
+// CR4.LA57 cannot change in long mode. So the code leaves long mode through compatibility mode. Code in compatibility
+// mode has only registers of 32 bits, so all other registers are saved.
 .section .text.la57, "ax", @progbits
 .code64
 la57:
@@ -68,7 +68,7 @@ pub fn enter() {
         __cpuid_count(FEATURES, 0).ecx & LA57 != 0,
         "this CPU has no paging with five levels: run it with `-cpu max`"
     );
-    // SAFETY: the table above `boot`'s maps what that one maps, the stack and the code are below 4 GiB, and the calling
-    // convention's registers are saved.
+    // SAFETY: the table above the top-level table of `boot` maps the same addresses as that table, the stack and the
+    // code are below 4 GiB, and the calling convention's registers are saved.
     unsafe { la57() };
 }

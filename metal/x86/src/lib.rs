@@ -1,4 +1,4 @@
-//! What the x86 monitors share: everything but the instructions that run a guest.
+//! The common part of the x86 monitors: everything except the instructions that run a guest.
 //!
 //! A monitor defines `extern "C" fn monitor(cpu: usize) -> !`, which each CPU reaches in long mode, on a
 //! stack of its own, with the first 4 GiB mapped one to one and interrupts masked.
@@ -26,7 +26,7 @@ use slat::{Gfn, Hpa, Stale, VmId};
 /// CPUs of the machine.
 pub const CPUS: usize = 2;
 
-/// The emulators are told to have 2 GiB. The monitor itself, with its stacks, ends below 16 MiB.
+/// The emulators are started with 2 GiB of memory. The monitor itself, with its stacks, ends below 16 MiB.
 pub const MEMORY: Memory = Memory {
     monitor: Hpa(16 << 20)..Hpa(128 << 20),
     data: Hpa(1 << 30),
@@ -117,7 +117,7 @@ pub fn start(cpu: usize) {
 /// Prints to port 0xe9, which both emulators show.
 pub fn print(text: &str) {
     for byte in text.bytes() {
-        // SAFETY: a port of the emulator's that does nothing but print.
+        // SAFETY: the emulator's port does nothing but print.
         unsafe { asm!("out 0xe9, al", in("al") byte, options(nomem, nostack)) };
     }
 }
@@ -128,7 +128,7 @@ pub fn power_off() -> ! {
         // SAFETY: the port ends the emulator, or does not exist.
         unsafe { asm!("out dx, al", in("dx") 0x8900u16, in("al") byte, options(nomem, nostack)) };
     }
-    // SAFETY: as above.
+    // SAFETY: the port ends the emulator, or does not exist.
     unsafe { asm!("out dx, eax", in("dx") 0xf4u16, in("eax") 0, options(nomem, nostack)) };
     loop {
         core::hint::spin_loop();

@@ -23,7 +23,7 @@ unsafe extern "C" fn memmove(to: *mut u8, from: *const u8, bytes: usize) -> *mut
         // SAFETY: copying upwards overwrites nothing that is still to be read.
         return unsafe { memcpy(to, from, bytes) };
     }
-    // SAFETY: the caller's promise; downwards, as `to` is in the range that is read.
+    // SAFETY: the caller's promise. The copy goes downwards, because `to` is in the range that is read.
     unsafe {
         asm!("std", "rep movsb", "cld",
             inout("rdi") to.add(bytes).wrapping_sub(1) => _,

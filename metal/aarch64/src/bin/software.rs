@@ -1,4 +1,4 @@
-//! Four levels, 48 bits of IPA; the access flag and the dirty bit are set by software.
+//! Tables of four levels, with 48 bits of IPA. Software sets the access flag and the dirty bit.
 #![no_std]
 #![no_main]
 

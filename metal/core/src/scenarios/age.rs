@@ -1,4 +1,4 @@
-//! Accessed bits, as the walker sets them.
+//! Scenarios about accessed bits that the walker sets.
 
 use alloc::format;
 
@@ -9,8 +9,7 @@ use crate::bench::{Bench, DATA, every, huge, page, pages, same};
 use crate::guest::Tables;
 use crate::{Cpu, Machine, Op};
 
-/// Uses `count` leaves, `step` bytes apart, then some of them again, and checks after each which
-/// were used.
+/// Uses `count` leaves, `step` bytes apart, and then some of them again. After each, checks which leaves were used.
 fn age<M: Machine>(bench: &mut Bench<'_, M>, level: Level, count: u64, step: u64) -> Verdict {
     const AGAIN: u64 = 5;
     let size = count * step;
@@ -38,7 +37,7 @@ fn age<M: Machine>(bench: &mut Bench<'_, M>, level: Level, count: u64, step: u64
 
 pub(super) fn of_pages<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     age(bench, Level::PAGE, 16, page::<M>())?;
-    // Prefetched pages are not young until they are used.
+    // Prefetched pages do not count as used before the guest uses them.
     let mut vm = bench.vm(Level::PAGE, &[("prefetch", "8")])?;
     vm.set(&bench.data_slot(64 * page::<M>(), SlotFlags::default()))?;
     bench.run(&mut vm, pages::<M>(Op::Read, 0, 1))?;

@@ -1,8 +1,8 @@
 //! The entries that walkers may have cached, while tables change under a guest that writes.
 //!
 //! The host keeps a record of them ([`slat_model::Tlb`]): it reads the tables when the engine reaches them, and before
-//! and after each flush. If the format requires break-before-make, a valid entry must not *conflict* with one that was
-//! removed and is not flushed yet. On all formats, once an operation has returned, no entry may be cached that the
+//! and after each flush. If the format requires break-before-make, a valid entry must not *conflict* with an entry that
+//! was removed and is not flushed yet. On all formats, after an operation has returned, no entry may be cached that the
 //! tables do not allow.
 
 use alloc::format;
@@ -18,17 +18,17 @@ use crate::bench::{Bench, DATA, GIB, MIB, TestVm, every, holds, pages};
 use crate::guest::{Beside, Tables};
 use crate::{Command, Machine, Op};
 
-/// Pages that the guests use: two huge ones.
+/// The number of pages that the guests use: two huge pages.
 const PAGES: u64 = 1024;
-/// The other CPU's guest writes one page of this many.
+/// The other CPU's guest writes one of this number of pages.
 const STEP: u64 = 3;
-/// The page of each huge one that has a function, and that the other CPU does not write.
+/// The pages with functions: one in each huge page. The other CPU does not write to these pages.
 const FUNCTIONS: [u64; 2] = [1, 514];
-/// Spins before each flush.
+/// The number of spins before each flush.
 const DELAY: u32 = 5_000;
 
-/// Returns how often the guest is stopped, and how often each change is made under the running guest before. More often
-/// on faster machines: Bochs needs a second for each turn.
+/// Returns the number of times that the guest is stopped, and the number of times that each change is made under the
+/// running guest before a stop. The numbers are higher on faster machines: Bochs needs a second for each turn.
 const fn stops_and_turns<M: Machine>() -> (u64, u64) {
     if Tables::<M>::BREAK_BEFORE_MAKE {
         (3, 4)
@@ -40,7 +40,7 @@ const fn stops_and_turns<M: Machine>() -> (u64, u64) {
 /// A change of the tables that finally restores them.
 struct Change<M: Machine> {
     name: &'static str,
-    /// Level of the host's mappings.
+    /// The level of the host's mappings.
     level: Level,
     policies: &'static [(&'static str, &'static str)],
     data: fn(&Bench<'_, M>) -> Region,
@@ -87,8 +87,8 @@ fn policies<M: Machine>(vm: &TestVm<M>, policies: &[(&str, &str)]) -> Result<(),
 }
 
 impl<M: Machine> Turn<'_, '_, M> {
-    /// Waits while the other CPU writes: until it has written all of its pages, or only for a moment, so that the next
-    /// change meets it at missing translations.
+    /// Waits while the other CPU writes: until that CPU has written all of its pages, or only for a moment, so that the
+    /// next change happens while its translations are missing.
     fn guest_writes(&self) {
         if self.number.is_multiple_of(2) {
             self.running.pass();
@@ -97,7 +97,7 @@ impl<M: Machine> Turn<'_, '_, M> {
         }
     }
 
-    /// Executes in both huge pages, when they are mapped.
+    /// Executes a function in both huge pages, if they are mapped.
     fn execute(&mut self) -> Result<(), String> {
         for page in FUNCTIONS {
             self.bench.run(self.vm, pages::<M>(Op::Read, page, 1))?;
@@ -152,7 +152,7 @@ impl<M: Machine> Turn<'_, '_, M> {
         Ok(())
     }
 
-    /// Makes a part of each huge page, then all of the second, private, and shared again.
+    /// Makes a part of each huge page private and shared again. Then does the same with the whole second huge page.
     fn convert(&mut self) -> Result<(), String> {
         for part in [300..700, 512..1024] {
             let gfns = DATA.gfn().add(part.start)..DATA.gfn().add(part.end);
@@ -165,7 +165,7 @@ impl<M: Machine> Turn<'_, '_, M> {
         Ok(())
     }
 
-    /// Moves the slot by a page, after which no leaf can be huge, or by a huge page.
+    /// Moves the slot by a page, so that no leaf can be huge afterwards, or by a huge page.
     fn move_the_slot(&mut self) -> Result<(), String> {
         for bytes in [PAGE_SIZE, 2 * MIB] {
             self.set(|slot| slot.with_gpa(Gpa(slot.gpa.0 + bytes)))?;
@@ -188,7 +188,7 @@ impl<M: Machine> Turn<'_, '_, M> {
         Ok(())
     }
 
-    /// Invalidates one page of a huge leaf; faults on its other pages then find a mapping of another size.
+    /// Invalidates one page of a huge leaf. Faults on the other pages then find a mapping of another size.
     fn invalidate_a_page(&mut self) -> Result<(), String> {
         for level in [Level::PAGE, Level::MEGA] {
             let invalidation = self.vm.vm.invalidate(self.bench.backing(78..79));
@@ -289,7 +289,7 @@ fn writes<M: Machine>() -> Command {
 struct Seen {
     changes: u64,
     flushes: u64,
-    /// Entries that were removed from the tables, or have lost a right.
+    /// The number of entries that were removed from the tables, or have lost a right.
     taken_out: u64,
     first_conflict: Option<String>,
 }

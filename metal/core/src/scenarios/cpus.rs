@@ -1,4 +1,4 @@
-//! Two CPUs in one guest.
+//! Scenarios with two CPUs in one guest.
 
 use alloc::format;
 use core::sync::atomic::Ordering::SeqCst;
@@ -10,7 +10,7 @@ use crate::bench::{Bench, every, holds, page, pages, read_word, same};
 use crate::guest::Beside;
 use crate::{Machine, Op};
 
-/// Each CPU writes every other page.
+/// Each of two CPUs writes every second page, one of them the even pages and the other one the odd pages.
 pub(super) fn fault_in_the_same_tables<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     const PAGES: u64 = 8192;
     let mut vm = bench.vm(Level::PAGE, &[("prefetch", "off")])?;
@@ -49,7 +49,7 @@ pub(super) fn a_kick<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     let running = Beside::start(vm.second_guest()?, long);
     running.pass();
     for kick in 1..=KICKS {
-        // It may have been outside the guest.
+        // The CPU may have been outside the guest, so kick again.
         while running.seen.kicks.load(SeqCst) < kick && !running.has_ended() {
             let before = running.seen.kicks.load(SeqCst);
             M::kick(1);

@@ -1,4 +1,4 @@
-//! Dirty logs of a guest that does not run while they are got: exact to the page.
+//! Dirty logs of a guest that does not run while a log is read. Such logs are exact to the page.
 
 use alloc::format;
 use alloc::string::{String, ToString};
@@ -68,7 +68,8 @@ fn takes_exact_logs<M: Machine>(
         (40..136).contains(&page) && page % 8 == 0
     })?;
     vm.logged("not written since", |_| false)?;
-    // To allow the write again needs neither slot nor host; but a shadow table needs what the guest's tables say.
+    // Allowing the write again needs neither slot nor host, but a shadow table needs the rights that the guest's tables
+    // grant.
     let fast = match Tables::<M>::SHADOWS {
         true => 0,
         false => faults(96) + faults(12),
@@ -89,7 +90,7 @@ pub(super) fn by_dirty_bit<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     takes_exact_logs(bench, "dirty-bit", false)
 }
 
-/// The walker names the pages, so the harvests look at these alone. It writes to more of them at last
+/// The walker's buffer names the pages, so the harvests read only these. In the end the walker writes to more pages
 /// than its buffer holds.
 pub(super) fn by_buffer<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     if !M::Cpu::FILLS_BUFFER {
@@ -109,7 +110,7 @@ pub(super) fn by_buffer<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     Ok(format!("{verdict}, then {MANY} by one run"))
 }
 
-/// Enabling the log splits huge leaves before the first write, and reads no page to do so.
+/// Enabling the log splits huge leaves before the first write, and reads no entry of a page for that.
 pub(super) fn eager_split<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     let leaves = (GIB / huge::<M>()).min(4);
     let (size, small) = (leaves * huge::<M>(), leaves * pieces::<M>());
@@ -134,9 +135,9 @@ pub(super) fn eager_split<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
         vm.end(&bench.host)?;
     }
     let [full, skipping] = visited;
-    // Leaves that were broken first need a second full walk, which sees the tables made for them.
+    // If leaves have to be broken first, a second full walk is needed, which also reads the tables made for them.
     let again = u64::from(Tables::<M>::BREAK_BEFORE_MAKE) * skipping;
-    // After 4096 entries the walk goes on in another step, which comes by the path again.
+    // After 4096 entries the walk continues in another step, which reads the entries on its path again.
     let steps = small / 4096 * u64::from(Tables::<M>::TOP.0 - 1);
     let passed_over = full - skipping - again;
     holds(
@@ -146,8 +147,8 @@ pub(super) fn eager_split<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     Ok(format!("{skipping} entries visited, not {full}"))
 }
 
-/// KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, with a log that begins all set: huge pages are split when
-/// their part of the log is cleared, and not before.
+/// KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, with a log that begins with all pages marked: huge pages are split when their
+/// part of the log is cleared, and not before.
 pub(super) fn cleared_by_hand<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     const HUGE: u64 = 4;
     let mut vm = bench.vm(Level::MEGA, &[("prefetch", "off")])?;
@@ -172,7 +173,7 @@ pub(super) fn cleared_by_hand<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     vm.faulted(512)?;
     vm.logged("written again", |_| true)?;
 
-    // Without logging no leaf has to be small: the huge page comes back, in place where its leaf is
+    // Without logging, no leaf has to be small: the huge page is mapped by a huge leaf again, in place if the leaf is
     // known from the slot.
     vm.set(&bench.data_slot(HUGE * huge::<M>(), SlotFlags::default()))?;
     bench.run(&mut vm, every::<M>(Op::Read, 0, HUGE, huge::<M>()))?;

@@ -1,4 +1,4 @@
-//! Memory on demand.
+//! Scenarios about memory that is mapped on demand.
 
 use alloc::format;
 
@@ -9,7 +9,7 @@ use crate::bench::{Bench, CODE_PAGES, GIB, every, huge, page, pages};
 use crate::{Cpu, Machine, Op};
 
 /// Writes `count` words, `step` bytes apart, on a host with mappings of `level`, and expects one fault for each of
-/// `leaves` leaves, counted by `gauge`; one more is the program's.
+/// `leaves` leaves, counted by `gauge`. One more fault is for the page of the program.
 fn on_demand<M: Machine>(
     bench: &mut Bench<'_, M>,
     level: Level,
@@ -70,7 +70,7 @@ pub(super) fn prefetch_window<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
         first_uses(WINDOW - 1),
         first_uses((PAGES / WINDOW - 1) * (WINDOW - 1)),
     );
-    // From the middle of a window: it reaches in both directions.
+    // The fault is in the middle of a window, which extends in both directions.
     bench.write(&mut vm, pages::<M>(Op::Write, 5, 1))?;
     bench.write(&mut vm, pages::<M>(Op::Write, 0, WINDOW))?;
     vm.faulted(1 + 1 + in_one)?;

@@ -1,4 +1,4 @@
-//! A guest that changes its own tables, while the walker walks what the engine has made of them.
+//! Scenarios about a guest that changes its own tables, while the walker walks the engine's shadow tables.
 
 use alloc::format;
 use alloc::string::String;
@@ -14,7 +14,7 @@ use crate::{Command, Machine, Op};
 
 /// The entry of the table of level 2 that most scenarios use.
 const ENTRY: u64 = 3;
-/// Pages of an entry of level 2.
+/// The number of pages that an entry of level 2 maps.
 const LARGE_PAGES: u64 = 512;
 
 fn at(op: Op, gva: Gpa) -> Command {
@@ -57,14 +57,14 @@ impl<M: Machine> Bench<'_, M> {
         Ok(vm)
     }
 
-    /// Has the guest read `gva`, where it must find page `page` of the data slot.
+    /// Makes the guest read `gva`, and checks that it finds page `page` of the data slot.
     fn finds(&mut self, vm: &mut TestVm<M>, gva: Gpa, page: u64) -> Result<(), String> {
         let read = self.run(vm, at(Op::Read, gva))?;
         same("word read", read, mark(page)).map_err(|error| format!("{error}, at {gva}"))
     }
 }
 
-/// Every store to an upper table leaves to the monitor, which zaps what was made of the table.
+/// Every store to an upper table exits to the monitor, which zaps the entries made from the table.
 pub(super) fn upper<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     const ROUNDS: u64 = 50;
     let large = |round: u64| (ENTRY + round) % 64 * LARGE_PAGES;
@@ -80,7 +80,7 @@ pub(super) fn upper<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
         "a store did not zap the table's page",
         vm.vm.stats().mmu_shadow_zapped >= ROUNDS,
     )?;
-    // Nothing is made of the table now, but by the first of these stores.
+    // Nothing is shadowed of the table now, so only the first of these stores exits.
     bench.run(&mut vm, maps(LEVEL_2, ENTRY, large(0)))?;
     vm.faults();
     for index in 10..20 {
@@ -91,7 +91,7 @@ pub(super) fn upper<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     Ok(format!("{ROUNDS} stores found at the next access"))
 }
 
-/// The first store to a table of level 1 leaves to the monitor, the next ones do not, until the guest flushes.
+/// The first store to a table of level 1 exits to the monitor. The next stores do not, until the guest flushes.
 pub(super) fn last<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     const ROUNDS: u64 = 20;
     const ENTRIES: u64 = 32;
@@ -109,7 +109,7 @@ pub(super) fn last<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
         let seen = vm.faults();
         holds("each store faults", seen < 8)?;
         faults += seen;
-        // One by one, or all at once.
+        // Flush the addresses one by one, or all at once.
         if round % 2 == 0 {
             let mut each = at(Op::Invalidate, window(LEVEL_1, 0));
             (each.step, each.count) = (PAGE_SIZE, ENTRIES);
@@ -126,7 +126,7 @@ pub(super) fn last<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     ))
 }
 
-/// Each address space has its translations, which are kept while the other is used.
+/// Each address space has its own translations, which are kept while the guest uses the other address space.
 pub(super) fn roots<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     const ROUNDS: u64 = 50;
     let mut vm = bench.vm_with_marks([ENTRY, 5].map(|large| large * LARGE_PAGES).into_iter())?;
@@ -160,7 +160,7 @@ pub(super) fn faults<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     bench.run(&mut vm, at(Op::Invalidate, gva))?;
     let error = bench.run(&mut vm, at(Op::Read, gva)).err();
     same("error", error, Some(page_fault(gva, 0)))?;
-    // Present and not writable.
+    // The entry is present and not writable.
     let mut read_only = maps(LEVEL_2, 1, LARGE_PAGES);
     read_only.value &= !2;
     bench.run(&mut vm, read_only)?;
@@ -168,7 +168,7 @@ pub(super) fn faults<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     let error = bench.run(&mut vm, at(Op::Write, gva)).err();
     same("error", error, Some(page_fault(gva, 3)))?;
     same("faults of the guest's", vm.vm.stats().pf_guest, 2)?;
-    // The table of level 3 maps itself, and everything else.
+    // The table of level 3 maps all memory, including the table itself.
     let itself = Gpa(table(1).0 + 8 * 100);
     let error = bench.run(&mut vm, at(Op::Write, itself)).err();
     same("error", error, Some(no_leaf(itself)))?;
@@ -177,7 +177,8 @@ pub(super) fn faults<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     Ok("2 page faults of the guest's, 1 store to emulate".into())
 }
 
-/// One CPU makes `store(round)`, to a table that another walks with from `root` on. That one then finds `page(round)`.
+/// One CPU makes `store(round)` to a table by which another CPU walks, from `root` on. The other CPU must then find
+/// `page(round)`.
 fn changes_beside<M: Machine>(
     bench: &mut Bench<'_, M>,
     vm: &mut TestVm<M>,
@@ -197,7 +198,7 @@ fn changes_beside<M: Machine>(
     let running = Beside::start(second, read);
     for round in 0..ROUNDS {
         bench.run(vm, store(round))?;
-        // The zap flushes every CPU, though the guest has not asked for it.
+        // The zap flushes every CPU, although the guest has not asked for a flush.
         let sum = running.pass();
         let expected = mark(page(round)).wrapping_mul(READS as u32);
         same("sum read on the other CPU", sum, expected)
@@ -218,13 +219,13 @@ pub(super) fn upper_beside<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     Ok(verdict)
 }
 
-/// With each store, the shadow table that the other CPU has loaded goes.
+/// Each store zaps the shadow table that the other CPU has loaded as its root.
 pub(super) fn root_beside<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     const OTHER: u64 = 5;
     let page = |round: u64| [ENTRY, OTHER][round as usize % 2] * LARGE_PAGES;
     let mut vm = bench.vm_with_marks([page(0), page(1)].into_iter())?;
     bench.run(&mut vm, maps(LEVEL_2, ENTRY, OTHER * LARGE_PAGES))?;
-    // By the table of level 3 that maps the window as one page, or by that of the other address space.
+    // The root refers to the table of level 3 that maps the window as one page, or to that of the other address space.
     let store = |round: u64| Command {
         value: (table([3, 1][round as usize % 2]).0 | USED) as u32,
         ..at(Op::Write, root(1))

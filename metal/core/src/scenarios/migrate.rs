@@ -1,6 +1,7 @@
-//! Dirty logs of a guest that keeps writing, as a migration gets them: pages that a log names are copied after it was
-//! got, and after the guest has stopped and the last log is done, the copy must equal the memory. A write that went
-//! unnoticed, through a TLB or past a dirty bit, would be missing in it.
+//! Scenarios about dirty logs of a guest that keeps writing, as in a migration. After a log was read, the pages that it
+//! names are copied. When the guest has stopped and the pages of the last log are copied, the copy must equal the
+//! memory. A write that no log contains, made through a TLB or without setting a dirty bit, would be missing in the
+//! copy.
 
 use alloc::format;
 use alloc::string::{String, ToString};
@@ -17,12 +18,12 @@ use crate::{Command, Cpu, Machine, Op};
 
 const HUGE: u64 = 4;
 const PAGES: u64 = HUGE * 512;
-/// Pages whose log is cleared at a time.
+/// The number of pages whose log is cleared at a time.
 const CHUNK: u64 = 512;
 const ROUNDS: u64 = 20;
 
-/// Copies the first word, the one that the guest writes, of each page that the log names. Returns how many. Every word
-/// that was written before the log was got, and is in no copy, must be in this log.
+/// Copies the first word, the one that the guest writes, of each page that the log names. Returns the number of these
+/// pages. Every page that was written before the log was read, and was not copied since, must be in this log.
 fn copy<M: Machine>(
     bench: &Bench<'_, M>,
     vm: &TestVm<M>,
@@ -80,7 +81,7 @@ fn migrate<M: Machine>(bench: &mut Bench<'_, M>, means: &str, writes: Command) -
     let mut copies = vec![0; PAGES as usize];
     let mut copied = 0;
     for _ in 0..ROUNDS {
-        // Most of them in the middle of a pass.
+        // Read most logs in the middle of a pass.
         for _ in 0..3 {
             copied += copy(bench, &vm, &mut copies)?;
         }
@@ -98,7 +99,7 @@ fn migrate<M: Machine>(bench: &mut Bench<'_, M>, means: &str, writes: Command) -
         .map_err(|error| format!("{error}, page {page}: a write went unnoticed"))?;
     }
     vm.counted(&[("splits", HUGE), ("pages_2m", fell(HUGE))])?;
-    // The first log names all pages; each later one, and the last, those written in the pass before.
+    // The first log names all pages. Each later log, and the last one, names those written in the pass before.
     holds(
         "a log names nothing, and the guest wrote",
         copied >= PAGES + ROUNDS,

@@ -1,4 +1,4 @@
-//! Addresses without memory.
+//! Scenarios about addresses without memory.
 
 use alloc::format;
 use core::sync::atomic::Ordering::SeqCst;
@@ -21,8 +21,8 @@ fn at_hole(op: Op, count: u64) -> Command {
 }
 
 impl<M: Machine> TestVm<M> {
-    /// Checks that the first CPU reported `mmio` faults from MMIO entries and `others` from other ones
-    /// since the last check.
+    /// Checks the faults that the first CPU has reported since the last check: `mmio` faults from MMIO entries, and
+    /// `others` from other entries.
     fn faulted_mmio(&mut self, others: u64, mmio: u64) -> Result<(), alloc::string::String> {
         let seen = self.guest.seen.mmio_faults.swap(0, SeqCst);
         if M::Cpu::REPORTS_MMIO {
@@ -79,7 +79,7 @@ pub(super) fn becomes_memory_and_back<M: Machine>(bench: &mut Bench<'_, M>) -> V
     write_word(slat::Hpa(bench.page(0).0 + 4), 337);
     let sum = bench.run(&mut vm, at_hole(Op::Read, 2))?;
     same("sum read from the new memory", sum, 1337)?;
-    // The entry is still mapped; its generation is no longer the slots'.
+    // The entry is still mapped, but its generation is not that of the slots any more.
     vm.faulted_mmio(0, 1)?;
 
     vm.set(&memory.with_size(0))?;

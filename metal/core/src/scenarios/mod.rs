@@ -23,7 +23,7 @@ use crate::Machine;
 use crate::bench::Bench;
 use crate::guest::Tables;
 
-/// Some figures, or the unexpected result.
+/// Some numbers of a scenario that has passed, or the unexpected result.
 type Verdict = Result<String, String>;
 type Scenario<M> = fn(&mut Bench<'_, M>) -> Verdict;
 
@@ -55,7 +55,7 @@ pub(crate) fn all<M: Machine>() -> impl Iterator<Item = (&'static str, Scenario<
         ("stale_translation_on_another_cpu", stale::on_another_cpu),
         ("more_vms_than_vmids", vmids::more_vms_than_vmids),
     ];
-    // Those that count pages of 4 KiB and huge ones of 2 MiB, of which the data's GiB has many.
+    // These scenarios count pages of 4 KiB and huge pages of 2 MiB, of which the GiB of data has many.
     let small_pages: [(&'static str, Scenario<M>); 10] = [
         ("demand_faults_1g", faults::of_1g),
         ("nx_huge_page_2m", nx::huge_page_2m),
@@ -77,7 +77,7 @@ pub(crate) fn all<M: Machine>() -> impl Iterator<Item = (&'static str, Scenario<
         ),
         ("accessed_bits_2m", age::of_huge_pages),
     ];
-    // What may be cached is recorded from roots that stay, and those of shadow tables come and go.
+    // The record of cached entries begins at fixed roots, but the roots of shadow tables are made and zapped.
     let second_level: [(&'static str, Scenario<M>); 1] = [(
         "what_walkers_may_have_cached",
         cached::under_a_running_guest,

@@ -1,4 +1,4 @@
-//! NX huge pages: an execution splits in place, and unmaps nothing.
+//! Scenarios about NX huge pages: an execution splits a leaf in place, and unmaps nothing.
 
 use alloc::format;
 
@@ -13,7 +13,7 @@ use crate::{Cpu, Machine, Op};
 pub(super) fn plant_functions<M: Machine>(bench: &Bench<'_, M>, pages: core::ops::Range<u64>) {
     for page in pages {
         let code = M::Cpu::RETURN;
-        // SAFETY: guests' memory, and no guest runs.
+        // SAFETY: the word is in the guests' memory, and no guest runs.
         unsafe {
             core::ptr::copy_nonoverlapping(code.as_ptr(), bench.page(page).0 as *mut u8, code.len())
         };
@@ -73,7 +73,8 @@ pub(super) fn huge_page_1g<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     vm.counted(&[("pages_1g", 1)])?;
 
     bench.run(&mut vm, pages::<M>(Op::Execute, CALLED + 5, 1))?;
-    // A fault that has to break a leaf before it makes the table ends with its flush: one per level.
+    // A fault that has to break a leaf before it makes the table ends with its flush. So there is one fault for each of
+    // the two levels.
     let faults = if Tables::<M>::BREAK_BEFORE_MAKE { 2 } else { 1 };
     vm.faulted(faults)?;
     vm.counted(&[

@@ -45,7 +45,7 @@ fn is_written<M: Machine>(bench: &Bench<'_, M>, running: &Beside<M>) -> Result<(
     holds("the slot is back, and nothing is written to it", written)
 }
 
-/// Removes the data slot by `gone`, and restores it by `back`, again and again.
+/// Repeatedly removes the data slot by `gone`, and restores it by `back`.
 fn changes_under_the_guest<M: Machine>(
     bench: &mut Bench<'_, M>,
     gone: Region,

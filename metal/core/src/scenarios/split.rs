@@ -1,4 +1,4 @@
-//! Huge leaves that are split while another CPU uses them.
+//! Scenarios about huge leaves that are split while another CPU uses them.
 
 use alloc::format;
 use core::sync::atomic::Ordering::SeqCst;
@@ -12,8 +12,9 @@ use crate::guest::{Beside, Tables};
 use crate::{Machine, Op};
 
 /// One CPU reads a word of each of many huge pages, again and again; the other executes in each, which splits it. The
-/// reader must read every word right. If a leaf may be replaced in one step the reader does not even fault; if it has
-/// to be broken before the table is made, every split is flushed in between, and the reader may have to wait for it.
+/// reader must read the right value of every word. If a leaf may be replaced in one step, the reader takes no fault. If
+/// the leaf has to be broken before the table replaces it, each split flushes in between, and the reader may have to
+/// wait for the split.
 pub(super) fn under_a_running_guest<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     const REGIONS: u64 = 256;
     let mut vm = bench.vm(Level::MEGA, &[("nx_huge_pages", "on")])?;

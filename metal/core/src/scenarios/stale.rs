@@ -11,11 +11,11 @@ use crate::bench::{Bench, CODE_PAGES, TestVm, holds, page, pages, same, write_wo
 use crate::guest::Beside;
 use crate::{Command, Machine, Op};
 
-/// Reads of the page in one pass.
+/// The number of reads of the page in one pass.
 const READS: u64 = 4096;
 const OLD: u32 = 3;
 const NEW: u32 = 5;
-/// On a page that must not be read. One such word in a sum is more than all the others.
+/// The word on a page that must not be read. One such word in a sum is larger than the sum of all other words.
 const POISON: u32 = 1 << 16;
 
 fn read_first_page<M: Machine>() -> Command {
@@ -82,13 +82,13 @@ pub(super) fn on_another_cpu<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
         let sum = running.pass();
         same("sum read before", sum, now.1 * READS as u32)?;
         let passes = bench.move_page(&vm, then.0, || {
-            // A CPU that still reads the old page shows it in its sum.
+            // If a CPU still reads the old page, its sum shows that.
             write_word(now.0, POISON);
             let before = running.passes();
             (0..20_000).for_each(|_| spin_loop());
             running.passes() - before
         });
-        // One CPU may have been at its last instruction.
+        // One CPU may have been executing its last instruction.
         holds(
             "the guest went on reading a page that was away",
             passes <= 1,

@@ -8,11 +8,11 @@ use super::Verdict;
 use crate::bench::{Bench, page, pages, same, write_word};
 use crate::{Machine, Op};
 
-/// Each VM has another page at one address than the VM before: a CPU that uses a translation of an earlier VM with the
-/// same number reads the wrong page.
+/// At the same address, each VM has another page than the VM before. So a CPU that uses a translation of an earlier VM
+/// with the same number reads the wrong page.
 pub(super) fn more_vms_than_vmids<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     const VMS: u32 = 300;
-    /// Divides neither 127 nor 255, the numbers of VMs after which a VMID of 7 or 8 bits is used again.
+    /// A number that divides neither 127 nor 255, the numbers of VMs after which a VMID of 7 or 8 bits is used again.
     const PAGES: u32 = 7;
     for number in 0..PAGES {
         write_word(bench.page(number.into()), number);
