@@ -79,7 +79,8 @@ impl Seen {
             return;
         }
         if self.len == LEVELS {
-            // A walk that restarts no longer uses some tables: the oldest is one of them.
+            // Drop the oldest table: only a walk that has restarted reads more than `LEVELS` tables, and it no longer
+            // uses the oldest one.
             self.tables.rotate_left(1);
             self.len -= 1;
         }
