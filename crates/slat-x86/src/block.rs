@@ -13,7 +13,7 @@ use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
 use std::cell::Cell;
 use std::ptr::NonNull;
 
-/// Operations per block.
+/// The most operations of a block.
 pub(crate) const MAX_OPS: usize = 48;
 /// The number of code bytes after which a block takes no further instruction. Offsets of instructions fit into a byte.
 pub(crate) const MAX_BYTES: usize = 200;

@@ -35,7 +35,7 @@ pub(super) struct Node {
     /// The first node of the path, and the node before this one.
     root: usize,
     parent: Option<usize>,
-    /// Instructions of the path before this node.
+    /// The number of instructions of the path before this node.
     before: usize,
     /// The nodes that follow, and their addresses.
     next: Vec<(u64, usize)>,
