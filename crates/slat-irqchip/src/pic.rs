@@ -17,7 +17,7 @@ mod tests;
 use crate::line::{Lines, Outcome};
 pub use i8259::PicState;
 
-/// Lines of the pair.
+/// The number of lines of the pair.
 pub const LINES: usize = 16;
 /// The master's input that the slave's output drives.
 const CASCADE: u8 = 2;

@@ -21,17 +21,17 @@ pub struct PicState {
     pub irq_base: u8,
     /// Whether a read of the command port returns the in-service register instead of the request register (OCW3).
     pub read_reg_select: u8,
-    /// The next read is a poll (OCW3).
+    /// Whether the next read is a poll (OCW3).
     pub poll: u8,
-    /// Special mask mode (OCW3).
+    /// Whether special mask mode is on (OCW3).
     pub special_mask: u8,
     /// The initialization word that the data port expects next, counted from ICW2 as 1. 0 after initialization.
     pub init_state: u8,
-    /// Automatic end of interrupt (ICW4).
+    /// Whether interrupts end automatically (ICW4).
     pub auto_eoi: u8,
     /// Whether priorities rotate at an automatic end of interrupt (OCW2).
     pub rotate_on_auto_eoi: u8,
-    /// Special fully nested mode (ICW4).
+    /// Whether special fully nested mode is on (ICW4).
     pub special_fully_nested_mode: u8,
     /// Whether ICW4 is part of the initialization (ICW1).
     pub init4: u8,
