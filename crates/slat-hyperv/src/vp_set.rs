@@ -1,8 +1,8 @@
 //! Sets of virtual processors, as hypercalls name them: by their VP index.
 
-/// Virtual processors in one bank of a sparse set.
+/// The number of virtual processors in one bank of a sparse set.
 const BANK: u32 = 64;
-/// Banks of a sparse set.
+/// The number of banks of a sparse set.
 pub const BANKS: usize = 64;
 
 /// A set of virtual processors: banks of 64, of which only some are present (`HV_GENERIC_SET_SPARSE_4K`).
