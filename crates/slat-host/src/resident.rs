@@ -5,7 +5,7 @@ use slat_process::calls::{self, Call};
 use slat_process::page_size;
 use std::ops::Range;
 
-/// Pages per call of mincore.
+/// The number of pages for each call of mincore.
 const CHUNK: usize = 512;
 
 /// Whether the page of `address` is known to be in memory.

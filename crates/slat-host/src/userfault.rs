@@ -29,7 +29,7 @@ pub struct Userfault {
 }
 
 impl Userfault {
-    /// Returns the bits of the pages that `range` backs.
+    /// Returns the ranges of bits in the bitmap for the pages that `range` backs.
     fn bits(&self, range: &Range<Hva>) -> impl Iterator<Item = Range<u64>> {
         let (shared, private) = self.backing;
         let page = |base: Hva, at: Hva| (at.0.saturating_sub(base.0) >> PAGE_SHIFT).min(self.pages);
