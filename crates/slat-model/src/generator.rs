@@ -34,7 +34,7 @@ pub struct Generator {
     rng: Rng,
     setup: Setup,
     granule: Granule,
-    /// Entries of a table.
+    /// The number of entries of a table.
     entries: u64,
     capacity: u64,
     /// The address space that each vCPU uses. After a switch of VMs, this is the address space that it used in the VM

@@ -79,16 +79,16 @@ pub enum Op {
     DirtyLog {
         /// Address space.
         space: usize,
-        /// Slot.
+        /// The id of the slot.
         id: u32,
     },
     /// KVM_CLEAR_DIRTY_LOG for a range that may be invalid.
     ClearLog {
         /// Address space.
         space: usize,
-        /// Slot.
+        /// The id of the slot.
         id: u32,
-        /// First page.
+        /// The first page.
         first: u64,
         /// Number of pages.
         pages: u64,

@@ -46,10 +46,10 @@ pub(super) struct Period {
 /// A TLB entry that may exist.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Cached {
-    /// The PCID under which it was created.
+    /// The PCID under which the translation was created.
     pub pcid: u16,
     pub gva: u64,
-    /// The size of its page is 2^`bits` bytes.
+    /// The size of the translation's page is 2^`bits` bytes.
     pub bits: u32,
     pub global: bool,
 }
