@@ -30,7 +30,7 @@ pub struct Part {
     pub size: u64,
     /// The memslot, if the part has one.
     pub slot: Option<Slot>,
-    /// 4 KiB pages of each cell.
+    /// The number of 4 KiB pages of each cell.
     pub cell_pages: u64,
     /// How each cell is mapped.
     pub cells: Vec<Cell>,

@@ -22,9 +22,9 @@ pub struct Exits {
     pub timed: u64,
     /// The sum of all times.
     pub total_ns: u64,
-    /// The shortest.
+    /// The shortest time.
     pub min_ns: u64,
-    /// The longest.
+    /// The longest time.
     pub max_ns: u64,
 }
 
