@@ -36,7 +36,7 @@ pub(crate) struct Header {
     pub(crate) selected: AtomicU64,
     /// The number of rings that threads can claim, counted from ring 0.
     pub(crate) allocated: AtomicU64,
-    /// Rings that threads have claimed.
+    /// The number of rings that threads have claimed.
     pub(crate) claimed: AtomicU64,
     /// The number of records of threads that found no ring.
     pub(crate) lost: AtomicU64,
