@@ -19,7 +19,7 @@ pub struct Reserved {
 /// Only guests and guarded accesses use the current mapping of `range`.
 pub unsafe fn remap(range: Range<usize>, rights: i32) -> bool {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
-    // SAFETY: the caller's.
+    // SAFETY: the caller's promise.
     unsafe {
         libc::mmap(range.start as *mut _, range.len(), rights, flags, -1, 0) != libc::MAP_FAILED
     }
@@ -29,12 +29,12 @@ pub unsafe fn remap(range: Range<usize>, rights: i32) -> bool {
 /// beyond the middle cause SIGBUS.
 ///
 /// # Safety
-/// As for [`remap`].
+/// The promises of [`remap`] are kept.
 pub unsafe fn remap_beyond_file(range: Range<usize>) -> bool {
     let rights = libc::PROT_READ | libc::PROT_WRITE;
     let flags = libc::MAP_SHARED | libc::MAP_FIXED;
     let len = range.len();
-    // SAFETY: system calls on a descriptor of our own; the mapping is the caller's to replace.
+    // SAFETY: the system calls use a descriptor of our own, and the caller promises that the mapping may be replaced.
     unsafe {
         let fd = libc::memfd_create(c"file".as_ptr(), libc::MFD_CLOEXEC);
         let mapped = libc::ftruncate(fd, len as libc::off_t) == 0
@@ -72,7 +72,7 @@ impl Reserved {
     pub fn open(&self, offset: usize, len: usize) {
         assert!(offset + len <= self.len);
         let start = self.start + offset;
-        // SAFETY: our own address space, which no code has accessed yet.
+        // SAFETY: the address space is our own, and no code has accessed it yet.
         assert!(unsafe { remap(start..start + len, libc::PROT_READ | libc::PROT_WRITE) });
     }
 }
@@ -96,7 +96,7 @@ fn untouched(address: usize) -> u64 {
 /// `range` is writable memory to which no reference exists.
 pub unsafe fn fill(range: Range<usize>) {
     for at in range.step_by(8) {
-        // SAFETY: the caller's.
+        // SAFETY: the caller's promise.
         unsafe { (at as *mut u64).write_volatile(untouched(at)) };
     }
 }
@@ -106,7 +106,7 @@ pub unsafe fn fill(range: Range<usize>) {
 /// # Safety
 /// `range` is readable memory.
 pub unsafe fn first_touched(range: Range<usize>) -> Option<usize> {
-    // SAFETY: the caller's.
+    // SAFETY: the caller's promise.
     range
         .step_by(8)
         .find(|at| unsafe { (*at as *const u64).read_volatile() } != untouched(*at))
@@ -132,7 +132,7 @@ impl Guarded {
         all.open(len + 3 * PAGE, PAGE);
         let guarded = Guarded { all, len };
         for canary in guarded.canaries() {
-            // SAFETY: just opened.
+            // SAFETY: the canary was just opened.
             unsafe { fill(canary) };
         }
         guarded
@@ -169,7 +169,7 @@ impl Guarded {
     /// Panics if a canary was written.
     pub fn check(&self) {
         for canary in self.canaries() {
-            // SAFETY: opened when this was made, and never closed.
+            // SAFETY: the canary was opened when this value was made, and is never closed.
             let touched = unsafe { first_touched(canary) };
             if let Some(at) = touched {
                 panic!("{at:#x}, beside {:#x?}, was written", self.range());
@@ -180,7 +180,7 @@ impl Guarded {
     /// Writes `bytes` at `offset`.
     pub fn write(&self, offset: usize, bytes: &[u8]) {
         assert!(offset + bytes.len() <= self.len);
-        // SAFETY: inside; the owner of the value has opened the range.
+        // SAFETY: the address is inside; the owner of the value has opened the range.
         unsafe {
             std::ptr::copy_nonoverlapping(
                 bytes.as_ptr(),
@@ -194,7 +194,7 @@ impl Guarded {
     pub fn read(&self, offset: usize, len: usize) -> Vec<u8> {
         assert!(offset + len <= self.len);
         let mut bytes = vec![0; len];
-        // SAFETY: as for writing.
+        // SAFETY: the address is inside; the owner of the value has opened the range.
         unsafe {
             std::ptr::copy_nonoverlapping(
                 (self.start() + offset) as *const u8,

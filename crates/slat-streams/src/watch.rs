@@ -19,12 +19,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, Once, PoisonError};
 use std::time::{Duration, Instant};
 
-/// CPU time that a kicked `KVM_RUN` may still take.
+/// The CPU time that a `KVM_RUN` may still take after its kick.
 const KICKED_CPU: Duration = Duration::from_millis(100);
 /// The CPU time that a `KVM_RUN` may still take after a kick. If another thread must notice the kick, that thread may
 /// have to wait for a CPU.
 const POLLED_CPU: Duration = Duration::from_secs(1);
-/// CPU time that any other call may take.
+/// The CPU time that any other call may take.
 const CALL_CPU: Duration = Duration::from_secs(2);
 /// The time after which a call counts as hanging, however busy the machine is.
 const HANGS: Duration = Duration::from_secs(60);
@@ -164,7 +164,7 @@ fn prepare() {
             (kick_signal(), on_kick as extern "C" fn(i32)),
             (backtrace_signal(), on_backtrace),
         ] {
-            // SAFETY: handlers with the signature of a signal handler.
+            // SAFETY: the handlers have the signature of a signal handler.
             unsafe { libc::signal(signal, handler as *const () as libc::sighandler_t) };
         }
         let report = panic::take_hook();
@@ -211,7 +211,7 @@ impl Lane {
     /// Makes the calling thread this lane's.
     pub fn enter(&self) {
         let mut clock = 0;
-        // SAFETY: plain calls about the thread itself.
+        // SAFETY: the calls are about the calling thread.
         let id = unsafe {
             let id = libc::pthread_self();
             libc::pthread_getcpuclockid(id, &mut clock);
@@ -239,7 +239,7 @@ impl Lane {
         // SAFETY: the caller keeps the page mapped.
         unsafe { flags(slice.page).write_volatile(NOT_BEGUN) };
         let result = self.supervised(step, Some(slice), work);
-        // SAFETY: as above.
+        // SAFETY: the caller keeps the page mapped.
         unsafe { immediate_exit(slice.page).write_volatile(0) };
         result
     }
@@ -312,7 +312,7 @@ impl Thread {
             tv_sec: 0,
             tv_nsec: 0,
         };
-        // SAFETY: a struct to fill in; the clock is a live thread's.
+        // SAFETY: the call fills in a struct; the clock is that of a live thread.
         unsafe { libc::clock_gettime(self.clock, &mut time) };
         Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
     }

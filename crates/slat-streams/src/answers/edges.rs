@@ -80,7 +80,7 @@ pub enum Argument {
 /// The values for which the host's kernel may return another result than slat, and why.
 #[derive(Clone, Copy, Debug)]
 pub enum Differs {
-    /// All values, for this reason.
+    /// The kernel may return other results for all values, for this reason.
     Always(&'static str),
     /// Addresses that do not fit into 48 bits, but fit into the linear addresses of the host's processor.
     LinearWidth,
@@ -132,7 +132,7 @@ pub struct Rule {
     pub controllers: Controllers,
     /// Whether the guest has CPUID leaves.
     pub cpuid: bool,
-    /// The argument's other fields.
+    /// The argument of the request, with its other fields.
     pub argument: Argument,
     /// Sets the other fields that the rule depends on, in the bytes of the argument.
     pub with: fn(&mut [u8]),

@@ -27,7 +27,7 @@ pub struct Fresh {
 }
 
 fn bytes<T: Plain>(value: &T) -> Vec<u8> {
-    // SAFETY: `Plain`: a live value without padding that matters.
+    // SAFETY: `Plain` promises a value without padding that matters, and the value is live.
     unsafe { std::slice::from_raw_parts(std::ptr::from_ref(value).cast::<u8>(), size_of::<T>()) }
         .to_vec()
 }
@@ -176,7 +176,7 @@ fn pit() -> kvm_pit_state2 {
 /// Returns all requests that read state.
 pub fn all() -> Vec<Fresh> {
     let regs = kvm_regs {
-        // The processor's signature. Without CPUID leaves it is KVM's own.
+        // RDX has the processor's signature. Without CPUID leaves, it is KVM's own.
         rdx: 0x600,
         rip: 0xfff0,
         rflags: 2,
@@ -255,7 +255,8 @@ pub fn all() -> Vec<Fresh> {
         },
         Fresh {
             controllers: Controllers::None,
-            // The clock; its flags, which follow from the host's clock; the real time; the host's TSC.
+            // These fields vary: the clock; its flags, which follow from the host's clock; the real time; the host's
+            // TSC.
             varies: &[Range { start: 0, end: 40 }],
             ..vm(KVM_GET_CLOCK, &kvm_clock_data::default())
         },

@@ -244,8 +244,7 @@ fn ordinary(rng: &mut Rng, code: &mut Vec<u8>) {
         code.push(0x66);
     }
     if rng.one_in(2) {
-        // Never R12 to R15, because R15 counts. But in the forms below, the prefix's bits for the index register have
-        // no meaning.
+        // The prefix names none of the registers R12 to R15, because R15 counts.
         code.push(0x48 | byte(rng) & 0xa);
     }
     let immediate = match rng.below(4) {
@@ -276,9 +275,10 @@ fn ordinary(rng: &mut Rng, code: &mut Vec<u8>) {
 /// The end of the code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
-    /// With a jump to its beginning.
+    /// The code ends with a jump to its beginning.
     Repeats,
-    /// With a jump to its beginning, until R15 has counted down to 0; then with a HLT. Only in 64-bit code.
+    /// The code ends with a jump to its beginning, until R15 has counted down to 0; then with a HLT. Only in 64-bit
+    /// code.
     Counts,
 }
 
@@ -286,7 +286,7 @@ pub enum End {
 pub fn code(rng: &mut Rng, end: End) -> Vec<u8> {
     let mut code = Vec::new();
     if rng.one_in(4) {
-        // A jump over the bytes in between. These are zeroes, which are also instructions.
+        // A jump over the bytes in between, which are zeroes. Zeroes are instructions, too.
         let skipped = PAGE - 5 - 1 - rng.below(12) as usize;
         code.push(0xe9);
         code.extend(&(skipped as u32).to_le_bytes());

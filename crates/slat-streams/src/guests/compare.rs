@@ -18,7 +18,7 @@ use std::time::Duration;
 
 /// The time for which an interpreted guest may run.
 const INTERPRETED: Duration = Duration::from_millis(3);
-/// The time for which the same guest may run while its code is compiled.
+/// The longest time of a run whose code is compiled.
 const COMPILED: Duration = Duration::from_secs(2);
 /// The most exits. They are fewer than other guests', because all registers are read at each exit.
 const EXITS: usize = 20;
@@ -32,11 +32,11 @@ const AGAIN: usize = 3;
 /// Counts the guests that ran both ways.
 #[derive(Debug)]
 pub struct Compared {
-    /// Exits, with the registers at each of them.
+    /// The number of exits at which the registers were compared.
     pub exits: AtomicU64,
-    /// Guests whose memory was compared in the end.
+    /// The number of guests whose memory was compared in the end.
     pub guests: AtomicU64,
-    /// Guests whose results differed when they ran again, because they read the time.
+    /// The number of guests whose results differed when they ran again, because they read the time.
     pub unsteady: AtomicU64,
 }
 
@@ -55,7 +55,7 @@ struct Account {
     memory: Vec<(Vec<u8>, Vec<usize>)>,
 }
 
-/// Runs the guest that `rng` makes both ways. Panics if they differ.
+/// Runs the guest that `rng` makes in both ways: interpreted and compiled. Panics if the results differ.
 pub fn compare(lane: &Lane, rng: &Rng, mode: Mode) {
     lane.enter();
     let tier = rng.clone().pick(&[Tier::Baseline, Tier::Full]);

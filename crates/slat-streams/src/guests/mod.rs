@@ -55,11 +55,11 @@ const COMPILES: Duration = Duration::from_secs(2);
 /// The way in which a guest's code runs. Code of real mode is not compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Way {
-    /// As for every program: code is compiled if it is hot, which happens rarely.
+    /// As in every program: code is compiled if it is hot, which happens rarely.
     Usual,
-    /// Compiled before it runs.
+    /// Code is compiled before it runs.
     Compiled,
-    /// Both interpreted and compiled, to compare them.
+    /// The guest runs both interpreted and compiled, to compare the two.
     Compared,
 }
 
@@ -135,7 +135,7 @@ impl Slot {
         memory.open(offset, HUGE_PAGE);
         let start = memory.start() + offset;
         mappings::changed(start..start + HUGE_PAGE);
-        // SAFETY: advice about our own memory.
+        // SAFETY: the call gives advice about our own memory.
         unsafe { libc::madvise(start as *mut _, HUGE_PAGE, libc::MADV_HUGEPAGE) };
         mappings::advised(start..start + HUGE_PAGE, HugePages::Wanted);
         Slot {
@@ -241,7 +241,7 @@ struct Guest {
 }
 
 fn set_slot(vm: &VmFd, region: kvm_userspace_memory_region) {
-    // SAFETY: the slots' memory is the guest's; this process does not rely on its content.
+    // SAFETY: the memory of the slots belongs to the guest; this process does not rely on its content.
     unsafe { vm.set_user_memory_region(region) }.expect("a slot of the layout");
 }
 
@@ -409,7 +409,7 @@ impl Guest {
 fn hide(slot: &Slot, told: bool) {
     let start = slot.memory.start() + slot.offset;
     let range = start..start + slot.place.len();
-    // SAFETY: the guest's memory, which this process does not access now.
+    // SAFETY: the memory belongs to the guest, and this process does not access it now.
     let protect = |rights| unsafe { libc::mprotect(start as *mut _, range.len(), rights) };
     assert_eq!(protect(libc::PROT_NONE), 0);
     std::thread::sleep(Duration::from_micros(200));
@@ -540,7 +540,7 @@ fn event(rng: &mut Rng, vcpu: &VcpuFd) {
     match rng.below(4) {
         0 => vcpu.nmi().expect("an NMI"),
         3 => vcpu.smi().expect("an SMI"),
-        // Refused with an interrupt controller.
+        // KVM refuses this request if there is an interrupt controller.
         1 => drop(vcpu.interrupt(rng.below(256) as u32)),
         _ => drop(vcpu.translate_gva(linear(rng))),
     }

@@ -25,7 +25,7 @@ pub enum Mode {
 }
 
 impl Mode {
-    /// All modes; long mode more often than the others.
+    /// All modes. Long mode occurs more often than the others.
     pub const ALL: [Mode; 8] = [
         Mode::Long,
         Mode::Real,
@@ -111,14 +111,14 @@ pub fn page_tables(rng: &mut Rng, mode: Mode, memory: &Guarded) {
             entry |= 1;
         }
         if rng.one_in(4) {
-            // Reserved bits, ignored bits, protection keys, no-execute.
+            // Sets one of these bits: reserved bits, ignored bits, protection keys, no-execute.
             entry |= 1 << (40 + rng.below(24));
         }
         tables.set(table, index, entry);
     }
 }
 
-/// Selectors of [`descriptors`].
+/// The selectors of the segments that [`descriptors`] writes.
 pub mod selector {
     pub const CODE64: u16 = 0x08;
     pub const DATA: u16 = 0x10;
@@ -223,7 +223,7 @@ pub fn gates(rng: &mut Rng, mode: Mode, memory: &Guarded, end: End) {
         let at = IDT as usize + rng.below(0x200) as usize;
         memory.write(at, &[rng.below(256) as u8]);
     }
-    // RSP0 to IST7, which overlap the 32-bit task's stacks.
+    // The stack pointers from RSP0 to IST7, which overlap the stacks of the 32-bit task.
     for at in (4..0x60).step_by(8) {
         memory.write(TSS as usize + at, &(STACK - 0x800).to_le_bytes());
     }

@@ -106,7 +106,7 @@ pub fn ioctls(bytes: &[u8]) {
         }
         world.ram.check();
         drop(world);
-        // slat's own threads may still hold an object.
+        // Wait, because slat's own threads may still hold an object.
         let begin = Instant::now();
         while !slat_kvm::notify::live().is_empty() {
             assert!(begin.elapsed() < SOON, "a VM outlived its descriptors");
@@ -516,7 +516,7 @@ impl<'a> Worker<'a> {
     fn scribble(&mut self) {
         let Some(vcpu) = self.vcpu() else { return };
         let range = vcpu.mapped.as_ref().expect("every vCPU is mapped").range();
-        // Whole pages: pages 3 to 63 of a mapping with a dirty ring are not mapped.
+        // Choose whole pages, because pages 3 to 63 of a mapping with a dirty ring are not mapped.
         let pages = range.len() / PAGE;
         let page = self.rng.pick(&[0, 0, 0, 2, 64, 65]).min(pages - 1);
         let offset = self.rng.below(PAGE as u64 / 4) as usize * 4;
@@ -540,7 +540,8 @@ impl<'a> Worker<'a> {
             1 => self.rng.below(8) as u32,
             _ => self.rng.pick(&BOUNDARIES) as u32,
         };
-        // SAFETY: inside the mapping, as long as the handle is held; other users expect any value there.
+        // SAFETY: the address is inside the mapping, which exists as long as the handle is held; other users expect any
+        // value there.
         unsafe { ((range.start + page * PAGE + offset) as *mut u32).write_volatile(value) };
     }
 

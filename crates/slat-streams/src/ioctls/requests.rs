@@ -25,7 +25,7 @@ pub enum On {
 
 /// The input of a function that makes arguments.
 pub struct Context<'a> {
-    /// Memory and objects.
+    /// The memory and objects of the stream.
     pub world: &'a World,
     /// Address of memory for a bitmap: a pointer inside a struct.
     pub bitmap: u64,

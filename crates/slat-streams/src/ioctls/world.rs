@@ -8,7 +8,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Pages of guest memory.
+/// The number of pages of guest memory.
 pub const PAGES: usize = 256;
 /// The number of bytes of address space after those pages, because a slot may be far larger than its memory.
 const BEYOND: usize = 1 << 40;
@@ -40,7 +40,7 @@ impl Mapped {
         let Object::Vcpu(vcpu) = object else {
             return None;
         };
-        // SAFETY: all-zero is a valid `stat`, and a struct to fill in.
+        // SAFETY: all-zero is a valid `stat`, and the call fills in the struct.
         let len = unsafe {
             let mut stat: libc::stat = std::mem::zeroed();
             assert_eq!(libc::fstat(fd.as_raw_fd(), &mut stat), 0);
@@ -129,17 +129,17 @@ pub struct World {
     pub vcpus: Handles,
     /// Statistics, private memory, devices.
     pub others: Handles,
-    /// Eventfds, the last of which is full.
+    /// Eventfds. The last one is full.
     events: Vec<OwnedFd>,
     /// The memory that backs slots.
     pub ram: Ram,
 }
 
-/// Number of eventfds of a world.
+/// The number of eventfds of a world.
 const EVENTS: usize = 4;
 
 fn eventfd(full: bool) -> OwnedFd {
-    // SAFETY: a plain call; the descriptor is new.
+    // SAFETY: the call makes a descriptor, which is new.
     let event = unsafe {
         let fd = libc::eventfd(0, libc::EFD_CLOEXEC);
         assert!(fd >= 0, "eventfd");
@@ -147,7 +147,7 @@ fn eventfd(full: bool) -> OwnedFd {
     };
     if full {
         let most = (u64::MAX - 1).to_ne_bytes();
-        // SAFETY: 8 bytes of a live array.
+        // SAFETY: the array is live, and has 8 bytes.
         let written = unsafe { libc::write(event.as_raw_fd(), most.as_ptr().cast(), most.len()) };
         assert_eq!(written, 8);
     }
@@ -164,7 +164,7 @@ impl World {
     pub fn signal(&self, rng: &mut Rng) {
         let one = 1u64.to_ne_bytes();
         let fd = self.events[rng.below(EVENTS as u64 - 1) as usize].as_raw_fd();
-        // SAFETY: 8 bytes of a live array.
+        // SAFETY: the array is live, and has 8 bytes.
         unsafe { libc::write(fd, one.as_ptr().cast(), one.len()) };
     }
 
@@ -232,7 +232,7 @@ impl Ram {
             given: [const { AtomicBool::new(false) }; PAGES],
         };
         ram.all.open(0, PAGES * PAGE);
-        // SAFETY: new memory.
+        // SAFETY: the memory is new.
         unsafe { fill(ram.pages(0, PAGES)) };
         ram
     }
@@ -243,7 +243,8 @@ impl Ram {
         start..start + count * PAGE
     }
 
-    /// Returns the address that a slot gets instead of `address`, at which a guest can do no harm to this process.
+    /// Returns the address that a slot gets instead of `address`. At the new address, a guest can do no harm to this
+    /// process.
     pub fn harmless(&self, address: u64, size: u64) -> u64 {
         let all = self.all.range();
         let end = address.checked_add(size);
@@ -281,7 +282,7 @@ impl Ram {
         self.before.check();
         self.after.check();
         for page in (0..PAGES).filter(|page| !self.given[*page].load(Ordering::Relaxed)) {
-            // SAFETY: the page's mapping has not been changed, as the page is marked before.
+            // SAFETY: the page is marked before its mapping is changed, so this page's mapping was not changed.
             let touched = unsafe { first_touched(self.pages(page, 1)) };
             if let Some(at) = touched {
                 panic!("{at:#x} in page {page}, which no slot has, was written");

@@ -188,7 +188,7 @@ pub(super) const RULES: &[Rule] = &[
     },
     Rule {
         field: (0, 8),
-        // Banks, MCG_CTL_P, extended registers, MCG_SER_P.
+        // The values are a number of banks, with MCG_CTL_P, extended registers, and MCG_SER_P.
         values: Values::Listed(
             &[1, 32, 0x101, 0xff_0101, 0x100_0101],
             &[0, 33, 255, 0x100, 1 << 31 | 1, 1 << 32 | 1],

@@ -62,7 +62,7 @@ pub(super) const RULES: &[Rule] = &[
     },
     Rule {
         field: field!(kvm_clock_data, flags),
-        // TSC stable, real time, host's TSC.
+        // The flags are: TSC stable, real time, host's TSC.
         values: Values::Bits(0xe),
         ..of_vm(
             KVM_SET_CLOCK,
@@ -113,7 +113,7 @@ pub(super) const RULES: &[Rule] = &[
     },
     Rule {
         with: |bytes| bytes[0] = 1,
-        // One route: GSI, type (interrupt controller, message), flags, controller and pin.
+        // The table has one route: GSI, type (interrupt controller, message), flags, controller and pin.
         field: (8, 4),
         values: Values::Listed(&[], &[4096, u32::MAX as u64]),
         ..one_route("GSIs below 4096")
