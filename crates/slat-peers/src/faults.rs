@@ -1,14 +1,12 @@
-//! Faults: one vCPU, and two at once, each writing to pages that are not mapped, 4 KiB leaves, no
-//! prefetch. No peer has faults.
+//! Faults of one vCPU, and of two at once. Each vCPU writes to pages that are not mapped; leaves have 4 KiB, and there
+//! is no prefetch. No other crate has faults.
 //!
-//! * `1`, `2`: so many threads; two write to different halves of the range, which share no level 1
-//!   table.
+//! * `1`, `2`: the number of threads. Two threads write to different halves of the range, which share no level 1 table.
 //! * `1-same-table`, `2-same-table`: two threads take turns in the pages of every level 1 table.
 //!
-//! Wall time, from the first thread's start to the last one's end. A sample in which another program
-//! took a processor away from a thread (its wall time is 5 % longer than its processor time; nothing in
-//! a fault here sleeps), or the threads did not run at the same time, is taken again, [`TRIES`] times
-//! at most.
+//! Wall time, from the first thread's start to the last one's end. A sample in which another program took a processor
+//! away from a thread (its wall time is 5 % longer than its processor time; nothing in a fault here sleeps), or the
+//! threads did not run at the same time, is measured again, [`TRIES`] times at most.
 
 use std::sync::Barrier;
 use std::time::Instant;
@@ -62,7 +60,7 @@ fn format<F: Format>(name: &str, samples: &mut Samples) {
     }
 }
 
-/// The rate, and whether nobody disturbed.
+/// Returns the rate of faults, and whether no other program disturbed the threads.
 fn faults_per_s<F: Format>(threads: u64, same_table: bool) -> (f64, bool) {
     let vm = vm::<F>(Level::PAGE);
     vm.set_policy(Setting::Prefetch(Prefetch::Off));

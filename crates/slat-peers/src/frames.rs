@@ -1,5 +1,5 @@
-//! The one source of table frames: an arena that was touched once, handed out last in, first out. The
-//! physical address of a frame is its address in this process. Contents are unspecified: whoever needs
+//! The only source of table frames: an arena whose memory was touched once. The frame that was freed last is allocated
+//! first. The physical address of a frame is its address in this process. Contents are unspecified: a caller that needs
 //! zeroes writes them.
 
 use std::alloc::{Layout, alloc, handle_alloc_error};
@@ -8,12 +8,12 @@ use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 
 use slat::{Entries, PAGE_SIZE, Pfn, TableMeta};
 
-/// Enough for every contender: 1 GiB by 4 KiB pages needs 515 tables; [`embed`](crate::embed) allocates 64 MiB for a
-/// guest, too.
+/// Enough frames for every crate: 1 GiB by 4 KiB pages needs 515 tables, and [`embed`](crate::embed) also allocates 64
+/// MiB for a guest.
 const FRAMES: usize = 4096 + (64 << 20) / FRAME;
 const FRAME: usize = PAGE_SIZE as usize;
 
-/// Metadata of two frames shares no cache line, as with Linux's `struct page`.
+/// The metadata of two frames shares no cache line, as with Linux's `struct page`.
 const META_STRIDE: usize = 64;
 const _: () = assert!(size_of::<TableMeta>() <= META_STRIDE);
 
@@ -26,17 +26,17 @@ pub struct Arena {
 
 // SAFETY: the memory is only reached through frames, each of which has one owner.
 unsafe impl Send for Arena {}
-// SAFETY: as above; the free list has its lock.
+// SAFETY: the memory is only reached through frames, each of which has one owner; the free list has a lock.
 unsafe impl Sync for Arena {}
 
 static ARENA: LazyLock<Arena> = LazyLock::new(Arena::new);
 
-/// The one source.
+/// Returns the only arena.
 pub fn arena() -> &'static Arena {
     &ARENA
 }
 
-/// `size` bytes, zeroed and touched, never given back.
+/// Allocates `size` bytes, zeroed and touched, that are never freed.
 fn forever(size: usize, align: usize) -> NonNull<u8> {
     let layout = Layout::from_size_align(size, align).expect("the arena fits the address space");
     // SAFETY: the layout has a size.
@@ -51,7 +51,7 @@ impl Arena {
     fn new() -> Self {
         let base = forever(FRAMES * FRAME, 2 << 20);
         let meta = forever(FRAMES * META_STRIDE, META_STRIDE);
-        // SAFETY: inside the arena.
+        // SAFETY: the address is inside the arena.
         let frame = |i| unsafe { base.add(i * FRAME) };
         Arena {
             base,
@@ -64,7 +64,7 @@ impl Arena {
         (frame.as_ptr() as usize - self.base.as_ptr() as usize) / FRAME
     }
 
-    /// The metadata that slat keeps beside a frame.
+    /// Returns the metadata that slat keeps for a frame.
     #[inline]
     pub fn meta(&self, frame: Pfn) -> NonNull<TableMeta> {
         let index = self.index(frame_at(frame.hpa().0));
@@ -82,7 +82,7 @@ pub fn alloc_frame() -> NonNull<u8> {
     free_list().pop().expect("the arena is large enough")
 }
 
-/// Several frames, one after the other.
+/// Allocates several frames, one after the other.
 pub fn alloc_many(count: usize, take: &mut dyn FnMut(NonNull<u8>)) {
     let mut free = free_list();
     let rest = free.len().checked_sub(count);
@@ -90,7 +90,7 @@ pub fn alloc_many(count: usize, take: &mut dyn FnMut(NonNull<u8>)) {
     free.drain(rest..).rev().for_each(take);
 }
 
-/// `count` frames next to each other, the first aligned to them all.
+/// Allocates `count` frames next to each other, the first aligned to the size of all.
 pub fn alloc_frames(count: usize) -> NonNull<u8> {
     if count == 1 {
         return alloc_frame();
@@ -104,16 +104,16 @@ pub fn alloc_frames(count: usize) -> NonNull<u8> {
         .expect("the arena is large enough");
     let run = run[0]..run[0] + count;
     free.retain(|frame| !run.contains(&ARENA.index(*frame)));
-    // SAFETY: inside the arena.
+    // SAFETY: the address is inside the arena.
     unsafe { ARENA.base.add(run.start * FRAME) }
 }
 
-/// Takes a frame back.
+/// Frees a frame.
 pub fn free_frame(frame: NonNull<u8>) {
     free_list().push(frame);
 }
 
-/// Takes several frames back.
+/// Frees several frames.
 pub fn free_many(frames: impl Iterator<Item = NonNull<u8>>) {
     free_list().extend(frames);
 }

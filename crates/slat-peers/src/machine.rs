@@ -1,4 +1,4 @@
-//! The machine under slat here: guest memory whose host pages are all there, in one stretch.
+//! The machine under slat in this program: all host pages of guest memory are resident, in one run.
 
 use std::ops::Range;
 use std::ptr::NonNull;
@@ -23,7 +23,7 @@ impl Machine {
     }
 }
 
-/// A VM of one address space on such a machine.
+/// Makes a VM of one address space on such a machine.
 pub fn vm<F: Format>(level: Level) -> Arc<Vm<Machine, F>> {
     let machine = Machine {
         level,
@@ -32,7 +32,7 @@ pub fn vm<F: Format>(level: Level) -> Arc<Vm<Machine, F>> {
     Vm::new(Arc::new(machine), Config::default()).expect("frames for the root")
 }
 
-/// Memslot `slot` over `pages` pages at `gpa`, backed by the same addresses.
+/// Returns the region of memslot `slot` over `pages` pages at `gpa`, backed by the same addresses.
 pub fn region(slot: u32, flags: SlotFlags, gpa: u64, pages: u64) -> Region {
     Region::new(slot, Gpa(gpa), pages << 12, Hva(gpa)).with_flags(flags)
 }
@@ -41,7 +41,7 @@ impl Machine {
     /// The number of a frame just allocated, with fresh metadata.
     fn fresh(&self, memory: NonNull<u8>) -> Pfn {
         let frame = Pfn(memory.as_ptr() as u64 >> 12);
-        // SAFETY: the frame is this caller's alone, and its metadata with it.
+        // SAFETY: this caller is the only owner of the frame, and so of its metadata.
         unsafe { self.arena.meta(frame).write(TableMeta::new()) };
         frame
     }
@@ -53,7 +53,7 @@ fn memory(frame: Pfn) -> NonNull<u8> {
 
 // SAFETY:
 // - frames and their metadata come from the arena, which stays for ever;
-// - nothing is ever accessed through what `resolve` answers;
+// - no code accesses memory at the addresses that `resolve` returns;
 // - no hardware walks these tables, so there is nothing to flush.
 unsafe impl Platform for Machine {
     fn alloc_table(&self, _: VmId) -> Option<Pfn> {

@@ -1,11 +1,10 @@
-//! Other people's page tables and guest memory maps measured beside slat, in one process, in turns.
+//! Measures other people's page tables and guest memory maps beside slat, in one process, in turns.
 //!
 //! `slat-peers [--rounds N] [--json FILE] [--only PREFIX]`
 //!
-//! Every round runs every contender once; what is reported is the median over the rounds, so that a
-//! disturbance of the machine hits all alike. All tables come from one source of frames
-//! ([`frames`]), whose memory was touched before. Each case says in its module what exactly is
-//! compared, and what a peer cannot do.
+//! Every round runs every crate once, and the median over the rounds is reported, so that a disturbance of the machine
+//! affects all crates alike. All tables come from one source of frames ([`frames`]), whose memory was touched before.
+//! The module of each case says what exactly is compared, and what another crate cannot do.
 
 mod embed;
 mod faults;

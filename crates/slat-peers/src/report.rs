@@ -3,14 +3,14 @@
 use std::fmt;
 use std::hint::black_box;
 
-/// What is measured.
+/// The quantity that is measured.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Metric {
     /// Nanoseconds for each 4 KiB page of the range.
     NsPerPage,
     /// Nanoseconds for each call.
     NsPerOp,
-    /// All threads together.
+    /// Faults per second of all threads together.
     FaultsPerS,
 }
 
@@ -40,7 +40,8 @@ struct Row {
 }
 
 impl Row {
-    /// The value that disturbed it least: how far the median lies from it tells how quiet the machine was.
+    /// Returns the value with the least disturbance: the distance of the median from this value tells how quiet the
+    /// machine was.
     fn best(&self) -> f64 {
         let values = self.values.iter().copied();
         match self.metric {
@@ -56,14 +57,14 @@ impl Row {
     }
 }
 
-/// What was measured so far.
+/// The samples so far.
 pub struct Samples {
     only: String,
     rows: Vec<Row>,
 }
 
 impl Samples {
-    /// Keeps what begins with `only`.
+    /// Keeps only the samples of cases whose names begin with `only`.
     pub fn new(only: &str) -> Self {
         Samples {
             only: only.to_owned(),
@@ -71,7 +72,7 @@ impl Samples {
         }
     }
 
-    /// Whether anything of `experiment/case` is wanted; `case` may be the beginning of one.
+    /// Whether a part of `experiment/case` is wanted. `case` may be the beginning of a case's name.
     pub fn wants(&self, experiment: &str, case: &str) -> bool {
         let name = format!("{experiment}/{case}");
         name.starts_with(&self.only) || self.only.starts_with(&name)
@@ -110,7 +111,7 @@ impl Samples {
     }
 }
 
-/// Nanoseconds of this thread's processor time that `work` takes, and what it returns. What other
+/// Returns the nanoseconds of this thread's processor time that `work` takes, and the result of `work`. Time that other
 /// programs take on a busy machine does not count.
 pub fn time<R>(work: impl FnOnce() -> R) -> (f64, R) {
     let begin = thread_ns();
@@ -118,13 +119,13 @@ pub fn time<R>(work: impl FnOnce() -> R) -> (f64, R) {
     ((thread_ns() - begin) as f64, result)
 }
 
-/// Processor time of this thread.
+/// Returns the processor time of this thread.
 pub fn thread_ns() -> i64 {
     let mut now = libc::timespec {
         tv_sec: 0,
         tv_nsec: 0,
     };
-    // SAFETY: `now` is a place for the answer.
+    // SAFETY: `now` is a place for the result.
     let failed = unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut now) };
     assert_eq!(failed, 0, "every thread has a clock");
     now.tv_sec * 1_000_000_000 + now.tv_nsec
@@ -146,7 +147,7 @@ impl<'a> Report<'a> {
         Report { rows }
     }
 
-    /// The rows as JSON.
+    /// Returns the rows as JSON.
     pub fn json(&self) -> String {
         let rows: Vec<String> = self
             .rows
@@ -167,7 +168,7 @@ impl<'a> Report<'a> {
         format!("{{\"rows\":[\n{}\n]}}\n", rows.join(",\n"))
     }
 
-    /// The best of the other crates in the case of `row`.
+    /// Returns the best row of the other crates in the case of `row`.
     fn best_peer(&self, row: &Row) -> Option<&Row> {
         self.rows
             .iter()

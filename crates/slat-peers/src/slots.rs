@@ -27,7 +27,7 @@ const UPDATES: usize = 64;
 const VM_MEMORY_UPDATES: usize = 4;
 const PAGE: u64 = 4096;
 
-/// Where slot `i` begins; there is a gap behind every slot.
+/// Returns the address at which slot `i` begins. There is a gap after every slot.
 fn base(i: u64) -> u64 {
     (1 << 30) + i * 2 * PAGE
 }
@@ -129,7 +129,7 @@ impl Contenders {
         let mut add = |variant, ns: f64| {
             samples.add("slots", "update", variant, Metric::NsPerOp, ns);
         };
-        // Not at the end: the place is empty because this slot was left out.
+        // The slot is not at the end: its place is empty because this slot was left out.
         let at = base(self.slots / 2) + PAGE;
         let mapping = MmapRegion::new(PAGE as usize).expect("one more mapping");
         let new = GuestRegionMmap::new(mapping, GuestAddress(at)).expect("a valid region");

@@ -1,18 +1,19 @@
-//! `slat-counts`: how many instructions the engine's operations take, counted by valgrind's callgrind.
+//! `slat-counts` counts the instructions that the engine's operations take, by valgrind's callgrind.
 //!
 //! * `slat-counts` prints them.
 //! * `slat-counts --compiler` prints which compiler has made it.
 //! * `slat-counts --write FILE` writes them to FILE.
 //! * `slat-counts --compare FILE` compares them with those in FILE, and fails if one has risen by more than 3 %.
 //!
-//! Unlike times, instructions of one binary are the same in every run, on every machine of the same architecture,
-//! whatever else it does. For that nothing may be counted that depends on the processor: functions of the C library,
-//! which chooses them by what the processor has (copies, fills), are left out, with everything else that is not in this
-//! binary. A compiler makes other instructions than another one, so `--write` notes which it was, and `--compare`
-//! refuses what another one has made; `.ci/counts` then counts an earlier commit with the compiler that it has.
+//! Unlike times, the instructions of one binary are the same in every run, on every machine of the same architecture,
+//! whatever else the machine does. For that, no code may be counted that depends on the processor. So functions of the
+//! C library are left out, because the library chooses some of them (copies, fills) by the processor's features. All
+//! other code that is not in this binary is left out, too. Different compilers make different instructions. So
+//! `--write` records the compiler, and `--compare` refuses counts of another compiler; `.ci/counts` then counts an
+//! earlier commit with the present compiler.
 //!
-//! It runs itself under valgrind. There, each operation is run by [`slat_counts_measured`], at whose end callgrind
-//! writes a file. The operations have the same order each time.
+//! The program runs itself under valgrind. There, [`slat_counts_measured`] runs each operation, and at its end
+//! callgrind writes a file. The operations always have the same order.
 
 #[path = "../frames.rs"]
 mod frames;
@@ -27,20 +28,20 @@ use std::fmt::Write as _;
 use std::path::PathBuf;
 use std::process::{Command, ExitCode};
 
-/// The compiler, and for what it has compiled.
+/// The compiler that has made this program, and its target.
 const COMPILER: &str = env!("COUNTS_COMPILER");
 /// The argument by which this program runs the operations.
 const OPERATIONS: &str = "--operations";
 /// A count may rise by this part of itself.
 const TOLERANCE: f64 = 0.03;
-/// A rise of less than this is none: of one instruction in a hundred calls.
+/// A smaller rise does not count: one instruction in a hundred calls.
 const LEAST: f64 = 0.01;
 
-/// Instructions for each page, or for each call, by operation.
+/// For each operation, the instructions for each page, or for each call.
 type Counts = BTreeMap<String, f64>;
 
-/// Runs `operation`. Callgrind counts between this function's begin and its end, so its name is an argument of
-/// callgrind's.
+/// Runs `operation`. Callgrind counts between this function's begin and its end, so callgrind gets the function's name
+/// as an argument.
 // SAFETY: no other function of this program, or of a library, has this name.
 #[unsafe(no_mangle)]
 #[inline(never)]
@@ -95,7 +96,7 @@ fn count() -> Result<Counts, String> {
         .arg(format!("--callgrind-out-file={}/of", directory.display()))
         .arg(&program)
         .arg(OPERATIONS)
-        // What variables there are moves the stack, and changes nothing else; the fewer the better.
+        // The environment variables only move the stack. The fewer there are, the better.
         .env_clear()
         .envs(std::env::var_os("PATH").map(|path| ("PATH", path)))
         .output()

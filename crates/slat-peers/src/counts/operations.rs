@@ -1,6 +1,6 @@
 //! The operations, in the order in which they are counted: the life of a mapping, on each format, and memslots.
 //!
-//! Each prints its name, and for how many pages or calls it is one.
+//! Each operation prints its name, and the number of pages or calls that it consists of.
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -10,9 +10,9 @@ use slat::{Access, Ept, Format, Gpa, Hva, Level, Prefetch, Setting, SlotFlags, V
 
 use crate::machine::{Machine, region, vm};
 
-/// Where memslots begin.
+/// The address at which memslots begin.
 const BASE: u64 = 1 << 30;
-/// Pages of a memslot: 32 tables of level 1.
+/// The number of pages of a memslot: 32 tables of level 1.
 const PAGES: u64 = 1 << 14;
 const SLOT: u32 = 0;
 const LOGGED: SlotFlags = SlotFlags::LOG_DIRTY_PAGES;
@@ -27,7 +27,7 @@ struct Counter<'m> {
 }
 
 impl Counter<'_> {
-    /// Counts `operation`, which does `times` of what `name` says.
+    /// Counts the instructions of `operation`, which does `times` times what its `name` says.
     fn count(&mut self, name: &str, times: u64, mut operation: impl FnMut()) {
         (self.measure)(&mut operation);
         println!("{}/{name}\t{times}", self.format);
@@ -58,7 +58,7 @@ fn set<F: Format>(vm: &Vm<Machine, F>, flags: SlotFlags) {
     set.expect("a valid memslot");
 }
 
-/// A VM with one memslot, and a CPU of it.
+/// Makes a VM with one memslot, and a CPU of the VM.
 fn world<F: Format>(level: Level) -> (Arc<Vm<Machine, F>>, Vcpu<Machine, F>) {
     let vm = vm::<F>(level);
     set(&vm, NO_FLAGS);
@@ -71,9 +71,9 @@ fn prefault<F: Format>(vcpu: &mut Vcpu<Machine, F>) {
     assert_eq!(vcpu.enter(0).prefault(range), Ok(PAGES << 12));
 }
 
-/// The address of page `i` of the slot, in an order that visits each table again and again.
+/// Returns the address of page `i` of the slot, in an order that visits each table again and again.
 fn page(i: u64) -> Gpa {
-    // Odd, so that each page has its turn.
+    // The step is odd, so that each page has its turn.
     const STEP: u64 = 5003;
     Gpa(BASE + ((i * STEP % PAGES) << 12))
 }
@@ -88,7 +88,7 @@ fn translate<F: Format>(vcpu: &mut Vcpu<Machine, F>, pages: u64, access: Access)
     }
 }
 
-/// Map, use, protect, unmap.
+/// Counts the life of a mapping: map, use, protect, unmap.
 fn life<F: Format>(counter: &mut Counter<'_>) {
     let (vm, mut vcpu) = world::<F>(Level::PAGE);
     counter.count("map", PAGES, || prefault(&mut vcpu));
@@ -131,7 +131,7 @@ fn life<F: Format>(counter: &mut Counter<'_>) {
     });
 }
 
-/// The dirty log: writes that fault because of it, and harvests.
+/// Counts the dirty log: writes that fault because of it, and harvests.
 fn log<F: Format>(counter: &mut Counter<'_>) {
     const WRITTEN: u64 = PAGES / 4;
     let (vm, mut vcpu) = world::<F>(Level::PAGE);
@@ -161,7 +161,7 @@ fn log<F: Format>(counter: &mut Counter<'_>) {
     });
 }
 
-/// Faults, one page each.
+/// Counts faults of one page each.
 fn faults<F: Format>(counter: &mut Counter<'_>) {
     for (name, prefetch, faults) in [
         ("fault", Prefetch::Off, PAGES / 4),
@@ -172,7 +172,7 @@ fn faults<F: Format>(counter: &mut Counter<'_>) {
         let mut entered = vcpu.enter(0);
         counter.count(name, faults, || {
             for i in 0..faults {
-                // Neighbours, as programs touch them.
+                // The pages are neighbours, as programs often touch them.
                 let gpa = Gpa(BASE + (i << 12));
                 entered
                     .translate(gpa, Access::Write)
@@ -212,7 +212,7 @@ fn huge<F: Format>(counter: &mut Counter<'_>) {
     assert_eq!(vm.stats().pages_4k, PAGES);
 }
 
-/// Memslots: looked up, created and deleted.
+/// Counts operations on memslots: looked up, created and deleted.
 fn memslots(slots: u64, measure: Measure<'_>) {
     const TIMES: u64 = 512;
     let format = if slots > 8 { "slots-512" } else { "slots-8" };

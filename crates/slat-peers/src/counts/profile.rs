@@ -1,13 +1,13 @@
-//! What callgrind writes (Valgrind manual, "Callgrind Format Specification").
+//! Reads the file that callgrind writes (Valgrind manual, "Callgrind Format Specification").
 
 use std::path::Path;
 
-/// Returns how many instructions `profile` has of functions in the file `object`, those that are inlined there
-/// included.
+/// Returns the number of instructions that `profile` has for functions in the file `object`, including the functions
+/// that were inlined there.
 ///
-/// A line of costs is one of numbers: a position, here 0, and the instructions at it. `ob=` names the file for the
-/// lines after it. The line after `calls=` has the costs of the function that was called, which are also where this
-/// function's own are.
+/// A line of costs has two numbers: a position, here 0, and the number of instructions at it. `ob=` names the file for
+/// the following lines. The line after `calls=` has the costs of the function that was called. These costs are also in
+/// that function's own lines.
 pub fn instructions_in(profile: &str, object: &Path) -> u64 {
     let (mut inside, mut of_call, mut sum) = (false, false, 0);
     for line in profile.lines() {

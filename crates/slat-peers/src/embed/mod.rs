@@ -1,9 +1,9 @@
-//! A hypervisor's guest memory: axaddrspace, the guest address spaces of ArceOS's hypervisors, and slat with the same
-//! methods.
+//! A hypervisor's guest memory: compares axaddrspace, the guest address spaces of ArceOS's hypervisors, with slat
+//! behind the same methods.
 //!
-//! axaddrspace keeps areas, and maps them in page tables that the hypervisor brings: here those of
-//! page_table_multiarch, by the same authors. slat is the adapter that `conformance/axaddrspace` runs that crate's
-//! tests on, an earlier version's, whose methods are alike.
+//! axaddrspace keeps areas, and maps them in page tables that the hypervisor provides: here those of
+//! page_table_multiarch, by the same authors. slat is used through the adapter on which `conformance/axaddrspace` runs
+//! that crate's tests. The adapter is for an earlier version, whose methods are alike.
 //!
 //! * `linear/map`: 64 MiB of host memory, one page off, so that all leaves have 4 KiB; `linear/unmap`.
 //! * `linear/map-huge`, `linear/unmap-huge`: 1 GiB by leaves of 2 MiB, per page of 4 KiB.
@@ -11,7 +11,7 @@
 //! * `translate`: each page of `alloc/map` in one random order.
 //! * `first-touch`: 64 MiB of which each page is allocated and mapped when its fault is handled, in order.
 //!
-//! axaddrspace has no method that takes a right away. page_table_multiarch's is in `tables/protect`.
+//! axaddrspace has no method that removes a right. The one of page_table_multiarch is measured in `tables/protect`.
 
 mod theirs;
 
@@ -38,14 +38,14 @@ memory_addr::def_usize_addr_formatter! {
 pub type GuestPhysAddrRange = AddrRange<GuestPhysAddr>;
 
 const PAGE: usize = 4096;
-/// Where areas of small leaves begin.
+/// The address at which areas of small leaves begin.
 const BASE: usize = 1 << 30;
-/// Where areas of leaves of 2 MiB begin: one of 1 GiB does not fit. page_table_multiarch puts no huge leaf where there
-/// was a table.
+/// The address at which areas of leaves of 2 MiB begin. A leaf of 1 GiB does not fit there. page_table_multiarch
+/// installs no huge leaf where there was a table.
 const HUGE_BASE: usize = (8 << 30) + (2 << 20);
 const SIZE: usize = 64 << 20;
 const HUGE: usize = 1 << 30;
-/// All areas are in it.
+/// The size of the address space that contains all areas.
 const SPACE: usize = 16 << 30;
 
 /// A guest address space. Areas are readable and writable.
@@ -156,10 +156,10 @@ fn contender<A: AddressSpace>(samples: &mut Samples) {
     space.unmap(BASE, SIZE);
 }
 
-/// Each page, in an order that visits the tables again and again.
+/// Iterates over the pages, in an order that visits the tables again and again.
 fn pages() -> impl Iterator<Item = usize> {
     const PAGES: usize = SIZE / PAGE;
-    // Odd, so that each page has its turn.
+    // The step is odd, so that each page has its turn.
     const STEP: usize = 5003;
     (0..PAGES).map(|i| BASE + i * STEP % PAGES * PAGE)
 }

@@ -1,12 +1,12 @@
 //! The flushes of the adapter.
 
-/// Of the processor.
+/// The module in which the adapter expects the processor's flushes.
 pub mod arch {
     use page_table_multiarch::PagingMetaData;
 
     use super::super::GuestPhysAddr;
 
-    /// Flushes nothing, as everybody here.
+    /// The metadata of the tables. Like everywhere in this program, its flush does nothing.
     pub struct ExtendedPageTableMetadata;
 
     impl PagingMetaData for ExtendedPageTableMetadata {

@@ -1,4 +1,4 @@
-//! aarch64-paging, stage 2, four levels.
+//! The tables of aarch64-paging: stage 2, four levels.
 
 use std::ptr::NonNull;
 
@@ -15,7 +15,7 @@ struct Source;
 impl Translation<Stage2Attributes> for Source {
     fn allocate_table(&mut self) -> (NonNull<PageTable<Stage2Attributes>>, PhysicalAddress) {
         let frame = frames::alloc_frame();
-        // SAFETY: the frame is ours; the contract asks for a zeroed one.
+        // SAFETY: this code owns the frame, and the contract requires a zeroed one.
         unsafe { frame.write_bytes(0, 4096) };
         (frame.cast(), PhysicalAddress(frame.as_ptr() as usize))
     }

@@ -1,5 +1,5 @@
-//! page-table-generic, with four levels of plain x86-64 entries. Its flush does nothing, as everybody's
-//! here.
+//! The tables of page-table-generic, with four levels of plain x86-64 entries. Like everywhere in this program, the
+//! flush does nothing.
 
 use page_table_generic::{
     FrameAllocator, MapConfig, PageTable, PageTableEntry, PhysAddr, TableMeta, VirtAddr,

@@ -30,14 +30,14 @@ use ::slat::format::{Npt, Stage2, Sv48x4};
 use crate::frames;
 use crate::report::{Metric, Samples, time};
 
-/// Where the range begins.
+/// The address at which the range begins.
 pub const BASE: u64 = 1 << 30;
-/// 4 KiB pages in it.
+/// The number of 4 KiB pages in the range.
 pub const PAGES: u64 = 1 << 18;
-/// 4 KiB pages in a leaf of 2 MiB.
+/// The number of 4 KiB pages in a leaf of 2 MiB.
 pub const HUGE: u64 = 512;
 
-/// The pages of the range in a random order, the same for all.
+/// The pages of the range in a random order, which is the same for all crates.
 pub struct Order(Vec<u32>);
 
 impl Order {
@@ -53,7 +53,7 @@ impl Order {
         Order(order)
     }
 
-    /// The exclusive or of what `translate` says for every page's address.
+    /// Returns the exclusive or of the results of `translate` for every page's address.
     #[inline(always)]
     pub fn translate(&self, mut translate: impl FnMut(u64) -> u64) -> u64 {
         let mut sum = 0;
@@ -63,7 +63,8 @@ impl Order {
         sum
     }
 
-    /// The same for as many addresses in the first 2 MiB alone: tables and entries are in the nearest cache.
+    /// Like [`Self::translate`], but for as many addresses in the first 2 MiB: tables and entries are in the nearest
+    /// cache.
     #[inline(always)]
     fn translate_near(&self, mut translate: impl FnMut(u64) -> u64) -> u64 {
         let mut sum = 0;
@@ -73,7 +74,7 @@ impl Order {
         sum
     }
 
-    /// What `translate` is for an identical mapping.
+    /// Returns the result of [`Self::translate`] for an identical mapping.
     fn expected(&self) -> u64 {
         self.translate(|address| address)
     }
@@ -86,9 +87,9 @@ trait Peer: Sized {
     fn map(&mut self);
     fn translate(&self, order: &Order) -> u64;
     fn protect(&mut self);
-    /// Until all tables but the root are freed.
+    /// Unmaps the range: all tables except the root are freed.
     fn unmap(self);
-    /// A tree that maps the range by 2 MiB leaves, if it can be split.
+    /// Makes a tree that maps the range by 2 MiB leaves. `None`: the crate cannot split leaves.
     fn huge() -> Option<Self>;
     fn split(&mut self);
 }
@@ -102,7 +103,7 @@ fn peer<T: Peer>(order: &Order, samples: &mut Samples) {
     if life {
         let mut tables = T::new();
         add("map", time(|| tables.map()).0);
-        // Once before, as slat's pages are used once before.
+        // Translate once before the measurement, because slat's pages are used once before it, too.
         let sum = tables.translate(order);
         assert_eq!(sum, order.expected(), "{} translates wrongly", T::NAME);
         let (ns, sum) = time(|| tables.translate(order));
@@ -116,7 +117,7 @@ fn peer<T: Peer>(order: &Order, samples: &mut Samples) {
     }
 }
 
-/// Whether the life of a mapping, from `map` to `unmap`, and whether the split are to be measured.
+/// Returns whether the life of a mapping, from `map` to `unmap`, is to be measured, and whether the split is.
 fn wanted(samples: &Samples) -> (bool, bool) {
     let wants = |case: &&str| samples.wants("tables", case);
     let life = ["map", "translate", "lookup", "protect", "unmap"]
@@ -125,14 +126,14 @@ fn wanted(samples: &Samples) -> (bool, bool) {
     (life, wants(&"split"))
 }
 
-/// Plain stores to the entries of as many frames as the range needs at level 1.
+/// Measures plain stores to the entries of as many frames as the range needs at level 1.
 fn limit(samples: &mut Samples) {
     let tables: Vec<_> = (0..PAGES / HUGE).map(|_| frames::alloc_frame()).collect();
     let (ns, ()) = time(|| {
         for table in &tables {
             let entries = table.cast::<u64>();
             for i in 0..HUGE {
-                // SAFETY: inside the frame, which is ours.
+                // SAFETY: the entry is inside the frame, which belongs to this code.
                 unsafe { entries.add(i as usize).write(BASE | i << 12) };
             }
         }

@@ -1,4 +1,4 @@
-//! page_table_multiarch, x86-64 entries. It frees tables only when the whole tree is dropped.
+//! The tables of page_table_multiarch, with x86-64 entries. The crate frees tables only when the whole tree is dropped.
 
 use memory_addr::{PhysAddr, VirtAddr};
 use page_table_entry::x86_64::X64PTE;
@@ -7,7 +7,7 @@ use page_table_multiarch::{MappingFlags, PageTable64, PagingHandler, PagingMetaD
 use super::{BASE, Order, PAGES, Peer};
 use crate::frames;
 
-/// Frames for its tables.
+/// The frames for its tables.
 pub struct Source;
 
 impl PagingHandler for Source {
@@ -27,7 +27,7 @@ impl PagingHandler for Source {
     }
 }
 
-/// Flushes nothing, as everybody here.
+/// The metadata of the tables. Like everywhere in this program, its flush does nothing.
 pub struct FourLevels;
 
 impl PagingMetaData for FourLevels {

@@ -78,7 +78,7 @@ pub fn round<F: Format>(name: &str, order: &Order, samples: &mut Samples) {
     }
 }
 
-/// The slot logs, every page is named in its log, and it is still mapped huge: clearing splits first.
+/// The slot logs, its log names every page, and huge leaves still map the slot: clearing the log splits them first.
 fn split_huge<F: Format>(add: &mut impl FnMut(&str, f64)) {
     let vm = vm::<F>(Level::MEGA);
     vm.set_manual_dirty_log(true, true);

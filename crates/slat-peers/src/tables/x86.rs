@@ -1,4 +1,4 @@
-//! x86_64: page by page.
+//! The tables of the crate x86_64, which are changed page by page.
 
 use x86_64::structures::paging::mapper::{CleanUp, MappedPageTable, PageTableFrameMapping};
 use x86_64::structures::paging::{
@@ -55,7 +55,7 @@ impl Peer for Tables {
 
     fn new() -> Self {
         let root = frames::alloc_frame();
-        // SAFETY: the frame is ours until `unmap`, and a zeroed one is an empty table.
+        // SAFETY: this code owns the frame until `unmap`, and a zeroed frame is an empty table.
         let mapper = unsafe {
             root.write_bytes(0, 4096);
             MappedPageTable::new(root.cast().as_mut(), Identity)
@@ -66,7 +66,7 @@ impl Peer for Tables {
     fn map(&mut self) {
         let flags = PageTableFlags::PRESENT | PageTableFlags::WRITABLE;
         for (page, frame) in pages() {
-            // SAFETY: nothing is accessed through this mapping.
+            // SAFETY: no memory is accessed through this mapping.
             let mapped = unsafe { self.mapper.map_to(page, frame, flags, &mut Source) };
             mapped.expect("nothing stands there").ignore();
         }
@@ -81,7 +81,7 @@ impl Peer for Tables {
 
     fn protect(&mut self) {
         for (page, _) in pages() {
-            // SAFETY: nothing is accessed through this mapping.
+            // SAFETY: no memory is accessed through this mapping.
             let changed = unsafe { self.mapper.update_flags(page, PageTableFlags::PRESENT) };
             changed.expect("mapped").ignore();
         }
