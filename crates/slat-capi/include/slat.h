@@ -38,7 +38,7 @@ extern "C" {
 #endif // __cplusplus
 
 /**
- * Opens KVM. Stands for `open("/dev/kvm", O_RDWR | O_CLOEXEC)`, but needs neither the file nor a right.
+ * Opens KVM. Replaces `open("/dev/kvm", O_RDWR | O_CLOEXEC)`, but needs neither the file nor the right to open it.
  *
  * Returns a descriptor; or -1 with errno `EINVAL` if the environment sets policies that do not exist, `EMFILE`,
  * `ENFILE` or `ENOMEM`.
@@ -46,40 +46,40 @@ extern "C" {
 int slat_open(void);
 
 /**
- * Carries out a request of KVM's on a descriptor. Stands for `ioctl`, whose arguments, results and errno it
- * has. Requests and structs are those of `<linux/kvm.h>`. A request that creates a VM, a vCPU or a device
- * returns its descriptor.
+ * Carries out a KVM request on a descriptor. Replaces `ioctl`, and has the same arguments, results and errno. Requests
+ * and structs are those of `<linux/kvm.h>`. A request that creates a VM, a vCPU or a device returns its descriptor.
  *
- * For a descriptor that is not KVM's this is the C library's `ioctl`.
+ * For a descriptor that is not KVM's, this calls the C library's `ioctl`.
  *
  * # Safety
- * - As for `ioctl`: memory that the request names is valid for what it does. Memory of a memslot stays mapped for as
- *   long as the slot, or changes in `slat_around`.
+ * - As for `ioctl`, the memory that the request names is valid for the request. Memory of a memslot stays mapped as
+ *   long as the slot exists, or is changed in `slat_around`.
  */
 int slat_ioctl(int fd, unsigned long request, ...);
 
 /**
- * Closes a descriptor. Stands for `close`. An object lives until its last descriptor is closed, and as long as objects
- * that depend on it: a VM as long as its vCPUs.
+ * Closes a descriptor. Replaces `close`. An object lives until its last descriptor is closed, and at least as long as
+ * the objects that depend on it: a VM lives as long as its vCPUs.
  *
- * KVM's descriptors must not be closed otherwise: the next file with the same number would be taken for KVM's.
+ * Close KVM's descriptors only by this function. Otherwise the next file that gets the same number would be taken for
+ * KVM's.
  *
- * For a descriptor that is not KVM's this is the C library's `close`.
+ * For a descriptor that is not KVM's, this calls the C library's `close`.
  */
 int slat_close(int fd);
 
 /**
- * Makes another descriptor of the object that `fd` refers to. Stands for `dup`.
+ * Makes another descriptor of the object that `fd` refers to. Replaces `dup`.
  *
- * For a descriptor that is not KVM's this is the C library's `dup`.
+ * For a descriptor that is not KVM's, this calls the C library's `dup`.
  */
 int slat_dup(int fd);
 
 /**
- * Reads the statistics of a descriptor that `KVM_GET_STATS_FD` has returned. Stands for `pread`, which would
- * read values of earlier.
+ * Reads the statistics of a descriptor that `KVM_GET_STATS_FD` has returned. Replaces `pread`, which would read old
+ * values.
  *
- * For any other descriptor this is the C library's `pread`.
+ * For any other descriptor, this calls the C library's `pread`.
  *
  * # Safety
  * - `size` bytes at `buffer` may be written.
@@ -87,44 +87,44 @@ int slat_dup(int fd);
 ssize_t slat_pread(int fd, void *buffer, size_t size, off_t offset);
 
 /**
- * Allocates or frees pages of a guest_memfd. Stands for `fallocate`.
+ * Allocates or frees pages of a guest_memfd. Replaces `fallocate`.
  *
- * For any other descriptor this is the C library's `fallocate`.
+ * For any other descriptor, this calls the C library's `fallocate`.
  */
 int slat_fallocate(int fd, int mode, off_t offset, off_t size);
 
 /**
- * Maps memory. Stands for `mmap`: a vCPU's descriptor has `struct kvm_run` and the pages behind it
- * (`KVM_GET_VCPU_MMAP_SIZE` bytes), and its dirty ring. With `MAP_FIXED`, no vCPU uses what was there
- * before when this returns.
+ * Maps memory. Replaces `mmap`. A vCPU's descriptor can be mapped: it has `struct kvm_run` and the pages after it
+ * (`KVM_GET_VCPU_MMAP_SIZE` bytes), and its dirty ring. With `MAP_FIXED`, no vCPU uses the earlier mappings of the
+ * range when this returns.
  *
  * Returns the address; or `MAP_FAILED` and errno.
  *
  * # Safety
- * - As for `mmap`: with `MAP_FIXED`, nothing but guests uses the memory that was there.
+ * - As for `mmap`: with `MAP_FIXED`, only guests use the memory that was mapped there before.
  */
 void *slat_mmap(void *address, size_t size, int protection, int flags, int fd, off_t offset);
 
 /**
- * Unmaps memory. Stands for `munmap`. No vCPU uses the memory when this returns: one whose guest does
- * stops with `EFAULT`.
+ * Unmaps memory. Replaces `munmap`. No vCPU uses the memory when this returns. If a guest accesses it later, `KVM_RUN`
+ * fails with `EFAULT`.
  *
  * # Safety
- * - As for `munmap`: nothing but guests uses the memory.
+ * - As for `munmap`: only guests use the memory.
  */
 int slat_munmap(void *address, size_t size);
 
 /**
  * Calls `change(context)`, which changes mappings of guest memory within `size` bytes at `start`: by `mprotect`,
- * `madvise`, `mremap`, `fallocate` or another call that has no function here. Every VM drops its translations of the
- * range before, and makes no new ones until `change` has returned, as with MMU notifiers in the kernel: no vCPU reads
- * or writes the memory meanwhile, so that its content can be moved.
+ * `madvise`, `mremap`, `fallocate`, or another call that this library does not replace. Before that, every VM drops
+ * its translations of the range, and makes no new ones until `change` has returned, like the kernel's MMU notifiers.
+ * So no vCPU reads or writes the memory meanwhile, and `change` may move its content.
  *
- * Without it, vCPUs go on with what they know of the mapping that was there, until an access fails.
+ * Without this call, vCPUs continue to use the properties of the old mapping, until an access fails.
  *
- * `change` must not wait for a vCPU's thread, nor leave by `longjmp` or an exception. Returns what `change` returns,
- * with the errno that it leaves; or -1 with errno `EINVAL`, without having called it, if the range goes beyond the
- * end of the addresses.
+ * `change` must not wait for a vCPU's thread, nor leave by `longjmp` or an exception. Returns the result of `change`,
+ * with its errno; or -1 with errno `EINVAL`, without calling `change`, if the range goes beyond the end of the
+ * addresses.
  *
  * # Safety
  * - `change` may be called with `context` on this thread.
@@ -132,11 +132,12 @@ int slat_munmap(void *address, size_t size);
 int slat_around(void *start, size_t size, int (*change)(void *context), void *context);
 
 /**
- * Ends with `EINTR` the `KVM_RUN` that this thread is in. Call in a signal handler, before its own
+ * Makes the `KVM_RUN` in which this thread is end with `EINTR`. Call in a signal handler, before the handler's own
  * work. Async-signal-safe.
  *
- * The kernel's `KVM_RUN` ends for every signal; this library's for signals whose handlers call this, and within a
- * millisecond if they set `immediate_exit` in `struct kvm_run`. The handler calls no other function of this library.
+ * The kernel's `KVM_RUN` ends for every signal. This library's `KVM_RUN` ends for signals whose handlers call this
+ * function, and within a millisecond for signals whose handlers set `immediate_exit` in `struct kvm_run`. The handler
+ * calls no other function of this library.
  */
 void slat_signal_arrived(void);
 

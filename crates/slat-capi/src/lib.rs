@@ -2,8 +2,8 @@
 //!
 //! A program that has a KVM backend is ported by renaming its calls. `slat_open` takes the place of opening `/dev/kvm`.
 //! `slat_ioctl`, `slat_mmap`, `slat_munmap`, `slat_close` and `slat_dup` take the place of the C library's functions
-//! without the prefix. cbindgen makes `include/slat.h` of this crate (`tests/header.rs`). The engine below KVM's API is
-//! a library of its own: `slat-engine-capi`.
+//! without the prefix. cbindgen makes `include/slat.h` of this crate (`tests/header.rs`). The engine below KVM's API
+//! has its own C library, `slat-engine-capi`.
 //!
 //! | file | idea |
 //! |---|---|
@@ -12,8 +12,9 @@
 //! | [`signals`] | signals that end KVM_RUN |
 //!
 //! # The border
-//! Every function's work is done in [`slat_kvm::guarded::guarded`], or in what that uses: no panic leaves the library.
-//! A call that panics fails with `EIO`, and if it was a VM's, so do all later calls of that VM.
+//! Every function does its work in [`slat_kvm::guarded::guarded`], or in the functions below it, so that no panic
+//! leaves the library. A call that panics fails with `EIO`. If it was a call of a VM, all later calls of that VM fail
+//! with `EIO`, too.
 
 pub mod descriptors;
 pub mod memory;
@@ -21,10 +22,10 @@ pub mod signals;
 
 use slat_kvm::guarded::guarded;
 
-/// What a call returns: a value or an errno.
+/// The result of a call: a value or an errno.
 type Answer = Result<isize, i32>;
 
-/// Returns what a function of the C library has returned.
+/// Converts the result of a function of the C library.
 fn answer(value: isize) -> Answer {
     match value {
         -1 => Err(std::io::Error::last_os_error()

@@ -1,4 +1,4 @@
-//! Mappings: those of KVM's descriptors, and changes of those that back guest memory.
+//! Mappings of KVM's descriptors, and changes of the mappings that back guest memory.
 
 use crate::{Answer, answer, guarded};
 use libc::off_t;
@@ -15,8 +15,8 @@ fn pages(start: *const c_void, size: usize) -> Result<Range<usize>, i32> {
     Ok(start.addr() & !(PAGE - 1)..end.ok_or(libc::EINVAL)?)
 }
 
-/// Runs `change`, which replaces or removes the mappings in `range`, inside an invalidation. Says which mappings are
-/// new: those in the range it returns.
+/// Runs `change`, which replaces or removes the mappings in `range`, inside an invalidation. Then reports the range
+/// that `change` returns, whose mappings are new.
 fn replace(
     range: Range<usize>,
     change: impl FnOnce() -> Result<(isize, Range<usize>), i32>,
@@ -28,14 +28,14 @@ fn replace(
     })
 }
 
-/// Maps memory. Stands for `mmap`: a vCPU's descriptor has `struct kvm_run` and the pages behind it
-/// (`KVM_GET_VCPU_MMAP_SIZE` bytes), and its dirty ring. With `MAP_FIXED`, no vCPU uses what was there
-/// before when this returns.
+/// Maps memory. Replaces `mmap`. A vCPU's descriptor can be mapped: it has `struct kvm_run` and the pages after it
+/// (`KVM_GET_VCPU_MMAP_SIZE` bytes), and its dirty ring. With `MAP_FIXED`, no vCPU uses the earlier mappings of the
+/// range when this returns.
 ///
 /// Returns the address; or `MAP_FAILED` and errno.
 ///
 /// # Safety
-/// - As for `mmap`: with `MAP_FIXED`, nothing but guests uses the memory that was there.
+/// - As for `mmap`: with `MAP_FIXED`, only guests use the memory that was mapped there before.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn slat_mmap(
     address: *mut c_void,
@@ -61,11 +61,11 @@ pub unsafe extern "C" fn slat_mmap(
             _ => pages(address, size)?,
         };
         replace(replaced, || {
-            // SAFETY: the caller's.
+            // SAFETY: the caller's promise.
             let new = unsafe { libc::mmap(address, size, protection, flags, fd, offset) };
             let value = answer(new.addr().cast_signed())?;
             if let Some(handle) = &handle {
-                // SAFETY: the mapping made above.
+                // SAFETY: the mapping was made above.
                 unsafe {
                     handle
                         .object()
@@ -78,17 +78,17 @@ pub unsafe extern "C" fn slat_mmap(
     std::ptr::with_exposed_provenance_mut(address.cast_unsigned())
 }
 
-/// Unmaps memory. Stands for `munmap`. No vCPU uses the memory when this returns: one whose guest does
-/// stops with `EFAULT`.
+/// Unmaps memory. Replaces `munmap`. No vCPU uses the memory when this returns. If a guest accesses it later, `KVM_RUN`
+/// fails with `EFAULT`.
 ///
 /// # Safety
-/// - As for `munmap`: nothing but guests uses the memory.
+/// - As for `munmap`: only guests use the memory.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn slat_munmap(address: *mut c_void, size: usize) -> c_int {
     guarded(|| {
         let range = pages(address, size)?;
         replace(range.clone(), || {
-            // SAFETY: the caller's.
+            // SAFETY: the caller's promise.
             let value = answer(unsafe { libc::munmap(address, size) } as isize)?;
             Ok((value, range))
         })
@@ -96,15 +96,15 @@ pub unsafe extern "C" fn slat_munmap(address: *mut c_void, size: usize) -> c_int
 }
 
 /// Calls `change(context)`, which changes mappings of guest memory within `size` bytes at `start`: by `mprotect`,
-/// `madvise`, `mremap`, `fallocate` or another call that has no function here. Every VM drops its translations of the
-/// range before, and makes no new ones until `change` has returned, as with MMU notifiers in the kernel: no vCPU reads
-/// or writes the memory meanwhile, so that its content can be moved.
+/// `madvise`, `mremap`, `fallocate`, or another call that this library does not replace. Before that, every VM drops
+/// its translations of the range, and makes no new ones until `change` has returned, like the kernel's MMU notifiers.
+/// So no vCPU reads or writes the memory meanwhile, and `change` may move its content.
 ///
-/// Without it, vCPUs go on with what they know of the mapping that was there, until an access fails.
+/// Without this call, vCPUs continue to use the properties of the old mapping, until an access fails.
 ///
-/// `change` must not wait for a vCPU's thread, nor leave by `longjmp` or an exception. Returns what `change` returns,
-/// with the errno that it leaves; or -1 with errno `EINVAL`, without having called it, if the range goes beyond the
-/// end of the addresses.
+/// `change` must not wait for a vCPU's thread, nor leave by `longjmp` or an exception. Returns the result of `change`,
+/// with its errno; or -1 with errno `EINVAL`, without calling `change`, if the range goes beyond the end of the
+/// addresses.
 ///
 /// # Safety
 /// - `change` may be called with `context` on this thread.
@@ -121,14 +121,14 @@ pub unsafe extern "C" fn slat_around(
         Ok(notify::around(range.clone(), || {
             let value = change(context);
             left = std::io::Error::last_os_error().raw_os_error();
-            // It may have been advice about huge pages.
+            // The change may have been advice about huge pages.
             mappings::advice_passed_by();
             mappings::changed(range);
             value
         }) as isize)
     });
     if let Some(errno) = left {
-        // SAFETY: this thread's own errno.
+        // SAFETY: the errno belongs to this thread.
         unsafe { *libc::__errno_location() = errno };
     }
     value as c_int
