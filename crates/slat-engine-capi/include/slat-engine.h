@@ -91,7 +91,8 @@
 #define SLAT_EXECUTE 2
 
 /**
- * A fault's result: no memslot is there, or it is a write to a read-only one. The hypervisor emulates the access.
+ * The result of a fault for which no memslot contains the address, or which is a write to a read-only memslot. The
+ * hypervisor emulates the access.
  */
 #define SLAT_MMIO 1
 
@@ -115,7 +116,7 @@ struct slat_page {
   uint64_t frame;
   /**
    * Size in bytes of the aligned block around the page that is contiguous on the host: 4 KiB, 2 MiB or 1 GiB, or
-   * another size that leaves of the format have. The leaf is no larger.
+   * another size that leaves of the format have. The leaf for the page is not larger than this.
    */
   uint64_t size;
   /**
@@ -129,10 +130,10 @@ struct slat_page {
 };
 
 /**
- * What the machine provides. Each callback gets `context`, may be called by any thread, by several at once, and calls
- * no function of this library, but for `drain`. Only `drain` may be `NULL`. Frames are 4 KiB, or with
- * `SLAT_STAGE2_16K` and `SLAT_STAGE2_64K` what these say; a frame's number is its physical address divided by that, a
- * guest frame's likewise.
+ * The services of the machine. Each callback gets `context`, and may be called by any thread, and by several threads
+ * at once. No callback except `drain` may call functions of this library. Only `drain` may be `NULL`. Frames have 4
+ * KiB; with `SLAT_STAGE2_16K` and `SLAT_STAGE2_64K` they have 16 or 64 KiB. A frame's number is its physical address
+ * divided by that size; the same holds for guest frames.
  */
 struct slat_platform {
   /**
@@ -141,7 +142,7 @@ struct slat_platform {
   void *context;
   /**
    * Allocates `count` contiguous frames for tables, aligned to their whole size; `count` is a power of two. Returns
-   * the number of the first frame, or 0 without memory. Must not wait for a vCPU.
+   * the number of the first frame, or 0 if there is no memory. Must not wait for a vCPU.
    */
   uint64_t (*allocate)(void *context, size_t count);
   /**
@@ -149,19 +150,19 @@ struct slat_platform {
    */
   void (*free)(void *context, uint64_t frame);
   /**
-   * Returns the address in this program of a frame that `allocate` has returned, always the same until the frame is
-   * freed. Called at each step of a walk.
+   * Returns the address in this program of a frame that `allocate` has returned, which must not change until the
+   * frame is freed. Called at each step of a walk.
    */
   void *(*address)(void *context, uint64_t frame);
   /**
    * Finds the page that backs the memory at `backing`, and describes the page in `*page`. The page backs that memory
-   * until `slat_vm_invalidate`. May sleep. Returns 0; `-EFAULT` if there is no page, or none that `access`
-   * (`SLAT_READ`, …) may use; `-ENOMEM`; `-EINTR`; `-EAGAIN` if the page is not there yet.
+   * until `slat_vm_invalidate`. May sleep. Returns 0; `-EFAULT` if there is no page, or if the page does not allow
+   * `access` (`SLAT_READ`, …); `-ENOMEM`; `-EINTR`; `-EAGAIN` if the page is not there yet.
    */
   int (*resolve)(void *context, uint64_t backing, uint32_t access, struct slat_page *page);
   /**
-   * Flushes what CPUs have cached of the `pages` guest frames from `first` on: their translations, and the entries
-   * of tables that lead to them. Returns when no CPU uses an old translation.
+   * Makes CPUs drop everything that they have cached of the `pages` guest frames from `first` on: the translations
+   * of these frames, and the entries of tables on the paths to them. Returns when no CPU uses an old translation.
    */
   void (*flush)(void *context, uint64_t first, uint64_t pages);
   /**
@@ -170,7 +171,7 @@ struct slat_platform {
   void (*wait)(void *context, uint32_t round);
   /**
    * Interrupts the CPUs that are in the guest. Returns when everything in the buffers of their page walkers was
-   * passed to `slat_vm_drain`. Called before a dirty log is got with the policy `dirty_log=buffer`. `NULL` where no
+   * passed to `slat_vm_drain`. Called before a dirty log is read, with the policy `dirty_log=buffer`. `NULL` if no
    * hardware fills a buffer.
    */
   void (*drain)(void *context);
@@ -186,17 +187,17 @@ extern "C" {
  * Returns 0; or `-EINVAL` if there is no such format or `platform` lacks a callback, `-ENOMEM`.
  *
  * # Safety
- * - `platform` and `vm` are valid. The callbacks keep what `struct slat_platform` says, until the VM is destroyed.
+ * - `platform` and `vm` are valid. The callbacks do what `struct slat_platform` says, until the VM is destroyed.
  */
 int slat_vm_create(uint32_t format, const struct slat_platform *platform, struct slat_vm **vm);
 
 /**
- * Destroys a VM, whose tables are freed with its last vCPU. Those of a VM in which a call has failed with `-EIO` are
- * not. Does nothing with `NULL`.
+ * Destroys a VM. Its tables are freed with its last vCPU, unless a call of the VM has failed with `-EIO`. Does nothing
+ * with `NULL`.
  *
  * # Safety
- * - `vm` is from `slat_vm_create` or `NULL`, and is not used any more. No CPU can walk its tables once its
- *   vCPUs are destroyed.
+ * - `vm` is from `slat_vm_create` or `NULL`, and is not used any more. No CPU can walk its tables after its vCPUs were
+ *   destroyed.
  */
 void slat_vm_destroy(struct slat_vm *vm);
 
@@ -204,7 +205,7 @@ void slat_vm_destroy(struct slat_vm *vm);
  * Sets the policy `name` to `value`, two words as in `slat run --set NAME=VALUE`, for what the VM does from now on.
  * The documentation of the crate `slat` (`Policy`), `docs/run.md` and `slat info` list the policies.
  *
- * Returns 0; or `-EINVAL` if there is no such policy, or it takes other values.
+ * Returns 0; or `-EINVAL` if there is no such policy, or the policy does not take the value.
  *
  * # Safety
  * - `vm` is valid, and `name` and `value` are texts that end with a NUL.
@@ -213,7 +214,7 @@ int slat_vm_set_policy(const struct slat_vm *vm, const char *name, const char *v
 
 /**
  * Gives the guest `size` bytes of memory at `gpa` as memslot `slot`, or moves this slot there, or changes its flags.
- * `backing` means something to the platform only, which is asked for the pages from there on. `flags` are KVM's:
+ * Only the platform interprets `backing`: the platform is asked for the pages from that address on. `flags` are KVM's:
  * `KVM_MEM_LOG_DIRTY_PAGES`, `KVM_MEM_READONLY`.
  *
  * Returns 0; or `-EINVAL`, `-EEXIST` for an overlap, `-ENOMEM`.
@@ -234,7 +235,7 @@ int slat_vm_set_region(const struct slat_vm *vm, uint32_t slot, uint64_t gpa, ui
 int slat_vm_remove_region(const struct slat_vm *vm, uint32_t slot);
 
 /**
- * Stores in `*frame` the number of the frame that has the root of the VM's tables: what the hardware is told.
+ * Stores in `*frame` the number of the frame that has the root of the VM's tables. The hardware needs this number.
  *
  * # Safety
  * - `vm` and `frame` are valid.
@@ -244,7 +245,7 @@ int slat_vm_root(const struct slat_vm *vm, uint64_t *frame);
 /**
  * Stores in `*frame` the number of the host frame to which the page at `gpa` is mapped now. Takes no fault.
  *
- * Returns 0; or `-ENOENT` if it is not mapped.
+ * Returns 0; or `-ENOENT` if the page is not mapped.
  *
  * # Safety
  * - `vm` and `frame` are valid.
@@ -252,10 +253,10 @@ int slat_vm_root(const struct slat_vm *vm, uint64_t *frame);
 int slat_vm_lookup(const struct slat_vm *vm, uint64_t gpa, uint64_t *frame);
 
 /**
- * Copies the dirty log of the memslot `slot`, a bit for each page, to `words` words at `bitmap`, clears it, and
- * protects the pages: `KVM_GET_DIRTY_LOG`.
+ * Copies the dirty log of the memslot `slot` to the `words` words at `bitmap`, one bit for each page, clears the log,
+ * and protects the pages: `KVM_GET_DIRTY_LOG`.
  *
- * Returns 0; or `-ENOENT` if the slot does not log, `-EFAULT` if it has more than 64 pages for each word.
+ * Returns 0; or `-ENOENT` if the slot does not log, `-EFAULT` if the slot has more than 64 pages for each word.
  *
  * # Safety
  * - `vm` is valid, and `words` words at `bitmap` may be written.
@@ -263,10 +264,10 @@ int slat_vm_lookup(const struct slat_vm *vm, uint64_t gpa, uint64_t *frame);
 int slat_vm_dirty_log(const struct slat_vm *vm, uint32_t slot, uint64_t *bitmap, size_t words);
 
 /**
- * Notes in the dirty logs that the page walker of a CPU has written to the `count` pages at `gpas`: what it has left
- * in its buffer, as Intel's PML does, of which these are the entries, and Arm's HDBSS. Call when the CPU has left the
- * guest, whatever the reason, and before it enters again, for all that is in the buffer. Addresses whose memslot does
- * not log by buffers (policy `dirty_log`) are passed over.
+ * Notes in the dirty logs that the page walker of a CPU has written to the `count` pages at `gpas`: the entries that
+ * the walker has written to its buffer (Intel's PML, Arm's HDBSS). Call with all entries of the buffer whenever the
+ * CPU has left the guest, and before it enters the guest again. Ignores addresses whose memslot does not log by
+ * buffers (policy `dirty_log`).
  *
  * Returns 0.
  *
@@ -276,11 +277,11 @@ int slat_vm_dirty_log(const struct slat_vm *vm, uint32_t slot, uint64_t *bitmap,
 int slat_vm_drain(const struct slat_vm *vm, const uint64_t *gpas, size_t count);
 
 /**
- * Calls `change(context)`, which changes what the platform has for `size` bytes of backing at `start`. The VM's
- * translations are dropped before, and made anew only after it. `change` must not wait for a vCPU, nor leave by
- * `longjmp` or an exception.
+ * Calls `change(context)`, which changes the pages that the platform has for the `size` bytes of backing from `start`
+ * on. The VM's translations of these pages are dropped before, and none are made until `change` has returned. `change`
+ * must not wait for a vCPU, nor leave by `longjmp` or an exception.
  *
- * Returns what `change` returns; `-EINVAL`, without having called it, if the range goes beyond 64 bits.
+ * Returns the result of `change`; or `-EINVAL`, without calling `change`, if the range goes beyond 64 bits.
  *
  * # Safety
  * - `vm` is valid, and `change` may be called with `context` on this thread.
@@ -288,7 +289,7 @@ int slat_vm_drain(const struct slat_vm *vm, const uint64_t *gpas, size_t count);
 int slat_vm_invalidate(const struct slat_vm *vm, uint64_t start, uint64_t size, int (*change)(void *context), void *context);
 
 /**
- * Creates a vCPU of a VM, and stores it in `*vcpu`. One thread at a time uses it.
+ * Creates a vCPU of a VM, and stores it in `*vcpu`. Only one thread at a time may use the vCPU.
  *
  * Returns 0; or `-ENOMEM`.
  *
@@ -306,11 +307,11 @@ int slat_vcpu_create(const struct slat_vm *vm, struct slat_vcpu **vcpu);
 void slat_vcpu_destroy(struct slat_vcpu *vcpu);
 
 /**
- * Handles a second-level fault of the CPU, for `access` (`SLAT_READ`, …) to `gpa`: brings the tables to
- * where they allow it.
+ * Handles a second-level fault of the CPU, for `access` (`SLAT_READ`, …) to `gpa`: changes the tables so that they
+ * allow the access.
  *
- * Returns 0: run the guest again, which repeats the access; `SLAT_MMIO`: emulate it; `-EACCES` for a fetch that is not
- * allowed, `-EFAULT` if the platform has no page, `-EAGAIN` if it has none yet, `-ENOMEM`.
+ * Returns 0: run the guest again, which repeats the access; `SLAT_MMIO`: emulate the access; `-EACCES` for a fetch
+ * that is not allowed, `-EFAULT` if the platform has no page, `-EAGAIN` if the page is not there yet, `-ENOMEM`.
  *
  * # Safety
  * - `vcpu` is valid, and no other thread uses it.
@@ -318,8 +319,8 @@ void slat_vcpu_destroy(struct slat_vcpu *vcpu);
 int slat_vcpu_fault(struct slat_vcpu *vcpu, uint64_t gpa, uint32_t access);
 
 /**
- * Returns why the engine has refused something to this thread last, and what to do about it: a text that is valid
- * until the thread's next call. Each call that returns a negative errno has one.
+ * Returns the reason why the engine has last refused a call of this thread, and what to do about it. The text is valid
+ * until the thread's next call. Each call that returns a negative errno has such a text.
  */
 const char *slat_last_error(void);
 

@@ -1,8 +1,9 @@
 //! The engine for hypervisors written in C: second-level tables, memslots, faults, dirty logs, on a
 //! platform of callbacks.
 //!
-//! The hypervisor runs its guests itself; KVM's API, with a CPU, is the library of `slat-capi`. Functions return 0 or a
-//! negative errno, and set no `errno`. cbindgen makes `include/slat-engine.h` of this crate (`tests/header.rs`).
+//! The hypervisor runs its guests itself. For KVM's API, with a CPU in software, see the library of `slat-capi`.
+//! Functions return 0 or a negative errno, and set no `errno`. cbindgen makes `include/slat-engine.h` of this crate
+//! (`tests/header.rs`).
 //!
 //! | file | idea |
 //! |---|---|
@@ -12,7 +13,7 @@
 //! | [`message`] | why a call was refused, in words |
 //!
 //! # The border
-//! No panic leaves the library: the call fails with `EIO`, and so do all later calls of that VM.
+//! No panic leaves the library: the call that panics fails with `EIO`, and so do all later calls of its VM.
 
 #![allow(non_camel_case_types)] // C names.
 
@@ -58,7 +59,8 @@ pub const SLAT_WRITE: u32 = 1;
 /// The guest fetches an instruction.
 pub const SLAT_EXECUTE: u32 = 2;
 
-/// A fault's result: no memslot is there, or it is a write to a read-only one. The hypervisor emulates the access.
+/// The result of a fault for which no memslot contains the address, or which is a write to a read-only memslot. The
+/// hypervisor emulates the access.
 pub const SLAT_MMIO: c_int = 1;
 
 /// A VM.
@@ -72,22 +74,22 @@ pub struct slat_vcpu {
 
 struct Handle {
     vm: Box<dyn AnyVm>,
-    /// A call has panicked: the VM's state is unknown, and its locks may be held.
+    /// Whether a call has panicked: then the VM's state is unknown, and its locks may be held.
     dead: AtomicBool,
 }
 
 type Done = Result<c_int, c_int>;
 
-/// Why a VM answers no call any more.
+/// The reason why a dead VM refuses all calls.
 const DEAD: &str = "a call of this VM has failed in the engine or in a callback, which is a defect of either; destroy the VM";
 
-/// Returns what `work` returns. `None` if it panics, after the message that says where.
+/// Returns the result of `work`. `None` if `work` panics; the panic's message was printed before.
 fn without_panic<R>(work: impl FnOnce() -> R) -> Option<R> {
     catch_unwind(AssertUnwindSafe(work)).ok()
 }
 
 impl Handle {
-    /// Does a call of this VM or of its vCPUs. After one that panics all fail with `EIO`.
+    /// Does a call of this VM or of its vCPUs. After a call that panics, all calls fail with `EIO`.
     fn call(&self, work: impl FnOnce() -> Done) -> c_int {
         message::begin();
         if self.dead.load(SeqCst) {
@@ -106,7 +108,7 @@ impl Handle {
 /// Returns 0; or `-EINVAL` if there is no such format or `platform` lacks a callback, `-ENOMEM`.
 ///
 /// # Safety
-/// - `platform` and `vm` are valid. The callbacks keep what `struct slat_platform` says, until the VM is destroyed.
+/// - `platform` and `vm` are valid. The callbacks do what `struct slat_platform` says, until the VM is destroyed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn slat_vm_create(
     format: u32,
@@ -114,7 +116,7 @@ pub unsafe extern "C" fn slat_vm_create(
     vm: *mut *mut slat_vm,
 ) -> c_int {
     let create = || {
-        // SAFETY: the caller's.
+        // SAFETY: the caller's promise.
         let platform = unsafe { Callbacks::new(&*platform) };
         let platform = platform.map_err(|missing| {
             let text =
@@ -144,7 +146,7 @@ pub unsafe extern "C" fn slat_vm_create(
             vm: created?,
             dead: AtomicBool::new(false),
         });
-        // SAFETY: the caller's.
+        // SAFETY: the caller's promise.
         unsafe { *vm = Box::into_raw(Box::new(slat_vm(handle))) };
         Ok(0)
     };
@@ -152,23 +154,23 @@ pub unsafe extern "C" fn slat_vm_create(
     done.unwrap_or_else(|errno| -errno)
 }
 
-/// Destroys a VM, whose tables are freed with its last vCPU. Those of a VM in which a call has failed with `-EIO` are
-/// not. Does nothing with `NULL`.
+/// Destroys a VM. Its tables are freed with its last vCPU, unless a call of the VM has failed with `-EIO`. Does nothing
+/// with `NULL`.
 ///
 /// # Safety
-/// - `vm` is from `slat_vm_create` or `NULL`, and is not used any more. No CPU can walk its tables once its
-///   vCPUs are destroyed.
+/// - `vm` is from `slat_vm_create` or `NULL`, and is not used any more. No CPU can walk its tables after its vCPUs were
+///   destroyed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn slat_vm_destroy(vm: *mut slat_vm) {
     if vm.is_null() {
         return;
     }
-    // SAFETY: the caller's.
+    // SAFETY: the caller's promise.
     let slat_vm(handle) = *unsafe { Box::from_raw(vm) };
     discard(handle.clone(), handle);
 }
 
-/// Drops what belongs to a VM, unless that is dead.
+/// Drops a VM or a vCPU, unless the VM is dead.
 fn discard<T>(handle: Arc<Handle>, what: T) {
     match handle.dead.load(SeqCst) {
         true => std::mem::forget((handle, what)),
@@ -181,7 +183,7 @@ fn discard<T>(handle: Arc<Handle>, what: T) {
 /// Sets the policy `name` to `value`, two words as in `slat run --set NAME=VALUE`, for what the VM does from now on.
 /// The documentation of the crate `slat` (`Policy`), `docs/run.md` and `slat info` list the policies.
 ///
-/// Returns 0; or `-EINVAL` if there is no such policy, or it takes other values.
+/// Returns 0; or `-EINVAL` if there is no such policy, or the policy does not take the value.
 ///
 /// # Safety
 /// - `vm` is valid, and `name` and `value` are texts that end with a NUL.
@@ -191,10 +193,10 @@ pub unsafe extern "C" fn slat_vm_set_policy(
     name: *const c_char,
     value: *const c_char,
 ) -> c_int {
-    // SAFETY: the caller's.
+    // SAFETY: the caller's promise.
     let slat_vm(handle) = unsafe { &*vm };
     handle.call(|| {
-        // SAFETY: the caller's.
+        // SAFETY: the caller's promise.
         let [name, value] = [name, value].map(|text| unsafe { CStr::from_ptr(text) });
         let [name, value] = [name, value].map(CStr::to_string_lossy);
         let setting = Setting::parse(&name, &value)
@@ -205,7 +207,7 @@ pub unsafe extern "C" fn slat_vm_set_policy(
 }
 
 /// Gives the guest `size` bytes of memory at `gpa` as memslot `slot`, or moves this slot there, or changes its flags.
-/// `backing` means something to the platform only, which is asked for the pages from there on. `flags` are KVM's:
+/// Only the platform interprets `backing`: the platform is asked for the pages from that address on. `flags` are KVM's:
 /// `KVM_MEM_LOG_DIRTY_PAGES`, `KVM_MEM_READONLY`.
 ///
 /// Returns 0; or `-EINVAL`, `-EEXIST` for an overlap, `-ENOMEM`.
@@ -221,7 +223,7 @@ pub unsafe extern "C" fn slat_vm_set_region(
     backing: u64,
     flags: u32,
 ) -> c_int {
-    // SAFETY: the caller's.
+    // SAFETY: the caller's promise.
     let slat_vm(handle) = unsafe { &*vm };
     handle.call(|| {
         let region = Region::new(slot, Gpa(gpa), size, Hva(backing));
@@ -237,23 +239,23 @@ pub unsafe extern "C" fn slat_vm_set_region(
 /// - `vm` is valid.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn slat_vm_remove_region(vm: *const slat_vm, slot: u32) -> c_int {
-    // SAFETY: the caller's.
+    // SAFETY: the caller's promise.
     let slat_vm(handle) = unsafe { &*vm };
     handle.call(|| handle.vm.remove_region(slot))
 }
 
-/// Stores in `*frame` the number of the frame that has the root of the VM's tables: what the hardware is told.
+/// Stores in `*frame` the number of the frame that has the root of the VM's tables. The hardware needs this number.
 ///
 /// # Safety
 /// - `vm` and `frame` are valid.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn slat_vm_root(vm: *const slat_vm, frame: *mut u64) -> c_int {
-    // SAFETY: the caller's.
+    // SAFETY: the caller's promise.
     let slat_vm(handle) = unsafe { &*vm };
     handle.call(|| {
         let none = || refused(libc::ENOENT, &"the VM's MMU has no root table");
         let root = handle.vm.root().ok_or_else(none)?;
-        // SAFETY: the caller's.
+        // SAFETY: the caller's promise.
         unsafe { *frame = root.0 };
         Ok(0)
     })
@@ -261,13 +263,13 @@ pub unsafe extern "C" fn slat_vm_root(vm: *const slat_vm, frame: *mut u64) -> c_
 
 /// Stores in `*frame` the number of the host frame to which the page at `gpa` is mapped now. Takes no fault.
 ///
-/// Returns 0; or `-ENOENT` if it is not mapped.
+/// Returns 0; or `-ENOENT` if the page is not mapped.
 ///
 /// # Safety
 /// - `vm` and `frame` are valid.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn slat_vm_lookup(vm: *const slat_vm, gpa: u64, frame: *mut u64) -> c_int {
-    // SAFETY: the caller's.
+    // SAFETY: the caller's promise.
     let slat_vm(handle) = unsafe { &*vm };
     handle.call(|| {
         let none = || {
@@ -277,16 +279,16 @@ pub unsafe extern "C" fn slat_vm_lookup(vm: *const slat_vm, gpa: u64, frame: *mu
             )
         };
         let mapping = handle.vm.lookup(Gpa(gpa)).ok_or_else(none)?;
-        // SAFETY: the caller's.
+        // SAFETY: the caller's promise.
         unsafe { *frame = mapping.pfn.0 };
         Ok(0)
     })
 }
 
-/// Copies the dirty log of the memslot `slot`, a bit for each page, to `words` words at `bitmap`, clears it, and
-/// protects the pages: `KVM_GET_DIRTY_LOG`.
+/// Copies the dirty log of the memslot `slot` to the `words` words at `bitmap`, one bit for each page, clears the log,
+/// and protects the pages: `KVM_GET_DIRTY_LOG`.
 ///
-/// Returns 0; or `-ENOENT` if the slot does not log, `-EFAULT` if it has more than 64 pages for each word.
+/// Returns 0; or `-ENOENT` if the slot does not log, `-EFAULT` if the slot has more than 64 pages for each word.
 ///
 /// # Safety
 /// - `vm` is valid, and `words` words at `bitmap` may be written.
@@ -297,20 +299,20 @@ pub unsafe extern "C" fn slat_vm_dirty_log(
     bitmap: *mut u64,
     words: usize,
 ) -> c_int {
-    // SAFETY: the caller's.
+    // SAFETY: the caller's promise.
     let slat_vm(handle) = unsafe { &*vm };
     let bitmap = match words {
         0 => &mut [],
-        // SAFETY: the caller's.
+        // SAFETY: the caller's promise.
         _ => unsafe { std::slice::from_raw_parts_mut(bitmap, words) },
     };
     handle.call(|| handle.vm.dirty_log(slot, bitmap))
 }
 
-/// Notes in the dirty logs that the page walker of a CPU has written to the `count` pages at `gpas`: what it has left
-/// in its buffer, as Intel's PML does, of which these are the entries, and Arm's HDBSS. Call when the CPU has left the
-/// guest, whatever the reason, and before it enters again, for all that is in the buffer. Addresses whose memslot does
-/// not log by buffers (policy `dirty_log`) are passed over.
+/// Notes in the dirty logs that the page walker of a CPU has written to the `count` pages at `gpas`: the entries that
+/// the walker has written to its buffer (Intel's PML, Arm's HDBSS). Call with all entries of the buffer whenever the
+/// CPU has left the guest, and before it enters the guest again. Ignores addresses whose memslot does not log by
+/// buffers (policy `dirty_log`).
 ///
 /// Returns 0.
 ///
@@ -322,11 +324,11 @@ pub unsafe extern "C" fn slat_vm_drain(
     gpas: *const u64,
     count: usize,
 ) -> c_int {
-    // SAFETY: the caller's.
+    // SAFETY: the caller's promise.
     let slat_vm(handle) = unsafe { &*vm };
     let gpas = match count {
         0 => &[],
-        // SAFETY: the caller's.
+        // SAFETY: the caller's promise.
         _ => unsafe { std::slice::from_raw_parts(gpas, count) },
     };
     handle.call(|| {
@@ -335,11 +337,11 @@ pub unsafe extern "C" fn slat_vm_drain(
     })
 }
 
-/// Calls `change(context)`, which changes what the platform has for `size` bytes of backing at `start`. The VM's
-/// translations are dropped before, and made anew only after it. `change` must not wait for a vCPU, nor leave by
-/// `longjmp` or an exception.
+/// Calls `change(context)`, which changes the pages that the platform has for the `size` bytes of backing from `start`
+/// on. The VM's translations of these pages are dropped before, and none are made until `change` has returned. `change`
+/// must not wait for a vCPU, nor leave by `longjmp` or an exception.
 ///
-/// Returns what `change` returns; `-EINVAL`, without having called it, if the range goes beyond 64 bits.
+/// Returns the result of `change`; or `-EINVAL`, without calling `change`, if the range goes beyond 64 bits.
 ///
 /// # Safety
 /// - `vm` is valid, and `change` may be called with `context` on this thread.
@@ -351,7 +353,7 @@ pub unsafe extern "C" fn slat_vm_invalidate(
     change: extern "C-unwind" fn(context: *mut c_void) -> c_int,
     context: *mut c_void,
 ) -> c_int {
-    // SAFETY: the caller's.
+    // SAFETY: the caller's promise.
     let slat_vm(handle) = unsafe { &*vm };
     handle.call(|| {
         let beyond = || {
@@ -365,7 +367,7 @@ pub unsafe extern "C" fn slat_vm_invalidate(
     })
 }
 
-/// Creates a vCPU of a VM, and stores it in `*vcpu`. One thread at a time uses it.
+/// Creates a vCPU of a VM, and stores it in `*vcpu`. Only one thread at a time may use the vCPU.
 ///
 /// Returns 0; or `-ENOMEM`.
 ///
@@ -373,14 +375,14 @@ pub unsafe extern "C" fn slat_vm_invalidate(
 /// - `vm` and `vcpu` are valid.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn slat_vcpu_create(vm: *const slat_vm, vcpu: *mut *mut slat_vcpu) -> c_int {
-    // SAFETY: the caller's.
+    // SAFETY: the caller's promise.
     let slat_vm(handle) = unsafe { &*vm };
     handle.call(|| {
         let created = slat_vcpu {
             vcpu: handle.vm.create_vcpu()?,
             vm: handle.clone(),
         };
-        // SAFETY: the caller's.
+        // SAFETY: the caller's promise.
         unsafe { *vcpu = Box::into_raw(Box::new(created)) };
         Ok(0)
     })
@@ -395,22 +397,22 @@ pub unsafe extern "C" fn slat_vcpu_destroy(vcpu: *mut slat_vcpu) {
     if vcpu.is_null() {
         return;
     }
-    // SAFETY: the caller's.
+    // SAFETY: the caller's promise.
     let slat_vcpu { vm, vcpu } = *unsafe { Box::from_raw(vcpu) };
     discard(vm, vcpu);
 }
 
-/// Handles a second-level fault of the CPU, for `access` (`SLAT_READ`, …) to `gpa`: brings the tables to
-/// where they allow it.
+/// Handles a second-level fault of the CPU, for `access` (`SLAT_READ`, …) to `gpa`: changes the tables so that they
+/// allow the access.
 ///
-/// Returns 0: run the guest again, which repeats the access; `SLAT_MMIO`: emulate it; `-EACCES` for a fetch that is not
-/// allowed, `-EFAULT` if the platform has no page, `-EAGAIN` if it has none yet, `-ENOMEM`.
+/// Returns 0: run the guest again, which repeats the access; `SLAT_MMIO`: emulate the access; `-EACCES` for a fetch
+/// that is not allowed, `-EFAULT` if the platform has no page, `-EAGAIN` if the page is not there yet, `-ENOMEM`.
 ///
 /// # Safety
 /// - `vcpu` is valid, and no other thread uses it.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn slat_vcpu_fault(vcpu: *mut slat_vcpu, gpa: u64, access: u32) -> c_int {
-    // SAFETY: the caller's.
+    // SAFETY: the caller's promise.
     let slat_vcpu { vm, vcpu } = unsafe { &mut *vcpu };
     vm.call(|| {
         let access = match access {

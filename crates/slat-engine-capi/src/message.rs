@@ -1,4 +1,4 @@
-//! Why the last call of a thread failed, in words.
+//! The reasons why calls of a thread have failed, as text.
 
 use std::cell::RefCell;
 use std::ffi::{CString, c_char, c_int};
@@ -9,34 +9,34 @@ thread_local! {
     static BLAME: RefCell<Option<String>> = const { RefCell::new(None) };
 }
 
-/// Keeps the text of an error for [`slat_last_error`], after what the platform has answered wrongly in this call, if it
-/// did. Returns the errno.
+/// Keeps the text of an error for [`slat_last_error`]. If a callback has returned a wrong result in this call, the text
+/// begins with that. Returns the errno.
 pub(super) fn refused(errno: c_int, error: &impl Display) -> c_int {
     let text = match BLAME.take() {
         Some(blame) => format!("{blame}: {error}"),
         None => error.to_string(),
     };
     let text = CString::new(text.replace('\0', "?")).unwrap_or_default();
-    // At a thread's end nobody asks any more.
+    // When a thread ends, its text may be gone, and no code asks for it any more.
     let _ = LAST.try_with(|last| last.replace(text));
     errno
 }
 
-/// Forgets what callbacks have answered in earlier calls.
+/// Forgets the wrong results of callbacks in earlier calls.
 pub(super) fn begin() {
     BLAME.take();
 }
 
-/// Keeps what a callback has answered wrongly, until the call that made it is refused.
+/// Keeps the text about a wrong result of a callback, until the current call is refused.
 pub(super) fn blame(answer: String) {
     BLAME.set(Some(answer));
 }
 
-/// Returns why the engine has refused something to this thread last, and what to do about it: a text that is valid
-/// until the thread's next call. Each call that returns a negative errno has one.
+/// Returns the reason why the engine has last refused a call of this thread, and what to do about it. The text is valid
+/// until the thread's next call. Each call that returns a negative errno has such a text.
 #[unsafe(no_mangle)]
 pub extern "C" fn slat_last_error() -> *const c_char {
-    // At a thread's end there is none.
+    // When a thread ends, its text may be gone.
     LAST.try_with(|text| text.borrow().as_ptr())
         .unwrap_or(c"".as_ptr())
 }

@@ -16,7 +16,7 @@ pub struct slat_page {
     /// The number of the frame that backs the page.
     pub frame: u64,
     /// Size in bytes of the aligned block around the page that is contiguous on the host: 4 KiB, 2 MiB or 1 GiB, or
-    /// another size that leaves of the format have. The leaf is no larger.
+    /// another size that leaves of the format have. The leaf for the page is not larger than this.
     pub size: u64,
     /// Whether the guest may write.
     pub writable: bool,
@@ -24,26 +24,26 @@ pub struct slat_page {
     pub executable: bool,
 }
 
-/// What the machine provides. Each callback gets `context`, may be called by any thread, by several at once, and calls
-/// no function of this library, but for `drain`. Only `drain` may be `NULL`. Frames are 4 KiB, or with
-/// `SLAT_STAGE2_16K` and `SLAT_STAGE2_64K` what these say; a frame's number is its physical address divided by that, a
-/// guest frame's likewise.
+/// The services of the machine. Each callback gets `context`, and may be called by any thread, and by several threads
+/// at once. No callback except `drain` may call functions of this library. Only `drain` may be `NULL`. Frames have 4
+/// KiB; with `SLAT_STAGE2_16K` and `SLAT_STAGE2_64K` they have 16 or 64 KiB. A frame's number is its physical address
+/// divided by that size; the same holds for guest frames.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct slat_platform {
     /// Passed to each callback.
     pub context: *mut c_void,
     /// Allocates `count` contiguous frames for tables, aligned to their whole size; `count` is a power of two. Returns
-    /// the number of the first frame, or 0 without memory. Must not wait for a vCPU.
+    /// the number of the first frame, or 0 if there is no memory. Must not wait for a vCPU.
     pub allocate: Option<unsafe extern "C" fn(context: *mut c_void, count: usize) -> u64>,
     /// Frees one of the frames that `allocate` has returned. No CPU walks it any more.
     pub free: Option<unsafe extern "C" fn(context: *mut c_void, frame: u64)>,
-    /// Returns the address in this program of a frame that `allocate` has returned, always the same until the frame is
-    /// freed. Called at each step of a walk.
+    /// Returns the address in this program of a frame that `allocate` has returned, which must not change until the
+    /// frame is freed. Called at each step of a walk.
     pub address: Option<unsafe extern "C" fn(context: *mut c_void, frame: u64) -> *mut c_void>,
     /// Finds the page that backs the memory at `backing`, and describes the page in `*page`. The page backs that memory
-    /// until `slat_vm_invalidate`. May sleep. Returns 0; `-EFAULT` if there is no page, or none that `access`
-    /// (`SLAT_READ`, …) may use; `-ENOMEM`; `-EINTR`; `-EAGAIN` if the page is not there yet.
+    /// until `slat_vm_invalidate`. May sleep. Returns 0; `-EFAULT` if there is no page, or if the page does not allow
+    /// `access` (`SLAT_READ`, …); `-ENOMEM`; `-EINTR`; `-EAGAIN` if the page is not there yet.
     pub resolve: Option<
         unsafe extern "C" fn(
             context: *mut c_void,
@@ -52,18 +52,18 @@ pub struct slat_platform {
             page: *mut slat_page,
         ) -> c_int,
     >,
-    /// Flushes what CPUs have cached of the `pages` guest frames from `first` on: their translations, and the entries
-    /// of tables that lead to them. Returns when no CPU uses an old translation.
+    /// Makes CPUs drop everything that they have cached of the `pages` guest frames from `first` on: the translations
+    /// of these frames, and the entries of tables on the paths to them. Returns when no CPU uses an old translation.
     pub flush: Option<unsafe extern "C" fn(context: *mut c_void, first: u64, pages: u64)>,
     /// Passes time while the engine waits; `round` counts up from 0. Spin first, then yield the processor.
     pub wait: Option<unsafe extern "C" fn(context: *mut c_void, round: u32)>,
     /// Interrupts the CPUs that are in the guest. Returns when everything in the buffers of their page walkers was
-    /// passed to `slat_vm_drain`. Called before a dirty log is got with the policy `dirty_log=buffer`. `NULL` where no
+    /// passed to `slat_vm_drain`. Called before a dirty log is read, with the policy `dirty_log=buffer`. `NULL` if no
     /// hardware fills a buffer.
     pub drain: Option<unsafe extern "C" fn(context: *mut c_void)>,
 }
 
-/// A platform that lacks no callback that it must have.
+/// The callbacks of a platform. Those that must exist do.
 pub(super) struct Callbacks {
     granule: Granule,
     context: *mut c_void,
@@ -77,9 +77,9 @@ pub(super) struct Callbacks {
     metas: MetaMap,
 }
 
-// SAFETY: the client lets any thread call the callbacks with the context.
+// SAFETY: the client allows any thread to call the callbacks with the context.
 unsafe impl Send for Callbacks {}
-// SAFETY: as above, several threads at once.
+// SAFETY: the client allows several threads at once to call the callbacks with the context.
 unsafe impl Sync for Callbacks {}
 
 impl Callbacks {
@@ -89,7 +89,7 @@ impl Callbacks {
     /// The name of a callback that is missing.
     ///
     /// # Safety
-    /// - The callbacks keep what [`slat_platform`] says.
+    /// - The callbacks do what [`slat_platform`] says.
     pub(super) unsafe fn new(client: &slat_platform) -> Result<Self, &'static str> {
         Ok(Callbacks {
             granule: Granule::Kib4,
@@ -123,7 +123,7 @@ impl Callbacks {
     /// Returns the page that `resolve` has described.
     ///
     /// # Errors
-    /// A bad address, for a description that no page can have. The text of the error says what is wrong.
+    /// A bad address, if no page can have this description. The text of the error gives the reason.
     fn page(&self, backing: u64, page: &slat_page) -> Result<HostPage, ResolveError> {
         let Some(level) = self.level(page.size) else {
             blame(format!(
@@ -139,7 +139,7 @@ impl Callbacks {
     }
 }
 
-// SAFETY: the client keeps the contract, by the promise of `Callbacks::new`; metadata stays at its address.
+// SAFETY: by the promise of `Callbacks::new`, the client keeps the contract; metadata stays at its address.
 unsafe impl Platform for Callbacks {
     fn granule(&self) -> Granule {
         self.granule
@@ -150,14 +150,14 @@ unsafe impl Platform for Callbacks {
     }
 
     fn alloc_root(&self, vm: VmId, tables: usize) -> Option<Pfn> {
-        // SAFETY: the client's callback.
+        // SAFETY: the callback is the client's, and does what `slat_platform` says.
         let first = match unsafe { (self.allocate)(self.context, tables) } {
             0 => return None,
             first => Pfn(first),
         };
         let frames = || (0..tables as u64).map(|i| first.add(i));
         if frames().any(|frame| self.metas.prepare(frame).is_err()) {
-            // SAFETY: allocated above, and nobody knows of them.
+            // SAFETY: the frames were allocated above, and no other code knows them.
             frames().for_each(|frame| unsafe { self.free_table(vm, frame) });
             return None;
         }
@@ -165,12 +165,12 @@ unsafe impl Platform for Callbacks {
     }
 
     unsafe fn free_table(&self, _: VmId, frame: Pfn) {
-        // SAFETY: the client's callback.
+        // SAFETY: the callback is the client's, and does what `slat_platform` says.
         unsafe { (self.free)(self.context, frame.0) }
     }
 
     fn entries(&self, frame: Pfn) -> NonNull<Entries> {
-        // SAFETY: the client's callback.
+        // SAFETY: the callback is the client's, and does what `slat_platform` says.
         let address = unsafe { (self.address)(self.context, frame.0) };
         NonNull::new(address.cast()).expect("an allocated frame has an address")
     }
@@ -187,7 +187,7 @@ unsafe impl Platform for Callbacks {
             executable: true,
         };
         let (backing, access) = (request.backing.0, request.access as u32);
-        // SAFETY: the client's callback, which gets a live struct.
+        // SAFETY: the callback is the client's, and gets a live struct.
         match -unsafe { (self.resolve)(self.context, backing, access, &mut page) } {
             0 => self.page(backing, &page),
             libc::ENOMEM => Err(ResolveError::OutOfMemory),
@@ -197,24 +197,24 @@ unsafe impl Platform for Callbacks {
         }
     }
 
-    /// Maps nothing ahead.
+    /// Maps nothing ahead of its use: the client has no callback for that.
     fn resolve_resident(&self, _: VmId, _: Range<Hva>, _: &mut dyn FnMut(HostRun)) {}
 
     fn flush(&self, _: VmId, range: Range<Gfn>, _: Stale) {
         let pages = range.end.0 - range.start.0;
-        // SAFETY: the client's callback.
+        // SAFETY: the callback is the client's, and does what `slat_platform` says.
         unsafe { (self.flush)(self.context, range.start.0, pages) }
     }
 
     fn drain(&self, _: VmId, _: &mut dyn FnMut(usize, Gfn)) {
         if let Some(drain) = self.drain {
-            // SAFETY: the client's callback.
+            // SAFETY: the callback is the client's, and does what `slat_platform` says.
             unsafe { drain(self.context) }
         }
     }
 
     fn wait(&self, round: u32, _: WaitFor) {
-        // SAFETY: the client's callback.
+        // SAFETY: the callback is the client's, and does what `slat_platform` says.
         unsafe { (self.wait)(self.context, round) }
     }
 }

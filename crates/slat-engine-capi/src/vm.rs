@@ -1,4 +1,4 @@
-//! The engine's objects, whatever their table format.
+//! The engine's objects, for all table formats.
 
 use super::Done;
 use super::message::refused;
@@ -37,7 +37,7 @@ pub(super) fn create<F: Format>(
     }
 }
 
-/// The one address space of a VM.
+/// The number of the only address space of a VM.
 const SPACE: usize = 0;
 
 impl<F: Format> AnyVm for Arc<Vm<Callbacks, F>> {
