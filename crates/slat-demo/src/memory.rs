@@ -174,7 +174,7 @@ impl Memory {
         assert!(range.end <= self.size as u64);
         let addresses = self.address() + range.start..self.address() + range.end;
         let answer = notify::around(addresses.start as usize..addresses.end as usize, || {
-            // SAFETY: inside the mapping, whose contents are accessed as atomics only while it is shared.
+            // SAFETY: the range is inside the mapping, whose contents are accessed as atomics only while it is shared.
             unsafe {
                 libc::madvise(
                     addresses.start as *mut libc::c_void,

@@ -110,8 +110,9 @@ pub fn blockable(set: u64) -> u64 {
     set & !UNBLOCKABLE.load(Ordering::Relaxed)
 }
 
-/// Changes this thread's signal mask by a set in the kernel's form: bit 0 is signal 1. `how` is as for `sigprocmask`.
-/// Returns the old mask. Signals that [must not be blocked](never_block) are not blocked. Async-signal-safe.
+/// Changes this thread's signal mask by a set in the kernel's form: bit 0 is signal 1. `how` has the same meaning as in
+/// `sigprocmask`. Returns the old mask. Signals that [must not be blocked](never_block) are not blocked.
+/// Async-signal-safe.
 pub fn change_mask(how: i32, set: u64) -> u64 {
     let set = match how {
         libc::SIG_UNBLOCK => set,

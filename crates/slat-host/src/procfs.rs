@@ -126,7 +126,7 @@ fn moved_up(fd: i32) -> i32 {
             0,
             0,
         ];
-        // SAFETY: plain calls on a descriptor of our own.
+        // SAFETY: the calls only concern a descriptor of our own.
         unsafe {
             let high = calls::raw(libc::SYS_fcntl, arguments);
             if high >= 0 {

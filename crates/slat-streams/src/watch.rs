@@ -150,7 +150,7 @@ fn block_signals() {
 
 /// Writes to standard error without its lock, which a thread that hangs may hold.
 fn say(text: &str) {
-    // SAFETY: plain system calls with live memory.
+    // SAFETY: the system calls only access live memory.
     unsafe {
         libc::write(2, text.as_ptr().cast(), text.len());
         libc::write(2, c"\n".as_ptr().cast(), 1);

@@ -283,7 +283,7 @@ impl HypercallInstruction {
 pub enum Hypercalls {
     /// The CPU executes the instruction.
     Executed,
-    /// The CPU overwrites the instruction with this one, and executes this one.
+    /// The CPU overwrites the instruction with this hypercall instruction, and then executes it.
     Patched(HypercallInstruction),
     /// #UD.
     Undefined,

@@ -167,8 +167,8 @@ impl<T: Copy> List<T> {
         let (len, room) = (self.len as usize, (self.capacity - self.len) as usize);
         assert!(values.len() <= room, "no room was reserved");
         let values_start = NonNull::from(values).cast();
-        // SAFETY: the list has space for `values.len()` more elements. `values` is not in that space, as
-        // nobody can borrow it.
+        // SAFETY: the list has space for `values.len()` more elements. `values` is not in that space, because no code
+        // can borrow that space.
         unsafe {
             (self.start.add(len)).copy_from_nonoverlapping(values_start, values.len());
         }

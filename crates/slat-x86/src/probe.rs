@@ -13,7 +13,7 @@ use crate::machine::{Access, ProbeHit, ProbeKind};
 
 /// A bit added to the DR6 bits of an instruction's traps: the instruction has hit a data probe.
 const DATA: u64 = 1 << 32;
-/// A bit added to the DR6 bits of an instruction's traps: the instruction was a step.
+/// A bit added to the DR6 bits of an instruction's traps: the instruction has ended a single step of the probes.
 const STEP: u64 = 1 << 33;
 
 /// One probe: linear addresses, and the kind of access to them that ends the run.

@@ -226,7 +226,7 @@ impl Cpu {
         Ok(Descriptor(descriptor.0 | 1 << 40).segment(selector))
     }
 
-    /// Returns the flat code segment that SYSCALL and the like load.
+    /// Returns the flat code segment that SYSCALL, SYSRET, SYSENTER and SYSEXIT load.
     pub(crate) fn flat_code(selector: u16, dpl: u8, long: bool) -> Segment {
         let size = if long { 1 << 13 } else { 1 << 14 };
         let rights = 0x809b | u32::from(dpl) << 5 | size;
@@ -238,7 +238,7 @@ impl Cpu {
         }
     }
 
-    /// Returns the flat stack segment that SYSCALL and the like load.
+    /// Returns the flat stack segment that SYSCALL, SYSRET, SYSENTER and SYSEXIT load.
     pub(crate) fn flat_stack(selector: u16, dpl: u8) -> Segment {
         let rights = 0xc093 | u32::from(dpl) << 5;
         Segment {

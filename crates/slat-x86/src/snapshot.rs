@@ -236,7 +236,7 @@ impl Snapshots {
     /// Frees all snapshots.
     ///
     /// # Safety
-    /// - Nobody uses a snapshot any more: the blocks of this pair that have a [`Place`] have been freed or emptied.
+    /// - No code uses a snapshot any more: the blocks of this pair that have a [`Place`] have been freed or emptied.
     pub(crate) unsafe fn clear(&mut self) {
         self.all.clear();
         // SAFETY: the map contained all snapshots of the pool; the caller promises that no code uses them.

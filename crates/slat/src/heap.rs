@@ -88,7 +88,7 @@ struct Counted<T> {
 
 // SAFETY: as for `Arc`: any thread with an owner may access the value, and the thread with the last owner drops it.
 unsafe impl<T: Send + Sync> Send for Shared<T> {}
-// SAFETY: as for `Send` above.
+// SAFETY: any thread with an owner may access the value, and the thread with the last owner drops it.
 unsafe impl<T: Send + Sync> Sync for Shared<T> {}
 
 impl<T> Shared<T> {

@@ -244,7 +244,7 @@ impl<P: Platform, F: Format> Mmu<P, F> {
             index: gfn.into(),
         };
         let platform = either!(self, mmu => mmu.platform());
-        // SAFETY: the root stays as long as the MMU. Whoever has a reference to the MMU is in a reader section
+        // SAFETY: the root stays as long as the MMU. Every holder of a reference to the MMU is in a reader section
         // (`Guarded`).
         unsafe { Cursor::new(platform, Reached::nothing::<F>(key)) }
     }

@@ -338,8 +338,8 @@ programs! {
         "jnz 2b",
     ]
     /// Takes interrupts, for which [`super::interrupts`] has prepared the guest: enables the local APIC, and then
-    /// writes the time-stamp counter to the word at r9 repeatedly, until the word at r10 is not zero. r8: as for
-    /// `handle`.
+    /// writes the time-stamp counter to the word at r9 repeatedly, until the word at r10 is not zero. r8 has the same
+    /// meaning as in `handle`.
     interruptible = "slat_bench_interruptible" [
         "mov ecx, 0x80f", // spurious-interrupt vector register: enabled
         "mov eax, 0x1ff",

@@ -2,7 +2,7 @@
 //! stay in SSA values.
 //!
 //! All state is in the CPU where a path begins and where it ends. Between the blocks of a path, code writes back
-//! nothing that the next block overwrites, reads nothing again, and makes no record of flags that nobody reads.
+//! nothing that the next block overwrites, reads nothing again, and makes no record of flags that no instruction reads.
 //!
 //! After a branch a path continues on both sides, so a path is a tree of *nodes*. A block to which several others lead
 //! is in the tree several times. A path also continues after a CALL, and after the matching RET if the address that the

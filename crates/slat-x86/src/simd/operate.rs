@@ -78,7 +78,7 @@ fn returns_index(mnemonic: Mnemonic) -> bool {
     matches!(mnemonic, Pcmpestri | Pcmpestri64 | Pcmpistri)
 }
 
-/// Value of `FROM` for a 16-byte memory operand at any address.
+/// The value of the generic parameter `FROM` for a 16-byte memory operand at any address.
 pub(super) const UNALIGNED: u8 = 17;
 
 /// Reads the second operand: a register (`FROM` is 0) or `FROM` bytes of memory, zero-extended.

@@ -245,7 +245,7 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
         if tables <= FrameCache::FAULT && is_enough {
             return filled;
         }
-        // Twice as many as needed, so that the next fault need not allocate.
+        // Allocate twice as many as needed, so that the next fault need not allocate.
         let wanted = |spare: usize, least: usize| match spare < least {
             true => 2 * least - spare,
             false => 0,

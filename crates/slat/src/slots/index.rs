@@ -33,7 +33,7 @@ pub(super) trait Order {
     /// numbered by the granule of the tables. Backing pages have 4 KiB, which divides every granule.
     fn page(slot: &Memslot) -> u64;
 
-    /// Returns the number of these pages in the slot.
+    /// Returns the number of pages of the slot, in the address space of the order.
     fn pages(slot: &Memslot) -> u64;
 
     /// Returns the sort key. Slots may share pages of their backing: the id makes the key unique.

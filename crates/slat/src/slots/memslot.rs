@@ -91,9 +91,9 @@ pub(crate) struct Limits {
 #[cfg(not(loom))]
 const _: () = assert!(size_of::<Memslot>() == 32);
 
-// SAFETY: what the pointer refers to is `Send + Sync`; `Extra` says why it is alive.
+// SAFETY: the pointed-to data is `Send + Sync`; `Extra` says why it is alive.
 unsafe impl Send for Memslot {}
-// SAFETY: as above.
+// SAFETY: the pointed-to data is `Send + Sync`; `Extra` says why it is alive.
 unsafe impl Sync for Memslot {}
 
 impl Memslot {
@@ -208,7 +208,7 @@ impl Memslot {
 
     /// Returns the log for a caller that leaves its reader section.
     pub(crate) fn share_log(&self) -> Option<Shared<DirtyLog>> {
-        // SAFETY: as in `log`.
+        // SAFETY: the log lives as long as a set has a slot that refers to it (see `Extra`).
         self.uncounted_log().map(|log| unsafe { log.share() })
     }
 

@@ -157,7 +157,7 @@ impl<P: Platform, F: Format> Tree<P, F> {
     /// Returns the walk to `gfn`.
     #[inline(always)]
     pub(crate) fn cursor(&self, gfn: Gfn) -> Cursor<'_, P, F> {
-        // SAFETY: the root stays as long as the tree. Whoever has a reference to the tree is in a reader section
+        // SAFETY: the root stays as long as the tree. Every holder of a reference to the tree is in a reader section
         // (`Guarded`).
         unsafe { Cursor::new(&self.platform, Reached::nothing::<F>(self.key(gfn))) }
     }

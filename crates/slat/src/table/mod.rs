@@ -225,8 +225,8 @@ impl<'a, P: Platform, F: Format> Table<'a, P, F> {
     #[inline]
     pub(crate) fn entries(&self) -> &'a [AtomicU64] {
         let first = self.platform.entries(self.frame).cast::<AtomicU64>();
-        // SAFETY: the platform's promise for allocated frames: so many entries are there. Frames in entries, and
-        // `root`, are allocated; a detached one stays so until no reader can have reached it.
+        // SAFETY: the platform promises that an allocated frame has this number of entries. Frames in entries, and
+        // `root`, are allocated; a detached frame stays allocated until no reader can have reached it.
         unsafe { slice::from_raw_parts(first.as_ptr(), F::GRANULE.entries()) }
     }
 

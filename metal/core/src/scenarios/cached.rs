@@ -20,7 +20,7 @@ use crate::{Command, Machine, Op};
 
 /// The number of pages that the guests use: two huge pages.
 const PAGES: u64 = 1024;
-/// The other CPU's guest writes one of this number of pages.
+/// The other CPU's guest writes to every page whose number is a multiple of this one.
 const STEP: u64 = 3;
 /// The pages with functions: one in each huge page. The other CPU does not write to these pages.
 const FUNCTIONS: [u64; 2] = [1, 514];

@@ -164,8 +164,9 @@ impl<W: HostWords> VirtualAccess<'_, W> {
     }
 }
 
-/// The guest's table in which flags were set last, in a slot without a log. More flags in it need no other
-/// translation. The table's translation comes from [`Vcpu::translate`], and becomes void like the others.
+/// The guest's table in which flags were set last, in a slot without a log. Setting more flags in this table needs no
+/// other translation. The table's translation comes from [`Vcpu::translate`], and becomes void together with all
+/// translations of the vCPU.
 #[derive(Clone, Copy)]
 pub(in crate::vcpu) struct FlagsIn {
     gfn: Gfn,
