@@ -115,15 +115,15 @@ pub fn check(cap: u64, mmu: MmuKind) -> i32 {
         | KVM_CAP_ASYNC_PF_INT
         | KVM_CAP_VCPU_ATTRIBUTES => 1,
         KVM_CAP_STEAL_TIME => crate::steal_time::is_available().into(),
-        KVM_CAP_X86_APIC_BUS_CYCLES_NS => crate::options::APIC_BUS_CYCLE_NS as u32,
-        KVM_CAP_X86_BUS_LOCK_EXIT => crate::options::BUS_LOCK_MODES,
-        KVM_CAP_X86_DISABLE_EXITS => crate::options::DISABLED_EXITS,
-        KVM_CAP_NESTED_STATE => crate::nested::SIZE,
-        KVM_CAP_MCE => crate::msr::mce::MAX_BANKS,
+        KVM_CAP_X86_APIC_BUS_CYCLES_NS => crate::arch::options::APIC_BUS_CYCLE_NS as u32,
+        KVM_CAP_X86_BUS_LOCK_EXIT => crate::arch::options::BUS_LOCK_MODES,
+        KVM_CAP_X86_DISABLE_EXITS => crate::arch::options::DISABLED_EXITS,
+        KVM_CAP_NESTED_STATE => crate::arch::nested::SIZE,
+        KVM_CAP_MCE => crate::arch::msr::mce::MAX_BANKS,
         KVM_CAP_IRQ_ROUTING => MAX_ROUTES,
         KVM_CAP_X2APIC_API => KVM_X2APIC_API_USE_32BIT_IDS | KVM_X2APIC_API_DISABLE_BROADCAST_QUIRK,
-        KVM_CAP_ADJUST_CLOCK => crate::clock::FLAGS,
-        KVM_CAP_SET_GUEST_DEBUG2 => crate::guest_debug::CONTROLS,
+        KVM_CAP_ADJUST_CLOCK => crate::arch::clock::FLAGS,
+        KVM_CAP_SET_GUEST_DEBUG2 => crate::arch::guest_debug::CONTROLS,
         KVM_CAP_XSAVE2 => size_of::<kvm_xsave>() as u32,
         KVM_CAP_NR_VCPUS => num_cpus(),
         KVM_CAP_MAX_VCPUS => MAX_VCPUS,
@@ -131,7 +131,7 @@ pub fn check(cap: u64, mmu: MmuKind) -> i32 {
         KVM_CAP_NR_MEMSLOTS => NR_MEMSLOTS,
         KVM_CAP_MULTI_ADDRESS_SPACE => ADDRESS_SPACES,
         KVM_CAP_SYNC_REGS => KVM_SYNC_X86_VALID_FIELDS,
-        KVM_CAP_DISABLE_QUIRKS2 => crate::quirks::SUPPORTED,
+        KVM_CAP_DISABLE_QUIRKS2 => crate::arch::quirks::SUPPORTED,
         KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2 => {
             KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE | KVM_DIRTY_LOG_INITIALLY_SET
         }
@@ -141,7 +141,7 @@ pub fn check(cap: u64, mmu: MmuKind) -> i32 {
         KVM_CAP_MEMORY_ATTRIBUTES => KVM_MEMORY_ATTRIBUTE_PRIVATE,
         KVM_CAP_USERFAULT => crate::policy::userfault().into(),
         KVM_CAP_GUEST_MEMFD_FLAGS => crate::guest_memfd::flags(false) as u32,
-        KVM_CAP_EXIT_HYPERCALL => crate::options::HYPERCALL_EXITS,
+        KVM_CAP_EXIT_HYPERCALL => crate::arch::options::HYPERCALL_EXITS,
         _ => 0,
     };
     value as i32

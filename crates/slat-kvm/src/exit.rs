@@ -1,6 +1,6 @@
 //! Stores exits in `kvm_run`: the exits that have more than one or two fields.
 
-use crate::cpuid::is_amd;
+use crate::arch::cpuid::is_amd;
 use crate::run_page::{PAGE, RunPage, set_field};
 use kvm_bindings::*;
 use slat::{Gpa, Stop};

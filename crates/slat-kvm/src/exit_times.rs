@@ -5,7 +5,7 @@
 //! clock is the time-stamp counter, because no seccomp filter forbids it. Halts are counted separately
 //! ([`Exits::waited`](crate::counters::Exits::waited)).
 
-use crate::clock;
+use crate::arch::clock;
 use crate::counters::{Count, Histogram};
 use slat_x86::Exit;
 

@@ -6,13 +6,12 @@
 //! allow. Landlock takes the right to open files from a thread and from the threads that it starts later. So the same
 //! thread also opens slat's files.
 
+use crate::arch::compiler;
 use crate::background;
 use crate::irq::irqfd;
 use crate::policy::{self, Jit};
 use crate::process::PerProcess;
-use crate::{
-    compiler, last_thread, messages, profile, publish, recovery, steal_time, ticker, trace,
-};
+use crate::{last_thread, messages, profile, publish, recovery, steal_time, ticker, trace};
 use slat_process::calls::{forbid_opening, is_any_forbidden};
 use slat_process::{filter, helper};
 

@@ -19,19 +19,15 @@
 //! | | `policy`, `parameters`, `recovery` | settings, module parameters; recovery of NX huge pages |
 //! | | `symbols`, `profile` | the names of guest code; samples of guest code, for `slat run --profile` |
 //! | | `trace` | tracepoints, for `slat run --trace` |
-//! | parts | `run_page`, `page_cache` | the pages that a vCPU shares with the client; the translations that the vCPU used last |
+//! | parts | `run_page` | the pages that a vCPU shares with the client |
 //! | | `counters` | the counters of a vCPU |
 //! | | `dirty`, `guest_memfd`, `coalesced` | dirty rings, private memory, writes to devices that the client may see later |
 //! | | `ioeventfd`, `eventfd` | guest writes that signal eventfds |
 //! | | `io_bus`, `io_devices` | the devices that a guest reaches without the client, by ranges of addresses |
 //! | | `vfio`, `file_id` | VFIO's device, and the identity of open files |
-//! | | `hyperv` | Hyper-V's interface: the state that the vCPUs of a VM share |
-//! | | `quirks`, `msr_filter`, `options` | the settings that a client makes for a VM |
-//! | | `cpuid`, `cpu_features`, `clock`, `steal_time`, `msr` | CPUID leaves, time, MSRs |
-//! | | `regs`, `fpu`, `events`, `nested`, `same_fields` | the CPU's state in KVM's structs |
-//! | | `exit`, `guest_debug` | how `KVM_RUN` describes an exit |
+//! | | `exit` | how `KVM_RUN` describes an exit |
 //! | | `ticker`, `exit_times` | timers; how long exits take |
-//! | | `perf`, `compiler` | compiled code, named for perf; the threads that compile |
+//! | | `steal_time` | how long threads that run vCPUs wait for the host |
 //! | | `debugger` | a debugger of the guest, which the client does not notice, for `slat gdb` |
 //! | | `call` | a guard of a call: a call that panics makes the VM dead |
 //! | shared | `vcpu_common` | the part of a vCPU that other threads use |
@@ -42,7 +38,6 @@
 //! | | [`filters`] | seccomp filters of the client |
 //! | objects | `vm`, `system` | VMs and their calls; calls of `/dev/kvm` |
 //! | | `device` | devices |
-//! | | `machine` | the machine around a CPU: address translation, MSRs, hypercalls, paravirtual features |
 //! | | `vcpu` | vCPUs and their calls |
 //! | calls | `run` | `KVM_RUN` |
 //! | | `prefault` | maps guest memory before the guest uses it |
@@ -51,6 +46,10 @@
 //! | interface | `ioctl` | the system-call interface: dispatch |
 //! | | `api` | the Rust API |
 //! | | `descriptors` | the descriptors of a C client that are KVM's |
+//!
+//! # Architectures
+//! The modules of the table are neutral: they are the same for guests of every architecture. The module `arch` chooses
+//! the architecture, whose root has another table with the same layers.
 //!
 //! # Layers
 //! A module imports from its own layer and from lower layers, and no modules import one another in a circle
@@ -66,8 +65,6 @@ pub mod publish;
 pub mod abi;
 #[doc(hidden)]
 pub mod caps;
-#[doc(hidden)]
-pub mod cpuid;
 #[doc(hidden)]
 pub mod debugger;
 #[doc(hidden)]
@@ -88,8 +85,6 @@ pub mod memory_map;
 pub mod messages;
 #[doc(hidden)]
 pub mod parameters;
-#[doc(hidden)]
-pub mod perf;
 #[doc(hidden)]
 pub mod policy;
 #[doc(hidden)]
@@ -112,43 +107,28 @@ pub mod user;
 pub mod vcpu;
 
 mod api;
+mod arch;
 mod background;
 mod call;
-mod clock;
 mod coalesced;
-mod compiler;
 mod counters;
-mod cpu_features;
 mod device;
 mod device_attr;
 mod entered;
 mod errno;
 mod eventfd;
-mod events;
 mod exit;
 mod exit_times;
 mod file_id;
-mod fpu;
-mod guest_debug;
 mod heap;
-mod hyperv;
 mod io_bus;
 mod io_devices;
 mod ioeventfd;
 mod irq;
 mod last_thread;
-mod machine;
-mod msr;
-mod msr_filter;
-mod nested;
-mod options;
-mod page_cache;
 mod prefault;
-mod quirks;
 mod recovery;
-mod regs;
 mod run;
-mod same_fields;
 mod signals;
 mod stats;
 mod steal_time;
@@ -158,6 +138,9 @@ mod vfio;
 mod vm;
 
 pub use api::{DeviceFd, GuestMemfdFd, Kvm, StatsFd, VcpuFd, VmFd};
+/// What slat's other crates and tests use of this architecture. The API is not stable.
+#[doc(hidden)]
+pub use arch::for_other_crates::*;
 pub use errno::{Error, Result};
 /// The types that kvm-ioctls and this crate share.
 pub use kvm_ioctls::{

@@ -1,7 +1,7 @@
 //! The statistics that a process prints on standard error when it ends: counters of the memory system and of the CPUs,
 //! for all VMs of the process.
 
-use crate::compiler;
+use crate::arch::compiler;
 use crate::counters::CpuCounts;
 use crate::engine::EngineVm;
 use crate::messages;

@@ -1,11 +1,12 @@
 //! `/dev/kvm` itself: version, capabilities, and creation of VMs.
 
+use crate::arch::{clock, cpuid, hyperv, msr};
 use crate::errno::{Result, fail};
 use crate::irq::vcpus::MAX_VCPUS;
 use crate::policy::{self, Jit};
 use crate::run_page::{MMAP_SIZE, memfd, sized_memfd};
 use crate::vm::VmObject;
-use crate::{caps, clock, cpuid, filters, hyperv, msr};
+use crate::{caps, filters};
 use kvm_bindings::*;
 use slat::MmuKind;
 use std::os::fd::OwnedFd;

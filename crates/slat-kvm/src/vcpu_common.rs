@@ -1,9 +1,9 @@
 //! The part of a vCPU that other threads use while the vCPU runs: its local APIC, the signals to it, its counters.
 
+use crate::arch::hyperv::VirtualProcessor;
 use crate::counters::{CpuCounts, Exits};
 use crate::errno::{Result, no_memory};
 use crate::exit_times::ExitTimes;
-use crate::hyperv::VirtualProcessor;
 use crate::process::PerProcess;
 use crate::thread::bits;
 use crate::ticker::{self, Alarm, Client};

@@ -1,8 +1,8 @@
 //! Registers and other state of a [`VcpuFd`].
 
 use super::VcpuFd;
+use crate::arch::nested;
 use crate::errno::{Result, fail, no_memory};
-use crate::nested;
 use kvm_bindings::*;
 use kvm_ioctls::KvmNestedStateBuffer;
 use slat_x86::svm::VMCB_BYTES;

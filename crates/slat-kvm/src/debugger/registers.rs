@@ -1,7 +1,7 @@
 //! The registers in GDB's numbering and formats: GDB's features `org.gnu.gdb.i386.core`, `.sse` and `.segments`, and a
 //! feature with the system registers.
 
-use crate::regs;
+use crate::arch::regs;
 use slat_x86::State;
 use slat_x86::state::flags;
 

@@ -5,8 +5,8 @@ use super::{
     unknown, value,
 };
 use crate::abi::*;
+use crate::arch::nested::{self, NestedState};
 use crate::errno::{Result, fail};
-use crate::nested::{self, NestedState};
 use crate::user;
 use crate::vcpu::VcpuObject;
 use kvm_bindings::*;

@@ -18,10 +18,11 @@
 
 use super::writer::{Writer, names, values};
 use super::{vcpu_at, vm_from};
+use crate::arch::compiler;
 use crate::counters::Exits;
 use crate::engine::EngineVm;
+use crate::report;
 use crate::vcpu_common::VcpuCommon;
-use crate::{compiler, report};
 use slat::Stats;
 use slat_x86::Counters;
 use std::fmt::{self, Write as _};

@@ -1,7 +1,7 @@
 //! Exits of Hyper-V's interface: `KVM_EXIT_HYPERV`, and the system events of a guest that has crashed or wants a reset.
 
-use crate::hyperv::HypervExit;
-use crate::machine::hyperv::hypercalls::store_output;
+use crate::arch::hyperv::HypervExit;
+use crate::arch::machine::hyperv::hypercalls::store_output;
 use crate::run_page::{field, set_field};
 use crate::vcpu::{Inner, Unfinished, VcpuObject};
 use kvm_bindings::*;

@@ -1,6 +1,6 @@
 //! Delivers INIT, SIPI, NMIs and interrupts to a vCPU, and ends halts by them.
 
-use crate::cpuid;
+use crate::arch::cpuid;
 use crate::errno::Result;
 use crate::run::LONGEST_SLEEP;
 use crate::run_page::field;

@@ -12,18 +12,19 @@ mod hyperv;
 mod interrupts;
 mod smm;
 
+use crate::arch::machine::hypercall::store_result;
+use crate::arch::machine::{VcpuMachine, frames};
+use crate::arch::{guest_debug, msr};
 use crate::entered::Entered;
 use crate::errno::{Result, fail};
 use crate::exit::ClientCall;
-use crate::machine::hypercall::store_result;
-use crate::machine::{VcpuMachine, frames};
 use crate::profile::{self, Origin};
 use crate::run_page::{PIO_OFFSET, field, set_field};
 use crate::signals::Masked;
 use crate::thread::{self, bits};
 use crate::ticker;
 use crate::vcpu::{Inner, Unfinished, VcpuObject};
-use crate::{exit, guest_debug, messages, msr, trace};
+use crate::{exit, messages, trace};
 use kvm_bindings::*;
 use slat::Attention;
 use slat_trace::{DirtyRingExit, point};
@@ -655,12 +656,12 @@ impl VcpuObject {
         set_field!(page, u8::from(ready), ready_for_interrupt_injection);
         let wanted = field!(page, kvm_valid_regs);
         if wanted & u64::from(KVM_SYNC_X86_REGS) != 0 {
-            set_field!(page, crate::regs::get_regs(state), s.regs.regs);
+            set_field!(page, crate::arch::regs::get_regs(state), s.regs.regs);
         }
         if wanted & u64::from(KVM_SYNC_X86_SREGS) != 0 {
             set_field!(
                 page,
-                crate::regs::get_sregs(state, inner.machine.apic_base()),
+                crate::arch::regs::get_sregs(state, inner.machine.apic_base()),
                 s.regs.sregs
             );
         }
@@ -673,7 +674,7 @@ impl VcpuObject {
     /// Sets the registers that the client changed in `kvm_run`.
     fn take_synced(&self, inner: &mut Inner, dirty: u64) -> Result<()> {
         if dirty & u64::from(KVM_SYNC_X86_REGS) != 0 {
-            crate::regs::set_regs(&mut inner.cpu.state, &field!(self.page, s.regs.regs));
+            crate::arch::regs::set_regs(&mut inner.cpu.state, &field!(self.page, s.regs.regs));
         }
         if dirty & u64::from(KVM_SYNC_X86_SREGS) != 0 {
             self.put_sregs(inner, &field!(self.page, s.regs.sregs), None)?;

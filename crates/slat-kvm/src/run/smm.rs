@@ -1,9 +1,9 @@
 //! System management mode: entry by an SMI, and return by RSM.
 
 use super::Next;
+use crate::arch::machine::VcpuMachine;
+use crate::arch::msr::index::SMI_COUNT;
 use crate::errno::{Result, fail};
-use crate::machine::VcpuMachine;
-use crate::msr::index::SMI_COUNT;
 use crate::vcpu::{Inner, VcpuObject};
 use crate::vm::{ORDINARY, SMM};
 use kvm_bindings::KVM_EXIT_SHUTDOWN;

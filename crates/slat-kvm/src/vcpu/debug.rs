@@ -1,8 +1,8 @@
 //! A vCPU under a debugger that the client does not notice: see module [`crate::debugger`].
 
+use crate::arch::machine::VcpuMachine;
 use crate::debugger::{self, Debuggee, Held, Quiet, Request, Space};
 use crate::entered::Entered;
-use crate::machine::VcpuMachine;
 use crate::signals::Masked;
 use crate::thread::bits;
 use crate::vcpu::{Inner, VcpuObject};

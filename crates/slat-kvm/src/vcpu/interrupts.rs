@@ -1,10 +1,10 @@
 //! A vCPU's calls for interrupts, exceptions and its local APIC.
 
+use crate::arch::events;
+use crate::arch::guest_debug;
+use crate::arch::msr::mce::Reported;
 use crate::entered::Entered;
 use crate::errno::{Result, fail};
-use crate::events;
-use crate::guest_debug;
-use crate::msr::mce::Reported;
 use crate::vcpu::{Inner, VcpuObject};
 use crate::vcpu_common::VcpuCommon;
 use kvm_bindings::*;

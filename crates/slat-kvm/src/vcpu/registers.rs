@@ -1,12 +1,13 @@
 //! A vCPU's calls for the state of its CPU: registers, FPU, CPUID, MSRs, and nested guests.
 
+use crate::arch::machine::msrs;
+use crate::arch::nested::{self, NestedState};
+use crate::arch::regs::{self, uses_pae_paging};
+use crate::arch::{cpuid, fpu, hyperv};
 use crate::errno::{Error, Result, fail};
+use crate::heap;
 use crate::irq::vcpus::MAX_VCPUS;
-use crate::machine::msrs;
-use crate::nested::{self, NestedState};
-use crate::regs::{self, uses_pae_paging};
 use crate::vcpu::{Inner, VcpuObject};
-use crate::{cpuid, fpu, heap, hyperv};
 use kvm_bindings::*;
 use slat_irqchip::lapic::BASE_BSP;
 use slat_x86::Features;

@@ -2,9 +2,9 @@
 //! client patches such guests to use a word in memory instead. KVM, and slat, copy the word to and from the APIC
 //! whenever guest code starts and stops running.
 
+use crate::arch::machine::VcpuMachine;
 use crate::entered::Entered;
 use crate::errno::{Result, fail};
-use crate::machine::VcpuMachine;
 use crate::vcpu::{Inner, VcpuObject};
 use kvm_bindings::*;
 use slat_irqchip::lapic::{Lapic, reg};

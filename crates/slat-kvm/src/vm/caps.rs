@@ -1,10 +1,11 @@
 //! The capabilities of a VM, and the effect of enabling each.
 
+use crate::arch::options::NOTIFY_FLAGS;
+use crate::arch::quirks;
 use crate::errno::{Error, Result, fail};
 use crate::irq::vcpus::MAX_VCPU_ID;
-use crate::options::NOTIFY_FLAGS;
 use crate::vm::VmObject;
-use crate::{caps, guest_memfd, parameters, quirks};
+use crate::{caps, guest_memfd, parameters};
 use kvm_bindings::*;
 use slat_irqchip::lapic::MAX_DIVISOR;
 use std::sync::atomic::Ordering;

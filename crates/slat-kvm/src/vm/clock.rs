@@ -1,6 +1,6 @@
 //! A VM's calls for its clock and the frequency of its vCPUs' TSC.
 
-use crate::clock::{self, FLAGS};
+use crate::arch::clock::{self, FLAGS};
 use crate::errno::{Result, fail};
 use crate::thread::bits;
 use crate::vm::VmObject;
@@ -87,10 +87,10 @@ impl VmObject {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::clock::TscChange;
-    use crate::clock::host::simulated::{self, Host};
-    use crate::machine::msrs;
-    use crate::msr::index;
+    use crate::arch::clock::TscChange;
+    use crate::arch::clock::host::simulated::{self, Host};
+    use crate::arch::machine::msrs;
+    use crate::arch::msr::index;
     use crate::vcpu::VcpuObject;
     use slat::Shared;
     use slat_hyperv::msr::{REFERENCE_TSC, TIME_REF_COUNT};

@@ -33,17 +33,16 @@ fn shown(module: &Module) -> String {
     }
 }
 
-/// Returns the circles of a crate's modules, each to a depth of `depth` names.
+/// Returns the circles of a crate's modules. `part` returns the module that a module is a part of.
 fn circles(
     imports: &BTreeMap<Module, BTreeSet<Module>>,
-    depth: usize,
+    part: &dyn Fn(&Module) -> Module,
     except: &[&str],
 ) -> Vec<String> {
-    let part = |module: &Module| module.iter().take(depth).cloned().collect::<Module>();
     let mut graph: BTreeMap<Module, BTreeSet<Module>> = BTreeMap::new();
     for (module, imports) in imports {
         let of = graph.entry(part(module)).or_default();
-        of.extend(imports.iter().map(part));
+        of.extend(imports.iter().map(&part));
     }
     let is_excepted = |module: &Module| except.contains(&&*shown(module));
     graph.retain(|module, _| !is_excepted(module));
@@ -65,16 +64,18 @@ fn no_modules_import_one_another_in_a_circle() {
     let mut found = Vec::new();
     let mut seen = 0;
     for name in all() {
-        let imports = Sources::of(&name).imports();
+        let sources = Sources::of(&name);
+        let imports = sources.imports();
+        let top = |module: &Module| sources.top(module);
         seen += imports.values().map(BTreeSet::len).sum::<usize>();
         let listed = IN_CIRCLES.iter().filter(|(of, _)| *of == name);
         let except: Vec<_> = listed.map(|(_, module)| *module).collect();
-        for depth in [usize::MAX, 1] {
-            for line in circles(&imports, depth, &except) {
+        for part in [&Module::clone as &dyn Fn(&Module) -> Module, &top] {
+            for line in circles(&imports, part, &except) {
                 found.push(format!("{name}: {line}"));
             }
         }
-        if !except.is_empty() && circles(&imports, 1, &[]).is_empty() {
+        if !except.is_empty() && circles(&imports, &top, &[]).is_empty() {
             found.push(format!("{name}: {except:?} need no exception"));
         }
     }
@@ -93,13 +94,14 @@ fn circles_are_found_between_files_and_between_directories() {
         }
         graph
     };
+    let first = |module: &Module| module[..1].to_vec();
     let files = graph(&[("a", "b"), ("b", "c"), ("c", "b"), ("c", "d")]);
     assert_eq!(
-        circles(&files, usize::MAX, &[]),
+        circles(&files, &Module::clone, &[]),
         ["b imports c", "c imports b"]
     );
-    assert_eq!(circles(&files, usize::MAX, &["c"]), [""; 0]);
+    assert_eq!(circles(&files, &Module::clone, &["c"]), [""; 0]);
     let directories = graph(&[("a::x", "b::x"), ("b::y", "a::y")]);
-    assert_eq!(circles(&directories, usize::MAX, &[]), [""; 0]);
-    assert_eq!(circles(&directories, 1, &[]).len(), 2);
+    assert_eq!(circles(&directories, &Module::clone, &[]), [""; 0]);
+    assert_eq!(circles(&directories, &first, &[]).len(), 2);
 }

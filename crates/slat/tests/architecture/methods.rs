@@ -78,10 +78,10 @@ fn each_call(sources: &Sources, then: &mut dyn FnMut(&Module, &Module, &str)) {
 #[test]
 fn methods_are_called_from_their_layer_and_higher_ones_alone() {
     let sources = Sources::of("slat-x86");
-    let layers = layers(&sources.root_docs);
+    let layers = layers(&sources);
     let mut wrong = Vec::new();
     each_call(&sources, &mut |module, of, method| {
-        if layer_of(&layers, of) > layer_of(&layers, module) {
+        if layer_of(&sources, &layers, of) > layer_of(&sources, &layers, module) {
             wrong.push(format!(
                 "{} calls {}::{method}",
                 module.join("::"),
@@ -96,11 +96,11 @@ fn methods_are_called_from_their_layer_and_higher_ones_alone() {
 #[test]
 fn below_the_highest_layer_methods_call_one_another_in_no_circle() {
     let sources = Sources::of("slat-x86");
-    let layers = layers(&sources.root_docs);
+    let layers = layers(&sources);
     let highest = Some(layers.len() - 1);
     let mut graph: BTreeMap<Module, BTreeSet<Module>> = BTreeMap::new();
     each_call(&sources, &mut |module, of, _| {
-        if layer_of(&layers, module) < highest {
+        if layer_of(&sources, &layers, module) < highest {
             let calls = graph.entry(module.clone()).or_default();
             calls.insert(of.clone());
         }

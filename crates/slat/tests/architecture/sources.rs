@@ -10,12 +10,21 @@ pub type Module = Vec<String>;
 /// Files with tests alone, which may import from anywhere.
 const TESTS: [&str; 2] = ["tests", "loom_tests"];
 
+/// The folder with a module for each architecture.
+pub const ARCH: &str = "arch";
+
+/// What a table of layers begins with.
+pub const LAYERS: &str = "| layer |";
+
 /// The source text of a crate.
 pub struct Sources {
     /// The code of each module, without comments and unit tests. The root is among them.
     pub modules: BTreeMap<Module, String>,
     /// The documentation of the root.
     pub root_docs: String,
+    /// The documentation of each module `arch::…` that has a table of layers. The modules inside are at the top, as
+    /// those of the root are.
+    pub arch_docs: BTreeMap<Module, String>,
 }
 
 /// Returns the directory of the workspace's crates.
@@ -36,6 +45,25 @@ fn code(text: &str) -> String {
     let tested = tested.split("mod loom_tests {").next().unwrap();
     let lines = tested.lines().map(|line| line.split("//").next().unwrap());
     lines.flat_map(|line| [line, "\n"]).collect()
+}
+
+/// Returns the documentation of the module whose file has this text.
+fn docs(text: &str) -> String {
+    let docs = text.lines().filter_map(|line| line.strip_prefix("//!"));
+    docs.flat_map(|line| [line.trim_start(), "\n"]).collect()
+}
+
+/// Returns the documentation of the architectures of a crate that have a table of layers.
+fn arch_docs(source: &Path) -> BTreeMap<Module, String> {
+    let entries = fs::read_dir(source.join(ARCH)).into_iter().flatten();
+    let architectures = entries.filter_map(|entry| {
+        let path = entry.unwrap().path();
+        let docs = docs(&fs::read_to_string(path.join("mod.rs")).ok()?);
+        let name = path.file_name()?.to_str()?;
+        let module = vec![ARCH.to_owned(), name.to_owned()];
+        docs.contains(LAYERS).then_some((module, docs))
+    });
+    architectures.collect()
 }
 
 /// Reads the modules below `directory`.
@@ -69,39 +97,76 @@ impl Sources {
         read(&source, &[], &mut modules);
         let root = ["lib.rs", "main.rs"].map(|file| fs::read_to_string(source.join(file)));
         let root: String = root.into_iter().flatten().collect();
-        let docs = root.lines().filter_map(|line| line.strip_prefix("//!"));
-        let root_docs = docs.flat_map(|line| [line.trim_start(), "\n"]).collect();
-        Sources { modules, root_docs }
+        let root_docs = docs(&root);
+        let arch_docs = arch_docs(&source);
+        Sources {
+            modules,
+            root_docs,
+            arch_docs,
+        }
     }
 
-    /// Returns the modules of the root's re-exports, by the names that they have there.
-    fn re_exports(&self) -> BTreeMap<String, Module> {
-        let root = &self.modules[&Module::new()];
+    /// Returns the module at the top to which a module belongs.
+    pub fn top(&self, module: &Module) -> Module {
+        let inside = |arch: &&Module| module.starts_with(arch);
+        let depth = self.arch_docs.keys().find(inside).map_or(0, Vec::len);
+        module.iter().take(depth + 1).cloned().collect()
+    }
+
+    /// Returns the paths of a module's re-exports, by the names that they have there. `None` for a path into another
+    /// crate.
+    fn re_exports(&self, module: &Module) -> BTreeMap<String, Option<Module>> {
+        let Some(code) = self.modules.get(module) else {
+            return BTreeMap::new();
+        };
         let mut paths = Vec::new();
         for keyword in ["pub use ", "pub(crate) use "] {
-            for (at, _) in root.match_indices(keyword) {
-                expand(&[], &root[at + keyword.len()..], &mut paths);
+            for (at, _) in code.match_indices(keyword) {
+                expand(&[], &code[at + keyword.len()..], &mut paths);
             }
         }
         let own = paths.into_iter().map(|Import { path, name }| {
-            let is_own = matches!(path[0].as_str(), "crate" | "self");
-            (name, path[usize::from(is_own)..].to_vec())
+            let from_root = match path[0].as_str() {
+                "crate" => path[1..].to_vec(),
+                "self" => [module, &path[1..]].concat(),
+                _ => [module, &path[..]].concat(),
+            };
+            let begins = match path[0].as_str() {
+                "crate" => 1,
+                _ => module.len() + 1,
+            };
+            let is_own = self.modules.contains_key(&from_root[..begins]);
+            (name, is_own.then_some(from_root))
         });
         own.collect()
     }
 
-    /// Returns the module to which a path leads from the root: the longest part of the path that is a module, after the
-    /// root's re-exports were followed. The root's own items lead to the root. `None`: another crate has the item.
-    fn leads_to(&self, path: &[String], re_exports: &BTreeMap<String, Module>) -> Option<Module> {
-        let parts = (1..=path.len()).rev().map(|len| &path[..len]);
+    /// Returns the re-exports of the root, and of the modules that choose the architecture.
+    fn all_re_exports(&self) -> BTreeMap<Module, BTreeMap<String, Option<Module>>> {
+        let arch = vec![ARCH.to_owned()];
+        let modules = [Module::new(), arch].into_iter();
+        let modules = modules.chain(self.arch_docs.keys().cloned());
+        let all = modules.map(|module| {
+            let re_exports = self.re_exports(&module);
+            (module, re_exports)
+        });
+        all.collect()
+    }
+
+    /// Returns the module to which a path leads from the root: the longest part of the path that is a module, after
+    /// re-exports were followed. The root's own items lead to the root. `None`: another crate has the item.
+    fn leads_to(
+        &self,
+        path: &[String],
+        re_exports: &BTreeMap<Module, BTreeMap<String, Option<Module>>>,
+    ) -> Option<Module> {
+        let parts = (0..=path.len()).rev().map(|len| &path[..len]);
         let mut found = parts.filter(|part| self.modules.contains_key(*part));
-        if let Some(found) = found.next() {
-            return Some(found.to_vec());
-        }
-        match re_exports.get(&path[0]) {
-            Some(of) if self.modules.contains_key(&of[..1]) => self.leads_to(of, re_exports),
-            Some(_) => None,
-            None => Some(Module::new()),
+        let found = found.next().expect("the root is a module");
+        let item = path.get(found.len());
+        match item.and_then(|item| re_exports.get(found)?.get(item)) {
+            Some(of) => self.leads_to(of.as_ref()?, re_exports),
+            None => Some(found.to_vec()),
         }
     }
 
@@ -110,7 +175,7 @@ impl Sources {
     /// A module and those inside it are one room: what a module uses of its own children by their names alone is not an
     /// import. What a child uses of its parent is one.
     pub fn imports(&self) -> BTreeMap<Module, BTreeSet<Module>> {
-        let re_exports = self.re_exports();
+        let re_exports = self.all_re_exports();
         let of = |(module, code): (&Module, &String)| {
             let paths = match module.is_empty() {
                 true => root_paths(code),

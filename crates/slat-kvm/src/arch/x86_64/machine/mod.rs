@@ -1,0 +1,359 @@
+//! The machine around one software CPU: CPUID, MSRs, time. Module [`mmu`] has the memory.
+
+mod async_pf;
+pub(crate) mod frames;
+pub(crate) mod hypercall;
+pub(crate) mod hyperv;
+mod mmu;
+pub(crate) mod msrs;
+mod nested_paging;
+mod peek;
+mod pv_eoi;
+mod services;
+mod smm;
+mod speculation;
+mod steal_time;
+
+use crate::arch::x86_64::clock::{self, Tsc, TscChange, host_tsc};
+use crate::arch::x86_64::cpuid;
+use crate::arch::x86_64::hyperv::VcpuHyperv;
+use crate::arch::x86_64::msr::index;
+use crate::arch::x86_64::msr::mce::MachineCheck;
+use crate::arch::x86_64::msr::stored::Stored;
+use crate::arch::x86_64::page_cache::PageCache;
+use crate::engine::EngineVcpu;
+use crate::entered::thread_id;
+use crate::errno::Result;
+use crate::exit::{ClientCall, MemoryFault};
+use crate::steal_time::StealTime;
+use crate::thread::bits;
+use crate::vcpu_common::VcpuCommon;
+use crate::vm::{ORDINARY, VmObject};
+use kvm_bindings::kvm_cpuid_entry2;
+use slat::{MmuKind, Shared};
+use slat_irqchip::lapic::{self, BASE_X2APIC, Effect, Lapic};
+use slat_trace::{Eoi, point};
+use slat_x86::MsrFault;
+use std::sync::{Arc, MutexGuard};
+
+/// The parts of a vCPU besides its registers.
+pub(crate) struct VcpuMachine {
+    pub(crate) engine: EngineVcpu,
+    pub(crate) vm: Arc<VmObject>,
+    pub(crate) common: Shared<VcpuCommon>,
+    pub(crate) pages: PageCache,
+    pub(crate) cpuid: Vec<kvm_cpuid_entry2>,
+    /// The width of guest-physical addresses, according to the guest's CPUID.
+    pub(crate) physical_bits: u32,
+    msrs: Stored,
+    pub(crate) mce: MachineCheck,
+    pub(crate) hyperv: VcpuHyperv,
+    /// The hypercall that the client carries out. The CPU's run has ended because of it.
+    pub(crate) client_call: Option<ClientCall>,
+    pub(crate) steal: StealTime,
+    /// The guest-physical address of the guest's task priority (`KVM_SET_VAPIC_ADDR`).
+    pub(crate) vapic: Option<u64>,
+    /// Whether the guest may end the interrupt in service by clearing a bit in its memory.
+    pub(crate) pv_eoi_offered: bool,
+    /// Whether the guest must still be notified that all pages are ready for which its tasks wait.
+    pages_are_ready: bool,
+    pub(crate) tsc: Tsc,
+    /// The number by which the VM's clock knows the TSC.
+    tsc_number: usize,
+    /// APIC_BASE of a vCPU without local APIC.
+    base: u64,
+    clock_changed: bool,
+    /// The value of [`VmClock::changes`](crate::arch::x86_64::clock::VmClock::changes) when the clock's page was written.
+    clock_set: u64,
+    /// The host's TSC at which the clock's page has to be written again. `None`: the page stays valid.
+    clock_due: Option<u64>,
+    guest_paused: bool,
+    wall_clock_wanted: bool,
+    /// Whether the guest has only the paravirtual features that its CPUID names (`KVM_CAP_ENFORCE_PV_FEATURE_CPUID`).
+    pub(crate) enforces_pv_features: bool,
+    /// The vector whose end of interrupt exits to the client (`KVM_EXIT_IOAPIC_EOI`) before the guest continues.
+    pub(crate) ioapic_eoi: Option<u8>,
+    /// The fault of the last access in this run that stopped because of a memory fault.
+    pub(crate) memory_fault: Option<MemoryFault>,
+    /// Whether an access in this run was interrupted while it waited for memory that the host does not have yet.
+    pub(crate) is_interrupted: bool,
+    /// The address space that `engine` uses.
+    space: usize,
+    /// Whether the engine has the shadow MMU.
+    shadows: bool,
+    /// Whether the engine shadows the nested tables of a guest that is a hypervisor.
+    shadows_nested: bool,
+    /// Whether the client has set the registers. Then the client may also have restored guest memory, so the shadow MMU
+    /// has to compare its shadow tables with the guest's tables.
+    pub(crate) memory_restored: bool,
+}
+
+impl Drop for VcpuMachine {
+    fn drop(&mut self) {
+        // In a forked child the clock's lock may be held forever.
+        if !self.vm.is_foreign() && self.vm.clock.forget_tsc(self.tsc_number) {
+            self.vm.clock_pages_changed();
+        }
+    }
+}
+
+impl VcpuMachine {
+    /// Creates the machine around a vCPU.
+    ///
+    /// # Errors
+    /// `ENOMEM`.
+    pub(crate) fn new(
+        engine: EngineVcpu,
+        vm: Arc<VmObject>,
+        common: Shared<VcpuCommon>,
+        base: u64,
+    ) -> Result<Self> {
+        let (tsc, tsc_number, changes) = vm.clock.new_tsc()?;
+        if changes {
+            vm.clock_pages_changed();
+        }
+        if let Some(mut lapic) = common.lapic() {
+            lapic.set_tsc_khz(tsc.actual_khz().into());
+        }
+        let shadows = vm.engine.mmu() == MmuKind::Shadow;
+        let shadows_nested = vm.engine.shadows_nested();
+        Ok(VcpuMachine {
+            engine,
+            vm,
+            common,
+            pages: PageCache::default(),
+            cpuid: Vec::new(),
+            physical_bits: cpuid::PHYS_BITS,
+            msrs: Stored::default(),
+            mce: MachineCheck::default(),
+            hyperv: VcpuHyperv::default(),
+            client_call: None,
+            steal: StealTime::default(),
+            vapic: None,
+            pv_eoi_offered: false,
+            pages_are_ready: false,
+            tsc,
+            tsc_number,
+            base,
+            clock_changed: false,
+            clock_set: 0,
+            clock_due: None,
+            guest_paused: false,
+            wall_clock_wanted: false,
+            enforces_pv_features: false,
+            ioapic_eoi: None,
+            memory_fault: None,
+            is_interrupted: false,
+            space: ORDINARY,
+            shadows,
+            shadows_nested,
+            memory_restored: false,
+        })
+    }
+
+    /// Leaves the engine, runs `work`, which may wait, and enters again. Call with an entered vCPU.
+    pub(crate) fn outside<R>(&mut self, work: impl FnOnce(&mut Self) -> R) -> R {
+        self.engine.leave();
+        let result = work(self);
+        self.engine.enter_unguarded(thread_id());
+        result
+    }
+
+    /// Returns the stored value of an MSR, 0 if the MSR was never written.
+    pub(crate) fn msr(&self, index: u32) -> u64 {
+        self.stored(index).unwrap_or(0)
+    }
+
+    pub(crate) fn stored(&self, index: u32) -> Option<u64> {
+        self.msrs.get(index)
+    }
+
+    pub(crate) fn store(&mut self, index: u32, value: u64) {
+        self.msrs.set(index, value);
+    }
+
+    /// Whether the guest may use the paravirtual feature with this bit.
+    pub(crate) fn has_pv_feature(&self, bit: u32) -> bool {
+        let features = || cpuid::kvm_features_in(&self.cpuid);
+        !self.enforces_pv_features || features() >> bit & 1 != 0
+    }
+
+    pub(crate) fn guest_tsc(&self) -> u64 {
+        self.tsc.now()
+    }
+
+    /// Changes the guest's TSC. Pages of clocks that depend on this TSC are written again.
+    pub(crate) fn change_tsc(&mut self, change: TscChange) {
+        if (self.vm.clock).change_tsc(self.tsc_number, &mut self.tsc, change) {
+            self.vm.clock_pages_changed();
+        }
+        if let Some(mut lapic) = self.common.lapic() {
+            lapic.set_tsc_khz(self.tsc.actual_khz().into());
+        }
+        self.clock_page_changed();
+    }
+
+    /// The APIC_BASE MSR.
+    pub(crate) fn apic_base(&self) -> u64 {
+        self.common.lapic().map_or(self.base, |lapic| lapic.base())
+    }
+
+    pub(crate) fn set_apic_base(
+        &mut self,
+        base: u64,
+        by_guest: bool,
+    ) -> std::result::Result<(), MsrFault> {
+        let before = self.apic_base();
+        if base == before {
+            return Ok(());
+        }
+        let beyond = base >> self.physical_bits != 0;
+        let has_x2apic = || cpuid::lookup(&self.cpuid, 1, 0)[2] & cpuid::LEAF1_ECX_X2APIC != 0;
+        if beyond || base & BASE_X2APIC != 0 && !has_x2apic() {
+            return Err(MsrFault::Invalid);
+        }
+        match self.common.lapic() {
+            Some(mut lapic) => lapic.set_base(base, by_guest),
+            None => lapic::check_base(before, base, by_guest).map(|()| self.base = base),
+        }
+        .map_err(|_| MsrFault::Invalid)?;
+        self.vm.interrupts.vcpus.addresses_changed();
+        self.look_for_interrupts();
+        Ok(())
+    }
+
+    /// Carries out INIT. The guest's structures for steal time, clock, PV EOI and page faults are plain memory
+    /// afterwards.
+    pub(crate) fn init(&mut self) {
+        self.end_steal_time();
+        self.store(index::KVM_SYSTEM_TIME_NEW, 0);
+        self.store(index::KVM_PV_EOI, 0);
+        self.pv_eoi_offered = false;
+        self.store(index::KVM_ASYNC_PF_EN, 0);
+        self.store(index::KVM_ASYNC_PF_INT, 0);
+    }
+
+    /// Carries out the effect of a write to an APIC register. No APIC may be locked.
+    pub(crate) fn carry_out(&mut self, effect: Effect) {
+        match effect {
+            Effect::None => {}
+            Effect::Send(message) => {
+                let vcpus = &self.vm.interrupts.vcpus;
+                vcpus.send(Some(&self.common), &message);
+            }
+            Effect::Address => self.vm.interrupts.vcpus.addresses_changed(),
+            Effect::Timer => {
+                self.arm_timer();
+                self.task_priority_changed();
+            }
+            Effect::Eoi(vector, level) => {
+                point(|| Eoi {
+                    apicid: self.common.id,
+                    vector: vector.into(),
+                });
+                self.acknowledge_vector(vector);
+                if self.vm.interrupts.end_of_interrupt(vector, level) {
+                    self.ioapic_eoi = Some(vector);
+                }
+                // The next interrupt may be deliverable now.
+                self.common.attention.raise(bits::IRQ);
+            }
+        }
+    }
+
+    /// Makes the run loop look for interrupts if the APIC has an interrupt that can be delivered.
+    pub(crate) fn task_priority_changed(&self) {
+        let pending = |lapic: MutexGuard<'_, Lapic>| lapic.pending().is_some();
+        if self.common.lapic().is_some_and(pending) {
+            self.common.attention.raise(bits::IRQ);
+        }
+    }
+
+    /// Makes the run loop look for interrupts. Call when an interrupt that is pending at the APIC or an 8259 may have
+    /// become deliverable.
+    pub(crate) fn look_for_interrupts(&self) {
+        self.common.attention.raise(bits::IRQ);
+    }
+
+    /// Sets the ticker's deadline to the next deadline of the APIC timer and the synthetic timers.
+    pub(crate) fn arm_timer(&self) {
+        let apic = self.common.lapic().and_then(|lapic| lapic.deadline());
+        let deadline = [apic, self.timers_deadline()].into_iter().flatten().min();
+        self.common
+            .client
+            .set_deadline(deadline.map(|at| self.vm.clock.instant(at)));
+    }
+
+    /// Makes the run loop write the clock's page, and Hyper-V's, again before the guest continues.
+    pub(crate) fn clock_page_changed(&mut self) {
+        self.clock_changed = true;
+        self.vm.hyperv.clock_changed();
+        self.common.attention.raise(bits::RETRY);
+    }
+
+    pub(crate) fn wall_clock_wanted(&mut self) {
+        self.wall_clock_wanted = true;
+        self.common.attention.raise(bits::RETRY);
+    }
+
+    /// Carries out `KVM_KVMCLOCK_CTRL`. Returns `false` if the guest does not use the clock.
+    pub(crate) fn mark_guest_paused(&mut self) -> bool {
+        let uses = self.msr(index::KVM_SYSTEM_TIME_NEW) & 1 != 0;
+        if uses {
+            self.guest_paused = true;
+            self.clock_page_changed();
+        }
+        uses
+    }
+
+    /// Reads an aligned 32-bit word of guest memory. Returns 0 if there is no memory.
+    fn read_guest_half(&mut self, at: u64) -> u32 {
+        let word = self.read_guest_word(at & !7).unwrap_or(0);
+        (word >> (8 * (at % 8))) as u32
+    }
+
+    /// Writes the pages of the paravirtual clocks that have changed. The vCPU is entered. Call before the vCPU executes
+    /// guest code, after [`bits::RETRY`] was cleared and the vCPU has entered. Skips a page that is not memory.
+    pub(crate) fn write_clocks(&mut self) {
+        if self.vm.clock.is_updating() {
+            self.outside(|machine| machine.vm.clock.wait_for_update());
+        }
+        self.write_tsc_page();
+        let address = self.msr(index::KVM_WALL_CLOCK_NEW);
+        // A client that resets the MSR to 0 wants no page.
+        if std::mem::take(&mut self.wall_clock_wanted) && address != 0 {
+            let start = self.vm.clock.boot_time();
+            let mut page = [0; 12];
+            page[0..4].copy_from_slice(&2u32.to_le_bytes());
+            page[4..8].copy_from_slice(&((start / 1_000_000_000) as u32).to_le_bytes());
+            page[8..12].copy_from_slice(&((start % 1_000_000_000) as u32).to_le_bytes());
+            self.wall_clock_wanted = !self.write_guest(address, &page) && self.is_called_out();
+        }
+        let set = self.vm.clock.changes();
+        let was_set = std::mem::replace(&mut self.clock_set, set) != set;
+        let is_due = self.clock_due.is_some_and(|due| host_tsc() >= due);
+        if std::mem::take(&mut self.clock_changed) || was_set || is_due {
+            self.clock_due = None;
+            let msr = self.msr(index::KVM_SYSTEM_TIME_NEW);
+            if msr & 1 != 0 {
+                let at = msr & !1;
+                // The new version follows the version in guest memory. So a guest that was migrated in the middle of
+                // reading the page notices the change.
+                let odd = self.read_guest_half(at).wrapping_add(1) | 1;
+                // As in KVM, the pause is reported until the guest has cleared the flag.
+                let told = clock::is_paused(self.read_guest_half(at.wrapping_add(clock::FLAGS_AT)));
+                let parameters = self.vm.clock.parameters(&self.tsc);
+                let page = parameters.page(odd.wrapping_add(1), self.guest_paused || told);
+                // The version is odd while the other fields change, for readers on other vCPUs.
+                let written = self.write_guest(at, &odd.to_le_bytes())
+                    && self.write_guest(at.wrapping_add(4), &page[4..])
+                    && self.write_guest(at, &page[..4]);
+                // A signal may have interrupted the wait for guest memory. Then the page is written later: otherwise
+                // the guest's clock would stop.
+                self.clock_changed = !written && self.is_called_out();
+                self.guest_paused &= self.clock_changed;
+                self.clock_due = self.vm.clock.refresh(&parameters);
+            }
+        }
+    }
+}

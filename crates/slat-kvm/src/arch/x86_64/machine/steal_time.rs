@@ -1,0 +1,98 @@
+//! The guest's side of steal time: its MSR, and the structure in its memory.
+
+use crate::arch::x86_64::machine::VcpuMachine;
+use crate::arch::x86_64::msr::{KVM_ENABLED, index};
+use crate::steal_time::is_available;
+use crate::thread::bits;
+use slat_x86::MsrFault;
+
+/// The low bits of the MSR that have to be clear, because the structure is aligned to 64 bytes.
+const RESERVED: u64 = 0x3e;
+/// Offsets of fields in the guest's structure (`struct kvm_steal_time`).
+const VERSION: u64 = 8;
+const PREEMPTED: u64 = 16;
+/// Value of the field `preempted` while the vCPU does not run: `KVM_VCPU_PREEMPTED`.
+const PREEMPTED_NOW: u8 = 1;
+
+impl VcpuMachine {
+    /// The guest-physical address of the guest's steal-time structure, if the guest has set one.
+    fn steal_time_address(&self) -> Option<u64> {
+        let value = self.msr(index::KVM_STEAL_TIME);
+        (value & KVM_ENABLED != 0).then_some(value & !(RESERVED | KVM_ENABLED))
+    }
+
+    /// Writes `MSR_KVM_STEAL_TIME`.
+    pub(crate) fn set_steal_time(&mut self, value: u64) -> std::result::Result<(), MsrFault> {
+        if value & RESERVED != 0 || !is_available() {
+            return Err(MsrFault::Invalid);
+        }
+        if value & KVM_ENABLED == 0 {
+            self.end_steal_time();
+        }
+        self.store(index::KVM_STEAL_TIME, value);
+        self.steal.changed = value & KVM_ENABLED != 0;
+        self.common.attention.raise(bits::RETRY);
+        Ok(())
+    }
+
+    /// Clears `MSR_KVM_STEAL_TIME` and stops watching the thread.
+    pub(crate) fn end_steal_time(&mut self) {
+        self.store(index::KVM_STEAL_TIME, 0);
+        self.steal.forget();
+        (self.steal.changed, self.steal.preempted) = (false, false);
+    }
+
+    /// Begins to count stolen time. Call before the vCPU runs: in `KVM_RUN`, and after a halt. The vCPU is not entered.
+    pub(crate) fn begin_to_run(&mut self) {
+        if self.steal_time_address().is_some() {
+            self.steal.begin();
+        }
+    }
+
+    /// Stops counting stolen time, and marks the vCPU as preempted. Call when the vCPU, which is entered, stops
+    /// running: before a halt, and before `KVM_RUN` returns.
+    pub(crate) fn stop_running(&mut self) {
+        if let Some(address) = self.steal_time_address() {
+            self.steal.end();
+            // As with KVM, the version shows how often the vCPU has begun to run.
+            self.steal.changed = true;
+            self.steal.preempted = self.write_guest(address + PREEMPTED, &[PREEMPTED_NOW]);
+        }
+    }
+
+    /// Adds the time that was stolen since the last call to the guest's structure. The vCPU is entered. A structure
+    /// that is not in memory is skipped.
+    pub(crate) fn write_steal_time(&mut self) {
+        let Some(address) = self.steal_time_address() else {
+            return;
+        };
+        if !self.steal.is_watching() {
+            // The guest has just enabled steal time.
+            self.outside(|machine| machine.steal.begin());
+        }
+        if std::mem::take(&mut self.steal.preempted) {
+            self.write_guest(address + PREEMPTED, &[0]);
+        }
+        let Some((stolen, waited)) = self.steal.stolen() else {
+            return;
+        };
+        if !std::mem::take(&mut self.steal.changed) && stolen == 0 {
+            return;
+        }
+        let words = (
+            self.read_guest_word(address),
+            self.read_guest_word(address + VERSION),
+        );
+        let (Some(before), Some(version)) = words else {
+            return;
+        };
+        // The version is odd while the other fields change.
+        let odd = (version as u32).wrapping_add(1) | 1;
+        if self.write_guest(address + VERSION, &odd.to_le_bytes())
+            && self.write_guest(address, &before.wrapping_add(stolen).to_le_bytes())
+            && self.write_guest(address + VERSION, &odd.wrapping_add(1).to_le_bytes())
+        {
+            self.steal.was_told(waited);
+        }
+    }
+}

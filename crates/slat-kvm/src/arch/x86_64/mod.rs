@@ -1,0 +1,39 @@
+//! Guests of x86-64.
+//!
+//! The modules are in the layers of the crate's root, among its neutral modules.
+//!
+//! | layer | file | idea |
+//! |---|---|---|
+//! | parts | `page_cache` | the translations that a vCPU used last |
+//! | | `hyperv` | Hyper-V's interface: the state that the vCPUs of a VM share |
+//! | | `quirks`, `msr_filter`, `options` | the settings that a client makes for a VM |
+//! | | `cpuid`, `cpu_features`, `clock`, `msr` | CPUID leaves, time, MSRs |
+//! | | `regs`, `fpu`, `events`, `nested`, `same_fields` | the CPU's state in KVM's structs |
+//! | | `guest_debug` | how `KVM_RUN` describes the exits of a debugged guest |
+//! | | `perf`, `compiler` | compiled code, named for perf; the threads that compile |
+//! | objects | `machine` | the machine around a CPU: address translation, MSRs, hypercalls, paravirtual features |
+
+pub mod cpuid;
+pub mod perf;
+
+pub(crate) mod clock;
+pub(crate) mod compiler;
+pub(crate) mod cpu_features;
+pub(crate) mod events;
+pub(crate) mod fpu;
+pub(crate) mod guest_debug;
+pub(crate) mod hyperv;
+pub(crate) mod machine;
+pub(crate) mod msr;
+pub(crate) mod msr_filter;
+pub(crate) mod nested;
+pub(crate) mod options;
+pub(crate) mod page_cache;
+pub(crate) mod quirks;
+pub(crate) mod regs;
+pub(crate) mod same_fields;
+
+/// What slat's other crates and tests use.
+pub mod for_other_crates {
+    pub use super::{cpuid, perf};
+}
