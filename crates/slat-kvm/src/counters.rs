@@ -1,73 +1,48 @@
 //! A vCPU's counters of exits, injections and halts. (The engine has counters of its own.) Only the thread that runs
 //! the vCPU writes these counters; any thread may read them.
 
-use slat_x86::Counters;
+use crate::arch::Counters;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 /// The number of buckets of a histogram, as in KVM.
 pub(crate) const BUCKETS: usize = 32;
 
+/// Defines `Exits`: the counters of one vCPU, under the names that KVM has for the architecture. Among them are
+/// `exits`, `signal_exits` and `tlb_flush`, which neutral code counts.
 macro_rules! exits {
     ($($(#[$doc:meta])* $name:ident,)*) => {
         /// The counters of one vCPU, under KVM's names.
         #[derive(Debug, Default)]
         pub(crate) struct Exits {
-            $($(#[$doc])* pub(crate) $name: Count,)*
-            /// Counts of the waits in halts. The bucket is the position of the highest set bit of the nanoseconds.
-            pub(crate) halt_wait_hist: Histogram<BUCKETS>,
-            /// Whether the vCPU waits in a halt now.
-            blocking: AtomicBool,
+            $($(#[$doc])* pub(crate) $name: $crate::counters::Count,)*
+            pub(crate) halts: $crate::counters::Halts,
         }
 
         impl Exits {
             /// The names of the plain counters.
-            pub(crate) const NAMES: &[&str] = &[$(stringify!($name),)*];
+            pub(crate) const NAMES: &[&str] = &[$(stringify!($name),)* "halt_wakeup", "halt_wait_ns"];
 
             /// The value of the counter with this index in [`Self::NAMES`].
             pub(crate) fn value(&self, index: usize) -> u64 {
-                [$(&self.$name,)*][index].0.load(Relaxed)
+                [$(&self.$name,)* &self.halts.wakeup, &self.halts.wait_ns][index].get()
             }
         }
     };
 }
+pub(crate) use exits;
 
-exits! {
-    /// Exits of the CPU, for any reason.
-    exits,
-    /// Port accesses.
-    io_exits,
-    /// Accesses to addresses without memory that exit to the client.
-    mmio_exits,
-    /// The number of `KVM_RUN` calls that a signal ended.
-    signal_exits,
-    /// Exits because a pending interrupt could be delivered.
-    irq_window_exits,
-    /// Exits because the client could inject an interrupt.
-    request_irq_exits,
-    /// Exits because an attention bit was raised. KVM counts host interrupts here.
-    irq_exits,
-    /// HLT.
-    halt_exits,
-    /// Instructions that real KVM would emulate: those that access addresses without memory (which the client, an
-    /// interrupt controller or an eventfd handles), and those that the CPU does not have.
-    insn_emulation,
-    /// Instructions that the CPU does not have.
-    insn_emulation_fail,
-    /// VMCALL.
-    hypercalls,
-    /// Interrupts of the local APIC or the 8259 that were delivered.
-    irq_injections,
-    /// NMIs that were delivered.
-    nmi_injections,
-    /// Times that the vCPU dropped all translations.
-    tlb_flush,
-    /// Times that the notify window expired.
-    notify_window_exits,
+/// The counters of a vCPU's halts, which every architecture has.
+#[derive(Debug, Default)]
+pub(crate) struct Halts {
     /// Halts that ended.
-    halt_wakeup,
+    pub(crate) wakeup: Count,
     /// Nanoseconds spent in halts.
-    halt_wait_ns,
+    pub(crate) wait_ns: Count,
+    /// Counts of the waits in halts. The bucket is the position of the highest set bit of the nanoseconds.
+    pub(crate) wait_hist: Histogram<BUCKETS>,
+    /// Whether the vCPU waits in a halt now.
+    blocking: AtomicBool,
 }
 
 /// A counter with one writer at a time.
@@ -129,7 +104,7 @@ impl CpuCounts {
     }
 }
 
-impl Exits {
+impl Halts {
     /// Call when a halt begins (`true`) or ends.
     pub(crate) fn set_blocking(&self, blocking: bool) {
         self.blocking.store(blocking, Relaxed);
@@ -142,8 +117,8 @@ impl Exits {
     /// Counts the time of a halt, or of a part of a halt. Call after the wait.
     pub(crate) fn waited(&self, time: Duration) {
         let ns = time.as_nanos() as u64;
-        self.halt_wait_ns.add(ns);
-        self.halt_wait_hist.add(ns);
+        self.wait_ns.add(ns);
+        self.wait_hist.add(ns);
     }
 }
 
@@ -153,13 +128,13 @@ mod tests {
 
     #[test]
     fn waits_are_sorted_by_their_highest_bit() {
-        let exits = Exits::default();
-        exits.waited(Duration::ZERO);
-        exits.waited(Duration::from_nanos(1));
-        exits.waited(Duration::from_nanos(1023));
-        exits.waited(Duration::from_secs(1000));
-        let hist: Vec<_> = exits.halt_wait_hist.iter().collect();
+        let halts = Halts::default();
+        halts.waited(Duration::ZERO);
+        halts.waited(Duration::from_nanos(1));
+        halts.waited(Duration::from_nanos(1023));
+        halts.waited(Duration::from_secs(1000));
+        let hist: Vec<_> = halts.wait_hist.iter().collect();
         assert_eq!((hist[0], hist[1], hist[10], hist[31]), (1, 1, 1, 1));
-        assert_eq!(exits.halt_wait_ns.get(), 1024 + 1_000_000_000_000);
+        assert_eq!(halts.wait_ns.get(), 1024 + 1_000_000_000_000);
     }
 }

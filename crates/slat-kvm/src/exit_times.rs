@@ -2,12 +2,11 @@
 //! entry, and includes the client's work.
 //!
 //! Reading the clock twice takes a tenth of the time of a short exit. So only one exit in [`ONE_IN`] is timed. The
-//! clock is the time-stamp counter, because no seccomp filter forbids it. Halts are counted separately
-//! ([`Exits::waited`](crate::counters::Exits::waited)).
+//! clock is the host's counter (`arch::ticks`), because no seccomp filter forbids it. Halts are counted separately
+//! ([`Halts::waited`](crate::counters::Halts::waited)).
 
-use crate::arch::clock;
+use crate::arch;
 use crate::counters::{Count, Histogram};
-use slat_x86::Exit;
 
 /// The number of exits of which one is timed. A power of two.
 const ONE_IN: u64 = 16;
@@ -18,7 +17,7 @@ const BUCKETS: usize = 24;
 
 /// The reasons of exits whose times are counted separately.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Reason {
+pub(crate) enum Reason {
     Io,
     Mmio,
     Interrupt,
@@ -28,17 +27,6 @@ enum Reason {
 impl Reason {
     /// The names of the reasons, in the order of [`Reason`].
     const NAMES: [&str; 4] = ["io", "mmio", "interrupt", "other"];
-
-    /// Returns the reason of an exit. `None`: the time of the exit is counted elsewhere.
-    fn of(exit: &Exit) -> Option<Self> {
-        match exit {
-            Exit::Io { .. } => Some(Reason::Io),
-            Exit::Mmio { .. } => Some(Reason::Mmio),
-            Exit::Attention | Exit::InterruptWindow => Some(Reason::Interrupt),
-            Exit::Hlt => None,
-            _ => Some(Reason::Other),
-        }
-    }
 }
 
 /// The times of exits for one reason.
@@ -66,11 +54,12 @@ impl ExitTimes {
 pub(crate) struct Stopwatch(Option<(Reason, u64)>);
 
 impl Stopwatch {
-    /// Call after exit number `number`.
+    /// Call after exit number `number`. `reason` returns the exit's reason; `None`: the time of the exit is counted
+    /// elsewhere.
     #[inline]
-    pub(crate) fn exits(&mut self, number: u64, exit: &Exit) {
+    pub(crate) fn exits(&mut self, number: u64, reason: impl FnOnce() -> Option<Reason>) {
         if number.is_multiple_of(ONE_IN) {
-            self.0 = Reason::of(exit).map(|reason| (reason, clock::host_tsc()));
+            self.0 = reason().map(|reason| (reason, arch::ticks()));
         }
     }
 
@@ -78,8 +67,8 @@ impl Stopwatch {
     #[inline]
     pub(crate) fn enters(&mut self, times: &ExitTimes) {
         if let Some((reason, begin)) = self.0.take() {
-            let cycles = clock::host_tsc().saturating_sub(begin);
-            let ns = u128::from(cycles) * 1_000_000 / u128::from(clock::host_tsc_khz());
+            let cycles = arch::ticks().saturating_sub(begin);
+            let ns = u128::from(cycles) * 1_000_000 / u128::from(arch::ticks_khz());
             let times = &times.0[reason as usize];
             times.ns.add(ns as u64);
             times.hist.add(ns as u64);
@@ -98,11 +87,11 @@ mod tests {
         let times = ExitTimes::default();
         let mut stopwatch = Stopwatch::default();
         for number in 1..=2 * ONE_IN {
-            stopwatch.exits(number, &Exit::Attention);
+            stopwatch.exits(number, || Some(Reason::Interrupt));
             thread::sleep(Duration::from_millis(2));
             stopwatch.enters(&times);
         }
-        stopwatch.exits(3 * ONE_IN, &Exit::Hlt);
+        stopwatch.exits(3 * ONE_IN, || None);
         stopwatch.enters(&times);
         let sum = |times: &Times| times.hist.iter().sum::<u64>();
         let counts: Vec<_> = times

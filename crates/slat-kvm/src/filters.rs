@@ -6,7 +6,6 @@
 //! allow. Landlock takes the right to open files from a thread and from the threads that it starts later. So the same
 //! thread also opens slat's files.
 
-use crate::arch::compiler;
 use crate::background;
 use crate::irq::irqfd;
 use crate::policy::{self, Jit};
@@ -82,7 +81,7 @@ fn start_threads() {
     helper::start(background::start);
     profile::start();
     ticker::start();
-    compiler::start(policy::current().map_or(Jit::Off, |policies| policies.jit));
+    crate::arch::start_compiler(policy::current().map_or(Jit::Off, |policies| policies.jit));
     irqfd::start();
     recovery::start();
     publish::start();

@@ -28,6 +28,7 @@
 //! | | `exit` | how `KVM_RUN` describes an exit |
 //! | | `ticker`, `exit_times` | timers; how long exits take |
 //! | | `steal_time` | how long threads that run vCPUs wait for the host |
+//! | | `gdb` | a register, as GDB describes it |
 //! | | `debugger` | a debugger of the guest, which the client does not notice, for `slat gdb` |
 //! | | `call` | a guard of a call: a call that panics makes the VM dead |
 //! | shared | `vcpu_common` | the part of a vCPU that other threads use |
@@ -120,6 +121,7 @@ mod eventfd;
 mod exit;
 mod exit_times;
 mod file_id;
+mod gdb;
 mod heap;
 mod io_bus;
 mod io_devices;

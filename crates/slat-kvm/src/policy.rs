@@ -3,12 +3,12 @@
 //!
 //! Invalid policies are refused with a message before any VM exists.
 
+pub use crate::arch::Tier;
 use crate::engine::TableFormat;
 use crate::errno::{Error, Result};
 use crate::messages;
 use slat::{AtomicPolicy, MmuKind, Policy, PolicyError, Setting};
 use slat_process::once::Computed;
-pub use slat_x86::Tier;
 use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;

@@ -1,7 +1,7 @@
 //! The statistics that a process prints on standard error when it ends: counters of the memory system and of the CPUs,
 //! for all VMs of the process.
 
-use crate::arch::compiler;
+use crate::arch::{self, Counters};
 use crate::counters::CpuCounts;
 use crate::engine::EngineVm;
 use crate::messages;
@@ -9,7 +9,6 @@ use crate::policy;
 use crate::process::PerProcess;
 use crate::vcpu_common;
 use slat::Stats;
-use slat_x86::Counters;
 use std::fmt::Write as _;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -58,7 +57,7 @@ pub fn totals() -> Totals {
         sum.memory.add(&vm.stats());
     }
     vcpu_common::add_cpu_counters(&mut sum.cpu);
-    sum.interprets = compiler::why_not();
+    sum.interprets = arch::why_not_compiled();
     sum
 }
 
@@ -98,24 +97,7 @@ fn meaning(counter: &str) -> &'static str {
         "invalidations" => "changes of host memory that a memslot uses",
         "slot_changes" => "memslots created, deleted, moved",
         "dirty_pages" => "pages marked in dirty logs",
-        "instructions" => "instructions executed",
-        "instructions_compiled" => "  in compiled code",
-        "regions" => "regions of compiled code",
-        "regions_shared" => "  of them compiled for other vCPUs, or before",
-        "blocks" => "basic blocks interpreted, or compiled regions entered",
-        "blocks_looked_up" => "  looked up beyond the first table",
-        "blocks_decoded" => "  decoded",
-        "regions_chained" => "compiled regions entered by others, directly",
-        "pages_compared" => "pages of decoded code compared with memory",
-        "code_stores" => "stores to pages with decoded code",
-        "tlb_misses" => "data translations that the software TLB did not have",
-        "stlb_hits" => "translations of data and code that its second level had",
-        "flushes_cr3" => "flushes of it by CR3",
-        "flushes_pcid" => "  by INVPCID, without global pages",
-        "flushes_other" => "  by other registers, or INVPCID",
-        "flushes_page" => "  of one page, or a large one",
-        "flushes_host" => "  because memory or memslots of the host changed",
-        _ => "",
+        counter => arch::meaning(counter),
     }
 }
 

@@ -8,7 +8,7 @@ use std::cell::Cell;
 use std::ptr::null;
 
 /// The bits of the attention word that this crate uses. The engine uses [`Attention::FLUSH`], and the CPU uses
-/// [`slat_x86::CodePages::CHANGED`].
+/// bits below these.
 pub mod bits {
     /// A signal was delivered to the thread: `KVM_RUN` ends with `EINTR`.
     pub const SIGNAL: u32 = 1 << 8;

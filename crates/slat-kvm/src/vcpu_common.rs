@@ -1,7 +1,8 @@
 //! The part of a vCPU that other threads use while the vCPU runs: its local APIC, the signals to it, its counters.
 
 use crate::arch::hyperv::VirtualProcessor;
-use crate::counters::{CpuCounts, Exits};
+use crate::arch::{Counters, Exits};
+use crate::counters::CpuCounts;
 use crate::errno::{Result, no_memory};
 use crate::exit_times::ExitTimes;
 use crate::process::PerProcess;
@@ -11,7 +12,6 @@ use crate::{heap, steal_time};
 use slat::{Attention, Shared, VcpuStats};
 use slat_irqchip::lapic::{Lapic, Request};
 use slat_irqchip::message::{DeliveryMode, Destination, Message};
-use slat_x86::Counters;
 use slat_x86::state::MAX_NMIS;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};

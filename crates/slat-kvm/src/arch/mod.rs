@@ -7,9 +7,20 @@
 mod x86_64;
 
 #[cfg(target_arch = "x86_64")]
-pub use x86_64::for_other_crates;
-#[cfg(target_arch = "x86_64")]
 pub(crate) use x86_64::{
-    clock, compiler, cpuid, events, fpu, guest_debug, hyperv, machine, msr, msr_filter, nested,
-    options, quirks, regs, same_fields,
+    Counters, Probe, ProbeHit, ProbeKind, clock,
+    clock::{host_tsc as ticks, host_tsc_khz as ticks_khz},
+    compiler,
+    compiler::{start as start_compiler, why_not as why_not_compiled},
+    counters,
+    counters::{Exits, NEVER, NEVER_IN, meaning},
+    cpuid, events, exit, fpu,
+    gdb::{get as get_registers, set as set_register},
+    guest_debug, hyperv, machine, msr, msr_filter, nested, options, quirks, regs, same_fields,
+    trace,
+};
+#[cfg(target_arch = "x86_64")]
+pub use x86_64::{
+    Tier, for_other_crates,
+    gdb::{BLOCK, REGISTERS},
 };

@@ -2,10 +2,10 @@
 
 use super::Debuggee;
 use super::port::Orders;
+use crate::arch::Probe;
 use crate::errno::Result;
 use crate::process::PerProcess;
 use crate::{heap, messages};
-use slat_x86::Probe;
 use std::ptr::NonNull;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

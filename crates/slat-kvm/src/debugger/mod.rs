@@ -6,7 +6,6 @@
 //! | `port` | the place where a vCPU's thread waits, and lends the vCPU to the debugger meanwhile |
 //! | `list` | the vCPUs that a debugger can find, and the VM that has a debugger |
 //! | `session` | the operations of a debugger on all vCPUs of a VM |
-//! | `registers` | the registers, as GDB numbers them |
 //!
 //! # Which thread uses a vCPU A vCPU's registers belong to the thread that has locked the vCPU, in `KVM_RUN` or in
 //! another call of the client. A debugger marks the vCPU as *held*, and raises
@@ -32,13 +31,12 @@
 
 mod list;
 mod port;
-mod registers;
 mod session;
 
+pub use crate::arch::{BLOCK, REGISTERS};
+pub use crate::gdb::Register;
 pub(crate) use list::{begin, end};
 pub(crate) use port::{Held, Port, Quiet};
-pub use registers::{BLOCK, REGISTERS, Register};
-pub(crate) use registers::{get, set};
 pub(crate) use session::{Go, Session, Stopped};
 
 /// The most probes of a VM.

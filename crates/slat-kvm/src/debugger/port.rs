@@ -1,10 +1,10 @@
 //! The place where the thread of a vCPU waits while a debugger holds the vCPU.
 
+use crate::arch::{Probe, ProbeHit};
 use crate::thread::bits;
 use crate::ticker;
 use slat::Attention;
 use slat_process::wait;
-use slat_x86::{Probe, ProbeHit};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};

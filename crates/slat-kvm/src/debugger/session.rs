@@ -4,9 +4,9 @@
 use super::list::{Debugged, list};
 use super::port::NEWS;
 use super::{Debuggee, Request};
+use crate::arch::{Probe, ProbeHit};
 use crate::errno::Result;
 use slat_process::wait;
-use slat_x86::{Probe, ProbeHit};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
@@ -202,9 +202,9 @@ impl Drop for Session {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::arch::ProbeKind;
     use crate::debugger::{Held, Port, begin, end};
     use slat::Attention;
-    use slat_x86::ProbeKind;
 
     /// No real VM has this number.
     const VM: u64 = u64::MAX;

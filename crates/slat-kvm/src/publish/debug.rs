@@ -38,12 +38,12 @@
 
 use super::socket::Own;
 use super::writer::{VERSION, Writer};
+use crate::arch::{Probe, ProbeHit, ProbeKind};
 use crate::background::{self, Background};
 use crate::debugger::{self, Go, MOST_PROBES, Request, Session, Space, Stopped};
 use crate::heap;
 use crate::process::PerProcess;
 use crate::signals::synchronous;
-use slat_x86::{Probe, ProbeHit, ProbeKind};
 use std::ffi::CStr;
 use std::fmt::{self, Write as _};
 use std::sync::{Mutex, PoisonError};

@@ -18,13 +18,11 @@
 
 use super::writer::{Writer, names, values};
 use super::{vcpu_at, vm_from};
-use crate::arch::compiler;
-use crate::counters::Exits;
+use crate::arch::{self, Counters, Exits};
 use crate::engine::EngineVm;
 use crate::report;
 use crate::vcpu_common::VcpuCommon;
 use slat::Stats;
-use slat_x86::Counters;
 use std::fmt::{self, Write as _};
 use std::sync::atomic::Ordering;
 
@@ -63,7 +61,7 @@ fn cpu(to: &mut Writer<'_>, counted: &[u64; Counters::COUNT]) -> fmt::Result {
 }
 
 fn vcpu(to: &mut Writer<'_>, vcpu: &VcpuCommon) -> fmt::Result {
-    let state = match (is_running(vcpu), vcpu.exits.is_blocking()) {
+    let state = match (is_running(vcpu), vcpu.exits.halts.is_blocking()) {
         (true, false) => "runs",
         (true, true) => "halted",
         (false, _) => "out",
@@ -77,7 +75,7 @@ fn vcpu(to: &mut Writer<'_>, vcpu: &VcpuCommon) -> fmt::Result {
     let exits = 0..Exits::NAMES.len();
     values(to, exits.map(|index| vcpu.exits.value(index)))?;
     to.write_str("\nhalts")?;
-    values(to, vcpu.exits.halt_wait_hist.iter())?;
+    values(to, vcpu.exits.halts.wait_hist.iter())?;
     to.write_char('\n')?;
     for (name, times) in vcpu.times.iter() {
         write!(to, "times {name} {}", times.ns.get())?;
@@ -92,7 +90,7 @@ pub(super) fn answer(to: &mut Writer<'_>) -> fmt::Result {
     names(to, "memory", Stats::NAMES)?;
     names(to, "cpu", &Counters::NAMES)?;
     names(to, "exits", Exits::NAMES)?;
-    if let Some(why) = compiler::why_not() {
+    if let Some(why) = arch::why_not_compiled() {
         writeln!(to, "interprets {why}")?;
     }
     let ended = report::ended();

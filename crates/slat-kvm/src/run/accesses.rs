@@ -1,6 +1,7 @@
 //! Port and MMIO accesses that do not exit to the client. As in KVM, an access reaches the local APIC first, and then
 //! the devices on the VM's bus.
 
+use crate::arch;
 use crate::io_bus::{Entry, Range, Space};
 use crate::io_devices::{Device, SPEAKER, signal};
 use crate::trace;
@@ -89,7 +90,7 @@ impl VcpuObject {
         let read = &mut read[..len];
         let is_read = self.read(devices, place, read);
         if is_read {
-            trace::port(false, port, size, read);
+            arch::trace::port(false, port, size, read);
             cpu.complete_io(read);
         }
         is_read

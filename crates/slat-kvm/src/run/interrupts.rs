@@ -35,7 +35,7 @@ impl VcpuObject {
             if halted.contains(&inner.mp_state) && self.wakes_up(inner) {
                 inner.mp_state = KVM_MP_STATE_RUNNABLE;
                 (self.common().signals).fetch_and(!VcpuCommon::UNHALT, Ordering::SeqCst);
-                self.common().exits.halt_wakeup.add(1);
+                self.common().exits.halts.wakeup.add(1);
                 break;
             }
             // A halted vCPU can accept the client's interrupt, and no later exit would tell the client so.
@@ -188,15 +188,15 @@ impl VcpuObject {
     fn block(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<()> {
         let exits = &self.common().exits;
         let begin = Instant::now();
-        exits.set_blocking(true);
+        exits.halts.set_blocking(true);
         inner.machine.stop_running();
         let interrupted = inner.machine.outside(|machine| {
             let interrupted = ticker::sleep(&self.common().attention, LONGEST_SLEEP);
             machine.begin_to_run();
             interrupted
         });
-        exits.set_blocking(false);
-        exits.waited(begin.elapsed());
+        exits.halts.set_blocking(false);
+        exits.halts.waited(begin.elapsed());
         if interrupted {
             self.common().attention.raise(bits::SIGNAL);
         }

@@ -12,12 +12,13 @@ mod hyperv;
 mod interrupts;
 mod smm;
 
+use crate::arch;
+use crate::arch::exit::ClientCall;
 use crate::arch::machine::hypercall::store_result;
 use crate::arch::machine::{VcpuMachine, frames};
 use crate::arch::{guest_debug, msr};
 use crate::entered::Entered;
 use crate::errno::{Result, fail};
-use crate::exit::ClientCall;
 use crate::profile::{self, Origin};
 use crate::run_page::{PIO_OFFSET, field, set_field};
 use crate::signals::Masked;
@@ -135,7 +136,7 @@ impl VcpuObject {
                     field!(self.page, __bindgen_anon_1.io.port),
                     field!(self.page, __bindgen_anon_1.io.size),
                 );
-                trace::port(false, port, size.into(), &data[..len]);
+                arch::trace::port(false, port, size.into(), &data[..len]);
                 inner.cpu.complete_io(&data[..len]);
             }
             Unfinished::Hypercall => {
@@ -332,16 +333,16 @@ impl VcpuObject {
         let common = self.common();
         stopwatch.enters(&common.times);
         common.client.executes();
-        trace::enters(common.id, &cpu.state);
+        arch::trace::enters(common.id, &cpu.state);
         let exit = f(cpu, machine, common.attention.flag());
         common.client.rests();
         common.cpu.publish(cpu.counters());
         // A trace has an exit for each entry, so a missing exit is recorded as `Attention`.
         let left = exit.as_ref().unwrap_or(&Exit::Attention);
-        trace::left(common.id, &cpu.state, left);
+        arch::trace::left(common.id, &cpu.state, left);
         if let Some(exit) = &exit {
-            self.count(exit);
-            stopwatch.exits(common.exits.exits.get(), exit);
+            common.exits.count(exit);
+            stopwatch.exits(common.exits.exits.get(), || arch::counters::reason(exit));
         }
         exit
     }
@@ -456,34 +457,6 @@ impl VcpuObject {
         !SIGNALS_ARE_WATCHED.load(Ordering::Relaxed) && self.page.immediate_exit()
     }
 
-    fn count(&self, exit: &Exit) {
-        let exits = &self.common().exits;
-        exits.exits.add(1);
-        match exit {
-            Exit::Attention => exits.irq_exits.add(1),
-            Exit::InterruptWindow => exits.irq_window_exits.add(1),
-            Exit::Notify => exits.notify_window_exits.add(1),
-            Exit::Io { .. } => exits.io_exits.add(1),
-            Exit::Mmio { .. } => exits.insn_emulation.add(1),
-            Exit::Hlt => exits.halt_exits.add(1),
-            Exit::Emulation { .. } => {
-                exits.insn_emulation.add(1);
-                exits.insn_emulation_fail.add(1);
-            }
-            Exit::Smi
-            | Exit::Rsm
-            | Exit::Hypercall
-            | Exit::Delivery { .. }
-            | Exit::Msr { .. }
-            | Exit::Shutdown
-            | Exit::BadAddress
-            | Exit::OutOfMemory
-            | Exit::BusLock
-            | Exit::Debug { .. }
-            | Exit::Probe(_) => {}
-        }
-    }
-
     fn handle(&self, inner: &mut Inner, exit: Exit) -> Result<Next> {
         let page = &self.page;
         match exit {
@@ -496,7 +469,7 @@ impl VcpuObject {
             } => {
                 let len = usize::from(size) * count as usize;
                 if write {
-                    trace::port(true, port, size.into(), inner.cpu.output());
+                    arch::trace::port(true, port, size.into(), inner.cpu.output());
                 }
                 if self.port_access(inner, port, size.into(), write, len) {
                     return Ok(Next::Again);
@@ -567,7 +540,7 @@ impl VcpuObject {
                 vector,
                 software,
                 gpa,
-            } => exit::delivery(page, vector, software, gpa),
+            } => arch::exit::delivery(page, vector, software, gpa),
             Exit::Shutdown => page.set_exit_reason(KVM_EXIT_SHUTDOWN),
             Exit::Emulation { bytes, len, reason } => {
                 messages::cannot_execute(
@@ -581,10 +554,10 @@ impl VcpuObject {
                     inner.cpu.inject_exception(vector::UD, None);
                     return Ok(Next::Again);
                 }
-                exit::emulation_failure(page, bytes, len);
+                arch::exit::emulation_failure(page, bytes, len);
             }
             Exit::Msr { index, value, why } => {
-                exit::msr(page, index, value, msr::exit_reason(why));
+                arch::exit::msr(page, index, value, msr::exit_reason(why));
                 inner.unfinished = Unfinished::Msr;
             }
             Exit::Hypercall => match inner.machine.client_call.take() {
@@ -593,7 +566,7 @@ impl VcpuObject {
                     args,
                     long_mode,
                 }) => {
-                    exit::hypercall(page, nr, args, long_mode);
+                    arch::exit::hypercall(page, nr, args, long_mode);
                     inner.unfinished = Unfinished::Hypercall;
                 }
                 Some(ClientCall::Hyperv { input, parameters }) => {

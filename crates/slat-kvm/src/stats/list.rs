@@ -3,7 +3,8 @@
 //! KVM's statistics are first in the list. The engine's other counters follow, under their own names. The file
 //! describes itself, so a reader that knows KVM's names finds KVM's statistics and skips the others.
 
-use crate::counters::{BUCKETS, Exits};
+use crate::arch::{self, Exits};
+use crate::counters::BUCKETS;
 use crate::errno::Result;
 use crate::heap;
 use kvm_bindings::*;
@@ -88,8 +89,8 @@ const NEVER_VM: &[(&str, Kind)] = &[
     ("max_mmu_rmap_size", Kind::Peak),
     ("max_mmu_page_hash_collisions", Kind::Peak),
 ];
-/// KVM's statistics of operations that a slat vCPU never does. They are always 0: polling before a halt, flushing the
-/// host's caches, reloading the host's registers, running nested guests, yielding to another vCPU.
+/// KVM's statistics of polling before a halt, which a slat vCPU never does. They are always 0, and so are those of the
+/// architecture ([`arch::NEVER`]).
 const NEVER_VCPU: &[(&str, Kind)] = &[
     ("halt_successful_poll", Kind::Counter),
     ("halt_attempted_poll", Kind::Counter),
@@ -98,16 +99,6 @@ const NEVER_VCPU: &[(&str, Kind)] = &[
     ("halt_poll_fail_ns", Kind::Time),
     ("halt_poll_success_hist", Kind::TimeHistogram),
     ("halt_poll_fail_hist", Kind::TimeHistogram),
-    ("nmi_window_exits", Kind::Counter),
-    ("l1d_flush", Kind::Counter),
-    ("host_state_reload", Kind::Counter),
-    ("fpu_reload", Kind::Counter),
-    ("nested_run", Kind::Counter),
-    ("directed_yield_attempted", Kind::Counter),
-    ("directed_yield_successful", Kind::Counter),
-    ("preemption_reported", Kind::Counter),
-    ("preemption_other", Kind::Counter),
-    ("guest_mode", Kind::Flag),
 ];
 
 fn never(&(name, kind): &(&'static str, Kind)) -> Entry {
@@ -168,12 +159,16 @@ pub(super) fn of_vcpu() -> Result<Vec<Entry>> {
             source: Source::Blocking,
         },
     ];
-    let most = Stats::NAMES.len() + Exits::NAMES.len() + halts.len() + NEVER_VCPU.len();
+    let of_arch = arch::NEVER.iter().map(|name| (*name, Kind::Counter));
+    let of_arch = of_arch.chain([(arch::NEVER_IN, Kind::Flag)]);
+    let never_vcpu = NEVER_VCPU.len() + arch::NEVER.len() + 1;
+    let most = Stats::NAMES.len() + Exits::NAMES.len() + halts.len() + never_vcpu;
     let mut list = heap::with_room(most)?;
     list.extend(of_engine(|name| VCPU.contains(&name)));
     list.extend(exits);
     list.extend(halts);
     list.extend(NEVER_VCPU.iter().map(never));
+    list.extend(of_arch.map(|entry| never(&entry)));
     // The VM's own statistics are left out, because one vCPU's share of a gauge has no meaning.
     list.extend(of_engine(|name| {
         !VM.contains(&name) && !VCPU.contains(&name)
@@ -216,8 +211,8 @@ impl Entry {
                 give(engine.iter().nth(index).map_or(0, |(_, value)| value))
             }
             (Source::Exits(index), Some(exits)) => give(exits.value(index)),
-            (Source::HaltHistogram, Some(exits)) => exits.halt_wait_hist.iter().for_each(give),
-            (Source::Blocking, Some(exits)) => give(exits.is_blocking().into()),
+            (Source::HaltHistogram, Some(exits)) => exits.halts.wait_hist.iter().for_each(give),
+            (Source::Blocking, Some(exits)) => give(exits.halts.is_blocking().into()),
             // A VM's list has no statistic whose source is a vCPU.
             _ => (0..self.len()).for_each(|_| give(0)),
         }

@@ -1,7 +1,8 @@
 //! A vCPU under a debugger that the client does not notice: see module [`crate::debugger`].
 
+use crate::arch;
 use crate::arch::machine::VcpuMachine;
-use crate::debugger::{self, Debuggee, Held, Quiet, Request, Space};
+use crate::debugger::{Debuggee, Held, Quiet, Request, Space};
 use crate::entered::Entered;
 use crate::signals::Masked;
 use crate::thread::bits;
@@ -101,11 +102,11 @@ impl Debuggee for VcpuObject {
             Request::Nothing => self.with_state(|_| true),
             Request::Get(block) => {
                 let state = self.with_state(|inner| inner.cpu.state.clone())?;
-                debugger::get(&state, block);
+                arch::get_registers(&state, block);
                 Some(true)
             }
             Request::Set(register, value) => {
-                self.with_state(|inner| debugger::set(&mut inner.cpu.state, *register, value))
+                self.with_state(|inner| arch::set_register(&mut inner.cpu.state, *register, value))
             }
             Request::Read(space, address, bytes) => {
                 let what = (*space, *address, bytes.len());

@@ -9,7 +9,9 @@
 //! | | `quirks`, `msr_filter`, `options` | the settings that a client makes for a VM |
 //! | | `cpuid`, `cpu_features`, `clock`, `msr` | CPUID leaves, time, MSRs |
 //! | | `regs`, `fpu`, `events`, `nested`, `same_fields` | the CPU's state in KVM's structs |
-//! | | `guest_debug` | how `KVM_RUN` describes the exits of a debugged guest |
+//! | | `exit`, `guest_debug` | how `KVM_RUN` describes x86's exits, and those of a debugged guest |
+//! | | `counters`, `trace` | x86's counters and tracepoints of a vCPU |
+//! | | `gdb` | the registers, as GDB numbers them |
 //! | | `perf`, `compiler` | compiled code, named for perf; the threads that compile |
 //! | objects | `machine` | the machine around a CPU: address translation, MSRs, hypercalls, paravirtual features |
 
@@ -18,9 +20,12 @@ pub mod perf;
 
 pub(crate) mod clock;
 pub(crate) mod compiler;
+pub(crate) mod counters;
 pub(crate) mod cpu_features;
 pub(crate) mod events;
+pub(crate) mod exit;
 pub(crate) mod fpu;
+pub(crate) mod gdb;
 pub(crate) mod guest_debug;
 pub(crate) mod hyperv;
 pub(crate) mod machine;
@@ -32,6 +37,9 @@ pub(crate) mod page_cache;
 pub(crate) mod quirks;
 pub(crate) mod regs;
 pub(crate) mod same_fields;
+pub(crate) mod trace;
+
+pub use slat_x86::{Counters, Probe, ProbeHit, ProbeKind, Tier};
 
 /// What slat's other crates and tests use.
 pub mod for_other_crates {

@@ -2,9 +2,9 @@
 //! `Documentation/virt/kvm/x86/hypercalls.rst`).
 
 use crate::arch::x86_64::cpuid;
+use crate::arch::x86_64::exit::ClientCall;
 use crate::arch::x86_64::machine::VcpuMachine;
 use crate::arch::x86_64::options::MAP_GPA_RANGE;
-use crate::exit::ClientCall;
 use slat::Gpa;
 use slat_irqchip::message::{DeliveryMode, Destination, Message};
 use slat_x86::{HypercallOutcome, State};

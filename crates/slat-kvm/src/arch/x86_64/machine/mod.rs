@@ -16,6 +16,7 @@ mod steal_time;
 
 use crate::arch::x86_64::clock::{self, Tsc, TscChange, host_tsc};
 use crate::arch::x86_64::cpuid;
+use crate::arch::x86_64::exit::ClientCall;
 use crate::arch::x86_64::hyperv::VcpuHyperv;
 use crate::arch::x86_64::msr::index;
 use crate::arch::x86_64::msr::mce::MachineCheck;
@@ -24,7 +25,7 @@ use crate::arch::x86_64::page_cache::PageCache;
 use crate::engine::EngineVcpu;
 use crate::entered::thread_id;
 use crate::errno::Result;
-use crate::exit::{ClientCall, MemoryFault};
+use crate::exit::MemoryFault;
 use crate::steal_time::StealTime;
 use crate::thread::bits;
 use crate::vcpu_common::VcpuCommon;

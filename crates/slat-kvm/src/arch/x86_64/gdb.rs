@@ -1,22 +1,10 @@
 //! The registers in GDB's numbering and formats: GDB's features `org.gnu.gdb.i386.core`, `.sse` and `.segments`, and a
 //! feature with the system registers.
 
-use crate::arch::regs;
+use crate::arch::x86_64::regs;
+use crate::gdb::Register;
 use slat_x86::State;
 use slat_x86::state::flags;
-
-/// A register, as GDB describes it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Register {
-    /// The register's name.
-    pub name: &'static str,
-    /// The register's size.
-    pub bytes: usize,
-    /// GDB's name of the register's type.
-    pub kind: &'static str,
-    /// GDB's name of the group to which the register belongs.
-    pub feature: &'static str,
-}
 
 const CORE: &str = "org.gnu.gdb.i386.core";
 const SSE: &str = "org.gnu.gdb.i386.sse";

@@ -1,0 +1,120 @@
+//! The counters that a vCPU has besides those of every architecture.
+
+use crate::counters::exits;
+use crate::exit_times::Reason;
+use slat_x86::Exit;
+
+exits! {
+    /// Exits of the CPU, for any reason.
+    exits,
+    /// Port accesses.
+    io_exits,
+    /// Accesses to addresses without memory that exit to the client.
+    mmio_exits,
+    /// The number of `KVM_RUN` calls that a signal ended.
+    signal_exits,
+    /// Exits because a pending interrupt could be delivered.
+    irq_window_exits,
+    /// Exits because the client could inject an interrupt.
+    request_irq_exits,
+    /// Exits because an attention bit was raised. KVM counts host interrupts here.
+    irq_exits,
+    /// HLT.
+    halt_exits,
+    /// Instructions that real KVM would emulate: those that access addresses without memory (which the client, an
+    /// interrupt controller or an eventfd handles), and those that the CPU does not have.
+    insn_emulation,
+    /// Instructions that the CPU does not have.
+    insn_emulation_fail,
+    /// VMCALL.
+    hypercalls,
+    /// Interrupts of the local APIC or the 8259 that were delivered.
+    irq_injections,
+    /// NMIs that were delivered.
+    nmi_injections,
+    /// Times that the vCPU dropped all translations.
+    tlb_flush,
+    /// Times that the notify window expired.
+    notify_window_exits,
+}
+
+impl Exits {
+    /// Counts an exit of the CPU.
+    pub(crate) fn count(&self, exit: &Exit) {
+        self.exits.add(1);
+        match exit {
+            Exit::Attention => self.irq_exits.add(1),
+            Exit::InterruptWindow => self.irq_window_exits.add(1),
+            Exit::Notify => self.notify_window_exits.add(1),
+            Exit::Io { .. } => self.io_exits.add(1),
+            Exit::Mmio { .. } => self.insn_emulation.add(1),
+            Exit::Hlt => self.halt_exits.add(1),
+            Exit::Emulation { .. } => {
+                self.insn_emulation.add(1);
+                self.insn_emulation_fail.add(1);
+            }
+            Exit::Smi
+            | Exit::Rsm
+            | Exit::Hypercall
+            | Exit::Delivery { .. }
+            | Exit::Msr { .. }
+            | Exit::Shutdown
+            | Exit::BadAddress
+            | Exit::OutOfMemory
+            | Exit::BusLock
+            | Exit::Debug { .. }
+            | Exit::Probe(_) => {}
+        }
+    }
+}
+
+/// Returns the reason of an exit. `None`: the time of the exit is counted elsewhere.
+pub(crate) fn reason(exit: &Exit) -> Option<Reason> {
+    match exit {
+        Exit::Io { .. } => Some(Reason::Io),
+        Exit::Mmio { .. } => Some(Reason::Mmio),
+        Exit::Attention | Exit::InterruptWindow => Some(Reason::Interrupt),
+        Exit::Hlt => None,
+        _ => Some(Reason::Other),
+    }
+}
+
+/// KVM's statistics of operations that a vCPU of slat never does: flushing the host's caches, reloading the host's
+/// registers, running nested guests, yielding to another vCPU. They are always 0.
+pub(crate) const NEVER: &[&str] = &[
+    "nmi_window_exits",
+    "l1d_flush",
+    "host_state_reload",
+    "fpu_reload",
+    "nested_run",
+    "directed_yield_attempted",
+    "directed_yield_successful",
+    "preemption_reported",
+    "preemption_other",
+];
+/// A state in which a vCPU of slat, by KVM's statistic of this name, never is.
+pub(crate) const NEVER_IN: &str = "guest_mode";
+
+/// Explains a counter of the CPU to users.
+pub(crate) fn meaning(counter: &str) -> &'static str {
+    match counter {
+        "instructions" => "instructions executed",
+        "instructions_compiled" => "  in compiled code",
+        "regions" => "regions of compiled code",
+        "regions_shared" => "  of them compiled for other vCPUs, or before",
+        "blocks" => "basic blocks interpreted, or compiled regions entered",
+        "blocks_looked_up" => "  looked up beyond the first table",
+        "blocks_decoded" => "  decoded",
+        "regions_chained" => "compiled regions entered by others, directly",
+        "pages_compared" => "pages of decoded code compared with memory",
+        "code_stores" => "stores to pages with decoded code",
+        "tlb_misses" => "data translations that the software TLB did not have",
+        "stlb_hits" => "translations of data and code that its second level had",
+        "flushes_cr3" => "flushes of it by CR3",
+        "flushes_pcid" => "  by INVPCID, without global pages",
+        "flushes_other" => "  by other registers, or INVPCID",
+        "flushes_page" => "  of one page, or a large one",
+        "flushes_host" => "  because memory or memslots of the host changed",
+        _ => "",
+    }
+}
