@@ -1,13 +1,12 @@
 //! `/dev/kvm` itself: version, capabilities, and creation of VMs.
 
-use crate::arch::{clock, cpuid, hyperv, msr};
-use crate::errno::{Result, fail};
-use crate::irq::vcpus::MAX_VCPUS;
+use crate::arch;
+use crate::errno::Result;
 use crate::policy::{self, Jit};
 use crate::run_page::{MMAP_SIZE, memfd, sized_memfd};
 use crate::vm::VmObject;
 use crate::{caps, filters};
-use kvm_bindings::*;
+use kvm_bindings::KVM_API_VERSION;
 use slat::MmuKind;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -27,7 +26,7 @@ impl System {
     /// The host's error for making a file.
     pub fn descriptor(close_on_exec: bool) -> Result<OwnedFd> {
         filters::kvm_is_used();
-        clock::note_start();
+        arch::note_start();
         match sized_memfd(c"kvm", DESCRIPTOR_SIZE, close_on_exec) {
             // The client's RLIMIT_FSIZE forbids this size. With size 0, `fstat` does not recognise the descriptor in
             // another program.
@@ -52,49 +51,6 @@ impl System {
         MMAP_SIZE
     }
 
-    /// `KVM_GET_SUPPORTED_CPUID`.
-    ///
-    /// # Errors
-    /// `ENOMEM`.
-    pub fn supported_cpuid(&self) -> Result<Vec<kvm_cpuid_entry2>> {
-        cpuid::supported()
-    }
-
-    /// `KVM_GET_SUPPORTED_HV_CPUID`: the leaves of Hyper-V's interface that a client may give vCPUs with local APICs.
-    pub fn supported_hv_cpuid(&self) -> [kvm_cpuid_entry2; 10] {
-        hyperv::cpuid::supported(true, MAX_VCPUS)
-    }
-
-    /// `KVM_GET_EMULATED_CPUID`: the features that KVM emulates.
-    pub fn emulated_cpuid(&self) -> [kvm_cpuid_entry2; 3] {
-        cpuid::emulated()
-    }
-
-    /// `KVM_GET_MSR_INDEX_LIST`.
-    pub fn msr_index_list(&self) -> &'static [u32] {
-        msr::SAVED
-    }
-
-    /// `KVM_GET_MSR_FEATURE_INDEX_LIST`.
-    pub fn msr_feature_index_list(&self) -> &'static [u32] {
-        msr::FEATURES
-    }
-
-    /// `KVM_X86_GET_MCE_CAP_SUPPORTED`.
-    pub fn mce_capabilities(&self) -> u64 {
-        msr::mce::SUPPORTED
-    }
-
-    /// `KVM_GET_MSRS` of the system: reads feature MSRs in order, up to the first MSR that is no feature MSR. Returns
-    /// the number of MSRs that were read.
-    pub fn feature_msrs(&self, entries: &mut [kvm_msr_entry]) -> usize {
-        let known = entries.iter_mut().map_while(|entry| {
-            entry.data = msr::feature(entry.index)?;
-            Some(())
-        });
-        known.count()
-    }
-
     /// `KVM_CREATE_VM`. `mmu` makes the VM's tables, and `jit` says which code is compiled. `None`: the environment
     /// decides.
     ///
@@ -107,11 +63,7 @@ impl System {
         mmu: Option<MmuKind>,
         jit: Option<Jit>,
     ) -> Result<(Arc<VmObject>, OwnedFd)> {
-        let protected = match u32::try_from(vm_type) {
-            Ok(KVM_X86_DEFAULT_VM) => false,
-            Ok(KVM_X86_SW_PROTECTED_VM) => true,
-            _ => return fail(libc::EINVAL),
-        };
+        let protected = arch::is_protected(vm_type)?;
         filters::kvm_is_used();
         let fd = memfd(c"kvm-vm", 0, true)?;
         Ok((VmObject::new(protected, mmu, jit)?, fd))

@@ -8,7 +8,10 @@ mod x86_64;
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) use x86_64::{
-    Counters, Probe, ProbeHit, ProbeKind, clock,
+    Counters, Probe, ProbeHit, ProbeKind,
+    caps::capability,
+    clock,
+    clock::note_start,
     clock::{host_tsc as ticks, host_tsc_khz as ticks_khz},
     compiler,
     compiler::{start as start_compiler, why_not as why_not_compiled},
@@ -17,10 +20,14 @@ pub(crate) use x86_64::{
     cpuid, events, exit, fpu,
     gdb::{get as get_registers, set as set_register},
     guest_debug, hyperv, machine, msr, msr_filter, nested, options, quirks, regs, same_fields,
+    state::{VmState, is_protected},
     trace,
+    vcpu_map::{MAX_VCPU_ID, MAX_VCPUS},
+    vm,
 };
 #[cfg(target_arch = "x86_64")]
 pub use x86_64::{
     Tier, for_other_crates,
     gdb::{BLOCK, REGISTERS},
+    vcpu_map::ADDRESS_SPACES,
 };

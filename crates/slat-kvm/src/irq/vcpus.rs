@@ -10,11 +10,6 @@ use slat_irqchip::message::{Destination, Message};
 use std::ops::Deref;
 use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-/// The number of vCPUs that one VM can have.
-pub const MAX_VCPUS: u32 = 1024;
-/// One more than the largest vCPU id.
-pub const MAX_VCPU_ID: u32 = 4096;
-
 /// The vCPUs of a VM, by id.
 ///
 /// One lock protects the vCPUs and the map of their APICs' addresses. A message acquires that lock for reading, and

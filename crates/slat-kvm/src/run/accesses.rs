@@ -26,7 +26,8 @@ impl VcpuObject {
             return false;
         };
         if lapic.page() != Some(gpa & !0xfff) {
-            let is_hole = lapic.is_hole(gpa) && self.vm.quirks.has(KVM_X86_QUIRK_LAPIC_MMIO_HOLE);
+            let is_hole =
+                lapic.is_hole(gpa) && self.vm.arch.quirks.has(KVM_X86_QUIRK_LAPIC_MMIO_HOLE);
             if is_hole && !write {
                 let ones = &[0xff; 8][..len.into()];
                 trace::mmio_read(gpa, ones);
@@ -37,7 +38,7 @@ impl VcpuObject {
         if lapic.cr8() != inner.cpu.state.cr8 {
             lapic.set_cr8(inner.cpu.state.cr8);
         }
-        let now = self.vm.clock.now();
+        let now = self.vm.arch.clock.now();
         let offset = (gpa & 0xfff) as u32;
         if write {
             // Registers have 4 bytes at multiples of 16. Other writes have no effect.

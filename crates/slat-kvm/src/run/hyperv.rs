@@ -38,7 +38,7 @@ impl VcpuObject {
                 set_path!(page, messages, u.synic.msg_page);
             }
             HypervExit::Debugger(msr) => {
-                let debugger = (self.vm.hyperv).with_partition(|partition| partition.debugger);
+                let debugger = (self.vm.arch.hyperv).with_partition(|partition| partition.debugger);
                 let page = &self.page;
                 self.begin_hyperv_exit(KVM_EXIT_HYPERV_SYNDBG);
                 set_path!(page, msr, u.syndbg.msr);
@@ -81,7 +81,7 @@ impl VcpuObject {
     pub(super) fn complete_hyperv_debugger(&self) {
         if path!(self.page, u.syndbg.msr) == SYNDBG_CONTROL {
             let status = path!(self.page, u.syndbg.status);
-            (self.vm.hyperv).with_partition(|partition| partition.debugger.status = status);
+            (self.vm.arch.hyperv).with_partition(|partition| partition.debugger.status = status);
         }
     }
 }

@@ -243,7 +243,7 @@ impl VcpuObject {
             };
             if let Some(mut lapic) = common.lapic() {
                 lapic.reset();
-                if bootstrap && self.vm.quirks.has(KVM_X86_QUIRK_LINT0_REENABLED) {
+                if bootstrap && self.vm.arch.quirks.has(KVM_X86_QUIRK_LINT0_REENABLED) {
                     lapic.accept_external();
                 }
                 drop(lapic);

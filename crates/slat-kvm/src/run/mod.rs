@@ -206,8 +206,8 @@ impl VcpuObject {
     /// Finishes the instruction that the last run began, then executes the guest until an exit.
     fn complete_and_run(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<()> {
         inner.machine.follow_client();
-        inner.cpu.set_bus_locks(self.vm.options.bus_locks());
-        let window = self.vm.options.notify_window();
+        inner.cpu.set_bus_locks(self.vm.arch.options.bus_locks());
+        let window = self.vm.arch.options.notify_window();
         inner.cpu.requests.notify_window =
             window.map(|cycles| NOTIFY_THRESHOLD + inner.machine.tsc.duration(cycles));
         if let Next::Return = self.complete(inner, masked)? {
@@ -431,7 +431,7 @@ impl VcpuObject {
         }
         if raised & bits::TIMER != 0 {
             if let Some(mut lapic) = self.common().lapic() {
-                lapic.tick(self.vm.clock.now());
+                lapic.tick(self.vm.arch.clock.now());
             }
             inner.machine.run_timers();
             inner.machine.arm_timer();
@@ -494,7 +494,7 @@ impl VcpuObject {
                 let quirk = KVM_X86_QUIRK_OUT_7E_INC_RIP;
                 inner.unfinished = if !write {
                     Unfinished::PortIn(len)
-                } else if port == 0x7e && self.vm.quirks.has(quirk) {
+                } else if port == 0x7e && self.vm.arch.quirks.has(quirk) {
                     inner.cpu.complete_io(&[]);
                     Unfinished::Nothing
                 } else {
@@ -528,7 +528,7 @@ impl VcpuObject {
                 }
             }
             Exit::Hlt => {
-                if self.vm.has_irqchip() || self.vm.options.halts_inside() {
+                if self.vm.has_irqchip() || self.vm.arch.options.halts_inside() {
                     inner.mp_state = KVM_MP_STATE_HALTED;
                     return Ok(Next::Again);
                 }
@@ -549,7 +549,7 @@ impl VcpuObject {
                     &bytes[..len.into()],
                     reason,
                 );
-                if inner.cpu.cpl() != 0 && !self.vm.options.exit_on_emulation_failure() {
+                if inner.cpu.cpl() != 0 && !self.vm.arch.options.exit_on_emulation_failure() {
                     // The guest's kernel handles the instructions of its user programs.
                     inner.cpu.inject_exception(vector::UD, None);
                     return Ok(Next::Again);
@@ -585,7 +585,7 @@ impl VcpuObject {
             }
             Exit::OutOfMemory => return fail(libc::ENOMEM),
             Exit::Notify => {
-                if !self.vm.options.notifies_client() {
+                if !self.vm.arch.options.notifies_client() {
                     return Ok(Next::Again);
                 }
                 // No flag is set, because the state of the vCPU is valid.

@@ -3,9 +3,10 @@
 use super::Next;
 use crate::arch::machine::VcpuMachine;
 use crate::arch::msr::index::SMI_COUNT;
+use crate::arch::vm::SMM;
 use crate::errno::{Result, fail};
 use crate::vcpu::{Inner, VcpuObject};
-use crate::vm::{ORDINARY, SMM};
+use crate::vm::ORDINARY;
 use kvm_bindings::KVM_EXIT_SHUTDOWN;
 use slat_x86::svm::VMCB_BYTES;
 use slat_x86::{Cpu, SMRAM_BYTES, SMRAM_OFFSET, SmramMap, interrupted_vmcb};

@@ -77,7 +77,7 @@ impl VcpuObject {
         let latched = self.common.has_lapic()
             && self.common.signals.load(Ordering::SeqCst) & VcpuCommon::INIT != 0;
         events.smi.latched_init = latched.into();
-        inner.requested.show(&mut events, &self.vm.options);
+        inner.requested.show(&mut events, &self.vm.arch.options);
         events
     }
 
@@ -90,7 +90,7 @@ impl VcpuObject {
     }
 
     pub(crate) fn put_events(&self, inner: &mut Inner, given: &kvm_vcpu_events) -> Result<()> {
-        let requested = inner.requested.changed_by(given, &self.vm.options)?;
+        let requested = inner.requested.changed_by(given, &self.vm.arch.options)?;
         let more = events::set(&mut inner.cpu.state, given)?;
         inner.requested = requested;
         inner.follow_smm();
@@ -155,7 +155,7 @@ impl VcpuObject {
         self.vm.interrupts.irqfds.inject_signalled();
         match self.common.lapic() {
             Some(lapic) => {
-                let mut registers = lapic.save(self.vm.clock.now());
+                let mut registers = lapic.save(self.vm.arch.clock.now());
                 if lapic.x2apic() && !self.vm.interrupts.has_wide_ids() {
                     // Without KVM_X2APIC_API_USE_32BIT_IDS, the id is stored as in xAPIC mode.
                     registers[(reg::ID >> 4) as usize] <<= 24;
@@ -182,7 +182,7 @@ impl VcpuObject {
             {
                 return fail(libc::EINVAL);
             }
-            Some(mut lapic) => lapic.restore(&registers, self.vm.clock.now()),
+            Some(mut lapic) => lapic.restore(&registers, self.vm.arch.clock.now()),
             None => return fail(libc::EINVAL),
         }
         self.vm.interrupts.vcpus.addresses_changed();

@@ -15,6 +15,7 @@ mod registers;
 mod vapic;
 
 use crate::arch::machine::VcpuMachine;
+use crate::arch::{MAX_VCPU_ID, MAX_VCPUS};
 use crate::arch::{clock, events};
 use crate::call::Call;
 use crate::engine::EngineVcpu;
@@ -22,7 +23,6 @@ use crate::entered::thread_id;
 use crate::errno::{Result, fail, no_memory};
 use crate::exit_times::Stopwatch;
 use crate::io_devices::Known;
-use crate::irq::vcpus::{MAX_VCPU_ID, MAX_VCPUS};
 use crate::run_page::{RING_OFFSET, RunPage};
 use crate::vcpu_common::VcpuCommon;
 use crate::vm::VmObject;
@@ -183,10 +183,10 @@ impl VcpuObject {
         fd: &OwnedFd,
     ) -> Result<Shared<Self>> {
         let bootstrap = vm.is_bootstrap(id);
-        let mut cpu = Executor::try_new(vm.code.clone()).map_err(no_memory)?;
+        let mut cpu = Executor::try_new(vm.arch.code.clone()).map_err(no_memory)?;
         // KVM's new vCPUs have the x87 state that FNINIT makes, not the processor's after RESET.
         cpu.state.initialize_x87();
-        if let Some((compiler, compile)) = &vm.compiler {
+        if let Some((compiler, compile)) = &vm.arch.compiler {
             (cpu.set_compiler(compiler.clone(), *compile)).map_err(no_memory)?;
         }
         let mut engine = vm.engine.create_vcpu().map_err(no_memory)?;
@@ -195,8 +195,8 @@ impl VcpuObject {
         let irqchip = vm.has_irqchip();
         let lapic = irqchip.then(|| {
             let mut lapic = Lapic::new(id, bootstrap, vm.tsc_khz().into());
-            lapic.set_bus_cycle(vm.options.apic_bus_cycle_ns());
-            if bootstrap && vm.quirks.has(KVM_X86_QUIRK_LINT0_REENABLED) {
+            lapic.set_bus_cycle(vm.arch.options.apic_bus_cycle_ns());
+            if bootstrap && vm.arch.quirks.has(KVM_X86_QUIRK_LINT0_REENABLED) {
                 lapic.accept_external();
             }
             lapic

@@ -1,12 +1,12 @@
 //! A vCPU's calls for the state of its CPU: registers, FPU, CPUID, MSRs, and nested guests.
 
+use crate::arch::MAX_VCPUS;
 use crate::arch::machine::msrs;
 use crate::arch::nested::{self, NestedState};
 use crate::arch::regs::{self, uses_pae_paging};
 use crate::arch::{cpuid, fpu, hyperv};
 use crate::errno::{Error, Result, fail};
 use crate::heap;
-use crate::irq::vcpus::MAX_VCPUS;
 use crate::vcpu::{Inner, VcpuObject};
 use kvm_bindings::*;
 use slat_irqchip::lapic::BASE_BSP;
@@ -205,7 +205,7 @@ impl VcpuObject {
     /// no CPU has. `EPERM` for AMX's state components, which a process has to request first: slat has no such
     /// components.
     pub fn set_cpuid(&self, mut table: Vec<kvm_cpuid_entry2>) -> Result<()> {
-        if self.vm.options.halts_inside() {
+        if self.vm.arch.options.halts_inside() {
             // As in KVM: if HLT does not exit, other vCPUs cannot end a halt, so the feature is removed.
             cpuid::remove_kvm_feature(&mut table, cpuid::KVM_FEATURE_PV_UNHALT);
         }

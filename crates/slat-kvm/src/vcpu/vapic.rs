@@ -20,7 +20,7 @@ impl VcpuMachine {
     /// Writes the guest's word: task priority, class of the vector in service, and highest pending vector.
     /// The vCPU is entered.
     fn write_vapic(&mut self, address: u64) {
-        let now = self.vm.clock.now();
+        let now = self.vm.arch.clock.now();
         let Some(word) = self.common.lapic().map(|lapic| {
             let in_service = highest(&lapic, reg::ISR, now) & 0xf0;
             lapic.read(reg::TPR, now) & 0xff
@@ -53,7 +53,7 @@ impl Inner {
         // The guest may have written CR8 instead.
         self.sync_cr8_to_lapic();
         let (now, priority) = (
-            self.machine.vm.clock.now(),
+            self.machine.vm.arch.clock.now(),
             (word >> (8 * (address % 8))) as u8,
         );
         if let Some(mut lapic) = self.machine.common.lapic() {

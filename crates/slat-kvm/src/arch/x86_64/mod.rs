@@ -13,11 +13,16 @@
 //! | | `counters`, `trace` | x86's counters and tracepoints of a vCPU |
 //! | | `gdb` | the registers, as GDB numbers them |
 //! | | `perf`, `compiler` | compiled code, named for perf; the threads that compile |
-//! | objects | `machine` | the machine around a CPU: address translation, MSRs, hypercalls, paravirtual features |
+//! | | `state` | what a VM, and the part of a vCPU that other threads use, have of x86 |
+//! | shared | `vcpu_map` | the limits of a VM's vCPUs |
+//! | | `caps` | capabilities |
+//! | objects | `vm`, `system` | calls of a VM and of `/dev/kvm` |
+//! | | `machine` | the machine around a CPU: address translation, MSRs, hypercalls, paravirtual features |
 
 pub mod cpuid;
 pub mod perf;
 
+pub(crate) mod caps;
 pub(crate) mod clock;
 pub(crate) mod compiler;
 pub(crate) mod counters;
@@ -37,7 +42,11 @@ pub(crate) mod page_cache;
 pub(crate) mod quirks;
 pub(crate) mod regs;
 pub(crate) mod same_fields;
+pub(crate) mod state;
+mod system;
 pub(crate) mod trace;
+pub(crate) mod vcpu_map;
+pub(crate) mod vm;
 
 pub use slat_x86::{Counters, Probe, ProbeHit, ProbeKind, Tier};
 

@@ -76,7 +76,7 @@ impl VcpuMachine {
     /// Carries out a hypercall. Returns its result; `None`: the client completes it.
     fn answer_hypercall(&mut self, nr: u64, args: [u64; 4], long_mode: bool) -> Option<u64> {
         let map_gpa_range =
-            nr == MAP_GPA_RANGE.into() && self.vm.options.answers_hypercall(MAP_GPA_RANGE);
+            nr == MAP_GPA_RANGE.into() && self.vm.arch.options.answers_hypercall(MAP_GPA_RANGE);
         match nr {
             POLL => Some(0),
             KICK_CPU if self.has_pv_feature(cpuid::KVM_FEATURE_PV_UNHALT) => {

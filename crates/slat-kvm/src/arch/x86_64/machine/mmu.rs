@@ -147,7 +147,7 @@ impl VcpuMachine {
             |machine, host, part| {
                 // SAFETY: as in `read_here`.
                 let copied = unsafe { slat_guard::copy_out(host, &bytes[part]) };
-                machine.vm.code.stored(host);
+                machine.vm.arch.code.stored(host);
                 copied
             },
         )
@@ -205,7 +205,7 @@ impl VcpuMachine {
     pub(crate) fn follow_client(&mut self) {
         if std::mem::take(&mut self.memory_restored) {
             self.vm.engine.guest_memory_changed();
-            self.engine.flush_guest(&mut Words(&self.vm.code));
+            self.engine.flush_guest(&mut Words(&self.vm.arch.code));
             self.request_retry();
         }
     }
@@ -214,7 +214,7 @@ impl VcpuMachine {
     /// engine shadows tables; if so, all translations are invalid now. The vCPU is entered.
     pub(crate) fn flush_shadowed(&mut self) -> bool {
         if self.shadows {
-            self.engine.flush_guest(&mut Words(&self.vm.code));
+            self.engine.flush_guest(&mut Words(&self.vm.arch.code));
         }
         self.shadows
     }
@@ -242,7 +242,7 @@ impl VcpuMachine {
     /// Reads a word of guest memory. `word` is its host address, from a translation.
     #[inline]
     pub(super) fn read_entry(&mut self, word: Hpa, size: usize) -> Result<u64, Fault> {
-        Words(&self.vm.code)
+        Words(&self.vm.arch.code)
             .read(word, size)
             .map_err(|why| self.again(why))
     }
@@ -256,7 +256,7 @@ impl VcpuMachine {
         old: u64,
         new: u64,
     ) -> Result<bool, Fault> {
-        let exchanged = Words(&self.vm.code).compare_exchange(word, size, old, new);
+        let exchanged = Words(&self.vm.arch.code).compare_exchange(word, size, old, new);
         exchanged.map_err(|why| self.again(why))
     }
 
@@ -447,27 +447,31 @@ impl VcpuMachine {
         access: slat::Access,
         paging: &GuestPaging,
     ) -> Result<HostPage, Fault> {
-        let stop =
-            match (self.engine).translate_virtual(gva, access, paging, &mut Words(&self.vm.code)) {
-                Ok(page) => {
-                    let base = NonNull::new(page.host.0 as *mut u8).ok_or(Fault::BadAddress)?;
-                    return Ok(HostPage {
-                        base,
-                        read: page.read,
-                        write: page.write,
-                        execute: page.execute,
-                        tracked: page.tracked.map(|gpa| gpa.0),
-                        bits: page.bits,
-                        // Any flush of the guest makes all translations invalid.
-                        global: false,
-                    });
-                }
-                Err(VirtualStop::PageFault { code }) => {
-                    return Err(Fault::Page { error_code: code });
-                }
-                Err(VirtualStop::Memory(why)) => return Err(self.again(why)),
-                Err(VirtualStop::Stop(stop)) => stop,
-            };
+        let stop = match (self.engine).translate_virtual(
+            gva,
+            access,
+            paging,
+            &mut Words(&self.vm.arch.code),
+        ) {
+            Ok(page) => {
+                let base = NonNull::new(page.host.0 as *mut u8).ok_or(Fault::BadAddress)?;
+                return Ok(HostPage {
+                    base,
+                    read: page.read,
+                    write: page.write,
+                    execute: page.execute,
+                    tracked: page.tracked.map(|gpa| gpa.0),
+                    bits: page.bits,
+                    // Any flush of the guest makes all translations invalid.
+                    global: false,
+                });
+            }
+            Err(VirtualStop::PageFault { code }) => {
+                return Err(Fault::Page { error_code: code });
+            }
+            Err(VirtualStop::Memory(why)) => return Err(self.again(why)),
+            Err(VirtualStop::Stop(stop)) => stop,
+        };
         if let Stop::Mmio { gpa } = stop {
             return Err(Fault::Mmio { gpa: gpa.0 });
         }
@@ -618,7 +622,7 @@ impl Mmu for VcpuMachine {
             GuestFlush::Nested => {
                 self.pages.flush_nested();
                 if self.shadows_nested {
-                    self.engine.flush_guest(&mut Words(&self.vm.code));
+                    self.engine.flush_guest(&mut Words(&self.vm.arch.code));
                 }
                 self.shadows_nested
             }
@@ -626,7 +630,8 @@ impl Mmu for VcpuMachine {
             _ if paging.nested.is_some() => false,
             GuestFlush::Page(gva) if self.shadows && paging.cr0 & control::CR0_PG != 0 => {
                 let paging = guest_paging(paging, self.physical_bits);
-                self.engine.invlpg(gva, &paging, &mut Words(&self.vm.code))
+                self.engine
+                    .invlpg(gva, &paging, &mut Words(&self.vm.arch.code))
             }
             GuestFlush::Page(_) => false,
             GuestFlush::All => self.flush_shadowed(),

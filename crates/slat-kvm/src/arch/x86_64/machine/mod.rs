@@ -92,7 +92,7 @@ pub(crate) struct VcpuMachine {
 impl Drop for VcpuMachine {
     fn drop(&mut self) {
         // In a forked child the clock's lock may be held forever.
-        if !self.vm.is_foreign() && self.vm.clock.forget_tsc(self.tsc_number) {
+        if !self.vm.is_foreign() && self.vm.arch.clock.forget_tsc(self.tsc_number) {
             self.vm.clock_pages_changed();
         }
     }
@@ -109,7 +109,7 @@ impl VcpuMachine {
         common: Shared<VcpuCommon>,
         base: u64,
     ) -> Result<Self> {
-        let (tsc, tsc_number, changes) = vm.clock.new_tsc()?;
+        let (tsc, tsc_number, changes) = vm.arch.clock.new_tsc()?;
         if changes {
             vm.clock_pages_changed();
         }
@@ -185,7 +185,7 @@ impl VcpuMachine {
 
     /// Changes the guest's TSC. Pages of clocks that depend on this TSC are written again.
     pub(crate) fn change_tsc(&mut self, change: TscChange) {
-        if (self.vm.clock).change_tsc(self.tsc_number, &mut self.tsc, change) {
+        if (self.vm.arch.clock).change_tsc(self.tsc_number, &mut self.tsc, change) {
             self.vm.clock_pages_changed();
         }
         if let Some(mut lapic) = self.common.lapic() {
@@ -282,13 +282,13 @@ impl VcpuMachine {
         let deadline = [apic, self.timers_deadline()].into_iter().flatten().min();
         self.common
             .client
-            .set_deadline(deadline.map(|at| self.vm.clock.instant(at)));
+            .set_deadline(deadline.map(|at| self.vm.arch.clock.instant(at)));
     }
 
     /// Makes the run loop write the clock's page, and Hyper-V's, again before the guest continues.
     pub(crate) fn clock_page_changed(&mut self) {
         self.clock_changed = true;
-        self.vm.hyperv.clock_changed();
+        self.vm.arch.hyperv.clock_changed();
         self.common.attention.raise(bits::RETRY);
     }
 
@@ -316,21 +316,21 @@ impl VcpuMachine {
     /// Writes the pages of the paravirtual clocks that have changed. The vCPU is entered. Call before the vCPU executes
     /// guest code, after [`bits::RETRY`] was cleared and the vCPU has entered. Skips a page that is not memory.
     pub(crate) fn write_clocks(&mut self) {
-        if self.vm.clock.is_updating() {
-            self.outside(|machine| machine.vm.clock.wait_for_update());
+        if self.vm.arch.clock.is_updating() {
+            self.outside(|machine| machine.vm.arch.clock.wait_for_update());
         }
         self.write_tsc_page();
         let address = self.msr(index::KVM_WALL_CLOCK_NEW);
         // A client that resets the MSR to 0 wants no page.
         if std::mem::take(&mut self.wall_clock_wanted) && address != 0 {
-            let start = self.vm.clock.boot_time();
+            let start = self.vm.arch.clock.boot_time();
             let mut page = [0; 12];
             page[0..4].copy_from_slice(&2u32.to_le_bytes());
             page[4..8].copy_from_slice(&((start / 1_000_000_000) as u32).to_le_bytes());
             page[8..12].copy_from_slice(&((start % 1_000_000_000) as u32).to_le_bytes());
             self.wall_clock_wanted = !self.write_guest(address, &page) && self.is_called_out();
         }
-        let set = self.vm.clock.changes();
+        let set = self.vm.arch.clock.changes();
         let was_set = std::mem::replace(&mut self.clock_set, set) != set;
         let is_due = self.clock_due.is_some_and(|due| host_tsc() >= due);
         if std::mem::take(&mut self.clock_changed) || was_set || is_due {
@@ -343,7 +343,7 @@ impl VcpuMachine {
                 let odd = self.read_guest_half(at).wrapping_add(1) | 1;
                 // As in KVM, the pause is reported until the guest has cleared the flag.
                 let told = clock::is_paused(self.read_guest_half(at.wrapping_add(clock::FLAGS_AT)));
-                let parameters = self.vm.clock.parameters(&self.tsc);
+                let parameters = self.vm.arch.clock.parameters(&self.tsc);
                 let page = parameters.page(odd.wrapping_add(1), self.guest_paused || told);
                 // The version is odd while the other fields change, for readers on other vCPUs.
                 let written = self.write_guest(at, &odd.to_le_bytes())
@@ -353,7 +353,7 @@ impl VcpuMachine {
                 // the guest's clock would stop.
                 self.clock_changed = !written && self.is_called_out();
                 self.guest_paused &= self.clock_changed;
-                self.clock_due = self.vm.clock.refresh(&parameters);
+                self.clock_due = self.vm.arch.clock.refresh(&parameters);
             }
         }
     }

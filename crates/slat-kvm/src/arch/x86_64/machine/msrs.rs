@@ -164,7 +164,13 @@ fn write_misc_enable(
         value = value & !MISC_ENABLE_PERFMON | old & MISC_ENABLE_PERFMON;
     }
     let switches = (old ^ value) & MISC_ENABLE_MWAIT != 0;
-    if switches && !machine.vm.quirks.has(KVM_X86_QUIRK_MISC_ENABLE_NO_MWAIT) {
+    if switches
+        && !machine
+            .vm
+            .arch
+            .quirks
+            .has(KVM_X86_QUIRK_MISC_ENABLE_NO_MWAIT)
+    {
         if cpuid::lookup(&machine.cpuid, 1, 0)[2] & cpuid::LEAF1_ECX_SSE3 == 0 {
             return Err(MsrFault::Invalid);
         }
@@ -214,7 +220,7 @@ pub(crate) fn read_machine(
     index: u32,
     by_guest: bool,
 ) -> Result<u64, MsrFault> {
-    let now = machine.vm.clock.now();
+    let now = machine.vm.arch.clock.now();
     check_pv_feature(machine, index)?;
     let known =
         (machine.mce.read(index, by_guest)).or_else(|| speculation::read(machine, index, by_guest));
@@ -242,7 +248,7 @@ pub(crate) fn read_machine(
         MTRR_CAP => MTRR_CAP_VALUE,
         UCODE_REV => machine.stored(UCODE_REV).unwrap_or_else(microcode_revision),
         MISC_ENABLE => machine.stored(MISC_ENABLE).unwrap_or(MISC_ENABLE_RESET),
-        PLATFORM_INFO if by_guest && !machine.vm.options.guest_reads_platform_info() => {
+        PLATFORM_INFO if by_guest && !machine.vm.arch.options.guest_reads_platform_info() => {
             return Err(MsrFault::Invalid);
         }
         PLATFORM_INFO => platform_info(machine),
@@ -279,7 +285,7 @@ pub(crate) fn write_machine(
     value: u64,
     by_guest: bool,
 ) -> Result<(), MsrFault> {
-    let now = machine.vm.clock.now();
+    let now = machine.vm.arch.clock.now();
     check_pv_feature(machine, index)?;
     let sets_status = machine.msr(AMD_HWCR) & HWCR_MC_STATUS_WRITABLE != 0 && cpuid::is_amd();
     let known = (machine.mce.write(index, value, by_guest, sets_status))
@@ -318,7 +324,7 @@ pub(crate) fn write_machine(
             let host_tsc = ordered_tsc();
             let (tsc, now) = (
                 machine.tsc.at(host_tsc),
-                machine.vm.clock.timer_time(host_tsc),
+                machine.vm.arch.clock.timer_time(host_tsc),
             );
             let effect = (machine.common.lapic()).map_or(Effect::None, |mut lapic| {
                 lapic.set_tsc_deadline(value, tsc, now)

@@ -60,7 +60,7 @@ impl VcpuMachine {
         if is_offered {
             return;
         }
-        let now = self.vm.clock.now();
+        let now = self.vm.arch.clock.now();
         let effect = (self.common.lapic()).map(|mut lapic| lapic.write(reg::EOI, 0, now));
         if let Some(effect) = effect {
             self.carry_out(effect);

@@ -30,11 +30,11 @@ impl Machine for VcpuMachine {
     }
 
     fn allows_msr(&mut self, msr: u32, write: bool) -> bool {
-        self.vm.options.allows_msr(msr, write)
+        self.vm.arch.options.allows_msr(msr, write)
     }
 
     fn answers_msr_outside(&mut self, why: MsrFault) -> bool {
-        self.vm.options.answers_msrs(msr::exit_reason(why))
+        self.vm.arch.options.answers_msrs(msr::exit_reason(why))
     }
 
     fn rdmsr(&mut self, msr: u32) -> std::result::Result<u64, MsrFault> {
@@ -70,7 +70,7 @@ impl Machine for VcpuMachine {
         let native = cpuid::native_hypercall();
         match which == native {
             true => Hypercalls::Executed,
-            false if self.vm.quirks.has(KVM_X86_QUIRK_FIX_HYPERCALL_INSN) => {
+            false if self.vm.arch.quirks.has(KVM_X86_QUIRK_FIX_HYPERCALL_INSN) => {
                 Hypercalls::Patched(native)
             }
             false => Hypercalls::Undefined,
@@ -78,7 +78,7 @@ impl Machine for VcpuMachine {
     }
 
     fn has_monitor(&mut self) -> bool {
-        self.vm.quirks.has(KVM_X86_QUIRK_MWAIT_NEVER_UD_FAULTS)
+        self.vm.arch.quirks.has(KVM_X86_QUIRK_MWAIT_NEVER_UD_FAULTS)
             || cpuid::lookup(&self.cpuid, 1, 0)[2] & cpuid::LEAF1_ECX_MWAIT != 0
     }
 }

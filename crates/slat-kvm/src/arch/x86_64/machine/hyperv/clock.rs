@@ -9,7 +9,7 @@ impl VcpuMachine {
     /// The reference clock now, in units of 100 ns. It is kvmclock, computed with the arithmetic of the guest's page,
     /// even if the guest has no page.
     pub(super) fn reference_time(&self) -> u64 {
-        (self.vm.hyperv).with_partition(|partition| self.time_of(partition))
+        (self.vm.arch.hyperv).with_partition(|partition| self.time_of(partition))
     }
 
     /// Like [`reference_time`](Self::reference_time), but for a caller that has locked the partition.
@@ -19,7 +19,7 @@ impl VcpuMachine {
         let tsc = self.tsc.at(host_tsc);
         let now = match page {
             Some(page) => page.time(tsc).wrapping_mul(UNIT),
-            None => self.vm.clock.kvmclock_at(host_tsc),
+            None => self.vm.arch.clock.kvmclock_at(host_tsc),
         };
         partition.time(tsc, now)
     }
@@ -27,7 +27,7 @@ impl VcpuMachine {
     /// Returns the contents for a page that is written now. `None`: no page would be right, because the vCPUs' TSCs
     /// differ or are too slow.
     fn tsc_page(&self) -> Option<TscPage> {
-        let clock = self.vm.clock.parameters(&self.tsc);
+        let clock = self.vm.arch.clock.parameters(&self.tsc);
         let clock = clock.without_wrap(self.guest_tsc());
         let page = TscPage::new(
             clock.scale.mul,
@@ -41,14 +41,14 @@ impl VcpuMachine {
     /// Writes the guest's page of the reference clock, if it has to be written. The vCPU is entered. If the write is
     /// interrupted, the next call, or another vCPU, writes the page.
     pub(crate) fn write_tsc_page(&mut self) {
-        if let Some(due) = self.vm.hyperv.begin_page() {
+        if let Some(due) = self.vm.arch.hyperv.begin_page() {
             let outcome = self
                 .fill_tsc_page(&due)
                 .unwrap_or_else(|| match self.is_called_out() {
                     true => PageOutcome::Later,
                     false => PageOutcome::Broken,
                 });
-            self.vm.hyperv.end_page(due, outcome);
+            self.vm.arch.hyperv.end_page(due, outcome);
         }
     }
 

@@ -1,9 +1,9 @@
 //! Hypercalls by Hyper-V's conventions: flushes of translations, interrupts, events, and calls that the client carries
 //! out.
 
+use crate::arch::MAX_VCPUS;
 use crate::arch::x86_64::exit::ClientCall;
 use crate::arch::x86_64::machine::VcpuMachine;
-use crate::irq::vcpus::MAX_VCPUS;
 use crate::thread::bits;
 use crate::ticker;
 use slat_hyperv::hypercall::{
@@ -80,7 +80,7 @@ impl VcpuMachine {
     /// Whether the guest's hypercalls are Hyper-V's.
     pub(in crate::arch::x86_64::machine) fn uses_hyperv_calls(&self) -> bool {
         self.hyperv.privileges.is_some()
-            && (self.vm.hyperv).with_partition(|partition| partition.is_identified())
+            && (self.vm.arch.hyperv).with_partition(|partition| partition.is_identified())
     }
 
     /// Executes one of Hyper-V's hypercalls.
@@ -130,7 +130,7 @@ impl VcpuMachine {
             enforced: hyperv.privileges.filter(|_| hyperv.enforces_cpuid),
             has_synic: self.common.vp.has_synic(),
             has_debugger: self.has_debugger(),
-            debugs_by_hypercalls: (self.vm.hyperv)
+            debugs_by_hypercalls: (self.vm.arch.hyperv)
                 .with_partition(|partition| partition.debugs_by_hypercalls()),
         }
     }
@@ -181,7 +181,7 @@ impl VcpuMachine {
             parameter = word.ok_or_else(|| self.failure(Status::InvalidAlignment))?;
         }
         match connection(parameter) {
-            Ok(id) if self.vm.hyperv.connections.signal(id) => {
+            Ok(id) if self.vm.arch.hyperv.connections.signal(id) => {
                 return Ok(Next::Output(Status::Success.output(0)));
             }
             Ok(_) | Err(Status::InvalidPortId) => {}

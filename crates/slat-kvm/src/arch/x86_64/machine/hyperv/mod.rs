@@ -30,7 +30,7 @@ impl VcpuMachine {
     pub(crate) fn hides_invariant_tsc(&self) -> bool {
         let privileges = self.hyperv.privileges.as_ref();
         privileges.is_some_and(Privileges::controls_invariant_tsc)
-            && !(self.vm.hyperv).with_partition(|partition| partition.exposes_invariant_tsc())
+            && !(self.vm.arch.hyperv).with_partition(|partition| partition.exposes_invariant_tsc())
     }
 
     /// Call after the guest has read the message or the events of a source of its SynIC: at the end of an interrupt, or

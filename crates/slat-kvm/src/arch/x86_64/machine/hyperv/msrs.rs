@@ -1,11 +1,11 @@
 //! The synthetic MSRs.
 
+use crate::arch::MAX_VCPUS;
 use crate::arch::x86_64::cpuid;
 use crate::arch::x86_64::hyperv::HypervExit;
 use crate::arch::x86_64::machine::VcpuMachine;
 use crate::arch::x86_64::msr::KVM_ENABLED;
 use crate::entered::{Entered, thread_id};
-use crate::irq::vcpus::MAX_VCPUS;
 use crate::thread::bits;
 use slat_hyperv::msr::*;
 use slat_hyperv::stimer::Rights;
@@ -90,7 +90,7 @@ impl VcpuMachine {
         self.check_access(index, by)?;
         self.check_debugger(index, by)?;
         if is_of_partition(index) {
-            let read = (self.vm.hyperv)
+            let read = (self.vm.arch.hyperv)
                 .with_partition(|partition| partition.read(index, |it| self.time_of(it)));
             return read.map_err(invalid);
         }
@@ -99,7 +99,7 @@ impl VcpuMachine {
             EOI | ICR | TPR => {
                 self.collect_pv_eoi();
                 let lapic = self.common.lapic().ok_or(MsrFault::Invalid)?;
-                let now = self.vm.clock.now();
+                let now = self.vm.arch.clock.now();
                 (lapic.read_synthetic(apic_register(index), now)).map_err(|_| MsrFault::Invalid)
             }
             VP_ASSIST_PAGE => Ok(self.hyperv.assist_page),
@@ -132,7 +132,7 @@ impl VcpuMachine {
             VP_INDEX => self.common.vp.set_index(value as u32),
             EOI | ICR | TPR => {
                 self.collect_pv_eoi();
-                let now = self.vm.clock.now();
+                let now = self.vm.arch.clock.now();
                 let mut lapic = self.common.lapic().ok_or(MsrFault::Invalid)?;
                 let effect = lapic.write_synthetic(apic_register(index), value, now);
                 drop(lapic);
@@ -166,11 +166,11 @@ impl VcpuMachine {
         use partition::Effect;
         if index == HYPERCALL
             && let Some(page) =
-                (self.vm.hyperv).with_partition(|partition| partition.hypercall_page(value))
+                (self.vm.arch.hyperv).with_partition(|partition| partition.hypercall_page(value))
         {
             self.store_for(by, page, &hypercall_code())?;
         }
-        let effect = (self.vm.hyperv)
+        let effect = (self.vm.arch.hyperv)
             .with_partition(|partition| partition.write(index, value, by))
             .map_err(invalid)?;
         match effect {

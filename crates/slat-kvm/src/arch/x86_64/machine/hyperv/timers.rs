@@ -21,7 +21,7 @@ impl VcpuMachine {
 
     /// Examines the timers: notifies the guest of timers that have expired, and starts others. The vCPU is entered.
     pub(crate) fn run_timers(&mut self) {
-        let now = self.vm.clock.now();
+        let now = self.vm.arch.clock.now();
         self.hyperv.timers.tick(now);
         if !self.hyperv.timers.is_any_due() {
             return;

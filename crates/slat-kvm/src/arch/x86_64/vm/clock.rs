@@ -1,6 +1,6 @@
 //! A VM's calls for its clock and the frequency of its vCPUs' TSC.
 
-use crate::arch::clock::{self, FLAGS};
+use crate::arch::x86_64::clock::{self, FLAGS};
 use crate::errno::{Result, fail};
 use crate::thread::bits;
 use crate::vm::VmObject;
@@ -16,14 +16,14 @@ impl VmObject {
         let _call = self.begin()?;
         let khz = clock::frequency(khz)?;
         self.before_vcpus(|| {
-            self.clock.set_tsc_khz(khz);
+            self.arch.clock.set_tsc_khz(khz);
             Ok(())
         })
     }
 
     /// `KVM_GET_TSC_KHZ`.
     pub fn tsc_khz(&self) -> u32 {
-        self.clock.tsc_khz()
+        self.arch.clock.tsc_khz()
     }
 
     /// `KVM_GET_CLOCK`.
@@ -32,7 +32,7 @@ impl VmObject {
     /// `EIO` in a forked child.
     pub fn get_clock(&self) -> Result<kvm_clock_data> {
         let _call = self.begin()?;
-        let now = self.clock.read();
+        let now = self.arch.clock.read();
         let data = kvm_clock_data {
             clock: now.clock,
             ..Default::default()
@@ -65,8 +65,8 @@ impl VmObject {
             self.call_vcpus_out();
             self.engine.synchronize();
         };
-        self.clock.update(stop, || {
-            self.clock.set(data.clock, since);
+        self.arch.clock.update(stop, || {
+            self.arch.clock.set(data.clock, since);
             self.clock_pages_changed();
         });
         Ok(())
@@ -75,7 +75,7 @@ impl VmObject {
     /// Makes all vCPUs write the pages of their clocks before they execute guest code again. Does not wait. Call after
     /// the VM's kvmclock pair has changed.
     pub(crate) fn clock_pages_changed(&self) {
-        self.hyperv.clock_changed();
+        self.arch.hyperv.clock_changed();
         self.call_vcpus_out();
     }
 
@@ -87,10 +87,10 @@ impl VmObject {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::arch::clock::TscChange;
-    use crate::arch::clock::host::simulated::{self, Host};
-    use crate::arch::machine::msrs;
-    use crate::arch::msr::index;
+    use crate::arch::x86_64::clock::TscChange;
+    use crate::arch::x86_64::clock::host::simulated::{self, Host};
+    use crate::arch::x86_64::machine::msrs;
+    use crate::arch::x86_64::msr::index;
     use crate::vcpu::VcpuObject;
     use slat::Shared;
     use slat_hyperv::msr::{REFERENCE_TSC, TIME_REF_COUNT};
@@ -524,7 +524,7 @@ mod tests {
     fn the_wall_clock_and_timers_follow() {
         on_hosts(|| {
             let mut machine = two_vcpus();
-            let timers = machine.vm.clock.now();
+            let timers = machine.vm.arch.clock.now();
             machine.check_hour("an hour");
             machine.write(0, index::KVM_WALL_CLOCK_NEW, WALL_CLOCK, true);
             machine.run(0);
@@ -533,9 +533,9 @@ mod tests {
             let data = machine.vm.get_clock().unwrap();
             assert!(data.realtime.abs_diff(boot + data.clock) < TOLERANCE);
             // The timers of a guest whose TSC counts faster than the host's count with the guest's clock, too.
-            let (begin, tsc) = (machine.vm.clock.now(), machine.tsc(0));
+            let (begin, tsc) = (machine.vm.arch.clock.now(), machine.tsc(0));
             pass(3600 * SECOND);
-            let (end, cycles) = (machine.vm.clock.now(), machine.tsc(0) - tsc);
+            let (end, cycles) = (machine.vm.arch.clock.now(), machine.tsc(0) - tsc);
             let actual_khz = machine.vcpus[0].0.lock().unwrap().machine.tsc.actual_khz();
             let by_tsc = (u128::from(cycles) * 1_000_000 / u128::from(actual_khz)) as u64;
             assert!((end - begin).abs_diff(by_tsc) < 2_000);
@@ -555,7 +555,7 @@ mod tests {
                 vcpu.set_tsc_khz(told).unwrap();
                 let mut inner = vcpu.lock().unwrap();
                 let machine = &mut inner.machine;
-                let (begin, tsc) = (vm.clock.now(), machine.guest_tsc());
+                let (begin, tsc) = (vm.arch.clock.now(), machine.guest_tsc());
                 let mut lapic = machine.common.lapic().unwrap();
                 lapic.write(lapic::reg::LVT_TIMER, 2 << 17 | 0x40, begin);
                 drop(lapic);

@@ -1,0 +1,69 @@
+//! What a VM, and the part of a vCPU that other threads use, have of x86.
+
+use crate::arch::x86_64::clock::VmClock;
+use crate::arch::x86_64::compiler;
+use crate::arch::x86_64::hyperv::Hyperv;
+use crate::arch::x86_64::options::Options;
+use crate::arch::x86_64::quirks::Quirks;
+use crate::errno::{Result, fail, no_memory};
+use crate::policy::Jit;
+use kvm_bindings::{KVM_CAP_X86_APIC_BUS_CYCLES_NS, KVM_X86_DEFAULT_VM, KVM_X86_SW_PROTECTED_VM};
+use slat_x86::{CodePages, Compile, Compiler};
+use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
+
+/// What a VM has of x86.
+pub(crate) struct VmState {
+    /// The pages with decoded code, by which the CPUs tell each other of stores to code.
+    pub(crate) code: Arc<CodePages>,
+    /// The compiler of the guest's hot code.
+    pub(crate) compiler: Option<(Arc<Compiler>, Compile)>,
+    pub(crate) clock: VmClock,
+    pub(crate) boot_cpu: AtomicU32,
+    /// The limit of vCPUs' ids (`KVM_CAP_MAX_VCPU_ID`); 0 means that no limit is set.
+    pub(crate) max_vcpu_ids: AtomicU32,
+    pub(crate) quirks: Quirks,
+    pub(crate) options: Options,
+    pub(crate) hyperv: Hyperv,
+}
+
+impl VmState {
+    /// Creates the state of a new VM, whose code is compiled as `jit` says.
+    ///
+    /// # Errors
+    /// `ENOMEM`.
+    pub(crate) fn new(jit: Jit) -> Result<Self> {
+        Ok(VmState {
+            code: CodePages::try_new().map_err(no_memory)?,
+            compiler: compiler::start(jit),
+            clock: VmClock::new(),
+            boot_cpu: AtomicU32::new(0),
+            max_vcpu_ids: AtomicU32::new(0),
+            quirks: Quirks::default(),
+            options: Options::default(),
+            hyperv: Hyperv::default(),
+        })
+    }
+
+    /// Returns the value of a capability that the VM's client has set. `None`: the value is that of the capability, for
+    /// all VMs.
+    pub(crate) fn extension(&self, cap: u64) -> Option<i32> {
+        match u32::try_from(cap) {
+            // As in KVM, the result is only the lower 32 bits of the VM's value.
+            Ok(KVM_CAP_X86_APIC_BUS_CYCLES_NS) => Some(self.options.apic_bus_cycle_ns() as i32),
+            _ => None,
+        }
+    }
+}
+
+/// Returns whether memory can be private in VMs of this type, which a client gives to `KVM_CREATE_VM`.
+///
+/// # Errors
+/// `EINVAL` for a type that is not supported.
+pub(crate) fn is_protected(vm_type: u64) -> Result<bool> {
+    match u32::try_from(vm_type) {
+        Ok(KVM_X86_DEFAULT_VM) => Ok(false),
+        Ok(KVM_X86_SW_PROTECTED_VM) => Ok(true),
+        _ => fail(libc::EINVAL),
+    }
+}
