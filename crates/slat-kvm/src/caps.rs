@@ -4,7 +4,7 @@
 //! uses each.
 
 use crate::arch::{self, MAX_VCPUS};
-use crate::irq::routing::MAX_ROUTES;
+use crate::routing::MAX_ROUTES;
 use kvm_bindings::*;
 use slat::MmuKind;
 

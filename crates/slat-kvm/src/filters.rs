@@ -7,7 +7,7 @@
 //! thread also opens slat's files.
 
 use crate::background;
-use crate::irq::irqfd;
+use crate::irqfd;
 use crate::policy::{self, Jit};
 use crate::process::PerProcess;
 use crate::{last_thread, messages, profile, publish, recovery, steal_time, ticker, trace};

@@ -1,25 +1,18 @@
-//! The devices on the bus of a VM: the interrupt controllers and the timer of a PC, writes that signal eventfds, and
-//! writes that go into the ring of coalesced I/O. (The local APIC is not on the bus: each vCPU has a local APIC, which
-//! the vCPU's accesses reach first.)
+//! The devices on the bus of a VM: those that the architecture's machines have, writes that signal eventfds, and writes
+//! that go into the ring of coalesced I/O.
 
-use crate::coalesced;
 use crate::engine::EngineVm;
 use crate::errno::{Result, fail};
-use crate::io_bus::{Entry, IoBus, KnownBus, Range, Space};
+use crate::io_bus::{Entry, IoBus, KnownBus};
 use crate::ioeventfd::Event;
+use crate::{arch, coalesced};
 use kvm_bindings::{kvm_coalesced_mmio_zone, kvm_ioeventfd};
-use slat_irqchip::ioapic;
 
 /// A device.
 #[derive(Clone, Debug)]
 pub(crate) enum Device {
-    /// The 8259 pair.
-    Pics,
-    /// The 8254.
-    Timer,
-    /// The 8254's port 0x61.
-    Speaker,
-    IoApic,
+    /// A device that the architecture's machines have.
+    OfArch(arch::Device),
     /// The ring of coalesced I/O.
     Coalesced,
     /// An eventfd.
@@ -34,53 +27,7 @@ pub(crate) type Known = KnownBus<Device>;
 /// The most devices in one space, without eventfds: KVM's `NR_IOBUS_DEVS`.
 const MOST: usize = 1000;
 
-/// The port of [`Device::Speaker`]. The device's range on KVM's bus is longer, but the device serves only this port.
-pub(crate) const SPEAKER: u64 = 0x61;
-
-/// The devices of `KVM_CREATE_IRQCHIP`. If `KVM_SET_IRQCHIP` moves the I/O APIC to another address, it is not found
-/// there, as in KVM.
-const PC: [(Range, Device); 4] = [
-    (Range::new(Space::Ports, 0x20, 2), Device::Pics),
-    (Range::new(Space::Ports, 0xa0, 2), Device::Pics),
-    (Range::new(Space::Ports, 0x4d0, 2), Device::Pics),
-    (
-        Range::new(Space::Memory, ioapic::DEFAULT_BASE, ioapic::WINDOW),
-        Device::IoApic,
-    ),
-];
-/// The devices of `KVM_CREATE_PIT2`.
-const TIMER: (Range, Device) = (Range::new(Space::Ports, 0x40, 4), Device::Timer);
-const TIMERS_PORT: (Range, Device) = (Range::new(Space::Ports, SPEAKER, 4), Device::Speaker);
-
 impl Bus {
-    /// Adds the 8259 pair and the I/O APIC, which `create` makes.
-    ///
-    /// # Errors
-    /// The errors of `create`; `ENOMEM`.
-    pub(crate) fn add_pc(
-        &self,
-        engine: &EngineVm,
-        create: impl FnOnce() -> Result<()>,
-    ) -> Result<()> {
-        self.add(engine, |_| Ok(PC), create)
-    }
-
-    /// Adds the 8254, which `create` makes. `speaker`: the 8254 also has port 0x61.
-    ///
-    /// # Errors
-    /// The errors of `create`; `ENOMEM`.
-    pub(crate) fn add_timer(
-        &self,
-        engine: &EngineVm,
-        speaker: bool,
-        create: impl FnOnce() -> Result<()>,
-    ) -> Result<()> {
-        match speaker {
-            true => self.add(engine, |_| Ok([TIMER, TIMERS_PORT]), create),
-            false => self.add(engine, |_| Ok([TIMER]), create),
-        }
-    }
-
     /// Carries out `KVM_REGISTER_COALESCED_MMIO`.
     ///
     /// # Errors

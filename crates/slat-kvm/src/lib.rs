@@ -32,6 +32,9 @@
 //! | | `debugger` | a debugger of the guest, which the client does not notice, for `slat gdb` |
 //! | | `call` | a guard of a call: a call that panics makes the VM dead |
 //! | shared | `vcpu_common` | the part of a vCPU that other threads use |
+//! | | `vcpus` | the vCPUs of a VM, as the targets of interrupts |
+//! | | `irqfd` | eventfds whose signals are interrupts |
+//! | | `routing` | the lines and messages to which a GSI is routed |
 //! | | `irq` | delivery of interrupts to vCPUs |
 //! | | `report` | statistics at the end |
 //! | | `caps` | capabilities |
@@ -127,15 +130,18 @@ mod io_bus;
 mod io_devices;
 mod ioeventfd;
 mod irq;
+mod irqfd;
 mod last_thread;
 mod prefault;
 mod recovery;
+mod routing;
 mod run;
 mod signals;
 mod stats;
 mod steal_time;
 mod ticker;
 mod vcpu_common;
+mod vcpus;
 mod vfio;
 mod vm;
 

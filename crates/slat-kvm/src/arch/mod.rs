@@ -10,6 +10,7 @@ mod x86_64;
 pub(crate) use x86_64::{
     Counters, Probe, ProbeHit, ProbeKind,
     caps::capability,
+    chips::{Controllers, devices::Device},
     clock,
     clock::note_start,
     clock::{host_tsc as ticks, host_tsc_khz as ticks_khz},
@@ -19,15 +20,18 @@ pub(crate) use x86_64::{
     counters::{Exits, NEVER, NEVER_IN, meaning},
     cpuid, events, exit, fpu,
     gdb::{get as get_registers, set as set_register},
-    guest_debug, hyperv, machine, msr, msr_filter, nested, options, quirks, regs, same_fields,
-    state::{VmState, is_protected},
+    guest_debug, hyperv,
+    limits::{MAX_VCPU_ID, MAX_VCPUS},
+    machine, msr, msr_filter, nested, options, quirks, regs, same_fields,
+    state::{VcpuShared, VmState, is_protected},
+    target::Target,
     trace,
-    vcpu_map::{MAX_VCPU_ID, MAX_VCPUS},
+    vcpu_map::VcpuMap,
     vm,
 };
 #[cfg(target_arch = "x86_64")]
 pub use x86_64::{
     Tier, for_other_crates,
     gdb::{BLOCK, REGISTERS},
-    vcpu_map::ADDRESS_SPACES,
+    limits::ADDRESS_SPACES,
 };

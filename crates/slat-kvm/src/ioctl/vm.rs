@@ -3,7 +3,7 @@
 use super::{Answer, DONE, Object, give, unknown, value};
 use crate::abi::*;
 use crate::errno::{Result, fail};
-use crate::irq::routing::MAX_ROUTES;
+use crate::routing::MAX_ROUTES;
 use crate::user;
 use crate::vm::VmObject;
 use kvm_bindings::*;

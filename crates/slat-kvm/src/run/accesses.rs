@@ -3,7 +3,7 @@
 
 use crate::arch;
 use crate::io_bus::{Entry, Range, Space};
-use crate::io_devices::{Device, SPEAKER, signal};
+use crate::io_devices::{Device, signal};
 use crate::trace;
 use crate::vcpu::{Inner, VcpuObject};
 use kvm_bindings::*;
@@ -126,17 +126,11 @@ impl VcpuObject {
     /// read.
     fn read(&self, devices: &[Entry<Device>], place: Range, data: &mut [u8]) -> bool {
         let interrupts = &self.vm.interrupts;
-        let (port, size) = (place.start as u16, place.len());
         devices.iter().any(|entry| {
-            let mut units = data.chunks_mut(size);
+            let mut units = data.chunks_mut(place.len());
             entry.range.contains(&place)
                 && match entry.device {
-                    Device::Pics => units.all(|unit| interrupts.read_pics(port, unit)),
-                    Device::Speaker if place.start != SPEAKER => false,
-                    Device::Timer | Device::Speaker => {
-                        units.all(|unit| interrupts.read_timer(port, unit))
-                    }
-                    Device::IoApic => units.all(|unit| interrupts.read_ioapic(place.start, unit)),
+                    Device::OfArch(device) => interrupts.read(device, place.start, &mut units),
                     Device::Coalesced | Device::Event(_) => false,
                 }
         })
@@ -150,7 +144,6 @@ impl VcpuObject {
         units: impl Iterator<Item = &'a [u8]> + Clone,
     ) -> bool {
         let interrupts = &self.vm.interrupts;
-        let port = place.start as u16;
         // All eventfds count as one device, because each unit may signal another eventfd.
         let mut are_events_offered = false;
         devices.iter().any(|entry| {
@@ -166,12 +159,7 @@ impl VcpuObject {
                     is_signalled
                 }
                 _ if !entry.range.contains(&place) => false,
-                Device::Pics => units.all(|unit| interrupts.write_pics(port, unit)),
-                Device::Speaker if place.start != SPEAKER => false,
-                Device::Timer | Device::Speaker => {
-                    units.all(|unit| interrupts.write_timer(port, unit))
-                }
-                Device::IoApic => units.all(|unit| interrupts.write_ioapic(place.start, unit)),
+                Device::OfArch(device) => interrupts.write(device, place.start, &mut units),
                 Device::Coalesced => {
                     let is_port = place.space == Space::Ports;
                     self.vm.coalesced.put(place.start, is_port, units)

@@ -29,7 +29,7 @@ impl VcpuObject {
             HypervExit::Crash => self.system_event(KVM_SYSTEM_EVENT_CRASH),
             HypervExit::Reset => self.system_event(KVM_SYSTEM_EVENT_RESET),
             HypervExit::Synic(msr) => {
-                let [control, events, messages] = self.common().vp.synic().pages();
+                let [control, events, messages] = self.common().arch.vp.synic().pages();
                 let page = &self.page;
                 self.begin_hyperv_exit(KVM_EXIT_HYPERV_SYNIC);
                 set_path!(page, msr, u.synic.msr);

@@ -34,7 +34,7 @@ impl VcpuObject {
             let halted = [KVM_MP_STATE_HALTED, KVM_MP_STATE_AP_RESET_HOLD];
             if halted.contains(&inner.mp_state) && self.wakes_up(inner) {
                 inner.mp_state = KVM_MP_STATE_RUNNABLE;
-                (self.common().signals).fetch_and(!VcpuCommon::UNHALT, Ordering::SeqCst);
+                (self.common().arch.signals).fetch_and(!VcpuCommon::UNHALT, Ordering::SeqCst);
                 self.common().exits.halts.wakeup.add(1);
                 break;
             }
@@ -95,7 +95,7 @@ impl VcpuObject {
         }
         let mut lapic = self.common().lapic()?;
         let vector = lapic.pending()?;
-        if self.common().vp.ends_itself(vector) {
+        if self.common().arch.vp.ends_itself(vector) {
             lapic.accept_ended(vector);
             return Some(vector);
         }
@@ -169,7 +169,7 @@ impl VcpuObject {
         }
         let events = &inner.cpu.state.events;
         let latched = if events.smm { VcpuCommon::INIT } else { 0 };
-        if self.common().signals.load(Ordering::SeqCst) & !latched != 0
+        if self.common().arch.signals.load(Ordering::SeqCst) & !latched != 0
             || events.takes_smi()
             || inner.cpu.takes_nmi()
             || inner.cpu.takes_virtual_interrupt()
@@ -208,24 +208,25 @@ impl VcpuObject {
         let common = self.common();
         let both = VcpuCommon::INIT | VcpuCommon::SIPI;
         inner.cpu.requests.gif_window = false;
-        if common.signals.load(Ordering::SeqCst) & both == 0 {
+        if common.arch.signals.load(Ordering::SeqCst) & both == 0 {
             return;
         }
         if inner.cpu.state.events.smm {
             common
+                .arch
                 .signals
                 .fetch_and(!VcpuCommon::SIPI, Ordering::SeqCst);
             return;
         }
         // An INIT also waits until the hypervisor of a nested guest sets GIF.
-        let waits = common.signals.load(Ordering::SeqCst) & VcpuCommon::INIT != 0
+        let waits = common.arch.signals.load(Ordering::SeqCst) & VcpuCommon::INIT != 0
             && (inner.cpu.state.events.gif_clear || inner.cpu.exit_on_init());
         inner.cpu.requests.gif_window = waits;
         if waits {
             return;
         }
         // Clears both at once. A SIPI that arrives after this may belong to an INIT that is not carried out yet.
-        let sent = common.signals.fetch_and(!both, Ordering::SeqCst);
+        let sent = common.arch.signals.fetch_and(!both, Ordering::SeqCst);
         if sent & VcpuCommon::INIT != 0 {
             inner.cpu.drop_guest_mode();
             let [signature, ..] = cpuid::lookup(&inner.machine.cpuid, 1, 0);
@@ -251,7 +252,7 @@ impl VcpuObject {
             }
         }
         if sent & VcpuCommon::SIPI != 0 && inner.mp_state == KVM_MP_STATE_INIT_RECEIVED {
-            let vector = common.sipi_vector.load(Ordering::SeqCst) & 0xff;
+            let vector = common.arch.sipi_vector.load(Ordering::SeqCst) & 0xff;
             inner.cpu.state.cs = Segment::real((vector << 8) as u16, inner.cpu.state.cs.rights);
             inner.cpu.state.rip = 0;
             inner.mp_state = KVM_MP_STATE_RUNNABLE;

@@ -21,7 +21,7 @@ impl VcpuObject {
     pub fn get_mp_state(&self) -> Result<kvm_mp_state> {
         let mut inner = self.lock()?;
         self.accept_init_sipi(&mut inner);
-        let kicked = self.common.signals.load(Ordering::SeqCst) & VcpuCommon::UNHALT != 0;
+        let kicked = self.common.arch.signals.load(Ordering::SeqCst) & VcpuCommon::UNHALT != 0;
         let mp_state = match inner.mp_state {
             // Without a local APIC, clients see no other state.
             KVM_MP_STATE_HALTED if kicked || !self.common.has_lapic() => KVM_MP_STATE_RUNNABLE,
@@ -46,6 +46,7 @@ impl VcpuObject {
             KVM_MP_STATE_SIPI_RECEIVED if self.common.has_lapic() => {
                 inner.mp_state = KVM_MP_STATE_INIT_RECEIVED;
                 self.common
+                    .arch
                     .signals
                     .fetch_or(VcpuCommon::SIPI, Ordering::SeqCst);
                 return Ok(());
@@ -69,13 +70,13 @@ impl VcpuObject {
         let mut events = events::get(
             &inner.cpu.state,
             self.common.nmis(),
-            self.common.sipi_vector.load(Ordering::SeqCst),
+            self.common.arch.sipi_vector.load(Ordering::SeqCst),
         );
         if let Some(event) = inner.cpu.injected_event() {
             events::show_injected(&mut events, event);
         }
         let latched = self.common.has_lapic()
-            && self.common.signals.load(Ordering::SeqCst) & VcpuCommon::INIT != 0;
+            && self.common.arch.signals.load(Ordering::SeqCst) & VcpuCommon::INIT != 0;
         events.smi.latched_init = latched.into();
         inner.requested.show(&mut events, &self.vm.arch.options);
         events
@@ -101,15 +102,17 @@ impl VcpuObject {
             }
         }
         if let Some(vector) = more.sipi_vector.filter(|_| self.common.has_lapic()) {
-            self.common.sipi_vector.store(vector, Ordering::SeqCst);
+            self.common.arch.sipi_vector.store(vector, Ordering::SeqCst);
         }
         match more.latched_init.filter(|_| self.common.has_lapic()) {
             Some(true) => self
                 .common
+                .arch
                 .signals
                 .fetch_or(VcpuCommon::INIT, Ordering::SeqCst),
             Some(false) => self
                 .common
+                .arch
                 .signals
                 .fetch_and(!VcpuCommon::INIT, Ordering::SeqCst),
             None => 0,

@@ -14,6 +14,7 @@ mod one_reg;
 mod registers;
 mod vapic;
 
+use crate::arch;
 use crate::arch::machine::VcpuMachine;
 use crate::arch::{MAX_VCPU_ID, MAX_VCPUS};
 use crate::arch::{clock, events};
@@ -201,7 +202,12 @@ impl VcpuObject {
             }
             lapic
         });
-        let common = VcpuCommon::new(id, index, engine.attention().clone(), counted, lapic)?;
+        let common = VcpuCommon::new(
+            id,
+            engine.attention().clone(),
+            counted,
+            arch::VcpuShared::new(index, lapic),
+        )?;
         let base = DEFAULT_BASE | BASE_ENABLE | if bootstrap { BASE_BSP } else { 0 };
         let machine = VcpuMachine::new(engine, vm.clone(), common.clone(), base)?;
         let waiting = irqchip && !bootstrap;
@@ -326,7 +332,7 @@ impl VcpuObject {
             KVM_CAP_HYPERV_ENFORCE_CPUID => inner.machine.hyperv.enforces_cpuid = argument != 0,
             KVM_CAP_HYPERV_SYNIC2 if argument != 0 => return fail(libc::EINVAL),
             KVM_CAP_HYPERV_SYNIC | KVM_CAP_HYPERV_SYNIC2 if self.common.has_lapic() => {
-                (self.common.vp).activate_synic(cap.cap == KVM_CAP_HYPERV_SYNIC);
+                (self.common.arch.vp).activate_synic(cap.cap == KVM_CAP_HYPERV_SYNIC);
             }
             _ => return fail(libc::EINVAL),
         }

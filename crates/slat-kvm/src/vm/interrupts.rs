@@ -1,83 +1,17 @@
-//! A VM's calls for interrupt controllers, lines, messages and irqfds.
+//! A VM's calls for lines, messages, routes and irqfds.
 
 use crate::errno::{Result, fail};
 use crate::irq::Interrupts;
-use crate::irq::chips::USERSPACE;
-use crate::irq::irqfd::Lines;
-use crate::irq::routing::{MAX_ROUTES, Routes};
+use crate::irqfd::{Lines, USERSPACE};
+use crate::routing::{MAX_ROUTES, Routes};
 use crate::vm::VmObject;
 use kvm_bindings::*;
 use std::sync::{Arc, Weak};
 
 impl VmObject {
-    /// `KVM_CREATE_IRQCHIP`: creates an I/O APIC and the 8259 pair. After that every new vCPU has a local APIC.
-    ///
-    /// # Errors
-    /// `EEXIST` when there are controllers already, `EINVAL` when there are vCPUs already, `ENOMEM`.
-    pub fn create_irqchip(&self) -> Result<()> {
-        let _call = self.begin()?;
-        (self.bus).add_pc(&self.engine, || self.interrupts.create_pc())
-    }
-
-    /// Whether vCPUs have a local APIC.
+    /// Whether the VM has interrupt controllers.
     pub fn has_irqchip(&self) -> bool {
         self.interrupts.exist()
-    }
-
-    /// `KVM_GET_IRQCHIP`: fills in the state of the chip that `chip` names.
-    ///
-    /// # Errors
-    /// `ENXIO` without these controllers, `EINVAL` for a chip that does not exist.
-    pub fn get_irqchip(&self, chip: &mut kvm_irqchip) -> Result<()> {
-        let _call = self.begin()?;
-        self.interrupts.save_chip(chip)
-    }
-
-    /// `KVM_SET_IRQCHIP`.
-    ///
-    /// # Errors
-    /// The errors are those of [`get_irqchip`](Self::get_irqchip).
-    pub fn set_irqchip(&self, chip: &kvm_irqchip) -> Result<()> {
-        let _call = self.begin()?;
-        self.interrupts.restore_chip(chip)
-    }
-
-    /// `KVM_CREATE_PIT2`, and `KVM_CREATE_PIT` without flags: creates the 8254.
-    ///
-    /// # Errors
-    /// `EEXIST` when there is one already, `ENOENT` without an 8259 pair, `ENOMEM`.
-    pub fn create_pit(&self, config: &kvm_pit_config) -> Result<()> {
-        let _call = self.begin()?;
-        let speaker = config.flags & KVM_PIT_SPEAKER_DUMMY != 0;
-        let create = || self.interrupts.create_timer(speaker);
-        self.bus.add_timer(&self.engine, speaker, create)
-    }
-
-    /// `KVM_GET_PIT2`.
-    ///
-    /// # Errors
-    /// `ENXIO` without 8254.
-    pub fn get_pit2(&self) -> Result<kvm_pit_state2> {
-        let _call = self.begin()?;
-        self.interrupts.save_timer()
-    }
-
-    /// `KVM_SET_PIT2`: restarts all counts.
-    ///
-    /// # Errors
-    /// `ENXIO` without 8254.
-    pub fn set_pit2(&self, state: &kvm_pit_state2) -> Result<()> {
-        let _call = self.begin()?;
-        self.interrupts.restore_timer(state)
-    }
-
-    /// `KVM_REINJECT_CONTROL`: sets whether ticks that a slow guest missed are injected later.
-    ///
-    /// # Errors
-    /// `ENXIO` without 8254.
-    pub fn reinject_control(&self, control: &kvm_reinject_control) -> Result<()> {
-        let _call = self.begin()?;
-        self.interrupts.set_reinject(control.pit_reinject != 0)
     }
 
     /// `KVM_IRQ_LINE_STATUS`, and `KVM_IRQ_LINE` without the result. Returns the number of vCPUs that accepted the
@@ -101,15 +35,10 @@ impl VmObject {
     /// and for bits of the address that must be 0.
     pub fn signal_msi(&self, msi: &kvm_msi) -> Result<i32> {
         let _call = self.begin()?;
-        if !self.has_irqchip()
-            || msi.flags & !KVM_MSI_VALID_DEVID != 0
-            || self.interrupts.has_wide_ids() && msi.address_hi & 0xff != 0
-        {
+        if !self.has_irqchip() || msi.flags & !KVM_MSI_VALID_DEVID != 0 {
             return fail(libc::EINVAL);
         }
-        let address = u64::from(msi.address_hi) << 32 | u64::from(msi.address_lo);
-        let message = self.interrupts.message(address, msi.data);
-        Ok(self.interrupts.vcpus.send(None, &message).taken as i32)
+        self.interrupts.signal_msi(msi)
     }
 
     /// `KVM_SET_GSI_ROUTING`: replaces all routes. When it returns, no interrupt is delivered by an old route any more.
@@ -121,8 +50,7 @@ impl VmObject {
         if !self.has_irqchip() || flags != 0 || entries.len() > MAX_ROUTES as usize {
             return fail(libc::EINVAL);
         }
-        let has_chips = self.interrupts.chips().is_some();
-        let routes = Routes::from_client(entries, has_chips, self.interrupts.has_wide_ids())?;
+        let routes = Routes::from_client(entries, |entry| self.interrupts.target(entry))?;
         self.interrupts.replace_routes(routes);
         Ok(())
     }
@@ -131,7 +59,7 @@ impl VmObject {
     ///
     /// # Errors
     /// `EINVAL` without interrupt controllers, for unknown flags, a descriptor that is no eventfd, and resampling
-    /// without an I/O APIC; `EBADF`; `EBUSY` when the eventfd is an irqfd of this VM already; `ENOMEM`, `EMFILE`.
+    /// without controllers that tell when the guest ends an interrupt; `EBADF`; `EBUSY` when the eventfd is an irqfd of this VM already; `ENOMEM`, `EMFILE`.
     pub fn irqfd(&self, asked: &kvm_irqfd) -> Result<()> {
         let _call = self.begin()?;
         if asked.flags & !(KVM_IRQFD_FLAG_DEASSIGN | KVM_IRQFD_FLAG_RESAMPLE) != 0 {
@@ -142,7 +70,7 @@ impl VmObject {
             return interrupts.irqfds.remove(&**interrupts, asked);
         }
         let resampled = asked.flags & KVM_IRQFD_FLAG_RESAMPLE != 0;
-        if !self.has_irqchip() || resampled && interrupts.chips().is_none() {
+        if !self.has_irqchip() || resampled && !interrupts.can_resample() {
             return fail(libc::EINVAL);
         }
         let lines: Weak<dyn Lines> = Arc::<Interrupts>::downgrade(interrupts);

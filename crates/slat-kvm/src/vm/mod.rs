@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `memory` | memslots and private memory |
 //! | `dirty` | dirty logs and rings |
-//! | `interrupts` | interrupt controllers, lines, messages, irqfds |
+//! | `interrupts` | lines, messages, routes, irqfds |
 //! | `caps` | capabilities |
 //!
 //! A VM knows its vCPUs only as targets of interrupts; [`crate::vcpu`] and all modules that run a vCPU know the VM.
@@ -25,8 +25,8 @@ use crate::errno::{Error, Result, fail, no_memory};
 use crate::guest_memfd::PrivateMemory;
 use crate::io_devices::Bus;
 use crate::irq::Interrupts;
-use crate::irq::vcpus::Vcpus;
 use crate::policy::{self, Jit};
+use crate::vcpus::Vcpus;
 use crate::vfio::Devices;
 use crate::{last_thread, notify, profile, publish, recovery, report, vcpu_common};
 use kvm_bindings::*;

@@ -1,6 +1,6 @@
 //! The values of the capabilities that not every architecture has.
 
-use crate::arch::x86_64::vcpu_map::MAX_VCPU_ID;
+use crate::arch::x86_64::limits::MAX_VCPU_ID;
 use crate::arch::x86_64::{clock, guest_debug, msr, nested, options, quirks};
 use kvm_bindings::*;
 use slat::MmuKind;

@@ -14,7 +14,10 @@
 //! | | `gdb` | the registers, as GDB numbers them |
 //! | | `perf`, `compiler` | compiled code, named for perf; the threads that compile |
 //! | | `state` | what a VM, and the part of a vCPU that other threads use, have of x86 |
-//! | shared | `vcpu_map` | the limits of a VM's vCPUs |
+//! | | `limits` | the limits of a VM |
+//! | | `target` | the line, the message or the source to which a GSI is routed |
+//! | shared | `vcpu_common`, `vcpu_map` | how other threads interrupt a vCPU; the map of the local APICs' addresses |
+//! | | `chips`, `irq` | the interrupt controllers of a PC; how interrupts reach vCPUs by them |
 //! | | `caps` | capabilities |
 //! | objects | `vm`, `system` | calls of a VM and of `/dev/kvm` |
 //! | | `machine` | the machine around a CPU: address translation, MSRs, hypercalls, paravirtual features |
@@ -23,6 +26,7 @@ pub mod cpuid;
 pub mod perf;
 
 pub(crate) mod caps;
+pub(crate) mod chips;
 pub(crate) mod clock;
 pub(crate) mod compiler;
 pub(crate) mod counters;
@@ -33,6 +37,8 @@ pub(crate) mod fpu;
 pub(crate) mod gdb;
 pub(crate) mod guest_debug;
 pub(crate) mod hyperv;
+mod irq;
+pub(crate) mod limits;
 pub(crate) mod machine;
 pub(crate) mod msr;
 pub(crate) mod msr_filter;
@@ -44,7 +50,9 @@ pub(crate) mod regs;
 pub(crate) mod same_fields;
 pub(crate) mod state;
 mod system;
+pub(crate) mod target;
 pub(crate) mod trace;
+mod vcpu_common;
 pub(crate) mod vcpu_map;
 pub(crate) mod vm;
 

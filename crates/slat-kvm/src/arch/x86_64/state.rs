@@ -2,15 +2,16 @@
 
 use crate::arch::x86_64::clock::VmClock;
 use crate::arch::x86_64::compiler;
-use crate::arch::x86_64::hyperv::Hyperv;
+use crate::arch::x86_64::hyperv::{Hyperv, VirtualProcessor};
 use crate::arch::x86_64::options::Options;
 use crate::arch::x86_64::quirks::Quirks;
 use crate::errno::{Result, fail, no_memory};
 use crate::policy::Jit;
 use kvm_bindings::{KVM_CAP_X86_APIC_BUS_CYCLES_NS, KVM_X86_DEFAULT_VM, KVM_X86_SW_PROTECTED_VM};
+use slat_irqchip::lapic::Lapic;
 use slat_x86::{CodePages, Compile, Compiler};
-use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
+use std::sync::{Arc, Mutex};
 
 /// What a VM has of x86.
 pub(crate) struct VmState {
@@ -52,6 +53,28 @@ impl VmState {
             // As in KVM, the result is only the lower 32 bits of the VM's value.
             Ok(KVM_CAP_X86_APIC_BUS_CYCLES_NS) => Some(self.options.apic_bus_cycle_ns() as i32),
             _ => None,
+        }
+    }
+}
+
+/// What the part of a vCPU that other threads use has of x86.
+pub(crate) struct VcpuShared {
+    pub(crate) lapic: Option<Mutex<Lapic>>,
+    /// The pending events, as bits: `VcpuCommon::NMIS`, `INIT`, `SIPI`, `UNHALT`, `SMI`.
+    pub(crate) signals: AtomicU32,
+    pub(crate) sipi_vector: AtomicU32,
+    /// The vCPU as a virtual processor of Hyper-V's interface.
+    pub(crate) vp: VirtualProcessor,
+}
+
+impl VcpuShared {
+    /// Creates the state of a new vCPU. The VM has had `index` vCPUs before it.
+    pub(crate) fn new(index: u32, lapic: Option<Lapic>) -> Self {
+        VcpuShared {
+            lapic: lapic.map(Mutex::new),
+            signals: AtomicU32::new(0),
+            sipi_vector: AtomicU32::new(0),
+            vp: VirtualProcessor::new(index),
         }
     }
 }

@@ -1,6 +1,6 @@
 //! The calls of `/dev/kvm` that only x86 has.
 
-use crate::arch::x86_64::vcpu_map::MAX_VCPUS;
+use crate::arch::x86_64::limits::MAX_VCPUS;
 use crate::arch::x86_64::{cpuid, hyperv, msr};
 use crate::errno::Result;
 use crate::system::System;

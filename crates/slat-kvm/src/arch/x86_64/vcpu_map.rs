@@ -1,8 +1,38 @@
-//! The limits of a VM's vCPUs.
+//! The limits of a VM's vCPUs, and the map of their local APICs' addresses.
 
-/// The number of vCPUs that one VM can have.
-pub const MAX_VCPUS: u32 = 1024;
-/// One more than the largest vCPU id.
-pub const MAX_VCPU_ID: u32 = 4096;
-/// The number of address spaces of a VM: vCPUs in system management mode have an address space of their own.
-pub const ADDRESS_SPACES: u32 = 2;
+use crate::errno::{Result, no_memory};
+use crate::vcpu_common::VcpuCommon;
+use slat::Shared;
+use slat_irqchip::apic_map::ApicMap;
+use std::ops::Deref;
+
+/// Maps the addresses of local APICs to the indices of their vCPUs.
+#[derive(Default)]
+pub(crate) struct VcpuMap(ApicMap);
+
+impl Deref for VcpuMap {
+    type Target = ApicMap;
+
+    fn deref(&self) -> &ApicMap {
+        &self.0
+    }
+}
+
+impl VcpuMap {
+    /// Allocates memory for `count` vCPUs.
+    ///
+    /// # Errors
+    /// `ENOMEM`.
+    pub(crate) fn reserve(&mut self, count: usize) -> Result<()> {
+        self.0.reserve(count).map_err(no_memory)
+    }
+
+    /// Replaces the addresses by those that the vCPUs have now. No APIC may be locked.
+    pub(crate) fn rebuild(&mut self, vcpus: &[Shared<VcpuCommon>]) {
+        let addresses = vcpus.iter().enumerate().filter_map(|(place, vcpu)| {
+            let address = vcpu.lapic()?.address()?;
+            Some((place, address))
+        });
+        self.0.rebuild(addresses);
+    }
+}

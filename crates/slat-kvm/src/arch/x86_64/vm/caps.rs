@@ -1,8 +1,8 @@
 //! The capabilities of a VM that only x86 has, and the effect of enabling each.
 
+use crate::arch::x86_64::limits::MAX_VCPU_ID;
 use crate::arch::x86_64::options::NOTIFY_FLAGS;
 use crate::arch::x86_64::quirks;
-use crate::arch::x86_64::vcpu_map::MAX_VCPU_ID;
 use crate::errno::{Error, Result, fail};
 use crate::vm::VmObject;
 use kvm_bindings::*;

@@ -4,12 +4,14 @@
 //! |---|---|
 //! | `clock` | the VM's clock, and the TSC's frequency |
 //! | `caps` | capabilities |
+//! | `interrupts` | interrupt controllers, and the 8254 |
 
 mod caps;
 mod clock;
+mod interrupts;
 
+use crate::arch::x86_64::limits::MAX_VCPU_ID;
 use crate::arch::x86_64::msr_filter::MsrFilter;
-use crate::arch::x86_64::vcpu_map::MAX_VCPU_ID;
 use crate::errno::{Result, fail};
 use crate::vm::VmObject;
 use kvm_bindings::*;

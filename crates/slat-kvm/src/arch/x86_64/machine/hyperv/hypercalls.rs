@@ -128,7 +128,7 @@ impl VcpuMachine {
         let hyperv = &self.hyperv;
         Caller {
             enforced: hyperv.privileges.filter(|_| hyperv.enforces_cpuid),
-            has_synic: self.common.vp.has_synic(),
+            has_synic: self.common.arch.vp.has_synic(),
             has_debugger: self.has_debugger(),
             debugs_by_hypercalls: (self.vm.arch.hyperv)
                 .with_partition(|partition| partition.debugs_by_hypercalls()),
@@ -160,7 +160,7 @@ impl VcpuMachine {
                 let ipi = Ipi::read(input, MAX_VCPUS, |index| self.parameter(call, index))?;
                 if let Some(ipi) = ipi {
                     for vcpu in self.vm.vcpus().iter() {
-                        if ipi.targets.contains(vcpu.vp.index()) {
+                        if ipi.targets.contains(vcpu.arch.vp.index()) {
                             vcpu.request(ipi.vector);
                         }
                     }
@@ -226,7 +226,7 @@ impl VcpuMachine {
     fn flush_translations(&mut self, targets: &VpSet) {
         let is_meant = |index| targets.contains(index);
         for vcpu in self.vm.vcpus().iter() {
-            if is_meant(vcpu.vp.index()) {
+            if is_meant(vcpu.arch.vp.index()) {
                 ticker::raise(&vcpu.attention, bits::GUEST_FLUSH);
             }
         }

@@ -38,13 +38,13 @@ impl VcpuMachine {
     fn acknowledge_source(&mut self, sint: u32) {
         self.hyperv.timers.acknowledged(sint);
         self.look_at_timers();
-        let index = self.common.vp.index();
+        let index = self.common.arch.vp.index();
         self.vm.interrupts.source_acknowledged(index, sint);
     }
 
     /// Call after the guest has ended an interrupt with this vector.
     pub(super) fn acknowledge_vector(&mut self, vector: u8) {
-        let sources = self.common.vp.sources_of(vector);
+        let sources = self.common.arch.vp.sources_of(vector);
         for sint in (0..u16::BITS).filter(|sint| sources >> sint & 1 != 0) {
             self.acknowledge_source(sint);
         }

@@ -95,7 +95,7 @@ impl VcpuMachine {
             return read.map_err(invalid);
         }
         match index {
-            VP_INDEX => Ok(self.common.vp.index().into()),
+            VP_INDEX => Ok(self.common.arch.vp.index().into()),
             EOI | ICR | TPR => {
                 self.collect_pv_eoi();
                 let lapic = self.common.lapic().ok_or(MsrFault::Invalid)?;
@@ -105,7 +105,7 @@ impl VcpuMachine {
             VP_ASSIST_PAGE => Ok(self.hyperv.assist_page),
             VP_RUNTIME => Ok(thread_runtime().wrapping_add(self.hyperv.runtime_offset)),
             SCONTROL..=EOM | SINT0..=SINT15 => {
-                self.common.vp.synic().read(index, by).map_err(invalid)
+                self.common.arch.vp.synic().read(index, by).map_err(invalid)
             }
             STIMER0_CONFIG..=STIMER3_COUNT => Ok(self.hyperv.timers.read(index)),
             TSC_FREQUENCY => Ok(u64::from(self.tsc.khz()) * 1000),
@@ -129,7 +129,7 @@ impl VcpuMachine {
         let by_guest = by == Writer::Guest;
         match index {
             VP_INDEX if by_guest || value as u32 >= MAX_VCPUS => return Err(MsrFault::Invalid),
-            VP_INDEX => self.common.vp.set_index(value as u32),
+            VP_INDEX => self.common.arch.vp.set_index(value as u32),
             EOI | ICR | TPR => {
                 self.collect_pv_eoi();
                 let now = self.vm.arch.clock.now();
@@ -150,7 +150,7 @@ impl VcpuMachine {
                 let direct_mode = !self.hyperv.enforces_cpuid
                     || privileges.is_some_and(|privileges| privileges.has_direct_timers());
                 let rights = Rights {
-                    has_synic: self.common.vp.has_synic(),
+                    has_synic: self.common.arch.vp.has_synic(),
                     direct_mode,
                 };
                 (self.hyperv.timers.write(index, value, by, rights)).map_err(invalid)?;
@@ -187,12 +187,12 @@ impl VcpuMachine {
     fn write_synic(&mut self, index: u32, value: u64, by: Writer) -> Result<(), MsrFault> {
         use synic::Effect;
         if by == Writer::Guest {
-            let page = self.common.vp.synic().page_to_clear(index, value);
+            let page = self.common.arch.vp.synic().page_to_clear(index, value);
             if let Some(page) = page {
                 self.store_for(by, page, &[0; PAGE])?;
             }
         }
-        let effect = self.common.vp.synic().write(index, value, by);
+        let effect = self.common.arch.vp.synic().write(index, value, by);
         match effect.map_err(invalid)? {
             Effect::None | Effect::Vectors => {}
             Effect::Exit(index) => self.exit_for_hyperv(HypervExit::Synic(index)),

@@ -51,7 +51,7 @@ impl VcpuMachine {
                     Ok(()) => {}
                     Err(delivery) => return delivery,
                 }
-                let vector = self.common.vp.vector(sint);
+                let vector = self.common.arch.vp.vector(sint);
                 vector.map_or(Request::Refused, |vector| self.common.request(vector))
             }
         };
@@ -70,7 +70,7 @@ impl VcpuMachine {
         message: &[u8],
         may_be_dropped: bool,
     ) -> Result<(), Delivery> {
-        let slot = self.common.vp.synic().message_slot(sint);
+        let slot = self.common.arch.vp.synic().message_slot(sint);
         let slot = slot.ok_or(Delivery::Failed)?;
         let first = self.read_guest_word(slot);
         let first = first.ok_or_else(|| self.delivery_without_access())?;

@@ -1,10 +1,12 @@
 //! The 8259 pair and the I/O APIC of a VM, shared by its vCPUs and by all threads that raise interrupts.
 
+use crate::arch::x86_64::chips::targets::Sent;
+use crate::arch::x86_64::chips::timer::Timer;
+use crate::arch::x86_64::chips::vectors::Vectors;
 use crate::errno::Result;
-use crate::irq::timer::Timer;
-use crate::irq::vcpus::{Sent, Targets};
-use crate::irq::vectors::Vectors;
+use crate::irqfd::RESAMPLE;
 use crate::ticker::{Alarm, Client};
+use crate::vcpus::Targets;
 use slat::Shared;
 use slat_irqchip::ioapic::{self, IoApic};
 use slat_irqchip::line::Outcome;
@@ -14,10 +16,6 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Source of a line's level: the client, by `KVM_IRQ_LINE` or an irqfd.
-pub(crate) const USERSPACE: u8 = 0;
-/// Source of a line's level: resampled irqfds.
-pub(crate) const RESAMPLE: u8 = 1;
 /// Source of a line's level: the 8254.
 pub(crate) const TIMER: u8 = 2;
 
@@ -25,9 +23,9 @@ pub(crate) const TIMER: u8 = 2;
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Ended {
     /// Lines of the 8259 pair, a bit each.
-    pub(super) lines: u16,
+    pub(crate) lines: u16,
     /// Pins of the I/O APIC, a bit each.
-    pub(super) pins: u32,
+    pub(crate) pins: u32,
 }
 
 impl Ended {

@@ -7,13 +7,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub(crate) struct Vectors([AtomicU64; 4]);
 
 impl Vectors {
-    pub(super) fn store(&self, vectors: [u64; 4]) {
+    pub(crate) fn store(&self, vectors: [u64; 4]) {
         for (word, value) in self.0.iter().zip(vectors) {
             word.store(value, Ordering::SeqCst);
         }
     }
 
-    pub(super) fn insert(&self, vector: u8) {
+    pub(crate) fn insert(&self, vector: u8) {
         if !self.contains(vector) {
             let word = &self.0[usize::from(vector >> 6)];
             word.fetch_or(1 << (vector & 63), Ordering::SeqCst);

@@ -1,11 +1,11 @@
 //! Creation of interrupt controllers.
 
+use crate::arch::x86_64::chips::{Chips, Model, Timer, Vectors};
+use crate::arch::x86_64::irq::routes;
 use crate::errno::{Result, fail, no_memory};
-use crate::irq::chips::Chips;
-use crate::irq::routing::{MAX_ROUTES, Routes};
-use crate::irq::timer::Timer;
-use crate::irq::vectors::Vectors;
-use crate::irq::{Interrupts, Model, irqfd};
+use crate::irq::Interrupts;
+use crate::irqfd;
+use crate::routing::{MAX_ROUTES, Routes};
 use crate::ticker::{Alarm, VmTimer, VmTimers};
 use kvm_bindings::{KVM_X2APIC_API_DISABLE_BROADCAST_QUIRK, KVM_X2APIC_API_USE_32BIT_IDS};
 use slat::Shared;
@@ -30,7 +30,7 @@ impl Interrupts {
         if !vcpus.is_empty() {
             return fail(libc::EINVAL);
         }
-        let routes = Routes::pc()?;
+        let routes = routes::pc()?;
         let chips = Chips::new(self.alarm(VmTimer::Storm))?;
         let chips = Shared::try_new(chips).map_err(no_memory)?;
         self.set_model(Model::Pc(chips), routes)
@@ -60,7 +60,7 @@ impl Interrupts {
     fn set_model(&self, model: Model, routes: Routes) -> Result<()> {
         irqfd::prepare();
         self.replace_routes(routes);
-        match self.model.set(model) {
+        match self.arch.model.set(model) {
             Ok(()) => Ok(()),
             Err(_) => fail(libc::EEXIST),
         }
@@ -93,7 +93,7 @@ impl Interrupts {
         }
         if flags & wide_ids != 0 {
             // A second call changes nothing. QEMU and other clients make one call, before they create vCPUs.
-            let _ = self.msi_ids.set(MsiIds::ThirtyTwo {
+            let _ = self.arch.msi_ids.set(MsiIds::ThirtyTwo {
                 wide_broadcast: flags & no_quirk != 0,
             });
         }

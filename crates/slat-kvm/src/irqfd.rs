@@ -16,7 +16,6 @@ use crate::background::{self, Background};
 use crate::errno::{Error, Result, fail, no_memory};
 use crate::eventfd::{self, EventFd};
 use crate::heap;
-use crate::irq::chips::{RESAMPLE, USERSPACE};
 use crate::messages;
 use crate::process::PerProcess;
 use kvm_bindings::*;
@@ -26,6 +25,11 @@ use std::ffi::CStr;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, Weak};
+
+/// Source of a line's level: the client, by `KVM_IRQ_LINE` or an irqfd.
+pub(crate) const USERSPACE: u8 = 0;
+/// Source of a line's level: resampled irqfds.
+pub(crate) const RESAMPLE: u8 = 1;
 
 /// The greatest number of events that one `epoll_wait` returns.
 const AT_A_TIME: usize = 64;

@@ -1,66 +1,78 @@
 //! Delivery of lines and messages to vCPUs, guests' accesses to controllers, and delivery of ends of interrupts to
 //! controllers and clients.
 
-use crate::irq::chips::{Ended, TIMER};
-use crate::irq::irqfd::Lines;
-use crate::irq::routing::{Routes, Target};
-use crate::irq::{Interrupts, Model};
+use crate::arch::x86_64::chips::devices::{Device, SPEAKER};
+use crate::arch::x86_64::chips::{Ended, Model, TIMER};
+use crate::arch::x86_64::target::Target;
+use crate::errno::{Result, fail};
+use crate::irq::Interrupts;
+use crate::routing::Routes;
 use crate::ticker::{VmTimer, VmTimers};
+use kvm_bindings::{kvm_irq_routing_entry, kvm_msi};
 use slat_irqchip::lapic::Request;
 use slat_irqchip::line::Outcome;
 use slat_irqchip::message::Message;
 use slat_trace::{AckIrq, MsiSetIrq, point};
-use std::sync::{PoisonError, RwLockReadGuard};
 
 impl Interrupts {
-    fn routes(&self) -> RwLockReadGuard<'_, Routes> {
-        self.routes.read().unwrap_or_else(PoisonError::into_inner)
+    /// Sets the level that `source` gives a target of a GSI. Returns the status of `KVM_IRQ_LINE_STATUS`.
+    pub(crate) fn set_target(&self, target: Target, source: u8, level: bool) -> i32 {
+        let (chips, vcpus) = (self.chips(), &self.vcpus);
+        match (target, chips) {
+            (Target::Pic(line), Some(chips)) => {
+                chips.set_pic_line(vcpus, line, source, level).status()
+            }
+            (Target::IoApic(pin), Some(chips)) => {
+                chips.set_ioapic_pin(vcpus, pin, source, level).status()
+            }
+            (Target::Msi { address, data }, _) if level => self.send_msi(address, data).status(),
+            (Target::Sint { vp, sint }, _) if level => self.signal_source(vp, sint).status(),
+            // Lowering a line sends no message. Without chips, no route leads to a chip.
+            _ => -1,
+        }
     }
 
-    /// Sets the level that `source` gives the line of a GSI. Returns the status of `KVM_IRQ_LINE_STATUS`.
-    pub(crate) fn set_line(&self, gsi: u32, source: u8, level: bool) -> i32 {
+    /// Raises and lowers a target of a GSI, at its chip under one lock.
+    pub(crate) fn pulse_target(&self, target: Target, source: u8) {
         let (chips, vcpus) = (self.chips(), &self.vcpus);
-        let mut status = -1;
-        for target in self.routes().of(gsi) {
-            let one = match (target, chips) {
-                (Target::Pic(line), Some(chips)) => {
-                    chips.set_pic_line(vcpus, line, source, level).status()
-                }
-                (Target::IoApic(pin), Some(chips)) => {
-                    chips.set_ioapic_pin(vcpus, pin, source, level).status()
-                }
-                (Target::Msi { address, data }, _) if level => {
-                    self.send_msi(address, data).status()
-                }
-                (Target::Sint { vp, sint }, _) if level => self.signal_source(vp, sint).status(),
-                // Lowering a line sends no message. Without chips, no route leads to a chip.
-                _ => -1,
-            };
-            if one >= 0 {
-                status = one + status.max(0);
+        match (target, chips) {
+            (Target::Pic(line), Some(chips)) => chips.pulse_pic_line(vcpus, line, source),
+            (Target::IoApic(pin), Some(chips)) => chips.pulse_ioapic_pin(vcpus, pin, source),
+            (Target::Msi { address, data }, _) => {
+                self.send_msi(address, data);
             }
+            (Target::Sint { vp, sint }, _) => {
+                self.signal_source(vp, sint);
+            }
+            (Target::Pic(_) | Target::IoApic(_), None) => {}
         }
-        status
     }
 
-    /// Raises and lowers the line of a GSI, at each chip under one lock. So no other thread finds the line high. A
-    /// change of routes cannot leave the line high, and a guest that ends the interrupt at once can get the next
-    /// interrupt.
-    pub(crate) fn pulse_line(&self, gsi: u32, source: u8) {
-        let (chips, vcpus) = (self.chips(), &self.vcpus);
-        for target in self.routes().of(gsi) {
-            match (target, chips) {
-                (Target::Pic(line), Some(chips)) => chips.pulse_pic_line(vcpus, line, source),
-                (Target::IoApic(pin), Some(chips)) => chips.pulse_ioapic_pin(vcpus, pin, source),
-                (Target::Msi { address, data }, _) => {
-                    self.send_msi(address, data);
-                }
-                (Target::Sint { vp, sint }, _) => {
-                    self.signal_source(vp, sint);
-                }
-                (Target::Pic(_) | Target::IoApic(_), None) => {}
-            }
+    /// Returns where an entry of a client's table of routes leads.
+    ///
+    /// # Errors
+    /// `EINVAL` for numbers beyond the limits, and for unknown kinds.
+    pub(crate) fn target(&self, entry: &kvm_irq_routing_entry) -> Result<Target> {
+        Target::of(entry, self.chips().is_some(), self.has_wide_ids())
+    }
+
+    /// Carries out `KVM_SIGNAL_MSI`. Returns the number of vCPUs that accepted the interrupt, including those for which
+    /// it was already pending.
+    ///
+    /// # Errors
+    /// `EINVAL` for bits of the address that must be 0.
+    pub(crate) fn signal_msi(&self, msi: &kvm_msi) -> Result<i32> {
+        if self.has_wide_ids() && msi.address_hi & 0xff != 0 {
+            return fail(libc::EINVAL);
         }
+        let address = u64::from(msi.address_hi) << 32 | u64::from(msi.address_lo);
+        let message = self.message(address, msi.data);
+        Ok(self.vcpus.send(None, &message).taken as i32)
+    }
+
+    /// Whether lines are lowered when the guest ends their interrupts, as resampled irqfds need it.
+    pub(crate) fn can_resample(&self) -> bool {
+        self.chips().is_some()
     }
 
     /// Returns the message of a device that writes `data` to `address`.
@@ -87,9 +99,9 @@ impl Interrupts {
         let vcpus = self.vcpus.read();
         let request = vcpus
             .iter()
-            .find(|vcpu| vcpu.vp.index() == vp)
+            .find(|vcpu| vcpu.arch.vp.index() == vp)
             .and_then(|vcpu| {
-                let vector = vcpu.vp.vector(sint)?;
+                let vector = vcpu.arch.vp.vector(sint)?;
                 Some(vcpu.request(vector))
             });
         match request {
@@ -110,13 +122,14 @@ impl Interrupts {
         }
     }
 
-    /// Replaces all routes. When this returns, no interrupt is delivered by an old route any more.
-    pub(crate) fn replace_routes(&self, routes: Routes) {
-        let mut current = self.routes.write().unwrap_or_else(PoisonError::into_inner);
-        *current = routes;
-        if let Some(Model::Split { pins, reported }) = self.model.get() {
+    /// Notes which vectors the client wants to learn the ends of. Call with the new routes, which are locked.
+    pub(crate) fn routes_changed(&self, routes: &Routes) {
+        if let Some(Model::Split { pins, reported }) = self.arch.model.get() {
             let mut vectors = [0; 4];
-            for (address, data) in current.messages_below(*pins) {
+            for target in routes.below(*pins) {
+                let Target::Msi { address, data } = target else {
+                    continue;
+                };
                 let message = self.message(address, data);
                 if message.level {
                     vectors[usize::from(message.vector >> 6)] |= 1 << (message.vector & 63);
@@ -128,7 +141,7 @@ impl Interrupts {
 
     /// Whether the I/O APIC, slat's or the client's, has to learn of the end of interrupts with this vector.
     pub(crate) fn waits_for_end(&self, vector: u8) -> bool {
-        match self.model.get() {
+        match self.arch.model.get() {
             Some(Model::Pc(chips)) => chips.ioapic_has(vector),
             Some(Model::Split { reported, .. }) => reported.contains(vector),
             None => false,
@@ -155,20 +168,52 @@ impl Interrupts {
         Some(vector)
     }
 
+    /// Reads units from a device at `address`. Returns whether the device has accepted the read.
+    pub(crate) fn read<'a>(
+        &self,
+        device: Device,
+        address: u64,
+        units: &mut impl Iterator<Item = &'a mut [u8]>,
+    ) -> bool {
+        let port = address as u16;
+        match device {
+            Device::Pics => units.all(|unit| self.read_pics(port, unit)),
+            Device::Speaker if address != SPEAKER => false,
+            Device::Timer | Device::Speaker => units.all(|unit| self.read_timer(port, unit)),
+            Device::IoApic => units.all(|unit| self.read_ioapic(address, unit)),
+        }
+    }
+
+    /// Writes units to a device at `address`. Returns whether the device has accepted all units.
+    pub(crate) fn write<'a>(
+        &self,
+        device: Device,
+        address: u64,
+        units: &mut impl Iterator<Item = &'a [u8]>,
+    ) -> bool {
+        let port = address as u16;
+        match device {
+            Device::Pics => units.all(|unit| self.write_pics(port, unit)),
+            Device::Speaker if address != SPEAKER => false,
+            Device::Timer | Device::Speaker => units.all(|unit| self.write_timer(port, unit)),
+            Device::IoApic => units.all(|unit| self.write_ioapic(address, unit)),
+        }
+    }
+
     /// Reads `data.len()` bytes from a port of the 8259 pair. Returns `false` without an 8259 pair.
-    pub(crate) fn read_pics(&self, port: u16, data: &mut [u8]) -> bool {
+    fn read_pics(&self, port: u16, data: &mut [u8]) -> bool {
         let ended = (self.chips()).map(|chips| chips.read_pics(&self.vcpus, port, data));
         ended.map(|ended| self.carry_out(ended)).is_some()
     }
 
     /// Writes to a port of the 8259 pair. Returns `false` without an 8259 pair.
-    pub(crate) fn write_pics(&self, port: u16, data: &[u8]) -> bool {
+    fn write_pics(&self, port: u16, data: &[u8]) -> bool {
         let ended = (self.chips()).map(|chips| chips.write_pics(&self.vcpus, port, data));
         ended.map(|ended| self.carry_out(ended)).is_some()
     }
 
     /// Reads `data.len()` bytes from a port of the 8254. Returns `false` without an 8254.
-    pub(crate) fn read_timer(&self, port: u16, data: &mut [u8]) -> bool {
+    fn read_timer(&self, port: u16, data: &mut [u8]) -> bool {
         let Some(timer) = self.timer() else {
             return false;
         };
@@ -178,19 +223,19 @@ impl Interrupts {
     }
 
     /// Writes to a port of the 8254. Returns `false` without an 8254.
-    pub(crate) fn write_timer(&self, port: u16, data: &[u8]) -> bool {
+    fn write_timer(&self, port: u16, data: &[u8]) -> bool {
         let timer = self.timer();
         timer.map(|timer| timer.write(port, data[0])).is_some()
     }
 
     /// Reads registers of the I/O APIC. Returns `false` if `gpa` is not one of its addresses.
-    pub(crate) fn read_ioapic(&self, gpa: u64, data: &mut [u8]) -> bool {
+    fn read_ioapic(&self, gpa: u64, data: &mut [u8]) -> bool {
         let chips = self.chips().filter(|chips| chips.ioapic_contains(gpa));
         chips.map(|chips| chips.read_ioapic(gpa, data)).is_some()
     }
 
     /// Writes registers of the I/O APIC. Returns `false` if `gpa` is not one of its addresses.
-    pub(crate) fn write_ioapic(&self, gpa: u64, data: &[u8]) -> bool {
+    fn write_ioapic(&self, gpa: u64, data: &[u8]) -> bool {
         let Some(chips) = self.chips().filter(|chips| chips.ioapic_contains(gpa)) else {
             return false;
         };
@@ -224,16 +269,6 @@ impl Interrupts {
     fn pulse_timer(&self) {
         self.pulse_line(0, TIMER);
         self.vcpus.pulse_lint0();
-    }
-}
-
-impl Lines for Interrupts {
-    fn set(&self, gsi: u32, source: u8, level: bool) {
-        self.set_line(gsi, source, level);
-    }
-
-    fn pulse(&self, gsi: u32, source: u8) {
-        self.pulse_line(gsi, source);
     }
 }
 

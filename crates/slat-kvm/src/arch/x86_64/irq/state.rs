@@ -1,10 +1,9 @@
 //! The controllers' state in KVM's structs.
 
-use crate::arch::same_fields::same_fields;
+use crate::arch::x86_64::chips::{Chips, Timer};
+use crate::arch::x86_64::same_fields::same_fields;
 use crate::errno::{Result, fail};
 use crate::irq::Interrupts;
-use crate::irq::chips::Chips;
-use crate::irq::timer::Timer;
 use kvm_bindings::*;
 use slat_irqchip::ioapic::IoApicState;
 use slat_irqchip::pic::{Chip, PicState};

@@ -1,0 +1,37 @@
+//! The places of the interrupt controllers and the timer of a PC on the bus of a VM. (The local APIC is not on the bus:
+//! each vCPU has a local APIC, which the vCPU's accesses reach first.)
+
+use crate::io_bus::{Range, Space};
+use slat_irqchip::ioapic;
+
+/// A device of a PC.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Device {
+    /// The 8259 pair.
+    Pics,
+    /// The 8254.
+    Timer,
+    /// The 8254's port 0x61.
+    Speaker,
+    IoApic,
+}
+
+/// The port of [`Device::Speaker`]. The device's range on KVM's bus is longer, but the device serves only this port.
+pub(crate) const SPEAKER: u64 = 0x61;
+
+/// The devices of `KVM_CREATE_IRQCHIP`. If `KVM_SET_IRQCHIP` moves the I/O APIC to another address, it is not found
+/// there, as in KVM.
+pub(crate) const PC: [(Range, Device); 4] = [
+    (Range::new(Space::Ports, 0x20, 2), Device::Pics),
+    (Range::new(Space::Ports, 0xa0, 2), Device::Pics),
+    (Range::new(Space::Ports, 0x4d0, 2), Device::Pics),
+    (
+        Range::new(Space::Memory, ioapic::DEFAULT_BASE, ioapic::WINDOW),
+        Device::IoApic,
+    ),
+];
+/// The devices of `KVM_CREATE_PIT2`.
+pub(crate) const TIMER: (Range, Device) = (Range::new(Space::Ports, 0x40, 4), Device::Timer);
+/// Its port 0x61.
+pub(crate) const TIMERS_PORT: (Range, Device) =
+    (Range::new(Space::Ports, SPEAKER, 4), Device::Speaker);

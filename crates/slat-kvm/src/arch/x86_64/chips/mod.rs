@@ -1,0 +1,46 @@
+//! The interrupt controllers of a VM besides the local APICs. They are in `slat-irqchip`; here are their locks, and
+//! their places in a VM.
+//!
+//! | file | idea |
+//! |---|---|
+//! | `chips` | the 8259 pair and the I/O APIC of a VM: ports, registers, locks |
+//! | `timer` | the 8254, and its alarm |
+//! | `vectors` | sets of vectors |
+//! | `targets` | messages to vCPUs |
+//! | `devices` | the controllers' places on the bus |
+
+mod chips;
+pub(crate) mod devices;
+mod targets;
+mod timer;
+mod vectors;
+
+pub(crate) use chips::{Chips, Ended, TIMER};
+pub(crate) use timer::Timer;
+pub(crate) use vectors::Vectors;
+
+use slat::Shared;
+use slat_irqchip::message::MsiIds;
+use std::sync::OnceLock;
+
+/// The interrupt controllers that a VM has, besides the local APICs.
+pub(crate) enum Model {
+    /// All controllers of a PC (`KVM_CREATE_IRQCHIP`).
+    Pc(Shared<Chips>),
+    /// No controllers: the client emulates them (`KVM_CAP_SPLIT_IRQCHIP`).
+    Split {
+        /// GSIs below this number are pins of the client's I/O APIC.
+        pins: u32,
+        /// The vectors of level-triggered pins. The end of an interrupt with such a vector exits to the client.
+        reported: Vectors,
+    },
+}
+
+/// What the interrupts of a VM have of x86.
+#[derive(Default)]
+pub(crate) struct Controllers {
+    /// Not set until the client creates controllers. Without it, vCPUs have no local APIC, and the client emulates all
+    /// controllers.
+    pub(crate) model: OnceLock<Model>,
+    pub(crate) msi_ids: OnceLock<MsiIds>,
+}

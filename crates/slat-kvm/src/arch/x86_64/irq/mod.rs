@@ -1,0 +1,58 @@
+//! How interrupts reach vCPUs by the controllers of a PC, and by local APICs.
+//!
+//! | file | idea |
+//! |---|---|
+//! | `lines` | delivery of lines and messages to vCPUs, accesses to controllers, and ends of interrupts |
+//! | `routes` | the routes of a PC |
+//! | `create`, `state` | creation of controllers; how they are saved and restored |
+//!
+//! [`Interrupts`] carries out the effects that a controller reports.
+//!
+//! # Locks
+//! After the locks of the irqfds and the routes, a call acquires, and may skip some: the 8254, then the 8259 pair or the
+//! I/O APIC, the vCPUs (for reading), one local APIC, the SynIC of its vCPU. A vCPU that ends an interrupt or writes to a
+//! controller has its own APIC unlocked. The effects that a locked controller reports are carried out after it is
+//! unlocked.
+
+mod create;
+mod lines;
+mod routes;
+mod state;
+
+use crate::arch::x86_64::chips::{Chips, Model, Timer};
+use crate::irq::Interrupts;
+use slat_irqchip::message::MsiIds;
+
+impl Interrupts {
+    /// Whether vCPUs have local APICs.
+    pub(crate) fn exist(&self) -> bool {
+        self.arch.model.get().is_some()
+    }
+
+    /// The 8259 pair and the I/O APIC, if slat emulates them.
+    pub(crate) fn chips(&self) -> Option<&Chips> {
+        match self.arch.model.get() {
+            Some(Model::Pc(chips)) => Some(chips),
+            _ => None,
+        }
+    }
+
+    /// The 8254, if slat emulates it.
+    pub(crate) fn timer(&self) -> Option<&Timer> {
+        self.chips()?.timer.get().map(|timer| &**timer)
+    }
+
+    /// Whether the client emulates all controllers but the local APICs.
+    pub(crate) fn is_split(&self) -> bool {
+        matches!(self.arch.model.get(), Some(Model::Split { .. }))
+    }
+
+    /// Whether destinations of messages and ids of APICs have 32 bits in the client's structs.
+    pub(crate) fn has_wide_ids(&self) -> bool {
+        self.msi_ids() != MsiIds::Eight
+    }
+
+    fn msi_ids(&self) -> MsiIds {
+        self.arch.msi_ids.get().copied().unwrap_or_default()
+    }
+}

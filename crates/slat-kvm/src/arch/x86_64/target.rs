@@ -1,0 +1,91 @@
+//! The line, the message or the source to which a GSI is routed.
+
+use crate::errno::{Result, fail};
+use kvm_bindings::*;
+
+/// Lines of one 8259.
+pub(crate) const PIC_LINES: u32 = 8;
+/// Pins of the I/O APIC.
+pub(crate) const IOAPIC_PINS: u32 = 24;
+
+/// A line or a message to which a GSI is routed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Target {
+    /// A line of the 8259 pair, 0 to 15.
+    Pic(u8),
+    /// A pin of the I/O APIC.
+    IoApic(u8),
+    /// A message.
+    Msi {
+        /// The address that a device would write to.
+        address: u64,
+        /// The word that a device would write.
+        data: u32,
+    },
+    /// A source of the SynIC of a virtual processor.
+    Sint {
+        /// The VP index.
+        vp: u32,
+        /// The source.
+        sint: u32,
+    },
+}
+
+impl Target {
+    /// Returns where an entry of a client's table leads. `has_chips`: it may name lines and pins. `extended_ids`: see
+    /// [`Message::from_msi`].
+    ///
+    /// [`Message::from_msi`]: slat_irqchip::message::Message::from_msi
+    ///
+    /// # Errors
+    /// `EINVAL` for numbers beyond the limits, and for unknown kinds.
+    pub(crate) fn of(
+        entry: &kvm_irq_routing_entry,
+        has_chips: bool,
+        extended_ids: bool,
+    ) -> Result<Self> {
+        match entry.type_ {
+            KVM_IRQ_ROUTING_IRQCHIP if has_chips => {
+                // SAFETY: plain integers, whatever the kind of the entry.
+                let kvm_irq_routing_irqchip { irqchip, pin } = unsafe { entry.u.irqchip };
+                match irqchip {
+                    KVM_IRQCHIP_PIC_MASTER if pin < PIC_LINES => Ok(Target::Pic(pin as u8)),
+                    KVM_IRQCHIP_PIC_SLAVE if pin < PIC_LINES => {
+                        Ok(Target::Pic((pin + PIC_LINES) as u8))
+                    }
+                    KVM_IRQCHIP_IOAPIC if pin < IOAPIC_PINS => Ok(Target::IoApic(pin as u8)),
+                    _ => fail(libc::EINVAL),
+                }
+            }
+            KVM_IRQ_ROUTING_MSI => {
+                // SAFETY: as above.
+                let msi = unsafe { entry.u.msi };
+                if extended_ids && msi.address_hi & 0xff != 0 {
+                    return fail(libc::EINVAL);
+                }
+                Ok(Target::Msi {
+                    address: u64::from(msi.address_hi) << 32 | u64::from(msi.address_lo),
+                    data: msi.data,
+                })
+            }
+            KVM_IRQ_ROUTING_HV_SINT => {
+                // SAFETY: as above.
+                let kvm_irq_routing_hv_sint { vcpu, sint } = unsafe { entry.u.hv_sint };
+                Ok(Target::Sint { vp: vcpu, sint })
+            }
+            _ => fail(libc::EINVAL),
+        }
+    }
+
+    /// Whether a GSI must not have both targets. As in KVM, a GSI is routed to each chip at most once, or to one
+    /// message, or to one source.
+    fn excludes(self, other: Target) -> bool {
+        match (self, other) {
+            (Target::Pic(one), Target::Pic(another)) => {
+                (u32::from(one) < PIC_LINES) == (u32::from(another) < PIC_LINES)
+            }
+            (Target::Pic(_), Target::IoApic(_)) | (Target::IoApic(_), Target::Pic(_)) => false,
+            _ => true,
+        }
+    }
+}
