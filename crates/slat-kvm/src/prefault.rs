@@ -52,7 +52,7 @@ impl VcpuObject {
         }
         let end = (range.gpa / STRETCH + 1).saturating_mul(STRETCH);
         let end = end.min(range.gpa + range.size);
-        let done = match inner.machine.engine.prefault(Gpa(range.gpa)..Gpa(end)) {
+        let done = match inner.as_mut().prefault(Gpa(range.gpa)..Gpa(end)) {
             Ok(done) => done,
             Err(Stop::Retry) => {
                 give_way(inner);
@@ -75,7 +75,7 @@ impl VcpuObject {
 /// Drops all translations and acknowledges flushes, because other threads wait for these flushes.
 fn give_way(inner: &mut Inner) {
     inner.flush_translations();
-    inner.machine.engine.quiesce();
+    inner.as_mut().quiesce();
 }
 
 fn errno(stop: &Stop) -> i32 {

@@ -8,7 +8,7 @@ mod x86_64;
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) use x86_64::{
-    Counters, Probe, ProbeHit, ProbeKind,
+    Counters, Executor, Exit, Probe, ProbeHit, ProbeKind,
     caps::capability,
     chips::{Controllers, devices::Device},
     clock,
@@ -17,16 +17,22 @@ pub(crate) use x86_64::{
     compiler,
     compiler::{start as start_compiler, why_not as why_not_compiled},
     counters,
+    counters::reason,
     counters::{Exits, NEVER, NEVER_IN, meaning},
     cpuid, events, exit, fpu,
     gdb::{get as get_registers, set as set_register},
     guest_debug, hyperv,
     limits::{MAX_VCPU_ID, MAX_VCPUS},
-    machine, msr, msr_filter, nested, options, quirks, regs, same_fields,
+    machine,
+    machine::VcpuMachine,
+    machine::frames::MOST as MOST_FRAMES,
+    msr, msr_filter, nested, options, quirks, regs, same_fields,
     state::{VcpuShared, VmState, is_protected},
     target::Target,
     trace,
+    trace::{enters as trace_entry, left as trace_exit},
     vcpu_map::VcpuMap,
+    vcpu_state::VcpuState,
     vm,
 };
 #[cfg(target_arch = "x86_64")]

@@ -1,38 +1,25 @@
 //! `KVM_RUN`: runs the guest until an exit, and stores the exit for the client.
 //!
-//! | file | idea |
-//! |---|---|
-//! | `interrupts` | delivery of INIT, SIPI, NMIs and interrupts, and halts, which end by them |
-//! | `accesses` | port and MMIO accesses that do not exit to the client |
-//! | `hyperv` | exits of Hyper-V's interface |
-//! | `smm` | entry to system management mode, and RSM |
+//! What the architecture does before and after the guest runs, and with the CPU's exits, is in its folder. File
+//! `accesses` has memory accesses that do not exit to the client, and what other accesses share with them.
 
 mod accesses;
-mod hyperv;
-mod interrupts;
-mod smm;
 
-use crate::arch;
-use crate::arch::exit::ClientCall;
-use crate::arch::machine::hypercall::store_result;
-use crate::arch::machine::{VcpuMachine, frames};
-use crate::arch::{guest_debug, msr};
+use crate::arch::{self, Executor, Exit, MOST_FRAMES, VcpuMachine};
 use crate::entered::Entered;
 use crate::errno::{Result, fail};
 use crate::profile::{self, Origin};
-use crate::run_page::{PIO_OFFSET, field, set_field};
+use crate::run_page::set_field;
 use crate::signals::Masked;
 use crate::thread::{self, bits};
 use crate::ticker;
-use crate::vcpu::{Inner, Unfinished, VcpuObject};
-use crate::{exit, messages, trace};
+use crate::trace;
+use crate::vcpu::{Inner, VcpuObject};
 use kvm_bindings::*;
 use slat::Attention;
 use slat_trace::{DirtyRingExit, point};
-use slat_x86::state::flags;
-use slat_x86::{Executor, Exit, PORT_BYTES, vector};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Whether every signal handler of the client calls [`crate::signal_arrived`]. If not, `KVM_RUN` polls
 /// `immediate_exit`, because a handler that sets `immediate_exit` wakes no vCPU.
@@ -44,14 +31,10 @@ pub fn watch_signals() {
 }
 
 /// The time limit of sleeps. Without a time limit, the kernel restarts a wait after a signal handler.
-const LONGEST_SLEEP: Duration = Duration::from_secs(60);
-
-/// The time by which the notify window is extended, as in processors. A guest does nothing by accident that takes as
-/// long.
-const NOTIFY_THRESHOLD: Duration = Duration::from_millis(1);
+pub(crate) const LONGEST_SLEEP: Duration = Duration::from_secs(60);
 
 /// The next step of the run loop after an exit of the CPU.
-enum Next {
+pub(crate) enum Next {
     /// Run the guest again.
     Again,
     /// Return to the client: the exit is in `kvm_run`.
@@ -102,114 +85,9 @@ impl VcpuObject {
         result
     }
 
-    /// Reads the client's input in `kvm_run` and finishes the access that the client completed. Returns `false` if
-    /// `KVM_RUN` has to return at once, with success.
-    fn prepare(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<bool> {
-        self.accept_init_sipi(inner);
-        if inner.mp_state == KVM_MP_STATE_UNINITIALIZED
-            || inner.mp_state == KVM_MP_STATE_INIT_RECEIVED
-        {
-            return self.wait_for_sipi(inner, masked);
-        }
-        let unknown = !u64::from(KVM_SYNC_X86_VALID_FIELDS);
-        let dirty = field!(self.page, kvm_dirty_regs);
-        if field!(self.page, kvm_valid_regs) & unknown != 0 || dirty & unknown != 0 {
-            return fail(libc::EINVAL);
-        }
-        if dirty != 0 {
-            self.take_synced(inner, dirty)?;
-        }
-        if !self.vm.has_irqchip() {
-            let cr8 = field!(self.page, cr8);
-            if cr8 & !15 != 0 {
-                return fail(libc::EINVAL);
-            }
-            inner.cpu.state.cr8 = cr8;
-        }
-        match std::mem::take(&mut inner.unfinished) {
-            Unfinished::Nothing => {}
-            Unfinished::PortOut => inner.cpu.complete_io(&[]),
-            Unfinished::PortIn(len) => {
-                let mut data = [0; PORT_BYTES];
-                self.page.read_pio(&mut data[..len]);
-                let (port, size) = (
-                    field!(self.page, __bindgen_anon_1.io.port),
-                    field!(self.page, __bindgen_anon_1.io.size),
-                );
-                arch::trace::port(false, port, size.into(), &data[..len]);
-                inner.cpu.complete_io(&data[..len]);
-            }
-            Unfinished::Hypercall => {
-                let result = field!(self.page, __bindgen_anon_1.hypercall.ret);
-                (inner.cpu).complete_hypercall(|state, wide| store_result(state, wide, result));
-            }
-            Unfinished::HypervCall => self.complete_hyperv_call(inner),
-            Unfinished::HypervDebugger => self.complete_hyperv_debugger(),
-            Unfinished::Msr => {
-                let error = field!(self.page, __bindgen_anon_1.msr.error);
-                let data = field!(self.page, __bindgen_anon_1.msr.data);
-                inner.cpu.complete_msr((error == 0).then_some(data));
-            }
-            Unfinished::MmioRead(len) => {
-                let data = field!(self.page, __bindgen_anon_1.mmio.data);
-                let gpa = field!(self.page, __bindgen_anon_1.mmio.phys_addr);
-                trace::mmio_read(gpa, &data[..len]);
-                inner.cpu.complete_mmio_read(&data[..len]);
-            }
-        }
-        Ok(true)
-    }
-
-    /// Waits for the SIPI that starts this processor. Then fails with `EAGAIN`, as KVM does.
-    fn wait_for_sipi(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<bool> {
-        if inner.mp_state == KVM_MP_STATE_INIT_RECEIVED && inner.cpu.state.events.smm {
-            // In system management mode no SIPI is accepted.
-            return fail(libc::EINVAL);
-        }
-        if self.page.immediate_exit() {
-            return fail(libc::EINTR);
-        }
-        let attention = &self.common().attention;
-        loop {
-            if self.is_called_to_port() {
-                self.visit_port(inner, masked);
-            }
-            self.accept_init_sipi(inner);
-            if inner.mp_state == KVM_MP_STATE_RUNNABLE {
-                return fail(libc::EAGAIN);
-            }
-            let interrupted = ticker::sleep(attention, LONGEST_SLEEP);
-            let raised = attention.take(
-                bits::IRQ
-                    | bits::SIGNAL
-                    | bits::POLL
-                    | bits::TIMER
-                    | bits::RETRY
-                    | bits::RING_FULL
-                    | bits::GUEST_FLUSH
-                    | bits::SAMPLE
-                    | Attention::FLUSH,
-            );
-            self.vm.still_alive()?;
-            // A flush request is dropped here. So the translations that the request should flush must be dropped, too.
-            inner.flush_translations();
-            if interrupted
-                || raised & bits::SIGNAL != 0
-                || raised & bits::POLL != 0 && self.must_leave()
-            {
-                self.page.set_exit_reason(KVM_EXIT_INTR);
-                return fail(libc::EINTR);
-            }
-        }
-    }
-
     /// Finishes the instruction that the last run began, then executes the guest until an exit.
     fn complete_and_run(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<()> {
-        inner.machine.follow_client();
-        inner.cpu.set_bus_locks(self.vm.arch.options.bus_locks());
-        let window = self.vm.arch.options.notify_window();
-        inner.cpu.requests.notify_window =
-            window.map(|cycles| NOTIFY_THRESHOLD + inner.machine.tsc.duration(cycles));
+        self.begin_run(inner);
         if let Next::Return = self.complete(inner, masked)? {
             return Ok(());
         }
@@ -225,7 +103,7 @@ impl VcpuObject {
     fn loop_until_exit(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<()> {
         self.page.set_exit_reason(KVM_EXIT_UNKNOWN);
         inner.machine.write_clocks();
-        inner.requested.begin_exception(&mut inner.cpu);
+        inner.begin_requested();
         loop {
             // The attention word is read before the completion. A bit that is raised during the completion must not end
             // this run with an instruction that is not done.
@@ -236,22 +114,17 @@ impl VcpuObject {
             if is_called {
                 self.attend(inner, masked)?;
             }
-            inner.machine.write_steal_time();
-            inner.machine.deliver_page_ready();
-            inner.machine.collect_pv_eoi();
-            if std::mem::take(&mut inner.requested.triple_fault) && !inner.cpu.exit_on_shutdown() {
-                self.page.set_exit_reason(KVM_EXIT_SHUTDOWN);
+            if !self.update_guest(inner) {
                 return Ok(());
             }
             if self.ring_is_full() || !self.deliver_events(inner, masked)? {
                 return Ok(());
             }
-            inner.vapic_to_guest();
+            inner.enters_guest();
             let exit = self.execute(inner, |cpu, machine, attention| {
                 Some(cpu.run(machine, attention))
             });
-            inner.vapic_from_guest();
-            inner.machine.collect_pv_eoi();
+            inner.left_guest();
             if let Next::Return = self.follow(inner, exit, masked)? {
                 return Ok(());
             }
@@ -283,7 +156,7 @@ impl VcpuObject {
                 return Ok(Next::Return);
             }
         }
-        match self.has_ended_for_client(inner) || self.has_hyperv_exit(inner) {
+        match self.has_late_exit(inner) {
             true => Ok(Next::Return),
             false => Ok(Next::Again),
         }
@@ -301,11 +174,7 @@ impl VcpuObject {
     ) -> Result<Next> {
         match exit {
             None => Ok(Next::Again),
-            // A second try of the interrupted instruction would sleep again, and no kick would end that sleep.
-            Some(Exit::Attention) if inner.machine.is_interrupted => {
-                self.attend(inner, masked).map(|()| Next::Again)
-            }
-            Some(exit) => self.handle(inner, exit),
+            Some(exit) => self.handle(inner, exit, masked),
         }
     }
 
@@ -328,33 +197,23 @@ impl VcpuObject {
             stopwatch,
             ..
         } = inner;
-        (machine.memory_fault, machine.is_interrupted) = (None, false);
+        machine.begin_execution();
         slat_guard::forget_kick();
         let common = self.common();
         stopwatch.enters(&common.times);
         common.client.executes();
-        arch::trace::enters(common.id, &cpu.state);
+        arch::trace_entry(common.id, &cpu.state);
         let exit = f(cpu, machine, common.attention.flag());
         common.client.rests();
         common.cpu.publish(cpu.counters());
         // A trace has an exit for each entry, so a missing exit is recorded as `Attention`.
         let left = exit.as_ref().unwrap_or(&Exit::Attention);
-        arch::trace::left(common.id, &cpu.state, left);
+        arch::trace_exit(common.id, &cpu.state, left);
         if let Some(exit) = &exit {
             common.exits.count(exit);
-            stopwatch.exits(common.exits.exits.get(), || arch::counters::reason(exit));
+            stopwatch.exits(common.exits.exits.get(), || arch::reason(exit));
         }
         exit
-    }
-
-    /// Whether the guest has ended an interrupt of the client's I/O APIC. If so, sets the exit `KVM_EXIT_IOAPIC_EOI`.
-    fn has_ended_for_client(&self, inner: &mut Inner) -> bool {
-        let ended = inner.machine.ioapic_eoi.take();
-        if let Some(vector) = ended {
-            self.page.set_exit_reason(KVM_EXIT_IOAPIC_EOI);
-            set_field!(self.page, vector, __bindgen_anon_1.eoi.vector);
-        }
-        ended.is_some()
     }
 
     /// Whether the client has to collect from the dirty ring before the guest continues. If so, sets the exit
@@ -370,8 +229,27 @@ impl VcpuObject {
         full
     }
 
+    /// Leaves the engine, waits until an attention bit is raised, enters again, and handles the bits.
+    pub(crate) fn block(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<()> {
+        let exits = &self.common().exits;
+        let begin = Instant::now();
+        exits.halts.set_blocking(true);
+        inner.machine.stop_running();
+        let interrupted = inner.outside(|inner| {
+            let interrupted = ticker::sleep(&self.common().attention, LONGEST_SLEEP);
+            inner.machine.begin_to_run();
+            interrupted
+        });
+        exits.halts.set_blocking(false);
+        exits.halts.waited(begin.elapsed());
+        if interrupted {
+            self.common().attention.raise(bits::SIGNAL);
+        }
+        self.attend(inner, masked)
+    }
+
     /// Handles all raised attention bits. Waits while a debugger holds the vCPU. An error ends the run.
-    fn attend(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<()> {
+    pub(crate) fn attend(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<()> {
         if self.is_called_to_port() {
             inner.machine.stop_running();
             inner.outside(|inner| {
@@ -424,17 +302,13 @@ impl VcpuObject {
             inner.machine.flush_shadowed();
         }
         if by_host {
-            inner.machine.engine.quiesce();
+            inner.as_mut().quiesce();
         }
         if by_host || raised & bits::POLL != 0 {
             inner.machine.write_clocks();
         }
         if raised & bits::TIMER != 0 {
-            if let Some(mut lapic) = self.common().lapic() {
-                lapic.tick(self.vm.arch.clock.now());
-            }
-            inner.machine.run_timers();
-            inner.machine.arm_timer();
+            inner.machine.timer_rang();
         }
         Ok(())
     }
@@ -442,7 +316,7 @@ impl VcpuObject {
     /// Stores the guest's stack for a profile.
     #[cold]
     fn sample(&self, inner: &Inner) {
-        let mut stack = [0; frames::MOST];
+        let mut stack = [0; MOST_FRAMES];
         let count = inner.machine.stack(&inner.cpu, &mut stack);
         let origin = Origin {
             vm: self.vm.number,
@@ -453,213 +327,7 @@ impl VcpuObject {
     }
 
     /// Whether the run has to end for a reason that raises no bit: a handler may set `immediate_exit` and call nothing.
-    fn must_leave(&self) -> bool {
+    pub(crate) fn must_leave(&self) -> bool {
         !SIGNALS_ARE_WATCHED.load(Ordering::Relaxed) && self.page.immediate_exit()
-    }
-
-    fn handle(&self, inner: &mut Inner, exit: Exit) -> Result<Next> {
-        let page = &self.page;
-        match exit {
-            Exit::Attention | Exit::InterruptWindow => return Ok(Next::Again),
-            Exit::Io {
-                port,
-                size,
-                write,
-                count,
-            } => {
-                let len = usize::from(size) * count as usize;
-                if write {
-                    arch::trace::port(true, port, size.into(), inner.cpu.output());
-                }
-                if self.port_access(inner, port, size.into(), write, len) {
-                    return Ok(Next::Again);
-                }
-                page.set_exit_reason(KVM_EXIT_IO);
-                set_field!(
-                    page,
-                    if write {
-                        KVM_EXIT_IO_OUT
-                    } else {
-                        KVM_EXIT_IO_IN
-                    } as u8,
-                    __bindgen_anon_1.io.direction
-                );
-                set_field!(page, size, __bindgen_anon_1.io.size);
-                set_field!(page, port, __bindgen_anon_1.io.port);
-                set_field!(page, count, __bindgen_anon_1.io.count);
-                set_field!(page, PIO_OFFSET as u64, __bindgen_anon_1.io.data_offset);
-                if write {
-                    page.write_pio(inner.cpu.output());
-                }
-                let quirk = KVM_X86_QUIRK_OUT_7E_INC_RIP;
-                inner.unfinished = if !write {
-                    Unfinished::PortIn(len)
-                } else if port == 0x7e && self.vm.arch.quirks.has(quirk) {
-                    inner.cpu.complete_io(&[]);
-                    Unfinished::Nothing
-                } else {
-                    Unfinished::PortOut
-                };
-            }
-            Exit::Mmio {
-                gpa,
-                len,
-                write,
-                data,
-            } => {
-                if write {
-                    trace::mmio_write(gpa, &data[..len.into()]);
-                }
-                if self.apic_access(inner, gpa, len, write, data)
-                    || self.memory_access(inner, gpa, write, &data[..len.into()])
-                {
-                    return Ok(Next::Again);
-                }
-                self.common().exits.mmio_exits.add(1);
-                page.set_exit_reason(KVM_EXIT_MMIO);
-                set_field!(page, gpa, __bindgen_anon_1.mmio.phys_addr);
-                set_field!(page, u32::from(len), __bindgen_anon_1.mmio.len);
-                set_field!(page, u8::from(write), __bindgen_anon_1.mmio.is_write);
-                if write {
-                    set_field!(page, data, __bindgen_anon_1.mmio.data);
-                } else {
-                    trace::mmio_asked(gpa, len);
-                    inner.unfinished = Unfinished::MmioRead(len.into());
-                }
-            }
-            Exit::Hlt => {
-                if self.vm.has_irqchip() || self.vm.arch.options.halts_inside() {
-                    inner.mp_state = KVM_MP_STATE_HALTED;
-                    return Ok(Next::Again);
-                }
-                page.set_exit_reason(KVM_EXIT_HLT);
-            }
-            Exit::Smi => return self.enter_smm(inner),
-            Exit::Rsm => return Ok(self.leave_smm(inner)),
-            Exit::Delivery {
-                vector,
-                software,
-                gpa,
-            } => arch::exit::delivery(page, vector, software, gpa),
-            Exit::Shutdown => page.set_exit_reason(KVM_EXIT_SHUTDOWN),
-            Exit::Emulation { bytes, len, reason } => {
-                messages::cannot_execute(
-                    self.common().id,
-                    inner.cpu.state.rip,
-                    &bytes[..len.into()],
-                    reason,
-                );
-                if inner.cpu.cpl() != 0 && !self.vm.arch.options.exit_on_emulation_failure() {
-                    // The guest's kernel handles the instructions of its user programs.
-                    inner.cpu.inject_exception(vector::UD, None);
-                    return Ok(Next::Again);
-                }
-                arch::exit::emulation_failure(page, bytes, len);
-            }
-            Exit::Msr { index, value, why } => {
-                arch::exit::msr(page, index, value, msr::exit_reason(why));
-                inner.unfinished = Unfinished::Msr;
-            }
-            Exit::Hypercall => match inner.machine.client_call.take() {
-                Some(ClientCall::Kvm {
-                    nr,
-                    args,
-                    long_mode,
-                }) => {
-                    arch::exit::hypercall(page, nr, args, long_mode);
-                    inner.unfinished = Unfinished::Hypercall;
-                }
-                Some(ClientCall::Hyperv { input, parameters }) => {
-                    self.exit_for_hyperv_call(input, parameters);
-                    inner.unfinished = Unfinished::HypervCall;
-                }
-                None => unreachable!("the machine has named the call"),
-            },
-            Exit::BadAddress => {
-                match inner.machine.memory_fault.take() {
-                    Some(fault) => exit::memory_fault(page, fault),
-                    // The reason of an earlier exit would describe another fault.
-                    None => page.set_exit_reason(KVM_EXIT_UNKNOWN),
-                }
-                return fail(libc::EFAULT);
-            }
-            Exit::OutOfMemory => return fail(libc::ENOMEM),
-            Exit::Notify => {
-                if !self.vm.arch.options.notifies_client() {
-                    return Ok(Next::Again);
-                }
-                // No flag is set, because the state of the vCPU is valid.
-                page.set_exit_reason(KVM_EXIT_NOTIFY);
-                set_field!(page, 0, __bindgen_anon_1.notify.flags);
-            }
-            Exit::BusLock => {
-                page.set_exit_reason(KVM_EXIT_X86_BUS_LOCK);
-                set_field!(page, KVM_RUN_X86_BUS_LOCK as u16, flags);
-            }
-            Exit::Debug { vector, dr6 } => guest_debug::exit(page, &inner.cpu, vector, dr6),
-            Exit::Probe(hit) => {
-                self.probe_hit(hit);
-                return Ok(Next::Again);
-            }
-        }
-        Ok(Next::Return)
-    }
-
-    /// Stores the fields that the client reads in `kvm_run` after every run, even after a failed run.
-    fn publish(&self, inner: &mut Inner) {
-        let page = &self.page;
-        let state = &inner.cpu.state;
-        set_field!(page, u8::from(state.rflags & flags::IF != 0), if_flag);
-        set_field!(page, state.cr8, cr8);
-        set_field!(page, inner.machine.apic_base(), apic_base);
-        if state.events.smm {
-            let others = field!(page, flags);
-            set_field!(page, others | KVM_RUN_X86_SMM as u16, flags);
-        }
-        if inner.cpu.is_in_guest_mode() {
-            let others = field!(page, flags);
-            set_field!(page, others | KVM_RUN_X86_GUEST_MODE as u16, flags);
-        }
-        let ready = self.vm.interrupts.chips().is_some()
-            || inner.cpu.can_take_interrupt()
-                && match self.vm.interrupts.is_split() {
-                    true => self.accepts_from_client(inner),
-                    false => state.events.interrupt.is_none(),
-                };
-        set_field!(page, u8::from(ready), ready_for_interrupt_injection);
-        let wanted = field!(page, kvm_valid_regs);
-        if wanted & u64::from(KVM_SYNC_X86_REGS) != 0 {
-            set_field!(page, crate::arch::regs::get_regs(state), s.regs.regs);
-        }
-        if wanted & u64::from(KVM_SYNC_X86_SREGS) != 0 {
-            set_field!(
-                page,
-                crate::arch::regs::get_sregs(state, inner.machine.apic_base()),
-                s.regs.sregs
-            );
-        }
-        if wanted & u64::from(KVM_SYNC_X86_EVENTS) != 0 {
-            let events = self.events(inner);
-            set_field!(page, events, s.regs.events);
-        }
-    }
-
-    /// Sets the registers that the client changed in `kvm_run`.
-    fn take_synced(&self, inner: &mut Inner, dirty: u64) -> Result<()> {
-        if dirty & u64::from(KVM_SYNC_X86_REGS) != 0 {
-            crate::arch::regs::set_regs(&mut inner.cpu.state, &field!(self.page, s.regs.regs));
-        }
-        if dirty & u64::from(KVM_SYNC_X86_SREGS) != 0 {
-            self.put_sregs(inner, &field!(self.page, s.regs.sregs), None)?;
-        }
-        if dirty & u64::from(KVM_SYNC_X86_EVENTS) != 0 {
-            self.put_events(inner, &field!(self.page, s.regs.events))?;
-        }
-        set_field!(
-            self.page,
-            dirty & !u64::from(KVM_SYNC_X86_VALID_FIELDS),
-            kvm_dirty_regs
-        );
-        Ok(())
     }
 }

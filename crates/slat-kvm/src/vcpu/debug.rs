@@ -1,13 +1,11 @@
 //! A vCPU under a debugger that the client does not notice: see module [`crate::debugger`].
 
-use crate::arch;
-use crate::arch::machine::VcpuMachine;
+use crate::arch::{self, ProbeHit, VcpuMachine};
 use crate::debugger::{Debuggee, Held, Quiet, Request, Space};
 use crate::entered::Entered;
 use crate::signals::Masked;
 use crate::thread::bits;
 use crate::vcpu::{Inner, VcpuObject};
-use slat_x86::ProbeHit;
 use std::ops::Range;
 use std::sync::TryLockError;
 
@@ -75,7 +73,7 @@ impl VcpuObject {
                 Space::Linear => inner.machine.translate_for_client(&inner.cpu, at),
             };
             let mut entered = Entered::enter(&mut inner.machine);
-            entered.pages.flush();
+            entered.forget_pages();
             if !gpa.is_some_and(|gpa| access(&mut entered, gpa, done..end)) {
                 return false;
             }

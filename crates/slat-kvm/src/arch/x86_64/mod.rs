@@ -20,7 +20,9 @@
 //! | | `chips`, `irq` | the interrupt controllers of a PC; how interrupts reach vCPUs by them |
 //! | | `caps` | capabilities |
 //! | objects | `vm`, `system` | calls of a VM and of `/dev/kvm` |
+//! | | `vcpu_state`, `vcpu` | what a vCPU keeps of x86; calls of a vCPU |
 //! | | `machine` | the machine around a CPU: address translation, MSRs, hypercalls, paravirtual features |
+//! | calls | `run` | what `KVM_RUN` does with x86's CPU |
 
 pub mod cpuid;
 pub mod perf;
@@ -47,16 +49,19 @@ pub(crate) mod options;
 pub(crate) mod page_cache;
 pub(crate) mod quirks;
 pub(crate) mod regs;
+mod run;
 pub(crate) mod same_fields;
 pub(crate) mod state;
 mod system;
 pub(crate) mod target;
 pub(crate) mod trace;
+mod vcpu;
 mod vcpu_common;
 pub(crate) mod vcpu_map;
+pub(crate) mod vcpu_state;
 pub(crate) mod vm;
 
-pub use slat_x86::{Counters, Probe, ProbeHit, ProbeKind, Tier};
+pub use slat_x86::{Counters, Executor, Exit, Probe, ProbeHit, ProbeKind, Tier};
 
 /// What slat's other crates and tests use.
 pub mod for_other_crates {

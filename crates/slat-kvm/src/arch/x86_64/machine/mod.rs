@@ -160,6 +160,16 @@ impl VcpuMachine {
         result
     }
 
+    /// Drops the translations that the machine keeps. The CPU keeps others.
+    pub(crate) fn forget_pages(&mut self) {
+        self.pages.flush();
+    }
+
+    /// Forgets what the last execution of guest code has left. Call before the next one.
+    pub(crate) fn begin_execution(&mut self) {
+        (self.memory_fault, self.is_interrupted) = (None, false);
+    }
+
     /// Returns the stored value of an MSR, 0 if the MSR was never written.
     pub(crate) fn msr(&self, index: u32) -> u64 {
         self.stored(index).unwrap_or(0)
@@ -274,6 +284,15 @@ impl VcpuMachine {
     /// become deliverable.
     pub(crate) fn look_for_interrupts(&self) {
         self.common.attention.raise(bits::IRQ);
+    }
+
+    /// Carries out what the timers of the APIC and of Hyper-V have to do now, and sets the next deadline.
+    pub(crate) fn timer_rang(&mut self) {
+        if let Some(mut lapic) = self.common.lapic() {
+            lapic.tick(self.vm.arch.clock.now());
+        }
+        self.run_timers();
+        self.arm_timer();
     }
 
     /// Sets the ticker's deadline to the next deadline of the APIC timer and the synthetic timers.

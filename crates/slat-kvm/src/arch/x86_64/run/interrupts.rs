@@ -1,39 +1,37 @@
 //! Delivers INIT, SIPI, NMIs and interrupts to a vCPU, and ends halts by them.
 
-use crate::arch::cpuid;
+use crate::arch::x86_64::cpuid;
+use crate::arch::x86_64::vcpu_state::Unfinished;
 use crate::errno::Result;
-use crate::run::LONGEST_SLEEP;
 use crate::run_page::field;
 use crate::signals::Masked;
 use crate::thread::bits;
-use crate::ticker;
-use crate::vcpu::{Inner, Unfinished, VcpuObject};
+use crate::vcpu::{Inner, VcpuObject};
 use crate::vcpu_common::VcpuCommon;
 use kvm_bindings::*;
 use slat_irqchip::lapic::BASE_BSP;
 use slat_trace::{InjVirq, point};
 use slat_x86::Segment;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
 
 impl VcpuObject {
     /// Delivers INIT, SIPI, NMIs and interrupts. A halted vCPU waits for them. Returns `false` if the run returns to
     /// the client.
-    pub(super) fn deliver_events(
+    pub(crate) fn deliver_events(
         &self,
         inner: &mut Inner,
         masked: Option<&Masked>,
     ) -> Result<bool> {
         loop {
             self.accept_init_sipi(inner);
-            if inner.mp_state == KVM_MP_STATE_RUNNABLE {
+            if inner.arch.mp_state == KVM_MP_STATE_RUNNABLE {
                 break;
             }
             // Only encrypted guests halt until their reset. Other vCPUs are in that state only if a client has set it,
             // and then the state is a halt.
             let halted = [KVM_MP_STATE_HALTED, KVM_MP_STATE_AP_RESET_HOLD];
-            if halted.contains(&inner.mp_state) && self.wakes_up(inner) {
-                inner.mp_state = KVM_MP_STATE_RUNNABLE;
+            if halted.contains(&inner.arch.mp_state) && self.wakes_up(inner) {
+                inner.arch.mp_state = KVM_MP_STATE_RUNNABLE;
                 (self.common().arch.signals).fetch_and(!VcpuCommon::UNHALT, Ordering::SeqCst);
                 self.common().exits.halts.wakeup.add(1);
                 break;
@@ -46,7 +44,7 @@ impl VcpuObject {
         }
         let common = self.common();
         inner.cpu.requests.interrupt_window = false;
-        if inner.interrupts_blocked || inner.cpu.makes_probe_steps() {
+        if inner.arch.interrupts_blocked || inner.cpu.makes_probe_steps() {
             return Ok(true);
         }
         self.accept_smi(inner);
@@ -87,7 +85,7 @@ impl VcpuObject {
         if has_external {
             let external = match self.vm.interrupts.chips() {
                 Some(_) => self.vm.interrupts.acknowledge_external(),
-                None => inner.external.take(),
+                None => inner.arch.external.take(),
             };
             if external.is_some() {
                 return external;
@@ -111,7 +109,7 @@ impl VcpuObject {
     fn has_external(&self, inner: &Inner) -> bool {
         let waits = match self.vm.interrupts.chips() {
             Some(chips) => chips.has_external(),
-            None => inner.external.is_some(),
+            None => inner.arch.external.is_some(),
         };
         waits && (self.common().lapic()).is_some_and(|lapic| lapic.accepts_external())
     }
@@ -133,8 +131,8 @@ impl VcpuObject {
 
     /// Whether the client may inject another interrupt now. That is so if the client emulates the 8259, the client's
     /// last interrupt was accepted, and the local APIC lets the client inject an interrupt.
-    pub(super) fn accepts_from_client(&self, inner: &Inner) -> bool {
-        inner.external.is_none()
+    pub(crate) fn accepts_from_client(&self, inner: &Inner) -> bool {
+        inner.arch.external.is_none()
             && (self.common().lapic()).is_some_and(|lapic| lapic.accepts_external())
     }
 
@@ -163,7 +161,7 @@ impl VcpuObject {
 
     fn wakes_up(&self, inner: &mut Inner) -> bool {
         // NMIs are accepted first: `takes_nmi` knows that an NMI that arrives while the CPU blocks NMIs ends no halt.
-        if !inner.interrupts_blocked {
+        if !inner.arch.interrupts_blocked {
             self.accept_smi(inner);
             self.accept_nmis(inner);
         }
@@ -182,25 +180,6 @@ impl VcpuObject {
         state.events.exception.is_some()
             || state.events.interrupt.is_some()
             || enabled && self.has_interrupt(inner)
-    }
-
-    /// Leaves the engine, waits until an attention bit is raised, enters again, and handles the bits.
-    fn block(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<()> {
-        let exits = &self.common().exits;
-        let begin = Instant::now();
-        exits.halts.set_blocking(true);
-        inner.machine.stop_running();
-        let interrupted = inner.machine.outside(|machine| {
-            let interrupted = ticker::sleep(&self.common().attention, LONGEST_SLEEP);
-            machine.begin_to_run();
-            interrupted
-        });
-        exits.halts.set_blocking(false);
-        exits.halts.waited(begin.elapsed());
-        if interrupted {
-            self.common().attention.raise(bits::SIGNAL);
-        }
-        self.attend(inner, masked)
     }
 
     /// Carries out INIT and SIPI. In system management mode an INIT waits, and a SIPI is lost.
@@ -234,10 +213,10 @@ impl VcpuObject {
             inner.flush_translations();
             inner.machine.init();
             common.take_nmis();
-            inner.unfinished = Unfinished::Nothing;
-            inner.requested.exception = None;
+            inner.arch.unfinished = Unfinished::Nothing;
+            inner.arch.requested.exception = None;
             let bootstrap = inner.machine.apic_base() & BASE_BSP != 0;
-            inner.mp_state = if bootstrap {
+            inner.arch.mp_state = if bootstrap {
                 KVM_MP_STATE_RUNNABLE
             } else {
                 KVM_MP_STATE_INIT_RECEIVED
@@ -251,11 +230,11 @@ impl VcpuObject {
                 self.vm.interrupts.vcpus.addresses_changed();
             }
         }
-        if sent & VcpuCommon::SIPI != 0 && inner.mp_state == KVM_MP_STATE_INIT_RECEIVED {
+        if sent & VcpuCommon::SIPI != 0 && inner.arch.mp_state == KVM_MP_STATE_INIT_RECEIVED {
             let vector = common.arch.sipi_vector.load(Ordering::SeqCst) & 0xff;
             inner.cpu.state.cs = Segment::real((vector << 8) as u16, inner.cpu.state.cs.rights);
             inner.cpu.state.rip = 0;
-            inner.mp_state = KVM_MP_STATE_RUNNABLE;
+            inner.arch.mp_state = KVM_MP_STATE_RUNNABLE;
         }
     }
 }

@@ -1,8 +1,8 @@
 //! A vCPU's calls for interrupts, exceptions and its local APIC.
 
-use crate::arch::events;
-use crate::arch::guest_debug;
-use crate::arch::msr::mce::Reported;
+use crate::arch::x86_64::events;
+use crate::arch::x86_64::guest_debug;
+use crate::arch::x86_64::msr::mce::Reported;
 use crate::entered::Entered;
 use crate::errno::{Result, fail};
 use crate::vcpu::{Inner, VcpuObject};
@@ -21,10 +21,10 @@ impl VcpuObject {
     pub fn get_mp_state(&self) -> Result<kvm_mp_state> {
         let mut inner = self.lock()?;
         self.accept_init_sipi(&mut inner);
-        let kicked = self.common.arch.signals.load(Ordering::SeqCst) & VcpuCommon::UNHALT != 0;
-        let mp_state = match inner.mp_state {
+        let kicked = self.common().arch.signals.load(Ordering::SeqCst) & VcpuCommon::UNHALT != 0;
+        let mp_state = match inner.arch.mp_state {
             // Without a local APIC, clients see no other state.
-            KVM_MP_STATE_HALTED if kicked || !self.common.has_lapic() => KVM_MP_STATE_RUNNABLE,
+            KVM_MP_STATE_HALTED if kicked || !self.common().has_lapic() => KVM_MP_STATE_RUNNABLE,
             KVM_MP_STATE_AP_RESET_HOLD if kicked => KVM_MP_STATE_RUNNABLE,
             state => state,
         };
@@ -42,10 +42,10 @@ impl VcpuObject {
             | KVM_MP_STATE_HALTED
             | KVM_MP_STATE_AP_RESET_HOLD
             | KVM_MP_STATE_INIT_RECEIVED
-                if self.common.has_lapic() => {}
-            KVM_MP_STATE_SIPI_RECEIVED if self.common.has_lapic() => {
-                inner.mp_state = KVM_MP_STATE_INIT_RECEIVED;
-                self.common
+                if self.common().has_lapic() => {}
+            KVM_MP_STATE_SIPI_RECEIVED if self.common().has_lapic() => {
+                inner.arch.mp_state = KVM_MP_STATE_INIT_RECEIVED;
+                self.common()
                     .arch
                     .signals
                     .fetch_or(VcpuCommon::SIPI, Ordering::SeqCst);
@@ -53,7 +53,7 @@ impl VcpuObject {
             }
             _ => return fail(libc::EINVAL),
         }
-        inner.mp_state = state.mp_state;
+        inner.arch.mp_state = state.mp_state;
         Ok(())
     }
 
@@ -69,16 +69,19 @@ impl VcpuObject {
         self.accept_smi(inner);
         let mut events = events::get(
             &inner.cpu.state,
-            self.common.nmis(),
-            self.common.arch.sipi_vector.load(Ordering::SeqCst),
+            self.common().nmis(),
+            self.common().arch.sipi_vector.load(Ordering::SeqCst),
         );
         if let Some(event) = inner.cpu.injected_event() {
             events::show_injected(&mut events, event);
         }
-        let latched = self.common.has_lapic()
-            && self.common.arch.signals.load(Ordering::SeqCst) & VcpuCommon::INIT != 0;
+        let latched = self.common().has_lapic()
+            && self.common().arch.signals.load(Ordering::SeqCst) & VcpuCommon::INIT != 0;
         events.smi.latched_init = latched.into();
-        inner.requested.show(&mut events, &self.vm.arch.options);
+        inner
+            .arch
+            .requested
+            .show(&mut events, &self.vm.arch.options);
         events
     }
 
@@ -91,20 +94,26 @@ impl VcpuObject {
     }
 
     pub(crate) fn put_events(&self, inner: &mut Inner, given: &kvm_vcpu_events) -> Result<()> {
-        let requested = inner.requested.changed_by(given, &self.vm.arch.options)?;
+        let requested = inner
+            .arch
+            .requested
+            .changed_by(given, &self.vm.arch.options)?;
         let more = events::set(&mut inner.cpu.state, given)?;
-        inner.requested = requested;
+        inner.arch.requested = requested;
         inner.follow_smm();
         if let Some(pending) = more.nmis_pending {
-            self.common.take_nmis();
+            self.common().take_nmis();
             for _ in 0..pending.min(MAX_NMIS) {
-                self.common.signal_nmi();
+                self.common().signal_nmi();
             }
         }
-        if let Some(vector) = more.sipi_vector.filter(|_| self.common.has_lapic()) {
-            self.common.arch.sipi_vector.store(vector, Ordering::SeqCst);
+        if let Some(vector) = more.sipi_vector.filter(|_| self.common().has_lapic()) {
+            self.common()
+                .arch
+                .sipi_vector
+                .store(vector, Ordering::SeqCst);
         }
-        match more.latched_init.filter(|_| self.common.has_lapic()) {
+        match more.latched_init.filter(|_| self.common().has_lapic()) {
             Some(true) => self
                 .common
                 .arch
@@ -140,7 +149,7 @@ impl VcpuObject {
             Reported::Exception => {
                 inner.cpu.inject_exception(vector::MC, None);
             }
-            Reported::Shutdown => inner.requested.triple_fault = true,
+            Reported::Shutdown => inner.arch.requested.triple_fault = true,
         }
         Ok(())
     }
@@ -156,7 +165,7 @@ impl VcpuObject {
             Entered::enter(&mut *inner).machine.collect_pv_eoi();
         }
         self.vm.interrupts.irqfds.inject_signalled();
-        match self.common.lapic() {
+        match self.common().lapic() {
             Some(lapic) => {
                 let mut registers = lapic.save(self.vm.arch.clock.now());
                 if lapic.x2apic() && !self.vm.interrupts.has_wide_ids() {
@@ -177,11 +186,11 @@ impl VcpuObject {
     pub fn set_lapic(&self, state: &kvm_lapic_state) -> Result<()> {
         let mut inner = self.lock()?;
         let registers = lapic_registers(state);
-        match self.common.lapic() {
+        match self.common().lapic() {
             Some(lapic)
                 if lapic.x2apic()
                     && self.vm.interrupts.has_wide_ids()
-                    && registers[(reg::ID >> 4) as usize] != self.common.id =>
+                    && registers[(reg::ID >> 4) as usize] != self.common().id =>
             {
                 return fail(libc::EINVAL);
             }
@@ -204,17 +213,17 @@ impl VcpuObject {
             return fail(libc::EINVAL);
         };
         let mut inner = self.lock()?;
-        if !self.common.has_lapic() {
+        if !self.common().has_lapic() {
             inner.cpu.state.events.interrupt = Some(vector);
             return Ok(());
         }
         if !self.vm.interrupts.is_split() {
             return fail(libc::ENXIO);
         }
-        if inner.external.is_some() {
+        if inner.arch.external.is_some() {
             return fail(libc::EEXIST);
         }
-        inner.external = Some(vector);
+        inner.arch.external = Some(vector);
         Ok(())
     }
 
@@ -224,7 +233,7 @@ impl VcpuObject {
     /// `EIO`.
     pub fn nmi(&self) -> Result<()> {
         let _call = self.vm.begin()?;
-        self.common.non_maskable();
+        self.common().non_maskable();
         Ok(())
     }
 
@@ -234,7 +243,7 @@ impl VcpuObject {
     /// `EIO`.
     pub fn smi(&self) -> Result<()> {
         let _call = self.vm.begin()?;
-        self.common.system_management();
+        self.common().system_management();
         Ok(())
     }
 
@@ -250,14 +259,16 @@ impl VcpuObject {
             _ => None,
         };
         if let Some(vector) = injected {
-            if inner.cpu.state.events.exception.is_some() || inner.requested.exception.is_some() {
+            if inner.cpu.state.events.exception.is_some()
+                || inner.arch.requested.exception.is_some()
+            {
                 return fail(libc::EBUSY);
             }
             inner.cpu.inject_exception(vector, None);
         }
         inner.cpu.requests.debugger = guest_debug::debugger(debug);
         let blocking = KVM_GUESTDBG_ENABLE | KVM_GUESTDBG_BLOCKIRQ;
-        inner.interrupts_blocked = debug.control & blocking == blocking;
+        inner.arch.interrupts_blocked = debug.control & blocking == blocking;
         Ok(())
     }
 }

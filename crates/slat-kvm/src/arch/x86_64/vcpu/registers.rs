@@ -1,10 +1,10 @@
 //! A vCPU's calls for the state of its CPU: registers, FPU, CPUID, MSRs, and nested guests.
 
-use crate::arch::MAX_VCPUS;
-use crate::arch::machine::msrs;
-use crate::arch::nested::{self, NestedState};
-use crate::arch::regs::{self, uses_pae_paging};
-use crate::arch::{cpuid, fpu, hyperv};
+use crate::arch::x86_64::limits::MAX_VCPUS;
+use crate::arch::x86_64::machine::msrs;
+use crate::arch::x86_64::nested::{self, NestedState};
+use crate::arch::x86_64::regs::{self, uses_pae_paging};
+use crate::arch::x86_64::{cpuid, fpu, hyperv};
 use crate::errno::{Error, Result, fail};
 use crate::heap;
 use crate::vcpu::{Inner, VcpuObject};
@@ -93,7 +93,7 @@ impl VcpuObject {
         if is_reset && inner.machine.apic_base() & BASE_BSP != 0 {
             // As in KVM, the vCPU becomes runnable, because old clients reset the bootstrap processor without
             // KVM_SET_MP_STATE.
-            inner.mp_state = KVM_MP_STATE_RUNNABLE;
+            inner.arch.mp_state = KVM_MP_STATE_RUNNABLE;
         }
         Ok(())
     }
@@ -320,7 +320,7 @@ impl Inner {
     }
 
     /// Gives the guest these leaves, and restricts the CPU to their features.
-    pub(super) fn adopt_cpuid(&mut self, table: Vec<kvm_cpuid_entry2>) {
+    pub(crate) fn adopt_cpuid(&mut self, table: Vec<kvm_cpuid_entry2>) {
         let features = Features::from_cpuid(|leaf, subleaf| cpuid::lookup(&table, leaf, subleaf));
         self.machine.physical_bits = features.physical_bits();
         self.cpu.set_features(features);

@@ -2,7 +2,7 @@
 //! client patches such guests to use a word in memory instead. KVM, and slat, copy the word to and from the APIC
 //! whenever guest code starts and stops running.
 
-use crate::arch::machine::VcpuMachine;
+use crate::arch::x86_64::machine::VcpuMachine;
 use crate::entered::Entered;
 use crate::errno::{Result, fail};
 use crate::vcpu::{Inner, VcpuObject};

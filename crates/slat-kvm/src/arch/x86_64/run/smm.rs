@@ -1,10 +1,10 @@
 //! System management mode: entry by an SMI, and return by RSM.
 
-use super::Next;
-use crate::arch::machine::VcpuMachine;
-use crate::arch::msr::index::SMI_COUNT;
-use crate::arch::vm::SMM;
+use crate::arch::x86_64::machine::VcpuMachine;
+use crate::arch::x86_64::msr::index::SMI_COUNT;
+use crate::arch::x86_64::vm::SMM;
 use crate::errno::{Result, fail};
+use crate::run::Next;
 use crate::vcpu::{Inner, VcpuObject};
 use crate::vm::ORDINARY;
 use kvm_bindings::KVM_EXIT_SHUTDOWN;
@@ -24,7 +24,7 @@ impl VcpuObject {
     ///
     /// # Errors
     /// `EIO` if there is no SMRAM. The interrupted state is then lost, so the VM is dead, as in KVM.
-    pub(super) fn enter_smm(&self, inner: &mut Inner) -> Result<Next> {
+    pub(crate) fn enter_smm(&self, inner: &mut Inner) -> Result<Next> {
         let Inner { cpu, machine, .. } = inner;
         let smram = cpu.smram(machine.smram_map());
         // As in KVM, the state of a nested guest's hypervisor is kept at the address that the hypervisor has set for
@@ -48,7 +48,7 @@ impl VcpuObject {
 
     /// Leaves system management mode. If a signal interrupts a read of memory, RSM is executed again. If the saved
     /// state is one that no CPU can have, the CPU shuts down.
-    pub(super) fn leave_smm(&self, inner: &mut Inner) -> Next {
+    pub(crate) fn leave_smm(&self, inner: &mut Inner) -> Next {
         let Inner { cpu, machine, .. } = inner;
         let mut smram = [0; SMRAM_BYTES];
         let from = cpu.state.smbase.wrapping_add(SMRAM_OFFSET);

@@ -1,9 +1,10 @@
 //! Exits of Hyper-V's interface: `KVM_EXIT_HYPERV`, and the system events of a guest that has crashed or wants a reset.
 
-use crate::arch::hyperv::HypervExit;
-use crate::arch::machine::hyperv::hypercalls::store_output;
+use crate::arch::x86_64::hyperv::HypervExit;
+use crate::arch::x86_64::machine::hyperv::hypercalls::store_output;
+use crate::arch::x86_64::vcpu_state::Unfinished;
 use crate::run_page::{field, set_field};
-use crate::vcpu::{Inner, Unfinished, VcpuObject};
+use crate::vcpu::{Inner, VcpuObject};
 use kvm_bindings::*;
 use slat_hyperv::msr::SYNDBG_CONTROL;
 
@@ -21,7 +22,7 @@ macro_rules! set_path {
 
 impl VcpuObject {
     /// Whether the client has to see a write of the guest to a synthetic MSR. If so, sets the exit.
-    pub(super) fn has_hyperv_exit(&self, inner: &mut Inner) -> bool {
+    pub(crate) fn has_hyperv_exit(&self, inner: &mut Inner) -> bool {
         let Some(exit) = inner.machine.hyperv.exit.take() else {
             return false;
         };
@@ -47,7 +48,7 @@ impl VcpuObject {
                 set_path!(page, debugger.send_page, u.syndbg.send_page);
                 set_path!(page, debugger.receive_page, u.syndbg.recv_page);
                 set_path!(page, debugger.pending_page, u.syndbg.pending_page);
-                inner.unfinished = Unfinished::HypervDebugger;
+                inner.arch.unfinished = Unfinished::HypervDebugger;
             }
         }
         true
@@ -65,20 +66,20 @@ impl VcpuObject {
     }
 
     /// Sets the exit for a hypercall that the client carries out.
-    pub(super) fn exit_for_hyperv_call(&self, input: u64, parameters: [u64; 2]) {
+    pub(crate) fn exit_for_hyperv_call(&self, input: u64, parameters: [u64; 2]) {
         self.begin_hyperv_exit(KVM_EXIT_HYPERV_HCALL);
         set_path!(self.page, input, u.hcall.input);
         set_path!(self.page, parameters, u.hcall.params);
     }
 
     /// Finishes the hypercall that the client has carried out.
-    pub(super) fn complete_hyperv_call(&self, inner: &mut Inner) {
+    pub(crate) fn complete_hyperv_call(&self, inner: &mut Inner) {
         let output = path!(self.page, u.hcall.result);
         (inner.cpu).complete_hypercall(|state, wide| store_output(state, wide, output));
     }
 
     /// Reads the status of the debugger that the client has served.
-    pub(super) fn complete_hyperv_debugger(&self) {
+    pub(crate) fn complete_hyperv_debugger(&self) {
         if path!(self.page, u.syndbg.msr) == SYNDBG_CONTROL {
             let status = path!(self.page, u.syndbg.status);
             (self.vm.arch.hyperv).with_partition(|partition| partition.debugger.status = status);
