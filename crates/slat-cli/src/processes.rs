@@ -21,7 +21,7 @@ pub const NOBODY: &str = "No VM runs on slat. Start one: slat run -- PROGRAM\n";
 pub struct Process<A> {
     /// The process id.
     pub pid: i32,
-    /// The first word of its command line, without directories.
+    /// The first word of the process's command line, without directories.
     pub command: String,
     /// The time of the question.
     pub at: Instant,

@@ -77,7 +77,7 @@ pub unsafe fn store<T: Word>(p: *mut T, v: T) -> Result<(), Gone> {
 /// `Ok(Err(seen))` otherwise. A `u128` must be aligned.
 ///
 /// # Safety
-/// As for [`store`].
+/// The requirements of [`store`].
 #[inline(always)]
 pub unsafe fn compare_exchange<T: Word>(p: *mut T, old: T, new: T) -> Result<Result<T, T>, Gone> {
     // SAFETY: the caller's promise.
@@ -87,7 +87,7 @@ pub unsafe fn compare_exchange<T: Word>(p: *mut T, old: T, new: T) -> Result<Res
 /// Exchanges, on x86 by XCHG: writes `v`, returns the old value.
 ///
 /// # Safety
-/// As for [`store`].
+/// The requirements of [`store`].
 #[inline(always)]
 pub unsafe fn swap<T: Word>(p: *mut T, v: T) -> Result<T, Gone> {
     // SAFETY: the caller's promise.
@@ -97,7 +97,7 @@ pub unsafe fn swap<T: Word>(p: *mut T, v: T) -> Result<T, Gone> {
 /// Adds `v` (wrapping), on x86 by LOCK XADD. Returns the old value.
 ///
 /// # Safety
-/// As for [`store`].
+/// The requirements of [`store`].
 #[inline(always)]
 pub unsafe fn fetch_add<T: Word>(p: *mut T, v: T) -> Result<T, Gone> {
     // SAFETY: the caller's promise.
@@ -107,7 +107,7 @@ pub unsafe fn fetch_add<T: Word>(p: *mut T, v: T) -> Result<T, Gone> {
 /// Does a locked AND, returns the old value.
 ///
 /// # Safety
-/// As for [`store`].
+/// The requirements of [`store`].
 #[inline(always)]
 pub unsafe fn fetch_and<T: Word>(p: *mut T, v: T) -> Result<T, Gone> {
     // SAFETY: the caller's promise.
@@ -117,7 +117,7 @@ pub unsafe fn fetch_and<T: Word>(p: *mut T, v: T) -> Result<T, Gone> {
 /// Does a locked OR, returns the old value.
 ///
 /// # Safety
-/// As for [`store`].
+/// The requirements of [`store`].
 #[inline(always)]
 pub unsafe fn fetch_or<T: Word>(p: *mut T, v: T) -> Result<T, Gone> {
     // SAFETY: the caller's promise.
@@ -127,7 +127,7 @@ pub unsafe fn fetch_or<T: Word>(p: *mut T, v: T) -> Result<T, Gone> {
 /// Does a locked XOR, returns the old value.
 ///
 /// # Safety
-/// As for [`store`].
+/// The requirements of [`store`].
 #[inline(always)]
 pub unsafe fn fetch_xor<T: Word>(p: *mut T, v: T) -> Result<T, Gone> {
     // SAFETY: the caller's promise.

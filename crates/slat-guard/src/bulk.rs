@@ -15,7 +15,7 @@ fn done(len: usize, left: usize) -> Result<(), usize> {
 /// Reads `dst.len()` bytes. `Err` holds how many were read before the memory was gone.
 ///
 /// # Safety
-/// As for [`load`], for every byte.
+/// The requirements of [`load`], for every byte.
 pub unsafe fn copy_in(dst: &mut [u8], src: *const u8) -> Result<(), usize> {
     // SAFETY: `dst` is a slice of this process; the caller promises `src`.
     unsafe { copy(dst.as_mut_ptr(), src, dst.len()) }
@@ -24,7 +24,7 @@ pub unsafe fn copy_in(dst: &mut [u8], src: *const u8) -> Result<(), usize> {
 /// Writes `src`. `Err` holds how many bytes were written before the memory was gone.
 ///
 /// # Safety
-/// As for [`store`](crate::store), for every byte.
+/// The requirements of [`store`](crate::store), for every byte.
 pub unsafe fn copy_out(dst: *mut u8, src: &[u8]) -> Result<(), usize> {
     // SAFETY: `src` is a slice of this process; the caller promises `dst`.
     unsafe { copy(dst, src.as_ptr(), src.len()) }
@@ -34,7 +34,7 @@ pub unsafe fn copy_out(dst: *mut u8, src: &[u8]) -> Result<(), usize> {
 /// a pattern. `Err` holds the number of bytes that were copied before memory of either side was gone.
 ///
 /// # Safety
-/// As for [`load`] and [`store`](crate::store), for every byte.
+/// The requirements of [`load`] and [`store`](crate::store), for every byte.
 #[inline]
 pub unsafe fn copy(dst: *mut u8, src: *const u8, len: usize) -> Result<(), usize> {
     // SAFETY: the caller's promise.
@@ -45,7 +45,7 @@ pub unsafe fn copy(dst: *mut u8, src: *const u8, len: usize) -> Result<(), usize
 /// written before the memory was gone.
 ///
 /// # Safety
-/// As for [`store`](crate::store), for every byte.
+/// The requirements of [`store`](crate::store), for every byte.
 #[inline]
 pub unsafe fn fill_elements<const BYTES: u64>(
     dst: *mut u8,
@@ -61,7 +61,7 @@ pub unsafe fn fill_elements<const BYTES: u64>(
 /// Fills `len` bytes with `byte`. `Err` holds the number of bytes that were written before the memory was gone.
 ///
 /// # Safety
-/// As for [`store`](crate::store), for every byte.
+/// The requirements of [`store`](crate::store), for every byte.
 pub unsafe fn fill(dst: *mut u8, byte: u8, len: usize) -> Result<(), usize> {
     // SAFETY: the caller's promise.
     unsafe { fill_elements::<1>(dst, byte.into(), len) }
@@ -70,7 +70,7 @@ pub unsafe fn fill(dst: *mut u8, byte: u8, len: usize) -> Result<(), usize> {
 /// Whether the memory at `p` holds `bytes`.
 ///
 /// # Safety
-/// As for [`load`], for every byte.
+/// The requirements of [`load`], for every byte.
 #[inline]
 pub unsafe fn matches(mut p: *const u8, bytes: &[u8]) -> Result<bool, Gone> {
     let (lines, bytes) = bytes.as_chunks::<LINE>();

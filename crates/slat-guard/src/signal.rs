@@ -172,7 +172,7 @@ unsafe fn rt_sigaction(
 /// The kernel's errno.
 ///
 /// # Safety
-/// As for `sigaction`.
+/// The requirements of `sigaction`.
 pub unsafe fn set_kernels(
     signal: i32,
     new: Option<&libc::sigaction>,

@@ -28,7 +28,7 @@ pub enum Event {
     Resolve(Hva),
     /// A backing page was resolved; the engine does not have the result yet.
     Resolved(Hva),
-    /// Resident pages from this address on were found; the engine does not have them yet.
+    /// The platform has found resident pages from this address on; the engine does not have them yet.
     Resident(Hva),
     /// An entry of the guest's own tables is about to be read; or it was read, and the engine does not have the value
     /// yet ([`SimMachine::guest_entry`]).

@@ -373,7 +373,7 @@ mod loom_tests {
         }
 
         fn enter(&mut self) {
-            // SAFETY: the member is dropped before the word.
+            // SAFETY: the attention word outlives the member.
             unsafe { self.member.enter(&self.attention) };
         }
 
@@ -424,7 +424,7 @@ mod loom_tests {
         }
 
         fn enter(&mut self) {
-            // SAFETY: the member is dropped before the word.
+            // SAFETY: the attention word outlives the member.
             unsafe { self.member.enter(&self.attention) };
         }
 

@@ -34,7 +34,7 @@ pub(crate) const CACHE_LINE: u64 = 64;
 /// Reads, changes and writes a word, atomically with `lock`. Returns the old and the new value.
 ///
 /// # Safety
-/// As for [`slat_guard::store`].
+/// The requirements of [`slat_guard::store`].
 #[inline(always)]
 unsafe fn exchange<T: Int>(
     word: *mut T,

@@ -188,7 +188,7 @@ impl Executor {
     pub(crate) fn execute_once(&mut self, block: &Block) -> Option<Exit> {
         let (at, _) = Snapshot::split(block.key.lin);
         let (code, _) = block.parts();
-        // Such a block is never in two pages, unless it consists of a single instruction.
+        // A block that is not kept lies in one page, unless it consists of a single instruction.
         let host = self.code.once.host.wrapping_add(at);
         self.execute_while(block, |op| {
             let end = usize::from(op.offset) + usize::from(op.len);

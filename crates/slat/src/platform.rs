@@ -352,7 +352,7 @@ pub unsafe trait Platform: Send + Sync + 'static {
     /// Like [`free_table`](Self::free_table), but for several frames.
     ///
     /// # Safety
-    /// - as [`free_table`](Self::free_table), for each.
+    /// - the requirements of [`free_table`](Self::free_table) hold for each frame.
     unsafe fn free_tables(&self, vm: VmId, frames: &[Pfn]) {
         for frame in frames {
             // SAFETY: the caller's promise.

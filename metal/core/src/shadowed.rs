@@ -48,7 +48,7 @@ impl<M: Machine> Guest<M> {
 
     /// Makes the roots of shadow tables, and the leaves for the guest's tables, by a fault where there is no memory.
     pub(crate) fn prepare(&mut self) -> Result<(), String> {
-        // The first times, tables of the guest's are made read-only.
+        // The first calls make the guest's tables read-only.
         while Self::SHADOWED && self.shadow_fault(NOWHERE, Access::Read)?.is_ok() {}
         Ok(())
     }

@@ -177,7 +177,7 @@ fn bell(index: usize, exit: VcpuExit<'_>) -> Result<(), Failure> {
     }
 }
 
-/// Returns the time of one of `exits` exits.
+/// Returns the average time of an exit: `exits` exits have taken `time`.
 fn each(time: Duration, exits: u64) -> Sample {
     let nanoseconds = time.as_secs_f64() * 1e9 / exits as f64;
     Sample::new("ns_per_exit", Unit::Nanoseconds, nanoseconds)

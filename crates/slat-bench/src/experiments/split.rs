@@ -53,7 +53,7 @@ const LIMIT: &str = "limit_seconds";
 const FULL_WALK: &str = "full-walk";
 const SKIP: &str = "skip-last-level";
 const DEFAULT: &str = "default";
-/// The last of these variants, with the policy `hierarchical_protect`.
+/// The variant with the value `default` of `split_walk`, and with the policy `hierarchical_protect`.
 const FROM_ABOVE: &str = "from-above";
 const VARIANTS: [&str; 4] = [FULL_WALK, SKIP, DEFAULT, FROM_ABOVE];
 

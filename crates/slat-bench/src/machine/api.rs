@@ -17,7 +17,7 @@ pub use slat_demo::Failure;
 pub trait Api: Sized {
     /// The name of this KVM's variant in measurements.
     const NAME: &'static str;
-    /// The type of its VMs.
+    /// The type of this KVM's VMs.
     type Vm: VmApi;
 
     /// Opens the KVM.
@@ -41,7 +41,7 @@ pub trait Api: Sized {
 
 /// A VM.
 pub trait VmApi: Send + Sync {
-    /// The type of its vCPUs.
+    /// The type of this VM's vCPUs.
     type Vcpu: VcpuApi;
 
     /// Does `KVM_SET_USER_MEMORY_REGION`.

@@ -45,7 +45,7 @@ pub struct Slot {
     pub hva: u64,
     /// The memslot's flags.
     pub flags: SlotFlags,
-    /// The address of its private memory.
+    /// The host-virtual address of the memslot's private memory.
     pub private: Option<u64>,
 }
 

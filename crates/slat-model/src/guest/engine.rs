@@ -17,7 +17,8 @@ use super::registers::Registers;
 use crate::platform::SimPlatform;
 use crate::region::set_region;
 
-/// The number of its own flushes that an access may need: one for each table on the path, and one for the page.
+/// The most times that an access is tried. The engine may flush once for each table on the path, and once for the
+/// page, and after each flush the access is tried again.
 const MOST_RETRIES: usize = 16;
 
 /// Runs [`slat::guest_walk::walk`] over a [`Vm`] with second-level tables, by default those of AMD's nested

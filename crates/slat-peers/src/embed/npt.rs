@@ -6,7 +6,7 @@ pub mod arch {
 
     use super::super::GuestPhysAddr;
 
-    /// The metadata of the tables. Like everywhere in this program, its flush does nothing.
+    /// The metadata of the tables. Like all flushes of this program, `flush_tlb` does nothing.
     pub struct ExtendedPageTableMetadata;
 
     impl PagingMetaData for ExtendedPageTableMetadata {

@@ -7,7 +7,7 @@ use page_table_multiarch::{MappingFlags, PageTable64, PagingHandler, PagingMetaD
 use super::{BASE, Order, PAGES, Peer};
 use crate::frames;
 
-/// The frames for its tables.
+/// The allocator of frames for the crate's tables.
 pub struct Source;
 
 impl PagingHandler for Source {

@@ -334,7 +334,7 @@ impl<'a> Worker<'a> {
             Argument::Out(size) | Argument::Back(_, size) => self.buffer.is_open(argument, size),
             Argument::Value(_) | Argument::Table { .. } => false,
         };
-        // These requests access other memory, too.
+        // The requests in `others` access other memory than their argument, too.
         let others = [
             abi::KVM_GET_DIRTY_LOG,
             abi::KVM_CLEAR_DIRTY_LOG,

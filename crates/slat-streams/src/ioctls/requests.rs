@@ -55,7 +55,7 @@ pub enum Argument {
 pub struct Request {
     /// The request's number.
     pub number: u32,
-    /// The kind of its object.
+    /// The kind of object that serves the request.
     pub on: On,
     /// The request's argument.
     pub argument: Argument,

@@ -49,7 +49,7 @@ impl Mapped {
         let rights = libc::PROT_READ | libc::PROT_WRITE;
         vcpu.check_mapping(0, len, rights, libc::MAP_SHARED)
             .expect("the whole of it can be mapped");
-        // SAFETY: a new mapping, in which the coalesced ring's page is then replaced.
+        // SAFETY: the mapping is new, and `complete_mapping` replaces one page of it, the coalesced ring.
         unsafe {
             let start = libc::mmap(
                 std::ptr::null_mut(),

@@ -259,7 +259,7 @@ impl Svm {
         })
     }
 
-    /// If the guest's VMLOAD and VMSAVE are virtualized, which needs nested paging, returns its nested tables.
+    /// Returns the nested tables of the guest, if its VMLOAD and VMSAVE are virtualized, which needs nested paging.
     pub(crate) fn virtual_vmload_tables(&self) -> Option<NestedPaging> {
         self.nested_paging()
             .filter(|_| self.control.virtual_vmload())

@@ -136,13 +136,14 @@ pairs! {
     }
     Int v2 {
         Pabsb Vpabsb, Pabsw Vpabsw, Pabsd Vpabsd, Movddup Vmovddup, Movshdup Vmovshdup, Movsldup Vmovsldup,
-        // These approximations do not round by MXCSR and raise no exceptions. The same holds for the scalar ones below.
+        // These approximations do not round by MXCSR and raise no exceptions. The scalar approximations below do not
+        // either.
         Rcpps Vrcpps, Rsqrtps Vrsqrtps,
     }
     Int x2 {
         Phminposuw Vphminposuw, Aesimc Vaesimc,
     }
-    // The count of these shifts is in a register. Shifts by a constant have other stubs.
+    // These are the shifts with a count in a register. Shifts by a constant have other stubs.
     Int shift {
         Psllw Vpsllw = ShiftLeft Words, Pslld Vpslld = ShiftLeft Doublewords, Psllq Vpsllq = ShiftLeft Quadwords,
         Psrlw Vpsrlw = ShiftRight Words, Psrld Vpsrld = ShiftRight Doublewords, Psrlq Vpsrlq = ShiftRight Quadwords,

@@ -91,12 +91,12 @@ pub(super) type ShadowPage = Large<Page, Link, ENTRIES>;
 
 /// The page itself.
 pub(super) struct Page {
-    /// The frame of its table.
+    /// The frame of this page's table.
     pub(super) frame: Cell<Pfn>,
     /// The frame of the guest's table. For a direct page, the first guest frame that the page maps.
     pub(super) gfn: Cell<Gfn>,
     pub(super) role: Cell<Role>,
-    /// The entries that refer to its table.
+    /// The entries that refer to this page's table.
     pub(super) parents: List,
     /// The link in the list of pages of the same frame.
     siblings: Link,

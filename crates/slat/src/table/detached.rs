@@ -145,7 +145,7 @@ impl<P: Platform> Freeing<'_, P> {
     /// Frees a table of `level` and all tables below it.
     ///
     /// # Safety
-    /// - as [`Detached::free`], for the table and those below it.
+    /// - the requirements of [`Detached::free`] hold for the table and all tables below it.
     unsafe fn subtree<F: Format>(&mut self, frame: Pfn, level: Level) {
         let table = Table::<P, F>::new(self.platform, frame);
         let meta = table.meta();
@@ -176,7 +176,7 @@ impl<P: Platform> Freeing<'_, P> {
     /// Frees the remaining frames, which are fewer than a batch.
     ///
     /// # Safety
-    /// - as [`Detached::free`], for every table given to `subtree`.
+    /// - the requirements of [`Detached::free`] hold for every table given to `subtree`.
     unsafe fn finish(self) -> Freed {
         // SAFETY: the caller's promise.
         unsafe { self.frames.free(self.platform, &self.batch[..self.len]) };

@@ -129,7 +129,7 @@ unsafe impl<P: Platform, F: Format> Send for Vcpu<P, F> {}
 /// The counters of a CPU ([`Vcpu::watch_stats`]). They may be read at any time. After the CPU was dropped, they may
 /// count for another CPU.
 pub struct VcpuStats {
-    /// Belongs to the VM.
+    /// The CPU's reader, which the VM keeps.
     reader: NonNull<Reader>,
     counted_before: Stats,
     _vm: Arc<dyn Send + Sync>,
@@ -137,7 +137,7 @@ pub struct VcpuStats {
 
 // SAFETY: the reader lives as long as the VM, and its counters are atomics.
 unsafe impl Send for VcpuStats {}
-// SAFETY: as above.
+// SAFETY: the reader lives as long as the VM, and its counters are atomics.
 unsafe impl Sync for VcpuStats {}
 
 impl VcpuStats {

@@ -147,7 +147,7 @@ impl<P: Platform, F: Format> Fault<'_, P, F> {
     /// Chooses the level of the leaf, and returns the leaf. A read that is logged (policy `dirty_log_reads`) maps the
     /// page like a write, so that the log contains the page and the write that follows needs no fault. If the ring is
     /// full, the page is mapped for reading only; a write to it then stops with
-    /// [`Stop::DirtyRingFull`](crate::Stop::DirtyRingFull).
+    /// [`Stop::DirtyRingFull`].
     #[inline(always)]
     pub(super) fn choose_leaf(&mut self) -> Leaf {
         let (gfn, trail) = (self.gfn(), self.trail());

@@ -10,7 +10,7 @@ use crate::sync::quiesce::{Reader, Readers};
 
 /// A vCPU's reader, whether the reader is in a section, and the tables that the vCPU has reached in that section.
 pub(super) struct Presence {
-    /// Belongs to the VM; owned by this vCPU alone.
+    /// The vCPU's reader. The VM keeps its memory, and only this vCPU uses it.
     pub(super) reader: NonNull<Reader>,
     /// Walks may begin for addresses below this one: in a section, the end of the addresses that the tables translate;
     /// otherwise 0. So one comparison checks both.

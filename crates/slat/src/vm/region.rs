@@ -213,7 +213,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
     /// Checks `region` as [`Vm::set_memory_region`] does, and changes nothing.
     ///
     /// # Errors
-    /// As for [`Vm::set_memory_region`], but never [`RegionError::OutOfMemory`].
+    /// The errors of [`Vm::set_memory_region`], but never [`RegionError::OutOfMemory`].
     pub fn check_memory_region(&self, space: usize, region: &Region) -> Result<(), RegionError> {
         let space = (self.spaces.get(space)).ok_or(RegionError::NoSuchSpace(space))?;
         let checked = check(region, F::GRANULE)?;

@@ -49,7 +49,7 @@ use std::sync::atomic::fence;
 /// old value.
 ///
 /// # Safety
-/// As for [`store`](crate::store).
+/// The requirements of [`store`](crate::store).
 unsafe fn change_within(
     p: *mut u8,
     bytes: usize,
@@ -304,7 +304,7 @@ trait Unaligned: Sealed {
     /// Changes a word by `change`. Returns the old value.
     ///
     /// # Safety
-    /// As for [`store`](crate::store).
+    /// The requirements of [`store`](crate::store).
     unsafe fn change_unaligned(p: *mut Self, change: impl Fn(Self) -> Self) -> Result<Self, Gone>;
 }
 

@@ -23,7 +23,7 @@ const PAIR: usize = 16;
 /// changed the source.
 ///
 /// # Safety
-/// As for [`copy`](crate::copy).
+/// The requirements of [`copy`](crate::copy).
 #[inline]
 pub unsafe fn copy(mut dst: *mut u8, mut src: *const u8, len: usize) -> usize {
     let mut left = len;
@@ -79,7 +79,7 @@ pub unsafe fn copy(mut dst: *mut u8, mut src: *const u8, len: usize) -> usize {
 /// written because the memory was gone.
 ///
 /// # Safety
-/// As for [`fill_elements`](crate::fill_elements).
+/// The requirements of [`fill_elements`](crate::fill_elements).
 #[inline]
 pub unsafe fn fill_elements<const BYTES: u64>(mut dst: *mut u8, value: u64, times: usize) -> usize {
     let pattern = match BYTES {
@@ -142,7 +142,7 @@ pub unsafe fn fill_elements<const BYTES: u64>(mut dst: *mut u8, value: u64, time
 /// Whether the memory at `p` holds a line.
 ///
 /// # Safety
-/// As for [`matches`](crate::matches).
+/// The requirements of [`matches`](crate::matches).
 #[inline]
 pub unsafe fn matches_line(p: *const u8, line: &[u8; LINE]) -> Result<bool, Gone> {
     let gone: u32;

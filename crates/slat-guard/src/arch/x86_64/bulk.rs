@@ -14,7 +14,7 @@ pub const LINE: usize = 64;
 /// because memory of either side was gone.
 ///
 /// # Safety
-/// As for [`copy`](crate::copy).
+/// The requirements of [`copy`](crate::copy).
 #[inline]
 pub unsafe fn copy(dst: *mut u8, src: *const u8, len: usize) -> usize {
     let left: usize;
@@ -38,7 +38,7 @@ pub unsafe fn copy(dst: *mut u8, src: *const u8, len: usize) -> usize {
 /// written because the memory was gone.
 ///
 /// # Safety
-/// As for [`fill_elements`](crate::fill_elements).
+/// The requirements of [`fill_elements`](crate::fill_elements).
 #[inline]
 pub unsafe fn fill_elements<const BYTES: u64>(dst: *mut u8, value: u64, times: usize) -> usize {
     let left: usize;
@@ -72,7 +72,7 @@ pub unsafe fn fill_elements<const BYTES: u64>(dst: *mut u8, value: u64, times: u
 /// Whether the memory at `p` holds a line.
 ///
 /// # Safety
-/// As for [`matches`](crate::matches).
+/// The requirements of [`matches`](crate::matches).
 #[inline]
 pub unsafe fn matches_line(p: *const u8, line: &[u8; LINE]) -> Result<bool, Gone> {
     let gone: u32;
