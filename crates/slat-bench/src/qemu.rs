@@ -34,6 +34,8 @@ pub struct Payload {
     pub disk: PathBuf,
     /// The kernel's arguments, besides those for the console.
     pub arguments: &'static str,
+    /// Whether the guest boots again when it resets its machine; otherwise QEMU ends then.
+    pub reboots: bool,
 }
 
 /// A running QEMU, which ends when this is dropped.
@@ -65,8 +67,11 @@ impl Qemu {
                 command
             }
         };
-        let machine = "-M pc -smp 1 -m 512 -nodefaults -no-user-config -display none -no-reboot -serial stdio -monitor none";
+        let machine = "-M pc -smp 1 -m 512 -nodefaults -no-user-config -display none -serial stdio -monitor none";
         command.args(machine.split(' '));
+        if !payload.reboots {
+            command.arg("-no-reboot");
+        }
         command.arg("-kernel").arg(&payload.kernel);
         command.arg("-initrd").arg(&payload.initrd);
         let arguments = format!("console=ttyS0 panic=-1 reboot=t {}", payload.arguments);
@@ -123,6 +128,12 @@ impl Qemu {
     /// Waits for the guest's shell.
     pub fn boot(&mut self) -> Result<(), Failure> {
         self.expect(READY).map(drop)
+    }
+
+    /// Makes the guest's shell reset the machine, and waits for the shell of the next boot.
+    pub fn reboot(&mut self) -> Result<(), Failure> {
+        self.input.write_all(b"echo b >/proc/sysrq-trigger\n")?;
+        self.boot()
     }
 
     /// Makes the guest's shell run `command`, which must succeed. Returns the time that it took.

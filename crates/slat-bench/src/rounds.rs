@@ -1,11 +1,12 @@
 //! Measures the variants of a case in turns, so that changes of the machine affect all of them.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
 use slat::MmuKind;
 
 use crate::Others;
+use crate::compared::shown;
 use crate::machine::{Api, Failure, RealKvm, Slat};
 use crate::maps::Maps;
 use crate::report::{Report, Sample};
@@ -56,6 +57,10 @@ impl Bench {
     /// The number of rounds in which a real KVM is measured, because it is for orientation only. A KVM that is itself
     /// software takes a hundred times as long as slat.
     pub const KVM_ROUNDS: usize = 2;
+
+    /// A case that takes longer is printed to standard error as soon as it is measured, so that somebody who waits for
+    /// the tables sees how the bench gets on.
+    const LONG: Duration = Duration::from_secs(10);
 
     /// Makes a bench without measurements.
     ///
@@ -118,6 +123,7 @@ impl Bench {
         };
         let all: usize = variants.iter().map(|variant| turns(variant)).sum();
         self.progress.inc_length(all as u64);
+        let began = Instant::now();
         let mut order = variants.to_vec();
         for round in 0..rounds {
             for &variant in order.iter().filter(|variant| round < turns(variant)) {
@@ -131,7 +137,37 @@ impl Bench {
             }
             order.reverse();
         }
+        if began.elapsed() > Self::LONG {
+            self.progress
+                .suspend(|| eprint!("{}", self.measured(case, variants)));
+        }
         Ok(())
+    }
+
+    /// Returns a line for each metric of `case`, with the values of `variants`.
+    fn measured(&self, case: &str, variants: &[&'static str]) -> String {
+        let rows = self.report.rows();
+        let rows = rows
+            .iter()
+            .filter(|row| row.experiment == self.experiment && row.case == case);
+        let mut metrics: Vec<_> = rows.clone().map(|row| row.metric).collect();
+        metrics.sort_unstable();
+        metrics.dedup();
+        let value = |metric, variant| {
+            let row = rows
+                .clone()
+                .find(|row| row.metric == metric && row.variant == variant)?;
+            Some(format!("{variant} {}", shown(row.value, row.unit)))
+        };
+        let line = |metric| {
+            let values: Vec<_> = variants.iter().filter_map(|v| value(metric, *v)).collect();
+            format!(
+                "{} {case} {metric}: {}\n",
+                self.experiment,
+                values.join(", ")
+            )
+        };
+        metrics.into_iter().map(line).collect()
     }
 
     /// Adds a sentence that readers of the tables need.
@@ -191,6 +227,10 @@ mod tests {
             })
             .unwrap();
         assert_eq!(order, ["a", "b", "b", "a", "a", "b"]);
+        assert_eq!(
+            bench.measured("alu", &["a", "b"]),
+            "cpu alu mips: a 4.00 MIPS, b 3.00 MIPS\n"
+        );
         let report = bench.finish();
         assert_eq!(report.value("cpu", "alu", "a", "mips"), Some(4.0));
         assert_eq!(report.value("cpu", "alu", "b", "mips"), Some(3.0));

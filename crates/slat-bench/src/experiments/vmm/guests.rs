@@ -20,6 +20,8 @@ pub struct Guest {
     system: Option<&'static str>,
     /// The guest's works, in the order in which they are done.
     pub works: &'static [Work],
+    /// The metrics of further boots after the works, for each of which the guest resets its machine.
+    pub again: &'static [&'static str],
     /// The goal for the processor time until the shell is ready: the most that it may take, as a share of the time on
     /// QEMU's own software CPU.
     pub boot: f64,
@@ -62,8 +64,42 @@ pub const GUESTS: &[Guest] = &[
             work("sha256_cpu_seconds", 0.6, SHA256),
             work("gzip_cpu_seconds", 0.6, GZIP),
         ],
+        again: &[],
         boot: 1.0,
         together: 0.6,
+    },
+    // Work that ends soon, most of which executes code for the first time.
+    Guest {
+        case: "short",
+        what: "",
+        kernel: "vmlinux",
+        initrd: "initrd",
+        system: None,
+        works: &[
+            work(
+                "forks_cpu_seconds",
+                1.0,
+                "i=0; while [ $i -lt 100 ]; do /bin/true; i=$((i+1)); done",
+            ),
+            work(
+                "shell_cpu_seconds",
+                1.0,
+                "i=0; while [ $i -lt 20000 ]; do i=$((i+1)); done",
+            ),
+            work(
+                "sha256_cpu_seconds",
+                1.0,
+                "head -c 16777216 /dev/zero | sha256sum >/tmp/sum",
+            ),
+            work(
+                "gzip_cpu_seconds",
+                1.0,
+                "seq 300000 | head -c 2000000 | gzip -c >/tmp/numbers.gz",
+            ),
+        ],
+        again: &["second_boot_cpu_seconds", "third_boot_cpu_seconds"],
+        boot: 1.0,
+        together: 1.0,
     },
     Guest {
         case: "i386",
@@ -77,6 +113,7 @@ pub const GUESTS: &[Guest] = &[
             work("sha256_cpu_seconds", 0.7, SHA256),
             work("gzip_cpu_seconds", 0.7, GZIP),
         ],
+        again: &[],
         boot: 0.7,
         together: 0.7,
     },
@@ -112,6 +149,7 @@ pub const GUESTS: &[Guest] = &[
                 "i=0; while [ $i -lt 300 ]; do /bin/true; i=$((i+1)); done",
             ),
         ],
+        again: &[],
         boot: 0.9,
         together: 0.6,
     },
@@ -134,6 +172,7 @@ impl Guest {
             disk: self.system.map_or_else(|| disk.to_owned(), material),
             // The argument makes the materials' init program start the system that is on the disk.
             arguments: self.system.map_or("", |_| "system=/dev/vda"),
+            reboots: !self.again.is_empty(),
         };
         Qemu::start(linux, on_slat, &payload)
     }

@@ -22,11 +22,12 @@ exit: the program gets an exit and signals. ioeventfd: KVM signals, without an e
 thread waits for the eventfd. read: one polls and reads it, like a device's. Limit: a plain write.
 irqfd/running: from an eventfd's signal on one thread until the handler of a guest that runs has
 written (a processor must be free for the thread). Limit: a thread that waits for the eventfd.
-linux, i386, debian: QEMU (pc, 1 CPU, 512 MiB), on slat and on its own software CPU, tcg: processor
-time to a shell, of systemd for debian, and for works; idle; reads of a disk. Only with --materials
-DIR, which conformance/vmm/materials prepares. Asked for: kick <= 1 us, irqfd <= 20 us (median);
-of tcg's time: boot 1.0 (i386 0.7, debian 0.9), a work 0.6 (i386 0.7, debian 0.9 and together 0.6,
-its floats 0.3); idle <= 2 % of a processor, read >= 200 MB/s.",
+linux, short, i386, debian: QEMU (pc, 1 CPU, 512 MiB), on slat and on its own software CPU, tcg:
+processor time to a shell, of systemd for debian, and for works; idle; reads of a disk. short has
+works that end soon, and boots again. Only with --materials DIR, which conformance/vmm/materials
+prepares. Asked for: kick <= 1 us, irqfd <= 20 us (median); of tcg's time: boot 1.0 (i386 0.7,
+debian 0.9), a work 0.6 (short 1.0, i386 0.7, debian 0.9 and together 0.6, its floats 0.3); idle
+<= 2 % of a processor, read >= 200 MB/s.",
     settable: Settable::AllBut(&[]),
     run,
     compare,
