@@ -45,7 +45,6 @@
 //! | | `vcpu` | vCPUs and their calls |
 //! | calls | `run` | `KVM_RUN` |
 //! | | `prefault` | maps guest memory before the guest uses it |
-//! | | `device_attr` | device attributes |
 //! | | `stats` | statistics, in KVM's binary format |
 //! | interface | `ioctl` | the system-call interface: dispatch |
 //! | | `api` | the Rust API |
@@ -117,7 +116,6 @@ mod call;
 mod coalesced;
 mod counters;
 mod device;
-mod device_attr;
 mod entered;
 mod errno;
 mod eventfd;

@@ -1,4 +1,4 @@
-//! Interrupt controllers, interrupts and eventfds of a [`VmFd`].
+//! Interrupts and eventfds of a [`VmFd`].
 
 use super::VmFd;
 use crate::errno::{Result, fail};
@@ -8,55 +8,6 @@ use std::os::fd::AsRawFd;
 use vmm_sys_util::eventfd::EventFd;
 
 impl VmFd {
-    /// `KVM_CREATE_IRQCHIP`: creates an I/O APIC and an 8259 pair, and gives every vCPU created from
-    /// now on a local APIC.
-    ///
-    /// # Errors
-    /// `EEXIST` when there are controllers already, `EINVAL` when there are vCPUs already.
-    pub fn create_irq_chip(&self) -> Result<()> {
-        self.vm.create_irqchip()
-    }
-
-    /// `KVM_GET_IRQCHIP`: fills in the state of the chip that `irqchip.chip_id` names.
-    ///
-    /// # Errors
-    /// `ENXIO` without these controllers, `EINVAL` for a chip that does not exist.
-    pub fn get_irqchip(&self, irqchip: &mut kvm_irqchip) -> Result<()> {
-        self.vm.get_irqchip(irqchip)
-    }
-
-    /// `KVM_SET_IRQCHIP`.
-    ///
-    /// # Errors
-    /// The errors are those of [`get_irqchip`](Self::get_irqchip).
-    pub fn set_irqchip(&self, irqchip: &kvm_irqchip) -> Result<()> {
-        self.vm.set_irqchip(irqchip)
-    }
-
-    /// `KVM_CREATE_PIT2`: creates an 8254.
-    ///
-    /// # Errors
-    /// `EEXIST` when there is one already, `ENOENT` without an 8259 pair.
-    pub fn create_pit2(&self, pit_config: kvm_pit_config) -> Result<()> {
-        self.vm.create_pit(&pit_config)
-    }
-
-    /// `KVM_GET_PIT2`.
-    ///
-    /// # Errors
-    /// `ENXIO` without 8254.
-    pub fn get_pit2(&self) -> Result<kvm_pit_state2> {
-        self.vm.get_pit2()
-    }
-
-    /// `KVM_SET_PIT2`.
-    ///
-    /// # Errors
-    /// `ENXIO` without 8254.
-    pub fn set_pit2(&self, pitstate: &kvm_pit_state2) -> Result<()> {
-        self.vm.set_pit2(pitstate)
-    }
-
     /// `KVM_SIGNAL_MSI`. Returns how many vCPUs accepted the interrupt.
     ///
     /// # Errors

@@ -13,13 +13,9 @@
 
 mod descriptors;
 mod device;
-mod encryption;
 mod exits;
 mod guest_memfd;
-mod hyperv;
 mod interrupts;
-mod msr_filter;
-mod registers;
 mod stats;
 mod system;
 mod vcpu;

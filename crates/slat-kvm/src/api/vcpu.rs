@@ -6,17 +6,17 @@ use crate::errno::{Result, fail};
 use crate::run_page::{MMAP_SIZE, RunPage};
 use crate::vcpu::VcpuObject;
 use kvm_bindings::*;
-use kvm_ioctls::{SyncReg, VcpuExit};
+use kvm_ioctls::VcpuExit;
 use slat::Shared;
 use std::os::fd::{AsRawFd, RawFd};
 
 /// A vCPU; replaces `kvm_ioctls::VcpuFd`.
 #[derive(Debug)]
 pub struct VcpuFd {
-    pub(super) vcpu: Shared<VcpuObject>,
+    pub(crate) vcpu: Shared<VcpuObject>,
     fd: Descriptor,
     /// The client's own mapping of the shared pages.
-    run: RunPage,
+    pub(crate) run: RunPage,
     /// Whether the client may read the ring of coalesced I/O.
     reads_coalesced: bool,
 }
@@ -32,72 +32,6 @@ impl VcpuFd {
             run,
             reads_coalesced: false,
         })
-    }
-
-    /// `KVM_ENABLE_CAP` of a vCPU: `KVM_CAP_ENFORCE_PV_FEATURE_CPUID`, `KVM_CAP_HYPERV_SYNIC`, `KVM_CAP_HYPERV_SYNIC2`
-    /// and `KVM_CAP_HYPERV_ENFORCE_CPUID`.
-    ///
-    /// # Errors
-    /// `EINVAL` for any other capability, for flags and bad arguments, and for a SynIC without a local APIC.
-    pub fn enable_cap(&self, cap: &kvm_enable_cap) -> Result<()> {
-        self.vcpu.enable_cap(cap)
-    }
-
-    /// `KVM_KVMCLOCK_CTRL`.
-    ///
-    /// # Errors
-    /// `EINVAL` when the guest does not use the clock.
-    pub fn kvmclock_ctrl(&self) -> Result<()> {
-        self.vcpu.kvmclock_ctrl()
-    }
-
-    /// `KVM_GET_TSC_KHZ`.
-    ///
-    /// # Errors
-    /// `EIO`.
-    pub fn get_tsc_khz(&self) -> Result<u32> {
-        self.vcpu.tsc_khz()
-    }
-
-    /// `KVM_SET_TSC_KHZ`.
-    ///
-    /// # Errors
-    /// `EINVAL` for a frequency that the guest's TSC cannot have.
-    pub fn set_tsc_khz(&self, freq: u32) -> Result<()> {
-        self.vcpu.set_tsc_khz(freq)
-    }
-
-    /// `KVM_TRANSLATE`.
-    ///
-    /// # Errors
-    /// `EIO`.
-    pub fn translate_gva(&self, gva: u64) -> Result<kvm_translation> {
-        self.vcpu.translate(gva)
-    }
-
-    /// `KVM_NMI`.
-    ///
-    /// # Errors
-    /// `EIO`.
-    pub fn nmi(&self) -> Result<()> {
-        self.vcpu.nmi()
-    }
-
-    /// `KVM_SMI`.
-    ///
-    /// # Errors
-    /// `EIO`.
-    pub fn smi(&self) -> Result<()> {
-        self.vcpu.smi()
-    }
-
-    /// `KVM_INTERRUPT`, which kvm-ioctls does not have.
-    ///
-    /// # Errors
-    /// `EINVAL` for a vector beyond 255, `ENXIO` if the VM has an 8259, `EEXIST` if a vCPU with a local APIC has not
-    /// accepted the last interrupt.
-    pub fn interrupt(&self, vector: u32) -> Result<()> {
-        self.vcpu.interrupt(vector)
     }
 
     /// `KVM_SET_SIGNAL_MASK`, which kvm-ioctls does not have.
@@ -176,38 +110,6 @@ impl VcpuFd {
     /// Sets whether `KVM_RUN` returns at once: 1 if so, otherwise 0.
     pub fn set_kvm_immediate_exit(&mut self, val: u8) {
         self.get_kvm_run().immediate_exit = val;
-    }
-
-    /// Asks for registers in `kvm_run` after every run.
-    pub fn set_sync_valid_reg(&mut self, reg: SyncReg) {
-        self.get_kvm_run().kvm_valid_regs |= reg as u64;
-    }
-
-    /// Makes the next run load registers from `kvm_run`.
-    pub fn set_sync_dirty_reg(&mut self, reg: SyncReg) {
-        self.get_kvm_run().kvm_dirty_regs |= reg as u64;
-    }
-
-    /// Undoes [`set_sync_valid_reg`](Self::set_sync_valid_reg).
-    pub fn clear_sync_valid_reg(&mut self, reg: SyncReg) {
-        self.get_kvm_run().kvm_valid_regs &= !(reg as u64);
-    }
-
-    /// Undoes [`set_sync_dirty_reg`](Self::set_sync_dirty_reg).
-    pub fn clear_sync_dirty_reg(&mut self, reg: SyncReg) {
-        self.get_kvm_run().kvm_dirty_regs &= !(reg as u64);
-    }
-
-    /// The registers in `kvm_run`.
-    pub fn sync_regs(&self) -> kvm_sync_regs {
-        // SAFETY: the mapping is our own, and holds plain data.
-        unsafe { (*self.run.ptr()).s.regs }
-    }
-
-    /// The registers in `kvm_run`, to be changed.
-    pub fn sync_regs_mut(&mut self) -> &mut kvm_sync_regs {
-        // SAFETY: plain data; the other half of the union is padding.
-        unsafe { &mut self.get_kvm_run().s.regs }
     }
 }
 

@@ -14,7 +14,7 @@ use std::sync::Arc;
 /// A VM; replaces `kvm_ioctls::VmFd`.
 #[derive(Debug)]
 pub struct VmFd {
-    pub(super) vm: Arc<VmObject>,
+    pub(crate) vm: Arc<VmObject>,
     fd: Descriptor,
     run_size: usize,
 }
@@ -60,38 +60,6 @@ impl VmFd {
     /// `EINVAL` for flags, attributes that a VM of this type does not have, and a bad range; `ENOMEM`.
     pub fn set_memory_attributes(&self, attr: kvm_memory_attributes) -> Result<()> {
         self.vm.set_memory_attributes(&attr)
-    }
-
-    /// `KVM_SET_TSS_ADDR`.
-    ///
-    /// # Errors
-    /// `EINVAL` when the pages would not end below 4 GiB.
-    pub fn set_tss_address(&self, offset: usize) -> Result<()> {
-        self.vm.set_tss_addr(offset as u64)
-    }
-
-    /// `KVM_SET_IDENTITY_MAP_ADDR`.
-    ///
-    /// # Errors
-    /// `EINVAL` once there are vCPUs.
-    pub fn set_identity_map_address(&self, address: u64) -> Result<()> {
-        self.vm.set_identity_map_addr(address)
-    }
-
-    /// `KVM_GET_CLOCK`.
-    ///
-    /// # Errors
-    /// `EIO` in a forked child, as for every call.
-    pub fn get_clock(&self) -> Result<kvm_clock_data> {
-        self.vm.get_clock()
-    }
-
-    /// `KVM_SET_CLOCK`.
-    ///
-    /// # Errors
-    /// `EINVAL` for unknown flags.
-    pub fn set_clock(&self, clock: &kvm_clock_data) -> Result<()> {
-        self.vm.set_clock(clock)
     }
 
     /// `KVM_GET_DIRTY_LOG`: the pages written since the last call, a bit each.
@@ -213,14 +181,6 @@ impl VmFd {
     /// Bytes of a vCPU's shared memory.
     pub fn run_size(&self) -> usize {
         self.run_size
-    }
-
-    /// `KVM_GET_TSC_KHZ` of the VM.
-    ///
-    /// # Errors
-    /// None.
-    pub fn get_tsc_khz(&self) -> Result<u32> {
-        Ok(self.vm.tsc_khz())
     }
 
     /// `KVM_CHECK_EXTENSION` by number.

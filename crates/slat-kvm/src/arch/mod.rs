@@ -1,7 +1,26 @@
-//! The architecture of the guests, which is the host's.
+//! The architecture of the guests, which is the host's: a program that uses KVM has guests of its own architecture.
 //!
 //! This is the only file that asks for which architecture slat is built. All others are neutral, or belong to one
-//! architecture and are in its folder.
+//! architecture and are in its folder. Neutral files use what this file names, and nothing else of an architecture
+//! (`crates/slat/tests/architecture/arch.rs`). All calls are static.
+//!
+//! # What an architecture provides
+//! Types and functions are re-exported here. Methods are in blocks `impl` of the architecture, and need no import.
+//!
+//! | for | types and functions | methods |
+//! |---|---|---|
+//! | `/dev/kvm` | `capability`, `is_protected`, `note_start`, `system_ioctl`, `ADDRESS_SPACES`, `MAX_VCPUS`, `MAX_VCPU_ID` | of `System`: `device_attribute` |
+//! | a VM | `VmState` with `new` and `extension`, `vm_ioctl` | of `VmObject`: `enable_arch_cap`, `allows_vcpu_id`, `shared_of_vcpu`, `parts_of_vcpu` |
+//! | interrupts | `Controllers`, `Target` with `excludes`, `Device` | of `Interrupts`: `exist`, `target`, `set_target`, `pulse_target`, `routes_changed`, `signal_msi`, `can_resample`, `read` and `write` of a device; `VmTimers` |
+//! | a vCPU, for other threads | `VcpuShared`, `VcpuMap` with `reserve` and `rebuild` | |
+//! | a vCPU, for its own thread | `VcpuState`, `vcpu_ioctl` | of `Inner`: `begin_life`, `is_unfinished`, `flush_translations`; of `VcpuObject`: the state that every architecture has, as `get_mp_state` |
+//! | its CPU | `Executor`, with `run`, `complete`, `is_unfinished`, `counters`, `state`, and probes; `Exit` | |
+//! | its machine | `VcpuMachine`, which holds the engine's vCPU: `begin_to_run`, `stop_running`, `begin_execution`, `write_clocks`, `timer_rang`, `flush_shadowed`, `forget_pages`, `read_here`, `write_here`, `translate_for_client`, `stack` with `MOST_FRAMES` | |
+//! | `KVM_RUN` | `reason`, `trace_entry`, `trace_exit` | of `VcpuObject`, in this order: `prepare`, `begin_run`, `update_guest`, `deliver_events`, `handle` for each exit, `has_late_exit`, `publish`; of `Inner`: `begin_requested`, `enters_guest`, `left_guest` |
+//! | a debugger | `Probe`, `ProbeHit`, `ProbeKind`, `REGISTERS`, `BLOCK`, `get_registers`, `set_register` | |
+//! | statistics | `Counters`, `Exits`, `NEVER`, `NEVER_IN`, `meaning`, `ticks`, `ticks_khz` | |
+//! | the compiler | `Tier`, `start_compiler`, `why_not_compiled` | |
+//! | the Rust API | | kvm-ioctls' methods that only this architecture has |
 
 #[cfg(target_arch = "x86_64")]
 mod x86_64;
@@ -10,30 +29,20 @@ mod x86_64;
 pub(crate) use x86_64::{
     Counters, Executor, Exit, Probe, ProbeHit, ProbeKind,
     caps::capability,
-    chips::{Controllers, devices::Device},
-    clock,
-    clock::note_start,
-    clock::{host_tsc as ticks, host_tsc_khz as ticks_khz},
-    compiler,
+    chips::Controllers,
+    clock::{host_tsc as ticks, host_tsc_khz as ticks_khz, note_start},
     compiler::{start as start_compiler, why_not as why_not_compiled},
-    counters,
-    counters::reason,
-    counters::{Exits, NEVER, NEVER_IN, meaning},
-    cpuid, events, exit, fpu,
+    counters::{Exits, NEVER, NEVER_IN, meaning, reason},
+    devices::Device,
     gdb::{get as get_registers, set as set_register},
-    guest_debug, hyperv,
+    ioctl::{system::ioctl as system_ioctl, vcpu::ioctl as vcpu_ioctl, vm::ioctl as vm_ioctl},
     limits::{MAX_VCPU_ID, MAX_VCPUS},
-    machine,
-    machine::VcpuMachine,
-    machine::frames::MOST as MOST_FRAMES,
-    msr, msr_filter, nested, options, quirks, regs, same_fields,
+    machine::{VcpuMachine, frames::MOST as MOST_FRAMES},
     state::{VcpuShared, VmState, is_protected},
     target::Target,
-    trace,
     trace::{enters as trace_entry, left as trace_exit},
     vcpu_map::VcpuMap,
     vcpu_state::VcpuState,
-    vm,
 };
 #[cfg(target_arch = "x86_64")]
 pub use x86_64::{
@@ -41,3 +50,6 @@ pub use x86_64::{
     gdb::{BLOCK, REGISTERS},
     limits::ADDRESS_SPACES,
 };
+
+#[cfg(not(target_arch = "x86_64"))]
+compile_error!("slat-kvm has guests of x86_64 only");

@@ -12,7 +12,6 @@ use crate::abi::KVM_RUN;
 use crate::device::VfioDevice;
 use crate::errno::{Result, fail};
 use crate::guest_memfd::GuestMemfd;
-use crate::heap;
 use crate::messages;
 use crate::run_page::PAGE;
 use crate::stats::StatsObject;
@@ -21,7 +20,6 @@ use crate::thread::Section;
 use crate::user;
 use crate::vcpu::VcpuObject;
 use crate::vm::VmObject;
-use kvm_bindings::{kvm_cpuid_entry, kvm_cpuid_entry2, kvm_msr_entry};
 use slat::Shared;
 use std::fmt;
 use std::os::fd::OwnedFd;
@@ -183,6 +181,15 @@ fn unknown(request: u32, errno: i32) -> Result<Answer> {
     }
 }
 
+/// Returns the answer of the architecture to a request that not every architecture has. `None`: this architecture does
+/// not have it either, and the error is `errno`.
+fn of_arch(answer: Option<i32>, request: u32, errno: i32) -> Result<Answer> {
+    match answer {
+        Some(answer) => value(answer),
+        None => unknown(request, errno),
+    }
+}
+
 /// Success without a value.
 const DONE: Result<Answer> = Ok(Answer::Value(0));
 
@@ -194,71 +201,4 @@ fn value(value: i32) -> Result<Answer> {
 fn give<T: user::Plain>(address: u64, value: &T) -> Result<Answer> {
     user::write(address, value)?;
     DONE
-}
-
-/// KVM's limit for CPUID tables.
-const MAX_CPUID_ENTRIES: u32 = 256;
-/// KVM's limit for one `KVM_GET_MSRS`. A request with this many MSRs is refused.
-const MAX_MSRS: u32 = 256;
-/// Offset of the entries in `kvm_cpuid2` and `kvm_msrs`: after the count and a padding word.
-const ENTRIES: u64 = 8;
-/// Offset of the indices in `kvm_msr_list`.
-const INDICES: u64 = 4;
-
-/// Writes a CPUID table to the client's `kvm_cpuid2` at `address`. Its count says for how many entries it has memory.
-fn give_cpuid(address: u64, table: &[kvm_cpuid_entry2]) -> Result<Answer> {
-    let room = user::read::<u32>(address)?;
-    let count = table.len() as u32;
-    if room < count {
-        return fail(libc::E2BIG);
-    }
-    user::write_slice(address + ENTRIES, table)?;
-    give(address, &count)
-}
-
-fn take_cpuid(address: u64) -> Result<Vec<kvm_cpuid_entry2>> {
-    let count = user::read::<u32>(address)?;
-    if count > MAX_CPUID_ENTRIES {
-        return fail(libc::E2BIG);
-    }
-    user::read_vec(address + ENTRIES, count as usize)
-}
-
-/// Reads a CPUID table without subleaves (`KVM_SET_CPUID`).
-fn take_old_cpuid(address: u64) -> Result<Vec<kvm_cpuid_entry2>> {
-    let count = user::read::<u32>(address)?;
-    if count > MAX_CPUID_ENTRIES {
-        return fail(libc::E2BIG);
-    }
-    let old = user::read_vec::<kvm_cpuid_entry>(address + ENTRIES, count as usize)?;
-    let mut entries = heap::with_room(old.len())?;
-    entries.extend(old.iter().map(|entry| kvm_cpuid_entry2 {
-        function: entry.function,
-        eax: entry.eax,
-        ebx: entry.ebx,
-        ecx: entry.ecx,
-        edx: entry.edx,
-        ..Default::default()
-    }));
-    Ok(entries)
-}
-
-/// Writes a list of MSR numbers to the client's `kvm_msr_list`. Writes the count also when it fails with `E2BIG`, so
-/// that the client can call again with enough memory.
-fn give_msr_list(address: u64, list: &[u32]) -> Result<Answer> {
-    let room = user::read::<u32>(address)?;
-    user::write(address, &(list.len() as u32))?;
-    if room < list.len() as u32 {
-        return fail(libc::E2BIG);
-    }
-    user::write_slice(address + INDICES, list)?;
-    DONE
-}
-
-fn take_msrs(address: u64) -> Result<Vec<kvm_msr_entry>> {
-    let count = user::read::<u32>(address)?;
-    if count >= MAX_MSRS {
-        return fail(libc::E2BIG);
-    }
-    user::read_vec(address + ENTRIES, count as usize)
 }

@@ -1,7 +1,8 @@
 //! Requests to a VM.
 
-use super::{Answer, DONE, Object, give, unknown, value};
+use super::{Answer, DONE, Object, give, of_arch, value};
 use crate::abi::*;
+use crate::arch;
 use crate::errno::{Result, fail};
 use crate::routing::MAX_ROUTES;
 use crate::user;
@@ -63,11 +64,6 @@ pub(super) fn ioctl(vm: &Arc<VmObject>, request: u32, argument: u64) -> Result<A
             let (stats, fd) = vm.stats()?;
             return Ok(Answer::Created(Object::Stats(stats), fd));
         }
-        KVM_SET_NR_MMU_PAGES => vm.set_nr_mmu_pages(argument)?,
-        KVM_SET_TSS_ADDR => vm.set_tss_addr(argument)?,
-        KVM_SET_IDENTITY_MAP_ADDR => vm.set_identity_map_addr(user::read(argument)?)?,
-        KVM_SET_BOOT_CPU_ID => vm.set_boot_cpu_id(argument)?,
-        KVM_CREATE_IRQCHIP => vm.create_irqchip()?,
         KVM_IRQ_LINE => {
             let line: kvm_irq_level = user::read(argument)?;
             vm.irq_line(gsi(&line), line.level != 0)?;
@@ -77,12 +73,6 @@ pub(super) fn ioctl(vm: &Arc<VmObject>, request: u32, argument: u64) -> Result<A
             line.__bindgen_anon_1.status = vm.irq_line(gsi(&line), line.level != 0)?;
             return give(argument, &line);
         }
-        KVM_GET_IRQCHIP => {
-            let mut chip: kvm_irqchip = user::read(argument)?;
-            vm.get_irqchip(&mut chip)?;
-            return give(argument, &chip);
-        }
-        KVM_SET_IRQCHIP => vm.set_irqchip(&user::read(argument)?)?,
         KVM_SET_GSI_ROUTING => {
             let [count, flags]: [u32; 2] = user::read(argument)?;
             if !vm.has_irqchip() || flags != 0 || count > MAX_ROUTES {
@@ -91,36 +81,17 @@ pub(super) fn ioctl(vm: &Arc<VmObject>, request: u32, argument: u64) -> Result<A
             let entries = argument + size_of::<[u32; 2]>() as u64;
             vm.set_gsi_routing(flags, &user::read_vec(entries, count as usize)?)?;
         }
-        KVM_CREATE_PIT => vm.create_pit(&kvm_pit_config::default())?,
-        KVM_CREATE_PIT2 => vm.create_pit(&user::read(argument)?)?,
-        KVM_GET_PIT2 => return give(argument, &vm.get_pit2()?),
-        KVM_SET_PIT2 => vm.set_pit2(&user::read(argument)?)?,
-        // KVM's older struct, which has no flags.
-        KVM_GET_PIT => {
-            let channels = vm.get_pit2()?.channels;
-            return give(argument, &kvm_pit_state { channels });
-        }
-        KVM_SET_PIT => {
-            let kvm_pit_state { channels } = user::read(argument)?;
-            let flags = vm.get_pit2()?.flags;
-            vm.set_pit2(&kvm_pit_state2 {
-                channels,
-                flags,
-                ..Default::default()
-            })?;
-        }
-        KVM_REINJECT_CONTROL => vm.reinject_control(&user::read(argument)?)?,
         KVM_IRQFD => vm.irqfd(&user::read(argument)?)?,
         KVM_IOEVENTFD => vm.ioeventfd(&user::read(argument)?)?,
-        KVM_HYPERV_EVENTFD => vm.hyperv_eventfd(&user::read(argument)?)?,
         KVM_SIGNAL_MSI => return value(vm.signal_msi(&user::read(argument)?)?),
-        KVM_GET_CLOCK => return give(argument, &vm.get_clock()?),
-        KVM_SET_CLOCK => vm.set_clock(&user::read(argument)?)?,
-        KVM_SET_TSC_KHZ => vm.set_tsc_khz(argument as u32)?,
-        KVM_GET_TSC_KHZ => return value(vm.tsc_khz() as i32),
-        KVM_X86_SET_MSR_FILTER => vm.set_msr_filter(&user::read(argument)?)?,
         KVM_ENABLE_CAP => vm.enable_cap(&user::read(argument)?)?,
-        _ => return unknown(request, libc::ENOTTY),
+        _ => {
+            return of_arch(
+                arch::vm_ioctl(vm, request, argument)?,
+                request,
+                libc::ENOTTY,
+            );
+        }
     }
     DONE
 }

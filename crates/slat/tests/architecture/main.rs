@@ -1,6 +1,7 @@
 //! The crates, their modules and the engine's modules depend on each other as docs/architecture.md, and the root of
 //! each crate, say.
 
+mod arch;
 mod circles;
 mod layers;
 mod methods;

@@ -115,7 +115,7 @@ impl Sources {
 
     /// Returns the paths of a module's re-exports, by the names that they have there. `None` for a path into another
     /// crate.
-    fn re_exports(&self, module: &Module) -> BTreeMap<String, Option<Module>> {
+    pub fn re_exports(&self, module: &Module) -> BTreeMap<String, Option<Module>> {
         let Some(code) = self.modules.get(module) else {
             return BTreeMap::new();
         };
@@ -170,6 +170,32 @@ impl Sources {
         }
     }
 
+    /// Returns the paths in the code of each module but the root, from the root on.
+    pub fn paths(&self) -> impl Iterator<Item = (&Module, Module)> {
+        let modules = self.modules.iter().filter(|(module, _)| !module.is_empty());
+        modules.flat_map(|(module, code)| {
+            let paths = self.paths_of(module, code).into_iter();
+            paths.map(move |path| (module, path))
+        })
+    }
+
+    /// Returns the paths in the code of a module from the root on. Where the crate has architectures, `arch` is the
+    /// module that chooses one, also in paths that begin with its name.
+    fn paths_of(&self, module: &Module, code: &str) -> Vec<Module> {
+        let mut found = paths(module, code);
+        if self.arch_docs.is_empty() {
+            return found;
+        }
+        for (at, keyword) in code.match_indices("arch::") {
+            let begins = code[..at].chars().next_back();
+            if begins.is_none_or(|c| !c.is_alphanumeric() && c != '_' && c != ':') {
+                let item = name(&code[at + keyword.len()..]).0;
+                found.push(vec![ARCH.to_owned(), item.to_owned()]);
+            }
+        }
+        found
+    }
+
     /// Returns the modules that each module imports.
     ///
     /// A module and those inside it are one room: what a module uses of its own children by their names alone is not an
@@ -179,7 +205,7 @@ impl Sources {
         let of = |(module, code): (&Module, &String)| {
             let paths = match module.is_empty() {
                 true => root_paths(code),
-                false => paths(module, code),
+                false => self.paths_of(module, code),
             };
             let to = paths
                 .iter()

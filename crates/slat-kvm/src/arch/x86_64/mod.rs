@@ -15,6 +15,7 @@
 //! | | `perf`, `compiler` | compiled code, named for perf; the threads that compile |
 //! | | `state` | what a VM, and the part of a vCPU that other threads use, have of x86 |
 //! | | `limits` | the limits of a VM |
+//! | | `devices` | the places of a PC's controllers on the bus |
 //! | | `target` | the line, the message or the source to which a GSI is routed |
 //! | shared | `vcpu_common`, `vcpu_map` | how other threads interrupt a vCPU; the map of the local APICs' addresses |
 //! | | `chips`, `irq` | the interrupt controllers of a PC; how interrupts reach vCPUs by them |
@@ -23,22 +24,29 @@
 //! | | `vcpu_state`, `vcpu` | what a vCPU keeps of x86; calls of a vCPU |
 //! | | `machine` | the machine around a CPU: address translation, MSRs, hypercalls, paravirtual features |
 //! | calls | `run` | what `KVM_RUN` does with x86's CPU |
+//! | | `device_attr` | device attributes |
+//! | interface | `ioctl` | requests that only x86 has |
+//! | | `api` | methods of the Rust API that only x86 has |
 
 pub mod cpuid;
 pub mod perf;
 
+mod api;
 pub(crate) mod caps;
 pub(crate) mod chips;
 pub(crate) mod clock;
 pub(crate) mod compiler;
 pub(crate) mod counters;
 pub(crate) mod cpu_features;
+mod device_attr;
+pub(crate) mod devices;
 pub(crate) mod events;
 pub(crate) mod exit;
 pub(crate) mod fpu;
 pub(crate) mod gdb;
 pub(crate) mod guest_debug;
 pub(crate) mod hyperv;
+pub(crate) mod ioctl;
 mod irq;
 pub(crate) mod limits;
 pub(crate) mod machine;

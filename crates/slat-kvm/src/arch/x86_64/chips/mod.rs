@@ -7,10 +7,8 @@
 //! | `timer` | the 8254, and its alarm |
 //! | `vectors` | sets of vectors |
 //! | `targets` | messages to vCPUs |
-//! | `devices` | the controllers' places on the bus |
 
 mod chips;
-pub(crate) mod devices;
 mod targets;
 mod timer;
 mod vectors;

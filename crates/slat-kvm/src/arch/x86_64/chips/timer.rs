@@ -3,7 +3,7 @@
 //! The alarm rings when the counter's output rises. The alarm's owner then calls [`Timer::expire`], and pulses the VM's
 //! line, with the 8254 unlocked.
 
-use crate::arch::clock::monotonic;
+use crate::arch::x86_64::clock::monotonic;
 use crate::errno::{Result, no_memory};
 use crate::ticker::{Alarm, Client};
 use slat::Shared;

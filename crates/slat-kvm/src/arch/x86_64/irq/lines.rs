@@ -1,8 +1,8 @@
 //! Delivery of lines and messages to vCPUs, guests' accesses to controllers, and delivery of ends of interrupts to
 //! controllers and clients.
 
-use crate::arch::x86_64::chips::devices::{Device, SPEAKER};
 use crate::arch::x86_64::chips::{Ended, Model, TIMER};
+use crate::arch::x86_64::devices::{Device, SPEAKER};
 use crate::arch::x86_64::target::Target;
 use crate::errno::{Result, fail};
 use crate::irq::Interrupts;

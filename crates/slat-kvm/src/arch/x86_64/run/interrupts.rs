@@ -5,7 +5,6 @@ use crate::arch::x86_64::vcpu_state::Unfinished;
 use crate::errno::Result;
 use crate::run_page::field;
 use crate::signals::Masked;
-use crate::thread::bits;
 use crate::vcpu::{Inner, VcpuObject};
 use crate::vcpu_common::VcpuCommon;
 use kvm_bindings::*;

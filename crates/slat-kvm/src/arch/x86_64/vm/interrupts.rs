@@ -1,6 +1,6 @@
 //! A VM's calls for the interrupt controllers and the timer of a PC.
 
-use crate::arch::x86_64::chips::devices;
+use crate::arch::x86_64::devices;
 use crate::errno::Result;
 use crate::io_devices::Device;
 use crate::vm::VmObject;

@@ -1,8 +1,8 @@
 //! Hypercalls by Hyper-V's conventions: flushes of translations, interrupts, events, and calls that the client carries
 //! out.
 
-use crate::arch::MAX_VCPUS;
 use crate::arch::x86_64::exit::ClientCall;
+use crate::arch::x86_64::limits::MAX_VCPUS;
 use crate::arch::x86_64::machine::VcpuMachine;
 use crate::thread::bits;
 use crate::ticker;

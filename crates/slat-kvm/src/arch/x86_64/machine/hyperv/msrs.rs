@@ -1,8 +1,8 @@
 //! The synthetic MSRs.
 
-use crate::arch::MAX_VCPUS;
 use crate::arch::x86_64::cpuid;
 use crate::arch::x86_64::hyperv::HypervExit;
+use crate::arch::x86_64::limits::MAX_VCPUS;
 use crate::arch::x86_64::machine::VcpuMachine;
 use crate::arch::x86_64::msr::KVM_ENABLED;
 use crate::entered::{Entered, thread_id};

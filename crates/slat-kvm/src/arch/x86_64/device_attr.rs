@@ -5,8 +5,8 @@
 //! | `/dev/kvm` | 0 | `KVM_X86_XCOMP_GUEST_SUPP`: the bits that a guest's XCR0 can have |
 //! | vCPU | `KVM_VCPU_TSC_CTRL` | `KVM_VCPU_TSC_OFFSET`: guest's TSC minus the scaled TSC of the host |
 
-use crate::arch::clock::TscChange;
-use crate::arch::cpuid;
+use crate::arch::x86_64::clock::TscChange;
+use crate::arch::x86_64::cpuid;
 use crate::errno::{Result, fail};
 use crate::system::System;
 use crate::vcpu::VcpuObject;

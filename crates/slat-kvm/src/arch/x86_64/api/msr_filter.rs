@@ -1,6 +1,6 @@
 //! MSR filter of a [`VmFd`].
 
-use super::VmFd;
+use crate::api::VmFd;
 use crate::errno::{Result, fail};
 use crate::heap;
 use kvm_bindings::{KVM_MSR_FILTER_MAX_RANGES, kvm_msr_filter};

@@ -1,6 +1,6 @@
 //! Calls of a [`VmFd`] for encrypted guests. All are refused, as by a KVM without SEV.
 
-use super::VmFd;
+use crate::api::VmFd;
 use crate::errno::{Result, fail};
 use kvm_bindings::{kvm_enc_region, kvm_sev_cmd};
 

@@ -1,7 +1,7 @@
 //! Hyper-V's interface to guests: calls that kvm-ioctls does not have.
 
 use super::system::cpuid;
-use super::{Kvm, VcpuFd, VmFd};
+use crate::api::{Kvm, VcpuFd, VmFd};
 use crate::errno::Result;
 use kvm_bindings::{CpuId, kvm_hyperv_eventfd};
 

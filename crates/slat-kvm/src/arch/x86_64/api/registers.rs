@@ -1,7 +1,7 @@
 //! Registers and other state of a [`VcpuFd`].
 
-use super::VcpuFd;
-use crate::arch::nested;
+use crate::api::VcpuFd;
+use crate::arch::x86_64::nested;
 use crate::errno::{Result, fail, no_memory};
 use kvm_bindings::*;
 use kvm_ioctls::KvmNestedStateBuffer;
