@@ -79,7 +79,7 @@ impl Target {
 
     /// Whether a GSI must not have both targets. As in KVM, a GSI is routed to each chip at most once, or to one
     /// message, or to one source.
-    fn excludes(self, other: Target) -> bool {
+    pub(crate) fn excludes(self, other: Target) -> bool {
         match (self, other) {
             (Target::Pic(one), Target::Pic(another)) => {
                 (u32::from(one) < PIC_LINES) == (u32::from(another) < PIC_LINES)

@@ -115,12 +115,12 @@ impl VcpuObject {
         }
         match more.latched_init.filter(|_| self.common().has_lapic()) {
             Some(true) => self
-                .common
+                .common()
                 .arch
                 .signals
                 .fetch_or(VcpuCommon::INIT, Ordering::SeqCst),
             Some(false) => self
-                .common
+                .common()
                 .arch
                 .signals
                 .fetch_and(!VcpuCommon::INIT, Ordering::SeqCst),
