@@ -11,7 +11,7 @@
 //! | layer | file | idea |
 //! |---|---|---|
 //! | base | `errno`, `heap`, `messages` | errors; vectors that report `ENOMEM` instead of ending the process; messages to the user |
-//! | | `abi`, `user` | KVM's request numbers and structs; the client's memory |
+//! | | `requests`, `abi`, `user` | KVM's request numbers and structs; the client's memory |
 //! | | `thread`, `signals`, `background`, `last_thread` | signals, masks, slat's own threads, their end |
 //! | | `guarded` | the border between C and Rust: `errno`, panics |
 //! | | `engine`, `entered` | the engine's VM and vCPU, for any table format; a guard by which a vCPU leaves the engine |
@@ -132,6 +132,7 @@ mod irqfd;
 mod last_thread;
 mod prefault;
 mod recovery;
+mod requests;
 mod routing;
 mod run;
 mod signals;

@@ -16,60 +16,39 @@ const PAGE: usize = 4096;
 /// Every bit pattern is a valid value, and the type holds no pointers that Rust follows.
 pub unsafe trait Plain: Copy {}
 
+/// Declares that types are plain data.
 macro_rules! plain {
     ($($type:ty),* $(,)?) => {
         // SAFETY: C structs of integers, arrays and unions of them; all bit patterns are valid.
-        $(unsafe impl Plain for $type {})*
+        $(unsafe impl $crate::user::Plain for $type {})*
     };
 }
+pub(crate) use plain;
 
 plain!(
     u8,
     u32,
     u64,
     kvm_clear_dirty_log,
-    kvm_clock_data,
     kvm_coalesced_mmio_zone,
-    kvm_cpuid_entry,
-    kvm_cpuid_entry2,
     kvm_create_device,
     kvm_create_guest_memfd,
-    kvm_debugregs,
     kvm_device_attr,
     kvm_guest_debug,
     kvm_dirty_log,
     kvm_enable_cap,
-    kvm_fpu,
-    kvm_hyperv_eventfd,
-    kvm_interrupt,
     kvm_ioeventfd,
     kvm_irq_routing_entry,
     kvm_irqfd,
-    kvm_pit_config,
-    kvm_pit_state,
-    kvm_pit_state2,
-    kvm_reinject_control,
     kvm_irq_level,
-    kvm_irqchip,
-    kvm_lapic_state,
     kvm_memory_attributes,
     kvm_mp_state,
     kvm_msi,
     kvm_one_reg,
-    kvm_msr_entry,
-    kvm_msr_filter,
     kvm_pre_fault_memory,
-    kvm_regs,
-    kvm_sregs,
-    kvm_sregs2,
-    kvm_tpr_access_ctl,
-    kvm_translation,
     kvm_userspace_memory_region,
     kvm_userspace_memory_region2,
-    kvm_vapic_addr,
     kvm_vcpu_events,
-    kvm_x86_mce,
-    kvm_xcrs,
 );
 
 // SAFETY: an array of plain data is plain data.

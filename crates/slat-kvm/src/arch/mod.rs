@@ -9,6 +9,7 @@
 //!
 //! | for | types and functions | methods |
 //! |---|---|---|
+//! | ioctls | `requests`, `name_of_request`; `Plain` for its structs | |
 //! | `/dev/kvm` | `capability`, `is_protected`, `note_start`, `system_ioctl`, `ADDRESS_SPACES`, `MAX_VCPUS`, `MAX_VCPU_ID` | of `System`: `device_attribute` |
 //! | a VM | `VmState` with `new` and `extension`, `vm_ioctl` | of `VmObject`: `enable_arch_cap`, `allows_vcpu_id`, `shared_of_vcpu`, `parts_of_vcpu` |
 //! | interrupts | `Controllers`, `Target` with `excludes`, `Device` | of `Interrupts`: `exist`, `target`, `set_target`, `pulse_target`, `routes_changed`, `signal_msi`, `can_resample`, `read` and `write` of a device; `VmTimers` |
@@ -28,6 +29,7 @@ mod x86_64;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use x86_64::{
     Counters, Executor, Exit, Probe, ProbeHit, ProbeKind,
+    abi::name_of_request,
     caps::capability,
     chips::Controllers,
     clock::{host_tsc as ticks, host_tsc_khz as ticks_khz, note_start},
@@ -46,7 +48,7 @@ pub(crate) use x86_64::{
 };
 #[cfg(target_arch = "x86_64")]
 pub use x86_64::{
-    Tier, for_other_crates,
+    Tier, abi as requests, for_other_crates,
     gdb::{BLOCK, REGISTERS},
     limits::ADDRESS_SPACES,
 };

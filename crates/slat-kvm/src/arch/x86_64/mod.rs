@@ -4,6 +4,7 @@
 //!
 //! | layer | file | idea |
 //! |---|---|---|
+//! | base | `abi`, `plain` | KVM's request numbers and structs |
 //! | parts | `page_cache` | the translations that a vCPU used last |
 //! | | `hyperv` | Hyper-V's interface: the state that the vCPUs of a VM share |
 //! | | `quirks`, `msr_filter`, `options` | the settings that a client makes for a VM |
@@ -31,6 +32,7 @@
 pub mod cpuid;
 pub mod perf;
 
+pub mod abi;
 mod api;
 pub(crate) mod caps;
 pub(crate) mod chips;
@@ -54,6 +56,8 @@ pub(crate) mod msr;
 pub(crate) mod msr_filter;
 pub(crate) mod nested;
 pub(crate) mod options;
+mod plain;
+
 pub(crate) mod page_cache;
 pub(crate) mod quirks;
 pub(crate) mod regs;
