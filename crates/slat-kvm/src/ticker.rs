@@ -6,6 +6,7 @@
 //! For a profile it also takes a sample ([`bits::SAMPLE`]). The first client starts the thread. A forked child has no
 //! such thread and starts its own if it creates VMs.
 
+use crate::arch::VmTimer;
 use crate::background::{self, Background};
 use crate::errno::{Result, no_memory};
 use crate::heap;
@@ -56,15 +57,6 @@ pub(crate) enum Alarm {
     Vcpu(Attention),
     /// Calls [`VmTimers::expired`] with this timer.
     Vm(Weak<dyn VmTimers>, VmTimer),
-}
-
-/// The kind of a timer of a VM.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum VmTimer {
-    /// The 8254.
-    Pit,
-    /// The timer that ends the pause after an interrupt storm.
-    Storm,
 }
 
 /// The owner of a VM's timers.

@@ -12,7 +12,7 @@
 //! | ioctls | `requests`, `name_of_request`; `Plain` for its structs | |
 //! | `/dev/kvm` | `capability`, `is_protected`, `note_start`, `system_ioctl`, `ADDRESS_SPACES`, `MAX_VCPUS`, `MAX_VCPU_ID` | of `System`: `device_attribute` |
 //! | a VM | `VmState` with `new` and `extension`, `vm_ioctl` | of `VmObject`: `enable_arch_cap`, `allows_vcpu_id`, `shared_of_vcpu`, `parts_of_vcpu` |
-//! | interrupts | `Controllers`, `Target` with `excludes`, `Device` | of `Interrupts`: `exist`, `target`, `set_target`, `pulse_target`, `routes_changed`, `signal_msi`, `can_resample`, `read` and `write` of a device; `VmTimers` |
+//! | interrupts | `Controllers`, `Target` with `excludes`, `Device`, `VmTimer` | of `Interrupts`: `exist`, `target`, `set_target`, `pulse_target`, `routes_changed`, `signal_msi`, `can_resample`, `read` and `write` of a device; `VmTimers` for each `VmTimer` |
 //! | a vCPU, for other threads | `VcpuShared`, `VcpuMap` with `reserve` and `rebuild` | |
 //! | a vCPU, for its own thread | `VcpuState`, `vcpu_ioctl` | of `Inner`: `begin_life`, `is_unfinished`, `flush_translations`; of `VcpuObject`: the state that every architecture has, as `get_mp_state` |
 //! | its CPU | `Executor`, with `run`, `complete`, `is_unfinished`, `counters`, `state`, and probes; `Exit` | |
@@ -35,7 +35,7 @@ pub(crate) use x86_64::{
     clock::{host_tsc as ticks, host_tsc_khz as ticks_khz, note_start},
     compiler::{start as start_compiler, why_not as why_not_compiled},
     counters::{Exits, NEVER, NEVER_IN, meaning, reason},
-    devices::Device,
+    devices::{Device, VmTimer},
     gdb::{get as get_registers, set as set_register},
     ioctl::{system::ioctl as system_ioctl, vcpu::ioctl as vcpu_ioctl, vm::ioctl as vm_ioctl},
     limits::{MAX_VCPU_ID, MAX_VCPUS},

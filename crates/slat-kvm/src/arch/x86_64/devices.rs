@@ -1,5 +1,5 @@
-//! The places of the interrupt controllers and the timer of a PC on the bus of a VM. (The local APIC is not on the bus:
-//! each vCPU has a local APIC, which the vCPU's accesses reach first.)
+//! The places of the interrupt controllers and the timer of a PC on the bus of a VM, and what they need an alarm for.
+//! (The local APIC is not on the bus: each vCPU has a local APIC, which the vCPU's accesses reach first.)
 
 use crate::io_bus::{Range, Space};
 use slat_irqchip::ioapic;
@@ -35,3 +35,12 @@ pub(crate) const TIMER: (Range, Device) = (Range::new(Space::Ports, 0x40, 4), De
 /// Its port 0x61.
 pub(crate) const TIMERS_PORT: (Range, Device) =
     (Range::new(Space::Ports, SPEAKER, 4), Device::Speaker);
+
+/// The kind of a timer of a VM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum VmTimer {
+    /// The 8254.
+    Pit,
+    /// The timer that ends the pause after an interrupt storm.
+    Storm,
+}

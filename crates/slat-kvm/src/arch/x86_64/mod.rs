@@ -16,7 +16,7 @@
 //! | | `perf`, `compiler` | compiled code, named for perf; the threads that compile |
 //! | | `state` | what a VM, and the part of a vCPU that other threads use, have of x86 |
 //! | | `limits` | the limits of a VM |
-//! | | `devices` | the places of a PC's controllers on the bus |
+//! | | `devices` | the places of a PC's controllers on the bus, and their timers |
 //! | | `target` | the line, the message or the source to which a GSI is routed |
 //! | shared | `vcpu_common`, `vcpu_map` | how other threads interrupt a vCPU; the map of the local APICs' addresses |
 //! | | `chips`, `irq` | the interrupt controllers of a PC; how interrupts reach vCPUs by them |
@@ -29,10 +29,10 @@
 //! | interface | `ioctl` | requests that only x86 has |
 //! | | `api` | methods of the Rust API that only x86 has |
 
+pub mod abi;
 pub mod cpuid;
 pub mod perf;
 
-pub mod abi;
 mod api;
 pub(crate) mod caps;
 pub(crate) mod chips;
@@ -56,9 +56,8 @@ pub(crate) mod msr;
 pub(crate) mod msr_filter;
 pub(crate) mod nested;
 pub(crate) mod options;
-mod plain;
-
 pub(crate) mod page_cache;
+mod plain;
 pub(crate) mod quirks;
 pub(crate) mod regs;
 mod run;

@@ -1,12 +1,13 @@
 //! Creation of interrupt controllers.
 
 use crate::arch::x86_64::chips::{Chips, Model, Timer, Vectors};
+use crate::arch::x86_64::devices::VmTimer;
 use crate::arch::x86_64::irq::routes;
 use crate::errno::{Result, fail, no_memory};
 use crate::irq::Interrupts;
 use crate::irqfd;
 use crate::routing::{MAX_ROUTES, Routes};
-use crate::ticker::{Alarm, VmTimer, VmTimers};
+use crate::ticker::{Alarm, VmTimers};
 use kvm_bindings::{KVM_X2APIC_API_DISABLE_BROADCAST_QUIRK, KVM_X2APIC_API_USE_32BIT_IDS};
 use slat::Shared;
 use slat_irqchip::message::MsiIds;

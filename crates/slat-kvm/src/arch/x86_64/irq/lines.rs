@@ -2,12 +2,12 @@
 //! controllers and clients.
 
 use crate::arch::x86_64::chips::{Ended, Model, TIMER};
-use crate::arch::x86_64::devices::{Device, SPEAKER};
+use crate::arch::x86_64::devices::{Device, SPEAKER, VmTimer};
 use crate::arch::x86_64::target::Target;
 use crate::errno::{Result, fail};
 use crate::irq::Interrupts;
 use crate::routing::Routes;
-use crate::ticker::{VmTimer, VmTimers};
+use crate::ticker::VmTimers;
 use kvm_bindings::{kvm_irq_routing_entry, kvm_msi};
 use slat_irqchip::lapic::Request;
 use slat_irqchip::line::Outcome;
