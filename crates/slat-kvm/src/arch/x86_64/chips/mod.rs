@@ -1,19 +1,19 @@
-//! The interrupt controllers of a VM besides the local APICs. They are in `slat-irqchip`; here are their locks, and
-//! their places in a VM.
+//! The interrupt controllers of a VM besides the local APICs: their locks, and how they reach vCPUs. The controllers
+//! themselves are in `slat-irqchip`.
 //!
 //! | file | idea |
 //! |---|---|
-//! | `chips` | the 8259 pair and the I/O APIC of a VM: ports, registers, locks |
+//! | `pc` | the 8259 pair and the I/O APIC of a VM: ports, registers, locks |
 //! | `timer` | the 8254, and its alarm |
 //! | `vectors` | sets of vectors |
 //! | `targets` | messages to vCPUs |
 
-mod chips;
+mod pc;
 mod targets;
 mod timer;
 mod vectors;
 
-pub(crate) use chips::{Chips, Ended, TIMER};
+pub(crate) use pc::{Chips, Ended, TIMER};
 pub(crate) use timer::Timer;
 pub(crate) use vectors::Vectors;
 
