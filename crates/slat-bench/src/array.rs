@@ -196,8 +196,8 @@ pub struct ArrayVm {
     generation: AtomicU64,
     writer: Mutex<Writer>,
     in_progress: InProgress,
-    /// Advanced at the end of an invalidation, like the engine's sequence. No fault is in progress then, because one
-    /// thread drives the rival; the counter exists so that its cost is measured.
+    /// The number of invalidations that have ended, like the engine's sequence. No fault is in progress when an
+    /// invalidation ends, because one thread makes both; the counter exists so that its cost is measured.
     sequence: AtomicU64,
 }
 

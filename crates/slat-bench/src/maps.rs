@@ -14,11 +14,11 @@ const CELLS: u64 = 512;
 /// A map of guest memory, read from the tables.
 #[derive(Clone, Debug)]
 pub struct PageMap {
-    /// The experiment's name, as in [`crate::Row`].
+    /// The experiment's name: `prefetch`, …
     pub experiment: &'static str,
-    /// The case, as in [`crate::Row`].
+    /// The case of the experiment; parts of its name are separated by `/`.
     pub case: String,
-    /// The variant, as in [`crate::Row`].
+    /// The variant of the case: a policy, an implementation, `kvm`.
     pub variant: &'static str,
     /// The step before or after which the map was read.
     pub phase: &'static str,

@@ -68,7 +68,8 @@ pub struct ApicMap {
 impl ApicMap {
     /// Allocates memory for `apics` APICs, so that [`rebuild`](Self::rebuild) allocates nothing.
     ///
-    /// # Errors There is no memory. The map does not change.
+    /// # Errors
+    /// There is no memory. The map does not change.
     pub fn reserve(&mut self, apics: usize) -> Result<(), TryReserveError> {
         self.by_id
             .try_reserve(apics.saturating_sub(self.by_id.len()))

@@ -66,7 +66,7 @@ struct State {
 }
 
 impl State {
-    /// Reads the file. `None`: the file cannot be read.
+    /// Reads the state from `file`, the opened `/proc/self/stat`. `None`: the file cannot be read.
     fn read(file: &std::fs::File) -> Option<Self> {
         // Positions in proc_pid_stat(5), counted from the field after the name.
         const STATE: usize = 0;

@@ -355,7 +355,7 @@ pub unsafe trait Platform: Send + Sync + 'static {
     /// - the requirements of [`free_table`](Self::free_table) hold for each frame.
     unsafe fn free_tables(&self, vm: VmId, frames: &[Pfn]) {
         for frame in frames {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller promises for each of the `frames` what `free_table` requires.
             unsafe { self.free_table(vm, *frame) };
         }
     }

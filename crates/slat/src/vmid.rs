@@ -461,7 +461,7 @@ mod tests {
             assert_eq!(used, current, "CPU {cpu} used a stale entry");
         }
 
-        /// Changes the tables of `vm` and flushes by number.
+        /// Changes the tables of `vm`. If `vm` has a VMID, flushes the entries of this VMID from the TLBs of all CPUs.
         fn change(&mut self, vm: usize) {
             self.vms[vm].1 += 1;
             if let Some(number) = self.vms[vm].0.number() {

@@ -81,7 +81,7 @@ pub fn sanitizer_settings(
 ) -> impl Iterator<Item = (&'static str, OsString)> {
     SETTINGS.into_iter().map(move |(name, ours)| {
         let mut value = OsString::from(ours);
-        // In a `slat run` inside another one, our setting is already there.
+        // If another `slat run` has started this `slat run`, the user's value already begins with slat's setting.
         match variable(name) {
             Some(users) if users.as_bytes().starts_with(ours.as_bytes()) => value = users,
             Some(users) if !users.is_empty() => {

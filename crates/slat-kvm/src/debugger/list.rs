@@ -21,7 +21,8 @@ pub(super) struct Debugged {
 }
 
 impl Debugged {
-    /// Returns the orders of a vCPU.
+    /// Returns a debugger's orders for one vCPU of the VM: the probes, whether the vCPU executes one instruction only
+    /// (`steps`), and whether it passes a probe at the next instruction (`passes`).
     ///
     /// # Errors
     /// `ENOMEM`.

@@ -7,9 +7,10 @@
 //! | `list` | the vCPUs that a debugger can find, and the VM that has a debugger |
 //! | `session` | the operations of a debugger on all vCPUs of a VM |
 //!
-//! # Which thread uses a vCPU A vCPU's registers belong to the thread that has locked the vCPU, in `KVM_RUN` or in
-//! another call of the client. A debugger marks the vCPU as *held*, and raises
-//! [`bits::HOLD`](crate::thread::bits::HOLD). Soon one of two things is true:
+//! # Which thread uses a vCPU
+//! A vCPU's registers belong to the thread that has locked the vCPU, in `KVM_RUN` or in another call of the client. A
+//! debugger marks the vCPU as *held*, and raises [`bits::HOLD`](crate::thread::bits::HOLD). Soon one of two things is
+//! true:
 //!
 //! * The vCPU's thread is in `KVM_RUN`. It sees the bit where it looks for signals and interrupts, leaves the engine,
 //!   and waits in the vCPU's port. It keeps the vCPU locked. So calls of the client that need the vCPU's lock wait for

@@ -87,7 +87,8 @@ fn no_write_is_lost_when_logging_begins() {
     );
 }
 
-/// The end of a log replaces the same table.
+/// When a slot's dirty log ends, the engine replaces the slot's table of small leaves by a huge leaf, as the promotion
+/// does at the same time.
 #[test]
 fn a_log_ends_beside_a_promotion() {
     beside(

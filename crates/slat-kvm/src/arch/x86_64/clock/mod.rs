@@ -40,8 +40,9 @@
 //! not expired and waits again. The 8254 counts by `CLOCK_MONOTONIC`, because `KVM_GET_PIT2` reports the beginning of a
 //! count by that clock.
 //!
-//! # Sleep of the host If the TSC counts while the host sleeps, guests' clocks jump forward, as KVM's do. slat does not
-//! notice a TSC that begins at 0 again (S3 on machines without `nonstop_tsc_s3`).
+//! # Sleep of the host
+//! If the TSC counts while the host sleeps, guests' clocks jump forward, as KVM's do. slat does not notice a TSC that
+//! begins at 0 again (S3 on machines without `nonstop_tsc_s3`).
 
 pub(crate) mod host;
 mod page;

@@ -9,13 +9,13 @@ use std::time::Duration;
 pub(crate) struct Tsc {
     /// The frequency that the client asked for.
     khz: u32,
-    /// Cycles per cycle of the host, in units of 2^-32.
+    /// Cycles of this TSC per cycle of the host's TSC, in units of 2^-32.
     ratio: u64,
     /// Added to the scaled cycles of the host.
     offset: u64,
 }
 
-/// One cycle per cycle of the host.
+/// The ratio of a TSC that has one cycle per cycle of the host's TSC.
 pub(super) const SAME: u64 = 1 << 32;
 /// A frequency that differs from the host's by at most this many millionths is not scaled, as in KVM. Such a difference
 /// is the error of another measurement on the same machine.
@@ -35,7 +35,7 @@ pub(crate) fn frequency(khz: u32) -> Result<u32> {
     }
 }
 
-/// Cycles of `khz` per cycle of the host, in units of 2^-32.
+/// Returns the cycles of a TSC of `khz` per cycle of the host's TSC, in units of 2^-32.
 fn ratio(khz: u32) -> u64 {
     let (khz, host) = (u64::from(khz), u64::from(host::tsc_khz()));
     match khz.abs_diff(host) * 1_000_000 <= host * TOLERANCE_PPM {
@@ -89,7 +89,7 @@ impl Tsc {
         }
     }
 
-    /// Cycles per cycle of the host, in units of 2^-32.
+    /// Returns the cycles of this TSC per cycle of the host's TSC, in units of 2^-32.
     pub(super) fn ratio(&self) -> u64 {
         self.ratio
     }

@@ -17,8 +17,8 @@ const RSP: usize = 4;
 const RBP: usize = 5;
 
 impl VcpuMachine {
-    /// Writes the linear addresses of the guest's stack to `stack`, the innermost first. Returns their number, at least
-    /// 1. `cpu` is this vCPU's, and does not run; the vCPU is entered.
+    /// Writes the linear addresses of the guest's stack to `stack`, the innermost first. Returns the number of
+    /// addresses, which is at least 1. `cpu` is this vCPU's, and does not run; the vCPU is entered.
     pub(crate) fn stack(&self, cpu: &Cpu, stack: &mut [u64; MOST]) -> usize {
         let state = &cpu.state;
         match (Frames::of(state), self.peek(cpu)) {

@@ -33,7 +33,8 @@ impl VcpuObject {
 
     /// `KVM_SET_MP_STATE`.
     ///
-    /// # Errors `EINVAL` for states that x86 does not have, and, without a local APIC, for any state but runnable.
+    /// # Errors
+    /// `EINVAL` for states that x86 does not have, and, without a local APIC, for any state but runnable.
     pub fn set_mp_state(&self, state: kvm_mp_state) -> Result<()> {
         let mut inner = self.lock()?;
         match state.mp_state {

@@ -63,7 +63,8 @@ impl VcpuMachine {
 
     /// Stores a message in the slot of a source, if the slot is free.
     ///
-    /// # Errors The outcome for the message that was not stored.
+    /// # Errors
+    /// The outcome for the message that was not stored.
     fn store_message(
         &mut self,
         sint: u32,
