@@ -43,7 +43,7 @@ pub(crate) fn count() -> usize {
 }
 
 /// Gives this thread a separate, empty descriptor table, so that the thread's descriptors are not among the client's.
-/// Returns whether that succeeded.
+/// Returns `false` if this thread keeps the client's table.
 pub(crate) fn leave_descriptors() -> bool {
     const CLOSE_RANGE_UNSHARE: usize = 2;
     let arguments = [0, u32::MAX as usize, CLOSE_RANGE_UNSHARE, 0, 0, 0];
@@ -51,11 +51,11 @@ pub(crate) fn leave_descriptors() -> bool {
     unsafe { calls::raw(libc::SYS_close_range, arguments) == 0 }
 }
 
-/// The work that a new thread has begun last.
+/// The work of the new thread that has begun last.
 static BEGUN: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 
-/// Waits until the new thread runs its `work`. Does not wait forever. The start of the new thread may need a lock that
-/// this thread holds. Or another new thread may have begun its own work, which overwrites the value.
+/// Waits until the new thread runs its `work`, but not forever, for two reasons. The start of the new thread may need a
+/// lock that this thread holds. And another new thread may have stored its own work in [`BEGUN`] since.
 fn wait_for(work: *mut c_void) {
     const LONGEST: Duration = Duration::from_millis(20);
     let end = Instant::now() + LONGEST;
@@ -71,7 +71,7 @@ pub(crate) fn start<T: Background>(work: &'static T) -> bool {
         BEGUN.store(work, Release);
         calls::mark_own_thread();
         slat_trace::name_thread(T::NAME);
-        // SAFETY: the `work` of `start`, which lives as long as the process.
+        // SAFETY: `work` is the argument of `start`, which lives as long as the process.
         let work = unsafe { &*work.cast::<T>() };
         {
             let _section = Section::enter();
@@ -82,8 +82,8 @@ pub(crate) fn start<T: Background>(work: &'static T) -> bool {
         std::ptr::null_mut()
     }
     COUNT.get().0.fetch_add(1, SeqCst);
-    // SAFETY: attributes and signal sets on the stack; the mask of this thread is put back. `work` may be shared with
-    // the new thread, and lives as long as it.
+    // SAFETY: the attributes and signal sets are on the stack, and this thread's signal mask is restored. The new
+    // thread may use `work`, which lives as long as the process and may be shared by threads.
     let error = unsafe {
         let mut all = std::mem::zeroed();
         let mut before = std::mem::zeroed();

@@ -71,7 +71,7 @@ impl Life {
 pub(crate) struct Call<'a> {
     life: &'a Life,
     engine: &'a EngineVm,
-    /// Whether the client made the call while the client's own panic unwinds.
+    /// Whether a panic of the client was unwinding when the client made the call.
     was_panicking: bool,
 }
 
@@ -80,7 +80,7 @@ impl Drop for Call<'_> {
         if self.was_panicking || !std::thread::panicking() {
             return;
         }
-        // This thread may hold any lock.
+        // This thread may hold any lock, and `end` takes none.
         self.life.end(self.engine);
     }
 }

@@ -48,7 +48,7 @@ impl Coalesced {
     /// Returns `first` (which the client advances) and `last` (which slat advances).
     fn indices(&self) -> (&AtomicU32, &AtomicU32) {
         let ring: *mut kvm_coalesced_mmio_ring = self.ring.start().cast();
-        // SAFETY: within the page, aligned, and atomics may be shared with the client.
+        // SAFETY: both indices are within the page and aligned. The client may change an atomic at any time.
         unsafe {
             (
                 AtomicU32::from_ptr(&raw mut (*ring).first),
@@ -86,8 +86,9 @@ impl Coalesced {
             entry.__bindgen_anon_1.pio = port.into();
             entry.data[..item.len()].copy_from_slice(item);
             let ring: *mut kvm_coalesced_mmio_ring = self.ring.start().cast();
-            // SAFETY: the ring entry lies after the indices within the page, since `index` is below `ENTRIES`; plain
-            // data, written under the lock, and read by the client only after `last` has advanced.
+            // SAFETY: the ring entry lies after the indices within the page, since `index` is below `ENTRIES`. The ring
+            // entry is plain data. It is written under the lock, and the client reads it only after `last` has
+            // advanced.
             unsafe {
                 let entries = (&raw mut (*ring).coalesced_mmio).cast::<kvm_coalesced_mmio>();
                 entries.add(index as usize).write_volatile(entry);
@@ -108,7 +109,8 @@ impl Coalesced {
             return None;
         }
         let ring: *mut kvm_coalesced_mmio_ring = self.ring.start().cast();
-        // SAFETY: the ring entry lies after the indices within the page, since `index` is below `ENTRIES`; plain data.
+        // SAFETY: the ring entry lies after the indices within the page, since `index` is below `ENTRIES`. Every bit
+        // pattern of a ring entry is valid.
         let entry = unsafe {
             let entries = (&raw const (*ring).coalesced_mmio).cast::<kvm_coalesced_mmio>();
             entries.add(index as usize).read_volatile()
@@ -123,7 +125,7 @@ impl Coalesced {
 /// # Errors
 /// `EINVAL` for a kind that is neither memory nor ports.
 pub(crate) fn range(zone: &kvm_coalesced_mmio_zone) -> Result<Range> {
-    // SAFETY: both fields of the union are plain and of the same size.
+    // SAFETY: every bit pattern of both fields of the union is valid, and the fields have the same size.
     let space = match unsafe { zone.__bindgen_anon_1.pio } {
         0 => Space::Memory,
         1 => Space::Ports,

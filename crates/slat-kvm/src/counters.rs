@@ -23,7 +23,7 @@ macro_rules! exits {
             /// The names of the plain counters.
             pub(crate) const NAMES: &[&str] = &[$(stringify!($name),)* "halt_wakeup", "halt_wait_ns"];
 
-            /// The value of the counter with this index in [`Self::NAMES`].
+            /// Returns the value of the counter with this index in [`Self::NAMES`].
             pub(crate) fn value(&self, index: usize) -> u64 {
                 [$(&self.$name,)* &self.halts.wakeup, &self.halts.wait_ns][index].get()
             }
@@ -72,24 +72,24 @@ impl<const BUCKETS: usize> Default for Histogram<BUCKETS> {
 }
 
 impl<const BUCKETS: usize> Histogram<BUCKETS> {
-    /// Counts a time.
+    /// Counts a duration of `ns` nanoseconds.
     pub(crate) fn add(&self, ns: u64) {
         let bits = (u64::BITS - ns.leading_zeros()) as usize;
         self.0[bits.min(BUCKETS - 1)].add(1);
     }
 
-    /// Returns the counts.
+    /// Returns the count of each bucket.
     pub(crate) fn iter(&self) -> impl Iterator<Item = u64> {
         self.0.iter().map(Count::get)
     }
 }
 
-/// The CPU's counters, as of the end of its last run.
+/// The counters of a vCPU's CPU, with the values that they had at the end of the CPU's last run.
 #[derive(Debug, Default)]
 pub(crate) struct CpuCounts([AtomicU64; Counters::COUNT]);
 
 impl CpuCounts {
-    /// Publishes the counters. Only the thread that runs the vCPU calls this.
+    /// Publishes the values of `counters`. Only the thread that runs the vCPU calls this.
     pub(crate) fn publish(&self, counters: &Counters) {
         for (to, value) in self.0.iter().zip(counters.to_array()) {
             to.store(value, Relaxed);

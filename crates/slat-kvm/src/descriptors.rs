@@ -40,8 +40,8 @@ pub struct Cell {
     object: UnsafeCell<Option<Object>>,
 }
 
-// SAFETY: `object` is written only while `users` is zero and the cell is not shared, read only while
-// `users` is above zero.
+// SAFETY: a thread writes `object` only while `users` is zero and the cell is not shared. Threads read `object` only
+// while `users` is above zero.
 unsafe impl Sync for Cell {}
 
 /// A use of an object. The object lives until its last use and its last descriptor end.
@@ -56,17 +56,17 @@ impl Handle {
                 object: UnsafeCell::new(None),
             }))
         });
-        // SAFETY: a cell without users that is not in the free list belongs to us. A stale look-up may raise and lower
-        // the count, but does not read the object.
+        // SAFETY: a cell without users that is not in the free list belongs to this call. A stale look-up may raise and
+        // lower the count, but does not read the object.
         unsafe { *cell.object.get() = Some(object) };
-        // The count may be raised for a moment by a stale look-up: add, do not store.
+        // A stale look-up may have raised the count for a moment, so 1 is added to the count, not stored in it.
         cell.users.fetch_add(1, Ordering::AcqRel);
         Handle(cell)
     }
 
     /// Returns the object.
     pub fn object(&self) -> &Object {
-        // SAFETY: this handle is a user, so no thread writes.
+        // SAFETY: this handle is a user of the object, so no thread writes the object.
         unsafe { (*self.0.object.get()).as_ref() }.expect("a used cell holds an object")
     }
 
@@ -108,9 +108,9 @@ impl Drop for Handle {
 
 /// Empties a cell whose count has reached zero.
 fn retire(cell: &'static Cell) {
-    // SAFETY: the last user was the only one that could read the object; stale look-ups do not.
+    // SAFETY: the last use has ended, so no thread reads the object. A stale look-up does not read it.
     let object = unsafe { (*cell.object.get()).take() };
-    // A stale look-up cannot raise the count from zero: it refuses zero.
+    // A stale look-up never raises a count of zero, so the cell can be reused.
     free_cells().push(cell);
     drop(object);
 }
@@ -124,7 +124,7 @@ fn free_cells() -> std::sync::MutexGuard<'static, Vec<&'static Cell>> {
 fn entry(fd: i32) -> Option<&'static AtomicPtr<Cell>> {
     let fd = usize::try_from(fd).ok()?;
     let part = TABLE.get(fd / PART)?.load(Ordering::Acquire);
-    // SAFETY: parts are published whole and never freed.
+    // SAFETY: a part of the table is initialised before it is published, and is never freed.
     Some(unsafe { &part.as_ref()?[fd % PART] })
 }
 
@@ -138,7 +138,7 @@ fn entry_or_new(fd: i32) -> Option<&'static AtomicPtr<Cell>> {
         .compare_exchange(ptr::null_mut(), part, Ordering::AcqRel, Ordering::Acquire)
         .is_err()
     {
-        // SAFETY: the value was never published.
+        // SAFETY: `part` was never published, so no other thread has a pointer to it.
         drop(unsafe { Box::from_raw(part) });
     }
     entry(fd)
@@ -195,7 +195,7 @@ pub fn adopt(fd: OwnedFd, object: Object) -> Result<i32> {
     if insert(fd, object) {
         return Ok(fd);
     }
-    // SAFETY: our own descriptor, from `into_raw_fd`.
+    // SAFETY: `into_raw_fd` has returned this descriptor, and nothing else owns it.
     drop(unsafe { OwnedFd::from_raw_fd(fd) });
     fail(libc::EMFILE)
 }

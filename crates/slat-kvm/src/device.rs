@@ -17,7 +17,7 @@ pub struct VfioDevice {
 }
 
 impl VmObject {
-    /// `KVM_CREATE_DEVICE` without `KVM_CREATE_DEVICE_TEST`.
+    /// Carries out `KVM_CREATE_DEVICE` without `KVM_CREATE_DEVICE_TEST`.
     ///
     /// # Errors
     /// `ENODEV` for a type that x86 does not have, `EBUSY` if the VM has such a device already, the host's error for
@@ -34,7 +34,7 @@ impl VmObject {
         Ok((Arc::new(VfioDevice { vm, files }), fd))
     }
 
-    /// `KVM_CREATE_DEVICE` with `KVM_CREATE_DEVICE_TEST`: checks whether there are devices of the type.
+    /// Carries out `KVM_CREATE_DEVICE` with `KVM_CREATE_DEVICE_TEST`: checks whether there are devices of the type.
     ///
     /// # Errors
     /// `ENODEV`.
@@ -48,12 +48,12 @@ impl VmObject {
 }
 
 impl VfioDevice {
-    /// Whether this is a forked child: see [`VmObject::is_foreign`].
+    /// Whether this is a forked child, in which the VM's locks may be held forever.
     pub fn is_foreign(&self) -> bool {
         self.vm.is_foreign()
     }
 
-    /// `KVM_HAS_DEVICE_ATTR`.
+    /// Carries out `KVM_HAS_DEVICE_ATTR`.
     ///
     /// # Errors
     /// `ENXIO` for an unknown attribute.
@@ -62,8 +62,8 @@ impl VfioDevice {
         FileRequest::of(attribute).map(drop)
     }
 
-    /// `KVM_SET_DEVICE_ATTR`: adds a VFIO file to the files that the VM uses, or removes it. The file's descriptor is
-    /// stored at `attribute.addr`.
+    /// Carries out `KVM_SET_DEVICE_ATTR`: adds a VFIO file to the files that the VM uses, or removes it. The file's
+    /// descriptor is stored at `attribute.addr`.
     ///
     /// # Errors
     /// `ENXIO` for an unknown attribute, `EFAULT`, `EBADF`; `EINVAL` for adding a file that is not VFIO's, `EEXIST` for
@@ -75,7 +75,7 @@ impl VfioDevice {
         self.files.change(request, fd)
     }
 
-    /// `KVM_GET_DEVICE_ATTR`: no attribute can be read.
+    /// Refuses `KVM_GET_DEVICE_ATTR`: no attribute of the device can be read.
     ///
     /// # Errors
     /// `EPERM`.

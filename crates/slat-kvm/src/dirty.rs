@@ -45,8 +45,9 @@ struct RingMemory(Shared);
 impl AsRef<[DirtyGfn]> for RingMemory {
     fn as_ref(&self) -> &[DirtyGfn] {
         let entries = self.0.start().cast::<DirtyGfn>();
-        // SAFETY: shared memory of that many ring entries, mapped as long as `self` lives and aligned to a page. A ring
-        // entry holds only atomics. Every bit pattern of these is valid, whatever the client writes.
+        // SAFETY: the shared memory has space for that many ring entries, is mapped as long as `self` lives, and is
+        // aligned to a page. A ring entry holds only atomics, for which every bit pattern is valid, whatever the client
+        // writes.
         unsafe { std::slice::from_raw_parts(entries, self.0.len() / size_of::<DirtyGfn>()) }
     }
 }

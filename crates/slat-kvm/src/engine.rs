@@ -28,7 +28,7 @@ macro_rules! formats {
             /// The names that `slat run --format` accepts.
             pub const NAMES: &[&str] = &[$($name,)*];
 
-            /// The name of this format for `slat run --format`.
+            /// Returns the name of this format for `slat run --format`.
             pub fn name(self) -> &'static str {
                 match self {
                     $(TableFormat::$variant => $name,)*
@@ -106,7 +106,7 @@ macro_rules! formats {
                 }
             }
 
-            /// See [`slat::Vm::invalidate`].
+            /// Calls [`slat::Vm::invalidate`].
             pub fn invalidate(&self, range: Range<Hva>) -> EngineInvalidation<'_> {
                 match self {
                     $(EngineVm::$variant(vm) => EngineInvalidation::$variant(vm.invalidate(range)),)*
@@ -157,7 +157,7 @@ impl TableFormat {
 }
 
 impl EngineVcpu {
-    /// See [`slat::Vcpu::translate_virtual`].
+    /// Calls [`slat::Vcpu::translate_virtual`].
     ///
     /// # Errors
     /// The errors of [`slat::Vcpu::translate_virtual`].
@@ -172,12 +172,12 @@ impl EngineVcpu {
         each!(EngineVcpu, self, inner => inner.translate_virtual(gva, access, paging, words))
     }
 
-    /// See [`slat::Vcpu::invlpg`].
+    /// Calls [`slat::Vcpu::invlpg`].
     pub fn invlpg<W: HostWords>(&mut self, gva: u64, paging: &GuestPaging, words: &mut W) -> bool {
         each!(EngineVcpu, self, inner => inner.invlpg(gva, paging, words))
     }
 
-    /// See [`slat::Vcpu::flush_guest`].
+    /// Calls [`slat::Vcpu::flush_guest`].
     pub fn flush_guest<W: HostWords>(&mut self, words: &mut W) {
         each!(EngineVcpu, self, inner => inner.flush_guest(words))
     }
@@ -214,101 +214,101 @@ macro_rules! delegate {
 
 delegate! {
     EngineVm {
-        /// See [`slat::Vm::platform`].
+        /// Calls [`slat::Vm::platform`].
         fn platform() -> &Arc<HostPlatform>;
-        /// See [`slat::Vm::policy`].
+        /// Calls [`slat::Vm::policy`].
         fn policy() -> Policy;
-        /// See [`slat::Vm::set_policy`].
+        /// Calls [`slat::Vm::set_policy`].
         fn set_policy(setting: slat::Setting) -> ();
-        /// See [`slat::Vm::stats`].
+        /// Calls [`slat::Vm::stats`].
         fn stats() -> Stats;
-        /// See [`slat::Vm::memory_usage`].
+        /// Calls [`slat::Vm::memory_usage`].
         fn memory_usage() -> MemoryUsage;
-        /// See [`slat::Vm::visit_attention`].
+        /// Calls [`slat::Vm::visit_attention`].
         fn visit_attention(visit: &mut dyn FnMut(&Attention)) -> ();
-        /// See [`slat::Vm::guest_memory_changed`].
+        /// Calls [`slat::Vm::guest_memory_changed`].
         fn guest_memory_changed() -> ();
-        /// See [`slat::Vm::shadows_nested`].
+        /// Calls [`slat::Vm::shadows_nested`].
         fn shadows_nested() -> bool;
-        /// See [`slat::Vm::mmu`].
+        /// Calls [`slat::Vm::mmu`].
         fn mmu() -> MmuKind;
-        /// See [`slat::Vm::synchronize`].
+        /// Calls [`slat::Vm::synchronize`].
         fn synchronize() -> ();
-        /// See [`slat::Vm::synchronize_those`].
+        /// Calls [`slat::Vm::synchronize_those`].
         fn synchronize_those(wanted: &dyn Fn(&Attention) -> bool) -> ();
-        /// See [`slat::Vm::age`].
+        /// Calls [`slat::Vm::age`].
         fn age(range: Range<Hva>, clear: bool) -> u64;
-        /// See [`slat::Vm::visit_leaves`].
+        /// Calls [`slat::Vm::visit_leaves`].
         fn visit_leaves(space: usize, range: Range<Gfn>, visit: &mut dyn FnMut(Gfn, Level, Entry)) -> ();
-        /// See [`slat::Vm::memslot_from`].
+        /// Calls [`slat::Vm::memslot_from`].
         fn memslot_from(space: usize, gfn: Gfn) -> Option<Region>;
-        /// See [`slat::Vm::private_around`].
+        /// Calls [`slat::Vm::private_around`].
         fn private_around(gfn: Gfn) -> (bool, Range<Gfn>);
-        /// See [`slat::Vm::audit`].
+        /// Calls [`slat::Vm::audit`].
         fn audit() -> Result<(), slat::AuditError>;
-        /// See [`slat::Vm::set_memory_region`].
+        /// Calls [`slat::Vm::set_memory_region`].
         fn set_memory_region(space: usize, region: &Region) -> Result<(), RegionError>;
-        /// See [`slat::Vm::remove_memory_region`].
+        /// Calls [`slat::Vm::remove_memory_region`].
         fn remove_memory_region(space: usize, slot: u32) -> Result<(), RegionError>;
-        /// See [`slat::Vm::check_memory_region`].
+        /// Calls [`slat::Vm::check_memory_region`].
         fn check_memory_region(space: usize, region: &Region) -> Result<(), RegionError>;
-        /// See [`slat::Vm::set_memory_attributes`].
+        /// Calls [`slat::Vm::set_memory_attributes`].
         fn set_memory_attributes(gfns: Range<Gfn>, attributes: MemoryAttributes) -> Result<(), AttributesError>;
-        /// See [`slat::Vm::dirty_log_words`].
+        /// Calls [`slat::Vm::dirty_log_words`].
         fn dirty_log_words(space: usize, slot: u32) -> Result<usize, DirtyLogError>;
-        /// See [`slat::Vm::get_dirty_log`].
+        /// Calls [`slat::Vm::get_dirty_log`].
         fn get_dirty_log(space: usize, slot: u32, bitmap: &mut [u64]) -> Result<(), DirtyLogError>;
-        /// See [`slat::Vm::clear_dirty_log`].
+        /// Calls [`slat::Vm::clear_dirty_log`].
         fn clear_dirty_log(space: usize, slot: u32, first: u64, pages: u64, bitmap: &[u64]) -> Result<(), DirtyLogError>;
-        /// See [`slat::Vm::mark_dirty`].
+        /// Calls [`slat::Vm::mark_dirty`].
         fn mark_dirty(space: usize, gfns: Range<Gfn>) -> Result<(), DirtyLogError>;
-        /// See [`slat::Vm::is_marked_dirty`].
+        /// Calls [`slat::Vm::is_marked_dirty`].
         fn is_marked_dirty(space: usize, gfn: Gfn) -> bool;
-        /// See [`slat::Vm::set_manual_dirty_log`].
+        /// Calls [`slat::Vm::set_manual_dirty_log`].
         fn set_manual_dirty_log(manual: bool, initially_set: bool);
-        /// See [`slat::Vm::use_dirty_rings`].
+        /// Calls [`slat::Vm::use_dirty_rings`].
         fn use_dirty_rings();
-        /// See [`slat::Vm::reset_dirty_rings`].
+        /// Calls [`slat::Vm::reset_dirty_rings`].
         fn reset_dirty_rings() -> u64;
-        /// See [`slat::Vm::set_mmu_pages`].
+        /// Calls [`slat::Vm::set_mmu_pages`].
         fn set_mmu_pages(pages: u64) -> ();
-        /// See [`slat::Vm::recover_nx_huge_pages`].
+        /// Calls [`slat::Vm::recover_nx_huge_pages`].
         fn recover_nx_huge_pages() -> u64;
     }
 }
 
 delegate! {
     EngineVcpu {
-        /// See [`slat::Vcpu::attention`].
+        /// Calls [`slat::Vcpu::attention`].
         fn attention() -> &Attention;
-        /// See [`slat::Vcpu::stats`].
+        /// Calls [`slat::Vcpu::stats`].
         fn stats() -> Stats;
-        /// See [`slat::Vcpu::lookup`].
+        /// Calls [`slat::Vcpu::lookup`].
         fn lookup(gfn: Gfn) -> Option<Mapping>;
-        /// See [`slat::Vcpu::count_guest_pte_read`].
+        /// Calls [`slat::Vcpu::count_guest_pte_read`].
         fn count_guest_pte_read();
-        /// See [`slat::Vcpu::watch_stats`].
+        /// Calls [`slat::Vcpu::watch_stats`].
         fn watch_stats() -> VcpuStats;
     }
 }
 
 delegate! {
     mut EngineVcpu {
-        /// See [`slat::Vcpu::enter_unguarded`].
+        /// Calls [`slat::Vcpu::enter_unguarded`].
         fn enter_unguarded(token: usize);
-        /// See [`slat::Vcpu::leave`].
+        /// Calls [`slat::Vcpu::leave`].
         fn leave();
-        /// See [`slat::Vcpu::quiesce`].
+        /// Calls [`slat::Vcpu::quiesce`].
         fn quiesce();
-        /// See [`slat::Vcpu::use_space`].
+        /// Calls [`slat::Vcpu::use_space`].
         fn use_space(space: usize);
-        /// See [`slat::Vcpu::translate`].
+        /// Calls [`slat::Vcpu::translate`].
         fn translate(gpa: Gpa, access: Access) -> Result<Translation, Stop>;
-        /// See [`slat::Vcpu::stored`].
+        /// Calls [`slat::Vcpu::stored`].
         fn stored(gpa: Gpa, bytes: u64) -> bool;
-        /// See [`slat::Vcpu::prefault`].
+        /// Calls [`slat::Vcpu::prefault`].
         fn prefault(range: Range<Gpa>) -> Result<u64, Stop>;
-        /// See [`slat::Vcpu::set_dirty_ring`].
+        /// Calls [`slat::Vcpu::set_dirty_ring`].
         fn set_dirty_ring(ring: Arc<DirtyRing>) -> Result<(), OutOfMemory>;
     }
 }

@@ -43,7 +43,7 @@ pub(crate) fn outside<R>(vcpu: &mut EngineVcpu, work: impl FnOnce() -> R) -> R {
     result
 }
 
-/// The thread id by which this thread can be kicked.
+/// Returns the thread id by which this thread can be kicked.
 pub(crate) fn thread_id() -> usize {
     slat_process::thread_id() as usize
 }

@@ -50,12 +50,12 @@ impl EventFd {
     /// # Errors
     /// `EBADF` when `fd` is closed, or opened with `O_PATH`; `EINVAL` when `fd` refers to something else; `EMFILE`.
     pub(crate) fn take(fd: i32) -> Result<Self> {
-        // The descriptor whose file another thread reads may have a number that the client has just closed. So the lock
-        // is held.
+        // Another thread may just have opened a file in [`id`], under a number that the client has closed. The lock
+        // keeps this call from taking that file for the client's eventfd.
         let _reading = (READING.get().lock()).unwrap_or_else(PoisonError::into_inner);
         let own = duplicate(fd)?;
         let arguments = [own.0 as usize, libc::F_GETFL as usize, 0, 0, 0, 0];
-        // SAFETY: a plain call.
+        // SAFETY: the call takes no pointer.
         let flags = unsafe { calls::make(Call::Flags, arguments) };
         let has = |flag: i32| flags.is_ok_and(|flags| flags as i32 & flag != 0);
         match id(own.0) {
@@ -75,7 +75,8 @@ impl EventFd {
         self.id == other.id
     }
 
-    /// Adds 1 to the counter. A full counter does not change, because the threads that poll it are woken anyway.
+    /// Adds 1 to the counter. A full counter does not change, because the threads that poll the eventfd are woken
+    /// anyway.
     pub(crate) fn signal(&self) {
         // On a blocking descriptor, a write to a full counter would wait for a reader, but KVM's own signal never
         // waits. So the counter is checked first. Only a race for the counter's last unit can still wait.
@@ -94,7 +95,7 @@ impl EventFd {
             events: libc::POLLOUT,
             revents: 0,
         };
-        // SAFETY: one struct; the call does not wait.
+        // SAFETY: the call gets one live struct, and does not wait.
         let polled = unsafe { calls::make(Call::Poll, [&raw mut room as usize, 1, 0, 0, 0, 0]) };
         polled == Ok(1) && room.revents & libc::POLLOUT != 0
     }
@@ -117,7 +118,7 @@ impl EventFd {
             high,
             libc::RWF_NOWAIT as usize,
         ];
-        // SAFETY: a read into a buffer on the stack.
+        // SAFETY: the call reads into a buffer on the stack, whose length it gets.
         let read = unsafe { calls::make(Call::ReadNow, arguments) };
         read == Ok(size_of_val(&count) as isize) && count != 0
     }
@@ -133,7 +134,7 @@ fn duplicate(fd: i32) -> Result<Own> {
     let command = libc::F_DUPFD_CLOEXEC as usize;
     let above = |first: i32| {
         let arguments = [fd as usize, command, first as usize, 0, 0, 0];
-        // SAFETY: a plain call that returns a new descriptor or an error.
+        // SAFETY: the call takes no pointer, and returns a new descriptor or an error.
         unsafe { calls::make(Call::Duplicate, arguments) }
     };
     let own = match above(FIRST_OWN) {
@@ -166,7 +167,7 @@ mod tests {
     use std::os::unix::fs::OpenOptionsExt;
 
     fn eventfd(flags: i32) -> OwnedFd {
-        // SAFETY: a plain call.
+        // SAFETY: the call takes no pointer.
         let fd = unsafe { libc::eventfd(0, flags) };
         assert!(fd >= 0);
         // SAFETY: the descriptor is new, and nothing else owns it.
@@ -207,7 +208,7 @@ mod tests {
         assert!(event.drain());
         assert!(!event.drain());
         let most = (u64::MAX - 1).to_ne_bytes();
-        // SAFETY: 8 bytes of a live array.
+        // SAFETY: the call gets a live array and the array's length.
         let written = unsafe { libc::write(fd.as_raw_fd(), most.as_ptr().cast(), most.len()) };
         assert_eq!(written, 8);
         event.signal();

@@ -11,7 +11,7 @@
 //!
 //! The preload library refuses `read` and `write` for each of these descriptors, and shows the size of the memory as
 //! the size of the file. slat does not see the system calls of a client that uses the crate. Such a client can read and
-//! write the third descriptor's file, and finds the second one's empty.
+//! write the third descriptor's file, and finds the second descriptor's file empty.
 //!
 //! A slot is bound to the *address range* of slat's mapping, which is reserved as long as the slot lives. When the last
 //! descriptor is closed, the memory is released, and the range has no mapping. Then accesses fail. A mapping of the
@@ -37,7 +37,8 @@ const PAGE: u64 = 4096;
 
 /// `GUEST_MEMFD_FLAG_MMAP`: the client may map the file, and slots take all their memory from it.
 pub const FLAG_MMAP: u64 = 1 << 0;
-/// `GUEST_MEMFD_FLAG_INIT_SHARED`: the memory is shared with the client, so its mapping of the file can be accessed.
+/// `GUEST_MEMFD_FLAG_INIT_SHARED`: the memory is shared with the client, so the client can access its mapping of the
+/// file.
 pub const FLAG_INIT_SHARED: u64 = 1 << 1;
 
 /// Returns the flags that a guest_memfd can have. In a VM whose memory can be private (`protected`), memory attributes
@@ -56,7 +57,7 @@ pub struct GuestMemfd {
     /// The file to which the descriptors of this memory refer.
     file: FileId,
     memory: Arc<Shared>,
-    /// `FLAG_…`.
+    /// The flags of the memory: [`FLAG_MMAP`] and [`FLAG_INIT_SHARED`].
     flags: u64,
     birth: Birth,
 }
@@ -182,7 +183,7 @@ impl GuestMemfd {
         let range = range_of(&self.memory);
         let range = range.start + part.start as usize..range.start + part.end as usize;
         let advise = |advice| {
-            // SAFETY: our own mapping, which only guarded accesses reach.
+            // SAFETY: the mapping is slat's own, and all accesses to it are guarded.
             match unsafe { libc::madvise(range.start as *mut _, range.len(), advice) } {
                 0 => Ok(()),
                 _ => Err(last()),

@@ -59,7 +59,7 @@ impl Range {
     }
 }
 
-/// A registration.
+/// A registration: a range of addresses, and the device that serves the range.
 #[derive(Clone, Debug)]
 pub(crate) struct Entry<D> {
     pub(crate) range: Range,
@@ -73,7 +73,7 @@ pub(crate) struct Entry<D> {
 struct Table<D>(Vec<Entry<D>>);
 
 impl<D> Table<D> {
-    /// Sorts the registrations.
+    /// Makes a table of the registrations, sorted by range.
     fn new(mut entries: Vec<Entry<D>>) -> Self {
         // The order of equal ranges must not change, and `sort_by_key` would allocate.
         for last in 1..entries.len() {

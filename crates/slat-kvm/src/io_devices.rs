@@ -8,7 +8,7 @@ use crate::ioeventfd::Event;
 use crate::{arch, coalesced};
 use kvm_bindings::{kvm_coalesced_mmio_zone, kvm_ioeventfd};
 
-/// A device.
+/// A device on the bus of a VM.
 #[derive(Clone, Debug)]
 pub(crate) enum Device {
     /// A device that the architecture's machines have.

@@ -78,8 +78,8 @@ impl Event {
         self.len == other.len && self.value == other.value && self.eventfd.is(&other.eventfd)
     }
 
-    /// Uses the descriptor of `other`, if the eventfd is the same. That saves descriptors: clients may have thousands
-    /// of registrations.
+    /// Uses the descriptor of `other`, if both have the same eventfd. Sharing saves descriptors: clients may have
+    /// thousands of registrations.
     pub(crate) fn share_eventfd(&mut self, other: &Event) {
         if self.eventfd.is(&other.eventfd) {
             self.eventfd = other.eventfd.clone();

@@ -1,12 +1,12 @@
 //! Interrupts: their sources, and how they reach vCPUs.
 //!
-//! All of this belongs to [`Interrupts`], which knows nothing else of its VM. What controllers there are, and what they
-//! do, is the architecture's ([`Interrupts::arch`]).
+//! All of this belongs to [`Interrupts`], which knows nothing else of its VM. The architecture determines which
+//! controllers there are, and what the controllers do ([`Interrupts::arch`]).
 //!
 //! # Locks
 //! A call acquires locks in this order, and may skip some: the irqfds of the VM, the routes (for reading, while it
 //! delivers an interrupt), the controllers, the vCPUs (for reading), the part of the controllers that one vCPU has. The
-//! architecture says more.
+//! architecture's module `irq` has the order of the locks of its controllers.
 
 use crate::arch::Controllers;
 use crate::irqfd::{IrqFds, Lines};

@@ -49,9 +49,9 @@ struct IrqFd {
     lines: Weak<dyn Lines>,
     gsi: u32,
     eventfd: EventFd,
-    /// Signalled at the guest's end of interrupt.
+    /// The eventfd that is signalled when the guest ends the interrupt.
     resample: Option<EventFd>,
-    /// Cleared when the irqfd is removed. Locked while its interrupt is injected.
+    /// Whether the irqfd was not removed yet. Locked while the irqfd's interrupt is injected.
     live: Mutex<bool>,
 }
 
@@ -234,7 +234,7 @@ impl Service {
         let service = SERVICE.get();
         let mut epoll = lock(&service.epoll);
         if epoll.is_none() {
-            // SAFETY: a plain call.
+            // SAFETY: the call takes no pointer.
             let fd = unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) };
             if fd < 0 {
                 return Err(Error::last());
@@ -267,7 +267,7 @@ impl Service {
             0,
             0,
         ];
-        // SAFETY: a plain call with an event on the stack.
+        // SAFETY: the call gets an event on the stack.
         let controlled = unsafe { calls::make(Call::Watch, arguments) };
         controlled.map(drop).map_err(Error::new)
     }
@@ -310,8 +310,8 @@ impl Background for Service {
         loop {
             let (fd, buffer) = (epoll.as_raw_fd() as usize, events.as_mut_ptr() as usize);
             let arguments = [fd, buffer, AT_A_TIME, usize::MAX, 0, 0];
-            // SAFETY: the buffer and its length. The C library's function is not called, because a filter for all
-            // threads may forbid calls from the C library.
+            // SAFETY: the call gets a live buffer and the buffer's length. The C library's function is not called,
+            // because a filter for all threads may forbid calls from the C library.
             let answer = calls::result(unsafe { calls::raw(libc::SYS_epoll_wait, arguments) });
             let count = match answer {
                 Ok(count) => count as usize,

@@ -68,7 +68,7 @@ struct State {
 impl State {
     /// Reads the state from `file`, the opened `/proc/self/stat`. `None`: the file cannot be read.
     fn read(file: &std::fs::File) -> Option<Self> {
-        // Positions in proc_pid_stat(5), counted from the field after the name.
+        // These are positions of fields in proc_pid_stat(5), counted from the field after the name.
         const STATE: usize = 0;
         const THREADS: usize = 17;
         const EXIT_CODE: usize = 49;
@@ -98,7 +98,7 @@ pub(crate) fn threads_of_program() -> Option<usize> {
 /// Waits until the first thread of the process has ended, if the kernel can wake this thread then.
 fn wait_for_first() {
     // When the first thread ends, the kernel clears the word with the thread's id and wakes the threads that sleep on
-    // that word (set_tid_address(2)). A thread that joins the first thread sleeps there, too.
+    // that word (set_tid_address(2)). A thread that joins the first thread sleeps on that word, too.
     if let Some(word) = slat_process::first_noted_id() {
         let call = |operation: i32, value: i32| {
             let word = word.as_ptr() as usize;
@@ -169,7 +169,7 @@ impl Background for Watcher {
             // The C library does the same when the last thread ends.
             // SAFETY: no other thread runs code of the program.
             0 => unsafe { libc::exit(0) },
-            // SAFETY: as above.
+            // SAFETY: no other thread runs code of the program.
             code => unsafe { libc::_exit(code) },
         }
     }
@@ -177,7 +177,7 @@ impl Background for Watcher {
 
 /// Ends the process by the default action of `signal`. Returns if that action does not end a process.
 fn end_by(signal: i32) {
-    // SAFETY: all-zero is a valid action: the default one. The signal is for this thread alone.
+    // SAFETY: all-zero is a valid `sigaction`, which means the default action. The signal is for this thread alone.
     unsafe {
         let default: libc::sigaction = std::mem::zeroed();
         let _ = slat_guard::set_kernels(signal, Some(&default));

@@ -10,7 +10,7 @@ use std::ops::Range;
 /// MMU, a page that is mapped several times counts several times.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cell {
-    /// Mapped by leaves of 4 KiB, 2 MiB, 1 GiB (or larger).
+    /// Pages that are mapped by leaves of 4 KiB, 2 MiB, 1 GiB (or larger).
     pub by_level: [u64; 3],
     /// Pages with an MMIO entry, including MMIO entries of an old generation.
     pub mmio: u64,
@@ -18,9 +18,9 @@ pub struct Cell {
     pub nx: u64,
     /// Pages that are not writable because their memslot has a dirty log.
     pub protected: u64,
-    /// Mapped by a leaf whose dirty bit is set.
+    /// Pages that are mapped by a leaf whose dirty bit is set.
     pub dirty: u64,
-    /// Mapped by a leaf whose accessed bit is set.
+    /// Pages that are mapped by a leaf whose accessed bit is set.
     pub accessed: u64,
     /// Pages that are private (`KVM_MEMORY_ATTRIBUTE_PRIVATE`), mapped or not.
     pub private: u64,

@@ -137,15 +137,16 @@ pub(crate) fn disable_nx(vm: &Arc<EngineVm>) -> Result<()> {
     Ok(())
 }
 
-/// Whether this thread has CAP_SYS_BOOT.
+/// Whether this thread has the capability CAP_SYS_BOOT.
 fn may_reboot() -> bool {
     const CAP_SYS_BOOT: u32 = 22;
     /// _LINUX_CAPABILITY_VERSION_3: each set has two words.
     const VERSION: u32 = 0x2008_0522;
     let mut header = [VERSION, 0];
-    // The sets are effective, permitted and inheritable, of two words each.
+    // The words are the lower halves of the effective, the permitted and the inheritable set, and then their upper
+    // halves.
     let mut sets = [0u32; 6];
-    // SAFETY: a header and memory for the sets of the version that it names.
+    // SAFETY: the call gets a live header, and live memory for the sets of the version that the header names.
     let asked = unsafe { libc::syscall(libc::SYS_capget, header.as_mut_ptr(), sets.as_mut_ptr()) };
     asked == 0 && sets[0] >> CAP_SYS_BOOT & 1 != 0
 }

@@ -101,8 +101,8 @@ pub const CPU: &str = "cpu";
 /// differ, slat behaves like the module of this vendor.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Processor {
-    /// The host's vendor, family, model and stepping. The default, because clients such as QEMU's `-cpu host` execute
-    /// CPUID themselves.
+    /// The host's vendor, family, model and stepping. This value is the default, because clients such as QEMU's `-cpu
+    /// host` execute CPUID themselves.
     #[default]
     Host,
     /// One of AMD's models, on every host.
@@ -365,7 +365,7 @@ pub fn check_pair(mmu: MmuKind, format: TableFormat) -> std::result::Result<(), 
     ))
 }
 
-/// The policies of this process, from its environment.
+/// Returns the policies of this process, which its environment sets.
 ///
 /// # Errors
 /// `EINVAL` for invalid policies; the first call prints a message on standard error.
@@ -380,7 +380,7 @@ pub fn current() -> Result<&'static Policies> {
     parsed.as_ref().map_err(|_| Error::new(libc::EINVAL))
 }
 
-/// The policies of new VMs. Needs no lock, so a forked child can use them, too.
+/// Returns the engine's policies of new VMs. Needs no lock, so a forked child can use them, too.
 pub(crate) fn of_new_vms() -> Result<&'static AtomicPolicy> {
     static POLICIES: Computed<AtomicPolicy> = Computed::new();
     let given = current()?;

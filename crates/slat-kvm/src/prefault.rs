@@ -14,7 +14,7 @@ const PAGE: u64 = 4096;
 const STRETCH: u64 = 2 << 20;
 
 impl VcpuObject {
-    /// `KVM_PRE_FAULT_MEMORY`. Sets `range` to the part that is not mapped yet.
+    /// Carries out `KVM_PRE_FAULT_MEMORY`. Sets `range` to the part that is not mapped yet.
     ///
     /// # Errors
     /// `EINVAL` for flags, and for a range that is empty or not of whole pages. If no page was mapped, also: `ENOENT`

@@ -1,5 +1,5 @@
-//! How the number of a KVM ioctl is built: of direction, size of the argument, type (`KVMIO`) and number, as usual in
-//! Linux.
+//! Builds the request numbers of KVM's ioctls from the direction, the size of the argument, the type (`KVMIO`) and the
+//! number, as usual in Linux.
 
 /// The type byte of every KVM ioctl.
 pub const KVMIO: u32 = 0xae;

@@ -17,7 +17,7 @@ impl Routes {
         Routes(sorted)
     }
 
-    /// Checks a client's table. `target` returns where an entry leads, or `EINVAL`.
+    /// Checks a client's table. `target` returns the target that an entry of the table names, or `EINVAL`.
     ///
     /// # Errors
     /// `EINVAL` for numbers beyond the limits, unknown kinds and flags, and a GSI with two targets that exclude
@@ -59,12 +59,12 @@ impl Routes {
             .map(|route| route.1)
     }
 
-    /// The first GSI that is routed to `target`. `None`: no GSI is.
+    /// Returns the first GSI that is routed to `target`. `None`: no GSI is routed to it.
     pub(crate) fn gsi_of(&self, target: Target) -> Option<u32> {
         (self.0.iter().find(|route| route.1 == target)).map(|route| route.0)
     }
 
-    /// The routes of the GSIs below `end`.
+    /// Returns the targets of the GSIs below `end`.
     pub(crate) fn below(&self, end: u32) -> impl Iterator<Item = Target> + '_ {
         (self.0.iter())
             .take_while(move |route| route.0 < end)

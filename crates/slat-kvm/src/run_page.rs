@@ -28,13 +28,14 @@ pub const RING_OFFSET: usize = KVM_DIRTY_LOG_PAGE_OFFSET as usize * PAGE;
 /// Reads or writes one field of `kvm_run`.
 macro_rules! field {
     ($run:expr, $($path:tt)+) => {
-        // SAFETY: within the mapping, which lives as long as the `RunPage`; plain data.
+        // SAFETY: the field is within the mapping, which lives as long as the `RunPage`, and every bit pattern of the
+        // field is valid.
         unsafe { std::ptr::read_volatile(&raw const (*$run.ptr()).$($path)+) }
     };
 }
 macro_rules! set_field {
     ($run:expr, $value:expr, $($path:tt)+) => {
-        // SAFETY: as for reading.
+        // SAFETY: the field is within the mapping, which lives as long as the `RunPage`, and is plain data.
         unsafe { std::ptr::write_volatile(&raw mut (*$run.ptr()).$($path)+, $value) }
     };
 }
@@ -86,9 +87,9 @@ impl Drop for Kept {
     }
 }
 
-// SAFETY: shared memory that is accessed with volatile and atomic loads and stores only.
+// SAFETY: all accesses to the shared memory are volatile or atomic loads and stores, so threads may share it.
 unsafe impl Send for Shared {}
-// SAFETY: as above.
+// SAFETY: all accesses to the shared memory are volatile or atomic loads and stores, so threads may share it.
 unsafe impl Sync for Shared {}
 
 impl Shared {
@@ -111,7 +112,7 @@ impl Shared {
         // SAFETY: an old length of 0 adds a mapping of shared memory, at an address of the host's choice.
         let again = unsafe { libc::mremap(memory.start().cast(), 0, len, libc::MREMAP_MAYMOVE) };
         if again != libc::MAP_FAILED {
-            // SAFETY: the mapping that was just made, which no other code knows.
+            // SAFETY: `mremap` has just made this mapping, and no other code knows its address.
             unsafe { libc::munmap(again, len) };
             return Ok(memory);
         }
@@ -153,12 +154,12 @@ impl Shared {
     /// Unmaps the memory but reserves its addresses (`PROT_NONE`). Accesses must be guarded.
     pub(crate) fn forget(&self) {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
-        // SAFETY: replaces our own mapping, into which no reference points. If the host has no memory for another
-        // mapping, the old mapping stays until this value is dropped.
+        // SAFETY: the call replaces slat's own mapping, into which no reference points. If the host has no memory for
+        // another mapping, the old mapping stays until this value is dropped.
         unsafe { libc::mmap(self.start().cast(), self.len, libc::PROT_NONE, flags, -1, 0) };
     }
 
-    /// Maps the page `page` of this memory at `address`, too. [`Shared::new`] made the memory.
+    /// Maps the page `page` of this memory at `address`, too. Call only for memory that [`Shared::new`] has made.
     ///
     /// # Errors
     /// The host's error for the mapping; `EBADF` if it needs a descriptor that the client has closed (with
@@ -194,7 +195,7 @@ impl Shared {
 
 impl Drop for Shared {
     fn drop(&mut self) {
-        // SAFETY: our own mapping. No pointer into it is used any more.
+        // SAFETY: the mapping is slat's own, and no pointer into the mapping is used any more.
         unsafe { libc::munmap(self.start().cast(), self.len) };
     }
 }
@@ -272,12 +273,12 @@ impl RunPage {
         })
     }
 
-    /// The address of the first page.
+    /// Returns the address of the first page.
     pub(crate) fn address(&self) -> usize {
         self.memory.start() as usize
     }
 
-    /// The `kvm_run` struct.
+    /// Returns the address of the `kvm_run` struct.
     pub fn ptr(&self) -> *mut kvm_run {
         self.memory.start().cast()
     }
@@ -287,7 +288,7 @@ impl RunPage {
         field!(self, immediate_exit) != 0
     }
 
-    /// The exit reason.
+    /// Returns the exit reason.
     pub fn exit_reason(&self) -> u32 {
         field!(self, exit_reason)
     }
@@ -300,7 +301,8 @@ impl RunPage {
     /// Copies from the port-data page. `data` has at most one page.
     pub fn read_pio(&self, data: &mut [u8]) {
         assert!(data.len() <= PAGE);
-        // SAFETY: within the mapping. The client may change the bytes meanwhile; each is a valid u8 nevertheless.
+        // SAFETY: the bytes are within the mapping. The client may change the bytes meanwhile; every value of a byte is
+        // valid.
         unsafe {
             std::ptr::copy_nonoverlapping(
                 self.memory.start().add(PIO_OFFSET),
@@ -347,7 +349,7 @@ pub(crate) fn sized_memfd(name: &CStr, size: usize, close_on_exec: bool) -> Resu
     seal(&fd, libc::F_SEAL_SHRINK)?;
     if size != 0 {
         limited(|| {
-            // SAFETY: a plain system call on a descriptor of our own.
+            // SAFETY: the call takes no pointer. The descriptor is slat's own.
             match unsafe { libc::ftruncate(fd.as_raw_fd(), size as libc::off_t) } {
                 0 => Ok(()),
                 _ => Err(io::Error::last_os_error()),
@@ -390,7 +392,7 @@ pub fn unsealed_memfd(name: &CStr, close_on_exec: bool) -> Result<OwnedFd> {
 /// # Errors
 /// The host's error: `EPERM` once the memfd has `F_SEAL_SEAL`.
 pub(crate) fn seal(memfd: &OwnedFd, seals: i32) -> Result<()> {
-    // SAFETY: a plain system call on an open descriptor.
+    // SAFETY: the call takes no pointer.
     match unsafe { libc::fcntl(memfd.as_raw_fd(), libc::F_ADD_SEALS, seals) } {
         0 => Ok(()),
         _ => Err(last()),
@@ -419,7 +421,7 @@ mod tests {
         for size in [0, PAGE] {
             let fd = memfd(c"test", size, true).unwrap();
             for other in [0, 1, 2 * PAGE] {
-                // SAFETY: a plain system call on a descriptor of our own.
+                // SAFETY: the call takes no pointer. The descriptor is slat's own.
                 let cut = unsafe { libc::ftruncate(fd.as_raw_fd(), other as libc::off_t) };
                 assert_eq!(cut == 0, other == size, "from {size} to {other} bytes");
             }
@@ -432,10 +434,10 @@ mod tests {
             let memory = memory.unwrap();
             let places = [(); 2].map(|()| Shared::new(PAGE).unwrap());
             for place in &places {
-                // SAFETY: the whole of a mapping that the test made.
+                // SAFETY: the replaced page is the whole of a mapping that the test has made.
                 unsafe { memory.show_at(1, place.start() as usize).unwrap() };
             }
-            // SAFETY: within mappings that live to the end of the loop.
+            // SAFETY: the accesses are within mappings that live to the end of the loop.
             unsafe {
                 memory.start().add(PAGE).write_volatile(7);
                 assert_eq!(places.map(|place| place.start().read_volatile()), [7, 7]);
@@ -449,9 +451,9 @@ mod tests {
         let place = Shared::new(PAGE).unwrap();
         let kept = memory.file.as_ref().unwrap().fd().unwrap();
         let other = memfd(c"other", 0, true).unwrap();
-        // SAFETY: replaces the file of `memory`, as a client can.
+        // SAFETY: the call takes no pointer. It replaces the file of `memory`, as a client can.
         assert_eq!(unsafe { libc::dup2(other.as_raw_fd(), kept) }, kept);
-        // SAFETY: the whole of a mapping that the test made.
+        // SAFETY: the replaced page is the whole of a mapping that the test has made.
         let shown = unsafe { memory.show_at(0, place.start() as usize) };
         assert_eq!(shown.unwrap_err().errno(), libc::EBADF);
         drop(memory);
@@ -459,7 +461,7 @@ mod tests {
             FileId::of(kept).unwrap(),
             FileId::of(other.as_raw_fd()).unwrap()
         );
-        // SAFETY: the descriptor that dup2 made.
+        // SAFETY: `dup2` has made this descriptor, and nothing else owns it.
         unsafe { libc::close(kept) };
     }
 

@@ -34,7 +34,7 @@ impl Symbols {
     }
 
     pub(crate) fn parse(bytes: &[u8]) -> Result<Self, String> {
-        // Each is an address, a size (0 if unknown) and a name.
+        // Each element is an address, a size (0 if unknown) and a name.
         let mut found: Vec<(u64, u64, &str)> = Vec::new();
         match object::File::parse(bytes) {
             Ok(file) => found.extend(file.symbols().filter_map(|symbol| {
@@ -90,7 +90,8 @@ fn of_line(line: &str) -> Option<(u64, u64, &str)> {
 }
 
 /// Returns the symbols that `slat run --guest-symbols` names. `None`: the option is missing, or the symbols cannot be
-/// read, which the first call reports. The first call reads the file, so call this before the client can forbid that.
+/// read, which the first call reports. The first call reads the file, so call this before the client can forbid the
+/// reading of files.
 pub(crate) fn of_guests() -> Option<&'static Symbols> {
     static SYMBOLS: Computed<Option<Result<Symbols, String>>> = Computed::new();
     let read = || {

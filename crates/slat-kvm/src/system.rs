@@ -35,24 +35,24 @@ impl System {
         }
     }
 
-    /// `KVM_GET_API_VERSION`.
+    /// Carries out `KVM_GET_API_VERSION`.
     pub fn api_version(&self) -> i32 {
         KVM_API_VERSION as i32
     }
 
-    /// `KVM_CHECK_EXTENSION`.
+    /// Carries out `KVM_CHECK_EXTENSION`.
     pub fn check_extension(&self, cap: u64) -> i32 {
         let mmu = policy::current().map_or(MmuKind::default(), |policies| policies.mmu);
         caps::check(cap, mmu)
     }
 
-    /// `KVM_GET_VCPU_MMAP_SIZE`.
+    /// Carries out `KVM_GET_VCPU_MMAP_SIZE`.
     pub fn vcpu_mmap_size(&self) -> usize {
         MMAP_SIZE
     }
 
-    /// `KVM_CREATE_VM`. `mmu` makes the VM's tables, and `jit` says which code is compiled. `None`: the environment
-    /// decides.
+    /// Carries out `KVM_CREATE_VM`. `mmu` makes the VM's tables, and `jit` says which code is compiled. `None`: the
+    /// environment decides.
     ///
     /// # Errors
     /// `EINVAL` for a type that is not supported, for invalid policies in the environment, and for an MMU that does not

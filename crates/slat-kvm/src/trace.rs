@@ -31,7 +31,7 @@ pub fn end() {
     slat_trace::mark_time();
 }
 
-/// `KVM_RUN` returns.
+/// Carries out Traces that `KVM_RUN` returns.
 pub(crate) fn returns(exit_reason: u32, result: &Result<(), Error>) {
     point(|| UserspaceExit {
         reason: match result {
@@ -42,19 +42,19 @@ pub(crate) fn returns(exit_reason: u32, result: &Result<(), Error>) {
     });
 }
 
-/// The guest writes to a device at `gpa`.
+/// Traces that the guest writes to a device at `gpa`.
 #[inline]
 pub(crate) fn mmio_write(gpa: u64, data: &[u8]) {
     mmio_access(mmio::WRITE, gpa, data);
 }
 
-/// The guest reads `data` from a device at `gpa`.
+/// Traces that the guest reads `data` from a device at `gpa`.
 #[inline]
 pub(crate) fn mmio_read(gpa: u64, data: &[u8]) {
     mmio_access(mmio::READ, gpa, data);
 }
 
-/// The guest reads `len` bytes from a device at `gpa`, which the client has to provide.
+/// Traces that the guest reads `len` bytes, which the client has to provide, from a device at `gpa`.
 #[inline]
 pub(crate) fn mmio_asked(gpa: u64, len: u8) {
     mmio_access(mmio::READ_UNSATISFIED, gpa, &[0; 8][..len.into()]);

@@ -19,7 +19,8 @@ pub unsafe trait Plain: Copy {}
 /// Declares that types are plain data.
 macro_rules! plain {
     ($($type:ty),* $(,)?) => {
-        // SAFETY: C structs of integers, arrays and unions of them; all bit patterns are valid.
+        // SAFETY: the types are C structs of integers, and arrays and unions of such structs, so all bit patterns are
+        // valid.
         $(unsafe impl $crate::user::Plain for $type {})*
     };
 }
@@ -51,7 +52,7 @@ plain!(
     kvm_vcpu_events,
 );
 
-// SAFETY: an array of plain data is plain data.
+// SAFETY: the elements of the array are plain data, so every bit pattern of the array is valid.
 unsafe impl<T: Plain, const N: usize> Plain for [T; N] {}
 
 /// Reads a `T` at `address`.
@@ -60,11 +61,11 @@ unsafe impl<T: Plain, const N: usize> Plain for [T; N] {}
 /// `EFAULT` when the memory cannot be read.
 pub fn read<T: Plain>(address: u64) -> Result<T> {
     let mut value = std::mem::MaybeUninit::<T>::zeroed();
-    // SAFETY: the bytes of `value`, which are initialised (zeroed).
+    // SAFETY: the slice has exactly the bytes of `value`, which are initialised (zeroed).
     let bytes =
         unsafe { std::slice::from_raw_parts_mut(value.as_mut_ptr().cast(), size_of::<T>()) };
     read_bytes(address, bytes)?;
-    // SAFETY: `Plain`: every bit pattern is a value.
+    // SAFETY: `T` is `Plain`, so every bit pattern is a valid value.
     Ok(unsafe { value.assume_init() })
 }
 
@@ -87,7 +88,7 @@ pub fn read_vec<T: Plain>(address: u64, count: usize) -> Result<Vec<T>> {
 /// `EFAULT` when the memory cannot be read, `ENOMEM`.
 pub fn read_words(address: u64, count: usize) -> Result<Vec<u64>> {
     let mut words = heap::zeroes(count)?;
-    // SAFETY: the bytes of a live vector; every bit pattern is a value.
+    // SAFETY: the slice has exactly the bytes of a live vector of integers, for which every bit pattern is valid.
     let bytes = unsafe {
         std::slice::from_raw_parts_mut(words.as_mut_ptr().cast(), count * size_of::<u64>())
     };
@@ -98,15 +99,15 @@ pub fn read_words(address: u64, count: usize) -> Result<Vec<u64>> {
 /// Checks that `len` bytes from `address` on can be written, without changing them.
 ///
 /// # Errors
-/// `EFAULT` when they cannot be written.
+/// `EFAULT` when one of the bytes cannot be written.
 pub fn check_writable(address: u64, len: usize) -> Result<()> {
     if !in_user_space(address, len) {
         return fail(libc::EFAULT);
     }
     let mut at = address;
     while at < address + len as u64 {
-        // SAFETY: guarded, and one locked addition of 0, which changes nothing even if another thread writes at the
-        // same time.
+        // SAFETY: the access is guarded. It is one locked addition of 0, which changes nothing, even if another thread
+        // writes at the same time.
         accessed(|| unsafe { slat_guard::fetch_add(at as *mut u8, 0).map(drop) })?;
         at = (at / PAGE as u64 + 1) * PAGE as u64;
     }
@@ -126,7 +127,8 @@ pub fn write<T: Plain>(address: u64, value: &T) -> Result<()> {
 /// # Errors
 /// `EFAULT` when the memory cannot be written.
 pub fn write_slice<T: Plain>(address: u64, values: &[T]) -> Result<()> {
-    // SAFETY: the bytes of a live slice; `Plain` data has no unnamed padding (the C structs name theirs).
+    // SAFETY: the slice has exactly the bytes of a live slice of `Plain` data, which has no unnamed padding (the C
+    // structs name their padding).
     let bytes =
         unsafe { std::slice::from_raw_parts(values.as_ptr().cast::<u8>(), size_of_val(values)) };
     if !in_user_space(address, bytes.len()) {
@@ -134,7 +136,7 @@ pub fn write_slice<T: Plain>(address: u64, values: &[T]) -> Result<()> {
     }
     let to = address as *mut u8;
     for (index, chunk) in bytes.chunks(PAGE).enumerate() {
-        // SAFETY: a guarded copy; the client chooses what it overwrites, as with the kernel's copy.
+        // SAFETY: the copy is guarded. The client chooses the memory that is overwritten, as with the kernel's copy.
         accessed(|| unsafe { slat_guard::copy_out(to.wrapping_add(index * PAGE), chunk) })?;
     }
     Ok(())
@@ -150,7 +152,7 @@ pub fn read_bytes(address: u64, bytes: &mut [u8]) -> Result<()> {
     }
     let from = address as *const u8;
     for (index, chunk) in bytes.chunks_mut(PAGE).enumerate() {
-        // SAFETY: a guarded copy into a live slice.
+        // SAFETY: the copy is guarded, and goes into a live slice.
         accessed(|| unsafe { slat_guard::copy_in(chunk, from.wrapping_add(index * PAGE)) })?;
     }
     Ok(())
@@ -196,7 +198,7 @@ mod tests {
     #[test]
     fn a_kick_that_comes_late_is_not_a_bad_pointer() {
         slat_guard::install().unwrap();
-        // SAFETY: a plain system call.
+        // SAFETY: the call takes no pointer.
         let reader = unsafe { libc::syscall(libc::SYS_gettid) } as libc::pid_t;
         let mut there = vec![0u8; 1 << 20];
         let address = there.as_mut_ptr() as u64;

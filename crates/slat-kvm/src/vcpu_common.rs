@@ -1,4 +1,4 @@
-//! The part of a vCPU that other threads use while the vCPU runs: its counters, and what the architecture adds.
+//! The part of a vCPU that other threads use while the vCPU runs: its counters, and the architecture's part.
 
 use crate::arch::{Counters, Exits, VcpuShared};
 use crate::counters::CpuCounts;
@@ -24,7 +24,7 @@ pub(crate) struct VcpuCommon {
     pub(crate) cpu: CpuCounts,
     /// The engine's counters for this vCPU.
     pub(crate) counted: VcpuStats,
-    /// What the architecture keeps of a vCPU for other threads.
+    /// The architecture's part of the vCPU that other threads use.
     pub(crate) arch: VcpuShared,
 }
 

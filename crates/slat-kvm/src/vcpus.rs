@@ -15,7 +15,8 @@ use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 #[derive(Default)]
 pub(crate) struct Vcpus {
     by_id: Vec<Shared<VcpuCommon>>,
-    /// Maps the addresses by which interrupts name vCPUs to indices in `by_id`. The map always has memory for all vCPUs.
+    /// Maps the addresses by which interrupts name vCPUs to indices in `by_id`. This map always has memory for all
+    /// vCPUs.
     map: VcpuMap,
 }
 
@@ -51,7 +52,7 @@ impl Vcpus {
         self.map.rebuild(&self.by_id);
     }
 
-    /// The map of the addresses by which interrupts name the vCPUs.
+    /// Returns the map of the addresses by which interrupts name the vCPUs.
     pub(crate) fn map(&self) -> &VcpuMap {
         &self.map
     }

@@ -46,8 +46,8 @@ fn insert(entry: Entry) -> Result<()> {
     Ok(())
 }
 
-/// Owns a descriptor, and keeps the object that the descriptor refers to in the list. Dropping it
-/// closes the descriptor.
+/// Owns a descriptor, and keeps the object that the descriptor refers to in the list. Dropping this value closes the
+/// descriptor.
 #[derive(Debug)]
 pub(super) struct Descriptor {
     fd: OwnedFd,
@@ -104,7 +104,8 @@ impl Descriptor {
 }
 
 /// Gives the client a raw descriptor of private memory. The list keeps the memory as long as its VM lives. If the
-/// client makes a [`Descriptor`] of the raw descriptor, the list keeps the memory until the client drops it.
+/// client makes a [`Descriptor`] of the raw descriptor, the list keeps the memory until the client drops that
+/// [`Descriptor`].
 ///
 /// # Errors
 /// `ENOMEM`.

@@ -23,7 +23,7 @@ enum Device {
 }
 
 impl DeviceFd {
-    /// `KVM_HAS_DEVICE_ATTR`.
+    /// Carries out `KVM_HAS_DEVICE_ATTR`.
     ///
     /// # Errors
     /// `ENXIO` for an attribute that the device does not have.
@@ -34,7 +34,7 @@ impl DeviceFd {
         }
     }
 
-    /// `KVM_SET_DEVICE_ATTR`.
+    /// Carries out `KVM_SET_DEVICE_ATTR`.
     ///
     /// # Errors
     /// `ENXIO` for an unknown attribute, `EFAULT`, `EBADF`; `EINVAL` for adding a file that is not VFIO's, `EEXIST` for
@@ -46,7 +46,7 @@ impl DeviceFd {
         }
     }
 
-    /// `KVM_GET_DEVICE_ATTR`.
+    /// Carries out `KVM_GET_DEVICE_ATTR`.
     ///
     /// # Errors
     /// `EPERM`: no attribute can be read.
@@ -72,7 +72,7 @@ fn refusal(fd: &OwnedFd, request: u32, attribute: &kvm_device_attr) -> Result<()
 }
 
 impl VmFd {
-    /// `KVM_CREATE_DEVICE`. With `KVM_CREATE_DEVICE_TEST`, creates no device and returns a `DeviceFd` that
+    /// Carries out `KVM_CREATE_DEVICE`. With `KVM_CREATE_DEVICE_TEST`, creates no device and returns a `DeviceFd` that
     /// refuses all requests.
     ///
     /// # Errors

@@ -8,11 +8,13 @@ use kvm_ioctls::{HypercallExit, MsrExitReason, ReadMsrExit, VcpuExit, WriteMsrEx
 /// Reads the field of `kvm_run`'s union that belongs to the exit reason.
 macro_rules! exit {
     ($run:ident.$field:ident) => {
-        // SAFETY: the field that this exit reason fills in; every field of the union is plain data.
+        // SAFETY: `KVM_RUN` fills in this field for this exit reason, and every bit pattern of the union's fields is
+        // valid.
         unsafe { $run.__bindgen_anon_1.$field }
     };
     (&mut $run:ident.$field:ident) => {
-        // SAFETY: as above.
+        // SAFETY: `KVM_RUN` fills in this field for this exit reason, and every bit pattern of the union's fields is
+        // valid.
         unsafe { &mut $run.__bindgen_anon_1.$field }
     };
 }
@@ -52,7 +54,7 @@ pub(super) fn exit(page: &mut RunPage) -> VcpuExit<'_> {
                 nr: hypercall.nr,
                 args: hypercall.args,
                 ret: &mut hypercall.ret,
-                // SAFETY: both fields of the union are plain.
+                // SAFETY: every bit pattern of both fields of the union is valid.
                 longmode: unsafe { hypercall.__bindgen_anon_1.longmode },
             })
         }
@@ -91,11 +93,11 @@ pub(super) fn exit(page: &mut RunPage) -> VcpuExit<'_> {
         KVM_EXIT_HYPERV => VcpuExit::Hyperv,
         KVM_EXIT_SYSTEM_EVENT => {
             let event = exit!(&mut run.system_event);
-            // SAFETY: both fields of the union are plain.
+            // SAFETY: every bit pattern of both fields of the union is valid.
             let data = unsafe { &event.__bindgen_anon_1.data };
             VcpuExit::SystemEvent(event.type_, &data[..event.ndata as usize])
         }
-        // Exits of other architectures, and exits for which kvm-ioctls has no name.
+        // These are exits of other architectures, and exits for which kvm-ioctls has no name.
         reason => VcpuExit::Unsupported(reason),
     }
 }
@@ -116,9 +118,9 @@ pub(super) fn exit_with(error: Error, page: &mut RunPage) -> Result<VcpuExit<'_>
     })
 }
 
-/// The `kvm_run` struct of the client's own mapping.
+/// Returns the `kvm_run` struct in the client's own mapping.
 pub(super) fn run(page: &mut RunPage) -> &mut kvm_run {
-    // SAFETY: a mapping of shared memory that lives as long as the borrow, plain data. The library changes it only
-    // during calls that borrow the vCPU exclusively, as the kernel does with its own.
+    // SAFETY: the mapping lives as long as the borrow, and every bit pattern of the struct is valid. slat changes the
+    // struct only during calls that borrow the vCPU exclusively, as the kernel does with its own `kvm_run`.
     unsafe { &mut *page.ptr() }
 }

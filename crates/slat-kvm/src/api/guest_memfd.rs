@@ -18,8 +18,8 @@ pub struct GuestMemfdFd {
 }
 
 impl VmFd {
-    /// `KVM_CREATE_GUEST_MEMFD`. Returns a descriptor, which the caller closes. The memory lives as long as the VM,
-    /// even after the descriptor is closed, unless the caller makes a [`GuestMemfdFd`] of the descriptor.
+    /// Carries out `KVM_CREATE_GUEST_MEMFD`. Returns a descriptor, which the caller closes. The memory lives as long as
+    /// the VM, even after the descriptor is closed, unless the caller makes a [`GuestMemfdFd`] of the descriptor.
     ///
     /// # Errors
     /// `EINVAL` for flags that `KVM_CAP_GUEST_MEMFD_FLAGS` does not have, and for a size that is 0 or not of whole
@@ -34,7 +34,7 @@ impl GuestMemfdFd {
     /// Takes ownership of a descriptor that [`VmFd::create_guest_memfd`] returned.
     ///
     /// # Errors
-    /// `EBADF`, `ENOTTY` for any other descriptor.
+    /// `EBADF` for a closed descriptor, `ENOTTY` for any other descriptor.
     ///
     /// # Safety
     /// Nothing else owns `fd`.

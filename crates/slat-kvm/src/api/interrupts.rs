@@ -8,7 +8,7 @@ use std::os::fd::AsRawFd;
 use vmm_sys_util::eventfd::EventFd;
 
 impl VmFd {
-    /// `KVM_SIGNAL_MSI`. Returns how many vCPUs accepted the interrupt.
+    /// Carries out `KVM_SIGNAL_MSI`. Returns how many vCPUs accepted the interrupt.
     ///
     /// # Errors
     /// `EINVAL` without interrupt controller, and for a bad message.
@@ -16,7 +16,7 @@ impl VmFd {
         self.vm.signal_msi(&msi)
     }
 
-    /// `KVM_IRQ_LINE`.
+    /// Carries out `KVM_IRQ_LINE`.
     ///
     /// # Errors
     /// `ENXIO` without interrupt controllers.
@@ -24,7 +24,7 @@ impl VmFd {
         self.vm.irq_line(irq, active).map(drop)
     }
 
-    /// `KVM_SET_GSI_ROUTING`: replaces all routes.
+    /// Carries out `KVM_SET_GSI_ROUTING`: replaces all routes.
     ///
     /// # Errors
     /// `EINVAL` for invalid routes.
@@ -36,8 +36,8 @@ impl VmFd {
         self.vm.set_gsi_routing(table.flags, irq_routing.as_slice())
     }
 
-    /// `KVM_IOEVENTFD`: makes guest writes to `addr` signal `fd`. With [`NoDatamatch`](crate::NoDatamatch), writes of
-    /// any size and value signal `fd`; otherwise only writes of the value `datamatch` with the size of `T`.
+    /// Carries out `KVM_IOEVENTFD`: makes guest writes to `addr` signal `fd`. With [`NoDatamatch`](crate::NoDatamatch),
+    /// writes of any size and value signal `fd`; otherwise only writes of the value `datamatch` with the size of `T`.
     ///
     /// # Errors
     /// `EEXIST` if one write could match this registration and an earlier one; `EINVAL`.
@@ -65,10 +65,10 @@ impl VmFd {
         self.vm.ioeventfd(&ioeventfd(fd, addr, datamatch, deassign))
     }
 
-    /// `KVM_IRQFD`: makes each signal of `fd` an interrupt of `gsi`.
+    /// Carries out `KVM_IRQFD`: makes each signal of `fd` an interrupt of `gsi`.
     ///
     /// # Errors
-    /// `EINVAL` without interrupt controllers, `EBUSY` when `fd` is an irqfd of this VM already.
+    /// `EINVAL` without interrupt controllers, `EBUSY` when `fd` is already an irqfd of any VM.
     pub fn register_irqfd(&self, fd: &EventFd, gsi: u32) -> Result<()> {
         self.vm.irqfd(&irqfd(fd, gsi))
     }

@@ -95,17 +95,17 @@ impl Kvm {
         }
     }
 
-    /// `KVM_GET_API_VERSION`.
+    /// Carries out `KVM_GET_API_VERSION`.
     pub fn get_api_version(&self) -> i32 {
         self.system.api_version()
     }
 
-    /// `KVM_CHECK_EXTENSION` by number.
+    /// Carries out `KVM_CHECK_EXTENSION` for the capability whose number is `c`.
     pub fn check_extension_raw(&self, c: std::os::raw::c_ulong) -> i32 {
         self.system.check_extension(c)
     }
 
-    /// `KVM_CHECK_EXTENSION`.
+    /// Carries out `KVM_CHECK_EXTENSION`.
     pub fn check_extension_int(&self, c: Cap) -> i32 {
         self.check_extension_raw(c as std::os::raw::c_ulong)
     }
@@ -115,35 +115,35 @@ impl Kvm {
         self.check_extension_int(c) > 0
     }
 
-    /// `KVM_GET_VCPU_MMAP_SIZE`.
+    /// Carries out `KVM_GET_VCPU_MMAP_SIZE`.
     ///
     /// # Errors
-    /// None.
+    /// No error can happen.
     pub fn get_vcpu_mmap_size(&self) -> Result<usize> {
         Ok(self.system.vcpu_mmap_size())
     }
 
-    /// The recommended number of vCPUs.
+    /// Returns the recommended number of vCPUs (`KVM_CAP_NR_VCPUS`).
     pub fn get_nr_vcpus(&self) -> usize {
         self.check_extension_int(Cap::NrVcpus) as usize
     }
 
-    /// The number of memory slots that one VM can have.
+    /// Returns the number of memory slots that one VM can have.
     pub fn get_nr_memslots(&self) -> usize {
         self.check_extension_int(Cap::NrMemslots) as usize
     }
 
-    /// The number of vCPUs one VM can have.
+    /// Returns the number of vCPUs that one VM can have.
     pub fn get_max_vcpus(&self) -> usize {
         self.check_extension_int(Cap::MaxVcpus) as usize
     }
 
-    /// One more than the largest vCPU id.
+    /// Returns the number that is one more than the largest vCPU id.
     pub fn get_max_vcpu_id(&self) -> usize {
         self.check_extension_int(Cap::MaxVcpuId) as usize
     }
 
-    /// `KVM_CREATE_VM`.
+    /// Carries out `KVM_CREATE_VM`.
     ///
     /// # Errors
     /// `ENOMEM`, or the host's error for opening a descriptor.
@@ -151,7 +151,7 @@ impl Kvm {
         self.create_vm_with_type(0)
     }
 
-    /// `KVM_CREATE_VM` of a type.
+    /// Carries out `KVM_CREATE_VM` for a VM of the type `vm_type`.
     ///
     /// # Errors
     /// `EINVAL` for any type but the default and `KVM_X86_SW_PROTECTED_VM`, and the errors of
@@ -165,7 +165,7 @@ impl Kvm {
     /// Makes a `VmFd` of a duplicate of a VM's descriptor, while the VM has another `VmFd`.
     ///
     /// # Errors
-    /// `EBADF`, `ENOTTY` for any other descriptor; `fd` then stays open.
+    /// `EBADF` for a closed descriptor, `ENOTTY` for a descriptor that is no VM's; `fd` then stays open.
     ///
     /// # Safety
     /// Nothing else owns `fd`.

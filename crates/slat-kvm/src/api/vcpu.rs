@@ -34,7 +34,7 @@ impl VcpuFd {
         })
     }
 
-    /// `KVM_SET_SIGNAL_MASK`, which kvm-ioctls does not have.
+    /// Carries out `KVM_SET_SIGNAL_MASK`, which kvm-ioctls does not have.
     ///
     /// # Errors
     /// `EIO`.
@@ -42,8 +42,8 @@ impl VcpuFd {
         self.vcpu.set_signal_mask(mask)
     }
 
-    /// `KVM_PRE_FAULT_MEMORY`, which kvm-ioctls does not have: maps a range of guest memory before the guest uses it.
-    /// Sets `range` to the part that is not mapped yet.
+    /// Carries out `KVM_PRE_FAULT_MEMORY`, which kvm-ioctls does not have: maps a range of guest memory before the
+    /// guest uses it. Sets `range` to the part that is not mapped yet.
     ///
     /// # Errors
     /// `EINVAL` for flags, and for a range that is empty or not of whole pages. If no page was mapped, also: `ENOENT`
@@ -53,7 +53,7 @@ impl VcpuFd {
         self.vcpu.pre_fault(range)
     }
 
-    /// `KVM_GET_STATS_FD` of the vCPU, which kvm-ioctls does not have.
+    /// Carries out `KVM_GET_STATS_FD` of the vCPU, which kvm-ioctls does not have.
     ///
     /// # Errors
     /// The host's error for making a file.
@@ -64,7 +64,7 @@ impl VcpuFd {
     /// Makes the ring of coalesced I/O readable by [`coalesced_mmio_read`](Self::coalesced_mmio_read).
     ///
     /// # Errors
-    /// None.
+    /// No error can happen.
     pub fn map_coalesced_mmio_ring(&mut self) -> Result<()> {
         self.reads_coalesced = true;
         Ok(())
@@ -82,7 +82,7 @@ impl VcpuFd {
         }
     }
 
-    /// `KVM_RUN`.
+    /// Carries out `KVM_RUN`.
     ///
     /// # Errors
     /// `EINTR` for `immediate_exit` or a signal, `EFAULT` when the memory that backs guest memory is unmapped, `EINVAL`
@@ -94,15 +94,15 @@ impl VcpuFd {
         }
     }
 
-    /// `KVM_SET_GUEST_DEBUG`.
+    /// Carries out `KVM_SET_GUEST_DEBUG`.
     ///
     /// # Errors
-    /// `EBUSY` when an exception is to be injected and another one is pending.
+    /// `EBUSY` when an exception is to be injected and another exception is pending.
     pub fn set_guest_debug(&self, debug: &kvm_guest_debug) -> Result<()> {
         self.vcpu.set_guest_debug(debug)
     }
 
-    /// The `kvm_run` struct.
+    /// Returns the `kvm_run` struct, which the client shares with the vCPU.
     pub fn get_kvm_run(&mut self) -> &mut kvm_run {
         exits::run(&mut self.run)
     }

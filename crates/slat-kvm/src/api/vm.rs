@@ -54,7 +54,7 @@ impl VmFd {
         self.vm.set_user_memory_region2(&user_memory_region2)
     }
 
-    /// `KVM_SET_MEMORY_ATTRIBUTES`: makes memory private, or shared again.
+    /// Carries out `KVM_SET_MEMORY_ATTRIBUTES`: makes memory private, or shared again.
     ///
     /// # Errors
     /// `EINVAL` for flags, attributes that a VM of this type does not have, and a bad range; `ENOMEM`.
@@ -62,7 +62,8 @@ impl VmFd {
         self.vm.set_memory_attributes(&attr)
     }
 
-    /// `KVM_GET_DIRTY_LOG`: the pages written since the last call, a bit each.
+    /// Carries out `KVM_GET_DIRTY_LOG`: returns a bit for each page of the slot, which is set if the page was written
+    /// since the last call.
     ///
     /// # Errors
     /// `EINVAL` for a bad slot, `ENOENT` for a slot that is not logged, `ENXIO` with dirty rings.
@@ -70,9 +71,9 @@ impl VmFd {
         self.vm.dirty_log(slot, |_| Ok(()))
     }
 
-    /// `KVM_CLEAR_DIRTY_LOG`, which kvm-ioctls does not have. Clears pages in the log; their next write is logged
-    /// again. The call concerns the `pages` pages from `first` on, and clears those whose bit is set in `bitmap`. Bit 0
-    /// is page `first`.
+    /// Carries out `KVM_CLEAR_DIRTY_LOG`, which kvm-ioctls does not have. Clears pages in the log; their next write is
+    /// logged again. The call concerns the `pages` pages from `first` on, and clears the pages whose bit is set in
+    /// `bitmap`. Bit 0 is page `first`.
     ///
     /// # Errors
     /// `EINVAL` for a bad slot, a range that is not in multiples of 64 pages, or a bitmap that is too short; `ENOENT`
@@ -105,7 +106,7 @@ impl VmFd {
         self.vm.is_marked_dirty(space, address)
     }
 
-    /// `KVM_RESET_DIRTY_RINGS`, which kvm-ioctls does not have. Returns how many ring entries were reset.
+    /// Carries out `KVM_RESET_DIRTY_RINGS`, which kvm-ioctls does not have. Returns how many ring entries were reset.
     ///
     /// # Errors
     /// `EINVAL` without rings.
@@ -113,7 +114,7 @@ impl VmFd {
         Ok(self.vm.reset_dirty_rings()? as u32)
     }
 
-    /// `KVM_REGISTER_COALESCED_MMIO`: writes to the range go into a ring.
+    /// Carries out `KVM_REGISTER_COALESCED_MMIO`: writes to the range go into a ring.
     ///
     /// # Errors
     /// `ENOSPC` for too many ranges.
@@ -121,7 +122,7 @@ impl VmFd {
         self.vm.register_coalesced(&zone(addr, size))
     }
 
-    /// `KVM_UNREGISTER_COALESCED_MMIO`.
+    /// Carries out `KVM_UNREGISTER_COALESCED_MMIO`.
     ///
     /// # Errors
     /// `EIO` in a forked child.
@@ -129,7 +130,7 @@ impl VmFd {
         self.vm.unregister_coalesced(&zone(addr, size))
     }
 
-    /// `KVM_GET_STATS_FD` of the VM, which kvm-ioctls does not have.
+    /// Carries out `KVM_GET_STATS_FD` of the VM, which kvm-ioctls does not have.
     ///
     /// # Errors
     /// The host's error for making a file.
@@ -143,7 +144,7 @@ impl VmFd {
         &self.vm.engine
     }
 
-    /// `KVM_CREATE_VCPU`.
+    /// Carries out `KVM_CREATE_VCPU`.
     ///
     /// # Errors
     /// `EINVAL` beyond the limits, `EEXIST` for an id in use, `ENOMEM`, the host's error for opening a descriptor.
@@ -156,7 +157,7 @@ impl VmFd {
     /// Makes a `VcpuFd` of a duplicate of a vCPU's descriptor, while the vCPU has another `VcpuFd`.
     ///
     /// # Errors
-    /// `EBADF`, `ENOTTY` for any other descriptor; `fd` then stays open.
+    /// `EBADF` for a closed descriptor, `ENOTTY` for a descriptor that is no vCPU's; `fd` then stays open.
     ///
     /// # Safety
     /// Nothing else owns `fd`.
@@ -170,7 +171,7 @@ impl VmFd {
         VcpuFd::new(vcpu, fd)
     }
 
-    /// `KVM_ENABLE_CAP`.
+    /// Carries out `KVM_ENABLE_CAP`.
     ///
     /// # Errors
     /// `EINVAL` for capabilities that cannot be enabled, and for bad arguments.
@@ -178,17 +179,17 @@ impl VmFd {
         self.vm.enable_cap(cap)
     }
 
-    /// Bytes of a vCPU's shared memory.
+    /// Returns the number of bytes of the memory that a vCPU shares with the client.
     pub fn run_size(&self) -> usize {
         self.run_size
     }
 
-    /// `KVM_CHECK_EXTENSION` by number.
+    /// Carries out `KVM_CHECK_EXTENSION` for the capability whose number is `c`.
     pub fn check_extension_raw(&self, c: std::os::raw::c_ulong) -> i32 {
         self.vm.check_extension(c)
     }
 
-    /// `KVM_CHECK_EXTENSION`.
+    /// Carries out `KVM_CHECK_EXTENSION`.
     pub fn check_extension_int(&self, c: Cap) -> i32 {
         self.check_extension_raw(c as std::os::raw::c_ulong)
     }

@@ -9,7 +9,8 @@ use crate::{heap, messages};
 use std::ptr::NonNull;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// The VM that waits for a debugger, if the user wants that. It is the first VM of the process.
+/// The number of the VM that waits for a debugger, if the user asks for such a wait: the number of the process's first
+/// VM.
 const WAITS: u64 = 0;
 
 /// The orders of a debugger for all vCPUs of its VM.
@@ -41,7 +42,7 @@ struct Listed {
     vcpu: NonNull<dyn Debuggee>,
 }
 
-// SAFETY: the vCPU may be used from any thread, and `end` removes it from the list before it is freed.
+// SAFETY: the vCPU may be used from any thread, and `end` removes the vCPU from the list before the vCPU is freed.
 unsafe impl Send for Listed {}
 
 /// The vCPUs of a process, in the order in which they were created.
@@ -65,7 +66,7 @@ impl List {
     /// Returns the vCPUs of a VM. The vCPUs live as long as the list is locked.
     pub(super) fn of(&self, vm: u64) -> impl Iterator<Item = &dyn Debuggee> {
         let listed = self.vcpus.iter().filter(move |listed| listed.vm == vm);
-        // SAFETY: `end` removes a vCPU before it is freed, for which it needs the lock of this list.
+        // SAFETY: `end` removes a vCPU from the list before the vCPU is freed, and `end` needs the lock of this list.
         listed.map(|listed| unsafe { listed.vcpu.as_ref() })
     }
 
@@ -75,7 +76,7 @@ impl List {
     }
 }
 
-/// Adds a new vCPU to the list. If the VM has a debugger, or waits for one, the vCPU is held, too.
+/// Adds a new vCPU to the list. If the VM has a debugger, or waits for a debugger, the vCPU is held, too.
 ///
 /// # Errors
 /// `ENOMEM`.
@@ -104,7 +105,7 @@ pub(crate) fn begin(vm: u64, vcpu: &(impl Debuggee + 'static)) -> Result<()> {
     Ok(())
 }
 
-/// Removes a vCPU, if it is listed. Call before it is freed.
+/// Removes a vCPU, if it is listed. Call before the vCPU is freed.
 pub(crate) fn end(vcpu: &dyn Debuggee) {
     let at = std::ptr::from_ref(vcpu).cast::<()>();
     list()

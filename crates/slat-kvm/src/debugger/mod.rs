@@ -74,6 +74,7 @@ pub(crate) trait Debuggee: Sync {
     /// Returns the vCPU's port.
     fn port(&self) -> &dyn Held;
 
-    /// Carries out a request. Returns whether that succeeded; `None` if the vCPU runs, or another call has locked it.
+    /// Carries out a request. Returns whether the request succeeded; `None` if the vCPU runs, or another call has
+    /// locked the vCPU.
     fn request(&self, request: &mut Request<'_>) -> Option<bool>;
 }

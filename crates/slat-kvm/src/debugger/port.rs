@@ -10,10 +10,11 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// The time limit of sleeps: see [`ticker::sleep`].
+/// The time limit of sleeps. Without a time limit, the kernel restarts a wait after a signal handler.
 const LONGEST_SLEEP: Duration = Duration::from_secs(60);
 
-/// Changes whenever the debugger of a vCPU of this process has to look at the vCPU. The debugger's thread sleeps on it.
+/// A number that changes whenever the debugger of a vCPU of this process has to look at the vCPU. The debugger's thread
+/// sleeps on this word.
 pub(super) static NEWS: AtomicU32 = AtomicU32::new(0);
 
 /// The work that a vCPU does when it continues.
@@ -27,10 +28,10 @@ pub(crate) struct Orders {
 }
 
 struct State<T> {
-    /// Whether a debugger has the VM.
+    /// Whether a debugger is attached to the VM.
     attached: bool,
     held: bool,
-    /// The vCPU, while its thread waits here.
+    /// The vCPU that its thread lends to the debugger while the thread waits in this port.
     lent: Option<NonNull<T>>,
     /// The orders that the vCPU's thread has not carried out yet.
     orders: Option<Orders>,
@@ -47,7 +48,7 @@ pub(crate) struct Port<T> {
 
 // SAFETY: the pointer leads to a `T` of another thread. Any thread may use the `T`, one at a time, under the lock.
 unsafe impl<T: Send> Send for Port<T> {}
-// SAFETY: as above.
+// SAFETY: the pointer leads to a `T` of another thread. Any thread may use the `T`, one at a time, under the lock.
 unsafe impl<T: Send> Sync for Port<T> {}
 
 /// The part of a port that a debugger uses.
@@ -125,7 +126,7 @@ impl<T> Port<T> {
         }
     }
 
-    /// Calls `work` with the vCPU, if the vCPU's thread waits here. Otherwise returns `work`.
+    /// Calls `work` with the vCPU, if the vCPU's thread waits in this port. Otherwise returns `work`.
     pub(crate) fn with_lent<R, W: FnOnce(&mut T) -> R>(&self, work: W) -> Result<R, W> {
         let state = self.state();
         match state.lent {
@@ -215,7 +216,7 @@ impl<'a> Quiet<'a> {
 
 impl Drop for Quiet<'_> {
     fn drop(&mut self) {
-        // The vCPU was outside the engine, and has to drop its translations, but no flush waits for that.
+        // The vCPU was outside the engine, and has to drop its translations, but no flush waits for this vCPU.
         if self.bits & Attention::FLUSH != 0 {
             self.bits = self.bits & !Attention::FLUSH | bits::RETRY;
         }

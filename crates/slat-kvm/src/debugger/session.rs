@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 /// How long a request waits for a vCPU that another call has locked.
 const PATIENCE: Duration = Duration::from_secs(2);
-/// The time after which the session tries again.
+/// The time between two tries of a request.
 const TRIES_AGAIN: Duration = Duration::from_millis(1);
 
 /// The next step of a vCPU that a debugger has held.
@@ -29,7 +29,7 @@ pub(crate) enum Go {
 /// Why all vCPUs are held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stopped {
-    /// The debugger asked for it.
+    /// The debugger has asked to hold them.
     Asked,
     /// A vCPU has hit a probe.
     Hit(u32, ProbeHit),
@@ -40,7 +40,7 @@ pub(crate) enum Stopped {
 /// A debugger's use of a VM. Dropping this value lets all vCPUs continue, without probes.
 pub(crate) struct Session {
     pub(crate) vm: u64,
-    /// Whether all vCPUs are being held, because the debugger wants that or a vCPU has hit a probe.
+    /// Whether all vCPUs are being held, because the debugger has asked to hold them or a vCPU has hit a probe.
     stops: bool,
     /// The vCPU that a code probe has stopped. When it continues, it passes that probe once.
     passes: Option<u32>,
@@ -169,7 +169,7 @@ impl Session {
         }
     }
 
-    /// Carries out a request to a vCPU that is held. Returns whether that succeeded.
+    /// Carries out a request to a vCPU that is held. Returns whether the request succeeded.
     pub(crate) fn request(&self, vcpu: u32, request: &mut Request<'_>) -> bool {
         let begin = Instant::now();
         loop {
@@ -206,7 +206,7 @@ mod tests {
     use crate::debugger::{Held, Port, begin, end};
     use slat::Attention;
 
-    /// No real VM has this number.
+    /// The number of the tests' VM, which no real VM has.
     const VM: u64 = u64::MAX;
 
     struct Vcpu {

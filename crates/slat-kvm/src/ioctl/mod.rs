@@ -182,7 +182,7 @@ fn unknown(request: u32, errno: i32) -> Result<Answer> {
 }
 
 /// Returns the answer of the architecture to a request that not every architecture has. `None`: this architecture does
-/// not have it either, and the error is `errno`.
+/// not have the request either, and the error is `errno`.
 fn of_arch(answer: Option<i32>, request: u32, errno: i32) -> Result<Answer> {
     match answer {
         Some(answer) => value(answer),

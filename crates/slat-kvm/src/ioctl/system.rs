@@ -28,7 +28,8 @@ pub(super) fn ioctl(system: &System, request: u32, argument: u64) -> Result<Answ
             let attribute: kvm_device_attr = user::read(argument)?;
             give(attribute.addr, &system.device_attribute(&attribute)?)
         }
-        // KVM returns this errno; for a VM's unknown requests it returns ENOTTY.
+        // KVM returns this errno for an unknown request to `/dev/kvm`; for an unknown request to a VM, KVM returns
+        // ENOTTY.
         _ => of_arch(
             arch::system_ioctl(system, request, argument)?,
             request,

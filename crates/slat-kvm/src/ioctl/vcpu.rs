@@ -40,7 +40,8 @@ pub(super) fn ioctl(vcpu: &Shared<VcpuObject>, request: u32, argument: u64) -> R
         KVM_PRE_FAULT_MEMORY => {
             let mut range: kvm_pre_fault_memory = user::read(argument)?;
             let result = vcpu.pre_fault(&mut range);
-            // The range is also written after an error, because it tells the client which part is mapped.
+            // The range is also written after an error, because the written range tells the client which part is not
+            // mapped.
             user::write(argument, &range)?;
             result?;
         }
@@ -65,7 +66,7 @@ pub(super) fn ioctl(vcpu: &Shared<VcpuObject>, request: u32, argument: u64) -> R
             let register: kvm_one_reg = user::read(argument)?;
             vcpu.set_one_reg(register.id, || user::read(register.addr))?;
         }
-        // KVM returns this errno; for a VM's unknown requests it returns ENOTTY.
+        // KVM returns this errno for an unknown request to a vCPU; for an unknown request to a VM, KVM returns ENOTTY.
         _ => {
             return of_arch(
                 arch::vcpu_ioctl(vcpu, request, argument)?,

@@ -34,8 +34,8 @@ pub(super) fn ioctl(vm: &Arc<VmObject>, request: u32, argument: u64) -> Result<A
                 vm.test_device(&device)?;
                 return DONE;
             }
-            // Checked before the device is created, because after a failure the client could not learn the device's
-            // descriptor.
+            // The memory is checked before the device is created, because after a failure the client could not learn
+            // the device's descriptor.
             user::check_writable(argument, size_of_val(&device))?;
             let (object, fd) = vm.create_device(&device)?;
             device.fd = fd.as_raw_fd() as u32;
@@ -44,15 +44,16 @@ pub(super) fn ioctl(vm: &Arc<VmObject>, request: u32, argument: u64) -> Result<A
         }
         KVM_GET_DIRTY_LOG => {
             let log: kvm_dirty_log = user::read(argument)?;
-            // SAFETY: both fields of the union are plain and of the same size.
+            // SAFETY: every bit pattern of both fields of the union is valid, and the fields have the same size.
             let to = unsafe { log.__bindgen_anon_1.padding2 };
-            // Checked before the log is harvested, because after a failure the harvested pages would be lost.
+            // The memory is checked before the log is harvested, because after a failure the harvested pages would be
+            // lost.
             let bitmap = vm.dirty_log(log.slot, |bytes| user::check_writable(to, bytes))?;
             user::write_slice(to, &bitmap)?;
         }
         KVM_CLEAR_DIRTY_LOG => {
             let log: kvm_clear_dirty_log = user::read(argument)?;
-            // SAFETY: both fields of the union are plain and of the same size.
+            // SAFETY: every bit pattern of both fields of the union is valid, and the fields have the same size.
             let from = unsafe { log.__bindgen_anon_1.padding2 };
             let bitmap = |words| user::read_words(from, words);
             vm.clear_dirty_log(log.slot, log.first_page, log.num_pages, bitmap)?;
@@ -97,6 +98,6 @@ pub(super) fn ioctl(vm: &Arc<VmObject>, request: u32, argument: u64) -> Result<A
 }
 
 fn gsi(line: &kvm_irq_level) -> u32 {
-    // SAFETY: both fields of the union are plain integers.
+    // SAFETY: both fields of the union are integers, so every bit pattern is valid.
     unsafe { line.__bindgen_anon_1.irq }
 }

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 #[derive(Default)]
 pub(super) struct ProfileFile {
-    /// `None` before the first content.
+    /// The path of the file; `None` before the first content.
     path: Option<PathBuf>,
 }
 

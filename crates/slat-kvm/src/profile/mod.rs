@@ -39,15 +39,15 @@ use std::time::{Duration, Instant};
 pub(crate) const PERIOD: Duration = Duration::from_micros(997);
 /// The least time between two writes of the file.
 const WRITE_PERIOD: Duration = Duration::from_secs(1);
-/// Writing takes at most one part in this number of the thread's time.
+/// The part of the thread's time that writing may take is at most 1 divided by this number.
 const WRITE_SHARE: u32 = 32;
 
 #[derive(Default)]
 struct Profile {
     inbox: Mutex<Inbox>,
-    /// Signalled when the thread has work.
+    /// The condition that is signalled when the thread has work.
     called: Condvar,
-    /// Signalled when the last content is written.
+    /// The condition that is signalled when the last content is written.
     ended: Condvar,
     output: Mutex<Output>,
     /// Whether the thread runs.
@@ -72,7 +72,7 @@ enum End {
 
 #[derive(Default)]
 struct Output {
-    /// Samples that are being counted. vCPUs push new samples elsewhere meanwhile.
+    /// Samples that are being counted. vCPUs push new samples to the inbox meanwhile.
     taken: Samples,
     stacks: Stacks,
     file: ProfileFile,

@@ -1,5 +1,5 @@
-//! Samples that vCPUs have taken, and that the profile's thread has not counted yet. They are in memory that does not
-//! grow, so that a vCPU allocates nothing.
+//! Samples that vCPUs have taken, and that the profile's thread has not counted yet. The samples are in memory that
+//! does not grow, so that a vCPU allocates nothing.
 
 /// The place where a sample was taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -12,7 +12,7 @@ pub(crate) struct Origin {
     pub(crate) is_nested: bool,
 }
 
-/// Words of all samples. They hold the samples of one vCPU for some seconds.
+/// The number of words for all samples. One vCPU fills these words in some seconds.
 const WORDS: usize = 1 << 17;
 /// Words of a sample in addition to its stack.
 const HEADER: usize = 3;

@@ -10,9 +10,10 @@
 //! This side sends one of these lines whenever the VM has run and all its vCPUs are held:
 //!
 //! ```text
-//! stopped                      because the reader wanted it
+//! stopped                      the reader has asked to stop the VM
 //! stopped 1 code               vCPU 1 is about to execute an instruction with a probe
-//! stopped 1 write 4096         vCPU 1 has accessed this address, which a probe of this kind watches: write, read or access
+//! stopped 1 write 4096         vCPU 1 has accessed this address, which a probe of this kind watches: write, read or
+//!                              access
 //! stopped 1 step               vCPU 1 has executed an instruction
 //! stopped gone                 the VM has no vCPUs any more: the end
 //! ```
@@ -32,9 +33,9 @@
 //! stop                         nothing until the vCPUs are held
 //! ```
 //!
-//! The conversation has a thread of its own, so that other readers can ask for counters meanwhile. A thread that no
-//! filter of the client binds starts it. While the VM runs, the thread looks every 10 ms for input from the reader. A
-//! vCPU that stops wakes the thread.
+//! The conversation has a thread of its own, so that other readers can ask for counters meanwhile. The conversation's
+//! thread is started by a thread that no filter of the client binds. While the VM runs, the thread looks every 10 ms
+//! for input from the reader. A vCPU that stops wakes the thread.
 
 use super::socket::Own;
 use super::writer::{VERSION, Writer};
@@ -73,7 +74,7 @@ struct Conversation(Mutex<Option<(Own, Session)>>);
 
 static CONVERSATION: PerProcess<Conversation> = PerProcess::new();
 
-/// Begins a conversation. `words` are the other words of its first line.
+/// Begins a conversation. `words` are the words of the conversation's first line after the first word.
 pub(super) fn begin<'a>(asked: Own, mut words: impl Iterator<Item = &'a str>) {
     let vm = words.next().map(str::parse).transpose();
     let session = match vm {
@@ -117,7 +118,7 @@ impl Background for Conversation {
     }
 }
 
-/// Talks until the reader closes the socket, or the VM ends.
+/// Answers the reader's lines until the reader closes the socket, or the VM ends.
 fn talk(asked: &Own, mut session: Session) -> fmt::Result {
     let mut to = Writer::new(asked);
     let mut line = [0; LONGEST_LINE];
@@ -167,7 +168,7 @@ fn say(to: &mut Writer<'_>, stopped: Stopped) -> fmt::Result {
     }
 }
 
-/// Answers one line.
+/// Answers one line of the reader.
 fn answer(to: &mut Writer<'_>, session: &mut Session, line: &str) -> fmt::Result {
     let mut words = line.split(' ');
     let done = match words.next() {
@@ -209,7 +210,7 @@ fn answer(to: &mut Writer<'_>, session: &mut Session, line: &str) -> fmt::Result
     to.write_str(done.map_or("failed\n", |()| "done\n"))
 }
 
-/// Writes bytes as an answer.
+/// Answers with `value` and the bytes in hexadecimal digits.
 fn value(to: &mut Writer<'_>, bytes: &[u8]) -> fmt::Result {
     to.write_str("value ")?;
     bytes.iter().try_for_each(|byte| write!(to, "{byte:02x}"))?;
@@ -227,7 +228,7 @@ fn bytes<'a>(text: &str, to: &'a mut [u8]) -> Option<&'a [u8]> {
 
 type Words<'a> = std::str::Split<'a, char>;
 
-/// Parses a vCPU and an address.
+/// Parses a vCPU's id, the kind of an address, and the address.
 fn place(words: &mut Words<'_>) -> Option<(u32, Space, u64)> {
     let vcpu = words.next()?.parse().ok()?;
     let space = match words.next()? {

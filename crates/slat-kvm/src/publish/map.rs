@@ -5,16 +5,18 @@
 //! names cell 4k 2m 1g …        the names of the values in lines `cell`
 //! vm 3 ept tdp                 a VM, by its number, with the format of its tables and its MMU
 //! slot 0 7 1048576 8192 140… 1 -
-//!                              a memslot: address space, id, first guest-physical address, bytes, host-virtual address,
-//!                              flags as KVM_SET_USER_MEMORY_REGION has them, and the address of its private memory, if it has any
-//! hole 0 4276092928 4096       a part of an address space without memslots: from the first to the last page with an entry
+//!                              a memslot: address space, id, first guest-physical address, bytes, host-virtual
+//!                              address, flags as KVM_SET_USER_MEMORY_REGION has them, and the address of the slot's
+//!                              private memory, or `-`
+//! hole 0 4276092928 4096       a part of an address space without memslots: from the first to the last page with an
+//!                              entry
 //! cells 512                    the pages of each cell of the slot or hole before; the last may have fewer
 //! cell 3 12 0 0 …              a cell that is not all zero: its index, and its values (`memory_map`)
 //! ```
 //!
-//! The thread looks up one memslot at a time, and reads one cell at a time. It holds no lock in between, so vCPUs and
-//! slot changes do not wait for an answer. The answer needs no heap memory. Memslots may be created and deleted
-//! meanwhile: a slot that is deleted has empty cells from then on.
+//! The thread looks up one memslot at a time, and reads one cell at a time. The thread holds no lock in between, so
+//! vCPUs and slot changes do not wait for an answer. The answer needs no heap memory. Memslots may be created and
+//! deleted meanwhile: a slot that is deleted has empty cells from then on.
 
 use super::vm_from;
 use super::writer::{Writer, names, values};
@@ -25,7 +27,7 @@ use slat::{Gfn, Gpa};
 use std::fmt::{self, Write as _};
 use std::ops::Range;
 
-/// The question's first word.
+/// The first word of the question about memory maps.
 pub const MAP: &str = "map";
 /// The greatest number of cells that a reader may ask for, for each memslot.
 pub const MOST_CELLS: u64 = 1024;
@@ -34,7 +36,7 @@ pub const MOST_CELLS: u64 = 1024;
 pub(super) struct Question {
     /// The most cells of a memslot.
     cells: u64,
-    /// The number of the only VM.
+    /// The number of the VM about which the reader asks; `None`: all VMs.
     vm: Option<u64>,
 }
 

@@ -12,10 +12,10 @@
 //!
 //! The counters stay in the vCPUs' own memory, and publishing costs a vCPU nothing: one thread, which sleeps until a
 //! reader connects, reads the counters. The thread is started with the first VM, which is before most clients install
-//! filters; [`crate::filters`] starts it before all other filters. The thread has a descriptor table of its own. So the
-//! client does not see the socket's descriptor, and a forked child does not inherit it. The kernel closes the socket
-//! when the process ends, even if the process is killed. If the thread or its socket cannot be made, the process is not
-//! published, and everything else works.
+//! filters; [`crate::filters`] starts the thread before all other filters. The thread has a descriptor table of its
+//! own. So the client does not see the socket's descriptor, and a forked child does not inherit it. The kernel closes
+//! the socket when the process ends, even if the process is killed. If the thread or its socket cannot be made, the
+//! process is not published, and everything else works.
 
 mod debug;
 mod map;
@@ -36,7 +36,7 @@ use std::ffi::{CStr, OsString};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
-// The constants on which both ends of a socket agree. They are public only for the command.
+// Both ends of a socket use these constants, which are public only for the command `slat`.
 #[doc(hidden)]
 pub use debug::{DEBUG, MOST_BYTES};
 #[doc(hidden)]
@@ -158,7 +158,7 @@ fn vcpu_at(number: u64, index: usize) -> Option<Shared<VcpuCommon>> {
 struct Publisher {
     /// `XDG_RUNTIME_DIR`, read by the thread that created the first VM: the client may change its environment later.
     runtime: OnceLock<Option<OsString>>,
-    /// The socket's path, after the socket is made.
+    /// The socket's path, which is set when the socket is made.
     path: OnceLock<socket::Path>,
 }
 

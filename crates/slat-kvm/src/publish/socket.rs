@@ -80,7 +80,7 @@ impl Path {
 
     /// Removes the file, if it exists.
     pub(super) fn remove(&self) {
-        // SAFETY: a path that ends with NUL. After an error, readers remove the file.
+        // SAFETY: the path ends with NUL. After an error, readers remove the file.
         let _ = unsafe { calls::make(Call::Remove, [self.pointer(), 0, 0, 0, 0, 0]) };
     }
 }
@@ -143,7 +143,7 @@ impl Own {
             let value = &raw const patience as usize;
             let level = libc::SOL_SOCKET as usize;
             let len = size_of::<libc::timeval>();
-            // SAFETY: a live value of that size. If the call fails, the wait has no limit.
+            // SAFETY: the call gets a live value and the value's size. If the call fails, the wait has no limit.
             unsafe {
                 raw(
                     libc::SYS_setsockopt,
@@ -156,7 +156,7 @@ impl Own {
 
 impl Drop for Own {
     fn drop(&mut self) {
-        // SAFETY: a descriptor of this thread's own table that only this `Own` uses.
+        // SAFETY: the descriptor is in this thread's own table, and only this `Own` uses it.
         unsafe { raw(libc::SYS_close, [self.0, 0, 0, 0, 0, 0]) };
     }
 }
@@ -183,7 +183,7 @@ impl Listener {
     }
 
     fn open_in(directory: &Path, user: u32) -> Option<Self> {
-        // SAFETY: a path that ends with NUL. A directory that exists already is checked below.
+        // SAFETY: the path ends with NUL. A directory that exists already is checked below.
         unsafe { raw(libc::SYS_mkdir, [directory.pointer(), 0o700, 0, 0, 0, 0]) };
         let flags = libc::O_DIRECTORY | libc::O_NOFOLLOW | libc::O_CLOEXEC;
         let at = libc::AT_FDCWD as usize;
@@ -194,7 +194,7 @@ impl Listener {
                 [at, directory.pointer(), flags as usize, 0, 0, 0],
             )?
         };
-        // SAFETY: a struct of numbers, for which zeroes are valid.
+        // SAFETY: the struct has only numbers, for which zeroes are valid.
         let mut stat: libc::stat = unsafe { std::mem::zeroed() };
         let to = &raw mut stat as usize;
         // SAFETY: the call writes only to the struct.
@@ -206,8 +206,8 @@ impl Listener {
         let kind = (libc::SOCK_STREAM | libc::SOCK_CLOEXEC) as usize;
         // SAFETY: the arguments are plain numbers.
         let socket = unsafe { Own::open(libc::SYS_socket, [family, kind, 0, 0, 0, 0])? };
-        // Processes in other PID namespaces may have the same id, and so has the predecessor of a process that was
-        // executed. So the name also has the time.
+        // Processes in other PID namespaces may have the same id, and a process keeps its id when it executes another
+        // program. So the name also has the time.
         let process = std::process::id();
         let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
         let now = now.map_or(0, |now| now.as_nanos() as u64);
@@ -219,11 +219,12 @@ impl Listener {
         let hidden = Path::new(&[directory, b"/.", name])?;
         let path = Path::new(&[directory, b"/", name])?;
         remove_dead(&opened, now);
-        // SAFETY: a descriptor, and the mode of the file that `bind` makes.
+        // SAFETY: the call takes no pointer. The mode is that of the file that `bind` makes.
         unsafe { raw(libc::SYS_fchmod, [socket.0, 0o600, 0, 0, 0, 0]) };
         let (address, len) = address(&opened, &[b".", name])?;
         let address = &raw const address as usize;
-        // SAFETY: a live address of that length, a descriptor and a number, paths that end with NUL.
+        // SAFETY: `bind` gets a live address and its length, `listen` takes no pointer, and both paths of `rename` end
+        // with NUL.
         let done = unsafe {
             raw(libc::SYS_bind, [socket.0, address, len, 0, 0, 0]) == 0
                 && raw(libc::SYS_listen, [socket.0, 16, 0, 0, 0, 0]) == 0
@@ -246,7 +247,7 @@ impl Listener {
     pub(super) fn accept(&self) -> Option<Own> {
         let flags = libc::SOCK_CLOEXEC as usize;
         loop {
-            // SAFETY: no address is asked for.
+            // SAFETY: with a null pointer for the reader's address, the call writes to no memory of this process.
             let asked = unsafe { raw(libc::SYS_accept4, [self.socket.0, 0, 0, flags, 0, 0]) };
             match asked {
                 0.. => {
@@ -264,7 +265,7 @@ impl Listener {
 }
 
 /// Removes the sockets of a directory at which no process listens any more: their processes were killed, ended by
-/// `_exit` or executed another program. Readers do the same, but there may never be a reader.
+/// `_exit` or executed another program. Readers also remove such sockets, but there may never be a reader.
 fn remove_dead(directory: &Own, now: u64) {
     /// The bytes of a `linux_dirent64` before its name.
     const HEAD: usize = 19;
@@ -286,7 +287,7 @@ fn remove_dead(directory: &Own, now: u64) {
                 && may_be_dead(name, now)
                 && is_dead(directory, name) == Some(true)
             {
-                // SAFETY: a descriptor and a name that ends with NUL.
+                // SAFETY: the name ends with NUL.
                 unsafe {
                     raw(
                         libc::SYS_unlinkat,
@@ -311,8 +312,9 @@ fn may_be_dead(name: &CStr, now: u64) -> bool {
     made.is_some_and(|made| now.saturating_sub(made) > MOMENT)
 }
 
-/// Whether no process listens at the socket `name` any more. `None`: unknown. A process that listens is not disturbed,
-/// because the kernel refuses to connect a datagram socket there, with another error.
+/// Whether no process listens at the socket `name` any more. `None`: the test itself failed. A process that listens is
+/// not disturbed, because the kernel refuses to connect a datagram socket to its socket, with an error other than
+/// ECONNREFUSED.
 fn is_dead(directory: &Own, name: &CStr) -> Option<bool> {
     let kind = (libc::SOCK_DGRAM | libc::SOCK_CLOEXEC) as usize;
     // SAFETY: the arguments are plain numbers.
@@ -328,7 +330,7 @@ fn is_dead(directory: &Own, name: &CStr) -> Option<bool> {
 /// Returns the address of the socket in a directory whose name has these parts. The address leads through the
 /// directory's descriptor, because an address holds only 107 bytes.
 fn address(directory: &Own, name: &[&[u8]]) -> Option<(libc::sockaddr_un, usize)> {
-    // SAFETY: a struct of numbers, for which zeroes are valid.
+    // SAFETY: the struct has only numbers, for which zeroes are valid.
     let mut address: libc::sockaddr_un = unsafe { std::mem::zeroed() };
     address.sun_family = libc::AF_UNIX as libc::sa_family_t;
     let mut text = [0u8; 107];

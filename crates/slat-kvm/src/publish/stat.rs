@@ -4,16 +4,18 @@
 //! names memory pf_taken …      the names of the values in lines `memory`; alike for `cpu` and `exits`
 //! interprets WHY               only if no code is compiled
 //! ended 2                      the number of VMs that have ended
-//! memory 17 …                  what they have counted
-//! cpu 812345 …                 what vCPUs have counted that have ended
+//! memory 17 …                  what the engine has counted for these VMs
+//! cpu 812345 …                 what the CPUs of ended vCPUs have counted
 //! vm 3                         a live VM, by the number of VMs that the process had created before it
-//! memory 12 …                  what all its vCPUs have counted
-//! vcpu 0 runs                  a vCPU of it, by its id: runs, halted, or out of KVM_RUN
-//! memory 12 …                  what this vCPU has counted
-//! cpu 712345 …                 as of its last exit; a vCPU that executes exits every 10 ms (`ticker`)
-//! exits 5 …
-//! halts 0 …                    its waits in halts, by the position of the highest set bit of their nanoseconds
-//! times io 5000 0 …            the sum of the times that were taken of its exits for this reason, in nanoseconds, and their counts as for halts
+//! memory 12 …                  what the engine has counted for this VM
+//! vcpu 0 runs                  a vCPU of this VM, by the vCPU's id: runs, halted, or out of KVM_RUN
+//! memory 12 …                  what the engine has counted for this vCPU
+//! cpu 712345 …                 what the vCPU's CPU had counted at its last exit; it exits at least every 10 ms (`ticker`)
+//! exits 5 …                    the numbers of the vCPU's exits, and its other counters
+//! halts 0 …                    counts of the vCPU's waits in halts: one for each position of the highest set bit of
+//!                              their nanoseconds
+//! times io 5000 0 …            the sum of the measured times of the vCPU's exits for this reason, in nanoseconds, and
+//!                              counts of these times, like those of halts
 //! ```
 
 use super::writer::{Writer, names, values};
@@ -26,7 +28,7 @@ use slat::Stats;
 use std::fmt::{self, Write as _};
 use std::sync::atomic::Ordering;
 
-/// The question's first word.
+/// The first word of the question about counters.
 pub const STAT: &str = "stat";
 
 /// Calls `visit` with every live VM: first with `None`, and then with each of the VM's vCPUs.

@@ -1,9 +1,9 @@
-//! Questions and answers: lines of words. A reader sends one line, and gets one answer.
+//! Answers questions. Questions and answers are lines of words. A reader sends one line, and gets one answer.
 //!
 //! ```text
 //! slat 1                       the version of this text
 //! names memory pf_taken …      the names of the values in lines of that kind
-//! …                            what the question asks for: `stat` and `map` say it
+//! …                            what the question asks for: modules `stat` and `map`
 //! end                          the answer is whole
 //! ```
 

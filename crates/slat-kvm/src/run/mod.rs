@@ -1,7 +1,7 @@
 //! `KVM_RUN`: runs the guest until an exit, and stores the exit for the client.
 //!
-//! What the architecture does before and after the guest runs, and with the CPU's exits, is in its folder. File
-//! `accesses` has memory accesses that do not exit to the client, and what other accesses share with them.
+//! The architecture's folder has the work before and after the guest runs, and the handling of the CPU's exits. File
+//! `accesses` has memory accesses that do not exit to the client, and the code that memory and port accesses share.
 
 mod accesses;
 
@@ -42,7 +42,7 @@ pub(crate) enum Next {
 }
 
 impl VcpuObject {
-    /// `KVM_RUN`.
+    /// Carries out `KVM_RUN`: executes the guest until an exit.
     ///
     /// # Errors
     /// `EINTR` for a signal or `immediate_exit`. `EFAULT` if the client's memory that backs guest memory is unmapped,
@@ -55,7 +55,7 @@ impl VcpuObject {
         let attention = self.common().attention.clone();
         let _guards = thread::begin(&attention);
         let _traced = slat_trace::run_vcpu(self.vm.number, self.common().id);
-        // SAFETY: a plain call.
+        // SAFETY: the call takes no pointer and cannot fail.
         let thread = unsafe { libc::pthread_self() } as usize;
         self.common().runner.store(thread, Ordering::SeqCst);
         let masked = inner.signal_mask.map(Masked::enter);

@@ -36,7 +36,7 @@ enum Source {
     Exits(usize),
     HaltHistogram,
     Blocking,
-    /// Always 0: see [`NEVER_VM`] and [`NEVER_VCPU`].
+    /// The value is always 0, because slat never does what the statistic counts ([`NEVER_VM`], [`NEVER_VCPU`]).
     Never,
 }
 
@@ -89,8 +89,8 @@ const NEVER_VM: &[(&str, Kind)] = &[
     ("max_mmu_rmap_size", Kind::Peak),
     ("max_mmu_page_hash_collisions", Kind::Peak),
 ];
-/// KVM's statistics of polling before a halt, which a slat vCPU never does. They are always 0, and so are those of the
-/// architecture ([`arch::NEVER`]).
+/// KVM's statistics of polling before a halt, which a slat vCPU never does. They are always 0, like the architecture's
+/// statistics in [`arch::NEVER`].
 const NEVER_VCPU: &[(&str, Kind)] = &[
     ("halt_successful_poll", Kind::Counter),
     ("halt_attempted_poll", Kind::Counter),
@@ -177,7 +177,7 @@ pub(super) fn of_vcpu() -> Result<Vec<Entry>> {
 }
 
 impl Entry {
-    /// The number of values.
+    /// Returns the number of values of the statistic.
     pub(super) fn len(&self) -> usize {
         match self.kind {
             Kind::TimeHistogram => BUCKETS,
@@ -185,7 +185,8 @@ impl Entry {
         }
     }
 
-    /// Appends the `kvm_stats_desc` of this statistic, without the name. `offset` is the offset of its values.
+    /// Appends the `kvm_stats_desc` of this statistic, without the name. `offset` is the offset of the statistic's
+    /// values in the file.
     pub(super) fn describe(&self, bytes: &mut Vec<u8>, offset: u32) {
         let (kind, unit, exponent) = match self.kind {
             Kind::Counter => (KVM_STATS_TYPE_CUMULATIVE, KVM_STATS_UNIT_NONE, 0),

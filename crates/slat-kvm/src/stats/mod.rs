@@ -45,7 +45,7 @@ pub struct StatsObject {
 }
 
 impl VmObject {
-    /// `KVM_GET_STATS_FD` of a VM.
+    /// Carries out `KVM_GET_STATS_FD` of a VM.
     ///
     /// # Errors
     /// `EIO` in a forked child, `ENOMEM`, the host's error for making the file.
@@ -58,7 +58,7 @@ impl VmObject {
 }
 
 impl VcpuObject {
-    /// `KVM_GET_STATS_FD` of a vCPU.
+    /// Carries out `KVM_GET_STATS_FD` of a vCPU.
     ///
     /// # Errors
     /// `EIO` in a forked child, `ENOMEM`, the host's error for making the file.
@@ -118,7 +118,7 @@ impl StatsObject {
         Ok((stats, fd))
     }
 
-    /// Whether this is a forked child: see [`VmObject::is_foreign`].
+    /// Whether this is a forked child, in which the VM's locks may be held forever.
     pub fn is_foreign(&self) -> bool {
         match &self.of {
             Of::Vm(vm) => vm.is_foreign(),
@@ -126,7 +126,7 @@ impl StatsObject {
         }
     }
 
-    /// The id of the vCPU that the statistics describe; `None` for a VM's.
+    /// Returns the id of the vCPU that the statistics describe; `None`: they describe a VM.
     pub fn vcpu_id(&self) -> Option<u32> {
         match &self.of {
             Of::Vm(_) => None,
@@ -156,15 +156,16 @@ impl StatsObject {
         }
         let mut at = self.data;
         self.sample(|_, value| {
-            // SAFETY: within the mapping, which holds all values; aligned, because header, name and descriptors are
-            // multiples of eight bytes; other threads read or store atomically.
+            // SAFETY: the value is within the mapping, which holds all values. The value is aligned, because the sizes
+            // of header, name and descriptors are multiples of eight bytes. Other threads load and store the value
+            // atomically.
             let place = unsafe { AtomicU64::from_ptr(self.file.start().add(at).cast()) };
             place.store(value, Ordering::Relaxed);
             at += size_of::<u64>();
         });
     }
 
-    /// Calls `give` with all values, in the order of the entries, each with the index of its entry.
+    /// Calls `give` with each value and the index of the value's entry, in the order of the entries.
     fn sample(&self, mut give: impl FnMut(usize, u64)) {
         let (engine, exits) = match &self.of {
             Of::Vm(vm) => (vm.engine.stats(), None),

@@ -51,9 +51,9 @@ struct Observed {
 #[derive(Default)]
 struct Observer {
     threads: Mutex<Vec<Observed>>,
-    /// Signalled by a thread that asks for a reading, or runs a vCPU again while the observer sleeps.
+    /// The condition that a thread signals when it asks for a reading, or runs a vCPU again while the observer sleeps.
     called: Condvar,
-    /// Signalled by the observer after it has read for all threads that asked.
+    /// The condition that the observer signals after it has read for all threads that asked.
     answered: Condvar,
     /// Whether the observer sleeps until it is called.
     parked: AtomicBool,
@@ -255,14 +255,14 @@ impl Drop for StealTime {
 mod tests {
     use super::*;
 
-    /// Two threads on one CPU: each waits while the other thread runs.
+    /// Two threads run on one CPU, so each thread waits while the other thread runs.
     #[test]
     fn the_observer_sees_a_thread_wait() {
         prepare();
         if !is_available() {
             return;
         }
-        // SAFETY: sets of CPUs on the stack.
+        // SAFETY: the calls get sets of CPUs on the stack, and the sizes of the sets.
         let pin = || unsafe {
             let mut set = std::mem::zeroed();
             libc::sched_getaffinity(0, size_of_val(&set), &mut set);

@@ -73,7 +73,7 @@ mod tests {
 
     #[test]
     fn the_table_is_a_threads_own() {
-        // SAFETY: a plain call on standard error's number.
+        // SAFETY: the call takes no pointer.
         let is_open = || unsafe { libc::fcntl(2, libc::F_GETFD) >= 0 };
         let left = std::thread::spawn(move || {
             assert!(leave_descriptors());

@@ -26,7 +26,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 pub(crate) struct Inner {
     pub(crate) cpu: Executor,
     pub(crate) machine: VcpuMachine,
-    /// What the architecture keeps besides them.
+    /// The architecture's state of the vCPU, besides its CPU and its machine.
     pub(crate) arch: VcpuState,
     pub(crate) stopwatch: Stopwatch,
     /// The mask of `KVM_SET_SIGNAL_MASK`.
@@ -92,7 +92,7 @@ impl Drop for VcpuObject {
 }
 
 impl VmObject {
-    /// `KVM_CREATE_VCPU`. Returns the vCPU and the descriptor that maps its `kvm_run`.
+    /// Carries out `KVM_CREATE_VCPU`. Returns the vCPU and the descriptor that maps its `kvm_run`.
     ///
     /// # Errors
     /// `EINVAL` for an id or a number beyond the limits, `EEXIST` for an id in use, `ENOMEM`, `EMFILE`.
@@ -170,7 +170,7 @@ impl VcpuObject {
         Ok(vcpu)
     }
 
-    /// The id that the client gave this vCPU.
+    /// Returns the id that the client gave this vCPU.
     pub fn id(&self) -> u32 {
         self.common.id
     }
@@ -179,12 +179,12 @@ impl VcpuObject {
         &self.common
     }
 
-    /// Whether this is a forked child: see [`VmObject::is_foreign`].
+    /// Whether this is a forked child, in which the VM's locks may be held forever.
     pub fn is_foreign(&self) -> bool {
         self.vm.is_foreign()
     }
 
-    /// Begins a call that locks the vCPU. Waits while another thread runs it.
+    /// Begins a call that locks the vCPU. Waits while another thread runs the vCPU.
     pub(crate) fn lock(&self) -> Result<Locked<'_>> {
         let call = self.vm.begin()?;
         let inner = (self.inner.lock()).unwrap_or_else(|poisoned| poisoned.into_inner());
@@ -192,8 +192,8 @@ impl VcpuObject {
         Ok(Locked { _call: call, inner })
     }
 
-    /// `KVM_SET_SIGNAL_MASK`: sets the signals that are blocked during `KVM_RUN`, a bit each. `None`: the thread's own
-    /// mask applies.
+    /// Carries out `KVM_SET_SIGNAL_MASK`: sets the signals that are blocked during `KVM_RUN`, a bit each. `None`: the
+    /// thread's own mask applies.
     ///
     /// # Errors
     /// `EIO`.

@@ -6,7 +6,7 @@ use crate::{caps, guest_memfd, parameters};
 use kvm_bindings::*;
 
 impl VmObject {
-    /// `KVM_CHECK_EXTENSION`.
+    /// Carries out `KVM_CHECK_EXTENSION`.
     pub fn check_extension(&self, cap: u64) -> i32 {
         match u32::try_from(cap) {
             Ok(caps::KVM_CAP_GUEST_MEMFD_FLAGS) => guest_memfd::flags(self.protected) as i32,
@@ -16,7 +16,7 @@ impl VmObject {
         }
     }
 
-    /// `KVM_ENABLE_CAP` on the VM.
+    /// Carries out `KVM_ENABLE_CAP` on the VM.
     ///
     /// # Errors
     /// `EINVAL` for capabilities that cannot be enabled, and for bad arguments.

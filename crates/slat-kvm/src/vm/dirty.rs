@@ -32,8 +32,8 @@ impl VmObject {
         Ok((space, id))
     }
 
-    /// `KVM_GET_DIRTY_LOG`. Returns the pages written since the last call, a bit each; without manual protection,
-    /// write-protects them again. Calls `ready` with the size in bytes before it harvests anything.
+    /// Carries out `KVM_GET_DIRTY_LOG`. Returns the pages written since the last call, a bit each; without manual
+    /// protection, write-protects them again. Calls `ready` with the size in bytes before it harvests anything.
     ///
     /// # Errors
     /// `EINVAL` for a bad slot, `ENOENT` for a slot that is not logged, `ENXIO` with dirty rings, `ENOMEM`,
@@ -54,8 +54,8 @@ impl VmObject {
         }
     }
 
-    /// `KVM_CLEAR_DIRTY_LOG`: clears the pages that are set in a bitmap, so that their next write is logged again. The
-    /// closure `bitmap` returns the bitmap. Its argument is the number of words.
+    /// Carries out `KVM_CLEAR_DIRTY_LOG`: clears the pages that are set in a bitmap, so that their next write is logged
+    /// again. The closure `bitmap` returns the bitmap. Its argument is the number of words.
     ///
     /// # Errors
     /// `EINVAL` for a bad slot or range, `ENOENT` for a slot that is not logged, `ENXIO` with dirty rings,
@@ -131,7 +131,8 @@ impl VmObject {
         self.before_vcpus(|| self.rings.enable(&self.engine, size))
     }
 
-    /// `KVM_RESET_DIRTY_RINGS`: resets the ring entries that the client has collected. Returns how many there were.
+    /// Carries out `KVM_RESET_DIRTY_RINGS`: resets the ring entries that the client has collected. Returns how many
+    /// there were.
     ///
     /// # Errors
     /// `EINVAL` without rings.

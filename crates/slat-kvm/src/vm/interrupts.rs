@@ -14,8 +14,8 @@ impl VmObject {
         self.interrupts.exist()
     }
 
-    /// `KVM_IRQ_LINE_STATUS`, and `KVM_IRQ_LINE` without the result. Returns the number of vCPUs that accepted the
-    /// interrupt, 0 if the interrupt was coalesced with a pending one, -1 if it was ignored (masked).
+    /// Carries out `KVM_IRQ_LINE_STATUS`, and `KVM_IRQ_LINE` without the result. Returns the number of vCPUs that
+    /// accepted the interrupt, 0 if the interrupt was coalesced with a pending one, -1 if it was ignored (masked).
     ///
     /// # Errors
     /// `ENXIO` without interrupt controllers.
@@ -27,8 +27,8 @@ impl VmObject {
         Ok(self.interrupts.set_line(gsi, USERSPACE, level))
     }
 
-    /// `KVM_SIGNAL_MSI`. Returns the number of vCPUs that accepted the interrupt, including those for which it was
-    /// already pending.
+    /// Carries out `KVM_SIGNAL_MSI`. Returns the number of vCPUs that accepted the interrupt, including those for which
+    /// it was already pending.
     ///
     /// # Errors
     /// `EINVAL` without interrupt controller, for flags (a device's id, which other architectures use, has no effect),
@@ -41,7 +41,8 @@ impl VmObject {
         self.interrupts.signal_msi(msi)
     }
 
-    /// `KVM_SET_GSI_ROUTING`: replaces all routes. When it returns, no interrupt is delivered by an old route any more.
+    /// Carries out `KVM_SET_GSI_ROUTING`: replaces all routes. When it returns, no interrupt is delivered by an old
+    /// route any more.
     ///
     /// # Errors
     /// `EINVAL` without interrupt controllers, for flags, for more than 4096 routes, and for invalid routes; `ENOMEM`.
@@ -55,11 +56,12 @@ impl VmObject {
         Ok(())
     }
 
-    /// `KVM_IRQFD`.
+    /// Carries out `KVM_IRQFD`.
     ///
     /// # Errors
     /// `EINVAL` without interrupt controllers, for unknown flags, a descriptor that is no eventfd, and resampling
-    /// without controllers that tell when the guest ends an interrupt; `EBADF`; `EBUSY` when the eventfd is an irqfd of this VM already; `ENOMEM`, `EMFILE`.
+    /// without controllers that tell when the guest ends an interrupt; `EBADF`; `EBUSY` when the eventfd is already an
+    /// irqfd of any VM; `ENOMEM`, `EMFILE`.
     pub fn irqfd(&self, asked: &kvm_irqfd) -> Result<()> {
         let _call = self.begin()?;
         if asked.flags & !(KVM_IRQFD_FLAG_DEASSIGN | KVM_IRQFD_FLAG_RESAMPLE) != 0 {

@@ -15,7 +15,7 @@ use std::sync::Arc;
 const PAGE: u64 = 4096;
 
 impl VmObject {
-    /// `KVM_SET_USER_MEMORY_REGION`.
+    /// Carries out `KVM_SET_USER_MEMORY_REGION`.
     ///
     /// # Errors
     /// KVM's: `EINVAL` for bad arguments, `EEXIST` for an overlap, `ENOMEM`.
@@ -33,7 +33,7 @@ impl VmObject {
         })
     }
 
-    /// `KVM_SET_USER_MEMORY_REGION2`.
+    /// Carries out `KVM_SET_USER_MEMORY_REGION2`.
     ///
     /// # Errors
     /// The errors of [`set_user_memory_region`](Self::set_user_memory_region). For `KVM_MEM_GUEST_MEMFD`, `EINVAL` with
@@ -77,7 +77,8 @@ impl VmObject {
         .with_private(part.as_ref().map(|part| part.start));
         // Only creating or deleting a slot changes bindings.
         let bindings = (part.is_some() || size == 0).then(|| self.private.bindings());
-        // This call is made now, because the seccomp filter of a vCPU's thread may forbid the system call later.
+        // `learn` reads the host's mappings now, because the seccomp filter of a vCPU's thread may forbid the system
+        // calls later.
         let start = asked.backing.0 as usize;
         slat_host::mappings::learn(start..start + len);
         self.set_slot(space, &asked, bitmap).map_err(refused)?;
@@ -128,7 +129,7 @@ impl VmObject {
         part.map(Some)
     }
 
-    /// `KVM_CREATE_GUEST_MEMFD`. Returns guest memory, and the descriptor that refers to it.
+    /// Carries out `KVM_CREATE_GUEST_MEMFD`. Returns guest memory, and the descriptor that refers to it.
     ///
     /// # Errors
     /// `EINVAL` for flags that the VM does not have ([`guest_memfd::flags`]), and for a size that is 0 or not of whole
@@ -142,7 +143,7 @@ impl VmObject {
             .create(args, guest_memfd::flags(self.protected))
     }
 
-    /// The attributes that memory of this VM can have: `KVM_CAP_MEMORY_ATTRIBUTES`.
+    /// Returns the attributes that memory of this VM can have: `KVM_CAP_MEMORY_ATTRIBUTES`.
     pub(crate) fn known_attributes(&self) -> u64 {
         match self.protected {
             true => KVM_MEMORY_ATTRIBUTE_PRIVATE.into(),
@@ -150,7 +151,7 @@ impl VmObject {
         }
     }
 
-    /// `KVM_SET_MEMORY_ATTRIBUTES`.
+    /// Carries out `KVM_SET_MEMORY_ATTRIBUTES`.
     ///
     /// # Errors
     /// `EINVAL` for flags, attributes that this VM does not have, and a range that is empty, not of whole pages, or

@@ -33,9 +33,9 @@ use kvm_bindings::*;
 use slat::{CreateVmError, MmuKind};
 use std::sync::{Arc, Mutex, RwLockReadGuard, RwLockWriteGuard};
 
-/// The address space of a VM's vCPUs, unless the architecture gives them another one for a mode.
+/// The address space of a VM's vCPUs, unless the architecture gives them another address space for a mode.
 pub(crate) const ORDINARY: usize = 0;
-/// A VM. Its vCPUs keep it alive. It lives on after its descriptor is closed.
+/// A VM. Its vCPUs keep the VM alive, so the VM lives on after its descriptor is closed.
 pub struct VmObject {
     pub(crate) engine: Arc<EngineVm>,
     /// The number of VMs that the process had created before.
@@ -52,7 +52,7 @@ pub struct VmObject {
     /// Held while a slot and its bitmap of absent pages change.
     userfault_turn: Mutex<()>,
     pub(crate) devices: Devices,
-    /// What the architecture keeps of a VM.
+    /// The architecture's state of the VM.
     pub(crate) arch: VmState,
 }
 
@@ -88,7 +88,7 @@ impl VmObject {
         };
         config.nested = policies.nested && format.nests(config.mmu);
         if protected && config.mmu == MmuKind::Shadow {
-            // KVM without the TDP MMU refuses this, too.
+            // KVM without the TDP MMU also refuses a VM whose memory can be private.
             return fail(libc::EINVAL);
         }
         let engine = EngineVm::new(format, platform, config).map_err(|error| match error {
@@ -163,7 +163,7 @@ impl VmObject {
         self.interrupts.vcpus.write()
     }
 
-    /// `KVM_REGISTER_COALESCED_MMIO`: writes to the range go to the ring.
+    /// Carries out `KVM_REGISTER_COALESCED_MMIO`: writes to the range go to the ring.
     ///
     /// # Errors
     /// `EINVAL` for a kind that is neither memory nor ports, `ENOSPC` for too many ranges, `ENOMEM`.
@@ -172,7 +172,7 @@ impl VmObject {
         self.bus.add_zone(&self.engine, zone)
     }
 
-    /// `KVM_UNREGISTER_COALESCED_MMIO`: removes every registered range that contains the given one.
+    /// Carries out `KVM_UNREGISTER_COALESCED_MMIO`: removes every registered range that contains the given one.
     ///
     /// # Errors
     /// `EINVAL` for a kind that is neither memory nor ports, `ENOMEM`.
@@ -181,7 +181,7 @@ impl VmObject {
         self.bus.remove_zones(&self.engine, zone)
     }
 
-    /// `KVM_IOEVENTFD`.
+    /// Carries out `KVM_IOEVENTFD`.
     ///
     /// # Errors
     /// For a registration: `EINVAL` for unknown flags, a length other than 0, 1, 2, 4 and 8, a range that wraps around,

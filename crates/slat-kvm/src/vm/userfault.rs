@@ -55,7 +55,7 @@ impl VmObject {
         bitmap: Option<u64>,
     ) -> std::result::Result<(), RegionError> {
         let set = || match self.engine.set_memory_region(space, asked) {
-            // This runs after all other checks, as in KVM.
+            // As in KVM, a size of 0 deletes the slot, and only after the checks that do not depend on the size.
             Err(RegionError::Empty(slot)) => self.engine.remove_memory_region(space, slot),
             set => set,
         };
@@ -87,7 +87,8 @@ impl VmObject {
         };
         change(new)?;
         set().inspect_err(|_| {
-            // This call only restores the old bitmap, or removes the new one. The call needs no memory.
+            // This call only restores the old bitmap, or removes the new bitmap. The call needs no memory, so it cannot
+            // fail.
             let _no_error = change(old);
         })
     }

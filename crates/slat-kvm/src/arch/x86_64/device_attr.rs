@@ -37,7 +37,7 @@ fn check(attribute: &kvm_device_attr) -> Result<()> {
 }
 
 impl VcpuObject {
-    /// `KVM_HAS_DEVICE_ATTR`.
+    /// Carries out `KVM_HAS_DEVICE_ATTR`.
     ///
     /// # Errors
     /// `ENXIO` for an attribute that does not exist.
@@ -46,7 +46,7 @@ impl VcpuObject {
         check(attribute)
     }
 
-    /// `KVM_GET_DEVICE_ATTR`. Returns the value.
+    /// Carries out `KVM_GET_DEVICE_ATTR`. Returns the value.
     ///
     /// # Errors
     /// `ENXIO` for an attribute that does not exist.
@@ -55,7 +55,7 @@ impl VcpuObject {
         Ok(self.lock()?.machine.tsc.offset())
     }
 
-    /// `KVM_SET_DEVICE_ATTR`: sets the value that `read` returns for an address in the client's memory.
+    /// Carries out `KVM_SET_DEVICE_ATTR`: sets the value that `read` returns for an address in the client's memory.
     ///
     /// # Errors
     /// `ENXIO` for an attribute that does not exist, and the errors of `read`.

@@ -9,7 +9,7 @@ use slat_x86::state::{MXCSR_MASK, MXCSR_MM, xcr0};
 /// Offset of XSTATE_BV in an XSAVE area.
 const XSTATE_BV: usize = 512;
 
-/// `KVM_GET_FPU`. As in KVM, `mxcsr` is always 0. Clients save the register by `KVM_GET_XSAVE`.
+/// Carries out `KVM_GET_FPU`. As in KVM, `mxcsr` is always 0. Clients save the register by `KVM_GET_XSAVE`.
 pub fn get_fpu(state: &State) -> kvm_fpu {
     let image = state.to_fxsave();
     let mut fpu = kvm_fpu {
@@ -30,7 +30,7 @@ pub fn get_fpu(state: &State) -> kvm_fpu {
     fpu
 }
 
-/// `KVM_SET_FPU`. As in KVM, MXCSR keeps its value.
+/// Carries out `KVM_SET_FPU`. As in KVM, MXCSR keeps its value.
 pub fn set_fpu(state: &mut State, fpu: &kvm_fpu) {
     let mut image = [0; 512];
     image[0..2].copy_from_slice(&fpu.fcw.to_le_bytes());
@@ -49,7 +49,7 @@ pub fn set_fpu(state: &mut State, fpu: &kvm_fpu) {
     state.set_fxsave(&image);
 }
 
-/// `KVM_GET_XSAVE`. Returns 4096 bytes in the standard format.
+/// Carries out `KVM_GET_XSAVE`. Returns 4096 bytes in the standard format.
 pub fn get_xsave(state: &State) -> [u8; 4096] {
     let mut area = [0; 4096];
     area[..512].copy_from_slice(&state.to_fxsave());
@@ -65,7 +65,8 @@ pub fn get_xsave(state: &State) -> [u8; 4096] {
     area
 }
 
-/// `KVM_SET_XSAVE`. A component that is not present gets its initial state. As in KVM, PKRU keeps its value instead.
+/// Carries out `KVM_SET_XSAVE`. A component that is not present gets its initial state. As in KVM, PKRU keeps its value
+/// instead.
 ///
 /// # Errors
 /// `EINVAL` for components that the CPU does not have, for the compacted format, and for reserved words of the header.

@@ -10,7 +10,7 @@ use slat_x86::{Features, Segment, State, Table};
 /// The flags that a caller can set.
 pub(crate) const FLAGS: u64 = 0x003f_7fd5;
 
-/// `KVM_GET_REGS`.
+/// Carries out `KVM_GET_REGS`.
 pub fn get_regs(state: &State) -> kvm_regs {
     let [
         rax,
@@ -52,7 +52,7 @@ pub fn get_regs(state: &State) -> kvm_regs {
     }
 }
 
-/// `KVM_SET_REGS`. Accepts all values, as KVM does, and drops a pending exception.
+/// Carries out `KVM_SET_REGS`. Accepts all values, as KVM does, and drops a pending exception.
 pub fn set_regs(state: &mut State, regs: &kvm_regs) {
     state.gpr = [
         regs.rax, regs.rcx, regs.rdx, regs.rbx, regs.rsp, regs.rbp, regs.rsi, regs.rdi, regs.r8,
@@ -130,7 +130,7 @@ fn from_table(table: &kvm_dtable) -> Table {
     }
 }
 
-/// `KVM_GET_SREGS`. `apic_base` is not part of `state`.
+/// Carries out `KVM_GET_SREGS`. `apic_base` is not part of `state`.
 pub fn get_sregs(state: &State, apic_base: u64) -> kvm_sregs {
     let mut sregs = kvm_sregs {
         cs: segment(&state.cs),
@@ -199,8 +199,8 @@ fn check_sregs(sregs: &kvm_sregs, features: &Features) -> Result<()> {
     Ok(())
 }
 
-/// `KVM_SET_SREGS`, except for `apic_base`, for a CPU with `features`. As in KVM, an interrupt that is being delivered
-/// stays if `sregs` has no interrupt.
+/// Carries out `KVM_SET_SREGS`, except for `apic_base`, for a CPU with `features`. As in KVM, an interrupt that is
+/// being delivered stays if `sregs` has no interrupt.
 ///
 /// # Errors
 /// `EINVAL` for control registers that no CPU with these features can have.
@@ -261,7 +261,8 @@ same_fields!(
     }..Default::default()
 );
 
-/// `KVM_GET_SREGS2`: like [`get_sregs`], but with PDPTEs in place of the interrupt bitmap, if PAE paging is in use.
+/// Carries out `KVM_GET_SREGS2`: like [`get_sregs`], but with PDPTEs in place of the interrupt bitmap, if PAE paging is
+/// in use.
 pub fn get_sregs2(state: &State, apic_base: u64) -> kvm_sregs2 {
     let mut sregs = to_sregs2(&get_sregs(state, apic_base));
     if uses_pae_paging(state) {
@@ -287,7 +288,7 @@ pub fn from_sregs2(sregs: &kvm_sregs2) -> Result<(kvm_sregs, Option<[u64; 4]>)> 
 /// `KVM_SREGS2_FLAGS_PDPTRS_VALID`.
 const KVM_SREGS2_FLAGS_PDPTRS_VALID: u32 = 1;
 
-/// `KVM_GET_DEBUGREGS`.
+/// Carries out `KVM_GET_DEBUGREGS`.
 pub fn get_debugregs(state: &State) -> kvm_debugregs {
     kvm_debugregs {
         db: state.dr,
@@ -297,7 +298,7 @@ pub fn get_debugregs(state: &State) -> kvm_debugregs {
     }
 }
 
-/// `KVM_SET_DEBUGREGS`.
+/// Carries out `KVM_SET_DEBUGREGS`.
 ///
 /// # Errors
 /// `EINVAL` for flags and for reserved bits.
@@ -311,7 +312,7 @@ pub fn set_debugregs(state: &mut State, regs: &kvm_debugregs) -> Result<()> {
     Ok(())
 }
 
-/// `KVM_GET_XCRS`.
+/// Carries out `KVM_GET_XCRS`.
 pub fn get_xcrs(state: &State) -> kvm_xcrs {
     let mut xcrs = kvm_xcrs {
         nr_xcrs: 1,
@@ -321,7 +322,8 @@ pub fn get_xcrs(state: &State) -> kvm_xcrs {
     xcrs
 }
 
-/// `KVM_SET_XCRS`: sets XCR0 to the first value that `xcrs` has for XCR0. There is no other register of this kind.
+/// Carries out `KVM_SET_XCRS`: sets XCR0 to the first value that `xcrs` has for XCR0. There is no other register of
+/// this kind.
 ///
 /// # Errors
 /// `EINVAL` for too many registers, flags, and states that the guest's CPUID does not have.

@@ -7,7 +7,7 @@ use crate::system::System;
 use kvm_bindings::{kvm_cpuid_entry2, kvm_msr_entry};
 
 impl System {
-    /// `KVM_GET_SUPPORTED_CPUID`.
+    /// Carries out `KVM_GET_SUPPORTED_CPUID`.
     ///
     /// # Errors
     /// `ENOMEM`.
@@ -15,33 +15,34 @@ impl System {
         cpuid::supported()
     }
 
-    /// `KVM_GET_SUPPORTED_HV_CPUID`: the leaves of Hyper-V's interface that a client may give vCPUs with local APICs.
+    /// Carries out `KVM_GET_SUPPORTED_HV_CPUID`: the leaves of Hyper-V's interface that a client may give vCPUs with
+    /// local APICs.
     pub fn supported_hv_cpuid(&self) -> [kvm_cpuid_entry2; 10] {
         hyperv::cpuid::supported(true, MAX_VCPUS)
     }
 
-    /// `KVM_GET_EMULATED_CPUID`: the features that KVM emulates.
+    /// Carries out `KVM_GET_EMULATED_CPUID`: the features that KVM emulates.
     pub fn emulated_cpuid(&self) -> [kvm_cpuid_entry2; 3] {
         cpuid::emulated()
     }
 
-    /// `KVM_GET_MSR_INDEX_LIST`.
+    /// Carries out `KVM_GET_MSR_INDEX_LIST`.
     pub fn msr_index_list(&self) -> &'static [u32] {
         msr::SAVED
     }
 
-    /// `KVM_GET_MSR_FEATURE_INDEX_LIST`.
+    /// Carries out `KVM_GET_MSR_FEATURE_INDEX_LIST`.
     pub fn msr_feature_index_list(&self) -> &'static [u32] {
         msr::FEATURES
     }
 
-    /// `KVM_X86_GET_MCE_CAP_SUPPORTED`.
+    /// Carries out `KVM_X86_GET_MCE_CAP_SUPPORTED`.
     pub fn mce_capabilities(&self) -> u64 {
         msr::mce::SUPPORTED
     }
 
-    /// `KVM_GET_MSRS` of the system: reads feature MSRs in order, up to the first MSR that is no feature MSR. Returns
-    /// the number of MSRs that were read.
+    /// Carries out `KVM_GET_MSRS` of the system: reads feature MSRs in order, up to the first MSR that is no feature
+    /// MSR. Returns the number of MSRs that were read.
     pub fn feature_msrs(&self, entries: &mut [kvm_msr_entry]) -> usize {
         let known = entries.iter_mut().map_while(|entry| {
             entry.data = msr::feature(entry.index)?;

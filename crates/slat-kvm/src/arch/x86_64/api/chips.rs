@@ -5,8 +5,8 @@ use crate::errno::Result;
 use kvm_bindings::*;
 
 impl VmFd {
-    /// `KVM_CREATE_IRQCHIP`: creates an I/O APIC and an 8259 pair, and gives every vCPU created from
-    /// now on a local APIC.
+    /// Carries out `KVM_CREATE_IRQCHIP`: creates an I/O APIC and an 8259 pair, and gives every vCPU created from now on
+    /// a local APIC.
     ///
     /// # Errors
     /// `EEXIST` when there are controllers already, `EINVAL` when there are vCPUs already.
@@ -14,7 +14,7 @@ impl VmFd {
         self.vm.create_irqchip()
     }
 
-    /// `KVM_GET_IRQCHIP`: fills in the state of the chip that `irqchip.chip_id` names.
+    /// Carries out `KVM_GET_IRQCHIP`: fills in the state of the chip that `irqchip.chip_id` names.
     ///
     /// # Errors
     /// `ENXIO` without these controllers, `EINVAL` for a chip that does not exist.
@@ -22,7 +22,7 @@ impl VmFd {
         self.vm.get_irqchip(irqchip)
     }
 
-    /// `KVM_SET_IRQCHIP`.
+    /// Carries out `KVM_SET_IRQCHIP`.
     ///
     /// # Errors
     /// The errors are those of [`get_irqchip`](Self::get_irqchip).
@@ -30,7 +30,7 @@ impl VmFd {
         self.vm.set_irqchip(irqchip)
     }
 
-    /// `KVM_CREATE_PIT2`: creates an 8254.
+    /// Carries out `KVM_CREATE_PIT2`: creates an 8254.
     ///
     /// # Errors
     /// `EEXIST` when there is one already, `ENOENT` without an 8259 pair.
@@ -38,7 +38,7 @@ impl VmFd {
         self.vm.create_pit(&pit_config)
     }
 
-    /// `KVM_GET_PIT2`.
+    /// Carries out `KVM_GET_PIT2`.
     ///
     /// # Errors
     /// `ENXIO` without 8254.
@@ -46,7 +46,7 @@ impl VmFd {
         self.vm.get_pit2()
     }
 
-    /// `KVM_SET_PIT2`.
+    /// Carries out `KVM_SET_PIT2`.
     ///
     /// # Errors
     /// `ENXIO` without 8254.

@@ -5,7 +5,7 @@ use crate::errno::{Result, fail};
 use kvm_bindings::{kvm_enc_region, kvm_sev_cmd};
 
 impl VmFd {
-    /// `KVM_MEMORY_ENCRYPT_OP`.
+    /// Refuses `KVM_MEMORY_ENCRYPT_OP`.
     ///
     /// # Errors
     /// `ENOTTY`: there is no encryption.
@@ -17,7 +17,7 @@ impl VmFd {
         self.refuse_encryption()
     }
 
-    /// `KVM_MEMORY_ENCRYPT_OP` with an SEV command.
+    /// Refuses `KVM_MEMORY_ENCRYPT_OP` with an SEV command.
     ///
     /// # Errors
     /// The errors are those of [`encrypt_op`](Self::encrypt_op).
@@ -26,7 +26,7 @@ impl VmFd {
         unsafe { self.encrypt_op(op) }
     }
 
-    /// `KVM_MEMORY_ENCRYPT_REG_REGION`.
+    /// Refuses `KVM_MEMORY_ENCRYPT_REG_REGION`.
     ///
     /// # Errors
     /// The errors are those of [`encrypt_op`](Self::encrypt_op).
@@ -35,7 +35,7 @@ impl VmFd {
         self.refuse_encryption()
     }
 
-    /// `KVM_MEMORY_ENCRYPT_UNREG_REGION`.
+    /// Refuses `KVM_MEMORY_ENCRYPT_UNREG_REGION`.
     ///
     /// # Errors
     /// The errors are those of [`encrypt_op`](Self::encrypt_op).

@@ -6,7 +6,7 @@ use crate::errno::Result;
 use kvm_bindings::{CpuId, kvm_hyperv_eventfd};
 
 impl Kvm {
-    /// `KVM_GET_SUPPORTED_HV_CPUID`: the leaves for vCPUs with local APICs.
+    /// Carries out `KVM_GET_SUPPORTED_HV_CPUID`: the leaves for vCPUs with local APICs.
     ///
     /// # Errors
     /// `ENOMEM` for `num_entries` above `KVM_MAX_CPUID_ENTRIES`, `E2BIG` when the table has more than
@@ -17,7 +17,7 @@ impl Kvm {
 }
 
 impl VcpuFd {
-    /// `KVM_GET_SUPPORTED_HV_CPUID` of a vCPU.
+    /// Carries out `KVM_GET_SUPPORTED_HV_CPUID` of a vCPU.
     ///
     /// # Errors
     /// The errors are those of [`Kvm::get_supported_hv_cpuid`].
@@ -27,7 +27,8 @@ impl VcpuFd {
 }
 
 impl VmFd {
-    /// `KVM_HYPERV_EVENTFD`: adds or removes a connection that the guest signals by a hypercall, as an eventfd.
+    /// Carries out `KVM_HYPERV_EVENTFD`: adds or removes a connection that the guest signals by a hypercall, as an
+    /// eventfd.
     ///
     /// # Errors
     /// `EINVAL` for unknown flags, an id of more than 24 bits, and a descriptor that is no eventfd; `EEXIST` for adding

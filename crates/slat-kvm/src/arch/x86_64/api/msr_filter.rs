@@ -7,8 +7,8 @@ use kvm_bindings::{KVM_MSR_FILTER_MAX_RANGES, kvm_msr_filter};
 use kvm_ioctls::{MsrFilterDefaultAction, MsrFilterRange};
 
 impl VmFd {
-    /// `KVM_X86_SET_MSR_FILTER`: chooses the MSRs that the guest may access. The default action applies to MSRs in no
-    /// range.
+    /// Carries out `KVM_X86_SET_MSR_FILTER`: chooses the MSRs that the guest may access. The default action applies to
+    /// MSRs in no range.
     ///
     /// # Errors
     /// `EINVAL` for more ranges than a filter can have, a bitmap that is too short for its range, and an

@@ -15,7 +15,7 @@ type NestedVmcb = [u8; VMCB_BYTES];
 type NestedHeader = [u64; nested::WORDS];
 
 impl VcpuFd {
-    /// `KVM_GET_REGS`.
+    /// Carries out `KVM_GET_REGS`.
     ///
     /// # Errors
     /// `EIO` in a forked child, as for every call here.
@@ -23,7 +23,7 @@ impl VcpuFd {
         self.vcpu.get_regs()
     }
 
-    /// `KVM_SET_REGS`.
+    /// Carries out `KVM_SET_REGS`.
     ///
     /// # Errors
     /// `EIO`.
@@ -31,7 +31,7 @@ impl VcpuFd {
         self.vcpu.set_regs(regs)
     }
 
-    /// `KVM_GET_SREGS`.
+    /// Carries out `KVM_GET_SREGS`.
     ///
     /// # Errors
     /// `EIO`.
@@ -39,7 +39,7 @@ impl VcpuFd {
         self.vcpu.get_sregs()
     }
 
-    /// `KVM_SET_SREGS`.
+    /// Carries out `KVM_SET_SREGS`.
     ///
     /// # Errors
     /// `EINVAL` for combinations that no CPU can be in.
@@ -47,7 +47,7 @@ impl VcpuFd {
         self.vcpu.set_sregs(sregs)
     }
 
-    /// `KVM_GET_FPU`.
+    /// Carries out `KVM_GET_FPU`.
     ///
     /// # Errors
     /// `EIO`.
@@ -55,7 +55,7 @@ impl VcpuFd {
         self.vcpu.get_fpu()
     }
 
-    /// `KVM_SET_FPU`.
+    /// Carries out `KVM_SET_FPU`.
     ///
     /// # Errors
     /// `EIO`.
@@ -63,7 +63,7 @@ impl VcpuFd {
         self.vcpu.set_fpu(fpu)
     }
 
-    /// `KVM_SET_CPUID2`.
+    /// Carries out `KVM_SET_CPUID2`.
     ///
     /// # Errors
     /// `EINVAL` for a change after the first run.
@@ -71,7 +71,7 @@ impl VcpuFd {
         self.vcpu.set_cpuid(crate::heap::copy_of(cpuid.as_slice())?)
     }
 
-    /// `KVM_GET_CPUID2`.
+    /// Carries out `KVM_GET_CPUID2`.
     ///
     /// # Errors
     /// `E2BIG` when the table has more than `num_entries` entries, `ENOMEM` for `num_entries` above
@@ -87,7 +87,7 @@ impl VcpuFd {
         CpuId::from_entries(&table).map_err(no_memory)
     }
 
-    /// `KVM_GET_LAPIC`.
+    /// Carries out `KVM_GET_LAPIC`.
     ///
     /// # Errors
     /// `EINVAL` without interrupt controller.
@@ -95,7 +95,7 @@ impl VcpuFd {
         self.vcpu.get_lapic()
     }
 
-    /// `KVM_SET_LAPIC`.
+    /// Carries out `KVM_SET_LAPIC`.
     ///
     /// # Errors
     /// `EINVAL` without interrupt controller. If the client uses 32-bit ids, also `EINVAL` for an id that is not the
@@ -104,7 +104,7 @@ impl VcpuFd {
         self.vcpu.set_lapic(klapic)
     }
 
-    /// `KVM_GET_MSRS`; returns how many were read.
+    /// Carries out `KVM_GET_MSRS`; returns how many were read.
     ///
     /// # Errors
     /// `EIO`.
@@ -112,7 +112,7 @@ impl VcpuFd {
         self.vcpu.get_msrs(msrs.as_mut_slice())
     }
 
-    /// `KVM_SET_MSRS`; returns how many were written.
+    /// Carries out `KVM_SET_MSRS`; returns how many were written.
     ///
     /// # Errors
     /// `EIO`.
@@ -120,7 +120,7 @@ impl VcpuFd {
         self.vcpu.set_msrs(msrs.as_slice())
     }
 
-    /// `KVM_GET_MP_STATE`.
+    /// Carries out `KVM_GET_MP_STATE`.
     ///
     /// # Errors
     /// `EIO`.
@@ -128,7 +128,7 @@ impl VcpuFd {
         self.vcpu.get_mp_state()
     }
 
-    /// `KVM_SET_MP_STATE`.
+    /// Carries out `KVM_SET_MP_STATE`.
     ///
     /// # Errors
     /// `EINVAL`.
@@ -136,7 +136,7 @@ impl VcpuFd {
         self.vcpu.set_mp_state(mp_state)
     }
 
-    /// `KVM_GET_XSAVE`.
+    /// Carries out `KVM_GET_XSAVE`.
     ///
     /// # Errors
     /// `EIO`.
@@ -146,8 +146,8 @@ impl VcpuFd {
         Ok(xsave)
     }
 
-    /// `KVM_GET_XSAVE2`. Every area has the size of `kvm_xsave`, which `KVM_CAP_XSAVE2` returns, so the rest of `xsave`
-    /// is not changed.
+    /// Carries out `KVM_GET_XSAVE2`. Every area has the size of `kvm_xsave`, which `KVM_CAP_XSAVE2` returns, so the
+    /// rest of `xsave` is not changed.
     ///
     /// # Errors
     /// `EIO`.
@@ -168,7 +168,7 @@ impl VcpuFd {
         Ok(())
     }
 
-    /// `KVM_SET_XSAVE`.
+    /// Carries out `KVM_SET_XSAVE`.
     ///
     /// # Errors
     /// `EINVAL` for state components that the CPU does not have.
@@ -196,7 +196,7 @@ impl VcpuFd {
         unsafe { self.set_xsave(&xsave.as_fam_struct_ref().xsave) }
     }
 
-    /// `KVM_GET_XCRS`.
+    /// Carries out `KVM_GET_XCRS`.
     ///
     /// # Errors
     /// `EIO`.
@@ -204,7 +204,7 @@ impl VcpuFd {
         self.vcpu.get_xcrs()
     }
 
-    /// `KVM_SET_XCRS`.
+    /// Carries out `KVM_SET_XCRS`.
     ///
     /// # Errors
     /// `EINVAL`.
@@ -212,7 +212,7 @@ impl VcpuFd {
         self.vcpu.set_xcrs(xcrs)
     }
 
-    /// `KVM_GET_DEBUGREGS`.
+    /// Carries out `KVM_GET_DEBUGREGS`.
     ///
     /// # Errors
     /// `EIO`.
@@ -220,7 +220,7 @@ impl VcpuFd {
         self.vcpu.get_debugregs()
     }
 
-    /// `KVM_SET_DEBUGREGS`.
+    /// Carries out `KVM_SET_DEBUGREGS`.
     ///
     /// # Errors
     /// `EINVAL` for reserved bits.
@@ -228,7 +228,7 @@ impl VcpuFd {
         self.vcpu.set_debugregs(debug_regs)
     }
 
-    /// `KVM_GET_VCPU_EVENTS`.
+    /// Carries out `KVM_GET_VCPU_EVENTS`.
     ///
     /// # Errors
     /// `EIO`.
@@ -236,7 +236,7 @@ impl VcpuFd {
         self.vcpu.get_vcpu_events()
     }
 
-    /// `KVM_SET_VCPU_EVENTS`.
+    /// Carries out `KVM_SET_VCPU_EVENTS`.
     ///
     /// # Errors
     /// `EINVAL` for unknown flags and impossible events.
@@ -244,8 +244,8 @@ impl VcpuFd {
         self.vcpu.set_vcpu_events(vcpu_events)
     }
 
-    /// `KVM_GET_NESTED_STATE`. Returns the size of the state in bytes. `None`: the guest runs no nested guest, and the
-    /// state is only the header.
+    /// Carries out `KVM_GET_NESTED_STATE`. Returns the size of the state in bytes. `None`: the guest runs no nested
+    /// guest, and the state is only the header.
     ///
     /// # Errors
     /// `E2BIG` if `buffer.size` is less than the size of the state.
@@ -266,7 +266,7 @@ impl VcpuFd {
         Ok(NonZeroUsize::new(state.size() as usize))
     }
 
-    /// `KVM_SET_NESTED_STATE`.
+    /// Carries out `KVM_SET_NESTED_STATE`.
     ///
     /// # Errors
     /// `EINVAL` for a state that the vCPU cannot be in.
@@ -279,7 +279,7 @@ impl VcpuFd {
         self.vcpu.set_nested_state(&words, vmcb)
     }
 
-    /// `KVM_GET_ONE_REG`. Returns the number of bytes of the register.
+    /// Carries out `KVM_GET_ONE_REG`. Returns the number of bytes of the register.
     ///
     /// # Errors
     /// `EINVAL` for an id that names no register of this vCPU, and for `data` that is too short. On x86 the registers
@@ -295,7 +295,7 @@ impl VcpuFd {
         }
     }
 
-    /// `KVM_SET_ONE_REG`. Returns the number of bytes of the register.
+    /// Carries out `KVM_SET_ONE_REG`. Returns the number of bytes of the register.
     ///
     /// # Errors
     /// The errors are those of [`get_one_reg`](Self::get_one_reg); `EINVAL` for a value that the register cannot hold.

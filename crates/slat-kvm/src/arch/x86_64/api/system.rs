@@ -5,7 +5,7 @@ use crate::errno::{Result, fail, no_memory};
 use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES, KVM_MAX_MSR_ENTRIES, MsrList, Msrs};
 
 impl Kvm {
-    /// `KVM_GET_EMULATED_CPUID`.
+    /// Carries out `KVM_GET_EMULATED_CPUID`.
     ///
     /// # Errors
     /// `ENOMEM` for `num_entries` above `KVM_MAX_CPUID_ENTRIES`, `E2BIG` when the table has more than
@@ -14,7 +14,7 @@ impl Kvm {
         cpuid(&self.system.emulated_cpuid(), num_entries)
     }
 
-    /// `KVM_GET_SUPPORTED_CPUID`.
+    /// Carries out `KVM_GET_SUPPORTED_CPUID`.
     ///
     /// # Errors
     /// `ENOMEM` for `num_entries` above `KVM_MAX_CPUID_ENTRIES`, `E2BIG` when the table has more than
@@ -23,7 +23,7 @@ impl Kvm {
         cpuid(&self.system.supported_cpuid()?, num_entries)
     }
 
-    /// `KVM_GET_MSR_INDEX_LIST`.
+    /// Carries out `KVM_GET_MSR_INDEX_LIST`.
     ///
     /// # Errors
     /// No error can happen.
@@ -32,7 +32,7 @@ impl Kvm {
         MsrList::from_entries(self.system.msr_index_list()).map_err(no_memory)
     }
 
-    /// `KVM_GET_MSR_FEATURE_INDEX_LIST`.
+    /// Carries out `KVM_GET_MSR_FEATURE_INDEX_LIST`.
     ///
     /// # Errors
     /// No error can happen.
@@ -40,10 +40,10 @@ impl Kvm {
         MsrList::from_entries(self.system.msr_feature_index_list()).map_err(no_memory)
     }
 
-    /// `KVM_GET_MSRS` of the system: feature MSRs. Returns how many were read.
+    /// Carries out `KVM_GET_MSRS` of the system: feature MSRs. Returns how many were read.
     ///
     /// # Errors
-    /// None.
+    /// No error can happen.
     pub fn get_msrs(&self, msrs: &mut Msrs) -> Result<usize> {
         Ok(self.system.feature_msrs(msrs.as_mut_slice()))
     }

@@ -6,8 +6,8 @@ use kvm_bindings::{kvm_enable_cap, kvm_sync_regs, kvm_translation};
 use kvm_ioctls::SyncReg;
 
 impl VcpuFd {
-    /// `KVM_ENABLE_CAP` of a vCPU: `KVM_CAP_ENFORCE_PV_FEATURE_CPUID`, `KVM_CAP_HYPERV_SYNIC`, `KVM_CAP_HYPERV_SYNIC2`
-    /// and `KVM_CAP_HYPERV_ENFORCE_CPUID`.
+    /// Carries out `KVM_ENABLE_CAP` of a vCPU: `KVM_CAP_ENFORCE_PV_FEATURE_CPUID`, `KVM_CAP_HYPERV_SYNIC`,
+    /// `KVM_CAP_HYPERV_SYNIC2` and `KVM_CAP_HYPERV_ENFORCE_CPUID`.
     ///
     /// # Errors
     /// `EINVAL` for any other capability, for flags and bad arguments, and for a SynIC without a local APIC.
@@ -15,7 +15,7 @@ impl VcpuFd {
         self.vcpu.enable_cap(cap)
     }
 
-    /// `KVM_KVMCLOCK_CTRL`.
+    /// Carries out `KVM_KVMCLOCK_CTRL`.
     ///
     /// # Errors
     /// `EINVAL` when the guest does not use the clock.
@@ -23,7 +23,7 @@ impl VcpuFd {
         self.vcpu.kvmclock_ctrl()
     }
 
-    /// `KVM_GET_TSC_KHZ`.
+    /// Carries out `KVM_GET_TSC_KHZ`.
     ///
     /// # Errors
     /// `EIO`.
@@ -31,7 +31,7 @@ impl VcpuFd {
         self.vcpu.tsc_khz()
     }
 
-    /// `KVM_SET_TSC_KHZ`.
+    /// Carries out `KVM_SET_TSC_KHZ`.
     ///
     /// # Errors
     /// `EINVAL` for a frequency that the guest's TSC cannot have.
@@ -39,7 +39,7 @@ impl VcpuFd {
         self.vcpu.set_tsc_khz(freq)
     }
 
-    /// `KVM_TRANSLATE`.
+    /// Carries out `KVM_TRANSLATE`.
     ///
     /// # Errors
     /// `EIO`.
@@ -47,7 +47,7 @@ impl VcpuFd {
         self.vcpu.translate(gva)
     }
 
-    /// `KVM_NMI`.
+    /// Carries out `KVM_NMI`.
     ///
     /// # Errors
     /// `EIO`.
@@ -55,7 +55,7 @@ impl VcpuFd {
         self.vcpu.nmi()
     }
 
-    /// `KVM_SMI`.
+    /// Carries out `KVM_SMI`.
     ///
     /// # Errors
     /// `EIO`.
@@ -63,7 +63,7 @@ impl VcpuFd {
         self.vcpu.smi()
     }
 
-    /// `KVM_INTERRUPT`, which kvm-ioctls does not have.
+    /// Carries out `KVM_INTERRUPT`, which kvm-ioctls does not have.
     ///
     /// # Errors
     /// `EINVAL` for a vector beyond 255, `ENXIO` if the VM has an 8259, `EEXIST` if a vCPU with a local APIC has not

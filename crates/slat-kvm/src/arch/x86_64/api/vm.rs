@@ -5,7 +5,7 @@ use crate::errno::Result;
 use kvm_bindings::kvm_clock_data;
 
 impl VmFd {
-    /// `KVM_SET_TSS_ADDR`.
+    /// Carries out `KVM_SET_TSS_ADDR`.
     ///
     /// # Errors
     /// `EINVAL` when the pages would not end below 4 GiB.
@@ -13,7 +13,7 @@ impl VmFd {
         self.vm.set_tss_addr(offset as u64)
     }
 
-    /// `KVM_SET_IDENTITY_MAP_ADDR`.
+    /// Carries out `KVM_SET_IDENTITY_MAP_ADDR`.
     ///
     /// # Errors
     /// `EINVAL` once there are vCPUs.
@@ -21,7 +21,7 @@ impl VmFd {
         self.vm.set_identity_map_addr(address)
     }
 
-    /// `KVM_GET_CLOCK`.
+    /// Carries out `KVM_GET_CLOCK`.
     ///
     /// # Errors
     /// `EIO` in a forked child, as for every call.
@@ -29,7 +29,7 @@ impl VmFd {
         self.vm.get_clock()
     }
 
-    /// `KVM_SET_CLOCK`.
+    /// Carries out `KVM_SET_CLOCK`.
     ///
     /// # Errors
     /// `EINVAL` for unknown flags.
@@ -37,10 +37,10 @@ impl VmFd {
         self.vm.set_clock(clock)
     }
 
-    /// `KVM_GET_TSC_KHZ` of the VM.
+    /// Carries out `KVM_GET_TSC_KHZ` of the VM.
     ///
     /// # Errors
-    /// None.
+    /// No error can happen.
     pub fn get_tsc_khz(&self) -> Result<u32> {
         Ok(self.vm.tsc_khz())
     }

@@ -302,7 +302,7 @@ impl VcpuMachine {
         Some(pdptes)
     }
 
-    /// `KVM_TRANSLATE`: walks the guest's tables as a supervisor's read would.
+    /// Carries out `KVM_TRANSLATE`: walks the guest's tables as a supervisor's read would.
     pub(crate) fn translate_for_client(&mut self, cpu: &Cpu, gva: u64) -> Option<u64> {
         let paging = cpu.client_paging();
         if paging.cr0 & control::CR0_PG == 0 && paging.nested.is_none() {

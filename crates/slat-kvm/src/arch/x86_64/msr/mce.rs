@@ -101,7 +101,7 @@ impl MachineCheck {
         self.capabilities & CAP_CONTROL != 0
     }
 
-    /// `KVM_X86_SETUP_MCE`: sets the capabilities, and enables all errors.
+    /// Carries out `KVM_X86_SETUP_MCE`: sets the capabilities, and enables all errors.
     ///
     /// # Errors
     /// `EINVAL` for no banks, too many, and capabilities that are not supported.
@@ -123,7 +123,7 @@ impl MachineCheck {
         Ok(())
     }
 
-    /// `KVM_X86_SET_MCE`: reports an error of the machine. `enabled`: CR4.MCE is set.
+    /// Carries out `KVM_X86_SET_MCE`: reports an error of the machine. `enabled`: CR4.MCE is set.
     ///
     /// # Errors
     /// `EINVAL` for a bank that does not exist, and for an error that is not valid.

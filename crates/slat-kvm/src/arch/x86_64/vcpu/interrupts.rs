@@ -14,7 +14,7 @@ use slat_x86::vector;
 use std::sync::atomic::Ordering;
 
 impl VcpuObject {
-    /// `KVM_GET_MP_STATE`.
+    /// Carries out `KVM_GET_MP_STATE`.
     ///
     /// # Errors
     /// `EIO`.
@@ -31,7 +31,7 @@ impl VcpuObject {
         Ok(kvm_mp_state { mp_state })
     }
 
-    /// `KVM_SET_MP_STATE`.
+    /// Carries out `KVM_SET_MP_STATE`.
     ///
     /// # Errors
     /// `EINVAL` for states that x86 does not have, and, without a local APIC, for any state but runnable.
@@ -58,7 +58,7 @@ impl VcpuObject {
         Ok(())
     }
 
-    /// `KVM_GET_VCPU_EVENTS`.
+    /// Carries out `KVM_GET_VCPU_EVENTS`.
     ///
     /// # Errors
     /// `EIO`.
@@ -86,7 +86,7 @@ impl VcpuObject {
         events
     }
 
-    /// `KVM_SET_VCPU_EVENTS`.
+    /// Carries out `KVM_SET_VCPU_EVENTS`.
     ///
     /// # Errors
     /// `EINVAL` for unknown flags and impossible events.
@@ -130,7 +130,7 @@ impl VcpuObject {
         Ok(())
     }
 
-    /// `KVM_X86_SETUP_MCE`.
+    /// Carries out `KVM_X86_SETUP_MCE`.
     ///
     /// # Errors
     /// `EINVAL` for capabilities that are not supported.
@@ -138,7 +138,7 @@ impl VcpuObject {
         self.lock()?.machine.mce.set_up(capabilities)
     }
 
-    /// `KVM_X86_SET_MCE`: reports an error of the machine to the guest.
+    /// Carries out `KVM_X86_SET_MCE`: reports an error of the machine to the guest.
     ///
     /// # Errors
     /// `EINVAL` for a bank that does not exist, and for an error that is not valid.
@@ -155,7 +155,7 @@ impl VcpuObject {
         Ok(())
     }
 
-    /// `KVM_GET_LAPIC`.
+    /// Carries out `KVM_GET_LAPIC`.
     ///
     /// # Errors
     /// `EINVAL` without interrupt controller.
@@ -179,7 +179,7 @@ impl VcpuObject {
         }
     }
 
-    /// `KVM_SET_LAPIC`.
+    /// Carries out `KVM_SET_LAPIC`.
     ///
     /// # Errors
     /// `EINVAL` without interrupt controller. If the client uses 32-bit ids, also `EINVAL` for an id that is not the
@@ -204,7 +204,7 @@ impl VcpuObject {
         Ok(())
     }
 
-    /// `KVM_INTERRUPT`: an interrupt of the client's own interrupt controller.
+    /// Carries out `KVM_INTERRUPT`: an interrupt of the client's own interrupt controller.
     ///
     /// # Errors
     /// `EINVAL` for a vector beyond 255, `ENXIO` if the VM has an 8259, `EEXIST` if a vCPU with a local APIC has not
@@ -228,7 +228,7 @@ impl VcpuObject {
         Ok(())
     }
 
-    /// `KVM_NMI`.
+    /// Carries out `KVM_NMI`.
     ///
     /// # Errors
     /// `EIO`.
@@ -238,7 +238,7 @@ impl VcpuObject {
         Ok(())
     }
 
-    /// `KVM_SMI`.
+    /// Carries out `KVM_SMI`.
     ///
     /// # Errors
     /// `EIO`.
@@ -248,7 +248,7 @@ impl VcpuObject {
         Ok(())
     }
 
-    /// `KVM_SET_GUEST_DEBUG`.
+    /// Carries out `KVM_SET_GUEST_DEBUG`.
     ///
     /// # Errors
     /// `EBUSY` when #DB or #BP is to be injected and an exception is pending.

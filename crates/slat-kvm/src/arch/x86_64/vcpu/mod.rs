@@ -72,7 +72,7 @@ impl VmObject {
 }
 
 impl VcpuObject {
-    /// `KVM_GET_TSC_KHZ`.
+    /// Carries out `KVM_GET_TSC_KHZ`.
     ///
     /// # Errors
     /// `EIO`.
@@ -80,7 +80,7 @@ impl VcpuObject {
         Ok(self.lock()?.machine.tsc.khz())
     }
 
-    /// `KVM_SET_TSC_KHZ`; 0 is the host's frequency.
+    /// Carries out `KVM_SET_TSC_KHZ`; 0 is the host's frequency.
     ///
     /// # Errors
     /// `EINVAL` for a frequency beyond KVM's own limits.
@@ -90,7 +90,7 @@ impl VcpuObject {
         Ok(())
     }
 
-    /// `KVM_TRANSLATE`.
+    /// Carries out `KVM_TRANSLATE`.
     ///
     /// # Errors
     /// `EIO`.
@@ -108,8 +108,8 @@ impl VcpuObject {
         })
     }
 
-    /// `KVM_ENABLE_CAP` of a vCPU: `KVM_CAP_ENFORCE_PV_FEATURE_CPUID`, `KVM_CAP_HYPERV_SYNIC`, `KVM_CAP_HYPERV_SYNIC2`
-    /// and `KVM_CAP_HYPERV_ENFORCE_CPUID`.
+    /// Carries out `KVM_ENABLE_CAP` of a vCPU: `KVM_CAP_ENFORCE_PV_FEATURE_CPUID`, `KVM_CAP_HYPERV_SYNIC`,
+    /// `KVM_CAP_HYPERV_SYNIC2` and `KVM_CAP_HYPERV_ENFORCE_CPUID`.
     ///
     /// # Errors
     /// `EINVAL` for any other capability, for flags and bad arguments, and for a SynIC without a local APIC.
@@ -133,7 +133,7 @@ impl VcpuObject {
         Ok(())
     }
 
-    /// `KVM_KVMCLOCK_CTRL`: tells the guest that it was paused.
+    /// Carries out `KVM_KVMCLOCK_CTRL`: tells the guest that it was paused.
     ///
     /// # Errors
     /// `EINVAL` when the guest does not use the clock.

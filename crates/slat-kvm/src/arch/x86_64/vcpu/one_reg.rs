@@ -21,7 +21,7 @@ fn msr(id: u64) -> Result<u32> {
 }
 
 impl VcpuObject {
-    /// `KVM_GET_ONE_REG`.
+    /// Carries out `KVM_GET_ONE_REG`.
     ///
     /// # Errors
     /// `EINVAL` for an id that names no register of this vCPU.
@@ -36,7 +36,7 @@ impl VcpuObject {
         }
     }
 
-    /// `KVM_SET_ONE_REG`. `data` reads the value.
+    /// Carries out `KVM_SET_ONE_REG`. `data` reads the value.
     ///
     /// # Errors
     /// `EINVAL` for an id that names no register of this vCPU, and for a value that the register cannot hold; the

@@ -15,7 +15,7 @@ use slat_x86::state::control;
 use slat_x86::svm::VMCB_BYTES;
 
 impl VcpuObject {
-    /// `KVM_GET_REGS`.
+    /// Carries out `KVM_GET_REGS`.
     ///
     /// # Errors
     /// `EIO` in a forked child, as for every call here.
@@ -23,7 +23,7 @@ impl VcpuObject {
         Ok(regs::get_regs(&self.lock()?.cpu.state))
     }
 
-    /// `KVM_SET_REGS`.
+    /// Carries out `KVM_SET_REGS`.
     ///
     /// # Errors
     /// `EIO`.
@@ -32,7 +32,7 @@ impl VcpuObject {
         Ok(())
     }
 
-    /// `KVM_GET_SREGS`.
+    /// Carries out `KVM_GET_SREGS`.
     ///
     /// # Errors
     /// `EIO`.
@@ -42,7 +42,7 @@ impl VcpuObject {
         Ok(regs::get_sregs(&inner.cpu.state, inner.machine.apic_base()))
     }
 
-    /// `KVM_SET_SREGS`.
+    /// Carries out `KVM_SET_SREGS`.
     ///
     /// # Errors
     /// `EINVAL` for impossible combinations.
@@ -98,7 +98,7 @@ impl VcpuObject {
         Ok(())
     }
 
-    /// `KVM_GET_SREGS2`.
+    /// Carries out `KVM_GET_SREGS2`.
     ///
     /// # Errors
     /// `EIO`.
@@ -110,7 +110,7 @@ impl VcpuObject {
         ))
     }
 
-    /// `KVM_SET_SREGS2`.
+    /// Carries out `KVM_SET_SREGS2`.
     ///
     /// # Errors
     /// `EINVAL` for impossible combinations and unknown flags.
@@ -120,7 +120,7 @@ impl VcpuObject {
         self.put_sregs(&mut inner, &sregs, pdptes)
     }
 
-    /// `KVM_GET_FPU`.
+    /// Carries out `KVM_GET_FPU`.
     ///
     /// # Errors
     /// `EIO`.
@@ -128,7 +128,7 @@ impl VcpuObject {
         Ok(fpu::get_fpu(&self.lock()?.cpu.state))
     }
 
-    /// `KVM_SET_FPU`.
+    /// Carries out `KVM_SET_FPU`.
     ///
     /// # Errors
     /// `EIO`.
@@ -137,7 +137,7 @@ impl VcpuObject {
         Ok(())
     }
 
-    /// `KVM_GET_XSAVE`.
+    /// Carries out `KVM_GET_XSAVE`.
     ///
     /// # Errors
     /// `EIO`.
@@ -145,7 +145,7 @@ impl VcpuObject {
         Ok(fpu::get_xsave(&self.lock()?.cpu.state))
     }
 
-    /// `KVM_SET_XSAVE`.
+    /// Carries out `KVM_SET_XSAVE`.
     ///
     /// # Errors
     /// `EINVAL` for state components that the CPU does not have.
@@ -153,7 +153,7 @@ impl VcpuObject {
         fpu::set_xsave(&mut self.lock()?.cpu.state, area)
     }
 
-    /// `KVM_GET_XCRS`.
+    /// Carries out `KVM_GET_XCRS`.
     ///
     /// # Errors
     /// `EIO`.
@@ -161,7 +161,7 @@ impl VcpuObject {
         Ok(regs::get_xcrs(&self.lock()?.cpu.state))
     }
 
-    /// `KVM_SET_XCRS`.
+    /// Carries out `KVM_SET_XCRS`.
     ///
     /// # Errors
     /// `EINVAL`.
@@ -171,7 +171,7 @@ impl VcpuObject {
         regs::set_xcrs(&mut cpu.state, xcrs, &features)
     }
 
-    /// `KVM_GET_DEBUGREGS`.
+    /// Carries out `KVM_GET_DEBUGREGS`.
     ///
     /// # Errors
     /// `EIO`.
@@ -179,7 +179,7 @@ impl VcpuObject {
         Ok(regs::get_debugregs(&self.lock()?.cpu.state))
     }
 
-    /// `KVM_SET_DEBUGREGS`.
+    /// Carries out `KVM_SET_DEBUGREGS`.
     ///
     /// # Errors
     /// `EINVAL` for reserved bits.
@@ -187,7 +187,7 @@ impl VcpuObject {
         regs::set_debugregs(&mut self.lock()?.cpu.state, debugregs)
     }
 
-    /// `KVM_GET_CPUID2`.
+    /// Carries out `KVM_GET_CPUID2`.
     ///
     /// # Errors
     /// `EIO`, `ENOMEM`.
@@ -198,7 +198,7 @@ impl VcpuObject {
         Ok(table)
     }
 
-    /// `KVM_SET_CPUID2`.
+    /// Carries out `KVM_SET_CPUID2`.
     ///
     /// # Errors
     /// `EINVAL` if the vCPU has run and `table` differs from the vCPU's table, and for linear addresses of a width that
@@ -225,7 +225,8 @@ impl VcpuObject {
         Ok(())
     }
 
-    /// `KVM_GET_SUPPORTED_HV_CPUID` of a vCPU: the leaves of Hyper-V's interface that a client may give the vCPU.
+    /// Carries out `KVM_GET_SUPPORTED_HV_CPUID` of a vCPU: the leaves of Hyper-V's interface that a client may give the
+    /// vCPU.
     ///
     /// # Errors
     /// `EIO`.
@@ -237,8 +238,8 @@ impl VcpuObject {
         ))
     }
 
-    /// `KVM_GET_MSRS`: reads MSRs in order, and stops at the first unknown MSR. Returns the number of MSRs that were
-    /// read.
+    /// Carries out `KVM_GET_MSRS`: reads MSRs in order, and stops at the first unknown MSR. Returns the number of MSRs
+    /// that were read.
     ///
     /// # Errors
     /// `EIO`.
@@ -255,7 +256,7 @@ impl VcpuObject {
         Ok(entries.len())
     }
 
-    /// `KVM_SET_MSRS`: writes MSRs in the same way in which [`get_msrs`](Self::get_msrs) reads them.
+    /// Carries out `KVM_SET_MSRS`: writes MSRs in the same way in which [`get_msrs`](Self::get_msrs) reads them.
     ///
     /// # Errors
     /// `EIO`.
@@ -272,7 +273,7 @@ impl VcpuObject {
         Ok(done.unwrap_or(entries.len()))
     }
 
-    /// `KVM_GET_NESTED_STATE`.
+    /// Carries out `KVM_GET_NESTED_STATE`.
     ///
     /// # Errors
     /// `EIO` in a forked child.
@@ -280,7 +281,7 @@ impl VcpuObject {
         Ok(nested::get(&self.lock()?.cpu))
     }
 
-    /// `KVM_SET_NESTED_STATE`. `read_vmcb` reads the page that follows the header.
+    /// Carries out `KVM_SET_NESTED_STATE`. `read_vmcb` reads the page that follows the header.
     ///
     /// # Errors
     /// `EINVAL` for a state that the vCPU cannot be in; the errors of `read_vmcb`.

@@ -64,7 +64,7 @@ impl Inner {
 }
 
 impl VcpuObject {
-    /// `KVM_SET_VAPIC_ADDR`: sets the address of the guest's word. 0 means that there is no word.
+    /// Carries out `KVM_SET_VAPIC_ADDR`: sets the address of the guest's word. 0 means that there is no word.
     ///
     /// # Errors
     /// `EINVAL` without interrupt controller, and for an address that is not memory.
@@ -85,8 +85,8 @@ impl VcpuObject {
         Ok(())
     }
 
-    /// `KVM_TPR_ACCESS_REPORTING`: checks the flags; has no effect. Accesses to the task priority do not end `KVM_RUN`,
-    /// as on a processor with a virtual APIC.
+    /// Carries out `KVM_TPR_ACCESS_REPORTING`: checks the flags; has no effect. Accesses to the task priority do not
+    /// end `KVM_RUN`, as on a processor with a virtual APIC.
     ///
     /// # Errors
     /// `EINVAL` for flags.

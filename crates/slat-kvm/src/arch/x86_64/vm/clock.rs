@@ -7,7 +7,7 @@ use crate::vm::VmObject;
 use kvm_bindings::*;
 
 impl VmObject {
-    /// `KVM_SET_TSC_KHZ`: sets the frequency of the VM's vCPUs; 0 is the host's.
+    /// Carries out `KVM_SET_TSC_KHZ`: sets the frequency of the VM's vCPUs; 0 is the host's.
     ///
     /// # Errors
     /// `EINVAL` for a frequency beyond KVM's own limits, and once there are vCPUs. KVM has the second rule since Linux
@@ -21,12 +21,12 @@ impl VmObject {
         })
     }
 
-    /// `KVM_GET_TSC_KHZ`.
+    /// Carries out `KVM_GET_TSC_KHZ`.
     pub fn tsc_khz(&self) -> u32 {
         self.arch.clock.tsc_khz()
     }
 
-    /// `KVM_GET_CLOCK`.
+    /// Carries out `KVM_GET_CLOCK`.
     ///
     /// # Errors
     /// `EIO` in a forked child.
@@ -49,8 +49,8 @@ impl VmObject {
         })
     }
 
-    /// `KVM_SET_CLOCK`. With `KVM_CLOCK_REALTIME`, adds the time that has passed since `data.realtime`. Waits until no
-    /// vCPU executes guest code with the old clock.
+    /// Carries out `KVM_SET_CLOCK`. With `KVM_CLOCK_REALTIME`, adds the time that has passed since `data.realtime`.
+    /// Waits until no vCPU executes guest code with the old clock.
     ///
     /// # Errors
     /// `EINVAL` for unknown flags.

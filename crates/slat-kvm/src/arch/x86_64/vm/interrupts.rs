@@ -7,7 +7,8 @@ use crate::vm::VmObject;
 use kvm_bindings::*;
 
 impl VmObject {
-    /// `KVM_CREATE_IRQCHIP`: creates an I/O APIC and the 8259 pair. After that every new vCPU has a local APIC.
+    /// Carries out `KVM_CREATE_IRQCHIP`: creates an I/O APIC and the 8259 pair. After that every new vCPU has a local
+    /// APIC.
     ///
     /// # Errors
     /// `EEXIST` when there are controllers already, `EINVAL` when there are vCPUs already, `ENOMEM`.
@@ -18,7 +19,7 @@ impl VmObject {
         self.bus.add(&self.engine, |_| Ok(devices), create)
     }
 
-    /// `KVM_GET_IRQCHIP`: fills in the state of the chip that `chip` names.
+    /// Carries out `KVM_GET_IRQCHIP`: fills in the state of the chip that `chip` names.
     ///
     /// # Errors
     /// `ENXIO` without these controllers, `EINVAL` for a chip that does not exist.
@@ -27,7 +28,7 @@ impl VmObject {
         self.interrupts.save_chip(chip)
     }
 
-    /// `KVM_SET_IRQCHIP`.
+    /// Carries out `KVM_SET_IRQCHIP`.
     ///
     /// # Errors
     /// The errors are those of [`get_irqchip`](Self::get_irqchip).
@@ -36,7 +37,7 @@ impl VmObject {
         self.interrupts.restore_chip(chip)
     }
 
-    /// `KVM_CREATE_PIT2`, and `KVM_CREATE_PIT` without flags: creates the 8254.
+    /// Carries out `KVM_CREATE_PIT2`, and `KVM_CREATE_PIT` without flags: creates the 8254.
     ///
     /// # Errors
     /// `EEXIST` when there is one already, `ENOENT` without an 8259 pair, `ENOMEM`.
@@ -52,7 +53,7 @@ impl VmObject {
         }
     }
 
-    /// `KVM_GET_PIT2`.
+    /// Carries out `KVM_GET_PIT2`.
     ///
     /// # Errors
     /// `ENXIO` without 8254.
@@ -61,7 +62,7 @@ impl VmObject {
         self.interrupts.save_timer()
     }
 
-    /// `KVM_SET_PIT2`: restarts all counts.
+    /// Carries out `KVM_SET_PIT2`: restarts all counts.
     ///
     /// # Errors
     /// `ENXIO` without 8254.
@@ -70,7 +71,7 @@ impl VmObject {
         self.interrupts.restore_timer(state)
     }
 
-    /// `KVM_REINJECT_CONTROL`: sets whether ticks that a slow guest missed are injected later.
+    /// Carries out `KVM_REINJECT_CONTROL`: sets whether ticks that a slow guest missed are injected later.
     ///
     /// # Errors
     /// `ENXIO` without 8254.

@@ -39,8 +39,8 @@ impl VmObject {
         id == self.arch.boot_cpu.load(Ordering::Relaxed)
     }
 
-    /// `KVM_SET_TSS_ADDR`: checks the address and has no effect. The address is that of three pages that only VMX
-    /// without unrestricted guest needs.
+    /// Carries out `KVM_SET_TSS_ADDR`: checks the address and has no effect. The address is that of three pages that
+    /// only VMX without unrestricted guest needs.
     ///
     /// # Errors
     /// `EINVAL` when the pages would not end below 4 GiB.
@@ -52,7 +52,7 @@ impl VmObject {
         Ok(())
     }
 
-    /// `KVM_SET_IDENTITY_MAP_ADDR`: has no effect, like [`set_tss_addr`](Self::set_tss_addr).
+    /// Carries out `KVM_SET_IDENTITY_MAP_ADDR`: has no effect, like [`set_tss_addr`](Self::set_tss_addr).
     ///
     /// # Errors
     /// `EINVAL` once there are vCPUs.
@@ -65,7 +65,7 @@ impl VmObject {
         }
     }
 
-    /// `KVM_SET_BOOT_CPU_ID`.
+    /// Carries out `KVM_SET_BOOT_CPU_ID`.
     ///
     /// # Errors
     /// `EBUSY` once there are vCPUs, `EINVAL` for an id beyond the limit. As in KVM, the limit itself is accepted.
@@ -85,8 +85,8 @@ impl VmObject {
         Ok(())
     }
 
-    /// `KVM_SET_NR_MMU_PAGES`: limits the number of shadow pages. The TDP MMU has no shadow pages, so the call then has
-    /// no effect.
+    /// Carries out `KVM_SET_NR_MMU_PAGES`: limits the number of shadow pages. The TDP MMU has no shadow pages, so the
+    /// call then has no effect.
     ///
     /// # Errors
     /// `EINVAL` for less than KVM's minimum.
@@ -99,7 +99,8 @@ impl VmObject {
         Ok(())
     }
 
-    /// `KVM_HYPERV_EVENTFD`: adds or removes a connection that the guest signals by a hypercall, as an eventfd.
+    /// Carries out `KVM_HYPERV_EVENTFD`: adds or removes a connection that the guest signals by a hypercall, as an
+    /// eventfd.
     ///
     /// # Errors
     /// `EINVAL` for unknown flags, an id of more than 24 bits, and a descriptor that is no eventfd; `EEXIST` for adding
@@ -109,7 +110,7 @@ impl VmObject {
         self.arch.hyperv.connections.change(asked)
     }
 
-    /// `KVM_X86_SET_MSR_FILTER`.
+    /// Carries out `KVM_X86_SET_MSR_FILTER`.
     ///
     /// # Errors
     /// `EINVAL` for an invalid filter, `EFAULT` for a bitmap that cannot be read, `ENOMEM`.
