@@ -1,5 +1,6 @@
 //! slat's own threads, which serve all vCPUs of a process. Starting such a thread does not use the heap, because
-//! `KVM_RUN` may start one. The threads are started before the client installs a seccomp filter ([`crate::filters`]).
+//! `KVM_RUN` may start such a thread. The threads are started before the client installs a seccomp filter
+//! ([`crate::filters`]).
 //!
 //! A new thread runs code of the client before it runs slat's: a sanitizer's `pthread_create`, which allocates. If the
 //! client forks at this moment, the child finds the allocator's lock held by a thread that does not exist in the child.
@@ -18,7 +19,8 @@ use std::time::{Duration, Instant};
 pub(crate) trait Background: Sync + 'static {
     /// The thread's name, of at most 15 bytes.
     const NAME: &'static CStr;
-    /// The end of the message to the user if the thread cannot be started: it says which feature does not work then.
+    /// The end of the message to the user if the thread cannot be started: this text says which feature does not work
+    /// then.
     const WITHOUT: &'static str;
 
     /// Bytes of the thread's stack.
@@ -47,7 +49,8 @@ pub(crate) fn count() -> usize {
 pub(crate) fn leave_descriptors() -> bool {
     const CLOSE_RANGE_UNSHARE: usize = 2;
     let arguments = [0, u32::MAX as usize, CLOSE_RANGE_UNSHARE, 0, 0, 0];
-    // SAFETY: the call unshares the table first, so it closes nothing in the table that other threads use.
+    // SAFETY: the call unshares the descriptor table first, so the call closes no descriptor in the table that other
+    // threads use.
     unsafe { calls::raw(libc::SYS_close_range, arguments) == 0 }
 }
 

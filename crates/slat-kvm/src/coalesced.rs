@@ -58,7 +58,7 @@ impl Coalesced {
     }
 
     /// Puts writes of `units` (1 to 8 bytes each) to one address or port into the ring. Returns `false`, and puts no
-    /// unit there, if the ring does not have space for all of them: the client has to see the writes now.
+    /// unit into the ring, if the ring does not have space for all of them: the client has to see the writes now.
     pub(crate) fn put<'a>(
         &self,
         start: u64,
@@ -87,8 +87,8 @@ impl Coalesced {
             entry.data[..item.len()].copy_from_slice(item);
             let ring: *mut kvm_coalesced_mmio_ring = self.ring.start().cast();
             // SAFETY: the ring entry lies after the indices within the page, since `index` is below `ENTRIES`. The ring
-            // entry is plain data. It is written under the lock, and the client reads it only after `last` has
-            // advanced.
+            // entry is plain data. This call holds the lock of writers, and the client reads the ring entry only after
+            // `last` has advanced.
             unsafe {
                 let entries = (&raw mut (*ring).coalesced_mmio).cast::<kvm_coalesced_mmio>();
                 entries.add(index as usize).write_volatile(entry);

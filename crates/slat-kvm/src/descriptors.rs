@@ -235,7 +235,7 @@ fn release(cell: *mut Cell) {
     if let Some(cell) = unsafe { cell.as_ref() } {
         OPEN.fetch_sub(1, Ordering::Relaxed);
         let handle = Handle(cell);
-        // A forked child closes its parent's objects. It must not drop them.
+        // A forked child closes its parent's objects. The child must not drop these objects.
         if handle.object().is_foreign() {
             handle.leak();
         }

@@ -9,7 +9,7 @@ use kvm_bindings::*;
 use std::os::fd::{OwnedFd, RawFd};
 use std::sync::Arc;
 
-/// A VM's device of the type `KVM_DEV_TYPE_VFIO`. It keeps its VM alive.
+/// A VM's device of the type `KVM_DEV_TYPE_VFIO`. The device keeps its VM alive.
 #[derive(Debug)]
 pub struct VfioDevice {
     vm: Arc<VmObject>,

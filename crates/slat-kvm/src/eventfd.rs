@@ -33,7 +33,8 @@ impl Drop for Own {
     }
 }
 
-/// The lowest number for slat's own descriptors. It is above the numbers that programs choose for their own.
+/// The lowest number for slat's own descriptors. This number is above the numbers that programs choose for their own
+/// descriptors.
 const FIRST_OWN: i32 = 512;
 
 /// Locked while [`id`] reads, and while a client's descriptor is duplicated.

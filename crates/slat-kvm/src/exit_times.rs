@@ -54,8 +54,8 @@ impl ExitTimes {
 pub(crate) struct Stopwatch(Option<(Reason, u64)>);
 
 impl Stopwatch {
-    /// Call after exit number `number`. `reason` returns the exit's reason; `None`: the time of the exit is counted
-    /// elsewhere.
+    /// Call after exit number `number`. `reason` returns the exit's reason; `None`: the exit is a halt, whose time is
+    /// counted separately.
     #[inline]
     pub(crate) fn exits(&mut self, number: u64, reason: impl FnOnce() -> Option<Reason>) {
         if number.is_multiple_of(ONE_IN) {

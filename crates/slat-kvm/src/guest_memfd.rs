@@ -16,7 +16,7 @@
 //! A slot is bound to the *address range* of slat's mapping, which is reserved as long as the slot lives. When the last
 //! descriptor is closed, the memory is released, and the range has no mapping. Then accesses fail. A mapping of the
 //! client keeps KVM's file open. So if the client still has a mapping of the file, the memory stays as long as the
-//! slots that are bound to it.
+//! slots that are bound to the memory.
 
 use crate::errno::{Error, Result, fail, last};
 use crate::file_id::FileId;

@@ -26,7 +26,8 @@ pub(crate) enum Space {
     /// Guest-physical addresses.
     Memory,
     Ports,
-    /// The space of another architecture. An x86 guest cannot write there, but KVM accepts registrations.
+    /// The space of another architecture. An x86 guest cannot write to this space, but KVM accepts registrations for
+    /// it.
     VirtioCcw,
 }
 

@@ -28,7 +28,7 @@ pub(crate) type Known = KnownBus<Device>;
 const MOST: usize = 1000;
 
 impl Bus {
-    /// Carries out `KVM_REGISTER_COALESCED_MMIO`.
+    /// Carries out `KVM_REGISTER_COALESCED_MMIO`: adds the range of `zone`.
     ///
     /// # Errors
     /// `EINVAL` for a kind that is neither memory nor ports, `ENOSPC` for too many ranges, `ENOMEM`.
@@ -46,7 +46,7 @@ impl Bus {
         self.add(engine, make, || Ok(()))
     }
 
-    /// Carries out `KVM_UNREGISTER_COALESCED_MMIO`: removes every registered range that contains the given one.
+    /// Carries out `KVM_UNREGISTER_COALESCED_MMIO`: removes every registered range that contains the range of `zone`.
     ///
     /// # Errors
     /// `EINVAL` for a kind that is neither memory nor ports, `ENOMEM`.
@@ -62,13 +62,13 @@ impl Bus {
         self.remove(engine, is_removed).map(|_| ())
     }
 
-    /// Carries out `KVM_IOEVENTFD`.
+    /// Carries out `KVM_IOEVENTFD`: adds or removes a registration.
     ///
     /// # Errors
     /// For a registration: `EINVAL` for unknown flags, a length other than 0, 1, 2, 4 and 8, a range that wraps around,
-    /// and a value to compare without a length; `EEXIST` if one write could match this registration and an earlier one.
-    /// For a removal: `ENOENT` if there is no such registration. For both: `EBADF`, `EINVAL` for a descriptor that is
-    /// no eventfd, `ENOMEM`, `EMFILE`.
+    /// and a value to compare without a length; `EEXIST` if one write could match this registration and an earlier
+    /// registration. For a removal: `ENOENT` if there is no such registration. For both: `EBADF`, `EINVAL` for a
+    /// descriptor that is no eventfd, `ENOMEM`, `EMFILE`.
     pub(crate) fn change_event(&self, engine: &EngineVm, asked: &kvm_ioeventfd) -> Result<()> {
         let (range, mut event) = Event::new(asked)?;
         if Event::is_removal(asked) {

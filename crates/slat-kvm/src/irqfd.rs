@@ -1,16 +1,16 @@
 //! `KVM_IRQFD`: eventfds whose signals are interrupts.
 //!
-//! One thread of the process waits for all irqfds. For every signal that the thread finds, it injects an edge or a
-//! message. For a resampled irqfd (`KVM_IRQFD_FLAG_RESAMPLE`) it raises the line. The guest's end of interrupt lowers
-//! that line and signals the second eventfd to the client. If the client's device still wants the line, the client
-//! signals the first eventfd again.
+//! One thread of the process waits for all irqfds. For every signal that the thread finds, the thread injects an edge
+//! or a message. For a resampled irqfd (`KVM_IRQFD_FLAG_RESAMPLE`) the thread raises the line. The guest's end of
+//! interrupt lowers that line and signals the second eventfd to the client. If the client's device still wants the
+//! line, the client signals the first eventfd again.
 //!
 //! # Concurrency
 //! The thread finds an irqfd by its number in the process's list, under that list's lock. The thread injects under the
-//! irqfd's own lock. Removing an irqfd has three steps: it is removed from the VM's and the process's list; an earlier
-//! signal is injected; and the irqfd is ended under its lock. So after `KVM_IRQFD` has returned, the irqfd injects
-//! nothing any more. There are two orders of locks: the VM's list before the process's list; an irqfd's lock before
-//! those of the controllers. The thread holds no list's lock while it injects.
+//! irqfd's own lock. Removing an irqfd has three steps: the irqfd is removed from the VM's and the process's list; an
+//! earlier signal is injected; and the irqfd is ended under its lock. So after `KVM_IRQFD` has returned, the irqfd
+//! injects nothing any more. There are two orders of locks: the VM's list before the process's list; an irqfd's lock
+//! before the locks of the controllers. The thread holds no list's lock while it injects.
 
 use crate::background::{self, Background};
 use crate::errno::{Error, Result, fail, no_memory};
@@ -220,7 +220,7 @@ pub(crate) fn prepare() {
 
 /// Starts the thread if it does not run.
 pub(crate) fn start() {
-    // A failure is ignored here. The first `KVM_IRQFD` fails again, and returns the reason.
+    // This call ignores a failure. The first `KVM_IRQFD` fails again, and returns the reason.
     let _ = Service::get();
 }
 

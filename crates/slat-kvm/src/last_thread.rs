@@ -1,4 +1,4 @@
-//! Ends a process whose threads have ended one by one.
+//! Ends the process after all threads of the program have ended one by one.
 //!
 //! A process ends with its last thread. A thread of the program ends alone by `pthread_exit`, by the system call
 //! `exit`, or because a seccomp filter kills it (`SECCOMP_RET_KILL_THREAD`). slat's own threads would then keep alive a

@@ -13,7 +13,7 @@ use std::sync::{Arc, RwLock, Weak};
 type Registry = RwLock<Vec<Weak<EngineVm>>>;
 
 /// The VMs that are notified in this process. A forked child begins with no VMs, because the parent's VMs do not live
-/// there.
+/// in the child.
 static VMS: PerProcess<Registry> = PerProcess::new();
 
 fn change(change: impl FnOnce(&mut Vec<Weak<EngineVm>>)) {

@@ -9,7 +9,7 @@ use crate::{notify, policy, recovery};
 use slat::{Hva, MmuKind, Setting, Switch};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-/// The parameters that are policies of the engine; they can be written.
+/// The parameters that are policies of the engine. These parameters can be written.
 const WRITABLE: &[&str] = &[
     "mmio_caching",
     NX_HUGE_PAGES,
@@ -31,10 +31,10 @@ const FIXED: &[(&str, &str)] = &[
     ("min_timer_period_us", "200"),
 ];
 const NX_HUGE_PAGES: &str = "nx_huge_pages";
-/// The parameter that says whether guests can have nested guests. It belongs to KVM's module for the processor, and
-/// cannot be written either.
+/// The parameter that says whether guests can have nested guests. In KVM, this parameter belongs to the module for the
+/// processor. It cannot be written.
 const NESTED: &str = policy::NESTED;
-/// The parameter that says which MMU the VMs of this process have. KVM's own parameter cannot be written either once
+/// The parameter that says which MMU the VMs of this process have. It cannot be written, like KVM's own parameter once
 /// KVM is loaded.
 const TDP_MMU: &str = "tdp_mmu";
 

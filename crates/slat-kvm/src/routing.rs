@@ -38,7 +38,7 @@ impl Routes {
             }
             let target = target(entry)?;
             // The new route comes after all earlier routes of this GSI in the client's table. VMMs list GSIs in order,
-            // so the new route is mostly the last one.
+            // so the new route is mostly the last route.
             let at = routes.partition_point(|(gsi, _)| *gsi <= entry.gsi);
             routes.insert(at, (entry.gsi, target));
         }

@@ -2,8 +2,8 @@
 //!
 //! The vCPU's descriptor is a memfd of the same size, so the client's own `mmap` of the descriptor maps the shared
 //! pages. If RLIMIT_FSIZE forbids a file of this size, the memfd is empty, and slat's memory replaces the client's
-//! mapping. The client may write to the pages at any time, even while the vCPU runs. So every access here is volatile,
-//! and a checked value is never read a second time.
+//! mapping. The client may write to the pages at any time, even while the vCPU runs. So every access to the pages is
+//! volatile, and a checked value is never read a second time.
 
 use crate::errno::{Error, Result, fail, last};
 use crate::file_id::FileId;
@@ -174,7 +174,7 @@ impl Shared {
                 let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
                 let from = self.start().wrapping_add(page * PAGE);
                 // SAFETY: with an old length of 0, `mremap` leaves the old mapping of shared memory as it is and adds a
-                // second one; the caller may replace the page at `address`.
+                // second mapping; the caller may replace the page at `address`.
                 unsafe { libc::mremap(from.cast(), 0, PAGE, flags, address) }
             }
             Some(kept) => {

@@ -15,7 +15,7 @@ use std::sync::Arc;
 /// size that a file is not `/dev/kvm`, without another system call.
 pub const DESCRIPTOR_SIZE: usize = 0x36d;
 
-/// The object that a descriptor of `/dev/kvm` refers to. It has no state.
+/// The object that a descriptor of `/dev/kvm` refers to. The object has no state.
 #[derive(Debug, Default)]
 pub struct System;
 

@@ -106,8 +106,8 @@ pub fn check_writable(address: u64, len: usize) -> Result<()> {
     }
     let mut at = address;
     while at < address + len as u64 {
-        // SAFETY: the access is guarded. It is one locked addition of 0, which changes nothing, even if another thread
-        // writes at the same time.
+        // SAFETY: the access is guarded. The access is one locked addition of 0, which changes nothing, even if another
+        // thread writes at the same time.
         accessed(|| unsafe { slat_guard::fetch_add(at as *mut u8, 0).map(drop) })?;
         at = (at / PAGE as u64 + 1) * PAGE as u64;
     }

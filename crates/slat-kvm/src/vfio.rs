@@ -2,7 +2,7 @@
 //!
 //! Through this device a VMM tells KVM which VFIO files the VM uses. KVM asks each file whether its DMA is coherent
 //! with the guest's caches, and gives mediated devices a pointer to its VM. Software has no incoherent caches, and
-//! mediated devices can use only the kernel's VMs. So here the device only checks the files and stores their identity.
+//! mediated devices can use only the kernel's VMs. So slat's device only checks the files and stores their identity.
 
 use crate::errno::{Error, Result, fail};
 use crate::file_id::{self, FileId};
@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 #[derive(Debug, Default)]
 pub(crate) struct VfioFiles(Mutex<Vec<FileId>>);
 
-/// The device of a VM, if it has one.
+/// The device of a VM, if the VM has such a device.
 #[derive(Debug, Default)]
 pub(crate) struct Devices(Mutex<Weak<VfioFiles>>);
 

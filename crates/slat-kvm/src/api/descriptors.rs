@@ -3,7 +3,8 @@
 //! kvm-ioctls can make an object of any descriptor, because the kernel knows to which object the descriptor refers.
 //! This crate lists the objects that clients hold by their files, so that a duplicate of a descriptor refers to the
 //! same object. The list keeps an object as long as the client holds a [`Descriptor`] of it. A raw descriptor alone
-//! keeps only guest_memfd memory, because for that the client gets only a raw descriptor.
+//! keeps an object in the list only if the object is guest_memfd memory, for which the client gets only a raw
+//! descriptor.
 
 use crate::errno::{Result, fail};
 use crate::file_id::FileId;

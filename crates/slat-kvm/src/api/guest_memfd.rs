@@ -10,7 +10,8 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 
 /// Guest memory that is a file (a guest_memfd). kvm-ioctls has only the raw descriptor, on which the kernel's
-/// `fallocate` works; here [`fallocate`](Self::fallocate) is a method. Dropping this value releases the memory.
+/// `fallocate` works; in slat, [`fallocate`](Self::fallocate) is a method of this type. Dropping this value releases
+/// the memory.
 #[derive(Debug)]
 pub struct GuestMemfdFd {
     guest_memfd: Arc<GuestMemfd>,

@@ -40,7 +40,7 @@ impl VmFd {
     /// writes of any size and value signal `fd`; otherwise only writes of the value `datamatch` with the size of `T`.
     ///
     /// # Errors
-    /// `EEXIST` if one write could match this registration and an earlier one; `EINVAL`.
+    /// `EEXIST` if one write could match this registration and an earlier registration; `EINVAL`.
     pub fn register_ioevent<T: Into<u64>>(
         &self,
         fd: &EventFd,

@@ -1,11 +1,11 @@
 //! The architecture of the guests, which is the host's: a program that uses KVM has guests of its own architecture.
 //!
 //! This is the only file that asks for which architecture slat is built. All others are neutral, or belong to one
-//! architecture and are in its folder. Neutral files use what this file names, and nothing else of an architecture
-//! (`crates/slat/tests/architecture/arch.rs`). All calls are static.
+//! architecture and are in its folder. Neutral files use the items that this file names, and no other item of an
+//! architecture (`crates/slat/tests/architecture/arch.rs`). All calls are static.
 //!
 //! # What an architecture provides
-//! Types and functions are re-exported here. Methods are in blocks `impl` of the architecture, and need no import.
+//! This file re-exports types and functions. Methods are in blocks `impl` of the architecture, and need no import.
 //!
 //! | for | types and functions | methods |
 //! |---|---|---|

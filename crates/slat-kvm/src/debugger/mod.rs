@@ -1,5 +1,5 @@
-//! A debugger of the guest for `slat gdb`. It stops the vCPUs of a VM, and the client, which runs the VM, does not
-//! notice.
+//! A debugger of the guest for `slat gdb`. The debugger stops the vCPUs of a VM, and the client, which runs the VM,
+//! does not notice the debugger.
 //!
 //! | file | idea |
 //! |---|---|
@@ -12,16 +12,16 @@
 //! debugger marks the vCPU as *held*, and raises [`bits::HOLD`](crate::thread::bits::HOLD). Soon one of two things is
 //! true:
 //!
-//! * The vCPU's thread is in `KVM_RUN`. It sees the bit where it looks for signals and interrupts, leaves the engine,
-//!   and waits in the vCPU's port. It keeps the vCPU locked. So calls of the client that need the vCPU's lock wait for
-//!   the debugger, as they wait for a vCPU that runs. The debugger's thread uses the vCPU under the port's lock, which
-//!   the waiting thread needs to continue.
+//! * The vCPU's thread is in `KVM_RUN`. That thread sees the bit where it looks for signals and interrupts, leaves the
+//!   engine, and waits in the vCPU's port. The waiting thread keeps the vCPU locked. So calls of the client that need
+//!   the vCPU's lock wait for the debugger, as they wait for a vCPU that runs. The debugger's thread uses the vCPU
+//!   under the port's lock, which the waiting thread needs to continue.
 //! * No call has locked the vCPU. The debugger's thread locks the vCPU for each request, as a call would. If the client
 //!   calls `KVM_RUN` afterwards, the vCPU's thread first waits in the port, and the registers do not change.
 //!
 //! A signal for the thread of a held vCPU ends `KVM_RUN` as always, with `EINTR` and without an instruction of the
-//! guest. So does `immediate_exit`. So a client can pause, save and end its VM while a debugger holds the vCPU. The
-//! vCPU stays held.
+//! guest. `immediate_exit` also ends `KVM_RUN`. So a client can pause, save and end its VM while a debugger holds the
+//! vCPU. The vCPU stays held.
 //!
 //! A vCPU's port holds the probes (breakpoints, watchpoints, steps) that the debugger has set. The vCPU's own thread
 //! reads the probes from the port before the guest executes again. So a debugger can leave at any moment, even when a

@@ -47,7 +47,7 @@ pub(crate) struct Session {
 }
 
 impl Session {
-    /// Begins to debug a VM, and holds its vCPUs. If no VM is named, debugs the first one.
+    /// Begins to debug a VM, and holds its vCPUs. If no VM is named, debugs the process's first VM.
     ///
     /// # Errors
     /// A message for the user.

@@ -30,15 +30,15 @@ use std::sync::Arc;
 pub enum Object {
     /// `/dev/kvm`.
     System(Arc<System>),
-    /// Created by `KVM_CREATE_VM`.
+    /// A VM, which `KVM_CREATE_VM` creates.
     Vm(Arc<VmObject>),
-    /// Created by `KVM_CREATE_VCPU`.
+    /// A vCPU, which `KVM_CREATE_VCPU` creates.
     Vcpu(Shared<VcpuObject>),
-    /// Created by `KVM_GET_STATS_FD`.
+    /// Statistics, which `KVM_GET_STATS_FD` creates.
     Stats(Shared<StatsObject>),
-    /// Created by `KVM_CREATE_GUEST_MEMFD`.
+    /// Guest memory that is a file, which `KVM_CREATE_GUEST_MEMFD` creates.
     GuestMemfd(Arc<GuestMemfd>),
-    /// Created by `KVM_CREATE_DEVICE`.
+    /// A device, which `KVM_CREATE_DEVICE` creates.
     Device(Arc<VfioDevice>),
     /// A module parameter, opened for writing.
     Parameter(&'static str),
@@ -118,8 +118,8 @@ impl Object {
     /// Carries out `ioctl(fd, request, argument)` for a descriptor that refers to this object.
     ///
     /// # Errors
-    /// KVM's errno. For an unknown request it is `EINVAL` (`/dev/kvm`, vCPUs), `EBADF` (`O_PATH`) or `ENOTTY` (the
-    /// others). `EFAULT` for a bad pointer. Also the errors of the call itself.
+    /// KVM's errno. For an unknown request the errno is `EINVAL` (`/dev/kvm`, vCPUs), `EBADF` (`O_PATH`) or `ENOTTY`
+    /// (other objects). `EFAULT` for a bad pointer. Also the errors of the call itself.
     pub fn ioctl(&self, request: u32, argument: u64) -> Result<Answer> {
         let _section = Section::enter();
         let answer = match self {

@@ -1,4 +1,5 @@
-//! The profile file of a process. At any time the file has a complete content, the old one or a new one.
+//! The profile file of a process. At any time the file has a complete content: the content before a write, or the
+//! content after it.
 
 use slat_process::file_size::{explained, limited};
 use std::fs::{self, OpenOptions};

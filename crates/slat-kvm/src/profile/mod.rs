@@ -138,7 +138,7 @@ pub fn end() {
         profile.count();
         profile.write();
     }
-    // The message is printed here, because the thread does not have the client's standard error.
+    // This function prints the message, because the profile's thread does not have the client's standard error.
     if let Some(failure) = &lock(&profile.output).failure {
         messages::say(format_args!("the profile is not complete: {failure}"));
     } else if let Some(path) = wanted()

@@ -1,5 +1,5 @@
-//! The conversation with `slat gdb` (the reader). It begins with `debug [VM]`, and ends when the reader closes the
-//! socket.
+//! The conversation with `slat gdb` (the reader). The conversation begins with `debug [VM]`, and ends when the reader
+//! closes the socket.
 //!
 //! ```text
 //! slat 1                       the version of this text

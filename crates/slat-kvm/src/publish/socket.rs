@@ -1,4 +1,4 @@
-//! A directory that only the user can enter, and the socket in it.
+//! A directory that only the user can enter, and the socket in this directory.
 //!
 //! Makes system calls directly, not through the C library. The preload library treats calls of the C library's
 //! functions as the program's, and the program's descriptors may have the same numbers as those of this thread's own
@@ -14,7 +14,7 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::PathBuf;
 
 /// The name of the directory below the user's runtime directory. The directory `slat` is not used, because `slat run`
-/// may keep its library there, which all users may read.
+/// may keep its library in that directory, which all users may read.
 const SUBDIRECTORY: &str = "slat-stat";
 
 /// How long a reader may take to ask, and to receive each part of the answer.

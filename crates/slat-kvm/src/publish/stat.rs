@@ -10,7 +10,7 @@
 //! memory 12 …                  what the engine has counted for this VM
 //! vcpu 0 runs                  a vCPU of this VM, by the vCPU's id: runs, halted, or out of KVM_RUN
 //! memory 12 …                  what the engine has counted for this vCPU
-//! cpu 712345 …                 what the vCPU's CPU had counted at its last exit; it exits at least every 10 ms (`ticker`)
+//! cpu 712345 …                 what the vCPU's CPU had counted at its last exit, at most 10 ms ago (`ticker`)
 //! exits 5 …                    the numbers of the vCPU's exits, and its other counters
 //! halts 0 …                    counts of the vCPU's waits in halts: one for each position of the highest set bit of
 //!                              their nanoseconds

@@ -136,8 +136,8 @@ impl VcpuObject {
     ///
     /// KVM promises (api.rst, 5) that after a run with `immediate_exit` no instruction is half done. So this method is
     /// called before signals, requests and interrupts are handled, and executes no other instruction. [`Executor::run`]
-    /// also finishes the instruction before it executes another one. So if `Executor::run` follows at once, this method
-    /// does nothing.
+    /// also finishes the instruction before it executes another instruction. So if `Executor::run` follows at once,
+    /// this method does nothing.
     ///
     /// # Errors
     /// The errors of [`run`](Self::run), if the instruction has to wait for memory that the host does not have yet.

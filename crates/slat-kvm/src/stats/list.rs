@@ -1,7 +1,7 @@
 //! The statistics and their names.
 //!
 //! KVM's statistics are first in the list. The engine's other counters follow, under their own names. The file
-//! describes itself, so a reader that knows KVM's names finds KVM's statistics and skips the others.
+//! describes itself, so a reader that knows KVM's names finds KVM's statistics and skips the engine's other counters.
 
 use crate::arch::{self, Exits};
 use crate::counters::BUCKETS;
@@ -83,14 +83,14 @@ const VCPU: &[&str] = &[
     "pf_guest",
     "invlpg",
 ];
-/// KVM's statistics of structures that slat does not have. They are always 0: slat's lists of leaves have no size, and
-/// slat finds no shadow page by a hash.
+/// KVM's statistics of structures that slat does not have. These statistics are always 0: slat's lists of leaves have
+/// no size, and slat finds no shadow page by a hash.
 const NEVER_VM: &[(&str, Kind)] = &[
     ("max_mmu_rmap_size", Kind::Peak),
     ("max_mmu_page_hash_collisions", Kind::Peak),
 ];
-/// KVM's statistics of polling before a halt, which a slat vCPU never does. They are always 0, like the architecture's
-/// statistics in [`arch::NEVER`].
+/// KVM's statistics of polling before a halt, which a slat vCPU never does. These statistics are always 0, like the
+/// architecture's statistics in [`arch::NEVER`].
 const NEVER_VCPU: &[(&str, Kind)] = &[
     ("halt_successful_poll", Kind::Counter),
     ("halt_attempted_poll", Kind::Counter),

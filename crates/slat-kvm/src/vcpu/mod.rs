@@ -62,7 +62,7 @@ impl AsMut<EngineVcpu> for Inner {
     }
 }
 
-/// A vCPU. It keeps its VM alive.
+/// A vCPU. The vCPU keeps its VM alive.
 pub struct VcpuObject {
     common: Shared<VcpuCommon>,
     pub(crate) vm: Arc<VmObject>,

@@ -15,7 +15,8 @@ impl VmObject {
     }
 
     /// Carries out `KVM_IRQ_LINE_STATUS`, and `KVM_IRQ_LINE` without the result. Returns the number of vCPUs that
-    /// accepted the interrupt, 0 if the interrupt was coalesced with a pending one, -1 if it was ignored (masked).
+    /// accepted the interrupt, 0 if the interrupt was coalesced with a pending interrupt, -1 if the interrupt was
+    /// ignored (masked).
     ///
     /// # Errors
     /// `ENXIO` without interrupt controllers.

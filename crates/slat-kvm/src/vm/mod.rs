@@ -172,7 +172,7 @@ impl VmObject {
         self.bus.add_zone(&self.engine, zone)
     }
 
-    /// Carries out `KVM_UNREGISTER_COALESCED_MMIO`: removes every registered range that contains the given one.
+    /// Carries out `KVM_UNREGISTER_COALESCED_MMIO`: removes every registered range that contains the range of `zone`.
     ///
     /// # Errors
     /// `EINVAL` for a kind that is neither memory nor ports, `ENOMEM`.
@@ -185,9 +185,9 @@ impl VmObject {
     ///
     /// # Errors
     /// For a registration: `EINVAL` for unknown flags, a length other than 0, 1, 2, 4 and 8, a range that wraps around,
-    /// and a value to compare without a length; `EEXIST` if one write could match this registration and an earlier one.
-    /// For a removal: `ENOENT` if there is no such registration. For both: `EBADF`, `EINVAL` for a descriptor that is
-    /// no eventfd, `ENOMEM`, `EMFILE`.
+    /// and a value to compare without a length; `EEXIST` if one write could match this registration and an earlier
+    /// registration. For a removal: `ENOENT` if there is no such registration. For both: `EBADF`, `EINVAL` for a
+    /// descriptor that is no eventfd, `ENOMEM`, `EMFILE`.
     pub fn ioeventfd(&self, asked: &kvm_ioeventfd) -> Result<()> {
         let _call = self.begin()?;
         self.bus.change_event(&self.engine, asked)

@@ -62,7 +62,7 @@ pub(crate) fn why_not() -> Option<&'static str> {
     if !policy::current().is_ok_and(|policies| policies.jit != Jit::Off) {
         return Some("jit is off");
     }
-    // `peek` is used because `get` would make the value, and no thread would be started for it.
+    // `peek` is used because `get` would make the value, and no thread would be started for that value.
     match &COMPILING.peek()?.compiler {
         None => Some("the host has no address space for code"),
         Some(compiler) if compiler.is_forbidden() => Some("the host allows no executable memory"),

@@ -17,16 +17,16 @@ exits! {
     irq_window_exits,
     /// Exits because the client could inject an interrupt.
     request_irq_exits,
-    /// Exits because an attention bit was raised. KVM counts host interrupts here.
+    /// Exits because an attention bit was raised. KVM counts host interrupts by this counter.
     irq_exits,
-    /// HLT.
+    /// Exits because the guest executed HLT.
     halt_exits,
     /// Instructions that real KVM would emulate: those that access addresses without memory (which the client, an
     /// interrupt controller or an eventfd handles), and those that the CPU does not have.
     insn_emulation,
     /// Instructions that the CPU does not have.
     insn_emulation_fail,
-    /// VMCALL.
+    /// Hypercalls of the guest (VMCALL or VMMCALL).
     hypercalls,
     /// Interrupts of the local APIC or the 8259 that were delivered.
     irq_injections,
@@ -68,7 +68,7 @@ impl Exits {
     }
 }
 
-/// Returns the reason of an exit. `None`: the time of the exit is counted elsewhere.
+/// Returns the reason of an exit. `None`: the exit is a halt, whose time is counted separately.
 pub(crate) fn reason(exit: &Exit) -> Option<Reason> {
     match exit {
         Exit::Io { .. } => Some(Reason::Io),
@@ -80,7 +80,7 @@ pub(crate) fn reason(exit: &Exit) -> Option<Reason> {
 }
 
 /// KVM's statistics of operations that a vCPU of slat never does: flushing the host's caches, reloading the host's
-/// registers, running nested guests, yielding to another vCPU. They are always 0.
+/// registers, running nested guests, yielding to another vCPU. These statistics are always 0.
 pub(crate) const NEVER: &[&str] = &[
     "nmi_window_exits",
     "l1d_flush",

@@ -11,8 +11,8 @@ fn bits(features: &[(bool, u32)]) -> u32 {
         .fold(0, |bits, (_, bit)| bits | 1 << bit)
 }
 
-/// Leaf 1 ECX: SSE3 to SSE4.2, PCLMULQDQ, AES, AVX, FMA, F16C as on the host; CMPXCHG16B PCID MOVBE
-/// POPCNT XSAVE RDRAND.
+/// Returns leaf 1 ECX: SSE3 to SSE4.2, PCLMULQDQ, AES, AVX, FMA, F16C as on the host; CMPXCHG16B PCID MOVBE POPCNT
+/// XSAVE RDRAND.
 pub fn leaf1_ecx() -> u32 {
     let integer = bits(&[
         (true, 13),
@@ -25,8 +25,8 @@ pub fn leaf1_ecx() -> u32 {
     integer | features().leaf1_ecx
 }
 
-/// Leaf 7 EBX: FSGSBASE TSC_ADJUST BMI1 SMEP BMI2 ERMS INVPCID RDSEED ADX SMAP CLFLUSHOPT CLWB, AVX2
-/// and SHA as on the host.
+/// Returns leaf 7 EBX: FSGSBASE TSC_ADJUST BMI1 SMEP BMI2 ERMS INVPCID RDSEED ADX SMAP CLFLUSHOPT CLWB, AVX2 and SHA as
+/// on the host.
 pub fn leaf7_ebx() -> u32 {
     let integer = bits(&[
         (true, 0),
@@ -45,13 +45,13 @@ pub fn leaf7_ebx() -> u32 {
     integer | features().leaf7_ebx
 }
 
-/// Leaf 7 ECX: UMIP RDPID CLDEMOTE, PKU if `protection_keys`; VAES and VPCLMULQDQ as on the host.
+/// Returns leaf 7 ECX: UMIP RDPID CLDEMOTE, PKU if `protection_keys`; VAES and VPCLMULQDQ as on the host.
 pub fn leaf7_ecx(protection_keys: bool) -> u32 {
     let own = bits(&[(true, 2), (protection_keys, 3), (true, 22), (true, 25)]);
     own | features().leaf7_ecx
 }
 
-/// Leaf 7 EDX: FSRM MD_CLEAR SERIALIZE SPEC_CTRL STIBP FLUSH_L1D ARCH_CAPABILITIES SSBD.
+/// Returns leaf 7 EDX: FSRM MD_CLEAR SERIALIZE SPEC_CTRL STIBP FLUSH_L1D ARCH_CAPABILITIES SSBD.
 pub fn leaf7_edx() -> u32 {
     bits(&[
         (true, 4),
@@ -65,20 +65,20 @@ pub fn leaf7_edx() -> u32 {
     ])
 }
 
-/// Leaf 7.1 EAX: FZRM FSRS.
+/// Returns leaf 7.1 EAX: FZRM FSRS.
 pub fn leaf7_1_eax() -> u32 {
     bits(&[(true, 10), (true, 11)])
 }
 
-/// Leaf 0xd.1 EAX: XSAVEOPT XSAVEC, XGETBV of XINUSE, XSAVES.
+/// Returns leaf 0xd.1 EAX: XSAVEOPT XSAVEC, XGETBV of XINUSE, XSAVES.
 pub fn leaf_d1_eax() -> u32 {
     bits(&[(true, 0), (true, 1), (true, 2), (true, 3)])
 }
 
-/// Leaf 0x8000_0008 EBX: WBNOINVD. IBPB, IBRS, STIBP and SSBD, and the bits which say that guests need not use these
-/// (IBRS protects its own mode, IBPB flushes returns). No speculative store bypass and no branch type confusion,
-/// because the CPU does not speculate. If `amd`, also CLZERO, XSAVEERPTR (the x87 pointers are always saved) and
-/// VIRT_SSBD.
+/// Returns leaf 0x8000_0008 EBX: WBNOINVD; IBPB, IBRS, STIBP and SSBD, and the bits which say that guests need not use
+/// these (IBRS protects its own mode, IBPB flushes returns); the bits which say that the CPU has no speculative store
+/// bypass and no branch type confusion, because it does not speculate. If `amd`, also CLZERO, XSAVEERPTR (the x87
+/// pointers are always saved) and VIRT_SSBD.
 pub fn ext8_ebx(amd: bool) -> u32 {
     bits(&[
         (amd, 0),
@@ -96,13 +96,13 @@ pub fn ext8_ebx(amd: bool) -> u32 {
     ])
 }
 
-/// Leaf 0x8000_0021 EAX: LFENCE serializes; IBRS is automatic; the CPU has no speculative return stack overflow
+/// Returns leaf 0x8000_0021 EAX: LFENCE serializes; IBRS is automatic; the CPU has no speculative return stack overflow
 /// (SRSO_NO and SRSO_USER_KERNEL_NO).
 pub fn ext21_eax() -> u32 {
     bits(&[(true, 2), (true, 8), (true, 29), (true, 30)])
 }
 
-/// Leaf 0x8000_0021 ECX: the CPU has no transient scheduler attacks (TSA_SQ_NO, TSA_L1_NO and TSA_FILL_NO).
+/// Returns leaf 0x8000_0021 ECX: the CPU has no transient scheduler attacks (TSA_SQ_NO, TSA_L1_NO and TSA_FILL_NO).
 pub fn ext21_ecx() -> u32 {
     bits(&[(true, 1), (true, 2), (true, 7)])
 }
@@ -129,8 +129,8 @@ pub const ARCH_CAPABILITIES: u64 = 1
     | 1 << 27
     | 1 << 62;
 
-/// Leaf 0x8000_0001 ECX: LAHF LZCNT PREFETCHW. If `amd`, also CMP_LEGACY (for clients that report several cores), LOCK
-/// MOV CR0, SSE4A, MISALIGNSSE and OSVW.
+/// Returns leaf 0x8000_0001 ECX: LAHF LZCNT PREFETCHW. If `amd`, also CMP_LEGACY (for clients that report several
+/// cores), LOCK MOV CR0, SSE4A, MISALIGNSSE and OSVW.
 pub fn ext1_ecx(amd: bool) -> u32 {
     bits(&[
         (true, 0),
@@ -154,16 +154,17 @@ mod tests {
     fn the_cpu_has_what_models_of_its_vendor_have() {
         let table = supported().unwrap();
         let mut expected = vec![
-            // VME; MD_CLEAR SPEC_CTRL STIBP FLUSH_L1D ARCH_CAPABILITIES SSBD; UMIP; XSAVEOPT XSAVEC XGETBV1 XSAVES.
+            // The following bits are VME; MD_CLEAR SPEC_CTRL STIBP FLUSH_L1D ARCH_CAPABILITIES SSBD; UMIP; XSAVEOPT
+            // XSAVEC XGETBV1 XSAVES.
             (1, 0, 3, 1 << 1),
             (7, 0, 3, 1 << 10 | 0b10_1111 << 26),
             (7, 0, 2, 1 << 2),
             (0xd, 1, 0, 15),
-            // IBPB IBRS STIBP SSBD.
+            // The following bits are IBPB IBRS STIBP SSBD.
             (0x8000_0008, 0, 1, 1 << 12 | 1 << 14 | 1 << 15 | 1 << 24),
         ];
         if is_amd() {
-            // MMXEXT FXSR_OPT; CR8_LEGACY SSE4A MISALIGNSSE OSVW; CLZERO XSAVEERPTR; AUTOIBRS.
+            // The following bits are MMXEXT FXSR_OPT; CR8_LEGACY SSE4A MISALIGNSSE OSVW; CLZERO XSAVEERPTR; AUTOIBRS.
             expected.extend([
                 (0x8000_0001, 0, 3, 1 << 22 | 1 << 25),
                 (0x8000_0001, 0, 2, 1 << 4 | 1 << 6 | 1 << 7 | 1 << 9),

@@ -252,9 +252,9 @@ const PKRU_BYTES: u32 = 8;
 /// Bytes of the upper halves of the YMM registers in an XSAVE area, after the header.
 const AVX_BYTES: u32 = 256;
 
-/// The offset of PKRU in the standard format of an XSAVE area. `None`: the host has no protection keys. The software
-/// CPU could offer protection keys on any host. But QEMU takes the offset from the host's CPUID, and gives its guest
-/// offset 0 if the host has no keys.
+/// Returns the offset of PKRU in the standard format of an XSAVE area. `None`: the host has no protection keys. The
+/// software CPU could offer protection keys on any host. But QEMU takes the offset from the host's CPUID, and gives its
+/// guest offset 0 if the host has no keys.
 pub fn pkru_offset() -> Option<usize> {
     static OFFSET: Computed<Option<usize>> = Computed::new();
     *OFFSET.get_or_init(|| {
@@ -267,12 +267,12 @@ pub fn pkru_offset() -> Option<usize> {
     })
 }
 
-/// The offset of the upper halves of the YMM registers in an XSAVE area, if the host has AVX.
+/// Returns the offset of the upper halves of the YMM registers in an XSAVE area, if the host has AVX.
 pub fn avx_offset() -> Option<usize> {
     slat_x86::simd::has_avx().then_some(XSAVE_LEGACY_BYTES as usize)
 }
 
-/// The state components that a guest can use: bits of XCR0.
+/// Returns the state components that a guest can use, as bits of XCR0.
 pub fn supported_xcr0() -> u64 {
     let optional = [(avx_offset(), xcr0::AVX), (pkru_offset(), xcr0::PKRU)];
     let missing = optional.iter().filter(|(offset, _)| offset.is_none());
@@ -324,7 +324,7 @@ fn complete(entries: &mut Vec<kvm_cpuid_entry2>) {
             }
         }
     }
-    // A stable sort would use 4 KiB of stack for a buffer, and overwrite the memory there.
+    // A stable sort would use 4 KiB of stack for a buffer, and overwrite the memory below the stack pointer.
     // `conformance/programs/below.c` says which client relies on the memory below its stack pointer.
     entries.sort_unstable_by_key(|entry| (entry.function, entry.index));
 }
@@ -346,7 +346,7 @@ fn supported_by(identity: Identity) -> Result<Vec<kvm_cpuid_entry2>> {
     let amd = identity.is_amd();
     let nested = policy::nested();
     // The leaf does not have the TSC-deadline bit, because the emulator of the local APIC decides about the timer.
-    // KVM_CAP_TSC_DEADLINE_TIMER reports slat's own.
+    // KVM_CAP_TSC_DEADLINE_TIMER reports the timer of slat's own local APIC.
     let leaf1_ecx = LEAF1_ECX_X2APIC | feature::LEAF1_ECX_HYPERVISOR | cpu_features::leaf1_ecx();
     let ext1_edx = feature::EXT1_EDX
         | if amd {
@@ -378,7 +378,7 @@ fn supported_by(identity: Identity) -> Result<Vec<kvm_cpuid_entry2>> {
                 cpu_features::leaf7_edx(),
             ],
         ),
-        // No performance monitor.
+        // The CPU has no performance monitor.
         entry(0xa, None, [0; 4]),
         entry(7, Some(1), [cpu_features::leaf7_1_eax(), 0, 0, 0]),
         entry(0xb, Some(0), [0; 4]),
@@ -435,7 +435,7 @@ fn supported_by(identity: Identity) -> Result<Vec<kvm_cpuid_entry2>> {
             ],
         ),
     ]);
-    // The brand string, in three leaves of 16 characters.
+    // The brand string is in three leaves, each of which has 16 characters.
     let mut brand = [0u8; 48];
     let text = b"slat software CPU";
     brand[..text.len()].copy_from_slice(text);
@@ -596,7 +596,7 @@ mod tests {
             assert_eq!(eax >> 4 & 15 | eax >> 12 & 0xf0, model);
             assert_ne!(lookup(&table, 7, 0)[3] & LEAF7_EDX_ARCH_CAPABILITIES, 0);
             if identity.is_amd() {
-                // SSB_NO, BTC_NO; SRSO_NO, SRSO_USER_KERNEL_NO; TSA_SQ_NO, TSA_L1_NO, TSA_FILL_NO.
+                // The bits are SSB_NO, BTC_NO; SRSO_NO, SRSO_USER_KERNEL_NO; TSA_SQ_NO, TSA_L1_NO, TSA_FILL_NO.
                 let ext8 = lookup(&table, 0x8000_0008, 0)[1];
                 assert_eq!(ext8 >> 26 & 0b1001, 0b1001);
                 let ext21 = lookup(&table, 0x8000_0021, 0);
@@ -670,7 +670,7 @@ mod tests {
 
     #[test]
     fn the_levels_of_x86_64_are_complete() {
-        // The integer part of x86-64-v3: MOVBE, OSXSAVE's XSAVE, BMI1, BMI2, LZCNT.
+        // The integer part of x86-64-v3 has the bits MOVBE, OSXSAVE's XSAVE, BMI1, BMI2, LZCNT.
         let table = supported().unwrap();
         let has =
             |leaf, register: usize, bit: u32| lookup(&table, leaf, 0)[register] >> bit & 1 != 0;

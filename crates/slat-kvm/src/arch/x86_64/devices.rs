@@ -19,8 +19,8 @@ pub(crate) enum Device {
 /// The port of [`Device::Speaker`]. The device's range on KVM's bus is longer, but the device serves only this port.
 pub(crate) const SPEAKER: u64 = 0x61;
 
-/// The devices of `KVM_CREATE_IRQCHIP`. If `KVM_SET_IRQCHIP` moves the I/O APIC to another address, it is not found
-/// there, as in KVM.
+/// The devices of `KVM_CREATE_IRQCHIP`. If `KVM_SET_IRQCHIP` moves the I/O APIC to another address, the guest does not
+/// find it at that address, as in KVM.
 pub(crate) const PC: [(Range, Device); 4] = [
     (Range::new(Space::Ports, 0x20, 2), Device::Pics),
     (Range::new(Space::Ports, 0xa0, 2), Device::Pics),
@@ -32,7 +32,7 @@ pub(crate) const PC: [(Range, Device); 4] = [
 ];
 /// The devices of `KVM_CREATE_PIT2`.
 pub(crate) const TIMER: (Range, Device) = (Range::new(Space::Ports, 0x40, 4), Device::Timer);
-/// Its port 0x61.
+/// The port 0x61 of the 8254.
 pub(crate) const TIMERS_PORT: (Range, Device) =
     (Range::new(Space::Ports, SPEAKER, 4), Device::Speaker);
 

@@ -24,7 +24,7 @@ const SHADOW_MOV_SS: u8 = 1;
 pub struct Requested {
     /// An exception that is pending (`KVM_CAP_EXCEPTION_PAYLOAD`): CR2 and DR6 have not changed yet.
     pub(crate) exception: Option<Pending>,
-    /// A triple fault.
+    /// Whether the client requests a triple fault.
     pub(crate) triple_fault: bool,
 }
 

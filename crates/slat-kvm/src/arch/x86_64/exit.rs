@@ -21,7 +21,7 @@ pub(crate) enum ClientCall {
     Hyperv {
         /// The input value.
         input: u64,
-        /// The two registers after it.
+        /// The values of the two registers that hold the call's parameters.
         parameters: [u64; 2],
     },
 }
@@ -72,7 +72,7 @@ pub(crate) fn delivery(page: &RunPage, vector: u8, software: bool, gpa: u64) {
         true => NESTED_PAGE_FAULT,
         false => EPT_MISCONFIGURATION,
     };
-    // SAFETY: a plain call.
+    // SAFETY: the call takes no pointer.
     let processor = unsafe { libc::sched_getcpu() };
     let words = [
         VALID | kind << 8 | u64::from(vector),

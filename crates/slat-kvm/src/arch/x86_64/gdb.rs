@@ -237,7 +237,7 @@ mod tests {
         assert!(!set(&mut state, RIP, &[0; 4]) && !set(&mut state, COUNT, &[]));
     }
 
-    /// Also checks the registers that cannot be set.
+    /// This test also reads the registers that cannot be set.
     #[test]
     fn each_name_has_its_own_value() {
         let mut state = State::reset();

@@ -14,7 +14,7 @@
 //! | | `counters`, `trace` | x86's counters and tracepoints of a vCPU |
 //! | | `gdb` | the registers, as GDB numbers them |
 //! | | `perf`, `compiler` | compiled code, named for perf; the threads that compile |
-//! | | `state` | what a VM, and the part of a vCPU that other threads use, have of x86 |
+//! | | `state` | x86's state of a VM, and of the part of a vCPU that other threads use |
 //! | | `limits` | the limits of a VM |
 //! | | `devices` | the places of a PC's controllers on the bus, and their timers |
 //! | | `target` | the line, the message or the source to which a GSI is routed |
@@ -22,9 +22,9 @@
 //! | | `chips`, `irq` | the interrupt controllers of a PC; how interrupts reach vCPUs by them |
 //! | | `caps` | capabilities |
 //! | objects | `vm`, `system` | calls of a VM and of `/dev/kvm` |
-//! | | `vcpu_state`, `vcpu` | what a vCPU keeps of x86; calls of a vCPU |
+//! | | `vcpu_state`, `vcpu` | x86's state of a vCPU; calls of a vCPU |
 //! | | `machine` | the machine around a CPU: address translation, MSRs, hypercalls, paravirtual features |
-//! | calls | `run` | what `KVM_RUN` does with x86's CPU |
+//! | calls | `run` | x86's part of `KVM_RUN` |
 //! | | `device_attr` | device attributes |
 //! | interface | `ioctl` | requests that only x86 has |
 //! | | `api` | methods of the Rust API that only x86 has |
@@ -74,7 +74,7 @@ pub(crate) mod vm;
 
 pub use slat_x86::{Counters, Executor, Exit, Probe, ProbeHit, ProbeKind, Tier};
 
-/// What slat's other crates and tests use.
+/// The items that slat's other crates and tests use.
 pub mod for_other_crates {
     pub use super::{cpuid, perf};
 }

@@ -34,7 +34,7 @@ pub struct NestedState {
 }
 
 impl NestedState {
-    /// The words of the header, in the client's format.
+    /// Returns the words of the header, in the client's format.
     pub fn words(&self) -> &[u64; WORDS] {
         &self.words
     }
@@ -44,14 +44,14 @@ impl NestedState {
         self.vmcb.as_ref()
     }
 
-    /// Bytes of the state.
+    /// Returns the number of bytes of the state.
     pub fn size(&self) -> u32 {
         (self.words[0] >> 32) as u32
     }
 }
 
-/// Whether the nested state of `cpu` has SVM's format. It has this format if the CPU has SVM, or if guests are offered
-/// AMD's processor.
+/// Whether the nested state of `cpu` has SVM's format. The nested state has SVM's format if the CPU has SVM, or if
+/// guests are offered AMD's processor.
 fn is_svm(cpu: &Cpu) -> bool {
     is_amd() || cpu.features().has_svm()
 }

@@ -40,7 +40,7 @@ pub(crate) struct Options {
     exit_on_emulation_failure: AtomicBool,
     /// `KVM_CAP_X86_DISABLE_EXITS` with `KVM_X86_DISABLE_EXITS_HLT`: halts do not end `KVM_RUN`.
     halts_inside: AtomicBool,
-    /// `KVM_CAP_MSR_PLATFORM_INFO`.
+    /// `KVM_CAP_MSR_PLATFORM_INFO`: the guest can read the MSR PLATFORM_INFO.
     guest_reads_platform_info: AtomicBool,
     /// `KVM_CAP_X86_USER_SPACE_MSR`: the reasons, a bit each, for which a refused access exits to the client.
     user_space_msrs: AtomicU32,
@@ -50,7 +50,7 @@ pub(crate) struct Options {
     bus_locks_exit: AtomicBool,
     /// `KVM_CAP_X86_NOTIFY_VMEXIT`: the window in cycles of the TSC (upper half), and flags. 0 means no window.
     notify_vmexit: AtomicU64,
-    /// `KVM_CAP_X86_APIC_BUS_CYCLES_NS`.
+    /// `KVM_CAP_X86_APIC_BUS_CYCLES_NS`: the nanoseconds of a cycle of the local APICs' bus.
     apic_bus_cycle_ns: AtomicU64,
     /// Whether `KVM_X86_SET_MSR_FILTER` has set a filter. If not, MSR accesses do not take the lock.
     has_msr_filter: AtomicBool,
@@ -77,7 +77,7 @@ impl Default for Options {
 }
 
 impl Options {
-    /// Sets the option of a capability. `None`: no option here belongs to `cap`.
+    /// Sets the option of a capability. `None`: `cap` has no option in [`Options`].
     pub(crate) fn enable(&self, cap: u32, argument: u64) -> Option<Result<()>> {
         let switch = match cap {
             KVM_CAP_EXCEPTION_PAYLOAD => &self.exception_payload,

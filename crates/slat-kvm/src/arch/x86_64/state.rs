@@ -1,4 +1,4 @@
-//! What a VM, and the part of a vCPU that other threads use, have of x86.
+//! x86's state of a VM, and of the part of a vCPU that other threads use.
 
 use crate::arch::x86_64::clock::VmClock;
 use crate::arch::x86_64::compiler;
@@ -13,7 +13,7 @@ use slat_x86::{CodePages, Compile, Compiler};
 use std::sync::atomic::AtomicU32;
 use std::sync::{Arc, Mutex};
 
-/// What a VM has of x86.
+/// x86's state of a VM.
 pub(crate) struct VmState {
     /// The pages with decoded code, by which the CPUs tell each other of stores to code.
     pub(crate) code: Arc<CodePages>,
@@ -46,7 +46,7 @@ impl VmState {
         })
     }
 
-    /// Returns the value of a capability that the VM's client has set. `None`: the value is that of the capability, for
+    /// Returns the value of a capability that the VM's client has set. `None`: the capability has the same value for
     /// all VMs.
     pub(crate) fn extension(&self, cap: u64) -> Option<i32> {
         match u32::try_from(cap) {
@@ -57,7 +57,7 @@ impl VmState {
     }
 }
 
-/// What the part of a vCPU that other threads use has of x86.
+/// x86's state of a vCPU that other threads use.
 pub(crate) struct VcpuShared {
     pub(crate) lapic: Option<Mutex<Lapic>>,
     /// The pending events, as bits: `VcpuCommon::NMIS`, `INIT`, `SIPI`, `UNHALT`, `SMI`.

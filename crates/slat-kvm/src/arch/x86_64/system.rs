@@ -15,13 +15,13 @@ impl System {
         cpuid::supported()
     }
 
-    /// Carries out `KVM_GET_SUPPORTED_HV_CPUID`: the leaves of Hyper-V's interface that a client may give vCPUs with
-    /// local APICs.
+    /// Carries out `KVM_GET_SUPPORTED_HV_CPUID`: returns the leaves of Hyper-V's interface that a client may give vCPUs
+    /// with local APICs.
     pub fn supported_hv_cpuid(&self) -> [kvm_cpuid_entry2; 10] {
         hyperv::cpuid::supported(true, MAX_VCPUS)
     }
 
-    /// Carries out `KVM_GET_EMULATED_CPUID`: the features that KVM emulates.
+    /// Carries out `KVM_GET_EMULATED_CPUID`: returns the leaves with the features that KVM emulates.
     pub fn emulated_cpuid(&self) -> [kvm_cpuid_entry2; 3] {
         cpuid::emulated()
     }

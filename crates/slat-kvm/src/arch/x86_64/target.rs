@@ -3,7 +3,7 @@
 use crate::errno::{Result, fail};
 use kvm_bindings::*;
 
-/// Lines of one 8259.
+/// The number of lines of each of the two 8259s.
 pub(crate) const PIC_LINES: u32 = 8;
 /// Pins of the I/O APIC.
 pub(crate) const IOAPIC_PINS: u32 = 24;
@@ -32,8 +32,8 @@ pub(crate) enum Target {
 }
 
 impl Target {
-    /// Returns where an entry of a client's table leads. `has_chips`: it may name lines and pins. `extended_ids`: see
-    /// [`Message::from_msi`].
+    /// Returns the target that an entry of a client's table names. `has_chips`: the entry may name lines and pins.
+    /// `extended_ids`: see [`Message::from_msi`].
     ///
     /// [`Message::from_msi`]: slat_irqchip::message::Message::from_msi
     ///
@@ -46,7 +46,8 @@ impl Target {
     ) -> Result<Self> {
         match entry.type_ {
             KVM_IRQ_ROUTING_IRQCHIP if has_chips => {
-                // SAFETY: plain integers, whatever the kind of the entry.
+                // SAFETY: all fields of the union are integers, so every bit pattern is valid, whatever the kind of the
+                // entry.
                 let kvm_irq_routing_irqchip { irqchip, pin } = unsafe { entry.u.irqchip };
                 match irqchip {
                     KVM_IRQCHIP_PIC_MASTER if pin < PIC_LINES => Ok(Target::Pic(pin as u8)),
@@ -58,7 +59,8 @@ impl Target {
                 }
             }
             KVM_IRQ_ROUTING_MSI => {
-                // SAFETY: as above.
+                // SAFETY: all fields of the union are integers, so every bit pattern is valid, whatever the kind of the
+                // entry.
                 let msi = unsafe { entry.u.msi };
                 if extended_ids && msi.address_hi & 0xff != 0 {
                     return fail(libc::EINVAL);
@@ -69,7 +71,8 @@ impl Target {
                 })
             }
             KVM_IRQ_ROUTING_HV_SINT => {
-                // SAFETY: as above.
+                // SAFETY: all fields of the union are integers, so every bit pattern is valid, whatever the kind of the
+                // entry.
                 let kvm_irq_routing_hv_sint { vcpu, sint } = unsafe { entry.u.hv_sint };
                 Ok(Target::Sint { vp: vcpu, sint })
             }

@@ -4,7 +4,7 @@ use crate::trace::number;
 use slat_trace::{Entry, Pio, exit as reason, point};
 use slat_x86::{Exit, State, vector};
 
-/// The vCPU enters the guest.
+/// Traces that the vCPU enters the guest.
 #[inline]
 pub(crate) fn enters(vcpu_id: u32, state: &State) {
     point(|| Entry {
@@ -13,7 +13,7 @@ pub(crate) fn enters(vcpu_id: u32, state: &State) {
     });
 }
 
-/// The vCPU has left the guest.
+/// Traces that the vCPU has left the guest.
 #[inline]
 pub(crate) fn left(vcpu_id: u32, state: &State, exit: &Exit) {
     point(|| {
@@ -25,7 +25,7 @@ pub(crate) fn left(vcpu_id: u32, state: &State, exit: &Exit) {
             Exit::Io {
                 port, size, write, ..
             } => {
-                // Intel's SDM, volume 3, table 29-5.
+                // The format is that of the exit qualification in Intel's SDM, volume 3, table 29-5.
                 let qualification =
                     u64::from(port) << 16 | u64::from(!write) << 3 | (u64::from(size) - 1);
                 (reason::IO_INSTRUCTION, qualification, 0)
@@ -55,7 +55,7 @@ pub(crate) fn left(vcpu_id: u32, state: &State, exit: &Exit) {
     });
 }
 
-/// The guest writes `data` to a port, or reads it, in units of `size` bytes.
+/// Traces that the guest writes `data` to a port, or reads `data` from a port, in units of `size` bytes.
 #[inline]
 pub(crate) fn port(write: bool, port: u16, size: usize, data: &[u8]) {
     point(|| Pio {

@@ -23,7 +23,7 @@ impl VcpuCommon {
         self.arch.lapic.is_some()
     }
 
-    /// The local APIC, if the VM has an interrupt controller.
+    /// Locks and returns the local APIC, if the VM has an interrupt controller.
     pub(crate) fn lapic(&self) -> Option<MutexGuard<'_, Lapic>> {
         Some(
             self.arch
@@ -94,7 +94,7 @@ impl VcpuCommon {
         self.notice();
     }
 
-    /// Clears the pending system management interrupt. Returns whether there was one.
+    /// Clears the pending system management interrupt. Returns whether an interrupt was pending.
     pub(crate) fn take_smi(&self) -> bool {
         // Every entry into the guest calls this, and usually no SMI is pending.
         self.arch.signals.load(Ordering::SeqCst) & Self::SMI != 0
@@ -117,7 +117,7 @@ impl VcpuCommon {
         }
     }
 
-    /// The number of pending NMIs.
+    /// Returns the number of pending NMIs.
     pub(crate) fn nmis(&self) -> u8 {
         Self::nmis_in(self.arch.signals.load(Ordering::SeqCst))
     }

@@ -1,4 +1,4 @@
-//! What a vCPU keeps of x86, besides its CPU and its machine.
+//! x86's state of a vCPU, besides its CPU and its machine.
 
 use crate::arch::x86_64::events::Requested;
 
@@ -23,7 +23,7 @@ pub(crate) enum Unfinished {
     MmioRead(usize),
 }
 
-/// What only one thread at a time uses of a vCPU.
+/// x86's state of a vCPU that only one thread at a time uses.
 pub(crate) struct VcpuState {
     pub(crate) unfinished: Unfinished,
     pub(crate) mp_state: u32,

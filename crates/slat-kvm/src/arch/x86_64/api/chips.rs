@@ -33,7 +33,7 @@ impl VmFd {
     /// Carries out `KVM_CREATE_PIT2`: creates an 8254.
     ///
     /// # Errors
-    /// `EEXIST` when there is one already, `ENOENT` without an 8259 pair.
+    /// `EEXIST` when there is an 8254 already, `ENOENT` without an 8259 pair.
     pub fn create_pit2(&self, pit_config: kvm_pit_config) -> Result<()> {
         self.vm.create_pit(&pit_config)
     }

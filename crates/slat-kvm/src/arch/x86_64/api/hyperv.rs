@@ -6,7 +6,7 @@ use crate::errno::Result;
 use kvm_bindings::{CpuId, kvm_hyperv_eventfd};
 
 impl Kvm {
-    /// Carries out `KVM_GET_SUPPORTED_HV_CPUID`: the leaves for vCPUs with local APICs.
+    /// Carries out `KVM_GET_SUPPORTED_HV_CPUID`: returns the leaves for vCPUs with local APICs.
     ///
     /// # Errors
     /// `ENOMEM` for `num_entries` above `KVM_MAX_CPUID_ENTRIES`, `E2BIG` when the table has more than
@@ -17,7 +17,7 @@ impl Kvm {
 }
 
 impl VcpuFd {
-    /// Carries out `KVM_GET_SUPPORTED_HV_CPUID` of a vCPU.
+    /// Carries out `KVM_GET_SUPPORTED_HV_CPUID` of a vCPU: returns the leaves for this vCPU.
     ///
     /// # Errors
     /// The errors are those of [`Kvm::get_supported_hv_cpuid`].

@@ -18,7 +18,7 @@ impl VcpuFd {
     /// Carries out `KVM_GET_REGS`.
     ///
     /// # Errors
-    /// `EIO` in a forked child, as for every call here.
+    /// `EIO` in a forked child. Every call of this file returns this error.
     pub fn get_regs(&self) -> Result<kvm_regs> {
         self.vcpu.get_regs()
     }
@@ -104,7 +104,7 @@ impl VcpuFd {
         self.vcpu.set_lapic(klapic)
     }
 
-    /// Carries out `KVM_GET_MSRS`; returns how many were read.
+    /// Carries out `KVM_GET_MSRS`. Returns how many MSRs were read.
     ///
     /// # Errors
     /// `EIO`.
@@ -112,7 +112,7 @@ impl VcpuFd {
         self.vcpu.get_msrs(msrs.as_mut_slice())
     }
 
-    /// Carries out `KVM_SET_MSRS`; returns how many were written.
+    /// Carries out `KVM_SET_MSRS`. Returns how many MSRs were written.
     ///
     /// # Errors
     /// `EIO`.
@@ -153,7 +153,7 @@ impl VcpuFd {
     /// `EIO`.
     ///
     /// # Safety
-    /// No condition is needed, because the area has a fixed size here. The method is unsafe because kvm-ioctls' method
+    /// No condition is needed, because slat's area has a fixed size. The method is unsafe because kvm-ioctls' method
     /// is.
     pub unsafe fn get_xsave2(&self, xsave: &mut Xsave) -> Result<()> {
         // SAFETY: the length of the flexible array is not changed.
@@ -174,7 +174,7 @@ impl VcpuFd {
     /// `EINVAL` for state components that the CPU does not have.
     ///
     /// # Safety
-    /// No condition is needed, because the area has a fixed size here. The method is unsafe because kvm-ioctls' method
+    /// No condition is needed, because slat's area has a fixed size. The method is unsafe because kvm-ioctls' method
     /// is.
     pub unsafe fn set_xsave(&self, xsave: &kvm_xsave) -> Result<()> {
         let mut area = [0; 4096];

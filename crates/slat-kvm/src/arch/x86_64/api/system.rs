@@ -40,7 +40,7 @@ impl Kvm {
         MsrList::from_entries(self.system.msr_feature_index_list()).map_err(no_memory)
     }
 
-    /// Carries out `KVM_GET_MSRS` of the system: feature MSRs. Returns how many were read.
+    /// Carries out `KVM_GET_MSRS` of the system: reads feature MSRs. Returns how many MSRs were read.
     ///
     /// # Errors
     /// No error can happen.

@@ -72,12 +72,12 @@ impl VcpuFd {
         self.vcpu.interrupt(vector)
     }
 
-    /// Asks for registers in `kvm_run` after every run.
+    /// Makes every run store the registers `reg` in `kvm_run`.
     pub fn set_sync_valid_reg(&mut self, reg: SyncReg) {
         self.get_kvm_run().kvm_valid_regs |= reg as u64;
     }
 
-    /// Makes the next run load registers from `kvm_run`.
+    /// Makes the next run load the registers `reg` from `kvm_run`.
     pub fn set_sync_dirty_reg(&mut self, reg: SyncReg) {
         self.get_kvm_run().kvm_dirty_regs |= reg as u64;
     }
@@ -92,15 +92,15 @@ impl VcpuFd {
         self.get_kvm_run().kvm_dirty_regs &= !(reg as u64);
     }
 
-    /// The registers in `kvm_run`.
+    /// Returns a copy of the registers in `kvm_run`.
     pub fn sync_regs(&self) -> kvm_sync_regs {
-        // SAFETY: the mapping is our own, and holds plain data.
+        // SAFETY: the mapping is the client's own, and every bit pattern of the registers is valid.
         unsafe { (*self.run.ptr()).s.regs }
     }
 
-    /// The registers in `kvm_run`, to be changed.
+    /// Returns the registers in `kvm_run`, which the caller may change.
     pub fn sync_regs_mut(&mut self) -> &mut kvm_sync_regs {
-        // SAFETY: plain data; the other half of the union is padding.
+        // SAFETY: every bit pattern of the registers is valid, and the other field of the union is padding.
         unsafe { &mut self.get_kvm_run().s.regs }
     }
 }

@@ -24,7 +24,7 @@ impl VmFd {
     /// Carries out `KVM_GET_CLOCK`.
     ///
     /// # Errors
-    /// `EIO` in a forked child, as for every call.
+    /// `EIO` in a forked child. Every call of a VM returns this error.
     pub fn get_clock(&self) -> Result<kvm_clock_data> {
         self.vm.get_clock()
     }

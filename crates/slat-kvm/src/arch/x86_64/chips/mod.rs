@@ -1,5 +1,5 @@
-//! The interrupt controllers of a VM besides the local APICs: their locks, and how they reach vCPUs. The controllers
-//! themselves are in `slat-irqchip`.
+//! The interrupt controllers of a VM besides the local APICs. `slat-irqchip` has the controllers. This folder has their
+//! locks, and the ways by which they reach vCPUs.
 //!
 //! | file | idea |
 //! |---|---|
@@ -34,11 +34,11 @@ pub(crate) enum Model {
     },
 }
 
-/// What the interrupts of a VM have of x86.
+/// x86's part of the interrupts of a VM: the interrupt controllers.
 #[derive(Default)]
 pub(crate) struct Controllers {
-    /// Not set until the client creates controllers. Without it, vCPUs have no local APIC, and the client emulates all
-    /// controllers.
+    /// The controllers besides the local APICs, once the client has created controllers. Until then, vCPUs have no
+    /// local APIC, and the client emulates all controllers.
     pub(crate) model: OnceLock<Model>,
     pub(crate) msi_ids: OnceLock<MsiIds>,
 }

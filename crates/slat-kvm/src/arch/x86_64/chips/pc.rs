@@ -19,7 +19,8 @@ use std::time::{Duration, Instant};
 /// Source of a line's level: the 8254.
 pub(crate) const TIMER: u8 = 2;
 
-/// The interrupts that a guest has ended, as lines of the controllers. They are collected while a controller is locked.
+/// The interrupts that a guest has ended, as lines of the controllers. The interrupts are collected while a controller
+/// is locked.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Ended {
     /// Lines of the 8259 pair, a bit each.
@@ -54,7 +55,7 @@ pub(crate) struct Chips {
     storm: Shared<Client>,
 }
 
-/// How long an interrupt is postponed whose line was still high at many ends of interrupt in a row.
+/// How long an interrupt is postponed if its line was still high at many ends of interrupt in a row.
 const STORM_PAUSE: Duration = Duration::from_millis(10);
 
 impl Drop for Chips {
@@ -95,7 +96,7 @@ impl Chips {
         self.ioapic_vectors.contains(vector)
     }
 
-    /// Locks the 8259 pair and runs `work` on it. Then notifies vCPUs if the pair's INTR line has risen.
+    /// Locks the 8259 pair and runs `work` on the pair. Then notifies vCPUs if the pair's INTR line has risen.
     fn with_pics<R>(&self, vcpus: &Targets, work: impl FnOnce(&mut Pics) -> R) -> R {
         let mut pics = lock(&self.pics);
         let result = work(&mut pics);
@@ -108,8 +109,8 @@ impl Chips {
         result
     }
 
-    /// Locks the I/O APIC and runs `work` on it. The `bool` of `work` says whether vectors or base address may have
-    /// changed; if so, publishes them.
+    /// Locks the I/O APIC and runs `work` on the I/O APIC. The `bool` of `work` says whether vectors or base address
+    /// may have changed; if so, publishes them.
     fn with_ioapic<R>(&self, work: impl FnOnce(&mut IoApic) -> (R, bool)) -> R {
         let mut ioapic = lock(&self.ioapic);
         let (result, changed) = work(&mut ioapic);
@@ -182,7 +183,8 @@ impl Chips {
         }
     }
 
-    /// Acknowledges the 8259 pair's interrupt. Returns its vector; `None` if there is no interrupt any more.
+    /// Acknowledges the 8259 pair's interrupt. Returns the interrupt's vector; `None` if there is no interrupt any
+    /// more.
     pub(crate) fn acknowledge(&self, vcpus: &Targets) -> Option<(u8, Ended)> {
         let acknowledged =
             self.with_pics(vcpus, |pics| pics.output().then(|| pics.acknowledge()))?;

@@ -4,10 +4,10 @@
 //! All VMs of a process use one frequency, in kHz, which never changes ([`tsc_khz`]). CPUID gives the frequency if the
 //! hypervisor's timing leaf or the TSC leaf is exact. Otherwise the frequency is measured against
 //! `CLOCK_MONOTONIC_RAW`. The kernel computes that clock from the TSC by its own calibration, and NTP does not correct
-//! that clock. So the measurement finds the kernel's number. A long baseline makes the measurement exact. It has two
-//! readings 16 ms apart, and each is the best of many. The error is at most 0.3 ppm, and rounding to kHz adds 0.2 ppm
-//! at 2.5 GHz. The first reading is taken when `/dev/kvm` is opened ([`note_start`]), so that few programs wait for the
-//! second one.
+//! that clock. So the measurement finds the kernel's number. A long baseline makes the measurement exact. The
+//! measurement has two readings 16 ms apart, and each reading is the best of many. The error is at most 0.3 ppm, and
+//! rounding to kHz adds 0.2 ppm at 2.5 GHz. The first reading is taken when `/dev/kvm` is opened ([`note_start`]), so
+//! that few programs wait for the second reading.
 //!
 //! No thread waits for another thread. Each thread that needs the frequency before it is known measures by itself, and
 //! the first result counts for all. So a child that is forked meanwhile does not wait for a thread that it does not
@@ -127,8 +127,8 @@ impl Moment {
 static START: [AtomicU64; 3] = [const { AtomicU64::new(0) }; 3];
 static START_STATE: AtomicU8 = AtomicU8::new(EMPTY);
 const EMPTY: u8 = 0;
-/// A thread is writing the reading. In a child that was forked meanwhile, no thread writes it, so each measurement
-/// takes a first reading of its own.
+/// A thread is writing the reading. In a child that was forked meanwhile, no thread writes the reading, so each
+/// measurement takes a first reading of its own.
 const BEING_NOTED: u8 = 1;
 const NOTED: u8 = 2;
 /// The frequency in kHz; 0 while it is not known.
@@ -190,7 +190,7 @@ fn khz_of_cpuid() -> Option<u32> {
 }
 
 /// Measures the frequency from `start` to a moment that is late enough. Does not sleep, because a seccomp filter of the
-/// program may forbid that.
+/// program may forbid sleeping.
 fn measure(start: Moment) -> u32 {
     loop {
         let now = Moment::once(libc::CLOCK_MONOTONIC_RAW);
@@ -250,7 +250,7 @@ pub(crate) mod simulated {
         HOST.set(host);
     }
 
-    /// Lets the time of one reading pass. Returns the clocks after it.
+    /// Lets the time of one reading pass. Returns the clocks after that time.
     pub(super) fn advance() -> Option<Host> {
         let mut host = HOST.get()?;
         host.tsc += host.step;

@@ -129,7 +129,7 @@ pub(crate) enum TscChange {
 }
 
 impl Kvmclock {
-    /// The clock when the host's TSC is `host_tsc`. This moment is not before the moment of the kvmclock pair.
+    /// Returns the clock when the host's TSC is `host_tsc`. This moment is not before the moment of the kvmclock pair.
     fn at(&self, host_tsc: u64) -> u64 {
         let host_tsc = host_tsc.max(self.host_tsc);
         let since = match self.common {
@@ -228,25 +228,25 @@ impl VmClock {
         self.kvmclock.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Nanoseconds since the VM was created, for timers. `KVM_SET_CLOCK` does not change them.
+    /// Returns the nanoseconds since the VM was created, for timers. `KVM_SET_CLOCK` does not change this time.
     pub fn now(&self) -> u64 {
         self.timer_time(ordered_tsc())
     }
 
-    /// [`now`](Self::now) when the host's TSC is `host_tsc`.
+    /// Returns the value that [`now`](Self::now) has when the host's TSC is `host_tsc`.
     pub(crate) fn timer_time(&self, host_tsc: u64) -> u64 {
         (self.scale).nanoseconds(host_tsc.saturating_sub(self.start))
     }
 
-    /// The moment at which [`now`](Self::now) is `nanoseconds`, but at most a year from now. The moment is late by
-    /// 1/2048 of the wait, but by at most 50 µs. The host's monotonic clock may be faster or slower than the TSC by
+    /// Returns the moment at which [`now`](Self::now) is `nanoseconds`, but at most a year from now. The moment is late
+    /// by 1/2048 of the wait, but by at most 50 µs. The host's monotonic clock may be faster or slower than the TSC by
     /// less than that, and a ticker that fired too early would have to wait a second time.
     pub fn instant(&self, nanoseconds: u64) -> Instant {
         let wait = nanoseconds.saturating_sub(self.now()).min(YEAR);
         Instant::now() + Duration::from_nanos(wait + (wait / 2048).min(MARGIN))
     }
 
-    /// The clock that `KVM_GET_CLOCK` shows when the host's TSC is `host_tsc`.
+    /// Returns the clock that `KVM_GET_CLOCK` shows when the host's TSC is `host_tsc`.
     pub(crate) fn kvmclock_at(&self, host_tsc: u64) -> u64 {
         self.lock().at(host_tsc)
     }
@@ -263,8 +263,8 @@ impl VmClock {
         }
     }
 
-    /// The wall clock when the clock was zero, in nanoseconds since 1970, UTC. The client may have set the clock to any
-    /// value, so the result is modulo 2^64.
+    /// Returns the wall clock when the clock was zero, in nanoseconds since 1970, UTC. The client may have set the
+    /// clock to any value, so the result is modulo 2^64.
     pub(crate) fn boot_time(&self) -> u64 {
         let now = self.read();
         now.realtime.wrapping_sub(now.clock)
@@ -309,7 +309,7 @@ impl VmClock {
         drop(self.turn.lock().unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// The number of changes of the pair.
+    /// Returns the number of changes of the kvmclock pair.
     pub fn changes(&self) -> u64 {
         self.changes.load(Ordering::Acquire)
     }

@@ -24,7 +24,7 @@ pub(crate) fn is_paused(word: u32) -> bool {
 pub(crate) struct Scale {
     /// The multiplier.
     pub(crate) mul: u32,
-    /// How far cycles are shifted to the left; if it is negative, to the right.
+    /// The number of bits by which cycles are shifted to the left. A negative number shifts cycles to the right.
     pub(crate) shift: i8,
 }
 

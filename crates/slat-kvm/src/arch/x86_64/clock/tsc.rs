@@ -11,7 +11,7 @@ pub(crate) struct Tsc {
     khz: u32,
     /// Cycles of this TSC per cycle of the host's TSC, in units of 2^-32.
     ratio: u64,
-    /// Added to the scaled cycles of the host.
+    /// The number that is added to the scaled cycles of the host.
     offset: u64,
 }
 
@@ -59,13 +59,13 @@ impl Tsc {
         }
     }
 
-    /// The guest's TSC when the host's is `host`.
+    /// Returns the guest's TSC when the host's TSC is `host`.
     pub(crate) fn at(&self, host: u64) -> u64 {
         scaled(host, self.ratio).wrapping_add(self.offset)
     }
 
-    /// The guest's TSC now. The host's TSC is read after all loads before this call. So a guest that has seen another
-    /// vCPU's TSC does not read an older value.
+    /// Returns the guest's TSC now. The host's TSC is read after all loads before this call. So a guest that has seen
+    /// another vCPU's TSC does not read an older value.
     pub(crate) fn now(&self) -> u64 {
         self.at(host::ordered_tsc())
     }
@@ -80,8 +80,8 @@ impl Tsc {
         self.khz
     }
 
-    /// The frequency at which the TSC counts: the host's, if the client's differs from it by no more than the
-    /// tolerance.
+    /// Returns the frequency at which the TSC counts: the host's frequency, if the client's frequency differs from it
+    /// by no more than the tolerance.
     pub(crate) fn actual_khz(&self) -> u32 {
         match self.ratio {
             SAME => host::tsc_khz(),
@@ -105,14 +105,14 @@ impl Tsc {
         Duration::from_nanos(u64::try_from(nanoseconds).unwrap_or(u64::MAX))
     }
 
-    /// Changes the frequency; the TSC continues from its value when the host's is `host`.
+    /// Changes the frequency; the TSC continues from its value when the host's TSC is `host`.
     pub(super) fn set_khz(&mut self, khz: u32, host: u64) {
         let before = self.at(host);
         (self.khz, self.ratio) = (khz, ratio(khz));
         self.shift(before.wrapping_sub(self.at(host)));
     }
 
-    /// `KVM_VCPU_TSC_OFFSET`: the difference between the TSC and the scaled TSC of the host.
+    /// Returns the value of `KVM_VCPU_TSC_OFFSET`: the difference between the TSC and the scaled TSC of the host.
     pub(crate) fn offset(&self) -> u64 {
         self.offset
     }
@@ -137,7 +137,7 @@ mod tests {
         tsc.set_khz(3 * (host / 4), second);
         assert_eq!(tsc.at(second), before);
         assert!(steps(&tsc).abs_diff(3 * (second / 4)) < 10_000);
-        // The host's own frequency, as another measurement might give it.
+        // This is the host's own frequency, as another measurement might give it.
         tsc.set_khz(host + host / 5000, second);
         assert_eq!(steps(&tsc), second);
         assert_eq!(tsc.khz(), host + host / 5000);

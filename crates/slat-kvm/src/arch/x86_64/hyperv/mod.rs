@@ -9,8 +9,8 @@
 //! | `cpuid` | the CPUID leaves in KVM's struct |
 //!
 //! # Locks
-//! Each lock here is held for a few instructions, and never while guest memory is accessed, because an access may wait
-//! for other vCPUs.
+//! Each lock of this folder is held for a few instructions, and never while guest memory is accessed, because an access
+//! may wait for other vCPUs.
 
 mod connections;
 pub(crate) mod cpuid;

@@ -24,7 +24,7 @@ impl VirtualProcessor {
         }
     }
 
-    /// The VP index, by which hypercalls and routes name the processor.
+    /// Returns the VP index, by which hypercalls and routes name the processor.
     pub(crate) fn index(&self) -> u32 {
         self.index.load(Ordering::SeqCst)
     }
@@ -50,12 +50,12 @@ impl VirtualProcessor {
         self.has_synic.store(true, Ordering::SeqCst);
     }
 
-    /// The vector of a source. `None`: there is no SynIC or no such source, or the source is masked.
+    /// Returns the vector of a source. `None`: there is no SynIC or no such source, or the source is masked.
     pub(crate) fn vector(&self, sint: u32) -> Option<u8> {
         self.has_synic().then(|| self.synic().vector(sint))?
     }
 
-    /// The sources that have this vector, a bit each.
+    /// Returns the sources that have this vector, a bit each.
     pub(crate) fn sources_of(&self, vector: u8) -> u16 {
         match self.has_synic() {
             true => self.synic().sources_of(vector),

@@ -1,5 +1,5 @@
-//! Requests that only x86 has. Each function here gets the requests that the neutral function of the same object does
-//! not have.
+//! Requests that only x86 has. Each function of this folder gets the requests that the neutral function of the same
+//! object does not have.
 
 pub(crate) mod system;
 mod tables;

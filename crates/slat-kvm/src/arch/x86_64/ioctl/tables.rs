@@ -15,7 +15,8 @@ pub(super) const ENTRIES: u64 = 8;
 /// Offset of the indices in `kvm_msr_list`.
 const INDICES: u64 = 4;
 
-/// Writes a CPUID table to the client's `kvm_cpuid2` at `address`. Its count says for how many entries it has memory.
+/// Writes a CPUID table to the client's `kvm_cpuid2` at `address`. The count in this struct says for how many entries
+/// the struct has memory.
 pub(super) fn give_cpuid(address: u64, table: &[kvm_cpuid_entry2]) -> Answer {
     let room = user::read::<u32>(address)?;
     let count = table.len() as u32;
@@ -53,8 +54,8 @@ pub(super) fn take_old_cpuid(address: u64) -> Result<Vec<kvm_cpuid_entry2>> {
     Ok(entries)
 }
 
-/// Writes a list of MSR numbers to the client's `kvm_msr_list`. Writes the count also when it fails with `E2BIG`, so
-/// that the client can call again with enough memory.
+/// Writes a list of MSR numbers to the client's `kvm_msr_list`. Writes the count even if the call fails with `E2BIG`,
+/// so that the client can call again with enough memory.
 pub(super) fn give_msr_list(address: u64, list: &[u32]) -> Answer {
     let room = user::read::<u32>(address)?;
     user::write(address, &(list.len() as u32))?;

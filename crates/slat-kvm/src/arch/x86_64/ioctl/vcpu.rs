@@ -84,7 +84,8 @@ pub(crate) fn ioctl(vcpu: &VcpuObject, request: u32, argument: u64) -> Answer {
     DONE
 }
 
-/// Writes the nested state to the client's `kvm_nested_state`. Its `size` says how much memory it has.
+/// Writes the nested state to the client's `kvm_nested_state`. The field `size` of this struct says how much memory the
+/// struct has.
 fn give_nested_state(address: u64, state: &NestedState) -> Answer {
     const SIZE_OFFSET: u64 = 4;
     if user::read::<u32>(address + SIZE_OFFSET)? < state.size() {

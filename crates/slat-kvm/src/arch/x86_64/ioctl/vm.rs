@@ -25,7 +25,7 @@ pub(crate) fn ioctl(vm: &VmObject, request: u32, argument: u64) -> Answer {
         KVM_CREATE_PIT2 => vm.create_pit(&user::read(argument)?)?,
         KVM_GET_PIT2 => return give(argument, &vm.get_pit2()?),
         KVM_SET_PIT2 => vm.set_pit2(&user::read(argument)?)?,
-        // KVM's older struct, which has no flags.
+        // KVM_GET_PIT returns KVM's older struct, which has no flags.
         KVM_GET_PIT => {
             let channels = vm.get_pit2()?.channels;
             return give(argument, &kvm_pit_state { channels });

@@ -70,7 +70,7 @@ impl Interrupts {
     /// Creates the 8254. `speaker`: the 8254 also has port 0x61.
     ///
     /// # Errors
-    /// `EEXIST` when there is one already, `ENOENT` without an 8259 pair, `ENOMEM`.
+    /// `EEXIST` when there is an 8254 already, `ENOENT` without an 8259 pair, `ENOMEM`.
     pub(crate) fn create_timer(self: &Arc<Self>, speaker: bool) -> Result<()> {
         let Some(chips) = self.chips() else {
             return fail(libc::ENOENT);

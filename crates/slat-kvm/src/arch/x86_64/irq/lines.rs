@@ -48,7 +48,7 @@ impl Interrupts {
         }
     }
 
-    /// Returns where an entry of a client's table of routes leads.
+    /// Returns the target that an entry of a client's table of routes names.
     ///
     /// # Errors
     /// `EINVAL` for numbers beyond the limits, and for unknown kinds.
@@ -122,7 +122,8 @@ impl Interrupts {
         }
     }
 
-    /// Notes which vectors the client wants to learn the ends of. Call with the new routes, which are locked.
+    /// Records the vectors of the interrupts whose ends the client wants to learn. Call with the new routes, which are
+    /// locked.
     pub(crate) fn routes_changed(&self, routes: &Routes) {
         if let Some(Model::Split { pins, reported }) = self.arch.model.get() {
             let mut vectors = [0; 4];
@@ -161,7 +162,8 @@ impl Interrupts {
         chips.is_none()
     }
 
-    /// Acknowledges the 8259 pair's interrupt. Returns its vector; `None` if there is no interrupt any more.
+    /// Acknowledges the 8259 pair's interrupt. Returns the interrupt's vector; `None` if there is no interrupt any
+    /// more.
     pub(crate) fn acknowledge_external(&self) -> Option<u8> {
         let (vector, ended) = self.chips()?.acknowledge(&self.vcpus)?;
         self.carry_out(ended);

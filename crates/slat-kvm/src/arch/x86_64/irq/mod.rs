@@ -9,10 +9,10 @@
 //! [`Interrupts`] carries out the effects that a controller reports.
 //!
 //! # Locks
-//! After the locks of the irqfds and the routes, a call acquires, and may skip some: the 8254, then the 8259 pair or the
-//! I/O APIC, the vCPUs (for reading), one local APIC, the SynIC of its vCPU. A vCPU that ends an interrupt or writes to a
-//! controller has its own APIC unlocked. The effects that a locked controller reports are carried out after it is
-//! unlocked.
+//! After the locks of the irqfds and the routes, a call acquires these locks in this order, and may skip some: the
+//! 8254, then the 8259 pair or the I/O APIC, the vCPUs (for reading), one local APIC, the SynIC of that APIC's vCPU. A
+//! vCPU that ends an interrupt or writes to a controller has its own APIC unlocked. The effects that a locked
+//! controller reports are carried out after it is unlocked.
 
 mod create;
 mod lines;
@@ -29,7 +29,7 @@ impl Interrupts {
         self.arch.model.get().is_some()
     }
 
-    /// The 8259 pair and the I/O APIC, if slat emulates them.
+    /// Returns the 8259 pair and the I/O APIC, if slat emulates them.
     pub(crate) fn chips(&self) -> Option<&Chips> {
         match self.arch.model.get() {
             Some(Model::Pc(chips)) => Some(chips),
@@ -37,7 +37,7 @@ impl Interrupts {
         }
     }
 
-    /// The 8254, if slat emulates it.
+    /// Returns the 8254, if slat emulates it.
     pub(crate) fn timer(&self) -> Option<&Timer> {
         self.chips()?.timer.get().map(|timer| &**timer)
     }

@@ -1,10 +1,10 @@
 //! Asynchronous page faults (`KVM_FEATURE_ASYNC_PF`; KVM's document "msr"): their three MSRs, and
 //! the event "page ready".
 //!
-//! KVM may handle any fault synchronously, and slat handles all faults so: the vCPU waits for the page, and the guest
-//! never gets the event "page not present". A guest that enables asynchronous page faults gets only the event "all
-//! pages are ready". If the guest was migrated from another host, some of its tasks may wait for pages, and this event
-//! lets them continue.
+//! KVM may handle any fault synchronously, and slat handles all faults synchronously: the vCPU waits for the page, and
+//! the guest never gets the event "page not present". A guest that enables asynchronous page faults gets only the event
+//! "all pages are ready". If the guest was migrated from another host, some of its tasks may wait for pages, and this
+//! event lets them continue.
 //!
 //! Events need a local APIC that slat emulates. Without a local APIC, KVM refuses the MSRs although its CPUID names
 //! them, and guests complain. In slat the MSRs then hold the written values, and no event is delivered.
@@ -17,7 +17,7 @@ use slat_x86::MsrFault;
 
 /// Bit of the MSR: asynchronous page faults are enabled.
 const ENABLED: u64 = 1;
-/// Bit of the MSR: the event "page ready" is an interrupt. Without it there are no events.
+/// Bit of the MSR: the event "page ready" is an interrupt. Without this bit there are no events.
 const READY_BY_INTERRUPT: u64 = 1 << 3;
 /// Bit of the MSR: "page not present" exits to a nested hypervisor.
 const AS_VMEXIT: u64 = 1 << 2;
@@ -32,7 +32,7 @@ const TOKEN: u64 = 4;
 const ALL_PAGES: u32 = u32::MAX;
 
 impl VcpuMachine {
-    /// The address of the guest's structure, if the guest accepts events.
+    /// Returns the address of the guest's structure, if the guest accepts events.
     fn async_pf_address(&self) -> Option<u64> {
         let value = self.msr(index::KVM_ASYNC_PF_EN);
         let both = ENABLED | READY_BY_INTERRUPT;

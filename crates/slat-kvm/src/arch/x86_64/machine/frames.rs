@@ -62,7 +62,7 @@ impl Frames {
         }
     }
 
-    /// Implements [`VcpuMachine::stack`].
+    /// Writes the addresses of the guest's stack to `stack`, and returns their number, for [`VcpuMachine::stack`].
     fn walk(&self, state: &State, memory: &mut Peek<'_>, stack: &mut [u64; MOST]) -> usize {
         let code = |address: u64| self.code_base.wrapping_add(address) & self.mask;
         stack[0] = code(state.rip);
@@ -232,8 +232,9 @@ mod tests {
     fn garbage_ends_the_stack() {
         let mut memory = Memory::new();
         let not_mapped = (PAGES * PAGE) as u64;
-        // The next frame is at itself, below, at an odd address, far away, in no memslot, in a page that the guest does
-        // not map, and across the end of all addresses.
+        // The tested addresses of the next frame are that of the frame itself, one below the frame, an odd address, one
+        // that is far away, one in no memslot, one in a page that the guest does not map, and one at the end of all
+        // addresses.
         for next in [
             STACK,
             8,

@@ -2,7 +2,7 @@
 //!
 //! Two translations follow one another: by the guest's tables ([`slat::guest_walk`]), and by the engine's second level.
 //! The walk of the guest's tables needs a second-level translation for each table. A small cache holds most of these
-//! translations, and no others. The cache is flushed together with the software TLB.
+//! translations, and no other translations. The cache is flushed together with the software TLB.
 //!
 //! With the shadow MMU there is only one translation: the engine shadows the guest's tables, and walks them itself
 //! where necessary. This module tells the engine of stores to the tables, and of the translations that the guest
@@ -132,7 +132,8 @@ impl VcpuMachine {
     /// not memory, or not accessible.
     pub(crate) fn read_here(&mut self, gpa: u64, bytes: &mut [u8]) -> bool {
         self.access_here(gpa, bytes.len(), slat::Access::Read, |_, host, part| {
-            // SAFETY: guest memory, guarded: the engine translated the page and the client gave it to the guest.
+            // SAFETY: `host` is in guest memory: the engine translated the page, which the client gave to the guest.
+            // The copy is guarded.
             unsafe { slat_guard::copy_in(&mut bytes[part], host) }
         })
     }
@@ -145,7 +146,8 @@ impl VcpuMachine {
             bytes.len(),
             slat::Access::Write,
             |machine, host, part| {
-                // SAFETY: as in `read_here`.
+                // SAFETY: `host` is in guest memory: the engine translated the page, which the client gave to the
+                // guest. The copy is guarded.
                 let copied = unsafe { slat_guard::copy_out(host, &bytes[part]) };
                 machine.vm.arch.code.stored(host);
                 copied
@@ -210,8 +212,8 @@ impl VcpuMachine {
         }
     }
 
-    /// If the engine shadows the guest's tables, makes the engine compare the shadow with them. Returns whether the
-    /// engine shadows tables; if so, all translations are invalid now. The vCPU is entered.
+    /// If the engine shadows the guest's tables, makes the engine compare its shadow tables with the guest's tables.
+    /// Returns whether the engine shadows tables; if so, all translations are invalid now. The vCPU is entered.
     pub(crate) fn flush_shadowed(&mut self) -> bool {
         if self.shadows {
             self.engine.flush_guest(&mut Words(&self.vm.arch.code));
@@ -239,7 +241,7 @@ impl VcpuMachine {
         self.read_entry(word, size).map_err(Unreachable::Fault)
     }
 
-    /// Reads a word of guest memory. `word` is its host address, from a translation.
+    /// Reads a word of guest memory. `word` is the word's host address, from a translation.
     #[inline]
     pub(super) fn read_entry(&mut self, word: Hpa, size: usize) -> Result<u64, Fault> {
         Words(&self.vm.arch.code)
@@ -247,7 +249,7 @@ impl VcpuMachine {
             .map_err(|why| self.again(why))
     }
 
-    /// Replaces a word of guest memory by `new` if the word still is `old`. `word` is its host address, from a
+    /// Replaces a word of guest memory by `new` if the word still is `old`. `word` is the word's host address, from a
     /// translation for a write. Returns whether the word was replaced.
     pub(super) fn exchange_entry(
         &mut self,
@@ -273,8 +275,8 @@ impl VcpuMachine {
         }
     }
 
-    /// Acknowledges the engine's flushes outside the CPU's loop. The CPU drops its translations before it uses one.
-    /// Returns `false` if a signal or a full dirty ring ends the run.
+    /// Acknowledges the engine's flushes outside the CPU's loop. The CPU drops its translations before it uses a
+    /// translation again. Returns `false` if a signal or a full dirty ring ends the run.
     fn may_try_again(&mut self) -> bool {
         self.request_retry();
         self.engine.quiesce();
@@ -286,7 +288,7 @@ impl VcpuMachine {
         self.common.attention.flag().load(Ordering::SeqCst) & (bits::SIGNAL | bits::RING_FULL) != 0
     }
 
-    /// Reads the page-directory-pointer entries at `cr3`, as a load of CR3 does. `None` if they cannot be read.
+    /// Reads the page-directory-pointer entries at `cr3`, as a load of CR3 does. `None`: the entries cannot be read.
     pub(crate) fn read_pdptes(&mut self, cr3: u64) -> Option<[u64; 4]> {
         let mut entered = Entered::enter(self);
         entered.pages.flush();
@@ -402,7 +404,7 @@ impl HostWords for Words<'_> {
 
     fn read(&mut self, host: Hpa, size: usize) -> Result<u64, Again> {
         let word = host.0 as *mut u8;
-        // SAFETY: within a translated page of guest memory; guarded.
+        // SAFETY: the word is within a page of guest memory that the engine has translated. The access is guarded.
         let value = unsafe {
             if size == 4 {
                 slat_guard::load(word.cast::<u32>()).map(u64::from)
@@ -421,7 +423,8 @@ impl HostWords for Words<'_> {
         new: u64,
     ) -> Result<bool, Again> {
         let word = host.0 as *mut u8;
-        // SAFETY: as for reading; the page may be written.
+        // SAFETY: the word is within a page of guest memory that the engine has translated for a write. The access is
+        // guarded.
         let swapped = unsafe {
             if size == 4 {
                 slat_guard::compare_exchange(word.cast::<u32>(), old as u32, new as u32)
@@ -651,13 +654,14 @@ mod tests {
     use kvm_bindings::kvm_userspace_memory_region;
     use slat::guest_walk::error_code::{FETCH, USER, WRITE};
 
-    /// A page fault for a table outside memory has the same error code as one for an entry that is not present.
+    /// A page fault for a table outside memory has the same error code as a page fault for an entry that is not
+    /// present.
     #[test]
     fn a_table_outside_memory_maps_nothing() {
         const PRESENT: u64 = 7;
         let mut memory = vec![0u64; 1024];
         let root = memory.as_ptr().align_offset(PAGE as usize);
-        // The first entry of the root: a table at 1 GiB.
+        // The first entry of the root names a table at 1 GiB.
         memory[root] = 1 << 30 | PRESENT;
         let vm = VmObject::new(false, None, None).unwrap();
         vm.set_user_memory_region(&kvm_userspace_memory_region {

@@ -64,7 +64,8 @@ pub(crate) struct VcpuMachine {
     /// APIC_BASE of a vCPU without local APIC.
     base: u64,
     clock_changed: bool,
-    /// The value of [`VmClock::changes`](crate::arch::x86_64::clock::VmClock::changes) when the clock's page was written.
+    /// The value of [`VmClock::changes`](crate::arch::x86_64::clock::VmClock::changes) when the page of the clock was
+    /// written.
     clock_set: u64,
     /// The host's TSC at which the clock's page has to be written again. `None`: the page stays valid.
     clock_due: Option<u64>,
@@ -160,12 +161,13 @@ impl VcpuMachine {
         result
     }
 
-    /// Drops the translations that the machine keeps. The CPU keeps others.
+    /// Drops the translations that the machine keeps. The CPU keeps translations of its own.
     pub(crate) fn forget_pages(&mut self) {
         self.pages.flush();
     }
 
-    /// Forgets what the last execution of guest code has left. Call before the next one.
+    /// Forgets the memory fault and the interruption of the last execution of guest code. Call before the next
+    /// execution.
     pub(crate) fn begin_execution(&mut self) {
         (self.memory_fault, self.is_interrupted) = (None, false);
     }
@@ -204,7 +206,7 @@ impl VcpuMachine {
         self.clock_page_changed();
     }
 
-    /// The APIC_BASE MSR.
+    /// Returns the value of the MSR APIC_BASE.
     pub(crate) fn apic_base(&self) -> u64 {
         self.common.lapic().map_or(self.base, |lapic| lapic.base())
     }
@@ -286,7 +288,7 @@ impl VcpuMachine {
         self.common.attention.raise(bits::IRQ);
     }
 
-    /// Carries out what the timers of the APIC and of Hyper-V have to do now, and sets the next deadline.
+    /// Handles the timers of the APIC and of Hyper-V that have expired, and sets the next deadline.
     pub(crate) fn timer_rang(&mut self) {
         if let Some(mut lapic) = self.common.lapic() {
             lapic.tick(self.vm.arch.clock.now());

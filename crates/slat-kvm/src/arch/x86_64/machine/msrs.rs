@@ -109,7 +109,8 @@ pub(crate) fn write(
 ) -> Result<(), MsrFault> {
     let value = match index {
         EFER if value & !known_efer() != 0 => return Err(MsrFault::Invalid),
-        // As in KVM, the client does not change the bit for the CPU's mode here. Only special registers change it.
+        // As in KVM, the client does not change the bit for the CPU's mode by this MSR. Only KVM_SET_SREGS changes that
+        // bit.
         EFER => value & !control::EFER_LMA | state.efer & control::EFER_LMA,
         LSTAR | CSTAR | KERNEL_GS_BASE | FS_BASE | GS_BASE => canonical(value)?,
         // As in KVM, any value is accepted and converted to a value that the MSR can have.
@@ -252,7 +253,8 @@ pub(crate) fn read_machine(
             return Err(MsrFault::Invalid);
         }
         PLATFORM_INFO => platform_info(machine),
-        // A guest can read the MSR only with a performance monitor, and no guest has one. A client can always read it.
+        // A guest can read the MSR only with a performance monitor, and no guest has a performance monitor. A client
+        // can always read the MSR.
         PERF_CAPABILITIES if !by_guest => 0,
         PERF_CAPABILITIES | SMBASE => return Err(MsrFault::Invalid),
         KVM_SYSTEM_TIME | KVM_SYSTEM_TIME_NEW => machine.msr(KVM_SYSTEM_TIME_NEW),

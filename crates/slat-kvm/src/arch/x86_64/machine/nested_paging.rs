@@ -25,7 +25,7 @@ const PAGE: u64 = 4096;
 const AT_PAGE: u64 = 1 << 32;
 const AT_TABLE: u64 = 1 << 33;
 
-/// A page fault of the nested tables at the L2-physical address `gpa`. `place` is a bit of EXITINFO1.
+/// Returns a page fault of the nested tables at the L2-physical address `gpa`. `place` is a bit of EXITINFO1.
 fn nested_fault(gpa: u64, code: u32, place: u64) -> Fault {
     Fault::NestedPage {
         error_code: place | u64::from(code),
@@ -116,7 +116,7 @@ impl Shadowed<'_> {
     }
 
     /// Returns the location of an entry of L2's tables. L1's page has to be writable, as for [`Walked`]; the memslot
-    /// need not be.
+    /// need not be writable.
     fn entry(&mut self, gpa: Gpa) -> Result<EntryIn, Fault> {
         match self.page(gpa.0, slat::Access::Write, AT_TABLE) {
             Ok(page) => Ok(EntryIn::Memory(Hpa(

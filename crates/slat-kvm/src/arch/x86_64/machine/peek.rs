@@ -86,8 +86,8 @@ impl GuestTables for Memory<'_> {
 
 /// Reads the aligned word of `size` (4 or 8) bytes at the host address of guest memory.
 fn load(host: u64, size: usize) -> Result<u64, NotMapped> {
-    // SAFETY: guarded: the engine maps the page. If the client has unmapped the page since, the read fails. If the
-    // client has mapped another page there, the word is wrong.
+    // SAFETY: the access is guarded, and the engine maps the page. If the client has unmapped the page since, the read
+    // fails. If the client has mapped another page at this address, the word is wrong.
     let word = unsafe {
         match size {
             4 => slat_guard::load(host as *const u32).map(u64::from),

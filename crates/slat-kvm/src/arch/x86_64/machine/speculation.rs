@@ -65,7 +65,7 @@ pub(crate) fn read(
     })
 }
 
-/// Writes the MSR. `None`: `index` is no such MSR.
+/// Writes the MSR. `None`: `index` is none of these MSRs.
 pub(crate) fn write(
     machine: &mut VcpuMachine,
     index: u32,

@@ -15,7 +15,7 @@ const PREEMPTED: u64 = 16;
 const PREEMPTED_NOW: u8 = 1;
 
 impl VcpuMachine {
-    /// The guest-physical address of the guest's steal-time structure, if the guest has set one.
+    /// Returns the guest-physical address of the guest's steal-time structure, if the guest has set an address.
     fn steal_time_address(&self) -> Option<u64> {
         let value = self.msr(index::KVM_STEAL_TIME);
         (value & KVM_ENABLED != 0).then_some(value & !(RESERVED | KVM_ENABLED))

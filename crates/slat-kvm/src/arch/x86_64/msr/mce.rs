@@ -160,7 +160,7 @@ impl MachineCheck {
             return Ok(Reported::Exception);
         }
         if bank.is_valid() && bank.status & STATUS_UNCORRECTED != 0 {
-            // A corrected error does not overwrite an uncorrected one.
+            // A corrected error does not overwrite an uncorrected error.
             bank.status |= STATUS_OVERFLOW;
         } else {
             if bank.is_valid() {

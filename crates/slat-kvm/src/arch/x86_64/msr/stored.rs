@@ -52,7 +52,8 @@ impl Stored {
         None
     }
 
-    /// The value that was stored last. `None` before the first store, and for MSRs that are not stored here.
+    /// Returns the value that was stored last. `None` before the first store, and for MSRs that do more than store a
+    /// value.
     pub(crate) fn get(&self, index: u32) -> Option<u64> {
         self.0[Self::place(index)?]
     }
@@ -60,7 +61,7 @@ impl Stored {
     /// Stores a value.
     ///
     /// # Panics
-    /// If the MSR `index` is not stored here.
+    /// If the MSR `index` does more than store a value.
     pub(crate) fn set(&mut self, index: u32, value: u64) {
         let place = Self::place(index).expect("an MSR that is stored has a place");
         self.0[place] = Some(value);

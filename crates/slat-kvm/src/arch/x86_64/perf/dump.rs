@@ -1,10 +1,10 @@
 //! perf's jitdump, `jit-PID.dump`: names and code of all regions, with the times at which they were compiled.
 //!
-//! The format is that of Linux's tools/perf/Documentation/jitdump-specification.txt: a header, and records.
-//! `perf record -k 1` uses the same clock. It learns of the file because this process maps the file once with the right
-//! to execute: this mapping is the marker. Later `perf inject --jit` reads the file, and writes the code of each region
-//! to an ELF file next to it. If memory is used again, a new record for it is valid from its time on. So each sample
-//! has the name that was valid when the sample was taken.
+//! The format is that of Linux's tools/perf/Documentation/jitdump-specification.txt: a header, and records. `perf
+//! record -k 1` uses the same clock. `perf record` learns of the file because this process maps the file once with the
+//! right to execute: this mapping is the marker. Later `perf inject --jit` reads the file, and writes the code of each
+//! region to an ELF file next to it. If the memory of a region is used again, the record of the new region is valid
+//! from that record's time on. So each sample has the name that was valid when the sample was taken.
 
 use super::{Content, Written, name, open};
 use crate::arch::x86_64::clock::monotonic;
@@ -22,7 +22,7 @@ use std::os::unix::fs::FileExt as _;
 use std::path::{self, Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-/// "JiTD". A reader with another byte order sees it reversed.
+/// "JiTD". A reader with another byte order sees the bytes reversed.
 const MAGIC: u32 = 0x4a69_5444;
 const VERSION: u32 = 1;
 const HEADER_BYTES: u32 = 40;
@@ -38,7 +38,7 @@ const PREFIX_BYTES: usize = 16;
 struct Dump {
     /// The bytes of the file; 0 before it exists.
     bytes: u64,
-    /// The number of regions in it.
+    /// The number of regions in the file.
     regions: u64,
 }
 
@@ -93,11 +93,11 @@ pub(super) fn directory() -> &'static Path {
     })
 }
 
-/// Maps the file forever, for perf.
+/// Maps the file until the process ends. By this mapping, perf learns of the file.
 fn mark(file: &File) -> io::Result<()> {
     let rights = libc::PROT_READ | libc::PROT_EXEC;
     let start = std::ptr::null_mut();
-    // SAFETY: a new mapping, which is not used.
+    // SAFETY: the call makes a new mapping at an address of the host's choice. The mapping is not used.
     let marker = unsafe { libc::mmap(start, 1, rights, libc::MAP_PRIVATE, file.as_raw_fd(), 0) };
     match marker {
         libc::MAP_FAILED => {
@@ -152,7 +152,7 @@ pub(super) fn end() {
     let flags = libc::O_WRONLY | libc::O_APPEND | libc::O_NOFOLLOW | libc::O_CLOEXEC;
     let (at, path) = (libc::AT_FDCWD as usize, path.as_ptr() as usize);
     let record = record(CODE_CLOSE, monotonic(), &[]);
-    // SAFETY: a path that ends with NUL, live bytes, and a descriptor that only this uses.
+    // SAFETY: the path ends with NUL, the written bytes are live, and only this function uses the descriptor.
     unsafe {
         let Ok(file) = make(Call::Open, [at, path, flags as usize, 0, 0, 0]) else {
             return;

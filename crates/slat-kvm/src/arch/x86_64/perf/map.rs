@@ -4,8 +4,8 @@
 //! and its size in hexadecimal digits, and its name, which extends to the end of the line.
 //!
 //! perf reads the file when it reports, and the lines have no times. If two lines have the same address, perf may use
-//! either. The memory of a region that is not used any more is soon used again. So the line of the old region is
-//! overwritten, and the newest line is valid.
+//! the older line or the newer line. The memory of a region that is not used any more is soon used again. So the line
+//! of the old region is overwritten, and the newest line is valid.
 
 use super::{Content, Written, name, open};
 use crate::process::PerProcess;
@@ -97,7 +97,7 @@ mod tests {
         add(0x1000, 0x3000, "first");
         add(0x3000, 0x4000, "second");
         add(0x5000, 0x6000, "third");
-        // The end of the first region and of the second.
+        // The fourth region overlaps the end of the first region and the beginning of the second region.
         add(0x2000, 0x3800, "fourth");
         add(0x1800, 0x2000, "fifth");
         add(0x4000, 0x5000, "sixth");

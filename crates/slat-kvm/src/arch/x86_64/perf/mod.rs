@@ -38,7 +38,7 @@ pub(crate) fn observer(map: JitMap) -> Option<fn(&CompiledCode<'_>)> {
     }
 }
 
-/// Ends the jitdump, if there is one. Call at the end of the process.
+/// Ends the jitdump, if the process writes a jitdump. Call at the end of the process.
 pub fn end() {
     dump::end();
 }

@@ -1,5 +1,5 @@
-//! Port accesses, and accesses to the local APIC, that do not exit to the client. As in KVM, an access reaches the local
-//! APIC first, and then the devices on the VM's bus.
+//! Port accesses, and accesses to the local APIC, that do not exit to the client. As in KVM, an access reaches the
+//! local APIC first, and then the devices on the VM's bus.
 
 use crate::arch::x86_64::trace::port as trace_port;
 use crate::io_bus::{Range, Space};
@@ -65,8 +65,8 @@ impl VcpuObject {
         true
     }
 
-    /// Carries out a port access that a device on the bus accepts. Units have `size` bytes each, `len` together.
-    /// Returns `false` if the client has to see the access.
+    /// Carries out a port access that a device on the bus accepts. Each unit has `size` bytes, and all units together
+    /// have `len` bytes. Returns `false` if the client has to see the access.
     pub(crate) fn port_access(
         &self,
         inner: &mut Inner,

@@ -1,4 +1,4 @@
-//! Delivers INIT, SIPI, NMIs and interrupts to a vCPU, and ends halts by them.
+//! Delivers INIT, SIPI, NMIs and interrupts to a vCPU. Such an event ends a halt.
 
 use crate::arch::x86_64::cpuid;
 use crate::arch::x86_64::vcpu_state::Unfinished;
@@ -14,8 +14,8 @@ use slat_x86::Segment;
 use std::sync::atomic::Ordering;
 
 impl VcpuObject {
-    /// Delivers INIT, SIPI, NMIs and interrupts. A halted vCPU waits for them. Returns `false` if the run returns to
-    /// the client.
+    /// Delivers INIT, SIPI, NMIs and interrupts. A halted vCPU waits for such an event. Returns `false` if the run
+    /// returns to the client.
     pub(crate) fn deliver_events(
         &self,
         inner: &mut Inner,
@@ -119,8 +119,8 @@ impl VcpuObject {
             || (self.common().lapic()).is_some_and(|lapic| lapic.pending().is_some())
     }
 
-    /// Whether the client emulates the 8259, and may inject an interrupt now. If there is a local APIC, it decides
-    /// about that.
+    /// Whether the client emulates the 8259, and may inject an interrupt now. If slat emulates the local APICs, the
+    /// vCPU's local APIC decides whether the client may inject.
     fn asks_client(&self, inner: &Inner) -> bool {
         match self.vm.has_irqchip() {
             true => self.vm.interrupts.is_split() && self.accepts_from_client(inner),
@@ -128,8 +128,8 @@ impl VcpuObject {
         }
     }
 
-    /// Whether the client may inject another interrupt now. That is so if the client emulates the 8259, the client's
-    /// last interrupt was accepted, and the local APIC lets the client inject an interrupt.
+    /// Whether the client may inject another interrupt now. The client may if it emulates the 8259, its last interrupt
+    /// was accepted, and the local APIC lets the client inject an interrupt.
     pub(crate) fn accepts_from_client(&self, inner: &Inner) -> bool {
         inner.arch.external.is_none()
             && (self.common().lapic()).is_some_and(|lapic| lapic.accepts_external())

@@ -1,4 +1,4 @@
-//! `KVM_RUN` of x86: what it does before and after the guest runs, and with the CPU's exits.
+//! x86's part of `KVM_RUN`: the work before and after the guest runs, and the handling of the CPU's exits.
 //!
 //! | file | idea |
 //! |---|---|
@@ -125,7 +125,7 @@ impl VcpuObject {
                     | Attention::FLUSH,
             );
             self.vm.still_alive()?;
-            // A flush request is dropped here. So the translations that the request should flush must be dropped, too.
+            // The loop drops flush requests. So the translations that the request should flush must be dropped, too.
             inner.flush_translations();
             if interrupted
                 || raised & bits::SIGNAL != 0
@@ -146,8 +146,8 @@ impl VcpuObject {
             window.map(|cycles| NOTIFY_THRESHOLD + inner.machine.tsc.duration(cycles));
     }
 
-    /// Writes what the guest shares with its host, before guest code runs. Returns `false` if the run returns to the
-    /// client, because the guest has ended.
+    /// Updates the structures that the guest shares with its host (steal time, page faults, PV EOI), before guest code
+    /// runs. Returns `false` if the run returns to the client, because the guest has ended.
     pub(crate) fn update_guest(&self, inner: &mut Inner) -> bool {
         inner.machine.write_steal_time();
         inner.machine.deliver_page_ready();
@@ -400,12 +400,12 @@ impl Inner {
         self.arch.requested.begin_exception(&mut self.cpu);
     }
 
-    /// Call before guest code runs.
+    /// Call before guest code runs. Copies the task priority to the guest's word.
     pub(crate) fn enters_guest(&mut self) {
         self.vapic_to_guest();
     }
 
-    /// Call after guest code has run.
+    /// Call after guest code has run. Reads the task priority and the PV EOI bit from guest memory.
     pub(crate) fn left_guest(&mut self) {
         self.vapic_from_guest();
         self.machine.collect_pv_eoi();

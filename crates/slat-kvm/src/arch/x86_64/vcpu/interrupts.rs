@@ -204,7 +204,7 @@ impl VcpuObject {
         Ok(())
     }
 
-    /// Carries out `KVM_INTERRUPT`: an interrupt of the client's own interrupt controller.
+    /// Carries out `KVM_INTERRUPT`: injects an interrupt of the client's own interrupt controller.
     ///
     /// # Errors
     /// `EINVAL` for a vector beyond 255, `ENXIO` if the VM has an 8259, `EEXIST` if a vCPU with a local APIC has not

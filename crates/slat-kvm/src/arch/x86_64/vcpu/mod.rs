@@ -28,7 +28,7 @@ use slat_x86::Executor;
 use std::sync::Arc;
 
 impl VmObject {
-    /// Creates what other threads use of a new vCPU. The VM has `index` other vCPUs.
+    /// Creates x86's state of a new vCPU that other threads use. The VM has `index` other vCPUs.
     pub(crate) fn shared_of_vcpu(&self, id: u32, index: u32) -> VcpuShared {
         let lapic = self.has_irqchip().then(|| {
             let bootstrap = self.is_bootstrap(id);
@@ -42,9 +42,9 @@ impl VmObject {
         VcpuShared::new(index, lapic)
     }
 
-    /// Creates the CPU of a new vCPU, its machine, and what else only one thread at a time uses. Without an interrupt
-    /// controller all vCPUs are runnable. With an interrupt controller, all vCPUs except the bootstrap processor wait
-    /// for INIT and SIPI.
+    /// Creates the CPU of a new vCPU, its machine, and the other state that only one thread at a time uses. Without an
+    /// interrupt controller all vCPUs are runnable. With an interrupt controller, all vCPUs except the bootstrap
+    /// processor wait for INIT and SIPI.
     ///
     /// # Errors
     /// `ENOMEM`.
@@ -154,7 +154,8 @@ impl Inner {
         self.adopt_cpuid(Vec::new());
     }
 
-    /// Whether a part of the last exit's instruction is left, or the client has not seen the instruction's effect.
+    /// Whether a part of the last exit's instruction is not done yet, or the client has not seen the instruction's
+    /// effect.
     pub(crate) fn is_unfinished(&self) -> bool {
         let machine = &self.machine;
         self.cpu.is_unfinished() || machine.ioapic_eoi.is_some() || machine.hyperv.exit.is_some()

@@ -18,7 +18,7 @@ impl VcpuObject {
     /// Carries out `KVM_GET_REGS`.
     ///
     /// # Errors
-    /// `EIO` in a forked child, as for every call here.
+    /// `EIO` in a forked child. Every call of this file returns this error.
     pub fn get_regs(&self) -> Result<kvm_regs> {
         Ok(regs::get_regs(&self.lock()?.cpu.state))
     }
@@ -225,8 +225,8 @@ impl VcpuObject {
         Ok(())
     }
 
-    /// Carries out `KVM_GET_SUPPORTED_HV_CPUID` of a vCPU: the leaves of Hyper-V's interface that a client may give the
-    /// vCPU.
+    /// Carries out `KVM_GET_SUPPORTED_HV_CPUID` of a vCPU: returns the leaves of Hyper-V's interface that a client may
+    /// give the vCPU.
     ///
     /// # Errors
     /// `EIO`.

@@ -7,7 +7,7 @@ use crate::vm::VmObject;
 use kvm_bindings::*;
 
 impl VmObject {
-    /// Carries out `KVM_SET_TSC_KHZ`: sets the frequency of the VM's vCPUs; 0 is the host's.
+    /// Carries out `KVM_SET_TSC_KHZ`: sets the frequency of the VM's vCPUs; 0 means the host's frequency.
     ///
     /// # Errors
     /// `EINVAL` for a frequency beyond KVM's own limits, and once there are vCPUs. KVM has the second rule since Linux
@@ -121,7 +121,7 @@ mod tests {
 
     impl Drop for Machine {
         fn drop(&mut self) {
-            // SAFETY: the mapping of `new`. No guest code of the VM uses it any more.
+            // SAFETY: `new` has made this mapping, and no guest code of the VM uses the mapping any more.
             unsafe { libc::munmap(self.memory.cast(), MEMORY) };
         }
     }
@@ -158,10 +158,11 @@ mod tests {
             machine
         }
 
-        /// A word of guest memory.
+        /// Returns a word of guest memory.
         fn at(&self, address: u64) -> &AtomicU64 {
             assert!(address as usize + 8 <= MEMORY);
-            // SAFETY: an aligned word of the mapping, which other threads access as atomic words or through the VM.
+            // SAFETY: the word is aligned and within the mapping. Other threads access the word atomically or through
+            // the VM.
             unsafe { &*self.memory.add(address as usize).cast() }
         }
 
@@ -627,8 +628,9 @@ mod tests {
     /// No vCPU's guest sees the old clock after another vCPU's guest has seen the new clock.
     #[test]
     fn guests_see_a_new_clock_at_the_same_time() {
-        // si: the vCPU's page; 0x7000: the highest upper half of a page's time that a guest has seen; 0x7008: a guest
-        // has seen a lower one after that; 0x7010: all is over.
+        // Register SI holds the address of the vCPU's page. The word at 0x7000 is the highest upper half of a page's
+        // time that a guest has seen. The byte at 0x7008 says that a guest has seen a lower upper half after that. The
+        // byte at 0x7010 ends the loop.
         const WATCH: [u8; 40] = [
             0x80, 0x3e, 0x10, 0x70, 0x00, // again: cmp byte [0x7010], 0
             0x75, 0x1d, // jne end
@@ -670,7 +672,7 @@ mod tests {
                     ..Default::default()
                 };
                 machine.0.vm.set_clock(&data).unwrap();
-                // Until a guest has seen it.
+                // Waits until a guest has seen the new clock.
                 let begin = Instant::now();
                 while machine.0.word(0x7000) < round && machine.0.word(0x7008) == 0 {
                     if begin.elapsed() > Duration::from_secs(20) {

@@ -40,7 +40,7 @@ impl VmObject {
     /// Carries out `KVM_CREATE_PIT2`, and `KVM_CREATE_PIT` without flags: creates the 8254.
     ///
     /// # Errors
-    /// `EEXIST` when there is one already, `ENOENT` without an 8259 pair, `ENOMEM`.
+    /// `EEXIST` when there is an 8254 already, `ENOENT` without an 8259 pair, `ENOMEM`.
     pub fn create_pit(&self, config: &kvm_pit_config) -> Result<()> {
         let _call = self.begin()?;
         let speaker = config.flags & KVM_PIT_SPEAKER_DUMMY != 0;

@@ -6,8 +6,8 @@ use slat_hyperv::clock::{TscPage, UNIT};
 use slat_hyperv::partition::{DuePage, PageOutcome, Partition};
 
 impl VcpuMachine {
-    /// The reference clock now, in units of 100 ns. It is kvmclock, computed with the arithmetic of the guest's page,
-    /// even if the guest has no page.
+    /// Returns the reference clock now, in units of 100 ns. The reference clock is kvmclock, computed with the
+    /// arithmetic of the guest's page, even if the guest has no page.
     pub(super) fn reference_time(&self) -> u64 {
         (self.vm.arch.hyperv).with_partition(|partition| self.time_of(partition))
     }
@@ -52,7 +52,7 @@ impl VcpuMachine {
         }
     }
 
-    /// Writes the page. `None`: the page cannot be accessed.
+    /// Writes the page of the reference clock. `None`: the page cannot be accessed.
     fn fill_tsc_page(&mut self, due: &DuePage) -> Option<PageOutcome> {
         let at = due.address;
         let words = [

@@ -25,8 +25,8 @@ impl VcpuMachine {
         self.common.attention.raise(bits::IRQ);
     }
 
-    /// Whether CPUID hides from the guest that the TSC is invariant. The guest sees it after it has asked for an
-    /// invariant TSC.
+    /// Whether CPUID hides from the guest that the TSC is invariant. The guest sees that bit after the guest has asked
+    /// for an invariant TSC.
     pub(crate) fn hides_invariant_tsc(&self) -> bool {
         let privileges = self.hyperv.privileges.as_ref();
         privileges.is_some_and(Privileges::controls_invariant_tsc)

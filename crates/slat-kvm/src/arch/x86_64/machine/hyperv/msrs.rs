@@ -51,8 +51,8 @@ fn invalid(_: Refused) -> MsrFault {
 }
 
 impl VcpuMachine {
-    /// Checks a guest's access to an MSR. Refuses it if the guest does not have the MSR's interface, or must not use
-    /// it.
+    /// Checks a guest's access to an MSR. Refuses the access if the guest does not have the MSR's interface, or must
+    /// not use it.
     fn check_access(&self, index: u32, by: Writer) -> Result<(), MsrFault> {
         if by == Writer::Host {
             return Ok(());
@@ -209,7 +209,7 @@ impl VcpuMachine {
         let eoi = match value & ASSIST_ENABLED {
             0 => 0,
             _ => {
-                // The rest of the page must not change, because after a migration it is in use.
+                // The rest of the page must not change, because after a migration the page is in use.
                 self.store_for(by, page, &0u32.to_le_bytes())?;
                 page | KVM_ENABLED
             }
@@ -219,8 +219,8 @@ impl VcpuMachine {
         Ok(())
     }
 
-    /// Writes to guest memory for the writer of an MSR. For a guest's write the vCPU is entered; for the host's it is
-    /// not.
+    /// Writes to guest memory for the writer of an MSR. For a guest's write the vCPU is entered; for the host's write
+    /// the vCPU is not entered.
     fn store_for(&mut self, by: Writer, gpa: u64, bytes: &[u8]) -> Result<(), MsrFault> {
         let stored = match by {
             Writer::Guest => self.write_guest(gpa, bytes),

@@ -14,12 +14,13 @@ impl VcpuMachine {
         }
     }
 
-    /// When the next timer expires, by the VM's clock.
+    /// Returns the time, by the VM's clock, at which the next timer expires.
     pub(in crate::arch::x86_64::machine) fn timers_deadline(&self) -> Option<u64> {
         self.hyperv.timers.deadline()
     }
 
-    /// Examines the timers: notifies the guest of timers that have expired, and starts others. The vCPU is entered.
+    /// Examines the timers: notifies the guest of timers that have expired, and starts timers that are to run again.
+    /// The vCPU is entered.
     pub(crate) fn run_timers(&mut self) {
         let now = self.vm.arch.clock.now();
         self.hyperv.timers.tick(now);
