@@ -37,7 +37,7 @@ impl Drop for Own {
 /// descriptors.
 const FIRST_OWN: i32 = 512;
 
-/// Locked while [`id`] reads, and while a client's descriptor is duplicated.
+/// The lock that a thread holds while [`id`] reads a file, and while it duplicates a client's descriptor.
 static READING: PerProcess<Mutex<()>> = PerProcess::new();
 
 /// Creates the objects that the eventfds of a process share.

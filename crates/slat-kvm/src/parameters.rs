@@ -24,7 +24,7 @@ const FIXED: &[(&str, &str)] = &[
     ("report_ignored_msrs", "Y"),
     ("enable_pmu", "N"),
     ("enable_vmware_backdoor", "N"),
-    // The interrupt controllers that processors have themselves, AMD's and Intel's, are off.
+    // The virtual interrupt controllers of AMD's and Intel's processors are off.
     ("avic", "N"),
     ("enable_apicv", "N"),
     ("halt_poll_ns", "0"),

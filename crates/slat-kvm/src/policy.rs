@@ -161,7 +161,7 @@ macro_rules! own_policies {
                 }
             }
 
-            /// Returns the value.
+            /// Returns the value of the policy.
             pub fn value(&self) -> &dyn fmt::Display {
                 match self {
                     Assignment::Memory(setting) => setting.value(),

@@ -1,8 +1,8 @@
 //! The architecture of the guests, which is the host's: a program that uses KVM has guests of its own architecture.
 //!
-//! This is the only file that asks for which architecture slat is built. All others are neutral, or belong to one
-//! architecture and are in its folder. Neutral files use the items that this file names, and no other item of an
-//! architecture (`crates/slat/tests/architecture/arch.rs`). All calls are static.
+//! This is the only file that asks for which architecture slat is built. All other files are neutral, or are in the
+//! folder of the architecture to which they belong. Neutral files use the items that this file names, and no other item
+//! of an architecture (`crates/slat/tests/architecture/arch.rs`). All calls are dispatched statically.
 //!
 //! # What an architecture provides
 //! This file re-exports types and functions. Methods are in blocks `impl` of the architecture, and need no import.

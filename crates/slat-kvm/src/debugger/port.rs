@@ -216,7 +216,7 @@ impl<'a> Quiet<'a> {
 
 impl Drop for Quiet<'_> {
     fn drop(&mut self) {
-        // The vCPU was outside the engine, and has to drop its translations, but no flush waits for this vCPU.
+        // The vCPU was outside the engine, so no flush waits for this vCPU. But the vCPU has to drop its translations.
         if self.bits & Attention::FLUSH != 0 {
             self.bits = self.bits & !Attention::FLUSH | bits::RETRY;
         }

@@ -29,7 +29,7 @@ pub(crate) enum Go {
 /// Why all vCPUs are held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stopped {
-    /// The debugger has asked to hold them.
+    /// The debugger has asked to hold the vCPUs.
     Asked,
     /// A vCPU has hit a probe.
     Hit(u32, ProbeHit),

@@ -167,7 +167,7 @@ impl Profile {
         taken.clear();
     }
 
-    /// Writes the file, if there are new samples.
+    /// Writes the profile file, if there are new samples.
     fn write(&self) {
         let mut output = lock(&self.output);
         if let Some(path) = wanted()

@@ -83,7 +83,7 @@ pub(crate) const KVM_FEATURE_PV_SCHED_YIELD: u32 = 13;
 pub(crate) const KVM_FEATURE_ASYNC_PF_INT: u32 = 14;
 const KVM_FEATURE_CLOCKSOURCE_STABLE: u32 = 24;
 
-/// Feature bits, by register.
+/// The feature bits of the CPUID leaves, by register.
 mod feature {
     /// FPU VME DE PSE TSC MSR PAE MCE CX8 APIC SEP MTRR PGE MCA CMOV PAT PSE36 CLFSH MMX FXSR SSE SSE2.
     pub const LEAF1_EDX: u32 = 1

@@ -46,8 +46,8 @@ impl Target {
     ) -> Result<Self> {
         match entry.type_ {
             KVM_IRQ_ROUTING_IRQCHIP if has_chips => {
-                // SAFETY: all fields of the union are integers, so every bit pattern is valid, whatever the kind of the
-                // entry.
+                // SAFETY: all fields of the union consist of integers, so every bit pattern is valid, whatever the kind
+                // of the entry.
                 let kvm_irq_routing_irqchip { irqchip, pin } = unsafe { entry.u.irqchip };
                 match irqchip {
                     KVM_IRQCHIP_PIC_MASTER if pin < PIC_LINES => Ok(Target::Pic(pin as u8)),
@@ -59,8 +59,8 @@ impl Target {
                 }
             }
             KVM_IRQ_ROUTING_MSI => {
-                // SAFETY: all fields of the union are integers, so every bit pattern is valid, whatever the kind of the
-                // entry.
+                // SAFETY: all fields of the union consist of integers, so every bit pattern is valid, whatever the kind
+                // of the entry.
                 let msi = unsafe { entry.u.msi };
                 if extended_ids && msi.address_hi & 0xff != 0 {
                     return fail(libc::EINVAL);
@@ -71,8 +71,8 @@ impl Target {
                 })
             }
             KVM_IRQ_ROUTING_HV_SINT => {
-                // SAFETY: all fields of the union are integers, so every bit pattern is valid, whatever the kind of the
-                // entry.
+                // SAFETY: all fields of the union consist of integers, so every bit pattern is valid, whatever the kind
+                // of the entry.
                 let kvm_irq_routing_hv_sint { vcpu, sint } = unsafe { entry.u.hv_sint };
                 Ok(Target::Sint { vp: vcpu, sint })
             }

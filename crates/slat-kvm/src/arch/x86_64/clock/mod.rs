@@ -65,7 +65,8 @@ use std::time::{Duration, Instant};
 pub const FLAGS: u32 = KVM_CLOCK_TSC_STABLE | KVM_CLOCK_REALTIME | KVM_CLOCK_HOST_TSC;
 /// Seconds after which the page of a clock that is not stable is written again.
 const REFRESH: u64 = 60;
-/// The longest time that is added to a deadline, in nanoseconds: see [`VmClock::instant`].
+/// The longest time, in nanoseconds, that [`VmClock::instant`] adds to a deadline so that the ticker does not wake too
+/// early.
 const MARGIN: u64 = 50_000;
 const YEAR: u64 = 365 * 24 * 3600 * 1_000_000_000;
 
@@ -129,7 +130,8 @@ pub(crate) enum TscChange {
 }
 
 impl Kvmclock {
-    /// Returns the clock when the host's TSC is `host_tsc`. This moment is not before the moment of the kvmclock pair.
+    /// Returns the value of the clock at the moment at which the host's TSC is `host_tsc`. This moment is not before
+    /// the moment of the kvmclock pair.
     fn at(&self, host_tsc: u64) -> u64 {
         let host_tsc = host_tsc.max(self.host_tsc);
         let since = match self.common {
@@ -246,7 +248,7 @@ impl VmClock {
         Instant::now() + Duration::from_nanos(wait + (wait / 2048).min(MARGIN))
     }
 
-    /// Returns the clock that `KVM_GET_CLOCK` shows when the host's TSC is `host_tsc`.
+    /// Returns the value that `KVM_GET_CLOCK` shows when the host's TSC is `host_tsc`.
     pub(crate) fn kvmclock_at(&self, host_tsc: u64) -> u64 {
         self.lock().at(host_tsc)
     }

@@ -1,4 +1,4 @@
-//! `KVM_HYPERV_EVENTFD`: connections that a guest signals by a hypercall. A signal of a connection only signals an
+//! `KVM_HYPERV_EVENTFD`: connections that a guest signals by a hypercall. The hypercall only signals the connection's
 //! eventfd.
 
 use crate::errno::{Result, fail};

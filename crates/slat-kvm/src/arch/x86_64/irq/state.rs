@@ -75,7 +75,8 @@ fn ioapic_state(theirs: &kvm_ioapic_state) -> IoApicState {
         id: theirs.id,
         irr: theirs.irr,
         pad: theirs.pad,
-        // SAFETY: all fields of the union are integers, so every bit pattern is valid, whichever field was written.
+        // SAFETY: all fields of the union consist of integers, so every bit pattern is valid, whichever field was
+        // written.
         redirtbl: theirs.redirtbl.map(|entry| unsafe { entry.bits }),
     }
 }
@@ -126,13 +127,13 @@ impl Interrupts {
         let chips = self.has_chips()?;
         match (pic_chip(chip.chip_id), chip.chip_id) {
             (Some(which), _) => {
-                // SAFETY: all fields of the union are integers, so every bit pattern is valid, whichever field was
-                // written.
+                // SAFETY: all fields of the union consist of integers, so every bit pattern is valid, whichever field
+                // was written.
                 chips.restore_pic(&self.vcpus, which, &pic_state(unsafe { &chip.chip.pic }));
             }
             (None, KVM_IRQCHIP_IOAPIC) => {
-                // SAFETY: all fields of the union are integers, so every bit pattern is valid, whichever field was
-                // written.
+                // SAFETY: all fields of the union consist of integers, so every bit pattern is valid, whichever field
+                // was written.
                 chips.restore_ioapic(&self.vcpus, &ioapic_state(unsafe { &chip.chip.ioapic }));
             }
             _ => return fail(libc::EINVAL),

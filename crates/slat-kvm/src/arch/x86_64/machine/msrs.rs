@@ -109,8 +109,8 @@ pub(crate) fn write(
 ) -> Result<(), MsrFault> {
     let value = match index {
         EFER if value & !known_efer() != 0 => return Err(MsrFault::Invalid),
-        // As in KVM, the client does not change the bit for the CPU's mode by this MSR. Only KVM_SET_SREGS changes that
-        // bit.
+        // As in KVM, the client does not change the bit for the CPU's mode by this MSR. Only KVM_SET_SREGS and
+        // KVM_SET_SREGS2 change that bit.
         EFER => value & !control::EFER_LMA | state.efer & control::EFER_LMA,
         LSTAR | CSTAR | KERNEL_GS_BASE | FS_BASE | GS_BASE => canonical(value)?,
         // As in KVM, any value is accepted and converted to a value that the MSR can have.

@@ -10,7 +10,7 @@ use crate::arch::x86_64::msr::{KVM_ENABLED, index};
 use slat_irqchip::lapic::reg;
 use slat_x86::MsrFault;
 
-/// The low bit of the address that has to be 0: the address is a multiple of 4.
+/// The bit of `MSR_KVM_PV_EOI` that has to be 0, because the address in this MSR is a multiple of 4.
 const RESERVED: u64 = 2;
 /// The bit in the guest's memory: the interrupt needs no write of the APIC's EOI register.
 const OFFERED: u8 = 1;

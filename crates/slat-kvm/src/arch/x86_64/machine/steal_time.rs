@@ -6,10 +6,11 @@ use crate::steal_time::is_available;
 use crate::thread::bits;
 use slat_x86::MsrFault;
 
-/// The low bits of the MSR that have to be clear, because the structure is aligned to 64 bytes.
+/// The low bits of `MSR_KVM_STEAL_TIME` that have to be clear, because the structure is aligned to 64 bytes.
 const RESERVED: u64 = 0x3e;
-/// Offsets of fields in the guest's structure (`struct kvm_steal_time`).
+/// The offset of the field `version` in the guest's structure (`struct kvm_steal_time`).
 const VERSION: u64 = 8;
+/// The offset of the field `preempted`.
 const PREEMPTED: u64 = 16;
 /// Value of the field `preempted` while the vCPU does not run: `KVM_VCPU_PREEMPTED`.
 const PREEMPTED_NOW: u8 = 1;

@@ -104,7 +104,7 @@ impl MachineCheck {
     /// Carries out `KVM_X86_SETUP_MCE`: sets the capabilities, and enables all errors.
     ///
     /// # Errors
-    /// `EINVAL` for no banks, too many, and capabilities that are not supported.
+    /// `EINVAL` for no banks, for too many banks, and for capabilities that are not supported.
     pub(crate) fn set_up(&mut self, capabilities: u64) -> errno::Result<()> {
         let banks = capabilities & CAP_BANKS;
         if banks == 0

@@ -58,10 +58,10 @@ impl Stored {
         self.0[Self::place(index)?]
     }
 
-    /// Stores a value.
+    /// Stores the value of the MSR `index`.
     ///
     /// # Panics
-    /// If the MSR `index` does more than store a value.
+    /// The method panics if `index` is not among the MSRs whose only effect is to store a value.
     pub(crate) fn set(&mut self, index: u32, value: u64) {
         let place = Self::place(index).expect("an MSR that is stored has a place");
         self.0[place] = Some(value);

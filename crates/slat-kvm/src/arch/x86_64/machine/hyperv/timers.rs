@@ -19,7 +19,7 @@ impl VcpuMachine {
         self.hyperv.timers.deadline()
     }
 
-    /// Examines the timers: notifies the guest of timers that have expired, and starts timers that are to run again.
+    /// Examines the timers: notifies the guest of timers that have expired, and starts timers that have to be started.
     /// The vCPU is entered.
     pub(crate) fn run_timers(&mut self) {
         let now = self.vm.arch.clock.now();
