@@ -31,7 +31,7 @@ impl Life {
     /// Begins a call of the VM that has this life.
     ///
     /// # Errors
-    /// The errors are those of [`check`](Self::check).
+    /// `EIO` in a forked child, and after a call that panicked.
     pub(crate) fn call<'a>(&'a self, engine: &'a EngineVm) -> Result<Call<'a>> {
         self.check()?;
         Ok(Call {

@@ -19,8 +19,8 @@ pub struct Totals {
     pub vms: u64,
     /// The sums of the statistics of the VMs' memory systems.
     pub memory: Stats,
-    /// The sums of the counters of the VMs' CPUs: see [`Counters::NAMES`]. A CPU that runs is counted as of its last
-    /// exit.
+    /// The sums of the counters of the VMs' CPUs, in the order of [`Counters::NAMES`]. A CPU that runs is counted as of
+    /// its last exit.
     pub cpu: [u64; Counters::COUNT],
     /// The reason why no code is compiled. `None`: code is compiled.
     pub interprets: Option<&'static str>,

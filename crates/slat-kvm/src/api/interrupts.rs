@@ -77,7 +77,7 @@ impl VmFd {
     /// and the guest's end of interrupt lowers the line and signals `resamplefd`.
     ///
     /// # Errors
-    /// The errors are those of [`register_irqfd`](Self::register_irqfd), and `EINVAL` without I/O APIC.
+    /// `EINVAL` without I/O APIC, `EBUSY` when `fd` is already an irqfd of any VM.
     pub fn register_irqfd_with_resample(
         &self,
         fd: &EventFd,

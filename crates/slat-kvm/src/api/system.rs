@@ -54,7 +54,8 @@ impl Kvm {
     /// Like [`new`](Self::new). `kvm_path` must lead to KVM's device, but `/dev/kvm` need not exist.
     ///
     /// # Errors
-    /// The host's error for the path; `ENOTTY` for a path to any other file; the errors of [`new`](Self::new).
+    /// The host's error for the path, or for opening a descriptor; `ENOTTY` for a path to any other file; `EINVAL` for
+    /// invalid policies in the environment.
     pub fn new_with_path<P>(kvm_path: P) -> Result<Self>
     where
         P: AsRef<CStr>,
@@ -67,7 +68,7 @@ impl Kvm {
     /// program that has inherited it.
     ///
     /// # Errors
-    /// The errors are those of [`new`](Self::new).
+    /// The host's error for opening a descriptor; `EINVAL` for invalid policies in the environment.
     pub fn open_with_cloexec(close_on_exec: bool) -> Result<RawFd> {
         crate::policy::current()?;
         Ok(System::descriptor(close_on_exec)?.into_raw_fd())
@@ -77,7 +78,8 @@ impl Kvm {
     /// [`new_with_path`](Self::new_with_path) does.
     ///
     /// # Errors
-    /// The errors are those of [`new_with_path`](Self::new_with_path).
+    /// The host's error for the path, or for opening a descriptor; `ENOTTY` for a path to any other file; `EINVAL` for
+    /// invalid policies in the environment.
     pub fn open_with_cloexec_at<P>(path: P, close_on_exec: bool) -> Result<RawFd>
     where
         P: AsRef<CStr>,

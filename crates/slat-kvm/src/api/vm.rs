@@ -46,7 +46,8 @@ impl VmFd {
     /// The errors are those of [`set_user_memory_region`](Self::set_user_memory_region).
     ///
     /// # Safety
-    /// The conditions are those of [`set_user_memory_region`](Self::set_user_memory_region).
+    /// From now on until the slot is deleted, the guest reads and writes the memory at `userspace_addr`. No code in
+    /// this process may rely on the memory's contents in a way that a concurrent write would break.
     pub unsafe fn set_user_memory_region2(
         &self,
         user_memory_region2: kvm_userspace_memory_region2,

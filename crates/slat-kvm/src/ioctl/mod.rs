@@ -46,7 +46,7 @@ pub enum Object {
     DevicePath,
 }
 
-/// The name that a link in `/proc/self/fd` shows: see [`Object::link`].
+/// The name that a link in `/proc/self/fd` shows for a descriptor of a KVM object.
 #[derive(Clone, Copy, Debug)]
 pub struct LinkName {
     name: &'static str,

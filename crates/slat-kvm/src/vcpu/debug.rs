@@ -1,4 +1,4 @@
-//! A vCPU under a debugger that the client does not notice: see module [`crate::debugger`].
+//! The part of a vCPU that module [`crate::debugger`] uses, which debugs the guest without the client.
 
 use crate::arch::{self, ProbeHit, VcpuMachine};
 use crate::debugger::{Debuggee, Held, Quiet, Request, Space};

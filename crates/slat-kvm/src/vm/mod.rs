@@ -122,7 +122,7 @@ impl VmObject {
     /// Begins a call. Call in every public method of the VM and its vCPUs.
     ///
     /// # Errors
-    /// The errors are those of [`still_alive`](Self::still_alive).
+    /// `EIO` in a forked child, and after a call that panicked.
     pub(crate) fn begin(&self) -> Result<Call<'_>> {
         self.life.call(&self.engine)
     }

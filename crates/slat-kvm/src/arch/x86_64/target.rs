@@ -33,9 +33,7 @@ pub(crate) enum Target {
 
 impl Target {
     /// Returns the target that an entry of a client's table names. `has_chips`: the entry may name lines and pins.
-    /// `extended_ids`: see [`Message::from_msi`].
-    ///
-    /// [`Message::from_msi`]: slat_irqchip::message::Message::from_msi
+    /// `extended_ids`: destinations of messages have 32 bits in the client's structs.
     ///
     /// # Errors
     /// `EINVAL` for numbers beyond the limits, and for unknown kinds.

@@ -25,7 +25,7 @@ impl VmFd {
     /// Carries out `KVM_SET_IRQCHIP`.
     ///
     /// # Errors
-    /// The errors are those of [`get_irqchip`](Self::get_irqchip).
+    /// `ENXIO` without these controllers, `EINVAL` for a chip that does not exist.
     pub fn set_irqchip(&self, irqchip: &kvm_irqchip) -> Result<()> {
         self.vm.set_irqchip(irqchip)
     }

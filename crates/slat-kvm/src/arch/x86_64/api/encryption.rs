@@ -20,7 +20,7 @@ impl VmFd {
     /// Refuses `KVM_MEMORY_ENCRYPT_OP` with an SEV command.
     ///
     /// # Errors
-    /// The errors are those of [`encrypt_op`](Self::encrypt_op).
+    /// `ENOTTY`: there is no encryption.
     pub fn encrypt_op_sev(&self, op: &mut kvm_sev_cmd) -> Result<()> {
         // SAFETY: the struct is live.
         unsafe { self.encrypt_op(op) }
@@ -29,7 +29,7 @@ impl VmFd {
     /// Refuses `KVM_MEMORY_ENCRYPT_REG_REGION`.
     ///
     /// # Errors
-    /// The errors are those of [`encrypt_op`](Self::encrypt_op).
+    /// `ENOTTY`: there is no encryption.
     pub fn register_enc_memory_region(&self, memory_region: &kvm_enc_region) -> Result<()> {
         let _ = memory_region;
         self.refuse_encryption()
@@ -38,7 +38,7 @@ impl VmFd {
     /// Refuses `KVM_MEMORY_ENCRYPT_UNREG_REGION`.
     ///
     /// # Errors
-    /// The errors are those of [`encrypt_op`](Self::encrypt_op).
+    /// `ENOTTY`: there is no encryption.
     pub fn unregister_enc_memory_region(&self, memory_region: &kvm_enc_region) -> Result<()> {
         let _ = memory_region;
         self.refuse_encryption()

@@ -20,7 +20,8 @@ impl VcpuFd {
     /// Carries out `KVM_GET_SUPPORTED_HV_CPUID` of a vCPU: returns the leaves for this vCPU.
     ///
     /// # Errors
-    /// The errors are those of [`Kvm::get_supported_hv_cpuid`].
+    /// `ENOMEM` for `num_entries` above `KVM_MAX_CPUID_ENTRIES`, `E2BIG` when the table has more than `num_entries`
+    /// entries, `EIO` in a forked child.
     pub fn get_supported_hv_cpuid(&self, num_entries: usize) -> Result<CpuId> {
         cpuid(&self.vcpu.supported_hv_cpuid()?, num_entries)
     }

@@ -187,10 +187,11 @@ impl VcpuFd {
     /// Like [`set_xsave`](Self::set_xsave), from the type that [`get_xsave2`](Self::get_xsave2) fills.
     ///
     /// # Errors
-    /// The errors are those of [`set_xsave`](Self::set_xsave).
+    /// `EINVAL` for state components that the CPU does not have.
     ///
     /// # Safety
-    /// The conditions are those of [`set_xsave`](Self::set_xsave).
+    /// No condition is needed, because slat's area has a fixed size. The method is unsafe because kvm-ioctls' method
+    /// is.
     pub unsafe fn set_xsave2(&self, xsave: &Xsave) -> Result<()> {
         // SAFETY: the caller keeps this function's contract.
         unsafe { self.set_xsave(&xsave.as_fam_struct_ref().xsave) }

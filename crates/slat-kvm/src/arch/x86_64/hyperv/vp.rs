@@ -44,7 +44,7 @@ impl VirtualProcessor {
         self.has_synic.load(Ordering::SeqCst)
     }
 
-    /// Enables the SynIC: see [`Synic::activate`].
+    /// Enables the SynIC. `clears_pages`: each page that the guest names for the SynIC is filled with zeros.
     pub(crate) fn activate_synic(&self, clears_pages: bool) {
         self.synic().activate(clears_pages);
         self.has_synic.store(true, Ordering::SeqCst);

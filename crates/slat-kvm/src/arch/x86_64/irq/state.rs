@@ -122,7 +122,7 @@ impl Interrupts {
     /// Carries out `KVM_SET_IRQCHIP`.
     ///
     /// # Errors
-    /// The errors are those of [`save_chip`](Self::save_chip).
+    /// `ENXIO` without these controllers, `EINVAL` for a chip that does not exist.
     pub(crate) fn restore_chip(&self, chip: &kvm_irqchip) -> Result<()> {
         let chips = self.has_chips()?;
         match (pic_chip(chip.chip_id), chip.chip_id) {

@@ -31,7 +31,7 @@ impl VmObject {
     /// Carries out `KVM_SET_IRQCHIP`.
     ///
     /// # Errors
-    /// The errors are those of [`get_irqchip`](Self::get_irqchip).
+    /// `ENXIO` without these controllers, `EINVAL` for a chip that does not exist.
     pub fn set_irqchip(&self, chip: &kvm_irqchip) -> Result<()> {
         let _call = self.begin()?;
         self.interrupts.restore_chip(chip)
