@@ -23,7 +23,7 @@ pub(crate) trait Background: Sync + 'static {
     /// then.
     const WITHOUT: &'static str;
 
-    /// Bytes of the thread's stack.
+    /// The number of bytes of the thread's stack.
     const STACK: usize = 64 << 10;
 
     /// Runs on the thread until the process ends.

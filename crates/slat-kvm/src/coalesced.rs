@@ -11,9 +11,9 @@ use kvm_bindings::*;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-/// Offset of the ring in a vCPU's mapping.
+/// The offset of the ring in a vCPU's mapping.
 pub const OFFSET: usize = KVM_COALESCED_MMIO_PAGE_OFFSET as usize * PAGE;
-/// Number of ring entries. One of them always stays free.
+/// The number of ring entries. One of them always stays free.
 const ENTRIES: u32 =
     ((PAGE - size_of::<kvm_coalesced_mmio_ring>()) / size_of::<kvm_coalesced_mmio>()) as u32;
 
@@ -21,7 +21,7 @@ const ENTRIES: u32 =
 #[derive(Debug)]
 pub(crate) struct Coalesced {
     ring: Shared,
-    /// Held while a vCPU writes to the ring.
+    /// The lock that is held while a vCPU writes to the ring.
     turn: Mutex<()>,
 }
 

@@ -37,7 +37,7 @@ pub(crate) use exits;
 pub(crate) struct Halts {
     /// Halts that ended.
     pub(crate) wakeup: Count,
-    /// Nanoseconds spent in halts.
+    /// The nanoseconds spent in halts.
     pub(crate) wait_ns: Count,
     /// Counts of the waits in halts. The bucket is the position of the highest set bit of the nanoseconds.
     pub(crate) wait_hist: Histogram<BUCKETS>,

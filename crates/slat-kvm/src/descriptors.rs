@@ -29,7 +29,7 @@ type Part = [AtomicPtr<Cell>; PART];
 static TABLE: [AtomicPtr<Part>; PARTS] = [const { AtomicPtr::new(ptr::null_mut()) }; PARTS];
 /// One more than the largest descriptor that was ever KVM's.
 static END: AtomicUsize = AtomicUsize::new(0);
-/// Number of descriptors that are KVM's.
+/// The number of descriptors that are KVM's.
 static OPEN: AtomicUsize = AtomicUsize::new(0);
 /// Cells that were emptied, and can be reused.
 static FREE: PerProcess<Mutex<Vec<&'static Cell>>> = PerProcess::new();

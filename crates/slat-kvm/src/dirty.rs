@@ -21,7 +21,7 @@ const _: () = assert!(size_of::<DirtyGfn>() == size_of::<kvm_dirty_gfn>());
 /// The rings of a VM.
 #[derive(Debug, Default)]
 pub(crate) struct Rings {
-    /// Bytes of each ring; 0: there are no rings.
+    /// The number of bytes of each ring; 0: there are no rings.
     size: AtomicU32,
 }
 
@@ -53,7 +53,7 @@ impl AsRef<[DirtyGfn]> for RingMemory {
 }
 
 impl Rings {
-    /// Bytes of each vCPU's ring, or 0.
+    /// Returns the number of bytes of each vCPU's ring, or 0.
     pub(crate) fn size(&self) -> usize {
         self.size.load(Ordering::Acquire) as usize
     }

@@ -16,7 +16,7 @@ const FAST_MMIO: u32 = 1 << kvm_ioeventfd_flag_nr_fast_mmio;
 /// One registration, for writes to one address or port.
 #[derive(Clone, Debug)]
 pub(crate) struct Event {
-    /// Bytes of the write; 0 matches any length.
+    /// The number of bytes of the write; 0 matches any length.
     len: u32,
     /// The value that is written; `None` matches any value.
     value: Option<u64>,

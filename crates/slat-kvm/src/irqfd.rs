@@ -26,9 +26,9 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, Weak};
 
-/// Source of a line's level: the client, by `KVM_IRQ_LINE` or an irqfd.
+/// The source of a line's level: the client, by `KVM_IRQ_LINE` or an irqfd.
 pub(crate) const USERSPACE: u8 = 0;
-/// Source of a line's level: resampled irqfds.
+/// The source of a line's level: resampled irqfds.
 pub(crate) const RESAMPLE: u8 = 1;
 
 /// The greatest number of events that one `epoll_wait` returns.

@@ -16,13 +16,13 @@ use std::mem::ManuallyDrop;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::ptr::NonNull;
 
-/// Size of a host page.
+/// The size of a host page.
 pub const PAGE: usize = 4096;
 /// The value that `KVM_GET_VCPU_MMAP_SIZE` returns.
 pub const MMAP_SIZE: usize = 3 * PAGE;
-/// Offset of the port-data page.
+/// The offset of the port-data page.
 pub const PIO_OFFSET: usize = PAGE;
-/// Offset of the dirty ring in the file of a vCPU's descriptor.
+/// The offset of the dirty ring in the file of a vCPU's descriptor.
 pub const RING_OFFSET: usize = KVM_DIRTY_LOG_PAGE_OFFSET as usize * PAGE;
 
 /// Reads or writes one field of `kvm_run`.

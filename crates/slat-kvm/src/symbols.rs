@@ -8,7 +8,7 @@ use object::{Object, ObjectSymbol, SymbolKind};
 use slat_process::once::Computed;
 use std::path::Path;
 
-/// Bytes of a symbol without a size, if no other symbol follows.
+/// The number of bytes of a symbol without a size, if no other symbol follows.
 const LAST: u64 = 4096;
 
 /// Names of code, by address.

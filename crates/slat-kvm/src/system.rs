@@ -11,8 +11,8 @@ use slat::MmuKind;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-/// Bytes of the memfd in place of `/dev/kvm`. Hardly any other deleted file has this size. So `fstat` finds out by the
-/// size that a file is not `/dev/kvm`, without another system call.
+/// The number of bytes of the memfd in place of `/dev/kvm`. Hardly any other deleted file has this size. So `fstat`
+/// finds out by the size that a file is not `/dev/kvm`, without another system call.
 pub const DESCRIPTOR_SIZE: usize = 0x36d;
 
 /// The object that a descriptor of `/dev/kvm` refers to. The object has no state.

@@ -6,7 +6,7 @@ use crate::device::VfioDevice;
 use crate::errno::Result;
 use crate::user;
 
-// Not inlined: otherwise requests to other objects would have this function's frame, too.
+// This function is not inlined, because otherwise requests to other objects would have this function's frame, too.
 #[inline(never)]
 pub(super) fn ioctl(device: &VfioDevice, request: u32, argument: u64) -> Result<Answer> {
     match request {

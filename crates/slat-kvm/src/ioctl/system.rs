@@ -8,7 +8,7 @@ use crate::system::System;
 use crate::user;
 use kvm_bindings::kvm_device_attr;
 
-// Not inlined: otherwise requests to other objects would have this function's frame, too.
+// This function is not inlined, because otherwise requests to other objects would have this function's frame, too.
 #[inline(never)]
 pub(super) fn ioctl(system: &System, request: u32, argument: u64) -> Result<Answer> {
     match request {

@@ -9,12 +9,13 @@ use crate::vcpu::VcpuObject;
 use kvm_bindings::*;
 use slat::Shared;
 
-/// Offset of the set in `kvm_signal_mask`.
+/// The offset of the set in `kvm_signal_mask`.
 const SIGSET: u64 = 4;
 /// The size of the kernel's signal set.
 const SIGSET_BYTES: u32 = 8;
 
-/// Carries out `KVM_RUN`. Not inlined: otherwise other requests would have this function's frame, too.
+/// Carries out `KVM_RUN`. This function is not inlined, because otherwise other requests would have this function's
+/// frame, too.
 #[inline(never)]
 pub(super) fn run(vcpu: &VcpuObject, argument: u64) -> Result<Answer> {
     let _call = vcpu.vm.begin()?;
@@ -25,8 +26,8 @@ pub(super) fn run(vcpu: &VcpuObject, argument: u64) -> Result<Answer> {
     DONE
 }
 
-/// Carries out all requests except `KVM_RUN`. Not inlined: the frame of this function has structures of several KiB,
-/// and other requests would have this frame, too.
+/// Carries out all requests except `KVM_RUN`. This function is not inlined, because its frame has structures of several
+/// KiB, and other requests would have this frame, too.
 #[inline(never)]
 pub(super) fn ioctl(vcpu: &Shared<VcpuObject>, request: u32, argument: u64) -> Result<Answer> {
     let _call = vcpu.vm.begin()?;

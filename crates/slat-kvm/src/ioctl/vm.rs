@@ -11,7 +11,7 @@ use kvm_bindings::*;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
 
-// Not inlined: otherwise requests to other objects would have this function's frame, too.
+// This function is not inlined, because otherwise requests to other objects would have this function's frame, too.
 #[inline(never)]
 pub(super) fn ioctl(vm: &Arc<VmObject>, request: u32, argument: u64) -> Result<Answer> {
     let _call = vm.begin()?;

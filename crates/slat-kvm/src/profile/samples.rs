@@ -14,7 +14,7 @@ pub(crate) struct Origin {
 
 /// The number of words for all samples. One vCPU fills these words in some seconds.
 const WORDS: usize = 1 << 17;
-/// Words of a sample in addition to its stack.
+/// The number of words of a sample in addition to its stack.
 const HEADER: usize = 3;
 
 pub(super) struct Samples {

@@ -20,9 +20,9 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Bytes for a name, including its NUL.
+/// The number of bytes for a name, including its NUL.
 const NAME_SIZE: usize = 48;
-/// Bytes of a descriptor: `kvm_stats_desc` ends with a flexible array for the name.
+/// The number of bytes of a descriptor: `kvm_stats_desc` ends with a flexible array for the name.
 const DESCRIPTOR: usize = size_of::<kvm_stats_desc>() + NAME_SIZE;
 const HEADER: usize = size_of::<kvm_stats_header>();
 
@@ -40,7 +40,7 @@ pub struct StatsObject {
     entries: Vec<Entry>,
     /// The whole file.
     file: Shared,
-    /// Offset of the values.
+    /// The offset of the values.
     data: usize,
 }
 

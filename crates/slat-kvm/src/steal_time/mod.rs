@@ -38,7 +38,7 @@ struct Thread {
     asks: AtomicBool,
     /// Whether the thread does not run the vCPU any more.
     gone: AtomicBool,
-    /// Nanoseconds that the thread waited for a CPU, at the observer's last reading.
+    /// The nanoseconds that the thread waited for a CPU, at the observer's last reading.
     waited: AtomicU64,
 }
 

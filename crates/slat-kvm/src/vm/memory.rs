@@ -11,7 +11,7 @@ use slat_trace::{MemslotChange, point};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-/// Size of a page of guest memory.
+/// The size of a page of guest memory.
 const PAGE: u64 = 4096;
 
 impl VmObject {

@@ -49,7 +49,7 @@ pub struct VmObject {
     /// Whether the VM is of a type whose memory can be private.
     protected: bool,
     pub(crate) private: PrivateMemory,
-    /// Held while a slot and its bitmap of absent pages change.
+    /// The lock that is held while a slot and its bitmap of absent pages change.
     userfault_turn: Mutex<()>,
     pub(crate) devices: Devices,
     /// The architecture's state of the VM.

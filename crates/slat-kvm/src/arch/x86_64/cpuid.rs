@@ -245,11 +245,11 @@ fn host_caches(leaf: u32) -> kvm_cpuid_entry2 {
     entry(leaf, None, [0, 0, host.ecx, host.edx])
 }
 
-/// Bytes of an XSAVE area with x87 and SSE: the legacy region and the header.
+/// The number of bytes of an XSAVE area with x87 and SSE: the legacy region and the header.
 const XSAVE_LEGACY_BYTES: u32 = 576;
-/// Bytes of PKRU in an XSAVE area.
+/// The number of bytes of PKRU in an XSAVE area.
 const PKRU_BYTES: u32 = 8;
-/// Bytes of the upper halves of the YMM registers in an XSAVE area, after the header.
+/// The number of bytes of the upper halves of the YMM registers in an XSAVE area, after the header.
 const AVX_BYTES: u32 = 256;
 
 /// Returns the offset of PKRU in the standard format of an XSAVE area. `None`: the host has no protection keys. The

@@ -6,7 +6,7 @@ use kvm_bindings::*;
 use slat_x86::State;
 use slat_x86::state::{MXCSR_MASK, MXCSR_MM, xcr0};
 
-/// Offset of XSTATE_BV in an XSAVE area.
+/// The offset of XSTATE_BV in an XSAVE area.
 const XSTATE_BV: usize = 512;
 
 /// Carries out `KVM_GET_FPU`. As in KVM, `mxcsr` is always 0. Clients save the register by `KVM_GET_XSAVE`.

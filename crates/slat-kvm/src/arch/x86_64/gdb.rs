@@ -17,7 +17,7 @@ const COUNT: usize = 67;
 /// All registers, in GDB's order. The position of a register is its number.
 pub const REGISTERS: [Register; COUNT] = table();
 
-/// Bytes of the values of all registers, one after another.
+/// The number of bytes of the values of all registers, one after another.
 pub const BLOCK: usize = offset(COUNT);
 
 /// The number of RIP.

@@ -21,7 +21,7 @@ pub(crate) struct MsrFilter {
     ranges: Vec<Range>,
 }
 
-/// Words of the largest bitmap.
+/// The number of words of the largest bitmap.
 const MOST_WORDS: u32 = KVM_MSR_FILTER_MAX_BITMAP_SIZE / 8;
 /// The MSRs of the x2APIC. No filter denies access to them.
 const X2APIC: std::ops::RangeInclusive<u32> = 0x800..=0x8ff;

@@ -8,11 +8,11 @@ use kvm_bindings::*;
 use slat_x86::svm::VMCB_BYTES;
 use slat_x86::{Cpu, state::control};
 
-/// Bytes of the header: flags and format, of 16 bits each, the size, and then the format's own words.
+/// The number of bytes of the header: flags and format, of 16 bits each, the size, and then the format's own words.
 pub(crate) const HEADER: u32 = 128;
-/// Words of the header.
+/// The number of words of the header.
 pub(crate) const WORDS: usize = (HEADER / 8) as usize;
-/// Bytes of the state in guest mode: the value that `KVM_CHECK_EXTENSION` returns.
+/// The number of bytes of the state in guest mode: the value that `KVM_CHECK_EXTENSION` returns.
 pub(crate) const SIZE: u32 = HEADER + VMCB_BYTES as u32;
 /// The address of VMXON region and current VMCS if there are none.
 const NO_ADDRESS: u64 = u64::MAX;

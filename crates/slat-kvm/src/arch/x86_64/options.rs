@@ -26,7 +26,7 @@ pub(crate) const BUS_LOCK_MODES: u32 = KVM_BUS_LOCK_DETECTION_OFF | KVM_BUS_LOCK
 /// The flags of `KVM_CAP_X86_NOTIFY_VMEXIT`, in the lower half of its argument.
 pub(crate) const NOTIFY_FLAGS: u32 = KVM_X86_NOTIFY_VMEXIT_ENABLED | KVM_X86_NOTIFY_VMEXIT_USER;
 
-/// Nanoseconds of a cycle of the local APICs' bus, unless the client sets them. The bus then runs at 1 GHz.
+/// The nanoseconds of a cycle of the local APICs' bus, unless the client sets them. The bus then runs at 1 GHz.
 pub(crate) const APIC_BUS_CYCLE_NS: u64 = 1;
 
 /// The options of a VM.

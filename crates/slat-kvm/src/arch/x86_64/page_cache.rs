@@ -13,7 +13,7 @@ pub(crate) struct Page {
     pub(crate) gpa: u64,
     pub(crate) host: NonNull<u8>,
     pub(crate) write: bool,
-    /// In a translation for a write: whether a store must be reported to the engine.
+    /// Whether a store to the page must be reported to the engine. Used only in translations for a write.
     pub(crate) tracked: bool,
 }
 

@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Source of a line's level: the 8254.
+/// The source of a line's level: the 8254.
 pub(crate) const TIMER: u8 = 2;
 
 /// The interrupts that a guest has ended, as lines of the controllers. The interrupts are collected while a controller

@@ -75,7 +75,7 @@ pub(crate) fn monotonic() -> u64 {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Moment {
     pub(crate) tsc: u64,
-    /// Nanoseconds of the other clock.
+    /// The nanoseconds of the other clock.
     pub(crate) ns: u64,
     /// Cycles that the reading took. The two values differ by at most this time.
     width: u64,
@@ -226,7 +226,7 @@ pub(crate) mod simulated {
         pub(crate) khz: u32,
         /// The wall clock when the TSC is 0.
         pub(crate) realtime: u64,
-        /// Cycles that pass with each reading.
+        /// The number of cycles that pass with each reading.
         pub(crate) step: u64,
     }
 

@@ -80,7 +80,7 @@ pub struct VmClock {
     kvmclock: Mutex<Kvmclock>,
     /// The number of changes of the kvmclock pair. After each change vCPUs write their pages again.
     changes: AtomicU64,
-    /// Held during an update.
+    /// The lock that is held during an update.
     turn: Mutex<()>,
     /// Whether an update is in progress.
     is_updating: AtomicBool,
@@ -412,9 +412,9 @@ impl Default for VmClock {
 /// The result of [`VmClock::read`].
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Reading {
-    /// Nanoseconds of the VM's clock.
+    /// The nanoseconds of the VM's clock.
     pub(crate) clock: u64,
-    /// Nanoseconds since 1970, UTC.
+    /// The nanoseconds since 1970, UTC.
     pub(crate) realtime: u64,
     /// Cycles.
     pub(crate) host_tsc: u64,

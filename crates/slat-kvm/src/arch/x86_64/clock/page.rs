@@ -3,7 +3,7 @@
 
 use super::host;
 
-/// Nanoseconds of a second.
+/// The nanoseconds of a second.
 const SECOND: u128 = 1_000_000_000;
 /// The page's flag for a clock that is the same on all vCPUs. Then guests do not compare readings
 /// (`PVCLOCK_TSC_STABLE_BIT`).

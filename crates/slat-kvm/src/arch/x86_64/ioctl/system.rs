@@ -6,7 +6,7 @@ use crate::abi::*;
 use crate::system::System;
 use crate::user;
 
-// Not inlined: otherwise other requests would have this function's frame, too.
+// This function is not inlined, because otherwise other requests would have this function's frame, too.
 #[inline(never)]
 pub(crate) fn ioctl(system: &System, request: u32, argument: u64) -> Answer {
     match request {

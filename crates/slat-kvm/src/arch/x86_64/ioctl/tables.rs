@@ -10,9 +10,9 @@ use kvm_bindings::{kvm_cpuid_entry, kvm_cpuid_entry2, kvm_msr_entry};
 const MAX_CPUID_ENTRIES: u32 = 256;
 /// KVM's limit for one `KVM_GET_MSRS`. A request with this many MSRs is refused.
 const MAX_MSRS: u32 = 256;
-/// Offset of the entries in `kvm_cpuid2` and `kvm_msrs`: after the count and a padding word.
+/// The offset of the entries in `kvm_cpuid2` and `kvm_msrs`: after the count and a padding word.
 pub(super) const ENTRIES: u64 = 8;
-/// Offset of the indices in `kvm_msr_list`.
+/// The offset of the indices in `kvm_msr_list`.
 const INDICES: u64 = 4;
 
 /// Writes a CPUID table to the client's `kvm_cpuid2` at `address`. The count in this struct says for how many entries

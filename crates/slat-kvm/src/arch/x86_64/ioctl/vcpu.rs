@@ -9,8 +9,8 @@ use crate::user;
 use crate::vcpu::VcpuObject;
 use kvm_bindings::*;
 
-/// Carries out a request. Not inlined: the frame of this function has structures of several KiB, and other requests
-/// would have this frame, too.
+/// Carries out a request. This function is not inlined, because its frame has structures of several KiB, and other
+/// requests would have this frame, too.
 #[inline(never)]
 pub(crate) fn ioctl(vcpu: &VcpuObject, request: u32, argument: u64) -> Answer {
     match request {

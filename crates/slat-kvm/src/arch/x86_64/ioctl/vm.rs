@@ -6,7 +6,7 @@ use crate::user;
 use crate::vm::VmObject;
 use kvm_bindings::*;
 
-// Not inlined: otherwise other requests would have this function's frame, too.
+// This function is not inlined, because otherwise other requests would have this function's frame, too.
 #[inline(never)]
 pub(crate) fn ioctl(vm: &VmObject, request: u32, argument: u64) -> Answer {
     match request {

@@ -15,18 +15,18 @@ use crate::arch::x86_64::msr::index;
 use crate::thread::bits;
 use slat_x86::MsrFault;
 
-/// Bit of `MSR_KVM_ASYNC_PF_EN`: asynchronous page faults are enabled.
+/// The bit of `MSR_KVM_ASYNC_PF_EN`: asynchronous page faults are enabled.
 const ENABLED: u64 = 1;
-/// Bit of `MSR_KVM_ASYNC_PF_EN`: the event "page ready" is an interrupt. Without this bit there are no events.
+/// The bit of `MSR_KVM_ASYNC_PF_EN`: the event "page ready" is an interrupt. Without this bit there are no events.
 const READY_BY_INTERRUPT: u64 = 1 << 3;
-/// Bit of `MSR_KVM_ASYNC_PF_EN`: "page not present" exits to a nested hypervisor.
+/// The bit of `MSR_KVM_ASYNC_PF_EN`: "page not present" exits to a nested hypervisor.
 const AS_VMEXIT: u64 = 1 << 2;
 /// Reserved bits of `MSR_KVM_ASYNC_PF_EN`.
 const RESERVED: u64 = 3 << 4;
 /// The bits of `MSR_KVM_ASYNC_PF_EN` that hold the address of the guest's structure.
 const ADDRESS: u64 = !0x3f;
-/// Offset of the field `token` in the guest's structure (`struct kvm_vcpu_pv_apf_data`). The field is 0 while the guest
-/// can accept an event.
+/// The offset of the field `token` in the guest's structure (`struct kvm_vcpu_pv_apf_data`). The field is 0 while the
+/// guest can accept an event.
 const TOKEN: u64 = 4;
 /// The token of the event that ends all waits.
 const ALL_PAGES: u32 = u32::MAX;

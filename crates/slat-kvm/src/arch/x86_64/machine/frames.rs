@@ -33,7 +33,7 @@ impl VcpuMachine {
 
 /// The layout of frames in a mode.
 struct Frames {
-    /// Bytes of an address.
+    /// The number of bytes of an address.
     size: usize,
     /// The bits of an address that exist in this mode.
     mask: u64,

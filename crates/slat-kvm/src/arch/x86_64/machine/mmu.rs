@@ -506,7 +506,7 @@ impl VcpuMachine {
 impl GuestTables for VcpuMachine {
     type Error = Fault;
 
-    // Always inlined, because most walks of a guest's tables read four entries by this method.
+    // This method is always inlined, because most walks of a guest's tables read four entries by this method.
     #[inline(always)]
     fn read(&mut self, gpa: Gpa, size: usize) -> Result<u64, Fault> {
         match self.word(gpa, size) {

@@ -15,7 +15,7 @@ use slat_x86::state::{control, is_pat};
 use slat_x86::{MsrFault, State};
 
 const MISC_FEATURES_CPUID_FAULT: u64 = 1;
-/// Bit of HWCR: a guest may write more than 0 to the status of a machine-check bank.
+/// The bit of HWCR: a guest may write more than 0 to the status of a machine-check bank.
 const HWCR_MC_STATUS_WRITABLE: u64 = 1 << 18;
 const HWCR_TSC_FREQUENCY: u64 = 1 << 24;
 /// The CPU has neither branch trace stores nor PEBS; performance monitoring and MONITOR are not available.

@@ -12,7 +12,7 @@ const RESERVED: u64 = 0x3e;
 const VERSION: u64 = 8;
 /// The offset of the field `preempted`.
 const PREEMPTED: u64 = 16;
-/// Value of the field `preempted` while the vCPU does not run: `KVM_VCPU_PREEMPTED`.
+/// The value of the field `preempted` while the vCPU does not run: `KVM_VCPU_PREEMPTED`.
 const PREEMPTED_NOW: u8 = 1;
 
 impl VcpuMachine {

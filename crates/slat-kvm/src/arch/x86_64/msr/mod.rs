@@ -149,7 +149,7 @@ pub(crate) fn microcode_revision() -> u64 {
 
 /// CPUID can be made to fault outside CPL 0.
 pub(crate) const PLATFORM_INFO_CPUID_FAULT: u64 = 1 << 31;
-/// Bit of the MSR of a paravirtual feature: the feature is in use, and the rest of the MSR is an address.
+/// The bit of a paravirtual feature's MSR that says that the feature is in use. The rest of the MSR is an address.
 pub(crate) const KVM_ENABLED: u64 = 1;
 
 /// Returns the reason of a refused access in the form of `kvm_run`: `KVM_MSR_EXIT_REASON_*`.

@@ -30,7 +30,7 @@ const EM_X86_64: u32 = 62;
 /// The ids of records.
 const CODE_LOAD: u32 = 0;
 const CODE_CLOSE: u32 = 3;
-/// Bytes of a record's id, size and time.
+/// The number of bytes of a record's id, size and time.
 const PREFIX_BYTES: usize = 16;
 
 /// The dump of a process.

@@ -97,7 +97,7 @@ impl VcpuObject {
     /// Waits for the SIPI that starts this processor. Then fails with `EAGAIN`, as KVM does.
     fn wait_for_sipi(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<bool> {
         if inner.arch.mp_state == KVM_MP_STATE_INIT_RECEIVED && inner.cpu.state.events.smm {
-            // In system management mode no SIPI is accepted.
+            // In system management mode the vCPU accepts no SIPI.
             return fail(libc::EINVAL);
         }
         if self.page.immediate_exit() {

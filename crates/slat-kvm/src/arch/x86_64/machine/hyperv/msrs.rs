@@ -14,7 +14,7 @@ use slat_irqchip::lapic::reg;
 use slat_process::calls::{self, Call};
 use slat_x86::MsrFault;
 
-/// Bit of VP_ASSIST_PAGE: the page is enabled.
+/// The bit of VP_ASSIST_PAGE: the page is enabled.
 const ASSIST_ENABLED: u64 = 1;
 /// The address in VP_ASSIST_PAGE.
 const ASSIST_PAGE: u64 = !0xfff;
