@@ -6,9 +6,9 @@ use crate::heap;
 use crate::user;
 use kvm_bindings::{kvm_cpuid_entry, kvm_cpuid_entry2, kvm_msr_entry};
 
-/// KVM's limit for CPUID tables.
+/// The greatest number of entries of a CPUID table, as in KVM.
 const MAX_CPUID_ENTRIES: u32 = 256;
-/// KVM's limit for one `KVM_GET_MSRS`. A request with this many MSRs is refused.
+/// The least number of MSRs for which `KVM_GET_MSRS` and `KVM_SET_MSRS` are refused, as in KVM.
 const MAX_MSRS: u32 = 256;
 /// The offset of the entries in `kvm_cpuid2` and `kvm_msrs`: after the count and a padding word.
 pub(super) const ENTRIES: u64 = 8;
