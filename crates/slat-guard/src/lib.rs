@@ -22,14 +22,8 @@
 //! Several copies of this crate in one process (an executable and a preloaded library) have a table
 //! each and chain to one another.
 
-#[cfg(not(all(
-    target_os = "linux",
-    any(
-        target_arch = "x86_64",
-        all(target_arch = "aarch64", target_endian = "little")
-    )
-)))]
-compile_error!("slat-guard supports Linux on x86_64 and on little-endian aarch64 only");
+#[cfg(not(target_os = "linux"))]
+compile_error!("slat-guard supports Linux only");
 
 mod access;
 mod arch;
@@ -47,8 +41,8 @@ pub use bulk::{copy, copy_in, copy_out, fill, fill_elements, matches};
 pub use generated::set_generated;
 pub use section::{Section, blockable, change_mask, defer, never_block, on_deferral};
 pub use signal::{
-    after_fork_in_child, forget_kick, install, kick, kick_signal, set_chained, set_kernels,
-    set_restorer, was_kicked,
+    after_fork_in_child, forget_kick, install, kick, kick_signal, restorer, set_chained,
+    set_kernels, set_restorer, was_kicked,
 };
 
 /// The access did not happen: the host memory is not accessible (SIGSEGV, SIGBUS), or the thread

@@ -45,7 +45,8 @@ pub unsafe fn set_restorer(address: usize) {
     RESTORER.store(address, Ordering::Release);
 }
 
-fn restorer() -> usize {
+/// Returns the address through which handlers return to the kernel. Debuggers and unwinders recognise the code there.
+pub fn restorer() -> usize {
     match RESTORER.load(Ordering::Acquire) {
         0 => entries::before_restorer as *const () as usize + entries::NOP,
         address => address,

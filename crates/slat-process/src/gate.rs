@@ -4,13 +4,10 @@
 //! (`docs/dispatch.md`), the kernel lets only those calls pass that come from the C library's text. From then on slat
 //! uses an instruction in the C library's text.
 
+pub use crate::arch::gate::GATE;
 use crate::arch::gate::{BYTES, call_at, exempted, own};
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
-
-/// The address of an instruction that enters the kernel (`syscall`, or `svc #0`) followed by `ret`. Assembly calls it
-/// with the kernel's registers.
-pub static GATE: AtomicPtr<()> = AtomicPtr::new(own as *const () as *mut ());
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Whether slat's own threads enter the kernel at `exempted`: a filter that binds these threads is installed so that it
 /// allows calls from there ([`exempt`]).
@@ -50,10 +47,12 @@ pub unsafe fn call(number: i64, arguments: [usize; 6]) -> isize {
     unsafe { call_at(GATE.load(Ordering::Relaxed), number, arguments) }
 }
 
-/// Makes a system call by slat's own instruction, wherever the gate is.
+/// Makes a system call by slat's own instruction, wherever the gate is. Inlined, and without a call of the C library's:
+/// slat's library makes such calls before it is linked.
 ///
 /// # Safety
 /// The promises of the call itself are kept.
+#[inline]
 pub unsafe fn call_own(number: i64, arguments: [usize; 6]) -> isize {
     // SAFETY: the caller promises what the call requires.
     unsafe { call_at(own as *const () as *mut (), number, arguments) }

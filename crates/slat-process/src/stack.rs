@@ -11,18 +11,11 @@
 
 pub use crate::arch::handler::RED_ZONE;
 use crate::pointers;
-use std::cell::Cell;
-
-thread_local! {
-    // This variable has neither an initialiser nor a destructor, because handlers use it. The value is the address down
-    // to which slat's stack is in use while a handler runs on the alternate stack.
-    static USED_TO: Cell<usize> = const { Cell::new(0) };
-}
 
 /// Gives this thread a stack: the memory from `low` to `high`.
 pub fn set(low: usize, high: usize) {
     pointers::set_stack(low, high);
-    USED_TO.set(high);
+    pointers::set_used_to(high);
 }
 
 /// Whether this thread has a stack of slat's.
@@ -41,14 +34,14 @@ pub fn contains(address: usize) -> bool {
 pub fn free_below(sp: usize, on_alternate: bool) -> usize {
     match contains(sp) {
         true => sp - RED_ZONE,
-        false if on_alternate => USED_TO.get(),
+        false if on_alternate => pointers::used_to(),
         false => pointers::stack_ends().1,
     }
 }
 
 /// Records that the stack is in use down to `address`. Returns the address recorded before.
 pub fn set_used_to(address: usize) -> usize {
-    USED_TO.replace(address)
+    pointers::set_used_to(address)
 }
 
 /// Runs a handler of the program, which has interrupted this thread with the stack pointer `sp`.

@@ -18,3 +18,9 @@ mod x86_64;
 pub(crate) use aarch64::*;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use x86_64::*;
+
+#[cfg(not(any(
+    target_arch = "x86_64",
+    all(target_arch = "aarch64", target_endian = "little")
+)))]
+compile_error!("slat-guard supports Linux on x86_64 and on little-endian aarch64 only");

@@ -49,6 +49,14 @@ fn set_fpsr(value: u64) {
     unsafe { asm!("msr fpsr, {}", in(reg) value, options(nostack, preserves_flags)) };
 }
 
+/// The body of a function that runs `$inner`: no flag needs care.
+#[macro_export]
+macro_rules! enter_function {
+    ($inner:path) => {
+        ::std::arch::naked_asm!("b {inner}", inner = sym $inner)
+    };
+}
+
 /// Runs `work` with floating point as slat's code expects it, and then restores the caller's settings.
 ///
 /// The function has nothing to drop. So `work` may unwind by `pthread_exit`, and a handler of the program may leave the

@@ -1,9 +1,14 @@
 //! The instructions `svc #0` and `ret`. The kernel's registers are X8 (number) and X0 to X5; the result is in X0.
 
 use std::arch::{asm, naked_asm};
+use std::sync::atomic::AtomicPtr;
 
 /// The bytes of the instruction that enters the kernel.
 pub const BYTES: usize = 4;
+
+/// The address of an instruction that enters the kernel (`svc #0`) followed by `ret`. Assembly calls it with the kernel's
+/// registers.
+pub static GATE: AtomicPtr<()> = AtomicPtr::new(own as *const () as *mut ());
 
 /// Enters the kernel and returns.
 #[unsafe(naked)]

@@ -1,25 +1,48 @@
-//! Signal handlers: the first instruction of slat's handlers, and the call of the program's handlers.
+//! Signal handlers: the first instructions of slat's, and the call of the program's.
 
+use super::pointers::{PROGRAMS, SEPARATE, find};
 use std::arch::naked_asm;
 use std::ffi::c_int;
 
-/// The number of bytes below a stack pointer in which a function may have data: none (AAPCS64, "The stack").
+/// Bytes below a stack pointer in which a function may have data: none (AAPCS64, "The stack").
 pub const RED_ZONE: usize = 0;
 
-/// Defines `$name`, which the kernel calls as a signal handler, and which behaves like `$inner`: on AArch64, there is
-/// only one thread pointer ([`pointers`](crate::pointers)), and no flag on which compiled code depends.
+/// Defines `$name`, which the kernel calls as a signal handler, and which calls `$inner` on slat's thread pointer. If
+/// there is only one pointer, `$name` behaves like `$inner`, and unwinding passes through it. No flag needs care.
 #[macro_export]
 macro_rules! handler {
     ($(#[$meta:meta])* $name:ident calls $inner:path) => {
         $(#[$meta])*
         #[unsafe(naked)]
         pub unsafe extern "C-unwind" fn $name() {
-            ::std::arch::naked_asm!("b {inner}", inner = sym $inner)
+            ::std::arch::naked_asm!(
+                "adrp x9, {separate}",
+                "ldrb w9, [x9, :lo12:{separate}]",
+                "cbnz w9, 2f",
+                "b {inner}",
+                "2:",
+                "stp x29, x30, [sp, #-48]!",
+                "mov x29, sp",
+                "stp x0, x1, [sp, #16]",
+                "str x2, [sp, #32]",
+                "bl {enter}",
+                "str x0, [sp, #40]",
+                "ldp x0, x1, [sp, #16]",
+                "ldr x2, [sp, #32]",
+                "bl {inner}",
+                "ldr x9, [sp, #40]",
+                "msr tpidr_el0, x9",
+                "ldp x29, x30, [sp], #48",
+                "ret",
+                separate = sym $crate::pointers::SEPARATE,
+                enter = sym $crate::pointers::enter,
+                inner = sym $inner,
+            )
         }
     };
 }
 
-/// Calls `function` with the remaining arguments.
+/// Calls `function` with the remaining arguments, on the program's thread pointer.
 #[unsafe(naked)]
 pub unsafe extern "C-unwind" fn call(
     function: usize,
@@ -32,6 +55,109 @@ pub unsafe extern "C-unwind" fn call(
         "mov w0, w1",
         "mov x1, x2",
         "mov x2, x3",
-        "br x16"
+        "adrp x9, {separate}",
+        "ldrb w9, [x9, :lo12:{separate}]",
+        "cbnz w9, 2f",
+        "br x16",
+        "2:",
+        "stp x29, x30, [sp, #-64]!",
+        "mov x29, sp",
+        "stp x0, x1, [sp, #16]",
+        "stp x2, x16, [sp, #32]",
+        "bl {find}",
+        "mrs x9, tpidr_el0",
+        "str x9, [sp, #48]",
+        "cbz x0, 3f",
+        "ldr x9, [x0, {programs}]",
+        "3:",
+        "ldp x0, x1, [sp, #16]",
+        "ldp x2, x16, [sp, #32]",
+        "msr tpidr_el0, x9",
+        "blr x16",
+        "ldr x9, [sp, #48]",
+        "msr tpidr_el0, x9",
+        "ldp x29, x30, [sp], #64",
+        "ret",
+        separate = sym SEPARATE,
+        find = sym find,
+        programs = const PROGRAMS,
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::arch::pointers;
+    use std::arch::asm;
+
+    handler! {
+        /// A handler.
+        entry calls inner
+    }
+
+    fn pointer() -> usize {
+        let pointer: usize;
+        // SAFETY: reads a register.
+        unsafe { asm!("mrs {}, tpidr_el0", out(reg) pointer, options(nomem, nostack)) };
+        pointer
+    }
+
+    /// Stores its pointer at the second argument, and what a function of the program sees at the third.
+    unsafe extern "C-unwind" fn inner(
+        signal: c_int,
+        own: *mut libc::siginfo_t,
+        programs: *mut libc::c_void,
+    ) {
+        // SAFETY: the test's words.
+        unsafe {
+            own.cast::<usize>().write(pointer());
+            call(
+                program as *const () as usize,
+                signal + 1,
+                own.cast::<usize>().add(1).cast(),
+                programs,
+            );
+        }
+    }
+
+    /// A handler of the program: stores the signal's number at the second argument, and its pointer at the third.
+    unsafe extern "C" fn program(signal: c_int, number: *mut usize, to: *mut usize) {
+        // SAFETY: the test's words.
+        unsafe {
+            number.write(signal as usize);
+            to.write(pointer());
+        }
+    }
+
+    #[test]
+    fn a_handler_runs_on_slats_pointer_and_the_programs_handler_on_its_own() {
+        const PROGRAMS: usize = 0x7000;
+        let slats = pointer();
+        // SAFETY: this thread runs on slat's pointer. Only the two handlers run on another.
+        unsafe { pointers::separate(0) };
+        for before in [PROGRAMS, slats] {
+            let (mut own, mut programs) = ([0usize; 2], 0usize);
+            let after: usize;
+            // SAFETY: a call by the C ABI. The two functions that run on the program's pointer do not need it.
+            unsafe {
+                asm!(
+                    "mrs x22, tpidr_el0",
+                    "msr tpidr_el0, {before}",
+                    "bl {entry}",
+                    "mrs x21, tpidr_el0",
+                    "msr tpidr_el0, x22",
+                    before = in(reg) before,
+                    entry = sym entry,
+                    in("x0") 4,
+                    in("x1") own.as_mut_ptr(),
+                    in("x2") &raw mut programs,
+                    out("x21") after,
+                    out("x22") _,
+                    clobber_abi("C"),
+                );
+            }
+            assert_eq!((own, programs, after), ([slats, 5], PROGRAMS, before));
+        }
+        pointers::forget();
+    }
 }

@@ -1,36 +1,416 @@
-//! The ends of a thread's stack on which slat serves calls. There is only one thread pointer, that of the C library.
+//! Two thread pointers on one thread: the program's and slat's.
 //!
-//! Processors have a single register for a thread pointer that a program may write (TPIDR_EL0; X18 belongs to compiled
-//! code). So a handler that starts with the program's pointer could not find slat's pointer. Therefore a program with
-//! its own C library, and with that library's pointer, cannot be loaded beside slat.
+//! A statically linked program brings its own C library. Its thread pointer (TPIDR_EL0) is not the one that slat's C
+//! library and the standard library need. Where such a program is loaded ([`separate`]), each entry from the program
+//! into slat sets the register to slat's pointer, and each exit sets it back. All of slat's code in between runs on
+//! slat's pointer. In other processes there is one pointer, which nothing changes.
+//!
+//! A program writes the register by an instruction that slat does not see, and the processor has no second register in
+//! which slat could keep an address (X18 belongs to compiled code, TPIDRRO_EL0 to the kernel). So an entry asks the
+//! kernel for the thread's id, and finds the thread in a table by that id.
+//!
+//! Entries are the handlers that the kernel calls ([`handler!`](crate::handler!)), and call sites that were rewritten.
+//! Exits are their returns, and [`call_program`](crate::handler::call_program), by which a handler calls a handler of
+//! the program.
 
+use super::gate::{GATE, call_at};
+use std::arch::{asm, naked_asm};
 use std::cell::Cell;
+use std::mem::offset_of;
+use std::ptr::null;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+
+/// Whether the program's thread pointer differs from slat's. Assembly reads it.
+pub static SEPARATE: AtomicBool = AtomicBool::new(false);
+
+/// What an entry into slat has to know of a thread. Only the thread itself reads or writes an entry, except for the id,
+/// which is compared by all.
+#[repr(C, align(64))]
+#[derive(Debug)]
+pub struct Thread {
+    /// The kernel's id; [`FREE`], or [`LEFT`].
+    id: AtomicU32,
+    /// Slat's thread pointer; 0: the thread has one pointer.
+    slats: AtomicUsize,
+    /// The program's thread pointer, when slat's code runs.
+    programs: AtomicUsize,
+    /// The ends of slat's stack ([`stack`](crate::stack)); 0: there is none.
+    stack: [AtomicUsize; 2],
+    /// The ends of the alternate stack that the program has given.
+    alternate: [AtomicUsize; 2],
+    /// The address down to which slat's stack is in use when a handler runs on the alternate stack.
+    used_to: AtomicUsize,
+}
+
+/// Offsets in a [`Thread`], for assembly: slat's pointer, after which the program's follows.
+pub const SLATS: usize = offset_of!(Thread, slats);
+/// See [`SLATS`].
+pub const PROGRAMS: usize = offset_of!(Thread, programs);
+/// See [`SLATS`]: the lower end of slat's stack, after which the upper end follows.
+pub const STACK: usize = offset_of!(Thread, stack);
+/// See [`STACK`]: the ends of the program's alternate stack.
+pub const ALTERNATE: usize = offset_of!(Thread, alternate);
+/// See [`SLATS`].
+pub const USED_TO: usize = offset_of!(Thread, used_to);
+
+/// The id of an entry that no thread has had.
+const FREE: u32 = 0;
+/// The id of an entry whose thread has left. A search goes on behind it.
+const LEFT: u32 = u32::MAX;
+
+/// The entries. A power of two, and more than a process has threads: a search ends at an entry that is free.
+const COUNT: usize = 1 << 15;
+/// The entries' size, as a power of two.
+const SHIFT: u32 = size_of::<Thread>().trailing_zeros();
+const _: () = assert!(size_of::<Thread>() == 1 << SHIFT && COUNT.is_power_of_two());
+
+/// The threads. A thread's entry is the first free one at or after the index that is its id, modulo [`COUNT`].
+static THREADS: [Thread; COUNT] = [const {
+    Thread {
+        id: AtomicU32::new(FREE),
+        slats: AtomicUsize::new(0),
+        programs: AtomicUsize::new(0),
+        stack: [const { AtomicUsize::new(0) }; 2],
+        alternate: [const { AtomicUsize::new(0) }; 2],
+        used_to: AtomicUsize::new(0),
+    }
+}; COUNT];
 
 thread_local! {
     // This variable has neither an initialiser nor a destructor, because handlers use it.
-    /// The ends of slat's stack ([`stack`](crate::stack)); both are 0 if there is no such stack.
-    static STACK: [Cell<usize>; 2] = const { [const { Cell::new(0) }; 2] };
+    /// This thread's entry, or null.
+    static OWN: Cell<*const Thread> = const { Cell::new(null()) };
 }
 
-/// Stores the ends of slat's stack of this thread.
+/// Returns this thread's entry, if it has one.
+fn own() -> Option<&'static Thread> {
+    // SAFETY: null, or an element of a static.
+    unsafe { OWN.get().as_ref() }
+}
+
+/// Returns this thread's id. In a child of fork, the C library's note may not be right yet.
+fn id() -> u32 {
+    // SAFETY: the gate refers to such instructions; a plain call.
+    unsafe { call_at(GATE.load(Ordering::Relaxed), libc::SYS_gettid, [0; 6]) as u32 }
+}
+
+/// Claims an entry for the thread with this id.
+///
+/// # Panics
+/// All entries are in use.
+fn claim(id: u32) -> &'static Thread {
+    for step in 0..COUNT - 1 {
+        let entry = &THREADS[(id as usize + step) % COUNT];
+        // An entry with this id belongs to a thread that the kernel has ended.
+        for unused in [FREE, LEFT, id] {
+            let claimed =
+                (entry.id).compare_exchange(unused, id, Ordering::Relaxed, Ordering::Relaxed);
+            if claimed.is_ok() {
+                return entry;
+            }
+        }
+    }
+    panic!("more than {COUNT} threads");
+}
+
+/// Returns this thread's entry. The first call makes one. The thread must call [`forget`] before it ends.
+fn own_or_new() -> &'static Thread {
+    own().unwrap_or_else(|| {
+        let entry = claim(id());
+        for word in [&entry.slats, &entry.programs, &entry.used_to] {
+            word.store(0, Ordering::Relaxed);
+        }
+        for word in entry.stack.iter().chain(&entry.alternate) {
+            word.store(0, Ordering::Relaxed);
+        }
+        OWN.set(entry);
+        entry
+    })
+}
+
+/// Gives this thread's entry up: its id may soon be another thread's. Call with all signals blocked, when the thread
+/// does not run the program any more.
+pub fn forget() {
+    if let Some(own) = own() {
+        OWN.set(null());
+        own.id.store(LEFT, Ordering::Relaxed);
+    }
+}
+
+/// Call in a child of fork, before a signal arrives: the child's thread has another id than its parent's, and the
+/// parent's other threads do not exist.
+pub fn after_fork() {
+    let Some(parents) = own() else {
+        return;
+    };
+    let id = id();
+    let child = claim(id);
+    let words = |thread: &'static Thread| {
+        let single = [&thread.slats, &thread.programs, &thread.used_to];
+        single
+            .into_iter()
+            .chain(&thread.stack)
+            .chain(&thread.alternate)
+    };
+    for (to, from) in words(child).zip(words(parents)) {
+        to.store(from.load(Ordering::Relaxed), Ordering::Relaxed);
+    }
+    OWN.set(child);
+    for entry in &THREADS {
+        let other = entry.id.load(Ordering::Relaxed);
+        if other != FREE && other != id {
+            entry.id.store(LEFT, Ordering::Relaxed);
+        }
+    }
+}
+
+/// Stores the ends of slat's stack of this thread; 0 if there is none any more.
 pub(crate) fn set_stack(low: usize, high: usize) {
-    STACK.with(|stack| {
-        stack[0].set(low);
-        stack[1].set(high);
-    });
+    let own = own_or_new();
+    own.stack[0].store(low, Ordering::Relaxed);
+    own.stack[1].store(high, Ordering::Relaxed);
+    if high == 0 {
+        forget();
+    }
 }
 
 /// Returns the ends of slat's stack of this thread; 0 if there is none.
 pub(crate) fn stack_ends() -> (usize, usize) {
-    STACK.with(|stack| (stack[0].get(), stack[1].get()))
+    own().map_or((0, 0), |own| {
+        let [low, high] = &own.stack;
+        (low.load(Ordering::Relaxed), high.load(Ordering::Relaxed))
+    })
 }
 
-/// Whether the program's thread pointer differs from slat's: never.
+/// Records that slat's stack is in use down to `address`. Returns the address recorded before.
+pub(crate) fn set_used_to(address: usize) -> usize {
+    own().map_or(0, |own| own.used_to.swap(address, Ordering::Relaxed))
+}
+
+/// Returns the address down to which slat's stack is in use.
+pub(crate) fn used_to() -> usize {
+    own().map_or(0, |own| own.used_to.load(Ordering::Relaxed))
+}
+
+/// Stores the ends of the alternate stack that the program has given this thread.
+pub fn set_alternate(stack: &libc::stack_t) {
+    let (low, size) = match stack.ss_flags & libc::SS_DISABLE {
+        0 => (stack.ss_sp as usize, stack.ss_size),
+        _ => (0, 0),
+    };
+    if let Some(own) = own() {
+        own.alternate[0].store(low, Ordering::Relaxed);
+        own.alternate[1].store(low + size, Ordering::Relaxed);
+    }
+}
+
+/// Whether the program's thread pointer differs from slat's.
 pub fn are_separate() -> bool {
-    false
+    SEPARATE.load(Ordering::Relaxed)
 }
 
-/// Whether a program with a thread pointer of its own can run: it cannot.
+/// Whether a program with a thread pointer of its own can run: on all processors.
 pub fn can_be_separate() -> bool {
-    false
+    true
+}
+
+/// Gives this thread a pointer of the program's, `programs`, besides slat's. The program runs on it from now on. After
+/// the first call, all threads that run the program need one.
+///
+/// # Safety
+/// - The thread runs on slat's pointer.
+pub unsafe fn separate(programs: usize) {
+    let slats: usize;
+    // SAFETY: reads a register.
+    unsafe { asm!("mrs {}, tpidr_el0", out(reg) slats, options(nomem, nostack, preserves_flags)) };
+    let own = own_or_new();
+    own.programs.store(programs, Ordering::Relaxed);
+    own.slats.store(slats, Ordering::Relaxed);
+    SEPARATE.store(true, Ordering::Release);
+}
+
+/// Prepares a thread of slat's own, after the first call of [`separate`]. Such a thread needs nothing: an entry on a
+/// thread that is not in the table keeps the pointer.
+///
+/// # Safety
+/// - The thread runs on slat's pointer.
+pub unsafe fn separate_own() {}
+
+/// Returns the program's pointer on this thread.
+pub fn programs() -> usize {
+    own().map_or(0, |own| own.programs.load(Ordering::Relaxed))
+}
+
+/// Changes the program's pointer on this thread.
+pub fn set_programs(pointer: usize) {
+    if let Some(own) = own() {
+        own.programs.store(pointer, Ordering::Relaxed);
+    }
+}
+
+/// Returns, in X0, this thread's [`Thread`], or 0. Runs on either pointer. Changes X8 to X11, X17, X30 and the condition
+/// flags, and no other register: an entry calls this before it has saved more.
+#[unsafe(naked)]
+pub extern "C" fn find() -> *const Thread {
+    naked_asm!(
+        "mov x17, x30",
+        "mov x8, {gettid}",
+        "adrp x9, {gate}",
+        "ldr x9, [x9, :lo12:{gate}]",
+        "blr x9",
+        "mov x30, x17",
+        "adrp x8, {threads}",
+        "add x8, x8, :lo12:{threads}",
+        "and x9, x0, {last}",
+        "2:",
+        "add x10, x8, x9, lsl {shift}",
+        "ldr w11, [x10]",
+        "cmp w11, w0",
+        "b.eq 3f",
+        "cbz w11, 4f",
+        "add x9, x9, 1",
+        "and x9, x9, {last}",
+        "b 2b",
+        "3:",
+        "mov x0, x10",
+        "ret",
+        "4:",
+        "mov x0, xzr",
+        "ret",
+        gettid = const libc::SYS_gettid,
+        gate = sym GATE,
+        threads = sym THREADS,
+        last = const COUNT - 1,
+        shift = const SHIFT,
+    )
+}
+
+/// Sets the thread pointer to slat's, and stores the program's. Returns the pointer that was set before. Runs on either
+/// pointer. A thread that runs slat's code only, and so has no entry, keeps its pointer.
+///
+/// # Safety
+/// - The caller expects slat's pointer afterwards.
+#[unsafe(naked)]
+pub unsafe extern "C" fn enter() -> usize {
+    naked_asm!(
+        "stp x29, x30, [sp, -16]!",
+        "mov x29, sp",
+        "bl {find}",
+        "mrs x9, tpidr_el0",
+        "cbz x0, 2f",
+        "ldr x10, [x0, {slats}]",
+        "cbz x10, 2f",
+        "cmp x9, x10",
+        "b.eq 2f",
+        "str x9, [x0, {programs}]",
+        "msr tpidr_el0, x10",
+        "2:",
+        "mov x0, x9",
+        "ldp x29, x30, [sp], 16",
+        "ret",
+        find = sym find,
+        slats = const SLATS,
+        programs = const PROGRAMS,
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pointer() -> usize {
+        let pointer: usize;
+        // SAFETY: reads a register.
+        unsafe { asm!("mrs {}, tpidr_el0", out(reg) pointer, options(nomem, nostack)) };
+        pointer
+    }
+
+    /// Sets the thread pointer to `programs`, calls [`enter`], and returns what it returns, the pointer that it has set,
+    /// and what [`find`] returns on the program's pointer. Sets slat's pointer again.
+    fn entered(programs: usize) -> [usize; 3] {
+        let (before, during, found): (usize, usize, usize);
+        // SAFETY: nothing but the two functions runs on the other pointer.
+        unsafe {
+            asm!(
+                "mrs x22, tpidr_el0",
+                "msr tpidr_el0, {programs}",
+                "bl {find}",
+                "mov x20, x0",
+                "bl {enter}",
+                "mrs x21, tpidr_el0",
+                "msr tpidr_el0, x22",
+                programs = in(reg) programs,
+                find = sym find,
+                enter = sym enter,
+                out("x0") before,
+                out("x20") found,
+                out("x21") during,
+                out("x22") _,
+                clobber_abi("C"),
+            );
+        }
+        [before, during, found]
+    }
+
+    #[test]
+    fn an_entry_finds_slats_pointer_by_the_threads_id() {
+        // A thread without an entry keeps its pointer.
+        let slats = pointer();
+        assert_eq!(entered(0x1000), [0x1000, 0x1000, 0]);
+        assert_eq!(programs(), 0);
+        let entry = std::ptr::from_ref(own_or_new()) as usize;
+        own_or_new().slats.store(slats, Ordering::Relaxed);
+        set_programs(0x2000);
+        assert_eq!(programs(), 0x2000);
+        // The program has changed its pointer since.
+        assert_eq!(entered(0x3000), [0x3000, slats, entry]);
+        assert_eq!(programs(), 0x3000);
+        // From slat's code, nothing changes.
+        assert_eq!(entered(slats), [slats, slats, entry]);
+        assert_eq!(programs(), 0x3000);
+        forget();
+        assert_eq!(entered(0x1000), [0x1000, 0x1000, 0]);
+    }
+
+    #[test]
+    fn threads_have_entries_of_their_own_and_leave_them() {
+        let threads: Vec<_> = (0..8)
+            .map(|number| {
+                std::thread::spawn(move || {
+                    for _ in 0..50 {
+                        let slats = pointer();
+                        own_or_new().slats.store(slats, Ordering::Relaxed);
+                        let programs = 0x1_0000 + number;
+                        assert_eq!(entered(programs)[..2], [programs, slats]);
+                        assert_eq!(super::programs(), programs);
+                        forget();
+                    }
+                })
+            })
+            .collect();
+        for thread in threads {
+            thread.join().unwrap();
+        }
+    }
+
+    #[test]
+    fn a_child_is_found_by_its_own_id() {
+        set_stack(0x1000, 0x9000);
+        set_programs(0x4000);
+        // SAFETY: the child ends without the C library's help.
+        unsafe {
+            let child = super::super::calls::fork();
+            if child == 0 {
+                after_fork();
+                let [_, _, found] = entered(0x4000);
+                let is_own = found == OWN.get() as usize && found != 0;
+                let is_same = stack_ends() == (0x1000, 0x9000) && programs() == 0x4000;
+                libc::_exit(i32::from(!is_own || !is_same));
+            }
+            let mut status = -1;
+            libc::waitpid(child, &mut status, 0);
+            assert_eq!(status, 0);
+        }
+        set_stack(0, 0);
+    }
 }

@@ -5,7 +5,7 @@
 //! each instruction (TF), that floating point is rounded to nearest, and that its exceptions are masked (System V ABI,
 //! AMD64 supplement, "Registers"). A program may have set all of this differently when it calls those functions of the
 //! C library that do little but enter the kernel. So each function that replaces one of them begins with
-//! [`with_own_flags!`](crate::with_own_flags), before any compiled code, and does its work in [`with_own_floats`]. At
+//! [`enter_function!`](crate::enter_function), before any compiled code, and does its work in [`with_own_floats`]. At
 //! that time the registers of the x87 unit are empty, as at each function call.
 //!
 //! Other entries into slat have less to do. The kernel calls signal handlers with DF and TF clear and with fresh
@@ -59,6 +59,18 @@ macro_rules! with_own_flags {
         .cfi_adjust_cfa_offset -8
         ret
         .cfi_endproc"
+    };
+}
+
+/// The body of a function that runs `$inner` with slat's own flags ([`with_own_flags!`](crate::with_own_flags)).
+#[macro_export]
+macro_rules! enter_function {
+    ($inner:path) => {
+        ::std::arch::naked_asm!(
+            $crate::with_own_flags!(),
+            inner = sym $inner,
+            flags = const $crate::caller::FLAGS,
+        )
     };
 }
 

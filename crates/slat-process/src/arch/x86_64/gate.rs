@@ -2,9 +2,14 @@
 //! and R9; it clobbers RCX and R11.
 
 use std::arch::{asm, naked_asm};
+use std::sync::atomic::AtomicPtr;
 
 /// The bytes of the instruction that enters the kernel.
 pub const BYTES: usize = 2;
+
+/// The address of an instruction that enters the kernel (`syscall`) followed by `ret`. Assembly calls it with the kernel's
+/// registers.
+pub static GATE: AtomicPtr<()> = AtomicPtr::new(own as *const () as *mut ());
 
 /// Enters the kernel and returns.
 #[unsafe(naked)]

@@ -26,6 +26,8 @@ struct Pointers {
     stack: [Cell<usize>; 2],
     /// The ends of the alternate stack that the program has given.
     alternate: [Cell<usize>; 2],
+    /// The address down to which slat's stack is in use when a handler runs on the alternate stack.
+    used_to: Cell<usize>,
 }
 
 /// Offsets from the base of GS, for assembly: the ends of slat's stack and of the program's alternate one.
@@ -45,6 +47,7 @@ thread_local! {
             programs: Cell::new(0),
             stack: [const { Cell::new(0) }; 2],
             alternate: [const { Cell::new(0) }; 2],
+            used_to: Cell::new(0),
         }
     };
 }
@@ -60,6 +63,16 @@ pub(crate) fn set_stack(low: usize, high: usize) {
 /// Returns the ends of slat's stack of this thread; 0 if there is none.
 pub(crate) fn stack_ends() -> (usize, usize) {
     POINTERS.with(|pointers| (pointers.stack[0].get(), pointers.stack[1].get()))
+}
+
+/// Records that slat's stack is in use down to `address`. Returns the address recorded before.
+pub(crate) fn set_used_to(address: usize) -> usize {
+    POINTERS.with(|pointers| pointers.used_to.replace(address))
+}
+
+/// Returns the address down to which slat's stack is in use.
+pub(crate) fn used_to() -> usize {
+    POINTERS.with(|pointers| pointers.used_to.get())
 }
 
 /// Stores the ends of the alternate stack that the program has given this thread.
@@ -106,6 +119,15 @@ pub unsafe fn separate(programs: usize) {
     SEPARATE.store(true, Ordering::Release);
 }
 
+/// Prepares a thread of slat's own, after the first call of [`separate`]: it has the base of GS of its maker.
+///
+/// # Safety
+/// - Those of [`separate`].
+pub unsafe fn separate_own() {
+    // SAFETY: the caller's promise.
+    unsafe { separate(0) }
+}
+
 /// Returns the program's pointer on this thread.
 pub fn programs() -> usize {
     POINTERS.with(|pointers| pointers.programs.get())
@@ -115,6 +137,12 @@ pub fn programs() -> usize {
 pub fn set_programs(pointer: usize) {
     POINTERS.with(|pointers| pointers.programs.set(pointer));
 }
+
+/// Call when this thread does not run the program any more. The base of GS stays.
+pub fn forget() {}
+
+/// Call in a child of fork. The child's base of GS is its parent's, and leads to the child's copy.
+pub fn after_fork() {}
 
 /// Assembly: if RAX, which equals FS, is the program's pointer, sets FS to slat's pointer. Changes RAX and the flags.
 #[macro_export]
