@@ -7,7 +7,7 @@
 
 use crate::files::interpose;
 use crate::paths::{Special, special};
-use crate::real::{call, kernel, plain};
+use crate::real::{call, call_as_library, kernel, plain};
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
 /// Handles a call about a file at `path`. Returns the result of `of_file` if `path` is one of KVM's files. `None`: the
@@ -75,17 +75,37 @@ pub unsafe fn extended(number: i64, path: *const c_char, arguments: [usize; 4]) 
     answer.unwrap_or_else(|| unsafe { call!(number, path, b, c, d, e) })
 }
 
+/// Makes the kernel's call of chown or lchown.
+///
+/// # Safety
+/// The conditions are those of the call.
+unsafe fn change_owner_here(
+    path: *const c_char,
+    user: c_uint,
+    group: c_uint,
+    flags: c_int,
+) -> isize {
+    let (here, path) = (libc::AT_FDCWD as usize, path as usize);
+    let arguments = [here, path, user as usize, group as usize, flags as usize, 0];
+    // SAFETY: the caller keeps this function's contract.
+    unsafe { call_as_library(libc::SYS_fchownat, arguments) }
+}
+
 interpose! {
     /// chown(2).
     fn chown(path: *const c_char, user: c_uint, group: c_uint) -> c_int {
         // SAFETY: the caller keeps this function's contract.
-        unsafe { change_owner(libc::AT_FDCWD, path, user, group, || call!(libc::SYS_chown, path, user, group)) }
+        unsafe { change_owner(libc::AT_FDCWD, path, user, group, || change_owner_here(path, user, group, 0)) }
     }
 
     /// lchown(2).
     fn lchown(path: *const c_char, user: c_uint, group: c_uint) -> c_int {
         // SAFETY: the caller keeps this function's contract.
-        unsafe { change_owner(libc::AT_FDCWD, path, user, group, || call!(libc::SYS_lchown, path, user, group)) }
+        unsafe {
+            change_owner(libc::AT_FDCWD, path, user, group, || {
+                change_owner_here(path, user, group, libc::AT_SYMLINK_NOFOLLOW)
+            })
+        }
     }
 
     /// fchownat(2).
@@ -97,7 +117,12 @@ interpose! {
     /// chmod(2).
     fn chmod(path: *const c_char, mode: c_uint) -> c_int {
         // SAFETY: the caller keeps this function's contract.
-        unsafe { change_mode(libc::AT_FDCWD, path, || call!(libc::SYS_chmod, path, mode)) }
+        unsafe {
+            change_mode(libc::AT_FDCWD, path, || {
+                let arguments = [libc::AT_FDCWD as usize, path as usize, mode as usize, 0, 0, 0];
+                call_as_library(libc::SYS_fchmodat, arguments)
+            })
+        }
     }
 
     /// getxattr(2).

@@ -1,5 +1,6 @@
 //! Opens `/dev/kvm` and KVM's module parameters for the program.
 
+use crate::arch::calls::O_LARGEFILE;
 use slat_host::procfs;
 use slat_kvm::ioctl::Object;
 use slat_kvm::system::System;
@@ -112,8 +113,6 @@ impl Opening {
 /// The errno that the kernel returns for opening a device with these arguments; `EINVAL` if the policies in the
 /// environment are invalid.
 pub fn open(opening: Opening) -> Result<isize, i32> {
-    /// The kernel's value: the C library's is 0 on x86-64, but not musl's.
-    const O_LARGEFILE: c_int = 0o100_000;
     crate::prepare()?;
     slat_kvm::policy::current().map_err(|error| error.errno())?;
     let fd = System::descriptor(opening.has(libc::O_CLOEXEC)).map_err(|error| error.errno())?;

@@ -1,6 +1,7 @@
 //! Reads the headers of an ELF program (System V ABI, "Object Files") without allocating, because a child of `fork` may
 //! have to know which kind of program it executes.
 
+use crate::arch::files::MACHINE;
 use crate::real::{Opened, kernel};
 
 /// The most program headers that are read: more than any linker makes.
@@ -54,9 +55,8 @@ pub fn read(file: &Opened, buffer: &mut [u8], offset: u64) -> Option<()> {
 }
 
 impl Headers {
-    /// Reads the headers of a 64-bit x86 program. `None`: the file is not such a program.
+    /// Reads the headers of a 64-bit program of this architecture. `None`: the file is not such a program.
     pub fn read(file: &Opened) -> Option<Self> {
-        const X86_64: u16 = 62;
         const EXECUTABLE: u16 = 2;
         const SHARED: u16 = 3;
         let mut header = [0; HEADER];
@@ -68,7 +68,7 @@ impl Headers {
         // Class 2: 64 bits; data 1: little-endian.
         if !header.starts_with(b"\x7fELF\x02\x01")
             || ![EXECUTABLE, SHARED].contains(&kind)
-            || half(18) != X86_64
+            || half(18) != MACHINE
             || usize::from(half(54)) != SEGMENT
         {
             return None;

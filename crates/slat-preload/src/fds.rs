@@ -1,8 +1,9 @@
 //! Opening and closing descriptors: close, dup and fcntl keep slat's table equal to the kernel's.
 
+use crate::arch::calls::{self, O_LARGEFILE};
 use crate::files::interpose;
 use crate::guarded::guarded;
-use crate::real::{Next, call, errno, set_errno};
+use crate::real::{Next, call, errno, plain, raw, result, set_errno};
 use crate::{is_borrowed, table};
 use slat_host::procfs;
 use slat_kvm::ioctl::Object;
@@ -52,8 +53,6 @@ fn is_about_seals(command: c_int) -> bool {
 
 /// Returns the status flags to show for one of KVM's descriptors. `flags` are the kernel's flags of the memfd.
 fn flags_shown(fd: c_int, flags: c_int) -> c_int {
-    /// The kernel's value: the C library's is 0 on x86-64.
-    const O_LARGEFILE: c_int = 0o100_000;
     let _section = Section::enter();
     let Some(handle) = table::get(fd) else {
         return flags;
@@ -137,7 +136,11 @@ interpose! {
     fn dup2(fd: c_int, to: c_int) -> c_int {
         procfs::replaced(to);
         // SAFETY: the caller keeps this function's contract.
-        let new = unsafe { call!(libc::SYS_dup2, fd, to) as c_int };
+        let made = unsafe {
+            let (number, arguments) = calls::dup2(fd as usize, to as usize);
+            plain(result(raw(number, arguments)))
+        };
+        let new = if made < 0 { -1 } else { to };
         follow(fd, new);
         new
     }

@@ -4,7 +4,7 @@ use crate::device::{self, How, Opening};
 use crate::environment;
 use crate::guarded::guarded;
 use crate::paths::{self, Path, Special};
-use crate::real::{Next, call, errno, kernel, set_errno};
+use crate::real::{Next, call, call_as_library, errno, kernel, set_errno};
 use slat_kvm::thread::Section;
 use std::cell::Cell;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
@@ -40,11 +40,7 @@ macro_rules! interpose_with_callers_floats {
             #[cfg_attr(not(test), unsafe(no_mangle))]
             #[unsafe(naked)]
             pub unsafe extern "C-unwind" fn $name($($argument: $type),*) -> $result {
-                std::arch::naked_asm!(
-                    slat_process::with_own_flags!(),
-                    inner = sym $name::inner,
-                    flags = const slat_process::caller::FLAGS,
-                )
+                slat_process::enter_function!($name::inner)
             }
         )*
     };
@@ -187,7 +183,9 @@ pub unsafe fn create(path: *const c_char, mode: c_uint) -> c_int {
     // SAFETY: the caller keeps this function's contract.
     unsafe {
         open_at(libc::AT_FDCWD, path, flags, mode, || {
-            call!(libc::SYS_creat, path, mode)
+            let (flags, mode) = (flags as usize, mode as usize);
+            let arguments = [libc::AT_FDCWD as usize, path as usize, flags, mode, 0, 0];
+            call_as_library(libc::SYS_openat, arguments)
         }) as c_int
     }
 }
@@ -441,7 +439,7 @@ interpose! {
         unsafe { create(path, mode) }
     }
 
-    /// open(2) with large files, which is the same on x86-64.
+    /// open(2) with large files, which is the same on 64-bit architectures.
     fn open64(path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
         // SAFETY: the same as for `open`.
         unsafe { open_by_name(libc::AT_FDCWD, path, flags, mode) }
@@ -486,7 +484,12 @@ interpose! {
     /// access(2).
     fn access(path: *const c_char, mode: c_int) -> c_int {
         // SAFETY: the caller keeps this function's contract.
-        unsafe { access_at(libc::AT_FDCWD, path, mode, || call!(libc::SYS_access, path, mode)) as c_int }
+        unsafe {
+            access_at(libc::AT_FDCWD, path, mode, || {
+                let arguments = [libc::AT_FDCWD as usize, path as usize, mode as usize, 0, 0, 0];
+                call_as_library(libc::SYS_faccessat, arguments)
+            }) as c_int
+        }
     }
 
     /// euidaccess(3).

@@ -32,6 +32,7 @@ use crate::files::interpose;
 use crate::real::{Next, set_errno};
 use crate::{heap, user_dispatch};
 use slat_host::process;
+use slat_process::pointers;
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -51,6 +52,7 @@ extern "C" fn after_in_parent() {
 extern "C" fn after_in_child() {
     heap::after_fork();
     slat_guard::after_fork_in_child();
+    pointers::after_fork();
     user_dispatch::arm_thread();
 }
 

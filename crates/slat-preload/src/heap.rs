@@ -18,13 +18,13 @@ use dlmalloc::{Allocator, Dlmalloc};
 use slat_guard::Section;
 use slat_process::calls::{self, Call};
 use slat_process::once::keep_forks_out;
+use slat_process::page_size;
 use std::alloc::{GlobalAlloc, Layout};
 use std::cell::{Cell, UnsafeCell};
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard};
 
-const PAGE: usize = 4096;
 /// Blocks of this size or more are separate mappings.
 const LARGE: usize = 128 << 10;
 /// Bytes of the reserve.
@@ -96,7 +96,7 @@ unsafe impl Allocator for Pages {
     }
 
     fn page_size(&self) -> usize {
-        PAGE
+        page_size()
     }
 }
 
@@ -128,7 +128,7 @@ impl State {
         let reserve = std::mem::replace(&mut self.reserve, null_mut());
         IS_WHOLE.store(false, Ordering::Relaxed);
         // SAFETY: `refill` has made the reserve with this size and alignment.
-        unsafe { self.small.free(reserve, RESERVE, PAGE) };
+        unsafe { self.small.free(reserve, RESERVE, page_size()) };
         self.allocate(layout, zeroed)
     }
 
@@ -136,7 +136,7 @@ impl State {
     fn refill(&mut self) -> bool {
         if self.reserve.is_null() {
             // SAFETY: the size is not 0, and the alignment is a power of two.
-            self.reserve = unsafe { self.small.malloc(RESERVE, PAGE) };
+            self.reserve = unsafe { self.small.malloc(RESERVE, page_size()) };
         }
         let is_whole = !self.reserve.is_null();
         IS_WHOLE.store(is_whole, Ordering::Relaxed);
@@ -230,11 +230,11 @@ pub fn after_fork() {
 pub struct Heap;
 
 fn is_large(layout: Layout) -> bool {
-    layout.size() >= LARGE && layout.align() <= PAGE
+    layout.size() >= LARGE && layout.align() <= page_size()
 }
 
 fn pages(len: usize) -> usize {
-    len.next_multiple_of(PAGE)
+    len.next_multiple_of(page_size())
 }
 
 // SAFETY: a block is a mapping, or comes from the crate's heap, which is locked; the layout alone decides which.
@@ -359,7 +359,9 @@ mod tests {
             for _ in 0..200 {
                 // SAFETY: the child allocates on a heap that no other thread held over the fork, and ends.
                 unsafe {
-                    let child = crate::forks::around(|| libc::syscall(libc::SYS_fork));
+                    let child = crate::forks::around(|| {
+                        libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0)
+                    });
                     if child == 0 {
                         libc::alarm(10);
                         Heap.dealloc(Heap.alloc(layout), layout);
@@ -380,7 +382,8 @@ mod tests {
         let layout = Layout::from_size_align(1000, 8).unwrap();
         // SAFETY: the child holds the heap twice, allocates on it, and ends.
         unsafe {
-            let child = crate::forks::around(|| libc::syscall(libc::SYS_fork));
+            let child =
+                crate::forks::around(|| libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0));
             if child == 0 {
                 libc::alarm(10);
                 before_fork();

@@ -1,8 +1,9 @@
 //! Serves `syscall` and `prctl`: the intercepted calls, by number.
 
+use crate::arch::calls;
 use crate::device::How;
 use crate::files::interpose;
-use crate::real::call;
+use crate::real::{call, plain, raw, result};
 use crate::{
     attributes, children, fds, files, forks, ioctls, landlock, memory, roots, seccomp, status,
     streams, table,
@@ -35,16 +36,12 @@ fn ours(fd: usize) -> bool {
 /// # Safety
 /// The conditions are those of the system call itself. Arguments that a call does not have are undefined and not read.
 pub unsafe fn by_number(number: c_long, arguments: [usize; 6]) -> isize {
-    let [a, b, c, d, e, f] = arguments;
     // SAFETY: the caller keeps this function's contract.
-    let kernels = || unsafe { call!(number, a, b, c, d, e, f) };
+    let kernels = || plain(result(unsafe { raw(number, arguments) }));
+    let (number, [a, b, c, d, e, f]) = calls::newer(number, arguments);
     // SAFETY: the caller keeps the contract of each call.
     unsafe {
         match number {
-            libc::SYS_open => {
-                let path = a as *const c_char;
-                files::open_at(libc::AT_FDCWD, path, b as c_int, c as c_uint, kernels)
-            }
             libc::SYS_openat => {
                 let path = b as *const c_char;
                 files::open_at(a as c_int, path, c as c_int, d as c_uint, kernels)
@@ -54,7 +51,7 @@ pub unsafe fn by_number(number: c_long, arguments: [usize; 6]) -> isize {
                 fds::close_within(a as c_uint, b as c_uint, c as c_int) as isize
             }
             libc::SYS_dup => fds::dup(a as c_int) as isize,
-            libc::SYS_dup2 => fds::dup2(a as c_int, b as c_int) as isize,
+            _ if calls::is_dup2(number) => fds::dup2(a as c_int, b as c_int) as isize,
             libc::SYS_dup3 => fds::dup3(a as c_int, b as c_int, c as c_int) as isize,
             libc::SYS_fcntl => fds::fcntl(a as c_int, b as c_int, c as c_ulong) as isize,
             libc::SYS_ioctl => ioctls::ioctl_on(a as c_int, b as c_ulong, c) as isize,
@@ -106,15 +103,6 @@ pub unsafe fn by_number(number: c_long, arguments: [usize; 6]) -> isize {
                 f as c_int,
             ),
             libc::SYS_lseek => streams::seek(a as c_int, b as i64, c as c_int),
-            libc::SYS_stat => {
-                let (path, to) = (a as *const c_char, b as *mut libc::stat);
-                status::stat_at(libc::AT_FDCWD, path, to, 0, kernels) as isize
-            }
-            libc::SYS_lstat => {
-                let (path, to) = (a as *const c_char, b as *mut libc::stat);
-                let flags = libc::AT_SYMLINK_NOFOLLOW;
-                status::stat_at(libc::AT_FDCWD, path, to, flags, kernels) as isize
-            }
             libc::SYS_fstat => {
                 status::stat_descriptor(a as c_int, b as *mut libc::stat, kernels) as isize
             }
@@ -132,9 +120,7 @@ pub unsafe fn by_number(number: c_long, arguments: [usize; 6]) -> isize {
                 d as c_uint,
                 e as *mut libc::statx,
             ) as isize,
-            libc::SYS_fork | libc::SYS_clone | libc::SYS_clone3 if forks(number, a) => {
-                forks::around(kernels)
-            }
+            libc::SYS_clone | libc::SYS_clone3 if forks(number, a) => forks::around(kernels),
             libc::SYS_execve => children::execute(
                 a as *const c_char,
                 b as *const *const c_char,
@@ -160,30 +146,16 @@ pub unsafe fn by_number(number: c_long, arguments: [usize; 6]) -> isize {
                 d as c_ulong,
                 e as *const c_void,
             ) as isize,
-            libc::SYS_readlink => {
-                let (path, to) = (a as *const c_char, b as *mut c_char);
-                status::read_link_at(libc::AT_FDCWD, path, to, c, kernels)
-            }
             libc::SYS_readlinkat => {
                 let (path, to) = (b as *const c_char, c as *mut c_char);
                 status::read_link_at(a as c_int, path, to, d, kernels)
             }
-            libc::SYS_access => {
-                files::access_at(libc::AT_FDCWD, a as *const c_char, b as c_int, kernels)
-            }
             libc::SYS_faccessat | libc::SYS_faccessat2 => {
                 files::access_at(a as c_int, b as *const c_char, c as c_int, kernels)
-            }
-            libc::SYS_chown | libc::SYS_lchown => {
-                let (path, user, group) = (a as *const c_char, b as c_uint, c as c_uint);
-                attributes::change_owner(libc::AT_FDCWD, path, user, group, kernels) as isize
             }
             libc::SYS_fchownat => {
                 let (path, user, group) = (b as *const c_char, c as c_uint, d as c_uint);
                 attributes::change_owner(a as c_int, path, user, group, kernels) as isize
-            }
-            libc::SYS_chmod => {
-                attributes::change_mode(libc::AT_FDCWD, a as *const c_char, kernels) as isize
             }
             libc::SYS_fchmodat => {
                 attributes::change_mode(a as c_int, b as *const c_char, kernels) as isize
@@ -197,7 +169,6 @@ pub unsafe fn by_number(number: c_long, arguments: [usize; 6]) -> isize {
             libc::SYS_openat2 => {
                 files::open_at_2(a as c_int, b as *const c_char, c as *const How, d)
             }
-            libc::SYS_creat => files::create(a as *const c_char, b as c_uint) as isize,
             libc::SYS_seccomp if a as c_uint == libc::SECCOMP_SET_MODE_FILTER => {
                 seccomp::install(b, c, |flags, program| call!(number, a, flags, program))
             }

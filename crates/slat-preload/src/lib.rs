@@ -8,7 +8,8 @@
 //!
 //! | layer | file | idea |
 //! |---|---|---|
-//! | base | `real` | system calls that bypass this library's functions |
+//! | base | `arch` | what depends on the processor's architecture |
+//! | | `real` | system calls that bypass this library's functions |
 //! | | `looked_up` | functions of the C library that are looked up by name |
 //! | | `seccomp` | the program's seccomp filters |
 //! | | `landlock` | a program's Landlock rules |
@@ -49,6 +50,7 @@
 // The program of the unit tests does not export the symbols, so no code calls the exported functions.
 #![cfg_attr(test, allow(dead_code))]
 
+mod arch;
 mod attributes;
 mod carry;
 mod children;

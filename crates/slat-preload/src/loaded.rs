@@ -1,6 +1,7 @@
 //! The facts that calls need about the program that slat has loaded itself ([`load`](crate::load)): whether there is
 //! such a program, and the file that the program's link in `/proc` should show.
 
+use crate::arch::calls::{self, Call};
 use crate::paths::text;
 use crate::real::error;
 use std::ffi::{CStr, CString, c_char};
@@ -35,20 +36,24 @@ pub fn own_path(path: *const c_char) -> Option<&'static CStr> {
     is_own.then_some(own)
 }
 
-/// Returns a call's arguments. A path that is the program's link in `/proc` is replaced by the program's file.
-pub fn with_own_path(number: i64, mut arguments: [usize; 6]) -> [usize; 6] {
+/// Returns a call, in which a path that is the program's link in `/proc` is replaced by the program's file.
+pub fn with_own_path(number: i64, arguments: [usize; 6]) -> Call {
     let follows = |flags: usize| flags & libc::AT_SYMLINK_NOFOLLOW as usize == 0;
-    let place = match number {
-        libc::SYS_open | libc::SYS_stat | libc::SYS_access => 0,
-        libc::SYS_openat | libc::SYS_openat2 | libc::SYS_faccessat => 1,
-        libc::SYS_newfstatat | libc::SYS_faccessat2 if follows(arguments[3]) => 1,
-        libc::SYS_statx if follows(arguments[2]) => 1,
-        _ => return arguments,
+    let (newer, mut with_directory) = calls::newer(number, arguments);
+    let has_path = match newer {
+        libc::SYS_openat | libc::SYS_openat2 | libc::SYS_faccessat => true,
+        libc::SYS_newfstatat | libc::SYS_faccessat2 => follows(with_directory[3]),
+        libc::SYS_statx => follows(with_directory[2]),
+        _ => false,
     };
-    if let Some(own) = own_path(arguments[place] as *const c_char) {
-        arguments[place] = own.as_ptr() as usize;
+    let path = with_directory[1] as *const c_char;
+    match has_path.then(|| own_path(path)).flatten() {
+        Some(own) => {
+            with_directory[1] = own.as_ptr() as usize;
+            (newer, with_directory)
+        }
+        None => (number, arguments),
     }
-    arguments
 }
 
 /// Implements readlink for the program's link to its own file. `None`: the path is not that link.

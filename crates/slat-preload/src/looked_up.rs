@@ -6,6 +6,7 @@
 //! `CDLL("libc.so.6")`, Node's koffi, Java's Panama. If this library has a function of the same name, they get this
 //! library's function.
 
+use crate::arch::{entries, files};
 use std::ffi::{c_char, c_void};
 use std::mem::transmute;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -21,10 +22,9 @@ extern "C" fn real() -> usize {
     if known != 0 {
         return known;
     }
-    // The symbol version is the first version of x86-64, which every C library still has.
+    let version = files::FIRST_VERSION.as_ptr();
     // SAFETY: the names end with NUL.
-    let found =
-        unsafe { libc::dlvsym(libc::RTLD_NEXT, c"dlsym".as_ptr(), c"GLIBC_2.2.5".as_ptr()) };
+    let found = unsafe { libc::dlvsym(libc::RTLD_NEXT, c"dlsym".as_ptr(), version) };
     REAL.store(found as usize, Ordering::Relaxed);
     found as usize
 }
@@ -90,26 +90,5 @@ extern "C-unwind" fn look_up(handle: *mut c_void, name: *const c_char) -> *mut c
 #[cfg_attr(not(test), unsafe(no_mangle))]
 #[unsafe(naked)]
 pub unsafe extern "C-unwind" fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_void {
-    std::arch::naked_asm!(
-        "lea rax, [rdi + 1]",
-        "cmp rax, 1", // RTLD_NEXT is -1, RTLD_DEFAULT 0.
-        "jbe 2f",
-        "jmp {look_up}",
-        "2:",
-        "mov rax, [rip + {known}]",
-        "test rax, rax",
-        "jnz 3f",
-        "push rdi",
-        "push rsi",
-        "sub rsp, 8",
-        "call {real}",
-        "add rsp, 8",
-        "pop rsi",
-        "pop rdi",
-        "3:",
-        "jmp rax",
-        look_up = sym look_up,
-        known = sym REAL,
-        real = sym real,
-    )
+    entries::look_up!(look_up, REAL, real)
 }

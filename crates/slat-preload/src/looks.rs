@@ -4,6 +4,7 @@
 //! character device, most others are anonymous inodes. KVM does not determine some values (device and inode numbers,
 //! times). For these values slat asks the kernel about a file of the same kind.
 
+use crate::arch::calls;
 use crate::paths::{DEVICE, Special};
 use crate::real::{Opened, kernel, raw};
 use crate::table;
@@ -102,7 +103,7 @@ impl Look {
         };
         x.stx_mask = libc::STATX_BASIC_STATS;
         x.stx_blksize = stat.st_blksize as u32;
-        x.stx_nlink = stat.st_nlink as u32;
+        x.stx_nlink = link_count(stat.st_nlink);
         (x.stx_uid, x.stx_gid) = (stat.st_uid, stat.st_gid);
         x.stx_mode = stat.st_mode as u16;
         x.stx_ino = stat.st_ino;
@@ -117,6 +118,11 @@ impl Look {
         x.stx_dev_minor = libc::minor(stat.st_dev);
         x
     }
+}
+
+/// Converts the number of links of a `stat`, whose type depends on the architecture, to the type of a `statx`.
+pub fn link_count(links: impl TryInto<u32>) -> u32 {
+    links.try_into().unwrap_or(u32::MAX)
 }
 
 /// Describes an empty file with one link, for a host that has no similar file either.
@@ -154,7 +160,10 @@ fn stat_path(path: &CStr) -> Option<libc::stat> {
     // SAFETY: the path ends with NUL, and the call fills in a live struct.
     let answer = unsafe {
         let to = &raw mut stat as usize;
-        raw(libc::SYS_stat, [path.as_ptr() as usize, to, 0, 0, 0, 0])
+        let here = libc::AT_FDCWD as usize;
+        let arguments = [here, path.as_ptr() as usize, to, 0, 0, 0];
+        let (number, arguments) = calls::older(libc::SYS_newfstatat, arguments);
+        raw(number, arguments)
     };
     (answer == 0).then_some(stat)
 }

@@ -13,6 +13,7 @@ use slat_host::{mappings, procfs};
 use slat_kvm::ioctl::Object;
 use slat_kvm::notify;
 use slat_kvm::thread::Section;
+use slat_process::page_size;
 use std::ffi::{c_int, c_void};
 
 /// A range of addresses, rounded to whole pages.
@@ -23,15 +24,13 @@ pub struct Range {
 }
 
 impl Range {
-    const PAGE: usize = 4096;
-
     /// Makes a range of `len` bytes at `start`. A range that wraps around becomes empty: the kernel refuses it.
     pub fn at(start: usize, len: usize) -> Self {
         let end = start
             .checked_add(len)
-            .and_then(|end| end.checked_next_multiple_of(Self::PAGE));
+            .and_then(|end| end.checked_next_multiple_of(page_size()));
         Range {
-            start: start & !(Self::PAGE - 1),
+            start: start & !(page_size() - 1),
             end: end.unwrap_or(0),
         }
     }

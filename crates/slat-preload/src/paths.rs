@@ -11,6 +11,7 @@
 //! In a program that does not use KVM, this code makes no additional system call ([`serve`]), unless the path ends in a
 //! special name and its directory is not spelled plainly.
 
+use crate::arch::calls;
 use crate::real::{Opened, errno, kernel, raw, set_errno};
 use crate::table;
 use slat_host::procfs;
@@ -367,23 +368,10 @@ impl DescriptorPath {
 /// Reads a symbolic link. `None`: there is no such link, or its text is longer than `buffer`.
 pub fn read_link<'a>(link: &CStr, buffer: &'a mut [u8]) -> Option<&'a [u8]> {
     let to = buffer.as_mut_ptr() as usize;
-    let (number, arguments) = match procfs::reached_by(link) {
-        (libc::AT_FDCWD, link) => (
-            libc::SYS_readlink,
-            [link.as_ptr() as usize, to, buffer.len(), 0, 0, 0],
-        ),
-        (proc, link) => (
-            libc::SYS_readlinkat,
-            [
-                proc as usize,
-                link.as_ptr() as usize,
-                to,
-                buffer.len(),
-                0,
-                0,
-            ],
-        ),
-    };
+    let (directory, link) = procfs::reached_by(link);
+    let link = link.as_ptr() as usize;
+    let arguments = [directory as usize, link, to, buffer.len(), 0, 0];
+    let (number, arguments) = calls::older(libc::SYS_readlinkat, arguments);
     // SAFETY: a NUL-terminated path and a live buffer.
     let len = unsafe { raw(number, arguments) };
     usize::try_from(len)

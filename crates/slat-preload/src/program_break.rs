@@ -4,9 +4,8 @@
 use crate::memory;
 use crate::real::map_memory;
 use slat_kvm::thread::Section;
+use slat_process::page_size;
 use std::sync::{Mutex, MutexGuard, PoisonError};
-
-const PAGE: usize = 4096;
 
 /// The first address of the break, and its present end.
 pub type Break = (usize, usize);
@@ -21,7 +20,7 @@ pub fn lock_break() -> MutexGuard<'static, Break> {
 
 /// Begins the break at the end of the program's image.
 pub fn begin_at(end: usize) {
-    let end = end.next_multiple_of(PAGE);
+    let end = end.next_multiple_of(page_size());
     *lock_break() = (end, end);
 }
 
@@ -33,10 +32,10 @@ pub fn set_break(to: usize) -> usize {
     if to < start {
         return now;
     }
-    let Some(end) = to.checked_next_multiple_of(PAGE) else {
+    let Some(end) = to.checked_next_multiple_of(page_size()) else {
         return now;
     };
-    let mapped = now.next_multiple_of(PAGE);
+    let mapped = now.next_multiple_of(page_size());
     if end > mapped {
         let access = libc::PROT_READ | libc::PROT_WRITE;
         // SAFETY: the call maps memory only at free addresses.

@@ -3,6 +3,7 @@
 //! This library replaces the C library's functions of the same names, so calling them by name would
 //! call this library again.
 
+use crate::arch::calls;
 pub use slat_process::calls::{raw, result};
 use slat_process::file_size::limited;
 pub use slat_process::{errno, set_errno};
@@ -36,6 +37,17 @@ macro_rules! call {
     };
 }
 pub(crate) use {call, kernel};
+
+/// Makes a system call for a function of the C library, by the call that the C library makes for that function on this
+/// architecture ([`older`](calls::older)). Returns like the C library.
+///
+/// # Safety
+/// The conditions are those of the call.
+pub unsafe fn call_as_library(number: i64, arguments: [usize; 6]) -> isize {
+    let (number, arguments) = calls::older(number, arguments);
+    // SAFETY: the caller keeps this function's contract.
+    plain(result(unsafe { raw(number, arguments) }))
+}
 
 /// Maps `len` bytes of private anonymous memory at `at`, with `flags` (`MAP_FIXED…`,
 /// `MAP_NORESERVE`). Async-signal-safe.

@@ -4,7 +4,7 @@ use crate::environment::look_of_processors;
 use crate::files::interpose;
 use crate::looks::{self, Look};
 use crate::paths::{self, DescriptorPath, Path, Special};
-use crate::real::{Next, call, plain, set_errno};
+use crate::real::{Next, call, call_as_library, plain, set_errno};
 use crate::table;
 use slat_kvm::system;
 use slat_kvm::thread::Section;
@@ -98,7 +98,7 @@ pub unsafe fn stat_at(
     kernels: impl Fn() -> isize,
 ) -> c_int {
     let excludes = || {
-        // SAFETY: the kernel has just filled in the struct, which is the C library's on x86-64.
+        // SAFETY: the kernel has just filled in the struct, which is the C library's on 64-bit architectures.
         let stat = unsafe { &*to };
         let device = (libc::major(stat.st_rdev), libc::minor(stat.st_rdev));
         is_other(stat.st_mode, device, stat.st_size)
@@ -119,9 +119,9 @@ const DEVICE_MEMFD: &[u8] = b"/memfd:kvm (deleted)";
 /// Whether `fd`, whose file has this mode, size and number of links, is a `/dev/kvm` that the table does not know: the
 /// descriptor may have stayed open across `exec`, or may come through a socket. Asks the kernel only about a file that
 /// looks like the memfd.
-fn is_inherited(fd: c_int, links: u64, mode: u32, size: i64) -> bool {
+fn is_inherited(fd: c_int, links: impl Into<u64>, mode: u32, size: i64) -> bool {
     let mut link = [0; 64];
-    links == 0
+    links.into() == 0
         && mode & libc::S_IFMT == libc::S_IFREG
         && size == system::DESCRIPTOR_SIZE as i64
         && paths::read_link(DescriptorPath::new(fd).as_c_str(), &mut link) == Some(DEVICE_MEMFD)
@@ -350,15 +350,37 @@ unsafe fn stat_by_path(
     }
 }
 
-/// Implements stat or lstat, by system call `number`, for a program built against an older C library.
-unsafe fn stat_as_before(
-    number: i64,
-    path: *const c_char,
-    to: *mut libc::stat,
-    flags: c_int,
-) -> c_int {
+/// Implements stat or lstat for a program built against an older C library.
+unsafe fn stat_as_before(path: *const c_char, to: *mut libc::stat, flags: c_int) -> c_int {
+    let here = libc::AT_FDCWD;
+    let arguments = [
+        here as usize,
+        path as usize,
+        to as usize,
+        flags as usize,
+        0,
+        0,
+    ];
     // SAFETY: the caller keeps this function's contract.
-    unsafe { stat_at(libc::AT_FDCWD, path, to, flags, || call!(number, path, to)) }
+    unsafe {
+        stat_at(here, path, to, flags, || {
+            call_as_library(libc::SYS_newfstatat, arguments)
+        })
+    }
+}
+
+/// Makes the kernel's call of readlink.
+unsafe fn read_link_here(path: *const c_char, to: *mut c_char, len: usize) -> isize {
+    let arguments = [
+        libc::AT_FDCWD as usize,
+        path as usize,
+        to as usize,
+        len,
+        0,
+        0,
+    ];
+    // SAFETY: the caller keeps this function's contract.
+    unsafe { call_as_library(libc::SYS_readlinkat, arguments) }
 }
 
 interpose! {
@@ -368,7 +390,7 @@ interpose! {
         unsafe { stat_by_path(libc::AT_FDCWD, path, to, 0) }
     }
 
-    /// stat(2) with large files: the struct is the same on x86-64.
+    /// stat(2) with large files: the struct is the same on 64-bit architectures.
     fn stat64(path: *const c_char, to: *mut libc::stat) -> c_int {
         // SAFETY: the caller keeps this function's contract.
         unsafe { stat_by_path(libc::AT_FDCWD, path, to, 0) }
@@ -413,25 +435,25 @@ interpose! {
     /// stat(2) of programs built against an older C library.
     fn __xstat(_version: c_int, path: *const c_char, to: *mut libc::stat) -> c_int {
         // SAFETY: the caller keeps this function's contract.
-        unsafe { stat_as_before(libc::SYS_stat, path, to, 0) }
+        unsafe { stat_as_before(path, to, 0) }
     }
 
     /// stat(2) of programs built against an older C library, with large files.
     fn __xstat64(_version: c_int, path: *const c_char, to: *mut libc::stat) -> c_int {
         // SAFETY: the caller keeps this function's contract.
-        unsafe { stat_as_before(libc::SYS_stat, path, to, 0) }
+        unsafe { stat_as_before(path, to, 0) }
     }
 
     /// lstat(2) of programs built against an older C library.
     fn __lxstat(_version: c_int, path: *const c_char, to: *mut libc::stat) -> c_int {
         // SAFETY: the caller keeps this function's contract.
-        unsafe { stat_as_before(libc::SYS_lstat, path, to, libc::AT_SYMLINK_NOFOLLOW) }
+        unsafe { stat_as_before(path, to, libc::AT_SYMLINK_NOFOLLOW) }
     }
 
     /// lstat(2) of programs built against an older C library, with large files.
     fn __lxstat64(_version: c_int, path: *const c_char, to: *mut libc::stat) -> c_int {
         // SAFETY: the caller keeps this function's contract.
-        unsafe { stat_as_before(libc::SYS_lstat, path, to, libc::AT_SYMLINK_NOFOLLOW) }
+        unsafe { stat_as_before(path, to, libc::AT_SYMLINK_NOFOLLOW) }
     }
 
     /// fstat(2) of programs built against an older C library.
@@ -473,13 +495,13 @@ interpose! {
         if answer == 0 && flags & libc::AT_EMPTY_PATH != 0 {
             // SAFETY: the kernel has just filled in the struct.
             let x = unsafe { &mut *to };
-            if is_inherited(directory, x.stx_nlink.into(), x.stx_mode.into(), x.stx_size as i64) {
+            if is_inherited(directory, x.stx_nlink, x.stx_mode.into(), x.stx_size as i64) {
                 *x = Look::Device.statx();
             }
             let device = libc::makedev(x.stx_dev_major, x.stx_dev_minor);
             if let Some(look) = look_of_processors(device, x.stx_ino) {
                 (x.stx_dev_major, x.stx_dev_minor) = (libc::major(look.st_dev), libc::minor(look.st_dev));
-                (x.stx_nlink, x.stx_uid, x.stx_gid) = (look.st_nlink as u32, look.st_uid, look.st_gid);
+                (x.stx_nlink, x.stx_uid, x.stx_gid) = (looks::link_count(look.st_nlink), look.st_uid, look.st_gid);
                 (x.stx_mode, x.stx_ino) = (look.st_mode as u16, look.st_ino);
                 (x.stx_size, x.stx_blocks) = (look.st_size as u64, look.st_blocks as u64);
             }
@@ -490,7 +512,7 @@ interpose! {
     /// readlink(2).
     fn readlink(path: *const c_char, to: *mut c_char, len: usize) -> isize {
         // SAFETY: the caller keeps this function's contract.
-        unsafe { read_link_at(libc::AT_FDCWD, path, to, len, || call!(libc::SYS_readlink, path, to, len)) }
+        unsafe { read_link_at(libc::AT_FDCWD, path, to, len, || read_link_here(path, to, len)) }
     }
 
     /// readlinkat(2).
@@ -503,7 +525,7 @@ interpose! {
     fn __readlink_chk(path: *const c_char, to: *mut c_char, len: usize, room: usize) -> isize {
         check_room(len, room);
         // SAFETY: the caller keeps this function's contract.
-        unsafe { read_link_at(libc::AT_FDCWD, path, to, len, || call!(libc::SYS_readlink, path, to, len)) }
+        unsafe { read_link_at(libc::AT_FDCWD, path, to, len, || read_link_here(path, to, len)) }
     }
 
     /// readlinkat(2), as _FORTIFY_SOURCE calls it.

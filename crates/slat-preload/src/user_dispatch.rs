@@ -8,6 +8,7 @@
 use crate::real::kernel;
 use std::ops::Range;
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// `PR_SET_SYSCALL_USER_DISPATCH`, `PR_SYS_DISPATCH_OFF` and `PR_SYS_DISPATCH_ON` of `include/uapi/linux/prctl.h`.
 pub const SET_DISPATCH: usize = 59;
@@ -19,47 +20,53 @@ pub const ON: usize = 1;
 /// The addresses from which calls pass to the kernel: the C library's text.
 static PASSING: OnceLock<Range<usize>> = OnceLock::new();
 
-/// Returns the addresses from which calls pass to the kernel. `None`: calls are not dispatched in this process.
+/// Whether the kernel dispatches calls in this process.
+static IS_ARMED: AtomicBool = AtomicBool::new(false);
+
+/// Stores the addresses from which calls pass to the kernel. Call while the process has one thread.
+pub fn let_pass(addresses: Range<usize>) {
+    PASSING.get_or_init(|| addresses);
+}
+
+/// Returns the addresses from which calls pass to the kernel. `None`: the program's calls do not arrive at slat, except
+/// for those by name.
 pub fn passing() -> Option<&'static Range<usize>> {
     PASSING.get()
 }
 
-/// Whether calls are dispatched in this process.
+/// Whether the program's own calls arrive at slat: the kernel dispatches them, or call sites were rewritten.
 pub fn is_armed() -> bool {
     passing().is_some()
 }
 
 /// Makes the kernel dispatch the calls of this thread, and of the threads and processes that it makes, unless the calls
-/// come from `passing`. Call while the process has one thread. Returns `false` if this kernel cannot do that.
-pub fn arm(passing: Range<usize>) -> bool {
-    arm_with(PASSING.get_or_init(|| passing))
+/// come from the addresses that [`let_pass`] has stored. Call while the process has one thread. Returns `false` if this
+/// kernel cannot do that.
+pub fn arm() -> bool {
+    IS_ARMED.store(true, Ordering::Relaxed);
+    let is_armed = arm_thread();
+    IS_ARMED.store(is_armed, Ordering::Relaxed);
+    is_armed
 }
 
-fn arm_with(passing: &Range<usize>) -> bool {
-    // SAFETY: a plain call; without a selector.
-    let armed = unsafe {
-        kernel!(
-            libc::SYS_prctl,
-            SET_DISPATCH,
-            ON,
-            passing.start,
-            passing.len(),
-            0
-        )
-    };
-    armed.is_ok()
-}
-
-/// Makes the kernel dispatch the calls of this thread, if the process's calls are dispatched. Async-signal-safe.
-pub fn arm_thread() {
-    if let Some(passing) = passing() {
-        // This call cannot fail, because it has succeeded on the first thread.
-        arm_with(passing);
+/// Makes the kernel dispatch the calls of this thread, if the kernel dispatches the process's calls. Returns whether it
+/// does. Async-signal-safe.
+pub fn arm_thread() -> bool {
+    match passing() {
+        Some(passing) if IS_ARMED.load(Ordering::Relaxed) => {
+            let (start, len) = (passing.start, passing.len());
+            // On other threads than the first, this call cannot fail.
+            // SAFETY: a plain call; without a selector.
+            unsafe { kernel!(libc::SYS_prctl, SET_DISPATCH, ON, start, len, 0) }.is_ok()
+        }
+        _ => false,
     }
 }
 
 /// Stops the dispatch of this thread's calls: they pass to the kernel.
 pub fn disarm_thread() {
-    // SAFETY: a plain call.
-    let _ = unsafe { kernel!(libc::SYS_prctl, SET_DISPATCH, OFF, 0, 0, 0) };
+    if IS_ARMED.load(Ordering::Relaxed) {
+        // SAFETY: a plain call.
+        let _ = unsafe { kernel!(libc::SYS_prctl, SET_DISPATCH, OFF, 0, 0, 0) };
+    }
 }

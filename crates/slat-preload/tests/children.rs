@@ -1,4 +1,5 @@
 //! Programs that a program executes: slat follows even those that load no libraries.
+#![cfg(target_arch = "x86_64")]
 
 mod common;
 

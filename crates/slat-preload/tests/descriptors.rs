@@ -1,5 +1,6 @@
 //! KVM's descriptors look and behave like the kernel's. Every client here runs twice: under the library, and on the
 //! machine's own KVM if that opens.
+#![cfg(target_arch = "x86_64")]
 
 mod common;
 

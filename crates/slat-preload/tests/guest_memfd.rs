@@ -4,6 +4,7 @@
 //! Clients without a guest run under the library, and on the machine's own KVM if that has the same flags. Clients with
 //! a guest in real mode run under the library alone: a KVM that emulates the guest's instructions looks for its memory
 //! only in the client's mappings.
+#![cfg(target_arch = "x86_64")]
 
 mod common;
 

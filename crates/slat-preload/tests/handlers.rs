@@ -1,5 +1,6 @@
 //! Signal handlers of a program under the library. On a real KVM an ioctl is over before a handler runs, whatever the
 //! handler does and wherever it jumps.
+#![cfg(target_arch = "x86_64")]
 
 mod common;
 

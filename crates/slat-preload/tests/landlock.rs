@@ -1,5 +1,6 @@
 //! VMMs that use Landlock to give up the right to open files, as uhyve does: rules for `/dev/kvm` are accepted, and
 //! VMs work afterwards.
+#![cfg(target_arch = "x86_64")]
 
 mod common;
 

@@ -1,5 +1,6 @@
 //! `/dev/kvm` opens like a device, in any spelling of its path. Every client here runs twice: under the library, and on
 //! the machine's own KVM if that opens.
+#![cfg(target_arch = "x86_64")]
 
 mod common;
 

@@ -2,6 +2,7 @@
 //! mimalloc. slat must not call `malloc` from that `mmap`.
 //!
 //! This program's `malloc` is defined below. The C library and the preloaded library use it, too.
+#![cfg(target_arch = "x86_64")]
 
 mod common;
 

@@ -2,6 +2,7 @@
 //!
 //! Each test starts this same program again with `LD_PRELOAD`, to execute one of the ignored tests in
 //! [`client`] (see [`common`]).
+#![cfg(target_arch = "x86_64")]
 
 mod common;
 

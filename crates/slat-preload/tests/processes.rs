@@ -1,4 +1,5 @@
 //! Forks that the C library does not see; and limits of the process: descriptors, memory.
+#![cfg(target_arch = "x86_64")]
 
 mod common;
 

@@ -1,4 +1,5 @@
 //! No thread of the client can truncate the files that slat maps, not even while slat is making them.
+#![cfg(target_arch = "x86_64")]
 
 mod common;
 

@@ -1,5 +1,6 @@
 //! Call sites of a static program, which slat rewrites while the program runs: `conformance/programs/sites.c`. A part
 //! of the program runs under `PR_SET_MDWE`, where the kernel refuses memory that is writable and executable.
+#![cfg(target_arch = "x86_64")]
 
 use std::process::Command;
 

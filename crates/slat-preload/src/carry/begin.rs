@@ -13,15 +13,17 @@
 //! memfds; all other calls are made unchanged.
 
 use super::{FILES, LIBRARY, LINKER, NAMES, base, entry};
+use crate::arch::calls;
+use crate::arch::carried::{finish, relocate, restore};
+use crate::arch::frame::Frame;
 use crate::user_dispatch::{OFF, ON, SET_DISPATCH};
-use std::arch::{asm, naked_asm};
+use slat_process::gate;
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-const PAGE: usize = 4096;
 /// The bytes of the kernel's signal set.
 const SET_BYTES: usize = 8;
-/// `SA_RESTORER` of `arch/x86/include/uapi/asm/signal.h`.
+/// `SA_RESTORER` of `arch/x86/include/uapi/asm/signal.h`; Arm's is the same.
 const SA_RESTORER: usize = 0x0400_0000;
 
 /// The earlier action for SIGSYS, as the kernel's `struct sigaction`.
@@ -30,24 +32,9 @@ static ACTION: [AtomicUsize; 4] = [const { AtomicUsize::new(0) }; 4];
 static MASK: AtomicU64 = AtomicU64::new(0);
 
 /// Makes a system call by an instruction of this library, for the library's start. Such calls are not dispatched.
-fn system_call(number: i64, [a, b, c, d, e, f]: [usize; 6]) -> isize {
-    let answer;
-    // SAFETY: each caller says what its call changes; the kernel clobbers only RCX and R11.
-    unsafe {
-        asm!(
-            "syscall",
-            inlateout("rax") number as isize => answer,
-            in("rdi") a,
-            in("rsi") b,
-            in("rdx") c,
-            in("r10") d,
-            in("r8") e,
-            in("r9") f,
-            lateout("rcx") _,
-            lateout("r11") _,
-        );
-    }
-    answer
+fn system_call(number: i64, arguments: [usize; 6]) -> isize {
+    // SAFETY: each caller says what its call changes.
+    unsafe { gate::call_own(number, arguments) }
 }
 
 /// Calls [`system_call`] with fewer than six arguments.
@@ -164,11 +151,12 @@ fn map(at: usize, len: usize, access: c_int, flags: c_int, fd: c_int, offset: us
     start as usize
 }
 
-/// Maps the dynamic linker, whose file is mapped at `file`, as the kernel does. Returns its base.
+/// Maps the dynamic linker, whose file is mapped at `file`, as the kernel does, in pages of `page` bytes. Returns its
+/// base.
 ///
 /// # Safety
 /// - The file is a dynamic linker.
-unsafe fn place(fd: c_int, file: usize) -> usize {
+unsafe fn place(fd: c_int, file: usize, page: usize) -> usize {
     // SAFETY: the caller's promise, for the headers; new memory.
     unsafe {
         let mut high = 0;
@@ -205,7 +193,7 @@ unsafe fn place(fd: c_int, file: usize) -> usize {
                 | right(libc::PF_X, libc::PROT_EXEC);
             let start = base + header.word(1);
             let (file_end, end) = (start + header.word(3), start + header.word(4));
-            let (first, mapped) = (start & !(PAGE - 1), (file_end + PAGE - 1) & !(PAGE - 1));
+            let (first, mapped) = (start & !(page - 1), (file_end + page - 1) & !(page - 1));
             let flags = private | libc::MAP_FIXED;
             map(
                 first,
@@ -213,7 +201,7 @@ unsafe fn place(fd: c_int, file: usize) -> usize {
                 access,
                 flags,
                 fd,
-                header.word(0) & !(PAGE - 1),
+                header.word(0) & !(page - 1),
             );
             if access & libc::PROT_WRITE != 0 {
                 let mut at = file_end;
@@ -255,10 +243,12 @@ unsafe extern "C" fn begin(sp: usize) -> usize {
         index += 1;
     }
     let (linker, library) = (&FILES[LINKER], base());
+    // SAFETY: the caller's promise; the kernel always tells.
+    let page = unsafe { get::<usize>(auxiliary(sp, libc::AT_PAGESZ)) };
     // SAFETY: the dynamic linker's file, and this library.
     let (at, entry) = unsafe {
         let file = linker.start.load(Ordering::Relaxed);
-        let at = place(linker.fd.load(Ordering::Relaxed), file);
+        let at = place(linker.fd.load(Ordering::Relaxed), file, page);
         (at, at + get::<usize>(file + 24))
     };
     // The two files are not opened again. Closing them leaves descriptors for the dynamic linker, as the process may
@@ -273,7 +263,7 @@ unsafe extern "C" fn begin(sp: usize) -> usize {
         call!(
             libc::SYS_mprotect,
             library,
-            PAGE,
+            page,
             libc::PROT_READ | libc::PROT_WRITE
         );
         while index < Header::count(library) {
@@ -287,7 +277,7 @@ unsafe extern "C" fn begin(sp: usize) -> usize {
             }
             index += 1;
         }
-        call!(libc::SYS_mprotect, library, PAGE, libc::PROT_READ);
+        call!(libc::SYS_mprotect, library, page, libc::PROT_READ);
     }
     let flags = libc::SA_SIGINFO as usize | SA_RESTORER;
     let action = [
@@ -358,45 +348,23 @@ unsafe fn memfd_of(path: usize) -> c_int {
 }
 
 /// Serves a call of the dynamic linker, or of the C library while it starts. The kernel calls this for SIGSYS.
-unsafe extern "C" fn serve(_signal: c_int, _information: usize, context: usize) {
-    /// The offset of the registers in `struct ucontext`.
-    const REGISTERS: usize = 40;
-    let place = |index: c_int| context + REGISTERS + 8 * index as usize;
+unsafe extern "C" fn serve(_signal: c_int, _information: usize, context: *mut Frame) {
     // SAFETY: the kernel's structure; the path is the linker's.
     unsafe {
-        let register = |index| get::<usize>(place(index));
-        let (a, b) = (register(libc::REG_RDI), register(libc::REG_RSI));
-        let number = register(libc::REG_RAX) as i64;
-        let path = match number {
-            libc::SYS_openat | libc::SYS_faccessat => b,
-            libc::SYS_open | libc::SYS_access => a,
+        let (number, arguments) = (*context).call();
+        let path = match calls::newer(number, arguments) {
+            (libc::SYS_openat | libc::SYS_faccessat, [_, path, ..]) => path,
             _ => 0,
         };
         let fd = if path != 0 { memfd_of(path) } else { -1 };
         // The settings for dynamic linking in the other root are for other libraries.
         let answer = match path {
-            0 => system_call(
-                number,
-                [
-                    a,
-                    b,
-                    register(libc::REG_RDX),
-                    register(libc::REG_R10),
-                    register(libc::REG_R8),
-                    register(libc::REG_R9),
-                ],
-            ),
+            0 => system_call(number, arguments),
             _ if fd < 0 => -(libc::ENOENT as isize),
             _ => call!(libc::SYS_dup, fd),
         };
-        (place(libc::REG_RAX) as *mut isize).write_volatile(answer);
+        (*context).set_result(answer);
     }
-}
-
-/// Returns to the kernel at the end of [`serve`].
-#[unsafe(naked)]
-unsafe extern "C" fn restore() {
-    naked_asm!("mov eax, {number}", "syscall", number = const libc::SYS_rt_sigreturn)
 }
 
 /// Ends the dispatch of the dynamic linker's calls, which [`begin`] has begun. Returns the library's entry point.
@@ -435,15 +403,7 @@ unsafe extern "C" fn end(sp: usize) -> usize {
 /// dynamic linker the kernel has found.
 #[unsafe(naked)]
 unsafe extern "C" fn finish() -> ! {
-    naked_asm!(
-        "mov rbx, rsp",
-        "mov rdi, rsp",
-        "and rsp, -16",
-        "call {end}",
-        "mov rsp, rbx",
-        "jmp rax",
-        end = sym end,
-    )
+    finish!(end)
 }
 
 /// The entry point of the library's copy. Adds the library's address to the library's pointers to itself, which are the
@@ -453,43 +413,5 @@ unsafe extern "C" fn finish() -> ! {
 /// - The kernel calls it.
 #[unsafe(naked)]
 pub unsafe extern "C" fn slat_carried() -> ! {
-    naked_asm!(
-        "xor ebp, ebp",
-        "mov rbx, rsp",
-        "lea r8, [rip + {library}]",
-        "lea rsi, [rip + _DYNAMIC]",
-        "xor r9d, r9d",
-        "xor r10d, r10d",
-        "2:",
-        "mov rax, [rsi]",
-        "cmp rax, {rela}",
-        "cmove r9, [rsi + 8]",
-        "cmp rax, {count}",
-        "cmove r10, [rsi + 8]",
-        "add rsi, 16",
-        "test rax, rax",
-        "jnz 2b",
-        "add r9, r8",
-        "test r10, r10",
-        "jz 4f",
-        "3:",
-        "mov rax, [r9]",
-        "mov rcx, [r9 + 16]",
-        "add rcx, r8",
-        "mov [r8 + rax], rcx",
-        "add r9, 24",
-        "dec r10",
-        "jnz 3b",
-        "4:",
-        "mov rdi, rsp",
-        "and rsp, -16",
-        "call {begin}",
-        "mov rsp, rbx",
-        "xor edx, edx",
-        "jmp rax",
-        library = sym super::__ehdr_start,
-        rela = const 7,
-        count = const 0x6fff_fff9,
-        begin = sym begin,
-    )
+    relocate!(super::__ehdr_start, begin)
 }

@@ -17,6 +17,8 @@
 
 pub mod begin;
 
+use crate::arch::carried::is_possible;
+use crate::arch::files::LINKER_NAME;
 use crate::elf::Headers;
 use crate::real::{Opened, kernel};
 use slat_host::procfs;
@@ -34,7 +36,7 @@ const LINKER: usize = 1;
 /// are parts of newer C libraries. This library itself has no name here, because no other library needs it.
 static NAMES: [[u8; 24]; COUNT] = [
     *b"\0                       ",
-    *b"ld-linux-x86-64.so.2\0   ",
+    LINKER_NAME,
     *b"libc.so.6\0              ",
     *b"libgcc_s.so.1\0          ",
     *b"libpthread.so.0\0        ",
@@ -172,7 +174,7 @@ pub fn take_directory() {
 /// Keeps the files; `library` is this library's. Call before the root changes. Async-signal-safe.
 pub fn keep(library: &CStr) {
     procfs::keep_directory();
-    if is_kept() {
+    if is_kept() || !is_possible() {
         return;
     }
     for (file, path) in FILES.iter().zip(&PATHS).skip(LINKER) {

@@ -2,6 +2,7 @@
 
 use super::chain::{Chain, Reach, is_linker};
 use super::{LIBRARY, Words};
+use crate::arch::files::LINKER;
 use crate::paths::{DescriptorPath, text, word_at};
 use crate::real::{Opened, kernel, map_memory};
 use crate::{carry, environment, loaded};
@@ -29,9 +30,6 @@ fn contains(file: &Opened, text: &[u8]) -> bool {
         !found.is_null()
     }
 }
-
-/// The dynamic linker by which the kernel starts this library.
-const LINKER: &CStr = c"/lib64/ld-linux-x86-64.so.2";
 
 /// The file that is executed.
 #[derive(Clone, Copy)]

@@ -338,10 +338,6 @@ interpose! {
 
 /// Defines a function that takes a path and any number of words up to a null. The function calls `$inner` with the path
 /// and the array of the words.
-///
-/// The first five words are in registers, all others on the stack (System V ABI, AMD64 supplement, "Parameter
-/// Passing"). The function moves the return address down, and pushes the registers above it. So all words form one
-/// array.
 macro_rules! listed {
     ($(#[$meta:meta])* $name:ident calls $inner:path) => {
         $(#[$meta])*
@@ -351,22 +347,7 @@ macro_rules! listed {
         #[cfg_attr(not(test), unsafe(no_mangle))]
         #[unsafe(naked)]
         pub unsafe extern "C-unwind" fn $name() {
-            std::arch::naked_asm!(
-                "pop rax",
-                "push r9",
-                "push r8",
-                "push rcx",
-                "push rdx",
-                "push rsi",
-                "mov rsi, rsp",
-                "push rax",
-                "call {inner}",
-                "pop rcx",
-                "add rsp, 40",
-                "push rcx",
-                "ret",
-                inner = sym $inner,
-            )
+            $crate::arch::entries::with_list!($inner)
         }
     };
 }

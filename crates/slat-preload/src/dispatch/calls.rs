@@ -3,13 +3,13 @@
 
 use super::frame::{self, Frame};
 use super::request::Request;
-use super::{filters, others, rseq, sites, threads};
+use super::{filters, others, rseq, threads};
+use crate::arch;
 use crate::guarded::guarded;
 use crate::real::{error, raw};
 use crate::user_dispatch::{SET_DISPATCH, passing};
 use crate::{loaded, program_break, signals};
 use slat_guard::blockable;
-use slat_kvm::abi::KVM_RUN;
 use slat_process::filter::Made;
 use slat_process::pointers;
 use std::ffi::c_char;
@@ -30,33 +30,38 @@ fn write<T: slat_guard::Word>(address: usize, value: T) -> Result<(), isize> {
     unsafe { slat_guard::store(address as *mut T, value) }.map_err(|_| error(libc::EFAULT))
 }
 
-/// Serves the call that is in the frame. Returns the kernel's result.
-pub fn answer(frame: &mut Frame) -> isize {
-    let (number, arguments) = frame.call();
-    let [a, b, c, d, ..] = arguments;
-    let made = Made {
+/// Whether a call needs more of the program's state than its registers: the signal mask, or the alternate stack.
+pub fn needs_state(number: i64) -> bool {
+    matches!(
         number,
-        arguments,
-        address: frame.register(libc::REG_RIP),
-    };
-    if let Some(answer) = filters::judged(&made) {
+        libc::SYS_rt_sigreturn
+            | libc::SYS_rt_sigprocmask
+            | libc::SYS_sigaltstack
+            | libc::SYS_clone
+            | libc::SYS_clone3
+    )
+}
+
+/// Serves the call `made`, which is in the frame. If the call [needs](needs_state) more than the registers, it is in the
+/// frame, too. Returns the kernel's result.
+pub fn answer(frame: &mut Frame, made: &Made) -> isize {
+    let Made {
+        number, arguments, ..
+    } = *made;
+    if let Some(answer) = filters::judged(made) {
         return answer;
     }
-    match number {
-        libc::SYS_ioctl if b == KVM_RUN as usize => {
-            sites::count(made.address);
-            others::make(number, arguments)
-        }
+    let (newer, newer_arguments) = arch::calls::newer(number, arguments);
+    let [a, b, c, d, ..] = newer_arguments;
+    match newer {
         libc::SYS_rt_sigreturn => {
             // SAFETY: the call says that the program's handler has ended, and its frame is where the kernel expects it.
-            unsafe { frame::return_from_handler(frame.register(libc::REG_RSP)) }
+            unsafe { frame::return_from_handler(frame) }
         }
         libc::SYS_rt_sigprocmask => change_mask(frame, a as i32, b, c, d).unwrap_or_else(|e| e),
         libc::SYS_rt_sigaction => change_action(a as i32, b, c, d).unwrap_or_else(|e| e),
         libc::SYS_sigaltstack => change_alternate(frame, a, b),
-        libc::SYS_fork => threads::make(frame, &Request::fork()),
-        libc::SYS_vfork => threads::make(frame, &Request::vfork()),
-        libc::SYS_clone => threads::make(frame, &Request::clone(arguments)),
+        libc::SYS_clone => threads::make(frame, &Request::clone(newer_arguments)),
         libc::SYS_clone3 => match Request::clone3(a, b) {
             Ok(request) => threads::make(frame, &request),
             Err(error) => error,
@@ -86,9 +91,7 @@ pub fn answer(frame: &mut Frame) -> isize {
         }
         // A detached thread of musl unmaps its own stack before it ends. So after this call there is no stack for a
         // signal.
-        libc::SYS_munmap
-            if loaded::is_loaded() && frame.register(libc::REG_RSP).wrapping_sub(a) < b =>
-        {
+        libc::SYS_munmap if loaded::is_loaded() && frame.sp().wrapping_sub(a) < b => {
             match others::make(number, arguments) {
                 0 => threads::exit(0),
                 error => error,
@@ -96,7 +99,10 @@ pub fn answer(frame: &mut Frame) -> isize {
         }
         _ if loaded::is_loaded() => match in_loaded_program(number, arguments) {
             Some(answer) => answer,
-            None => others::make(number, loaded::with_own_path(number, arguments)),
+            None => {
+                let (number, arguments) = loaded::with_own_path(number, arguments);
+                others::make(number, arguments)
+            }
         },
         _ => others::make(number, arguments),
     }
@@ -111,28 +117,17 @@ fn pass(number: i64, arguments: [usize; 6]) -> isize {
 /// Serves the calls by which a C library sets up a thread and its memory, in a program that has another C library than
 /// slat's.
 fn in_loaded_program(number: i64, arguments: [usize; 6]) -> Option<isize> {
-    /// `arch/x86/include/uapi/asm/prctl.h`.
-    const ARCH_SET_GS: usize = 0x1001;
-    const ARCH_SET_FS: usize = 0x1002;
-    const ARCH_GET_FS: usize = 0x1003;
-    const ARCH_GET_GS: usize = 0x1004;
-    let [a, b, ..] = arguments;
-    Some(match number {
-        libc::SYS_arch_prctl => match a {
-            ARCH_SET_FS if b >= 1 << 47 => error(libc::EPERM),
-            ARCH_SET_FS => {
-                pointers::set_programs(b);
-                0
-            }
-            ARCH_GET_FS => write(b, pointers::programs() as u64).map_or_else(|e| e, |()| 0),
-            ARCH_SET_GS | ARCH_GET_GS => {
-                slat_kvm::messages::say(format_args!(
-                    "arch_prctl({a:#x}): in a static program the base of GS is slat's; the call answers EINVAL"
-                ));
-                error(libc::EINVAL)
-            }
-            _ => return None,
-        },
+    let store = |to: usize, value: u64| write(to, value).map_or_else(|e| e, |()| 0);
+    let refuse = |why: &str| {
+        slat_kvm::messages::say(format_args!("{why}; the call answers EINVAL"));
+        error(libc::EINVAL)
+    };
+    if let Some(answer) = arch::pointer_calls::serve(number, arguments, store, refuse) {
+        return Some(answer);
+    }
+    let (newer, newer_arguments) = arch::calls::newer(number, arguments);
+    let [a, b, ..] = newer_arguments;
+    Some(match newer {
         libc::SYS_seccomp if a == libc::SECCOMP_SET_MODE_FILTER as usize => {
             let on_all = b & libc::SECCOMP_FILTER_FLAG_TSYNC as usize != 0;
             confine(arguments[2], on_all, |program| {
@@ -158,8 +153,10 @@ fn in_loaded_program(number: i64, arguments: [usize; 6]) -> Option<isize> {
         }
         libc::SYS_brk => program_break::set_break(a) as isize,
         libc::SYS_rseq => rseq::register(arguments),
-        libc::SYS_readlink => loaded::own_link(a as *const c_char, b, arguments[2])?,
-        libc::SYS_readlinkat => loaded::own_link(b as *const c_char, arguments[2], arguments[3])?,
+        libc::SYS_readlinkat => {
+            let [_, path, to, len, ..] = newer_arguments;
+            loaded::own_link(path as *const c_char, to, len)?
+        }
         _ => return None,
     })
 }

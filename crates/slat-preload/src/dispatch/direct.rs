@@ -1,198 +1,46 @@
-//! Serves ioctl(2) from a rewritten call site ([`sites`](super::sites)), which jumps to slat instead of causing a
-//! signal.
-//!
-//! The kernel keeps all registers except RAX, RCX and R11 over a system call. So this code keeps them, too. The code
-//! saves flags, floating point and vectors, and then sets them as slat's code expects
-//! ([`caller`](slat_process::caller)). The code writes nothing to the program's stack, which may be a goroutine's.
-//! slat's stack is free if the program is on its own stack ([`stack`](slat_process::stack)). Calls from any other
-//! stack, and calls other than ioctl, are made by the `syscall` in the site's stub, and are dispatched.
-//!
-//! Only loaded programs have rewritten sites. In them, the base of GS leads to the thread's stack before anything is
-//! saved. Signals may arrive between any two instructions. Their handlers determine which thread pointer FS holds, and
-//! derive from the stack pointer which part of slat's stack is in use.
+//! Serves calls from a rewritten call site ([`sites`](super::sites)), which jumps to slat instead of causing a signal.
 
-use super::others;
-use slat_kvm::cpuid::host_leaf;
-use slat_process::caller::{FLAGS, MXCSR, X87_CONTROL};
-use slat_process::filter::Made;
-use slat_process::pointers::{ALTERNATE_HIGH, ALTERNATE_LOW, STACK_HIGH, STACK_LOW};
-use std::arch::naked_asm;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use super::frame::Frame;
+use super::{calls, others};
+use crate::arch::site_entry::{Saved, from_site};
+use crate::real::kernel;
+use slat_guard::change_mask;
+use slat_process::stack;
 
-/// The data of a stub, to which RCX points when the stub jumps to [`entry`].
-#[repr(C)]
-pub struct Site {
-    /// The address where the program continues: the end of its `syscall`.
-    pub back: usize,
-    /// `syscall`, and a jump to `back`.
-    pub call: [u8; 8],
-}
-
-/// The registers that [`entry`] has pushed.
-#[repr(C)]
-struct Saved {
-    rbp: usize,
-    r9: usize,
-    r8: usize,
-    r10: usize,
-    rdx: usize,
-    rsi: usize,
-    rdi: usize,
-    /// RFLAGS; the arithmetic flags are in `arithmetic`.
-    flags: usize,
-    /// The arithmetic flags, as LAHF and SETO store them in RAX.
-    arithmetic: usize,
-    site: *const Site,
-    answer: usize,
-    rsp: usize,
-}
-
-/// The number of bytes that XSAVE writes, with the components that the kernel has enabled. Assembly reads it.
-static STATE_BYTES: AtomicUsize = AtomicUsize::new(0);
-
-/// Prepares for the first [`entry`].
-pub fn prepare() {
-    // Intel SDM, volume 2, CPUID leaf 0DH: EBX of its first subleaf.
-    let bytes = host_leaf(0xd, 0).ebx as usize;
-    STATE_BYTES.store(bytes, Ordering::Release);
-}
-
-/// The function to which a stub jumps. RCX points to its [`Site`]. All other registers are those of the call.
+/// The function to which a rewritten site leads.
 ///
 /// # Safety
-/// - [`prepare`] was called. The thread is one of a loaded program.
+/// - The site's stub jumps here, on a thread of a program whose calls arrive at slat.
 #[unsafe(naked)]
 pub unsafe extern "C" fn entry() {
-    naked_asm!(
-        // The arithmetic flags, in AH and AL.
-        "mov r11, rax",
-        "lahf",
-        "seto al",
-        "cmp r11d, {ioctl}",
-        "jne 5f",
-        "cmp qword ptr gs:[{stack_high}], 0",
-        "je 5f",
-        "cmp rsp, gs:[{stack_low}]",
-        "jb 2f",
-        "cmp rsp, gs:[{stack_high}]",
-        "jbe 5f",
-        "2:",
-        "cmp rsp, gs:[{alternate_low}]",
-        "jb 3f",
-        "cmp rsp, gs:[{alternate_high}]",
-        "jbe 5f",
-        "3:",
-        "mov r11, rsp",
-        "mov rsp, gs:[{stack_high}]",
-        "push r11",
-        "push rax",
-        "push rcx",
-        "push rax",
-        "pushfq",
-        "test dword ptr [rsp], {flags}",
-        "jz 4f",
-        // Clears all flags except the flag that is always set: strings go upwards, alignment is not checked, nothing
-        // traps.
-        "push 2",
-        "popfq",
-        "4:",
-        "push rdi",
-        "push rsi",
-        "push rdx",
-        "push r10",
-        "push r8",
-        "push r9",
-        "push rbp",
-        "mov rbp, rsp",
-        "rdfsbase rax",
-        slat_process::to_slats_pointer!(),
-        "sub rsp, [rip + {state_bytes}]",
-        "and rsp, -64",
-        // XRSTOR demands a header without reserved bits (Intel SDM, volume 1, section 13.4.2).
-        "xor eax, eax",
-        "mov ecx, 8",
-        "lea rdi, [rsp + 512]",
-        "rep stosq",
-        "mov eax, -1",
-        "mov edx, -1",
-        "xsave64 [rsp]",
-        // The floating-point state is usually that of a new process. The code compares FCW and FSW, the tags in use,
-        // and MXCSR with that state (Intel SDM, volume 1, table 10-2).
-        "cmp dword ptr [rsp], {x87}",
-        "jne 6f",
-        "cmp byte ptr [rsp + 4], 0",
-        "je 7f",
-        "6:",
-        "fninit",
-        "7:",
-        "mov eax, [rip + {mxcsr}]",
-        "cmp [rsp + 24], eax",
-        "je 8f",
-        "ldmxcsr [rip + {mxcsr}]",
-        "8:",
-        "mov rdi, rbp",
-        "call {serve}",
-        "mov [rbp + {answer}], rax",
-        "mov eax, -1",
-        "mov edx, -1",
-        "xrstor64 [rsp]",
-        "mov rsp, rbp",
-        slat_process::to_programs_pointer!(),
-        "pop rbp",
-        "pop r9",
-        "pop r8",
-        "pop r10",
-        "pop rdx",
-        "pop rsi",
-        "pop rdi",
-        "test dword ptr [rsp], {flags}",
-        "jz 9f",
-        "popfq",
-        "jmp 22f",
-        "9:",
-        "add rsp, 8",
-        "22:",
-        "pop rax",
-        "pop rcx",
-        "mov rcx, [rcx]",
-        "add al, 127",
-        "sahf",
-        "pop rax",
-        "pop rsp",
-        "jmp rcx",
-        "5:",
-        "add al, 127",
-        "sahf",
-        "mov rax, r11",
-        "lea rcx, [rcx + {call}]",
-        "jmp rcx",
-        ioctl = const libc::SYS_ioctl,
-        stack_low = const STACK_LOW,
-        stack_high = const STACK_HIGH,
-        alternate_low = const ALTERNATE_LOW,
-        alternate_high = const ALTERNATE_HIGH,
-        state_bytes = sym STATE_BYTES,
-        flags = const FLAGS,
-        x87 = const X87_CONTROL as u32,
-        mxcsr = sym MXCSR,
-        serve = sym serve,
-        answer = const std::mem::offset_of!(Saved, answer),
-        call = const std::mem::offset_of!(Site, call),
-    )
+    from_site!(serve)
 }
 
-/// Serves the call.
-unsafe extern "C" fn serve(saved: &Saved) -> isize {
+/// Serves the call. Returns the kernel's result.
+unsafe extern "C-unwind" fn serve(saved: &mut Saved) -> isize {
     let before = slat_process::errno();
-    let made = Made {
-        number: libc::SYS_ioctl,
-        arguments: [
-            saved.rdi, saved.rsi, saved.rdx, saved.r10, saved.r8, saved.r9,
-        ],
-        // SAFETY: the site is part of the stub, which is never freed.
-        address: unsafe { (*saved.site).back },
+    let made = saved.made();
+    let is_blocked = saved.is_blocked();
+    let answer = match saved.frame() {
+        None => others::from_site(&made),
+        Some(frame) if is_blocked || calls::needs_state(made.number) => {
+            complete(frame, is_blocked);
+            // SAFETY: the frame is on slat's stack, and has all of the program's state.
+            unsafe { super::serve(frame) }
+        }
+        Some(frame) => calls::answer(frame, &made),
     };
-    let answer = others::from_site(&made);
     slat_process::set_errno(before);
     answer
+}
+
+/// Adds to a frame what the kernel would have saved: the signal mask, unless signals `are_blocked`, and the alternate
+/// stack. Blocks all signals.
+fn complete(frame: &mut Frame, are_blocked: bool) {
+    if !are_blocked {
+        frame.mask = change_mask(libc::SIG_BLOCK, u64::MAX);
+    }
+    // SAFETY: a live structure.
+    let _ = unsafe { kernel!(libc::SYS_sigaltstack, 0, &raw mut frame.alternate) };
+    frame.link = stack::set_used_to(std::ptr::from_ref(frame) as usize);
 }

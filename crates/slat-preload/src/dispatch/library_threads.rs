@@ -7,7 +7,7 @@ use crate::loaded;
 use crate::real::{Next, kernel, map_memory};
 use crate::user_dispatch::{arm_thread, disarm_thread, is_armed};
 use slat_kvm::thread::Section;
-use slat_process::{pointers, stack};
+use slat_process::{page_size, pointers, stack};
 use std::ffi::{c_int, c_void};
 use std::mem::transmute;
 use std::ptr::null_mut;
@@ -52,7 +52,7 @@ pub fn make_stack() {
         unreachable!("the process has ended");
     };
     // SAFETY: the page below which the stack must not grow, which nothing uses yet.
-    let _ = unsafe { kernel!(libc::SYS_mprotect, low, 4096, libc::PROT_NONE) };
+    let _ = unsafe { kernel!(libc::SYS_mprotect, low, page_size(), libc::PROT_NONE) };
     stack::set(low, low + STACK);
     if let Some(key) = KEY.get() {
         // SAFETY: the key of `prepare`. It is one of the first keys, whose values need no memory.
@@ -84,11 +84,11 @@ extern "C-unwind" fn first<T>(start: *mut c_void) -> T {
         *unsafe { Box::from_raw(start.cast::<Routine<T>>()) }
     };
     match loaded::is_loaded() {
-        // slat's own thread has the GS base of its maker, and perhaps a filter. Its calls from code outside the C
+        // slat's own thread may have its maker's pointers, and a filter. Its calls from code outside the C
         // library have to be dispatched, too, so that they are made at the gate.
         true => {
             // SAFETY: the first thread has done the same.
-            unsafe { pointers::separate(0) };
+            unsafe { pointers::separate_own() };
             arm_thread();
         }
         // The stack is made now: later, a filter may forbid it.

@@ -1,15 +1,14 @@
-//! Dispatch: system calls that do not come from the C library's text are sent by the kernel to slat (Syscall User
-//! Dispatch, `Documentation/admin-guide/syscall-user-dispatch.rst`). `docs/dispatch.md` has the design and its
-//! alternatives.
+//! Dispatch: system calls that do not come from the C library's text arrive at slat. The kernel sends them (Syscall User
+//! Dispatch, `Documentation/admin-guide/syscall-user-dispatch.rst`), or the call sites were rewritten. `docs/dispatch.md`
+//! has the design and its alternatives.
 //!
 //! | file | idea |
 //! |---|---|
-//! | `text` | the range of addresses from which calls pass |
-//! | `scan` | whether the program has calls of its own |
+//! | `text` | the range of addresses from which calls pass, and the program's own code |
 //! | `frame` | the program's state at a call, and the stack on which it is served |
 //! | `calls` | the calls that concern the thread, its signals or its memory |
 //! | `others` | all other calls, which go to `indirect` |
-//! | `sites`, `direct` | call sites of `KVM_RUN`, which are rewritten to jump to slat after a while |
+//! | `sites`, `direct` | call sites that are rewritten to jump to slat |
 //! | `filters` | the program's seccomp filters |
 //! | `robust` | robust futexes |
 //! | `rseq` | restartable sequences |
@@ -26,7 +25,6 @@ mod others;
 mod request;
 mod robust;
 mod rseq;
-mod scan;
 mod sites;
 mod text;
 mod threads;
@@ -34,24 +32,32 @@ mod threads;
 use crate::real::kernel;
 use crate::user_dispatch;
 use slat_guard::change_mask;
+use slat_kvm::abi::KVM_RUN;
+use std::ops::Range;
 use text::Text;
 
-/// Makes the kernel dispatch the calls of this thread, and those of the threads and processes it makes. Call while the
-/// process has one thread.
+/// Makes the calls of this thread, and those of the threads and processes it makes, arrive at slat: by call sites that
+/// are rewritten in `texts`, the program's code, or by the kernel's dispatch. Call while the process has one thread.
 ///
 /// # Errors
 /// Why this host cannot do that: the end of a sentence for the user.
-pub fn arm() -> Result<(), &'static str> {
+pub fn arm(texts: &[Range<usize>]) -> Result<(), &'static str> {
     let text = Text::find().ok_or("the C library is not one that slat knows")?;
-    let (gate, restorer) = (text.gate, text.restorer);
-    if !user_dispatch::arm(text.range) {
-        return Err("this kernel has no Syscall User Dispatch (Linux 5.11, CONFIG_GENERIC_ENTRY)");
-    }
+    user_dispatch::let_pass(text.range);
+    // The kernel dispatches the returns of handlers, too, unless they come from the C library's text.
+    let is_dispatched = text.restorer.is_some() && user_dispatch::arm();
     // SAFETY: the instructions are there; the handlers are not installed yet.
     unsafe {
-        slat_process::gate::move_to(gate);
-        slat_guard::set_restorer(restorer);
-        frame::set_restorer(restorer);
+        slat_process::gate::move_to(text.gate);
+        if let Some(restorer) = text.restorer {
+            slat_guard::set_restorer(restorer);
+        }
+        frame::set_restorer(slat_guard::restorer());
+    }
+    if !sites::rewrite_all(texts) && !is_dispatched {
+        return Err(
+            "this kernel has no Syscall User Dispatch (Linux 5.11, CONFIG_GENERIC_ENTRY), nor can all call sites be rewritten",
+        );
     }
     library_threads::prepare();
     library_threads::make_stack();
@@ -74,7 +80,7 @@ pub fn arm_if_needed() {
     let is_asked =
         std::env::var_os("SLAT_DISPATCH").is_some_and(|value| !value.is_empty() && value != "0");
     if (is_asked || text::program_makes_calls() && !has_sanitizer())
-        && let Err(why) = arm()
+        && let Err(why) = arm(&text::programs())
     {
         slat_kvm::messages::say(format_args!(
             "this program makes system calls of its own, which slat does not see: {why}"
@@ -98,8 +104,12 @@ unsafe extern "C-unwind" fn serve(frame: *mut frame::Frame) -> ! {
         }
         // Now handlers of the program may run, as they may while the kernel serves a call.
         change_mask(libc::SIG_SETMASK, (*frame).mask);
-        let answer = calls::answer(&mut *frame);
-        (*frame).set_register(libc::REG_RAX, answer as usize);
+        let made = (*frame).made();
+        if made.number == libc::SYS_ioctl && made.arguments[1] == KVM_RUN as usize {
+            sites::count(made.address);
+        }
+        let answer = calls::answer(&mut *frame, &made);
+        (*frame).set_result(answer);
         slat_process::set_errno(before);
         frame::resume(frame)
     }

@@ -1,5 +1,6 @@
 //! The arguments with which a program makes a thread or a process.
 
+use crate::arch::calls;
 use crate::real::{error, raw};
 
 /// The arguments with which a program makes a thread or a process: the kernel's `struct clone_args`
@@ -33,25 +34,10 @@ pub const CHILD_CLEAR_TID: u64 = libc::CLONE_CHILD_CLEARTID as u64;
 pub const CLEAR_SIGHAND: u64 = 1 << 32;
 
 impl Request {
-    /// fork(2).
-    pub fn fork() -> Self {
-        Request {
-            exit_signal: libc::SIGCHLD as u64,
-            ..Request::default()
-        }
-    }
-
-    /// vfork(2).
-    pub fn vfork() -> Self {
-        Request {
-            flags: VM | VFORK,
-            ..Self::fork()
-        }
-    }
-
-    /// clone(2), as x86-64 orders its arguments.
-    pub fn clone([flags, stack, parent_tid, child_tid, tls, _]: [usize; 6]) -> Self {
+    /// clone(2).
+    pub fn clone(arguments: [usize; 6]) -> Self {
         const EXIT_SIGNAL: u64 = 0xff;
+        let [flags, stack, parent_tid, child_tid, tls, _] = calls::reordered(arguments);
         let flags = flags as u64;
         Request {
             flags: flags & !EXIT_SIGNAL,
@@ -118,21 +104,16 @@ impl Request {
         self.flags >> 32 == 0 && self.set_tid_size == 0 && !two_words
     }
 
-    /// Makes the call clone(2) with the stack pointer `sp` for the child; 0 keeps its maker's. Returns the kernel's
-    /// result.
-    ///
-    /// # Safety
-    /// - The request [fits](Self::fits). The caller continues in both processes, or the child continues
-    ///   where its stack leads.
-    pub unsafe fn clone_to(&self, sp: usize) -> isize {
+    /// Returns the arguments of clone(2) for a request that [fits](Self::fits), in which the child has its maker's stack
+    /// pointer.
+    pub fn clone_arguments(&self) -> [usize; 6] {
         let word = match self.has(PIDFD) {
             true => self.pidfd,
             false => self.parent_tid,
         };
         let flags = (self.flags | self.exit_signal) as usize;
         let (word, child_tid, tls) = (word as usize, self.child_tid as usize, self.tls as usize);
-        // SAFETY: the caller keeps this function's contract.
-        unsafe { raw(libc::SYS_clone, [flags, sp, word, child_tid, tls, 0]) }
+        calls::reordered([flags, 0, word, child_tid, tls, 0])
     }
 
     /// Makes a process, on a copy of the caller's stack. Returns the kernel's result.
@@ -144,7 +125,7 @@ impl Request {
         // suffices.
         if self.fits() {
             // SAFETY: the caller keeps this function's contract.
-            return unsafe { self.clone_to(0) };
+            return unsafe { raw(libc::SYS_clone, self.clone_arguments()) };
         }
         let arguments = [
             std::ptr::from_ref(self) as usize,

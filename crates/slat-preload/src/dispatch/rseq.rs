@@ -2,12 +2,11 @@
 //! library has registered its own area. When the program registers an area, slat unregisters the C library's area:
 //! slat's C library only reads the processor's number there, and can do without.
 
+use crate::arch::threads::{self, RSEQ_SIGNATURE};
 use crate::real::{Next, raw};
 use std::cell::Cell;
 
 const UNREGISTER: usize = 1;
-/// The signature of areas on x86 (`tools/testing/selftests/rseq/rseq-x86.h`), which glibc uses, too.
-const SIGNATURE: usize = 0x5305_3053;
 
 thread_local! {
     // These variables have neither initialisers nor destructors.
@@ -35,15 +34,11 @@ fn give_way() {
     let Some(offset) = OFFSET.get() else {
         return;
     };
-    let pointer: usize;
-    // SAFETY: the first word at the thread pointer is its own address (System V ABI, "Thread-Local Storage"), and the C
-    // library's variable is an integer.
-    let area = unsafe {
-        std::arch::asm!("mov {}, fs:[0]", out(reg) pointer, options(readonly, nostack));
-        pointer.wrapping_add_signed(*(offset as *const isize))
-    };
+    // SAFETY: the C library's variable is an integer.
+    let offset = unsafe { *(offset as *const isize) };
+    let area = threads::pointer().wrapping_add_signed(offset);
     for bytes in [BYTES, 2 * BYTES, 3 * BYTES, 4 * BYTES] {
-        if rseq(area, bytes, UNREGISTER, SIGNATURE) == 0 {
+        if rseq(area, bytes, UNREGISTER, RSEQ_SIGNATURE) == 0 {
             return;
         }
     }

@@ -1,53 +1,41 @@
-//! Rewriting of call sites. A dispatched call takes a signal, which costs several times as much as an exit of
-//! `KVM_RUN`. A program makes its `KVM_RUN` calls from one or two sites. After some calls from a site, slat replaces
-//! that site by a jump to slat.
+//! Rewriting of call sites: a jump to slat replaces the instruction that enters the kernel. [`Plan`] says what changes.
 //!
-//! The `syscall` has two bytes, and so has a jump by at most 128 bytes. The short jump leads to padding between two
-//! functions, if there are five bytes of padding; from there a longer jump leads to a stub in memory nearby. So no
-//! instruction moves: a thread that returns from the kernel, or is about to make the call, finds the code that it
-//! expects.
+//! Where all sites of a code can be found and rewritten, slat rewrites them before the program begins
+//! ([`rewrite_all`]). Elsewhere the kernel dispatches the program's calls. A dispatched call takes a signal, which costs
+//! several times as much as an exit of `KVM_RUN`. A program makes its `KVM_RUN` calls from one or two sites; after some
+//! calls from a site, slat rewrites that site ([`count`]).
 //!
-//! A site is not rewritten in these cases: no such padding is near; the code is not private, readable and executable;
-//! or, on some processors (below), the two bytes lie in two aligned quadwords. No site is rewritten with
-//! `SLAT_REWRITE=0`, or in a process that is traced, because a debugger has breakpoints in code.
+//! A site whose code is not private, readable and executable is not rewritten. After the program has begun, slat
+//! rewrites nothing with `SLAT_REWRITE=0`, or in a process that is traced, because a debugger has breakpoints in code;
+//! nor does slat then rewrite text that differs from its file: the kernel's own breakpoints (uprobes) work only in a
+//! mapping of the file to which they belong.
 //!
 //! # How text changes
 //! No memory is ever writable and executable, nor does writable memory become executable. slat writes the changed copy
-//! of one or two pages of text to a memfd by pwrite(2). Then slat maps the copy in place of these pages, readable and
-//! executable, by one mmap(2) with `MAP_FIXED`. The stub is in the same memfd. So rewriting needs neither SELinux's
+//! of some pages of text to a memfd by pwrite(2). Then slat maps the copy in place of these pages, readable and
+//! executable, by one mmap(2) with `MAP_FIXED`. The stubs are in the same memfd. So rewriting needs neither SELinux's
 //! `execmem` nor `execmod`, and works under `PR_SET_MDWE` and under seccomp filters that forbid mappings which are
 //! writable and executable. Rewriting needs memfd_create(2), and SELinux's `execute` for files in tmpfs. Where the
-//! kernel refuses one of these, the site is not rewritten.
+//! kernel refuses one of these, the site is not rewritten. The kernel makes instruction caches coherent with the memory
+//! that it maps as executable.
 //!
 //! Other threads may execute these pages meanwhile. The kernel holds the process's mmap lock during the mmap(2). The
 //! kernel removes the old translations, makes each processor that may have cached them invalidate them, and then allows
 //! new translations. A thread that fetches an instruction in between takes a page fault, and waits for the lock. So a
-//! processor executes the old instruction or the new one, and never reaches the longer jump before that jump exists. It
-//! remains to show that no processor joins the first byte of the old instruction to the second byte of the new one:
+//! processor executes the old instruction or the new one. That it never executes a mixture depends on the architecture
+//! ([`arch::sites`](crate::arch::sites)).
 //!
-//! * Intel SDM, volume 3A, "Handling Self- and Cross-Modifying Code" (section 10.1.3; in older editions 9.1.3 or 8.1.3)
-//!   has one algorithm for changing code that another processor may execute: the other processor executes a serializing
-//!   instruction before the new code. The SDM does not promise that a plain store of two bytes is seen as a whole. slat
-//!   follows the algorithm, because each other processor is interrupted for the invalidation ("Propagation of
-//!   Paging-Structure Changes to Multiple Processors", section 5.10.5, formerly 4.10.5), and INVLPG, MOV to CR3 and
-//!   IRET are serializing ("Serializing Instructions", section 10.3, formerly 9.3 or 8.3).
-//! * Processors of AMD with INVLPGB invalidate without an interrupt (Linux 6.15). AMD APM, volume 2, section 7.6.1,
-//!   "Cross-Modifying Code", allows asynchronous modification by a change within a naturally aligned quadword. So on
-//!   these processors slat does not rewrite sites that lie in two quadwords.
-//!
-//! slat also does not rewrite text that differs from its file: the kernel's own breakpoints (uprobes) work only in a
-//! mapping of the file to which they belong. A mapping of the memfd has the name `/memfd:slat-text`; tools that find
-//! symbols by the names of mappings find no symbols there. Before Linux 6.12, an mmap that exhausts the kernel's memory
-//! may leave the pages unmapped.
+//! A mapping of the memfd has the name `/memfd:slat-text`; tools that find symbols by the names of mappings find no
+//! symbols there. Before Linux 6.12, an mmap that exhausts the kernel's memory may leave the pages unmapped.
 
-use super::direct::{self, Site};
-use super::scan;
+use super::direct;
+use crate::arch::site_entry;
+use crate::arch::sites::{Plan, REACH};
 use crate::guarded::guarded;
 use crate::loaded;
 use crate::real::{Opened, kernel};
-use slat_kvm::cpuid::host_leaf;
+use slat_process::page_size;
 use std::fs::File;
-use std::mem::offset_of;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
@@ -56,7 +44,6 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 const CALLS: u32 = 64;
 /// The number of sites that are counted.
 const SITES: usize = 32;
-const PAGE: usize = 4096;
 
 /// The number of times that a site was dispatched. `back` is the address after the site, where the program continues.
 struct Count {
@@ -110,65 +97,71 @@ pub fn count(back: usize) {
     }
 }
 
-/// Whether the two bytes at `site` lie within an aligned quadword. Then they may change while another processor, which
-/// is not interrupted, executes them: see the module's documentation.
-fn is_within_quadword(site: usize) -> bool {
-    const QUADWORD: usize = 8;
-    site % QUADWORD != QUADWORD - 1
-}
-
-/// Whether the processor has INVLPGB, by which Linux invalidates translations of other processors without an interrupt
-/// (AMD APM, volume 3, appendix E.4.7).
-fn has_invlpgb() -> bool {
-    const LEAF: u32 = 0x8000_0008;
-    const INVLPGB: u32 = 1 << 3;
-    host_leaf(LEAF, 0).ebx & INVLPGB != 0
-}
-
-/// Rewrites the `syscall` before `back`. `None`: the site is not rewritten.
+/// Rewrites the site before `back`. `None`: the site is not rewritten.
 fn rewrite(back: usize) -> Option<()> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     status
         .lines()
         .find(|line| line.split_whitespace().eq(["TracerPid:", "0"]))?;
     let text = Text::around(back)?;
-    let at = |address: usize| address - text.range.start;
-    let site = back - scan::SYSCALL.len();
-    // A mapping begins at a page boundary, so offsets in the text have the same alignment as addresses.
-    let padding = text.range.start + scan::padding(text.code(), at(back), LONG.len())?;
-    if !text.code()[..at(back)].ends_with(&scan::SYSCALL) {
+    let plan = Plan::of_site(text.code(), text.range.start, back)?;
+    if !text.is_original(&pages_of(&plan.changes())) {
         return None;
     }
-    if has_invlpgb() && !is_within_quadword(site) {
-        return None;
-    }
-    let short = i8::try_from(padding as isize - back as isize).ok()?;
-    let pages =
-        site.min(padding) & !(PAGE - 1)..(site.max(padding) + LONG.len()).next_multiple_of(PAGE);
-    if !text.is_original(&pages) {
-        return None;
-    }
-    direct::prepare();
-    let memory = Opened::memfd(c"slat-text", Opened::NOT_EXECUTED)?;
-    memory.write_at(&Stub::new(back).bytes(), 0)?;
-    let stub = map_near(&text.range, &memory)?;
-    let distance = i32::try_from(stub as isize - (padding + LONG.len()) as isize).ok()?;
-    let mut changed = text.code()[at(pages.start)..at(pages.end)].to_vec();
-    let mut put = |address: usize, bytes: &[u8]| {
-        changed[address - pages.start..][..bytes.len()].copy_from_slice(bytes);
-    };
-    let mut long = LONG;
-    long[1..].copy_from_slice(&distance.to_le_bytes());
-    put(padding, &long);
-    put(site, &[0xeb, short as u8]);
-    memory.write_at(&changed, PAGE)?;
-    // SAFETY: a copy of these pages of text, with only the changes that the module's documentation describes.
-    unsafe { map(&memory, PAGE, &pages, libc::MAP_FIXED)? };
-    Some(())
+    replace(&text.range, &[plan])
 }
 
-/// `jmp`, with its distance.
-const LONG: [u8; 5] = [0xe9, 0, 0, 0, 0];
+/// Rewrites all sites of `texts`, which are executable and readable. Call before the program begins. Returns `false` if
+/// not all sites can be found or rewritten.
+pub fn rewrite_all(texts: &[Range<usize>]) -> bool {
+    let rewrite = |text: &Range<usize>| {
+        // SAFETY: the caller's promise: mapped and readable, and nothing changes it yet.
+        let code = unsafe { std::slice::from_raw_parts(text.start as *const u8, text.len()) };
+        match Plan::of_all(code, text.start)? {
+            plans if plans.is_empty() => Some(()),
+            plans => replace(text, &plans),
+        }
+    };
+    texts.iter().all(|text| rewrite(text).is_some())
+}
+
+/// Returns the pages that contain `addresses`.
+fn pages_of(addresses: &Range<usize>) -> Range<usize> {
+    addresses.start & !(page_size() - 1)..addresses.end.next_multiple_of(page_size())
+}
+
+/// Replaces pages of `text` as `plans` say, which are in the order of their addresses.
+fn replace(text: &Range<usize>, plans: &[Plan]) -> Option<()> {
+    site_entry::prepare();
+    let memory = Opened::memfd(c"slat-text", Opened::NOT_EXECUTED)?;
+    let entry = direct::entry as *const () as usize;
+    let mut offset = (plans.len() * Plan::STUB).next_multiple_of(page_size());
+    // The memory is mapped before it is written, because a stub may depend on its address.
+    let mut stub = map_near(text, &memory, offset)?;
+    for (index, plan) in plans.iter().enumerate() {
+        let at = index * Plan::STUB;
+        memory.write_at(&plan.stub(entry, stub + at)?, at)?;
+    }
+    let are_near =
+        |one: &Plan, next: &Plan| pages_of(&next.changes()).start <= pages_of(&one.changes()).end;
+    for run in plans.chunk_by(are_near) {
+        let all = run[0].changes().start..run.last()?.changes().end;
+        let pages = pages_of(&all);
+        // SAFETY: pages of the text, which is mapped and readable. A program that changes code while it makes calls from
+        // there is not supported.
+        let code = unsafe { std::slice::from_raw_parts(pages.start as *const u8, pages.len()) };
+        let mut changed = code.to_vec();
+        for plan in run {
+            plan.change(&mut changed, pages.start, stub)?;
+            stub += Plan::STUB;
+        }
+        memory.write_at(&changed, offset)?;
+        // SAFETY: a copy of these pages of text, with only the changes that the module's documentation describes.
+        unsafe { map(&memory, offset, &pages, libc::MAP_FIXED)? };
+        offset += pages.len();
+    }
+    Some(())
+}
 
 /// Maps `memory` at `offset`, readable and executable. Returns its address.
 ///
@@ -192,21 +185,22 @@ unsafe fn map(memory: &Opened, offset: usize, place: &Range<usize>, flags: i32) 
     mapped.ok().map(|mapped| mapped as usize)
 }
 
-/// Maps the first page of `memory`, readable and executable, within reach of a jump from `text`. Returns its address.
-fn map_near(text: &Range<usize>, memory: &Opened) -> Option<usize> {
-    /// The distance between the addresses that are tried, and their number.
+/// Maps the first `len` bytes of `memory`, readable and executable, within reach of a jump from `text`. Returns their
+/// address.
+fn map_near(text: &Range<usize>, memory: &Opened, len: usize) -> Option<usize> {
+    /// The distance between the addresses that are tried.
     const STEP: usize = 1 << 20;
-    const TRIES: usize = 512;
-    let below = (1..TRIES).map(|n| text.start.wrapping_sub(n * STEP));
+    const TRIES: usize = REACH / STEP;
+    let below = (1..TRIES).map(|n| text.start.wrapping_sub(n * STEP + len));
     let above = (1..TRIES).map(|n| text.end + n * STEP);
     let mut places = below.zip(above).flat_map(|(below, above)| [below, above]);
     places.find_map(|place| {
-        let place = place & !(PAGE - 1);
+        let place = place & !(page_size() - 1);
         let flags = libc::MAP_FIXED_NOREPLACE;
         // SAFETY: the memory is not in use.
-        let page = unsafe { map(memory, 0, &(place..place + PAGE), flags) }?;
+        let start = unsafe { map(memory, 0, &(place..place + len), flags) }?;
         // Kernels before 4.17 treat the address as a hint.
-        (page == place).then_some(page)
+        (start == place).then_some(start)
     })
 }
 
@@ -269,55 +263,15 @@ impl Text {
         };
         let is_files = |page: usize| {
             let mut entry = [0; size_of::<u64>()];
-            let at = page / PAGE * entry.len();
+            let at = page / page_size() * entry.len();
             let read = entries.read_exact_at(&mut entry, at as u64);
             let entry = u64::from_le_bytes(entry);
             read.is_ok() && (entry & (PRESENT | SWAPPED) == 0 || entry & FILES != 0)
         };
         let mut of_files = pages
             .clone()
-            .step_by(PAGE)
+            .step_by(page_size())
             .filter(|page| self.files.iter().any(|file| file.contains(page)));
         of_files.all(is_files)
-    }
-}
-
-/// The code to which a rewritten site jumps. It loads the address of `site`, and jumps to `entry`. It works at any
-/// address.
-#[repr(C)]
-struct Stub {
-    enter: [u8; 16],
-    site: Site,
-    entry: usize,
-}
-
-impl Stub {
-    /// Makes the stub of the site before `back`.
-    fn new(back: usize) -> Self {
-        let distance = |from: usize, to: usize| (to as i32 - from as i32).to_le_bytes();
-        let site = offset_of!(Stub, site);
-        let mut enter = [0xcc; 16];
-        // lea rcx, [rip + site]; jmp [rip + entry]
-        enter[..3].copy_from_slice(&[0x48, 0x8d, 0x0d]);
-        enter[3..7].copy_from_slice(&distance(7, site + offset_of!(Site, back)));
-        enter[7..9].copy_from_slice(&[0xff, 0x25]);
-        enter[9..13].copy_from_slice(&distance(13, offset_of!(Stub, entry)));
-        // syscall; jmp [rip + back]
-        let mut call = [0x0f, 0x05, 0xff, 0x25, 0, 0, 0, 0];
-        call[4..].copy_from_slice(&distance(
-            offset_of!(Site, call) + 8,
-            offset_of!(Site, back),
-        ));
-        Stub {
-            enter,
-            site: Site { back, call },
-            entry: direct::entry as *const () as usize,
-        }
-    }
-
-    /// Returns the stub's memory.
-    fn bytes(&self) -> [u8; size_of::<Self>()] {
-        // SAFETY: integers and arrays of bytes, without padding between them.
-        unsafe { std::mem::transmute_copy(self) }
     }
 }

@@ -1,7 +1,7 @@
 //! Code in memory: the program's own code, and the C library's text. The C library's text is the one range of addresses
 //! from which system calls pass, and has the instructions that slat uses for its calls.
 
-use super::scan;
+use crate::arch::code;
 use std::ffi::{c_int, c_void};
 use std::ops::Range;
 
@@ -10,18 +10,15 @@ use std::ops::Range;
 pub struct Text {
     /// The text's addresses.
     pub range: Range<usize>,
-    /// The address of the instructions `syscall` and `ret` in the text.
+    /// The address of an instruction in the text that enters the kernel and is followed by a return.
     pub gate: usize,
-    /// The address of the code by which a signal handler returns to the kernel.
-    pub restorer: usize,
+    /// The address of the code in the text by which a signal handler returns to the kernel, if there is such code.
+    pub restorer: Option<usize>,
 }
 
 impl Text {
     /// Finds the C library's text. `None`: this C library does not have these instructions.
     pub fn find() -> Option<Self> {
-        const SYSCALL_RET: &[u8] = &[0x0f, 0x05, 0xc3];
-        // mov rax, 15; syscall.
-        const RETURN: &[u8] = &[0x48, 0xc7, 0xc0, 15, 0, 0, 0, 0x0f, 0x05];
         let address = libc::getppid as *const () as usize;
         let mut range = 0..0;
         each_segment(|_, segment| {
@@ -34,33 +31,35 @@ impl Text {
         }
         // SAFETY: a segment that is mapped, readable, and never changed.
         let text = unsafe { std::slice::from_raw_parts(range.start as *const u8, range.len()) };
-        let at = |bytes: &[u8]| {
-            let offset = text.windows(bytes.len()).position(|window| window == bytes);
-            offset.map(|offset| range.start + offset)
-        };
+        let (gate, restorer) = code::find_entries(text)?;
         Some(Text {
-            gate: at(SYSCALL_RET)?,
-            restorer: at(RETURN)?,
+            gate: range.start + gate,
+            restorer: restorer.map(|restorer| range.start + restorer),
             range,
         })
     }
 }
 
-/// Whether the program's own code makes system calls.
-pub fn program_makes_calls() -> bool {
-    let mut makes = false;
+/// Returns the addresses of the program's own code. If the code can be executed but not read, it is not among them.
+pub fn programs() -> Vec<Range<usize>> {
+    let mut texts = Vec::new();
     each_segment(|object, segment| {
-        // The first object is the program. If the program's code can be executed but not read, it is unknown whether
-        // the code makes calls.
+        // The first object is the program.
         if object == 0 {
-            // SAFETY: a segment that is mapped and readable. A program that changes its code while it
-            // starts is not supported.
-            let code =
-                unsafe { std::slice::from_raw_parts(segment.start as *const u8, segment.len()) };
-            makes |= scan::makes_calls(code);
+            texts.push(segment);
         }
     });
-    makes
+    texts
+}
+
+/// Whether the program's own code makes system calls.
+pub fn program_makes_calls() -> bool {
+    programs().into_iter().any(|text| {
+        // SAFETY: a segment that is mapped and readable. A program that changes its code while it starts is not
+        // supported.
+        let code = unsafe { std::slice::from_raw_parts(text.start as *const u8, text.len()) };
+        code::makes_calls(code)
+    })
 }
 
 /// Calls `look` for each segment that is executable and readable, with the number of the segment's object, in
@@ -103,7 +102,11 @@ mod tests {
     #[test]
     fn the_gate_makes_system_calls_and_lies_in_the_text() {
         let text = Text::find().unwrap();
-        assert!(text.range.contains(&text.gate) && text.range.contains(&text.restorer));
+        assert!(text.range.contains(&text.gate));
+        assert!(
+            text.restorer
+                .is_none_or(|restorer| text.range.contains(&restorer))
+        );
         let before = slat_process::gate::address();
         // SAFETY: the instructions are there.
         unsafe { slat_process::gate::move_to(text.gate) };

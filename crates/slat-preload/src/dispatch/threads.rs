@@ -12,13 +12,13 @@ use super::frame::{self, Frame, KeptFrame};
 use super::library_threads::{Create, NEXT_CREATE, STACK};
 use super::request::*;
 use super::{block_all, robust, rseq};
+use crate::arch::frame::begin_process;
+use crate::arch::threads::{self, leave};
 use crate::real::{error, kernel};
 use crate::user_dispatch::arm_thread;
 use crate::{forks, loaded};
 use slat_guard::Section;
-use slat_process::gate::GATE;
 use slat_process::{pointers, stack, wait};
-use std::arch::naked_asm;
 use std::cell::Cell;
 use std::ffi::c_void;
 use std::mem::transmute;
@@ -53,27 +53,14 @@ fn refuse(what: &str) -> isize {
 /// Makes a process that shares memory with its maker and has its own stack. (LeakSanitizer examines its program's
 /// threads by such a process.) The process has no thread of slat's C library, so its calls pass to the kernel.
 fn make_beside(frame: &Frame, request: &Request, top: usize) -> isize {
-    /// The child begins here: the `ret` at the gate leads here, with the stack pointer at the frame, as rt_sigreturn(2)
-    /// expects.
-    #[unsafe(naked)]
-    unsafe extern "C" fn begin() {
-        naked_asm!(
-            "mov eax, {rt_sigreturn}",
-            "jmp qword ptr [rip + {gate}]",
-            rt_sigreturn = const libc::SYS_rt_sigreturn,
-            gate = sym GATE,
-        )
-    }
     // SAFETY: the program gives this stack to the child. The frame is below the red zone of the data that the program
     // may have put there. The parent continues here.
     unsafe {
         let copy = &mut *frame.copy_below(top - stack::RED_ZONE);
         copy.alternate = NO_STACK;
-        copy.set_register(libc::REG_RAX, 0);
-        copy.set_register(libc::REG_RSP, top);
-        let sp = (&raw mut *copy).cast::<usize>().sub(1);
-        *sp = begin as *const () as usize;
-        request.clone_to(sp as usize)
+        copy.set_result(0);
+        copy.set_sp(top);
+        begin_process(copy, request.clone_arguments())
     }
 }
 
@@ -114,7 +101,7 @@ fn make_process(frame: &mut Frame, request: &Request) -> isize {
         THREADS.store(1, Ordering::Relaxed);
         NOT_SEPARATE.store(0, Ordering::Relaxed);
         if let Some(top) = request.stack_top() {
-            frame.set_register(libc::REG_RSP, top);
+            frame.set_sp(top);
         }
         if request.has(SET_TLS) {
             pointers::set_programs(request.tls as usize);
@@ -297,38 +284,7 @@ extern "C-unwind" fn begin(start: *mut c_void) -> *mut c_void {
 /// Calls [`go`] on this stack, and stores the stack pointer for [`leave`].
 #[unsafe(naked)]
 unsafe extern "C" fn run(start: *const Start, begun_at: *mut usize) {
-    naked_asm!(
-        "push rbx",
-        "push rbp",
-        "push r12",
-        "push r13",
-        "push r14",
-        "push r15",
-        "sub rsp, 8",
-        "mov [rsi], rsp",
-        "call {go}",
-        "ud2",
-        go = sym go,
-    )
-}
-
-/// Returns from [`run`].
-///
-/// # Safety
-/// - This thread is in `run`, which has stored `begun_at`. Nothing on the thread's stacks is needed any more.
-#[unsafe(naked)]
-unsafe extern "C" fn leave(begun_at: usize) -> ! {
-    naked_asm!(
-        "mov rsp, rdi",
-        "add rsp, 8",
-        "pop r15",
-        "pop r14",
-        "pop r13",
-        "pop r12",
-        "pop rbp",
-        "pop rbx",
-        "ret",
-    )
+    threads::run!(go)
 }
 
 /// Becomes the program's thread.
@@ -349,9 +305,9 @@ unsafe extern "C" fn go(start: *const Start) -> ! {
         let copy = &mut *start.frame.frame().copy_below(high);
         stack::set_used_to(&raw const *copy as usize);
         copy.alternate = NO_STACK;
-        copy.set_register(libc::REG_RAX, 0);
+        copy.set_result(0);
         if let Some(top) = request.stack_top() {
-            copy.set_register(libc::REG_RSP, top);
+            copy.set_sp(top);
         }
         let number = slat_process::thread_id() as u32;
         start.number.store(number, Ordering::Release);
@@ -397,6 +353,7 @@ pub fn exit(status: usize) -> ! {
         rseq::leave();
         robust::leave();
     }
+    pointers::forget();
     let clear = CLEAR_AT_EXIT.get();
     if clear != 0 {
         // SAFETY: a guarded store to the word that the program has named, and a wake-up of the

@@ -1,13 +1,17 @@
 //! The program in memory, as the kernel's `load_elf_binary` would map it.
 
 use super::open;
+use crate::arch;
+use crate::arch::files::ADDRESSES;
 use crate::elf::{Headers, Segment};
 use crate::real::{Opened, kernel, map_memory};
 use std::ffi::{CStr, CString};
+use std::ops::Range;
 
-const PAGE: u64 = 4096;
-/// The end of the addresses that a program can use.
-const END: u64 = 1 << 47;
+/// Returns the bytes of a page, as a file's headers count them.
+fn page() -> u64 {
+    slat_process::page_size() as u64
+}
 
 /// A program that is loaded.
 #[derive(Debug)]
@@ -26,6 +30,8 @@ pub struct Image {
     pub start: usize,
     /// The end of the program.
     pub end: usize,
+    /// The code of the program and of its dynamic linker.
+    pub texts: Vec<Range<usize>>,
     /// Whether the program executes code on its stack (`PT_GNU_STACK`).
     pub needs_executable_stack: bool,
 }
@@ -36,8 +42,9 @@ impl Image {
     /// # Errors
     /// The end of a sentence for the user.
     pub fn load(path: &CStr) -> Result<Self, String> {
+        let unknown = || format!("is not {}", arch::files::PROGRAM);
         let file = open(path)?;
-        let program = Headers::read(&file).ok_or("is not a 64-bit x86 program")?;
+        let program = Headers::read(&file).ok_or_else(unknown)?;
         let placed = place(&file, &program)?;
         let mut image = Image {
             file: name_of(&file).unwrap_or_else(|| path.to_owned()),
@@ -47,6 +54,7 @@ impl Image {
             interpreter_base: 0,
             start: placed.entry,
             end: placed.end,
+            texts: placed.texts,
             needs_executable_stack: (program.segments().iter()).any(|segment| {
                 segment.kind == libc::PT_GNU_STACK && segment.flags & libc::PF_X != 0
             }),
@@ -55,11 +63,11 @@ impl Image {
         if let Some(name) = program.interpreter(&file, &mut name) {
             let named = |why| format!("its dynamic linker {}: {why}", name.to_string_lossy());
             let file = open(name).map_err(named)?;
-            let headers = Headers::read(&file)
-                .ok_or_else(|| named("is not a 64-bit x86 program".to_owned()))?;
+            let headers = Headers::read(&file).ok_or_else(|| named(unknown()))?;
             let placed = place(&file, &headers).map_err(named)?;
             image.interpreter_base = placed.base;
             image.start = placed.entry;
+            image.texts.extend(placed.texts);
         }
         Ok(image)
     }
@@ -77,6 +85,7 @@ struct Placed {
     entry: usize,
     headers: usize,
     end: usize,
+    texts: Vec<Range<usize>>,
 }
 
 /// Returns a random address for a program. The addresses above it are free, so that the program's break can grow.
@@ -85,7 +94,7 @@ fn somewhere() -> u64 {
     let mut random = 0u64;
     // SAFETY: a live word to fill in. If the call fails, the address is always the same.
     let _ = unsafe { kernel!(libc::SYS_getrandom, &raw mut random, size_of::<u64>(), 0) };
-    LOW + (random % (1 << 28)) * PAGE
+    LOW + (random % (1 << 28)) * page()
 }
 
 /// Maps the segments of one file.
@@ -96,10 +105,10 @@ fn place(file: &Opened, headers: &Headers) -> Result<Placed, String> {
         let end = segment
             .address
             .checked_add(segment.in_memory)
-            .filter(|end| *end < END);
-        low = low.min(segment.address & !(PAGE - 1));
-        high = high.max(end.ok_or_else(unusable)?.next_multiple_of(PAGE));
-        if segment.in_file > segment.in_memory || (segment.address ^ segment.offset) % PAGE != 0 {
+            .filter(|end| *end < ADDRESSES);
+        low = low.min(segment.address & !(page() - 1));
+        high = high.max(end.ok_or_else(unusable)?.next_multiple_of(page()));
+        if segment.in_file > segment.in_memory || (segment.address ^ segment.offset) % page() != 0 {
             return Err("has segments that cannot be mapped".to_owned());
         }
     }
@@ -132,6 +141,11 @@ fn place(file: &Opened, headers: &Headers) -> Result<Placed, String> {
         segment.offset <= headers.offset && headers.offset < segment.offset + segment.in_file
     };
     let at = |address: u64| base.wrapping_add(address) as usize;
+    let executable = libc::PF_X | libc::PF_R;
+    let texts = headers
+        .loaded()
+        .filter(|segment| segment.flags & executable == executable && segment.in_file > 0)
+        .map(|segment| at(segment.address)..at(segment.address + segment.in_file));
     Ok(Placed {
         base: base as usize,
         entry: at(headers.entry),
@@ -139,6 +153,7 @@ fn place(file: &Opened, headers: &Headers) -> Result<Placed, String> {
             at(segment.address + headers.offset - segment.offset)
         }),
         end: at(high),
+        texts: texts.collect(),
     })
 }
 
@@ -156,7 +171,7 @@ fn map(file: &Opened, segment: &Segment, base: u64) -> Result<(), String> {
     }
     let start = base.wrapping_add(segment.address);
     let (file_end, end) = (start + segment.in_file, start + segment.in_memory);
-    let first = start & !(PAGE - 1);
+    let first = start & !(page() - 1);
     let mut mapped = first;
     let failed = |error| {
         format!(
@@ -165,9 +180,9 @@ fn map(file: &Opened, segment: &Segment, base: u64) -> Result<(), String> {
         )
     };
     if segment.in_file > 0 {
-        mapped = file_end.next_multiple_of(PAGE);
+        mapped = file_end.next_multiple_of(page());
         let flags = libc::MAP_PRIVATE | libc::MAP_FIXED;
-        let offset = segment.offset & !(PAGE - 1);
+        let offset = segment.offset & !(page() - 1);
         // SAFETY: memory that was reserved for the segment, which nothing uses yet.
         unsafe {
             kernel!(
@@ -187,7 +202,7 @@ fn map(file: &Opened, segment: &Segment, base: u64) -> Result<(), String> {
             unsafe { std::ptr::write_bytes(file_end as *mut u8, 0, (mapped - file_end) as usize) };
         }
     }
-    let end = end.next_multiple_of(PAGE);
+    let end = end.next_multiple_of(page());
     if end > mapped {
         // SAFETY: as above.
         unsafe {

@@ -11,11 +11,12 @@
 
 mod image;
 
+use crate::arch::start;
 use crate::loaded::{self, PROGRAM};
 use crate::real::{Opened, kernel};
 use crate::{carry, dispatch, program_break};
 use image::Image;
-use slat_process::pointers;
+use slat_process::{page_size, pointers};
 use std::ffi::{CStr, c_char};
 use std::fmt::Display;
 
@@ -25,8 +26,7 @@ fn refuse(program: &CStr, why: impl Display) -> ! {
     std::process::exit(126)
 }
 
-/// The data that the kernel has put on the stack of a new process (System V ABI, AMD64 supplement,
-/// "Process Initialization").
+/// The data that the kernel has put on the stack of a new process (System V ABI, "Process Initialization").
 struct Begun {
     /// The address of `argc`, which the arguments and a null follow.
     arguments: usize,
@@ -130,7 +130,7 @@ unsafe extern "C" fn become_program(sp: *mut usize) -> ! {
     };
     program_break::begin_at(image.end);
     loaded::set(image.file);
-    if let Err(why) = dispatch::arm() {
+    if let Err(why) = dispatch::arm(&image.texts) {
         refuse(
             path,
             format_args!(
@@ -153,11 +153,11 @@ unsafe extern "C" fn become_program(sp: *mut usize) -> ! {
         }
         if image.needs_executable_stack {
             let access = libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC;
-            let page = sp as usize & !4095;
+            let page = sp as usize & !(page_size() - 1);
             let _ = kernel!(
                 libc::SYS_mprotect,
                 page,
-                4096,
+                page_size(),
                 access | libc::PROT_GROWSDOWN
             );
         }
@@ -168,25 +168,8 @@ unsafe extern "C" fn become_program(sp: *mut usize) -> ! {
             .map_or(0, |at| at + 1);
         let _ = kernel!(libc::SYS_prctl, libc::PR_SET_NAME, name[start..].as_ptr());
         pointers::separate(0);
-        enter(sp, image.start)
+        start::enter(sp, image.start)
     }
-}
-
-/// Jumps to the program, with the registers that the kernel gives a new process.
-#[unsafe(naked)]
-unsafe extern "C" fn enter(sp: *mut usize, start: usize) -> ! {
-    std::arch::naked_asm!(
-        "mov rsp, rdi",
-        "mov rax, rsi",
-        "xor ecx, ecx",
-        "wrfsbase rcx",
-        "xor ebx, ebx",
-        "xor edx, edx",
-        "xor esi, esi",
-        "xor edi, edi",
-        "xor ebp, ebp",
-        "jmp rax",
-    )
 }
 
 /// The entry point of this library as a program.
@@ -196,21 +179,14 @@ unsafe extern "C" fn enter(sp: *mut usize, start: usize) -> ! {
 #[cfg_attr(not(test), unsafe(no_mangle))]
 #[unsafe(naked)]
 pub unsafe extern "C" fn slat_begin() -> ! {
-    std::arch::naked_asm!(
-        "xor ebp, ebp",
-        "mov rdi, rsp",
-        "and rsp, -16",
-        "call {become_program}",
-        "ud2",
-        become_program = sym become_program,
-    )
+    start::begin!(become_program)
 }
 
 /// The dynamic linker that loads this library when it is started as a program.
 #[cfg(not(test))]
 #[used]
 #[unsafe(link_section = ".interp")]
-static INTERPRETER: [u8; 28] = *b"/lib64/ld-linux-x86-64.so.2\0";
+static INTERPRETER: [u8; crate::arch::files::INTERPRETER.len()] = crate::arch::files::INTERPRETER;
 
 /// Opens a program's file.
 fn open(path: &CStr) -> Result<Opened, String> {

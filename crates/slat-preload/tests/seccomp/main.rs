@@ -1,4 +1,5 @@
 //! vCPU threads under seccomp filters: those of VMMs, and the list in the documentation.
+#![cfg(target_arch = "x86_64")]
 
 #[path = "../common/mod.rs"]
 mod common;

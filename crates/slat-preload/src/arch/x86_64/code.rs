@@ -1,10 +1,21 @@
-//! Examines code: whether the program has `syscall` instructions of its own, and where padding between functions is.
+//! Examines code: where it enters the kernel, and where padding between functions is.
 
 use iced_x86::{Decoder, DecoderOptions, FlowControl, Instruction, Mnemonic};
 use std::ops::Range;
 
 /// The bytes of `syscall`.
 pub const SYSCALL: [u8; 2] = [0x0f, 0x05];
+/// The instructions `syscall` and `ret`.
+const SYSCALL_RET: [u8; 3] = [0x0f, 0x05, 0xc3];
+/// The instructions by which a signal handler returns to the kernel: mov rax, 15; syscall.
+const RETURN: [u8; 9] = [0x48, 0xc7, 0xc0, 15, 0, 0, 0, 0x0f, 0x05];
+
+/// Finds the instructions in the C library's text by which slat enters the kernel: the offsets of the one that enters
+/// and is followed by a return, and of those by which a handler returns to the kernel. `None`: the text is unknown.
+pub fn find_entries(text: &[u8]) -> Option<(usize, Option<usize>)> {
+    let at = |bytes: &[u8]| text.windows(bytes.len()).position(|window| window == bytes);
+    Some((at(&SYSCALL_RET)?, Some(at(&RETURN)?)))
+}
 
 /// Whether code contains a `syscall` instruction. The same two bytes inside another instruction do not count: megabytes
 /// of code contain them by chance.

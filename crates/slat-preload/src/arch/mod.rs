@@ -1,0 +1,28 @@
+//! What depends on the processor's architecture. The rest of the crate is neutral.
+//!
+//! Each architecture has a directory, and each directory has the same modules with the same functions. It imports
+//! nothing from the rest of the crate. Where its assembly calls a function of the rest, it has a macro, to which the
+//! rest passes that function.
+//!
+//! | module | idea |
+//! |---|---|
+//! | `calls` | system calls that not all architectures have, and the order of arguments |
+//! | `pointer_calls` | system calls by which a loaded program sets its thread pointer |
+//! | `files` | programs and libraries as files: numbers, names |
+//! | `entries` | the first instructions of functions that replace the C library's |
+//! | `frame` | the program's state at a dispatched call: the kernel's frame, the handler's entry, the return |
+//! | `code` | where code enters the kernel |
+//! | `sites` | how a call site is rewritten |
+//! | `site_entry` | the entry into slat from a rewritten call site |
+//! | `start` | the start of a process |
+//! | `threads` | threads of slat's C library on which the program's threads run |
+//! | `carried` | the library's copy before the dynamic linker has linked it |
+
+#[cfg(target_arch = "x86_64")]
+mod x86_64;
+
+#[cfg(target_arch = "x86_64")]
+pub use x86_64::*;
+
+#[cfg(not(target_arch = "x86_64"))]
+compile_error!("slat-preload supports Linux on x86_64 only");

@@ -1,0 +1,81 @@
+//! The library's copy in another root, before the dynamic linker has linked it: its first instructions, the end of the
+//! dynamic linker's work, and the return from a handler.
+
+use std::arch::naked_asm;
+
+/// Whether the library's copy can run, so that slat's files are worth keeping: yes. (Kernels without Syscall User
+/// Dispatch are old.)
+pub fn is_possible() -> bool {
+    true
+}
+
+/// The body of the entry point of the library's copy. Adds the library's address, `$library`, to the library's pointers
+/// to itself, which are the first `DT_RELACOUNT` entries of `DT_RELA`. Then calls `$begin` with the stack pointer of the
+/// new process, and jumps to the address that `$begin` returns.
+macro_rules! relocate {
+    ($library:path, $begin:path) => {
+        ::std::arch::naked_asm!(
+            "xor ebp, ebp",
+            "mov rbx, rsp",
+            "lea r8, [rip + {library}]",
+            "lea rsi, [rip + _DYNAMIC]",
+            "xor r9d, r9d",
+            "xor r10d, r10d",
+            "2:",
+            "mov rax, [rsi]",
+            "cmp rax, {rela}",
+            "cmove r9, [rsi + 8]",
+            "cmp rax, {count}",
+            "cmove r10, [rsi + 8]",
+            "add rsi, 16",
+            "test rax, rax",
+            "jnz 2b",
+            "add r9, r8",
+            "test r10, r10",
+            "jz 4f",
+            "3:",
+            "mov rax, [r9]",
+            "mov rcx, [r9 + 16]",
+            "add rcx, r8",
+            "mov [r8 + rax], rcx",
+            "add r9, 24",
+            "dec r10",
+            "jnz 3b",
+            "4:",
+            "mov rdi, rsp",
+            "and rsp, -16",
+            "call {begin}",
+            "mov rsp, rbx",
+            "xor edx, edx",
+            "jmp rax",
+            library = sym $library,
+            rela = const 7,
+            count = const 0x6fff_fff9,
+            begin = sym $begin,
+        )
+    };
+}
+pub(crate) use relocate;
+
+/// The body of a function that the dynamic linker jumps to in the end: calls `$end` with the stack pointer, and jumps to
+/// the address that `$end` returns.
+macro_rules! finish {
+    ($end:path) => {
+        ::std::arch::naked_asm!(
+            "mov rbx, rsp",
+            "mov rdi, rsp",
+            "and rsp, -16",
+            "call {end}",
+            "mov rsp, rbx",
+            "jmp rax",
+            end = sym $end,
+        )
+    };
+}
+pub(crate) use finish;
+
+/// Returns to the kernel at the end of a handler. The kernel calls this.
+#[unsafe(naked)]
+pub unsafe extern "C" fn restore() {
+    naked_asm!("mov eax, {number}", "syscall", number = const libc::SYS_rt_sigreturn)
+}

@@ -1,0 +1,308 @@
+//! The frame of a dispatched system call: the state of the program that the kernel has saved on the stack when it sent
+//! SIGSYS, the handler's first instructions, and the return to the program.
+
+use slat_process::caller::{IDENTIFICATION, NESTED_TASK};
+use slat_process::filter::Made;
+use slat_process::gate::GATE;
+use slat_process::pointers::SEPARATE;
+use slat_process::stack::RED_ZONE;
+use std::arch::naked_asm;
+use std::ffi::c_int;
+use std::mem::offset_of;
+
+/// The kernel's `struct ucontext` of x86-64 (`arch/x86/include/uapi/asm/ucontext.h`, `sigcontext.h`).
+#[repr(C)]
+#[derive(Debug)]
+pub struct Frame {
+    flags: u64,
+    /// The kernel does not use this field. On slat's stack, the field holds the lowest address that was in use on that
+    /// stack before.
+    pub link: usize,
+    /// The alternate stack, which the kernel sets again when it returns.
+    pub alternate: libc::stack_t,
+    registers: [i64; 23],
+    floating: *mut u8,
+    reserved: [u64; 8],
+    /// The signal mask that the kernel returns to.
+    pub mask: u64,
+}
+
+const _: () = assert!(size_of::<Frame>() == 304);
+
+/// The kernel's name for this architecture's calls: AUDIT_ARCH_X86_64. A call by `int 0x80`, with the numbers of 32-bit
+/// programs, has another.
+pub const AUDIT_ARCH: u32 = 0xc000_003e;
+
+impl Frame {
+    /// Returns a register by its index in glibc's `gregset_t`.
+    fn register(&self, index: c_int) -> usize {
+        self.registers[index as usize] as usize
+    }
+
+    /// Returns the call, with the address after the instruction that has made it, where the program continues.
+    pub fn made(&self) -> Made {
+        let (number, arguments) = self.call();
+        Made {
+            number,
+            arguments,
+            address: self.register(libc::REG_RIP),
+        }
+    }
+
+    /// Returns the program's stack pointer.
+    pub fn sp(&self) -> usize {
+        self.register(libc::REG_RSP)
+    }
+
+    /// Changes the program's stack pointer.
+    pub fn set_sp(&mut self, sp: usize) {
+        self.registers[libc::REG_RSP as usize] = sp as i64;
+    }
+
+    /// Returns the number of the system call and its arguments.
+    pub fn call(&self) -> (i64, [usize; 6]) {
+        let arguments = [
+            libc::REG_RDI,
+            libc::REG_RSI,
+            libc::REG_RDX,
+            libc::REG_R10,
+            libc::REG_R8,
+            libc::REG_R9,
+        ];
+        // The kernel looks at the lower half of RAX.
+        let number = i64::from(self.registers[libc::REG_RAX as usize] as i32);
+        (number, arguments.map(|index| self.register(index)))
+    }
+
+    /// Changes the number of the call to one that no call has.
+    pub fn set_unknown(&mut self) {
+        self.registers[libc::REG_RAX as usize] = -1;
+    }
+
+    /// Sets the result that the program gets.
+    pub fn set_result(&mut self, result: isize) {
+        self.registers[libc::REG_RAX as usize] = result as i64;
+    }
+
+    /// Returns the frame of a handler of the program that calls rt_sigreturn(2) itself, with this frame.
+    pub fn of_handler(&self) -> *mut Frame {
+        self.sp() as *mut Frame
+    }
+
+    /// Returns the bytes of the extended state; their number is in `_fpx_sw_bytes`
+    /// (`arch/x86/include/uapi/asm/sigcontext.h`).
+    ///
+    /// # Safety
+    /// - The kernel has filled in the frame.
+    unsafe fn floating(&self) -> &[u8] {
+        const LEGACY: usize = 512;
+        const SOFTWARE: usize = 464;
+        const MAGIC: u32 = 0x4650_5853;
+        if self.floating.is_null() {
+            return &[];
+        }
+        // SAFETY: the kernel's promise about the state's layout.
+        unsafe {
+            let words = self.floating.add(SOFTWARE).cast::<u32>();
+            let len = match words.read() {
+                MAGIC => words.add(1).read() as usize,
+                _ => LEGACY,
+            };
+            std::slice::from_raw_parts(self.floating, len)
+        }
+    }
+
+    /// The alignment that XRSTOR demands (Intel SDM, volume 1, section 13.4).
+    const ALIGNMENT: usize = 64;
+
+    /// Returns the bytes that [`copy_below`](Self::copy_below) needs.
+    ///
+    /// # Safety
+    /// - The kernel or `copy_below` has filled in the frame.
+    pub unsafe fn needed(&self) -> usize {
+        // SAFETY: the caller's promise. Both parts are aligned.
+        unsafe { self.floating().len() + size_of::<Frame>() + 2 * Self::ALIGNMENT }
+    }
+
+    /// Copies the frame to the end of the memory below `top`, so that a thread can return from another
+    /// stack. Returns the copy.
+    ///
+    /// # Safety
+    /// - The kernel or this function has filled in the frame.
+    /// - Below `top` there is space for the frame ([`needed`](Self::needed)), which nothing else uses.
+    pub unsafe fn copy_below(&self, top: usize) -> *mut Frame {
+        // SAFETY: the caller's promise, for both parts.
+        unsafe {
+            let state = self.floating();
+            let to = (top - state.len()) & !(Self::ALIGNMENT - 1);
+            std::ptr::copy_nonoverlapping(state.as_ptr(), to as *mut u8, state.len());
+            let copy = ((to - size_of::<Frame>()) & !(Self::ALIGNMENT - 1)) as *mut Frame;
+            std::ptr::copy_nonoverlapping(self, copy, 1);
+            if !state.is_empty() {
+                (*copy).floating = to as *mut u8;
+            }
+            copy
+        }
+    }
+}
+
+/// The body of the handler that the kernel calls for SIGSYS. For a dispatched call of the program (`si_code` 2,
+/// SYS_USER_DISPATCH) the handler calls `$place` with the kernel's arguments, and then `$serve` with the result of
+/// `$place`, which is also the new stack pointer. The handler [passes](pass_through_gate) a call of slat itself. Where
+/// there is one thread pointer, `$runs_slat` says whether the call is slat's. All other SIGSYS signals come from seccomp
+/// filters, and go to the handler `$others`.
+///
+/// `$serve` does not return. Its return address is the one in `$restorer`.
+macro_rules! dispatched {
+    ($others:path, $runs_slat:path, $place:path, $restorer:path, $serve:path) => {
+        ::std::arch::naked_asm!(
+            slat_process::own_flags!(),
+            "cmp dword ptr [rsi + 8], 2",
+            "jne {others}",
+            "cmp byte ptr [rip + {separate}], 0",
+            "je 2f",
+            "rdfsbase rax",
+            "cmp rax, gs:[0]",
+            "je {pass}",
+            slat_process::to_slats_pointer!(),
+            "jmp 3f",
+            "2:",
+            "push rsi",
+            "push rdx",
+            "sub rsp, 8",
+            "call {runs_slat}",
+            "add rsp, 8",
+            "pop rdx",
+            "pop rsi",
+            "test al, al",
+            "jnz {pass}",
+            "3:",
+            "sub rsp, 8",
+            "call {place}",
+            "mov rsp, rax",
+            "mov rdi, rax",
+            "push [rip + {restorer}]",
+            "jmp {serve}",
+            others = sym $others,
+            separate = sym slat_process::pointers::SEPARATE,
+            pass = sym $crate::arch::frame::pass_through_gate,
+            runs_slat = sym $runs_slat,
+            place = sym $place,
+            restorer = sym $restorer,
+            serve = sym $serve,
+        )
+    };
+}
+pub(crate) use dispatched;
+
+/// Repeats a call of slat itself at the gate, from where calls pass: the second half of [`dispatched!`], with the
+/// kernel's frame in RDX. slat enters the kernel not only by the C library's code: the vDSO's functions make a call if
+/// they cannot compute the result, and so does the dynamic linker.
+///
+/// The call is not made here, but at the address to which the handler returns, with the stack, the signal mask and all
+/// registers of the code that makes the call. So the call may wait, be interrupted and restarted, or change the mask.
+/// (A thread that begins on a stack of its own would not find the code after the gate; but only the C library's text
+/// makes threads.) Three words lead back to the interrupted code. The words are stored below all memory in use on the
+/// interrupted stack: the red zone, and this handler's frame if the frame is on the same stack.
+#[unsafe(naked)]
+pub unsafe extern "C" fn pass_through_gate() {
+    naked_asm!(
+        "mov rax, [rdx + {rsp}]",
+        "mov r8, [rdx + {alternate}]",
+        "mov r9, [rdx + {alternate_size}]",
+        // Checks which stack pointers are on the alternate stack. If only the handler's is, the frame is not on
+        // the interrupted stack.
+        "mov r10, rsp",
+        "mov rcx, rsp",
+        "sub rcx, r8",
+        "cmp rcx, r9",
+        "ja 2f",
+        "mov rcx, rax",
+        "sub rcx, r8",
+        "cmp rcx, r9",
+        "cmova r10, rax",
+        "2:",
+        "sub r10, {red_zone} + 24",
+        "and r10, -16",
+        "lea rcx, [rip + 3f]",
+        "mov [r10], rcx",
+        "mov rcx, [rdx + {rip}]",
+        "mov [r10 + 8], rcx",
+        "mov [r10 + 16], rax",
+        "mov rcx, [rip + {gate}]",
+        "mov [rdx + {rip}], rcx",
+        "mov [rdx + {rsp}], r10",
+        "ret",
+        // The gate returns here, with the registers that the call has left. Any system call changes RCX.
+        "3:",
+        "mov rcx, [rsp]",
+        "mov rsp, [rsp + 8]",
+        "jmp rcx",
+        rsp = const offset_of!(Frame, registers) + 8 * libc::REG_RSP as usize,
+        rip = const offset_of!(Frame, registers) + 8 * libc::REG_RIP as usize,
+        alternate = const offset_of!(Frame, alternate) + offset_of!(libc::stack_t, ss_sp),
+        alternate_size = const offset_of!(Frame, alternate) + offset_of!(libc::stack_t, ss_size),
+        red_zone = const RED_ZONE,
+        gate = sym GATE,
+    )
+}
+
+/// The flags that neither rt_sigreturn(2) nor a system call changes. (`FIX_EFLAGS` of `arch/x86/kernel/signal.c` has
+/// all other flags.)
+const LEFT_ALONE: u64 = NESTED_TASK | IDENTIFICATION;
+
+/// Returns to the program, on the program's thread pointer.
+///
+/// # Safety
+/// - The frame is on a stack below which nothing is needed any more, and says where the program continues.
+#[unsafe(naked)]
+pub unsafe extern "C" fn return_to(frame: *mut Frame) -> ! {
+    naked_asm!(
+        "mov rsp, rdi",
+        "mov eax, [rdi + {flags}]",
+        "and eax, {left_alone}",
+        "pushfq",
+        "and dword ptr [rsp], {others}",
+        "or [rsp], eax",
+        "popfq",
+        "cmp byte ptr [rip + {separate}], 0",
+        "je 2f",
+        slat_process::to_programs_pointer!(),
+        "2:",
+        "mov eax, {rt_sigreturn}",
+        "jmp qword ptr [rip + {gate}]",
+        separate = sym SEPARATE,
+        flags = const offset_of!(Frame, registers) + 8 * libc::REG_EFL as usize,
+        left_alone = const LEFT_ALONE,
+        others = const !(LEFT_ALONE as i32),
+        rt_sigreturn = const libc::SYS_rt_sigreturn,
+        gate = sym GATE,
+    )
+}
+
+/// Makes the call `clone` with the remaining `arguments`, whose second, the stack, is set here. The process that it
+/// makes begins with the state in `frame`. Returns the kernel's result in the caller.
+///
+/// # Safety
+/// - The frame is on the new process's stack, which nothing else uses below the frame. The flags make a process that
+///   does not need the caller's stack.
+pub unsafe fn begin_process(frame: *mut Frame, mut arguments: [usize; 6]) -> isize {
+    /// The child begins here: the `ret` at the gate leads here, with the stack pointer at the frame, as rt_sigreturn(2)
+    /// expects.
+    #[unsafe(naked)]
+    unsafe extern "C" fn begin() {
+        naked_asm!(
+            "mov eax, {rt_sigreturn}",
+            "jmp qword ptr [rip + {gate}]",
+            rt_sigreturn = const libc::SYS_rt_sigreturn,
+            gate = sym GATE,
+        )
+    }
+    // SAFETY: the caller's promise. The parent continues here.
+    unsafe {
+        let sp = frame.cast::<usize>().sub(1);
+        *sp = begin as *const () as usize;
+        arguments[1] = sp as usize;
+        slat_process::calls::raw(libc::SYS_clone, arguments)
+    }
+}

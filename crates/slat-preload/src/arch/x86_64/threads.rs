@@ -1,0 +1,56 @@
+//! The threads of slat's C library on which the program's threads run.
+
+use std::arch::naked_asm;
+
+/// The body of a function of two arguments. It stores the stack pointer at the second argument, for [`leave`], and calls
+/// `$go`, which does not return, with the first.
+macro_rules! run {
+    ($go:path) => {
+        ::std::arch::naked_asm!(
+            "push rbx",
+            "push rbp",
+            "push r12",
+            "push r13",
+            "push r14",
+            "push r15",
+            "sub rsp, 8",
+            "mov [rsi], rsp",
+            "call {go}",
+            "ud2",
+            go = sym $go,
+        )
+    };
+}
+pub(crate) use run;
+
+/// Returns from a function whose body is [`run!`].
+///
+/// # Safety
+/// - This thread is in such a function, which has stored `begun_at`. Nothing on the thread's stacks is needed any more.
+#[unsafe(naked)]
+pub unsafe extern "C" fn leave(begun_at: usize) -> ! {
+    naked_asm!(
+        "mov rsp, rdi",
+        "add rsp, 8",
+        "pop r15",
+        "pop r14",
+        "pop r13",
+        "pop r12",
+        "pop rbp",
+        "pop rbx",
+        "ret",
+    )
+}
+
+/// The signature of areas of restartable sequences (`tools/testing/selftests/rseq/rseq-x86.h`), which glibc uses, too.
+pub const RSEQ_SIGNATURE: usize = 0x5305_3053;
+
+/// Returns the thread pointer, from which the C library counts offsets.
+pub fn pointer() -> usize {
+    let pointer: usize;
+    // SAFETY: the first word at the thread pointer is its own address (System V ABI, "Thread-Local Storage").
+    unsafe {
+        std::arch::asm!("mov {}, fs:[0]", out(reg) pointer, options(readonly, nostack));
+    }
+    pointer
+}
