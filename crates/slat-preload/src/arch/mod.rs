@@ -18,11 +18,18 @@
 //! | `threads` | threads of slat's C library on which the program's threads run |
 //! | `carried` | the library's copy before the dynamic linker has linked it |
 
+#[cfg(all(target_arch = "aarch64", target_endian = "little"))]
+mod aarch64;
 #[cfg(target_arch = "x86_64")]
 mod x86_64;
 
+#[cfg(all(target_arch = "aarch64", target_endian = "little"))]
+pub use aarch64::*;
 #[cfg(target_arch = "x86_64")]
 pub use x86_64::*;
 
-#[cfg(not(target_arch = "x86_64"))]
-compile_error!("slat-preload supports Linux on x86_64 only");
+#[cfg(not(any(
+    target_arch = "x86_64",
+    all(target_arch = "aarch64", target_endian = "little")
+)))]
+compile_error!("slat-preload supports Linux on x86_64 and on little-endian aarch64 only");
