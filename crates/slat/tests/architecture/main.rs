@@ -5,6 +5,7 @@ mod arch;
 mod circles;
 mod layers;
 mod methods;
+mod processors;
 mod sources;
 
 use std::collections::{BTreeMap, BTreeSet};

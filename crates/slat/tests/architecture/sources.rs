@@ -28,7 +28,7 @@ pub struct Sources {
 }
 
 /// Returns the directory of the workspace's crates.
-fn crates() -> PathBuf {
+pub fn crates() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }
 
