@@ -278,3 +278,178 @@ macro_rules! from_site {
     };
 }
 pub(crate) use from_site;
+
+#[cfg(test)]
+mod tests {
+    use super::super::sites::Plan;
+    use super::*;
+    use slat_guard::change_mask;
+    use slat_process::{pointers, stack};
+    use std::arch::naked_asm;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    /// Registers as a program has set them, and as it finds them after a call.
+    #[repr(C, align(16))]
+    #[derive(Clone, Debug, PartialEq)]
+    struct Registers {
+        general: [u64; 30],
+        flags: u64,
+        floating_control: u64,
+        vectors: [u128; 32],
+        floating_status: u64,
+    }
+
+    /// Calls `code` with all registers but X30 as in `registers`, and stores them there afterwards.
+    #[unsafe(naked)]
+    unsafe extern "C" fn call(registers: *mut Registers, code: usize) {
+        naked_asm!(
+            "stp x29, x30, [sp, -192]!",
+            "stp x19, x20, [sp, 16]",
+            "stp x21, x22, [sp, 32]",
+            "stp x23, x24, [sp, 48]",
+            "stp x25, x26, [sp, 64]",
+            "stp x27, x28, [sp, 80]",
+            "stp d8, d9, [sp, 96]",
+            "stp d10, d11, [sp, 112]",
+            "stp d12, d13, [sp, 128]",
+            "stp d14, d15, [sp, 144]",
+            "stp x0, x1, [sp, 160]",
+            "mov x30, x0",
+            "ldr x0, [x30, 240]",
+            "msr nzcv, x0",
+            "ldr x0, [x30, 248]",
+            "msr fpcr, x0",
+            "ldr x0, [x30, 768]",
+            "msr fpsr, x0",
+            ".irp n, 0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31",
+            "ldr q\\n, [x30, 256 + 16 * \\n]",
+            ".endr",
+            ".irp n, 0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29",
+            "ldr x\\n, [x30, 8 * \\n]",
+            ".endr",
+            "ldr x30, [sp, 168]",
+            "blr x30",
+            "ldr x30, [sp, 160]",
+            ".irp n, 0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29",
+            "str x\\n, [x30, 8 * \\n]",
+            ".endr",
+            ".irp n, 0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31",
+            "str q\\n, [x30, 256 + 16 * \\n]",
+            ".endr",
+            "mrs x0, nzcv",
+            "str x0, [x30, 240]",
+            "mrs x0, fpcr",
+            "str x0, [x30, 248]",
+            "mrs x0, fpsr",
+            "str x0, [x30, 768]",
+            "msr fpcr, xzr",
+            "ldp x19, x20, [sp, 16]",
+            "ldp x21, x22, [sp, 32]",
+            "ldp x23, x24, [sp, 48]",
+            "ldp x25, x26, [sp, 64]",
+            "ldp x27, x28, [sp, 80]",
+            "ldp d8, d9, [sp, 96]",
+            "ldp d10, d11, [sp, 112]",
+            "ldp d12, d13, [sp, 128]",
+            "ldp d14, d15, [sp, 144]",
+            "ldp x29, x30, [sp], 192",
+            "ret",
+        )
+    }
+
+    /// How often a call was served, and how often with signals blocked.
+    static SERVED: [AtomicUsize; 2] = [const { AtomicUsize::new(0) }; 2];
+    const RESULT: isize = 4321;
+
+    #[unsafe(naked)]
+    unsafe extern "C" fn entry() {
+        from_site!(serve)
+    }
+
+    unsafe extern "C" fn serve(saved: &mut Saved) -> isize {
+        let is_blocked = saved.is_blocked();
+        SERVED[usize::from(is_blocked)].fetch_add(1, Ordering::Relaxed);
+        let made = saved.made();
+        let frame = saved.frame().unwrap();
+        assert!(stack::contains(std::ptr::from_ref(frame) as usize));
+        assert_eq!(
+            (made.number, made.arguments),
+            (libc::SYS_getpid, [100, 101, 102, 103, 104, 105])
+        );
+        if is_blocked {
+            let mask = frame.mask;
+            assert_ne!(change_mask(libc::SIG_SETMASK, mask), mask);
+        }
+        // Floating point is as in a new process: what is rounded down, and not up, is exact here.
+        let third = std::hint::black_box(1.0f64) / std::hint::black_box(3.0);
+        assert_eq!(third, 1.0 / 3.0);
+        RESULT
+    }
+
+    /// Returns the address of the instructions `svc #0` and `ret`, of which the first is rewritten to lead to `entry`.
+    fn rewritten() -> usize {
+        const PAGE: usize = 1 << 16;
+        const CODE: [u8; 8] = [0x01, 0, 0, 0xd4, 0xc0, 0x03, 0x5f, 0xd6];
+        // SAFETY: new memory, which is written before it becomes executable.
+        unsafe {
+            let access = libc::PROT_READ | libc::PROT_WRITE;
+            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+            let at = libc::mmap(std::ptr::null_mut(), 2 * PAGE, access, flags, -1, 0) as usize;
+            let memory = std::slice::from_raw_parts_mut(at as *mut u8, 2 * PAGE);
+            memory[..CODE.len()].copy_from_slice(&CODE);
+            let plan = Plan::of_site(&CODE, at, at + 4).unwrap();
+            let stub = plan.stub(entry as *const () as usize, at + PAGE).unwrap();
+            memory[PAGE..][..Plan::STUB].copy_from_slice(&stub);
+            plan.change(memory, at, at + PAGE).unwrap();
+            libc::mprotect(at as *mut _, 2 * PAGE, libc::PROT_READ | libc::PROT_EXEC);
+            at
+        }
+    }
+
+    #[test]
+    fn a_call_keeps_all_registers_but_its_result() {
+        const DOWNWARDS: u64 = 2 << 22;
+        const INEXACT: u64 = 1 << 4;
+        let code = rewritten();
+        let before = Registers {
+            general: std::array::from_fn(|index| match index {
+                8 => libc::SYS_getpid as u64,
+                _ => 100 + index as u64,
+            }),
+            flags: 0xa000_0000,
+            floating_control: DOWNWARDS,
+            vectors: std::array::from_fn(|index| u128::MAX / (index as u128 + 3)),
+            floating_status: INEXACT,
+        };
+        let results = |expected: u64| {
+            let mut after = before.clone();
+            // SAFETY: the code is a function that keeps all registers.
+            unsafe { call(&mut after, code) };
+            assert_eq!(after.general[0], expected);
+            after.general[0] = before.general[0];
+            assert_eq!(after, before);
+            let served = SERVED.each_ref().map(|count| count.load(Ordering::Relaxed));
+            (served[0], served[1])
+        };
+        // Without a stack of slat's, the stub makes the call.
+        assert_eq!(results(u64::from(std::process::id())), (0, 0));
+        let mut memory = vec![0u8; 256 << 10];
+        let low = memory.as_mut_ptr() as usize;
+        stack::set(low, low + memory.len());
+        assert_eq!(results(RESULT as u64), (1, 0));
+        // The alternate stack is the one on which this function runs.
+        let here = &raw const memory as usize;
+        let mut alternate = libc::stack_t {
+            ss_sp: (here - (64 << 10)) as *mut _,
+            ss_flags: 0,
+            ss_size: 128 << 10,
+        };
+        pointers::set_alternate(&alternate);
+        assert_eq!(results(RESULT as u64), (1, 1));
+        alternate.ss_flags = libc::SS_DISABLE;
+        pointers::set_alternate(&alternate);
+        assert_eq!(results(RESULT as u64), (2, 1));
+        stack::set(0, 0);
+        assert_eq!(results(u64::from(std::process::id())), (2, 1));
+    }
+}
