@@ -37,11 +37,11 @@ use std::ops::Range;
 use text::Text;
 
 /// Makes the calls of this thread, and those of the threads and processes it makes, arrive at slat: by call sites that
-/// are rewritten in `texts`, the program's code, or by the kernel's dispatch. Call while the process has one thread.
+/// are rewritten in `texts`, the program's code, if all of it can be read; or by the kernel's dispatch. Call while the process has one thread.
 ///
 /// # Errors
 /// Why this host cannot do that: the end of a sentence for the user.
-pub fn arm(texts: &[Range<usize>]) -> Result<(), &'static str> {
+pub fn arm(texts: Option<&[Range<usize>]>) -> Result<(), &'static str> {
     let text = Text::find().ok_or("the C library is not one that slat knows")?;
     user_dispatch::let_pass(text.range);
     // The kernel dispatches the returns of handlers, too, unless they come from the C library's text.
@@ -80,7 +80,7 @@ pub fn arm_if_needed() {
     let is_asked =
         std::env::var_os("SLAT_DISPATCH").is_some_and(|value| !value.is_empty() && value != "0");
     if (is_asked || text::program_makes_calls() && !has_sanitizer())
-        && let Err(why) = arm(&text::programs())
+        && let Err(why) = arm(Some(&text::programs()))
     {
         slat_kvm::messages::say(format_args!(
             "this program makes system calls of its own, which slat does not see: {why}"

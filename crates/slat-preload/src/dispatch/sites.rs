@@ -112,8 +112,8 @@ fn rewrite(back: usize) -> Option<()> {
 }
 
 /// Rewrites all sites of `texts`, which are executable and readable. Call before the program begins. Returns `false` if
-/// not all sites can be found or rewritten.
-pub fn rewrite_all(texts: &[Range<usize>]) -> bool {
+/// not all sites can be found or rewritten, or `texts` are unknown.
+pub fn rewrite_all(texts: Option<&[Range<usize>]>) -> bool {
     let rewrite = |text: &Range<usize>| {
         // SAFETY: the caller's promise: mapped and readable, and nothing changes it yet.
         let code = unsafe { std::slice::from_raw_parts(text.start as *const u8, text.len()) };
@@ -122,7 +122,7 @@ pub fn rewrite_all(texts: &[Range<usize>]) -> bool {
             plans => replace(text, &plans),
         }
     };
-    texts.iter().all(|text| rewrite(text).is_some())
+    texts.is_some_and(|texts| !texts.is_empty() && texts.iter().all(|text| rewrite(text).is_some()))
 }
 
 /// Returns the pages that contain `addresses`.

@@ -30,8 +30,8 @@ pub struct Image {
     pub start: usize,
     /// The end of the program.
     pub end: usize,
-    /// The code of the program and of its dynamic linker.
-    pub texts: Vec<Range<usize>>,
+    /// The code of the program and of its dynamic linker. `None`: a part of it cannot be read.
+    pub texts: Option<Vec<Range<usize>>>,
     /// Whether the program executes code on its stack (`PT_GNU_STACK`).
     pub needs_executable_stack: bool,
 }
@@ -67,7 +67,7 @@ impl Image {
             let placed = place(&file, &headers).map_err(named)?;
             image.interpreter_base = placed.base;
             image.start = placed.entry;
-            image.texts.extend(placed.texts);
+            image.texts = (image.texts.zip(placed.texts)).map(|parts| [parts.0, parts.1].concat());
         }
         Ok(image)
     }
@@ -85,7 +85,7 @@ struct Placed {
     entry: usize,
     headers: usize,
     end: usize,
-    texts: Vec<Range<usize>>,
+    texts: Option<Vec<Range<usize>>>,
 }
 
 /// Returns a random address for a program. The addresses above it are free, so that the program's break can grow.
@@ -141,11 +141,11 @@ fn place(file: &Opened, headers: &Headers) -> Result<Placed, String> {
         segment.offset <= headers.offset && headers.offset < segment.offset + segment.in_file
     };
     let at = |address: u64| base.wrapping_add(address) as usize;
-    let executable = libc::PF_X | libc::PF_R;
-    let texts = headers
-        .loaded()
-        .filter(|segment| segment.flags & executable == executable && segment.in_file > 0)
-        .map(|segment| at(segment.address)..at(segment.address + segment.in_file));
+    let has = |segment: &Segment, flag| segment.flags & flag != 0;
+    let executable = || headers.loaded().filter(|segment| has(segment, libc::PF_X));
+    let are_readable = executable().all(|segment| has(segment, libc::PF_R));
+    let texts =
+        executable().map(|segment| at(segment.address)..at(segment.address + segment.in_file));
     Ok(Placed {
         base: base as usize,
         entry: at(headers.entry),
@@ -153,7 +153,7 @@ fn place(file: &Opened, headers: &Headers) -> Result<Placed, String> {
             at(segment.address + headers.offset - segment.offset)
         }),
         end: at(high),
-        texts: texts.collect(),
+        texts: are_readable.then(|| texts.collect()),
     })
 }
 

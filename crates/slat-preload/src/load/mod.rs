@@ -130,7 +130,7 @@ unsafe extern "C" fn become_program(sp: *mut usize) -> ! {
     };
     program_break::begin_at(image.end);
     loaded::set(image.file);
-    if let Err(why) = dispatch::arm(&image.texts) {
+    if let Err(why) = dispatch::arm(image.texts.as_deref()) {
         refuse(
             path,
             format_args!(
