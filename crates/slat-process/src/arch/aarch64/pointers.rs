@@ -55,7 +55,7 @@ pub const USED_TO: usize = offset_of!(Thread, used_to);
 
 /// The id of an entry that no thread has had.
 const FREE: u32 = 0;
-/// The id of an entry whose thread has left. A search goes on behind it.
+/// The id of an entry whose thread has left. A search continues after such an entry.
 const LEFT: u32 = u32::MAX;
 
 /// The entries. A power of two, and more than a process has threads: a search ends at an entry that is free.
