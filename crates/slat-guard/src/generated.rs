@@ -3,14 +3,83 @@
 //! Such code has no entries in the exception table. It has a table of its own, with one bit per byte of code: 1 where a
 //! guarded access begins, the lowest bit of a byte first. If an access cannot be executed, the thread continues at the
 //! code's *exit*, with the address of the access in the register of a function's result: RAX, or X0.
+//!
+//! # Concurrency
+//! Handlers read the registration on any thread, at any time. So the registration is a sequence lock, but handlers do
+//! not wait for a change: a handler that finds one in progress, perhaps on the thread that it has interrupted, takes
+//! the interrupted instruction for one of other code. That is right, because no thread executes registered code during
+//! a change.
 
+use crate::sync::{AtomicU32, AtomicUsize, const_fn, fence, global};
 use std::ops::Range;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 
-static START: AtomicUsize = AtomicUsize::new(0);
-static END: AtomicUsize = AtomicUsize::new(0);
-static TABLE: AtomicUsize = AtomicUsize::new(0);
-static EXIT: AtomicUsize = AtomicUsize::new(0);
+/// What is registered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Registered {
+    /// The first address of the code, and the one after the last.
+    start: usize,
+    end: usize,
+    table: usize,
+    exit: usize,
+}
+
+/// The registration, as handlers read it.
+#[derive(Debug)]
+struct Generated {
+    /// Odd during a change. (And in a forked child whose parent was changing the registration.)
+    version: AtomicU32,
+    start: AtomicUsize,
+    end: AtomicUsize,
+    table: AtomicUsize,
+    exit: AtomicUsize,
+}
+
+impl Generated {
+    const_fn! {
+        fn new() -> Self {
+            Generated {
+                version: AtomicU32::new(0),
+                start: AtomicUsize::new(0),
+                end: AtomicUsize::new(0),
+                table: AtomicUsize::new(0),
+                exit: AtomicUsize::new(0),
+            }
+        }
+    }
+
+    /// Replaces the registration. Calls do not overlap.
+    fn set(&self, new: Registered) {
+        let odd = self.version.load(Ordering::Relaxed) | 1;
+        self.version.store(odd, Ordering::Relaxed);
+        // Orders the odd version before the new values: a handler that reads one of them sees the change.
+        fence(Ordering::Release);
+        self.start.store(new.start, Ordering::Relaxed);
+        self.end.store(new.end, Ordering::Relaxed);
+        self.table.store(new.table, Ordering::Relaxed);
+        self.exit.store(new.exit, Ordering::Relaxed);
+        self.version.store(odd.wrapping_add(1), Ordering::Release);
+    }
+
+    /// Returns what is registered; `None` during a change. Async-signal-safe.
+    fn get(&self) -> Option<Registered> {
+        let version = self.version.load(Ordering::Acquire);
+        let registered = Registered {
+            start: self.start.load(Ordering::Relaxed),
+            end: self.end.load(Ordering::Relaxed),
+            table: self.table.load(Ordering::Relaxed),
+            exit: self.exit.load(Ordering::Relaxed),
+        };
+        // Orders the values before the second look at the version.
+        fence(Ordering::Acquire);
+        let is_whole = version & 1 == 0 && self.version.load(Ordering::Relaxed) == version;
+        is_whole.then_some(registered)
+    }
+}
+
+global! {
+    static GENERATED: Generated = Generated::new();
+}
 
 /// Registers code that is made at run time with the signal handlers: the addresses `code`, the address of its `table`,
 /// and that of its `exit`. Replaces earlier registered code.
@@ -19,25 +88,62 @@ static EXIT: AtomicUsize = AtomicUsize::new(0);
 /// - As long as any thread executes in `code`, its table is readable.
 /// - At each guarded access, the code may continue at `exit`, with the address of the access in RAX (X0) and all
 ///   other registers unchanged.
-/// - No thread executes the code that was registered before.
+/// - No thread executes the code that was registered before, nor `code` before this returns.
+/// - No other call of this function runs at the same time.
 pub unsafe fn set_generated(code: Range<usize>, table: usize, exit: usize) {
-    // Store an empty range in between, so that a handler on another thread does not combine an old bound with a new
-    // table.
-    END.store(0, Ordering::SeqCst);
-    START.store(code.start, Ordering::SeqCst);
-    TABLE.store(table, Ordering::SeqCst);
-    EXIT.store(exit, Ordering::SeqCst);
-    END.store(code.end, Ordering::SeqCst);
+    GENERATED.set(Registered {
+        start: code.start,
+        end: code.end,
+        table,
+        exit,
+    });
 }
 
 /// Returns the exit if the instruction at `ip` is a guarded access of code made at run time. Async-signal-safe.
 pub(crate) fn exit(ip: usize) -> Option<usize> {
-    let (start, end) = (START.load(Ordering::SeqCst), END.load(Ordering::SeqCst));
-    if !(start..end).contains(&ip) {
+    let registered = GENERATED.get()?;
+    if !(registered.start..registered.end).contains(&ip) {
         return None;
     }
-    let offset = ip - start;
-    // SAFETY: the table has a bit for each byte of code (`set_generated`).
-    let bits = unsafe { *(TABLE.load(Ordering::SeqCst) as *const u8).add(offset / 8) };
-    (bits >> (offset % 8) & 1 != 0).then(|| EXIT.load(Ordering::SeqCst))
+    let offset = ip - registered.start;
+    // SAFETY: this thread executes the registered code, so the table is readable, and has a bit for each byte of code
+    // (`set_generated`).
+    let bits = unsafe { *(registered.table as *const u8).add(offset / 8) };
+    (bits >> (offset % 8) & 1 != 0).then_some(registered.exit)
+}
+
+#[cfg(all(test, loom))]
+mod loom_tests {
+    use super::*;
+    use loom::sync::Arc;
+    use loom::thread;
+
+    fn code(number: usize) -> Registered {
+        Registered {
+            start: number,
+            end: number + 10,
+            table: number + 20,
+            exit: number + 30,
+        }
+    }
+
+    /// A handler sees one registration, or none, however the values of two become visible.
+    #[test]
+    fn a_handler_sees_no_mixture() {
+        loom::model(|| {
+            let generated = Arc::new(Generated::new());
+            generated.set(code(100));
+            let handler = {
+                let generated = generated.clone();
+                thread::spawn(move || {
+                    if let Some(seen) = generated.get() {
+                        assert!([code(100), code(200)].contains(&seen), "{seen:?}");
+                    }
+                })
+            };
+            generated.set(code(200));
+            handler.join().unwrap();
+            assert_eq!(generated.get(), Some(code(200)));
+        });
+    }
 }

@@ -32,6 +32,7 @@ mod generated;
 mod queue;
 mod section;
 mod signal;
+mod sync;
 mod table;
 
 pub use access::{

@@ -10,6 +10,7 @@
 use crate::arch::entries;
 use crate::queue::queue;
 use crate::section::{AllBlocked, change_mask, defer};
+use crate::sync::{AtomicU32, AtomicU64, AtomicUsize, const_fn, fence, global, spin_loop};
 use crate::{generated, table};
 use slat_process::calls;
 use slat_process::context::{ip, set_ip, set_result};
@@ -20,7 +21,7 @@ use std::cell::Cell;
 use std::io;
 use std::mem;
 use std::ptr;
-use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
+use std::sync::atomic::Ordering;
 
 /// The kernel's `struct sigaction`, the same on each architecture that slat supports.
 #[repr(C)]
@@ -35,7 +36,7 @@ struct KernelAction {
 const SA_RESTORER: u64 = 0x0400_0000;
 
 /// The address of the code by which handlers return to the kernel; 0 for slat's own.
-static RESTORER: AtomicUsize = AtomicUsize::new(0);
+static RESTORER: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
 
 /// Makes handlers return to the kernel by the code at `address`. Call before [`install`].
 ///
@@ -53,8 +54,10 @@ pub fn restorer() -> usize {
     }
 }
 
-/// The actions that the client has set for SIGSEGV, SIGBUS and the kick signal.
-static CHAINED: [Chained; 3] = [const { Chained::new() }; 3];
+global! {
+    /// The actions that the client has set for SIGSEGV, SIGBUS and the kick signal.
+    static CHAINED: [Chained; 3] = [Chained::new(), Chained::new(), Chained::new()];
+}
 static INSTALLED: Prepared = Prepared::new();
 
 /// An action that handlers read while any thread changes it: a sequence lock. It allocates nothing, because the client
@@ -68,12 +71,14 @@ struct Chained {
 }
 
 impl Chained {
-    const fn new() -> Self {
-        Chained {
-            version: AtomicU32::new(0),
-            handler: AtomicUsize::new(libc::SIG_DFL),
-            flags: AtomicU64::new(0),
-            mask: AtomicU64::new(0),
+    const_fn! {
+        fn new() -> Self {
+            Chained {
+                version: AtomicU32::new(0),
+                handler: AtomicUsize::new(libc::SIG_DFL),
+                flags: AtomicU64::new(0),
+                mask: AtomicU64::new(0),
+            }
         }
     }
 
@@ -92,7 +97,7 @@ impl Chained {
             if version & 1 == 0 && self.version.load(Ordering::Relaxed) == version {
                 return (version != 0).then_some(action);
             }
-            std::hint::spin_loop();
+            spin_loop();
         }
     }
 
@@ -108,7 +113,7 @@ impl Chained {
             {
                 break version;
             }
-            std::hint::spin_loop();
+            spin_loop();
         };
         fence(Ordering::Release);
         let old = KernelAction {
@@ -256,7 +261,7 @@ fn install_all() -> io::Result<()> {
 
 /// Call in a forked child: completes changes of actions that other threads of the parent had begun. Async-signal-safe.
 pub fn after_fork_in_child() {
-    for chained in &CHAINED {
+    for chained in CHAINED.iter() {
         let version = chained.version.load(Ordering::Relaxed);
         if version & 1 != 0 {
             chained
@@ -402,5 +407,62 @@ unsafe fn chain(sig: i32, sent: bool, info: *mut libc::siginfo_t, context: *mut 
             // SAFETY: the client has installed this function for this signal.
             unsafe { call_program(function, sig, info, context) };
         }
+    }
+}
+
+#[cfg(all(test, loom))]
+mod loom_tests {
+    use super::*;
+    use loom::sync::Arc;
+    use loom::thread;
+
+    fn action(number: usize) -> KernelAction {
+        KernelAction {
+            handler: number,
+            flags: number as u64 + 1,
+            restorer: 0,
+            mask: number as u64 + 2,
+        }
+    }
+
+    fn parts(action: KernelAction) -> (usize, u64, u64) {
+        (action.handler, action.flags, action.mask)
+    }
+
+    #[test]
+    fn a_handler_sees_no_mixture() {
+        loom::model(|| {
+            let chained = Arc::new(Chained::new());
+            chained.set(&action(100));
+            let setter = {
+                let chained = chained.clone();
+                thread::spawn(move || chained.set(&action(200)).map(parts))
+            };
+            let seen = chained.get().map(parts);
+            assert!(
+                [action(100), action(200)]
+                    .map(parts)
+                    .map(Some)
+                    .contains(&seen)
+            );
+            assert_eq!(setter.join().unwrap(), Some(parts(action(100))));
+        });
+    }
+
+    #[test]
+    fn each_of_two_threads_gets_the_action_that_it_has_replaced() {
+        loom::model(|| {
+            let chained = Arc::new(Chained::new());
+            let setter = {
+                let chained = chained.clone();
+                thread::spawn(move || chained.set(&action(100)).map(parts))
+            };
+            let before = chained.set(&action(200)).map(parts);
+            let others = setter.join().unwrap();
+            let [first, second] = [action(100), action(200)].map(parts).map(Some);
+            assert!([(None, second), (first, None)].contains(&(before, others)));
+            let last = if others.is_none() { second } else { first };
+            assert_eq!(chained.get().map(parts), last);
+        });
     }
 }

@@ -7,13 +7,17 @@
 //! # Concurrency
 //! A request is a row of words with a state: free, claimed by an asking thread, posted, done. Asking takes no lock and
 //! allocates nothing, so a signal handler may ask, even if it has interrupted a thread that is waiting here. The helper
-//! holds no lock while it makes a call, and only makes calls that do not block.
+//! holds no lock while it makes a call, and makes only calls that do not block.
+//!
+//! Each change of a request's state is a release, and the thread that owns the request next has acquired it: so each
+//! owner sees the cells as the owner before has left them. That no wake-up is lost needs more: the asking thread counts
+//! its post and then reads whether the helper sleeps; the helper notes that it sleeps and then reads the count. One of
+//! them must see what the other has stored, so all four accesses are sequentially consistent. (`loom_tests`)
 
 use crate::enter::raw;
 use crate::forks::PerProcess;
-use crate::wait;
-use std::cell::UnsafeCell;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use crate::sync::{AtomicBool, AtomicU32, Cell, sleep, wake, yield_now};
+use std::sync::atomic::Ordering;
 
 const FREE: u32 = 0;
 const CLAIMED: u32 = 1;
@@ -21,13 +25,17 @@ const POSTED: u32 = 2;
 const DONE: u32 = 3;
 
 /// Requests that can be open at a time.
+#[cfg(not(all(test, loom)))]
 const REQUESTS: usize = 64;
+/// A model has more threads than requests.
+#[cfg(all(test, loom))]
+const REQUESTS: usize = 1;
 
 #[derive(Default)]
 struct Request {
     state: AtomicU32,
-    call: UnsafeCell<(i64, [usize; 6])>,
-    answer: UnsafeCell<isize>,
+    call: Cell<(i64, [usize; 6])>,
+    answer: Cell<isize>,
 }
 
 // SAFETY: the thread that has claimed the request owns both cells, except while the request is posted:
@@ -64,34 +72,35 @@ pub fn start(start: impl FnOnce(&'static Helper) -> bool) {
     let mut started = true;
     let helper = HELPER.get_or_start(|helper| started = start(helper));
     while started && !helper.serves.load(Ordering::Acquire) {
-        wait::yield_now();
+        yield_now();
     }
 }
 
 /// Makes the helper execute a system call. `None`: there is no helper.
 pub(crate) fn ask(number: i64, arguments: [usize; 6]) -> Option<isize> {
     let helper = HELPER.peek()?;
-    if !helper.serves.load(Ordering::Acquire) {
-        return None;
-    }
-    let request = helper.claim();
-    // SAFETY: this thread has claimed the request.
-    unsafe { *request.call.get() = (number, arguments) };
-    request.state.store(POSTED, Ordering::Release);
-    helper.posts.fetch_add(1, Ordering::SeqCst);
-    if helper.sleeps.load(Ordering::SeqCst) {
-        wait::wake(&helper.posts);
-    }
-    while request.state.load(Ordering::Acquire) != DONE {
-        wait::sleep(&request.state, POSTED, None);
-    }
-    // SAFETY: the request is done, so its cells belong to this thread again.
-    let answer = unsafe { *request.answer.get() };
-    request.state.store(FREE, Ordering::Release);
-    Some(answer)
+    (helper.serves.load(Ordering::Acquire)).then(|| helper.ask(number, arguments))
 }
 
 impl Helper {
+    fn ask(&self, number: i64, arguments: [usize; 6]) -> isize {
+        let request = self.claim();
+        // SAFETY: claimed by this thread.
+        unsafe { request.call.set((number, arguments)) };
+        request.state.store(POSTED, Ordering::Release);
+        self.posts.fetch_add(1, Ordering::SeqCst);
+        if self.sleeps.load(Ordering::SeqCst) {
+            wake(&self.posts);
+        }
+        while request.state.load(Ordering::Acquire) != DONE {
+            sleep(&request.state, POSTED, None);
+        }
+        // SAFETY: the request is done, so the cells are this thread's again.
+        let answer = unsafe { request.answer.get() };
+        request.state.store(FREE, Ordering::Release);
+        answer
+    }
+
     fn claim(&self) -> &Request {
         loop {
             let claimed = self.requests.iter().find(|request| {
@@ -105,7 +114,7 @@ impl Helper {
             });
             match claimed {
                 Some(request) => return request,
-                None => wait::yield_now(),
+                None => yield_now(),
             }
         }
     }
@@ -115,28 +124,41 @@ impl Helper {
         self.serves.store(true, Ordering::Release);
         loop {
             let posts = self.posts.load(Ordering::SeqCst);
-            for request in &self.requests {
-                if request.state.load(Ordering::Acquire) == POSTED {
-                    // SAFETY: the request is posted, so its cells belong to the helper. The asking thread upholds the
-                    // call's promises.
-                    unsafe {
-                        let (number, arguments) = *request.call.get();
-                        *request.answer.get() = raw(number, arguments);
-                    }
-                    request.state.store(DONE, Ordering::Release);
-                    wait::wake(&request.state);
-                }
-            }
-            self.sleeps.store(true, Ordering::SeqCst);
-            if self.posts.load(Ordering::SeqCst) == posts {
-                wait::sleep(&self.posts, posts, None);
-            }
-            self.sleeps.store(false, Ordering::SeqCst);
+            self.make_calls();
+            self.sleep_after(posts);
         }
+    }
+
+    /// Makes the calls that are posted. Returns their number.
+    fn make_calls(&self) -> usize {
+        let mut made = 0;
+        for request in &self.requests {
+            if request.state.load(Ordering::Acquire) == POSTED {
+                // SAFETY: the request is posted, so the cells are the helper's. The asking thread upholds
+                // the call's promises.
+                unsafe {
+                    let (number, arguments) = request.call.get();
+                    request.answer.set(raw(number, arguments));
+                }
+                request.state.store(DONE, Ordering::Release);
+                wake(&request.state);
+                made += 1;
+            }
+        }
+        made
+    }
+
+    /// Sleeps, unless a request has been posted since `posts` was read.
+    fn sleep_after(&self, posts: u32) {
+        self.sleeps.store(true, Ordering::SeqCst);
+        if self.posts.load(Ordering::SeqCst) == posts {
+            sleep(&self.posts, posts, None);
+        }
+        self.sleeps.store(false, Ordering::SeqCst);
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
     use crate::ids::thread_id;
@@ -175,5 +197,55 @@ mod tests {
             status
         };
         assert_eq!(status, 0, "a forked child asks its parent's helper");
+    }
+}
+
+#[cfg(all(test, loom))]
+mod loom_tests {
+    use super::*;
+    use loom::sync::Arc;
+    use loom::thread;
+
+    /// Checks that each of `asking` threads gets the answer to its own call, and that neither an asking thread nor the
+    /// helper sleeps forever.
+    fn threads_get_their_answers(asking: usize, preemptions: Option<usize>) {
+        let mut builder = loom::model::Builder::new();
+        builder.preemption_bound = builder.preemption_bound.or(preemptions);
+        builder.check(move || {
+            let helper = Arc::new(Helper::default());
+            let ask = |descriptor: usize| {
+                let helper = helper.clone();
+                thread::spawn(move || {
+                    let (call, answer) = match descriptor {
+                        0 => (libc::SYS_getpid, std::process::id() as isize),
+                        _ => (libc::SYS_close, -(libc::EBADF as isize)),
+                    };
+                    let arguments = [descriptor.wrapping_neg(), 0, 0, 0, 0, 0];
+                    assert_eq!(helper.ask(call, arguments), answer);
+                })
+            };
+            let threads: Vec<_> = (0..asking).map(ask).collect();
+            let mut made = 0;
+            while made < asking {
+                let posts = helper.posts.load(Ordering::SeqCst);
+                made += helper.make_calls();
+                if made < asking {
+                    helper.sleep_after(posts);
+                }
+            }
+            for thread in threads {
+                thread.join().unwrap();
+            }
+        });
+    }
+
+    #[test]
+    fn a_thread_that_asks_gets_its_answer() {
+        threads_get_their_answers(1, None);
+    }
+
+    #[test]
+    fn two_threads_that_ask_get_their_answers() {
+        threads_get_their_answers(2, Some(2));
     }
 }

@@ -21,6 +21,7 @@
 //! | [`handler`] | signal handlers of slat and of the program |
 //! | [`stack`] | the stack on which dispatched system calls are served |
 //! | [`wait`] | sleeping and waking by futex, which every filter has to allow |
+//! | `sync` | what the helper's protocol is made of; loom's in its model |
 #![cfg(target_os = "linux")]
 
 mod arch;
@@ -37,6 +38,7 @@ mod list;
 mod noted;
 pub mod once;
 pub mod stack;
+mod sync;
 pub mod wait;
 
 pub use arch::memory::page_size;

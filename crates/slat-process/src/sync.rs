@@ -1,0 +1,132 @@
+//! What the protocol of [`helper`](crate::helper) is made of: the standard library's atomics and cells, and the
+//! kernel's sleeps. In this crate's own tests with `cfg(loom)`, they are the model checker's. (Models of other crates
+//! use this crate as it always is.)
+
+#[cfg(all(test, loom))]
+pub(crate) use model::*;
+#[cfg(not(all(test, loom)))]
+pub(crate) use plain::*;
+
+#[cfg(not(all(test, loom)))]
+mod plain {
+    pub(crate) use crate::wait::{sleep, wake, yield_now};
+    pub(crate) use std::sync::atomic::{AtomicBool, AtomicU32};
+
+    /// A cell of which a protocol says which thread may use it.
+    #[derive(Default)]
+    pub(crate) struct Cell<T>(std::cell::UnsafeCell<T>);
+
+    impl<T: Copy> Cell<T> {
+        /// Returns the value.
+        ///
+        /// # Safety
+        /// - No thread writes the value at the same time.
+        pub(crate) unsafe fn get(&self) -> T {
+            // SAFETY: the caller's promise.
+            unsafe { *self.0.get() }
+        }
+
+        /// Changes the value.
+        ///
+        /// # Safety
+        /// - No other thread uses the value at the same time.
+        pub(crate) unsafe fn set(&self, value: T) {
+            // SAFETY: the caller's promise.
+            unsafe { *self.0.get() = value };
+        }
+    }
+}
+
+#[cfg(all(test, loom))]
+mod model {
+    use std::ops::Deref;
+    use std::sync::atomic::Ordering;
+    use std::time::Duration;
+
+    pub(crate) use loom::thread::yield_now;
+
+    /// Like the plain cell, but loom reports a use that is concurrent with a change.
+    pub(crate) struct Cell<T>(loom::cell::UnsafeCell<T>);
+
+    impl<T: Default> Default for Cell<T> {
+        fn default() -> Self {
+            Cell(loom::cell::UnsafeCell::new(T::default()))
+        }
+    }
+
+    impl<T: Copy> Cell<T> {
+        #[track_caller]
+        pub(crate) unsafe fn get(&self) -> T {
+            // SAFETY: the caller's promise, which loom checks.
+            self.0.with(|value| unsafe { *value })
+        }
+
+        #[track_caller]
+        pub(crate) unsafe fn set(&self, value: T) {
+            // SAFETY: the caller's promise, which loom checks.
+            self.0.with_mut(|to| unsafe { *to = value });
+        }
+    }
+
+    /// Defines an atomic that differs from loom's in its sequentially consistent loads and stores, which loom takes for
+    /// acquiring and releasing ones. Here they are read-modify-writes, of which all threads see one order.
+    macro_rules! atomic {
+        ($name:ident, $value:ty, $change:ident, $nothing:expr) => {
+            #[derive(Default)]
+            pub(crate) struct $name(loom::sync::atomic::$name);
+
+            impl $name {
+                pub(crate) fn new(value: $value) -> Self {
+                    $name(loom::sync::atomic::$name::new(value))
+                }
+
+                #[track_caller]
+                pub(crate) fn load(&self, order: Ordering) -> $value {
+                    match order {
+                        Ordering::SeqCst => self.$change($nothing, order),
+                        _ => self.0.load(order),
+                    }
+                }
+
+                #[track_caller]
+                pub(crate) fn store(&self, value: $value, order: Ordering) {
+                    match order {
+                        Ordering::SeqCst => _ = self.swap(value, order),
+                        _ => self.0.store(value, order),
+                    }
+                }
+            }
+
+            impl Deref for $name {
+                type Target = loom::sync::atomic::$name;
+
+                fn deref(&self) -> &Self::Target {
+                    &self.0
+                }
+            }
+        };
+    }
+
+    atomic!(AtomicBool, bool, fetch_or, false);
+    atomic!(AtomicU32, u32, fetch_or, 0);
+
+    loom::lazy_static! {
+        /// The kernel's lock of the sleepers.
+        static ref SLEEPERS: (loom::sync::Mutex<()>, loom::sync::Condvar) = Default::default();
+    }
+
+    /// Does what [`wait::sleep`](crate::wait::sleep) does: looks at the word and joins the sleepers as one step.
+    pub(crate) fn sleep(word: &AtomicU32, value: u32, _longest: Option<Duration>) -> bool {
+        let sleepers = SLEEPERS.0.lock().unwrap();
+        if word.load(Ordering::Relaxed) == value {
+            drop(SLEEPERS.1.wait(sleepers).unwrap());
+        }
+        false
+    }
+
+    /// Does what [`wait::wake`](crate::wait::wake) does, but wakes the sleepers of all words.
+    pub(crate) fn wake(_word: &AtomicU32) {
+        let _sleepers = SLEEPERS.0.lock().unwrap();
+        SLEEPERS.1.notify_all();
+    }
+}
