@@ -8,6 +8,7 @@ use std::mem::offset_of;
 use std::ops::Range;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
+use std::sync::atomic::{Ordering::Acquire, fence};
 
 /// A tracepoint, as the trace file describes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -160,15 +161,19 @@ impl Source {
         if !self.0.metadata()?.is_file() {
             return Err(invalid("is no file"));
         }
-        let header = self
-            .bytes(0, HEADER_BYTES)
-            .map_err(|error| match error.kind() {
+        let begin = |len| {
+            (self.bytes(0, len)).map_err(|error| match error.kind() {
                 io::ErrorKind::UnexpectedEof => invalid("is no trace of slat"),
                 _ => error,
-            })?;
-        if u64_at(&header, offset_of!(Header, magic)) != MAGIC {
+            })
+        };
+        const _: () = assert!(offset_of!(Header, magic) == 0);
+        if u64_at(&begin(size_of::<u64>())?, 0) != MAGIC {
             return Err(invalid("is no trace of slat"));
         }
+        // The process stores the magic number after the rest of the header.
+        fence(Acquire);
+        let header = begin(HEADER_BYTES)?;
         if u32_at(&header, offset_of!(Header, version)) != VERSION {
             return Err(invalid("is a trace of another version of slat"));
         }
@@ -212,16 +217,18 @@ impl Source {
     /// Reads the ring at `at`.
     fn thread(&self, at: u64, capacity: u64, points: &[Point], scale: Scale) -> io::Result<Thread> {
         let header = self.bytes(at, RING_HEADER_BYTES)?;
-        let head = u64_at(&header, offset_of!(Ring, head));
-        // The oldest record may be incomplete: the thread may be overwriting it now, or was killed while it overwrote
-        // it.
-        let kept = match head < capacity {
-            true => head,
-            false => capacity - 1,
-        };
+        let head_at = offset_of!(Ring, head);
+        let head = u64_at(&header, head_at);
         let records_at = at + RING_HEADER_BYTES as u64;
         let bytes = self.bytes(records_at, (head.min(capacity) as usize) * RECORD_BYTES)?;
-        let events = (head - kept..head).map(|number| {
+        // The thread may have overwritten records after they were counted, and may be overwriting another one now. It
+        // raises the head before it overwrites the next record.
+        fence(Acquire);
+        let now = u64_at(&self.bytes(at + head_at as u64, size_of::<u64>())?, 0);
+        let first = (now.max(head).saturating_add(1))
+            .saturating_sub(capacity)
+            .min(head);
+        let events = (first..head).map(|number| {
             let at = (number % capacity) as usize * RECORD_BYTES;
             event(&bytes[at..at + RECORD_BYTES], points.len(), scale)
         });
@@ -235,7 +242,7 @@ impl Source {
             counts: (0..points.len())
                 .map(|point| u64_at(&header, counts + 8 * point))
                 .collect(),
-            dropped: head - kept,
+            dropped: first,
         })
     }
 }

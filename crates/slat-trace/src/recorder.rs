@@ -15,7 +15,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 use std::str::FromStr;
-use std::sync::atomic::{AtomicU64, Ordering::*};
+use std::sync::atomic::{AtomicU64, Ordering::*, fence};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 /// The number of rings for which a file has space.
@@ -124,8 +124,11 @@ fn record<P: Point>(values: P) {
     // SAFETY: `claim` has returned a ring of this process, in a mapping that is never unmapped.
     let ring = unsafe { claimed.ring.as_ref() };
     let at = ring.next.load(Relaxed);
-    // SAFETY: the ring has `capacity` records after its header, and `at` is less than `capacity`. Only this thread,
-    // which claimed it, writes to them, and no thread of this process reads them. The values fit: `points` asserts it.
+    // Orders the head before the record that may overwrite an older one: a reader that has read bytes of the new record
+    // finds by the head that the older one is lost.
+    fence(Release);
+    // SAFETY: the ring has `capacity` records after its header, and `at` is less. Only this thread, which claimed it,
+    // writes to them, and no thread of this process reads them. The values fit: `points` asserts it.
     unsafe {
         let records = claimed.ring.cast::<u8>().add(RING_HEADER_BYTES);
         let record = records.cast::<Record>().add(at as usize).as_ptr();
@@ -151,6 +154,8 @@ fn record<P: Point>(values: P) {
 
 /// Gives this thread a ring. `None`: no ring is left; the record is lost, and the loss is counted.
 fn claim() -> Option<Claimed> {
+    // After the tracepoint's relaxed load: the thread that has selected the tracepoint has published the file before.
+    fence(Acquire);
     let mapped = MAPPED.peek()?.get()?;
     let header = mapped.header();
     let next = |claimed| (claimed < header.allocated.load(Acquire)).then_some(claimed + 1);
@@ -232,7 +237,7 @@ pub fn begin(path: &Path, selected: Selection, buffer: Buffer) -> io::Result<Opt
         .inspect_err(|_| remove(&path))?;
     mapped.describe(selected, start);
     if slot.set(mapped).is_ok() {
-        traced().store(selected.0, Relaxed);
+        traced().store(selected.0, Release);
     }
     Ok(Some(path))
 }

@@ -96,6 +96,47 @@ fn only_what_is_selected_is_recorded() {
 }
 
 #[test]
+fn a_ring_is_read_while_its_thread_overwrites_it() {
+    let path = std::env::temp_dir().join(format!("slat-trace-{}-live", std::process::id()));
+    // SAFETY: the child has one thread, which ends without a return.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        // SAFETY: the child ends even if its parent does not end it.
+        unsafe { libc::alarm(60) };
+        let done = std::panic::catch_unwind(|| {
+            begin(&path, Selection::ALL, Buffer::default()).unwrap();
+            (0..).for_each(mmio);
+        });
+        // SAFETY: as above.
+        unsafe { libc::_exit(i32::from(done.is_err())) };
+    }
+    let mut latest = 0;
+    while latest < 2_000_000 {
+        let trace = match Trace::read(&path) {
+            Ok(trace) => trace,
+            // The file is not there, or is not whole, at first.
+            Err(error) => {
+                assert_eq!(latest, 0, "{error}");
+                continue;
+            }
+        };
+        let Some(thread) = trace.threads.first() else {
+            continue;
+        };
+        for (number, event) in (thread.dropped..).zip(&thread.events) {
+            assert_eq!(trace.value(event, "gpa"), Some(number));
+            latest = number;
+        }
+    }
+    // SAFETY: a child of this process.
+    unsafe {
+        libc::kill(child, libc::SIGKILL);
+        libc::waitpid(child, &mut 0, 0);
+    }
+    std::fs::remove_file(path).unwrap();
+}
+
+#[test]
 fn a_full_ring_keeps_the_latest_records_and_counts_all() {
     const WRITTEN: u64 = 100_000;
     let trace = record("full", "kvm", || (0..WRITTEN).for_each(mmio));
