@@ -70,8 +70,7 @@ pub(crate) struct Client {
     alarm: Alarm,
     /// The number of [`Polling`]s of the vCPU.
     polls: AtomicU32,
-    /// Whether the vCPU executes now. Relaxed accesses suffice, because the value only has to be seen in one of the
-    /// next rounds.
+    /// Whether the vCPU executes now.
     executes: AtomicBool,
     deadline: Mutex<Option<Instant>>,
 }
@@ -81,6 +80,10 @@ struct Ticker {
     clients: Mutex<Vec<Shared<Client>>>,
     changed: Condvar,
     /// Whether the thread ticks. If not, a new [`Polling`], or a vCPU that begins to execute, has to wake the thread.
+    ///
+    /// A client stores that it polls or executes, and then reads this. The thread clears this, and then looks at its
+    /// clients once more. One of them must see what the other has stored, so all four accesses are sequentially
+    /// consistent.
     ticks: AtomicBool,
     /// Whether the thread was started.
     started: AtomicBool,
@@ -142,7 +145,7 @@ impl Background for Ticker {
                             polled = true;
                             raise(attention, bits::POLL);
                         }
-                        if client.executes.load(Ordering::Relaxed) {
+                        if client.executes.load(Ordering::SeqCst) {
                             executes = true;
                             if raised != 0 {
                                 attention.raise(raised);
@@ -175,7 +178,7 @@ impl Background for Ticker {
                 let periodic = periodic.iter().flatten().map(|one| one.next);
                 next = periodic.chain(next).min();
             } else if self.ticks.swap(false, Ordering::SeqCst) {
-                // Looks once more, because a client may have begun polling before `ticks` was cleared.
+                // Looks once more, because a client may have begun to poll or to execute before `ticks` was cleared.
                 continue;
             }
             clients = match next {
@@ -250,8 +253,8 @@ impl Client {
     /// Records that the vCPU executes, until [`rests`](Self::rests) is called.
     #[inline]
     pub(crate) fn executes(&self) {
-        self.executes.store(true, Ordering::Relaxed);
-        if !TICKER.get().ticks.load(Ordering::Relaxed) {
+        self.executes.store(true, Ordering::SeqCst);
+        if !TICKER.get().ticks.load(Ordering::SeqCst) {
             ticker().wake();
         }
     }
