@@ -171,9 +171,10 @@ pub fn take_over() {
             slat_guard::set_chained(signal, Some(&as_set(signal as usize, action)));
         }
     }
-    TAKEN_OVER.store(true, Ordering::Release);
+    // SeqCst: of a thread that sets an action meanwhile, this finds the flags, or the thread finds `TAKEN_OVER`.
+    TAKEN_OVER.store(true, Ordering::SeqCst);
     for (signal, handler) in HANDLERS.iter().enumerate() {
-        if handler.flags.load(Ordering::Relaxed) & libc::SA_RESETHAND != 0 {
+        if handler.flags.load(Ordering::SeqCst) & libc::SA_RESETHAND != 0 {
             keep_handler(signal as c_int);
         }
     }
@@ -300,7 +301,7 @@ pub unsafe fn set_action(signal: c_int, new: *const Action, old: *mut Action) ->
     {
         // Stores the handler before setting the kernel's action, so that the trampoline finds the handler if the signal
         // arrives at once.
-        handler.flags.store(action.sa_flags, Ordering::Relaxed);
+        handler.flags.store(action.sa_flags, Ordering::SeqCst);
         (handler.function).store(action.sa_sigaction, Ordering::Release);
         action.sa_sigaction = trampoline_address();
         action.sa_flags |= libc::SA_SIGINFO;
@@ -323,6 +324,11 @@ pub unsafe fn set_action(signal: c_int, new: *const Action, old: *mut Action) ->
         handler.flags.store(before.1, Ordering::Relaxed);
         handler.function.store(before.0, Ordering::Release);
         return result;
+    }
+    let resets = |action: Action| action.sa_flags & libc::SA_RESETHAND != 0;
+    if ours.is_some_and(resets) && TAKEN_OVER.load(Ordering::SeqCst) {
+        // `take_over` may have looked for the trampoline before the kernel had it.
+        keep_handler(signal);
     }
     if kernels.sa_sigaction == trampoline_address() {
         (kernels.sa_sigaction, kernels.sa_flags) = before;
