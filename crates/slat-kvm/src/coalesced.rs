@@ -3,6 +3,11 @@
 //! The client names ranges of addresses or ports. A write to such a range goes into a ring of one page. All vCPUs of a
 //! VM share the ring, which is mapped after the port-data page of each vCPU. `KVM_RUN` returns only when the ring is
 //! full.
+//!
+//! # Order
+//! Ring entries are plain memory, which belongs to one side at a time. slat releases an entry to the client by
+//! advancing `last`, and acquires it again by reading `first`; the client does the reverse ([`Coalesced::next`]). vCPUs
+//! write by turns, under a lock.
 
 use crate::errno::{Result, fail};
 use crate::io_bus::{Range, Space};
