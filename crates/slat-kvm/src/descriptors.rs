@@ -9,6 +9,12 @@
 //! the descriptor's object, and cannot be emptied as long as the count is held. If not, the look-up lowers the count
 //! and begins again. In this case the cell may hold another object, which is harmless: no look-up reads the object
 //! before the second check.
+//!
+//! # Order
+//! Each change of an entry and of a count acquires what earlier changes have released. A look-up that has raised the
+//! count of a cell which was reused has therefore seen the count that the cell got for its new object; the entry was
+//! emptied before that, so the second check finds that. And whoever reuses a cell has seen the last use of its old
+//! object.
 
 use crate::errno::{Result, fail};
 use crate::ioctl::{Answer, Object};
