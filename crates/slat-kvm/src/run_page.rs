@@ -2,8 +2,15 @@
 //!
 //! The vCPU's descriptor is a memfd of the same size, so the client's own `mmap` of the descriptor maps the shared
 //! pages. If RLIMIT_FSIZE forbids a file of this size, the memfd is empty, and slat's memory replaces the client's
-//! mapping. The client may write to the pages at any time, even while the vCPU runs. So every access to the pages is
-//! volatile, and a checked value is never read a second time.
+//! mapping. The client may write to the pages at any time, even while the vCPU runs. So every access here is volatile,
+//! and a checked value is never read a second time.
+//!
+//! # Order
+//! No access here orders another one, and none needs to. The thread that calls `KVM_RUN` uses the page before the call
+//! and after it, in its own order. Another thread of the client may set `immediate_exit` at any time. To end the run,
+//! it then sends a signal; and the kernel, which takes one lock to send a signal and to deliver it, orders all that the
+//! sender did before all that the receiver does afterwards. So a `KVM_RUN` that begins after the signal reads the new
+//! value, and one that has begun before is ended by the signal. KVM promises no more.
 
 use crate::errno::{Error, Result, fail, last};
 use crate::file_id::FileId;
