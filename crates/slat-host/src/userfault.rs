@@ -6,8 +6,9 @@
 //! the page, then clears the bit.
 //!
 //! # Concurrency
-//! The bitmap is memory of the client, which may do anything with it. So its bits are read by guarded loads. On x86,
-//! accesses that follow a load that sees the cleared bit see the page. A bit matters when a page is resolved: setting a
+//! The bitmap is memory of the client, which may do anything with it. So its bits are read by guarded loads. These are
+//! acquire operations on every architecture: accesses that follow a load that sees the cleared bit see the page, if the
+//! client has cleared the bit by a release operation. A bit matters when a page is resolved: setting a
 //! bit later has no effect on a page that is mapped (as in the series). So the table of bitmaps is changed inside an
 //! invalidation of the slot's memory: then every leaf was resolved with the slot's current bitmap.
 
