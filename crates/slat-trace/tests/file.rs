@@ -105,7 +105,9 @@ fn a_ring_is_read_while_its_thread_overwrites_it() {
         unsafe { libc::alarm(60) };
         let done = std::panic::catch_unwind(|| {
             begin(&path, Selection::ALL, Buffer::default()).unwrap();
-            (0..).for_each(mmio);
+            for gpa in 0.. {
+                mmio(gpa);
+            }
         });
         // SAFETY: as above.
         unsafe { libc::_exit(i32::from(done.is_err())) };
