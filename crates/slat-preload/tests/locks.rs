@@ -60,6 +60,25 @@ fn lock_of(line: &str) -> Option<&str> {
     (waits && !kind.starts_with(OWN)).then_some(name)
 }
 
+/// What stands before a module, or before a variable of a macro, that only unit tests and models have.
+const OF_MODELS: &str = "#[cfg(all(test, loom))]\n";
+
+/// Returns the code without the unit tests and the models.
+fn without_tests(text: &str) -> String {
+    let code = text.split("#[cfg(test)]\nmod ").next().unwrap();
+    let mut parts = code.split(OF_MODELS);
+    let mut kept = parts.next().unwrap().to_owned();
+    for part in parts {
+        if part.starts_with("mod ") {
+            // A module of models is the last one of its file.
+            break;
+        }
+        // An item of models has one line, or has no lock.
+        kept.extend(part.split_inclusive('\n').skip(1));
+    }
+    kept
+}
+
 /// Returns the locks in the sources, each with its file, except for those of unit tests.
 fn declared() -> BTreeSet<(String, String)> {
     let mut all = BTreeSet::new();
@@ -68,7 +87,7 @@ fn declared() -> BTreeSet<(String, String)> {
         sources(&crates().join(name).join("src"), &mut files);
         for file in files {
             let text = fs::read_to_string(&file).unwrap();
-            let code = text.split("#[cfg(test)]\nmod ").next().unwrap();
+            let code = without_tests(&text);
             let path = file.strip_prefix(crates()).unwrap().to_str().unwrap();
             let locks = code.lines().filter_map(lock_of);
             all.extend(locks.map(|lock| (lock.to_owned(), path.to_owned())));

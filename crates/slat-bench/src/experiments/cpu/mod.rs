@@ -29,12 +29,11 @@ alu: arithmetic of registers. ldst: loads and stores of one page. x87, float: do
 SSE2. simd: vectors of words. bigint: sums of products (MULX, ADCX, ADOX). bits: counts, rotations
 (BMI). div: DIV. call: calls of a function with a frame. fib: the Fibonacci numbers by recursion.
 string: REP MOVSB, REP STOSQ, REPNE SCASB, of 3 to 1000. code32, code16: sums, loads, stores and
-calls in flat protected mode and in real mode. string32, string16: REP STOSD, REP MOVSD upwards and
-downwards, REPE CMPSD, of a KiB each, in these modes. miss: a write to each of 2048 pages, more than the
-first level of the software TLB holds. walk: additions to 32768 pages in a pseudo-random order:
-most walk the guest's tables, and slat's. cold: writes 65536 functions, a page each, and calls each
-once. The same on tcg, QEMU's software CPU, without its start, and on a real KVM, where it opens:
-the limit. Asked for: 1.5 times as fast as tcg, and twice as fast for miss.",
+calls in flat protected mode and in real mode. string32, string16: REP STOSD, MOVSD (both ways) and
+CMPSD there. miss: a write to each of 2048 pages, more than the software TLB's first level holds.
+walk: additions to 32768 pages in a pseudo-random order: most walk the guest's tables, and slat's.
+cold: writes 65536 functions, a page each, and calls each once. The same on tcg, QEMU's software
+CPU, without its start, and on a real KVM: the limit. Asked for: 1.5 times tcg's, twice for miss.",
     settable: Settable::AllBut(&[]),
     run,
     compare,

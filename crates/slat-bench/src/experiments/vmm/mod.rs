@@ -23,11 +23,10 @@ thread waits for the eventfd. read: one polls and reads it, like a device's. Lim
 irqfd/running: from an eventfd's signal on one thread until the handler of a guest that runs has
 written (a processor must be free for the thread). Limit: a thread that waits for the eventfd.
 linux, short, i386, debian: QEMU (pc, 1 CPU, 512 MiB), on slat and on its own software CPU, tcg:
-processor time to a shell, of systemd for debian, and for works; idle; reads of a disk. short has
-works that end soon, and boots again. Only with --materials DIR, which conformance/vmm/materials
-prepares. Asked for: kick <= 1 us, irqfd <= 20 us (median); of tcg's time: boot 1.0 (i386 0.7,
-debian 0.9), a work 0.6 (short 1.0, i386 0.7, debian 0.9 and together 0.6, its floats 0.3); idle
-<= 2 % of a processor, read >= 200 MB/s.",
+processor time to a shell, of systemd for debian, for works (short: that end soon, and two more
+boots); idle; reads of a disk. Only with --materials DIR, which conformance/vmm/materials fills.
+Asked for: kick <= 1 us, irqfd <= 20 us (median); of tcg's time: boot 1.0 (i386 0.7, debian 0.9), a
+work 0.6 (short 1.0, i386 0.7, debian 0.9, all 0.6, floats 0.3); idle <= 2 %, read >= 200 MB/s.",
     settable: Settable::AllBut(&[]),
     run,
     compare,

@@ -67,7 +67,7 @@ impl Side {
                 let last = Cpu::string_mask(self.address_size);
                 ((0x1000 - in_page) / bytes, (last - offset) / bytes)
             }
-            true => (in_page / bytes + 1, offset / bytes + 1),
+            true => (in_page / bytes + 1, (offset / bytes).saturating_add(1)),
         };
         left.min(page).min(offsets)
     }
