@@ -1,0 +1,164 @@
+//! Exclusive accesses, and the atomic operations of LSE.
+
+use super::{set, shl, shr, x, x_or_sp};
+use crate::insn::{AtomicOp, Order};
+use crate::tier::{Access, Tier};
+
+/// Makes the bytes of a pair in memory of its registers, each of 1 << `size` bytes.
+fn joined<T: Tier>(t: &mut T, size: u8, a: T::Value, b: T::Value) -> T::Vector {
+    if size == 3 {
+        return t.vector(a, b);
+    }
+    let (a, b) = (t.zero_extend(a, 32), shl(t, b, 32));
+    let low = t.or(a, b);
+    let zero = t.number(0);
+    t.vector(low, zero)
+}
+
+/// Returns the registers of a pair.
+fn parted<T: Tier>(t: &mut T, size: u8, bytes: T::Vector) -> [T::Value; 2] {
+    let low = t.low(bytes);
+    match size {
+        3 => [low, t.high(bytes)],
+        _ => [t.zero_extend(low, 32), shr(t, low, 32)],
+    }
+}
+
+/// Returns the low bytes of a register, as bytes of memory.
+fn single<T: Tier>(t: &mut T, size: u8, value: T::Value) -> T::Vector {
+    let value = match size {
+        3 => value,
+        _ => t.zero_extend(value, 8 << size),
+    };
+    let zero = t.number(0);
+    t.vector(value, zero)
+}
+
+/// LDXR, LDAXR, LDXP, LDAXP.
+pub(super) fn load<T: Tier>(
+    t: &mut T,
+    size: u8,
+    pair: bool,
+    acquire: bool,
+    rn: u8,
+    [rt, rt2]: [u8; 2],
+) -> Result<(), T::Stop> {
+    let at = x_or_sp(t, rn);
+    let all = size + u8::from(pair);
+    t.check_alignment(at, 1 << all, false)?;
+    let order = Order {
+        acquire,
+        release: false,
+    };
+    let access = Access {
+        order,
+        unprivileged: false,
+    };
+    let bytes = match all {
+        // The halves may be of different moments: such a load is atomic only if STXP succeeds (B2.2.1).
+        4 => t.load_vector(at)?,
+        _ => {
+            let value = t.load(at, all, access)?;
+            let zero = t.number(0);
+            t.vector(value, zero)
+        }
+    };
+    if acquire && all == 4 {
+        t.fence();
+    }
+    t.mark_exclusive(at, all, bytes);
+    if pair {
+        let [a, b] = parted(t, size, bytes);
+        set(t, rt, a);
+        set(t, rt2, b);
+    } else {
+        let value = t.low(bytes);
+        set(t, rt, value);
+    }
+    Ok(())
+}
+
+/// STXR, STLXR, STXP, STLXP.
+pub(super) fn store<T: Tier>(
+    t: &mut T,
+    size: u8,
+    pair: bool,
+    release: bool,
+    rn: u8,
+    [rs, rt, rt2]: [u8; 3],
+) -> Result<(), T::Stop> {
+    let at = x_or_sp(t, rn);
+    let all = size + u8::from(pair);
+    t.check_alignment(at, 1 << all, true)?;
+    let (a, b) = (x(t, rt), x(t, rt2));
+    let bytes = match pair {
+        true => joined(t, size, a, b),
+        false => single(t, size, a),
+    };
+    let order = Order {
+        acquire: false,
+        release,
+    };
+    let stored = t.store_exclusive(at, all, bytes, order)?;
+    let failed = t.opposite(stored);
+    let status = t.widened(failed);
+    set(t, rs, status);
+    Ok(())
+}
+
+/// LDADD and the like, and SWP.
+pub(super) fn atomic<T: Tier>(
+    t: &mut T,
+    op: AtomicOp,
+    size: u8,
+    mut order: Order,
+    [rs, rn, rt]: [u8; 3],
+) -> Result<(), T::Stop> {
+    let at = x_or_sp(t, rn);
+    t.check_alignment(at, 1 << size, true)?;
+    // Without a register for the old value nothing is acquired: these are STADD and the like.
+    if rt == 31 && op != AtomicOp::Swap {
+        order.acquire = false;
+    }
+    let operand = x(t, rs);
+    let operand = match size {
+        3 => operand,
+        _ => t.zero_extend(operand, 8 << size),
+    };
+    let old = t.atomic(op, at, size, operand, order)?;
+    set(t, rt, old);
+    Ok(())
+}
+
+/// CAS and CASP.
+pub(super) fn compare_swap<T: Tier>(
+    t: &mut T,
+    size: u8,
+    pair: bool,
+    order: Order,
+    [rs, rn, rt]: [u8; 3],
+) -> Result<(), T::Stop> {
+    let at = x_or_sp(t, rn);
+    let all = size + u8::from(pair);
+    t.check_alignment(at, 1 << all, true)?;
+    let mut bytes_of = |r: u8| {
+        let a = x(t, r);
+        if !pair {
+            return single(t, size, a);
+        }
+        // Registers of a pair are even, so number 30 has the zero register with it.
+        let b = x(t, r + 1);
+        joined(t, size, a, b)
+    };
+    let (expected, new) = (bytes_of(rs), bytes_of(rt));
+    let found = t.compare_exchange(at, all, expected, new, order)?;
+    if pair {
+        let [a, b] = parted(t, size, found);
+        set(t, rs, a);
+        set(t, rs + 1, b);
+    } else {
+        let value = t.low(found);
+        set(t, rs, value);
+    }
+    Ok(())
+}

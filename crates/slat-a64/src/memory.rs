@@ -1,0 +1,115 @@
+//! The memory that a processor accesses, and the other services of its machine.
+
+use crate::insn::{AtomicOp, Order, SystemName};
+use crate::state::State;
+use crate::tier::Access;
+
+/// Accesses to memory by virtual addresses, little-endian.
+///
+/// A size is the logarithm of the number of bytes. An access that fails has changed nothing, and the instruction that
+/// made the access changes nothing either.
+///
+/// An aligned access of at most 8 bytes is single-copy atomic (DDI 0487, B2.2). Exclusive stores and atomic operations
+/// are made by [`compare_exchange`](Self::compare_exchange), which must be one atomic operation of the host on memory
+/// that processors on other threads share: no lock makes them atomic, because plain stores of other processors would
+/// not take the lock. A store of another processor between an exclusive load and the exclusive store is noticed by its
+/// value.
+pub trait Memory {
+    /// Why an access fails.
+    type Fault;
+
+    /// Fetches the instruction at an address, which is a multiple of 4.
+    fn fetch(&mut self, address: u64) -> Result<u32, Self::Fault>;
+    /// Loads at most 8 bytes, zero-extended.
+    fn load(&mut self, address: u64, size: u8, access: Access) -> Result<u64, Self::Fault>;
+    /// Stores the low bytes, at most 8, of a value.
+    fn store(
+        &mut self,
+        address: u64,
+        size: u8,
+        value: u64,
+        access: Access,
+    ) -> Result<(), Self::Fault>;
+    /// Loads 16 bytes, which need not be of one moment.
+    fn load_wide(&mut self, address: u64) -> Result<u128, Self::Fault>;
+    /// Stores 16 bytes.
+    fn store_wide(&mut self, address: u64, value: u128) -> Result<(), Self::Fault>;
+    /// Checks that each of these bytes can be stored. An instruction with several stores calls this before the first
+    /// one. If a store fails nevertheless, because the page went away meanwhile, the instruction is executed again from
+    /// its start once the page is back: the architecture lets earlier stores of such an instruction be seen.
+    fn prepare_stores(&mut self, address: u64, bytes: u32) -> Result<(), Self::Fault>;
+    /// Stores `new` if the bytes, at most 16, are `expected`. Returns the bytes that were there. The address is a
+    /// multiple of the size.
+    fn compare_exchange(
+        &mut self,
+        address: u64,
+        size: u8,
+        expected: u128,
+        new: u128,
+        order: Order,
+    ) -> Result<u128, Self::Fault>;
+
+    /// Executes an atomic operation on at most 8 bytes, and returns the bytes that were there. The address is a multiple
+    /// of the size.
+    fn atomic(
+        &mut self,
+        op: AtomicOp,
+        address: u64,
+        size: u8,
+        operand: u64,
+        order: Order,
+    ) -> Result<u64, Self::Fault> {
+        // Checks the right to write, also where the operation changes nothing.
+        self.prepare_stores(address, 1 << size)?;
+        let mut old = self.load(address, size, Access::default())?;
+        loop {
+            let new = op.apply(old, operand, size).into();
+            let found = self.compare_exchange(address, size, old.into(), new, order)? as u64;
+            if found == old {
+                return Ok(old);
+            }
+            old = found;
+        }
+    }
+}
+
+/// The services of the machine around a processor at EL0.
+pub trait Machine: Memory {
+    /// Reads a system register that the processor does not hold itself. `None`: the access is UNDEFINED.
+    fn read_system(&mut self, _state: &State, _name: SystemName) -> Option<u64> {
+        None
+    }
+    /// Writes a system register that the processor does not hold itself. `None`: the access is UNDEFINED.
+    fn write_system(&mut self, _state: &State, _name: SystemName, _value: u64) -> Option<()> {
+        None
+    }
+    /// Executes a system instruction other than DC ZVA and cache maintenance. `None`: it is UNDEFINED.
+    fn system_instruction(
+        &mut self,
+        _state: &State,
+        _name: SystemName,
+        _value: u64,
+    ) -> Option<u64> {
+        None
+    }
+}
+
+impl AtomicOp {
+    /// Returns the new value of 1 << `size` bytes.
+    pub fn apply(self, old: u64, operand: u64, size: u8) -> u64 {
+        let bits = 8 << size;
+        let signed = |v| crate::bits::sign_extend(v, bits) as i64;
+        let new = match self {
+            AtomicOp::Add => old.wrapping_add(operand),
+            AtomicOp::Clear => old & !operand,
+            AtomicOp::Xor => old ^ operand,
+            AtomicOp::Set => old | operand,
+            AtomicOp::SignedMax => signed(old).max(signed(operand)) as u64,
+            AtomicOp::SignedMin => signed(old).min(signed(operand)) as u64,
+            AtomicOp::UnsignedMax => old.max(operand),
+            AtomicOp::UnsignedMin => old.min(operand),
+            AtomicOp::Swap => operand,
+        };
+        crate::bits::zero_extend(new, bits)
+    }
+}

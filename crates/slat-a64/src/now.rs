@@ -1,0 +1,273 @@
+//! The interpreter's tier: values are numbers, and functions compute at once.
+
+use crate::bits;
+use crate::crc::crc;
+use crate::insn::{AtomicOp, Order, SystemName};
+use crate::memory::Machine;
+use crate::simd::Function;
+use crate::simd::float::Env;
+use crate::state::{Exclusive, State};
+use crate::system;
+use crate::tier::{Access, Exception, Tier};
+use core::sync::atomic::{Ordering, fence};
+
+/// Why an instruction ended early, without an effect.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stop<F> {
+    /// The instruction raises an exception.
+    Exception(Exception),
+    /// An access to memory failed.
+    Memory(F),
+}
+
+impl<F> From<Exception> for Stop<F> {
+    fn from(exception: Exception) -> Self {
+        Stop::Exception(exception)
+    }
+}
+
+/// A processor's state and its machine, while an instruction is executed.
+pub(crate) struct Now<'a, M> {
+    pub(crate) state: &'a mut State,
+    pub(crate) machine: &'a mut M,
+    /// The address of the instruction.
+    pub(crate) pc: u64,
+}
+
+/// Defines functions of the trait that are an expression of their arguments.
+macro_rules! functions {
+    ($($name:ident($($argument:ident: $type:ty),*) -> $result:ty { $value:expr })*) => {
+        $(
+            #[inline(always)]
+            fn $name(&mut self, $($argument: $type),*) -> $result {
+                $value
+            }
+        )*
+    };
+}
+
+impl<M: Machine> Tier for Now<'_, M> {
+    type Value = u64;
+    type Bool = bool;
+    type Vector = u128;
+    type Stop = Stop<M::Fault>;
+
+    #[inline(always)]
+    fn pc(&self) -> u64 {
+        self.pc
+    }
+    #[inline(always)]
+    fn x(&mut self, r: u8) -> u64 {
+        self.state.x[usize::from(r)]
+    }
+    #[inline(always)]
+    fn set_x(&mut self, r: u8, value: u64) {
+        self.state.x[usize::from(r)] = value;
+    }
+    #[inline(always)]
+    fn sp(&mut self) -> u64 {
+        self.state.sp
+    }
+    #[inline(always)]
+    fn set_sp(&mut self, value: u64) {
+        self.state.sp = value;
+    }
+    #[inline(always)]
+    fn v(&mut self, r: u8) -> u128 {
+        self.state.v[usize::from(r & 31)]
+    }
+    #[inline(always)]
+    fn set_v(&mut self, r: u8, value: u128) {
+        self.state.v[usize::from(r & 31)] = value;
+    }
+    #[inline(always)]
+    fn flags(&mut self) -> [bool; 4] {
+        self.state.flags
+    }
+    #[inline(always)]
+    fn set_flags(&mut self, nzcv: [bool; 4]) {
+        self.state.flags = nzcv;
+    }
+
+    functions! {
+        number(n: u64) -> u64 { n }
+        truth(is: bool) -> bool { is }
+        add(a: u64, b: u64) -> u64 { a.wrapping_add(b) }
+        sub(a: u64, b: u64) -> u64 { a.wrapping_sub(b) }
+        mul(a: u64, b: u64) -> u64 { a.wrapping_mul(b) }
+        and(a: u64, b: u64) -> u64 { a & b }
+        or(a: u64, b: u64) -> u64 { a | b }
+        xor(a: u64, b: u64) -> u64 { a ^ b }
+        not(a: u64) -> u64 { !a }
+        shl(a: u64, count: u64) -> u64 { a << (count & 63) }
+        shr(a: u64, count: u64) -> u64 { a >> (count & 63) }
+        sar(a: u64, count: u64) -> u64 { (a as i64 >> (count & 63)) as u64 }
+        ror(a: u64, count: u64) -> u64 { a.rotate_right(count as u32) }
+        zero_extend(a: u64, bits: u32) -> u64 { bits::zero_extend(a, bits) }
+        sign_extend(a: u64, bits: u32) -> u64 { bits::sign_extend(a, bits) }
+        leading_zeros(a: u64) -> u64 { a.leading_zeros().into() }
+        reverse_bits(a: u64) -> u64 { a.reverse_bits() }
+        swap_bytes(a: u64) -> u64 { a.swap_bytes() }
+        crc(old: u64, value: u64, bits: u32, castagnoli: bool) -> u64 {
+            crc(old as u32, value, bits, castagnoli).into()
+        }
+        is_zero(a: u64) -> bool { a == 0 }
+        is_less(a: u64, b: u64) -> bool { a < b }
+        bit(a: u64, n: u32) -> bool { a >> n & 1 != 0 }
+        both(a: bool, b: bool) -> bool { a & b }
+        either(a: bool, b: bool) -> bool { a | b }
+        differ(a: bool, b: bool) -> bool { a ^ b }
+        opposite(a: bool) -> bool { !a }
+        widened(a: bool) -> u64 { a.into() }
+        select(which: bool, a: u64, b: u64) -> u64 { if which { a } else { b } }
+        select_bool(which: bool, a: bool, b: bool) -> bool { if which { a } else { b } }
+        vector(low: u64, high: u64) -> u128 { u128::from(low) | u128::from(high) << 64 }
+        low(v: u128) -> u64 { v as u64 }
+        high(v: u128) -> u64 { (v >> 64) as u64 }
+        fence() -> () { fence(Ordering::SeqCst) }
+    }
+
+    #[inline(always)]
+    fn mul_high(&mut self, a: u64, b: u64, is_signed: bool) -> u64 {
+        let product = match is_signed {
+            true => (i128::from(a as i64) * i128::from(b as i64)) as u128,
+            false => u128::from(a) * u128::from(b),
+        };
+        (product >> 64) as u64
+    }
+    #[inline(always)]
+    fn div(&mut self, a: u64, b: u64, is_signed: bool) -> u64 {
+        match (b, is_signed) {
+            (0, _) => 0,
+            (_, true) => (a as i64).wrapping_div(b as i64) as u64,
+            (_, false) => a / b,
+        }
+    }
+
+    fn compute(&mut self, function: Function, operands: [u128; 3]) -> u128 {
+        let mut env = Env {
+            fpcr: self.state.fpcr,
+            fpsr: self.state.fpsr,
+        };
+        let result = function.compute(operands, &mut env);
+        self.state.fpsr = env.fpsr;
+        result
+    }
+
+    #[inline(always)]
+    fn load(&mut self, address: u64, size: u8, access: Access) -> Result<u64, Self::Stop> {
+        self.machine
+            .load(address, size, access)
+            .map_err(Stop::Memory)
+    }
+    #[inline(always)]
+    fn store(
+        &mut self,
+        address: u64,
+        size: u8,
+        value: u64,
+        access: Access,
+    ) -> Result<(), Self::Stop> {
+        self.machine
+            .store(address, size, value, access)
+            .map_err(Stop::Memory)
+    }
+    #[inline(always)]
+    fn load_vector(&mut self, address: u64) -> Result<u128, Self::Stop> {
+        self.machine.load_wide(address).map_err(Stop::Memory)
+    }
+    #[inline(always)]
+    fn store_vector(&mut self, address: u64, value: u128) -> Result<(), Self::Stop> {
+        self.machine
+            .store_wide(address, value)
+            .map_err(Stop::Memory)
+    }
+    fn prepare_stores(&mut self, address: u64, bytes: u32) -> Result<(), Self::Stop> {
+        self.machine
+            .prepare_stores(address, bytes)
+            .map_err(Stop::Memory)
+    }
+    #[inline(always)]
+    fn check_alignment(
+        &mut self,
+        address: u64,
+        bytes: u32,
+        is_write: bool,
+    ) -> Result<(), Self::Stop> {
+        match address & u64::from(bytes - 1) {
+            0 => Ok(()),
+            _ => Err(Exception::Alignment { address, is_write }.into()),
+        }
+    }
+    fn atomic(
+        &mut self,
+        op: AtomicOp,
+        address: u64,
+        size: u8,
+        operand: u64,
+        order: Order,
+    ) -> Result<u64, Self::Stop> {
+        self.machine
+            .atomic(op, address, size, operand, order)
+            .map_err(Stop::Memory)
+    }
+    fn compare_exchange(
+        &mut self,
+        address: u64,
+        size: u8,
+        expected: u128,
+        new: u128,
+        order: Order,
+    ) -> Result<u128, Self::Stop> {
+        let found = self
+            .machine
+            .compare_exchange(address, size, expected, new, order);
+        found.map_err(Stop::Memory)
+    }
+    fn clear_exclusive(&mut self) {
+        self.state.exclusive = None;
+    }
+    fn mark_exclusive(&mut self, address: u64, size: u8, value: u128) {
+        self.state.exclusive = Some(Exclusive {
+            address,
+            size,
+            value,
+        });
+    }
+    fn store_exclusive(
+        &mut self,
+        address: u64,
+        size: u8,
+        value: u128,
+        order: Order,
+    ) -> Result<bool, Self::Stop> {
+        let stored = match self.state.exclusive {
+            Some(mark) if (mark.address, mark.size) == (address, size) => {
+                self.compare_exchange(address, size, mark.value, value, order)? == mark.value
+            }
+            _ => false,
+        };
+        self.state.exclusive = None;
+        Ok(stored)
+    }
+
+    fn raise(&mut self, exception: Exception) -> Self::Stop {
+        exception.into()
+    }
+    fn read_system(&mut self, name: SystemName) -> Result<u64, Self::Stop> {
+        system::read(self.state, self.machine, name).ok_or(Exception::Undefined.into())
+    }
+    fn write_system(&mut self, name: SystemName, value: u64) -> Result<(), Self::Stop> {
+        system::write(self.state, self.machine, name, value).ok_or(Exception::Undefined.into())
+    }
+    fn set_pstate(&mut self, op1: u8, op2: u8, value: u8) -> Result<(), Self::Stop> {
+        system::set_pstate(self.state, op1, op2, value).ok_or(Exception::Undefined.into())
+    }
+    fn system_instruction(&mut self, name: SystemName, value: u64) -> Result<u64, Self::Stop> {
+        let result = system::instruction(self.state, self.machine, name, value);
+        result.ok_or(Exception::Undefined.into())
+    }
+    fn exception_return(&mut self) -> Result<u64, Self::Stop> {
+        Err(Exception::Undefined.into())
+    }
+}

@@ -1,0 +1,170 @@
+//! The interpreter: executes instructions one after another.
+
+use crate::decode::decode;
+use crate::insn::{Hint, Insn};
+use crate::meaning::execute;
+use crate::memory::Machine;
+use crate::now::{Now, Stop};
+use crate::state::State;
+use crate::tier::{Exception, Next};
+use alloc::vec::Vec;
+
+/// Why a run ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Exit<F> {
+    /// The given number of instructions was executed.
+    Limit,
+    /// The processor has executed a hint that its caller may want to act on.
+    Hint(Hint),
+    /// The next instruction ended early, and has changed nothing. The program counter is its address.
+    Stop(Stop<F>),
+    /// Instructions cannot be fetched from the program counter.
+    Fetch(F),
+    /// The program counter is no multiple of 4.
+    MisalignedFetch,
+}
+
+/// Instructions that follow one another, decoded. The last one is a branch, or the block has as many as it may have.
+///
+/// The caller knows whether the memory of a block has changed since.
+#[derive(Clone, Debug)]
+pub struct Block {
+    start: u64,
+    /// `None` is UNDEFINED.
+    instructions: Vec<Option<Insn>>,
+}
+
+/// The most instructions of a block.
+const BLOCK: usize = 64;
+
+impl Block {
+    /// Decodes a block. The fault is that of the first instruction.
+    pub fn decode<M: Machine>(machine: &mut M, start: u64) -> Result<Self, M::Fault> {
+        let mut instructions = Vec::new();
+        while instructions.len() < BLOCK {
+            let address = start.wrapping_add(4 * instructions.len() as u64);
+            let word = match machine.fetch(address) {
+                Ok(word) => word,
+                Err(fault) if instructions.is_empty() => return Err(fault),
+                Err(_) => break,
+            };
+            let insn = decode(word);
+            instructions.push(insn);
+            if insn.is_none_or(|insn| insn.ends_block()) {
+                break;
+            }
+        }
+        Ok(Self {
+            start,
+            instructions,
+        })
+    }
+
+    /// Returns the address of the first instruction.
+    pub fn start(&self) -> u64 {
+        self.start
+    }
+
+    /// Returns the number of instructions.
+    pub fn instructions(&self) -> usize {
+        self.instructions.len()
+    }
+}
+
+impl Insn {
+    fn ends_block(&self) -> bool {
+        matches!(
+            self,
+            Insn::Branch { .. }
+                | Insn::BranchIf { .. }
+                | Insn::CompareBranch { .. }
+                | Insn::TestBranch { .. }
+                | Insn::BranchRegister { .. }
+                | Insn::Eret
+                | Insn::Call { .. }
+                | Insn::Hint(_)
+                | Insn::Barrier(_)
+                | Insn::SetPstate { .. }
+                | Insn::WriteSystem { .. }
+                | Insn::SystemInstruction { .. }
+        )
+    }
+}
+
+/// How the execution of one instruction ends that is not the last one of its kind in a row.
+enum Went<F> {
+    On,
+    Elsewhere,
+    Out(Exit<F>),
+}
+
+#[inline(always)]
+fn one<M: Machine>(state: &mut State, machine: &mut M, insn: &Option<Insn>) -> Went<M::Fault> {
+    let Some(insn) = insn else {
+        return Went::Out(Exit::Stop(Exception::Undefined.into()));
+    };
+    let pc = state.pc;
+    let following = pc.wrapping_add(4);
+    let mut now = Now { state, machine, pc };
+    let (next, went) = match execute(&mut now, insn) {
+        Ok(Next::Following) => (following, Went::On),
+        Ok(Next::Jump(target)) => (target, Went::Elsewhere),
+        Ok(Next::JumpIf(jumps, target)) => {
+            (if jumps { target } else { following }, Went::Elsewhere)
+        }
+        Ok(Next::Indirect(target)) => (target, Went::Elsewhere),
+        Ok(Next::Hint(hint)) => (following, Went::Out(Exit::Hint(hint))),
+        Ok(Next::Synchronize) => (following, Went::Elsewhere),
+        Err(stop) => return Went::Out(Exit::Stop(stop)),
+    };
+    state.pc = next;
+    went
+}
+
+/// Fetches, decodes and executes one instruction. `None`: go on.
+pub fn step<M: Machine>(state: &mut State, machine: &mut M) -> Option<Exit<M::Fault>> {
+    if state.pc & 3 != 0 {
+        return Some(Exit::MisalignedFetch);
+    }
+    let word = match machine.fetch(state.pc) {
+        Ok(word) => word,
+        Err(fault) => return Some(Exit::Fetch(fault)),
+    };
+    match one(state, machine, &decode(word)) {
+        Went::On | Went::Elsewhere => None,
+        Went::Out(exit) => Some(exit),
+    }
+}
+
+/// Executes instructions, at most `limit`.
+pub fn run<M: Machine>(state: &mut State, machine: &mut M, limit: u64) -> Exit<M::Fault> {
+    for _ in 0..limit {
+        if let Some(exit) = step(state, machine) {
+            return exit;
+        }
+    }
+    Exit::Limit
+}
+
+/// Executes a decoded block from its start, at which the program counter is, and again for as long as its last
+/// instruction jumps there, at most `times` times in all. `None`: go on at the program counter.
+pub fn run_block<M: Machine>(
+    state: &mut State,
+    machine: &mut M,
+    block: &Block,
+    times: u64,
+) -> Option<Exit<M::Fault>> {
+    for _ in 0..times {
+        if state.pc != block.start {
+            break;
+        }
+        for insn in &block.instructions {
+            match one(state, machine, insn) {
+                Went::On => {}
+                Went::Elsewhere => break,
+                Went::Out(exit) => return Some(exit),
+            }
+        }
+    }
+    None
+}

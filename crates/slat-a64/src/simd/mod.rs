@@ -1,0 +1,93 @@
+//! Advanced SIMD and floating-point instructions (DDI 0487, C4.1.97 and C7.2).
+//!
+//! A vector instruction is a [`Function`] of at most three operands. It computes a whole register, and its result
+//! depends on nothing but the operands, FPCR and FPSR: the interpreter calls [`Function::compute`], and so may compiled
+//! code. An operand that is one lane of a register is that lane in all lanes, so that instructions by element are no
+//! functions of their own.
+
+mod arithmetic;
+mod compute;
+mod decode;
+mod fixed;
+pub(crate) mod float;
+mod form;
+mod integer;
+mod misc;
+mod scalar;
+mod three;
+
+pub(crate) use compute::{Function, Op};
+pub(crate) use decode::decode;
+
+use crate::width::Width;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Input {
+    Zero,
+    V(u8),
+    /// A lane, of 1 << `size` bytes, in all lanes.
+    Lane {
+        r: u8,
+        size: u8,
+        lane: u8,
+    },
+    /// A general register.
+    X(u8),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Output {
+    V(u8),
+    X(u8, Width),
+    Flags,
+}
+
+/// How an immediate changes a register.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Change {
+    Set,
+    Or,
+    Clear,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Simd {
+    Compute {
+        function: Function,
+        inputs: [Input; 3],
+        output: Output,
+    },
+    /// MOVI and the like, of both halves if `full`.
+    Immediate {
+        rd: u8,
+        value: u64,
+        full: bool,
+        change: Change,
+    },
+    /// FCSEL.
+    Select {
+        size: u8,
+        condition: u8,
+        rd: u8,
+        rn: u8,
+        rm: u8,
+    },
+    /// FCCMP, FCCMPE.
+    ConditionalCompare {
+        size: u8,
+        signals: bool,
+        condition: u8,
+        nzcv: u8,
+        rn: u8,
+        rm: u8,
+    },
+    /// TBL, and TBX if it `keeps` bytes.
+    Table {
+        full: bool,
+        registers: u8,
+        keeps: bool,
+        rd: u8,
+        rn: u8,
+        rm: u8,
+    },
+}

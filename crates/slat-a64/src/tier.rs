@@ -1,0 +1,202 @@
+//! What a tier provides to the meaning of instructions.
+//!
+//! [`meaning`](crate::meaning) says what each instruction does by calls of these functions alone. The interpreter's
+//! values are numbers, and its functions compute at once. A compiler's values are values of its intermediate code, and
+//! its functions emit operations. Therefore the meaning of an instruction makes no decision that depends on a value: it
+//! selects between values with [`Tier::select`], and only its operands, which the decoder has fixed, choose its steps.
+
+use crate::insn::{AtomicOp, Hint, Order, SystemName};
+use crate::simd::Function;
+
+/// How an access is made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Access {
+    /// The order with other accesses.
+    pub order: Order,
+    /// The access has the rights of EL0: LDTR, STTR.
+    pub unprivileged: bool,
+}
+
+/// Where execution goes on after an instruction.
+pub(crate) enum Next<T: Tier + ?Sized> {
+    Following,
+    Jump(u64),
+    /// Jumps if the condition holds, and otherwise goes on.
+    JumpIf(T::Bool, u64),
+    Indirect(T::Value),
+    /// Goes on behind the instruction, but the caller of the run learns of the hint.
+    Hint(Hint),
+    /// Goes on behind the instruction, which has changed what decoding or translation depends on.
+    Synchronize,
+}
+
+/// An exception that an instruction itself raises.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Exception {
+    /// The instruction is UNDEFINED.
+    Undefined,
+    /// SVC with its immediate.
+    Svc(u16),
+    /// HVC with its immediate.
+    Hvc(u16),
+    /// SMC with its immediate.
+    Smc(u16),
+    /// BRK with its immediate.
+    Brk(u16),
+    /// HLT with its immediate.
+    Hlt(u16),
+    /// The address of an access is not a multiple of its size.
+    Alignment {
+        /// The address.
+        address: u64,
+        /// Whether the access would have written.
+        is_write: bool,
+    },
+}
+
+pub(crate) trait Tier {
+    /// 64 bits.
+    type Value: Copy;
+    type Bool: Copy;
+    /// 128 bits.
+    type Vector: Copy;
+    /// Why an instruction ended early. An instruction that ends so has changed nothing.
+    type Stop;
+
+    /// Returns the address of the instruction.
+    fn pc(&self) -> u64;
+    /// Returns X0 to X30.
+    fn x(&mut self, r: u8) -> Self::Value;
+    fn set_x(&mut self, r: u8, value: Self::Value);
+    fn sp(&mut self) -> Self::Value;
+    fn set_sp(&mut self, value: Self::Value);
+    fn v(&mut self, r: u8) -> Self::Vector;
+    fn set_v(&mut self, r: u8, value: Self::Vector);
+    /// Returns N, Z, C, V.
+    fn flags(&mut self) -> [Self::Bool; 4];
+    fn set_flags(&mut self, nzcv: [Self::Bool; 4]);
+
+    fn number(&mut self, n: u64) -> Self::Value;
+    fn truth(&mut self, is: bool) -> Self::Bool;
+    fn add(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
+    fn sub(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
+    fn mul(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
+    /// Returns the upper half of a product.
+    fn mul_high(&mut self, a: Self::Value, b: Self::Value, is_signed: bool) -> Self::Value;
+    /// Divides, rounding towards zero. A quotient by 0 is 0, and one that overflows wraps.
+    fn div(&mut self, a: Self::Value, b: Self::Value, is_signed: bool) -> Self::Value;
+    fn and(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
+    fn or(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
+    fn xor(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
+    fn not(&mut self, a: Self::Value) -> Self::Value;
+    /// Shifts to the left. In this function and the next ones, the count is below 64.
+    fn shl(&mut self, a: Self::Value, count: Self::Value) -> Self::Value;
+    fn shr(&mut self, a: Self::Value, count: Self::Value) -> Self::Value;
+    fn sar(&mut self, a: Self::Value, count: Self::Value) -> Self::Value;
+    fn ror(&mut self, a: Self::Value, count: Self::Value) -> Self::Value;
+    fn zero_extend(&mut self, a: Self::Value, bits: u32) -> Self::Value;
+    fn sign_extend(&mut self, a: Self::Value, bits: u32) -> Self::Value;
+    fn leading_zeros(&mut self, a: Self::Value) -> Self::Value;
+    fn reverse_bits(&mut self, a: Self::Value) -> Self::Value;
+    fn swap_bytes(&mut self, a: Self::Value) -> Self::Value;
+    /// Returns the CRC of the low `bits` bits of `value`, continued from `crc`.
+    fn crc(
+        &mut self,
+        crc: Self::Value,
+        value: Self::Value,
+        bits: u32,
+        castagnoli: bool,
+    ) -> Self::Value;
+
+    fn is_zero(&mut self, a: Self::Value) -> Self::Bool;
+    /// Whether `a` is less than `b`, unsigned.
+    fn is_less(&mut self, a: Self::Value, b: Self::Value) -> Self::Bool;
+    fn bit(&mut self, a: Self::Value, n: u32) -> Self::Bool;
+    fn both(&mut self, a: Self::Bool, b: Self::Bool) -> Self::Bool;
+    fn either(&mut self, a: Self::Bool, b: Self::Bool) -> Self::Bool;
+    fn differ(&mut self, a: Self::Bool, b: Self::Bool) -> Self::Bool;
+    fn opposite(&mut self, a: Self::Bool) -> Self::Bool;
+    /// Returns 0 or 1.
+    fn widened(&mut self, a: Self::Bool) -> Self::Value;
+    fn select(&mut self, which: Self::Bool, a: Self::Value, b: Self::Value) -> Self::Value;
+    fn select_bool(&mut self, which: Self::Bool, a: Self::Bool, b: Self::Bool) -> Self::Bool;
+
+    /// Makes a vector of its low and its high half.
+    fn vector(&mut self, low: Self::Value, high: Self::Value) -> Self::Vector;
+    fn low(&mut self, v: Self::Vector) -> Self::Value;
+    fn high(&mut self, v: Self::Vector) -> Self::Value;
+
+    /// Computes a vector operation, which reads FPCR and adds to FPSR.
+    fn compute(&mut self, function: Function, operands: [Self::Vector; 3]) -> Self::Vector;
+
+    /// Loads 1 << `size` bytes, at most 8, zero-extended.
+    fn load(
+        &mut self,
+        address: Self::Value,
+        size: u8,
+        access: Access,
+    ) -> Result<Self::Value, Self::Stop>;
+    /// Stores the low 1 << `size` bytes, at most 8.
+    fn store(
+        &mut self,
+        address: Self::Value,
+        size: u8,
+        value: Self::Value,
+        access: Access,
+    ) -> Result<(), Self::Stop>;
+    fn load_vector(&mut self, address: Self::Value) -> Result<Self::Vector, Self::Stop>;
+    fn store_vector(&mut self, address: Self::Value, value: Self::Vector)
+    -> Result<(), Self::Stop>;
+    /// Checks that the stores to these bytes that follow will succeed.
+    fn prepare_stores(&mut self, address: Self::Value, bytes: u32) -> Result<(), Self::Stop>;
+    /// Ends the instruction if the address is not a multiple of `bytes`.
+    fn check_alignment(
+        &mut self,
+        address: Self::Value,
+        bytes: u32,
+        is_write: bool,
+    ) -> Result<(), Self::Stop>;
+    fn atomic(
+        &mut self,
+        op: AtomicOp,
+        address: Self::Value,
+        size: u8,
+        operand: Self::Value,
+        order: Order,
+    ) -> Result<Self::Value, Self::Stop>;
+    /// Stores `new` if the 1 << `size` bytes, at most 16, are `expected`. Returns the bytes that were there.
+    fn compare_exchange(
+        &mut self,
+        address: Self::Value,
+        size: u8,
+        expected: Self::Vector,
+        new: Self::Vector,
+        order: Order,
+    ) -> Result<Self::Vector, Self::Stop>;
+    /// Records the address and the value of an exclusive load of 1 << `size` bytes.
+    fn mark_exclusive(&mut self, address: Self::Value, size: u8, value: Self::Vector);
+    /// Stores if the last exclusive load was of the same bytes, which still have the value that it loaded. Whether it
+    /// did or not, the mark is gone afterwards. Returns whether it has stored.
+    fn store_exclusive(
+        &mut self,
+        address: Self::Value,
+        size: u8,
+        value: Self::Vector,
+        order: Order,
+    ) -> Result<Self::Bool, Self::Stop>;
+    fn clear_exclusive(&mut self);
+    fn fence(&mut self);
+
+    /// Ends the instruction with an exception.
+    fn raise(&mut self, exception: Exception) -> Self::Stop;
+    fn read_system(&mut self, name: SystemName) -> Result<Self::Value, Self::Stop>;
+    fn write_system(&mut self, name: SystemName, value: Self::Value) -> Result<(), Self::Stop>;
+    fn set_pstate(&mut self, op1: u8, op2: u8, value: u8) -> Result<(), Self::Stop>;
+    /// Executes SYS or SYSL, and returns SYSL's result.
+    fn system_instruction(
+        &mut self,
+        name: SystemName,
+        value: Self::Value,
+    ) -> Result<Self::Value, Self::Stop>;
+    fn exception_return(&mut self) -> Result<Self::Value, Self::Stop>;
+}

@@ -1,0 +1,152 @@
+//! The oracle: qemu-aarch64 executes the same instructions from the same state as the interpreter, and both must leave
+//! the same registers, flags, memory and signals.
+//!
+//! `cargo test` takes a few seconds with fixed seeds. A campaign: `SLAT_ORACLE_ROUNDS=5000 SLAT_ORACLE_SEED=7 cargo
+//! test --release -p slat-a64 --test oracle`; `SLAT_ORACLE_PROGRAMS=100000` runs that number of whole programs;
+//! `SLAT_ORACLE_ONLY=FADD,LDP` runs only encodings whose names begin so; `SLAT_ORACLE_SHOW=20` reports more
+//! differences of each encoding.
+#![cfg(target_os = "linux")]
+
+mod case;
+mod guest;
+mod judge;
+mod missing;
+mod programs;
+mod qemu;
+#[allow(dead_code)]
+#[path = "../../../slat-x86/tests/oracle/rng.rs"]
+mod rng;
+mod spec;
+
+use std::collections::BTreeMap;
+
+use qemu::{CASES, Qemu, Record};
+use rng::Rng;
+use spec::{ENCODINGS, Encoding};
+
+fn setting(name: &str, default: u64) -> u64 {
+    let value = std::env::var(name).ok();
+    value.and_then(|v| v.parse().ok()).unwrap_or(default)
+}
+
+fn wanted(encoding: &Encoding) -> bool {
+    match std::env::var("SLAT_ORACLE_ONLY") {
+        Ok(only) => only.split(',').any(|name| encoding.name.starts_with(name)),
+        Err(_) => true,
+    }
+}
+
+/// Executes a batch on both sides. Returns the number of cases compared, and reports what differs.
+fn compare(
+    qemu: &mut Qemu,
+    batch: &mut Vec<(&'static str, Record)>,
+    wrong: &mut BTreeMap<&'static str, Vec<String>>,
+) -> u64 {
+    let mut compared = 0;
+    let mut theirs: Vec<Record> = batch.iter().map(|(_, record)| *record).collect();
+    qemu.run(&mut theirs);
+    for (at, ((name, ours), theirs)) in batch.iter_mut().zip(&theirs).enumerate() {
+        if !guest::execute(at, ours) {
+            continue;
+        }
+        compared += 1;
+        let differences = judge::differences(ours, theirs);
+        if !differences.is_empty() {
+            let report = judge::describe(ours, &differences);
+            wrong.entry(name).or_default().push(report);
+        }
+    }
+    batch.clear();
+    compared
+}
+
+fn check(wrong: &BTreeMap<&str, Vec<String>>) {
+    let shown = setting("SLAT_ORACLE_SHOW", 1) as usize;
+    for (name, reports) in wrong {
+        let first = reports[..shown.min(reports.len())].join("\n");
+        println!("{name}: {} wrong; the first:\n{first}", reports.len());
+    }
+    assert!(
+        wrong.is_empty(),
+        "{} encodings differ from qemu",
+        wrong.len()
+    );
+}
+
+#[test]
+fn every_instruction_does_what_qemu_does() {
+    let Some(mut qemu) = Qemu::start() else {
+        return;
+    };
+    let rounds = setting("SLAT_ORACLE_ROUNDS", 30);
+    let mut seeds = Rng(setting("SLAT_ORACLE_SEED", 1));
+    let (mut wrong, mut batch) = (BTreeMap::new(), vec![]);
+    let (mut cases, mut encodings) = (0, 0);
+    for encoding in ENCODINGS.iter() {
+        let mut rng = Rng(seeds.next());
+        if !wanted(encoding) || !case::is_executed(encoding) {
+            continue;
+        }
+        let mut made = 0;
+        for _ in 0..rounds {
+            let Some(record) = case::single(encoding, batch.len(), &mut rng) else {
+                continue;
+            };
+            made += 1;
+            batch.push((encoding.name, record));
+            if batch.len() == CASES {
+                cases += compare(&mut qemu, &mut batch, &mut wrong);
+            }
+        }
+        encodings += u64::from(made > 0);
+    }
+    cases += compare(&mut qemu, &mut batch, &mut wrong);
+    println!("{cases} cases of {encodings} encodings compared");
+    check(&wrong);
+    assert!(cases > 0 || std::env::var_os("SLAT_ORACLE_ONLY").is_some());
+}
+
+#[test]
+fn programs_do_what_they_do_in_qemu() {
+    let Some(mut qemu) = Qemu::start() else {
+        return;
+    };
+    let pool = programs::Pool::new();
+    let mut rng = Rng(setting("SLAT_ORACLE_SEED", 1));
+    let rounds = setting("SLAT_ORACLE_PROGRAMS", 2000);
+    let (mut wrong, mut batch) = (BTreeMap::new(), vec![]);
+    let mut cases = 0;
+    for _ in 0..rounds {
+        batch.push(("program", pool.random(&mut rng)));
+        if batch.len() == CASES {
+            cases += compare(&mut qemu, &mut batch, &mut wrong);
+        }
+    }
+    cases += compare(&mut qemu, &mut batch, &mut wrong);
+    println!("{cases} programs compared");
+    check(&wrong);
+    assert!(cases > rounds / 2);
+}
+
+#[test]
+fn the_decoder_has_exactly_the_encodings_of_its_extensions() {
+    let mut rng = Rng(setting("SLAT_ORACLE_SEED", 1));
+    let mut absent = vec![];
+    let mut present = 0;
+    for encoding in ENCODINGS.iter() {
+        let words = (0..200).map(|_| rng.next() as u32 & !encoding.mask | encoding.value);
+        let defined = words.filter(|word| slat_a64::is_defined(*word)).count();
+        let is_missing = missing::extension(encoding).is_some();
+        present += usize::from(defined > 0);
+        if (defined == 0) != is_missing {
+            absent.push(format!("{} {}", encoding.class, encoding.name));
+        }
+    }
+    println!("{present} of {} encodings", ENCODINGS.len());
+    assert!(absent.is_empty(), "{}: {absent:#?}", absent.len());
+    for _ in 0..200_000 {
+        let word = rng.next() as u32;
+        let is_wrong = slat_a64::is_defined(word) && !spec::is_allocated(word);
+        assert!(!is_wrong, "{word:08x} is not allocated");
+    }
+}

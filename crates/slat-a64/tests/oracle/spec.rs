@@ -1,0 +1,40 @@
+//! Arm's table of encodings.
+
+use std::sync::LazyLock;
+
+/// One encoding of A64.
+pub struct Encoding {
+    pub class: &'static str,
+    pub name: &'static str,
+    pub mask: u32,
+    pub value: u32,
+    /// Bits of the mask that should have the value: other values are CONSTRAINED UNPREDICTABLE.
+    pub should: u32,
+}
+
+/// All encodings but those of SVE and SME.
+pub static ENCODINGS: LazyLock<Vec<Encoding>> = LazyLock::new(|| {
+    let text = include_str!("encodings.txt");
+    let rows = text.lines().filter(|line| !line.starts_with('#'));
+    rows.map(|row| {
+        let mut columns = row.split(' ');
+        let [class, name] = [columns.next().unwrap(), columns.next().unwrap()];
+        let [mask, value, should] =
+            [(); 3].map(|()| u32::from_str_radix(columns.next().unwrap(), 16).unwrap());
+        Encoding {
+            class,
+            name,
+            mask,
+            value,
+            should,
+        }
+    })
+    .collect()
+});
+
+/// Whether a word has an encoding, also with other bits than it should have.
+pub fn is_allocated(word: u32) -> bool {
+    ENCODINGS
+        .iter()
+        .any(|e| (word ^ e.value) & e.mask & !e.should == 0)
+}
