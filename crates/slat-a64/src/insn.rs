@@ -503,3 +503,20 @@ pub(crate) enum Insn {
         rt: u8,
     },
 }
+
+impl Insn {
+    /// Whether CPACR_EL1 can trap the instruction, other than as an access to FPCR or FPSR.
+    #[inline(always)]
+    pub(crate) fn uses_vectors(&self) -> bool {
+        match self {
+            Insn::Access { transfer, .. } | Insn::Pair { transfer, .. } => {
+                matches!(transfer, Transfer::LoadVector | Transfer::StoreVector)
+            }
+            Insn::Simd(_)
+            | Insn::Structures { .. }
+            | Insn::Lane { .. }
+            | Insn::Replicate { .. } => true,
+            _ => false,
+        }
+    }
+}

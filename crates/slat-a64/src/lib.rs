@@ -2,9 +2,9 @@
 //!
 //! A part of slat: there is no promise about this crate's API, and any version may change it.
 //!
-//! [`run::step`] decodes and executes an instruction on a [`State`], which holds the registers of EL0, against a
+//! [`run::step`] decodes and executes an instruction on a [`State`], which holds the registers of EL0 and EL1, against a
 //! [`Machine`], which has the memory. [`run::run_block`] executes a decoded [`Block`]. Execution ends with an [`Exit`],
-//! for example at an exception, which the caller delivers.
+//! for example at an exception, which the caller lets EL1 take ([`State::take_stop`]) or serves itself.
 //!
 //! The meaning of instructions is written once, as functions of operations that a *tier* provides: the interpreter's
 //! tier computes with numbers, and a compiler's tier can emit code. A meaning has no branch that depends on a value.
@@ -14,15 +14,19 @@
 //! |---|---|---|
 //! | base | `bits`, `width` | fields of words, numbers of a given width; the widths of registers |
 //! | | `crc` | the CRC instructions' sums |
-//! | | `state` | the architectural registers |
+//! | | `pstate` | PSTATE without the flags |
 //! | instructions | `simd/` | Advanced SIMD and floating point: decoding, and what each function computes |
 //! | | `insn` | decoded instructions |
 //! | | `decode/` | from a word to an instruction |
+//! | state | `registers` | the table of system registers: name, rights, reset value, writable bits |
+//! | | `state` | the architectural state |
+//! | | `returning` | the return from an exception |
 //! | meaning | `tier` | what a tier provides |
 //! | | `meaning/` | what each instruction does, a file per kind |
 //! | machine | `memory` | the memory, and the other services of the machine |
-//! | | `system` | system registers and system instructions of EL0 |
+//! | | `system` | accesses to system registers, system instructions, and their traps |
 //! | interpreter | `now` | the tier that computes at once |
+//! | | `exception` | syndromes, and how EL1 takes exceptions and interrupts |
 //! | | `run` | steps, blocks, and why execution ends |
 //!
 //! # Promises
@@ -52,8 +56,9 @@
 //!
 //! # Missing
 //!
-//! EL1 and what belongs to it: its system registers, the delivery of exceptions, translation; debug; checks of the
-//! stack pointer's alignment; the compiler. Floating point is computed by integers alone, which is slow.
+//! Translation: stage 1 and its TLB. Debug. Checks of the stack pointer's alignment. EL2 and EL3, and AArch32. The compiler.
+//! The registers that identify the memory model, the timer and the caches are the [`Machine`]'s. Floating point is
+//! computed by integers alone, which is slow.
 
 #![no_std]
 
@@ -64,10 +69,14 @@ extern crate std;
 mod bits;
 mod crc;
 mod decode;
+pub mod exception;
 mod insn;
 mod meaning;
 pub mod memory;
 mod now;
+pub mod pstate;
+mod registers;
+mod returning;
 pub mod run;
 mod simd;
 pub mod state;
@@ -75,9 +84,11 @@ mod system;
 mod tier;
 mod width;
 
+pub use exception::{Abort, Interrupt};
 pub use insn::{AtomicOp, Barrier, Hint, Order, SystemName};
 pub use memory::{Machine, Memory};
 pub use now::Stop;
+pub use pstate::Pstate;
 pub use run::{Block, Exit};
 pub use state::{Exclusive, State};
 pub use tier::{Access, Exception};

@@ -73,7 +73,7 @@ pub trait Memory {
     }
 }
 
-/// The services of the machine around a processor at EL0.
+/// The services of the machine around a processor.
 pub trait Machine: Memory {
     /// Reads a system register that the processor does not hold itself. `None`: the access is UNDEFINED.
     fn read_system(&mut self, _state: &State, _name: SystemName) -> Option<u64> {
@@ -83,6 +83,8 @@ pub trait Machine: Memory {
     fn write_system(&mut self, _state: &State, _name: SystemName, _value: u64) -> Option<()> {
         None
     }
+    /// Called after the guest has written a system register that the processor holds: translation may have changed.
+    fn system_written(&mut self, _state: &State, _name: SystemName) {}
     /// Executes a system instruction other than DC ZVA and cache maintenance. `None`: it is UNDEFINED.
     fn system_instruction(
         &mut self,

@@ -2,12 +2,13 @@
 
 use crate::bits;
 use crate::crc::crc;
-use crate::insn::{AtomicOp, Order, SystemName};
+use crate::insn::{AtomicOp, Hint, Order, SystemName};
 use crate::memory::Machine;
+use crate::registers::{SCTLR_NTWE, SCTLR_NTWI};
 use crate::simd::Function;
 use crate::simd::float::Env;
 use crate::state::{Exclusive, State};
-use crate::system;
+use crate::system::{self, Refused};
 use crate::tier::{Access, Exception, Tier};
 use core::sync::atomic::{Ordering, fence};
 
@@ -32,6 +33,15 @@ pub(crate) struct Now<'a, M> {
     pub(crate) machine: &'a mut M,
     /// The address of the instruction.
     pub(crate) pc: u64,
+}
+
+/// Returns the end of an instruction whose access to a system register was refused.
+fn refusal<F>(refused: Refused, name: SystemName, rt: u8, reads: bool) -> Stop<F> {
+    Stop::Exception(match refused {
+        Refused::Undefined => Exception::Undefined,
+        Refused::Trapped => Exception::SystemTrap { name, rt, reads },
+        Refused::VectorTrap => Exception::VectorTrap,
+    })
 }
 
 /// Defines functions of the trait that are an expression of their arguments.
@@ -254,20 +264,52 @@ impl<M: Machine> Tier for Now<'_, M> {
     fn raise(&mut self, exception: Exception) -> Self::Stop {
         exception.into()
     }
-    fn read_system(&mut self, name: SystemName) -> Result<u64, Self::Stop> {
-        system::read(self.state, self.machine, name).ok_or(Exception::Undefined.into())
+    #[inline(always)]
+    fn check_vectors(&mut self) -> Result<(), Self::Stop> {
+        system::check_vectors(self.state).map_err(|_| Exception::VectorTrap.into())
     }
-    fn write_system(&mut self, name: SystemName, value: u64) -> Result<(), Self::Stop> {
-        system::write(self.state, self.machine, name, value).ok_or(Exception::Undefined.into())
+    fn check_hint(&mut self, hint: Hint) -> Result<(), Self::Stop> {
+        let permission = match hint {
+            Hint::Wfi => SCTLR_NTWI,
+            Hint::Wfe => SCTLR_NTWE,
+            _ => return Ok(()),
+        };
+        match system::is_trapped(self.state, permission) {
+            true => Err(Exception::WaitTrap(hint).into()),
+            false => Ok(()),
+        }
+    }
+    fn check_zero_block(&mut self, name: SystemName, rt: u8) -> Result<(), Self::Stop> {
+        system::check_zero_block(self.state).map_err(|refused| refusal(refused, name, rt, false))
+    }
+    fn read_system(&mut self, name: SystemName, rt: u8) -> Result<u64, Self::Stop> {
+        let value = system::read(self.state, self.machine, name);
+        value.map_err(|refused| refusal(refused, name, rt, true))
+    }
+    fn write_system(&mut self, name: SystemName, rt: u8, value: u64) -> Result<(), Self::Stop> {
+        let done = system::write(self.state, self.machine, name, value);
+        done.map_err(|refused| refusal(refused, name, rt, false))
     }
     fn set_pstate(&mut self, op1: u8, op2: u8, value: u8) -> Result<(), Self::Stop> {
-        system::set_pstate(self.state, op1, op2, value).ok_or(Exception::Undefined.into())
+        let done = system::set_field(self.state, op1, op2, value);
+        let [op1, op2, value] = [op1, op2, value].map(u16::from);
+        let name = SystemName::new(0, op1, 4, value, op2);
+        done.map_err(|refused| refusal(refused, name, 31, false))
     }
-    fn system_instruction(&mut self, name: SystemName, value: u64) -> Result<u64, Self::Stop> {
+    fn system_instruction(
+        &mut self,
+        name: SystemName,
+        rt: u8,
+        reads: bool,
+        value: u64,
+    ) -> Result<u64, Self::Stop> {
         let result = system::instruction(self.state, self.machine, name, value);
-        result.ok_or(Exception::Undefined.into())
+        result.map_err(|refused| refusal(refused, name, rt, reads))
     }
     fn exception_return(&mut self) -> Result<u64, Self::Stop> {
-        Err(Exception::Undefined.into())
+        match self.state.pstate().el1 {
+            true => Ok(self.state.exception_return()),
+            false => Err(Exception::Undefined.into()),
+        }
     }
 }

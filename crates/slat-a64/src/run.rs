@@ -126,6 +126,9 @@ pub fn step<M: Machine>(state: &mut State, machine: &mut M) -> Option<Exit<M::Fa
     if state.pc & 3 != 0 {
         return Some(Exit::MisalignedFetch);
     }
+    if state.pstate().il {
+        return Some(Exit::Stop(Exception::Illegal.into()));
+    }
     let word = match machine.fetch(state.pc) {
         Ok(word) => word,
         Err(fault) => return Some(Exit::Fetch(fault)),
@@ -155,6 +158,9 @@ pub fn run_block<M: Machine>(
     times: u64,
 ) -> Option<Exit<M::Fault>> {
     for _ in 0..times {
+        if state.pstate().il {
+            return Some(Exit::Stop(Exception::Illegal.into()));
+        }
         if state.pc != block.start {
             break;
         }

@@ -1,5 +1,12 @@
 //! The architectural state of a processor.
 
+use crate::insn::SystemName;
+use crate::pstate::Pstate;
+use crate::registers::{
+    CPACR, CPACR_FPEN_SHIFT, SCTLR, SCTLR_DZE, SCTLR_NTWE, SCTLR_NTWI, SCTLR_UCI, SCTLR_UCT,
+    Values, find,
+};
+
 /// The flags N, Z, C, V in bits 31 to 28, as in NZCV and SPSR_EL1.
 pub const NZCV_SHIFT: u32 = 28;
 
@@ -14,7 +21,7 @@ pub struct Exclusive {
     pub value: u128,
 }
 
-/// The registers of a processor at EL0.
+/// The registers of a processor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct State {
     /// X0 to X30.
@@ -31,18 +38,23 @@ pub struct State {
     pub fpcr: u32,
     /// FPSR.
     pub fpsr: u32,
-    /// TPIDR_EL0.
-    pub tpidr: u64,
-    /// TPIDRRO_EL0, which EL0 only reads.
-    pub tpidr_read_only: u64,
-    /// PSTATE.DIT, which changes nothing here.
-    pub data_independent_timing: bool,
+    /// PSTATE without the flags.
+    pub(crate) pstate: Pstate,
+    /// SP_EL0 or SP_EL1: the one that is not the stack pointer.
+    pub(crate) other_sp: u64,
+    /// The system registers of the table.
+    pub(crate) system: Values,
     /// The local monitor of exclusive accesses.
     pub exclusive: Option<Exclusive>,
 }
 
 impl Default for State {
+    /// Returns the state of a program at EL0 that may do what Linux lets programs do.
     fn default() -> Self {
+        let mut system = Values::reset();
+        let permissions = SCTLR_DZE | SCTLR_UCT | SCTLR_UCI | SCTLR_NTWI | SCTLR_NTWE;
+        system.set(SCTLR, system.get(SCTLR) | permissions);
+        system.set(CPACR, 3 << CPACR_FPEN_SHIFT);
         Self {
             x: [0; 31],
             sp: 0,
@@ -51,15 +63,56 @@ impl Default for State {
             v: [0; 32],
             fpcr: 0,
             fpsr: 0,
-            tpidr: 0,
-            tpidr_read_only: 0,
-            data_independent_timing: false,
+            pstate: Pstate::default(),
+            other_sp: 0,
+            system,
             exclusive: None,
         }
     }
 }
 
 impl State {
+    /// Returns the state after reset: EL1 with its own stack pointer, and everything masked.
+    pub fn reset() -> Self {
+        let pstate = Pstate {
+            el1: true,
+            own_stack: true,
+            daif: 15,
+            ..Pstate::default()
+        };
+        Self {
+            pstate,
+            system: Values::reset(),
+            ..Self::default()
+        }
+    }
+
+    /// Returns PSTATE without the flags.
+    pub fn pstate(&self) -> Pstate {
+        self.pstate
+    }
+
+    /// Changes PSTATE, and with it the stack pointer.
+    pub fn set_pstate(&mut self, pstate: Pstate) {
+        let is_own = |pstate: Pstate| pstate.el1 && pstate.own_stack;
+        if is_own(self.pstate) != is_own(pstate) {
+            core::mem::swap(&mut self.sp, &mut self.other_sp);
+        }
+        self.pstate = pstate;
+    }
+
+    /// Returns a system register that the processor itself holds.
+    pub fn system(&self, name: SystemName) -> Option<u64> {
+        find(name).map(|row| self.system.get(row))
+    }
+
+    /// Sets the bits of a system register that can be written. Returns whether the processor holds the register.
+    pub fn set_system(&mut self, name: SystemName, value: u64) -> bool {
+        let Some(row) = find(name) else { return false };
+        self.system.write(row, value);
+        true
+    }
+
     /// Returns N, Z, C, V in bits 31 to 28.
     pub fn nzcv(&self) -> u32 {
         let bits = self

@@ -45,6 +45,21 @@ pub enum Exception {
     Brk(u16),
     /// HLT with its immediate.
     Hlt(u16),
+    /// PSTATE.IL is set.
+    Illegal,
+    /// CPACR_EL1 traps Advanced SIMD and floating point.
+    VectorTrap,
+    /// SCTLR_EL1 traps WFI or WFE.
+    WaitTrap(Hint),
+    /// SCTLR_EL1 traps an access to a system register, or a system instruction.
+    SystemTrap {
+        /// The register or instruction.
+        name: SystemName,
+        /// The general register.
+        rt: u8,
+        /// Whether the general register is written.
+        reads: bool,
+    },
     /// The address of an access is not a multiple of its size.
     Alignment {
         /// The address.
@@ -189,14 +204,29 @@ pub(crate) trait Tier {
 
     /// Ends the instruction with an exception.
     fn raise(&mut self, exception: Exception) -> Self::Stop;
-    fn read_system(&mut self, name: SystemName) -> Result<Self::Value, Self::Stop>;
-    fn write_system(&mut self, name: SystemName, value: Self::Value) -> Result<(), Self::Stop>;
+    /// Ends the instruction, if Advanced SIMD and floating point are trapped.
+    fn check_vectors(&mut self) -> Result<(), Self::Stop>;
+    /// Ends the instruction, if the hint is trapped.
+    fn check_hint(&mut self, hint: Hint) -> Result<(), Self::Stop>;
+    /// Ends the instruction, if DC ZVA with this general register is trapped.
+    fn check_zero_block(&mut self, name: SystemName, rt: u8) -> Result<(), Self::Stop>;
+    /// Reads a system register for general register `rt`.
+    fn read_system(&mut self, name: SystemName, rt: u8) -> Result<Self::Value, Self::Stop>;
+    fn write_system(
+        &mut self,
+        name: SystemName,
+        rt: u8,
+        value: Self::Value,
+    ) -> Result<(), Self::Stop>;
     fn set_pstate(&mut self, op1: u8, op2: u8, value: u8) -> Result<(), Self::Stop>;
-    /// Executes SYS or SYSL, and returns SYSL's result.
+    /// Executes SYS or SYSL with general register `rt`, and returns SYSL's result.
     fn system_instruction(
         &mut self,
         name: SystemName,
+        rt: u8,
+        reads: bool,
         value: Self::Value,
     ) -> Result<Self::Value, Self::Stop>;
+    /// Returns from an exception, and returns where to.
     fn exception_return(&mut self) -> Result<Self::Value, Self::Stop>;
 }

@@ -147,7 +147,10 @@ pub(super) fn system<T: Tier>(t: &mut T, insn: &Insn) -> Result<Next<T>, T::Stop
             Call::Dcps => Exception::Undefined,
         })),
         Insn::Eret => Ok(Next::Indirect(t.exception_return()?)),
-        Insn::Hint(hint) => Ok(Next::Hint(hint)),
+        Insn::Hint(hint) => {
+            t.check_hint(hint)?;
+            Ok(Next::Hint(hint))
+        }
         Insn::Barrier(Barrier::Isb) => Ok(Next::Synchronize),
         Insn::Barrier(Barrier::Memory) => {
             t.fence();
@@ -158,13 +161,13 @@ pub(super) fn system<T: Tier>(t: &mut T, insn: &Insn) -> Result<Next<T>, T::Stop
             Ok(Next::Synchronize)
         }
         Insn::ReadSystem { name, rt } => {
-            let value = t.read_system(name)?;
+            let value = t.read_system(name, rt)?;
             set(t, rt, value);
             Ok(Next::Following)
         }
         Insn::WriteSystem { name, rt } => {
             let value = x(t, rt);
-            t.write_system(name, value)?;
+            t.write_system(name, rt, value)?;
             Ok(Next::Synchronize)
         }
         Insn::SystemInstruction {
@@ -172,13 +175,14 @@ pub(super) fn system<T: Tier>(t: &mut T, insn: &Insn) -> Result<Next<T>, T::Stop
             rt,
             reads: false,
         } => {
+            t.check_zero_block(ZERO_BLOCK, rt)?;
             let address = x(t, rt);
             zero_block(t, address)?;
             Ok(Next::Following)
         }
         Insn::SystemInstruction { name, rt, reads } => {
             let operand = x(t, rt);
-            let value = t.system_instruction(name, operand)?;
+            let value = t.system_instruction(name, rt, reads, operand)?;
             if reads {
                 set(t, rt, value);
             }

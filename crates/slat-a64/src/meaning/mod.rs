@@ -21,6 +21,9 @@ use crate::width::Width;
 /// Executes an instruction.
 #[inline(always)]
 pub(crate) fn execute<T: Tier>(t: &mut T, insn: &Insn) -> Result<Next<T>, T::Stop> {
+    if insn.uses_vectors() {
+        t.check_vectors()?;
+    }
     match *insn {
         Insn::Adr { rd, page, offset } => arithmetic::adr(t, rd, page, offset),
         Insn::AddSub {

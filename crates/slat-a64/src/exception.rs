@@ -1,0 +1,194 @@
+//! Exceptions: their syndromes, how EL1 takes them, and how it returns (DDI 0487, D1.3 and D17.2.37).
+
+use crate::insn::{Hint, SystemName};
+use crate::now::Stop;
+use crate::pstate::{MASK_FIQ, MASK_IRQ, MASK_SERROR, Pstate};
+use crate::registers::{ELR, ESR, FAR, SCTLR, SCTLR_SPAN, SPSR, VBAR};
+use crate::state::State;
+use crate::tier::Exception;
+
+/// Why an access to memory or a fetch fails, for ESR_EL1 and FAR_EL1.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Abort {
+    /// The virtual address.
+    pub address: u64,
+    /// The fault status code: the kind of the fault, and its level.
+    pub status: u8,
+    /// Whether the access would have written.
+    pub is_write: bool,
+    /// The access was one of cache maintenance.
+    pub is_maintenance: bool,
+}
+
+/// An interrupt, or a system error.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum Interrupt {
+    Irq,
+    Fiq,
+    /// With its syndrome.
+    SError(u32),
+}
+
+/// Exception classes.
+mod class {
+    pub(super) const UNKNOWN: u32 = 0x00;
+    pub(super) const WAIT: u32 = 0x01;
+    pub(super) const VECTOR: u32 = 0x07;
+    pub(super) const ILLEGAL: u32 = 0x0e;
+    pub(super) const SVC: u32 = 0x15;
+    pub(super) const SYSTEM: u32 = 0x18;
+    pub(super) const FETCH: u32 = 0x20;
+    pub(super) const MISALIGNED_PC: u32 = 0x22;
+    pub(super) const DATA: u32 = 0x24;
+    pub(super) const SERROR: u32 = 0x2f;
+    pub(super) const BRK: u32 = 0x3c;
+}
+/// Added to the class of aborts that EL1 itself has met.
+const SAME_LEVEL: u32 = 1;
+
+const CLASS_SHIFT: u32 = 26;
+/// The instruction has 32 bits.
+const IL: u32 = 1 << 25;
+/// The condition field of trapped instructions: there is none, and it is valid.
+const CONDITION: u32 = 0b1_1110 << 20;
+const WRITE: u32 = 1 << 6;
+const MAINTENANCE: u32 = 1 << 8;
+/// The fault status code of a misaligned access.
+const ALIGNMENT: u32 = 0x21;
+
+/// The offsets of vectors: by the level and the stack pointer, and by the kind.
+const FROM_OWN_STACK: u64 = 0x200;
+const FROM_EL0: u64 = 0x400;
+const SYNCHRONOUS: u64 = 0x000;
+const IRQ: u64 = 0x080;
+const FIQ: u64 = 0x100;
+const SERROR: u64 = 0x180;
+
+/// Returns the syndrome of a trapped access to a system register.
+fn access(name: SystemName, rt: u8, reads: bool) -> u32 {
+    let [op0, op1, crn, crm, op2] = name.parts().map(u32::from);
+    op0 << 20 | op2 << 17 | op1 << 14 | crn << 10 | u32::from(rt) << 5 | crm << 1 | u32::from(reads)
+}
+
+impl State {
+    /// Takes an exception to EL1 (AArch64.TakeException).
+    fn take(&mut self, vector: u64, return_address: u64) {
+        let from = match (self.pstate.el1, self.pstate.own_stack) {
+            (false, _) => FROM_EL0,
+            (true, true) => FROM_OWN_STACK,
+            (true, false) => 0,
+        };
+        let spsr = self.pstate.bits() | u64::from(self.nzcv());
+        self.system.set(SPSR, spsr);
+        self.system.set(ELR, return_address);
+        let pan = self.pstate.pan || self.system.get(SCTLR) & SCTLR_SPAN == 0;
+        self.set_pstate(Pstate {
+            el1: true,
+            own_stack: true,
+            daif: 15,
+            pan,
+            uao: false,
+            dit: self.pstate.dit,
+            il: false,
+        });
+        self.pc = self.system.get(VBAR).wrapping_add(from + vector);
+    }
+
+    fn take_synchronous(&mut self, class: u32, syndrome: u32, return_address: u64) {
+        self.system
+            .set(ESR, (class << CLASS_SHIFT | IL | syndrome).into());
+        self.take(SYNCHRONOUS, return_address);
+    }
+
+    fn take_abort(&mut self, class: u32, abort: Abort) {
+        let class = class + if self.pstate.el1 { SAME_LEVEL } else { 0 };
+        let write = if abort.is_write { WRITE } else { 0 };
+        let maintenance = if abort.is_maintenance { MAINTENANCE } else { 0 };
+        self.system.set(FAR, abort.address);
+        self.take_synchronous(
+            class,
+            write | maintenance | u32::from(abort.status),
+            self.pc,
+        );
+    }
+
+    /// Takes the exception that has ended an instruction, at which the program counter is.
+    ///
+    /// HVC and SMC are UNDEFINED here: a caller that serves them does so instead of calling this.
+    pub fn take_exception(&mut self, exception: Exception) {
+        let pc = self.pc;
+        match exception {
+            Exception::Undefined | Exception::Hvc(_) | Exception::Smc(_) | Exception::Hlt(_) => {
+                self.take_synchronous(class::UNKNOWN, 0, pc);
+            }
+            Exception::Svc(immediate) => {
+                self.take_synchronous(class::SVC, immediate.into(), pc.wrapping_add(4));
+            }
+            Exception::Brk(immediate) => self.take_synchronous(class::BRK, immediate.into(), pc),
+            Exception::Illegal => self.take_synchronous(class::ILLEGAL, 0, pc),
+            Exception::VectorTrap => self.take_synchronous(class::VECTOR, CONDITION, pc),
+            Exception::WaitTrap(hint) => {
+                let is_event = u32::from(hint == Hint::Wfe);
+                self.take_synchronous(class::WAIT, CONDITION | is_event, pc);
+            }
+            Exception::SystemTrap { name, rt, reads } => {
+                self.take_synchronous(class::SYSTEM, access(name, rt, reads), pc);
+            }
+            Exception::Alignment { address, is_write } => {
+                let abort = Abort {
+                    address,
+                    status: ALIGNMENT as u8,
+                    is_write,
+                    is_maintenance: false,
+                };
+                self.take_abort(class::DATA, abort);
+            }
+        }
+    }
+
+    /// Takes the exception of an instruction that has ended early.
+    pub fn take_stop(&mut self, stop: Stop<Abort>) {
+        match stop {
+            Stop::Exception(exception) => self.take_exception(exception),
+            Stop::Memory(abort) => self.take_abort(class::DATA, abort),
+        }
+    }
+
+    /// Takes the exception of a failed fetch.
+    pub fn take_fetch_abort(&mut self, abort: Abort) {
+        self.take_abort(
+            class::FETCH,
+            Abort {
+                is_write: false,
+                is_maintenance: false,
+                ..abort
+            },
+        );
+    }
+
+    /// Takes the exception of a program counter that is no multiple of 4.
+    pub fn take_misaligned_fetch(&mut self) {
+        self.system.set(FAR, self.pc);
+        self.take_synchronous(class::MISALIGNED_PC, 0, self.pc);
+    }
+
+    /// Takes an interrupt, unless PSTATE masks it. Returns whether it did. At EL0 the masks of DAIF hold as at EL1.
+    pub fn take_interrupt(&mut self, interrupt: Interrupt) -> bool {
+        let (mask, vector) = match interrupt {
+            Interrupt::Irq => (MASK_IRQ, IRQ),
+            Interrupt::Fiq => (MASK_FIQ, FIQ),
+            Interrupt::SError(_) => (MASK_SERROR, SERROR),
+        };
+        if self.pstate.daif & mask != 0 {
+            return false;
+        }
+        if let Interrupt::SError(syndrome) = interrupt {
+            let syndrome = syndrome & (IL - 1);
+            self.system
+                .set(ESR, (class::SERROR << CLASS_SHIFT | IL | syndrome).into());
+        }
+        self.take(vector, self.pc);
+        true
+    }
+}

@@ -1,0 +1,92 @@
+//! PSTATE, and its form in SPSR_EL1 (DDI 0487, C5.2.19).
+
+/// DAIF's bits, as in MSR DAIFSet.
+pub const MASK_DEBUG: u8 = 8;
+#[allow(missing_docs)]
+pub const MASK_SERROR: u8 = 4;
+#[allow(missing_docs)]
+pub const MASK_IRQ: u8 = 2;
+#[allow(missing_docs)]
+pub const MASK_FIQ: u8 = 1;
+
+/// The bits of SPSR_EL1.
+const DIT: u64 = 1 << 24;
+const UAO: u64 = 1 << 23;
+const PAN: u64 = 1 << 22;
+const IL: u64 = 1 << 20;
+const DAIF_SHIFT: u32 = 6;
+/// The mode: AArch32, which does not exist here, EL1 with its own stack pointer, and EL1.
+const AARCH32: u64 = 1 << 4;
+const EL1: u64 = 1 << 2;
+const OWN_STACK: u64 = 1 << 0;
+const MODE: u64 = 0x1f;
+
+/// PSTATE without the flags.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Pstate {
+    /// The exception level is EL1, and not EL0.
+    pub el1: bool,
+    /// SP: the stack pointer is EL1's own one.
+    pub own_stack: bool,
+    /// D, A, I, F.
+    pub daif: u8,
+    /// Privileged access never.
+    pub pan: bool,
+    /// User access override.
+    pub uao: bool,
+    /// Data-independent timing, which changes nothing here.
+    pub dit: bool,
+    /// Illegal execution state.
+    pub il: bool,
+}
+
+impl Pstate {
+    /// Returns the bits of SPSR_EL1 but the flags.
+    pub fn bits(self) -> u64 {
+        let bit = |is: bool, bit: u64| if is { bit } else { 0 };
+        bit(self.dit, DIT)
+            | bit(self.uao, UAO)
+            | bit(self.pan, PAN)
+            | bit(self.il, IL)
+            | u64::from(self.daif) << DAIF_SHIFT
+            | bit(self.el1, EL1)
+            | bit(self.own_stack, OWN_STACK)
+    }
+
+    /// Returns what an exception return makes of SPSR_EL1. `None`: the return is illegal.
+    pub fn returned(bits: u64) -> Option<Self> {
+        let mode = bits & MODE;
+        if mode & AARCH32 != 0 || !matches!(mode, 0 | EL1 | 0b101) {
+            return None;
+        }
+        Some(Self {
+            el1: mode & EL1 != 0,
+            own_stack: mode & OWN_STACK != 0,
+            ..Self::unprivileged(bits)
+        })
+    }
+
+    /// Returns the fields that also an illegal return changes, at EL0.
+    fn unprivileged(bits: u64) -> Self {
+        Self {
+            el1: false,
+            own_stack: false,
+            daif: (bits >> DAIF_SHIFT & 15) as u8,
+            pan: bits & PAN != 0,
+            uao: bits & UAO != 0,
+            dit: bits & DIT != 0,
+            il: bits & IL != 0,
+        }
+    }
+
+    /// Returns what an illegal exception return makes of SPSR_EL1 (SetPSTATEFromPSR): level, stack pointer, PAN and
+    /// the like stay.
+    pub fn returned_illegally(self, bits: u64) -> Self {
+        let returned = Self::unprivileged(bits);
+        Self {
+            daif: returned.daif,
+            il: true,
+            ..self
+        }
+    }
+}

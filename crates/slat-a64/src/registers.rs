@@ -1,0 +1,191 @@
+//! The system registers that the processor holds, in a table (DDI 0487, D17.2).
+
+use crate::insn::SystemName;
+
+/// Who may access a register.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Rights {
+    /// EL0 and EL1 read and write.
+    All,
+    /// EL0 reads, EL1 reads and writes.
+    El0Reads,
+    /// EL1 reads and writes.
+    El1,
+    /// EL1 reads.
+    El1Reads,
+}
+
+/// A system register.
+pub(crate) struct Register {
+    pub(crate) name: SystemName,
+    pub(crate) rights: Rights,
+    /// The value after reset. A register that is not writable has this value always.
+    pub(crate) reset: u64,
+    /// The bits that writes change.
+    pub(crate) writable: u64,
+}
+
+const fn row(
+    [op0, op1, crn, crm, op2]: [u16; 5],
+    rights: Rights,
+    reset: u64,
+    writable: u64,
+) -> Register {
+    Register {
+        name: SystemName::new(op0, op1, crn, crm, op2),
+        rights,
+        reset,
+        writable,
+    }
+}
+
+const ALL: u64 = u64::MAX;
+
+/// SCTLR_EL1: M, A, C, SA, SA0, UMA, I, DZE, UCT, nTWI, nTWE, WXN, SPAN, UCI.
+pub(crate) const SCTLR_UMA: u64 = 1 << 9;
+pub(crate) const SCTLR_DZE: u64 = 1 << 14;
+pub(crate) const SCTLR_UCT: u64 = 1 << 15;
+pub(crate) const SCTLR_NTWI: u64 = 1 << 16;
+pub(crate) const SCTLR_NTWE: u64 = 1 << 18;
+pub(crate) const SCTLR_SPAN: u64 = 1 << 23;
+pub(crate) const SCTLR_UCI: u64 = 1 << 26;
+const SCTLR_WRITABLE: u64 = 0x1f
+    | SCTLR_UMA
+    | 1 << 12
+    | SCTLR_DZE
+    | SCTLR_UCT
+    | SCTLR_NTWI
+    | SCTLR_NTWE
+    | 1 << 19
+    | SCTLR_SPAN
+    | SCTLR_UCI;
+/// EOS, TSCXT, EIS, nTLSMD and LSMAOE, which are 1 without their extensions.
+const SCTLR_ONES: u64 = 1 << 11 | 1 << 20 | 1 << 22 | 1 << 28 | 1 << 29;
+
+pub(crate) const CPACR_FPEN_SHIFT: u32 = 20;
+
+/// The registers, in the order of their names' fields.
+pub(crate) const REGISTERS: &[Register] = &[
+    // What the instructions of this crate are. The machine has the registers about its memory.
+    // MIDR_EL1.
+    row([3, 0, 0, 0, 0], Rights::El1Reads, 0x000f_0000, 0),
+    // REVIDR_EL1.
+    row([3, 0, 0, 0, 6], Rights::El1Reads, 0, 0),
+    // EL0 and EL1 in AArch64, FP16, Advanced SIMD with FP16, DIT.
+    // ID_AA64PFR0.
+    row([3, 0, 0, 4, 0], Rights::El1Reads, 0x0001_0000_0011_0011, 0),
+    // ID_AA64PFR1.
+    row([3, 0, 0, 4, 1], Rights::El1Reads, 0, 0),
+    // CRC32, LSE, RDM, DotProd, FlagM2.
+    // ID_AA64ISAR0.
+    row([3, 0, 0, 6, 0], Rights::El1Reads, 0x0020_1000_1021_0000, 0),
+    // DPB, LRCPC2, FRINTTS, SB.
+    // ID_AA64ISAR1.
+    row([3, 0, 0, 6, 1], Rights::El1Reads, 0x0000_0011_0020_0001, 0),
+    // ID_AA64ISAR2.
+    row([3, 0, 0, 6, 2], Rights::El1Reads, 0, 0),
+    // SCTLR_EL1.
+    row(
+        [3, 0, 1, 0, 0],
+        Rights::El1,
+        SCTLR_ONES | SCTLR_SPAN,
+        SCTLR_WRITABLE,
+    ),
+    // ACTLR_EL1.
+    row([3, 0, 1, 0, 1], Rights::El1, 0, 0),
+    // CPACR_EL1.
+    row([3, 0, 1, 0, 2], Rights::El1, 0, 3 << CPACR_FPEN_SHIFT),
+    // TTBR0_EL1.
+    row([3, 0, 2, 0, 0], Rights::El1, 0, ALL),
+    // TTBR1_EL1.
+    row([3, 0, 2, 0, 1], Rights::El1, 0, ALL),
+    // T0SZ to TG1, IPS, AS, TBI, HA, HD, HPD.
+    // TCR_EL1.
+    row([3, 0, 2, 0, 2], Rights::El1, 0, 0x0000_07f7_ffff_ffbf),
+    // SPSR_EL1.
+    row([3, 0, 4, 0, 0], Rights::El1, 0, 0xf1d0_03df),
+    // ELR_EL1.
+    row([3, 0, 4, 0, 1], Rights::El1, 0, ALL),
+    // AFSR0_EL1.
+    row([3, 0, 5, 1, 0], Rights::El1, 0, 0),
+    // AFSR1_EL1.
+    row([3, 0, 5, 1, 1], Rights::El1, 0, 0),
+    // ESR_EL1.
+    row([3, 0, 5, 2, 0], Rights::El1, 0, 0xffff_ffff),
+    // FAR_EL1.
+    row([3, 0, 6, 0, 0], Rights::El1, 0, ALL),
+    // PAR_EL1.
+    row([3, 0, 7, 4, 0], Rights::El1, 0, ALL),
+    // MAIR_EL1.
+    row([3, 0, 10, 2, 0], Rights::El1, 0, ALL),
+    // AMAIR_EL1.
+    row([3, 0, 10, 3, 0], Rights::El1, 0, 0),
+    // VBAR_EL1.
+    row([3, 0, 12, 0, 0], Rights::El1, 0, !0x7ff),
+    // CONTEXTIDR_EL1.
+    row([3, 0, 13, 0, 1], Rights::El1, 0, 0xffff_ffff),
+    // TPIDR_EL1.
+    row([3, 0, 13, 0, 4], Rights::El1, 0, ALL),
+    // TPIDR_EL0.
+    row([3, 3, 13, 0, 2], Rights::All, 0, ALL),
+    // TPIDRRO_EL0.
+    row([3, 3, 13, 0, 3], Rights::El0Reads, 0, ALL),
+];
+
+/// The row of a register in the table.
+#[derive(Clone, Copy)]
+pub(crate) struct Row(usize);
+
+impl Row {
+    /// Returns the row of a register that the table has.
+    const fn of([op0, op1, crn, crm, op2]: [u16; 5]) -> Self {
+        let name = SystemName::new(op0, op1, crn, crm, op2);
+        let mut row = 0;
+        while REGISTERS[row].name.0 != name.0 {
+            row += 1;
+        }
+        Row(row)
+    }
+    pub(crate) fn register(self) -> &'static Register {
+        &REGISTERS[self.0]
+    }
+}
+
+pub(crate) const SCTLR: Row = Row::of([3, 0, 1, 0, 0]);
+pub(crate) const CPACR: Row = Row::of([3, 0, 1, 0, 2]);
+pub(crate) const SPSR: Row = Row::of([3, 0, 4, 0, 0]);
+pub(crate) const ELR: Row = Row::of([3, 0, 4, 0, 1]);
+pub(crate) const ESR: Row = Row::of([3, 0, 5, 2, 0]);
+pub(crate) const FAR: Row = Row::of([3, 0, 6, 0, 0]);
+pub(crate) const VBAR: Row = Row::of([3, 0, 12, 0, 0]);
+
+/// Returns the row of a register, if the table has it.
+pub(crate) fn find(name: SystemName) -> Option<Row> {
+    REGISTERS
+        .iter()
+        .position(|register| register.name == name)
+        .map(Row)
+}
+
+/// The values of the registers of the table.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Values([u64; REGISTERS.len()]);
+
+impl Values {
+    /// Returns the values after reset.
+    pub(crate) fn reset() -> Self {
+        Self(core::array::from_fn(|n| REGISTERS[n].reset))
+    }
+    pub(crate) fn get(&self, row: Row) -> u64 {
+        self.0[row.0]
+    }
+    /// Sets a register as the processor itself does.
+    pub(crate) fn set(&mut self, row: Row, value: u64) {
+        self.0[row.0] = value;
+    }
+    /// Writes the bits of a register that exist.
+    pub(crate) fn write(&mut self, row: Row, value: u64) {
+        let writable = row.register().writable;
+        self.set(row, self.get(row) & !writable | value & writable);
+    }
+}

@@ -1,0 +1,21 @@
+//! The return from an exception (DDI 0487, D1.3.6).
+
+use crate::pstate::Pstate;
+use crate::registers::{ELR, SPSR};
+use crate::state::State;
+
+impl State {
+    /// Returns from an exception, and returns where to (AArch64.ExceptionReturn).
+    pub(crate) fn exception_return(&mut self) -> u64 {
+        let spsr = self.system.get(SPSR);
+        let target = self.system.get(ELR);
+        let pstate = match Pstate::returned(spsr) {
+            Some(pstate) => pstate,
+            None => self.pstate.returned_illegally(spsr),
+        };
+        self.set_pstate(pstate);
+        self.set_nzcv(spsr as u32);
+        self.exclusive = None;
+        target
+    }
+}
