@@ -1,10 +1,24 @@
-//! A file of slat-kvm is neutral, or belongs to one architecture and is in that architecture's folder.
+//! What depends on the processor's architecture is in one directory of a crate, `arch`. All other files of the crate are
+//! neutral.
 
-use super::sources::{ARCH, Module, Sources};
+use super::sources::{ARCH, Sources, crates};
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
 
-const CRATE: &str = "slat-kvm";
+/// The crate in which an architecture also has its CPU and its devices.
+const KVM: &str = "slat-kvm";
 
-/// What only the files of an architecture name: its CPU, its devices, and the host's instructions.
+/// The crates that build for more than one architecture.
+const CRATES: [&str; 4] = ["slat-guard", "slat-preload", "slat-process", "slat-trace"];
+
+/// Text of what is compiled for one architecture alone.
+const CHOICE: &str = "target_arch";
+
+/// Text of instructions.
+const INSTRUCTIONS: [&str; 2] = ["naked_asm!", " asm!("];
+
+/// What only the files of an architecture name in [`KVM`]: its CPU, its devices, and the host's instructions.
 const OF_ARCHITECTURES: [&str; 5] = [
     "slat_x86",
     "slat_irqchip",
@@ -13,53 +27,84 @@ const OF_ARCHITECTURES: [&str; 5] = [
     "std::arch",
 ];
 
-/// Neutral files are all but those below the folder of the architectures.
-fn is_neutral(module: &Module) -> bool {
-    module.first().is_none_or(|top| top != ARCH)
+/// Returns the text that the file `inside` the sources of a crate must not contain, but does.
+fn forbidden(name: &str, inside: &Path, text: &str) -> Vec<&'static str> {
+    let is_neutral = !inside.starts_with(ARCH);
+    let chooses = inside == Path::new("arch/mod.rs");
+    let mut marks = Vec::new();
+    if !chooses {
+        marks.push(CHOICE);
+    }
+    if is_neutral {
+        marks.extend(INSTRUCTIONS);
+    }
+    if is_neutral && name == KVM {
+        marks.extend(OF_ARCHITECTURES);
+    }
+    marks.retain(|mark| text.contains(mark));
+    marks
 }
 
-/// Returns what the code of a module must not contain.
-fn forbidden(module: &Module, code: &str) -> Vec<String> {
-    let mut found = Vec::new();
-    let chooses = module[..] == [ARCH.to_owned()];
-    if !chooses && code.contains("target_arch") {
-        found.push("target_arch".to_owned());
-    }
-    if !is_neutral(module) {
-        return found;
-    }
-    let named = |name: &&&str| code.contains(**name);
-    found.extend(
-        OF_ARCHITECTURES
-            .iter()
-            .filter(named)
-            .map(|name| (*name).to_owned()),
-    );
-    found
-}
-
-#[test]
-fn neutral_files_name_nothing_of_an_architecture() {
-    let sources = Sources::of(CRATE);
-    assert!(!sources.arch_docs.is_empty(), "{CRATE} has architectures");
-    let mut wrong = Vec::new();
-    for (module, code) in &sources.modules {
-        for name in forbidden(module, code) {
-            wrong.push(format!("{} has {name}", module.join("::")));
+/// Calls `look` with each source file below a directory, and its text.
+fn each_file(directory: &Path, look: &mut dyn FnMut(&Path, &str)) {
+    for entry in fs::read_dir(directory).unwrap() {
+        let path = entry.unwrap().path();
+        match path.is_dir() {
+            true => each_file(&path, look),
+            false => look(&path, &fs::read_to_string(&path).unwrap()),
         }
     }
-    assert!(wrong.is_empty(), "{CRATE}:\n{}", wrong.join("\n"));
 }
 
-/// They name what `arch/mod.rs` re-exports, so that its list is all that an architecture provides.
+/// Returns the names of an architecture's modules. The architecture has a directory of files, or one file.
+fn modules(architecture: &Path) -> BTreeSet<String> {
+    if !architecture.is_dir() {
+        return BTreeSet::new();
+    }
+    let files = fs::read_dir(architecture).unwrap().map(|entry| {
+        let path = entry.unwrap().path();
+        path.file_stem().unwrap().to_str().unwrap().to_owned()
+    });
+    files.filter(|name| name != "mod").collect()
+}
+
+/// Returns the first column of a table in a file's documentation.
+fn table(text: &str) -> BTreeSet<String> {
+    let rows = text.lines().filter_map(|line| line.strip_prefix("//! | `"));
+    rows.map(|row| row.split('`').next().unwrap().to_owned())
+        .collect()
+}
+
+#[test]
+fn neutral_files_have_nothing_of_an_architecture() {
+    let mut wrong = Vec::new();
+    for name in CRATES.into_iter().chain([KVM]) {
+        let source = crates().join(name).join("src");
+        assert!(source.join(ARCH).is_dir(), "{name} has architectures");
+        each_file(&source, &mut |path, text| {
+            let inside = path.strip_prefix(&source).unwrap();
+            for mark in forbidden(name, inside, text) {
+                wrong.push(format!("{name}: {} has {mark}", inside.display()));
+            }
+        });
+    }
+    assert!(wrong.is_empty(), "\n{}", wrong.join("\n"));
+}
+
+/// Neutral files of slat-kvm use only names that `arch/mod.rs` re-exports. So the list in `arch/mod.rs` is all that an
+/// architecture provides.
 #[test]
 fn neutral_files_use_what_the_choice_of_the_architecture_exports() {
-    let sources = Sources::of(CRATE);
+    let sources = Sources::of(KVM);
+    assert!(!sources.arch_docs.is_empty(), "{KVM} has architectures");
     let exported = sources.re_exports(&vec![ARCH.to_owned()]);
     assert!(exported.len() > 30, "exports are found: {exported:?}");
     let mut wrong = Vec::new();
     let mut used = 0;
-    for (module, path) in sources.paths().filter(|(module, _)| is_neutral(module)) {
+    for (module, path) in sources
+        .paths()
+        .filter(|(module, _)| module.first().is_none_or(|top| top != ARCH))
+    {
         if path.first().is_none_or(|first| first != ARCH) {
             continue;
         }
@@ -76,15 +121,30 @@ fn neutral_files_use_what_the_choice_of_the_architecture_exports() {
 
 #[test]
 fn what_neutral_files_must_not_contain_is_found() {
-    let module = |path: &str| path.split("::").map(str::to_owned).collect::<Module>();
     let code = "use slat_x86::Exit;\n#[cfg(target_arch = \"x86_64\")]\nfn f() {}";
-    assert_eq!(
-        forbidden(&module("run::accesses"), code),
-        ["target_arch", "slat_x86"]
-    );
-    assert_eq!(
-        forbidden(&module("arch::x86_64::run"), code),
-        ["target_arch"]
-    );
-    assert!(forbidden(&module("arch"), code).is_empty());
+    let found = |inside| forbidden(KVM, Path::new(inside), code);
+    assert_eq!(found("run/accesses.rs"), ["target_arch", "slat_x86"]);
+    assert_eq!(found("arch/x86_64/run.rs"), ["target_arch"]);
+    assert!(found("arch/mod.rs").is_empty());
+}
+
+#[test]
+fn architectures_have_the_same_modules_which_a_table_lists() {
+    for name in CRATES {
+        let directory = crates().join(name).join("src/arch");
+        let entries = fs::read_dir(&directory).unwrap();
+        let paths: Vec<PathBuf> = entries.map(|entry| entry.unwrap().path()).collect();
+        let all: Vec<_> = (paths.iter().filter(|path| !path.ends_with("mod.rs"))).collect();
+        assert!(all.len() > 1, "{name}: {all:?}");
+        for architecture in &all {
+            let (one, first) = (modules(architecture), modules(all[0]));
+            assert_eq!(one, first, "{name}: {architecture:?}, {:?}", all[0]);
+        }
+        let documented = table(&fs::read_to_string(directory.join("mod.rs")).unwrap());
+        assert_eq!(
+            documented,
+            modules(all[0]),
+            "{name}: the table in arch/mod.rs"
+        );
+    }
 }

@@ -5,7 +5,6 @@ mod arch;
 mod circles;
 mod layers;
 mod methods;
-mod processors;
 mod sources;
 
 use std::collections::{BTreeMap, BTreeSet};
