@@ -59,13 +59,18 @@ impl Cpu {
         self.segmented(seg, offset, bytes)
     }
 
+    /// Whether DF is set: the instruction goes to lower addresses.
+    fn is_descending(&self) -> bool {
+        self.state.rflags & DF != 0
+    }
+
     /// Moves RSI or RDI by one element of `bytes` in the direction of DF.
     pub(crate) fn advance_string(&mut self, register: usize, address_size: u8, bytes: u8) {
         self.advance_by(register, address_size, u64::from(bytes));
     }
 
     fn advance_by(&mut self, register: usize, address_size: u8, bytes: u64) {
-        let by = if self.state.rflags & DF != 0 {
+        let by = if self.is_descending() {
             bytes.wrapping_neg()
         } else {
             bytes

@@ -3,12 +3,12 @@
 //! A stretch begins at the element that the registers describe, and goes in the direction of DF. On each side it stays in
 //! one page, in its segment, and in the range of offsets of the address size. A side that has no room for a stretch
 //! (an element that crosses into another page or beyond the limit of its segment, an offset that wraps around, MMIO)
-//! leaves the next element to the instruction, which handles it alone and raises its exceptions.
+//! leaves the next element to the instruction. The instruction handles that element alone, and raises the element's
+//! exceptions.
 
 use crate::int::Int;
 use crate::mem::Destination;
 use crate::op::{Break, Op};
-use crate::state::flags::DF;
 use crate::{Access, Cpu};
 use slat_guard::Gone;
 
@@ -117,12 +117,6 @@ impl Side {
 
     fn advance(self, cpu: &mut Cpu, bytes: u64) {
         cpu.advance_by(self.register, self.address_size, bytes);
-    }
-}
-
-impl Cpu {
-    fn is_descending(&self) -> bool {
-        self.state.rflags & DF != 0
     }
 }
 
