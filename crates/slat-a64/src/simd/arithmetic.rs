@@ -387,7 +387,8 @@ pub(crate) fn round_to_bits(
     }
 }
 
-/// Converts to an integer of `bits` bits with `fraction` bits behind the point, which saturates (FPToFixed).
+/// Converts to an integer of `bits` bits, the lowest `fraction` of which are its fraction. The result saturates
+/// (FPToFixed).
 pub(crate) fn to_fixed(
     a: u64,
     rounding: Rounding,
@@ -435,7 +436,7 @@ pub(crate) fn to_fixed(
     }
 }
 
-/// Converts an integer of `bits` bits with `fraction` bits behind the point (FixedToFP).
+/// Converts an integer of `bits` bits, the lowest `fraction` of which are its fraction (FixedToFP).
 pub(crate) fn from_fixed(
     a: u64,
     [bits, fraction]: [u32; 2],

@@ -49,7 +49,7 @@ pub(crate) enum Float {
         mode: Option<Rounding>,
         bits: u8,
     },
-    /// To an integer of the same width, with the immediate's number of bits behind the point.
+    /// To an integer of the same width. The immediate is the number of the integer's fraction bits.
     ToFixed {
         mode: Rounding,
     },
@@ -91,12 +91,12 @@ pub(crate) enum Bitwise {
     },
 }
 
-/// Which lanes a widening operation reads, and what it extends: its operands of half the width.
+/// The form of a widening operation, which extends operands of half the width of its result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Widening {
-    /// The upper half of the registers.
+    /// Whether the operation reads the upper halves of the registers instead of the lower halves.
     pub(crate) upper: bool,
-    /// The first operand is wide already.
+    /// Whether the first operand already has the width of the result.
     pub(crate) first_is_wide: bool,
 }
 
@@ -165,7 +165,7 @@ pub(crate) enum Op {
         upper: bool,
         odd: bool,
     },
-    /// To and from general registers of this number of bits, with the immediate's number of bits behind the point.
+    /// To and from general registers of this number of bits. The immediate is the number of fraction bits.
     ToGeneral {
         mode: Rounding,
         bits: u8,
@@ -232,7 +232,7 @@ impl Function {
         }
         result
     }
-    /// Returns lanes 2n and 2n + 1 of the second operand behind those of the first one.
+    /// Returns lanes 2n and 2n + 1 of both operands, those of the first operand in the lower half.
     fn pair(&self, n: u32, a: u128, b: u128) -> [u64; 2] {
         let lanes = self.lanes();
         let at = |n| match n < lanes {

@@ -244,7 +244,8 @@ pub(crate) fn shift_right_sticky(value: u128, count: u32) -> u128 {
     }
 }
 
-/// Whether rounding increases the magnitude of a number whose part behind the unit is `rest` of `unit`, not zero.
+/// Whether rounding increases the magnitude of a number. The part that rounding drops is `rest` / `unit` of
+/// the last place that stays, and is not zero.
 fn rounds_up(rounding: Rounding, negative: bool, odd: bool, rest: u128, unit: u128) -> bool {
     match rounding {
         Rounding::Nearest => rest > unit / 2 || (rest == unit / 2 && odd),

@@ -65,7 +65,7 @@ impl Form {
 pub(super) fn expanded(immediate: u32, size: u8) -> u64 {
     let format = Format::of(size);
     let immediate = u64::from(immediate);
-    // Bit 6 is inverted on top, and repeated behind.
+    // The exponent begins with the inverse of bit 6. Copies of bit 6 follow.
     let repeated = if immediate & 0x40 != 0 {
         (1 << (format.exponent - 3)) - 1
     } else {

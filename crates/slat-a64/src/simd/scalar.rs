@@ -1,4 +1,4 @@
-//! Floating-point instructions of scalars (C4.1.97.37 and the groups behind it).
+//! Floating-point instructions of scalars (C4.1.97.37 and the groups after that).
 
 use super::arithmetic::Extreme;
 use super::compute::{Float, Function, Op};

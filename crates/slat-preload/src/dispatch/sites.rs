@@ -5,10 +5,10 @@
 //! several times as much as an exit of `KVM_RUN`. A program makes its `KVM_RUN` calls from one or two sites; after some
 //! calls from a site, slat rewrites that site ([`count`]).
 //!
-//! A site whose code is not private, readable and executable is not rewritten. After the program has begun, slat
-//! rewrites nothing with `SLAT_REWRITE=0`, or in a process that is traced, because a debugger has breakpoints in code;
-//! nor does slat then rewrite text that differs from its file: the kernel's own breakpoints (uprobes) work only in a
-//! mapping of the file to which they belong.
+//! A site whose code is not private, readable and executable is not rewritten. After the program has begun, slat does not
+//! rewrite a site in three more cases. With `SLAT_REWRITE=0`, slat rewrites nothing. In a process that is traced, slat
+//! rewrites nothing, because a debugger has breakpoints in code. Text that differs from its file stays unchanged, because
+//! the kernel's own breakpoints (uprobes) work only in a mapping of the file to which they belong.
 //!
 //! # How text changes
 //! No memory is ever writable and executable, nor does writable memory become executable. slat writes the changed copy

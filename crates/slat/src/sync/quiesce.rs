@@ -481,7 +481,7 @@ mod tests {
             one.quiesce(&readers);
         });
         assert_eq!(other.attention.flag().load(SeqCst), 0, "it was not asked");
-        // This wait, too, is for both readers.
+        // `synchronize` waits for both readers, too.
         let mut asked = 0;
         readers.synchronize(|_, token| {
             asked += token;

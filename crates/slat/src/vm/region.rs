@@ -94,10 +94,10 @@ impl<P: Platform, F: Format> Vm<P, F> {
     ///
     /// A frame stays mapped if the same page backs it before and after, with the same rights and memory type (see
     /// [`SlotFlags::READONLY`]): its leaf is not zapped, and the guest takes no fault for it. So removing 2 MiB from 4
-    /// GiB costs a zap of 2 MiB, and the split of the huge leaves at its two edges. These frames and leaves are
-    /// exceptions: frames whose backing is being invalidated at the time; slots with private backing; and a huge leaf
-    /// at an edge that cannot be split, because the limit of shadow pages is reached, or because a fault has installed
-    /// it meanwhile.
+    /// GiB costs a zap of 2 MiB, and the split of the huge leaves at its two edges. Three
+    /// kinds of frames do not stay mapped: frames whose backing is being invalidated at the time; frames of slots with
+    /// private backing; and frames of a huge leaf at an edge that cannot be split. A huge leaf cannot be split if the
+    /// limit of shadow pages is reached, or if a fault has installed the leaf meanwhile.
     ///
     /// A marked page that stays, and whose old and new slot both log, stays marked in the dirty log. A ring entry
     /// pushed before the change has the page's number in its old slot. If another thread harvests a slot that this call
@@ -283,9 +283,9 @@ fn new_logs(
     Ok(all)
 }
 
-/// Returns an upper bound of the number of [`LogWork`] pieces that `edits` make. There is one piece for each part that
-/// an old and a new slot have in common, and there are at most as many such parts as slots. Returns 0 if no slot gets
-/// another log.
+/// Returns an upper bound of the number of [`LogWork`] pieces that `edits` make. Each part that an old and a new slot
+/// have in common makes one piece, and the parts are at most as many as the slots. Returns 0 if no slot gets another
+/// log.
 fn most_log_work(change: &SlotsChange<'_>, edits: &[Edit]) -> usize {
     let other_log = |edit: &Edit| {
         let (old, new) = (change.by_id(edit.id), edit.new.as_deref());

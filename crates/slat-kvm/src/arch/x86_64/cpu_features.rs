@@ -75,10 +75,13 @@ pub fn leaf_d1_eax() -> u32 {
     bits(&[(true, 0), (true, 1), (true, 2), (true, 3)])
 }
 
-/// Returns leaf 0x8000_0008 EBX: WBNOINVD; IBPB, IBRS, STIBP and SSBD, and the bits which say that guests need not use
-/// these (IBRS protects its own mode, IBPB flushes returns); the bits which say that the CPU has no speculative store
-/// bypass and no branch type confusion, because it does not speculate. If `amd`, also CLZERO, XSAVEERPTR (the x87
-/// pointers are always saved) and VIRT_SSBD.
+/// Returns leaf 0x8000_0008 EBX. Its bits are these:
+///
+/// - WBNOINVD;
+/// - IBPB, IBRS, STIBP and SSBD, which guests need not use: further bits say that IBRS protects its own mode and that
+///   IBPB flushes returns;
+/// - no speculative store bypass and no branch type confusion, because the software CPU does not speculate;
+/// - if `amd`: CLZERO, XSAVEERPTR (the x87 pointers are always saved) and VIRT_SSBD.
 pub fn ext8_ebx(amd: bool) -> u32 {
     bits(&[
         (amd, 0),

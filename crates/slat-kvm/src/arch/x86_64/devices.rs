@@ -1,5 +1,5 @@
-//! The places of the interrupt controllers and the timer of a PC on the bus of a VM, and what they need an alarm for.
-//! (The local APIC is not on the bus: each vCPU has a local APIC, which the vCPU's accesses reach first.)
+//! A PC's interrupt controllers and timer on the bus of a VM: their addresses, and the alarms that they need. The local
+//! APIC is not on the bus: each vCPU has a local APIC, which the vCPU's accesses reach first.
 
 use crate::io_bus::{Range, Space};
 use slat_irqchip::ioapic;

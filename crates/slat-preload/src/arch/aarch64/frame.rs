@@ -244,8 +244,8 @@ pub(crate) use dispatched;
 /// The call is not made here, but at the address to which the handler returns, with the signal mask and all registers of
 /// the code that makes the call but X30 and the stack pointer. So the call may wait, be interrupted and restarted, or
 /// change the mask. Another frame leads back to the interrupted code, because no instruction jumps without changing a
-/// register. It lies below all memory in use on the interrupted stack. (A thread that begins on a stack of its own would
-/// not find that frame; but only the C library's text makes threads.)
+/// register. That frame lies below all memory in use on the interrupted stack. A thread that begins on its own stack would
+/// not find the frame, but only the C library's text makes threads.
 pub unsafe extern "C" fn pass_through_gate(_signal: i32, _info: usize, frame: *mut Frame) {
     // SAFETY: the kernel's frame. The handler runs below it on the same stack, or on the alternate stack.
     unsafe {

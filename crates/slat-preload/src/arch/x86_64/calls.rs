@@ -1,4 +1,4 @@
-//! System calls that not all architectures have. This one has many calls whose work a newer call does, too: `open`,
+//! System calls that not all architectures have. x86-64 has many calls whose work a newer call does, too: `open`,
 //! `stat`, `fork`, …
 
 use libc::AT_FDCWD;

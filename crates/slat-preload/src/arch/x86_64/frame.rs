@@ -201,9 +201,11 @@ pub(crate) use dispatched;
 ///
 /// The call is not made here, but at the address to which the handler returns, with the stack, the signal mask and all
 /// registers of the code that makes the call. So the call may wait, be interrupted and restarted, or change the mask.
-/// (A thread that begins on a stack of its own would not find the code after the gate; but only the C library's text
-/// makes threads.) Three words lead back to the interrupted code. The words are stored below all memory in use on the
-/// interrupted stack: the red zone, and this handler's frame if the frame is on the same stack.
+/// A thread that begins on its own stack would not find the code after the gate, but only the C library's text makes
+/// threads.
+///
+/// Three words lead back to the interrupted code. The words are stored below all memory in use on the interrupted stack:
+/// the red zone, and this handler's frame if the frame is on the same stack.
 #[unsafe(naked)]
 pub unsafe extern "C" fn pass_through_gate() {
     naked_asm!(

@@ -232,9 +232,9 @@ mod tests {
     fn garbage_ends_the_stack() {
         let mut memory = Memory::new();
         let not_mapped = (PAGES * PAGE) as u64;
-        // The tested addresses of the next frame are that of the frame itself, one below the frame, an odd address, one
-        // that is far away, one in no memslot, one in a page that the guest does not map, and one at the end of all
-        // addresses.
+        // Each of these addresses of a next frame ends the stack: the frame's own address; an address below the frame;
+        // an odd address; a distant address; an address in no memslot; an address in a page that the guest does not
+        // map; the last address.
         for next in [
             STACK,
             8,
