@@ -390,7 +390,7 @@ mod tests {
         let run = run(&["--mmu", "direct", "--format", "npt", "--set", "jit=off"]);
         assert_eq!(run.mmu, MmuKind::Direct);
         assert_eq!(run.format, Some(TableFormat::Npt));
-        assert_eq!(run.set, [Assignment::Jit(slat_kvm::policy::Jit::Off)]);
+        assert_eq!(run.set, ["jit=off".parse().unwrap()]);
     }
 
     #[test]

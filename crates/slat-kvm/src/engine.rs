@@ -1,12 +1,14 @@
 //! The engine with the table format that was chosen when the process began. This is the only module that names the
-//! platform and the formats. The same x86 guest runs with any format; only the entries of the tables differ.
+//! platform. The architecture lists the formats. The same guest runs with any format; only the entries of the tables
+//! differ.
 
-use slat::format::{Entry, Ept5, Npt, Npt5, Stage2, Sv48x4, Sv57x4, X86};
+use crate::arch::table_formats;
+use slat::format::Entry;
 use slat::guest_walk::GuestPaging;
 use slat::{
-    Access, Attention, AttributesError, Config, CreateVmError, DirtyLogError, DirtyRing, Ept, Gfn,
-    Gpa, HostWords, Hva, Level, Mapping, MemoryAttributes, MemoryUsage, MmuKind, OutOfMemory,
-    Policy, Region, RegionError, Stats, Stop, Translation, VcpuStats, VirtualPage, VirtualStop,
+    Access, Attention, AttributesError, Config, CreateVmError, DirtyLogError, DirtyRing, Gfn, Gpa,
+    HostWords, Hva, Level, Mapping, MemoryAttributes, MemoryUsage, MmuKind, OutOfMemory, Policy,
+    Region, RegionError, Stats, Stop, Translation, VcpuStats, VirtualPage, VirtualStop,
 };
 use slat_host::HostPlatform;
 use std::ops::Range;
@@ -17,7 +19,7 @@ type Vcpu<F> = slat::Vcpu<HostPlatform, F>;
 type Invalidation<'a, F> = slat::Invalidation<'a, HostPlatform, F>;
 
 macro_rules! formats {
-    ($($(#[$doc:meta])* $variant:ident = $name:literal: $format:ty,)*) => {
+    (of($mmu:ident) $default:block $($(#[$doc:meta])* $variant:ident = $name:literal: $format:ty,)*) => {
         /// A format of second-level tables.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub enum TableFormat {
@@ -27,6 +29,9 @@ macro_rules! formats {
         impl TableFormat {
             /// The names that `slat run --format` accepts.
             pub const NAMES: &[&str] = &[$($name,)*];
+
+            /// Returns the default format of a VM whose tables `mmu` makes.
+            pub fn of($mmu: MmuKind) -> Self $default
 
             /// Returns the name of this format for `slat run --format`.
             pub fn name(self) -> &'static str {
@@ -125,36 +130,7 @@ macro_rules! formats {
     };
 }
 
-formats! {
-    /// Intel EPT.
-    Ept = "ept": Ept,
-    /// Intel EPT of five levels.
-    Ept5 = "ept5": Ept5,
-    /// AMD nested page tables.
-    Npt = "npt": Npt,
-    /// AMD nested page tables of five levels.
-    Npt5 = "npt5": Npt5,
-    /// AArch64 stage 2, 48 bits.
-    Aarch64 = "aarch64": Stage2<48>,
-    /// AArch64 stage 2 with FEAT_LPA2, 52 bits.
-    Aarch64Lpa2 = "aarch64-lpa2": Stage2<52>,
-    /// RISC-V G-stage, Sv48x4.
-    Riscv = "riscv": Sv48x4,
-    /// RISC-V G-stage, Sv57x4.
-    Riscv57 = "riscv57": Sv57x4,
-    /// x86's own tables, of five levels. The shadow MMU has only this format.
-    X86 = "x86": X86<5>,
-}
-
-impl TableFormat {
-    /// Returns the default format of a VM whose tables `mmu` makes.
-    pub fn of(mmu: MmuKind) -> Self {
-        match mmu {
-            MmuKind::Shadow => TableFormat::X86,
-            _ => TableFormat::default(),
-        }
-    }
-}
+table_formats! { formats }
 
 impl EngineVcpu {
     /// Calls [`slat::Vcpu::translate_virtual`].
@@ -183,13 +159,9 @@ impl EngineVcpu {
     }
 }
 
-#[expect(
-    clippy::derivable_impls,
-    reason = "the macro has no place for a variant's own attribute"
-)]
 impl Default for TableFormat {
     fn default() -> Self {
-        TableFormat::Ept
+        TableFormat::of(MmuKind::default())
     }
 }
 

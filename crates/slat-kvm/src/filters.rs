@@ -8,7 +8,6 @@
 
 use crate::background;
 use crate::irqfd;
-use crate::policy::{self, Jit};
 use crate::process::PerProcess;
 use crate::{last_thread, messages, profile, publish, recovery, steal_time, ticker, trace};
 use slat_process::calls::{forbid_opening, is_any_forbidden};
@@ -81,7 +80,7 @@ fn start_threads() {
     helper::start(background::start);
     profile::start();
     ticker::start();
-    crate::arch::start_compiler(policy::current().map_or(Jit::Off, |policies| policies.jit));
+    crate::arch::prepare_compiler();
     irqfd::start();
     recovery::start();
     publish::start();

@@ -309,10 +309,12 @@ impl Background for Service {
         let mut events = [libc::epoll_event { events: 0, u64: 0 }; AT_A_TIME];
         loop {
             let (fd, buffer) = (epoll.as_raw_fd() as usize, events.as_mut_ptr() as usize);
+            // The call waits without a time limit, and changes no signal mask. Unlike `epoll_wait`, every architecture
+            // has the call.
             let arguments = [fd, buffer, AT_A_TIME, usize::MAX, 0, 0];
             // SAFETY: the call gets a live buffer and the buffer's length. The C library's function is not called,
             // because a filter for all threads may forbid calls from the C library.
-            let answer = calls::result(unsafe { calls::raw(libc::SYS_epoll_wait, arguments) });
+            let answer = calls::result(unsafe { calls::raw(libc::SYS_epoll_pwait, arguments) });
             let count = match answer {
                 Ok(count) => count as usize,
                 Err(libc::EINTR) => 0,

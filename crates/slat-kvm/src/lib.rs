@@ -145,17 +145,16 @@ mod vfio;
 mod vm;
 
 pub use api::{DeviceFd, GuestMemfdFd, Kvm, StatsFd, VcpuFd, VmFd};
+/// The types of the Rust API that only this architecture has.
+pub use arch::for_clients::*;
 /// What slat's other crates and tests use of this architecture. The API is not stable.
 #[doc(hidden)]
 pub use arch::for_other_crates::*;
 pub use errno::{Error, Result};
 /// The types that kvm-ioctls and this crate share.
 pub use kvm_ioctls::{
-    Cap, HypercallExit, IoEventAddress, KvmNestedStateBuffer, KvmRunWrapper, MsrExitReason,
-    MsrFilterDefaultAction, MsrFilterRange, MsrFilterRangeFlags, NoDatamatch, ReadMsrExit, SyncReg,
-    VcpuExit, WriteMsrExit, reg_size,
+    Cap, HypercallExit, IoEventAddress, KvmRunWrapper, NoDatamatch, VcpuExit, reg_size,
 };
-pub use policy::{Jit, Tier};
 pub use run::watch_signals;
 use slat_host::process;
 pub use thread::signal_arrived;

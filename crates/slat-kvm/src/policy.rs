@@ -3,7 +3,7 @@
 //!
 //! Invalid policies are refused with a message before any VM exists.
 
-pub use crate::arch::Tier;
+pub use crate::arch::{CpuPolicies, CpuPolicy};
 use crate::engine::TableFormat;
 use crate::errno::{Error, Result};
 use crate::messages;
@@ -20,11 +20,11 @@ pub const FORMATS: &[&str] = TableFormat::NAMES;
 macro_rules! words {
     ($Type:ident, $expected:literal: $($word:literal => $value:expr,)*) => {
         impl $Type {
-            const EXPECTED: &str = $expected;
+            pub(crate) const EXPECTED: &str = $expected;
             const WORDS: &[(&str, Self)] = &[$(($word, $value),)*];
 
             /// Parses a value: its word, or for "on" and "off" any text that Linux accepts for a module parameter.
-            fn parse(text: &str) -> Option<Self> {
+            pub(crate) fn parse(text: &str) -> Option<Self> {
                 let word = match text {
                     "1" | "Y" | "y" => "on",
                     "0" | "N" | "n" => "off",
@@ -34,88 +34,18 @@ macro_rules! words {
             }
         }
 
-        impl fmt::Display for $Type {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        impl std::fmt::Display for $Type {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
                 let word = Self::WORDS.iter().find(|(_, value)| value == self);
                 f.pad(word.expect("each value has a word").0)
             }
         }
     };
 }
-
-/// The policy of the software CPU, [`Jit`]. The engine does not know this policy.
-pub const JIT: &str = "jit";
-
-/// The policy that says which of the guests' code is compiled.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Jit {
-    /// No code: all code is interpreted.
-    Off,
-    /// Code that runs often is compiled, on one of slat's threads.
-    #[default]
-    On,
-    /// All code that can be compiled is compiled before it runs for the first time, on the vCPU's thread. This value is
-    /// slow, and is only for testing the compiler.
-    AtOnce(Tier),
-}
-
-words! { Jit, "on, off, at-once, at-once-baseline":
-    "on" => Jit::On,
-    "off" => Jit::Off,
-    "at-once" => Jit::AtOnce(Tier::Full),
-    "at-once-baseline" => Jit::AtOnce(Tier::Baseline),
-}
-
-/// The policy of nested virtualization: whether guests are offered SVM. The policy corresponds to the parameter
-/// `nested` of KVM's module.
-pub const NESTED: &str = "nested";
+pub(crate) use words;
 
 /// The policy of memslots with `KVM_MEM_USERFAULT`: whether clients may have them. No released Linux has this flag.
 pub const USERFAULT: &str = "userfault";
-
-/// The policy of the compiler: [`JitMap`].
-pub const JIT_MAP: &str = "jit_map";
-
-/// The files that the compiler writes for perf, so that perf names guest code.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum JitMap {
-    /// No file.
-    #[default]
-    Off,
-    /// perf's map: the newest names, by address.
-    On,
-    /// perf's jitdump: names and code by address and time.
-    Dump,
-}
-
-words! { JitMap, "on, off, dump":
-    "on" => JitMap::On,
-    "off" => JitMap::Off,
-    "dump" => JitMap::Dump,
-}
-
-/// The policy of the processor that guests are offered: [`Processor`].
-pub const CPU: &str = "cpu";
-
-/// The vendor whose processor `KVM_GET_SUPPORTED_CPUID` describes. Where KVM's modules for AMD's and Intel's processors
-/// differ, slat behaves like the module of this vendor.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Processor {
-    /// The host's vendor, family, model and stepping. This value is the default, because clients such as QEMU's `-cpu
-    /// host` execute CPUID themselves.
-    #[default]
-    Host,
-    /// One of AMD's models, on every host.
-    Amd,
-    /// One of Intel's models, on every host.
-    Intel,
-}
-
-words! { Processor, "host, amd, intel":
-    "host" => Processor::Host,
-    "amd" => Processor::Amd,
-    "intel" => Processor::Intel,
-}
 
 /// A mechanism that is on or off.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -126,71 +56,62 @@ words! { Switch, "on, off":
     "off" => Switch(false),
 }
 
-/// Declares slat-kvm's own policies: name, values, and default.
-macro_rules! own_policies {
-    ($($(#[$doc:meta])* $NAME:ident $Name:ident($Type:ident) = $default:expr;)*) => {
-        /// `POLICY=VALUE`, as `SLAT_SET` lists assignments: a policy of the engine, or one of slat-kvm's own.
-        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-        pub enum Assignment {
-            /// A policy of the engine.
-            Memory(Setting),
-            $($(#[$doc])* $Name($Type),)*
-        }
-
-        impl Assignment {
-            /// Returns all policies, each with its default.
-            pub fn defaults() -> Vec<Self> {
-                let engine = Policy::default();
-                let engine = engine.iter().map(Assignment::Memory);
-                engine.chain([$(Assignment::$Name($default),)*]).collect()
-            }
-
-            /// Returns the name of the policy.
-            pub fn name(&self) -> &'static str {
-                match self {
-                    Assignment::Memory(setting) => setting.name(),
-                    $(Assignment::$Name(_) => $NAME,)*
-                }
-            }
-
-            /// Returns the values that the policy can have, as a list for a message.
-            pub fn expected(&self) -> &'static str {
-                match self {
-                    Assignment::Memory(setting) => setting.expected(),
-                    $(Assignment::$Name(_) => $Type::EXPECTED,)*
-                }
-            }
-
-            /// Returns the value of the policy.
-            pub fn value(&self) -> &dyn fmt::Display {
-                match self {
-                    Assignment::Memory(setting) => setting.value(),
-                    $(Assignment::$Name(value) => value,)*
-                }
-            }
-
-            /// Parses a value of the policy `name`. `None`: the policy has no such value, or it is the engine's policy.
-            fn parse_own(name: &str, value: &str) -> Option<Self> {
-                match name {
-                    $($NAME => $Type::parse(value).map(Assignment::$Name),)*
-                    _ => None,
-                }
-            }
-        }
-    };
+/// `POLICY=VALUE`, as `SLAT_SET` lists assignments: a policy of the engine, one of the architecture's CPUs, or one of
+/// slat-kvm's own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Assignment {
+    /// A policy of the engine.
+    Memory(Setting),
+    /// A policy of the architecture's CPUs.
+    Cpu(CpuPolicy),
+    /// Whether memslots may have absent pages, which the client provides later.
+    Userfault(Switch),
 }
 
-own_policies! {
-    /// Which of the guests' code is compiled.
-    JIT Jit(Jit) = Jit::default();
-    /// Whether guests are offered SVM.
-    NESTED Nested(Switch) = Switch(true);
-    /// Which file the compiler writes for perf.
-    JIT_MAP JitMap(JitMap) = JitMap::default();
-    /// Whether memslots may have absent pages, which the client provides later.
-    USERFAULT Userfault(Switch) = Switch(false);
-    /// Which vendor's processor guests are offered.
-    CPU Processor(Processor) = Processor::default();
+impl Assignment {
+    /// Returns all policies, each with its default.
+    pub fn defaults() -> Vec<Self> {
+        let engine = Policy::default();
+        let engine = engine.iter().map(Assignment::Memory);
+        let cpu = CpuPolicy::DEFAULTS.iter().copied().map(Assignment::Cpu);
+        let own = [Assignment::Userfault(Switch(false))];
+        engine.chain(cpu).chain(own).collect()
+    }
+
+    /// Returns the name of the policy.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Assignment::Memory(setting) => setting.name(),
+            Assignment::Cpu(policy) => policy.name(),
+            Assignment::Userfault(_) => USERFAULT,
+        }
+    }
+
+    /// Returns the values that the policy can have, as a list for a message.
+    pub fn expected(&self) -> &'static str {
+        match self {
+            Assignment::Memory(setting) => setting.expected(),
+            Assignment::Cpu(policy) => policy.expected(),
+            Assignment::Userfault(_) => Switch::EXPECTED,
+        }
+    }
+
+    /// Returns the value of the policy.
+    pub fn value(&self) -> &dyn fmt::Display {
+        match self {
+            Assignment::Memory(setting) => setting.value(),
+            Assignment::Cpu(policy) => policy.value(),
+            Assignment::Userfault(value) => value,
+        }
+    }
+
+    /// Parses a value of the policy `name`. `None`: the policy has no such value, or it is the engine's policy.
+    fn parse_own(name: &str, value: &str) -> Option<Self> {
+        match name {
+            USERFAULT => Switch::parse(value).map(Assignment::Userfault),
+            _ => CpuPolicy::parse(name, value).map(Assignment::Cpu),
+        }
+    }
 }
 
 /// Returns the entry of `names` of which `word` may be a misspelling.
@@ -247,16 +168,10 @@ pub struct Policies {
     pub format: TableFormat,
     /// The MMU that makes these tables.
     pub mmu: MmuKind,
-    /// Which of the guests' code is compiled.
-    pub jit: Jit,
-    /// Whether guests are offered SVM.
-    pub nested: bool,
-    /// The files that the compiler writes for perf.
-    pub jit_map: JitMap,
+    /// The policies of the architecture's CPUs.
+    pub cpu: CpuPolicies,
     /// Whether memslots may have the flag `KVM_MEM_USERFAULT`.
     pub userfault: bool,
-    /// Which vendor's processor guests are offered.
-    pub processor: Processor,
     /// Whether to print statistics at the end of the process.
     pub stats: bool,
     /// The file with the names of the guests' code ([`crate::symbols`]).
@@ -269,11 +184,8 @@ impl Default for Policies {
             settings: Vec::new(),
             format: TableFormat::default(),
             mmu: MmuKind::default(),
-            jit: Jit::default(),
-            nested: true,
-            jit_map: JitMap::default(),
+            cpu: CpuPolicies::default(),
             userfault: false,
-            processor: Processor::default(),
             stats: false,
             guest_symbols: None,
         }
@@ -302,18 +214,13 @@ impl Policies {
         let format = format.unwrap_or(TableFormat::of(mmu));
         check_pair(mmu, format)?;
         let mut settings = Vec::new();
-        let mut jit = Jit::default();
-        let (mut nested, mut jit_map, mut userfault) = (true, JitMap::default(), false);
-        let mut processor = Processor::default();
+        let (mut cpu, mut userfault) = (CpuPolicies::default(), false);
         let set = variable("SLAT_SET").unwrap_or_default();
         for word in set.split(',').filter(|word| !word.is_empty()) {
             match word.parse() {
                 Ok(Assignment::Memory(setting)) => settings.push(setting),
-                Ok(Assignment::Jit(value)) => jit = value,
-                Ok(Assignment::Nested(Switch(value))) => nested = value,
-                Ok(Assignment::JitMap(value)) => jit_map = value,
+                Ok(Assignment::Cpu(policy)) => cpu.set(policy),
                 Ok(Assignment::Userfault(Switch(value))) => userfault = value,
-                Ok(Assignment::Processor(value)) => processor = value,
                 Err(error) => return Err(format!("SLAT_SET: {error}")),
             }
         }
@@ -322,11 +229,8 @@ impl Policies {
             settings,
             format,
             mmu,
-            jit,
-            nested,
-            jit_map,
+            cpu,
             userfault,
-            processor,
             stats,
             guest_symbols: variable("SLAT_GUEST_SYMBOLS").map(PathBuf::from),
         })
@@ -387,16 +291,6 @@ pub(crate) fn of_new_vms() -> Result<&'static AtomicPolicy> {
     Ok(POLICIES.get_or_init(|| AtomicPolicy::new(given.of_new_vms())))
 }
 
-/// Whether guests are offered SVM.
-pub(crate) fn nested() -> bool {
-    current().is_ok_and(|policies| policies.nested)
-}
-
-/// Which vendor's processor guests are offered.
-pub(crate) fn processor() -> Processor {
-    current().map_or_else(|_| Processor::default(), |policies| policies.processor)
-}
-
 /// Whether clients may have memslots with `KVM_MEM_USERFAULT`.
 pub(crate) fn userfault() -> bool {
     current().is_ok_and(|policies| policies.userfault)
@@ -427,7 +321,6 @@ mod tests {
             ("prefech", Some("prefetch")),
             ("nx_hugepages", Some("nx_huge_pages")),
             ("huge-pages", Some("huge_pages")),
-            ("jitmap", Some("jit_map")),
             ("mmio_cache", Some("mmio_caching")),
             ("eager_split", Some("eager_page_split")),
             ("dirty", Some("dirty_log")),
@@ -467,11 +360,6 @@ mod tests {
         ])
         .unwrap();
         assert!(policies.stats);
-        assert_eq!(policies.jit, Jit::On);
-        for (value, jit) in [("off", Jit::Off), ("at-once", Jit::AtOnce(Tier::Full))] {
-            let set = format!("jit={value}");
-            assert_eq!(parse(&[("SLAT_SET", &set)]).unwrap().jit, jit);
-        }
         let direct = parse(&[("SLAT_MMU", "direct"), ("SLAT_FORMAT", "npt")]).unwrap();
         assert_eq!(
             (direct.mmu, direct.format),
@@ -519,21 +407,6 @@ mod tests {
             parse(&[("SLAT_SET", "mmio_caching")])
                 .unwrap_err()
                 .contains("POLICY=VALUE")
-        );
-        assert!(
-            parse(&[("SLAT_SET", "jit=hot")])
-                .unwrap_err()
-                .contains("on, off, at-once, at-once-baseline")
-        );
-        assert!(
-            parse(&[("SLAT_SET", "jit_map=maybe")])
-                .unwrap_err()
-                .contains("on, off, dump")
-        );
-        assert!(
-            parse(&[("SLAT_SET", "cpu=via")])
-                .unwrap_err()
-                .contains("host, amd, intel")
         );
         assert!(
             parse(&[("SLAT_SET", "mmio_caching=7")])

@@ -110,7 +110,7 @@ pub fn render(totals: &Totals) -> String {
     let mut text = format!("slat: memory system of {vms}\n");
     list(&mut text, totals.memory.iter());
     let cpu = Counters::NAMES.into_iter().zip(totals.cpu);
-    if totals.cpu[0] != 0 {
+    if totals.cpu.iter().any(|count| *count != 0) {
         let _ = writeln!(text, "slat: software CPU of {vms}");
         list(&mut text, cpu);
         if let Some(why) = totals.interprets {

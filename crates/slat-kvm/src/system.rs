@@ -1,8 +1,8 @@
 //! `/dev/kvm` itself: version, capabilities, and creation of VMs.
 
-use crate::arch;
+use crate::arch::{self, CpuChoice, VmType};
 use crate::errno::Result;
-use crate::policy::{self, Jit};
+use crate::policy;
 use crate::run_page::{MMAP_SIZE, memfd, sized_memfd};
 use crate::vm::VmObject;
 use crate::{caps, filters};
@@ -51,8 +51,8 @@ impl System {
         MMAP_SIZE
     }
 
-    /// Carries out `KVM_CREATE_VM`. `mmu` makes the VM's tables, and `jit` says which code is compiled. `None`: the
-    /// environment decides.
+    /// Carries out `KVM_CREATE_VM`. `mmu` makes the VM's tables; `None`: the environment decides. `cpu` has the client's
+    /// policies for the CPUs.
     ///
     /// # Errors
     /// `EINVAL` for a type that is not supported, for invalid policies in the environment, and for an MMU that does not
@@ -61,11 +61,11 @@ impl System {
         &self,
         vm_type: u64,
         mmu: Option<MmuKind>,
-        jit: Option<Jit>,
+        cpu: CpuChoice,
     ) -> Result<(Arc<VmObject>, OwnedFd)> {
-        let protected = arch::is_protected(vm_type)?;
+        let vm_type = VmType::of(vm_type)?;
         filters::kvm_is_used();
         let fd = memfd(c"kvm-vm", 0, true)?;
-        Ok((VmObject::new(protected, mmu, jit)?, fd))
+        Ok((VmObject::new(vm_type, mmu, cpu)?, fd))
     }
 }

@@ -3,6 +3,7 @@
 //! The ioctl dispatch gets raw addresses. Only plain data is copied: structs of integers in which every bit pattern is
 //! valid, which [`Plain`] promises.
 
+use crate::arch::USER_END;
 use crate::errno::{Result, fail};
 use crate::heap;
 use kvm_bindings::*;
@@ -173,13 +174,12 @@ fn accessed<E>(mut access: impl FnMut() -> std::result::Result<(), E>) -> Result
     }
 }
 
-/// Whether the range ends at or below the first address that user space can never have. (The fault of a non-canonical
-/// address does not report the address, so such addresses are refused before the access.)
+/// Whether the range ends at or below the first address that user space can never have. (On x86 the fault of a
+/// non-canonical address does not report the address, so such addresses are refused before the access.)
 pub fn in_user_space(address: u64, len: usize) -> bool {
-    const END: u64 = (1 << 47) - 4096;
     address
         .checked_add(len as u64)
-        .is_some_and(|end| end <= END)
+        .is_some_and(|end| end <= USER_END)
 }
 
 #[cfg(test)]

@@ -289,6 +289,7 @@ fn confine() {
         libc::SYS_sendto,
         libc::SYS_recvfrom,
         libc::SYS_rename,
+        libc::SYS_renameat,
         libc::SYS_close_range,
     ];
     let step = |code: u32, jt, jf, k: u32| libc::sock_filter {

@@ -1,9 +1,10 @@
 //! [`VcpuExit`]: the exit that `KVM_RUN` has stored in `kvm_run`.
 
+use crate::arch;
 use crate::errno::{Error, Result};
 use crate::run_page::{PAGE, PIO_OFFSET, RunPage};
 use kvm_bindings::*;
-use kvm_ioctls::{HypercallExit, MsrExitReason, ReadMsrExit, VcpuExit, WriteMsrExit};
+use kvm_ioctls::{HypercallExit, VcpuExit};
 
 /// Reads the field of `kvm_run`'s union that belongs to the exit reason.
 macro_rules! exit {
@@ -58,24 +59,6 @@ pub(super) fn exit(page: &mut RunPage) -> VcpuExit<'_> {
                 longmode: unsafe { hypercall.__bindgen_anon_1.longmode },
             })
         }
-        KVM_EXIT_X86_RDMSR => {
-            let msr = exit!(&mut run.msr);
-            VcpuExit::X86Rdmsr(ReadMsrExit {
-                error: &mut msr.error,
-                reason: MsrExitReason::from_bits_truncate(msr.reason),
-                index: msr.index,
-                data: &mut msr.data,
-            })
-        }
-        KVM_EXIT_X86_WRMSR => {
-            let msr = exit!(&mut run.msr);
-            VcpuExit::X86Wrmsr(WriteMsrExit {
-                error: &mut msr.error,
-                reason: MsrExitReason::from_bits_truncate(msr.reason),
-                index: msr.index,
-                data: msr.data,
-            })
-        }
         KVM_EXIT_DEBUG => VcpuExit::Debug(exit!(run.debug).arch),
         KVM_EXIT_HLT => VcpuExit::Hlt,
         KVM_EXIT_IRQ_WINDOW_OPEN => VcpuExit::IrqWindowOpen,
@@ -85,20 +68,14 @@ pub(super) fn exit(page: &mut RunPage) -> VcpuExit<'_> {
             VcpuExit::FailEntry(failure.hardware_entry_failure_reason, failure.cpu)
         }
         KVM_EXIT_INTR => VcpuExit::Intr,
-        KVM_EXIT_SET_TPR => VcpuExit::SetTpr,
-        KVM_EXIT_TPR_ACCESS => VcpuExit::TprAccess,
-        KVM_EXIT_NMI => VcpuExit::Nmi,
         KVM_EXIT_INTERNAL_ERROR => VcpuExit::InternalError,
-        KVM_EXIT_IOAPIC_EOI => VcpuExit::IoapicEoi(exit!(run.eoi).vector),
-        KVM_EXIT_HYPERV => VcpuExit::Hyperv,
         KVM_EXIT_SYSTEM_EVENT => {
             let event = exit!(&mut run.system_event);
             // SAFETY: every bit pattern of both fields of the union is valid.
             let data = unsafe { &event.__bindgen_anon_1.data };
             VcpuExit::SystemEvent(event.type_, &data[..event.ndata as usize])
         }
-        // These are exits of other architectures, and exits for which kvm-ioctls has no name.
-        reason => VcpuExit::Unsupported(reason),
+        _ => arch::exit(run),
     }
 }
 

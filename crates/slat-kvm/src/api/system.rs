@@ -2,9 +2,9 @@
 
 use super::VmFd;
 use super::descriptors::Descriptor;
+use crate::arch::CpuChoice;
 use crate::errno::{Error, Result, last};
 use crate::ioctl::Object;
-use crate::policy::Jit;
 use crate::system::System;
 use kvm_ioctls::Cap;
 use slat::MmuKind;
@@ -18,7 +18,7 @@ pub struct Kvm {
     pub(crate) system: Arc<System>,
     fd: OwnedFd,
     mmu: Option<MmuKind>,
-    jit: Option<Jit>,
+    cpu: CpuChoice,
 }
 
 impl Kvm {
@@ -41,16 +41,6 @@ impl Kvm {
         }
     }
 
-    /// Like [`Kvm::new`], but VMs compile code according to `jit`, whatever the environment says. (`kvm_ioctls` has no
-    /// such method.)
-    #[must_use]
-    pub fn with_jit(self, jit: Jit) -> Self {
-        Kvm {
-            jit: Some(jit),
-            ..self
-        }
-    }
-
     /// Like [`new`](Self::new). `kvm_path` must lead to KVM's device, but `/dev/kvm` need not exist.
     ///
     /// # Errors
@@ -62,6 +52,11 @@ impl Kvm {
     {
         check_path(kvm_path.as_ref())?;
         Kvm::new()
+    }
+
+    /// Makes VMs whose CPUs have these policies, whatever the environment says.
+    pub(crate) fn with_cpu(self, cpu: CpuChoice) -> Self {
+        Kvm { cpu, ..self }
     }
 
     /// Returns a descriptor. [`from_raw_fd`](FromRawFd::from_raw_fd) makes a `Kvm` of this descriptor, even in a
@@ -93,7 +88,7 @@ impl Kvm {
             system: Arc::new(System),
             fd,
             mmu: None,
-            jit: None,
+            cpu: CpuChoice::default(),
         }
     }
 
@@ -145,21 +140,12 @@ impl Kvm {
         self.check_extension_int(Cap::MaxVcpuId) as usize
     }
 
-    /// Carries out `KVM_CREATE_VM`.
-    ///
-    /// # Errors
-    /// `ENOMEM`, or the host's error for opening a descriptor.
-    pub fn create_vm(&self) -> Result<VmFd> {
-        self.create_vm_with_type(0)
-    }
-
     /// Carries out `KVM_CREATE_VM` for a VM of the type `vm_type`.
     ///
     /// # Errors
-    /// `EINVAL` for any type but the default and `KVM_X86_SW_PROTECTED_VM`, and the errors of
-    /// [`create_vm`](Self::create_vm).
+    /// `EINVAL` for a type that the architecture does not have, and the errors of [`create_vm`](Self::create_vm).
     pub fn create_vm_with_type(&self, vm_type: u64) -> Result<VmFd> {
-        let (vm, fd) = self.system.create_vm(vm_type, self.mmu, self.jit)?;
+        let (vm, fd) = self.system.create_vm(vm_type, self.mmu, self.cpu)?;
         let fd = Descriptor::new(fd, Object::Vm(vm.clone()))?;
         Ok(VmFd::new(vm, fd, self.system.vcpu_mmap_size()))
     }

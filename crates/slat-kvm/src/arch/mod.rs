@@ -10,9 +10,11 @@
 //! | for | types and functions | methods |
 //! |---|---|---|
 //! | ioctls | `requests`, `name_of_request`; `Plain` for its structs | |
-//! | `/dev/kvm` | `capability`, `is_protected`, `note_start`, `system_ioctl`, `ADDRESS_SPACES`, `MAX_VCPUS`, `MAX_VCPU_ID` | of `System`: `device_attribute` |
-//! | a VM | `VmState` with `new` and `extension`, `vm_ioctl` | of `VmObject`: `enable_arch_cap`, `allows_vcpu_id`, `shared_of_vcpu`, `parts_of_vcpu` |
-//! | interrupts | `Controllers`, `Target` with `excludes`, `Device`, `VmTimer` | of `Interrupts`: `exist`, `target`, `set_target`, `pulse_target`, `routes_changed`, `signal_msi`, `can_resample`, `read` and `write` of a device; `VmTimers` for each `VmTimer` |
+//! | memory | `table_formats`, `USER_END`, `MEMORY_ATTRIBUTES` | |
+//! | settings | `CpuPolicy` with `DEFAULTS`, `name`, `expected`, `value` and `parse`; `CpuPolicies` with `set`; `CpuChoice`, `nests`; `parameter_names`, `parameter`, `WRITABLE_PARAMETERS`, `set_parameter` | |
+//! | `/dev/kvm` | `capability`, `VmType` with `of` and `is_protected`, `note_start`, `system_ioctl`, `ADDRESS_SPACES`, `MAX_VCPUS`, `MAX_VCPU_ID` | |
+//! | a VM | `VmState` with `new`, `check_slot` and `extension`, `vm_ioctl` | of `VmObject`: `enable_arch_cap`, `allows_vcpu_id`, `shared_of_vcpu`, `parts_of_vcpu` |
+//! | interrupts | `Controllers`, `Target` with `excludes`, `Device`, `VmTimer` | of `Interrupts`: `exist`, `check_line`, `check_irqfd`, `target`, `set_target`, `pulse_target`, `routes_changed`, `signal_msi`, `can_resample`, `read` and `write` of a device; `VmTimers` for each `VmTimer` |
 //! | a vCPU, for other threads | `VcpuShared`, `VcpuMap` with `reserve` and `rebuild` | |
 //! | a vCPU, for its own thread | `VcpuState`, `vcpu_ioctl` | of `Inner`: `begin_life`, `is_unfinished`, `flush_translations`; of `VcpuObject`: the state that every architecture has, as `get_mp_state` |
 //! | its CPU | `Executor`, with `run`, `complete`, `is_unfinished`, `counters`, `state`, and probes; `Exit` | |
@@ -20,38 +22,55 @@
 //! | `KVM_RUN` | `reason`, `trace_entry`, `trace_exit` | of `VcpuObject`, in this order: `prepare`, `begin_run`, `update_guest`, `deliver_events`, `handle` for each exit, `has_late_exit`, `publish`; of `Inner`: `begin_requested`, `enters_guest`, `left_guest` |
 //! | a debugger | `Probe`, `ProbeHit`, `ProbeKind`, `REGISTERS`, `BLOCK`, `get_registers`, `set_register` | |
 //! | statistics | `Counters`, `Exits`, `NEVER`, `NEVER_IN`, `meaning`, `ticks`, `ticks_khz` | |
-//! | the compiler | `Tier`, `start_compiler`, `why_not_compiled` | |
-//! | the Rust API | | kvm-ioctls' methods that only this architecture has |
+//! | the compiler | `prepare_compiler`, `why_not_compiled` | |
+//! | the Rust API | `exit` for the exits that not every architecture has, `for_clients` | of `Kvm`: `create_vm`; kvm-ioctls' methods that only this architecture has |
+//! | slat's other crates | `for_other_crates`, with `perf` | |
+//!
+//! A part that an architecture does not have yet is a type without values. The functions that get such a part then
+//! consist of `match *self {}`.
 
+#[cfg(target_arch = "aarch64")]
+mod aarch64;
 #[cfg(target_arch = "x86_64")]
 mod x86_64;
 
+#[cfg(target_arch = "aarch64")]
+use aarch64 as chosen;
 #[cfg(target_arch = "x86_64")]
-pub(crate) use x86_64::{
+use x86_64 as chosen;
+
+pub(crate) use chosen::{
     Counters, Executor, Exit, Probe, ProbeHit, ProbeKind,
     abi::name_of_request,
     caps::capability,
     chips::Controllers,
-    clock::{host_tsc as ticks, host_tsc_khz as ticks_khz, note_start},
-    compiler::{start as start_compiler, why_not as why_not_compiled},
+    clock::{note_start, ticks, ticks_khz},
+    compiler::{prepare as prepare_compiler, why_not as why_not_compiled},
     counters::{Exits, NEVER, NEVER_IN, meaning, reason},
     devices::{Device, VmTimer},
+    exits::exit,
+    formats::table_formats,
     gdb::{get as get_registers, set as set_register},
     ioctl::{system::ioctl as system_ioctl, vcpu::ioctl as vcpu_ioctl, vm::ioctl as vm_ioctl},
-    limits::{MAX_VCPU_ID, MAX_VCPUS},
-    machine::{VcpuMachine, frames::MOST as MOST_FRAMES},
-    state::{VcpuShared, VmState, is_protected},
+    limits::{MAX_VCPU_ID, MAX_VCPUS, MEMORY_ATTRIBUTES, USER_END},
+    machine::{MOST_FRAMES, VcpuMachine},
+    parameters::{
+        WRITABLE as WRITABLE_PARAMETERS, names as parameter_names, value as parameter,
+        write as set_parameter,
+    },
+    policy::nests,
+    state::{VcpuShared, VmState, VmType},
     target::Target,
     trace::{enters as trace_entry, left as trace_exit},
     vcpu_map::VcpuMap,
     vcpu_state::VcpuState,
 };
-#[cfg(target_arch = "x86_64")]
-pub use x86_64::{
-    Tier, abi as requests, for_other_crates,
+pub use chosen::{
+    abi as requests, for_clients, for_other_crates,
     gdb::{BLOCK, REGISTERS},
     limits::ADDRESS_SPACES,
+    policy::{CpuChoice, CpuPolicies, CpuPolicy},
 };
 
-#[cfg(not(target_arch = "x86_64"))]
-compile_error!("slat-kvm has guests of x86_64 only");
+#[cfg(not(any(target_arch = "aarch64", target_arch = "x86_64")))]
+compile_error!("slat-kvm has guests of aarch64 and x86_64");

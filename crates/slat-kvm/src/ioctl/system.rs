@@ -1,12 +1,10 @@
 //! Requests to `/dev/kvm`.
 
-use super::{Answer, Object, give, of_arch, value};
+use super::{Answer, Object, of_arch, value};
 use crate::abi::*;
-use crate::arch;
+use crate::arch::{self, CpuChoice};
 use crate::errno::{Result, fail};
 use crate::system::System;
-use crate::user;
-use kvm_bindings::kvm_device_attr;
 
 // This function is not inlined, because otherwise requests to other objects would have this function's frame, too.
 #[inline(never)]
@@ -17,16 +15,8 @@ pub(super) fn ioctl(system: &System, request: u32, argument: u64) -> Result<Answ
         KVM_GET_API_VERSION | KVM_GET_VCPU_MMAP_SIZE => fail(libc::EINVAL),
         KVM_CHECK_EXTENSION => value(system.check_extension(argument)),
         KVM_CREATE_VM => {
-            let (vm, fd) = system.create_vm(argument, None, None)?;
+            let (vm, fd) = system.create_vm(argument, None, CpuChoice::default())?;
             Ok(Answer::Created(Object::Vm(vm), fd))
-        }
-        KVM_HAS_DEVICE_ATTR => {
-            system.device_attribute(&user::read(argument)?)?;
-            value(0)
-        }
-        KVM_GET_DEVICE_ATTR => {
-            let attribute: kvm_device_attr = user::read(argument)?;
-            give(attribute.addr, &system.device_attribute(&attribute)?)
         }
         // KVM returns this errno for an unknown request to `/dev/kvm`; for an unknown request to a VM, KVM returns
         // ENOTTY.

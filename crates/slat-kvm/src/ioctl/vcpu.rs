@@ -50,23 +50,6 @@ pub(super) fn ioctl(vcpu: &Shared<VcpuObject>, request: u32, argument: u64) -> R
             let (stats, fd) = VcpuObject::stats(vcpu)?;
             return Ok(Answer::Created(Object::Stats(stats), fd));
         }
-        KVM_HAS_DEVICE_ATTR => vcpu.has_device_attribute(&user::read(argument)?)?,
-        KVM_GET_DEVICE_ATTR => {
-            let attribute: kvm_device_attr = user::read(argument)?;
-            return give(attribute.addr, &vcpu.device_attribute(&attribute)?);
-        }
-        KVM_SET_DEVICE_ATTR => {
-            vcpu.set_device_attribute(&user::read(argument)?, user::read::<u64>)?;
-        }
-        KVM_ENABLE_CAP => vcpu.enable_cap(&user::read(argument)?)?,
-        KVM_GET_ONE_REG => {
-            let register: kvm_one_reg = user::read(argument)?;
-            return give(register.addr, &vcpu.get_one_reg(register.id)?);
-        }
-        KVM_SET_ONE_REG => {
-            let register: kvm_one_reg = user::read(argument)?;
-            vcpu.set_one_reg(register.id, || user::read(register.addr))?;
-        }
         // KVM returns this errno for an unknown request to a vCPU; for an unknown request to a VM, KVM returns ENOTTY.
         _ => {
             return of_arch(

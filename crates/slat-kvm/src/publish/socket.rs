@@ -183,10 +183,10 @@ impl Listener {
     }
 
     fn open_in(directory: &Path, user: u32) -> Option<Self> {
-        // SAFETY: the path ends with NUL. A directory that exists already is checked below.
-        unsafe { raw(libc::SYS_mkdir, [directory.pointer(), 0o700, 0, 0, 0, 0]) };
-        let flags = libc::O_DIRECTORY | libc::O_NOFOLLOW | libc::O_CLOEXEC;
         let at = libc::AT_FDCWD as usize;
+        // SAFETY: the path ends with NUL. A directory that exists already is checked below.
+        unsafe { raw(libc::SYS_mkdirat, [at, directory.pointer(), 0o700, 0, 0, 0]) };
+        let flags = libc::O_DIRECTORY | libc::O_NOFOLLOW | libc::O_CLOEXEC;
         // SAFETY: the path ends with NUL.
         let opened = unsafe {
             Own::open(
@@ -223,14 +223,14 @@ impl Listener {
         unsafe { raw(libc::SYS_fchmod, [socket.0, 0o600, 0, 0, 0, 0]) };
         let (address, len) = address(&opened, &[b".", name])?;
         let address = &raw const address as usize;
-        // SAFETY: `bind` gets a live address and its length, `listen` takes no pointer, and both paths of `rename` end
+        // SAFETY: `bind` gets a live address and its length, `listen` takes no pointer, and both paths of `renameat` end
         // with NUL.
         let done = unsafe {
             raw(libc::SYS_bind, [socket.0, address, len, 0, 0, 0]) == 0
                 && raw(libc::SYS_listen, [socket.0, 16, 0, 0, 0, 0]) == 0
                 && raw(
-                    libc::SYS_rename,
-                    [hidden.pointer(), path.pointer(), 0, 0, 0, 0],
+                    libc::SYS_renameat,
+                    [at, hidden.pointer(), at, path.pointer(), 0, 0],
                 ) == 0
         };
         if !done {

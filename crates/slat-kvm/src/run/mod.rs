@@ -206,9 +206,7 @@ impl VcpuObject {
         let exit = f(cpu, machine, common.attention.flag());
         common.client.rests();
         common.cpu.publish(cpu.counters());
-        // A trace has an exit for each entry, so a missing exit is recorded as `Attention`.
-        let left = exit.as_ref().unwrap_or(&Exit::Attention);
-        arch::trace_exit(common.id, &cpu.state, left);
+        arch::trace_exit(common.id, &cpu.state, exit.as_ref());
         if let Some(exit) = &exit {
             common.exits.count(exit);
             stopwatch.exits(common.exits.exits.get(), || arch::reason(exit));

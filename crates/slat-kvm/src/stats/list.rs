@@ -160,8 +160,8 @@ pub(super) fn of_vcpu() -> Result<Vec<Entry>> {
         },
     ];
     let of_arch = arch::NEVER.iter().map(|name| (*name, Kind::Counter));
-    let of_arch = of_arch.chain([(arch::NEVER_IN, Kind::Flag)]);
-    let never_vcpu = NEVER_VCPU.len() + arch::NEVER.len() + 1;
+    let of_arch = of_arch.chain(arch::NEVER_IN.iter().map(|name| (*name, Kind::Flag)));
+    let never_vcpu = NEVER_VCPU.len() + arch::NEVER.len() + arch::NEVER_IN.len();
     let most = Stats::NAMES.len() + Exits::NAMES.len() + halts.len() + never_vcpu;
     let mut list = heap::with_room(most)?;
     list.extend(of_engine(|name| VCPU.contains(&name)));

@@ -2,7 +2,7 @@
 
 use crate::errno::{Result, fail};
 use crate::vm::VmObject;
-use crate::{caps, guest_memfd, parameters};
+use crate::{caps, guest_memfd};
 use kvm_bindings::*;
 
 impl VmObject {
@@ -26,12 +26,12 @@ impl VmObject {
             return fail(libc::EINVAL);
         }
         match cap.cap {
-            KVM_CAP_VM_DISABLE_NX_HUGE_PAGES if cap.args[0] == 0 => {
-                self.before_vcpus(|| parameters::disable_nx(&self.engine))
-            }
             KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2 => self.set_manual_dirty_log(cap.args[0]),
-            KVM_CAP_DIRTY_LOG_RING | KVM_CAP_DIRTY_LOG_RING_ACQ_REL => {
-                self.enable_dirty_rings(cap.args[0])
+            ring @ (KVM_CAP_DIRTY_LOG_RING | KVM_CAP_DIRTY_LOG_RING_ACQ_REL) => {
+                match self.check_extension(ring.into()) {
+                    0 => fail(libc::EINVAL),
+                    _ => self.enable_dirty_rings(cap.args[0]),
+                }
             }
             cap_of_arch => self.enable_arch_cap(cap_of_arch, cap.args[0]),
         }

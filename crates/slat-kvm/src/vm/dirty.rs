@@ -124,7 +124,8 @@ impl VmObject {
     }
 
     /// Carries out `KVM_CAP_DIRTY_LOG_RING` and `KVM_CAP_DIRTY_LOG_RING_ACQ_REL`. The call is allowed once, before
-    /// there are vCPUs. (On x86, loads and stores always have the order that the second capability promises.)
+    /// there are vCPUs. Only an architecture whose loads and stores always have the order that the second capability
+    /// promises has the first one.
     pub(crate) fn enable_dirty_rings(&self, size: u64) -> Result<()> {
         // KVM looks only at the lower 32 bits.
         let size = dirty::check_size(size as u32)?;

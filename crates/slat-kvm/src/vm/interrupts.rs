@@ -19,12 +19,10 @@ impl VmObject {
     /// ignored (masked).
     ///
     /// # Errors
-    /// `ENXIO` without interrupt controllers.
+    /// The architecture's error without interrupt controllers: `ENXIO` on x86.
     pub fn irq_line(&self, gsi: u32, level: bool) -> Result<i32> {
         let _call = self.begin()?;
-        if !self.has_irqchip() {
-            return fail(libc::ENXIO);
-        }
+        self.interrupts.check_line(gsi)?;
         Ok(self.interrupts.set_line(gsi, USERSPACE, level))
     }
 
@@ -60,8 +58,8 @@ impl VmObject {
     /// Carries out `KVM_IRQFD`.
     ///
     /// # Errors
-    /// `EINVAL` without interrupt controllers, for unknown flags, a descriptor that is no eventfd, and resampling
-    /// without controllers that tell when the guest ends an interrupt; `EBADF`; `EBUSY` when the eventfd is already an
+    /// The architecture's error without interrupt controllers: `EINVAL` on x86. `EINVAL` for unknown flags, a descriptor
+    /// that is no eventfd, and resampling without controllers that tell when the guest ends an interrupt; `EBADF`; `EBUSY` when the eventfd is already an
     /// irqfd of any VM; `ENOMEM`, `EMFILE`.
     pub fn irqfd(&self, asked: &kvm_irqfd) -> Result<()> {
         let _call = self.begin()?;
@@ -72,8 +70,9 @@ impl VmObject {
         if asked.flags & KVM_IRQFD_FLAG_DEASSIGN != 0 {
             return interrupts.irqfds.remove(&**interrupts, asked);
         }
+        interrupts.check_irqfd()?;
         let resampled = asked.flags & KVM_IRQFD_FLAG_RESAMPLE != 0;
-        if !self.has_irqchip() || resampled && !interrupts.can_resample() {
+        if resampled && !interrupts.can_resample() {
             return fail(libc::EINVAL);
         }
         let lines: Weak<dyn Lines> = Arc::<Interrupts>::downgrade(interrupts);

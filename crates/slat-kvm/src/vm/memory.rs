@@ -1,6 +1,7 @@
 //! A VM's calls for memslots and private memory.
 
 use super::userfault::{self, KVM_MEM_USERFAULT};
+use crate::arch::MEMORY_ATTRIBUTES;
 use crate::errno::{Error, Result, fail};
 use crate::guest_memfd::{GuestMemfd, Part};
 use crate::vm::VmObject;
@@ -70,6 +71,15 @@ impl VmObject {
             true => self.part_for(region, space, &asked)?,
             false => None,
         };
+        if size != 0
+            && let Err(beyond) = self.arch.check_slot(region)
+        {
+            // KVM checks last whether the guest can address the memory.
+            return match self.engine.check_memory_region(space, &asked) {
+                Ok(()) | Err(RegionError::BeyondTables(_)) => Err(beyond),
+                Err(error) => Err(refused(error)),
+            };
+        }
         let asked = match &part {
             Some(part) if part.only => asked.with_backing(part.start),
             _ => asked,
@@ -146,7 +156,7 @@ impl VmObject {
     /// Returns the attributes that memory of this VM can have: `KVM_CAP_MEMORY_ATTRIBUTES`.
     pub(crate) fn known_attributes(&self) -> u64 {
         match self.protected {
-            true => KVM_MEMORY_ATTRIBUTE_PRIVATE.into(),
+            true => MEMORY_ATTRIBUTES.into(),
             false => 0,
         }
     }
@@ -154,10 +164,13 @@ impl VmObject {
     /// Carries out `KVM_SET_MEMORY_ATTRIBUTES`.
     ///
     /// # Errors
-    /// `EINVAL` for flags, attributes that this VM does not have, and a range that is empty, not of whole pages, or
-    /// wraps around; `ENOMEM`.
+    /// `ENOTTY` on an architecture whose VMs have no attributes. `EINVAL` for flags, attributes that this VM does not
+    /// have, and a range that is empty, not of whole pages, or wraps around; `ENOMEM`.
     pub fn set_memory_attributes(&self, attributes: &kvm_memory_attributes) -> Result<()> {
         let _call = self.begin()?;
+        if MEMORY_ATTRIBUTES == 0 {
+            return fail(libc::ENOTTY);
+        }
         let kvm_memory_attributes {
             address,
             size,

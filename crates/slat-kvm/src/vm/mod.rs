@@ -15,7 +15,7 @@ mod interrupts;
 mod memory;
 mod userfault;
 
-use crate::arch::VmState;
+use crate::arch::{CpuChoice, VmState, VmType};
 use crate::call::{Call, Life};
 use crate::caps::ADDRESS_SPACES;
 use crate::coalesced::Coalesced;
@@ -25,10 +25,10 @@ use crate::errno::{Error, Result, fail, no_memory};
 use crate::guest_memfd::PrivateMemory;
 use crate::io_devices::Bus;
 use crate::irq::Interrupts;
-use crate::policy::{self, Jit};
+use crate::policy;
 use crate::vcpus::Vcpus;
 use crate::vfio::Devices;
-use crate::{last_thread, notify, profile, publish, recovery, report, vcpu_common};
+use crate::{arch, last_thread, notify, profile, publish, recovery, report, vcpu_common};
 use kvm_bindings::*;
 use slat::{CreateVmError, MmuKind};
 use std::sync::{Arc, Mutex, RwLockReadGuard, RwLockWriteGuard};
@@ -65,17 +65,13 @@ impl std::fmt::Debug for VmObject {
 }
 
 impl VmObject {
-    /// Creates a VM without memory and vCPUs. `protected`: the VM's memory can be private. `mmu` makes
-    /// its tables, and `jit` says which code is compiled. `None`: the environment decides.
+    /// Creates a VM of this type without memory and vCPUs. `mmu` makes its tables; `None`: the environment decides.
+    /// `cpu` has the client's policies for the CPUs.
     ///
     /// # Errors
     /// `ENOMEM`; `EINVAL` for invalid policies in the environment, and for an MMU that does not exist for the format;
     /// the host's error for setting up the platform.
-    pub(crate) fn new(
-        protected: bool,
-        mmu: Option<MmuKind>,
-        jit: Option<Jit>,
-    ) -> Result<Arc<Self>> {
+    pub(crate) fn new(vm_type: VmType, mmu: Option<MmuKind>, cpu: CpuChoice) -> Result<Arc<Self>> {
         let policies = policy::current()?;
         let platform = slat_host::HostPlatform::new()
             .map_err(|error| Error::new(error.raw_os_error().unwrap_or(libc::EIO)))?;
@@ -86,7 +82,8 @@ impl VmObject {
             Some(mmu) if !policies.format.has(mmu) => TableFormat::of(mmu),
             _ => policies.format,
         };
-        config.nested = policies.nested && format.nests(config.mmu);
+        let protected = vm_type.is_protected();
+        config.nested = arch::nests(policies) && format.nests(config.mmu);
         if protected && config.mmu == MmuKind::Shadow {
             // KVM without the TDP MMU also refuses a VM whose memory can be private.
             return fail(libc::EINVAL);
@@ -97,7 +94,7 @@ impl VmObject {
         })?;
         let coalesced = Coalesced::new()?;
         last_thread::start();
-        let arch = VmState::new(jit.unwrap_or(policies.jit))?;
+        let arch = VmState::new(vm_type, policies, cpu)?;
         let number = publish::vm_begins(&engine)?;
         notify::register(&engine);
         recovery::begin();

@@ -21,7 +21,7 @@ use kvm_bindings::*;
 use long_mode::Machine;
 use programs::{END, PROGRAMS, Program, SET_TF};
 use slat::MmuKind;
-use slat_kvm::policy::{Jit, Tier};
+use slat_kvm::{Jit, Tier};
 use slat_kvm::{Kvm, VcpuExit, VcpuFd};
 use state::State;
 use std::os::fd::AsRawFd;

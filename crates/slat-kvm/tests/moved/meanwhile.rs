@@ -4,8 +4,8 @@ use crate::common;
 use crate::device::{Access, Device};
 use crate::{Guest, LOAD, PLAIN, World, complete, long_mode, programs};
 use kvm_bindings::*;
-use slat_kvm::policy::{Jit, Tier};
 use slat_kvm::{IoEventAddress, VcpuExit};
+use slat_kvm::{Jit, Tier};
 use std::sync::mpsc;
 use std::time::Duration;
 

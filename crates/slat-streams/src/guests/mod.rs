@@ -24,7 +24,7 @@ pub use compare::{COMPARED, Compared};
 use kvm_bindings::*;
 use layout::*;
 use slat_host::mappings::{self, HugePages};
-use slat_kvm::policy::{Jit, Tier};
+use slat_kvm::{Jit, Tier};
 use slat_kvm::{Kvm, VcpuExit, VcpuFd, VmFd};
 use slat_model::Rng;
 use std::collections::BTreeSet;

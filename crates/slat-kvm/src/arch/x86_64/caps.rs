@@ -2,15 +2,23 @@
 
 use crate::arch::x86_64::limits::MAX_VCPU_ID;
 use crate::arch::x86_64::{clock, guest_debug, msr, nested, options, quirks};
+use crate::dirty::MAX_RING_SIZE;
+use crate::routing::MAX_ROUTES;
 use kvm_bindings::*;
 use slat::MmuKind;
 
 /// Returns the value of a capability for VMs whose tables `mmu` makes; 0 if slat does not have the capability.
 pub(crate) fn capability(cap: u32, mmu: MmuKind) -> u32 {
     match cap {
+        // Without a second level, KVM does not map memory before the guest uses it.
+        KVM_CAP_PRE_FAULT_MEMORY if mmu == MmuKind::Shadow => 0,
         // Without a second level, KVM has no private memory.
         KVM_CAP_VM_TYPES if mmu == MmuKind::Shadow => 1 << KVM_X86_DEFAULT_VM,
         KVM_CAP_HLT
+        | KVM_CAP_ENABLE_CAP
+        | KVM_CAP_IRQFD
+        | KVM_CAP_PRE_FAULT_MEMORY
+        | KVM_CAP_SIGNAL_MSI
         | KVM_CAP_IRQCHIP
         | KVM_CAP_IRQ_INJECT_STATUS
         | KVM_CAP_IRQFD_RESAMPLE
@@ -76,6 +84,9 @@ pub(crate) fn capability(cap: u32, mmu: MmuKind) -> u32 {
         | KVM_CAP_ASYNC_PF
         | KVM_CAP_ASYNC_PF_INT
         | KVM_CAP_VCPU_ATTRIBUTES => 1,
+        KVM_CAP_STEAL_TIME => crate::steal_time::is_available().into(),
+        KVM_CAP_IRQ_ROUTING => MAX_ROUTES,
+        KVM_CAP_DIRTY_LOG_RING => MAX_RING_SIZE,
         KVM_CAP_X86_APIC_BUS_CYCLES_NS => options::APIC_BUS_CYCLE_NS as u32,
         KVM_CAP_X86_BUS_LOCK_EXIT => options::BUS_LOCK_MODES,
         KVM_CAP_X86_DISABLE_EXITS => options::DISABLED_EXITS,
@@ -91,5 +102,17 @@ pub(crate) fn capability(cap: u32, mmu: MmuKind) -> u32 {
         KVM_CAP_VM_TYPES => 1 << KVM_X86_DEFAULT_VM | 1 << KVM_X86_SW_PROTECTED_VM,
         KVM_CAP_EXIT_HYPERCALL => options::HYPERCALL_EXITS,
         _ => 0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::caps::check;
+
+    #[test]
+    fn claims_what_the_selftests_look_for() {
+        assert_eq!(check(KVM_CAP_MAX_VCPUS.into(), MmuKind::Tdp), 1024);
+        assert_eq!(check(KVM_CAP_MAX_VCPU_ID.into(), MmuKind::Tdp), 4096);
     }
 }

@@ -3,8 +3,8 @@
 //! child that creates VMs starts threads of its own.
 
 use crate::arch::x86_64::perf;
+use crate::arch::x86_64::policy::{self, Jit};
 use crate::background::{self, Background};
-use crate::policy::{self, Jit, JitMap};
 use crate::process::PerProcess;
 use crate::symbols;
 use slat_x86::{Compile, Compiler, Tier};
@@ -28,8 +28,8 @@ static COMPILING: PerProcess<Compiling> = PerProcess::new();
 impl Default for Compiling {
     fn default() -> Self {
         let compiler = Compiler::try_new().ok();
-        let map = policy::current().map_or(JitMap::Off, |policies| policies.jit_map);
-        if let (Some(compiler), Some(observer)) = (&compiler, perf::observer(map)) {
+        let observer = perf::observer(policy::current().jit_map);
+        if let (Some(compiler), Some(observer)) = (&compiler, observer) {
             symbols::of_guests();
             compiler.observe(observer);
         }
@@ -57,9 +57,16 @@ pub(crate) fn start(jit: Jit) -> Option<(Arc<Compiler>, Compile)> {
     Some((compiling.compiler.clone()?, compile))
 }
 
+/// Starts the compiler's threads, if the policies of this process let code be compiled.
+pub(crate) fn prepare() {
+    if let Ok(policies) = crate::policy::current() {
+        start(policies.cpu.jit);
+    }
+}
+
 /// Returns the reason why no code is compiled. `None`: code is compiled.
 pub(crate) fn why_not() -> Option<&'static str> {
-    if !policy::current().is_ok_and(|policies| policies.jit != Jit::Off) {
+    if !crate::policy::current().is_ok_and(|policies| policies.cpu.jit != Jit::Off) {
         return Some("jit is off");
     }
     // `peek` is used because `get` would make the value, and no thread would be started for that value.

@@ -92,8 +92,8 @@ pub(crate) const NEVER: &[&str] = &[
     "preemption_reported",
     "preemption_other",
 ];
-/// A state in which a vCPU of slat, by KVM's statistic of this name, never is.
-pub(crate) const NEVER_IN: &str = "guest_mode";
+/// KVM's statistics of states in which a vCPU of slat never is.
+pub(crate) const NEVER_IN: &[&str] = &["guest_mode"];
 
 /// Explains a counter of the CPU to users.
 pub(crate) fn meaning(counter: &str) -> &'static str {

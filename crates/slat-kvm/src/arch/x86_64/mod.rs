@@ -44,6 +44,8 @@ mod device_attr;
 pub(crate) mod devices;
 pub(crate) mod events;
 pub(crate) mod exit;
+pub(crate) mod exits;
+pub(crate) mod formats;
 pub(crate) mod fpu;
 pub(crate) mod gdb;
 pub(crate) mod guest_debug;
@@ -57,7 +59,9 @@ pub(crate) mod msr_filter;
 pub(crate) mod nested;
 pub(crate) mod options;
 pub(crate) mod page_cache;
+pub(crate) mod parameters;
 mod plain;
+pub(crate) mod policy;
 pub(crate) mod quirks;
 pub(crate) mod regs;
 mod run;
@@ -72,7 +76,17 @@ pub(crate) mod vcpu_map;
 pub(crate) mod vcpu_state;
 pub(crate) mod vm;
 
-pub use slat_x86::{Counters, Executor, Exit, Probe, ProbeHit, ProbeKind, Tier};
+pub use slat_x86::{Counters, Executor, Exit, Probe, ProbeHit, ProbeKind};
+
+/// The types of the Rust API that only x86 has.
+pub mod for_clients {
+    pub use super::policy::Jit;
+    pub use kvm_ioctls::{
+        KvmNestedStateBuffer, MsrExitReason, MsrFilterDefaultAction, MsrFilterRange,
+        MsrFilterRangeFlags, ReadMsrExit, SyncReg, WriteMsrExit,
+    };
+    pub use slat_x86::Tier;
+}
 
 /// The items that slat's other crates and tests use.
 pub mod for_other_crates {

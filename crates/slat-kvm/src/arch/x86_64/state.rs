@@ -4,14 +4,42 @@ use crate::arch::x86_64::clock::VmClock;
 use crate::arch::x86_64::compiler;
 use crate::arch::x86_64::hyperv::{Hyperv, VirtualProcessor};
 use crate::arch::x86_64::options::Options;
+use crate::arch::x86_64::policy::CpuChoice;
 use crate::arch::x86_64::quirks::Quirks;
 use crate::errno::{Result, fail, no_memory};
-use crate::policy::Jit;
-use kvm_bindings::{KVM_CAP_X86_APIC_BUS_CYCLES_NS, KVM_X86_DEFAULT_VM, KVM_X86_SW_PROTECTED_VM};
+use crate::policy::Policies;
+use kvm_bindings::*;
 use slat_irqchip::lapic::Lapic;
 use slat_x86::{CodePages, Compile, Compiler};
 use std::sync::atomic::AtomicU32;
 use std::sync::{Arc, Mutex};
+
+/// The type of a VM, which a client gives to `KVM_CREATE_VM`.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct VmType {
+    is_protected: bool,
+}
+
+impl VmType {
+    /// Returns the type that has this number.
+    ///
+    /// # Errors
+    /// `EINVAL` for a type that is not supported.
+    pub(crate) fn of(number: u64) -> Result<Self> {
+        match u32::try_from(number) {
+            Ok(KVM_X86_DEFAULT_VM) => Ok(VmType {
+                is_protected: false,
+            }),
+            Ok(KVM_X86_SW_PROTECTED_VM) => Ok(VmType { is_protected: true }),
+            _ => fail(libc::EINVAL),
+        }
+    }
+
+    /// Whether memory can be private in VMs of this type.
+    pub(crate) fn is_protected(self) -> bool {
+        self.is_protected
+    }
+}
 
 /// x86's state of a VM.
 pub(crate) struct VmState {
@@ -29,11 +57,12 @@ pub(crate) struct VmState {
 }
 
 impl VmState {
-    /// Creates the state of a new VM, whose code is compiled as `jit` says.
+    /// Creates the state of a new VM, whose CPUs follow `policies` where the client has made no `choice`.
     ///
     /// # Errors
     /// `ENOMEM`.
-    pub(crate) fn new(jit: Jit) -> Result<Self> {
+    pub(crate) fn new(_: VmType, policies: &Policies, choice: CpuChoice) -> Result<Self> {
+        let jit = choice.jit.unwrap_or(policies.cpu.jit);
         Ok(VmState {
             code: CodePages::try_new().map_err(no_memory)?,
             compiler: compiler::start(jit),
@@ -44,6 +73,11 @@ impl VmState {
             options: Options::default(),
             hyperv: Hyperv::default(),
         })
+    }
+
+    /// Accepts every memslot: the engine's tables are the only limit.
+    pub(crate) fn check_slot(&self, _: &kvm_userspace_memory_region2) -> Result<()> {
+        Ok(())
     }
 
     /// Returns the value of a capability that the VM's client has set. `None`: the capability has the same value for
@@ -76,17 +110,5 @@ impl VcpuShared {
             sipi_vector: AtomicU32::new(0),
             vp: VirtualProcessor::new(index),
         }
-    }
-}
-
-/// Returns whether memory can be private in VMs of this type, which a client gives to `KVM_CREATE_VM`.
-///
-/// # Errors
-/// `EINVAL` for a type that is not supported.
-pub(crate) fn is_protected(vm_type: u64) -> Result<bool> {
-    match u32::try_from(vm_type) {
-        Ok(KVM_X86_DEFAULT_VM) => Ok(false),
-        Ok(KVM_X86_SW_PROTECTED_VM) => Ok(true),
-        _ => fail(libc::EINVAL),
     }
 }

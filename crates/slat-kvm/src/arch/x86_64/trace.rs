@@ -13,10 +13,12 @@ pub(crate) fn enters(vcpu_id: u32, state: &State) {
     });
 }
 
-/// Traces that the vCPU has left the guest.
+/// Traces that the vCPU has left the guest. A trace has an exit for each entry, so a missing exit is recorded as
+/// `Attention`.
 #[inline]
-pub(crate) fn left(vcpu_id: u32, state: &State, exit: &Exit) {
+pub(crate) fn left(vcpu_id: u32, state: &State, exit: Option<&Exit>) {
     point(|| {
+        let exit = exit.unwrap_or(&Exit::Attention);
         let exception = |vector: u8| 1 << 31 | 3 << 8 | u32::from(vector);
         let (exit_reason, info1, intr_info) = match *exit {
             Exit::Attention => (reason::EXTERNAL_INTERRUPT, 0, 0),

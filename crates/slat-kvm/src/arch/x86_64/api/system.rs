@@ -1,10 +1,26 @@
 //! Calls of [`Kvm`] that only x86 has.
 
-use crate::api::Kvm;
+use crate::api::{Kvm, VmFd};
+use crate::arch::x86_64::policy::{CpuChoice, Jit};
 use crate::errno::{Result, fail, no_memory};
 use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES, KVM_MAX_MSR_ENTRIES, MsrList, Msrs};
 
 impl Kvm {
+    /// Carries out `KVM_CREATE_VM`.
+    ///
+    /// # Errors
+    /// `ENOMEM`, or the host's error for opening a descriptor.
+    pub fn create_vm(&self) -> Result<VmFd> {
+        self.create_vm_with_type(0)
+    }
+
+    /// Like [`Kvm::new`], but VMs compile code according to `jit`, whatever the environment says. (`kvm_ioctls` has no
+    /// such method.)
+    #[must_use]
+    pub fn with_jit(self, jit: Jit) -> Self {
+        self.with_cpu(CpuChoice { jit: Some(jit) })
+    }
+
     /// Carries out `KVM_GET_EMULATED_CPUID`.
     ///
     /// # Errors

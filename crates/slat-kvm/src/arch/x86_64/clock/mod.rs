@@ -50,6 +50,8 @@ mod tsc;
 
 pub use host::tsc_khz as host_tsc_khz;
 pub(crate) use host::{monotonic, note_start, ordered_tsc, tsc as host_tsc};
+/// The host's counter and its frequency in kHz, for measurements that every architecture makes.
+pub(crate) use host::{tsc as ticks, tsc_khz as ticks_khz};
 pub(crate) use page::{FLAGS_AT, Parameters, Scale, is_paused};
 pub(crate) use tsc::{Tsc, frequency};
 

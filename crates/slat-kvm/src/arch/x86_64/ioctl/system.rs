@@ -1,15 +1,24 @@
 //! Requests to `/dev/kvm` that only x86 has.
 
 use super::tables::{ENTRIES, give_cpuid, give_msr_list, take_msrs};
-use super::{Answer, UNKNOWN, give, value};
+use super::{Answer, DONE, UNKNOWN, give, value};
 use crate::abi::*;
 use crate::system::System;
 use crate::user;
+use kvm_bindings::kvm_device_attr;
 
 // This function is not inlined, because otherwise other requests would have this function's frame, too.
 #[inline(never)]
 pub(crate) fn ioctl(system: &System, request: u32, argument: u64) -> Answer {
     match request {
+        KVM_HAS_DEVICE_ATTR => {
+            system.device_attribute(&user::read(argument)?)?;
+            DONE
+        }
+        KVM_GET_DEVICE_ATTR => {
+            let attribute: kvm_device_attr = user::read(argument)?;
+            give(attribute.addr, &system.device_attribute(&attribute)?)
+        }
         KVM_GET_SUPPORTED_CPUID => give_cpuid(argument, &system.supported_cpuid()?),
         KVM_GET_SUPPORTED_HV_CPUID => give_cpuid(argument, &system.supported_hv_cpuid()),
         KVM_GET_EMULATED_CPUID => give_cpuid(argument, &system.emulated_cpuid()),

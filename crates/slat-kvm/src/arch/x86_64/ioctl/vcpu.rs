@@ -14,6 +14,23 @@ use kvm_bindings::*;
 #[inline(never)]
 pub(crate) fn ioctl(vcpu: &VcpuObject, request: u32, argument: u64) -> Answer {
     match request {
+        KVM_HAS_DEVICE_ATTR => vcpu.has_device_attribute(&user::read(argument)?)?,
+        KVM_GET_DEVICE_ATTR => {
+            let attribute: kvm_device_attr = user::read(argument)?;
+            return give(attribute.addr, &vcpu.device_attribute(&attribute)?);
+        }
+        KVM_SET_DEVICE_ATTR => {
+            vcpu.set_device_attribute(&user::read(argument)?, user::read::<u64>)?;
+        }
+        KVM_ENABLE_CAP => vcpu.enable_cap(&user::read(argument)?)?,
+        KVM_GET_ONE_REG => {
+            let register: kvm_one_reg = user::read(argument)?;
+            return give(register.addr, &vcpu.get_one_reg(register.id)?);
+        }
+        KVM_SET_ONE_REG => {
+            let register: kvm_one_reg = user::read(argument)?;
+            vcpu.set_one_reg(register.id, || user::read(register.addr))?;
+        }
         KVM_GET_REGS => return give(argument, &vcpu.get_regs()?),
         KVM_SET_REGS => vcpu.set_regs(&user::read(argument)?)?,
         KVM_GET_SREGS => return give(argument, &vcpu.get_sregs()?),

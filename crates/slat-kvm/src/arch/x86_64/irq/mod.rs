@@ -20,6 +20,7 @@ mod routes;
 mod state;
 
 use crate::arch::x86_64::chips::{Chips, Model, Timer};
+use crate::errno::{Result, fail};
 use crate::irq::Interrupts;
 use slat_irqchip::message::MsiIds;
 
@@ -27,6 +28,28 @@ impl Interrupts {
     /// Whether vCPUs have local APICs.
     pub(crate) fn exist(&self) -> bool {
         self.arch.model.get().is_some()
+    }
+
+    /// Checks that the client may change the level of a line.
+    ///
+    /// # Errors
+    /// `ENXIO` without interrupt controllers.
+    pub(crate) fn check_line(&self, _gsi: u32) -> Result<()> {
+        match self.exist() {
+            true => Ok(()),
+            false => fail(libc::ENXIO),
+        }
+    }
+
+    /// Checks that irqfds can be added.
+    ///
+    /// # Errors
+    /// `EINVAL` without interrupt controllers.
+    pub(crate) fn check_irqfd(&self) -> Result<()> {
+        match self.exist() {
+            true => Ok(()),
+            false => fail(libc::EINVAL),
+        }
     }
 
     /// Returns the 8259 pair and the I/O APIC, if slat emulates them.

@@ -149,7 +149,7 @@ mod tests {
         /// Returns the stack of a CPU with this memory, whose state is that of a 64-bit CPU after `set`.
         fn stack(&self, set: impl FnOnce(&mut State)) -> Vec<u64> {
             let before = self.0.clone();
-            let vm = VmObject::new(false, None, None).unwrap();
+            let vm = VmObject::new(Default::default(), None, Default::default()).unwrap();
             vm.set_user_memory_region(&kvm_userspace_memory_region {
                 slot: 0,
                 flags: 0,

@@ -663,7 +663,7 @@ mod tests {
         let root = memory.as_ptr().align_offset(PAGE as usize);
         // The first entry of the root names a table at 1 GiB.
         memory[root] = 1 << 30 | PRESENT;
-        let vm = VmObject::new(false, None, None).unwrap();
+        let vm = VmObject::new(Default::default(), None, Default::default()).unwrap();
         vm.set_user_memory_region(&kvm_userspace_memory_region {
             slot: 0,
             flags: 0,

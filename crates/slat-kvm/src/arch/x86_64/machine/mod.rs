@@ -14,6 +14,8 @@ mod smm;
 mod speculation;
 mod steal_time;
 
+pub(crate) use frames::MOST as MOST_FRAMES;
+
 use crate::arch::x86_64::clock::{self, Tsc, TscChange, host_tsc};
 use crate::arch::x86_64::cpuid;
 use crate::arch::x86_64::exit::ClientCall;

@@ -5,8 +5,8 @@ use crate::arch::x86_64::clock::{TscChange, ordered_tsc};
 use crate::arch::x86_64::machine::{VcpuMachine, speculation};
 use crate::arch::x86_64::msr::index::*;
 use crate::arch::x86_64::msr::{PLATFORM_INFO_CPUID_FAULT, fixed, microcode_revision};
+use crate::arch::x86_64::policy;
 use crate::arch::x86_64::{cpu_features, cpuid};
-use crate::policy;
 use kvm_bindings::KVM_X86_QUIRK_MISC_ENABLE_NO_MWAIT;
 use slat_hyperv::Writer;
 use slat_hyperv::msr::is_synthetic;
@@ -58,7 +58,7 @@ fn is_memory_type(kind: u8) -> bool {
 
 /// Returns the bits of EFER that a client can set.
 fn known_efer() -> u64 {
-    match policy::nested() {
+    match policy::current().nested {
         true => control::EFER_KNOWN,
         false => control::EFER_KNOWN & !control::EFER_SVME,
     }
@@ -449,7 +449,7 @@ mod tests {
 
     #[test]
     fn every_msr_that_can_be_written_has_its_place() {
-        let vm = crate::vm::VmObject::new(false, None, None).unwrap();
+        let vm = crate::vm::VmObject::new(Default::default(), None, Default::default()).unwrap();
         let (vcpu, _fd) = vm.create_vcpu(0).unwrap();
         let mut inner = vcpu.lock().unwrap();
         let Inner { cpu, machine, .. } = &mut *inner;

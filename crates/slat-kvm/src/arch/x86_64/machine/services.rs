@@ -99,7 +99,7 @@ mod tests {
     /// the vCPU, and its VM is dead.
     #[test]
     fn a_panic_inside_the_guest_leaves_nobody_waiting() {
-        let (vm, _fd) = System.create_vm(0, None, None).unwrap();
+        let (vm, _fd) = System.create_vm(0, None, Default::default()).unwrap();
         let mut memory = vec![0u8; 0x3000];
         let page = memory.as_ptr().align_offset(4096);
         // mov eax, HYPERCALL_PANICS; vmcall

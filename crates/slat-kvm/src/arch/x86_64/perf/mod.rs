@@ -13,8 +13,8 @@
 mod dump;
 mod map;
 
+use crate::arch::x86_64::policy::JitMap;
 use crate::messages;
-use crate::policy::JitMap;
 use crate::symbols;
 use slat_process::file_size::{explained, limited};
 use slat_process::forks::PerProcess;

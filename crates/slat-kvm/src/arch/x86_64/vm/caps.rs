@@ -2,7 +2,7 @@
 
 use crate::arch::x86_64::limits::MAX_VCPU_ID;
 use crate::arch::x86_64::options::NOTIFY_FLAGS;
-use crate::arch::x86_64::quirks;
+use crate::arch::x86_64::{parameters, quirks};
 use crate::errno::{Error, Result, fail};
 use crate::vm::VmObject;
 use kvm_bindings::*;
@@ -19,6 +19,9 @@ impl VmObject {
             return result;
         }
         match cap {
+            KVM_CAP_VM_DISABLE_NX_HUGE_PAGES if argument == 0 => {
+                self.before_vcpus(|| parameters::disable_nx(&self.engine))
+            }
             KVM_CAP_X86_DISABLE_EXITS => {
                 self.before_vcpus(|| self.arch.options.disable_exits(argument))
             }

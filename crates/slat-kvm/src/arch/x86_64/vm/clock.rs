@@ -128,7 +128,7 @@ mod tests {
 
     impl Machine {
         fn new() -> Self {
-            let vm = VmObject::new(false, None, None).unwrap();
+            let vm = VmObject::new(Default::default(), None, Default::default()).unwrap();
             // SAFETY: the call makes a new mapping.
             let memory = unsafe {
                 libc::mmap(
@@ -548,7 +548,7 @@ mod tests {
     #[test]
     fn a_deadline_by_the_tsc_is_one_by_the_clock() {
         on_hosts(|| {
-            let vm = VmObject::new(false, None, None).unwrap();
+            let vm = VmObject::new(Default::default(), None, Default::default()).unwrap();
             vm.create_irqchip().unwrap();
             let (vcpu, _fd) = vm.create_vcpu(0).unwrap();
             let khz = host().khz;

@@ -1,0 +1,62 @@
+//! The counters that a vCPU has besides those of every architecture.
+
+use crate::arch::aarch64::executor::Exit;
+use crate::counters::exits;
+use crate::exit_times::Reason;
+
+/// The counters of a CPU's own work.
+#[derive(Debug)]
+pub enum Counters {}
+
+impl Counters {
+    /// The names of the counters.
+    pub const NAMES: [&'static str; Self::COUNT] = [];
+    /// The number of counters.
+    pub const COUNT: usize = 0;
+
+    /// Returns the values.
+    pub fn to_array(&self) -> [u64; Self::COUNT] {
+        match *self {}
+    }
+}
+
+exits! {
+    /// Exits of the CPU, for any reason.
+    exits,
+    /// Instructions WFE that wait.
+    wfe_exit_stat,
+    /// Instructions WFI that wait.
+    wfi_exit_stat,
+    /// Accesses to addresses without memory that exit to the client.
+    mmio_exit_user,
+    /// Accesses to addresses without memory that do not exit to the client.
+    mmio_exit_kernel,
+    /// Hypercalls of the guest.
+    hvc_exit_stat,
+    /// The number of `KVM_RUN` calls that a signal ended.
+    signal_exits,
+    /// Times that the vCPU dropped all translations.
+    tlb_flush,
+}
+
+impl Exits {
+    /// Counts an exit of the CPU.
+    pub(crate) fn count(&self, exit: &Exit) {
+        match *exit {}
+    }
+}
+
+/// Returns the reason of an exit. `None`: the exit is a halt, whose time is counted separately.
+pub(crate) fn reason(exit: &Exit) -> Option<Reason> {
+    match *exit {}
+}
+
+/// KVM's statistics of operations that a vCPU of slat never does.
+pub(crate) const NEVER: &[&str] = &[];
+/// KVM's statistics of states in which a vCPU of slat never is.
+pub(crate) const NEVER_IN: &[&str] = &[];
+
+/// Explains a counter of the CPU to users.
+pub(crate) fn meaning(_counter: &str) -> &'static str {
+    ""
+}

@@ -1,0 +1,14 @@
+//! The limits of a VM.
+
+/// The number of vCPUs that one VM can have. KVM has no number that says "none": a client reads 0 as 4 (api.rst 4.7). So
+/// this is the number of KVM for arm64, and the refusal of `KVM_CREATE_VCPU` says that there are no vCPUs yet.
+pub const MAX_VCPUS: u32 = 512;
+/// One more than the largest vCPU id.
+pub const MAX_VCPU_ID: u32 = MAX_VCPUS;
+/// The number of address spaces of a VM.
+pub const ADDRESS_SPACES: u32 = 1;
+/// The end of the addresses that user space has without asking for more (by an address above 2^48, on a processor with
+/// FEAT_LVA).
+pub const USER_END: u64 = 1 << 48;
+/// The memory attributes that VMs of some type have: none, as in KVM for arm64.
+pub const MEMORY_ATTRIBUTES: u32 = 0;

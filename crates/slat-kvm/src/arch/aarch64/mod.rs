@@ -1,0 +1,71 @@
+//! Guests of AArch64, whose VMs and memory exist, and whose vCPUs do not exist yet.
+//!
+//! `/dev/kvm` and VMs do what KVM for arm64 does. There is no processor that executes AArch64 code yet, so
+//! `KVM_CREATE_VCPU` fails with `EOPNOTSUPP` and a message. The parts of a vCPU (its CPU, its machine, and its other
+//! state) are types without values. So the compiler knows that no function gets such a part, and the functions have
+//! nothing to do.
+//!
+//! The modules are in the layers of the crate's root, among its neutral modules.
+//!
+//! | layer | file | idea |
+//! |---|---|---|
+//! | base | `abi`, `plain` | KVM's request numbers and structs |
+//! | | `formats` | the formats of second-level tables |
+//! | parts | `executor`, `vcpu_state` | the CPU of a vCPU, and its other state |
+//! | | `policy`, `parameters` | policies of the CPU; parameters of KVM's module |
+//! | | `exits` | the exits that only arm64 has |
+//! | | `clock`, `counters`, `trace` | the host's counter; arm64's counters and tracepoints of a vCPU |
+//! | | `gdb`, `perf`, `compiler` | what a debugger and perf see of guests, and the compiler of their code |
+//! | | `state` | arm64's state of a VM, and of the part of a vCPU that other threads use |
+//! | | `limits` | the limits of a VM |
+//! | | `devices`, `target` | devices on the bus; the destinations of a GSI |
+//! | shared | `vcpu_map` | the map of the vCPUs' addresses |
+//! | | `chips`, `irq` | the interrupt controllers of a VM, which has none yet |
+//! | | `caps` | capabilities |
+//! | objects | `vm` | calls of a VM |
+//! | | `machine` | the machine around a CPU |
+//! | | `vcpu` | calls of a vCPU |
+//! | calls | `run` | arm64's part of `KVM_RUN` |
+//! | interface | `ioctl` | requests that only arm64 has |
+//! | | `api` | methods of the Rust API that only arm64 has |
+
+pub mod abi;
+pub mod perf;
+
+mod api;
+pub(crate) mod caps;
+pub(crate) mod chips;
+pub(crate) mod clock;
+pub(crate) mod compiler;
+pub(crate) mod counters;
+pub(crate) mod devices;
+pub(crate) mod executor;
+pub(crate) mod exits;
+pub(crate) mod formats;
+pub(crate) mod gdb;
+pub(crate) mod ioctl;
+mod irq;
+pub(crate) mod limits;
+pub(crate) mod machine;
+pub(crate) mod parameters;
+mod plain;
+pub(crate) mod policy;
+mod run;
+pub(crate) mod state;
+pub(crate) mod target;
+pub(crate) mod trace;
+mod vcpu;
+pub(crate) mod vcpu_map;
+pub(crate) mod vcpu_state;
+mod vm;
+
+pub use counters::Counters;
+pub(crate) use executor::{Executor, Exit, Probe, ProbeHit, ProbeKind};
+
+/// The types of the Rust API that only arm64 has: none.
+pub mod for_clients {}
+
+/// The items that slat's other crates and tests use.
+pub mod for_other_crates {
+    pub use super::perf;
+}

@@ -1,0 +1,6 @@
+//! The structs that only arm64's ioctls copy.
+
+use crate::user::plain;
+use kvm_bindings::*;
+
+plain!(kvm_arm_device_addr, kvm_vcpu_init);

@@ -1,0 +1,83 @@
+//! arm64's state of a VM, and of the part of a vCPU that other threads use.
+
+use crate::arch::aarch64::caps::ipa_limit;
+use crate::arch::aarch64::policy::CpuChoice;
+use crate::errno::{Result, fail};
+use crate::policy::Policies;
+use kvm_bindings::{KVM_VM_TYPE_ARM_IPA_SIZE_MASK, kvm_userspace_memory_region2};
+
+/// The number of bits of an IPA (a guest-physical address) if the client does not set it: KVM's `KVM_PHYS_SHIFT`.
+const DEFAULT_IPA_BITS: u32 = 40;
+/// The least number of bits: the smallest PARange of a processor.
+const LEAST_IPA_BITS: u32 = 32;
+
+/// The type of a VM, which a client gives to `KVM_CREATE_VM`: the number of bits of an IPA (api.rst 4.2).
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct VmType {
+    ipa_bits: u32,
+}
+
+impl VmType {
+    /// Returns the type that has this number. 0 means 40 bits.
+    ///
+    /// # Errors
+    /// `EINVAL` for a number of bits below 32 or above `KVM_CAP_ARM_VM_IPA_SIZE`, and for other bits of the number: VMs
+    /// whose memory the host cannot access do not exist.
+    pub(crate) fn of(number: u64) -> Result<Self> {
+        if number & !u64::from(KVM_VM_TYPE_ARM_IPA_SIZE_MASK) != 0 {
+            return fail(libc::EINVAL);
+        }
+        match number as u32 {
+            0 => Ok(VmType {
+                ipa_bits: DEFAULT_IPA_BITS,
+            }),
+            ipa_bits if (LEAST_IPA_BITS..=ipa_limit()).contains(&ipa_bits) => {
+                Ok(VmType { ipa_bits })
+            }
+            _ => fail(libc::EINVAL),
+        }
+    }
+
+    /// Whether memory can be private in VMs of this type.
+    pub(crate) fn is_protected(self) -> bool {
+        false
+    }
+}
+
+/// arm64's state of a VM.
+pub(crate) struct VmState {
+    ipa_bits: u32,
+}
+
+impl VmState {
+    /// Creates the state of a new VM.
+    ///
+    /// # Errors
+    /// No error can happen.
+    pub(crate) fn new(vm_type: VmType, _: &Policies, _: CpuChoice) -> Result<Self> {
+        Ok(VmState {
+            ipa_bits: vm_type.ipa_bits,
+        })
+    }
+
+    /// Returns the value of a capability that the VM's client has set. `None`: the capability has the same value for
+    /// all VMs.
+    pub(crate) fn extension(&self, _cap: u64) -> Option<i32> {
+        None
+    }
+
+    /// Checks that the guest can address a new memslot.
+    ///
+    /// # Errors
+    /// `EFAULT` for a memslot beyond the guest's last IPA, as in KVM.
+    pub(crate) fn check_slot(&self, region: &kvm_userspace_memory_region2) -> Result<()> {
+        let end = region.guest_phys_addr.saturating_add(region.memory_size);
+        match end <= 1 << self.ipa_bits {
+            true => Ok(()),
+            false => fail(libc::EFAULT),
+        }
+    }
+}
+
+/// arm64's state of a vCPU that other threads use: none.
+pub(crate) struct VcpuShared;

@@ -1,0 +1,229 @@
+//! The policies of x86's software CPU.
+
+use crate::policy::{self, Policies, Switch, words};
+use slat_x86::Tier;
+use std::fmt;
+
+/// The policy of the software CPU's compiler, [`Jit`].
+pub const JIT: &str = "jit";
+
+/// The policy that says which of the guests' code is compiled.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Jit {
+    /// No code: all code is interpreted.
+    Off,
+    /// Code that runs often is compiled, on one of slat's threads.
+    #[default]
+    On,
+    /// All code that can be compiled is compiled before it runs for the first time, on the vCPU's thread. This value is
+    /// slow, and is only for testing the compiler.
+    AtOnce(Tier),
+}
+
+words! { Jit, "on, off, at-once, at-once-baseline":
+    "on" => Jit::On,
+    "off" => Jit::Off,
+    "at-once" => Jit::AtOnce(Tier::Full),
+    "at-once-baseline" => Jit::AtOnce(Tier::Baseline),
+}
+
+/// The policy of nested virtualization: whether guests are offered SVM. The policy corresponds to the parameter
+/// `nested` of KVM's module.
+pub const NESTED: &str = "nested";
+
+/// The policy of the compiler: [`JitMap`].
+pub const JIT_MAP: &str = "jit_map";
+
+/// The files that the compiler writes for perf, so that perf names guest code.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum JitMap {
+    /// No file.
+    #[default]
+    Off,
+    /// perf's map: the newest names, by address.
+    On,
+    /// perf's jitdump: names and code by address and time.
+    Dump,
+}
+
+words! { JitMap, "on, off, dump":
+    "on" => JitMap::On,
+    "off" => JitMap::Off,
+    "dump" => JitMap::Dump,
+}
+
+/// The policy of the processor that guests are offered: [`Processor`].
+pub const CPU: &str = "cpu";
+
+/// The vendor whose processor `KVM_GET_SUPPORTED_CPUID` describes. Where KVM's modules for AMD's and Intel's processors
+/// differ, slat behaves like the module of this vendor.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Processor {
+    /// The host's vendor, family, model and stepping. This value is the default, because clients such as QEMU's `-cpu
+    /// host` execute CPUID themselves.
+    #[default]
+    Host,
+    /// One of AMD's models, on every host.
+    Amd,
+    /// One of Intel's models, on every host.
+    Intel,
+}
+
+words! { Processor, "host, amd, intel":
+    "host" => Processor::Host,
+    "amd" => Processor::Amd,
+    "intel" => Processor::Intel,
+}
+
+/// Declares the policies: name, values, and default.
+macro_rules! policies {
+    ($($(#[$doc:meta])* $NAME:ident $Name:ident($Type:ident) = $default:expr;)*) => {
+        /// A policy of the CPU, with its value.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub enum CpuPolicy {
+            $($(#[$doc])* $Name($Type),)*
+        }
+
+        impl CpuPolicy {
+            /// All policies, each with its default.
+            pub(crate) const DEFAULTS: &[Self] = &[$(CpuPolicy::$Name($default),)*];
+
+            /// Returns the name of the policy.
+            pub(crate) fn name(&self) -> &'static str {
+                match self {
+                    $(CpuPolicy::$Name(_) => $NAME,)*
+                }
+            }
+
+            /// Returns the values that the policy can have, as a list for a message.
+            pub(crate) fn expected(&self) -> &'static str {
+                match self {
+                    $(CpuPolicy::$Name(_) => $Type::EXPECTED,)*
+                }
+            }
+
+            /// Returns the value of the policy.
+            pub(crate) fn value(&self) -> &dyn fmt::Display {
+                match self {
+                    $(CpuPolicy::$Name(value) => value,)*
+                }
+            }
+
+            /// Parses a value of the policy `name`. `None`: there is no such policy, or it has no such value.
+            pub(crate) fn parse(name: &str, value: &str) -> Option<Self> {
+                match name {
+                    $($NAME => $Type::parse(value).map(CpuPolicy::$Name),)*
+                    _ => None,
+                }
+            }
+        }
+    };
+}
+
+policies! {
+    /// Which of the guests' code is compiled.
+    JIT Jit(Jit) = Jit::On;
+    /// Whether guests are offered SVM.
+    NESTED Nested(Switch) = Switch(true);
+    /// Which file the compiler writes for perf.
+    JIT_MAP JitMap(JitMap) = JitMap::Off;
+    /// Which vendor's processor guests are offered.
+    CPU Processor(Processor) = Processor::Host;
+}
+
+/// The values of the policies of the CPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CpuPolicies {
+    /// Which of the guests' code is compiled.
+    pub jit: Jit,
+    /// Whether guests are offered SVM.
+    pub nested: bool,
+    /// The files that the compiler writes for perf.
+    pub jit_map: JitMap,
+    /// Which vendor's processor guests are offered.
+    pub processor: Processor,
+}
+
+impl Default for CpuPolicies {
+    fn default() -> Self {
+        CpuPolicies {
+            jit: Jit::default(),
+            nested: true,
+            jit_map: JitMap::default(),
+            processor: Processor::default(),
+        }
+    }
+}
+
+impl CpuPolicies {
+    /// Replaces the value of one policy.
+    pub(crate) fn set(&mut self, policy: CpuPolicy) {
+        match policy {
+            CpuPolicy::Jit(value) => self.jit = value,
+            CpuPolicy::Nested(Switch(value)) => self.nested = value,
+            CpuPolicy::JitMap(value) => self.jit_map = value,
+            CpuPolicy::Processor(value) => self.processor = value,
+        }
+    }
+}
+
+/// The policies that a client of the Rust API sets for the CPUs of its VMs. They have precedence over the environment.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct CpuChoice {
+    /// Which of the guests' code is compiled. `None`: the environment decides.
+    pub jit: Option<Jit>,
+}
+
+/// Whether the policies let VMs shadow the tables that guests make for nested guests.
+pub(crate) fn nests(policies: &Policies) -> bool {
+    policies.cpu.nested
+}
+
+/// Returns the policies of this process's CPUs; the defaults if the environment is invalid.
+pub(crate) fn current() -> CpuPolicies {
+    policy::current().map_or_else(|_| CpuPolicies::default(), |policies| policies.cpu)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::policy::Assignment;
+
+    fn parse(set: &str) -> Result<CpuPolicies, String> {
+        let variable = |name: &str| (name == "SLAT_SET").then(|| set.to_owned());
+        Policies::parse(variable).map(|policies| policies.cpu)
+    }
+
+    #[test]
+    fn settings_are_taken() {
+        assert_eq!(parse("").unwrap(), CpuPolicies::default());
+        for (value, jit) in [("off", Jit::Off), ("at-once", Jit::AtOnce(Tier::Full))] {
+            assert_eq!(parse(&format!("jit={value}")).unwrap().jit, jit);
+        }
+        let policies = parse("nested=off,jit_map=dump,cpu=amd").unwrap();
+        assert!(!policies.nested);
+        assert_eq!(policies.jit_map, JitMap::Dump);
+        assert_eq!(policies.processor, Processor::Amd);
+    }
+
+    #[test]
+    fn what_does_not_work_is_refused_with_what_does() {
+        for (set, expected) in [
+            ("jit=hot", "on, off, at-once, at-once-baseline"),
+            ("jit_map=maybe", "on, off, dump"),
+            ("cpu=via", "host, amd, intel"),
+        ] {
+            assert!(parse(set).unwrap_err().contains(expected), "{set}");
+        }
+        let error = "jitmap=on".parse::<Assignment>().unwrap_err();
+        assert!(error.contains("Did you mean jit_map?"), "{error}");
+    }
+
+    /// The list of the defaults and the default of the struct are the same.
+    #[test]
+    fn the_defaults_agree() {
+        let mut policies = CpuPolicies::default();
+        (CpuPolicy::DEFAULTS.iter()).for_each(|policy| policies.set(*policy));
+        assert_eq!(policies, CpuPolicies::default());
+    }
+}
