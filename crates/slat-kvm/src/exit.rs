@@ -1,6 +1,7 @@
 //! Stores exits in `kvm_run`: the exits of every architecture that have more than one or two fields.
 
-use crate::run_page::{PAGE, RunPage, set_field};
+use crate::fields::set_field;
+use crate::run_page::{PAGE, RunPage};
 use kvm_bindings::*;
 use slat::{Gpa, Stop};
 

@@ -16,10 +16,10 @@
 //! | | `guarded` | the border between C and Rust: `errno`, panics |
 //! | | `engine`, `entered` | the engine's VM and vCPU, for any table format; a guard by which a vCPU leaves the engine |
 //! | | [`notify`], `memory_map` | changes of the host's mappings: MMU notifiers; numbers of pages that are mapped in each way |
-//! | | `policy`, `parameters`, `recovery` | settings, module parameters; recovery of NX huge pages |
+//! | | `words`, `policy`, `parameters`, `recovery` | settings, module parameters; recovery of NX huge pages |
 //! | | `symbols`, `profile` | the names of guest code; samples of guest code, for `slat run --profile` |
 //! | | `trace` | tracepoints, for `slat run --trace` |
-//! | parts | `run_page` | the pages that a vCPU shares with the client |
+//! | parts | `fields`, `run_page` | the pages that a vCPU shares with the client |
 //! | | `counters` | the counters of a vCPU |
 //! | | `dirty`, `guest_memfd`, `coalesced` | dirty rings, private memory, writes to devices that the client may see later |
 //! | | `ioeventfd`, `eventfd` | guest writes that signal eventfds |
@@ -58,6 +58,11 @@
 //! A module imports from its own layer and from lower layers, and no modules import one another in a circle
 //! (`crates/slat/tests/architecture`). Modules for state, and for devices inside a VM, do not know the VM. A VM knows
 //! its vCPUs only as targets of interrupts. A vCPU and its machine know their VM.
+
+#![cfg_attr(
+    target_arch = "aarch64",
+    expect(dead_code, reason = "only vCPUs use it")
+)]
 
 pub mod filters;
 pub mod notify;
@@ -121,6 +126,7 @@ mod errno;
 mod eventfd;
 mod exit;
 mod exit_times;
+mod fields;
 mod file_id;
 mod gdb;
 mod heap;
@@ -143,18 +149,17 @@ mod vcpu_common;
 mod vcpus;
 mod vfio;
 mod vm;
+mod words;
 
 pub use api::{DeviceFd, GuestMemfdFd, Kvm, StatsFd, VcpuFd, VmFd};
-/// The types of the Rust API that only this architecture has.
+/// The types and functions of the Rust API that not every architecture has.
 pub use arch::for_clients::*;
 /// What slat's other crates and tests use of this architecture. The API is not stable.
 #[doc(hidden)]
 pub use arch::for_other_crates::*;
 pub use errno::{Error, Result};
 /// The types that kvm-ioctls and this crate share.
-pub use kvm_ioctls::{
-    Cap, HypercallExit, IoEventAddress, KvmRunWrapper, NoDatamatch, VcpuExit, reg_size,
-};
+pub use kvm_ioctls::{Cap, HypercallExit, IoEventAddress, KvmRunWrapper, NoDatamatch, VcpuExit};
 pub use run::watch_signals;
 use slat_host::process;
 pub use thread::signal_arrived;

@@ -7,6 +7,7 @@ pub use crate::arch::{CpuPolicies, CpuPolicy};
 use crate::engine::TableFormat;
 use crate::errno::{Error, Result};
 use crate::messages;
+use crate::words::Switch;
 use slat::{AtomicPolicy, MmuKind, Policy, PolicyError, Setting};
 use slat_process::once::Computed;
 use std::fmt;
@@ -16,45 +17,8 @@ use std::str::FromStr;
 /// The values of `SLAT_FORMAT`: the formats of second-level tables.
 pub const FORMATS: &[&str] = TableFormat::NAMES;
 
-/// Declares the words of a policy's values, which are listed for messages.
-macro_rules! words {
-    ($Type:ident, $expected:literal: $($word:literal => $value:expr,)*) => {
-        impl $Type {
-            pub(crate) const EXPECTED: &str = $expected;
-            const WORDS: &[(&str, Self)] = &[$(($word, $value),)*];
-
-            /// Parses a value: its word, or for "on" and "off" any text that Linux accepts for a module parameter.
-            pub(crate) fn parse(text: &str) -> Option<Self> {
-                let word = match text {
-                    "1" | "Y" | "y" => "on",
-                    "0" | "N" | "n" => "off",
-                    word => word,
-                };
-                Some(Self::WORDS.iter().find(|(known, _)| *known == word)?.1)
-            }
-        }
-
-        impl std::fmt::Display for $Type {
-            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                let word = Self::WORDS.iter().find(|(_, value)| value == self);
-                f.pad(word.expect("each value has a word").0)
-            }
-        }
-    };
-}
-pub(crate) use words;
-
 /// The policy of memslots with `KVM_MEM_USERFAULT`: whether clients may have them. No released Linux has this flag.
 pub const USERFAULT: &str = "userfault";
-
-/// A mechanism that is on or off.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Switch(pub bool);
-
-words! { Switch, "on, off":
-    "on" => Switch(true),
-    "off" => Switch(false),
-}
 
 /// `POLICY=VALUE`, as `SLAT_SET` lists assignments: a policy of the engine, one of the architecture's CPUs, or one of
 /// slat-kvm's own.
@@ -289,6 +253,11 @@ pub(crate) fn of_new_vms() -> Result<&'static AtomicPolicy> {
     static POLICIES: Computed<AtomicPolicy> = Computed::new();
     let given = current()?;
     Ok(POLICIES.get_or_init(|| AtomicPolicy::new(given.of_new_vms())))
+}
+
+/// Returns the policies of this process's CPUs; the defaults if the environment is invalid.
+pub(crate) fn of_cpus() -> CpuPolicies {
+    current().map_or_else(|_| CpuPolicies::default(), |policies| policies.cpu)
 }
 
 /// Whether clients may have memslots with `KVM_MEM_USERFAULT`.

@@ -1,4 +1,5 @@
-//! The vCPU's shared memory: the `kvm_run` page, the port-data page and the page of the coalesced ring.
+//! The vCPU's shared memory: the `kvm_run` page, the pages that only some architectures have, and the page of the ring of
+//! coalesced I/O.
 //!
 //! The vCPU's descriptor is a memfd of the same size, so the client's own `mmap` of the descriptor maps the shared
 //! pages. If RLIMIT_FSIZE forbids a file of this size, the memfd is empty, and slat's memory replaces the client's
@@ -13,6 +14,7 @@
 //! value, and one that has begun before is ended by the signal. KVM promises no more.
 
 use crate::errno::{Error, Result, fail, last};
+use crate::fields::{field, set_field};
 use crate::file_id::FileId;
 use crate::messages;
 use kvm_bindings::*;
@@ -25,28 +27,10 @@ use std::ptr::NonNull;
 
 /// The size of a host page.
 pub const PAGE: usize = 4096;
-/// The value that `KVM_GET_VCPU_MMAP_SIZE` returns.
-pub const MMAP_SIZE: usize = 3 * PAGE;
-/// The offset of the port-data page.
-pub const PIO_OFFSET: usize = PAGE;
+/// The value that `KVM_GET_VCPU_MMAP_SIZE` returns. The last page is that of the ring of coalesced I/O.
+pub const MMAP_SIZE: usize = (KVM_COALESCED_MMIO_PAGE_OFFSET as usize + 1) * PAGE;
 /// The offset of the dirty ring in the file of a vCPU's descriptor.
 pub const RING_OFFSET: usize = KVM_DIRTY_LOG_PAGE_OFFSET as usize * PAGE;
-
-/// Reads or writes one field of `kvm_run`.
-macro_rules! field {
-    ($run:expr, $($path:tt)+) => {
-        // SAFETY: the field is within the mapping, which lives as long as the `RunPage`, and every bit pattern of the
-        // field is valid.
-        unsafe { std::ptr::read_volatile(&raw const (*$run.ptr()).$($path)+) }
-    };
-}
-macro_rules! set_field {
-    ($run:expr, $value:expr, $($path:tt)+) => {
-        // SAFETY: the field is within the mapping, which lives as long as the `RunPage`, and is plain data.
-        unsafe { std::ptr::write_volatile(&raw mut (*$run.ptr()).$($path)+, $value) }
-    };
-}
-pub(crate) use {field, set_field};
 
 /// Memory shared with the client, mapped until it is dropped.
 #[derive(Debug)]
@@ -304,33 +288,6 @@ impl RunPage {
     pub fn set_exit_reason(&self, reason: u32) {
         set_field!(self, reason, exit_reason);
     }
-
-    /// Copies from the port-data page. `data` has at most one page.
-    pub fn read_pio(&self, data: &mut [u8]) {
-        assert!(data.len() <= PAGE);
-        // SAFETY: the bytes are within the mapping. The client may change the bytes meanwhile; every value of a byte is
-        // valid.
-        unsafe {
-            std::ptr::copy_nonoverlapping(
-                self.memory.start().add(PIO_OFFSET),
-                data.as_mut_ptr(),
-                data.len(),
-            )
-        }
-    }
-
-    /// Copies to the port-data page. `data` has at most one page.
-    pub fn write_pio(&self, data: &[u8]) {
-        assert!(data.len() <= PAGE);
-        // SAFETY: the access is within the mapping.
-        unsafe {
-            std::ptr::copy_nonoverlapping(
-                data.as_ptr(),
-                self.memory.start().add(PIO_OFFSET),
-                data.len(),
-            )
-        }
-    }
 }
 
 /// Creates a memfd of fixed size, `size` bytes, called `name`. The descriptors of KVM's objects refer to such memfds,
@@ -417,10 +374,6 @@ mod tests {
         drop(fd);
         set_field!(theirs, 1, immediate_exit);
         assert!(ours.immediate_exit());
-        ours.write_pio(&[1, 2, 3]);
-        let mut data = [0; 3];
-        theirs.read_pio(&mut data);
-        assert_eq!(data, [1, 2, 3]);
     }
 
     #[test]
@@ -473,7 +426,7 @@ mod tests {
     }
 
     #[test]
-    fn the_data_page_follows_the_run_struct() {
-        assert!(size_of::<kvm_run>() <= PIO_OFFSET);
+    fn the_struct_is_in_the_first_page() {
+        assert!(size_of::<kvm_run>() <= PAGE);
     }
 }

@@ -83,7 +83,7 @@ impl VmObject {
             _ => policies.format,
         };
         let protected = vm_type.is_protected();
-        config.nested = arch::nests(policies) && format.nests(config.mmu);
+        config.nested = arch::nests(&policies.cpu) && format.nests(config.mmu);
         if protected && config.mmu == MmuKind::Shadow {
             // KVM without the TDP MMU also refuses a VM whose memory can be private.
             return fail(libc::EINVAL);

@@ -18,8 +18,16 @@ const CHOICE: &str = "target_arch";
 /// Text of instructions.
 const INSTRUCTIONS: [&str; 2] = ["naked_asm!", " asm!("];
 
+/// The only other text that may name an architecture: the root of [`KVM`] expects that an architecture without vCPUs does
+/// not use all neutral code. The compiler refuses the expectation once there are vCPUs.
+const EXPECTS_UNUSED: &str = "#![cfg_attr(
+    target_arch = \"aarch64\",
+    expect(dead_code, reason = \"only vCPUs use it\")
+)]";
+
 /// What only the files of an architecture name in [`KVM`]: its CPU, its devices, and the host's instructions.
-const OF_ARCHITECTURES: [&str; 5] = [
+const OF_ARCHITECTURES: [&str; 6] = [
+    "slat_a64",
     "slat_x86",
     "slat_irqchip",
     "slat_hyperv",
@@ -41,6 +49,10 @@ fn forbidden(name: &str, inside: &Path, text: &str) -> Vec<&'static str> {
     if is_neutral && name == KVM {
         marks.extend(OF_ARCHITECTURES);
     }
+    let text = match name == KVM && inside == Path::new("lib.rs") {
+        true => text.replacen(EXPECTS_UNUSED, "", 1),
+        false => text.to_owned(),
+    };
     marks.retain(|mark| text.contains(mark));
     marks
 }
@@ -126,6 +138,7 @@ fn what_neutral_files_must_not_contain_is_found() {
     assert_eq!(found("run/accesses.rs"), ["target_arch", "slat_x86"]);
     assert_eq!(found("arch/x86_64/run.rs"), ["target_arch"]);
     assert!(found("arch/mod.rs").is_empty());
+    assert_eq!(found("lib.rs"), ["target_arch", "slat_x86"]);
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! No modules of a crate import one another in a circle.
 
-use super::sources::{Module, Sources, all};
+use super::sources::{Module, each_of_all};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Modules, by crate, that are in a circle: the root of both crates is where they are entered, and has what the entry
@@ -63,8 +63,7 @@ fn circles(
 fn no_modules_import_one_another_in_a_circle() {
     let mut found = Vec::new();
     let mut seen = 0;
-    for name in all() {
-        let sources = Sources::of(&name);
+    for (name, sources) in each_of_all() {
         let imports = sources.imports();
         let top = |module: &Module| sources.top(module);
         seen += imports.values().map(BTreeSet::len).sum::<usize>();

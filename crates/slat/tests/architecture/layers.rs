@@ -1,7 +1,7 @@
 //! The modules of some crates are in layers, which a table in the documentation of the crate's root lists, from the
 //! lowest layer on. Each module imports only from its own layer and from lower ones.
 
-use super::sources::{ARCH, LAYERS, Module, Sources, all};
+use super::sources::{ARCH, LAYERS, Module, Sources, each_of_all};
 use std::collections::BTreeSet;
 
 /// Crates with layers, at least.
@@ -62,8 +62,7 @@ pub fn layer_of(sources: &Sources, layers: &[Layer], module: &Module) -> Option<
 fn modules_import_from_their_layer_and_lower_ones_alone() {
     let mut wrong = Vec::new();
     let mut layered = BTreeSet::new();
-    for name in all() {
-        let sources = Sources::of(&name);
+    for (name, sources) in each_of_all() {
         let layers = layers(&sources);
         if layers.is_empty() {
             continue;

@@ -27,6 +27,9 @@ pub struct Sources {
     pub arch_docs: BTreeMap<Module, String>,
 }
 
+/// The name by which the module [`ARCH`] calls the architecture for which the crate is built.
+const CHOSEN: &str = "chosen";
+
 /// Returns the directory of the workspace's crates.
 pub fn crates() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
@@ -37,6 +40,16 @@ pub fn all() -> BTreeSet<String> {
     let entries = fs::read_dir(crates()).unwrap();
     let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
     names.collect()
+}
+
+/// Returns the sources of all crates of the workspace, with their names, as each architecture has them.
+pub fn each_of_all() -> Vec<(String, Sources)> {
+    let names = all().into_iter();
+    let each = names.flat_map(|name| {
+        let sources = Sources::each(&name).into_iter();
+        sources.map(move |sources| (name.clone(), sources))
+    });
+    each.collect()
 }
 
 /// Returns a source text without comments and without the unit tests at its end.
@@ -106,6 +119,27 @@ impl Sources {
         }
     }
 
+    /// Reads the sources of the crate `name` as each of its architectures has them: without the modules of the other
+    /// architectures. Returns one set of sources for a crate whose architectures have no table of layers.
+    pub fn each(name: &str) -> Vec<Self> {
+        let all = Self::of(name);
+        let architectures: Vec<_> = all.arch_docs.keys().cloned().collect();
+        if architectures.is_empty() {
+            return vec![all];
+        }
+        let of = |architecture: &Module| {
+            let mut sources = Self::of(name);
+            let others = |module: &Module| {
+                let mut others = architectures.iter().filter(|it| *it != architecture);
+                others.any(|other| module.starts_with(other))
+            };
+            sources.modules.retain(|module, _| !others(module));
+            sources.arch_docs.retain(|module, _| module == architecture);
+            sources
+        };
+        architectures.iter().map(of).collect()
+    }
+
     /// Returns the module at the top to which a module belongs.
     pub fn top(&self, module: &Module) -> Module {
         let inside = |arch: &&Module| module.starts_with(arch);
@@ -129,6 +163,11 @@ impl Sources {
             let from_root = match path[0].as_str() {
                 "crate" => path[1..].to_vec(),
                 "self" => [module, &path[1..]].concat(),
+                // `use x86_64 as chosen`. Of several architectures, any one has the same names.
+                CHOSEN if !self.arch_docs.is_empty() => {
+                    let (architecture, _) = self.arch_docs.iter().next().expect("there is one");
+                    [architecture, &path[1..]].concat()
+                }
                 _ => [module, &path[..]].concat(),
             };
             let begins = match path[0].as_str() {

@@ -1,24 +1,8 @@
 //! The counters that a vCPU has besides those of every architecture.
 
-use crate::arch::aarch64::executor::Exit;
+use crate::arch::aarch64::cpu::Exit;
 use crate::counters::exits;
 use crate::exit_times::Reason;
-
-/// The counters of a CPU's own work.
-#[derive(Debug)]
-pub enum Counters {}
-
-impl Counters {
-    /// The names of the counters.
-    pub const NAMES: [&'static str; Self::COUNT] = [];
-    /// The number of counters.
-    pub const COUNT: usize = 0;
-
-    /// Returns the values.
-    pub fn to_array(&self) -> [u64; Self::COUNT] {
-        match *self {}
-    }
-}
 
 exits! {
     /// Exits of the CPU, for any reason.

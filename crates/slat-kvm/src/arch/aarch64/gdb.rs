@@ -1,6 +1,6 @@
 //! The registers, as GDB numbers them: none, because there is no CPU yet.
 
-use crate::arch::aarch64::executor::State;
+use crate::arch::aarch64::cpu::State;
 use crate::gdb::Register;
 
 /// All registers, in GDB's order.

@@ -1,6 +1,6 @@
 //! The machine around a CPU. It has no value, because there is no CPU yet.
 
-use crate::arch::aarch64::executor::Executor;
+use crate::arch::aarch64::cpu::Executor;
 use crate::engine::EngineVcpu;
 
 /// The greatest number of addresses in a stack.

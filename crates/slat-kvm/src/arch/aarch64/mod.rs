@@ -10,14 +10,14 @@
 //! | layer | file | idea |
 //! |---|---|---|
 //! | base | `abi`, `plain` | KVM's request numbers and structs |
-//! | | `formats` | the formats of second-level tables |
-//! | parts | `executor`, `vcpu_state` | the CPU of a vCPU, and its other state |
+//! | | `limits`, `formats` | the limits of a VM; the formats of second-level tables |
 //! | | `policy`, `parameters` | policies of the CPU; parameters of KVM's module |
+//! | | `cpu` | the CPU of a vCPU |
+//! | parts | `vcpu_state` | the other state of a vCPU |
 //! | | `exits` | the exits that only arm64 has |
 //! | | `clock`, `counters`, `trace` | the host's counter; arm64's counters and tracepoints of a vCPU |
 //! | | `gdb`, `perf`, `compiler` | what a debugger and perf see of guests, and the compiler of their code |
 //! | | `state` | arm64's state of a VM, and of the part of a vCPU that other threads use |
-//! | | `limits` | the limits of a VM |
 //! | | `devices`, `target` | devices on the bus; the destinations of a GSI |
 //! | shared | `vcpu_map` | the map of the vCPUs' addresses |
 //! | | `chips`, `irq` | the interrupt controllers of a VM, which has none yet |
@@ -38,8 +38,8 @@ pub(crate) mod chips;
 pub(crate) mod clock;
 pub(crate) mod compiler;
 pub(crate) mod counters;
+pub(crate) mod cpu;
 pub(crate) mod devices;
-pub(crate) mod executor;
 pub(crate) mod exits;
 pub(crate) mod formats;
 pub(crate) mod gdb;
@@ -59,11 +59,13 @@ pub(crate) mod vcpu_map;
 pub(crate) mod vcpu_state;
 mod vm;
 
-pub use counters::Counters;
-pub(crate) use executor::{Executor, Exit, Probe, ProbeHit, ProbeKind};
+pub use cpu::Counters;
+pub(crate) use cpu::{Executor, Exit, Probe, ProbeHit, ProbeKind};
 
-/// The types of the Rust API that only arm64 has: none.
-pub mod for_clients {}
+/// The types and functions of the Rust API that not every architecture has.
+pub mod for_clients {
+    pub use kvm_ioctls::reg_size;
+}
 
 /// The items that slat's other crates and tests use.
 pub mod for_other_crates {

@@ -1,6 +1,5 @@
 //! The policies of the CPU: none.
 
-use crate::policy::Policies;
 use std::fmt;
 
 /// A policy of the CPU, with its value.
@@ -49,6 +48,6 @@ pub struct CpuChoice;
 
 /// Whether the policies let VMs shadow the tables that guests make for nested guests. Such guests need an EL2, which
 /// slat does not have.
-pub(crate) fn nests(_: &Policies) -> bool {
+pub(crate) fn nests(_: &CpuPolicies) -> bool {
     false
 }

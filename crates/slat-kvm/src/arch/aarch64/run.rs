@@ -1,6 +1,6 @@
 //! arm64's part of `KVM_RUN`. No vCPU runs yet.
 
-use crate::arch::aarch64::executor::Exit;
+use crate::arch::aarch64::cpu::Exit;
 use crate::errno::Result;
 use crate::run::Next;
 use crate::signals::Masked;

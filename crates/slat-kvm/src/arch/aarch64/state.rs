@@ -1,15 +1,24 @@
 //! arm64's state of a VM, and of the part of a vCPU that other threads use.
 
-use crate::arch::aarch64::caps::ipa_limit;
 use crate::arch::aarch64::policy::CpuChoice;
+use crate::engine::TableFormat;
 use crate::errno::{Result, fail};
-use crate::policy::Policies;
+use crate::policy::{self, Policies};
 use kvm_bindings::{KVM_VM_TYPE_ARM_IPA_SIZE_MASK, kvm_userspace_memory_region2};
 
 /// The number of bits of an IPA (a guest-physical address) if the client does not set it: KVM's `KVM_PHYS_SHIFT`.
 const DEFAULT_IPA_BITS: u32 = 40;
 /// The least number of bits: the smallest PARange of a processor.
 const LEAST_IPA_BITS: u32 = 32;
+
+/// Returns the most bits that an IPA can have: as many as the tables of this process translate.
+pub(crate) fn ipa_limit() -> u32 {
+    let format = policy::current().map_or_else(|_| TableFormat::default(), |now| now.format);
+    match format {
+        TableFormat::Aarch64Lpa2 => 52,
+        TableFormat::Aarch64 | TableFormat::Aarch64Kib16 | TableFormat::Aarch64Kib64 => 48,
+    }
+}
 
 /// The type of a VM, which a client gives to `KVM_CREATE_VM`: the number of bits of an IPA (api.rst 4.2).
 #[derive(Clone, Copy, Debug)]

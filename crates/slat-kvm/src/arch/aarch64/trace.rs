@@ -1,6 +1,6 @@
 //! Tracepoints of entries and exits.
 
-use crate::arch::aarch64::executor::{Exit, State};
+use crate::arch::aarch64::cpu::{Exit, State};
 
 /// Traces that the vCPU enters the guest.
 pub(crate) fn enters(_vcpu_id: u32, state: &State) {

@@ -1,6 +1,6 @@
 //! The calls of a vCPU that every architecture has. There is no vCPU yet.
 
-use crate::arch::aarch64::executor::Executor;
+use crate::arch::aarch64::cpu::Executor;
 use crate::arch::aarch64::machine::VcpuMachine;
 use crate::arch::aarch64::state::VcpuShared;
 use crate::arch::aarch64::vcpu_state::VcpuState;

@@ -3,8 +3,9 @@
 //! child that creates VMs starts threads of its own.
 
 use crate::arch::x86_64::perf;
-use crate::arch::x86_64::policy::{self, Jit};
+use crate::arch::x86_64::policy::Jit;
 use crate::background::{self, Background};
+use crate::policy;
 use crate::process::PerProcess;
 use crate::symbols;
 use slat_x86::{Compile, Compiler, Tier};
@@ -28,7 +29,7 @@ static COMPILING: PerProcess<Compiling> = PerProcess::new();
 impl Default for Compiling {
     fn default() -> Self {
         let compiler = Compiler::try_new().ok();
-        let observer = perf::observer(policy::current().jit_map);
+        let observer = perf::observer(policy::of_cpus().jit_map);
         if let (Some(compiler), Some(observer)) = (&compiler, observer) {
             symbols::of_guests();
             compiler.observe(observer);
@@ -59,14 +60,14 @@ pub(crate) fn start(jit: Jit) -> Option<(Arc<Compiler>, Compile)> {
 
 /// Starts the compiler's threads, if the policies of this process let code be compiled.
 pub(crate) fn prepare() {
-    if let Ok(policies) = crate::policy::current() {
+    if let Ok(policies) = policy::current() {
         start(policies.cpu.jit);
     }
 }
 
 /// Returns the reason why no code is compiled. `None`: code is compiled.
 pub(crate) fn why_not() -> Option<&'static str> {
-    if !crate::policy::current().is_ok_and(|policies| policies.cpu.jit != Jit::Off) {
+    if !policy::current().is_ok_and(|policies| policies.cpu.jit != Jit::Off) {
         return Some("jit is off");
     }
     // `peek` is used because `get` would make the value, and no thread would be started for that value.

@@ -1,7 +1,8 @@
 //! Stores exits in `kvm_run`: those of x86 that have more than one or two fields.
 
 use crate::arch::x86_64::cpuid::is_amd;
-use crate::run_page::{RunPage, set_field};
+use crate::fields::set_field;
+use crate::run_page::RunPage;
 use kvm_bindings::*;
 use slat_x86::vector;
 

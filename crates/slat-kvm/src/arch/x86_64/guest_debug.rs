@@ -1,6 +1,7 @@
 //! `KVM_SET_GUEST_DEBUG` and `KVM_EXIT_DEBUG`, by which the client debugs the guest.
 
-use crate::run_page::{RunPage, set_field};
+use crate::fields::set_field;
+use crate::run_page::RunPage;
 use kvm_bindings::*;
 use slat_x86::{Breakpoints, Cpu, Debugger};
 

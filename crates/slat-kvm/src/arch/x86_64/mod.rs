@@ -5,7 +5,11 @@
 //! | layer | file | idea |
 //! |---|---|---|
 //! | base | `abi`, `plain` | KVM's request numbers and structs |
-//! | parts | `page_cache` | the translations that a vCPU used last |
+//! | | `limits`, `formats` | the limits of a VM; the formats of second-level tables |
+//! | | `policy`, `parameters` | policies of the CPU; parameters of KVM's modules |
+//! | parts | `port_data` | the port-data page of a vCPU |
+//! | | `exits` | the exits that only x86 has, for the Rust API |
+//! | | `page_cache` | the translations that a vCPU used last |
 //! | | `hyperv` | Hyper-V's interface: the state that the vCPUs of a VM share |
 //! | | `quirks`, `msr_filter`, `options` | the settings that a client makes for a VM |
 //! | | `cpuid`, `cpu_features`, `clock`, `msr` | CPUID leaves, time, MSRs |
@@ -15,7 +19,6 @@
 //! | | `gdb` | the registers, as GDB numbers them |
 //! | | `perf`, `compiler` | compiled code, named for perf; the threads that compile |
 //! | | `state` | x86's state of a VM, and of the part of a vCPU that other threads use |
-//! | | `limits` | the limits of a VM |
 //! | | `devices` | the places of a PC's controllers on the bus, and their timers |
 //! | | `target` | the line, the message or the source to which a GSI is routed |
 //! | shared | `vcpu_common`, `vcpu_map` | how other threads interrupt a vCPU; the map of the local APICs' addresses |
@@ -62,6 +65,7 @@ pub(crate) mod page_cache;
 pub(crate) mod parameters;
 mod plain;
 pub(crate) mod policy;
+pub(crate) mod port_data;
 pub(crate) mod quirks;
 pub(crate) mod regs;
 mod run;
@@ -78,12 +82,12 @@ pub(crate) mod vm;
 
 pub use slat_x86::{Counters, Executor, Exit, Probe, ProbeHit, ProbeKind};
 
-/// The types of the Rust API that only x86 has.
+/// The types and functions of the Rust API that not every architecture has.
 pub mod for_clients {
     pub use super::policy::Jit;
     pub use kvm_ioctls::{
         KvmNestedStateBuffer, MsrExitReason, MsrFilterDefaultAction, MsrFilterRange,
-        MsrFilterRangeFlags, ReadMsrExit, SyncReg, WriteMsrExit,
+        MsrFilterRangeFlags, ReadMsrExit, SyncReg, WriteMsrExit, reg_size,
     };
     pub use slat_x86::Tier;
 }

@@ -1,7 +1,7 @@
 //! The parameters of KVM's modules for x86, and the effect of writing them.
 
 use crate::arch::x86_64::limits::USER_END;
-use crate::arch::x86_64::policy as cpu;
+use crate::arch::x86_64::policy::NESTED;
 use crate::engine::EngineVm;
 use crate::errno::{Error, Result, fail};
 use crate::process::PerProcess;
@@ -31,9 +31,6 @@ const FIXED: &[(&str, &str)] = &[
     ("min_timer_period_us", "200"),
 ];
 const NX_HUGE_PAGES: &str = "nx_huge_pages";
-/// The parameter that says whether guests can have nested guests. In KVM, this parameter belongs to the module for the
-/// processor. It cannot be written.
-const NESTED: &str = cpu::NESTED;
 /// The parameter that says which MMU the VMs of this process have. It cannot be written, like KVM's own parameter once
 /// KVM is loaded.
 const TDP_MMU: &str = "tdp_mmu";
@@ -45,6 +42,8 @@ static WITHOUT_NX: PerProcess<Mutex<Vec<Weak<EngineVm>>>> = PerProcess::new();
 pub(crate) fn names() -> impl Iterator<Item = &'static str> {
     let fixed = FIXED.iter().map(|(name, _)| *name);
     let all = WRITABLE.iter().copied().chain(fixed);
+    // `nested` says whether guests can have nested guests. In KVM, it belongs to the module for the processor. Neither
+    // of the two can be written.
     all.chain([TDP_MMU, NESTED])
 }
 
@@ -56,7 +55,7 @@ pub(crate) fn value(name: &str) -> Option<String> {
     let yes_or_no = |is_set| if is_set { "Y" } else { "N" }.to_owned();
     match name {
         // KVM's module for AMD processors shows a number.
-        NESTED => Some(u8::from(cpu::current().nested).to_string()),
+        NESTED => Some(u8::from(policy::of_cpus().nested).to_string()),
         TDP_MMU => {
             let has_it = policy::current().is_ok_and(|policies| policies.mmu == MmuKind::Tdp);
             Some(yes_or_no(has_it))

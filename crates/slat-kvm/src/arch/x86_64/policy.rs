@@ -1,6 +1,6 @@
 //! The policies of x86's software CPU.
 
-use crate::policy::{self, Policies, Switch, words};
+use crate::words::{Switch, words};
 use slat_x86::Tier;
 use std::fmt;
 
@@ -175,19 +175,14 @@ pub struct CpuChoice {
 }
 
 /// Whether the policies let VMs shadow the tables that guests make for nested guests.
-pub(crate) fn nests(policies: &Policies) -> bool {
-    policies.cpu.nested
-}
-
-/// Returns the policies of this process's CPUs; the defaults if the environment is invalid.
-pub(crate) fn current() -> CpuPolicies {
-    policy::current().map_or_else(|_| CpuPolicies::default(), |policies| policies.cpu)
+pub(crate) fn nests(policies: &CpuPolicies) -> bool {
+    policies.nested
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::Assignment;
+    use crate::policy::{Assignment, Policies};
 
     fn parse(set: &str) -> Result<CpuPolicies, String> {
         let variable = |name: &str| (name == "SLAT_SET").then(|| set.to_owned());

@@ -3,7 +3,7 @@
 use crate::arch::x86_64::hyperv::HypervExit;
 use crate::arch::x86_64::machine::hyperv::hypercalls::store_output;
 use crate::arch::x86_64::vcpu_state::Unfinished;
-use crate::run_page::{field, set_field};
+use crate::fields::{field, set_field};
 use crate::vcpu::{Inner, VcpuObject};
 use kvm_bindings::*;
 use slat_hyperv::msr::SYNDBG_CONTROL;

@@ -3,7 +3,7 @@
 use crate::arch::x86_64::cpuid;
 use crate::arch::x86_64::vcpu_state::Unfinished;
 use crate::errno::Result;
-use crate::run_page::field;
+use crate::fields::field;
 use crate::signals::Masked;
 use crate::vcpu::{Inner, VcpuObject};
 use crate::vcpu_common::VcpuCommon;

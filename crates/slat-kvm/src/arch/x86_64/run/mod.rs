@@ -14,13 +14,14 @@ mod smm;
 
 use crate::arch::x86_64::exit::{self, ClientCall};
 use crate::arch::x86_64::machine::hypercall::store_result;
+use crate::arch::x86_64::port_data::PIO_OFFSET;
 use crate::arch::x86_64::trace::port as trace_port;
 use crate::arch::x86_64::vcpu_state::Unfinished;
 use crate::arch::x86_64::{guest_debug, msr, regs};
 use crate::errno::{Result, fail};
 use crate::exit::memory_fault;
+use crate::fields::{field, set_field};
 use crate::run::{LONGEST_SLEEP, Next};
-use crate::run_page::{PIO_OFFSET, field, set_field};
 use crate::signals::Masked;
 use crate::thread::bits;
 use crate::vcpu::{Inner, VcpuObject};

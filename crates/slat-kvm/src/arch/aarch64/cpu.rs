@@ -1,7 +1,5 @@
-//! The CPU of a vCPU. It has no value, because slat has no processor for AArch64 code yet.
+//! The CPU of a vCPU, and what it tells its machine. The CPU has no value, because slat has no processor for AArch64 code yet.
 
-use crate::arch::aarch64::counters::Counters;
-use crate::arch::aarch64::machine::VcpuMachine;
 use std::sync::atomic::AtomicU32;
 
 /// The registers of a CPU.
@@ -16,6 +14,22 @@ pub(crate) struct Executor {
 /// Why a run of the CPU ended.
 #[derive(Debug)]
 pub(crate) enum Exit {}
+
+/// The counters of a CPU's own work.
+#[derive(Debug)]
+pub enum Counters {}
+
+impl Counters {
+    /// The names of the counters.
+    pub const NAMES: [&'static str; Self::COUNT] = [];
+    /// The number of counters.
+    pub const COUNT: usize = 0;
+
+    /// Returns the values.
+    pub fn to_array(&self) -> [u64; Self::COUNT] {
+        match *self {}
+    }
+}
 
 /// The kind of access that a probe watches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,12 +68,12 @@ pub(crate) enum ProbeHit {
 
 impl Executor {
     /// Executes guest code until an exit.
-    pub(crate) fn run(&mut self, _: &mut VcpuMachine, _: &AtomicU32) -> Exit {
+    pub(crate) fn run(&mut self, _: &mut impl Sized, _: &AtomicU32) -> Exit {
         match self.state {}
     }
 
     /// Finishes the instruction that the last exit interrupted. `None`: it is finished, and has no other exit.
-    pub(crate) fn complete(&mut self, _: &mut VcpuMachine, _: &AtomicU32) -> Option<Exit> {
+    pub(crate) fn complete(&mut self, _: &mut impl Sized, _: &AtomicU32) -> Option<Exit> {
         match self.state {}
     }
 
