@@ -225,11 +225,14 @@ pub fn check_pair(mmu: MmuKind, format: TableFormat) -> std::result::Result<(), 
     }
     let can = |name: &&&str| TableFormat::by_name(name).is_some_and(|format| format.has(mmu));
     let formats: Vec<_> = FORMATS.iter().filter(can).copied().collect();
+    let others = match formats.is_empty() {
+        true => "nor of any other format of this architecture".to_owned(),
+        false => format!("it has {}", formats.join(", ")),
+    };
     Err(format!(
-        "the {} MMU has no tables of format {}; it has {}",
+        "the {} MMU has no tables of format {}; {others}",
         mmu.name(),
         format.name(),
-        formats.join(", ")
     ))
 }
 
@@ -329,10 +332,10 @@ mod tests {
         ])
         .unwrap();
         assert!(policies.stats);
-        let direct = parse(&[("SLAT_MMU", "direct"), ("SLAT_FORMAT", "npt")]).unwrap();
+        let lpa2 = parse(&[("SLAT_MMU", "tdp"), ("SLAT_FORMAT", "aarch64-lpa2")]).unwrap();
         assert_eq!(
-            (direct.mmu, direct.format),
-            (MmuKind::Direct, TableFormat::Npt)
+            (lpa2.mmu, lpa2.format),
+            (MmuKind::Tdp, TableFormat::Aarch64Lpa2)
         );
         assert!(!policies.of_new_vms().mmio_caching.is_on());
     }
@@ -355,7 +358,7 @@ mod tests {
         assert!(
             parse(&[("SLAT_FORMAT", "sparc")])
                 .unwrap_err()
-                .contains("ept")
+                .contains(&FORMATS.join(", "))
         );
         assert!(
             parse(&[("SLAT_MMU", "nested")])
@@ -365,7 +368,7 @@ mod tests {
         assert!(
             parse(&[("SLAT_MMU", "direct"), ("SLAT_FORMAT", "aarch64")])
                 .unwrap_err()
-                .contains("ept, ept5, npt, npt5")
+                .contains("the direct MMU has no tables of format aarch64")
         );
         assert!(
             parse(&[("SLAT_SET", "nonsense=on")])

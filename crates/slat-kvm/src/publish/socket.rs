@@ -5,7 +5,7 @@
 //! table. Uses no heap, so that a process without memory is only not published, and does not end.
 
 use crate::background::leave_descriptors;
-use slat_process::calls::{self, Call, raw};
+use slat_process::calls::{self, raw};
 use std::ffi::{CStr, OsStr, OsString};
 use std::fmt;
 use std::io::Write as _;
@@ -80,8 +80,8 @@ impl Path {
 
     /// Removes the file, if it exists.
     pub(super) fn remove(&self) {
-        // SAFETY: the path ends with NUL. After an error, readers remove the file.
-        let _ = unsafe { calls::make(Call::Remove, [self.pointer(), 0, 0, 0, 0, 0]) };
+        // After an error, readers remove the file.
+        let _ = calls::remove(self.as_c_str());
     }
 }
 
@@ -341,4 +341,35 @@ fn address(directory: &Own, name: &[&[u8]]) -> Option<(libc::sockaddr_un, usize)
         *to = from as libc::c_char;
     }
     Some((address, size_of::<libc::sockaddr_un>()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_socket_is_made_and_removed_under_its_final_name() {
+        // SAFETY: the call takes no pointer and cannot fail.
+        let user = unsafe { libc::geteuid() };
+        let directory = std::env::temp_dir().join(format!("slat-socket-{}", std::process::id()));
+        let path = Path::new(&[directory.as_os_str().as_bytes()]).unwrap();
+        let listener = Listener::open_in(&path, user).expect("the socket is made");
+        let names = || -> Vec<_> {
+            let entries = std::fs::read_dir(&directory).unwrap();
+            entries.map(|entry| entry.unwrap().file_name()).collect()
+        };
+        let [name] = &names()[..] else {
+            panic!("{:?}", names())
+        };
+        assert!(
+            listener
+                .path
+                .as_c_str()
+                .to_bytes()
+                .ends_with(name.as_bytes())
+        );
+        listener.path.remove();
+        assert!(names().is_empty(), "{:?}", names());
+        std::fs::remove_dir(&directory).unwrap();
+    }
 }

@@ -9,3 +9,19 @@ requests! { name_of_request:
     KVM_ARM_SET_DEVICE_ADDR = iow::<kvm_arm_device_addr>(0xab);
     KVM_ARM_PREFERRED_TARGET = ior::<kvm_vcpu_init>(0xaf);
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::abi::{KVM_SET_GUEST_DEBUG, name};
+
+    #[test]
+    fn requests_have_the_numbers_of_the_kernel() {
+        // The expected values are those of the public header, which programs that use KVM contain.
+        assert_eq!(KVM_ARM_PREFERRED_TARGET, 0x8020_aeaf);
+        assert_eq!(KVM_ARM_SET_DEVICE_ADDR, 0x4010_aeab);
+        assert_eq!(KVM_SET_GUEST_DEBUG, 0x4208_ae9b);
+        let expected = Some("KVM_ARM_PREFERRED_TARGET");
+        assert_eq!(name(KVM_ARM_PREFERRED_TARGET), expected);
+    }
+}

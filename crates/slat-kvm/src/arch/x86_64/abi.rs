@@ -68,3 +68,19 @@ requests! { name_of_request:
     KVM_SET_SREGS2 = iow::<kvm_sregs2>(0xcd);
     KVM_GET_XSAVE2 = ior::<kvm_xsave>(0xcf);
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::abi::{KVM_SET_GUEST_DEBUG, name};
+
+    #[test]
+    fn requests_have_the_numbers_of_the_kernel() {
+        // The expected values are those of the public header, which programs that use KVM contain.
+        assert_eq!(KVM_GET_SREGS, 0x8138_ae83);
+        assert_eq!(KVM_SET_GUEST_DEBUG, 0x4048_ae9b);
+        assert_eq!(KVM_GET_SUPPORTED_CPUID, 0xc008_ae05);
+        assert_eq!(KVM_GET_MSRS, 0xc008_ae88);
+        assert_eq!(name(KVM_GET_MSRS), Some("KVM_GET_MSRS"));
+    }
+}

@@ -182,7 +182,9 @@ pub(crate) fn nests(policies: &CpuPolicies) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::engine::TableFormat;
     use crate::policy::{Assignment, Policies};
+    use slat::MmuKind;
 
     fn parse(set: &str) -> Result<CpuPolicies, String> {
         let variable = |name: &str| (name == "SLAT_SET").then(|| set.to_owned());
@@ -212,6 +214,20 @@ mod tests {
         }
         let error = "jitmap=on".parse::<Assignment>().unwrap_err();
         assert!(error.contains("Did you mean jit_map?"), "{error}");
+    }
+
+    #[test]
+    fn mmus_have_their_formats() {
+        let parse = |format: &str| {
+            let pairs = [("SLAT_MMU", "direct"), ("SLAT_FORMAT", format)];
+            let find = |name: &str| pairs.iter().find(|(known, _)| *known == name);
+            Policies::parse(|name| find(name).map(|(_, value)| (*value).to_owned()))
+        };
+        let direct = parse("npt").unwrap();
+        let expected = (MmuKind::Direct, TableFormat::Npt);
+        assert_eq!((direct.mmu, direct.format), expected);
+        let error = parse("aarch64").unwrap_err();
+        assert!(error.contains("ept, ept5, npt, npt5"), "{error}");
     }
 
     /// The list of the defaults and the default of the struct are the same.
