@@ -13,7 +13,7 @@ use slat::{
     Pfn, Platform, Region, RegionError, Request, ResolveError, Stale, TableMeta, Vm, VmId, WaitFor,
 };
 use slat::{Prefetch, Setting};
-use slat_host::frames::{self, Frames};
+use slat_host::frames::Frames;
 
 /// Host memory whose physical addresses are its backing addresses. It is never accessed.
 pub struct Bare {
@@ -42,22 +42,6 @@ pub fn vm_with<F: Format>(level: Level, mmu: MmuKind) -> Arc<Vm<Bare, F>> {
     let vm = Vm::new(Arc::new(host), config).expect("frames for the root");
     vm.set_policy(Setting::Prefetch(Prefetch::Off));
     vm
-}
-
-/// Makes `frames` frames for tables resident. A kernel's frames are always resident, and the host's time to bring in a
-/// page must not count as the engine's.
-pub fn warm_frames(platform: &impl Platform, frames: usize) {
-    // This platform does not count frames for each VM.
-    let vm = VmId(0);
-    let mut warm = Vec::with_capacity(frames);
-    platform.alloc_tables(vm, frames, &mut |frame| warm.push(frame));
-    for frame in &warm {
-        let entries: NonNull<Entries> = platform.entries(*frame);
-        // SAFETY: a frame allocated above, which no other code uses.
-        unsafe { entries.write(Entries::default()) };
-    }
-    // SAFETY: allocated above, and freed once.
-    unsafe { platform.free_tables(vm, &warm) };
 }
 
 /// Makes the region that sets memslot `slot` to `pages` pages at `gpa`.
@@ -111,12 +95,12 @@ unsafe impl Platform for Bare {
 
     #[inline]
     fn entries(&self, frame: Pfn) -> NonNull<Entries> {
-        frames::entries(frame)
+        <Frames>::entries(frame)
     }
 
     #[inline]
     fn meta(&self, frame: Pfn) -> NonNull<TableMeta> {
-        frames::meta(frame)
+        <Frames>::meta(frame)
     }
 
     fn resolve(&self, request: &Request) -> Result<HostPage, ResolveError> {

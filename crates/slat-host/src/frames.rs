@@ -1,4 +1,4 @@
-//! Frames for page tables.
+//! Frames for page tables: pages of a [`Granule`].
 //!
 //! Frames are cut from chunks of 2 MiB, aligned to their size. The first pages of a chunk hold the
 //! [`TableMeta`] of all its frames, so that both are found from a frame's address by arithmetic, as
@@ -10,18 +10,14 @@
 use std::ptr::NonNull;
 use std::sync::{Mutex, MutexGuard};
 
-use slat::{Entries, PAGE_SIZE, Pfn, TableMeta};
+use slat::{Entries, Granule, Hpa, Pfn, Platform, TableMeta, VmId};
 use slat_process::calls::{self, Call};
 
 const CHUNK: usize = 2 << 20;
-const FRAME: usize = PAGE_SIZE as usize;
-const FRAMES: usize = CHUNK / FRAME;
-/// The frames at the start of a chunk that hold the metadata of the chunk's other frames.
-const RESERVED: usize = (FRAMES * size_of::<TableMeta>()).div_ceil(FRAME);
 
-/// An allocator of table frames.
+/// An allocator of table frames of `1 << PAGE_SHIFT` bytes.
 #[derive(Default)]
-pub struct Frames {
+pub struct Frames<const PAGE_SHIFT: u32 = 12> {
     inner: Mutex<Inner>,
 }
 
@@ -35,7 +31,23 @@ struct Inner {
 // returned.
 unsafe impl Send for Inner {}
 
-impl Frames {
+/// Returns the granule whose pages have `1 << page_shift` bytes.
+pub(crate) const fn granule(page_shift: u32) -> Granule {
+    match page_shift {
+        12 => Granule::Kib4,
+        14 => Granule::Kib16,
+        16 => Granule::Kib64,
+        _ => panic!("pages have 4, 16 or 64 KiB"),
+    }
+}
+
+impl<const PAGE_SHIFT: u32> Frames<PAGE_SHIFT> {
+    pub(crate) const GRANULE: Granule = granule(PAGE_SHIFT);
+    const FRAME: usize = Self::GRANULE.bytes() as usize;
+    const FRAMES: usize = CHUNK / Self::FRAME;
+    /// The frames at the start of a chunk that hold the metadata of the chunk's other frames.
+    const RESERVED: usize = (Self::FRAMES * size_of::<TableMeta>()).div_ceil(Self::FRAME);
+
     /// Allocates a frame of unspecified contents, with fresh metadata. `None` when memory is out.
     pub fn alloc(&self) -> Option<Pfn> {
         let mut frame = None;
@@ -47,14 +59,14 @@ impl Frames {
     pub fn alloc_many(&self, count: usize, take: &mut dyn FnMut(Pfn)) {
         let mut inner = self.lock();
         for _ in 0..count {
-            if inner.free.is_empty() && inner.grow().is_none() {
+            if inner.free.is_empty() && Self::grow(&mut inner).is_none() {
                 return;
             }
             let Some(frame) = inner.free.pop() else {
                 return;
             };
             // SAFETY: the frame was free, so no other code uses its metadata, which is in its chunk.
-            unsafe { meta(frame).write(TableMeta::new()) };
+            unsafe { Self::meta(frame).write(TableMeta::new()) };
             take(frame);
         }
     }
@@ -66,14 +78,13 @@ impl Frames {
         }
         let mut inner = self.lock();
         // Roots are rare, so each is cut from a new chunk, whose free frames are all contiguous.
-        inner.grow()?;
-        let chunk = inner.chunks.last()?.as_ptr() as u64 / PAGE_SIZE;
-        let first = chunk + RESERVED.next_multiple_of(count) as u64;
+        let chunk = Self::grow(&mut inner)?.0;
+        let first = chunk + Self::RESERVED.next_multiple_of(count) as u64;
         let run = first..first + count as u64;
         inner.free.retain(|frame| !run.contains(&frame.0));
         for frame in run {
             // SAFETY: the frame was free, so no other code uses its metadata, which is in its chunk.
-            unsafe { meta(Pfn(frame)).write(TableMeta::new()) };
+            unsafe { Self::meta(Pfn(frame)).write(TableMeta::new()) };
         }
         Some(Pfn(first))
     }
@@ -89,25 +100,44 @@ impl Frames {
     fn lock(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(|e| e.into_inner())
     }
-}
 
-impl Inner {
-    fn grow(&mut self) -> Option<()> {
-        self.chunks.try_reserve(1).ok()?;
+    /// Adds a chunk of free frames. Returns the chunk's first frame.
+    fn grow(inner: &mut Inner) -> Option<Pfn> {
+        inner.chunks.try_reserve(1).ok()?;
         // Reserve an entry for every frame, so that `free` never allocates.
-        self.free
-            .try_reserve((self.chunks.len() + 1) * FRAMES)
+        inner
+            .free
+            .try_reserve((inner.chunks.len() + 1) * Self::FRAMES)
             .ok()?;
         let chunk = map_aligned()?;
-        self.chunks.push(chunk);
-        let first = chunk.as_ptr() as u64 / PAGE_SIZE;
-        let frames = (RESERVED as u64..FRAMES as u64).rev();
-        self.free.extend(frames.map(|i| Pfn(first + i)));
-        Some(())
+        inner.chunks.push(chunk);
+        let first = Self::GRANULE.pfn(Hpa(chunk.as_ptr() as u64));
+        let frames = (Self::RESERVED as u64..Self::FRAMES as u64).rev();
+        inner.free.extend(frames.map(|i| first.add(i)));
+        Some(first)
+    }
+
+    /// Returns the page-table entries in a frame.
+    #[inline]
+    pub fn entries(frame: Pfn) -> NonNull<Entries> {
+        debug_assert!(frame.0 != 0);
+        // SAFETY: frames are never at address 0.
+        unsafe { NonNull::new_unchecked(Self::GRANULE.hpa(frame).0 as *mut Entries) }
+    }
+
+    /// Returns the metadata of a frame.
+    #[inline]
+    pub fn meta(frame: Pfn) -> NonNull<TableMeta> {
+        let address = Self::GRANULE.hpa(frame).0 as usize;
+        let chunk = address & !(CHUNK - 1);
+        let index = address % CHUNK / Self::FRAME;
+        let meta = chunk as *mut TableMeta;
+        // SAFETY: the metadata array begins at the chunk's start and has an element for each frame of the chunk.
+        unsafe { NonNull::new_unchecked(meta.add(index)) }
     }
 }
 
-impl Drop for Frames {
+impl<const PAGE_SHIFT: u32> Drop for Frames<PAGE_SHIFT> {
     fn drop(&mut self) {
         let inner = self.inner.get_mut().unwrap_or_else(|e| e.into_inner());
         for chunk in inner.chunks.drain(..) {
@@ -118,23 +148,20 @@ impl Drop for Frames {
     }
 }
 
-/// Returns the page-table entries in a frame.
-#[inline]
-pub fn entries(frame: Pfn) -> NonNull<Entries> {
-    debug_assert!(frame.0 != 0);
-    // SAFETY: frames are never at address 0.
-    unsafe { NonNull::new_unchecked(frame.hpa().0 as *mut Entries) }
-}
-
-/// Returns the metadata of a frame.
-#[inline]
-pub fn meta(frame: Pfn) -> NonNull<TableMeta> {
-    let address = frame.hpa().0 as usize;
-    let chunk = address & !(CHUNK - 1);
-    let index = address % CHUNK / FRAME;
-    let meta = chunk as *mut TableMeta;
-    // SAFETY: the metadata array begins at the chunk's start and has an element for each frame of the chunk.
-    unsafe { NonNull::new_unchecked(meta.add(index)) }
+/// Makes `frames` frames for tables resident. A kernel's frames are always resident, and the host's time to bring in a
+/// page must not count as the engine's.
+pub fn warm(platform: &impl Platform, frames: usize) {
+    // This platform does not count frames for each VM.
+    let vm = VmId(0);
+    let mut warm = Vec::with_capacity(frames);
+    platform.alloc_tables(vm, frames, &mut |frame| warm.push(frame));
+    for frame in &warm {
+        let entries: NonNull<Entries> = platform.entries(*frame);
+        // SAFETY: a frame allocated above, which no other code uses.
+        unsafe { entries.write(Entries::default()) };
+    }
+    // SAFETY: allocated above, and freed once.
+    unsafe { platform.free_tables(vm, &warm) };
 }
 
 /// Unmaps `len` bytes at `start`.
@@ -170,26 +197,27 @@ fn map_aligned() -> Option<NonNull<u8>> {
 mod tests {
     use super::*;
 
-    #[test]
-    fn a_run_is_aligned_and_given_away_once() {
-        let frames = Frames::default();
+    fn a_run_is_aligned_and_given_away_once<const PAGE_SHIFT: u32>() {
+        let frames = Frames::<PAGE_SHIFT>::default();
         let run = frames.alloc_run(16).unwrap();
         assert_eq!(run.0 % 16, 0);
-        for _ in 0..FRAMES {
+        for _ in 0..Frames::<PAGE_SHIFT>::FRAMES {
             let frame = frames.alloc().unwrap();
             assert!(!(run.0..run.0 + 16).contains(&frame.0));
         }
     }
 
-    #[test]
-    fn frames_are_distinct_aligned_and_come_back() {
-        let frames = Frames::default();
+    fn frames_are_distinct_aligned_and_come_back<const PAGE_SHIFT: u32>() {
+        let frames = Frames::<PAGE_SHIFT>::default();
         let mut all: Vec<_> = (0..2000).map(|_| frames.alloc().unwrap()).collect();
         all.sort_unstable();
         all.dedup();
         assert_eq!(all.len(), 2000);
         for frame in &all {
-            assert_ne!(meta(*frame).as_ptr() as u64, frame.hpa().0);
+            let meta = Frames::<PAGE_SHIFT>::meta(*frame).as_ptr() as usize;
+            let entries = Frames::<PAGE_SHIFT>::entries(*frame).as_ptr() as usize;
+            let bytes = Frames::<PAGE_SHIFT>::FRAME;
+            assert!(entries.is_multiple_of(bytes) && entries / bytes != meta / bytes);
             // SAFETY: the frame is from `alloc`, and is freed once.
             unsafe { frames.free(&[*frame]) };
         }
@@ -198,5 +226,15 @@ mod tests {
             frames.alloc().unwrap();
         }
         assert_eq!(frames.inner.lock().unwrap().chunks.len(), chunks);
+    }
+
+    #[test]
+    fn frames_of_every_granule_belong_to_one_table_each() {
+        a_run_is_aligned_and_given_away_once::<12>();
+        a_run_is_aligned_and_given_away_once::<14>();
+        a_run_is_aligned_and_given_away_once::<16>();
+        frames_are_distinct_aligned_and_come_back::<12>();
+        frames_are_distinct_aligned_and_come_back::<14>();
+        frames_are_distinct_aligned_and_come_back::<16>();
     }
 }

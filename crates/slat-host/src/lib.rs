@@ -1,7 +1,7 @@
 //! slat's platform on Linux userspace.
 //!
-//! In this port the physical address **is** the host-virtual address: a leaf for the page at hva holds `hva >> 12`,
-//! whatever frame of the kernel backs the page. So the host may swap, migrate or share pages; only the bounds of
+//! In this port the physical address **is** the host-virtual address: a leaf for the page at hva holds hva divided by the
+//! size of a page, whatever frame of the kernel backs the page. So the host may swap, migrate or share pages; only the bounds of
 //! mappings matter. The program reports its changes of mappings ([`mappings`]).
 #![cfg(target_os = "linux")]
 
@@ -20,6 +20,17 @@ pub mod userfault;
 pub use resident::is_resident;
 #[doc(hidden)]
 pub use slat_process::forks as process;
+pub use slat_process::page_size;
+
+/// Returns the granule of tables whose pages are as large as those of this process.
+#[inline(always)]
+pub fn granule() -> Granule {
+    match page_size() {
+        0x4000 => Granule::Kib16,
+        0x1_0000 => Granule::Kib64,
+        _ => Granule::Kib4,
+    }
+}
 
 use std::ops::Range;
 use std::ptr::NonNull;
@@ -28,18 +39,19 @@ use std::sync::atomic::{AtomicBool, Ordering::*};
 use std::time::Duration;
 
 use slat::{
-    Access, Entries, Event, Gfn, HostPage, HostRun, Hva, Level, PAGE_SHIFT, Pfn, Platform, Request,
-    ResolveError, Stale, TableMeta, VmId, WaitFor,
+    Access, Entries, Event, Gfn, Granule, HostPage, HostRun, Hpa, Hva, Level, Pfn, Platform,
+    Request, ResolveError, Stale, TableMeta, VmId, WaitFor,
 };
 
 use frames::Frames;
 use slat_process::wait;
 use userfault::Userfaults;
 
-/// Linux userspace as a [`Platform`].
+/// Linux userspace as a [`Platform`] whose pages have `1 << PAGE_SHIFT` bytes: 4 KiB, or as many as the pages of this
+/// process ([`page_size`]).
 #[derive(Default)]
-pub struct HostPlatform {
-    frames: Frames,
+pub struct HostPlatform<const PAGE_SHIFT: u32 = 12> {
+    frames: Frames<PAGE_SHIFT>,
     contiguous: AtomicBool,
     /// The pages that are not present yet.
     #[doc(hidden)]
@@ -47,11 +59,27 @@ pub struct HostPlatform {
 }
 
 impl HostPlatform {
-    /// Creates a platform without frames. Installs the guard's signal handlers.
+    /// Creates a platform without frames, whose pages have 4 KiB. Installs the guard's signal handlers.
     ///
     /// # Errors
     /// If a handler cannot be installed.
     pub fn new() -> std::io::Result<Arc<Self>> {
+        Self::with_pages()
+    }
+}
+
+impl<const PAGE_SHIFT: u32> HostPlatform<PAGE_SHIFT> {
+    const GRANULE: Granule = Frames::<PAGE_SHIFT>::GRANULE;
+
+    /// Like [`HostPlatform::new`], but the pages have `1 << PAGE_SHIFT` bytes.
+    ///
+    /// # Errors
+    /// If a handler cannot be installed. `InvalidInput` if the pages of this process are smaller, because a page of a guest
+    /// is resolved as a whole.
+    pub fn with_pages() -> std::io::Result<Arc<Self>> {
+        if Self::GRANULE.bytes() > page_size() as u64 {
+            return Err(std::io::ErrorKind::InvalidInput.into());
+        }
         slat_guard::install()?;
         Ok(Arc::default())
     }
@@ -65,20 +93,23 @@ impl HostPlatform {
 
     /// Returns the largest level whose aligned region around `address` lies in the mapping.
     fn level(&self, mapping: &mappings::Mapping, address: usize) -> Level {
-        let mut level = if self.contiguous.load(Relaxed) {
-            Level::GIGA
-        } else {
-            mapping.level
+        let bytes_of = |level| (Self::GRANULE.pages(level) << PAGE_SHIFT) as usize;
+        let limit = match self.contiguous.load(Relaxed) {
+            true => usize::MAX,
+            false => mapping.page_bytes,
         };
-        while level > Level::PAGE {
-            let bytes = (level.pages() << PAGE_SHIFT) as usize;
+        let fits = |level| {
+            let bytes = bytes_of(level);
             let start = address & !(bytes - 1);
-            if mapping.range.start <= start && start + bytes <= mapping.range.end {
-                break;
-            }
-            level = Level(level.0 - 1);
+            bytes <= limit && mapping.range.start <= start && start + bytes <= mapping.range.end
+        };
+        match () {
+            // Most mappings have small pages only.
+            () if limit < bytes_of(Level::MEGA) => Level::PAGE,
+            () if fits(Level::GIGA) => Level::GIGA,
+            () if fits(Level::MEGA) => Level::MEGA,
+            () => Level::PAGE,
         }
-        level
     }
 
     /// Touches the page at `backing`, which `mapping` should contain.
@@ -101,7 +132,7 @@ impl HostPlatform {
 
     fn page(&self, mapping: &mappings::Mapping, backing: Hva) -> HostPage {
         HostPage::new(
-            Pfn(backing.0 >> PAGE_SHIFT),
+            Self::GRANULE.pfn(Hpa(backing.0)),
             self.level(mapping, backing.0 as usize),
         )
         .with_writable(mapping.writable)
@@ -133,7 +164,11 @@ fn touch(address: usize, access: Access) -> Result<(), ResolveError> {
 // - `resolve` returns addresses of live mappings with the rights it found; a caller that ends a mapping announces it
 //   (the contract of `mappings`), and guest accesses are also guarded;
 // - no hardware walks these tables, so there is nothing to flush.
-unsafe impl Platform for HostPlatform {
+unsafe impl<const PAGE_SHIFT: u32> Platform for HostPlatform<PAGE_SHIFT> {
+    fn granule(&self) -> Granule {
+        Self::GRANULE
+    }
+
     fn alloc_table(&self, _: VmId) -> Option<Pfn> {
         self.frames.alloc()
     }
@@ -158,18 +193,18 @@ unsafe impl Platform for HostPlatform {
 
     #[inline]
     fn entries(&self, frame: Pfn) -> NonNull<Entries> {
-        frames::entries(frame)
+        Frames::<PAGE_SHIFT>::entries(frame)
     }
 
     #[inline]
     fn meta(&self, frame: Pfn) -> NonNull<TableMeta> {
-        frames::meta(frame)
+        Frames::<PAGE_SHIFT>::meta(frame)
     }
 
     fn resolve(&self, request: &Request) -> Result<HostPage, ResolveError> {
         let (backing, access) = (request.backing, request.access);
         let address = backing.0 as usize;
-        let has_userfault = self.userfaults.check(request)?;
+        let has_userfault = self.userfaults.check(request, Self::GRANULE)?;
         loop {
             let found = mappings::find(address).ok_or(ResolveError::BadAddress)?;
             match self.try_page(&found.mapping, backing, access) {
@@ -203,7 +238,7 @@ unsafe impl Platform for HostPlatform {
                     });
                 };
                 resident::stretches(at..stop, &mut |stretch| {
-                    self.userfaults.present(stretch, &mut run);
+                    self.userfaults.present(stretch, Self::GRANULE, &mut run);
                 });
             }
             at = stop;

@@ -28,7 +28,7 @@ use std::ops::{ControlFlow, Range};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::*};
 use std::sync::{Mutex, MutexGuard};
 
-use slat::Level;
+use slat_process::page_size;
 
 use crate::process::PerProcess;
 use crate::procfs;
@@ -49,8 +49,8 @@ pub(crate) struct Mapping {
     pub(crate) range: Range<usize>,
     pub(crate) readable: bool,
     pub(crate) writable: bool,
-    /// The largest naturally aligned host page that the mapping can have: hugetlb or transparent.
-    pub(crate) level: Level,
+    /// The bytes of the largest naturally aligned host page that the mapping can have: hugetlb or transparent.
+    pub(crate) page_bytes: usize,
 }
 
 /// Raised whenever a mapping is forgotten.
@@ -288,14 +288,10 @@ fn ask(address: usize) -> Option<(Mapping, bool)> {
         range: raw.range,
         readable: raw.readable,
         writable: raw.writable,
-        level: match raw.page_size {
-            size if size >= 1 << 30 => Level::GIGA,
-            size if size >= 2 << 20 => Level::MEGA,
-            _ => Level::PAGE,
-        },
+        page_bytes: raw.page_size as usize,
     };
     let mut table = table();
-    if mapping.level == Level::PAGE && raw.anonymous && thp_mode() != Thp::Never {
+    if mapping.page_bytes == page_size() && raw.anonymous && thp_mode() != Thp::Never {
         transparent(&mut table, &mut mapping, address);
     }
     let stays = table.insert(&mapping, changes);
@@ -328,8 +324,13 @@ fn transparent(table: &mut Table, mapping: &mut Mapping, address: usize) {
         Thp::Never => false,
     };
     if eligible {
-        mapping.level = Level::MEGA;
+        mapping.page_bytes = transparent_bytes();
     }
+}
+
+/// Returns the bytes of a transparent huge page: as many as a table of the kernel's pages maps.
+fn transparent_bytes() -> usize {
+    page_size() * (page_size() / size_of::<u64>())
 }
 
 /// The system's mode for transparent huge pages.
@@ -419,7 +420,9 @@ mod tests {
             advice_passed_by();
             std::thread::scope(|scope| {
                 for _ in 0..4 {
-                    scope.spawn(|| assert_eq!(ask(start).unwrap().0.level, Level::MEGA));
+                    scope.spawn(|| {
+                        assert_eq!(ask(start).unwrap().0.page_bytes, transparent_bytes())
+                    });
                 }
             });
         }
@@ -430,7 +433,7 @@ mod tests {
             range,
             readable: true,
             writable: true,
-            level: Level::PAGE,
+            page_bytes: page_size(),
         }
     }
 

@@ -16,7 +16,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering::*};
 use std::sync::{PoisonError, RwLock};
 
-use slat::{Hva, OutOfMemory, PAGE_SHIFT, PAGE_SIZE, Request, ResolveError};
+use slat::{Granule, Hva, OutOfMemory, Request, ResolveError};
 
 /// A memslot's bitmap.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -30,10 +30,12 @@ pub struct Userfault {
 }
 
 impl Userfault {
-    /// Returns the ranges of bits in the bitmap for the pages that `range` backs.
-    fn bits(&self, range: &Range<Hva>) -> impl Iterator<Item = Range<u64>> {
+    /// Returns the ranges of bits in the bitmap for the pages that `range` backs. The pages have the size of `granule`.
+    fn bits(&self, range: &Range<Hva>, granule: Granule) -> impl Iterator<Item = Range<u64>> {
         let (shared, private) = self.backing;
-        let page = |base: Hva, at: Hva| (at.0.saturating_sub(base.0) >> PAGE_SHIFT).min(self.pages);
+        let page = move |base: Hva, at: Hva| {
+            (at.0.saturating_sub(base.0) >> granule.shift()).min(self.pages)
+        };
         [Some(shared), private.filter(|private| *private != shared)]
             .into_iter()
             .flatten()
@@ -98,17 +100,17 @@ impl Userfaults {
         Ok(())
     }
 
-    /// Checks whether the page of `request` may be resolved. Returns whether its slot has a bitmap: then leaves must be
+    /// Checks whether the page of `request`, of a VM with this granule, may be resolved. Returns whether its slot has a bitmap: then leaves must be
     /// small, because neighbouring pages may be absent.
     ///
     /// # Errors
     /// [`ResolveError::Absent`]; other errors if the bitmap cannot be read.
-    pub(crate) fn check(&self, request: &Request) -> Result<bool, ResolveError> {
+    pub(crate) fn check(&self, request: &Request, granule: Granule) -> Result<bool, ResolveError> {
         let Some(userfault) = self.get(request.space, request.slot) else {
             return Ok(false);
         };
-        let page = Hva(request.backing.0 & !(PAGE_SIZE - 1));
-        for bit in userfault.bits(&(page..page.add_pages(1))) {
+        let page = Hva(request.backing.0 & !(granule.bytes() - 1));
+        for bit in userfault.bits(&(page..granule.add_pages(page, 1)), granule) {
             if userfault.is_absent(bit.start)? {
                 return Err(ResolveError::Absent);
             }
@@ -116,10 +118,15 @@ impl Userfaults {
         Ok(true)
     }
 
-    /// Calls `found` for the parts of `stretch` (whole pages) that are not absent, in ascending order. The flag that
+    /// Calls `found` for the parts of `stretch` (whole pages of `granule`) that are not absent, in ascending order. The flag that
     /// `found` gets says whether a bitmap has bits for `stretch`. If several memslots use a page, it is absent if one
     /// of them waits for it.
-    pub(crate) fn present(&self, stretch: Range<usize>, found: &mut dyn FnMut(Range<usize>, bool)) {
+    pub(crate) fn present(
+        &self,
+        stretch: Range<usize>,
+        granule: Granule,
+        found: &mut dyn FnMut(Range<usize>, bool),
+    ) {
         if !self.any.load(Acquire) {
             return found(stretch, false);
         }
@@ -131,7 +138,7 @@ impl Userfaults {
             if slots.try_reserve(all.len()).is_err() {
                 return;
             }
-            let touches = |of: &&Userfault| of.bits(&range).next().is_some();
+            let touches = |of: &&Userfault| of.bits(&range, granule).next().is_some();
             let all = all.iter().map(|(_, userfault)| userfault);
             slots.extend(all.filter(touches).cloned());
         }
@@ -139,19 +146,21 @@ impl Userfaults {
             return found(stretch, false);
         }
         let absent = |address: usize| {
-            let page = Hva(address as u64)..Hva(address as u64).add_pages(1);
+            let page = Hva(address as u64);
+            let page = page..granule.add_pages(page, 1);
             (slots.iter()).any(|of| {
-                of.bits(&page)
+                of.bits(&page, granule)
                     .any(|bit| of.is_absent(bit.start) != Ok(false))
             })
         };
         let mut from = stretch.start;
-        for address in stretch.clone().step_by(PAGE_SIZE as usize) {
+        let bytes = granule.bytes() as usize;
+        for address in stretch.clone().step_by(bytes) {
             if absent(address) {
                 if from < address {
                     found(from..address, true);
                 }
-                from = address + PAGE_SIZE as usize;
+                from = address + bytes;
             }
         }
         if from < stretch.end {

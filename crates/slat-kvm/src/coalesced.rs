@@ -1,7 +1,7 @@
 //! Coalesced I/O: writes to device registers that the client may see later.
 //!
 //! The client names ranges of addresses or ports. A write to such a range goes into a ring of one page. All vCPUs of a
-//! VM share the ring, which is mapped after the port-data page of each vCPU. `KVM_RUN` returns only when the ring is
+//! VM share the ring, which is mapped after the other pages of each vCPU. `KVM_RUN` returns only when the ring is
 //! full.
 //!
 //! # Order
@@ -11,16 +11,22 @@
 
 use crate::errno::{Result, fail};
 use crate::io_bus::{Range, Space};
-use crate::run_page::{PAGE, Shared};
+use crate::run_page::Shared;
 use kvm_bindings::*;
+use slat_host::page_size;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-/// The offset of the ring in a vCPU's mapping.
-pub const OFFSET: usize = KVM_COALESCED_MMIO_PAGE_OFFSET as usize * PAGE;
-/// The number of ring entries. One of them always stays free.
-const ENTRIES: u32 =
-    ((PAGE - size_of::<kvm_coalesced_mmio_ring>()) / size_of::<kvm_coalesced_mmio>()) as u32;
+/// Returns the offset of the ring in a vCPU's mapping.
+pub fn offset() -> usize {
+    KVM_COALESCED_MMIO_PAGE_OFFSET as usize * page_size()
+}
+
+/// Returns the number of ring entries. One of them always stays free.
+fn entries() -> u32 {
+    let bytes = page_size() - size_of::<kvm_coalesced_mmio_ring>();
+    (bytes / size_of::<kvm_coalesced_mmio>()) as u32
+}
 
 /// The ring of a VM.
 #[derive(Debug)]
@@ -33,7 +39,7 @@ pub(crate) struct Coalesced {
 impl Coalesced {
     pub(crate) fn new() -> Result<Self> {
         Ok(Coalesced {
-            ring: Shared::new(PAGE)?,
+            ring: Shared::new(page_size())?,
             turn: Mutex::default(),
         })
     }
@@ -75,10 +81,10 @@ impl Coalesced {
         let mut index = last.load(Ordering::Relaxed);
         let taken_from = first.load(Ordering::Acquire);
         // The client can write invalid values to both indices.
-        if index >= ENTRIES || taken_from >= ENTRIES {
+        if index >= entries() || taken_from >= entries() {
             return false;
         }
-        let free = (taken_from + ENTRIES - index - 1) % ENTRIES;
+        let free = (taken_from + entries() - index - 1) % entries();
         if (free as usize) < units.clone().count() {
             return false;
         }
@@ -91,14 +97,14 @@ impl Coalesced {
             entry.__bindgen_anon_1.pio = port.into();
             entry.data[..item.len()].copy_from_slice(item);
             let ring: *mut kvm_coalesced_mmio_ring = self.ring.start().cast();
-            // SAFETY: the ring entry lies after the indices within the page, since `index` is below `ENTRIES`. The ring
+            // SAFETY: the ring entry lies after the indices within the page, since `index` is below `entries()`. The ring
             // entry is plain data. This call holds the lock of writers, and the client reads the ring entry only after
             // `last` has advanced.
             unsafe {
                 let entries = (&raw mut (*ring).coalesced_mmio).cast::<kvm_coalesced_mmio>();
                 entries.add(index as usize).write_volatile(entry);
             }
-            index = (index + 1) % ENTRIES;
+            index = (index + 1) % entries();
         }
         last.store(index, Ordering::Release);
         true
@@ -110,17 +116,17 @@ impl Coalesced {
         let (index, end) = (first.load(Ordering::Relaxed), last.load(Ordering::Acquire));
         // The client can write invalid values to both indices. An end that is never reached would make this read
         // forever.
-        if index == end || index >= ENTRIES || end >= ENTRIES {
+        if index == end || index >= entries() || end >= entries() {
             return None;
         }
         let ring: *mut kvm_coalesced_mmio_ring = self.ring.start().cast();
-        // SAFETY: the ring entry lies after the indices within the page, since `index` is below `ENTRIES`. Every bit
+        // SAFETY: the ring entry lies after the indices within the page, since `index` is below `entries()`. Every bit
         // pattern of a ring entry is valid.
         let entry = unsafe {
             let entries = (&raw const (*ring).coalesced_mmio).cast::<kvm_coalesced_mmio>();
             entries.add(index as usize).read_volatile()
         };
-        first.store((index + 1) % ENTRIES, Ordering::Release);
+        first.store((index + 1) % entries(), Ordering::Release);
         Some(entry)
     }
 }
@@ -148,15 +154,16 @@ mod tests {
         let coalesced = Coalesced::new().unwrap();
         let put = |units: &[&[u8]]| coalesced.put(0, false, units.iter().copied());
         let (first, last) = coalesced.indices();
-        for (bad_first, bad_last) in [(0, ENTRIES), (u32::MAX, 0), (ENTRIES, 1), (1, u32::MAX)] {
+        for (bad_first, bad_last) in [(0, entries()), (u32::MAX, 0), (entries(), 1), (1, u32::MAX)]
+        {
             first.store(bad_first, Ordering::Relaxed);
             last.store(bad_last, Ordering::Relaxed);
             assert!(!put(&[&[1, 2, 3, 4]]));
         }
         first.store(0, Ordering::Relaxed);
-        last.store(ENTRIES - 2, Ordering::Relaxed);
+        last.store(entries() - 2, Ordering::Relaxed);
         assert!(!put(&[&[1], &[2]]), "room for one");
         assert!(put(&[&[1]]));
-        assert_eq!(last.load(Ordering::Relaxed), ENTRIES - 1);
+        assert_eq!(last.load(Ordering::Relaxed), entries() - 1);
     }
 }

@@ -3,10 +3,11 @@
 
 use crate::engine::{EngineVcpu, EngineVm};
 use crate::errno::{Result, fail, no_memory};
-pub use crate::run_page::RING_OFFSET;
-use crate::run_page::{PAGE, Shared};
+use crate::run_page::Shared;
+pub use crate::run_page::ring_offset;
 use kvm_bindings::kvm_dirty_gfn;
 use slat::{DirtyGfn, DirtyRing};
+use slat_host::page_size;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -30,7 +31,7 @@ pub(crate) struct Rings {
 /// # Errors
 /// `EINVAL` for a size that is no power of two, or less than a page; `E2BIG` for a size above [`MAX_RING_SIZE`].
 pub(crate) fn check_size(size: u32) -> Result<u32> {
-    if !size.is_power_of_two() || size < PAGE as u32 {
+    if !size.is_power_of_two() || size < page_size() as u32 {
         return fail(libc::EINVAL);
     }
     if size > MAX_RING_SIZE {
@@ -84,7 +85,7 @@ impl Rings {
         if size == 0 {
             return Ok(None);
         }
-        let memory = RingMemory(Shared::map(fd, RING_OFFSET, size)?);
+        let memory = RingMemory(Shared::map(fd, ring_offset(), size)?);
         let ring = Arc::new(DirtyRing::new(memory).map_err(no_memory)?);
         vcpu.set_dirty_ring(ring.clone()).map_err(no_memory)?;
         Ok(Some(ring))

@@ -3,6 +3,8 @@
 //! differ.
 
 use crate::arch::table_formats;
+use crate::errno::{self, Error, fail, no_memory};
+use crate::messages;
 use slat::format::Entry;
 use slat::guest_walk::GuestPaging;
 use slat::{
@@ -10,16 +12,13 @@ use slat::{
     HostWords, Hva, Level, Mapping, MemoryAttributes, MemoryUsage, MmuKind, OutOfMemory, Policy,
     Region, RegionError, Stats, Stop, Translation, VcpuStats, VirtualPage, VirtualStop,
 };
-use slat_host::HostPlatform;
+use slat_host::userfault::Userfaults;
+use slat_host::{HostPlatform, page_size};
 use std::ops::Range;
 use std::sync::Arc;
 
-type Vm<F> = slat::Vm<HostPlatform, F>;
-type Vcpu<F> = slat::Vcpu<HostPlatform, F>;
-type Invalidation<'a, F> = slat::Invalidation<'a, HostPlatform, F>;
-
 macro_rules! formats {
-    (of($mmu:ident) $default:block $($(#[$doc:meta])* $variant:ident = $name:literal: $format:ty,)*) => {
+    (of($mmu:ident) $default:block $($(#[$doc:meta])* $variant:ident = $name:literal [$shift:literal]: $format:ty,)*) => {
         /// A format of second-level tables.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub enum TableFormat {
@@ -65,33 +64,56 @@ macro_rules! formats {
 
         /// The engine's VM.
         pub enum EngineVm {
-            $($(#[$doc])* $variant(Arc<Vm<$format>>),)*
+            $($(#[$doc])* $variant(Arc<slat::Vm<HostPlatform<$shift>, $format>>),)*
         }
 
         /// The engine's vCPU.
         pub enum EngineVcpu {
-            $($(#[$doc])* $variant(Vcpu<$format>),)*
+            $($(#[$doc])* $variant(slat::Vcpu<HostPlatform<$shift>, $format>),)*
         }
 
         /// An invalidation in progress. Dropping this value ends the invalidation.
         #[must_use]
         pub enum EngineInvalidation<'a> {
-            $($(#[$doc])* $variant(Invalidation<'a, $format>),)*
+            $($(#[$doc])* $variant(slat::Invalidation<'a, HostPlatform<$shift>, $format>),)*
         }
 
         impl EngineVm {
             /// Creates a VM without memory.
             ///
             /// # Errors
-            /// [`CreateVmError`].
-            pub fn new(
-                format: TableFormat,
-                platform: Arc<HostPlatform>,
-                config: Config,
-            ) -> Result<Arc<Self>, CreateVmError> {
+            /// `EINVAL` for an MMU that has no tables of the format, and for a format whose pages are not as large as
+            /// those of this process. `ENOMEM`, or the host's error for setting up the platform.
+            pub fn new(format: TableFormat, config: Config) -> errno::Result<Arc<Self>> {
                 Ok(Arc::new(match format {
-                    $(TableFormat::$variant => EngineVm::$variant(Vm::new(platform, config)?),)*
+                    $(TableFormat::$variant => {
+                        check_pages(format, 1 << $shift)?;
+                        let platform = HostPlatform::with_pages().map_err(no_platform)?;
+                        let vm = slat::Vm::new(platform, config).map_err(not_created)?;
+                        EngineVm::$variant(vm)
+                    })*
                 }))
+            }
+
+            /// Returns the table of the slots' bitmaps of absent pages.
+            pub(crate) fn userfaults(&self) -> &Userfaults {
+                match self {
+                    $(EngineVm::$variant(vm) => &vm.platform().userfaults,)*
+                }
+            }
+
+            /// Calls [`HostPlatform::set_contiguous`].
+            pub fn set_contiguous(&self, on: bool) {
+                match self {
+                    $(EngineVm::$variant(vm) => vm.platform().set_contiguous(on),)*
+                }
+            }
+
+            /// Calls [`slat_host::frames::warm`].
+            pub fn warm_frames(&self, frames: usize) {
+                match self {
+                    $(EngineVm::$variant(vm) => slat_host::frames::warm(&**vm.platform(), frames),)*
+                }
             }
 
             /// Creates a vCPU of this VM.
@@ -131,6 +153,33 @@ macro_rules! formats {
 }
 
 table_formats! { formats }
+
+/// Checks that the pages of a format, of `bytes` bytes, are as large as those of this process. KVM's API counts in the
+/// host's pages.
+fn check_pages(format: TableFormat, bytes: usize) -> errno::Result<()> {
+    if bytes == page_size() {
+        return Ok(());
+    }
+    messages::explain(&format_args!(
+        "tables of format {} have pages of {bytes} bytes, and this process has pages of {}",
+        format.name(),
+        page_size()
+    ));
+    fail(libc::EINVAL)
+}
+
+/// Returns the error of a VM whose platform was not set up.
+fn no_platform(error: std::io::Error) -> Error {
+    Error::new(error.raw_os_error().unwrap_or(libc::EIO))
+}
+
+/// Returns the error of a VM that was not created.
+fn not_created(error: CreateVmError) -> Error {
+    match error {
+        CreateVmError::NoSuchMmu { .. } => Error::new(libc::EINVAL),
+        _ => no_memory(error),
+    }
+}
 
 impl EngineVcpu {
     /// Calls [`slat::Vcpu::translate_virtual`].
@@ -186,8 +235,6 @@ macro_rules! delegate {
 
 delegate! {
     EngineVm {
-        /// Calls [`slat::Vm::platform`].
-        fn platform() -> &Arc<HostPlatform>;
         /// Calls [`slat::Vm::policy`].
         fn policy() -> Policy;
         /// Calls [`slat::Vm::set_policy`].

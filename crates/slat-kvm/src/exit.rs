@@ -1,9 +1,10 @@
 //! Stores exits in `kvm_run`: the exits of every architecture that have more than one or two fields.
 
 use crate::fields::set_field;
-use crate::run_page::{PAGE, RunPage};
+use crate::run_page::RunPage;
 use kvm_bindings::*;
 use slat::{Gpa, Stop};
+use slat_host::page_size;
 
 /// An access to memory that the client can repair.
 #[derive(Clone, Copy)]
@@ -44,7 +45,7 @@ pub(crate) fn memory_fault(page: &RunPage, fault: MemoryFault) {
     let flags = flag(fault.private, KVM_MEMORY_EXIT_FLAG_PRIVATE.into())
         | flag(fault.absent, KVM_MEMORY_EXIT_FLAG_USERFAULT);
     set_field!(page, flags, __bindgen_anon_1.memory_fault.flags);
-    let start = fault.gpa.gfn().gpa().0;
+    let start = fault.gpa.0 & !(page_size() as u64 - 1);
     set_field!(page, start, __bindgen_anon_1.memory_fault.gpa);
-    set_field!(page, PAGE as u64, __bindgen_anon_1.memory_fault.size);
+    set_field!(page, page_size() as u64, __bindgen_anon_1.memory_fault.size);
 }

@@ -26,14 +26,12 @@ use crate::run_page::{Shared, memfd, seal};
 use crate::thread::Section;
 use kvm_bindings::kvm_create_guest_memfd;
 use slat::Hva;
-use slat_host::procfs;
+use slat_host::{page_size, procfs};
 use std::collections::BTreeMap;
 use std::ffi::{CStr, CString, c_int};
 use std::ops::Range;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
-
-const PAGE: u64 = 4096;
 
 /// `GUEST_MEMFD_FLAG_MMAP`: the client may map the file, and slots take all their memory from it.
 pub const FLAG_MMAP: u64 = 1 << 0;
@@ -169,7 +167,7 @@ impl GuestMemfd {
         if end > i64::MAX as u64 {
             return fail(libc::EFBIG);
         }
-        if !start.is_multiple_of(PAGE) || !len.is_multiple_of(PAGE) {
+        if !start.is_multiple_of(page_size() as u64) || !len.is_multiple_of(page_size() as u64) {
             return fail(libc::EINVAL);
         }
         if end > self.size() && !hole {
@@ -271,7 +269,7 @@ impl PrivateMemory {
         flags: u64,
     ) -> Result<(Arc<GuestMemfd>, OwnedFd)> {
         let len = i64::try_from(args.size).unwrap_or(0);
-        if args.flags & !flags != 0 || len == 0 || !args.size.is_multiple_of(PAGE) {
+        if args.flags & !flags != 0 || len == 0 || !args.size.is_multiple_of(page_size() as u64) {
             return fail(libc::EINVAL);
         }
         let (guest_memfd, fd) = GuestMemfd::create(args.size, args.flags)?;
@@ -296,7 +294,7 @@ impl PrivateMemory {
             .find(|known| known.file == file);
         let known = known.ok_or(Error::new(libc::EINVAL))?;
         let end = offset.checked_add(size).filter(|end| *end <= known.size());
-        if !offset.is_multiple_of(PAGE) || end.is_none() {
+        if !offset.is_multiple_of(page_size() as u64) || end.is_none() {
             return fail(libc::EINVAL);
         }
         Ok(Part {

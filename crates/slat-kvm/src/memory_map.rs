@@ -4,6 +4,7 @@
 use crate::engine::EngineVm;
 use slat::format::Entry;
 use slat::{Gfn, Level};
+use slat_host::granule;
 use std::ops::Range;
 
 /// Says how the frames of a part of guest memory are mapped: each field is a number of 4 KiB pages. With the shadow
@@ -48,7 +49,7 @@ impl Cell {
     pub fn read(engine: &EngineVm, space: usize, gfns: &Range<Gfn>) -> Self {
         let mut cell = Cell::default();
         engine.visit_leaves(space, gfns.clone(), &mut |gfn, level, entry| {
-            let end = Gfn(gfn.0 + level.pages());
+            let end = Gfn(gfn.0 + granule().pages(level));
             cell.add(overlap(&(gfn..end), gfns), level, &entry);
         });
         let mut at = gfns.start;

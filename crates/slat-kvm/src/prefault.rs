@@ -7,9 +7,9 @@ use crate::thread::{self, bits};
 use crate::vcpu::{Inner, VcpuObject};
 use kvm_bindings::kvm_pre_fault_memory;
 use slat::{Gpa, MmuKind, ResolveError, Stop};
+use slat_host::page_size;
 use std::sync::atomic::Ordering;
 
-const PAGE: u64 = 4096;
 /// The number of bytes after which a call checks for signals. One table of 4 KiB leaves maps this many bytes.
 const STRETCH: u64 = 2 << 20;
 
@@ -22,7 +22,8 @@ impl VcpuObject {
     /// page has no private memory, `ENOMEM`. With the shadow MMU `EOPNOTSUPP`, as in KVM without a second level.
     pub fn pre_fault(&self, range: &mut kvm_pre_fault_memory) -> Result<()> {
         let end = range.gpa.checked_add(range.size);
-        let pages = range.gpa.is_multiple_of(PAGE) && range.size.is_multiple_of(PAGE);
+        let pages = range.gpa.is_multiple_of(page_size() as u64)
+            && range.size.is_multiple_of(page_size() as u64);
         if range.flags != 0 || !pages || end.is_none_or(|end| end <= range.gpa) {
             return fail(libc::EINVAL);
         }

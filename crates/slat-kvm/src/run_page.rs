@@ -18,6 +18,7 @@ use crate::fields::{field, set_field};
 use crate::file_id::FileId;
 use crate::messages;
 use kvm_bindings::*;
+use slat_host::page_size;
 use slat_process::file_size::limited;
 use std::ffi::CStr;
 use std::io::{self, Write as _};
@@ -25,12 +26,15 @@ use std::mem::ManuallyDrop;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::ptr::NonNull;
 
-/// The size of a host page.
-pub const PAGE: usize = 4096;
-/// The value that `KVM_GET_VCPU_MMAP_SIZE` returns. The last page is that of the ring of coalesced I/O.
-pub const MMAP_SIZE: usize = (KVM_COALESCED_MMIO_PAGE_OFFSET as usize + 1) * PAGE;
-/// The offset of the dirty ring in the file of a vCPU's descriptor.
-pub const RING_OFFSET: usize = KVM_DIRTY_LOG_PAGE_OFFSET as usize * PAGE;
+/// Returns the value of `KVM_GET_VCPU_MMAP_SIZE`. The last page is that of the ring of coalesced I/O.
+pub fn mmap_size() -> usize {
+    (KVM_COALESCED_MMIO_PAGE_OFFSET as usize + 1) * page_size()
+}
+
+/// Returns the offset of the dirty ring in the file of a vCPU's descriptor.
+pub fn ring_offset() -> usize {
+    KVM_DIRTY_LOG_PAGE_OFFSET as usize * page_size()
+}
 
 /// Memory shared with the client, mapped until it is dropped.
 #[derive(Debug)]
@@ -159,22 +163,22 @@ impl Shared {
     /// # Safety
     /// The page belongs to a mapping that the caller may replace.
     pub(crate) unsafe fn show_at(&self, page: usize, address: usize) -> Result<()> {
-        assert!(page * PAGE < self.len);
+        assert!(page * page_size() < self.len);
         let shown = match &self.file {
             None => {
                 let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
-                let from = self.start().wrapping_add(page * PAGE);
+                let from = self.start().wrapping_add(page * page_size());
                 // SAFETY: with an old length of 0, `mremap` leaves the old mapping of shared memory as it is and adds a
                 // second mapping; the caller may replace the page at `address`.
-                unsafe { libc::mremap(from.cast(), 0, PAGE, flags, address) }
+                unsafe { libc::mremap(from.cast(), 0, page_size(), flags, address) }
             }
             Some(kept) => {
                 let fd = kept.fd()?;
                 let rights = libc::PROT_READ | libc::PROT_WRITE;
                 let flags = libc::MAP_SHARED | libc::MAP_FIXED;
-                let offset = (page * PAGE) as libc::off_t;
+                let offset = (page * page_size()) as libc::off_t;
                 // SAFETY: the caller may replace the page at `address`.
-                unsafe { libc::mmap(address as *mut _, PAGE, rights, flags, fd, offset) }
+                unsafe { libc::mmap(address as *mut _, page_size(), rights, flags, fd, offset) }
             }
         };
         if shown == libc::MAP_FAILED {
@@ -201,15 +205,15 @@ pub struct RunPage {
 
 impl RunPage {
     /// Creates the shared pages and the descriptor of the vCPU `vcpu_id`. The mapping outlives the descriptor. If
-    /// `ring` is not 0, the file has space for a dirty ring of `ring` bytes at [`RING_OFFSET`].
+    /// `ring` is not 0, the file has space for a dirty ring of `ring` bytes at [`ring_offset`].
     ///
     /// # Errors
     /// The host's error for creating or mapping the memory.
     pub fn create(vcpu_id: u32, ring: usize) -> Result<(RunPage, OwnedFd)> {
         let size = if ring == 0 {
-            MMAP_SIZE
+            mmap_size()
         } else {
-            RING_OFFSET + ring
+            ring_offset() + ring
         };
         // The name is formatted without the heap. The buffer has space for ten digits.
         let mut name = [0u8; 32];
@@ -218,7 +222,7 @@ impl RunPage {
         let name = CStr::from_bytes_until_nul(&name).expect("it was just written");
         let (fd, page) = match sized_memfd(name, size, true) {
             Err(error) if error.errno() == libc::EFBIG && ring == 0 => {
-                let memory = Shared::new(MMAP_SIZE)?;
+                let memory = Shared::new(mmap_size())?;
                 let is_file = false;
                 (memfd(name, 0, true)?, RunPage { memory, is_file })
             }
@@ -238,7 +242,7 @@ impl RunPage {
     /// The host's error for mapping the memory.
     pub fn map(fd: &OwnedFd) -> Result<RunPage> {
         Ok(RunPage {
-            memory: Shared::map(fd, 0, MMAP_SIZE)?,
+            memory: Shared::map(fd, 0, mmap_size())?,
             is_file: true,
         })
     }
@@ -255,10 +259,10 @@ impl RunPage {
             return Ok(());
         }
         let mapped = offset..offset.saturating_add(len as u64);
-        let mut pages =
-            (0..MMAP_SIZE / PAGE).filter(|page| mapped.contains(&((page * PAGE) as u64)));
+        let mut pages = (0..mmap_size() / page_size())
+            .filter(|page| mapped.contains(&((page * page_size()) as u64)));
         pages.try_for_each(|page| {
-            let at = address + page * PAGE - offset as usize;
+            let at = address + page * page_size() - offset as usize;
             // SAFETY: the page belongs to the mapping that the caller names.
             unsafe { self.memory.show_at(page, at) }
         })
@@ -378,9 +382,9 @@ mod tests {
 
     #[test]
     fn nobody_can_change_the_size_of_a_memfd() {
-        for size in [0, PAGE] {
+        for size in [0, page_size()] {
             let fd = memfd(c"test", size, true).unwrap();
-            for other in [0, 1, 2 * PAGE] {
+            for other in [0, 1, 2 * page_size()] {
                 // SAFETY: the call takes no pointer. The descriptor is slat's own.
                 let cut = unsafe { libc::ftruncate(fd.as_raw_fd(), other as libc::off_t) };
                 assert_eq!(cut == 0, other == size, "from {size} to {other} bytes");
@@ -390,16 +394,19 @@ mod tests {
 
     #[test]
     fn memory_is_shown_at_other_addresses_with_a_file_and_without() {
-        for memory in [Shared::new(2 * PAGE), Shared::new_file(2 * PAGE)] {
+        for memory in [
+            Shared::new(2 * page_size()),
+            Shared::new_file(2 * page_size()),
+        ] {
             let memory = memory.unwrap();
-            let places = [(); 2].map(|()| Shared::new(PAGE).unwrap());
+            let places = [(); 2].map(|()| Shared::new(page_size()).unwrap());
             for place in &places {
                 // SAFETY: the replaced page is the whole of a mapping that the test has made.
                 unsafe { memory.show_at(1, place.start() as usize).unwrap() };
             }
             // SAFETY: the accesses are within mappings that live to the end of the loop.
             unsafe {
-                memory.start().add(PAGE).write_volatile(7);
+                memory.start().add(page_size()).write_volatile(7);
                 assert_eq!(places.map(|place| place.start().read_volatile()), [7, 7]);
             }
         }
@@ -407,8 +414,8 @@ mod tests {
 
     #[test]
     fn a_file_that_the_client_has_replaced_is_neither_shown_nor_closed() {
-        let memory = Shared::new_file(PAGE).unwrap();
-        let place = Shared::new(PAGE).unwrap();
+        let memory = Shared::new_file(page_size()).unwrap();
+        let place = Shared::new(page_size()).unwrap();
         let kept = memory.file.as_ref().unwrap().fd().unwrap();
         let other = memfd(c"other", 0, true).unwrap();
         // SAFETY: the call takes no pointer. It replaces the file of `memory`, as a client can.
@@ -427,6 +434,6 @@ mod tests {
 
     #[test]
     fn the_struct_is_in_the_first_page() {
-        assert!(size_of::<kvm_run>() <= PAGE);
+        assert!(size_of::<kvm_run>() <= page_size());
     }
 }

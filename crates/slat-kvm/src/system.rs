@@ -3,7 +3,7 @@
 use crate::arch::{self, CpuChoice, VmType};
 use crate::errno::Result;
 use crate::policy;
-use crate::run_page::{MMAP_SIZE, memfd, sized_memfd};
+use crate::run_page::{memfd, mmap_size, sized_memfd};
 use crate::vm::VmObject;
 use crate::{caps, filters};
 use kvm_bindings::KVM_API_VERSION;
@@ -48,7 +48,7 @@ impl System {
 
     /// Carries out `KVM_GET_VCPU_MMAP_SIZE`.
     pub fn vcpu_mmap_size(&self) -> usize {
-        MMAP_SIZE
+        mmap_size()
     }
 
     /// Carries out `KVM_CREATE_VM`. `mmu` makes the VM's tables; `None`: the environment decides. `cpu` has the client's

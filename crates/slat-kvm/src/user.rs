@@ -8,8 +8,8 @@ use crate::errno::{Result, fail};
 use crate::heap;
 use kvm_bindings::*;
 
-/// The most bytes that are copied at a time.
-const PAGE: usize = 4096;
+/// The most bytes that are copied at a time. No page is smaller, on any architecture.
+const PART: usize = 4096;
 
 /// Data that may be copied byte by byte from and to a client.
 ///
@@ -83,7 +83,7 @@ pub fn read_vec<T: Plain>(address: u64, count: usize) -> Result<Vec<T>> {
     Ok(values)
 }
 
-/// Reads `count` words from `address` on. Unlike [`read_vec`], copies a page at a time.
+/// Reads `count` words from `address` on. Unlike [`read_vec`], copies many words at a time.
 ///
 /// # Errors
 /// `EFAULT` when the memory cannot be read, `ENOMEM`.
@@ -110,7 +110,7 @@ pub fn check_writable(address: u64, len: usize) -> Result<()> {
         // SAFETY: the access is guarded. The access is one locked addition of 0, which changes nothing, even if another
         // thread writes at the same time.
         accessed(|| unsafe { slat_guard::fetch_add(at as *mut u8, 0).map(drop) })?;
-        at = (at / PAGE as u64 + 1) * PAGE as u64;
+        at = (at / PART as u64 + 1) * PART as u64;
     }
     Ok(())
 }
@@ -136,9 +136,9 @@ pub fn write_slice<T: Plain>(address: u64, values: &[T]) -> Result<()> {
         return fail(libc::EFAULT);
     }
     let to = address as *mut u8;
-    for (index, chunk) in bytes.chunks(PAGE).enumerate() {
+    for (index, chunk) in bytes.chunks(PART).enumerate() {
         // SAFETY: the copy is guarded. The client chooses the memory that is overwritten, as with the kernel's copy.
-        accessed(|| unsafe { slat_guard::copy_out(to.wrapping_add(index * PAGE), chunk) })?;
+        accessed(|| unsafe { slat_guard::copy_out(to.wrapping_add(index * PART), chunk) })?;
     }
     Ok(())
 }
@@ -152,9 +152,9 @@ pub fn read_bytes(address: u64, bytes: &mut [u8]) -> Result<()> {
         return fail(libc::EFAULT);
     }
     let from = address as *const u8;
-    for (index, chunk) in bytes.chunks_mut(PAGE).enumerate() {
+    for (index, chunk) in bytes.chunks_mut(PART).enumerate() {
         // SAFETY: the copy is guarded, and goes into a live slice.
-        accessed(|| unsafe { slat_guard::copy_in(chunk, from.wrapping_add(index * PAGE)) })?;
+        accessed(|| unsafe { slat_guard::copy_in(chunk, from.wrapping_add(index * PART)) })?;
     }
     Ok(())
 }
@@ -163,7 +163,7 @@ pub fn read_bytes(address: u64, bytes: &mut [u8]) -> Result<()> {
 /// memory is not mapped. A kick may be meant for a vCPU that this thread ran, or is about to leave. Such a kick says
 /// nothing about the client's memory.
 ///
-/// Accesses are short (at most a page), so that each access succeeds between two kicks.
+/// Accesses are short (at most [`PART`] bytes), so that each access succeeds between two kicks.
 fn accessed<E>(mut access: impl FnMut() -> std::result::Result<(), E>) -> Result<()> {
     loop {
         match access() {

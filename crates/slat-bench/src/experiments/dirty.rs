@@ -268,7 +268,7 @@ impl Ring {
                 libc::PROT_READ | libc::PROT_WRITE,
                 libc::MAP_SHARED,
                 vcpu.as_raw_fd(),
-                slat_kvm::dirty::RING_OFFSET as libc::off_t,
+                slat_kvm::dirty::ring_offset() as libc::off_t,
             )
         };
         if memory == libc::MAP_FAILED {

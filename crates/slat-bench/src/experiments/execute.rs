@@ -78,7 +78,7 @@ fn measure(
     }
     machine.set_policy("prefetch", "off")?;
     if let Some(engine) = machine.engine() {
-        engine.platform().set_contiguous(true);
+        engine.set_contiguous(true);
     }
     let places: Vec<u64> = (0..vcpus as u64).map(|i| DATA + i * size).collect();
     for (id, &gpa) in (1..).zip(&places) {

@@ -208,7 +208,7 @@ fn measure(
     let mut machine = Machine::new(slat, 1, DATA + subject.size)?;
     machine.set_policy("prefetch", "off")?;
     machine.touch_system()?;
-    machine.vm().engine().platform().set_contiguous(true);
+    machine.vm().engine().set_contiguous(true);
     machine.set_slot(&subject.slot(0))?;
     let before = stats(&machine);
     // The tables do not show which pages were written, so writing one page is enough to populate a whole huge leaf.
@@ -231,8 +231,7 @@ fn measure(
         return Err(format!("mapped by {leaves:?} leaves, not {:?}", subject.leaves()).into());
     }
     look("before", &machine);
-    let platform = machine.vm().engine().platform();
-    bare::warm_frames(&**platform, subject.splits() as usize);
+    machine.vm().engine().warm_frames(subject.splits() as usize);
 
     let before = stats(&machine);
     let log = subject.slot(KVM_MEM_LOG_DIRTY_PAGES);

@@ -3,7 +3,7 @@
 use super::descriptors::Descriptor;
 use super::{StatsFd, exits};
 use crate::errno::{Result, fail};
-use crate::run_page::{MMAP_SIZE, RunPage};
+use crate::run_page::{RunPage, mmap_size};
 use crate::vcpu::VcpuObject;
 use kvm_bindings::*;
 use kvm_ioctls::VcpuExit;
@@ -25,7 +25,7 @@ impl VcpuFd {
     pub(super) fn new(vcpu: Shared<VcpuObject>, fd: Descriptor) -> Result<Self> {
         let run = RunPage::map(fd.fd())?;
         // SAFETY: `map` has just created the mapping.
-        unsafe { vcpu.complete_mapping(run.address(), MMAP_SIZE, 0)? };
+        unsafe { vcpu.complete_mapping(run.address(), mmap_size(), 0)? };
         Ok(VcpuFd {
             vcpu,
             fd,

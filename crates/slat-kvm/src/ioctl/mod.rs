@@ -13,7 +13,6 @@ use crate::device::VfioDevice;
 use crate::errno::{Result, fail};
 use crate::guest_memfd::GuestMemfd;
 use crate::messages;
-use crate::run_page::PAGE;
 use crate::stats::StatsObject;
 use crate::system::System;
 use crate::thread::Section;
@@ -21,6 +20,7 @@ use crate::user;
 use crate::vcpu::VcpuObject;
 use crate::vm::VmObject;
 use slat::Shared;
+use slat_host::page_size;
 use std::fmt;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -150,7 +150,7 @@ impl Object {
         protection: i32,
         flags: i32,
     ) -> Result<()> {
-        if !offset.is_multiple_of(PAGE as u64) || len == 0 {
+        if !offset.is_multiple_of(page_size() as u64) || len == 0 {
             return fail(libc::EINVAL);
         }
         match self {

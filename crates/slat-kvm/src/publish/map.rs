@@ -24,6 +24,7 @@ use crate::caps::ADDRESS_SPACES;
 use crate::engine::EngineVm;
 use crate::memory_map::Cell;
 use slat::{Gfn, Gpa};
+use slat_host::granule;
 use std::fmt::{self, Write as _};
 use std::ops::Range;
 
@@ -74,7 +75,7 @@ pub(super) fn answer(to: &mut Writer<'_>, question: &Question) -> fmt::Result {
 fn memory(to: &mut Writer<'_>, vm: &EngineVm, space: usize, cells: u64) -> fmt::Result {
     let mut at = Gfn(0);
     while let Some(slot) = vm.memslot_from(space, at) {
-        let gfns = slot.gpa.gfn()..Gpa(slot.gpa.0 + slot.size).gfn();
+        let gfns = granule().gfn(slot.gpa)..granule().gfn(Gpa(slot.gpa.0 + slot.size));
         hole(to, vm, space, at..gfns.start, cells)?;
         write!(to, "slot")?;
         let hva = slot.backing.0;
@@ -105,13 +106,15 @@ fn hole(
     let mut used = gfns.end..gfns.start;
     vm.visit_leaves(space, gfns.clone(), &mut |gfn, level, _| {
         used.start = used.start.min(gfn.max(gfns.start));
-        used.end = used.end.max(Gfn(gfn.0 + level.pages()).min(gfns.end));
+        used.end = used
+            .end
+            .max(Gfn(gfn.0 + granule().pages(level)).min(gfns.end));
     });
     if used.is_empty() {
         return Ok(());
     }
-    let bytes = (used.end.0 - used.start.0) * slat::PAGE_SIZE;
-    writeln!(to, "hole {space} {} {bytes}", used.start.gpa().0)?;
+    let bytes = (used.end.0 - used.start.0) << granule().shift();
+    writeln!(to, "hole {space} {} {bytes}", granule().gpa(used.start).0)?;
     strip(to, vm, space, &used, cells)
 }
 

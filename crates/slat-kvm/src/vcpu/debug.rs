@@ -6,10 +6,9 @@ use crate::entered::Entered;
 use crate::signals::Masked;
 use crate::thread::bits;
 use crate::vcpu::{Inner, VcpuObject};
+use slat_host::page_size;
 use std::ops::Range;
 use std::sync::TryLockError;
-
-const PAGE: u64 = 4096;
 
 impl VcpuObject {
     /// Whether the thread that runs this vCPU has to wait in the debugger's port.
@@ -67,7 +66,7 @@ impl VcpuObject {
         let mut done = 0;
         while done < len {
             let at = address.wrapping_add(done as u64);
-            let end = len.min(done + (PAGE - at % PAGE) as usize);
+            let end = len.min(done + page_size() - at as usize % page_size());
             let gpa = match space {
                 Space::Physical => Some(at),
                 Space::Linear => inner.machine.translate_for_client(&inner.cpu, at),

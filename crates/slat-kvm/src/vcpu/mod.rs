@@ -11,7 +11,7 @@ use crate::entered::thread_id;
 use crate::errno::{Result, fail, no_memory};
 use crate::exit_times::Stopwatch;
 use crate::io_devices::Known;
-use crate::run_page::{RING_OFFSET, RunPage};
+use crate::run_page::{RunPage, ring_offset};
 use crate::vcpu_common::VcpuCommon;
 use crate::vm::VmObject;
 use crate::{coalesced, debugger, messages, publish, report};
@@ -213,7 +213,7 @@ impl VcpuObject {
         protection: c_int,
         flags: c_int,
     ) -> Result<()> {
-        let ring = RING_OFFSET as u64;
+        let ring = ring_offset() as u64;
         let ring = ring..ring + self.vm.rings.size() as u64;
         let last = offset.saturating_add(len as u64).saturating_sub(1);
         let private = flags & libc::MAP_TYPE == libc::MAP_PRIVATE;
@@ -237,7 +237,7 @@ impl VcpuObject {
     pub unsafe fn complete_mapping(&self, address: usize, len: usize, offset: u64) -> Result<()> {
         // SAFETY: the caller keeps this function's contract.
         unsafe { self.page.show(address, len, offset)? };
-        let page = coalesced::OFFSET as u64;
+        let page = coalesced::offset() as u64;
         if (offset..offset.saturating_add(len as u64)).contains(&page) {
             // SAFETY: the page belongs to the mapping that the caller names.
             unsafe {

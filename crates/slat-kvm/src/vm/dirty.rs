@@ -7,6 +7,7 @@ use crate::vm::VmObject;
 use crate::{dirty, heap};
 use kvm_bindings::*;
 use slat::{DirtyLogError, Gpa};
+use slat_host::granule;
 
 fn refused(error: DirtyLogError) -> Error {
     Error::new(error.errno())
@@ -98,7 +99,7 @@ impl VmObject {
         if len == 0 {
             return Ok(());
         }
-        let gfns = Gpa(start).gfn()..Gpa(last).gfn().add(1);
+        let gfns = granule().gfn(Gpa(start))..granule().gfn(Gpa(last)).add(1);
         self.engine.mark_dirty(space, gfns).map_err(refused)
     }
 
@@ -108,7 +109,9 @@ impl VmObject {
     /// `EIO` in a forked child, and after a call that panicked.
     pub fn is_marked_dirty(&self, space: usize, address: u64) -> Result<bool> {
         let _call = self.begin()?;
-        Ok(self.engine.is_marked_dirty(space, Gpa(address).gfn()))
+        Ok(self
+            .engine
+            .is_marked_dirty(space, granule().gfn(Gpa(address))))
     }
 
     /// Carries out `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`.

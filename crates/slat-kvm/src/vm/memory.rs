@@ -8,12 +8,10 @@ use crate::vm::VmObject;
 use crate::{guest_memfd, messages, user};
 use kvm_bindings::*;
 use slat::{Gpa, Hva, MemoryAttributes, Region, RegionError, SlotFlags};
+use slat_host::{granule, page_size};
 use slat_trace::{MemslotChange, point};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-
-/// The size of a page of guest memory.
-const PAGE: u64 = 4096;
 
 impl VmObject {
     /// Carries out `KVM_SET_USER_MEMORY_REGION`.
@@ -96,8 +94,8 @@ impl VmObject {
             vm: self.number as u32,
             as_id: space as u32,
             slot: region.slot & 0xffff,
-            base_gfn: region.guest_phys_addr / PAGE,
-            npages: size / PAGE,
+            base_gfn: region.guest_phys_addr / page_size() as u64,
+            npages: size / page_size() as u64,
             userspace_addr: region.userspace_addr,
             flags: region.flags,
         });
@@ -120,7 +118,7 @@ impl VmObject {
         asked: &Region,
     ) -> Result<Option<Part>> {
         let (offset, size) = (region.guest_memfd_offset, region.memory_size);
-        let pages = offset.is_multiple_of(PAGE) && region.userspace_addr.is_multiple_of(PAGE);
+        let pages = is_page(offset) && is_page(region.userspace_addr);
         if !pages || offset.checked_add(size).is_none() {
             return fail(libc::EINVAL);
         }
@@ -178,17 +176,22 @@ impl VmObject {
             flags,
         } = *attributes;
         let unknown = attributes & !self.known_attributes() != 0;
-        let pages = address.is_multiple_of(PAGE) && size.is_multiple_of(PAGE);
+        let pages = is_page(address) && is_page(size);
         let end = address.checked_add(size);
         if flags != 0 || unknown || !pages || size == 0 {
             return fail(libc::EINVAL);
         }
         let end = end.ok_or(Error::new(libc::EINVAL))?;
-        let gfns = Gpa(address).gfn()..Gpa(end).gfn();
+        let gfns = granule().gfn(Gpa(address))..granule().gfn(Gpa(end));
         self.engine
             .set_memory_attributes(gfns, MemoryAttributes(attributes))
             .map_err(|error| Error::new(error.errno()))
     }
+}
+
+/// Whether an address is that of a page, and whether a size is one of whole pages.
+fn is_page(bytes: u64) -> bool {
+    bytes.is_multiple_of(page_size() as u64)
 }
 
 /// Reports a refused region to the user, and returns KVM's error.

@@ -21,7 +21,7 @@ use crate::caps::ADDRESS_SPACES;
 use crate::coalesced::Coalesced;
 use crate::dirty::Rings;
 use crate::engine::{EngineVm, TableFormat};
-use crate::errno::{Error, Result, fail, no_memory};
+use crate::errno::{Result, fail};
 use crate::guest_memfd::PrivateMemory;
 use crate::io_devices::Bus;
 use crate::irq::Interrupts;
@@ -30,7 +30,7 @@ use crate::vcpus::Vcpus;
 use crate::vfio::Devices;
 use crate::{arch, last_thread, notify, profile, publish, recovery, report, vcpu_common};
 use kvm_bindings::*;
-use slat::{CreateVmError, MmuKind};
+use slat::MmuKind;
 use std::sync::{Arc, Mutex, RwLockReadGuard, RwLockWriteGuard};
 
 /// The address space of a VM's vCPUs, unless the architecture gives them another address space for a mode.
@@ -69,12 +69,11 @@ impl VmObject {
     /// `cpu` has the client's policies for the CPUs.
     ///
     /// # Errors
-    /// `ENOMEM`; `EINVAL` for invalid policies in the environment, and for an MMU that does not exist for the format;
+    /// `ENOMEM`; `EINVAL` for invalid policies in the environment, for an MMU that does not exist for the format, and for
+    /// a format whose pages are not as large as those of this process;
     /// the host's error for setting up the platform.
     pub(crate) fn new(vm_type: VmType, mmu: Option<MmuKind>, cpu: CpuChoice) -> Result<Arc<Self>> {
         let policies = policy::current()?;
-        let platform = slat_host::HostPlatform::new()
-            .map_err(|error| Error::new(error.raw_os_error().unwrap_or(libc::EIO)))?;
         let mut config = slat::Config::default().with_spaces(ADDRESS_SPACES as usize);
         config.policy = policy::of_new_vms()?.get();
         config.mmu = mmu.unwrap_or(policies.mmu);
@@ -88,10 +87,7 @@ impl VmObject {
             // KVM without the TDP MMU also refuses a VM whose memory can be private.
             return fail(libc::EINVAL);
         }
-        let engine = EngineVm::new(format, platform, config).map_err(|error| match error {
-            CreateVmError::NoSuchMmu { .. } => Error::new(libc::EINVAL),
-            _ => no_memory(error),
-        })?;
+        let engine = EngineVm::new(format, config)?;
         let coalesced = Coalesced::new()?;
         last_thread::start();
         let arch = VmState::new(vm_type, policies, cpu)?;

@@ -11,7 +11,8 @@ use crate::policy;
 use crate::user;
 use crate::vm::VmObject;
 use kvm_bindings::kvm_userspace_memory_region2;
-use slat::{Hva, PAGE_SIZE, Region, RegionError};
+use slat::{Hva, Region, RegionError};
+use slat_host::granule;
 use slat_host::userfault::Userfault;
 use std::sync::PoisonError;
 
@@ -36,7 +37,7 @@ pub(super) fn bitmap(region: &kvm_userspace_memory_region2) -> Result<Option<u64
     if region.flags & KVM_MEM_USERFAULT == 0 || size == 0 {
         return Ok(None);
     }
-    let words = (size / PAGE_SIZE).div_ceil(64) as usize;
+    let words = (size >> granule().shift()).div_ceil(64) as usize;
     match user::in_user_space(region.pad2[0], words * 8) {
         true => Ok(Some(region.pad2[0])),
         false => fail(libc::EINVAL),
@@ -64,11 +65,11 @@ impl VmObject {
         }
         let turn = self.userfault_turn.lock();
         let _turn = turn.unwrap_or_else(PoisonError::into_inner);
-        let userfaults = &self.engine.platform().userfaults;
+        let userfaults = self.engine.userfaults();
         let old = userfaults.get(space, asked.slot);
         let new = bitmap.map(|bitmap| Userfault {
             backing: (asked.backing, asked.private),
-            pages: asked.size / PAGE_SIZE,
+            pages: asked.size >> granule().shift(),
             bitmap,
         });
         if asked.size == 0 {
@@ -80,7 +81,7 @@ impl VmObject {
         }
         self.engine.check_memory_region(space, asked)?;
         let change = |userfault| {
-            let bytes = |start: Hva| start..start.add_pages(asked.size / PAGE_SIZE);
+            let bytes = |start: Hva| start..Hva(start.0 + asked.size);
             let _shared = self.engine.invalidate(bytes(asked.backing));
             let _private = (asked.private).map(|start| self.engine.invalidate(bytes(start)));
             userfaults.set(space, asked.slot, userfault)

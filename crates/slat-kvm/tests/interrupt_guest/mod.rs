@@ -155,7 +155,7 @@ impl RunPage {
         let start = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),
-                slat_kvm::run_page::MMAP_SIZE,
+                slat_kvm::run_page::mmap_size(),
                 libc::PROT_READ | libc::PROT_WRITE,
                 libc::MAP_SHARED,
                 fd.as_raw_fd(),
@@ -206,7 +206,7 @@ impl RunPage {
 impl Drop for RunPage {
     fn drop(&mut self) {
         // SAFETY: our mapping.
-        unsafe { libc::munmap(self.0.cast(), slat_kvm::run_page::MMAP_SIZE) };
+        unsafe { libc::munmap(self.0.cast(), slat_kvm::run_page::mmap_size()) };
     }
 }
 

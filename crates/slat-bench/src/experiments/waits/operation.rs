@@ -147,7 +147,7 @@ impl Subject {
         }
         unrelated::create_slot(&vm)?;
         // There are tables for the 4 KiB leaves, and some tables above them.
-        bare::warm_frames(&**vm.platform(), (pages / MEGA) as usize + 256);
+        slat_host::frames::warm(&**vm.platform(), (pages / MEGA) as usize + 256);
         Ok(Subject {
             operation,
             vm,

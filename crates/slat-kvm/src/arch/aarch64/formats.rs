@@ -1,6 +1,7 @@
 //! The formats of second-level tables: those of AArch64's stage 2.
 
-/// Calls the macro `$formats` with the formats, and with the function that returns the default format for an MMU.
+/// Calls the macro `$formats` with the function that returns the default format for an MMU, and with the formats: name,
+/// log2 of the bytes of a page, and type.
 macro_rules! table_formats {
     ($formats:ident) => {
         $formats! {
@@ -13,13 +14,13 @@ macro_rules! table_formats {
                 }
             }
             /// AArch64 stage 2, 48 bits.
-            Aarch64 = "aarch64": slat::format::Stage2<48>,
+            Aarch64 = "aarch64" [12]: slat::format::Stage2<48>,
             /// AArch64 stage 2 with FEAT_LPA2, 52 bits.
-            Aarch64Lpa2 = "aarch64-lpa2": slat::format::Stage2<52>,
+            Aarch64Lpa2 = "aarch64-lpa2" [12]: slat::format::Stage2<52>,
             /// AArch64 stage 2, 48 bits, for hosts with pages of 16 KiB.
-            Aarch64Kib16 = "aarch64-16k": slat::format::Stage2Kib16<48>,
+            Aarch64Kib16 = "aarch64-16k" [14]: slat::format::Stage2Kib16<48>,
             /// AArch64 stage 2, 48 bits, for hosts with pages of 64 KiB.
-            Aarch64Kib64 = "aarch64-64k": slat::format::Stage2Kib64<48>,
+            Aarch64Kib64 = "aarch64-64k" [16]: slat::format::Stage2Kib64<48>,
         }
     };
 }

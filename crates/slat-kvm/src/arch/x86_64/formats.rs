@@ -1,7 +1,8 @@
 //! The formats of second-level tables. Guests of x86 run with the tables of every architecture, because a software CPU
 //! walks the tables through the engine.
 
-/// Calls the macro `$formats` with the formats, and with the function that returns the default format for an MMU.
+/// Calls the macro `$formats` with the function that returns the default format for an MMU, and with the formats: name,
+/// log2 of the bytes of a page, and type.
 macro_rules! table_formats {
     ($formats:ident) => {
         $formats! {
@@ -12,23 +13,23 @@ macro_rules! table_formats {
                 }
             }
             /// Intel EPT.
-            Ept = "ept": slat::Ept,
+            Ept = "ept" [12]: slat::Ept,
             /// Intel EPT of five levels.
-            Ept5 = "ept5": slat::format::Ept5,
+            Ept5 = "ept5" [12]: slat::format::Ept5,
             /// AMD nested page tables.
-            Npt = "npt": slat::format::Npt,
+            Npt = "npt" [12]: slat::format::Npt,
             /// AMD nested page tables of five levels.
-            Npt5 = "npt5": slat::format::Npt5,
+            Npt5 = "npt5" [12]: slat::format::Npt5,
             /// AArch64 stage 2, 48 bits.
-            Aarch64 = "aarch64": slat::format::Stage2<48>,
+            Aarch64 = "aarch64" [12]: slat::format::Stage2<48>,
             /// AArch64 stage 2 with FEAT_LPA2, 52 bits.
-            Aarch64Lpa2 = "aarch64-lpa2": slat::format::Stage2<52>,
+            Aarch64Lpa2 = "aarch64-lpa2" [12]: slat::format::Stage2<52>,
             /// RISC-V G-stage, Sv48x4.
-            Riscv = "riscv": slat::format::Sv48x4,
+            Riscv = "riscv" [12]: slat::format::Sv48x4,
             /// RISC-V G-stage, Sv57x4.
-            Riscv57 = "riscv57": slat::format::Sv57x4,
+            Riscv57 = "riscv57" [12]: slat::format::Sv57x4,
             /// x86's own tables, of five levels. The shadow MMU has only this format.
-            X86 = "x86": slat::format::X86<5>,
+            X86 = "x86" [12]: slat::format::X86<5>,
         }
     };
 }

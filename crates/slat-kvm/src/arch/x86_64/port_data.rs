@@ -1,9 +1,10 @@
 //! The port-data page: the page after `kvm_run`, by which the client gets and gives the data of port accesses.
 
-use crate::run_page::{PAGE, RunPage};
+use crate::run_page::RunPage;
+use slat_host::page_size;
 
 /// The offset of the port-data page among the pages that a vCPU shares with the client.
-pub(crate) const PIO_OFFSET: usize = PAGE;
+pub(crate) const PIO_OFFSET: usize = page_size();
 
 impl RunPage {
     /// Returns the address of the port-data page.
@@ -13,7 +14,7 @@ impl RunPage {
 
     /// Copies from the port-data page. `data` has at most one page.
     pub(crate) fn read_pio(&self, data: &mut [u8]) {
-        assert!(data.len() <= PAGE);
+        assert!(data.len() <= page_size());
         // SAFETY: the bytes are within the mapping. The client may change the bytes meanwhile; every value of a byte is
         // valid.
         unsafe { std::ptr::copy_nonoverlapping(self.port_data(), data.as_mut_ptr(), data.len()) }
@@ -21,14 +22,14 @@ impl RunPage {
 
     /// Copies to the port-data page. `data` has at most one page.
     pub(crate) fn write_pio(&self, data: &[u8]) {
-        assert!(data.len() <= PAGE);
+        assert!(data.len() <= page_size());
         // SAFETY: the access is within the mapping.
         unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), self.port_data(), data.len()) }
     }
 
     /// Returns the first `len` bytes of the port-data page, which the client may change.
     pub(crate) fn port_data_mut(&mut self, len: usize) -> &mut [u8] {
-        assert!(len <= PAGE);
+        assert!(len <= page_size());
         // SAFETY: the page is part of the mapping, which lives as long as the borrow of `self`.
         unsafe { std::slice::from_raw_parts_mut(self.port_data(), len) }
     }
