@@ -2,6 +2,7 @@
 //! continues it in a VM of its own. Run it: `cargo run -p slat-kvm --example clones -- 1000`.
 //!
 //! How it is cloned is in [`guest`]: memory by MAP_PRIVATE, the rest by KVM's calls.
+#![cfg(target_arch = "x86_64")]
 
 #[path = "clones/guest.rs"]
 mod guest;

@@ -7,6 +7,7 @@
 //! memory may be mapped by huge pages.
 //!
 //! The guest, its memory and the snapshot are in [`snapshot`].
+#![cfg(target_arch = "x86_64")]
 
 #[path = "lazy_restore/snapshot.rs"]
 mod snapshot;

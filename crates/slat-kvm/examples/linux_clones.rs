@@ -6,6 +6,7 @@
 //! The VMM has no devices but those in KVM, and a serial line without interrupts for the kernel's messages. The
 //! guest's first program, a script, asks for its request by reading a port ([`ASK`]); there the guest stops and
 //! is cloned ([`guest`]).
+#![cfg(target_arch = "x86_64")]
 
 #[path = "linux_clones/boot.rs"]
 mod boot;

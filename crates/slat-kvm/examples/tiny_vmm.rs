@@ -5,6 +5,7 @@
 //!
 //! The guest is real-mode code: it reads a byte from port 0x10, adds the value of a device register, writes the sum to
 //! port 0x11 and to the device register, and halts.
+#![cfg(target_arch = "x86_64")]
 
 use std::process::ExitCode;
 

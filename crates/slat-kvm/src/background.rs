@@ -86,7 +86,8 @@ pub(crate) fn start<T: Background>(work: &'static T) -> bool {
     }
     COUNT.get().0.fetch_add(1, SeqCst);
     // SAFETY: the attributes and signal sets are on the stack, and this thread's signal mask is restored. The new
-    // thread may use `work`, which lives as long as the process and may be shared by threads.
+    // thread may use `work`, which lives as long as the process and may be shared by threads. The new thread's id is
+    // not used after the thread was detached.
     let error = unsafe {
         let mut all = std::mem::zeroed();
         let mut before = std::mem::zeroed();
@@ -97,7 +98,6 @@ pub(crate) fn start<T: Background>(work: &'static T) -> bool {
         let mut error = libc::pthread_attr_init(&mut attributes);
         if error == 0 {
             libc::pthread_attr_setstacksize(&mut attributes, T::STACK);
-            libc::pthread_attr_setdetachstate(&mut attributes, libc::PTHREAD_CREATE_DETACHED);
             let work = std::ptr::from_ref(work).cast_mut().cast();
             BEGUN.store(std::ptr::null_mut(), Relaxed);
             error = libc::pthread_create(&mut thread, &attributes, main::<T>, work);
@@ -108,7 +108,9 @@ pub(crate) fn start<T: Background>(work: &'static T) -> bool {
         }
         libc::pthread_sigmask(libc::SIG_SETMASK, &before, std::ptr::null_mut());
         if error == 0 {
+            // The thread may have ended already. Until it is detached, the C library keeps what these calls need.
             libc::pthread_setname_np(thread, T::NAME.as_ptr());
+            libc::pthread_detach(thread);
         }
         error
     };
@@ -122,4 +124,26 @@ pub(crate) fn start<T: Background>(work: &'static T) -> bool {
         ));
     }
     error == 0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A thread that ends at once, like one whose work the host forbids.
+    struct EndsAtOnce;
+
+    impl Background for EndsAtOnce {
+        const NAME: &'static CStr = c"slat-test";
+        const WITHOUT: &'static str = "the test fails";
+
+        fn run(&'static self) {}
+    }
+
+    /// The C library may have unmapped the thread's stack, with all that it knows of the thread, before `start` returns.
+    #[test]
+    fn a_thread_may_end_before_it_is_named() {
+        static ENDS_AT_ONCE: EndsAtOnce = EndsAtOnce;
+        assert!((0..200).all(|_| start(&ENDS_AT_ONCE)));
+    }
 }

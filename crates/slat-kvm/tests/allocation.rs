@@ -1,4 +1,5 @@
 //! Allocations that fail: the n-th allocation of a vCPU's creation and of its runs fails, for every n.
+#![cfg(target_arch = "x86_64")]
 
 mod common;
 mod long_mode;

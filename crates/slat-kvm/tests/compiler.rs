@@ -1,4 +1,5 @@
 //! The thread that compiles the guests' code: when it exists, and what it may do although the client may not.
+#![cfg(target_arch = "x86_64")]
 
 mod common;
 mod long_mode;

@@ -1,4 +1,5 @@
 //! Raw descriptors of the Rust API, and devices.
+#![cfg(target_arch = "x86_64")]
 
 mod common;
 

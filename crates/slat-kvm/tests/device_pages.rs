@@ -1,5 +1,6 @@
 //! Where a linear address leads to a device: a vCPU remembers that, until the guest invalidates the
 //! translation as the manual asks.
+#![cfg(target_arch = "x86_64")]
 
 mod common;
 mod long_mode;

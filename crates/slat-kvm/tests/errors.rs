@@ -1,4 +1,5 @@
 //! Wrong calls: KVM's errno, never a crash.
+#![cfg(target_arch = "x86_64")]
 
 mod common;
 

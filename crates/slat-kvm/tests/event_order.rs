@@ -1,4 +1,5 @@
 //! Events that arrive at the same time, and events that must not be lost in some state of the vCPU.
+#![cfg(target_arch = "x86_64")]
 
 mod common;
 

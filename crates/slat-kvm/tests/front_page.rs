@@ -1,4 +1,5 @@
 //! The program on kvm-ioctls' front page, unchanged but for the crate's name.
+#![cfg(target_arch = "x86_64")]
 
 use kvm_bindings::{KVM_MEM_LOG_DIRTY_PAGES, kvm_userspace_memory_region};
 use slat_kvm::{Kvm, VcpuExit};

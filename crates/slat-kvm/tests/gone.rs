@@ -1,5 +1,6 @@
 //! Host memory that the client unmaps without an invalidation, for every kind of access: `KVM_RUN` returns `EFAULT`, as
 //! KVM does, and does not retry for ever.
+#![cfg(target_arch = "x86_64")]
 
 mod common;
 

@@ -1,5 +1,6 @@
 //! Heap memory that runs out at every point of a call: the call returns ENOMEM or succeeds, never ends the process,
 //! and can be repeated.
+#![cfg(target_arch = "x86_64")]
 
 mod common;
 

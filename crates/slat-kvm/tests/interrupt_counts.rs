@@ -1,5 +1,6 @@
 //! Every interrupt that is injected is delivered or reported as coalesced, the last one is delivered in any case, and
 //! with an acknowledgement between them each is delivered: for edges, levels, messages and irqfds.
+#![cfg(target_arch = "x86_64")]
 
 mod common;
 mod interrupt_guest;

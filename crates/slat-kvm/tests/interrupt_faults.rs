@@ -1,5 +1,6 @@
 //! Storms, eventfds that no thread reads, and controllers that are dropped while in use: nothing
 //! hangs, and nothing leaks.
+#![cfg(target_arch = "x86_64")]
 
 mod common;
 mod interrupt_guest;

@@ -1,4 +1,5 @@
 //! Events that end a vCPU's run, or must not wait for a running vCPU.
+#![cfg(target_arch = "x86_64")]
 
 mod common;
 

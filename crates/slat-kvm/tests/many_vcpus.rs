@@ -1,5 +1,6 @@
 //! A VM with the largest number of vCPUs needs little memory as long as they do little: a process of its own,
 //! as it measures that.
+#![cfg(target_arch = "x86_64")]
 
 mod common;
 use common::*;

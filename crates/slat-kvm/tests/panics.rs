@@ -1,4 +1,5 @@
 //! A call that panics: its VM is dead, and no thread hangs.
+#![cfg(target_arch = "x86_64")]
 
 mod common;
 

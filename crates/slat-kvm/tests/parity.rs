@@ -1,5 +1,6 @@
 //! The methods of kvm-ioctls with their signatures, checked for both crates: this file compiles if
 //! programs for kvm-ioctls do.
+#![cfg(target_arch = "x86_64")]
 
 use kvm_bindings::*;
 use std::ffi::{CStr, CString, c_int, c_ulong};

@@ -1,4 +1,5 @@
 //! How much of its caller's stack `KVM_RUN` uses.
+#![cfg(target_arch = "x86_64")]
 
 mod common;
 mod long_mode;

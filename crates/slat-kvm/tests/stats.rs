@@ -1,4 +1,5 @@
 //! Statistics, in KVM's binary format.
+#![cfg(target_arch = "x86_64")]
 
 mod common;
 

@@ -9,7 +9,6 @@ use kvm_bindings::{
 };
 use slat::Stats;
 
-use crate::bare;
 use crate::compared::{Line, Rows};
 use crate::machine::guest::{DATA, PAGE};
 use crate::machine::{Failure, Machine, Memory, Program, Slat, Slot, no_device, thread_time};

@@ -70,11 +70,12 @@ impl VmObject {
             false => None,
         };
         if size != 0
-            && let Err(beyond) = self.arch.check_slot(region)
+            && let has_private = part.as_ref().is_some_and(|part| !part.only)
+            && let Err(refusal) = self.arch.check_slot(region, has_private)
         {
-            // KVM checks last whether the guest can address the memory.
+            // KVM makes the checks of the architecture last.
             return match self.engine.check_memory_region(space, &asked) {
-                Ok(()) | Err(RegionError::BeyondTables(_)) => Err(beyond),
+                Ok(()) | Err(RegionError::BeyondTables(_)) => Err(refusal),
                 Err(error) => Err(refused(error)),
             };
         }

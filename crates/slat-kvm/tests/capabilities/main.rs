@@ -1,4 +1,5 @@
 //! Every capability that slat claims, and a call that uses it. A capability without an entry here fails the test.
+#![cfg(target_arch = "x86_64")]
 
 #[path = "../common/mod.rs"]
 mod common;

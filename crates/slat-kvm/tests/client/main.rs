@@ -1,4 +1,5 @@
 //! What a client of the API sees, idea by idea. One program: to link one for each takes longer than to run them.
+#![cfg(target_arch = "x86_64")]
 
 #[path = "../common/mod.rs"]
 mod common;

@@ -5,6 +5,7 @@
 //!
 //! `cargo test -p slat-kvm --release --test hostile_hypervisors`, with SLAT_TEST_ROUNDS=…, SLAT_SEED=… and SLAT_MMU=…
 //! for another number of rounds on each MMU, another seed, and one MMU.
+#![cfg(target_arch = "x86_64")]
 
 #[path = "../common/mod.rs"]
 mod common;

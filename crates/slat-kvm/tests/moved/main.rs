@@ -5,6 +5,7 @@
 //! `KVM_RUN` with `immediate_exit` until it returns `EINTR`, reads all state, and gives it to a new VM. The device
 //! counts its accesses, and a read changes what the next one returns: an access that is lost or made twice is seen, and
 //! so are registers, flags and memory.
+#![cfg(target_arch = "x86_64")]
 
 #[path = "../common/mod.rs"]
 mod common;

@@ -9,6 +9,7 @@
 //!
 //! `cargo test -p slat-kvm --release --test nested_tables`, with SLAT_STEPS=…, SLAT_SEED=… and SLAT_MMU=… for another
 //! number of accesses, other seeds, and one MMU.
+#![cfg(target_arch = "x86_64")]
 
 #[path = "../common/mod.rs"]
 mod common;

@@ -1,4 +1,5 @@
 //! What other people's programs ask of KVM (`conformance/requirements`), and where slat's answers are not the kernel's.
+#![cfg(target_arch = "x86_64")]
 
 #[path = "../common/mod.rs"]
 mod common;

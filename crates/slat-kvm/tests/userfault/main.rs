@@ -1,4 +1,5 @@
 //! Memslots with `KVM_MEM_USERFAULT`: a guest whose pages come one by one, as the client brings them.
+#![cfg(target_arch = "x86_64")]
 
 mod combined;
 #[path = "../common/mod.rs"]

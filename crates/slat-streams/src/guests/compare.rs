@@ -10,7 +10,7 @@ use super::tables::Mode;
 use super::{After, COMPILES, Guest, Slot, answer, event, state};
 use crate::watch::{Kick, Lane, Slice, Step};
 use slat_kvm::VcpuFd;
-use slat_kvm::policy::{Jit, Tier};
+use slat_kvm::{Jit, Tier};
 use slat_model::Rng;
 use std::fmt::Write;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -75,15 +75,21 @@ impl VmState {
         None
     }
 
-    /// Checks that the guest can address a new memslot.
+    /// Checks what the architecture asks of a memslot. `has_private`: the slot has private memory besides the memory that
+    /// the client shares with the guest.
     ///
     /// # Errors
-    /// `EFAULT` for a memslot beyond the guest's last IPA, as in KVM.
-    pub(crate) fn check_slot(&self, region: &kvm_userspace_memory_region2) -> Result<()> {
+    /// KVM's: `EFAULT` for a memslot beyond the guest's last IPA, `EINVAL` for private memory, which no VM has.
+    pub(crate) fn check_slot(
+        &self,
+        region: &kvm_userspace_memory_region2,
+        has_private: bool,
+    ) -> Result<()> {
         let end = region.guest_phys_addr.saturating_add(region.memory_size);
-        match end <= 1 << self.ipa_bits {
-            true => Ok(()),
-            false => fail(libc::EFAULT),
+        match () {
+            () if end > 1 << self.ipa_bits => fail(libc::EFAULT),
+            () if has_private => fail(libc::EINVAL),
+            () => Ok(()),
         }
     }
 }

@@ -76,7 +76,11 @@ impl VmState {
     }
 
     /// Accepts every memslot: the engine's tables are the only limit.
-    pub(crate) fn check_slot(&self, _: &kvm_userspace_memory_region2) -> Result<()> {
+    pub(crate) fn check_slot(
+        &self,
+        _: &kvm_userspace_memory_region2,
+        _has_private: bool,
+    ) -> Result<()> {
         Ok(())
     }
 
