@@ -2,7 +2,7 @@
 //!
 //! `cargo run --release -p slat-a64 --example speed`
 
-use slat_a64::{Access, Block, Machine, Memory, Order, State, run};
+use slat_a64::{Access, Block, Machine, Memory, State, run};
 
 /// A page of memory, and a few words of code.
 struct Page {
@@ -13,10 +13,10 @@ struct Page {
 impl Memory for Page {
     type Fault = ();
 
-    fn fetch(&mut self, address: u64) -> Result<u32, ()> {
+    fn fetch(&mut self, _: &State, address: u64) -> Result<u32, ()> {
         self.code.get(address as usize / 4).copied().ok_or(())
     }
-    fn load(&mut self, address: u64, size: u8, _: Access) -> Result<u64, ()> {
+    fn load(&mut self, _: &State, address: u64, size: u8, _: Access) -> Result<u64, ()> {
         let bytes = self
             .bytes
             .get(address as usize..)
@@ -25,7 +25,14 @@ impl Memory for Page {
             .ok_or(())?;
         Ok(u64::from_le_bytes(*bytes) & u64::MAX >> (64 - (8 << size)))
     }
-    fn store(&mut self, address: u64, size: u8, value: u64, _: Access) -> Result<(), ()> {
+    fn store(
+        &mut self,
+        _: &State,
+        address: u64,
+        size: u8,
+        value: u64,
+        _: Access,
+    ) -> Result<(), ()> {
         let length = 1 << size;
         let bytes = self
             .bytes
@@ -34,16 +41,23 @@ impl Memory for Page {
         bytes.copy_from_slice(&value.to_le_bytes()[..length]);
         Ok(())
     }
-    fn load_wide(&mut self, _: u64) -> Result<u128, ()> {
+    fn load_wide(&mut self, _: &State, _: u64, _: Access) -> Result<u128, ()> {
         Err(())
     }
-    fn store_wide(&mut self, _: u64, _: u128) -> Result<(), ()> {
+    fn store_wide(&mut self, _: &State, _: u64, _: u128, _: Access) -> Result<(), ()> {
         Err(())
     }
-    fn prepare_stores(&mut self, _: u64, _: u32) -> Result<(), ()> {
+    fn prepare_stores(&mut self, _: &State, _: u64, _: u32, _: Access) -> Result<(), ()> {
         Err(())
     }
-    fn compare_exchange(&mut self, _: u64, _: u8, _: u128, _: u128, _: Order) -> Result<u128, ()> {
+    fn compare_exchange(
+        &mut self,
+        _: &State,
+        _: u64,
+        _: u8,
+        _: [u128; 2],
+        _: Access,
+    ) -> Result<u128, ()> {
         Err(())
     }
 }
@@ -92,7 +106,7 @@ fn main() {
         let mut state = State::default();
         state.x[1] = TURNS;
         state.v[1] = 1.5f64.to_bits().into();
-        let block = Block::decode(&mut page, 0).unwrap();
+        let block = Block::decode(&state, &mut page, 0).unwrap();
         let start = cpu_time();
         let exit = run::run_block(&mut state, &mut page, &block, TURNS);
         let time = cpu_time() - start;

@@ -1,24 +1,12 @@
 //! Exceptions: their syndromes, how EL1 takes them, and how it returns (DDI 0487, D1.3 and D17.2.37).
 
+use crate::abort::{Abort, status};
 use crate::insn::{Hint, SystemName};
 use crate::now::Stop;
 use crate::pstate::{MASK_FIQ, MASK_IRQ, MASK_SERROR, Pstate};
 use crate::registers::{ELR, ESR, FAR, SCTLR, SCTLR_SPAN, SPSR, VBAR};
 use crate::state::State;
 use crate::tier::Exception;
-
-/// Why an access to memory or a fetch fails, for ESR_EL1 and FAR_EL1.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Abort {
-    /// The virtual address.
-    pub address: u64,
-    /// The fault status code: the kind of the fault, and its level.
-    pub status: u8,
-    /// Whether the access would have written.
-    pub is_write: bool,
-    /// The access was one of cache maintenance.
-    pub is_maintenance: bool,
-}
 
 /// An interrupt, or a system error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,6 +29,7 @@ mod class {
     pub(super) const FETCH: u32 = 0x20;
     pub(super) const MISALIGNED_PC: u32 = 0x22;
     pub(super) const DATA: u32 = 0x24;
+    pub(super) const MISALIGNED_SP: u32 = 0x26;
     pub(super) const SERROR: u32 = 0x2f;
     pub(super) const BRK: u32 = 0x3c;
 }
@@ -54,8 +43,6 @@ const IL: u32 = 1 << 25;
 const CONDITION: u32 = 0b1_1110 << 20;
 const WRITE: u32 = 1 << 6;
 const MAINTENANCE: u32 = 1 << 8;
-/// The fault status code of a misaligned access.
-const ALIGNMENT: u32 = 0x21;
 
 /// The offsets of vectors: by the level and the stack pointer, and by the kind.
 const FROM_OWN_STACK: u64 = 0x200;
@@ -88,7 +75,6 @@ impl State {
             own_stack: true,
             daif: 15,
             pan,
-            uao: false,
             dit: self.pstate.dit,
             il: false,
         });
@@ -135,10 +121,11 @@ impl State {
             Exception::SystemTrap { name, rt, reads } => {
                 self.take_synchronous(class::SYSTEM, access(name, rt, reads), pc);
             }
+            Exception::StackAlignment => self.take_synchronous(class::MISALIGNED_SP, 0, pc),
             Exception::Alignment { address, is_write } => {
                 let abort = Abort {
                     address,
-                    status: ALIGNMENT as u8,
+                    status: status::ALIGNMENT,
                     is_write,
                     is_maintenance: false,
                 };

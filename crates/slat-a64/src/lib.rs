@@ -66,32 +66,45 @@ extern crate alloc;
 #[cfg(test)]
 extern crate std;
 
+pub mod abort;
 mod bits;
+mod caches;
+mod code;
+mod cpu;
 mod crc;
 mod decode;
 pub mod exception;
+pub mod hypervisor;
 mod insn;
 mod meaning;
 pub mod memory;
+mod mmu;
 mod now;
 pub mod pstate;
 mod registers;
 mod returning;
 pub mod run;
 mod simd;
+mod stage1;
 pub mod state;
+mod syndrome;
 mod system;
 mod tier;
+mod tlb;
 mod width;
 
-pub use exception::{Abort, Interrupt};
+pub use abort::{Abort, Fault, Right, Stage2};
+pub use cpu::{Cpu, Leave, Pending};
+pub use exception::Interrupt;
+pub use hypervisor::{Hypervisor, Page};
 pub use insn::{AtomicOp, Barrier, Hint, Order, SystemName};
-pub use memory::{Machine, Memory};
+pub use memory::{AddressTranslation, Invalidation, Machine, Maintenance, Memory};
 pub use now::Stop;
 pub use pstate::Pstate;
 pub use run::{Block, Exit};
 pub use state::{Exclusive, State};
-pub use tier::{Access, Exception};
+pub use syndrome::Syndrome;
+pub use tier::{Access, Exception, Kind};
 
 /// Whether the instruction exists: whether the processor executes `word` other than as UNDEFINED at every level.
 pub fn is_defined(word: u32) -> bool {

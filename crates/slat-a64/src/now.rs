@@ -2,14 +2,14 @@
 
 use crate::bits;
 use crate::crc::crc;
-use crate::insn::{AtomicOp, Hint, Order, SystemName};
+use crate::insn::{AtomicOp, Hint, SystemName};
 use crate::memory::Machine;
-use crate::registers::{SCTLR_NTWE, SCTLR_NTWI};
+use crate::registers::{SCTLR, SCTLR_NTWE, SCTLR_NTWI, SCTLR_SA, SCTLR_SA0};
 use crate::simd::Function;
 use crate::simd::float::Env;
 use crate::state::{Exclusive, State};
-use crate::system::{self, Refused};
-use crate::tier::{Access, Exception, Tier};
+use crate::system::{self, Refused, ZERO_BLOCK_BYTES};
+use crate::tier::{Access, Exception, Kind, Tier};
 use core::sync::atomic::{Ordering, fence};
 
 /// Why an instruction ended early, without an effect.
@@ -36,11 +36,12 @@ pub(crate) struct Now<'a, M> {
 }
 
 /// Returns the end of an instruction whose access to a system register was refused.
-fn refusal<F>(refused: Refused, name: SystemName, rt: u8, reads: bool) -> Stop<F> {
+fn refusal<F>(refused: Refused<F>, name: SystemName, rt: u8, reads: bool) -> Stop<F> {
     Stop::Exception(match refused {
         Refused::Undefined => Exception::Undefined,
         Refused::Trapped => Exception::SystemTrap { name, rt, reads },
         Refused::VectorTrap => Exception::VectorTrap,
+        Refused::Memory(fault) => return Stop::Memory(fault),
     })
 }
 
@@ -166,9 +167,8 @@ impl<M: Machine> Tier for Now<'_, M> {
 
     #[inline(always)]
     fn load(&mut self, address: u64, size: u8, access: Access) -> Result<u64, Self::Stop> {
-        self.machine
-            .load(address, size, access)
-            .map_err(Stop::Memory)
+        let loaded = self.machine.load(self.state, address, size, access);
+        loaded.map_err(Stop::Memory)
     }
     #[inline(always)]
     fn store(
@@ -178,24 +178,57 @@ impl<M: Machine> Tier for Now<'_, M> {
         value: u64,
         access: Access,
     ) -> Result<(), Self::Stop> {
-        self.machine
-            .store(address, size, value, access)
-            .map_err(Stop::Memory)
+        let stored = self.machine.store(self.state, address, size, value, access);
+        stored.map_err(Stop::Memory)
     }
     #[inline(always)]
-    fn load_vector(&mut self, address: u64) -> Result<u128, Self::Stop> {
-        self.machine.load_wide(address).map_err(Stop::Memory)
+    fn load_vector(&mut self, address: u64, access: Access) -> Result<u128, Self::Stop> {
+        let loaded = self.machine.load_wide(self.state, address, access);
+        loaded.map_err(Stop::Memory)
     }
     #[inline(always)]
-    fn store_vector(&mut self, address: u64, value: u128) -> Result<(), Self::Stop> {
-        self.machine
-            .store_wide(address, value)
-            .map_err(Stop::Memory)
+    fn store_vector(
+        &mut self,
+        address: u64,
+        value: u128,
+        access: Access,
+    ) -> Result<(), Self::Stop> {
+        let stored = self.machine.store_wide(self.state, address, value, access);
+        stored.map_err(Stop::Memory)
     }
-    fn prepare_stores(&mut self, address: u64, bytes: u32) -> Result<(), Self::Stop> {
-        self.machine
-            .prepare_stores(address, bytes)
-            .map_err(Stop::Memory)
+    fn prepare_stores(
+        &mut self,
+        address: u64,
+        bytes: u32,
+        access: Access,
+    ) -> Result<(), Self::Stop> {
+        let prepared = self
+            .machine
+            .prepare_stores(self.state, address, bytes, access);
+        prepared.map_err(Stop::Memory)
+    }
+    fn zero_block(&mut self, address: u64) -> Result<(), Self::Stop> {
+        let access = Access {
+            kind: Kind::ZeroBlock(address),
+            ..Access::default()
+        };
+        let start = address & !u64::from(ZERO_BLOCK_BYTES - 1);
+        self.prepare_stores(start, ZERO_BLOCK_BYTES, access)?;
+        for offset in (0..ZERO_BLOCK_BYTES).step_by(16) {
+            self.store_vector(start + u64::from(offset), 0, access)?;
+        }
+        Ok(())
+    }
+    #[inline(always)]
+    fn check_stack(&mut self) -> Result<(), Self::Stop> {
+        let check = match self.state.pstate.el1 {
+            true => SCTLR_SA,
+            false => SCTLR_SA0,
+        };
+        match self.state.sp & 15 != 0 && self.state.system.get(SCTLR) & check != 0 {
+            true => Err(Exception::StackAlignment.into()),
+            false => Ok(()),
+        }
     }
     #[inline(always)]
     fn check_alignment(
@@ -215,23 +248,23 @@ impl<M: Machine> Tier for Now<'_, M> {
         address: u64,
         size: u8,
         operand: u64,
-        order: Order,
+        access: Access,
     ) -> Result<u64, Self::Stop> {
-        self.machine
-            .atomic(op, address, size, operand, order)
-            .map_err(Stop::Memory)
+        let old = self
+            .machine
+            .atomic(self.state, op, address, size, operand, access);
+        old.map_err(Stop::Memory)
     }
     fn compare_exchange(
         &mut self,
         address: u64,
         size: u8,
-        expected: u128,
-        new: u128,
-        order: Order,
+        values: [u128; 2],
+        access: Access,
     ) -> Result<u128, Self::Stop> {
         let found = self
             .machine
-            .compare_exchange(address, size, expected, new, order);
+            .compare_exchange(self.state, address, size, values, access);
         found.map_err(Stop::Memory)
     }
     fn clear_exclusive(&mut self) {
@@ -249,11 +282,12 @@ impl<M: Machine> Tier for Now<'_, M> {
         address: u64,
         size: u8,
         value: u128,
-        order: Order,
+        access: Access,
     ) -> Result<bool, Self::Stop> {
         let stored = match self.state.exclusive {
             Some(mark) if (mark.address, mark.size) == (address, size) => {
-                self.compare_exchange(address, size, mark.value, value, order)? == mark.value
+                let found = self.compare_exchange(address, size, [mark.value, value], access)?;
+                found == mark.value
             }
             _ => false,
         };
@@ -266,7 +300,10 @@ impl<M: Machine> Tier for Now<'_, M> {
     }
     #[inline(always)]
     fn check_vectors(&mut self) -> Result<(), Self::Stop> {
-        system::check_vectors(self.state).map_err(|_| Exception::VectorTrap.into())
+        match system::vectors_are_trapped(self.state) {
+            true => Err(Exception::VectorTrap.into()),
+            false => Ok(()),
+        }
     }
     fn check_hint(&mut self, hint: Hint) -> Result<(), Self::Stop> {
         let permission = match hint {

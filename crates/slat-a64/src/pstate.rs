@@ -11,7 +11,6 @@ pub const MASK_FIQ: u8 = 1;
 
 /// The bits of SPSR_EL1.
 const DIT: u64 = 1 << 24;
-const UAO: u64 = 1 << 23;
 const PAN: u64 = 1 << 22;
 const IL: u64 = 1 << 20;
 const DAIF_SHIFT: u32 = 6;
@@ -32,8 +31,6 @@ pub struct Pstate {
     pub daif: u8,
     /// Privileged access never.
     pub pan: bool,
-    /// User access override.
-    pub uao: bool,
     /// Data-independent timing, which changes nothing here.
     pub dit: bool,
     /// Illegal execution state.
@@ -45,7 +42,6 @@ impl Pstate {
     pub fn bits(self) -> u64 {
         let bit = |is: bool, bit: u64| if is { bit } else { 0 };
         bit(self.dit, DIT)
-            | bit(self.uao, UAO)
             | bit(self.pan, PAN)
             | bit(self.il, IL)
             | u64::from(self.daif) << DAIF_SHIFT
@@ -73,7 +69,6 @@ impl Pstate {
             own_stack: false,
             daif: (bits >> DAIF_SHIFT & 15) as u8,
             pan: bits & PAN != 0,
-            uao: bits & UAO != 0,
             dit: bits & DIT != 0,
             il: bits & IL != 0,
         }

@@ -42,6 +42,12 @@ const fn row(
 const ALL: u64 = u64::MAX;
 
 /// SCTLR_EL1: M, A, C, SA, SA0, UMA, I, DZE, UCT, nTWI, nTWE, WXN, SPAN, UCI.
+pub(crate) const SCTLR_M: u64 = 1 << 0;
+pub(crate) const SCTLR_A: u64 = 1 << 1;
+pub(crate) const SCTLR_SA: u64 = 1 << 3;
+pub(crate) const SCTLR_SA0: u64 = 1 << 4;
+pub(crate) const SCTLR_I: u64 = 1 << 12;
+pub(crate) const SCTLR_WXN: u64 = 1 << 19;
 pub(crate) const SCTLR_UMA: u64 = 1 << 9;
 pub(crate) const SCTLR_DZE: u64 = 1 << 14;
 pub(crate) const SCTLR_UCT: u64 = 1 << 15;
@@ -51,18 +57,25 @@ pub(crate) const SCTLR_SPAN: u64 = 1 << 23;
 pub(crate) const SCTLR_UCI: u64 = 1 << 26;
 const SCTLR_WRITABLE: u64 = 0x1f
     | SCTLR_UMA
-    | 1 << 12
+    | SCTLR_I
     | SCTLR_DZE
     | SCTLR_UCT
     | SCTLR_NTWI
     | SCTLR_NTWE
-    | 1 << 19
+    | SCTLR_WXN
     | SCTLR_SPAN
     | SCTLR_UCI;
 /// EOS, TSCXT, EIS, nTLSMD and LSMAOE, which are 1 without their extensions.
 const SCTLR_ONES: u64 = 1 << 11 | 1 << 20 | 1 << 22 | 1 << 28 | 1 << 29;
 
 pub(crate) const CPACR_FPEN_SHIFT: u32 = 20;
+
+/// TCR_EL1: A1, IPS, AS, HA, HD.
+pub(crate) const TCR_A1: u64 = 1 << 22;
+pub(crate) const TCR_IPS_SHIFT: u32 = 32;
+pub(crate) const TCR_AS: u64 = 1 << 36;
+pub(crate) const TCR_HA: u64 = 1 << 39;
+pub(crate) const TCR_HD: u64 = 1 << 40;
 
 /// The registers, in the order of their names' fields.
 pub(crate) const REGISTERS: &[Register] = &[
@@ -84,6 +97,15 @@ pub(crate) const REGISTERS: &[Register] = &[
     row([3, 0, 0, 6, 1], Rights::El1Reads, 0x0000_0011_0020_0001, 0),
     // ID_AA64ISAR2.
     row([3, 0, 0, 6, 2], Rights::El1Reads, 0, 0),
+    // 48-bit addresses, 16-bit ASIDs, all granules.
+    // ID_AA64MMFR0.
+    row([3, 0, 0, 7, 0], Rights::El1Reads, 0x0000_0000_0010_0025, 0),
+    // HAFDBS with dirty state, HPDS, PAN with AT S1E1RP.
+    // ID_AA64MMFR1.
+    row([3, 0, 0, 7, 1], Rights::El1Reads, 0x0000_0000_0020_1002, 0),
+    // CnP.
+    // ID_AA64MMFR2.
+    row([3, 0, 0, 7, 2], Rights::El1Reads, 1, 0),
     // SCTLR_EL1.
     row(
         [3, 0, 1, 0, 0],
@@ -103,7 +125,7 @@ pub(crate) const REGISTERS: &[Register] = &[
     // TCR_EL1.
     row([3, 0, 2, 0, 2], Rights::El1, 0, 0x0000_07f7_ffff_ffbf),
     // SPSR_EL1.
-    row([3, 0, 4, 0, 0], Rights::El1, 0, 0xf1d0_03df),
+    row([3, 0, 4, 0, 0], Rights::El1, 0, 0xf150_03df),
     // ELR_EL1.
     row([3, 0, 4, 0, 1], Rights::El1, 0, ALL),
     // AFSR0_EL1.
@@ -152,6 +174,11 @@ impl Row {
 }
 
 pub(crate) const SCTLR: Row = Row::of([3, 0, 1, 0, 0]);
+pub(crate) const TTBR0: Row = Row::of([3, 0, 2, 0, 0]);
+pub(crate) const TTBR1: Row = Row::of([3, 0, 2, 0, 1]);
+pub(crate) const TCR: Row = Row::of([3, 0, 2, 0, 2]);
+pub(crate) const PAR: Row = Row::of([3, 0, 7, 4, 0]);
+pub(crate) const MAIR: Row = Row::of([3, 0, 10, 2, 0]);
 pub(crate) const CPACR: Row = Row::of([3, 0, 1, 0, 2]);
 pub(crate) const SPSR: Row = Row::of([3, 0, 4, 0, 0]);
 pub(crate) const ELR: Row = Row::of([3, 0, 4, 0, 1]);

@@ -1,7 +1,8 @@
-//! The return from an exception (DDI 0487, D1.3.6).
+//! The return from an exception (DDI 0487, D1.3.6), and the targets of branches.
 
 use crate::pstate::Pstate;
 use crate::registers::{ELR, SPSR};
+use crate::stage1::regime::Regime;
 use crate::state::State;
 
 impl State {
@@ -17,5 +18,15 @@ impl State {
         self.set_nzcv(spsr as u32);
         self.exclusive = None;
         target
+    }
+
+    /// Returns the address of the next instruction after a branch to a value: without a tag, if addresses have tags
+    /// (AArch64.BranchAddr).
+    #[inline(always)]
+    pub(crate) fn branch_target(&self, target: u64) -> u64 {
+        match (target << 8) as i64 >> 8 == target as i64 {
+            true => target,
+            false => Regime::of(&self.system).canonical(target),
+        }
     }
 }

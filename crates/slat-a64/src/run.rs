@@ -39,11 +39,15 @@ const BLOCK: usize = 64;
 
 impl Block {
     /// Decodes a block. The fault is that of the first instruction.
-    pub fn decode<M: Machine>(machine: &mut M, start: u64) -> Result<Self, M::Fault> {
+    pub fn decode<M: Machine>(
+        state: &State,
+        machine: &mut M,
+        start: u64,
+    ) -> Result<Self, M::Fault> {
         let mut instructions = Vec::new();
         while instructions.len() < BLOCK {
             let address = start.wrapping_add(4 * instructions.len() as u64);
-            let word = match machine.fetch(address) {
+            let word = match machine.fetch(state, address) {
                 Ok(word) => word,
                 Err(fault) if instructions.is_empty() => return Err(fault),
                 Err(_) => break,
@@ -92,14 +96,19 @@ impl Insn {
 }
 
 /// How the execution of one instruction ends that is not the last one of its kind in a row.
-enum Went<F> {
+pub(crate) enum Went<F> {
     On,
     Elsewhere,
     Out(Exit<F>),
 }
 
+/// Executes a decoded instruction, at which the program counter is.
 #[inline(always)]
-fn one<M: Machine>(state: &mut State, machine: &mut M, insn: &Option<Insn>) -> Went<M::Fault> {
+pub(crate) fn one<M: Machine>(
+    state: &mut State,
+    machine: &mut M,
+    insn: &Option<Insn>,
+) -> Went<M::Fault> {
     let Some(insn) = insn else {
         return Went::Out(Exit::Stop(Exception::Undefined.into()));
     };
@@ -112,7 +121,7 @@ fn one<M: Machine>(state: &mut State, machine: &mut M, insn: &Option<Insn>) -> W
         Ok(Next::JumpIf(jumps, target)) => {
             (if jumps { target } else { following }, Went::Elsewhere)
         }
-        Ok(Next::Indirect(target)) => (target, Went::Elsewhere),
+        Ok(Next::Indirect(target)) => (now.state.branch_target(target), Went::Elsewhere),
         Ok(Next::Hint(hint)) => (following, Went::Out(Exit::Hint(hint))),
         Ok(Next::Synchronize) => (following, Went::Elsewhere),
         Err(stop) => return Went::Out(Exit::Stop(stop)),
@@ -126,13 +135,13 @@ pub fn step<M: Machine>(state: &mut State, machine: &mut M) -> Option<Exit<M::Fa
     if state.pc & 3 != 0 {
         return Some(Exit::MisalignedFetch);
     }
-    if state.pstate().il {
-        return Some(Exit::Stop(Exception::Illegal.into()));
-    }
-    let word = match machine.fetch(state.pc) {
+    let word = match machine.fetch(state, state.pc) {
         Ok(word) => word,
         Err(fault) => return Some(Exit::Fetch(fault)),
     };
+    if state.pstate().il {
+        return Some(Exit::Stop(Exception::Illegal.into()));
+    }
     match one(state, machine, &decode(word)) {
         Went::On | Went::Elsewhere => None,
         Went::Out(exit) => Some(exit),

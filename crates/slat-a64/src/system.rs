@@ -1,11 +1,12 @@
 //! System registers, fields of PSTATE, and system instructions, with who may use them (DDI 0487, C5 and D17).
 
+use crate::bits::sign_extend;
 use crate::insn::SystemName;
-use crate::meaning::ZERO_BLOCK_BYTES;
-use crate::memory::Machine;
+use crate::memory::{AddressTranslation, Invalidation, Machine, Maintenance};
 use crate::pstate::Pstate;
 use crate::registers::{
-    CPACR, CPACR_FPEN_SHIFT, Rights, SCTLR, SCTLR_DZE, SCTLR_UCI, SCTLR_UCT, SCTLR_UMA, find,
+    CPACR, CPACR_FPEN_SHIFT, PAR, Rights, SCTLR, SCTLR_DZE, SCTLR_UCI, SCTLR_UCT, SCTLR_UMA, TCR,
+    TCR_AS, find,
 };
 use crate::state::{NZCV_SHIFT, State};
 
@@ -20,29 +21,36 @@ const SP_EL0: SystemName = SystemName::new(3, 0, 4, 1, 0);
 const SP_SEL: SystemName = SystemName::new(3, 0, 4, 2, 0);
 const CURRENT_EL: SystemName = SystemName::new(3, 0, 4, 2, 2);
 const PAN: SystemName = SystemName::new(3, 0, 4, 2, 3);
-const UAO: SystemName = SystemName::new(3, 0, 4, 2, 4);
 
 /// The bits of the fields of PSTATE in their registers.
 const DIT_BIT: u64 = 1 << 24;
-const UAO_BIT: u64 = 1 << 23;
 const PAN_BIT: u64 = 1 << 22;
 const DAIF_SHIFT: u32 = 6;
 /// DCZID_EL0.DZP: DC ZVA is prohibited.
 const DZP: u64 = 1 << 4;
+
+/// CTR_EL0: lines of 64 bytes, also for exclusive accesses; a physically indexed instruction cache, into which writes
+/// come by IC (DIC is clear), and no cleaning before (IDC is set).
+const CTR: u64 = 0x9444_c004;
 
 /// The bits of FPCR that exist: AHP, DN, FZ, RMode, FZ16. Traps of floating-point exceptions do not exist.
 const FPCR_WRITABLE: u32 = 0x07c8_0000;
 /// The bits of FPSR that exist: QC, and the cumulative exception bits.
 const FPSR_WRITABLE: u32 = 0x0800_009f;
 
+/// Bytes that DC ZVA clears, of which DCZID_EL0 has the logarithm.
+pub(crate) const ZERO_BLOCK_BYTES: u32 = 64;
+
 /// Why an access or an instruction is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Refused {
+pub(crate) enum Refused<F> {
     Undefined,
     /// EL1 traps it.
     Trapped,
     /// EL1 traps Advanced SIMD and floating point.
     VectorTrap,
+    /// An access to memory failed.
+    Memory(F),
 }
 
 /// Whether EL0 lacks the bit of SCTLR_EL1 that permits it something.
@@ -50,7 +58,7 @@ pub(crate) fn is_trapped(state: &State, permission: u64) -> bool {
     !state.pstate.el1 && state.system.get(SCTLR) & permission == 0
 }
 
-fn need(state: &State, permission: u64) -> Result<(), Refused> {
+fn need<F>(state: &State, permission: u64) -> Result<(), Refused<F>> {
     match is_trapped(state, permission) {
         true => Err(Refused::Trapped),
         false => Ok(()),
@@ -58,20 +66,24 @@ fn need(state: &State, permission: u64) -> Result<(), Refused> {
 }
 
 /// Refuses to EL0 what only EL1 has.
-fn privileged(state: &State) -> Result<(), Refused> {
+fn privileged<F>(state: &State) -> Result<(), Refused<F>> {
     match state.pstate.el1 {
         true => Ok(()),
         false => Err(Refused::Undefined),
     }
 }
 
-/// Refuses Advanced SIMD and floating point, if CPACR_EL1 says so.
+/// Whether CPACR_EL1 traps Advanced SIMD and floating point.
 #[inline(always)]
-pub(crate) fn check_vectors(state: &State) -> Result<(), Refused> {
+pub(crate) fn vectors_are_trapped(state: &State) -> bool {
     let enabled = state.system.get(CPACR) >> CPACR_FPEN_SHIFT & 3;
-    match enabled == 3 || (enabled == 1 && state.pstate.el1) {
-        true => Ok(()),
-        false => Err(Refused::VectorTrap),
+    !(enabled == 3 || (enabled == 1 && state.pstate.el1))
+}
+
+fn check_vectors<F>(state: &State) -> Result<(), Refused<F>> {
+    match vectors_are_trapped(state) {
+        true => Err(Refused::VectorTrap),
+        false => Ok(()),
     }
 }
 
@@ -80,7 +92,7 @@ pub(crate) fn read<M: Machine>(
     state: &State,
     machine: &mut M,
     name: SystemName,
-) -> Result<u64, Refused> {
+) -> Result<u64, Refused<M::Fault>> {
     let bit = |is: bool, bit: u64| if is { bit } else { 0 };
     Ok(match name {
         NZCV => state.nzcv().into(),
@@ -102,7 +114,7 @@ pub(crate) fn read<M: Machine>(
             let size = u64::from((ZERO_BLOCK_BYTES / 4).ilog2());
             size | bit(is_trapped(state, SCTLR_DZE), DZP)
         }
-        SP_EL0 | SP_SEL | CURRENT_EL | PAN | UAO => {
+        SP_EL0 | SP_SEL | CURRENT_EL | PAN => {
             privileged(state)?;
             match name {
                 // With SP_EL0 as the stack pointer, its register is UNDEFINED.
@@ -110,13 +122,12 @@ pub(crate) fn read<M: Machine>(
                 SP_EL0 => state.other_sp,
                 SP_SEL => state.pstate.own_stack.into(),
                 CURRENT_EL => 1 << 2,
-                PAN => bit(state.pstate.pan, PAN_BIT),
-                _ => bit(state.pstate.uao, UAO_BIT),
+                _ => bit(state.pstate.pan, PAN_BIT),
             }
         }
         CTR_EL0 => {
             need(state, SCTLR_UCT)?;
-            machine.read_system(state, name).ok_or(Refused::Undefined)?
+            CTR
         }
         _ => match find(name) {
             Some(row) => {
@@ -141,7 +152,7 @@ pub(crate) fn write<M: Machine>(
     machine: &mut M,
     name: SystemName,
     value: u64,
-) -> Result<(), Refused> {
+) -> Result<(), Refused<M::Fault>> {
     match name {
         NZCV => state.set_nzcv(value as u32 & 0xf << NZCV_SHIFT),
         DIT => state.pstate.dit = value & DIT_BIT != 0,
@@ -157,7 +168,7 @@ pub(crate) fn write<M: Machine>(
             need(state, SCTLR_UMA)?;
             state.pstate.daif = (value >> DAIF_SHIFT & 15) as u8;
         }
-        SP_EL0 | SP_SEL | PAN | UAO => {
+        SP_EL0 | SP_SEL | PAN => {
             privileged(state)?;
             let pstate = state.pstate;
             match name {
@@ -167,8 +178,7 @@ pub(crate) fn write<M: Machine>(
                     own_stack: value & 1 != 0,
                     ..pstate
                 }),
-                PAN => state.pstate.pan = value & PAN_BIT != 0,
-                _ => state.pstate.uao = value & UAO_BIT != 0,
+                _ => state.pstate.pan = value & PAN_BIT != 0,
             }
         }
         CURRENT_EL | DCZID_EL0 | CTR_EL0 => return Err(Refused::Undefined),
@@ -193,7 +203,12 @@ pub(crate) fn write<M: Machine>(
 }
 
 /// Executes MSR of an immediate.
-pub(crate) fn set_field(state: &mut State, op1: u8, op2: u8, value: u8) -> Result<(), Refused> {
+pub(crate) fn set_field<F>(
+    state: &mut State,
+    op1: u8,
+    op2: u8,
+    value: u8,
+) -> Result<(), Refused<F>> {
     let is = value & 1 != 0;
     match (op1, op2) {
         (3, 2) => state.pstate.dit = is,
@@ -206,10 +221,9 @@ pub(crate) fn set_field(state: &mut State, op1: u8, op2: u8, value: u8) -> Resul
                 daif & !value
             };
         }
-        (0, 3..=5) => {
+        (0, 4 | 5) => {
             privileged(state)?;
             match op2 {
-                3 => state.pstate.uao = is,
                 4 => state.pstate.pan = is,
                 _ => state.set_pstate(Pstate {
                     own_stack: is,
@@ -223,26 +237,85 @@ pub(crate) fn set_field(state: &mut State, op1: u8, op2: u8, value: u8) -> Resul
 }
 
 /// Refuses DC ZVA, if SCTLR_EL1 says so.
-pub(crate) fn check_zero_block(state: &State) -> Result<(), Refused> {
+pub(crate) fn check_zero_block<F>(state: &State) -> Result<(), Refused<F>> {
     need(state, SCTLR_DZE)
 }
 
-/// Executes SYS. Memory is coherent with instruction fetches and devices, so that cache maintenance has no effect.
+/// Returns what TLBI invalidates: the operation op2, of an operand. `None`: the operation is UNDEFINED.
+fn tlbi(state: &State, op2: u16, value: u64) -> Option<Invalidation> {
+    let space = match state.system.get(TCR) & TCR_AS {
+        0 => value >> 48 & 0xff,
+        _ => value >> 48,
+    } as u16;
+    // Bits 55 to 12 of an address, of which bit 55 is copied.
+    let address = sign_extend(value << 12, 56);
+    Some(match op2 {
+        0 => Invalidation::All,
+        2 => Invalidation::Space(space),
+        // All levels, or the last one: VAE1, VALE1; VAAE1, VAALE1.
+        1 | 5 => Invalidation::Page {
+            address,
+            space: Some(space),
+        },
+        3 | 7 => Invalidation::Page {
+            address,
+            space: None,
+        },
+        _ => return None,
+    })
+}
+
+/// Executes SYS. Memory is coherent with data caches and devices, so that their maintenance has no effect.
 pub(crate) fn instruction<M: Machine>(
-    state: &State,
+    state: &mut State,
     machine: &mut M,
     name: SystemName,
     value: u64,
-) -> Result<u64, Refused> {
-    match name.parts() {
-        // IC IVAU, DC CVAC, DC CVAU, DC CVAP, DC CIVAC.
-        [1, 3, 7, 5 | 10 | 11 | 12 | 14, 1] => need(state, SCTLR_UCI).map(|()| 0),
-        // IC IALLUIS, IC IALLU, DC IVAC, DC ISW, DC CSW, DC CISW.
-        [1, 0, 7, 1 | 5, 0] | [1, 0, 7, 6, 1 | 2] | [1, 0, 7, 10 | 14, 2] => {
-            privileged(state).map(|()| 0)
-        }
-        _ => machine
-            .system_instruction(state, name, value)
-            .ok_or(Refused::Undefined),
+) -> Result<u64, Refused<M::Fault>> {
+    let maintenance = match name.parts() {
+        // IC IVAU; DC CVAC, DC CVAU, DC CVAP, DC CIVAC; DC IVAC.
+        [1, 3, 7, 5, 1] => Maintenance::Code,
+        [1, 3, 7, 10 | 11 | 12 | 14, 1] => Maintenance::Clean,
+        [1, 0, 7, 6, 1] => Maintenance::Invalidate,
+        _ => return other_instruction(state, machine, name, value),
+    };
+    match maintenance {
+        Maintenance::Invalidate => privileged(state)?,
+        _ => need(state, SCTLR_UCI)?,
     }
+    let maintained = machine.maintain(state, maintenance, value);
+    maintained.map(|()| 0).map_err(Refused::Memory)
+}
+
+/// Executes SYS other than cache maintenance by address.
+fn other_instruction<M: Machine>(
+    state: &mut State,
+    machine: &mut M,
+    name: SystemName,
+    value: u64,
+) -> Result<u64, Refused<M::Fault>> {
+    privileged(state)?;
+    match name.parts() {
+        // DC ISW, DC CSW, DC CISW.
+        [1, 0, 7, 6 | 10 | 14, 2] => {}
+        // IC IALLUIS, IC IALLU.
+        [1, 0, 7, crm @ (1 | 5), 0] => machine.invalidate(state, Invalidation::Code, crm == 1),
+        // AT S1E1R, S1E1W, S1E0R, S1E0W; AT S1E1RP, S1E1WP.
+        [1, 0, 7, crm @ (8 | 9), op2 @ 0..=3] if crm == 8 || op2 < 2 => {
+            let translation = AddressTranslation {
+                for_el0: op2 >= 2,
+                is_write: op2 & 1 != 0,
+                with_pan: crm == 9 && state.pstate.pan,
+            };
+            let par = machine.translate_address(state, translation, value);
+            let par = par.map_err(Refused::Memory)?.ok_or(Refused::Undefined)?;
+            state.system.set(PAR, par);
+        }
+        [1, 0, 8, crm @ (3 | 7), op2] => {
+            let invalidation = tlbi(state, op2, value).ok_or(Refused::Undefined)?;
+            machine.invalidate(state, invalidation, crm == 3);
+        }
+        _ => return Err(Refused::Undefined),
+    }
+    Ok(0)
 }

@@ -13,8 +13,24 @@ use crate::simd::Function;
 pub struct Access {
     /// The order with other accesses.
     pub order: Order,
-    /// The access has the rights of EL0: LDTR, STTR.
-    pub unprivileged: bool,
+    /// What kind of instruction makes the access.
+    pub kind: Kind,
+    /// The access is one of elements of 1 << this number of bytes, whose alignment it needs. `None`: it is one element.
+    pub element: Option<u8>,
+}
+
+/// What kind of instruction makes an access.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Kind {
+    #[allow(missing_docs)]
+    #[default]
+    Ordinary,
+    /// LDTR and STTR, which have the rights of EL0.
+    Unprivileged,
+    /// An instruction of LSE, which reads and writes.
+    Atomic,
+    /// DC ZVA with this operand, which is the address of its faults.
+    ZeroBlock(u64),
 }
 
 /// Where execution goes on after an instruction.
@@ -60,6 +76,8 @@ pub enum Exception {
         /// Whether the general register is written.
         reads: bool,
     },
+    /// The stack pointer is the base of an access, and no multiple of 16.
+    StackAlignment,
     /// The address of an access is not a multiple of its size.
     Alignment {
         /// The address.
@@ -159,11 +177,28 @@ pub(crate) trait Tier {
         value: Self::Value,
         access: Access,
     ) -> Result<(), Self::Stop>;
-    fn load_vector(&mut self, address: Self::Value) -> Result<Self::Vector, Self::Stop>;
-    fn store_vector(&mut self, address: Self::Value, value: Self::Vector)
-    -> Result<(), Self::Stop>;
+    fn load_vector(
+        &mut self,
+        address: Self::Value,
+        access: Access,
+    ) -> Result<Self::Vector, Self::Stop>;
+    fn store_vector(
+        &mut self,
+        address: Self::Value,
+        value: Self::Vector,
+        access: Access,
+    ) -> Result<(), Self::Stop>;
     /// Checks that the stores to these bytes that follow will succeed.
-    fn prepare_stores(&mut self, address: Self::Value, bytes: u32) -> Result<(), Self::Stop>;
+    fn prepare_stores(
+        &mut self,
+        address: Self::Value,
+        bytes: u32,
+        access: Access,
+    ) -> Result<(), Self::Stop>;
+    /// Stores zeros to the block of DC ZVA that contains an address.
+    fn zero_block(&mut self, address: Self::Value) -> Result<(), Self::Stop>;
+    /// Ends the instruction, if the stack pointer must be aligned to 16 bytes and is not.
+    fn check_stack(&mut self) -> Result<(), Self::Stop>;
     /// Ends the instruction if the address is not a multiple of `bytes`.
     fn check_alignment(
         &mut self,
@@ -177,16 +212,15 @@ pub(crate) trait Tier {
         address: Self::Value,
         size: u8,
         operand: Self::Value,
-        order: Order,
+        access: Access,
     ) -> Result<Self::Value, Self::Stop>;
-    /// Stores `new` if the 1 << `size` bytes, at most 16, are `expected`. Returns the bytes that were there.
+    /// Stores the second value if the 1 << `size` bytes, at most 16, are the first. Returns the bytes that were there.
     fn compare_exchange(
         &mut self,
         address: Self::Value,
         size: u8,
-        expected: Self::Vector,
-        new: Self::Vector,
-        order: Order,
+        values: [Self::Vector; 2],
+        access: Access,
     ) -> Result<Self::Vector, Self::Stop>;
     /// Records the address and the value of an exclusive load of 1 << `size` bytes.
     fn mark_exclusive(&mut self, address: Self::Value, size: u8, value: Self::Vector);
@@ -197,7 +231,7 @@ pub(crate) trait Tier {
         address: Self::Value,
         size: u8,
         value: Self::Vector,
-        order: Order,
+        access: Access,
     ) -> Result<Self::Bool, Self::Stop>;
     fn clear_exclusive(&mut self);
     fn fence(&mut self);

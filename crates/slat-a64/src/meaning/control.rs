@@ -133,8 +133,6 @@ pub(super) fn branch<T: Tier>(t: &mut T, insn: &Insn) -> Next<T> {
 
 /// DC ZVA.
 const ZERO_BLOCK: SystemName = SystemName::new(1, 3, 7, 4, 1);
-/// Bytes that DC ZVA clears, of which DCZID_EL0 has the logarithm.
-pub(crate) const ZERO_BLOCK_BYTES: u32 = 64;
 
 pub(super) fn system<T: Tier>(t: &mut T, insn: &Insn) -> Result<Next<T>, T::Stop> {
     match *insn {
@@ -177,7 +175,7 @@ pub(super) fn system<T: Tier>(t: &mut T, insn: &Insn) -> Result<Next<T>, T::Stop
         } => {
             t.check_zero_block(ZERO_BLOCK, rt)?;
             let address = x(t, rt);
-            zero_block(t, address)?;
+            t.zero_block(address)?;
             Ok(Next::Following)
         }
         Insn::SystemInstruction { name, rt, reads } => {
@@ -190,17 +188,4 @@ pub(super) fn system<T: Tier>(t: &mut T, insn: &Insn) -> Result<Next<T>, T::Stop
         }
         _ => Ok(Next::Following),
     }
-}
-
-fn zero_block<T: Tier>(t: &mut T, address: T::Value) -> Result<(), T::Stop> {
-    let mask = t.number(!u64::from(ZERO_BLOCK_BYTES - 1));
-    let address = t.and(address, mask);
-    t.prepare_stores(address, ZERO_BLOCK_BYTES)?;
-    let zero = t.number(0);
-    let zeros = t.vector(zero, zero);
-    for offset in (0..ZERO_BLOCK_BYTES).step_by(16) {
-        let at = plus(t, address, offset.into());
-        t.store_vector(at, zeros)?;
-    }
-    Ok(())
 }

@@ -1,8 +1,8 @@
 //! Exclusive accesses, and the atomic operations of LSE.
 
-use super::{set, shl, shr, x, x_or_sp};
+use super::{base_of, set, shl, shr, x};
 use crate::insn::{AtomicOp, Order};
-use crate::tier::{Access, Tier};
+use crate::tier::{Access, Kind, Tier};
 
 /// Makes the bytes of a pair in memory of its registers, each of 1 << `size` bytes.
 fn joined<T: Tier>(t: &mut T, size: u8, a: T::Value, b: T::Value) -> T::Vector {
@@ -34,6 +34,14 @@ fn single<T: Tier>(t: &mut T, size: u8, value: T::Value) -> T::Vector {
     t.vector(value, zero)
 }
 
+fn atomic_access(order: Order) -> Access {
+    Access {
+        order,
+        kind: Kind::Atomic,
+        element: None,
+    }
+}
+
 /// LDXR, LDAXR, LDXP, LDAXP.
 pub(super) fn load<T: Tier>(
     t: &mut T,
@@ -43,7 +51,7 @@ pub(super) fn load<T: Tier>(
     rn: u8,
     [rt, rt2]: [u8; 2],
 ) -> Result<(), T::Stop> {
-    let at = x_or_sp(t, rn);
+    let at = base_of(t, rn)?;
     let all = size + u8::from(pair);
     t.check_alignment(at, 1 << all, false)?;
     let order = Order {
@@ -52,11 +60,11 @@ pub(super) fn load<T: Tier>(
     };
     let access = Access {
         order,
-        unprivileged: false,
+        ..Access::default()
     };
     let bytes = match all {
         // The halves may be of different moments: such a load is atomic only if STXP succeeds (B2.2.1).
-        4 => t.load_vector(at)?,
+        4 => t.load_vector(at, access)?,
         _ => {
             let value = t.load(at, all, access)?;
             let zero = t.number(0);
@@ -87,7 +95,7 @@ pub(super) fn store<T: Tier>(
     rn: u8,
     [rs, rt, rt2]: [u8; 3],
 ) -> Result<(), T::Stop> {
-    let at = x_or_sp(t, rn);
+    let at = base_of(t, rn)?;
     let all = size + u8::from(pair);
     t.check_alignment(at, 1 << all, true)?;
     let (a, b) = (x(t, rt), x(t, rt2));
@@ -99,7 +107,11 @@ pub(super) fn store<T: Tier>(
         acquire: false,
         release,
     };
-    let stored = t.store_exclusive(at, all, bytes, order)?;
+    let access = Access {
+        order,
+        ..Access::default()
+    };
+    let stored = t.store_exclusive(at, all, bytes, access)?;
     let failed = t.opposite(stored);
     let status = t.widened(failed);
     set(t, rs, status);
@@ -114,7 +126,7 @@ pub(super) fn atomic<T: Tier>(
     mut order: Order,
     [rs, rn, rt]: [u8; 3],
 ) -> Result<(), T::Stop> {
-    let at = x_or_sp(t, rn);
+    let at = base_of(t, rn)?;
     t.check_alignment(at, 1 << size, true)?;
     // Without a register for the old value nothing is acquired: these are STADD and the like.
     if rt == 31 && op != AtomicOp::Swap {
@@ -125,7 +137,7 @@ pub(super) fn atomic<T: Tier>(
         3 => operand,
         _ => t.zero_extend(operand, 8 << size),
     };
-    let old = t.atomic(op, at, size, operand, order)?;
+    let old = t.atomic(op, at, size, operand, atomic_access(order))?;
     set(t, rt, old);
     Ok(())
 }
@@ -138,7 +150,7 @@ pub(super) fn compare_swap<T: Tier>(
     order: Order,
     [rs, rn, rt]: [u8; 3],
 ) -> Result<(), T::Stop> {
-    let at = x_or_sp(t, rn);
+    let at = base_of(t, rn)?;
     let all = size + u8::from(pair);
     t.check_alignment(at, 1 << all, true)?;
     let mut bytes_of = |r: u8| {
@@ -151,7 +163,7 @@ pub(super) fn compare_swap<T: Tier>(
         joined(t, size, a, b)
     };
     let (expected, new) = (bytes_of(rs), bytes_of(rt));
-    let found = t.compare_exchange(at, all, expected, new, order)?;
+    let found = t.compare_exchange(at, all, [expected, new], atomic_access(order))?;
     if pair {
         let [a, b] = parted(t, size, found);
         set(t, rs, a);

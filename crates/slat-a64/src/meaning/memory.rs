@@ -1,30 +1,33 @@
 //! Loads and stores of one register or of two.
 
 use super::arithmetic::offset as add_offset;
-use super::{extended, plus, set, set_x_or_sp, x, x_or_sp};
+use super::{base_of, extended, plus, set, set_x_or_sp, x};
 use crate::insn::{Address, Loaded, Order, Transfer};
-use crate::tier::{Access, Tier};
+use crate::tier::{Access, Kind, Tier};
 use crate::width::Width;
 
 /// Returns the address of an access, and the base that is written after the access.
 #[inline(always)]
-fn address<T: Tier>(t: &mut T, address: Address) -> (T::Value, Option<(u8, T::Value)>) {
-    match address {
+fn address<T: Tier>(
+    t: &mut T,
+    address: Address,
+) -> Result<(T::Value, Option<(u8, T::Value)>), T::Stop> {
+    Ok(match address {
         Address::Offset { rn, offset } => {
-            let base = x_or_sp(t, rn);
+            let base = base_of(t, rn)?;
             (add_offset(t, base, offset), None)
         }
         Address::Pre { rn, offset } => {
-            let base = x_or_sp(t, rn);
+            let base = base_of(t, rn)?;
             let at = add_offset(t, base, offset);
             (at, Some((rn, at)))
         }
         Address::Post { rn, offset } => {
-            let base = x_or_sp(t, rn);
+            let base = base_of(t, rn)?;
             (base, Some((rn, add_offset(t, base, offset))))
         }
         Address::Indexed { rn, rm, extend } => {
-            let base = x_or_sp(t, rn);
+            let base = base_of(t, rn)?;
             let index = extended(t, rm, extend);
             (t.add(base, index), None)
         }
@@ -32,7 +35,7 @@ fn address<T: Tier>(t: &mut T, address: Address) -> (T::Value, Option<(u8, T::Va
             let at = t.pc().wrapping_add(offset as u64);
             (t.number(at), None)
         }
-    }
+    })
 }
 
 #[inline(always)]
@@ -63,11 +66,12 @@ pub(super) fn load_vector<T: Tier>(
     t: &mut T,
     at: T::Value,
     size: u8,
+    access: Access,
 ) -> Result<T::Vector, T::Stop> {
     if size == 4 {
-        return t.load_vector(at);
+        return t.load_vector(at, access);
     }
-    let low = t.load(at, size, Access::default())?;
+    let low = t.load(at, size, access)?;
     let zero = t.number(0);
     Ok(t.vector(low, zero))
 }
@@ -78,12 +82,13 @@ pub(super) fn store_vector<T: Tier>(
     at: T::Value,
     size: u8,
     value: T::Vector,
+    access: Access,
 ) -> Result<(), T::Stop> {
     if size == 4 {
-        return t.store_vector(at, value);
+        return t.store_vector(at, value, access);
     }
     let low = t.low(value);
-    t.store(at, size, low, Access::default())
+    t.store(at, size, low, access)
 }
 
 #[inline(always)]
@@ -96,10 +101,13 @@ pub(super) fn access<T: Tier>(
     unprivileged: bool,
 ) -> Result<(), T::Stop> {
     let access = Access {
-        order: Order::default(),
-        unprivileged,
+        kind: match unprivileged {
+            true => Kind::Unprivileged,
+            false => Kind::Ordinary,
+        },
+        ..Access::default()
     };
-    let (at, base) = address(t, place);
+    let (at, base) = address(t, place)?;
     match transfer {
         Transfer::Load(extension) => {
             let value = t.load(at, size, access)?;
@@ -113,13 +121,13 @@ pub(super) fn access<T: Tier>(
             write_back(t, base);
         }
         Transfer::LoadVector => {
-            let value = load_vector(t, at, size)?;
+            let value = load_vector(t, at, size, access)?;
             write_back(t, base);
             t.set_v(rt, value);
         }
         Transfer::StoreVector => {
             let value = t.v(rt);
-            store_vector(t, at, size, value)?;
+            store_vector(t, at, size, value, access)?;
             write_back(t, base);
         }
     }
@@ -135,7 +143,11 @@ pub(super) fn pair<T: Tier>(
     [rt, rt2]: [u8; 2],
 ) -> Result<(), T::Stop> {
     let access = Access::default();
-    let (at, base) = address(t, place);
+    let each = Access {
+        element: Some(size),
+        ..access
+    };
+    let (at, base) = address(t, place)?;
     let second = plus(t, at, 1 << size);
     match transfer {
         Transfer::Load(extension) => {
@@ -148,23 +160,23 @@ pub(super) fn pair<T: Tier>(
         }
         Transfer::Store => {
             let (a, b) = (x(t, rt), x(t, rt2));
-            t.prepare_stores(at, 2 << size)?;
+            t.prepare_stores(at, 2 << size, each)?;
             t.store(at, size, a, access)?;
             t.store(second, size, b, access)?;
             write_back(t, base);
         }
         Transfer::LoadVector => {
-            let a = load_vector(t, at, size)?;
-            let b = load_vector(t, second, size)?;
+            let a = load_vector(t, at, size, access)?;
+            let b = load_vector(t, second, size, access)?;
             write_back(t, base);
             t.set_v(rt, a);
             t.set_v(rt2, b);
         }
         Transfer::StoreVector => {
             let (a, b) = (t.v(rt), t.v(rt2));
-            t.prepare_stores(at, 2 << size)?;
-            store_vector(t, at, size, a)?;
-            store_vector(t, second, size, b)?;
+            t.prepare_stores(at, 2 << size, each)?;
+            store_vector(t, at, size, a, access)?;
+            store_vector(t, second, size, b, access)?;
             write_back(t, base);
         }
     }
@@ -180,7 +192,7 @@ pub(super) fn ordered<T: Tier>(
     offset: i16,
     rt: u8,
 ) -> Result<(), T::Stop> {
-    let base = x_or_sp(t, rn);
+    let base = base_of(t, rn)?;
     let at = plus(t, base, offset.into());
     let is_write = transfer == Transfer::Store;
     t.check_alignment(at, 1 << size, is_write)?;
@@ -190,7 +202,7 @@ pub(super) fn ordered<T: Tier>(
     };
     let access = Access {
         order,
-        unprivileged: false,
+        ..Access::default()
     };
     match transfer {
         Transfer::Load(extension) => {

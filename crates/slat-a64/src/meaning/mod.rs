@@ -12,8 +12,6 @@ mod memory;
 mod structures;
 mod vector;
 
-pub(crate) use control::ZERO_BLOCK_BYTES;
-
 use crate::insn::{Extend, Insn, Operand, Shift};
 use crate::tier::{Next, Tier};
 use crate::width::Width;
@@ -276,6 +274,15 @@ fn set<T: Tier>(t: &mut T, r: u8, value: T::Value) {
 #[inline(always)]
 fn x_or_sp<T: Tier>(t: &mut T, r: u8) -> T::Value {
     if r == 31 { t.sp() } else { t.x(r) }
+}
+
+/// Returns the base register of an access. The stack pointer must be aligned there (CheckSPAlignment).
+#[inline(always)]
+fn base_of<T: Tier>(t: &mut T, r: u8) -> Result<T::Value, T::Stop> {
+    if r == 31 {
+        t.check_stack()?;
+    }
+    Ok(x_or_sp(t, r))
 }
 
 #[inline(always)]

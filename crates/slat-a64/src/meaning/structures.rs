@@ -1,7 +1,7 @@
 //! LD1 to LD4, ST1 to ST4, and LD1R to LD4R (C7.2).
 
 use super::memory::{load_vector, store_vector};
-use super::{plus, set_x_or_sp, shl, shr, x, x_or_sp};
+use super::{base_of, plus, set_x_or_sp, shl, shr, x, x_or_sp};
 use crate::bits::ones;
 use crate::insn::{After, Base};
 use crate::tier::{Access, Tier};
@@ -83,9 +83,13 @@ pub(super) fn whole<T: Tier>(
     let bytes = if full { 16u32 } else { 8 };
     let count = groups * elements;
     let total = bytes * u32::from(count);
-    let start = x_or_sp(t, base.rn);
+    let start = base_of(t, base.rn)?;
+    let access = Access {
+        element: Some(size),
+        ..Access::default()
+    };
     if !loads {
-        t.prepare_stores(start, total)?;
+        t.prepare_stores(start, total, access)?;
     }
     let whole_size = if full { 4 } else { 3 };
     let zero = t.number(0);
@@ -94,10 +98,10 @@ pub(super) fn whole<T: Tier>(
         for n in 0..count {
             let at = plus(t, start, i64::from(bytes) * i64::from(n));
             if loads {
-                vectors[usize::from(n)] = load_vector(t, at, whole_size)?;
+                vectors[usize::from(n)] = load_vector(t, at, whole_size, access)?;
             } else {
                 let value = t.v(number(rt, n));
-                store_vector(t, at, whole_size, value)?;
+                store_vector(t, at, whole_size, value, access)?;
             }
         }
     } else {
@@ -137,9 +141,13 @@ pub(super) fn lane<T: Tier>(
     rt: u8,
 ) -> Result<(), T::Stop> {
     let total = u32::from(elements) << size;
-    let start = x_or_sp(t, base.rn);
+    let start = base_of(t, base.rn)?;
+    let access = Access {
+        element: Some(size),
+        ..Access::default()
+    };
     if !loads {
-        t.prepare_stores(start, total)?;
+        t.prepare_stores(start, total, access)?;
     }
     let mut values = [start; MOST];
     for n in 0..elements {
@@ -173,7 +181,7 @@ pub(super) fn replicate<T: Tier>(
     base: Base,
     rt: u8,
 ) -> Result<(), T::Stop> {
-    let start = x_or_sp(t, base.rn);
+    let start = base_of(t, base.rn)?;
     let mut values = [start; MOST];
     for n in 0..elements {
         let at = plus(t, start, i64::from(n) << size);

@@ -212,7 +212,7 @@ fn a_block_does_what_single_steps_do() {
     stepped.x[1] = 100;
     let mut blocked = stepped.clone();
     assert_eq!(run::run(&mut stepped, &mut view, 300), Exit::Limit);
-    let block = Block::decode(&mut view, CODE).unwrap();
+    let block = Block::decode(&stepped, &mut view, CODE).unwrap();
     assert_eq!((block.start(), block.instructions()), (CODE, 3));
     assert_eq!(run::run_block(&mut blocked, &mut view, &block, 1000), None);
     assert_eq!(stepped, blocked);

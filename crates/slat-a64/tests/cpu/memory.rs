@@ -1,6 +1,6 @@
 //! Memory that processors on several threads share: every address is in one page, again and again.
 
-use slat_a64::{Access, Machine, Memory, Order};
+use slat_a64::{Access, Machine, Memory, State};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 pub const WORDS: usize = 512;
@@ -90,18 +90,25 @@ pub struct Failed;
 impl Memory for View<'_> {
     type Fault = Failed;
 
-    fn fetch(&mut self, address: u64) -> Result<u32, Failed> {
+    fn fetch(&mut self, _: &State, address: u64) -> Result<u32, Failed> {
         let at = address.wrapping_sub(CODE) / 4;
         self.shared.code.get(at as usize).copied().ok_or(Failed)
     }
-    fn load(&mut self, address: u64, size: u8, _: Access) -> Result<u64, Failed> {
+    fn load(&mut self, _: &State, address: u64, size: u8, _: Access) -> Result<u64, Failed> {
         self.may_fail()?;
         Ok(match (size, address % 8) {
             (3, 0) => self.shared.word(address).load(Ordering::SeqCst),
             _ => self.get(address, 1 << size) as u64,
         })
     }
-    fn store(&mut self, address: u64, size: u8, value: u64, _: Access) -> Result<(), Failed> {
+    fn store(
+        &mut self,
+        _: &State,
+        address: u64,
+        size: u8,
+        value: u64,
+        _: Access,
+    ) -> Result<(), Failed> {
         self.may_fail_to_store(address, 1 << size)?;
         match (size, address % 8) {
             (3, 0) => self.shared.word(address).store(value, Ordering::SeqCst),
@@ -109,16 +116,28 @@ impl Memory for View<'_> {
         }
         Ok(())
     }
-    fn load_wide(&mut self, address: u64) -> Result<u128, Failed> {
+    fn load_wide(&mut self, _: &State, address: u64, _: Access) -> Result<u128, Failed> {
         self.may_fail()?;
         Ok(self.get(address, 16))
     }
-    fn store_wide(&mut self, address: u64, value: u128) -> Result<(), Failed> {
+    fn store_wide(
+        &mut self,
+        _: &State,
+        address: u64,
+        value: u128,
+        _: Access,
+    ) -> Result<(), Failed> {
         self.may_fail_to_store(address, 16)?;
         self.put(address, 16, value);
         Ok(())
     }
-    fn prepare_stores(&mut self, address: u64, bytes: u32) -> Result<(), Failed> {
+    fn prepare_stores(
+        &mut self,
+        _: &State,
+        address: u64,
+        bytes: u32,
+        _: Access,
+    ) -> Result<(), Failed> {
         self.may_fail()?;
         self.stores.push((address, bytes));
         Ok(())
@@ -126,11 +145,11 @@ impl Memory for View<'_> {
     /// Processors on several threads use words of 8 bytes alone here.
     fn compare_exchange(
         &mut self,
+        _: &State,
         address: u64,
         size: u8,
-        expected: u128,
-        new: u128,
-        _: Order,
+        [expected, new]: [u128; 2],
+        _: Access,
     ) -> Result<u128, Failed> {
         self.may_fail()?;
         if size == 3 {

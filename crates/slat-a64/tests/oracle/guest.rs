@@ -1,7 +1,7 @@
 //! The interpreter executes cases.
 
 use crate::qemu::{RIGHTS, Record, WINDOW, WORDS, border, code};
-use slat_a64::{Access, Exception, Exit, Machine, Memory, Order, State, Stop, run};
+use slat_a64::{Access, Exception, Exit, Machine, Memory, State, Stop, run};
 
 /// The memory of a case: its code, and its window on two pages.
 struct Guest<'a> {
@@ -79,32 +79,45 @@ impl Guest<'_> {
 impl Memory for Guest<'_> {
     type Fault = Fault;
 
-    fn fetch(&mut self, address: u64) -> Result<u32, Fault> {
+    fn fetch(&mut self, _: &State, address: u64) -> Result<u32, Fault> {
         let at = address.wrapping_sub(self.code) / 4;
         self.words.get(at as usize).copied().ok_or(Fault::Page)
     }
-    fn load(&mut self, address: u64, size: u8, _: Access) -> Result<u64, Fault> {
+    fn load(&mut self, _: &State, address: u64, size: u8, _: Access) -> Result<u64, Fault> {
         Ok(self.read(address, 1 << size)? as u64)
     }
-    fn store(&mut self, address: u64, size: u8, value: u64, _: Access) -> Result<(), Fault> {
+    fn store(
+        &mut self,
+        _: &State,
+        address: u64,
+        size: u8,
+        value: u64,
+        _: Access,
+    ) -> Result<(), Fault> {
         self.write(address, 1 << size, value.into())
     }
-    fn load_wide(&mut self, address: u64) -> Result<u128, Fault> {
+    fn load_wide(&mut self, _: &State, address: u64, _: Access) -> Result<u128, Fault> {
         self.read(address, 16)
     }
-    fn store_wide(&mut self, address: u64, value: u128) -> Result<(), Fault> {
+    fn store_wide(&mut self, _: &State, address: u64, value: u128, _: Access) -> Result<(), Fault> {
         self.write(address, 16, value)
     }
-    fn prepare_stores(&mut self, address: u64, bytes: u32) -> Result<(), Fault> {
+    fn prepare_stores(
+        &mut self,
+        _: &State,
+        address: u64,
+        bytes: u32,
+        _: Access,
+    ) -> Result<(), Fault> {
         self.place(address, bytes.into(), true).map(|_| ())
     }
     fn compare_exchange(
         &mut self,
+        _: &State,
         address: u64,
         size: u8,
-        expected: u128,
-        new: u128,
-        _: Order,
+        [expected, new]: [u128; 2],
+        _: Access,
     ) -> Result<u128, Fault> {
         self.place(address, 1 << size, true)?;
         let found = self.read(address, 1 << size)?;

@@ -1,0 +1,91 @@
+//! Why an access to memory fails: in stage 1, for which EL1 takes an abort, or in what is below, for the embedder.
+
+/// What an access does with its bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Right {
+    /// Reads data.
+    Read,
+    /// Writes data, or reads it in order to write it.
+    Write,
+    /// Fetches instructions.
+    Execute,
+}
+
+/// Why an access to memory or a fetch fails, for ESR_EL1 and FAR_EL1.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Abort {
+    /// The virtual address.
+    pub address: u64,
+    /// The fault status code: the kind of the fault, and its level. See [`status`].
+    pub status: u8,
+    /// WnR: the access would have written, or was one of cache maintenance.
+    pub is_write: bool,
+    /// CM: the access was one of cache maintenance or address translation.
+    pub is_maintenance: bool,
+}
+
+/// Fault status codes (DDI 0487, ISS encoding for an exception from a Data Abort). A level is added to some.
+pub mod status {
+    /// Address size fault; a level is added.
+    pub const ADDRESS_SIZE: u8 = 0b00_0000;
+    /// Translation fault; a level is added.
+    pub const TRANSLATION: u8 = 0b00_0100;
+    /// Access flag fault; a level is added.
+    pub const ACCESS_FLAG: u8 = 0b00_1000;
+    /// Permission fault; a level is added.
+    pub const PERMISSION: u8 = 0b00_1100;
+    /// Synchronous External abort, not on a walk.
+    pub const EXTERNAL: u8 = 0b01_0000;
+    /// Synchronous External abort on a walk; a level is added.
+    pub const EXTERNAL_WALK: u8 = 0b01_0100;
+    /// Alignment fault.
+    pub const ALIGNMENT: u8 = 0b10_0001;
+    /// Debug exception.
+    pub const DEBUG: u8 = 0b10_0010;
+}
+
+/// An access that the machine below stage 1 refuses. It is the embedder's: EL1 does not learn of it, unless the
+/// embedder lets EL1 take an abort ([`State::take_stop`](crate::State::take_stop)).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stage2<E> {
+    /// The virtual address, for FAR_EL2.
+    pub address: u64,
+    /// The intermediate physical address that is refused: of the access, or of the descriptor that a walk needs.
+    pub ipa: u64,
+    /// What was refused. For a descriptor, reading it, or writing a flag into it.
+    pub right: Right,
+    /// S1PTW: the address is that of a stage 1 descriptor.
+    pub is_walk: bool,
+    /// The access is a fetch.
+    pub is_fetch: bool,
+    /// The level of that descriptor; 0 without a walk.
+    pub level: u8,
+    /// CM: the access was one of cache maintenance or address translation.
+    pub is_maintenance: bool,
+    /// The embedder's reason.
+    pub reason: E,
+}
+
+impl<E> Stage2<E> {
+    /// Returns the synchronous External abort that EL1 takes if nothing answers at the address.
+    pub fn external(&self) -> Abort {
+        Abort {
+            address: self.address,
+            status: match self.is_walk {
+                true => status::EXTERNAL_WALK | self.level,
+                false => status::EXTERNAL,
+            },
+            is_write: self.is_maintenance || (self.right == Right::Write && !self.is_walk),
+            is_maintenance: self.is_maintenance,
+        }
+    }
+}
+
+/// Why an access fails.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault<E> {
+    /// EL1 takes an abort.
+    Stage1(Abort),
+    /// The machine below refuses.
+    Stage2(Stage2<E>),
+}

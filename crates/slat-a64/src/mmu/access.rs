@@ -1,0 +1,312 @@
+//! Loads, stores and fetches by virtual addresses.
+
+use super::{Mmu, PAGE, Place, Request, accessor, checks_each_access, misaligned};
+use crate::abort::{Fault, Right};
+use crate::bits::ones;
+use crate::hypervisor::Hypervisor;
+use crate::insn::{AtomicOp, Order};
+use crate::memory::{Maintenance, Memory};
+use crate::registers::{SCTLR, SCTLR_A};
+use crate::state::State;
+use crate::tier::Access;
+
+/// The parts of an access: in the page of its first byte, and in the next one.
+struct Places {
+    first: Place,
+    /// The bytes in the first page.
+    bytes: u64,
+    second: Option<Place>,
+}
+
+impl<H: Hypervisor> Mmu<'_, H> {
+    /// Translates each page of an access, and makes the checks that the TLB does not make.
+    #[cold]
+    fn places(
+        &mut self,
+        state: &State,
+        address: u64,
+        bytes: u64,
+        right: Right,
+        access: Access,
+    ) -> Result<Places, Fault<H::Fault>> {
+        let is_write = right == Right::Write;
+        let element = access.element.map_or(bytes, |size| 1 << size);
+        let is_misaligned = address & (element - 1) != 0;
+        if is_misaligned && state.system.get(SCTLR) & SCTLR_A != 0 {
+            return Err(misaligned(address, is_write));
+        }
+        let request = Request::access(state, right, access);
+        let first = self.place(state, address, &request)?;
+        // A block that is cleared must be Normal memory.
+        let is_refused =
+            |place: &Place| place.is_device && (is_misaligned || request.reported.is_some());
+        let reported = request.reported.unwrap_or(address);
+        if is_refused(&first) {
+            return Err(misaligned(reported, is_write));
+        }
+        let in_first = PAGE - address % PAGE;
+        let second = match in_first < bytes {
+            true => Some(self.place(state, address.wrapping_add(in_first), &request)?),
+            false => None,
+        };
+        if second.as_ref().is_some_and(is_refused) {
+            return Err(misaligned(reported, is_write));
+        }
+        Ok(Places {
+            first,
+            bytes: in_first.min(bytes),
+            second,
+        })
+    }
+
+    /// Loads at most 16 bytes that the TLB does not serve.
+    #[cold]
+    fn load_slowly(
+        &mut self,
+        state: &State,
+        address: u64,
+        bytes: u64,
+        access: Access,
+    ) -> Result<u128, Fault<H::Fault>> {
+        let places = self.places(state, address, bytes, Right::Read, access)?;
+        let request = Request::access(state, Right::Read, access);
+        let at = places.first.at;
+        let Some(second) = places.second else {
+            let loaded = match bytes {
+                16 => self.below.load_wide(at),
+                _ => {
+                    let size = bytes.ilog2() as u8;
+                    self.below.load(at, size, access.order).map(u128::from)
+                }
+            };
+            return loaded
+                .map_err(|reason| Self::refused(address, places.first.ipa, &request, reason));
+        };
+        let mut value = 0;
+        for n in 0..bytes {
+            let (at, ipa) = places.byte(&second, n);
+            let byte = self.below.load(at, 0, access.order);
+            let byte = byte
+                .map_err(|reason| Self::refused(address.wrapping_add(n), ipa, &request, reason))?;
+            value |= u128::from(byte) << (8 * n);
+        }
+        Ok(value)
+    }
+
+    /// Stores at most 16 bytes that the TLB does not serve.
+    #[cold]
+    fn store_slowly(
+        &mut self,
+        state: &State,
+        address: u64,
+        bytes: u64,
+        value: u128,
+        access: Access,
+    ) -> Result<(), Fault<H::Fault>> {
+        let places = self.places(state, address, bytes, Right::Write, access)?;
+        let request = Request::access(state, Right::Write, access);
+        let at = places.first.at;
+        let Some(second) = places.second else {
+            let stored = match bytes {
+                16 => self.below.store_wide(at, value),
+                _ => {
+                    let size = bytes.ilog2() as u8;
+                    self.below.store(at, size, value as u64, access.order)
+                }
+            };
+            return stored
+                .map_err(|reason| Self::refused(address, places.first.ipa, &request, reason));
+        };
+        for n in 0..bytes {
+            let (at, ipa) = places.byte(&second, n);
+            let byte = (value >> (8 * n)) as u64 & 0xff;
+            let stored = self.below.store(at, 0, byte, access.order);
+            stored
+                .map_err(|reason| Self::refused(address.wrapping_add(n), ipa, &request, reason))?;
+        }
+        Ok(())
+    }
+
+    /// Returns the machine's address for an operation that reads and writes aligned bytes.
+    fn place_of_exchange(
+        &mut self,
+        state: &State,
+        address: u64,
+        size: u8,
+        access: Access,
+    ) -> Result<(Place, Request), Fault<H::Fault>> {
+        let places = self.places(state, address, 1 << size, Right::Write, access)?;
+        Ok((places.first, Request::access(state, Right::Write, access)))
+    }
+}
+
+impl Places {
+    /// Returns the machine's address and the intermediate physical address of a byte.
+    fn byte(&self, second: &Place, n: u64) -> (u64, u64) {
+        match n < self.bytes {
+            true => (self.first.at + n, self.first.ipa + n),
+            false => (second.at + n - self.bytes, second.ipa + n - self.bytes),
+        }
+    }
+}
+
+impl<H: Hypervisor> Memory for Mmu<'_, H> {
+    type Fault = Fault<H::Fault>;
+
+    fn fetch(&mut self, state: &State, address: u64) -> Result<u32, Self::Fault> {
+        let request = Request::access(state, Right::Execute, Access::default());
+        let place = self.place(state, address, &request)?;
+        let word = self.below.load(place.at, 2, Order::default());
+        word.map(|word| word as u32)
+            .map_err(|reason| Self::refused(address, place.ipa, &request, reason))
+    }
+
+    #[inline(always)]
+    fn load(
+        &mut self,
+        state: &State,
+        address: u64,
+        size: u8,
+        access: Access,
+    ) -> Result<u64, Self::Fault> {
+        let accessor = accessor(state, access.kind);
+        if let Some(at) = self
+            .caches
+            .tlb
+            .find(accessor, Right::Read, address, 1 << size)
+            && let Ok(value) = self.below.load(at, size, access.order)
+        {
+            return Ok(value);
+        }
+        let value = self.load_slowly(state, address, 1 << size, access)?;
+        Ok(value as u64)
+    }
+
+    #[inline(always)]
+    fn store(
+        &mut self,
+        state: &State,
+        address: u64,
+        size: u8,
+        value: u64,
+        access: Access,
+    ) -> Result<(), Self::Fault> {
+        let accessor = accessor(state, access.kind);
+        if let Some(at) = self
+            .caches
+            .tlb
+            .find(accessor, Right::Write, address, 1 << size)
+            && self.below.store(at, size, value, access.order).is_ok()
+        {
+            return Ok(());
+        }
+        let value = value & ones(8 << size);
+        self.store_slowly(state, address, 1 << size, value.into(), access)
+    }
+
+    fn load_wide(
+        &mut self,
+        state: &State,
+        address: u64,
+        access: Access,
+    ) -> Result<u128, Self::Fault> {
+        let accessor = accessor(state, access.kind);
+        if let Some(at) = self.caches.tlb.find(accessor, Right::Read, address, 16)
+            && let Ok(value) = self.below.load_wide(at)
+        {
+            return Ok(value);
+        }
+        self.load_slowly(state, address, 16, access)
+    }
+
+    fn store_wide(
+        &mut self,
+        state: &State,
+        address: u64,
+        value: u128,
+        access: Access,
+    ) -> Result<(), Self::Fault> {
+        let accessor = accessor(state, access.kind);
+        if let Some(at) = self.caches.tlb.find(accessor, Right::Write, address, 16)
+            && self.below.store_wide(at, value).is_ok()
+        {
+            return Ok(());
+        }
+        self.store_slowly(state, address, 16, value, access)
+    }
+
+    fn prepare_stores(
+        &mut self,
+        state: &State,
+        address: u64,
+        bytes: u32,
+        access: Access,
+    ) -> Result<(), Self::Fault> {
+        let accessor = accessor(state, access.kind);
+        let found = self
+            .caches
+            .tlb
+            .find(accessor, Right::Write, address, bytes.into());
+        if found.is_some() && !checks_each_access(state) {
+            return Ok(());
+        }
+        let places = self.places(state, address, bytes.into(), Right::Write, access);
+        places.map(|_| ())
+    }
+
+    fn compare_exchange(
+        &mut self,
+        state: &State,
+        address: u64,
+        size: u8,
+        values: [u128; 2],
+        access: Access,
+    ) -> Result<u128, Self::Fault> {
+        let accessor = accessor(state, access.kind);
+        if let Some(at) = self
+            .caches
+            .tlb
+            .find(accessor, Right::Write, address, 1 << size)
+            && let Ok(found) = self.below.compare_exchange(at, size, values, access.order)
+        {
+            return Ok(found);
+        }
+        let (place, request) = self.place_of_exchange(state, address, size, access)?;
+        let found = self
+            .below
+            .compare_exchange(place.at, size, values, access.order);
+        found.map_err(|reason| Self::refused(address, place.ipa, &request, reason))
+    }
+
+    fn atomic(
+        &mut self,
+        state: &State,
+        op: AtomicOp,
+        address: u64,
+        size: u8,
+        operand: u64,
+        access: Access,
+    ) -> Result<u64, Self::Fault> {
+        let accessor = accessor(state, access.kind);
+        if let Some(at) = self
+            .caches
+            .tlb
+            .find(accessor, Right::Write, address, 1 << size)
+            && let Ok(old) = self.below.atomic(op, at, size, operand, access.order)
+        {
+            return Ok(old);
+        }
+        let (place, request) = self.place_of_exchange(state, address, size, access)?;
+        let old = self.below.atomic(op, place.at, size, operand, access.order);
+        old.map_err(|reason| Self::refused(address, place.ipa, &request, reason))
+    }
+
+    fn maintain(
+        &mut self,
+        state: &State,
+        maintenance: Maintenance,
+        address: u64,
+    ) -> Result<(), Self::Fault> {
+        self.maintain_caches(state, maintenance, address)
+    }
+}

@@ -1,0 +1,124 @@
+//! Cache maintenance, TLBI, AT, and writes to the registers of translation.
+
+use super::{Mmu, Request, accessor};
+use crate::abort::{Fault, Right};
+use crate::hypervisor::Hypervisor;
+use crate::insn::SystemName;
+use crate::memory::{AddressTranslation, Invalidation, Machine, Maintenance};
+use crate::registers::{self, MAIR, SCTLR, TCR, TTBR0, TTBR1};
+use crate::stage1::regime::asid;
+use crate::stage1::{Accessor, Want};
+use crate::state::State;
+use crate::tier::Kind;
+
+/// PAR_EL1: F, and the position of the fault status code; RES1; NS, which is UNKNOWN outside of Secure state and as
+/// Arm's and other implementations have it; the positions of SH and ATTR; the address.
+const PAR_F: u64 = 1 << 0;
+const PAR_STATUS_SHIFT: u32 = 1;
+const PAR_ONE: u64 = 1 << 11;
+const PAR_NS: u64 = 1 << 9;
+const PAR_SH_SHIFT: u32 = 7;
+const PAR_ATTR_SHIFT: u32 = 56;
+const PAR_ADDRESS: u64 = 0x0000_ffff_ffff_f000;
+
+impl<H: Hypervisor> Mmu<'_, H> {
+    /// Checks that an address may be maintained, and drops decoded code for IC IVAU.
+    ///
+    /// At EL1, cleaning needs a translation, but no right; at EL0 it needs the right to read. DC IVAC needs the right to
+    /// write.
+    pub(super) fn maintain_caches(
+        &mut self,
+        state: &State,
+        maintenance: Maintenance,
+        address: u64,
+    ) -> Result<(), Fault<H::Fault>> {
+        let request = Request {
+            reported: None,
+            want: Want {
+                accessor: accessor(state, Kind::Ordinary),
+                right: match (maintenance, state.pstate().el1) {
+                    (Maintenance::Invalidate, _) => Some(Right::Write),
+                    (_, false) => Some(Right::Read),
+                    (_, true) => None,
+                },
+                updates: false,
+            },
+            is_maintenance: true,
+            is_atomic: false,
+        };
+        if maintenance != Maintenance::Code {
+            return self.stage1(state, address, &request).map(|_| ());
+        }
+        let at = self.place(state, address, &request)?.at;
+        self.caches.code.drop_line(at);
+        self.caches.shared = Some(Invalidation::CodeLine(at));
+        Ok(())
+    }
+}
+
+impl<H: Hypervisor> Machine for Mmu<'_, H> {
+    fn read_system(&mut self, state: &State, name: SystemName) -> Option<u64> {
+        self.below.read_system(state, name)
+    }
+
+    fn write_system(&mut self, state: &State, name: SystemName, value: u64) -> Option<()> {
+        self.below.write_system(state, name, value)
+    }
+
+    fn system_written(&mut self, state: &State, name: SystemName) {
+        let is = |row: registers::Row| row.register().name == name;
+        // The tables may change under their ASID with TLBI alone.
+        if is(TTBR0) || is(TTBR1) || is(TCR) {
+            self.caches.tlb.switch(asid(&state.system));
+        }
+        if is(SCTLR) || is(TCR) || is(MAIR) {
+            self.caches.tlb.flush();
+        }
+    }
+
+    fn translate_address(
+        &mut self,
+        state: &State,
+        translation: AddressTranslation,
+        address: u64,
+    ) -> Result<Option<u64>, Fault<H::Fault>> {
+        let request = Request {
+            reported: None,
+            want: Want {
+                accessor: match (translation.for_el0, translation.with_pan) {
+                    (true, _) => Accessor::El0,
+                    (false, true) => Accessor::El1WithPan,
+                    (false, false) => Accessor::El1,
+                },
+                right: Some(match translation.is_write {
+                    true => Right::Write,
+                    false => Right::Read,
+                }),
+                updates: false,
+            },
+            is_maintenance: true,
+            is_atomic: false,
+        };
+        let par = match self.stage1(state, address, &request) {
+            Ok(translated) => {
+                PAR_ONE
+                    | PAR_NS
+                    | translated.ipa & PAR_ADDRESS
+                    | u64::from(translated.memory.shareability) << PAR_SH_SHIFT
+                    | u64::from(translated.memory.attribute) << PAR_ATTR_SHIFT
+            }
+            Err(Fault::Stage1(abort)) => {
+                PAR_ONE | PAR_F | u64::from(abort.status) << PAR_STATUS_SHIFT
+            }
+            Err(refused) => return Err(refused),
+        };
+        Ok(Some(par))
+    }
+
+    fn invalidate(&mut self, _: &State, invalidation: Invalidation, is_shared: bool) {
+        self.caches.invalidate(invalidation);
+        if is_shared {
+            self.caches.shared = Some(invalidation);
+        }
+    }
+}

@@ -1,0 +1,262 @@
+//! The memory of a processor with translation tables: stage 1, its TLB, and the machine below.
+//!
+//! An access that the TLB serves is one access of the machine. All others go through [`Mmu::place`], page by page,
+//! before the first byte is accessed.
+
+mod access;
+mod maintain;
+
+use crate::abort::{Abort, Fault, Right, Stage2, status};
+use crate::caches::Caches;
+use crate::code::Decoded;
+use crate::decode::decode;
+use crate::hypervisor::Hypervisor;
+use crate::insn::Order;
+use crate::registers::{SCTLR, SCTLR_A};
+use crate::stage1::regime::Regime;
+use crate::stage1::{Accessor, Failure, Tables, Translated, Want, translate};
+use crate::state::State;
+use crate::tier::{Access, Kind};
+use crate::tlb;
+
+const PAGE: u64 = 1 << tlb::PAGE_BITS;
+
+/// A processor's translations and decoded code, with the machine below, while the processor executes.
+pub(crate) struct Mmu<'a, H> {
+    pub(crate) caches: &'a mut Caches,
+    pub(crate) below: &'a mut H,
+}
+
+/// A part of an access, in one page.
+#[derive(Clone, Copy)]
+struct Place {
+    /// The machine's address.
+    at: u64,
+    ipa: u64,
+    is_device: bool,
+}
+
+/// An access, as far as its faults depend on it.
+#[derive(Clone, Copy)]
+struct Request {
+    /// The address that a fault reports. `None`: the address that is translated.
+    reported: Option<u64>,
+    want: Want,
+    /// The access is one of cache maintenance or AT.
+    is_maintenance: bool,
+    /// The instruction reads and writes: a fault that a read would have is a read's.
+    is_atomic: bool,
+}
+
+/// The descriptors in the memory of the machine below.
+struct Below<'a, H>(&'a mut H);
+
+impl<H: Hypervisor> Tables for Below<'_, H> {
+    type Refusal = H::Fault;
+
+    fn read(&mut self, ipa: u64) -> Result<u64, H::Fault> {
+        let page = self.0.page(ipa, Right::Read)?;
+        self.0.load(page.base + ipa % PAGE, 3, Order::default())
+    }
+    fn replace(&mut self, ipa: u64, old: u64, new: u64) -> Result<u64, H::Fault> {
+        let page = self.0.page(ipa, Right::Write)?;
+        let at = page.base + ipa % PAGE;
+        let values = [old, new].map(u128::from);
+        let found = self.0.compare_exchange(at, 3, values, Order::default());
+        found.map(|found| found as u64)
+    }
+}
+
+/// Returns whose rights an access has.
+#[inline(always)]
+fn accessor(state: &State, kind: Kind) -> Accessor {
+    let pstate = state.pstate();
+    match (pstate.el1 && kind != Kind::Unprivileged, pstate.pan) {
+        (false, _) => Accessor::El0,
+        (true, false) => Accessor::El1,
+        (true, true) => Accessor::El1WithPan,
+    }
+}
+
+impl<H: Hypervisor> Mmu<'_, H> {
+    /// Translates an address by stage 1 (AArch64.TranslateAddress).
+    fn stage1(
+        &mut self,
+        state: &State,
+        address: u64,
+        request: &Request,
+    ) -> Result<Translated, Fault<H::Fault>> {
+        let regime = Regime::of(&state.system);
+        let failure = match translate(&regime, address, &request.want, &mut Below(self.below)) {
+            Ok(translated) => return Ok(translated),
+            Err(failure) => failure,
+        };
+        let right = request.want.right.unwrap_or(Right::Read);
+        let reported = request.reported.unwrap_or(address);
+        Err(match failure {
+            Failure::Fault(status) => Fault::Stage1(Abort {
+                address: reported,
+                status,
+                is_write: right == Right::Write || request.is_maintenance,
+                is_maintenance: request.is_maintenance,
+            }),
+            Failure::Refused {
+                ipa,
+                level,
+                right,
+                refusal,
+            } => Fault::Stage2(Stage2 {
+                address: reported,
+                ipa,
+                right,
+                is_walk: true,
+                is_fetch: request.want.right == Some(Right::Execute),
+                level,
+                is_maintenance: request.is_maintenance,
+                reason: refusal,
+            }),
+        })
+    }
+
+    /// Returns the report of an access that the machine below has refused.
+    fn refused(address: u64, ipa: u64, request: &Request, reason: H::Fault) -> Fault<H::Fault> {
+        Fault::Stage2(Stage2 {
+            address: request.reported.unwrap_or(address),
+            ipa,
+            right: request.want.right.unwrap_or(Right::Read),
+            is_walk: false,
+            is_fetch: request.want.right == Some(Right::Execute),
+            level: 0,
+            is_maintenance: request.is_maintenance,
+            reason,
+        })
+    }
+
+    /// Translates an address by both stages, and enters its page into the TLB.
+    fn place_once(
+        &mut self,
+        state: &State,
+        address: u64,
+        request: &Request,
+    ) -> Result<Place, Fault<H::Fault>> {
+        let translated = self.stage1(state, address, request)?;
+        let ipa = translated.ipa;
+        let right = request.want.right.unwrap_or(Right::Read);
+        let page = match self.below.page(ipa, right) {
+            Ok(page) => page,
+            Err(reason) => return Err(Self::refused(address, ipa, request, reason)),
+        };
+        let is_device = translated.memory.is_device();
+        // Data with a check at each access is not entered.
+        let data = !is_device && !checks_each_access(state);
+        let entered = tlb::Page {
+            base: page.base,
+            rights: [
+                data && translated.read,
+                data && translated.write && page.write,
+                translated.execute && page.execute,
+            ],
+            bits: translated.bits,
+            is_global: translated.is_global,
+        };
+        if request.want.updates {
+            self.caches
+                .tlb
+                .fill(request.want.accessor, address, &entered);
+        }
+        Ok(Place {
+            at: page.base + ipa % PAGE,
+            ipa,
+            is_device,
+        })
+    }
+
+    /// Like [`place_once`](Self::place_once), but the fault of an instruction that reads and writes is a read's, if a
+    /// read would have it.
+    fn place(
+        &mut self,
+        state: &State,
+        address: u64,
+        request: &Request,
+    ) -> Result<Place, Fault<H::Fault>> {
+        let failed = match self.place_once(state, address, request) {
+            Err(Fault::Stage1(_)) if request.is_atomic => {
+                let mut read = *request;
+                read.want.right = Some(Right::Read);
+                self.place_once(state, address, &read).err()
+            }
+            result => return result,
+        };
+        match failed {
+            Some(fault) => Err(fault),
+            None => self.place_once(state, address, request),
+        }
+    }
+
+    /// Returns the instruction at an address.
+    #[inline(always)]
+    pub(crate) fn instruction(
+        &mut self,
+        state: &State,
+        address: u64,
+    ) -> Result<Decoded, Fault<H::Fault>> {
+        let accessor = accessor(state, Kind::Ordinary);
+        if let Some(at) = self.caches.tlb.find(accessor, Right::Execute, address, 4)
+            && let Some(decoded) = self.caches.code.find(at)
+        {
+            return Ok(decoded);
+        }
+        self.new_instruction(state, address)
+    }
+
+    #[cold]
+    fn new_instruction(&mut self, state: &State, address: u64) -> Result<Decoded, Fault<H::Fault>> {
+        let request = Request::access(state, Right::Execute, Access::default());
+        let place = self.place(state, address, &request)?;
+        if let Some(decoded) = self.caches.code.find(place.at) {
+            return Ok(decoded);
+        }
+        match self.below.load(place.at, 2, Order::default()) {
+            Ok(word) => {
+                let decoded = decode(word as u32);
+                self.caches.code.enter(place.at, decoded);
+                Ok(decoded)
+            }
+            Err(reason) => Err(Self::refused(address, place.ipa, &request, reason)),
+        }
+    }
+}
+
+impl Request {
+    /// Returns the request of an access to memory.
+    fn access(state: &State, right: Right, access: Access) -> Self {
+        Self {
+            reported: match access.kind {
+                Kind::ZeroBlock(operand) => Some(operand),
+                _ => None,
+            },
+            want: Want {
+                accessor: accessor(state, access.kind),
+                right: Some(right),
+                updates: true,
+            },
+            is_maintenance: false,
+            is_atomic: access.kind == Kind::Atomic && right == Right::Write,
+        }
+    }
+}
+
+/// Whether each access to data needs a check: SCTLR_EL1.A demands alignment.
+fn checks_each_access(state: &State) -> bool {
+    state.system.get(SCTLR) & SCTLR_A != 0
+}
+
+/// Returns the abort of a misaligned access.
+fn misaligned<F>(address: u64, is_write: bool) -> Fault<F> {
+    Fault::Stage1(Abort {
+        address,
+        status: status::ALIGNMENT,
+        is_write,
+        is_maintenance: false,
+    })
+}

@@ -1,0 +1,205 @@
+//! Stage 1 of the EL1&0 translation regime (VMSAv8-64; DDI 0487, D8): from a virtual to an intermediate physical
+//! address, with permissions, memory attributes, and hardware updates of access flag and dirty state.
+//!
+//! [`translate`] is called for every access that the TLB does not serve, for cache maintenance, and for the AT
+//! instructions. The walk is in [`walk`] alone.
+//!
+//! The contiguous hint has no effect: each of the descriptors of a contiguous range is its own translation, which the
+//! architecture permits, and TLBI by address drops that of its own address.
+
+pub(crate) mod regime;
+mod walk;
+
+pub(crate) use walk::{Failure, Tables};
+
+use crate::abort::{Right, status};
+use regime::Regime;
+use walk::descriptor::{
+    ACCESS_FLAG, ADDRESS, AP_EL0, AP_READ_ONLY, AP_TABLE_NOT_EL0, AP_TABLE_READ_ONLY, DBM,
+    NOT_GLOBAL, PXN, PXN_TABLE, SHAREABILITY_SHIFT, UXN, UXN_TABLE,
+};
+use walk::{Leaf, walk};
+
+/// Who accesses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Accessor {
+    El0,
+    El1,
+    /// EL1 with PSTATE.PAN set.
+    El1WithPan,
+}
+
+/// An access to translate.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Want {
+    pub(crate) accessor: Accessor,
+    /// The right that the access needs. `None`: it needs that the address is translated.
+    pub(crate) right: Option<Right>,
+    /// The access updates access flag and dirty state. Those of cache maintenance and AT do not.
+    pub(crate) updates: bool,
+}
+
+/// Shareability of Device memory, and of memory that is not cached: Outer Shareable.
+const OUTER: u8 = 0b10;
+
+/// The memory type of a translation, as in PAR_EL1.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Memory {
+    /// The attribute, in MAIR_EL1's form.
+    pub(crate) attribute: u8,
+    pub(crate) shareability: u8,
+}
+
+impl Memory {
+    /// Device-nGnRnE.
+    const DEVICE: Memory = Memory {
+        attribute: 0,
+        shareability: OUTER,
+    };
+
+    fn new(attribute: u8, shareability: u8) -> Self {
+        // Normal memory that neither cache holds.
+        const UNCACHED: u8 = 0x44;
+        let shareability = match attribute {
+            0..=0x0f | UNCACHED => OUTER,
+            _ => shareability,
+        };
+        Self {
+            attribute,
+            shareability,
+        }
+    }
+
+    /// Whether the memory is of a Device type, to which accesses must be aligned.
+    pub(crate) fn is_device(self) -> bool {
+        self.attribute & 0xf0 == 0
+    }
+}
+
+/// The result of a translation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Translated {
+    /// The intermediate physical address.
+    pub(crate) ipa: u64,
+    /// What the accessor may do without another translation. A page whose dirty state the processor has to set may
+    /// not be written without.
+    pub(crate) read: bool,
+    pub(crate) write: bool,
+    pub(crate) execute: bool,
+    pub(crate) memory: Memory,
+    /// The logarithm of the bytes that the descriptor maps.
+    pub(crate) bits: u32,
+    /// The translation is valid under every ASID.
+    pub(crate) is_global: bool,
+}
+
+/// Returns what an accessor may do: read, write, execute (AArch64.S1DirectBasePermissions).
+fn rights(regime: &Regime, leaf: &Leaf, accessor: Accessor) -> [bool; 3] {
+    let has = |bit: u64| leaf.descriptor & bit != 0;
+    let is_below = |bit: u64| leaf.above & bit != 0;
+    let for_el0 = has(AP_EL0) && !is_below(AP_TABLE_NOT_EL0);
+    // With DBM the processor can make the page writable.
+    let is_dirty = !has(AP_READ_ONLY) || (regime.sets_dirty && has(DBM));
+    let writable = is_dirty && !is_below(AP_TABLE_READ_ONLY);
+    let [uxn, pxn] =
+        [(UXN, UXN_TABLE), (PXN, PXN_TABLE)].map(|(at, above)| has(at) || is_below(above));
+    let (data, never) = match accessor {
+        Accessor::El0 => (for_el0, uxn),
+        // EL1 does not execute what EL0 can write.
+        Accessor::El1 => (true, pxn || (for_el0 && writable)),
+        Accessor::El1WithPan => (!for_el0, pxn || (for_el0 && writable)),
+    };
+    let write = data && writable;
+    [data, write, !(never || (regime.wxn && write))]
+}
+
+/// Translates an address without tables (AArch64.S1DisabledOutput).
+fn untranslated<R>(regime: &Regime, address: u64, want: &Want) -> Result<Translated, Failure<R>> {
+    // The top byte is ignored where TBI says so.
+    let ipa = match regime.half(address).has_tags {
+        true => address << 8 >> 8,
+        false => address,
+    };
+    if ipa >> regime::MAX_OUTPUT != 0 {
+        return Err(Failure::Fault(status::ADDRESS_SIZE));
+    }
+    // Instructions are write-through cacheable, or not cacheable.
+    let memory = match (want.right, regime.caches_instructions) {
+        (Some(Right::Execute), true) => Memory::new(0xaa, OUTER),
+        (Some(Right::Execute), false) => Memory::new(0x44, OUTER),
+        _ => Memory::DEVICE,
+    };
+    Ok(Translated {
+        ipa,
+        read: true,
+        write: true,
+        execute: true,
+        memory,
+        bits: regime::MAX_OUTPUT,
+        is_global: true,
+    })
+}
+
+/// Translates an address for an access.
+pub(crate) fn translate<T: Tables>(
+    regime: &Regime,
+    address: u64,
+    want: &Want,
+    tables: &mut T,
+) -> Result<Translated, Failure<T::Refusal>> {
+    if !regime.is_enabled {
+        return untranslated(regime, address, want);
+    }
+    let half = regime.half(address);
+    loop {
+        let leaf = walk(regime, &half, address, tables)?;
+        let fault = |status: u8| Err(Failure::Fault(status | leaf.level));
+        let descriptor = leaf.descriptor;
+        if descriptor & ACCESS_FLAG == 0 && !regime.sets_access_flag {
+            return fault(status::ACCESS_FLAG);
+        }
+        let [read, write, execute] = rights(regime, &leaf, want.accessor);
+        let is_allowed = match want.right {
+            None => true,
+            Some(Right::Read) => read,
+            Some(Right::Write) => write,
+            Some(Right::Execute) => execute,
+        };
+        if !is_allowed {
+            return fault(status::PERMISSION);
+        }
+        let mut new = descriptor;
+        if want.updates {
+            new |= ACCESS_FLAG;
+            if want.right == Some(Right::Write) {
+                new &= !AP_READ_ONLY;
+            }
+        }
+        if new != descriptor {
+            let found = tables.replace(leaf.at, descriptor, new);
+            let found = found.map_err(|refusal| Failure::Refused {
+                ipa: leaf.at,
+                level: leaf.level,
+                right: Right::Write,
+                refusal,
+            })?;
+            // Another processor has changed the descriptor meanwhile.
+            if found != descriptor {
+                continue;
+            }
+        }
+        let within = (1 << leaf.bits) - 1;
+        return Ok(Translated {
+            ipa: descriptor & ADDRESS & !within | address & within,
+            read,
+            write: write && new & AP_READ_ONLY == 0,
+            execute,
+            memory: Memory::new(
+                regime.attribute(descriptor >> 2 & 7),
+                (descriptor >> SHAREABILITY_SHIFT & 3) as u8,
+            ),
+            bits: leaf.bits,
+            is_global: descriptor & NOT_GLOBAL == 0,
+        });
+    }
+}

@@ -1,0 +1,263 @@
+//! The software TLB: the pages that loads, stores and fetches reach without a walk.
+//!
+//! An entry leads from a 4 KiB page of virtual addresses to the address by which the machine below accesses the page.
+//! There is a table for each accessor, so that an entry has the final rights. What needs a check at each access is not
+//! entered for data: Device memory, to which accesses must be aligned, and everything while SCTLR_EL1.A is set or
+//! watchpoints are armed.
+//!
+//! The TLB has translations of the current address space, and global ones. Its interface is that of slat-x86's first
+//! level, which names spaces in the same way. A second level, which keeps the translations of other spaces, would be
+//! behind [`Tlb::switch`] and [`Tlb::drop_page`].
+
+use crate::abort::Right;
+use crate::stage1::Accessor;
+use alloc::vec::Vec;
+
+/// Entries of a table, and tables: for EL0, for EL1, and for EL1 with PAN.
+const ENTRIES: usize = 1024;
+const TABLES: usize = 3;
+
+/// The logarithm of the bytes of an entry's page.
+pub(crate) const PAGE_BITS: u32 = 12;
+const OFFSET: u64 = (1 << PAGE_BITS) - 1;
+/// The bits of an address that TLBI compares: without a tag.
+const COMPARED: u64 = (1 << 56) - 1;
+
+/// The tag that no page has: a page's tag is the address of its last byte.
+const EMPTY: u64 = 0;
+
+/// An entry.
+#[derive(Clone, Copy)]
+struct Entry {
+    /// The page's tag for reads, writes and fetches, or [`EMPTY`].
+    tags: [u64; 3],
+    /// The machine's address of the page minus the page's virtual address.
+    addend: u64,
+    /// The page's virtual address, for TLBI.
+    page: u64,
+    /// The logarithm of the bytes that the descriptor maps of which this page is a part.
+    bits: u32,
+    is_global: bool,
+}
+
+impl Entry {
+    const NONE: Entry = Entry {
+        tags: [EMPTY; 3],
+        addend: 0,
+        page: 0,
+        bits: PAGE_BITS,
+        is_global: false,
+    };
+
+    fn is_used(&self) -> bool {
+        self.tags != [EMPTY; 3]
+    }
+}
+
+/// A page to enter.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Page {
+    /// The machine's address of the page's first byte.
+    pub(crate) base: u64,
+    /// Which of reads, writes and fetches need no other translation.
+    pub(crate) rights: [bool; 3],
+    /// The logarithm of the bytes that the descriptor maps.
+    pub(crate) bits: u32,
+    /// The translation is valid in all address spaces.
+    pub(crate) is_global: bool,
+}
+
+pub(crate) struct Tlb {
+    entries: Vec<Entry>,
+    /// The indices of the entries in use, so that a flush costs no more than the fills.
+    filled: Vec<u16>,
+    /// A page that is part of a larger one was entered since the last full flush.
+    has_large: bool,
+    /// The current address space.
+    space: u16,
+}
+
+fn table(accessor: Accessor) -> usize {
+    match accessor {
+        Accessor::El0 => 0,
+        Accessor::El1 => ENTRIES,
+        Accessor::El1WithPan => 2 * ENTRIES,
+    }
+}
+
+#[inline(always)]
+fn index(accessor: Accessor, address: u64) -> usize {
+    table(accessor) | (address >> PAGE_BITS) as usize & (ENTRIES - 1)
+}
+
+impl Tlb {
+    pub(crate) fn new() -> Self {
+        Self {
+            entries: alloc::vec![Entry::NONE; TABLES * ENTRIES],
+            filled: Vec::new(),
+            has_large: false,
+            space: 0,
+        }
+    }
+
+    /// Returns the machine's address of `bytes` bytes, if they are in one page that may be accessed so.
+    #[inline(always)]
+    pub(crate) fn find(
+        &self,
+        accessor: Accessor,
+        right: Right,
+        address: u64,
+        bytes: u64,
+    ) -> Option<u64> {
+        let entry = &self.entries[index(accessor, address)];
+        let tag = address.wrapping_add(bytes - 1) | OFFSET;
+        (entry.tags[right as usize] == tag).then(|| entry.addend.wrapping_add(address))
+    }
+
+    /// Enters the page of an address.
+    pub(crate) fn fill(&mut self, accessor: Accessor, address: u64, page: &Page) {
+        let index = index(accessor, address);
+        let entry = &mut self.entries[index];
+        if !entry.is_used() {
+            self.filled.push(index as u16);
+        }
+        let start = address & !OFFSET;
+        *entry = Entry {
+            tags: page
+                .rights
+                .map(|has| if has { address | OFFSET } else { EMPTY }),
+            addend: page.base.wrapping_sub(start),
+            page: start,
+            bits: page.bits,
+            is_global: page.is_global,
+        };
+        if !entry.is_used() {
+            self.filled.retain(|filled| usize::from(*filled) != index);
+        }
+        self.has_large |= page.bits > PAGE_BITS;
+    }
+
+    /// Drops the entries for which `drops` holds.
+    fn drop_if(&mut self, drops: impl Fn(&Entry) -> bool) {
+        let entries = &mut self.entries;
+        self.filled.retain(|index| {
+            let entry = &mut entries[usize::from(*index)];
+            let drops = drops(entry);
+            if drops {
+                *entry = Entry::NONE;
+            }
+            !drops
+        });
+    }
+
+    /// Drops all translations.
+    pub(crate) fn flush(&mut self) {
+        self.drop_if(|_| true);
+        self.has_large = false;
+    }
+
+    /// Makes an address space the current one. Global translations are kept.
+    pub(crate) fn switch(&mut self, space: u16) {
+        if space != self.space {
+            self.space = space;
+            self.drop_if(|entry| !entry.is_global);
+        }
+    }
+
+    /// Drops the translations of an address space, but not the global ones.
+    pub(crate) fn forget(&mut self, space: u16) {
+        if space == self.space {
+            self.drop_if(|entry| !entry.is_global);
+        }
+    }
+
+    /// Drops the translations of a page, with all other parts of the larger page that a descriptor maps: the global
+    /// ones, and those of `space`. `None`: of all address spaces.
+    pub(crate) fn drop_page(&mut self, address: u64, space: Option<u16>) {
+        let is_current = space.is_none_or(|space| space == self.space);
+        let drops = |entry: &Entry| {
+            (entry.page ^ address) & COMPARED & (!0 << entry.bits) == 0
+                && (is_current || entry.is_global)
+        };
+        if self.has_large {
+            return self.drop_if(drops);
+        }
+        for accessor in [Accessor::El0, Accessor::El1, Accessor::El1WithPan] {
+            let index = index(accessor, address);
+            let entry = &mut self.entries[index];
+            if entry.is_used() && drops(entry) {
+                *entry = Entry::NONE;
+                self.filled.retain(|filled| usize::from(*filled) != index);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn page(bits: u32, is_global: bool) -> Page {
+        Page {
+            base: 0x7000,
+            rights: [true, false, true],
+            bits,
+            is_global,
+        }
+    }
+
+    fn knows(tlb: &Tlb, address: u64) -> bool {
+        tlb.find(Accessor::El1, Right::Read, address, 8).is_some()
+    }
+
+    #[test]
+    fn an_entry_has_its_rights_alone_and_ends_with_its_page() {
+        let mut tlb = Tlb::new();
+        tlb.fill(Accessor::El1, 0x5123, &page(12, false));
+        let find = |accessor, right, address, bytes| tlb.find(accessor, right, address, bytes);
+        assert_eq!(find(Accessor::El1, Right::Read, 0x5ff8, 8), Some(0x7ff8));
+        assert_eq!(find(Accessor::El1, Right::Read, 0x5ff9, 8), None);
+        assert_eq!(find(Accessor::El1, Right::Execute, 0x5000, 4), Some(0x7000));
+        assert_eq!(find(Accessor::El1, Right::Write, 0x5000, 4), None);
+        assert_eq!(find(Accessor::El0, Right::Read, 0x5000, 4), None);
+        assert_eq!(find(Accessor::El1WithPan, Right::Read, 0x5000, 4), None);
+    }
+
+    #[test]
+    fn a_switch_keeps_what_is_global_and_a_flush_nothing() {
+        for pages in [1, 500, 5000u64] {
+            let mut tlb = Tlb::new();
+            let known = pages.saturating_sub(ENTRIES as u64)..pages;
+            for n in 0..pages {
+                tlb.fill(Accessor::El1, n << 12, &page(12, n % 2 == 0));
+            }
+            assert!(known.clone().all(|n| knows(&tlb, n << 12)));
+            tlb.switch(0);
+            tlb.forget(3);
+            assert!(known.clone().all(|n| knows(&tlb, n << 12)));
+            tlb.switch(3);
+            assert!(known.clone().all(|n| knows(&tlb, n << 12) == (n % 2 == 0)));
+            tlb.flush();
+            assert!(known.clone().all(|n| !knows(&tlb, n << 12)));
+            assert!(tlb.filled.is_empty());
+        }
+    }
+
+    #[test]
+    fn a_page_goes_with_the_other_parts_of_its_block() {
+        let mut tlb = Tlb::new();
+        for n in 0..8 {
+            tlb.fill(Accessor::El1, n << 12, &page(14, n < 4));
+        }
+        tlb.fill(Accessor::El1, 8 << 12, &page(12, false));
+        // Another address space has no translation here, but global ones go with it.
+        tlb.drop_page(6 << 12, Some(9));
+        assert!((0..9).all(|n| knows(&tlb, n << 12)));
+        tlb.drop_page(1 << 12, Some(9));
+        assert!((0..9).all(|n| knows(&tlb, n << 12) == (n >= 4)));
+        tlb.drop_page(5 << 12, None);
+        assert!((0..9).all(|n| knows(&tlb, n << 12) == (n == 8)));
+        tlb.drop_page(8 << 12, Some(0));
+        assert!(!knows(&tlb, 8 << 12) && tlb.filled.is_empty());
+    }
+}
