@@ -93,6 +93,16 @@ impl Cpu {
         self.caches.invalidate(invalidation);
     }
 
+    /// Returns the intermediate physical address at which EL1 would read an address, for a debugger: the flags of the
+    /// tables stay as they are. `None`: the address is not mapped, or the machine below has no such table.
+    pub fn translate<H: Hypervisor>(&mut self, below: &mut H, address: u64) -> Option<u64> {
+        let mut mmu = Mmu {
+            caches: &mut self.caches,
+            below,
+        };
+        mmu.peek(&self.state, address)
+    }
+
     /// Takes an interrupt that is pending, unless PSTATE masks it. Returns whether it did.
     fn take_pending(&mut self) -> bool {
         let pending = self.pending;

@@ -101,6 +101,7 @@ pub use insn::{AtomicOp, Barrier, Hint, Order, SystemName};
 pub use memory::{AddressTranslation, Invalidation, Machine, Maintenance, Memory};
 pub use now::Stop;
 pub use pstate::Pstate;
+pub use registers::{is_writable, system_registers};
 pub use run::{Block, Exit};
 pub use state::{Exclusive, State};
 pub use syndrome::Syndrome;

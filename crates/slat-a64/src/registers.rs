@@ -194,6 +194,16 @@ pub(crate) fn find(name: SystemName) -> Option<Row> {
         .map(Row)
 }
 
+/// Returns the names of the system registers that the processor holds.
+pub fn system_registers() -> impl Iterator<Item = SystemName> {
+    REGISTERS.iter().map(|register| register.name)
+}
+
+/// Whether the processor holds this register, and writes change some of its bits.
+pub fn is_writable(name: SystemName) -> bool {
+    find(name).is_some_and(|row| row.register().writable != 0)
+}
+
 /// The values of the registers of the table.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Values([u64; REGISTERS.len()]);

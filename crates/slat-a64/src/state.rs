@@ -10,6 +10,11 @@ use crate::registers::{
 /// The flags N, Z, C, V in bits 31 to 28, as in NZCV and SPSR_EL1.
 pub const NZCV_SHIFT: u32 = 28;
 
+/// The bits of FPCR that exist: AHP, DN, FZ, RMode, FZ16. Traps of floating-point exceptions do not exist.
+const FPCR_WRITABLE: u32 = 0x07c8_0000;
+/// The bits of FPSR that exist: QC, and the cumulative exception bits.
+const FPSR_WRITABLE: u32 = 0x0800_009f;
+
 /// The address and the value of the last exclusive load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Exclusive {
@@ -99,6 +104,37 @@ impl State {
             core::mem::swap(&mut self.sp, &mut self.other_sp);
         }
         self.pstate = pstate;
+    }
+
+    /// Returns SP_EL0 or, with `el1`, SP_EL1.
+    pub fn stack_pointer(&self, el1: bool) -> u64 {
+        match el1 == self.uses_own_stack() {
+            true => self.sp,
+            false => self.other_sp,
+        }
+    }
+
+    /// Sets SP_EL0 or, with `el1`, SP_EL1.
+    pub fn set_stack_pointer(&mut self, el1: bool, value: u64) {
+        match el1 == self.uses_own_stack() {
+            true => self.sp = value,
+            false => self.other_sp = value,
+        }
+    }
+
+    /// Whether the stack pointer is SP_EL1.
+    fn uses_own_stack(&self) -> bool {
+        self.pstate.el1 && self.pstate.own_stack
+    }
+
+    /// Sets the bits of FPCR that exist.
+    pub fn set_fpcr(&mut self, value: u32) {
+        self.fpcr = value & FPCR_WRITABLE;
+    }
+
+    /// Sets the bits of FPSR that exist.
+    pub fn set_fpsr(&mut self, value: u32) {
+        self.fpsr = value & FPSR_WRITABLE;
     }
 
     /// Returns a system register that the processor itself holds.

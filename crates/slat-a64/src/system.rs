@@ -33,11 +33,6 @@ const DZP: u64 = 1 << 4;
 /// come by IC (DIC is clear), and no cleaning before (IDC is set).
 const CTR: u64 = 0x9444_c004;
 
-/// The bits of FPCR that exist: AHP, DN, FZ, RMode, FZ16. Traps of floating-point exceptions do not exist.
-const FPCR_WRITABLE: u32 = 0x07c8_0000;
-/// The bits of FPSR that exist: QC, and the cumulative exception bits.
-const FPSR_WRITABLE: u32 = 0x0800_009f;
-
 /// Bytes that DC ZVA clears, of which DCZID_EL0 has the logarithm.
 pub(crate) const ZERO_BLOCK_BYTES: u32 = 64;
 
@@ -158,11 +153,11 @@ pub(crate) fn write<M: Machine>(
         DIT => state.pstate.dit = value & DIT_BIT != 0,
         FPCR => {
             check_vectors(state)?;
-            state.fpcr = value as u32 & FPCR_WRITABLE;
+            state.set_fpcr(value as u32);
         }
         FPSR => {
             check_vectors(state)?;
-            state.fpsr = value as u32 & FPSR_WRITABLE;
+            state.set_fpsr(value as u32);
         }
         DAIF => {
             need(state, SCTLR_UMA)?;
