@@ -8,7 +8,7 @@ use crate::exception::Interrupt;
 use crate::hypervisor::Hypervisor;
 use crate::insn::{Hint, SystemName};
 use crate::memory::Invalidation;
-use crate::mmu::Mmu;
+use crate::mmu::{Mmu, peek};
 use crate::now::Stop;
 use crate::run::{Exit, Went, one};
 use crate::stage1::regime::asid;
@@ -95,12 +95,8 @@ impl Cpu {
 
     /// Returns the intermediate physical address at which EL1 would read an address, for a debugger: the flags of the
     /// tables stay as they are. `None`: the address is not mapped, or the machine below has no such table.
-    pub fn translate<H: Hypervisor>(&mut self, below: &mut H, address: u64) -> Option<u64> {
-        let mut mmu = Mmu {
-            caches: &mut self.caches,
-            below,
-        };
-        mmu.peek(&self.state, address)
+    pub fn translate<H: Hypervisor>(&self, below: &mut H, address: u64) -> Option<u64> {
+        peek(&self.state, below, address)
     }
 
     /// Takes an interrupt that is pending, unless PSTATE masks it. Returns whether it did.

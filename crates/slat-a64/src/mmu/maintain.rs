@@ -56,24 +56,6 @@ impl<H: Hypervisor> Mmu<'_, H> {
     }
 }
 
-impl<H: Hypervisor> Mmu<'_, H> {
-    /// Translates an address as a read of EL1, without an effect on the tables.
-    pub(crate) fn peek(&mut self, state: &State, address: u64) -> Option<u64> {
-        let request = Request {
-            reported: None,
-            want: Want {
-                accessor: Accessor::El1,
-                right: None,
-                updates: false,
-            },
-            is_maintenance: true,
-            is_atomic: false,
-        };
-        let translated = self.stage1(state, address, &request).ok()?;
-        Some(translated.ipa)
-    }
-}
-
 impl<H: Hypervisor> Machine for Mmu<'_, H> {
     fn read_system(&mut self, state: &State, name: SystemName) -> Option<u64> {
         self.below.read_system(state, name)

@@ -67,6 +67,18 @@ impl<H: Hypervisor> Tables for Below<'_, H> {
     }
 }
 
+/// Translates an address as a read of EL1, without an effect on the tables.
+pub(crate) fn peek<H: Hypervisor>(state: &State, below: &mut H, address: u64) -> Option<u64> {
+    let want = Want {
+        accessor: Accessor::El1,
+        right: None,
+        updates: false,
+    };
+    let regime = Regime::of(&state.system);
+    let translated = translate(&regime, address, &want, &mut Below(below)).ok()?;
+    Some(translated.ipa)
+}
+
 /// Returns whose rights an access has.
 #[inline(always)]
 fn accessor(state: &State, kind: Kind) -> Accessor {

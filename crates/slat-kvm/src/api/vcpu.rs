@@ -34,6 +34,38 @@ impl VcpuFd {
         })
     }
 
+    /// Carries out `KVM_GET_MP_STATE`.
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn get_mp_state(&self) -> Result<kvm_mp_state> {
+        self.vcpu.get_mp_state()
+    }
+
+    /// Carries out `KVM_SET_MP_STATE`.
+    ///
+    /// # Errors
+    /// `EINVAL` for a state that the architecture does not have.
+    pub fn set_mp_state(&self, mp_state: kvm_mp_state) -> Result<()> {
+        self.vcpu.set_mp_state(mp_state)
+    }
+
+    /// Carries out `KVM_GET_VCPU_EVENTS`.
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn get_vcpu_events(&self) -> Result<kvm_vcpu_events> {
+        self.vcpu.get_vcpu_events()
+    }
+
+    /// Carries out `KVM_SET_VCPU_EVENTS`.
+    ///
+    /// # Errors
+    /// `EINVAL` for unknown flags and impossible events.
+    pub fn set_vcpu_events(&self, vcpu_events: &kvm_vcpu_events) -> Result<()> {
+        self.vcpu.set_vcpu_events(vcpu_events)
+    }
+
     /// Carries out `KVM_SET_SIGNAL_MASK`, which kvm-ioctls does not have.
     ///
     /// # Errors

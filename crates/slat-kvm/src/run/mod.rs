@@ -313,7 +313,7 @@ impl VcpuObject {
 
     /// Stores the guest's stack for a profile.
     #[cold]
-    fn sample(&self, inner: &Inner) {
+    fn sample(&self, inner: &mut Inner) {
         let mut stack = [0; MOST_FRAMES];
         let count = inner.machine.stack(&inner.cpu, &mut stack);
         let origin = Origin {

@@ -22,8 +22,10 @@ impl VmObject {
     /// The architecture's error without interrupt controllers: `ENXIO` on x86.
     pub fn irq_line(&self, gsi: u32, level: bool) -> Result<i32> {
         let _call = self.begin()?;
-        self.interrupts.check_line(gsi)?;
-        Ok(self.interrupts.set_line(gsi, USERSPACE, level))
+        match self.interrupts.set_own_line(gsi, level)? {
+            Some(status) => Ok(status),
+            None => Ok(self.interrupts.set_line(gsi, USERSPACE, level)),
+        }
     }
 
     /// Carries out `KVM_SIGNAL_MSI`. Returns the number of vCPUs that accepted the interrupt, including those for which

@@ -4,6 +4,9 @@ use crate::requests::{io, ior, iow, requests};
 use kvm_bindings::*;
 
 requests! { name_of_request:
+    // vCPU
+    KVM_ARM_VCPU_INIT = iow::<kvm_vcpu_init>(0xae);
+    KVM_ARM_VCPU_FINALIZE = iow::<i32>(0xc2);
     // VM
     KVM_CREATE_IRQCHIP = io(0x60);
     KVM_ARM_SET_DEVICE_ADDR = iow::<kvm_arm_device_addr>(0xab);

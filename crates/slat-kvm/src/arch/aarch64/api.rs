@@ -1,8 +1,8 @@
 //! The methods of kvm-ioctls that only arm64 has.
 
-use crate::api::{Kvm, VmFd};
-use crate::errno::Result;
-use kvm_bindings::{KVM_VM_TYPE_ARM_IPA_SIZE_MASK, kvm_vcpu_init};
+use crate::api::{Kvm, VcpuFd, VmFd};
+use crate::errno::{Result, fail};
+use kvm_bindings::{KVM_VM_TYPE_ARM_IPA_SIZE_MASK, RegList, kvm_vcpu_init};
 use kvm_ioctls::Cap;
 
 impl Kvm {
@@ -44,6 +44,72 @@ impl VmFd {
     /// `EIO` in a forked child.
     pub fn get_preferred_target(&self, kvi: &mut kvm_vcpu_init) -> Result<()> {
         *kvi = self.vm.preferred_target()?;
+        Ok(())
+    }
+}
+
+impl VcpuFd {
+    /// Carries out `KVM_ARM_VCPU_INIT`.
+    ///
+    /// # Errors
+    /// `EINVAL` for another target than [`VmFd::get_preferred_target`] returns, for a feature that the processor does
+    /// not have, and for other features than in an earlier call. `ENOENT` for an unknown feature.
+    pub fn vcpu_init(&self, kvi: &kvm_vcpu_init) -> Result<()> {
+        self.vcpu.init(kvi)
+    }
+
+    /// Carries out `KVM_GET_ONE_REG`: writes the register `reg_id` to `data`. Returns the number of its bytes.
+    ///
+    /// # Errors
+    /// `ENOEXEC` before [`vcpu_init`](Self::vcpu_init). `ENOENT` for an unknown register. `EINVAL` if `data` has less
+    /// bytes than the register.
+    pub fn get_one_reg(&self, reg_id: u64, data: &mut [u8]) -> Result<usize> {
+        let mut value = [0; 16];
+        let len = self.vcpu.get_one_reg(reg_id, &mut value)?;
+        match data.get_mut(..len) {
+            Some(data) => data.copy_from_slice(&value[..len]),
+            None => return fail(libc::EINVAL),
+        }
+        Ok(len)
+    }
+
+    /// Carries out `KVM_SET_ONE_REG`: sets the register `reg_id` to `data`. Returns the number of its bytes.
+    ///
+    /// # Errors
+    /// `ENOEXEC` before [`vcpu_init`](Self::vcpu_init). `ENOENT` for an unknown register. `EINVAL` for a value that the
+    /// register cannot have, and if `data` has less bytes than the register.
+    pub fn set_one_reg(&self, reg_id: u64, data: &[u8]) -> Result<usize> {
+        let mut len = 0;
+        self.vcpu.set_one_reg(reg_id, |value| {
+            len = value.len();
+            match data.get(..len) {
+                Some(data) => value.copy_from_slice(data),
+                None => return fail(libc::EINVAL),
+            }
+            Ok(())
+        })?;
+        Ok(len)
+    }
+
+    /// Carries out `KVM_GET_REG_LIST`: writes the ids of all registers to `reg_list`.
+    ///
+    /// # Errors
+    /// `ENOEXEC` before [`vcpu_init`](Self::vcpu_init). `E2BIG` if the list is too short.
+    pub fn get_reg_list(&self, reg_list: &mut RegList) -> Result<()> {
+        let registers = self.vcpu.registers()?;
+        let room = reg_list.as_slice().len();
+        if room < registers.len() {
+            return fail(libc::E2BIG);
+        }
+        reg_list.retain({
+            let mut kept = 0;
+            let count = registers.len();
+            move |_| {
+                kept += 1;
+                kept <= count
+            }
+        });
+        reg_list.as_mut_slice().copy_from_slice(&registers);
         Ok(())
     }
 }

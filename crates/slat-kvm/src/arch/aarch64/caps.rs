@@ -8,8 +8,16 @@ use slat::MmuKind;
 /// Returns the value of a capability; 0 if slat does not have the capability.
 pub(crate) fn capability(cap: u32, _: MmuKind) -> u32 {
     match cap {
-        // VMs of every type have all registers of the API for 64-bit Arm.
-        KVM_CAP_ONE_REG => 1,
+        KVM_CAP_ONE_REG
+        | KVM_CAP_MP_STATE
+        | KVM_CAP_VCPU_EVENTS
+        | KVM_CAP_ARM_PSCI
+        | KVM_CAP_ARM_PSCI_0_2
+        | KVM_CAP_ARM_NISV_TO_USER
+        | KVM_CAP_ARM_INJECT_SERROR_ESR
+        | KVM_CAP_ARM_INJECT_EXT_DABT
+        | KVM_CAP_ENABLE_CAP => 1,
+        KVM_CAP_ARM_USER_IRQ => 1,
         KVM_CAP_ARM_VM_IPA_SIZE => ipa_limit(),
         KVM_CAP_MAX_VCPU_ID => MAX_VCPU_ID,
         _ => 0,

@@ -13,11 +13,16 @@ pub(crate) fn ticks() -> u64 {
 
 /// Returns the frequency of the counter, in kHz; at least 1.
 pub(crate) fn ticks_khz() -> u32 {
+    (frequency() / 1000).max(1) as u32
+}
+
+/// Returns the frequency of the counter, in Hz; at least 1.
+pub(crate) fn frequency() -> u64 {
     let hertz: u64;
     // SAFETY: Linux lets user space read this register, which has no side effect.
     unsafe { asm!("mrs {}, cntfrq_el0", out(reg) hertz, options(nomem, nostack, preserves_flags)) };
     // The register has 32 bits.
-    (hertz as u32 / 1000).max(1)
+    u64::from(hertz as u32).max(1)
 }
 
 /// Has nothing to do: the frequency is in a register, and need not be measured.

@@ -1,33 +1,92 @@
-//! The CPU of a vCPU, and what it tells its machine. The CPU has no value, because slat has no processor for AArch64 code yet.
+//! The CPU of a vCPU: the processor of slat-a64, an access to a device that the client completes, and a debugger's
+//! probes.
 
-use std::sync::atomic::AtomicU32;
+use slat_a64::{Cpu, Hint, Hypervisor, Invalidation, Leave, Pending, Right, Stage2, Syndrome};
+use std::ops::{Deref, DerefMut};
+use std::sync::atomic::{AtomicU32, Ordering};
 
-/// The registers of a CPU.
-#[derive(Clone, Debug)]
-pub(crate) enum State {}
+pub(crate) use slat_a64::State;
+
+/// How many instructions a run executes before it counts them.
+const BATCH: u64 = 1 << 16;
 
 /// The CPU of a vCPU.
 pub(crate) struct Executor {
-    pub(crate) state: State,
+    cpu: Cpu,
+    counters: Counters,
+    /// The access of the instruction at the program counter that a device completes.
+    access: Option<Syndrome>,
+    probes: Vec<Probe>,
+    /// Whether the debugger lets the CPU execute one instruction only.
+    steps: bool,
+    /// Whether a code probe at the next instruction is passed.
+    passes: bool,
 }
+
+/// The machine around a CPU.
+pub(crate) trait Machine: Hypervisor<Fault = Refusal> {}
+
+impl<M: Hypervisor<Fault = Refusal>> Machine for M {}
 
 /// Why a run of the CPU ended.
 #[derive(Debug)]
-pub(crate) enum Exit {}
+pub(crate) enum Exit {
+    /// The attention word has a bit.
+    Attention,
+    /// The processor has executed WFI.
+    Wfi,
+    /// The processor has executed WFE or YIELD: it waits for another processor.
+    Yield,
+    /// The processor calls the firmware by HVC with this immediate. The program counter is after the instruction.
+    Hvc(u16),
+    /// The processor has executed SMC. The program counter is after the instruction.
+    Smc,
+    /// An access to an address without memory. The program counter is that of the instruction.
+    /// [`Executor::complete_mmio_read`] or [`Executor::complete_mmio_write`] completes the instruction, after
+    /// [`Executor::expect`].
+    Mmio {
+        fault: Stage2<Refusal>,
+        syndrome: Option<Syndrome>,
+    },
+    /// The processor has invalidated translations, which all vCPUs have to drop.
+    Invalidated(Invalidation),
+    /// The host memory that backs guest memory is not accessible.
+    BadAddress,
+    /// There was no memory for a second-level table.
+    OutOfMemory,
+    /// A debugger's probe was hit, or a step was made.
+    Probe(ProbeHit),
+}
+
+/// Why the processor cannot access guest-physical memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Refusal {
+    /// No memslot has the address, or a write is to a read-only memslot.
+    Device,
+    /// The access has to be tried again after the attention word's requests were served. A bit is raised.
+    Retry,
+    /// The host memory is not accessible.
+    BadAddress,
+    /// There was no memory for a second-level table.
+    OutOfMemory,
+}
 
 /// The counters of a CPU's own work.
-#[derive(Debug)]
-pub enum Counters {}
+#[derive(Debug, Default)]
+pub struct Counters {
+    /// Batches of instructions: how often the interpreter was begun.
+    batches: u64,
+}
 
 impl Counters {
     /// The names of the counters.
-    pub const NAMES: [&'static str; Self::COUNT] = [];
+    pub const NAMES: [&'static str; Self::COUNT] = ["batches"];
     /// The number of counters.
-    pub const COUNT: usize = 0;
+    pub const COUNT: usize = 1;
 
     /// Returns the values.
     pub fn to_array(&self) -> [u64; Self::COUNT] {
-        match *self {}
+        [self.batches]
     }
 }
 
@@ -66,49 +125,163 @@ pub(crate) enum ProbeHit {
     Step,
 }
 
+impl Deref for Executor {
+    type Target = Cpu;
+
+    fn deref(&self) -> &Cpu {
+        &self.cpu
+    }
+}
+
+impl DerefMut for Executor {
+    fn deref_mut(&mut self) -> &mut Cpu {
+        &mut self.cpu
+    }
+}
+
 impl Executor {
+    /// Creates a CPU in its reset state.
+    pub(crate) fn new() -> Self {
+        Executor {
+            cpu: Cpu::new(State::reset()),
+            counters: Counters::default(),
+            access: None,
+            probes: Vec::new(),
+            steps: false,
+            passes: false,
+        }
+    }
+
+    /// Resets the processor, which then begins at address 0 with its own stack pointer and everything masked.
+    pub(crate) fn reset(&mut self) {
+        self.cpu.state = State::reset();
+        self.cpu.pending = Pending::default();
+        self.access = None;
+        self.cpu.forget_pages();
+    }
+
     /// Executes guest code until an exit.
-    pub(crate) fn run(&mut self, _: &mut impl Sized, _: &AtomicU32) -> Exit {
-        match self.state {}
+    pub(crate) fn run(&mut self, machine: &mut impl Machine, attention: &AtomicU32) -> Exit {
+        let is_probed = !self.probes.is_empty() || self.steps;
+        loop {
+            if attention.load(Ordering::SeqCst) != 0 {
+                return Exit::Attention;
+            }
+            self.counters.batches += 1;
+            let exit = match is_probed {
+                true => self.step(machine),
+                false => {
+                    let leave = self.cpu.run(machine, BATCH);
+                    self.exit(leave)
+                }
+            };
+            if let Some(exit) = exit {
+                return exit;
+            }
+        }
     }
 
-    /// Finishes the instruction that the last exit interrupted. `None`: it is finished, and has no other exit.
-    pub(crate) fn complete(&mut self, _: &mut impl Sized, _: &AtomicU32) -> Option<Exit> {
-        match self.state {}
+    /// Executes one instruction for a debugger. `None`: the run continues.
+    #[cold]
+    fn step(&mut self, machine: &mut impl Machine) -> Option<Exit> {
+        let pc = self.cpu.state.pc;
+        let is_code = |probe: &Probe| probe.kind == ProbeKind::Execute && probe.first == pc;
+        let passes = std::mem::take(&mut self.passes);
+        if !passes && !self.steps && self.probes.iter().any(is_code) {
+            return Some(Exit::Probe(ProbeHit::Code));
+        }
+        let leave = self.cpu.run(machine, 1);
+        match self.exit(leave) {
+            None if self.steps => Some(Exit::Probe(ProbeHit::Step)),
+            exit => exit,
+        }
     }
 
-    /// Whether the last exit has interrupted an instruction.
+    /// Returns the exit of a run of the processor. `None`: the run continues.
+    fn exit(&mut self, leave: Leave<Refusal>) -> Option<Exit> {
+        Some(match leave {
+            Leave::Limit => return None,
+            Leave::Attention => Exit::Attention,
+            Leave::Hint(Hint::Wfi) => Exit::Wfi,
+            Leave::Hint(Hint::Wfe | Hint::Yield) => Exit::Yield,
+            Leave::Hint(_) => return None,
+            Leave::Hvc(immediate) => Exit::Hvc(immediate),
+            Leave::Smc(_) => Exit::Smc,
+            Leave::Invalidated(invalidation) => Exit::Invalidated(invalidation),
+            Leave::Stage2 { fault, syndrome } => match fault.reason {
+                Refusal::Device => Exit::Mmio { fault, syndrome },
+                // The machine has raised a bit of the attention word.
+                Refusal::Retry => Exit::Attention,
+                Refusal::BadAddress => Exit::BadAddress,
+                Refusal::OutOfMemory => Exit::OutOfMemory,
+            },
+        })
+    }
+
+    /// Has nothing to finish: an instruction has one exit at the most.
+    pub(crate) fn complete(&mut self, _: &mut impl Machine, _: &AtomicU32) -> Option<Exit> {
+        None
+    }
+
+    /// Whether the last exit has interrupted an instruction that executes in parts. No instruction does.
     pub(crate) fn is_unfinished(&self) -> bool {
-        match self.state {}
+        false
     }
 
-    /// Provides the data that an MMIO read has asked for.
-    pub(crate) fn complete_mmio_read(&mut self, _: &[u8]) {
-        match self.state {}
+    /// Notes that a device completes this access, which the instruction at the program counter makes.
+    pub(crate) fn expect(&mut self, access: Syndrome) {
+        self.access = Some(access);
     }
 
-    /// Makes the CPU try an interrupted access again.
-    pub(crate) fn forget_interrupted(&mut self) {
-        match self.state {}
+    /// Completes the store at the program counter.
+    pub(crate) fn complete_mmio_write(&mut self) {
+        self.complete_mmio_read(&[]);
     }
 
-    /// Whether the CPU runs a nested guest.
+    /// Completes the load at the program counter with the data that it has asked for.
+    pub(crate) fn complete_mmio_read(&mut self, data: &[u8]) {
+        let mut bytes = [0; 8];
+        bytes[..data.len()].copy_from_slice(data);
+        if let Some(access) = self.access.take() {
+            access.complete(&mut self.cpu.state, u64::from_le_bytes(bytes));
+        }
+    }
+
+    /// Skips the instruction at the program counter, which has no effect.
+    pub(crate) fn skip(&mut self) {
+        self.cpu.state.pc = self.cpu.state.pc.wrapping_add(4);
+    }
+
+    /// Makes the CPU try an interrupted access again, which it does anyhow.
+    pub(crate) fn forget_interrupted(&mut self) {}
+
+    /// Whether the CPU runs a nested guest. There is no EL2.
     pub(crate) fn is_in_guest_mode(&self) -> bool {
-        match self.state {}
+        false
     }
 
     /// Returns the counters of the CPU's work.
     pub(crate) fn counters(&self) -> &Counters {
-        match self.state {}
+        &self.counters
     }
 
     /// Replaces the debugger's probes.
-    pub(crate) fn set_probes(&mut self, _: Vec<Probe>, _steps: bool) {
-        match self.state {}
+    pub(crate) fn set_probes(&mut self, probes: Vec<Probe>, steps: bool) {
+        self.probes = probes;
+        self.steps = steps;
     }
 
     /// Makes the CPU pass a code probe at the next instruction.
     pub(crate) fn pass_probe(&mut self) {
-        match self.state {}
+        self.passes = true;
+    }
+}
+
+/// Returns the access of the engine for a right.
+pub(crate) fn access(right: Right) -> slat::Access {
+    match right {
+        Right::Read => slat::Access::Read,
+        Right::Write => slat::Access::Write,
+        Right::Execute => slat::Access::Execute,
     }
 }

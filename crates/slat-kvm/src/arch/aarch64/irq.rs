@@ -1,12 +1,14 @@
 //! How interrupts reach vCPUs: not at all without an interrupt controller.
 
 use crate::arch::aarch64::devices::{Device, VmTimer};
+use crate::arch::aarch64::state::{LINE_FIQ, LINE_IRQ};
 use crate::arch::aarch64::target::Target;
 use crate::errno::{Result, fail};
 use crate::irq::Interrupts;
 use crate::routing::Routes;
 use crate::ticker::VmTimers;
 use kvm_bindings::*;
+use std::sync::atomic::Ordering;
 
 impl Interrupts {
     /// Whether the VM has an interrupt controller.
@@ -14,16 +16,41 @@ impl Interrupts {
         false
     }
 
-    /// Checks that the client may change the level of a line.
+    /// Sets a line that belongs to no GSI: an interrupt line of a vCPU's processor. Returns the status of
+    /// `KVM_IRQ_LINE_STATUS`.
     ///
     /// # Errors
-    /// `ENXIO` for a line of an interrupt controller. `EINVAL` for a line of a vCPU, which does not exist, and for an
-    /// unknown type.
-    pub(crate) fn check_line(&self, line: u32) -> Result<()> {
-        match line >> KVM_ARM_IRQ_TYPE_SHIFT & KVM_ARM_IRQ_TYPE_MASK {
-            KVM_ARM_IRQ_TYPE_PPI | KVM_ARM_IRQ_TYPE_SPI => fail(libc::ENXIO),
-            _ => fail(libc::EINVAL),
+    /// `ENXIO` for a line of an interrupt controller. `EINVAL` for a vCPU that does not exist, and for an unknown type
+    /// or number (api.rst 4.25).
+    pub(crate) fn set_own_line(&self, line: u32, level: bool) -> Result<Option<i32>> {
+        let field = |shift: u32, mask: u32| line >> shift & mask;
+        match field(KVM_ARM_IRQ_TYPE_SHIFT, KVM_ARM_IRQ_TYPE_MASK) {
+            KVM_ARM_IRQ_TYPE_CPU => {}
+            KVM_ARM_IRQ_TYPE_PPI | KVM_ARM_IRQ_TYPE_SPI => return fail(libc::ENXIO),
+            _ => return fail(libc::EINVAL),
         }
+        // The upper part of the index is the number of groups of 256 vCPUs.
+        let vcpu = field(KVM_ARM_IRQ_VCPU2_SHIFT, KVM_ARM_IRQ_VCPU2_MASK) << 8
+            | field(KVM_ARM_IRQ_VCPU_SHIFT, KVM_ARM_IRQ_VCPU_MASK);
+        let bit = match field(KVM_ARM_IRQ_NUM_SHIFT, KVM_ARM_IRQ_NUM_MASK) {
+            KVM_ARM_IRQ_CPU_IRQ => LINE_IRQ,
+            KVM_ARM_IRQ_CPU_FIQ => LINE_FIQ,
+            _ => return fail(libc::EINVAL),
+        };
+        let vcpus = self.vcpus.read();
+        let Ok(place) = vcpus.place(vcpu) else {
+            return fail(libc::EINVAL);
+        };
+        let lines = &vcpus[place].arch.lines;
+        let before = match level {
+            true => lines.fetch_or(bit, Ordering::SeqCst),
+            false => lines.fetch_and(!bit, Ordering::SeqCst),
+        };
+        // The processor has to look at its lines also when a line falls, because it must not take the interrupt then.
+        if (before & bit != 0) != level {
+            vcpus[place].notice();
+        }
+        Ok(Some(0))
     }
 
     /// Checks that irqfds can be added.

@@ -1,73 +1,147 @@
-//! The machine around a CPU. It has no value, because there is no CPU yet.
+//! The machine around a CPU: guest memory, by the engine; the timers; and the registers that identify the processor.
+
+mod memory;
+mod registers;
 
 use crate::arch::aarch64::cpu::Executor;
+use crate::arch::aarch64::timer::{Timers, Which};
 use crate::engine::EngineVcpu;
+use crate::entered::{Entered, thread_id};
+use crate::exit::MemoryFault;
+use crate::vcpu_common::VcpuCommon;
+use crate::vm::VmObject;
+use slat::{Attention, Shared};
+use std::sync::Arc;
 
 /// The greatest number of addresses in a stack.
-pub(crate) const MOST_FRAMES: usize = 1;
+pub(crate) const MOST_FRAMES: usize = 64;
+
+/// The bits of `kvm_run`'s `device_irq_level`: the outputs of the timers.
+const LEVEL_VTIMER: u64 = 1 << 0;
+const LEVEL_PTIMER: u64 = 1 << 1;
 
 /// The parts of a vCPU besides its registers.
-pub(crate) enum VcpuMachine {}
+pub(crate) struct VcpuMachine {
+    engine: EngineVcpu,
+    /// The size of the engine's pages in bytes.
+    engine_page: u64,
+    vm: Arc<VmObject>,
+    common: Shared<VcpuCommon>,
+    pub(crate) timers: Timers,
+    /// CSSELR_EL1: the cache that CCSIDR_EL1 describes.
+    cache_selector: u64,
+    /// The fault of the last access in this run that stopped because of a memory fault.
+    pub(crate) memory_fault: Option<MemoryFault>,
+    /// Whether an access in this run was interrupted while it waited for memory that the host does not have yet.
+    is_interrupted: bool,
+}
 
 impl AsMut<EngineVcpu> for VcpuMachine {
     fn as_mut(&mut self) -> &mut EngineVcpu {
-        match *self {}
+        &mut self.engine
     }
 }
 
 impl VcpuMachine {
-    /// Call when a run begins, or continues after a wait.
-    pub(crate) fn begin_to_run(&mut self) {
-        match *self {}
+    /// Creates the machine around a vCPU.
+    pub(crate) fn new(engine: EngineVcpu, vm: Arc<VmObject>, common: Shared<VcpuCommon>) -> Self {
+        VcpuMachine {
+            engine,
+            engine_page: vm.engine.format().page_bytes(),
+            vm,
+            common,
+            timers: Timers::default(),
+            cache_selector: 0,
+            memory_fault: None,
+            is_interrupted: false,
+        }
     }
+
+    /// Resets the machine's registers.
+    pub(crate) fn reset(&mut self) {
+        self.timers.reset();
+        self.cache_selector = 0;
+    }
+
+    /// Leaves the engine, runs `work`, which may wait, and enters again. Call with an entered vCPU.
+    pub(crate) fn outside<R>(&mut self, work: impl FnOnce(&mut Self) -> R) -> R {
+        self.engine.leave();
+        let result = work(self);
+        self.engine.enter_unguarded(thread_id());
+        result
+    }
+
+    /// Waits until all vCPUs whose attention word is `wanted` have served their requests. The vCPU is not entered.
+    pub(crate) fn synchronize(&self, wanted: &dyn Fn(&Attention) -> bool) {
+        self.vm.engine.synchronize_those(wanted);
+    }
+
+    /// Call when a run begins, or continues after a wait.
+    pub(crate) fn begin_to_run(&mut self) {}
 
     /// Call when a run ends, or waits.
-    pub(crate) fn stop_running(&mut self) {
-        match *self {}
-    }
+    pub(crate) fn stop_running(&mut self) {}
 
-    /// Call before guest code is executed.
+    /// Forgets the memory fault and the interruption of the last execution of guest code. Call before the next
+    /// execution.
     pub(crate) fn begin_execution(&mut self) {
-        match *self {}
+        (self.memory_fault, self.is_interrupted) = (None, false);
     }
 
-    /// Writes the pages of paravirtual clocks.
-    pub(crate) fn write_clocks(&mut self) {
-        match *self {}
-    }
+    /// Writes the pages of paravirtual clocks: there are none.
+    pub(crate) fn write_clocks(&mut self) {}
 
-    /// Handles the timers that have expired.
+    /// Handles the timers that have expired, and sets the next deadline.
     pub(crate) fn timer_rang(&mut self) {
-        match *self {}
+        self.common.client.set_deadline(self.timers.deadline());
     }
 
-    /// Compares shadow tables with the guest's tables.
+    /// Returns the outputs of the timers, as bits of `device_irq_level`.
+    pub(crate) fn timer_levels(&self) -> u64 {
+        let level = |which, bit| if self.timers.output(which) { bit } else { 0 };
+        level(Which::Virtual, LEVEL_VTIMER) | level(Which::Physical, LEVEL_PTIMER)
+    }
+
+    /// Has nothing to compare: no tables of guests are shadowed.
     pub(crate) fn flush_shadowed(&mut self) -> bool {
-        match *self {}
+        false
     }
 
-    /// Drops the translations that the machine keeps.
-    pub(crate) fn forget_pages(&mut self) {
-        match *self {}
+    /// Has nothing to drop: the CPU keeps all translations.
+    pub(crate) fn forget_pages(&mut self) {}
+
+    /// Translates a virtual address as a load of EL1 would.
+    pub(crate) fn translate_for_client(&mut self, cpu: &Executor, gva: u64) -> Option<u64> {
+        let mut entered = Entered::enter(self);
+        cpu.translate(&mut *entered, gva)
     }
 
-    /// Reads guest-physical memory.
-    pub(crate) fn read_here(&mut self, _gpa: u64, _bytes: &mut [u8]) -> bool {
-        match *self {}
-    }
-
-    /// Writes guest-physical memory.
-    pub(crate) fn write_here(&mut self, _gpa: u64, _bytes: &[u8]) -> bool {
-        match *self {}
-    }
-
-    /// Translates a virtual address as a load would.
-    pub(crate) fn translate_for_client(&mut self, _: &Executor, _gva: u64) -> Option<u64> {
-        match *self {}
-    }
-
-    /// Writes the addresses of the guest's stack to `stack`.
-    pub(crate) fn stack(&self, _: &Executor, _stack: &mut [u64; MOST_FRAMES]) -> usize {
-        match *self {}
+    /// Writes the addresses of the guest's stack to `stack`, by the frame records of the procedure call standard (IHI
+    /// 0055): X29 has the address of the caller's X29 and return address. Returns their number.
+    pub(crate) fn stack(&mut self, cpu: &Executor, stack: &mut [u64; MOST_FRAMES]) -> usize {
+        let (mut frame, mut count) = (cpu.state.x[29], 1);
+        stack[0] = cpu.state.pc;
+        while count < MOST_FRAMES && frame != 0 && frame % 16 == 0 {
+            let mut record = [0; 16];
+            // A record does not cross a page, because its address is a multiple of 16.
+            let Some(gpa) = cpu.translate(self, frame) else {
+                break;
+            };
+            if !self.read_here(gpa, &mut record) {
+                break;
+            }
+            let word = |at: usize| u64::from_le_bytes(std::array::from_fn(|n| record[at + n]));
+            if word(8) == 0 {
+                break;
+            }
+            stack[count] = word(8);
+            count += 1;
+            // The stack grows downwards: a caller's record is at a higher address.
+            if word(0) <= frame {
+                break;
+            }
+            frame = word(0);
+        }
+        count
     }
 }

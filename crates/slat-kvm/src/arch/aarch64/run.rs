@@ -1,61 +1,297 @@
-//! arm64's part of `KVM_RUN`. No vCPU runs yet.
+//! arm64's part of `KVM_RUN`: the work before and after the guest runs, and the handling of the CPU's exits.
 
-use crate::arch::aarch64::cpu::Exit;
-use crate::errno::Result;
+use crate::arch::aarch64::cpu::{Exit, Refusal};
+use crate::arch::aarch64::firmware::{Outcome, SYSTEM_CALL_RETURNED};
+use crate::arch::aarch64::state::{LINE_FIQ, LINE_IRQ, Power};
+use crate::arch::aarch64::vcpu_state::Unfinished;
+use crate::errno::{Result, fail};
+use crate::exit::memory_fault;
+use crate::fields::{field, set_field};
 use crate::run::Next;
 use crate::signals::Masked;
+use crate::thread::bits;
 use crate::vcpu::{Inner, VcpuObject};
+use crate::{ticker, trace};
+use kvm_bindings::*;
+use slat_a64::{Right, Stage2, Stop, Syndrome};
+use std::sync::atomic::Ordering;
 
 impl VcpuObject {
-    /// Reads the client's input in `kvm_run`.
+    /// Completes the access that the client has carried out. Returns `false` if `KVM_RUN` has to return at once, with
+    /// success.
+    ///
+    /// # Errors
+    /// `ENOEXEC` before `KVM_ARM_VCPU_INIT`.
     pub(crate) fn prepare(&self, inner: &mut Inner, _: Option<&Masked>) -> Result<bool> {
-        match inner.cpu.state {}
+        inner.check_initialised()?;
+        match std::mem::take(&mut inner.arch.unfinished) {
+            Unfinished::Nothing => {}
+            Unfinished::MmioRead(len) => {
+                let data = field!(self.page, __bindgen_anon_1.mmio.data);
+                let gpa = field!(self.page, __bindgen_anon_1.mmio.phys_addr);
+                trace::mmio_read(gpa, &data[..len]);
+                inner.cpu.complete_mmio_read(&data[..len]);
+            }
+            Unfinished::MmioWrite => inner.cpu.complete_mmio_write(),
+        }
+        Ok(true)
     }
 
-    /// Gives the CPU the settings of the VM.
-    pub(crate) fn begin_run(&self, inner: &mut Inner) {
-        match inner.cpu.state {}
+    /// Has nothing to do: the VM's settings do not change the CPU.
+    pub(crate) fn begin_run(&self, _: &mut Inner) {}
+
+    /// Has nothing to update. Returns `true`: the guest may run.
+    pub(crate) fn update_guest(&self, _: &mut Inner) -> bool {
+        true
     }
 
-    /// Updates the structures that the guest shares with its host.
-    pub(crate) fn update_guest(&self, inner: &mut Inner) -> bool {
-        match inner.cpu.state {}
-    }
-
-    /// Delivers pending events to the guest.
-    pub(crate) fn deliver_events(&self, inner: &mut Inner, _: Option<&Masked>) -> Result<bool> {
-        match inner.cpu.state {}
+    /// Waits while the vCPU is off, and gives the CPU the levels of its interrupt lines. Returns `false` if the run
+    /// returns to the client.
+    ///
+    /// # Errors
+    /// `EINTR` for a signal.
+    pub(crate) fn deliver_events(
+        &self,
+        inner: &mut Inner,
+        masked: Option<&Masked>,
+    ) -> Result<bool> {
+        loop {
+            if let Some(start) = self.common().arch.take_start() {
+                inner.reset(Some(start));
+            }
+            if self.common().arch.power() == Power::On {
+                break;
+            }
+            self.block(inner, masked)?;
+        }
+        let lines = self.common().arch.lines.load(Ordering::SeqCst);
+        inner.cpu.pending.irq = lines & LINE_IRQ != 0;
+        inner.cpu.pending.fiq = lines & LINE_FIQ != 0;
+        // The client's interrupt controller has the timers' outputs as inputs.
+        if inner.machine.timer_levels() != field!(self.page, s.regs.device_irq_level) {
+            self.page.set_exit_reason(KVM_EXIT_INTR);
+            return fail(libc::EINTR);
+        }
+        Ok(true)
     }
 
     /// Handles an exit of the CPU.
-    pub(crate) fn handle(&self, _: &mut Inner, exit: Exit, _: Option<&Masked>) -> Result<Next> {
-        match exit {}
+    ///
+    /// # Errors
+    /// The errors of [`run`](Self::run); `ENOSYS` for an access to a device by an instruction that the client cannot
+    /// carry out.
+    pub(crate) fn handle(
+        &self,
+        inner: &mut Inner,
+        exit: Exit,
+        masked: Option<&Masked>,
+    ) -> Result<Next> {
+        let page = &self.page;
+        match exit {
+            Exit::Attention => self.attend(inner, masked)?,
+            Exit::Wfi => self.wait_for_interrupt(inner, masked)?,
+            Exit::Yield => {
+                self.common().exits.wfe_exit_stat.add(1);
+                inner.outside(|_| std::thread::yield_now());
+            }
+            Exit::Hvc(immediate) => return self.call(inner, immediate),
+            // As in KVM without a filter for calls, SMC reaches no firmware.
+            Exit::Smc => inner.cpu.state.x[0] = u64::MAX,
+            Exit::Mmio { fault, syndrome } => return self.access_device(inner, &fault, syndrome),
+            Exit::Invalidated(_) => self.invalidate_others(inner),
+            Exit::BadAddress => {
+                match inner.machine.memory_fault.take() {
+                    Some(fault) => memory_fault(page, fault),
+                    // The reason of an earlier exit would describe another fault.
+                    None => page.set_exit_reason(KVM_EXIT_UNKNOWN),
+                }
+                return fail(libc::EFAULT);
+            }
+            Exit::OutOfMemory => return fail(libc::ENOMEM),
+            Exit::Probe(hit) => self.probe_hit(hit),
+        }
+        Ok(Next::Again)
+    }
+
+    /// Waits until an interrupt is pending, even if PSTATE masks it.
+    fn wait_for_interrupt(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<()> {
+        self.common().exits.wfi_exit_stat.add(1);
+        loop {
+            let lines = self.common().arch.lines.load(Ordering::SeqCst);
+            if lines != 0 || inner.cpu.pending.serror.is_some() || inner.machine.timer_levels() != 0
+            {
+                self.common().exits.halts.wakeup.add(1);
+                return Ok(());
+            }
+            inner.machine.timer_rang();
+            self.block(inner, masked)?;
+        }
+    }
+
+    /// Makes all other vCPUs drop their translations, and waits until they have done so: the guest's DSB after its TLBI
+    /// follows this.
+    fn invalidate_others(&self, inner: &mut Inner) {
+        let vcpus = &self.vm.interrupts.vcpus;
+        for vcpu in vcpus.read().iter() {
+            if vcpu.id != self.common().id {
+                ticker::raise(&vcpu.attention, bits::GUEST_FLUSH);
+            }
+        }
+        inner.machine.outside(|machine| {
+            machine.synchronize(&|attention| {
+                attention.flag().load(Ordering::SeqCst) & bits::GUEST_FLUSH != 0
+            });
+        });
+    }
+
+    /// Carries out the guest's call of the firmware.
+    fn call(&self, inner: &mut Inner, immediate: u16) -> Result<Next> {
+        self.common().exits.hvc_exit_stat.add(1);
+        let [a, b, c, d, ..] = inner.cpu.state.x;
+        // Only calls with the immediate 0 are the firmware's.
+        let outcome = match immediate {
+            0 => {
+                let version = inner.arch.psci_version;
+                self.vm.call_firmware(self.common(), version, [a, b, c, d])
+            }
+            _ => Outcome::Return([u64::MAX, b, c, d]),
+        };
+        match outcome {
+            Outcome::Return(values) => inner.cpu.state.x[..4].copy_from_slice(&values),
+            // The next round of the run loop waits.
+            Outcome::Off => {}
+            Outcome::Standby => {
+                inner.cpu.state.x[0] = 0;
+                return self.handle(inner, Exit::Wfi, None);
+            }
+            Outcome::System { kind, flags } => {
+                // The client resets the vCPUs. A guest that continues nevertheless sees an error.
+                inner.cpu.state.x[0] = SYSTEM_CALL_RETURNED;
+                self.vm.stop_vcpus();
+                let page = &self.page;
+                page.set_exit_reason(KVM_EXIT_SYSTEM_EVENT);
+                set_field!(page, kind, __bindgen_anon_1.system_event.type_);
+                set_field!(page, 1, __bindgen_anon_1.system_event.ndata);
+                let mut data = [0; 16];
+                data[0] = flags;
+                set_field!(
+                    page,
+                    data,
+                    __bindgen_anon_1.system_event.__bindgen_anon_1.data
+                );
+                return Ok(Next::Return);
+            }
+        }
+        Ok(Next::Again)
+    }
+
+    /// Carries out an access to an address without memory, or asks the client to do so.
+    ///
+    /// # Errors
+    /// `ENOSYS` for an instruction of which the client cannot be told what it does, if the client has not enabled
+    /// `KVM_CAP_ARM_NISV_TO_USER`.
+    fn access_device(
+        &self,
+        inner: &mut Inner,
+        fault: &Stage2<Refusal>,
+        syndrome: Option<Syndrome>,
+    ) -> Result<Next> {
+        let page = &self.page;
+        let gpa = fault.ipa;
+        if fault.is_fetch || fault.is_walk {
+            // Nothing answers: a device has neither code nor tables.
+            inner.take_abort(fault);
+            return Ok(Next::Again);
+        }
+        if fault.is_maintenance {
+            inner.cpu.skip();
+            return Ok(Next::Again);
+        }
+        let Some(syndrome) = syndrome else {
+            if !self.vm.arch.reports_nisv() {
+                return fail(libc::ENOSYS);
+            }
+            inner.arch.device_access = Some(*fault);
+            page.set_exit_reason(KVM_EXIT_ARM_NISV);
+            let esr = fault.esr(None, TRANSLATION_FAULT_LEVEL_1);
+            set_field!(page, esr & ISS, __bindgen_anon_1.arm_nisv.esr_iss);
+            set_field!(page, gpa, __bindgen_anon_1.arm_nisv.fault_ipa);
+            return Ok(Next::Return);
+        };
+        inner.arch.device_access = Some(*fault);
+        let len = 1 << syndrome.size;
+        let write = fault.right == Right::Write;
+        let data = match write {
+            true => syndrome.stored(&inner.cpu.state).to_le_bytes(),
+            false => [0; 8],
+        };
+        if write {
+            trace::mmio_write(gpa, &data[..len]);
+        }
+        inner.cpu.expect(syndrome);
+        if self.memory_access(inner, gpa, write, &data[..len]) {
+            if write {
+                inner.cpu.complete_mmio_write();
+            }
+            self.common().exits.mmio_exit_kernel.add(1);
+            return Ok(Next::Again);
+        }
+        self.common().exits.mmio_exit_user.add(1);
+        page.set_exit_reason(KVM_EXIT_MMIO);
+        set_field!(page, gpa, __bindgen_anon_1.mmio.phys_addr);
+        set_field!(page, len as u32, __bindgen_anon_1.mmio.len);
+        set_field!(page, u8::from(write), __bindgen_anon_1.mmio.is_write);
+        if write {
+            set_field!(page, data, __bindgen_anon_1.mmio.data);
+            inner.arch.unfinished = Unfinished::MmioWrite;
+        } else {
+            trace::mmio_asked(gpa, len as u8);
+            inner.arch.unfinished = Unfinished::MmioRead(len);
+        }
+        Ok(Next::Return)
     }
 
     /// Whether the client has to see what the completed instruction has done.
-    pub(crate) fn has_late_exit(&self, inner: &mut Inner) -> bool {
-        match inner.cpu.state {}
+    pub(crate) fn has_late_exit(&self, _: &mut Inner) -> bool {
+        false
     }
 
     /// Stores the fields that the client reads in `kvm_run` after every run.
     pub(crate) fn publish(&self, inner: &mut Inner) {
-        match inner.cpu.state {}
+        let levels = inner.machine.timer_levels();
+        set_field!(self.page, levels, s.regs.device_irq_level);
     }
 }
 
+/// The fault status code of a translation fault at level 1, and the part of ESR_EL2 that a client sees.
+const TRANSLATION_FAULT_LEVEL_1: u8 = 0b00_0101;
+const ISS: u64 = (1 << 25) - 1;
+
 impl Inner {
-    /// Begins the exception that the client has requested.
-    pub(crate) fn begin_requested(&mut self) {
-        match self.cpu.state {}
+    /// Lets EL1 take the external abort of an access that nothing has answered.
+    fn take_abort(&mut self, fault: &Stage2<Refusal>) {
+        let abort = fault.external();
+        match fault.is_fetch {
+            true => self.cpu.state.take_fetch_abort(abort),
+            false => self.cpu.state.take_stop(Stop::Memory(abort)),
+        }
     }
 
-    /// Call before guest code runs.
-    pub(crate) fn enters_guest(&mut self) {
-        match self.cpu.state {}
+    /// Lets EL1 take the external abort of its last access to a device. The access that waits for the client, if there
+    /// is one, ends without an effect.
+    pub(crate) fn take_external_abort(&mut self) {
+        self.arch.unfinished = Unfinished::Nothing;
+        if let Some(fault) = self.arch.device_access.take() {
+            self.take_abort(&fault);
+        }
     }
 
-    /// Call after guest code has run.
-    pub(crate) fn left_guest(&mut self) {
-        match self.cpu.state {}
-    }
+    /// Begins the exception that the client has requested: none, because EL1 takes such an exception at once.
+    pub(crate) fn begin_requested(&mut self) {}
+
+    /// Has nothing to do before guest code runs.
+    pub(crate) fn enters_guest(&mut self) {}
+
+    /// Has nothing to do after guest code has run.
+    pub(crate) fn left_guest(&mut self) {}
 }

@@ -5,6 +5,8 @@ use crate::engine::TableFormat;
 use crate::errno::{Result, fail};
 use crate::policy::{self, Policies};
 use kvm_bindings::{KVM_VM_TYPE_ARM_IPA_SIZE_MASK, kvm_userspace_memory_region2};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// The number of bits of an IPA (a guest-physical address) if the client does not set it: KVM's `KVM_PHYS_SHIFT`.
 const DEFAULT_IPA_BITS: u32 = 40;
@@ -56,6 +58,8 @@ impl VmType {
 /// arm64's state of a VM.
 pub(crate) struct VmState {
     ipa_bits: u32,
+    /// Whether the client sees accesses to devices of which the processor's syndrome tells too little.
+    reports_nisv: AtomicBool,
 }
 
 impl VmState {
@@ -66,7 +70,18 @@ impl VmState {
     pub(crate) fn new(vm_type: VmType, _: &Policies, _: CpuChoice) -> Result<Self> {
         Ok(VmState {
             ipa_bits: vm_type.ipa_bits,
+            reports_nisv: AtomicBool::new(false),
         })
+    }
+
+    /// Enables `KVM_CAP_ARM_NISV_TO_USER`.
+    pub(crate) fn report_nisv(&self) {
+        self.reports_nisv.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether `KVM_CAP_ARM_NISV_TO_USER` is enabled.
+    pub(crate) fn reports_nisv(&self) -> bool {
+        self.reports_nisv.load(Ordering::Relaxed)
     }
 
     /// Returns the value of a capability that the VM's client has set. `None`: the capability has the same value for
@@ -94,5 +109,87 @@ impl VmState {
     }
 }
 
-/// arm64's state of a vCPU that other threads use: none.
-pub(crate) struct VcpuShared;
+/// The place at which a vCPU begins to execute.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Start {
+    /// The address of the first instruction.
+    pub(crate) pc: u64,
+    /// The value of X0.
+    pub(crate) context: u64,
+}
+
+/// Whether a vCPU executes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Power {
+    On,
+    Off,
+    /// Another vCPU has started this vCPU, whose thread has not reset it yet.
+    Starting(Start),
+}
+
+/// arm64's state of a vCPU that other threads use.
+pub(crate) struct VcpuShared {
+    /// The affinity fields of MPIDR_EL1.
+    pub(crate) affinity: u64,
+    power: Mutex<Power>,
+    /// The interrupt lines of the processor that are asserted, as [`LINE_IRQ`] and [`LINE_FIQ`].
+    pub(crate) lines: AtomicU32,
+}
+
+/// The line for interrupts.
+pub(crate) const LINE_IRQ: u32 = 1 << 0;
+/// The line for fast interrupts.
+pub(crate) const LINE_FIQ: u32 = 1 << 1;
+
+impl VcpuShared {
+    /// Creates the state of a new vCPU. The affinity follows from the id as in KVM: 16 vCPUs have the same field 1.
+    pub(crate) fn new(id: u32) -> Self {
+        let id = u64::from(id);
+        VcpuShared {
+            affinity: id & 15 | (id >> 4 & 0xff) << 8 | (id >> 12 & 0xff) << 16,
+            power: Mutex::new(Power::On),
+            lines: AtomicU32::new(0),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Power> {
+        self.power.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns whether the vCPU executes.
+    pub(crate) fn power(&self) -> Power {
+        *self.lock()
+    }
+
+    /// Whether the vCPU executes, or will as soon as its thread runs.
+    pub(crate) fn is_on(&self) -> bool {
+        self.power() != Power::Off
+    }
+
+    /// Sets whether the vCPU executes.
+    pub(crate) fn set_power(&self, power: Power) {
+        *self.lock() = power;
+    }
+
+    /// Starts the vCPU if it is off. Returns its state before.
+    pub(crate) fn start(&self, start: Start) -> Power {
+        let mut power = self.lock();
+        let before = *power;
+        if before == Power::Off {
+            *power = Power::Starting(start);
+        }
+        before
+    }
+
+    /// If another vCPU has started this vCPU, switches it on. Returns where it begins to execute.
+    pub(crate) fn take_start(&self) -> Option<Start> {
+        let mut power = self.lock();
+        match *power {
+            Power::Starting(start) => {
+                *power = Power::On;
+                Some(start)
+            }
+            Power::On | Power::Off => None,
+        }
+    }
+}

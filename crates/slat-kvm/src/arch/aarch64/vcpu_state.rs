@@ -1,4 +1,38 @@
 //! arm64's state of a vCPU, besides its CPU and its machine.
 
+use crate::arch::aarch64::cpu::Refusal;
+use crate::arch::aarch64::firmware::PSCI_1_1;
+use slat_a64::Stage2;
+
+/// The access that one `KVM_RUN` began and the next `KVM_RUN` completes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Unfinished {
+    #[default]
+    Nothing,
+    /// An MMIO read gets this many bytes from `kvm_run`.
+    MmioRead(usize),
+    /// The instruction of an MMIO write has to be finished.
+    MmioWrite,
+}
+
 /// arm64's state of a vCPU that only one thread at a time uses.
-pub(crate) enum VcpuState {}
+pub(crate) struct VcpuState {
+    /// The features of `KVM_ARM_VCPU_INIT`. `None`: the client has not initialised the vCPU.
+    pub(crate) features: Option<u32>,
+    /// The version of PSCI that the guest sees.
+    pub(crate) psci_version: u64,
+    pub(crate) unfinished: Unfinished,
+    /// The last access to a device that the client was told of.
+    pub(crate) device_access: Option<Stage2<Refusal>>,
+}
+
+impl Default for VcpuState {
+    fn default() -> Self {
+        VcpuState {
+            features: None,
+            psci_version: PSCI_1_1,
+            unfinished: Unfinished::Nothing,
+            device_access: None,
+        }
+    }
+}

@@ -1,5 +1,6 @@
 //! The calls of a VM that only arm64 has.
 
+use crate::arch::aarch64::state::Power;
 use crate::errno::{Result, fail};
 use crate::vm::VmObject;
 use kvm_bindings::*;
@@ -10,12 +11,24 @@ impl VmObject {
         true
     }
 
-    /// Enables a capability that not every architecture has.
+    /// Enables a capability that not every architecture has: `KVM_CAP_ARM_NISV_TO_USER`.
     ///
     /// # Errors
     /// `EINVAL`: there is no such capability.
-    pub(crate) fn enable_arch_cap(&self, _cap: u32, _argument: u64) -> Result<()> {
-        fail(libc::EINVAL)
+    pub(crate) fn enable_arch_cap(&self, cap: u32, _argument: u64) -> Result<()> {
+        match cap {
+            KVM_CAP_ARM_NISV_TO_USER => self.arch.report_nisv(),
+            _ => return fail(libc::EINVAL),
+        }
+        Ok(())
+    }
+
+    /// Switches all vCPUs off, because the guest has asked for the end of the system. The client resets them.
+    pub(crate) fn stop_vcpus(&self) {
+        for vcpu in self.interrupts.vcpus.read().iter() {
+            vcpu.arch.set_power(Power::Off);
+            vcpu.notice();
+        }
     }
 
     /// Carries out `KVM_ARM_PREFERRED_TARGET`: returns the target for which a client should initialise vCPUs, without

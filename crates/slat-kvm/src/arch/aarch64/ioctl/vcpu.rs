@@ -1,8 +1,48 @@
 //! Requests to a vCPU that only arm64 has.
 
-use super::Answer;
+use super::{Answer, DONE, UNKNOWN};
+use crate::abi::*;
+use crate::errno::fail;
+use crate::user;
 use crate::vcpu::VcpuObject;
+use kvm_bindings::{kvm_device_attr, kvm_one_reg};
 
-pub(crate) fn ioctl(vcpu: &VcpuObject, _request: u32, _argument: u64) -> Answer {
-    match vcpu.lock()?.cpu.state {}
+// This function is not inlined, because otherwise other requests would have this function's frame, too.
+#[inline(never)]
+pub(crate) fn ioctl(vcpu: &VcpuObject, request: u32, argument: u64) -> Answer {
+    match request {
+        KVM_ARM_VCPU_INIT => vcpu.init(&user::read(argument)?)?,
+        // Only vCPUs with SVE or realms are finalized.
+        KVM_ARM_VCPU_FINALIZE => {
+            user::read::<u32>(argument)?;
+            return fail(libc::EINVAL);
+        }
+        KVM_GET_ONE_REG => {
+            let register: kvm_one_reg = user::read(argument)?;
+            let mut value = [0; 16];
+            let len = vcpu.get_one_reg(register.id, &mut value)?;
+            user::write_slice(register.addr, &value[..len])?;
+        }
+        KVM_SET_ONE_REG => {
+            let register: kvm_one_reg = user::read(argument)?;
+            vcpu.set_one_reg(register.id, |value| user::read_bytes(register.addr, value))?;
+        }
+        KVM_GET_REG_LIST => {
+            let room: u64 = user::read(argument)?;
+            let registers = vcpu.registers()?;
+            // The number of registers is written also if the client's list is too short for them.
+            user::write(argument, &(registers.len() as u64))?;
+            if room < registers.len() as u64 {
+                return fail(libc::E2BIG);
+            }
+            user::write_slice(argument + 8, &registers)?;
+        }
+        // A vCPU has no attributes: no PMU, no interrupt controller for its timers, and no page for stolen time.
+        KVM_HAS_DEVICE_ATTR | KVM_GET_DEVICE_ATTR | KVM_SET_DEVICE_ATTR => {
+            user::read::<kvm_device_attr>(argument)?;
+            return fail(libc::ENXIO);
+        }
+        _ => return UNKNOWN,
+    }
+    DONE
 }

@@ -120,22 +120,6 @@ impl VcpuFd {
         self.vcpu.set_msrs(msrs.as_slice())
     }
 
-    /// Carries out `KVM_GET_MP_STATE`.
-    ///
-    /// # Errors
-    /// `EIO`.
-    pub fn get_mp_state(&self) -> Result<kvm_mp_state> {
-        self.vcpu.get_mp_state()
-    }
-
-    /// Carries out `KVM_SET_MP_STATE`.
-    ///
-    /// # Errors
-    /// `EINVAL`.
-    pub fn set_mp_state(&self, mp_state: kvm_mp_state) -> Result<()> {
-        self.vcpu.set_mp_state(mp_state)
-    }
-
     /// Carries out `KVM_GET_XSAVE`.
     ///
     /// # Errors
@@ -227,22 +211,6 @@ impl VcpuFd {
     /// `EINVAL` for reserved bits.
     pub fn set_debug_regs(&self, debug_regs: &kvm_debugregs) -> Result<()> {
         self.vcpu.set_debugregs(debug_regs)
-    }
-
-    /// Carries out `KVM_GET_VCPU_EVENTS`.
-    ///
-    /// # Errors
-    /// `EIO`.
-    pub fn get_vcpu_events(&self) -> Result<kvm_vcpu_events> {
-        self.vcpu.get_vcpu_events()
-    }
-
-    /// Carries out `KVM_SET_VCPU_EVENTS`.
-    ///
-    /// # Errors
-    /// `EINVAL` for unknown flags and impossible events.
-    pub fn set_vcpu_events(&self, vcpu_events: &kvm_vcpu_events) -> Result<()> {
-        self.vcpu.set_vcpu_events(vcpu_events)
     }
 
     /// Carries out `KVM_GET_NESTED_STATE`. Returns the size of the state in bytes. `None`: the guest runs no nested

@@ -30,13 +30,13 @@ impl Interrupts {
         self.arch.model.get().is_some()
     }
 
-    /// Checks that the client may change the level of a line.
+    /// Sets a line that belongs to no GSI. `None`: the line is a GSI, as every line of x86.
     ///
     /// # Errors
     /// `ENXIO` without interrupt controllers.
-    pub(crate) fn check_line(&self, _gsi: u32) -> Result<()> {
+    pub(crate) fn set_own_line(&self, _line: u32, _level: bool) -> Result<Option<i32>> {
         match self.exist() {
-            true => Ok(()),
+            true => Ok(None),
             false => fail(libc::ENXIO),
         }
     }

@@ -1,0 +1,185 @@
+//! The calls of a vCPU that read and change the state of arm64. File `one_reg` has the registers by id.
+
+mod one_reg;
+
+use crate::arch::aarch64::cpu::Executor;
+use crate::arch::aarch64::machine::VcpuMachine;
+use crate::arch::aarch64::state::{Power, Start, VcpuShared};
+use crate::arch::aarch64::vcpu_state::VcpuState;
+use crate::engine::EngineVcpu;
+use crate::errno::{Result, fail};
+use crate::vcpu::{Inner, VcpuObject};
+use crate::vcpu_common::VcpuCommon;
+use crate::vm::VmObject;
+use kvm_bindings::*;
+use slat::Shared;
+use std::sync::Arc;
+
+/// The features that a vCPU can have.
+const FEATURES: u32 = 1 << KVM_ARM_VCPU_POWER_OFF | 1 << KVM_ARM_VCPU_PSCI_0_2;
+/// The features that KVM for arm64 knows. A processor may lack them.
+const KNOWN_FEATURES: u32 = (1 << (KVM_ARM_VCPU_HAS_EL2_E2H0 + 1)) - 1;
+
+impl VmObject {
+    /// Creates arm64's state of a new vCPU that other threads use.
+    pub(crate) fn shared_of_vcpu(&self, id: u32, _index: u32) -> VcpuShared {
+        VcpuShared::new(id)
+    }
+
+    /// Creates the CPU of a new vCPU, its machine, and the other state that only one thread at a time uses.
+    ///
+    /// # Errors
+    /// No error can happen.
+    pub(crate) fn parts_of_vcpu(
+        self: &Arc<Self>,
+        engine: EngineVcpu,
+        common: Shared<VcpuCommon>,
+    ) -> Result<(Executor, VcpuMachine, VcpuState)> {
+        let machine = VcpuMachine::new(engine, self.clone(), common);
+        Ok((Executor::new(), machine, VcpuState::default()))
+    }
+}
+
+impl VcpuObject {
+    /// Carries out `KVM_ARM_VCPU_INIT`: chooses the processor and its features, and resets the vCPU.
+    ///
+    /// # Errors
+    /// `EINVAL` for another target than `KVM_ARM_PREFERRED_TARGET` returns, for a feature that the processor does not
+    /// have, and for other features than the vCPU was initialised with before. `ENOENT` for an unknown feature.
+    pub fn init(&self, asked: &kvm_vcpu_init) -> Result<()> {
+        let mut inner = self.lock()?;
+        if asked.target != KVM_ARM_TARGET_GENERIC_V8 {
+            return fail(libc::EINVAL);
+        }
+        let [features, others @ ..] = asked.features;
+        if features & !KNOWN_FEATURES != 0 || others.iter().any(|word| *word != 0) {
+            return fail(libc::ENOENT);
+        }
+        let power_off = 1 << KVM_ARM_VCPU_POWER_OFF;
+        // Whether the vCPU is off after its reset may change.
+        let lasting = features & !power_off;
+        let differs = inner.arch.features.is_some_and(|before| before != lasting);
+        if features & !FEATURES != 0 || differs {
+            return fail(libc::EINVAL);
+        }
+        inner.arch.features = Some(lasting);
+        inner.reset(None);
+        self.common().arch.set_power(match features & power_off {
+            0 => Power::On,
+            _ => Power::Off,
+        });
+        Ok(())
+    }
+
+    /// Carries out `KVM_GET_MP_STATE`.
+    ///
+    /// # Errors
+    /// `EIO`.
+    pub fn get_mp_state(&self) -> Result<kvm_mp_state> {
+        let _inner = self.lock()?;
+        Ok(kvm_mp_state {
+            mp_state: match self.common().arch.is_on() {
+                true => KVM_MP_STATE_RUNNABLE,
+                false => KVM_MP_STATE_STOPPED,
+            },
+        })
+    }
+
+    /// Carries out `KVM_SET_MP_STATE`.
+    ///
+    /// # Errors
+    /// `EINVAL` for any state but runnable and stopped.
+    pub fn set_mp_state(&self, state: kvm_mp_state) -> Result<()> {
+        let _inner = self.lock()?;
+        self.common().arch.set_power(match state.mp_state {
+            KVM_MP_STATE_RUNNABLE => Power::On,
+            KVM_MP_STATE_STOPPED => Power::Off,
+            _ => return fail(libc::EINVAL),
+        });
+        Ok(())
+    }
+
+    /// Carries out `KVM_GET_VCPU_EVENTS`.
+    ///
+    /// # Errors
+    /// `ENOEXEC` before `KVM_ARM_VCPU_INIT`.
+    pub fn get_vcpu_events(&self) -> Result<kvm_vcpu_events> {
+        let inner = self.lock()?;
+        inner.check_initialised()?;
+        let mut events = kvm_vcpu_events::default();
+        if let Some(syndrome) = inner.cpu.pending.serror {
+            events.exception.serror_pending = 1;
+            events.exception.serror_has_esr = 1;
+            events.exception.serror_esr = syndrome.into();
+        }
+        Ok(events)
+    }
+
+    /// Carries out `KVM_SET_VCPU_EVENTS`: makes a system error pending, or lets EL1 take an external abort at the
+    /// address of the last access to a device.
+    ///
+    /// # Errors
+    /// `ENOEXEC` before `KVM_ARM_VCPU_INIT`. `EINVAL` for a syndrome with other bits than 0 to 23, and for reserved
+    /// fields.
+    pub fn set_vcpu_events(&self, events: &kvm_vcpu_events) -> Result<()> {
+        /// The bits of ESR_EL1 that a system error's syndrome has.
+        const SYNDROME: u64 = (1 << 24) - 1;
+        let mut inner = self.lock()?;
+        inner.check_initialised()?;
+        let exception = &events.exception;
+        let has_syndrome = exception.serror_has_esr != 0;
+        let bad_syndrome = has_syndrome && exception.serror_esr & !SYNDROME != 0;
+        if events.reserved != [0; 12] || exception.pad != [0; 5] || bad_syndrome {
+            return fail(libc::EINVAL);
+        }
+        if exception.ext_dabt_pending != 0 {
+            inner.take_external_abort();
+        }
+        if exception.serror_pending != 0 {
+            let syndrome = if has_syndrome {
+                exception.serror_esr
+            } else {
+                0
+            };
+            inner.cpu.pending.serror = Some(syndrome as u32);
+        }
+        Ok(())
+    }
+
+    /// Refuses `KVM_SET_GUEST_DEBUG`, unless it switches debugging off.
+    ///
+    /// # Errors
+    /// `EINVAL`.
+    pub fn set_guest_debug(&self, debug: &kvm_guest_debug) -> Result<()> {
+        let _inner = self.lock()?;
+        match debug.control & KVM_GUESTDBG_ENABLE {
+            0 => Ok(()),
+            _ => fail(libc::EINVAL),
+        }
+    }
+}
+
+impl Inner {
+    /// Call when the vCPU exists. It waits for `KVM_ARM_VCPU_INIT`.
+    pub(crate) fn begin_life(&mut self) {}
+
+    /// Resets the vCPU. It begins to execute at `start`, if another vCPU has named a place.
+    pub(crate) fn reset(&mut self, start: Option<Start>) {
+        self.cpu.reset();
+        self.machine.reset();
+        if let Some(start) = start {
+            self.cpu.state.pc = start.pc;
+            self.cpu.state.x[0] = start.context;
+        }
+    }
+
+    /// Whether the last run has begun an access that the next run has to complete.
+    pub(crate) fn is_unfinished(&self) -> bool {
+        self.cpu.is_unfinished()
+    }
+
+    /// Drops all cached translations.
+    pub(crate) fn flush_translations(&mut self) {
+        self.cpu.forget_pages();
+    }
+}

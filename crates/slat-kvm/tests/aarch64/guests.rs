@@ -1,0 +1,245 @@
+//! vCPUs that execute small guests.
+
+use super::memory::Memory;
+use kvm_bindings::*;
+use slat_kvm::{Kvm, VcpuExit, VcpuFd, VmFd};
+use std::arch::global_asm;
+use std::sync::atomic::Ordering;
+
+/// The guest-physical address of the guests' code, and that of a device.
+const CODE: u64 = 0x4000_0000;
+const SIZE: usize = 0x20_0000;
+const DEVICE: u64 = 0x0900_0000;
+
+const X0: u64 = KVM_REG_ARM64 | KVM_REG_SIZE_U64 | KVM_REG_ARM_CORE as u64;
+const PC: u64 = X0 | 64;
+
+fn system(op0: u64, op1: u64, crn: u64, crm: u64, op2: u64) -> u64 {
+    let name = op0 << 14 | op1 << 11 | crn << 7 | crm << 3 | op2;
+    KVM_REG_ARM64 | KVM_REG_SIZE_U64 | u64::from(KVM_REG_ARM64_SYSREG) | name
+}
+
+fn get(vcpu: &VcpuFd, register: u64) -> u64 {
+    let mut value = [0; 8];
+    assert_eq!(vcpu.get_one_reg(register, &mut value).unwrap(), 8);
+    u64::from_le_bytes(value)
+}
+
+fn set(vcpu: &VcpuFd, register: u64, value: u64) {
+    vcpu.set_one_reg(register, &value.to_le_bytes()).unwrap();
+}
+
+/// A VM with memory, which begins with a guest's code.
+struct Guest {
+    vm: VmFd,
+    memory: Memory,
+}
+
+impl Guest {
+    fn new(code: &[u8]) -> Self {
+        let vm = Kvm::new().unwrap().create_vm_with_ipa_size(0).unwrap();
+        let memory = Memory::new(SIZE);
+        memory.write(0, code);
+        let region = kvm_userspace_memory_region {
+            slot: 0,
+            flags: KVM_MEM_LOG_DIRTY_PAGES,
+            guest_phys_addr: CODE,
+            memory_size: SIZE as u64,
+            userspace_addr: memory.address(),
+        };
+        // SAFETY: the memory lives as long as the VM.
+        unsafe { vm.set_user_memory_region(region) }.unwrap();
+        Guest { vm, memory }
+    }
+
+    fn vcpu(&self, id: u64, features: u32) -> VcpuFd {
+        let vcpu = self.vm.create_vcpu(id).unwrap();
+        let mut init = kvm_vcpu_init::default();
+        self.vm.get_preferred_target(&mut init).unwrap();
+        init.features[0] = features | 1 << KVM_ARM_VCPU_PSCI_0_2;
+        vcpu.vcpu_init(&init).unwrap();
+        set(&vcpu, PC, CODE);
+        vcpu
+    }
+}
+
+/// Returns the code between two symbols of this program.
+macro_rules! code {
+    ($start:ident, $end:ident) => {{
+        unsafe extern "C" {
+            static $start: u8;
+            static $end: u8;
+        }
+        // SAFETY: both symbols are of one piece of code in this program.
+        unsafe {
+            let start = &raw const $start;
+            let len = (&raw const $end).offset_from(start) as usize;
+            std::slice::from_raw_parts(start, len)
+        }
+    }};
+}
+
+global_asm!(
+    r"
+    .pushsection .rodata
+    .balign 4
+slat_test_devices:
+    mov x1, #0x09000000
+    mov w0, #42
+    str w0, [x1]
+    ldr w2, [x1, #4]
+    add w0, w0, w2
+    strh w0, [x1, #8]
+    ldrsb x5, [x1, #12]
+    adr x3, slat_test_devices
+    str x0, [x3, #0x100]
+    mov x0, #0x84000000
+    add x0, x0, #8
+    hvc #0
+slat_test_devices_end:
+    .popsection
+    "
+);
+
+#[test]
+fn a_guest_uses_devices_and_memory_and_switches_itself_off() {
+    let guest = Guest::new(code!(slat_test_devices, slat_test_devices_end));
+    let mut vcpu = guest.vcpu(0, 0);
+    assert!(matches!(
+        vcpu.run(),
+        Ok(VcpuExit::MmioWrite(DEVICE, [42, 0, 0, 0]))
+    ));
+    match vcpu.run() {
+        Ok(VcpuExit::MmioRead(address, data)) => {
+            assert_eq!((address, data.len()), (DEVICE + 4, 4));
+            data.copy_from_slice(&[7, 1, 0, 0]);
+        }
+        other => panic!("{other:?}"),
+    }
+    // 42 + 0x107.
+    match vcpu.run() {
+        Ok(VcpuExit::MmioWrite(address, data)) => {
+            assert_eq!((address, &*data), (DEVICE + 8, &[0x31, 1][..]));
+        }
+        other => panic!("{other:?}"),
+    }
+    match vcpu.run() {
+        Ok(VcpuExit::MmioRead(address, data)) => {
+            assert_eq!((address, data.len()), (DEVICE + 12, 1));
+            data[0] = 0x80;
+        }
+        other => panic!("{other:?}"),
+    }
+    match vcpu.run() {
+        Ok(VcpuExit::SystemEvent(KVM_SYSTEM_EVENT_SHUTDOWN, [0])) => {}
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(get(&vcpu, X0 | 2 * 5), -128i64 as u64);
+    assert_eq!(guest.memory.load(0x100), 0x131);
+    let dirty = guest.vm.get_dirty_log(0, SIZE).unwrap();
+    assert_eq!(dirty[0], 1);
+    assert!(dirty[1..].iter().all(|word| *word == 0));
+}
+
+global_asm!(
+    r"
+    .pushsection .rodata
+    .balign 4
+slat_test_two:
+    // CPU_ON of vCPU 1, at `1:` with 5 as its argument. Then waits for its word.
+    movz x0, #0xc400, lsl #16
+    add x0, x0, #3
+    mov x1, #1
+    adr x2, 1f
+    mov x3, #5
+    hvc #0
+    adr x4, slat_test_two
+    add x4, x4, #0x1000
+2:  yield
+    ldar w5, [x4]
+    cbz w5, 2b
+    mov x6, #0x09000000
+    stp w0, w5, [x4, #8]
+    str w5, [x6]
+    // Adds its number to its argument, and waits for the test. Then SYSTEM_OFF.
+1:  adr x4, slat_test_two
+    add x4, x4, #0x1000
+    mrs x7, mpidr_el1
+    add w0, w0, w7
+    stlr w0, [x4]
+3:  yield
+    ldar w5, [x4]
+    cbnz w5, 3b
+    movz x0, #0x8400, lsl #16
+    add x0, x0, #8
+    hvc #0
+slat_test_two_end:
+    .popsection
+    "
+);
+
+#[test]
+fn a_guest_starts_its_second_processor() {
+    let guest = Guest::new(code!(slat_test_two, slat_test_two_end));
+    let mut first = guest.vcpu(0, 0);
+    let mut second = guest.vcpu(1, 1 << KVM_ARM_VCPU_POWER_OFF);
+    assert_eq!(
+        second.get_mp_state().unwrap().mp_state,
+        KVM_MP_STATE_STOPPED
+    );
+    std::thread::scope(|scope| {
+        let second = scope.spawn(move || match second.run() {
+            Ok(VcpuExit::SystemEvent(kind, _)) => kind,
+            other => panic!("{other:?}"),
+        });
+        match first.run() {
+            Ok(VcpuExit::MmioWrite(DEVICE, data)) => assert_eq!(data, [6, 0, 0, 0x80]),
+            other => panic!("{other:?}"),
+        }
+        assert_eq!(guest.memory.load(0x1008), 0, "CPU_ON succeeds");
+        guest.memory.word(0x1000).store(0, Ordering::SeqCst);
+        assert_eq!(second.join().unwrap(), KVM_SYSTEM_EVENT_SHUTDOWN);
+    });
+    // The end of the system has switched off both.
+    assert_eq!(first.get_mp_state().unwrap().mp_state, KVM_MP_STATE_STOPPED);
+}
+
+#[test]
+fn registers_are_listed_and_can_be_saved_and_restored() {
+    let guest = Guest::new(&[]);
+    let vcpu = guest.vm.create_vcpu(0).unwrap();
+    let mut list = RegList::new(500).unwrap();
+    assert_eq!(
+        vcpu.get_reg_list(&mut list).unwrap_err().errno(),
+        libc::ENOEXEC
+    );
+    drop(vcpu);
+    let vcpu = guest.vcpu(1, 0);
+    vcpu.get_reg_list(&mut list).unwrap();
+    let saved: Vec<_> = list
+        .as_slice()
+        .iter()
+        .map(|id| {
+            let mut value = [0; 16];
+            let len = vcpu.get_one_reg(*id, &mut value).unwrap();
+            (*id, value, len)
+        })
+        .collect();
+    assert!(saved.len() > 100, "{}", saved.len());
+    for (id, value, len) in saved {
+        let set = vcpu.set_one_reg(id, &value[..len]);
+        assert_eq!(set.map_err(|error| error.errno()), Ok(len), "{id:#x}");
+    }
+    let mut few = RegList::new(3).unwrap();
+    assert_eq!(
+        vcpu.get_reg_list(&mut few).unwrap_err().errno(),
+        libc::E2BIG
+    );
+    let ttbr0 = system(3, 0, 2, 0, 0);
+    set(&vcpu, ttbr0, 0x1234_5000);
+    assert_eq!(get(&vcpu, ttbr0), 0x1234_5000);
+    // The affinity of vCPU 1.
+    assert_eq!(get(&vcpu, system(3, 0, 0, 0, 5)), 0x8000_0001);
+    let unknown = vcpu.get_one_reg(system(3, 7, 15, 15, 7), &mut [0; 8]);
+    assert_eq!(unknown.unwrap_err().errno(), libc::ENOENT);
+}
