@@ -1,5 +1,4 @@
-//! The KVM API for arm64: VMs with memory, and without vCPUs.
-#![cfg(target_arch = "aarch64")]
+//! VMs and their memory.
 
 use kvm_bindings::*;
 use slat_kvm::abi::*;
@@ -7,9 +6,7 @@ use slat_kvm::caps::{KVM_CAP_GUEST_MEMFD_FLAGS, KVM_CAP_USERFAULT};
 use slat_kvm::ioctl::{Answer, Object};
 use slat_kvm::{Cap, IoEventAddress, Kvm, NoDatamatch, VmFd};
 use std::fmt::Debug;
-use std::fs::File;
-use std::io::Read;
-use std::os::fd::{AsRawFd, FromRawFd};
+use std::os::fd::AsRawFd;
 use vmm_sys_util::eventfd::EventFd;
 
 /// Returns the bytes of `pages` of the host's pages, in which the API counts.
@@ -291,6 +288,10 @@ fn capabilities_are_those_that_work() {
         Cap::UserMemory,
         Cap::ReadonlyMem,
         Cap::OneReg,
+        Cap::ArmPsci,
+        Cap::ArmPsci02,
+        Cap::VcpuEvents,
+        Cap::MpState,
         Cap::Ioeventfd,
         Cap::SyncMmu,
         Cap::DestroyMemoryRegionWorks,
@@ -298,12 +299,8 @@ fn capabilities_are_those_that_work() {
         assert!(kvm.check_extension(cap), "{cap:?}");
     }
     for cap in [
-        Cap::ArmPsci,
-        Cap::ArmPsci02,
         Cap::ArmPmuV3,
         Cap::ArmSve,
-        Cap::VcpuEvents,
-        Cap::MpState,
         Cap::SetGuestDebug,
         Cap::DebugHwBps,
         Cap::Hlt,
@@ -338,44 +335,6 @@ fn statistics_describe_a_vm() {
     assert_eq!(of("slot_changes").1, [1]);
     assert_eq!(of("pages_4k").1, [0]);
     assert!(values.iter().any(|(name, _)| *name == "remote_tlb_flush"));
-}
-
-/// Returns what `work` prints on standard error.
-fn printed(work: impl FnOnce()) -> String {
-    // SAFETY: the name ends with NUL; the descriptors are this function's own, except for standard error, which is
-    // replaced and restored.
-    unsafe {
-        let file = libc::memfd_create(c"stderr".as_ptr(), 0);
-        let before = libc::dup(libc::STDERR_FILENO);
-        assert!(file >= 0 && before >= 0);
-        libc::dup2(file, libc::STDERR_FILENO);
-        work();
-        libc::dup2(before, libc::STDERR_FILENO);
-        libc::close(before);
-        libc::lseek(file, 0, libc::SEEK_SET);
-        let mut text = String::new();
-        File::from_raw_fd(file).read_to_string(&mut text).unwrap();
-        text
-    }
-}
-
-#[test]
-fn no_vcpu_is_created_and_the_user_is_told_why() {
-    let vm = Kvm::new().unwrap().create_vm().unwrap();
-    let said = printed(|| {
-        assert_eq!(errno(vm.create_vcpu(0)), libc::EOPNOTSUPP);
-        assert_eq!(
-            errno(vm.create_vcpu(0)),
-            libc::EOPNOTSUPP,
-            "no trace is left"
-        );
-    });
-    let line = "slat: creating vCPU 0: slat has no processor for arm64 guests yet";
-    assert!(said.contains(line), "{said}");
-    assert_eq!(errno(vm.create_vcpu(512)), libc::EINVAL);
-    let memory = Memory::new(pages(1));
-    set(&vm, 0, 0, (0, pages(1)), memory.start).unwrap();
-    vm.engine().audit().unwrap();
 }
 
 #[test]
