@@ -2,7 +2,7 @@
 //! client chooses the firmware's version.
 
 use crate::arch::aarch64::state::{Power, Start};
-use crate::arch::aarch64::vcpu_state::VcpuState;
+use crate::arch::aarch64::vcpu_state::{PSCI_1_1, VcpuState};
 use crate::errno::{Result, fail};
 use crate::vcpu_common::VcpuCommon;
 use crate::vm::VmObject;
@@ -15,8 +15,6 @@ const PSCI_VERSION_REGISTER: u16 = 0;
 /// The versions of PSCI that a client may choose. The major version is in the upper half.
 const PSCI_VERSIONS: [u64; 3] = [PSCI_0_2, 0x1_0000, PSCI_1_1];
 const PSCI_0_2: u64 = 2;
-/// The version of a new vCPU.
-pub(crate) const PSCI_1_1: u64 = 0x1_0001;
 
 /// Returns the state of a workaround. A processor in software needs no workaround.
 fn workaround(register: u16) -> Option<u64> {

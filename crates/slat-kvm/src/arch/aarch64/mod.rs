@@ -1,9 +1,7 @@
-//! Guests of AArch64, whose VMs and memory exist, and whose vCPUs do not exist yet.
+//! Guests of AArch64: the API of KVM for arm64, over the processor of slat-a64.
 //!
-//! `/dev/kvm` and VMs do what KVM for arm64 does. There is no processor that executes AArch64 code yet, so
-//! `KVM_CREATE_VCPU` fails with `EOPNOTSUPP` and a message. The parts of a vCPU (its CPU, its machine, and its other
-//! state) are types without values. So the compiler knows that no function gets such a part, and the functions have
-//! nothing to do.
+//! There is no interrupt controller yet: a client that has its own one sets the processors' interrupt lines, and sees
+//! the outputs of the timers in `kvm_run`.
 //!
 //! The modules are in the layers of the crate's root, among its neutral modules.
 //!
@@ -12,18 +10,21 @@
 //! | base | `abi`, `plain` | KVM's request numbers and structs |
 //! | | `limits`, `formats` | the limits of a VM; the formats of second-level tables |
 //! | | `policy`, `parameters` | policies of the CPU; parameters of KVM's module |
-//! | | `cpu` | the CPU of a vCPU |
+//! | | `clock` | the host's counter |
+//! | | `cpu` | the CPU of a vCPU: the processor, accesses that a device completes, and a debugger's probes |
 //! | parts | `vcpu_state` | the other state of a vCPU |
 //! | | `exits` | the exits that only arm64 has |
-//! | | `clock`, `counters`, `trace` | the host's counter; arm64's counters and tracepoints of a vCPU |
-//! | | `gdb`, `perf`, `compiler` | what a debugger and perf see of guests, and the compiler of their code |
+//! | | `timer` | the timers of a vCPU |
+//! | | `counters`, `trace` | arm64's counters and tracepoints of a vCPU |
+//! | | `gdb`, `perf`, `compiler` | the registers, as GDB numbers them; compiled code, of which there is none yet |
 //! | | `state` | arm64's state of a VM, and of the part of a vCPU that other threads use |
 //! | | `devices`, `target` | devices on the bus; the destinations of a GSI |
 //! | shared | `vcpu_map` | the map of the vCPUs' addresses |
 //! | | `chips`, `irq` | the interrupt controllers of a VM, which has none yet |
 //! | | `caps` | capabilities |
 //! | objects | `vm` | calls of a VM |
-//! | | `machine` | the machine around a CPU |
+//! | | `firmware` | the firmware that a guest calls: SMCCC and PSCI |
+//! | | `machine` | the machine around a CPU: guest memory, timers, registers for identification |
 //! | | `vcpu` | calls of a vCPU |
 //! | calls | `run` | arm64's part of `KVM_RUN` |
 //! | interface | `ioctl` | requests that only arm64 has |

@@ -1,8 +1,10 @@
 //! arm64's state of a vCPU, besides its CPU and its machine.
 
 use crate::arch::aarch64::cpu::Refusal;
-use crate::arch::aarch64::firmware::PSCI_1_1;
 use slat_a64::Stage2;
+
+/// PSCI 1.1: the version of PSCI that a new vCPU's guest sees. The major version is in the upper half.
+pub(crate) const PSCI_1_1: u64 = 0x1_0001;
 
 /// The access that one `KVM_RUN` began and the next `KVM_RUN` completes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
