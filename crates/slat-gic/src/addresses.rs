@@ -1,0 +1,265 @@
+//! Where the frames are in the guest's physical memory, as the client sets it.
+//!
+//! GICv3's redistributors are in regions. Each vCPU gets the next free place of the first region that has one, in the order
+//! in which vCPUs and regions are created, as in KVM.
+
+use crate::error::Error;
+use crate::gic::Model;
+use crate::registers::{
+    Frame, REDISTRIBUTOR_SIZE, V2_CPU_INTERFACE_SIZE, V2_DISTRIBUTOR_SIZE, V3_DISTRIBUTOR_SIZE,
+};
+use alloc::vec::Vec;
+
+/// The alignment of GICv2's frames, and of all others.
+pub(crate) const PAGE_4K: u64 = 0x1000;
+pub(crate) const PAGE_64K: u64 = 0x1_0000;
+/// The address of a frame that is not set.
+pub(crate) const UNSET: u64 = u64::MAX;
+
+/// A range of redistributors.
+#[derive(Clone, Debug)]
+struct Region {
+    base: u64,
+    /// `None`: the one region of a client that does not count its vCPUs.
+    capacity: Option<u32>,
+    /// The vCPUs that have places, in the order of the places.
+    vcpus: Vec<usize>,
+}
+
+/// The place of a vCPU's redistributor.
+#[derive(Clone, Copy, Debug)]
+struct Place {
+    region: usize,
+    index: u32,
+}
+
+impl Region {
+    fn used(&self) -> u32 {
+        self.vcpus.len() as u32
+    }
+}
+
+/// The addresses of a GIC's frames.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Addresses {
+    distributor: Option<u64>,
+    cpu_interface: Option<u64>,
+    regions: Vec<Region>,
+    /// By vCPU.
+    places: Vec<Place>,
+}
+
+/// Checks a new address of a frame.
+///
+/// # Errors
+/// [`Error::Exists`]: there is an `old` address. [`Error::Invalid`]: the address is not aligned, or too high for 64 bits.
+/// [`Error::TooBig`]: the guest has no such addresses.
+pub(crate) fn check_range(
+    old: Option<u64>,
+    new: u64,
+    alignment: u64,
+    size: u64,
+    address_bits: u32,
+) -> Result<(), Error> {
+    if old.is_some() {
+        return Err(Error::Exists);
+    }
+    let end = new.checked_add(size).ok_or(Error::Invalid)?;
+    if !new.is_multiple_of(alignment) || !size.is_multiple_of(alignment) {
+        return Err(Error::Invalid);
+    }
+    match end > 1 << address_bits {
+        true => Err(Error::TooBig),
+        false => Ok(()),
+    }
+}
+
+fn overlap(one: u64, one_size: u64, other: u64, other_size: u64) -> bool {
+    one < other.saturating_add(other_size) && other < one.saturating_add(one_size)
+}
+
+impl Addresses {
+    pub(crate) fn distributor(&self) -> u64 {
+        self.distributor.unwrap_or(UNSET)
+    }
+
+    pub(crate) fn cpu_interface(&self) -> u64 {
+        self.cpu_interface.unwrap_or(UNSET)
+    }
+
+    /// Returns the base address of the first region of redistributors.
+    pub(crate) fn redistributors(&self) -> u64 {
+        self.regions.first().map_or(UNSET, |region| region.base)
+    }
+
+    /// Returns the base address and the capacity of a region, which is zero if the client does not count.
+    pub(crate) fn region(&self, index: usize) -> Option<(u64, u32)> {
+        let region = self.regions.get(index)?;
+        Some((region.base, region.capacity.unwrap_or(0)))
+    }
+
+    pub(crate) fn set_distributor(
+        &mut self,
+        model: Model,
+        address: u64,
+        address_bits: u32,
+    ) -> Result<(), Error> {
+        let (alignment, size) = match model {
+            Model::V2 => (PAGE_4K, V2_DISTRIBUTOR_SIZE),
+            Model::V3 => (PAGE_64K, V3_DISTRIBUTOR_SIZE),
+        };
+        check_range(self.distributor, address, alignment, size, address_bits)?;
+        self.distributor = Some(address);
+        Ok(())
+    }
+
+    pub(crate) fn set_cpu_interface(
+        &mut self,
+        address: u64,
+        address_bits: u32,
+    ) -> Result<(), Error> {
+        let (alignment, size) = (PAGE_4K, V2_CPU_INTERFACE_SIZE);
+        check_range(self.cpu_interface, address, alignment, size, address_bits)?;
+        self.cpu_interface = Some(address);
+        Ok(())
+    }
+
+    /// Returns the bytes of a region. A client that does not count has a place for each vCPU.
+    fn size(capacity: Option<u32>, vcpus: usize) -> u64 {
+        let places = capacity.map_or(vcpus as u64, u64::from);
+        places * REDISTRIBUTOR_SIZE
+    }
+
+    /// Adds a region of redistributors, and gives places to the vCPUs that have none yet.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`]: the region is out of order, overlaps another frame, is not aligned, or is of the other kind than
+    /// the first one. [`Error::Exists`]: there is the one region of a client that does not count. [`Error::TooBig`]: the
+    /// guest has no such addresses.
+    pub(crate) fn add_region(
+        &mut self,
+        index: usize,
+        base: u64,
+        capacity: Option<u32>,
+        vcpus: usize,
+        address_bits: u32,
+    ) -> Result<(), Error> {
+        let size = Self::size(capacity, vcpus);
+        if base.checked_add(size).is_none() {
+            return Err(Error::Invalid);
+        }
+        match (self.regions.last(), capacity) {
+            (Some(last), None) if last.capacity.is_some() => return Err(Error::Invalid),
+            (Some(_), None) => return Err(Error::Exists),
+            _ if index != self.regions.len() => return Err(Error::Invalid),
+            _ => (),
+        }
+        let distributor = self.distributor.filter(|_| capacity.is_none());
+        let hits_distributor =
+            distributor.is_some_and(|address| overlap(base, size, address, V3_DISTRIBUTOR_SIZE));
+        if hits_distributor || self.hits_region(base, size, vcpus) {
+            return Err(Error::Invalid);
+        }
+        check_range(None, base, PAGE_64K, size, address_bits)?;
+        self.regions.push(Region {
+            base,
+            capacity,
+            vcpus: Vec::new(),
+        });
+        let placed = self.place_vcpus(vcpus);
+        if placed.is_err() {
+            self.regions.pop();
+        }
+        placed
+    }
+
+    fn hits_region(&self, base: u64, size: u64, vcpus: usize) -> bool {
+        let mut regions = self.regions.iter();
+        regions.any(|region| overlap(base, size, region.base, Self::size(region.capacity, vcpus)))
+    }
+
+    /// Gives places to the vCPUs that have none yet, as long as there are free ones.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`]: a region overlaps the distributor.
+    pub(crate) fn place_vcpus(&mut self, vcpus: usize) -> Result<(), Error> {
+        while self.places.len() < vcpus {
+            let is_free = |region: &Region| region.capacity.is_none_or(|all| region.used() < all);
+            let Some(region) = self.regions.iter().position(is_free) else {
+                break;
+            };
+            self.check_distributor(vcpus)?;
+            let index = self.regions[region].used();
+            self.regions[region].vcpus.push(self.places.len());
+            self.places.push(Place { region, index });
+        }
+        Ok(())
+    }
+
+    fn check_distributor(&self, vcpus: usize) -> Result<(), Error> {
+        let hit = |address| self.hits_region(address, V3_DISTRIBUTOR_SIZE, vcpus);
+        match self.distributor.is_some_and(hit) {
+            true => Err(Error::Invalid),
+            false => Ok(()),
+        }
+    }
+
+    /// Whether a vCPU has the last one of contiguous redistributors.
+    pub(crate) fn is_last(&self, vcpu: usize) -> bool {
+        let Some(place) = self.places.get(vcpu) else {
+            return false;
+        };
+        let region = &self.regions[place.region];
+        if place.index + 1 < region.used() {
+            return false;
+        }
+        let is_full = region.capacity == Some(place.index + 1);
+        let end = region.base + u64::from(place.index + 1) * REDISTRIBUTOR_SIZE;
+        let mut regions = self.regions.iter();
+        !is_full || !regions.any(|next| next.base == end && next.used() > 0)
+    }
+
+    /// Checks before the first run of a vCPU that all frames have addresses.
+    ///
+    /// # Errors
+    /// [`Error::NoAttribute`]: a frame has no address. [`Error::Invalid`]: two frames overlap.
+    pub(crate) fn check(&self, model: Model, vcpus: usize) -> Result<(), Error> {
+        let distributor = self.distributor.ok_or(Error::NoAttribute)?;
+        match model {
+            Model::V2 => {
+                let interface = self.cpu_interface.ok_or(Error::NoAttribute)?;
+                let (one, other) = (V2_DISTRIBUTOR_SIZE, V2_CPU_INTERFACE_SIZE);
+                match overlap(distributor, one, interface, other) {
+                    true => Err(Error::Invalid),
+                    false => Ok(()),
+                }
+            }
+            Model::V3 if self.places.len() < vcpus => Err(Error::NoAttribute),
+            Model::V3 => self.check_distributor(vcpus),
+        }
+    }
+
+    /// Returns the frame that has a guest-physical address, and the offset in the frame.
+    pub(crate) fn find(&self, model: Model, gpa: u64) -> Option<(Frame, u64)> {
+        let inside = |base: Option<u64>, size| {
+            let offset = gpa.checked_sub(base?)?;
+            (offset < size).then_some(offset)
+        };
+        let size = match model {
+            Model::V2 => V2_DISTRIBUTOR_SIZE,
+            Model::V3 => V3_DISTRIBUTOR_SIZE,
+        };
+        if let Some(offset) = inside(self.distributor, size) {
+            return Some((Frame::Distributor, offset));
+        }
+        if let Some(offset) = inside(self.cpu_interface, V2_CPU_INTERFACE_SIZE) {
+            return Some((Frame::CpuInterface, offset));
+        }
+        self.regions.iter().find_map(|region| {
+            let size = u64::from(region.used()) * REDISTRIBUTOR_SIZE;
+            let offset = inside(Some(region.base), size)?;
+            let vcpu = region.vcpus[(offset / REDISTRIBUTOR_SIZE) as usize];
+            Some((Frame::Redistributor(vcpu), offset % REDISTRIBUTOR_SIZE))
+        })
+    }
+}

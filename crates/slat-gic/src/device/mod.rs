@@ -1,0 +1,439 @@
+//! The devices of KVM's API with their attributes: KVM_DEV_TYPE_ARM_VGIC_V2, _V3, and _ITS.
+//!
+//! The owner copies the values of attributes between the client and [`Device::set`] and [`Device::get`], of
+//! [`value_size`] bytes. It refuses registers, tables and initialization with EBUSY while a vCPU runs.
+
+mod its;
+#[cfg(test)]
+mod tests;
+
+use crate::addresses::Addresses;
+use crate::error::Error;
+use crate::gic::{DEFAULT_INTERRUPTS, Gic, INTERRUPTS, Model, VcpuName};
+use crate::memory::Memory;
+use crate::registers::Frame;
+pub use its::ItsDevice;
+
+/// Groups of attributes, and attributes: KVM's numbers.
+pub mod group {
+    #![allow(missing_docs)]
+    pub const ADDRESS: u32 = 0;
+    pub const DISTRIBUTOR: u32 = 1;
+    pub const CPU_INTERFACE: u32 = 2;
+    pub const INTERRUPTS: u32 = 3;
+    pub const CONTROL: u32 = 4;
+    pub const REDISTRIBUTOR: u32 = 5;
+    pub const SYSTEM_REGISTERS: u32 = 6;
+    pub const LINES: u32 = 7;
+    pub const ITS_REGISTERS: u32 = 8;
+}
+/// Attributes of [`group::ADDRESS`].
+pub mod address {
+    #![allow(missing_docs)]
+    pub const V2_DISTRIBUTOR: u64 = 0;
+    pub const V2_CPU_INTERFACE: u64 = 1;
+    pub const V3_DISTRIBUTOR: u64 = 2;
+    pub const REDISTRIBUTORS: u64 = 3;
+    pub const ITS: u64 = 4;
+    pub const REDISTRIBUTOR_REGION: u64 = 5;
+}
+/// Attributes of [`group::CONTROL`].
+pub mod control {
+    #![allow(missing_docs)]
+    pub const INITIALIZE: u64 = 0;
+    pub const SAVE_ITS_TABLES: u64 = 1;
+    pub const RESTORE_ITS_TABLES: u64 = 2;
+    pub const SAVE_PENDING_TABLES: u64 = 3;
+    pub const RESET_ITS: u64 = 4;
+}
+
+/// Fields of attributes: an offset, and above it a vCPU's id (GICv2) or affinity (GICv3).
+const OFFSET: u64 = 0xffff_ffff;
+const VCPU_SHIFT: u32 = 32;
+const V2_VCPU: u64 = 0xff;
+/// The encoding of a system register.
+const ENCODING: u64 = 0xffff;
+/// Fields of [`group::LINES`]: what is meant, of which there is one, and the first interrupt.
+const LINES_INFO: u64 = 0xffff_fc00;
+const LINES_FIRST: u64 = 0x3ff;
+/// Fields of a region of redistributors.
+const REGION_INDEX: u64 = 0xfff;
+const REGION_FLAGS: u64 = 0xf000;
+const REGION_BASE: u64 = 0x000f_ffff_ffff_0000;
+const REGION_COUNT_SHIFT: u32 = 52;
+
+/// What attributes need of the VM.
+#[derive(Debug)]
+pub struct Vm<'a, M> {
+    /// The vCPUs, in the order of their creation.
+    pub vcpus: &'a [VcpuName],
+    /// The guest's memory.
+    pub memory: &'a M,
+    /// The bits of the guest's physical addresses.
+    pub address_bits: u32,
+}
+
+/// Returns the bytes of an attribute's value. Zero: the attribute is an order.
+pub fn value_size(group: u32) -> usize {
+    match group {
+        group::CONTROL => 0,
+        group::ADDRESS | group::SYSTEM_REGISTERS | group::ITS_REGISTERS => 8,
+        _ => 4,
+    }
+}
+
+/// A GIC as a device of KVM's API: what the client sets before the GIC exists, and the GIC.
+#[derive(Clone, Debug)]
+pub struct Device {
+    model: Model,
+    interrupts: Option<u32>,
+    addresses: Addresses,
+    has_its: bool,
+    gic: Option<Gic>,
+}
+
+impl Device {
+    /// Creates the device. [`control::INITIALIZE`] creates its GIC.
+    pub fn new(model: Model) -> Self {
+        Device {
+            model,
+            interrupts: None,
+            addresses: Addresses::default(),
+            has_its: false,
+            gic: None,
+        }
+    }
+
+    /// Returns the GIC, if it is initialized.
+    pub fn gic(&mut self) -> Option<&mut Gic> {
+        self.gic.as_mut()
+    }
+
+    /// Returns the frame that has a guest-physical address, and the offset in the frame.
+    pub fn find(&self, gpa: u64) -> Option<(Frame, u64)> {
+        self.addresses.find(self.model, gpa)
+    }
+
+    /// Records that the client has created an ITS. Until then the GIC says that it has no LPIs.
+    pub fn attach_its(&mut self) {
+        self.has_its = true;
+        if let Some(gic) = &mut self.gic {
+            gic.attach_its();
+        }
+    }
+
+    /// Gives the redistributors of new vCPUs their places. The owner calls this when it has created a vCPU.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`]: frames overlap.
+    pub fn vcpu_created(&mut self, vcpus: usize) -> Result<(), Error> {
+        self.addresses.place_vcpus(vcpus)
+    }
+
+    /// Creates the GIC, unless it exists: KVM_DEV_ARM_VGIC_CTRL_INIT.
+    ///
+    /// # Errors
+    /// [`Error::TooBig`]: there are too many vCPUs.
+    pub fn initialize(&mut self, vcpus: &[VcpuName]) -> Result<(), Error> {
+        if self.gic.is_some() {
+            return Ok(());
+        }
+        let interrupts = self.interrupts.unwrap_or(DEFAULT_INTERRUPTS);
+        let mut gic = Gic::new(self.model, interrupts, vcpus)?;
+        if self.has_its {
+            gic.attach_its();
+        }
+        self.interrupts = Some(interrupts);
+        self.gic = Some(gic);
+        self.mark_last();
+        Ok(())
+    }
+
+    /// Prepares the first run of a vCPU. A GICv2 is initialized if the client has not done it.
+    ///
+    /// # Errors
+    /// [`Error::NoAttribute`]: a frame has no address. [`Error::Invalid`]: frames overlap. [`Error::Busy`]: a GICv3 is not
+    /// initialized.
+    pub fn check_ready(&mut self, vcpus: &[VcpuName]) -> Result<(), Error> {
+        self.addresses.check(self.model, vcpus.len())?;
+        match (self.model, &self.gic) {
+            (Model::V2, _) => self.initialize(vcpus),
+            (Model::V3, None) => Err(Error::Busy),
+            (Model::V3, Some(_)) => Ok(()),
+        }
+    }
+
+    /// Lets GICR_TYPER say which redistributors are the last ones.
+    fn mark_last(&mut self) {
+        if let Some(gic) = &mut self.gic {
+            for vcpu in 0..gic.vcpus() {
+                gic.set_last(vcpu, self.addresses.is_last(vcpu));
+            }
+        }
+    }
+
+    /// Sets an attribute: KVM_SET_DEVICE_ATTR.
+    ///
+    /// # Errors
+    /// KVM's for the attribute.
+    pub fn set<M: Memory>(
+        &mut self,
+        vm: &Vm<'_, M>,
+        group: u32,
+        attribute: u64,
+        value: u64,
+    ) -> Result<(), Error> {
+        match group {
+            group::ADDRESS => self.set_address(vm, attribute, value),
+            group::INTERRUPTS => self.set_interrupts(value as u32),
+            group::CONTROL => match (attribute, self.model) {
+                (control::INITIALIZE, _) => self.initialize(vm.vcpus),
+                (control::SAVE_PENDING_TABLES, Model::V3) => {
+                    let gic = self.gic.as_ref().ok_or(Error::NoAttribute)?;
+                    gic.save_pending_tables(vm.memory)
+                }
+                _ => Err(Error::NoAttribute),
+            },
+            group::LINES if self.model == Model::V3 => {
+                let (gic, vcpu) = self.target(vm, group, attribute)?;
+                check_lines(attribute)?;
+                gic.client_write_lines(vcpu, (attribute & LINES_FIRST) as u32, value as u32)
+            }
+            group::SYSTEM_REGISTERS if self.model == Model::V3 => {
+                let (gic, vcpu) = self.target(vm, group, attribute)?;
+                gic.client_write_icc(vcpu, (attribute & ENCODING) as u16, value)
+            }
+            _ => {
+                self.check_frame(group)?;
+                let (gic, vcpu) = self.target(vm, group, attribute)?;
+                let frame = frame(group, vcpu);
+                gic.client_write(vcpu, frame, attribute & OFFSET, value as u32, vm.memory)
+            }
+        }
+    }
+
+    /// Gets an attribute: KVM_GET_DEVICE_ATTR. `input` is the value that the client's memory has before; only
+    /// [`address::REDISTRIBUTOR_REGION`] uses it.
+    ///
+    /// # Errors
+    /// KVM's for the attribute.
+    pub fn get<M: Memory>(
+        &mut self,
+        vm: &Vm<'_, M>,
+        group: u32,
+        attribute: u64,
+        input: u64,
+    ) -> Result<u64, Error> {
+        match group {
+            group::ADDRESS => self.get_address(attribute, input),
+            group::INTERRUPTS => {
+                let unset = crate::interrupt::PRIVATE;
+                Ok(self.interrupts.unwrap_or(unset).into())
+            }
+            group::CONTROL => Err(Error::NoAttribute),
+            group::LINES if self.model == Model::V3 => {
+                let (gic, vcpu) = self.target(vm, group, attribute)?;
+                check_lines(attribute)?;
+                gic.client_read_lines(vcpu, (attribute & LINES_FIRST) as u32)
+                    .map(u64::from)
+            }
+            group::SYSTEM_REGISTERS if self.model == Model::V3 => {
+                let (gic, vcpu) = self.target(vm, group, attribute)?;
+                gic.client_read_icc(vcpu, (attribute & ENCODING) as u16)
+            }
+            _ => {
+                self.check_frame(group)?;
+                let (gic, vcpu) = self.target(vm, group, attribute)?;
+                let frame = frame(group, vcpu);
+                Ok(gic.client_read(vcpu, frame, attribute & OFFSET).into())
+            }
+        }
+    }
+
+    /// Whether an attribute exists: KVM_HAS_DEVICE_ATTR.
+    ///
+    /// # Errors
+    /// [`Error::NoAttribute`]: it does not exist. [`Error::Invalid`]: there is no such vCPU.
+    pub fn has<M: Memory>(&self, vm: &Vm<'_, M>, group: u32, attribute: u64) -> Result<(), Error> {
+        let exists = match (group, self.model) {
+            (group::ADDRESS, Model::V2) => {
+                matches!(
+                    attribute,
+                    address::V2_DISTRIBUTOR | address::V2_CPU_INTERFACE
+                )
+            }
+            (group::ADDRESS, Model::V3) => matches!(
+                attribute,
+                address::V3_DISTRIBUTOR | address::REDISTRIBUTORS | address::REDISTRIBUTOR_REGION
+            ),
+            (group::INTERRUPTS, _) => true,
+            (group::CONTROL, model) => match attribute {
+                control::INITIALIZE => true,
+                control::SAVE_PENDING_TABLES => model == Model::V3,
+                _ => false,
+            },
+            (group::LINES, Model::V3) => attribute & LINES_INFO == 0,
+            _ => return self.has_register(vm, group, attribute),
+        };
+        match exists {
+            true => Ok(()),
+            false => Err(Error::NoAttribute),
+        }
+    }
+
+    /// Whether a register exists. A GIC that is not initialized has those of its interrupts that are set so far.
+    fn has_register<M: Memory>(
+        &self,
+        vm: &Vm<'_, M>,
+        group: u32,
+        attribute: u64,
+    ) -> Result<(), Error> {
+        if group != group::SYSTEM_REGISTERS || self.model != Model::V3 {
+            self.check_frame(group)?;
+        }
+        let vcpu = self.vcpu(vm.vcpus, group, attribute)?;
+        let interrupts = self.interrupts.unwrap_or(crate::interrupt::PRIVATE);
+        let exists = match group {
+            group::SYSTEM_REGISTERS => crate::icc::is_of_client((attribute & ENCODING) as u16),
+            _ => crate::registers::has_register(
+                self.model,
+                frame(group, vcpu),
+                attribute & OFFSET,
+                interrupts,
+            ),
+        };
+        match exists {
+            true => Ok(()),
+            false => Err(Error::NoAttribute),
+        }
+    }
+
+    /// Refuses a group of registers that the model does not have.
+    fn check_frame(&self, group: u32) -> Result<(), Error> {
+        match (group, self.model) {
+            (group::DISTRIBUTOR, _)
+            | (group::CPU_INTERFACE, Model::V2)
+            | (group::REDISTRIBUTOR, Model::V3) => Ok(()),
+            _ => Err(Error::NoAttribute),
+        }
+    }
+
+    /// Returns the GIC, and the vCPU that an attribute names.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`]: there is no such vCPU. [`Error::Busy`]: a GICv3 is not initialized. A GICv2 is initialized here.
+    fn target<M: Memory>(
+        &mut self,
+        vm: &Vm<'_, M>,
+        group: u32,
+        attribute: u64,
+    ) -> Result<(&mut Gic, usize), Error> {
+        let vcpu = self.vcpu(vm.vcpus, group, attribute)?;
+        if self.model == Model::V2 {
+            self.initialize(vm.vcpus)?;
+        }
+        let gic = self.gic.as_mut().ok_or(Error::Busy)?;
+        // A vCPU that is newer than the GIC has no state in it.
+        match vcpu < gic.vcpus() {
+            true => Ok((gic, vcpu)),
+            false => Err(Error::Invalid),
+        }
+    }
+
+    /// Returns the index of the vCPU that an attribute names. GICv3's distributor is the same for all.
+    fn vcpu(&self, vcpus: &[VcpuName], group: u32, attribute: u64) -> Result<usize, Error> {
+        let name = attribute >> VCPU_SHIFT;
+        let found = match (self.model, group) {
+            (Model::V3, group::DISTRIBUTOR) => (!vcpus.is_empty()).then_some(0),
+            (Model::V3, _) => vcpus
+                .iter()
+                .position(|vcpu| u64::from(vcpu.affinity) == name),
+            (Model::V2, _) => {
+                let id = name & V2_VCPU;
+                vcpus.iter().position(|vcpu| u64::from(vcpu.id) == id)
+            }
+        };
+        found.ok_or(Error::Invalid)
+    }
+
+    /// Sets the number of interrupts: KVM_DEV_ARM_VGIC_GRP_NR_IRQS.
+    fn set_interrupts(&mut self, value: u32) -> Result<(), Error> {
+        if !INTERRUPTS.contains(&value) || !value.is_multiple_of(32) {
+            return Err(Error::Invalid);
+        }
+        // Initialization sets the number, too.
+        if self.interrupts.is_some() {
+            return Err(Error::Busy);
+        }
+        self.interrupts = Some(value);
+        Ok(())
+    }
+
+    /// Sets the address of a frame. An address of the other model is unknown to this one.
+    fn set_address<M: Memory>(
+        &mut self,
+        vm: &Vm<'_, M>,
+        attribute: u64,
+        value: u64,
+    ) -> Result<(), Error> {
+        let bits = vm.address_bits;
+        let vcpus = vm.vcpus.len();
+        match (attribute, self.model) {
+            (address::V2_DISTRIBUTOR, Model::V2) | (address::V3_DISTRIBUTOR, Model::V3) => {
+                self.addresses.set_distributor(self.model, value, bits)
+            }
+            (address::V2_CPU_INTERFACE, Model::V2) => self.addresses.set_cpu_interface(value, bits),
+            (address::REDISTRIBUTORS, Model::V3) => {
+                let added = self.addresses.add_region(0, value, None, vcpus, bits);
+                self.mark_last();
+                added
+            }
+            (address::REDISTRIBUTOR_REGION, Model::V3) => {
+                let count = (value >> REGION_COUNT_SHIFT) as u32;
+                if count == 0 || value & REGION_FLAGS != 0 {
+                    return Err(Error::Invalid);
+                }
+                let (index, base) = ((value & REGION_INDEX) as usize, value & REGION_BASE);
+                let added = self
+                    .addresses
+                    .add_region(index, base, Some(count), vcpus, bits);
+                self.mark_last();
+                added
+            }
+            _ => Err(Error::NoAttribute),
+        }
+    }
+
+    fn get_address(&self, attribute: u64, input: u64) -> Result<u64, Error> {
+        match (attribute, self.model) {
+            (address::V2_DISTRIBUTOR, Model::V2) | (address::V3_DISTRIBUTOR, Model::V3) => {
+                Ok(self.addresses.distributor())
+            }
+            (address::V2_CPU_INTERFACE, Model::V2) => Ok(self.addresses.cpu_interface()),
+            (address::REDISTRIBUTORS, Model::V3) => Ok(self.addresses.redistributors()),
+            (address::REDISTRIBUTOR_REGION, Model::V3) => {
+                let index = input & REGION_INDEX;
+                let region = self.addresses.region(index as usize);
+                let (base, count) = region.ok_or(Error::NotFound)?;
+                Ok(index | base | u64::from(count) << REGION_COUNT_SHIFT)
+            }
+            _ => Err(Error::NoAttribute),
+        }
+    }
+}
+
+/// Returns the frame of a group of registers.
+fn frame(group: u32, vcpu: usize) -> Frame {
+    match group {
+        group::CPU_INTERFACE => Frame::CpuInterface,
+        group::REDISTRIBUTOR => Frame::Redistributor(vcpu),
+        _ => Frame::Distributor,
+    }
+}
+
+fn check_lines(attribute: u64) -> Result<(), Error> {
+    match attribute & LINES_INFO {
+        0 => Ok(()),
+        _ => Err(Error::Invalid),
+    }
+}

@@ -1,0 +1,160 @@
+//! The registers that have some bits for each interrupt, which GICv2 and GICv3 have in common.
+
+use super::Access;
+use super::region::Register;
+use crate::gic::{Gic, Model};
+use crate::interrupt::{Group, Interrupt, PRIORITIES, PRIVATE, SGIS, Trigger};
+
+impl Gic {
+    /// Calls `value` with each of `count` interrupts, and returns the values, `bits` bits each.
+    fn collect(
+        &self,
+        vcpu: usize,
+        first: u32,
+        count: u32,
+        bits: u32,
+        value: impl Fn(&Interrupt) -> u64,
+    ) -> u64 {
+        let each = (0..count).map(|index| {
+            let interrupt = self.interrupt(vcpu, first + index);
+            interrupt.map_or(0, &value) << (index * bits)
+        });
+        each.sum()
+    }
+
+    /// Reads a register with bits of `count` interrupts from `first` on.
+    pub(super) fn read_bits(
+        &self,
+        vcpu: usize,
+        register: Register,
+        first: u32,
+        count: u32,
+        access: Access,
+    ) -> u64 {
+        let is_client_of_v3 = access == Access::Client && self.model == Model::V3;
+        self.collect(vcpu, first, count, 1, |interrupt| {
+            u64::from(match register {
+                Register::Group => interrupt.group == Group::One,
+                Register::SetEnable | Register::ClearEnable => interrupt.enabled,
+                Register::SetActive | Register::ClearActive => interrupt.active,
+                // The client of a GICv3 has the latch, and saves the lines beside it.
+                Register::SetPending if is_client_of_v3 => interrupt.latch,
+                Register::ClearPending if is_client_of_v3 => false,
+                Register::SetPending | Register::ClearPending => interrupt.is_pending(),
+                _ => false,
+            })
+        })
+    }
+
+    /// Writes a register with bits of `count` interrupts from `first` on.
+    pub(super) fn write_bits(
+        &mut self,
+        vcpu: usize,
+        register: Register,
+        first: u32,
+        count: u32,
+        value: u64,
+        access: Access,
+    ) {
+        // These two registers set the state of all interrupts, not only of those whose bit is set.
+        let replaces_latch = access == Access::Client && self.model == Model::V3;
+        let concerns_all = match register {
+            Register::Group => true,
+            Register::SetPending => replaces_latch,
+            Register::ClearPending if replaces_latch => return,
+            _ => false,
+        };
+        for index in 0..count {
+            let bit = value >> index & 1 != 0;
+            if bit || concerns_all {
+                self.write_bit(vcpu, register, first + index, bit, access);
+            }
+        }
+    }
+
+    /// Applies a bit of an interrupt that a write concerns.
+    fn write_bit(
+        &mut self,
+        vcpu: usize,
+        register: Register,
+        intid: u32,
+        bit: bool,
+        access: Access,
+    ) {
+        let is_v2_sgi = self.is_v2_sgi(intid);
+        // GICv2 has other registers for the pending state of SGIs (IHI 0048, 4.3.7). The client, which has to save it by
+        // this register, does not know the sources: the vCPU itself becomes the source.
+        let is_ignored = is_v2_sgi && access == Access::Guest;
+        self.change(vcpu, intid, |interrupt| match register {
+            Register::Group => interrupt.group = Group::of(bit),
+            Register::SetEnable => interrupt.enabled = true,
+            Register::ClearEnable => interrupt.enabled = false,
+            Register::SetPending | Register::ClearPending if is_ignored => (),
+            Register::SetPending => {
+                interrupt.latch = bit;
+                if is_v2_sgi {
+                    interrupt.sources |= 1 << vcpu;
+                }
+            }
+            Register::ClearPending => {
+                interrupt.latch = false;
+                interrupt.sources = 0;
+            }
+            Register::SetActive => interrupt.active = true,
+            Register::ClearActive => interrupt.active = false,
+            _ => (),
+        });
+    }
+
+    pub(super) fn read_priorities(&self, vcpu: usize, first: u32, count: u32) -> u64 {
+        self.collect(vcpu, first, count, 8, |interrupt| {
+            u64::from(interrupt.priority)
+        })
+    }
+
+    pub(super) fn write_priorities(&mut self, vcpu: usize, first: u32, count: u32, value: u64) {
+        for index in 0..count {
+            let priority = (value >> (8 * index)) as u8 & PRIORITIES;
+            self.change(vcpu, first + index, |interrupt| {
+                interrupt.priority = priority
+            });
+        }
+    }
+
+    pub(super) fn read_configuration(&self, vcpu: usize, first: u32, count: u32) -> u64 {
+        self.collect(vcpu, first, count, 2, |interrupt| match interrupt.trigger {
+            Trigger::Edge => 2,
+            Trigger::Level => 0,
+        })
+    }
+
+    /// Writes triggers. SGIs are edges, and PPIs are levels, which the guest cannot change (IHI 0048, 4.3.13).
+    pub(super) fn write_configuration(&mut self, vcpu: usize, first: u32, count: u32, value: u64) {
+        for index in (0..count).filter(|index| first + index >= PRIVATE) {
+            let trigger = match value >> (2 * index) & 2 {
+                0 => Trigger::Level,
+                _ => Trigger::Edge,
+            };
+            self.change(vcpu, first + index, |interrupt| interrupt.trigger = trigger);
+        }
+    }
+
+    /// Reads the lines of 32 interrupts for the client. A line of an edge-triggered interrupt, of an SGI, or of an
+    /// interrupt that does not exist is low.
+    pub(super) fn read_lines(&self, vcpu: usize, first: u32) -> u32 {
+        let lines = self.collect(vcpu, first, 32, 1, |interrupt| {
+            u64::from(interrupt.trigger == Trigger::Level && interrupt.line)
+        });
+        lines as u32
+    }
+
+    /// Writes the lines of 32 interrupts for the client. This is independent of the triggers, which the client may restore
+    /// later.
+    pub(super) fn write_lines(&mut self, vcpu: usize, first: u32, value: u32) {
+        let existing = SGIS..self.interrupts();
+        let lines = (0..32).map(|index| (first + index, value >> index & 1 != 0));
+        for (intid, high) in lines.filter(|(intid, _)| existing.contains(intid)) {
+            self.change(vcpu, intid, |interrupt| interrupt.line = high);
+        }
+    }
+}
