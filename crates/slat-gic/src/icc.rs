@@ -4,7 +4,7 @@ use crate::error::Error;
 use crate::gic::{Gic, Model};
 use crate::interrupt::{Group, SPURIOUS};
 
-/// ICC_CTLR_EL1 (IHI 0069, 12.2.6).
+/// Fields of ICC_CTLR_EL1.
 const CTLR_COMMON_BINARY_POINT: u64 = 1 << 0;
 const CTLR_SEPARATE_DEACTIVATION: u64 = 1 << 1;
 const CTLR_PRIORITY_BITS_SHIFT: u32 = 8;

@@ -1,7 +1,7 @@
 //! The registers of a vCPU's CPU interface, and its rules of priority.
 //!
 //! Five bits of priority exist, and all five can decide about preemption. So 32 preemption levels exist, and one active
-//! priorities register holds them (IHI 0069, 4.8.4).
+//! priorities register holds them (IHI 0069, 4.8).
 
 use crate::interrupt::{Group, PRIORITIES};
 
@@ -9,7 +9,7 @@ use crate::interrupt::{Group, PRIORITIES};
 pub(crate) const IDLE: u8 = 0xff;
 /// How far a group priority is shifted to be the index of its bit in an active priorities register.
 const LEVEL_SHIFT: u32 = 3;
-/// The smallest binary points, by group: with them, all five bits are the group priority (IHI 0069, 4.8.5).
+/// The smallest binary points, by group: with them, all five bits are the group priority (IHI 0069, 4.8, priority grouping).
 pub(crate) const MIN_BINARY_POINTS: [u8; 2] = [2, 3];
 const MAX_BINARY_POINT: u8 = 7;
 
@@ -56,7 +56,7 @@ impl CpuInterface {
         }
     }
 
-    /// Returns the part of a priority that decides about preemption (IHI 0069, 4.8.5; IHI 0048, 3.3.3).
+    /// Returns the part of a priority that decides about preemption (IHI 0069, 4.8, priority grouping; IHI 0048, 3.3.3).
     pub(crate) fn group_priority(&self, priority: u8, group: Group) -> u8 {
         let subpriority_bits = match group {
             Group::One if !self.common_binary_point => self.binary_points[1],
@@ -65,7 +65,7 @@ impl CpuInterface {
         priority & (0xff << u32::from(subpriority_bits)) as u8
     }
 
-    /// Whether an interrupt of this priority is signaled now (IHI 0069, 4.8.6; IHI 0048, 3.3.1 and 3.3.2).
+    /// Whether an interrupt of this priority is signaled now (IHI 0069, 4.8; IHI 0048, 3.3.1 and 3.3.2).
     pub(crate) fn lets_through(&self, priority: u8, group: Group) -> bool {
         priority < self.mask && self.group_priority(priority, group) < self.running()
     }
@@ -76,7 +76,7 @@ impl CpuInterface {
         self.active[register as usize] |= 1 << level;
     }
 
-    /// Drops the running priority (IHI 0069, 4.1.1 and 4.8.4; IHI 0048, 3.2.1).
+    /// Drops the running priority (IHI 0069, 4.1 and 4.8; IHI 0048, 3.2.1).
     pub(crate) fn drop_priority(&mut self) {
         let [zero, one] = &mut self.active;
         let register = match zero.trailing_zeros() < one.trailing_zeros() {
@@ -97,7 +97,7 @@ impl CpuInterface {
     }
 
     /// Returns what ICC_BPR1_EL1 and GICC_ABPR read as. With a common binary point that is the binary point of group 0
-    /// plus one (IHI 0069, 12.2.6).
+    /// plus one (IHI 0069, ICC_BPR1_EL1).
     pub(crate) fn group_one_binary_point(&self) -> u8 {
         match self.common_binary_point {
             true => (self.binary_points[0] + 1).min(MAX_BINARY_POINT),

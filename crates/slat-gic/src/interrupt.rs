@@ -4,7 +4,7 @@
 pub const SGIS: u32 = 16;
 /// Private interrupts, SGIs and PPIs, have the INTIDs below this number. SPIs begin here.
 pub const PRIVATE: u32 = 32;
-/// The first of the INTIDs that say why there is no interrupt (IHI 0069, 2.2.1; IHI 0048, 3.2.5).
+/// The first of the INTIDs that say why there is no interrupt (IHI 0069, 2.2; IHI 0048, 3.2.5).
 pub const SPECIAL: u32 = 1020;
 /// What an acknowledgement returns in GICv2 if only the other group's register would return an interrupt.
 pub(crate) const OTHER_GROUP: u32 = 1022;
@@ -94,7 +94,7 @@ impl Interrupt {
         }
     }
 
-    /// Whether the interrupt is pending (IHI 0069, 4.1.2; IHI 0048, 3.2.4). A level has two causes: its line, and the
+    /// Whether the interrupt is pending (IHI 0069, 4.1; IHI 0048, 3.2.4). A level has two causes: its line, and the
     /// latch that software sets.
     pub(crate) fn is_pending(&self) -> bool {
         self.latch || self.trigger == Trigger::Level && self.line

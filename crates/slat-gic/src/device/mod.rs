@@ -4,8 +4,6 @@
 //! [`value_size`] bytes. It refuses registers, tables and initialization with EBUSY while a vCPU runs.
 
 mod its;
-#[cfg(test)]
-mod tests;
 
 use crate::addresses::Addresses;
 use crate::error::Error;

@@ -9,7 +9,7 @@ const SOURCE_SHIFT: u32 = 10;
 
 impl Gic {
     /// Returns the pending interrupt of the highest priority among the groups that the CPU interface has enabled. The
-    /// priority mask and the running priority do not matter (IHI 0069, 12.2.11; IHI 0048, 4.4.7).
+    /// priority mask and the running priority do not matter (IHI 0069, ICC_HPPIR1_EL1; IHI 0048, GICV_HPPIR).
     pub(crate) fn highest_pending(&self, vcpu: usize) -> Option<Candidate> {
         let vcpu = &self.vcpus[vcpu];
         let enabled = vcpu.interface.enabled;
@@ -18,15 +18,15 @@ impl Gic {
             .flatten()
     }
 
-    /// Returns the interrupt that is signaled to a vCPU (IHI 0069, 4.8.6; IHI 0048, 3.3).
+    /// Returns the interrupt that is signaled to a vCPU (IHI 0069, 4.8; IHI 0048, 3.3).
     pub(crate) fn signaled(&self, vcpu: usize) -> Option<Candidate> {
         let interface = &self.vcpus[vcpu].interface;
         let highest = self.highest_pending(vcpu);
         highest.filter(|highest| interface.lets_through(highest.priority, highest.group))
     }
 
-    /// Computes the signals of a vCPU. GICv3 signals group 0 as FIQ (IHI 0069, 4.6.2), GICv2 only if GICC_CTLR.FIQEn is
-    /// set (IHI 0048, 3.8).
+    /// Computes the signals of a vCPU. GICv3 signals group 0 as FIQ (IHI 0069, 4.6), GICv2 only if GICC_CTLR.FIQEn is
+    /// set (IHI 0048, GICV_CTLR).
     pub(super) fn compute_signals(&self, vcpu: usize) -> Signals {
         let fiq_enable = self.model == Model::V3 || self.vcpus[vcpu].interface.fiq_enable;
         let Some(signaled) = self.signaled(vcpu) else {
@@ -36,7 +36,7 @@ impl Gic {
         Signals { irq: !fiq, fiq }
     }
 
-    /// Acknowledges an interrupt (IHI 0069, 4.1.1; IHI 0048, 3.2.4). Returns the value of the acknowledge register.
+    /// Acknowledges an interrupt (IHI 0069, 4.1; IHI 0048, 3.2.4). Returns the value of the acknowledge register.
     pub(crate) fn acknowledge(&mut self, vcpu: usize, taken: Candidate) -> u32 {
         let register = match self.model {
             Model::V2 => Group::Zero,
@@ -48,7 +48,7 @@ impl Gic {
         let mut source = 0;
         self.change(vcpu, taken.intid, |interrupt| {
             source = interrupt.acknowledge();
-            // LPIs have no active state (IHI 0069, 1.2.2).
+            // LPIs have no active state (IHI 0069, 4.1).
             interrupt.active = taken.intid < LPIS;
         });
         self.touch(vcpu);
@@ -75,7 +75,7 @@ impl Gic {
     }
 
     /// Ends an interrupt: drops the running priority, and deactivates the interrupt unless EOImode separates this
-    /// (IHI 0069, 4.1.1; IHI 0048, 3.2.1).
+    /// (IHI 0069, 4.1; IHI 0048, 3.2.1).
     ///
     /// A guest has to end interrupts in the reverse order of their acknowledgement. For a guest that does not, the highest
     /// active priority is dropped, whatever `intid` and the group of the register are, as the list registers of hardware
@@ -93,7 +93,7 @@ impl Gic {
         }
     }
 
-    /// Deactivates an interrupt (ICC_DIR_EL1, GICC_DIR). Without EOImode this does nothing (IHI 0069, 12.2.8).
+    /// Deactivates an interrupt (ICC_DIR_EL1, GICC_DIR). Without EOImode this does nothing (IHI 0069, ICC_DIR_EL1).
     pub(crate) fn deactivate(&mut self, vcpu: usize, intid: u32) {
         if self.vcpus[vcpu].interface.separate_deactivation {
             self.clear_active(vcpu, intid);

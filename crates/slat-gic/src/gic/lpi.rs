@@ -112,7 +112,7 @@ impl Gic {
         self.change(0, intid, |lpi| lpi.target = Some(target));
     }
 
-    /// Gives all LPIs of a vCPU to another one (IHI 0069, 5.3.9: MOVALL).
+    /// Gives all LPIs of a vCPU to another one (IHI 0069, 5.3, MOVALL).
     pub(crate) fn move_lpis(&mut self, from: usize, to: usize) {
         for intid in self.lpis_of(from) {
             self.retarget_lpi(intid, to);
@@ -125,7 +125,7 @@ impl Gic {
     }
 
     /// Enables or disables the LPIs of a vCPU (GICR_CTLR.EnableLPIs). Enabling reads the pending table, unless the guest
-    /// has said that the table is zero (IHI 0069, 5.1.2 and 12.11.23).
+    /// has said that the table is zero (IHI 0069, 5.1.2; GICR_PENDBASER.PTZ).
     pub(crate) fn enable_lpis(&mut self, vcpu: usize, enable: bool, memory: &impl Memory) {
         if self.vcpus[vcpu].lpis_enabled == enable {
             return;

@@ -3,12 +3,12 @@
 use super::{Gic, Model};
 use crate::interrupt::Group;
 
-/// Fields of GICD_SGIR (IHI 0048, 4.3.15).
+/// Fields of GICD_SGIR.
 const V2_INTID: u32 = 0xf;
 const V2_TARGETS_SHIFT: u32 = 16;
 const V2_FILTER_SHIFT: u32 = 24;
 
-/// Fields of ICC_SGI1R_EL1 (IHI 0069, 12.2.25).
+/// Fields of ICC_SGI1R_EL1.
 const V3_INTID_SHIFT: u32 = 24;
 const V3_BROADCAST: u64 = 1 << 40;
 const V3_AFF1_SHIFT: u32 = 16;
@@ -49,7 +49,7 @@ impl Gic {
     }
 
     /// Generates an SGI of GICv3: the write of `value` to a register that can generate interrupts of group 0 only, or of
-    /// both groups (IHI 0069, table 12-15: with one security state, ICC_SGI1R_EL1 generates both).
+    /// both groups (IHI 0069, 4.4: with one security state, ICC_SGI1R_EL1 generates both, as in KVM).
     pub(crate) fn generate_v3_sgi(&mut self, source: usize, value: u64, both_groups: bool) {
         if self.model != Model::V3 {
             return;

@@ -6,8 +6,6 @@
 
 mod commands;
 mod tables;
-#[cfg(test)]
-mod tests;
 
 use crate::error::Error;
 use crate::gic::Gic;
@@ -75,7 +73,7 @@ enum Register {
     Identification,
 }
 
-/// The control frame (IHI 0069, table 12-31).
+/// The control frame (IHI 0069, the ITS register map).
 const REGISTERS: [Region<Register>; 8] = [
     word(0x0000, Register::Control),
     word(0x0004, Register::Implementer),
@@ -411,7 +409,8 @@ fn client_width(region: &Region<Register>) -> usize {
     }
 }
 
-/// Reads an identification register: part 0x492 of Arm, GICv3, a page of 64 KiB (IHI 0069, 12.19.17 and following).
+/// Reads an identification register: part 0x492 of Arm, GICv3, a page of 64 KiB (IHI 0069, identification
+/// registers).
 fn identification(offset: u64) -> u64 {
     match offset {
         0xffd0 => 0x40,

@@ -82,7 +82,7 @@ impl Gic {
         access: Access,
     ) {
         let is_v2_sgi = self.is_v2_sgi(intid);
-        // GICv2 has other registers for the pending state of SGIs (IHI 0048, 4.3.7). The client, which has to save it by
+        // GICv2 has other registers for the pending state of SGIs (IHI 0048, GICD_SPENDSGIR). The client, which has to save it by
         // this register, does not know the sources: the vCPU itself becomes the source.
         let is_ignored = is_v2_sgi && access == Access::Guest;
         self.change(vcpu, intid, |interrupt| match register {
@@ -128,7 +128,7 @@ impl Gic {
         })
     }
 
-    /// Writes triggers. SGIs are edges, and PPIs are levels, which the guest cannot change (IHI 0048, 4.3.13).
+    /// Writes triggers. SGIs are edges, and PPIs are levels, which the guest cannot change (IHI 0048, GICD_ICFGR).
     pub(super) fn write_configuration(&mut self, vcpu: usize, first: u32, count: u32, value: u64) {
         for index in (0..count).filter(|index| first + index >= PRIVATE) {
             let trigger = match value >> (2 * index) & 2 {

@@ -108,7 +108,7 @@ const fn of_interrupts(start: u32, bits: u32, intids: u32, register: Register) -
     }
 }
 
-/// GICv2's distributor (IHI 0048, table 4-1).
+/// GICv2's distributor (IHI 0048, 4.1.2).
 pub(crate) const V2_DISTRIBUTOR: [Region<Register>; 14] = [
     words(0x000, 12, Register::Distributor),
     of_interrupts(0x080, 1, INTIDS, Register::Group),
@@ -126,7 +126,7 @@ pub(crate) const V2_DISTRIBUTOR: [Region<Register>; 14] = [
     of_interrupts(0xf20, 8, 16, Register::SetSgiSources),
 ];
 
-/// GICv2's CPU interface as a guest has it: that of a GIC without the security extensions (IHI 0048, table 5-9).
+/// GICv2's CPU interface as a guest has it: that of a GIC without the security extensions (IHI 0048, 5.5).
 pub(crate) const V2_CPU_INTERFACE: [Region<Register>; 14] = [
     word(0x00, Register::CpuControl),
     word(0x04, Register::Mask),
@@ -144,7 +144,7 @@ pub(crate) const V2_CPU_INTERFACE: [Region<Register>; 14] = [
     word(0x1000, Register::Deactivate),
 ];
 
-/// GICv3's distributor (IHI 0069, table 12-25). Private interrupts have no bits here with affinity routing.
+/// GICv3's distributor (IHI 0069, the GICD register map). Private interrupts have no bits here with affinity routing.
 pub(crate) const V3_DISTRIBUTOR: [Region<Register>; 15] = [
     words(0x0000, 16, Register::Distributor),
     word(0x0010, Register::Ones),
@@ -163,7 +163,7 @@ pub(crate) const V3_DISTRIBUTOR: [Region<Register>; 15] = [
     words(0xffd0, 48, Register::Identification),
 ];
 
-/// GICv3's redistributor (IHI 0069, tables 12-27 and 12-29): the frame RD_base, and from 0x10000 on the frame SGI_base.
+/// GICv3's redistributor (IHI 0069, the GICR register map): the frame RD_base, and from 0x10000 on the frame SGI_base.
 pub(crate) const V3_REDISTRIBUTOR: [Region<Register>; 23] = [
     word(0x0000, Register::Control),
     word(0x0004, Register::Implementer),

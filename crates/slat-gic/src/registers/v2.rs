@@ -10,7 +10,7 @@ use crate::interrupt::{Group, OTHER_GROUP, PRIVATE, SPURIOUS};
 const ARCHITECTURE: u32 = 2 << 16;
 const CPU_PRODUCT_SHIFT: u32 = 20;
 
-/// Bits of GICC_CTLR (IHI 0048, 5.3.1).
+/// Bits of GICC_CTLR (IHI 0048, GICV_CTLR).
 const ENABLE: [u32; 2] = [1 << 0, 1 << 1];
 const ACK_CONTROL: u32 = 1 << 2;
 const FIQ_ENABLE: u32 = 1 << 3;
@@ -119,8 +119,8 @@ impl Gic {
             .sum()
     }
 
-    /// Returns why the registers of `group` do not show an interrupt of group `of`, or `None` if they do (IHI 0048, 3.4.2
-    /// and 5.3.4).
+    /// Returns why the registers of `group` do not show an interrupt of group `of`, or `None` if they do (IHI 0048, GICV_IAR
+    /// and GICV_AIAR).
     fn hidden_v2(&self, vcpu: usize, group: Group, of: Group) -> Option<u32> {
         match (group, of) {
             (Group::Zero, Group::One) if !self.vcpus[vcpu].interface.ack_control => {

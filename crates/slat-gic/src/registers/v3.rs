@@ -5,14 +5,14 @@ use crate::gic::Gic;
 use crate::identity::{IMPLEMENTER, PRODUCT, PRODUCT_SHIFT};
 use crate::memory::Memory;
 
-/// GICR_CTLR (IHI 0069, 12.11.2).
+/// GICR_CTLR.EnableLPIs.
 const ENABLE_LPIS: u64 = 1 << 0;
 /// GICR_CTLR.CES and GICR_CTLR.IR: LPIs can be disabled again, and invalidated by registers.
 const CAN_DISABLE_AND_INVALIDATE: u64 = 1 << 1 | 1 << 2;
 /// The first revision of KVM with these.
 const INVALIDATE_REVISION: u8 = 3;
 
-/// GICR_TYPER (IHI 0069, 12.11.35).
+/// Fields of GICR_TYPER.
 const TYPER_LPIS: u64 = 1 << 0;
 const TYPER_LAST: u64 = 1 << 4;
 const TYPER_NUMBER_SHIFT: u32 = 8;
@@ -25,7 +25,7 @@ const PIDR2_VALUE: u64 = 0x3b;
 /// The affinities that exist in routes: Aff3 does not, as GICD_TYPER.A3V says.
 const ROUTE: u32 = 0x00ff_ffff;
 
-/// Fields of GICR_PROPBASER and GICR_PENDBASER, and the bits that do not exist (IHI 0069, 12.11.22 and 12.11.23).
+/// Fields of GICR_PROPBASER and GICR_PENDBASER, and the bits that do not exist.
 const PROPBASER_MISSING: u64 = 0x1f << 59 | 0xf << 52 | 3 << 5;
 const PENDBASER_MISSING: u64 = 1 << 63 | 7 << 59 | 0xf << 52 | 0xf << 12 | 0x7f;
 const PENDING_TABLE_ZERO: u64 = 1 << 62;
