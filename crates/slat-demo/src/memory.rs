@@ -240,7 +240,7 @@ unsafe fn map_file(address: u64, size: usize, file: &File, sharing: i32) -> io::
         libc::PROT_READ | libc::PROT_WRITE,
         sharing | libc::MAP_FIXED,
     );
-    // SAFETY: by the caller's promise, no code uses the range.
+    // SAFETY: the range is mapped, and no code uses it, as this function's `# Safety` asks of its caller.
     let mapped = unsafe {
         libc::mmap(
             address as *mut libc::c_void,

@@ -116,7 +116,8 @@ pub unsafe extern "C" fn slat_vm_create(
     vm: *mut *mut slat_vm,
 ) -> c_int {
     let create = || {
-        // SAFETY: the caller's promise.
+        // SAFETY: `platform` is valid, and its callbacks do what `struct slat_platform` says, as this function's `#
+        // Safety` asks of its caller.
         let platform = unsafe { Callbacks::new(&*platform) };
         let platform = platform.map_err(|missing| {
             let text =
@@ -146,7 +147,7 @@ pub unsafe extern "C" fn slat_vm_create(
             vm: created?,
             dead: AtomicBool::new(false),
         });
-        // SAFETY: the caller's promise.
+        // SAFETY: `vm` is valid, as this function's `# Safety` asks of its caller.
         unsafe { *vm = Box::into_raw(Box::new(slat_vm(handle))) };
         Ok(0)
     };
@@ -165,7 +166,8 @@ pub unsafe extern "C" fn slat_vm_destroy(vm: *mut slat_vm) {
     if vm.is_null() {
         return;
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: `vm` is from `Box::into_raw` in `slat_vm_create`, and is not used any more, as this function's `# Safety`
+    // asks of its caller.
     let slat_vm(handle) = *unsafe { Box::from_raw(vm) };
     discard(handle.clone(), handle);
 }
@@ -193,10 +195,10 @@ pub unsafe extern "C" fn slat_vm_set_policy(
     name: *const c_char,
     value: *const c_char,
 ) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: `vm` is valid, as this function's `# Safety` asks of its caller.
     let slat_vm(handle) = unsafe { &*vm };
     handle.call(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: both are texts that end with a NUL, as this function's `# Safety` asks of its caller.
         let [name, value] = [name, value].map(|text| unsafe { CStr::from_ptr(text) });
         let [name, value] = [name, value].map(CStr::to_string_lossy);
         let setting = Setting::parse(&name, &value)
@@ -223,7 +225,7 @@ pub unsafe extern "C" fn slat_vm_set_region(
     backing: u64,
     flags: u32,
 ) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: `vm` is valid, as this function's `# Safety` asks of its caller.
     let slat_vm(handle) = unsafe { &*vm };
     handle.call(|| {
         let region = Region::new(slot, Gpa(gpa), size, Hva(backing));
@@ -239,7 +241,7 @@ pub unsafe extern "C" fn slat_vm_set_region(
 /// - `vm` is valid.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn slat_vm_remove_region(vm: *const slat_vm, slot: u32) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: `vm` is valid, as this function's `# Safety` asks of its caller.
     let slat_vm(handle) = unsafe { &*vm };
     handle.call(|| handle.vm.remove_region(slot))
 }
@@ -250,12 +252,12 @@ pub unsafe extern "C" fn slat_vm_remove_region(vm: *const slat_vm, slot: u32) ->
 /// - `vm` and `frame` are valid.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn slat_vm_root(vm: *const slat_vm, frame: *mut u64) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: `vm` is valid, as this function's `# Safety` asks of its caller.
     let slat_vm(handle) = unsafe { &*vm };
     handle.call(|| {
         let none = || refused(libc::ENOENT, &"the VM's MMU has no root table");
         let root = handle.vm.root().ok_or_else(none)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: `frame` is valid, as this function's `# Safety` asks of its caller.
         unsafe { *frame = root.0 };
         Ok(0)
     })
@@ -269,7 +271,7 @@ pub unsafe extern "C" fn slat_vm_root(vm: *const slat_vm, frame: *mut u64) -> c_
 /// - `vm` and `frame` are valid.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn slat_vm_lookup(vm: *const slat_vm, gpa: u64, frame: *mut u64) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: `vm` is valid, as this function's `# Safety` asks of its caller.
     let slat_vm(handle) = unsafe { &*vm };
     handle.call(|| {
         let none = || {
@@ -279,7 +281,7 @@ pub unsafe extern "C" fn slat_vm_lookup(vm: *const slat_vm, gpa: u64, frame: *mu
             )
         };
         let mapping = handle.vm.lookup(Gpa(gpa)).ok_or_else(none)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: `frame` is valid, as this function's `# Safety` asks of its caller.
         unsafe { *frame = mapping.pfn.0 };
         Ok(0)
     })
@@ -299,11 +301,11 @@ pub unsafe extern "C" fn slat_vm_dirty_log(
     bitmap: *mut u64,
     words: usize,
 ) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: `vm` is valid, as this function's `# Safety` asks of its caller.
     let slat_vm(handle) = unsafe { &*vm };
     let bitmap = match words {
         0 => &mut [],
-        // SAFETY: the caller's promise.
+        // SAFETY: `words` words at `bitmap` may be written, as this function's `# Safety` asks of its caller.
         _ => unsafe { std::slice::from_raw_parts_mut(bitmap, words) },
     };
     handle.call(|| handle.vm.dirty_log(slot, bitmap))
@@ -324,11 +326,11 @@ pub unsafe extern "C" fn slat_vm_drain(
     gpas: *const u64,
     count: usize,
 ) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: `vm` is valid, as this function's `# Safety` asks of its caller.
     let slat_vm(handle) = unsafe { &*vm };
     let gpas = match count {
         0 => &[],
-        // SAFETY: the caller's promise.
+        // SAFETY: `count` addresses at `gpas` may be read, as this function's `# Safety` asks of its caller.
         _ => unsafe { std::slice::from_raw_parts(gpas, count) },
     };
     handle.call(|| {
@@ -353,7 +355,7 @@ pub unsafe extern "C" fn slat_vm_invalidate(
     change: extern "C-unwind" fn(context: *mut c_void) -> c_int,
     context: *mut c_void,
 ) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: `vm` is valid, as this function's `# Safety` asks of its caller.
     let slat_vm(handle) = unsafe { &*vm };
     handle.call(|| {
         let beyond = || {
@@ -375,14 +377,14 @@ pub unsafe extern "C" fn slat_vm_invalidate(
 /// - `vm` and `vcpu` are valid.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn slat_vcpu_create(vm: *const slat_vm, vcpu: *mut *mut slat_vcpu) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: `vm` is valid, as this function's `# Safety` asks of its caller.
     let slat_vm(handle) = unsafe { &*vm };
     handle.call(|| {
         let created = slat_vcpu {
             vcpu: handle.vm.create_vcpu()?,
             vm: handle.clone(),
         };
-        // SAFETY: the caller's promise.
+        // SAFETY: `vcpu` is valid, as this function's `# Safety` asks of its caller.
         unsafe { *vcpu = Box::into_raw(Box::new(created)) };
         Ok(0)
     })
@@ -397,7 +399,8 @@ pub unsafe extern "C" fn slat_vcpu_destroy(vcpu: *mut slat_vcpu) {
     if vcpu.is_null() {
         return;
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: `vcpu` is from `Box::into_raw` in `slat_vcpu_create`, and is not used any more, as this function's `#
+    // Safety` asks of its caller.
     let slat_vcpu { vm, vcpu } = *unsafe { Box::from_raw(vcpu) };
     discard(vm, vcpu);
 }
@@ -412,7 +415,7 @@ pub unsafe extern "C" fn slat_vcpu_destroy(vcpu: *mut slat_vcpu) {
 /// - `vcpu` is valid, and no other thread uses it.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn slat_vcpu_fault(vcpu: *mut slat_vcpu, gpa: u64, access: u32) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: `vcpu` is valid, and no other thread uses it, as this function's `# Safety` asks of its caller.
     let slat_vcpu { vm, vcpu } = unsafe { &mut *vcpu };
     vm.call(|| {
         let access = match access {

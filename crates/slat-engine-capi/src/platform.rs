@@ -139,7 +139,8 @@ impl Callbacks {
     }
 }
 
-// SAFETY: by the promise of `Callbacks::new`, the client keeps the contract; metadata stays at its address.
+// SAFETY: the client's callbacks do what `slat_platform` says, as `Callbacks::new` asks of its caller, and that is what
+// `Platform` requires. Metadata stay at their addresses in `metas`.
 unsafe impl Platform for Callbacks {
     fn granule(&self) -> Granule {
         self.granule

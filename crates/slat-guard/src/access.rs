@@ -1,8 +1,8 @@
 //! Single accesses: loads, stores and locked read-modify-writes of 1 to 16 bytes.
 //!
-//! Each access reads or writes by one guarded machine instruction, so the access happens as a whole or not at all.
-//! There is one exception, on arm64: if a word crosses into another page and one of the two pages is gone, a store may
-//! have changed the bytes in the other page.
+//! Each access changes memory by one guarded machine instruction at most, so the access happens as a whole or not at
+//! all. There is one exception, on arm64: if a word crosses into another page and one of the two pages is gone, a store
+//! may have changed the bytes in the other page.
 //!
 //! | access | x86-64 | arm64 |
 //! |---|---|---|
@@ -30,7 +30,10 @@ use crate::Gone;
 mod sealed {
     use std::ops::{BitAnd, BitOr, BitXor};
 
-    /// The accesses, each of which is one instruction or a few. Each architecture has its own implementation (`arch`).
+    /// The machine accesses, each by one instruction or a few. Each architecture has its own implementation (`arch`).
+    ///
+    /// # Safety
+    /// `load` has the requirements of [`load`](super::load), and all others have those of [`store`](super::store).
     pub trait Sealed:
         Copy + Eq + BitAnd<Output = Self> + BitOr<Output = Self> + BitXor<Output = Self>
     {
@@ -58,7 +61,8 @@ pub trait Word: Sealed {}
 /// * [`install`](crate::install) must have been called, or a fault ends the process.
 #[inline(always)]
 pub unsafe fn load<T: Word>(p: *const T) -> Result<T, Gone> {
-    // SAFETY: the caller's promise.
+    // SAFETY: any address may be read here, as this function's `# Safety` says: the access is guarded, and the handlers
+    // that turn a fault into `Gone` are installed.
     unsafe { T::load(p) }
 }
 
@@ -69,7 +73,8 @@ pub unsafe fn load<T: Word>(p: *const T) -> Result<T, Gone> {
 /// * [`install`](crate::install) must have been called, or a fault ends the process.
 #[inline(always)]
 pub unsafe fn store<T: Word>(p: *mut T, v: T) -> Result<(), Gone> {
-    // SAFETY: the caller's promise.
+    // SAFETY: no Rust object is at `p`, and the handlers that turn a fault into `Gone` are installed, as this
+    // function's `# Safety` asks of its caller.
     unsafe { T::store(p, v) }
 }
 
@@ -80,7 +85,7 @@ pub unsafe fn store<T: Word>(p: *mut T, v: T) -> Result<(), Gone> {
 /// The requirements of [`store`].
 #[inline(always)]
 pub unsafe fn compare_exchange<T: Word>(p: *mut T, old: T, new: T) -> Result<Result<T, T>, Gone> {
-    // SAFETY: the caller's promise.
+    // SAFETY: no Rust object is at `p` and the handlers are installed, as `store` asks of its caller.
     unsafe { T::compare_exchange(p, old, new) }
 }
 
@@ -90,7 +95,7 @@ pub unsafe fn compare_exchange<T: Word>(p: *mut T, old: T, new: T) -> Result<Res
 /// The requirements of [`store`].
 #[inline(always)]
 pub unsafe fn swap<T: Word>(p: *mut T, v: T) -> Result<T, Gone> {
-    // SAFETY: the caller's promise.
+    // SAFETY: no Rust object is at `p` and the handlers are installed, as `store` asks of its caller.
     unsafe { T::swap(p, v) }
 }
 
@@ -100,7 +105,7 @@ pub unsafe fn swap<T: Word>(p: *mut T, v: T) -> Result<T, Gone> {
 /// The requirements of [`store`].
 #[inline(always)]
 pub unsafe fn fetch_add<T: Word>(p: *mut T, v: T) -> Result<T, Gone> {
-    // SAFETY: the caller's promise.
+    // SAFETY: no Rust object is at `p` and the handlers are installed, as `store` asks of its caller.
     unsafe { T::fetch_add(p, v) }
 }
 
@@ -110,7 +115,7 @@ pub unsafe fn fetch_add<T: Word>(p: *mut T, v: T) -> Result<T, Gone> {
 /// The requirements of [`store`].
 #[inline(always)]
 pub unsafe fn fetch_and<T: Word>(p: *mut T, v: T) -> Result<T, Gone> {
-    // SAFETY: the caller's promise.
+    // SAFETY: no Rust object is at `p` and the handlers are installed, as `store` asks of its caller.
     unsafe { update(p, |old| old & v) }
 }
 
@@ -120,7 +125,7 @@ pub unsafe fn fetch_and<T: Word>(p: *mut T, v: T) -> Result<T, Gone> {
 /// The requirements of [`store`].
 #[inline(always)]
 pub unsafe fn fetch_or<T: Word>(p: *mut T, v: T) -> Result<T, Gone> {
-    // SAFETY: the caller's promise.
+    // SAFETY: no Rust object is at `p` and the handlers are installed, as `store` asks of its caller.
     unsafe { update(p, |old| old | v) }
 }
 
@@ -130,17 +135,20 @@ pub unsafe fn fetch_or<T: Word>(p: *mut T, v: T) -> Result<T, Gone> {
 /// The requirements of [`store`].
 #[inline(always)]
 pub unsafe fn fetch_xor<T: Word>(p: *mut T, v: T) -> Result<T, Gone> {
-    // SAFETY: the caller's promise.
+    // SAFETY: no Rust object is at `p` and the handlers are installed, as `store` asks of its caller.
     unsafe { update(p, |old| old ^ v) }
 }
 
 /// Runs a compare-and-exchange loop, for operations that no single instruction does while returning the old value.
+///
+/// # Safety
+/// The requirements of [`store`].
 #[inline(always)]
 pub(crate) unsafe fn update<T: Word>(p: *mut T, f: impl Fn(T) -> T) -> Result<T, Gone> {
-    // SAFETY: the caller's promise.
+    // SAFETY: no Rust object is at `p` and the handlers are installed, as `store` asks of its caller.
     let mut old = unsafe { T::load(p)? };
     loop {
-        // SAFETY: the caller's promise.
+        // SAFETY: as for the load above.
         match unsafe { T::compare_exchange(p, old, f(old))? } {
             Ok(old) => return Ok(old),
             Err(seen) => old = seen,

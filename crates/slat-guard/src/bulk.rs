@@ -17,7 +17,8 @@ fn done(len: usize, left: usize) -> Result<(), usize> {
 /// # Safety
 /// The requirements of [`load`], for every byte.
 pub unsafe fn copy_in(dst: &mut [u8], src: *const u8) -> Result<(), usize> {
-    // SAFETY: `dst` is a slice of this process; the caller promises `src`.
+    // SAFETY: `dst` is a slice, which nothing else uses. `src` may be read by guarded accesses, as this function's `#
+    // Safety` asks of its caller.
     unsafe { copy(dst.as_mut_ptr(), src, dst.len()) }
 }
 
@@ -26,7 +27,8 @@ pub unsafe fn copy_in(dst: &mut [u8], src: *const u8) -> Result<(), usize> {
 /// # Safety
 /// The requirements of [`store`](crate::store), for every byte.
 pub unsafe fn copy_out(dst: *mut u8, src: &[u8]) -> Result<(), usize> {
-    // SAFETY: `src` is a slice of this process; the caller promises `dst`.
+    // SAFETY: `src` is a slice, which nothing writes. `dst` may be written by guarded accesses, as this function's `#
+    // Safety` asks of its caller.
     unsafe { copy(dst, src.as_ptr(), src.len()) }
 }
 
@@ -37,7 +39,8 @@ pub unsafe fn copy_out(dst: *mut u8, src: &[u8]) -> Result<(), usize> {
 /// The requirements of [`load`] and [`store`](crate::store), for every byte.
 #[inline]
 pub unsafe fn copy(dst: *mut u8, src: *const u8, len: usize) -> Result<(), usize> {
-    // SAFETY: the caller's promise.
+    // SAFETY: `src` may be read and `dst` written by guarded accesses, as this function's `# Safety` asks of its
+    // caller.
     done(len, unsafe { bulk::copy(dst, src, len) })
 }
 
@@ -52,7 +55,7 @@ pub unsafe fn fill_elements<const BYTES: u64>(
     value: u64,
     times: usize,
 ) -> Result<(), usize> {
-    // SAFETY: the caller's promise.
+    // SAFETY: every byte may be written by guarded accesses, as this function's `# Safety` asks of its caller.
     done(times, unsafe {
         bulk::fill_elements::<BYTES>(dst, value, times)
     })
@@ -63,7 +66,7 @@ pub unsafe fn fill_elements<const BYTES: u64>(
 /// # Safety
 /// The requirements of [`store`](crate::store), for every byte.
 pub unsafe fn fill(dst: *mut u8, byte: u8, len: usize) -> Result<(), usize> {
-    // SAFETY: the caller's promise.
+    // SAFETY: every byte may be written by guarded accesses, as this function's `# Safety` asks of its caller.
     unsafe { fill_elements::<1>(dst, byte.into(), len) }
 }
 
@@ -75,7 +78,7 @@ pub unsafe fn fill(dst: *mut u8, byte: u8, len: usize) -> Result<(), usize> {
 pub unsafe fn matches(mut p: *const u8, bytes: &[u8]) -> Result<bool, Gone> {
     let (lines, bytes) = bytes.as_chunks::<LINE>();
     for line in lines {
-        // SAFETY: within the range that the caller promises.
+        // SAFETY: the line is one of the bytes that the caller lets this function read by guarded accesses.
         if !unsafe { matches_line(p, line)? } {
             return Ok(false);
         }
@@ -84,7 +87,7 @@ pub unsafe fn matches(mut p: *const u8, bytes: &[u8]) -> Result<bool, Gone> {
     let len = bytes.len();
     if len < 8 {
         for (i, &byte) in bytes.iter().enumerate() {
-            // SAFETY: within the range that the caller promises.
+            // SAFETY: the byte is one of those that the caller lets this function read by guarded accesses.
             if unsafe { load(p.wrapping_add(i))? } != byte {
                 return Ok(false);
             }
@@ -99,12 +102,12 @@ pub unsafe fn matches(mut p: *const u8, bytes: &[u8]) -> Result<bool, Gone> {
     let mut at = 0;
     let mut differ = 0;
     while at + 8 <= len {
-        // SAFETY: within the range that the caller promises.
+        // SAFETY: the word consists of bytes that the caller lets this function read by guarded accesses.
         differ |= unsafe { load(p.wrapping_add(at).cast::<u64>())? } ^ word(at);
         at += 8;
     }
     // The tail overlaps bytes that were compared already.
-    // SAFETY: within the range that the caller promises.
+    // SAFETY: the word consists of bytes that the caller lets this function read by guarded accesses.
     differ |= unsafe { load(p.wrapping_add(len - 8).cast::<u64>())? } ^ word(len - 8);
     Ok(differ == 0)
 }

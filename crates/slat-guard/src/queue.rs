@@ -20,6 +20,7 @@ pub(crate) unsafe fn queue(
         0,
         0,
     ];
-    // SAFETY: the caller's promise.
+    // SAFETY: the kernel reads the `siginfo_t` at `info`, which this function's `# Safety` asks of its caller to be
+    // whole.
     unsafe { calls::make(Call::QueueSignal, arguments) }
 }

@@ -159,14 +159,17 @@ fn chained(sig: i32) -> Option<&'static Chained> {
 }
 
 /// Changes the kernel's action for `sig`; both pointers may be null.
+///
+/// # Safety
+/// - `new` and `old` are null or refer to an action. The handler of `new` may run on any thread at any time.
 unsafe fn rt_sigaction(
     sig: i32,
     new: *const KernelAction,
     old: *mut KernelAction,
 ) -> io::Result<()> {
-    // The caller gives pointers to whole structures or null; 8 is the size of the mask.
+    // 8 is the size of the mask.
     let arguments = [sig as usize, new as usize, old as usize, 8, 0, 0];
-    // SAFETY: the caller's promise.
+    // SAFETY: the pointers are null or refer to actions, as this function's `# Safety` asks of its caller.
     let answer = calls::result(unsafe { calls::raw(libc::SYS_rt_sigaction, arguments) });
     answer.map(drop).map_err(io::Error::from_raw_os_error)
 }
@@ -178,7 +181,7 @@ unsafe fn rt_sigaction(
 /// The kernel's errno.
 ///
 /// # Safety
-/// The requirements of `sigaction`.
+/// - The handler of `new` may run on any thread at any time.
 pub unsafe fn set_kernels(
     signal: i32,
     new: Option<&libc::sigaction>,
@@ -195,7 +198,8 @@ pub unsafe fn set_kernels(
         mask: 0,
     };
     let new = new.as_ref().map_or(ptr::null(), ptr::from_ref);
-    // SAFETY: live structures, or null; the caller's promise.
+    // SAFETY: `new` is null or refers to a local variable, and `old` is a local variable. The handler of `new` may run
+    // at any time, as this function's `# Safety` asks of its caller.
     unsafe { rt_sigaction(signal, new, &mut old) }
         .map_err(|error| error.raw_os_error().unwrap_or(libc::EINVAL))?;
     Ok(to_libc(&old))
@@ -367,6 +371,9 @@ extern "C-unwind" fn handler(sig: i32, info: *mut libc::siginfo_t, context: *mut
 }
 
 /// Does what the kernel would have done if the chained action had been installed.
+///
+/// # Safety
+/// - `info` and `context` are those that the kernel gave the handler of `sig`.
 unsafe fn chain(sig: i32, sent: bool, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
     let Some(chained) = chained(sig) else { return };
     let Some(action) = chained.get() else { return };

@@ -78,7 +78,7 @@ unsafe fn locked_operations_at<T: Word + std::fmt::Debug>(p: *mut T, values: [T;
     let around = p.cast::<u8>().wrapping_sub(16);
     let bytes = size_of::<T>();
     let mut expected: Vec<u8> = (1..=32 + bytes as u8).collect();
-    // SAFETY: the caller's promise.
+    // SAFETY: all these bytes are the caller's, as this function's `# Safety` says.
     unsafe {
         assert_eq!(copy_out(around, &expected), Ok(()));
         assert_eq!(store(p, a), Ok(()));

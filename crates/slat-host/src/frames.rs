@@ -169,8 +169,8 @@ pub fn warm(platform: &impl Platform, frames: usize) {
 /// # Safety
 /// - The bytes were mapped by [`map_aligned`], and are not used any more.
 unsafe fn unmap(start: usize, len: usize) {
-    // SAFETY: by the caller's promise, no code uses the range any more. The call cannot fail: the range is a part of
-    // one mapping, or all of it.
+    // SAFETY: no code uses the bytes any more, as this function's `# Safety` asks of its caller. The call cannot fail:
+    // the range is a part of one mapping, or all of it.
     let _ = unsafe { calls::make(Call::Unmap, [start, len, 0, 0, 0, 0]) };
 }
 

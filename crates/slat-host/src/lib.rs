@@ -178,7 +178,7 @@ unsafe impl<const PAGE_SHIFT: u32> Platform for HostPlatform<PAGE_SHIFT> {
     }
 
     unsafe fn free_table(&self, _: VmId, frame: Pfn) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the frame is from this platform and is freed once, as `Platform::free_table` asks of its caller.
         unsafe { self.frames.free(&[frame]) }
     }
 
@@ -187,7 +187,8 @@ unsafe impl<const PAGE_SHIFT: u32> Platform for HostPlatform<PAGE_SHIFT> {
     }
 
     unsafe fn free_tables(&self, _: VmId, frames: &[Pfn]) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the frames are from this platform and each is freed once, as `Platform::free_tables` asks of its
+        // caller.
         unsafe { self.frames.free(frames) }
     }
 

@@ -22,7 +22,8 @@ use std::ffi::CStr;
 /// errno. The call must not block, and must not concern the calling thread alone. Async-signal-safe.
 ///
 /// # Safety
-/// The promises of the call itself are kept, on any thread of the process.
+/// - The memory, mappings and descriptors that the call uses or changes are the caller's to use or change in this way,
+///   on any thread of the process.
 #[inline]
 pub unsafe fn make(call: Call, arguments: [usize; 6]) -> Result<isize, i32> {
     let entry = call.entry();
@@ -33,7 +34,8 @@ pub unsafe fn make(call: Call, arguments: [usize; 6]) -> Result<isize, i32> {
     {
         return result(answer);
     }
-    // SAFETY: the caller promises what the call requires.
+    // SAFETY: the caller may use and change what the call uses and changes, as this function's `# Safety` asks of its
+    // caller.
     result(unsafe { raw(entry.number, arguments) })
 }
 

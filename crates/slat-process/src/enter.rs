@@ -24,10 +24,11 @@ pub(crate) fn is_own_thread() -> bool {
 /// negative errno. Async-signal-safe.
 ///
 /// # Safety
-/// The promises of the call itself are kept.
+/// - The memory, mappings and descriptors that the call uses or changes are the caller's to use or change in this way.
 #[inline]
 pub unsafe fn raw(number: i64, arguments: [usize; 6]) -> isize {
-    // SAFETY: the caller promises what the call requires.
+    // SAFETY: the caller may use and change what the call uses and changes, as this function's `# Safety` asks of its
+    // caller.
     unsafe {
         match gate::is_exempted_used() {
             true => raw_by_thread(number, arguments),
@@ -41,11 +42,11 @@ pub unsafe fn raw(number: i64, arguments: [usize; 6]) -> isize {
 /// sanitizer's runtime is not ready.
 ///
 /// # Safety
-/// The promises of the call itself are kept.
+/// The requirements of [`raw`].
 #[cold]
 #[inline(never)]
 unsafe fn raw_by_thread(number: i64, arguments: [usize; 6]) -> isize {
-    // SAFETY: the caller promises what the call requires.
+    // SAFETY: the caller may use and change what the call uses and changes, as `raw` asks of its caller.
     unsafe {
         match IS_OWN.get() {
             true => gate::call_exempted(number, arguments),

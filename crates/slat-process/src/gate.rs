@@ -31,19 +31,21 @@ pub fn is_exempted_used() -> bool {
 /// Makes a system call on a thread of slat's own, whatever filters forbid.
 ///
 /// # Safety
-/// The promises of the call itself are kept.
+/// The requirements of [`raw`](crate::calls::raw).
 pub unsafe fn call_exempted(number: i64, arguments: [usize; 6]) -> isize {
-    // SAFETY: the caller promises what the call requires.
+    // SAFETY: the caller may use and change what the call uses and changes, as `raw` asks of its caller. `exempted` has
+    // the two instructions.
     unsafe { call_at(exempted as *const () as *mut (), number, arguments) }
 }
 
 /// Makes a system call through the gate.
 ///
 /// # Safety
-/// The promises of the call itself are kept.
+/// The requirements of [`raw`](crate::calls::raw).
 #[inline]
 pub unsafe fn call(number: i64, arguments: [usize; 6]) -> isize {
-    // SAFETY: the caller promises what the call requires; the gate always refers to such instructions.
+    // SAFETY: the caller may use and change what the call uses and changes, as `raw` asks of its caller. The gate
+    // always refers to the two instructions, because `move_to` asks that of its caller.
     unsafe { call_at(GATE.load(Ordering::Relaxed), number, arguments) }
 }
 
@@ -51,10 +53,11 @@ pub unsafe fn call(number: i64, arguments: [usize; 6]) -> isize {
 /// slat's library makes such calls before it is linked.
 ///
 /// # Safety
-/// The promises of the call itself are kept.
+/// The requirements of [`raw`](crate::calls::raw).
 #[inline]
 pub unsafe fn call_own(number: i64, arguments: [usize; 6]) -> isize {
-    // SAFETY: the caller promises what the call requires.
+    // SAFETY: the caller may use and change what the call uses and changes, as `raw` asks of its caller. `own` has the
+    // two instructions.
     unsafe { call_at(own as *const () as *mut (), number, arguments) }
 }
 

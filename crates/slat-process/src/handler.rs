@@ -17,8 +17,10 @@ pub unsafe fn call_program(
     info: *mut libc::siginfo_t,
     context: *mut libc::c_void,
 ) {
-    // SAFETY: the kernel's context of the code that the signal has interrupted.
+    // SAFETY: `context` is the kernel's, of the code that the signal has interrupted, as this function's `# Safety`
+    // asks of its caller.
     let sp = unsafe { context::sp(&*context.cast::<libc::ucontext_t>()) };
-    // SAFETY: the caller's promise.
+    // SAFETY: `function` is a signal handler, and the arguments are the kernel's, as this function's `# Safety` asks of
+    // its caller.
     stack::around_handler(sp, || unsafe { call(function, signal, info, context) });
 }

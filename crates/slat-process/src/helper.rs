@@ -134,8 +134,8 @@ impl Helper {
         let mut made = 0;
         for request in &self.requests {
             if request.state.load(Ordering::Acquire) == POSTED {
-                // SAFETY: the request is posted, so the cells are the helper's. The asking thread upholds
-                // the call's promises.
+                // SAFETY: the request is posted, so only the helper uses its cells. The call is sound on any thread, as
+                // `make` asks of the thread that posted the request.
                 unsafe {
                     let (number, arguments) = request.call.get();
                     request.answer.set(raw(number, arguments));

@@ -12,7 +12,7 @@ mod plain {
     pub(crate) use crate::wait::{sleep, wake, yield_now};
     pub(crate) use std::sync::atomic::{AtomicBool, AtomicU32};
 
-    /// A cell of which a protocol says which thread may use it.
+    /// A cell. The protocol of its user says which thread may use the value at what time.
     #[derive(Default)]
     pub(crate) struct Cell<T>(std::cell::UnsafeCell<T>);
 
@@ -22,7 +22,7 @@ mod plain {
         /// # Safety
         /// - No thread writes the value at the same time.
         pub(crate) unsafe fn get(&self) -> T {
-            // SAFETY: the caller's promise.
+            // SAFETY: no thread writes the value at the same time, as this function's `# Safety` asks of its caller.
             unsafe { *self.0.get() }
         }
 
@@ -31,7 +31,8 @@ mod plain {
         /// # Safety
         /// - No other thread uses the value at the same time.
         pub(crate) unsafe fn set(&self, value: T) {
-            // SAFETY: the caller's promise.
+            // SAFETY: no other thread uses the value at the same time, as this function's `# Safety` asks of its
+            // caller.
             unsafe { *self.0.get() = value };
         }
     }
@@ -57,13 +58,13 @@ mod model {
     impl<T: Copy> Cell<T> {
         #[track_caller]
         pub(crate) unsafe fn get(&self) -> T {
-            // SAFETY: the caller's promise, which loom checks.
+            // SAFETY: no thread writes the value at the same time, or loom reports it.
             self.0.with(|value| unsafe { *value })
         }
 
         #[track_caller]
         pub(crate) unsafe fn set(&self, value: T) {
-            // SAFETY: the caller's promise, which loom checks.
+            // SAFETY: no other thread uses the value at the same time, or loom reports it.
             self.0.with_mut(|to| unsafe { *to = value });
         }
     }

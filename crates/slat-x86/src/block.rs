@@ -104,7 +104,8 @@ impl Block {
         // The last instruction may need more than one operation.
         let (ops, longest) = (max_ops - 1 + PER_INSTRUCTION, LONGEST.min(16 * max_ops));
         let mut block = Self::empty();
-        // SAFETY: the caller's promise.
+        // SAFETY: the block, and with it the lists, is used only as long as the pool's pieces are, as this function's
+        // `# Safety` asks of its caller.
         unsafe {
             block.ops.reserve(pool, ops)?;
             block.bytes.reserve(pool, longest)?;
@@ -124,7 +125,8 @@ impl Block {
         pool: &mut Pool,
     ) -> Result<NonNull<Self>, OutOfMemory> {
         let mut new = pool.put(Self::empty())?;
-        // SAFETY: `new` was made just now; the caller promises not to use the block after the pool's pieces.
+        // SAFETY: `new` was made just now. The block is used only as long as the pool's pieces are, as this function's
+        // `# Safety` asks of its caller.
         unsafe { new.as_mut().copy(from, pool)? };
         Ok(new)
     }
@@ -137,7 +139,8 @@ impl Block {
     /// # Safety
     /// - The block is used only as long as the pool's pieces are.
     pub(crate) unsafe fn copy(&mut self, from: &Block, pool: &mut Pool) -> Result<(), OutOfMemory> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the block, and with it the lists, is used only as long as the pool's pieces are, as this function's
+        // `# Safety` asks of its caller.
         unsafe {
             self.ops.reserve(pool, from.ops.len())?;
             self.bytes.reserve(pool, from.bytes.len())?;

@@ -73,7 +73,7 @@ impl Seen {
 /// Kept blocks by address, direct-mapped.
 struct Front([Option<NonNull<Block>>; FRONT]);
 
-// SAFETY: zeroes are `None`, as Rust promises for an `Option` of a `NonNull`.
+// SAFETY: zeroes are `None`: Rust guarantees that for an `Option` of a `NonNull`.
 unsafe impl Zeroed for Front {}
 
 impl Front {
@@ -89,7 +89,7 @@ struct Tables {
     front: Front,
 }
 
-// SAFETY: zeroes are a value of both fields, as `Zeroed` promises.
+// SAFETY: zeroes are a value of both fields, because both are `Zeroed`.
 unsafe impl Zeroed for Tables
 where
     Seen: Zeroed,

@@ -255,7 +255,8 @@ impl Cpu {
     /// - The caller detaches the machine before the borrow of `machine` ends.
     pub(crate) unsafe fn attach(&mut self, machine: &mut dyn Machine) {
         let pointer = NonNull::from(machine);
-        // SAFETY: only the lifetime bound of the trait object changes; the caller's promise.
+        // SAFETY: only the lifetime bound of the trait object changes. The caller detaches the machine before the
+        // borrow ends, as this function's `# Safety` asks.
         self.machine = Some(unsafe {
             std::mem::transmute::<NonNull<dyn Machine + '_>, NonNull<dyn Machine>>(pointer)
         });

@@ -24,7 +24,7 @@ pub(crate) struct Fixed {
     pub(crate) tlb: Tlb,
 }
 
-// SAFETY: zeroes are a value of every field, as `Zeroed` promises.
+// SAFETY: zeroes are a value of every field, because each field is `Zeroed`.
 unsafe impl Zeroed for Fixed
 where
     Fragments: Zeroed,

@@ -69,7 +69,7 @@ impl<T> Deref for Pages<T> {
     type Target = T;
     #[inline(always)]
     fn deref(&self) -> &T {
-        // SAFETY: the memory is mapped until `self` is dropped; zeroes are a valid `T`, as `Zeroed` promises.
+        // SAFETY: the memory is mapped until `self` is dropped; zeroes are a valid `T`, because `T` is `Zeroed`.
         unsafe { self.0.as_ref() }
     }
 }

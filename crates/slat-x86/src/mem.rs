@@ -42,10 +42,10 @@ unsafe fn exchange<T: Int>(
     mut f: impl FnMut(T) -> T,
 ) -> Result<(T, T), Gone> {
     loop {
-        // SAFETY: the caller's promise.
+        // SAFETY: no Rust object is at `word`, as `slat_guard::store` asks of its caller.
         let old = unsafe { slat_guard::load(word) }?;
         let new = f(old);
-        // SAFETY: the caller's promise.
+        // SAFETY: no Rust object is at `word`, as `slat_guard::store` asks of its caller.
         let done = unsafe {
             if lock {
                 slat_guard::compare_exchange(word, old, new)?.is_ok()

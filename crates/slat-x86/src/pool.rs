@@ -180,8 +180,7 @@ impl<T> Deref for List<T> {
     type Target = [T];
     #[inline(always)]
     fn deref(&self) -> &[T] {
-        // SAFETY: `len` elements were written, and the pool's pieces are still in use, as the caller
-        // of `reserve` promised.
+        // SAFETY: `len` elements were written, and the pool's pieces are still in use, as `reserve` asks of its caller.
         unsafe { NonNull::slice_from_raw_parts(self.start, self.len as usize).as_ref() }
     }
 }

@@ -41,13 +41,14 @@ unsafe impl GlobalAlloc for Counting {
         if !count(layout.size(), 0) {
             return std::ptr::null_mut();
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: `layout` has bytes, as `alloc` asks of its caller.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
         count(0, layout.size());
-        // SAFETY: the caller's promise.
+        // SAFETY: `pointer` is from `System` with `layout`, like all memory of this allocator, which `dealloc` asks of
+        // its caller.
         unsafe { System.dealloc(pointer, layout) }
     }
 }

@@ -161,7 +161,7 @@ impl<T> Uncounted<T> {
     /// # Safety
     /// - an owner of the value exists until `'a` ends.
     pub(crate) unsafe fn get<'a>(self) -> &'a T {
-        // SAFETY: the caller's promise.
+        // SAFETY: an owner of the value exists until `'a` ends, as this function's `# Safety` asks of its caller.
         unsafe { &(*self.0.as_ptr()).value }
     }
 

@@ -302,7 +302,7 @@ impl Stale {
 /// masks the interrupt.
 ///
 /// # Safety
-/// An implementation promises, for as long as it lives:
+/// An implementation guarantees, for as long as it lives:
 /// - [`granule`](Self::granule) never changes, and a frame number is an address divided by its bytes;
 /// - a frame from [`alloc_table`](Self::alloc_table) is one page, aligned to its size, that nothing else uses until
 ///   [`free_table`](Self::free_table). Page walkers see it as the CPUs do (ordinary write-back memory), and its number
@@ -355,7 +355,8 @@ pub unsafe trait Platform: Send + Sync + 'static {
     /// - the requirements of [`free_table`](Self::free_table) hold for each frame.
     unsafe fn free_tables(&self, vm: VmId, frames: &[Pfn]) {
         for frame in frames {
-            // SAFETY: the caller promises for each of the `frames` what `free_table` requires.
+            // SAFETY: each of the `frames` is from this platform for `vm` and is freed once, as this method's `#
+            // Safety` asks of its caller.
             unsafe { self.free_table(vm, *frame) };
         }
     }

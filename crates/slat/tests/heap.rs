@@ -29,7 +29,7 @@ unsafe impl Platform for Spared {
         FailingHeap::spared(|| self.0.alloc_root(vm, tables))
     }
     unsafe fn free_table(&self, vm: VmId, frame: Pfn) {
-        // SAFETY: the caller's promise.
+        // SAFETY: `frame` is from the simulated machine for `vm` and is freed once, as `free_table` asks of its caller.
         FailingHeap::spared(|| unsafe { self.0.free_table(vm, frame) });
     }
     fn entries(&self, frame: Pfn) -> NonNull<Entries> {

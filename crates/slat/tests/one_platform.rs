@@ -64,7 +64,7 @@ unsafe impl Platform for Shared {
     unsafe fn free_table(&self, vm: VmId, frame: Pfn) {
         let owner = self.tables.lock().unwrap().remove(&frame);
         assert_eq!(owner, Some(vm), "{frame:?} is freed for another VM");
-        // SAFETY: the caller's promise.
+        // SAFETY: `frame` is from `machine` for `vm` and is freed once, as `free_table` asks of its caller.
         unsafe { self.machine.free_table(vm, frame) };
     }
     passes_contents!();

@@ -59,7 +59,8 @@ impl<M: Machine> Host<M> {
         let at = |offset: u64| Hpa(memory.monitor.start.0.next_multiple_of(MIB) + offset);
         let small = at(0)..at(Self::SMALL_PAGES * Self::GRANULE.bytes());
         assert!(at(48 * MIB) <= memory.monitor.end, "too little memory");
-        // SAFETY: the caller's promise; the parts do not overlap.
+        // SAFETY: no other code uses `memory`, and its addresses are valid, as this function's `# Safety` asks of its
+        // caller. The two parts do not overlap.
         let frames = unsafe {
             heap.give(at(MIB)..at(17 * MIB));
             Frames::new(at(17 * MIB)..memory.monitor.end, Self::GRANULE)
@@ -187,7 +188,7 @@ unsafe impl<M: Machine> Platform for Host<M> {
         if let Err(why) = self.tlb.freed(frame) {
             *self.freed_too_early.lock() = Some(why);
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: `frame` is from this platform and is freed once, as `Platform::free_table` asks of its caller.
         unsafe { self.frames.free(frame) }
     }
 

@@ -56,7 +56,7 @@ const GUEST_RIGHTS: u64 = 0x4814;
 /// - this CPU has a current VMCS.
 pub unsafe fn read(field: Field) -> u64 {
     let value;
-    // SAFETY: the caller's promise.
+    // SAFETY: this CPU has a current VMCS, as this function's `# Safety` asks of its caller.
     unsafe {
         asm!("vmread {}, {}", out(reg) value, in(reg) field as u64, options(nostack));
     }
@@ -68,15 +68,17 @@ pub unsafe fn read(field: Field) -> u64 {
 /// # Safety
 /// - this CPU has a current VMCS, and its guest can continue with `value` in it.
 pub unsafe fn write(field: Field, value: u64) {
-    // SAFETY: the caller's promise.
+    // SAFETY: this CPU has a current VMCS, and its guest can continue with `value` in the field, as this function's `#
+    // Safety` asks of its caller.
     unsafe { write_at(field as u64, value) };
 }
 
 /// # Safety
-/// - the same promises as for [`write()`].
+/// - the requirements of [`write()`] hold for the field with this encoding.
 unsafe fn write_at(encoding: u64, value: u64) {
     let written: u8;
-    // SAFETY: the caller's promise.
+    // SAFETY: this CPU has a current VMCS, and its guest can continue with `value` in the field, as `write` asks of its
+    // caller.
     unsafe {
         asm!("vmwrite {}, {}", "seta {}", in(reg) encoding, in(reg) value,
             out(reg_byte) written, options(nostack));
@@ -87,9 +89,9 @@ unsafe fn write_at(encoding: u64, value: u64) {
 /// Returns the controls `wanted`, and those that must be on by the capability register `msr`.
 ///
 /// # Safety
-/// - the CPU has VMX.
+/// - the CPU has VMX, and `msr` is one of VMX's capability registers that the CPU has.
 unsafe fn controls(msr: u32, wanted: u64) -> u64 {
-    // SAFETY: the caller's promise.
+    // SAFETY: the CPU has the register `msr`, as this function's `# Safety` asks of its caller.
     let allowed = unsafe { msr::read(msr) };
     let (must, may) = (allowed & 0xffff_ffff, allowed >> 32);
     assert!(wanted & !may == 0, "a control that is needed is not there");
@@ -114,7 +116,8 @@ pub unsafe fn describe_guest(modified: u64) {
     let segments = [
         DATA32, CODE32, DATA32, DATA32, DATA32, DATA32, UNUSABLE, BUSY_TSS,
     ];
-    // SAFETY: the caller's promise.
+    // SAFETY: this CPU has a current VMCS and is in the state that an exit is to restore, and no other code uses the
+    // page at `modified`, as this function's `# Safety` asks of its caller. The values describe a guest that can run.
     unsafe {
         write_controls();
         write(Field::PmlAddress, modified);
@@ -145,7 +148,7 @@ pub unsafe fn describe_guest(modified: u64) {
 }
 
 /// # Safety
-/// - the same promises as for [`describe_guest`].
+/// - this CPU has a current VMCS.
 unsafe fn write_controls() {
     const EXTERNAL_INTERRUPTS_EXIT: u64 = 1 << 0;
     const HLT_EXITS: u64 = 1 << 7;
@@ -159,7 +162,9 @@ unsafe fn write_controls() {
     const HOST_IS_64_BIT: u64 = 1 << 9;
     const ACKNOWLEDGE_INTERRUPT: u64 = 1 << 15;
     const LOAD_EFER: u64 = 1 << 21;
-    // SAFETY: the caller's promise; the registers are those of appendix A for these controls.
+    // SAFETY: this CPU has a current VMCS, as this function's `# Safety` asks of its caller. The registers are those of
+    // appendix A for these controls. The CPU has 0x48b, because it has secondary controls, which the second line
+    // asserts.
     unsafe {
         write(Field::PinBased, controls(0x481, EXTERNAL_INTERRUPTS_EXIT));
         write(Field::Primary, controls(0x482, HLT_EXITS | SECONDARY));
@@ -175,7 +180,7 @@ unsafe fn write_controls() {
 }
 
 /// # Safety
-/// - the same promises as for [`describe_guest`].
+/// - this CPU has a current VMCS, and is in the state that an exit is to restore.
 unsafe fn write_host() {
     let (cr0, cr3, cr4): (u64, u64, u64);
     let mut gdt = [0u16; 5];
@@ -190,7 +195,8 @@ unsafe fn write_host() {
             out(reg) cr0, out(reg) cr3, out(reg) cr4, options(nomem, nostack));
         asm!("sgdt [{}]", "sidt [{}]", in(reg) &mut gdt, in(reg) &mut idt, options(nostack));
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: this CPU has a current VMCS and is in the state that an exit is to restore, as this function's `# Safety`
+    // asks of its caller.
     unsafe {
         write(Field::HostCr0, cr0);
         write(Field::HostCr3, cr3);

@@ -46,7 +46,7 @@ impl Region {
     /// # Safety
     /// - the CPU has VMX.
     unsafe fn leak() -> u64 {
-        // SAFETY: the caller's promise.
+        // SAFETY: the CPU has VMX and therefore the register, as this function's `# Safety` asks of its caller.
         let basic = unsafe { msr::read(VMX_BASIC) };
         let region = Box::new(Region {
             revision: basic as u32 & 0x7fff_ffff,
@@ -127,7 +127,8 @@ impl Vmx {
 unsafe fn flush() {
     const ALL_CONTEXTS: u64 = 2;
     let descriptor = [0u64; 2];
-    // SAFETY: the caller's promise.
+    // SAFETY: this CPU is in VMX operation, as this function's `# Safety` asks of its caller. The descriptor is a local
+    // variable.
     unsafe {
         asm!("invept {}, [{}]", in(reg) ALL_CONTEXTS, in(reg) &descriptor, options(nostack));
     }

@@ -4,10 +4,12 @@
 use core::arch::asm;
 
 /// # Safety
-/// - C's `memcpy`.
+/// - The requirements of C's `memcpy`: `bytes` bytes at `from` may be read, and as many at `to`, which do not overlap
+///   them, may be written.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn memcpy(to: *mut u8, from: *const u8, bytes: usize) -> *mut u8 {
-    // SAFETY: the caller's promise; the direction flag is clear.
+    // SAFETY: the bytes may be read and written, as this function's `# Safety` asks of its caller. The direction flag
+    // is clear.
     unsafe {
         asm!("rep movsb", inout("rdi") to => _, inout("rsi") from => _, inout("rcx") bytes => _,
             options(nostack, preserves_flags));
@@ -16,14 +18,15 @@ unsafe extern "C" fn memcpy(to: *mut u8, from: *const u8, bytes: usize) -> *mut 
 }
 
 /// # Safety
-/// - C's `memmove`.
+/// - The requirements of C's `memmove`: `bytes` bytes at `from` may be read, and as many at `to` may be written.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn memmove(to: *mut u8, from: *const u8, bytes: usize) -> *mut u8 {
     if (to as usize).wrapping_sub(from as usize) >= bytes {
         // SAFETY: copying upwards overwrites nothing that is still to be read.
         return unsafe { memcpy(to, from, bytes) };
     }
-    // SAFETY: the caller's promise. The copy goes downwards, because `to` is in the range that is read.
+    // SAFETY: the bytes may be read and written, as this function's `# Safety` asks of its caller. The copy goes
+    // downwards, because `to` is in the range that is read.
     unsafe {
         asm!("std", "rep movsb", "cld",
             inout("rdi") to.add(bytes).wrapping_sub(1) => _,
@@ -34,10 +37,10 @@ unsafe extern "C" fn memmove(to: *mut u8, from: *const u8, bytes: usize) -> *mut
 }
 
 /// # Safety
-/// - C's `memset`.
+/// - The requirements of C's `memset`: `bytes` bytes at `to` may be written.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn memset(to: *mut u8, byte: i32, bytes: usize) -> *mut u8 {
-    // SAFETY: the caller's promise; the direction flag is clear.
+    // SAFETY: the bytes may be written, as this function's `# Safety` asks of its caller. The direction flag is clear.
     unsafe {
         asm!("rep stosb", inout("rdi") to => _, in("al") byte as u8, inout("rcx") bytes => _,
             options(nostack, preserves_flags));
@@ -46,11 +49,12 @@ unsafe extern "C" fn memset(to: *mut u8, byte: i32, bytes: usize) -> *mut u8 {
 }
 
 /// # Safety
-/// - C's `memcmp`.
+/// - The requirements of C's `memcmp`: `bytes` bytes at `a` and as many at `b` may be read.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn memcmp(a: *const u8, b: *const u8, bytes: usize) -> i32 {
     for i in 0..bytes {
-        // SAFETY: the caller's promise. Volatile, or the compiler replaces this by a call of itself.
+        // SAFETY: the bytes may be read, as this function's `# Safety` asks of its caller. The reads are volatile:
+        // otherwise the compiler would replace the loop by a call of this function.
         let (a, b) = unsafe { (a.add(i).read_volatile(), b.add(i).read_volatile()) };
         if a != b {
             return i32::from(a) - i32::from(b);
@@ -60,10 +64,10 @@ unsafe extern "C" fn memcmp(a: *const u8, b: *const u8, bytes: usize) -> i32 {
 }
 
 /// # Safety
-/// - C's `bcmp`.
+/// - The requirements of C's `bcmp`, which are those of [`memcmp`].
 #[unsafe(no_mangle)]
 unsafe extern "C" fn bcmp(a: *const u8, b: *const u8, bytes: usize) -> i32 {
-    // SAFETY: the caller's promise.
+    // SAFETY: the bytes may be read, as this function's `# Safety` asks of its caller.
     unsafe { memcmp(a, b, bytes) }
 }
 

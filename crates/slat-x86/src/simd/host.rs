@@ -151,7 +151,8 @@ pub(crate) fn runs_on_host(mxcsr: u32) -> bool {
 #[cfg(feature = "jit")]
 pub(crate) unsafe fn exchange_mxcsr(new: u32) -> u32 {
     let mut old = 0u32;
-    // SAFETY: promised by the caller.
+    // SAFETY: the host has all bits of `new`, which masks all exceptions, as this function's `# Safety` asks of its
+    // caller. Both operands are local variables.
     unsafe {
         asm!("stmxcsr [{old}]", "ldmxcsr [{new}]", old = in(reg) &raw mut old, new = in(reg) &raw const new,
             options(nostack, preserves_flags))

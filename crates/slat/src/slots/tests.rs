@@ -36,12 +36,13 @@ unsafe impl GlobalAlloc for Failing {
         if fails() {
             return core::ptr::null_mut();
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: `layout` has bytes, as `alloc` asks of its caller.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        // SAFETY: the caller's promise.
+        // SAFETY: `pointer` is from `System` with `layout`, like all memory of this allocator, which `dealloc` asks of
+        // its caller.
         unsafe { System.dealloc(pointer, layout) }
     }
 
@@ -49,7 +50,8 @@ unsafe impl GlobalAlloc for Failing {
         if fails() {
             return core::ptr::null_mut();
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: `pointer` is from `System` with `layout`, like all memory of this allocator, and `size` is not 0, as
+        // `realloc` asks of its caller.
         unsafe { System.realloc(pointer, layout, size) }
     }
 }

@@ -60,7 +60,8 @@ impl Detached {
         self.head == Self::END
     }
 
-    /// Packs a frame and the level of its table into one word. Frame numbers have at most 44 bits, those of RISC-V.
+    /// Packs a frame and the level of its table into one word. The frame number fits below [`Self::LEVEL_SHIFT`]: in no
+    /// format does it have more than 44 bits (RISC-V's).
     fn pack(frame: Pfn, level: Level) -> u64 {
         debug_assert_eq!(frame.0 >> Self::LEVEL_SHIFT, 0, "the frame has more bits");
         frame.0 | (level.0 as u64) << Self::LEVEL_SHIFT
@@ -105,10 +106,11 @@ impl Detached {
                 .meta()
                 .next
                 .load(Relaxed);
-            // SAFETY: the caller's promise.
+            // SAFETY: the table is of format `F` and of this VM, and no walker can reach it, as this function's `#
+            // Safety` asks of its caller.
             unsafe { freeing.subtree::<F>(frame, level) };
         }
-        // SAFETY: the caller's promise, for all tables that `freeing` has collected.
+        // SAFETY: the requirements of this function hold for all tables that `freeing` has collected.
         unsafe { freeing.finish() }
     }
 }
@@ -167,7 +169,8 @@ impl<P: Platform> Freeing<'_, P> {
         self.batch[self.len] = frame;
         self.len += 1;
         if self.len == FREE_BATCH {
-            // SAFETY: no walker can reach these tables (caller's promise), and no list contains them any more.
+            // SAFETY: no walker can reach these tables, as this function's `# Safety` asks of its caller, and no list
+            // contains them any more.
             unsafe { self.frames.free(self.platform, &self.batch) };
             self.len = 0;
         }
@@ -178,7 +181,7 @@ impl<P: Platform> Freeing<'_, P> {
     /// # Safety
     /// - the requirements of [`Detached::free`] hold for every table given to `subtree`.
     unsafe fn finish(self) -> Freed {
-        // SAFETY: the caller's promise.
+        // SAFETY: no walker can reach these tables, as this function's `# Safety` asks of its caller.
         unsafe { self.frames.free(self.platform, &self.batch[..self.len]) };
         self.freed
     }

@@ -225,8 +225,8 @@ impl<'a, P: Platform, F: Format> Table<'a, P, F> {
     #[inline]
     pub(crate) fn entries(&self) -> &'a [AtomicU64] {
         let first = self.platform.entries(self.frame).cast::<AtomicU64>();
-        // SAFETY: the platform promises that an allocated frame has this number of entries. Frames in entries, and
-        // `root`, are allocated; a detached frame stays allocated until no reader can have reached it.
+        // SAFETY: an allocated frame has this number of entries, as `Platform`'s `# Safety` says. Frames in entries,
+        // and `root`, are allocated; a detached frame stays allocated until no reader can have reached it.
         unsafe { slice::from_raw_parts(first.as_ptr(), F::GRANULE.entries()) }
     }
 
@@ -237,7 +237,8 @@ impl<'a, P: Platform, F: Format> Table<'a, P, F> {
 
     #[inline]
     pub(crate) fn meta(&self) -> &'a TableMeta {
-        // SAFETY: the platform promises that the metadata of an allocated frame are valid until the frame is freed.
+        // SAFETY: the metadata of an allocated frame are valid until the frame is freed, as `Platform`'s `# Safety`
+        // says.
         unsafe { self.platform.meta(self.frame).as_ref() }
     }
 

@@ -43,8 +43,8 @@ impl<'p, P: Platform, F: Format> NewTable<'p, P, F> {
     /// stores, too.
     pub(super) fn entries(&mut self) -> &mut [AtomicU64] {
         let first = self.table.platform.entries(self.table.frame);
-        // SAFETY: the platform's promise for allocated frames: the frame has this number of entries. No other code
-        // knows the frame (`NewFrame`) before `publish` or `finish`, which consume `self`.
+        // SAFETY: an allocated frame has this number of entries, as `Platform`'s `# Safety` says. No other code knows
+        // the frame (`NewFrame`) before `publish` or `finish`, which consume `self`.
         unsafe { slice::from_raw_parts_mut(first.cast().as_ptr(), F::GRANULE.entries()) }
     }
 

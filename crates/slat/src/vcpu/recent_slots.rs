@@ -74,8 +74,9 @@ impl RecentSlots {
     ) -> (Option<&'s Memslot>, bool) {
         let recent = &mut self.0[(gfn.0 >> set.smallest) as usize % Self::ENTRIES];
         if recent.generation == set.generation {
-            // SAFETY: the slot was found in the set of this generation, which is the current one (caller's promise);
-            // its slots are alive, and stay so in the caller's reader section.
+            // SAFETY: the slot was found in the set of this generation. That is the current set, so its slots are
+            // alive; they stay alive in the caller's reader section. Both are what this function's `# Safety` asks of
+            // its caller.
             let slot = unsafe { recent.slot.as_ref() };
             if slot.holds(gfn) {
                 return (Some(slot), true);

@@ -23,7 +23,7 @@ macro_rules! passes_tables {
             self.machine.alloc_root(vm, tables)
         }
         unsafe fn free_table(&self, vm: slat::VmId, frame: slat::Pfn) {
-            // SAFETY: the caller's promise.
+            // SAFETY: `frame` is from `machine` for `vm` and is freed once, as `free_table` asks of its caller.
             unsafe { self.machine.free_table(vm, frame) };
         }
         passes_contents!();

@@ -1,8 +1,8 @@
 //! Single accesses.
 //!
 //! # Order
-//! [`access`](crate::access) promises x86's order. The instructions here keep that order as follows, by the Arm
-//! Architecture Reference Manual ("Definition of the Arm memory model", "Synchronization and semaphores").
+//! Guarded accesses have x86's order ([`access`](crate::access)). The instructions here keep that order as follows, by
+//! the Arm Architecture Reference Manual ("Definition of the Arm memory model", "Synchronization and semaphores").
 //!
 //! | access | aligned | not aligned |
 //! |---|---|---|
@@ -61,7 +61,8 @@ unsafe fn change_within(
     let whole = p.wrapping_sub(offset).cast::<u128>();
     let changed =
         |old: u128| old & !(mask << shift) | (change(old >> shift & mask) & mask) << shift;
-    // SAFETY: by the caller's promise, the 16 bytes are in one page with the word; only the bytes of the word change.
+    // SAFETY: the bytes of the word may be written, as this function's `# Safety` asks of its caller. The other bytes
+    // of the 16 aligned ones are in the same page, and are written with the values that they have.
     let old = unsafe { update(whole, changed)? };
     Ok(old >> shift & mask)
 }
@@ -80,7 +81,7 @@ macro_rules! word {
                     let gone: u32;
                     let v: u64;
                     // SAFETY: the instruction reads memory; if it cannot, the exception table makes the thread continue
-                    // at the fix-up. The caller promises that the bytes may be read.
+                    // at the fix-up. The bytes may be read, as `load` asks of its caller.
                     unsafe {
                         asm!(
                             "mov {gone:w}, wzr",
@@ -98,13 +99,13 @@ macro_rules! word {
                     if gone == 0 { Ok(v as $ty) } else { Err(Gone) }
                 }
                 if !p.addr().is_multiple_of(size_of::<Self>()) {
-                    // SAFETY: the caller's promise.
+                    // SAFETY: the bytes may be read, as `load` asks of its caller.
                     return unsafe { load_unaligned(p) };
                 }
                 let gone: u32;
                 let v: u64;
                 // SAFETY: the instruction reads memory; if it cannot, the exception table makes the thread continue at
-                // the fix-up. The caller promises that the bytes may be read.
+                // the fix-up. The bytes may be read, as `load` asks of its caller.
                 unsafe {
                     asm!(
                         "mov {gone:w}, wzr",
@@ -126,7 +127,7 @@ macro_rules! word {
                 #[cold]
                 unsafe fn store_unaligned(p: *mut $ty, v: $ty) -> Result<(), Gone> {
                     // SAFETY: the instruction writes memory; if it cannot, the exception table makes the thread
-                    // continue at the label. The caller promises that the bytes may be written.
+                    // continue at the label. The bytes may be written, as `store` asks of its caller.
                     unsafe {
                         asm!(
                             "dmb ish",
@@ -141,11 +142,11 @@ macro_rules! word {
                     Ok(())
                 }
                 if !p.addr().is_multiple_of(size_of::<Self>()) {
-                    // SAFETY: the caller's promise.
+                    // SAFETY: the bytes may be written, as `store` asks of its caller.
                     return unsafe { store_unaligned(p, v) };
                 }
                 // SAFETY: the instruction writes memory; if it cannot, the exception table makes the thread continue at
-                // the label. The caller promises that the bytes may be written.
+                // the label. The bytes may be written, as `store` asks of its caller.
                 unsafe {
                     asm!(
                         concat!("2: stlr", $size, " {v:", $r, "}, [{p}]"),
@@ -168,8 +169,8 @@ macro_rules! word {
                 let seen = if p.addr().is_multiple_of(size_of::<Self>()) {
                     let gone: u32;
                     let seen: u64;
-                    // SAFETY: two instructions access memory, and both are guarded. The caller promises that the bytes
-                    // may be written.
+                    // SAFETY: two instructions access memory, and both are guarded. The bytes may be written, as
+                    // `store` asks of its caller.
                     unsafe {
                         asm!(
                             "mov {gone:w}, wzr",
@@ -200,7 +201,7 @@ macro_rules! word {
                     seen as $ty
                 } else {
                     let change = move |seen| if seen == old { new } else { seen };
-                    // SAFETY: the caller's promise.
+                    // SAFETY: the bytes may be written, as `store` asks of its caller.
                     unsafe { Self::change_unaligned(p, change)? }
                 };
                 Ok(if seen == old { Ok(seen) } else { Err(seen) })
@@ -209,13 +210,13 @@ macro_rules! word {
             #[inline(always)]
             unsafe fn swap(p: *mut Self, v: Self) -> Result<Self, Gone> {
                 if !p.addr().is_multiple_of(size_of::<Self>()) {
-                    // SAFETY: the caller's promise.
+                    // SAFETY: the bytes may be written, as `store` asks of its caller.
                     return unsafe { Self::change_unaligned(p, move |_| v) };
                 }
                 let gone: u32;
                 let seen: u64;
-                // SAFETY: two instructions access memory, and both are guarded. The caller promises that the bytes may
-                // be written.
+                // SAFETY: two instructions access memory, and both are guarded. The bytes may be written, as `store`
+                // asks of its caller.
                 unsafe {
                     asm!(
                         "mov {gone:w}, wzr",
@@ -242,13 +243,13 @@ macro_rules! word {
             #[inline(always)]
             unsafe fn fetch_add(p: *mut Self, v: Self) -> Result<Self, Gone> {
                 if !p.addr().is_multiple_of(size_of::<Self>()) {
-                    // SAFETY: the caller's promise.
+                    // SAFETY: the bytes may be written, as `store` asks of its caller.
                     return unsafe { Self::change_unaligned(p, move |old| old.wrapping_add(v)) };
                 }
                 let gone: u32;
                 let seen: u64;
-                // SAFETY: two instructions access memory, and both are guarded. The caller promises that the bytes may
-                // be written.
+                // SAFETY: two instructions access memory, and both are guarded. The bytes may be written, as `store`
+                // asks of its caller.
                 unsafe {
                     asm!(
                         "mov {gone:w}, wzr",
@@ -283,14 +284,15 @@ macro_rules! word {
             ) -> Result<Self, Gone> {
                 if p.addr() % WHOLE + size_of::<Self>() <= WHOLE {
                     let change = |old| u128::from(change(old as $ty));
-                    // SAFETY: the caller's promise; the word is within 16 aligned bytes.
+                    // SAFETY: the word is within 16 aligned bytes. Its bytes may be written, as `store` asks of its
+                    // caller.
                     let old = unsafe { change_within(p.cast(), size_of::<Self>(), change)? };
                     return Ok(old as $ty);
                 }
                 fence(SeqCst);
-                // SAFETY: the caller's promise.
+                // SAFETY: the bytes may be read and written, as `store` asks of its caller.
                 let old = unsafe { Self::load(p)? };
-                // SAFETY: the caller's promise.
+                // SAFETY: the bytes may be written, as `store` asks of its caller.
                 unsafe { Self::store(p, change(old))? };
                 fence(SeqCst);
                 Ok(old)
@@ -324,7 +326,7 @@ impl Sealed for u128 {
     unsafe fn load(p: *const Self) -> Result<Self, Gone> {
         let gone: u32;
         let (lo, hi): (u64, u64);
-        // SAFETY: the instructions that access memory are guarded. The caller promises that the bytes may be read.
+        // SAFETY: the instructions that access memory are guarded. The bytes may be read, as `load` asks of its caller.
         unsafe {
             asm!(
                 "mov {gone:w}, wzr",
@@ -349,7 +351,8 @@ impl Sealed for u128 {
 
     #[inline(always)]
     unsafe fn store(p: *mut Self, v: Self) -> Result<(), Gone> {
-        // SAFETY: the instructions that access memory are guarded. The caller promises that the bytes may be written.
+        // SAFETY: the instructions that access memory are guarded. The bytes may be written, as `store` asks of its
+        // caller.
         unsafe {
             asm!(
                 "dmb ish",
@@ -379,7 +382,8 @@ impl Sealed for u128 {
         }
         let gone: u32;
         let (lo, hi): (u64, u64);
-        // SAFETY: the instructions that access memory are guarded. The caller promises that the bytes may be written.
+        // SAFETY: the instructions that access memory are guarded. The bytes may be written, as `store` asks of its
+        // caller.
         unsafe {
             asm!(
                 "mov {gone:w}, wzr",
@@ -420,13 +424,13 @@ impl Sealed for u128 {
 
     #[inline(always)]
     unsafe fn swap(p: *mut Self, v: Self) -> Result<Self, Gone> {
-        // SAFETY: the caller's promise is that of `compare_exchange`.
+        // SAFETY: the bytes may be written, as `store` asks of its caller.
         unsafe { update(p, |_| v) }
     }
 
     #[inline(always)]
     unsafe fn fetch_add(p: *mut Self, v: Self) -> Result<Self, Gone> {
-        // SAFETY: the caller's promise is that of `compare_exchange`.
+        // SAFETY: the bytes may be written, as `store` asks of its caller.
         unsafe { update(p, |old| old.wrapping_add(v)) }
     }
 }

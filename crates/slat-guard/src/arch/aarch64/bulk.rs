@@ -2,7 +2,7 @@
 //!
 //! # Order
 //! DMB ISH before a run that writes orders all earlier accesses before it. DMB ISHLD after a run that reads orders all
-//! later accesses after it. ([`bulk`](crate::bulk) promises no more.)
+//! later accesses after it. That is the order of [`bulk`](crate::bulk).
 
 use super::table::{guarded, report};
 use crate::Gone;
@@ -27,8 +27,8 @@ const PAIR: usize = 16;
 #[inline]
 pub unsafe fn copy(mut dst: *mut u8, mut src: *const u8, len: usize) -> usize {
     let mut left = len;
-    // SAFETY: the caller promises that both ranges may be accessed. The exception table ends each loop at a failing
-    // instruction, with `left` and the addresses as they were before the pair or byte.
+    // SAFETY: guarded accesses to both ranges are allowed, as `copy` asks of its caller. The exception table ends each
+    // loop at a failing instruction, with `left` and the addresses as they were before the pair or byte.
     unsafe {
         asm!("dmb ish", options(nostack, preserves_flags));
         if dst.addr().abs_diff(src.addr()) >= PAIR {
@@ -91,9 +91,9 @@ pub unsafe fn fill_elements<const BYTES: u64>(mut dst: *mut u8, value: u64, time
     let mut left = times;
     macro_rules! fill {
         ($store:literal) => {
-            // SAFETY: the caller promises that the range may be written. The exception table ends each loop at a
-            // failing instruction, with `left` and the address as they were before. Elements of a pair that failed are
-            // written one by one.
+            // SAFETY: guarded writes to the range are allowed, as `fill_elements` asks of its caller. The exception
+            // table ends each loop at a failing instruction, with `left` and the address as they were before. Elements
+            // of a pair that failed are written one by one.
             unsafe {
                 asm!(
                     "dmb ish",
@@ -149,7 +149,7 @@ pub unsafe fn matches_line(p: *const u8, line: &[u8; LINE]) -> Result<bool, Gone
     let mut words = [0u64; LINE / 8];
     let [a, b, c, d, e, f, g, h] = &mut words;
     // SAFETY: the instructions read memory; if one cannot, the exception table makes the thread continue at the fix-up.
-    // The caller promises that the bytes may be read.
+    // Guarded reads of the bytes are allowed, as `matches` asks of its caller.
     unsafe {
         asm!(
             "mov {gone:w}, wzr",

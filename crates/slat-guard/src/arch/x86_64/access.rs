@@ -19,7 +19,7 @@ macro_rules! word {
                 let gone: u32;
                 let v: u64;
                 // SAFETY: the instruction reads memory; if it cannot, the exception table makes the thread continue at
-                // the fix-up. The caller promises that the bytes may be read.
+                // the fix-up. The bytes may be read, as `load` asks of its caller.
                 unsafe {
                     asm!(
                         "xor {gone:e}, {gone:e}",
@@ -39,7 +39,7 @@ macro_rules! word {
             #[inline(always)]
             unsafe fn store(p: *mut Self, v: Self) -> Result<(), Gone> {
                 // SAFETY: the instruction writes memory; if it cannot, the exception table makes the thread continue at
-                // the label. The caller promises that the bytes may be written.
+                // the label. The bytes may be written, as `store` asks of its caller.
                 unsafe {
                     asm!(
                         concat!("2: mov ", $ptr, " ptr [{p}], ", $v),
@@ -64,7 +64,7 @@ macro_rules! word {
             ) -> Result<Result<Self, Self>, Gone> {
                 let gone: u32;
                 let seen: $ty;
-                // SAFETY: the instruction is guarded. The caller promises that the bytes may be written.
+                // SAFETY: the instruction is guarded. The bytes may be written, as `store` asks of its caller.
                 unsafe {
                     asm!(
                         "xor {gone:e}, {gone:e}",
@@ -90,7 +90,7 @@ macro_rules! word {
             unsafe fn swap(p: *mut Self, v: Self) -> Result<Self, Gone> {
                 let gone: u32;
                 let seen: $ty;
-                // SAFETY: the instruction is guarded. The caller promises that the bytes may be written.
+                // SAFETY: the instruction is guarded. The bytes may be written, as `store` asks of its caller.
                 unsafe {
                     asm!(
                         "xor {gone:e}, {gone:e}",
@@ -111,7 +111,7 @@ macro_rules! word {
             unsafe fn fetch_add(p: *mut Self, v: Self) -> Result<Self, Gone> {
                 let gone: u32;
                 let seen: $ty;
-                // SAFETY: the instruction is guarded. The caller promises that the bytes may be written.
+                // SAFETY: the instruction is guarded. The bytes may be written, as `store` asks of its caller.
                 unsafe {
                     asm!(
                         "xor {gone:e}, {gone:e}",
@@ -142,7 +142,7 @@ impl Sealed for u128 {
     unsafe fn load(p: *const Self) -> Result<Self, Gone> {
         let gone: u32;
         let v: __m128i;
-        // SAFETY: the instruction is guarded. The caller promises that the bytes may be read.
+        // SAFETY: the instruction is guarded. The bytes may be read, as `load` asks of its caller.
         unsafe {
             asm!(
                 "xor {gone:e}, {gone:e}",
@@ -167,7 +167,7 @@ impl Sealed for u128 {
     unsafe fn store(p: *mut Self, v: Self) -> Result<(), Gone> {
         // SAFETY: both types consist of 16 bytes of which every value is valid.
         let v = unsafe { std::mem::transmute::<u128, __m128i>(v) };
-        // SAFETY: the instruction is guarded. The caller promises that the bytes may be written.
+        // SAFETY: the instruction is guarded. The bytes may be written, as `store` asks of its caller.
         unsafe {
             asm!(
                 "2: movups xmmword ptr [{p}], {v}",
@@ -194,9 +194,9 @@ impl Sealed for u128 {
     ) -> Result<Result<Self, Self>, Gone> {
         let gone: u32;
         let (lo, hi): (u64, u64);
-        // SAFETY: the instruction is guarded. The caller promises that the bytes may be written. RBX cannot be named as
-        // an operand, so it is swapped in and out around the instruction; naming the registers of `p` and `gone` keeps
-        // them out of RBX.
+        // SAFETY: the instruction is guarded. The bytes may be written, as `store` asks of its caller. RBX cannot be
+        // named as an operand, so it is swapped in and out around the instruction; naming the registers of `p` and
+        // `gone` keeps them out of RBX.
         unsafe {
             asm!(
                 "xchg rbx, rsi",
@@ -227,13 +227,13 @@ impl Sealed for u128 {
 
     #[inline(always)]
     unsafe fn swap(p: *mut Self, v: Self) -> Result<Self, Gone> {
-        // SAFETY: the caller's promise is that of `compare_exchange`.
+        // SAFETY: the bytes may be written, as `store` asks of its caller.
         unsafe { update(p, |_| v) }
     }
 
     #[inline(always)]
     unsafe fn fetch_add(p: *mut Self, v: Self) -> Result<Self, Gone> {
-        // SAFETY: the caller's promise is that of `compare_exchange`.
+        // SAFETY: the bytes may be written, as `store` asks of its caller.
         unsafe { update(p, |old| old.wrapping_add(v)) }
     }
 }

@@ -18,8 +18,9 @@ pub const LINE: usize = 64;
 #[inline]
 pub unsafe fn copy(dst: *mut u8, src: *const u8, len: usize) -> usize {
     let left: usize;
-    // SAFETY: the caller promises that both ranges may be accessed. `rep movsb` can be interrupted between two bytes,
-    // and RCX then counts the remaining bytes; the exception table turns the interruption into the end of the copy.
+    // SAFETY: guarded accesses to both ranges are allowed, as `copy` asks of its caller. `rep movsb` can be interrupted
+    // between two bytes, and RCX then counts the remaining bytes. The exception table makes a thread that is
+    // interrupted there continue after the copy.
     unsafe {
         asm!(
             "2: rep movsb",
@@ -44,9 +45,9 @@ pub unsafe fn fill_elements<const BYTES: u64>(dst: *mut u8, value: u64, times: u
     let left: usize;
     macro_rules! fill {
         ($store:literal) => {
-            // SAFETY: the caller promises that the range may be written. The instruction can be interrupted between two
-            // elements, and RCX then counts the remaining ones; the exception table turns the interruption into the
-            // end.
+            // SAFETY: guarded writes to the range are allowed, as `fill_elements` asks of its caller. The instruction
+            // can be interrupted between two elements, and RCX then counts the remaining ones. The exception table
+            // makes a thread that is interrupted there continue after the instruction.
             unsafe {
                 asm!(
                     concat!("2: rep ", $store),
@@ -78,7 +79,7 @@ pub unsafe fn matches_line(p: *const u8, line: &[u8; LINE]) -> Result<bool, Gone
     let gone: u32;
     let (a, b, c, d): (__m128i, __m128i, __m128i, __m128i);
     // SAFETY: the instructions read memory; if one cannot, the exception table makes the thread continue at the fix-up.
-    // The caller promises that the bytes may be read.
+    // Guarded reads of the bytes are allowed, as `matches` asks of its caller.
     unsafe {
         asm!(
             "xor {gone:e}, {gone:e}",

@@ -43,6 +43,7 @@ pub fn remove(path: &std::ffi::CStr) -> [usize; 6] {
 /// The child does not use state of the C library.
 #[cfg(test)]
 pub unsafe fn fork() -> libc::pid_t {
-    // SAFETY: the caller's promise. The child continues on a copy of this stack.
+    // SAFETY: the child uses no state of the C library, as this function's `# Safety` asks of its caller. The child
+    // continues on a copy of this stack.
     unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) as libc::pid_t }
 }

@@ -29,6 +29,6 @@ pub fn remove(path: &std::ffi::CStr) -> [usize; 6] {
 /// The child does not use state of the C library.
 #[cfg(test)]
 pub unsafe fn fork() -> libc::pid_t {
-    // SAFETY: the caller's promise.
+    // SAFETY: the child uses no state of the C library, as this function's `# Safety` asks of its caller.
     unsafe { libc::syscall(libc::SYS_fork) as libc::pid_t }
 }

@@ -7,8 +7,8 @@ use std::sync::atomic::AtomicPtr;
 /// The bytes of the instruction that enters the kernel.
 pub const BYTES: usize = 2;
 
-/// The address of an instruction that enters the kernel (`syscall`) followed by `ret`. Assembly calls it with the kernel's
-/// registers.
+/// The address of an instruction that enters the kernel (`syscall`) followed by `ret`. Assembly calls it with the
+/// kernel's registers.
 pub static GATE: AtomicPtr<()> = AtomicPtr::new(own as *const () as *mut ());
 
 /// Enters the kernel and returns.
@@ -27,11 +27,12 @@ pub unsafe extern "C" fn exempted() {
 /// result. Async-signal-safe.
 ///
 /// # Safety
-/// - These two instructions are at `instructions`. The promises of the call itself are kept.
+/// - These two instructions are at `instructions`. The requirements of [`raw`](crate::calls::raw) hold.
 #[inline]
 pub unsafe fn call_at(instructions: *mut (), number: i64, [a, b, c, d, e, f]: [usize; 6]) -> isize {
     let answer: isize;
-    // SAFETY: the caller promises the instructions and the call; the kernel clobbers RCX and R11 only.
+    // SAFETY: the two instructions are at `instructions`, and the caller may use and change what the call uses and
+    // changes, as this function's `# Safety` asks of its caller. The kernel clobbers only RCX and R11.
     unsafe {
         asm!(
             "call {instructions}",

@@ -108,7 +108,8 @@ pub fn can_be_separate() -> bool {
 pub unsafe fn separate(programs: usize) {
     POINTERS.with(|pointers| {
         let slats: usize;
-        // SAFETY: the caller's promise: the instructions exist, and GS is free.
+        // SAFETY: the processor and the kernel allow these instructions, the thread runs on slat's pointer, and nothing
+        // else uses GS, as this function's `# Safety` asks of its caller.
         unsafe {
             asm!("rdfsbase {}", out(reg) slats, options(nomem, nostack));
             pointers.slats.set(slats);
@@ -119,12 +120,13 @@ pub unsafe fn separate(programs: usize) {
     SEPARATE.store(true, Ordering::Release);
 }
 
-/// Prepares a thread of slat's own, after the first call of [`separate`]: it has the base of GS of its maker.
+/// Prepares a thread of slat's own, after the first call of [`separate`]. The thread still has the base of GS of the
+/// thread that made it.
 ///
 /// # Safety
-/// - Those of [`separate`].
+/// - The requirements of [`separate`].
 pub unsafe fn separate_own() {
-    // SAFETY: the caller's promise.
+    // SAFETY: `separate` has the same requirements as this function.
     unsafe { separate(0) }
 }
 

@@ -1,7 +1,7 @@
 //! Stretches: the elements of a repeated string instruction that are handled at once.
 //!
-//! A stretch begins at the element that the registers describe, and goes in the direction of DF. On each side it stays in
-//! one page, in its segment, and in the range of offsets of the address size. A side that has no room for a stretch
+//! A stretch begins at the element that the registers describe, and goes in the direction of DF. On each side it stays
+//! in one page, in its segment, and in the range of offsets of the address size. A side that has no room for a stretch
 //! (an element that crosses into another page or beyond the limit of its segment, an offset that wraps around, MMIO)
 //! leaves the next element to the instruction. The instruction handles that element alone, and raises the element's
 //! exceptions.
@@ -52,8 +52,8 @@ impl Side {
         }
     }
 
-    /// Returns the number of elements of `bytes`, at most `left`, from the register's element on, in the direction of DF:
-    /// those before the end of the page, and before the offset wraps around. 0 if the segment does not contain the
+    /// Returns the number of elements of `bytes`, at most `left`, from the register's element on, in the direction of
+    /// DF: those before the end of the page, and before the offset wraps around. 0 if the segment does not contain the
     /// first element.
     fn room(self, cpu: &mut Cpu, bytes: u64, left: u64) -> u64 {
         let offset = cpu.string_register(self.register, self.address_size);
@@ -83,8 +83,8 @@ impl Side {
         cpu.linear(self.seg, lowest, elements * bytes)
     }
 
-    /// Returns the linear address of the lowest of `elements` elements of `bytes` that are read, and the host's. `None`:
-    /// there is no room for them, or they are not memory.
+    /// Returns the linear address of the lowest of `elements` elements of `bytes` that are read, and the host's.
+    /// `None`: there is no room for them, or they are not memory.
     ///
     /// # Errors
     /// The exception of the first element.
@@ -146,7 +146,7 @@ unsafe fn copy_descending<T: Int>(
         if distance >= word && distance.wrapping_neg() >= word {
             while left >= word {
                 let at = left - word;
-                // SAFETY: the caller's promise.
+                // SAFETY: guarded accesses to both ranges are allowed, as `slat_guard::copy` asks of its caller.
                 unsafe {
                     let v = slat_guard::load(from.wrapping_add(at).cast::<u64>())?;
                     slat_guard::store(to.wrapping_add(at).cast::<u64>(), v)?;
@@ -156,7 +156,7 @@ unsafe fn copy_descending<T: Int>(
         }
         while left > 0 {
             let at = left - T::BYTES as usize;
-            // SAFETY: the caller's promise.
+            // SAFETY: guarded accesses to both ranges are allowed, as `slat_guard::copy` asks of its caller.
             unsafe {
                 let v = slat_guard::load(from.wrapping_add(at).cast::<T>())?;
                 slat_guard::store(to.wrapping_add(at).cast::<T>(), v)?;
@@ -255,8 +255,8 @@ pub(super) fn fill<T: Int>(cpu: &mut Cpu, op: &Op, left: u64) -> Result<Option<S
     Ok(stretch.inspect(|stretch| destination.advance(cpu, stretch.elements * T::BYTES)))
 }
 
-/// Reads the last element: LODS. The other elements of the stretch are in the same page, which is memory, so that reading
-/// them has no effect.
+/// Reads the last element: LODS. The other elements of the stretch are in the same page, which is memory, so that
+/// reading them has no effect.
 pub(super) fn load_last<T: Int>(
     cpu: &mut Cpu,
     op: &Op,
