@@ -1,9 +1,9 @@
-//! A guest with a device of its own: an IOMMU walks tables in a second format for it, which stay in
-//! step with the CPU's.
+//! A guest with a device of its own. The CPU walks tables of one format, and the IOMMU walks tables of another format
+//! for the device. Both sets of tables are made of the same memslots, by one platform, so they map the same memory.
 //!
-//! A device cannot fault and wait. So its tables have every page before it starts, and its pages stay resident, while
-//! the CPU's come as the guest touches them. Both are made of the same memslots, by one platform: here a CPU of RISC-V
-//! walks Sv48x4, and the RISC-V IOMMU has Sv39x4. Run it: `cargo run -p slat --example iommu`.
+//! A device cannot fault and wait. So its tables map every page before it starts, and its pages stay resident. The
+//! CPU's tables map a page when the guest first accesses it. Here the CPU is RISC-V's and walks Sv48x4; the RISC-V
+//! IOMMU walks Sv39x4. Run it: `cargo run -p slat --example iommu`.
 
 #[path = "plain_memory/cpu.rs"]
 mod cpu;
@@ -29,18 +29,19 @@ const SLOT: u32 = 0;
 const RAM: Gpa = Gpa(0x8000_0000);
 const PAGES: u64 = 256;
 
-/// A guest's memory, as its CPU and its device reach it.
+/// The memory of a guest: one VM has the tables for the CPU, another has the tables for the device.
 struct Guest {
     cpu: Arc<Vm<PlainMemory, Sv48x4>>,
     device: Arc<Vm<PlainMemory, Sv39x4>>,
-    /// Fills the device's tables: nothing runs on it.
+    /// A vCPU that fills the device's tables. It runs no guest.
     filler: Vcpu<PlainMemory, Sv39x4>,
 }
 
 impl Guest {
     fn new(host: &Arc<PlainMemory>) -> Result<Self, Box<dyn Error>> {
         let device = Vm::new(host.clone(), Config::default())?;
-        // A device that faults on a write-protected page cannot wait either, and the IOMMU sets dirty bits.
+        // If a page were write-protected for the dirty log, the device would fault, and it cannot wait. So the log uses
+        // the dirty bits that the IOMMU sets.
         device.set_policy(Setting::DirtyLog(DirtyLogMethod::DirtyBit));
         Ok(Guest {
             cpu: Vm::new(host.clone(), Config::default())?,
@@ -67,13 +68,14 @@ impl Guest {
         Ok(self.fill()?)
     }
 
-    /// Removes guest memory: when this returns, neither the CPU nor the device reaches it.
+    /// Removes guest memory. When this returns, neither the CPU nor the device can access it.
     fn remove_memory(&self) -> Result<(), Box<dyn Error>> {
         self.device.remove_memory_region(0, SLOT)?;
         Ok(self.cpu.remove_memory_region(0, SLOT)?)
     }
 
-    /// Moves the page at `backing` to another frame. The device is idle: it would not wait.
+    /// Moves the page at `backing` to another frame. Call only while the device is idle, because a device cannot wait
+    /// until its page is mapped again.
     fn relocate(&mut self, backing: Hva) -> Result<(Pfn, Pfn), Box<dyn Error>> {
         let page = backing..Hva(backing.0 + PAGE_SIZE);
         let invalidations = (
@@ -86,8 +88,7 @@ impl Guest {
         moved.ok_or("no frame is free".into())
     }
 
-    /// Returns how many pages the guest's CPU has written since the last call, how many its device,
-    /// and how many together.
+    /// Returns the number of pages written since the last call: by the guest's CPU, by its device, and by either.
     fn dirty(&self) -> Result<[u32; 3], Box<dyn Error>> {
         let mut logs = [[0; PAGES as usize / 64]; 2];
         self.cpu.get_dirty_log(0, SLOT, &mut logs[0])?;
@@ -98,15 +99,16 @@ impl Guest {
     }
 }
 
-/// A device behind an IOMMU. The IOMMU sets accessed and dirty bits (the RISC-V IOMMU specification: `GADE`). It caches
-/// nothing; an IOTLB would be flushed by [`slat::Platform::flush`].
+/// A device that accesses memory through an IOMMU. The IOMMU sets accessed and dirty bits (the RISC-V IOMMU
+/// specification: `GADE`). This IOMMU caches nothing; if it had an IOTLB, [`slat::Platform::flush`] would flush it.
 struct Device {
     host: Arc<PlainMemory>,
     root: Pfn,
 }
 
 impl Device {
-    /// Writes the word at `gpa`, as hardware does: without the engine. `None`: the IOMMU does not let it.
+    /// Writes the word at `gpa` as the device does: the IOMMU walks the tables, and the engine is not called. `None`:
+    /// the tables do not allow the write.
     fn write(&self, gpa: Gpa, value: u64) -> Option<()> {
         const VALID: u64 = 1 << 0;
         const WRITE: u64 = 1 << 2;
@@ -116,7 +118,7 @@ impl Device {
         let mut table = self.root;
         for level in (0..3).rev() {
             let shift = 12 + 9 * level;
-            // Four tables next to each other are the root, which has two bits more.
+            // The root consists of four consecutive tables, so its index has two bits more.
             let indices = if level == 2 { 2048 } else { 512 };
             let index = (gpa.0 >> shift) % indices;
             let word = self.host.word(Hpa(table.hpa().0 + index * 8));

@@ -22,7 +22,7 @@ use slat::{
 /// 16 MiB of guest memory, in slot 0, at address 0.
 const PAGES: u64 = 4096;
 const SLOT: u32 = 0;
-/// The guest is stopped when a round would copy no more pages than these, or after so many rounds.
+/// The guest is stopped when a round has copied no more pages than `FEW_PAGES`, or after `MOST_ROUNDS` rounds.
 const FEW_PAGES: usize = 32;
 const MOST_ROUNDS: usize = 10;
 
@@ -50,8 +50,8 @@ impl Machine {
     }
 }
 
-/// A program that mostly writes to a few pages, and at times anywhere. It writes pseudo-random numbers
-/// (Marsaglia's xorshift).
+/// A guest program that writes pseudo-random numbers (Marsaglia's xorshift): usually to a few pages, sometimes to any
+/// page.
 struct Guest(u64);
 
 impl Guest {
@@ -66,8 +66,8 @@ impl Guest {
     }
 }
 
-/// Copies a page, as a VMM does that sends it: by its backing, not through a vCPU. Pages that were never used are
-/// zero on either host.
+/// Copies a page by its backing address, not through a vCPU, as a VMM does that sends a page. Pages that were never
+/// used are zero on both hosts, so they are not copied.
 fn copy(page: u64, from: &PlainMemory, to: &PlainMemory) -> Result<(), ResolveError> {
     let at = Hva(page * PAGE_SIZE);
     if let Some(source) = from.resident(at) {
@@ -81,7 +81,8 @@ fn copy(page: u64, from: &PlainMemory, to: &PlainMemory) -> Result<(), ResolveEr
     Ok(())
 }
 
-/// Gets the dirty log and copies the pages that it names, between which `meanwhile` runs. Returns their number.
+/// Gets the dirty log and copies the pages that it names. Calls `meanwhile` after each page. Returns the number of
+/// pages.
 fn round(
     source: &mut Machine,
     target: &Machine,
@@ -123,7 +124,8 @@ fn migrate(
         guest.step(&mut source.cpu)?;
     }
 
-    // Getting the log changes nothing, clearing it does; and it names every page when it begins.
+    // With manual protection, getting the log changes nothing, and clearing it protects the pages. With "initially
+    // set", the new log names every page.
     source.vm.set_manual_dirty_log(true, true);
     source.set_flags(SlotFlags::LOG_DIRTY_PAGES)?;
     let before = source.cpu.stats();

@@ -1,4 +1,5 @@
-//! A guest on a platform of one's own: a memslot, a vCPU, faults, a device, and a host that moves a page.
+//! Shows how a hypervisor uses the engine: it makes a memslot and a vCPU, handles faults, emulates a device, and moves
+//! a page.
 //!
 //! The platform is in [`plain_memory`]; read that first. Run it: `cargo run -p slat --example platform`.
 
@@ -48,7 +49,7 @@ fn run(out: &mut impl Write) -> Result<(), Box<dyn Error>> {
     let faults = cpu.stats().since(&before).pf_taken;
     writeln!(out, "load {RAM}: {value:#x}, {faults} faults")?;
 
-    // Where no memslot is, the client emulates a device.
+    // Where there is no memslot, the client emulates a device.
     let device = Gpa(0xfee0_0000);
     match cpu.load(device) {
         Err(Stop::Mmio { gpa }) => writeln!(out, "load {gpa}: no memslot, a device")?,

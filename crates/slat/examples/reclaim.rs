@@ -1,5 +1,5 @@
-//! A host with less memory than it has promised its guest. It takes away what the guest has not used for some time,
-//! which it asks of [`Vm::cold_ranges`]; the guest gets it back when it uses it.
+//! A host with less memory than its guest has. The host reclaims the pages that the guest has not used for some time,
+//! which it gets from [`Vm::cold_ranges`]. The guest gets a page back when it uses the page again.
 //!
 //! The guest runs in steps between two passes of the host, so that each run of this program prints the same. Nothing
 //! depends on that: vCPUs may run on threads of their own. Run it: `cargo run -p slat --example reclaim`.
@@ -23,16 +23,17 @@ use slat::{ColdMap, Config, ENTRIES, Ept, Gpa, Hpa, Hva, PAGE_SIZE, Pfn, Region,
 const PAGES: u64 = 4096;
 const FRAMES: usize = 2048;
 
-/// The guest's program goes on through its memory in so many phases. In each it uses these pages most of the time.
+/// The guest's program has `PHASES` phases, and in each it uses other memory. Most of its `ACCESSES` accesses in a
+/// phase are to the `WORKING_SET` pages of that phase.
 const PHASES: u64 = 12;
 const WORKING_SET: u64 = 1024;
 const ACCESSES: u64 = 20_000;
 
-/// Memory that was not used in so many passes is taken away.
+/// Memory that was not used in this number of passes is reclaimed.
 const PASSES: u8 = 2;
 
-/// A program that writes pseudo-random numbers (Marsaglia's xorshift), and knows what it has written last to the
-/// first word of each page.
+/// A guest program that writes pseudo-random numbers (Marsaglia's xorshift). It checks that the first word of each page
+/// has the value that it last wrote there.
 struct Guest {
     random: u64,
     written: Vec<u64>,
@@ -55,11 +56,11 @@ impl Guest {
     }
 }
 
-/// Takes the pages that `backing` has away from the guest. Returns their number.
+/// Reclaims the pages that `backing` backs. Returns their number.
 fn reclaim(vm: &Vm<PlainMemory, Ept>, backing: Range<Hva>) -> u64 {
     let host = vm.platform();
     let pages = backing.start.0 / PAGE_SIZE..backing.end.0 / PAGE_SIZE;
-    // No CPU uses the pages from here on, and none gets them back before this is dropped.
+    // From here until `invalidation` is dropped, no CPU uses the pages, and no fault maps them.
     let invalidation = vm.invalidate(backing);
     for page in pages.clone() {
         let owner = host
@@ -77,13 +78,14 @@ fn reclaim(vm: &Vm<PlainMemory, Ept>, backing: Range<Hva>) -> u64 {
     pages.end - pages.start
 }
 
-/// Makes a pass, and takes away what the guest has not used in the last `passes`. Returns the number of pages.
+/// Makes a pass, and reclaims the memory that the guest has not used in the last `passes` passes. Returns the number of
+/// pages.
 fn reclaim_cold(vm: &Vm<PlainMemory, Ept>, map: &mut ColdMap, passes: u8) -> u64 {
     let cold = vm.cold_ranges(map, passes);
     cold.map(|range| reclaim(vm, range.hvas)).sum()
 }
 
-/// Runs a guest on a host that reclaims memory, or does not.
+/// Runs a guest. If `reclaims`, the host reclaims unused memory.
 fn run(out: &mut impl Write, reclaims: bool) -> Result<(), Box<dyn Error>> {
     let host = Arc::new(PlainMemory::new(FRAMES, PAGES as usize));
     let vm = Vm::<_, Ept>::new(host.clone(), Config::default())?;
@@ -119,7 +121,7 @@ fn run(out: &mut impl Write, reclaims: bool) -> Result<(), Box<dyn Error>> {
         )?;
     }
     for (page, expected) in (0..PAGES).zip(&guest.written) {
-        // Not all of it is there at a time.
+        // The host has too few frames for all of these pages at once.
         if page % 256 == 0 {
             reclaim_cold(&vm, &mut map, 1);
         }

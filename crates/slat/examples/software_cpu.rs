@@ -1,5 +1,5 @@
-//! A software CPU that keeps translations: its loop, what it does when the host changes a mapping and when the guest
-//! does, and how a client uses policies, a dirty ring and private memory.
+//! A software CPU with a TLB: its loop, and what it does when the host or the guest changes a mapping. Also shows how a
+//! client uses policies, a dirty ring and private memory.
 //!
 //! `docs/hypervisor.md` of the repository explains it. Run it: `cargo run -p slat --example software_cpu`.
 
@@ -55,7 +55,7 @@ impl SoftwareCpu {
         &mut self,
         mut block: impl FnMut(&mut Running<'_>) -> Result<Option<R>, Stop>,
     ) -> Result<R, Stop> {
-        // The token is for `Platform::wait`: whom to kick.
+        // The argument is the token that `Platform::wait` gets, to know which CPU to kick. This platform kicks none.
         let mut cpu = Running {
             vcpu: self.vcpu.enter(0),
             tlb: &mut self.tlb,
@@ -67,9 +67,9 @@ impl SoftwareCpu {
             match block(&mut cpu) {
                 Ok(Some(result)) => return Ok(result),
                 Ok(None) => {}
-                // While the engine waited for host memory, a flush went by.
+                // A flush took place while the engine waited for host memory, so the translations in the TLB are void.
                 Err(Stop::Retry) => cpu.flush(),
-                // The client handles it; the guard ends the section first.
+                // The client handles the stop. Before that, dropping `cpu` ends the reader section.
                 Err(stop) => return Err(stop),
             }
         }
@@ -77,7 +77,7 @@ impl SoftwareCpu {
 }
 
 impl Running<'_> {
-    /// Drops every translation, and then tells the engine so: in this order.
+    /// Drops every translation, and only then tells the engine so.
     fn flush(&mut self) {
         self.tlb.clear();
         self.vcpu.quiesce();
@@ -126,8 +126,8 @@ fn create(
     Ok(Vm::new(host.clone(), config)?)
 }
 
-/// A CPU waits for a word, while the host moves the page of that word to another frame and then writes there. A CPU that
-/// kept its translation would wait for ever.
+/// A CPU polls a word while the host moves the word's page to another frame and then writes there. If the CPU kept its
+/// old translation, it would poll forever.
 fn the_host_moves_a_page(out: &mut impl Write) -> Result<(), Box<dyn Error>> {
     const WORD: Gpa = Gpa(5 * PAGE_SIZE);
     let host = Arc::new(PlainMemory::new(512, PAGES as usize));
@@ -154,7 +154,7 @@ fn the_host_moves_a_page(out: &mut impl Write) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Collects the pages in a ring from entry `next` on, which it advances.
+/// Collects the pages from the ring, beginning with ring entry `next`. Advances `next`.
 fn collect(ring: &[DirtyGfn], next: &mut usize, pages: &mut Vec<u64>) {
     while let Some((_slot, page)) = ring[*next % ring.len()].collect() {
         *next += 1;
@@ -186,7 +186,8 @@ fn the_guest_fills_its_ring(out: &mut impl Write) -> Result<(), Box<dyn Error>> 
             Err(Stop::DirtyRingFull) => {
                 exits += 1;
                 collect(&ring, &mut next, &mut pages);
-                // From here on a write to one of these pages is noted again: copy the pages after this, not before.
+                // After this call, a write to one of these pages is logged again. So copy the pages after this call,
+                // not before.
                 vm.reset_dirty_rings();
             }
             Err(stop) => return Err(stop.into()),
@@ -204,8 +205,8 @@ fn the_guest_fills_its_ring(out: &mut impl Write) -> Result<(), Box<dyn Error>> 
     Ok(())
 }
 
-/// A guest whose pages are private, as with KVM's guest_memfd: two pages back each frame, and the frame's attribute
-/// says which.
+/// A guest with private memory, as with KVM's guest_memfd: two host pages back each frame, and the frame's attribute
+/// decides which of them the guest uses.
 fn a_page_becomes_private(out: &mut impl Write) -> Result<(), Box<dyn Error>> {
     const PAGE: Gpa = Gpa(3 * PAGE_SIZE);
     let private = Hva(PAGES * PAGE_SIZE);
@@ -227,7 +228,7 @@ fn a_page_becomes_private(out: &mut impl Write) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// The guest's tables, as the engine reads them.
+/// Accesses the guest's page tables for the engine.
 struct Words<'h>(&'h PlainMemory);
 
 impl HostWords for Words<'_> {
@@ -251,14 +252,15 @@ impl HostWords for Words<'_> {
     }
 }
 
-/// The guest's own tables: four, the first at `CR3`, each of whose entries 0 refers to the next one.
+/// The guest's page directory. There are four tables in a row, one for each level, and entry 0 of each of the first
+/// three refers to the next table.
 const CR3: Gpa = Gpa(0x1000);
 const PRESENT_AND_WRITABLE: u64 = 0b11;
 
-/// A CPU that translates guest-virtual addresses by the engine.
+/// A CPU that uses guest-virtual addresses, which the engine translates.
 struct VirtualCpu {
     vcpu: Vcpu<PlainMemory, Tables>,
-    /// By the number of the guest-virtual page.
+    /// Translations by the number of the guest-virtual page.
     tlb: BTreeMap<u64, VirtualPage>,
     paging: GuestPaging,
 }
@@ -284,8 +286,8 @@ impl VirtualCpu {
         })
     }
 
-    /// Accesses the word at `gva`: a store of `value`, or a load. This CPU enters for each access. So its TLB may have
-    /// become void since the last one.
+    /// Accesses the word at `gva`: stores `value`, or loads. The CPU is in a reader section only during this call, so
+    /// its TLB may have become void since the last call.
     fn access(&mut self, gva: u64, value: Option<u64>) -> Result<u64, VirtualStop<Infallible>> {
         let VirtualCpu { vcpu, tlb, paging } = self;
         let host = vcpu.vm().platform().clone();
@@ -315,7 +317,7 @@ impl VirtualCpu {
             };
             word.store(value, Relaxed);
             if let Some(table) = page.tracked {
-                // The page holds a table: the engine zaps what it has made of the old entry.
+                // The page holds a page table of the guest: the engine zaps what it has made of the old table entry.
                 let gpa = Gpa(table.0 + gva % PAGE_SIZE);
                 if vcpu.stored(gpa, 8) {
                     tlb.clear();
@@ -344,8 +346,8 @@ fn the_guest_changes_its_tables(out: &mut impl Write) -> Result<(), Box<dyn Erro
     let config = Config::default().with_mmu(MmuKind::Shadow);
     let vm = Vm::new(host.clone(), config)?;
     vm.set_memory_region(0, &memory())?;
-    // The guest's boot code has written four tables, by which the first 256 pages are mapped to themselves, and a word
-    // in each of two pages.
+    // The guest's boot code has written four tables, which map each of the first 256 pages to the frame with the same
+    // number. It has also written one word to each of two pages.
     let write = |gpa: u64, value| -> Result<(), Box<dyn Error>> {
         let page = host
             .make_resident(Hva(gpa))
@@ -369,7 +371,7 @@ fn the_guest_changes_its_tables(out: &mut impl Write) -> Result<(), Box<dyn Erro
 
     let mut cpu = VirtualCpu::new(&vm)?;
     let before = cpu.access(ADDRESS, None)?;
-    // Its tables are mapped at their own addresses.
+    // The tables themselves are mapped at their guest-physical addresses.
     cpu.access(
         LAST_TABLE + 0x10 * 8,
         Some((0x20 * PAGE_SIZE) | PRESENT_AND_WRITABLE),

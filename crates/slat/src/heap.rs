@@ -9,7 +9,7 @@ use core::ops::Deref;
 use core::ptr::NonNull;
 use core::sync::atomic::{AtomicUsize, Ordering::*, fence};
 
-/// A table, or other memory that the engine needs, could not be allocated. Nothing was changed.
+/// There was no memory for a table, or for other data of the engine. Nothing was changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OutOfMemory;
 
@@ -49,7 +49,8 @@ pub(crate) fn boxed<T>(value: T) -> Result<Box<T>, OutOfMemory> {
     Ok(Box::write(room()?, value))
 }
 
-/// A value, and an array that may be too large for the stack of a kernel: both are made in their memory on the heap.
+/// A value and an array, on the heap. The array may be too large for the stack of a kernel, so neither is made on the
+/// stack.
 pub(crate) struct Large<V, T, const N: usize> {
     value: V,
     pub(crate) array: [T; N],
@@ -102,7 +103,7 @@ impl<T> Shared<T> {
         Ok(Shared(NonNull::from(Box::leak(counted))))
     }
 
-    /// Returns a pointer that does not count as an owner, for code that knows that an owner is left.
+    /// Returns a pointer that does not count as an owner, for code that knows that another owner exists.
     pub(crate) fn uncounted(&self) -> Uncounted<T> {
         Uncounted(self.0)
     }
@@ -168,7 +169,7 @@ impl<T> Uncounted<T> {
     /// Makes one more owner.
     ///
     /// # Safety
-    /// - an owner is left.
+    /// - an owner of the value exists.
     pub(crate) unsafe fn share(self) -> Shared<T> {
         let owner = core::mem::ManuallyDrop::new(Shared(self.0));
         Shared::clone(&owner)
@@ -195,7 +196,7 @@ mod tests {
                 let mine = first.clone();
                 scope.spawn(move || {
                     for _ in 0..1000 {
-                        // SAFETY: `mine` is an owner.
+                        // SAFETY: `mine` is an owner of the value.
                         let other = unsafe { mine.uncounted().share() };
                         assert_eq!(*(*other).0.lock().unwrap(), 0);
                     }

@@ -14,9 +14,9 @@ use crate::heap::{Large, OutOfMemory};
 use crate::sync::OnceBox;
 use crate::sync::atomic::const_fn;
 
-/// Frames of one leaf: 64 KiB of host memory have 512 bytes of metadata.
+/// log2 of the number of frames in one leaf. The frames are 64 KiB of host memory, and their metadata have 512 bytes.
 const LEAF_BITS: u32 = if cfg!(loom) { 1 } else { 4 };
-/// Links of one node: 8 KiB.
+/// log2 of the number of links in one node, which has 8 KiB.
 const NODE_BITS: u32 = if cfg!(loom) { 1 } else { 10 };
 
 /// The metadata of the frames of a region: a leaf of the map, or a node with smaller regions.

@@ -1,8 +1,8 @@
-//! A whole [`Platform`] on plain memory: an array of 4 KiB frames, of which some hold page tables and
-//! some back guest memory.
+//! A whole [`Platform`] on plain memory: an array of 4 KiB frames, of which some hold page tables and some back guest
+//! memory.
 //!
-//! Nothing here needs an OS: a hypervisor has its own memory map where this has an array, and flushes its
-//! CPUs where this counts.
+//! Nothing here needs an OS. A hypervisor would use its own memory map instead of the array, and would flush its CPUs
+//! where this code only counts flushes.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -19,7 +19,7 @@ use slat::{
 #[repr(C, align(4096))]
 pub struct Page([AtomicU64; ENTRIES]);
 
-/// The words of a page that is in no frame.
+/// The words of a page that was reclaimed and is in no frame.
 pub type Content = Box<[u64; ENTRIES]>;
 
 struct Frame {
@@ -33,9 +33,9 @@ pub struct PlainMemory {
     /// The frame that backs each page of guest memory; 0: none yet. Backing addresses count from the
     /// first of these pages.
     backing: Box<[AtomicU64]>,
-    /// The contents of pages that were taken away from their guest, by the number of the backing page.
+    /// The contents of reclaimed pages, by the number of the backing page.
     pub swapped: Mutex<BTreeMap<u64, Content>>,
-    /// What the engine keeps for frames that hold tables, as Linux does in `struct page`.
+    /// The engine's metadata of the frames that hold tables, like `struct page` in Linux.
     metas: MetaMap,
     /// Number of flushes so far.
     pub flushes: AtomicU64,
@@ -60,8 +60,8 @@ impl PlainMemory {
         host
     }
 
-    /// Allocates `count` frames next to each other, the first aligned to all of them. Without a lock, so that it may be
-    /// called by several CPUs, and in an interrupt handler.
+    /// Allocates `count` consecutive frames, the first aligned to `count`. Takes no lock, so several CPUs may call it
+    /// at once, also in an interrupt handler.
     pub fn allocate(&self, count: usize) -> Option<Pfn> {
         let own = |frame: &&Frame| !frame.used.swap(true, Acquire);
         for first in (0..self.frames.len()).step_by(count) {
@@ -102,15 +102,15 @@ impl PlainMemory {
         (frame != 0).then_some(Pfn(frame))
     }
 
-    /// Returns the frame that backs the page at `backing`. If it has none it gets one, with what it has had when it was
-    /// taken away, or else full of zeros.
+    /// Returns the frame that backs the page at `backing`. If the page has no frame, gives it one, with the contents
+    /// that the page had when it was reclaimed, or else full of zeros.
     pub fn make_resident(&self, backing: Hva) -> Result<Pfn, ResolveError> {
         let owner = self.owner(backing).ok_or(ResolveError::BadAddress)?;
         if let Some(frame) = self.resident(backing) {
             return Ok(frame);
         }
         let mut swapped = self.swapped.lock().unwrap_or_else(PoisonError::into_inner);
-        // Another CPU may have been faster.
+        // Another CPU may have given the page a frame meanwhile.
         if let Some(frame) = self.resident(backing) {
             return Ok(frame);
         }
@@ -125,8 +125,8 @@ impl PlainMemory {
     }
 }
 
-/// What the engine is told of a page that is resident in `pfn`. A host that maps larger pages says so by `level`, and
-/// the engine uses leaves of that level.
+/// Returns the description of a page in frame `pfn`, for the engine. A host that maps larger pages passes a higher
+/// level, and the engine then uses leaves of that level.
 pub fn page(pfn: Pfn) -> HostPage {
     HostPage::new(pfn, Level::PAGE)
 }

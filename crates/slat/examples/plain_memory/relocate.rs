@@ -6,7 +6,7 @@ use slat::{Hpa, Hva, PAGE_SIZE, Pfn};
 
 use crate::plain_memory::PlainMemory;
 
-/// Moves the page at `backing` to another frame, as a host does that wants large free ranges. Call while `backing` is
+/// Moves the page at `backing` to another frame, as a host does that needs large free ranges. Call while `backing` is
 /// invalidated. Returns the old frame and the new one.
 pub fn relocate(host: &PlainMemory, backing: Hva) -> Option<(Pfn, Pfn)> {
     let old = host.resident(backing)?;

@@ -195,14 +195,14 @@ impl Leaf {
 /// A page-table format: the entries that one kind of page walker understands.
 ///
 /// The engine has the formats of the processors. A hypervisor may implement its own, for an IOMMU's walker, or for a
-/// processor that the engine does not know. `slat_model::format_promises` checks those of the promises below that
+/// processor that the engine does not know. `slat_model::format_promises` checks those of the guarantees below that
 /// concern the functions, and the random operations of that crate test the rest. Its `tests/own_format` has a complete
 /// format: the second-stage tables of Intel's IOMMU.
 ///
 /// # Safety
 /// The engine dereferences what a format calls a table, and a CPU uses what the format calls a leaf. So a wrong result
-/// may make the safe [`Vcpu::translate`](crate::Vcpu::translate) dereference an arbitrary address, or lets a guest
-/// write where it must not. An implementor of the trait promises this for each level from [`Level::PAGE`] to
+/// may make the safe [`Vcpu::translate`](crate::Vcpu::translate) dereference an arbitrary address, or let a guest write
+/// where it must not. An implementor of the trait guarantees the following for each level from [`Level::PAGE`] to
 /// [`TOP`](Self::TOP):
 ///
 /// 1. *Entries have one meaning.* `0` is [`Entry::Empty`]. [`decode`](Self::decode) is the inverse of
@@ -340,7 +340,7 @@ pub unsafe trait Format: Send + Sync + 'static {
         frame <= Self::take_frame(Self::FRAME)
     }
     /// Returns the bits of an entry that contain `frame`. The caller has checked that an entry [`holds`](Self::holds)
-    /// the frame: a platform promises this for tables, and a fault refuses other pages.
+    /// the frame: a platform guarantees this for frames of tables, and a fault refuses pages for which it is false.
     #[inline]
     fn frame(frame: Pfn) -> u64 {
         debug_assert!(Self::holds(frame), "no entry holds {frame:?}");

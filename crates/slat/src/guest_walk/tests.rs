@@ -479,7 +479,7 @@ fn accessed_is_set_on_the_path_and_dirty_on_the_leaf_of_a_write() {
 fn the_walk_starts_again_if_an_entry_changes_before_its_flags_are_set() {
     for n in 0..4 {
         let (mut memory, at) = build(Mode::Level4, 1, 0x5000 | ALL, ALL);
-        // Before the flags of the n-th entry are set, another CPU changes the leaf to another page,
+        // Before the flags of the n-th entry are set, another CPU changes the leaf so that it maps another page.
         memory.interference = Some((n, at[0], 0x7000 | ALL));
         let result = walk(
             &mut memory,
@@ -489,7 +489,7 @@ fn the_walk_starts_again_if_an_entry_changes_before_its_flags_are_set() {
         );
         assert_eq!(result.unwrap().gpa, Gpa(0x7000), "interference at {n}");
         assert_eq!(memory.entries[&at[0]], 0x7000 | ALL | A | D);
-        // or clears an entry that refers to a table.
+        // Before the flags of an entry are set, another CPU clears an entry that refers to a table.
         let (mut memory, at) = build(Mode::Level4, 1, 0x5000 | ALL, ALL);
         memory.interference = Some((n.min(2), at[1], 0));
         let result = walk(

@@ -83,7 +83,8 @@ fn a_page_found_in_a_brief_section_stays_until_the_section_ends() {
     });
 }
 
-/// The second thread finds the reader of brief sections in use, or free, or changing between the two.
+/// The two threads enter brief sections at the same time. So the second thread finds the reader of brief sections in
+/// use, free, or changing from one state to the other.
 #[test]
 fn two_brief_sections_at_once_are_both_waited_for() {
     model(2, || {

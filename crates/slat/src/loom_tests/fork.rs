@@ -14,12 +14,12 @@ use crate::sync::atomic::Ordering::*;
 use crate::sync::quiesce::Attention;
 use crate::vm::Vm;
 
-/// The pages of a machine that a VM and its clone share. Only the VM writes. After asking the platform, it
-/// writes to a page with another number.
+/// The pages of a machine that a VM and its clone share. Only the VM writes. Before it writes to a shared page, the
+/// platform gives it a copy, which is a page with another number.
 #[derive(Default)]
 pub(super) struct Sharing {
     parent: OnceLock<Weak<SmallVm>>,
-    /// The pages that back the clone.
+    /// The id of the clone, and the pages that back it.
     clone: Mutex<Option<(VmId, Vec<HostPage>)>>,
     /// A bit for each page that backs both VMs.
     shared: Plain,
@@ -31,7 +31,7 @@ impl Sharing {
         *self.clone.lock().unwrap() = Some((clone, originals));
     }
 
-    /// Returns the host page that backs `page` if `vm` is the clone.
+    /// Returns the host page that backs `page` of the clone. `None`: `vm` is not the clone.
     pub(super) fn of_clone(&self, vm: VmId, page: u64) -> Option<HostPage> {
         let clone = self.clone.lock().unwrap();
         let (_, originals) = clone.as_ref().filter(|(id, _)| *id == vm)?;
@@ -42,7 +42,7 @@ impl Sharing {
         self.shared.load(Plainly) >> page & 1 != 0
     }
 
-    /// Gives the cloned VM a page of its own.
+    /// Gives the cloned VM a copy of the shared `page`.
     pub(super) fn copy(&self, machine: &Machine, page: u64) {
         let vm = self.parent.get().and_then(Weak::upgrade);
         let vm = vm.expect("its vCPU asks");
@@ -56,7 +56,7 @@ impl Sharing {
     }
 }
 
-/// The number to add to a page's number to get the number of the page's copy.
+/// The copy of page n is page n + `COPIES`.
 const COPIES: u64 = 4;
 
 /// Makes a VM that may be cloned, with two pages. The guest has written the first page.

@@ -185,7 +185,8 @@ impl SlotsChange<'_> {
 
     /// Returns the published set.
     pub(crate) fn set(&self) -> &SlotSet {
-        // SAFETY: the writers' lock is held; to catch up borrows `self` mutably.
+        // SAFETY: the caller holds the writers' lock. The result borrows `self`, so nothing catches up while it is
+        // used.
         unsafe { self.slots.published() }
     }
 
@@ -226,7 +227,7 @@ impl SlotsChange<'_> {
             inactive.exchange(old.as_deref(), new, spares);
         }
         spares.trim();
-        // SAFETY: the writers' lock is held, and what is changed is the other set.
+        // SAFETY: the caller holds the writers' lock, and the published set is not the set that this function changes.
         inactive.clone_rest(unsafe { self.slots.published() });
     }
 

@@ -1,5 +1,5 @@
-//! Tests the indexes against a `BTreeMap`, and the rules of regions error by error. Also tests that a change for
-//! which there is no memory changes nothing.
+//! Tests the indexes against a `BTreeMap`, and each error of the checks of regions. Also tests that a change for which
+//! there is no memory changes nothing.
 
 use std::alloc::{GlobalAlloc, System};
 use std::cell::Cell;
@@ -13,7 +13,7 @@ use core::ops::Range;
 
 const CAPACITY: u64 = 1 << 36;
 
-/// Makes the allocations of one thread fail, from a chosen one on.
+/// Makes allocations of the calling thread fail, from allocation number `FAIL_IN` on.
 struct Failing;
 
 std::thread_local! {
@@ -30,7 +30,7 @@ fn fails() -> bool {
     FAIL_IN.try_with(countdown).unwrap_or(false)
 }
 
-// SAFETY: all is the system allocator's, apart from refusals, which it may make, too.
+// SAFETY: all memory is the system allocator's. An allocator may refuse a request, as this one does.
 unsafe impl GlobalAlloc for Failing {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if fails() {
@@ -130,8 +130,8 @@ impl World {
     }
 
     fn current(&self) -> &SlotSet {
-        // SAFETY: these tests have one thread, and look at no set that was changed since; one that does begins
-        // a section.
+        // SAFETY: these tests have one thread, and do not use a set after it was changed. The one test that does begins
+        // a reader section.
         unsafe { self.slots.published() }
     }
 
@@ -243,7 +243,7 @@ fn random_edits(steps: usize, space: u64, ids: u64, wanted: impl Fn(usize) -> us
             };
             let free = model.range(..base + pages).next_back();
             let free = free.filter(|(other, (end, ..))| *end > base && Some(**other) != old);
-            // The slot below may be the changed slot; then the next one down may overlap, too.
+            // The next lower slot may be the one that is changed. Then the slot before that may overlap, too.
             let below = model.range(..base).rev().take(2);
             let clash = below.filter(|(other, (end, ..))| *end > base && Some(**other) != old);
             let above = model
@@ -503,7 +503,7 @@ fn every_wrong_region_is_refused_with_the_errno_of_kvm() {
         ));
     }
     assert_eq!(RegionError::OutOfMemory.errno(), 12);
-    // Just beside it there is free space, and none of the refused calls has changed anything.
+    // There is free space on both sides of the slot, and the refused calls have changed nothing.
     world.set(&region(2, 90, 10, 0)).unwrap();
     world.set(&region(3, 110, 10, 0)).unwrap();
     assert_eq!(world.ids_at(0..CAPACITY), [2, 1, 3]);
