@@ -1,4 +1,5 @@
-//! Pages that are not there yet: whoever runs the vCPU is told of each, and nothing else maps one.
+//! Pages that are not there yet: an access to such a page ends with an exit that tells the client so, and nothing else
+//! maps the page.
 
 #[path = "common/access.rs"]
 mod access;
@@ -26,7 +27,7 @@ fn vm<F: Format>(mmu: MmuKind) -> (Arc<SimPlatform>, Arc<Vm<SimPlatform, F>>) {
     (platform, vm)
 }
 
-/// The page has come.
+/// Makes the page `LATE` resident.
 fn bring(platform: &SimPlatform) {
     let change = HostChange::Remap {
         level: Level::PAGE,
@@ -51,7 +52,7 @@ fn each_is_told_of<F: Format>(mmu: MmuKind) {
     for access in [Read, Write, Execute] {
         assert_eq!(touch(&mut vcpu, LATE, access), not_there_yet(access));
     }
-    // Neither a huge leaf nor prefetch maps it, from whichever side.
+    // No other access maps the absent page: neither by a huge leaf nor by prefetch.
     for gfn in (512..1024).filter(|gfn| *gfn != LATE).rev() {
         let found = touch(&mut vcpu, gfn, Write).unwrap();
         assert_eq!(HostMemory::identify(found.host.pfn()).0, gfn);
@@ -65,7 +66,7 @@ fn each_is_told_of<F: Format>(mmu: MmuKind) {
     let found = touch(&mut vcpu, LATE, Read).unwrap();
     assert_eq!(HostMemory::identify(found.host.pfn()).0, LATE);
 
-    // It is taken away again.
+    // The page becomes absent again.
     let invalidation = vm.invalidate(HostMemory::hvas(&(LATE..LATE + 1)));
     platform.host.change(&(LATE..LATE + 1), HostChange::Await);
     drop(invalidation);

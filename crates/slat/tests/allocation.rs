@@ -1,5 +1,5 @@
-//! The n-th allocation of an operation fails, for every n: nothing has changed then, or the operation
-//! can be repeated, and no frame is lost.
+//! Each frame allocation of an operation fails once. Afterwards either nothing has changed, or the operation can be
+//! repeated; no frame is lost.
 
 #[path = "common/access.rs"]
 mod access;
@@ -42,15 +42,15 @@ fn set(vm: &TestVm, gfns: std::ops::Range<u64>, flags: SlotFlags) {
     vm.set_memory_region(0, &region).unwrap();
 }
 
-/// One access by a new vCPU. Frames it allocated ahead go back with it.
+/// Makes one access by a new vCPU. Dropping the vCPU frees the frames that it has allocated ahead.
 fn touch(vm: &Arc<TestVm>, gfn: u64, access: Access) -> Result<Level, Stop> {
     let mut vcpu = vm.create_vcpu().unwrap();
     access::touch(&mut vcpu, gfn, access).map(|translation| translation.level)
 }
 
-/// Makes a VM by `prepare` and lets allocation n of `operate` fail, for n from 0 on, alone and with all
-/// that follow, until `operate` does without. `operate` answers whether it succeeded, and is then
-/// repeated with enough memory.
+/// Makes a VM by `prepare`, and runs `operate` while its allocation n fails, or all from n on fail. Repeats that for n
+/// = 0, 1, … until `operate` makes fewer allocations. `operate` returns whether it succeeded; it is then repeated with
+/// enough memory.
 fn fail_everywhere(
     prepare: impl Fn(&Arc<SimPlatform>) -> Arc<TestVm>,
     operate: impl Fn(&Arc<TestVm>) -> bool,
@@ -99,7 +99,7 @@ fn with_slot(platform: &Arc<SimPlatform>, flags: SlotFlags) -> Arc<TestVm> {
     vm
 }
 
-/// `true`: done. `false`: out of memory.
+/// Returns `true` if the access is done, and `false` if there was no memory for it.
 fn try_touch(vm: &Arc<TestVm>, gfn: u64, access: Access) -> bool {
     match touch(vm, gfn, access) {
         Ok(_) | Err(Stop::Mmio { .. }) => true,
@@ -154,7 +154,7 @@ fn a_write_fault_that_splits_a_huge_leaf_survives_it() {
         },
         |vm| {
             let written = try_touch(vm, 7, Write);
-            // The other pages stayed readable, whatever happened.
+            // Whether or not the split succeeded, the other pages stayed readable.
             let faults = vm.stats().pf_taken;
             assert!(touch(vm, 8, Read).is_ok() && touch(vm, GIB1 - 1, Read).is_ok());
             assert_eq!(vm.stats().pf_taken, faults);
@@ -170,7 +170,8 @@ fn a_write_fault_that_splits_a_huge_leaf_survives_it() {
 }
 
 fn the_begin_of_logging_goes_as_far_as_there_is_memory() {
-    // 2 MiB leaves, of which an eager split needs a frame each. It cannot fail, only do less.
+    // For each leaf of 2 MiB, an eager split needs a frame. Without frames the split does not fail, but splits fewer
+    // leaves.
     let prepare = |platform: &Arc<SimPlatform>| {
         let remap = HostChange::Remap {
             level: Level::MEGA,
@@ -203,7 +204,7 @@ fn the_begin_of_logging_goes_as_far_as_there_is_memory() {
     fail_everywhere(prepare, begin, check);
 }
 
-/// Two leaves of 1 GiB are in the way of the edges: four tables.
+/// Two leaves of 1 GiB cross the edges of the new slots. Their splits need four tables.
 fn a_slot_that_becomes_two_survives_it() {
     let part = |id, gfns: std::ops::Range<u64>| {
         let (gpa, size) = (Gpa(gfns.start << 12), (gfns.end - gfns.start) << 12);

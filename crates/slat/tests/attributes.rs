@@ -1,5 +1,5 @@
-//! Private memory, one promise a test, then a model through random conversions and threads against each
-//! other.
+//! Private memory. Each of the first tests checks one rule. Then random conversions are compared with a model, and
+//! threads run against each other.
 
 #[path = "common/access.rs"]
 mod access;
@@ -22,7 +22,8 @@ type TestVm<F = Ept> = Vm<SimPlatform, F>;
 
 const MIB2: u64 = 512;
 const GIB1: u64 = 1 << 18;
-/// The slot's frames; host page n backs frame n where it is shared, `PRIVATE + n` where it is private.
+/// The frames of the slot. Host page n backs frame n where the frame is shared, and host page `PRIVATE + n` where it is
+/// private.
 const FRAMES: u64 = 2 * GIB1;
 const PRIVATE: u64 = FRAMES;
 
@@ -56,7 +57,7 @@ fn convert<F: Format>(vm: &TestVm<F>, gfns: Range<u64>, private: bool) {
         .unwrap();
 }
 
-/// The host page behind a frame, and the level of its leaf.
+/// Returns the host page that backs a frame, and the level of the frame's leaf.
 fn page<F: Format>(vcpu: &mut Vcpu<SimPlatform, F>, gfn: u64, access: Access) -> (u64, u8) {
     let found = touch(vcpu, gfn, access).unwrap();
     (HostMemory::identify(found.host.pfn()).0, found.level.0)
@@ -124,7 +125,7 @@ fn bad_attributes_are_refused_with_kvms_errno() {
         assert_eq!(set(gfns, attributes), Err(error));
         assert_eq!(error.errno(), EINVAL);
     }
-    // Memory has attributes where there is no slot, and beyond what tables hold.
+    // Frames in no memslot, and frames beyond those that the tables translate, have attributes, too.
     assert_eq!(set(0..1 << 52, 8), Ok(()));
     assert_eq!(set(0..1 << 52, 0), Ok(()));
 }
@@ -137,14 +138,14 @@ fn private_frames_without_private_memory_are_memory_faults_and_never_mmio() {
     let mmio = Err(Stop::Mmio {
         gpa: Gpa(nowhere << 12),
     });
-    // The second answer comes from an MMIO entry.
+    // The second access finds an MMIO entry.
     for _ in 0..2 {
         assert_eq!(touch(&mut vcpu, nowhere, Read), mmio);
     }
     assert_eq!(vm.stats().mmio_cached, 1);
     convert(&vm, FRAMES..FRAMES + 100, true);
     assert_eq!(touch(&mut vcpu, nowhere, Read), memory_fault(nowhere, Read));
-    // A slot with shared memory only, which may even be read-only.
+    // A slot that has only shared memory may even be read-only.
     for flags in [SlotFlags(0), SlotFlags::READONLY] {
         let region =
             Region::new(1, Gpa(FRAMES << 12), 200 << 12, HostMemory::hva(0)).with_flags(flags);
@@ -160,7 +161,7 @@ fn private_frames_without_private_memory_are_memory_faults_and_never_mmio() {
     }
     convert(&vm, FRAMES..FRAMES + 100, false);
     assert_eq!(touch(&mut vcpu, nowhere, Read), mmio);
-    // The private memory is gone.
+    // The host takes the private memory away.
     convert(&vm, 0..10, true);
     assert_eq!(page(&mut vcpu, 3, Read).0, PRIVATE + 3);
     let gone = PRIVATE..PRIVATE + 10;
@@ -179,7 +180,7 @@ fn a_slot_with_private_backing_takes_no_flags_and_no_change() {
         let mut region = region();
         change(&mut region);
         let error = vm.set_memory_region(0, &region).unwrap_err();
-        // As the change itself, but the check changes nothing.
+        // `check_memory_region` returns the same error as the change, and changes nothing.
         assert_eq!(vm.check_memory_region(0, &region), Err(error));
         let taken = matches!(error, RegionError::PrivateTaken { .. });
         assert_eq!(error.errno(), if taken { 17 } else { 22 });
@@ -207,7 +208,7 @@ fn a_slot_with_private_backing_takes_no_flags_and_no_change() {
     assert!(matches!(odd, RegionError::Misaligned(..)));
     let high = refused(&|r| (r.slot, r.private) = (1, Some(slat::Hva(u64::MAX - 0xfff))));
     assert!(matches!(high, RegionError::TooHigh(_)));
-    // Nobody else can have the same private memory, not even a page of it.
+    // No other slot can use the same private memory, not even one page of it.
     let taken = refused(&|r| {
         (r.slot, r.gpa, r.size) = (1, Gpa(FRAMES << 12), 2 << 12);
         r.private = Some(HostMemory::hva(PRIVATE + FRAMES - 1));
@@ -238,7 +239,7 @@ fn an_invalidation_of_the_private_backing_takes_the_private_leaves() {
     platform.check();
 }
 
-/// The leaves of a whole huge one around a part that was converted.
+/// Checks the leaves after the conversion of a part of a huge leaf of `level`.
 fn splits_in_place<F: Format>(level: Level) {
     let (platform, vm) = vm::<F>(level);
     let mut vcpu = vm.create_vcpu().unwrap();
@@ -247,7 +248,8 @@ fn splits_in_place<F: Format>(level: Level) {
     let before = vm.stats();
     convert(&vm, base + 3 * MIB2 / 2..base + 3 * MIB2 / 2 + 7, true);
     let did = vm.stats().since(&before);
-    // 1 GiB comes down by two splits on the way to one piece of 2 MiB; 2 MiB is elsewhere.
+    // A leaf of 1 GiB is split twice: into pieces of 2 MiB, one of which is split again. The mapped leaf of 2 MiB does
+    // not contain the range.
     let (splits, zapped) = match level {
         Level::GIGA => (2, 7),
         _ => (0, 0),
@@ -256,7 +258,7 @@ fn splits_in_place<F: Format>(level: Level) {
     vm.audit().unwrap();
     convert(&vm, base + 5..base + 9, true);
     vm.audit().unwrap();
-    // What was not converted is mapped still: no fault.
+    // The frames that were not converted are still mapped: an access takes no fault.
     let before = vm.stats();
     for gfn in [0, 4, 9, 511] {
         assert_eq!(page(&mut vcpu, base + gfn, Write), (base + gfn, 1));
@@ -266,14 +268,15 @@ fn splits_in_place<F: Format>(level: Level) {
         assert_eq!(page(&mut vcpu, base + 3 * MIB2 / 2 + 7, Read).1, 1);
     }
     assert_eq!(vm.stats().since(&before).pf_taken, 0);
-    // What was converted has its new backing, at the level that its own attributes allow.
+    // The converted frames have their new backing, by leaves of the largest level at which all frames have the same
+    // attribute.
     for gfn in 5..9 {
         assert_eq!(
             page(&mut vcpu, base + gfn, Write),
             (PRIVATE + base + gfn, 1)
         );
     }
-    // A range that ends where a piece of 2 MiB does splits that piece no further.
+    // If the range ends where a piece of 2 MiB ends, that piece is not split.
     if level == Level::GIGA {
         let before = vm.stats();
         convert(&vm, base + 100 * MIB2..base + 102 * MIB2, true);
@@ -284,7 +287,7 @@ fn splits_in_place<F: Format>(level: Level) {
         );
     }
     vm.audit().unwrap();
-    // All alike again: the next fault brings a huge leaf.
+    // All frames have the same attribute again, so the next fault installs a huge leaf.
     convert(&vm, 0..FRAMES, true);
     assert_eq!(
         page(&mut vcpu, base + 3, Read),
@@ -384,7 +387,7 @@ fn all_address_spaces_are_converted() {
     convert(&vm, 0..2, true);
     assert_eq!(page(&mut vcpu, 1, Write).0, 33);
     vm.audit().unwrap();
-    // A slot that comes later finds the frames as they are.
+    // A slot that is created after the conversion uses the attributes that its frames already have.
     vm.remove_memory_region(1, 0).unwrap();
     vm.remove_memory_region(0, 0).unwrap();
     assert_eq!(touch(&mut vcpu, 1, Read), memory_fault(1, Read));
@@ -405,7 +408,8 @@ fn a_conversion_without_memory_for_tables_changes_nothing() {
         vm.audit().unwrap();
         let before = vm.stats();
         if converted.is_ok() {
-            // Those who have what they need may ask for more and do without.
+            // The conversion may succeed although an allocation has failed, because it requests more frames than it
+            // needs. Then the other pages are still mapped: they take no fault.
             assert_eq!(page(&mut vcpu, 4, Write), (4, 1));
             assert_eq!(page(&mut vcpu, GIB1 - 1, Write), (GIB1 - 1, 1));
             assert_eq!(vm.stats().since(&before).pf_taken, 0);
@@ -429,7 +433,7 @@ fn a_conversion_without_memory_for_tables_changes_nothing() {
     }
 }
 
-/// A conversion comes in between the moment at which a fault has resolved its page and the install.
+/// A conversion takes place after a fault has resolved its page and before the fault installs its leaf.
 #[test]
 fn a_fault_that_went_by_the_old_attributes_installs_nothing() {
     for private in [false, true] {
@@ -451,9 +455,10 @@ fn a_fault_that_went_by_the_old_attributes_installs_nothing() {
     }
 }
 
-/// Random accesses, conversions, pre-faults and slot changes beside a plain list of private frames.
+/// Makes random accesses, conversions, pre-faults and slot changes. Compares the results with a plain list of private
+/// frames.
 fn random<F: Format>(seed: u64, steps: u32) {
-    /// Around the boundary of two pages of 1 GiB, where there is most to go wrong.
+    /// The frames around the boundary of two huge pages of 1 GiB, where errors are most likely.
     const FIRST: u64 = GIB1 - 3 * MIB2;
     const LEN: u64 = 6 * MIB2;
     let mut rng = Rng::new(seed);
@@ -535,8 +540,8 @@ fn random_conversions_agree_with_a_list() {
     }
 }
 
-/// While frames are converted to and fro, vCPUs use them: after a conversion has returned, nobody gets
-/// the other backing until the next one has begun.
+/// vCPUs use frames while another thread converts them again and again. After a conversion has returned, no vCPU gets
+/// the other backing until the next conversion has begun.
 #[test]
 fn nobody_uses_the_old_backing_after_a_conversion() {
     use std::sync::atomic::AtomicU64;
@@ -544,7 +549,8 @@ fn nobody_uses_the_old_backing_after_a_conversion() {
     /// Frames on both sides of the middle of a huge page.
     const PART: Range<u64> = MIB2 / 2 - 4..MIB2 / 2 + 4;
     let (platform, vm) = vm::<Ept>(Level::MEGA);
-    // Odd while a conversion is under way. An even number of conversions leaves the part shared.
+    // The number of begun and ended conversions: odd while a conversion is in progress. The number of conversions is
+    // even, so the part is shared at the end.
     let state = AtomicU64::new(0);
     let done = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -559,7 +565,7 @@ fn nobody_uses_the_old_backing_after_a_conversion() {
                     let before = state.load(SeqCst);
                     vcpu.enter_unguarded(1 + n as usize);
                     vcpu.quiesce();
-                    // Kept over the moment at which the state is looked at again, as a CPU's TLB would.
+                    // The translation stays in use while `state` is read again, as if it were in a CPU's TLB.
                     let found = vcpu.translate(Gpa(gfn << 12), access);
                     let after = state.load(SeqCst);
                     vcpu.leave();

@@ -1,4 +1,4 @@
-//! Memory that was not used for some passes: what `Vm::cold_ranges` finds and what it does not.
+//! Tests which memory `Vm::cold_ranges` returns as unused for some passes.
 
 #[path = "common/access.rs"]
 mod access;
@@ -37,7 +37,7 @@ fn vm<F: Format>(level: Level) -> (TestVm<F>, Vcpu<SimPlatform, F>) {
     (vm, vcpu)
 }
 
-/// Sets slot `id`; host page n backs its frame n + `offset`.
+/// Creates, moves or deletes slot `id`. Host page n backs its frame n + `offset`.
 fn set<F: Format>(vm: &TestVm<F>, space: usize, id: u32, pages: Range<u64>, offset: u64) {
     let size = (pages.end - pages.start) << 12;
     let gpa = Gpa((pages.start + offset) << 12);
@@ -49,7 +49,7 @@ fn map(pages: Range<u64>) -> ColdMap {
     ColdMap::new(HostMemory::hvas(&pages)).unwrap()
 }
 
-/// Makes a pass. Returns the ranges of host pages that were not used in `passes` passes, each with its age.
+/// Makes a pass. Returns the ranges of host pages that were not used in the last `passes` passes, each with its age.
 fn pass<F: Format>(vm: &TestVm<F>, map: &mut ColdMap, passes: u8) -> Vec<(Range<u64>, u8)> {
     let page = |hva: slat::Hva| (hva.0 - HostMemory::BASE.0) >> 12;
     let ranges = vm.cold_ranges(map, passes);
@@ -89,7 +89,7 @@ fn what_is_not_mapped_is_in_no_range<F: Format>() {
     pass(&vm, &mut map, 0);
     drop(vm.invalidate(HostMemory::hvas(&(6..7))));
     assert_eq!(pass(&vm, &mut map, 0), [(5..6, 1), (7..8, 1)]);
-    // It comes back as a page that was used.
+    // When the page is mapped again, it counts as used.
     touch(&mut vcpu, 6, Write).unwrap();
     assert_eq!(pass(&vm, &mut map, 0), [(5..8, 0)]);
     assert_eq!(pass(&vm, &mut map, 3), [(5..6, 3), (7..8, 3)]);
@@ -114,7 +114,7 @@ fn a_huge_leaf_is_one_page_until_it_is_split<F: Format>() {
         .unwrap();
     touch(&mut vcpu, 2 * MIB2 + 3, Write).unwrap();
     let after = pass(&vm, &mut map, 2);
-    // The pieces of a leaf that is split keep its age; each is used by itself from then on.
+    // The pieces of a split leaf begin with the leaf's age. From then on each piece has an age of its own.
     let last = 2 * MIB2..3 * MIB2;
     let cold = [
         (0..MIB2, 2),
@@ -128,7 +128,7 @@ fn a_huge_leaf_is_one_page_until_it_is_split<F: Format>() {
 
 fn a_map_may_begin_and_end_anywhere<F: Format>() {
     let (vm, mut vcpu) = vm::<F>(Level::PAGE);
-    // The slots lie otherwise than their backing, and share a table.
+    // The order of the slots by frame differs from their order by backing, and both use one table.
     set(&vm, 0, 0, 0..100, 300);
     set(&vm, 0, 1, 100..200, 0);
     for gfn in (100..200).chain(300..400) {
@@ -137,7 +137,7 @@ fn a_map_may_begin_and_end_anywhere<F: Format>() {
     let mut part = map(90..150);
     pass(&vm, &mut part, 0);
     assert_eq!(pass(&vm, &mut part, 0), [(90..150, 1)]);
-    // Nothing was cleared beyond it.
+    // The pass cleared no accessed bit beyond the map.
     assert_eq!(vm.age(HostMemory::hvas(&(0..200)), false), 200 - 60);
     assert_eq!(part.passes(HostMemory::hva(89)), None);
     assert_eq!(part.passes(HostMemory::hva(150)), None);
@@ -164,7 +164,7 @@ fn a_page_was_used_if_one_of_its_slots_was() {
     vcpu.use_space(0);
     touch(&mut vcpu, 120, Read).unwrap();
     assert_eq!(pass(&vm, &mut map, 1), [(0..3, 1), (4..20, 1), (21..32, 1)]);
-    // The other leaf of the page goes, and with it nothing that is known of the page.
+    // Deleting the slot zaps the page's other leaf. The map keeps the page's age.
     vm.remove_memory_region(0, 1).unwrap();
     assert_eq!(pass(&vm, &mut map, 2), [(0..3, 2), (4..20, 2), (21..32, 2)]);
     assert_eq!(map.passes(HostMemory::hva(20)), Some(1));
@@ -184,7 +184,7 @@ fn a_private_frame_is_found_by_its_private_backing_alone() {
     }
     let (mut shared, mut hidden) = (map(0..64), map(private..private + 64));
     assert_eq!(pass(&vm, &mut shared, 0), [(0..20, 0), (30..64, 0)]);
-    // Their accessed bits are left to the map that has them.
+    // The pass over the shared backing leaves the accessed bits of private frames to the map of the private backing.
     assert_eq!(pass(&vm, &mut hidden, 0), [(private + 20..private + 30, 0)]);
     touch(&mut vcpu, 25, Read).unwrap();
     touch(&mut vcpu, 35, Read).unwrap();
@@ -205,7 +205,7 @@ fn a_private_frame_is_found_by_its_private_backing_alone() {
     assert_eq!(vm.age(HostMemory::hvas(&(private..private + 64)), false), 1);
 }
 
-/// Leaves keep their dirty bits, and vCPUs that use pages all the time are never seen idle for long.
+/// A pass changes no dirty bit. A page that a vCPU uses all the time never becomes older than one pass.
 #[test]
 fn passes_beside_vcpus_lose_no_dirty_bit() {
     let (vm, _) = vm::<Ept>(Level::PAGE);

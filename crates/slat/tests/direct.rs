@@ -1,4 +1,5 @@
-//! What the direct MMU does beside what every MMU does: a limited number of tables, which are found again.
+//! Behaviour that only the direct MMU has: the number of its tables is limited, and a table that is not linked any more
+//! is found and used again.
 
 use std::sync::Arc;
 
@@ -14,7 +15,7 @@ type TestVm = Vm<SimPlatform, Ept>;
 
 const GIB1: u64 = 1 << 18;
 
-/// A VM with the direct MMU and one slot over all of its host memory, which is mapped at `level`.
+/// Makes a VM with the direct MMU, and one slot that all of its host memory backs, mapped at `level`.
 fn vm(pages: u64, level: Level) -> Arc<TestVm> {
     let platform = SimPlatform::at_level(pages, level);
     let vm = Vm::new(platform, Config::default().with_mmu(MmuKind::Direct)).unwrap();
@@ -38,7 +39,7 @@ fn touch(vm: &Arc<TestVm>, gfn: u64, access: Access) -> Translation {
     }
 }
 
-/// The tables in use, without the root.
+/// Returns the number of tables in use without the root.
 fn tables(vm: &TestVm) -> u64 {
     let stats = vm.stats();
     stats.mmu_cache_miss - stats.mmu_shadow_zapped
@@ -74,14 +75,14 @@ fn there_are_no_more_tables_than_the_limit_and_what_was_zapped_faults_back() {
         assert!(vm.stats().mmu_recycled > 100 * (round + 1));
         assert_eq!(vm.stats().pf_fixed, (round + 1) * 200);
     }
-    // A lower limit holds at once.
+    // A lower limit takes effect at once.
     vm.set_mmu_pages(1);
     assert_eq!(tables(&vm), 64);
     vm.audit().unwrap();
     vm.platform().check();
 }
 
-/// There are more tables in the second than the limit, and fewer in the first than have to go.
+/// The second address space has more tables than the limit allows. The first has fewer than have to be zapped.
 #[test]
 fn the_limit_is_that_of_all_address_spaces_together() {
     let platform = SimPlatform::new(90 * 512);
@@ -111,7 +112,7 @@ fn a_table_that_lost_its_parent_is_found_again() {
     let pages = 300 * 512;
     let vm = vm(pages, Level::PAGE);
     vm.set_mmu_pages(80);
-    // The tables above are the oldest ones, and are zapped first.
+    // The tables of higher levels are the oldest tables, so they are zapped first.
     for gfn in (0..80 * 512).step_by(512) {
         touch(&vm, gfn, Write);
     }
@@ -125,7 +126,8 @@ fn a_table_that_lost_its_parent_is_found_again() {
     vm.audit().unwrap();
 }
 
-/// Recovery finds NX tables by the entries that refer to them. So one does not outlive the table with its last entry.
+/// Recovery finds NX tables by the entries that refer to them. So an NX table is zapped together with the table that
+/// contains the last such entry.
 #[test]
 fn an_nx_table_that_lost_its_parent_is_not_left_over() {
     let vm = vm(GIB1, Level::MEGA);
@@ -136,7 +138,7 @@ fn an_nx_table_that_lost_its_parent_is_not_left_over() {
     assert_eq!(vm.stats().nx_lpage_splits, 1);
     set("huge_pages", "off");
     (0..63).for_each(|i| _ = touch(&vm, (100 + i) * 512, Read));
-    // The two above it are older.
+    // The two tables above it are older, so they are recycled first.
     vm.set_mmu_pages(64);
     assert_eq!(vm.stats().mmu_recycled, 2);
     let splits = vm.stats().nx_lpage_splits;
@@ -145,7 +147,7 @@ fn an_nx_table_that_lost_its_parent_is_not_left_over() {
     vm.audit().unwrap();
 }
 
-/// The dirty bits of a recycled table's leaves are in the log.
+/// When a table is recycled, the dirty bits of its leaves are noted in the log.
 #[test]
 fn a_log_of_dirty_bits_misses_no_page_of_a_recycled_table() {
     let pages = 100 * 512;
@@ -168,8 +170,8 @@ fn a_log_of_dirty_bits_misses_no_page_of_a_recycled_table() {
     vm.audit().unwrap();
 }
 
-/// A VM in which a leaf of 1 GiB maps all memory, and a table of leaves below it is left over, with one for page 700:
-/// the tables above that one were recycled.
+/// Makes a VM in which a leaf of 1 GiB maps all memory, and an old table with a leaf for page 700 still exists, to
+/// which no entry refers: the tables above it were recycled.
 fn with_a_table_left_over() -> Arc<TestVm> {
     let vm = vm(GIB1, Level::GIGA);
     let set = |name, value| vm.set_policy(Setting::parse(name, value).unwrap());
@@ -200,12 +202,12 @@ fn a_split_keeps_what_an_old_table_has_and_unmaps_nothing() {
         .step_by(4096 - 1)
         .for_each(|gfn| _ = touch(&vm, gfn, Read));
     vm.audit().unwrap();
-    // Pages of old tables that these did not have.
+    // Only pages that the old tables do not map take faults.
     assert!(vm.stats().pf_taken - faults < 64);
     vm.platform().check();
 }
 
-/// A write through the huge leaf is in the log, though the leaf of an old table takes its place.
+/// A write through the huge leaf is in the log, although a table with older leaves replaces the huge leaf.
 #[test]
 fn a_split_hands_the_dirty_bit_to_the_leaves_of_an_old_table() {
     let vm = with_a_table_left_over();
@@ -216,7 +218,7 @@ fn a_split_hands_the_dirty_bit_to_the_leaves_of_an_old_table() {
     assert_eq!(touch(&vm, 700, Write).level, Level::GIGA);
     policy("eager_page_split", "on");
     let mut log = vec![0u64; vm.dirty_log_words(0, 0).unwrap()];
-    // Clears nothing, and splits.
+    // `log` has no bit set, so this clears nothing; but it splits the huge leaves.
     vm.clear_dirty_log(0, 0, 0, GIB1, &log).unwrap();
     assert_eq!(vm.stats().pages_1g + vm.stats().pages_2m, 0);
     vm.audit().unwrap();
@@ -224,7 +226,7 @@ fn a_split_hands_the_dirty_bit_to_the_leaves_of_an_old_table() {
     assert_eq!(log[700 / 64] >> (700 % 64) & 1, 1);
 }
 
-/// A conversion that has to split a huge leaf allocates what the MMU lacks for that.
+/// A conversion that has to split a huge leaf allocates the records that the MMU needs for the split.
 #[test]
 fn a_conversion_splits_whatever_is_allocated_ahead() {
     const FAR: u64 = 1 << 27;
@@ -235,10 +237,10 @@ fn a_conversion_splits_whatever_is_allocated_ahead() {
             .unwrap();
     };
     vm.remove_memory_region(0, 0).unwrap();
-    // Not congruent: small pages.
+    // The backing is not congruent to the frames, so the leaves are small.
     slot(0, 0, 512, 1);
     slot(1, FAR, 1024, 1024);
-    // Of the eight pages that the first fault allocates, these two use five.
+    // The first fault allocates records for eight pages; these two faults use five.
     assert_eq!(touch(&vm, 0, Read).level, Level::PAGE);
     assert_eq!(touch(&vm, FAR, Read).level, Level::MEGA);
     let part = Gfn(FAR + 100)..Gfn(FAR + 200);

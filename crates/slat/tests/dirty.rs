@@ -1,4 +1,4 @@
-//! Which pages a dirty log protects again: those that are named, however they lie.
+//! Tests which pages a dirty log protects again: exactly those that the client names, wherever they are in the bitmap.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use slat::{
 };
 use slat_model::{Event, HostMemory, RingClient, SimPlatform};
 
-/// No multiple of 64: words of the bitmap lie across words of the tables.
+/// The first frame is not a multiple of 64, so the words of the bitmap do not match the masks of entries of a table.
 const BASE: u64 = 37;
 const PAGES: u64 = 300;
 
@@ -20,7 +20,7 @@ fn vm() -> Arc<Vm<SimPlatform, Ept>> {
     Vm::new(platform, Config::default()).unwrap()
 }
 
-/// Has the slot log to the ring of a vCPU, which has `entries` entries.
+/// Makes the slot log to the ring of a vCPU. The ring has `entries` entries.
 fn with_ring(
     vm: &Arc<Vm<SimPlatform, Ept>>,
     entries: usize,
@@ -89,7 +89,7 @@ fn a_log_that_was_taken_names_the_next_writes_again() {
     log(&vm);
     let mut vcpu = vm.create_vcpu().unwrap();
     for round in 0..4 {
-        // Runs of whole words, and pages here and there.
+        // Marks whole words, and single pages of other words.
         let written: Vec<u64> = (0..PAGES)
             .filter(|page| page / 64 % 3 != round % 3 || page % 7 == round)
             .collect();
@@ -108,7 +108,7 @@ fn a_reset_protects_the_collected_pages_in_whatever_order_they_were_written() {
     let vm = vm();
     let (mut vcpu, entries) = with_ring(&vm, ENTRIES);
     let mut next = 0;
-    // Takes so many entries; their pages.
+    // Collects `times` entries, and returns their pages.
     let mut collect = |times: u64| -> BTreeSet<u64> {
         let mut pages = BTreeSet::new();
         for _ in 0..times {
@@ -126,13 +126,13 @@ fn a_reset_protects_the_collected_pages_in_whatever_order_they_were_written() {
         vec![64, 0, 63, 1, 299, 62, 128, 127, 2],
     ];
     for order in orders {
-        // All pages are in the ring; the client takes those that came first.
+        // All pages are in the ring. The client collects those that were written first.
         write(&mut vcpu, order.iter().copied().chain(0..PAGES));
         let some = order.len() as u64;
         assert_eq!(collect(some), order.iter().copied().collect());
         assert_eq!(vm.reset_dirty_rings(), some);
         vm.audit().unwrap();
-        // Exactly these are noted again.
+        // Writes to exactly these pages are logged again.
         let before = vm.stats().dirty_pages;
         write(&mut vcpu, 0..PAGES);
         assert_eq!(vm.stats().dirty_pages - before, some);
@@ -141,7 +141,7 @@ fn a_reset_protects_the_collected_pages_in_whatever_order_they_were_written() {
     }
 }
 
-/// The memory of a ring, whose end is seen.
+/// The memory of a ring, which sets `freed` when it is dropped.
 struct Memory {
     entries: Vec<DirtyGfn>,
     freed: Arc<AtomicBool>,
@@ -177,11 +177,11 @@ fn a_ring_leaves_with_its_vcpu_and_its_memory_with_it() {
     let (first, first_freed) = watched_ring();
     vcpu.set_dirty_ring(first).unwrap();
     write(&mut vcpu, 0..3);
-    // Another ring in its place; the client has no share of the first.
+    // The vCPU gets another ring. The client keeps no share of the memory of the first.
     let (second, second_freed) = watched_ring();
     vcpu.set_dirty_ring(second.clone()).unwrap();
     assert!(first_freed.load(SeqCst));
-    // Its pages are noted again.
+    // Writes to its pages are logged again.
     let before = vm.stats().dirty_pages;
     write(&mut vcpu, 0..5);
     assert_eq!(vm.stats().dirty_pages - before, 5);
@@ -207,7 +207,7 @@ fn pages_in_the_ring_of_a_vcpu_that_is_gone_are_noted_by_the_next_that_writes_th
         assert_eq!(client.collect().unwrap().page, page);
     }
     drop(gone);
-    // What it has not collected, it still can.
+    // The client can still collect the entries that it has not collected.
     for page in 4..9 {
         assert_eq!(client.collect().unwrap().page, page);
     }
@@ -222,8 +222,8 @@ fn pages_in_the_ring_of_a_vcpu_that_is_gone_are_noted_by_the_next_that_writes_th
     assert_eq!(vm.reset_dirty_rings(), 9);
 }
 
-/// While a slot moves, a CPU may still write to a collected page by a translation of its old place. The reset lets that
-/// end, so that the next write is noted.
+/// While a slot moves, a CPU may still write to a collected page by a translation from before the move. The reset
+/// flushes that translation, so that the next write is logged.
 #[test]
 fn a_reset_while_the_slot_moves_ends_translations_of_its_old_place() {
     let vm = vm();
@@ -232,12 +232,12 @@ fn a_reset_while_the_slot_moves_ends_translations_of_its_old_place() {
     let mut client = RingClient::new();
     let mut vcpu = vm.create_vcpu().unwrap();
     vcpu.set_dirty_ring(client.ring()).unwrap();
-    // With a flush, after which the move need not begin by waiting for readers of the old memslots.
+    // The zap flushes. After that the move need not begin by waiting for readers of the old memslots.
     write(&mut vcpu, [200]);
     vm.zap(0, Gfn(BASE + 200)..Gfn(BASE + 201));
     vcpu.enter_unguarded(1);
     vcpu.quiesce();
-    // It may use this until it quiesces.
+    // The vCPU may use this translation until it quiesces.
     while vcpu.translate(Gpa((BASE + 2) << 12), Access::Write) == Err(Stop::Retry) {
         vcpu.quiesce();
     }
@@ -278,7 +278,7 @@ fn a_reset_while_the_slot_moves_ends_translations_of_its_old_place() {
     vm.audit().unwrap();
 }
 
-/// Overwrites the field `slot` or `offset` of `struct kvm_dirty_gfn`, as a client can.
+/// Overwrites the field `slot` or `offset` of a ring entry (`struct kvm_dirty_gfn`), as a client can.
 fn overwrite(entry: &DirtyGfn, slot: Option<u32>, offset: Option<u64>) {
     let fields = std::ptr::from_ref(entry);
     // SAFETY: the second word is an atomic of 4 bytes, the second half one of 8.
@@ -295,10 +295,11 @@ fn overwrite(entry: &DirtyGfn, slot: Option<u32>, offset: Option<u64>) {
         .for_each(|offset| at_offset.store(offset, SeqCst));
 }
 
-/// It is reset like any other (`kvm_reset_dirty_gfn` returns, and its caller counts), and so are those after it.
+/// The invalid entry is reset like any other, and so are the entries after it. (KVM: `kvm_reset_dirty_gfn` returns
+/// early, and its caller counts the entry.)
 #[test]
 fn a_ring_entry_that_names_no_slot_keeps_no_other_from_being_reset() {
-    // Address spaces that do not exist, a slot that does not exist, an id that none can have.
+    // Tests address spaces that do not exist, a slot that does not exist, and an id that no slot can have.
     for slot in [1 << 16 | 3, u32::MAX, 4, 0xffff] {
         let vm = vm();
         let (mut vcpu, entries) = with_ring(&vm, 128);
@@ -315,7 +316,7 @@ fn a_ring_entry_that_names_no_slot_keeps_no_other_from_being_reset() {
     }
 }
 
-/// The client can write to the memory of a ring.
+/// Tests that a reset trusts nothing in a ring entry, because the client can write to the ring's memory.
 #[test]
 fn a_ring_entry_that_names_no_page_of_its_slot_is_reset_and_means_nothing() {
     let vm = vm();
@@ -337,7 +338,7 @@ fn a_ring_entry_that_names_no_page_of_its_slot_is_reset_and_means_nothing() {
 fn what_a_device_writes_is_in_the_log_that_is_taken_next() {
     let vm = vm();
     log(&vm);
-    // Frames on both sides of the slot, too.
+    // The range includes frames on both sides of the slot.
     vm.mark_dirty(0, Gfn(0)..Gfn(BASE + 2)).unwrap();
     vm.mark_dirty(0, Gfn(BASE + 70)..Gfn(BASE + 75)).unwrap();
     vm.mark_dirty(0, Gfn(BASE + PAGES - 1)..Gfn(u64::MAX))
@@ -367,7 +368,7 @@ fn a_look_at_the_log_takes_nothing_from_it() {
     assert!(!marked(70), "harvested");
 }
 
-/// More pages than are noted at a time.
+/// Marks more pages than one reader section marks.
 #[test]
 fn what_a_device_writes_is_in_the_log_however_much_it_is() {
     const MANY: u64 = (1 << 15) + 100;

@@ -1,4 +1,4 @@
-//! Who waits for whom: a slot change beside threads that take dirty logs as fast as they can.
+//! A slot change waits for its turn while other threads take dirty logs as fast as they can.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::*};
 use std::sync::{Arc, Mutex, mpsc};
@@ -11,21 +11,21 @@ use slat_model::{Event, HostChange, HostMemory, PageKind, SimPlatform};
 
 const PAGES: u64 = 1 << 14;
 const HARVESTERS: u64 = 8;
-/// Changes that had to wait.
+/// The number of changes that had to wait.
 const WAITS: usize = 20;
 
-/// How far the changer is in one change.
+/// The progress of the thread that changes slots, in its current change.
 #[derive(Clone, Copy)]
 enum Change {
-    /// It has not waited.
+    /// The change has not waited yet.
     Begun,
-    /// It waits since so many logs were taken.
+    /// The change has been waiting since this number of logs had been taken.
     Waits(u64),
-    /// It has its turn.
+    /// The change holds the lock.
     Goes,
 }
 
-/// Logs that were taken between the begin of each change's wait and its turn.
+/// Returns, for each change that waited, the number of logs taken between the begin of its wait and its turn.
 fn overtaken() -> Vec<u64> {
     let platform = SimPlatform::new(PAGES + 1);
     let small = HostChange::Remap {
@@ -51,7 +51,7 @@ fn overtaken() -> Vec<u64> {
         }
         vcpu.leave();
     };
-    // Its log is found in the leaves: to take it is a walk through all of them.
+    // The dirty bits of the leaves are the log, so taking the log walks over all leaves.
     set(0, PAGES, SlotFlags::default());
     (0..PAGES).for_each(touch);
     set(0, PAGES, SlotFlags::LOG_DIRTY_PAGES);
@@ -116,7 +116,8 @@ fn a_slot_change_waits_for_no_harvest_that_came_after_it() {
         .expect("it ends, and in time");
     println!("logs taken while a change waited: {overtaken:?}");
     assert!(!overtaken.is_empty(), "no change had to wait");
-    // Each of the others may have been before it in the queue, or not have counted its last one yet.
+    // Each of the other threads may have been before the change in the queue once, and may not yet have counted the log
+    // that it took before that.
     let worst = overtaken.into_iter().max().unwrap();
     assert!(worst <= 2 * HARVESTERS, "{worst} harvests went before");
 }

@@ -1,5 +1,4 @@
-//! Tables of 16 and 64 KiB, where bytes meet pages: what is aligned, what an address is the page of, and
-//! how much a leaf maps.
+//! Tables of 16 and 64 KiB: the required alignment, the page that contains an address, and the size of leaves.
 
 use std::sync::Arc;
 
@@ -10,11 +9,12 @@ use slat::{
 };
 use slat_model::{HostChange, HostMemory, PageKind, SimPlatform};
 
-/// A VM with two huge leaves' pages of host memory, mapped at `level`, and a memslot of them at the second huge leaf.
+/// A VM whose host memory has the size of two huge leaves and is mapped at `level`. One memslot contains all of it, and
+/// begins at the second huge leaf's frames.
 struct World<F: Format> {
     vm: Arc<Vm<SimPlatform, F>>,
     region: Region,
-    /// Pages of a huge leaf.
+    /// The number of pages of a huge leaf.
     huge: u64,
 }
 
@@ -157,7 +157,7 @@ fn an_invalidation_zaps_the_pages_that_it_touches<F: Format>() {
         let gpa = Gpa(region.gpa.0 + page * bytes);
         vcpu.enter(0).translate(gpa, Read).unwrap();
     }
-    // 4 KiB at the end of page 1, and the first byte of page 3.
+    // The range consists of the last 4 KiB of page 1, page 2, and the first byte of page 3.
     let (start, end) = (2 * bytes - 0x1000, 3 * bytes + 1);
     let at = |offset| Hva(region.backing.0 + offset);
     drop(vm.invalidate(at(start)..at(end)));

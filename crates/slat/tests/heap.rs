@@ -1,5 +1,6 @@
-//! What changes of slots and attributes take from the heap: how much; and that nothing has changed, and the
-//! operation can be repeated, when the n-th allocation fails, for every n. (`allocation.rs` does that to table frames.)
+//! Tests how much heap memory changes of slots and attributes allocate. Also tests that nothing has changed, and that
+//! the operation can be repeated, if any one of its allocations fails. (`allocation.rs` tests the same for table
+//! frames.)
 
 use std::ops::Range;
 use std::ptr::NonNull;
@@ -63,15 +64,15 @@ fn region(slot: u32, flags: SlotFlags, gfn: u64, pages: u64, page: u64) -> Regio
     Region::new(slot, Gpa(gfn << 12), pages << 12, HostMemory::hva(page)).with_flags(flags)
 }
 
-/// Slots with private backing lie in these frames.
+/// The first frame of the slots with private backing.
 const PRIVATE_GFN: u64 = 5000;
 
-/// A slot of 64 pages with private backing.
+/// Returns a region of 64 pages with private backing.
 fn private_region(slot: u32, gfn: u64) -> Region {
     region(slot, NONE, gfn, 64, 1536).with_private(Some(HostMemory::hva(gfn - PRIVATE_GFN)))
 }
 
-/// A change that a client asks for; it answers KVM's errno.
+/// A change that a client requests. Returns KVM's errno.
 type Change<'a, F> = &'a dyn Fn(&TestVm<F>) -> Result<(), i32>;
 
 fn touch<F: Format>(vm: &Arc<TestVm<F>>, gfn: u64) {
@@ -84,8 +85,8 @@ fn touch<F: Format>(vm: &Arc<TestVm<F>>, gfn: u64) {
     vcpu.leave();
 }
 
-/// Slot 0 is plain, slot 1 logs; both are mapped in part. The 400 that follow make several leaves. The
-/// last has private backing, and of that some, too, is mapped.
+/// Makes a VM. Slot 0 does not log, slot 1 does; a part of each is mapped. The 400 slots after them need several leaves
+/// of the indexes. The last slot has private backing, a part of which is mapped.
 fn vm<F: Format>(platform: &Arc<SimPlatform>) -> Arc<TestVm<F>> {
     let vm = Vm::new(Arc::new(Spared(platform.clone())), Config::default()).unwrap();
     vm.set_memory_region(0, &region(0, NONE, 0, 1024, 0))
@@ -114,7 +115,7 @@ fn convert<F: Format>(vm: &TestVm<F>, gfns: Range<u64>, private: bool) -> Result
         .map_err(|error| error.errno())
 }
 
-/// All that a client can see of the slots and the tables, without changing them.
+/// Everything that a client can find out about slots and tables without changing them.
 #[derive(Debug, PartialEq)]
 struct Seen {
     slots: Vec<Option<Region>>,
@@ -143,8 +144,8 @@ fn see<F: Format>(vm: &Arc<TestVm<F>>) -> Seen {
     }
 }
 
-/// `change` fails at each of its allocations, alone and with all that follow, and is then repeated. It makes
-/// `allocations`, at least.
+/// Makes each allocation of `change` fail, alone and together with all later ones, and then repeats `change`. Checks
+/// that `change` makes at least `allocations` allocations.
 fn fail_everywhere<F: Format>(what: &str, allocations: u32, change: Change<'_, F>) {
     let host = || SimPlatform::new(PAGES);
     let done = {
@@ -183,7 +184,8 @@ fn fail_everywhere<F: Format>(what: &str, allocations: u32, change: Change<'_, F
 }
 
 fn every_change<F: Format>() {
-    // What a slot needs beside its place in the nodes there are (those that are split: `slots::tests`).
+    // The numbers of allocations that a slot needs in addition to existing leaves of the indexes. (`slots::tests` has
+    // the splits of leaves.)
     const PLACE: u32 = 1;
     const LOG: u32 = 2;
     let changes = [
@@ -219,7 +221,8 @@ fn every_change<F: Format>() {
     }
 }
 
-/// Several slots at once: what is given to the engine is copied, and each log and place may fail.
+/// Changes several slots at once. The engine copies the requests; allocating the copy, each log and each space in an
+/// index may fail.
 fn every_change_of_several<F: Format>() {
     use slat::Change::{Remove, Set};
     let two = [
@@ -287,8 +290,8 @@ fn the_same_where_leaves_are_broken_before_they_are_made() {
     every_change::<Stage2<48, true>>();
 }
 
-/// The bytes that deletions and creations in each of two address spaces allocate while both have `slots`
-/// slots, in ascending order.
+/// Returns the bytes that each deletion and each creation allocates, in each of two address spaces that both have
+/// `slots` slots. The bytes are in ascending order.
 fn bytes_per_change(slots: u32) -> [Vec<usize>; 2] {
     let platform = Arc::new(Spared(SimPlatform::new(PAGES)));
     let config = Config::default().with_spaces(2);
@@ -298,7 +301,7 @@ fn bytes_per_change(slots: u32) -> [Vec<usize>; 2] {
         region(slot, NONE, u64::from(slot) * 3, pages, page)
     };
     let set = |space, region| set_region(&vm, space, &region).unwrap();
-    // In no order: 9973 is prime to the number of slots.
+    // Creates the slots in no particular order: 9973 and the number of slots have no common factor.
     for i in 0..slots {
         set(0, at(i * 9973 % slots, 1));
         set(1, at(i * 9973 % slots, 1));
@@ -315,7 +318,7 @@ fn bytes_per_change(slots: u32) -> [Vec<usize>; 2] {
 
 #[test]
 fn a_change_takes_place_in_the_nodes_there_are_or_splits_a_path_of_them() {
-    // A slot has 32 bytes, in each of two indexes, in each of two sets.
+    // A slot has 32 bytes, and is in two indexes of each of two sets.
     const SETS: usize = 4 * 32 * MAX_SLOTS as usize;
     for bytes in bytes_per_change(16) {
         assert_eq!(bytes.last(), Some(&0));
@@ -344,7 +347,7 @@ fn a_vm_or_a_cpu_without_heap_memory_is_not_made() {
         platform.check();
     }
     let vm = vm::<Ept>(&SimPlatform::new(PAGES));
-    // Readers of CPUs that have gone are used again; these stay.
+    // The readers of dropped CPUs are reused. These CPUs are not dropped, so each needs a new reader.
     let mut vcpus = Vec::with_capacity(8);
     for n in 0.. {
         let (vcpu, failed) = FailingHeap::failing(n, false, || vm.create_vcpu());
@@ -368,7 +371,7 @@ fn a_vm_or_a_cpu_without_heap_memory_is_not_made() {
     drop((vcpu, vcpus, vm));
 }
 
-/// The dirty bits of its leaves are noted before it is known whether there is memory for its new place.
+/// The slot's dirty bits are noted before the move allocates the memory for the slot's new position.
 fn a_move_that_notes_dirty_bits<F: Format>() {
     let platform = SimPlatform::new(PAGES);
     let vm = vm::<F>(&platform);
@@ -382,7 +385,7 @@ fn a_move_that_notes_dirty_bits<F: Format>() {
         touch(&vm, home);
         let (moved, _) = FailingHeap::failing(0, true, || vm.set_memory_region(0, &at(between)));
         vm.audit().unwrap();
-        // Whether it has moved or not, the write is in its log.
+        // Whether the slot has moved or not, the write is in its log.
         let mut words = [0];
         vm.get_dirty_log(0, slot, &mut words).unwrap();
         assert_eq!(words, [1]);

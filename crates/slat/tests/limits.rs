@@ -1,4 +1,5 @@
-//! Memslots with rights and a memory type: no leaf exceeds them, whichever mechanism has made or changed it.
+//! Memslots with limited rights and a memory type: no leaf has more rights, or caches more, than its slot allows,
+//! whichever mechanism has made or changed the leaf.
 
 #[macro_use]
 mod common;
@@ -14,7 +15,7 @@ use slat::{
 use slat_model::{HostMemory, SimPlatform};
 
 const MIB2: u64 = 512;
-/// In the slot: a huge leaf and a bit.
+/// The number of pages of the slot: two huge leaves and some more pages.
 const PAGES: u64 = 2 * MIB2 + 9;
 const LOGGED: SlotFlags = SlotFlags::LOG_DIRTY_PAGES;
 const MEMORY: [MemoryType; 3] = [
@@ -46,7 +47,7 @@ struct World<F: Format> {
 }
 
 impl<F: Format> World<F> {
-    /// A VM with slot 0 as `rights` and `memory` say, on a host with pages of `level`.
+    /// Makes a VM with slot 0, which has `rights` and `memory`, on a host with pages of `level`.
     fn new(level: Level, rights: Rights, memory: MemoryType) -> Self {
         let platform = SimPlatform::at_level(PAGES, level);
         let vm = Vm::new(platform, common::config()).unwrap();
@@ -67,7 +68,7 @@ impl<F: Format> World<F> {
         self.vm.set_memory_region(0, &self.region).unwrap();
     }
 
-    /// What the guest may do: memory that is not write-back is never executed.
+    /// Returns the rights that the guest has. Memory that is not write-back is never executable.
     fn rights(&self) -> Rights {
         let executable = self.region.memory == MemoryType::WriteBack;
         (self.region.rights).with_execute(self.region.rights.execute && executable)
@@ -84,7 +85,7 @@ impl<F: Format> World<F> {
         }
     }
 
-    /// Accesses a page in each way. What the slot does not allow ends as it should.
+    /// Accesses a page in each way. Checks that an access that the slot does not allow ends with the right exit.
     fn touch(&mut self, gfn: u64) {
         let (rights, gpa) = (self.rights(), Gpa(gfn << 12));
         for access in [Read, Execute, Write, Execute, Read] {
@@ -111,7 +112,7 @@ impl<F: Format> World<F> {
         leaves
     }
 
-    /// Checks that no leaf exceeds the slot. Returns how many there are.
+    /// Checks that no leaf has more rights than the slot. Returns the number of leaves.
     fn check(&self) -> usize {
         let (leaves, rights) = (self.leaves(), self.rights());
         for (gfn, level, leaf) in &leaves {
@@ -138,8 +139,8 @@ fn no_leaf_exceeds_the_limits_of_its_slot<F: Format>() {
         .into_iter()
         .flat_map(|r| MEMORY.map(|m| (r, m)))
     {
-        // Huge leaves; their split by NX; by a log that begins; the log's faults and the right to write given back;
-        // huge leaves again when it ends.
+        // Checks leaves in several states: huge leaves; leaves that NX splits; leaves that a new log splits; leaves to
+        // which the log's faults give the right to write back; and the huge leaves that return when the log ends.
         let mut world = World::<F>::new(Level::MEGA, rights, memory);
         world.policy("prefetch", "off");
         world.touch(MIB2 + 3);
@@ -161,7 +162,7 @@ fn no_leaf_exceeds_the_limits_of_its_slot<F: Format>() {
         world.check();
         world.touch(MIB2 + 3);
 
-        // Pages around a fault, and ahead of one.
+        // Checks leaves of pages around a fault, and of pages that are mapped ahead.
         let mut world = World::<F>::new(Level::PAGE, rights, memory);
         world.policy("prefetch", "8");
         world.access(3, Read).unwrap();
@@ -176,7 +177,8 @@ fn no_leaf_exceeds_the_limits_of_its_slot<F: Format>() {
     }
 }
 
-/// Rights and memory type are for life, as the read-only flag is. Another slot in its place finds nothing of the first.
+/// The rights and the memory type of a slot cannot change, like the read-only flag. Another slot that replaces the slot
+/// finds none of its leaves.
 fn a_slot_with_less_memory_or_rights_takes_the_place_of_another_at_once<F: Format>() {
     let mut world = World::<F>::new(Level::MEGA, Rights::ALL, MemoryType::WriteBack);
     world.touch(3);
@@ -201,7 +203,7 @@ fn a_slot_with_less_memory_or_rights_takes_the_place_of_another_at_once<F: Forma
         world.touch(3);
         let found = world.vcpu.enter(1).slot_at(Gpa(0x3000));
         assert_eq!(found, Some(changed));
-        // It moves with its rights.
+        // A slot that moves keeps its rights.
         world.vm.set_memory_region(0, &moved).unwrap();
         world.vm.set_memory_region(0, &changed).unwrap();
         world.touch(3);
@@ -219,7 +221,7 @@ fn an_access_beyond_the_rights_installs_nothing<F: Format>() {
     assert_eq!(world.leaves(), []);
     let before = world.vm.stats();
     world.access(3, Execute).unwrap_err();
-    // The slot decides before the host is asked.
+    // The slot's rights refuse the access before the host is asked for the page.
     let did = world.vm.stats().since(&before);
     assert_eq!(
         (

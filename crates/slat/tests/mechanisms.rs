@@ -1,5 +1,5 @@
-//! What the mechanisms of the memory system are there for, by the counts they promise, one mechanism a
-//! test, each on every format. Take the mechanism away, and its test fails.
+//! Tests the purpose of each mechanism of the memory system by exact counts: one mechanism a test, each on every
+//! format. A test fails if its mechanism is switched off.
 
 #[macro_use]
 mod common;
@@ -41,7 +41,7 @@ on_every_format! {
     a_fast_fix_is_a_fix_and_a_prefault_is_no_fault,
 }
 
-/// A VM with one vCPU, over host memory mapped at one level.
+/// A VM with one vCPU, on host memory mapped at one level.
 struct World<F: Format> {
     vm: Arc<Vm<SimPlatform, F>>,
     vcpu: Vcpu<SimPlatform, F>,
@@ -70,7 +70,8 @@ impl<F: Format> World<F> {
         self.vm.set_policy(Setting::parse(name, value).unwrap());
     }
 
-    /// One access by the vCPU, which comes in for it, and as often as it is told to.
+    /// Makes one access by the vCPU, which enters for it. Repeats the access as often as the vCPU has to quiesce and
+    /// retry.
     fn access(&mut self, gfn: u64, access: Access) -> Result<Translation, Stop> {
         self.vcpu.enter_unguarded(1);
         let answer = loop {
@@ -88,14 +89,14 @@ impl<F: Format> World<F> {
         self.access(gfn, access).unwrap()
     }
 
-    /// What was counted while `act` ran.
+    /// Returns the result of `act`, and the counts from while it ran.
     fn during<R>(&mut self, act: impl FnOnce(&mut Self) -> R) -> (R, Stats) {
         let before = self.vm.stats();
         let answer = act(self);
         (answer, self.vm.stats().since(&before))
     }
 
-    /// Which of `gfns` can be read with no fault.
+    /// Returns those of `gfns` that can be read without a fault.
     fn mapped(&mut self, gfns: Range<u64>) -> Vec<u64> {
         let mut mapped = Vec::new();
         for gfn in gfns {
@@ -112,7 +113,7 @@ impl<F: Format> World<F> {
 }
 
 fn a_fault_maps_the_leading_and_the_trailing_pages_of_its_window<F: Format>() {
-    // In the middle of a slot; where a slot begins and ends in the window; at the end of a table.
+    // The windows are in the middle of a slot, around the begin and the end of a slot, and at the end of a table.
     for (slot, window) in [(0..64, 16..24), (19..22, 19..22), (0..MIB2, 504..512)] {
         for gfn in window.clone() {
             let mut world = World::<F>::new(1024, Level::PAGE);
@@ -178,7 +179,8 @@ fn leaves_are_visited_as_they_are<F: Format>() {
     };
     let small = (MIB2 + 7, Level::PAGE, false);
     assert_eq!(visited(0..2 * MIB2), [(0, Level::MEGA, true), small]);
-    // A huge leaf is met wherever one looks; pages behind the range are not.
+    // The walk visits a huge leaf even if the range contains only a part of its frames. It does not visit pages after
+    // the range.
     assert_eq!(visited(9..MIB2 + 7), [(0, Level::MEGA, true)]);
     world
         .vm
@@ -196,14 +198,13 @@ fn nothing_is_prefetched_into_a_log_or_beside_a_huge_leaf<F: Format>() {
     }
 }
 
-/// The walk of a range: one entry of each table above, `leaves` of level 2, and those below.
-/// Whether KVM does, where the walker of `F` runs: on x86.
+/// Whether KVM logs reads on the machine of `F`'s walker: on x86 it does.
 fn kvm_logs_reads<F: Format>() -> bool {
     matches!(F::NAME, "ept" | "npt" | "x86-la57")
 }
 
-/// Policy `dirty_log_reads`. Per page: a read, a fetch, a write after a read, a page that the host cannot
-/// write, another page.
+/// Tests the policy `dirty_log_reads`. The pages: one that is read; one that is fetched; one that is read and then
+/// written; one that the host does not let the guest write; and one that is not accessed.
 fn a_read_is_logged_and_maps_for_writing_where_kvm_does_so<F: Format>() {
     for (policy, logs) in [
         ("auto", kvm_logs_reads::<F>()),
@@ -239,7 +240,7 @@ fn a_read_is_logged_and_maps_for_writing_where_kvm_does_so<F: Format>() {
             world.vm.get_dirty_log(0, 0, &mut log).unwrap();
             let read = if logs { 1 << 1 | 1 << 2 } else { 0 };
             assert_eq!(log, [read | 1 << 3], "{policy}, {means}");
-            // A page that is mapped can be read without a trace, whatever the policy.
+            // A page that is already mapped can be read without being logged, whatever the policy.
             for gfn in 1..4 {
                 world.touch(gfn, Read);
             }
@@ -264,7 +265,7 @@ fn reads_are_noted_in_a_ring_as_far_as_it_has_room<F: Format>() {
     });
     assert_eq!(did.dirty_pages, 64);
     assert!(ring.is_soft_full());
-    // The guest may go on reading; a write waits for the client.
+    // The guest can still read. A write waits until the client has collected ring entries.
     let (_, did) = world.during(|world| {
         assert!(!world.touch(64, Read).write);
         assert_eq!(world.access(64, Write), Err(Stop::DirtyRingFull));
@@ -293,7 +294,7 @@ fn an_eager_split_visits_no_entry_of_the_last_level<F: Format>() {
         let (_, again) = world.during(clear);
         (did.split_entries_visited, again.split_entries_visited)
     };
-    // The direct MMU's walk sees the leaves alone.
+    // With the direct MMU, the walk sees only leaves.
     let is_direct = common::config().mmu == MmuKind::Direct;
     let above = if is_direct {
         0
@@ -302,16 +303,16 @@ fn an_eager_split_visits_no_entry_of_the_last_level<F: Format>() {
     };
     let walk = above + LEAVES;
     let split_walk = if is_direct { 0 } else { walk };
-    // Where leaves are broken before tables are made, those are entered by a second walk, behind the flush.
+    // With break-before-make, leaves are broken first. After the flush, a second walk enters the new tables.
     let walks = if F::BREAK_BEFORE_MAKE { 2 } else { 1 };
     let all = LEAVES * MIB2;
-    // A long walk comes down from the root again every now and then.
+    // A long walk restarts at the root from time to time.
     let (first, again) = visited("full-walk");
     let about = |all: u64| all..all + all / 4;
     assert!(about(walks * walk + all).contains(&first), "{first}");
     assert!(about(split_walk + all).contains(&again), "{again}");
     assert_eq!(visited("skip-last-level"), (walk, split_walk));
-    // Of tables that hold no huge leaf any more, the second walk sees nothing.
+    // The second walk does not enter tables that contain no huge leaf any more.
     let (first, again) = visited("default");
     assert!(first <= walk && again < walk, "{first}, {again}");
 }
@@ -330,8 +331,8 @@ fn clearing_a_log_splits_what_its_begin_left_huge<F: Format>() {
     world.vm.audit().unwrap();
 }
 
-/// Its eager split flushes chunk by chunk where leaves are broken first. That is no flush of all that was
-/// protected before.
+/// With break-before-make, the log's eager split flushes after each chunk. Such a flush does not cover all entries that
+/// were protected before.
 fn the_begin_of_a_log_is_flushed_wherever_it_has_protected<F: Format>() {
     for eager in ["on", "off"] {
         let mut world = World::<F>::new(4 * MIB2, Level::MEGA);
@@ -352,7 +353,7 @@ fn the_begin_of_a_log_is_flushed_wherever_it_has_protected<F: Format>() {
     }
 }
 
-/// Where tables are shadow pages, as in KVM, they are zapped instead: a fault brings each leaf back.
+/// If tables are shadow pages, they are zapped instead, as in KVM, and later faults install the huge leaves.
 fn the_end_of_a_log_brings_huge_leaves_back_in_place<F: Format>() {
     let in_place = common::config().mmu == MmuKind::Tdp;
     for (level, blocks) in [(Level::MEGA, 3), (Level::GIGA, 1)] {
@@ -383,7 +384,7 @@ fn the_end_of_a_log_brings_huge_leaves_back_in_place<F: Format>() {
         let leaves = [stats.pages_4k, stats.pages_2m, stats.pages_1g];
         let mut expected = [0; 3];
         expected[level.0 as usize - 1] = blocks;
-        // A shadow page whose table was zapped may keep its leaves.
+        // A shadow page whose parent table was zapped may keep its leaves.
         assert!(leaves == expected || !in_place && leaves >= expected);
         world.vm.audit().unwrap();
         world.vm.platform().check();
@@ -394,8 +395,8 @@ fn huge_leaves_come_back_where_slot_host_and_policies_allow_them<F: Format>() {
     if common::config().mmu != MmuKind::Tdp {
         return;
     }
-    // Blocks: the slot's begin; two whole ones; one that the host maps in part by small pages; one
-    // that a fetch has split.
+    // The regions of 2 MiB that the slot contains: the slot's begin; two whole regions; a region that the host maps in
+    // part by small pages; a region whose leaf was split by a fetch.
     const SLOT: Range<u64> = 7..5 * MIB2;
     let world = |policies: &[(&str, &str)]| {
         let mut world = World::<F>::new(5 * MIB2, Level::MEGA);
@@ -435,7 +436,7 @@ fn huge_leaves_come_back_where_slot_host_and_policies_allow_them<F: Format>() {
     let mut plain = world(&[]);
     assert_eq!(end(&mut plain), 3);
     assert_eq!(levels(&mut plain), [1, 2, 2, 1, 2]);
-    // A table that a fetch has made small stays, until its own recovery.
+    // A table that exists because of NX stays until NX recovery zaps it.
     let mut nx = world(&[("nx_huge_pages", "on")]);
     assert_eq!(end(&mut nx), 2);
     assert_eq!(levels(&mut nx), [1, 2, 2, 1, 1]);
@@ -443,12 +444,13 @@ fn huge_leaves_come_back_where_slot_host_and_policies_allow_them<F: Format>() {
     assert_eq!(nx.vm.stats().nx_lpage_splits, 1);
     let (page, did) = nx.during(|world| world.touch(4 * MIB2 + 9, Execute));
     assert_eq!((page.execute, did.pf_taken), (true, 0));
-    // Without huge pages nothing changes.
+    // With huge pages switched off, nothing changes.
     let mut off = world(&[]);
     off.policy("huge_pages", "off");
     assert_eq!(end(&mut off), 0);
     assert_eq!(levels(&mut off), [1; 5]);
-    // A slot without writable pages gets no writable leaf; without a resident page, none.
+    // If the host's pages are read-only, the new leaf is not writable. If the first page is not resident, there is no
+    // new leaf.
     let mut gone = world(&[]);
     let pages = MIB2..2 * MIB2;
     let guard = gone.vm.invalidate(HostMemory::hvas(&pages));
@@ -533,7 +535,7 @@ fn a_promotion_goes_on_where_the_last_one_ended<F: Format>() {
             );
             assert!(world.vm.stats().pages_2m >= before);
         }
-        // All but those of the slot that logs.
+        // All tables except those of the slot that logs are replaced.
         let promoted = all.iter().sum::<u64>();
         assert_eq!(promoted, if most == 1 { 10 } else { 0 }, "{most}: {all:?}");
     }
@@ -560,7 +562,7 @@ fn a_cached_mmio_access_looks_up_no_slot<F: Format>() {
     assert_eq!(mmio(&mut world), (0, 1, 0));
 }
 
-/// One slot of 1 GiB under `nx_huge_pages`, mapped by one leaf.
+/// Makes a VM with one slot of 1 GiB, which one leaf maps, and `nx_huge_pages` on.
 fn nx_world<F: Format>() -> World<F> {
     let mut world = World::<F>::new(GIB1, Level::GIGA);
     world.policy("nx_huge_pages", "on");
@@ -576,8 +578,8 @@ fn an_execution_fault_splits_every_level_in_place<F: Format>() {
     let gfn = 12_345;
     let (page, did) = world.during(|world| world.touch(gfn, Execute));
     assert_eq!((page.level, page.execute), (Level::PAGE, true));
-    // One fault, from 1 GiB down to 4 KiB; nothing was unmapped. Where the leaf had to be broken first,
-    // the vCPU slept through that flush and came again.
+    // One fault splits the leaf from 1 GiB down to 4 KiB, and unmaps nothing. With break-before-make the vCPU has
+    // missed the flush of the broken leaf, so the access is repeated by a second fault.
     let faults = if F::BREAK_BEFORE_MAKE { 2 } else { 1 };
     assert_eq!(did.pf_taken, faults);
     assert_eq!((did.splits, did.zapped), (2, 0));
@@ -586,7 +588,7 @@ fn an_execution_fault_splits_every_level_in_place<F: Format>() {
         (world.vm.stats().pages_4k, world.vm.stats().pages_2m),
         (512, 511)
     );
-    // The 512 pieces of the last split can be executed, all others are huge and cannot.
+    // The 512 pieces of the last split are executable. All other pieces are huge and not executable.
     let first = gfn & !(MIB2 - 1);
     let (_, did) = world.during(|world| {
         for gfn in first..first + MIB2 {
@@ -599,7 +601,7 @@ fn an_execution_fault_splits_every_level_in_place<F: Format>() {
         }
     });
     assert_eq!(did.pf_taken, 0);
-    // The gauge counts the tables.
+    // `nx_lpage_splits` is the number of these tables.
     world.touch(first + MIB2, Execute);
     assert_eq!(world.vm.stats().nx_lpage_splits, 2);
     world.vm.audit().unwrap();
@@ -636,7 +638,7 @@ fn a_fast_fix_is_a_fix_and_a_prefault_is_no_fault<F: Format>() {
     let (_, did) = world.during(|world| world.touch(1, Write));
     assert_eq!((did.pf_taken, did.pf_fixed, did.pf_fast), (1, 1, 1));
     assert_eq!((did.pf_spurious, did.pf_emulate), (0, 0));
-    // In a logged slot page by page, in another one table by table, and beyond all of them.
+    // A pre-fault maps a slot that logs page by page, and another slot table by table. It fails where no slot is.
     for flags in [LOGGED, SlotFlags::default()] {
         let (_, did) = world.during(|world| {
             world.set(0..MIB2, flags);

@@ -1,6 +1,7 @@
-//! Nested tables, shadowed beside a second level: what range operations, logs and MMIO do for the guest of a guest.
+//! Nested tables, shadowed beside a second level: the effects of range operations, logs and MMIO on a nested guest
+//! (L2).
 //!
-//! Whether it translates as a processor may is judged elsewhere (`slat_model::guest`).
+//! `slat_model::guest` tests whether translations are those of a processor.
 
 #[path = "common/guest.rs"]
 mod guest;
@@ -19,12 +20,13 @@ use slat::{
 use slat_model::{HostMemory, SimPlatform};
 
 const PAGES: u64 = 4096;
-/// The frames of the hypervisor's nested tables, of level 4 to 1; the level 1 table maps the first 2 MiB.
+/// The frames of L1's nested tables, from level 4 to level 1. The level 1 table maps the first 2 MiB of L2.
 const TABLES: [u64; 4] = [16, 17, 18, 19];
-/// Where it has its guest's memory: by the level 1 table page i in frame `DATA + i`, and from 2 MiB on in a huge page.
+/// The first frame of L2's memory: the level 1 table maps page i to frame `DATA + i`. From 2 MiB on, a huge page maps
+/// L2's memory.
 const DATA: u64 = 512;
 const MIB2: u64 = 2 << 20;
-/// An address of its guest's that is in no memslot.
+/// An address of L2 that L1's nested tables map, but that is in no memslot.
 const DEVICE: u64 = 510 << 12;
 
 /// A hypervisor, L1, with a guest, L2.
@@ -81,7 +83,7 @@ impl<F: Format> Guest<F> {
         }
     }
 
-    /// Returns the frame of L1's that an access of L2's reaches.
+    /// Returns the frame of L1 that an access of L2 reaches.
     fn l2(&mut self, gpa: u64, access: Access) -> u64 {
         let page = self.try_l2(gpa, access).unwrap();
         HostMemory::identify(page.host.pfn()).0
@@ -97,7 +99,7 @@ impl<F: Format> Guest<F> {
         }
     }
 
-    /// Stores an entry as L1 does. Returns whether the engine was told.
+    /// Stores an entry as L1 does. Returns whether the store had to be reported to the engine.
     fn store(&mut self, table: u64, index: u64, entry: u64) -> bool {
         let found = self.l1(table, Write);
         assert!(found.write || found.tracked);
@@ -109,7 +111,7 @@ impl<F: Format> Guest<F> {
         found.tracked
     }
 
-    /// Returns the levels of the leaves that map the frame, in both MMUs, and whether each may be written to.
+    /// Returns, for each leaf that maps the frame in either MMU, its level and whether it is writable.
     fn leaves(&self, gfn: u64) -> Vec<(u8, bool)> {
         let mut leaves = Vec::new();
         let frame = Gfn(gfn)..Gfn(gfn + 1);
@@ -122,7 +124,7 @@ impl<F: Format> Guest<F> {
         leaves
     }
 
-    /// Writes to logged memory, as L1 and as L2; the host has pages of `level`.
+    /// Checks that writes by L1 and by L2 to logged memory are in the log. The host has pages of `level`.
     fn is_logged(&mut self, level: Level) {
         self.l2(MIB2, Write);
         self.l1(3 * DATA, Write);
@@ -138,13 +140,13 @@ impl<F: Format> Guest<F> {
         self.l2(MIB2 + 0x6000, Read);
         assert_eq!(self.log(), [0u64; 0]);
         self.l2(MIB2 + 0x6000, Write);
-        // Once it was noted it needs no more faults.
+        // After its write was noted, the page takes no more faults.
         let before = self.vm.stats();
         self.l2(MIB2 + 0x6000, Write);
         assert_eq!(self.vm.stats().since(&before).pf_taken, 0);
         assert_eq!(self.log(), [2 * DATA + 6]);
         self.set(SlotFlags::default());
-        // Where no table is, L1's pages are as large again as they were.
+        // In a range that contains no tracked table, L1's leaves are large again.
         assert_eq!(self.l1(3 * DATA, Write).level, level);
     }
 
@@ -175,7 +177,7 @@ fn formats_that_cannot_shadow_say_so() {
     assert!(matches!(made.err(), Some(CreateVmError::NoNested { .. })));
 }
 
-/// What a guest that is no hypervisor pays.
+/// Tests that shadowing costs no frame if the guest is no hypervisor.
 #[test]
 fn without_nested_tables_there_is_not_even_a_frame_more() {
     let vm = |nested| {
@@ -191,7 +193,7 @@ fn l1_and_l2_share_memory_but_no_translation() {
         assert_eq!(guest.l2(0, Write), DATA);
         assert_eq!(HostMemory::identify(guest.l1(0, Read).host.pfn()).0, 0);
         assert_eq!(guest.l2(MIB2 + 0x3000, Read), 2 * DATA + 3);
-        // What L1 grants.
+        // L1's entry does not grant writing.
         let flags = USED & !2;
         assert!(guest.store(TABLES[2], 1, (2 * DATA) << 12 | flags | HUGE));
         assert!(matches!(guest.try_l2(MIB2, Write), Err(VirtualStop::PageFault { .. })));
@@ -202,7 +204,7 @@ fn l1_and_l2_share_memory_but_no_translation() {
 #[test]
 fn no_huge_leaf_of_l1_covers_a_table() {
     for_each_guest!(Level::MEGA, guest => {
-        // As long as no table is there, it does.
+        // As long as no tracked table is in the range, L1 has a huge leaf there.
         assert_eq!(guest.l1(0, Write).level, Level::MEGA);
         assert_eq!(guest.l2(MIB2, Write), 2 * DATA);
         assert_eq!(guest.leaves(2 * DATA), [(2, true)]);
@@ -211,7 +213,7 @@ fn no_huge_leaf_of_l1_covers_a_table() {
         let tracked = guest.l1(TABLES[2], Write);
         assert!(tracked.tracked && !tracked.write);
         assert_eq!(guest.leaves(TABLES[2]), [(1, false)]);
-        // A table of level 1 becomes unsynced instead.
+        // A store to a table of level 1 makes its shadow page unsynced instead.
         assert!(guest.l1(TABLES[3], Write).write || guest.l1(TABLES[3], Write).tracked);
     });
 }
@@ -225,7 +227,7 @@ fn an_invalidation_finds_the_leaves_of_both() {
         drop(guest.vm.invalidate(HostMemory::hvas(&(DATA..DATA + 1))));
         assert!(guest.leaves(DATA).is_empty());
         guest.l2(0, Write);
-        // Both are found to be young.
+        // The leaves in both MMUs have the accessed bit set, and `age` finds both.
         assert!(guest.vm.age(HostMemory::hvas(&(DATA..DATA + 1)), true) > 0);
         assert_eq!(guest.vm.age(HostMemory::hvas(&(DATA..DATA + 1)), false), 0);
     });
@@ -248,7 +250,8 @@ fn what_l2_writes_is_in_the_dirty_log() {
     }
 }
 
-/// L1's tables are tracked below an entry of the tree that a log has write-protected, which a write lets go.
+/// L1's tables are tracked while a log has write-protected an entry of the tree above the leaves that map them. Then a
+/// write pushes that protection down.
 #[test]
 fn a_table_stays_tracked_when_a_log_has_protected_it_from_above() {
     for_each_guest!(Level::PAGE, guest => {
@@ -288,7 +291,7 @@ fn the_tables_of_a_slot_that_goes_are_let_go() {
     });
 }
 
-/// The first access of L2's makes tables, and a leaf.
+/// L2's first access makes shadow pages and a leaf.
 #[test]
 fn a_fault_survives_each_allocation_that_fails() {
     for failing in 0.. {

@@ -1,4 +1,4 @@
-//! NX huge pages: what an execution fault does to the leaf in its way, and how it is counted.
+//! NX huge pages: how an execution fault changes the huge leaf that it finds, and how that is counted.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use slat_model::{HostMemory, SimPlatform};
 const MIB2: u64 = 512;
 const GIB1: u64 = 1 << 18;
 
-/// One access, made again as often as it is asked to be.
+/// Makes one access. Repeats it as often as the vCPU has to quiesce and retry.
 fn touch<F: Format>(vcpu: &mut Vcpu<SimPlatform, F>, gfn: u64, access: Access) -> Level {
     vcpu.enter_unguarded(1);
     let level = loop {
@@ -46,8 +46,7 @@ fn slot() -> Region {
     Region::new(0, Gpa(0), GIB1 << 12, HostMemory::hva(0))
 }
 
-/// Executes from a leaf of 1 GiB that must not be executed; `at` are the frames, in order. Returns what
-/// was counted meanwhile.
+/// Executes from the frames `at`, in this order, in a leaf of 1 GiB that is not executable. Returns the counts.
 fn execute<F: Format>(splits: &str, at: &[u64]) -> Stats {
     let vm = vm::<F>(&[("nx_huge_pages_split", splits)]);
     let mut vcpu = vm.create_vcpu().unwrap();
@@ -60,13 +59,13 @@ fn execute<F: Format>(splits: &str, at: &[u64]) -> Stats {
     vm.stats().since(&before)
 }
 
-/// Two pages of one 2 MiB, and two of another.
+/// Two pages of one region of 2 MiB, and two of another.
 const PLACES: &[u64] = &[0, 7, MIB2 + 1, MIB2];
 
 fn a_split_counts_as_the_fault_that_fixed_it<F: Format>() {
     let did = execute::<F>("on", PLACES);
     assert_eq!((did.pf_fixed, did.pf_spurious), (2, 0), "{did:?}");
-    // The leaf of 1 GiB, and two of 2 MiB.
+    // The leaf of 1 GiB and two leaves of 2 MiB were split.
     assert_eq!((did.splits, did.zapped), (3, 0), "{did:?}");
     assert_eq!(did.nx_lpage_splits, 2, "{did:?}");
 }
@@ -85,8 +84,8 @@ fn without_the_split_every_page_faults_back_in() {
     assert_eq!((did.pf_fixed, did.splits, did.zapped), (4, 0, 1), "{did:?}");
 }
 
-/// The pages of a table that was split for an execution have dirty bits of their own; a huge leaf in its place
-/// would have one for all.
+/// The pages of a table that exists because of NX have separate dirty bits. A huge leaf that replaced the table would
+/// have only one.
 #[test]
 fn recovery_leaves_out_slots_that_log() {
     for by in ["write-protect", "dirty-bit", "buffer"] {

@@ -1,4 +1,4 @@
-//! One platform under several VMs: whatever it is asked for, it is told for which VM, and for what there.
+//! One platform that serves several VMs: each request names the right VM, address space and slot.
 
 #[macro_use]
 #[path = "common/passing.rs"]
@@ -18,10 +18,10 @@ use slat_model::{HostMemory, SimPlatform};
 
 const PAGES: u64 = 1024;
 
-/// A machine that keeps books by VM.
+/// A machine that records requests and tables by VM.
 struct Shared {
     machine: Arc<SimPlatform>,
-    /// Who owns each frame of a table.
+    /// The VM that owns each frame of a table.
     tables: Mutex<BTreeMap<Pfn, VmId>>,
     requests: Mutex<Vec<Request>>,
     resident: Mutex<Vec<VmId>>,
@@ -42,7 +42,7 @@ impl Shared {
         assert_eq!(before, None);
     }
 
-    /// The number of frames that tables of `vm` have.
+    /// Returns the number of frames that contain tables of `vm`.
     fn tables_of(&self, vm: VmId) -> usize {
         let tables = self.tables.lock().unwrap();
         tables.values().filter(|owner| **owner == vm).count()
@@ -102,7 +102,7 @@ fn vm<F: Format>(platform: &Arc<Shared>, mmu: MmuKind) -> Arc<Vm<Shared, F>> {
     vm
 }
 
-/// The platform is told the right VM with each request, and with each table that is made or freed.
+/// Each request, and each allocation and release of a table, names the right VM.
 fn each_vm_is_served_as_itself<F: Format>(mmu: MmuKind) {
     let platform = Shared::new();
     let vms = [(); 2].map(|()| vm::<F>(&platform, mmu));
@@ -143,7 +143,7 @@ fn each_vm_is_served_as_itself<F: Format>(mmu: MmuKind) {
     let (a, b) = (first.id(), second.id());
     let before = platform.tables_of(b);
     assert!(platform.tables_of(a) > 2 * F::ROOT_TABLES);
-    // Tables freed by a flush, by the end of a vCPU, and by the end of the VM.
+    // The tables were freed by a flush, by dropping a vCPU, and by dropping the VM.
     first.remove_memory_region(1, 3).unwrap();
     drop(first);
     assert_eq!((platform.tables_of(a), platform.tables_of(b)), (0, before));

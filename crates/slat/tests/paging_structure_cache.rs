@@ -1,5 +1,5 @@
-//! The paging-structure cache of a vCPU: which look-ups begin in a cached table, after what none does, and that
-//! no page is used through a table that was detached longer than the protocol allows.
+//! The paging-structure cache of a vCPU: which look-ups begin in a cached table, and which events empty the cache. Also
+//! tests that no page is used through a detached table for longer than the protocol allows.
 
 #[macro_use]
 mod common;
@@ -24,15 +24,15 @@ on_every_format! {
     a_page_that_has_moved_is_not_found_in_its_old_table_again,
 }
 
-/// Pages of a level 1 table.
+/// The number of pages that a level 1 table maps.
 const TABLE: u64 = 512;
 const PAGES: u64 = 4 * TABLE;
 
-/// A VM with one vCPU, which is inside, and one slot.
+/// A VM with one slot and one vCPU, which is in its reader section.
 struct World<F: Format> {
     vm: Arc<Vm<SimPlatform, F>>,
     vcpu: Vcpu<SimPlatform, F>,
-    /// Tables that the engine has asked the platform for.
+    /// The number of tables that the engine has asked the platform for.
     reads: Arc<AtomicU64>,
 }
 
@@ -44,7 +44,7 @@ fn hvas(pages: Range<u64>) -> Range<Hva> {
     HostMemory::hva(pages.start)..HostMemory::hva(pages.end)
 }
 
-/// Translates as a guest does that drops what it remembers when it is told to.
+/// Translates like a guest that drops its translations whenever it is asked to.
 fn touch<F: Format>(
     vcpu: &mut Vcpu<SimPlatform, F>,
     gfn: u64,
@@ -77,7 +77,7 @@ impl<F: Format> World<F> {
         World { vm, vcpu, reads }
     }
 
-    /// Translates; returns the host page, the number of tables read, and that of faults.
+    /// Translates. Returns the host page, the number of tables read, and the number of faults.
     fn try_look_up(&mut self, gfn: u64, access: Access) -> (Option<Hpa>, u64, u64) {
         let faults = self.vcpu.stats().pf_taken;
         let before = self.reads.load(SeqCst);
@@ -87,7 +87,7 @@ impl<F: Format> World<F> {
         (answer.ok().map(|page| page.host), reads, faults)
     }
 
-    /// Translates, which needs no fault; returns the host page and the number of tables read.
+    /// Translates, and checks that this takes no fault. Returns the host page and the number of tables read.
     fn look_up(&mut self, gfn: u64, access: Access) -> (Hpa, u64) {
         let (host, reads, faults) = self.try_look_up(gfn, access);
         assert_eq!(faults, 0, "faults at {gfn:#x}");
@@ -98,7 +98,7 @@ impl<F: Format> World<F> {
         self.look_up(gfn, Read).1
     }
 
-    /// Maps these pages, and has the table of the first cached.
+    /// Maps these pages, and makes the vCPU cache the table of the first.
     fn warm(&mut self, gfns: &[u64]) {
         for gfn in gfns {
             touch(&mut self.vcpu, *gfn, Write).unwrap();
@@ -107,7 +107,7 @@ impl<F: Format> World<F> {
         assert_eq!(self.reads(gfns[0]), 1);
     }
 
-    /// Waits until somebody waits for this vCPU's quiescent point.
+    /// Waits until another thread waits for this vCPU's quiescent point.
     fn wait_for_a_flush(&self) {
         while self.vcpu.attention().flag().load(SeqCst) == 0 {
             thread::yield_now();
@@ -121,7 +121,7 @@ impl<F: Format> World<F> {
     }
 }
 
-/// Tables on the way to a level 1 entry.
+/// Returns the number of tables on the path to a level 1 entry.
 fn walk<F: Format>() -> u64 {
     F::TOP.0.into()
 }
@@ -139,11 +139,11 @@ fn a_second_look_up_in_a_table_reads_no_other_table<F: Format>() {
 fn a_leaf_that_is_not_ready_is_looked_up_from_the_root<F: Format>() {
     let mut world = World::<F>::new();
     world.warm(&[0, 1]);
-    // Its accessed bit is clear: the next use sets it.
+    // The leaf's accessed bit is clear, so the next look-up has to set it, and walks from the root.
     assert_eq!(world.vm.age(hvas(1..2), true), 1);
     assert!(world.reads(1) > walk::<F>());
     assert_eq!(world.vm.age(hvas(1..2), false), 1);
-    // The table was dropped, and comes back with the next walk.
+    // The table was dropped from the cache. The next walk from the root puts it in again.
     assert_eq!([0, 1, 0].map(|gfn| world.reads(gfn)), [walk::<F>(), 1, 1]);
     world.check();
 }
@@ -171,10 +171,10 @@ fn the_cache_is_void_after_every_end_of_a_section<F: Format>() {
     world.check();
 }
 
-/// A table with a page of new memory is detached, and a huge leaf takes its place.
+/// A table with a leaf for a page of new memory is detached, and a huge leaf replaces it.
 fn no_page_is_used_through_a_detached_table_after_the_quiescent_point<F: Format>() {
     if common::config().mmu == MmuKind::Direct {
-        // It detaches no table with leaves in it.
+        // The direct MMU detaches no table that contains leaves.
         return;
     }
     let mut world = World::<F>::new();
@@ -194,7 +194,8 @@ fn no_page_is_used_through_a_detached_table_after_the_quiescent_point<F: Format>
             drop(invalidation);
         });
         world.wait_for_a_flush();
-        // Until the quiescent point the old page may be used, as through a TLB: nobody has it yet.
+        // Until the quiescent point the vCPU may use the old page, as through a TLB. The host has not reused the page
+        // yet.
         let before = world.try_look_up(TABLE + 1, Read);
         world.vcpu.quiesce();
         assert_eq!(before, (Some(old), 1, 0));
@@ -209,22 +210,23 @@ fn no_page_is_used_through_a_detached_table_after_the_quiescent_point<F: Format>
     world.check();
 }
 
-/// A slot moves over itself. While its flush waits for one vCPU, another maps the page that has come, for
-/// reading; the first finds that by a write, and after that does not find the page that was there before.
+/// A slot moves to a range that overlaps its old one. While the move's flush waits for one vCPU, another vCPU maps the
+/// new page for reading. The first vCPU finds the new page by a write. After that, the first vCPU must not find the old
+/// page again.
 fn a_page_that_has_moved_is_not_found_in_its_old_table_again<F: Format>() {
     if common::config().mmu == MmuKind::Direct {
-        // It detaches no table with leaves in it.
+        // The direct MMU detaches no table that contains leaves.
         return;
     }
     let mut world = World::<F>::new();
     world.warm(&[0]);
     world.vcpu.leave();
-    // With a flush since the slot was made, its move waits for nobody before it is published.
+    // The zap flushes, so the slot's move waits for no reader before it publishes the new set.
     world.vm.zap(0, Gfn(0)..Gfn(1));
     world.vcpu.enter_unguarded(1);
     world.vcpu.quiesce();
     let gfn = TABLE + 1;
-    // Read only: a write needs the dirty bit, which is not set.
+    // Map for reading only: then a write has to set the dirty bit.
     touch(&mut world.vcpu, gfn, Read).unwrap();
     world.reads(gfn);
     let (old, reads) = world.look_up(gfn, Read);
@@ -237,7 +239,7 @@ fn a_page_that_has_moved_is_not_found_in_its_old_table_again<F: Format>() {
         world.wait_for_a_flush();
         let mut other = world.vm.create_vcpu().unwrap();
         other.enter_unguarded(2);
-        // Where break-before-make is asked for, the other one waits for the flush, too.
+        // With break-before-make, the other vCPU also waits for the flush.
         let new = (!F::BREAK_BEFORE_MAKE).then(|| touch(&mut other, gfn, Read));
         other.leave();
         let look_ups = [Read, Write, Read].map(|access| world.try_look_up(gfn, access));

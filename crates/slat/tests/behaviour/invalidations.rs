@@ -1,4 +1,4 @@
-//! Invalidations of host memory, and faults beside them.
+//! Invalidations of host memory, alone and during faults.
 
 use std::sync::atomic::{AtomicBool, Ordering::*};
 use std::sync::{Arc, Barrier, Mutex};
@@ -101,7 +101,7 @@ fn a_fault_waits_while_any_page_of_its_leaf_is_invalidated() {
     set(&vm, 0, 0..1024, 0, NONE);
     let page = 7..8;
     let guard = vm.invalidate(HostMemory::hvas(&page));
-    // Page 300 is not in the range, but the huge leaf that could be installed for it is.
+    // Page 300 is not in the range, but the fault could install a huge leaf that contains the range.
     vcpu.enter_unguarded(1);
     vcpu.quiesce();
     vcpu.attention().raise(BUSY);
@@ -137,7 +137,7 @@ fn a_page_resolved_during_an_invalidation_is_not_installed_after_it() {
     std::thread::scope(|scope| {
         let mut vcpu = vm.create_vcpu().unwrap();
         let fault = scope.spawn(move || touch(&mut vcpu, 7, Write).unwrap().host);
-        // It knows the page as it is now; then the page changes, and the invalidation ends.
+        // The fault has resolved the old page. Now the page changes, and the invalidation ends.
         reached.wait();
         platform.host.change(&page, REMAP_4K);
         drop(guard);
@@ -171,7 +171,7 @@ fn a_hole_during_an_invalidation_is_no_bad_address_yet() {
     }
 }
 
-/// Beside a long operation, every invalidation would flush everything otherwise.
+/// During a long operation, an invalidation flushes only its own range, and not the range of the operation.
 #[test]
 fn an_invalidation_flushes_its_own_pages_whoever_owes_a_flush_of_others() {
     let (platform, vm) = vm(64, REMAP_4K);
@@ -192,10 +192,10 @@ fn an_invalidation_flushes_its_own_pages_whoever_owes_a_flush_of_others() {
                 flushed.push(start.0..end.0);
                 flushed.len() == 1
             };
-            // The flush of page 7 is owed still.
+            // Page 7 was zapped, and its flush is still pending.
             if first {
                 drop(vm.invalidate(HostMemory::hvas(&(9..10))));
-                // Of this page, too: nothing is left to be zapped, but CPUs may still use it.
+                // This invalidation zaps nothing, but has to flush page 7, because CPUs may still use it.
                 drop(vm.invalidate(HostMemory::hvas(&(7..8))));
             }
         }

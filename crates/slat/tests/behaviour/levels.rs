@@ -1,4 +1,4 @@
-//! Sizes of leaves: what bounds them, and what makes them smaller or larger.
+//! Sizes of leaves: their limits, and the operations that make leaves smaller or larger.
 
 use std::sync::atomic::{AtomicU64, Ordering::*};
 use std::sync::{Arc, Mutex};
@@ -11,7 +11,7 @@ use slat::{Access::*, DirtyLogMethod, DirtyLogReads, Setting, SlotFlags, Switch}
 fn leaves_are_as_large_as_slot_alignment_and_host_allow() {
     let (platform, vm) = vm(3 * GIB1, REMAP_1G);
     let mut vcpu = vm.create_vcpu().unwrap();
-    // 1 GiB in the middle, smaller pieces at both ends.
+    // The slot contains a whole aligned GiB in its middle. At both ends only smaller leaves fit.
     set(
         &vm,
         0,
@@ -24,10 +24,10 @@ fn leaves_are_as_large_as_slot_alignment_and_host_allow() {
     assert_eq!(level(&mut vcpu, GIB1 - MIB2 - 1, Read), 1);
     assert_eq!(level(&mut vcpu, 2 * GIB1, Write), 2);
     assert_eq!(level(&mut vcpu, 2 * GIB1 + MIB2, Execute), 1);
-    // A backing that is not congruent to the guest frames allows no huge leaf.
+    // If the backing is not congruent to the guest frames, no huge leaf is possible.
     set(&vm, 1, 4 * GIB1..4 * GIB1 + 4 * MIB2, 1, NONE);
     assert_eq!(level(&mut vcpu, 4 * GIB1 + MIB2, Read), 1);
-    // One that is congruent at 2 MiB only allows 2 MiB, though the host has 1 GiB there.
+    // If the backing is congruent only modulo 2 MiB, leaves have 2 MiB, though the host maps 1 GiB there.
     set(&vm, 2, 8 * GIB1..9 * GIB1, MIB2, NONE);
     assert_eq!(level(&mut vcpu, 8 * GIB1 + MIB2, Read), 2);
     vm.set_policy(Setting::HugePages(Switch::Off));
@@ -42,7 +42,7 @@ fn logging_forces_4k_and_ending_it_brings_the_huge_leaf_back() {
         let (platform, vm) = vm(GIB1, REMAP_2M);
         let mut vcpu = vm.create_vcpu().unwrap();
         vm.set_policy(Setting::EagerPageSplit(eager.into()));
-        // So that the log tells what was written, and nothing else.
+        // With this setting, only writes are logged.
         vm.set_policy(Setting::DirtyLogReads(DirtyLogReads::Off));
         set(&vm, 0, 0..4 * MIB2, 0, NONE);
         assert_eq!(level(&mut vcpu, 3, Write), 2);
@@ -55,7 +55,7 @@ fn logging_forces_4k_and_ending_it_brings_the_huge_leaf_back() {
         assert_eq!(level(&mut vcpu, 3, Write), 1);
         assert_eq!(level(&mut vcpu, 2 * MIB2 + 1, Write), 1);
         assert_eq!(level(&mut vcpu, 2 * MIB2 + 2, Read), 1);
-        // The write to a mapped page was fixed in place, with neither flush nor zap.
+        // The write fault fixed the leaf of the mapped page in place, without a flush or a zap.
         let did = vm.stats().since(&before);
         assert_eq!((did.pf_fast, did.remote_tlb_flush, did.zapped), (1, 0, 0));
         assert_eq!(did.splits, if eager { 0 } else { 1 });
@@ -74,7 +74,7 @@ fn logging_forces_4k_and_ending_it_brings_the_huge_leaf_back() {
     }
 }
 
-/// A vCPU executes at every step of a read fault beside it, which has chosen to map 2 MiB or is about to.
+/// At each step of a read fault that maps 2 MiB, another vCPU executes from the same huge page.
 #[test]
 fn a_huge_page_does_not_replace_the_table_that_nx_has_just_made() {
     for step in 0.. {
@@ -91,7 +91,8 @@ fn a_huge_page_does_not_replace_the_table_that_nx_has_just_made() {
                     let executor = std::thread::spawn(move || {
                         touch(&mut vcpu, 5, Execute).unwrap();
                     });
-                    // The reader may be at a step at which the other has to wait for it.
+                    // At some steps of the reader, the other vCPU has to wait for it. So the reader waits for the other
+                    // vCPU only for a limited time.
                     let limit = Instant::now() + Duration::from_millis(20);
                     while !executor.is_finished() && Instant::now() < limit {
                         std::thread::yield_now();
@@ -133,7 +134,7 @@ fn a_write_through_a_huge_leaf_survives_that_its_neighbours_are_cleared() {
     touch(&mut vcpu, 9, Write).unwrap();
     vm.clear_dirty_log(0, 0, 64, 64, &[u64::MAX]).unwrap();
     assert!(log(&vm, 0).contains(&9), "the write is lost");
-    // The page lies between those that are cleared, and is not named.
+    // The page is in the cleared range, but its bit is not set in the bitmap.
     vm.clear_dirty_log(0, 0, 0, 64, &[1 << 9]).unwrap();
     touch(&mut vcpu, 9, Write).unwrap();
     let around = 1 << 3 | 1 << 20;

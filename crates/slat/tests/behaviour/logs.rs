@@ -1,4 +1,4 @@
-//! Dirty logs: when one has begun, what moves with its slot, how often it flushes.
+//! Dirty logs: when a log has begun, which data moves with its slot, and how often the log flushes.
 
 use std::sync::atomic::{AtomicU64, Ordering::*};
 use std::sync::{Arc, Mutex};
@@ -20,7 +20,7 @@ fn a_moved_slot_keeps_its_dirty_log() {
     assert_eq!(log(&vm, 0), [1, 5]);
 }
 
-/// Who asks for the log, or for what there is already, is not answered before the log has begun everywhere.
+/// A request for the log, or the same slot change once more, returns only after the log has begun for all pages.
 #[test]
 fn a_log_that_others_begin_is_had_when_it_has_begun() {
     const PAGES: u64 = 3 * MIB2;
@@ -34,7 +34,7 @@ fn a_log_that_others_begin_is_had_when_it_has_begun() {
     ];
     for ask in asks {
         let (platform, vm) = vm(PAGES, REMAP_4K);
-        // The log has to look at each table, so that it takes a while to begin.
+        // The begin of the log has to visit each table, so it takes some time.
         vm.set_policy(Setting::HierarchicalProtect(Switch::Off));
         set(&vm, 0, 0..PAGES, 0, NONE);
         let mut vcpu = vm.create_vcpu().unwrap();
@@ -51,7 +51,7 @@ fn a_log_that_others_begin_is_had_when_it_has_begun() {
                     return;
                 }
                 match looks.fetch_add(1, SeqCst) {
-                    // In the middle of the slot.
+                    // This is in the middle of the slot.
                     20 => {
                         let vm = vm.clone();
                         *asker.lock().unwrap() = Some(std::thread::spawn(move || {
@@ -96,7 +96,7 @@ fn a_dirty_log_that_cannot_be_had_is_an_error_and_changes_nothing() {
 fn a_log_that_goes_to_rings_hears_of_pages_that_were_writable_before_it_began() {
     let (_, vm) = vm(1024, REMAP_2M);
     vm.use_dirty_rings();
-    // Says nothing to rings, which have no bits to set.
+    // This setting has no effect on rings, which have no bits to set.
     vm.set_manual_dirty_log(true, true);
     let mut client = RingClient::new();
     let mut vcpu = vm.create_vcpu().unwrap();
@@ -109,8 +109,8 @@ fn a_log_that_goes_to_rings_hears_of_pages_that_were_writable_before_it_began() 
     drop((vcpu, vm));
 }
 
-/// KVM asks for one remote flush when logging begins, and for one in each KVM_CLEAR_DIRTY_LOG, however many
-/// chunks it splits.
+/// KVM flushes once when logging begins, and once in each KVM_CLEAR_DIRTY_LOG, whatever the number of chunks that it
+/// splits.
 #[test]
 fn a_log_with_manual_protection_asks_for_one_flush_to_begin_and_one_for_each_clear() {
     const PAGES: u64 = 8 * MIB2;
@@ -136,7 +136,7 @@ fn a_log_with_manual_protection_asks_for_one_flush_to_begin_and_one_for_each_cle
     let get = requests(&mut || vm.get_dirty_log(0, 0, &mut log).unwrap());
     let clear = requests(&mut || vm.clear_dirty_log(0, 0, 0, PAGES, &log).unwrap());
     assert_eq!((begin, get, clear), (1, 0, 1));
-    // The flush was made, and the pages are noted again.
+    // The flush was done, so writes to the pages are logged again.
     let before = vm.stats().dirty_pages;
     touch(&mut vcpu, 100, Write).unwrap();
     assert_eq!(vm.stats().dirty_pages, before + 1);

@@ -1,4 +1,4 @@
-//! The machine of these tests, and what most of them do with it.
+//! The machine of these tests, and functions that most of the tests use.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -48,7 +48,7 @@ pub fn set(vm: &TestVm, slot: u32, gfns: Range<u64>, host_page: u64, flags: Slot
     set_region(vm, 0, &region(slot, gfns, host_page, flags)).unwrap();
 }
 
-/// One access by a vCPU that comes in for it, and quiesces as it is asked to.
+/// Makes one access by a vCPU, which enters for it and quiesces whenever it is asked to.
 pub fn touch(vcpu: &mut Vcpu<Machine, Ept>, gfn: u64, access: Access) -> Result<Translation, Stop> {
     vcpu.enter_unguarded(1);
     vcpu.quiesce();

@@ -1,4 +1,4 @@
-//! What the engine promises about faults, slots and invalidations, one promise a test, single-threaded.
+//! The engine's behaviour in faults, slot changes and invalidations. Each test checks one rule, on one thread.
 
 mod invalidations;
 mod levels;

@@ -10,15 +10,15 @@ fn mmio_entries_of_an_old_generation_are_not_believed() {
     let mut vcpu = vm.create_vcpu().unwrap();
     touch(&mut vcpu, 7, Read).unwrap_err();
     let before = vm.stats();
-    // Another slot: nothing changes at frame 7, but the entry no longer proves that.
+    // Another slot is created. Frame 7 is still MMIO, but its MMIO entry belongs to an old generation.
     set(&vm, 0, 100..101, 0, NONE);
     touch(&mut vcpu, 7, Read).unwrap_err();
     let did = vm.stats().since(&before);
     assert_eq!((did.slot_lookups, did.mmio_cached), (1, 0));
-    // A slot at frame 7 itself: memory at once.
+    // A slot is created at frame 7: it is memory at once.
     set(&vm, 1, 7..8, 3, NONE);
     assert!(touch(&mut vcpu, 7, Read).is_ok());
-    // And MMIO again when it is gone.
+    // When the slot is deleted, frame 7 is MMIO again.
     set(&vm, 1, 7..7, 3, NONE);
     touch(&mut vcpu, 7, Read).unwrap_err();
 }
@@ -72,7 +72,7 @@ fn no_slot_is_found_beyond_the_tables_however_many_bits_the_address_has() {
     vcpu.leave();
 }
 
-/// MMIO entries depend on the width of physical addresses.
+/// Whether MMIO is cached depends on the width of physical addresses.
 #[test]
 fn a_width_that_no_machine_has_is_refused() {
     for (bits, is_one) in [(0, false), (31, false), (32, true), (56, true), (99, false)] {

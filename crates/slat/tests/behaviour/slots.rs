@@ -29,7 +29,7 @@ fn memslots_are_listed_by_their_frames() {
     assert_eq!(list(), [(5, 0, 16), (7, 100, 116), (3, 500, 501)]);
     let slot = vm.memslot_from(0, Gfn(501 - 1)).unwrap();
     assert_eq!(slot, region(3, 500..501, 16, SlotFlags::READONLY));
-    // From inside of a slot: that slot.
+    // The frame is in the middle of a slot: the result is that slot.
     assert_eq!(vm.memslot_from(0, Gfn(115)).unwrap().slot, 7);
     assert_eq!(vm.memslot_from(0, Gfn(116)).unwrap().slot, 3);
     vm.remove_memory_region(0, 7).unwrap();
@@ -57,7 +57,7 @@ fn address_spaces_are_apart() {
     vm.audit().unwrap();
 }
 
-/// Tables that it walked lately, and slots that it used, are those of one address space.
+/// A vCPU's cached tables and slots belong to one address space.
 #[test]
 fn a_cpu_uses_nothing_of_the_address_space_that_it_has_left() {
     let platform = SimPlatform::new(32);
@@ -82,7 +82,7 @@ fn a_cpu_uses_nothing_of_the_address_space_that_it_has_left() {
     }
 }
 
-/// Whatever is done to a whole slot, somebody who comes in the middle of it waits for one step.
+/// A thread that needs the lock during an operation on a whole slot waits for one step only.
 #[test]
 fn nobody_waits_for_the_end_of_a_long_operation() {
     const PAGES: u64 = 3 * MIB2;
@@ -129,7 +129,7 @@ fn nobody_waits_for_the_end_of_a_long_operation() {
                         done.store(true, SeqCst);
                     });
                 } else if !done.load(SeqCst) {
-                    // So slow that the other one has the time, if he is let in.
+                    // Each step takes so long that the other thread can get the lock between two steps.
                     std::thread::sleep(Duration::from_millis(1));
                 }
             }
@@ -143,7 +143,8 @@ fn nobody_waits_for_the_end_of_a_long_operation() {
     }
 }
 
-/// To KVM, size 0 means: delete it. A client that has computed a size of 0 does not mean that.
+/// In KVM, size 0 deletes the slot. Here it is an error, because a client that computes a size of 0 by mistake does not
+/// want to delete the slot.
 #[test]
 fn a_slot_is_deleted_by_its_number_and_not_by_a_size() {
     let (platform, vm) = vm(64, REMAP_4K);
@@ -154,7 +155,7 @@ fn a_slot_is_deleted_by_its_number_and_not_by_a_size() {
     let refused = vm.set_memory_region(0, &empty).unwrap_err();
     assert_eq!((refused, refused.errno()), (RegionError::Empty(3), 22));
     assert_eq!(vm.check_memory_region(0, &empty), Err(refused));
-    // Also of a slot that does not exist; but what KVM checks before it looks at the slot comes first.
+    // The same error is returned for a slot that does not exist. KVM's checks of the region itself come first.
     let nowhere = vm.set_memory_region(0, &region(4, 0..0, 0, NONE));
     assert_eq!(nowhere, Err(RegionError::Empty(4)));
     let odd = empty.with_gpa(Gpa(1));

@@ -1,4 +1,4 @@
-//! What a vCPU is granted, and what asking changes.
+//! The rights of translations, and the effects of requesting them.
 
 use std::sync::atomic::{AtomicBool, Ordering::*};
 
@@ -38,7 +38,7 @@ fn a_second_access_is_no_fault_and_a_wider_one_needs_no_flush() {
     let before = vm.stats();
     touch(&mut vcpu, 9, Execute).unwrap();
     assert_eq!(vm.stats().since(&before).pf_taken, 0);
-    // The host gives more rights: no invalidation is needed for that.
+    // The host grants more rights. It need not invalidate for that.
     let writable = HostChange::Protect { writable: true };
     platform.host.change(&(0..64), writable);
     assert!(touch(&mut vcpu, 9, Write).unwrap().write);
@@ -59,13 +59,14 @@ fn a_prefault_keeps_no_more_frames_than_a_fault_needs() {
     };
     prefault(&mut vm.create_vcpu().unwrap());
     let tables = platform.live_frames();
-    // All is mapped: this one needs no table.
+    // All pages are mapped, so this vCPU needs no table.
     let mut vcpu = vm.create_vcpu().unwrap();
     prefault(&mut vcpu);
     assert!(platform.live_frames() <= tables + MOST);
 }
 
-/// After it nobody waits for the vCPU: its guest runs, and what the hardware holds is the platform's.
+/// After a hardware fault returns, no thread waits for the vCPU. Its guest may run, because the platform flushes what
+/// the hardware has cached.
 #[test]
 fn a_hardware_fault_installs_the_leaf_and_leaves_the_vcpu_outside() {
     let (platform, vm) = vm(16, REMAP_4K);
@@ -81,7 +82,7 @@ fn a_hardware_fault_installs_the_leaf_and_leaves_the_vcpu_outside() {
     vm.remove_memory_region(0, 0).unwrap();
     assert_eq!(platform.flushes(), flushes + 1);
     assert_eq!(vm.stats().pf_fixed, 1);
-    // The flush went by while it was outside: nothing of it is left to be acknowledged.
+    // The flush was done while the vCPU was outside its section, so the vCPU has nothing to acknowledge.
     assert!(vcpu.hardware_fault(hole, Read).is_err());
     assert_eq!(vcpu.attention().flag().load(SeqCst), 0);
 }
@@ -108,7 +109,7 @@ fn a_look_up_says_what_is_mapped_and_changes_nothing() {
     touch(&mut vcpu, 0, Write).unwrap();
     assert_eq!(look_up(0).unwrap().rights, Rights::ALL);
 
-    // A huge leaf: the frame of the page that was asked for.
+    // In a huge leaf, the look-up returns the frame of the requested page.
     let page = touch(&mut vcpu, 5 * MIB2 + 3, Read).unwrap();
     let huge = look_up(5 * MIB2 + 4).unwrap();
     assert_eq!(
@@ -120,7 +121,8 @@ fn a_look_up_says_what_is_mapped_and_changes_nothing() {
     assert_eq!(vcpu.lookup(Gfn(5 * MIB2 + 4)), Some(huge));
     vcpu.leave();
 
-    // An MMIO entry, a frame beyond the tables, an address space that does not exist.
+    // The look-up returns nothing for an MMIO entry, for a frame beyond the tables, and for an address space that does
+    // not exist.
     assert!(touch(&mut vcpu, 8 * MIB2, Read).is_err());
     assert_eq!(vm.stats().pf_mmio_spte_created, 1);
     for gfn in [8 * MIB2, 1 << 36, u64::MAX] {
@@ -131,8 +133,8 @@ fn a_look_up_says_what_is_mapped_and_changes_nothing() {
     assert_eq!(look_up(0), None);
 }
 
-/// A flush waits for a look-up: the tables that it reads are not freed under it. Two threads at a time look up, so
-/// one of them has the reader of an operation.
+/// A flush waits for a look-up, so that tables are not freed while the look-up reads them. Two threads look up at the
+/// same time, so one of them uses the brief section and the other uses a reader for operations.
 #[test]
 fn look_ups_go_on_while_tables_are_freed() {
     let (platform, vm) = vm(GIB1, REMAP_4K);
@@ -153,7 +155,7 @@ fn look_ups_go_on_while_tables_are_freed() {
             });
         }
         let mut vcpu = vm.create_vcpu().unwrap();
-        // On a busy machine a thread may begin late.
+        // On a busy machine a thread may start late.
         let all_found = || found.iter().all(|found| found.load(SeqCst));
         let mut rounds = 0;
         while rounds < 50 || !all_found() {

@@ -1,9 +1,9 @@
-//! An access by a vCPU that is in the guest for it alone.
+//! An access by a vCPU that enters only for it.
 
 use slat::{Access, Format, Gpa, Stop, Translation, Vcpu};
 use slat_model::SimPlatform;
 
-/// Enters, quiesces as often as it is asked to, translates `gfn`, and leaves.
+/// Enters the vCPU, quiesces as often as the engine asks for it, translates `gfn`, and leaves.
 pub fn touch<F: Format>(
     vcpu: &mut Vcpu<SimPlatform, F>,
     gfn: u64,

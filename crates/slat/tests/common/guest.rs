@@ -11,7 +11,7 @@ use slat_model::HostMemory;
 
 /// Present, writable, user, accessed, dirty.
 pub const USED: u64 = 0x67;
-/// In an entry above level 1: it is a leaf.
+/// The bit by which an entry above level 1 is a leaf.
 pub const HUGE: u64 = 0x80;
 
 /// Returns the state of a user program's accesses in 4-level paging.
@@ -31,7 +31,7 @@ pub fn paging(cr3: u64) -> GuestPaging {
     }
 }
 
-/// The contents of host memory, by page and not by frame: they stay when the host moves a page.
+/// The contents of host memory, by page and not by frame: they stay the same when the host moves a page.
 pub struct Memory(Vec<AtomicU64>);
 
 impl Memory {
@@ -49,7 +49,7 @@ impl Memory {
         self.word(host).store(value, SeqCst);
     }
 
-    /// Writes entry `index` of the table in page `table`. The MMU is not told.
+    /// Writes entry `index` of the table in page `table`, without a report to the MMU.
     pub fn put(&self, table: u64, index: u64, entry: u64) {
         self.0[(table * 512 + index) as usize].store(entry, SeqCst);
     }
@@ -83,7 +83,7 @@ impl Memory {
 #[derive(Clone, Copy)]
 pub struct Words<'m> {
     pub memory: &'m Memory,
-    /// It lets others run after it has read an entry, before anything follows from that.
+    /// Whether it lets other threads run after each read of an entry, before the walk uses the entry.
     pub dawdles: bool,
 }
 

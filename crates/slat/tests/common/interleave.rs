@@ -1,6 +1,7 @@
-//! Two operations, interleaved at every step of the first: the *victim* is stopped at its n-th step, the *intruder*
-//! runs until it is done or must wait, then the victim goes on; for every n (of hundreds that are alike, for many).
-//! Meanwhile a *holder*, a CPU that acknowledges flushes only when it must, uses what it was given before.
+//! Interleaves two operations at every step of the first. The first operation is the *victim*, the second the
+//! *intruder*. The victim stops at its n-th step. The intruder runs until it is done or must wait. Then the victim
+//! continues. This is repeated for every n (if hundreds of steps are alike, for many of them). Meanwhile a *holder*, a
+//! CPU that acknowledges flushes only when it must, uses translations from before.
 
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Condvar, Mutex};
@@ -8,11 +9,11 @@ use std::thread;
 
 use slat_model::{Event, SimPlatform};
 
-/// Where two operations are interleaved.
+/// The data on which operations are interleaved.
 pub trait Scene: Send + Sync {
-    /// Something that the holder uses.
+    /// A description of something that the holder uses.
     type Held: Sync;
-    /// Whether a victim may have no step at all.
+    /// Whether a victim may have no step.
     fn may_be_still() -> bool {
         false
     }
@@ -21,13 +22,13 @@ pub trait Scene: Send + Sync {
         true
     }
     fn platform(&self) -> &SimPlatform;
-    /// Gets what is `held`, and uses it until the end. Runs on the holder's thread.
+    /// Gets the translations that `held` describes, and uses them until the end. Runs on the holder's thread.
     fn hold(&self, held: &[Self::Held], holder: &Holder<'_>);
-    /// Checks all when no thread runs.
+    /// Checks the state. Called when no thread runs.
     fn check(&self);
 }
 
-/// What a holder knows of the other two.
+/// The holder's view of the victim and the intruder.
 pub struct Holder<'a> {
     ready: &'a AtomicBool,
     stop: &'a AtomicBool,
@@ -35,17 +36,17 @@ pub struct Holder<'a> {
 }
 
 impl Holder<'_> {
-    /// Call when all is got: the victim begins.
+    /// Call when the holder has all its translations: then the victim begins.
     pub fn is_ready(&self) {
         self.ready.store(true, SeqCst);
     }
 
-    /// Returns whether both are done.
+    /// Returns whether victim and intruder are done.
     pub fn is_over(&self) -> bool {
         self.stop.load(SeqCst)
     }
 
-    /// Returns whether nobody can go on unless a flush is acknowledged.
+    /// Returns whether neither the victim nor the intruder can continue before the holder acknowledges a flush.
     pub fn may_quiesce(&self) -> bool {
         self.progress.lock().unwrap().holder_may_quiesce
     }
@@ -57,17 +58,18 @@ pub struct Progress {
     pub paused: bool,
     pub resumed: bool,
     pub victim_done: bool,
-    /// The victim's last event was a wait, which goes on: that is no other step.
+    /// Whether the victim's last event was a wait. Further events of the same wait are no steps.
     waits: bool,
-    /// Both have done what they can without the holder.
+    /// Whether the victim and the intruder have done all they can do without the holder.
     pub holder_may_quiesce: bool,
 }
 
-/// Steps at the beginning and at the end of a victim after each of which the intruder runs.
+/// The number of steps at each end of a victim at all of which the intruder runs.
 const ENDS: usize = 64;
 
-/// Runs `victim` once for each of its steps, with `intruder` in between. `held`: what the holder uses; there is none
-/// without. Steps in the middle of many are alike, such as visits of all leaves of a slot: every seventh of them.
+/// Runs `victim` once for each of its steps, with `intruder` at that step. `held` describes the translations of the
+/// holder; if it is empty, there is no holder. Many steps in the middle are alike, such as visits of all leaves of a
+/// slot. Of these, only every seventh is used.
 pub fn interleave<S: Scene>(
     prepare: impl Fn() -> Arc<S>,
     held: &[S::Held],
@@ -140,7 +142,7 @@ pub fn interleave<S: Scene>(
     }
 }
 
-/// Lets the others go on when it is dropped, also because an operation has panicked.
+/// When dropped, lets the other threads continue, also if an operation has panicked.
 struct Done<'a> {
     progress: &'a (Mutex<Progress>, Condvar),
     is_victim: bool,

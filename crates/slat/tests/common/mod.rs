@@ -1,4 +1,4 @@
-//! What several files of tests use.
+//! Code that several files of tests use.
 
 use std::cell::Cell;
 
@@ -8,7 +8,7 @@ thread_local! {
     static MMU: Cell<MmuKind> = const { Cell::new(MmuKind::Tdp) };
 }
 
-/// Returns what the test that runs on this thread makes VMs with.
+/// Returns the configuration with which the test on this thread makes VMs.
 pub fn config() -> Config {
     Config::default().with_mmu(MMU.get())
 }
@@ -34,8 +34,8 @@ pub fn shadow(test: impl FnOnce()) {
     MMU.set(MmuKind::Tdp);
 }
 
-/// Runs each test, a function that is generic over the format, on every format, and on those of the
-/// direct MMU with that, too.
+/// Runs each test, a function that is generic over the format, on every format with the default MMU. Also runs it with
+/// the direct MMU, on the formats that can have one.
 #[allow(unused_macros, reason = "not every file of tests needs it")]
 macro_rules! on_every_format {
     ($($test:ident,)*) => {$(
@@ -77,7 +77,7 @@ macro_rules! on_every_format {
     )*};
 }
 
-/// Runs each test, a function, with the default MMU and with the direct one.
+/// Runs each test, a function, with the default MMU and with the direct MMU.
 #[allow(unused_macros, reason = "not every file of tests needs it")]
 macro_rules! on_both_mmus {
     ($($test:ident,)*) => {$(

@@ -1,6 +1,6 @@
-//! What platforms of tests pass on unchanged to the `SimPlatform` in their field `machine`.
+//! Methods that the tests' platforms pass on unchanged to the `SimPlatform` in their field `machine`.
 
-/// The methods of `slat::Platform` for what is in a table's frame.
+/// The methods of `slat::Platform` that access the frame of a table.
 macro_rules! passes_contents {
     () => {
         fn entries(&self, frame: slat::Pfn) -> std::ptr::NonNull<slat::Entries> {

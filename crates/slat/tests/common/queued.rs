@@ -1,4 +1,5 @@
-//! A change that waits for its turn while an operation is in a step, and has it before the next step.
+//! A change that waits for a lock while an operation is in one of its steps, and gets the lock before the operation's
+//! next step.
 
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
@@ -7,15 +8,15 @@ use std::thread::{self, JoinHandle};
 use slat::WaitFor;
 use slat_model::{Event, SimPlatform};
 
-/// A change that waits, or will.
+/// A change on another thread, which has not begun yet or waits for the lock.
 pub struct Queued<'p> {
     platform: &'p SimPlatform,
     thread: Arc<Mutex<Option<JoinHandle<()>>>>,
 }
 
 impl<'p> Queued<'p> {
-    /// Has `change` made by another thread, which waits for its turn when this thread next reads a table: what this
-    /// thread does then goes on when that thread waits.
+    /// Starts `change` on another thread when this thread next reads a table. This thread continues when the other
+    /// thread waits for the lock.
     pub fn at_the_next_table(
         platform: &'p SimPlatform,
         change: impl FnOnce() + Send + 'static,
@@ -40,7 +41,7 @@ impl<'p> Queued<'p> {
         Queued { platform, thread }
     }
 
-    /// Returns when the change is made.
+    /// Waits until the change is made.
     pub fn join(self) {
         let thread = self.thread.lock().unwrap().take();
         thread.expect("a table was read").join().unwrap();

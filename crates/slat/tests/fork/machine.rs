@@ -11,9 +11,9 @@ use slat::{
 };
 use slat_model::SimPlatform;
 
-/// Pages of a VM's memory.
+/// The number of pages of a VM's memory.
 pub const PAGES: u64 = 1024;
-/// Frames of the machine: enough for the VMs of a test, each with all pages of its own.
+/// The number of frames of the machine. It suffices for all VMs of a test, even if they share no page.
 const FRAMES: u64 = 8 * PAGES;
 
 /// Returns the backing address of a page.
@@ -23,25 +23,25 @@ pub fn memory(page: u64) -> Hva {
 
 pub struct Cow<F: Format> {
     machine: Arc<SimPlatform>,
-    /// What the frames contain.
+    /// The contents of the frames.
     words: Vec<AtomicU64>,
-    /// How the first VM's pages are mapped.
+    /// The level at which the first VM's pages are mapped.
     level: Level,
     books: Mutex<Books<F>>,
     copies: AtomicU64,
 }
 
 struct Books<F: Format> {
-    /// The frame of each page.
+    /// The frame of each page, by VM.
     maps: HashMap<VmId, Vec<u64>>,
     vms: HashMap<VmId, Weak<Vm<Cow<F>, F>>>,
-    /// The users of each frame.
+    /// The number of users of each frame.
     users: Vec<u32>,
 }
 
 impl<F: Format> Books<F> {
-    /// Returns what backs `page` of `vm`. A huge page is one whose frames are as in the first VM,
-    /// with as many users each.
+    /// Returns the page that backs `page` of `vm`. The page has `level` only if all its frames are those of the first
+    /// VM, and either all or none of them have several users.
     fn get(&self, vm: VmId, page: u64, level: Level) -> HostPage {
         let map = &self.maps[&vm];
         let frame = map[page as usize];
@@ -55,7 +55,7 @@ impl<F: Format> Books<F> {
 }
 
 impl<F: Format> Cow<F> {
-    /// Makes a machine whose first VM has its memory in pages of `level`.
+    /// Makes a machine whose first VM has host pages of `level`.
     pub fn new(level: Level) -> Arc<Self> {
         Arc::new(Cow {
             machine: SimPlatform::new(FRAMES),
@@ -70,7 +70,7 @@ impl<F: Format> Cow<F> {
         })
     }
 
-    /// Call for the first VM before it runs, and for clones.
+    /// Call for the first VM before it runs, and for each clone.
     pub fn add(&self, vm: &Arc<Vm<Self, F>>) {
         let mut books = self.books.lock().unwrap();
         if books.maps.is_empty() {
@@ -80,14 +80,14 @@ impl<F: Format> Cow<F> {
         books.vms.insert(vm.id(), Arc::downgrade(vm));
     }
 
-    /// Has the model of a TLB watch the tables of `vm` from now on, and of no other VM.
+    /// Makes the model of a TLB check the tables of `vm` from now on, and those of no other VM.
     pub fn watch(&self, vm: &Vm<Self, F>) {
         let roots = [vm.root(0).unwrap()];
         // SAFETY: frames stay memory until the platform is dropped; the engine's accesses are atomic.
         unsafe { self.machine.tlb.watch::<F>(vm.id(), &roots) };
     }
 
-    /// Call when no VM runs that is watched.
+    /// Ends [`Self::watch`]. Call when the watched VM does not run.
     pub fn forget(&self) {
         self.machine.tlb.forget();
     }
@@ -115,7 +115,7 @@ impl<F: Format> Cow<F> {
         self.machine.check();
     }
 
-    /// Call while nothing runs. Panics if a TLB may still hold what the tables do not allow.
+    /// Call while nothing runs. Panics if a TLB may still contain a translation that the tables do not allow.
     pub fn check_tlb(&self) {
         assert_eq!(self.machine.tlb.stale(), None);
     }
@@ -142,7 +142,8 @@ impl<F: Format> Cow<F> {
             .get(&vm)
             .and_then(Weak::upgrade);
         let handle = handle.expect("the VM of a vCPU");
-        // Held without the lock: it waits for readers, which ask what is resident.
+        // Do not hold the lock here: the invalidation waits for readers, and these call `resolve_resident`, which takes
+        // the lock.
         let _invalidation = handle.invalidate(memory(page)..memory(page + 1));
         let mut books = self.books.lock().unwrap();
         let old = books.maps[&vm][page as usize] as usize;

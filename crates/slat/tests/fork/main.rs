@@ -1,5 +1,5 @@
-//! Clones of VMs, on a machine that gives each VM a frame of its own at its first write: what one VM
-//! writes no other one sees.
+//! Clones of VMs, on a machine that gives a VM a frame of its own when the VM first writes to a page: no VM sees
+//! another VM's writes.
 
 #[macro_use]
 #[path = "../common/mod.rs"]
@@ -33,7 +33,7 @@ on_every_format! {
 
 type CowVm<F> = Vm<Cow<F>, F>;
 
-/// What each frame of the guest's memory is mapped at: slot 0, and slot 1 with the same pages once more.
+/// The first frame of slot 1, which maps the same pages as slot 0.
 const ALIAS: u64 = 4 * PAGES;
 
 fn region(slot: u32, gfn: u64) -> Region {
@@ -62,7 +62,7 @@ fn end<F: Format>(vm: Arc<CowVm<F>>) {
     machine.remove(id);
 }
 
-/// Has the vCPU access `gfn`, and runs `then` while it may use the translation.
+/// Makes the vCPU access `gfn`, and runs `then` while the vCPU may use the translation.
 fn touch<F: Format, R>(
     vcpu: &mut Vcpu<Cow<F>, F>,
     gfn: u64,
@@ -121,10 +121,10 @@ fn a_clone_reads_without_a_fault_and_writes_for_itself<F: Format>() {
         assert_eq!(machine.copies(), 2);
         assert_eq!([read(&mut new, 7), read(&mut old, 7)], [1000, 8]);
         assert_eq!([read(&mut new, 8), read(&mut old, 8)], [9, 2000]);
-        // The same pages elsewhere.
+        // Reads the same pages through slot 1.
         assert_eq!(read(&mut new, ALIAS + 7), 1000);
         assert_eq!(read(&mut old, ALIAS + 8), 2000);
-        // The other user of page 7 is gone: no copy.
+        // Page 7 has no other user any more, so it is not copied.
         write(&mut old, 7, 3000);
         assert_eq!([read(&mut new, 7), read(&mut old, 7)], [1000, 3000]);
         assert_eq!(machine.copies(), 2);
@@ -137,7 +137,7 @@ fn a_clone_reads_without_a_fault_and_writes_for_itself<F: Format>() {
     }
 }
 
-/// A VM with what its memory has to be.
+/// A VM, and the expected contents of its memory.
 struct Known<F: Format> {
     vm: Arc<CowVm<F>>,
     vcpu: Vcpu<Cow<F>, F>,
@@ -151,7 +151,7 @@ impl<F: Format> Known<F> {
     }
 }
 
-/// Random forks, forks of forks, writes, reads and ends.
+/// Clones VMs and their clones, writes, reads, and drops VMs, in random order.
 fn nobody_sees_what_another_one_writes<F: Format>() {
     for seed in 0..2 {
         let mut rng = Rng::new(seed);
@@ -278,7 +278,7 @@ fn a_clone_has_the_slots_and_logs_for_itself<F: Format>() {
         log[0]
     };
     assert_eq!([log(&parent), log(&child)], [1 << 3 | 1 << 4, 1 << 5]);
-    // Its slots are its own.
+    // A change of the clone's slots does not change the parent's.
     child.remove_memory_region(0, 1).unwrap();
     assert!(touch(&mut new, ALIAS, Read, drop).is_err());
     assert_eq!(read(&mut old, ALIAS + 3), 33);
@@ -289,7 +289,7 @@ fn a_clone_has_the_slots_and_logs_for_itself<F: Format>() {
     machine.check();
 }
 
-/// Ends threads, also when the test fails.
+/// Ends threads when dropped, also if the test fails.
 struct Stops<'s>(&'s AtomicBool);
 
 impl Drop for Stops<'_> {
@@ -298,8 +298,8 @@ impl Drop for Stops<'_> {
     }
 }
 
-/// The parent counts in one page, then in the next, so that the second count is never ahead of the first. In a
-/// clone it is not, either.
+/// The parent counts in one page, and then in the next page, so the second count is never higher than the first. The
+/// same must hold in a clone.
 fn a_parent_that_runs_is_copied_at_one_moment<F: Format>() {
     let machine = Cow::<F>::new(Level::PAGE);
     let parent = first(&machine);
@@ -352,7 +352,7 @@ fn a_parent_that_runs_is_copied_at_one_moment<F: Format>() {
     machine.check();
 }
 
-/// By physical addresses, as a CPU without paging accesses memory.
+/// With the shadow MMU, the accesses use physical addresses, like those of a CPU without paging.
 mod with_shadow_pages {
     use super::*;
 

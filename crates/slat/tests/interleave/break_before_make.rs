@@ -1,6 +1,6 @@
-//! Where something is taken away and something else put there. On formats with break-before-make the new
-//! entry waits for the flush of the old one; the model of a walker's TLB tells
-//! ([`slat_model::Tlb`]). What the engine promises otherwise is checked on all formats.
+//! Operations that replace entries by other entries. With break-before-make, the new entry has to wait for the flush of
+//! the old entry; the model of a walker's TLB checks that ([`slat_model::Tlb`]). All other rules are checked on all
+//! formats.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use crate::harness::{Act, LOGGED, NONE, Prepare, SLOT_PAGES, World};
 use crate::interleave::interleave;
 
 impl<F: Format> World<F> {
-    /// Small leaves where huge ones fit.
+    /// Small leaves where huge leaves are possible.
     const SMALL_WHERE_HUGE_FIT: Prepare<F> = || {
         let world = Self::HUGE();
         world.vm.set_policy(Setting::HugePages(Switch::Off));
@@ -21,7 +21,7 @@ impl<F: Format> World<F> {
         world
     };
 
-    /// Pages 0..512 executed in a VM with NX huge pages: small leaves.
+    /// The guest has executed pages 0..512 with `nx_huge_pages` on, so these have small leaves.
     const EXECUTED: Prepare<F> = || {
         let world = Self::HUGE();
         world.set_policies(&[
@@ -32,7 +32,7 @@ impl<F: Format> World<F> {
         world
     };
 
-    /// Two huge leaves without execution; a fetch zaps the one it meets.
+    /// Two huge leaves without the right to execute. A fetch zaps the leaf that it finds.
     const ZAPPED_BY_A_FETCH: Prepare<F> = || {
         let world = Self::HUGE();
         world.set_policies(&[("nx_huge_pages", "on"), ("nx_huge_pages_split", "off")]);
@@ -59,7 +59,8 @@ impl<F: Format> World<F> {
         interleave(logged, &[(1, Write)], |w| w.touch(300, Write), end);
     }
 
-    /// Tables become huge leaves while what these would map is taken away, or needed small.
+    /// A log ends, so huge leaves replace tables. Meanwhile another operation zaps these pages, or needs small leaves
+    /// there.
     pub fn the_end_of_logging_and_what_makes_its_leaves_wrong() {
         let logged: Prepare<F> = || {
             let world = Self::new(Level::MEGA, LOGGED);
@@ -117,7 +118,7 @@ impl<F: Format> World<F> {
         interleave(Self::ZAPPED_BY_A_FETCH, &[(3, Read)], fetch, fetch);
     }
 
-    /// A slot with shared and private backing, mapped in part.
+    /// Makes a slot with shared and private backing, a part of which is mapped.
     pub fn two_backings() -> Arc<Self> {
         let world = Self::new(Level::MEGA, NONE);
         world.delete();
@@ -129,7 +130,7 @@ impl<F: Format> World<F> {
         world
     }
 
-    /// Other frames, behind the same guest frames.
+    /// A conversion changes the host frames that back the guest frames.
     pub fn a_conversion_and_a_fault() {
         let convert: Act<F> = |w| {
             w.allow(0..512, SLOT_PAGES);
@@ -153,7 +154,7 @@ impl<F: Format> World<F> {
     }
 
     pub fn an_invalidated_page_of_a_huge_leaf_and_a_fault_on_another() {
-        // Mapped by a huge leaf, and small ones from now on.
+        // The pages have a huge leaf, and new leaves are small.
         let small_now: Prepare<F> = || {
             let world = Self::MAPPED();
             world.vm.set_policy(Setting::HugePages(Switch::Off));

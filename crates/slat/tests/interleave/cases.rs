@@ -1,4 +1,4 @@
-//! What happens at any moment of it beside something else: the answers stay true, and no write is lost.
+//! Pairs of operations, the second of which runs at every step of the first. Results stay true, and no write is lost.
 
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
@@ -129,7 +129,8 @@ impl<F: Format> World<F> {
         }
     }
 
-    /// `MAPPED` under the policies that decide who may zap a huge leaf, and how writes are told.
+    /// Returns the world `MAPPED` with the given policies, which decide which operations zap a huge leaf, and how
+    /// writes are detected.
     fn mapped_with(policies: &[(&'static str, &'static str)]) -> Arc<Self> {
         let world = Self::HUGE();
         for (name, value) in policies {
@@ -140,8 +141,8 @@ impl<F: Format> World<F> {
         world
     }
 
-    /// Logging begins while something else zaps by what it knew before, and the guest writes: whatever the policies,
-    /// the log names the page.
+    /// Logging begins while another operation zaps entries that it looked up before, and the guest writes. With each
+    /// combination of policies, the log has the write.
     pub fn a_write_after_logging_began_is_in_the_log_whatever_is_zapped_meanwhile() {
         const WHOLE: &[(&str, &str)] = &[("nx_huge_pages", "on"), ("nx_huge_pages_split", "off")];
         const SPLIT: &[(&str, &str)] = &[("nx_huge_pages", "on"), ("nx_huge_pages_split", "on")];
@@ -177,7 +178,7 @@ impl<F: Format> World<F> {
         }
     }
 
-    /// A client says how logs are to begin while one does.
+    /// A client changes "initially set" while a log begins.
     pub fn a_log_that_begins_while_initially_set_is_switched_names_every_write() {
         let begin_and_write: Act<F> = |w| {
             w.flags(LOGGED);
@@ -190,17 +191,17 @@ impl<F: Format> World<F> {
             world.vm.set_manual_dirty_log(true, true);
             world
         };
-        // The holder makes the change wait between the making of the log and the look at the leaves.
+        // Because of the holder, the change waits after it has made the log and before it visits the leaves.
         interleave(Self::MAPPED, &[(700, Read)], begin_and_write, switch_on);
         interleave(initially_set, &[(700, Read)], begin_and_write, switch_off);
     }
 
-    /// The log of a slot goes with it. What a fault finds at the slot's new place may be a leaf of its old one, whose
-    /// dirty bit says that another page was written.
+    /// A slot's log moves with the slot. At the slot's new frames, a fault may find one of its old leaves, whose dirty
+    /// bit belongs to another page.
     pub fn a_slot_that_moves_over_itself_takes_its_dirty_bits_along() {
         let written: Prepare<F> = || {
             let world = Self::new(Level::PAGE, NONE);
-            // Its old leaf does not allow what its neighbour's new one does.
+            // The page's old leaf allows less than the new leaf of its neighbour.
             let device = HostChange::Remap {
                 level: Level::PAGE,
                 writable: true,
@@ -240,7 +241,7 @@ impl<F: Format> World<F> {
             interleave(world, &[], Self::WRITE_1, Self::READ_1);
             interleave(world, &[], Self::READ_1, Self::WRITE_1);
         }
-        // One installs the huge leaf, the other had the table that it replaces.
+        // One thread installs the huge leaf. The other has found the table that the huge leaf replaces.
         interleave(
             huge_where_small_are,
             &[(2, Write)],
@@ -272,8 +273,8 @@ impl<F: Format> World<F> {
         interleave(empty, &[], create_and_touch, Self::WRITE_1);
     }
 
-    /// Three phases: the slot is published at its new place and its old leaves still stand; the fault looks
-    /// at them, up to its n-th step; they are zapped; the fault goes on.
+    /// Three phases: the move publishes the slot at its new frames, where the old leaves are still mapped; the fault
+    /// runs up to its n-th step, and finds these leaves; the move zaps them, and the fault continues.
     pub fn a_fault_that_sees_old_leaves_of_a_slot_that_moves_over_itself() {
         for step in 1.. {
             let world = Self::LOGGED_WORLD();
@@ -290,7 +291,8 @@ impl<F: Format> World<F> {
                 move |event| {
                     let mut now = progress.0.lock().unwrap();
                     match (thread::current().name(), event) {
-                        // The mover stops once, at the root of its zap: `paused` until `resumed`.
+                        // The thread that moves the slot pauses once, at the root of its zap: from `paused` to
+                        // `resumed`.
                         (Some("mover"), Event::Entries(_)) if !now.paused => {
                             now.paused = true;
                             progress.1.notify_all();
@@ -299,7 +301,7 @@ impl<F: Format> World<F> {
                             }
                         }
                         (Some("mover"), Event::Wait(_)) => now.holder_may_quiesce = true,
-                        // It waits for the mover to get on: for its flush, or a table's lock.
+                        // The fault waits for the move: for its flush, or for the lock of a table.
                         (Some("fault"), Event::Wait(_)) => now.resumed = true,
                         (Some("fault"), _) => {
                             now.steps += 1;
@@ -320,7 +322,7 @@ impl<F: Format> World<F> {
                     let run = move || {
                         act(world);
                         let mut now = progress.0.lock().unwrap();
-                        // Whoever is done keeps nobody waiting.
+                        // When a thread is done, no other thread waits for it any more.
                         let fault = thread::current().name() == Some("fault");
                         now.victim_done |= fault;
                         now.holder_may_quiesce |= !fault;

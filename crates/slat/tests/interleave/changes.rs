@@ -1,5 +1,5 @@
-//! Two clients that change slots, logs, or attributes at once: each relies on what it was told, whatever the other
-//! has still to do.
+//! Two clients change slots, logs or attributes at the same time. Each relies on the result of its own call, even if
+//! the other's operation is not finished.
 
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
@@ -14,14 +14,14 @@ use crate::harness::{Act, LOGGED, NONE, Prepare, SLOT_PAGES, World};
 use crate::interleave::{Scene, interleave};
 
 impl<F: Format> World<F> {
-    /// Room for the slot in another GiB than the first.
+    /// The slot's new position, in another GiB than the old one.
     const FAR: u64 = 1 << 18;
 
     fn roomy(level: Level, flags: SlotFlags) -> Arc<Self> {
         Self::with_frames(level, flags, Self::FAR + SLOT_PAGES)
     }
 
-    /// A leaf of the old place of a slot may still be cached when the slot's log is taken.
+    /// A TLB may still contain a leaf of the slot's old position when the slot's log is taken.
     pub fn a_log_taken_while_its_slot_moves_loses_no_write() {
         let far: Act<F> = |w| w.shift(Self::FAR);
         let dirty_bits: Prepare<F> = || {
@@ -65,12 +65,12 @@ impl<F: Format> World<F> {
         interleave(mapped, &[(1, Write), (700, Write)], far, begin);
     }
 
-    /// Who has been told that a slot is there may not meet what was there before.
+    /// After the creation of a slot has returned, no access may find the pages of the slot that was there before.
     pub fn a_slot_that_appears_where_another_leaves_is_all_that_is_seen_there() {
         let create: Act<F> = |w| {
             let region = Self::region(1, 0..SLOT_PAGES, SLOT_PAGES);
             w.allow(0..SLOT_PAGES, SLOT_PAGES);
-            // The other one may still be there.
+            // The old slot may still exist: then the creation fails.
             if w.vm.set_memory_region(0, &region).is_ok() {
                 w.expect(
                     w.vm.platform()
@@ -89,7 +89,7 @@ impl<F: Format> World<F> {
         }
     }
 
-    /// The same of a slot that is moved there.
+    /// The same as for a created slot, but the slot is moved there.
     pub fn a_slot_that_moves_to_where_another_leaves_is_all_that_is_seen_there() {
         const OTHER: u64 = 4096 - SLOT_PAGES;
         let with_another = || {
@@ -104,7 +104,7 @@ impl<F: Format> World<F> {
         };
         let come: Act<F> = |w| {
             w.allow(0..SLOT_PAGES, SLOT_PAGES);
-            // The other one may still be there.
+            // The old slot may still exist: then the move fails.
             let here = Self::region(1, 0..SLOT_PAGES, SLOT_PAGES);
             if w.vm.set_memory_region(0, &here).is_ok() {
                 w.expect(
@@ -115,13 +115,14 @@ impl<F: Format> World<F> {
             }
         };
         let delete: Act<F> = |w| w.set(0..0, 0);
-        // Without a holder the move waits for nobody, and returns before the other slot's flush.
+        // Without a holder the move waits for no CPU, and returns before the flush of the other slot's deletion.
         for held in [&[][..], &[(1, Write), (700, Read)]] {
             interleave(with_another, held, delete, come);
         }
     }
 
-    /// Who has been told that frames are private may not meet them shared.
+    /// After a conversion to private has returned, no access may find the frames' shared pages, even if another thread
+    /// made the conversion.
     pub fn a_conversion_to_what_is_being_converted_to() {
         let convert: Act<F> = |w| {
             w.allow(0..512, SLOT_PAGES);
@@ -133,12 +134,12 @@ impl<F: Format> World<F> {
         interleave(Self::two_backings, &[(1, Write)], convert, convert);
     }
 
-    /// A zap has looked the slot up before it moves over itself, and comes to a leaf that was installed after that. Its
-    /// dirty bit belongs to another page than it would have before.
+    /// A zap looks up a slot. Then the slot moves to a range that overlaps its old one. Then the zap finds a leaf that
+    /// was installed after the move, whose dirty bit belongs to another page than by the old position.
     pub fn a_zap_that_knows_the_old_place_of_a_slot_notes_no_other_page() {
         if config().mmu == MmuKind::Direct {
-            // Its walk reaches no table for a frame that nothing maps, and any other under the lock
-            // that the move needs.
+            // With the direct MMU this cannot happen: the walk reaches no table for a frame that nothing maps, and
+            // reads all other tables under the lock that the move needs.
             return;
         }
         const BUSY: u32 = 1 << 8;
@@ -147,7 +148,7 @@ impl<F: Format> World<F> {
             .vm
             .set_policy(Setting::DirtyLog(DirtyLogMethod::DirtyBit));
         world.flags(LOGGED);
-        // With a flush, so that the move does not begin by waiting for the zap.
+        // The zap flushes, so the move does not begin by waiting for it.
         world.touch(700, Write);
         world.vm.zap(0, Self::frames(700..701));
         let (moving, mover) = (AtomicBool::new(false), AtomicBool::new(false));
@@ -160,7 +161,7 @@ impl<F: Format> World<F> {
                 if matches!(event, Event::Wait(WaitFor::Reader(_))) {
                     moves.store(true, SeqCst);
                 }
-                // The zap has come to the root of the tables.
+                // The zap reads the root of the tables.
                 let walks = matches!(event, Event::Entries(_)) && thread::current().id() == zap;
                 if !walks || moving.swap(true, SeqCst) {
                     return;
@@ -170,7 +171,7 @@ impl<F: Format> World<F> {
                 while !moves.load(SeqCst) {
                     thread::yield_now();
                 }
-                // Who has to wait for the move comes out.
+                // A vCPU that has to wait for the move leaves the wait, because its attention word is set.
                 let mut vcpu = world.vm.create_vcpu().unwrap();
                 vcpu.attention().raise(BUSY);
                 vcpu.enter_unguarded(1);

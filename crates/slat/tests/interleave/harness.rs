@@ -1,4 +1,4 @@
-//! The world of these tests.
+//! The VM on which these tests run operations, and the checks of its state.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering::*};
@@ -14,29 +14,30 @@ use slat::{
 };
 use slat_model::{Harvests, HostChange, HostMemory, PageKind, SimPlatform, Witness, set_region};
 
-// All numbers of pages are those of tables of 4 KiB; [`World::at`] makes the format's of them.
+// All page numbers are for tables of 4 KiB; [`World::at`] converts them to those of the format.
 const PAGES: u64 = 2048;
-/// Host pages 0..1024 back the slot at frame `base`.
+/// The number of pages of the slot. Host pages 0..1024 back the slot at frame `base`.
 pub const SLOT_PAGES: u64 = 1024;
-/// Where the slot is cut in two: in the middle of a huge leaf, and of a word of the bitmap.
+/// The page at which the slot is divided: in the middle of a huge leaf, and of a word of the bitmap.
 pub const CUT: u64 = 330;
 pub const NONE: SlotFlags = SlotFlags(0);
 pub const LOGGED: SlotFlags = SlotFlags::LOG_DIRTY_PAGES;
 
-/// A VM with one slot, and what is known about it.
+/// A VM with one slot, and the expected state.
 pub struct World<F: Format> {
     pub vm: Arc<Vm<SimPlatform, F>>,
     pub witness: Witness,
-    /// Writes to pages of the slot, by their number in it.
+    /// The writes to pages of the slot, by their numbers in the slot.
     harvests: Harvests,
     base: Mutex<u64>,
     flags: Mutex<SlotFlags>,
-    /// Every write must be in the log.
+    /// Whether every write must be in the log.
     logging: AtomicBool,
 }
 
 impl<F: Format> World<F> {
-    /// Returns the page that is as far into the same huge leaf, in tables of `F`, as `page` is in tables of 4 KiB.
+    /// Converts a page number: returns the page at the same distance from the start of the same huge leaf, in tables of
+    /// `F`.
     pub const fn at(page: u64) -> u64 {
         let small = Level::MEGA.pages();
         page / small * F::GRANULE.pages(Level::MEGA) + page % small
@@ -46,7 +47,7 @@ impl<F: Format> World<F> {
         Self::at(pages.start)..Self::at(pages.end)
     }
 
-    /// Returns the frames numbered `pages`.
+    /// Returns the frames `pages`, converted to the granule of `F`.
     pub fn frames(pages: Range<u64>) -> Range<Gfn> {
         let Range { start, end } = Self::all(&pages);
         Gfn(start)..Gfn(end)
@@ -60,7 +61,7 @@ impl<F: Format> World<F> {
         F::GRANULE.gpa(Gfn(Self::at(page)))
     }
 
-    /// Returns a region of the frames `pages`, backed from `host_page` on.
+    /// Returns a region of the frames `pages`, backed by the host pages from `host_page` on.
     pub fn region(id: u32, pages: Range<u64>, host_page: u64) -> Region {
         let (gpa, end) = (Self::gpa(pages.start), Self::gpa(pages.end));
         Region::new(id, gpa, end.0 - gpa.0, Self::hva(host_page))
@@ -78,7 +79,7 @@ impl<F: Format> World<F> {
         Self::with_frames(level, flags, 4096)
     }
 
-    /// A world whose slot may be moved within `frames` guest frames.
+    /// Makes a world whose slot may move within `frames` guest frames.
     pub fn with_frames(level: Level, flags: SlotFlags, frames: u64) -> Arc<Self> {
         let platform = SimPlatform::with_granule(F::GRANULE, Self::at(PAGES));
         platform.host.change(&(0..Self::at(PAGES)), remap(level));
@@ -149,7 +150,8 @@ impl<F: Format> World<F> {
         *self.flags.lock().unwrap()
     }
 
-    /// Gets the logs of all slots there are: 0 or 2, which begins at the first page, and perhaps 1, from [`CUT`] on.
+    /// Gets the logs of all slots: slot 0, or slot 2 with the same begin; and slot 1, which begins at [`CUT`], if it
+    /// exists.
     pub fn harvest(&self) {
         let all = Self::at(SLOT_PAGES);
         let mut bitmap = vec![0; all as usize / 64];
@@ -169,7 +171,7 @@ impl<F: Format> World<F> {
         });
     }
 
-    /// One access by a vCPU of its own, with one use of what it was given.
+    /// Makes one access by a new vCPU, which uses the translation once.
     pub fn touch(&self, page: u64, access: Access) {
         let mut vcpu = self.vm.create_vcpu().unwrap();
         vcpu.enter_unguarded(1);
@@ -178,7 +180,7 @@ impl<F: Format> World<F> {
         vcpu.leave();
     }
 
-    /// The same by a vCPU that is inside and remembers nothing.
+    /// Like [`Self::touch`], but by a vCPU that is in its section and keeps no translation.
     pub fn access(&self, vcpu: &mut Vcpu<SimPlatform, F>, gfn: u64, access: Access) {
         loop {
             match vcpu.translate(F::GRANULE.gpa(Gfn(gfn)), access) {
@@ -191,14 +193,14 @@ impl<F: Format> World<F> {
                 }
                 Err(Stop::Retry) => vcpu.quiesce(),
                 Err(Stop::Mmio { .. }) => return,
-                // Of a device's memory.
+                // The memory of a device cannot be executed.
                 Err(Stop::BadAddress { .. }) if access == Access::Execute => return,
                 Err(other) => panic!("{other}"),
             }
         }
     }
 
-    /// Notes a write that was made by `translation`, whose backing tells the page: the slot may be moving.
+    /// Notes a write that was made by `translation`. Finds the page by its backing, because the slot may be moving.
     pub fn wrote(&self, translation: &slat::Translation) {
         if self.logging.load(SeqCst) {
             let (page, _) = HostMemory::identify(F::GRANULE.pfn(translation.host));
@@ -241,7 +243,7 @@ pub type Prepare<F> = fn() -> Arc<World<F>>;
 impl<F: Format> Scene for World<F> {
     type Held = (u64, Access);
 
-    /// The direct MMU reaches no table for frames that nothing maps.
+    /// With the direct MMU, a walk reaches no table for frames that nothing maps.
     fn may_be_still() -> bool {
         config().mmu == MmuKind::Direct
     }
@@ -250,7 +252,7 @@ impl<F: Format> Scene for World<F> {
         self.vm.platform()
     }
 
-    /// Gets translations, and uses them until a flush is asked for and nobody can go on without it.
+    /// Gets translations, and uses them until a flush is requested and neither operation can continue without it.
     fn hold(&self, held: &[(u64, Access)], holder: &Holder<'_>) {
         let mut vcpu = self.vm.create_vcpu().unwrap();
         vcpu.enter_unguarded(2);
@@ -284,7 +286,7 @@ impl<F: Format> Scene for World<F> {
             if asked && holder.may_quiesce() {
                 tlb.clear();
                 vcpu.quiesce();
-                // It goes on at once: what is still in the tables is used again.
+                // The holder gets the translations again at once, and uses them if the tables still have them.
                 get(&mut vcpu, &mut tlb);
             }
             thread::yield_now();
@@ -309,12 +311,12 @@ impl<F: Format> Scene for World<F> {
     }
 }
 
-/// What the tests are made of: worlds, and what is done in them.
+/// The initial states of the tests, and the operations that the tests make on them.
 impl<F: Format> World<F> {
     pub const SMALL: Prepare<F> = || Self::new(Level::PAGE, NONE);
     pub const HUGE: Prepare<F> = || Self::new(Level::MEGA, NONE);
 
-    /// Every page mapped and writable, by huge leaves.
+    /// Every page is mapped and writable, by huge leaves.
     pub const MAPPED: Prepare<F> = || {
         let world = Self::HUGE();
         world.touch(1, Write);
@@ -322,7 +324,7 @@ impl<F: Format> World<F> {
         world
     };
 
-    /// Logged, pages 1 and 2 write-protected for the log.
+    /// The slot logs, and pages 1 and 2 are write-protected for the log.
     pub const LOGGED_WORLD: Prepare<F> = || {
         let world = Self::new(Level::MEGA, LOGGED);
         world.touch(1, Read);

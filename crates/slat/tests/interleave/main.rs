@@ -1,6 +1,6 @@
-//! Operations of the host and faults, interleaved at every step of one of them: a table reached, a page resolved,
-//! resident pages found, a frame allocated, a wait ([`interleave`]). The holder uses the translations that it was given
-//! before, and checks each use.
+//! Operations of the host and faults, interleaved at every step of one of them. A step is a table that was reached, a
+//! page that was resolved, resident pages that were found, a frame that was allocated, or a wait ([`interleave`]). The
+//! holder uses translations that it got before, and checks each use.
 
 mod break_before_make;
 mod cases;
@@ -28,7 +28,7 @@ macro_rules! tests {
     )*};
 }
 
-/// Runs the cases on formats; the first word says whether other formats take the same paths, so that
+/// Runs the cases on formats. The first word tells whether other formats take the same paths; then running the case in
 /// `.ci/full` suffices.
 macro_rules! on_formats {
     ($repeats:tt: $($name:ident: $mmu:path, $format:ty,)*) => {$(

@@ -1,5 +1,5 @@
-//! Several memslots changed as one, beside something else: what stays is never seen missing, what goes is gone,
-//! and no write is lost.
+//! Several memslots change atomically during another operation. A frame that stays mapped is never missing, a removed
+//! page is not used any more, and no write is lost.
 
 use std::sync::Arc;
 
@@ -21,11 +21,11 @@ impl<F: Format> World<F> {
 
     const SPLIT: Act<F> = |w| w.change(&[w.part(0, 0..CUT), w.part(1, CUT..SLOT_PAGES)]);
     const JOIN: Act<F> = |w| w.change(&[w.part(0, 0..SLOT_PAGES), Change::Remove(1)]);
-    /// The slot becomes another one, of a higher id, at the same place.
+    /// Another slot, with a higher id, replaces the slot at the same frames.
     const HIGHER_ID: Act<F> = |w| w.change(&[Change::Remove(0), w.part(2, 0..SLOT_PAGES)]);
     const LOWER_ID: Act<F> = |w| w.change(&[Change::Remove(2), w.part(0, 0..SLOT_PAGES)]);
 
-    /// Accesses memory, which is there all the time.
+    /// Checks that an access to the page finds memory: there is memory at all times.
     fn reach(&self, page: u64) {
         let mut vcpu = self.vm.create_vcpu().unwrap();
         vcpu.enter_unguarded(1);
@@ -50,7 +50,7 @@ impl<F: Format> World<F> {
         world
     }
 
-    /// Small leaves all over the slot: an operation takes many steps.
+    /// Makes small leaves in all parts of the slot, so that an operation takes many steps.
     fn scattered(mut id: impl FnMut(&Self)) -> Arc<Self> {
         let world = Self::SMALL();
         id(&world);
@@ -85,7 +85,7 @@ impl<F: Format> World<F> {
         }
     }
 
-    /// It walks over the slots by backing address, and finds others when it goes on.
+    /// The invalidation walks over the slots by backing address. When it continues after a step, it finds other slots.
     pub fn an_invalidation_and_slots_that_take_the_place_of_others() {
         let low: Prepare<F> = || Self::scattered(|_| ());
         let high: Prepare<F> = || Self::scattered(Self::HIGHER_ID);
@@ -113,10 +113,10 @@ impl<F: Format> World<F> {
             let method = Setting::DirtyLog(DirtyLogMethod::DirtyBit);
             world.vm.set_policy(method);
             world.flags(LOGGED);
-            // After a flush the next change need not wait for readers.
+            // The invalidation flushes, so the next change need not wait for readers.
             world.touch(900, Write);
             world.invalidate(900..901, remap(Level::PAGE));
-            // The first two are used again, the others not.
+            // The CPU uses the first two pages again, and not the other two.
             for gfn in [2, 700, 5, 801] {
                 world.touch(gfn, Write);
             }
@@ -136,7 +136,7 @@ impl<F: Format> World<F> {
             interleave(world, &held, Self::HIGHER_ID, Self::HARVEST);
             interleave(world, &held, Self::HARVEST, Self::HIGHER_ID);
             let zap: Act<F> = |w| w.vm.zap(0, Self::frames(0..SLOT_PAGES));
-            // No CPU writes again what the zap finds written.
+            // No CPU writes again to the pages that the zap finds written.
             interleave(world, &[], zap, Self::SPLIT);
             interleave(world, &held, Self::SPLIT, zap);
             interleave(world, &held, Self::SPLIT, Self::REMAP_ALL_BUT_ENDS);
