@@ -1,4 +1,4 @@
-//! How fast the interpreter is: millions of guest instructions per second for a few loops.
+//! Measures the speed of the interpreter: millions of guest instructions per second, for a few loops.
 //!
 //! `cargo run --release -p slat-x86 --example mips`
 

@@ -1,4 +1,5 @@
-//! How much of its caller's stack a run uses. (`slat-kvm` has a similar test for `KVM_RUN` of an interpreted guest.)
+//! Tests how many bytes of its caller's stack a run uses. (`slat-kvm` has a similar test for `KVM_RUN` of an
+//! interpreted guest.)
 #![cfg(feature = "jit")]
 
 mod common;

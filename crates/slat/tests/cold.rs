@@ -205,7 +205,7 @@ fn a_private_frame_is_found_by_its_private_backing_alone() {
     assert_eq!(vm.age(HostMemory::hvas(&(private..private + 64)), false), 1);
 }
 
-/// A pass changes no dirty bit. A page that a vCPU uses all the time never becomes older than one pass.
+/// Passes run while vCPUs use the pages. No leaf loses its dirty bit.
 #[test]
 fn passes_beside_vcpus_lose_no_dirty_bit() {
     let (vm, _) = vm::<Ept>(Level::PAGE);

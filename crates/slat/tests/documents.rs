@@ -1,10 +1,10 @@
-//! What the documents show and link to is in the tree.
+//! Checks that the code which documents show, and the items to which they link, exist.
 
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The document that shows Rust, and where that comes from.
+/// The document that shows Rust code, and the files that the code comes from.
 const HYPERVISOR: &str = "docs/hypervisor.md";
 const SOURCES: [&str; 8] = [
     "conformance/axaddrspace/platform.rs",
@@ -39,7 +39,7 @@ fn what_the_document_shows_is_in_the_tree() {
     assert_eq!(missing, None, "{HYPERVISOR} shows what is not in the tree");
 }
 
-/// `.ci/run quick` runs the loom models that CONTRIBUTING.md's table names for the files that have changed.
+/// Checks that `.ci/run quick` runs the loom models that CONTRIBUTING.md's table names for the changed files.
 #[test]
 fn the_table_of_proofs_names_each_loom_model() {
     let table = read("CONTRIBUTING.md");
@@ -76,14 +76,14 @@ fn documents() -> Vec<PathBuf> {
 
 /// A link of a document.
 struct Link<'a> {
-    /// The prose between the link before and this one.
+    /// The prose between the previous link and this link.
     before: &'a str,
     text: &'a str,
     target: &'a str,
 }
 
 impl<'a> Link<'a> {
-    /// Returns the text of a link to an item of Rust, and the file that it goes to.
+    /// If the link's text is an item of Rust, returns the item, and the file to which the link goes.
     fn item(&self) -> Option<(&'a str, &'a str)> {
         let item = self.text.strip_prefix('`')?.strip_suffix('`')?;
         Some((item, self.target.split('#').next()?))
@@ -108,14 +108,15 @@ fn links(document: &str) -> Vec<Link<'_>> {
     links
 }
 
-/// Splits a line of code into names. Comments, and the rest, are left out.
+/// Returns the names in a line of code. Leaves out comments and all other characters.
 fn names(line: &str) -> Vec<&str> {
     let code = line.split("//").next().unwrap();
     let names = code.split(|c: char| !c.is_alphanumeric() && c != '_');
     names.filter(|name| !name.is_empty()).collect()
 }
 
-/// Whether `source` defines `name`: a function, a type, a constant, a macro, or a variant, which begins its line.
+/// Whether `source` defines `name`: as a function, a type, a constant or a macro; or as a variant, at the beginning of
+/// a line.
 fn defines(source: &str, name: &str) -> bool {
     const KEYWORDS: [&str; 7] = [
         "fn",
@@ -134,8 +135,8 @@ fn defines(source: &str, name: &str) -> bool {
     })
 }
 
-/// Returns what is wrong with a link to `path`, relative to the root, whose text is `` `item` ``, if the item is one of
-/// Rust: `function`, `Type`, `Type::method`. A crate or module may be linked by its name.
+/// Checks a link to `path`, relative to the root, whose text is `` `item` ``. If the item is one of Rust (`function`,
+/// `Type`, `Type::method`) and the link is wrong, returns the reason. A crate or module may be linked by its name.
 fn wrong_item(path: &Path, item: &str) -> Option<String> {
     let is_rust = |c: char| c.is_alphanumeric() || c == '_' || c == ':';
     if !item.chars().all(is_rust) {
@@ -186,10 +187,10 @@ fn what_the_documents_link_to_is_in_the_tree() {
     assert!(wrong.is_empty(), "wrong links:\n{}", wrong.join("\n"));
 }
 
-/// The page whose sentences about calls are compared with the code.
+/// The document whose sentences about calls are compared with the code.
 const ARCHITECTURE: &str = "docs/architecture.md";
 
-/// Returns the bodies of all functions that `source`, which rustfmt has formatted, calls `name`.
+/// Returns the bodies of all functions with the name `name` in `source`, which rustfmt has formatted.
 fn bodies<'a>(source: &'a str, name: &str) -> Vec<Vec<&'a str>> {
     let lines: Vec<_> = source.lines().collect();
     let is_function = |line: &str| names(line).windows(2).any(|pair| pair == ["fn", name]);
@@ -197,7 +198,7 @@ fn bodies<'a>(source: &'a str, name: &str) -> Vec<Vec<&'a str>> {
     let bodies = starts.filter_map(|at| {
         let indent = lines[at].len() - lines[at].trim_start().len();
         let of_function = |line: &&str| line.len() - line.trim_start().len() == indent;
-        // The signature ends with the brace, or with the semicolon of a trait's method without a body.
+        // The signature ends with the brace, or with the semicolon if a trait's method has no body.
         let opening = (at..lines.len()).find(|at| lines[*at].ends_with(['{', '}', ';']))?;
         let is_closing = |at: &usize| of_function(&lines[*at]) && lines[*at].trim() == "}";
         match lines[opening].ends_with('{') {
@@ -211,8 +212,9 @@ fn bodies<'a>(source: &'a str, name: &str) -> Vec<Vec<&'a str>> {
     bodies.collect()
 }
 
-/// Returns why `caller` does not call `callee`: none of the functions of its name, in the file that `caller` links to,
-/// names the callee in its body. A function that the body only passes on is called, too.
+/// If `caller` does not call `callee`, returns the reason: of the functions with the caller's name, in the file to
+/// which `caller` links, none has the callee's name in its body. A function that the body passes on as an argument
+/// counts as called.
 fn wrong_call(caller: (&str, &str), callee: (&str, &str)) -> Option<String> {
     let last = |item: &str| item.rsplit("::").next().unwrap().to_owned();
     let path = Path::new(ARCHITECTURE).parent().unwrap().join(caller.1);
@@ -227,7 +229,8 @@ fn wrong_call(caller: (&str, &str), callee: (&str, &str)) -> Option<String> {
     (!bodies.iter().any(calls)).then(|| format!("{} calls {callee}: {why}", caller.0))
 }
 
-/// "[`a`](x.rs) calls [`b`](y.rs), [`c`](z.rs) and [`d`](w.rs)": the function `a` of `x.rs` names the others in its body.
+/// In the sentence "[`a`](x.rs) calls [`b`](y.rs), [`c`](z.rs) and [`d`](w.rs)", the function `a` of `x.rs` calls the
+/// other functions.
 #[test]
 fn functions_call_what_the_page_says_that_they_call() {
     let page = read(ARCHITECTURE);
@@ -241,7 +244,7 @@ fn functions_call_what_the_page_says_that_they_call() {
             .is_some_and(|next| next.before.trim() == "calls");
         caller = match link.before.split_whitespace().collect::<Vec<_>>()[..] {
             ["calls"] => links[at - 1].item(),
-            // "`a` calls `b`, and `c` calls `d`": `c` is another subject.
+            // In the sentence "`a` calls `b`, and `c` calls `d`", `c` is a caller.
             [","] | ["and"] | [",", "and"] if !calls_next => caller,
             _ => None,
         };
@@ -262,13 +265,13 @@ fn functions_call_what_the_page_says_that_they_call() {
 struct Row {
     name: String,
     passes: bool,
-    /// The versions of programs that have it: from the first one on, and before the second one.
+    /// The versions of the programs that have the test: from `since` on, and before `before`.
     since: Option<String>,
     before: Option<String>,
 }
 
 impl Row {
-    /// Whether programs of `version` have it.
+    /// Whether the programs of `version` have the test.
     fn is_of(&self, version: &str) -> bool {
         let numbers = |version: &str| -> Vec<u32> {
             let numbers = version.split('.').map(|number| number.parse().unwrap());
@@ -303,7 +306,7 @@ fn rows(path: &str) -> Vec<Row> {
     rows.collect()
 }
 
-/// Returns how many rows programs of `version` have that pass, and that do not.
+/// Returns the number of rows, of those that programs of `version` have, that pass, and the number of rows that do not.
 fn passing(rows: &[Row], version: &str) -> (usize, usize) {
     let of_version = rows.iter().filter(|row| row.is_of(version));
     let (pass, skip): (Vec<_>, Vec<_>) = of_version.partition(|row| row.passes);

@@ -1,4 +1,4 @@
-//! What every format promises, and what a `Vm` of one refuses.
+//! Tests the guarantees of every format, and which formats and platforms `Vm` refuses.
 
 use slat::Ept;
 use slat::format::{Ept5, GStage, Npt, Npt5, Stage2, Stage2Kib16, Stage2Kib64, X86};

@@ -1,5 +1,5 @@
-//! What looking ahead asks of the host: calls of `resolve_resident`, and the pages in them. What the host has said is
-//! used later, and not longer than it holds.
+//! Tests how prefetch asks the host: the number of calls of `resolve_resident`, and of pages in them. Also tests that
+//! the host's reply is used for later faults, but not after it has become stale.
 
 #[macro_use]
 #[path = "common/passing.rs"]
@@ -16,14 +16,14 @@ use slat::{
 };
 use slat_model::{HostChange, HostMemory, PageKind, SimPlatform};
 
-/// Host memory of which a page is resident from the time it is resolved.
+/// Host memory in which a page becomes resident when it is resolved.
 struct Lazy {
     machine: Arc<SimPlatform>,
     resident: Mutex<BTreeSet<Hva>>,
-    /// The number of calls of `resolve_resident`, and of pages in them.
+    /// The number of calls of `resolve_resident`, and the number of pages in them.
     asks: AtomicU64,
     asked: AtomicU64,
-    /// Whether it makes pages resident when it is asked to, and the number of pages resolved.
+    /// Whether `populate` makes pages resident; and the number of pages resolved.
     populates: AtomicBool,
     resolves: AtomicU64,
 }
@@ -77,7 +77,7 @@ impl Lazy {
     }
 }
 
-/// Makes a VM with a memslot of [`PAGES`] pages from frame 0 on, of which none is resident.
+/// Makes a VM with a memslot of [`PAGES`] pages from frame 0 on. No page is resident.
 fn vm(mmu: MmuKind) -> Arc<Vm<Lazy, Ept>> {
     let platform = Lazy {
         machine: SimPlatform::new(PAGES),
@@ -113,7 +113,7 @@ fn a_prefault_resolves_no_page_that_the_host_populates() {
             let vm = vm(mmu);
             vm.platform().populates.store(populates, Relaxed);
             let mut vcpu = vm.create_vcpu().unwrap();
-            // Neither begins nor ends with a table, and the last pages are in no slot.
+            // The range neither begins nor ends at the boundary of a table, and its last pages are in no slot.
             let mapped = vcpu.hardware_prefault(Gpa(100 << 12)..Gpa((PAGES + 9) << 12));
             assert_eq!(mapped, Ok((PAGES - 100) << 12));
             assert_eq!(vm.stats().pages_4k, PAGES - 100);
@@ -143,7 +143,7 @@ fn a_prefault_maps_resident_huge_pages_by_tables_and_not_by_faults() {
     let (asks, _) = platform.asks();
     assert_eq!(asks, 2, "for a table's pages, and for all");
 
-    // The second of the four becomes a table with one page, which a fault replaces.
+    // The second of the four leaves is replaced by a table with one leaf. A fault replaces that table.
     vm.zap(0, Gfn(512)..Gfn(1024));
     vm.set_policy(Setting::HugePages(Switch::Off));
     vm.set_policy(Setting::Prefetch(Prefetch::Off));
@@ -154,10 +154,10 @@ fn a_prefault_maps_resident_huge_pages_by_tables_and_not_by_faults() {
         (PAGES / 512 - 1, 1)
     );
     platform.resolves.store(0, Relaxed);
-    // It begins in a leaf, and ends in one.
+    // The range begins in the middle of a leaf, and ends in the middle of another.
     let (mut next, end) = (Gpa(100 << 12), Gpa((PAGES - 100) << 12));
     while next < end {
-        // It ends early where the fault has to zap the table.
+        // A call ends early where the fault has to zap the table.
         next.0 += vcpu.hardware_prefault(next..end).unwrap();
     }
     assert_eq!((vm.stats().pages_2m, vm.stats().pages_4k), (PAGES / 512, 0));
@@ -188,7 +188,8 @@ fn a_window_seldom_asks_the_host_in_a_stream() {
                 read(&mut vcpu, if backwards { PAGES - 1 - i } else { i });
             }
             assert_eq!(vm.stats().pf_fixed, PAGES / 8);
-            // 8 pages, 16 and so on up to a table's, then once for each table.
+            // The windows have 8 pages, 16 and so on, up to the pages of a table. From then on there is one call for
+            // each table.
             let (asks, asked) = vm.platform().asks();
             assert_eq!((asks, asked), (7 + 3, 1016 + 3 * 512));
         }
@@ -204,7 +205,7 @@ fn scattered_faults_seldom_ask_the_host() {
         vm.zap(0, Gfn(0)..Gfn(PAGES));
         let before = vm.platform().asks().0;
         let mut vcpu = vm.create_vcpu().unwrap();
-        // An odd multiplier: each page once, and far from the last.
+        // The multiplier is odd, so each page is read once, and far from the page before.
         for i in 0..PAGES / 8 {
             read(&mut vcpu, i * 8 * 77 % PAGES);
         }
@@ -220,7 +221,7 @@ fn what_the_host_has_said_ends_with_an_invalidation() {
     let platform = vm.platform();
     platform.make_all_resident();
     let mut vcpu = vm.create_vcpu().unwrap();
-    // The host has named a run from 0 to 512 then.
+    // The host's reply was a run from page 0 to page 512.
     (0..300).for_each(|gfn| _ = read(&mut vcpu, gfn));
     let before = platform.asks().0;
     read(&mut vcpu, 304);

@@ -1,5 +1,6 @@
-//! Hierarchical write protection: what the begin of a log, the first writes after it, a harvest and the end of the log
-//! do, each on every format. What they cost is different only where walkers obey write-protected tables.
+//! Tests hierarchical write protection: the begin of a log, the first writes after it, a harvest, and the end of the
+//! log, each on every format. The results are the same on all formats. The costs differ between formats whose walkers
+//! obey write-protected tables and the others.
 
 #[macro_use]
 mod common;
@@ -21,7 +22,7 @@ use queued::Queued;
 
 const MIB2: u64 = 512;
 const GIB1: u64 = 1 << 18;
-/// Pages in tables of their own.
+/// Pages in different tables.
 const PAGES: [u64; 4] = [0, 5 * MIB2 + 7, 300 * MIB2, GIB1 - 1];
 const LOGGED: SlotFlags = SlotFlags::LOG_DIRTY_PAGES;
 
@@ -43,7 +44,7 @@ struct World<F: Format> {
 }
 
 impl<F: Format> World<F> {
-    /// A slot in whose small pages `written` were written.
+    /// Makes a slot with small pages. The guest has written the pages `written`.
     fn new(slot: Range<u64>, written: impl IntoIterator<Item = u64>) -> Self {
         let platform = SimPlatform::at_level(slot.end, Level::PAGE);
         let vm = Vm::new(platform, common::config()).unwrap();
@@ -87,7 +88,7 @@ impl<F: Format> World<F> {
         self.vm.stats().since(&before)
     }
 
-    /// Returns the pages that the log names.
+    /// Returns the pages that are marked in the log.
     fn harvest(&self) -> Vec<u64> {
         let mut bitmap = vec![0u64; self.vm.dirty_log_words(0, 0).unwrap()];
         self.vm.get_dirty_log(0, 0, &mut bitmap).unwrap();
@@ -103,7 +104,7 @@ impl<F: Format> World<F> {
         self.vm.audit().unwrap();
     }
 
-    /// Returns whether `gfn` may be written without a fault, which every way to look it up agrees on.
+    /// Returns whether `gfn` may be written without a fault. Checks that all ways to look up the frame agree.
     fn is_writable(&self, gfn: u64) -> bool {
         let mapping = self.vm.lookup(0, Gfn(gfn)).unwrap();
         let mut visited = None;
@@ -118,7 +119,7 @@ impl<F: Format> World<F> {
     }
 }
 
-/// Whether it protects from above.
+/// Whether the VM write-protects tables from above.
 fn applies<F: Format>() -> bool {
     F::TABLE_WRITE != 0 && common::config().mmu == MmuKind::Tdp
 }
@@ -169,7 +170,8 @@ fn the_first_write_to_each_page_is_noted_and_no_other_page<F: Format>() {
     assert_eq!(world.harvest(), expected);
 }
 
-/// The vCPU stays in one section: it must not keep the table that the read has found, whose leaves allow the write.
+/// The vCPU stays in one reader section. It must not keep in its cache the table that the read has found, because that
+/// table's leaves allow the write.
 fn a_page_that_is_read_before_it_is_written_is_noted<F: Format>() {
     let mut world = World::<F>::new(0..GIB1, PAGES);
     world.set(LOGGED);
@@ -184,7 +186,7 @@ fn a_page_that_is_read_before_it_is_written_is_noted<F: Format>() {
 }
 
 fn what_reaches_out_of_the_slot_is_not_protected_from_above<F: Format>() {
-    // The first table lies in two slots, the other one in this.
+    // The first table has frames of two slots, and the second has only frames of this slot.
     let mut world = World::<F>::new(5..2 * MIB2, [5, MIB2]);
     let other = Region::new(1, Gpa(0), 5 << 12, HostMemory::hva(0));
     world.vm.set_memory_region(0, &other).unwrap();
@@ -220,7 +222,7 @@ fn the_end_of_a_log_gives_back_what_was_protected_from_above<F: Format>() {
     world.set(LOGGED);
     world.access(0, Write);
     world.set(SlotFlags::default());
-    // Page 1 was protected by itself when page 0 was written.
+    // When page 0 was written, the push protected page 1 separately.
     for (gfn, pushed) in [(1, true), (0, false)]
         .into_iter()
         .chain(PAGES[1..].iter().map(|gfn| (*gfn, false)))
@@ -230,15 +232,15 @@ fn the_end_of_a_log_gives_back_what_was_protected_from_above<F: Format>() {
         let did = world.during(|world| world.access(gfn, Write));
         assert_eq!(did.pf_taken, u64::from(!expected));
     }
-    // It begins and ends again.
+    // The log begins again.
     world.set(LOGGED);
     assert!(PAGES.iter().all(|gfn| !world.is_writable(*gfn)));
     world.access(PAGES[2], Write);
     assert_eq!(world.harvest(), [PAGES[2]]);
 }
 
-/// In the first step of the end, another thread waits to make the slot log again. The steps that
-/// follow give nothing back.
+/// During the first step of the end, another thread waits to make the slot log again. The remaining steps give no right
+/// back.
 fn the_end_of_a_log_stops_when_the_slot_logs_again<F: Format>() {
     let world = World::<F>::new(0..GIB1, PAGES);
     world.set(LOGGED);
@@ -261,7 +263,7 @@ fn the_policy_can_change_while_tables_are_protected<F: Format>() {
         world.access(gfn, Write);
     }
     assert_eq!(world.harvest(), PAGES);
-    // A log of another kind begins where tables are protected for the first.
+    // A log of another kind begins while tables are still protected for the first log.
     world.policy("hierarchical_protect", "on");
     world.harvest();
     world.set(SlotFlags::default());

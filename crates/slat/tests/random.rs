@@ -1,12 +1,12 @@
-//! Random operations on one thread, on every format: the engine against the plain model, every answer
-//! compared.
+//! Makes random operations on one thread, on every format, and compares each result of the engine with that of the
+//! plain model.
 
 use std::collections::BTreeSet;
 
 use slat::Policy;
 use slat_model::{Mix, POLICIES, Rng, Setup, Subject, Tally, streams};
 
-/// 16 runs of 8,000 steps: every setup there is, on each format; and as many more if they have not met everything.
+/// Makes 16 runs of 8,000 steps: each setup, on each format. If these have not covered everything, makes as many more.
 fn agree_on(format: usize) {
     let subject = &Subject::ALL[format];
     let seed = 1000 * format as u64;
@@ -31,7 +31,7 @@ fn agree_on(format: usize) {
     assert!(never.is_empty(), "{} never met: {never:?}", subject.name);
 }
 
-/// 13 runs of 8,000 steps on a VM and its clones.
+/// Makes 13 runs of 8,000 steps on a VM and its clones.
 fn clones_agree_on(format: usize) {
     let subject = &Subject::ALL[format];
     let seed = 1000 * format as u64;
@@ -49,7 +49,7 @@ fn clones_agree_on(format: usize) {
     assert!(never.is_empty(), "{} never met: {never:?}", subject.name);
 }
 
-/// The first word says whether other formats take the same paths, so that `.ci/full` suffices.
+/// The first word tells whether other formats take the same paths; then running the test in `.ci/full` suffices.
 macro_rules! formats {
     ($agree:ident, $repeats:tt: $($name:ident: $format:expr,)*) => {$(
         #[test]
@@ -127,7 +127,7 @@ fn the_generator_knows_every_policy() {
     assert_eq!(known, all);
 }
 
-/// As the fuzz targets do, which are built elsewhere.
+/// The fuzz targets are built separately. This test makes their runs.
 #[test]
 fn whatever_bytes_say_the_engine_and_the_model_agree() {
     for seed in 0..100 {
@@ -139,8 +139,8 @@ fn whatever_bytes_say_the_engine_and_the_model_agree() {
     }
 }
 
-/// `cargo test -p slat --release --test random -- --ignored --nocapture`, with SLAT_STEPS=… and
-/// SLAT_SEED=… for another length and other seeds, and SLAT_FORMATS=… for those alone whose name contains that.
+/// `cargo test -p slat --release --test random -- --ignored --nocapture`. SLAT_STEPS=… and SLAT_SEED=… set the length
+/// and the first seed. SLAT_FORMATS=… selects the formats whose name contains that text.
 #[test]
 #[ignore = "takes minutes"]
 fn a_campaign_over_all_formats() {

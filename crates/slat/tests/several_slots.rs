@@ -1,4 +1,5 @@
-//! Several memslots changed as one: what stays mapped, what is zapped, and what is refused.
+//! Several memslots that change atomically: the frames that stay mapped, the frames that are zapped, and the refused
+//! changes.
 
 #[path = "common/access.rs"]
 mod access;
@@ -38,7 +39,7 @@ fn vm<F: Format>(pages: u64, level: Level) -> Arc<TestVm<F>> {
     vm
 }
 
-/// Slot `id` at `gfns`; host page n backs frame n.
+/// Returns a region for slot `id` at `gfns`. Host page n backs frame n.
 fn region(id: u32, gfns: Range<u64>) -> Region {
     let backing = HostMemory::hva(gfns.start);
     Region::new(
@@ -53,13 +54,13 @@ fn set(id: u32, gfns: Range<u64>) -> Change {
     Change::Set(region(id, gfns))
 }
 
-/// One access by a vCPU of its own.
+/// Makes one access by a new vCPU.
 fn touch<F: Format>(vm: &Arc<TestVm<F>>, gfn: u64, access: Access) -> Result<Level, Stop> {
     let mut vcpu = vm.create_vcpu().unwrap();
     access::touch(&mut vcpu, gfn, access).map(|translation| translation.level)
 }
 
-/// Makes `changes`, and returns what has been counted meanwhile.
+/// Makes `changes`. Returns the counts from while they were made.
 fn change<F: Format>(vm: &Arc<TestVm<F>>, changes: &[Change]) -> Stats {
     let before = vm.stats();
     vm.set_memory_regions(0, changes).unwrap();
@@ -111,7 +112,7 @@ fn a_hole_of_2_mib_in_4_gib_zaps_2_mib<F: Format>() {
         assert_eq!(touch(&vm, gfn, Read), Err(Stop::Mmio { gpa }));
         assert_eq!(vm.lookup(0, Gfn(gfn)), None);
     }
-    // And back: nothing is zapped, and one page faults.
+    // Reverts the change. Nothing is zapped, and one page takes a fault.
     let did = change(&vm, &[set(0, 0..4 * GIB1), Change::Remove(5)]);
     assert_eq!((did.zapped, did.splits), (0, 0));
     let before = faults(&vm);
@@ -129,7 +130,7 @@ fn a_slot_that_is_cut_in_the_middle_of_a_huge_leaf_loses_none_of_its_pages<F: Fo
     }
     let cut = 5 * MIB2 + 17;
     let did = change(&vm, &[set(0, 0..cut), set(1, cut..2 * GIB1)]);
-    // 1 GiB in pieces of 2 MiB, and one of these in pieces of 4 KiB.
+    // The leaf of 1 GiB was split into pieces of 2 MiB, and one of these into pieces of 4 KiB.
     assert_eq!((did.zapped, did.splits), (0, 2));
     let stats = vm.stats();
     assert_eq!(
@@ -141,7 +142,7 @@ fn a_slot_that_is_cut_in_the_middle_of_a_huge_leaf_loses_none_of_its_pages<F: Fo
         touch(&vm, gfn, Read).unwrap();
     }
     assert_eq!(faults(&vm), before);
-    // Shorter at both ends: what is left stays.
+    // The slot becomes shorter at both ends. The remaining frames stay mapped.
     let did = change(&vm, &[Change::Remove(0), set(1, cut + 1..GIB1 + MIB2)]);
     assert_eq!(did.splits, 1, "at the end");
     let before = faults(&vm);
@@ -182,7 +183,7 @@ fn two_slots_that_are_exchanged_are_zapped_and_no_other<F: Format>() {
         let pfn = vm.lookup(0, Gfn(gfn)).unwrap().pfn;
         assert_eq!(HostMemory::identify(pfn).0, page);
     }
-    // What is there already is no change.
+    // Requests that describe the existing slots change nothing.
     let generation = vm.stats().slot_changes;
     let did = change(&vm, &[at(1, 2), at(2, 1)]);
     assert_eq!((did.zapped, vm.stats().slot_changes), (0, generation));
@@ -212,7 +213,7 @@ fn frames_that_lose_a_right_are_zapped<F: Format>() {
     end(&vm);
 }
 
-/// The pages that the log of slot `id` names.
+/// Returns the pages that are marked in the log of slot `id`.
 fn log<F: Format>(vm: &Arc<TestVm<F>>, id: u32) -> Vec<u64> {
     let mut words = vec![0u64; vm.dirty_log_words(0, id).unwrap()];
     vm.get_dirty_log(0, id, &mut words).unwrap();
@@ -253,7 +254,7 @@ fn pages_stay_in_the_dirty_log_when_their_slot_becomes_two_and_one_again() {
         assert_eq!(did.zapped, 0);
         assert_eq!(log(&vm, 3), [0, 63, 64, 699, 700, 701, 1000, 1999]);
         assert_eq!(log(&vm, 3), []);
-        // Every page is protected again, in the parts, too.
+        // Every page is protected again, also in the new slots.
         assert_eq!(
             change(&vm, &[logged(3, 0..700), logged(1, 700..2000)]).zapped,
             0
@@ -265,7 +266,7 @@ fn pages_stay_in_the_dirty_log_when_their_slot_becomes_two_and_one_again() {
             (log(&vm, 3), log(&vm, 1)),
             (vec![0, 63, 64, 699], vec![0, 300, 1299])
         );
-        // A part that no longer logs, and one that begins to.
+        // One part of the slot stops logging, and another begins to log.
         change(&vm, &[set(3, 0..700), logged(1, 700..2000)]);
         touch(&vm, 5, Write).unwrap();
         let did = change(&vm, &[logged(3, 0..2000), Change::Remove(1)]);
@@ -279,11 +280,12 @@ fn pages_stay_in_the_dirty_log_when_their_slot_becomes_two_and_one_again() {
     }
 }
 
-/// A harvest has taken the bits of all pages, and has not come to the last of them when its slot becomes another one.
-/// It returns after that has protected them: a write that the client makes then would be in no log.
+/// A harvest has taken the marks of all pages, and has not yet protected the last page, when another slot replaces its
+/// slot. The harvest must not return before that change has protected the page. Otherwise a write of the client after
+/// that would be in no log.
 #[test]
 fn a_harvest_of_a_slot_that_is_replaced_returns_when_the_next_log_has_begun() {
-    // A step of an operation reads fewer entries.
+    // One step of an operation does not read all entries of so many pages.
     const PAGES: u64 = 10 * MIB2;
     const LAST: u64 = PAGES - 1;
     for method in [DirtyLogMethod::WriteProtect, DirtyLogMethod::Buffer] {
@@ -304,11 +306,11 @@ fn a_harvest_of_a_slot_that_is_replaced_returns_when_the_next_log_has_begun() {
                     turns.advance(0, 1);
                     turns.wait_for(2);
                 }
-                // Both wait for the slots now: the change, and then the harvest.
+                // Both threads now wait for the lock of the slots: first the change, then the harvest.
                 (Some("change"), Event::Wait(WaitFor::Turn)) if turns.advance(1, 2) => {
                     turns.wait_for(3)
                 }
-                // The slot has changed, and the change waits for the harvest, which returns or waits, too.
+                // The slot has changed. The change waits for the harvest, which now returns or waits.
                 (Some("change"), Event::Wait(WaitFor::Turn)) => {
                     turns.advance(3, 4);
                     turns.wait_for(5);
@@ -346,7 +348,7 @@ fn a_harvest_of_a_slot_that_is_replaced_returns_when_the_next_log_has_begun() {
     }
 }
 
-/// A number that threads raise, and wait for.
+/// A number that threads raise, and for which they wait.
 #[derive(Default)]
 struct Turns {
     now: Mutex<u32>,
@@ -358,7 +360,7 @@ impl Turns {
         *self.now.lock().unwrap()
     }
 
-    /// Raises the number to `to` if it is `from`. Returns whether it was.
+    /// Raises the number to `to` if it is `from`. Returns whether it did.
     fn advance(&self, from: u32, to: u32) -> bool {
         let mut now = self.now.lock().unwrap();
         let is_next = *now == from;
@@ -385,7 +387,7 @@ fn a_part_keeps_its_marks_in_logs_that_begin_with_all_set() {
     assert_eq!(log(&vm, 0).len(), 200);
     vm.clear_dirty_log(0, 0, 0, 200, &[u64::MAX; 4]).unwrap();
     touch(&vm, 130, Write).unwrap();
-    // The last pages are new: they begin with all set.
+    // The last pages are new in the slot, so they begin marked.
     change(&vm, &[logged(0, 0..100), logged(1, 100..210)]);
     assert_eq!(log(&vm, 0), []);
     let expected: Vec<u64> = [30].into_iter().chain(100..110).collect();
@@ -467,7 +469,7 @@ fn what_is_wrong_is_refused_and_changes_nothing() {
     let did = vm.stats().since(&before);
     assert_eq!((did.slot_changes, did.zapped), (0, 0));
     assert!(vm.lookup(0, Gfn(5)).is_some());
-    // A slot may come where another one goes; its private backing, too.
+    // A new slot may use the frames of a slot that the same call deletes, and its private backing.
     let instead = with_private(2, 1700).with_private(private.private);
     change(
         &vm,

@@ -1,6 +1,6 @@
-//! What the shadow MMU does, seen through a guest's page tables that the tests write.
+//! Tests the shadow MMU by page tables of a guest, which the tests write.
 //!
-//! Whether it translates as a processor may is judged elsewhere (`slat_model::guest`).
+//! `slat_model::guest` tests whether translations are those of a processor.
 
 #[path = "common/guest.rs"]
 mod guest;
@@ -19,12 +19,12 @@ use slat::{
 use slat_model::{HostMemory, SimPlatform};
 
 const PAGES: u64 = 4096;
-/// The frames of the guest's tables, of level 4 to 1; the level 1 table maps the first 2 MiB.
+/// The frames of the guest's tables, from level 4 to level 1. The level 1 table maps the first 2 MiB.
 const TABLES: [u64; 4] = [16, 17, 18, 19];
-/// Where the guest maps its data, by the level 1 table: page i to frame `DATA + i`.
+/// The first frame of the guest's data: the level 1 table maps page i to frame `DATA + i`.
 const DATA: u64 = 512;
 
-/// A guest in 4-level paging.
+/// A guest that uses 4-level paging.
 struct Guest {
     vm: Arc<Vm<SimPlatform, X86<5>>>,
     vcpu: slat::Vcpu<SimPlatform, X86<5>>,
@@ -33,8 +33,8 @@ struct Guest {
 }
 
 impl Guest {
-    /// A guest with one slot over all of its host memory, which is mapped at `level`. Its tables map the first 2 MiB to
-    /// [`DATA`]. There is a second address space, without slots.
+    /// Makes a guest with one slot that all of its host memory backs, mapped at `level`. Its tables map the first 2 MiB
+    /// to [`DATA`]. A second address space has no slots.
     fn new(level: Level) -> Self {
         let platform = SimPlatform::at_level(PAGES, level);
         let config = Config::default().with_mmu(MmuKind::Shadow).with_spaces(2);
@@ -65,7 +65,7 @@ impl Guest {
         self.try_access_in(&paging(self.cr3), gva, access)
     }
 
-    /// Like [`Self::try_access`], in another state of the CPU.
+    /// Like [`Self::try_access`], but in the state `paging`.
     fn try_access_in(
         &mut self,
         paging: &GuestPaging,
@@ -86,13 +86,14 @@ impl Guest {
         self.try_access(gva, access).unwrap()
     }
 
-    /// Returns the frame that page `page` of the guest's is translated to.
+    /// Returns the frame to which page `page` of the guest is translated.
     fn frame(&mut self, page: u64) -> u64 {
         let host = self.access(page << 12, Read).host;
         HostMemory::identify(host.pfn()).0
     }
 
-    /// Stores an entry as the guest does: by an access to the table's frame, and a word to the MMU if it asks for one.
+    /// Stores an entry like the guest: by an access to the table's frame. Reports the store to the MMU if the MMU
+    /// requires that.
     fn store(&mut self, table: u64, index: u64, entry: u64) {
         let mut vcpu = self.vcpu.enter(0);
         let gpa = Gpa((table << 12) + 8 * index);
@@ -119,7 +120,7 @@ impl Guest {
         let _no_cpu_remembers_any = self.vcpu.enter(0).invlpg(gva, &paging, &mut words);
     }
 
-    /// Returns what is counted while `work` runs.
+    /// Returns the counts from while `work` runs.
     fn counted(&mut self, work: impl FnOnce(&mut Self)) -> Stats {
         let before = self.vm.stats();
         work(self);
@@ -128,7 +129,7 @@ impl Guest {
     }
 }
 
-/// A read that is logged maps its page as a write does, but not a table whose stores must be noticed.
+/// If reads are logged, a read maps its page as writable. A page that contains a tracked table stays write-protected.
 #[test]
 fn a_logged_read_of_a_tracked_table_does_not_allow_stores() {
     let mut guest = Guest::new(Level::PAGE);
@@ -161,7 +162,7 @@ fn a_mapped_page_is_reached_without_a_look_at_the_guests_tables() {
     (0..512).for_each(|page| assert_eq!(guest.frame(page), DATA + page));
     let counted = guest.counted(|guest| {
         for round in 0..200u64 {
-            // Not the last table that was used: the other half of the address space has the same table.
+            // Uses another table than the last access: the other half of the address space has the same tables below.
             guest.cr3 ^= 8 * (round % 2);
             (0..512).for_each(|page| assert_eq!(guest.frame(page), DATA + page));
         }
@@ -176,7 +177,7 @@ fn a_mapped_page_is_reached_without_a_look_at_the_guests_tables() {
     );
 }
 
-/// The guest's tables may grant what they like.
+/// The slot limits the rights, whatever the guest's tables grant.
 #[test]
 fn no_shadow_leaf_exceeds_the_limits_of_its_slot() {
     let rights = [
@@ -190,7 +191,7 @@ fn no_shadow_leaf_exceeds_the_limits_of_its_slot() {
     {
         let mut guest = Guest::new(level);
         guest.memory.put(TABLES[2], 1, DATA << 12 | USED | HUGE);
-        // The tables are in a slot with every right.
+        // The slot that contains the tables has all rights.
         let (data, size) = (Gpa(DATA << 12), 1024 << 12);
         guest.vm.remove_memory_region(0, 0).unwrap();
         let tables = Region::new(0, Gpa(0), DATA << 12, HostMemory::hva(0));
@@ -236,7 +237,7 @@ fn no_shadow_leaf_exceeds_the_limits_of_its_slot() {
     }
 }
 
-/// With EFER.NXE clear the guest's own tables forbid no execution, but the slot does.
+/// With EFER.NXE clear, the guest's tables cannot forbid execution. But the slot does.
 #[test]
 fn a_slot_keeps_code_out_where_the_guest_cannot() {
     let mut guest = Guest::new(Level::PAGE);
@@ -259,7 +260,7 @@ fn a_slot_keeps_code_out_where_the_guest_cannot() {
     );
 }
 
-/// A frame has a leaf for each virtual page that the guest has used it by.
+/// A frame has a leaf for each virtual page by which the guest has used it.
 #[test]
 fn a_look_up_of_a_frame_finds_each_right_that_a_leaf_of_it_has() {
     const READ_ONLY: u64 = 0x65;
@@ -275,7 +276,7 @@ fn a_look_up_of_a_frame_finds_each_right_that_a_leaf_of_it_has() {
     let by_two = mapping(&guest, DATA).unwrap();
     assert_eq!((by_two.pfn, by_two.rights), (by_one.pfn, Rights::ALL));
     assert_eq!(guest.vcpu.enter(0).lookup(Gfn(DATA)), Some(by_two));
-    // The number of a virtual page says nothing of the frame with that number, nor of another address space.
+    // A virtual page is not looked up as the frame with the same number, nor in another address space.
     assert_eq!(mapping(&guest, 1), None);
     assert_eq!(guest.vm.lookup(1, Gfn(DATA)), None);
     assert_eq!(guest.vm.lookup(2, Gfn(DATA)), None);
@@ -292,7 +293,7 @@ fn a_look_up_of_a_frame_finds_the_largest_leaf() {
     guest.access((2 << 20) + 0x5000, Read);
     let huge = guest.vm.lookup(0, Gfn(DATA + 5)).unwrap();
     assert_eq!((huge.level, huge.pfn.0 % 512), (Level::MEGA, 5));
-    // By a table of the guest's with a small page.
+    // The guest maps the frame by a small page in another of its tables, too.
     let small = guest.access(5 << 12, Write);
     assert_eq!(small.host, huge.pfn.hpa());
     assert_eq!(guest.vm.lookup(0, Gfn(DATA + 5)), Some(huge));
@@ -302,21 +303,23 @@ fn a_look_up_of_a_frame_finds_the_largest_leaf() {
 fn a_store_to_an_entry_zaps_what_was_made_of_it_and_no_more() {
     let mut guest = Guest::new(Level::PAGE);
     (0..512).for_each(|page| assert_eq!(guest.frame(page), DATA + page));
-    // The first store to the level 1 table makes its page unsynced. The old translation stays until the flush.
+    // The first store to the level 1 table makes its shadow page unsynced. The old translation may be used until the
+    // flush.
     let counted = guest.counted(|guest| guest.store(TABLES[3], 7, (DATA + 600) << 12 | USED));
     assert_eq!((counted.mmu_unsync, counted.zapped), (1, 0));
     assert_eq!(guest.frame(7), DATA + 7);
     let counted = guest.counted(Guest::flush);
     assert_eq!(counted.zapped, 1, "{counted:?}");
     assert_eq!(guest.frame(7), DATA + 600);
-    // Of an upper table the entry is zapped at once.
+    // After a store to a table of a higher level, the entry is zapped at once.
     guest.memory.put(20, 0, (DATA + 700) << 12 | USED);
     let counted = guest.counted(|guest| guest.store(TABLES[2], 0, 20 << 12 | USED));
     assert_eq!((counted.mmu_pte_write, counted.mmu_pde_zapped), (1, 1));
     assert_eq!(guest.frame(0), DATA + 700);
 }
 
-/// A store to a table of level 1 need not be noticed at once, but one to a directory, of which INVLPG compares nothing.
+/// A store to a table of level 1 need not be noticed at once. A store to a directory must be noticed, because INVLPG
+/// does not compare directories.
 #[test]
 fn stores_to_a_table_that_is_a_directory_elsewhere_are_noticed() {
     const BOTH: u64 = 20;
@@ -342,7 +345,7 @@ fn memory_that_is_a_table_no_more_is_let_go() {
         (256..300).for_each(|index| guest.store(TABLES[2], index, 0));
     });
     assert_eq!(counted.mmu_flooded, 1);
-    // The rest was stored without a word.
+    // All other stores were made without a report to the MMU.
     assert!(counted.mmu_pte_write <= 3, "{counted:?}");
 }
 
@@ -358,7 +361,7 @@ fn what_the_client_has_written_counts_after_it_has_set_the_registers() {
     guest.vm.audit().unwrap();
 }
 
-/// The dirty flag is clear, so the leaf is not writable until the first write.
+/// The guest's dirty flag is clear, so the leaf is not writable until the first write sets the flag.
 #[test]
 fn a_right_that_a_leaf_has_got_later_is_taken_away_too() {
     const CLEAN: u64 = 0x27;
@@ -375,14 +378,14 @@ fn a_right_that_a_leaf_has_got_later_is_taken_away_too() {
     ));
 }
 
-/// SDM 3A, "Operations that Invalidate TLBs and Paging-Structure Caches". A CPU has looked up an address in a table,
-/// and stays in its reader section; then another one stores to the directory.
+/// SDM 3A, "Operations that Invalidate TLBs and Paging-Structure Caches". A CPU has looked up an address through a
+/// table, and stays in its reader section. Then another CPU stores to the directory above that table.
 #[test]
 fn an_address_is_looked_up_in_its_old_table_until_the_cpu_must_drop_that() {
     const CLEAN: u64 = 0x27;
     const READ_ONLY: u64 = 0x65;
     const OTHER: u64 = 20;
-    // No frame of a table has the same place in the CPU's cache.
+    // No frame of a table has the same index in the CPU's cache as this address.
     const GVA: u64 = 4 << 21;
     enum Drops {
         Fault,
@@ -412,7 +415,7 @@ fn an_address_is_looked_up_in_its_old_table_until_the_cpu_must_drop_that() {
         assert!(!other.stored(gpa, 8));
         assert_eq!(frame(&mut vcpu), DATA);
         match drops {
-            // Neither table allows it.
+            // Neither the old nor the new table allows the access.
             Drops::Fault => assert!(matches!(
                 vcpu.translate_virtual(GVA, Write, &paging, &mut guest.memory.words()),
                 Err(VirtualStop::PageFault { code: 7 })
@@ -424,7 +427,7 @@ fn an_address_is_looked_up_in_its_old_table_until_the_cpu_must_drop_that() {
     }
 }
 
-/// More tables than are compared at a time.
+/// The test uses more tables than are compared at a time.
 #[test]
 fn a_flush_compares_all_tables_that_were_stored_to() {
     const COUNT: u64 = 70;
@@ -442,7 +445,7 @@ fn a_flush_compares_all_tables_that_were_stored_to() {
     (0..COUNT).for_each(|i| assert_eq!(guest.frame(512 * i), DATA + 1));
 }
 
-/// INVLPG compares one entry. The others are compared when the guest flushes.
+/// INVLPG compares one entry with the guest's table. The other entries are compared when the guest flushes.
 #[test]
 fn a_table_of_which_one_entry_was_compared_is_not_compared_yet() {
     let mut guest = Guest::new(Level::PAGE);
@@ -479,13 +482,13 @@ fn a_repeated_access_to_mmio_needs_neither_slots_nor_the_guests_tables() {
         ),
         (0, 0, 0)
     );
-    // A memslot there: the entry is of an old generation.
+    // A memslot is created there, so the MMIO entry belongs to an old generation.
     let region = Region::new(1, Gpa(0xfee0_0000), 4096, HostMemory::hva(9));
     guest.vm.set_memory_region(0, &region).unwrap();
     assert_eq!(guest.frame(3), 9);
 }
 
-/// The generation of the memslots comes again in the bits that an entry has for it.
+/// An MMIO entry stores the low bits of the generation. After many slot changes the same bits occur again.
 #[test]
 fn an_mmio_entry_is_not_believed_when_its_generation_comes_again() {
     let mut guest = Guest::new(Level::PAGE);
@@ -493,7 +496,7 @@ fn an_mmio_entry_is_not_believed_when_its_generation_comes_again() {
     assert!(guest.try_access(0x3000, Read).is_err());
     let region = Region::new(1, Gpa(0xfee0_0000), 4096, HostMemory::hva(9));
     guest.vm.set_memory_region(0, &region).unwrap();
-    // With the change above, as many as there are generations.
+    // Together with the change above, the number of changes is that of the generations that the bits distinguish.
     for change in 0..(1u64 << 18) - 1 {
         let region = Region::new(2, Gpa(1 << 32), 4096, HostMemory::hva(1));
         let changed = match change % 2 {
@@ -508,11 +511,11 @@ fn an_mmio_entry_is_not_believed_when_its_generation_comes_again() {
 #[test]
 fn a_huge_page_of_the_guests_is_mapped_huge_unless_it_holds_a_table() {
     let mut guest = Guest::new(Level::MEGA);
-    // Entry 1 maps the 2 MiB with the data, entry 2 those with the tables.
+    // Entry 1 maps the 2 MiB that contain the data, and entry 2 those that contain the tables.
     guest.memory.put(TABLES[2], 1, DATA << 12 | USED | HUGE);
     guest.memory.put(TABLES[2], 2, USED | HUGE);
     let counted = guest.counted(|guest| _ = guest.access(1 << 21, Write));
-    // Another one maps the tables, for walks of them.
+    // Another leaf maps the tables, for the MMU's own walks of them.
     assert_eq!(counted.pages_2m, 2);
     let table = (2 << 21) + (TABLES[3] << 12);
     guest.access(0, Read);
@@ -528,7 +531,8 @@ fn a_huge_page_of_the_guests_is_mapped_huge_unless_it_holds_a_table() {
     assert_eq!(counted.pages_2m, 0);
 }
 
-/// INVLPG of any address in it concerns all of it, also for a CPU that has found only a part in the shadow table.
+/// INVLPG of any address in the guest's huge page drops all of that page, also if a CPU has found only a part of it in
+/// the shadow table.
 #[test]
 fn a_part_of_a_huge_page_of_the_guests_says_how_large_that_is() {
     let mut guest = Guest::new(Level::PAGE);
@@ -553,7 +557,7 @@ fn entries_that_were_used_before_are_mapped_ahead() {
     };
     assert_eq!(faults(Prefetch::Off), 511);
     assert_eq!(faults(Prefetch::Window(8)), 512 / 8 - 1);
-    // What was not used before is not: its flag would have to be set.
+    // Prefetch maps no page whose accessed flag is clear, because the MMU would have to set the flag.
     let mut guest = Guest::new(Level::PAGE);
     guest.vm.set_policy(Setting::Prefetch(Prefetch::Window(8)));
     (0..512).for_each(|page| guest.memory.put(TABLES[3], page, (DATA + page) << 12 | 7));
@@ -568,7 +572,7 @@ fn entries_that_were_used_before_are_mapped_ahead() {
 fn the_number_of_shadow_pages_is_limited() {
     let mut guest = Guest::new(Level::PAGE);
     guest.vm.set_mmu_pages(64);
-    // Address spaces with a root each, which share the rest.
+    // The address spaces have different roots, and share all other tables.
     for space in 0..100 {
         let root = 1024 + space;
         guest.memory.put(root, 0, TABLES[1] << 12 | USED);
@@ -606,7 +610,7 @@ fn a_deleted_slot_takes_the_tables_in_it_along() {
         guest.vm.remove_memory_region(0, 0).unwrap();
     });
     assert!(counted.mmu_shadow_zapped >= 4);
-    // Other memory, without tables, in their place.
+    // Other memory, without tables, replaces the slot's memory.
     let region = Region::new(0, Gpa(0), 1 << 20, HostMemory::hva(2048));
     guest.vm.set_memory_region(0, &region).unwrap();
     assert!(matches!(
@@ -615,7 +619,8 @@ fn a_deleted_slot_takes_the_tables_in_it_along() {
     ));
 }
 
-/// The first fault has found it. No flush was needed before: nothing can store to these tables.
+/// The first fault has made a shadow page for the table. It needed no flush, because no leaf allows stores to these
+/// tables.
 #[test]
 fn no_walk_begins_with_a_root_that_was_zapped() {
     let mut guest = Guest::new(Level::PAGE);
@@ -627,11 +632,11 @@ fn no_walk_begins_with_a_root_that_was_zapped() {
     guest.vm.platform().check();
 }
 
-/// Roots of shadow tables, and the table in which flags were set last, are of one address space.
+/// A vCPU's roots of shadow tables, and the table in which flags were set last, belong to one address space.
 #[test]
 fn a_cpu_uses_nothing_of_the_address_space_that_it_has_left() {
     const UNUSED: u64 = 7;
-    /// Where the memory of the second address space begins.
+    /// The first host page of the second address space's memory.
     const SECOND: u64 = PAGES / 2;
     let mut guest = Guest::new(Level::PAGE);
     let region = Region::new(0, Gpa(0), SECOND << 12, HostMemory::hva(SECOND));
@@ -668,7 +673,7 @@ fn a_cpu_uses_nothing_of_the_address_space_that_it_has_left() {
     );
 }
 
-/// The first access finds the address in the guest's tables, the second in the MMIO entry.
+/// The first access finds the address by a walk of the guest's tables, and the second by the MMIO entry.
 #[test]
 fn an_mmio_entry_keeps_all_52_bits_of_an_address() {
     let mut guest = Guest::new(Level::PAGE);
@@ -689,7 +694,7 @@ fn an_mmio_entry_keeps_all_52_bits_of_an_address() {
     guest.vm.audit().unwrap();
 }
 
-/// A table that is cached for a virtual address translates no guest-physical address with the same number.
+/// A cached table for a virtual address is not used for the guest-physical address with the same number.
 #[test]
 fn no_guest_physical_address_is_taken_for_a_virtual_one() {
     let mut guest = Guest::new(Level::PAGE);

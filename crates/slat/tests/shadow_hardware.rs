@@ -1,7 +1,8 @@
-//! What a hypervisor calls whose CPU walks shadow tables itself.
+//! Tests the functions for a hypervisor whose CPU walks shadow tables itself.
 //!
-//! That such a CPU translates by them as it should is seen in `metal/`. Here is what no monitor there does: CR0.WP
-//! clear, the page directories of 32-bit and PAE paging, and tables that a store needs for its own address.
+//! The monitors in `metal/` test that such a CPU translates correctly by these tables. This file tests the cases that
+//! no monitor has: CR0.WP clear, the page directories of 32-bit and PAE paging, and a store to a table by which the
+//! store's own address is translated.
 
 #[path = "common/guest.rs"]
 mod guest;
@@ -23,12 +24,12 @@ use slat_model::{HostMemory, SimPlatform};
 type Tables = X86<5>;
 
 const PAGES: u64 = 1024;
-/// The frames of the guest's tables, of level 4 to 1.
+/// The frames of the guest's tables, from level 4 to level 1.
 const TABLES: [u64; 4] = [16, 17, 18, 19];
-/// Page i of the guest's is frame `DATA + i`.
+/// The first frame of the guest's data: its page i is frame `DATA + i`.
 const DATA: u64 = 512;
 
-/// A guest, and a CPU that walks the tables of the shadow MMU as hardware does.
+/// A guest, and a CPU that walks the tables of the shadow MMU like hardware.
 struct Guest {
     vm: Arc<Vm<SimPlatform, Tables>>,
     vcpu: Vcpu<SimPlatform, Tables>,
@@ -37,7 +38,7 @@ struct Guest {
 }
 
 impl Guest {
-    /// A guest in 4-level paging, whose tables map 2 MiB to [`DATA`].
+    /// Makes a guest in 4-level paging, whose tables map 2 MiB to [`DATA`].
     fn new() -> Self {
         let config = Config::default().with_mmu(MmuKind::Shadow);
         let vm = Vm::new(SimPlatform::new(PAGES), config).unwrap();
@@ -83,7 +84,7 @@ impl Guest {
         loop {
             let index = gva >> (12 + 9 * (u64::from(level.0) - 1)) & 511;
             let table = self.vm.platform().entries(frame).cast::<u64>();
-            // SAFETY: a table of the VM's, which no other thread changes.
+            // SAFETY: `table` is one of the VM's tables, and no other thread changes it.
             let entry = unsafe { table.add(index as usize).read_volatile() };
             match Tables::decode(entry, level) {
                 Entry::Table(below) => (frame, level) = (below, Level(level.0 - 1)),
@@ -102,7 +103,7 @@ impl Guest {
         }
     }
 
-    /// Makes the access, as often as it faults. Returns the host page, or how it ended.
+    /// Makes the access, and handles its faults. Returns the host page, or how the access ended.
     fn access(&mut self, gva: u64, access: Access) -> Result<u64, Ended> {
         for _ in 0..10 {
             if let Some(page) = self.walk(gva, access) {
@@ -130,7 +131,7 @@ fn there_is_a_root_after_the_first_fault() {
     assert_eq!(guest.root(0x3000), None);
     assert_eq!(guest.access(0x3000, Write), Ok(DATA + 3));
     let root = guest.root(0x3000);
-    // The same after another flush of the guest's, and none for another address space.
+    // After another flush of the guest, the root is the same. Another address space has no root yet.
     guest.vcpu.hardware_flush(&mut guest.memory.words());
     assert_eq!(guest.root(0x3000), root);
     guest.paging.cr3 = 40 << 12;
@@ -140,7 +141,7 @@ fn there_is_a_root_after_the_first_fault() {
 #[test]
 fn a_store_to_an_upper_table_is_made_after_that_is_shadowed_no_more() {
     let mut guest = Guest::new();
-    // The tables at the addresses of their frames plus 1 GiB, by tables of their own.
+    // The guest maps the tables at the addresses of their frames plus 1 GiB, by other tables.
     for (table, below) in [(TABLES[1], 30), (30, 31)] {
         guest
             .memory
@@ -153,7 +154,7 @@ fn a_store_to_an_upper_table_is_made_after_that_is_shadowed_no_more() {
     assert!(guest.walk(0x3000, Read).is_none(), "the table is let go");
     guest.memory.put(TABLES[2], 0, DATA << 12 | USED | HUGE);
     guest.vm.audit().unwrap();
-    // A store to a table of the level above is one to its own path.
+    // A store to a table of the next higher level is also a store to a table of its own path.
     assert_eq!(guest.access(at(TABLES[1]), Write), Err(Ended::Emulate));
     assert_eq!(
         guest.access(at(31), Write),
@@ -199,7 +200,7 @@ fn short_modes_have_a_page_directory_for_each_gib() {
         guest.paging.cr3 = directory << 12;
         let pointers = [0, 1, 2, 3].map(|gib| (directory + gib) << 12 | 1);
         guest.paging.pdptes = (mode == Mode::Pae).then_some(pointers);
-        // The third GiB and 4 MiB of it begin with 4 KiB pages: entry 0 of a table maps to DATA.
+        // The third GiB, and its first 4 MiB, begin with 4 KiB pages: entry 0 of a table maps to DATA.
         let table = 60;
         match mode {
             Mode::Pae => {
@@ -207,7 +208,7 @@ fn short_modes_have_a_page_directory_for_each_gib() {
                 guest.memory.put(table, 7, (DATA + 7) << 12 | USED);
             }
             _ => {
-                // Entry 513 of the directory, and entry 7 of the table: the upper halves of words.
+                // Sets entry 513 of the directory and entry 7 of the table, which are the upper halves of 8-byte words.
                 guest.memory.put(directory, 256, (table << 12 | USED) << 32);
                 guest.memory.put(table, 3, ((DATA + 7) << 12 | USED) << 32);
             }

@@ -1,6 +1,6 @@
-//! Two CPUs of a guest with the shadow MMU: one changes the guest's tables and flushes as the manual asks, the other
-//! uses them meanwhile, and the host replaces pages. After its own flush a CPU finds what it has stored, whatever
-//! faults of the other were in progress.
+//! Two CPUs of a guest with the shadow MMU. One changes the guest's tables, and flushes as the manual requires. The
+//! other uses the tables meanwhile, and the host replaces pages. After its own flush, the first CPU must find what it
+//! has stored, whatever faults of the other CPU were in progress.
 
 #[path = "common/guest.rs"]
 mod guest;
@@ -21,10 +21,11 @@ use slat::{
 use slat_model::{HostChange, HostMemory, PageKind, SimPlatform};
 
 const PAGES: u64 = 512;
-/// Frames of the tables of level 4 to 2, and of two level 1 tables for the same addresses.
+/// The frame of the table of level 4, after which those of levels 3 and 2 follow; and the frames of two level 1 tables
+/// for the same addresses.
 const ROOT: u64 = 16;
 const LAST: [u64; 2] = [19, 20];
-/// The guest's data: the first page is mapped to one of these frames.
+/// The frames of the guest's data. The first page is mapped to one of these two frames.
 const DATA: [u64; 2] = [64, 65];
 
 const REMAP: HostChange = HostChange::Remap {
@@ -35,11 +36,11 @@ const REMAP: HostChange = HostChange::Remap {
 
 const LONGEST: Duration = Duration::from_secs(10);
 
-/// One CPU, with a TLB whose entries it uses after every answer that does not say that they are void.
+/// A CPU with a TLB. It uses its TLB entries after every result that does not say that they are void.
 struct Cpu<'m> {
     vcpu: Vcpu<SimPlatform, X86<5>>,
     words: Words<'m>,
-    /// The host pages that accesses were translated to, by virtual page.
+    /// The host pages to which accesses were translated, by virtual page.
     tlb: [Option<Hpa>; 8],
 }
 
@@ -57,7 +58,7 @@ impl<'m> Cpu<'m> {
         self.vcpu.quiesce();
     }
 
-    /// Uses what it remembers: the host has not replaced these pages.
+    /// Uses the translations in the TLB, and checks that the host has not replaced their pages.
     fn use_all(&self) {
         for host in self.tlb.iter().flatten() {
             let (page, _) = HostMemory::identify(host.pfn());
@@ -76,14 +77,14 @@ impl<'m> Cpu<'m> {
         }
     }
 
-    /// Flushes, as a load of CR3 does.
+    /// Flushes like a load of CR3.
     fn flush(&mut self) {
         let mut words = self.words;
         self.vcpu.flush_guest(&mut words);
         self.tlb = [None; 8];
     }
 
-    /// Lets flushes pass that wait for this CPU.
+    /// Acknowledges flushes that wait for this CPU.
     fn pass(&mut self) {
         if self.vcpu.attention().flag().load(SeqCst) & Attention::FLUSH != 0 {
             self.quiesce();
@@ -98,7 +99,7 @@ impl<'m> Cpu<'m> {
         self.pass();
     }
 
-    /// Returns the host page that `gva` is translated to; `None`: the guest gets a page fault.
+    /// Returns the host page to which `gva` is translated. `None`: the guest gets a page fault.
     fn access(&mut self, gva: u64, access: Access) -> Option<u64> {
         let mut words = self.words;
         let kept = (gva >> 12) as usize % self.tlb.len();
@@ -159,11 +160,11 @@ fn a_cpu_that_has_flushed_finds_what_it_has_stored() {
     } else {
         20_000
     };
-    // On a machine that others keep busy, each round waits for its turns: as many as there is time for.
+    // On a busy machine, a round takes longer. So the number of rounds depends on the time.
     let begin = Instant::now();
     thread::scope(|scope| {
-        // The other CPU: faults all the time, and flushes sometimes, so that tables are synced under
-        // the first one's feet.
+        // The other CPU faults all the time, and flushes sometimes, so that tables are synced while the first CPU
+        // changes them.
         scope.spawn(|| {
             let mut other = new_cpu(true);
             other.vcpu.enter_unguarded(1);
@@ -180,7 +181,7 @@ fn a_cpu_that_has_flushed_finds_what_it_has_stored() {
             }
             other.vcpu.leave();
         });
-        // The host: replaces the pages of tables and data.
+        // The host replaces the pages that contain tables and data.
         scope.spawn(|| {
             let mut round = 0;
             while !stop.load(SeqCst) {
@@ -197,7 +198,7 @@ fn a_cpu_that_has_flushed_finds_what_it_has_stored() {
         let mut cpu = new_cpu(false);
         cpu.vcpu.enter_unguarded(0);
         for round in (0..rounds).take_while(|_| begin.elapsed() < LONGEST) {
-            // Meanwhile the host zaps leaves, and the other CPU faults.
+            // Meanwhile the host zaps leaves, and the other CPU takes faults.
             cpu.let_others_run();
             let page = round % 8;
             let (entry, mapped) = match round % 3 {
@@ -206,7 +207,7 @@ fn a_cpu_that_has_flushed_finds_what_it_has_stored() {
                 _ => (0, None),
             };
             match round % 5 {
-                // An upper table: the other level 1 table, with this entry in it.
+                // Changes a table of level 2: it then refers to the other level 1 table, which contains this entry.
                 4 => {
                     let table = LAST[(round / 5 % 2) as usize];
                     cpu.store(table, page, entry);
@@ -236,7 +237,7 @@ fn a_cpu_that_has_flushed_finds_what_it_has_stored() {
     assert!(stats.mmu_pte_write > 0 && stats.mmu_pde_zapped > 0);
 }
 
-/// Ends the other threads, also when this one fails.
+/// Ends the other threads when dropped, also if this thread fails.
 struct Stopper<'s>(&'s AtomicBool);
 
 impl Drop for Stopper<'_> {
@@ -249,7 +250,7 @@ fn all_memory() -> Region {
     Region::new(0, Gpa(0), PAGES << 12, HostMemory::hva(0))
 }
 
-/// Returns a VM whose guest has one table of entries without the accessed flag.
+/// Returns a VM whose guest has one table, with entries whose accessed flag is clear.
 fn with_unused_entries() -> (Arc<SimPlatform>, Arc<Vm<SimPlatform, X86<5>>>, Memory) {
     const UNUSED: u64 = 7;
     let platform = SimPlatform::new(PAGES);
@@ -263,8 +264,8 @@ fn with_unused_entries() -> (Arc<SimPlatform>, Arc<Vm<SimPlatform, X86<5>>>, Mem
     (platform, vm, memory)
 }
 
-/// The MMU sets flags in the guest's tables, which are stores as any other to a log, also to one that has
-/// begun since the last.
+/// When the MMU sets a flag in a guest's table, the log notes that like any other store, also if the log has begun
+/// after the MMU last set a flag there.
 #[test]
 fn a_table_in_which_a_flag_is_set_is_logged() {
     let (_, vm, memory) = with_unused_entries();
@@ -284,7 +285,7 @@ fn a_table_in_which_a_flag_is_set_is_logged() {
                     cpu.pass();
                     thread::yield_now();
                 }
-                // To read is enough for a flag, and leaves no leaf that has to be protected when the log begins.
+                // A read is enough to set a flag, and its leaf need not be protected when the log begins.
                 assert!(cpu.access(page << 12, Read).is_some());
                 done.store(page + 1, SeqCst);
             }
@@ -304,7 +305,7 @@ fn a_table_in_which_a_flag_is_set_is_logged() {
     assert_eq!(logged, [true, true]);
 }
 
-/// Access to the guest's tables, as long as they are in the host pages that back them now.
+/// Access to the guest's tables. Checks that the accessed host pages are those that back the tables now.
 struct Backed<'m> {
     words: Words<'m>,
     platform: &'m SimPlatform,
@@ -335,7 +336,7 @@ impl HostWords for Backed<'_> {
     }
 }
 
-/// The CPU stays in its reader section, and remembers where it has set flags.
+/// The CPU stays in its reader section, and remembers the table in which it has set flags.
 #[test]
 fn a_flag_is_set_in_the_table_where_it_is_after_an_invalidation() {
     let (platform, vm, memory) = with_unused_entries();

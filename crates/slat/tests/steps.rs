@@ -1,4 +1,5 @@
-//! Operations that look at more entries than one reader section may: they go on where they stopped, at each entry once.
+//! Operations that read more entries than one reader section may read. They continue where they stopped, and visit each
+//! entry once.
 
 #[path = "common/queued.rs"]
 mod queued;
@@ -18,7 +19,7 @@ use slat_model::{Event, HostMemory, SimPlatform, set_region};
 
 use queued::Queued;
 
-/// No multiple of what a section may look at, nor of a table.
+/// This is neither a multiple of the entries that one section may read, nor of the pages of a table.
 const PAGES: u64 = 2 * 4096 + 700;
 const BASE: u64 = 300;
 
@@ -77,7 +78,7 @@ fn zaps_and_harvests<F: Format>(log: &str) {
         drop(vm.invalidate(HostMemory::hvas(&(0..PAGES))));
         assert_eq!(leaves(&vm), 0);
         assert_eq!(in_log(&vm, 0), PAGES);
-        // Its log goes with it.
+        // The slot's log moves with it.
         write(&vm, BASE);
         let to = BASE + 1;
         let logged = SlotFlags::LOG_DIRTY_PAGES;
@@ -99,7 +100,7 @@ fn a_slot_of_small_leaves_is_zapped_aged_and_harvested_page_by_page() {
     zaps_and_harvests::<Stage2<48>>("write-protect");
 }
 
-/// Slots that share a backing, and one whose private memory that is.
+/// Several slots share a backing, and one slot has that memory as its private backing.
 #[test]
 fn an_operation_on_a_backing_comes_to_every_page_of_every_slot() {
     let vm = Vm::<_, Npt>::new(machine(2 * PAGES), Config::default()).unwrap();
@@ -128,8 +129,9 @@ fn an_operation_on_a_backing_comes_to_every_page_of_every_slot() {
     vm.audit().unwrap();
 }
 
-/// A log is taken; after its first step slot 0 becomes `first`, and then there is the slot `second`, which is written
-/// to. The second one's log names all that, whatever the operation on the first one's log does in its other steps.
+/// A log is harvested. After the harvest's first step, `first` replaces slot 0, and then `second` is created and the
+/// guest writes to it. The log of `second` must contain all these writes, whatever the remaining steps of the harvest
+/// do.
 fn a_slot_in_place_of_the_one_whose_log_is_taken(first: Region, second: Region) {
     const QUEUED: u32 = 2;
     const WRITING: u32 = 3;
@@ -140,7 +142,7 @@ fn a_slot_in_place_of_the_one_whose_log_is_taken(first: Region, second: Region) 
     let logged = SlotFlags::LOG_DIRTY_PAGES;
     vm.set_memory_region(0, &region(0, BASE, logged)).unwrap();
     write(&vm, BASE);
-    // How many of the two wait for their turns, and then what the second does.
+    // The number of threads that wait for the lock, from 0 to 2; then the state of the second thread.
     let state = Arc::new(AtomicU32::new(0));
     let wait_until = |state: &AtomicU32, least: u32| {
         while state.load(SeqCst) < least {
@@ -183,7 +185,7 @@ fn a_slot_in_place_of_the_one_whose_log_is_taken(first: Region, second: Region) 
                     wait_until(&state, i as u32 + 1);
                 }
             }
-            // The second may wait for this step to end before it can write.
+            // The second thread may have to wait for the end of this step before it can write.
             let begin = Instant::now();
             while vm.stats().slot_changes > changes + 1
                 && state.load(SeqCst) != WRITTEN
@@ -211,8 +213,8 @@ fn a_log_that_is_taken_is_not_that_of_another_slot() {
     a_slot_in_place_of_the_one_whose_log_is_taken(gone, again);
 }
 
-/// A log is taken; after its first step its slot is replaced by one with a log of its own. What was taken, and is not
-/// protected yet, is noted in the new log when it is written again.
+/// A log is harvested. After the harvest's first step, a slot with another log replaces its slot. A page whose mark was
+/// taken and that is not protected yet must be marked in the new log when it is written again.
 #[test]
 fn what_is_taken_from_the_log_of_a_slot_that_is_replaced_is_noted_again() {
     for log in ["write-protect", "dirty-bit", "buffer"] {
@@ -222,7 +224,8 @@ fn what_is_taken_from_the_log_of_a_slot_that_is_replaced_is_noted_again() {
         vm.set_memory_region(0, &region(0, BASE, logged)).unwrap();
         write(&vm, BASE);
         assert_eq!(in_log(&vm, 0), PAGES);
-        // In the first word a page is missing, so that its pages are protected at once. The others are collected.
+        // One page of the first word is not marked, so the pages of this word are protected at once. The other words
+        // are collected, and protected together.
         write_all(&vm, BASE + 1..BASE + PAGES);
         let change = vm.clone();
         let queued = Queued::at_the_next_table(vm.platform(), move || {

@@ -1,4 +1,4 @@
-//! The events that the engine traces are those that it counts, on every format and MMU.
+//! Checks, on every format and MMU, that the traced events agree with the counters.
 
 #[macro_use]
 mod common;
@@ -15,7 +15,7 @@ on_every_format! {
     faults_and_what_they_change_are_traced_as_they_are_counted,
 }
 
-/// Events, counted under the names of the counters.
+/// The number of events, by the names of their counters.
 #[derive(Default)]
 struct Traced {
     pf_taken: AtomicU64,
@@ -106,7 +106,7 @@ fn faults_and_what_they_change_are_traced_as_they_are_counted<F: Format>() {
     (0..PAGES)
         .step_by(512)
         .for_each(|gfn| touch(&mut vcpu, gfn, Write));
-    // A device, known at the second access.
+    // The frame is in no memslot. The second access finds an MMIO entry.
     touch(&mut vcpu, 4 * PAGES, Read);
     touch(&mut vcpu, 4 * PAGES, Read);
     set(SlotFlags::LOG_DIRTY_PAGES);

@@ -1,4 +1,4 @@
-//! What a VM says of the memory for its tables, compared with what its platform has given.
+//! Compares the memory for tables that a VM reports with the memory that its platform has given it.
 
 #[macro_use]
 mod common;
@@ -51,7 +51,7 @@ fn tables_count_from_their_allocation_to_their_end<F: Format>() {
     assert_eq!(after.peak_table_bytes, full.peak_table_bytes);
 }
 
-/// Tables are only made, so the most there were is what there is.
+/// The threads only make tables, so the peak is the current number.
 fn the_peak_is_exact_with_several_threads<F: Format>() {
     let platform = SimPlatform::at_level(64 * MIB2, Level::PAGE);
     let vm = Vm::<_, F>::new(platform.clone(), config()).unwrap();
@@ -80,7 +80,7 @@ fn the_peak_is_exact_with_several_threads<F: Format>() {
     assert_eq!(left.table_bytes, platform.live_frames() as u64 * 4096);
 }
 
-/// All that grows with the memory that is mapped: tables, what is kept beside each, the bitmap of a log.
+/// Measures all memory that grows with the mapped memory: tables, their metadata, and the bitmap of a log.
 #[test]
 fn a_gib_of_small_pages_takes_2_1_mib_at_most() {
     const GIB1: u64 = 1 << 30;

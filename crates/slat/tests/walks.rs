@@ -1,4 +1,5 @@
-//! How often an access walks from the root, reads the guest's tables, and looks a slot up: exact numbers.
+//! Counts how often an access walks from the root, reads the guest's tables, and looks up a slot. The numbers are
+//! exact.
 
 #[path = "common/guest.rs"]
 mod guest;
@@ -22,7 +23,7 @@ struct World<F: Format> {
     platform: Arc<SimPlatform>,
     vm: Arc<Vm<SimPlatform, F>>,
     vcpu: Vcpu<SimPlatform, F>,
-    /// Reads of a root table.
+    /// The number of reads of a root table.
     roots: Arc<AtomicU64>,
 }
 
@@ -56,7 +57,7 @@ impl<F: Format> World<F> {
         }
     }
 
-    /// Changes the VM while the CPU is outside.
+    /// Runs `change` while the CPU is outside its reader section.
     fn outside(&mut self, change: impl FnOnce(&mut Self)) {
         self.vcpu.leave();
         change(self);
@@ -64,7 +65,8 @@ impl<F: Format> World<F> {
         self.vcpu.quiesce();
     }
 
-    /// Returns how often `access` reads a root table. It is one fault of a vCPU that has cached no table.
+    /// Returns how often `access` reads a root table. The access takes one fault, and the vCPU has no table in its
+    /// cache.
     fn walks(&mut self, page: u64, access: Access) -> u64 {
         self.outside(|_| ());
         let root = self.vm.root(0).unwrap();
@@ -97,7 +99,7 @@ fn a_fault_walks_from_the_root_once<F: Format>() {
     assert_eq!(world.walks(1, Read), 1, "{}", F::NAME);
     assert_eq!(world.walks(2, Write), 1, "{}", F::NAME);
     assert_eq!(world.walks(3, Execute), 1, "{}", F::NAME);
-    // A leaf that is write-protected for the log alone: neither slot nor host are asked for the page.
+    // The leaf is write-protected only for the log, so the fault looks up neither the slot nor the host page.
     world.outside(|world| {
         world
             .vm
@@ -105,8 +107,8 @@ fn a_fault_walks_from_the_root_once<F: Format>() {
         world.set(SlotFlags::LOG_DIRTY_PAGES);
     });
     world.access(5, Read);
-    // The second walk of a write proves that the leaf is still in the tree. The first write walks once more, where a
-    // protected entry has to pass its protection down to the leaves.
+    // The second walk of a write proves that the leaf is still in the tree. On formats with write-protected tables, the
+    // first write walks once more, to push the protection of the entry above down to the leaves.
     let protects_tables = F::TABLE_WRITE != 0;
     let walks = 2 + u64::from(protects_tables);
     assert_eq!(world.walks(5, Write), walks, "{}", F::NAME);
@@ -123,8 +125,8 @@ fn a_fault_of_a_tree_walks_from_the_root_once() {
     a_fault_walks_from_the_root_once::<Sv48x4>();
 }
 
-/// The second walk is made under the lock of the table that receives the huge leaf: NX may have made a table there
-/// meanwhile.
+/// The second walk is made under the lock of the table that receives the huge leaf, because NX may have made a table
+/// there meanwhile.
 #[test]
 fn a_fault_that_maps_a_huge_page_walks_twice_for_nx() {
     let mut world = World::<Ept>::new(MmuKind::Tdp, Level::MEGA);
@@ -160,7 +162,7 @@ fn a_fault_of_the_shadow_mmu_reads_each_entry_of_the_guest_once() {
         }
         world.vcpu.stats().since(&before)
     };
-    // Its tables begin to be tracked.
+    // Tracking of the guest's tables begins.
     access(&mut world, 0, Read);
     for (page, kind) in [(1, Read), (2, Write), (3, Execute)] {
         let did = access(&mut world, page, kind);

@@ -1,5 +1,5 @@
-//! What a platform is told of leaves that are zapped: that their pages may have been written to, so that the
-//! host writes them back.
+//! Tests the reports of zapped leaves that a platform gets: they tell which pages may have been written to, so that the
+//! host can write these back.
 
 #[macro_use]
 #[path = "common/passing.rs"]
@@ -16,7 +16,7 @@ use slat::{
 };
 use slat_model::{HostChange, HostMemory, PageKind, SimPlatform};
 
-/// A machine that remembers what it was told.
+/// A machine that records the reports.
 struct Listening {
     machine: Arc<SimPlatform>,
     told: Mutex<Vec<ZappedLeaf>>,
@@ -45,14 +45,14 @@ unsafe impl Platform for Listening {
 }
 
 const PAGES: u64 = 1024;
-/// The guest writes to this page,
+/// The page to which the guest writes.
 const WRITTEN: u64 = 3;
-/// and reads this one, by a leaf that allows writing.
+/// The page that the guest only reads. Its leaf allows writing.
 const READ: u64 = 4;
 
 type Zap<F> = fn(&Vm<Listening, F>);
 
-/// Ways in which the leaves are zapped: one by one, with their table, and with their slot.
+/// Returns operations that zap the leaves: one by one, with their table, and with their slot.
 fn zaps<F: Format>() -> [Zap<F>; 3] {
     [
         |vm| drop(vm.invalidate(HostMemory::hvas(&(WRITTEN..READ + 1)))),
@@ -67,7 +67,8 @@ fn region() -> Region {
 
 fn written_pages_are_told<F: Format>(mmu: MmuKind) {
     for zap in zaps::<F>() {
-        // A log takes the right to write from the leaves: what was written before is no less dirty.
+        // A log removes the right to write from the leaves. The pages that were written before must still be reported
+        // as dirty.
         for logs in [false, true] {
             let machine = SimPlatform::new(PAGES);
             let remap = HostChange::Remap {
@@ -97,7 +98,7 @@ fn written_pages_are_told<F: Format>(mmu: MmuKind) {
                 .map(|leaf| (HostMemory::identify(leaf.pfn).0, leaf.level, leaf.dirty))
                 .collect();
             told.sort_unstable();
-            // Where walkers set no dirty bit, a page may have been written to that was read first.
+            // If walkers set no dirty bit, a page that was only read may count as written.
             let unknown = !F::SETS_DIRTY;
             let both = [(WRITTEN, Level::PAGE, true), (READ, Level::PAGE, unknown)];
             assert_eq!(told, both, "{}, logs: {logs}", F::NAME);

@@ -334,7 +334,7 @@ fn wrpkru(cpu: &mut Cpu, _: &Op) -> Flow {
     Ok(())
 }
 
-/// Stores in `op` which one of the instructions that share a handler it is.
+/// Stores in `op` the number of the instruction, among those that share a handler.
 fn variant(op: &mut Op, variant: u8, handler: Handler) -> Handler {
     op.aux = variant;
     handler

@@ -38,8 +38,9 @@ impl Kind {
 }
 
 impl Translator<'_> {
-    /// Returns where an access is made. If the access is in the page of the last access, the distance between the two
-    /// is the same in host memory. Otherwise the TLB gives the host address; on a miss, a helper finds it.
+    /// Returns the host address of an access. If the access is in the page of the last access, computes the address
+    /// from the distance to the last access, which is the same in host memory. Otherwise looks the address up in the
+    /// TLB; on a miss, a helper finds it.
     fn place(&mut self, lin: Value, size: u8, kind: Kind) -> Place {
         self.prepare_stop();
         let (lin, host, distance) = match self.near(lin, size, kind) {
@@ -134,12 +135,12 @@ impl Translator<'_> {
         MemFlags::new().with_trap_code(Some(GUARDED))
     }
 
-    /// Returns where to load from.
+    /// Returns the host address of a load.
     pub(super) fn place_to_load(&mut self, lin: Value, size: u8) -> Place {
         self.place(lin, size, Kind::Load)
     }
 
-    /// Returns where to store at.
+    /// Returns the host address of a store.
     pub(super) fn place_to_store(&mut self, lin: Value, size: u8) -> Place {
         self.place(lin, size, Kind::Store)
     }

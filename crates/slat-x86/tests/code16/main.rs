@@ -21,7 +21,7 @@ fn memory(guest: &Guest) -> &[u8] {
     unsafe { std::slice::from_raw_parts(guest.memory().at(0), COMPARED) }
 }
 
-/// What executes the code: the interpreter, or compiled code of a tier.
+/// The executor of the code: the interpreter, or compiled code of a tier.
 const BY: [Option<Tier>; 3] = [None, Some(Tier::Baseline), Some(Tier::Full)];
 
 fn interpreted() -> Guest {

@@ -100,7 +100,7 @@ pub fn prepare(guest: &mut Guest, mode: Mode, random: &mut Random) -> Vec<u8> {
         };
         *r = low & 0xffff | high << 16;
     }
-    // The stack is mostly one to which the program can push.
+    // The program can push to most of the random stacks.
     let sp = random.pick(&[0, 1, 2, 3, 6, 0x102, 0xfffe, 0xffff, 0x1200, 0x3001, 0x2002]);
     let high = match state.ss.big() {
         true => random.pick(&[0, 0, 0, 1]),

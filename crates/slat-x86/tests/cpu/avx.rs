@@ -84,7 +84,7 @@ fn xsetbv_enables_avx_for_the_next_instruction_and_wants_sse_with_it() {
 #[test]
 fn a_guest_without_the_component_has_no_avx() {
     let mut guest = guest(b"\x0f\x01\xd1\xf4");
-    // CPUID leaf 0xd tells of x87 and SSE only.
+    // CPUID leaf 0xd reports only x87 and SSE.
     guest
         .cpu
         .set_features(Features::from_cpuid(|leaf, _| match leaf {

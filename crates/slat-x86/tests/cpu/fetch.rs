@@ -129,7 +129,7 @@ fn linear_addresses_of_32_bits_begin_again_after_the_last() {
 
 #[test]
 fn code_beyond_its_segment_is_not_executed() {
-    // The distance of the limit from the first byte, the sum that is computed, and the address of the next instruction.
+    // The distance of the limit from the first byte; the expected sum; and the address of the next instruction.
     for (limit, sum, end) in [(4, 9, 5), (3, 2, 2), (2, 2, 2), (1, 2, 2), (0, 1, 1)] {
         let mut guest = Guest::new(&[]);
         mode_of(16, &mut guest);
@@ -238,7 +238,7 @@ impl Crossing {
         }
     }
 
-    /// Runs to the HLT at the end. Exceptions return like from a handler: with everything as it was before.
+    /// Runs to the HLT at the end. The handlers of exceptions return with all registers as they were before.
     fn round(&mut self, trap: bool, what: &str) {
         let guest = &mut self.guest;
         guest.cpu.state.rip = self.start;

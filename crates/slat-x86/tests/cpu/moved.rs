@@ -214,7 +214,7 @@ fn operands_near_the_code_are_those_of_the_copy() {
         (b"\x4c\x89\x25", d(0xffc), b""),            // mov ,r12, too
         (b"\x48\x0f\xae\x0d", d(0x200), b""),        // fxrstor64
     ];
-    // Each alone, and all in a row.
+    // Calls each block alone, and then all blocks one after the other.
     let mut all = Code::at(0xa00);
     let mut codes = Vec::new();
     for (n, (before, place, after)) in operands.iter().enumerate() {

@@ -98,7 +98,7 @@ fn program(random: &mut Random) -> Vec<u8> {
     let mut base = 0;
     for n in 0..2 + random.below(8) {
         let (prefix, opcode, middle, immediate) = random.pick(&FORMS);
-        // Often near the last operand, because compiled code remembers the last access.
+        // The operand is often near the last operand, because compiled code remembers the page of the last access.
         if n == 0 || random.below(2) == 0 {
             base = random.pick(&BASES) as u8;
         }
@@ -126,7 +126,7 @@ fn program(random: &mut Random) -> Vec<u8> {
     code
 }
 
-/// How the operands in a page fail.
+/// The ways in which the operands in a page fail.
 #[derive(Clone, Copy, Debug)]
 enum Failure {
     Absent,

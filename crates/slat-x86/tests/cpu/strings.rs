@@ -17,8 +17,8 @@ enum Mode {
     Long32,
     /// 32-bit code in segments of 4 GiB.
     Flat,
-    /// Code of so many bits, with addresses of so many bits, in segments whose base and limit are near the memory that
-    /// the instruction reaches.
+    /// Code with this number of bits, and addresses with this number of bits, in segments whose base and limit are near
+    /// the memory that the instruction reaches.
     Segments { code: u8, addresses: u8 },
 }
 
@@ -59,7 +59,8 @@ struct Around {
 impl Around {
     fn random(random: &mut Random, near: u64, bits: u8) -> Around {
         let expands_down = random.below(4) == 0;
-        // The lowest and the highest offsets, and some in the middle of what the address size reaches.
+        // Returns the lowest and the highest offsets, and some offsets in the middle of those that the address size
+        // allows.
         let offset = match (bits, random.below(4)) {
             (16, 0) | (32, 0) => random.below(0x3000),
             (16, 1) => 0xffff - random.below(0x3000),
@@ -68,7 +69,7 @@ impl Around {
         };
         let base = near.wrapping_sub(offset) & 0xffff_ffff;
         let limit = match random.below(3) {
-            // It cuts the memory that the instruction reaches.
+            // The segment's limit is in the memory that the instruction reaches.
             0 => offset
                 .wrapping_add(random.below(0x2000))
                 .wrapping_sub(0x1000) as u32,
@@ -226,7 +227,7 @@ impl Case {
         let mut random = Random(self.seed);
         for page in 0..PAGES {
             let mut bytes = [0u8; 0x1000];
-            // Mostly equal bytes, so that comparisons continue for a while.
+            // Most bytes are equal, so that comparisons continue for some time.
             for byte in &mut bytes {
                 if random.below(64) == 0 {
                     *byte = random.below(self.values) as u8;

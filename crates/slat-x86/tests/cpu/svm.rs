@@ -114,7 +114,7 @@ fn fill(guest: &Guest) {
     }
 }
 
-/// A hypervisor that runs `l2` once and halts.
+/// Returns a hypervisor that runs `l2` once and halts.
 fn hypervisor(l2: &[u8]) -> Guest {
     // vmrun; hlt
     let mut guest = Guest::new(b"\x0f\x01\xd8\xf4");
@@ -340,7 +340,7 @@ fn a_hypervisor_that_knows_nothing_does_no_harm() {
         l2.iter_mut().for_each(|byte| *byte = random.next() as u8);
         guest.memory().write(L2, &l2);
         for _ in 0..random.below(6) {
-            // Mostly fields that have a meaning.
+            // Most random values are written to fields that have a meaning.
             let at = match random.below(3) {
                 0 => random.below(0x100),
                 1 => 0x400 + random.below(0x2a0),
@@ -353,7 +353,7 @@ fn a_hypervisor_that_knows_nothing_does_no_harm() {
             };
             put(&guest, at, value);
         }
-        // Special addresses: its code, MMIO, its own tables.
+        // Special addresses: the guest's code, MMIO, and the guest's own tables.
         guest.cpu.state.gpr[RAX] = match random.below(8) {
             0 => random.pick(&[CODE, MMIO - 0x1000, MMIO, GDT, IDT, L2, 1 << 47]),
             _ => VMCB,

@@ -18,22 +18,22 @@ const MEMORY: usize = 0x20_0000;
 const HOT: u64 = 5000;
 const READ_WRITE: libc::c_int = libc::PROT_READ | libc::PROT_WRITE;
 
-/// How the accesses to a page fail.
+/// The ways in which the accesses to a page fail.
 #[derive(Clone, Copy, Debug)]
 enum Way {
-    /// #PF. Afterwards the page is present.
+    /// The first access raises #PF. Then the page is present.
     Absent,
-    /// #PF of stores. Then the page is writable.
+    /// The first store raises #PF. Then the page is writable.
     ReadOnly,
-    /// The host page is inaccessible until the machine rechecks it.
+    /// The host page is inaccessible until the machine rechecks the access.
     Gone,
-    /// As for `Gone`, but the recheck abandons the instruction.
+    /// Like `Gone`, but the recheck abandons the instruction.
     GoneRetry,
-    /// As for `Gone`, but the run ends.
+    /// Like `Gone`, but the recheck ends the run.
     BadAddress,
     /// The page belongs to a device.
     Device,
-    /// The machine wants to know of stores.
+    /// The machine requires a report of each store.
     Tracked,
     /// The page holds decoded code.
     HoldsCode,
@@ -64,13 +64,13 @@ fn setting(name: &str, default: u64) -> u64 {
     value.and_then(|v| v.parse().ok()).unwrap_or(default)
 }
 
-/// Which part of a program is compiled.
+/// The part of a program that is compiled.
 #[derive(Clone, Copy, Debug)]
 enum Compiled {
     Nothing,
     /// Each block alone.
     Blocks,
-    /// All together, after they have run often.
+    /// All blocks are compiled together, after they have run often.
     Regions,
 }
 
@@ -132,7 +132,7 @@ fn run(
                 guest.halt();
             }
         }
-        // The TLB has the page still.
+        // The TLB still has the page.
         Some(Way::Gone) => guest.machine.mends = Some(Ok(())),
         Some(Way::GoneRetry) => guest.machine.mends = Some(Err(Fault::Retry)),
         Some(Way::BadAddress) => guest.machine.bad_address = true,
@@ -248,14 +248,14 @@ fn every_access_of_compiled_code_that_fails_leaves_what_it_leaves_in_the_interpr
             );
             let after = guest.cpu.counters();
             let compiled = after.instructions_compiled - before.instructions_compiled;
-            // A single block may stop at its first access in each turn.
+            // In a single block, each turn of the loop may stop at the first access.
             assert!(compiled > 0 || is_single, "seed {round}");
             instructions[0] += after.instructions - before.instructions;
             instructions[1] += compiled;
         }
         for page in pages {
             for (n, way) in WAYS.into_iter().enumerate() {
-                // This way makes new blocks, whose compilation takes long, so it is tried less often.
+                // This part makes new blocks, whose compilation takes long, so it is tried less often.
                 if matches!(way, Way::HoldsCode) && random.below(4) != 0 {
                     continue;
                 }

@@ -10,11 +10,11 @@ const SLOT: u64 = 0x2000;
 pub const ITERATIONS: u64 = 2;
 /// The code page to which indirect jumps lead.
 const OTHER: u64 = CODE + 0x1000;
-/// R12 is an index register of this value.
+/// The value of R12, which is an index register.
 const INDEX: u64 = 8;
 const FS_BASE: u64 = 0x40;
-/// Registers for computing: all but RSP, RBP (which points to the slots), R12, R14 (which is added to RBP) and R15
-/// (the number of rounds).
+/// The registers in which instructions compute: all except RSP, RBP (which points to the slots), R12, R14 (which is
+/// added to RBP) and R15 (the number of rounds).
 const FREE: &[u8] = &[0, 1, 2, 3, 6, 7, 8, 9, 10, 11, 13];
 
 /// The register field of an instruction's ModR/M byte.
@@ -22,11 +22,11 @@ const FREE: &[u8] = &[0, 1, 2, 3, 6, 7, 8, 9, 10, 11, 13];
 enum Field {
     /// Any general register.
     Any,
-    /// Any of the first eight XMM, MMX or x87 registers.
+    /// The number of any of the first eight XMM, MMX or x87 registers.
     Low,
     /// A part of the opcode.
     Is(u8),
-    /// One of the eight operations of an opcode.
+    /// The number of one of the eight operations of an opcode.
     Operation,
 }
 use Field::*;
@@ -93,8 +93,8 @@ pub struct Program {
 }
 
 impl Program {
-    /// Makes a program. `is_single`: of a single block, which is compiled differently, as its registers stay in
-    /// values from turn to turn.
+    /// Makes a program. With `is_single`, the program is a single block. The compiler handles such a loop in another
+    /// way: it keeps registers in values from turn to turn.
     pub fn random(random: &mut Random, is_single: bool) -> Self {
         let mut program = Self {
             code: vec![],
@@ -287,7 +287,7 @@ impl Program {
         }
     }
 
-    /// Something with memory operands.
+    /// Appends instructions with memory operands.
     fn one(&mut self, random: &mut Random) {
         match random.below(18) {
             10 | 11 => self.function(random),

@@ -557,7 +557,7 @@ fn random_regs(base: usize, rng: &mut Rng) -> Regs {
     for n in 0..16 {
         fx(160 + 16 * n, &rng.xmm().to_le_bytes());
     }
-    // Often all upper halves are zero, as in code that does not use them.
+    // The upper halves are often all zero, as in code that does not use them.
     if is_x86_feature_detected!("avx") && !rng.one_in(4) {
         for half in regs.high.chunks_exact_mut(16) {
             half.copy_from_slice(&rng.xmm().to_le_bytes());

@@ -167,7 +167,7 @@ pub fn tame(
             rng.below(40) as u64
         };
         if rng.one_in(3) {
-            // Mostly equal data, so that repeated comparisons run for a while.
+            // Most of the data are equal, so that repeated comparisons continue for some time.
             data.fill(regs.gpr[0] as u8);
             let odd = rng.below(DATA_LEN);
             data[odd] ^= 1;
@@ -261,8 +261,8 @@ pub fn tame(
             }
         }
         M::Dpps | M::Dppd | M::Vdpps | M::Vdppd => {
-            // Unmasked, an exception of a product would end the instruction before the sum has
-            // raised its own exceptions.
+            // If an exception of a product is unmasked, it ends the instruction before the sum has raised its own
+            // exceptions.
             regs.fx[24] |= 0x80;
             regs.fx[25] |= 0x1f;
         }

@@ -231,7 +231,7 @@ impl Arena {
         }
     }
 
-    /// The bytes at `offset`; never the hole.
+    /// Returns the bytes at `offset`, which is not in the hole.
     pub fn bytes(&self, offset: usize, len: usize) -> &[u8] {
         assert!(offset + len <= ARENA_LEN && (offset + len <= HOLE || offset >= STACK));
         // SAFETY: inside the mapping, outside of the hole; nothing runs on it while the slice is used.

@@ -59,7 +59,7 @@ pub fn random(pool: &Pool, base: usize, rng: &mut Rng) -> Option<Case> {
     let Program { code, .. } = program;
     let len = encode(&code, base as u64)?.len();
     let last = CODE_LEN.checked_sub(len + 0x20)?;
-    // Often across the two pages.
+    // The operands often cross the boundary of the two pages.
     let at = match rng.one_in(2) {
         true if len < PAGE - AT => PAGE - rng.below(len),
         _ => AT + rng.below(last.checked_sub(AT)?),
@@ -164,7 +164,7 @@ impl Program<'_> {
         if has_memory {
             let size = instruction.memory_size().size();
             let at = match self.rng.below(4) {
-                // Across the page boundary, except for vectors, most of which must be aligned.
+                // The operand crosses the page boundary, unless it is a vector, because most vectors must be aligned.
                 0 if size < 16 => PAGE - self.rng.below(size.max(1)),
                 1 => PAGE + 32 * self.rng.below(16),
                 _ => 32 * self.rng.below(4),

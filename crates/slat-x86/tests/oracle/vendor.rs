@@ -41,14 +41,15 @@ fn is_amd() -> bool {
     matches!(&vendor(), b"Auth" | b"Hygo")
 }
 
-/// The positions in a sequence at which an instruction that a rule concerns may be.
+/// The positions in a sequence at which an instruction may be to which a rule applies.
 #[derive(PartialEq, Eq)]
 enum InSequences {
-    /// No place. On AMD's CPUs the rest of the sequence would start from another state, or not run.
+    /// The instruction may be in no sequence. On AMD's CPUs the rest of the sequence would start from another state, or
+    /// not run.
     Nowhere,
-    /// Only the end. The rest of the sequence could read the bytes that differ.
+    /// The instruction may only be at the end. The rest of the sequence could read the bytes that differ.
     AtTheEnd,
-    /// Any: no sequence has the operands for which the vendors differ.
+    /// The instruction may be anywhere: no sequence has the operands for which the vendors differ.
     Anywhere,
 }
 

@@ -178,7 +178,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
             "a call for a hardware CPU inside enter/leave"
         );
         let mut entered = self.enter(0);
-        // Entering passes a quiescent point. What remains is to acknowledge the flushes that entering reports.
+        // Entering the section has passed a quiescent point. Now acknowledge the flush that was requested meanwhile.
         if entered.attention().flag().load(Relaxed) & Attention::FLUSH != 0 {
             entered.quiesce();
         }

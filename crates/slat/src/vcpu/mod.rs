@@ -72,12 +72,12 @@ use streams::Streams;
 /// ```
 pub struct Vcpu<P: Platform, F: Format> {
     vm: Arc<Vm<P, F>>,
-    /// Its reader is one of `vm.readers`.
+    /// The vCPU's reader, which is one of `vm.readers`, and the tables that the vCPU has reached.
     presence: Presence,
     /// Number of the vCPU's address space, to which `context`, `recent`, `roots`, `flags_in` and the tables in
     /// `presence` belong.
     space: usize,
-    /// Where the vCPU's walks begin.
+    /// The root with which the vCPU's walks begin.
     context: Root,
     token: usize,
     frames: FrameCache,
@@ -85,7 +85,7 @@ pub struct Vcpu<P: Platform, F: Format> {
     flushed: Flushed,
     recent: RecentSlots,
     streams: Streams,
-    /// Where walks of guest-virtual addresses begin.
+    /// The roots with which walks of guest-virtual addresses begin.
     roots: guest::Roots,
     flags_in: Option<guest::FlagsIn>,
     ring: Option<Arc<DirtyRing>>,
@@ -99,9 +99,9 @@ pub(crate) struct Parts<'v, P: Platform, F: Format> {
     pub(crate) tables: &'v Mmu<P, F>,
     pub(crate) slots: &'v SlotSet,
     pub(crate) ring: Option<&'v DirtyRing>,
-    /// The walk that the caller has paused.
+    /// A cursor that continues the walk which the caller has paused.
     pub(crate) cursor: Cursor<'v, P, F>,
-    /// Contains the frames that were allocated ahead.
+    /// The resources for an install, with the frames that were allocated ahead.
     pub(crate) path: Path<'v>,
     pub(crate) counters: &'v Counters,
 }

@@ -413,7 +413,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
                     let mapped = tables.map_absent(&mut target, level, leaves, leaf, path, valid);
                     if let Ok(new) = mapped {
                         installed += new;
-                        // Otherwise some entries refer to tables, and these may lack pages.
+                        // If fewer leaves were installed, some entries refer to tables, in which pages may be missing.
                         if new == leaves && next == start {
                             next = tried;
                         }

@@ -27,9 +27,9 @@ use crate::table::Aged;
 /// Pages of a block. A leaf above level 1 has whole blocks, whatever the granule.
 const BLOCK: usize = Granule::Kib4.pages(Level::MEGA) as usize;
 
-// The bits of a byte in the map, which has a byte for each block, and a byte for each page. Between two passes only
-// `AGE` is used, and in the byte of a block also `PAGES`.
-/// The age plus one; 0: not mapped.
+// The bits of a byte in the map. The map has a byte for each block, and a byte for each page. Between two passes, a
+// page's byte contains only `AGE`, and a block's byte contains `AGE` and `PAGES`.
+/// The age plus one. 0: no leaf maps the page or block.
 const AGE: u8 = 0x1f;
 /// Each page of the block has an age of its own; otherwise all its pages have the block's age.
 const PAGES: u8 = 1 << 5;

@@ -1,16 +1,16 @@
-//! No modules of a crate import one another in a circle.
+//! Checks that no modules of a crate import one another in a circle.
 
 use super::sources::{Module, each_of_all};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Modules, by crate, that are in a circle: the root of both crates is where they are entered, and has what the entry
-/// needs.
+/// The exceptions: modules that are in a circle, by crate. The root of both crates contains the library's entry points,
+/// and the items that these need.
 const IN_CIRCLES: &[(&str, &str)] = &[
     ("slat-engine-capi", "the root"),
     ("slat-preload", "the root"),
 ];
 
-/// Removes the modules that are in no circle, and lie between no two.
+/// Removes all modules that are in no circle and on no path between two circles.
 pub fn keep_circles<M: Ord + Clone>(graph: &mut BTreeMap<M, BTreeSet<M>>) {
     loop {
         let imported: BTreeSet<_> = graph.values().flatten().cloned().collect();
@@ -33,7 +33,7 @@ fn shown(module: &Module) -> String {
     }
 }
 
-/// Returns the circles of a crate's modules. `part` returns the module that a module is a part of.
+/// Returns the circles of a crate's modules. `part` returns the module to which a module is counted.
 fn circles(
     imports: &BTreeMap<Module, BTreeSet<Module>>,
     part: &dyn Fn(&Module) -> Module,
@@ -58,7 +58,7 @@ fn circles(
     lines.collect()
 }
 
-/// Neither the files of a crate do, nor its top-level modules as wholes.
+/// Checks the files of each crate, and its top-level modules with all files inside them.
 #[test]
 fn no_modules_import_one_another_in_a_circle() {
     let mut found = Vec::new();

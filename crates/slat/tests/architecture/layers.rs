@@ -1,10 +1,10 @@
-//! The modules of some crates are in layers, which a table in the documentation of the crate's root lists, from the
-//! lowest layer on. Each module imports only from its own layer and from lower ones.
+//! Checks that the modules of some crates are in layers. A table in the documentation of the crate's root lists the
+//! layers, the lowest first. Each module imports only from its own layer and from lower layers.
 
 use super::sources::{ARCH, LAYERS, Module, Sources, each_of_all};
 use std::collections::BTreeSet;
 
-/// Crates with layers, at least.
+/// Crates that must have layers.
 const LAYERED: [&str; 3] = ["slat-kvm", "slat-preload", "slat-x86"];
 
 /// A layer, and its modules.
@@ -14,7 +14,7 @@ pub struct Layer {
     modules: Vec<Module>,
 }
 
-/// Returns the layers in the table, from the lowest layer on. Nothing if there is no such table. The modules of the
+/// Returns the layers in the table, the lowest first. Returns nothing if there is no such table. The modules of the
 /// table are inside `parent`.
 fn table(docs: &str, parent: &[String]) -> Vec<Layer> {
     let mut layers: Vec<Layer> = Vec::new();
@@ -38,7 +38,8 @@ fn table(docs: &str, parent: &[String]) -> Vec<Layer> {
     layers
 }
 
-/// Returns the layers of a crate, from the lowest layer on. An architecture's table has modules of the root's layers.
+/// Returns the layers of a crate, the lowest first. The table of an architecture adds modules to layers of the root's
+/// table.
 pub fn layers(sources: &Sources) -> Vec<Layer> {
     let mut layers = table(&sources.root_docs, &[]);
     for (arch, docs) in &sources.arch_docs {
@@ -51,8 +52,7 @@ pub fn layers(sources: &Sources) -> Vec<Layer> {
     layers
 }
 
-/// Returns the number of a module's layer. The root has none, and neither have the modules that choose the
-/// architecture.
+/// Returns the number of a module's layer. The root, and the modules that select the architecture, have no layer.
 pub fn layer_of(sources: &Sources, layers: &[Layer], module: &Module) -> Option<usize> {
     let top = sources.top(module);
     layers.iter().position(|layer| layer.modules.contains(&top))

@@ -1,5 +1,5 @@
-//! The crates, their modules and the engine's modules depend on each other as docs/architecture.md, and the root of
-//! each crate, say.
+//! Checks that the dependencies of the crates, of their modules and of the engine's modules are as in
+//! docs/architecture.md and in the documentation of each crate's root.
 
 mod arch;
 mod circles;
@@ -12,14 +12,14 @@ use std::fs;
 use std::path::Path;
 
 const DOCUMENT: &str = "docs/architecture.md";
-/// May import from anywhere.
+/// A module that may import all others.
 const MODELS: &str = "loom_tests";
 
 fn root() -> &'static Path {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
 }
 
-/// Returns the section of the document under `heading`.
+/// Returns the section of the document that begins with `heading`.
 fn section(heading: &str) -> String {
     let document = fs::read_to_string(root().join(DOCUMENT)).unwrap();
     let (_, rest) = document.split_once(&format!("\n## {heading}\n")).unwrap();
@@ -30,11 +30,11 @@ fn section(heading: &str) -> String {
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Dependencies {
     all: BTreeSet<String>,
-    /// Of its tests, in addition.
+    /// The additional crates on which the crate's tests depend.
     tests: BTreeSet<String>,
 }
 
-/// Returns the crates as the picture shows them, from top to bottom. A line has the group's name, or none, the
+/// Returns the crates in the picture, from top to bottom. A line of the picture contains the group's name, if any, the
 /// crate, and its arrows.
 fn picture() -> Vec<(String, Dependencies)> {
     let section = section("The crates");
@@ -58,7 +58,7 @@ fn picture() -> Vec<(String, Dependencies)> {
     lines.collect()
 }
 
-/// Reads the dependencies of a crate on others of the workspace, each a line of `manifest`.
+/// Reads the crates of the workspace on which a crate depends. Each is a line of `manifest`.
 fn dependencies(manifest: &str) -> Dependencies {
     let mut found = Dependencies::default();
     let mut table = "";
@@ -145,7 +145,7 @@ fn each_module(directory: &Path, parent: &[String], then: &mut dyn FnMut(&[Strin
     }
 }
 
-/// Returns the first names of the paths at which `text` begins: of one, or of all in the braces of a `use`.
+/// Returns the first name of the path at which `text` begins, or of each path in the braces of a `use`.
 fn first_names(text: &str) -> Vec<&str> {
     let name = |text: &'_ str| text.find(|c: char| !c.is_alphanumeric() && c != '_');
     let Some(list) = text.strip_prefix('{') else {
@@ -173,7 +173,7 @@ fn imports<'c>(module: &[String], code: &'c str) -> BTreeSet<&'c str> {
     for (at, keyword) in code.match_indices("crate::") {
         names.extend(first_names(&code[at + keyword.len()..]));
     }
-    // As many of them as lead to the root.
+    // A path that begins with this number of `super::` begins at the root.
     let to_root = "super::".repeat(module.len());
     for (at, keyword) in code.match_indices(&to_root) {
         names.extend(first_names(&code[at + keyword.len()..]));

@@ -1,12 +1,12 @@
-//! Methods of one structure may be defined in many modules, and are called without an import. So the layers of
-//! slat-x86 also bind the methods of its `Cpu` and its `Executor`.
+//! Checks the layers of slat-x86 for method calls, too. Methods of one structure may be defined in many modules, and
+//! calling one needs no import.
 
 use super::circles::keep_circles;
 use super::layers::{layer_of, layers};
 use super::sources::{Module, Sources, name};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The structures, and what their methods are called on.
+/// The structures, and the texts before a call of their methods.
 const STRUCTURES: [&str; 2] = ["Cpu", "Executor"];
 const NAMES: [&str; 4] = ["cpu.", "executor.", "Cpu::", "Executor::"];
 const SELF: [&str; 2] = ["self.", "Self::"];
@@ -49,7 +49,7 @@ fn calls<'c>(code: &'c str, receivers: &[&str], found: &mut BTreeSet<&'c str>) {
     }
 }
 
-/// Returns the names of the methods that `code` calls. `self` is one of the structures in their `impl` blocks alone.
+/// Returns the names of the methods that `code` calls. `self` is one of the structures only in their `impl` blocks.
 fn called(code: &str) -> BTreeSet<&str> {
     let mut found = BTreeSet::new();
     calls(code, &NAMES, &mut found);
@@ -59,14 +59,15 @@ fn called(code: &str) -> BTreeSet<&str> {
     found
 }
 
-/// Calls `then` with each module that calls a method which another module alone defines, that module, and the method.
+/// Calls `then` with a module, another module, and a method, for each method that the first module calls and only the
+/// second defines.
 fn each_call(sources: &Sources, then: &mut dyn FnMut(&Module, &Module, &str)) {
     let defined = defined(sources);
     assert!(defined.len() > 300, "methods are found: {}", defined.len());
     let names_one = |code: &str| STRUCTURES.iter().any(|name| code.contains(name));
     for (module, code) in sources.modules.iter().filter(|(_, code)| names_one(code)) {
         for method in called(code) {
-            // A method that several modules define has a definition for each of the structures.
+            // If several modules define a method with this name, it is a method of different structures.
             let of = defined.get(method).filter(|of| of.len() == 1);
             if let Some(of) = of.and_then(BTreeSet::first).filter(|of| **of != module) {
                 then(module, of, method);
@@ -92,7 +93,8 @@ fn methods_are_called_from_their_layer_and_higher_ones_alone() {
     assert!(wrong.is_empty(), "of a higher layer:\n{}", wrong.join("\n"));
 }
 
-/// The run loop and the completion of an instruction call one another: the modules of the highest layer are one room.
+/// The run loop and the completion of an instruction call one another. So the modules of the highest layer count as
+/// one.
 #[test]
 fn below_the_highest_layer_methods_call_one_another_in_no_circle() {
     let sources = Sources::of("slat-x86");

@@ -1,29 +1,29 @@
-//! The modules of a crate, and what each of them imports, as its source text says.
+//! Finds the modules of a crate, and their imports, in the crate's source text.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// A module's path from the crate's root on. The root's own path is empty.
+/// The path of a module from the crate's root. The root's own path is empty.
 pub type Module = Vec<String>;
 
-/// Files with tests alone, which may import from anywhere.
+/// Modules that contain only tests, which may import all others.
 const TESTS: [&str; 2] = ["tests", "loom_tests"];
 
 /// The folder with a module for each architecture.
 pub const ARCH: &str = "arch";
 
-/// What a table of layers begins with.
+/// The beginning of a table of layers.
 pub const LAYERS: &str = "| layer |";
 
 /// The source text of a crate.
 pub struct Sources {
-    /// The code of each module, without comments and unit tests. The root is among them.
+    /// The code of each module, including the root, without comments and unit tests.
     pub modules: BTreeMap<Module, String>,
     /// The documentation of the root.
     pub root_docs: String,
-    /// The documentation of each module `arch::…` that has a table of layers. The modules inside are at the top, as
-    /// those of the root are.
+    /// The documentation of each module `arch::…` that has a table of layers. The modules inside it count as top-level
+    /// modules, like those inside the root.
     pub arch_docs: BTreeMap<Module, String>,
 }
 
@@ -66,7 +66,7 @@ fn docs(text: &str) -> String {
     docs.flat_map(|line| [line.trim_start(), "\n"]).collect()
 }
 
-/// Returns the documentation of the architectures of a crate that have a table of layers.
+/// Returns the documentation of those architectures of a crate that have a table of layers.
 fn arch_docs(source: &Path) -> BTreeMap<Module, String> {
     let entries = fs::read_dir(source.join(ARCH)).into_iter().flatten();
     let architectures = entries.filter_map(|entry| {
@@ -140,14 +140,14 @@ impl Sources {
         architectures.iter().map(of).collect()
     }
 
-    /// Returns the module at the top to which a module belongs.
+    /// Returns the top-level module to which a module belongs.
     pub fn top(&self, module: &Module) -> Module {
         let inside = |arch: &&Module| module.starts_with(arch);
         let depth = self.arch_docs.keys().find(inside).map_or(0, Vec::len);
         module.iter().take(depth + 1).cloned().collect()
     }
 
-    /// Returns the paths of a module's re-exports, by the names that they have there. `None` for a path into another
+    /// Returns the paths that a module re-exports, by their names in that module. `None`: the path leads to another
     /// crate.
     pub fn re_exports(&self, module: &Module) -> BTreeMap<String, Option<Module>> {
         let Some(code) = self.modules.get(module) else {
@@ -180,7 +180,7 @@ impl Sources {
         own.collect()
     }
 
-    /// Returns the re-exports of the root, and of the modules that choose the architecture.
+    /// Returns the re-exports of the root, and of the modules that select the architecture.
     fn all_re_exports(&self) -> BTreeMap<Module, BTreeMap<String, Option<Module>>> {
         let arch = vec![ARCH.to_owned()];
         let modules = [Module::new(), arch].into_iter();
@@ -192,8 +192,8 @@ impl Sources {
         all.collect()
     }
 
-    /// Returns the module to which a path leads from the root: the longest part of the path that is a module, after
-    /// re-exports were followed. The root's own items lead to the root. `None`: another crate has the item.
+    /// Returns the module to which a path from the root leads: the longest part of the path that is a module, after
+    /// following re-exports. A path to an item of the root leads to the root. `None`: another crate has the item.
     fn leads_to(
         &self,
         path: &[String],
@@ -209,7 +209,7 @@ impl Sources {
         }
     }
 
-    /// Returns the paths in the code of each module but the root, from the root on.
+    /// Returns the paths in the code of each module except the root, each from the root on.
     pub fn paths(&self) -> impl Iterator<Item = (&Module, Module)> {
         let modules = self.modules.iter().filter(|(module, _)| !module.is_empty());
         modules.flat_map(|(module, code)| {
@@ -218,8 +218,9 @@ impl Sources {
         })
     }
 
-    /// Returns the paths in the code of a module from the root on. Where the crate has architectures, `arch` is the
-    /// module that chooses one, also in paths that begin with its name.
+    /// Returns the paths in the code of a module, each from the root on. In a crate with architectures, `arch` is the
+    /// module that selects one. Paths that begin with the name of the selected architecture count as paths into `arch`,
+    /// too.
     fn paths_of(&self, module: &Module, code: &str) -> Vec<Module> {
         let mut found = paths(module, code);
         if self.arch_docs.is_empty() {
@@ -237,8 +238,8 @@ impl Sources {
 
     /// Returns the modules that each module imports.
     ///
-    /// A module and those inside it are one room: what a module uses of its own children by their names alone is not an
-    /// import. What a child uses of its parent is one.
+    /// A module and the modules inside it count as one. If a module uses items of its own children by the children's
+    /// names, that is not an import. If a child uses items of its parent, that is an import.
     pub fn imports(&self) -> BTreeMap<Module, BTreeSet<Module>> {
         let re_exports = self.all_re_exports();
         let of = |(module, code): (&Module, &String)| {
@@ -257,20 +258,20 @@ impl Sources {
     }
 }
 
-/// Splits a name off `text`. The name is empty where there is none.
+/// Splits a name off the beginning of `text`. The name is empty if `text` does not begin with a name.
 pub fn name(text: &str) -> (&str, &str) {
     let end = text.find(|c: char| !c.is_alphanumeric() && c != '_');
     text.split_at(end.unwrap_or(text.len()))
 }
 
-/// A path, and the name that its last part gets.
+/// A path, and the name by which its last part is imported.
 struct Import {
     path: Module,
     name: String,
 }
 
-/// Adds the paths that begin with `prefix` and continue with the path, or with the braces of a `use`, at which `text`
-/// begins. Returns the rest of the text.
+/// `text` begins with a path, or with the braces of a `use`. Adds the paths that begin with `prefix` and continue with
+/// these. Returns the rest of the text.
 fn expand<'a>(prefix: &[String], text: &'a str, paths: &mut Vec<Import>) -> &'a str {
     let mut text = text.trim_start();
     if let Some(list) = text.strip_prefix('{') {
@@ -297,7 +298,7 @@ fn expand<'a>(prefix: &[String], text: &'a str, paths: &mut Vec<Import>) -> &'a 
     }
 }
 
-/// Returns the number of modules in braces at the end of `code`, which is the beginning of a file.
+/// Returns the number of inline modules that are still open at the end of `code`, which is the beginning of a file.
 fn inline_modules(code: &str) -> usize {
     let mut open: Vec<&str> = Vec::new();
     for line in code.lines() {
@@ -314,18 +315,18 @@ fn inline_modules(code: &str) -> usize {
     open.len()
 }
 
-/// Returns the paths in the code of a module that begin with `crate` or `super`, from the root on.
+/// Returns the paths in the code of a module that begin with `crate` or `super`, each from the root on.
 fn paths(module: &[String], code: &str) -> Vec<Module> {
     let mut paths = Vec::new();
     for (at, keyword) in code.match_indices("crate::") {
-        // A macro's `$crate` is an import of those that use the macro.
+        // `$crate` in a macro is an import of the modules that use the macro.
         if code[..at].ends_with('$') {
             continue;
         }
         expand(&[], &code[at + keyword.len()..], &mut paths);
     }
     for (at, keyword) in code.match_indices("super::") {
-        // The first of several is looked at alone.
+        // This is not the first of several `super::`. The first was handled already.
         if code[..at].ends_with("super::") {
             continue;
         }
@@ -340,7 +341,7 @@ fn paths(module: &[String], code: &str) -> Vec<Module> {
     paths.into_iter().map(|import| import.path).collect()
 }
 
-/// Returns the paths in the code of the root, except for its re-exports: the root uses its modules by their names.
+/// Returns the paths in the code of the root, except its re-exports. The root uses its modules by their names.
 fn root_paths(code: &str) -> Vec<Module> {
     let mut paths = Vec::new();
     let statements = code.split_inclusive([';', '{', '}']);

@@ -1,4 +1,4 @@
-//! Clones of VMs that use other mechanisms, too.
+//! Tests clones of VMs together with each other mechanism.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ fn fork<F: Format>(parent: &Arc<TestVm<F>>) -> Arc<TestVm<F>> {
     Arc::new(Vm::fork_from(parent).unwrap())
 }
 
-/// Compares how parent and child map all frames.
+/// Checks that parent and child map all frames in the same way.
 fn maps_alike<F: Format>(parent: &TestVm<F>, child: &TestVm<F>) {
     for gfn in (0..FRAMES).map(Gfn) {
         assert_eq!(child.lookup(0, gfn), parent.lookup(0, gfn), "{gfn:?}");
@@ -23,7 +23,7 @@ fn maps_alike<F: Format>(parent: &TestVm<F>, child: &TestVm<F>) {
     child.audit().unwrap();
 }
 
-/// Huge leaves beside tables of small ones: each leaf comes to the table of its level.
+/// The parent has huge leaves, and tables of small leaves. The child gets each leaf at the same level.
 #[test]
 fn a_clone_has_leaves_of_each_level_where_its_parent_has_them() {
     fn of<F: Format>() {
@@ -86,7 +86,7 @@ fn a_clone_logs_as_its_parent_does() {
         child.mark_dirty(0, Gfn(5)..Gfn(6)).unwrap();
         let named = log_of(&child, 0);
         assert!(named.contains(&5));
-        // Whether to get a log takes what it names.
+        // Unless protection is manual, the first get of the log has cleared the log.
         let again = if manual { named } else { Vec::new() };
         assert_eq!(log_of(&child, 0), again);
         assert_eq!(touch(&mut vcpu, 4, Read).unwrap().level, Level::PAGE);
@@ -111,7 +111,7 @@ fn a_clone_of_a_vm_with_rings_has_no_bitmaps() {
     assert_eq!(child.get_dirty_log(0, 0, &mut bitmap), of_parent);
 }
 
-/// What the parent has written is the parent's: it must keep the notes of that, and the child must not have them.
+/// The parent must keep the records of its own writes, and the child must not get them.
 #[test]
 fn a_clone_has_written_nothing_and_its_parent_what_it_has() {
     fn of<F: Format>() {
@@ -132,7 +132,7 @@ fn a_clone_has_written_nothing_and_its_parent_what_it_has() {
             });
             found
         };
-        // A walker that sets no dirty bits leaves no other trace of a write than the right to it.
+        // If walkers set no dirty bits, the right to write is the only sign that a page may have been written to.
         let may_be_written =
             |leaf: &Leaf| leaf.dirty || !F::SETS_DIRTY && (leaf.write || leaf.may_write);
         let before = find(&world.vm, may_be_written);
@@ -143,7 +143,7 @@ fn a_clone_has_written_nothing_and_its_parent_what_it_has() {
         let child = fork(&world.vm);
         assert_eq!(find(&world.vm, |leaf| leaf.dirty), before);
         assert_eq!(find(&child, |leaf| leaf.dirty), [0; 0]);
-        // A log of dirty bits begins with what is written from then on.
+        // A log of dirty bits that begins now contains only later writes.
         let logged = region().with_flags(LOGGED);
         child.set_memory_region(0, &logged).unwrap();
         assert_eq!(log_of(&child, 0), [0; 0]);
@@ -168,7 +168,7 @@ fn a_clone_has_the_private_frames_of_its_parent() {
         let found = touch(&mut vcpu, gfn, Read).unwrap();
         assert_eq!(HostMemory::identify(found.host.pfn()).0, host);
     }
-    // From now on each converts for itself.
+    // From now on, a conversion in one VM does not change the other.
     convert(&child, 4..8, false);
     assert_eq!(world.page(5, Read).0, PRIVATE + 5);
     let found = touch(&mut vcpu, 5, Read).unwrap();
@@ -176,7 +176,7 @@ fn a_clone_has_the_private_frames_of_its_parent() {
     child.audit().unwrap();
 }
 
-/// The attributes are published, and the shared leaves are still in the parent's tables.
+/// The attributes are published, and the leaves of the shared pages are still in the parent's tables.
 #[test]
 fn a_clone_made_during_a_conversion_has_no_leaf_of_before() {
     fn of<F: Format>() {
@@ -244,7 +244,7 @@ fn a_clone_of_a_vm_with_devices_finds_them() {
         let mut vcpu = child.create_vcpu().unwrap();
         (0..2).for_each(|_| assert_eq!(touch(&mut vcpu, FRAMES, Write), mmio));
         assert_eq!(child.stats().mmio_cached, 1);
-        // Where the parent has a device, the child may have memory.
+        // Frames that are MMIO in the parent can be memory in the child.
         let region = Region::new(1, slat::Gpa(FRAMES << 12), 1 << 12, HostMemory::hva(FRAMES));
         child.set_memory_region(0, &region).unwrap();
         assert!(touch(&mut vcpu, FRAMES, Read).is_ok());

@@ -1,4 +1,5 @@
-//! Two mechanisms at once; and that each pair of them has a test: [`pairs.txt`](pairs.txt) says which.
+//! Tests pairs of mechanisms. [`pairs.txt`](pairs.txt) names the test of each pair, and a test checks that none is
+//! missing.
 
 #[path = "../common/access.rs"]
 mod access;

@@ -1,4 +1,4 @@
-//! Tables of a guest's own, in shadow pages, with what happens to the memory that they map.
+//! Tests a guest's own tables, in shadow pages, together with each other mechanism.
 
 use std::collections::BTreeSet;
 use std::convert::Infallible;
@@ -17,16 +17,16 @@ use slat::{
 };
 use slat_model::{Event, HostChange, HostMemory, SimPlatform};
 
-/// The frames of the tables, of level 4 to 1; the level 1 table maps the first 2 MiB.
+/// The frames of the tables, from level 4 to level 1. The level 1 table maps the first 2 MiB.
 const TABLES: [u64; 4] = [16, 17, 18, 19];
-/// Other tables, which map the same.
+/// The frames of other tables, which map the same pages.
 const OTHERS: [u64; 4] = [1536, 1537, 1538, 1539];
-/// Page i of the first 2 MiB is in frame `DATA + i`.
+/// The first frame of the data: page i of the first 2 MiB is in frame `DATA + i`.
 const DATA: u64 = 2 * MIB2;
 
 type Accessed = Result<VirtualPage, VirtualStop<Infallible>>;
 
-/// A guest with tables of its own: L2's, or those of a guest in shadow paging.
+/// A guest with tables of its own: the tables of L2, or those of a guest with the shadow MMU.
 struct Guest<F: Format> {
     platform: Arc<SimPlatform>,
     vm: Arc<Vm<SimPlatform, F>>,
@@ -60,7 +60,7 @@ impl<F: Format> Cpu<F> {
         }
     }
 
-    /// Returns the host page that page `page` is translated to.
+    /// Returns the host page to which page `page` is translated.
     fn page(&mut self, page: u64, access: Access) -> u64 {
         let found = self.try_virtual(page << 12, access).unwrap();
         HostMemory::identify(found.host.pfn()).0
@@ -76,7 +76,7 @@ impl<F: Format> Cpu<F> {
         }
     }
 
-    /// Stores an entry as the owner of the tables does. Returns whether the engine was told.
+    /// Stores an entry like the owner of the tables. Returns whether the store was reported to the engine.
     fn store(&mut self, table: u64, index: u64, entry: u64) -> bool {
         let found = self.physical(table, Write);
         assert!(found.write || found.tracked);
@@ -149,7 +149,8 @@ fn shadow() -> Config {
     Config::default().with_mmu(MmuKind::Shadow)
 }
 
-/// A TLB tags L2's translations with L2's addresses: what unmaps a frame of L1's cannot name them.
+/// A TLB tags L2's translations with L2's addresses. So a flush of L1's frames alone does not flush them, and all
+/// frames are flushed.
 #[test]
 fn every_flush_reaches_l2_whatever_unmaps_its_memory() {
     fn of<F: Format>(mmu: MmuKind) {
@@ -211,7 +212,8 @@ fn every_flush_reaches_l2_whatever_unmaps_its_memory() {
     of::<Npt>(MmuKind::Tdp);
 }
 
-/// A huge leaf that comes back must not let L1 store to a table that is tracked since the MMU was asked.
+/// A collapse asks the MMU whether a huge leaf is possible. If tracking of a table begins after that, the huge leaf
+/// must not allow L1's stores to the table.
 #[test]
 fn no_recovered_leaf_hides_the_stores_to_a_table_that_is_tracked_meanwhile() {
     type Work = fn(&Guest<Ept>);
@@ -222,7 +224,7 @@ fn no_recovered_leaf_hides_the_stores_to_a_table_that_is_tracked_meanwhile() {
         let huge = |value| Setting::parse("huge_pages", value).unwrap();
         guest.set(if logs { LOGGED } else { NONE });
         guest.vm.set_policy(huge("off"));
-        // Shadowing has begun; L1's tables in question are not tracked.
+        // There are shadow pages, but none of `TABLES` is tracked.
         guest.cpu.tables = OTHERS;
         assert_eq!(guest.cpu.page(0, Read), DATA);
         TABLES
@@ -243,7 +245,7 @@ fn no_recovered_leaf_hides_the_stores_to_a_table_that_is_tracked_meanwhile() {
             }
             match event {
                 Event::Resident(_) => asked.store(true, SeqCst),
-                // The walk that installs the leaf begins: no lock is held.
+                // The walk that installs the leaf begins. It holds no lock here.
                 Event::Entries(_) if asked.load(SeqCst) && !begun.swap(true, SeqCst) => {
                     let mut l2 = l2.lock().unwrap().take().unwrap();
                     let run = move || assert_eq!(l2.page(0, Read), DATA);
@@ -273,7 +275,8 @@ fn no_recovered_leaf_hides_the_stores_to_a_table_that_is_tracked_meanwhile() {
     }
 }
 
-/// What the processor's width of physical addresses makes a reserved bit is one, whatever was found with another width.
+/// With a smaller width of physical addresses, more bits are reserved. A walk with this width must not use what was
+/// found with another width.
 #[test]
 fn a_root_is_of_the_width_of_physical_addresses() {
     const FAR: u64 = 1 << 42;
@@ -296,7 +299,7 @@ fn a_root_is_of_the_width_of_physical_addresses() {
     }
 }
 
-/// The frames of L2's memory become private, or are not there yet.
+/// Frames of L2's memory become private, or absent.
 #[test]
 fn private_and_absent_frames_stop_l2_and_come_back() {
     fn of<F: Format>(config: Config) {
@@ -327,7 +330,8 @@ fn private_and_absent_frames_stop_l2_and_come_back() {
     of::<X86<5>>(shadow());
 }
 
-/// A clone has no shadow pages: its guest finds its tables by itself, and its stores to them are its own.
+/// A clone has no shadow pages. Its guest's tables are shadowed when the guest uses them, and stores to them concern
+/// only the clone.
 #[test]
 fn a_clone_shadows_the_tables_for_itself() {
     fn of<F: Format>(config: Config) {
@@ -348,7 +352,7 @@ fn a_clone_shadows_the_tables_for_itself() {
     of::<X86<5>>(shadow());
 }
 
-/// Huge pages of the guest's, code in them, and the recovery of what code has split.
+/// The guest has huge pages that contain code. NX splits the leaves, and recovery zaps the tables of the splits.
 #[test]
 fn code_splits_a_huge_page_of_the_guests_and_it_comes_back() {
     fn of<F: Format>(config: Config) {
@@ -374,7 +378,8 @@ fn code_splits_a_huge_page_of_the_guests_and_it_comes_back() {
     of::<X86<5>>(shadow());
 }
 
-/// Two vCPUs, of which the second is in another address space, as in SMM, and stores to tables of the first one's.
+/// Two vCPUs. The second is in another address space, as in SMM, and stores to tables that the first address space
+/// shadows.
 struct TwoSpaces<F: Format> {
     guest: Guest<F>,
     other: Cpu<F>,
@@ -394,30 +399,30 @@ impl<F: Format> TwoSpaces<F> {
         two
     }
 
-    /// Has the second vCPU make a directory refer to another table of level 1.
+    /// Makes the second vCPU store an entry, by which a directory refers to another table of level 1.
     fn store(&mut self) -> bool {
         self.other.store(TABLES[2], 0, OTHERS[3] << 12 | USED)
     }
 
-    /// After a flush by the first vCPU, it uses the other table.
+    /// Checks that the first vCPU uses the other table after it has flushed.
     fn follows(mut self, flush: fn(&mut Cpu<F>)) {
         flush(&mut self.guest.cpu);
         assert_eq!(self.guest.cpu.page(1, Read), 3 * MIB2 + 1);
         self.guest.vm.audit().unwrap();
     }
 
-    /// Both shadow the tables.
+    /// Both address spaces shadow the tables.
     fn told(flush: fn(&mut Cpu<F>), config: Config) {
         let mut two = Self::new(config);
         assert_eq!(two.other.page(1, Read), DATA + 1);
         assert!(two.store(), "the table is tracked");
-        // At once, in both.
+        // Both vCPUs use the other table at once.
         assert_eq!(two.other.page(1, Read), 3 * MIB2 + 1);
         assert_eq!(two.guest.cpu.page(1, Read), 3 * MIB2 + 1);
         two.follows(flush);
     }
 
-    /// Only the first one's address space shadows the tables.
+    /// Only the first vCPU's address space shadows the tables.
     fn untold(flush: fn(&mut Cpu<F>), config: Config) {
         let mut two = Self::new(config);
         flush(&mut two.guest.cpu);
@@ -425,7 +430,7 @@ impl<F: Format> TwoSpaces<F> {
         two.follows(flush);
     }
 
-    /// The second vCPU has left the other address space when the first one flushes.
+    /// The second vCPU has left the other address space when the first vCPU flushes.
     fn left(flush: fn(&mut Cpu<F>), config: Config) {
         let mut two = Self::new(config);
         flush(&mut two.guest.cpu);
@@ -434,7 +439,7 @@ impl<F: Format> TwoSpaces<F> {
         two.follows(flush);
     }
 
-    /// The second vCPU is gone when the first one flushes.
+    /// The second vCPU was dropped before the first vCPU flushes.
     fn gone(flush: fn(&mut Cpu<F>), config: Config) {
         let mut two = Self::new(config);
         two.store();
@@ -448,7 +453,7 @@ fn flush<F: Format>(cpu: &mut Cpu<F>) {
     cpu.vcpu.enter(0).flush_guest(&mut words);
 }
 
-/// INVLPG drops what a processor has cached of directories, for all addresses.
+/// INVLPG drops a processor's cached entries of directories, for all addresses.
 fn invlpg<F: Format>(cpu: &mut Cpu<F>) {
     let paging = GuestPaging {
         reserves_table_global: true,
@@ -479,8 +484,7 @@ of_two_spaces! {
     what_a_vcpu_has_stored_in_smm_is_followed_when_it_is_gone: gone,
 }
 
-/// Runs a test of a guest with tables of its own on each MMU that shadows them: a function that is
-/// generic over the format.
+/// Runs a test, a function that is generic over the format, with each MMU that shadows a guest's tables.
 macro_rules! on_each_shadow {
     ($($test:ident,)*) => {$(
         #[test]
@@ -508,7 +512,7 @@ mod each_shadow {
         guest.vm.set_policy(Setting::parse(name, value).unwrap());
     }
 
-    /// The log begins with huge leaves, which are split, and ends.
+    /// When the log begins, the leaves are huge, and are split. Then the log ends.
     pub fn each_kind_of_log_names_what_a_guest_writes_by_its_tables<F: Format>(config: Config) {
         for method in ["write-protect", "dirty-bit", "buffer"] {
             let mut guest = Guest::<F>::new(config, Level::MEGA);
@@ -569,7 +573,7 @@ mod each_shadow {
         assert_eq!(guest.vm.age(HostMemory::hvas(&page), false), 0);
         guest.cpu.page(5, Read);
         assert!(guest.vm.age(HostMemory::hvas(&page), false) > 0);
-        // The page, and then a table.
+        // Invalidates the page, and then a table.
         for pages in [page, TABLES[3]..TABLES[3] + 1] {
             let guard = guest.vm.invalidate(HostMemory::hvas(&pages));
             guest.platform.host.change(&pages, remap(Level::PAGE));
@@ -592,7 +596,7 @@ mod each_shadow {
         let both = [Change::Set(lower), Change::Set(upper)];
         guest.vm.set_memory_regions(0, &both).unwrap();
         assert_eq!(guest.cpu.page(5, Write), DATA + 5);
-        // Read-only, and then none.
+        // The slot becomes read-only, and is then deleted.
         let read_only = upper.with_flags(SlotFlags::READONLY);
         let gpa = Gpa((DATA + 5) << 12);
         let mmio = Err(VirtualStop::Stop(Stop::Mmio { gpa }));
@@ -657,8 +661,8 @@ mod each_shadow {
     }
 }
 
-/// The client makes memory of a device, in the guest's table. That counts at the next flush, as in KVM, which goes by
-/// what an MMIO SPTE says until then; if the client has said that it has written, at one of any kind.
+/// The client changes an entry of the guest's table so that it maps memory instead of a device. As in KVM, the old MMIO
+/// entry may be used until the guest's next flush. If the client has reported its stores, that may be any flush.
 #[test]
 fn a_device_that_the_client_replaces_by_memory_is_that_after_a_flush() {
     fn of<F: Format>(config: Config, flush: fn(&mut Cpu<F>)) {
@@ -675,7 +679,7 @@ fn a_device_that_the_client_replaces_by_memory_is_that_after_a_flush() {
         guest.vm.guest_memory_changed();
         flush(&mut guest.cpu);
         assert_eq!(guest.cpu.page(7, Write), DATA + 7);
-        // And the reverse.
+        // Now the entry maps a device instead of memory.
         guest.memory.put(TABLES[3], 7, (2 * FRAMES) << 12 | USED);
         guest.vm.guest_memory_changed();
         flush(&mut guest.cpu);

@@ -1,4 +1,4 @@
-//! Private memory, and pages that are not there yet, with what makes or keeps leaves.
+//! Tests private memory, and pages that are absent, together with each mechanism that makes or keeps leaves.
 
 use crate::world::*;
 use slat::format::Stage2;
@@ -26,13 +26,13 @@ with_and_without_break_before_make! {
     a_private_page_is_aged_and_executed_in_parts,
 }
 
-/// A slot that logs has no private backing: its private frames are not there.
+/// A slot that logs has no private backing, so its private frames cannot be accessed.
 fn no_huge_leaf_covers_private_frames_when_a_log_ends<F: Format>() {
     let mut world = World::<F>::shared(Level::MEGA, NONE);
     for block in 0..4 {
         assert_eq!(world.page(block * MIB2 + 9, Write).1, 2);
     }
-    // A part of a huge page, and all of another one.
+    // A part of one huge page, and all of another.
     let part = MIB2 + 5..MIB2 + 7;
     let whole = 2 * MIB2..3 * MIB2;
     world.convert(part.clone(), true);
@@ -86,7 +86,7 @@ fn a_log_names_no_private_frame<F: Format>() {
         (0..8).for_each(|gfn| _ = world.page(gfn, Write));
         assert_eq!(world.log(), Vec::from_iter(0..8));
         (0..8).for_each(|gfn| _ = world.page(gfn, Write));
-        // What was written before a frame became private is in the log; nothing is later.
+        // Writes to a frame before it became private are in the log. Later writes are not.
         world.convert(2..4, true);
         assert_eq!(world.log(), Vec::from_iter(0..8));
         for gfn in 2..4 {
@@ -111,17 +111,17 @@ fn an_absent_private_page_is_both<F: Format>() {
         let fault = memory_fault(gfn, access, true, true);
         assert_eq!(world.touch(gfn, access), fault);
     }
-    // Beside it there is memory, private or shared.
+    // The frames beside it have memory, private or shared.
     assert_eq!(world.page(gfn - 1, Write), (PRIVATE + gfn - 1, 1));
     assert_eq!(world.page(gfn + 2, Write), (gfn + 2, 1));
     world.assert_unmapped(gfn..gfn + 1);
-    // Without the backing, it is private and will not come.
+    // If the host removes the private backing, the fault reports that the page is private, and not that it is absent.
     world.replace(late.clone(), HostChange::Punch);
     let fault = memory_fault(gfn, Read, true, false);
     assert_eq!(world.touch(gfn, Read), fault);
     world.replace(late, remap(Level::PAGE));
     assert_eq!(world.page(gfn, Write), (PRIVATE + gfn, 1));
-    // The shared page of the frame may be absent, too.
+    // The shared page of the frame may be absent at the same time.
     world.replace(gfn..gfn + 1, HostChange::Await);
     assert_eq!(world.page(gfn, Read), (PRIVATE + gfn, 1));
     world.convert(gfn..gfn + 1, false);
@@ -149,7 +149,8 @@ fn no_prefault_and_no_prefetch_maps_an_absent_private_page<F: Format>() {
     world.check();
 }
 
-/// The client changes the host's mapping, and tells nothing but that it is to be looked up anew.
+/// The client changes the host's mapping without an invalidation. It only zaps the frames, so that the next access asks
+/// the host again.
 fn a_zap_by_the_client_makes_a_fault_ask_again<F: Format>() {
     for private in [false, true] {
         let mut world = World::<F>::with_private(Level::PAGE);

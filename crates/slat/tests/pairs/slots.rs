@@ -1,4 +1,4 @@
-//! Slots that are replaced, logs that end and promotions, beside faults and invalidations.
+//! Tests slots that are replaced, logs that end, and promotions, during faults and invalidations.
 
 use crate::world::*;
 use slat::format::{Stage2, Stage2Kib16, Stage2Kib64};
@@ -7,7 +7,8 @@ use slat::{
 };
 use slat_model::{Event, HostMemory, SimPlatform};
 
-/// What is found to be no reason for a table may be followed by one that is.
+/// A table that has to stay does not stop a promotion: the promotion replaces a later table.
+/// fulfils them again.
 #[test]
 fn a_promotion_comes_past_tables_that_have_to_stay() {
     let mut world = World::<Ept>::shared(Level::MEGA, NONE);
@@ -26,7 +27,7 @@ fn a_promotion_comes_past_tables_that_have_to_stay() {
     world.check();
 }
 
-/// A backing that is off by as many pages as a huge leaf has in tables of 4 KiB.
+/// The backing is shifted by the number of pages of a huge leaf in tables of 4 KiB.
 #[test]
 fn a_huge_leaf_of_16k_and_64k_begins_where_its_host_page_does() {
     fn of<F: Format>() {
@@ -60,7 +61,7 @@ fn a_huge_leaf_of_16k_and_64k_begins_where_its_host_page_does() {
     of::<Stage2Kib64<48>>();
 }
 
-/// The host has found the pages, and they change before the leaf is installed.
+/// The host's pages change after the host was asked for them, and before the leaf is installed.
 #[test]
 fn no_recovered_leaf_maps_what_an_invalidation_has_replaced_meanwhile() {
     fn of<F: Format>(end: fn(&World<F>), prepare: fn(&mut World<F>)) {
@@ -114,7 +115,7 @@ fn a_fault_installs_nothing_of_a_slot_that_is_deleted_meanwhile() {
     world.check();
 }
 
-/// The deleting thread has unpublished the slot, and not zapped its leaves.
+/// The thread that deletes the slot has published the new set, and has not zapped the slot's leaves yet.
 #[test]
 fn an_invalidation_waits_for_the_leaves_of_a_slot_that_is_deleted() {
     let mut world = World::<Ept>::shared(Level::PAGE, NONE);
@@ -133,7 +134,7 @@ fn an_invalidation_waits_for_the_leaves_of_a_slot_that_is_deleted() {
     world.check();
 }
 
-/// The deleting thread has zapped the slot's leaves, and not flushed them.
+/// The thread that deletes the slot has zapped the slot's leaves, and has not flushed yet.
 #[test]
 fn one_change_or_several_flush_what_was_where_their_slots_come() {
     for several in [false, true] {
@@ -163,8 +164,8 @@ fn one_change_or_several_flush_what_was_where_their_slots_come() {
     }
 }
 
-/// An invalidation continues after the slot that it saw last. The one that takes its place is before it in
-/// the order of backing.
+/// After a step, an invalidation continues with the slot after the last one that it has visited. The slot that replaces
+/// that slot is before it in the order of backing.
 #[test]
 fn an_invalidation_misses_no_leaf_of_a_slot_that_takes_the_place_of_another() {
     let mut world = World::<Ept>::empty(Level::PAGE);
@@ -175,7 +176,7 @@ fn an_invalidation_misses_no_leaf_of_a_slot_that_takes_the_place_of_another() {
     (0..FRAMES)
         .step_by(100)
         .for_each(|gfn| _ = world.page(gfn, Write));
-    // A flush: the change need not begin by waiting for readers.
+    // The invalidation flushes, so the change need not begin by waiting for readers.
     drop(world.vm.invalidate(HostMemory::hvas(&(0..1))));
     let changes = [Change::Remove(2), Change::Set(region())];
     let (vm, platform) = (world.vm.clone(), world.platform.clone());
@@ -191,7 +192,8 @@ fn an_invalidation_misses_no_leaf_of_a_slot_that_takes_the_place_of_another() {
     world.check();
 }
 
-/// A fault comes to a slot at its new place, onto which it moves over itself, before its old leaves are zapped.
+/// A slot moves to a range that overlaps its old one. A fault finds the slot at its new position before its old leaves
+/// are zapped.
 #[test]
 fn a_write_beside_the_move_of_a_slot_that_logs_by_dirty_bits_is_not_lost() {
     let mut world = World::<Ept>::empty(Level::PAGE);
@@ -221,7 +223,8 @@ fn a_write_beside_the_move_of_a_slot_that_logs_by_dirty_bits_is_not_lost() {
     world.check();
 }
 
-/// A zap by the old slots notes the dirty bits that it finds in the old log, whose marks the new slot takes along.
+/// A zap that uses the old slot set notes the dirty bits that it finds in the old log. The new slot gets the marks of
+/// that log.
 #[test]
 fn what_a_zap_finds_dirty_in_a_slot_that_is_replaced_is_in_the_new_log() {
     let mut world = World::<Ept>::empty(Level::PAGE);
@@ -229,7 +232,7 @@ fn what_a_zap_finds_dirty_in_a_slot_that_is_replaced_is_in_the_new_log() {
     world.policy("dirty_log_reads", "off");
     world.set(LOGGED);
     world.page(3, Write);
-    // A flush: the change need not begin by waiting for readers.
+    // The invalidation flushes, so the change need not begin by waiting for readers.
     world.page(9, Write);
     drop(world.vm.invalidate(HostMemory::hvas(&(9..10))));
     let mut other = region().with_flags(LOGGED);
@@ -246,7 +249,8 @@ fn what_a_zap_finds_dirty_in_a_slot_that_is_replaced_is_in_the_new_log() {
     world.check();
 }
 
-/// A change that gets no memory for the split of a huge leaf at an edge either fails, or zaps the leaf.
+/// A change splits a huge leaf that crosses an edge of a slot. If there is no memory for the split, the change either
+/// fails, or zaps the leaf.
 #[test]
 fn no_huge_leaf_stays_across_the_edge_of_a_slot_whatever_memory_there_is() {
     fn cut(mmu: MmuKind, failing: u64, is_whole: bool) -> bool {

@@ -8,11 +8,11 @@ const TABLE: &str = include_str!("pairs.txt");
 
 type Pair<'t> = [&'t str; 2];
 
-/// The table, as it is written.
+/// The parsed text of the table.
 #[derive(Default)]
 struct Table<'t> {
     mechanisms: BTreeMap<&'t str, Vec<&'t str>>,
-    /// Tests whose random operations are in some files, with the mechanisms that these have.
+    /// Tests that make random operations: for each, its files, and the mechanisms that it uses.
     runs: Vec<(&'t str, Vec<&'t str>, Vec<&'t str>)>,
     pairs: Vec<(Pair<'t>, &'t str)>,
     apart: Vec<Pair<'t>>,
@@ -38,7 +38,7 @@ impl<'t> Table<'t> {
         table
     }
 
-    /// Returns what is wrong with the table.
+    /// Returns the errors in the table.
     fn wrong(&self) -> Vec<String> {
         let mut wrong = Vec::new();
         let mut have = BTreeSet::new();
@@ -110,7 +110,8 @@ fn tests(file: &str) -> String {
     source(&format!("slat/tests/{file}"))
 }
 
-/// Returns the source of a function, up to the next one that is not within it, with the macros that call it.
+/// Returns the source of a function, up to the next function that is not inside it, together with the macros that call
+/// it.
 fn function_of<'t>(text: &'t str, name: &str) -> Option<&'t str> {
     let head = [format!("fn {name}("), format!("fn {name}<")];
     let at = head.iter().find_map(|head| text.find(head))?;
@@ -127,7 +128,7 @@ fn each_pair_of_mechanisms_has_a_test() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
-/// The check can fail.
+/// Checks that the check finds errors.
 #[test]
 fn a_pair_without_a_test_is_found() {
     let without = |line: &str| {

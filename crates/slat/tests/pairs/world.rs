@@ -1,4 +1,4 @@
-//! What the tests of two mechanisms at once are made of: a VM with one slot, and a thread that is stopped.
+//! The common parts of the tests of pairs: a VM with one slot, and a thread that can be stopped.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
@@ -14,7 +14,8 @@ use slat::{
 use slat_model::{Event, HostChange, HostMemory, PageKind, SimPlatform};
 
 pub const MIB2: u64 = 512;
-/// The slot's frames: host page n backs frame n where it is shared, `PRIVATE + n` where it is private.
+/// The number of frames of the slot. Host page n backs frame n where the frame is shared, and host page `PRIVATE + n`
+/// where it is private.
 pub const FRAMES: u64 = 8 * MIB2;
 pub const PRIVATE: u64 = FRAMES;
 pub const NONE: SlotFlags = SlotFlags(0);
@@ -30,7 +31,7 @@ pub struct World<F: Format> {
 }
 
 impl<F: Format> World<F> {
-    /// Makes one whose host memory is mapped at `level`, without a slot.
+    /// Makes a world without a slot, whose host memory is mapped at `level`.
     pub fn empty(level: Level) -> Self {
         Self::with(level, Config::default())
     }
@@ -43,14 +44,14 @@ impl<F: Format> World<F> {
         World { platform, vm, vcpu }
     }
 
-    /// Makes one whose slot has `flags`, and no private backing.
+    /// Makes a world whose slot has `flags`, and no private backing.
     pub fn shared(level: Level, flags: SlotFlags) -> Self {
         let world = Self::empty(level);
         world.set(flags);
         world
     }
 
-    /// Makes one whose slot has both backings.
+    /// Makes a world whose slot has shared and private backing.
     pub fn with_private(level: Level) -> Self {
         let world = Self::empty(level);
         let both = region().with_private(Some(HostMemory::hva(PRIVATE)));
@@ -75,7 +76,7 @@ impl<F: Format> World<F> {
         access::touch(&mut self.vcpu, gfn, access)
     }
 
-    /// Returns the host page that an access reaches, and the level of its leaf.
+    /// Returns the host page that an access reaches, and the level of the page's leaf.
     pub fn page(&mut self, gfn: u64, access: Access) -> (u64, u8) {
         let found = self.touch(gfn, access).unwrap();
         (HostMemory::identify(found.host.pfn()).0, found.level.0)
@@ -90,7 +91,7 @@ impl<F: Format> World<F> {
         log_of(&self.vm, 0)
     }
 
-    /// Changes what backs `pages` of host memory, in an invalidation.
+    /// Changes the host pages `pages`, in an invalidation.
     pub fn replace(&self, pages: Range<u64>, change: HostChange) {
         let guard = self.vm.invalidate(HostMemory::hvas(&pages));
         self.platform.host.change(&pages, change);
@@ -135,7 +136,7 @@ pub fn assert_unmapped<F: Format>(vm: &TestVm<F>, gfns: Range<u64>) {
     vm.visit_leaves(0, Gfn(gfns.start)..Gfn(gfns.end), visit);
 }
 
-/// Returns the pages that the log of slot `id` names.
+/// Returns the pages that are marked in the log of slot `id`.
 pub fn log_of<F: Format>(vm: &TestVm<F>, id: u32) -> Vec<u64> {
     let mut bitmap = vec![0; FRAMES as usize / 64];
     vm.get_dirty_log(0, id, &mut bitmap).unwrap();
@@ -152,7 +153,7 @@ pub fn memory_fault<T>(gfn: u64, access: Access, private: bool, absent: bool) ->
     })
 }
 
-/// Runs `then` once, when `is_it` is true of an event of this thread's.
+/// Runs `then` at the first event of this thread for which `is_it` is true.
 pub fn once_at(
     platform: &SimPlatform,
     is_it: impl Fn(Event) -> bool + Send + Sync + 'static,
@@ -166,7 +167,7 @@ pub fn once_at(
     });
 }
 
-/// Has a thread that is stopped go on, at the latest when it is dropped.
+/// Makes a stopped thread continue, at the latest when this is dropped.
 #[derive(Clone, Default)]
 struct Gate(Arc<(Mutex<Stopped>, Condvar)>);
 
@@ -204,8 +205,8 @@ impl Drop for GoesOn {
     }
 }
 
-/// Runs `first` on a thread of its own, up to the first event for which `stops` is true; then `second` on this one; and
-/// has `first` go on when `second` waits or is done. Returns what `second` has returned.
+/// Runs `first` on another thread, and stops it at its first event for which `stops` is true. Then runs `second` on
+/// this thread. `first` continues when `second` waits or is done. Returns the result of `second`.
 pub fn stopped_at<R>(
     platform: &SimPlatform,
     first: impl FnOnce() + Send,
@@ -222,7 +223,7 @@ pub fn stopped_at<R>(
     one_and_another(platform, gate, at_first, first, second)
 }
 
-/// Like [`stopped_at`], but stops `first` where one of its steps ends and another one begins.
+/// Like [`stopped_at`], but stops `first` between two of its steps.
 pub fn stopped_between_steps<R>(
     platform: &SimPlatform,
     first: impl FnOnce() + Send,

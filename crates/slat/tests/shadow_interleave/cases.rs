@@ -1,4 +1,4 @@
-//! What CPUs do, and beside what.
+//! The operations of CPUs, host and client, and which of them run at the same time.
 
 use std::sync::Arc;
 
@@ -7,13 +7,13 @@ use slat::{Access::*, Prefetch, Setting};
 use crate::interleave::interleave;
 use crate::world::*;
 
-/// A world in some state.
+/// A function that makes a world in some state.
 type Prepare = fn() -> Arc<World>;
 
-/// Nothing is tracked.
+/// No table is tracked.
 const UNTRACKED: Prepare = World::new;
 
-/// Pages are mapped by the first entry of the directory, stores to all tables are noticed.
+/// The pages are mapped by the first entry of the directory, and stores to all tables are noticed.
 const MAPPED: Prepare = || {
     let world = World::new();
     world.on_cpu(|cpu| [A, B].map(|gva| cpu.access(gva, Write)));
@@ -30,7 +30,7 @@ const UNSYNCED: Prepare = || {
     world
 };
 
-/// Like [`MAPPED`], but the client may have stored to any table.
+/// Like [`MAPPED`], but the client has declared that it may have stored to any table.
 const DISTRUSTED: Prepare = || {
     let world = MAPPED();
     world.vm.guest_memory_changed();
@@ -39,15 +39,15 @@ const DISTRUSTED: Prepare = || {
 
 const WORLDS: [Prepare; 4] = [UNTRACKED, MAPPED, UNSYNCED, DISTRUSTED];
 
-/// Accesses, by both entries of the directory.
+/// Accesses, through both entries of the directory that refer to the table.
 const ACCESSES: [Act; 2] = [
     |w| _ = w.on_cpu(|cpu| cpu.access(A, Write)),
     |w| _ = w.on_cpu(|cpu| cpu.access(A2, Read)),
 ];
 const FLUSH: Act = |w| w.on_cpu(|cpu| cpu.flush());
 
-/// Stores, by a translation from before the table was tracked if there is a holder, each followed
-/// by what makes it hold.
+/// Stores, each followed by the flush that makes it effective. If there is a holder, the holder stores, by a
+/// translation from before the table was tracked.
 const STORES: [Act; 5] = [
     |w| {
         w.by_holder(|cpu| {
@@ -82,9 +82,9 @@ const STORES: [Act; 5] = [
     },
 ];
 
-/// Accesses by which a table is tracked, linked or compared, and after which the holder stores.
+/// Accesses after which a table is tracked, linked or compared, each followed by a store of the holder.
 const ACCESSES_AND_STORES: [Act; 4] = [
-    // The directory is tracked after the store, and only its other entry is in its shadow page.
+    // The directory is tracked after the store. Its shadow page contains only the directory's other entry.
     |w| {
         w.by_holder(|cpu| {
             cpu.store(DIRECTORY, 0, OTHER);
@@ -107,7 +107,7 @@ const ACCESSES_AND_STORES: [Act; 4] = [
     },
 ];
 
-/// What host and client do.
+/// Operations of the host and of the client.
 const HOST: [Act; 7] = [
     |w| w.invalidate(DATA),
     |w| w.invalidate(DATA + 1),
@@ -124,7 +124,7 @@ const HOST: [Act; 7] = [
     },
 ];
 
-/// The client stores while the guest runs, and has a CPU flush.
+/// The client stores while the guest runs, and makes a CPU flush.
 const CLIENT_STORES: [Act; 2] = [
     |w| w.client_stores(TABLE, 0, NEW),
     |w| {
@@ -133,8 +133,8 @@ const CLIENT_STORES: [Act; 2] = [
     },
 ];
 
-/// Runs each victim beside each intruder, in each of `worlds`. The holder has the right to store to `held`, as far as
-/// the MMU lets it have that.
+/// Runs each victim with each intruder, in each of `worlds`. The holder has the right to store to the frames `held`, if
+/// the MMU grants it.
 fn each_beside_each(worlds: &[Prepare], held: &[u64], victims: &[Act], intruders: &[Act]) {
     for world in worlds {
         for victim in victims {
@@ -145,7 +145,7 @@ fn each_beside_each(worlds: &[Prepare], held: &[u64], victims: &[Act], intruders
     }
 }
 
-/// The holder's tables: it makes those of level 1 unsynced.
+/// The tables that the holder may store to. Its stores make those of level 1 unsynced.
 const TABLES: &[u64] = &[TABLE, DIRECTORY];
 
 #[test]
@@ -190,8 +190,8 @@ fn an_access_and_what_the_host_does() {
     each_beside_each(&[UNSYNCED], &[], &[FLUSH, far], &HOST);
 }
 
-/// The CPU has the page at [`B`] in its TLB when another access stops, after a flush for what the guest has changed: it
-/// goes on with that page unless it is told not to.
+/// The CPU has the page at [`B`] in its TLB. Another access of the CPU ends after a flush for a change of the guest's
+/// tables. Unless that access reports the flush, the CPU continues to use the page.
 #[test]
 fn an_access_that_stops_and_what_the_host_does() {
     const READ_ONLY: u64 = DATA << 12 | 0x65;
@@ -201,7 +201,7 @@ fn an_access_that_stops_and_what_the_host_does() {
             cpu.store_word(TABLE, 0, READ_ONLY);
             cpu.access(A, Read);
             cpu.store(TABLE, 1, DATA + 1);
-            // The shadow page has the old entry.
+            // The shadow page still has the old entry.
             cpu.store_word(TABLE, 0, 0);
         });
         world
@@ -239,8 +239,8 @@ fn what_the_host_does_and_a_store() {
     each_beside_each(&[MAPPED], &[], &HOST, &STORES[1..3]);
 }
 
-/// The log takes the right to store from the leaves of all tables, but the holder may have it in its TLB until the
-/// flush. Meanwhile the tables are tracked.
+/// The log removes the right to store from the leaves of all tables. Until the flush, the holder may still have the
+/// right in its TLB. Meanwhile tracking of the tables begins.
 #[test]
 fn a_log_that_begins_and_tables_that_are_tracked() {
     let all = [ROOT, UPPER, DIRECTORY, TABLE];
@@ -269,7 +269,8 @@ fn a_client_that_stores_and_what_a_cpu_does() {
     each_beside_each(&[UNSYNCED], &[], &ACCESSES, &CLIENT_STORES);
 }
 
-/// SDM 3A, "Operations that Invalidate TLBs and Paging-Structure Caches": a page fault does, for its address.
+/// SDM 3A, "Operations that Invalidate TLBs and Paging-Structure Caches": a page fault invalidates the entries for its
+/// address.
 #[test]
 fn a_page_fault_drops_what_was_mapped_at_its_address() {
     const READ_ONLY: u64 = DATA << 12 | 0x65;
@@ -277,7 +278,7 @@ fn a_page_fault_drops_what_was_mapped_at_its_address() {
     world.on_cpu(|cpu| {
         cpu.store_word(TABLE, 0, READ_ONLY);
         cpu.access(A, Read);
-        // Stores to the table are not noticed any more.
+        // Stores to the table are not noticed from now on.
         cpu.store(TABLE, 1, DATA + 1);
         cpu.store_word(TABLE, 0, 0);
         assert_eq!(

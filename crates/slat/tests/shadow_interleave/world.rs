@@ -1,4 +1,4 @@
-//! The world of these tests: a guest with page tables of its own, its CPUs, and what they may find.
+//! The VM of these tests: a guest with page tables of its own, its CPUs, and the pages that accesses may reach.
 
 use std::convert::Infallible;
 use std::ops::Range;
@@ -19,36 +19,36 @@ use crate::guest::{Memory, USED, Words, paging};
 use crate::interleave::{Holder, Scene};
 
 const HOST_PAGES: u64 = 160;
-/// Slot 0: host pages 0..128 back the frames with the same numbers.
+/// The number of pages of slot 0: host pages 0..128 back the frames with the same numbers.
 const PAGES: u64 = 128;
-/// Host pages that back slot 1, which is not there at first.
+/// The host pages that back slot 1, which does not exist at first.
 const MORE: Range<u64> = 128..160;
-/// Frames of the guest's tables of level 4 and 3.
+/// The frames of the guest's tables of level 4 and 3.
 pub const ROOT: u64 = 16;
 pub const UPPER: u64 = 17;
-/// The page directory. Its first two entries refer to [`TABLE`].
+/// The frame of the page directory. Its first two entries refer to [`TABLE`].
 pub const DIRECTORY: u64 = 18;
 pub const TABLE: u64 = 19;
-/// Another table of level 1, which nothing refers to at first.
+/// The frame of another table of level 1. No entry refers to it at first.
 pub const OTHER: u64 = 20;
-/// Frames that the first entries of [`TABLE`] map.
+/// The frames that the first entries of [`TABLE`] map begin here.
 pub const DATA: u64 = 64;
-/// The frame that all entries of [`OTHER`] map, and that a store to [`TABLE`] maps.
+/// The frame that all entries of [`OTHER`] map, and that [`TABLE`] maps after a store.
 pub const NEW: u64 = 80;
-/// Where slot 1 is created; an entry of [`TABLE`] maps its first frame.
+/// The frame at which slot 1 is created. An entry of [`TABLE`] maps it.
 pub const FAR: u64 = 200;
 
-/// The addresses that are looked at: four by each of the directory's first two entries.
+/// The addresses that the tests access. The first entry of the directory translates four, and the second two.
 pub const A: u64 = 0;
 pub const B: u64 = 1 << 12;
-/// Mapped to [`FAR`].
+/// An address that is mapped to [`FAR`].
 pub const C: u64 = 2 << 12;
-/// The same entry of [`TABLE`] as [`A`], reached by another entry of the directory.
+/// An address that is translated by the same entry of [`TABLE`] as [`A`], but through another entry of the directory.
 pub const A2: u64 = 2 << 20;
 pub const B2: u64 = A2 | B;
 const ALL: [u64; 6] = [A, B, C, 3 << 12, A2, B2];
 
-/// What an access comes to.
+/// The result of an access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Found {
     HostPage(u64),
@@ -58,19 +58,19 @@ pub enum Found {
 
 pub type Act = fn(&World);
 
-/// What the holder is asked to do.
+/// A function that the holder runs.
 type Order = fn(&mut Cpu<'_>);
 
 pub struct World {
     pub vm: Arc<Vm<SimPlatform, X86<5>>>,
     memory: Memory,
-    /// Where slot 1 is.
+    /// The frame at which slot 1 is, if it exists.
     more: Mutex<Option<u64>>,
     flags: Mutex<SlotFlags>,
     harvests: Harvests,
-    /// Every write must be in the log.
+    /// Whether every write must be in the log.
     logging: AtomicBool,
-    /// Addresses that CPUs have stored an entry for and not flushed.
+    /// The addresses for which CPUs have stored an entry and have not flushed.
     unflushed: Mutex<Vec<u64>>,
     order: Mutex<Option<Order>>,
     done: Condvar,
@@ -78,7 +78,7 @@ pub struct World {
 }
 
 impl World {
-    /// A guest whose tables have all entries, and of which nothing is mapped yet.
+    /// Makes a guest whose tables have all entries, and for which nothing is mapped yet.
     pub fn new() -> Arc<Self> {
         let platform = SimPlatform::new(HOST_PAGES);
         platform.host.change(&(0..HOST_PAGES), REMAP);
@@ -106,12 +106,12 @@ impl World {
         Arc::new(world)
     }
 
-    /// Writes an entry without telling anyone.
+    /// Writes an entry without a report to the MMU.
     fn put(&self, table: u64, index: u64, frame: u64) {
         self.memory.put(table, index, frame << 12 | USED);
     }
 
-    /// Writes an entry as the client does, which tells the VM, and has each CPU flush before long.
+    /// Writes an entry like a client, which reports that to the VM. Each CPU flushes soon after.
     pub fn client_stores(&self, table: u64, index: u64, frame: u64) {
         self.put(table, index, frame);
         self.unflushed.lock().unwrap().extend(ALL);
@@ -156,7 +156,8 @@ impl World {
         *self.more.lock().unwrap() = at;
     }
 
-    /// Replaces the host page that backs `frame` of slot 0, as the host does when it moves or swaps: the contents stay.
+    /// Replaces the host page that backs `frame` of slot 0, like a host that moves or swaps the page. The contents stay
+    /// the same.
     pub fn invalidate(&self, frame: u64) {
         let pages = frame..frame + 1;
         let guard = self.vm.invalidate(HostMemory::hvas(&pages));
@@ -192,7 +193,7 @@ impl World {
         }
     }
 
-    /// Returns what the guest's tables say now.
+    /// Returns the result of an access by the guest's tables as they are now.
     fn expected(&self, gva: u64, access: Access) -> Found {
         match walk(&mut Now(self), &paging(ROOT << 12), gva, access) {
             Ok(page) => match self.host_page(page.gpa) {
@@ -212,7 +213,7 @@ impl World {
         }
     }
 
-    /// Checks that a CPU which has got `host` may use it.
+    /// Checks that a CPU may use the translation to `host` that it has.
     fn check_use(&self, host: Hpa) {
         let platform = self.vm.platform();
         let (page, _) = HostMemory::identify(host.pfn());
@@ -236,7 +237,7 @@ const REMAP: HostChange = HostChange::Remap {
     kind: PageKind::Ordinary,
 };
 
-/// The guest's tables as they are now, for a walk that changes nothing: all flags are set.
+/// The guest's tables as they are now, for a walk that changes nothing, because all flags are set.
 struct Now<'w>(&'w World);
 
 impl GuestTables for Now<'_> {
@@ -252,7 +253,7 @@ impl GuestTables for Now<'_> {
     }
 }
 
-/// A CPU's access to the guest's tables: others can step in before and after it reads an entry.
+/// A CPU's access to the guest's tables. Other threads can run before and after it reads an entry.
 struct Steps<'w> {
     world: &'w World,
     words: Words<'w>,
@@ -263,7 +264,7 @@ impl HostWords for Steps<'_> {
 
     fn read(&mut self, host: Hpa, size: usize) -> Result<u64, Infallible> {
         let platform = self.world.vm.platform();
-        // The others of a table of 512 are alike.
+        // The remaining ones of the table's 512 entries are alike.
         let is_used = host.0 % 4096 < 4 * 8;
         is_used.then(|| platform.guest_entry(host));
         let entry = self.words.read(host, size);
@@ -283,14 +284,14 @@ impl HostWords for Steps<'_> {
     }
 }
 
-/// A CPU of the guest, in a reader section, with a TLB. It looks at no attention word: it goes on with what it
-/// remembers until an answer says that it must not.
+/// A CPU of the guest, in a reader section, with a TLB. It does not check its attention word: it continues to use its
+/// translations until a result says that they are void.
 pub struct Cpu<'w> {
     world: &'w World,
     vcpu: Vcpu<SimPlatform, X86<5>>,
     /// The host pages to which accesses were translated, by virtual page.
     pages: Vec<(u64, Hpa)>,
-    /// What allows stores, by frame.
+    /// The translations that allow stores, by frame.
     stores: Vec<(u64, Translation)>,
     unflushed: Vec<u64>,
 }
@@ -325,7 +326,7 @@ impl<'w> Cpu<'w> {
         self.stores.clear();
     }
 
-    /// Uses what it remembers. Call after every answer that does not say that this is void.
+    /// Uses all translations that the CPU has. Call after every result that does not say that they are void.
     fn use_all(&self) {
         let stores = self.stores.iter().map(|(_, found)| found.host);
         let all = self.pages.iter().map(|(_, host)| *host).chain(stores);
@@ -359,7 +360,7 @@ impl<'w> Cpu<'w> {
         }
     }
 
-    /// Gets a translation for stores to the table in `table`, and keeps it if it allows them.
+    /// Gets a translation for stores to the table in `table`. Keeps the translation if it allows stores.
     fn translate(&mut self, table: u64) -> Translation {
         if let Some((_, found)) = self.stores.iter().find(|(frame, _)| *frame == table) {
             return *found;
@@ -379,7 +380,7 @@ impl<'w> Cpu<'w> {
         }
     }
 
-    /// Stores an entry for `frame`.
+    /// Stores an entry that maps `frame`.
     pub fn store(&mut self, table: u64, index: u64, frame: u64) {
         self.store_word(table, index, frame << 12 | USED);
     }
@@ -409,12 +410,12 @@ impl<'w> Cpu<'w> {
         });
     }
 
-    /// Loads CR3 with what it has, and looks at one address.
+    /// Loads CR3 with its current value, and accesses one address.
     pub fn flush(&mut self) {
         self.finds_its_stores(A, Self::load_cr3);
     }
 
-    /// Does what [`Self::flush`] does, but looks at nothing.
+    /// Like [`Self::flush`], but accesses nothing afterwards.
     pub fn load_cr3(&mut self) {
         let mut words = self.words();
         self.vcpu.flush_guest(&mut words);
@@ -422,7 +423,7 @@ impl<'w> Cpu<'w> {
         self.unflushed.clear();
     }
 
-    /// Checks that after `flush` the CPU finds at `gva` what the tables say, if that did not change meanwhile.
+    /// Checks that after `flush` the CPU finds at `gva` what the guest's tables contain, unless that changed meanwhile.
     fn finds_its_stores(&mut self, gva: u64, flush: impl FnOnce(&mut Self)) {
         let before = self.world.expected(gva, Read);
         flush(self);
@@ -444,15 +445,15 @@ impl Drop for Cpu<'_> {
 }
 
 impl Scene for World {
-    /// A frame that the holder may store to.
+    /// A frame to which the holder may store.
     type Held = u64;
 
-    /// An access may find all in the shadow table.
+    /// An access may find its leaf in the shadow table, and then has no step.
     fn may_be_still() -> bool {
         true
     }
 
-    /// A walk without a lock may be anywhere at any time: loom's models of it look at that.
+    /// Do not stop at walks without a lock: the loom models cover these.
     fn is_step(event: &Event) -> bool {
         !matches!(event, Event::Entries(_))
     }

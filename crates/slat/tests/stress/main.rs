@@ -1,5 +1,5 @@
-//! Many vCPUs, and threads that take away what they use. Each use of a translation is checked: a page
-//! may be used until the vCPU quiesces, so whoever took it away must not have returned before.
+//! Many vCPUs use memory, and other threads unmap it. Each use of a translation is checked: a vCPU may use a page until
+//! it quiesces, so the operation that unmapped the page must not have returned before.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -23,7 +23,7 @@ use slat::{
 use slat_model::{HostMemory, SimPlatform, Witness};
 use world::{HOST_PAGES, LOGGED, Logs, STABLE, World, region, remap};
 
-/// What each thread has time for to get its turns, on a machine that is busy with other tests.
+/// The time in which each thread must have made progress, on a machine that is busy with other tests.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn stress<F: Format>(world: World<F>, vcpus: u64, duration: Duration, pause: Option<Duration>) {
@@ -35,7 +35,7 @@ fn stress<F: Format>(world: World<F>, vcpus: u64, duration: Duration, pause: Opt
         scope.spawn(|| world.change_slots(1));
         scope.spawn(|| world.invalidate(2));
         scope.spawn(|| world.keep_house(3));
-        // On a busy machine it takes longer until each thread had its turns.
+        // On a busy machine it takes longer until each thread has made progress.
         let begin = Instant::now();
         while begin.elapsed() < duration
             || !world.has_progressed(vcpus) && begin.elapsed() < PATIENCE.max(duration)
@@ -110,7 +110,8 @@ fn ninety_six_vcpus_on_few_processors_make_progress_while_slots_move() {
     assert!(begin.elapsed() < 3 * PATIENCE);
 }
 
-/// The window is two instructions of [`Vcpu::enter`], so this does nothing else.
+/// The error that this test looks for could occur only between two instructions of [`Vcpu::enter`], so the thread does
+/// nothing else.
 #[test]
 fn a_vcpu_that_comes_in_during_a_flush_is_told() {
     let platform = SimPlatform::new(1);
@@ -154,11 +155,11 @@ fn a_vcpu_that_comes_in_during_a_flush_is_told() {
     platform.check();
 }
 
-/// A vCPU that has reached the gate, with what it will answer when the gate opens.
+/// Calls `act` while a vCPU waits at the platform's gate, in a fault. Passes the vCPU that is not blocked.
 fn with_a_blocked_vcpu(act: impl FnOnce(&World<Ept>, &mut Vcpu<SimPlatform, Ept>)) {
     let world = World::<Ept>::new(Logs::Bitmap);
     let blocked_gfn = STABLE.start + 5;
-    // Another vCPU is inside and holds translations, so that there is something to flush.
+    // Another vCPU is in its reader section and has translations, so that a flush is necessary.
     let mut other = world.vm.create_vcpu().unwrap();
     world.platform.close_gate(HostMemory::hvas(&(5..6)));
     thread::scope(|scope| {
@@ -197,7 +198,7 @@ fn access(world: &World<Ept>, gfn: u64, access: Access) {
 #[test]
 fn a_vcpu_blocked_in_a_host_page_fault_holds_up_no_invalidation() {
     with_a_blocked_vcpu(|world, _| {
-        // Of its own page, of the page beside it, of everything.
+        // Invalidates the vCPU's page, the page beside it, and all pages.
         for pages in [5..6, 6..7, 0..HOST_PAGES] {
             let guard = world.vm.invalidate(HostMemory::hvas(&pages));
             world.platform.host.change(&pages, remap(Level::PAGE));
@@ -213,7 +214,7 @@ fn a_vcpu_blocked_in_a_host_page_fault_holds_up_no_slot_change() {
         world.set(2, 3050..3150, 0, SlotFlags::default(), 3000..3100);
         world.set(2, 3050..3150, 0, SlotFlags::LOG_DIRTY_PAGES, 0..0);
         world.delete(2, 3050..3150);
-        // The slot it is in, too: away, and back with other memory behind it.
+        // Also deletes the slot that contains the page, and creates it again with other memory.
         world.delete(0, STABLE);
         world.set(0, STABLE, 2048, SlotFlags::default(), 0..0);
     });

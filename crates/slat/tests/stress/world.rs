@@ -1,4 +1,4 @@
-//! The VM of the stress tests, and what each of its threads does.
+//! The VM of the stress tests, and the work of each of their threads.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -21,34 +21,34 @@ use slat_model::{
 
 pub const HOST_PAGES: u64 = 4096;
 const FRAMES: u64 = 8192;
-/// Slot 0, for the whole test; in the second address space, too.
+/// The frames of slot 0, which exists during the whole test, also in the second address space.
 pub const STABLE: Range<u64> = 0..1024;
-/// Slot 1, for the whole test; its log is taken all the time.
+/// The frames of slot 1, which exists during the whole test. Its log is harvested all the time.
 pub const LOGGED: Range<u64> = 1024..1536;
-/// Where other slots come, go and move.
+/// The frames in which other slots are created, moved and deleted.
 const BUSY: Range<u64> = 2048..6144;
-/// Nothing is ever here.
+/// Frames in which there is never a slot.
 const NOTHING: Range<u64> = 7000..8192;
 
-/// How writes are told.
+/// How logs detect writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Logs {
-    /// Taking a log protects its pages again.
+    /// Each harvest of a log protects its pages again.
     Bitmap,
     /// Clearing does.
     Manual,
-    /// Leaves' dirty bits, where the format has them.
+    /// The log consists of the leaves' dirty bits, if the format has them.
     DirtyBits,
-    /// The buffers of walkers, where they set dirty bits.
+    /// Walkers fill buffers, if they set dirty bits.
     Buffers,
     /// A ring for each vCPU.
     Rings,
 }
 
-/// Frames of [`STABLE`] that no vCPU uses: the guest's tables, the root first.
+/// Frames of [`STABLE`] that no vCPU uses as data: the guest's tables, the root first.
 const TABLES: [u64; 3] = [1000, 1001, 1002];
 
-/// Makes the tables of a guest that maps each address to itself, by pages of 2 MiB.
+/// Makes tables of a guest that map each address to itself, by pages of 2 MiB.
 fn identity() -> Memory {
     let memory = Memory::new(HOST_PAGES);
     memory.link(&TABLES);
@@ -61,17 +61,18 @@ fn identity() -> Memory {
 pub struct World<F: Format> {
     pub platform: Arc<SimPlatform>,
     pub vm: Arc<Vm<SimPlatform, F>>,
-    /// With the shadow MMU: the guest has paging on for half of its accesses in the first address space.
+    /// The guest's tables with the shadow MMU. The guest has paging on for half of its accesses in the first address
+    /// space.
     guest: Option<Memory>,
     logs: Logs,
-    /// Of each address space.
+    /// The expected state of each address space.
     witnesses: [Witness; 2],
     harvests: Harvests,
     pub stop: AtomicBool,
-    /// Held shared for as long as one thing is done, and alone for an audit: then nothing is.
+    /// Each operation holds this lock shared. An audit holds it exclusively, so that no operation runs.
     batch: RwLock<()>,
     accesses: AtomicU64,
-    /// vCPUs that have made an access.
+    /// The number of vCPUs that have made an access.
     arrived: AtomicU64,
     slot_changes: AtomicU64,
     invalidations: AtomicU64,
@@ -100,7 +101,7 @@ pub const fn remap(level: Level) -> HostChange {
     }
 }
 
-/// Translates a virtual address of the guest, which is the physical one.
+/// Translates a virtual address of the guest, which equals the physical address.
 fn translate_virtual<F: Format>(
     vcpu: &mut Vcpu<SimPlatform, F>,
     gfn: u64,
@@ -153,20 +154,20 @@ impl<F: Format> World<F> {
         };
         world.set(0, STABLE, 0, SlotFlags::default(), 0..0);
         world.set(1, LOGGED, 1024, SlotFlags::LOG_DIRTY_PAGES, 0..0);
-        // The same memory, shifted by a page: no huge leaf fits.
+        // The same memory, shifted by a page, so that no huge leaf is possible.
         world.set_in(1, 0, STABLE, 1, SlotFlags::default(), 0..0);
         world
     }
 
-    /// Like [`World::new`], with hardware walkers. Their model lets one thread at a time reach a table: what
-    /// two threads do at the same moment is for a world without.
+    /// Like [`World::new`], but with hardware walkers. Their model lets only one thread at a time reach a table. So
+    /// only worlds without walkers test what two threads do at the same moment.
     pub fn with_walkers(logs: Logs) -> Self {
         let world = Self::new(logs);
         world.platform.watch(&world.vm, 2);
         world
     }
 
-    /// Puts a slot at `gfns`, where it was at `from` before.
+    /// Creates a slot at `gfns`, or moves it there from `from`.
     pub fn set(&self, slot: u32, gfns: Range<u64>, page: u64, flags: SlotFlags, from: Range<u64>) {
         self.set_in(0, slot, gfns, page, flags, from);
     }
@@ -184,7 +185,7 @@ impl<F: Format> World<F> {
         witness.allow(gfns.clone(), page);
         let region = region::<F>(slot, gfns.clone(), page, flags);
         self.vm.set_memory_region(space, &region).unwrap();
-        // Whatever was there before is not cached any more, here or where the slot was.
+        // After the change, no TLB caches other translations of these frames or of the slot's old frames.
         let is_of_slot = |gfn: u64, pfn: Pfn| {
             gfns.contains(&gfn) && HostMemory::identify(pfn).0 == page + (gfn - gfns.start)
         };
@@ -206,7 +207,7 @@ impl<F: Format> World<F> {
         !self.stop.load(Relaxed)
     }
 
-    /// Creates, moves, deletes slots and switches their logs, each in a quarter of its own.
+    /// Creates, moves and deletes slots and switches their logs. Each slot has its own quarter of [`BUSY`].
     pub fn change_slots(&self, seed: u64) {
         let mut rng = Rng::new(seed);
         let mut slots: [Option<(Range<u64>, u64, SlotFlags)>; 4] = [const { None }; 4];
@@ -241,8 +242,7 @@ impl<F: Format> World<F> {
         }
     }
 
-    /// Takes logs, and now and then ends a batch with an audit, looks for young pages, recovers NX
-    /// tables, changes a policy.
+    /// Harvests logs. Now and then audits the VM, looks for young pages, recovers NX tables, or changes a policy.
     pub fn keep_house(&self, seed: u64) {
         let mut rng = Rng::new(seed);
         while self.runs() {
@@ -267,7 +267,7 @@ impl<F: Format> World<F> {
         }
     }
 
-    /// Takes the log of slot 1, as a client does.
+    /// Gets the log of slot 1, like a client.
     pub fn harvest(&self) {
         let pages = LOGGED.end - LOGGED.start;
         let mut bitmap = vec![0; pages as usize / 64];
@@ -320,7 +320,7 @@ impl<F: Format> World<F> {
         vcpu
     }
 
-    /// A vCPU with a TLB, as a software CPU is. One in four uses the second address space.
+    /// Runs a vCPU with a TLB, like a software CPU. One in four vCPUs uses the second address space.
     pub fn run_vcpu(&self, number: u64, pause: Option<Duration>) {
         let mut rng = Rng::new(number);
         let space = usize::from(number.is_multiple_of(4));
@@ -330,7 +330,7 @@ impl<F: Format> World<F> {
         vcpu.enter_unguarded(number as usize);
         while self.runs() {
             let Ok(_batch) = self.batch.try_read() else {
-                // An audit. Whoever is inside would hold up what it waits for.
+                // Let an audit run. A vCPU in its section would delay the operations for which the audit waits.
                 vcpu.leave();
                 drop(self.batch.read());
                 vcpu.enter_unguarded(number as usize);
@@ -346,7 +346,7 @@ impl<F: Format> World<F> {
                     Some(pause) => thread::sleep(pause),
                     None => thread::yield_now(),
                 }
-                // What it remembers is good unless it is told otherwise now.
+                // The vCPU's translations are valid unless its attention word says otherwise now.
                 vcpu.enter_unguarded(number as usize);
                 continue;
             }
@@ -374,14 +374,14 @@ impl<F: Format> World<F> {
                     tlb.insert(gfn, translation);
                     self.use_page(space, gfn, &translation, access == Write);
                 }
-                // It may have been outside: the attention word tells.
+                // The vCPU may have left its section. Its attention word tells whether its translations are void.
                 Ok(None) => continue,
                 Err(Stop::Retry) => {
                     tlb.clear();
                     vcpu.quiesce();
                 }
                 Err(Stop::DirtyRingFull) if self.logs == Logs::Rings => {
-                    // Whoever empties it waits for nobody inside.
+                    // Leave the section, because the thread that empties the ring may wait for this vCPU.
                     vcpu.leave();
                     thread::yield_now();
                     vcpu.enter_unguarded(number as usize);
@@ -398,7 +398,7 @@ impl<F: Format> World<F> {
         if !arrived {
             self.platform.note(format!("vCPU {number} came nowhere"));
         }
-        // Protects the pages in its ring again, and then flushes: no audit looks in between.
+        // Dropping the vCPU protects the pages in its ring, and then flushes. No audit may run in between.
         let _batch = self.batch.read();
         drop(vcpu);
     }
@@ -423,7 +423,7 @@ impl<F: Format> World<F> {
         }
     }
 
-    /// Accesses, slot changes, invalidations, audits.
+    /// Returns the numbers of accesses, slot changes, invalidations and audits.
     fn counts(&self) -> [u64; 4] {
         let counts = [
             &self.accesses,
@@ -434,14 +434,14 @@ impl<F: Format> World<F> {
         counts.map(|count| count.load(Relaxed))
     }
 
-    /// Whether nobody is kept from doing anything.
+    /// Whether every thread has made progress.
     pub fn has_progressed(&self, vcpus: u64) -> bool {
         let enough = [100 * vcpus.min(20), 10, 10, 0];
         self.arrived.load(Relaxed) == vcpus
             && self.counts().iter().zip(enough).all(|(n, few)| *n > few)
     }
 
-    /// When all threads have ended: nobody was kept from doing anything.
+    /// Call when all threads have ended. Checks that every thread has made progress.
     pub fn check_progress(&self, vcpus: u64) {
         let [accesses, changes, invalidations, audits] = self.counts();
         println!(

@@ -178,8 +178,8 @@ impl Generator<'_> {
                 moves.slots.push((slot, value));
             }
         }
-        // Values that the block expects in slots, as they were at the first branch to it, but that are not in slots at
-        // this branch.
+        // Some values were in slots at the first branch to the block, so the block expects them there. Move those that
+        // are not in slots at this branch.
         for value in self.places.state.registers.into_iter().flatten() {
             if let Some(slot) = self.places.known(value).slot()
                 && entry.saved >> slot & 1 != 0

@@ -55,7 +55,7 @@ fn an_exit_in_the_delivery_of_an_event_tells_which() {
     assert_eq!(get(&guest, at::INT_INFO), event | 4 << 8);
 }
 
-/// A hypervisor as [`hypervisor`] makes it, but its CPUID names Intel as the vendor, and has all features.
+/// Returns a hypervisor like [`hypervisor`], but its CPUID names Intel as the vendor and has all features.
 fn intels_hypervisor(l2: &[u8]) -> Guest {
     let mut guest = hypervisor(l2);
     let told = |leaf, _| match leaf {

@@ -87,7 +87,7 @@ fn a_write_is_noted_in_the_log_of_its_slot_or_installed_nowhere() {
             id: 0,
             new: Some(new),
         };
-        // The moment when the new set is published, and the sequence is not raised yet.
+        // The new set is published, and the sequence is not raised yet.
         let (why, did) = write_while(&vm, 0, || {
             change.replace(&mut [edit], &vm.readers).unwrap();
         });
@@ -96,7 +96,7 @@ fn a_write_is_noted_in_the_log_of_its_slot_or_installed_nowhere() {
         let is_marked = |log: &Shared<DirtyLog>| (0..PAGES).any(|page| log.is_marked(page));
         assert!(!other.as_ref().is_some_and(is_marked));
     }
-    // Otherwise it is.
+    // If the slot does not change meanwhile, the fault installs its leaf, and the log has the write.
     let vm = vm::<Npt>(&region(LOGGED));
     assert!(write_while(&vm, 0, || ()).0.is_none());
     let change = vm.spaces[0].slots.change(|_| ());
@@ -111,7 +111,7 @@ fn a_fault_waits_for_a_move_only_if_the_log_is_in_the_leaves() {
         vm.set_policy(Setting::parse("dirty_log", method).unwrap());
         vm.set_memory_region(0, &region(LOGGED)).unwrap();
         let moving = vm.in_progress.slot_moves();
-        // A CPU whose attention word requests it stops waiting.
+        // A CPU stops waiting when its attention word requests it.
         let (why, did) = write_while(&vm, Attention::FLUSH << 1, || ());
         assert_eq!(matches!(why, Some(Next::Stop(Stop::Retry))), waits);
         assert_eq!((is_mapped(&vm), did.pf_retried), (!waits, u64::from(waits)));
@@ -215,7 +215,7 @@ fn each_access_that_the_client_emulates_is_counted_once() {
         let did = vcpu.stats();
         assert_eq!((did.pf_emulate, did.mmio_cached), (count, 0));
     }
-    // By the MMIO entry that the fault has installed.
+    // The MMIO entry that the fault has installed serves the next access.
     let mmio = Stop::Mmio { gpa: BEYOND };
     assert_eq!(vcpu.translate(BEYOND, Access::Read), Err(mmio));
     let did = vcpu.stats();
@@ -295,7 +295,7 @@ fn a_split_that_gives_the_right_is_a_fix() {
         assert_eq!((did.splits, did.pf_fixed, did.pf_spurious), (1, 2, 0));
     }
     check::<Npt>();
-    // By break-before-make.
+    // With break-before-make.
     check::<Stage2<48>>();
 }
 
@@ -555,8 +555,8 @@ fn a_fault_splits_no_huge_leaf_that_the_guests_tables_do_not_say_any_more() {
     assert_eq!(guest.page_fault(&mut vcpu, 512 + 1, Access::Read), 4);
 }
 
-/// Only faults find a root that has to be compared after a flush. Another CPU has begun to track the root, and is in
-/// that flush.
+/// While another CPU's flush for the begin of tracking is in progress, the root has to be compared after that flush.
+/// Only faults find such a root.
 #[test]
 fn the_root_that_a_fault_has_reached_serves_the_next_accesses() {
     const ROOT: u64 = 20;
@@ -572,7 +572,7 @@ fn the_root_that_a_fault_has_reached_serves_the_next_accesses() {
     let vm = guest.vm.clone();
     let mut vcpu = vm.create_vcpu().unwrap();
     let mut vcpu = vcpu.enter(0);
-    // So the page has to be protected.
+    // The write makes the leaf of the page writable, so tracking the table in the page needs a flush.
     guest.access(&mut vcpu, 1, Access::Write);
     let faults = Arc::new(Mutex::new(Vec::new()));
     let (counted, vm_in_flush, words) =
