@@ -1,8 +1,8 @@
-//! Names the shared library, whatever its file is called.
+//! Sets the name (SONAME) of the shared library, which does not depend on the name of its file.
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
-    // As long as the version begins with 0, each minor one may change the interface.
+    // While the major version is 0, each minor version may change the interface.
     println!(
         "cargo:rustc-cdylib-link-arg=-Wl,-soname,libslat-engine.so.{}.{}",
         env!("CARGO_PKG_VERSION_MAJOR"),

@@ -1,4 +1,4 @@
-//! Tells `slat-counts` which compiler it is from.
+//! Tells `slat-counts` which compiler compiles it.
 
 use std::process::Command;
 

@@ -1,4 +1,5 @@
-//! What `slat run` shows without a program: a small KVM program, and an account of what the memory system did for it.
+//! The demonstration that `slat run` shows without a program: a small KVM program, and a report of the memory system's
+//! work for it.
 //!
 //! | file | idea |
 //! |---|---|

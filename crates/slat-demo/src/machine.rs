@@ -13,7 +13,7 @@ use crate::guest::{self, VCPUS};
 use crate::memory::{Memory, Pages};
 use crate::progress::Progress;
 
-/// The phases of the guest whose times are printed.
+/// The phases of the guest whose times the report contains.
 pub const PHASES: usize = 4;
 
 /// The longest wait. No wait in this program takes a tenth of this time; a longer wait is reported.

@@ -33,10 +33,10 @@ pub enum Pages {
 }
 
 impl Memory {
-    /// Maps `size` bytes of zeroes at a multiple of `alignment`. Nothing is resident yet.
+    /// Maps `size` bytes of zeroes at a multiple of `alignment`. No page is resident yet.
     ///
     /// # Errors
-    /// Those of mmap.
+    /// The errors of mmap.
     ///
     /// # Panics
     /// If `alignment` is not a power of two, or less than a page.
@@ -91,7 +91,7 @@ impl Memory {
     /// meanwhile.
     ///
     /// # Errors
-    /// Those of mmap.
+    /// The errors of mmap.
     ///
     /// # Panics
     /// The panics of [`Memory::new`].
@@ -166,7 +166,7 @@ impl Memory {
     /// every VMM that uses the crates does; a real KVM notices it without a report.
     ///
     /// # Errors
-    /// Those of madvise.
+    /// The errors of madvise.
     ///
     /// # Panics
     /// If the range exceeds the memory.

@@ -63,7 +63,7 @@ pub struct slat_platform {
     pub drain: Option<unsafe extern "C" fn(context: *mut c_void)>,
 }
 
-/// The callbacks of a platform. Those that must exist do.
+/// The callbacks of a platform, after the check that all required callbacks exist.
 pub(super) struct Callbacks {
     granule: Granule,
     context: *mut c_void,
@@ -198,7 +198,7 @@ unsafe impl Platform for Callbacks {
         }
     }
 
-    /// Maps nothing ahead of its use: the client has no callback for that.
+    /// Maps nothing ahead of its use, because the client has no callback that tells which pages are resident.
     fn resolve_resident(&self, _: VmId, _: Range<Hva>, _: &mut dyn FnMut(HostRun)) {}
 
     fn flush(&self, _: VmId, range: Range<Gfn>, _: Stale) {

@@ -1,5 +1,5 @@
-//! A defect, of the engine's or of a callback, ends the VM and nothing else. What works is tried by a C
-//! program: `conformance/capi`.
+//! A defect of the engine or of a callback ends the VM and nothing else. The C program in `conformance/capi` tests the
+//! calls that succeed.
 
 use slat_engine_capi::platform::{slat_page, slat_platform};
 use slat_engine_capi::*;
@@ -22,7 +22,7 @@ extern "C" fn allocate(_: *mut c_void, count: usize) -> u64 {
     (start.expose_provenance() / PAGE) as u64
 }
 
-/// EPT's roots are of one frame.
+/// A root of EPT has one frame.
 unsafe extern "C" fn free(_: *mut c_void, frame: u64) {
     // SAFETY: allocated by `allocate`.
     unsafe {
@@ -33,7 +33,7 @@ unsafe extern "C" fn free(_: *mut c_void, frame: u64) {
     };
 }
 
-/// The context says whether it has no address any more.
+/// Returns no address if `context` says so.
 unsafe extern "C" fn address(context: *mut c_void, frame: u64) -> *mut c_void {
     // SAFETY: the context of the test.
     if unsafe { &*context.cast::<AtomicBool>() }.load(Relaxed) {
@@ -48,7 +48,7 @@ unsafe extern "C" fn resolve(_: *mut c_void, backing: u64, _: u32, page: *mut sl
     0
 }
 
-/// Says that pages have the size to which the context points.
+/// Returns a page of the size to which `context` points.
 unsafe extern "C" fn resolve_sized(
     context: *mut c_void,
     backing: u64,
@@ -62,7 +62,7 @@ unsafe extern "C" fn resolve_sized(
     }
 }
 
-/// Gives frames their addresses.
+/// Returns the address of the frame.
 extern "C" fn plain_address(_: *mut c_void, frame: u64) -> *mut c_void {
     std::ptr::with_exposed_provenance_mut(frame as usize * PAGE)
 }
@@ -117,7 +117,7 @@ fn after_a_panic_every_call_of_the_vm_answers_eio() {
     }
 }
 
-/// Returns what the last refusal of this thread says.
+/// Returns the text of this thread's last refusal.
 fn last_error() -> String {
     // SAFETY: a text that is valid until the next call.
     let text = unsafe { CStr::from_ptr(message::slat_last_error()) };

@@ -1,4 +1,4 @@
-//! The header in the repository is the one that belongs to the code.
+//! Checks that the header in the repository is the header that cbindgen makes of the code.
 
 use std::path::Path;
 

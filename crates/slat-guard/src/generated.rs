@@ -1,14 +1,14 @@
 //! Guarded accesses in code that is made at run time.
 //!
 //! Such code has no entries in the exception table. It has a table of its own, with one bit per byte of code: 1 where a
-//! guarded access begins, the lowest bit of a byte first. If an access cannot be executed, the thread continues at the
-//! code's *exit*, with the address of the access in the register of a function's result: RAX, or X0.
+//! guarded access begins, the lowest bit of a byte first. If an access fails, the thread continues at the code's
+//! *exit*, with the address of the access instruction in the register of a function's result: RAX, or X0.
 //!
 //! # Concurrency
-//! Handlers read the registration on any thread, at any time. So the registration is a sequence lock, but handlers do
-//! not wait for a change: a handler that finds one in progress, perhaps on the thread that it has interrupted, takes
-//! the interrupted instruction for one of other code. That is right, because no thread executes registered code during
-//! a change.
+//! Handlers read the registration on any thread, at any time. So the registration is a sequence lock. But a handler
+//! does not wait for a change: the change may be in progress on the thread that the handler has interrupted. Such a
+//! handler treats the interrupted instruction as not registered. That is right, because no thread executes registered
+//! code during a change.
 
 use crate::sync::{AtomicU32, AtomicUsize, const_fn, fence, global};
 use std::ops::Range;
@@ -61,7 +61,7 @@ impl Generated {
         self.version.store(odd.wrapping_add(1), Ordering::Release);
     }
 
-    /// Returns what is registered; `None` during a change. Async-signal-safe.
+    /// Returns the current registration. `None` during a change. Async-signal-safe.
     fn get(&self) -> Option<Registered> {
         let version = self.version.load(Ordering::Acquire);
         let registered = Registered {
@@ -82,7 +82,7 @@ global! {
 }
 
 /// Registers code that is made at run time with the signal handlers: the addresses `code`, the address of its `table`,
-/// and that of its `exit`. Replaces earlier registered code.
+/// and the address of its `exit`. Replaces earlier registered code.
 ///
 /// # Safety
 /// - As long as any thread executes in `code`, its table is readable.
@@ -127,7 +127,7 @@ mod loom_tests {
         }
     }
 
-    /// A handler sees one registration, or none, however the values of two become visible.
+    /// A handler sees one whole registration or none, in whatever order the values of two registrations become visible.
     #[test]
     fn a_handler_sees_no_mixture() {
         loom::model(|| {

@@ -15,9 +15,9 @@
 //! that were queued already.
 //!
 //! # What a handler may see
-//! The two cells belong to one thread and its handlers. A handler runs as a whole between two of the thread's
-//! instructions, and leaves the cells as it found them, unless it jumps away. When it jumps away, no section is open,
-//! and [`defer`] has emptied `WAITING`.
+//! The two variables belong to one thread and its handlers. A handler runs as a whole between two of the thread's
+//! instructions, and leaves the variables as it found them, unless it jumps away. When it jumps away, no section is
+//! open, and [`defer`] has emptied `WAITING`.
 
 use crate::arch::entries;
 use crate::queue::queue;

@@ -327,7 +327,7 @@ pub fn kick(tid: libc::pid_t) {
 /// Whether a signal is a kick of this copy of the crate.
 ///
 /// # Safety
-/// `info` is the one that the kernel gave the handler.
+/// `info` is the information that the kernel gave the handler.
 unsafe fn is_kick(sig: i32, info: *const libc::siginfo_t) -> bool {
     // SAFETY: the kernel fills in the fields that belong to the code. In this process, only this crate knows the
     // address.
@@ -363,7 +363,7 @@ extern "C-unwind" fn handler(sig: i32, info: *mut libc::siginfo_t, context: *mut
             return;
         }
     }
-    // SAFETY: these are the arguments that the kernel gave us.
+    // SAFETY: these are the arguments that the kernel gave this handler.
     if !kicked && !unsafe { defer(sig, info, context) } {
         // SAFETY: these are the arguments that the kernel gave this handler.
         unsafe { chain(sig, sent, info, context) }

@@ -1,5 +1,6 @@
-//! The atomics of what handlers share with other threads: the standard library's, or the model checker's in this
-//! crate's own tests with `cfg(loom)`. (Models of other crates use this crate as it always is.)
+//! The atomics for data that handlers share with other threads. They are the standard library's, or, in this crate's
+//! own tests with `cfg(loom)`, the model checker's. (The models of other crates use this crate with the standard
+//! library's atomics.)
 
 #[cfg(all(test, loom))]
 pub(crate) use loom::{

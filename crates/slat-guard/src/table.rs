@@ -33,10 +33,9 @@ unsafe extern "C" {
     static STOP: Entry;
 }
 
-/// Returns where a thread whose instruction at `ip` failed has to continue, if that instruction is guarded.
-///
-/// Returns the fix-up of the instruction at `ip`, if it has one. Async-signal-safe. The look-up is linear: the table
-/// has some hundreds of entries, and signals are rare.
+/// Returns the address at which a thread continues if its guarded instruction at `ip` has failed. `None`: the
+/// instruction is not guarded. Async-signal-safe. The look-up is linear: the table has some hundreds of entries, and
+/// signals are rare.
 pub(crate) fn fixup(ip: usize) -> Option<usize> {
     let mut entry = &raw const START;
     let stop = &raw const STOP;

@@ -143,7 +143,7 @@ fn a_locked_operation_needs_memory_that_may_be_written_even_if_it_changes_nothin
     assert_eq!(unsafe { compare_exchange(p.cast(), 1u128, 2) }, Err(Gone));
 }
 
-/// Threads add to words that share 16 bytes, to each in another way. No addition is lost.
+/// Threads add to words that share 16 bytes, each thread by another operation. No addition is lost.
 #[test]
 fn locked_operations_of_several_threads_are_atomic() {
     const ROUNDS: u64 = 20_000;
@@ -181,8 +181,8 @@ fn locked_operations_of_several_threads_are_atomic() {
     }
 }
 
-/// One thread stores a number, then stores it elsewhere; another thread loads in the opposite order. Only the lowest
-/// byte of each word changes, so that no word is seen half written, at whichever alignment.
+/// One thread stores a number to a first word, and then to a second. Another thread loads the second word, and then the
+/// first. Only the lowest byte of each word changes, so that no word is seen half written, whatever its alignment.
 #[test]
 fn a_store_is_seen_after_the_stores_before_it() {
     const LAPS: usize = 40;
@@ -226,7 +226,7 @@ fn long_runs_are_copied_and_filled_up_to_the_hole() {
         libc::mprotect(p.add(2 * PAGE).cast(), PAGE, libc::PROT_NONE);
         for len in [15, 16, 17, 31, 32, 1000, 1001] {
             for missing in 0..40.min(len) {
-                // The destination ends at the hole, then the source does.
+                // First the destination ends at the hole, then the source does.
                 let end = p.add(2 * PAGE);
                 assert_eq!(copy_out(p, &pattern), Ok(()));
                 let to = end.sub(len - missing);
@@ -246,7 +246,7 @@ fn long_runs_are_copied_and_filled_up_to_the_hole() {
             }
         }
         for distance in 1..40 {
-            // To overlapping higher addresses: a pattern is repeated. To lower ones: the bytes move.
+            // A copy to overlapping higher addresses repeats a pattern. A copy to lower addresses moves the bytes.
             assert_eq!(copy_out(p, &pattern), Ok(()));
             assert_eq!(copy(p.add(distance), p, 500), Ok(()));
             let repeated: Vec<u8> = (0..500 + distance).map(|n| pattern[n % distance]).collect();
@@ -371,7 +371,7 @@ fn a_comparison_sees_each_byte_and_no_others() {
                 assert_eq!(matches(at, &bytes), Ok(false), "{changed} of {len}");
                 bytes[changed] ^= 0x80;
             }
-            // An access beyond the page fails, in whichever quarter of a line it is.
+            // An access beyond the page fails, whichever quarter of a line it is in.
             bytes.push(0);
             assert_eq!(matches(at, &bytes), Err(Gone), "{len}");
         }
@@ -568,7 +568,7 @@ fn a_kick_wakes_a_thread_blocked_in_a_page_fault() {
             load(address as *const u64)
         });
         let tid = rx.recv().unwrap();
-        // The fault's message says that the thread sleeps.
+        // The text of the fault's message says that the thread sleeps.
         let mut message = [0u8; 32];
         assert_eq!(libc::read(fd, message.as_mut_ptr().cast(), 32), 32);
         kick(tid);

@@ -9,7 +9,7 @@ pub mod mappings;
 mod resident;
 mod trace;
 
-// Internal modules, which are public for slat's own crates: there is no promise about them.
+// Internal modules. They are public only for slat's own crates, and any version may change them.
 #[doc(hidden)]
 pub mod frames;
 #[doc(hidden)]

@@ -53,7 +53,7 @@ pub(crate) struct Mapping {
     pub(crate) page_bytes: usize,
 }
 
-/// Raised whenever a mapping is forgotten.
+/// The global epoch. It is raised whenever a mapping is forgotten.
 static EPOCH: AtomicU64 = AtomicU64::new(0);
 /// Whether the kernel may have advice that the table lacks, or the table may have advice that no longer holds. If so,
 /// the kernel has to be asked.

@@ -1,5 +1,5 @@
-//! Which pages are in memory now: mincore(2). If a seccomp filter forbids mincore, slat does not know this: many faults
-//! ask, too many for the helper thread to make the calls.
+//! Finds the pages that are in memory now, by mincore(2). If a seccomp filter forbids mincore, slat treats no page as
+//! known to be in memory: faults ask so often that the helper thread could not make all these calls.
 
 use slat_process::calls::{self, Call};
 use slat_process::page_size;
@@ -43,7 +43,7 @@ pub(crate) fn stretches(range: Range<usize>, found: &mut dyn FnMut(Range<usize>)
                 let (start, end) = (at + page * size, at + (page + run) * size);
                 found(start.max(range.start)..end.min(range.end));
             }
-            // Skips one page more, because the page that ended the run is not resident.
+            // Also skips the page that ended the run, because it is not resident.
             page += run + 1;
         }
         at += pages * size;

@@ -1,4 +1,4 @@
-//! The engine's events as tracepoints.
+//! Records the engine's events as tracepoints.
 
 use slat::{Access, Event};
 use slat_trace::*;

@@ -129,7 +129,7 @@ impl Contenders {
         let mut add = |variant, ns: f64| {
             samples.add("slots", "update", variant, Metric::NsPerOp, ns);
         };
-        // The slot is not at the end: its place is empty because this slot was left out.
+        // The slot is not at the end of the address space. Its position is free because this slot was left out.
         let at = base(self.slots / 2) + PAGE;
         let mapping = MmapRegion::new(PAGE as usize).expect("one more mapping");
         let new = GuestRegionMmap::new(mapping, GuestAddress(at)).expect("a valid region");

@@ -16,7 +16,7 @@ const EXCEEDED: u64 = 1 << (libc::SIGXFSZ - 1);
 /// Async-signal-safe if `work` is.
 ///
 /// # Errors
-/// Those of `work`.
+/// The errors of `work`.
 pub fn limited<R>(work: impl FnOnce() -> io::Result<R>) -> io::Result<R> {
     let (set, mut before) = (EXCEEDED, 0u64);
     let mask = |how: i32, set: *const u64, before: *mut u64| {

@@ -91,9 +91,9 @@ pub fn owner() -> i32 {
     }
 }
 
-/// Stores the id of this process. Call in a child that the C library has just forked. If the place of the C library's
-/// note of the id is known, this makes no system call. The id is stored now because a `vfork` child of this child could
-/// not use that note later.
+/// Stores the id of this process. Call in a child that the C library has just forked. Makes no system call if slat
+/// knows where the C library notes the id. The id is stored now because a `vfork` child of this child could not use
+/// that note later.
 pub fn note_owner() {
     match noted_thread_id() {
         Some(id) => {

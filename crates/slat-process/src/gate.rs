@@ -69,7 +69,7 @@ pub unsafe fn move_to(address: usize) {
     GATE.store(address as *mut (), Ordering::Release);
 }
 
-/// Returns where slat enters the kernel.
+/// Returns the address at which slat enters the kernel.
 pub fn address() -> usize {
     GATE.load(Ordering::Acquire) as usize
 }

@@ -5,14 +5,14 @@
 //! asks the helper only needs `futex`.
 //!
 //! # Concurrency
-//! A request is a row of words with a state: free, claimed by an asking thread, posted, done. Asking takes no lock and
-//! allocates nothing, so a signal handler may ask, even if it has interrupted a thread that is waiting here. The helper
-//! holds no lock while it makes a call, and makes only calls that do not block.
+//! A request is a group of words with a state: free, claimed by an asking thread, posted, done. Asking takes no lock
+//! and allocates nothing, so a signal handler may ask, even if it has interrupted a thread that is waiting here. The
+//! helper holds no lock while it makes a call, and makes only calls that do not block.
 //!
-//! Each change of a request's state is a release, and the thread that owns the request next has acquired it: so each
-//! owner sees the cells as the owner before has left them. That no wake-up is lost needs more: the asking thread counts
-//! its post and then reads whether the helper sleeps; the helper notes that it sleeps and then reads the count. One of
-//! them must see what the other has stored, so all four accesses are sequentially consistent. (`loom_tests`)
+//! Each change of a request's state is a release, and the next owner of the request acquires it. So each owner sees the
+//! cells as the previous owner left them. Two more rules prevent a lost wake-up. The asking thread counts its post, and
+//! then reads whether the helper sleeps. The helper stores that it sleeps, and then reads the count. One of the two
+//! must see what the other has stored, so all four accesses are sequentially consistent. (`loom_tests`)
 
 use crate::enter::raw;
 use crate::forks::PerProcess;
@@ -24,10 +24,10 @@ const CLAIMED: u32 = 1;
 const POSTED: u32 = 2;
 const DONE: u32 = 3;
 
-/// Requests that can be open at a time.
+/// The number of requests that can be open at a time.
 #[cfg(not(all(test, loom)))]
 const REQUESTS: usize = 64;
-/// A model has more threads than requests.
+/// In a model, there are more threads than requests.
 #[cfg(all(test, loom))]
 const REQUESTS: usize = 1;
 
@@ -45,7 +45,7 @@ unsafe impl Sync for Request {}
 /// The helper thread's requests and state.
 pub struct Helper {
     requests: [Request; REQUESTS],
-    /// Raised with every request that is posted.
+    /// The number of requests posted so far.
     posts: AtomicU32,
     /// Whether the helper sleeps, or is about to, and has to be woken.
     sleeps: AtomicBool,

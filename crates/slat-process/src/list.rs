@@ -102,7 +102,7 @@ calls! {
     Close: Helper "close", SYS_close;
     /// Makes slat's own descriptor of the client's eventfd.
     Duplicate: Helper "fcntl (F_DUPFD_CLOEXEC)", SYS_fcntl [1 = KEPT_FD];
-    /// Asks whether an eventfd is one that never blocks.
+    /// Asks whether an eventfd is non-blocking.
     Flags: Helper "fcntl (F_GETFL)", SYS_fcntl [1 = libc::F_GETFL];
     /// Asks what is mapped at an address.
     QueryMapping: Helper "ioctl (PROCMAP_QUERY)", SYS_ioctl [1 = PROCMAP_QUERY];

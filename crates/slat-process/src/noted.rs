@@ -22,8 +22,8 @@ pub fn first_noted_id() -> Option<NonNull<AtomicU32>> {
     NonNull::new(FIRST.load(Ordering::Relaxed))
 }
 
-/// Returns this thread's id from the C library's note, without a system call. `None` if the place of the note is
-/// unknown. The result is wrong on a thread or in a process that the C library has not made.
+/// Returns this thread's id from the C library's note, without a system call. `None` if slat does not know where the
+/// note is. The result is wrong on a thread or in a process that the C library has not made.
 pub(crate) fn noted_thread_id() -> Option<libc::pid_t> {
     // SAFETY: the note belongs to this thread, and its address is known.
     first_noted_id().map(|_| unsafe { (*noted_id()).load(Ordering::Relaxed) } as libc::pid_t)

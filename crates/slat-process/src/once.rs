@@ -84,7 +84,7 @@ impl<T: Send + Sync + 'static> Default for Computed<T> {
     }
 }
 
-/// Work that the first use does, and whose effect lasts.
+/// Work that is done at the first use, and whose effect lasts.
 #[derive(Debug)]
 pub struct Prepared {
     /// 0 until the work begins; then the [`Birth`] of the process whose thread does the work; in the end
@@ -111,7 +111,7 @@ impl Prepared {
     /// child's parent had begun the work, the child does the work again, so half-done work must do no harm.
     ///
     /// # Errors
-    /// Those of `work`, which the next use tries again.
+    /// The errors of `work`. The next use then tries the work again.
     pub fn once<E>(&self, work: impl FnOnce() -> Result<(), E>) -> Result<(), E> {
         const PAUSE: Duration = Duration::from_micros(50);
         let here = Birth::here().number();

@@ -1,6 +1,6 @@
-//! What the protocol of [`helper`](crate::helper) is made of: the standard library's atomics and cells, and the
-//! kernel's sleeps. In this crate's own tests with `cfg(loom)`, they are the model checker's. (Models of other crates
-//! use this crate as it always is.)
+//! The parts of which the protocol of [`helper`](crate::helper) is made: the standard library's atomics and cells, and
+//! the kernel's sleeps. In this crate's own tests with `cfg(loom)`, they are the model checker's. (The models of other
+//! crates use this crate with the standard library's.)
 
 #[cfg(all(test, loom))]
 pub(crate) use model::*;
@@ -112,7 +112,7 @@ mod model {
     atomic!(AtomicU32, u32, fetch_or, 0);
 
     loom::lazy_static! {
-        /// The kernel's lock of the sleepers.
+        /// A lock and a condition for all sleeping threads. They replace the lock that the kernel uses for futexes.
         static ref SLEEPERS: (loom::sync::Mutex<()>, loom::sync::Condvar) = Default::default();
     }
 

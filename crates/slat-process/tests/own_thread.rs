@@ -5,7 +5,7 @@ use slat_process::{filter, helper, thread_id};
 
 #[test]
 fn slats_own_threads_need_no_helper() {
-    // Forbids everything. It is only announced: no thread installs it.
+    // Announces a filter that forbids all calls. No thread installs it.
     let forbids = libc::sock_filter {
         code: (libc::BPF_RET | libc::BPF_K) as u16,
         jt: 0,

@@ -62,7 +62,7 @@
 //! of [`Cpu`] and [`Executor`], which many modules define and call without an import: a method is called from its own
 //! layer and from higher ones. (`crates/slat/tests/architecture` checks this.)
 //!
-//! Promises:
+//! Guarantees:
 //!
 //! - An instruction that faults has changed nothing.
 //! - LOCKed operations are atomic among CPUs on several threads.

@@ -252,7 +252,6 @@ pub enum HypercallOutcome {
     Done,
     /// The caller of the run executes the hypercall: the run ends with [`Exit::Hypercall`].
     Outside,
-    /// #UD. No register was changed.
     /// The CPU raises #UD. No register was changed.
     Undefined,
     /// Like [`Fault::Retry`]. No register was changed.

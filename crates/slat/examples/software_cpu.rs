@@ -112,7 +112,7 @@ fn memory() -> Region {
     Region::new(SLOT, Gpa(0), PAGES * PAGE_SIZE, Hva(0))
 }
 
-/// Makes a VM whose policies are those of a command line, as `name=value`.
+/// Makes a VM with `policies`, each a name and a value as on a command line.
 fn create(
     host: &Arc<PlainMemory>,
     policies: &[(&str, &str)],

@@ -162,7 +162,7 @@ fn a_mapped_page_is_reached_without_a_look_at_the_guests_tables() {
     (0..512).for_each(|page| assert_eq!(guest.frame(page), DATA + page));
     let counted = guest.counted(|guest| {
         for round in 0..200u64 {
-            // Uses another table than the last access: the other half of the address space has the same tables below.
+            // Changes bit 3 of CR3 (PWT): CR3 differs from its value in the last round, but names the same table.
             guest.cr3 ^= 8 * (round % 2);
             (0..512).for_each(|page| assert_eq!(guest.frame(page), DATA + page));
         }

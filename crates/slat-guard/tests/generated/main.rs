@@ -1,4 +1,4 @@
-//! Tests accesses in code that is made at run time. Such code stands here as a function of assembly.
+//! Tests accesses in code that is made at run time. Here, a function in assembly replaces such code.
 
 #[cfg(target_arch = "aarch64")]
 mod aarch64;

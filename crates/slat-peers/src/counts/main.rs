@@ -96,7 +96,7 @@ fn count() -> Result<Counts, String> {
         .arg(format!("--callgrind-out-file={}/of", directory.display()))
         .arg(&program)
         .arg(OPERATIONS)
-        // The environment variables only move the stack. The fewer there are, the better.
+        // Clears the environment variables. They would only move the stack.
         .env_clear()
         .envs(std::env::var_os("PATH").map(|path| ("PATH", path)))
         .output()

@@ -172,7 +172,7 @@ fn faults<F: Format>(counter: &mut Counter<'_>) {
         let mut entered = vcpu.enter(0);
         counter.count(name, faults, || {
             for i in 0..faults {
-                // The pages are neighbours, as programs often touch them.
+                // The faults are at neighbouring pages, because programs often touch such pages.
                 let gpa = Gpa(BASE + (i << 12));
                 entered
                     .translate(gpa, Access::Write)

@@ -1,5 +1,5 @@
-//! A hypervisor's guest memory: compares axaddrspace, the guest address spaces of ArceOS's hypervisors, with slat
-//! behind the same methods.
+//! The guest memory of a hypervisor: compares axaddrspace, the guest address spaces of ArceOS's hypervisors, with slat.
+//! Both are used by the same methods.
 //!
 //! axaddrspace keeps areas, and maps them in page tables that the hypervisor provides: here those of
 //! page_table_multiarch, by the same authors. slat is used through the adapter on which `conformance/axaddrspace` runs
@@ -15,7 +15,7 @@
 
 mod theirs;
 
-// What stands at the root of the crate in whose place the adapter is put.
+// The modules that are at the root of the crate in which the adapter replaces the original.
 #[path = "../../../../conformance/axaddrspace/address_space.rs"]
 #[expect(dead_code, reason = "the bench does not call all methods")]
 mod adapter;

@@ -80,7 +80,7 @@ impl Order {
     }
 }
 
-/// A peer's tables; every range is the whole range.
+/// The tables of another crate. Each operation works on the whole range.
 trait Peer: Sized {
     const NAME: &'static str;
     fn new() -> Self;
@@ -117,7 +117,7 @@ fn peer<T: Peer>(order: &Order, samples: &mut Samples) {
     }
 }
 
-/// Returns whether the life of a mapping, from `map` to `unmap`, is to be measured, and whether the split is.
+/// Returns whether to measure the life of a mapping, from `map` to `unmap`, and whether to measure the split.
 fn wanted(samples: &Samples) -> (bool, bool) {
     let wants = |case: &&str| samples.wants("tables", case);
     let life = ["map", "translate", "lookup", "protect", "unmap"]

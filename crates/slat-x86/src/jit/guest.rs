@@ -118,7 +118,8 @@ fn sets_flags_first(guests: &[Guest]) -> bool {
     false
 }
 
-/// Returns what an instruction does with the flags, if compiled code executes it on registers without ever stopping.
+/// Returns how an instruction uses and sets the flags. `None`: compiled code cannot execute the instruction on
+/// registers alone, or may stop in it.
 fn flag_use(insn: &Instruction) -> Option<FlagUse> {
     use crate::sem::flag_use as of;
     match insn.mnemonic() {

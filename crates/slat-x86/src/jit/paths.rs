@@ -82,7 +82,7 @@ impl<'a> Paths<'a> {
         next.find(|(at, _)| *at == rip).map(|(_, node)| *node)
     }
 
-    /// Returns where the path continues after the RET at the end of a node.
+    /// Returns the address at which the path continues after the RET at the end of a node. `None`: the path ends there.
     pub(super) fn back(&self, node: usize) -> Option<u64> {
         let back = *self.nodes[node].calls.last()?;
         self.next(node, back).map(|_| back)

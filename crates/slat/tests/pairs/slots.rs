@@ -27,7 +27,7 @@ fn a_promotion_comes_past_tables_that_have_to_stay() {
     world.check();
 }
 
-/// The backing is shifted by the number of pages of a huge leaf in tables of 4 KiB.
+/// One backing is shifted by 512 pages. That is the size of a huge leaf in tables of 4 KiB, but not in these tables.
 #[test]
 fn a_huge_leaf_of_16k_and_64k_begins_where_its_host_page_does() {
     fn of<F: Format>() {

@@ -1,13 +1,13 @@
-//! Processor state on which slat's code depends, and which a caller may have changed, because the kernel does not
-//! depend on it: how floating point is computed.
+//! The processor state that slat's code needs and that a caller may have changed: the settings of floating-point
+//! computation. The kernel does not depend on them.
 //!
 //! Compiled code expects that floating point is rounded to nearest, that denormal numbers are not flushed to zero, and
 //! that no exception traps: FPCR is 0 (AAPCS64, "SIMD and Floating-Point registers"). A program may have set FPCR
 //! differently when it calls those functions of the C library that do little but enter the kernel. So each function
 //! that replaces one of them does its work in [`with_own_floats`].
 //!
-//! No flag needs care. The condition flags may have any value at a call, alignment is checked as the kernel has set it,
-//! and nothing else that a program can write in PSTATE changes the result of an instruction.
+//! The flags need no such care. The condition flags may have any value at a call, the kernel alone decides whether
+//! alignment is checked, and nothing else that a program can write in PSTATE changes the result of an instruction.
 //!
 //! In contrast to x86, the kernel calls signal handlers with the FPCR of the code that they interrupt, and restores it
 //! when they return. A handler that computes with floating point uses [`with_own_floats`], too.
@@ -49,7 +49,7 @@ fn set_fpsr(value: u64) {
     unsafe { asm!("msr fpsr, {}", in(reg) value, options(nostack, preserves_flags)) };
 }
 
-/// The body of a function that runs `$inner`: no flag needs care.
+/// The body of a function that runs `$inner`. On this architecture the flags need no care.
 #[macro_export]
 macro_rules! enter_function {
     ($inner:path) => {

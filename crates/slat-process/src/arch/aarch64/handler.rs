@@ -1,4 +1,4 @@
-//! Signal handlers: the first instructions of slat's, and the call of the program's.
+//! Signal handlers: the first instructions of slat's handlers, and the call of the program's handlers.
 
 use super::pointers::{PROGRAMS, SEPARATE, find};
 use std::arch::naked_asm;
@@ -8,7 +8,8 @@ use std::ffi::c_int;
 pub const RED_ZONE: usize = 0;
 
 /// Defines `$name`, which the kernel calls as a signal handler, and which calls `$inner` on slat's thread pointer. If
-/// there is only one pointer, `$name` behaves like `$inner`, and unwinding passes through it. No flag needs care.
+/// there is only one pointer, `$name` behaves like `$inner`, and unwinding can pass through `$name`. The flags need no
+/// care.
 #[macro_export]
 macro_rules! handler {
     ($(#[$meta:meta])* $name:ident calls $inner:path) => {
@@ -102,7 +103,7 @@ mod tests {
         pointer
     }
 
-    /// Stores its pointer at the second argument, and what a function of the program sees at the third.
+    /// Stores the thread pointer at the second argument, and the program's view of the pointer at the third.
     unsafe extern "C-unwind" fn inner(
         signal: c_int,
         own: *mut libc::siginfo_t,
@@ -120,7 +121,8 @@ mod tests {
         }
     }
 
-    /// A handler of the program: stores the signal's number at the second argument, and its pointer at the third.
+    /// A handler of the program: stores the signal's number at the second argument, and the thread pointer at the
+    /// third.
     unsafe extern "C" fn program(signal: c_int, number: *mut usize, to: *mut usize) {
         // SAFETY: the test's words.
         unsafe {

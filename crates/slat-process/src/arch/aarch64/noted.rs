@@ -1,6 +1,6 @@
-//! Finds the place where the C library notes a thread's id. It is at a fixed distance from the thread pointer, in the
-//! word that it lets the kernel clear when the thread ends. The distance depends on the C library and its version. The
-//! kernel knows the word (`PR_GET_TID_ADDRESS`, if it is built with CONFIG_CHECKPOINT_RESTORE).
+//! Finds the word in which the C library notes a thread's id. The kernel clears this word when the thread ends. The
+//! word is at a fixed distance from the thread pointer, which depends on the C library and its version. The kernel
+//! knows the word's address (`PR_GET_TID_ADDRESS`, if it is built with CONFIG_CHECKPOINT_RESTORE).
 
 use std::sync::atomic::{AtomicIsize, AtomicU32, Ordering};
 

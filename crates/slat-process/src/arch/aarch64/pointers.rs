@@ -23,8 +23,8 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 /// Whether the program's thread pointer differs from slat's. Assembly reads it.
 pub static SEPARATE: AtomicBool = AtomicBool::new(false);
 
-/// What an entry into slat has to know of a thread. Only the thread itself reads or writes an entry, except for the id,
-/// which is compared by all.
+/// The data about a thread that an entry into slat needs. Only the thread itself reads or writes its [`Thread`], except
+/// for the id, which all threads read.
 #[repr(C, align(64))]
 #[derive(Debug)]
 pub struct Thread {
@@ -137,8 +137,8 @@ pub fn forget() {
     }
 }
 
-/// Call in a child of fork, before a signal arrives: the child's thread has another id than its parent's, and the
-/// parent's other threads do not exist.
+/// Call in a child of fork, before a signal arrives: the child's thread has another id than the parent's thread, and
+/// the parent's other threads do not exist in the child.
 pub fn after_fork() {
     let Some(parents) = own() else {
         return;
@@ -209,7 +209,7 @@ pub fn are_separate() -> bool {
     SEPARATE.load(Ordering::Relaxed)
 }
 
-/// Whether a program with a thread pointer of its own can run: on all processors.
+/// Whether a program with a thread pointer of its own can run. It can on all processors of this architecture.
 pub fn can_be_separate() -> bool {
     true
 }
@@ -248,8 +248,8 @@ pub fn set_programs(pointer: usize) {
     }
 }
 
-/// Returns, in X0, this thread's [`Thread`], or 0. Runs on either pointer. Changes X8 to X11, X17, X30 and the condition
-/// flags, and no other register: an entry calls this before it has saved more.
+/// Returns, in X0, this thread's [`Thread`], or 0. Runs on either pointer. Changes X8 to X11, X17, X30 and the
+/// condition flags. Changes no other register, because an entry calls this function before it has saved more registers.
 #[unsafe(naked)]
 pub extern "C" fn find() -> *const Thread {
     naked_asm!(
@@ -325,8 +325,8 @@ mod tests {
         pointer
     }
 
-    /// Sets the thread pointer to `programs`, calls [`enter`], and returns what it returns, the pointer that it has set,
-    /// and what [`find`] returns on the program's pointer. Sets slat's pointer again.
+    /// Sets the thread pointer to `programs`, and calls [`enter`] and [`find`]. Returns the result of `enter`, the
+    /// pointer that `enter` has set, and the result of `find` on the program's pointer. Then sets slat's pointer again.
     fn entered(programs: usize) -> [usize; 3] {
         let (before, during, found): (usize, usize, usize);
         // SAFETY: nothing but the two functions runs on the other pointer.
@@ -354,7 +354,7 @@ mod tests {
 
     #[test]
     fn an_entry_finds_slats_pointer_by_the_threads_id() {
-        // A thread without an entry keeps its pointer.
+        // A thread without a `Thread` keeps its pointer.
         let slats = pointer();
         assert_eq!(entered(0x1000), [0x1000, 0x1000, 0]);
         assert_eq!(programs(), 0);
@@ -362,10 +362,10 @@ mod tests {
         own_or_new().slats.store(slats, Ordering::Relaxed);
         set_programs(0x2000);
         assert_eq!(programs(), 0x2000);
-        // The program has changed its pointer since.
+        // The program has changed its pointer since the last entry.
         assert_eq!(entered(0x3000), [0x3000, slats, entry]);
         assert_eq!(programs(), 0x3000);
-        // From slat's code, nothing changes.
+        // An entry from slat's own code changes nothing.
         assert_eq!(entered(slats), [slats, slats, entry]);
         assert_eq!(programs(), 0x3000);
         forget();

@@ -1,5 +1,5 @@
-//! Processor state on which slat's code depends, and which a caller may have changed, because the kernel does not
-//! depend on it: flags, and how floating point is computed.
+//! The processor state that slat's code needs and that a caller may have changed: flags, and the settings of
+//! floating-point computation. The kernel does not depend on them.
 //!
 //! Compiled code expects that alignment is not checked (AC), that strings go upwards (DF), that nothing traps after
 //! each instruction (TF), that floating point is rounded to nearest, and that its exceptions are masked (System V ABI,
@@ -139,11 +139,11 @@ impl Kept {
         // SAFETY: the instruction stores to a local variable.
         unsafe { asm!("stmxcsr [{}]", in(reg) &raw mut mxcsr, options(nostack)) };
         if mxcsr != self.mxcsr {
-            // SAFETY: the value is the one that the caller had.
+            // SAFETY: the caller had this value in MXCSR.
             unsafe { asm!("ldmxcsr [{}]", in(reg) &raw const self.mxcsr, options(nostack)) };
         }
         if let Some(environment) = &self.x87 {
-            // SAFETY: the environment is the one that the caller had; the registers stay empty.
+            // SAFETY: the caller had this environment; the registers stay empty.
             unsafe { asm!("fldenv [{}]", in(reg) environment, options(nostack)) };
         }
     }

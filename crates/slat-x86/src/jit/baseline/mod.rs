@@ -155,7 +155,7 @@ struct Generator<'a> {
 }
 
 impl Generator<'_> {
-    /// Makes the code of the function. Returns where its blocks can be entered.
+    /// Makes the code of the function. Returns the offsets at which its blocks can be entered.
     fn run(&mut self) -> Result<Vec<u32>> {
         self.count()?;
         let func = self.func;

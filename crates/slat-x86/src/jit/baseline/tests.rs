@@ -199,7 +199,7 @@ impl Maker<'_, '_> {
         let zero = self.b.ins().iconst(ty, 0);
         let value = self.b.ins().load(ty, flags, address, 0);
         match self.rng.below(3) {
-            // Compared at once, or not used.
+            // The result is compared at once, or is not used.
             0 => {
                 let more = self.b.ins().icmp(IntCC::UnsignedLessThan, one, value);
                 self.b.ins().select(more, one, zero)
@@ -211,7 +211,7 @@ impl Maker<'_, '_> {
 
     fn compare_exchange(&mut self, old: Value, new: Value) -> Value {
         let (address, flags) = self.guarded();
-        // The expected value is often equal to the word in memory.
+        // The expected value often equals the word in memory.
         let (ty, trusted) = (self.ty(old), MemFlags::trusted());
         let now = self.b.ins().load(ty, trusted, address, 0);
         let old = self.rng.pick(&[old, now]);
@@ -223,7 +223,7 @@ impl Maker<'_, '_> {
         let (offset, trusted) = (self.word(), MemFlags::trusted());
         let value = match self.rng.below(3) {
             0 => {
-                // The word itself, or another one.
+                // The addition is to the same word, or to another one.
                 let from = [offset, self.word()][self.rng.below(2) as usize];
                 let small = self.rng.below(1000) as i64 - 500;
                 let number = match ty {
@@ -305,7 +305,7 @@ impl Maker<'_, '_> {
                 .brif(condition, on, &[given.into(), more.into()], side, &[]);
         }
         self.b.switch_to_block(side);
-        // Rarely: the tier refuses some of these.
+        // Adds such instructions rarely, because the tier refuses some of them.
         if self.rng.below(64) == 0 {
             let known = self.values.len();
             self.fork();
