@@ -28,7 +28,7 @@ type Result<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
 
 const MEMORY: usize = 256 << 20;
 
-const KVM_CAP_USERFAULT: u64 = 243;
+const KVM_CAP_USERFAULT: u64 = 0x736c_0001;
 const KVM_MEM_USERFAULT: u32 = 1 << 3;
 const KVM_MEMORY_EXIT_FLAG_USERFAULT: u64 = 1 << 4;
 

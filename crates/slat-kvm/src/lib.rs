@@ -21,6 +21,7 @@
 //! | | `trace` | tracepoints, for `slat run --trace` |
 //! | parts | `fields`, `run_page` | the pages that a vCPU shares with the client |
 //! | | `counters` | the counters of a vCPU |
+//! | | `guest_memory` | guest memory, as a vCPU accesses it |
 //! | | `dirty`, `guest_memfd`, `coalesced` | dirty rings, private memory, writes to devices that the client may see later |
 //! | | `ioeventfd`, `eventfd` | guest writes that signal eventfds |
 //! | | `io_bus`, `io_devices` | the devices that a guest reaches without the client, by ranges of addresses |
@@ -124,6 +125,7 @@ mod exit_times;
 mod fields;
 mod file_id;
 mod gdb;
+mod guest_memory;
 mod heap;
 mod io_bus;
 mod io_devices;

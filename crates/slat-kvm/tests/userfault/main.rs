@@ -11,7 +11,7 @@ use slat_kvm::{Kvm, VcpuExit, VcpuFd, VmFd};
 use std::sync::Once;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::*};
 
-const KVM_CAP_USERFAULT: u64 = 243;
+const KVM_CAP_USERFAULT: u64 = 0x736c_0001;
 const KVM_MEM_USERFAULT: u32 = 1 << 3;
 const KVM_MEMORY_EXIT_FLAG_USERFAULT: u64 = 1 << 4;
 

@@ -9,7 +9,7 @@
 //! | | `policy`, `parameters` | policies of the CPU; parameters of KVM's modules |
 //! | parts | `port_data` | the port-data page of a vCPU |
 //! | | `exits` | the exits that only x86 has, for the Rust API |
-//! | | `page_cache` | the translations that a vCPU used last |
+//! | | `table_cache` | the translations by the guest's tables that a vCPU used last |
 //! | | `hyperv` | Hyper-V's interface: the state that the vCPUs of a VM share |
 //! | | `quirks`, `msr_filter`, `options` | the settings that a client makes for a VM |
 //! | | `cpuid`, `cpu_features`, `clock`, `msr` | CPUID leaves, time, MSRs |
@@ -61,7 +61,6 @@ pub(crate) mod msr;
 pub(crate) mod msr_filter;
 pub(crate) mod nested;
 pub(crate) mod options;
-pub(crate) mod page_cache;
 pub(crate) mod parameters;
 mod plain;
 pub(crate) mod policy;
@@ -72,6 +71,7 @@ mod run;
 pub(crate) mod same_fields;
 pub(crate) mod state;
 mod system;
+pub(crate) mod table_cache;
 pub(crate) mod target;
 pub(crate) mod trace;
 mod vcpu;

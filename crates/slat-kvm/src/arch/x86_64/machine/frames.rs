@@ -164,11 +164,12 @@ mod tests {
             let mut machine = Entered::enter(machine);
             for page in 0..PAGES as u64 {
                 while machine
+                    .memory
                     .engine
                     .translate(Gpa(page << 12), Access::Write)
                     .is_err()
                 {
-                    machine.engine.quiesce();
+                    machine.memory.engine.quiesce();
                 }
             }
             let state = &mut cpu.state;
@@ -188,10 +189,10 @@ mod tests {
             set(state);
             let mut stack = [0; MOST];
             let (faults, count) = (
-                machine.engine.stats().pf_taken,
+                machine.memory.engine.stats().pf_taken,
                 machine.stack(cpu, &mut stack),
             );
-            assert_eq!(machine.engine.stats().pf_taken, faults);
+            assert_eq!(machine.memory.engine.stats().pf_taken, faults);
             assert_eq!(self.0, before, "guest memory was changed");
             stack[..count].to_vec()
         }

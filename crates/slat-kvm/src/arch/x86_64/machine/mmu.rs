@@ -10,196 +10,50 @@
 //! ([`super::nested_paging`]).
 
 use crate::arch::x86_64::machine::VcpuMachine;
-use crate::arch::x86_64::page_cache::{DevicePage, Page};
+use crate::arch::x86_64::table_cache::DevicePage;
 use crate::engine::EngineVcpu;
-use crate::entered::{Entered, outside};
-use crate::exit::MemoryFault;
-use crate::thread::bits;
+use crate::entered::Entered;
+use crate::guest_memory::Unreachable;
 use slat::guest_walk::{GuestPage, GuestPaging, GuestTables, Mode, WalkError, walk};
-use slat::{Gpa, HostWords, Hpa, Hva, ResolveError, Stop, VirtualStop};
+use slat::{Gpa, HostWords, Hpa, Stop, VirtualStop};
 use slat_x86::state::control;
 use slat_x86::{Access, CodePages, Cpu, Fault, GuestFlush, HostPage, Mmu, NestedPaging, Paging};
-use std::ops::Range;
 use std::ptr::NonNull;
-use std::sync::atomic::Ordering;
 
 const PAGE: u64 = 4096;
 
-/// Why guest-physical memory cannot be accessed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Unreachable {
-    /// MMIO: no memslot has the address, or a write is to a read-only memslot.
-    NotMemory,
-
-    /// Any other reason.
-    Fault(Fault),
+impl From<Unreachable> for Fault {
+    /// Returns the CPU's fault for memory that is not accessible, at an address that is not MMIO.
+    fn from(why: Unreachable) -> Fault {
+        match why {
+            Unreachable::Retry => Fault::Retry,
+            Unreachable::OutOfMemory => Fault::OutOfMemory,
+            Unreachable::BadAddress => Fault::BadAddress,
+            Unreachable::NotMemory => unreachable!("the caller handles MMIO"),
+        }
+    }
 }
 
 impl AsMut<EngineVcpu> for VcpuMachine {
     fn as_mut(&mut self) -> &mut EngineVcpu {
-        &mut self.engine
+        &mut self.memory.engine
     }
 }
 
 impl VcpuMachine {
-    /// Translates a guest-physical page to its host page, and keeps the translation. Used for pages of the guest's
-    /// tables and for a device's accesses.
-    fn page(&mut self, gpa: u64, access: slat::Access) -> Result<Page, Unreachable> {
-        let gpa = gpa & !(PAGE - 1);
-        let write = access == slat::Access::Write;
-        if let Some(page) = *self.pages.slot(gpa)
-            && page.gpa == gpa
-            && (page.write || !write)
-        {
-            return Ok(page);
-        }
-        let page = self.data_page(gpa, access)?;
-        *self.pages.slot(gpa) = Some(page);
-        Ok(page)
-    }
-
-    /// Translates a guest-physical page to its host page. The cache of this vCPU does not keep the translation, because
-    /// the CPU's TLB does. So the translation displaces no translation of a page-table page.
-    fn data_page(&mut self, gpa: u64, access: slat::Access) -> Result<Page, Unreachable> {
-        let found = self
-            .engine
-            .translate(Gpa(gpa), access)
-            .map_err(|stop| self.unreachable(stop))?;
-        let host =
-            NonNull::new(found.host.0 as *mut u8).ok_or(Unreachable::Fault(Fault::BadAddress))?;
-        Ok(Page {
-            gpa,
-            host,
-            write: found.write,
-            tracked: found.tracked,
-        })
-    }
-
-    #[cold]
-    fn unreachable(&mut self, stop: Stop) -> Unreachable {
-        match stop {
-            Stop::Mmio { .. } => Unreachable::NotMemory,
-            Stop::DirtyRingFull => {
-                self.common.attention.raise(bits::RING_FULL);
-                self.request_retry();
-                Unreachable::Fault(Fault::Retry)
-            }
-            Stop::Retry
-            | Stop::BadAddress {
-                error: ResolveError::Interrupted,
-                ..
-            } => {
-                self.is_interrupted |= slat_guard::was_kicked();
-                self.request_retry();
-                Unreachable::Fault(Fault::Retry)
-            }
-            Stop::MemoryFault { .. } => {
-                self.memory_fault = MemoryFault::of(&stop);
-                Unreachable::Fault(Fault::BadAddress)
-            }
-            Stop::OutOfMemory { .. } => {
-                crate::messages::explain(&stop);
-                Unreachable::Fault(Fault::OutOfMemory)
-            }
-            // The remaining error is `BadAddress`.
-            _ => {
-                crate::messages::explain(&stop);
-                Unreachable::Fault(Fault::BadAddress)
-            }
-        }
-    }
-
-    /// Drops cached translations; the run loop quiesces before the guest executes again.
-    fn request_retry(&mut self) {
-        self.pages.flush();
-        self.common.attention.raise(bits::RETRY);
-    }
-
-    /// Call after a guarded access at `host` failed. Either another thread raised an attention bit, or the client
-    /// changed the mapping without an invalidation. In the second case the engine drops the page and asks the host
-    /// again.
-    fn forget(&mut self, host: *const u8) {
-        if self.common.attention.flag().load(Ordering::SeqCst) == 0 {
-            let first = host as u64 & !(PAGE - 1);
-            outside(&mut self.engine, || {
-                drop(self.vm.engine.invalidate(Hva(first)..Hva(first + PAGE)));
-            });
-        }
-        self.request_retry();
-    }
-
     /// Reads guest-physical memory of the vCPU's address space; the vCPU is entered. Returns `false` if the address is
     /// not memory, or not accessible.
     pub(crate) fn read_here(&mut self, gpa: u64, bytes: &mut [u8]) -> bool {
-        self.access_here(gpa, bytes.len(), slat::Access::Read, |_, host, part| {
-            // SAFETY: `host` is in guest memory: the engine translated the page, which the client gave to the guest.
-            // The copy is guarded.
-            unsafe { slat_guard::copy_in(&mut bytes[part], host) }
-        })
+        self.memory.read(gpa, bytes)
     }
 
     /// Writes guest-physical memory of the vCPU's address space; marks the pages in the dirty log. The vCPU is entered.
     /// Returns `false` if the address is not memory, or not accessible.
     pub(crate) fn write_here(&mut self, gpa: u64, bytes: &[u8]) -> bool {
-        self.access_here(
-            gpa,
-            bytes.len(),
-            slat::Access::Write,
-            |machine, host, part| {
-                // SAFETY: `host` is in guest memory: the engine translated the page, which the client gave to the
-                // guest. The copy is guarded.
-                let copied = unsafe { slat_guard::copy_out(host, &bytes[part]) };
-                machine.vm.arch.code.stored(host);
-                copied
-            },
-        )
-    }
-
-    /// Accesses `len` bytes of guest-physical memory, page by page. `copy` gets the host address of each page's part,
-    /// and the part's range among the bytes. Returns `false` if an address is not memory, or not accessible.
-    fn access_here<E>(
-        &mut self,
-        gpa: u64,
-        len: usize,
-        access: slat::Access,
-        mut copy: impl FnMut(&Self, *mut u8, Range<usize>) -> Result<(), E>,
-    ) -> bool {
-        let mut done = 0;
-        while done < len {
-            let at = gpa.wrapping_add(done as u64);
-            let part = (len - done).min((PAGE - at % PAGE) as usize);
-            let page = match self.page(at, access) {
-                Ok(page) => page,
-                Err(Unreachable::Fault(Fault::Retry)) if self.may_try_again() => continue,
-                Err(_) => return false,
-            };
-            let host = page.host.as_ptr().wrapping_add((at % PAGE) as usize);
-            match copy(self, host, done..done + part) {
-                Ok(()) => {
-                    if page.tracked && access == slat::Access::Write {
-                        let _every_caller_drops_them = self.engine_stored(at, part);
-                    }
-                    done += part;
-                }
-                Err(_) => {
-                    self.forget(page.host.as_ptr());
-                    if !self.may_try_again() {
-                        return false;
-                    }
-                }
-            }
-        }
-        true
-    }
-
-    /// Tells the engine of a store to a tracked page. Returns whether all translations are invalid now; then the CPU's
-    /// attention word has a bit raised, too.
-    fn engine_stored(&mut self, gpa: u64, bytes: usize) -> bool {
-        let void = self.engine.stored(Gpa(gpa), bytes as u64);
-        if void {
-            self.request_retry();
-        }
-        void
+        let code = &self.vm.arch.code;
+        self.memory.write(gpa, bytes, |host| {
+            code.stored(host);
+        })
     }
 
     /// Makes the engine compare its shadow tables with the guest's tables, because the client may have written to guest
@@ -207,8 +61,10 @@ impl VcpuMachine {
     pub(crate) fn follow_client(&mut self) {
         if std::mem::take(&mut self.memory_restored) {
             self.vm.engine.guest_memory_changed();
-            self.engine.flush_guest(&mut Words(&self.vm.arch.code));
-            self.request_retry();
+            self.memory
+                .engine
+                .flush_guest(&mut Words(&self.vm.arch.code));
+            self.memory.request_retry();
         }
     }
 
@@ -216,7 +72,9 @@ impl VcpuMachine {
     /// Returns whether the engine shadows tables; if so, all translations are invalid now. The vCPU is entered.
     pub(crate) fn flush_shadowed(&mut self) -> bool {
         if self.shadows {
-            self.engine.flush_guest(&mut Words(&self.vm.arch.code));
+            self.memory
+                .engine
+                .flush_guest(&mut Words(&self.vm.arch.code));
         }
         self.shadows
     }
@@ -227,7 +85,7 @@ impl VcpuMachine {
         loop {
             match self.word(Gpa(gpa), size_of::<u64>()) {
                 Ok(word) => return Some(word),
-                Err(Unreachable::Fault(Fault::Retry)) if self.may_try_again() => {}
+                Err(Unreachable::Retry) if self.memory.may_try_again() => {}
                 Err(_) => return None,
             }
         }
@@ -236,9 +94,10 @@ impl VcpuMachine {
     /// Reads a word of `size` (4 or 8) bytes at `gpa`, a multiple of `size`.
     fn word(&mut self, gpa: Gpa, size: usize) -> Result<u64, Unreachable> {
         assert!(gpa.0.is_multiple_of(size as u64), "a word in one page");
-        let page = self.page(gpa.0, slat::Access::Read)?;
+        let page = self.memory.page(gpa.0, slat::Access::Read)?;
         let word = Hpa(page.host.as_ptr() as u64 + gpa.0 % PAGE);
-        self.read_entry(word, size).map_err(Unreachable::Fault)
+        // A read changes no code, so the walk has to begin again only because the memory is not accessible.
+        self.read_entry(word, size).map_err(|_| Unreachable::Retry)
     }
 
     /// Reads a word of guest memory. `word` is the word's host address, from a translation.
@@ -268,30 +127,22 @@ impl VcpuMachine {
     fn again(&mut self, why: Again) -> Fault {
         match why {
             Again::Gone(host) => {
-                self.forget(host);
+                self.memory.forget(host);
                 Fault::Retry
             }
             Again::CodeChanged => Fault::CodeChanged,
         }
     }
 
-    /// Acknowledges the engine's flushes outside the CPU's loop. The CPU drops its translations before it uses a
-    /// translation again. Returns `false` if a signal or a full dirty ring ends the run.
-    fn may_try_again(&mut self) -> bool {
-        self.request_retry();
-        self.engine.quiesce();
-        !self.is_called_out()
-    }
-
     /// Whether a signal or a full dirty ring ends the run. Then an access that has failed may succeed in the next run.
     pub(crate) fn is_called_out(&self) -> bool {
-        self.common.attention.flag().load(Ordering::SeqCst) & (bits::SIGNAL | bits::RING_FULL) != 0
+        self.memory.is_called_out()
     }
 
     /// Reads the page-directory-pointer entries at `cr3`, as a load of CR3 does. `None`: the entries cannot be read.
     pub(crate) fn read_pdptes(&mut self, cr3: u64) -> Option<[u64; 4]> {
         let mut entered = Entered::enter(self);
-        entered.pages.flush();
+        entered.forget_pages();
         entered.pdptes(cr3)
     }
 
@@ -313,12 +164,12 @@ impl VcpuMachine {
         }
         let mut entered = Entered::enter(self);
         // Pages cached in the last run may be stale. The attention word makes the CPU flush its own TLB.
-        entered.pages.flush();
+        entered.forget_pages();
         loop {
             match entered.walk_guest(gva, slat::Access::Read, &paging) {
                 Ok(page) => return Some(page.gpa.0 | (gva % PAGE)),
                 Err(Fault::CodeChanged) => {}
-                Err(Fault::Retry) if entered.may_try_again() => {}
+                Err(Fault::Retry) if entered.memory.may_try_again() => {}
                 Err(_) => return None,
             }
         }
@@ -450,7 +301,7 @@ impl VcpuMachine {
         access: slat::Access,
         paging: &GuestPaging,
     ) -> Result<HostPage, Fault> {
-        let stop = match (self.engine).translate_virtual(
+        let stop = match (self.memory.engine).translate_virtual(
             gva,
             access,
             paging,
@@ -478,10 +329,7 @@ impl VcpuMachine {
         if let Stop::Mmio { gpa } = stop {
             return Err(Fault::Mmio { gpa: gpa.0 });
         }
-        match self.unreachable(stop) {
-            Unreachable::Fault(fault) => Err(fault),
-            Unreachable::NotMemory => unreachable!("MMIO was handled above"),
-        }
+        Err(self.memory.unreachable(stop).into())
     }
 }
 
@@ -511,12 +359,12 @@ impl GuestTables for VcpuMachine {
     fn read(&mut self, gpa: Gpa, size: usize) -> Result<u64, Fault> {
         match self.word(gpa, size) {
             Ok(entry) => {
-                self.engine.count_guest_pte_read();
+                self.memory.engine.count_guest_pte_read();
                 Ok(entry)
             }
             // A table that is not in memory maps nothing.
             Err(Unreachable::NotMemory) => Ok(0),
-            Err(Unreachable::Fault(fault)) => Err(fault),
+            Err(why) => Err(why.into()),
         }
     }
 
@@ -527,10 +375,10 @@ impl GuestTables for VcpuMachine {
         old: u64,
         new: u64,
     ) -> Result<bool, Fault> {
-        let page = match self.page(gpa.0, slat::Access::Write) {
+        let page = match self.memory.page(gpa.0, slat::Access::Write) {
             // The flags of tables in read-only memory do not change.
             Err(Unreachable::NotMemory) => return Ok(true),
-            Err(Unreachable::Fault(fault)) => return Err(fault),
+            Err(why) => return Err(why.into()),
             Ok(page) => page,
         };
         let word = Hpa(page.host.as_ptr() as u64 + gpa.0 % PAGE);
@@ -542,7 +390,7 @@ impl Mmu for VcpuMachine {
     fn translate(&mut self, gva: u64, kind: Access, paging: &Paging) -> Result<HostPage, Fault> {
         let access = slat_access(kind);
         let linear = gva & !(PAGE - 1);
-        let device = self.pages.device(linear, kind, paging);
+        let device = (self.tables).device(self.memory.flushes(), linear, kind, paging);
         let page = if let Some(page) = device {
             page
         } else if paging.cr0 & control::CR0_PG == 0 && paging.nested.is_none() {
@@ -556,7 +404,7 @@ impl Mmu for VcpuMachine {
             self.walk_guest(gva, access, paging)?
         };
         let gpa = page.gpa.0;
-        match self.data_page(gpa, access) {
+        match self.memory.data_page(gpa, access) {
             Ok(host) => Ok(HostPage {
                 base: host.host,
                 read: page.read,
@@ -569,22 +417,26 @@ impl Mmu for VcpuMachine {
             Err(Unreachable::NotMemory) => {
                 // Accesses to devices are frequent, and no TLB holds the pages of devices (KVM:
                 // `vcpu_cache_mmio_info`).
-                self.pages.keep_device(DevicePage {
+                let known = DevicePage {
                     gva: linear,
                     access: kind,
                     paging: *paging,
                     page,
-                });
+                };
+                self.tables.keep_device(self.memory.flushes(), known);
                 Err(Fault::Mmio {
                     gpa: gpa | (gva % PAGE),
                 })
             }
-            Err(Unreachable::Fault(fault)) => Err(fault),
+            Err(why) => Err(why.into()),
         }
     }
 
     fn translate_physical(&mut self, gpa: u64, access: Access) -> Result<HostPage, Fault> {
-        match self.data_page(gpa & !(PAGE - 1), slat_access(access)) {
+        match self
+            .memory
+            .data_page(gpa & !(PAGE - 1), slat_access(access))
+        {
             Ok(host) => Ok(HostPage {
                 base: host.host,
                 read: true,
@@ -595,7 +447,7 @@ impl Mmu for VcpuMachine {
                 global: false,
             }),
             Err(Unreachable::NotMemory) => Err(Fault::Mmio { gpa }),
-            Err(Unreachable::Fault(fault)) => Err(fault),
+            Err(why) => Err(why.into()),
         }
     }
 
@@ -610,22 +462,25 @@ impl Mmu for VcpuMachine {
 
     fn recheck(&mut self, host: *mut u8, _access: Access) -> Result<(), Fault> {
         // A kick may interrupt any access, even an access that need not wait.
-        self.is_interrupted |= slat_guard::was_kicked() && !slat_host::is_resident(host as usize);
-        self.forget(host);
+        self.memory.is_interrupted |=
+            slat_guard::was_kicked() && !slat_host::is_resident(host as usize);
+        self.memory.forget(host);
         Err(Fault::Retry)
     }
 
     fn stored(&mut self, gpa: u64, bytes: usize) -> bool {
-        self.engine_stored(gpa, bytes)
+        self.memory.stored(gpa, bytes)
     }
 
     fn flush_guest(&mut self, what: GuestFlush, paging: &Paging) -> bool {
-        self.pages.flush_devices();
+        self.tables.flush_devices();
         let void = match what {
             GuestFlush::Nested => {
-                self.pages.flush_nested();
+                self.tables.flush_nested();
                 if self.shadows_nested {
-                    self.engine.flush_guest(&mut Words(&self.vm.arch.code));
+                    self.memory
+                        .engine
+                        .flush_guest(&mut Words(&self.vm.arch.code));
                 }
                 self.shadows_nested
             }
@@ -633,14 +488,13 @@ impl Mmu for VcpuMachine {
             _ if paging.nested.is_some() => false,
             GuestFlush::Page(gva) if self.shadows && paging.cr0 & control::CR0_PG != 0 => {
                 let paging = guest_paging(paging, self.physical_bits);
-                self.engine
-                    .invlpg(gva, &paging, &mut Words(&self.vm.arch.code))
+                (self.memory.engine).invlpg(gva, &paging, &mut Words(&self.vm.arch.code))
             }
             GuestFlush::Page(_) => false,
             GuestFlush::All => self.flush_shadowed(),
         };
         if void {
-            self.pages.flush();
+            self.memory.flush();
         }
         void
     }
@@ -690,7 +544,7 @@ mod tests {
         let mut code = |access, user| loop {
             match machine.translate(0x1000, access, &paging(user)) {
                 Err(Fault::Page { error_code }) => break error_code,
-                Err(Fault::Retry) => assert!(machine.may_try_again()),
+                Err(Fault::Retry) => assert!(machine.memory.may_try_again()),
                 other => panic!("{other:?}"),
             }
         };

@@ -23,11 +23,11 @@ use crate::arch::x86_64::hyperv::VcpuHyperv;
 use crate::arch::x86_64::msr::index;
 use crate::arch::x86_64::msr::mce::MachineCheck;
 use crate::arch::x86_64::msr::stored::Stored;
-use crate::arch::x86_64::page_cache::PageCache;
+use crate::arch::x86_64::table_cache::TableCache;
 use crate::engine::EngineVcpu;
 use crate::entered::thread_id;
 use crate::errno::Result;
-use crate::exit::MemoryFault;
+use crate::guest_memory::GuestMemory;
 use crate::steal_time::StealTime;
 use crate::thread::bits;
 use crate::vcpu_common::VcpuCommon;
@@ -41,10 +41,11 @@ use std::sync::{Arc, MutexGuard};
 
 /// The parts of a vCPU besides its registers.
 pub(crate) struct VcpuMachine {
-    pub(crate) engine: EngineVcpu,
+    /// The engine's vCPU, and the pages of guest memory that it has found last.
+    pub(crate) memory: GuestMemory,
     pub(crate) vm: Arc<VmObject>,
     pub(crate) common: Shared<VcpuCommon>,
-    pub(crate) pages: PageCache,
+    pub(crate) tables: TableCache,
     pub(crate) cpuid: Vec<kvm_cpuid_entry2>,
     /// The width of guest-physical addresses, according to the guest's CPUID.
     pub(crate) physical_bits: u32,
@@ -77,10 +78,6 @@ pub(crate) struct VcpuMachine {
     pub(crate) enforces_pv_features: bool,
     /// The vector whose end of interrupt exits to the client (`KVM_EXIT_IOAPIC_EOI`) before the guest continues.
     pub(crate) ioapic_eoi: Option<u8>,
-    /// The fault of the last access in this run that stopped because of a memory fault.
-    pub(crate) memory_fault: Option<MemoryFault>,
-    /// Whether an access in this run was interrupted while it waited for memory that the host does not have yet.
-    pub(crate) is_interrupted: bool,
     /// The address space that `engine` uses.
     space: usize,
     /// Whether the engine has the shadow MMU.
@@ -122,10 +119,10 @@ impl VcpuMachine {
         let shadows = vm.engine.mmu() == MmuKind::Shadow;
         let shadows_nested = vm.engine.shadows_nested();
         Ok(VcpuMachine {
-            engine,
+            memory: GuestMemory::new(engine, vm.engine.clone()),
             vm,
             common,
-            pages: PageCache::default(),
+            tables: TableCache::default(),
             cpuid: Vec::new(),
             physical_bits: cpuid::PHYS_BITS,
             msrs: Stored::default(),
@@ -146,8 +143,6 @@ impl VcpuMachine {
             wall_clock_wanted: false,
             enforces_pv_features: false,
             ioapic_eoi: None,
-            memory_fault: None,
-            is_interrupted: false,
             space: ORDINARY,
             shadows,
             shadows_nested,
@@ -157,21 +152,21 @@ impl VcpuMachine {
 
     /// Leaves the engine, runs `work`, which may wait, and enters again. Call with an entered vCPU.
     pub(crate) fn outside<R>(&mut self, work: impl FnOnce(&mut Self) -> R) -> R {
-        self.engine.leave();
+        self.memory.engine.leave();
         let result = work(self);
-        self.engine.enter_unguarded(thread_id());
+        self.memory.engine.enter_unguarded(thread_id());
         result
     }
 
     /// Drops the translations that the machine keeps. The CPU keeps translations of its own.
     pub(crate) fn forget_pages(&mut self) {
-        self.pages.flush();
+        self.memory.flush();
     }
 
     /// Forgets the memory fault and the interruption of the last execution of guest code. Call before the next
     /// execution.
     pub(crate) fn begin_execution(&mut self) {
-        (self.memory_fault, self.is_interrupted) = (None, false);
+        self.memory.begin_execution();
     }
 
     /// Returns the stored value of an MSR, 0 if the MSR was never written.

@@ -55,17 +55,25 @@ struct Walked<'a> {
 }
 
 impl Walked<'_> {
+    /// Returns the page to which the L2-physical address `gpa` leads, if that page is known and allows `access`.
+    fn known(&mut self, gpa: u64, access: slat::Access) -> Option<GuestPage> {
+        let flushes = self.machine.memory.flushes();
+        (self.machine.tables).nested(flushes, self.of, gpa, access)
+    }
+
     /// Walks the nested tables for `access` to the L2-physical address `gpa`.
     fn page(&mut self, gpa: u64, access: slat::Access, place: u64) -> Result<GuestPage, Fault> {
         check_width(self.nested, gpa, access, place)?;
-        if let Some(known) = self.machine.pages.nested(self.of, gpa, access) {
+        if let Some(known) = self.known(gpa, access) {
             return Ok(known);
         }
         let page = walk(self.machine, self.nested, gpa, access).map_err(|error| match error {
             WalkError::PageFault { code } => nested_fault(gpa, code, place),
             WalkError::Memory(fault) => fault,
         })?;
-        self.machine.pages.keep_nested(gpa, page);
+        let machine = &mut *self.machine;
+        let flushes = machine.memory.flushes();
+        machine.tables.keep_nested(flushes, gpa, page);
         Ok(page)
     }
 

@@ -31,7 +31,7 @@ impl VcpuMachine {
         let paging = cpu.client_paging();
         let is_paged = paging.cr0 & control::CR0_PG != 0;
         paging.nested.is_none().then(|| Peek {
-            memory: Memory(&self.engine),
+            memory: Memory(&self.memory.engine),
             paging: is_paged.then(|| guest_paging(&paging, self.physical_bits)),
             last: None,
         })

@@ -13,8 +13,8 @@ impl VcpuMachine {
             return false;
         }
         self.space = space;
-        self.engine.use_space(space);
-        self.pages.flush();
+        self.memory.engine.use_space(space);
+        self.memory.flush();
         // While one address space is in use, the engine does not notice stores to the guest's tables in the other
         // address space.
         self.memory_restored |= self.shadows_nested;

@@ -188,7 +188,7 @@ impl VcpuObject {
         let page = &self.page;
         match exit {
             // A second try of the interrupted instruction would sleep again, and no kick would end that sleep.
-            Exit::Attention if inner.machine.is_interrupted => {
+            Exit::Attention if inner.machine.memory.is_interrupted => {
                 return self.attend(inner, masked).map(|()| Next::Again);
             }
             Exit::Attention | Exit::InterruptWindow => return Ok(Next::Again),
@@ -307,7 +307,7 @@ impl VcpuObject {
                 None => unreachable!("the machine has named the call"),
             },
             Exit::BadAddress => {
-                match inner.machine.memory_fault.take() {
+                match inner.machine.memory.memory_fault.take() {
                     Some(fault) => memory_fault(page, fault),
                     // The reason of an earlier exit would describe another fault.
                     None => page.set_exit_reason(KVM_EXIT_UNKNOWN),

@@ -164,7 +164,7 @@ impl Inner {
     /// Drops all translations: the CPU's, and those that the CPU's machine keeps.
     pub(crate) fn flush_translations(&mut self) {
         self.cpu.flush_tlb();
-        self.machine.pages.flush();
+        self.machine.forget_pages();
     }
 
     /// Copies CR8 to the APIC's task priority. On a processor both are one register. While the vCPU runs, the CPU's

@@ -229,7 +229,7 @@ impl VcpuMachine {
                 self.common.attention.take(bits::SIGNAL);
                 let mut entered = Entered::enter(self);
                 // Pages cached in the last run may be stale.
-                entered.pages.flush();
+                entered.forget_pages();
                 entered.write_guest(gpa, bytes)
             }
         };

@@ -1,24 +1,11 @@
-//! The translations that a vCPU used last, and that the TLB of its CPU does not hold: of guest-physical pages, of
-//! linear pages that belong to devices, and of a nested guest's physical pages.
+//! The translations by the guest's tables that a vCPU used last, and that the TLB of its CPU does not hold: of linear
+//! pages that belong to devices, and of a nested guest's physical pages. They become invalid when
+//! [`GuestMemory`](crate::guest_memory::GuestMemory) drops its translations, of which each look-up gets the number.
 
 use slat::guest_walk::GuestPage;
 use slat_x86::{Access, NestedPaging, Paging};
-use std::ptr::NonNull;
 
 const PAGE: u64 = 4096;
-
-/// A second-level translation of one 4 KiB page.
-#[derive(Clone, Copy)]
-pub(crate) struct Page {
-    pub(crate) gpa: u64,
-    pub(crate) host: NonNull<u8>,
-    pub(crate) write: bool,
-    /// Whether a store to the page must be reported to the engine. Used only in translations for a write.
-    pub(crate) tracked: bool,
-}
-
-// SAFETY: the pointer points into guest memory, which belongs to no thread and is accessed by guarded accesses only.
-unsafe impl Send for Page {}
 
 /// The translation of a linear page of a device by the guest's tables, for one kind of access.
 #[derive(Clone, Copy)]
@@ -38,18 +25,19 @@ struct NestedPage {
 }
 
 /// The last translations of this vCPU, indexed by page number.
-pub(crate) struct PageCache {
-    pages: [Option<Page>; Self::PAGES],
+pub(crate) struct TableCache {
+    /// The number of flushes that the translations have seen.
+    flushes: u32,
     devices: [Option<DevicePage>; Self::DEVICES],
     nested: [Option<NestedPage>; Self::NESTED],
     /// The state of the nested tables to which the nested translations belong.
     nested_of: Option<NestedPaging>,
 }
 
-impl Default for PageCache {
+impl Default for TableCache {
     fn default() -> Self {
-        PageCache {
-            pages: [None; Self::PAGES],
+        TableCache {
+            flushes: 0,
             devices: [None; Self::DEVICES],
             nested: [None; Self::NESTED],
             nested_of: None,
@@ -57,25 +45,37 @@ impl Default for PageCache {
     }
 }
 
-impl PageCache {
-    const PAGES: usize = 64;
+impl TableCache {
     const DEVICES: usize = 8;
     /// The number is small, because a vCPU is made on its creator's stack, and most vCPUs never have a nested guest.
     const NESTED: usize = 16;
 
-    pub(crate) fn slot(&mut self, gpa: u64) -> &mut Option<Page> {
-        &mut self.pages[(gpa / PAGE) as usize % Self::PAGES]
+    /// Forgets all translations if there was a flush since the last call.
+    fn follow(&mut self, flushes: u32) {
+        if self.flushes != flushes {
+            self.flushes = flushes;
+            self.flush_nested();
+            self.flush_devices();
+        }
     }
 
     /// Returns the page to which the linear page `gva` leads, if that is a known page of a device.
     #[inline(always)]
-    pub(crate) fn device(&self, gva: u64, access: Access, paging: &Paging) -> Option<GuestPage> {
+    pub(crate) fn device(
+        &self,
+        flushes: u32,
+        gva: u64,
+        access: Access,
+        paging: &Paging,
+    ) -> Option<GuestPage> {
         let known = self.devices[Self::device_index(gva)]?;
-        let is_it = (known.gva, known.access) == (gva, access) && known.paging == *paging;
+        let is_valid = self.flushes == flushes && known.paging == *paging;
+        let is_it = is_valid && (known.gva, known.access) == (gva, access);
         is_it.then_some(known.page)
     }
 
-    pub(crate) fn keep_device(&mut self, known: DevicePage) {
+    pub(crate) fn keep_device(&mut self, flushes: u32, known: DevicePage) {
+        self.follow(flushes);
         self.devices[Self::device_index(known.gva)] = Some(known);
     }
 
@@ -87,10 +87,12 @@ impl PageCache {
     /// known and allows `access`.
     pub(crate) fn nested(
         &mut self,
+        flushes: u32,
         of: &NestedPaging,
         gpa: u64,
         access: slat::Access,
     ) -> Option<GuestPage> {
+        self.follow(flushes);
         if self.nested_of.as_ref() != Some(of) {
             self.nested_of = Some(*of);
             self.flush_nested();
@@ -105,7 +107,8 @@ impl PageCache {
     }
 
     /// Keeps the translation of the page at `gpa` by the nested tables of the last look-up.
-    pub(crate) fn keep_nested(&mut self, gpa: u64, page: GuestPage) {
+    pub(crate) fn keep_nested(&mut self, flushes: u32, gpa: u64, page: GuestPage) {
+        self.follow(flushes);
         self.nested[Self::nested_index(gpa)] = Some(NestedPage {
             gpa: gpa & !(PAGE - 1),
             page,
@@ -124,12 +127,5 @@ impl PageCache {
     /// Forgets the translations by the guest's tables. Call when the guest invalidates a translation.
     pub(crate) fn flush_devices(&mut self) {
         self.devices.fill(None);
-    }
-
-    /// Forgets all translations. Call when the host flushes the TLB of the CPU, or the client sets registers.
-    pub(crate) fn flush(&mut self) {
-        self.pages.fill(None);
-        self.flush_nested();
-        self.flush_devices();
     }
 }
