@@ -191,18 +191,21 @@ impl<H: Hypervisor> Mmu<'_, H> {
         address: u64,
         request: &Request,
     ) -> Result<Place, Fault<H::Fault>> {
-        let failed = match self.place_once(state, address, request) {
-            Err(Fault::Stage1(_)) if request.is_atomic => {
-                let mut read = *request;
-                read.want.right = Some(Right::Read);
-                self.place_once(state, address, &read).err()
-            }
-            result => return result,
-        };
-        match failed {
-            Some(fault) => Err(fault),
-            None => self.place_once(state, address, request),
+        let mut failed = self.place_once(state, address, request);
+        if let Err(Fault::Stage1(abort)) = &mut failed
+            && request.is_atomic
+        {
+            let read = Request {
+                want: Want {
+                    right: Some(Right::Read),
+                    updates: false,
+                    ..request.want
+                },
+                ..*request
+            };
+            abort.is_write = self.stage1(state, address, &read).is_ok();
         }
+        failed
     }
 
     /// Returns the instruction at an address.
