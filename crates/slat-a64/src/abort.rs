@@ -54,6 +54,8 @@ pub struct Stage2<E> {
     pub ipa: u64,
     /// What was refused. For a descriptor, reading it, or writing a flag into it.
     pub right: Right,
+    /// WnR: the instruction writes, whatever was refused, or is one of cache maintenance.
+    pub is_write: bool,
     /// S1PTW: the address is that of a stage 1 descriptor.
     pub is_walk: bool,
     /// The access is a fetch.
@@ -75,7 +77,7 @@ impl<E> Stage2<E> {
                 true => status::EXTERNAL_WALK | self.level,
                 false => status::EXTERNAL,
             },
-            is_write: self.is_maintenance || (self.right == Right::Write && !self.is_walk),
+            is_write: self.is_write,
             is_maintenance: self.is_maintenance,
         }
     }

@@ -39,7 +39,31 @@ const fn row(
     }
 }
 
+/// Returns the row of DBGBVR, DBGBCR, DBGWVR or DBGWCR (4 to 7) of a breakpoint or watchpoint.
+const fn breakpoint(n: u16, op2: u16, writable: u64) -> Register {
+    row([2, 0, 0, n, op2], Rights::El1, 0, writable)
+}
+
 const ALL: u64 = u64::MAX;
+
+/// The numbers of breakpoints and watchpoints, of which ID_AA64DFR0_EL1 has one less.
+pub(crate) const BREAKPOINTS: usize = 6;
+pub(crate) const WATCHPOINTS: usize = 4;
+/// The breakpoints that can match contexts are the last ones.
+pub(crate) const CONTEXT_BREAKPOINTS: usize = 2;
+/// DBGBCR_EL1: E, PMC, BAS, HMC, SSC, LBN, BT. DBGWCR_EL1: E, PAC, LSC, BAS, HMC, SSC, LBN, WT, MASK.
+const CONTROL_WRITABLE: u64 = 0x00ff_e1e7;
+const WATCH_WRITABLE: u64 = 0x1f1f_ffff;
+
+/// MDSCR_EL1: SS, KDE, MDE. TDCC and HDE have no effect, because neither the communication channel nor debug state
+/// exists.
+pub(crate) const MDSCR_SS: u64 = 1 << 0;
+pub(crate) const MDSCR_KDE: u64 = 1 << 13;
+pub(crate) const MDSCR_MDE: u64 = 1 << 15;
+const MDSCR_WRITABLE: u64 = MDSCR_SS | MDSCR_KDE | MDSCR_MDE | 1 << 12 | 1 << 14;
+/// OSLSR_EL1: the OS lock exists, and is locked.
+const OSLSR_EXISTS: u64 = 1 << 3;
+pub(crate) const OSLSR_LOCKED: u64 = 1 << 1;
 
 /// SCTLR_EL1: M, A, C, SA, SA0, UMA, I, DZE, UCT, nTWI, nTWE, WXN, SPAN, UCI.
 pub(crate) const SCTLR_M: u64 = 1 << 0;
@@ -79,6 +103,41 @@ pub(crate) const TCR_HD: u64 = 1 << 40;
 
 /// The registers, in the order of their names' fields.
 pub(crate) const REGISTERS: &[Register] = &[
+    // MDCCINT_EL1.
+    row([2, 0, 0, 2, 0], Rights::El1, 0, 0),
+    // MDSCR_EL1.
+    row([2, 0, 0, 2, 2], Rights::El1, 0, MDSCR_WRITABLE),
+    breakpoint(0, 4, !3),
+    breakpoint(0, 5, CONTROL_WRITABLE),
+    breakpoint(1, 4, !3),
+    breakpoint(1, 5, CONTROL_WRITABLE),
+    breakpoint(2, 4, !3),
+    breakpoint(2, 5, CONTROL_WRITABLE),
+    breakpoint(3, 4, !3),
+    breakpoint(3, 5, CONTROL_WRITABLE),
+    breakpoint(4, 4, !3),
+    breakpoint(4, 5, CONTROL_WRITABLE),
+    breakpoint(5, 4, !3),
+    breakpoint(5, 5, CONTROL_WRITABLE),
+    breakpoint(0, 6, !3),
+    breakpoint(0, 7, WATCH_WRITABLE),
+    breakpoint(1, 6, !3),
+    breakpoint(1, 7, WATCH_WRITABLE),
+    breakpoint(2, 6, !3),
+    breakpoint(2, 7, WATCH_WRITABLE),
+    breakpoint(3, 6, !3),
+    breakpoint(3, 7, WATCH_WRITABLE),
+    // OSLSR_EL1, which OSLAR_EL1 changes.
+    row(
+        [2, 0, 1, 1, 4],
+        Rights::El1Reads,
+        OSLSR_EXISTS | OSLSR_LOCKED,
+        0,
+    ),
+    // OSDLR_EL1.
+    row([2, 0, 1, 3, 4], Rights::El1, 0, 0),
+    // DBGPRCR_EL1.
+    row([2, 0, 1, 4, 4], Rights::El1, 0, 0),
     // What the instructions of this crate are. The machine has the registers about its memory.
     // MIDR_EL1.
     row([3, 0, 0, 0, 0], Rights::El1Reads, 0x000f_0000, 0),
@@ -89,6 +148,16 @@ pub(crate) const REGISTERS: &[Register] = &[
     row([3, 0, 0, 4, 0], Rights::El1Reads, 0x0001_0000_0011_0011, 0),
     // ID_AA64PFR1.
     row([3, 0, 0, 4, 1], Rights::El1Reads, 0, 0),
+    // Breakpoints and watchpoints.
+    // ID_AA64DFR0.
+    row(
+        [3, 0, 0, 5, 0],
+        Rights::El1Reads,
+        6 | (BREAKPOINTS as u64 - 1) << 12
+            | (WATCHPOINTS as u64 - 1) << 20
+            | (CONTEXT_BREAKPOINTS as u64 - 1) << 28,
+        0,
+    ),
     // CRC32, LSE, RDM, DotProd, FlagM2.
     // ID_AA64ISAR0.
     row([3, 0, 0, 6, 0], Rights::El1Reads, 0x0020_1000_1021_0000, 0),
@@ -168,11 +237,23 @@ impl Row {
         }
         Row(row)
     }
+    /// Returns the rows of the value and the control of a breakpoint.
+    pub(crate) fn breakpoint(n: usize) -> [Self; 2] {
+        const FIRST: Row = Row::of([2, 0, 0, 0, 4]);
+        [Row(FIRST.0 + 2 * n), Row(FIRST.0 + 2 * n + 1)]
+    }
+    /// Returns the rows of the value and the control of a watchpoint.
+    pub(crate) fn watchpoint(n: usize) -> [Self; 2] {
+        const FIRST: Row = Row::of([2, 0, 0, 0, 6]);
+        [Row(FIRST.0 + 2 * n), Row(FIRST.0 + 2 * n + 1)]
+    }
     pub(crate) fn register(self) -> &'static Register {
         &REGISTERS[self.0]
     }
 }
 
+pub(crate) const MDSCR: Row = Row::of([2, 0, 0, 2, 2]);
+pub(crate) const OSLSR: Row = Row::of([2, 0, 1, 1, 4]);
 pub(crate) const SCTLR: Row = Row::of([3, 0, 1, 0, 0]);
 pub(crate) const TTBR0: Row = Row::of([3, 0, 2, 0, 0]);
 pub(crate) const TTBR1: Row = Row::of([3, 0, 2, 0, 1]);

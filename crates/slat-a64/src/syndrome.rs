@@ -1,7 +1,7 @@
 //! The syndrome of an access that stage 2 refuses, from which an embedder makes a device's access, and its completion
 //! (DDI 0487, ISS encoding for an exception from a Data Abort, with ISV set).
 
-use crate::abort::{Right, Stage2};
+use crate::abort::Stage2;
 use crate::bits::{sign_extend, zero_extend};
 use crate::insn::{Address, Insn, Loaded, Transfer};
 use crate::state::State;
@@ -117,13 +117,12 @@ impl<E> Stage2<E> {
         if self.is_fetch {
             return FETCH_ABORT << CLASS_SHIFT | common;
         }
-        let is_write = self.is_maintenance || self.right == Right::Write;
         let syndrome = syndrome.filter(|_| !self.is_walk);
         let details = syndrome.map_or(0, |syndrome| syndrome.bits());
         DATA_ABORT << CLASS_SHIFT
             | common
             | details
             | bit(self.is_maintenance, CM)
-            | bit(is_write, WNR)
+            | bit(self.is_write, WNR)
     }
 }

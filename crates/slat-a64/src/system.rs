@@ -5,8 +5,8 @@ use crate::insn::SystemName;
 use crate::memory::{AddressTranslation, Invalidation, Machine, Maintenance};
 use crate::pstate::Pstate;
 use crate::registers::{
-    CPACR, CPACR_FPEN_SHIFT, PAR, Rights, SCTLR, SCTLR_DZE, SCTLR_UCI, SCTLR_UCT, SCTLR_UMA, TCR,
-    TCR_AS, find,
+    CPACR, CPACR_FPEN_SHIFT, OSLSR, OSLSR_LOCKED, PAR, Rights, SCTLR, SCTLR_DZE, SCTLR_UCI,
+    SCTLR_UCT, SCTLR_UMA, TCR, TCR_AS, find,
 };
 use crate::state::{NZCV_SHIFT, State};
 
@@ -19,6 +19,7 @@ const CTR_EL0: SystemName = SystemName::new(3, 3, 0, 0, 1);
 const DCZID_EL0: SystemName = SystemName::new(3, 3, 0, 0, 7);
 const SP_EL0: SystemName = SystemName::new(3, 0, 4, 1, 0);
 const SP_SEL: SystemName = SystemName::new(3, 0, 4, 2, 0);
+const OSLAR: SystemName = SystemName::new(2, 0, 1, 0, 4);
 const CURRENT_EL: SystemName = SystemName::new(3, 0, 4, 2, 2);
 const PAN: SystemName = SystemName::new(3, 0, 4, 2, 3);
 
@@ -175,6 +176,12 @@ pub(crate) fn write<M: Machine>(
                 }),
                 _ => state.pstate.pan = value & PAN_BIT != 0,
             }
+        }
+        OSLAR => {
+            privileged(state)?;
+            let others = state.system.get(OSLSR) & !OSLSR_LOCKED;
+            let lock = if value & 1 != 0 { OSLSR_LOCKED } else { 0 };
+            state.system.set(OSLSR, others | lock);
         }
         CURRENT_EL | DCZID_EL0 | CTR_EL0 => return Err(Refused::Undefined),
         _ => match find(name) {

@@ -103,13 +103,13 @@ impl<H: Hypervisor> Mmu<'_, H> {
             Ok(translated) => return Ok(translated),
             Err(failure) => failure,
         };
-        let right = request.want.right.unwrap_or(Right::Read);
         let reported = request.reported.unwrap_or(address);
+        let is_write = request.is_write();
         Err(match failure {
             Failure::Fault(status) => Fault::Stage1(Abort {
                 address: reported,
                 status,
-                is_write: right == Right::Write || request.is_maintenance,
+                is_write,
                 is_maintenance: request.is_maintenance,
             }),
             Failure::Refused {
@@ -121,6 +121,7 @@ impl<H: Hypervisor> Mmu<'_, H> {
                 address: reported,
                 ipa,
                 right,
+                is_write,
                 is_walk: true,
                 is_fetch: request.want.right == Some(Right::Execute),
                 level,
@@ -136,6 +137,7 @@ impl<H: Hypervisor> Mmu<'_, H> {
             address: request.reported.unwrap_or(address),
             ipa,
             right: request.want.right.unwrap_or(Right::Read),
+            is_write: request.is_write(),
             is_walk: false,
             is_fetch: request.want.right == Some(Right::Execute),
             level: 0,
@@ -258,6 +260,11 @@ impl Request {
             is_maintenance: false,
             is_atomic: access.kind == Kind::Atomic && right == Right::Write,
         }
+    }
+
+    /// WnR of the request's aborts.
+    fn is_write(&self) -> bool {
+        self.want.right == Some(Right::Write) || self.is_maintenance
     }
 }
 

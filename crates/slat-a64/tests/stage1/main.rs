@@ -2,4 +2,5 @@
 
 mod machine;
 mod model;
+mod numbers;
 mod random;

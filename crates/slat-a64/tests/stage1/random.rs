@@ -2,6 +2,7 @@
 
 use crate::machine::*;
 use crate::model::{self, Outcome, Query, Registers};
+use crate::numbers::Random;
 use slat_a64::{Cpu, Leave, Pstate, Right, SystemName};
 
 /// What a case does.
