@@ -41,7 +41,8 @@ const fn row(
 
 /// Returns the row of DBGBVR, DBGBCR, DBGWVR or DBGWCR (4 to 7) of a breakpoint or watchpoint.
 const fn breakpoint(n: u16, op2: u16, writable: u64) -> Register {
-    row([2, 0, 0, n, op2], Rights::El1, 0, writable)
+    let reset = if op2 == 5 { CONTROL_BAS } else { 0 };
+    row([2, 0, 0, n, op2], Rights::El1, reset, writable)
 }
 
 const ALL: u64 = u64::MAX;
@@ -51,8 +52,9 @@ pub(crate) const BREAKPOINTS: usize = 6;
 pub(crate) const WATCHPOINTS: usize = 4;
 /// The breakpoints that can match contexts are the last ones.
 pub(crate) const CONTEXT_BREAKPOINTS: usize = 2;
-/// DBGBCR_EL1: E, PMC, BAS, HMC, SSC, LBN, BT. DBGWCR_EL1: E, PAC, LSC, BAS, HMC, SSC, LBN, WT, MASK.
-const CONTROL_WRITABLE: u64 = 0x00ff_e1e7;
+/// DBGBCR_EL1: E, PMC, HMC, SSC, LBN, BT, and BAS, which is all ones without AArch32. DBGWCR_EL1: E, PAC, LSC, BAS, HMC, SSC, LBN, WT, MASK.
+const CONTROL_WRITABLE: u64 = 0x00ff_e007;
+const CONTROL_BAS: u64 = 0xf << 5;
 const WATCH_WRITABLE: u64 = 0x1f1f_ffff;
 
 /// MDSCR_EL1: SS, KDE, MDE. TDCC and HDE have no effect, because neither the communication channel nor debug state
@@ -194,7 +196,7 @@ pub(crate) const REGISTERS: &[Register] = &[
     // TCR_EL1.
     row([3, 0, 2, 0, 2], Rights::El1, 0, 0x0000_07f7_ffff_ffbf),
     // SPSR_EL1.
-    row([3, 0, 4, 0, 0], Rights::El1, 0, 0xf150_03df),
+    row([3, 0, 4, 0, 0], Rights::El1, 0, 0xf170_03df),
     // ELR_EL1.
     row([3, 0, 4, 0, 1], Rights::El1, 0, ALL),
     // AFSR0_EL1.

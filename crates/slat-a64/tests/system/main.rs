@@ -7,10 +7,11 @@
 //! of images, and `SLAT_SYSTEM_FIRST=6` begins with the seventh.
 //!
 //! QEMU does not do everything that the architecture says. These are not compared: alignment of accesses to Device
-//! memory and of the stack pointer, WnR of LSE's faults, permissions of cache maintenance, the effect of dirty state on
+//! memory and of the stack pointer, traps of WFE, WnR of LSE's faults, permissions of cache maintenance, the effect of dirty state on
 //! the right to execute. `tests/stage1` has cases of them.
 
 mod commands;
+mod exceptions;
 mod image;
 #[allow(dead_code)]
 #[path = "../stage1/numbers.rs"]

@@ -206,7 +206,8 @@ fn commands(random: &mut Random, flags: Flags) -> Script {
             } else {
                 0
             };
-            let x = [0, va & !mask, random.next(), random.next()];
+            // What is stored is UNDEFINED when it is executed.
+            let x = [0, va & !mask, 0x1_0000_0001, 0x2_0000_0002];
             script.run(Run { x, ..run });
         }
     }
