@@ -19,9 +19,10 @@ const CHOICE: &str = "target_arch";
 const INSTRUCTIONS: [&str; 2] = ["naked_asm!", " asm!("];
 
 /// Names that only the files of an architecture may use in [`KVM`]: its CPU, its devices, and the host's instructions.
-const OF_ARCHITECTURES: [&str; 6] = [
+const OF_ARCHITECTURES: [&str; 7] = [
     "slat_a64",
     "slat_x86",
+    "slat_gic",
     "slat_irqchip",
     "slat_hyperv",
     "core::arch",
