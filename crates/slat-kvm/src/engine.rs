@@ -39,13 +39,6 @@ macro_rules! formats {
                 }
             }
 
-            /// Returns the size in bytes of the pages that tables of this format map.
-            pub fn page_bytes(self) -> u64 {
-                match self {
-                    $(TableFormat::$variant => <$format as slat::Format>::GRANULE.bytes(),)*
-                }
-            }
-
             /// Whether a VM with tables of this format can have this MMU.
             pub fn has(self, mmu: MmuKind) -> bool {
                 match self {

@@ -8,6 +8,7 @@ use crate::arch::aarch64::timer::{Timers, Which};
 use crate::engine::EngineVcpu;
 use crate::entered::{Entered, thread_id};
 use crate::exit::MemoryFault;
+use crate::guest_memory::GuestMemory;
 use crate::vcpu_common::VcpuCommon;
 use crate::vm::VmObject;
 use slat::{Attention, Shared};
@@ -22,23 +23,17 @@ const LEVEL_PTIMER: u64 = 1 << 1;
 
 /// The parts of a vCPU besides its registers.
 pub(crate) struct VcpuMachine {
-    engine: EngineVcpu,
-    /// The size of the engine's pages in bytes.
-    engine_page: u64,
+    memory: GuestMemory,
     vm: Arc<VmObject>,
     common: Shared<VcpuCommon>,
     pub(crate) timers: Timers,
     /// CSSELR_EL1: the cache that CCSIDR_EL1 describes.
     cache_selector: u64,
-    /// The fault of the last access in this run that stopped because of a memory fault.
-    pub(crate) memory_fault: Option<MemoryFault>,
-    /// Whether an access in this run was interrupted while it waited for memory that the host does not have yet.
-    is_interrupted: bool,
 }
 
 impl AsMut<EngineVcpu> for VcpuMachine {
     fn as_mut(&mut self) -> &mut EngineVcpu {
-        &mut self.engine
+        &mut self.memory.engine
     }
 }
 
@@ -46,14 +41,11 @@ impl VcpuMachine {
     /// Creates the machine around a vCPU.
     pub(crate) fn new(engine: EngineVcpu, vm: Arc<VmObject>, common: Shared<VcpuCommon>) -> Self {
         VcpuMachine {
-            engine,
-            engine_page: vm.engine.format().page_bytes(),
+            memory: GuestMemory::new(engine, vm.engine.clone()),
             vm,
             common,
             timers: Timers::default(),
             cache_selector: 0,
-            memory_fault: None,
-            is_interrupted: false,
         }
     }
 
@@ -65,9 +57,9 @@ impl VcpuMachine {
 
     /// Leaves the engine, runs `work`, which may wait, and enters again. Call with an entered vCPU.
     pub(crate) fn outside<R>(&mut self, work: impl FnOnce(&mut Self) -> R) -> R {
-        self.engine.leave();
+        self.memory.engine.leave();
         let result = work(self);
-        self.engine.enter_unguarded(thread_id());
+        self.memory.engine.enter_unguarded(thread_id());
         result
     }
 
@@ -85,7 +77,12 @@ impl VcpuMachine {
     /// Forgets the memory fault and the interruption of the last execution of guest code. Call before the next
     /// execution.
     pub(crate) fn begin_execution(&mut self) {
-        (self.memory_fault, self.is_interrupted) = (None, false);
+        self.memory.begin_execution();
+    }
+
+    /// Takes the memory fault that has stopped the last access, if there is one.
+    pub(crate) fn take_memory_fault(&mut self) -> Option<MemoryFault> {
+        self.memory.memory_fault.take()
     }
 
     /// Writes the pages of paravirtual clocks: there are none.
@@ -107,8 +104,10 @@ impl VcpuMachine {
         false
     }
 
-    /// Has nothing to drop: the CPU keeps all translations.
-    pub(crate) fn forget_pages(&mut self) {}
+    /// Drops the translations that the machine keeps. The CPU keeps translations of its own.
+    pub(crate) fn forget_pages(&mut self) {
+        self.memory.flush();
+    }
 
     /// Translates a virtual address as a load of EL1 would.
     pub(crate) fn translate_for_client(&mut self, cpu: &Executor, gva: u64) -> Option<u64> {

@@ -100,7 +100,7 @@ impl VcpuObject {
             Exit::Mmio { fault, syndrome } => return self.access_device(inner, &fault, syndrome),
             Exit::Invalidated(_) => self.invalidate_others(inner),
             Exit::BadAddress => {
-                match inner.machine.memory_fault.take() {
+                match inner.machine.take_memory_fault() {
                     Some(fault) => memory_fault(page, fault),
                     // The reason of an earlier exit would describe another fault.
                     None => page.set_exit_reason(KVM_EXIT_UNKNOWN),

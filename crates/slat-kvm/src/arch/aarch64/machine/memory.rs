@@ -2,12 +2,10 @@
 
 use crate::arch::aarch64::cpu::{Refusal, access};
 use crate::arch::aarch64::machine::VcpuMachine;
-use crate::entered::outside;
-use crate::exit::MemoryFault;
-use crate::thread::bits;
-use slat::{Gpa, Hva, ResolveError, Stop};
+use crate::guest_memory::Unreachable;
 use slat_a64::{Hypervisor, Order, Page, Right, State, SystemName};
 use slat_guard::Gone;
+use slat_host::{is_resident, page_size};
 use std::sync::atomic::{Ordering, fence};
 
 /// The size of the pages by which the processor translates.
@@ -26,121 +24,55 @@ fn fenced<R>(order: Order, work: impl FnOnce() -> R) -> R {
 }
 
 impl VcpuMachine {
-    /// Translates a page for the engine.
+    /// Translates the page of an intermediate physical address.
     fn translate(&mut self, ipa: u64, access: slat::Access) -> Result<Page, Refusal> {
-        let page = Gpa(ipa & !(PAGE - 1));
-        let found = (self.engine.translate(page, access)).map_err(|stop| self.refusal(stop))?;
-        // The engine's page has the size of the format's granule.
+        let size = page_size() as u64;
+        let found = self.memory.data_page(ipa & !(size - 1), access);
+        let found = found.map_err(refusal)?;
+        // The host's pages can be larger than the processor's.
+        let inside = ipa & (size - 1) & !(PAGE - 1);
         Ok(Page {
-            base: found.host.0 + (page.0 & (self.engine_page - 1)),
+            base: found.host.as_ptr() as u64 + inside,
             write: found.write,
             execute: true,
         })
     }
 
-    #[cold]
-    fn refusal(&mut self, stop: Stop) -> Refusal {
-        match stop {
-            Stop::Mmio { .. } => Refusal::Device,
-            Stop::DirtyRingFull => {
-                self.common.attention.raise(bits::RING_FULL);
-                self.retry()
-            }
-            Stop::Retry
-            | Stop::BadAddress {
-                error: ResolveError::Interrupted,
-                ..
-            } => {
-                self.is_interrupted |= slat_guard::was_kicked();
-                self.retry()
-            }
-            Stop::MemoryFault { .. } => {
-                self.memory_fault = MemoryFault::of(&stop);
-                Refusal::BadAddress
-            }
-            Stop::OutOfMemory { .. } => {
-                crate::messages::explain(&stop);
-                Refusal::OutOfMemory
-            }
-            // The remaining error is `BadAddress`.
-            _ => {
-                crate::messages::explain(&stop);
-                Refusal::BadAddress
-            }
-        }
-    }
-
-    /// Makes the run loop drop all translations before the guest executes again.
-    fn retry(&self) -> Refusal {
-        self.common.attention.raise(bits::RETRY);
-        Refusal::Retry
-    }
-
-    /// Call after a guarded access at `at` failed. Either another thread has raised a bit of the attention word, or the
-    /// client has changed the mapping without an invalidation. In the second case the engine drops the page, and asks
-    /// the host again.
-    #[cold]
-    fn gone(&mut self, at: u64) -> Refusal {
-        if self.common.attention.flag().load(Ordering::SeqCst) == 0 {
-            let first = at & !(PAGE - 1);
-            outside(&mut self.engine, || {
-                drop(self.vm.engine.invalidate(Hva(first)..Hva(first + PAGE)));
-            });
-        }
-        self.retry()
-    }
-
+    /// Returns the result of a guarded access at `at`. An access that has failed is made again after the attention
+    /// word's requests were served.
+    #[inline(always)]
     fn guarded<R>(&mut self, at: u64, result: Result<R, Gone>) -> Result<R, Refusal> {
         result.map_err(|_| self.gone(at))
     }
 
-    /// Whether a signal or a full dirty ring ends the run. Then an access that has failed may succeed in the next run.
-    fn is_called_out(&self) -> bool {
-        self.common.attention.flag().load(Ordering::SeqCst) & (bits::SIGNAL | bits::RING_FULL) != 0
+    #[cold]
+    fn gone(&mut self, at: u64) -> Refusal {
+        // A kick may interrupt any access, even an access that need not wait.
+        self.memory.is_interrupted |= slat_guard::was_kicked() && !is_resident(at as usize);
+        self.memory.forget(at as *const u8);
+        Refusal::Retry
     }
 
     /// Reads guest-physical memory; the vCPU is entered. Returns `false` if the address is not memory, or not
     /// accessible.
     pub(crate) fn read_here(&mut self, gpa: u64, bytes: &mut [u8]) -> bool {
-        self.by_pages(gpa, bytes.len(), Right::Read, |host, part| {
-            // SAFETY: `host` is in guest memory: the engine has translated the page, which the client gave to the
-            // guest. The copy is guarded.
-            unsafe { slat_guard::copy_in(&mut bytes[part], host) }.map_err(|_| Gone)
-        })
+        self.memory.read(gpa, bytes)
     }
 
     /// Writes guest-physical memory, and marks the pages in the dirty log; the vCPU is entered. Returns `false` if the
     /// address is not memory, or not accessible.
     pub(crate) fn write_here(&mut self, gpa: u64, bytes: &[u8]) -> bool {
-        self.by_pages(gpa, bytes.len(), Right::Write, |host, part| {
-            // SAFETY: `host` is in guest memory: the engine has translated the page for a write. The copy is guarded.
-            unsafe { slat_guard::copy_out(host, &bytes[part]) }.map_err(|_| Gone)
-        })
+        self.memory.write(gpa, bytes, |_| ())
     }
+}
 
-    fn by_pages(
-        &mut self,
-        gpa: u64,
-        len: usize,
-        right: Right,
-        mut copy: impl FnMut(*mut u8, std::ops::Range<usize>) -> Result<(), Gone>,
-    ) -> bool {
-        let mut done = 0;
-        while done < len {
-            let at = gpa.wrapping_add(done as u64);
-            let part = (len - done).min((PAGE - at % PAGE) as usize);
-            let copied = self.translate(at, access(right)).and_then(|page| {
-                let host = page.base + at % PAGE;
-                let result = copy(host as *mut u8, done..done + part);
-                self.guarded(host, result)
-            });
-            match copied {
-                Ok(()) => done += part,
-                Err(Refusal::Retry) if !self.is_called_out() => self.engine.quiesce(),
-                Err(_) => return false,
-            }
-        }
-        true
+/// Returns why the processor cannot access memory.
+fn refusal(why: Unreachable) -> Refusal {
+    match why {
+        Unreachable::NotMemory => Refusal::Device,
+        Unreachable::Retry => Refusal::Retry,
+        Unreachable::BadAddress => Refusal::BadAddress,
+        Unreachable::OutOfMemory => Refusal::OutOfMemory,
     }
 }
 

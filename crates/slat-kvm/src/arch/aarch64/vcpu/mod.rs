@@ -181,5 +181,6 @@ impl Inner {
     /// Drops all cached translations.
     pub(crate) fn flush_translations(&mut self) {
         self.cpu.forget_pages();
+        self.machine.forget_pages();
     }
 }
