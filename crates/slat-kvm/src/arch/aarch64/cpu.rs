@@ -1,7 +1,7 @@
 //! The CPU of a vCPU: the processor of slat-a64, an access to a device that the client completes, and a debugger's
 //! probes.
 
-use slat_a64::{Cpu, Hint, Hypervisor, Invalidation, Leave, Pending, Right, Stage2, Syndrome};
+use slat_a64::{Cpu, Hint, Hypervisor, Leave, Pending, Right, Stage2, Syndrome};
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -49,7 +49,7 @@ pub(crate) enum Exit {
         syndrome: Option<Syndrome>,
     },
     /// The processor has invalidated translations, which all vCPUs have to drop.
-    Invalidated(Invalidation),
+    Invalidated,
     /// The host memory that backs guest memory is not accessible.
     BadAddress,
     /// There was no memory for a second-level table.
@@ -207,7 +207,7 @@ impl Executor {
             Leave::Hint(_) => return None,
             Leave::Hvc(immediate) => Exit::Hvc(immediate),
             Leave::Smc(_) => Exit::Smc,
-            Leave::Invalidated(invalidation) => Exit::Invalidated(invalidation),
+            Leave::Invalidated(_) => Exit::Invalidated,
             Leave::Stage2 { fault, syndrome } => match fault.reason {
                 Refusal::Device => Exit::Mmio { fault, syndrome },
                 // The machine has raised a bit of the attention word.

@@ -98,7 +98,7 @@ impl VcpuObject {
             // As in KVM without a filter for calls, SMC reaches no firmware.
             Exit::Smc => inner.cpu.state.x[0] = u64::MAX,
             Exit::Mmio { fault, syndrome } => return self.access_device(inner, &fault, syndrome),
-            Exit::Invalidated(_) => self.invalidate_others(inner),
+            Exit::Invalidated => self.invalidate_others(inner),
             Exit::BadAddress => {
                 match inner.machine.take_memory_fault() {
                     Some(fault) => memory_fault(page, fault),
