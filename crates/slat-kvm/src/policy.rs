@@ -125,7 +125,7 @@ impl fmt::Display for Assignment {
 }
 
 /// The policies of every VM of this process.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Policies {
     settings: Vec<Setting>,
     /// The format of second-level tables.
@@ -140,20 +140,6 @@ pub struct Policies {
     pub stats: bool,
     /// The file with the names of the guests' code ([`crate::symbols`]).
     pub guest_symbols: Option<PathBuf>,
-}
-
-impl Default for Policies {
-    fn default() -> Self {
-        Policies {
-            settings: Vec::new(),
-            format: TableFormat::default(),
-            mmu: MmuKind::default(),
-            cpu: CpuPolicies::default(),
-            userfault: false,
-            stats: false,
-            guest_symbols: None,
-        }
-    }
 }
 
 impl Policies {

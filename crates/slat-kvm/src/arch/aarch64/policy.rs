@@ -33,7 +33,7 @@ impl CpuPolicy {
 
 /// The values of the policies of the CPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct CpuPolicies;
+pub struct CpuPolicies {}
 
 impl CpuPolicies {
     /// Replaces the value of one policy.
@@ -44,7 +44,7 @@ impl CpuPolicies {
 
 /// The policies that a client of the Rust API sets for the CPUs of its VMs.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct CpuChoice;
+pub struct CpuChoice {}
 
 /// Whether the policies let VMs shadow the tables that guests make for nested guests. Such guests need an EL2, which
 /// slat does not have.

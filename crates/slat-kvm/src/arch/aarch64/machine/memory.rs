@@ -112,7 +112,7 @@ impl Hypervisor for VcpuMachine {
         // SAFETY: `at` is in a page of guest memory that the engine has translated, which the guest may share with
         // other threads. The access is guarded.
         let loaded = fenced(order, || unsafe {
-            of_size!(size, Word => slat_guard::load(at as *const Word).map(u64::from))
+            of_size!(size, Word => slat_guard::load(at as *const Word).map(|word| word as u64))
         });
         self.guarded(at, loaded)
     }
