@@ -116,8 +116,8 @@ pub unsafe extern "C" fn slat_vm_create(
     vm: *mut *mut slat_vm,
 ) -> c_int {
     let create = || {
-        // SAFETY: `platform` is valid, and its callbacks do what `struct slat_platform` says, as this function's `#
-        // Safety` asks of its caller.
+        // SAFETY: `platform` is valid, and its callbacks do what `struct slat_platform` says, as this function's
+        // `# Safety` asks of its caller.
         let platform = unsafe { Callbacks::new(&*platform) };
         let platform = platform.map_err(|missing| {
             let text =
@@ -399,8 +399,8 @@ pub unsafe extern "C" fn slat_vcpu_destroy(vcpu: *mut slat_vcpu) {
     if vcpu.is_null() {
         return;
     }
-    // SAFETY: `vcpu` is from `Box::into_raw` in `slat_vcpu_create`, and is not used any more, as this function's `#
-    // Safety` asks of its caller.
+    // SAFETY: `vcpu` is from `Box::into_raw` in `slat_vcpu_create`, and is not used any more, as this function's
+    // `# Safety` asks of its caller.
     let slat_vcpu { vm, vcpu } = *unsafe { Box::from_raw(vcpu) };
     discard(vm, vcpu);
 }

@@ -17,8 +17,8 @@ fn done(len: usize, left: usize) -> Result<(), usize> {
 /// # Safety
 /// The requirements of [`load`], for every byte.
 pub unsafe fn copy_in(dst: &mut [u8], src: *const u8) -> Result<(), usize> {
-    // SAFETY: `dst` is a slice, which nothing else uses. `src` may be read by guarded accesses, as this function's `#
-    // Safety` asks of its caller.
+    // SAFETY: `dst` is a slice, which nothing else uses. `src` may be read by guarded accesses, as this function's
+    // `# Safety` asks of its caller.
     unsafe { copy(dst.as_mut_ptr(), src, dst.len()) }
 }
 
@@ -27,8 +27,8 @@ pub unsafe fn copy_in(dst: &mut [u8], src: *const u8) -> Result<(), usize> {
 /// # Safety
 /// The requirements of [`store`](crate::store), for every byte.
 pub unsafe fn copy_out(dst: *mut u8, src: &[u8]) -> Result<(), usize> {
-    // SAFETY: `src` is a slice, which nothing writes. `dst` may be written by guarded accesses, as this function's `#
-    // Safety` asks of its caller.
+    // SAFETY: `src` is a slice, which nothing writes. `dst` may be written by guarded accesses, as this function's
+    // `# Safety` asks of its caller.
     unsafe { copy(dst, src.as_ptr(), src.len()) }
 }
 

@@ -27,7 +27,7 @@ struct Registered {
 /// The registration, as handlers read it.
 #[derive(Debug)]
 struct Generated {
-    /// Odd during a change. (And in a forked child whose parent was changing the registration.)
+    /// Odd during a change; also in a forked child whose parent was changing the registration at the fork.
     version: AtomicU32,
     start: AtomicUsize,
     end: AtomicUsize,

@@ -239,8 +239,8 @@ impl Snapshots {
     /// - No code uses a snapshot any more: the blocks of this pair that have a [`Place`] have been freed or emptied.
     pub(crate) unsafe fn clear(&mut self) {
         self.all.clear();
-        // SAFETY: the map contained all snapshots of the pool, and no code uses them any more, as this function's `#
-        // Safety` asks of its caller.
+        // SAFETY: the map contained all snapshots of the pool, and no code uses them any more, as this function's
+        // `# Safety` asks of its caller.
         unsafe { self.pool.clear() };
     }
 }

@@ -32,8 +32,8 @@ const ACCESSES: u64 = 20_000;
 /// Memory that was not used in this number of passes is reclaimed.
 const PASSES: u8 = 2;
 
-/// A guest program that writes pseudo-random numbers (Marsaglia's xorshift). It checks that the first word of each page
-/// has the value that it last wrote there.
+/// A guest program that writes pseudo-random numbers (Marsaglia's xorshift). The program checks that the first word of
+/// each page has the value that was last written to this word.
 struct Guest {
     random: u64,
     written: Vec<u64>,

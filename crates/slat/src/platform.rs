@@ -355,8 +355,8 @@ pub unsafe trait Platform: Send + Sync + 'static {
     /// - the requirements of [`free_table`](Self::free_table) hold for each frame.
     unsafe fn free_tables(&self, vm: VmId, frames: &[Pfn]) {
         for frame in frames {
-            // SAFETY: each of the `frames` is from this platform for `vm` and is freed once, as this method's `#
-            // Safety` asks of its caller.
+            // SAFETY: each of the `frames` is from this platform for `vm` and is freed once, as this method's
+            // `# Safety` asks of its caller.
             unsafe { self.free_table(vm, *frame) };
         }
     }

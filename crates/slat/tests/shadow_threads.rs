@@ -36,7 +36,7 @@ const REMAP: HostChange = HostChange::Remap {
 
 const LONGEST: Duration = Duration::from_secs(10);
 
-/// A CPU with a TLB. It uses its TLB entries after every result that does not say that they are void.
+/// A CPU with a TLB. The CPU uses its TLB entries until a result says that they are void.
 struct Cpu<'m> {
     vcpu: Vcpu<SimPlatform, X86<5>>,
     words: Words<'m>,

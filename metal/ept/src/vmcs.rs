@@ -68,8 +68,8 @@ pub unsafe fn read(field: Field) -> u64 {
 /// # Safety
 /// - this CPU has a current VMCS, and its guest can continue with `value` in it.
 pub unsafe fn write(field: Field, value: u64) {
-    // SAFETY: this CPU has a current VMCS, and its guest can continue with `value` in the field, as this function's `#
-    // Safety` asks of its caller.
+    // SAFETY: this CPU has a current VMCS, and its guest can continue with `value` in the field, as this function's
+    // `# Safety` asks of its caller.
     unsafe { write_at(field as u64, value) };
 }
 

@@ -89,8 +89,8 @@ pub(crate) fn mask_legacy() {
 /// - `stack` points to the vector, which is followed by what the CPU has pushed.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn report_exception(stack: *const u64) -> ! {
-    // SAFETY: the vector is at `stack`, and the CPU has pushed more than four words after it, as this function's `#
-    // Safety` asks of its caller.
+    // SAFETY: the vector is at `stack`, and the CPU has pushed more than four words after it, as this function's
+    // `# Safety` asks of its caller.
     let [vector, pushed @ ..] = unsafe { stack.cast::<[u64; 5]>().read() };
     panic!("exception {vector} of the monitor; on its stack: {pushed:#x?}")
 }

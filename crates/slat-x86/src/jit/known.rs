@@ -65,7 +65,7 @@ impl Known {
         found.filter(|region| region.source.kind == kind)
     }
 
-    /// Forgets all regions. Those that blocks still have stay alive.
+    /// Forgets all regions. A region to which a block still refers stays alive.
     pub(super) fn clear(&self) {
         lock(&self.entries).clear();
     }

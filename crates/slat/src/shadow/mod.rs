@@ -301,8 +301,8 @@ impl<P: Platform, F: Format> ShadowMmu<P, F> {
     /// # Safety
     /// - a walk has reached the table, in a reader section that the caller is still in.
     pub(crate) unsafe fn maps_parts(&self, frame: Pfn) -> bool {
-        // SAFETY: the caller is still in the reader section in which a walk reached the table, as this function's `#
-        // Safety` asks of its caller.
+        // SAFETY: the caller is still in the reader section in which a walk reached the table, as this function's
+        // `# Safety` asks of its caller.
         let table = unsafe { ShadowTable::at(&*self.platform, frame) };
         table.meta().maps_parts.load(Relaxed)
     }

@@ -98,7 +98,7 @@ impl World {
         let new = match check(region, Granule::Kib4)
             .and_then(|checked| plan(&change, checked, CAPACITY))
         {
-            // Then the test deletes it.
+            // A region of 0 bytes with the id of a slot deletes that slot.
             Err(RegionError::Empty(id)) if change.by_id(id).is_some() => None,
             planned => match planned? {
                 true => Some(OwnedSlot::new(region, Granule::Kib4, None)),

@@ -45,11 +45,12 @@ mod plain {
             Watch
         }
 
-        /// Call when using the memory, which other threads may use, too.
+        /// Call at each use of the memory during which other threads may use it, too.
         #[inline(always)]
         pub fn used(&self) {}
 
-        /// Call when only this thread uses the memory: all earlier uses must have happened before.
+        /// Call at each use of the memory during which no other thread may use it: all earlier uses must have happened
+        /// before.
         #[inline(always)]
         pub fn owned(&self) {}
     }

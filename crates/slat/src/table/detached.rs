@@ -106,8 +106,8 @@ impl Detached {
                 .meta()
                 .next
                 .load(Relaxed);
-            // SAFETY: the table is of format `F` and of this VM, and no walker can reach it, as this function's `#
-            // Safety` asks of its caller.
+            // SAFETY: the table is of format `F` and of this VM, and no walker can reach it, as this function's
+            // `# Safety` asks of its caller.
             unsafe { freeing.subtree::<F>(frame, level) };
         }
         // SAFETY: the requirements of this function hold for all tables that `freeing` has collected.

@@ -280,7 +280,7 @@ mod tests {
         let sizes = mapped(&mut streams, Prefetch::Window(8), &pages);
         let looks = sizes.iter().filter(|size| **size > 1).count();
         assert!((10..24).contains(&looks), "{looks} looks");
-        // A look that maps pages ends the pause.
+        // A look at the host's pages that maps some of them ends the pause.
         streams.first_looks.left = 0;
         assert_eq!(
             mapped(&mut streams, Prefetch::Window(8), &[0, 8, 1 << 40]),

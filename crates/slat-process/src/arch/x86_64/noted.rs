@@ -7,7 +7,7 @@ pub fn locate() -> bool {
     true
 }
 
-/// Returns the address of the note of this thread's id.
+/// Returns the address at which the C library has stored this thread's id.
 pub fn noted_id() -> *mut AtomicU32 {
     const OFFSET: usize = 0x2d0;
     let block: *mut u8;

@@ -468,7 +468,7 @@ fn paging(table: u64) -> GuestPaging {
     }
 }
 
-/// KVM: `unsync`.
+/// In KVM, a table of level 1 to which the guest may store without a fault has the state `unsync`.
 #[test]
 fn stores_to_a_table_are_told_of_except_to_one_of_level_1() {
     let mut guest = Guest::new(Level::PAGE);
