@@ -43,7 +43,8 @@ pub unsafe extern "C" fn slat_ioctl(fd: c_int, request: c_ulong, argument: usize
             .transpose();
         match ours.map_err(errno)?.flatten() {
             Some(value) => Ok(value as isize),
-            // SAFETY: the caller's promise.
+            // SAFETY: the memory that the request names is valid for the request, as this function's `# Safety` asks of
+            // its caller.
             None => answer(unsafe { libc::ioctl(fd, request, argument) } as isize),
         }
     }) as c_int
@@ -107,7 +108,7 @@ pub unsafe extern "C" fn slat_pread(
         {
             stats.refresh();
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: `size` bytes at `buffer` may be written, as this function's `# Safety` asks of its caller.
         answer(unsafe { libc::pread(fd, buffer, size, offset) })
     })
 }

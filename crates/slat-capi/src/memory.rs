@@ -61,7 +61,8 @@ pub unsafe extern "C" fn slat_mmap(
             _ => pages(address, size)?,
         };
         replace(replaced, || {
-            // SAFETY: the caller's promise.
+            // SAFETY: the mapping may be made, and only guests use memory that it replaces, as this function's
+            // `# Safety` asks of its caller.
             let new = unsafe { libc::mmap(address, size, protection, flags, fd, offset) };
             let value = answer(new.addr().cast_signed())?;
             if let Some(handle) = &handle {
@@ -88,7 +89,7 @@ pub unsafe extern "C" fn slat_munmap(address: *mut c_void, size: usize) -> c_int
     guarded(|| {
         let range = pages(address, size)?;
         replace(range.clone(), || {
-            // SAFETY: the caller's promise.
+            // SAFETY: only guests use the memory, as this function's `# Safety` asks of its caller.
             let value = answer(unsafe { libc::munmap(address, size) } as isize)?;
             Ok((value, range))
         })

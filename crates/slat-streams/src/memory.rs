@@ -19,7 +19,8 @@ pub struct Reserved {
 /// Only guests and guarded accesses use the current mapping of `range`.
 pub unsafe fn remap(range: Range<usize>, rights: i32) -> bool {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
-    // SAFETY: the caller's promise.
+    // SAFETY: only guests and guarded accesses use the mapping that is replaced, as this function's `# Safety` asks of
+    // its caller.
     unsafe {
         libc::mmap(range.start as *mut _, range.len(), rights, flags, -1, 0) != libc::MAP_FAILED
     }
@@ -29,12 +30,13 @@ pub unsafe fn remap(range: Range<usize>, rights: i32) -> bool {
 /// beyond the middle cause SIGBUS.
 ///
 /// # Safety
-/// The promises of [`remap`] are kept.
+/// Only guests and guarded accesses use the current mapping of `range`.
 pub unsafe fn remap_beyond_file(range: Range<usize>) -> bool {
     let rights = libc::PROT_READ | libc::PROT_WRITE;
     let flags = libc::MAP_SHARED | libc::MAP_FIXED;
     let len = range.len();
-    // SAFETY: the system calls use a descriptor of our own, and the caller promises that the mapping may be replaced.
+    // SAFETY: the system calls use a descriptor of our own. Only guests and guarded accesses use the mapping that is
+    // replaced, as this function's `# Safety` asks of its caller.
     unsafe {
         let fd = libc::memfd_create(c"file".as_ptr(), libc::MFD_CLOEXEC);
         let mapped = libc::ftruncate(fd, len as libc::off_t) == 0
@@ -96,7 +98,7 @@ fn untouched(address: usize) -> u64 {
 /// `range` is writable memory to which no reference exists.
 pub unsafe fn fill(range: Range<usize>) {
     for at in range.step_by(8) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the range is writable and has no references, as this function's `# Safety` asks of its caller.
         unsafe { (at as *mut u64).write_volatile(untouched(at)) };
     }
 }
@@ -106,7 +108,7 @@ pub unsafe fn fill(range: Range<usize>) {
 /// # Safety
 /// `range` is readable memory.
 pub unsafe fn first_touched(range: Range<usize>) -> Option<usize> {
-    // SAFETY: the caller's promise.
+    // SAFETY: the range is readable, as this function's `# Safety` asks of its caller.
     range
         .step_by(8)
         .find(|at| unsafe { (*at as *const u64).read_volatile() } != untouched(*at))

@@ -119,8 +119,8 @@ unsafe fn set(vm: &VmFd, region: kvm_userspace_memory_region) -> Result<(), Erro
             _ => {}
         }
     }
-    // SAFETY: the caller promises that the backing stays mapped; vm-memory expects that guests write the memory at any
-    // time.
+    // SAFETY: the backing stays mapped and only vm-memory accesses it, as this function's `# Safety` asks of its
+    // caller. vm-memory expects that guests write the memory at any time.
     let set = unsafe { vm.set_user_memory_region(region) };
     set.map_err(|error| refused(region, error))
 }

@@ -94,7 +94,7 @@ impl Handle {
 /// # Safety
 /// `argument` is valid for the request: a number, or the address of a struct of its size.
 unsafe fn ioctl(fd: &OwnedFd, request: u32, argument: u64) -> Result<i32, i32> {
-    // SAFETY: as the caller promises.
+    // SAFETY: `argument` is valid for the request, as this function's `# Safety` asks of its caller.
     let result = unsafe { libc::ioctl(fd.as_raw_fd(), request.into(), argument) };
     match result {
         -1 => Err(std::io::Error::last_os_error().raw_os_error().unwrap_or(0)),

@@ -284,8 +284,8 @@ impl HostWords for Steps<'_> {
     }
 }
 
-/// A CPU of the guest, in a reader section, with a TLB. The CPU does not check its attention word: it uses a translation
-/// until a result says that the translations are void.
+/// A CPU of the guest, in a reader section, with a TLB. The CPU does not check its attention word, and uses its
+/// translations until a result says that they are void.
 pub struct Cpu<'w> {
     world: &'w World,
     vcpu: Vcpu<SimPlatform, X86<5>>,
