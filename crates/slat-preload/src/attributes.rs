@@ -1,7 +1,7 @@
 //! Implements the calls by path about owner, mode and extended attributes of KVM's files.
 //!
-//! libvirt makes a separate `/dev` for each guest. For that libvirt reads the device's access control list, and sets
-//! the node's owner. slat serves every user, so it does not store owner and mode: calls that change owner or mode
+//! libvirt makes a separate `/dev` for each guest. To do so, libvirt reads the device's access control list, and sets
+//! the node's owner. slat serves every user, so it does not store an owner and a mode. Calls that change owner or mode
 //! succeed, and `stat` shows the same values as before. KVM's files have no extended attributes, like files on a file
 //! system without support for them.
 
@@ -10,8 +10,8 @@ use crate::paths::{Special, special};
 use crate::real::{call, call_as_library, kernel, plain};
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
-/// Handles a call about a file at `path`. Returns the result of `of_file` if `path` is one of KVM's files. `None`: the
-/// kernel has to serve the call; before the program's first use of KVM, that is always so.
+/// Handles a call about the file at `path`. Returns the result of `of_file` if `path` is one of KVM's files. `None`:
+/// the kernel has to serve the call. Before the program's first use of KVM, the kernel serves every call.
 fn about(
     directory: c_int,
     path: *const c_char,
@@ -71,7 +71,7 @@ pub unsafe fn extended(number: i64, path: *const c_char, arguments: [usize; 4]) 
         _ => Err(libc::EOPNOTSUPP),
     });
     let [b, c, d, e] = arguments;
-    // SAFETY: the caller keeps this function's contract.
+    // SAFETY: the arguments are valid for the call `number`, as this function's own contract asks.
     answer.unwrap_or_else(|| unsafe { call!(number, path, b, c, d, e) })
 }
 
@@ -87,20 +87,20 @@ unsafe fn change_owner_here(
 ) -> isize {
     let (here, path) = (libc::AT_FDCWD as usize, path as usize);
     let arguments = [here, path, user as usize, group as usize, flags as usize, 0];
-    // SAFETY: the caller keeps this function's contract.
+    // SAFETY: the arguments are valid for chown(2), as this function's own contract asks.
     unsafe { call_as_library(libc::SYS_fchownat, arguments) }
 }
 
 interpose! {
     /// chown(2).
     fn chown(path: *const c_char, user: c_uint, group: c_uint) -> c_int {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for chown(2), as this function's own contract asks.
         unsafe { change_owner(libc::AT_FDCWD, path, user, group, || change_owner_here(path, user, group, 0)) }
     }
 
     /// lchown(2).
     fn lchown(path: *const c_char, user: c_uint, group: c_uint) -> c_int {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for lchown(2), as this function's own contract asks.
         unsafe {
             change_owner(libc::AT_FDCWD, path, user, group, || {
                 change_owner_here(path, user, group, libc::AT_SYMLINK_NOFOLLOW)
@@ -110,13 +110,13 @@ interpose! {
 
     /// fchownat(2).
     fn fchownat(directory: c_int, path: *const c_char, user: c_uint, group: c_uint, flags: c_int) -> c_int {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for fchownat(2), as this function's own contract asks.
         unsafe { change_owner(directory, path, user, group, || call!(libc::SYS_fchownat, directory, path, user, group, flags)) }
     }
 
     /// chmod(2).
     fn chmod(path: *const c_char, mode: c_uint) -> c_int {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for chmod(2), as this function's own contract asks.
         unsafe {
             change_mode(libc::AT_FDCWD, path, || {
                 let arguments = [libc::AT_FDCWD as usize, path as usize, mode as usize, 0, 0, 0];
@@ -127,37 +127,37 @@ interpose! {
 
     /// getxattr(2).
     fn getxattr(path: *const c_char, name: *const c_char, to: *mut c_void, len: usize) -> isize {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for getxattr(2), as this function's own contract asks.
         unsafe { extended(libc::SYS_getxattr, path, [name as usize, to as usize, len, 0]) }
     }
 
     /// lgetxattr(2).
     fn lgetxattr(path: *const c_char, name: *const c_char, to: *mut c_void, len: usize) -> isize {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for lgetxattr(2), as this function's own contract asks.
         unsafe { extended(libc::SYS_lgetxattr, path, [name as usize, to as usize, len, 0]) }
     }
 
     /// listxattr(2).
     fn listxattr(path: *const c_char, to: *mut c_char, len: usize) -> isize {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for listxattr(2), as this function's own contract asks.
         unsafe { extended(libc::SYS_listxattr, path, [to as usize, len, 0, 0]) }
     }
 
     /// llistxattr(2).
     fn llistxattr(path: *const c_char, to: *mut c_char, len: usize) -> isize {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for llistxattr(2), as this function's own contract asks.
         unsafe { extended(libc::SYS_llistxattr, path, [to as usize, len, 0, 0]) }
     }
 
     /// setxattr(2).
     fn setxattr(path: *const c_char, name: *const c_char, from: *const c_void, len: usize, flags: c_int) -> c_int {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for setxattr(2), as this function's own contract asks.
         unsafe { extended(libc::SYS_setxattr, path, [name as usize, from as usize, len, flags as usize]) as c_int }
     }
 
     /// lsetxattr(2).
     fn lsetxattr(path: *const c_char, name: *const c_char, from: *const c_void, len: usize, flags: c_int) -> c_int {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for lsetxattr(2), as this function's own contract asks.
         unsafe { extended(libc::SYS_lsetxattr, path, [name as usize, from as usize, len, flags as usize]) as c_int }
     }
 }

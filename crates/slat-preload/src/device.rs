@@ -73,7 +73,7 @@ impl Opening {
     /// content. The kernel refuses the arguments that it would refuse for a device.
     fn again(self, fd: &OwnedFd) -> Result<OwnedFd, i32> {
         let how = self.how();
-        // The path is that of a link.
+        // The path is a symbolic link, so `O_NOFOLLOW` would refuse it. `O_TRUNC` would change the content.
         let flags = how.flags & !((libc::O_NOFOLLOW | libc::O_TRUNC) as u64);
         let path = DescriptorPath::new(fd.as_raw_fd());
         let (begin, path) = procfs::reached_by(path.as_c_str());
@@ -116,7 +116,7 @@ pub fn open(opening: Opening) -> Result<isize, i32> {
     crate::prepare()?;
     slat_kvm::policy::current().map_err(|error| error.errno())?;
     let fd = System::descriptor(opening.has(libc::O_CLOEXEC)).map_err(|error| error.errno())?;
-    // A memfd is open for reading and writing. Clients nearly always ask for that.
+    // The memfd is already open for reading and writing. Clients nearly always ask for that.
     let usual = (libc::O_RDWR | libc::O_CLOEXEC | O_LARGEFILE) as u64;
     let fd = match opening {
         Opening::Open(how) if how.flags & !usual == 0 && how.flags & libc::O_RDWR as u64 != 0 => fd,
@@ -156,8 +156,8 @@ pub fn open_again(fd: c_int, opening: Opening) -> Option<Result<isize, i32>> {
     match table::get(fd)?.object() {
         Object::System(_) | Object::DevicePath if !link => Some(open(opening)),
         Object::System(_) | Object::DevicePath | Object::Parameter(_) => None,
-        // KVM's other objects cannot be opened. For attempts to use them as directories, or to create them, the kernel
-        // returns the errors.
+        // KVM's other objects cannot be opened. If the client opens one as a directory, or asks to create it, the
+        // kernel returns the right error.
         _ if link || opening.has(libc::O_PATH) => None,
         _ if opening.has(libc::O_DIRECTORY) || opening.has(libc::O_CREAT | libc::O_EXCL) => None,
         _ => Some(Err(libc::ENXIO)),

@@ -7,9 +7,9 @@ use std::ptr::null_mut;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
-/// The variable that holds LD_PRELOAD for the program's children, if it differs from the program's own. `slat run` puts
-/// the runtimes of the sanitizers with which the program is linked before this library. In other programs these
-/// runtimes would be active, too, and report unwanted errors.
+/// The variable that holds LD_PRELOAD for the program's children, if that differs from the program's own LD_PRELOAD.
+/// If a program is linked with sanitizers, `slat run` names their runtimes before this library in the program's
+/// LD_PRELOAD. In other programs these runtimes would be active, too, and report unwanted errors.
 const CHILDRENS: &CStr = c"SLAT_CHILDRENS_LD_PRELOAD";
 
 /// Variables whose values at the program's start are kept. The first [`SETTINGS`] of them have the same
@@ -38,7 +38,7 @@ static LOOKS: OnceLock<[libc::stat; 2]> = OnceLock::new();
 /// Returns the value that a variable had at the program's start. Async-signal-safe.
 fn kept(index: usize) -> Option<&'static CStr> {
     let text = KEPT[index].load(Ordering::Acquire);
-    // SAFETY: a string that ends with 0, and stays.
+    // SAFETY: the string ends with 0, and is never freed.
     (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) })
 }
 
@@ -85,7 +85,8 @@ unsafe fn keep() {
         static environ: *const *const c_char;
     }
     let each = |found: &mut dyn FnMut(usize, &[u8])| {
-        // SAFETY: the caller's promise: strings that end with 0, and a null pointer after the last.
+        // SAFETY: no other thread changes the environment, as this function's own contract asks. The environment is
+        // strings that end with 0, and a null pointer after the last.
         unsafe {
             let mut next = environ;
             while !next.is_null() && !(*next).is_null() {
@@ -128,8 +129,8 @@ pub(crate) fn prepare() {
     {
         let _ = LOOKS.set([file, kernels]);
     }
-    // SAFETY: no other thread reads or changes the environment yet. `value`, which is part of it, is copied before the
-    // variable is removed. If there is no memory, the environment does not change.
+    // SAFETY: no other thread reads or changes the environment yet. `value`, which is part of the environment, is
+    // copied before the variable is removed. If there is no memory, the environment does not change.
     unsafe {
         let value = libc::getenv(CHILDRENS.as_ptr());
         if !value.is_null() {

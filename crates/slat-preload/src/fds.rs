@@ -1,4 +1,4 @@
-//! Opening and closing descriptors: close, dup and fcntl keep slat's table equal to the kernel's.
+//! Implements close, dup and fcntl, so that slat's table of descriptors agrees with the kernel's.
 
 use crate::arch::calls::{self, O_LARGEFILE};
 use crate::files::interpose;
@@ -26,7 +26,8 @@ pub fn forget(fd: c_int) {
     }
 }
 
-/// Makes `new` refer to the object of `old`. Call after duplicating `old`. `new` is the new descriptor, or an error.
+/// Makes the table entry of `new` refer to the object of `old`. Call after the kernel has duplicated `old`. `new` is
+/// the new descriptor; a negative value is an error, for which this does nothing.
 pub fn follow(old: c_int, new: c_int) {
     if !table::is_any_ours() || new < 0 || new == old {
         return;
@@ -82,7 +83,7 @@ pub unsafe fn close_within(first: c_uint, last: c_uint, flags: c_int) -> c_int {
             forget(fd);
         }
     }
-    // SAFETY: the caller keeps this function's contract.
+    // SAFETY: the arguments are valid for close_range(2), as this function's own contract asks.
     let close = |first, last| unsafe { call!(libc::SYS_close_range, first, last, flags) as c_int };
     // slat's descriptor of /proc stays open, because slat cannot open it again in another root.
     match procfs::directory().map(|fd| fd as c_uint) {
@@ -108,25 +109,25 @@ interpose! {
             return -1;
         }
         forget(fd);
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for close(2), as this function's own contract asks.
         unsafe { call!(libc::SYS_close, fd) as c_int }
     }
 
     /// close_range(2).
     fn close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for close_range(2), as this function's own contract asks.
         unsafe { close_within(first, last, flags) }
     }
 
     /// closefrom(3).
     fn closefrom(first: c_int) -> () {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for closefrom(3), as this function's own contract asks.
         unsafe { close_within(first.max(0) as c_uint, c_uint::MAX, 0) };
     }
 
     /// dup(2).
     fn dup(fd: c_int) -> c_int {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for dup(2), as this function's own contract asks.
         let new = unsafe { call!(libc::SYS_dup, fd) as c_int };
         follow(fd, new);
         new
@@ -135,7 +136,7 @@ interpose! {
     /// dup2(2).
     fn dup2(fd: c_int, to: c_int) -> c_int {
         procfs::replaced(to);
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for dup2(2), as this function's own contract asks.
         let made = unsafe {
             let (number, arguments) = calls::dup2(fd as usize, to as usize);
             plain(result(raw(number, arguments)))
@@ -148,7 +149,7 @@ interpose! {
     /// dup3(2).
     fn dup3(fd: c_int, to: c_int, flags: c_int) -> c_int {
         procfs::replaced(to);
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for dup3(2), as this function's own contract asks.
         let new = unsafe { call!(libc::SYS_dup3, fd, to, flags) as c_int };
         follow(fd, new);
         new
@@ -159,7 +160,7 @@ interpose! {
         if table::is_any_ours() {
             // A stream in memory has no descriptor; then `errno` must not change.
             let before = errno();
-            // SAFETY: the caller keeps this function's contract.
+            // SAFETY: the arguments are valid for fclose(3), as this function's own contract asks.
             forget(unsafe { libc::fileno(stream) });
             set_errno(before);
         }
@@ -178,7 +179,7 @@ interpose! {
             set_errno(libc::EINVAL);
             return -1;
         }
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for fcntl(2), as this function's own contract asks.
         let answer = unsafe { call!(libc::SYS_fcntl, fd, command, argument) as c_int };
         match command {
             libc::F_DUPFD | libc::F_DUPFD_CLOEXEC => follow(fd, answer),
@@ -190,7 +191,7 @@ interpose! {
 
     /// fcntl(2) with large files.
     fn fcntl64(fd: c_int, command: c_int, argument: c_ulong) -> c_int {
-        // SAFETY: the same as for `fcntl`.
+        // SAFETY: the arguments are valid for fcntl(2), as this function's own contract asks.
         unsafe { fcntl(fd, command, argument) }
     }
 }

@@ -166,7 +166,7 @@ pub unsafe fn open_at(
 /// # Safety
 /// The conditions are those of `openat`.
 unsafe fn open_by_name(directory: c_int, path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
-    // SAFETY: the caller keeps this function's contract.
+    // SAFETY: the arguments are valid for openat(2), as this function's own contract asks.
     unsafe {
         open_at(directory, path, flags, mode, || {
             call!(libc::SYS_openat, directory, path, flags, mode)
@@ -180,7 +180,7 @@ unsafe fn open_by_name(directory: c_int, path: *const c_char, flags: c_int, mode
 /// The conditions are those of `creat`.
 pub unsafe fn create(path: *const c_char, mode: c_uint) -> c_int {
     let flags = libc::O_CREAT | libc::O_WRONLY | libc::O_TRUNC;
-    // SAFETY: the caller keeps this function's contract.
+    // SAFETY: the arguments are valid for creat(2), as this function's own contract asks.
     unsafe {
         open_at(libc::AT_FDCWD, path, flags, mode, || {
             let (flags, mode) = (flags as usize, mode as usize);
@@ -200,7 +200,7 @@ pub unsafe fn open_at_2(
     how: *const How,
     size: usize,
 ) -> isize {
-    // SAFETY: the caller keeps this function's contract.
+    // SAFETY: the arguments are valid for openat2(2), as this function's own contract asks.
     let kernels = || unsafe { call!(libc::SYS_openat2, directory, path, how, size) };
     // A struct of another size belongs to a kernel whose flags slat does not know.
     if size != size_of::<How>() {
@@ -223,8 +223,9 @@ pub unsafe fn open_at_2(
     }
 }
 
-/// Returns the arguments of openat2, for a path whose last component is special on any call. `None`: the memory cannot
-/// be read, or there is an unknown `RESOLVE_` flag.
+/// Copies the arguments of openat2 from the program's memory, if the path leads to a special file, from `directory` or
+/// from `directory` as the root. Otherwise returns `None`. Also returns `None` if the memory cannot be read, or if
+/// there is an unknown `RESOLVE_` flag.
 fn how_at(directory: c_int, path: *const c_char, how: *const How) -> Option<How> {
     /// RESOLVE_NO_XDEV to RESOLVE_CACHED.
     const RESOLVE_KNOWN: u64 = 0x3f;
@@ -233,7 +234,7 @@ fn how_at(directory: c_int, path: *const c_char, how: *const How) -> Option<How>
     let mut words = [0; size_of::<How>()];
     // SAFETY: a guarded copy into a live buffer. `special` has found a special file, so the handlers are installed.
     unsafe { slat_guard::copy_in(&mut words, how.cast()) }.ok()?;
-    // SAFETY: three integers, as long as the array.
+    // SAFETY: `How` consists of three integers, and has the size of the array.
     let how: How = unsafe { std::mem::transmute(words) };
     (how.resolve & !RESOLVE_KNOWN == 0).then_some(how)
 }
@@ -275,7 +276,8 @@ pub unsafe fn access_at(
 
 static NEXT_EUIDACCESS: Next = Next::new(c"euidaccess");
 
-/// Implements euidaccess. Calls the C library's function, because the system call depends on the user.
+/// Implements euidaccess. Calls the C library's function for other files, because the right system call depends on the
+/// user.
 unsafe fn access_as_effective(path: *const c_char, mode: c_int) -> c_int {
     let kernels = || {
         let Some(function) = NEXT_EUIDACCESS.get() else {
@@ -286,13 +288,14 @@ unsafe fn access_as_effective(path: *const c_char, mode: c_int) -> c_int {
         // SAFETY: the C library's function of that name has this signature; the arguments are the caller's.
         unsafe { std::mem::transmute::<usize, Access>(function)(path, mode) as isize }
     };
-    // SAFETY: the caller keeps this function's contract.
+    // SAFETY: the arguments are valid for euidaccess(3), as this function's own contract asks.
     unsafe { access_at(libc::AT_FDCWD, path, mode, kernels) as c_int }
 }
 
 static NEXT_FACCESSAT: Next = Next::new(c"faccessat");
 
-/// Implements faccessat by a function of the C library. The system call depends on the library's version.
+/// Implements faccessat. Calls the C library's function for other files, because the right system call depends on the
+/// library's version.
 unsafe fn access_by_name(
     directory: c_int,
     path: *const c_char,
@@ -308,10 +311,10 @@ unsafe fn access_by_name(
                     as isize
             }
         }
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for faccessat(2), as this function's own contract asks.
         _ => unsafe { call!(libc::SYS_faccessat2, directory, path, mode, flags) },
     };
-    // SAFETY: the caller keeps this function's contract.
+    // SAFETY: the arguments are valid for faccessat(2), as this function's own contract asks.
     unsafe { access_at(directory, path, mode, kernels) as c_int }
 }
 
@@ -384,7 +387,7 @@ unsafe fn open_stream(next: &Next, path: *const c_char, mode: *const c_char) -> 
     let undo = |stream: isize| {
         if stream != -1 {
             let stream = stream as *mut libc::FILE;
-            // SAFETY: the stream that was just opened, whose descriptor `undo_opening` closes in its copy.
+            // SAFETY: the stream was just opened. `undo_opening` closes a copy of the stream's descriptor.
             unsafe {
                 let copy = kernel!(
                     libc::SYS_fcntl,
@@ -408,7 +411,7 @@ unsafe fn open_stream(next: &Next, path: *const c_char, mode: *const c_char) -> 
         if fd < 0 {
             return Some(-1);
         }
-        // SAFETY: a descriptor of our own, whose ownership passes to the stream.
+        // SAFETY: the descriptor belongs to slat. Its ownership passes to the stream.
         match unsafe { libc::fdopen(fd as c_int, mode) } as isize {
             0 => Some(-1),
             stream => Some(stream),
@@ -423,67 +426,68 @@ unsafe fn open_stream(next: &Next, path: *const c_char, mode: *const c_char) -> 
 interpose! {
     /// open(2).
     fn open(path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
-        // SAFETY: the caller keeps this function's contract. Without O_CREAT the mode is not read.
+        // SAFETY: the arguments are valid for open(2), as this function's own contract asks. Without O_CREAT, the mode
+        // is not read.
         unsafe { open_by_name(libc::AT_FDCWD, path, flags, mode) }
     }
 
     /// creat(2).
     fn creat(path: *const c_char, mode: c_uint) -> c_int {
-        // SAFETY: the same as for `open`.
+        // SAFETY: the arguments are valid for creat(2), as this function's own contract asks.
         unsafe { create(path, mode) }
     }
 
     /// creat(2) with large files.
     fn creat64(path: *const c_char, mode: c_uint) -> c_int {
-        // SAFETY: the same as for `open`.
+        // SAFETY: the arguments are valid for creat(2), as this function's own contract asks.
         unsafe { create(path, mode) }
     }
 
     /// open(2) with large files, which is the same on 64-bit architectures.
     fn open64(path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
-        // SAFETY: the same as for `open`.
+        // SAFETY: the arguments are valid for open(2), as this function's own contract asks.
         unsafe { open_by_name(libc::AT_FDCWD, path, flags, mode) }
     }
 
     /// openat(2).
     fn openat(directory: c_int, path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
-        // SAFETY: the same as for `open`.
+        // SAFETY: the arguments are valid for openat(2), as this function's own contract asks.
         unsafe { open_by_name(directory, path, flags, mode) }
     }
 
     /// openat(2) with large files.
     fn openat64(directory: c_int, path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
-        // SAFETY: the same as for `open`.
+        // SAFETY: the arguments are valid for openat(2), as this function's own contract asks.
         unsafe { open_by_name(directory, path, flags, mode) }
     }
 
     /// open(2), as _FORTIFY_SOURCE calls it.
     fn __open_2(path: *const c_char, flags: c_int) -> c_int {
-        // SAFETY: the same as for `open`.
+        // SAFETY: the arguments are valid for open(2), as this function's own contract asks.
         unsafe { open_by_name(libc::AT_FDCWD, path, flags, 0) }
     }
 
     /// open(2) with large files, as _FORTIFY_SOURCE calls it.
     fn __open64_2(path: *const c_char, flags: c_int) -> c_int {
-        // SAFETY: the same as for `open`.
+        // SAFETY: the arguments are valid for open(2), as this function's own contract asks.
         unsafe { open_by_name(libc::AT_FDCWD, path, flags, 0) }
     }
 
     /// openat(2), as _FORTIFY_SOURCE calls it.
     fn __openat_2(directory: c_int, path: *const c_char, flags: c_int) -> c_int {
-        // SAFETY: the same as for `open`.
+        // SAFETY: the arguments are valid for openat(2), as this function's own contract asks.
         unsafe { open_by_name(directory, path, flags, 0) }
     }
 
     /// openat(2) with large files, as _FORTIFY_SOURCE calls it.
     fn __openat64_2(directory: c_int, path: *const c_char, flags: c_int) -> c_int {
-        // SAFETY: the same as for `open`.
+        // SAFETY: the arguments are valid for openat(2), as this function's own contract asks.
         unsafe { open_by_name(directory, path, flags, 0) }
     }
 
     /// access(2).
     fn access(path: *const c_char, mode: c_int) -> c_int {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for access(2), as this function's own contract asks.
         unsafe {
             access_at(libc::AT_FDCWD, path, mode, || {
                 let arguments = [libc::AT_FDCWD as usize, path as usize, mode as usize, 0, 0, 0];
@@ -494,31 +498,31 @@ interpose! {
 
     /// euidaccess(3).
     fn euidaccess(path: *const c_char, mode: c_int) -> c_int {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for euidaccess(3), as this function's own contract asks.
         unsafe { access_as_effective(path, mode) }
     }
 
     /// eaccess(3).
     fn eaccess(path: *const c_char, mode: c_int) -> c_int {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for eaccess(3), as this function's own contract asks.
         unsafe { access_as_effective(path, mode) }
     }
 
     /// faccessat(2).
     fn faccessat(directory: c_int, path: *const c_char, mode: c_int, flags: c_int) -> c_int {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for faccessat(2), as this function's own contract asks.
         unsafe { access_by_name(directory, path, mode, flags) }
     }
 
     /// fopen(3).
     fn fopen(path: *const c_char, mode: *const c_char) -> *mut c_void {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for fopen(3), as this function's own contract asks.
         unsafe { open_stream(&NEXT_FOPEN, path, mode) }
     }
 
     /// fopen(3) with large files.
     fn fopen64(path: *const c_char, mode: *const c_char) -> *mut c_void {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for fopen(3), as this function's own contract asks.
         unsafe { open_stream(&NEXT_FOPEN64, path, mode) }
     }
 }

@@ -1,4 +1,4 @@
-//! Forks of the program: by the C library's `fork` and `_Fork`, and by system calls through `syscall`.
+//! Handles forks of the program, by the C library's `fork` and `_Fork`, and by system calls through `syscall`.
 //!
 //! A thread that forks holds the heap's lock over the fork, so that no child inherits a half-changed heap. The heap's
 //! lock must be the last lock that the forking thread takes. The program's `malloc` holds its own locks over a fork,
@@ -56,7 +56,7 @@ extern "C" fn after_in_child() {
     user_dispatch::arm_thread();
 }
 
-/// Runs in a child that the C library has made. The C library has noted the child's id.
+/// Runs in a child that the C library has made. The C library itself has noted the child's id.
 extern "C" fn after_in_noted_child() {
     after_in_child();
     process::note_owner();
@@ -67,8 +67,8 @@ pub fn around<T: Copy + PartialEq + From<i8>>(fork: impl FnOnce() -> T) -> T {
     around_then(fork, || {
         after_in_child();
         if crate::is_prepared() {
-            // Records this child as the owner now. Otherwise a child of this child's `vfork` could ask first, and count
-            // as the owner.
+            // Records this child as the owner now. Otherwise a child of this child's `vfork` could call `owner` first,
+            // and would count as the owner.
             process::owner();
         }
     })
@@ -102,7 +102,8 @@ unsafe fn next(prepare: Handler, parent: Handler, child: Handler, library: *mut 
 pub fn watch() {
     static WATCHED: AtomicBool = AtomicBool::new(false);
     if !WATCHED.swap(true, Ordering::Relaxed) {
-        // SAFETY: handlers of this library, which is never unloaded. The call only fails for lack of memory.
+        // SAFETY: the handlers are functions of this library, which is never unloaded. The call only fails for lack of
+        // memory.
         unsafe {
             next(
                 Some(before),
@@ -117,14 +118,14 @@ pub fn watch() {
 interpose! {
     /// pthread_atfork(3), for libraries that are not linked with a copy of it.
     fn pthread_atfork(prepare: Handler, parent: Handler, child: Handler) -> c_int {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for pthread_atfork(3), as this function's own contract asks.
         unsafe { __register_atfork(prepare, parent, child, std::ptr::null_mut()) }
     }
 
     /// `__register_atfork`, which a library's own pthread_atfork(3) calls.
     fn __register_atfork(prepare: Handler, parent: Handler, child: Handler, library: *mut c_void) -> c_int {
         watch();
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the handlers are valid for pthread_atfork(3), as this function's own contract asks.
         unsafe { next(prepare, parent, child, library) }
     }
 

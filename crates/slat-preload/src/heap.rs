@@ -5,8 +5,8 @@
 //! Small blocks come from slat's own heap (the crate dlmalloc), and each large block is a mapping. Small and large
 //! blocks get their pages from the kernel without the C library.
 //!
-//! The lock is taken in a [`Section`]: no handler of the program runs on a thread that holds the lock. A thread that
-//! forks holds the lock over the fork ([`before_fork`]), so a child never inherits a half-changed heap.
+//! The heap's lock is taken in a [`Section`], so no handler of the program runs on a thread that holds the lock. A
+//! thread that forks holds the lock over the fork ([`before_fork`]), so a child never inherits a half-changed heap.
 //!
 //! # When memory is out
 //! Rust ends the process when an allocation fails and the code cannot report that. A reserve serves such allocations.
@@ -30,7 +30,7 @@ const LARGE: usize = 128 << 10;
 /// Bytes of the reserve.
 const RESERVE: usize = 96 << 10;
 
-/// Gets pages from the kernel.
+/// The source of the heap's pages: the kernel.
 struct Pages;
 
 fn map(len: usize) -> *mut u8 {
@@ -46,7 +46,7 @@ fn map(len: usize) -> *mut u8 {
 /// # Safety
 /// - The bytes were mapped by [`map`] and are not used any more.
 unsafe fn unmap(start: *mut u8, len: usize) -> bool {
-    // SAFETY: the caller keeps this function's contract.
+    // SAFETY: the bytes were mapped by [`map`] and are not used any more, as this function's own contract asks.
     unsafe { calls::make(Call::Unmap, [start as usize, len, 0, 0, 0, 0]).is_ok() }
 }
 
@@ -60,7 +60,7 @@ unsafe fn remap(start: *mut u8, old: usize, new: usize, may_move: bool) -> *mut 
     } else {
         0
     };
-    // SAFETY: the caller keeps this function's contract.
+    // SAFETY: the bytes were mapped by [`map`], as this function's own contract asks.
     let moved = unsafe { calls::make(Call::Remap, [start as usize, old, new, flags, 0, 0]) };
     moved.map_or(null_mut(), |moved| moved as *mut u8)
 }
@@ -73,17 +73,17 @@ unsafe impl Allocator for Pages {
     }
 
     fn remap(&self, start: *mut u8, old: usize, new: usize, may_move: bool) -> *mut u8 {
-        // SAFETY: the trait's contract: the heap's own segment.
+        // SAFETY: `start` is a segment of this heap, as the trait's contract asks.
         unsafe { remap(start, old, new, may_move) }
     }
 
     fn free_part(&self, start: *mut u8, old: usize, new: usize) -> bool {
-        // SAFETY: as above; the part is not used any more.
+        // SAFETY: the segment belongs to this heap, as the trait's contract asks, and its end is not used any more.
         unsafe { unmap(start.wrapping_add(new), old - new) }
     }
 
     fn free(&self, start: *mut u8, size: usize) -> bool {
-        // SAFETY: as above.
+        // SAFETY: the segment belongs to this heap, as the trait's contract asks, and is not used any more.
         unsafe { unmap(start, size) }
     }
 
@@ -113,7 +113,7 @@ impl State {
     fn allocate(&mut self, layout: Layout, zeroed: bool) -> *mut u8 {
         let (size, align) = (layout.size(), layout.align());
         let mut attempt = || {
-            // SAFETY: a size that is not 0 and an alignment that is a power of two: the layout's.
+            // SAFETY: a layout's size is not 0 here, and its alignment is a power of two.
             unsafe {
                 match zeroed {
                     true => self.small.calloc(size, align),
@@ -167,8 +167,8 @@ struct Locks {
 
 struct Held(UnsafeCell<Option<Locks>>);
 
-// SAFETY: only the thread that holds the locks and has raised `FORKS` accesses the cell, and that
-// thread's copy in the child.
+// SAFETY: only a thread that holds the locks and has raised `FORKS` accesses the cell. In a child, the copy of that
+// thread does.
 unsafe impl Sync for Held {}
 
 static HELD: Held = Held(UnsafeCell::new(None));
@@ -221,7 +221,7 @@ pub fn after_fork() {
     let _section = Section::enter();
     FORKS.set(FORKS.get() - 1);
     if FORKS.get() == 0 {
-        // SAFETY: this thread holds the lock, or in a child, the thread whose copy it is.
+        // SAFETY: this thread holds the lock. In a child, this thread is the copy of the thread that holds the lock.
         drop(unsafe { (*HELD.0.get()).take() });
     }
 }
@@ -237,7 +237,7 @@ fn pages(len: usize) -> usize {
     len.next_multiple_of(page_size())
 }
 
-// SAFETY: a block is a mapping, or comes from the crate's heap, which is locked; the layout alone decides which.
+// SAFETY: the layout alone decides whether a block is a mapping or comes from dlmalloc's heap, which is locked.
 // Rounding a length does not overflow, because a layout's length is at most `isize::MAX`.
 unsafe impl GlobalAlloc for Heap {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
@@ -255,7 +255,7 @@ unsafe impl GlobalAlloc for Heap {
     }
 
     unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
-        // SAFETY: by the caller's contract: a block of this layout that is not used any more.
+        // SAFETY: `block` has this layout and is not used any more, as the trait's contract asks.
         unsafe {
             if is_large(layout) {
                 unmap(block, pages(layout.size()));
@@ -266,9 +266,9 @@ unsafe impl GlobalAlloc for Heap {
     }
 
     unsafe fn realloc(&self, block: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        // SAFETY: by the caller's contract: the size is not 0 and fits into a layout.
+        // SAFETY: the size is not 0 and fits into a layout, as the trait's contract asks.
         let new = unsafe { Layout::from_size_align_unchecked(size, layout.align()) };
-        // SAFETY: by the caller's contract: a block of this layout.
+        // SAFETY: `block` has this layout, as the trait's contract asks.
         unsafe {
             if is_large(layout) && is_large(new) {
                 return remap(block, pages(layout.size()), pages(size), true);
@@ -301,7 +301,7 @@ mod tests {
         };
         let heap = Heap;
         for round in 0..4000 {
-            // SAFETY: blocks of the heap, with the layouts they have.
+            // SAFETY: each block comes from this heap, and is used with its own layout.
             unsafe {
                 match next(3) {
                     0 if blocks.len() < 200 => {
@@ -340,7 +340,7 @@ mod tests {
             }
         }
         for (block, layout, _) in blocks {
-            // SAFETY: as above.
+            // SAFETY: each block comes from this heap, and is freed with its own layout.
             unsafe { heap.dealloc(block, layout) };
         }
     }
@@ -352,12 +352,12 @@ mod tests {
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 while !stop.load(std::sync::atomic::Ordering::Relaxed) {
-                    // SAFETY: freed with the layout it was allocated with.
+                    // SAFETY: the block is freed with the layout with which it was allocated.
                     unsafe { Heap.dealloc(Heap.alloc(layout), layout) };
                 }
             });
             for _ in 0..200 {
-                // SAFETY: the child allocates on a heap that no other thread held over the fork, and ends.
+                // SAFETY: the child only allocates and ends. No other thread held the heap's lock over the fork.
                 unsafe {
                     let child = crate::forks::around(|| {
                         libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0)
@@ -380,7 +380,7 @@ mod tests {
     #[test]
     fn a_fork_inside_a_fork_waits_for_nothing() {
         let layout = Layout::from_size_align(1000, 8).unwrap();
-        // SAFETY: the child holds the heap twice, allocates on it, and ends.
+        // SAFETY: the child inherits the heap's lock, allocates, and ends.
         unsafe {
             let child =
                 crate::forks::around(|| libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0));

@@ -1,4 +1,4 @@
-//! Serves `syscall` and `prctl`: the intercepted calls, by number.
+//! Serves `syscall` and `prctl`: finds the function that intercepts a call by the call's number.
 
 use crate::arch::calls;
 use crate::device::How;
@@ -16,8 +16,8 @@ fn forks(number: c_long, argument: usize) -> bool {
         libc::SYS_clone => argument as u64,
         // Reads the flags, which are the first word of `clone_args`. If the word cannot be read, the call fails anyway.
         libc::SYS_clone3 => {
-            // SAFETY: a guarded load may be made at any address; without the handlers there is no VM, and the argument
-            // is the program's own, which the kernel is about to read.
+            // SAFETY: if the handlers are installed, a guarded load may be made at any address. Otherwise there is no
+            // VM, and the argument is the program's own address, which the kernel is about to read.
             unsafe { slat_guard::load(argument as *const u64) }.unwrap_or(libc::CLONE_VM as u64)
         }
         _ => 0,
@@ -36,10 +36,10 @@ fn ours(fd: usize) -> bool {
 /// # Safety
 /// The conditions are those of the system call itself. Arguments that a call does not have are undefined and not read.
 pub unsafe fn by_number(number: c_long, arguments: [usize; 6]) -> isize {
-    // SAFETY: the caller keeps this function's contract.
+    // SAFETY: the arguments are valid for the call `number`, as this function's own contract asks.
     let kernels = || plain(result(unsafe { raw(number, arguments) }));
     let (number, [a, b, c, d, e, f]) = calls::newer(number, arguments);
-    // SAFETY: the caller keeps the contract of each call.
+    // SAFETY: the arguments are valid for the call `number`, as this function's own contract asks.
     unsafe {
         match number {
             libc::SYS_openat => {
@@ -66,8 +66,8 @@ pub unsafe fn by_number(number: c_long, arguments: [usize; 6]) -> isize {
             }
             libc::SYS_fallocate => memory::allocate(a as c_int, b as c_int, c as i64, d as i64),
             libc::SYS_ftruncate => memory::truncate(a as c_int, b as i64),
-            // Only for KVM's descriptors. For other descriptors the C library's functions would be cancellation points,
-            // but `syscall` is not.
+            // slat serves these calls only for KVM's descriptors. For other descriptors, the C library's functions
+            // would be cancellation points, but `syscall` is not one.
             libc::SYS_read if ours(a) => streams::read(a as c_int, b as *mut c_void, c),
             libc::SYS_pread64 if ours(a) => {
                 streams::pread(a as c_int, b as *mut c_void, c, d as i64)
@@ -189,7 +189,7 @@ pub unsafe fn by_number(number: c_long, arguments: [usize; 6]) -> isize {
 interpose! {
     /// syscall(2).
     fn syscall(number: c_long, a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for syscall(2), as this function's own contract asks.
         unsafe {
             match number {
                 libc::SYS_ioctl => ioctls::ioctl_here(a as c_int, b as c_ulong, c) as c_long,
@@ -200,7 +200,7 @@ interpose! {
 
     /// prctl(2).
     fn prctl(option: c_int, a: c_ulong, b: c_ulong, c: c_ulong, d: c_ulong) -> c_int {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for prctl(2), as this function's own contract asks.
         unsafe {
             let call = || call!(libc::SYS_prctl, option, a, b, c, d);
             let filters = option == libc::PR_SET_SECCOMP && a == c_ulong::from(libc::SECCOMP_MODE_FILTER);

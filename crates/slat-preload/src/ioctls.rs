@@ -1,4 +1,4 @@
-//! Implements ioctl: slat serves KVM's requests, and watches userfaultfd's.
+//! Implements ioctl: slat serves the requests to KVM, and watches the requests to userfaultfd.
 
 use crate::files::interpose;
 use crate::guarded::guarded;
@@ -23,7 +23,7 @@ const UFFDIO: u32 = 0xaa;
 pub unsafe fn ioctl_on(fd: c_int, request: c_ulong, argument: usize) -> c_int {
     // The kernel looks at the low 32 bits only.
     let number = request as u32;
-    // SAFETY: the caller keeps this function's contract.
+    // SAFETY: the arguments are valid for ioctl(2), as this function's own contract asks.
     let call = || unsafe { kernel!(libc::SYS_ioctl, fd, request, argument) };
     let kind = number >> 8 & 0xff;
     // `guarded` is called once: two calls would take twice the space in this function's frame, which is on the
@@ -33,7 +33,7 @@ pub unsafe fn ioctl_on(fd: c_int, request: c_ulong, argument: usize) -> c_int {
     } else if kind != UFFDIO {
         plain(call())
     } else if notify::is_anyone_listening() {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for ioctl(2), as this function's own contract asks.
         unsafe { userfault(number, argument, call) }
     } else {
         mappings::advice_passed_by();
@@ -53,8 +53,8 @@ fn kvms(fd: c_int, request: u32, argument: usize) -> Option<Result<isize, i32>> 
     }
 }
 
-/// Recognises a descriptor of `/dev/kvm` that the table does not know. The descriptor may have stayed open across
-/// `exec`, or may come through a socket: then its memfd has KVM's name. Or it refers to the machine's own device,
+/// Recognises a descriptor of `/dev/kvm` that the table does not know. The descriptor may refer to a memfd with KVM's
+/// name, which stayed open across `exec` or came through a socket. Or it refers to the machine's own device, which was
 /// opened by another path or by other code. Not inlined, so that KVM's requests use little of the program's stack.
 #[cold]
 #[inline(never)]
@@ -75,7 +75,7 @@ fn inherited(fd: c_int) -> Option<table::Handle> {
     table::get(fd)
 }
 
-/// Passes on a request of userfaultfd. A request that unmaps pages or removes rights changes mappings.
+/// Passes on a request to userfaultfd. A request that unmaps pages or removes rights changes mappings.
 unsafe fn userfault(
     request: u32,
     argument: usize,
@@ -88,7 +88,8 @@ unsafe fn userfault(
     let range_at = |words: [usize; 2]| {
         let mut values = [0u64; 2];
         for (value, word) in values.iter_mut().zip(words) {
-            // SAFETY: guarded, as there is a VM. The address is the client's; the kernel will refuse a bad one.
+            // SAFETY: the load is guarded, because there is a VM. The address is the client's. The kernel will refuse
+            // a bad address.
             *value = unsafe { slat_guard::load((argument as *const u64).wrapping_add(word)) }
                 .unwrap_or(0);
         }
@@ -104,7 +105,7 @@ unsafe fn userfault(
 }
 
 unsafe extern "C-unwind" {
-    /// The C library's function. If a cancellation is pending, it may unwind.
+    /// The C library's function. May unwind if a cancellation is pending.
     fn pthread_setcancelstate(state: c_int, old: *mut c_int) -> c_int;
     fn pthread_setcanceltype(kind: c_int, old: *mut c_int) -> c_int;
     fn pthread_testcancel();
@@ -127,11 +128,12 @@ static NEXT_CANCEL: Next = Next::new(c"pthread_cancel");
 /// The conditions are those of `ioctl`.
 pub unsafe fn ioctl_here(fd: c_int, request: c_ulong, argument: usize) -> c_int {
     if !table::is_ours(fd) {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for ioctl(2), as this function's own contract asks.
         return unsafe { ioctl_on(fd, request, argument) };
     }
     let (mut kind, mut state) = (0, 0);
-    // SAFETY: the caller keeps this function's contract, and the thread's own cancellation state.
+    // SAFETY: the arguments are valid for ioctl(2), as this function's own contract asks. The cancellation state is
+    // this thread's own.
     unsafe {
         let section = Section::enter();
         pthread_setcanceltype(PTHREAD_CANCEL_DEFERRED, &mut kind);
@@ -142,7 +144,7 @@ pub unsafe fn ioctl_here(fd: c_int, request: c_ulong, argument: usize) -> c_int 
         drop(section);
         set_errno(after);
         if kind == PTHREAD_CANCEL_ASYNCHRONOUS {
-            // Some C libraries lose the thread's result if `setcancelstate` itself cancels.
+            // Some C libraries lose the thread's result if `pthread_setcancelstate` itself cancels the thread.
             pthread_testcancel();
             pthread_setcanceltype(kind, std::ptr::null_mut());
         }
@@ -155,7 +157,7 @@ interpose! {
     ///
     /// For a request without an argument, `argument` is undefined, and is not read.
     fn ioctl(fd: c_int, request: c_ulong, argument: usize) -> c_int {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for ioctl(2), as this function's own contract asks.
         unsafe { ioctl_here(fd, request, argument) }
     }
 

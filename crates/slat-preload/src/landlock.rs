@@ -27,7 +27,7 @@ struct PathBeneath {
 /// The conditions are those of the system call.
 pub unsafe fn add_rule(ruleset: c_int, kind: usize, attributes: usize, flags: c_uint) -> isize {
     let pass_on = |attributes: usize| {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for landlock_add_rule(2), as this function's own contract asks.
         unsafe {
             call!(
                 libc::SYS_landlock_add_rule,
@@ -38,7 +38,7 @@ pub unsafe fn add_rule(ruleset: c_int, kind: usize, attributes: usize, flags: c_
             )
         }
     };
-    // As long as slat is not in use, no descriptor is slat's, and accesses are not guarded.
+    // Before the program's first use of KVM, no descriptor is slat's, and accesses are not guarded.
     if kind != PATH_BENEATH || !crate::is_prepared() {
         return pass_on(attributes);
     }
@@ -81,6 +81,6 @@ pub unsafe fn restrict_self(ruleset: c_int, flags: c_uint) -> isize {
             Ok(0)
         });
     }
-    // SAFETY: the caller keeps this function's contract.
+    // SAFETY: the arguments are valid for landlock_restrict_self(2), as this function's own contract asks.
     unsafe { call!(libc::SYS_landlock_restrict_self, ruleset, flags) }
 }

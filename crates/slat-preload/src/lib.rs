@@ -115,13 +115,13 @@ pub(crate) extern "C" fn at_exit() {
 }
 
 pub(crate) extern "C" fn start() {
-    // Must precede the first fork and the first filter.
+    // These calls must precede the program's first fork and its first filter.
     process::owner();
     slat_process::find_noted_id();
     slat_kvm::publish::enable();
     forks::watch();
     environment::prepare();
-    // SAFETY: a handler with the right signature. The call only fails for lack of memory.
+    // SAFETY: `at_exit` has the right signature. The call only fails for lack of memory.
     unsafe { libc::atexit(at_exit) };
     files::prepare();
     status::prepare();

@@ -3,8 +3,8 @@
 //!
 //! A name that is looked up in an opened library is found in that library and in the libraries it needs, but not in
 //! preloaded libraries. Foreign function interfaces find the C library's functions in this way: Python's
-//! `CDLL("libc.so.6")`, Node's koffi, Java's Panama. If this library has a function of the same name, they get this
-//! library's function.
+//! `CDLL("libc.so.6")`, Node's koffi, Java's Panama. If this library has a function of the same name, the program gets
+//! this library's function.
 
 use crate::arch::{entries, files};
 use std::ffi::{c_char, c_void};
@@ -61,7 +61,8 @@ fn this_library() -> *mut c_void {
 
 /// Implements dlsym for a handle that names a library.
 extern "C-unwind" fn look_up(handle: *mut c_void, name: *const c_char) -> *mut c_void {
-    // SAFETY: `real` returns the C library's function of this signature. The arguments are the caller's.
+    // SAFETY: `real` returns the address of the C library's function, which has this signature. `name` is valid for
+    // dlsym(3), as this function's caller ensures.
     let find = |handle| unsafe { transmute::<usize, Dlsym>(real())(handle, name) };
     let found = find(handle);
     // A function that is found outside the C library is not replaced.

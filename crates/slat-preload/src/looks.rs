@@ -12,8 +12,8 @@ use slat_kvm::ioctl::Object;
 use slat_kvm::thread::Section;
 use std::ffi::{CStr, c_int};
 
-/// The inode number of files that the host lacks. The kernel, which counts upwards, does not allocate such a large
-/// number.
+/// The inode number of files that the host lacks. The kernel counts inode numbers upwards, and does not reach such a
+/// large number.
 const INODE: libc::ino_t = 0x6b76_6d00;
 /// The size that sysfs shows for every file.
 pub const SYSFS_SIZE: libc::off_t = 4096;
@@ -76,8 +76,8 @@ impl Look {
             Look::Anonymous => stat.st_mode = 0o600,
             Look::GuestMemfd(_, size) => {
                 stat.st_mode = libc::S_IFREG | 0o600;
-                // A memfd may have larger blocks, counts its blocks, and is empty if the client must not see the
-                // memory.
+                // A memfd has other values: it may have larger blocks, counts its blocks, and is empty if the client
+                // must not see the memory.
                 (stat.st_blksize, stat.st_blocks) = (4096, 0);
                 stat.st_size = size as libc::off_t;
             }
@@ -148,7 +148,7 @@ fn unlike(mut stat: libc::stat) -> libc::stat {
     stat
 }
 
-/// Asks the kernel for an anonymous inode: all of them share one.
+/// Asks the kernel for the attributes of an anonymous inode. All anonymous inodes are the same inode.
 fn anonymous_inode() -> Option<libc::stat> {
     // SAFETY: the call opens a descriptor.
     let opened = unsafe { Opened::by(kernel!(libc::SYS_epoll_create1, libc::EPOLL_CLOEXEC)) };

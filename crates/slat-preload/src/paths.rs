@@ -156,7 +156,7 @@ fn special_in(path: Path, memory: Memory, may_ask: impl Fn() -> bool) -> Option<
     if leads_to(path, memory, last.start, &may_ask) != Some(place) && !is_node() {
         return None;
     }
-    // Accesses must be guarded now: a program that asks for KVM gets slat's handlers.
+    // The program asks for KVM, so slat installs its handlers now. From now on, accesses are guarded.
     if !crate::is_prepared() {
         let _section = Section::enter();
         // If this fails for lack of memory, opening the device returns the error.
@@ -164,7 +164,7 @@ fn special_in(path: Path, memory: Memory, may_ask: impl Fn() -> bool) -> Option<
     }
     match (last.slash, special) {
         (false, special) => Some(special),
-        // The kernel returns the error that this is no directory.
+        // The kernel returns the error: a descriptor's link is not a directory.
         (true, Special::Descriptor(_)) => None,
         (true, _) => Some(Special::Slash),
     }
@@ -213,7 +213,7 @@ impl Last {
         Some(last)
     }
 
-    /// Returns the special file that the name means in its directory.
+    /// Returns the special file that the name may mean; the directory decides.
     fn meaning(&self) -> Option<Special> {
         match self.name.get(..self.len)? {
             b"kvm" => Some(Special::Device),
@@ -298,7 +298,8 @@ pub fn is_kvms(stat: &libc::stat) -> bool {
 fn open_directory(directory: c_int, path: &[u8; PATH_MAX], resolve: u64) -> Option<Opened> {
     let flags = libc::O_PATH | libc::O_DIRECTORY | libc::O_CLOEXEC;
     let how = [flags as u64, 0, resolve];
-    // SAFETY: a NUL-terminated path: it is shorter than `path`. And a live `open_how`. Either call opens a descriptor.
+    // SAFETY: `path` ends with NUL, because the directory's path is shorter. `how` is a live `open_how`. Either call
+    // opens a descriptor.
     unsafe {
         Opened::by(match resolve {
             0 => kernel!(libc::SYS_openat, directory, path.as_ptr(), flags),
@@ -401,7 +402,8 @@ pub fn is_spelled(text: *const c_char, name: &[u8]) -> bool {
 /// Returns a string of the client with its NUL. `None`: the string cannot be read.
 pub fn text<'a>(string: *const c_char) -> Option<&'a CStr> {
     walk(string, Memory::Unknown, usize::MAX, |_| {})?;
-    // SAFETY: it was just read up to its NUL, and the client does not change the arguments of a call during the call.
+    // SAFETY: `walk` has just read the string up to its NUL. The client does not change a call's arguments during the
+    // call.
     Some(unsafe { CStr::from_ptr(string) })
 }
 
@@ -440,10 +442,10 @@ pub fn word_at(address: usize, readable: &mut Option<usize>) -> Option<u64> {
         return unsafe { slat_guard::load(address as *const u64) }.ok();
     }
     if *readable != Some(address / PAGE) {
-        // The kernel copies the signal set before it looks at the first argument, which is invalid. So it returns
-        // EFAULT if the word cannot be read, and EINVAL if the word can be read. (It returns success for the null
-        // pointer, which is no set.)
-        // SAFETY: a call that changes nothing.
+        // The kernel copies the signal set before it looks at the first argument, which is invalid. So the call
+        // returns EFAULT if the word cannot be read, and EINVAL if the word can be read. For the null pointer, which
+        // is no set, the call returns success.
+        // SAFETY: the call changes nothing.
         let answer = unsafe {
             raw(
                 libc::SYS_rt_sigprocmask,

@@ -10,7 +10,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 /// The first address of the break, and its present end.
 pub type Break = (usize, usize);
 
-/// A thread that forks holds this lock.
+/// The program's break. A thread that forks holds this lock.
 static BREAK: Mutex<Break> = Mutex::new((0, 0));
 
 /// Prevents changes of the break as long as the guard lives.

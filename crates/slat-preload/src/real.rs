@@ -1,7 +1,7 @@
-//! System calls that do not go through this library's own symbols.
+//! Makes system calls without the C library's functions of the same names.
 //!
-//! This library replaces the C library's functions of the same names, so calling them by name would
-//! call this library again.
+//! This library replaces functions of the C library. If slat called such a function by its name, it would call this
+//! library again.
 
 use crate::arch::calls;
 pub use slat_process::calls::{raw, result};
@@ -45,7 +45,7 @@ pub(crate) use {call, kernel};
 /// The conditions are those of the call.
 pub unsafe fn call_as_library(number: i64, arguments: [usize; 6]) -> isize {
     let (number, arguments) = calls::older(number, arguments);
-    // SAFETY: the caller keeps this function's contract.
+    // SAFETY: the arguments are valid for the call `number`, as this function's own contract asks.
     plain(result(unsafe { raw(number, arguments) }))
 }
 
@@ -64,12 +64,12 @@ pub unsafe fn map_memory(
     flags: std::ffi::c_int,
 ) -> Result<usize, i32> {
     let flags = flags | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-    // SAFETY: the caller keeps this function's contract.
+    // SAFETY: with `MAP_FIXED`, nothing uses the memory at `at`, as this function's own contract asks.
     let at = unsafe { kernel!(libc::SYS_mmap, at, len, access, flags, usize::MAX, 0) };
     at.map(|at| at as usize)
 }
 
-/// A descriptor that slat has opened for itself, and closes when it is dropped. Async-signal-safe.
+/// A descriptor that slat has opened for itself. Dropping this value closes the descriptor. Async-signal-safe.
 #[derive(Debug)]
 pub struct Opened(std::ffi::c_int);
 
@@ -124,7 +124,7 @@ impl Opened {
     ) -> Option<()> {
         while len > 0 {
             let written = limited(|| {
-                // SAFETY: the caller keeps this function's contract.
+                // SAFETY: the memory is mapped and readable, as this function's own contract asks.
                 unsafe { kernel!(libc::SYS_pwrite64, self.fd(), from, len, offset) }
                     .map_err(std::io::Error::from_raw_os_error)
             });
@@ -137,7 +137,7 @@ impl Opened {
     /// Takes ownership of the descriptor that a system call has opened. `None`: the kernel has refused.
     ///
     /// # Safety
-    /// - `answer` is the result of a call that opens a descriptor, and no other code owns that descriptor.
+    /// - `answer` is the result of a call that opens a descriptor. No other code owns that descriptor.
     pub unsafe fn by(answer: Result<isize, i32>) -> Option<Self> {
         answer.ok().map(|fd| Opened(fd as std::ffi::c_int))
     }
@@ -150,12 +150,12 @@ impl Opened {
 
 impl Drop for Opened {
     fn drop(&mut self) {
-        // SAFETY: the descriptor is this value's own.
+        // SAFETY: this value owns the descriptor.
         let _ = unsafe { kernel!(libc::SYS_close, self.0) };
     }
 }
 
-/// A function of the C library that is found by its name, for work that no system call can do.
+/// A function of the C library that is looked up by its name, for work that no system call can do.
 #[derive(Debug)]
 pub struct Next {
     name: &'static std::ffi::CStr,

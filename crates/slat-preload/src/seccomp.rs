@@ -8,8 +8,8 @@ use slat_kvm::{filters, user};
 use slat_process::gate;
 use std::ops::Range;
 
-/// Implements seccomp(2) with `SECCOMP_SET_MODE_FILTER`, with these flags and the `sock_fprog` at `program`. Calls
-/// `install` with flags and program.
+/// Implements seccomp(2) with `SECCOMP_SET_MODE_FILTER`. `flags` and `program`, the address of a `sock_fprog`, are the
+/// program's. Calls `install` with the flags and the filter for the kernel, which may be others.
 pub fn install(flags: usize, program: usize, install: impl FnOnce(usize, usize) -> isize) -> isize {
     let flags = filter_flags(flags);
     filtering(program, || {
@@ -131,7 +131,7 @@ fn allow(range: &Range<usize>) -> Vec<sock_filter> {
     let (first, last) = (range.start, range.end - 1);
     let high = |address: usize| (address >> 32) as u32;
     let mut code = Vec::new();
-    // The filter machine has words of 32 bits, so there is a part for each upper half of an address.
+    // The filter machine has words of 32 bits. So the code has one part for each value of an address's upper half.
     for half in high(first)..=high(last) {
         let low = if half == high(first) { first as u32 } else { 0 };
         let end = if half == high(last) {

@@ -25,9 +25,8 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, AtomicUsize, Ordering}
 /// The size of a table indexed by signal: signals have the numbers 1 to 64.
 const SIGNALS: usize = 65;
 
-/// The program's action for a signal: its function and flags, for the time that the kernel has the trampoline. If
-/// threads set the action of one signal concurrently, the result may have the function of one thread and the flags of
-/// another.
+/// The program's action for a signal while the kernel has the trampoline: the program's function and flags. If threads
+/// set the action of one signal concurrently, the result may have the function of one thread and the flags of another.
 struct Handler {
     function: AtomicUsize,
     flags: AtomicI32,
@@ -57,7 +56,7 @@ slat_process::handler! {
 }
 
 extern "C-unwind" fn trampoline(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
-    // SAFETY: the kernel's arguments: the trampoline is installed with SA_SIGINFO.
+    // SAFETY: the arguments come from the kernel, because the trampoline is installed with SA_SIGINFO.
     if unsafe { slat_guard::defer(signal, info, context) } {
         return;
     }
@@ -75,7 +74,7 @@ extern "C-unwind" fn trampoline(signal: c_int, info: *mut libc::siginfo_t, conte
     }
     if signal == libc::SIGSYS && DISPATCHED.load(Ordering::Acquire) {
         // All signals are blocked here, because slat needs that.
-        // SAFETY: the kernel's context; the C library's larger set begins with the kernel's.
+        // SAFETY: the context comes from the kernel. The C library's larger set begins with the kernel's set.
         let interrupted = unsafe {
             let context = context.cast::<libc::ucontext_t>();
             (&raw const (*context).uc_sigmask).cast::<u64>().read()
@@ -84,7 +83,7 @@ extern "C-unwind" fn trampoline(signal: c_int, info: *mut libc::siginfo_t, conte
             libc::SIG_SETMASK,
             interrupted | SIGSYS_MASK.load(Ordering::Relaxed),
         );
-        // SAFETY: the kernel's information.
+        // SAFETY: the information comes from the kernel.
         if function == libc::SIG_IGN && unsafe { (*info).si_code } <= 0 {
             return;
         }
@@ -95,7 +94,7 @@ extern "C-unwind" fn trampoline(signal: c_int, info: *mut libc::siginfo_t, conte
     } else if signal == libc::SIGSYS {
         // A seccomp filter or a process has sent the signal. As without slat, the signal ends the process when this
         // handler has returned.
-        // SAFETY: the default action; a signal for this thread.
+        // SAFETY: sets the default action, and sends a signal to this thread.
         unsafe {
             let mut default: Action = zeroed();
             default.sa_sigaction = libc::SIG_DFL;
@@ -122,7 +121,7 @@ fn is_guarded(signal: c_int) -> bool {
 /// library would refuse the signals that it reserves for itself, but the program's C library uses these signals, too.
 unsafe fn next(signal: c_int, new: *const Action, old: *mut Action) -> c_int {
     if loaded::is_loaded() {
-        // SAFETY: the caller's pointers are valid or null.
+        // SAFETY: `new` and `old` are valid or null, as sigaction(2) asks of its caller.
         return unsafe {
             match slat_guard::set_kernels(signal, new.as_ref()) {
                 Ok(before) => {
@@ -171,7 +170,8 @@ pub fn take_over() {
             slat_guard::set_chained(signal, Some(&as_set(signal as usize, action)));
         }
     }
-    // SeqCst: of a thread that sets an action meanwhile, this finds the flags, or the thread finds `TAKEN_OVER`.
+    // Another thread may set an action at the same time. Because of SeqCst, either this code finds that action's
+    // flags, or that thread finds `TAKEN_OVER`.
     TAKEN_OVER.store(true, Ordering::SeqCst);
     for (signal, handler) in HANDLERS.iter().enumerate() {
         if handler.flags.load(Ordering::SeqCst) & libc::SA_RESETHAND != 0 {
@@ -182,7 +182,7 @@ pub fn take_over() {
 
 /// Makes the kernel keep the trampoline after calling it for `signal`, if the trampoline is installed.
 fn keep_handler(signal: c_int) {
-    // SAFETY: all-zero is a valid action, and both are live.
+    // SAFETY: all-zero is a valid action, and the actions are live.
     unsafe {
         let mut action: Action = zeroed();
         if next(signal, null(), &mut action) == 0 && action.sa_sigaction == trampoline_address() {
@@ -213,12 +213,12 @@ pub fn take_over_dispatch(handler: usize) {
 /// - The pointers are valid or null.
 unsafe fn set_dispatched(new: *const Action, old: *mut Action) -> c_int {
     let handler = &HANDLERS[libc::SIGSYS as usize];
-    // SAFETY: the caller's promise; all-zero is a valid action.
+    // SAFETY: the pointers are valid or null, as this function's own contract asks. All-zero is a valid action.
     unsafe {
         let mut before: Action = zeroed();
         before.sa_sigaction = handler.function.load(Ordering::Acquire);
         before.sa_flags = handler.flags.load(Ordering::Relaxed);
-        // The C library's larger set begins with the kernel's.
+        // The C library's larger set begins with the kernel's set.
         let kernels = (&raw mut before.sa_mask).cast::<u64>();
         kernels.write(SIGSYS_MASK.load(Ordering::Relaxed));
         if let Some(new) = new.as_ref() {
@@ -247,7 +247,7 @@ fn keep_unblocked(set: &mut libc::sigset_t) {
 /// this library's table is shared by both. Such a child runs no vCPU, so its handlers need not wait. In the child,
 /// `sigaction` returns the parent's actions.
 unsafe fn set_borrowed(signal: c_int, new: *const Action, old: *mut Action) -> c_int {
-    // SAFETY: the caller keeps this function's contract.
+    // SAFETY: the arguments are valid for sigaction(2), as this function's own contract asks.
     let result = unsafe { next(signal, new, old) };
     // SAFETY: the caller's pointer is valid or null.
     if let (0, Some(old)) = (result, unsafe { old.as_mut() }) {
@@ -265,17 +265,17 @@ unsafe fn set_borrowed(signal: c_int, new: *const Action, old: *mut Action) -> c
 /// The conditions are those of `sigaction`.
 pub unsafe fn set_action(signal: c_int, new: *const Action, old: *mut Action) -> c_int {
     if signal == libc::SIGSYS && DISPATCHED.load(Ordering::Acquire) {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for sigaction(2), as this function's own contract asks.
         return unsafe { set_dispatched(new, old) };
     }
     if TAKEN_OVER.load(Ordering::Acquire) && crate::is_borrowed() {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for sigaction(2), as this function's own contract asks.
         return unsafe { set_borrowed(signal, new, old) };
     }
     if TAKEN_OVER.load(Ordering::Acquire) && is_guarded(signal) {
         // SAFETY: the caller's pointers are valid or null.
         let before = slat_guard::set_chained(signal, unsafe { new.as_ref() });
-        // SAFETY: as above.
+        // SAFETY: the caller's pointer is valid or null.
         if let (Some(old), Some(before)) = (unsafe { old.as_mut() }, before) {
             *old = before;
         }
@@ -285,7 +285,7 @@ pub unsafe fn set_action(signal: c_int, new: *const Action, old: *mut Action) ->
         .ok()
         .and_then(|signal| HANDLERS.get(signal))
     else {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for sigaction(2), as this function's own contract asks.
         return unsafe { next(signal, new, old) };
     };
     let before = (
@@ -312,7 +312,7 @@ pub unsafe fn set_action(signal: c_int, new: *const Action, old: *mut Action) ->
     }
     // SAFETY: all-zero is a valid action.
     let mut kernels: Action = unsafe { zeroed() };
-    // SAFETY: pointers to live values, or null.
+    // SAFETY: the pointers refer to live values, or are null.
     let result = unsafe {
         next(
             signal,
@@ -342,7 +342,7 @@ pub unsafe fn set_action(signal: c_int, new: *const Action, old: *mut Action) ->
 
 /// Implements `signal` and its older forms.
 unsafe fn set_handler(signal: c_int, handler: sighandler_t, flags: c_int) -> sighandler_t {
-    // SAFETY: all-zero is a valid action; both are live.
+    // SAFETY: all-zero is a valid action. Both actions are live.
     unsafe {
         let mut new: Action = zeroed();
         let mut old: Action = zeroed();
@@ -399,55 +399,55 @@ unsafe fn change_mask(
 interpose! {
     /// sigaction(2).
     fn sigaction(signal: c_int, new: *const Action, old: *mut Action) -> c_int {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for sigaction(2), as this function's own contract asks.
         unsafe { set_action(signal, new, old) }
     }
 
     /// sigaction(2) under its other name.
     fn __sigaction(signal: c_int, new: *const Action, old: *mut Action) -> c_int {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for sigaction(2), as this function's own contract asks.
         unsafe { set_action(signal, new, old) }
     }
 
     /// sigprocmask(2).
     fn sigprocmask(how: c_int, set: *const libc::sigset_t, old: *mut libc::sigset_t) -> c_int {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for sigprocmask(2), as this function's own contract asks.
         unsafe { change_mask(&NEXT_SIGPROCMASK, how, set, old) }
     }
 
     /// pthread_sigmask(3).
     fn pthread_sigmask(how: c_int, set: *const libc::sigset_t, old: *mut libc::sigset_t) -> c_int {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for pthread_sigmask(3), as this function's own contract asks.
         unsafe { change_mask(&NEXT_PTHREAD_SIGMASK, how, set, old) }
     }
 
     /// signal(2) with BSD's behaviour, which is the C library's default.
     fn signal(number: c_int, handler: sighandler_t) -> sighandler_t {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for signal(2), as this function's own contract asks.
         unsafe { set_handler(number, handler, libc::SA_RESTART) }
     }
 
     /// signal(2) with BSD's behaviour.
     fn bsd_signal(number: c_int, handler: sighandler_t) -> sighandler_t {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for signal(2), as this function's own contract asks.
         unsafe { set_handler(number, handler, libc::SA_RESTART) }
     }
 
     /// signal(2) with BSD's behaviour, under an older name.
     fn ssignal(number: c_int, handler: sighandler_t) -> sighandler_t {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for signal(2), as this function's own contract asks.
         unsafe { set_handler(number, handler, libc::SA_RESTART) }
     }
 
     /// signal(2) with System V's behaviour.
     fn sysv_signal(number: c_int, handler: sighandler_t) -> sighandler_t {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for signal(2), as this function's own contract asks.
         unsafe { set_handler(number, handler, libc::SA_RESETHAND | libc::SA_NODEFER) }
     }
 
     /// signal(2) with System V's behaviour. With -std=c99, `signal` means this function.
     fn __sysv_signal(number: c_int, handler: sighandler_t) -> sighandler_t {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for signal(2), as this function's own contract asks.
         unsafe { set_handler(number, handler, libc::SA_RESETHAND | libc::SA_NODEFER) }
     }
 }

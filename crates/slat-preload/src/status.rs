@@ -1,4 +1,4 @@
-//! Queries about files: stat, readlink, realpath and their variants, by path and by descriptor.
+//! Implements queries about files, by path and by descriptor: stat, readlink, realpath and their variants.
 
 use crate::environment::look_of_processors;
 use crate::files::interpose;
@@ -103,7 +103,7 @@ pub unsafe fn stat_at(
         let device = (libc::major(stat.st_rdev), libc::minor(stat.st_rdev));
         is_other(stat.st_mode, device, stat.st_size)
     };
-    // SAFETY: the struct has only integers; the address is the caller's.
+    // SAFETY: the struct has only integers. The address is the caller's, and the write is guarded.
     let ours = |look: Result<Look, i32>| unsafe { give(to, look.map(Look::stat)) };
     let answer = ask(directory, path, flags, kernels, excludes, ours);
     if answer == 0 && flags & libc::AT_EMPTY_PATH != 0 {
@@ -133,7 +133,7 @@ fn is_inherited(fd: c_int, links: impl Into<u64>, mode: u32, size: i64) -> bool 
 /// # Safety
 /// `stat` was filled in by the kernel.
 unsafe fn correct(fd: c_int, stat: *mut libc::stat) {
-    // SAFETY: the caller keeps this function's contract.
+    // SAFETY: the kernel has filled in `stat`, as this function's own contract asks.
     unsafe {
         let found = &*stat;
         if is_inherited(fd, found.st_nlink, found.st_mode, found.st_size) {
@@ -146,11 +146,11 @@ unsafe fn correct(fd: c_int, stat: *mut libc::stat) {
 
 /// Writes the text of a descriptor's link in `/proc` to the client's buffer. Returns the bytes written.
 fn link_of(fd: c_int, to: *mut u8, len: usize) -> Option<Result<usize, i32>> {
-    /// More than the longest name.
+    /// The size of the buffer for a link's text, which exceeds the longest text.
     const MAX: usize = 96;
     let _section = Section::enter();
     let handle = table::get(fd)?;
-    // A parameter's link has the file's path.
+    // A parameter has no link text here, because the kernel's link already has the file's path.
     let name = handle.object().link()?;
     if len as isize <= 0 || len > i32::MAX as usize {
         return Some(Err(libc::EINVAL));
@@ -188,7 +188,7 @@ pub unsafe fn read_link_at(
         text: path,
         resolve: 0,
     };
-    // SAFETY: the caller keeps this function's contract.
+    // SAFETY: the arguments are valid for readlinkat(2), as this function's own contract asks.
     let kernels = || unsafe { corrected_link(to, kernels()) };
     // Neither the device nor a parameter is a symbolic link.
     paths::serve(path, kernels, |answer| answer >= 0, |_| {}, ours)
@@ -207,7 +207,7 @@ pub unsafe fn stat_descriptor(
         && !Section::is_entered()
         && let Some(look) = Look::of_descriptor(fd)
     {
-        // SAFETY: the struct has only integers; the address is the caller's.
+        // SAFETY: the struct has only integers. The address is the caller's, and the write is guarded.
         return unsafe { give(to, Ok(look.stat())) };
     }
     let answer = kernels() as c_int;
@@ -250,7 +250,7 @@ fn real_path(path: *const c_char) -> Option<CString> {
         Special::Descriptor(fd) => {
             matches!(Look::of_descriptor(fd)?, Look::Device).then(|| "/dev/kvm".to_owned())?
         }
-        // C libraries differ in this case.
+        // C libraries differ in this case, so the C library's own function serves it.
         Special::Slash => return None,
     };
     CString::new(path).ok()
@@ -269,7 +269,7 @@ unsafe fn real_path_to(
         return next();
     };
     if to.is_null() {
-        // SAFETY: a C string.
+        // SAFETY: `path` is a C string.
         return unsafe { libc::strdup(path.as_ptr()) };
     }
     // SAFETY: the copy is guarded; the address is the client's.
@@ -303,7 +303,7 @@ unsafe extern "C" {
     fn __chk_fail() -> !;
 }
 
-/// Ends the program if a call could write `len` bytes to a buffer of `room` bytes, as _FORTIFY_SOURCE promises.
+/// Ends the program if `len` exceeds `room`, the size of the caller's buffer, as _FORTIFY_SOURCE promises.
 fn check_room(len: usize, room: usize) {
     if len > room {
         // SAFETY: the call does not return.
@@ -320,7 +320,8 @@ pub fn prepare() {
     }
 }
 
-/// Implements fstat by a function of the C library. The system call depends on the library's version.
+/// Implements fstat. Calls the C library's function for other files, because the right system call depends on the
+/// library's version.
 unsafe fn stat_by_name(fd: c_int, to: *mut libc::stat) -> c_int {
     let kernels = || match NEXT_FSTAT.get() {
         Some(function) if !Section::is_entered() => {
@@ -328,21 +329,21 @@ unsafe fn stat_by_name(fd: c_int, to: *mut libc::stat) -> c_int {
             // SAFETY: the C library's function of that name has this signature; the arguments are the caller's.
             unsafe { std::mem::transmute::<usize, Fstat>(function)(fd, to) as isize }
         }
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for fstat(2), as this function's own contract asks.
         _ => unsafe { call!(libc::SYS_fstat, fd, to) },
     };
-    // SAFETY: the caller keeps this function's contract.
+    // SAFETY: the arguments are valid for fstat(2), as this function's own contract asks.
     unsafe { stat_descriptor(fd, to, kernels) }
 }
 
-/// Implements fstatat by a function of the C library.
+/// Implements stat, lstat and fstatat for exported functions.
 unsafe fn stat_by_path(
     directory: c_int,
     path: *const c_char,
     to: *mut libc::stat,
     flags: c_int,
 ) -> c_int {
-    // SAFETY: the caller keeps this function's contract.
+    // SAFETY: the arguments are valid for fstatat(2), as this function's own contract asks.
     unsafe {
         stat_at(directory, path, to, flags, || {
             call!(libc::SYS_newfstatat, directory, path, to, flags)
@@ -361,7 +362,7 @@ unsafe fn stat_as_before(path: *const c_char, to: *mut libc::stat, flags: c_int)
         0,
         0,
     ];
-    // SAFETY: the caller keeps this function's contract.
+    // SAFETY: the arguments are valid for stat(2), as this function's own contract asks.
     unsafe {
         stat_at(here, path, to, flags, || {
             call_as_library(libc::SYS_newfstatat, arguments)
@@ -379,104 +380,104 @@ unsafe fn read_link_here(path: *const c_char, to: *mut c_char, len: usize) -> is
         0,
         0,
     ];
-    // SAFETY: the caller keeps this function's contract.
+    // SAFETY: the arguments are valid for readlink(2), as this function's own contract asks.
     unsafe { call_as_library(libc::SYS_readlinkat, arguments) }
 }
 
 interpose! {
     /// stat(2).
     fn stat(path: *const c_char, to: *mut libc::stat) -> c_int {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for stat(2), as this function's own contract asks.
         unsafe { stat_by_path(libc::AT_FDCWD, path, to, 0) }
     }
 
     /// stat(2) with large files: the struct is the same on 64-bit architectures.
     fn stat64(path: *const c_char, to: *mut libc::stat) -> c_int {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for stat(2), as this function's own contract asks.
         unsafe { stat_by_path(libc::AT_FDCWD, path, to, 0) }
     }
 
     /// lstat(2).
     fn lstat(path: *const c_char, to: *mut libc::stat) -> c_int {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for lstat(2), as this function's own contract asks.
         unsafe { stat_by_path(libc::AT_FDCWD, path, to, libc::AT_SYMLINK_NOFOLLOW) }
     }
 
     /// lstat(2) with large files.
     fn lstat64(path: *const c_char, to: *mut libc::stat) -> c_int {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for lstat(2), as this function's own contract asks.
         unsafe { stat_by_path(libc::AT_FDCWD, path, to, libc::AT_SYMLINK_NOFOLLOW) }
     }
 
     /// fstat(2).
     fn fstat(fd: c_int, to: *mut libc::stat) -> c_int {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for fstat(2), as this function's own contract asks.
         unsafe { stat_by_name(fd, to) }
     }
 
     /// fstat(2) with large files.
     fn fstat64(fd: c_int, to: *mut libc::stat) -> c_int {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for fstat(2), as this function's own contract asks.
         unsafe { stat_by_name(fd, to) }
     }
 
     /// fstatat(2).
     fn fstatat(directory: c_int, path: *const c_char, to: *mut libc::stat, flags: c_int) -> c_int {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for fstatat(2), as this function's own contract asks.
         unsafe { stat_by_path(directory, path, to, flags) }
     }
 
     /// fstatat(2) with large files.
     fn fstatat64(directory: c_int, path: *const c_char, to: *mut libc::stat, flags: c_int) -> c_int {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for fstatat(2), as this function's own contract asks.
         unsafe { stat_by_path(directory, path, to, flags) }
     }
 
     /// stat(2) of programs built against an older C library.
     fn __xstat(_version: c_int, path: *const c_char, to: *mut libc::stat) -> c_int {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for stat(2), as this function's own contract asks.
         unsafe { stat_as_before(path, to, 0) }
     }
 
     /// stat(2) of programs built against an older C library, with large files.
     fn __xstat64(_version: c_int, path: *const c_char, to: *mut libc::stat) -> c_int {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for stat(2), as this function's own contract asks.
         unsafe { stat_as_before(path, to, 0) }
     }
 
     /// lstat(2) of programs built against an older C library.
     fn __lxstat(_version: c_int, path: *const c_char, to: *mut libc::stat) -> c_int {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for lstat(2), as this function's own contract asks.
         unsafe { stat_as_before(path, to, libc::AT_SYMLINK_NOFOLLOW) }
     }
 
     /// lstat(2) of programs built against an older C library, with large files.
     fn __lxstat64(_version: c_int, path: *const c_char, to: *mut libc::stat) -> c_int {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for lstat(2), as this function's own contract asks.
         unsafe { stat_as_before(path, to, libc::AT_SYMLINK_NOFOLLOW) }
     }
 
     /// fstat(2) of programs built against an older C library.
     fn __fxstat(_version: c_int, fd: c_int, to: *mut libc::stat) -> c_int {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for fstat(2), as this function's own contract asks.
         unsafe { stat_descriptor(fd, to, || call!(libc::SYS_fstat, fd, to)) }
     }
 
     /// fstat(2) of programs built against an older C library, with large files.
     fn __fxstat64(_version: c_int, fd: c_int, to: *mut libc::stat) -> c_int {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for fstat(2), as this function's own contract asks.
         unsafe { stat_descriptor(fd, to, || call!(libc::SYS_fstat, fd, to)) }
     }
 
     /// fstatat(2) of programs built against an older C library.
     fn __fxstatat(_version: c_int, directory: c_int, path: *const c_char, to: *mut libc::stat, flags: c_int) -> c_int {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for fstatat(2), as this function's own contract asks.
         unsafe { stat_by_path(directory, path, to, flags) }
     }
 
     /// fstatat(2) of programs built against an older C library, with large files.
     fn __fxstatat64(_version: c_int, directory: c_int, path: *const c_char, to: *mut libc::stat, flags: c_int) -> c_int {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for fstatat(2), as this function's own contract asks.
         unsafe { stat_by_path(directory, path, to, flags) }
     }
 
@@ -487,9 +488,9 @@ interpose! {
             let x = unsafe { &*to };
             is_other(x.stx_mode.into(), (x.stx_rdev_major, x.stx_rdev_minor), x.stx_size as i64)
         };
-        // SAFETY: the struct has only integers; the address is the caller's.
+        // SAFETY: the struct has only integers. The address is the caller's, and the write is guarded.
         let ours = |look: Result<Look, i32>| unsafe { give(to, look.map(Look::statx)) };
-        // SAFETY: the client's arguments go to the kernel as they are.
+        // SAFETY: the client's arguments go to the kernel unchanged.
         let kernels = || unsafe { call!(libc::SYS_statx, directory, path, flags, mask, to) };
         let answer = ask(directory, path, flags, kernels, excludes, ours);
         if answer == 0 && flags & libc::AT_EMPTY_PATH != 0 {
@@ -511,47 +512,47 @@ interpose! {
 
     /// readlink(2).
     fn readlink(path: *const c_char, to: *mut c_char, len: usize) -> isize {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for readlink(2), as this function's own contract asks.
         unsafe { read_link_at(libc::AT_FDCWD, path, to, len, || read_link_here(path, to, len)) }
     }
 
     /// readlinkat(2).
     fn readlinkat(directory: c_int, path: *const c_char, to: *mut c_char, len: usize) -> isize {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for readlinkat(2), as this function's own contract asks.
         unsafe { read_link_at(directory, path, to, len, || call!(libc::SYS_readlinkat, directory, path, to, len)) }
     }
 
     /// readlink(2), as _FORTIFY_SOURCE calls it.
     fn __readlink_chk(path: *const c_char, to: *mut c_char, len: usize, room: usize) -> isize {
         check_room(len, room);
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for readlink(2), as this function's own contract asks.
         unsafe { read_link_at(libc::AT_FDCWD, path, to, len, || read_link_here(path, to, len)) }
     }
 
     /// readlinkat(2), as _FORTIFY_SOURCE calls it.
     fn __readlinkat_chk(directory: c_int, path: *const c_char, to: *mut c_char, len: usize, room: usize) -> isize {
         check_room(len, room);
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for readlinkat(2), as this function's own contract asks.
         unsafe { read_link_at(directory, path, to, len, || call!(libc::SYS_readlinkat, directory, path, to, len)) }
     }
 
     /// realpath(3).
     fn realpath(path: *const c_char, to: *mut c_char) -> *mut c_char {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for realpath(3), as this function's own contract asks.
         unsafe { real_path_to(path, to, || next_real_path(path, to)) }
     }
 
     /// realpath(3), as _FORTIFY_SOURCE calls it.
     fn __realpath_chk(path: *const c_char, to: *mut c_char, room: usize) -> *mut c_char {
         check_room(libc::PATH_MAX as usize, room);
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for realpath(3), as this function's own contract asks.
         unsafe { real_path_to(path, to, || next_real_path(path, to)) }
     }
 
     /// canonicalize_file_name(3).
     fn canonicalize_file_name(path: *const c_char) -> *mut c_char {
         let to = std::ptr::null_mut();
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for canonicalize_file_name(3), as this function's own contract asks.
         unsafe { real_path_to(path, to, || next_real_path(path, to)) }
     }
 }

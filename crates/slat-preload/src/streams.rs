@@ -24,7 +24,7 @@ pub enum At {
 }
 
 impl At {
-    /// Returns the offset of preadv2 and pwritev2.
+    /// Converts an offset of preadv2 or pwritev2. There, -1 means the descriptor's position.
     pub fn of(offset: i64) -> Self {
         match offset {
             -1 => At::Position,
@@ -153,7 +153,7 @@ pub fn written(fd: c_int, data: Data, at: At) -> Option<isize> {
 /// The conditions are those of `lseek`.
 pub unsafe fn seek(fd: c_int, offset: i64, whence: c_int) -> isize {
     let kernels = || {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for lseek(2), as this function's own contract asks.
         unsafe { kernel!(libc::SYS_lseek, fd, offset, whence) }
     };
     if !table::is_ours(fd) {
@@ -173,7 +173,7 @@ pub unsafe fn seek(fd: c_int, offset: i64, whence: c_int) -> isize {
             | Object::Vcpu(_)
             | Object::Stats(_)
             | Object::Device(_) => {
-                // SAFETY: the same as for `lseek`.
+                // SAFETY: the arguments are valid for lseek(2), as this function's own contract asks.
                 unsafe { kernel!(libc::SYS_lseek, fd, 0, libc::SEEK_CUR) }
             }
         }
@@ -198,13 +198,13 @@ macro_rules! streams {
                     if table::is_ours($fd) {
                         return with_own_floats(|| match $first {
                             Some(answer) => answer,
-                            // SAFETY: the caller keeps this function's contract. A call on KVM's descriptors never
-                            // blocks.
+                            // SAFETY: the arguments are valid for the call, as this function's own contract asks. A
+                            // call on KVM's descriptors never blocks.
                             None => unsafe { call!($number, $fd, $($given),*) },
                         });
                     }
                     let Some(function) = $next.get() else {
-                        // SAFETY: the caller keeps this function's contract.
+                        // SAFETY: the arguments are valid for the call, as this function's own contract asks.
                         return unsafe { call!($number, $fd, $($given),*) };
                     };
                     type Function = unsafe extern "C-unwind" fn(c_int, $($type),*) -> isize;
@@ -223,7 +223,7 @@ macro_rules! streams {
     };
 }
 
-/// Prepares reading `fd`, for the functions that [`streams`] defines.
+/// Prepares to read from `fd`, for the functions that [`streams`] defines.
 fn reading(fd: c_int, at: At) -> Option<isize> {
     (!before_reading(fd, at)).then_some(-1)
 }
@@ -291,13 +291,13 @@ streams! {
 interpose! {
     /// lseek(2).
     fn lseek(fd: c_int, offset: i64, whence: c_int) -> i64 {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for lseek(2), as this function's own contract asks.
         unsafe { seek(fd, offset, whence) as i64 }
     }
 
     /// lseek(2) with large files.
     fn lseek64(fd: c_int, offset: i64, whence: c_int) -> i64 {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for lseek(2), as this function's own contract asks.
         unsafe { seek(fd, offset, whence) as i64 }
     }
 }

@@ -3,18 +3,18 @@
 //! [`dispatch`](crate::dispatch) has the handler.
 //!
 //! The kernel keeps the setting for each thread. New threads and processes begin without dispatch, and [`arm_thread`]
-//! switches it on before they run the program.
+//! switches dispatch on before they run the program.
 
 use crate::real::kernel;
 use std::ops::Range;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// `PR_SET_SYSCALL_USER_DISPATCH`, `PR_SYS_DISPATCH_OFF` and `PR_SYS_DISPATCH_ON` of `include/uapi/linux/prctl.h`.
+/// `PR_SET_SYSCALL_USER_DISPATCH` of `include/uapi/linux/prctl.h`.
 pub const SET_DISPATCH: usize = 59;
-/// See [`SET_DISPATCH`].
+/// `PR_SYS_DISPATCH_OFF`: the kernel dispatches no calls of the thread.
 pub const OFF: usize = 0;
-/// See [`SET_DISPATCH`].
+/// `PR_SYS_DISPATCH_ON`: the kernel dispatches the thread's calls.
 pub const ON: usize = 1;
 
 /// The addresses from which calls pass to the kernel: the C library's text.
@@ -55,8 +55,8 @@ pub fn arm_thread() -> bool {
     match passing() {
         Some(passing) if IS_ARMED.load(Ordering::Relaxed) => {
             let (start, len) = (passing.start, passing.len());
-            // On other threads than the first, this call cannot fail.
-            // SAFETY: a plain call; without a selector.
+            // This call may fail on the first thread only.
+            // SAFETY: the call takes no pointer, because there is no selector.
             unsafe { kernel!(libc::SYS_prctl, SET_DISPATCH, ON, start, len, 0) }.is_ok()
         }
         _ => false,
@@ -66,7 +66,7 @@ pub fn arm_thread() -> bool {
 /// Stops the dispatch of this thread's calls: they pass to the kernel.
 pub fn disarm_thread() {
     if IS_ARMED.load(Ordering::Relaxed) {
-        // SAFETY: a plain call.
+        // SAFETY: the call takes no pointer.
         let _ = unsafe { kernel!(libc::SYS_prctl, SET_DISPATCH, OFF, 0, 0, 0) };
     }
 }

@@ -30,7 +30,7 @@ mod client {
     fn program(name: &str) -> PathBuf {
         const BASE: u64 = 0x40_0000;
         let text = "/dev/kvm\0";
-        // open, ioctl, exit_group, each with its number in EAX and its arguments in EDI, ESI and EDX.
+        // The calls open, ioctl and exit_group, each with its number in EAX and its arguments in EDI, ESI and EDX.
         let code = [
             0x48, 0x8d, 0x3d, 0x25, 0, 0, 0, 0xbe, 2, 0, 0, 0, 0xb8, 2, 0, 0, 0, 0x0f, 0x05, 0x89,
             0xc7, 0xbe, 0, 0xae, 0, 0, 0x31, 0xd2, 0xb8, 16, 0, 0, 0, 0x0f, 0x05, 0x89, 0xc7, 0xb8,
@@ -61,7 +61,7 @@ mod client {
     /// Whether the kernel and the processor let slat load programs (`docs/dispatch.md`).
     fn can_load() -> bool {
         const SET_DISPATCH: libc::c_int = 59;
-        // SAFETY: switches off on this thread what is not on, or fails.
+        // SAFETY: the call switches dispatch off on this thread, where dispatch is not on, or fails.
         let is_dispatched = unsafe { libc::prctl(SET_DISPATCH, 0, 0, 0, 0) } == 0;
         is_dispatched && slat_process::pointers::can_be_separate()
     }
@@ -115,7 +115,7 @@ mod client {
     fn scripts_lead_to_a_static_program() {
         let path = program("interpreter");
         let first = script(&path, "first", "\n");
-        // The script's only line has no end.
+        // This script's only line does not end with a newline.
         let second = script(&first, "second", "");
         for script in [&first, &second] {
             uses_slat(&mut Command::new(script));
@@ -131,7 +131,7 @@ mod client {
     fn a_descriptor_is_executed() {
         let path = program("descriptor");
         let named = File::open(&path).unwrap();
-        // SAFETY: a name that ends with 0; the descriptor is nobody else's.
+        // SAFETY: the name ends with 0. No other code owns the descriptor.
         let mut unnamed = unsafe {
             File::from_raw_fd(libc::memfd_create(c"program".as_ptr(), libc::MFD_CLOEXEC))
         };

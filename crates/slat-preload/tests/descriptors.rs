@@ -32,7 +32,7 @@ mod client {
     const KVM_CREATE_VCPU: u64 = 0xae41;
     const KVM_GET_STATS_FD: u64 = 0xaece;
     const KVM_CREATE_GUEST_MEMFD: u64 = 0xc040_aed4;
-    /// The kernel's value: the C library's is 0.
+    /// The kernel's value. The C library's constant is 0.
     const O_LARGEFILE: i32 = 0o100_000;
 
     #[derive(Clone, Copy, Debug, PartialEq)]
@@ -117,11 +117,11 @@ mod client {
                 let link = fs::read_link(format!("{directory}/{fd}")).unwrap();
                 assert_eq!(link.to_str(), Some(descriptor.link), "{directory}");
             }
-            // The link itself is a link.
+            // lstat of the link itself shows a symbolic link.
             let link = fs::symlink_metadata(format!("/proc/self/fd/{fd}")).unwrap();
             assert!(link.file_type().is_symlink());
         }
-        // A link of another process, or of a descriptor that is not KVM's, is read by the kernel.
+        // The kernel itself reads a link of another process, or of a descriptor that is not KVM's.
         assert!(fs::read_link("/proc/self/fd/99999").is_err());
         let null = fs::File::open("/dev/null").unwrap();
         let link = fs::read_link(format!("/proc/self/fd/{}", null.as_raw_fd())).unwrap();
@@ -182,12 +182,12 @@ mod client {
             let read = |function: &dyn Fn(*mut i8) -> isize| {
                 let mut buffer = [0i8; 64];
                 let written = function(buffer.as_mut_ptr());
-                // SAFETY: NUL-terminated: longer than any name.
+                // SAFETY: the text ends with NUL, because the buffer is longer than any name.
                 let text = unsafe { CStr::from_ptr(buffer.as_ptr()) };
                 assert_eq!(written, text.to_bytes().len() as isize);
                 assert_eq!(text.to_str(), Ok(descriptor.link));
             };
-            // SAFETY: C strings and live buffers of 64 bytes.
+            // SAFETY: the paths are C strings, and the live buffers have 64 bytes.
             unsafe {
                 read(&|to| libc::readlinkat(at, name, to, 64));
                 read(&|to| libc::readlinkat(libc::AT_FDCWD, path, to, 64));
@@ -199,7 +199,7 @@ mod client {
         }
     }
 
-    /// Mode, links, size, device number, device, inode.
+    /// Values of a `stat`: mode, links, size, device number, device, inode.
     type Seen = (u32, u64, i64, u64, u64, u64);
 
     fn seen(stat: &libc::stat) -> Seen {
@@ -225,7 +225,7 @@ mod client {
         ) -> i32;
     }
 
-    /// Returns the common result of all functions that take a descriptor; they must agree.
+    /// Returns the `stat` of a descriptor. Asserts that all functions that take a descriptor return the same values.
     fn stat_of(fd: RawFd) -> Seen {
         // SAFETY: structs to fill in, C strings.
         unsafe {
@@ -364,7 +364,7 @@ mod client {
                 iov_len: 8,
             };
             let vector = &raw const vector;
-            // The results of calls at the descriptor's position, and at an offset.
+            // The expected results of calls at the descriptor's position, and at an offset.
             let einval = -i64::from(libc::EINVAL);
             let (read, write) = match descriptor.kind {
                 Kind::Device => ([einval; 2], [einval; 2]),
@@ -590,7 +590,7 @@ mod client {
             assert_eq!(libc::fcntl(fd, libc::F_GETFD), libc::FD_CLOEXEC);
             assert_eq!(libc::ioctl(fd, 0xae00, 0), 12);
             assert_eq!(libc::fclose(stream), 0);
-            // A pipe now has the descriptor's number.
+            // The pipe gets the number of the closed descriptor.
             let mut ends = [0; 2];
             assert_eq!(libc::pipe(ends.as_mut_ptr()), 0);
             assert_eq!(ends[0], fd);
@@ -626,7 +626,7 @@ mod client {
         let Ok(fd) = std::env::var(HEIR) else { return };
         let fd: RawFd = fd.parse().unwrap();
         demand_slats(fd);
-        // Before and after the first use of KVM.
+        // The loop body runs before and after the first use of KVM.
         for _ in 0..2 {
             let link = fs::read_link(format!("/proc/self/fd/{fd}")).unwrap();
             assert_eq!(link.to_str(), Some("/dev/kvm"));
@@ -639,7 +639,7 @@ mod client {
         }
     }
 
-    /// Returns the common result of fstat and statx; they must agree.
+    /// Returns the `stat` of a descriptor. Asserts that fstat and statx return the same values.
     fn stat_of_descriptor(fd: RawFd) -> Seen {
         // SAFETY: structs to fill in.
         unsafe {

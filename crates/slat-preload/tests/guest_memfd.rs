@@ -1,9 +1,9 @@
-//! guest_memfds as a client sees them: which can be mapped, what a mapping shows, the errors of bad calls, and what
-//! happens to a guest whose memory they are.
+//! Tests guest_memfds as a client sees them: which of them can be mapped, the content of a mapping, the errors of bad
+//! calls, and guests whose memory is in a guest_memfd.
 //!
-//! Clients without a guest run under the library, and on the machine's own KVM if that has the same flags. Clients with
-//! a guest in real mode run under the library alone: a KVM that emulates the guest's instructions looks for its memory
-//! only in the client's mappings.
+//! Clients without a guest run under the library, and on the machine's own KVM if that KVM has the same flags. Clients
+//! with a guest in real mode run under the library alone. A KVM that emulates the guest's instructions looks for the
+//! guest's memory only in the client's mappings.
 #![cfg(target_arch = "x86_64")]
 
 mod common;
@@ -49,7 +49,7 @@ mod client {
     /// The guest address of slots whose memory comes from files. It fits into 16 bits.
     const GPA: u64 = 0x8000;
 
-    /// Whether clients cannot run, because the kernel does not have the flags.
+    /// Whether the kernel does not have the flags, so that clients cannot run.
     fn is_too_old() -> bool {
         let kvm = Kvm::new().unwrap();
         // SAFETY: plain system calls.
@@ -110,7 +110,8 @@ mod client {
         }
     }
 
-    /// Returns a slot at [`GPA`] with `len` bytes of the file, beginning at `offset`. The client maps nothing for it.
+    /// Returns a slot at [`GPA`] with `len` bytes of the file, beginning at `offset`. The client does not map these
+    /// bytes.
     fn region(file: &OwnedFd, offset: usize, len: usize) -> kvm_userspace_memory_region2 {
         kvm_userspace_memory_region2 {
             slot: 1,
@@ -235,8 +236,8 @@ mod client {
         // SAFETY: the mapping's page.
         unsafe { part.write(9) };
         assert_eq!(byte(start.wrapping_add(PAGE)), Ok(9));
-        // Dropping the pages of a mapping drops nothing of the memory, but removing them does.
-        // SAFETY: the client's mapping.
+        // MADV_DONTNEED for a mapping keeps the memory's content. Removing the pages does not.
+        // SAFETY: the mapping is the client's.
         let advise = |advice| unsafe { libc::madvise(start.cast(), PAGE, advice) };
         assert_eq!(advise(libc::MADV_DONTNEED), 0);
         assert_eq!(byte(start), Ok(7));
@@ -279,14 +280,15 @@ mod client {
         assert_eq!(round(&mut vcpu, 0), Ok(0));
         let start = map_shared(&file, SIZE);
         assert_eq!(byte(start.wrapping_add(PAGE)), Ok(6));
-        // Memory that only the descriptor can reach backs a slot, too: the guest need not map it like a client.
+        // A slot may use memory that the client cannot reach through a mapping. The guest reaches that memory
+        // nevertheless.
         set(&vm, gone).unwrap();
         let private = create(&vm, SIZE, MMAP).unwrap();
         set(&vm, region(&private, 0, SIZE)).unwrap();
         assert_eq!(round(&mut vcpu, 8), Ok(8));
         assert_eq!(byte(map_shared(&private, SIZE)), Err(libc::SIGBUS));
         assert_eq!(round(&mut vcpu, 0), Ok(8));
-        // If the file cannot be mapped, a slot takes the memory that the client names.
+        // If the file cannot be mapped, a slot uses the memory that the client names.
         set(&vm, gone).unwrap();
         for flags in [0, SHARED] {
             let file = create(&vm, SIZE, flags).unwrap();
@@ -411,7 +413,7 @@ mod client {
         refused(einval, &|r| r.flags |= KVM_MEM_LOG_DIRTY_PAGES);
         refused(einval, &|r| r.slot = 1 << 15);
         refused(einval, &|r| r.memory_size = 0);
-        // The descriptor.
+        // Next, the descriptor is checked.
         refused(einval, &|r| r.guest_memfd = vm.as_raw_fd() as u32);
         refused(einval, &|r| r.guest_memfd = fd(&foreign));
         refused(einval, &|r| {
@@ -420,7 +422,7 @@ mod client {
         refused(einval, &|r| {
             (r.guest_memfd, r.memory_size) = (fd(&files[1]), 2 * SIZE as u64);
         });
-        // The architecture, and then the binding.
+        // Next, the architecture's limit of the address is checked, and then the binding.
         refused(einval, &|r| {
             (r.guest_memfd, r.guest_phys_addr) = (fd(&files[0]), 1 << 60);
         });

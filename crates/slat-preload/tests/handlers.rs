@@ -1,5 +1,5 @@
-//! Signal handlers of a program under the library. On a real KVM an ioctl is over before a handler runs, whatever the
-//! handler does and wherever it jumps.
+//! Tests signal handlers of a program under the library. On a real KVM an ioctl is complete before a handler runs, so
+//! the handler may do anything and may jump away. The same must hold under the library.
 #![cfg(target_arch = "x86_64")]
 
 mod common;
@@ -18,7 +18,7 @@ on_both! {
     a_child_of_vfork_leaves_the_parent_its_handlers
 }
 
-// (The kernel's KVM_CREATE_VM may return EINTR under that many signals.)
+// These clients do not run on the machine's own KVM, because its KVM_CREATE_VM may return EINTR under so many signals.
 on_slat! {
     handlers_may_do_anything_at_any_moment
     a_trapped_system_call_is_answered_by_its_handler
@@ -58,7 +58,7 @@ mod client {
         }
     }
 
-    /// Sends SIGALRM to this thread until it is dropped.
+    /// A timer that sends SIGALRM to this thread until the value is dropped.
     struct Alarm(libc::timer_t);
 
     impl Alarm {
@@ -72,7 +72,7 @@ mod client {
                 it_interval: timespec(next),
                 it_value: timespec(first),
             };
-            // SAFETY: a timer of our own, structs on the stack.
+            // SAFETY: the timer belongs to this value, and the structs are on the stack.
             unsafe {
                 let mut event: libc::sigevent = zeroed();
                 event.sigev_notify = libc::SIGEV_THREAD_ID;
@@ -137,7 +137,8 @@ mod client {
         }
     }
 
-    // Leaves nested calls like `sigsetjmp` and `siglongjmp`. (Those return twice, which Rust cannot express.)
+    // These functions leave nested calls like `sigsetjmp` and `siglongjmp`. `sigsetjmp` returns twice, which Rust
+    // cannot express.
     std::arch::global_asm!(
         // extern "C" fn(function, argument, *mut stack) -> whether it was left by `jump_out`
         "call_with_a_way_out:",
@@ -188,7 +189,7 @@ mod client {
 
     fn cancel_state() -> i32 {
         let mut state = -1;
-        // SAFETY: nobody cancels this thread.
+        // SAFETY: no thread cancels this thread.
         unsafe { pthread_setcancelstate(PTHREAD_CANCEL_ENABLE, &mut state) };
         state
     }
@@ -210,7 +211,7 @@ mod client {
     }
 
     extern "C-unwind" fn end_the_thread(_: i32) {
-        // SAFETY: no frame of the thread has anything to be dropped.
+        // SAFETY: no frame of the thread holds a value to drop.
         unsafe { pthread_exit(7 as *mut _) }
     }
 
@@ -244,7 +245,7 @@ mod client {
                 assert_eq!(result as usize, 7);
             }
         }
-        // No thread runs the vCPU.
+        // No thread runs the vCPU any more, so its registers can be read.
         assert_eq!(vcpu.get_regs().unwrap().rip, CODE as u64);
     }
 
@@ -318,8 +319,8 @@ mod client {
 
     extern "C" fn jump(signal: i32, _: *mut libc::siginfo_t, _: *mut libc::c_void) {
         HANDLED.fetch_add(1, SeqCst);
-        // SAFETY: a set of this signal alone, unblocked as `siglongjmp` would; the skipped frames
-        // hold no value to drop.
+        // SAFETY: the set contains only this signal, which `siglongjmp` would unblock, too. The skipped frames hold no
+        // value to drop.
         unsafe {
             let mut set = zeroed();
             libc::sigemptyset(&mut set);
@@ -341,7 +342,7 @@ mod client {
         for round in 1..=30 {
             handle(libc::SIGALRM, jump, libc::SA_SIGINFO);
             let _alarm = Alarm::once(Duration::from_millis(2));
-            // SAFETY: `run_fd` has nothing to be dropped.
+            // SAFETY: `run_fd` holds no value to drop.
             let left =
                 unsafe { call_with_a_way_out(run_fd, vcpu.as_raw_fd() as usize, STACK.as_ptr()) };
             assert_eq!((left, HANDLED.load(SeqCst)), (1, round));
@@ -365,7 +366,7 @@ mod client {
 
     extern "C" fn do_anything(_: i32, _: *mut libc::siginfo_t, _: *mut libc::c_void) {
         let nth = HANDLED.fetch_add(1, SeqCst);
-        // SAFETY: plain calls on memory and descriptors of this handler's own.
+        // SAFETY: the calls use only memory and descriptors of this handler.
         unsafe {
             let page = map(8192);
             libc::madvise(page.cast(), 4096, libc::MADV_DONTNEED);
@@ -398,7 +399,7 @@ mod client {
             let (vm, vcpu, memory) = guest(OUT);
             while run(&vcpu).is_err() {}
             drop((vm, vcpu));
-            // SAFETY: our own mapping, which is not used any more.
+            // SAFETY: the mapping belongs to this test, and is not used any more.
             assert_eq!(0, unsafe { libc::munmap(memory.cast(), MEMORY) });
             cycles += 1;
         }

@@ -1,5 +1,5 @@
-//! VMMs that use Landlock to give up the right to open files, as uhyve does: rules for `/dev/kvm` are accepted, and
-//! VMs work afterwards.
+//! Tests VMMs that use Landlock to give up the right to open files, as uhyve does: rules for `/dev/kvm` are accepted,
+//! and VMs work afterwards.
 #![cfg(target_arch = "x86_64")]
 
 mod common;
@@ -36,7 +36,7 @@ mod client {
     /// All rights of Landlock's first version.
     const EVERYTHING: u64 = (1 << 13) - 1;
 
-    /// Gives up all rights but those to read and write `/dev/kvm`. `false`: the kernel has no Landlock.
+    /// Gives up all rights except those to read and write `/dev/kvm`. Returns `false` if the kernel has no Landlock.
     fn restrict() -> bool {
         let all = Ruleset {
             handled_access_fs: EVERYTHING,
@@ -51,7 +51,8 @@ mod client {
             let device = libc::open(c"/dev/kvm".as_ptr(), libc::O_PATH | libc::O_CLOEXEC);
             assert!(device >= 0);
             let device = OwnedFd::from_raw_fd(device);
-            // Checked now, because afterwards the program that checks it cannot be started.
+            // The descriptor is checked now, because the program that checks descriptors cannot be started after the
+            // restriction.
             demand_slats(device.as_raw_fd());
             let beneath = PathBeneath {
                 allowed_access: READ_FILE | WRITE_FILE,

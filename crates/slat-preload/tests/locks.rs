@@ -1,4 +1,5 @@
-//! For each lock that a whole process has, a table tells what a forked child finds. The table is in `src/forks.rs`.
+//! Checks that the table in `src/forks.rs` has each lock that a whole process has. The table says in which state a
+//! forked child finds the lock.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -60,7 +61,7 @@ fn lock_of(line: &str) -> Option<&str> {
     (waits && !kind.starts_with(OWN)).then_some(name)
 }
 
-/// What stands before a module, or before a variable of a macro, that only unit tests and models have.
+/// The attribute before a module, or before a variable in a macro, that exists only in models.
 const OF_MODELS: &str = "#[cfg(all(test, loom))]\n";
 
 /// Returns the code without the unit tests and the models.
@@ -70,10 +71,10 @@ fn without_tests(text: &str) -> String {
     let mut kept = parts.next().unwrap().to_owned();
     for part in parts {
         if part.starts_with("mod ") {
-            // A module of models is the last one of its file.
+            // A module of models is the last module of its file.
             break;
         }
-        // An item of models has one line, or has no lock.
+        // Any other item of models has only one line, or has no lock.
         kept.extend(part.split_inclusive('\n').skip(1));
     }
     kept

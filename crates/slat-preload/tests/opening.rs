@@ -1,5 +1,5 @@
-//! `/dev/kvm` opens like a device, in any spelling of its path. Every client here runs twice: under the library, and on
-//! the machine's own KVM if that opens.
+//! Tests that `/dev/kvm` opens like a device, in any spelling of its path. Every client here runs twice: under the
+//! library, and on the machine's own KVM if that opens.
 #![cfg(target_arch = "x86_64")]
 
 mod common;
@@ -43,7 +43,7 @@ mod client {
 
     const KVM_GET_API_VERSION: u64 = 0xae00;
 
-    /// Makes another program read `/proc/cpuinfo`, because the variable is read at a program's start.
+    /// Makes another program read `/proc/cpuinfo`, because slat reads the variable only at a program's start.
     #[test]
     #[ignore = "runs as a client"]
     fn cpuinfo() {
@@ -88,7 +88,7 @@ os._exit(0)";
         assert!(run().starts_with("processor") && run().ends_with(&format!("{rest}{filtered}")));
     }
 
-    /// Does what libvirt does with a device that it offers to a guest, whether the machine has one or not.
+    /// Does what libvirt does with a device that libvirt offers to a guest. The machine may have the device or not.
     #[test]
     #[ignore = "runs as a client"]
     fn owner_mode_and_attributes() {
@@ -118,7 +118,7 @@ os._exit(0)";
         assert_eq!(unsafe { libc::chown(c"/dev/kvm/".as_ptr(), 0, 0) }, -1);
         assert_eq!(errno(), libc::ENOTDIR);
         assert_eq!(fs::metadata("/dev/kvm").unwrap().mode(), before);
-        // Other files are the kernel's.
+        // The kernel serves calls about other files.
         assert_eq!(fs::metadata("/dev/null").unwrap().uid(), 0);
         // SAFETY: C strings.
         let none = unsafe { libc::chmod(c"/no/kvm".as_ptr(), 0o600) };
@@ -322,7 +322,7 @@ os._exit(0)";
             };
             assert_eq!(open("/dev/kvm", rdwr | flags), Err(expected), "{flags:o}");
         }
-        // The flags of the call, and the flags that are shown afterwards.
+        // The flags of the call, and the flags that `fcntl` shows afterwards.
         for (flags, shown) in [
             (rdwr, rdwr),
             (libc::O_RDONLY, libc::O_RDONLY),
@@ -415,7 +415,7 @@ os._exit(0)";
         assert_eq!(open(dev, "kvm", rdwr, 0, 0), Ok(()));
         assert_eq!(open(cwd, &via_link, rdwr, 0, 0), Ok(()));
         assert_eq!(open(cwd, "/dev/kvm/", rdwr, 0, 0), Err(libc::ENOTDIR));
-        // Flags are checked.
+        // Invalid flags are refused.
         assert_eq!(open(cwd, "/dev/kvm", rdwr, 0o600, 0), Err(libc::EINVAL));
         assert_eq!(open(cwd, "/dev/kvm", 1 << 40, 0, 0), Err(libc::EINVAL));
         assert_eq!(open(cwd, "/dev/kvm", rdwr, 0, 1 << 40), Err(libc::EINVAL));
@@ -424,7 +424,7 @@ os._exit(0)";
             open(cwd, "/dev/kvm", exclusive, 0o600, 0),
             Err(libc::EEXIST)
         );
-        // `RESOLVE_` flags.
+        // The `RESOLVE_` flags apply to the path of the device.
         let (xdev, beneath) = (libc::RESOLVE_NO_XDEV, libc::RESOLVE_BENEATH);
         let (links_off, in_root) = (libc::RESOLVE_NO_SYMLINKS, libc::RESOLVE_IN_ROOT);
         assert_eq!(
@@ -442,7 +442,7 @@ os._exit(0)";
         assert_eq!(open(dev, "/kvm", rdwr, 0, in_root), Ok(()));
         assert_eq!(open(dev, "../../kvm", rdwr, 0, in_root), Ok(()));
         assert_eq!(open(dev, "/dev/kvm", rdwr, 0, in_root), Err(libc::ENOENT));
-        // Memory that cannot be read.
+        // Memory that cannot be read is an error.
         // SAFETY: the kernel refuses the pointers.
         unsafe {
             let path = c"/dev/kvm".as_ptr();
@@ -508,11 +508,11 @@ os._exit(0)";
     #[test]
     #[ignore = "runs as a client"]
     fn bad_pointers_are_the_kernels_to_refuse() {
-        // Before and after this process's first use of KVM.
+        // The loop body runs before and after this process's first use of KVM.
         for _ in 0..2 {
             for address in [0usize, 1, 8, 0x1000, usize::MAX, usize::MAX - 15, 1 << 63] {
                 let path = address as *const i8;
-                // SAFETY: bad pointers are the kernel's to refuse.
+                // SAFETY: the kernel refuses bad pointers.
                 unsafe {
                     assert_eq!(libc::open(path, libc::O_RDONLY), -1);
                     assert_eq!(errno(), libc::EFAULT, "{address:#x}");
@@ -526,7 +526,7 @@ os._exit(0)";
                     assert_eq!(errno(), libc::EFAULT, "{address:#x}");
                 }
             }
-            // A path of which a part cannot be read.
+            // A part of this path cannot be read.
             // SAFETY: two pages, the second of which is not readable.
             unsafe {
                 let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;

@@ -1,5 +1,5 @@
-//! A program with its own `malloc`, which holds its lock while it gets memory by `mmap`, like jemalloc, tcmalloc and
-//! mimalloc. slat must not call `malloc` from that `mmap`.
+//! Tests a program whose `malloc` holds a lock while it gets memory by `mmap`, as in jemalloc, tcmalloc and mimalloc.
+//! slat must not call `malloc` from that `mmap`.
 //!
 //! This program's `malloc` is defined below. The C library and the preloaded library use it, too.
 #![cfg(target_arch = "x86_64")]
@@ -17,7 +17,7 @@ on_slat! {
     huge_pages_are_seen_that_were_wanted_before_the_vm
 }
 
-/// A lock that waits for ever when its own thread holds it.
+/// A lock for which a thread waits for ever if the thread itself holds the lock.
 struct Lock(AtomicBool);
 
 impl Lock {
@@ -32,14 +32,15 @@ impl Lock {
 }
 
 static LOCK: Lock = Lock(AtomicBool::new(false));
-/// The rest of the current chunk.
+/// The unused rest of the current chunk.
 static FREE: AtomicUsize = AtomicUsize::new(0);
 static END: AtomicUsize = AtomicUsize::new(0);
 
 const CHUNK: usize = 1 << 20;
 /// Blocks of this size or more are mapped and unmapped separately.
 const LARGE: usize = 64 << 10;
-/// Bytes before each block. They hold the length of its mapping, or 0, and its size.
+/// The number of bytes before each block. These bytes hold the length of the block's own mapping, or 0, and the
+/// block's size.
 const HEADER: usize = 32;
 
 fn map(len: usize) -> usize {
@@ -57,7 +58,7 @@ fn block(align: usize, size: usize) -> *mut c_void {
         let (start, mapped) = if need >= LARGE {
             let len = need.next_multiple_of(4096);
             let start = map(len);
-            // SAFETY: our own mapping, with nothing in it yet.
+            // SAFETY: the mapping belongs to this allocator and is still unused.
             unsafe { libc::madvise(start as *mut c_void, len, libc::MADV_DONTNEED) };
             (start, len)
         } else {
@@ -72,7 +73,7 @@ fn block(align: usize, size: usize) -> *mut c_void {
             )
         };
         let block = (start + HEADER).next_multiple_of(align.max(16));
-        // SAFETY: inside what was just taken.
+        // SAFETY: the header is inside the memory that was just taken.
         unsafe {
             ((block - 16) as *mut usize).write(size);
             ((block - 24) as *mut usize).write(mapped);
@@ -85,7 +86,7 @@ fn block(align: usize, size: usize) -> *mut c_void {
 /// The C library's allocation functions, as this program implements them.
 ///
 /// # Safety
-/// As for the C library's.
+/// The conditions are those of the C library's functions.
 mod malloc {
     use super::*;
 
@@ -100,7 +101,7 @@ mod malloc {
             return;
         }
         let start = start as usize;
-        // SAFETY: in front of a block of ours.
+        // SAFETY: the header is in front of the block, which belongs to this allocator.
         let (mapping, mapped) = unsafe {
             (
                 ((start - 32) as *mut usize).read(),
@@ -108,7 +109,7 @@ mod malloc {
             )
         };
         if mapped != 0 {
-            // SAFETY: the block's own mapping.
+            // SAFETY: the block has this mapping of its own.
             LOCK.with(|| unsafe { libc::munmap(mapping as *mut c_void, mapped) });
         }
     }
@@ -125,7 +126,7 @@ mod malloc {
     unsafe extern "C" fn realloc(old: *mut c_void, size: usize) -> *mut c_void {
         let new = block(16, size);
         if !old.is_null() {
-            // SAFETY: both are blocks of ours.
+            // SAFETY: both blocks belong to this allocator.
             unsafe {
                 let len = ((old as usize - 16) as *mut usize).read().min(size);
                 new.copy_from_nonoverlapping(old, len);
@@ -137,7 +138,7 @@ mod malloc {
 
     #[unsafe(no_mangle)]
     unsafe extern "C" fn posix_memalign(to: *mut *mut c_void, align: usize, size: usize) -> i32 {
-        // SAFETY: the caller's.
+        // SAFETY: `to` is valid, as posix_memalign(3) asks of its caller.
         unsafe { to.write(block(align, size)) };
         0
     }
@@ -158,7 +159,7 @@ mod client {
     use crate::common::guest::*;
     use kvm_ioctls::VcpuExit;
 
-    /// Checks that the program's allocator is the one above.
+    /// Checks that the program uses the allocator that this file defines.
     fn uses_malloc_of_its_own() {
         let block = Box::new(1u8);
         let address = &raw const *block as usize;
@@ -215,7 +216,7 @@ mod client {
     #[test]
     fn layouts_are_kept() {
         let layout = Layout::from_size_align(100, 4096).unwrap();
-        // SAFETY: freed with its layout.
+        // SAFETY: the block is freed with its layout.
         unsafe {
             let block = std::alloc::alloc(layout);
             assert_eq!(block as usize % 4096, 0);

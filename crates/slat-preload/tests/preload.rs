@@ -1,4 +1,4 @@
-//! A client of the kernel's KVM API, run under the library.
+//! Tests a client of the kernel's KVM API that runs under the library.
 //!
 //! Each test starts this same program again with `LD_PRELOAD`, to execute one of the ignored tests in
 //! [`client`] (see [`common`]).
@@ -71,7 +71,7 @@ mod client {
             -1
         );
         assert_eq!(errno(), libc::ENOENT);
-        // SAFETY: a bad pointer is the kernel's to refuse.
+        // SAFETY: the kernel refuses a bad pointer.
         assert_eq!(unsafe { libc::open(8 as *const _, libc::O_RDONLY) }, -1);
         assert_eq!(errno(), libc::EFAULT);
     }
@@ -100,8 +100,8 @@ mod client {
         assert_eq!(std::fs::read_to_string(path).unwrap(), "7\n");
         let refused = std::fs::write(path, "many").unwrap_err();
         assert_eq!(refused.raw_os_error(), Some(libc::EINVAL));
-        // Also by system call number, and through a descriptor that has replaced another.
-        // SAFETY: plain system calls on descriptors of our own.
+        // The client makes the same calls by number, and through a descriptor that has replaced another.
+        // SAFETY: plain system calls on descriptors of this client.
         unsafe {
             let path = CString::new(path).unwrap();
             let file = libc::open(path.as_ptr(), libc::O_WRONLY | libc::O_TRUNC);
@@ -152,7 +152,7 @@ mod client {
             vcpu.run().unwrap();
             let mut bytes = [0u8; 8];
             let bytes_at = bytes.as_mut_ptr();
-            // A seek moves nothing.
+            // A seek does not change the position.
             assert_eq!(libc::lseek(stats, place.into(), libc::SEEK_SET), 0);
             assert_eq!(libc::pread(stats, bytes_at.cast(), 8, place.into()), 8);
             assert_eq!(u64::from_le_bytes(bytes), 2);
@@ -369,7 +369,7 @@ mod client {
         std::thread::scope(|scope| {
             scope.spawn(move || {
                 std::thread::sleep(Duration::from_millis(30));
-                // SAFETY: our own mapping; only the guest uses it.
+                // SAFETY: the mapping belongs to this client, and only the guest uses it.
                 assert_eq!(unsafe { libc::munmap(page as *mut _, 4096) }, 0);
             });
             assert_eq!(vcpu.run().unwrap_err().errno(), libc::EFAULT);
@@ -420,7 +420,7 @@ mod client {
                 libc::close(vcpu.as_raw_fd());
                 let page = map(4096);
                 libc::munmap(page.cast(), 4096);
-                // The child can have a VM of its own.
+                // The child can have its own VM.
                 let (own, mut cpu, _) = guest(&[0xf4]);
                 let third = matches!(cpu.run(), Ok(VcpuExit::Hlt));
                 drop(own);

@@ -1,4 +1,4 @@
-//! Forks that the C library does not see; and limits of the process: descriptors, memory.
+//! Tests forks that the C library does not see, and the process's limits of descriptors and memory.
 #![cfg(target_arch = "x86_64")]
 
 mod common;
@@ -30,7 +30,7 @@ mod client {
 
     const KVM_GET_API_VERSION: u64 = 0xae00;
 
-    /// Forks by the system call; `child` makes system calls only. Returns what `child` returned.
+    /// Forks by the system call. `child` makes only system calls. Returns the result of `child`.
     fn raw_fork(child: impl FnOnce() -> bool) -> bool {
         // SAFETY: the child ends below, whatever happens.
         unsafe {
@@ -55,7 +55,7 @@ mod client {
             [vm.as_raw_fd(), vcpu.as_raw_fd(), kvm.as_raw_fd()]
                 .into_iter()
                 .all(|fd| {
-                    // SAFETY: descriptors of the child's own.
+                    // SAFETY: the descriptors belong to the child.
                     unsafe {
                         libc::close(fd);
                         let file = libc::open(c"/dev/null".as_ptr(), libc::O_RDONLY);
@@ -66,7 +66,7 @@ mod client {
                 })
         });
         assert!(fine);
-        // The child uses the objects that it has inherited, and makes a VM of its own.
+        // The child uses the objects that it has inherited, and makes its own VM.
         let fine = raw_fork(|| {
             // SAFETY: plain calls.
             let refused =
@@ -201,8 +201,9 @@ mod client {
         }
     }
 
-    /// A lock of the program that its fork handlers hold over a fork, like those of a `malloc`. The lock is fair.
-    /// Otherwise a thread that takes it again and again would prevent forks if there are fewer processors than threads.
+    /// A lock of the program that its fork handlers hold over a fork, like those of a `malloc`. The lock is fair. With
+    /// an unfair lock and fewer processors than threads, a thread that takes the lock again and again would prevent
+    /// forks.
     static TICKETS: AtomicU32 = AtomicU32::new(0);
     static SERVED: AtomicU32 = AtomicU32::new(0);
 
@@ -311,7 +312,8 @@ mod client {
     #[test]
     #[ignore = "runs under the library"]
     fn a_vm_needs_no_files() {
-        // For a file of slat, the kernel would end this program by SIGXFSZ. (The program's output is a file, too.)
+        // If slat wrote to a file, the kernel would end this program by SIGXFSZ. The program's own output is a file,
+        // too.
         let before = limit_of(libc::RLIMIT_FSIZE);
         limit(libc::RLIMIT_FSIZE, 0);
         let (vm, mut vcpu, _) = guest(OUT);
@@ -320,7 +322,8 @@ mod client {
             assert!(matches!(vcpu.run().unwrap(), VcpuExit::IoOut(0x10, _)));
             runs += 1;
         }
-        // kvm-ioctls has mapped the vCPU; this maps it again, from the second page on.
+        // kvm-ioctls has mapped the vCPU from its first page on. This code maps the vCPU again, from the second page
+        // on.
         const PAGES: usize = 2;
         // SAFETY: a new mapping of the descriptor, whose first byte is that of the port's data.
         unsafe {
@@ -361,14 +364,14 @@ mod client {
         }
     }
 
-    /// Bytes of address space that this process has now.
+    /// Returns the size of this process's address space in bytes.
     fn address_space() -> u64 {
         let text = std::fs::read_to_string("/proc/self/statm").unwrap();
         let pages: u64 = text.split(' ').next().unwrap().parse().unwrap();
         pages * 4096
     }
 
-    /// With less and less free memory, each call succeeds or returns ENOMEM, and the program continues.
+    /// Reduces the free memory step by step. Each call succeeds or returns ENOMEM, and the program continues.
     #[test]
     #[ignore = "runs under the library"]
     fn memory_that_is_out_is_enomem() {

@@ -1,4 +1,4 @@
-//! No thread of the client can truncate the files that slat maps, not even while slat is making them.
+//! Tests that no thread of the client can truncate the files that slat maps, not even while slat makes these files.
 #![cfg(target_arch = "x86_64")]
 
 mod common;
@@ -20,7 +20,7 @@ mod client {
         const KVM_GET_STATS_FD: u64 = 0xaece;
         const ROUNDS: usize = 20_000;
         let vm = kvm_ioctls::Kvm::new().unwrap().create_vm().unwrap();
-        // SAFETY: plain calls: the lowest free number is what the next descriptor gets.
+        // SAFETY: the calls take no pointers. The next descriptor gets the lowest free number.
         let next = unsafe {
             let next = libc::dup(2);
             libc::close(next);
@@ -30,14 +30,15 @@ mod client {
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 while !done.load(Ordering::Relaxed) {
-                    // By number, as fast as possible.
-                    // SAFETY: `next` is an unused descriptor or one of those made below.
+                    // The call is made by number, which is the fastest way.
+                    // SAFETY: `next` is an unused descriptor, or a descriptor that the loop below makes.
                     unsafe { libc::syscall(libc::SYS_ftruncate, next, 0) };
                 }
             });
             let mut word = [0u8; 4];
             for _ in 0..ROUNDS {
-                // SAFETY: plain calls on descriptors of our own, and a live buffer. Making one may fail cleanly.
+                // SAFETY: plain calls on descriptors of this test, and a live buffer. The creation of a descriptor may
+                // fail cleanly.
                 unsafe {
                     let stats = libc::ioctl(vm.as_raw_fd(), KVM_GET_STATS_FD, 0);
                     if stats >= 0 {

@@ -1,5 +1,5 @@
-//! Call sites of a static program, which slat rewrites while the program runs: `conformance/programs/sites.c`. A part
-//! of the program runs under `PR_SET_MDWE`, where the kernel refuses memory that is writable and executable.
+//! Tests call sites of a static program (`conformance/programs/sites.c`), which slat rewrites while the program runs.
+//! A part of the program runs under `PR_SET_MDWE`, where the kernel refuses memory that is writable and executable.
 #![cfg(target_arch = "x86_64")]
 
 use std::process::Command;

@@ -1,8 +1,8 @@
-//! What depends on the processor's architecture. The rest of the crate is neutral.
+//! The parts of this crate that depend on the processor's architecture. The rest of the crate is neutral.
 //!
-//! Each architecture has a directory, and each directory has the same modules with the same functions. It imports
-//! nothing from the rest of the crate. Where its assembly calls a function of the rest, it has a macro, to which the
-//! rest passes that function.
+//! Each architecture has a directory. All directories have the same modules with the same functions, and import
+//! nothing from the rest of the crate. Where assembly calls a function of the rest, the assembly is in a macro, and
+//! the rest passes that function to the macro.
 //!
 //! | module | idea |
 //! |---|---|

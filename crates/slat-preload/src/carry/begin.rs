@@ -28,7 +28,7 @@ const SA_RESTORER: usize = 0x0400_0000;
 
 /// The earlier action for SIGSYS, as the kernel's `struct sigaction`.
 static ACTION: [AtomicUsize; 4] = [const { AtomicUsize::new(0) }; 4];
-/// The signal mask as it was before.
+/// The signal mask of the process before [`begin`] changed it.
 static MASK: AtomicU64 = AtomicU64::new(0);
 
 /// Makes a system call by an instruction of this library, for the library's start. Such calls are not dispatched.
@@ -65,7 +65,7 @@ fn fail(why: &'static str) -> ! {
 /// # Safety
 /// - The memory is mapped and holds such a value.
 unsafe fn get<T: Copy>(address: usize) -> T {
-    // SAFETY: the caller's promise; ELF aligns its fields.
+    // SAFETY: the memory is mapped and holds a `T`, as this function's own contract asks. ELF aligns its fields.
     unsafe { (address as *const T).read_volatile() }
 }
 
@@ -74,7 +74,8 @@ unsafe fn get<T: Copy>(address: usize) -> T {
 /// # Safety
 /// - `sp` is the stack pointer with which the kernel has begun the process.
 unsafe fn auxiliary(sp: usize, kind: u64) -> usize {
-    // SAFETY: the arguments and the variables end with 0, the vector with `AT_NULL`.
+    // SAFETY: `sp` is the stack pointer with which the kernel began the process, as this function's own contract asks.
+    // The arguments and the variables end with 0, the vector with `AT_NULL`.
     unsafe {
         let mut entry = sp + 8 * (get::<usize>(sp) + 2);
         while get::<usize>(entry) != 0 {
@@ -94,9 +95,10 @@ unsafe fn auxiliary(sp: usize, kind: u64) -> usize {
 /// Sets a value of the auxiliary vector.
 ///
 /// # Safety
-/// The conditions are those of [`auxiliary`]. The value is true.
+/// The conditions are those of [`auxiliary`]. The value is correct for this process.
 unsafe fn set_auxiliary(sp: usize, kind: u64, value: usize) {
-    // SAFETY: the caller's promise; this process may change the vector.
+    // SAFETY: `sp` is the stack pointer with which the kernel began the process, as this function's own contract asks.
+    // This process may change the vector.
     unsafe {
         let entry = auxiliary(sp, kind);
         if entry != 0 {
@@ -115,7 +117,8 @@ impl Header {
     /// # Safety
     /// - The file is mapped there, and has such a header.
     unsafe fn of(file: usize, index: usize) -> Self {
-        // SAFETY: the caller's promise. The offset 32 is that of `e_phoff`.
+        // SAFETY: the file is mapped and has the header, as this function's own contract asks. The field `e_phoff` is
+        // at offset 32.
         Header(unsafe { file + get::<usize>(file + 32) + 56 * index })
     }
 
@@ -124,7 +127,7 @@ impl Header {
     /// # Safety
     /// The conditions are those of [`Header::of`].
     unsafe fn count(file: usize) -> usize {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the file is mapped, as this function's own contract asks.
         usize::from(unsafe { get::<u16>(file + 56) })
     }
 
@@ -157,7 +160,8 @@ fn map(at: usize, len: usize, access: c_int, flags: c_int, fd: c_int, offset: us
 /// # Safety
 /// - The file is a dynamic linker.
 unsafe fn place(fd: c_int, file: usize, page: usize) -> usize {
-    // SAFETY: the caller's promise, for the headers; new memory.
+    // SAFETY: the file is a dynamic linker, as this function's own contract asks, so its headers are valid. All
+    // mappings are new.
     unsafe {
         let mut high = 0;
         let mut index = 0;
@@ -243,7 +247,8 @@ unsafe extern "C" fn begin(sp: usize) -> usize {
         index += 1;
     }
     let (linker, library) = (&FILES[LINKER], base());
-    // SAFETY: the caller's promise; the kernel always tells.
+    // SAFETY: `sp` is the stack pointer with which the kernel began the process, as this function's own contract asks.
+    // The kernel always stores `AT_PAGESZ`.
     let page = unsafe { get::<usize>(auxiliary(sp, libc::AT_PAGESZ)) };
     // SAFETY: the dynamic linker's file, and this library.
     let (at, entry) = unsafe {
@@ -307,7 +312,8 @@ unsafe extern "C" fn begin(sp: usize) -> usize {
             "slat: in another root this kernel cannot start slat's library: it has no Syscall User Dispatch (Linux 5.11)\n",
         );
     }
-    // SAFETY: the caller's promise. The linker is mapped there, and passes control to `finish` in the end.
+    // SAFETY: `sp` is the stack pointer with which the kernel began the process, as this function's own contract asks.
+    // The linker is mapped at `at`, and jumps to `finish` in the end.
     unsafe {
         set_auxiliary(sp, libc::AT_BASE, at);
         set_auxiliary(sp, libc::AT_ENTRY, finish as *const () as usize);
@@ -320,7 +326,7 @@ unsafe extern "C" fn begin(sp: usize) -> usize {
 /// # Safety
 /// - The path ends with 0.
 unsafe fn memfd_of(path: usize) -> c_int {
-    // SAFETY: the caller's promise; the names end with 0.
+    // SAFETY: the path ends with 0, as this function's own contract asks. The names end with 0.
     unsafe {
         let (mut last, mut at) = (path, path);
         loop {
@@ -349,7 +355,7 @@ unsafe fn memfd_of(path: usize) -> c_int {
 
 /// Serves a call of the dynamic linker, or of the C library while it starts. The kernel calls this for SIGSYS.
 unsafe extern "C" fn serve(_signal: c_int, _information: usize, context: *mut Frame) {
-    // SAFETY: the kernel's structure; the path is the linker's.
+    // SAFETY: `context` is the kernel's structure. The path belongs to the linker and ends with 0.
     unsafe {
         let (number, arguments) = (*context).call();
         let path = match calls::newer(number, arguments) {
@@ -357,7 +363,7 @@ unsafe extern "C" fn serve(_signal: c_int, _information: usize, context: *mut Fr
             _ => 0,
         };
         let fd = if path != 0 { memfd_of(path) } else { -1 };
-        // The settings for dynamic linking in the other root are for other libraries.
+        // The linker finds no other files. The other root's settings for dynamic linking are for other libraries.
         let answer = match path {
             0 => system_call(number, arguments),
             _ if fd < 0 => -(libc::ENOENT as isize),
@@ -394,13 +400,13 @@ unsafe extern "C" fn end(sp: usize) -> usize {
         }
     }
     let entry = entry();
-    // SAFETY: the caller keeps this function's contract.
+    // SAFETY: `sp` is the stack pointer with which the kernel began the process, as this function's own contract asks.
     unsafe { set_auxiliary(sp, libc::AT_ENTRY, entry) };
     entry
 }
 
-/// The function to which the dynamic linker jumps. Now this library is linked, and starts like any library whose
-/// dynamic linker the kernel has found.
+/// The dynamic linker jumps to this function when it has linked this library. Then this library starts like any
+/// library whose dynamic linker the kernel has found.
 #[unsafe(naked)]
 unsafe extern "C" fn finish() -> ! {
     finish!(end)
@@ -410,7 +416,7 @@ unsafe extern "C" fn finish() -> ! {
 /// first `DT_RELACOUNT` entries of `DT_RELA`. The dynamic linker later stores the same values again.
 ///
 /// # Safety
-/// - The kernel calls it.
+/// - The kernel calls this function.
 #[unsafe(naked)]
 pub unsafe extern "C" fn slat_carried() -> ! {
     relocate!(super::__ehdr_start, begin)

@@ -140,10 +140,10 @@ pub fn prepare() {
         _size: usize,
         _data: *mut c_void,
     ) -> c_int {
-        // SAFETY: the linker's description of an object, whose name lives as long as the description.
+        // SAFETY: `info` is the linker's description of an object, whose name lives as long as the description.
         let name = unsafe { (*info).dlpi_name };
         if !name.is_null() {
-            // SAFETY: as above.
+            // SAFETY: the name is a string that ends with 0, and lives as long as the description.
             let path = unsafe { CStr::from_ptr(name) }.to_bytes_with_nul();
             let last = path.rsplit(|byte| *byte == b'/').next().unwrap_or(path);
             let known = NAMES.iter().position(|name| name.starts_with(last));
@@ -171,7 +171,7 @@ pub fn take_directory() {
     }
 }
 
-/// Keeps the files; `library` is this library's. Call before the root changes. Async-signal-safe.
+/// Keeps the files. `library` is the path of this library's file. Call before the root changes. Async-signal-safe.
 pub fn keep(library: &CStr) {
     procfs::keep_directory();
     if is_kept() || !is_possible() {
@@ -179,12 +179,12 @@ pub fn keep(library: &CStr) {
     }
     for (file, path) in FILES.iter().zip(&PATHS).skip(LINKER) {
         let path = path.load(Ordering::Relaxed);
-        // SAFETY: a string of the linker's, which lives as long as the object: this library needs it.
+        // SAFETY: the linker's string ends with 0, and lives as long as the object. This library needs the object.
         if !path.is_null() && file.keep(unsafe { CStr::from_ptr(path) }).is_none() {
             return;
         }
     }
-    // This file is kept last: it shows that all files are kept.
+    // This library's file is kept last, because [`is_kept`] takes this file as the sign that all files are kept.
     FILES[LIBRARY].keep(library);
 }
 

@@ -1,5 +1,5 @@
-//! Determines the program to which executing a file leads, perhaps through the interpreters of scripts, and how slat
-//! reaches that program.
+//! Finds the program that runs in the end when a file is executed, perhaps through the interpreters of scripts. Also
+//! determines how slat reaches that program.
 
 use crate::elf::Headers;
 use crate::real::{Opened, kernel};
@@ -79,8 +79,7 @@ impl Line {
     }
 }
 
-/// Whether executing a file may give the process other rights. The process gains them only if the kernel executes the
-/// file itself.
+/// Whether the process may gain rights by executing a file. It gains them only if the kernel executes the file itself.
 fn gains_rights(file: &Opened) -> bool {
     // SAFETY: all-zero is a valid `stat`, which the call fills in.
     unsafe {
@@ -100,7 +99,7 @@ fn reach(file: &Opened) -> Reach {
     }
     let mut name = [0; libc::PATH_MAX as usize];
     let is_loaded = match headers.interpreter(file, &mut name) {
-        // The interpreter belongs to another C library.
+        // A program of musl cannot load this library, which needs glibc.
         Some(interpreter) => {
             let mut parts = interpreter.to_bytes().rsplit(|byte| *byte == b'/');
             parts
@@ -115,7 +114,7 @@ fn reach(file: &Opened) -> Reach {
     }
 }
 
-/// The result of following a file: the program, and the interpreters of scripts before it, which may be scripts again.
+/// The result of following a file: the program that runs in the end, and the scripts on the path to that program.
 pub struct Chain {
     lines: [Line; Self::LONGEST],
     len: usize,

@@ -58,9 +58,9 @@ fn is_there(file: &CStr) -> bool {
     found.is_ok()
 }
 
-/// Whether slat refuses a program that slat cannot follow. slat refuses a program that names `/dev/kvm`, and prints one
-/// line: without slat such a program would find the machine's own KVM or none. Other programs run without slat. If
-/// `lacks_proc` is true, the reason is a missing `/proc`.
+/// Whether slat refuses to start a program that slat cannot follow. slat refuses a program that contains the text
+/// `/dev/kvm`, and prints one line: without slat such a program would find the machine's own KVM or none. Other
+/// programs run without slat. `lacks_proc` says that slat cannot follow the program because `/proc` is missing.
 fn refuses(library: &CStr, program: &CStr, lacks_proc: bool) -> bool {
     let file = Opened::new(program, libc::O_RDONLY);
     if !file.is_some_and(|file| contains(&file, b"/dev/kvm")) {
@@ -93,8 +93,8 @@ fn refuses(library: &CStr, program: &CStr, lacks_proc: bool) -> bool {
         iov_base: part.as_ptr().cast_mut().cast(),
         iov_len: part.len(),
     });
-    // One call is used, so that lines of other processes do not mix with it.
-    // SAFETY: live buffers, which the call reads.
+    // One call writes the whole message, so that lines of other processes do not mix with it.
+    // SAFETY: the buffers are live, and the call only reads them.
     let _ = unsafe { kernel!(libc::SYS_writev, 2, parts.as_ptr(), parts.len()) };
     true
 }
@@ -113,8 +113,8 @@ pub fn count(words: Words) -> Option<usize> {
     Some(count)
 }
 
-/// Memory for the words with which a program is started: memory of the caller, or a new mapping if the caller's does
-/// not suffice. (A mapping made in a child of `vfork` remains in its parent.)
+/// Memory for the words with which a program is started: memory of the caller, or a new mapping if the caller's memory
+/// does not suffice. A mapping that a child of `vfork` makes remains in the parent.
 struct Scratch {
     start: *mut u8,
     len: usize,
@@ -191,9 +191,9 @@ impl Drop for Scratch {
 /// Starts the program at `path` by calling `start` with the file, the arguments and the environment that make
 /// slat follow the program.
 ///
-/// If this library's file cannot be seen, its memfd is executed ([`carry`]). The memfd also replaces a program that
-/// loads libraries, because that program could not load this library. If `start` can only execute paths (`by_path`),
-/// executing a memfd needs `/proc`.
+/// If this library's file cannot be seen, slat executes this library's memfd ([`carry`]). slat does so even for a
+/// program that loads libraries, because that program could not load this library. If `start` can only execute paths
+/// (`by_path`), executing a memfd needs `/proc`.
 ///
 /// # Safety
 /// - The arguments are as execve(2) demands: strings, and arrays of them that end with null. If they cannot be read,
@@ -234,7 +234,7 @@ pub unsafe fn follow<T>(
         Reach::Loaded => is_there(library),
         Reach::Preloaded => false,
     };
-    // A jailer clears the environment, but should not clear slat's settings.
+    // A jailer clears the environment, but the new program must keep slat's settings.
     let settings = carried.is_some().then(environment::settings);
     let is_lost = is_elsewhere && carried.is_none() || chain.reach == Reach::Loaded && !loads;
     if is_lost && refuses(library, runs, lacks_proc) {
@@ -249,7 +249,7 @@ pub unsafe fn follow<T>(
     let preload = (0..variables).find_map(|index| value(PRELOAD, index));
     let has_library = preload.is_some_and(|value| {
         let mut names = value.split(|byte| matches!(byte, b':' | b' '));
-        // The library of another version of slat serves as well as this library.
+        // A library of another version of slat serves as well as this library.
         names.any(|name| {
             let file = name.rsplit(|byte| *byte == b'/').next();
             file.is_some_and(|file| file.starts_with(b"libslat_preload"))

@@ -1,5 +1,6 @@
 //! The programs that the program executes. slat follows all of them. A program that loads libraries gets this library
-//! by LD_PRELOAD. For a program that loads no libraries, this library is started in its place ([`load`](crate::load)).
+//! by LD_PRELOAD. In place of a program that loads no libraries, slat starts this library as a program
+//! ([`load`](crate::load)).
 //!
 //! | file | idea |
 //! |---|---|
@@ -118,10 +119,11 @@ static NEXT_SPAWNP: Next = Next::new(c"posix_spawnp");
 /// The conditions are those of the system call.
 pub unsafe fn execute(path: *const c_char, arguments: Words, environment: Words) -> c_int {
     let start = |executed, arguments, environment| {
-        // SAFETY: the caller's promise; `follow` has derived these arguments from the caller's.
+        // SAFETY: `follow` has derived these arguments from arguments that are valid for execve(2), as this function's
+        // own contract asks.
         plain(unsafe { replace_program(executed, arguments, environment) })
     };
-    // SAFETY: the caller keeps this function's contract.
+    // SAFETY: the arguments are valid for execve(2), as this function's own contract asks.
     unsafe { follow(path, arguments, environment, false, start) as c_int }
 }
 
@@ -134,7 +136,8 @@ unsafe fn replace_program(
     arguments: Words,
     environment: Words,
 ) -> Result<isize, i32> {
-    // SAFETY: the caller's promise; an empty path means the descriptor.
+    // SAFETY: the arguments are valid for execve(2), as this function's own contract asks. An empty path means the
+    // descriptor.
     unsafe {
         match executed {
             Executed::Path(path) => kernel!(libc::SYS_execve, path, arguments, environment),
@@ -182,10 +185,10 @@ fn path_at(
     if Opened::new(name, libc::O_PATH).is_some() {
         return Some(buffer.as_ptr().cast());
     }
-    // The file has no name, like a memfd, so it is reached by its descriptor. If this library loads the program, the
-    // descriptor has to be open in this library's process, too.
+    // The file has no name, as a memfd has none, so it is reached by its descriptor. If this library loads the
+    // program, the descriptor must be open in this library's process, too.
     let link = match Chain::from(link.as_c_str())?.reach {
-        // SAFETY: a descriptor of the program's is duplicated.
+        // SAFETY: the call duplicates a descriptor of the program.
         Reach::Loaded => DescriptorPath::new(
             unsafe { kernel!(libc::SYS_fcntl, directory, libc::F_DUPFD, 3) }.ok()? as c_int,
         ),
@@ -210,7 +213,7 @@ pub unsafe fn execute_at(
     let mut buffer = [0; libc::PATH_MAX as usize];
     let found = path_at(directory, path, flags, &mut buffer);
     let pass = |arguments: Words, environment: Words| {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for execveat(2), as this function's own contract asks.
         unsafe {
             call!(
                 libc::SYS_execveat,
@@ -224,11 +227,12 @@ pub unsafe fn execute_at(
     };
     let start = |executed, arguments: Words, environment: Words| match executed {
         Executed::Path(runs) if found == Some(runs) => pass(arguments, environment),
-        // SAFETY: the caller's promise; `follow` has derived these arguments from the caller's.
+        // SAFETY: `follow` has derived these arguments from arguments that are valid for execveat(2), as this
+        // function's own contract asks.
         _ => plain(unsafe { replace_program(executed, arguments, environment) }),
     };
     let answer = match found {
-        // SAFETY: the caller's promise; the path that was found ends with 0.
+        // SAFETY: the arguments are valid for execveat(2), as this function's own contract asks. `found` ends with 0.
         Some(found) => unsafe { follow(found, arguments, environment, false, start) },
         None => pass(arguments, environment),
     };
@@ -249,13 +253,13 @@ unsafe fn execute_found(name: *const c_char, arguments: Words, environment: Word
                 let _ = unsafe { replace_program(executed, words, variables) };
             }
         };
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for execve(2), as this function's own contract asks.
         unsafe { follow(path, arguments, environment, false, changed) };
     }
     let Some(next) = NEXT_EXECVPE.get() else {
         return missing();
     };
-    // SAFETY: the C library's function has this signature; the caller keeps this function's contract.
+    // SAFETY: the C library's function has this signature. The arguments are valid, as its caller ensures.
     unsafe {
         let next: unsafe extern "C-unwind" fn(*const c_char, Words, Words) -> c_int =
             transmute(next);
@@ -266,13 +270,13 @@ unsafe fn execute_found(name: *const c_char, arguments: Words, environment: Word
 interpose! {
     /// execve(2).
     fn execve(path: *const c_char, arguments: Words, environment: Words) -> c_int {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for execve(2), as this function's own contract asks.
         unsafe { execute(path, arguments, environment) }
     }
 
     /// execv(3).
     fn execv(path: *const c_char, arguments: Words) -> c_int {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for execv(3), as this function's own contract asks.
         unsafe { execute(path, arguments, environ) }
     }
 
@@ -284,25 +288,25 @@ interpose! {
         environment: Words,
         flags: c_int,
     ) -> c_int {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for execveat(2), as this function's own contract asks.
         unsafe { execute_at(directory, path, arguments, environment, flags) }
     }
 
     /// fexecve(3).
     fn fexecve(file: c_int, arguments: Words, environment: Words) -> c_int {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for fexecve(3), as this function's own contract asks.
         unsafe { execute_at(file, c"".as_ptr(), arguments, environment, libc::AT_EMPTY_PATH) }
     }
 
     /// execvp(3).
     fn execvp(name: *const c_char, arguments: Words) -> c_int {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for execvp(3), as this function's own contract asks.
         unsafe { execute_found(name, arguments, environ) }
     }
 
     /// execvpe(3).
     fn execvpe(name: *const c_char, arguments: Words, environment: Words) -> c_int {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for execvpe(3), as this function's own contract asks.
         unsafe { execute_found(name, arguments, environment) }
     }
 
@@ -315,7 +319,7 @@ interpose! {
         arguments: Words,
         environment: Words,
     ) -> c_int {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for posix_spawn(3), as this function's own contract asks.
         unsafe { spawn(&NEXT_SPAWN, child, path, actions, attributes, arguments, environment) }
     }
 
@@ -331,7 +335,7 @@ interpose! {
         let mut buffer = [0; libc::PATH_MAX as usize];
         // The C library reports that a program is not in PATH.
         let path = find(name, &mut buffer).unwrap_or(name);
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the arguments are valid for posix_spawnp(3), as this function's own contract asks.
         unsafe { spawn(&NEXT_SPAWNP, child, path, actions, attributes, arguments, environment) }
     }
 }
@@ -368,18 +372,19 @@ listed! {
 }
 
 unsafe extern "C-unwind" fn execute_listed(path: *const c_char, words: Words) -> c_int {
-    // SAFETY: the caller keeps this function's contract.
+    // SAFETY: the path and the words are valid for execve(2), as execl(3) asks of its caller.
     unsafe { execute(path, words, environ) }
 }
 
 unsafe extern "C-unwind" fn find_listed(name: *const c_char, words: Words) -> c_int {
-    // SAFETY: the caller keeps this function's contract.
+    // SAFETY: the name and the words are valid for execve(2), as execlp(3) asks of its caller.
     unsafe { execute_found(name, words, environ) }
 }
 
-/// The environment follows the words' null.
+/// Implements execle. The environment follows the null after the words.
 unsafe extern "C-unwind" fn execute_listed_in(path: *const c_char, words: Words) -> c_int {
-    // SAFETY: the caller keeps this function's contract.
+    // SAFETY: the path and the words are valid for execve(2), and the environment follows the null, as execle(3) asks
+    // of its caller.
     unsafe {
         execute(
             path,
@@ -402,7 +407,7 @@ unsafe fn spawn(
     let Some(next) = next.get() else {
         return libc::ENOSYS;
     };
-    // SAFETY: the C library's function has this signature; the caller keeps this function's contract.
+    // SAFETY: the C library's function has this signature. The arguments are valid, as its caller ensures.
     unsafe {
         let next = transmute::<usize, Spawn>(next);
         follow(

@@ -1,5 +1,5 @@
-//! Serves the calls that concern their own thread, its signals or its memory. The kernel would change state for such a
-//! call; here that state is in the frame, or slat keeps it. All other calls go to [`others`].
+//! Serves the system calls that concern the calling thread, its signals or its memory. The kernel would change some
+//! state for such a call. Here that state is in the frame, or slat keeps it. All other calls go to [`others`].
 
 use super::frame::{self, Frame};
 use super::request::Request;
@@ -26,7 +26,8 @@ fn read<T: slat_guard::Word>(address: usize) -> Result<T, isize> {
 
 /// Writes a word of the program's memory.
 fn write<T: slat_guard::Word>(address: usize, value: T) -> Result<(), isize> {
-    // SAFETY: the same as for `read`.
+    // SAFETY: a guarded store: the handlers are installed together with the dispatch. The kernel would write to this
+    // address of the program, too.
     unsafe { slat_guard::store(address as *mut T, value) }.map_err(|_| error(libc::EFAULT))
 }
 
@@ -42,8 +43,8 @@ pub fn needs_state(number: i64) -> bool {
     )
 }
 
-/// Serves the call `made`, which is in the frame. If the call [needs](needs_state) more than the registers, it is in the
-/// frame, too. Returns the kernel's result.
+/// Serves the call `made`, whose registers are in the frame. If the call [needs](needs_state) more of the program's
+/// state than the registers, the frame has that state, too. Returns the kernel's result.
 pub fn answer(frame: &mut Frame, made: &Made) -> isize {
     let Made {
         number, arguments, ..
@@ -55,7 +56,8 @@ pub fn answer(frame: &mut Frame, made: &Made) -> isize {
     let [a, b, c, d, ..] = newer_arguments;
     match newer {
         libc::SYS_rt_sigreturn => {
-            // SAFETY: the call says that the program's handler has ended, and its frame is where the kernel expects it.
+            // SAFETY: by this call the program says that its handler has ended. The handler's frame is where the
+            // kernel expects it.
             unsafe { frame::return_from_handler(frame) }
         }
         libc::SYS_rt_sigprocmask => change_mask(frame, a as i32, b, c, d).unwrap_or_else(|e| e),
@@ -161,7 +163,8 @@ fn in_loaded_program(number: i64, arguments: [usize; 6]) -> Option<isize> {
     })
 }
 
-/// Installs a seccomp filter by `install`.
+/// Installs the seccomp filter at the address `program`, changed so that slat's own calls pass. Calls `install` with
+/// the address of the changed filter.
 fn confine(program: usize, on_all: bool, install: impl FnOnce(usize) -> isize) -> isize {
     let Some(passing) = passing() else {
         return error(libc::EINVAL);
@@ -239,12 +242,12 @@ fn change_action(signal: i32, new: usize, old: usize, bytes: usize) -> Result<is
     } else {
         &raw const action
     };
-    // SAFETY: live structures, or null.
+    // SAFETY: the pointers refer to live structures, or are null.
     if unsafe { signals::set_action(signal, given, &mut before) } != 0 {
         return Err(error(slat_process::errno()));
     }
     if old != 0 {
-        // SAFETY: as above.
+        // SAFETY: the C library's signal set is larger, and begins with the kernel's set.
         let mask = unsafe { (&raw const before.sa_mask).cast::<u64>().read() };
         let words = [
             before.sa_sigaction as u64,
@@ -278,7 +281,7 @@ fn change_alternate(frame: &mut Frame, new: usize, old: usize) -> isize {
         pointers::set_alternate(&frame.alternate);
     }
     if old != 0 {
-        // The frame has the stack as the program has set it; the state of the stack has to be derived.
+        // The frame has the alternate stack as the program has set it. The stack's state is computed here.
         let state = match (before.ss_size, is_used) {
             (0, _) => libc::SS_DISABLE,
             (_, true) => libc::SS_ONSTACK,

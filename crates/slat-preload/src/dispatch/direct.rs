@@ -1,4 +1,5 @@
-//! Serves calls from a rewritten call site ([`sites`](super::sites)), which jumps to slat instead of causing a signal.
+//! Serves calls from rewritten call sites ([`sites`](super::sites)). A rewritten site jumps to slat instead of causing
+//! a signal.
 
 use super::frame::Frame;
 use super::{calls, others};
@@ -40,7 +41,7 @@ fn complete(frame: &mut Frame, are_blocked: bool) {
     if !are_blocked {
         frame.mask = change_mask(libc::SIG_BLOCK, u64::MAX);
     }
-    // SAFETY: a live structure.
+    // SAFETY: the call fills in a live structure.
     let _ = unsafe { kernel!(libc::SYS_sigaltstack, 0, &raw mut frame.alternate) };
     frame.link = stack::set_used_to(std::ptr::from_ref(frame) as usize);
 }

@@ -7,8 +7,8 @@
 //! the call, slat makes the call outside the range. Then the kernel itself carries out the filter's action: it returns
 //! an error, sends a signal, or ends the process.
 //!
-//! (In a program that loads libraries, the range is also that of the program's C library. There filters are not
-//! changed, and `slat_kvm::filters` finds out which calls the filters forbid.)
+//! In a program that loads libraries, the range also contains the program's C library. There slat does not change
+//! filters, and `slat_kvm::filters` finds out which calls the filters forbid.
 
 use crate::real::error;
 use crate::seccomp::{prefixed, read_filter};
@@ -36,13 +36,13 @@ thread_local! {
 /// The filters that were installed on all threads at once (`SECCOMP_FILTER_FLAG_TSYNC`).
 static OF_ALL: AtomicPtr<Filter> = AtomicPtr::new(null_mut());
 
-/// The filters of a thread, which a thread that it makes inherits.
+/// The filters of a thread. The threads that it makes inherit them.
 #[derive(Clone, Copy, Debug)]
 pub struct Inherited(*const Filter);
 
 // SAFETY: a filter is neither changed nor freed once it is installed.
 unsafe impl Send for Inherited {}
-// SAFETY: as above.
+// SAFETY: a filter is neither changed nor freed once it is installed.
 unsafe impl Sync for Inherited {}
 
 /// Returns this thread's filters.
@@ -50,7 +50,7 @@ pub fn of_this_thread() -> Inherited {
     Inherited(OF_THREAD.get())
 }
 
-/// Gives this thread the filters of its maker.
+/// Gives this thread the filters of the thread that made it.
 pub fn inherit(Inherited(filters): Inherited) {
     OF_THREAD.set(filters);
 }
@@ -77,7 +77,7 @@ pub fn judged(call: &Made) -> Option<isize> {
         return None;
     }
     disarm_thread();
-    // SAFETY: the program's own call. If the filter sends a signal, the signal ends the program or is handled.
+    // SAFETY: the call is the program's own. If the filter sends a signal, the signal ends the program or is handled.
     let answer = unsafe { gate::call_own(call.number, call.arguments) };
     arm_thread();
     Some(answer)

@@ -1,4 +1,4 @@
-//! The frame of a dispatched system call: the state of the program that the kernel saved when it sent SIGSYS.
+//! The frame of a dispatched system call: the state of the program, which the kernel saves when it sends SIGSYS.
 //!
 //! The kernel writes the frame to the stack on which it calls the handler: the program's stack or its alternate stack.
 //! That stack may have only a kilobyte, like a goroutine's, or may be reused by the next signal. So the handler first
@@ -23,7 +23,7 @@ impl Frame {
         self.is_on_alternate(self.sp())
     }
 
-    /// Returns the part of the alternate stack below the call. That part is free.
+    /// Returns the part of the alternate stack below the stack pointer at the call. That part is free.
     pub fn free_alternate(&self) -> libc::stack_t {
         let free = self.sp() - stack::RED_ZONE - self.alternate.ss_sp as usize;
         libc::stack_t {
@@ -44,7 +44,7 @@ impl Frame {
     /// # Safety
     /// - The kernel or [`copy_below`](Self::copy_below) has filled in the frame.
     pub unsafe fn keep(&self) -> KeptFrame {
-        // SAFETY: the caller's promise.
+        // SAFETY: the frame is filled in, as this function's own contract asks.
         unsafe {
             let bytes = self.needed();
             let mut memory = vec![0; bytes];
@@ -66,7 +66,7 @@ pub struct KeptFrame {
 impl KeptFrame {
     /// Returns the frame.
     pub fn frame(&self) -> &Frame {
-        // SAFETY: `Frame::keep` has put it there, aligned; the memory does not move.
+        // SAFETY: `Frame::keep` has put an aligned frame at this offset. The memory does not move.
         unsafe { &*self.memory.as_ptr().add(self.at).cast() }
     }
 }
@@ -85,7 +85,8 @@ unsafe extern "C" fn place(_signal: c_int, info: *const Sent, kernels: *mut Fram
     if !stack::exists() {
         super::library_threads::make_stack();
     }
-    // SAFETY: the kernel's frame, which is on the stack of this handler; and the free part of slat's stack.
+    // SAFETY: `kernels` is the kernel's frame, on the stack of this handler. The part of slat's stack that receives
+    // the copy is free.
     unsafe {
         let frame = match stack::contains(kernels as usize) {
             true => kernels,
@@ -133,11 +134,12 @@ unsafe extern "C" fn runs_slat() -> bool {
 /// # Safety
 /// - `frame` is a copy on this thread's stack. The caller has no value that has to be dropped.
 pub unsafe fn resume(frame: *mut Frame) -> ! {
-    // SAFETY: the caller keeps this function's contract.
+    // SAFETY: `frame` is a copy on this thread's stack, as this function's own contract asks.
     unsafe {
         if (*frame).comes_from_alternate() {
-            // The call came from the alternate stack, and may have interrupted another call that is served above it.
-            // The memory below the other call becomes free again, once no signal can arrive before the return.
+            // The call came from the alternate stack. It may have interrupted an earlier call, whose frame is at a
+            // higher address on slat's stack. Once no signal can arrive before the return, the memory below the
+            // earlier call becomes free.
             super::block_all();
             stack::set_used_to((*frame).link);
         }
@@ -148,11 +150,12 @@ pub unsafe fn resume(frame: *mut Frame) -> ! {
 /// Implements rt_sigreturn(2) for a handler that has called it itself.
 ///
 /// # Safety
-/// - `call` is the frame of that call, and its stack pointer that of the handler. The caller has no value that has to be
-///   dropped.
+/// - `call` is the frame of a handler's call of rt_sigreturn(2), with the handler's stack pointer. The caller has no
+///   value that has to be dropped.
 pub unsafe fn return_from_handler(call: &Frame) -> ! {
     let frame = call.of_handler();
-    // SAFETY: the caller keeps this function's contract.
+    // SAFETY: the stack pointer in `call` leads to the kernel's frame of the handler, as this function's own contract
+    // asks.
     unsafe {
         (*frame).mask = slat_guard::blockable((*frame).mask);
         return_to(frame)

@@ -23,7 +23,8 @@ static KEY: OnceLock<libc::pthread_key_t> = OnceLock::new();
 unsafe extern "C" fn drop_stack(low: *mut c_void) {
     disarm_thread();
     stack::set(0, 0);
-    // SAFETY: the stack of `make_stack`, on which no call is being served: this is the C library's code.
+    // SAFETY: `make_stack` has mapped this stack. No call is being served on it, because this function runs in the C
+    // library's code.
     let _ = unsafe { kernel!(libc::SYS_munmap, low, STACK) };
 }
 
@@ -31,7 +32,7 @@ unsafe extern "C" fn drop_stack(low: *mut c_void) {
 pub fn prepare() {
     KEY.get_or_init(|| {
         let mut key = 0;
-        // SAFETY: a key to fill in, and a function of this library, which is never unloaded.
+        // SAFETY: the call fills in a live key. `drop_stack` is a function of this library, which is never unloaded.
         unsafe { libc::pthread_key_create(&mut key, Some(drop_stack)) };
         key
     });
@@ -44,18 +45,18 @@ pub fn make_stack() {
     // SAFETY: the call maps new memory.
     let Ok(low) = (unsafe { map_memory(0, STACK, access, flags) }) else {
         const MESSAGE: &str = "slat: there is no memory for a thread's stack\n";
-        // SAFETY: a live buffer; then the process ends.
+        // SAFETY: the buffer is live. Then the process ends.
         unsafe {
             let _ = kernel!(libc::SYS_write, 2, MESSAGE.as_ptr(), MESSAGE.len());
             let _ = kernel!(libc::SYS_exit_group, 66);
         }
         unreachable!("the process has ended");
     };
-    // SAFETY: the page below which the stack must not grow, which nothing uses yet.
+    // SAFETY: nothing uses the lowest page yet. The stack must not grow into that page.
     let _ = unsafe { kernel!(libc::SYS_mprotect, low, page_size(), libc::PROT_NONE) };
     stack::set(low, low + STACK);
     if let Some(key) = KEY.get() {
-        // SAFETY: the key of `prepare`. It is one of the first keys, whose values need no memory.
+        // SAFETY: `prepare` has made the key. It is one of the first keys, whose values need no memory.
         unsafe { libc::pthread_setspecific(*key, low as *const c_void) };
     }
 }
@@ -80,18 +81,18 @@ struct Routine<T> {
 extern "C-unwind" fn first<T>(start: *mut c_void) -> T {
     let Routine { routine, argument } = {
         let _section = Section::enter();
-        // SAFETY: `make` has made it for this thread.
+        // SAFETY: `make` has made the `Routine` for this thread.
         *unsafe { Box::from_raw(start.cast::<Routine<T>>()) }
     };
     match loaded::is_loaded() {
-        // slat's own thread may have its maker's pointers, and a filter. Its calls from code outside the C
-        // library have to be dispatched, too, so that they are made at the gate.
+        // A thread of slat's own may have its maker's thread pointers, and a seccomp filter. Its calls from code
+        // outside the C library must be dispatched, too, so that they are made at the gate.
         true => {
             // SAFETY: the first thread has done the same.
             unsafe { pointers::separate_own() };
             arm_thread();
         }
-        // The stack is made now: later, a filter may forbid it.
+        // The stack is made now, because a filter may forbid the necessary calls later.
         false => {
             arm_thread();
             make_stack();
@@ -119,7 +120,7 @@ fn make<T>(
     let failed = create(first::<T>, start.cast());
     if failed != 0 {
         guarded(|| {
-            // SAFETY: no thread has taken the value.
+            // SAFETY: no thread was made, so no thread has taken the value.
             drop(unsafe { Box::from_raw(start) });
             Ok(0)
         });
@@ -147,7 +148,7 @@ interpose_with_callers_floats! {
         let Some(next) = NEXT_THRD.get() else {
             return THRD_ERROR;
         };
-        // SAFETY: the C library's function has this signature; the caller keeps this function's contract.
+        // SAFETY: the C library's function has this signature. The arguments are valid, as its caller ensures.
         let create = |routine, argument| unsafe { transmute::<usize, CreateShort>(next)(thread, routine, argument) };
         make(routine, argument, create)
     }
@@ -162,7 +163,7 @@ interpose_with_callers_floats! {
         let Some(next) = NEXT_CREATE.get() else {
             return libc::EAGAIN;
         };
-        // SAFETY: the C library's function has this signature; the caller keeps this function's contract.
+        // SAFETY: the C library's function has this signature. The arguments are valid, as its caller ensures.
         let create = |routine, argument| unsafe { transmute::<usize, Create>(next)(thread, attributes, routine, argument) };
         make(routine, argument, create)
     }

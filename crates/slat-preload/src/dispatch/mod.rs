@@ -1,6 +1,6 @@
-//! Dispatch: system calls that do not come from the C library's text arrive at slat. The kernel sends them (Syscall User
-//! Dispatch, `Documentation/admin-guide/syscall-user-dispatch.rst`), or the call sites were rewritten. `docs/dispatch.md`
-//! has the design and its alternatives.
+//! Makes system calls that do not come from the C library's text arrive at slat. Either the kernel sends a signal for
+//! the call (Syscall User Dispatch, `Documentation/admin-guide/syscall-user-dispatch.rst`), or slat has rewritten the
+//! call site. `docs/dispatch.md` has the design and its alternatives.
 //!
 //! | file | idea |
 //! |---|---|
@@ -36,17 +36,18 @@ use slat_kvm::abi::KVM_RUN;
 use std::ops::Range;
 use text::Text;
 
-/// Makes the calls of this thread, and those of the threads and processes it makes, arrive at slat: by call sites that
-/// are rewritten in `texts`, the program's code, if all of it can be read; or by the kernel's dispatch. Call while the process has one thread.
+/// Makes the system calls of this thread arrive at slat, and those of the threads and processes that this thread
+/// makes. If all of `texts`, the program's code, can be read, slat rewrites the call sites. Otherwise the kernel
+/// dispatches the calls. Call while the process has one thread.
 ///
 /// # Errors
-/// Why this host cannot do that: the end of a sentence for the user.
+/// The reason why this host cannot do that, as the end of a sentence for the user.
 pub fn arm(texts: Option<&[Range<usize>]>) -> Result<(), &'static str> {
     let text = Text::find().ok_or("the C library is not one that slat knows")?;
     user_dispatch::let_pass(text.range);
     // The kernel dispatches the returns of handlers, too, unless they come from the C library's text.
     let is_dispatched = text.restorer.is_some() && user_dispatch::arm();
-    // SAFETY: the instructions are there; the handlers are not installed yet.
+    // SAFETY: `Text::find` has found the instructions at these addresses. The handlers are not installed yet.
     unsafe {
         slat_process::gate::move_to(text.gate);
         if let Some(restorer) = text.restorer {
@@ -69,7 +70,7 @@ pub fn arm(texts: Option<&[Range<usize>]>) -> Result<(), &'static str> {
 
 /// Whether a sanitizer's runtime is part of the program or of a library. A runtime's own calls must reach the kernel.
 fn has_sanitizer() -> bool {
-    // SAFETY: the string ends with 0.
+    // SAFETY: the name ends with 0.
     let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"__sanitizer_set_report_path".as_ptr()) };
     !found.is_null()
 }
@@ -94,7 +95,7 @@ pub fn arm_if_needed() {
 /// - `frame` is this thread's copy of the state that the kernel has saved.
 unsafe extern "C-unwind" fn serve(frame: *mut frame::Frame) -> ! {
     let before = slat_process::errno();
-    // SAFETY: the caller's promise: no other code has the copy.
+    // SAFETY: `frame` is this thread's copy, which no other code uses, as this function's own contract asks.
     unsafe {
         if (*frame).comes_from_alternate() {
             // The kernel sees that the thread runs on another stack, and would put the next handler's frame over this

@@ -77,7 +77,8 @@ impl Request {
         self.flags & flag != 0
     }
 
-    /// Returns the same request for a process that has a copy of the memory, and handlers and a stack of its own.
+    /// Returns the same request, but for a process with a copy of the memory, its own signal handlers and its own
+    /// stack.
     pub fn with_a_copy_of_memory(&self) -> Self {
         // The kernel refuses shared handlers without shared memory; that error must still occur.
         let shared = if self.has(VM) { VM | SIGHAND } else { 0 };
@@ -90,7 +91,7 @@ impl Request {
         }
     }
 
-    /// Whether fork(2) makes such a process.
+    /// Whether fork(2) makes the process that this request asks for.
     pub fn is_fork(&self) -> bool {
         let known = PARENT_SET_TID | CHILD_SET_TID | CHILD_CLEAR_TID;
         self.flags & !known == 0
@@ -104,8 +105,8 @@ impl Request {
         self.flags >> 32 == 0 && self.set_tid_size == 0 && !two_words
     }
 
-    /// Returns the arguments of clone(2) for a request that [fits](Self::fits), in which the child has its maker's stack
-    /// pointer.
+    /// Returns the arguments of clone(2) for a request that [fits](Self::fits), in which the child has its maker's
+    /// stack pointer.
     pub fn clone_arguments(&self) -> [usize; 6] {
         let word = match self.has(PIDFD) {
             true => self.pidfd,
@@ -124,7 +125,7 @@ impl Request {
         // Filters of container runtimes refuse clone3, because they cannot read its flags. So clone is used if it
         // suffices.
         if self.fits() {
-            // SAFETY: the caller keeps this function's contract.
+            // SAFETY: the caller may continue in both processes, as this function's own contract asks.
             return unsafe { raw(libc::SYS_clone, self.clone_arguments()) };
         }
         let arguments = [
@@ -135,11 +136,12 @@ impl Request {
             0,
             0,
         ];
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: the caller may continue in both processes, as this function's own contract asks.
         unsafe { raw(libc::SYS_clone3, arguments) }
     }
 
-    /// Returns the beginning of the new thread's stack. `None` if it continues with its maker's.
+    /// Returns the address at which the new thread's stack begins. `None`: the new thread keeps its maker's stack
+    /// pointer.
     pub fn stack_top(&self) -> Option<usize> {
         (self.stack != 0).then(|| (self.stack + self.stack_size) as usize)
     }

@@ -1,7 +1,7 @@
-//! Robust futexes of a loaded program (`Documentation/locking/robust-futex-ABI.rst`). When a thread ends, the kernel
-//! marks the futexes that the thread holds. But a thread of the program runs on a thread of slat's C library, and ends
-//! before that thread. Other threads of the program that wait for the end of the thread look at its futexes then. So
-//! slat marks these futexes.
+//! Marks the robust futexes of a loaded program (`Documentation/locking/robust-futex-ABI.rst`). When a thread ends,
+//! the kernel marks the futexes that the thread holds. But a thread of a loaded program runs on a thread of slat's C
+//! library, and the program's thread ends first. Other threads of the program may wait for that end, and then look at
+//! the futexes. So slat marks the futexes when the program's thread ends.
 
 use crate::real::kernel;
 

@@ -1,6 +1,6 @@
-//! Restartable sequences (rseq(2)) of a loaded program. The kernel writes to only one area of a thread, and slat's C
-//! library has registered its own area. When the program registers an area, slat unregisters the C library's area:
-//! slat's C library only reads the processor's number there, and can do without.
+//! Restartable sequences (rseq(2)) of a loaded program. The kernel writes to only one area of each thread, and slat's
+//! C library has registered its own area. When the program registers an area, slat unregisters the C library's area.
+//! slat's C library only reads the processor's number in its area, and works without that number.
 
 use crate::arch::threads::{self, RSEQ_SIGNATURE};
 use crate::real::{Next, raw};
@@ -17,7 +17,7 @@ thread_local! {
 }
 
 fn rseq(area: usize, bytes: usize, flags: usize, signature: usize) -> isize {
-    // SAFETY: the area is the program's, to which the program lets the kernel write, or the C library's, which is
+    // SAFETY: the area belongs to the program, which lets the kernel write to it, or to the C library, whose area is
     // unregistered.
     unsafe { raw(libc::SYS_rseq, [area, bytes, flags, signature, 0, 0]) }
 }
@@ -58,8 +58,8 @@ pub fn register([area, bytes, flags, signature, ..]: [usize; 6]) -> isize {
     answer
 }
 
-/// Unregisters the program's area. The program's thread ends before the thread of slat's C library, and the memory of
-/// the area may be freed then.
+/// Unregisters the program's area. The program's thread ends before the thread of slat's C library, and then the
+/// program may free the memory of the area.
 pub fn leave() {
     let [area, bytes, signature] = PROGRAMS.get();
     if area != 0 {

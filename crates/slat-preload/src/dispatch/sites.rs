@@ -1,14 +1,15 @@
-//! Rewriting of call sites: a jump to slat replaces the instruction that enters the kernel. [`Plan`] says what changes.
+//! Rewrites call sites: replaces the instruction that enters the kernel by a jump to slat. [`Plan`] says which bytes
+//! change.
 //!
 //! Where all sites of a code can be found and rewritten, slat rewrites them before the program begins
-//! ([`rewrite_all`]). Elsewhere the kernel dispatches the program's calls. A dispatched call takes a signal, which costs
-//! several times as much as an exit of `KVM_RUN`. A program makes its `KVM_RUN` calls from one or two sites; after some
-//! calls from a site, slat rewrites that site ([`count`]).
+//! ([`rewrite_all`]). Elsewhere the kernel dispatches the program's calls. A dispatched call takes a signal, which
+//! costs several times as much as an exit of `KVM_RUN`. A program makes its `KVM_RUN` calls from one or two sites;
+//! after some calls from a site, slat rewrites that site ([`count`]).
 //!
-//! A site whose code is not private, readable and executable is not rewritten. After the program has begun, slat does not
-//! rewrite a site in three more cases. With `SLAT_REWRITE=0`, slat rewrites nothing. In a process that is traced, slat
-//! rewrites nothing, because a debugger has breakpoints in code. Text that differs from its file stays unchanged, because
-//! the kernel's own breakpoints (uprobes) work only in a mapping of the file to which they belong.
+//! A site whose code is not private, readable and executable is not rewritten. After the program has begun, slat does
+//! not rewrite a site in three more cases. With `SLAT_REWRITE=0`, slat rewrites nothing. In a process that is traced,
+//! slat rewrites nothing, because a debugger has breakpoints in code. Text that differs from its file stays unchanged,
+//! because the kernel's own breakpoints (uprobes) work only in a mapping of the file to which they belong.
 //!
 //! # How text changes
 //! No memory is ever writable and executable, nor does writable memory become executable. slat writes the changed copy
@@ -66,7 +67,7 @@ fn is_allowed() -> bool {
     std::env::var_os("SLAT_REWRITE").is_none_or(|value| value != "0")
 }
 
-/// Counts a dispatched `KVM_RUN` that ends before `back`, and rewrites its site when it is due.
+/// Counts a dispatched `KVM_RUN` whose instruction ends at `back`. Rewrites the site after [`CALLS`] such calls.
 pub fn count(back: usize) {
     if !loaded::is_loaded() {
         return;
@@ -111,11 +112,11 @@ fn rewrite(back: usize) -> Option<()> {
     replace(&text.range, &[plan])
 }
 
-/// Rewrites all sites of `texts`, which are executable and readable. Call before the program begins. Returns `false` if
-/// not all sites can be found or rewritten, or `texts` are unknown.
+/// Rewrites all sites of `texts`, which are executable and readable. Call before the program begins. Returns `false`
+/// if `texts` is unknown, or if a site cannot be found or rewritten.
 pub fn rewrite_all(texts: Option<&[Range<usize>]>) -> bool {
     let rewrite = |text: &Range<usize>| {
-        // SAFETY: the caller's promise: mapped and readable, and nothing changes it yet.
+        // SAFETY: the text is mapped and readable, and no code changes it before the program begins.
         let code = unsafe { std::slice::from_raw_parts(text.start as *const u8, text.len()) };
         match Plan::of_all(code, text.start)? {
             plans if plans.is_empty() => Some(()),
@@ -130,7 +131,7 @@ fn pages_of(addresses: &Range<usize>) -> Range<usize> {
     addresses.start & !(page_size() - 1)..addresses.end.next_multiple_of(page_size())
 }
 
-/// Replaces pages of `text` as `plans` say, which are in the order of their addresses.
+/// Replaces pages of `text` by changed copies. `plans` says what changes, in the order of addresses.
 fn replace(text: &Range<usize>, plans: &[Plan]) -> Option<()> {
     site_entry::prepare();
     let memory = Opened::memfd(c"slat-text", Opened::NOT_EXECUTED)?;
@@ -147,8 +148,8 @@ fn replace(text: &Range<usize>, plans: &[Plan]) -> Option<()> {
     for run in plans.chunk_by(are_near) {
         let all = run[0].changes().start..run.last()?.changes().end;
         let pages = pages_of(&all);
-        // SAFETY: pages of the text, which is mapped and readable. A program that changes code while it makes calls from
-        // there is not supported.
+        // SAFETY: pages of the text, which is mapped and readable. A program that changes code while it makes calls
+        // from there is not supported.
         let code = unsafe { std::slice::from_raw_parts(pages.start as *const u8, pages.len()) };
         let mut changed = code.to_vec();
         for plan in run {
@@ -156,7 +157,8 @@ fn replace(text: &Range<usize>, plans: &[Plan]) -> Option<()> {
             stub += Plan::STUB;
         }
         memory.write_at(&changed, offset)?;
-        // SAFETY: a copy of these pages of text, with only the changes that the module's documentation describes.
+        // SAFETY: the new pages are a copy of these pages of text, with only the changes that the module's
+        // documentation describes.
         unsafe { map(&memory, offset, &pages, libc::MAP_FIXED)? };
         offset += pages.len();
     }
@@ -170,7 +172,7 @@ fn replace(text: &Range<usize>, plans: &[Plan]) -> Option<()> {
 unsafe fn map(memory: &Opened, offset: usize, place: &Range<usize>, flags: i32) -> Option<usize> {
     let access = libc::PROT_READ | libc::PROT_EXEC;
     let flags = libc::MAP_PRIVATE | flags;
-    // SAFETY: the caller keeps this function's contract.
+    // SAFETY: with `MAP_FIXED`, the bytes may replace those at `place`, as this function's own contract asks.
     let mapped = unsafe {
         kernel!(
             libc::SYS_mmap,
@@ -247,14 +249,15 @@ impl Text {
 
     /// Returns the code.
     fn code(&self) -> &[u8] {
-        // SAFETY: mapped and readable; a program that changes it while it makes `KVM_RUN` calls from it is not supported.
+        // SAFETY: the text is mapped and readable. A program that changes its text while it makes `KVM_RUN` calls from
+        // there is not supported.
         unsafe { std::slice::from_raw_parts(self.range.start as *const u8, self.range.len()) }
     }
 
     /// Whether the file-backed pages among `pages` still have the file's memory, not a changed private copy.
     fn is_original(&self, pages: &Range<usize>) -> bool {
-        /// Bits of a pagemap entry (`Documentation/admin-guide/mm/pagemap.rst`): the page is present; it is swapped
-        /// out; it is the file's or shared.
+        /// Bits of a pagemap entry (`Documentation/admin-guide/mm/pagemap.rst`): the page is present; the page is
+        /// swapped out; the page belongs to the file or to shared memory.
         const PRESENT: u64 = 1 << 63;
         const SWAPPED: u64 = 1 << 62;
         const FILES: u64 = 1 << 61;

@@ -1,5 +1,6 @@
-//! Code in memory: the program's own code, and the C library's text. The C library's text is the one range of addresses
-//! from which system calls pass, and has the instructions that slat uses for its calls.
+//! Finds code in memory: the program's own code, and the C library's text. The C library's text is the one range of
+//! addresses from which the kernel does not dispatch system calls. It has the instructions that slat uses for its own
+//! calls.
 
 use crate::arch::code;
 use std::ffi::{c_int, c_void};
@@ -40,7 +41,7 @@ impl Text {
     }
 }
 
-/// Returns the addresses of the program's own code. If the code can be executed but not read, it is not among them.
+/// Returns the addresses of the program's own code, except code that can be executed but not read.
 pub fn programs() -> Vec<Range<usize>> {
     let mut texts = Vec::new();
     each_segment(|object, segment| {
@@ -71,7 +72,7 @@ fn each_segment(mut look: impl FnMut(usize, Range<usize>)) {
         _size: usize,
         to: *mut c_void,
     ) -> c_int {
-        // SAFETY: the linker's description of an object, and the pair below, which no other code uses meanwhile.
+        // SAFETY: `info` is the linker's description of an object. No other code uses the pair below meanwhile.
         let (info, (object, look), headers) = unsafe {
             let info = &*info;
             let headers = match info.dlpi_phnum {
@@ -108,10 +109,10 @@ mod tests {
                 .is_none_or(|restorer| text.range.contains(&restorer))
         );
         let before = slat_process::gate::address();
-        // SAFETY: the instructions are there.
+        // SAFETY: `Text::find` has found the instructions at this address.
         unsafe { slat_process::gate::move_to(text.gate) };
         let (pid, _) = slat_process::myself();
-        // SAFETY: its own gate, as before.
+        // SAFETY: `before` was the gate before this test.
         unsafe { slat_process::gate::move_to(before) };
         assert_eq!(pid as u32, std::process::id());
     }

@@ -50,11 +50,11 @@ fn refuse(what: &str) -> isize {
     error(libc::ENOSYS)
 }
 
-/// Makes a process that shares memory with its maker and has its own stack. (LeakSanitizer examines its program's
-/// threads by such a process.) The process has no thread of slat's C library, so its calls pass to the kernel.
+/// Makes a process that shares memory with its maker and has its own stack. LeakSanitizer examines its program's
+/// threads by such a process. The process has no thread of slat's C library, so the kernel serves its calls.
 fn make_beside(frame: &Frame, request: &Request, top: usize) -> isize {
-    // SAFETY: the program gives this stack to the child. The frame is below the red zone of the data that the program
-    // may have put there. The parent continues here.
+    // SAFETY: the program gives this stack to the child. The program may have put data on the stack; the frame is
+    // below the red zone of that data. The parent continues here.
     unsafe {
         let copy = &mut *frame.copy_below(top - stack::RED_ZONE);
         copy.alternate = NO_STACK;
@@ -72,7 +72,8 @@ fn tell(address: u64, number: u32) {
 
 fn make_process(frame: &mut Frame, request: &Request) -> isize {
     let copied = request.with_a_copy_of_memory();
-    // No handler may run in the child before the child's calls are dispatched. The return to the program undoes this.
+    // All signals are blocked, because no handler may run in the child before the child's calls are dispatched. The
+    // return to the program restores the mask.
     block_all();
     let is_fork = copied.is_fork();
     let answer = match is_fork {
@@ -152,8 +153,8 @@ const NO_STACK: libc::stack_t = libc::stack_t {
     ss_size: 0,
 };
 
-/// A thread that is being made. The maker does not wait until the thread runs, because that takes long on busy
-/// processors. So maker and thread each have a reference to this.
+/// A thread that is being made. The maker does not wait until the thread runs, because the wait takes long on busy
+/// processors. So the maker and the thread each have a reference to this value.
 struct Start {
     frame: KeptFrame,
     request: Request,
@@ -172,8 +173,8 @@ const TOLD: u32 = 2;
 
 impl Start {
     /// Stores the thread's id for the maker (CLONE_PARENT_SETTID). The maker calls this before it returns, and the new
-    /// thread calls this before the program's code runs on it. So both find the id. No store comes later, when the
-    /// program may use the word for something else.
+    /// thread calls this before it runs the program's code. So the program finds the id in both threads. No store
+    /// comes later, because the program may then use the word for something else.
     fn tell_maker(&self, number: u32) {
         if !self.request.has(PARENT_SET_TID) {
             return;
@@ -202,7 +203,7 @@ fn make_thread(frame: &Frame, request: &Request) -> isize {
     let start = {
         let _section = Section::enter();
         Arc::new(Start {
-            // SAFETY: a copy of the kernel's frame.
+            // SAFETY: the frame is a copy of the kernel's frame.
             frame: unsafe { frame.keep() },
             request: *request,
             pointer: match request.has(SET_TLS) {
@@ -219,7 +220,8 @@ fn make_thread(frame: &Frame, request: &Request) -> isize {
     // The new thread inherits this signal mask.
     block_all();
     let given = Arc::into_raw(Arc::clone(&start));
-    // SAFETY: the C library's function; attributes on the stack; the thread has a reference of its own.
+    // SAFETY: the function is the C library's. The attributes are on the stack. The thread has its own reference to
+    // `start`.
     let made = unsafe {
         let create = transmute::<usize, Create>(create);
         let mut attributes = std::mem::zeroed();
@@ -266,7 +268,7 @@ fn is_separate() {
 /// Returns the kernel's id of a thread that is not detached. `None`: the thread has ended.
 fn number_of(thread: libc::pthread_t) -> Option<u32> {
     let mut clock = 0;
-    // SAFETY: the C library keeps the data of a thread that was not joined; a live value.
+    // SAFETY: the C library keeps the data of a thread that was not joined. `clock` is live.
     let failed = unsafe { libc::pthread_getcpuclockid(thread, &mut clock) };
     // The number of a thread's clock contains the thread's id, inverted, above three bits
     // (`include/linux/posix-timers_types.h`, CPUCLOCK_PID).
@@ -276,7 +278,7 @@ fn number_of(thread: libc::pthread_t) -> Option<u32> {
 
 /// The first function of the thread of slat's C library: runs the program's thread to its end.
 extern "C-unwind" fn begin(start: *mut c_void) -> *mut c_void {
-    // SAFETY: the argument is a `Start`.
+    // SAFETY: the argument points to a `Start`.
     BEGUN_AT.with(|begun_at| unsafe { run(start.cast(), begun_at.as_ptr()) });
     null_mut()
 }
@@ -329,7 +331,7 @@ unsafe extern "C" fn go(start: *const Start) -> ! {
 
 /// Returns the low end of this thread's stack: its lowest address above the guard page.
 fn stack_end() -> usize {
-    // SAFETY: attributes on the stack, of this thread, which exists.
+    // SAFETY: the attributes are on the stack, and describe this thread, which exists.
     unsafe {
         let mut attributes = std::mem::zeroed();
         let (mut low, mut size) = (null_mut(), 0);
@@ -368,7 +370,7 @@ pub fn exit(status: usize) -> ! {
             // SAFETY: the call ends the thread.
             let _ = unsafe { kernel!(libc::SYS_exit, status) };
         },
-        // SAFETY: `run` has stored it; signals are blocked.
+        // SAFETY: `run` has stored `begun_at`. All signals are blocked.
         begun_at => unsafe { leave(begun_at) },
     }
 }

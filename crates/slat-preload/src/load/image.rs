@@ -8,7 +8,7 @@ use crate::real::{Opened, kernel, map_memory};
 use std::ffi::{CStr, CString};
 use std::ops::Range;
 
-/// Returns the bytes of a page, as a file's headers count them.
+/// Returns the size of a page in bytes.
 fn page() -> u64 {
     slat_process::page_size() as u64
 }
@@ -40,7 +40,7 @@ impl Image {
     /// Loads a program and its dynamic linker.
     ///
     /// # Errors
-    /// The end of a sentence for the user.
+    /// The reason, as the end of a sentence for the user.
     pub fn load(path: &CStr) -> Result<Self, String> {
         let unknown = || format!("is not {}", arch::files::PROGRAM);
         let file = open(path)?;
@@ -119,7 +119,7 @@ fn place(file: &Opened, headers: &Headers) -> Result<Placed, String> {
         true => (somewhere(), 0),
         false => (low, libc::MAP_FIXED_NOREPLACE),
     };
-    // All memory of the file is reserved at once, so that no other mapping lies in between.
+    // All memory of the file is reserved at once, so that no other mapping lies within the file's memory.
     // SAFETY: the call maps memory at free addresses.
     let start = unsafe {
         map_memory(
@@ -198,13 +198,13 @@ fn map(file: &Opened, segment: &Segment, base: u64) -> Result<(), String> {
         .map_err(failed)?;
         let rest = mapped.min(end) - file_end;
         if rest > 0 && access & libc::PROT_WRITE != 0 {
-            // SAFETY: the rest of the last page, which is mapped for writing.
+            // SAFETY: the bytes are the rest of the segment's last page, which is mapped for writing.
             unsafe { std::ptr::write_bytes(file_end as *mut u8, 0, (mapped - file_end) as usize) };
         }
     }
     let end = end.next_multiple_of(page());
     if end > mapped {
-        // SAFETY: as above.
+        // SAFETY: the memory was reserved for the segment, and nothing uses the memory yet.
         unsafe {
             map_memory(
                 mapped as usize,

@@ -40,7 +40,7 @@ impl Begun {
     /// # Safety
     /// - `sp` is the stack pointer of a new process.
     unsafe fn at(sp: *mut usize) -> Self {
-        // SAFETY: the caller keeps this function's contract.
+        // SAFETY: `sp` is the stack pointer of a new process, as this function's own contract asks.
         unsafe {
             let arguments = *sp;
             let environment = sp.add(arguments + 2);
@@ -95,7 +95,8 @@ impl Begun {
 /// # Safety
 /// - `sp` is the stack pointer with which the kernel has begun this process, and nothing has used the memory above it.
 unsafe extern "C" fn become_program(sp: *mut usize) -> ! {
-    // SAFETY: the caller's promise. The kernel's strings do not move.
+    // SAFETY: `sp` is the stack pointer with which the kernel has begun this process, as this function's own contract
+    // asks. The kernel's strings do not move.
     let (begun, library) = unsafe {
         let begun = Begun::at(sp);
         let library = begun
@@ -103,7 +104,7 @@ unsafe extern "C" fn become_program(sp: *mut usize) -> ! {
             .map(|name| CStr::from_ptr(*name as *const c_char));
         (begun, library.unwrap_or(c"slat"))
     };
-    // SAFETY: as above.
+    // SAFETY: the kernel's array of variables ends with null.
     let path = match unsafe { begun.variable(PROGRAM) } {
         Some(path) => path,
         None => refuse(
@@ -138,7 +139,7 @@ unsafe extern "C" fn become_program(sp: *mut usize) -> ! {
             ),
         );
     }
-    // SAFETY: the kernel has set these values for this library; from now on they are the program's.
+    // SAFETY: the kernel has set these values for this library. From now on they describe the program.
     unsafe {
         for (kind, value) in [
             (libc::AT_PHDR, image.headers),
@@ -175,7 +176,7 @@ unsafe extern "C" fn become_program(sp: *mut usize) -> ! {
 /// The entry point of this library as a program.
 ///
 /// # Safety
-/// - The dynamic linker calls it.
+/// - The dynamic linker calls this function.
 #[cfg_attr(not(test), unsafe(no_mangle))]
 #[unsafe(naked)]
 pub unsafe extern "C" fn slat_begin() -> ! {

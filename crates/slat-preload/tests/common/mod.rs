@@ -1,8 +1,8 @@
-//! Runs clients of the kernel's API: the ignored tests in the module `client` of a test program, each in a process of
-//! its own. They use `/dev/kvm` through kvm-ioctls and plain system calls and know nothing of slat.
+//! Runs clients of the kernel's API. A client is an ignored test in the module `client` of a test program, and runs in
+//! its own process. Clients use `/dev/kvm` through kvm-ioctls and plain system calls. They know nothing of slat.
 //!
 //! Under the library a client uses slat. Without the library, the client uses the machine's own KVM, if `/dev/kvm`
-//! opens: that checks that the kernel does what the client asserts.
+//! opens. A run without the library checks that the kernel does what the client asserts.
 #![allow(
     dead_code,
     unused_imports,
@@ -62,9 +62,10 @@ pub fn is_native() -> bool {
     std::env::var_os(NATIVE).is_some()
 }
 
-/// Asserts that a descriptor is slat's under the library, and the kernel's without it: a client that reached the
-/// machine's own KVM would not test slat. A program that the dynamic linker runs without the library checks this. slat
-/// would follow any other program that is executed, and would also see a system call of the client's own.
+/// Asserts that a descriptor is slat's if the client runs under the library, and the kernel's otherwise. A client that
+/// reached the machine's own KVM by mistake would not test slat. Another program, which the dynamic linker runs
+/// without the library, makes the check. slat would follow any other program that the client executes, and would also
+/// see a system call of the client itself.
 pub fn demand_slats(fd: i32) {
     let link = Command::new("/lib64/ld-linux-x86-64.so.2")
         .arg("/usr/bin/readlink")
@@ -108,7 +109,7 @@ fn run(client: &mut Command, name: &str) {
             break Some(status);
         }
         if begin.elapsed() > PATIENCE {
-            // SAFETY: the group of the client that was started above and not waited for.
+            // SAFETY: the signal goes to the group of the client that was started above and not waited for.
             unsafe { libc::kill(-(process.id() as i32), libc::SIGKILL) };
             process.wait().unwrap();
             break None;
@@ -174,10 +175,10 @@ pub mod guest {
         (vm, vcpu, memory)
     }
 
-    /// Like [`guest`], in the `len` bytes at `memory`.
+    /// Like [`guest`], but the VM's memory is the `len` bytes at `memory`.
     pub fn guest_in(memory: *mut u8, len: usize, code: &[u8]) -> (VmFd, VcpuFd) {
         let vm = Kvm::new().unwrap().create_vm().unwrap();
-        // SAFETY: inside the mapping; and the guest may write all of it.
+        // SAFETY: the code fits into the mapping. The guest may write all of the mapping.
         unsafe {
             std::ptr::copy_nonoverlapping(code.as_ptr(), memory.add(CODE), code.len());
             vm.set_user_memory_region(region(0, 0, memory, len))

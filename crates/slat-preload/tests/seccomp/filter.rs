@@ -8,7 +8,8 @@ use std::mem::zeroed;
 #[derive(Clone)]
 pub struct Allowed {
     number: i64,
-    /// Conditions on arguments: number, mask, and the required value under the mask. All have to hold.
+    /// Conditions on arguments: the argument's index, a mask, and the value that the masked argument must have. All
+    /// conditions must hold.
     arguments: Vec<(u32, u32, u32)>,
 }
 
@@ -60,7 +61,7 @@ fn program(allowed: &[Allowed]) -> Vec<libc::sock_filter> {
     let load = |offset| statement(BPF_LD | BPF_W | BPF_ABS, offset);
     let mut program = Vec::new();
     for call in allowed {
-        // Three instructions for each argument, then one that allows.
+        // Each argument takes three instructions. Then one instruction allows the call.
         program.push(load(0));
         program.push(unless(call.number as u32, 3 * call.arguments.len() + 1));
         for (index, (argument, mask, value)) in call.arguments.iter().enumerate() {
@@ -74,11 +75,12 @@ fn program(allowed: &[Allowed]) -> Vec<libc::sock_filter> {
     program
 }
 
-/// Installs a filter on this thread that allows what `allowed` names. Any other call ends the process,
-/// which prints the call.
+/// Installs a filter on this thread that allows only the calls in `allowed`. For any other call the process prints the
+/// call's number and ends.
 pub fn install(allowed: &[Allowed]) {
     extern "C" fn trapped(_: i32, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
-        // SAFETY: the kernel's information: the number is in the sixth word after the header and the address.
+        // SAFETY: the information comes from the kernel. The call's number is in the sixth word after the header and
+        // the address.
         let number = unsafe { *info.cast::<i32>().add(6) };
         let text = format!("the filter trapped system call {number}\n");
         // SAFETY: a live buffer.

@@ -1,4 +1,4 @@
-//! The guest: 32-bit code without paging, which uses every feature for which a vCPU thread may need its host.
+//! The guest: 32-bit code without paging. The guest uses every feature for which a vCPU thread may make a system call.
 
 use std::arch::global_asm;
 
@@ -6,13 +6,13 @@ use std::arch::global_asm;
 pub const CODE: u64 = 0x1000;
 /// Address of the interrupt descriptor table.
 pub const IDT: u64 = 0x2000;
-/// Address of the count of the client's interrupts.
+/// Address where the guest counts the client's interrupts.
 pub const CLIENTS: u64 = 0x800;
-/// The memory that the guest writes.
+/// The memory to which the guest writes.
 pub const DATA: std::ops::Range<u64> = 0x10_0000..0x90_0000;
-/// Writes here signal an eventfd.
+/// A write to this guest address signals an eventfd.
 pub const DOORBELL: u64 = 0xd000_1000;
-/// Writes to this port signal an eventfd.
+/// A write to this port signals an eventfd.
 pub const DOORBELL_PORT: u64 = 0x510;
 /// The vector of the client's interrupts.
 pub const VECTOR: u32 = 0x30;
@@ -21,7 +21,7 @@ pub const VECTOR: u32 = 0x30;
 pub mod phase {
     /// Devices and the timer work. The guest waits for five interrupts.
     pub const WAITS: u8 = 2;
-    /// The guest has written all pages once more. It reads the port: 0 means to repeat that.
+    /// The guest has written all pages once more, and reads the port. If the value is 0, the guest repeats this phase.
     pub const ROUND: u8 = 3;
     /// The guest is done, and halts.
     pub const HALTS: u8 = 4;

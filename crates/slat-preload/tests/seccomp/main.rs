@@ -1,4 +1,4 @@
-//! vCPU threads under seccomp filters: those of VMMs, and the list in the documentation.
+//! Tests vCPU threads under seccomp filters: the filters of VMMs, and a filter with the documentation's list.
 #![cfg(target_arch = "x86_64")]
 
 #[path = "../common/mod.rs"]
@@ -74,7 +74,7 @@ mod client {
     static CODE: AtomicI32 = AtomicI32::new(0);
 
     extern "C" fn count(_: i32, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
-        // SAFETY: the kernel's information.
+        // SAFETY: the information comes from the kernel.
         CODE.store(unsafe { (*info).si_code }, SeqCst);
         HANDLED.fetch_add(1, SeqCst);
     }
@@ -111,7 +111,7 @@ mod client {
         };
         (sregs.cs, sregs.ds, sregs.es, sregs.ss) = (code, flat, flat, flat);
         (sregs.fs, sregs.gs) = (flat, flat);
-        // The descriptors that IRET and the handlers load.
+        // IRET and the handlers load these descriptors.
         (sregs.gdt.base, sregs.gdt.limit) = (0x400, 0x17);
         (sregs.idt.base, sregs.idt.limit) = (guest::IDT, 0x7ff);
         sregs.cr0 |= 1;
@@ -133,10 +133,10 @@ mod client {
         vm.register_irqfd(irqfd, GSI).unwrap();
     }
 
-    /// Ends the process. If a filter forbids that, the filter ends it.
+    /// Ends the process. If the filter forbids the call for that, the filter ends the process.
     fn give_up(why: &str) -> ! {
         eprintln!("{why}");
-        // SAFETY: ends the process.
+        // SAFETY: the call ends the process.
         unsafe { libc::_exit(1) }
     }
 
@@ -314,14 +314,14 @@ mod client {
         std::thread::spawn(move || {
             filter::install(&allowed);
             tells.store(true, SeqCst);
-            // To end, the thread would need more calls than its filter allows.
+            // The thread does not end, because that would need more calls than its filter allows.
             loop {
                 // SAFETY: no arguments.
                 unsafe { libc::pause() };
             }
         });
         until("it is installed", || installed.load(SeqCst));
-        // SAFETY: as above.
+        // SAFETY: `before` is a copy of the test's own output.
         unsafe { libc::dup2(before, 2) };
         let mut words = String::new();
         file.rewind().unwrap();
@@ -345,7 +345,7 @@ mod client {
             let needed = call.instead == Instead::Nobody;
             assert_eq!(words.contains(call.name), needed, "{}: {words}", call.name);
         }
-        // A filter that is not for a vCPU's thread.
+        // slat prints nothing about a filter that is not for a vCPU's thread.
         assert_eq!(words_about(and_pause(Vec::new())), "");
     }
 }

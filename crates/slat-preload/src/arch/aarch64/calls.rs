@@ -1,5 +1,5 @@
-//! System calls that not all architectures have. This one has no call whose work a newer one does: no `open`, `stat`,
-//! `dup2`, `fork`, …
+//! System calls that not all architectures have. On AArch64 every call is the newest of its kind: there is no `open`,
+//! `stat`, `dup2`, `fork`, …
 
 /// A system call: its number and its arguments.
 pub type Call = (i64, [usize; 6]);
@@ -7,29 +7,31 @@ pub type Call = (i64, [usize; 6]);
 /// The kernel's flag for files larger than two gigabytes. The C library's constant is 0.
 pub const O_LARGEFILE: i32 = 0o400_000;
 
-/// Returns the newer call that does the same work as a call: here each call is the newest.
+/// Returns the newer call that does the same work as the given call. On AArch64 that is the given call.
 pub fn newer(number: i64, arguments: [usize; 6]) -> Call {
     (number, arguments)
 }
 
-/// Returns the call by which the C library does the work of a newer one: the same call.
+/// Returns the call by which the C library does the work of a newer call. On AArch64 that is the given call.
 pub fn older(number: i64, arguments: [usize; 6]) -> Call {
     (number, arguments)
 }
 
-/// Reorders the arguments of `clone`: from the order flags, stack, parent's word, child's word, thread pointer to this
-/// architecture's, or back. Here the thread pointer comes before the child's word (CONFIG_CLONE_BACKWARDS).
+/// Reorders the arguments of `clone` between the neutral order (flags, stack, parent's word, child's word, thread
+/// pointer) and this architecture's order. On AArch64 the thread pointer comes before the child's word
+/// (CONFIG_CLONE_BACKWARDS). One function serves both directions.
 pub fn reordered([flags, stack, parent, child, pointer, rest]: [usize; 6]) -> [usize; 6] {
     [flags, stack, parent, pointer, child, rest]
 }
 
-/// Whether a call is `dup2`, which does not exist here.
+/// Whether a call is `dup2`, which AArch64 does not have.
 pub fn is_dup2(_number: i64) -> bool {
     false
 }
 
-/// Returns the call that makes `to` refer to what `fd` refers to. If it succeeds, the result may be any value. `dup3`
-/// fails if both are equal. Then nothing has to be done, but a descriptor that is not open is an error.
+/// Returns a call that makes the descriptor `to` refer to the same file as `fd`. If the call succeeds, its result may
+/// be any value. If `fd` and `to` are equal, `dup3` would fail. The returned call then only checks that the descriptor
+/// is open.
 pub fn dup2(fd: usize, to: usize) -> Call {
     match fd == to {
         true => (libc::SYS_fcntl, [fd, libc::F_GETFD as usize, 0, 0, 0, 0]),
@@ -59,7 +61,7 @@ mod tests {
             // SAFETY: duplicates descriptors of this test.
             unsafe { libc::syscall(number, a, b, c) }
         };
-        // SAFETY: descriptors of this test's own.
+        // SAFETY: the descriptors belong to this test.
         unsafe {
             let fd = libc::dup(0);
             let to = libc::dup(0);

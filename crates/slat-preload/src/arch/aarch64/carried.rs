@@ -1,11 +1,12 @@
-//! The library's copy in another root, before the dynamic linker has linked it: its first instructions, the end of the
-//! dynamic linker's work, and the return from a handler.
+//! Assembly for the copy of this library that runs in another root directory, before the dynamic linker has linked the
+//! copy: the copy's first instructions, the function to which the dynamic linker jumps in the end, and the return from
+//! a signal handler.
 
 use slat_process::calls::raw;
 use std::arch::naked_asm;
 
-/// Whether the library's copy can run, so that slat's files are worth keeping: whether this kernel has Syscall User
-/// Dispatch, to which the dynamic linker's calls are sent. Async-signal-safe.
+/// Whether this kernel has Syscall User Dispatch. Without Syscall User Dispatch, the library's copy cannot receive the
+/// dynamic linker's calls, so slat does not keep its files for a copy. Async-signal-safe.
 pub fn is_possible() -> bool {
     /// `PR_SET_SYSCALL_USER_DISPATCH` and `PR_SYS_DISPATCH_ON` of `include/uapi/linux/prctl.h`.
     const SET_DISPATCH: usize = 59;
@@ -17,8 +18,8 @@ pub fn is_possible() -> bool {
 }
 
 /// The body of the entry point of the library's copy. Adds the library's address, `$library`, to the library's pointers
-/// to itself, which are the first `DT_RELACOUNT` entries of `DT_RELA`. Then calls `$begin` with the stack pointer of the
-/// new process, and jumps to the address that `$begin` returns.
+/// to itself, which are the first `DT_RELACOUNT` entries of `DT_RELA`. Then calls `$begin` with the stack pointer of
+/// the new process, and jumps to the address that `$begin` returns.
 macro_rules! relocate {
     ($library:path, $begin:path) => {
         ::std::arch::naked_asm!(
@@ -67,8 +68,8 @@ macro_rules! relocate {
 }
 pub(crate) use relocate;
 
-/// The body of a function that the dynamic linker jumps to in the end: calls `$end` with the stack pointer, and jumps to
-/// the address that `$end` returns.
+/// The body of the function to which the dynamic linker jumps when it has finished: calls `$end` with the stack
+/// pointer, and jumps to the address that `$end` returns.
 macro_rules! finish {
     ($end:path) => {
         ::std::arch::naked_asm!(

@@ -1,20 +1,21 @@
-//! Examines code: where it enters the kernel. All instructions have four bytes and are aligned.
+//! Finds the instructions in code that enter the kernel. All instructions of AArch64 have four bytes and are aligned.
 
 /// `svc #0`.
 pub const SVC: u32 = 0xd400_0001;
 /// `ret`.
 const RET: u32 = 0xd65f_03c0;
-/// `mov x8, #139`, rt_sigreturn(2), after which `svc #0` follows where a signal handler returns to the kernel.
+/// `mov x8, #139`: loads the number of rt_sigreturn(2). Where a signal handler returns to the kernel, `svc #0` follows
+/// this instruction.
 const NUMBER: u32 = 0xd280_1168;
 
-/// Returns the instructions.
+/// Splits code into its instructions.
 fn instructions(code: &[u8]) -> impl Iterator<Item = u32> {
     let words = code.chunks_exact(size_of::<u32>());
     words.map(|word| u32::from_le_bytes(word.try_into().expect("four bytes")))
 }
 
-/// Returns the offsets of `svc #0` in code that begins at an aligned address. (By chance, data among the code may have
-/// the same word, once in 2^32.)
+/// Returns the offsets of `svc #0` in code that begins at an aligned address. A data word among the code equals `svc
+/// #0` by chance, once in 2^32 words.
 pub fn calls(code: &[u8]) -> impl Iterator<Item = usize> {
     let found = instructions(code)
         .enumerate()
@@ -27,9 +28,9 @@ pub fn makes_calls(code: &[u8]) -> bool {
     calls(code).next().is_some()
 }
 
-/// Finds the instructions in the C library's text by which slat enters the kernel: the offsets of the one that enters
-/// and is followed by a return, and of those by which a handler returns to the kernel. `None`: the text is unknown.
-/// (glibc has no code by which a handler returns, because the kernel's vDSO has it.)
+/// Finds the instructions in the C library's text by which slat enters the kernel. Returns the offset of an `svc #0`
+/// that is followed by a return, and the offset of the code by which a signal handler returns to the kernel. `None`:
+/// the text is unknown. The second offset is `None` in glibc, because the kernel's vDSO has that code.
 pub fn find_entries(text: &[u8]) -> Option<(usize, Option<usize>)> {
     let at = |words: [u32; 2]| {
         let mut pairs = instructions(text).zip(instructions(&text[size_of::<u32>()..]));
@@ -55,10 +56,10 @@ mod tests {
         let text = code(&[NOP, SVC, RET, SVC]);
         assert_eq!(calls(&text).collect::<Vec<_>>(), [4, 12]);
         assert!(makes_calls(&text));
-        // The same bytes between two words.
+        // The bytes of `svc #0`, spread over two instructions.
         let split = code(&[SVC << 16, SVC >> 16, NOP]);
         assert!(!makes_calls(&split) && !makes_calls(&[]) && !makes_calls(&text[..6]));
-        // `svc #1` and `hvc #0`.
+        // Two similar instructions: `svc #1` and `hvc #0`.
         assert!(!makes_calls(&code(&[0xd400_0021, 0xd400_0002])));
     }
 

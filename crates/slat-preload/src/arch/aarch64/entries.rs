@@ -1,10 +1,10 @@
 //! The first instructions of functions that replace the C library's, where compiled code cannot be the first.
 
-/// The body of a function with a list of words, which follow a path and end with a null: calls `$inner` with the path
-/// and the array of the words.
+/// The body of a function like `execl`, whose arguments are a path and a list of words that ends with a null. Calls
+/// `$inner` with the path and an array of the words.
 ///
 /// The first seven words are in registers, all others on the stack (AAPCS64, "Parameter passing"). The function stores
-/// the registers right below the others. So all words form one array.
+/// the registers right below the words on the stack, so that all words form one array.
 macro_rules! with_list {
     ($inner:path) => {
         ::std::arch::naked_asm!(

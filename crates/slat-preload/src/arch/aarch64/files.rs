@@ -1,10 +1,11 @@
-//! Programs and libraries as files: the processor's number in their headers, and the names of the dynamic linker.
+//! Constants of program files and library files: the processor's number in their headers, and the names of the dynamic
+//! linker.
 
 use std::ffi::CStr;
 
 /// The architecture's number in an ELF header: `EM_AARCH64`.
 pub const MACHINE: u16 = 183;
-/// What messages call a program of this architecture.
+/// The name of a program of this architecture in messages.
 pub const PROGRAM: &str = "a 64-bit Arm program";
 
 /// The end of the addresses that a program can use.
@@ -14,10 +15,10 @@ pub const ADDRESSES: u64 = 1 << 48;
 pub const LINKER: &CStr = c"/lib/ld-linux-aarch64.so.1";
 /// [`LINKER`] with its NUL, as a file's `PT_INTERP` has it.
 pub const INTERPRETER: [u8; 27] = *b"/lib/ld-linux-aarch64.so.1\0";
-/// The name by which libraries need the dynamic linker, with a NUL.
+/// The name by which libraries refer to the dynamic linker, with a NUL.
 pub const LINKER_NAME: [u8; 24] = *b"ld-linux-aarch64.so.1\0  ";
 
-/// The first version of glibc's symbols on this architecture, which every glibc still has.
+/// The first version of glibc's symbols on this architecture. Every glibc still has this version.
 pub const FIRST_VERSION: &CStr = c"GLIBC_2.17";
 
 #[cfg(test)]

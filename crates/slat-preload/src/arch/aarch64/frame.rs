@@ -1,6 +1,6 @@
-//! The frame of a system call that arrives at slat: the state of the program, as the kernel has saved it on the stack
-//! when it sent SIGSYS, or as the entry from a rewritten call site has saved it; the handler's first instructions, and
-//! the return to the program.
+//! The frame of a system call that arrives at slat. A frame is the saved state of the program. Either the kernel saves
+//! the state on the stack when it sends SIGSYS, or the entry from a rewritten call site saves the state. This module
+//! also has the SIGSYS handler's first instructions, and the return to the program.
 
 use slat_process::filter::Made;
 use slat_process::gate::GATE;
@@ -13,8 +13,8 @@ use std::mem::offset_of;
 #[repr(C, align(16))]
 #[derive(Debug)]
 pub struct Frame {
-    /// The kernel does not use this field. In the frame of a call from a rewritten site, the field says whether the entry
-    /// has blocked all signals.
+    /// The kernel does not use this field. In the frame of a call from a rewritten site, the field says whether the
+    /// entry has blocked all signals.
     pub(super) flags: u64,
     /// The kernel does not use this field. On slat's stack, the field holds the lowest address that was in use on that
     /// stack before.
@@ -24,8 +24,8 @@ pub struct Frame {
     /// The signal mask that the kernel returns to.
     pub mask: u64,
     reserved: [u64; 16],
-    /// The kernel does not use this field when it returns. In the frame of a call from a rewritten site, the field holds
-    /// the address by which the entry leaves.
+    /// The kernel does not use this field when it returns. In the frame of a call from a rewritten site, the field
+    /// holds the address of the stub's code that returns to the program.
     leave: usize,
     registers: [usize; 31],
     sp: usize,
@@ -43,24 +43,26 @@ const _: () = assert!(
         && offset_of!(Frame, records) == 464
 );
 
-/// Offsets in a [`Frame`], for assembly: the general registers, before which `leave` is, and after which the stack
-/// pointer, the program counter and the processor's flags follow.
+/// Offset of the general registers in a [`Frame`], for assembly. The field `leave` is right before the registers. The
+/// stack pointer, the program counter and the processor's flags follow the registers.
 pub const REGISTERS: usize = offset_of!(Frame, registers);
-/// See [`REGISTERS`].
+/// Offset of the records in a [`Frame`], for assembly.
 pub const RECORDS: usize = offset_of!(Frame, records);
-/// See [`REGISTERS`].
+/// Offset of the signal mask in a [`Frame`], for assembly.
 pub const MASK: usize = offset_of!(Frame, mask);
 
-/// The kernel's information about a signal, which lies right before a frame: its `struct rt_sigframe` begins with it.
+/// The size of the kernel's information about a signal. The information lies right before a frame, at the beginning of
+/// the kernel's `struct rt_sigframe`.
 pub const BEFORE: usize = size_of::<libc::siginfo_t>();
 
-/// The kernel's name for this architecture's calls: AUDIT_ARCH_AARCH64. A 32-bit program's calls have another.
+/// The kernel's constant for this architecture's calls: AUDIT_ARCH_AARCH64. A 32-bit program's calls have another
+/// constant.
 pub const AUDIT_ARCH: u32 = 0xc000_00b7;
 
 /// The register with a call's number.
 const NUMBER: usize = 8;
 
-/// The first words of a record: what it is, and its bytes. 0 ends the list.
+/// The first words of a record: the record's kind, and its size in bytes. Kind 0 ends the list of records.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Head {
@@ -68,7 +70,8 @@ struct Head {
     size: u32,
 }
 
-/// `struct extra_context`: more records than the frame has memory for, right after the frame.
+/// `struct extra_context`: refers to further records, right after the frame, if the frame is too small for all
+/// records.
 #[repr(C)]
 struct Extra {
     head: Head,
@@ -78,7 +81,8 @@ struct Extra {
 const EXTRA: u32 = 0x4558_5401;
 
 impl Frame {
-    /// Returns the call, with the address after the instruction that has made it, where the program continues.
+    /// Returns the call, and the address after the instruction that made the call. The program continues at that
+    /// address.
     pub fn made(&self) -> Made {
         let (number, arguments) = self.call();
         Made {
@@ -115,12 +119,13 @@ impl Frame {
         self.registers[0] = result as usize;
     }
 
-    /// Returns the frame of a handler of the program that calls rt_sigreturn(2) itself, with this frame.
+    /// Returns the kernel's frame of a signal handler of the program. `self` is the frame of the handler's own call of
+    /// rt_sigreturn(2).
     pub fn of_handler(&self) -> *mut Frame {
         (self.sp + BEFORE) as *mut Frame
     }
 
-    /// Returns the bytes of the frame and its records, and the record that leads to more records after the frame.
+    /// Returns the size in bytes of the frame with all its records, and the `Extra` record, if there is one.
     ///
     /// # Safety
     /// - The kernel or this module has filled in the frame.
@@ -129,13 +134,15 @@ impl Frame {
         let start = std::ptr::from_ref(self) as usize;
         let mut at = (&raw const self.records) as usize;
         loop {
-            // SAFETY: the kernel's promise about the records' layout.
+            // SAFETY: `at` is the address of a record. The kernel stores records one after another, each with a
+            // `Head`.
             let head = unsafe { *(at as *const Head) };
             match head.magic {
                 0 => return (at + TERMINATOR - start, None),
                 EXTRA => {
                     let extra = at as *const Extra;
-                    // SAFETY: as above. The further records end with one that ends the list.
+                    // SAFETY: a record of this kind is an `Extra`. The further records end with one that ends the
+                    // list.
                     let end = unsafe { (*extra).data + (*extra).size as usize };
                     return (end - start, Some(extra));
                 }
@@ -152,7 +159,7 @@ impl Frame {
     /// # Safety
     /// - The kernel or `copy_below` has filled in the frame.
     pub unsafe fn needed(&self) -> usize {
-        // SAFETY: the caller's promise.
+        // SAFETY: the kernel or `copy_below` has filled in the frame, as this function's own contract asks.
         unsafe { BEFORE + self.len().0 + Self::ALIGNMENT }
     }
 
@@ -163,7 +170,8 @@ impl Frame {
     /// - The kernel or this function has filled in the frame.
     /// - Below `top` there is space for the frame ([`needed`](Self::needed)), which nothing else uses.
     pub unsafe fn copy_below(&self, top: usize) -> *mut Frame {
-        // SAFETY: the caller's promise, for the frame and what lies before and after it.
+        // SAFETY: the frame is filled in, and nothing else uses the memory below `top`, as this function's own
+        // contract asks. The signal's information is right before the frame, and the records are right after it.
         unsafe {
             let (len, extra) = self.len();
             let from = std::ptr::from_ref(self) as usize;
@@ -180,10 +188,10 @@ impl Frame {
 }
 
 /// The body of the handler that the kernel calls for SIGSYS. For a dispatched call of the program (`si_code` 2,
-/// SYS_USER_DISPATCH) the handler calls `$place` with the kernel's arguments, and then `$serve` with the result of
-/// `$place`, below which the stack is free. The handler [passes](pass_through_gate) a call of slat itself. Where there
-/// is one thread pointer, `$runs_slat` says whether the call is slat's. All other SIGSYS signals come from seccomp
-/// filters, and go to the handler `$others`.
+/// SYS_USER_DISPATCH), the handler calls `$place` with the kernel's arguments, and then `$serve` with the result of
+/// `$place`, below which the stack is free. The handler [passes](pass_through_gate) a call of slat itself. In a
+/// process with one thread pointer, the function `$runs_slat` says whether the call is slat's. All other SIGSYS
+/// signals come from seccomp filters, and go to the handler `$others`.
 ///
 /// `$serve` does not return. Its return address is the one in `$restorer`.
 macro_rules! dispatched {
@@ -237,24 +245,26 @@ macro_rules! dispatched {
 }
 pub(crate) use dispatched;
 
-/// Repeats a call of slat itself at the gate, from where calls pass: the second half of [`dispatched!`], with the
-/// kernel's frame in X2. slat enters the kernel not only by the C library's code: the vDSO's functions make a call if
-/// they cannot compute the result, and so does the dynamic linker.
+/// Repeats a system call of slat itself at the gate, the address from which the kernel does not dispatch calls. This
+/// function is the second half of [`dispatched!`], with the kernel's frame in X2. Some of slat's calls do not come
+/// from the C library's code: the vDSO's functions make a call if they cannot compute the result, and the dynamic
+/// linker makes calls.
 ///
-/// The call is not made here, but at the address to which the handler returns, with the signal mask and all registers of
-/// the code that makes the call but X30 and the stack pointer. So the call may wait, be interrupted and restarted, or
-/// change the mask. Another frame leads back to the interrupted code, because no instruction jumps without changing a
-/// register. That frame lies below all memory in use on the interrupted stack. A thread that begins on its own stack would
-/// not find the frame, but only the C library's text makes threads.
+/// The handler does not make the call itself. It returns to the gate, which makes the call with the signal mask and
+/// all registers of the interrupted code, except X30 and the stack pointer. So the call may wait, be interrupted and
+/// restarted, or change the mask. A second frame leads back to the interrupted code, because no instruction jumps
+/// without changing a register. The second frame lies below all memory in use on the interrupted stack. A thread that
+/// begins on its own stack would not find the second frame, but only the C library's text makes threads.
 pub unsafe extern "C" fn pass_through_gate(_signal: i32, _info: usize, frame: *mut Frame) {
-    // SAFETY: the kernel's frame. The handler runs below it on the same stack, or on the alternate stack.
+    // SAFETY: `frame` is the kernel's frame. The handler runs below the frame on the same stack, or on the alternate
+    // stack.
     unsafe {
         let frame = &mut *frame;
         let handlers = std::ptr::from_ref(frame) as usize - BEFORE;
         let start = frame.alternate.ss_sp as usize;
         let is_on_alternate = |sp: usize| sp.wrapping_sub(start) <= frame.alternate.ss_size;
         let is_elsewhere = is_on_alternate(handlers) && !is_on_alternate(frame.sp);
-        // The memory right below the kernel's frame has the frames of this handler.
+        // The memory right below the kernel's frame holds the stack frames of this handler.
         const HANDLER: usize = 4096;
         let top = match is_elsewhere {
             true => frame.sp,
@@ -267,8 +277,8 @@ pub unsafe extern "C" fn pass_through_gate(_signal: i32, _info: usize, frame: *m
     }
 }
 
-/// The gate returns here from a call that [`pass_through_gate`] has made, with the stack pointer at the frame of the
-/// interrupted code. Returns to that code, with the call's result and the present signal mask.
+/// Returns to the interrupted code, with the call's result and the present signal mask. The gate returns here from a
+/// call that [`pass_through_gate`] has made, with the stack pointer at the frame of the interrupted code.
 #[unsafe(naked)]
 unsafe extern "C" fn passed() {
     naked_asm!(
@@ -292,10 +302,10 @@ unsafe extern "C" fn passed() {
     )
 }
 
-/// Returns to the program, on the program's thread pointer.
+/// Sets the program's thread pointer, and returns to the program.
 ///
 /// # Safety
-/// - The frame is on a stack below which nothing is needed any more, and says where the program continues.
+/// - Nothing below the frame on its stack is needed any more. The frame says where the program continues.
 pub unsafe fn return_to(frame: *mut Frame) -> ! {
     /// Sets the thread pointer, and returns to the state in the frame.
     #[unsafe(naked)]
@@ -317,19 +327,19 @@ pub unsafe fn return_to(frame: *mut Frame) -> ! {
         true => pointers::programs(),
         false => super::threads::pointer(),
     };
-    // SAFETY: the caller's promise.
+    // SAFETY: nothing below the frame is needed any more, as this function's own contract asks.
     unsafe { leave(frame, pointer) }
 }
 
-/// Makes the call `clone` with the remaining `arguments`, whose second, the stack, is set here. The process that it
-/// makes begins with the state in `frame`. Returns the kernel's result in the caller.
+/// Makes the call `clone` with `arguments`. This function sets the second argument, the stack. The new process begins
+/// with the state in `frame`. Returns the kernel's result in the caller.
 ///
 /// # Safety
 /// - The frame is on the new process's stack, which nothing else uses below the frame. The flags make a process that
 ///   does not need the caller's stack.
 pub unsafe fn begin_process(frame: *mut Frame, mut arguments: [usize; 6]) -> isize {
-    /// Makes the call. The caller's stack has the return address, and the child's stack pointer is at the frame, as
-    /// rt_sigreturn(2) expects.
+    /// Makes the call. The return address is on the maker's stack. The stack pointer of the new process is at the
+    /// frame, as rt_sigreturn(2) expects.
     #[unsafe(naked)]
     unsafe extern "C" fn clone(_arguments: *const [usize; 6]) -> isize {
         naked_asm!(
@@ -354,7 +364,8 @@ pub unsafe fn begin_process(frame: *mut Frame, mut arguments: [usize; 6]) -> isi
         )
     }
     arguments[1] = frame as usize - BEFORE;
-    // SAFETY: the caller's promise. The parent continues here.
+    // SAFETY: the frame is on the new process's own stack, as this function's own contract asks. The parent continues
+    // here.
     unsafe { clone(&arguments) }
 }
 
@@ -362,7 +373,8 @@ pub unsafe fn begin_process(frame: *mut Frame, mut arguments: [usize; 6]) -> isi
 mod tests {
     use super::*;
 
-    /// Returns a frame with these words of records, with a signal's information before it.
+    /// Returns a frame, with a signal's information before it. `records` has indices and values of words of the
+    /// frame's records.
     fn frame(records: &[(usize, u64)]) -> Box<[Frame; 3]> {
         // SAFETY: integers and pointers, all of which may be 0.
         let mut frames: Box<[Frame; 3]> = unsafe { Box::new(std::mem::zeroed()) };
@@ -391,7 +403,7 @@ mod tests {
     #[test]
     fn a_copy_has_all_records() {
         const FLOATING: u32 = 0x4650_8001;
-        // The last record is one after the frame, and leads to the memory there.
+        // The last record in the frame refers to the memory after the frame.
         let mut frames = frame(&[
             (0, head(FLOATING, 528)),
             (5, 55),
@@ -436,12 +448,12 @@ mod tests {
         }
 
         unsafe extern "C" fn place(_: i32, _: usize, frame: *mut Frame) -> *mut Frame {
-            // SAFETY: the kernel's frame; one thread at a time uses the stack.
+            // SAFETY: the kernel has filled in the frame. One thread at a time uses the stack.
             unsafe { (*frame).copy_below(&raw mut SLATS as usize + STACK) }
         }
 
         unsafe extern "C" fn serve(frame: *mut Frame) -> ! {
-            // SAFETY: the frame that `place` has returned.
+            // SAFETY: `place` has returned this frame.
             unsafe {
                 (*frame).set_result(RESULT);
                 return_to(frame)
@@ -455,8 +467,8 @@ mod tests {
             dispatched!(others, runs_slat, place, RESTORER, serve)
         }
 
-        /// Sends SIGSYS with `code` to this thread. Returns the result that the call seems to have, and floating point
-        /// that was computed before.
+        /// Sends SIGSYS with `code` to this thread. Returns the apparent result of the sending call, and a
+        /// floating-point number that was computed before the call.
         fn send(code: i32) -> (isize, f64) {
             let mut info = [0u32; 32];
             (info[0], info[2]) = (libc::SIGSYS as u32, code as u32);
@@ -470,7 +482,7 @@ mod tests {
                 0,
             ];
             let half = std::hint::black_box(1.0f64) / std::hint::black_box(2.0);
-            // SAFETY: a signal for this thread, which has a handler.
+            // SAFETY: the signal is for this thread, which has a handler.
             let result =
                 unsafe { slat_process::calls::raw(libc::SYS_rt_tgsigqueueinfo, arguments) };
             (result, half)
@@ -478,7 +490,7 @@ mod tests {
 
         #[test]
         fn a_dispatched_call_is_served_on_another_stack_and_a_call_of_slats_is_made_again() {
-            // SAFETY: a handler for a signal that nothing else uses.
+            // SAFETY: installs a handler for a signal that nothing else uses.
             unsafe {
                 let mut action: libc::sigaction = std::mem::zeroed();
                 action.sa_sigaction = entry as *const () as usize;
@@ -489,10 +501,11 @@ mod tests {
                     0
                 );
             }
-            // Another SIGSYS: the call has its own result.
+            // A SIGSYS with another code goes to the other handler. The call keeps its own result.
             assert_eq!(send(1), (0, 0.5));
             assert_eq!(send(2), (RESULT, 0.5));
-            // The call is made again, with its result as the first argument: there is no such process.
+            // The gate repeats the call. Its first argument is then the result of the first call, 0, which is not a
+            // process.
             IS_SLATS.store(true, Ordering::Relaxed);
             assert_eq!(send(2), (-(libc::EINVAL as isize), 0.5));
             IS_SLATS.store(false, Ordering::Relaxed);

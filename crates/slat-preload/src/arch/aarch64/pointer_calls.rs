@@ -1,6 +1,7 @@
-//! System calls by which a loaded program sets its thread pointer. There are none: a program sets it by an instruction.
+//! System calls by which a loaded program sets its thread pointer. AArch64 has none: a program sets the thread pointer
+//! by an instruction.
 
-/// Serves such a call. `None`: the call does not concern the thread pointer.
+/// Serves a call that sets the thread pointer. `None`: the call does not concern the thread pointer.
 pub fn serve(
     _number: i64,
     _arguments: [usize; 6],

@@ -1,18 +1,20 @@
 //! The entry into slat from a rewritten call site ([`sites`](super::sites)), for all calls.
 //!
-//! The kernel keeps all registers except X0 over a system call, the lower 128 bits of the vectors, and the flags. So
-//! this code keeps them, too. It stores them in a [`Frame`], as the kernel would, because some calls need all of the
-//! program's state. The frame is on slat's stack ([`stack`](slat_process::stack)). On the program's stack, which may be a
-//! goroutine's, this code and the stub use 128 bytes.
+//! Over a system call, the kernel keeps the flags, the lower 128 bits of the vectors, and all general registers except
+//! X0. So this code keeps these, too. It stores them in a [`Frame`], as the kernel would, because some calls need all
+//! of the program's state. The frame is on slat's stack ([`stack`](slat_process::stack)). On the program's stack,
+//! which may be a goroutine's, this code and the stub use 128 bytes.
 //!
-//! Signals may arrive between any two instructions. Their handlers find the thread's pointers by its id, and derive from
-//! the stack pointer which part of slat's stack is in use. If the program is on its alternate stack, this code blocks all
-//! signals before it leaves that stack: the kernel would put the next handler's frame over the program's.
+//! Signals may arrive between any two instructions. Their handlers find the thread's pointers by the thread's id, and
+//! derive from the stack pointer which part of slat's stack is in use. If the program is on its alternate stack, this
+//! code blocks all signals before it leaves that stack. Otherwise the kernel would put the next handler's frame over
+//! the program's data.
 
 use super::frame::Frame;
 use slat_process::filter::Made;
 
-/// The data of a stub, to which X16 points when the stub jumps to the entry. The program's X16 and X17 are on its stack.
+/// The data of a stub, to which X16 points when the stub jumps to the entry. The program's X16 and X17 are on its
+/// stack.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Site {
@@ -22,9 +24,10 @@ pub struct Site {
     pub entry: usize,
 }
 
-/// The distance from the stub's code by which the entry leaves to the stub's [`Site`]. The code restores X16 and X17.
+/// The distance in bytes from the stub's exit code to the stub's [`Site`]. The entry jumps to the exit code, which
+/// restores X16 and X17 and returns to the program.
 pub const LEAVE: usize = 24;
-/// The distance from the stub's code that makes the call to the stub's [`Site`].
+/// The distance in bytes from the stub's code that makes the system call to the stub's [`Site`].
 pub const PASS: usize = 16;
 
 /// The registers that the entry has stored.
@@ -38,13 +41,13 @@ impl Saved {
         self.0.made()
     }
 
-    /// Returns the state of the program. The alternate stack is missing, and the mask, if signals are not
-    /// [blocked](Self::is_blocked).
+    /// Returns the state of the program. If signals are not [blocked](Self::is_blocked), the state lacks the alternate
+    /// stack and the signal mask.
     pub fn frame(&mut self) -> Option<&mut Frame> {
         Some(&mut self.0)
     }
 
-    /// Whether the entry has blocked all signals, and has stored the mask as it was before.
+    /// Whether the entry has blocked all signals, and has stored the earlier mask.
     pub fn is_blocked(&self) -> bool {
         self.0.flags != 0
     }
@@ -59,7 +62,7 @@ pub fn prepare() {}
 /// The body of the function to which a stub jumps. X16 points to its [`Site`]; all other registers but X17 are those of
 /// the call. The function calls `$serve` with the [`Saved`] registers, and returns its result to the program.
 ///
-/// If the thread has no stack of slat's, the stub makes the call.
+/// If the thread has no stack of slat's, the stub makes the call instead.
 macro_rules! from_site {
     ($serve:path) => {
         ::std::arch::naked_asm!(
@@ -74,8 +77,8 @@ macro_rules! from_site {
             "cbz x0, 5f",
             "ldp x8, x9, [x0, {stack}]",
             "cbz x9, 5f",
-            // X9 becomes the address below which slat's stack is free. X17: whether the program is on its alternate
-            // stack.
+            // X9 becomes the address below which slat's stack is free. X17 becomes nonzero if the program is on its
+            // alternate stack.
             "mov x17, xzr",
             "add x11, sp, 128",
             "cmp x11, x8",
@@ -171,7 +174,7 @@ macro_rules! from_site {
             "cbz w1, 6f",
             "msr fpcr, xzr",
             "6:",
-            // The frame's address, and that of the thread's entry, are in registers that functions keep.
+            // Functions keep X19 and X20, which hold the address of the thread's entry and the address of the frame.
             "mov x19, x10",
             "mov x20, x9",
             "sub x0, x9, {before}",
@@ -222,7 +225,7 @@ macro_rules! from_site {
             "add x16, x20, {registers}",
             "ldr x0, [x16, 264]",
             "msr nzcv, x0",
-            // Where the stub restores X16 and X17 from: below the program's stack pointer.
+            // X17 becomes the address from which the stub restores X16 and X17, below the program's stack pointer.
             "ldr x17, [x16, 248]",
             "sub x17, x17, 16",
             "ldp x0, x1, [x16, 128]",
@@ -288,7 +291,7 @@ mod tests {
     use std::arch::naked_asm;
     use std::sync::atomic::{AtomicUsize, Ordering};
 
-    /// Registers as a program has set them, and as it finds them after a call.
+    /// The values of the registers before or after a call.
     #[repr(C, align(16))]
     #[derive(Clone, Debug, PartialEq)]
     struct Registers {
@@ -299,7 +302,7 @@ mod tests {
         floating_status: u64,
     }
 
-    /// Calls `code` with all registers but X30 as in `registers`, and stores them there afterwards.
+    /// Loads all registers except X30 from `registers`, calls `code`, and stores the registers in `registers`.
     #[unsafe(naked)]
     unsafe extern "C" fn call(registers: *mut Registers, code: usize) {
         naked_asm!(
@@ -357,7 +360,7 @@ mod tests {
         )
     }
 
-    /// How often a call was served, and how often with signals blocked.
+    /// The number of served calls, and the number of calls that were served with signals blocked.
     static SERVED: [AtomicUsize; 2] = [const { AtomicUsize::new(0) }; 2];
     const RESULT: isize = 4321;
 
@@ -380,13 +383,15 @@ mod tests {
             let mask = frame.mask;
             assert_ne!(change_mask(libc::SIG_SETMASK, mask), mask);
         }
-        // Floating point is as in a new process: what is rounded down, and not up, is exact here.
+        // The rounding mode is that of a new process, so a division at run time gives the same result as at compile
+        // time.
         let third = std::hint::black_box(1.0f64) / std::hint::black_box(3.0);
         assert_eq!(third, 1.0 / 3.0);
         RESULT
     }
 
-    /// Returns the address of the instructions `svc #0` and `ret`, of which the first is rewritten to lead to `entry`.
+    /// Writes the instructions `svc #0` and `ret`, and rewrites `svc #0` so that it leads to `entry`. Returns the
+    /// address of the first instruction.
     fn rewritten() -> usize {
         const PAGE: usize = 1 << 16;
         const CODE: [u8; 8] = [0x01, 0, 0, 0xd4, 0xc0, 0x03, 0x5f, 0xd6];
@@ -423,7 +428,7 @@ mod tests {
         };
         let results = |expected: u64| {
             let mut after = before.clone();
-            // SAFETY: the code is a function that keeps all registers.
+            // SAFETY: `code` is the address of a function that keeps all registers.
             unsafe { call(&mut after, code) };
             assert_eq!(after.general[0], expected);
             after.general[0] = before.general[0];

@@ -1,17 +1,17 @@
 //! How a call site is rewritten.
 //!
-//! `svc #0` has four bytes and is aligned, and so is `b`, which reaches 128 megabytes in both directions. It leads to a
-//! stub in memory nearby, without padding. So no instruction moves: a thread that returns from the kernel, or is about to
-//! make the call, finds the code that it expects. All sites of a code are found, because each instruction begins at an
-//! aligned address.
+//! slat replaces `svc #0`, an aligned instruction of four bytes, by the aligned instruction `b`, which reaches 128
+//! megabytes in both directions. The `b` leads to a stub in memory nearby. So no instruction moves: a thread that
+//! returns from the kernel, or is about to make the call, finds the code that it expects. All sites of a piece of code
+//! can be found, because each instruction begins at an aligned address.
 //!
 //! # Other threads
 //! Other threads may execute the pages that are replaced ([`dispatch::sites`](crate::dispatch)). Arm ARM, section
 //! B2.2.5, "Concurrent modification and execution of instructions", names the instructions of which one may replace
 //! another while a processor executes them without synchronisation: B, B.cond, BL, BRK, CBNZ, CBZ, HVC, ISB, NOP, SMC,
-//! SVC, TBNZ, TBZ. The processor then executes the old instruction or the new one. `svc` becomes `b`, and all other words
-//! of a page keep their values. The stub is written and mapped before; the kernel cleans the data cache and invalidates
-//! the instruction cache for the pages that it maps as executable.
+//! SVC, TBNZ, TBZ. The processor then executes the old instruction or the new one. `svc` becomes `b`, and all other
+//! words of a page keep their values. The stub is written and mapped before; the kernel cleans the data cache and
+//! invalidates the instruction cache for the pages that it maps as executable.
 
 use super::code::{SVC, calls};
 use super::site_entry::{LEAVE, PASS, Site};
@@ -25,7 +25,7 @@ pub const REACH: usize = BRANCH;
 /// The bytes of an instruction.
 const INSTRUCTION: usize = size_of::<u32>();
 
-/// Returns `b`, at the address `from`, to the address `to`. `None`: that is too far away, or not aligned.
+/// Returns `b`, at the address `from`, to the address `to`. `None`: `to` is too far away, or not aligned.
 fn branch(from: usize, to: usize) -> Option<u32> {
     const OPCODE: u32 = 0x1400_0000;
     const DISTANCE: u32 = 0x03ff_ffff;
@@ -48,16 +48,16 @@ impl Plan {
     /// The bytes of a site's stub.
     pub const STUB: usize = size_of::<Stub>();
 
-    /// Plans to rewrite the `svc #0` before `back`. `code` is the text that begins at the address `start`. `None`: there
-    /// is none.
+    /// Plans to rewrite the `svc #0` before `back`. `code` is the text that begins at the address `start`. `None`:
+    /// there is no `svc #0`.
     pub fn of_site(code: &[u8], start: usize, back: usize) -> Option<Self> {
         let site = back.checked_sub(INSTRUCTION)?;
         let word = code.get(site.checked_sub(start)?..back.checked_sub(start)?)?;
         (site.is_multiple_of(INSTRUCTION) && word == SVC.to_le_bytes()).then_some(Plan { site })
     }
 
-    /// Plans to rewrite all sites of the code that begins at `start`, in the order of their addresses. `None`: not all
-    /// are found.
+    /// Plans to rewrite all sites of the code that begins at `start`, in the order of their addresses. `None`: `start`
+    /// is not aligned, so sites would be missed.
     pub fn of_all(code: &[u8], start: usize) -> Option<Vec<Self>> {
         let is_aligned = start.is_multiple_of(INSTRUCTION);
         let plans = calls(code).map(|offset| Plan {
@@ -78,7 +78,7 @@ impl Plan {
     }
 
     /// Makes the changes in `memory`, a copy of the memory from the address `start` on. The site's stub is at `stub`.
-    /// `None`: that is too far away.
+    /// `None`: the stub is too far away.
     pub fn change(&self, memory: &mut [u8], start: usize, stub: usize) -> Option<()> {
         let word = branch(self.site, stub)?;
         memory[self.site - start..][..INSTRUCTION].copy_from_slice(&word.to_le_bytes());
@@ -86,9 +86,9 @@ impl Plan {
     }
 }
 
-/// The code to which a rewritten site jumps. It stores X16 and X17 below the program's stack pointer, as each jump to an
-/// address in memory needs a register. (Nothing else is there: AAPCS64 has no red zone.) Then it loads the address of
-/// `site`, and jumps to the entry.
+/// The code to which a rewritten site jumps. A jump to an address in memory needs a register, so the code first stores
+/// X16 and X17 below the program's stack pointer. That memory is free, because AAPCS64 has no red zone. Then the code
+/// loads the address of `site`, and jumps to the entry.
 #[repr(C)]
 struct Stub {
     enter: [u32; 4],
@@ -113,7 +113,7 @@ impl Stub {
         const JUMP: u32 = 0xd61f_0220;
         /// adr x16, #0
         const ADDRESS: u32 = 0x1000_0010;
-        /// What is never executed: udf #0.
+        /// An instruction that is never executed: udf #0.
         const UNDEFINED: u32 = 0;
         const _: () = assert!(offset_of!(Site, entry) == 8);
         let site = (offset_of!(Stub, site) - INSTRUCTION) as u32;
@@ -128,7 +128,7 @@ impl Stub {
 
     /// Returns the stub's memory.
     fn bytes(&self) -> [u8; size_of::<Self>()] {
-        // SAFETY: integers and arrays of integers, without padding between them.
+        // SAFETY: the stub consists of integers and arrays of integers, without padding between them.
         unsafe { std::mem::transmute_copy(self) }
     }
 }
@@ -173,22 +173,22 @@ mod tests {
         assert!(plan.stub(0, START + (1 << 30)).is_none());
     }
 
-    /// Executes a rewritten site, with a stub that leads to a function of this test's.
+    /// Executes a rewritten site, whose stub leads to a function of this test.
     #[test]
     fn a_rewritten_site_leads_to_its_entry_and_back_with_all_registers() {
         use std::arch::{asm, naked_asm};
 
-        /// Leaves as an entry does: with another X0.
+        /// Leaves as the real entry does, with another value in X0.
         #[unsafe(naked)]
         unsafe extern "C" fn entry() {
             naked_asm!("mov x0, 7", "sub x16, x16, {leave}", "br x16", leave = const LEAVE)
         }
-        /// Passes the call on.
+        /// Makes the stub make the call.
         #[unsafe(naked)]
         unsafe extern "C" fn pass() {
             naked_asm!("sub x16, x16, {pass}", "br x16", pass = const PASS)
         }
-        // The code at the beginning of a page, its stub in the next page.
+        // The code is at the beginning of a page; its stub is in the next page.
         const PAGE: usize = 1 << 16;
         let code: Vec<u8> = [SVC, 0xd65f_03c0]
             .iter()

@@ -3,8 +3,8 @@
 
 use std::arch::naked_asm;
 
-/// The body of this library's entry point: calls `$become_program`, which does not return, with the stack pointer of the
-/// new process.
+/// The body of this library's entry point: calls `$become_program` with the stack pointer of the new process.
+/// `$become_program` does not return.
 macro_rules! begin {
     ($become_program:path) => {
         ::std::arch::naked_asm!(
@@ -19,8 +19,8 @@ macro_rules! begin {
 }
 pub(crate) use begin;
 
-/// Jumps to a program, with the registers that the kernel gives a new process: all are 0. (X16 has the address of the
-/// first instruction, which any jump needs.)
+/// Jumps to a program. All registers are 0, as the kernel sets them for a new process, except X16. X16 has the address
+/// of the first instruction, because a jump needs a register.
 ///
 /// # Safety
 /// - The program is loaded, and begins at `start`. `sp` is the stack pointer of a new process.

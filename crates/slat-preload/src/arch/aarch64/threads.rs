@@ -2,8 +2,8 @@
 
 use std::arch::naked_asm;
 
-/// The body of a function of two arguments. It stores the stack pointer at the second argument, for [`leave`], and calls
-/// `$go`, which does not return, with the first.
+/// The body of a function of two arguments. The function stores the stack pointer at the address in the second
+/// argument, for [`leave`]. Then it calls `$go` with the first argument. `$go` does not return.
 macro_rules! run {
     ($go:path) => {
         ::std::arch::naked_asm!(
@@ -30,7 +30,8 @@ pub(crate) use run;
 /// Returns from a function whose body is [`run!`].
 ///
 /// # Safety
-/// - This thread is in such a function, which has stored `begun_at`. Nothing on the thread's stacks is needed any more.
+/// - This thread runs a function whose body is [`run!`], and that function has stored `begun_at`. Nothing on the
+///   thread's stacks is needed any more.
 #[unsafe(naked)]
 pub unsafe extern "C" fn leave(begun_at: usize) -> ! {
     naked_asm!(
@@ -49,7 +50,8 @@ pub unsafe extern "C" fn leave(begun_at: usize) -> ! {
     )
 }
 
-/// The signature of areas of restartable sequences (`tools/testing/selftests/rseq/rseq-arm64.h`), which glibc uses, too.
+/// The signature of areas of restartable sequences (`tools/testing/selftests/rseq/rseq-arm64.h`), which glibc uses,
+/// too.
 pub const RSEQ_SIGNATURE: usize = 0xd428_bc00;
 
 /// Returns the thread pointer, from which the C library counts offsets.
@@ -99,7 +101,7 @@ mod tests {
     fn a_thread_leaves_with_the_registers_of_its_beginning() {
         let mut begun_at = 0usize;
         let (general, vector): (u64, u64);
-        // SAFETY: a call by the C ABI, which keeps X20 and the lower half of V8.
+        // SAFETY: the assembly makes a call by the C ABI, which keeps X20 and the lower half of V8.
         unsafe {
             std::arch::asm!(
                 "mov x20, 77",

@@ -18,8 +18,8 @@ const BORROWING: usize = FORKING | libc::CLONE_VM as usize | libc::CLONE_VFORK a
 const HERE: usize = AT_FDCWD as usize;
 const NOT_FOLLOWED: usize = libc::AT_SYMLINK_NOFOLLOW as usize;
 
-/// Returns the newer call that does the same work as a call: with a directory, or with flags. A call without a newer
-/// one is returned as it is.
+/// Returns the newer call that does the same work as the given call, with a directory or with flags as further
+/// arguments. A call without a newer one is returned unchanged.
 pub fn newer(number: i64, arguments: [usize; 6]) -> Call {
     let [a, b, c, ..] = arguments;
     match number {
@@ -38,8 +38,8 @@ pub fn newer(number: i64, arguments: [usize; 6]) -> Call {
     }
 }
 
-/// Returns the call by which the C library does the work of a newer one: the call without a directory, if the directory
-/// is the current one. Programs' filters know that call.
+/// Returns the call by which the C library does the work of a newer call: the call without a directory, if the
+/// directory is the current one. The seccomp filters of programs expect that call.
 pub fn older(number: i64, arguments: [usize; 6]) -> Call {
     let [HERE, a, b, c, d, _] = arguments else {
         return (number, arguments);
@@ -58,18 +58,19 @@ pub fn older(number: i64, arguments: [usize; 6]) -> Call {
     }
 }
 
-/// Reorders the arguments of `clone`: from the order flags, stack, parent's word, child's word, thread pointer to this
-/// architecture's, or back. Here both are the same.
+/// Reorders the arguments of `clone` between the neutral order (flags, stack, parent's word, child's word, thread
+/// pointer) and this architecture's order. On x86-64 both orders are the same.
 pub fn reordered(arguments: [usize; 6]) -> [usize; 6] {
     arguments
 }
 
-/// Whether a call is `dup2`. No newer call does its work if both descriptors are equal.
+/// Whether a call is `dup2`. No newer call does the work of `dup2` if both descriptors are equal.
 pub fn is_dup2(number: i64) -> bool {
     number == libc::SYS_dup2
 }
 
-/// Returns the call that makes `to` refer to what `fd` refers to. If it succeeds, the result may be any value.
+/// Returns a call that makes the descriptor `to` refer to the same file as `fd`. If the call succeeds, its result may
+/// be any value.
 pub fn dup2(fd: usize, to: usize) -> Call {
     (libc::SYS_dup2, [fd, to, 0, 0, 0, 0])
 }
@@ -112,7 +113,7 @@ mod tests {
                 (number, [1, 2, 3, 4, 5, 6])
             );
         }
-        // statx(2) is not stat(2), and its flags are no reason to believe so.
+        // A stat call whose flags the older call cannot express stays as it is.
         let flagged = (
             libc::SYS_newfstatat,
             [HERE, 1, 2, libc::AT_EMPTY_PATH as usize, 0, 0],

@@ -1,17 +1,18 @@
-//! The library's copy in another root, before the dynamic linker has linked it: its first instructions, the end of the
-//! dynamic linker's work, and the return from a handler.
+//! Assembly for the copy of this library that runs in another root directory, before the dynamic linker has linked the
+//! copy: the copy's first instructions, the function to which the dynamic linker jumps in the end, and the return from
+//! a signal handler.
 
 use std::arch::naked_asm;
 
-/// Whether the library's copy can run, so that slat's files are worth keeping: yes. (Kernels without Syscall User
-/// Dispatch are old.)
+/// Whether the library's copy can run, so that slat keeps its files for a copy. Always true: only old kernels lack
+/// Syscall User Dispatch.
 pub fn is_possible() -> bool {
     true
 }
 
 /// The body of the entry point of the library's copy. Adds the library's address, `$library`, to the library's pointers
-/// to itself, which are the first `DT_RELACOUNT` entries of `DT_RELA`. Then calls `$begin` with the stack pointer of the
-/// new process, and jumps to the address that `$begin` returns.
+/// to itself, which are the first `DT_RELACOUNT` entries of `DT_RELA`. Then calls `$begin` with the stack pointer of
+/// the new process, and jumps to the address that `$begin` returns.
 macro_rules! relocate {
     ($library:path, $begin:path) => {
         ::std::arch::naked_asm!(
@@ -57,8 +58,8 @@ macro_rules! relocate {
 }
 pub(crate) use relocate;
 
-/// The body of a function that the dynamic linker jumps to in the end: calls `$end` with the stack pointer, and jumps to
-/// the address that `$end` returns.
+/// The body of the function to which the dynamic linker jumps when it has finished: calls `$end` with the stack
+/// pointer, and jumps to the address that `$end` returns.
 macro_rules! finish {
     ($end:path) => {
         ::std::arch::naked_asm!(

@@ -1,4 +1,4 @@
-//! Examines code: where it enters the kernel, and where padding between functions is.
+//! Finds the instructions in code that enter the kernel, and the padding between functions.
 
 use iced_x86::{Decoder, DecoderOptions, FlowControl, Instruction, Mnemonic};
 use std::ops::Range;
@@ -10,8 +10,9 @@ const SYSCALL_RET: [u8; 3] = [0x0f, 0x05, 0xc3];
 /// The instructions by which a signal handler returns to the kernel: mov rax, 15; syscall.
 const RETURN: [u8; 9] = [0x48, 0xc7, 0xc0, 15, 0, 0, 0, 0x0f, 0x05];
 
-/// Finds the instructions in the C library's text by which slat enters the kernel: the offsets of the one that enters
-/// and is followed by a return, and of those by which a handler returns to the kernel. `None`: the text is unknown.
+/// Finds the instructions in the C library's text by which slat enters the kernel. Returns the offset of a `syscall`
+/// that is followed by a return, and the offset of the code by which a signal handler returns to the kernel. `None`:
+/// the text is unknown.
 pub fn find_entries(text: &[u8]) -> Option<(usize, Option<usize>)> {
     let at = |bytes: &[u8]| text.windows(bytes.len()).position(|window| window == bytes);
     Some((at(&SYSCALL_RET)?, Some(at(&RETURN)?)))
@@ -41,8 +42,8 @@ fn candidates(code: &[u8]) -> impl Iterator<Item = usize> {
     })
 }
 
-/// Whether an instruction begins at `at`. If decoding begins at any earlier byte, it agrees with the code's
-/// instructions after a few of them. So decoding begins at each of the preceding bytes in turn, and the majority
+/// Whether an instruction begins at `at`. Decoding may begin at a wrong byte, but after a few instructions it agrees
+/// with the code's real instructions. So decoding begins at each of the preceding bytes in turn, and the majority
 /// decides.
 fn is_instruction(code: &[u8], at: usize) -> bool {
     const BEFORE: usize = 48;
@@ -59,9 +60,9 @@ fn is_instruction(code: &[u8], at: usize) -> bool {
     2 * reached >= tried
 }
 
-/// Returns the offset of `len` bytes of padding that a short jump can reach. The short jump ends at offset `back`.
-/// Padding is bytes between two functions, which are never executed. `code` is a program's text, and `back` is the
-/// offset of an instruction.
+/// Returns the offset of `len` bytes of padding within reach of a short jump. The short jump ends at offset `back` in
+/// `code`, a program's text. An instruction begins at `back`. Padding is bytes between two functions, which are never
+/// executed.
 ///
 /// Decoding begins where an instruction is known to begin: at `back`, and at functions that are called. After a return
 /// or a jump, padding extends to an aligned address. A call may return, so bytes after a call are padding only if the
@@ -107,8 +108,8 @@ pub fn padding(code: &[u8], back: usize, len: usize) -> Option<usize> {
 /// The least alignment of functions.
 const ALIGNMENT: usize = 16;
 
-/// Returns the aligned offsets within `window` that are called from anywhere in `code`, in order. (By chance, other
-/// instructions may contain the bytes of a call with a matching distance, once in 2^32.)
+/// Returns the aligned offsets within `window` that are called from anywhere in `code`, in order. Other bytes look
+/// like such a call by chance, once in 2^32.
 fn called(code: &[u8], window: &Range<usize>) -> Vec<usize> {
     const CALL: u8 = 0xe8;
     let targets = code.windows(5).enumerate().filter_map(|(at, bytes)| {

@@ -1,11 +1,11 @@
 //! The first instructions of functions that replace the C library's, where compiled code cannot be the first.
 
-/// The body of a function with a list of words, which follow a path and end with a null: calls `$inner` with the path
-/// and the array of the words.
+/// The body of a function like `execl`, whose arguments are a path and a list of words that ends with a null. Calls
+/// `$inner` with the path and an array of the words.
 ///
 /// The first five words are in registers, all others on the stack (System V ABI, AMD64 supplement, "Parameter
-/// Passing"). The function moves the return address down, and pushes the registers above it. So all words form one
-/// array.
+/// Passing"). The function moves the return address down, and pushes the registers above it, so that all words form
+/// one array.
 macro_rules! with_list {
     ($inner:path) => {
         ::std::arch::naked_asm!(

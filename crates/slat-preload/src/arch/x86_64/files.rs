@@ -1,10 +1,11 @@
-//! Programs and libraries as files: the processor's number in their headers, and the names of the dynamic linker.
+//! Constants of program files and library files: the processor's number in their headers, and the names of the dynamic
+//! linker.
 
 use std::ffi::CStr;
 
 /// The architecture's number in an ELF header: `EM_X86_64`.
 pub const MACHINE: u16 = 62;
-/// What messages call a program of this architecture.
+/// The name of a program of this architecture in messages.
 pub const PROGRAM: &str = "a 64-bit x86 program";
 
 /// The end of the addresses that a program can use.
@@ -14,10 +15,10 @@ pub const ADDRESSES: u64 = 1 << 47;
 pub const LINKER: &CStr = c"/lib64/ld-linux-x86-64.so.2";
 /// [`LINKER`] with its NUL, as a file's `PT_INTERP` has it.
 pub const INTERPRETER: [u8; 28] = *b"/lib64/ld-linux-x86-64.so.2\0";
-/// The name by which libraries need the dynamic linker, with a NUL.
+/// The name by which libraries refer to the dynamic linker, with a NUL.
 pub const LINKER_NAME: [u8; 24] = *b"ld-linux-x86-64.so.2\0   ";
 
-/// The first version of glibc's symbols on this architecture, which every glibc still has.
+/// The first version of glibc's symbols on this architecture. Every glibc still has this version.
 pub const FIRST_VERSION: &CStr = c"GLIBC_2.2.5";
 
 #[cfg(test)]

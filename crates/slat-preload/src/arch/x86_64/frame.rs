@@ -1,5 +1,5 @@
-//! The frame of a dispatched system call: the state of the program that the kernel has saved on the stack when it sent
-//! SIGSYS, the handler's first instructions, and the return to the program.
+//! The frame of a dispatched system call. A frame is the state of the program, which the kernel saves on the stack
+//! when it sends SIGSYS. This module also has the SIGSYS handler's first instructions, and the return to the program.
 
 use slat_process::caller::{IDENTIFICATION, NESTED_TASK};
 use slat_process::filter::Made;
@@ -29,8 +29,8 @@ pub struct Frame {
 
 const _: () = assert!(size_of::<Frame>() == 304);
 
-/// The kernel's name for this architecture's calls: AUDIT_ARCH_X86_64. A call by `int 0x80`, with the numbers of 32-bit
-/// programs, has another.
+/// The kernel's constant for this architecture's calls: AUDIT_ARCH_X86_64. A call by `int 0x80`, with the numbers of
+/// 32-bit programs, has another constant.
 pub const AUDIT_ARCH: u32 = 0xc000_003e;
 
 impl Frame {
@@ -39,7 +39,8 @@ impl Frame {
         self.registers[index as usize] as usize
     }
 
-    /// Returns the call, with the address after the instruction that has made it, where the program continues.
+    /// Returns the call, and the address after the instruction that made the call. The program continues at that
+    /// address.
     pub fn made(&self) -> Made {
         let (number, arguments) = self.call();
         Made {
@@ -84,12 +85,13 @@ impl Frame {
         self.registers[libc::REG_RAX as usize] = result as i64;
     }
 
-    /// Returns the frame of a handler of the program that calls rt_sigreturn(2) itself, with this frame.
+    /// Returns the kernel's frame of a signal handler of the program. `self` is the frame of the handler's own call of
+    /// rt_sigreturn(2).
     pub fn of_handler(&self) -> *mut Frame {
         self.sp() as *mut Frame
     }
 
-    /// Returns the bytes of the extended state; their number is in `_fpx_sw_bytes`
+    /// Returns the bytes of the extended state. Their number is in the state's `_fpx_sw_bytes`
     /// (`arch/x86/include/uapi/asm/sigcontext.h`).
     ///
     /// # Safety
@@ -101,7 +103,8 @@ impl Frame {
         if self.floating.is_null() {
             return &[];
         }
-        // SAFETY: the kernel's promise about the state's layout.
+        // SAFETY: the kernel has filled in the frame, as this function's own contract asks, so `floating` points to
+        // extended state in the kernel's layout.
         unsafe {
             let words = self.floating.add(SOFTWARE).cast::<u32>();
             let len = match words.read() {
@@ -120,7 +123,7 @@ impl Frame {
     /// # Safety
     /// - The kernel or `copy_below` has filled in the frame.
     pub unsafe fn needed(&self) -> usize {
-        // SAFETY: the caller's promise. Both parts are aligned.
+        // SAFETY: the frame is filled in, as this function's own contract asks. Both parts are aligned.
         unsafe { self.floating().len() + size_of::<Frame>() + 2 * Self::ALIGNMENT }
     }
 
@@ -131,7 +134,8 @@ impl Frame {
     /// - The kernel or this function has filled in the frame.
     /// - Below `top` there is space for the frame ([`needed`](Self::needed)), which nothing else uses.
     pub unsafe fn copy_below(&self, top: usize) -> *mut Frame {
-        // SAFETY: the caller's promise, for both parts.
+        // SAFETY: the frame is filled in, and nothing else uses the memory below `top`, as this function's own
+        // contract asks.
         unsafe {
             let state = self.floating();
             let to = (top - state.len()) & !(Self::ALIGNMENT - 1);
@@ -147,10 +151,10 @@ impl Frame {
 }
 
 /// The body of the handler that the kernel calls for SIGSYS. For a dispatched call of the program (`si_code` 2,
-/// SYS_USER_DISPATCH) the handler calls `$place` with the kernel's arguments, and then `$serve` with the result of
-/// `$place`, which is also the new stack pointer. The handler [passes](pass_through_gate) a call of slat itself. Where
-/// there is one thread pointer, `$runs_slat` says whether the call is slat's. All other SIGSYS signals come from seccomp
-/// filters, and go to the handler `$others`.
+/// SYS_USER_DISPATCH), the handler calls `$place` with the kernel's arguments, and then `$serve` with the result of
+/// `$place`, which is also the new stack pointer. The handler [passes](pass_through_gate) a call of slat itself. In a
+/// process with one thread pointer, the function `$runs_slat` says whether the call is slat's. All other SIGSYS
+/// signals come from seccomp filters, and go to the handler `$others`.
 ///
 /// `$serve` does not return. Its return address is the one in `$restorer`.
 macro_rules! dispatched {
@@ -195,25 +199,26 @@ macro_rules! dispatched {
 }
 pub(crate) use dispatched;
 
-/// Repeats a call of slat itself at the gate, from where calls pass: the second half of [`dispatched!`], with the
-/// kernel's frame in RDX. slat enters the kernel not only by the C library's code: the vDSO's functions make a call if
-/// they cannot compute the result, and so does the dynamic linker.
+/// Repeats a system call of slat itself at the gate, the address from which the kernel does not dispatch calls. This
+/// function is the second half of [`dispatched!`], with the kernel's frame in RDX. Some of slat's calls do not come
+/// from the C library's code: the vDSO's functions make a call if they cannot compute the result, and the dynamic
+/// linker makes calls.
 ///
-/// The call is not made here, but at the address to which the handler returns, with the stack, the signal mask and all
-/// registers of the code that makes the call. So the call may wait, be interrupted and restarted, or change the mask.
-/// A thread that begins on its own stack would not find the code after the gate, but only the C library's text makes
-/// threads.
+/// The handler does not make the call itself. It returns to the gate, which makes the call with the stack, the signal
+/// mask and all registers of the interrupted code. So the call may wait, be interrupted and restarted, or change the
+/// mask. A thread that begins on its own stack would not find the code after the gate, but only the C library's text
+/// makes threads.
 ///
-/// Three words lead back to the interrupted code. The words are stored below all memory in use on the interrupted stack:
-/// the red zone, and this handler's frame if the frame is on the same stack.
+/// Three words lead back to the interrupted code. The words are stored below all memory in use on the interrupted
+/// stack. That memory includes the red zone, and this handler's stack frame if the handler runs on the same stack.
 #[unsafe(naked)]
 pub unsafe extern "C" fn pass_through_gate() {
     naked_asm!(
         "mov rax, [rdx + {rsp}]",
         "mov r8, [rdx + {alternate}]",
         "mov r9, [rdx + {alternate_size}]",
-        // Checks which stack pointers are on the alternate stack. If only the handler's is, the frame is not on
-        // the interrupted stack.
+        // Checks which stack pointers are on the alternate stack. If only the handler's stack pointer is on that
+        // stack, the frame is not on the interrupted stack.
         "mov r10, rsp",
         "mov rcx, rsp",
         "sub rcx, r8",
@@ -235,7 +240,7 @@ pub unsafe extern "C" fn pass_through_gate() {
         "mov [rdx + {rip}], rcx",
         "mov [rdx + {rsp}], r10",
         "ret",
-        // The gate returns here, with the registers that the call has left. Any system call changes RCX.
+        // The gate returns here. The registers are as the call has left them. Any system call changes RCX.
         "3:",
         "mov rcx, [rsp]",
         "mov rsp, [rsp + 8]",
@@ -249,14 +254,14 @@ pub unsafe extern "C" fn pass_through_gate() {
     )
 }
 
-/// The flags that neither rt_sigreturn(2) nor a system call changes. (`FIX_EFLAGS` of `arch/x86/kernel/signal.c` has
-/// all other flags.)
+/// The flags that neither rt_sigreturn(2) nor a system call changes. `FIX_EFLAGS` of `arch/x86/kernel/signal.c` has
+/// all other flags.
 const LEFT_ALONE: u64 = NESTED_TASK | IDENTIFICATION;
 
-/// Returns to the program, on the program's thread pointer.
+/// Sets the program's thread pointer, and returns to the program.
 ///
 /// # Safety
-/// - The frame is on a stack below which nothing is needed any more, and says where the program continues.
+/// - Nothing below the frame on its stack is needed any more. The frame says where the program continues.
 #[unsafe(naked)]
 pub unsafe extern "C" fn return_to(frame: *mut Frame) -> ! {
     naked_asm!(
@@ -282,15 +287,15 @@ pub unsafe extern "C" fn return_to(frame: *mut Frame) -> ! {
     )
 }
 
-/// Makes the call `clone` with the remaining `arguments`, whose second, the stack, is set here. The process that it
-/// makes begins with the state in `frame`. Returns the kernel's result in the caller.
+/// Makes the call `clone` with `arguments`. This function sets the second argument, the stack. The new process begins
+/// with the state in `frame`. Returns the kernel's result in the caller.
 ///
 /// # Safety
 /// - The frame is on the new process's stack, which nothing else uses below the frame. The flags make a process that
 ///   does not need the caller's stack.
 pub unsafe fn begin_process(frame: *mut Frame, mut arguments: [usize; 6]) -> isize {
-    /// The child begins here: the `ret` at the gate leads here, with the stack pointer at the frame, as rt_sigreturn(2)
-    /// expects.
+    /// The first code of the new process. The `ret` at the gate leads here, with the stack pointer at the frame, as
+    /// rt_sigreturn(2) expects.
     #[unsafe(naked)]
     unsafe extern "C" fn begin() {
         naked_asm!(
@@ -300,7 +305,8 @@ pub unsafe fn begin_process(frame: *mut Frame, mut arguments: [usize; 6]) -> isi
             gate = sym GATE,
         )
     }
-    // SAFETY: the caller's promise. The parent continues here.
+    // SAFETY: the frame is on the new process's own stack, which nothing else uses below the frame, as this function's
+    // own contract asks. The parent continues here.
     unsafe {
         let sp = frame.cast::<usize>().sub(1);
         *sp = begin as *const () as usize;

@@ -2,14 +2,15 @@
 
 use slat_process::pointers;
 
-/// `arch/x86/include/uapi/asm/prctl.h`.
+/// Operations of arch_prctl(2) (`arch/x86/include/uapi/asm/prctl.h`).
 const ARCH_SET_GS: usize = 0x1001;
 const ARCH_SET_FS: usize = 0x1002;
 const ARCH_GET_FS: usize = 0x1003;
 const ARCH_GET_GS: usize = 0x1004;
 
-/// Serves such a call: `store` stores a value at an address of the program, and `refuse` refuses the call for a reason.
-/// Returns the kernel's result. `None`: the call does not concern the thread pointer.
+/// Serves a call that sets or returns the thread pointer. `store` stores a value at an address of the program.
+/// `refuse` refuses the call for a reason. Returns the kernel's result. `None`: the call does not concern the thread
+/// pointer.
 pub fn serve(
     number: i64,
     [code, address, ..]: [usize; 6],

@@ -6,9 +6,9 @@
 //! slat's stack is free if the program is on its own stack ([`stack`](slat_process::stack)). Calls from any other
 //! stack, and calls other than ioctl, are made by the `syscall` in the site's stub, and are dispatched.
 //!
-//! Only loaded programs have rewritten sites. In them, the base of GS leads to the thread's stack before anything is
-//! saved. Signals may arrive between any two instructions. Their handlers determine which thread pointer FS holds, and
-//! derive from the stack pointer which part of slat's stack is in use.
+//! Only loaded programs have rewritten sites. In a loaded program, this code finds the thread's stack by the base of
+//! GS, before it saves anything. Signals may arrive between any two instructions. Their handlers determine which
+//! thread pointer FS holds, and derive from the stack pointer which part of slat's stack is in use.
 
 use super::frame::Frame;
 use slat_kvm::cpuid::host_leaf;
@@ -21,7 +21,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 pub struct Site {
     /// The address where the program continues: the end of its `syscall`.
     pub back: usize,
-    /// `syscall`, and a jump to `back`.
+    /// The instruction `syscall`, and a jump to `back`.
     pub call: [u8; 8],
 }
 
@@ -59,12 +59,12 @@ impl Saved {
         }
     }
 
-    /// Returns the state of the program, if all of it is here. It is not.
+    /// Returns the complete state of the program. Always `None`: this entry does not save the complete state.
     pub fn frame(&mut self) -> Option<&mut Frame> {
         None
     }
 
-    /// Whether the entry has blocked all signals. It has not.
+    /// Whether the entry has blocked all signals. Always false.
     pub fn is_blocked(&self) -> bool {
         false
     }
@@ -84,13 +84,13 @@ pub fn prepare() {
 pub const CALL: usize = std::mem::offset_of!(Site, call);
 
 /// The body of the function to which a stub jumps. RCX points to its [`Site`]; all other registers are those of the
-/// call. The function calls `$serve` with the [`Saved`] registers.
+/// call. The function that has this body calls `$serve` with the [`Saved`] registers.
 ///
-/// Call [`prepare`] before. The thread is one of a loaded program.
+/// Call [`prepare`] before the first entry. The thread belongs to a loaded program.
 macro_rules! from_site {
     ($serve:path) => {
         ::std::arch::naked_asm!(
-                // The arithmetic flags, in AH and AL.
+                // Saves the arithmetic flags in AH and AL.
                 "mov r11, rax",
                 "lahf",
                 "seto al",
@@ -117,8 +117,8 @@ macro_rules! from_site {
                 "pushfq",
                 "test dword ptr [rsp], {flags}",
                 "jz 4f",
-                // Clears all flags except the flag that is always set: strings go upwards, alignment is not checked, nothing
-                // traps.
+                // Clears all flags except the flag that is always set: strings go upwards, alignment is not checked,
+                // nothing traps.
                 "push 2",
                 "popfq",
                 "4:",
@@ -142,8 +142,8 @@ macro_rules! from_site {
                 "mov eax, -1",
                 "mov edx, -1",
                 "xsave64 [rsp]",
-                // The floating-point state is usually that of a new process. The code compares FCW and FSW, the tags in use,
-                // and MXCSR with that state (Intel SDM, volume 1, table 10-2).
+                // The floating-point state is usually that of a new process. The code compares FCW and FSW, the tags in
+                // use, and MXCSR with that state (Intel SDM, volume 1, table 10-2).
                 "cmp dword ptr [rsp], {x87}",
                 "jne 6f",
                 "cmp byte ptr [rsp + 4], 0",

@@ -5,8 +5,8 @@
 //! instruction moves: a thread that returns from the kernel, or is about to make the call, finds the code that it
 //! expects.
 //!
-//! A site is not rewritten in these cases: no such padding is near; or, on some processors (below), the two bytes lie in
-//! two aligned quadwords.
+//! A site is not rewritten if no such padding is near. On some processors, which the next section names, a site is
+//! also not rewritten if its two bytes lie in two aligned quadwords.
 //!
 //! # Other threads
 //! Other threads may execute the pages that are replaced ([`dispatch::sites`](crate::dispatch)). A processor executes
@@ -35,8 +35,8 @@ pub const REACH: usize = 512 << 20;
 /// `jmp`, with its distance.
 const LONG: [u8; 5] = [0xe9, 0, 0, 0, 0];
 
-/// Whether the two bytes at `site` lie within an aligned quadword. Then they may change while another processor, which
-/// is not interrupted, executes them: see the module's documentation.
+/// Whether the two bytes at `site` lie within one aligned quadword. If so, the bytes may change while another
+/// processor executes them without being interrupted: see the module's documentation.
 fn is_within_quadword(site: usize) -> bool {
     const QUADWORD: usize = 8;
     site % QUADWORD != QUADWORD - 1
@@ -75,8 +75,8 @@ impl Plan {
         (is_call && is_changed_at_once).then_some(Plan { back, padding })
     }
 
-    /// Plans to rewrite all sites of the code that begins at `start`. `None`: instructions have various lengths, so it
-    /// is not known where they begin, and many sites cannot be rewritten.
+    /// Plans to rewrite all sites of the code that begins at `start`. Always `None` on x86-64: instructions have
+    /// various lengths, so it is not known where they begin, and many sites cannot be rewritten.
     pub fn of_all(_code: &[u8], _start: usize) -> Option<Vec<Self>> {
         None
     }
@@ -87,14 +87,14 @@ impl Plan {
         site.min(self.padding)..site.max(self.padding) + LONG.len()
     }
 
-    /// Returns the stub, which leads to the function `entry`. It works at any address. `None`: the address is too far
-    /// away from the site.
+    /// Returns the stub, which leads to the function `entry`. The stub works at any address, so the result is never
+    /// `None`.
     pub fn stub(&self, entry: usize, _stub: usize) -> Option<[u8; Self::STUB]> {
         Some(Stub::new(self.back, entry).bytes())
     }
 
     /// Makes the changes in `memory`, a copy of the memory from the address `start` on. The site's stub is at `stub`.
-    /// `None`: that is too far away.
+    /// `None`: the stub is too far away.
     pub fn change(&self, memory: &mut [u8], start: usize, stub: usize) -> Option<()> {
         let distance = i32::try_from(stub as isize - (self.padding + LONG.len()) as isize).ok()?;
         let short = (self.padding as isize - self.back as isize) as u8;
@@ -109,8 +109,8 @@ impl Plan {
     }
 }
 
-/// The code to which a rewritten site jumps. It loads the address of `site`, and jumps to `entry`. It works at any
-/// address.
+/// The code to which a rewritten site jumps. The stub loads the address of `site`, and jumps to `entry`. The stub
+/// works at any address.
 #[repr(C)]
 struct Stub {
     enter: [u8; 16],
@@ -144,7 +144,7 @@ impl Stub {
 
     /// Returns the stub's memory.
     fn bytes(&self) -> [u8; size_of::<Self>()] {
-        // SAFETY: integers and arrays of bytes, without padding between them.
+        // SAFETY: the stub consists of integers and arrays of bytes, without padding between them.
         unsafe { std::mem::transmute_copy(self) }
     }
 }

@@ -3,8 +3,8 @@
 
 use std::arch::naked_asm;
 
-/// The body of this library's entry point: calls `$become_program`, which does not return, with the stack pointer of the
-/// new process.
+/// The body of this library's entry point: calls `$become_program` with the stack pointer of the new process.
+/// `$become_program` does not return.
 macro_rules! begin {
     ($become_program:path) => {
         ::std::arch::naked_asm!(

@@ -2,8 +2,8 @@
 
 use std::arch::naked_asm;
 
-/// The body of a function of two arguments. It stores the stack pointer at the second argument, for [`leave`], and calls
-/// `$go`, which does not return, with the first.
+/// The body of a function of two arguments. The function stores the stack pointer at the address in the second
+/// argument, for [`leave`]. Then it calls `$go` with the first argument. `$go` does not return.
 macro_rules! run {
     ($go:path) => {
         ::std::arch::naked_asm!(
@@ -26,7 +26,8 @@ pub(crate) use run;
 /// Returns from a function whose body is [`run!`].
 ///
 /// # Safety
-/// - This thread is in such a function, which has stored `begun_at`. Nothing on the thread's stacks is needed any more.
+/// - This thread runs a function whose body is [`run!`], and that function has stored `begun_at`. Nothing on the
+///   thread's stacks is needed any more.
 #[unsafe(naked)]
 pub unsafe extern "C" fn leave(begun_at: usize) -> ! {
     naked_asm!(
