@@ -1,4 +1,4 @@
-//! Names the shared library, whatever its file is called.
+//! Sets the soname of the shared library.
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");

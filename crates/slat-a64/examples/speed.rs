@@ -1,4 +1,4 @@
-//! Measures the interpreter: nanoseconds of CPU time per instruction of a simple loop, of a decoded block.
+//! Measures the interpreter: the CPU time in nanoseconds per instruction of a simple loop, and of a decoded block.
 //!
 //! `cargo run --release -p slat-a64 --example speed`
 

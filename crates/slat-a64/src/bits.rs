@@ -12,7 +12,7 @@ pub(crate) const fn flag(word: u32, n: u32) -> bool {
     word >> n & 1 != 0
 }
 
-/// Returns the register number of which bit `low` is the lowest bit.
+/// Returns the register number whose lowest bit is bit `low` of `word`.
 #[inline(always)]
 pub(crate) const fn register(word: u32, low: u32) -> u8 {
     (word >> low & 31) as u8

@@ -1,6 +1,6 @@
 //! The CRCs of FEAT_CRC32 (C6.2, CRC32B and CRC32CB).
 
-/// The polynomials, with bit 31 first reflected to bit 0.
+/// The polynomials in reflected form: bit 0 is the coefficient of the highest power.
 const POLYNOMIALS: [u32; 2] = [0xedb8_8320, 0x82f6_3b78];
 
 const TABLES: [[u32; 256]; 2] = [table(POLYNOMIALS[0]), table(POLYNOMIALS[1])];

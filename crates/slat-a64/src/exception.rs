@@ -1,4 +1,4 @@
-//! Exceptions: their syndromes, how EL1 takes them, and how it returns (DDI 0487, D1.3 and D17.2.37).
+//! Exceptions: their syndromes, their delivery to EL1, and interrupts (DDI 0487, D1.3 and D17.2.37).
 
 use crate::abort::{Abort, status};
 use crate::insn::{Hint, SystemName};
@@ -14,7 +14,7 @@ use crate::tier::Exception;
 pub enum Interrupt {
     Irq,
     Fiq,
-    /// With its syndrome.
+    /// A system error with its syndrome.
     SError(u32),
 }
 
@@ -33,18 +33,19 @@ mod class {
     pub(super) const SERROR: u32 = 0x2f;
     pub(super) const BRK: u32 = 0x3c;
 }
-/// Added to the class of aborts that EL1 itself has met.
+/// This value is added to the class of an abort that EL1 itself has caused.
 const SAME_LEVEL: u32 = 1;
 
 const CLASS_SHIFT: u32 = 26;
-/// The instruction has 32 bits.
+/// Syndrome bit: the instruction has 32 bits.
 const IL: u32 = 1 << 25;
-/// The condition field of trapped instructions: there is none, and it is valid.
+/// The condition field of the syndrome of a trapped instruction: the field is valid, and the condition is "always".
 const CONDITION: u32 = 0b1_1110 << 20;
 const WRITE: u32 = 1 << 6;
 const MAINTENANCE: u32 = 1 << 8;
 
-/// The offsets of vectors: by the level and the stack pointer, and by the kind.
+/// The offsets of exception vectors: one part for the source level and stack pointer, one part for the kind of
+/// exception.
 const FROM_OWN_STACK: u64 = 0x200;
 const FROM_EL0: u64 = 0x400;
 const SYNCHRONOUS: u64 = 0x000;
@@ -99,9 +100,9 @@ impl State {
         );
     }
 
-    /// Takes the exception that has ended an instruction, at which the program counter is.
+    /// Takes the exception that has ended an instruction. The program counter is the address of that instruction.
     ///
-    /// HVC and SMC are UNDEFINED here: a caller that serves them does so instead of calling this.
+    /// HVC and SMC count as UNDEFINED here. A caller that serves HVC or SMC does not call this function for them.
     pub fn take_exception(&mut self, exception: Exception) {
         let pc = self.pc;
         match exception {
@@ -154,13 +155,14 @@ impl State {
         );
     }
 
-    /// Takes the exception of a program counter that is no multiple of 4.
+    /// Takes the exception for a program counter that is not a multiple of 4.
     pub fn take_misaligned_fetch(&mut self) {
         self.system.set(FAR, self.pc);
         self.take_synchronous(class::MISALIGNED_PC, 0, self.pc);
     }
 
-    /// Takes an interrupt, unless PSTATE masks it. Returns whether it did. At EL0 the masks of DAIF hold as at EL1.
+    /// Takes an interrupt, unless PSTATE masks it. Returns whether the interrupt was taken. The masks of DAIF have the
+    /// same effect at EL0 as at EL1.
     pub fn take_interrupt(&mut self, interrupt: Interrupt) -> bool {
         let (mask, vector) = match interrupt {
             Interrupt::Irq => (MASK_IRQ, IRQ),

@@ -1,8 +1,8 @@
 //! Decoded instructions.
 //!
-//! An [`Insn`] says what an instruction does in terms of its operands. Forms that differ only in how an operand is
-//! given are one variant: an addition has an [`Operand`], an access an [`Address`]. Register number 31 is the zero
-//! register, or the stack pointer where the variant says so.
+//! An [`Insn`] describes an instruction and its operands. Instructions that differ only in the form of an operand are
+//! one variant: an addition has an [`Operand`], an access an [`Address`]. Register number 31 is the zero register, or
+//! the stack pointer if the variant says so.
 
 use crate::simd::Simd;
 use crate::width::Width;
@@ -15,7 +15,7 @@ pub(crate) enum Shift {
     Ror,
 }
 
-/// A register value that is cut to `bits`, extended, and shifted to the left.
+/// A register value that is truncated to `bits` bits, extended to 64 bits, and shifted to the left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Extend {
     pub(crate) bits: u8,
@@ -128,7 +128,7 @@ pub(crate) enum Address {
     },
 }
 
-/// The base register of structure accesses, and what is added to the base afterwards.
+/// The base register of structure accesses, and the value that is added to the base afterwards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Base {
     pub(crate) rn: u8,
@@ -146,13 +146,13 @@ pub(crate) enum After {
 /// Ordering of an access with others (DDI 0487, B2.3).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Order {
-    /// Load-acquire, or load-acquirePC: no later access is before this one.
+    /// Load-acquire, or load-acquirePC: later accesses happen after this access.
     pub acquire: bool,
-    /// Store-release: no earlier access is after this one.
+    /// Store-release: earlier accesses happen before this access.
     pub release: bool,
 }
 
-/// What an integer register receives from a load.
+/// The extension of a loaded value for an integer register.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Loaded {
     ZeroExtended,
@@ -182,7 +182,7 @@ pub enum AtomicOp {
     Swap,
 }
 
-/// The hints that are more than NOP.
+/// The hints that have an effect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum Hint {
@@ -196,7 +196,7 @@ pub enum Hint {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum Barrier {
-    /// DMB and DSB, of all accesses or of less: a full fence serves each of them.
+    /// DMB and DSB. Some of them order only some kinds of accesses; a full fence serves all of them.
     Memory,
     Isb,
     /// SB: no later instruction is executed speculatively.
@@ -246,7 +246,7 @@ pub(crate) enum Insn {
         page: bool,
         offset: i32,
     },
-    /// ADD, SUB, ADDS, SUBS. `sp` says which registers may be the stack pointer: rd, rn.
+    /// ADD, SUB, ADDS, SUBS. `sp` says whether rd, and whether rn, may be the stack pointer.
     AddSub {
         width: Width,
         subtracts: bool,
@@ -265,7 +265,7 @@ pub(crate) enum Insn {
         rn: u8,
         rm: u8,
     },
-    /// AND, ORR, EOR, ANDS, and with an inverted operand. `sp`: rd may be the stack pointer.
+    /// AND, ORR, EOR, ANDS, and their forms with an inverted operand. `sp` says whether rd may be the stack pointer.
     Logic {
         width: Width,
         op: Logic,
@@ -475,7 +475,7 @@ pub(crate) enum Insn {
 
     /// Floating-point and Advanced SIMD instructions.
     Simd(Simd),
-    /// LD1 to LD4 and ST1 to ST4 of whole registers: `groups` times `elements` of consecutive registers.
+    /// LD1 to LD4 and ST1 to ST4 of whole registers. `groups` groups of `elements` consecutive registers are accessed.
     Structures {
         loads: bool,
         size: u8,
@@ -505,7 +505,7 @@ pub(crate) enum Insn {
 }
 
 impl Insn {
-    /// Whether CPACR_EL1 can trap the instruction, other than as an access to FPCR or FPSR.
+    /// Whether CPACR_EL1 can trap the instruction for another reason than an access to FPCR or FPSR.
     #[inline(always)]
     pub(crate) fn uses_vectors(&self) -> bool {
         match self {

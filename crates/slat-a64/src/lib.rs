@@ -2,9 +2,9 @@
 //!
 //! A part of slat: there is no promise about this crate's API, and any version may change it.
 //!
-//! [`run::step`] decodes and executes an instruction on a [`State`], which holds the registers of EL0 and EL1, against a
-//! [`Machine`], which has the memory. [`run::run_block`] executes a decoded [`Block`]. Execution ends with an [`Exit`],
-//! for example at an exception, which the caller lets EL1 take ([`State::take_stop`]) or serves itself.
+//! [`run::step`] decodes and executes one instruction. A [`State`] holds the registers of EL0 and EL1, and a
+//! [`Machine`] provides the memory. [`run::run_block`] executes a decoded [`Block`]. Execution ends with an [`Exit`],
+//! for example at an exception. The caller lets EL1 take the exception ([`State::take_stop`]), or serves it itself.
 //!
 //! The meaning of instructions is written once, as functions of operations that a *tier* provides: the interpreter's
 //! tier computes with numbers, and a compiler's tier can emit code. A meaning has no branch that depends on a value.
@@ -31,34 +31,35 @@
 //!
 //! # Promises
 //!
-//! - An instruction that ends early, by a fault or an exception, has changed nothing: base registers are written back
-//!   after the access, and an instruction with several stores asks for all of them before the first.
-//! - An exclusive store, and each operation of LSE, is one compare and swap of the [`Memory`]: atomic with processors on
-//!   other threads, and with their plain stores, without a lock. An exclusive store compares the value that the
-//!   exclusive load has loaded.
-//! - What the architecture leaves to the implementation or calls CONSTRAINED UNPREDICTABLE does not leave the state that
-//!   EL0 can have.
+//! - An instruction that ends early, by a fault or an exception, has changed nothing. Base registers are written back
+//!   after the access. An instruction with several stores checks all of them before the first store.
+//! - An exclusive store, and each operation of LSE, is one compare and swap of the [`Memory`]. So it is atomic with
+//!   respect to processors on other threads and their plain stores, without a lock. An exclusive store compares the
+//!   value that the exclusive load has loaded.
+//! - Where the architecture leaves a result to the implementation, or calls it CONSTRAINED UNPREDICTABLE, the result
+//!   is a state that EL0 can have.
 //!
 //! # The decoder
 //!
-//! The decoder is our own. A processor needs the fields of an encoding, by groups that have a meaning in common, and the
-//! certainty that everything else is UNDEFINED; a disassembler's operands would have to be turned back into fields.
-//! Of the crates that can be had, `fARM64` 0.1 has the right coverage and no dependencies, but it is written by hand like
-//! ours, returns 112 bytes of operands, and has one release; `yaxpeax-arm` and `disarm64` lack newer extensions or checks
-//! of what is UNDEFINED; `bad64` is C. Arm's machine-readable specification decides instead: `tests/oracle` has its table
-//! of all encodings, and checks that the decoder accepts words of exactly those encodings that the processor has.
+//! The decoder is our own. A processor needs the fields of an encoding, in groups with a common meaning, and must know
+//! that all other words are UNDEFINED. A disassembler's operands would have to be converted back to fields. Of the
+//! existing crates, `fARM64` 0.1 has the right coverage and no dependencies, but it is written by hand like ours,
+//! returns 112 bytes of operands, and has one release. `yaxpeax-arm` and `disarm64` lack newer extensions or checks of
+//! UNDEFINED words. `bad64` is written in C. Arm's machine-readable specification checks our decoder instead:
+//! `tests/oracle` has its table of all encodings, and tests that the decoder accepts words of exactly those encodings
+//! that the processor has.
 //!
 //! # Extensions
 //!
-//! CRC32, LSE, RDM, FP16, DotProd, LRCPC and LRCPC2, FlagM and FlagM2, FRINTTS, DIT, SB, and DPB. Pointer
-//! authentication and branch targets are NOPs where they are hints, and otherwise UNDEFINED, as SVE and SME are. The
-//! list of what is missing is `tests/oracle/missing.rs`.
+//! The processor has CRC32, LSE, RDM, FP16, DotProd, LRCPC and LRCPC2, FlagM and FlagM2, FRINTTS, DIT, SB, and DPB.
+//! Hints of pointer authentication and branch targets are NOPs. All other instructions of these two extensions are
+//! UNDEFINED, and so are SVE and SME. `tests/oracle/missing.rs` lists the missing extensions.
 //!
 //! # Missing
 //!
-//! Translation: stage 1 and its TLB. Debug. Checks of the stack pointer's alignment. EL2 and EL3, and AArch32. The compiler.
-//! The registers that identify the memory model, the timer and the caches are the [`Machine`]'s. Floating point is
-//! computed by integers alone, which is slow.
+//! These parts are missing: stage 1 translation and its TLB; debugging; checks of the stack pointer's alignment; EL2
+//! and EL3; AArch32; the compiler. The [`Machine`] provides the registers that identify the memory model, the timer
+//! and the caches. Floating point is computed with integers alone, which is slow.
 
 #![no_std]
 
@@ -107,7 +108,7 @@ pub use state::{Exclusive, State};
 pub use syndrome::Syndrome;
 pub use tier::{Access, Exception, Kind};
 
-/// Whether the instruction exists: whether the processor executes `word` other than as UNDEFINED at every level.
+/// Whether the processor can execute `word` as an instruction: whether `word` is not UNDEFINED at every level.
 pub fn is_defined(word: u32) -> bool {
     decode::decode(word).is_some()
 }

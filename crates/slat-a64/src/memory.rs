@@ -6,16 +6,16 @@ use crate::tier::Access;
 
 /// Accesses to memory by virtual addresses, little-endian.
 ///
-/// A size is the logarithm of the number of bytes. An access that fails has changed nothing, and the instruction that
-/// made the access changes nothing either.
+/// A size is the logarithm of the number of bytes. An access that fails has changed nothing. The instruction that made
+/// the failed access changes nothing, either.
 ///
 /// An aligned access of at most 8 bytes is single-copy atomic (DDI 0487, B2.2). Exclusive stores and atomic operations
-/// are made by [`compare_exchange`](Self::compare_exchange), which must be one atomic operation of the host on memory
-/// that processors on other threads share: no lock makes them atomic, because plain stores of other processors would
-/// not take the lock. A store of another processor between an exclusive load and the exclusive store is noticed by its
-/// value.
+/// are made by [`compare_exchange`](Self::compare_exchange). On memory that processors on other threads share, it must
+/// be one atomic operation of the host. A lock cannot make it atomic, because plain stores of other processors would
+/// not take the lock. An exclusive store notices another processor's store since the exclusive load only if the value
+/// has changed.
 pub trait Memory {
-    /// Why an access fails.
+    /// The reason why an access fails.
     type Fault;
 
     /// Fetches the instruction at an address, which is a multiple of 4.
@@ -73,8 +73,8 @@ pub trait Memory {
         access: Access,
     ) -> Result<u128, Self::Fault>;
 
-    /// Executes an atomic operation on at most 8 bytes, and returns the bytes that were there. The address is a multiple
-    /// of the size.
+    /// Executes an atomic operation on at most 8 bytes, and returns the earlier bytes. The address is a multiple of
+    /// the size.
     fn atomic(
         &mut self,
         state: &State,
@@ -162,7 +162,8 @@ pub trait Machine: Memory {
     fn write_system(&mut self, _state: &State, _name: SystemName, _value: u64) -> Option<()> {
         None
     }
-    /// Called after the guest has written a system register that the processor holds: translation may have changed.
+    /// The processor calls this after the guest has written a system register that the processor holds. Translation
+    /// may have changed.
     fn system_written(&mut self, _state: &State, _name: SystemName) {}
     /// Executes an AT instruction, and returns the value of PAR_EL1. `None`: the instruction is UNDEFINED.
     fn translate_address(
@@ -178,7 +179,7 @@ pub trait Machine: Memory {
 }
 
 impl AtomicOp {
-    /// Returns the new value of 1 << `size` bytes.
+    /// Returns the result of the operation on `old` and `operand`, which have 1 << `size` bytes.
     pub fn apply(self, old: u64, operand: u64, size: u8) -> u64 {
         let bits = 8 << size;
         let signed = |v| crate::bits::sign_extend(v, bits) as i64;

@@ -12,7 +12,7 @@ use crate::system::{self, Refused, ZERO_BLOCK_BYTES};
 use crate::tier::{Access, Exception, Kind, Tier};
 use core::sync::atomic::{Ordering, fence};
 
-/// Why an instruction ended early, without an effect.
+/// The reason why an instruction ended early, without an effect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stop<F> {
     /// The instruction raises an exception.
@@ -27,7 +27,7 @@ impl<F> From<Exception> for Stop<F> {
     }
 }
 
-/// A processor's state and its machine, while an instruction is executed.
+/// A processor's state and its machine during the execution of an instruction.
 pub(crate) struct Now<'a, M> {
     pub(crate) state: &'a mut State,
     pub(crate) machine: &'a mut M,
@@ -45,7 +45,7 @@ fn refusal<F>(refused: Refused<F>, name: SystemName, rt: u8, reads: bool) -> Sto
     })
 }
 
-/// Defines functions of the trait that are an expression of their arguments.
+/// Defines functions of the trait whose result is one expression of their arguments.
 macro_rules! functions {
     ($($name:ident($($argument:ident: $type:ty),*) -> $result:ty { $value:expr })*) => {
         $(

@@ -1,6 +1,6 @@
 //! PSTATE, and its form in SPSR_EL1 (DDI 0487, C5.2.19).
 
-/// DAIF's bits, as in MSR DAIFSet.
+/// The bits of DAIF, as in MSR DAIFSet.
 pub const MASK_DEBUG: u8 = 8;
 #[allow(missing_docs)]
 pub const MASK_SERROR: u8 = 4;
@@ -14,7 +14,7 @@ const DIT: u64 = 1 << 24;
 const PAN: u64 = 1 << 22;
 const IL: u64 = 1 << 20;
 const DAIF_SHIFT: u32 = 6;
-/// The mode: AArch32, which does not exist here, EL1 with its own stack pointer, and EL1.
+/// The field of the mode: AArch32, which this processor does not have; EL1; and EL1 with its own stack pointer.
 const AARCH32: u64 = 1 << 4;
 const EL1: u64 = 1 << 2;
 const OWN_STACK: u64 = 1 << 0;
@@ -23,11 +23,11 @@ const MODE: u64 = 0x1f;
 /// PSTATE without the flags.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Pstate {
-    /// The exception level is EL1, and not EL0.
+    /// Whether the exception level is EL1. Otherwise it is EL0.
     pub el1: bool,
-    /// SP: the stack pointer is EL1's own one.
+    /// SP: whether the stack pointer is EL1's own stack pointer.
     pub own_stack: bool,
-    /// D, A, I, F.
+    /// The masks D, A, I, F.
     pub daif: u8,
     /// Privileged access never.
     pub pan: bool,
@@ -38,7 +38,7 @@ pub struct Pstate {
 }
 
 impl Pstate {
-    /// Returns the bits of SPSR_EL1 but the flags.
+    /// Returns the bits of SPSR_EL1 except the flags.
     pub fn bits(self) -> u64 {
         let bit = |is: bool, bit: u64| if is { bit } else { 0 };
         bit(self.dit, DIT)
@@ -49,7 +49,7 @@ impl Pstate {
             | bit(self.own_stack, OWN_STACK)
     }
 
-    /// Returns what an exception return makes of SPSR_EL1. `None`: the return is illegal.
+    /// Returns the PSTATE that an exception return makes from the SPSR_EL1 in `bits`. `None`: the return is illegal.
     pub fn returned(bits: u64) -> Option<Self> {
         let mode = bits & MODE;
         if mode & AARCH32 != 0 || !matches!(mode, 0 | EL1 | 0b101) {
@@ -62,7 +62,7 @@ impl Pstate {
         })
     }
 
-    /// Returns the fields that also an illegal return changes, at EL0.
+    /// Returns the fields of SPSR_EL1 other than the level and the stack pointer, in a PSTATE of EL0.
     fn unprivileged(bits: u64) -> Self {
         Self {
             el1: false,
@@ -74,8 +74,8 @@ impl Pstate {
         }
     }
 
-    /// Returns what an illegal exception return makes of SPSR_EL1 (SetPSTATEFromPSR): level, stack pointer, PAN and
-    /// the like stay.
+    /// Returns the PSTATE that an illegal exception return makes from the SPSR_EL1 in `bits` (SetPSTATEFromPSR). The
+    /// level, the stack pointer, PAN and similar fields keep their values.
     pub fn returned_illegally(self, bits: u64) -> Self {
         let returned = Self::unprivileged(bits);
         Self {

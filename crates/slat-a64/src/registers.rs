@@ -2,16 +2,16 @@
 
 use crate::insn::SystemName;
 
-/// Who may access a register.
+/// The levels that may access a register.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Rights {
-    /// EL0 and EL1 read and write.
+    /// EL0 and EL1 may read and write.
     All,
-    /// EL0 reads, EL1 reads and writes.
+    /// EL0 may read; EL1 may read and write.
     El0Reads,
-    /// EL1 reads and writes.
+    /// EL1 may read and write.
     El1,
-    /// EL1 reads.
+    /// EL1 may read.
     El1Reads,
 }
 
@@ -19,7 +19,7 @@ pub(crate) enum Rights {
 pub(crate) struct Register {
     pub(crate) name: SystemName,
     pub(crate) rights: Rights,
-    /// The value after reset. A register that is not writable has this value always.
+    /// The value after reset. A register without writable bits always has this value.
     pub(crate) reset: u64,
     /// The bits that writes change.
     pub(crate) writable: u64,
@@ -91,7 +91,7 @@ const SCTLR_WRITABLE: u64 = 0x1f
     | SCTLR_WXN
     | SCTLR_SPAN
     | SCTLR_UCI;
-/// EOS, TSCXT, EIS, nTLSMD and LSMAOE, which are 1 without their extensions.
+/// Bits of SCTLR_EL1 that are 1 without their extensions: EOS, TSCXT, EIS, nTLSMD and LSMAOE.
 const SCTLR_ONES: u64 = 1 << 11 | 1 << 20 | 1 << 22 | 1 << 28 | 1 << 29;
 
 pub(crate) const CPACR_FPEN_SHIFT: u32 = 20;
@@ -230,7 +230,7 @@ pub(crate) const REGISTERS: &[Register] = &[
 pub(crate) struct Row(usize);
 
 impl Row {
-    /// Returns the row of a register that the table has.
+    /// Returns the row of a register that is in the table.
     const fn of([op0, op1, crn, crm, op2]: [u16; 5]) -> Self {
         let name = SystemName::new(op0, op1, crn, crm, op2);
         let mut row = 0;
@@ -299,11 +299,11 @@ impl Values {
     pub(crate) fn get(&self, row: Row) -> u64 {
         self.0[row.0]
     }
-    /// Sets a register as the processor itself does.
+    /// Sets all bits of a register, as the processor itself does.
     pub(crate) fn set(&mut self, row: Row, value: u64) {
         self.0[row.0] = value;
     }
-    /// Writes the bits of a register that exist.
+    /// Writes the writable bits of a register.
     pub(crate) fn write(&mut self, row: Row, value: u64) {
         let writable = row.register().writable;
         self.set(row, self.get(row) & !writable | value & writable);

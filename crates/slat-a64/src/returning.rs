@@ -6,7 +6,7 @@ use crate::stage1::regime::Regime;
 use crate::state::State;
 
 impl State {
-    /// Returns from an exception, and returns where to (AArch64.ExceptionReturn).
+    /// Returns from an exception (AArch64.ExceptionReturn). The result is the address where execution continues.
     pub(crate) fn exception_return(&mut self) -> u64 {
         let spsr = self.system.get(SPSR);
         let target = self.system.get(ELR);

@@ -9,7 +9,7 @@ use crate::state::State;
 use crate::tier::{Exception, Next};
 use alloc::vec::Vec;
 
-/// Why a run ends.
+/// The reason why a run ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Exit<F> {
     /// The given number of instructions was executed.
@@ -20,17 +20,18 @@ pub enum Exit<F> {
     Stop(Stop<F>),
     /// Instructions cannot be fetched from the program counter.
     Fetch(F),
-    /// The program counter is no multiple of 4.
+    /// The program counter is not a multiple of 4.
     MisalignedFetch,
 }
 
-/// Instructions that follow one another, decoded. The last one is a branch, or the block has as many as it may have.
+/// Decoded instructions that follow one another. The last instruction is a branch, or the block has the greatest
+/// number of instructions.
 ///
-/// The caller knows whether the memory of a block has changed since.
+/// The caller must know whether the memory of a block has changed since it was decoded.
 #[derive(Clone, Debug)]
 pub struct Block {
     start: u64,
-    /// `None` is UNDEFINED.
+    /// The instructions. `None` is an UNDEFINED instruction.
     instructions: Vec<Option<Insn>>,
 }
 
@@ -130,7 +131,7 @@ pub(crate) fn one<M: Machine>(
     went
 }
 
-/// Fetches, decodes and executes one instruction. `None`: go on.
+/// Fetches, decodes and executes one instruction. `None`: execution can continue.
 pub fn step<M: Machine>(state: &mut State, machine: &mut M) -> Option<Exit<M::Fault>> {
     if state.pc & 3 != 0 {
         return Some(Exit::MisalignedFetch);
@@ -148,7 +149,7 @@ pub fn step<M: Machine>(state: &mut State, machine: &mut M) -> Option<Exit<M::Fa
     }
 }
 
-/// Executes instructions, at most `limit`.
+/// Executes at most `limit` instructions.
 pub fn run<M: Machine>(state: &mut State, machine: &mut M, limit: u64) -> Exit<M::Fault> {
     for _ in 0..limit {
         if let Some(exit) = step(state, machine) {
@@ -158,8 +159,9 @@ pub fn run<M: Machine>(state: &mut State, machine: &mut M, limit: u64) -> Exit<M
     Exit::Limit
 }
 
-/// Executes a decoded block from its start, at which the program counter is, and again for as long as its last
-/// instruction jumps there, at most `times` times in all. `None`: go on at the program counter.
+/// Executes a decoded block from its start, which is the program counter. Executes the block again if its last
+/// instruction jumps to the start, at most `times` times in all. `None`: execution can continue at the program
+/// counter.
 pub fn run_block<M: Machine>(
     state: &mut State,
     machine: &mut M,

@@ -22,7 +22,7 @@ pub struct Exclusive {
     pub address: u64,
     /// The logarithm of the number of bytes.
     pub size: u8,
-    /// What was loaded.
+    /// The loaded value.
     pub value: u128,
 }
 
@@ -45,16 +45,16 @@ pub struct State {
     pub fpsr: u32,
     /// PSTATE without the flags.
     pub(crate) pstate: Pstate,
-    /// SP_EL0 or SP_EL1: the one that is not the stack pointer.
+    /// SP_EL0 or SP_EL1, whichever is not the current stack pointer.
     pub(crate) other_sp: u64,
-    /// The system registers of the table.
+    /// The system registers that the processor holds.
     pub(crate) system: Values,
     /// The local monitor of exclusive accesses.
     pub exclusive: Option<Exclusive>,
 }
 
 impl Default for State {
-    /// Returns the state of a program at EL0 that may do what Linux lets programs do.
+    /// Returns the state of a program at EL0, with the rights that Linux gives programs.
     fn default() -> Self {
         let mut system = Values::reset();
         let permissions = SCTLR_DZE | SCTLR_UCT | SCTLR_UCI | SCTLR_NTWI | SCTLR_NTWE;
@@ -77,7 +77,7 @@ impl Default for State {
 }
 
 impl State {
-    /// Returns the state after reset: EL1 with its own stack pointer, and everything masked.
+    /// Returns the state after reset: EL1 with its own stack pointer. All interrupts are masked.
     pub fn reset() -> Self {
         let pstate = Pstate {
             el1: true,
@@ -97,7 +97,7 @@ impl State {
         self.pstate
     }
 
-    /// Changes PSTATE, and with it the stack pointer.
+    /// Changes PSTATE. If PSTATE selects another stack pointer, changes the stack pointer, too.
     pub fn set_pstate(&mut self, pstate: Pstate) {
         let is_own = |pstate: Pstate| pstate.el1 && pstate.own_stack;
         if is_own(self.pstate) != is_own(pstate) {
@@ -142,7 +142,7 @@ impl State {
         find(name).map(|row| self.system.get(row))
     }
 
-    /// Sets the bits of a system register that can be written. Returns whether the processor holds the register.
+    /// Sets the writable bits of a system register. Returns whether the processor holds the register.
     pub fn set_system(&mut self, name: SystemName, value: u64) -> bool {
         let Some(row) = find(name) else { return false };
         self.system.write(row, value);

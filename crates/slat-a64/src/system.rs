@@ -1,4 +1,5 @@
-//! System registers, fields of PSTATE, and system instructions, with who may use them (DDI 0487, C5 and D17).
+//! System registers, fields of PSTATE, and system instructions, with the levels that may use them (DDI 0487, C5 and
+//! D17).
 
 use crate::bits::sign_extend;
 use crate::insn::SystemName;
@@ -23,7 +24,7 @@ const OSLAR: SystemName = SystemName::new(2, 0, 1, 0, 4);
 const CURRENT_EL: SystemName = SystemName::new(3, 0, 4, 2, 2);
 const PAN: SystemName = SystemName::new(3, 0, 4, 2, 3);
 
-/// The bits of the fields of PSTATE in their registers.
+/// The bits of PSTATE's fields in the registers that show these fields.
 const DIT_BIT: u64 = 1 << 24;
 const PAN_BIT: u64 = 1 << 22;
 const DAIF_SHIFT: u32 = 6;
@@ -37,11 +38,11 @@ const CTR: u64 = 0x9444_c004;
 /// Bytes that DC ZVA clears, of which DCZID_EL0 has the logarithm.
 pub(crate) const ZERO_BLOCK_BYTES: u32 = 64;
 
-/// Why an access or an instruction is refused.
+/// The reason why an access or an instruction is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Refused<F> {
     Undefined,
-    /// EL1 traps it.
+    /// EL1 traps the access or the instruction.
     Trapped,
     /// EL1 traps Advanced SIMD and floating point.
     VectorTrap,
@@ -49,7 +50,8 @@ pub(crate) enum Refused<F> {
     Memory(F),
 }
 
-/// Whether EL0 lacks the bit of SCTLR_EL1 that permits it something.
+/// Whether EL1 traps an action of EL0: whether the processor is at EL0, and the bit `permission` of SCTLR_EL1 is
+/// clear.
 pub(crate) fn is_trapped(state: &State, permission: u64) -> bool {
     !state.pstate.el1 && state.system.get(SCTLR) & permission == 0
 }
@@ -105,7 +107,7 @@ pub(crate) fn read<M: Machine>(
             need(state, SCTLR_UMA)?;
             u64::from(state.pstate.daif) << DAIF_SHIFT
         }
-        // The logarithm of the number of words.
+        // The field is the logarithm of the number of words.
         DCZID_EL0 => {
             let size = u64::from((ZERO_BLOCK_BYTES / 4).ilog2());
             size | bit(is_trapped(state, SCTLR_DZE), DZP)
@@ -113,7 +115,7 @@ pub(crate) fn read<M: Machine>(
         SP_EL0 | SP_SEL | CURRENT_EL | PAN => {
             privileged(state)?;
             match name {
-                // With SP_EL0 as the stack pointer, its register is UNDEFINED.
+                // While SP_EL0 is the stack pointer, an access to the register SP_EL0 is UNDEFINED.
                 SP_EL0 if !state.pstate.own_stack => return Err(Refused::Undefined),
                 SP_EL0 => state.other_sp,
                 SP_SEL => state.pstate.own_stack.into(),
@@ -134,7 +136,7 @@ pub(crate) fn read<M: Machine>(
             }
             None => match (machine.read_system(state, name), name.parts()) {
                 (Some(value), _) => value,
-                // Registers for identification that do not exist are zero.
+                // Identification registers that do not exist read as zero.
                 (None, [3, 0, 0, 1..=7, _]) if state.pstate.el1 => 0,
                 _ => return Err(Refused::Undefined),
             },

@@ -1,17 +1,18 @@
-//! What a tier provides to the meaning of instructions.
+//! The functions that a tier provides to the meaning of instructions.
 //!
-//! [`meaning`](crate::meaning) says what each instruction does by calls of these functions alone. The interpreter's
-//! values are numbers, and its functions compute at once. A compiler's values are values of its intermediate code, and
-//! its functions emit operations. Therefore the meaning of an instruction makes no decision that depends on a value: it
-//! selects between values with [`Tier::select`], and only its operands, which the decoder has fixed, choose its steps.
+//! [`meaning`](crate::meaning) defines each instruction by calls of these functions alone. In the interpreter, a value
+//! is a number, and a function computes at once. In a compiler, a value is a value of the compiler's intermediate
+//! code, and a function emits operations. Therefore the meaning of an instruction makes no decision that depends on a
+//! value. It selects between values with [`Tier::select`]. Only the instruction's operands, which the decoder has
+//! fixed, choose the steps.
 
 use crate::insn::{AtomicOp, Hint, Order, SystemName};
 use crate::simd::Function;
 
-/// How an access is made.
+/// The order and the rights of an access.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Access {
-    /// The order with other accesses.
+    /// The order of this access and others.
     pub order: Order,
     /// What kind of instruction makes the access.
     pub kind: Kind,
@@ -33,16 +34,16 @@ pub enum Kind {
     ZeroBlock(u64),
 }
 
-/// Where execution goes on after an instruction.
+/// The address at which execution continues after an instruction.
 pub(crate) enum Next<T: Tier + ?Sized> {
     Following,
     Jump(u64),
-    /// Jumps if the condition holds, and otherwise goes on.
+    /// Jumps if the condition is true. Otherwise execution continues after the instruction.
     JumpIf(T::Bool, u64),
     Indirect(T::Value),
-    /// Goes on behind the instruction, but the caller of the run learns of the hint.
+    /// Execution continues after the instruction. The caller of the run gets the hint.
     Hint(Hint),
-    /// Goes on behind the instruction, which has changed what decoding or translation depends on.
+    /// Execution continues after the instruction, which has changed state on which decoding or translation depends.
     Synchronize,
 }
 
@@ -82,7 +83,7 @@ pub enum Exception {
     Alignment {
         /// The address.
         address: u64,
-        /// Whether the access would have written.
+        /// Whether the access is a write.
         is_write: bool,
     },
 }
@@ -93,12 +94,12 @@ pub(crate) trait Tier {
     type Bool: Copy;
     /// 128 bits.
     type Vector: Copy;
-    /// Why an instruction ended early. An instruction that ends so has changed nothing.
+    /// The reason why an instruction ended early. Such an instruction has changed nothing.
     type Stop;
 
     /// Returns the address of the instruction.
     fn pc(&self) -> u64;
-    /// Returns X0 to X30.
+    /// Returns one of the registers X0 to X30.
     fn x(&mut self, r: u8) -> Self::Value;
     fn set_x(&mut self, r: u8, value: Self::Value);
     fn sp(&mut self) -> Self::Value;
@@ -116,13 +117,13 @@ pub(crate) trait Tier {
     fn mul(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
     /// Returns the upper half of a product.
     fn mul_high(&mut self, a: Self::Value, b: Self::Value, is_signed: bool) -> Self::Value;
-    /// Divides, rounding towards zero. A quotient by 0 is 0, and one that overflows wraps.
+    /// Divides, rounding towards zero. A division by 0 returns 0. A quotient that overflows wraps.
     fn div(&mut self, a: Self::Value, b: Self::Value, is_signed: bool) -> Self::Value;
     fn and(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
     fn or(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
     fn xor(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
     fn not(&mut self, a: Self::Value) -> Self::Value;
-    /// Shifts to the left. In this function and the next ones, the count is below 64.
+    /// Shifts to the left. The counts of all shift functions are below 64.
     fn shl(&mut self, a: Self::Value, count: Self::Value) -> Self::Value;
     fn shr(&mut self, a: Self::Value, count: Self::Value) -> Self::Value;
     fn sar(&mut self, a: Self::Value, count: Self::Value) -> Self::Value;
@@ -154,7 +155,7 @@ pub(crate) trait Tier {
     fn select(&mut self, which: Self::Bool, a: Self::Value, b: Self::Value) -> Self::Value;
     fn select_bool(&mut self, which: Self::Bool, a: Self::Bool, b: Self::Bool) -> Self::Bool;
 
-    /// Makes a vector of its low and its high half.
+    /// Makes a vector from its low half and its high half.
     fn vector(&mut self, low: Self::Value, high: Self::Value) -> Self::Vector;
     fn low(&mut self, v: Self::Vector) -> Self::Value;
     fn high(&mut self, v: Self::Vector) -> Self::Value;
@@ -224,8 +225,8 @@ pub(crate) trait Tier {
     ) -> Result<Self::Vector, Self::Stop>;
     /// Records the address and the value of an exclusive load of 1 << `size` bytes.
     fn mark_exclusive(&mut self, address: Self::Value, size: u8, value: Self::Vector);
-    /// Stores if the last exclusive load was of the same bytes, which still have the value that it loaded. Whether it
-    /// did or not, the mark is gone afterwards. Returns whether it has stored.
+    /// Stores if the last exclusive load read the same bytes, and these bytes still have the loaded value. In any
+    /// case, removes the record of the exclusive load. Returns whether the bytes were stored.
     fn store_exclusive(
         &mut self,
         address: Self::Value,
@@ -261,6 +262,6 @@ pub(crate) trait Tier {
         reads: bool,
         value: Self::Value,
     ) -> Result<Self::Value, Self::Stop>;
-    /// Returns from an exception, and returns where to.
+    /// Returns from an exception. The result is the address where execution continues.
     fn exception_return(&mut self) -> Result<Self::Value, Self::Stop>;
 }

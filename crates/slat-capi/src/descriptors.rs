@@ -1,4 +1,5 @@
-//! Descriptors. The kernel knows each as a memfd. A table maps each descriptor to its KVM object.
+//! Descriptors of KVM's objects. For the kernel, each descriptor refers to a memfd. A table maps each descriptor to
+//! its KVM object.
 
 use crate::{Answer, answer, guarded};
 use libc::{off_t, ssize_t};

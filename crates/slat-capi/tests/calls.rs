@@ -1,4 +1,4 @@
-//! The functions as a C program calls them.
+//! Tests the functions as a C program calls them.
 
 use kvm_bindings::{KVM_MEM_LOG_DIRTY_PAGES, kvm_run, kvm_userspace_memory_region};
 use slat_capi::descriptors::{slat_close, slat_dup, slat_ioctl, slat_open, slat_pread};
@@ -17,7 +17,7 @@ fn errno() -> i32 {
     Error::last_os_error().raw_os_error().unwrap()
 }
 
-/// Makes a request with a number as its argument, which succeeds.
+/// Makes a request whose argument is a number. The request must succeed.
 fn request(fd: c_int, request: u32, argument: usize) -> c_int {
     // SAFETY: the request does not take the argument for an address.
     let value = unsafe { slat_ioctl(fd, request.into(), argument) };
@@ -74,7 +74,7 @@ impl Drop for Guest {
         for fd in [self.vcpu, self.vm, self.kvm] {
             assert_eq!(slat_close(fd), 0);
         }
-        // SAFETY: the guest that used it is gone.
+        // SAFETY: the guest that used the memory is gone.
         assert_eq!(unsafe { slat_munmap(self.memory, MEMORY) }, 0);
     }
 }
@@ -85,7 +85,7 @@ fn requests_and_errno_are_the_kernels() {
     assert_eq!(request(guest.kvm, abi::KVM_GET_API_VERSION, 0), 12);
     let size = request(guest.kvm, abi::KVM_GET_VCPU_MMAP_SIZE, 0) as usize;
     let run = map(size, libc::MAP_SHARED, guest.vcpu).cast::<kvm_run>();
-    // SAFETY: the vCPU's page, and no thread runs the vCPU.
+    // SAFETY: the page belongs to the vCPU, and no thread runs the vCPU.
     unsafe { (*run).immediate_exit = 1 };
     // SAFETY: no argument; the request does not exist, or has a bad address; the mapping above.
     unsafe {
@@ -98,7 +98,7 @@ fn requests_and_errno_are_the_kernels() {
         assert_eq!(slat_munmap(run.cast(), size), 0);
     }
     let shared = libc::MAP_SHARED;
-    // SAFETY: a new mapping, that of an object without pages.
+    // SAFETY: the kernel chooses the address. The call fails, because the object has no pages.
     let none = unsafe { slat_mmap(null_mut(), 4096, libc::PROT_READ, shared, guest.vm, 0) };
     assert_eq!((none, errno()), (libc::MAP_FAILED, libc::ENODEV));
 }
@@ -138,9 +138,9 @@ fn other_files_are_the_c_librarys() {
     }
 }
 
-/// Returns its argument, and leaves an errno.
+/// Sets errno, and returns its argument.
 extern "C-unwind" fn fail(context: *mut c_void) -> c_int {
-    // SAFETY: this thread's own errno.
+    // SAFETY: errno belongs to this thread.
     unsafe { *libc::__errno_location() = libc::ENOSPC };
     context.addr() as c_int
 }
@@ -168,9 +168,9 @@ fn a_panic_does_not_cross_the_border() {
     // SAFETY: the function takes any context.
     let value = unsafe { slat_around(guest.memory, MEMORY, panic, null_mut()) };
     assert_eq!((value, errno()), (-1, libc::EIO));
-    // It was the client's own, not a VM's.
+    // That panic happened in the client's function, not in a call of the VM, so the VM still works.
     request(guest.vm, abi::KVM_CREATE_VCPU, 1);
-    // One within a call of the VM.
+    // A panic within a call of the VM ends all later calls.
     let handle = get(guest.vm).unwrap();
     let Object::Vm(vm) = handle.object() else {
         panic!("a VM")
@@ -181,7 +181,7 @@ fn a_panic_does_not_cross_the_border() {
         (guest.vm, abi::KVM_CREATE_IRQCHIP),
         (guest.vcpu, abi::KVM_RUN),
     ] {
-        // SAFETY: no argument.
+        // SAFETY: the request has no argument.
         let value = unsafe { slat_ioctl(fd, number.into(), 0) };
         assert_eq!((value, errno()), (-1, libc::EIO), "{number:#x}");
     }

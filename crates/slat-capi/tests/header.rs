@@ -1,9 +1,9 @@
-//! The header in the repository is the one that belongs to the code.
+//! Checks that the header in the repository is the one that cbindgen makes from the code.
 
 use std::path::Path;
 
-/// How Rust defines the function, and how C sees it: pointers and numbers are passed alike, as to `ioctl`, and in the
-/// registers where the definition expects them. Rust has no definitions with variable arguments.
+/// The parameters of `slat_ioctl` as Rust defines them, and as C declares them. Rust cannot define functions with
+/// variable arguments. In both forms, a pointer or a number is passed in the same register.
 const FIXED: &str = "unsigned long request, size_t argument)";
 const VARIABLE: &str = "unsigned long request, ...)";
 

@@ -10,7 +10,7 @@
 //! | file | idea |
 //! |---|---|
 //! | [`msr`] | the numbers of the synthetic MSRs |
-//! | [`cpuid`] | the CPUID leaves of the interface, and what a guest's leaves allow it |
+//! | [`cpuid`] | the CPUID leaves of the interface, and the rights that a guest's leaves grant |
 //! | [`partition`] | the registers that all virtual processors share |
 //! | [`clock`] | the reference clock, and the page by which a guest computes it from its TSC |
 //! | [`synic`] | the synthetic interrupt controller of a virtual processor |

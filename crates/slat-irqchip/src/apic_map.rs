@@ -59,7 +59,7 @@ struct Entry {
 /// The addresses of all enabled local APICs of a machine.
 #[derive(Debug, Default)]
 pub struct ApicMap {
-    /// Sorted by physical id. Several APICs may have given themselves the same id.
+    /// The APICs, sorted by physical id. Several APICs may have given themselves the same id.
     by_id: Vec<Entry>,
     /// Whether some APIC is in xAPIC mode.
     has_xapic: bool,

@@ -32,8 +32,8 @@ fn descriptors() -> BTreeSet<String> {
         let link = fs::read_link(entry.path()).unwrap_or_default();
         format!("{} {}", entry.file_name().display(), link.display())
     });
-    // The directory lists also the descriptor that reads it. When the link of that descriptor is read, it is already
-    // closed, or leads to the directory.
+    // The directory also lists the descriptor that reads the directory. When the link of that descriptor is read, the
+    // descriptor is closed, or its link leads to the directory.
     links
         .filter(|link| !link.contains("/proc/") && !link.ends_with(' '))
         .collect()
@@ -57,11 +57,11 @@ impl Before {
         }
     }
 
-    /// Call when the stream has ended. Panics if the stream has left a descriptor, a thread or memory.
+    /// Call when the stream has ended. Panics if a descriptor, a thread or memory of the stream still exists.
     pub fn check(self) {
         let left =
             || -> Vec<_> { (descriptors().difference(&self.descriptors).cloned()).collect() };
-        // If a thread of slat's own dropped a VM last, that thread closes the VM's descriptors.
+        // If one of slat's own threads drops a VM last, that thread closes the VM's descriptors.
         let begin = Instant::now();
         while !left().is_empty() {
             let left = left();

@@ -1,13 +1,13 @@
-//! Makes operations of a fuzzer's bytes, and performs them on the KVM API and on the software CPU.
+//! Makes operations from a fuzzer's bytes, and performs them on the KVM API and on the software CPU.
 //!
-//! The bytes are the decisions of a generator, as in `slat_model::streams`. They decide either which request is made,
-//! with which argument, on which object; or which instructions, page tables and registers a guest has. The targets in
-//! `fuzz/` call only [`ioctls()`] and [`guests()`]; `cargo test -p slat-streams` calls them with the corpus and with
-//! pseudo-random bytes.
+//! The bytes are the decisions of a generator, as in `slat_model::streams`. For [`ioctls()`], they choose each
+//! request, its argument and its object. For [`guests()`], they choose the instructions, page tables and registers of
+//! a guest. The targets in `fuzz/` call only these two functions. `cargo test -p slat-streams` calls them with the
+//! corpus and with pseudo-random bytes.
 //!
 //! Neither function returns an error. A finding ends the process, with an account of every thread's last steps
-//! ([`watch`]): a panic, a call that does not end, a write outside the memory that was passed to a call, an errno that
-//! the call must not return, a failed audit, a leaked descriptor or thread.
+//! ([`watch`]). Findings are a panic, a call that does not end, a write outside the memory that was passed to a call,
+//! an errno that the call must not return, a failed audit, and a leaked descriptor or thread.
 //!
 //! | file | idea |
 //! |---|---|

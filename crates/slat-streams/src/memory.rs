@@ -5,7 +5,7 @@ use std::ops::Range;
 /// Size of a host page.
 pub const PAGE: usize = 4096;
 
-/// Address space that this value owns until it is dropped. Nothing in it is accessible at first.
+/// A range of addresses that this value owns. At first no address in the range is accessible.
 #[derive(Debug)]
 pub struct Reserved {
     start: usize,
@@ -74,14 +74,14 @@ impl Reserved {
     pub fn open(&self, offset: usize, len: usize) {
         assert!(offset + len <= self.len);
         let start = self.start + offset;
-        // SAFETY: the address space is our own, and no code has accessed it yet.
+        // SAFETY: the addresses belong to this value, and no code has accessed them yet.
         assert!(unsafe { remap(start..start + len, libc::PROT_READ | libc::PROT_WRITE) });
     }
 }
 
 impl Drop for Reserved {
     fn drop(&mut self) {
-        // SAFETY: our own mapping, which is not used any more: the streams drop their objects first.
+        // SAFETY: the mapping belongs to this value, and is not used any more: the streams drop their objects first.
         unsafe { libc::munmap(self.start as *mut _, self.len) };
     }
 }
@@ -114,7 +114,7 @@ pub unsafe fn first_touched(range: Range<usize>) -> Option<usize> {
         .find(|at| unsafe { (*at as *const u64).read_volatile() } != untouched(*at))
 }
 
-/// Memory between two guard pages, and outside these two pages, called canaries, that must not be written.
+/// Memory between two guard pages. A canary is a page outside each guard page that must not be written.
 ///
 /// ```text
 /// canary | no access | memory | no access | canary
@@ -126,7 +126,7 @@ pub struct Guarded {
 }
 
 impl Guarded {
-    /// Reserves `len` bytes, whole pages, in which nothing is accessible yet.
+    /// Reserves `len` bytes, a number of whole pages, of which nothing is accessible yet.
     pub fn reserve(len: usize) -> Self {
         assert!(len.is_multiple_of(PAGE));
         let all = Reserved::new(len + 4 * PAGE);
@@ -217,7 +217,7 @@ mod tests {
     fn a_write_beyond_the_guard_page_is_seen() {
         let guarded = Guarded::new(PAGE);
         guarded.check();
-        // SAFETY: the second half of the canary.
+        // SAFETY: the address is in the second half of the canary.
         unsafe { ((guarded.range().end + PAGE + 2048) as *mut u8).write_volatile(1) };
         guarded.check();
     }

@@ -1,9 +1,9 @@
-//! Supervises a stream's threads: when each is kicked, how long a call may take, and the report of a finding.
+//! Supervises a stream's threads: kicks them, limits the time of calls, and reports findings.
 //!
-//! Each thread of a stream has a [`Lane`], where it announces its next step. One more thread, the watchman, checks all
-//! lanes every half millisecond. The watchman ends each `KVM_RUN` when its slice of time is over, by the kick that the
-//! stream has chosen, and kicks only *once*: a lost kick is a finding. A run can be kicked when it has begun, which the
-//! watchman sees in `kvm_run.flags`, because `KVM_RUN` clears them.
+//! Each thread of a stream has a [`Lane`], where the thread announces its next step. One more thread, the watchman,
+//! checks all lanes every half millisecond. The watchman ends each `KVM_RUN` when its slice of time is over, by the
+//! kick that the stream has chosen. It kicks only *once*, because a lost kick is a finding. A run can be kicked after
+//! it has begun. The watchman sees that in `kvm_run.flags`, because `KVM_RUN` clears the flags.
 //!
 //! # Time
 //! Limits are in the thread's own CPU time, because other processes may keep the thread from running; and in user mode,
@@ -40,7 +40,7 @@ const NOT_BEGUN: u16 = 0xffff;
 pub enum Kick {
     /// A signal, whose handler announces itself.
     Signal,
-    /// `immediate_exit`, and then a signal, as in programs that want to be sure.
+    /// `immediate_exit`, and then a signal, as some programs do to be sure.
     ExitAndSignal,
     /// `immediate_exit` alone. Ends a run only if no handler has promised to announce signals.
     Exit,
@@ -138,7 +138,7 @@ extern "C" fn on_backtrace(_signal: i32) {
     say(&std::backtrace::Backtrace::force_capture().to_string());
 }
 
-/// Blocks all signals: kicks would arrive faster than a backtrace can be written.
+/// Blocks all signals, because kicks would arrive faster than a backtrace can be written.
 fn block_signals() {
     // SAFETY: a signal set on the stack; this thread only.
     unsafe {
@@ -170,7 +170,7 @@ fn prepare() {
         let report = panic::take_hook();
         panic::set_hook(Box::new(move |info| {
             block_signals();
-            // A thread that panics may hold any lock for a long time, except this one.
+            // A panicking thread may hold any lock for a long time, except `CURRENT`.
             let current = lock(&CURRENT).clone();
             if let Some(stream) = current {
                 account(&stream, &info.to_string());
@@ -184,7 +184,7 @@ fn prepare() {
     });
 }
 
-/// Runs `body` with `lanes` lanes under supervision, with no other stream beside it.
+/// Runs `body` with `lanes` lanes under supervision. No other stream runs at the same time.
 pub fn stream(name: &'static str, bytes: &[u8], lanes: usize, body: impl FnOnce(&Stream)) {
     prepare();
     let _alone = lock(&ONE_AT_A_TIME);
@@ -208,7 +208,7 @@ impl Stream {
 }
 
 impl Lane {
-    /// Makes the calling thread this lane's.
+    /// Assigns the calling thread to this lane.
     pub fn enter(&self) {
         let mut clock = 0;
         // SAFETY: the calls are about the calling thread.
@@ -236,10 +236,10 @@ impl Lane {
 
     /// Does `work`, which is one `KVM_RUN`, and ends it after its slice.
     pub fn run<R: std::fmt::Debug>(&self, step: Step, slice: Slice, work: impl FnOnce() -> R) -> R {
-        // SAFETY: the caller keeps the page mapped.
+        // SAFETY: the page is mapped until the run has returned, as [`Slice::page`] asks.
         unsafe { flags(slice.page).write_volatile(NOT_BEGUN) };
         let result = self.supervised(step, Some(slice), work);
-        // SAFETY: the caller keeps the page mapped.
+        // SAFETY: the page is mapped until the run has returned, as [`Slice::page`] asks.
         unsafe { immediate_exit(slice.page).write_volatile(0) };
         result
     }
@@ -273,7 +273,7 @@ impl Lane {
 
     /// Checks the lane. The watchman calls this. An error is a finding.
     fn look(&self, now: Instant) -> Result<(), String> {
-        // While the lock is held, the thread stays, its work does not end, and the page stays mapped.
+        // While these locks are held, the thread exists, its work does not end, and the page stays mapped.
         let thread = lock(&self.thread);
         let mut work = lock(&self.work);
         let (Some(thread), Some(work)) = (thread.as_ref(), work.as_mut()) else {
@@ -312,7 +312,7 @@ impl Thread {
             tv_sec: 0,
             tv_nsec: 0,
         };
-        // SAFETY: the call fills in a struct; the clock is that of a live thread.
+        // SAFETY: the call fills in a struct. The clock belongs to a live thread.
         unsafe { libc::clock_gettime(self.clock, &mut time) };
         Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
     }
@@ -354,7 +354,7 @@ fn watch() {
     loop {
         if FOUND.load(Ordering::SeqCst) && found.get_or_insert_with(Instant::now).elapsed() > HANGS
         {
-            // The thread with the finding cannot finish its report.
+            // The thread that reports a finding hangs, so it cannot finish its report.
             std::process::abort();
         }
         let Some(stream) = current.clone() else {
@@ -383,8 +383,8 @@ fn kept(stream: &Stream) -> PathBuf {
     std::env::temp_dir().join(format!("slat-{}-{}", stream.name, std::process::id()))
 }
 
-/// Prints the finding, and the last steps of every lane. Does so only once, because there may be more findings while
-/// the process ends.
+/// Prints the finding, and the last steps of every lane. Prints only the first finding, because there may be more
+/// findings while the process ends.
 fn account(stream: &Stream, what: &str) {
     if FOUND.swap(true, Ordering::SeqCst) {
         return;

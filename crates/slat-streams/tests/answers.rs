@@ -1,8 +1,9 @@
-//! slat's answers are those of KVM's lists; the host's kernel has the same, but for the differences
-//! that the lists name.
+//! Tests that slat's results agree with the lists of KVM's results, and that the host kernel's results do, except for
+//! the differences that the lists name.
 //!
-//! The kernel and its processor are this machine's, whichever they are: a difference that no list names is printed, and
-//! fails only with `SLAT_TEST_KERNEL=strict`, as `.ci/full` has it. `--nocapture` shows those that the lists name, too.
+//! The test runs on any kernel and processor. It prints a difference that no list names, and fails for that difference
+//! only with `SLAT_TEST_KERNEL=strict`, which `.ci/full` sets. `--nocapture` also shows the differences that the lists
+//! name.
 
 use slat_streams::answers::api::Who;
 use slat_streams::answers::edges::Difference;
@@ -20,7 +21,7 @@ fn both(check: impl Fn(Who) -> Vec<Difference>) {
         }
     }
     if !unknown.is_empty() {
-        // Not by a macro: the test harness would hide it.
+        // A macro would print to the test harness, which would hide the text.
         let _ = writeln!(
             std::io::stderr(),
             "the host's kernel, unknown: {unknown:#?}"

@@ -1,4 +1,4 @@
-//! Guests from the seed corpus, and random ones.
+//! Tests guests from the seed corpus, and random guests.
 
 mod common;
 
@@ -10,7 +10,7 @@ fn guests_break_nothing() {
     common::soak("guests", slat_streams::guests);
 }
 
-/// Guests that do not know the time, one vCPU each.
+/// Runs guests with one vCPU that do not know the time.
 #[test]
 fn compiled_code_does_what_the_interpreter_does() {
     common::random("compared", |bytes| {

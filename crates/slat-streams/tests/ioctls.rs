@@ -1,4 +1,4 @@
-//! Streams of requests from the seed corpus, and random ones.
+//! Tests streams of requests from the seed corpus, and random streams.
 
 mod common;
 

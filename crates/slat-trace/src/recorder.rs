@@ -1,4 +1,4 @@
-//! The trace file of this process, and how a tracepoint writes to it.
+//! The trace file of this process, and the code by which a tracepoint writes to the file.
 
 use crate::Selection;
 use crate::clock::{Moment, cycles};
@@ -124,8 +124,8 @@ fn record<P: Point>(values: P) {
     // SAFETY: `claim` has returned a ring of this process, in a mapping that is never unmapped.
     let ring = unsafe { claimed.ring.as_ref() };
     let at = ring.next.load(Relaxed);
-    // Orders the head before the record that may overwrite an older one: a reader that has read bytes of the new record
-    // finds by the head that the older one is lost.
+    // The fence orders the last store of the head before the stores of this record, which may overwrite an older
+    // record. So a reader that has read bytes of the new record finds by the head that the older record is lost.
     fence(Release);
     // SAFETY: the ring has `capacity` records after its header, and `at` is less. Only this thread, which claimed it,
     // writes to them, and no thread of this process reads them. The values fit: `points` asserts it.
@@ -154,7 +154,8 @@ fn record<P: Point>(values: P) {
 
 /// Gives this thread a ring. `None`: no ring is left; the record is lost, and the loss is counted.
 fn claim() -> Option<Claimed> {
-    // After the tracepoint's relaxed load: the thread that has selected the tracepoint has published the file before.
+    // The fence follows the tracepoint's relaxed load. The thread that selected the tracepoint had published the file
+    // before.
     fence(Acquire);
     let mapped = MAPPED.peek()?.get()?;
     let header = mapped.header();
@@ -193,8 +194,8 @@ pub struct OnVcpu {
     _of_thread: PhantomData<*const ()>,
 }
 
-/// Makes records of this thread name the vCPU `id` of the VM `vm`, until the returned guard is dropped. `None`: nothing
-/// is recorded.
+/// Makes records of this thread name the vCPU `id` of the VM `vm`, until the returned guard is dropped. `None`: this
+/// process records nothing.
 #[inline]
 pub fn run_vcpu(vm: u64, id: u32) -> Option<OnVcpu> {
     (traced().load(Relaxed) != 0).then(|| OnVcpu {
@@ -261,7 +262,7 @@ pub fn mark_time() {
     }
 }
 
-/// An open file, closed when this is dropped.
+/// An open file. Dropping this value closes the file.
 struct File(usize);
 
 impl Drop for File {
@@ -314,9 +315,9 @@ fn open_new(path: &Path) -> io::Result<File> {
 /// function for a call of the program.
 ///
 /// # Safety
-/// The conditions of the system call.
+/// The arguments are valid for the system call `number`.
 unsafe fn call(number: i64, arguments: [usize; 6]) -> io::Result<usize> {
-    // SAFETY: the caller keeps this function's contract.
+    // SAFETY: the arguments are valid for the system call, as this function's own contract asks.
     let answer = result(unsafe { raw(number, arguments) });
     answer
         .map(|value| value as usize)

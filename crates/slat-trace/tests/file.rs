@@ -1,4 +1,4 @@
-//! A file can be read while its process runs, and after it has ended or was killed.
+//! Tests that a file can be read while its process runs, and after that process has ended or was killed.
 
 use slat_trace::read::Trace;
 use slat_trace::{
@@ -20,7 +20,7 @@ fn record(name: &str, selected: &str, work: fn()) -> Trace {
             assert_eq!(made.unwrap().as_ref(), Some(&path));
             work();
         });
-        // SAFETY: as above.
+        // SAFETY: the child ends without a return.
         unsafe { libc::_exit(i32::from(done.is_err())) };
     }
     let mut status = 0;
@@ -109,14 +109,14 @@ fn a_ring_is_read_while_its_thread_overwrites_it() {
                 mmio(gpa);
             }
         });
-        // SAFETY: as above.
+        // SAFETY: the child ends without a return.
         unsafe { libc::_exit(i32::from(done.is_err())) };
     }
     let mut latest = 0;
     while latest < 2_000_000 {
         let trace = match Trace::read(&path) {
             Ok(trace) => trace,
-            // The file is not there, or is not whole, at first.
+            // At first the file does not exist, or is not complete.
             Err(error) => {
                 assert_eq!(latest, 0, "{error}");
                 continue;
@@ -161,7 +161,7 @@ fn a_full_ring_keeps_the_latest_records_and_counts_all() {
 fn a_killed_process_leaves_its_records() {
     let trace = record("killed", "kvm", || {
         (0..20_000).for_each(mmio);
-        // SAFETY: this process.
+        // SAFETY: the signal ends this process.
         unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
     });
     assert_eq!(trace.count("kvm_mmio"), 20_000);
@@ -226,7 +226,7 @@ fn a_pipe_is_refused_at_once() {
 
 #[test]
 fn without_space_there_is_no_file_and_a_reason() {
-    // Sets this process's limit of file lengths in a child: this acts like a full disk, but needs no root.
+    // Sets the limit of file lengths in a child. The limit acts like a full disk, but needs no root.
     let directory = std::env::temp_dir().join(format!("slat-trace-{}-full", std::process::id()));
     std::fs::create_dir(&directory).unwrap();
     // SAFETY: the child has one thread, which ends without a return.
@@ -244,14 +244,14 @@ fn without_space_there_is_no_file_and_a_reason() {
             }
             begin(&directory.join("trace"), Selection::ALL, Buffer::default()).unwrap_err();
         });
-        // SAFETY: as above.
+        // SAFETY: the child ends without a return.
         unsafe { libc::_exit(i32::from(done.is_err())) };
     }
     let mut status = 0;
     // SAFETY: a child of this process.
     unsafe { libc::waitpid(child, &mut status, 0) };
     assert_eq!(status, 0);
-    // The directory must be empty, or removing it fails.
+    // The directory must be empty. Otherwise its removal fails.
     std::fs::remove_dir(directory).unwrap();
 }
 

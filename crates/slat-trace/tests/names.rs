@@ -1,4 +1,4 @@
-//! The tracepoints are Linux's.
+//! Checks that the tracepoints have Linux's names and fields.
 
 use slat_trace::POINTS;
 use std::collections::BTreeMap;

@@ -1,7 +1,7 @@
-//! A VMM with one dirty log: the guest drives a virtio queue, the device fills a buffer through vm-memory, and
-//! KVM_GET_DIRTY_LOG has the pages of both. It harvests whenever the writer changes, to say who wrote what. Among the
-//! guest's are pages that it only reads or executes, here 0x1000 and 0x4000: as in KVM, a page is logged when the
-//! guest's first access maps it writable.
+//! A VMM with one dirty log. The guest drives a virtio queue, and the device fills a buffer through vm-memory.
+//! KVM_GET_DIRTY_LOG returns the pages that the guest or the device has written. To say which of them wrote a page,
+//! the VMM harvests the log whenever the writer changes. The guest's pages include pages that it only reads or
+//! executes, here 0x1000 and 0x4000. As in KVM, a page is logged when the guest's first access maps it writable.
 
 use kvm_bindings::KVM_MEM_LOG_DIRTY_PAGES;
 use slat_kvm::{Kvm, VcpuExit, VcpuFd};
@@ -30,7 +30,7 @@ const GUEST: &[u8] = &[
     0xf4,
 ];
 const CODE: u64 = 0x1000;
-/// Descriptor table, available ring, used ring.
+/// Addresses of the queue's descriptor table, available ring and used ring.
 const QUEUE: [u32; 3] = [0x2000, 0x3000, 0x4000];
 const DOORBELL: u16 = 0x10;
 
@@ -50,7 +50,7 @@ impl Device {
         Ok(Device { queue })
     }
 
-    /// Serves what the guest has made available. It knows nothing of logs.
+    /// Fills the buffers that the guest has made available. The device knows nothing of logs.
     fn serve(&mut self, memory: &Memory) -> Result<(), Box<dyn Error>> {
         while let Some(chain) = self.queue.pop_descriptor_chain(memory) {
             let mut writer = chain.clone().writer(memory)?;
@@ -84,7 +84,7 @@ fn start(vcpu: &VcpuFd) -> Result<(), slat_kvm::Error> {
     vcpu.set_regs(&regs)
 }
 
-/// Runs the guest. Returns what is harvested.
+/// Runs the guest. Returns the lines of [`harvest`].
 pub fn run() -> Result<Vec<String>, Box<dyn Error>> {
     let vm = Arc::new(Kvm::new()?.create_vm()?);
     let memory = memory(&vm, KVM_MEM_LOG_DIRTY_PAGES, &[(GuestAddress(0), 0x1_0000)])?;

@@ -1,9 +1,9 @@
-//! The errors of making guest memory.
+//! Errors of the creation of guest memory.
 
 use std::fmt;
 use vm_memory::mmap::FromRangesError;
 
-/// The reason why a region, or its log, was not made.
+/// The reason why a region or its log was not created.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Error {

@@ -1,8 +1,9 @@
 //! rust-vmm's guest memory over slat's memslots, so that a VM has one dirty log.
 //!
-//! On KVM a VMM that migrates its guest has two logs: KVM's, of what vCPUs write, and a bitmap of its own, of what its
-//! devices write; the VMM has to harvest and join both logs. Here a write through [`vm-memory`](vm_memory) marks its
-//! pages in the log of the memslot ([`slat_kvm::VmFd::mark_dirty`]), and `KVM_GET_DIRTY_LOG` returns both.
+//! On KVM, a VMM that migrates its guest has two logs. KVM's log has the pages that vCPUs write. The VMM's own bitmap
+//! has the pages that devices write. The VMM has to harvest and join both logs. Here a write through
+//! [`vm-memory`](vm_memory) marks its pages in the log of the memslot ([`slat_kvm::VmFd::mark_dirty`]), and
+//! `KVM_GET_DIRTY_LOG` returns both kinds of pages.
 //!
 //! | item | idea |
 //! |---|---|
@@ -31,7 +32,7 @@
 //! # Writes that are not logged
 //! As with any bitmap of vm-memory, two kinds of writes are not logged: writes through raw pointers
 //! (`get_host_address`, `ptr_guard_mut`), and writes by other processes that map the memory. Call
-//! [`mark_dirty`](slat_kvm::VmFd::mark_dirty) after such writes. A VM with dirty rings has no place for a write that no
+//! [`mark_dirty`](slat_kvm::VmFd::mark_dirty) after such writes. A VM with dirty rings has no log for a write that no
 //! vCPU makes, so its memslots cannot be logged here ([`Error::Rings`]).
 
 mod error;
@@ -90,7 +91,7 @@ pub fn region(
     if let Some(hugetlbfs) = hugetlbfs {
         view = view.with_hugetlbfs(hugetlbfs);
     }
-    // SAFETY: the memslot owns `backing`, which is mapped there, and the region owns the memslot.
+    // SAFETY: the memslot owns `backing`, which is mapped at `memory`. The region owns the memslot.
     let view = unsafe { view.with_raw_mmap_pointer(memory) };
     let view = view.build().map_err(FromRangesError::from)?;
     let region = GuestRegionMmap::new(view, start);

@@ -14,8 +14,8 @@ const ENXIO: i32 = 6;
 /// `EINVAL`: a bad argument.
 const EINVAL: i32 = 22;
 
-/// A memslot of a VM with the host memory that backs it, and the [`Bitmap`] of the region that it is made for. Dropping
-/// it deletes the memslot, and then unmaps the memory. It keeps the VM alive.
+/// A memslot of a VM with the host memory that backs it, and the [`Bitmap`] of the region for which the memslot is
+/// made. Dropping this value deletes the memslot, and then unmaps the memory. This value keeps the VM alive.
 pub struct Memslot {
     vm: Arc<VmFd>,
     /// The region with which the memslot was created. Of the flags, KVM_MEM_LOG_DIRTY_PAGES may have changed.
@@ -113,7 +113,7 @@ impl Memslot {
 unsafe fn set(vm: &VmFd, region: kvm_userspace_memory_region) -> Result<(), Error> {
     let slot = region.slot;
     if region.flags & KVM_MEM_LOG_DIRTY_PAGES != 0 {
-        // Clearing no page changes nothing, and the result tells whether the VM has rings.
+        // A request to clear no page changes nothing, and its result tells whether the VM has rings.
         match vm.clear_dirty_log(slot, 0, 0, &[]) {
             Err(error) if error.errno() == ENXIO => return Err(Error::Rings(slot)),
             _ => {}

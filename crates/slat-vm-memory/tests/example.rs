@@ -1,4 +1,4 @@
-//! What the example prints.
+//! Checks the lines that the example prints.
 
 #[allow(dead_code)]
 #[path = "../examples/one_log.rs"]

@@ -1,4 +1,5 @@
-//! What devices write through vm-memory is in the VM's dirty log, and regions have memslots as long as they exist.
+//! Tests that the VM's dirty log has the pages that devices write through vm-memory, and that a memslot exists as long
+//! as its region.
 
 mod common;
 
@@ -15,7 +16,7 @@ use vm_memory::{
 
 const LOGGED: u32 = KVM_MEM_LOG_DIRTY_PAGES;
 
-/// Returns where the memory of page 0 is mapped.
+/// Returns the address at which the memory of page 0 is mapped.
 fn first_byte(memory: &GuestMemoryMmap<Memslot>) -> *mut u8 {
     memory.get_host_address(page(0)).unwrap()
 }
@@ -174,7 +175,7 @@ fn a_number_is_for_one_region() {
     let again = region(&vm, 0, LOGGED, page(8), MmapRegion::new(4 * PAGE).unwrap());
     assert!(matches!(again, Err(Error::Memslot { error, .. }) if error.errno() == libc::EINVAL));
     let first = Memslot::of(memory.find_region(page(0)).unwrap());
-    // SAFETY: nothing is accessed by way of this region, which is refused.
+    // SAFETY: no code accesses memory through this region, which is refused.
     let none = unsafe { MmapRegion::build_raw(first_byte(&memory), 0, libc::PROT_READ, 0) };
     let none = region(&vm, 0, LOGGED, page(8), none.unwrap());
     assert!(matches!(none, Err(Error::Memslot { error, .. }) if error.errno() == libc::EINVAL));
@@ -205,7 +206,7 @@ fn each_address_space_has_its_own_log() {
     assert_eq!(dirty(&memory, 0), [1]);
 }
 
-/// As when the VM is dead: nobody knows whether its vCPUs still use the memory.
+/// A dead VM refuses to delete a memslot, too. Its vCPUs may still use the memory.
 #[test]
 fn memory_stays_mapped_when_its_memslot_cannot_be_deleted() {
     let vm = vm();
@@ -215,7 +216,7 @@ fn memory_stays_mapped_when_its_memslot_cannot_be_deleted() {
     // SAFETY: the memslot's memory is not given to the guest.
     unsafe { vm.set_user_memory_region(deleted).unwrap() };
     drop(memory);
-    // SAFETY: looks at the mapping only.
+    // SAFETY: the call only looks at the mapping.
     let mapped = unsafe { libc::msync(start.cast(), PAGE, libc::MS_ASYNC) };
     assert_eq!(mapped, 0);
 }
@@ -240,7 +241,7 @@ fn rings_cannot_note_what_devices_write() {
     memory.write_obj(1u8, page(0)).unwrap();
 }
 
-/// Of each write, a harvest that ends after it or the next one has the page.
+/// The page of each write is in the first harvest that ends after the write, or in the next harvest.
 #[test]
 fn no_write_is_lost_between_two_harvests() {
     const PAGES: usize = 256;

@@ -1,4 +1,4 @@
-//! virtio-queue's queues over this memory: what they write for a device is in the VM's dirty log.
+//! Tests virtio-queue's queues over this memory: the VM's dirty log has the pages that a queue writes for a device.
 
 mod common;
 
@@ -11,9 +11,9 @@ use virtio_queue::mock::MockSplitQueue;
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, GuestAddress};
 
-/// The descriptor is for the device to write.
+/// A descriptor flag: the device writes the buffer.
 const WRITE: u16 = 2;
-/// Entries of the queue: so many that its used ring has pages of its own.
+/// The number of entries of the queue. The number is so large that the used ring has its own pages.
 const LEN: u16 = 1024;
 
 /// Returns the number of the page of `address`.
@@ -29,7 +29,7 @@ fn a_device_behind_a_queue_dirties_buffers_and_the_used_ring() {
     let driver = MockSplitQueue::new(&memory, LEN);
     let mut queue: Queue = driver.create_queue().unwrap();
     let request = page(20);
-    // The second buffer is across the regions.
+    // The second buffer crosses the boundary between the regions.
     let (first, second) = (page(30), GuestAddress((64 * PAGE - 10) as u64));
     memory.write_slice(b"hello", request).unwrap();
     let descriptors = [(request, 5, 0), (first, 8, WRITE), (second, 20, WRITE)];

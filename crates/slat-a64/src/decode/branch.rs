@@ -104,7 +104,7 @@ fn system(word: u32) -> Option<Insn> {
     }
 }
 
-/// Decodes a hint. Those of extensions that this processor lacks, such as pointer authentication, are NOPs.
+/// Decodes a hint. Hints of extensions that this processor lacks, such as pointer authentication, are NOPs.
 fn hint(number: u32) -> Insn {
     match number {
         1 => Insn::Hint(Hint::Yield),

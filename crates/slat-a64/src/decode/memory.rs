@@ -28,7 +28,7 @@ pub(super) fn decode(word: u32) -> Option<Insn> {
     }
 }
 
-/// What a load or store of one register moves. `None` in the transfer is PRFM.
+/// Returns the transfer of a load or store of one register, and the size. The transfer of PRFM is `None`.
 fn transfer(word: u32) -> Option<(Option<Transfer>, u8)> {
     let (size, opc) = (field(word, 31, 30) as u8, field(word, 23, 22));
     if flag(word, 26) {
@@ -67,7 +67,7 @@ fn access(word: u32, transfer: Option<Transfer>, size: u8, address: Address) -> 
     }
 }
 
-/// Decodes the forms of one register other than with an unsigned offset: size 111 V 00 opc.
+/// Decodes accesses to one register, except those with an unsigned offset: size 111 V 00 opc.
 fn register_access(word: u32) -> Option<Insn> {
     let rn = register(word, 5);
     let offset = signed_field(word, 20, 12);
@@ -324,7 +324,7 @@ fn lane(word: u32) -> Option<Insn> {
     let elements = (field(word, 13, 13) << 1 | field(word, 21, 21)) as u8 + 1;
     let (loads, rt) = (flag(word, 22), register(word, 0));
     let base = base(word)?;
-    // Q, S and size: the lane, of which larger elements leave low bits 0.
+    // Q, S and size give the lane. For larger elements, the lowest bits must be 0.
     let position = (field(word, 30, 30) << 3 | field(word, 12, 10)) as u8;
     let (size, lane) = match field(word, 15, 14) {
         _ if flag(word, 31) => return None,

@@ -1,6 +1,6 @@
 //! Decoding of A64 instructions, by the tables of DDI 0487, C4.1.
 //!
-//! [`decode`] returns `None` for what is UNDEFINED: unallocated words, and instructions of extensions that this
+//! [`decode`] returns `None` for an UNDEFINED word: an unallocated word, or an instruction of an extension that this
 //! processor does not have.
 
 mod branch;
@@ -21,7 +21,7 @@ pub(crate) fn decode(word: u32) -> Option<Insn> {
         0b0100 | 0b0110 | 0b1100 | 0b1110 => memory::decode(word),
         0b0111 | 0b1111 => simd::decode(word).map(Insn::Simd),
 
-        // Reserved (UDF), unallocated, SME and SVE.
+        // The remaining words are reserved (UDF), unallocated, SME or SVE.
         _ => None,
     }
 }

@@ -31,7 +31,7 @@ fn shift(kind: u32) -> Shift {
     }
 }
 
-/// Decodes the extension of an index or operand, of which `option` is the field.
+/// Decodes the extension of an index or operand. `option` is the field that selects the extension.
 pub(super) fn extend(option: u32, shift: u32) -> Extend {
     Extend {
         bits: 8 << (option & 3),

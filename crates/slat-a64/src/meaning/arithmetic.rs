@@ -38,7 +38,7 @@ pub(super) fn sum<T: Tier>(
     (result, [n, z, carry, overflow])
 }
 
-/// Returns the overflow flag: whether `a` differs from the result in the sign, and `other` is negative.
+/// Returns the overflow flag: whether `a` and the result have different signs, and `other` is negative.
 fn overflow<T: Tier>(
     t: &mut T,
     width: Width,
@@ -51,7 +51,7 @@ fn overflow<T: Tier>(
     t.bit(both, width.bits() - 1)
 }
 
-/// ADD, SUB, ADDS, SUBS, of all second operands.
+/// ADD, SUB, ADDS, SUBS, with every form of second operand.
 #[inline(always)]
 pub(super) fn add<T: Tier>(
     t: &mut T,

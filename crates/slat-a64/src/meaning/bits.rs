@@ -59,7 +59,7 @@ fn only<T: Tier>(t: &mut T, value: T::Value, mask: u64) -> T::Value {
     t.and(value, mask)
 }
 
-/// SBFM, BFM, UBFM: moves `bits` bits from `from` to `to`. One of these places is 0.
+/// SBFM, BFM, UBFM: moves `bits` bits from bit `from` to bit `to`. One of these two positions is 0.
 pub(super) fn bitfield<T: Tier>(
     t: &mut T,
     width: Width,
@@ -138,7 +138,7 @@ pub(super) fn one_source<T: Tier>(t: &mut T, width: Width, op: OneSource, rd: u8
             plus(t, zeros, -i64::from(unused))
         }
         OneSource::Cls => {
-            // The bits that are like the sign become zeros.
+            // Bits that equal the sign become zeros.
             let a = t.sign_extend(a, width.bits());
             let last = t.number(63);
             let sign = t.sar(a, last);
@@ -164,7 +164,7 @@ pub(super) fn rotate_into_flags<T: Tier>(t: &mut T, rn: u8, amount: u8, mask: u8
     t.set_flags(flags);
 }
 
-/// SETF8, SETF16: the flags of an addition of narrower integers, of which C stays.
+/// SETF8, SETF16: sets the flags like an addition of 8-bit or 16-bit integers, but keeps C.
 pub(super) fn set_flags<T: Tier>(t: &mut T, rn: u8, bits: u32) {
     let value = x(t, rn);
     let [_, _, carry, _] = t.flags();
@@ -176,7 +176,8 @@ pub(super) fn set_flags<T: Tier>(t: &mut T, rn: u8, bits: u32) {
     t.set_flags([n, z, carry, v]);
 }
 
-/// XAFLAG, and AXFLAG: between the flags of a floating-point comparison of Arm's and the ones of other processors.
+/// XAFLAG and AXFLAG: convert the flags of a floating-point comparison between Arm's form and the form of other
+/// processors.
 pub(super) fn convert_flags<T: Tier>(t: &mut T, to_arm: bool) {
     let [_, z, c, v] = t.flags();
     let no = t.truth(false);

@@ -4,7 +4,7 @@ use super::{base_of, set, shl, shr, x};
 use crate::insn::{AtomicOp, Order};
 use crate::tier::{Access, Kind, Tier};
 
-/// Makes the bytes of a pair in memory of its registers, each of 1 << `size` bytes.
+/// Joins two registers to the bytes of a pair in memory. Each register has 1 << `size` bytes.
 fn joined<T: Tier>(t: &mut T, size: u8, a: T::Value, b: T::Value) -> T::Vector {
     if size == 3 {
         return t.vector(a, b);
@@ -15,7 +15,7 @@ fn joined<T: Tier>(t: &mut T, size: u8, a: T::Value, b: T::Value) -> T::Vector {
     t.vector(low, zero)
 }
 
-/// Returns the registers of a pair.
+/// Splits the bytes of a pair in memory into two registers.
 fn parted<T: Tier>(t: &mut T, size: u8, bytes: T::Vector) -> [T::Value; 2] {
     let low = t.low(bytes);
     match size {
@@ -24,7 +24,7 @@ fn parted<T: Tier>(t: &mut T, size: u8, bytes: T::Vector) -> [T::Value; 2] {
     }
 }
 
-/// Returns the low bytes of a register, as bytes of memory.
+/// Returns the low bytes of a register as bytes of memory.
 fn single<T: Tier>(t: &mut T, size: u8, value: T::Value) -> T::Vector {
     let value = match size {
         3 => value,
@@ -118,7 +118,7 @@ pub(super) fn store<T: Tier>(
     Ok(())
 }
 
-/// LDADD and the like, and SWP.
+/// LDADD and similar instructions, and SWP.
 pub(super) fn atomic<T: Tier>(
     t: &mut T,
     op: AtomicOp,
@@ -159,7 +159,7 @@ pub(super) fn compare_swap<T: Tier>(
         if !pair {
             return single(t, size, a);
         }
-        // Registers of a pair are even, so number 30 has the zero register with it.
+        // The first register of a pair is even. For X30, the second register is the zero register.
         let b = x(t, r + 1);
         joined(t, size, a, b)
     };

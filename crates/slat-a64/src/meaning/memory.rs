@@ -6,7 +6,7 @@ use crate::insn::{Address, Loaded, Order, Transfer};
 use crate::tier::{Access, Kind, Tier};
 use crate::width::Width;
 
-/// Returns the address of an access, and the base that is written after the access.
+/// Returns the address of an access, and the base register with the value that it gets after the access.
 #[inline(always)]
 fn address<T: Tier>(
     t: &mut T,
@@ -45,7 +45,7 @@ fn write_back<T: Tier>(t: &mut T, base: Option<(u8, T::Value)>) {
     }
 }
 
-/// Extends what a load has loaded.
+/// Extends a loaded value.
 #[inline(always)]
 fn loaded<T: Tier>(t: &mut T, value: T::Value, size: u8, loaded: Loaded) -> T::Value {
     match loaded {
@@ -60,7 +60,7 @@ fn loaded<T: Tier>(t: &mut T, value: T::Value, size: u8, loaded: Loaded) -> T::V
     }
 }
 
-/// Loads a vector register's low 1 << `size` bytes. The rest becomes zero.
+/// Loads the low 1 << `size` bytes of a vector register. The other bytes become zero.
 #[inline(always)]
 pub(super) fn load_vector<T: Tier>(
     t: &mut T,

@@ -1,8 +1,8 @@
 //! The meaning of instructions, written once for all tiers (DDI 0487, C6.2 and C7.2).
 //!
-//! [`execute`] reads the operands, computes, and writes the results, all by the functions of a [`Tier`]. What can fail
-//! comes before everything that changes the state, so an instruction that ends early has changed nothing. An integer of
-//! 32 bits is a value whose upper half is zero.
+//! [`execute`] reads the operands, computes, and writes the results, all by the functions of a [`Tier`]. Each step
+//! that can fail comes before every step that changes the state, so an instruction that ends early has changed
+//! nothing. An integer of 32 bits is a value whose upper half is zero.
 
 mod arithmetic;
 mod bits;
@@ -249,13 +249,13 @@ pub(crate) fn execute<T: Tier>(t: &mut T, insn: &Insn) -> Result<Next<T>, T::Sto
     Ok(Next::Following)
 }
 
-/// Returns a general register, of which number 31 is zero.
+/// Returns a general register. Number 31 is the zero register.
 #[inline(always)]
 fn x<T: Tier>(t: &mut T, r: u8) -> T::Value {
     if r == 31 { t.number(0) } else { t.x(r) }
 }
 
-/// Returns the low bits of a general register, of which number 31 is zero.
+/// Returns the low bits of a general register. Number 31 is the zero register.
 #[inline(always)]
 fn get<T: Tier>(t: &mut T, width: Width, r: u8) -> T::Value {
     let value = x(t, r);
@@ -270,7 +270,7 @@ fn set<T: Tier>(t: &mut T, r: u8, value: T::Value) {
     }
 }
 
-/// Returns a general register, of which number 31 is the stack pointer.
+/// Returns a general register. Number 31 is the stack pointer.
 #[inline(always)]
 fn x_or_sp<T: Tier>(t: &mut T, r: u8) -> T::Value {
     if r == 31 { t.sp() } else { t.x(r) }
@@ -332,7 +332,7 @@ fn plus<T: Tier>(t: &mut T, value: T::Value, n: i64) -> T::Value {
     t.add(value, n)
 }
 
-/// Shifts a value of this width by a count below the width (ShiftReg).
+/// Shifts a value of the given width by a count below the width (ShiftReg).
 #[inline(always)]
 fn shifted<T: Tier>(
     t: &mut T,

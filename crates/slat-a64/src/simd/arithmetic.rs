@@ -5,9 +5,10 @@ use super::float::{
     round, shift_right_sticky, to_integer, unpack,
 };
 
-/// Returns the exact sum of two numbers, but for ones far below its leading bit. `None` is zero.
+/// Returns the sum of two numbers. Bits far below the sum's leading bit are only recorded as one bit. `None` is zero.
 fn sum(a: Number, b: Number) -> Option<Number> {
-    // With the leading bits at bit 124, sums do not overflow, and what is shifted out is far below the result's bits.
+    // The leading bits are moved to bit 124. So sums do not overflow, and bits that are shifted out are far below the
+    // result's bits.
     let raised = |n: Number| {
         let up = n.mantissa.leading_zeros() - 3;
         (n.exponent - up as i32, n.mantissa << up)
@@ -36,12 +37,12 @@ fn product(a: Number, b: Number) -> Number {
     }
 }
 
-/// Returns a zero that is a sum of opposites.
+/// Returns the zero that is the sum of a number and its opposite.
 fn cancelled(format: Format, env: &Env) -> u64 {
     format.zero(env.rounding() == Rounding::Down)
 }
 
-/// Adds values, none of which is a NaN.
+/// Adds two values that are not NaNs.
 fn add_values(a: Value, b: Value, format: Format, env: &mut Env) -> u64 {
     match (a, b) {
         (Value::Infinity(x), Value::Infinity(y)) if x != y => invalid(format, env),
@@ -74,7 +75,7 @@ pub(crate) fn sub(a: u64, b: u64, format: Format, env: &mut Env) -> u64 {
     }
 }
 
-/// Multiplies. FMULX has `extended`: infinity times zero is 2.
+/// Multiplies. `extended` selects FMULX, where infinity times zero is 2.
 pub(crate) fn mul(a: u64, b: u64, extended: bool, format: Format, env: &mut Env) -> u64 {
     let (x, y) = (unpack(a, format, env), unpack(b, format, env));
     if let Some(nan) = nan_of(&[a, b], format, env) {
@@ -202,7 +203,7 @@ pub(crate) fn sqrt(a: u64, format: Format, env: &mut Env) -> u64 {
         Value::Zero(negative) => format.zero(negative),
         Value::Infinity(false) => format.infinity(false),
         Value::Number(n) if !n.negative => {
-            // An even exponent, and a root of at least 60 bits.
+            // The exponent becomes even, and the root gets at least 60 bits.
             let mut up = n.mantissa.leading_zeros() - 1;
             if (n.exponent - up as i32) % 2 != 0 {
                 up -= 1;
@@ -210,7 +211,7 @@ pub(crate) fn sqrt(a: u64, format: Format, env: &mut Env) -> u64 {
             let mantissa = n.mantissa << up;
             let root = mantissa.isqrt();
             let rest = u128::from(root * root != mantissa);
-            // One more bit, below which the rest is.
+            // The root gets one more bit, which records whether there is a remainder.
             let exponent = (n.exponent - up as i32) / 2 - 1;
             round(
                 Number {
@@ -226,7 +227,7 @@ pub(crate) fn sqrt(a: u64, format: Format, env: &mut Env) -> u64 {
     }
 }
 
-/// Compares two values, neither of which is a NaN.
+/// Compares two values that are not NaNs.
 fn order(x: Value, y: Value) -> core::cmp::Ordering {
     use core::cmp::Ordering::{Equal, Greater, Less};
     let rank = |v: Value| match v {
@@ -277,7 +278,7 @@ pub(crate) fn compare(a: u64, b: u64, signals: bool, format: Format, env: &mut E
 pub(crate) enum Extreme {
     Max,
     Min,
-    /// FMAXNM: a quiet NaN gives way to a number.
+    /// FMAXNM: if one operand is a quiet NaN and the other is a number, the result is the number.
     MaxNumber,
     MinNumber,
 }
@@ -302,7 +303,7 @@ pub(crate) fn extreme(a: u64, b: u64, which: Extreme, format: Format, env: &mut 
         Value::Infinity(negative) => format.infinity(negative),
         Value::Number(n) => round(n, format, env),
         _ => {
-            // Both are zeros, or the other one is beyond zero.
+            // The result is a zero: both operands are zeros, or the other operand is on the wrong side of zero.
             let negative = match (x, y) {
                 (Value::Zero(p), Value::Zero(q)) => {
                     if is_max {
@@ -342,7 +343,7 @@ pub(crate) fn round_integer(
     }
 }
 
-/// Returns an integer that the format has.
+/// Returns an integer that the format can represent, as a number of the format.
 fn integer_value(negative: bool, integer: u128, format: Format, env: &mut Env) -> u64 {
     match integer {
         0 => format.zero(negative),
@@ -467,7 +468,8 @@ pub(crate) fn from_fixed(
     }
 }
 
-/// Returns the fraction, left-aligned in 52 bits, and the exponent field, which is lower for a denormal.
+/// Returns the fraction, left-aligned in 52 bits, and the exponent field. For a denormal, the exponent field is below
+/// 1.
 fn normalized(a: u64, format: Format) -> (u64, i32) {
     let fraction = (a & format.fraction_mask()) << (52 - format.fraction);
     let exponent = format.exponent_of(a) as i32;
@@ -478,7 +480,7 @@ fn normalized(a: u64, format: Format) -> (u64, i32) {
     (fraction << up & ((1 << 52) - 1), 1 - up as i32)
 }
 
-/// Makes a positive number of an exponent field, which may be 0 or -1, and eight bits of a fraction.
+/// Makes a positive number from an exponent field, which may be 0 or -1, and the eight fraction bits of an estimate.
 fn estimated(exponent: i32, estimate: u64, format: Format) -> u64 {
     let fraction = (estimate & 0xff) << 44;
     let (fraction, exponent) = match exponent {
@@ -489,12 +491,13 @@ fn estimated(exponent: i32, estimate: u64, format: Format) -> u64 {
     exponent << format.fraction | fraction >> (52 - format.fraction)
 }
 
-/// Returns 2^18 / a of 256 to 511, rounded to 256 to 511 (RecipEstimate).
+/// Returns 2^18 / `a` for `a` from 256 to 511, rounded to a number from 256 to 511 (RecipEstimate).
 pub(crate) fn reciprocal(a: u64) -> u64 {
     ((1u64 << 19) / (2 * a + 1)).div_ceil(2)
 }
 
-/// Returns an estimate, 256 to 511, of a reciprocal square root of 128 to 511 (RecipSqrtEstimate).
+/// Returns an estimate, from 256 to 511, of the reciprocal square root of `a`, which is from 128 to 511
+/// (RecipSqrtEstimate).
 pub(crate) fn reciprocal_root(a: u64) -> u64 {
     let a = if a < 256 {
         2 * a + 1
@@ -521,7 +524,7 @@ pub(crate) fn reciprocal_estimate(a: u64, format: Format, env: &mut Env) -> u64 
         Value::Number(_) => {
             let bias = (1 << (format.exponent - 1)) - 1;
             let (fraction, exponent) = normalized(a, format);
-            // Below 2 to the -(bias + 1), whose reciprocal is too large.
+            // The operand is below 2 to the -(bias + 1), so its reciprocal is too large.
             if exponent < -1 {
                 env.raise(OFC | IXC);
                 return overflow(negative, format, env.rounding());
@@ -577,7 +580,7 @@ pub(crate) fn reciprocal_exponent(a: u64, format: Format, env: &mut Env) -> u64 
     format.sign(format.is_negative(a)) | exponent << format.fraction
 }
 
-/// The difference's magnitude.
+/// Returns the magnitude of the difference.
 pub(crate) fn difference(a: u64, b: u64, format: Format, env: &mut Env) -> u64 {
     sub(a, b, format, env) & !format.sign(true)
 }

@@ -1,4 +1,4 @@
-//! What a vector operation computes, from whole registers to a whole register.
+//! The operations of vector instructions, from whole registers to a whole register.
 
 use super::arithmetic::{self as fp, Extreme};
 use super::float::{Env, Format, Rounding, convert};
@@ -31,7 +31,8 @@ pub(crate) enum Float {
     Greater {
         absolute: bool,
     },
-    /// Adds the product to the third operand, each of which may be negated first.
+    /// Adds the product of the first two operands to the third operand. The product and the third operand may be
+    /// negated first.
     MulAdd {
         negates_product: bool,
         negates_addend: bool,
@@ -39,17 +40,17 @@ pub(crate) enum Float {
     Abs,
     Neg,
     Sqrt,
-    /// FRINTN and the like. Without a mode, FPCR has it.
+    /// FRINTN and similar instructions. If `mode` is `None`, FPCR selects the rounding mode.
     Round {
         mode: Option<Rounding>,
         exact: bool,
     },
-    /// FRINT32Z and the like.
+    /// FRINT32Z and similar instructions.
     RoundToBits {
         mode: Option<Rounding>,
         bits: u8,
     },
-    /// To an integer of the same width. The immediate is the number of the integer's fraction bits.
+    /// Converts to an integer of the same width. The immediate is the number of the integer's fraction bits.
     ToFixed {
         mode: Rounding,
     },
@@ -85,7 +86,8 @@ pub(crate) enum Bitwise {
     Not,
     /// The third operand selects between the first two.
     Select,
-    /// The first operand replaces the third where the second has ones, or zeros.
+    /// Bits of the first operand replace bits of the third operand, where the second operand has ones (`ones`) or
+    /// zeros.
     InsertIf {
         ones: bool,
     },
@@ -103,22 +105,22 @@ pub(crate) struct Widening {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Op {
     Lanes(Integer),
-    /// Adjacent lanes of both operands.
+    /// The operation combines adjacent lanes of both operands.
     Pairs(Integer),
-    /// All lanes of the first operand. The sum may be `long`.
+    /// The operation combines all lanes of the first operand. The sum may be `long`.
     Across {
         op: Integer,
         long: bool,
     },
-    /// Lanes of the result are twice as wide as `size`.
+    /// The lanes of the result are twice as wide as `size`.
     Widen(Integer, Widening),
-    /// Lanes of the operand are twice as wide as `size`. The immediate is a shift to the right.
+    /// The lanes of the operand are twice as wide as `size`. The immediate is a shift to the right.
     Narrow {
         kind: Narrowing,
         rounds: bool,
         upper: bool,
     },
-    /// ADDHN and the like.
+    /// ADDHN and similar instructions.
     NarrowHigh {
         subtracts: bool,
         rounds: bool,
@@ -138,34 +140,34 @@ pub(crate) enum Op {
         kind: Permutation,
         second: bool,
     },
-    /// EXT, from the byte that the immediate says.
+    /// EXT. The immediate is the number of the first byte.
     Extract,
-    /// One register of a table, whose number the immediate is.
+    /// One register of a table. The immediate is the register's number in the table.
     Table,
-    /// The first operand's lane with the immediate's number, extended if it is signed.
+    /// The first operand's lane whose number is the immediate. The lane is sign-extended if the function is signed.
     Element,
-    /// The third operand, of which the lane with the immediate's number is the first operand's lane 0.
+    /// The third operand, but its lane whose number is the immediate becomes lane 0 of the first operand.
     Insert,
-    /// Lane 0 of the first operand in all lanes.
+    /// Lane 0 of the first operand, in all lanes.
     Duplicate,
     Float(Float),
     FloatPairs(Float),
-    /// The extreme of all lanes.
+    /// The minimum or maximum of all lanes.
     FloatAcross(Extreme),
-    /// Between formats; `size` is the result's.
+    /// A conversion between formats. `size` is the size of the result, `from` the size of the operand.
     Convert {
         from: u8,
     },
-    /// FCVTL: from half of the register, to lanes of `size`.
+    /// FCVTL: converts half of the register to lanes of `size`.
     ConvertLong {
         upper: bool,
     },
-    /// FCVTN, and FCVTXN if it rounds to odd: from lanes of twice the size.
+    /// FCVTN, and FCVTXN if the rounding is to odd: converts lanes of twice the size.
     ConvertNarrow {
         upper: bool,
         odd: bool,
     },
-    /// To and from general registers of this number of bits. The immediate is the number of fraction bits.
+    /// Converts to or from general registers of this number of bits. The immediate is the number of fraction bits.
     ToGeneral {
         mode: Rounding,
         bits: u8,
@@ -173,21 +175,21 @@ pub(crate) enum Op {
     FromGeneral {
         bits: u8,
     },
-    /// N, Z, C, V in the low four bits. If `conditional`, the third operand's bit 4 says whether to compare, and its low
-    /// bits are the result otherwise.
+    /// The result is N, Z, C, V in the low four bits. If `conditional`, bit 4 of the third operand says whether to
+    /// compare. If not, the low bits of the third operand are the result.
     Compare {
         signals: bool,
         conditional: bool,
     },
 }
 
-/// A vector operation. It reads only its operands, FPCR and FPSR.
+/// A vector operation. Its result depends only on its operands, FPCR and FPSR.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Function {
     pub(crate) op: Op,
-    /// The logarithm of a lane's bytes.
+    /// The logarithm of the number of bytes of a lane.
     pub(crate) size: u8,
-    /// Bytes of the result that are computed. The others are zero.
+    /// The number of computed bytes of the result. The other bytes are zero.
     pub(crate) bytes: u8,
     pub(crate) is_signed: bool,
     pub(crate) immediate: u8,
@@ -203,7 +205,7 @@ fn put(v: &mut u128, size: u8, n: u32, value: u64) {
     *v |= u128::from(zero_extend(value, bits)) << (n * bits);
 }
 
-/// Returns the register that has a half in place, and otherwise the third operand's lower half.
+/// Returns a register whose upper or lower half is `value`. With `upper`, the lower half is that of `c`.
 fn half(value: u128, upper: bool, c: u128) -> u128 {
     match upper {
         true => value << 64 | c & u128::from(u64::MAX),
@@ -406,12 +408,12 @@ impl Function {
         }
     }
 
-    /// Returns the number of lanes of a narrowing instruction: of a scalar one, or half a register.
+    /// Returns the number of lanes of a narrowing instruction: one lane of a scalar, or half a register.
     fn narrow_lanes(&self) -> u32 {
         if self.bytes == 16 { 8 >> self.size } else { 1 }
     }
 
-    /// Returns a narrowed result: of a scalar one lane, or half a register.
+    /// Returns a narrowed result: one lane of a scalar, or half a register.
     fn narrowed(&self, value: u128, upper: bool, c: u128) -> u128 {
         match self.bytes {
             16 => half(value, upper, c),
@@ -511,7 +513,7 @@ impl Function {
         }
     }
 
-    /// Returns the extreme of `count` lanes, by halves (Reduce).
+    /// Returns the minimum or maximum of `count` lanes. The lanes are reduced by halves (Reduce).
     fn across(&self, which: Extreme, a: u128, start: u32, count: u32, env: &mut Env) -> u64 {
         if count == 1 {
             return get(a, self.size, start);
@@ -526,7 +528,7 @@ impl Function {
         let sign = format.sign(true);
         let fixed = [format.bits(), self.immediate.into()];
         let truth = |is: bool| if is { u64::MAX } else { 0 };
-        // The bits of the flags that a comparison tests: C without V is greater or equal.
+        // The flag bits that a comparison tests. C without V means greater or equal.
         let compare = |absolute: bool, signals: bool, env: &mut Env| {
             let mask = if absolute { !sign } else { u64::MAX };
             fp::compare(a & mask, b & mask, signals, format, env)

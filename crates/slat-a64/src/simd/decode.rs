@@ -1,4 +1,4 @@
-//! Which group an instruction belongs to, and the groups that move lanes.
+//! Finds the group of an instruction, and decodes the groups that move lanes.
 
 use super::compute::{Function, Op, Permutation};
 use super::form::{Form, expanded};
@@ -156,7 +156,7 @@ fn extract(form: Form) -> Option<Simd> {
         .filter(|_| is_ext && !flag(form.word, 11))
 }
 
-/// Returns a value of `bits` bits in all places of a doubleword.
+/// Returns a doubleword that repeats a value of `bits` bits.
 fn repeated(value: u64, bits: u32) -> u64 {
     (0..64 / bits).fold(0, |all, n| all | value << (n * bits))
 }

@@ -1,9 +1,9 @@
 //! Floating-point numbers in software: formats, unpacking, rounding, and NaNs (DDI 0487, J1.3, shared/functions/float).
 //!
-//! Everything is computed with integers. A host's own arithmetic would do for most operations, but not for all: Arm
-//! detects underflow before rounding, where x86 detects it after, the flushing of denormals and the choice among NaNs
-//! differ, and half precision is missing. `rustc_apfloat` has no square root, no flushing, and detects underflow after
-//! rounding, too.
+//! Everything is computed with integers. The host's own arithmetic would be right for most operations, but not for
+//! all. Arm detects underflow before rounding, where x86 detects it after rounding. The flushing of denormals and the
+//! choice among NaNs differ, and half precision is missing. `rustc_apfloat` has no square root and no flushing, and
+//! detects underflow after rounding, too.
 
 /// FPSR's cumulative exception bits.
 pub(crate) const IOC: u32 = 1 << 0;
@@ -20,7 +20,7 @@ const FZ: u32 = 1 << 24;
 const DN: u32 = 1 << 25;
 const AHP: u32 = 1 << 26;
 
-/// The control and the status register, while an instruction computes.
+/// FPCR and FPSR during the computation of an instruction.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Env {
     pub(crate) fpcr: u32,
@@ -33,9 +33,9 @@ pub(crate) enum Rounding {
     Up,
     Down,
     Zero,
-    /// Ties away from zero.
+    /// To the nearest number; ties are rounded away from zero.
     Away,
-    /// An inexact result is odd.
+    /// To odd: an inexact result gets an odd lowest bit.
     Odd,
 }
 
@@ -59,12 +59,12 @@ impl Env {
     }
 }
 
-/// A format, by the logarithm of its bytes: half, single and double precision.
+/// A format. The logarithm of its number of bytes selects half, single or double precision.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Format {
-    /// Bits of the fraction.
+    /// The number of bits of the fraction.
     pub(crate) fraction: u32,
-    /// Bits of the exponent.
+    /// The number of bits of the exponent.
     pub(crate) exponent: u32,
 }
 
@@ -83,7 +83,7 @@ impl Format {
     pub(crate) const fn is_half(self) -> bool {
         self.exponent == 5
     }
-    /// Returns the largest exponent field, that of infinities and NaNs.
+    /// Returns the largest exponent field, which infinities and NaNs have.
     pub(crate) const fn most(self) -> u64 {
         (1 << self.exponent) - 1
     }
@@ -142,7 +142,7 @@ pub(crate) struct Number {
 pub(crate) enum Value {
     Zero(bool),
     Infinity(bool),
-    /// The bits are left to [`nan`].
+    /// A NaN. The function [`nan`] handles its bits.
     Nan,
     Number(Number),
 }
@@ -204,7 +204,7 @@ fn finite(negative: bool, exponent: u64, fraction: u64, format: Format) -> Value
     })
 }
 
-/// Returns a NaN as a result (FPProcessNaN).
+/// Returns the result of an operation whose operand is a NaN (FPProcessNaN).
 pub(crate) fn nan(bits: u64, format: Format, env: &mut Env) -> u64 {
     if format.is_signalling(bits) {
         env.raise(IOC);
@@ -215,8 +215,8 @@ pub(crate) fn nan(bits: u64, format: Format, env: &mut Env) -> u64 {
     }
 }
 
-/// Returns the NaN that is the result of operands among which is one (FPProcessNaNs): the first signalling one, or else
-/// the first one.
+/// Returns the result of an operation if one of its operands is a NaN (FPProcessNaNs): the first signalling NaN, or
+/// else the first NaN.
 pub(crate) fn nan_of(operands: &[u64], format: Format, env: &mut Env) -> Option<u64> {
     let signalling = operands.iter().find(|bits| format.is_signalling(**bits));
     let chosen = signalling.or_else(|| operands.iter().find(|bits| format.is_nan(**bits)))?;
@@ -229,13 +229,13 @@ pub(crate) fn invalid(format: Format, env: &mut Env) -> u64 {
     format.default_nan()
 }
 
-/// Rounds a number by FPCR.
+/// Rounds a number as FPCR says.
 pub(crate) fn round(number: Number, format: Format, env: &mut Env) -> u64 {
     let rounding = env.rounding();
     round_by(number, format, rounding, false, env)
 }
 
-/// Shifts to the right. Ones that are shifted out make the lowest bit one.
+/// Shifts to the right. If a one is shifted out, the lowest bit becomes one.
 pub(crate) fn shift_right_sticky(value: u128, count: u32) -> u128 {
     match count {
         0 => value,
@@ -256,7 +256,7 @@ fn rounds_up(rounding: Rounding, negative: bool, odd: bool, rest: u128, unit: u1
     }
 }
 
-/// Rounds a number to a format, which may be the `alternative` one of half precision (FPRoundBase).
+/// Rounds a number to a format (FPRoundBase). Half precision has an `alternative` format.
 fn round_by(
     number: Number,
     format: Format,
@@ -269,7 +269,7 @@ fn round_by(
         exponent,
         mantissa,
     } = number;
-    // The leading bit goes to bit 126.
+    // The leading bit is moved to bit 126.
     let up = mantissa.leading_zeros() - 1;
     let mantissa = mantissa << up;
     let exponent = exponent - up as i32 + 126;
@@ -316,7 +316,7 @@ fn round_by(
     format.sign(negative) | biased << format.fraction | integer & format.fraction_mask()
 }
 
-/// Returns what a number becomes that is too large.
+/// Returns the result for a number that is too large.
 pub(crate) fn overflow(negative: bool, format: Format, rounding: Rounding) -> u64 {
     let to_infinity = match rounding {
         Rounding::Nearest | Rounding::Away => true,
@@ -330,7 +330,8 @@ pub(crate) fn overflow(negative: bool, format: Format, rounding: Rounding) -> u6
     }
 }
 
-/// Rounds a number to an integer. Returns its magnitude, at most 128 bits, and whether it was exact.
+/// Rounds a number to an integer. Returns the integer's magnitude, of at most 128 bits, and whether the number was an
+/// integer.
 pub(crate) fn to_integer(number: Number, rounding: Rounding) -> (u128, bool) {
     let Number {
         negative,
@@ -348,7 +349,7 @@ pub(crate) fn to_integer(number: Number, rounding: Rounding) -> (u128, bool) {
             true,
         );
     }
-    // Enough zeros above for the shift: mantissas have at most 64 bits here.
+    // There are enough zeros above the mantissa for the shift, because mantissas have at most 64 bits here.
     let below = exponent.unsigned_abs();
     let (mantissa, below) = match below {
         0..=120 => (mantissa, below),
@@ -371,7 +372,7 @@ pub(crate) fn convert(
     let negative = from.is_negative(bits);
     let alternative = |format: Format| format.is_half() && env.fpcr & AHP != 0;
     let (from_alternative, to_alternative) = (alternative(from), alternative(to));
-    // Half precision is never flushed by conversions.
+    // Conversions never flush numbers of half precision.
     let mut unflushed = Env {
         fpcr: env.fpcr & !FZ16,
         ..*env

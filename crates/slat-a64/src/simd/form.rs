@@ -5,7 +5,7 @@ use super::float::Format;
 use super::{Input, Output, Simd};
 use crate::bits::{field, flag, register};
 
-/// An Advanced SIMD instruction, of scalars or of vectors.
+/// An Advanced SIMD instruction on scalars or vectors.
 #[derive(Clone, Copy)]
 pub(super) struct Form {
     pub(super) word: u32,
@@ -13,7 +13,8 @@ pub(super) struct Form {
 }
 
 impl Form {
-    /// Bit 30 of a vector instruction: whether the register is whole. A scalar is handled like half a register.
+    /// Bit 30 of a vector instruction: whether the instruction uses whole registers. A scalar is handled like half a
+    /// register.
     pub(super) fn full(self) -> bool {
         !self.is_scalar && flag(self.word, 30)
     }
@@ -32,7 +33,7 @@ impl Form {
     pub(super) fn rm(self) -> Input {
         Input::V(register(self.word, 16))
     }
-    /// Whether lanes of this size fill the register: two doublewords need a whole one.
+    /// Whether lanes of this size may fill the register. Vectors of doublewords need a whole register.
     pub(super) fn fits(self, size: u8) -> bool {
         self.is_scalar || size < 3 || self.full()
     }
@@ -50,7 +51,7 @@ impl Form {
             immediate: 0,
         }
     }
-    /// Makes an instruction whose result is Vd.
+    /// Makes an instruction that writes its result to Vd.
     pub(super) fn compute(self, function: Function, inputs: [Input; 3]) -> Option<Simd> {
         let output = Output::V(register(self.word, 0));
         Some(Simd::Compute {

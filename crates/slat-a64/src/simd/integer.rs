@@ -8,13 +8,13 @@ pub(crate) enum Integer {
     Add,
     Sub,
     Mul,
-    /// Adds the product to the third operand.
+    /// Adds the product of the first two operands to the third operand.
     MulAdd,
     MulSub,
     Max,
     Min,
     Difference,
-    /// Adds the difference's magnitude to the third operand.
+    /// Adds the magnitude of the difference to the third operand.
     DifferenceAdd,
     HalvingAdd {
         rounds: bool,
@@ -22,13 +22,13 @@ pub(crate) enum Integer {
     HalvingSub,
     SaturatingAdd,
     SaturatingSub,
-    /// SUQADD and USQADD: adds lanes of which the second one is of the other kind.
+    /// SUQADD and USQADD: one of the two added lanes is signed, the other one is unsigned.
     SaturatingAddOther,
     Greater,
     GreaterEqual,
     Equal,
     Test,
-    /// Shifts to the left, or to the right by a negative count in the second operand's lowest byte.
+    /// Shifts to the left by the lowest byte of the second operand. A negative count shifts to the right.
     ShiftBy {
         rounds: bool,
         saturates: bool,
@@ -42,7 +42,7 @@ pub(crate) enum Integer {
     DoublingMulAddHigh {
         subtracts: bool,
     },
-    /// SQDMULL, of operands that are extended already.
+    /// SQDMULL. The operands were already extended.
     DoublingMul,
     /// SQDMLAL and SQDMLSL.
     DoublingMulAdd {
@@ -58,13 +58,13 @@ pub(crate) enum Integer {
     LeadingSigns,
     Ones,
     ReverseBits,
-    /// Shifts to the right by the immediate, and adds the third operand.
+    /// Shifts to the right by the immediate, and then adds the third operand.
     ShiftRight {
         rounds: bool,
         adds: bool,
     },
     ShiftLeft,
-    /// SLI and SRI: the bits that the shift leaves are the third operand's.
+    /// SLI and SRI: bits that the shift does not write keep the value of the third operand.
     InsertLeft,
     InsertRight,
     /// SQSHL and UQSHL, and SQSHLU with an unsigned result.
@@ -75,7 +75,7 @@ pub(crate) enum Integer {
     UnsignedRootReciprocal,
 }
 
-/// What one lane's operation works on.
+/// The properties of the lanes of an operation.
 #[derive(Clone, Copy)]
 pub(crate) struct Lane {
     pub(crate) bits: u32,
@@ -112,7 +112,7 @@ pub(crate) fn saturate(value: i128, bits: u32, is_signed: bool, env: &mut Env) -
     zero_extend(value.clamp(least, most) as u64, bits)
 }
 
-/// Shifts to the right, rounding to nearest, of which the half goes up.
+/// Shifts to the right. If `rounds`, the result is rounded to nearest, and ties are rounded up.
 pub(crate) fn shift_right(value: i128, count: u32, rounds: bool) -> i128 {
     match (count, rounds) {
         (0, _) => value,
@@ -136,7 +136,7 @@ fn shift_by(lane: Lane, a: u64, b: u64, [rounds, saturates]: [bool; 2], env: &mu
             0
         };
     }
-    // A count of the width or more saturates all but 0.
+    // A shift count of at least the width saturates every value except 0.
     let shifted = match count < lane.bits {
         true => value << count,
         false => value.signum() << 64,
@@ -150,7 +150,7 @@ fn polynomial_mul(a: u64, b: u64) -> u64 {
         .fold(0, |product, n| product ^ a << n)
 }
 
-/// Computes one lane. Operands and results have zeros, or anything, above the lane.
+/// Computes one lane. Bits above the lane are zeros or have no meaning, in operands and in the result.
 pub(crate) fn compute(op: Integer, lane: Lane, a: u64, b: u64, c: u64, env: &mut Env) -> u64 {
     let (x, y) = (lane.value(a), lane.value(b));
     let bits = lane.bits;

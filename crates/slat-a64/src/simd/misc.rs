@@ -1,4 +1,4 @@
-//! Advanced SIMD instructions of two registers, across lanes, and of pairs of scalars.
+//! Advanced SIMD instructions on two registers, across lanes, and on pairs of scalars.
 
 use super::arithmetic::Extreme;
 use super::compute::{Bitwise, Float, Function, Narrowing, Op};
@@ -8,7 +8,7 @@ use super::integer::Integer;
 use super::{Input, Simd};
 use crate::bits::{field, flag, register};
 
-/// Decodes two registers.
+/// Decodes instructions on two registers.
 pub(super) fn misc(form: Form) -> Option<Simd> {
     let opcode = field(form.word, 16, 12);
     let is_float = matches!(opcode, 0b01100..=0b01111 | 0b10110.. );
@@ -32,10 +32,10 @@ pub(super) fn misc(form: Form) -> Option<Simd> {
     }
 }
 
-/// Decodes two registers of half precision.
+/// Decodes instructions on two registers of half precision.
 pub(super) fn misc_half(form: Form) -> Option<Simd> {
     let opcode = field(form.word, 16, 12);
-    // Bit 22 is 1. Roundings to 32 and 64 bits have no half precision.
+    // Bit 22 must be 1. Roundings to 32 and 64 bits do not exist in half precision.
     if !flag(form.word, 22) || (opcode >= 0b11110 && !flag(form.word, 23)) {
         return None;
     }
@@ -58,7 +58,7 @@ fn integer(form: Form, opcode: u32) -> Option<Simd> {
             [rn, zero, rd],
         )
     };
-    // The operation, whether it is signed, the largest size of vectors, and the least size of scalars.
+    // The columns are the operation, whether it is signed, the largest size of vectors, and the least size of scalars.
     let ((op, inputs), is_signed, most, least) = match (opcode, u) {
         (0b00000, false) => ((Op::Reverse { group: 64 }, [rn, zero, zero]), false, 2, 4),
         (0b00000, true) => ((Op::Reverse { group: 32 }, [rn, zero, zero]), false, 1, 4),
@@ -162,7 +162,7 @@ fn float(form: Form, opcode: u32, size: u8) -> Option<Simd> {
         mode: (!u).then_some(Rounding::Zero),
         bits,
     };
-    // The operation, and whether scalars have it.
+    // The columns are the operation, and whether scalars have it.
     let (op, of_scalars) = match (opcode, a, u) {
         (0b01100, true, false) => (greater, true),
         (0b01100, true, true) => (at_least, true),
@@ -204,7 +204,7 @@ fn float(form: Form, opcode: u32, size: u8) -> Option<Simd> {
         .filter(|_| exists)
 }
 
-/// Decodes operations across lanes, and of the pair in one register.
+/// Decodes operations across lanes, and operations on the pair of lanes in one register.
 pub(super) fn across(form: Form) -> Option<Simd> {
     let opcode = field(form.word, 16, 12);
     let (u, size, word) = (form.u(), form.size(), form.word);
@@ -216,7 +216,7 @@ pub(super) fn across(form: Form) -> Option<Simd> {
         (0b01111, true) => Some(Extreme::Min),
         _ => None,
     };
-    // Half precision has U clear, and no other size.
+    // Half precision has U clear, and allows no other size.
     let float_size = match (u, size & 1) {
         (true, double) => 2 + double,
         (false, 0) => 1,

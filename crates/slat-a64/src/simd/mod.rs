@@ -1,9 +1,9 @@
 //! Advanced SIMD and floating-point instructions (DDI 0487, C4.1.97 and C7.2).
 //!
-//! A vector instruction is a [`Function`] of at most three operands. It computes a whole register, and its result
-//! depends on nothing but the operands, FPCR and FPSR: the interpreter calls [`Function::compute`], and so may compiled
-//! code. An operand that is one lane of a register is that lane in all lanes, so that instructions by element are no
-//! functions of their own.
+//! A vector instruction is a [`Function`] of at most three operands. The function computes a whole register. Its
+//! result depends only on the operands, FPCR and FPSR. So the interpreter calls [`Function::compute`], and compiled
+//! code may call it, too. If an operand is one lane of a register, the function gets a register with this lane in all
+//! lanes. So instructions by element need no functions of their own.
 
 mod arithmetic;
 mod compute;
@@ -25,7 +25,7 @@ use crate::width::Width;
 pub(crate) enum Input {
     Zero,
     V(u8),
-    /// A lane, of 1 << `size` bytes, in all lanes.
+    /// One lane, of 1 << `size` bytes, repeated in all lanes.
     Lane {
         r: u8,
         size: u8,
@@ -57,7 +57,7 @@ pub(crate) enum Simd {
         inputs: [Input; 3],
         output: Output,
     },
-    /// MOVI and the like, of both halves if `full`.
+    /// MOVI and similar instructions. If `full`, they write both halves.
     Immediate {
         rd: u8,
         value: u64,
@@ -81,7 +81,7 @@ pub(crate) enum Simd {
         rn: u8,
         rm: u8,
     },
-    /// TBL, and TBX if it `keeps` bytes.
+    /// TBL, or TBX, which `keeps` bytes.
     Table {
         full: bool,
         registers: u8,

@@ -1,4 +1,4 @@
-//! Floating-point instructions of scalars (C4.1.97.37 and the groups after that).
+//! Floating-point instructions on scalars (C4.1.97.37 and the groups after that).
 
 use super::arithmetic::Extreme;
 use super::compute::{Float, Function, Op};
@@ -69,7 +69,7 @@ pub(super) fn decode(word: u32) -> Option<Simd> {
     simd.filter(|_| is_narrow)
 }
 
-/// FMOV between a general register and the upper half of a vector register: the only form of type 2.
+/// Decodes FMOV between a general register and the upper half of a vector register, which is the only form of type 2.
 fn top_half(word: u32) -> Option<Simd> {
     let (rd, rn) = (register(word, 0), register(word, 5));
     let function = |op| Function {
@@ -144,7 +144,7 @@ fn integer(word: u32, size: u8) -> Option<Simd> {
     let mode = field(word, 20, 19);
     let (rd, rn) = (register(word, 0), register(word, 5));
     let is_x = flag(word, 31);
-    // A general register has the size of the other, or is at least as large as half precision.
+    // The general register has the size of the floating-point number, or the number has half precision.
     let moves = mode == 0 && (size == 1 || is_x == (size == 3));
     let element = Function {
         is_signed: false,

@@ -1,4 +1,4 @@
-//! Advanced SIMD instructions of three registers (C4.1.97.25 and the groups around it).
+//! Advanced SIMD instructions on three registers (C4.1.97.25 and the groups around it).
 
 use super::arithmetic::Extreme;
 use super::compute::{Bitwise, Float, Op, Widening};
@@ -7,7 +7,7 @@ use super::integer::Integer;
 use super::{Input, Simd};
 use crate::bits::{field, flag};
 
-/// Decodes three registers of the same type.
+/// Decodes instructions on three registers of the same type.
 pub(super) fn same(form: Form) -> Option<Simd> {
     let opcode = field(form.word, 15, 11);
     if opcode >= 0b11000 {
@@ -23,7 +23,7 @@ pub(super) fn same(form: Form) -> Option<Simd> {
             .filter(|_| !form.is_scalar);
     }
     let op = same_integer(opcode, u)?;
-    // The sizes that exist: of vectors, and of scalars.
+    // The sizes that vectors may have, and those that scalars may have.
     let (vectors, scalars): (_, &[u8]) = match op {
         Integer::SaturatingAdd | Integer::SaturatingSub => (0..=3, &[0, 1, 2, 3]),
         Integer::ShiftBy {
@@ -96,7 +96,7 @@ fn same_integer(opcode: u32, u: bool) -> Option<Integer> {
     })
 }
 
-/// Decodes floating-point instructions of three registers of the same type.
+/// Decodes floating-point instructions on three registers of the same type.
 fn float(form: Form, opcode: u32, size: u8) -> Option<Simd> {
     let (u, a) = (form.u(), flag(form.word, 23));
     let mul_add = |negates_product| Float::MulAdd {
@@ -106,7 +106,7 @@ fn float(form: Form, opcode: u32, size: u8) -> Option<Simd> {
     let extreme = |maximum, minimum| Float::Extreme(if a { minimum } else { maximum });
     let numbers = extreme(Extreme::MaxNumber, Extreme::MinNumber);
     let numbers_or_nans = extreme(Extreme::Max, Extreme::Min);
-    // The operation, and whether scalars have it.
+    // The columns are the operation, and whether scalars have it.
     let (op, of_scalars) = match (opcode & 7, u, a) {
         (0, false, _) => (Op::Float(numbers), false),
         (0, true, _) => (Op::FloatPairs(numbers), false),
@@ -133,7 +133,7 @@ fn float(form: Form, opcode: u32, size: u8) -> Option<Simd> {
         .filter(|_| of_scalars || !form.is_scalar)
 }
 
-/// Decodes three registers of half precision.
+/// Decodes instructions on three registers of half precision.
 pub(super) fn same_half(form: Form) -> Option<Simd> {
     float(form, field(form.word, 13, 11), 1)
 }
@@ -156,7 +156,7 @@ pub(super) fn extra(form: Form) -> Option<Simd> {
     }
 }
 
-/// Makes a widening instruction: of a scalar, or of half a register.
+/// Makes a widening instruction, on a scalar or on half a register.
 fn widen(form: Form, op: Integer, size: u8, first_is_wide: bool, second: Input) -> Option<Simd> {
     let widening = Widening {
         upper: form.full(),
@@ -167,7 +167,7 @@ fn widen(form: Form, op: Integer, size: u8, first_is_wide: bool, second: Input) 
     form.compute(function, [form.rn(), second, form.rd()])
 }
 
-/// Decodes three registers of different types.
+/// Decodes instructions on three registers of different types.
 pub(super) fn different(form: Form) -> Option<Simd> {
     let (u, size) = (form.u(), form.size());
     let opcode = field(form.word, 15, 12);
@@ -228,7 +228,7 @@ pub(super) fn different(form: Form) -> Option<Simd> {
     widen(form, op, size, matches!(opcode, 0b0001 | 0b0011), form.rm())
 }
 
-/// Decodes vectors by an element.
+/// Decodes instructions on a vector and an element.
 pub(super) fn by_element(form: Form) -> Option<Simd> {
     let word = form.word;
     let (u, opcode) = (form.u(), field(word, 15, 12));
@@ -274,7 +274,7 @@ pub(super) fn by_element(form: Form) -> Option<Simd> {
     if size > 2 {
         return None;
     }
-    // The operation, whether it widens, and whether scalars have it.
+    // The columns are the operation, whether it widens, and whether scalars have it.
     let (op, widens, of_scalars) = match (opcode, u) {
         (0b0000, true) => (Integer::MulAdd, false, false),
         (0b0100, true) => (Integer::MulSub, false, false),

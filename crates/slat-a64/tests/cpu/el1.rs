@@ -1,4 +1,4 @@
-//! EL1: exceptions and their syndromes, returns, system registers and who may access them.
+//! Tests EL1: exceptions and their syndromes, returns, system registers and the levels that may access them.
 
 use crate::memory::{CODE, Failed, Shared, View};
 use slat_a64::{Abort, Exception, Exit, Hint, Interrupt, Pstate, State, Stop, SystemName, run};
@@ -41,7 +41,7 @@ fn step(word: u32, state: &mut State) -> Option<Exit<Failed>> {
     run::step(state, &mut View::new(&shared))
 }
 
-/// Executes an instruction that raises an exception, and takes it. Returns ESR_EL1.
+/// Executes an instruction that raises an exception, and lets EL1 take the exception. Returns ESR_EL1.
 fn taken(word: u32, state: &mut State) -> u64 {
     let Some(Exit::Stop(Stop::Exception(exception))) = step(word, state) else {
         panic!("{word:08x} raises no exception");
@@ -113,7 +113,7 @@ fn vectors_depend_on_the_level_and_the_stack_pointer() {
             assert!(state.take_interrupt(interrupt));
             assert_eq!(state.pc, VECTORS + offset + kind);
             assert_eq!(state.system(ELR), Some(CODE));
-            // All are masked now.
+            // All interrupts are masked now.
             assert!(!state.take_interrupt(interrupt));
         }
         // BRK.
@@ -252,7 +252,7 @@ fn el1_traps_what_sctlr_and_cpacr_do_not_permit() {
 
 #[test]
 fn an_illegal_return_stays_at_el1_and_then_raises_an_exception() {
-    // To AArch32, to EL2, to EL0 with EL1's stack pointer.
+    // Illegal returns: to AArch32, to EL2, to EL0 with EL1's stack pointer.
     for mode in [0x10, 0x8, 0x9, 0x1] {
         let mut state = at(EL1);
         state.set_system(SPSR, mode | 0x240);
@@ -289,7 +289,7 @@ fn stack_pointers_are_banked() {
         Exit::Limit
     );
     assert_eq!((state.sp, state.x[2], state.x[3]), (0x20, 0, 4));
-    // SP_EL0 is no register while it is the stack pointer.
+    // An access to SP_EL0 is UNDEFINED while SP_EL0 is the stack pointer.
     state.pc = CODE;
     assert_eq!(taken(0xd518_4101, &mut state), IL);
     assert_eq!(state.sp, 0x10);

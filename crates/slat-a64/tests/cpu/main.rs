@@ -1,5 +1,5 @@
-//! What an oracle does not show: exceptions, alignment, system registers, processors on several threads, and accesses
-//! of which each is made to fail.
+//! Tests behaviour that an oracle does not show: exceptions, alignment, system registers, processors on several
+//! threads, and accesses that are made to fail.
 
 mod el1;
 mod memory;
@@ -119,7 +119,7 @@ fn system_registers_of_el0() {
     let exit = run::run(&mut state, &mut View::new(&shared), code.len() as u64);
     assert_eq!(exit, Exit::Limit);
     assert_eq!(state.x[6..9], [99, 77, 1 << 24]);
-    // TPIDRRO_EL0 cannot be written, and an unknown register not be read.
+    // TPIDRRO_EL0 cannot be written. An unknown register cannot be read.
     assert_eq!(exception(0xd51b_d060), Exception::Undefined);
     assert_eq!(exception(0xd53b_ff00), Exception::Undefined);
 }
@@ -204,7 +204,7 @@ fn increments_by_processors_on_several_threads_are_all_there() {
 
 #[test]
 fn a_block_does_what_single_steps_do() {
-    // X1 counts down from X0 to 0, and X2 sums up.
+    // X1 counts down from X0 to 0, and X2 is the sum.
     let code = [0x8b01_0042, 0xf100_0421, 0x54ff_ffc1, NOP];
     let shared = Shared::new(&code);
     let mut view = View::new(&shared);
@@ -219,7 +219,7 @@ fn a_block_does_what_single_steps_do() {
     assert_eq!(blocked.x[2], 5050);
 }
 
-/// Each access of each instruction fails once: the instruction must have changed nothing then.
+/// Makes each access of each instruction fail once. The instruction must then have changed nothing.
 #[test]
 fn an_instruction_whose_access_fails_has_changed_nothing() {
     let mut random = 1u64;

@@ -1,4 +1,4 @@
-//! Memory that processors on several threads share: every address is in one page, again and again.
+//! Memory that processors on several threads share. All addresses lead to one page, which repeats.
 
 use slat_a64::{Access, Machine, Memory, State};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,7 +10,7 @@ pub struct Shared {
     pub words: [AtomicU64; WORDS],
 }
 
-/// The address of the code. Data is below.
+/// The address of the code. Data has lower addresses.
 pub const CODE: u64 = 1 << 32;
 
 impl Shared {
@@ -25,7 +25,7 @@ impl Shared {
     }
 }
 
-/// What one processor sees of the memory.
+/// The memory as one processor sees it.
 pub struct View<'a> {
     pub shared: &'a Shared,
     /// The number of the access that fails.
@@ -51,7 +51,7 @@ impl<'a> View<'a> {
             false => Ok(()),
         }
     }
-    /// Counts a store, unless the instruction has asked for it before.
+    /// Counts a store, unless the instruction has checked this store before.
     fn may_fail_to_store(&mut self, address: u64, bytes: u32) -> Result<(), Failed> {
         let end = address.wrapping_add(bytes.into());
         let is_prepared = |&(start, length): &(u64, u32)| {
@@ -142,7 +142,7 @@ impl Memory for View<'_> {
         self.stores.push((address, bytes));
         Ok(())
     }
-    /// Processors on several threads use words of 8 bytes alone here.
+    /// Processors on several threads use only words of 8 bytes here.
     fn compare_exchange(
         &mut self,
         _: &State,

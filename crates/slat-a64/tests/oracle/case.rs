@@ -1,4 +1,4 @@
-//! Random cases.
+//! Makes random cases.
 
 use crate::qemu::{Record, Registers, WINDOW, WORDS, border, code};
 use crate::rng::Rng;
@@ -7,7 +7,7 @@ use slat_a64::is_defined;
 
 pub const BRK: u32 = 0xd420_0000;
 
-/// The bits of FPCR that exist: AHP, DN, FZ, RMode, FZ16.
+/// The existing bits of FPCR: AHP, DN, FZ, RMode, FZ16.
 const FPCR: u32 = 0x07c8_0000;
 
 fn field(word: u32, high: u32, low: u32) -> u32 {
@@ -23,8 +23,8 @@ fn signed(word: u32, high: u32, low: u32) -> i64 {
     i64::from((word << (31 - high)) as i32 >> (31 - (high - low)))
 }
 
-/// Classes whose instructions depend on the machine around the processor, or end qemu's program. DC ZVA depends on the
-/// size of a block.
+/// Classes whose instructions depend on the machine around the processor, or end qemu's program. For example, DC ZVA
+/// depends on the size of a block.
 const NOT_EXECUTED: [&str; 3] = ["exception", "systeminstrs", "hints"];
 
 /// Registers that the oracle reads and writes: NZCV, FPCR, FPSR.
@@ -43,14 +43,14 @@ pub fn word(encoding: &Encoding, rng: &mut Rng) -> Option<u32> {
             word = register | word & 0x0020_001f;
         }
         "pstate" if encoding.name == "MSR_SI_pstate" => word = 0xd503_405f | word & 0xf00,
-        // Small counts are rare otherwise.
+        // Otherwise small counts would be rare.
         "memop" if rng.one_in(4) => set_field(&mut word, 4, 0, 31),
         _ => {}
     }
     (is_defined(word) && is_predictable(encoding.class, word)).then_some(word)
 }
 
-/// Returns the words of classes of which few can be executed.
+/// Returns a word of a class of which only few words can be executed.
 fn special(name: &str, word: u32) -> Option<u32> {
     let word = match name {
         _ if name.contains("WF") => return None,
@@ -61,7 +61,7 @@ fn special(name: &str, word: u32) -> Option<u32> {
     is_defined(word).then_some(word)
 }
 
-/// Whether the architecture says what the registers of the instruction are afterwards (K1.2).
+/// Whether the architecture determines the registers after the instruction (K1.2).
 pub fn is_predictable(class: &str, word: u32) -> bool {
     let (rt, rn, rt2, rs) = (
         field(word, 4, 0),
@@ -81,7 +81,7 @@ pub fn is_predictable(class: &str, word: u32) -> bool {
         "ldstexclr" => loads || !(rs == rt || base_is(rs)),
         // qemu 7.2 has X30 together with SP instead of the zero register.
         "comswappr" => rs != 30 && rt != 30,
-        // The address of such an access would be any, also one of the helper.
+        // The address could be anywhere, even in the helper's own memory.
         "ldst_regoff" => rn != rs,
         // qemu 7.2 extends the sign of half a word to a word.
         "asisdshf" => field(word, 22, 20) != 1 || field(word, 15, 11) != 0b11111,
@@ -91,7 +91,7 @@ pub fn is_predictable(class: &str, word: u32) -> bool {
     }
 }
 
-/// How an instruction finds its address.
+/// How an instruction computes the address of an access.
 struct Aim {
     offset: i64,
     /// The register, the field that says how it is extended, and the shift.
@@ -156,7 +156,7 @@ fn extended(value: u64, option: u32) -> u64 {
     }
 }
 
-/// Makes the registers of an access lead to the window.
+/// Sets the registers of an access so that its address is in the window.
 fn point(class: &str, word: u32, target: u64, before: &mut Registers) {
     let Some(aim) = aim(class, word) else { return };
     let base = field(word, 9, 5) as usize;
@@ -172,7 +172,7 @@ fn point(class: &str, word: u32, target: u64, before: &mut Registers) {
     }
 }
 
-/// Sends branches, and loads of literals, to words of the case.
+/// Makes branches, and loads of literals, lead to words of the case.
 fn confine(class: &str, word: &mut u32, start: usize, rng: &mut Rng) {
     let mut target = rng.below(WORDS - 1) as u32;
     if target >= start as u32 {
@@ -182,7 +182,7 @@ fn confine(class: &str, word: &mut u32, start: usize, rng: &mut Rng) {
     match class {
         "branch_imm" => set_field(word, 25, 0, offset),
         "condbranch" | "compbranch" => set_field(word, 23, 5, offset),
-        // Two words more for LDR of a vector register.
+        // LDR of a vector register reads two more words.
         "loadlit" => set_field(word, 23, 5, offset.min(WORDS as u32 - 4 - start as u32)),
         "testbranch" => set_field(word, 18, 5, offset),
         _ => {}
@@ -216,7 +216,7 @@ pub fn empty() -> Record {
     }
 }
 
-/// Makes a case of one instruction, at this place in a batch.
+/// Makes a case of one instruction. `case` is the index of the case in a batch.
 pub fn single(encoding: &Encoding, case: usize, rng: &mut Rng) -> Option<Record> {
     let mut word = word(encoding, rng)?;
     let mut record = empty();
@@ -226,7 +226,7 @@ pub fn single(encoding: &Encoding, case: usize, rng: &mut Rng) -> Option<Record>
     for chunk in record.memory.chunks_mut(8) {
         chunk.copy_from_slice(&rng.integer().to_le_bytes());
     }
-    // Half of the accesses have memory. Of the others, those near the border meet the other page.
+    // Half of the accesses have memory. Some of the other accesses reach the page on the other side of the border.
     record.set = rng.pick(&[0, 0, 0, 0, 1, 2, 3, 4]);
     let middle = border(record.set);
     let target = match record.set {
@@ -249,7 +249,7 @@ pub fn single(encoding: &Encoding, case: usize, rng: &mut Rng) -> Option<Record>
     Some(record)
 }
 
-/// Whether the oracle can execute the class at all.
+/// Whether the oracle can execute any word of the class.
 pub fn is_executed(encoding: &Encoding) -> bool {
     !NOT_EXECUTED.contains(&encoding.class) || special(encoding.name, encoding.value).is_some()
 }

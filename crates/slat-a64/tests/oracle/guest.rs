@@ -1,4 +1,4 @@
-//! The interpreter executes cases.
+//! Executes cases with the interpreter.
 
 use crate::qemu::{RIGHTS, Record, WINDOW, WORDS, border, code};
 use slat_a64::{Access, Exception, Exit, Machine, Memory, State, Stop, run};
@@ -16,14 +16,14 @@ struct Guest<'a> {
 pub enum Fault {
     /// The page cannot be read or written.
     Page,
-    /// The page may have memory, but the case has none there: the case is not compared.
+    /// The page may have memory, but the case has no memory there. So the case is not compared.
     Outside,
 }
 
 const PAGE: u64 = 4096;
 
 impl Guest<'_> {
-    /// Returns where the bytes are in the window, if the page permits the access.
+    /// Returns the offset of the bytes in the window, if the page permits the access.
     fn place(&self, address: u64, bytes: u64, is_write: bool) -> Result<usize, Fault> {
         // Linux lets programs have tags in the top byte of addresses.
         let address = address << 8 >> 8;
@@ -133,8 +133,8 @@ impl Machine for Guest<'_> {}
 /// The most instructions that a case executes.
 const LIMIT: u64 = 100_000;
 
-/// Executes a case at its place in a batch, and writes its result into the record. Returns whether the result can be
-/// compared.
+/// Executes the case with index `case` of a batch, and writes the result into the record. Returns whether the result
+/// can be compared.
 pub fn execute(case: usize, record: &mut Record) -> bool {
     let before = &record.before;
     let mut state = State::default();

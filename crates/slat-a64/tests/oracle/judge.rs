@@ -10,12 +10,12 @@ const FAULTS: [u32; 3] = [
     libc::SIGILL as u32,
 ];
 
-/// The bits of FPSR and FPCR that A64 has. qemu keeps those of AArch32, too.
+/// The bits of FPSR and FPCR that A64 has. qemu also keeps the bits of AArch32.
 const FPSR: u32 = 0x0800_009f;
 const FPCR: u32 = 0x07c8_0000;
 
-/// Returns what differs. If the last instruction has faulted, the interpreter must have left the state as it was before
-/// this instruction, while qemu may have executed a part of its accesses.
+/// Returns the differences between two results. If the last instruction has faulted, the interpreter must have kept
+/// the state before this instruction, but qemu may have executed some of the instruction's accesses.
 pub fn differences(ours: &Record, theirs: &Record) -> Vec<String> {
     let mut found = vec![];
     let (a, b) = (&ours.after, &theirs.after);
@@ -41,8 +41,8 @@ pub fn differences(ours: &Record, theirs: &Record) -> Vec<String> {
     found
 }
 
-/// Replaces what the last instruction of a program may have done in qemu before it faulted: loaded its first vector
-/// registers, or stored before the border of the pages.
+/// Removes effects that the last instruction of a program may have had in qemu before it faulted: it may have loaded
+/// its first vector registers, or stored before the border of the pages.
 fn forget_parts(ours: &Record, registers: &mut Registers, memory: &mut [u8; WINDOW]) {
     let at = (ours.after.pc / 4) as usize % ours.code.len();
     let word = ours.code[at];
@@ -55,7 +55,7 @@ fn forget_parts(ours: &Record, registers: &mut Registers, memory: &mut [u8; WIND
     memory[near.clone()].copy_from_slice(&ours.memory_after[near]);
 }
 
-/// Returns the program counter at which the only instruction of a case would be, seen from where the case ended.
+/// Returns the address of the only instruction of a case, computed from the program counter at the end of the case.
 fn start_of(record: &Record) -> u64 {
     let slot = record.after.pc & !(4 * record.code.len() as u64 - 1);
     slot + 4 * u64::from(record.start)
@@ -106,7 +106,7 @@ fn memory(a: &[u8], b: &[u8], found: &mut Vec<String>) {
     }
 }
 
-/// Describes a case: its code, the registers that its first instruction may name, and what differs.
+/// Describes a case: its code, the registers that its first instruction may name, and the differences.
 pub fn describe(record: &Record, differences: &[String]) -> String {
     let words = record.code.iter().filter(|word| **word != BRK);
     let words: Vec<String> = words.map(|word| format!("{word:08x}")).collect();

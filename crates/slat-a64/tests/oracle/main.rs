@@ -1,10 +1,10 @@
-//! The oracle: qemu-aarch64 executes the same instructions from the same state as the interpreter, and both must leave
+//! The oracle: qemu-aarch64 and the interpreter execute the same instructions from the same state. Both must produce
 //! the same registers, flags, memory and signals.
 //!
-//! `cargo test` takes a few seconds with fixed seeds. A campaign: `SLAT_ORACLE_ROUNDS=5000 SLAT_ORACLE_SEED=7 cargo
-//! test --release -p slat-a64 --test oracle`; `SLAT_ORACLE_PROGRAMS=100000` runs that number of whole programs;
-//! `SLAT_ORACLE_ONLY=FADD,LDP` runs only encodings whose names begin so; `SLAT_ORACLE_SHOW=20` reports more
-//! differences of each encoding.
+//! `cargo test` takes a few seconds with fixed seeds. `SLAT_ORACLE_ROUNDS=5000 SLAT_ORACLE_SEED=7 cargo test --release
+//! -p slat-a64 --test oracle` runs longer. `SLAT_ORACLE_PROGRAMS=100000` runs that number of whole programs.
+//! `SLAT_ORACLE_ONLY=FADD,LDP` runs only encodings whose names begin with one of these words. `SLAT_ORACLE_SHOW=20`
+//! reports more differences of each encoding.
 #![cfg(target_os = "linux")]
 
 mod case;
@@ -36,7 +36,8 @@ fn wanted(encoding: &Encoding) -> bool {
     }
 }
 
-/// Executes a batch on both sides. Returns the number of cases compared, and reports what differs.
+/// Executes a batch with qemu and with the interpreter. Returns the number of compared cases, and reports the
+/// differences.
 fn compare(
     qemu: &mut Qemu,
     batch: &mut Vec<(&'static str, Record)>,

@@ -2,7 +2,8 @@
 
 use crate::spec::Encoding;
 
-/// The extensions, each with classes, beginnings of names, and, behind an asterisk, parts of names.
+/// The extensions. Each has a list of classes and beginnings of names. A word with an asterisk before it is a part of
+/// a name.
 const MISSING: &[(&str, &[&str])] = &[
     ("UDF is UNDEFINED by definition", &["perm_undef"]),
     ("debug state", &["DRPS_"]),

@@ -1,15 +1,15 @@
-//! Random programs: straight lines with forward branches, loops of a bounded number of turns, and exclusive accesses.
+//! Random programs: sequences with forward branches, loops with a limited number of rounds, and exclusive accesses.
 
 use crate::case::{self, BRK};
 use crate::qemu::{Record, WORDS, border};
 use crate::rng::Rng;
 use crate::spec::{ENCODINGS, Encoding};
 
-/// The register that counts the turns of a loop, and the register that leads to the window.
+/// The register that counts the rounds of a loop, and the register with an address in the window.
 const COUNTER: u32 = 28;
 const BASE: u32 = 27;
 
-/// The encodings of which programs are made.
+/// The encodings from which programs are made.
 pub struct Pool {
     plain: Vec<&'static Encoding>,
     accesses: Vec<&'static Encoding>,
@@ -55,7 +55,8 @@ impl Pool {
         }
     }
 
-    /// Returns a random instruction that leaves the counter alone, and the base except by writing it back.
+    /// Returns a random instruction that does not change the counter. The instruction changes the base register only
+    /// by writing it back.
     fn word(&self, rng: &mut Rng) -> u32 {
         loop {
             if rng.one_in(3) {
@@ -106,7 +107,7 @@ impl Pool {
         let (mut at, mut after_loop) = (0, 0);
         while at < length {
             match rng.below(16) {
-                // Forward, at most to the end.
+                // A branch goes forward, at most to the end.
                 0 => {
                     let offset = 1 + rng.below(6) as u32;
                     record.code[at] = match rng.below(3) {
@@ -116,19 +117,20 @@ impl Pool {
                     };
                     at += 1;
                 }
-                // Counts down and jumps back.
+                // This pair counts down and jumps back.
                 1 if at > after_loop => {
                     let back = 2 + rng.below(at - after_loop) as u32;
                     record.code[at] = 0xd100_0400 | COUNTER << 5 | COUNTER;
                     record.code[at + 1] =
                         0xb500_0000 | (back.wrapping_neg() & 0x7_ffff) << 5 | COUNTER;
                     at += 2;
-                    // The counter is 0 behind a loop: the next loop would turn for ever.
+                    // After a loop the counter is 0, with which the next loop would never end. So the counter is set
+                    // again.
                     record.code[at] = 0xd280_0060 | COUNTER;
                     at += 1;
                     after_loop = at;
                 }
-                // LDAXR, a change, STLXR into W0, and sometimes a second store, which fails.
+                // LDAXR, a change, STLXR into W0. Sometimes a second store follows, which fails.
                 2 => {
                     let size = rng.below(4) as u32;
                     let words = [
@@ -149,7 +151,8 @@ impl Pool {
                 }
             }
         }
-        // A branch to the jump of a loop would not count. It goes behind the jump.
+        // A branch to the jump at the end of a loop would skip the counting. So the branch goes to the instruction
+        // after the jump.
         let is_jump = |word: u32| word & 0xff80_001f == 0xb580_0000 | COUNTER;
         for n in 0..length {
             let word = record.code[n];

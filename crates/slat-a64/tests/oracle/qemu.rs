@@ -1,4 +1,4 @@
-//! qemu-aarch64 executes cases, by `helper.c`.
+//! Executes cases with qemu-aarch64, by `helper.c`.
 
 use std::io::{Read, Write};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -28,12 +28,12 @@ pub const WORDS: usize = 64;
 pub const CASES: usize = 1024;
 const PAGE: usize = 4096;
 
-/// The address of the code of case 0. The helper and its mappings are where random numbers hardly ever lead.
+/// The address of the code of case 0. Random addresses hardly ever reach the helper and its mappings.
 const CODE: u64 = 0x41_2340_0000;
 const PAGES: u64 = 0x50_0000_0000;
 const APART: u64 = 0x12_3000;
 
-/// The rights of the two pages of each set: read and write. The window of a case's memory is on both of them.
+/// The rights of the two pages of each set: read and write. The window of a case's memory covers parts of both pages.
 pub const RIGHTS: [[[bool; 2]; 2]; 5] = [
     [[true, true], [true, true]],
     [[true, true], [false, false]],
@@ -42,7 +42,7 @@ pub const RIGHTS: [[[bool; 2]; 2]; 5] = [
     [[true, false], [true, true]],
 ];
 
-/// A case and its result, as `helper.c` has it.
+/// A case and its result, in the layout of `helper.c`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct Record {
@@ -114,7 +114,7 @@ fn built() -> PathBuf {
 }
 
 impl Qemu {
-    /// Starts qemu-aarch64. Returns `None`, and says why, where it is not installed.
+    /// Starts qemu-aarch64. If it is not installed, prints that and returns `None`.
     pub fn start() -> Option<Self> {
         for program in [EMULATOR, COMPILER] {
             if !installed(program) {
@@ -133,7 +133,7 @@ impl Qemu {
         let status = unsafe { libc::ftruncate(descriptor.as_raw_fd(), bytes as i64) };
         assert_eq!(status, 0);
         let rights = libc::PROT_READ | libc::PROT_WRITE;
-        // SAFETY: the kernel chooses the place.
+        // SAFETY: the kernel chooses the address.
         let file = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),
@@ -176,7 +176,7 @@ impl Qemu {
         assert_eq!(ready, 1, "the helper does not answer: a case does not end");
     }
 
-    /// Executes cases, of which the results are in the same records afterwards.
+    /// Executes cases. Afterwards the records contain the results.
     pub fn run(&mut self, cases: &mut [Record]) {
         if cases.is_empty() {
             return;
@@ -206,7 +206,7 @@ impl Drop for Qemu {
         let _ = self.child.kill();
         let _ = self.child.wait();
         let _ = std::fs::remove_file(&self.program);
-        // SAFETY: the mapping is this one's, and nothing refers to it any more.
+        // SAFETY: the mapping belongs to this value, and nothing refers to it any more.
         unsafe { libc::munmap(self.file.cast(), size_of::<File>()) };
     }
 }

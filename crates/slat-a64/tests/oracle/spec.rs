@@ -8,11 +8,11 @@ pub struct Encoding {
     pub name: &'static str,
     pub mask: u32,
     pub value: u32,
-    /// Bits of the mask that should have the value: other values are CONSTRAINED UNPREDICTABLE.
+    /// Bits of the mask that should have the given value. Other values of these bits are CONSTRAINED UNPREDICTABLE.
     pub should: u32,
 }
 
-/// All encodings but those of SVE and SME.
+/// All encodings except those of SVE and SME.
 pub static ENCODINGS: LazyLock<Vec<Encoding>> = LazyLock::new(|| {
     let text = include_str!("encodings.txt");
     let rows = text.lines().filter(|line| !line.starts_with('#'));
@@ -32,7 +32,7 @@ pub static ENCODINGS: LazyLock<Vec<Encoding>> = LazyLock::new(|| {
     .collect()
 });
 
-/// Whether a word has an encoding, also with other bits than it should have.
+/// Whether a word matches an encoding, even if bits differ from the value that they should have.
 pub fn is_allocated(word: u32) -> bool {
     ENCODINGS
         .iter()

@@ -399,7 +399,7 @@ fn a_restored_state_delivers_what_waited() {
 }
 
 /// After a restore the sources that hold the line of a level-triggered pin are unknown. An irqfd that has not raised
-/// the line since does not hold it: the level stays until the line is lowered.
+/// the line since the restore does not hold the line. So the level stays until the line is lowered.
 #[test]
 fn a_restored_level_does_not_end_with_its_interrupt() {
     let mut machine = Machine {

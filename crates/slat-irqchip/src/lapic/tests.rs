@@ -67,7 +67,7 @@ fn a_period_is_at_least_200_us() {
     lapic.write(reg::LVT_TIMER, 0x40, 500_000);
     lapic.write(reg::TIMER_INITIAL, 1, 500_000);
     assert_eq!(lapic.deadline(), Some(500_001));
-    // When it becomes periodic, the limit holds.
+    // When the timer becomes periodic, the limit applies.
     lapic.write(reg::LVT_TIMER, 0x40 | 1 << 17, 500_000);
     lapic.tick(500_001);
     assert_eq!(lapic.deadline(), Some(700_001));

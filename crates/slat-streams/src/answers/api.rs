@@ -1,4 +1,4 @@
-//! KVM's API behind one interface: slat's, as the preload library uses it, and that of the host's kernel.
+//! One interface to two implementations of KVM's API: slat's, as the preload library uses it, and the host kernel's.
 
 use kvm_bindings::*;
 use slat_kvm::abi::*;
@@ -17,9 +17,9 @@ pub enum Who {
 /// An object of the API.
 #[derive(Debug)]
 pub enum Handle {
-    /// An object of slat's, and its descriptor, if it has one.
+    /// An object of slat, and its descriptor, if the object has one.
     Slat(Object, Option<OwnedFd>),
-    /// An object of the kernel's.
+    /// An object of the kernel.
     Kernel(OwnedFd),
 }
 
@@ -47,7 +47,8 @@ impl Handle {
                 Ok(_) => panic!("an object where a value was expected"),
                 Err(error) => Err(error.errno()),
             },
-            // SAFETY: a request without pointer, or with one to memory of its size: `bytes` and `create` check that.
+            // SAFETY: the request has no pointer, or a pointer to memory of the request's size. `bytes` and `create`
+            // check that.
             Handle::Kernel(fd) => unsafe { ioctl(fd, request, argument) },
         }
     }

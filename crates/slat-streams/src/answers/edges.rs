@@ -77,7 +77,7 @@ pub enum Argument {
     Msr(u32),
 }
 
-/// The values for which the host's kernel may return another result than slat, and why.
+/// The values for which the host's kernel may return another result than slat, with the reason.
 #[derive(Clone, Copy, Debug)]
 pub enum Differs {
     /// The kernel may return other results for all values, for this reason.

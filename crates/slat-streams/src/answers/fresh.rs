@@ -22,12 +22,12 @@ pub struct Fresh {
     pub answer: Result<Vec<u8>, i32>,
     /// Bytes that are not compared, because they are times.
     pub varies: &'static [Range<usize>],
-    /// Bytes in which the host's kernel may differ, and why.
+    /// Bytes in which the host's kernel may differ, with the reason.
     pub differs: &'static [(Range<usize>, &'static str)],
 }
 
 fn bytes<T: Plain>(value: &T) -> Vec<u8> {
-    // SAFETY: `Plain` promises a value without padding that matters, and the value is live.
+    // SAFETY: a `Plain` value has no padding that matters, and the value is live.
     unsafe { std::slice::from_raw_parts(std::ptr::from_ref(value).cast::<u8>(), size_of::<T>()) }
         .to_vec()
 }
@@ -249,7 +249,7 @@ pub fn all() -> Vec<Fresh> {
         chip(2),
         no_timer,
         Fresh {
-            // The times when each channel was loaded.
+            // The times at which each channel was loaded vary.
             varies: &[16..24, 40..48, 64..72],
             ..vm(KVM_GET_PIT2, &pit())
         },
@@ -261,7 +261,7 @@ pub fn all() -> Vec<Fresh> {
             ..vm(KVM_GET_CLOCK, &kvm_clock_data::default())
         },
     ];
-    // A vCPU without leaves: the count is 0.
+    // A vCPU without CPUID leaves returns a count of 0.
     let cpuid = vec![0; 8 + 4 * size_of::<kvm_cpuid_entry2>()];
     let mut asked = cpuid.clone();
     asked[0] = 4;

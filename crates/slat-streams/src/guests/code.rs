@@ -124,7 +124,7 @@ fn operands(rng: &mut Rng, code: &mut Vec<u8>) {
     }
 }
 
-/// Appends one instruction, or bytes that are none.
+/// Appends one instruction, or bytes that are no instruction.
 fn instruction(rng: &mut Rng, code: &mut Vec<u8>) {
     for _ in 0..rng.pick(&[0, 0, 0, 1, 1, 2]) {
         code.push(rng.pick(&PREFIXES));
@@ -261,7 +261,7 @@ fn ordinary(rng: &mut Rng, code: &mut Vec<u8>) {
     };
     let modrm = byte(rng);
     match rng.below(3) {
-        // An operand in memory that exists: the word at an address.
+        // The operand is in memory that exists: the word at an address.
         0 => {
             code.extend([modrm & 0x38 | 4, 0x25]);
             let base = rng.pick(&[DATA, DATA, LOGGED.gpa, CODE + 0x800]);
@@ -282,11 +282,11 @@ pub enum End {
     Counts,
 }
 
-/// Returns code. Sometimes the code begins before the end of a page: then instructions cross it.
+/// Returns code. Sometimes the code begins shortly before the end of a page, so that instructions cross the end.
 pub fn code(rng: &mut Rng, end: End) -> Vec<u8> {
     let mut code = Vec::new();
     if rng.one_in(4) {
-        // A jump over the bytes in between, which are zeroes. Zeroes are instructions, too.
+        // A jump skips the zeroes before the code. Zeroes are instructions, too.
         let skipped = PAGE - 5 - 1 - rng.below(12) as usize;
         code.push(0xe9);
         code.extend(&(skipped as u32).to_le_bytes());

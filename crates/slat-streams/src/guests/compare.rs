@@ -2,7 +2,7 @@
 //! registers and memory.
 //!
 //! A guest may read the time, though it rarely does, and its runs are kicked if they last too long. So a difference
-//! counts only if both ways give the same results as before when they run again.
+//! counts only if both the interpreted and the compiled guest repeat their own results when they run again.
 
 use super::code::End;
 use super::layout::{HUGE, linear};
@@ -62,7 +62,8 @@ pub fn compare(lane: &Lane, rng: &Rng, mode: Mode) {
     let mut interpreted = run(lane, rng, mode, Jit::Off, EXITS, INTERPRETED);
     let exits = interpreted.exits.len();
     if interpreted.memory.is_empty() {
-        // What the guest did after its last exit is not known.
+        // A kick has ended the interpreted guest, so its work after the last exit is unknown. It runs again, up to
+        // that exit.
         interpreted = run(lane, rng, mode, Jit::Off, exits, COMPILED);
     }
     let at_once = Jit::AtOnce(tier);
@@ -150,7 +151,7 @@ fn run(lane: &Lane, rng: &Rng, mode: Mode, jit: Jit, exits: usize, length: Durat
             break;
         }
         let now = registers(vcpu) + &sums(&guest.slots);
-        // The guest waits for an interrupt for ever.
+        // The guest waits for an interrupt that never arrives.
         let ends =
             (account.exits.last()).is_some_and(|last| said == "Ok(Hlt)" && last.ends_with(&now));
         account.exits.push(said + &now);

@@ -1,4 +1,4 @@
-//! The physical memory of a guest: the address of everything, and the addresses that are interesting to access.
+//! The physical memory of a guest: the address of each part, and the addresses at which accesses are interesting.
 
 use crate::memory::PAGE;
 use slat_model::Rng;
@@ -21,7 +21,7 @@ impl Place {
     }
 }
 
-/// The memslot with code, tables and stacks, whose addresses are given below.
+/// The memslot with code, tables and stacks. The constants below are addresses in this memslot.
 pub const MAIN: Place = Place {
     slot: 0,
     gpa: 0,
@@ -75,15 +75,15 @@ pub const PT: u64 = 0x8000;
 pub const GDT: u64 = 0x9000;
 /// The IDT.
 pub const IDT: u64 = 0xa000;
-/// The task-state segment, of which the guest uses only the stack pointers, and some zeroes after it.
+/// The task-state segment. The guest uses only its stack pointers, and some zeroes after it.
 pub const TSS: u64 = 0xb000;
-/// The vCPUs' first instructions, a page each.
+/// The vCPUs' first instructions. Each vCPU has a page of code.
 pub const CODE: u64 = 0xc000;
 /// The handlers that gates point to.
 pub const HANDLERS: u64 = 0xf000;
-/// The top of the first vCPU's stack. The top of the second one's is a page higher.
+/// The top of the first vCPU's stack. The top of the second vCPU's stack is a page higher.
 pub const STACK: u64 = 0x1_2000;
-/// Data.
+/// The guest's data.
 pub const DATA: u64 = 0x1_4000;
 
 /// The guest-physical pages to which tables point: every kind of memory, an address without memory, and the tables
@@ -120,7 +120,8 @@ pub fn physical(rng: &mut Rng) -> u64 {
 /// Returns a linear address, often near the end of a page.
 pub fn linear(rng: &mut Rng) -> u64 {
     let page = match rng.below(16) {
-        // The upper half, which the fourth level maps again; the tables, through themselves; a non-canonical address.
+        // Besides, choose these: the upper half, which the fourth level maps again; the tables, through themselves; a
+        // non-canonical address.
         0 => 0xffff_8000_0000_0000 + physical(rng),
         1 => 0xffff_ff80_0000_0000 + (rng.below(8) << 12),
         2 => 1 << 47,

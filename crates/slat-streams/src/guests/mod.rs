@@ -1,14 +1,16 @@
 //! Guests of random code, which test the software CPU with anything that a guest may contain.
 //!
-//! The bytes choose a mode, page tables, descriptors, registers and code for one or two vCPUs on one memory. They also
-//! choose what the main thread does while the vCPUs run: it gets dirty logs, injects interrupts, invalidates memory,
-//! deletes and creates slots. Each run is kicked when its slice of time is over, and must end then ([`crate::watch`]).
+//! The bytes choose a mode, page tables, descriptors, registers and code for one or two vCPUs on one memory. The bytes
+//! also choose the actions of the main thread while the vCPUs run: it gets dirty logs, injects interrupts, invalidates
+//! memory, deletes and creates slots. Each run is kicked when its slice of time is over, and must end then
+//! ([`crate::watch`]).
 //!
-//! A guest runs in one of three ways: as every program's guest does; on compiled code from its first instruction on; or
-//! both interpreted and compiled, with one vCPU and no other activity, and with the same results (`compare`).
+//! A guest runs in one of three ways. It runs like the guest of any program; or it runs as compiled code from its
+//! first instruction on; or it runs both interpreted and compiled, with one vCPU and no other activity, and both runs
+//! must have the same results (`compare`).
 //!
-//! Checks afterwards that nothing was written outside the slots, or to the read-only slot; that every changed page of a
-//! logged slot is in the log; and that the VM's audit passes.
+//! Afterwards this module checks that nothing was written outside the slots, or to the read-only slot; that every
+//! changed page of a logged slot is in the log; and that the VM's audit passes.
 
 mod code;
 mod compare;
@@ -41,7 +43,7 @@ const HIDE: u64 = 2;
 /// Bytes of a huge page.
 const HUGE_PAGE: usize = 2 << 20;
 
-/// Returns the factor by which slices of time are longer if they include compilation.
+/// Returns the factor by which a slice of time grows if it includes compilation.
 fn compiling(tier: Tier) -> u32 {
     match tier {
         Tier::Baseline => 2,
@@ -49,13 +51,13 @@ fn compiling(tier: Tier) -> u32 {
     }
 }
 
-/// The CPU time that compiling a region may take. A kick does not interrupt it.
+/// The CPU time that the compilation of a region may take. A kick does not interrupt a compilation.
 const COMPILES: Duration = Duration::from_secs(2);
 
 /// The way in which a guest's code runs. Code of real mode is not compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Way {
-    /// As in every program: code is compiled if it is hot, which happens rarely.
+    /// The code runs as in every program: hot code is compiled, which happens rarely.
     Usual,
     /// Code is compiled before it runs.
     Compiled,
@@ -189,7 +191,7 @@ impl Slot {
         }
     }
 
-    /// Panics if the guest wrote where it must not, or if a write is missing in the log.
+    /// Panics if the guest wrote to memory that it must not write, or if a write is missing in the log.
     fn check(&self) {
         self.memory.check();
         if self.initial.is_empty() {
@@ -221,9 +223,9 @@ struct Conduct {
     rng: Rng,
     slice: Duration,
     kick: Kick,
-    /// See [`Slice::extra`].
+    /// Additional CPU time of each run after its kick: see [`Slice::extra`].
     extra: Duration,
-    /// Whether the slots' memory is inaccessible at times: see [`hide`].
+    /// Whether the slots' memory is inaccessible at some times: see [`hide`].
     may_fault: bool,
 }
 
@@ -231,8 +233,8 @@ struct Guest {
     vm: VmFd,
     mode: Mode,
     slots: Vec<Slot>,
-    /// This slot is not among those whose memory changes while the guest runs, because an SMI without it would end the
-    /// VM.
+    /// The slot of system management mode. Its memory does not change while the guest runs, because an SMI without
+    /// this slot would end the VM.
     smram: Slot,
     vcpus: Vec<(VcpuFd, Conduct)>,
     /// Numbers that choose the actions of the main thread while the vCPUs run: see [`disturb`].
@@ -335,7 +337,7 @@ impl Guest {
             .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
             .expect("the table");
         vcpu.set_cpuid2(&cpuid).expect("before it runs");
-        // With an interrupt controller the second vCPU would wait for the first.
+        // With an interrupt controller, the second vCPU would wait until the first vCPU starts it.
         vcpu.set_mp_state(kvm_mp_state {
             mp_state: KVM_MP_STATE_RUNNABLE,
         })
@@ -405,7 +407,7 @@ impl Guest {
     }
 }
 
-/// Makes a slot's memory inaccessible for a moment. Reports to slat that it is accessible again if `told`.
+/// Makes a slot's memory inaccessible for a moment. If `told`, reports to slat when the memory is accessible again.
 fn hide(slot: &Slot, told: bool) {
     let start = slot.memory.start() + slot.offset;
     let range = start..start + slot.place.len();
@@ -431,7 +433,7 @@ fn vanish(vm: &VmFd, slot: &mut Slot) {
         ..region
     };
     set_slot(vm, gone);
-    // The log was deleted with the slot.
+    // The log was deleted with the slot, so all pages count as dirty.
     slot.dirty.extend(0..slot.place.pages);
     let looked_at = slot.place.len().min(16 * PAGE);
     let before = slot.memory.read(slot.offset, looked_at);
@@ -445,7 +447,7 @@ fn vanish(vm: &VmFd, slot: &mut Slot) {
     set_slot(vm, region);
 }
 
-/// Does something while the vCPUs run that does not change their memory.
+/// Takes an action beside the running vCPUs that does not change their memory.
 fn disturb(vm: &VmFd, slots: &mut [Slot], irqchip: bool, choice: u64) {
     let index = (choice >> 3) as usize % slots.len();
     let slot = &mut slots[index];
@@ -519,7 +521,7 @@ enum After {
     Broken,
 }
 
-/// Acts as the device of an exit.
+/// Acts as the device to which a vCPU has exited.
 fn answer(rng: &mut Rng, exit: slat_kvm::Result<VcpuExit<'_>>, may_fault: bool) -> After {
     match exit {
         Ok(VcpuExit::IoIn(_, data) | VcpuExit::MmioRead(_, data)) => {
@@ -535,7 +537,7 @@ fn answer(rng: &mut Rng, exit: slat_kvm::Result<VcpuExit<'_>>, may_fault: bool) 
     }
 }
 
-/// Causes a random event between two runs.
+/// Injects a random event between two runs.
 fn event(rng: &mut Rng, vcpu: &VcpuFd) {
     match rng.below(4) {
         0 => vcpu.nmi().expect("an NMI"),

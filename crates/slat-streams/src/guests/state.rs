@@ -1,4 +1,4 @@
-//! The registers with which a vCPU begins. They are valid for its mode, except a few.
+//! The registers with which a vCPU begins. Except for a few, they are valid for the vCPU's mode.
 
 use super::layout::*;
 use super::tables::{GDT_LEN, Mode, selector};
@@ -202,13 +202,13 @@ fn general(rng: &mut Rng, vcpu: u64) -> kvm_regs {
 /// The MSR that makes KVM write the time to guest memory.
 const CLOCK: u32 = 0x4b56_4d01;
 
-/// Sets a vCPU's registers, and sometimes a pending event. With `may_tell_time` the guest may find the time in its
+/// Sets a vCPU's registers, and sometimes a pending event. If `may_tell_time`, KVM may write the time to the guest's
 /// memory.
 pub fn set(rng: &mut Rng, mode: Mode, index: u64, vcpu: &VcpuFd, may_tell_time: bool) {
     let now = vcpu.get_sregs().expect("registers can be read");
     let (sregs, valid) = special(rng, mode, now);
-    // If KVM refuses the changed registers, the valid ones are set. If these are refused, too, because there are no
-    // five levels, paging has four.
+    // If KVM refuses the changed registers, the valid registers are set. If KVM refuses these, too, there are no five
+    // levels of paging, and the vCPU gets four levels.
     if vcpu.set_sregs(&sregs).is_err() && vcpu.set_sregs(&valid).is_err() {
         let four = kvm_sregs {
             cr4: valid.cr4 & !LA57,

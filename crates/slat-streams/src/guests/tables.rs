@@ -1,11 +1,11 @@
-//! The tables that a guest's CPU reads: page tables, descriptors, gates. They are valid, except a few entries.
+//! The tables that a guest's CPU reads: page tables, descriptors, gates. All but a few entries are valid.
 
 use super::code::End;
 use super::layout::*;
 use crate::memory::Guarded;
 use slat_model::Rng;
 
-/// The mode of a guest: how its addresses become physical.
+/// The mode of a guest. The mode determines how the guest's addresses are translated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
     /// Real mode.
@@ -172,7 +172,7 @@ pub fn descriptors(rng: &mut Rng, memory: &Guarded) {
 /// Exceptions with an error code, as bits.
 const WITH_ERROR: u32 = 1 << 8 | 0x1f << 10 | 1 << 17 | 1 << 21;
 
-/// Writes the IDT for a mode, or the vectors of real mode; the handlers; and the task's stacks. If the code
+/// Writes the IDT of a mode, or the vectors of real mode. Also writes the handlers, and the task's stacks. If the code
 /// [counts](End::Counts), most handlers continue after the byte that faulted.
 pub fn gates(rng: &mut Rng, mode: Mode, memory: &Guarded, end: End) {
     const STEP: usize = 16;

@@ -40,13 +40,13 @@ pub const BOUNDARIES: [u64; 24] = [
 
 /// Returns the bytes of a struct.
 pub fn bytes_of<T: Plain>(value: &T) -> Vec<u8> {
-    // SAFETY: `Plain`: a live value without padding that matters.
+    // SAFETY: `value` is a live value of a `Plain` type, which has no padding that matters.
     unsafe { std::slice::from_raw_parts(std::ptr::from_ref(value).cast::<u8>(), size_of::<T>()) }
         .to_vec()
 }
 
-/// Changes a few fields. The struct's real fields are not known. So a field is a run of 1, 2, 4 or 8 bytes, usually
-/// aligned.
+/// Changes a few fields. This function does not know the struct's real fields. So it changes runs of 1, 2, 4 or 8
+/// bytes, usually aligned.
 pub fn mutate(rng: &mut Rng, bytes: &mut [u8]) {
     if bytes.is_empty() || rng.one_in(3) {
         return;
@@ -80,7 +80,7 @@ impl Buffer {
         memory.open(0, OPEN * PAGE);
         memory.open((OPEN + 1) * PAGE, READ_ONLY * PAGE);
         let start = memory.start() + (OPEN + 1) * PAGE;
-        // SAFETY: pages of the buffer, to which no reference exists.
+        // SAFETY: the pages belong to the buffer, and no reference to them exists.
         let protected =
             unsafe { libc::mprotect(start as *mut _, READ_ONLY * PAGE, libc::PROT_READ) };
         assert_eq!(protected, 0);
@@ -100,11 +100,12 @@ impl Buffer {
         at >= open.start && at.checked_add(len).is_some_and(|end| end <= open.end)
     }
 
-    /// Writes `bytes` to the buffer, and returns their address. Usually all of them can be read and written.
+    /// Writes `bytes` to the buffer, and returns their address. Usually the caller can read and write all of the bytes
+    /// there.
     pub fn place(&mut self, rng: &mut Rng, bytes: &[u8]) -> u64 {
         assert!(bytes.len() <= OPEN * PAGE);
         let open = self.open();
-        // SAFETY: the buffer's own memory.
+        // SAFETY: the memory belongs to the buffer.
         unsafe { fill(open.clone()) };
         let at = match rng.below(16) {
             // The struct ends where the guard page begins.

@@ -1,8 +1,9 @@
 //! Streams of requests, as the preload library makes them: `Object::ioctl` with raw addresses, on several threads.
 //!
-//! Each thread, called a lane, has a part of the bytes, which choose its next action: a request whose argument is valid
-//! except for a few changed fields, and usually at a valid address; a run of a vCPU, which the watchman ends; a change
-//! of the guests' memory, with or without a report to slat; a write to memory that is shared with a vCPU; a close.
+//! Each thread, called a lane, has a part of the bytes. Its bytes choose its next action, which is one of these: a
+//! request whose argument is valid except for a few changed fields, usually at a valid address; a run of a vCPU, which
+//! the watchman ends; a change of the guests' memory, with or without a report to slat; a write to memory that is
+//! shared with a vCPU; the closing of a descriptor.
 
 mod argument;
 mod requests;
@@ -56,18 +57,17 @@ const PROGRAMS: [&[u8]; 10] = [
     &[0xfa, 0xf4],
 ];
 
-/// The errno that every call of a VM may return: after an SMI that found no SMRAM, the VM is dead. (A call that panics
-/// also makes the VM dead, but it ends its lane, too.)
+/// The errno that every call of a dead VM returns. A VM is dead after an SMI that found no SMRAM. A call that panics
+/// also makes the VM dead, but such a call ends its lane, too.
 const DEAD: i32 = libc::EIO;
 
-/// The page of one more program, with an instruction that crosses into the next page.
+/// The page of one more program. The program's last instruction crosses into the next page.
 const ACROSS: usize = PROGRAMS.len();
 
-/// The page with the handler of SMIs as long as SMBASE is not changed, and the handler's code: `inc word [0x4000];
-/// rsm`.
+/// The page and the code of the SMI handler, if SMBASE is unchanged. The code is `inc word [0x4000]; rsm`.
 const SMI_HANDLER: (usize, &[u8]) = (0x38, &[0xff, 0x06, 0x00, 0x40, 0x0f, 0xaa]);
 
-/// Returns a page that jumps to its last two bytes, which are the first two bytes of `mov ax, imm16`.
+/// Returns a page of code that jumps to the page's last two bytes. These are the first two bytes of `mov ax, imm16`.
 fn across() -> Vec<u8> {
     let mut page = vec![0x90; PAGE];
     page[..3].copy_from_slice(&[0xe9, 0xfb, 0x0f]);
@@ -78,7 +78,7 @@ fn across() -> Vec<u8> {
 /// Carries out the stream of `bytes`; see the module.
 pub fn ioctls(bytes: &[u8]) {
     static SIGNALS: Once = Once::new();
-    // The preload library does the same.
+    // The preload library makes the same calls.
     SIGNALS.call_once(|| {
         slat_kvm::watch_signals();
         begin_irqfds();
@@ -116,7 +116,7 @@ pub fn ioctls(bytes: &[u8]) {
     });
 }
 
-/// Makes slat create the objects that the irqfds of all VMs share, and that stay.
+/// Makes slat create the objects that the irqfds of all VMs share, and that slat never drops.
 fn begin_irqfds() {
     let world = World::new();
     let system = Object::system();
@@ -144,7 +144,7 @@ fn begin(world: &World, setup: &[u8]) {
         .vms
         .pick(&mut Rng::from_bytes(&[]))
         .expect("it was made just now");
-    // A refused request means that the options exclude each other.
+    // A refused request means that two options exclude each other.
     let optional = |request, argument| {
         let _ = vm
             .object
@@ -461,7 +461,7 @@ impl<'a> Worker<'a> {
         vcpu.runs.store(false, Ordering::Release);
     }
 
-    /// Calls mmap, munmap, madvise or mprotect for guest memory, with or without an invalidation around the call.
+    /// Calls mmap, munmap, madvise or mprotect for guest memory. The call is inside an invalidation or not.
     fn change_memory(&mut self) {
         let first = self.rng.below(PAGES as u64) as usize;
         let count = (1 + self.rng.below(16) as usize).min(PAGES - first);
@@ -471,7 +471,7 @@ impl<'a> Worker<'a> {
         let kind = self.rng.below(10);
         let all = libc::PROT_READ | libc::PROT_WRITE;
         let change = || {
-            // SAFETY: guest memory, which is accessed guarded only.
+            // SAFETY: the memory belongs to the guest, and all accesses to it are guarded.
             unsafe {
                 let (start, len) = (range.start as *mut libc::c_void, range.len());
                 let advise = |advice| libc::madvise(start, len, advice) == 0;
@@ -540,8 +540,8 @@ impl<'a> Worker<'a> {
             1 => self.rng.below(8) as u32,
             _ => self.rng.pick(&BOUNDARIES) as u32,
         };
-        // SAFETY: the address is inside the mapping, which exists as long as the handle is held; other users expect any
-        // value there.
+        // SAFETY: the address is inside the mapping, which exists as long as the handle is held. Other users expect
+        // any value there.
         unsafe { ((range.start + page * PAGE + offset) as *mut u32).write_volatile(value) };
     }
 

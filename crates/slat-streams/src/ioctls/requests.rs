@@ -1,7 +1,7 @@
 //! All requests of the API: how their arguments are made, and the errnos that they may return.
 //!
-//! The errnos are those that `Documentation/virt/kvm/api.rst` names for the call, and those that every call of its kind
-//! has: `EFAULT` for a bad pointer, `ENOMEM`, `ENOTTY` or `EINVAL` for a request that an object does not know.
+//! The errnos are those that `Documentation/virt/kvm/api.rst` names for the call, and the errnos of every call of this
+//! kind: `EFAULT` for a bad pointer, `ENOMEM`, and `ENOTTY` or `EINVAL` for a request that an object does not know.
 
 use super::argument::{BOUNDARIES, bytes_of, mutate};
 use super::world::{PAGES, World};
@@ -59,7 +59,7 @@ pub struct Request {
     pub on: On,
     /// The request's argument.
     pub argument: Argument,
-    /// The errnos that it may return.
+    /// The errnos that the request may return.
     pub errnos: &'static [i32],
 }
 
@@ -170,7 +170,7 @@ requests! {
     Vcpu: KVM_ENABLE_CAP Struct(capability), [EINVAL EFAULT];
 }
 
-/// Usually returns 0, which calls without an argument require.
+/// Returns a number for a call without an argument: usually 0, which such calls require.
 fn nothing(rng: &mut Rng) -> u64 {
     if rng.one_in(8) { number(rng) } else { 0 }
 }
@@ -199,7 +199,7 @@ fn vcpu_id(rng: &mut Rng) -> u64 {
     }
 }
 
-/// Returns a guest-physical address of a page. There are few addresses, near one another, so that slots collide.
+/// Returns a guest-physical address of a page. All such addresses are near one another, so that slots collide.
 fn gpa(rng: &mut Rng) -> u64 {
     match rng.below(16) {
         0 => rng.pick(&BOUNDARIES),
@@ -243,7 +243,7 @@ fn region(rng: &mut Rng, context: &Context<'_>) -> Vec<u8> {
     bytes
 }
 
-/// If a slot's backing is not in the guests' memory, replaces it.
+/// Replaces a slot's backing if it is not in the guests' memory.
 fn give(context: &Context<'_>, region: &mut [u8]) {
     let field = |at: usize| u64::from_le_bytes(region[at..at + 8].try_into().expect("eight bytes"));
     let (size, address) = (field(16), field(24));
@@ -309,7 +309,7 @@ fn dirty_log(rng: &mut Rng, context: &Context<'_>) -> Vec<u8> {
     };
     log.__bindgen_anon_1.padding2 = context.bitmap;
     let mut bytes = bytes_of(&log);
-    // The pointer is not changed, because any address would be valid, and be written to.
+    // The pointer is not changed, because KVM would accept any address and write to that address.
     mutate(rng, &mut bytes[..8]);
     bytes
 }
@@ -457,7 +457,7 @@ fn hyperv_eventfd(rng: &mut Rng, context: &Context<'_>) -> Vec<u8> {
 
 fn ioeventfd(rng: &mut Rng, context: &Context<'_>) -> Vec<u8> {
     let mut bytes = bytes_of(&kvm_ioeventfd {
-        // Addresses to which the programs write.
+        // The programs write to some of these addresses.
         addr: rng.pick(&[0x10, 0x10, 0xf008, 0xf008, 0x8_0000]),
         len: rng.pick(&[0, 1, 1, 2, 4, 8]),
         fd: context.world.event(rng),
@@ -527,7 +527,7 @@ fn one_reg(rng: &mut Rng, context: &Context<'_>) -> Vec<u8> {
         id: KVM_REG_X86 | KVM_REG_SIZE_U64 | kind << 32 | (u64::from(first) + rng.below(range)),
         addr: context.bitmap,
     });
-    // The pointer is not changed, because any address would be valid, and be written to.
+    // The pointer is not changed, because KVM would accept any address and write to that address.
     mutate(rng, &mut bytes[..8]);
     bytes
 }

@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub const PAGES: usize = 256;
 /// The number of bytes of address space after those pages, because a slot may be far larger than its memory.
 const BEYOND: usize = 1 << 40;
-/// The most objects of a kind. Beyond that, the oldest object is closed for a new one.
+/// The greatest number of objects of a kind. When there are more, the oldest object is closed.
 const MOST: usize = 4;
 
 /// An object and its descriptor.
@@ -20,11 +20,11 @@ const MOST: usize = 4;
 pub struct Handle {
     /// The object.
     pub object: Object,
-    /// The descriptor. Other lanes may be using it, so it is closed when the last of them has finished.
+    /// The descriptor. Other lanes may use it, so it is closed when the last lane has dropped this handle.
     pub fd: OwnedFd,
     /// The client's mapping of a vCPU.
     pub mapped: Option<Mapped>,
-    /// Whether a lane runs the vCPU. (A second lane that runs it would wait, and miss its kick.)
+    /// Whether a lane runs the vCPU. A second lane that ran the vCPU would wait, and would miss its kick.
     pub runs: AtomicBool,
 }
 
@@ -82,7 +82,7 @@ impl Mapped {
 
 impl Drop for Mapped {
     fn drop(&mut self) {
-        // SAFETY: our mapping.
+        // SAFETY: the mapping belongs to this value.
         unsafe { libc::munmap(self.start as *mut _, self.len) };
     }
 }
@@ -103,7 +103,8 @@ impl Handles {
         (!handles.is_empty()).then(|| handles[index % handles.len()].clone())
     }
 
-    /// Adds a handle. Returns the one that it replaces, which is closed when it is dropped.
+    /// Adds a handle. Returns the handle that it replaces. That handle's descriptor is closed when the handle is
+    /// dropped.
     fn add(&self, handle: Handle) -> Option<Arc<Handle>> {
         let mut handles = self.lock();
         handles.push(Arc::new(handle));
@@ -181,7 +182,7 @@ impl World {
         }
     }
 
-    /// Adopts the object that a request created.
+    /// Stores the object that a request has created among the handles.
     pub fn adopt(&self, answer: Answer) -> i32 {
         match answer {
             Answer::Value(value) => value,
@@ -213,7 +214,8 @@ impl Default for World {
     }
 }
 
-/// Guest memory: a few pages, followed by a large inaccessible address space. Canaries are before and after both.
+/// Guest memory: a few pages, followed by a large inaccessible range of addresses. Canaries are before and after the
+/// guest memory.
 #[derive(Debug)]
 pub struct Ram {
     before: Guarded,
@@ -243,13 +245,13 @@ impl Ram {
         start..start + count * PAGE
     }
 
-    /// Returns the address that a slot gets instead of `address`. At the new address, a guest can do no harm to this
+    /// Returns the address that a slot gets instead of `address`, so that a guest cannot change other memory of this
     /// process.
     pub fn harmless(&self, address: u64, size: u64) -> u64 {
         let all = self.all.range();
         let end = address.checked_add(size);
         let ours = end.is_some_and(|end| address >= all.start as u64 && end <= all.end as u64);
-        // At these addresses nothing is ever mapped.
+        // Nothing is ever mapped at these addresses.
         let nowhere = end.is_some_and(|end| end <= 0x1_0000) || address >= 1 << 47;
         match ours || nowhere || size == 0 {
             true => address,

@@ -9,7 +9,7 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 pub const PAGE: usize = 4096;
 /// The address of the code.
 pub const CODE: usize = 0x1000;
-/// Where the code writes.
+/// The address to which the code writes.
 pub const DATA: usize = 0x3000;
 /// `mov byte [0x3000], 1; hlt`
 const GUEST: &[u8] = &[0xc6, 0x06, 0x00, 0x30, 0x01, 0xf4];

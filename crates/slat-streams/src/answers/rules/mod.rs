@@ -33,7 +33,7 @@ use field;
 /// Changes a struct that is given as bytes.
 fn edit<T: Plain>(bytes: &mut [u8], change: fn(&mut T)) {
     assert!(bytes.len() >= size_of::<T>());
-    // SAFETY: `Plain`: any bytes are a value, and there are enough.
+    // SAFETY: any bytes are a value of a `Plain` type, and there are enough bytes.
     unsafe {
         let mut value = bytes.as_ptr().cast::<T>().read_unaligned();
         change(&mut value);
@@ -80,7 +80,7 @@ const LAX_MODULE: Option<Differs> = Some(Differs::Always(
 const LINEAR_WIDTH: Option<Differs> = Some(Differs::LinearWidth);
 
 const APIC_BASES: Values = Values::Listed(
-    // Valid: disabled, enabled, x2APIC mode, at another address; for the bootstrap processor and another one.
+    // Valid values: disabled, enabled, x2APIC mode, at another address; for the bootstrap processor and another one.
     &[
         0xfee0_0000,
         0xfee0_0800,
@@ -89,7 +89,7 @@ const APIC_BASES: Values = Values::Listed(
         0x1_0000_0900,
         0,
     ],
-    // Invalid: x2APIC mode of a disabled APIC, each reserved bit, addresses that the guest does not have.
+    // Invalid values: x2APIC mode of a disabled APIC, each reserved bit, addresses that the guest does not have.
     &[
         0xfee0_0400,
         0xfee0_0500,
