@@ -108,7 +108,7 @@ pub trait Machine: 'static {
         let _ = (frame, value);
     }
 
-    /// Runs checks of the machine's own. Called at every audit, while no operation is in progress.
+    /// Runs checks that belong to the machine. Called at every audit, while no operation is in progress.
     ///
     /// # Errors
     /// A description of the first check that failed.

@@ -229,7 +229,7 @@ impl Mix {
             (Kind::UseSpace, 1),
         ],
     );
-    /// Writes, and logs that are got and cleared all the time.
+    /// Writes, and logs that are collected and cleared all the time.
     pub const LOGS: Mix = Mix(
         "logs",
         &[

@@ -80,8 +80,8 @@ fn flags() -> impl Iterator<Item = Leaf> {
     })
 }
 
-/// Returns privileges of a leaf: that of all users, and, if the tables can shadow a guest's, others, with every bit of
-/// a key.
+/// Returns privileges of a leaf: the privilege of all users. If the tables can shadow a guest's tables, also returns
+/// other privileges, which together have every bit of a key.
 fn privileges<F: Format>() -> impl Iterator<Item = Privilege> {
     let others = [(false, 0), (true, 15), (false, 9), (true, 6)];
     let others = others.map(|(user, key)| Privilege::new(user, key));

@@ -9,7 +9,7 @@ pub struct Rng(Source);
 #[derive(Clone, Debug)]
 enum Source {
     Seed(u64),
-    /// The bytes in reverse order, so that a `pop` returns the next one.
+    /// The bytes in reverse order, so that a `pop` returns the next byte.
     Bytes(Vec<u8>),
 }
 
@@ -34,7 +34,7 @@ impl Rng {
         self.number(u64::MAX)
     }
 
-    /// Returns a number with enough bits for all numbers up to `max`. It is usually larger than `max`.
+    /// Returns a number with enough bits for all numbers up to `max`. The number is usually larger than `max`.
     fn number(&mut self, max: u64) -> u64 {
         match &mut self.0 {
             Source::Seed(state) => {

@@ -25,7 +25,7 @@ pub struct Subject {
     mmu: MmuKind,
     /// Whether the VM shadows nested tables. The guest has none.
     nested: bool,
-    /// See [`Subject::run`].
+    /// The functions that run and replay operations: see [`Subject::run`].
     run: fn(Config, Setup, Rng, usize) -> Tally,
     replay: fn(Config, Setup, &[Op]),
     record: fn(Config, Setup, Rng, usize) -> Vec<Op>,

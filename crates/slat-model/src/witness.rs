@@ -83,7 +83,7 @@ impl Witness {
     }
 }
 
-/// Checks that every write is in a dirty log got after it.
+/// Checks that every write is in a dirty log that is collected after the write.
 pub struct Harvests {
     taken: AtomicU64,
     /// For each page, one more than the number of logs that were complete at its last write.
@@ -109,7 +109,7 @@ impl Harvests {
         self.written[page as usize].fetch_max(next, SeqCst);
     }
 
-    /// Gets a log by calling `take`. Only one thread at a time does this.
+    /// Collects a log by calling `take`. Only one thread at a time calls this.
     pub fn harvest(&self, bitmap: &mut [u64], take: impl FnOnce(&mut [u64])) {
         take(bitmap);
         let number = self.taken.load(SeqCst) + 1;

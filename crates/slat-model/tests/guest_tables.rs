@@ -1,4 +1,4 @@
-//! Guests that write their own page tables: MMUs that are right pass, and each defect of one that is not is found.
+//! Tests the judge of guest MMUs: a correct MMU passes, and each defect of a defective MMU is found.
 
 use slat::format::{Ept5, Npt, Npt5};
 use slat::{Ept, MmuKind};
@@ -25,7 +25,7 @@ fn the_engine_walks_as_the_manual_says() {
 fn the_shadow_mmu_does_what_a_processor_may() {
     let tally = GuestSubject::shadow().run_seeds(0..56, RUN);
     assert_eq!(never_met(&tally, &USUAL), [""; 0]);
-    // It caches leaves of the guest's tables; what it has of higher levels it zaps at once.
+    // The shadow MMU caches leaves of the guest's tables. It zaps entries of higher levels at once.
     assert!(tally.of("stale translation") > 0, "{tally:?}");
 }
 
@@ -59,7 +59,7 @@ fn whatever_the_manual_allows_is_allowed() {
     assert_eq!(never_met(&tally, &OF_CACHES), [""; 0]);
 }
 
-/// Runs in which each defect is found at least once.
+/// The number of runs in which each defect must be found at least once.
 const SEEDS: u64 = 8;
 
 #[test]
@@ -83,8 +83,8 @@ fn a_failing_run_is_shortened() {
     assert!(text.contains("Invlpg {"), "{text}");
 }
 
-/// `cargo test -p slat-model --release --test guest_tables -- --ignored --nocapture`, with SLAT_STEPS=… and SLAT_SEED=…
-/// for another number of accesses and other seeds.
+/// Run this test by `cargo test -p slat-model --release --test guest_tables -- --ignored --nocapture`. SLAT_STEPS sets
+/// the number of accesses, and SLAT_SEED the first seed.
 #[test]
 #[ignore = "takes minutes"]
 fn a_campaign() {

@@ -1,13 +1,14 @@
-//! The crate's modules use each other in one direction only: a reader can begin at those that use nothing.
+//! Checks that the crate's modules use each other in one direction only. So a reader can begin with modules that use
+//! no other module.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
 
-/// Modules of the crate, each with those that its files name as `crate::module`.
+/// The modules of the crate, each with the modules that its files name as `crate::module`.
 type Uses = BTreeMap<String, BTreeSet<String>>;
 
-/// Adds the files below `directory`, which belong to `module`; at the top each is a module of its own.
+/// Adds the files below `directory`, which belong to `module`. Without `module`, each file or directory is a module.
 fn read(directory: &Path, module: Option<&str>, uses: &mut Uses) {
     for entry in fs::read_dir(directory).unwrap() {
         let path = entry.unwrap().path();
@@ -24,7 +25,7 @@ fn read(directory: &Path, module: Option<&str>, uses: &mut Uses) {
     }
 }
 
-/// Returns the modules that `source` names; comments are no uses.
+/// Returns the modules that `source` names outside comments.
 fn named(source: &str) -> impl Iterator<Item = String> {
     let code = source.lines().map(|line| line.split("//").next().unwrap());
     let paths = code.flat_map(|line| line.split("crate::").skip(1));
@@ -34,7 +35,8 @@ fn named(source: &str) -> impl Iterator<Item = String> {
     })
 }
 
-/// Removes the modules that use none of those left, as long as there are any; what stays is on a cycle, or uses one.
+/// Removes the modules that use none of the remaining modules, as long as there are any. Each module that remains is
+/// on a cycle, or uses a module on a cycle.
 fn cycles(mut uses: Uses) -> Uses {
     loop {
         let left: BTreeSet<_> = uses.keys().cloned().collect();

@@ -1,4 +1,4 @@
-//! A hypervisor's own page-table format: a sound one passes, and a defect in each function is found.
+//! Tests a hypervisor's own page-table format: a correct format passes, and a defect in each function is found.
 
 #[path = "own_format/vtd.rs"]
 mod vtd;
@@ -36,7 +36,7 @@ impl<const DEFECT: u32> With<DEFECT> {
 /// The bit of a huge leaf.
 const HUGE: u64 = 1 << 7;
 
-// SAFETY: none: it is wrong on purpose. No `Vm` is made of it.
+// SAFETY: this format breaks its promises on purpose. No `Vm` uses it.
 unsafe impl<const DEFECT: u32> Format for With<DEFECT> {
     const NAME: &'static str = "wrong";
     const TOP: Level = SecondStage::TOP;

@@ -1,5 +1,5 @@
-//! Random operations on an embedder's own platform: a sound one passes, and each defect that such a
-//! platform may have is found.
+//! Runs random operations on an embedder's own platform: a correct platform passes, and each defect is found that such
+//! a platform may have.
 
 mod own;
 
@@ -18,7 +18,7 @@ use slat_model::{Failure, HostChange, Machine, Setup, Subject, Tlb};
 
 use own::{BACKING, Own};
 
-/// What a platform does wrong: each method that is not the default.
+/// A defect of a platform. The methods that an implementation overrides are defective.
 trait Defect: Send + Sync {
     fn alloc_table(&self, own: &Own, vm: VmId) -> Option<Pfn> {
         own.alloc_table(vm)
@@ -40,19 +40,20 @@ trait Defect: Send + Sync {
         own.flush(vm, range, stale);
     }
 
-    /// What the machine's own books say of a page.
+    /// Returns the host page of page `number`, by the machine's own records.
     fn page(&self, own: &Own, number: u64) -> Option<HostPage> {
         own.page(number)
     }
 }
 
-/// A platform with a defect. One type for all of them: the engine is compiled for it once.
+/// A platform with a defect. One type serves all defects, so that the engine is compiled for it only once.
 struct With {
     own: Own,
     defect: Box<dyn Defect>,
 }
 
-// SAFETY: none: it is unsound on purpose. No hardware walks its tables, and nobody uses the memory that it resolves.
+// SAFETY: this platform is unsound on purpose. No hardware walks its tables, and no code uses the memory that it
+// resolves.
 unsafe impl Platform for With {
     fn alloc_table(&self, vm: VmId) -> Option<Pfn> {
         self.defect.alloc_table(&self.own, vm)
@@ -63,7 +64,7 @@ unsafe impl Platform for With {
     }
 
     unsafe fn free_table(&self, vm: VmId, frame: Pfn) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the frame was allocated and is not used any more, as the trait's contract asks.
         unsafe { self.own.free_table(vm, frame) };
     }
 
@@ -167,7 +168,7 @@ fn finds<D: Defect + Default + 'static>(why: &str) {
     assert!(failure.ops.len() <= 12, "{failure}");
 }
 
-/// Flushes of few pages are not done.
+/// Flushes of few pages are skipped.
 #[derive(Default)]
 struct DropsFlushes;
 
@@ -199,7 +200,7 @@ fn a_flush_of_too_few_pages_is_found() {
     finds::<FlushesTooFew>("is still cached");
 }
 
-/// A flush leaves the entries that point to tables.
+/// A flush keeps the entries that refer to tables.
 #[derive(Default)]
 struct FlushesLeaves;
 
@@ -229,7 +230,7 @@ fn a_flush_without_tables_is_found() {
     finds::<FlushesLeaves>("Table");
 }
 
-/// The frame of a page is kept for later faults, and not asked for again when the page was replaced.
+/// The frame of a page is kept for later faults, even after the page was replaced.
 #[derive(Default)]
 struct Remembers(Mutex<HashMap<Hva, HostPage>>);
 
@@ -281,7 +282,7 @@ impl Defect for MisplacesNeighbours {
 #[test]
 fn a_wrong_resident_page_is_found() {
     let failure = failure::<MisplacesNeighbours>();
-    // By the audit, or by an access to a page that was mapped ahead.
+    // The audit finds this defect, or an access to a page that was mapped ahead.
     let whys = ["its backing is", "of frame"];
     assert!(
         whys.iter().any(|why| failure.why.contains(why)),
@@ -290,7 +291,7 @@ fn a_wrong_resident_page_is_found() {
     assert!(failure.ops.len() <= 12, "{failure}");
 }
 
-/// Pages that were mapped one by one are said to be huge.
+/// Pages that are mapped one by one are reported as huge.
 #[derive(Default)]
 struct ClaimsHuge;
 
@@ -305,7 +306,7 @@ fn a_page_that_is_not_huge_is_found() {
     finds::<ClaimsHuge>("Level(2)");
 }
 
-/// Reads make pages writable that must not be written.
+/// Read faults map pages writable that must not be written.
 #[derive(Default)]
 struct GrantsWrites;
 
@@ -320,7 +321,7 @@ fn a_right_too_many_is_found() {
     finds::<GrantsWrites>("write: true");
 }
 
-/// Every 16th frame for a table was given out before.
+/// Every 16th frame for a table was already allocated before.
 #[derive(Default)]
 struct GivesTwice(Mutex<Vec<Pfn>>);
 
@@ -360,7 +361,7 @@ fn a_root_that_is_not_aligned_is_found() {
     assert!(failure.why.contains("is not aligned"), "{failure}");
 }
 
-/// Two pages have one frame, by the machine's own books, too.
+/// Two pages have the same frame, also in the machine's own records.
 #[derive(Default)]
 struct HasAliases;
 

@@ -1,4 +1,4 @@
-//! A CPU that runs the guest at EL1, and reports why it left the guest.
+//! A CPU that runs the guest at EL1, and reports each exit of the guest.
 
 use core::arch::{asm, global_asm};
 use core::marker::PhantomData;
@@ -33,7 +33,7 @@ pub struct El2<F> {
     number: usize,
     guest: Context,
     vtcr: u64,
-    /// The page of the last access if a leaf refused the access. The TLB of this CPU may hold that leaf.
+    /// The page of the last access, if a leaf refused the access. The TLB of this CPU may hold that leaf.
     refused: Option<Gpa>,
     format: PhantomData<F>,
 }
@@ -106,7 +106,7 @@ impl<F: Tables> El2<F> {
         }
     }
 
-    /// Returns why a synchronous exception was taken: Arm ARM, "ESR_EL2".
+    /// Returns the reason of a synchronous exception (Arm ARM, "ESR_EL2").
     fn decode(&mut self) -> Exit {
         const HVC: u64 = 0x16;
         const INSTRUCTION_ABORT: u64 = 0x20;

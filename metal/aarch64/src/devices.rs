@@ -7,7 +7,7 @@ fn register(address: usize) -> *mut u32 {
     core::ptr::with_exposed_provenance_mut(address)
 }
 
-/// The console: a PL011, which QEMU's lets be used without set-up.
+/// The console: a PL011. QEMU's PL011 needs no set-up.
 pub(crate) mod console {
     use super::register;
 
@@ -59,7 +59,8 @@ pub(crate) mod gic {
         }
     }
 
-    /// Acknowledges the interrupt that made this CPU leave the guest; `false` if none is pending any more.
+    /// Acknowledges the interrupt that made this CPU leave the guest. Returns `false` if no interrupt is pending any
+    /// more.
     pub(crate) fn take_kick() -> bool {
         // SAFETY: the GIC's registers are at these addresses, mapped as a device.
         unsafe {
@@ -73,7 +74,7 @@ pub(crate) mod gic {
     }
 }
 
-/// "Arm Power State Coordination Interface"; EL2 calls it by SMC.
+/// The "Arm Power State Coordination Interface". EL2 calls it by SMC.
 pub(crate) mod psci {
     use super::asm;
 
@@ -81,7 +82,7 @@ pub(crate) mod psci {
     const CPU_ON: u64 = 0xc400_0003;
 
     /// # Safety
-    /// - if `function` starts or stops something, the caller is ready for that.
+    /// - if `function` starts or stops a CPU or the machine, the caller is ready for that.
     unsafe fn call(function: u64, arguments: [u64; 3]) -> i64 {
         let answer: i64;
         // SAFETY: by the SMC calling convention, the call does not change x18 and the registers above.
@@ -107,7 +108,7 @@ pub(crate) mod psci {
             fn secondary_start();
         }
         let entry = secondary_start as *const () as u64;
-        // SAFETY: the CPU uses a stack of its own, by its number.
+        // SAFETY: the CPU selects its own stack by its number.
         let answer = unsafe { call(CPU_ON, [cpu as u64, entry, cpu as u64]) };
         assert_eq!(answer, 0, "PSCI CPU_ON of CPU {cpu}");
     }

@@ -1,8 +1,9 @@
 //! A monitor at EL2 of QEMU's virt machine: AArch64's page walker walks the engine's tables.
 //!
-//! The host runs at EL2 with identity-mapped addresses, the guest at EL1 with its own MMU off, so that each address the
-//! guest accesses is the intermediate physical address that stage 2 translates. CPUs are flushed by broadcast (`tlb`),
-//! for which Arm needs no interrupt; there is nevertheless an interrupt, which makes a CPU leave the guest.
+//! The host runs at EL2 with identity-mapped addresses. The guest runs at EL1 with its own MMU off, so each address
+//! that the guest accesses is the intermediate physical address that stage 2 translates. CPUs are flushed by broadcast
+//! (`tlb`), for which Arm needs no interrupt. The monitor nevertheless has an interrupt, which makes a CPU leave the
+//! guest.
 //!
 //! Several programs are built from this crate. They differ in their tables ([`Tables`]): `aarch64` has four levels and
 //! software that sets the access flag, `aarch64-hafdbs` begins at two concatenated tables of level 1 and lets hardware
@@ -32,7 +33,7 @@ pub use cpu::El2;
 use devices::{console, gic, psci};
 use sysreg::read;
 
-/// Tables that a CPU at EL2 can be given.
+/// Tables that a CPU at EL2 can walk.
 pub trait Tables: Format {
     /// Returns VTCR_EL2: [`Stage2::vtcr`].
     fn vtcr(pa_range: u64) -> u64;
@@ -54,9 +55,9 @@ impl<const IPA_BITS: u32, const HARDWARE_DIRTY: bool, const PAGE_SHIFT: u32> Tab
 
 /// One program: its tables, and the parts that cannot be generic.
 pub trait Monitor: Send + Sync + 'static {
-    /// See [`Machine::NAME`].
+    /// The name of the machine ([`Machine::NAME`]).
     const NAME: &'static str;
-    /// The tables that its walkers walk.
+    /// The tables that the machine's walkers walk.
     type Tables: Tables;
     /// Returns the queue of work for the second CPU: [`Machine::second`].
     fn second() -> &'static Second<El2<Self::Tables>>;
@@ -93,7 +94,7 @@ pub struct Virt<M>(PhantomData<M>);
 #[global_allocator]
 static HEAP: Heap = Heap::new();
 
-/// Memory begins at 1 GiB, with the monitor in it; the guest's data is the second of two GiB.
+/// Memory begins at 1 GiB, where the monitor is. The guest's data is in the second of two GiB.
 const DATA: Hpa = Hpa(0x8000_0000);
 
 /// Runs each CPU after its start.
@@ -129,7 +130,7 @@ impl<M: Monitor> Machine for Virt<M> {
     }
 
     fn flush_guests(vm: VmId, range: &Range<Gfn>, stale: Stale) {
-        // A TLBI that names no VMID uses VTTBR_EL2's, which is that of this CPU's last guest.
+        // A TLBI that names no VMID uses the VMID of VTTBR_EL2, which belongs to this CPU's last guest.
         match cpu::VMIDS.number(vm) {
             None => {}
             Some(number) if read!(vttbr_el2) >> 48 == number.into() => {

@@ -1,9 +1,10 @@
 //! TLB maintenance for second-level translations.
 //!
-//! A CPU may cache stage 2 alone (an IPA to its page) and both stages combined (a VA to its page). An invalidation by
-//! IPA drops only entries of the first kind; those of the second kind are dropped with the VMID's stage 1. By the Arm
-//! ARM, "TLB maintenance instructions", an invalidation is complete, on all CPUs that it addresses, after a DSB; the
-//! DSB before it makes the table's change visible to their walkers.
+//! A CPU may cache translations of stage 2 alone (from an IPA to its page) and of both stages combined (from a VA to
+//! its page). An invalidation by IPA drops only entries of the first kind. Entries of the second kind are dropped with
+//! the VMID's stage 1. By the Arm ARM, "TLB maintenance instructions", an invalidation is complete, on all CPUs that
+//! it addresses, after a DSB. The DSB before the invalidation makes the change of the table visible to the walkers of
+//! these CPUs.
 
 use core::arch::asm;
 use core::ops::Range;

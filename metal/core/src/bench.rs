@@ -61,7 +61,7 @@ impl<M: Machine> Bench<'_, M> {
             .with_mmu(self.mmu);
         let vm = Vm::new(self.host.clone(), config).map_err(|error| error.to_string())?;
         // The tables of the previous VM were freed, and their frames may be reused. A CPU that does not tag
-        // translations with their VM may still cache those of the previous VM.
+        // translations with their VM may still cache translations of the previous VM.
         flush::<M>(vm.id());
         for (name, value) in policies {
             let refused = |error| format!("{name}={value}: {error}");
@@ -150,7 +150,7 @@ impl<M: Machine> TestVm<M> {
         Ok(())
     }
 
-    /// Returns the number of faults that the first CPU reported since the last look.
+    /// Returns the number of faults that the first CPU reported since the last call.
     pub(crate) fn faults(&self) -> u64 {
         self.guest.seen.faults.swap(0, SeqCst)
     }

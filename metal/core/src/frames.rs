@@ -1,5 +1,5 @@
-//! Frames for page tables: a range of memory whose first pages hold the engine's metadata of each frame, so that both
-//! are found from a frame's number by arithmetic.
+//! Frames for page tables: a range of memory. The first pages of the range hold the engine's metadata of each frame.
+//! So a frame and its metadata are both computed from the frame's number.
 
 use core::ops::Range;
 use core::ptr::{self, NonNull};
@@ -23,10 +23,11 @@ struct Free {
 }
 
 impl Frames {
-    /// Makes one of frames of `granule`.
+    /// Makes an allocator of frames of `granule`.
     ///
     /// # Safety
-    /// - `memory` (whole pages, not at 0) is used by no other code, and its addresses are valid as they are.
+    /// - no other code uses `memory`, which consists of whole pages and does not begin at 0. Its physical addresses
+    ///   are valid pointers.
     pub(crate) unsafe fn new(memory: Range<Hpa>, granule: Granule) -> Self {
         let all = granule.pfn(memory.start)..granule.pfn(memory.end);
         let frames = all.end.0 - all.start.0;
@@ -99,7 +100,7 @@ impl Frames {
 
     pub(crate) fn entries(&self, frame: Pfn) -> NonNull<Entries> {
         debug_assert!(self.all.contains(&frame));
-        // SAFETY: no frame of ours is at address 0.
+        // SAFETY: no frame of this allocator is at address 0.
         unsafe { NonNull::new_unchecked(self.granule.hpa(frame).0 as *mut Entries) }
     }
 

@@ -1,5 +1,5 @@
-//! The loop of a hypervisor: it runs the guest, and handles the guest's exits. Besides the engine, the loop counts what
-//! the CPU reports, so that tests can compare the two counts.
+//! The loop of a hypervisor: it runs the guest, and handles the guest's exits. The engine counts faults, and the loop
+//! counts the CPU's reports, so that tests can compare the two counts.
 
 use alloc::format;
 use alloc::string::{String, ToString};
@@ -19,17 +19,17 @@ pub(crate) type GuestVm<M> = Arc<Vm<Host<M>, Tables<M>>>;
 
 /// Address of the guest's program.
 pub(crate) const CODE: Gpa = Gpa(0x1000_0000);
-/// The value that a load reads where there is no memory.
+/// The value that a load from an address without memory returns.
 pub(crate) const DEVICE: u32 = 0x0d0d;
 
 /// Counts of one CPU's reports.
 #[derive(Default)]
 pub(crate) struct Seen {
-    /// Second-level faults, those of MMIO entries not included.
+    /// The number of second-level faults, except faults of MMIO entries.
     pub(crate) faults: AtomicU64,
-    /// Faults that the walker itself reported as an MMIO entry's.
+    /// The number of faults that the walker itself reported as faults of an MMIO entry.
     pub(crate) mmio_faults: AtomicU64,
-    /// Accesses to addresses without memory.
+    /// The number of accesses to addresses without memory.
     pub(crate) mmio: AtomicU64,
     /// The number of interrupts that made the CPU leave the guest.
     pub(crate) kicks: AtomicU64,
@@ -99,7 +99,7 @@ impl<M: Machine> Guest<M> {
         }
     }
 
-    /// Handles a fault. Returns whether the guest may try again; if not, there is no memory.
+    /// Handles a fault. Returns whether the guest may try the access again. `false`: there is no memory.
     pub(crate) fn fault(&mut self, gpa: Gpa, access: Access, cause: Cause) -> Result<bool, String> {
         match cause {
             Cause::Mmio => &self.seen.mmio_faults,
@@ -180,7 +180,7 @@ impl<M: Machine> Beside<M> {
     /// Waits until the guest has made a whole pass that began after this call. Returns the result of that pass, or of a
     /// later one.
     pub(crate) fn pass(&self) -> u32 {
-        // The current pass may have begun before.
+        // The current pass may have begun before this call.
         let enough = self.passes() + 2;
         while self.passes() < enough && !self.has_ended() {
             spin_loop();
@@ -208,7 +208,7 @@ impl<M: Machine> Beside<M> {
 }
 
 impl<M: Machine> Drop for Beside<M> {
-    /// After a failed scenario, frees the second CPU for the next scenario.
+    /// Frees the second CPU for the next scenario, after a failed scenario.
     fn drop(&mut self) {
         self.state.stop.store(true, SeqCst);
         M::second().wait();

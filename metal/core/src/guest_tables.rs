@@ -1,5 +1,5 @@
-//! The tables of a guest that has its own, in the format of x86's 4-level paging, and the functions by which the engine
-//! accesses them.
+//! The tables of a guest with its own paging, in the format of x86's 4-level paging. This module also has the
+//! functions by which the engine accesses the tables.
 //!
 //! Entries of level 3 map the first 4 GiB to themselves, except for the window, which is the third GiB. In the window,
 //! entries of level 2 map pages of 2 MiB, except for the first entry, which refers to a table of level 1. Every entry
@@ -15,19 +15,19 @@ use crate::bench::GIB;
 
 /// Address of the slot with the tables.
 pub(crate) const TABLES: Gpa = Gpa(0x2000_0000);
-/// The tables: two roots with a table of level 3 each, which differ in their windows, then one of level
-/// 2 and one of level 1.
+/// The number of tables: two roots, each with a table of level 3, and then one table of level 2 and one table of level
+/// 1. The tables of level 3 differ in the window.
 pub(crate) const PAGES: u64 = 6;
-/// The flags present, writable, user, accessed and dirty: those of an entry with all rights that is of level 1 or
-/// refers to a table.
+/// Address of the window.
 pub(crate) const WINDOW: Gpa = Gpa(2 << 30);
 
 /// An address that no slot contains, and no guest accesses.
 pub(crate) const NOWHERE: Gpa = Gpa(0xf800_0000);
 
-/// Present, writable, user, accessed, dirty: an entry with all rights. One of level 1 or that refers to a table.
+/// The flags present, writable, user, accessed and dirty: those of an entry with all rights that is of level 1 or
+/// refers to a table.
 pub(crate) const USED: u64 = 0x67;
-/// A leaf of a higher level.
+/// The flags of a leaf of a higher level.
 pub(crate) const LARGE: u64 = USED | 0x80;
 
 /// Returns the address of table `number` of [`PAGES`].
@@ -35,12 +35,12 @@ pub(crate) fn table(number: u64) -> Gpa {
     Gpa(TABLES.0 + number * PAGE_SIZE)
 }
 
-/// Roots of the two address spaces: in the second one, the window is one page of 1 GiB.
+/// Returns the root of an address space, 0 or 1. In address space 1, the window is one page of 1 GiB.
 pub(crate) fn root(space: u64) -> Gpa {
     table(2 * space)
 }
 
-/// The tables of the window in the first address space, by level.
+/// The numbers of the window's tables in the first address space.
 pub(crate) const LEVEL_2: u64 = 4;
 pub(crate) const LEVEL_1: u64 = 5;
 

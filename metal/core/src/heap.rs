@@ -1,4 +1,4 @@
-//! The heap: blocks of powers of two; freed blocks are kept by size.
+//! The heap. The size of each block is a power of two. Freed blocks are kept in one list for each size.
 
 use core::alloc::{GlobalAlloc, Layout};
 use core::ops::Range;
@@ -8,7 +8,7 @@ use slat::Hpa;
 
 use slat_model::Lock;
 
-/// The heap, for `#[global_allocator]`. Empty until [`Heap::give`].
+/// The heap, for `#[global_allocator]`. The heap has no memory until [`Heap::give`].
 pub struct Heap(Lock<Blocks>);
 
 struct Blocks {
@@ -30,7 +30,7 @@ impl Heap {
     /// Gives the heap its memory. Call once.
     ///
     /// # Safety
-    /// - no other code uses `memory`, whose addresses are valid as they are.
+    /// - no other code uses `memory`. Its physical addresses are valid pointers.
     pub unsafe fn give(&self, memory: Range<Hpa>) {
         self.0.lock().fresh = memory.start.0 as usize..memory.end.0 as usize;
     }

@@ -22,15 +22,15 @@ use crate::{Heap, Machine, Memory};
 
 /// Frames for tables, and the memory that backs memslots.
 ///
-/// The backing address and the physical address of a page are equal, except for one page that [`Host::replace`] can
-/// replace by another, like a host that moves a guest's page.
+/// The backing address and the physical address of a page are equal, except for one page. [`Host::replace`] can
+/// replace that page by another page, like a host that moves a guest's page.
 pub struct Host<M> {
     frames: Frames,
     /// Guests' memory that the host maps by single pages only.
     small: Range<Hpa>,
     /// Guests' memory that is whole GiBs.
     large: Range<Hpa>,
-    /// The level of the host's mappings of that memory.
+    /// The level of the host's mappings of the large memory.
     level: AtomicU8,
     replaced: AtomicU64,
     replacement: AtomicU64,
@@ -53,7 +53,7 @@ impl<M: Machine> Host<M> {
     /// Divides `memory`: a part for `heap`, one for tables, one for guests.
     ///
     /// # Safety
-    /// - `memory` is used by no other code, and its addresses are valid as they are;
+    /// - no other code uses `memory`. Its physical addresses are valid pointers;
     /// - `heap` is the global allocator, and has no memory yet.
     pub unsafe fn new(memory: Memory, heap: &Heap) -> Arc<Self> {
         let at = |offset: u64| Hpa(memory.monitor.start.0.next_multiple_of(MIB) + offset);
@@ -92,7 +92,7 @@ impl<M: Machine> Host<M> {
         unsafe { ptr::copy_nonoverlapping(program.as_ptr(), to, program.len()) };
     }
 
-    /// Returns the GiB of guests' memory whose mappings have any level.
+    /// Returns the GiB of guests' memory whose mappings may have any level.
     pub fn large(&self) -> Hpa {
         self.large.start
     }
@@ -236,5 +236,5 @@ unsafe impl<M: Machine> Platform for Host<M> {
     }
 }
 
-/// Whether the monitor prints what the engine does: if it was built by `metal/run --trace`.
+/// Whether the monitor prints the engine's events. `metal/run --trace` builds such a monitor.
 const TRACES: bool = option_env!("SLAT_METAL_TRACE").is_some();

@@ -2,13 +2,14 @@
 //! and the scenarios with their expected counts. This part does not depend on the architecture: a monitor describes its
 //! machine ([`Machine`]), and how one of its CPUs runs the guest ([`Cpu`]).
 //!
-//! A monitor boots, starts its second CPU, which calls [`Second::serve`], and calls [`run`] on the first CPU. Monitors
-//! run with physical and virtual addresses equal and with interrupts masked, except while the guest runs: an interrupt
-//! that is pending when a CPU enters the guest makes it leave at once.
+//! A monitor boots, starts its second CPU, which calls [`Second::serve`], and calls [`run`] on the first CPU. Physical
+//! and virtual addresses are equal. Interrupts are masked, except while the guest runs: an interrupt that is pending
+//! when a CPU enters the guest makes the CPU leave the guest at once.
 //!
-//! The guest is one small program per architecture. The guest runs with its own paging off, so that every access is one
+//! The guest is one small program per architecture. It runs with its own paging off, so that every access is one
 //! second-level translation and faults can be counted exactly. If the CPU walks shadow tables ([`Format::SHADOWS`]),
-//! the guest has tables of its own, which map addresses to themselves by the largest leaves, and some windows.
+//! the guest has its own tables. These tables map addresses to themselves by the largest leaves, except for some
+//! windows.
 #![no_std]
 #![warn(missing_docs)]
 
@@ -40,7 +41,7 @@ pub use vmids::Vmids;
 
 /// A machine without an OS.
 pub trait Machine: Sized + Send + Sync + 'static {
-    /// Its CPUs.
+    /// The machine's CPUs.
     type Cpu: Cpu;
     /// The name of the machine on the console and of `run --arch`.
     const NAME: &'static str;
@@ -57,12 +58,12 @@ pub trait Machine: Sized + Send + Sync + 'static {
     /// caller.
     fn flush_guests(vm: VmId, range: &Range<Gfn>, stale: Stale);
 
-    /// Call when `vm` has been dropped. A machine that keeps something for each VM ([`Vmids`]) drops it.
+    /// Call when `vm` has been dropped. A machine that keeps data for each VM ([`Vmids`]) drops the data of `vm`.
     fn end_vm(vm: VmId) {
         let _ = vm;
     }
 
-    /// Makes `cpu` leave the guest soon, if it is in the guest, with [`Exit::Kicked`]; called by another CPU.
+    /// Makes `cpu` leave the guest soon with [`Exit::Kicked`], if it is in the guest. Another CPU calls this.
     fn kick(cpu: usize);
 
     /// Returns the queue of work for the second CPU.
@@ -74,10 +75,10 @@ pub trait Machine: Sized + Send + Sync + 'static {
 
 /// One CPU, able to run the guest through second-level tables.
 pub trait Cpu: Sized + 'static {
-    /// The tables that its walker reads.
+    /// The tables that the CPU's walker reads.
     type Format: Format;
-    /// Returns the guest's program: position-independent, entered at its first byte, with the members of [`Command`] in
-    /// registers. Less than a page.
+    /// Returns the guest's program. It is position-independent, is entered at its first byte with the members of
+    /// [`Command`] in registers, and is smaller than a page.
     fn program() -> &'static [u8];
     /// A guest function that only returns to the program: [`Op::Execute`] calls it.
     const RETURN: &'static [u8];
@@ -102,7 +103,8 @@ pub trait Cpu: Sized + 'static {
         true
     }
 
-    /// Whether the walker sets the dirty bit in leaves itself. (A format may allow it, and the CPU lack it.)
+    /// Whether the walker itself sets the dirty bit in leaves. A format may allow that, although the CPU does not do
+    /// it.
     fn sets_dirty(&self) -> bool {
         Self::Format::SETS_DIRTY
     }
@@ -110,18 +112,19 @@ pub trait Cpu: Sized + 'static {
     /// Whether the walker writes the address of each leaf whose dirty bit it has set to a buffer (Intel's PML).
     const FILLS_BUFFER: bool = false;
 
-    /// Empties that buffer: calls `note` for the address of each entry. Call after each run.
+    /// Empties the buffer of [`Cpu::FILLS_BUFFER`]: calls `note` for the address of each entry. Call after each run.
     fn drain(&mut self, note: &mut dyn FnMut(Gpa)) {
         let _ = note;
     }
 }
 
-/// Why a CPU left the guest.
+/// The reason why a CPU left the guest.
 #[derive(Clone, Copy, Debug)]
 pub enum Exit {
     /// The second-level walk did not allow an access.
     Fault {
-        /// The address that was accessed, exact to the page: a guest-virtual one where the CPU walks shadow tables.
+        /// The address that was accessed, exact to the page. If the CPU walks shadow tables, the address is
+        /// guest-virtual.
         gpa: Gpa,
         /// The kind of access.
         access: Access,
@@ -133,13 +136,13 @@ pub enum Exit {
         /// For [`Op::Read`], the sum of the words read, modulo 2³².
         result: u32,
     },
-    /// A guest with tables of its own invalidates an address: the entries that the engine made from these tables for
-    /// it. The guest continues after the instruction.
+    /// A guest with its own tables invalidates the entries that the engine made from these tables for an address. The
+    /// guest continues after the instruction.
     Invalidate {
         /// The guest-virtual address.
         gva: u64,
     },
-    /// A guest with tables of its own loads their root. The guest continues after the instruction.
+    /// A guest with its own tables loads their root. The guest continues after the instruction.
     Root {
         /// The address of the root.
         cr3: u64,
@@ -160,12 +163,12 @@ pub enum Exit {
 /// The kind of entry that the walker found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cause {
-    /// No valid entry.
+    /// The walker found no valid entry.
     NotPresent,
-    /// A leaf that does not allow the access, or whose accessed or dirty bit software has to set.
+    /// The walker found a leaf that does not allow the access, or whose accessed or dirty bit software has to set.
     Protection,
-    /// One of the engine's MMIO entries, which the walker reports differently from others: a reserved bit, a
-    /// misconfiguration. If [`Cpu::REPORTS_MMIO`] is false, `NotPresent` is reported instead.
+    /// The walker found one of the engine's MMIO entries, and reports it differently from other entries: as a reserved
+    /// bit, or as a misconfiguration. If [`Cpu::REPORTS_MMIO`] is false, the walker reports `NotPresent` instead.
     Mmio,
 }
 
@@ -194,10 +197,10 @@ pub enum Op {
     Read = 1,
     /// Calls the address.
     Execute = 2,
-    /// Invalidates the address: the entries that the engine made from the guest's own tables for it. Only for a guest
-    /// with tables.
+    /// Invalidates the entries that the engine made from the guest's own tables for the address. Only for a guest with
+    /// its own tables.
     Invalidate = 3,
-    /// Loads the address as the root of the guest's own tables. Only for a guest with tables.
+    /// Loads the address as the root of the guest's own tables. Only for a guest with its own tables.
     Root = 4,
 }
 

@@ -11,7 +11,7 @@ use crate::guest::Tables;
 use crate::scenarios;
 use crate::{Host, Machine};
 
-/// A console for `write!`, which the function prints to.
+/// A console for `write!`. The function prints the text.
 pub struct Console(pub fn(&str));
 
 impl fmt::Write for Console {
@@ -21,8 +21,8 @@ impl fmt::Write for Console {
     }
 }
 
-/// Does the first CPU's work: runs every scenario on `host`, which no VM uses, with the tables of each MMU that the
-/// walker's format can have, and ends the emulator.
+/// Does the first CPU's work: runs every scenario on `host`, which no VM uses, and then ends the emulator. Runs the
+/// scenarios with the tables of each kind of MMU that the walker's format supports.
 ///
 /// Prints a line for each scenario on the console, and as the last line `metal NAME: N passed, N failed`.
 pub fn run<M: Machine>(mut cpu: M::Cpu, host: Arc<Host<M>>) -> ! {

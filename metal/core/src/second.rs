@@ -46,7 +46,7 @@ impl<C: Cpu> Second<C> {
         *self.job.lock() = Some(Box::new(job));
     }
 
-    /// Waits until there is no job. Then the jobs' effects are visible.
+    /// Waits until there is no job. Afterwards the effects of all jobs are visible.
     pub(crate) fn wait(&self) {
         while self.busy.load(Acquire) {
             spin_loop();

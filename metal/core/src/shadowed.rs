@@ -1,4 +1,4 @@
-//! The work of a hypervisor for a guest with tables of its own, whose CPU walks shadow tables: the root to load, page
+//! The work of a hypervisor whose guest has its own tables and whose CPU walks shadow tables: the root to load, page
 //! faults, flushes. On other machines these functions do nothing.
 
 use alloc::format;
@@ -13,8 +13,8 @@ use crate::guest::{CODE, Guest, Tables};
 use crate::guest_tables::{NOWHERE, Words};
 use crate::{Cause, Machine};
 
-/// Number of faults of one access after which the other CPUs wait. A store to one of the guest's tables faults again if
-/// another CPU walks through the table before the store is made.
+/// The number of faults of one access after which the other CPUs wait. A store to one of the guest's tables faults
+/// again if another CPU walks through the table before the store is complete.
 const PATIENCE: u32 = 8;
 
 /// Whether one CPU runs its guest alone, and the others wait before they enter the guest.
@@ -30,7 +30,7 @@ impl Drop for Alone {
 }
 
 impl<M: Machine> Guest<M> {
-    /// Whether the guest has tables of its own.
+    /// Whether the guest has its own tables.
     const SHADOWED: bool = Tables::<M>::SHADOWS;
 
     /// Returns the table that the CPU has to load.
@@ -46,7 +46,8 @@ impl<M: Machine> Guest<M> {
         }
     }
 
-    /// Makes the roots of shadow tables, and the leaves for the guest's tables, by a fault where there is no memory.
+    /// Makes the roots of shadow tables, and the leaves for the guest's tables, by a fault at an address without
+    /// memory.
     pub(crate) fn prepare(&mut self) -> Result<(), String> {
         // The first calls make the guest's tables read-only.
         while Self::SHADOWED && self.shadow_fault(NOWHERE, Access::Read)?.is_ok() {}
@@ -117,7 +118,7 @@ pub(crate) fn no_leaf(gva: Gpa) -> String {
     format!("the access to {gva} has to be emulated")
 }
 
-/// Returns the error of a guest that has caused a page fault of its own.
+/// Returns the error of a guest that has caused a guest page fault.
 pub(crate) fn page_fault(gva: Gpa, code: u32) -> String {
     format!("#PF at {gva}, error code {code:#x}")
 }

@@ -45,7 +45,8 @@ pub enum Field {
     HostRip = 0x6c16,
 }
 
-/// Encodings of the first of four fields that each segment has; the next segment's is 2 further on.
+/// Encodings of the first segment's fields. Each segment has four fields, and the encodings of the next segment are
+/// larger by 2.
 const GUEST_SELECTOR: u64 = 0x0800;
 const GUEST_LIMIT: u64 = 0x4800;
 const GUEST_RIGHTS: u64 = 0x4814;
@@ -86,7 +87,7 @@ unsafe fn write_at(encoding: u64, value: u64) {
     assert!(written != 0, "VMWRITE of field {encoding:#x} fails");
 }
 
-/// Returns the controls `wanted`, and those that must be on by the capability register `msr`.
+/// Returns the controls `wanted`, and the controls that must be on according to the capability register `msr`.
 ///
 /// # Safety
 /// - the CPU has VMX, and `msr` is one of VMX's capability registers that the CPU has.

@@ -33,7 +33,7 @@ const VIOLATION_FETCH: u64 = 1 << 2;
 /// Bits 5:3: the rights that all entries on the path grant; 0 if an entry is not present.
 const VIOLATION_RIGHTS: u64 = 7 << 3;
 
-/// A region that the CPU uses: VMXON, VMCS.
+/// A region of memory that the CPU uses: the VMXON region, or a VMCS.
 #[repr(C, align(4096))]
 struct Region {
     revision: u32,
@@ -120,7 +120,7 @@ impl Vmx {
     }
 }
 
-/// Voids everything that this CPU has cached of any EPT.
+/// Drops all translations that this CPU has cached of any EPT.
 ///
 /// # Safety
 /// - this CPU is in VMX operation.
@@ -175,8 +175,8 @@ impl Cpu for Vmx {
         };
         match reason {
             EXIT_EPT_VIOLATION => Self::violation(gpa, qualification),
-            // The exit does not report the kind of access, so report a read. If memory is mapped there meanwhile, a
-            // write or an execution exits once more.
+            // The exit does not report the kind of access, so a read is reported. If memory is mapped at the address
+            // meanwhile, a write or an execution exits once more.
             EXIT_EPT_MISCONFIGURATION => Exit::Fault {
                 gpa,
                 access: Access::Read,
@@ -234,8 +234,8 @@ impl Virtualization for Vmx {
 /// Runs the guest of the current VMCS with `registers` until it exits. `false`: the entry failed.
 ///
 /// # Safety
-/// - an exit restores the state in which this is called, but for RSP and RIP, which are set here; `launched` is whether
-///   the VMCS has run before.
+/// - an exit restores the state in which this function is called, except RSP and RIP, which this function sets;
+///   `launched` says whether the VMCS has run before.
 #[unsafe(naked)]
 unsafe extern "C" fn vmrun(registers: *mut Registers, launched: bool) -> bool {
     naked_asm!(

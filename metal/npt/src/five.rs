@@ -1,5 +1,5 @@
-//! The monitor on AMD's SVM with nested tables of five levels, which the walker reads while the host itself has five.
-//! `metal/run --arch npt5` runs it.
+//! The monitor on AMD's SVM with nested tables of five levels. The walker reads five levels because the host itself
+//! uses five. `metal/run --arch npt5` runs this monitor.
 #![no_std]
 #![no_main]
 

@@ -1,5 +1,5 @@
-//! The monitor on AMD's SVM with nested paging off: QEMU's one-dimensional walker walks shadow tables of the engine's,
-//! while the guest has tables of its own, which it changes. `metal/run --arch x86` runs it.
+//! The monitor on AMD's SVM with nested paging off. QEMU's one-dimensional walker walks the engine's shadow tables.
+//! The guest has its own tables, and changes them. `metal/run --arch x86` runs this monitor.
 #![no_std]
 #![no_main]
 

@@ -37,7 +37,7 @@ pub struct Svm<F> {
     number: usize,
     vmcb: alloc::boxed::Box<Vmcb>,
     registers: Registers,
-    /// The next VMRUN flushes the TLB.
+    /// Whether the next VMRUN flushes the TLB.
     flush: bool,
     format: PhantomData<fn() -> F>,
 }
@@ -60,7 +60,7 @@ impl<F: Format> Svm<F> {
         }
     }
 
-    /// Does VMRUN, until the next exit.
+    /// Runs the guest by VMRUN until its next exit.
     fn enter(&mut self) {
         let vmcb = &raw mut *self.vmcb;
         self.vmcb.save.rax = self.registers.rax;
@@ -89,7 +89,7 @@ impl<F: Format> Cpu for Svm<F> {
         SHOOTDOWN.enter(self.number, || requested = true);
         self.flush |= requested;
         if requested && F::SHADOWS {
-            // The root may be gone.
+            // The root may no longer exist.
             SHOOTDOWN.leave(self.number);
             return Exit::Kicked;
         }
@@ -166,7 +166,7 @@ cpus! {
 ///
 /// # Safety
 /// - `vmcb` is its own physical address, and describes a state that VMRUN accepts;
-/// - SVM is on, and no other code accesses the two meanwhile.
+/// - SVM is on, and no other code accesses `vmcb` and `registers` meanwhile.
 #[unsafe(naked)]
 unsafe extern "C" fn vmrun(vmcb: *mut Vmcb, registers: *mut Registers) {
     naked_asm!(

@@ -1,4 +1,4 @@
-//! A CPU that runs the guest in VS mode, and reports why it left the guest.
+//! A CPU that runs the guest in VS mode, and reports each exit of the guest.
 
 use core::arch::{asm, global_asm};
 use core::marker::PhantomData;
@@ -73,8 +73,8 @@ impl<F: Tables> Hart<F> {
     /// Runs the guest through the tables of `hgatp`, until it leaves.
     pub(crate) fn run_with(&mut self, hgatp: u64) -> Exit {
         const INTERRUPT: u64 = 1 << 63;
-        // SAFETY: the monitor itself is not translated by them; the context is the guest's own, and the guest can
-        // access only what the tables map.
+        // SAFETY: the tables do not translate the monitor's own accesses. The context belongs to the guest, and the
+        // guest can access only memory that the tables map.
         unsafe {
             write!(hgatp, hgatp);
             if let Some(gpa) = self.refused.take() {
@@ -102,9 +102,9 @@ impl<F: Tables> Hart<F> {
         }
     }
 
-    /// Returns the exit of a guest-page fault, which does not report what the walker found.
+    /// Returns the exit of a guest-page fault. The fault does not report the entry that the walker found.
     fn fault(&mut self, access: Access) -> Exit {
-        // htval has the address without its two low bits, which are those of the guest's own address.
+        // htval has the address without its two low bits. The two low bits are those of the guest's own address.
         let gpa = Gpa(read!(htval) << 2 | read!(stval) & 0b11);
         self.refused = Some(gpa);
         Exit::Fault {
@@ -152,8 +152,8 @@ fn fence(gpa: Gpa) {
     };
 }
 
-/// Reads the guest's instruction at `pc`, as the guest fetches it; `None` if that faults. (htinst may hold the
-/// instruction, or not.)
+/// Reads the guest's instruction at `pc`, as the guest fetches it. `None`: the read faults. The register htinst need
+/// not hold the instruction.
 fn fetch(pc: u64) -> Option<u32> {
     let (low, high): (u64, u64);
     let mut faulted = 1u64;

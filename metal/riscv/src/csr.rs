@@ -4,7 +4,7 @@
 macro_rules! read {
     ($register:ident) => {{
         let value: u64;
-        // SAFETY: the registers read here have no side effects on reading.
+        // SAFETY: reads of these registers have no side effects.
         unsafe {
             core::arch::asm!(
                 concat!("csrr {}, ", stringify!($register)),

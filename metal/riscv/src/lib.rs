@@ -5,8 +5,9 @@
 //! guest accesses is the guest-physical address that the G-stage translates. The firmware flushes the TLBs of all harts
 //! (SBI's remote fences).
 //!
-//! Three programs are built from this crate: `riscv` with Sv39x4 tables, `riscv-sv48x4` and `riscv-sv57x4`. The monitor
-//! finds out by trying which bits the walker sets (`marks`); the engine sets the bits that the walker does not set.
+//! Three programs are built from this crate: `riscv` with Sv39x4 tables, `riscv-sv48x4` and `riscv-sv57x4`. The
+//! monitor finds out by a test which bits the walker sets (`marks`). The engine sets the bits that the walker does not
+//! set.
 #![no_std]
 #![warn(missing_docs)]
 
@@ -31,7 +32,7 @@ use csr::read;
 
 global_asm!(include_str!("boot.S"));
 
-/// Tables that a hart in HS mode can be given.
+/// Tables that a hart in HS mode can walk.
 pub trait Tables: Format {
     /// Returns hgatp: [`GStage::hgatp`].
     fn hgatp(root: Pfn, vmid: u16) -> u64;
@@ -45,9 +46,9 @@ impl<const LEVELS: u8> Tables for GStage<LEVELS> {
 
 /// One program: its tables, and the parts that cannot be generic.
 pub trait Monitor: Send + Sync + 'static {
-    /// See [`Machine::NAME`].
+    /// The name of the machine ([`Machine::NAME`]).
     const NAME: &'static str;
-    /// The tables that its walkers walk.
+    /// The tables that the machine's walkers walk.
     type Tables: Tables;
     /// Returns the queue of work for the second CPU: [`Machine::second`].
     fn second() -> &'static Second<Hart<Self::Tables>>;
@@ -84,10 +85,10 @@ pub struct Virt<M>(PhantomData<M>);
 #[global_allocator]
 static HEAP: Heap = Heap::new();
 
-/// Memory begins at 2 GiB, with firmware and monitor in it; the guest's data is the second of two GiB.
+/// Memory begins at 2 GiB, where firmware and monitor are. The guest's data is in the second of two GiB.
 const DATA: Hpa = Hpa(0xc000_0000);
 
-/// The hart of each CPU: firmware may start any hart first.
+/// The hart of each CPU. Firmware may start any hart first.
 static HARTS: [AtomicU64; 2] = [AtomicU64::new(0), AtomicU64::new(0)];
 
 /// Runs each hart after its start.

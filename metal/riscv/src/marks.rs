@@ -1,5 +1,5 @@
-//! Finds out whether G-stage walks set accessed and dirty (Svadu, or the behaviour of machines before Svadu had its
-//! name), or fault on a clear bit (Svade). This is found out by trying, because no register tells.
+//! Finds out whether G-stage walks set the accessed and dirty bits (Svadu, or the behaviour of machines before Svadu
+//! had its name), or fault on a clear bit (Svade). No register shows this, so the monitor makes a test.
 
 use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicBool, AtomicU32, Ordering::*};
@@ -24,13 +24,13 @@ static SET_BY_HARDWARE: AtomicBool = AtomicBool::new(false);
 const ACCESSED: u64 = 1 << 6;
 const DIRTY: u64 = 1 << 7;
 
-/// Whether walks set accessed and dirty, as [`learn`] has found out.
+/// Whether walks set the accessed and dirty bits, as [`learn`] has found out.
 pub(crate) fn are_set_by_hardware() -> bool {
     SET_BY_HARDWARE.load(Relaxed)
 }
 
-/// Finds out whether walks set accessed and dirty, by making a guest write through a leaf whose bits are clear. Call on
-/// the first hart, before it starts others.
+/// Finds out whether walks set the accessed and dirty bits, by making a guest write through a leaf whose bits are
+/// clear. Call on the first hart, before it starts others.
 pub(crate) fn learn<F: Tables>(hart: &mut Hart<F>) {
     const GIB: u64 = 1 << 30;
     const VALID_RWX_USER: u64 = 0b1_1111;

@@ -50,7 +50,7 @@ pub(crate) fn start(hart: u64, cpu: usize) {
         fn secondary_start();
     }
     let entry = secondary_start as *const () as u64;
-    // SAFETY: the hart uses a stack of its own, by the number of its CPU.
+    // SAFETY: the hart selects its own stack by the number of its CPU.
     let error = unsafe { call(number::HART_START, [hart, entry, cpu as u64, 0, 0]) };
     assert_eq!(error, 0, "SBI hart_start of hart {hart}");
 }
@@ -62,7 +62,8 @@ pub(crate) fn interrupt(hart: u64) {
     assert_eq!(error, 0, "SBI send_ipi to hart {hart}");
 }
 
-/// Does HFENCE.GVMA on every hart, for `gfns` of the guest `vmid`. Every walk after the call sees stores before it.
+/// Executes HFENCE.GVMA on every hart, for `gfns` of the guest `vmid`. Every walk after the call sees the stores
+/// before the call.
 pub(crate) fn fence_guest(vmid: u16, gfns: &Range<Gfn>) {
     const ALL_HARTS: u64 = u64::MAX;
     let start = gfns.start.gpa().0;
@@ -77,8 +78,8 @@ pub(crate) fn fence_guest(vmid: u16, gfns: &Range<Gfn>) {
     assert_eq!(error, 0, "SBI remote_hfence_gvma_vmid");
 }
 
-/// Asks firmware that leaves the choice to us for walkers that set accessed and dirty. If it does not support the
-/// request, the machine decides, and `marks` tries.
+/// Asks the firmware for walkers that set the accessed and dirty bits. If the firmware does not support the request,
+/// the machine decides, and `marks` finds out.
 pub(crate) fn ask_for_hardware_marks() {
     const PTE_AD_HW_UPDATING: u64 = 4;
     // SAFETY: no address is translated yet.

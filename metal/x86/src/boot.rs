@@ -1,7 +1,7 @@
 //! From an emulator's first instruction to `monitor`.
 //!
-//! QEMU enters at `start32`, in protected mode, by the PVH note; Bochs at the reset vector of the ROM;
-//! the second CPU in real mode, in a copy of `second16` below 1 MiB.
+//! QEMU enters at `start32`, in protected mode, because of the PVH note. Bochs enters at the reset vector of the ROM.
+//! The second CPU enters in real mode, in a copy of `second16` below 1 MiB.
 
 use core::arch::global_asm;
 

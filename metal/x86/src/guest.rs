@@ -1,5 +1,5 @@
-//! The guest: a program of 32-bit code, which runs with paging off, or in compatibility mode with the guest's own
-//! tables; and its initial registers.
+//! The guest's program and its initial registers. The program is 32-bit code. It runs with paging off, or in
+//! compatibility mode with the guest's own tables.
 
 use core::arch::global_asm;
 
@@ -58,7 +58,7 @@ pub fn program() -> &'static [u8] {
 
 /// JMP EAX: returns to the program without a stack.
 pub const RETURN: &[u8] = &[0xff, 0xe0];
-/// Length of the one load and the one store in the program.
+/// Length of the program's load, and of its store.
 pub const ACCESS_BYTES: u64 = 2;
 /// Length of the program's INVLPG, and of its load of CR3. The operand of both is EDI.
 pub const FLUSH_BYTES: u64 = 3;

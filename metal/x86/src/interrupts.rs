@@ -1,5 +1,5 @@
-//! The IDT. Exceptions of the monitor itself are reported; the handler of the kick, the only interrupt, only
-//! acknowledges it, because the interrupt has already made the CPU leave the guest.
+//! The IDT. Exceptions of the monitor itself are reported. The only interrupt is the kick, which makes a CPU leave the
+//! guest. The interrupt's arrival has this effect, so its handler only acknowledges it.
 
 use core::arch::{asm, global_asm};
 use core::sync::atomic::{AtomicU64, Ordering::*};
@@ -45,7 +45,7 @@ unsafe extern "C" {
     static kicked: u8;
 }
 
-/// Two words for each vector. Each CPU writes the same contents.
+/// The IDT. Each vector has two words. Each CPU writes the same contents.
 static IDT: [AtomicU64; 2 * (apic::KICK as usize + 1)] =
     [const { AtomicU64::new(0) }; 2 * (apic::KICK as usize + 1)];
 
@@ -86,7 +86,7 @@ pub(crate) fn mask_legacy() {
 }
 
 /// # Safety
-/// - `stack` points to the vector, which is followed by what the CPU has pushed.
+/// - `stack` points to the vector, which is followed by the words that the CPU has pushed.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn report_exception(stack: *const u64) -> ! {
     // SAFETY: the vector is at `stack`, and the CPU has pushed more than four words after it, as this function's

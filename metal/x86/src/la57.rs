@@ -54,10 +54,10 @@ pml5:
 "#
 );
 
-/// Makes the calling CPU use five levels. Call once on each, before anything else.
+/// Makes the calling CPU use five levels. Call once on each CPU, before anything else.
 ///
 /// # Panics
-/// If the CPU has four.
+/// If the CPU has only four levels.
 pub fn enter() {
     unsafe extern "C" {
         fn la57();

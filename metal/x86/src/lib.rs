@@ -1,7 +1,7 @@
 //! The common part of the x86 monitors: everything except the instructions that run a guest.
 //!
-//! A monitor defines `extern "C" fn monitor(cpu: usize) -> !`, which each CPU reaches in long mode, on a
-//! stack of its own, with the first 4 GiB mapped one to one and interrupts masked.
+//! A monitor defines `extern "C" fn monitor(cpu: usize) -> !`. Each CPU reaches this function in long mode, on its own
+//! stack, with the first 4 GiB mapped one to one and interrupts masked.
 #![no_std]
 #![warn(missing_docs)]
 
@@ -77,7 +77,7 @@ impl<C: Virtualization> Machine for Pc<C> {
     }
 }
 
-/// Makes the program a monitor that runs the scenarios, and nothing else, on CPUs of the type `$cpu`: its heap and its
+/// Makes the program a monitor that only runs the scenarios, on CPUs of the type `$cpu`. Defines the heap, and the
 /// entry point, where each CPU calls `$before` first.
 #[macro_export]
 macro_rules! monitor {
@@ -103,7 +103,7 @@ macro_rules! monitor {
     };
 }
 
-/// Prepares the calling CPU for interrupts; the first one starts the second. Call once on each.
+/// Prepares the calling CPU for interrupts. The first CPU also starts the second one. Call once on each CPU.
 pub fn start(cpu: usize) {
     interrupts::load();
     apic::enable();

@@ -1,5 +1,5 @@
-//! The functions of a C library that the compiler, and the compiled `core` and `alloc`, expect. Those were compiled for
-//! unwinding; this program does not unwind, so nothing calls its functions.
+//! The functions of a C library that the compiler and the compiled `core` and `alloc` expect. `core` and `alloc` were
+//! compiled for unwinding. This program does not unwind, so nothing calls the functions for unwinding.
 
 use core::arch::asm;
 

@@ -1,5 +1,5 @@
-//! The history of a vCPU: when it used which tables, and its flushes. The history decides which entries the vCPU may
-//! still have cached.
+//! The history of a vCPU: the periods in which it used certain tables, and its flushes. The history decides which
+//! entries the vCPU may still have cached.
 
 use std::ops::Range;
 

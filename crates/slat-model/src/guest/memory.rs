@@ -1,4 +1,4 @@
-//! Guest memory as the oracle knows it: memslots, and every value that each word had since the last flushes.
+//! Guest memory as the oracle knows it: memslots, and every value that each word has had since the last flushes.
 //!
 //! A guest-physical address without memory reads as 0, which is an entry that is not present: KVM injects a page fault
 //! for a table that is in no memslot. So a change of a memslot counts as a store to every word of the slot that is not

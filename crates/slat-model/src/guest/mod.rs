@@ -22,12 +22,12 @@
 //! [`CachingMmu`] tests the judge: it caches everything that it may cache. It also exists with each [`Defect`].
 //!
 //! # The modules
-//! | module | what it holds |
+//! | module | content |
 //! |---|---|
-//! | `mmu`, `ram`, `registers` | what an MMU under test implements, and what it is given |
-//! | `entry` | what a page-table entry means |
+//! | `mmu`, `ram`, `registers` | the trait that an MMU under test implements, and the arguments of its methods |
+//! | `entry` | the meaning of a page-table entry |
 //! | `memory`, `flushes` | the earlier values of memory, and the flushes of a vCPU |
-//! | `search`, `oracle` | which outcomes these allow |
+//! | `search`, `oracle` | the outcomes that this history allows |
 //! | `layout`, `ops`, `generator`, `runner`, `trial` | operations, and runs of them |
 //! | `engine`, `shadow` | the engine as a guest MMU: a walk for each access, and its shadow MMU |
 //! | `caches`, `caching`, `defects` | MMUs to try the judge with |

@@ -18,7 +18,7 @@ pub(super) enum Target {
     Physical(u64),
 }
 
-/// How an instruction stores.
+/// The way in which an instruction stores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum How {
     Mov,

@@ -250,8 +250,9 @@ impl Oracle {
         Trace { entries, end }
     }
 
-    /// A page fault invalidates everything that the vCPU may have cached for the address. So the fault does not recur
-    /// unless the tables in memory cause it ("Operations that Invalidate TLBs and Paging-Structure Caches").
+    /// Call after a page fault, which invalidates everything that the vCPU may have cached for the address. So the
+    /// fault does not recur unless the tables in memory cause it ("Operations that Invalidate TLBs and
+    /// Paging-Structure Caches").
     fn page_fault(&mut self, access: &GuestAccess) {
         let bits = self.trace(access.paging, access.gva).bits();
         let now = self.tick();

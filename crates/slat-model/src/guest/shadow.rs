@@ -15,7 +15,8 @@ use super::registers::{CR0_PG, CR4_PAE, CR4_PCIDE, CR4_PGE, CR4_SMEP, Privilege,
 use crate::platform::SimPlatform;
 
 /// A [`Vm`] that shadows tables of the guest. The vCPUs access memory by [`Vcpu::translate_virtual`](slat::Vcpu). The
-/// tables are those of the guest's own paging, or with [`Self::nested`] those that the guest makes for its own guests.
+/// shadowed tables are those of the guest's own paging. With [`Self::nested`], they are the tables that the guest
+/// makes for its own guests.
 pub struct ShadowMmu<F: Format = X86<5>> {
     engine: EngineMmu<F>,
     registers: [Registers; CPUS],

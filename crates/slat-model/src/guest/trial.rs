@@ -19,7 +19,7 @@ use crate::rng::Rng;
 use crate::shrink::{Failure, panics, run_or_shrink, silent};
 use crate::tally::Tally;
 
-/// How a run makes its MMU.
+/// The function that makes the MMU of a run.
 type Make = dyn Fn(&GuestMachine) -> Box<dyn GuestMmu>;
 
 /// An MMU to run guests on.
@@ -35,7 +35,7 @@ impl fmt::Debug for GuestSubject {
     }
 }
 
-/// A run in which an MMU broke a rule. [`fmt::Display`] writes all that is needed to repeat it.
+/// A run in which an MMU broke a rule. [`fmt::Display`] writes all data that is needed to repeat the run.
 #[derive(Debug)]
 pub struct GuestFailure(Failure<GuestOp>);
 
@@ -58,7 +58,7 @@ impl fmt::Display for GuestFailure {
 }
 
 impl GuestSubject {
-    /// Makes the subject of runs on MMUs that `make` makes. Each is for a VM without memslots on a machine of its own.
+    /// Makes the subject of runs on MMUs that `make` makes. Each MMU is for a VM without memslots on its own machine.
     pub fn new<M: GuestMmu + 'static>(
         name: impl Into<String>,
         make: impl Fn(&GuestMachine) -> M + 'static,

@@ -1,4 +1,4 @@
-//! The words that the guest has written and reads back.
+//! The words that the guest has written and reads again.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

@@ -1,4 +1,4 @@
-//! A VM and its clones, with their models: no VM reads what another one has written.
+//! A VM and its clones, with their models. The tests check that no VM reads data that another VM has written.
 
 use slat::format::Entry;
 use slat::{Config, ForkError, Format, Gfn, Level, MmuKind, Vm};

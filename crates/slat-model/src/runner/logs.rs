@@ -1,4 +1,4 @@
-//! Gets and compares dirty logs of both kinds, bitmaps and rings.
+//! Collects dirty logs of both kinds, bitmaps and rings, and compares them with the model.
 
 use std::ops::Range;
 
@@ -56,7 +56,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         }
     }
 
-    /// Resolves writes that may or may not have been recorded: gets the logs, and makes the model equal to them.
+    /// Handles writes that may or may not have been recorded: collects the logs, and makes the model equal to them.
     pub(super) fn uncertain_writes(&mut self, space: usize, gfns: Range<u64>) {
         let model = &self.models[space];
         if model.mode.rings {

@@ -46,7 +46,7 @@ impl<P: Platform, F: Format> Cpu<P, F> {
     fn remember(&mut self, gfn: u64, translation: Translation) {
         const MOST: usize = 64;
         if self.tlb.len() == MOST {
-            // Any entry may be the victim, as long as each entry can become the victim.
+            // The TLB may drop any entry, as long as each entry can be the dropped one.
             let victim = self.tlb.range(gfn..).next().or(self.tlb.first_key_value());
             let victim = *victim.expect("it is full").0;
             self.tlb.remove(&victim);

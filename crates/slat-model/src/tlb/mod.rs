@@ -86,7 +86,8 @@ impl Tlb {
         let at_its_address = |frame: Pfn| {
             NonNull::new(F::GRANULE.hpa(frame).0 as *mut Entries).expect("no frame is at address 0")
         };
-        // SAFETY: the caller's promise.
+        // SAFETY: the frame of each table is memory at its address, which is accessed atomically only, as this
+        // function's own contract asks.
         unsafe { self.watch_at::<F>(vm, roots, at_its_address) };
     }
 

@@ -71,7 +71,7 @@ unsafe impl Send for Table {}
 impl Table {
     fn live(&self) -> &[AtomicU64] {
         let entries = NonNull::slice_from_raw_parts(self.entries.cast(), self.seen.len());
-        // SAFETY: the caller of `Tlb::watch_at` promises that the entries are memory. The model drops tables that were
+        // SAFETY: the entries are memory, as the contract of `Tlb::watch_at` asks. The model drops tables that were
         // freed or forgotten.
         unsafe { entries.as_ref() }
     }

@@ -1,5 +1,5 @@
-// A platform such as an embedder has: table frames are elements of an array, the guest's memory is a list of pages, and
-// where CPUs were to be flushed the test's `Tlb` is called.
+// A platform like that of an embedder. Table frames are elements of an array, and the guest's memory is a list of
+// pages. Where a real platform would flush CPUs, this platform calls the test's `Tlb`.
 
 use std::cell::UnsafeCell;
 use std::collections::BTreeSet;
@@ -15,7 +15,7 @@ use slat_model::{HostChange, Tlb};
 
 /// The frames of tables.
 const TABLES: Range<u64> = 0x1000..0x1800;
-/// The frame of the first page of guest memory, and its address.
+/// The frame of the first page of guest memory, and the backing address of that page.
 const MEMORY: Pfn = Pfn(1 << 18);
 pub const BACKING: Hva = Hva(7 << 30);
 
@@ -28,12 +28,12 @@ struct Table {
 pub struct Own {
     tables: Vec<Table>,
     free: Mutex<BTreeSet<u64>>,
-    /// The host page that backs each page of guest memory, and the lowest frame not handed out yet.
+    /// The host page that backs each page of guest memory, and the lowest frame that was not used yet.
     memory: Mutex<(Vec<Option<HostPage>>, Pfn)>,
     tlb: Arc<Tlb>,
 }
 
-// SAFETY: `meta` is written when its frame is allocated, and is the engine's until it is freed.
+// SAFETY: `meta` is written when its frame is allocated. Then `meta` belongs to the engine until the frame is freed.
 unsafe impl Sync for Own {}
 
 impl Own {
@@ -41,7 +41,7 @@ impl Own {
         &self.tables[(frame - TABLES.start) as usize]
     }
 
-    /// Makes the metadata of a frame that was taken from `free` fresh.
+    /// Resets the metadata of `frame`, which was taken from `free`. Returns the frame.
     fn given(&self, frame: u64) -> Pfn {
         // SAFETY: the frame was free, so the engine does not use its metadata.
         unsafe { *self.table(frame).meta.get() = TableMeta::new() };
@@ -54,8 +54,8 @@ impl Own {
     }
 }
 
-// SAFETY: frames are elements of `tables`, each given once until it is freed; no code accesses the frames that
-// `resolve` returns, and no CPU walks the tables.
+// SAFETY: frames are elements of `tables`, and no frame is allocated twice before it is freed. No code accesses the
+// frames that `resolve` returns, and no CPU walks the tables.
 unsafe impl Platform for Own {
     fn alloc_table(&self, _: VmId) -> Option<Pfn> {
         let frame = self.free.lock().unwrap().pop_first()?;
@@ -116,7 +116,7 @@ unsafe impl Platform for Own {
     }
 }
 
-// What the tests have to know of it.
+// Functions that the tests call.
 
 impl Own {
     pub fn new(pages: u64, tlb: Arc<Tlb>) -> Self {
@@ -141,13 +141,13 @@ impl Own {
         self.memory.lock().unwrap().0[number as usize]
     }
 
-    /// Maps new frames at `range`, or nothing; other changes this machine cannot do.
+    /// Maps new frames at `range`, or unmaps the range. This machine cannot make other changes.
     pub fn change(&self, range: &Range<u64>, change: HostChange) {
         let (pages, next) = &mut *self.memory.lock().unwrap();
         if !matches!(change, HostChange::Remap { .. } | HostChange::Punch) {
             return;
         }
-        // Huge pages that are changed in part are no huge pages any more.
+        // A huge page that changes in part is no longer huge.
         let around = range.start / 512 * 512..range.end.next_multiple_of(512);
         for page in pages
             .iter_mut()

@@ -25,7 +25,7 @@ const MAY_WRITE: u64 = 1 << 52;
 const MAY_EXECUTE: u64 = 1 << 53;
 const WRITE_COMBINING: u64 = 1 << 54;
 
-/// An entry that leads to a table. SNP is reserved there.
+/// An entry that refers to a table. SNP is reserved in such an entry.
 const TABLE: u64 = READ | WRITE | EXECUTE | ACCESSED;
 
 // SAFETY: the bits are those of the manual. The IOMMU sets accessed and dirty bits of leaves atomically (3.6.2
@@ -46,7 +46,7 @@ unsafe impl Format for SecondStage {
     const DIRTY: u64 = DIRTY;
     const SETS_DIRTY: bool = true;
     const LOGS_READS: bool = true;
-    // The IOMMU reports a fault and aborts the access: nobody would use what an MMIO entry remembers.
+    // The IOMMU reports a fault and aborts the access, so no code would read an MMIO entry.
     const MMIO_GENERATION_BITS: u32 = 0;
     const MMIO_NOTE_BITS: u32 = 0;
     const MMIO_PHYSICAL_BITS: u32 = 52;

@@ -25,8 +25,8 @@ pub fn soak(name: &str, stream: impl Fn(&[u8])) {
     random(name, &stream);
 }
 
-/// Returns `stream`, but its bytes are in a file meanwhile: a finding ends the process, even if no
-/// account can be printed.
+/// Returns a function that calls `stream`, and keeps the bytes in a file during the call. A finding ends the process.
+/// Then the file has the bytes, even if no account can be printed.
 fn kept(name: &str, stream: impl Fn(&[u8])) -> impl Fn(&[u8]) {
     let last = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-last"));
     eprintln!("{name}: each input is in {} while it runs", last.display());

@@ -9,7 +9,8 @@ use crate::bench::{Bench, DATA, every, huge, page, pages, same};
 use crate::guest::Tables;
 use crate::{Cpu, Machine, Op};
 
-/// Uses `count` leaves, `step` bytes apart, and then some of them again. After each, checks which leaves were used.
+/// Uses `count` leaves, `step` bytes apart, and then some of these leaves again. Checks after each use which leaves
+/// were used.
 fn age<M: Machine>(bench: &mut Bench<'_, M>, level: Level, count: u64, step: u64) -> Verdict {
     const AGAIN: u64 = 5;
     let size = count * step;

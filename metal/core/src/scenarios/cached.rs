@@ -1,9 +1,9 @@
 //! The entries that walkers may have cached, while tables change under a guest that writes.
 //!
-//! The host keeps a record of them ([`slat_model::Tlb`]): it reads the tables when the engine reaches them, and before
-//! and after each flush. If the format requires break-before-make, a valid entry must not *conflict* with an entry that
-//! was removed and is not flushed yet. On all formats, after an operation has returned, no entry may be cached that the
-//! tables do not allow.
+//! The host keeps a record of the entries that walkers may have cached ([`slat_model::Tlb`]). For that, the host reads
+//! the tables when the engine reaches them, and before and after each flush. If the format requires break-before-make,
+//! a valid entry must not *conflict* with an entry that was removed and is not flushed yet. On all formats, after an
+//! operation has returned, no entry may be cached that the tables do not allow.
 
 use alloc::format;
 use alloc::string::{String, ToString};
@@ -64,7 +64,7 @@ fn slot<M: Machine>(bench: &Bench<'_, M>) -> Region {
     bench.data_slot(PAGES * PAGE_SIZE, SlotFlags::default())
 }
 
-/// Returns the data slot, with private memory in the second half of the host's.
+/// Returns the data slot. The second half of the host's memory is its private memory.
 fn slot_with_private_memory<M: Machine>(bench: &Bench<'_, M>) -> Region {
     let slot = slot(bench);
     slot.with_private(Some(Hva(slot.backing.0 + GIB / 2)))
@@ -110,7 +110,7 @@ impl<M: Machine> Turn<'_, '_, M> {
         self.vm.set(&change(slot(self.bench)))
     }
 
-    /// Splits huge leaves for the log, and merges them when it ends.
+    /// Splits huge leaves for a log, and merges them when the log ends.
     fn end_logging(&mut self) -> Result<(), String> {
         self.set(|slot| slot.with_flags(SlotFlags::LOG_DIRTY_PAGES))?;
         self.guest_writes();
@@ -135,7 +135,7 @@ impl<M: Machine> Turn<'_, '_, M> {
         Ok(())
     }
 
-    /// Zaps, then faults on a host mapping of another size.
+    /// Zaps leaves. Faults then find a host mapping of another size.
     fn zap_to_another_level(&mut self) -> Result<(), String> {
         for level in [Level::PAGE, Level::MEGA] {
             self.bench.host.map_at(level);

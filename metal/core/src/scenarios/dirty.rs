@@ -1,4 +1,4 @@
-//! Dirty logs of a guest that does not run while a log is read. Such logs are exact to the page.
+//! Tests dirty logs of a guest that does not run while a log is read. Such logs are exact to the page.
 
 use alloc::format;
 use alloc::string::{String, ToString};
@@ -39,7 +39,7 @@ impl<M: Machine> TestVm<M> {
     }
 }
 
-/// Checks the log by any mechanism. `faults` is whether a first write to a page faults.
+/// Checks the log by any mechanism. `faults` says whether a first write to a page faults.
 fn takes_exact_logs<M: Machine>(
     bench: &mut Bench<'_, M>,
     means: &str,
@@ -55,7 +55,7 @@ fn takes_exact_logs<M: Machine>(
     vm.logged("read only", |_| false)?;
 
     bench.write(&mut vm, pages::<M>(Op::Write, 32, 128))?;
-    // The first 96 were read, and are mapped.
+    // The first 96 pages were read before, so they are mapped.
     vm.faulted(faults(96) + 32)?;
     vm.logged("written", |page| (32..160).contains(&page))?;
     vm.logged("not written since", |_| false)?;
@@ -68,8 +68,8 @@ fn takes_exact_logs<M: Machine>(
         (40..136).contains(&page) && page % 8 == 0
     })?;
     vm.logged("not written since", |_| false)?;
-    // Allowing the write again needs neither slot nor host, but a shadow table needs the rights that the guest's tables
-    // grant.
+    // To allow the write again, the engine needs neither the slot nor the host page. But a shadow table needs the
+    // rights that the guest's tables grant.
     let fast = match Tables::<M>::SHADOWS {
         true => 0,
         false => faults(96) + faults(12),
@@ -110,7 +110,7 @@ pub(super) fn by_buffer<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     Ok(format!("{verdict}, then {MANY} by one run"))
 }
 
-/// Enabling the log splits huge leaves before the first write, and reads no entry of a page for that.
+/// When the log is enabled, huge leaves are split before the first write, and the split reads no entry of a page.
 pub(super) fn eager_split<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     let leaves = (GIB / huge::<M>()).min(4);
     let (size, small) = (leaves * huge::<M>(), leaves * pieces::<M>());

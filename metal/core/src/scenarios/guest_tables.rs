@@ -80,7 +80,7 @@ pub(super) fn upper<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
         "a store did not zap the table's page",
         vm.vm.stats().mmu_shadow_zapped >= ROUNDS,
     )?;
-    // Nothing is shadowed of the table now, so only the first of these stores exits.
+    // No entry of the table is shadowed now, so only the first of these stores exits.
     bench.run(&mut vm, maps(LEVEL_2, ENTRY, large(0)))?;
     vm.faults();
     for index in 10..20 {
@@ -149,7 +149,8 @@ pub(super) fn roots<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     ))
 }
 
-/// What the guest's tables do not grant is the guest's fault. What no leaf can grant is said.
+/// An access that the guest's tables do not allow is a page fault of the guest. An access that no leaf can allow is
+/// reported as an error.
 pub(super) fn faults<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     let mut vm = bench.vm_with_marks([LARGE_PAGES].into_iter())?;
     let gva = window(LEVEL_2, 1);
@@ -177,8 +178,8 @@ pub(super) fn faults<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     Ok("2 page faults of the guest's, 1 store to emulate".into())
 }
 
-/// One CPU makes `store(round)` to a table by which another CPU walks, from `root` on. The other CPU must then find
-/// `page(round)`.
+/// One CPU makes `store(round)` to a table through which another CPU walks, from `root` on. The other CPU must then
+/// find `page(round)`.
 fn changes_beside<M: Machine>(
     bench: &mut Bench<'_, M>,
     vm: &mut TestVm<M>,
@@ -225,7 +226,8 @@ pub(super) fn root_beside<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     let page = |round: u64| [ENTRY, OTHER][round as usize % 2] * LARGE_PAGES;
     let mut vm = bench.vm_with_marks([page(0), page(1)].into_iter())?;
     bench.run(&mut vm, maps(LEVEL_2, ENTRY, OTHER * LARGE_PAGES))?;
-    // The root refers to the table of level 3 that maps the window as one page, or to that of the other address space.
+    // The root refers to the table of level 3 that maps the window as one page, or to the table of the other address
+    // space.
     let store = |round: u64| Command {
         value: (table([3, 1][round as usize % 2]).0 | USED) as u32,
         ..at(Op::Write, root(1))

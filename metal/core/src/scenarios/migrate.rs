@@ -22,8 +22,8 @@ const PAGES: u64 = HUGE * 512;
 const CHUNK: u64 = 512;
 const ROUNDS: u64 = 20;
 
-/// Copies the first word, the one that the guest writes, of each page that the log names. Returns the number of these
-/// pages. Every page that was written before the log was read, and was not copied since, must be in this log.
+/// Copies the word that the guest writes, which is the first word, of each page that the log names. Returns the number
+/// of these pages. Every page that was written before the log was read, and was not copied since, must be in this log.
 fn copy<M: Machine>(
     bench: &Bench<'_, M>,
     vm: &TestVm<M>,
@@ -99,7 +99,7 @@ fn migrate<M: Machine>(bench: &mut Bench<'_, M>, means: &str, writes: Command) -
         .map_err(|error| format!("{error}, page {page}: a write went unnoticed"))?;
     }
     vm.counted(&[("splits", HUGE), ("pages_2m", fell(HUGE))])?;
-    // The first log names all pages. Each later log, and the last one, names those written in the pass before.
+    // The first log names all pages. Each later log names the pages that were written in the pass before.
     holds(
         "a log names nothing, and the guest wrote",
         copied >= PAGES + ROUNDS,

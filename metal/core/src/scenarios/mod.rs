@@ -1,5 +1,5 @@
-//! The scenarios. Each makes a VM of its own, has the guest run commands, and compares three
-//! accounts: what the CPU reported, what the engine counted, and what was written to memory.
+//! The scenarios. Each scenario makes its own VM, makes the guest run commands, and compares three accounts: the CPU's
+//! reports, the engine's counts, and the writes to memory.
 
 mod age;
 mod cached;

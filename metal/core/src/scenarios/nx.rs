@@ -9,7 +9,7 @@ use crate::bench::{Bench, GIB, MIB, every, fell, pages, same};
 use crate::guest::Tables;
 use crate::{Cpu, Machine, Op};
 
-/// Writes a function that returns to the beginning of pages of the data slot.
+/// Writes a function that only returns to the beginning of each of `pages` of the data slot.
 pub(super) fn plant_functions<M: Machine>(bench: &Bench<'_, M>, pages: core::ops::Range<u64>) {
     for page in pages {
         let code = M::Cpu::RETURN;

@@ -64,7 +64,7 @@ fn changes_under_the_guest<M: Machine>(
     let seen = running.seen.clone();
     drop(running.stop()?);
     let (mmio, kicks) = (seen.mmio.load(SeqCst), seen.kicks.load(SeqCst));
-    // A whole pass for each round, at least.
+    // Each round takes at least one whole pass.
     holds(
         "too few writes found no slot",
         mmio >= u64::from(ROUNDS) * PAGES,

@@ -26,12 +26,12 @@ fn read_first_page<M: Machine>() -> Command {
 }
 
 impl<M: Machine> Bench<'_, M> {
-    /// Returns the page that replaces the first of the data slot after [`Bench::move_page`].
+    /// Returns the page that replaces the first page of the data slot after [`Bench::move_page`].
     pub(super) fn spare(&self) -> Hpa {
         Hpa(self.host.small().0 + CODE_PAGES * page::<M>())
     }
 
-    /// Makes `page` back the first page of the data slot. Runs `meanwhile` while the data slot's page is invalidated.
+    /// Makes `page` back the first page of the data slot. Runs `meanwhile` while that page of the slot is invalidated.
     pub(super) fn move_page<R>(
         &self,
         vm: &TestVm<M>,
@@ -46,7 +46,7 @@ impl<M: Machine> Bench<'_, M> {
         result
     }
 
-    /// Makes a VM with a data slot whose first page is `OLD`, and a spare one that is `NEW`.
+    /// Makes a VM whose data slot has the word `OLD` on its first page, and a spare page with the word `NEW`.
     fn vm_with_page_to_move(&mut self) -> Result<TestVm<M>, alloc::string::String> {
         let vm = self.vm(Level::PAGE, &[("prefetch", "off")])?;
         vm.set(&self.data_slot(page::<M>(), SlotFlags::default()))?;
@@ -88,7 +88,7 @@ pub(super) fn on_another_cpu<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
             (0..20_000).for_each(|_| spin_loop());
             running.passes() - before
         });
-        // One CPU may have been executing its last instruction.
+        // At the moment of the move, the CPU may have been executing its last instruction on the old page.
         holds(
             "the guest went on reading a page that was away",
             passes <= 1,

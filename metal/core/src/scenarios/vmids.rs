@@ -1,4 +1,4 @@
-//! More VMs, one after another, than a TLB has numbers to tell them apart.
+//! Runs more VMs, one after another, than a TLB has VMIDs.
 
 use alloc::format;
 

@@ -25,8 +25,8 @@ const ACCESSES: [Access; 5] = [
     Access::Execute,
 ];
 
-/// The values of PKRU. The first two forbid nothing, the third forbids all accesses for odd keys, and the fourth
-/// forbids writes for all keys except key 0.
+/// The values of PKRU. The first two values forbid nothing. The third value forbids all accesses for odd keys. The
+/// fourth value forbids writes for all keys except key 0.
 const KEYS: [u32; 4] = [0, 0, 0x4444_4444, 0xaaaa_aaa8];
 
 /// Chooses operations for the state that a run is in.
@@ -38,7 +38,7 @@ pub(super) struct Generator {
     addresses: Vec<[u64; 5]>,
     /// Number of address spaces.
     spaces: u64,
-    /// Operations that come next, in reverse order.
+    /// The next operations, in reverse order.
     planned: Vec<GuestOp>,
 }
 
@@ -124,7 +124,7 @@ impl Generator {
         let offset = self.rng.pick(&[0, 0, 0x18, 0xff4, 0xff8]) + self.rng.below(8);
         let [i5, i4, i3, i2, i1] = self.rng.pick(&self.addresses);
         match runner.registers(cpu).mode() {
-            // Without paging: the frame of a table, or of another page.
+            // Without paging, the address is in the frame of a table, or in another page.
             None => self.rng.below(64) << 12 | offset,
             Some(Mode::Bits32 { .. }) => {
                 let at = |i: u64| INDICES_OF_4[(i % 7) as usize];
