@@ -51,7 +51,7 @@ apt_unpack() {
     apt_update
     say "fetching $1"
     rm -rf "$download" && mkdir -p "$download" "$2"
-    # apt drops its rights for a download, where the directory lets it: this one is the user's own.
+    # apt drops root's rights for a download, if the directory permits that. This directory belongs to the user.
     (cd "$download" && apt-get "${apt_options[@]}" -o APT::Sandbox::User="$(id -un)" -qq download "$1" >&2) &&
         dpkg -x "$download"/*.deb "$2" && rm -rf "$download"
 }
@@ -70,7 +70,7 @@ apt_suite() {
     for suite in "$@"; do
         echo "deb [signed-by=$keyring] $mirror $suite main"
     done >"$dir/sources.list"
-    # A status file without packages: nothing counts as installed.
+    # A status file without packages makes apt treat no package as installed.
     apt_options=(-o "Dir::Etc::SourceList=$dir/sources.list" -o Dir::Etc::SourceParts=/dev/null -o "Dir::State::lists=$dir/lists"
         -o "Dir::State::status=$dir/status" -o "Dir::Cache=$dir/cache" -o Debug::NoLocking=1 -o "APT::Sandbox::User=$(id -un)" -o "APT::Default-Release=${*: -1}")
     if [ -n "$apt_architecture" ]; then

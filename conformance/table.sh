@@ -20,7 +20,7 @@
 
 die() { echo "conformance: $*" >&2; exit 2; }
 
-# The values of --on that this table takes; the first is the default.
+# The values of --on that this table accepts. The first is the default.
 on_values=(slat kvm) on='' times=1 list='' subset='' mmu=tdp cpu=host
 only=()
 table_option() {
@@ -86,7 +86,7 @@ table_read() {
 # Whether version `$1` is not later than version `$2`.
 not_later() { printf '%s\n%s\n' "$1" "$2" | sort --version-sort --check=quiet; }
 
-# Whether programs of version `$2` have entry `$1`; all have it without one.
+# Whether programs of version `$2` have entry `$1`. Without a version, programs have every entry.
 in_version() {
     [ -z "$2" ] ||
         { [ -z "${since[$1]}" ] || not_later "${since[$1]}" "$2"; } && { [ -z "${before[$1]}" ] || ! not_later "${before[$1]}" "$2"; }
@@ -165,7 +165,7 @@ table_run() { # a directory for the log; what runs each command, for example "ti
         for ((try = 1; ; try++)); do
             begin=$EPOCHREALTIME
             status=0
-            # In the foreground: a time-out then ends the program alone, and ^C reaches it.
+            # The program runs in the foreground, so that a time-out ends only this program, and ^C reaches it.
             "$@" timeout --foreground --kill-after=5 "${timeouts[i]}" "${command[@]}" >"$log" 2>&1 </dev/null || status=$?
             seconds=$(seconds_since "$begin")
             if [ "$status" = "$pass_status" ] || [ "$try" -ge "${tries[i]}" ]; then break; fi

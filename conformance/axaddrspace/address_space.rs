@@ -1,6 +1,6 @@
-//! `axaddrspace::AddrSpace` on slat: an area is a memslot, a mapping what the engine makes of it.
+//! `axaddrspace::AddrSpace` on slat: an area is a memslot, and the engine makes the mappings.
 //!
-//! `run` puts this file in the place of the crate's own module, whose tests follow it there.
+//! `run` puts this file in place of the crate's own module. The crate's tests follow it there.
 
 use alloc::collections::BTreeMap;
 use alloc::sync::Arc;
@@ -23,19 +23,20 @@ mod platform;
 
 use platform::{ALLOCATED, Host};
 
-/// Tables and flushes of x86_64, where the tests run. Other architectures differ in these two names.
+/// The tables and flushes of x86_64, where the tests run. On other architectures, these two types are different.
 type Format = slat::Ept;
 type Flushes = super::npt::arch::ExtendedPageTableMetadata;
 
-/// The one address space of a VM of the engine's.
+/// The only address space of a VM of the engine.
 const SPACE: usize = 0;
 
 /// A guest's memory.
 pub struct AddrSpace<H: PagingHandler + 'static> {
     range: GuestPhysAddrRange,
     vm: Arc<Vm<Host<H>, Format>>,
-    /// Faults and look-ups for the CPUs of the guest. The address space is one thread's at a time, and nobody else
-    /// changes the VM: so the vCPU stays in its reader section, but for changes of memslots ([`Self::change`]).
+    /// The vCPU that makes faults and look-ups for all CPUs of the guest. Only one thread at a time uses the address
+    /// space, and no other code changes the VM. So the vCPU stays in its reader section, except for changes of
+    /// memslots ([`Self::change`]).
     vcpu: Vcpu<Host<H>, Format>,
     /// The areas by their first address, as memslots.
     areas: BTreeMap<Gpa, Area>,
@@ -45,7 +46,7 @@ pub struct AddrSpace<H: PagingHandler + 'static> {
 struct Area {
     region: Region,
     flags: MappingFlags,
-    /// Faults map its pages.
+    /// Whether faults map the area's pages.
     is_lazy: bool,
 }
 
@@ -54,7 +55,7 @@ impl Area {
         Gpa(self.region.gpa.0 + self.region.size)
     }
 
-    /// Returns what is left of the area from `start` to `end`, as memslot `slot`.
+    /// Returns the part of the area from `start` to `end`, as memslot `slot`. `None`: that part is empty.
     fn part(&self, start: Gpa, end: Gpa, slot: u32) -> Option<Area> {
         let (start, end) = (start.max(self.region.gpa), end.min(self.end()));
         if start >= end {
@@ -145,7 +146,8 @@ impl<H: PagingHandler + 'static> AddrSpace<H> {
         )
     }
 
-    /// Maps guest memory to frames of its own: now if `populate`, otherwise when the guest touches it.
+    /// Maps guest memory to frames of its own. If `populate`, allocates the frames now; otherwise when the guest
+    /// accesses a page.
     pub fn map_alloc(
         &mut self,
         start: GuestPhysAddr,
@@ -191,8 +193,8 @@ impl<H: PagingHandler + 'static> AddrSpace<H> {
         Ok(())
     }
 
-    /// Changes memslots, and waits until no vCPU uses the old ones: so its own leaves the reader section meanwhile. It
-    /// keeps no translation.
+    /// Changes memslots, and waits until no vCPU uses the old memslots. So this address space's own vCPU leaves its
+    /// reader section meanwhile. That vCPU keeps no translation.
     fn change(
         &mut self,
         change: impl FnOnce(&Vm<Host<H>, Format>) -> Result<(), RegionError>,
@@ -204,7 +206,7 @@ impl<H: PagingHandler + 'static> AddrSpace<H> {
         changed.map_err(of_region)
     }
 
-    /// Runs `access` until no flush goes by meanwhile.
+    /// Repeats `access` until no flush interrupts it.
     fn until_done<R>(
         &mut self,
         mut access: impl FnMut(&mut Vcpu<Host<H>, Format>) -> Result<R, Stop>,
@@ -227,7 +229,7 @@ impl<H: PagingHandler + 'static> AddrSpace<H> {
         Ok(())
     }
 
-    /// Returns a number that no memslot has.
+    /// Returns a number that no memslot uses.
     fn new_slot(&self) -> u32 {
         let is_used = |slot: &u32| self.areas.values().any(|area| area.region.slot == *slot);
         (0..)
@@ -245,7 +247,7 @@ impl<H: PagingHandler + 'static> AddrSpace<H> {
         Ok(())
     }
 
-    /// Removes mappings within the specified range. What remains of areas at its ends stays mapped.
+    /// Removes mappings within the specified range. Parts of areas outside the range stay mapped.
     pub fn unmap(&mut self, start: GuestPhysAddr, size: usize) -> AxResult {
         self.check(start, size)?;
         self.remove(gpa(start)..Gpa(gpa(start).0 + size as u64))
@@ -327,7 +329,8 @@ impl<H: PagingHandler + 'static> AddrSpace<H> {
             .then(|| PhysAddr::from_usize(host as usize))
     }
 
-    /// Returns the bytes from `vaddr` on, a slice a page. `None`: they are not mapped, or go beyond the area.
+    /// Returns the bytes from `vaddr` on, with one slice for each page. `None`: the bytes are not mapped, or extend
+    /// beyond the area.
     pub fn translated_byte_buffer(
         &self,
         vaddr: GuestPhysAddr,
@@ -342,7 +345,7 @@ impl<H: PagingHandler + 'static> AddrSpace<H> {
         while next < end {
             let page_end = (next.align_down_4k() + PAGE_SIZE as usize).min(end);
             let bytes = H::phys_to_virt(self.translate(next)?).as_mut_ptr();
-            // SAFETY: guest memory, which the caller and the guest share, as in the crate's own module.
+            // SAFETY: the bytes are guest memory, which the caller and the guest share, as in the crate's own module.
             slices.push(unsafe { core::slice::from_raw_parts_mut(bytes, page_end - next) });
             next = page_end;
         }

@@ -1,4 +1,4 @@
-/// What the crate's tests leave out: parts of areas, and areas that cannot be.
+/// Tests that the crate does not have: parts of areas, and areas that cannot exist.
 #[cfg(test)]
 mod parts {
     use super::*;
@@ -13,7 +13,7 @@ mod parts {
         mock_hal_test(|| test(AddrSpace::new_empty(4, BASE, 0x4000_0000).unwrap()));
     }
 
-    // The crate's test memory has 16 frames, none of which it gives twice.
+    // The crate's test memory has 16 frames, and gives each of them only once.
 
     #[test]
     fn both_sides_of_a_hole_stay_mapped() {

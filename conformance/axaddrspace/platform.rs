@@ -1,4 +1,4 @@
-//! The engine's platform, made of the `PagingHandler` of a hypervisor of ArceOS.
+//! The engine's platform, implemented by the `PagingHandler` of an ArceOS hypervisor.
 
 use alloc::collections::BTreeMap;
 use alloc::sync::Arc;
@@ -17,17 +17,17 @@ use spin::Mutex;
 
 use super::Flushes;
 
-/// The backing of allocated memory: its guest-physical address with this bit. Other backings are
-/// host-physical addresses.
+/// A bit of backing addresses. The backing address of allocated memory is its guest-physical address with this bit.
+/// Other backing addresses are host-physical addresses.
 pub const ALLOCATED: u64 = 1 << 59;
 
-/// Pages of allocated memory in a chunk.
+/// The number of pages of allocated memory in a chunk.
 const CHUNK: u64 = 512;
-/// The frames that back these pages; 0: the page was not touched yet. Stored under the lock of all chunks, and loaded
-/// without.
+/// The frames that back the pages of a chunk. 0: the page was not accessed yet. Frames are stored under the lock of
+/// all chunks, and loaded without the lock.
 type Chunk = [AtomicU64; CHUNK as usize];
 
-/// Returns the chunks that hold `backing`, by number, each with the part of it there.
+/// Returns the numbers of the chunks that hold `backing`, each with the range of its pages in `backing`.
 fn chunks(backing: Range<Hva>) -> impl Iterator<Item = (u64, Range<usize>)> {
     let end = backing.end.0 / PAGE_SIZE;
     let mut page = backing.start.0 / PAGE_SIZE;
@@ -45,7 +45,7 @@ fn address(frame: Pfn) -> PhysAddr {
 
 /// The frames of one VM's tables and of its allocated memory.
 pub struct Host<H> {
-    /// What backs allocated memory, by the number of the chunk.
+    /// The frames that back allocated memory, by the number of the chunk.
     frames: Mutex<BTreeMap<u64, Arc<Chunk>>>,
     metas: MetaMap,
     handler: PhantomData<fn() -> H>,
@@ -79,8 +79,8 @@ impl<H: PagingHandler + 'static> Host<H> {
         }
     }
 
-    /// Allocates frames for the pages in `backing` that have none, in order, until there is no memory. Returns the last
-    /// one.
+    /// Allocates frames for the pages in `backing` that have no frame, in order, until there is no memory. Returns the
+    /// last frame.
     fn allocate(&self, backing: Range<Hva>) -> Result<Pfn, ResolveError> {
         let mut frames = self.frames.lock();
         let mut last = Err(ResolveError::BadAddress);
@@ -100,7 +100,8 @@ impl<H: PagingHandler + 'static> Host<H> {
     }
 }
 
-/// Returns the first of `pages`, of a chunk, that have frames next to each other, with the first frame.
+/// Returns the first range within `pages` of a chunk whose frames are next to each other, and the first of these
+/// frames.
 fn first_run(chunk: &Chunk, pages: Range<usize>) -> Option<(Range<usize>, Pfn)> {
     let frame = |page: usize| chunk[page].load(Relaxed);
     let first = pages.clone().find(|page| frame(*page) != 0)?;
@@ -109,8 +110,8 @@ fn first_run(chunk: &Chunk, pages: Range<usize>) -> Option<(Range<usize>, Pfn)> 
     Some((first..end, Pfn(frame(first))))
 }
 
-/// Returns what the engine is told of linear memory from `backing` on. Its leaves stay in the memslot, so that the
-/// host's page is as large as any leaf.
+/// Returns the host page of linear memory from `backing` on. The engine's leaves stay within the memslot, so the host
+/// page may be as large as any leaf.
 fn linear(backing: Hva) -> HostPage {
     HostPage::new(Pfn(backing.0 / PAGE_SIZE), Level::GIGA)
 }
@@ -158,7 +159,7 @@ unsafe impl<H: PagingHandler + 'static> Platform for Host<H> {
 
     fn populate(&self, _: VmId, backing: Range<Hva>) {
         if backing.start.0 & ALLOCATED != 0 {
-            // What it cannot have is resolved page by page, which says why.
+            // Pages that get no frame here are resolved one by one. That call returns the reason.
             let _ = self.allocate(backing);
         }
     }
@@ -172,7 +173,7 @@ unsafe impl<H: PagingHandler + 'static> Platform for Host<H> {
             });
         }
         for (number, mut pages) in chunks(backing) {
-            // Not under the lock: `found` takes that of a table.
+            // The lock is not held during `found`, which takes the lock of a table.
             let Some(chunk) = self.frames.lock().get(&number).cloned() else {
                 continue;
             };

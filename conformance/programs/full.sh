@@ -7,7 +7,7 @@ for cgo in 0 1; do
     try "slat run -- a Go program, CGO_ENABLED=$cgo" "$slat" run -- "$scratch/go-cgo$cgo"
 done
 
-# The tests of the crate, linked statically for musl; a program on rustix.
+# These are the crate's tests, linked statically for musl, and a program that uses rustix.
 target=x86_64-unknown-linux-musl
 rustup target add "$target" >/dev/null 2>&1 || true
 cp -r "$here/rustix" "$scratch/rustix"
@@ -31,7 +31,7 @@ for (const device of [open('/dev/kvm', 2), fs.openSync('/dev/kvm', 'r+')])
 END
 try 'slat run -- node looked_up.js' "$slat" run -- node "$scratch/node/looked_up.js"
 
-# Java's own way to functions of C has had several names: this is Java 17's.
+# Java's interface to C functions has had several names. This name is Java 17's.
 command -v java >/dev/null || install default-jdk-headless
 if java --list-modules | grep -q '^jdk.incubator.foreign@'; then
     cat >"$scratch/LookedUp.java" <<'END'
@@ -57,7 +57,7 @@ END
         --enable-native-access=ALL-UNNAMED "$scratch/LookedUp.java"
 fi
 
-# A VMM in Go, as the module proxy has it.
+# A VMM in Go, in the version of the module proxy.
 GOBIN="$scratch" CGO_ENABLED=0 go install github.com/bobuhiro11/gokvm@latest
 "$here/../vmm/materials" "$root/target/conformance/vmm"
 cp "$root/target/conformance/vmm/"{vmlinuz,initrd} "$scratch"

@@ -1,5 +1,5 @@
-// The guest. w0: operation (Op), x1: first address, x2: bytes to the next, x3: number of
-// addresses, w4: first value to write.
+// The guest's program. w0: operation (Op), x1: first address, x2: bytes to the next address, x3: number of addresses,
+// w4: first value to write.
 
     .section .rodata
     .balign 4

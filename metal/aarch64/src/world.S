@@ -2,8 +2,8 @@
 // (its target is soft-float), so only the general registers are switched.
 
     .text
-// extern "C" fn enter_guest(&mut Context) -> u64: runs the guest until it leaves; returns the
-// number of the vector through which it left.
+// extern "C" fn enter_guest(&mut Context) -> u64: runs the guest until it leaves. Returns the number of the vector
+// through which the guest left.
     .global enter_guest
 enter_guest:
     stp     x29, x30, [sp, #-96]!
@@ -16,7 +16,7 @@ enter_guest:
 
     ldr     x1, [x0, #248]
     msr     elr_el2, x1
-    // EL1h, interrupts masked: the monitor's are taken to EL2 all the same (HCR_EL2.IMO).
+    // EL1h, with interrupts masked. Interrupts for the monitor are nevertheless taken to EL2 (HCR_EL2.IMO).
     mov     x1, #0x3c5
     msr     spsr_el2, x1
     ldp     x2, x3, [x0, #16]
@@ -36,11 +36,11 @@ enter_guest:
     ldr     x30, [x0, #240]
     ldp     x0, x1, [x0]
     eret
-    // No speculation after ERET.
+    // This prevents speculation after ERET.
     dsb     nsh
     isb
 
-// Exit from the guest. On the stack: the guest's x0 and x1. x1: the number of the vector.
+// The exit from the guest. The guest's x0 and x1 are on the stack. x1 is the number of the vector.
 leave_guest:
     mrs     x0, tpidr_el2
     stp     x2, x3, [x0, #16]
@@ -85,7 +85,7 @@ leave_guest:
     b       leave_guest
     .endm
 
-// Exceptions of EL2 itself are not expected. 8 to 11 are synchronous exceptions, IRQ, FIQ and SError of an
+// Exceptions of EL2 itself are not expected. Entries 8 to 11 are the synchronous exceptions, IRQ, FIQ and SError of an
 // AArch64 guest.
     .balign 2048
 vectors:

@@ -1,4 +1,4 @@
-//! A guest that adds two numbers, through kvm-ioctls alone.
+//! A guest that adds two numbers, run by kvm-ioctls alone.
 
 use kvm_bindings::kvm_userspace_memory_region;
 use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
@@ -34,7 +34,7 @@ pub fn guest(code: &[u8]) -> (VmFd, VcpuFd) {
     (vm, vcpu)
 }
 
-/// Runs the guest to its end and returns what it said.
+/// Runs the guest to its end. Returns the number that the guest wrote to the port.
 pub fn sum() -> u8 {
     // add al,bl; out 0x10,al; hlt
     let (_vm, mut vcpu) = guest(&[0x00, 0xd8, 0xe6, 0x10, 0xf4]);
