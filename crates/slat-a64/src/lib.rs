@@ -15,6 +15,7 @@
 //! | base | `bits`, `width` | fields of words, numbers of a given width; the widths of registers |
 //! | | `crc` | the CRC instructions' sums |
 //! | | `pstate` | PSTATE without the flags |
+//! | | `abort` | why an access fails: in stage 1, or in the machine below |
 //! | instructions | `simd/` | Advanced SIMD and floating point: decoding, and what each function computes |
 //! | | `insn` | decoded instructions |
 //! | | `decode/` | from a word to an instruction |
@@ -25,9 +26,15 @@
 //! | | `meaning/` | what each instruction does, a file per kind |
 //! | machine | `memory` | the memory, and the other services of the machine |
 //! | | `system` | accesses to system registers, system instructions, and their traps |
+//! | | `hypervisor` | what a processor with stage 1 needs of the machine below |
+//! | | `syndrome` | what a load or store does that a device completes |
 //! | interpreter | `now` | the tier that computes at once |
 //! | | `exception` | syndromes, and how EL1 takes exceptions and interrupts |
 //! | | `run` | steps, blocks, and why execution ends |
+//! | translation | `stage1/` | the walk of EL1's tables |
+//! | | `tlb`, `code`, `caches` | what the processor keeps: translations, decoded code |
+//! | | `mmu/` | accesses by virtual addresses |
+//! | processor | `cpu` | a processor that takes EL1's exceptions, until its embedder is needed |
 //!
 //! # Promises
 //!
@@ -57,9 +64,9 @@
 //!
 //! # Missing
 //!
-//! These parts are missing: stage 1 translation and its TLB; debugging; checks of the stack pointer's alignment; EL2
-//! and EL3; AArch32; the compiler. The [`Machine`] provides the registers that identify the memory model, the timer
-//! and the caches. Floating point is computed with integers alone, which is slow.
+//! These parts are missing: debugging; checks of the stack pointer's alignment; EL2 and EL3; AArch32; the compiler.
+//! The [`Hypervisor`] provides the registers that identify the processor's place, the timer and the caches. Floating
+//! point is computed with integers alone, which is slow.
 
 #![no_std]
 
