@@ -2,6 +2,9 @@
 //!
 //! A part of slat: there is no promise about this crate's API, and any version may change it.
 //!
+//! A [`Cpu`] is a processor with stage 1 translation. It executes guest code at EL0 and EL1, and takes the exceptions of
+//! EL1. The machine below it, a [`Hypervisor`], has the memory and the devices.
+//!
 //! [`run::step`] decodes and executes one instruction. A [`State`] holds the registers of EL0 and EL1, and a
 //! [`Machine`] provides the memory. [`run::run_block`] executes a decoded [`Block`]. Execution ends with an [`Exit`],
 //! for example at an exception. The caller lets EL1 take the exception ([`State::take_stop`]), or serves it itself.
@@ -21,6 +24,7 @@
 //! | | `decode/` | from a word to an instruction |
 //! | state | `registers` | the table of system registers: name, rights, reset value, writable bits |
 //! | | `state` | the architectural state |
+//! | | `stage1/` | the walk of EL1's tables |
 //! | | `returning` | the return from an exception |
 //! | meaning | `tier` | what a tier provides |
 //! | | `meaning/` | what each instruction does, a file per kind |
@@ -31,8 +35,7 @@
 //! | interpreter | `now` | the tier that computes at once |
 //! | | `exception` | syndromes, and how EL1 takes exceptions and interrupts |
 //! | | `run` | steps, blocks, and why execution ends |
-//! | translation | `stage1/` | the walk of EL1's tables |
-//! | | `tlb`, `code`, `caches` | what the processor keeps: translations, decoded code |
+//! | translation | `tlb`, `code`, `caches` | what the processor keeps: translations, decoded code |
 //! | | `mmu/` | accesses by virtual addresses |
 //! | processor | `cpu` | a processor that takes EL1's exceptions, until its embedder is needed |
 //!
@@ -64,7 +67,7 @@
 //!
 //! # Missing
 //!
-//! These parts are missing: debugging; checks of the stack pointer's alignment; EL2 and EL3; AArch32; the compiler.
+//! These parts are missing: debugging; EL2 and EL3; AArch32; the compiler.
 //! The [`Hypervisor`] provides the registers that identify the processor's place, the timer and the caches. Floating
 //! point is computed with integers alone, which is slow.
 
