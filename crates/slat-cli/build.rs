@@ -12,9 +12,7 @@ fn main() {
         version.push_str(&format!(" ({})", &commit[..12]));
     }
     println!("cargo::rustc-env=VERSION_AND_COMMIT={version}");
-    if env::var("CARGO_CFG_TARGET_ARCH").as_deref() == Ok("x86_64") {
-        has_preload_library();
-    }
+    has_preload_library();
 }
 
 /// Returns the commit of this repository that is built, without changes that are not committed. `None`: the source
@@ -67,9 +65,10 @@ fn has_preload_library() {
     if env::var("CARGO_CFG_TARGET_ENV").as_deref() != Ok("gnu") {
         println!("cargo::rerun-if-env-changed=SLAT_PRELOAD");
         let built = env::var("SLAT_PRELOAD").unwrap_or_else(|_| {
+            let architecture = env::var("CARGO_CFG_TARGET_ARCH").expect("cargo sets the architecture");
             panic!(
                 "a slat that is not built for glibc embeds a preload library that is: set SLAT_PRELOAD to the path of \
-                 libslat_preload.so, made by `cargo build --release -p slat-preload --target x86_64-unknown-linux-gnu`"
+                 libslat_preload.so, made by `cargo build --release -p slat-preload --target {architecture}-unknown-linux-gnu`"
             )
         });
         println!("cargo::rerun-if-changed={built}");

@@ -15,6 +15,11 @@ use slat::{
 use slat::{Prefetch, Setting};
 use slat_host::frames::Frames;
 
+/// A page of a guest, the smallest unit that is mapped, in bytes.
+pub const PAGE: u64 = slat::PAGE_SIZE;
+/// The guest address at which the memory begins that an experiment measures.
+pub const DATA: u64 = 4 << 30;
+
 /// Host memory whose physical addresses are its backing addresses. It is never accessed.
 pub struct Bare {
     frames: Frames,

@@ -3,9 +3,9 @@
 
 use slat_kvm::report::grouped;
 
-use crate::machine::{Api, RealKvm};
 use crate::published;
 use crate::report::{Report, Unit};
+use crate::rounds::REAL_KVM;
 
 /// A line of a table: one metric of one case, before and after.
 #[derive(Clone, Debug)]
@@ -62,7 +62,7 @@ impl Line {
             change: None,
             published: published::find(experiment, case, metric).map(|known| known.change),
             limit: None,
-            kvm: value(RealKvm::NAME).filter(|_| variant != RealKvm::NAME),
+            kvm: value(REAL_KVM).filter(|_| variant != REAL_KVM),
             goal: None,
         })
     }
@@ -280,7 +280,7 @@ pub(crate) const COLUMNS: [&str; 8] = [
     "change",
     "published",
     "limit",
-    RealKvm::NAME,
+    REAL_KVM,
     "asked",
 ];
 

@@ -1,7 +1,7 @@
 //! The description of an experiment.
 
+use crate::Failure;
 use crate::compared::{Line, Rows};
-use crate::machine::Failure;
 use crate::report::Report;
 use crate::rounds::Bench;
 

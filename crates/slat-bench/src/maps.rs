@@ -82,49 +82,15 @@ fn cells(engine: &EngineVm, gpas: &Range<u64>) -> Vec<Cell> {
 mod tests {
     use super::*;
     use crate::Size;
+    use crate::experiments::split;
 
-    fn maps(experiment: &crate::Experiment) -> crate::Report {
-        crate::run(&[experiment], Size::Tiny).unwrap()
-    }
-
-    fn experiment(name: &str) -> &'static crate::Experiment {
-        let found = crate::EXPERIMENTS.iter().find(|known| known.name == name);
-        found.unwrap()
-    }
-
-    #[test]
-    fn execution_splits_the_huge_leaves_that_may_not_be_executed() {
-        let report = maps(experiment("execute"));
-        let cell = |variant: &str, phase: &str| {
-            let mut maps = report.maps("execute");
-            let map = maps.find(|map| (map.variant, map.phase) == (variant, phase));
-            map.unwrap().cells[0]
-        };
-        // At the tiny size the huge leaves are of 2 MiB.
-        for variant in ["zap", "split"] {
-            let (before, after) = (cell(variant, "written"), cell(variant, "executed"));
-            assert_eq!((before.by_level, before.nx), ([0, CELL, 0], CELL));
-            assert_eq!((after.by_level, after.nx), ([CELL, 0, 0], 0));
-        }
-        let limit = cell("nx-off", "executed");
-        assert_eq!((limit.by_level, limit.nx), ([0, CELL, 0], 0));
-    }
-
-    #[test]
-    fn a_device_has_an_entry_while_mmio_is_cached() {
-        let report = maps(experiment("mmio"));
-        let entries = |variant: &str| -> Vec<u64> {
-            let maps = report.maps("mmio").filter(|map| map.variant == variant);
-            maps.map(|map| map.cells.iter().map(|cell| cell.mmio).sum())
-                .collect()
-        };
-        assert_eq!(entries("uncached"), [0; 6]);
-        assert_eq!(entries("cached"), [1; 6]);
+    fn split() -> crate::Report {
+        crate::run(&[&split::EXPERIMENT], Size::Tiny).unwrap()
     }
 
     #[test]
     fn a_leaf_counts_in_every_cell_that_it_covers() {
-        let report = maps(experiment("split"));
+        let report = split();
         let mut maps = report.maps("split");
         let map = maps.find(|map| (&*map.case, map.phase) == ("split/1g", "before"));
         let map = map.unwrap();
@@ -134,7 +100,7 @@ mod tests {
 
     #[test]
     fn a_log_that_begins_protects_every_page() {
-        let report = maps(experiment("split"));
+        let report = split();
         let protected = |phase: &str| -> u64 {
             let mut maps = report.maps("split");
             let map = maps.find(|map| (&*map.case, map.phase) == ("enable/thp", phase));

@@ -3,13 +3,15 @@
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
-use slat::MmuKind;
 
-use crate::Others;
+use crate::arch::Guests;
 use crate::compared::shown;
-use crate::machine::{Api, Failure, RealKvm, Slat};
 use crate::maps::Maps;
 use crate::report::{Report, Sample};
+use crate::{Failure, Others};
+
+/// The name of a real KVM's variant in measurements.
+pub const REAL_KVM: &str = "kvm";
 
 /// The amount of measurements.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -38,14 +40,8 @@ impl Size {
 pub struct Bench {
     /// The amount of measurements.
     pub size: Size,
-    /// slat's KVM API.
-    pub slat: Slat,
-    /// slat's KVM API, with VMs whose tables the direct MMU makes.
-    pub direct: Slat,
-    /// slat's KVM API, with VMs that shadow the guest's page tables.
-    pub shadow: Slat,
-    /// A real KVM, where it opens; never at [`Size::Tiny`], whose counts are slat's.
-    pub kvm: Option<RealKvm>,
+    /// The KVMs whose guests are measured.
+    pub guests: Guests,
     /// Other programs that may be started.
     pub others: Others,
     experiment: &'static str,
@@ -65,7 +61,7 @@ impl Bench {
     /// Makes a bench without measurements.
     ///
     /// # Errors
-    /// If slat does not open.
+    /// If slat's KVM does not open.
     pub fn new(size: Size) -> Result<Self, Failure> {
         // The progress bar is hidden if standard error is no terminal.
         let progress = ProgressBar::new(0);
@@ -74,13 +70,7 @@ impl Bench {
         );
         Ok(Bench {
             size,
-            slat: Slat::open()?,
-            direct: Slat::open()?.with_mmu(MmuKind::Direct),
-            shadow: Slat::open()?.with_mmu(MmuKind::Shadow),
-            kvm: match size {
-                Size::Tiny => None,
-                Size::Usual | Size::Full => RealKvm::open().ok(),
-            },
+            guests: Guests::open(size)?,
             others: Others::default(),
             experiment: "",
             report: Report::default(),
@@ -118,7 +108,7 @@ impl Bench {
         mut measure: impl FnMut(&Self, &'static str) -> Result<Vec<Sample>, Failure>,
     ) -> Result<(), Failure> {
         let turns = |variant: &str| match variant {
-            RealKvm::NAME => rounds.min(Self::KVM_ROUNDS),
+            REAL_KVM => rounds.min(Self::KVM_ROUNDS),
             _ => rounds,
         };
         let all: usize = variants.iter().map(|variant| turns(variant)).sum();
@@ -184,15 +174,17 @@ impl Bench {
     pub(crate) fn keep(&mut self, maps: Maps) {
         self.report.add_maps(maps.taken);
     }
+}
 
-    /// Returns `variants`, and [`RealKvm::NAME`] if it opened.
-    pub fn with_kvm(&self, variants: &[&'static str]) -> Vec<&'static str> {
-        let mut variants = variants.to_vec();
-        if self.kvm.is_some() {
-            variants.push(RealKvm::NAME);
-        }
-        variants
-    }
+/// Returns the processor time of this thread.
+pub fn thread_time() -> Duration {
+    let mut time = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    // SAFETY: the call writes to a local variable.
+    unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut time) };
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
 /// Returns the shortest of several short runs: a disturbance of a run of milliseconds only makes it longer.

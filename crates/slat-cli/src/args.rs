@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args as ClapArgs, Parser, Subcommand};
 use clap_complete::Shell;
 use slat::MmuKind;
@@ -12,6 +12,7 @@ use slat_kvm::policy::{Assignment, FORMATS, mmu_by_name};
 use slat_kvm::publish::MOST_CELLS;
 use slat_trace::{Buffer, Selection};
 
+use crate::arch::host;
 use crate::gdb::Address;
 
 /// Runs KVM programs in userspace: no /dev/kvm, no root, no virtualization hardware.
@@ -75,13 +76,11 @@ Environment of PROGRAM:
 #[derive(ClapArgs)]
 #[command(after_help = EXIT_STATUS_OF_RUN)]
 pub struct Run {
-    /// What makes the tables: tdp (a tree), direct (shadow pages and a reverse map; ept and npt, also with 5 levels),
-    /// shadow (tables that shadow the guest's own; x86)
-    #[arg(long, value_name = "MMU", default_value = "tdp", value_parser = mmu())]
+    // Not all architectures have the same MMUs and formats, and so the same help.
+    #[arg(long, value_name = "MMU", default_value = "tdp", help = host::MMU, value_parser = mmu())]
     pub mmu: MmuKind,
 
-    /// Format of the tables; usually ept, with the shadow MMU x86
-    #[arg(long, value_name = "FORMAT", value_parser = format())]
+    #[arg(long, value_name = "FORMAT", help = host::FORMAT, value_parser = format())]
     pub format: Option<TableFormat>,
 
     /// Set a policy of the memory system (`slat info` lists them); may be given several times
@@ -325,11 +324,22 @@ pub const ALL: &str = "all";
 
 fn experiments() -> PossibleValuesParser {
     let names = slat_bench::EXPERIMENTS.iter().map(|known| known.name);
-    PossibleValuesParser::new(names.chain([ALL]))
+    // The experiments that are missing here have an error of their own.
+    let missing = slat_bench::missing().into_iter();
+    let missing = missing.map(|name| PossibleValue::new(name).hide(true));
+    let names = names.chain([ALL]).map(PossibleValue::new);
+    PossibleValuesParser::new(names.chain(missing))
+}
+
+/// Returns the MMUs that have tables of a format of this architecture.
+pub fn mmus() -> impl Iterator<Item = MmuKind> {
+    let formats = || FORMATS.iter().filter_map(|name| TableFormat::by_name(name));
+    let mmus = MmuKind::ALL.iter().copied();
+    mmus.filter(move |mmu| formats().any(|format| format.has(*mmu)))
 }
 
 fn mmu() -> impl TypedValueParser<Value = MmuKind> {
-    let names = MmuKind::ALL.iter().map(|mmu| mmu.name());
+    let names = mmus().map(|mmu| mmu.name());
     PossibleValuesParser::new(names).map(|name| mmu_by_name(&name).expect("a possible value"))
 }
 
@@ -342,6 +352,7 @@ fn format() -> impl TypedValueParser<Value = TableFormat> {
 mod tests {
     use super::*;
     use clap::CommandFactory;
+    use slat_kvm::policy::Switch;
 
     fn parse(words: &[&str]) -> Result<Args, clap::Error> {
         Args::try_parse_from([&["slat"], words].concat())
@@ -387,10 +398,12 @@ mod tests {
 
     #[test]
     fn values_are_parsed_into_types() {
-        let run = run(&["--mmu", "direct", "--format", "npt", "--set", "jit=off"]);
-        assert_eq!(run.mmu, MmuKind::Direct);
-        assert_eq!(run.format, Some(TableFormat::Npt));
-        assert_eq!(run.set, ["jit=off".parse().unwrap()]);
+        let (mmu, name) = (mmus().last().unwrap(), FORMATS[1]);
+        let set = ["--set", "userfault=on"];
+        let run = run(&[&["--mmu", mmu.name(), "--format", name], &set[..]].concat());
+        assert_eq!(run.mmu, mmu);
+        assert_eq!(run.format, TableFormat::by_name(name));
+        assert_eq!(run.set, [Assignment::Userfault(Switch(true))]);
     }
 
     #[test]
@@ -409,6 +422,13 @@ mod tests {
     }
 
     #[test]
+    fn what_needs_a_guest_that_is_missing_is_accepted_for_an_error_of_its_own() {
+        for name in slat_bench::missing() {
+            assert_eq!(bench(&[name]).experiment, name);
+        }
+    }
+
+    #[test]
     fn bench_measures_everything_unless_told_what() {
         assert_eq!(bench(&[]).experiment, ALL);
         for experiment in slat_bench::EXPERIMENTS {
@@ -420,19 +440,19 @@ mod tests {
 
     #[test]
     fn json_goes_to_a_file_or_to_standard_output() {
-        assert_eq!(bench(&["cpu"]).json, None);
-        assert_eq!(bench(&["cpu", "--json"]).json, Some("-".into()));
+        assert_eq!(bench(&["split"]).json, None);
+        assert_eq!(bench(&["split", "--json"]).json, Some("-".into()));
         assert_eq!(
-            bench(&["cpu", "--json", "a.json"]).json,
+            bench(&["split", "--json", "a.json"]).json,
             Some("a.json".into())
         );
     }
 
     #[test]
     fn a_page_goes_to_a_file() {
-        assert_eq!(bench(&["cpu"]).html, None);
+        assert_eq!(bench(&["split"]).html, None);
         assert_eq!(
-            bench(&["--html", "a.html", "cpu"]).html,
+            bench(&["--html", "a.html", "split"]).html,
             Some("a.html".into())
         );
         assert!(parse(&["bench", "--html"]).is_err());
@@ -440,15 +460,12 @@ mod tests {
 
     #[test]
     fn what_does_not_exist_is_refused_by_name() {
+        let names: Vec<_> = mmus().map(|mmu| mmu.name()).collect();
+        let values = |names: &[&str]| format!("possible values: {}]", names.join(", "));
+        let (mmus, formats) = (values(&names), values(FORMATS));
         for (words, message) in [
-            (
-                ["run", "--mmu", "ept"],
-                "possible values: tdp, direct, shadow",
-            ),
-            (
-                ["run", "--format", "sv39"],
-                "possible values: ept, ept5, npt, npt5, aarch64, aarch64-lpa2, riscv, riscv57, x86",
-            ),
+            (["run", "--mmu", "ept"], mmus.as_str()),
+            (["run", "--format", "sv39"], formats.as_str()),
             (
                 ["run", "--set", "nx_hugepages=1"],
                 "no policy \"nx_hugepages\". Did you mean nx_huge_pages?",

@@ -20,14 +20,19 @@ const COLUMNS: u16 = 100;
 
 /// Measures, or prints the explanations.
 pub fn run(options: &Bench) -> ExitCode {
-    if env::var_os(slat_bench::EXIT_CLIENT).is_some() {
-        return match slat_bench::measure_exits() {
+    if let Some(done) = slat_bench::as_client() {
+        return match done {
             Ok(lines) => print(&lines),
             Err(e) => {
                 complain(&format!("bench: {e}"));
                 ExitCode::FAILURE
             }
         };
+    }
+    let missing = slat_bench::missing();
+    if missing.contains(&options.experiment.as_str()) {
+        complain(&format!("bench: {}", not_measured(&[&options.experiment])));
+        return ExitCode::FAILURE;
     }
     let selection: Vec<_> = EXPERIMENTS
         .iter()
@@ -40,7 +45,11 @@ pub fn run(options: &Bench) -> ExitCode {
                 experiment.name, experiment.title, experiment.explain
             )
         });
-        return print(&sections.collect::<String>());
+        let mut text: String = sections.collect();
+        if options.experiment == ALL && !missing.is_empty() {
+            text += &format!("{}\n", not_measured(&missing));
+        }
+        return print(&text);
     }
     if let Err(message) = check(&selection, options) {
         complain(&format!("bench: {message}"));
@@ -58,6 +67,12 @@ pub fn run(options: &Bench) -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// Returns a sentence about experiments that other architectures have.
+fn not_measured(names: &[&str]) -> String {
+    let names = names.join(", ");
+    format!("not measured here, because slat runs no guests of this architecture yet: {names}")
 }
 
 /// Checks that the options are possible for every experiment.
@@ -114,7 +129,11 @@ fn measure(selection: &[&Experiment], options: &Bench) -> Result<(), Failure> {
     };
     let report = slat_bench::run_with(selection, size, others)?;
     // The files are written before the tables, so that they are kept even if nothing reads standard output.
-    let text = tables(selection, &report);
+    let mut text = tables(selection, &report);
+    let missing = slat_bench::missing();
+    if options.experiment == ALL && !missing.is_empty() {
+        text += &format!("{}\n", not_measured(&missing));
+    }
     if let Some(page) = page {
         page.write(html::page(selection, &report, size))?;
     }

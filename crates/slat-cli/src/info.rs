@@ -5,18 +5,18 @@ use std::io;
 use std::path::Path;
 use std::process::ExitCode;
 
+use crate::arch::host;
+use crate::arch::program::LINKER;
+use crate::args;
 use crate::output;
-use crate::preload::LINKER;
-use slat_kvm::cpuid::{host_leaf, is_amd};
 use slat_kvm::policy::Assignment;
-use slat_process::pointers::can_be_separate;
 
 /// Prints everything. Facts that cannot be determined are printed as unknown.
 pub fn print() -> ExitCode {
     let mut text = format!("slat {}\n", env!("VERSION_AND_COMMIT"));
     let parts = [
         ("Supported", supported()),
-        ("This host", host()),
+        ("This host", this_host()),
         (
             "Policies (slat run --set POLICY=VALUE): default, values",
             policies(),
@@ -36,12 +36,12 @@ fn supported() -> Vec<(&'static str, String)> {
     vec![
         ("mmu", mmus()),
         ("formats", slat_kvm::policy::FORMATS.join(", ")),
-        ("nested guests", nested_guests()),
+        host::guests(),
     ]
 }
 
 fn mmus() -> String {
-    let names: Vec<_> = slat::MmuKind::ALL.iter().map(|mmu| mmu.name()).collect();
+    let names: Vec<_> = args::mmus().map(|mmu| mmu.name()).collect();
     names.join(", ")
 }
 
@@ -53,23 +53,14 @@ fn policies() -> Vec<(&'static str, String)> {
     lines.collect()
 }
 
-/// Describes what a guest needs to be a hypervisor. Guests check the vendor before they check for SVM.
-fn nested_guests() -> String {
-    let model = match is_amd() {
-        true => "host, or EPYC,+svm",
-        false => "EPYC,+svm; no Intel model",
-    };
-    format!("SVM with nested paging (QEMU: -cpu {model})")
-}
-
-fn host() -> Vec<(&'static str, String)> {
+fn this_host() -> Vec<(&'static str, String)> {
     vec![
         ("/dev/kvm", dev_kvm()),
         ("userfaultfd", userfaultfd()),
         ("huge pages (THP)", thp_mode()),
         ("processors", processors()),
-        ("VMX or SVM", virtualization()),
-        ("dispatch", dispatch()),
+        host::fact(),
+        ("dispatch", host::dispatch().to_owned()),
         ("loading", loading()),
     ]
 }
@@ -115,45 +106,14 @@ fn thp_mode() -> String {
         .to_owned()
 }
 
-/// Returns the processor's own report about virtualization. slat cannot change this report for a program that executes
-/// CPUID.
-fn virtualization() -> String {
-    // Intel SDM, volume 2, CPUID: leaf 1, ECX bit 5. AMD APM, volume 3, appendix E: leaf 8000_0001h, ECX bit 2.
-    let vmx = host_leaf(1, 0).ecx & 1 << 5 != 0;
-    let svm = host_leaf(0x8000_0001, 0).ecx & 1 << 2 != 0;
-    match vmx || svm {
-        true => "yes (slat does not need it)".to_owned(),
-        false => "no (slat does not need it; a program that asks the processor for it by CPUID, as kvmtool does, may refuse to run)".to_owned(),
-    }
-}
-
-/// Whether the kernel redirects to slat the system calls that a program makes without the C library.
-fn is_dispatched() -> bool {
-    const SET_DISPATCH: libc::c_int = 59;
-    const OFF: libc::c_ulong = 0;
-    // SAFETY: the call turns off dispatch, which this thread does not use, or fails.
-    unsafe { libc::prctl(SET_DISPATCH, OFF, 0, 0, 0) == 0 }
-}
-
-fn dispatch() -> String {
-    match is_dispatched() {
-        true => "yes: programs may make system calls of their own (Go with cgo, rustix)",
-        false => {
-            "no: system calls that programs make without the C library are not seen (Linux 5.11)"
-        }
-    }
-    .to_owned()
-}
-
 fn loading() -> String {
     if !Path::new(LINKER).exists() {
         return format!("no: slat's library needs glibc, and {LINKER} is not there");
     }
-    match is_dispatched() && can_be_separate() {
-        true => "yes: static programs and those for musl run",
-        false => "no: static programs and those for musl need dispatch, and FSGSBASE (Linux 5.9)",
+    match host::missing_for_loading() {
+        None => "yes: static programs and those for musl run".to_owned(),
+        Some(needs) => format!("no: static programs and those for musl need {needs}"),
     }
-    .to_owned()
 }
 
 fn processors() -> String {

@@ -1,40 +1,27 @@
 //! The `slat` command: runs KVM programs without `/dev/kvm`.
 
-#[cfg(target_arch = "x86_64")]
+mod arch;
 mod args;
-#[cfg(target_arch = "x86_64")]
 mod bench;
-#[cfg(target_arch = "x86_64")]
 mod documents;
-#[cfg(target_arch = "x86_64")]
 mod gdb;
-#[cfg(target_arch = "x86_64")]
 mod info;
-#[cfg(target_arch = "x86_64")]
 mod launchers;
-#[cfg(target_arch = "x86_64")]
 mod live;
-#[cfg(target_arch = "x86_64")]
 mod map;
-#[cfg(target_arch = "x86_64")]
 mod output;
-#[cfg(target_arch = "x86_64")]
 mod preload;
-#[cfg(target_arch = "x86_64")]
 mod processes;
-#[cfg(target_arch = "x86_64")]
 mod program;
-#[cfg(target_arch = "x86_64")]
 mod run;
-#[cfg(target_arch = "x86_64")]
 mod stat;
-#[cfg(target_arch = "x86_64")]
 mod trace;
 
-#[cfg(target_arch = "x86_64")]
-fn main() -> std::process::ExitCode {
-    use clap::Parser;
+use std::process::ExitCode;
 
+use clap::Parser;
+
+fn main() -> ExitCode {
     let args = match args::Args::try_parse() {
         Ok(args) => args,
         // `exit` would print, too, but would not report a failure to print.
@@ -52,13 +39,4 @@ fn main() -> std::process::ExitCode {
         args::Command::Completions(options) => documents::completions(&options),
         args::Command::Man(options) => documents::man(&options),
     }
-}
-
-#[cfg(not(target_arch = "x86_64"))]
-fn main() -> std::process::ExitCode {
-    eprintln!(
-        "slat: needs an x86-64 host, this one is {} (the engine itself is portable: see the slat crate)",
-        std::env::consts::ARCH
-    );
-    std::process::ExitCode::from(1)
 }

@@ -10,6 +10,8 @@ use std::path::{Path, PathBuf};
 use object::read::elf::{ElfFile64, FileHeader, ProgramHeader};
 use object::{Object, elf};
 
+use crate::arch::program::{MACHINE, NAME};
+
 /// Why PROGRAM cannot run on slat: one line for the user, and the exit status a shell would give.
 #[derive(Debug)]
 pub struct Refusal {
@@ -188,8 +190,8 @@ fn check_elf(file: &Path) -> Result<Reach, Refusal> {
     let Ok(endian) = header.endian() else {
         return refuse("is a damaged ELF file");
     };
-    if header.e_machine(endian) != elf::EM_X86_64 {
-        return refuse("is not an x86-64 program");
+    if header.e_machine(endian) != MACHINE {
+        return refuse(&format!("is not {NAME}"));
     }
     if !matches!(header.e_type(endian), elf::ET_EXEC | elf::ET_DYN) {
         return refuse("is an ELF file, but not a program");

@@ -11,6 +11,7 @@ use std::process::{Command, ExitCode};
 use slat_kvm::policy::{Assignment, check_pair};
 use slat_kvm::symbols::Symbols;
 
+use crate::arch::program::LINKER;
 use crate::args::Run;
 use crate::output::{complain, print};
 use crate::preload::{Order, sanitizer_settings};
@@ -177,13 +178,13 @@ pub fn run(options: &mut Run) -> ExitCode {
     let started = Path::new(command.get_program());
     let remedy = if started != library {
         String::new()
-    } else if Path::new(preload::LINKER).exists() {
+    } else if Path::new(LINKER).exists() {
         ", which loads it: is its directory mounted with noexec? (XDG_CACHE_HOME names another)"
             .to_owned()
     } else {
         format!(
             ", which loads it, needs glibc, and {} is not there: run slat in a container that has it",
-            preload::LINKER
+            LINKER
         )
     };
     complain(&format!(

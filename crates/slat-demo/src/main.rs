@@ -1,16 +1,15 @@
 //! The workspace's first command, `cargo run --release -- run`: only the demonstration, which depends on a third of the
 //! crates that the command `slat` depends on.
 
+use std::io::Write;
 use std::process::ExitCode;
 
-#[cfg(target_arch = "x86_64")]
 const OTHERWISE: &str = "\
 slat-demo: this is the demonstration alone, and its one command is `run`. The command slat:
   cargo install --path crates/slat-cli                  installs it
   cargo run --release -p slat-cli -- COMMAND            builds and runs it in this directory
 ";
 
-#[cfg(target_arch = "x86_64")]
 fn main() -> ExitCode {
     let mut arguments = std::env::args_os().skip(1);
     if !(arguments.next().is_some_and(|command| command == "run") && arguments.next().is_none()) {
@@ -24,7 +23,6 @@ fn main() -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    use std::io::Write;
     let mut output = std::io::stdout().lock();
     match output
         .write_all(text.as_bytes())
@@ -36,13 +34,4 @@ fn main() -> ExitCode {
         }
         _ => ExitCode::SUCCESS,
     }
-}
-
-#[cfg(not(target_arch = "x86_64"))]
-fn main() -> ExitCode {
-    eprintln!(
-        "slat-demo: needs an x86-64 host, this one is {} (the engine itself is portable: see the slat crate)",
-        std::env::consts::ARCH
-    );
-    ExitCode::FAILURE
 }

@@ -1,5 +1,4 @@
 //! The workspace's first command.
-#![cfg(target_arch = "x86_64")]
 
 use std::process::{Command, Output};
 
@@ -19,8 +18,14 @@ fn run_prints_the_account() {
     let output = demo(&["run"]);
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(output.status.success(), "{text}{:?}", output.stderr);
+    let of_architecture = match std::env::consts::ARCH {
+        "x86_64" => {
+            "A KVM program ran on slat: 2 vCPUs, 2 threads, 4 memslots, ept tables. No /dev/kvm."
+        }
+        _ => "No guest ran: slat has no processor for arm64 guests yet.",
+    };
     for line in [
-        "A KVM program ran on slat: 2 vCPUs, 2 threads, 4 memslots, ept tables. No /dev/kvm.",
+        of_architecture,
         "  lost a memslot (2 MiB) while writing to it ",
         "  pf_taken ",
         "  slot_changes ",

@@ -5,12 +5,12 @@ use std::time::{Duration, Instant};
 
 use slat::{Access, Ept, Gpa, Vcpu};
 
-use crate::bare::{self, Bare};
+use crate::Failure;
+use crate::bare::{self, Bare, PAGE};
 use crate::compared::{Line, Rows};
-use crate::machine::guest::PAGE;
-use crate::machine::{Failure, thread_time};
 use crate::report::{Report, Sample, Unit};
 use crate::rounds::Bench;
+use crate::rounds::thread_time;
 use crate::{Experiment, Settable};
 
 const NAME: &str = "faults";

@@ -1,15 +1,12 @@
-//! The experiments. Each has a file or a directory.
+//! The experiments that use the engine without a guest, or whose measurement with a guest is apart. Each has a file or a
+//! directory.
 
-pub mod clone;
-pub mod cpu;
-pub mod dirty;
-pub mod execute;
-pub mod exit;
 pub mod faults;
 pub mod memslots;
-pub mod mmio;
-pub mod nested;
-pub mod prefetch;
 pub mod split;
-pub mod vmm;
 pub mod waits;
+
+/// The names of the experiments that measure nothing without a guest.
+pub const WITH_GUESTS: &[&str] = &[
+    "prefetch", "mmio", "exit", "execute", "dirty", "nested", "clone", "cpu", "vmm",
+];

@@ -1,4 +1,7 @@
 //! Huge leaves that are split for the dirty log before the guest writes to them.
+//!
+//! The calls are those of KVM's API. No guest runs: the engine makes the accesses that a guest's processor would ask it
+//! for, because no time of the guest is measured.
 
 use std::hint::black_box;
 use std::time::Duration;
@@ -6,16 +9,19 @@ use std::time::Duration;
 use kvm_bindings::{
     KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, KVM_DIRTY_LOG_INITIALLY_SET,
     KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE, KVM_MEM_LOG_DIRTY_PAGES, kvm_enable_cap,
+    kvm_userspace_memory_region,
 };
-use slat::Stats;
+use slat::{Access, Gpa, Setting, Stats, Stop};
+use slat_demo::memory::Memory;
+use slat_kvm::engine::EngineVcpu;
+use slat_kvm::{Kvm, VmFd};
 
+use crate::bare::{DATA, PAGE};
 use crate::compared::{Line, Rows};
-use crate::machine::guest::{DATA, PAGE};
-use crate::machine::{Failure, Machine, Memory, Program, Slat, Slot, no_device, thread_time};
 use crate::maps::Maps;
 use crate::report::{Report, Sample};
-use crate::rounds::Bench;
-use crate::{Experiment, Settable};
+use crate::rounds::{Bench, thread_time};
+use crate::{Experiment, Failure, Settable};
 
 const NAME: &str = "split";
 
@@ -83,6 +89,7 @@ const STATES: [(Mapped, &str); 3] = [
     (Mapped::Giga, "1g"),
 ];
 
+const SLOT: u32 = 1;
 const MEGA: u64 = 2 << 20;
 const GIGA: u64 = 1 << 30;
 
@@ -106,14 +113,14 @@ impl Subject {
         })
     }
 
-    fn slot(&self, flags: u32) -> Slot<'_> {
-        Slot {
-            id: 1,
+    fn slot(&self, flags: u32) -> kvm_userspace_memory_region {
+        let offset = if self.mapped == Mapped::Mega { MEGA } else { 0 };
+        kvm_userspace_memory_region {
+            slot: SLOT,
             flags,
-            gpa: DATA,
-            memory: &self.memory,
-            offset: if self.mapped == Mapped::Mega { MEGA } else { 0 },
-            size: self.size,
+            guest_phys_addr: DATA,
+            memory_size: self.size,
+            userspace_addr: self.memory.address() + offset,
         }
     }
 
@@ -145,7 +152,66 @@ impl Subject {
     }
 }
 
+/// A VM with the memslot.
+struct Machine<'s> {
+    subject: &'s Subject,
+    vm: VmFd,
+    vcpu: EngineVcpu,
+}
+
+impl<'s> Machine<'s> {
+    fn new(kvm: &Kvm, subject: &'s Subject) -> Result<Self, Failure> {
+        let vm = kvm.create_vm()?;
+        let vcpu = vm.engine().create_vcpu()?;
+        Ok(Machine { subject, vm, vcpu })
+    }
+
+    /// Creates the memslot, or changes its flags.
+    fn set_slot(&self, flags: u32) -> Result<(), Failure> {
+        // SAFETY: the memory is borrowed for longer than the VM lives, and this process does not access it.
+        unsafe { self.vm.set_user_memory_region(self.subject.slot(flags)) }
+            .map_err(|e| format!("the memslot: {e}"))?;
+        Ok(())
+    }
+
+    fn set_policy(&self, name: &str, value: &str) -> Result<(), Failure> {
+        self.vm.engine().set_policy(Setting::parse(name, value)?);
+        Ok(())
+    }
+
+    /// Writes to one page of each `step` bytes of the memslot, as far as the tables are concerned: makes the faults that
+    /// the writes of a guest would be.
+    fn write_every(&mut self, step: u64) -> Result<(), Failure> {
+        for gpa in (DATA..DATA + self.subject.size).step_by(step as usize) {
+            loop {
+                self.vcpu.enter_unguarded(0);
+                let written = self.vcpu.translate(Gpa(gpa), Access::Write);
+                self.vcpu.leave();
+                match written {
+                    Err(Stop::Retry) => {}
+                    Err(stop) => return Err(stop.into()),
+                    Ok(_) => break,
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn stats(&self) -> Stats {
+        self.vm.engine().stats()
+    }
+}
+
 fn run(bench: &mut Bench) -> Result<(), Failure> {
+    // SAFETY: the call only returns a number.
+    let host_page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+    if host_page != PAGE as libc::c_long {
+        bench.note_missing(format!(
+            "{NAME}: not measured, because this host's pages have {host_page} bytes, and the leaves other sizes."
+        ));
+        return Ok(());
+    }
+    let kvm = Kvm::new()?;
     let mut maps = Maps::new(NAME);
     for (call, name) in CALLS {
         for (mapped, state) in STATES {
@@ -165,15 +231,15 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
             // A buffer as large as the memslot's tables, which is resident from here on.
             let mut table_bytes = vec![1u64; (subject.splits() * PAGE) as usize / 8];
             let case = format!("{name}/{state}");
-            bench.in_turns(&case, rounds, &VARIANTS, |bench, walk| {
+            bench.in_turns(&case, rounds, &VARIANTS, |_, walk| {
                 // The walks read different entries, and have the same result.
-                let mut look = |phase, machine: &Machine<'_, Slat>| {
+                let mut look = |phase, machine: &Machine<'_>| {
                     if walk == DEFAULT {
                         let gpas = DATA..DATA + subject.size;
-                        maps.take(&case, walk, phase, machine.engine(), gpas);
+                        maps.take(&case, walk, phase, Some(machine.vm.engine()), gpas);
                     }
                 };
-                let mut samples = measure(&bench.slat, call, &subject, walk, &mut look)?;
+                let mut samples = measure(&kvm, call, &subject, walk, &mut look)?;
                 if !table_bytes.is_empty() {
                     samples.push(Sample::seconds(LIMIT, stream(&mut table_bytes)));
                 }
@@ -198,24 +264,22 @@ fn stream(words: &mut [u64]) -> Duration {
 }
 
 fn measure(
-    slat: &Slat,
+    kvm: &Kvm,
     call: Call,
     subject: &Subject,
     walk: &str,
-    look: &mut dyn FnMut(&'static str, &Machine<'_, Slat>),
+    look: &mut dyn FnMut(&'static str, &Machine<'_>),
 ) -> Result<Vec<Sample>, Failure> {
-    let mut machine = Machine::new(slat, 1, DATA + subject.size)?;
+    let mut machine = Machine::new(kvm, subject)?;
     machine.set_policy("prefetch", "off")?;
-    machine.touch_system()?;
-    machine.vm().engine().set_contiguous(true);
-    machine.set_slot(&subject.slot(0))?;
-    let before = stats(&machine);
+    machine.vm.engine().set_contiguous(true);
+    machine.set_slot(0)?;
+    let before = machine.stats();
     // The tables do not show which pages were written, so writing one page is enough to populate a whole huge leaf.
-    let populate = Program::write_every(DATA, MEGA, subject.size / MEGA, 1);
-    machine.run(&[populate], &no_device)?;
+    machine.write_every(MEGA)?;
     protect_manually(&machine, true)?;
     if subject.mapped == Mapped::Small {
-        split_and_stay(&machine, subject)?;
+        split_and_stay(&machine)?;
     }
     protect_manually(&machine, call != Call::Enable)?;
     let from_above = walk == FROM_ABOVE;
@@ -224,40 +288,40 @@ fn measure(
         "hierarchical_protect",
         if from_above { "on" } else { "off" },
     )?;
-    let now = stats(&machine).since(&before);
+    let now = machine.stats().since(&before);
     let leaves = [now.pages_4k, now.pages_2m, now.pages_1g];
     if leaves != subject.leaves() {
         return Err(format!("mapped by {leaves:?} leaves, not {:?}", subject.leaves()).into());
     }
     look("before", &machine);
-    machine.vm().engine().warm_frames(subject.splits() as usize);
+    machine.vm.engine().warm_frames(subject.splits() as usize);
 
-    let before = stats(&machine);
-    let log = subject.slot(KVM_MEM_LOG_DIRTY_PAGES);
+    let before = machine.stats();
+    let log = KVM_MEM_LOG_DIRTY_PAGES;
     let (time, calls) = match call {
-        Call::Enable => (timed(|| machine.set_slot(&log))?, 1),
+        Call::Enable => (timed(|| machine.set_slot(log))?, 1),
         Call::Split => {
-            machine.set_slot(&log)?;
+            machine.set_slot(log)?;
             let no_page = subject.no_page();
-            (timed(|| clear(&machine, subject, &no_page))?, 1)
+            (timed(|| clear(&machine, &no_page))?, 1)
         }
         Call::Clear => {
-            machine.set_slot(&log)?;
+            machine.set_slot(log)?;
             let mut time = Duration::ZERO;
             for _ in 0..2 {
-                write_all(&mut machine, subject)?;
-                let dirty = machine.vm().get_dirty_log(1, subject.size as usize)?;
+                machine.write_every(PAGE)?;
+                let dirty = machine.vm.get_dirty_log(SLOT, subject.size as usize)?;
                 let marked: u64 = dirty.iter().map(|word| u64::from(word.count_ones())).sum();
                 if marked != subject.pages() {
                     return Err(format!("{marked} pages dirty of {}", subject.pages()).into());
                 }
-                time += timed(|| clear(&machine, subject, &dirty))?;
+                time += timed(|| clear(&machine, &dirty))?;
             }
             (time, 2)
         }
     };
     look("after", &machine);
-    let now = stats(&machine).since(&before);
+    let now = machine.stats().since(&before);
     if now.splits != subject.splits() {
         return Err(format!("{} leaves split, not {}", now.splits, subject.splits()).into());
     }
@@ -271,10 +335,10 @@ fn measure(
 }
 
 /// Switches manual protection: with it a log begins with all pages dirty and none protected.
-fn protect_manually(machine: &Machine<'_, Slat>, manual: bool) -> Result<(), Failure> {
+fn protect_manually(machine: &Machine<'_>, manual: bool) -> Result<(), Failure> {
     let options = KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE | KVM_DIRTY_LOG_INITIALLY_SET;
     let options = if manual { options } else { 0 };
-    Ok(machine.vm().enable_cap(&kvm_enable_cap {
+    Ok(machine.vm.enable_cap(&kvm_enable_cap {
         cap: KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2,
         args: [options.into(), 0, 0, 0],
         ..Default::default()
@@ -283,15 +347,11 @@ fn protect_manually(machine: &Machine<'_, Slat>, manual: bool) -> Result<(), Fai
 
 /// Logs the memslot just until all of it is split. Protects nothing, and prevents split leaves from being merged when
 /// the log ends.
-fn split_and_stay<'m>(machine: &Machine<'m, Slat>, subject: &'m Subject) -> Result<(), Failure> {
-    machine.set_slot(&subject.slot(KVM_MEM_LOG_DIRTY_PAGES))?;
-    clear(machine, subject, &subject.no_page())?;
+fn split_and_stay(machine: &Machine<'_>) -> Result<(), Failure> {
+    machine.set_slot(KVM_MEM_LOG_DIRTY_PAGES)?;
+    clear(machine, &machine.subject.no_page())?;
     machine.set_policy("huge_pages", "off")?;
-    machine.set_slot(&subject.slot(0))
-}
-
-fn stats(machine: &Machine<'_, Slat>) -> Stats {
-    machine.vm().engine().stats()
+    machine.set_slot(0)
 }
 
 fn timed(work: impl FnOnce() -> Result<(), Failure>) -> Result<Duration, Failure> {
@@ -300,15 +360,10 @@ fn timed(work: impl FnOnce() -> Result<(), Failure>) -> Result<Duration, Failure
     Ok(thread_time() - began)
 }
 
-fn write_all(machine: &mut Machine<'_, Slat>, subject: &Subject) -> Result<(), Failure> {
-    machine.run(&[Program::write(DATA, subject.pages(), 1)], &no_device)?;
-    Ok(())
-}
-
 /// Calls `KVM_CLEAR_DIRTY_LOG` for the whole memslot.
-fn clear(machine: &Machine<'_, Slat>, subject: &Subject, bitmap: &[u64]) -> Result<(), Failure> {
-    let pages = u32::try_from(subject.pages())?;
-    Ok(machine.vm().clear_dirty_log(1, 0, pages, bitmap)?)
+fn clear(machine: &Machine<'_>, bitmap: &[u64]) -> Result<(), Failure> {
+    let pages = u32::try_from(machine.subject.pages())?;
+    Ok(machine.vm.clear_dirty_log(SLOT, 0, pages, bitmap)?)
 }
 
 fn compare(report: &Report) -> Vec<Line> {

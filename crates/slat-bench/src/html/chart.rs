@@ -1,8 +1,8 @@
 //! The contents of a chart: the lines of the table, as bars.
 
 use crate::compared::{Goal, Line};
-use crate::machine::{Api, RealKvm};
 use crate::report::Unit;
+use crate::rounds::REAL_KVM;
 
 /// The number of cases in one picture above which they are divided by the first part of their names.
 const CASES: usize = 6;
@@ -122,7 +122,7 @@ impl<'a> Chart<'a> {
         };
         if let Some((name, value)) = line.before {
             let role = match name {
-                RealKvm::NAME => Role::Kvm,
+                REAL_KVM => Role::Kvm,
                 _ => Role::Before,
             };
             case.add_once(bar(role, name, value));
@@ -140,7 +140,7 @@ impl<'a> Chart<'a> {
             });
         }
         if let Some(value) = line.kvm {
-            case.add_once(bar(Role::Kvm, RealKvm::NAME, value));
+            case.add_once(bar(Role::Kvm, REAL_KVM, value));
         }
     }
 

@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use crate::machine::{Api, RealKvm};
+use crate::arch::real_kvm;
 use crate::rounds::Size;
 
 /// Returns the facts about machine and run that a reader needs, each with a name and a value.
@@ -23,13 +23,7 @@ pub fn facts(size: Size) -> Vec<(&'static str, String)> {
             fs::read_to_string("/proc/sys/kernel/osrelease")
                 .map_or_else(|_| unknown(), |release| release.trim().to_owned()),
         ),
-        (
-            "/dev/kvm",
-            match RealKvm::open() {
-                Ok(_) => "opens: measured, too".to_owned(),
-                Err(e) => format!("not measured: {e}"),
-            },
-        ),
+        ("/dev/kvm", real_kvm()),
         (
             "sizes",
             match size {

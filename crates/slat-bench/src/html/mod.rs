@@ -34,7 +34,9 @@ pub fn page(selection: &[&Experiment], report: &Report, size: Size) -> String {
     let contents = html! {
         p.lead {
             "What each mechanism of KVM\u{2019}s guest-memory system is worth: every one on and off \
-             within one run, with real guests."
+             within one run"
+            @if crate::missing().is_empty() { ", with real guests" }
+            "."
         }
         dl.facts {
             @for (name, value) in facts::facts(size) {

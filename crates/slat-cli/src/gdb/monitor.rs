@@ -3,9 +3,9 @@
 use gdbstub::outputln;
 use gdbstub::target::ext::monitor_cmd::{ConsoleOutput, MonitorCmd};
 
-use super::arch::Registers;
 use super::process::Space;
 use super::target::Vm;
+use crate::arch::gdb::describe;
 
 const HELP: &str = "\
 info            the VM and its vCPUs
@@ -14,17 +14,6 @@ xp ADDRESS [N]  show N bytes (64 if not given) of guest-physical memory";
 
 /// The most bytes that `xp` shows.
 const MOST_SHOWN: usize = 64 << 10;
-
-/// Returns the mode of a vCPU.
-fn mode(registers: &Registers) -> &'static str {
-    let bit = |name, bit: u32| registers.value(name) >> bit & 1 != 0;
-    match (bit("cr0", 0), bit("efer", 10), bit("cr0", 31)) {
-        (false, ..) => "real mode",
-        (true, true, _) => "long mode",
-        (true, false, true) => "protected mode with paging",
-        (true, false, false) => "protected mode",
-    }
-}
 
 /// Reads a number, decimal or after `0x` hexadecimal.
 fn number(text: &str) -> Option<u64> {
@@ -40,12 +29,7 @@ impl Vm {
         outputln!(out, "VM {} of process {}", self.number, self.pid);
         for vcpu in self.process.vcpus()? {
             if let Some(registers) = self.registers(vcpu)? {
-                let value = |name| registers.value(name);
-                let long = value("efer") >> 10 & 1 != 0;
-                let base = if long { 0 } else { value("cs_base") };
-                let at = value("rip").wrapping_add(base);
-                let mode = mode(&registers);
-                outputln!(out, "vCPU {vcpu}: {mode}, at linear address {at:#x}");
+                outputln!(out, "vCPU {vcpu}: {}", describe(&registers));
             }
         }
         Ok(())

@@ -18,7 +18,7 @@ use gdbstub::target::ext::thread_extra_info::{ThreadExtraInfo, ThreadExtraInfoOp
 use gdbstub::target::{Target, TargetError, TargetResult};
 use slat_kvm::debugger::MOST_PROBES;
 
-use super::arch::{Amd64, Number, Registers};
+use super::arch::{Guest, Number, Registers};
 use super::process::{Process, Space, Stopped};
 
 /// The errno for something that does not exist.
@@ -121,10 +121,10 @@ fn fatal(message: String) -> TargetError<String> {
 }
 
 impl Target for Vm {
-    type Arch = Amd64;
+    type Arch = Guest;
     type Error = String;
 
-    fn base_ops(&mut self) -> BaseOps<'_, Amd64, String> {
+    fn base_ops(&mut self) -> BaseOps<'_, Guest, String> {
         BaseOps::MultiThread(self)
     }
 

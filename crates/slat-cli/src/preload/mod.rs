@@ -31,10 +31,6 @@ static LIBRARY: &[u8] = include_bytes!(concat!(
     "/../../../deps/libslat_preload.so"
 ));
 
-/// The program that starts the library as a program: glibc's dynamic linker, which a machine with another C library
-/// lacks.
-pub const LINKER: &str = "/lib64/ld-linux-x86-64.so.2";
-
 /// Mode of the library's file: the dynamic linker reads it, and the kernel starts it as a program.
 const MODE: u32 = 0o755;
 

@@ -18,10 +18,10 @@ use slat::{
 
 use super::Case;
 use super::layout::{Layout, gpa};
+use crate::Failure;
 use crate::array::{ArrayVcpu, ArrayVm};
-use crate::bare::{self, Bare};
-use crate::machine::guest::PAGE;
-use crate::machine::{Failure, thread_time};
+use crate::bare::{self, Bare, PAGE};
+use crate::rounds::thread_time;
 
 /// Distance from a guest address to its backing address, which is never accessed.
 const DISPLACEMENT: u64 = 1 << 44;

@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use super::Case;
-use crate::machine::guest::{DATA, PAGE};
+use crate::bare::{DATA, PAGE};
 
 /// The number of pages at the beginning that are in memslots, but that no case uses.
 const EXTRA: u64 = (64 << 10) / PAGE;
@@ -14,7 +14,7 @@ const MIB: u64 = (1 << 20) / PAGE;
 
 /// Guest memory in memslots, at [`DATA`]; pages are counted from there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Layout {
+pub(crate) struct Layout {
     /// The number of memslots, not counting slot 0, which every VM has.
     slots: u64,
     pages: u64,
@@ -22,7 +22,7 @@ pub(super) struct Layout {
 
 impl Layout {
     /// Makes the layout of `case` with `slots` memslots; `None` if the case has fewer pages.
-    pub(super) fn new(case: Case, slots: u64) -> Option<Self> {
+    pub(crate) fn new(case: Case, slots: u64) -> Option<Self> {
         let mib = match case {
             Case::Map => 32,
             Case::Unmap | Case::Unmap2m => 128,
@@ -36,7 +36,7 @@ impl Layout {
     }
 
     /// Returns the pages of memslot number `index` (its id is one more). The last memslot also has the remainder.
-    pub(super) fn slot(&self, index: u64) -> Range<u64> {
+    pub(crate) fn slot(&self, index: u64) -> Range<u64> {
         let each = self.pages / self.slots;
         let end = if index + 1 == self.slots {
             self.pages
@@ -47,22 +47,22 @@ impl Layout {
     }
 
     /// Returns the number of memslots.
-    pub(super) fn slots(&self) -> u64 {
+    pub(crate) fn slots(&self) -> u64 {
         self.slots
     }
 
     /// Returns the number of all pages.
-    pub(super) fn pages(&self) -> u64 {
+    pub(crate) fn pages(&self) -> u64 {
         self.pages
     }
 
     /// Returns the pages that the cases use.
-    pub(super) fn area(&self) -> Range<u64> {
+    pub(crate) fn area(&self) -> Range<u64> {
         EXTRA..self.pages
     }
 
     /// Returns the halves of the area.
-    pub(super) fn halves(&self) -> [Range<u64>; 2] {
+    pub(crate) fn halves(&self) -> [Range<u64>; 2] {
         let Range { start, end } = self.area();
         let middle = u64::midpoint(start, end);
         [start..middle, middle..end]
@@ -70,7 +70,7 @@ impl Layout {
 
     /// Cuts `range` into pieces of at most `chunk` pages, each within one memslot. A piece is the range of one call for
     /// host memory, because memslots are not contiguous in the host.
-    pub(super) fn pieces(
+    pub(crate) fn pieces(
         &self,
         range: Range<u64>,
         chunk: u64,
@@ -91,13 +91,13 @@ impl Layout {
     }
 
     /// Returns the memslot that moves: the last one.
-    pub(super) fn moved(&self) -> u64 {
+    pub(crate) fn moved(&self) -> u64 {
         self.slots - 1
     }
 
     /// Returns the pages that are written while the slot moves: if the slot is `active`, half of these pages are in it
     /// (or all of the slot, if it is smaller).
-    pub(super) fn written(&self, active: bool) -> Range<u64> {
+    pub(crate) fn written(&self, active: bool) -> Range<u64> {
         let slot = self.slot(self.moved());
         let inside = match active {
             true => (MOVED / 2).min(slot.end - slot.start),
@@ -107,13 +107,13 @@ impl Layout {
     }
 
     /// Returns the first page to which the slot moves: after all memory.
-    pub(super) fn destination(&self) -> u64 {
+    pub(crate) fn destination(&self) -> u64 {
         self.pages
     }
 }
 
 /// Returns the guest address of a page.
-pub(super) fn gpa(page: u64) -> u64 {
+pub(crate) fn gpa(page: u64) -> u64 {
     DATA + page * PAGE
 }
 

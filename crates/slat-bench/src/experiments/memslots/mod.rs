@@ -1,26 +1,23 @@
 //! The time to look up memslots, and to change them.
 //!
 //! Each case of memslot_perf_test is measured twice. [`mod@inside`] compares the time inside the memory system with an
-//! array's. [`mod@program`] compares the time that a KVM program waits with a real KVM's.
+//! array's. The other measurement needs a guest, and is the architecture's (`crate::arch`): it compares the time that a
+//! KVM program waits with a real KVM's.
 
 mod inside;
-mod layout;
-mod program;
-
-use std::time::Duration;
+pub(crate) mod layout;
 
 use crate::compared::{Line, Rows};
-use crate::machine::guest::PAGE;
-use crate::machine::{Api, Failure, Memory, Pages, RealKvm};
 use crate::published;
-use crate::report::{Report, Sample, Unit};
-use crate::rounds::{Bench, Size};
-use crate::{Experiment, Settable};
+use crate::report::{Report, Sample};
+use crate::rounds::{Bench, REAL_KVM, Size};
+use crate::{Experiment, Failure, Settable};
 use inside::{Array, Direct, Inside, Shadow, Slat, Tables, Tdp};
 use layout::Layout;
 
-const NAME: &str = "memslots";
+pub(crate) const NAME: &str = "memslots";
 
+/// The experiment without the measurement that needs a guest.
 pub const EXPERIMENT: Experiment = Experiment {
     name: NAME,
     title: "memslots: an array that is copied on every change, and slat's trees",
@@ -43,7 +40,7 @@ waits for. That includes madvise and, but for moves and setup, the guest's instr
 
 /// A case of memslot_perf_test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Case {
+pub(crate) enum Case {
     Map,
     Unmap,
     Unmap2m,
@@ -54,7 +51,7 @@ enum Case {
 }
 
 impl Case {
-    const ALL: [Case; 7] = [
+    pub(crate) const ALL: [Case; 7] = [
         Case::Map,
         Case::Unmap,
         Case::Unmap2m,
@@ -88,7 +85,8 @@ impl Case {
         format!("{:.0} % are {slots}", (100.0 - tables).max(0.0))
     }
 
-    fn with(self, slots: u64) -> String {
+    /// Returns the name of the case with this number of memslots.
+    pub(crate) fn with(self, slots: u64) -> String {
         format!("{}/{slots}", self.name())
     }
 
@@ -105,10 +103,13 @@ impl Case {
 }
 
 const SECONDS: &str = "seconds_per_op";
-const WALL: &str = "wall_seconds_per_op";
-const SLOTS: [u64; 7] = [10, 30, 50, 100, 509, 8194, 32764];
+/// The metric of the measurement that needs a guest.
+pub(crate) const WALL: &str = "wall_seconds_per_op";
+/// The numbers of memslots.
+pub(crate) const SLOTS: [u64; 7] = [10, 30, 50, 100, 509, 8194, 32764];
 const ARRAY: &str = "array";
-const SLAT: &str = "slat";
+/// The variant that is slat.
+pub(crate) const SLAT: &str = "slat";
 const TABLES: &str = "tables";
 const DIRECT: &str = "direct";
 const SHADOW: &str = "shadow";
@@ -121,15 +122,6 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
         for case in Case::ALL {
             if let Some(layout) = Layout::new(case, *slots) {
                 inside(bench, case, *slots, layout)?;
-            }
-        }
-    }
-    let pages = Layout::new(Case::Rw, 10).map_or(0, |layout| layout.pages());
-    let memory = Memory::new((pages * PAGE) as usize, 2 << 20, Pages::Small)?;
-    for slots in bench.size.pick(&[10][..], &[10, 509], &SLOTS) {
-        for case in Case::ALL {
-            if let Some(layout) = Layout::new(case, *slots) {
-                program(bench, case, *slots, layout, &memory)?;
             }
         }
     }
@@ -186,31 +178,6 @@ fn inside(bench: &mut Bench, case: Case, slots: u64, layout: Layout) -> Result<(
     Ok(())
 }
 
-fn program(
-    bench: &mut Bench,
-    case: Case,
-    slots: u64,
-    layout: Layout,
-    memory: &Memory,
-) -> Result<(), Failure> {
-    let budget = Duration::from_millis(bench.size.pick(1, 30, 200));
-    let rounds = bench.size.pick(1, 3, 5);
-    // A KVM that interprets needs seconds for each pass through 512 MiB.
-    let variants = match case {
-        Case::Rw if bench.size != Size::Full => vec![SLAT],
-        _ => bench.with_kvm(&[SLAT]),
-    };
-    bench.in_turns(&case.with(slots), rounds, &variants, |bench, variant| {
-        let time = match &bench.kvm {
-            Some(kvm) if variant == RealKvm::NAME => {
-                program::measure(kvm, case, layout, memory, budget)?
-            }
-            _ => program::measure(&bench.slat, case, layout, memory, budget)?,
-        };
-        Ok(vec![Sample::new(WALL, Unit::Seconds, time)])
-    })
-}
-
 fn compare(report: &Report) -> Vec<Line> {
     let mut lines = Vec::new();
     for slots in SLOTS {
@@ -250,7 +217,7 @@ fn compare(report: &Report) -> Vec<Line> {
             let name = case.with(slots);
             let against = |before| Line::compare(report, NAME, &name, WALL, before, SLAT);
             let asked = matches!(case, Case::MoveActive | Case::MoveInactive);
-            lines.extend(match against(RealKvm::NAME) {
+            lines.extend(match against(REAL_KVM) {
                 Some(line) if asked => Some(line.change_at_most(-0.9)),
                 Some(line) => Some(line),
                 None => Line::of(report, NAME, &name, WALL, SLAT),
@@ -265,8 +232,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn array_and_slat_and_the_program_take_the_same_faults() {
-        // The run itself counts the faults, and checks what the guest wrote.
+    fn array_and_slat_take_the_same_faults() {
+        // The run itself counts the faults.
         let report = crate::run(&[&EXPERIMENT], Size::Tiny).unwrap();
         for case in Case::ALL {
             let name = case.with(100);
@@ -275,8 +242,6 @@ mod tests {
             }
             let tables = report.value(NAME, &name, TABLES, SECONDS);
             assert_eq!(tables.is_some_and(|time| time > 0.0), case != Case::Setup);
-            let name = case.with(10);
-            assert!(report.value(NAME, &name, SLAT, WALL).unwrap() > 0.0);
         }
     }
 }

@@ -6,8 +6,8 @@ mod unrelated;
 
 use std::time::{Duration, Instant};
 
+use crate::Failure;
 use crate::compared::{Line, Rows, shown};
-use crate::machine::Failure;
 use crate::report::{Report, Sample, Unit};
 use crate::rounds::Bench;
 use crate::{Experiment, Settable};

@@ -11,9 +11,8 @@ use slat::{
 };
 
 use super::unrelated;
-use crate::bare::{self, Bare};
-use crate::machine::Failure;
-use crate::machine::guest::PAGE;
+use crate::Failure;
+use crate::bare::{self, Bare, PAGE};
 
 /// The large memslot, and its backing address.
 const SLOT: u32 = 0;

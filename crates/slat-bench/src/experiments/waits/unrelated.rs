@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 use slat::{Access, Ept, Gpa, Hva, Region, Stop, Vcpu, Vm};
 
 use super::histogram::Histogram;
-use crate::bare::{self, Bare};
-use crate::machine::guest::PAGE;
-use crate::machine::{Failure, thread_time};
+use crate::Failure;
+use crate::bare::{self, Bare, PAGE};
+use crate::rounds::thread_time;
 
 /// The addresses of memslots far from the large one and from each other, so that they share no table with it except the
 /// root.

@@ -1,0 +1,47 @@
+//! AArch64, for whose guests slat has no processor yet: only the experiments that use the engine without a guest.
+
+use crate::experiments::{faults, memslots, split, waits};
+use crate::rounds::{Bench, Size};
+use crate::{Experiment, Failure};
+
+/// All experiments, in the order in which they run.
+pub const EXPERIMENTS: &[Experiment] = &[
+    MEMSLOTS,
+    split::EXPERIMENT,
+    waits::EXPERIMENT,
+    faults::EXPERIMENT,
+];
+
+const MEMSLOTS: Experiment = Experiment {
+    run: memslots_without_program,
+    ..memslots::EXPERIMENT
+};
+
+fn memslots_without_program(bench: &mut Bench) -> Result<(), Failure> {
+    bench.note_missing(format!(
+        "{}: {} is not measured, because slat runs no guest of this architecture yet.",
+        memslots::NAME,
+        memslots::WALL
+    ));
+    (memslots::EXPERIMENT.run)(bench)
+}
+
+/// The KVMs on which guests run: none.
+pub struct Guests;
+
+impl Guests {
+    /// Opens nothing, and never fails.
+    pub fn open(_: Size) -> Result<Self, Failure> {
+        Ok(Guests)
+    }
+}
+
+/// Describes whether a real KVM is measured.
+pub(crate) fn real_kvm() -> String {
+    "not measured: only guests are measured on it, and this slat has none yet".to_owned()
+}
+
+/// Returns `None`, because no experiment starts this process as a KVM program.
+pub fn as_client() -> Option<Result<String, Failure>> {
+    None
+}

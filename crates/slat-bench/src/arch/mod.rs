@@ -1,0 +1,23 @@
+//! The experiments that need guests of the host's architecture, and the KVMs on which these guests run.
+//!
+//! | item | what an architecture provides |
+//! |---|---|
+//! | `EXPERIMENTS` | all experiments, in the order in which they run: those of `crate::experiments`, and its own |
+//! | `Guests` | the KVMs of its experiments, with `open` |
+//! | `real_kvm` | whether a real `/dev/kvm` is measured, too |
+//! | `as_client` | the part of a process that an experiment has started as a KVM program |
+//!
+//! This is the only file that asks for the architecture.
+
+#[cfg(target_arch = "aarch64")]
+mod aarch64;
+#[cfg(target_arch = "x86_64")]
+mod x86_64;
+
+#[cfg(target_arch = "aarch64")]
+use aarch64 as chosen;
+#[cfg(target_arch = "x86_64")]
+use x86_64 as chosen;
+
+pub(crate) use chosen::real_kvm;
+pub use chosen::{EXPERIMENTS, Guests, as_client};

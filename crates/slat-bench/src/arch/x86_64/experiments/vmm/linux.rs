@@ -1,0 +1,161 @@
+//! Linux guests under an unmodified QEMU: their boot, and their work afterwards.
+
+use std::fs::File;
+use std::io::Write;
+use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::NAME;
+use super::guests::{GUESTS, Guest, LINUX};
+use crate::Linux;
+use crate::arch::x86_64::machine::{Api, Failure, Slat};
+use crate::arch::x86_64::qemu::{self, Qemu, TemporaryFile};
+use crate::compared::Line;
+use crate::report::{Report, Sample, Unit};
+use crate::rounds::Bench;
+
+const BOOT: &str = "boot_cpu_seconds";
+/// All works of a guest.
+const WORKS: &str = "works_cpu_seconds";
+const IDLE: &str = "idle_share_of_core";
+const READ: &str = "read_bytes_per_s";
+/// QEMU's own software CPU.
+const TCG: &str = "tcg";
+
+/// The time during which a guest is still busy after it has booted.
+const SETTLING: Duration = Duration::from_secs(5);
+
+pub fn run(bench: &mut Bench) -> Result<(), Failure> {
+    let Some(linux) = bench.others.linux.clone() else {
+        bench.note_missing(
+            "vmm: Linux was not measured: --materials DIR names its kernel and its initrd, which conformance/vmm/materials (in slat's sources) prepares.".to_owned(),
+        );
+        return Ok(());
+    };
+    let disk = Disk::new(bench.size.pick(1, 512, 2048))?;
+    for guest in GUESTS {
+        match look_for(guest, &linux) {
+            Ok(version) => bench.note(format!("tcg is that of {version}.")),
+            Err(why) => {
+                bench.note_missing(format!("vmm: {} was not measured: {why}.", guest.case));
+                continue;
+            }
+        }
+        let (rounds, idle) = (bench.size.pick(1, 3, 5), bench.size.pick(1, 10, 30));
+        bench.in_turns(guest.case, rounds, &[TCG, Slat::NAME], |_, variant| {
+            let mut qemu = guest.start(&linux, variant == Slat::NAME, &disk.file.0)?;
+            let mut samples = work(guest, &mut qemu)?;
+            if guest.case == LINUX {
+                samples.extend(devices(&mut qemu, Duration::from_secs(idle), &disk)?);
+            }
+            Ok(samples)
+        })?;
+    }
+    Ok(())
+}
+
+/// Returns the version of QEMU, if all files are there. An error says what is missing, and how to get it.
+fn look_for(guest: &Guest, linux: &Linux) -> Result<String, String> {
+    let directory = linux.materials.display();
+    let command = [
+        "conformance/vmm/materials",
+        &directory.to_string(),
+        guest.what,
+    ]
+    .join(" ");
+    let remedy = format!("`{}` (in slat's sources) prepares it", command.trim_end());
+    let Some(version) = qemu::version() else {
+        return Err(format!("there is no QEMU here; {remedy}"));
+    };
+    match guest
+        .files()
+        .find(|name| !linux.materials.join(name).is_file())
+    {
+        Some(name) => Err(format!("{directory} has no {name}; {remedy}")),
+        None => Ok(version),
+    }
+}
+
+/// Measures the boot, the works, and the boots after them.
+fn work(guest: &Guest, qemu: &mut Qemu) -> Result<Vec<Sample>, Failure> {
+    qemu.boot()?;
+    let mut samples = vec![Sample::seconds(BOOT, qemu.cpu_time()?)];
+    thread::sleep(SETTLING);
+    let mut all = Duration::ZERO;
+    for work in guest.works {
+        let before = qemu.cpu_time()?;
+        qemu.run(work.command)?;
+        let used = qemu.cpu_time()? - before;
+        samples.push(Sample::seconds(work.metric, used));
+        all += used;
+    }
+    samples.push(Sample::seconds(WORKS, all));
+    for metric in guest.again {
+        let before = qemu.cpu_time()?;
+        qemu.reboot()?;
+        samples.push(Sample::seconds(metric, qemu.cpu_time()? - before));
+    }
+    Ok(samples)
+}
+
+/// Measures the idle guest for `time`, and then its reads of `disk`.
+fn devices(qemu: &mut Qemu, time: Duration, disk: &Disk) -> Result<[Sample; 2], Failure> {
+    let (began, before) = (Instant::now(), qemu.cpu_time()?);
+    thread::sleep(time);
+    let used = qemu.cpu_time()? - before;
+    let share = used.as_secs_f64() / began.elapsed().as_secs_f64();
+    let read = qemu.run("dd if=/dev/vda of=/dev/null bs=1M iflag=direct status=none")?;
+    let speed = disk.bytes as f64 / read.as_secs_f64();
+    Ok([
+        Sample::new(IDLE, Unit::Share, share),
+        Sample::new(READ, Unit::PerSecond, speed),
+    ])
+}
+
+/// Returns the comparisons of all guests, in the order in which they are measured.
+pub fn compare(report: &Report) -> Vec<Line> {
+    let mut lines = Vec::new();
+    for guest in GUESTS {
+        let line = |metric| Line::compare(report, NAME, guest.case, metric, TCG, Slat::NAME);
+        let most = |metric, most: f64| Some(line(metric)?.change_at_most(most - 1.0));
+        lines.extend(most(BOOT, guest.boot));
+        lines.extend(
+            guest
+                .works
+                .iter()
+                .filter_map(|work| most(work.metric, work.most)),
+        );
+        lines.extend(most(WORKS, guest.together));
+        lines.extend((guest.again.iter()).filter_map(|metric| most(metric, guest.boot)));
+        lines.extend(line(IDLE).map(|line| line.at_most(0.02)));
+        lines.extend(line(READ).map(|line| line.at_least(200e6)));
+    }
+    lines
+}
+
+/// A file of the host's, in its page cache.
+struct Disk {
+    file: TemporaryFile,
+    bytes: u64,
+}
+
+impl Disk {
+    fn new(mebibytes: u64) -> Result<Self, Failure> {
+        let file = TemporaryFile::new("disk")?;
+        write(&file.0, mebibytes).map_err(|e| format!("{}: {e}", file.0.display()))?;
+        Ok(Disk {
+            file,
+            bytes: mebibytes << 20,
+        })
+    }
+}
+
+fn write(path: &Path, mebibytes: u64) -> std::io::Result<()> {
+    let mut file = File::create(path)?;
+    // The content has no holes or zeroes, which QEMU may treat specially.
+    let block: Vec<u8> = (0..1 << 20)
+        .map(|index: u32| (index >> 4) as u8 | 1)
+        .collect();
+    (0..mebibytes).try_for_each(|_| file.write_all(&block))
+}

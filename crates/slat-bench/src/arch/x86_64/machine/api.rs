@@ -1,0 +1,228 @@
+//! The KVM API as the experiments use it, over slat in this process and over a real `/dev/kvm`.
+//!
+//! slat-kvm has kvm-ioctls' names, so one macro implements both.
+
+use kvm_bindings::{
+    KVM_MAX_CPUID_ENTRIES, KvmIrqRouting, kvm_irq_routing_entry, kvm_regs, kvm_sregs,
+    kvm_userspace_memory_region,
+};
+use kvm_ioctls::{IoEventAddress, NoDatamatch, VcpuExit};
+use slat::MmuKind;
+use slat_kvm::engine::EngineVm;
+use vmm_sys_util::eventfd::EventFd;
+
+pub use crate::Failure;
+use crate::rounds::REAL_KVM;
+
+/// A KVM.
+pub trait Api: Sized {
+    /// The name of this KVM's variant in measurements.
+    const NAME: &'static str;
+    /// The type of this KVM's VMs.
+    type Vm: VmApi;
+
+    /// Opens the KVM.
+    ///
+    /// # Errors
+    /// The errors of `open("/dev/kvm")`.
+    fn open() -> Result<Self, Failure>;
+
+    /// Creates a VM without memory.
+    ///
+    /// # Errors
+    /// KVM's errors.
+    fn create_vm(&self) -> Result<Self::Vm, Failure>;
+
+    /// Creates a vCPU whose CPUID reports all features that this KVM supports.
+    ///
+    /// # Errors
+    /// KVM's errors.
+    fn create_vcpu(&self, vm: &Self::Vm, id: u64) -> Result<<Self::Vm as VmApi>::Vcpu, Failure>;
+}
+
+/// A VM.
+pub trait VmApi: Send + Sync {
+    /// The type of this VM's vCPUs.
+    type Vcpu: VcpuApi;
+
+    /// Does `KVM_SET_USER_MEMORY_REGION`.
+    ///
+    /// # Errors
+    /// KVM's errors.
+    ///
+    /// # Safety
+    /// The memory that backs the memslot outlives the memslot, and this process relies on nothing in the memory that a
+    /// concurrent write would break.
+    unsafe fn set_region(&self, region: kvm_userspace_memory_region) -> Result<(), Failure>;
+
+    /// Does `KVM_CREATE_IRQCHIP`.
+    ///
+    /// # Errors
+    /// KVM's errors.
+    fn create_irqchip(&self) -> Result<(), Failure>;
+
+    /// Does `KVM_SET_GSI_ROUTING` with one route, and `KVM_IRQFD`: each signal of `event` is an
+    /// interrupt of that route.
+    ///
+    /// # Errors
+    /// KVM's errors.
+    fn route_irqfd(&self, event: &EventFd, route: kvm_irq_routing_entry) -> Result<(), Failure>;
+
+    /// Does `KVM_IOEVENTFD`: each write to `gpa` signals `event`.
+    ///
+    /// # Errors
+    /// KVM's errors.
+    fn set_ioeventfd(&self, event: &EventFd, gpa: u64) -> Result<(), Failure>;
+
+    /// Returns slat's engine with its counts and policies; `None` for a real KVM.
+    fn engine(&self) -> Option<&EngineVm>;
+}
+
+/// A vCPU.
+pub trait VcpuApi: Send {
+    /// Does `KVM_GET_SREGS`.
+    ///
+    /// # Errors
+    /// KVM's errors.
+    fn sregs(&self) -> Result<kvm_sregs, Failure>;
+
+    /// Does `KVM_SET_SREGS`.
+    ///
+    /// # Errors
+    /// KVM's errors.
+    fn set_sregs(&self, sregs: &kvm_sregs) -> Result<(), Failure>;
+
+    /// Does `KVM_GET_REGS`.
+    ///
+    /// # Errors
+    /// KVM's errors.
+    fn regs(&self) -> Result<kvm_regs, Failure>;
+
+    /// Does `KVM_SET_REGS`.
+    ///
+    /// # Errors
+    /// KVM's errors.
+    fn set_regs(&self, regs: &kvm_regs) -> Result<(), Failure>;
+
+    /// Does `KVM_GET_TSC_KHZ`.
+    ///
+    /// # Errors
+    /// KVM's errors.
+    fn tsc_khz(&self) -> Result<u32, Failure>;
+
+    /// Does `KVM_RUN`.
+    ///
+    /// # Errors
+    /// KVM's errors.
+    fn run(&mut self) -> Result<VcpuExit<'_>, Failure>;
+}
+
+macro_rules! api {
+    ($name:ident, $backend:ident, $variant:expr, open $open:block, engine($vm:ident) $engine:expr) => {
+        #[doc = concat!("KVM as `", stringify!($backend), "` has it.")]
+        pub struct $name($backend::Kvm);
+
+        impl Api for $name {
+            const NAME: &'static str = $variant;
+            type Vm = $backend::VmFd;
+
+            fn open() -> Result<Self, Failure> {
+                $open
+                Ok($name($backend::Kvm::new()?))
+            }
+
+            fn create_vm(&self) -> Result<Self::Vm, Failure> {
+                Ok(self.0.create_vm()?)
+            }
+
+            fn create_vcpu(&self, vm: &Self::Vm, id: u64) -> Result<$backend::VcpuFd, Failure> {
+                let vcpu = vm.create_vcpu(id)?;
+                vcpu.set_cpuid2(&self.0.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)?)?;
+                Ok(vcpu)
+            }
+        }
+
+        impl VmApi for $backend::VmFd {
+            type Vcpu = $backend::VcpuFd;
+
+            unsafe fn set_region(
+                &self,
+                region: kvm_userspace_memory_region,
+            ) -> Result<(), Failure> {
+                // SAFETY: the caller's promise.
+                unsafe { self.set_user_memory_region(region) }
+                    .map_err(|e| format!("memslot {}: {e}", region.slot))?;
+                Ok(())
+            }
+
+            fn create_irqchip(&self) -> Result<(), Failure> {
+                Ok(self.create_irq_chip()?)
+            }
+
+            fn route_irqfd(
+                &self,
+                event: &EventFd,
+                route: kvm_irq_routing_entry,
+            ) -> Result<(), Failure> {
+                self.set_gsi_routing(&KvmIrqRouting::from_entries(&[route])?)?;
+                Ok(self.register_irqfd(event, route.gsi)?)
+            }
+
+            fn set_ioeventfd(&self, event: &EventFd, gpa: u64) -> Result<(), Failure> {
+                let address = IoEventAddress::Mmio(gpa);
+                Ok(self.register_ioevent(event, &address, NoDatamatch)?)
+            }
+
+            fn engine(&self) -> Option<&EngineVm> {
+                let $vm = self;
+                $engine
+            }
+        }
+
+        impl VcpuApi for $backend::VcpuFd {
+            fn sregs(&self) -> Result<kvm_sregs, Failure> {
+                Ok(self.get_sregs()?)
+            }
+
+            fn set_sregs(&self, sregs: &kvm_sregs) -> Result<(), Failure> {
+                Ok($backend::VcpuFd::set_sregs(self, sregs)?)
+            }
+
+            fn regs(&self) -> Result<kvm_regs, Failure> {
+                Ok(self.get_regs()?)
+            }
+
+            fn set_regs(&self, regs: &kvm_regs) -> Result<(), Failure> {
+                Ok($backend::VcpuFd::set_regs(self, regs)?)
+            }
+
+            fn tsc_khz(&self) -> Result<u32, Failure> {
+                Ok(self.get_tsc_khz()?)
+            }
+
+            fn run(&mut self) -> Result<VcpuExit<'_>, Failure> {
+                Ok($backend::VcpuFd::run(self)?)
+            }
+        }
+    };
+}
+
+api!(
+    Slat, slat_kvm, "slat",
+    // The experiments install no handler, so no thread has to check for signals.
+    open { slat_kvm::watch_signals(); },
+    engine(vm) Some(vm.engine())
+);
+impl Slat {
+    /// Returns this KVM, but with VMs whose tables `mmu` makes.
+    #[must_use]
+    pub fn with_mmu(self, mmu: MmuKind) -> Self {
+        Slat(self.0.with_mmu(mmu))
+    }
+}
+
+api!(
+    RealKvm, kvm_ioctls, REAL_KVM,
+    open {},
+    engine(_vm) None
+);

@@ -1,0 +1,20 @@
+//! The registers for GDB.
+
+use crate::gdb::Registers;
+
+/// GDB's name of the architecture.
+pub const NAME: &str = "aarch64";
+
+/// The name of the program counter.
+pub const PC: &str = "pc";
+
+/// Returns the definitions of the types that GDB's feature uses but does not define, if a register of type `kind` is the
+/// first one of its feature: none, because there is no register yet.
+pub fn types(_kind: &str, _is_first: bool) -> &'static str {
+    ""
+}
+
+/// Describes what a vCPU does.
+pub fn describe(registers: &Registers) -> String {
+    format!("at virtual address {:#x}", registers.value(PC))
+}

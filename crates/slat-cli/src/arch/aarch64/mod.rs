@@ -1,0 +1,6 @@
+//! AArch64.
+
+pub mod gdb;
+pub mod host;
+pub mod processors;
+pub mod program;

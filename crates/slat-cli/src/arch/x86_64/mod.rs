@@ -1,0 +1,6 @@
+//! x86-64.
+
+pub mod gdb;
+pub mod host;
+pub mod processors;
+pub mod program;

@@ -1,0 +1,34 @@
+//! The account of what a program did, and how long it took.
+
+use std::time::Duration;
+
+/// What a program did, step by step.
+pub struct Account {
+    lines: Vec<String>,
+}
+
+impl Account {
+    /// Makes an account without steps. `title` may have several lines.
+    pub fn new(title: impl Into<String>, heading: &str) -> Self {
+        Account {
+            lines: vec![title.into(), String::new(), heading.to_owned()],
+        }
+    }
+
+    /// Adds a step.
+    pub fn step(&mut self, what: impl Into<String>, time: Duration) {
+        let what = what.into();
+        self.lines
+            .push(format!("  {what:<64} {:>9}", milliseconds(time)));
+    }
+
+    /// Returns the text. It ends with an empty line.
+    pub fn text(mut self, total: Duration) -> String {
+        self.step("all together", total);
+        self.lines.join("\n") + "\n\n"
+    }
+}
+
+fn milliseconds(time: Duration) -> String {
+    format!("{:.2} ms", time.as_secs_f64() * 1e3)
+}

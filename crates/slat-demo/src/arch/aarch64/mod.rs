@@ -1,0 +1,15 @@
+//! The demonstration on AArch64: guest memory without a guest. slat has no processor for arm64 guests yet, so threads
+//! make the accesses that vCPUs would make.
+//!
+//! | file | idea |
+//! |---|---|
+//! | `access` | an access to guest memory, through the engine |
+//! | `vm` | a VM with its memslots |
+//! | `program` | what the threads do with the memory, and the account of it |
+
+mod access;
+pub(crate) mod program;
+mod vm;
+
+/// What slat's other crates use: nothing.
+pub mod for_other_crates {}

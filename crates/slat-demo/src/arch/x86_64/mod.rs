@@ -1,0 +1,20 @@
+//! The demonstration on x86-64: a guest.
+//!
+//! | file | idea |
+//! |---|---|
+//! | `long_mode` | long mode without firmware: `slat bench` uses it, too |
+//! | `guest` | the guest's code, its memory, and its phases |
+//! | `machine` | the KVM program: memslots, vCPUs, threads |
+//! | `progress` | messages about what the guest is doing, when the program takes long |
+//! | `program` | the account of it |
+
+mod guest;
+pub mod long_mode;
+mod machine;
+pub(crate) mod program;
+mod progress;
+
+/// What slat's other crates use.
+pub mod for_other_crates {
+    pub use super::long_mode;
+}
