@@ -5,7 +5,9 @@ use slat_kvm::report::grouped;
 
 use crate::published;
 use crate::report::{Report, Unit};
-use crate::rounds::REAL_KVM;
+
+/// The name of a real KVM's variant in measurements.
+pub const REAL_KVM: &str = "kvm";
 
 /// A line of a table: one metric of one case, before and after.
 #[derive(Clone, Debug)]

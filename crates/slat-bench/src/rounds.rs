@@ -5,13 +5,10 @@ use std::time::{Duration, Instant};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::arch::Guests;
-use crate::compared::shown;
+use crate::compared::{REAL_KVM, shown};
 use crate::maps::Maps;
 use crate::report::{Report, Sample};
 use crate::{Failure, Others};
-
-/// The name of a real KVM's variant in measurements.
-pub const REAL_KVM: &str = "kvm";
 
 /// The amount of measurements.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -529,16 +529,16 @@ mod tests {
     #[test]
     fn parameters_are_found_where_there_is_no_such_directory() {
         for module in ["kvm", "kvm_intel", "kvm_amd"] {
-            let path = format!("/sys/module//{module}/./parameters/nx_huge_pages");
+            let path = format!("/sys/module//{module}/./parameters/halt_poll_ns");
             assert_eq!(
                 at(libc::AT_FDCWD, &path),
-                Some(Special::Parameter("nx_huge_pages"))
+                Some(Special::Parameter("halt_poll_ns"))
             );
         }
         for path in [
             "/sys/module/kvm/parameters/no_such_parameter",
-            "/sys/module/kvm_riscv/parameters/nx_huge_pages",
-            "/sys/module/kvm/parameters/x/nx_huge_pages",
+            "/sys/module/kvm_riscv/parameters/halt_poll_ns",
+            "/sys/module/kvm/parameters/x/halt_poll_ns",
         ] {
             assert_eq!(at(libc::AT_FDCWD, path), None, "{path}");
         }

@@ -1,8 +1,7 @@
 //! The contents of a chart: the lines of the table, as bars.
 
-use crate::compared::{Goal, Line};
+use crate::compared::{Goal, Line, REAL_KVM};
 use crate::report::Unit;
-use crate::rounds::REAL_KVM;
 
 /// The number of cases in one picture above which they are divided by the first part of their names.
 const CASES: usize = 6;

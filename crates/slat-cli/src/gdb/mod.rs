@@ -25,7 +25,6 @@ use std::process::ExitCode;
 use gdbstub::stub::{DisconnectReason, GdbStub};
 
 use crate::output::complain;
-pub use arch::Registers;
 pub use connection::Address;
 use connection::Listener;
 use process::Process;

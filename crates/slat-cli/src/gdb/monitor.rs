@@ -29,7 +29,11 @@ impl Vm {
         outputln!(out, "VM {} of process {}", self.number, self.pid);
         for vcpu in self.process.vcpus()? {
             if let Some(registers) = self.registers(vcpu)? {
-                outputln!(out, "vCPU {vcpu}: {}", describe(&registers));
+                outputln!(
+                    out,
+                    "vCPU {vcpu}: {}",
+                    describe(|name| registers.value(name))
+                );
             }
         }
         Ok(())

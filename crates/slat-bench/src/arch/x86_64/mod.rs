@@ -16,8 +16,9 @@ mod qemu;
 
 use slat::MmuKind;
 
+use crate::compared::REAL_KVM;
 use crate::experiments::{faults, split, waits};
-use crate::rounds::{REAL_KVM, Size};
+use crate::rounds::Size;
 use crate::{Experiment, Failure};
 use experiments::exit;
 use machine::{Api, RealKvm, Slat};

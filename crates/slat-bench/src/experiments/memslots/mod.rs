@@ -7,10 +7,10 @@
 mod inside;
 pub(crate) mod layout;
 
-use crate::compared::{Line, Rows};
+use crate::compared::{Line, REAL_KVM, Rows};
 use crate::published;
 use crate::report::{Report, Sample};
-use crate::rounds::{Bench, REAL_KVM, Size};
+use crate::rounds::{Bench, Size};
 use crate::{Experiment, Failure, Settable};
 use inside::{Array, Direct, Inside, Shadow, Slat, Tables, Tdp};
 use layout::Layout;

@@ -1,7 +1,5 @@
 //! The registers for GDB.
 
-use crate::gdb::Registers;
-
 /// GDB's name of the architecture.
 pub const NAME: &str = "aarch64";
 
@@ -14,7 +12,7 @@ pub fn types(_kind: &str, _is_first: bool) -> &'static str {
     ""
 }
 
-/// Describes what a vCPU does.
-pub fn describe(registers: &Registers) -> String {
-    format!("at virtual address {:#x}", registers.value(PC))
+/// Describes what a vCPU does. `value` returns the value of a register, by its name.
+pub fn describe(value: impl Fn(&str) -> u64) -> String {
+    format!("at virtual address {:#x}", value(PC))
 }

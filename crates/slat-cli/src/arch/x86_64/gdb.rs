@@ -1,7 +1,5 @@
 //! The registers for GDB.
 
-use crate::gdb::Registers;
-
 /// GDB's name of the architecture.
 pub const NAME: &str = "i386:x86-64";
 
@@ -40,8 +38,8 @@ pub fn types(kind: &str, is_first: bool) -> &'static str {
 }
 
 /// Returns the mode of a vCPU.
-fn mode(registers: &Registers) -> &'static str {
-    let bit = |name, bit: u32| registers.value(name) >> bit & 1 != 0;
+fn mode(value: impl Fn(&str) -> u64) -> &'static str {
+    let bit = |name, bit: u32| value(name) >> bit & 1 != 0;
     match (bit("cr0", 0), bit("efer", 10), bit("cr0", 31)) {
         (false, ..) => "real mode",
         (true, true, _) => "long mode",
@@ -50,12 +48,11 @@ fn mode(registers: &Registers) -> &'static str {
     }
 }
 
-/// Describes what a vCPU does.
-pub fn describe(registers: &Registers) -> String {
-    let value = |name| registers.value(name);
+/// Describes what a vCPU does. `value` returns the value of a register, by its name.
+pub fn describe(value: impl Fn(&str) -> u64) -> String {
     let long = value("efer") >> 10 & 1 != 0;
     let base = if long { 0 } else { value("cs_base") };
     let at = value("rip").wrapping_add(base);
-    let mode = mode(registers);
+    let mode = mode(value);
     format!("{mode}, at linear address {at:#x}")
 }

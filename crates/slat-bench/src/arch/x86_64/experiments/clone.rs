@@ -216,30 +216,3 @@ fn compare(report: &Report) -> Vec<Line> {
     }
     lines
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::Size;
-
-    #[test]
-    fn a_clone_shares_what_it_does_not_write() {
-        let report = crate::run(&[&EXPERIMENT], Size::Tiny).unwrap();
-        assert_eq!(
-            report.cases(NAME),
-            ["together/1", "together/2", "together/3"]
-        );
-        let bytes = |variant| {
-            report
-                .value(NAME, "together/2", variant, "private_bytes")
-                .unwrap()
-        };
-        // A VM has 1 MiB of its own, and a clone shares all of it except 16 pages.
-        assert!(
-            bytes(CLONE) + 512e3 < bytes(ANEW),
-            "{} {}",
-            bytes(CLONE),
-            bytes(ANEW)
-        );
-    }
-}

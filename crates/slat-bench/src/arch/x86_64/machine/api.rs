@@ -12,7 +12,7 @@ use slat_kvm::engine::EngineVm;
 use vmm_sys_util::eventfd::EventFd;
 
 pub use crate::Failure;
-use crate::rounds::REAL_KVM;
+use crate::compared::REAL_KVM;
 
 /// A KVM.
 pub trait Api: Sized {

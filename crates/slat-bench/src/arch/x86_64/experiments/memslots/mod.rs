@@ -6,10 +6,11 @@ use std::time::Duration;
 
 use crate::arch::x86_64::machine::{Memory, Pages};
 use crate::bare::PAGE;
+use crate::compared::REAL_KVM;
 use crate::experiments::memslots::layout::Layout;
 use crate::experiments::memslots::{self, Case, SLAT, SLOTS, WALL};
 use crate::report::{Sample, Unit};
-use crate::rounds::{Bench, REAL_KVM, Size};
+use crate::rounds::{Bench, Size};
 use crate::{Experiment, Failure};
 
 /// The experiment with both measurements.
