@@ -112,9 +112,6 @@ impl Script {
         let what = format!("{run:x?} {:x?}", self.configuration);
         self.records.push((8, what));
     }
-    pub fn write(&mut self, at: u64, value: u64) {
-        self.push(&[4, at, value]);
-    }
     pub fn read(&mut self, at: u64) {
         self.push(&[3, at]);
         self.records.push((1, format!("word at {at:#x}")));

@@ -138,7 +138,7 @@ fn run(script: &Script, random: &mut Random, base: u64, sctlr: u64) -> Run {
         },
         // Accesses, also across pages.
         3 | 4 => {
-            let at = base | DATA | 0xff0 + random.below(16);
+            let at = base | DATA | (0xff0 + random.below(16));
             let at = if random.one_in(2) {
                 at + 0x4000_0000
             } else {

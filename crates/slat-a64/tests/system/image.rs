@@ -13,7 +13,6 @@ pub const TABLES: u64 = 0x4050_0000;
 /// Words that are SVC #1 twice.
 pub const DATA: u64 = 0x4060_0000;
 pub const DATA_END: u64 = 0x4080_0000;
-pub const OUTPUT: u64 = 0x4100_0000;
 /// A block of zeros.
 pub const ZEROS: u64 = 0x4200_0000;
 pub const UART: u64 = 0x0900_0000;
@@ -75,7 +74,7 @@ impl Image {
 
 /// Returns the address of the random tables of a granule and level.
 pub fn tables(granule: u64, level: u64) -> u64 {
-    TABLES + (granule * 4 + level << 16)
+    TABLES + ((granule * 4 + level) << 16)
 }
 
 fn run(program: &str, arguments: &[&str]) -> Option<()> {

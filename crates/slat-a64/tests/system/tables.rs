@@ -45,13 +45,13 @@ fn descriptor(random: &mut Random, granule: u64, level: u64) -> u64 {
         };
         // A table somewhere in those of the next level.
         let within = random.below(1 << 16) & !((1 << GRANULES[granule as usize].min(16)) - 1);
-        return tables(granule, level + 1) + within | great | hierarchy | 3;
+        return (tables(granule, level + 1) + within) | great | hierarchy | 3;
     }
     let address = match (level, granule) {
         (3, _) => match random.below(16) {
             0 => 0x8000_0000,
             1 => ZEROS,
-            _ => DATA + random.below(DATA_END - DATA) & !0xffff,
+            _ => (DATA + random.below(DATA_END - DATA)) & !0xffff,
         },
         (2, 0) => [DATA, ZEROS][random.below(2) as usize],
         (2, 1) => ZEROS,
@@ -109,7 +109,7 @@ fn configure(script: &mut Script, random: &mut Random, flags: Flags) -> Half {
     let level = first_level(GRANULES[granule as usize], input);
     let base = match random.below(24) {
         // QEMU's devices are below 1 TiB.
-        0 => random.next() & (1 << 48) - 1 | 1 << 40,
+        0 => random.next() & ((1 << 48) - 1) | 1 << 40,
         _ => tables(granule, level) + (random.below(1 << 16) & !0xfff),
     };
     let has_devices = random.one_in(2);
@@ -140,7 +140,7 @@ struct Half {
 }
 
 fn address(random: &mut Random, half: &Half) -> u64 {
-    let within = random.next() & (1 << half.input) - 1;
+    let within = random.next() & ((1 << half.input) - 1);
     let sign = if half.upper { !0 << half.input } else { 0 };
     match random.below(24) {
         // Out of range, and with a tag.
