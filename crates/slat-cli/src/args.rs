@@ -352,7 +352,6 @@ fn format() -> impl TypedValueParser<Value = TableFormat> {
 mod tests {
     use super::*;
     use clap::CommandFactory;
-    use slat_kvm::policy::Switch;
 
     fn parse(words: &[&str]) -> Result<Args, clap::Error> {
         Args::try_parse_from([&["slat"], words].concat())
@@ -403,7 +402,7 @@ mod tests {
         let run = run(&[&["--mmu", mmu.name(), "--format", name], &set[..]].concat());
         assert_eq!(run.mmu, mmu);
         assert_eq!(run.format, TableFormat::by_name(name));
-        assert_eq!(run.set, [Assignment::Userfault(Switch(true))]);
+        assert_eq!(run.set, ["userfault=on".parse().unwrap()]);
     }
 
     #[test]

@@ -1,5 +1,4 @@
 //! The output of `slat`, and what happens when it cannot be written.
-#![cfg(target_arch = "x86_64")]
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -18,7 +17,10 @@ const PRINTING: &[&[&str]] = &[
     &["run"],
 ];
 /// The shortest experiment.
-const SHORT: &str = "dirty";
+const SHORT: &str = match cfg!(target_arch = "x86_64") {
+    true => "dirty",
+    false => "faults",
+};
 
 fn slat(arguments: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_slat"));

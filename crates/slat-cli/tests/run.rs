@@ -1,5 +1,4 @@
 //! `slat run` as a user sees it.
-#![cfg(target_arch = "x86_64")]
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -60,28 +59,72 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).unwrap()
 }
 
+/// The number of this machine in an ELF file, the name of its programs in messages, and its dynamic linkers: glibc's, and
+/// musl's with zeros behind it, so that both have the same length.
+const MACHINE: (u8, &str, &[u8], &[u8]) = match IS_X86 {
+    true => (
+        62,
+        "not an x86-64 program",
+        b"/lib64/ld-linux-x86-64.so.2\0",
+        b"/lib64/ld-musl-x86_64.so.1\0\0",
+    ),
+    false => (
+        183,
+        "not an arm64 program",
+        b"/lib/ld-linux-aarch64.so.1\0",
+        b"/lib/ld-musl-aarch64.so.1\0\0",
+    ),
+};
+const IS_X86: bool = cfg!(target_arch = "x86_64");
+
 /// Makes the header and one loadable segment of an ELF program that needs no dynamic linker. It ends with what
 /// `/dev/kvm` answers to KVM_GET_API_VERSION.
 fn static_program() -> Vec<u8> {
     const BASE: u64 = 0x40_0000;
     const HEADERS: u64 = 64 + 56;
-    // Each instruction of the kernel's takes its number in EAX, and its arguments in EDI, ESI and EDX.
-    let code = [
-        &[0x48, 0x8d, 0x3d, 0x27, 0, 0, 0][..], // lea rdi, [rip + 0x27]: the path
-        &[0xbe, 2, 0, 0, 0],                    // O_RDWR
-        &[0xb8, 2, 0, 0, 0, 0x0f, 0x05],        // open
-        &[0x89, 0xc7],
-        &[0xbe, 0x00, 0xae, 0, 0], // KVM_GET_API_VERSION
-        &[0x31, 0xd2],
-        &[0xb8, 16, 0, 0, 0, 0x0f, 0x05], // ioctl
-        &[0x89, 0xc7],
-        &[0xb8, 231, 0, 0, 0, 0x0f, 0x05], // exit_group
-        &[0xcc, 0xcc],
-        b"/dev/kvm\0",
-    ]
-    .concat();
+    let code = match IS_X86 {
+        // Each instruction of the kernel's takes its number in EAX, and its arguments in EDI, ESI and EDX.
+        true => [
+            &[0x48, 0x8d, 0x3d, 0x27, 0, 0, 0][..], // lea rdi, [rip + 0x27]: the path
+            &[0xbe, 2, 0, 0, 0],                    // O_RDWR
+            &[0xb8, 2, 0, 0, 0, 0x0f, 0x05],        // open
+            &[0x89, 0xc7],
+            &[0xbe, 0x00, 0xae, 0, 0], // KVM_GET_API_VERSION
+            &[0x31, 0xd2],
+            &[0xb8, 16, 0, 0, 0, 0x0f, 0x05], // ioctl
+            &[0x89, 0xc7],
+            &[0xb8, 231, 0, 0, 0, 0x0f, 0x05], // exit_group
+            &[0xcc, 0xcc],
+            b"/dev/kvm\0",
+        ]
+        .concat(),
+        // The number is in x8, the arguments are in x0, x1 and x2.
+        false => {
+            const SVC: u32 = 0xd400_0001;
+            let instructions = [
+                0x9280_0c60, // mov x0, #-100: AT_FDCWD
+                0x1000_0161, // adr x1, . + 44: the path
+                0xd280_0042, // mov x2, #2: O_RDWR
+                0xd280_0708, // mov x8, #56: openat
+                SVC,
+                0xd295_c001, // mov x1, #0xae00: KVM_GET_API_VERSION
+                0xd280_0002, // mov x2, #0
+                0xd280_03a8, // mov x8, #29: ioctl
+                SVC,
+                0xd280_0bc8, // mov x8, #94: exit_group
+                SVC,
+                0xd420_0000, // brk #0
+            ];
+            let mut code: Vec<_> = instructions
+                .into_iter()
+                .flat_map(u32::to_le_bytes)
+                .collect();
+            code.extend(b"/dev/kvm\0");
+            code
+        }
+    };
     let mut file = vec![0x7f, b'E', b'L', b'F', 2, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0];
-    file.extend([2, 0, 62, 0, 1, 0, 0, 0]); // executable, x86-64
+    file.extend([2, 0, MACHINE.0, 0, 1, 0, 0, 0]); // executable
     for word in [BASE + HEADERS, 64, 0] {
         file.extend(word.to_le_bytes()); // entry, program headers, section headers
     }
@@ -163,7 +206,15 @@ fn a_statically_linked_program_uses_slat() {
     let output = scratch.slat(&["run", "--", file.to_str().unwrap()]);
     assert_eq!(text(&output.stderr), "");
     assert_eq!(output.status.code(), Some(API_VERSION));
-    // Started by another program.
+}
+
+#[test]
+fn a_statically_linked_program_that_another_one_starts_uses_slat() {
+    let scratch = Scratch::new("started");
+    if !can_load(&scratch) {
+        return;
+    }
+    let file = scratch.file("program", 0o755, &static_program());
     let command = format!("{}; exit $?", file.display());
     let output = scratch.slat(&["run", "--", "sh", "-c", &command]);
     assert_eq!(text(&output.stderr), "");
@@ -173,12 +224,12 @@ fn a_statically_linked_program_uses_slat() {
 #[test]
 fn a_program_for_another_machine_is_refused() {
     let scratch = Scratch::new("foreign");
-    let mut arm = static_program();
-    arm[18] = 183;
+    let mut other = static_program();
+    other[18] = 243; // RISC-V
     let mut narrow = static_program();
     narrow[4] = 1;
     for (name, content, reason) in [
-        ("arm", arm, "not an x86-64 program"),
+        ("other", other, MACHINE.1),
         ("narrow", narrow, "32-bit"),
         ("text", b"hello\n".to_vec(), "neither an ELF program nor"),
         ("cut", static_program()[..70].to_vec(), "damaged"),
@@ -215,12 +266,12 @@ fn a_program_whose_dynamic_linker_is_missing_is_127() {
     let scratch = Scratch::new("linker");
     // /bin/true, but with the interpreter name of musl's.
     let mut musl = fs::read("/bin/true").unwrap();
-    let interpreter = b"/lib64/ld-linux-x86-64.so.2\0";
+    let (_, _, interpreter, musls) = MACHINE;
     let at = musl
         .windows(interpreter.len())
         .position(|w| w == interpreter)
         .unwrap();
-    musl[at..at + interpreter.len()].copy_from_slice(b"/lib64/ld-musl-x86_64.so.1\0\0");
+    musl[at..at + interpreter.len()].copy_from_slice(musls);
     let (status, message) = scratch.refused(&scratch.file("musl", 0o755, &musl));
     assert_eq!(status, 127);
     assert!(message.contains("ld-musl"), "{message}");
@@ -396,7 +447,11 @@ fn without_a_program_the_built_in_one_runs_and_is_accounted_for() {
     let output = scratch.slat(&["run"]);
     assert!(output.status.success(), "{}", text(&output.stderr));
     let account = text(&output.stdout);
-    for word in ["2 vCPUs", "functions", "device register", "memslot"] {
+    let own = match IS_X86 {
+        true => ["2 vCPUs", "functions"],
+        false => ["2 threads", "No guest ran"],
+    };
+    for word in own.into_iter().chain(["device register", "memslot"]) {
         assert!(account.contains(word), "no '{word}' in:\n{account}");
     }
     assert!(account.lines().count() <= 30, "{account}");
@@ -407,7 +462,8 @@ fn info_tells_what_is_there() {
     let scratch = Scratch::new("info");
     let output = scratch.slat(&["info"]);
     assert!(output.status.success());
-    for word in ["ept", "tdp", "/dev/kvm", "userfaultfd"] {
+    let format = slat_kvm::policy::FORMATS[0];
+    for word in [format, "tdp", "/dev/kvm", "userfaultfd"] {
         assert!(text(&output.stdout).contains(word), "no '{word}'");
     }
 }
@@ -443,10 +499,10 @@ fn what_is_no_process_and_no_command_is_refused_with_what_is() {
 fn bench_refuses_a_policy_that_the_experiment_sets() {
     let scratch = Scratch::new("policies");
     for (arguments, reason) in [
-        (["prefetch", "--set", "prefetch=off"], "prefetch"),
-        (["all", "--set", "huge_pages=off"], "dirty"),
-        (["faults", "--set", "jit=off"], "faults"),
-        (["mmio", "--materials", "."], "vmm"),
+        (["split", "--set", "prefetch=off"], "split"),
+        (["all", "--set", "huge_pages=off"], "split"),
+        (["faults", "--set", "userfault=on"], "faults"),
+        (["faults", "--materials", "."], "vmm"),
     ] {
         let output = scratch.slat(&[&["bench"], &arguments[..]].concat());
         assert_eq!(output.status.code(), Some(2));
@@ -466,10 +522,11 @@ fn completions_and_manual_pages_know_the_options_and_the_exit_statuses() {
         assert!(output.status.success(), "{}", text(&output.stderr));
         text(&output.stdout)
     };
+    let format = slat_kvm::policy::FORMATS[0];
     for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
         let script = printed(&["completions", shell]);
         assert!(
-            script.contains("stats") && script.contains("shadow"),
+            script.contains("stats") && script.contains(format),
             "{shell}"
         );
     }
@@ -491,11 +548,23 @@ fn completions_and_manual_pages_know_the_options_and_the_exit_statuses() {
 #[test]
 fn bench_explains_itself_without_measuring() {
     let scratch = Scratch::new("explain");
-    let output = scratch.slat(&["bench", "mmio", "--explain"]);
+    let output = scratch.slat(&["bench", "split", "--explain"]);
     assert!(output.status.success());
-    assert!(text(&output.stdout).contains("doorbell"));
+    assert!(text(&output.stdout).contains("skip-last-level"));
     let all = scratch.slat(&["bench", "--explain"]);
     for experiment in slat_bench::EXPERIMENTS {
         assert!(text(&all.stdout).contains(experiment.explain));
+    }
+}
+
+#[test]
+fn bench_names_what_needs_a_guest_that_is_missing() {
+    let scratch = Scratch::new("missing-guests");
+    let all = text(&scratch.slat(&["bench", "--explain"]).stdout);
+    for name in slat_bench::missing() {
+        let output = scratch.slat(&["bench", name]);
+        assert_eq!(output.status.code(), Some(1));
+        assert!(text(&output.stderr).contains("runs no guests of this architecture yet"));
+        assert!(all.lines().last().unwrap().contains(name), "{all}");
     }
 }

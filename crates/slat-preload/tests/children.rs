@@ -1,5 +1,4 @@
 //! Programs that a program executes: slat follows even those that load no libraries.
-#![cfg(target_arch = "x86_64")]
 
 mod common;
 

@@ -1,6 +1,5 @@
 //! KVM's descriptors look and behave like the kernel's. Every client here runs twice: under the library, and on the
 //! machine's own KVM if that opens.
-#![cfg(target_arch = "x86_64")]
 
 mod common;
 
@@ -23,7 +22,7 @@ on_both! {
 
 mod client {
     use crate::common::{demand_slats, is_native};
-    use std::ffi::{CStr, CString};
+    use std::ffi::{CStr, CString, c_char};
     use std::fs;
     use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
     use std::os::unix::fs::MetadataExt;
@@ -32,8 +31,11 @@ mod client {
     const KVM_CREATE_VCPU: u64 = 0xae41;
     const KVM_GET_STATS_FD: u64 = 0xaece;
     const KVM_CREATE_GUEST_MEMFD: u64 = 0xc040_aed4;
-    /// The kernel's value. The C library's constant is 0.
-    const O_LARGEFILE: i32 = 0o100_000;
+    /// The kernel's value: the C library's is 0.
+    const O_LARGEFILE: i32 = match cfg!(target_arch = "x86_64") {
+        true => 0o100_000,
+        false => 0o400_000,
+    };
 
     #[derive(Clone, Copy, Debug, PartialEq)]
     enum Kind {
@@ -71,12 +73,15 @@ mod client {
             add(kvm, Kind::Device, "/dev/kvm");
             let vm = libc::ioctl(kvm, KVM_CREATE_VM, 0);
             add(vm, Kind::Anonymous, "anon_inode:kvm-vm");
-            let vcpu = libc::ioctl(vm, KVM_CREATE_VCPU, 3);
-            add(vcpu, Kind::Anonymous, "anon_inode:kvm-vcpu:3");
             let stats = libc::ioctl(vm, KVM_GET_STATS_FD, 0);
             add(stats, Kind::Stats, "anon_inode:kvm-vm-stats");
-            let stats = libc::ioctl(vcpu, KVM_GET_STATS_FD, 0);
-            add(stats, Kind::Stats, "anon_inode:kvm-vcpu-stats:3");
+            // slat has no vCPUs of other architectures yet.
+            if cfg!(target_arch = "x86_64") {
+                let vcpu = libc::ioctl(vm, KVM_CREATE_VCPU, 3);
+                add(vcpu, Kind::Anonymous, "anon_inode:kvm-vcpu:3");
+                let stats = libc::ioctl(vcpu, KVM_GET_STATS_FD, 0);
+                add(stats, Kind::Stats, "anon_inode:kvm-vcpu-stats:3");
+            }
             let arguments = [0x5000u64, 0, 0, 0, 0, 0, 0, 0];
             let memory = libc::ioctl(vm, KVM_CREATE_GUEST_MEMFD, &arguments);
             if memory >= 0 || !is_native() {
@@ -160,11 +165,11 @@ mod client {
     }
 
     unsafe extern "C" {
-        fn __readlink_chk(path: *const i8, to: *mut i8, len: usize, room: usize) -> isize;
+        fn __readlink_chk(path: *const c_char, to: *mut c_char, len: usize, room: usize) -> isize;
         fn __readlinkat_chk(
             at: i32,
-            path: *const i8,
-            to: *mut i8,
+            path: *const c_char,
+            to: *mut c_char,
             len: usize,
             room: usize,
         ) -> isize;
@@ -179,8 +184,8 @@ mod client {
             let name = CString::new(descriptor.fd().to_string()).unwrap();
             let path = CString::new(format!("/proc/self/fd/{}", descriptor.fd())).unwrap();
             let (name, path) = (name.as_ptr(), path.as_ptr());
-            let read = |function: &dyn Fn(*mut i8) -> isize| {
-                let mut buffer = [0i8; 64];
+            let read = |function: &dyn Fn(*mut c_char) -> isize| {
+                let mut buffer = [0 as c_char; 64];
                 let written = function(buffer.as_mut_ptr());
                 // SAFETY: the text ends with NUL, because the buffer is longer than any name.
                 let text = unsafe { CStr::from_ptr(buffer.as_ptr()) };
@@ -193,14 +198,15 @@ mod client {
                 read(&|to| libc::readlinkat(libc::AT_FDCWD, path, to, 64));
                 read(&|to| __readlink_chk(path, to, 64, 64));
                 read(&|to| __readlinkat_chk(at, name, to, 64, 64));
+                #[cfg(target_arch = "x86_64")]
                 read(&|to| libc::syscall(libc::SYS_readlink, path, to, 64) as isize);
                 read(&|to| libc::syscall(libc::SYS_readlinkat, at, name, to, 64) as isize);
             }
         }
     }
 
-    /// Values of a `stat`: mode, links, size, device number, device, inode.
-    type Seen = (u32, u64, i64, u64, u64, u64);
+    /// Mode, links, size, device number, device, inode.
+    type Seen = (u32, libc::nlink_t, i64, u64, u64, u64);
 
     fn seen(stat: &libc::stat) -> Seen {
         (
@@ -219,13 +225,16 @@ mod client {
         fn __fxstatat(
             version: i32,
             at: i32,
-            path: *const i8,
+            path: *const c_char,
             to: *mut libc::stat,
             flags: i32,
         ) -> i32;
     }
 
-    /// Returns the `stat` of a descriptor. Asserts that all functions that take a descriptor return the same values.
+    /// The version of `struct stat` that the architecture has.
+    const VERSION: i32 = cfg!(target_arch = "x86_64") as i32;
+
+    /// Returns the common result of all functions that take a descriptor; they must agree.
     fn stat_of(fd: RawFd) -> Seen {
         // SAFETY: structs to fill in, C strings.
         unsafe {
@@ -241,13 +250,17 @@ mod client {
             let flags = libc::AT_EMPTY_PATH;
             let at = libc::AT_FDCWD;
             assert_eq!(get(&|to| libc::fstat64(fd, to.cast()).into()), first);
-            assert_eq!(get(&|to| __fxstat(1, fd, to).into()), first);
-            assert_eq!(get(&|to| __fxstat64(1, fd, to).into()), first);
+            assert_eq!(get(&|to| __fxstat(VERSION, fd, to).into()), first);
+            assert_eq!(get(&|to| __fxstat64(VERSION, fd, to).into()), first);
             assert_eq!(get(&|to| libc::fstatat(fd, empty, to, flags).into()), first);
-            assert_eq!(get(&|to| __fxstatat(1, fd, empty, to, flags).into()), first);
+            assert_eq!(
+                get(&|to| __fxstatat(VERSION, fd, empty, to, flags).into()),
+                first
+            );
             assert_eq!(get(&|to| libc::stat(path, to).into()), first);
             assert_eq!(get(&|to| libc::fstatat(at, path, to, 0).into()), first);
             assert_eq!(get(&|to| libc::syscall(libc::SYS_fstat, fd, to)), first);
+            #[cfg(target_arch = "x86_64")]
             assert_eq!(get(&|to| libc::syscall(libc::SYS_stat, path, to)), first);
             assert_eq!(
                 get(&|to| libc::syscall(libc::SYS_newfstatat, fd, empty, to, flags)),
@@ -264,8 +277,9 @@ mod client {
                 assert_eq!(x.stx_mask & mask, mask);
                 let rdev = libc::makedev(x.stx_rdev_major, x.stx_rdev_minor);
                 let dev = libc::makedev(x.stx_dev_major, x.stx_dev_minor);
-                let (mode, nlink, size) = (x.stx_mode.into(), x.stx_nlink.into(), x.stx_size);
-                assert_eq!((mode, nlink, size as i64, rdev, dev, x.stx_ino), first);
+                let (mode, nlink) = (x.stx_mode.into(), x.stx_nlink as libc::nlink_t);
+                let size = x.stx_size as i64;
+                assert_eq!((mode, nlink, size, rdev, dev, x.stx_ino), first);
             }
             assert_eq!(libc::fstat(fd, 64 as *mut _), -1);
             assert_eq!(errno(), libc::EFAULT);

@@ -1,5 +1,4 @@
-//! Tests that no thread of the client can truncate the files that slat maps, not even while slat makes these files.
-#![cfg(target_arch = "x86_64")]
+//! No thread of the client can truncate the files that slat maps, not even while slat is making them.
 
 mod common;
 

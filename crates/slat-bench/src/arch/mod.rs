@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `EXPERIMENTS` | all experiments, in the order in which they run: those of `crate::experiments`, and its own |
 //! | `Guests` | the KVMs of its experiments, with `open` |
+//! | `Tables` | the usual format of a VM's tables |
 //! | `real_kvm` | whether a real `/dev/kvm` is measured, too |
 //! | `as_client` | the part of a process that an experiment has started as a KVM program |
 //!
@@ -19,5 +20,5 @@ use aarch64 as chosen;
 #[cfg(target_arch = "x86_64")]
 use x86_64 as chosen;
 
-pub(crate) use chosen::real_kvm;
 pub use chosen::{EXPERIMENTS, Guests, as_client};
+pub(crate) use chosen::{Tables, real_kvm};

@@ -11,11 +11,12 @@ use kvm_bindings::{
     KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE, KVM_MEM_LOG_DIRTY_PAGES, kvm_enable_cap,
     kvm_userspace_memory_region,
 };
-use slat::{Access, Gpa, Setting, Stats, Stop};
+use slat::{Access, Format, Gpa, Setting, Stats, Stop};
 use slat_demo::memory::Memory;
 use slat_kvm::engine::EngineVcpu;
 use slat_kvm::{Kvm, VmFd};
 
+use crate::arch::Tables;
 use crate::bare::{DATA, PAGE};
 use crate::compared::{Line, Rows};
 use crate::maps::Maps;
@@ -212,6 +213,11 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
         return Ok(());
     }
     let kvm = Kvm::new()?;
+    // The last variant is for formats whose entries for tables have the right to write.
+    let variants = match Tables::TABLE_WRITE {
+        true => &VARIANTS[..],
+        false => &VARIANTS[..VARIANTS.len() - 1],
+    };
     let mut maps = Maps::new(NAME);
     for (call, name) in CALLS {
         for (mapped, state) in STATES {
@@ -231,7 +237,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
             // A buffer as large as the memslot's tables, which is resident from here on.
             let mut table_bytes = vec![1u64; (subject.splits() * PAGE) as usize / 8];
             let case = format!("{name}/{state}");
-            bench.in_turns(&case, rounds, &VARIANTS, |_, walk| {
+            bench.in_turns(&case, rounds, variants, |_, walk| {
                 // The walks read different entries, and have the same result.
                 let mut look = |phase, machine: &Machine<'_>| {
                     if walk == DEFAULT {

@@ -26,6 +26,9 @@ fn memslots_without_program(bench: &mut Bench) -> Result<(), Failure> {
     (memslots::EXPERIMENT.run)(bench)
 }
 
+/// The usual format of a VM's tables.
+pub(crate) type Tables = slat::format::Stage2<48>;
+
 /// The KVMs on which guests run: none.
 pub struct Guests;
 

@@ -13,7 +13,6 @@ use crate::arch::aarch64::access::Accessor;
 use crate::arch::aarch64::vm::{Slot, THREADS, Vm};
 use crate::memory::{Memory, Pages};
 
-const PAGE: u64 = 4096;
 const HUGE_PAGE: usize = 2 << 20;
 /// Memory that is written and read; large enough for huge pages.
 const DATA: u64 = 1 << 30;
@@ -78,11 +77,18 @@ pub fn run<T>(
     Ok((account, at_end()))
 }
 
+/// Returns the size of the host's pages, in which KVM counts the pages of a dirty log.
+fn page() -> u64 {
+    // SAFETY: the call only returns a number.
+    let size = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+    u64::try_from(size).expect("each host has a page size")
+}
+
 /// Returns the addresses of the share of `thread` of a memslot's pages.
 fn share(slot: Slot<'_>, thread: u64) -> impl Iterator<Item = u64> + use<> {
     let size = slot.memory.size() as u64 / THREADS as u64;
     let first = slot.gpa + thread * size;
-    (first..first + size).step_by(PAGE as usize)
+    (first..first + size).step_by(page() as usize)
 }
 
 /// Returns the word of a memslot's memory at the host's address `host`.
@@ -99,7 +105,7 @@ fn use_memory<'m>(vm: &Vm<'m>, data: Slot<'m>, account: &mut Account) -> Result<
             stored.ok_or_else(|| no_memory(gpa))
         })
     })?;
-    let pages = DATA_SIZE as u64 / PAGE;
+    let pages = DATA_SIZE as u64 / page();
     let what = format!("wrote {pages} pages ({} MiB)", DATA_SIZE >> 20);
     account.step(what, time);
     let (time, _) = vm.on_threads(|thread, accessor| {
@@ -140,7 +146,7 @@ fn log<'m>(vm: &Vm<'m>, data: Slot<'m>, account: &mut Account) -> Result<(), Fai
     let began = Instant::now();
     let logged = vm.log(data)?;
     let time = began.elapsed();
-    let written = (0..DATA_SIZE as u64 / PAGE).step_by(LOGGED as usize);
+    let written = (0..DATA_SIZE as u64 / page()).step_by(LOGGED as usize);
     if !written.eq(logged.iter().copied()) {
         return Err(format!("the log has {} pages, or others than written", logged.len()).into());
     }
