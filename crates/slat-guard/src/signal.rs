@@ -35,7 +35,8 @@ struct KernelAction {
 
 const SA_RESTORER: u64 = 0x0400_0000;
 
-/// The address of the code by which handlers return to the kernel; 0 for slat's own.
+/// The address of the code by which handlers return to the kernel; 0 for slat's own. One word, which means the same by
+/// itself: it needs no order.
 static RESTORER: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
 
 /// Makes handlers return to the kernel by the code at `address`. Call before [`install`].
@@ -43,12 +44,12 @@ static RESTORER: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize
 /// # Safety
 /// - At `address` there is, and stays, a call of rt_sigreturn(2).
 pub unsafe fn set_restorer(address: usize) {
-    RESTORER.store(address, Ordering::Release);
+    RESTORER.store(address, Ordering::Relaxed);
 }
 
 /// Returns the address through which handlers return to the kernel. Debuggers and unwinders recognise the code there.
 pub fn restorer() -> usize {
-    match RESTORER.load(Ordering::Acquire) {
+    match RESTORER.load(Ordering::Relaxed) {
         0 => entries::before_restorer as *const () as usize + entries::NOP,
         address => address,
     }
@@ -82,17 +83,23 @@ impl Chained {
         }
     }
 
+    /// Returns the fields. During a change they may be of two actions.
+    fn fields(&self) -> KernelAction {
+        KernelAction {
+            handler: self.handler.load(Ordering::Relaxed),
+            flags: self.flags.load(Ordering::Relaxed),
+            restorer: 0,
+            mask: self.mask.load(Ordering::Relaxed),
+        }
+    }
+
     /// Returns the action, if one was ever set. Async-signal-safe, because a thread blocks all its signals while it
     /// changes the action.
     fn get(&self) -> Option<KernelAction> {
         loop {
             let version = self.version.load(Ordering::Acquire);
-            let action = KernelAction {
-                handler: self.handler.load(Ordering::Relaxed),
-                flags: self.flags.load(Ordering::Relaxed),
-                restorer: 0,
-                mask: self.mask.load(Ordering::Relaxed),
-            };
+            let action = self.fields();
+            // Orders the fields before the second look at the version.
             fence(Ordering::Acquire);
             if version & 1 == 0 && self.version.load(Ordering::Relaxed) == version {
                 return (version != 0).then_some(action);
@@ -115,13 +122,12 @@ impl Chained {
             }
             spin_loop();
         };
+        let old = self.fields();
+        // Orders the odd version before the new fields: a handler that reads one of them sees the change.
         fence(Ordering::Release);
-        let old = KernelAction {
-            handler: self.handler.swap(action.handler, Ordering::Relaxed),
-            flags: self.flags.swap(action.flags, Ordering::Relaxed),
-            restorer: 0,
-            mask: self.mask.swap(action.mask, Ordering::Relaxed),
-        };
+        self.handler.store(action.handler, Ordering::Relaxed);
+        self.flags.store(action.flags, Ordering::Relaxed);
+        self.mask.store(action.mask, Ordering::Relaxed);
         self.version.store(even.wrapping_add(2), Ordering::Release);
         (even != 0).then_some(old)
     }
@@ -268,9 +274,8 @@ pub fn after_fork_in_child() {
     for chained in CHAINED.iter() {
         let version = chained.version.load(Ordering::Relaxed);
         if version & 1 != 0 {
-            chained
-                .version
-                .store(version.wrapping_add(1), Ordering::Release);
+            // The child has one thread, whose handlers need no order; later threads see all that their makers see.
+            (chained.version).store(version.wrapping_add(1), Ordering::Relaxed);
         }
     }
 }
@@ -441,18 +446,14 @@ mod loom_tests {
         loom::model(|| {
             let chained = Arc::new(Chained::new());
             chained.set(&action(100));
-            let setter = {
+            let handler = {
                 let chained = chained.clone();
-                thread::spawn(move || chained.set(&action(200)).map(parts))
+                thread::spawn(move || chained.get().map(parts))
             };
-            let seen = chained.get().map(parts);
-            assert!(
-                [action(100), action(200)]
-                    .map(parts)
-                    .map(Some)
-                    .contains(&seen)
-            );
-            assert_eq!(setter.join().unwrap(), Some(parts(action(100))));
+            let before = chained.set(&action(200)).map(parts);
+            let [first, second] = [action(100), action(200)].map(parts).map(Some);
+            assert_eq!(before, first);
+            assert!([first, second].contains(&handler.join().unwrap()));
         });
     }
 

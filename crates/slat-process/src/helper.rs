@@ -123,8 +123,15 @@ impl Helper {
     pub fn serve(&self) -> ! {
         self.serves.store(true, Ordering::Release);
         loop {
-            let posts = self.posts.load(Ordering::SeqCst);
-            self.make_calls();
+            self.serve_once(|_| true);
+        }
+    }
+
+    /// Makes the calls that are posted. Then `may_sleep` gets their number, and says whether to sleep until the next
+    /// post.
+    fn serve_once(&self, may_sleep: impl FnOnce(usize) -> bool) {
+        let posts = self.posts.load(Ordering::SeqCst);
+        if may_sleep(self.make_calls()) {
             self.sleep_after(posts);
         }
     }
@@ -227,11 +234,10 @@ mod loom_tests {
             let threads: Vec<_> = (0..asking).map(ask).collect();
             let mut made = 0;
             while made < asking {
-                let posts = helper.posts.load(Ordering::SeqCst);
-                made += helper.make_calls();
-                if made < asking {
-                    helper.sleep_after(posts);
-                }
+                helper.serve_once(|calls| {
+                    made += calls;
+                    made < asking
+                });
             }
             for thread in threads {
                 thread.join().unwrap();
