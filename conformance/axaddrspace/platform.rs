@@ -159,7 +159,7 @@ unsafe impl<H: PagingHandler + 'static> Platform for Host<H> {
 
     fn populate(&self, _: VmId, backing: Range<Hva>) {
         if backing.start.0 & ALLOCATED != 0 {
-            // Pages that get no frame here are resolved one by one. That call returns the reason.
+            // Pages that get no frame here are resolved one by one. `resolve` then returns the reason.
             let _ = self.allocate(backing);
         }
     }

@@ -35,7 +35,7 @@ pub struct Block {
     instructions: Vec<Option<Insn>>,
 }
 
-/// The most instructions of a block.
+/// The greatest number of instructions of a block.
 const BLOCK: usize = 64;
 
 impl Block {

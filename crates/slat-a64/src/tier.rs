@@ -1,9 +1,9 @@
 //! The functions that a tier provides to the meaning of instructions.
 //!
 //! [`meaning`](crate::meaning) defines each instruction by calls of these functions alone. In the interpreter, a value
-//! is a number, and a function computes at once. In a compiler, a value is a value of the compiler's intermediate
-//! code, and a function emits operations. Therefore the meaning of an instruction makes no decision that depends on a
-//! value. It selects between values with [`Tier::select`]. Only the instruction's operands, which the decoder has
+//! is a number, and a function computes at once. In a compiler, a value is a value of the compiler's intermediate code,
+//! and a function emits operations. Therefore the meaning of an instruction makes no decision that depends on a value.
+//! The meaning selects between values with [`Tier::select`]. Only the instruction's operands, which the decoder has
 //! fixed, choose the steps.
 
 use crate::insn::{AtomicOp, Hint, Order, SystemName};

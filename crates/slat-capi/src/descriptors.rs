@@ -83,7 +83,7 @@ pub extern "C" fn slat_dup(fd: c_int) -> c_int {
         if share(new as c_int, handle) {
             return Ok(new);
         }
-        // SAFETY: the descriptor was opened above, and no other code knows it.
+        // SAFETY: `dup` has just opened this descriptor, and no other code knows it.
         unsafe { libc::close(new as c_int) };
         Err(libc::EMFILE)
     }) as c_int

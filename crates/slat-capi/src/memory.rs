@@ -66,7 +66,7 @@ pub unsafe extern "C" fn slat_mmap(
             let new = unsafe { libc::mmap(address, size, protection, flags, fd, offset) };
             let value = answer(new.addr().cast_signed())?;
             if let Some(handle) = &handle {
-                // SAFETY: the mapping was made above.
+                // SAFETY: `mmap` has just made this mapping.
                 unsafe {
                     handle
                         .object()

@@ -87,7 +87,7 @@ fn requests_and_errno_are_the_kernels() {
     let run = map(size, libc::MAP_SHARED, guest.vcpu).cast::<kvm_run>();
     // SAFETY: the page belongs to the vCPU, and no thread runs the vCPU.
     unsafe { (*run).immediate_exit = 1 };
-    // SAFETY: no argument; the request does not exist, or has a bad address; the mapping above.
+    // SAFETY: each request has no argument, does not exist, or has a bad address. Nothing uses the unmapped memory.
     unsafe {
         assert_eq!(slat_ioctl(guest.vcpu, abi::KVM_RUN.into(), 0), -1);
         assert_eq!(errno(), libc::EINTR);

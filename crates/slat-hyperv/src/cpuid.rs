@@ -4,7 +4,7 @@
 use crate::code;
 use crate::msr::*;
 
-/// The first leaf. It has the number of the last leaf, and the vendor.
+/// The first leaf. This leaf has the number of the last leaf, and the vendor.
 pub const VENDOR: u32 = 0x4000_0000;
 /// The leaf whose EAX identifies the interface.
 pub const INTERFACE: u32 = 0x4000_0001;
@@ -97,7 +97,7 @@ pub struct Machine {
     pub has_apic: bool,
     /// Whether two virtual processors can run on threads of one core without the guest knowing.
     pub shares_cores: bool,
-    /// The most virtual processors.
+    /// The greatest number of virtual processors.
     pub max_vps: u32,
 }
 
@@ -106,7 +106,7 @@ fn text(text: [u8; 12]) -> [u32; 3] {
     [word(0), word(4), word(8)]
 }
 
-/// Returns the leaves that a client may give its guest. They are the same as KVM's.
+/// Returns the leaves that a client may give its guest. These leaves are the same as KVM's.
 pub fn supported(machine: Machine) -> [Leaf; 10] {
     let vendor = text(*b"Linux KVM Hv");
     let leaf = |function, registers| Leaf {

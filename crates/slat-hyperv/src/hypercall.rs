@@ -136,7 +136,7 @@ pub enum Request {
     Client,
 }
 
-/// Why a hypercall is not carried out.
+/// The reason why a hypercall is not carried out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refusal {
     /// The call ends with this status.

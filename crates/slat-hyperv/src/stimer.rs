@@ -34,7 +34,7 @@ impl Moment {
     }
 }
 
-/// How a timer notifies the guest that the timer has expired.
+/// The notice by which a timer tells the guest that the timer has expired.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Notice {
     /// The timer raises an interrupt with this vector at the local APIC.

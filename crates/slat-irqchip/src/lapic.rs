@@ -2,8 +2,8 @@
 //! the APIC is returned as an [`Effect`], which the VM carries out.
 //!
 //! These parts are implemented: xAPIC (memory) and x2APIC (MSR) modes, interrupts of every delivery mode, the LVT timer
-//! in all three modes, and an 8259 or an NMI through LINT0. These are not implemented: the error bits of the error
-//! status register; the thermal and performance LVTs, which are only stored.
+//! in all three modes, and an 8259 or an NMI through LINT0. These parts are not implemented: the error bits of the
+//! error status register; the thermal and performance LVTs, which are only stored.
 
 use crate::apic_map::{Address, Logical};
 use crate::message::{DeliveryMode, Message};

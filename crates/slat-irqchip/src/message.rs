@@ -1,6 +1,6 @@
 //! Interrupt messages, which an ICR write, an MSI or an entry of an I/O APIC sends to local APICs.
 
-/// How an interrupt is delivered (SDM volume 3, 12.6.1).
+/// The delivery mode of an interrupt (SDM volume 3, 12.6.1).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeliveryMode {
     /// The message goes to each destination, with the vector.
@@ -82,7 +82,7 @@ pub enum MsiIds {
 pub struct Message {
     /// The vector; the page number for [`DeliveryMode::StartUp`].
     pub vector: u8,
-    /// How the message is delivered.
+    /// The delivery mode.
     pub mode: DeliveryMode,
     /// The message is level-triggered: the APIC reports its end of interrupt to I/O APICs.
     pub level: bool,

@@ -99,7 +99,7 @@ impl Pit {
         }
     }
 
-    /// Writes a port. This may change the [next deadline](Self::next_deadline).
+    /// Writes a port. The write may change the [next deadline](Self::next_deadline).
     pub fn write(&mut self, port: u16, value: u8, now: u64) {
         match port {
             _ if !self.answers(port) => {}

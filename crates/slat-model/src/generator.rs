@@ -182,7 +182,7 @@ impl Generator {
         } else {
             self.rng.pick(&self.places) + self.rng.below(8 * self.entries)
         };
-        // Also generate frames beyond the tables, but none beyond 64 bits of address.
+        // The frame may be beyond the tables, but its address must fit into 64 bits.
         let gfn = gfn & (u64::MAX >> self.granule.shift());
         if self.recent.len() < 16 {
             self.recent.push(gfn);

@@ -20,7 +20,7 @@ thread_local! {
     static ALLOCATED: Cell<usize> = const { Cell::new(0) };
 }
 
-/// The system's heap, for `#[global_allocator]`. It counts each thread's allocations, and refuses those that
+/// The system's heap, for `#[global_allocator]`. This heap counts each thread's allocations, and refuses those that
 /// [`failing`](Self::failing) selects.
 #[derive(Debug)]
 pub struct FailingHeap;

@@ -21,8 +21,8 @@ const AWAITED: u64 = 1 << 6;
 const SHARED: u64 = 1 << 7;
 const VERSION_SHIFT: u32 = 16;
 
-/// Bits of the page number, below the version, in a frame number. They suffice for 8 GiB of host memory with pages of
-/// 4 KiB.
+/// Bits of the page number, below the version, in a frame number. These bits suffice for 8 GiB of host memory with
+/// pages of 4 KiB.
 const PAGE_BITS: u32 = 21;
 
 /// The kind of memory that the host has mapped.
@@ -93,7 +93,7 @@ impl HostMemory {
     /// The first address of host memory: far from 0, and a multiple of every page size.
     pub const BASE: Hva = Hva(1 << 40);
 
-    /// Makes host memory of `pages` pages of 4 KiB. They are present, writable, and mapped by single pages.
+    /// Makes host memory of `pages` pages of 4 KiB. All pages are present, writable, and mapped by single pages.
     pub fn new(pages: u64) -> Self {
         Self::with_granule(Granule::Kib4, pages)
     }

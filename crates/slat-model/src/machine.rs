@@ -50,8 +50,8 @@ pub trait Machine: 'static {
     /// Returns the platform, always the same.
     fn platform(&self) -> &Arc<Self::Platform>;
 
-    /// Returns the first backing address of the memory. It is a multiple of 1 GiB if huge pages are to be tested. The
-    /// addresses of the other pages follow.
+    /// Returns the first backing address of the memory. The address is a multiple of 1 GiB if huge pages are to be
+    /// tested. The addresses of the other pages follow.
     fn backing(&self) -> Hva;
 
     /// Returns the number of pages of the memory.

@@ -1,5 +1,5 @@
-//! A plain model of guest memory: memslots in a `BTreeMap`, dirty pages in bitmaps. It implements KVM's rules a second
-//! time, independently of the engine, in the order of KVM's API document.
+//! A plain model of guest memory: memslots in a `BTreeMap`, dirty pages in bitmaps. The model implements KVM's rules a
+//! second time, independently of the engine, in the order of KVM's API document.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -38,9 +38,9 @@ pub struct ModelSlot {
     pub backing: u64,
     /// KVM_MEM_* flags.
     pub flags: u32,
-    /// The most rights that the guest gets.
+    /// The greatest rights that the guest gets.
     pub rights: Rights,
-    /// How the CPU caches the memory, unless the host's type caches less.
+    /// The type by which the CPU caches the memory, unless the host's type caches less.
     pub memory: MemoryType,
 }
 
@@ -158,7 +158,7 @@ pub enum Expected {
     Page(HostPage),
 }
 
-/// How a log detects writes.
+/// The method by which a log detects writes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Method {
     /// Write protection detects the written pages.
@@ -170,7 +170,7 @@ pub enum Method {
     Buffers,
 }
 
-/// How slots that begin to log do so.
+/// The mode of logs that begin from now on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LogMode {
     /// Logs write to rings, and have no bitmap.
@@ -179,7 +179,7 @@ pub struct LogMode {
     pub manual: bool,
     /// A new log begins with every page marked.
     pub initially_set: bool,
-    /// How new logs learn of writes, if they are not rings.
+    /// The method by which new logs detect writes, if they are not rings.
     pub method: Method,
 }
 

@@ -5,7 +5,7 @@ use slat::{Format, Platform, Region, RegionError, Vm};
 /// Executes KVM_SET_USER_MEMORY_REGION, in which size 0 deletes the memslot.
 ///
 /// # Errors
-/// Those of [`Vm::set_memory_region`] and [`Vm::remove_memory_region`].
+/// The errors of [`Vm::set_memory_region`] and [`Vm::remove_memory_region`].
 pub fn set_region<P: Platform, F: Format>(
     vm: &Vm<P, F>,
     space: usize,

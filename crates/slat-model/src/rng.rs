@@ -1,6 +1,6 @@
-//! The source of a generator's decisions. It is either a small pseudo-random generator with a seed (SplitMix64), so
-//! that a failing run can be repeated from its seed without a dependency; or the bytes of a fuzzer. A decision takes
-//! as few bytes as it needs, so that a changed byte changes one decision.
+//! The source of a generator's decisions. The source is a small pseudo-random generator (SplitMix64), so that a failing
+//! run can be repeated from its seed. Or the source is the bytes of a fuzzer. A decision takes as few bytes as it
+//! needs, so that a changed byte changes one decision.
 
 /// Pseudo-random numbers from a seed, or numbers from a fuzzer.
 #[derive(Clone, Debug)]

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-/// Number of occurrences by name. It shows which checks were never reached.
+/// Number of occurrences by name. A tally shows which checks were never reached.
 #[derive(Clone, Debug, Default)]
 pub struct Tally(BTreeMap<&'static str, u64>);
 

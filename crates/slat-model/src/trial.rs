@@ -104,7 +104,7 @@ impl Subject {
     /// Like [`Subject::run`], but from a seed.
     ///
     /// # Panics
-    /// Those of [`Subject::run`], with a [`Failure`] as the message.
+    /// The panics of [`Subject::run`], with a [`Failure`] as the message.
     pub fn run_seed(&self, seed: u64, setup: Setup, steps: usize) -> Tally {
         let result = self.try_seed(seed, setup, steps);
         result.unwrap_or_else(|failure| panic!("{failure}"))
@@ -114,7 +114,7 @@ impl Subject {
     /// 16 seeds with 8,000 steps each reach everything in [`Tally::USUAL`] and [`Tally::OF_RINGS`].
     ///
     /// # Panics
-    /// Those of [`Subject::run_seed`].
+    /// The panics of [`Subject::run_seed`].
     pub fn run_seeds(&self, seeds: Range<u64>, steps: usize) -> Tally {
         let mut tally = Tally::default();
         for seed in seeds {

@@ -1,5 +1,4 @@
-//! The buffers that hardware walkers fill: one for each vCPU. They are small, so that full buffers are
-//! frequent.
+//! The buffers that hardware walkers fill: one for each vCPU. The buffers are small, so that full buffers are frequent.
 
 use std::mem::take;
 use std::sync::Mutex;

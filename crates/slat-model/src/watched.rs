@@ -17,9 +17,10 @@ use crate::tlb::Tlb;
 use crate::violations::Violations;
 use crate::walker_buffers::WalkerBuffers;
 
-/// A platform between the engine and another platform, `P`, to which it passes every call. It reports the engine's
-/// actions to the [`Tlb`], makes allocations fail on request, and checks the frames that `P` returns. Through this
-/// platform, the memory of all machines has the same backing addresses, from [`HostMemory::BASE`] on.
+/// A platform between the engine and another platform, `P`, to which it passes every call. The watching platform
+/// reports the engine's actions to the [`Tlb`], makes allocations fail on request, and checks the frames that `P`
+/// returns. Through this platform, the memory of all machines has the same backing addresses, from [`HostMemory::BASE`]
+/// on.
 pub struct Watched<P> {
     platform: Arc<P>,
     /// The model of the first VM's entries that hardware walkers may have cached.

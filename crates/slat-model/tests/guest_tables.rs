@@ -25,7 +25,7 @@ fn the_engine_walks_as_the_manual_says() {
 fn the_shadow_mmu_does_what_a_processor_may() {
     let tally = GuestSubject::shadow().run_seeds(0..56, RUN);
     assert_eq!(never_met(&tally, &USUAL), [""; 0]);
-    // The shadow MMU caches leaves of the guest's tables. It zaps entries of higher levels at once.
+    // The shadow MMU caches leaves of the guest's tables. This MMU zaps entries of higher levels at once.
     assert!(tally.of("stale translation") > 0, "{tally:?}");
 }
 

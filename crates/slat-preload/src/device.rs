@@ -102,7 +102,7 @@ impl Opening {
         if opened < 0 {
             return Err(-opened as i32);
         }
-        // SAFETY: a descriptor that the call above opened and that no other code owns.
+        // SAFETY: the kernel has just opened this descriptor, and no other code owns it.
         Ok(unsafe { OwnedFd::from_raw_fd(opened as c_int) })
     }
 }

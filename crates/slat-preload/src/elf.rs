@@ -4,7 +4,7 @@
 use crate::arch::files::MACHINE;
 use crate::real::{Opened, kernel};
 
-/// The most program headers that are read: more than any linker makes.
+/// The greatest number of program headers that are read. No linker makes more.
 const MOST_SEGMENTS: usize = 64;
 const HEADER: usize = 64;
 const SEGMENT: usize = 56;

@@ -24,8 +24,8 @@ const NAMES: [&str; 7] = [
     "SLAT_CPUINFO=",
 ];
 const SETTINGS: usize = 6;
-/// The index of the variable with the path of the file that is opened in place of `/proc/cpuinfo`. It is set if
-/// `slat run` has written such a file.
+/// The index of the variable with the path of the file that is opened in place of `/proc/cpuinfo`. `slat run` sets the
+/// variable if it has written such a file.
 const PROCESSORS: usize = 6;
 
 /// Copies of the variables; null means that the variable was not set.

@@ -8,7 +8,7 @@
 //! The heap's lock is taken in a [`Section`], so no handler of the program runs on a thread that holds the lock. A
 //! thread that forks holds the lock over the fork ([`before_fork`]), so a child never inherits a half-changed heap.
 //!
-//! # When memory is out
+//! # Lack of memory
 //! Rust ends the process when an allocation fails and the code cannot report that. A reserve serves such allocations.
 //! It is many times larger than the blocks of one KVM call, not counting blocks whose size the client determines. If
 //! the reserve is used up and cannot be restored, a call is refused with `ENOMEM` before it begins ([`is_ready`]).
@@ -176,7 +176,7 @@ static HELD: Held = Held(UnsafeCell::new(None));
 fn with<T>(work: impl FnOnce(&mut State) -> T) -> T {
     let _section = Section::enter();
     if FORKS.get() != 0 {
-        // SAFETY: this thread holds the lock, and nothing below allocates in turn.
+        // SAFETY: this thread holds the lock, and `work` does not use the heap again.
         let held = unsafe { &mut *HELD.0.get() };
         if let Some(locks) = held {
             return work(&mut locks.state);

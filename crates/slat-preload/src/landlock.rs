@@ -2,7 +2,7 @@
 //!
 //! The kernel accepts rules only for files that have a path. slat's descriptor of `/dev/kvm` has no path. So a rule for
 //! this descriptor is changed to a rule for the machine's own device, or for `/dev/null` if there is no such device.
-//! That suffices, because slat opens `/dev/kvm` without the kernel.
+//! The changed rule suffices, because slat opens `/dev/kvm` without the kernel.
 
 use slat_kvm::filters;
 use std::ffi::{c_int, c_uint};

@@ -124,7 +124,7 @@ unsafe fn map_object(
     (object.check_mapping(offset as u64, len, protection, flags)).map_err(|error| error.errno())?;
     invalidating(&[range], change, |address| {
         mappings::changed(Range::at(address as usize, len).std());
-        // SAFETY: the mapping is the one that was made above.
+        // SAFETY: `change` has just made this mapping.
         unsafe { object.complete_mapping(address as usize, len, offset as u64) };
     })
 }

@@ -108,7 +108,7 @@ pub fn may_be_unread(errno: c_int) -> bool {
     .contains(&errno)
 }
 
-/// How far the memory of a path is known to be readable.
+/// Whether the memory of a path is known to be readable.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Memory {
     /// The memory may not be readable.

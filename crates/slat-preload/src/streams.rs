@@ -1,8 +1,8 @@
 //! read(2), write(2), lseek(2) and their variants, for KVM's descriptors. Statistics can be read, and module parameters
 //! can be written. The other descriptors refuse these calls, as KVM's do.
 //!
-//! For descriptors that are not KVM's, the C library's own functions are called. These are cancellation points: a
-//! cancelled thread unwinds through the functions here. So no value on their stack has a destructor.
+//! For descriptors that are not KVM's, the C library's own functions are called. These functions are cancellation
+//! points: a cancelled thread unwinds through the functions here. So no value on their stack has a destructor.
 
 use crate::device;
 use crate::files::{interpose, interpose_with_callers_floats};

@@ -46,7 +46,7 @@ mod client {
 
     const PAGE: usize = 4096;
     const SIZE: usize = 4 * PAGE;
-    /// The guest address of slots whose memory comes from files. It fits into 16 bits.
+    /// The guest address of slots whose memory comes from files. The address fits into 16 bits.
     const GPA: u64 = 0x8000;
 
     /// Whether the kernel does not have the flags, so that clients cannot run.
@@ -348,7 +348,7 @@ mod client {
         drop(duplicate);
         assert_eq!(round(&mut vcpu, 6), Ok(6));
         assert_eq!(byte(start), Ok(6));
-        // Without a descriptor and a mapping, the slot has no memory. It can still be deleted.
+        // Without a descriptor and a mapping, the slot has no memory. The slot can still be deleted.
         let gone = kvm_userspace_memory_region2 {
             memory_size: 0,
             slot: 1,

@@ -49,7 +49,7 @@ mod client {
     type Handler = extern "C" fn(i32, *mut libc::siginfo_t, *mut libc::c_void);
 
     fn handle(signal: i32, handler: Handler, flags: i32) {
-        // SAFETY: an action on the stack; the handlers below are async-signal-safe.
+        // SAFETY: the action is on the stack. The handlers are async-signal-safe.
         unsafe {
             let mut action: libc::sigaction = zeroed();
             action.sa_sigaction = handler as *const () as usize;

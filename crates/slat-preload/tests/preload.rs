@@ -233,7 +233,7 @@ mod client {
             assert_eq!(libc::ioctl(other, KVM_RUN, 0), -1);
             assert_eq!(errno(), libc::EBADF);
             libc::close(third);
-            // There is no memory, so the run ends with an internal error. That shows that it has run.
+            // There is no memory, so the run ends with an internal error. The error shows that the vCPU has run.
             assert_eq!(libc::ioctl(300, KVM_RUN, 0), 0);
             // A descriptor number that is reused for another file is no longer KVM's.
             let null = libc::open(c"/dev/null".as_ptr(), libc::O_RDWR);

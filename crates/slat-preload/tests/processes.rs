@@ -32,7 +32,7 @@ mod client {
 
     /// Forks by the system call. `child` makes only system calls. Returns the result of `child`.
     fn raw_fork(child: impl FnOnce() -> bool) -> bool {
-        // SAFETY: the child ends below, whatever happens.
+        // SAFETY: the child ends by `_exit`, or by the alarm.
         unsafe {
             let pid = libc::syscall(libc::SYS_fork) as libc::pid_t;
             assert!(pid >= 0);
@@ -294,7 +294,7 @@ mod client {
     fn a_program_may_close_all_descriptors_it_does_not_know() {
         let (_vm, mut vcpu, memory) = guest(OUT);
         assert!(matches!(vcpu.run().unwrap(), VcpuExit::IoOut(0x10, _)));
-        // SAFETY: descriptors above the last that this program has opened, and files that get their numbers.
+        // SAFETY: this program uses none of the closed descriptors.
         unsafe {
             let last = libc::dup(vcpu.as_raw_fd());
             for fd in last..1100 {
@@ -325,7 +325,7 @@ mod client {
         // kvm-ioctls has mapped the vCPU from its first page on. This code maps the vCPU again, from the second page
         // on.
         const PAGES: usize = 2;
-        // SAFETY: a new mapping of the descriptor, whose first byte is that of the port's data.
+        // SAFETY: the kernel chooses the address of the mapping, whose first byte is the port's data.
         unsafe {
             let rights = libc::PROT_READ | libc::PROT_WRITE;
             let null = std::ptr::null_mut();

@@ -2,8 +2,8 @@
 //!
 //! Each thread of a stream has a [`Lane`], where the thread announces its next step. One more thread, the watchman,
 //! checks all lanes every half millisecond. The watchman ends each `KVM_RUN` when its slice of time is over, by the
-//! kick that the stream has chosen. It kicks only *once*, because a lost kick is a finding. A run can be kicked after
-//! it has begun. The watchman sees that in `kvm_run.flags`, because `KVM_RUN` clears the flags.
+//! kick that the stream has chosen. The watchman kicks only *once*, because a lost kick is a finding. A run can be
+//! kicked after it has begun. The watchman sees that in `kvm_run.flags`, because `KVM_RUN` clears the flags.
 //!
 //! # Time
 //! Limits are in the thread's own CPU time, because other processes may keep the thread from running; and in user mode,
@@ -133,7 +133,7 @@ extern "C" fn on_kick(_signal: i32) {
 }
 
 extern "C" fn on_backtrace(_signal: i32) {
-    // Not async-signal-safe, but the process is about to end.
+    // The backtrace is not async-signal-safe, but the process is about to end.
     block_signals();
     say(&std::backtrace::Backtrace::force_capture().to_string());
 }

@@ -1,9 +1,9 @@
 //! Tests that slat's results agree with the lists of KVM's results, and that the host kernel's results do, except for
 //! the differences that the lists name.
 //!
-//! The test runs on any kernel and processor. It prints a difference that no list names, and fails for that difference
-//! only with `SLAT_TEST_KERNEL=strict`, which `.ci/full` sets. `--nocapture` also shows the differences that the lists
-//! name.
+//! The test runs on any kernel and processor. The test prints a difference that no list names, and fails for that
+//! difference only with `SLAT_TEST_KERNEL=strict`, which `.ci/full` sets. `--nocapture` also shows the differences that
+//! the lists name.
 
 use slat_streams::answers::api::Who;
 use slat_streams::answers::edges::Difference;

@@ -221,8 +221,8 @@ impl Source {
         let head = u64_at(&header, head_at);
         let records_at = at + RING_HEADER_BYTES as u64;
         let bytes = self.bytes(records_at, (head.min(capacity) as usize) * RECORD_BYTES)?;
-        // The thread may have overwritten records after they were counted, and may be overwriting another one now. It
-        // raises the head before it overwrites the next record.
+        // The thread may have overwritten records after they were counted, and may be overwriting another one now. The
+        // thread raises the head before it overwrites the next record.
         fence(Acquire);
         let now = u64_at(&self.bytes(at + head_at as u64, size_of::<u64>())?, 0);
         let first = (now.max(head).saturating_add(1))

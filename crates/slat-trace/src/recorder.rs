@@ -286,7 +286,7 @@ fn create(path: &Path) -> io::Result<(PathBuf, File)> {
     }
 }
 
-/// Removes a file that did not become a trace. An error does not matter, because the next run makes the file anew.
+/// Removes a file that did not become a trace. An error does not matter, because the next run makes a new file.
 fn remove(path: &Path) {
     if let Ok(path) = CString::new(path.as_os_str().as_bytes()) {
         let arguments = [libc::AT_FDCWD as usize, path.as_ptr() as usize, 0, 0, 0, 0];

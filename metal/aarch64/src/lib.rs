@@ -5,10 +5,10 @@
 //! (`tlb`), for which Arm needs no interrupt. The monitor nevertheless has an interrupt, which makes a CPU leave the
 //! guest.
 //!
-//! Several programs are built from this crate. They differ in their tables ([`Tables`]): `aarch64` has four levels and
-//! software that sets the access flag, `aarch64-hafdbs` begins at two concatenated tables of level 1 and lets hardware
-//! manage access flag and dirty state, `aarch64-lpa2` begins at 16 concatenated tables of level 0 whose descriptors
-//! have 52 bits of address. `aarch64-16k` and `aarch64-64k` have tables of these granules, the first with a
+//! Several programs are built from this crate. The programs differ in their tables ([`Tables`]): `aarch64` has four
+//! levels and software that sets the access flag, `aarch64-hafdbs` begins at two concatenated tables of level 1 and
+//! lets hardware manage access flag and dirty state, `aarch64-lpa2` begins at 16 concatenated tables of level 0 whose
+//! descriptors have 52 bits of address. `aarch64-16k` and `aarch64-64k` have tables of these granules, the first with a
 //! concatenated root, the second with 52 bits of address and hardware dirty state; the monitor's own tables stay those
 //! of 4 KiB.
 #![no_std]
@@ -63,7 +63,7 @@ pub trait Monitor: Send + Sync + 'static {
     fn second() -> &'static Second<El2<Self::Tables>>;
 }
 
-/// Makes a program of a file: the monitor called `$name`, with tables of `$tables`.
+/// Defines the program of a file: the monitor called `$name`, with tables of `$tables`.
 #[macro_export]
 macro_rules! program {
     ($name:literal, $tables:ty) => {

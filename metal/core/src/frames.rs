@@ -48,7 +48,7 @@ impl Frames {
         self.free.lock().used
     }
 
-    /// Allocates a frame of unspecified contents, with fresh metadata. `None` when memory is out.
+    /// Allocates a frame of unspecified contents, with fresh metadata. `None`: there is no free frame.
     pub(crate) fn alloc(&self) -> Option<Pfn> {
         let mut free = self.free.lock();
         let frame = match free.list {

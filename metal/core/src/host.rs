@@ -34,7 +34,7 @@ pub struct Host<M> {
     level: AtomicU8,
     replaced: AtomicU64,
     replacement: AtomicU64,
-    /// The entries that walkers may have cached. They are recorded for a scenario that asks for it.
+    /// The entries that walkers may have cached. The entries are recorded for scenarios that ask for the record.
     tlb: Tlb,
     /// The error that a table was freed while a walker could reach it.
     freed_too_early: Lock<Option<String>>,
@@ -44,7 +44,7 @@ pub struct Host<M> {
 }
 
 impl<M: Machine> Host<M> {
-    /// The size of the platform's pages, which is that of its tables.
+    /// The size of the platform's pages: the size of the pages that its tables map.
     const GRANULE: Granule = Tables::<M>::GRANULE;
 
     /// Pages of [`Host::small`].

@@ -6,7 +6,7 @@
 //! and virtual addresses are equal. Interrupts are masked, except while the guest runs: an interrupt that is pending
 //! when a CPU enters the guest makes the CPU leave the guest at once.
 //!
-//! The guest is one small program per architecture. It runs with its own paging off, so that every access is one
+//! The guest is one small program per architecture. The guest runs with its own paging off, so that every access is one
 //! second-level translation and faults can be counted exactly. If the CPU walks shadow tables ([`Format::SHADOWS`]),
 //! the guest has its own tables. These tables map addresses to themselves by the largest leaves, except for some
 //! windows.
@@ -77,8 +77,8 @@ pub trait Machine: Sized + Send + Sync + 'static {
 pub trait Cpu: Sized + 'static {
     /// The tables that the CPU's walker reads.
     type Format: Format;
-    /// Returns the guest's program. It is position-independent, is entered at its first byte with the members of
-    /// [`Command`] in registers, and is smaller than a page.
+    /// Returns the guest's program. The program is position-independent, is entered at its first byte with the members
+    /// of [`Command`] in registers, and is smaller than a page.
     fn program() -> &'static [u8];
     /// A guest function that only returns to the program: [`Op::Execute`] calls it.
     const RETURN: &'static [u8];

@@ -22,7 +22,7 @@ const EXIT_HLT: u64 = 0x78;
 const EXIT_INVLPG: u64 = 0x79;
 const EXIT_NPF: u64 = 0x400;
 
-// EXITINFO1 of a page fault, or of a nested page fault, is the error code. These are its bits.
+// EXITINFO1 of a page fault, or of a nested page fault, is the error code. The constants are bits of the error code.
 const FAULT_PRESENT: u64 = 1 << 0;
 const FAULT_WRITE: u64 = 1 << 1;
 const FAULT_RESERVED: u64 = 1 << 3;
@@ -89,7 +89,7 @@ impl<F: Format> Cpu for Svm<F> {
         SHOOTDOWN.enter(self.number, || requested = true);
         self.flush |= requested;
         if requested && F::SHADOWS {
-            // The root may no longer exist.
+            // The root may be gone.
             SHOOTDOWN.leave(self.number);
             return Exit::Kicked;
         }

@@ -54,7 +54,7 @@ pub trait Monitor: Send + Sync + 'static {
     fn second() -> &'static Second<Hart<Self::Tables>>;
 }
 
-/// Makes a program of a file: the monitor called `$name`, with tables of `$tables`.
+/// Defines the program of a file: the monitor called `$name`, with tables of `$tables`.
 #[macro_export]
 macro_rules! program {
     ($name:literal, $tables:ty) => {

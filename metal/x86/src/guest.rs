@@ -1,4 +1,4 @@
-//! The guest's program and its initial registers. The program is 32-bit code. It runs with paging off, or in
+//! The guest's program and its initial registers. The program is 32-bit code. The program runs with paging off, or in
 //! compatibility mode with the guest's own tables.
 
 use core::arch::global_asm;
@@ -51,7 +51,7 @@ guest_program_end:
 "#
 );
 
-/// Returns the program. It ends each command with HLT.
+/// Returns the program. The program ends each command with HLT.
 pub fn program() -> &'static [u8] {
     guest_program!()
 }

@@ -6,7 +6,7 @@ use crate::bits::ones;
 use crate::insn::{After, Base};
 use crate::tier::{Access, Tier};
 
-/// The most registers of one instruction.
+/// The greatest number of registers of one instruction.
 const MOST: usize = 4;
 
 fn after<T: Tier>(t: &mut T, base: Base, bytes: u32) {

@@ -42,7 +42,7 @@ pub(crate) enum Output {
     Flags,
 }
 
-/// How an immediate changes a register.
+/// The change that an immediate makes to a register.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Change {
     Set,

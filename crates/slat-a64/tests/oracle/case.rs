@@ -91,7 +91,7 @@ pub fn is_predictable(class: &str, word: u32) -> bool {
     }
 }
 
-/// How an instruction computes the address of an access.
+/// The operands from which an instruction computes the address of an access.
 struct Aim {
     offset: i64,
     /// The register, the field that says how it is extended, and the shift.

@@ -130,7 +130,7 @@ impl Memory for Guest<'_> {
 
 impl Machine for Guest<'_> {}
 
-/// The most instructions that a case executes.
+/// The greatest number of instructions that a case executes.
 const LIMIT: u64 = 100_000;
 
 /// Executes the case with index `case` of a batch, and writes the result into the record. Returns whether the result

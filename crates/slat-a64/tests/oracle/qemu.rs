@@ -24,7 +24,7 @@ pub struct Registers {
 pub const WINDOW: usize = 512;
 /// Words of code of a case.
 pub const WORDS: usize = 64;
-/// The most cases in a batch.
+/// The greatest number of cases in a batch.
 pub const CASES: usize = 1024;
 const PAGE: usize = 4096;
 

@@ -442,7 +442,7 @@ fn any_state_is_survived_and_kept() {
         }
         assert_eq!(saved, state);
         for _ in 0..20 {
-            // Time may even go back. That is a caller's mistake, which must do no harm.
+            // Time may even go back. Such a mistake of a caller must do no harm.
             now = match random.below(4) {
                 0 => random.next(),
                 _ => now.wrapping_add(random.below(1 << 30)),

@@ -295,7 +295,8 @@ impl GuestTables for Tables<'_> {
             return Err(Outcome::BadAddress { gpa });
         }
         let flags = self.mmu.flaw.flags(new & !old);
-        // A table may be used at two levels. Then the upper use of an entry may be a cached one, whose flag is set.
+        // One entry may be read at two levels, because a table may be used at two levels. The upper read may have found
+        // a cached entry, whose flag is set. So the last read counts.
         let read = self.read.iter().rfind(|(at, _)| *at == gpa);
         let (_, value) = *read.expect("the walk has read it");
         let marked = flags == 0 || self.mmu.mark(self.cpu, gpa, size, value, flags)?;

@@ -17,7 +17,7 @@ use super::registers::Registers;
 use crate::platform::SimPlatform;
 use crate::region::set_region;
 
-/// The most times that an access is tried. The engine may flush once for each table on the path, and once for the
+/// The number of times that an access is tried. The engine may flush once for each table on the path, and once for the
 /// page, and after each flush the access is tried again.
 const MOST_RETRIES: usize = 16;
 

@@ -1,4 +1,4 @@
-//! The meaning of page-table entries, and the rights that the entries on a path grant. This implements the SDM's
+//! The meaning of page-table entries, and the rights that the entries on a path grant. This module implements the SDM's
 //! rules a second time, independently of [`slat::guest_walk`].
 //!
 //! The rules are in SDM 3A, chapter "Paging": the tables "Format of …" of 32-bit, PAE, 4-level and 5-level paging,
@@ -33,7 +33,7 @@ pub(super) enum Meaning {
     },
 }
 
-/// The state by which a processor interprets entries. It is constant between two flushes of everything.
+/// The state by which a processor interprets entries. This state is constant between two flushes of everything.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Layout {
     pub mode: Mode,

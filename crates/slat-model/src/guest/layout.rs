@@ -67,7 +67,7 @@ impl Tables {
     }
 }
 
-/// Tables with entries of 4 bytes. They have two levels, so directories are roots.
+/// Tables with entries of 4 bytes. These tables have two levels, so directories are roots.
 pub(super) const TABLES_OF_4: Tables = Tables {
     roots: 0..0,
     directories: 0..3,

@@ -95,7 +95,7 @@ pub enum Invpcid {
     AllButGlobal,
 }
 
-/// An MMU under test. It translates for [`CPUS`](super::CPUS) vCPUs of one VM with one address space.
+/// An MMU under test. The MMU translates for [`CPUS`](super::CPUS) vCPUs of one VM with one address space.
 ///
 /// All methods are called from one thread. `cpu` is the number of the vCPU that executes the instruction.
 ///

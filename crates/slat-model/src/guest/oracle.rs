@@ -1,14 +1,15 @@
-//! The judge of an MMU: which outcomes of an access the SDM allows.
+//! The judge of an MMU decides which outcomes of an access the SDM allows.
 //!
 //! # The rules
 //! (SDM 3A, chapter "Paging", section "Caching Translation Information"; the names in quotes are its subsections.)
 //!
 //! A processor translates an address by a path of page-table entries. The processor reads the entries from the top
-//! down, each at any moment. By "Translation Lookaside Buffers" and "Paging-Structure Caches", it may cache a
-//! translation, or the entries that reference tables, as soon as an access could use them, also if no such access is
-//! ever made. It may combine a cached upper entry with a lower entry that it reads later, and may use cached entries
-//! until they are invalidated. It may also read all entries again at any time. So an outcome is allowed if, and only
-//! if, there is a path whose entries had the values at *some* moments that fit together. The moments fit together if
+//! down, and may read each of them at any moment. By "Translation Lookaside Buffers" and "Paging-Structure Caches", it
+//! may cache a translation, or the entries that reference tables, as soon as an access could use them, even if no such
+//! access is ever made. The processor may combine a cached upper entry with a lower entry that it reads later, and may
+//! use cached entries until they are invalidated. The processor may also read all entries again at any time. So an
+//! outcome is allowed if, and only if, there is a path whose entries had values at *some* moments that lead to the
+//! outcome, and the moments fit together. The moments fit together if all of these conditions hold:
 //!
 //! 1. no entry was read before an entry above it;
 //! 2. at each of the moments the PCID of the path was the current one, and the first entry was read through the CR3
@@ -27,30 +28,30 @@
 //! `search` has the algorithm, `flushes` the times, `memory` the values, and `entry` the meanings of the values.
 //!
 //! # Why the rules are not too strict
-//! Every choice that the SDM leaves to the processor is a choice of the search: when it reads which entry, with which
-//! entries cached; whether it caches at all; when it acts on a store and a flush ("Delayed Invalidation"); and whether
-//! it splits a large page. So, if a large page is split, a flush of one address drops only what the current tables
-//! translate together with this address ("Details of TLB Use"). The rights of a path are checked with the CR0.WP,
-//! CR4.SMEP, CR4.SMAP and PKRU of the access, because a TLB stores the flags of the entries and not the resulting
-//! rights. Where the SDM does not define what happens to cached translations, the generator does what software is
-//! required to do: it flushes everything after a change of EFER.NXE, and changes CR4.PSE only while paging is off. A
-//! store of one vCPU is seen by another when the other reads again ("Propagation of Paging-Structure Changes to
-//! Multiple Processors"). An address without memory reads as an entry that is not present, as in KVM, and entries in
-//! read-only memslots need no flags.
+//! Every choice that the SDM leaves to the processor is also a choice of the search: the moment at which the processor
+//! reads an entry, and the entries that are cached then; whether the processor caches at all; the moment at which it
+//! acts on a store and a flush ("Delayed Invalidation"); and whether it splits a large page. If a large page is split,
+//! a flush of one address drops only what the current tables translate together with this address ("Details of TLB
+//! Use"). The rights of a path are checked with the CR0.WP, CR4.SMEP, CR4.SMAP and PKRU of the access, because a TLB
+//! stores the flags of the entries and not the resulting rights. Where the SDM does not define what happens to cached
+//! translations, the generator obeys the rules for software: it flushes everything after a change of EFER.NXE, and
+//! changes CR4.PSE only while paging is off. Another vCPU sees a store when it reads the entry again ("Propagation of
+//! Paging-Structure Changes to Multiple Processors"). An address without memory reads as an entry that is not present,
+//! as in KVM, and entries in read-only memslots need no flags.
 //!
 //! # Why the rules are not too lax
 //! All six conditions are checked for the same choice of values. So two stale entries are not combined if no processor
-//! could have had both. Error codes are compared exactly. The second level (memslots, host pages, dirty logs) is that
-//! of the current moment: the hypervisor flushes for its changes, and the guest need not (chapter "VMX Support for
-//! Address Translation"). After an access, the accessed and dirty flags that its path needs are in memory: the search
-//! sees them as values of this moment ("Accessed and Dirty Flags"). A flag that was set must be in an entry that a walk
-//! for this address may have read now. A dirty flag must be in the entry where that walk ended, for a write that has
-//! the right. This is stricter than the SDM, which allows speculation: an MMU in software has no reason to write
-//! speculatively.
+//! could have had both. Error codes are compared exactly. The search uses the second level (memslots, host pages, dirty
+//! logs) as it is now, because the hypervisor flushes after its own changes, and the guest need not (chapter "VMX
+//! Support for Address Translation"). After an access, the accessed and dirty flags that its path needs are in memory:
+//! the search sees them as values of this moment ("Accessed and Dirty Flags"). A flag that was set must be in an entry
+//! that a walk for this address may have read now. A dirty flag must be in the entry where that walk ended, for a write
+//! that has the right. This last rule is stricter than the SDM, which allows speculation. An MMU in software has no
+//! reason to write speculatively.
 //!
-//! KVM's shadow MMU is laxer in two ways, which hardly any software notices, and which this oracle refuses. First, it
-//! keeps its entries for an address after a page fault for an entry that is not present. Second, its shadow pages
-//! belong to no PCID, so it may use an entry that it has read while another PCID was current.
+//! KVM's shadow MMU is laxer in two ways, which hardly any software notices, and which this oracle refuses. First,
+//! KVM's MMU keeps its entries for an address after a page fault for an entry that is not present. Second, its shadow
+//! pages belong to no PCID, so KVM's MMU may use an entry that it has read while another PCID was current.
 
 use slat::Access;
 use slat::guest_walk::{GuestPaging, Mode};

@@ -57,7 +57,7 @@ pub(super) struct Change {
 }
 
 /// The contents of host memory. The MMU under test reads guest page-table entries here and sets their accessed and
-/// dirty flags. It has no other reason to write.
+/// dirty flags. The MMU has no other reason to write.
 ///
 /// A page that was replaced ([`GuestMmu::invalidate`](super::GuestMmu::invalidate)) keeps its
 /// contents in the new frame.

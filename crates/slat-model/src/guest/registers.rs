@@ -45,8 +45,8 @@ pub struct Registers {
     pub efer: u64,
     /// The page-directory-pointer entries that PAE paging has loaded; meaningless in other modes.
     pub pdptes: [u64; 4],
-    /// Not a register: whether the tables are those of an AMD processor
-    /// ([`GuestPaging::reserves_table_global`]). It does not change during a run.
+    /// This is not a register. It says whether the tables are those of an AMD processor
+    /// ([`GuestPaging::reserves_table_global`]). This value does not change during a run.
     pub reserves_table_global: bool,
 }
 

@@ -44,7 +44,7 @@ pub(super) struct Search<'a> {
     pub pcid: u16,
 }
 
-/// How a goal was found.
+/// The kind of path by which a goal was found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Found {
     /// The current tables lead to the goal.
@@ -76,7 +76,8 @@ impl Search<'_> {
     }
 }
 
-/// The walks for one goal. They return whether a cached translation, or a table that is read now, leads to the goal.
+/// The walks for one goal. The functions return whether a cached translation, or a table that is read now, leads to the
+/// goal.
 struct Walk<'a> {
     search: &'a Search<'a>,
     goal: &'a Goal,

@@ -127,7 +127,7 @@ impl GuestSubject {
     /// Like [`GuestSubject::run_seed`], for each of `seeds`.
     ///
     /// # Panics
-    /// Those of [`GuestSubject::run_seed`].
+    /// The panics of [`GuestSubject::run_seed`].
     pub fn run_seeds(&self, seeds: Range<u64>, accesses: u64) -> Tally {
         let mut tally = Tally::default();
         for seed in seeds {

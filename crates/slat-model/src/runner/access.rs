@@ -13,8 +13,8 @@ use crate::setup::{SPACES, VCPUS};
 /// A bit of the attention word that the engine leaves to its client.
 const BUSY: u32 = 1 << 8;
 
-/// The largest number of its own flushes that one fault can need: one for a table to clear, and on a walker that
-/// requires break-before-make two for leaves to break.
+/// The greatest number of flushes of its own that one fault can need. A table that is cleared needs one flush. A walker
+/// that requires break-before-make needs two more flushes, for leaves that are broken first.
 const MOST_RETRIES: usize = 3;
 
 /// Number of recently accessed frames that are looked up again.

@@ -18,8 +18,8 @@ pub(super) struct Cold {
 }
 
 impl Cold {
-    /// Makes a map that covers the pages of the first huge leaves. It covers the first and the last of these leaves
-    /// only in part.
+    /// Makes a map that covers the pages of the first huge leaves. The map covers the first and the last of these
+    /// leaves only in part.
     pub(super) fn new(granule: Granule, host_pages: u64) -> Self {
         let pages = 77..host_pages.min(8 * granule.entries() as u64) - 300;
         let [start, end] =

@@ -32,7 +32,7 @@ impl<M: Machine, F: Format> Runner<M, F> {
         let Some((_, slot)) = model.slot_at(gfn).filter(|(_, slot)| slot.logs()) else {
             return;
         };
-        // A ring contains the page itself, in a ring entry.
+        // A ring has one entry for the page, which the vCPU has pushed.
         let to_ring = model.mode.rings;
         let faulted = did.pf_fixed + did.pf_spurious > 0;
         if access != Access::Write {

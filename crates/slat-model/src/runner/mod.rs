@@ -126,8 +126,8 @@ impl<M: Machine, F: Format> Runner<M, F> {
     ) -> Self {
         let roots: Vec<_> = (0..SPACES).filter_map(|space| vm.root(space)).collect();
         let tables = machine.platform().clone();
-        // SAFETY: the platform keeps the promise of `Platform`. It tells the model when frames are freed, and the
-        // runner makes the model forget the tables when the runner is dropped.
+        // SAFETY: the platform keeps the promise of `Platform`. The platform tells the model when frames are freed, and
+        // the runner makes the model forget the tables when the runner is dropped.
         unsafe {
             let entries = move |frame| tables.entries(frame);
             walkers.watch_at::<F>(vm.id(), &roots, entries);

@@ -47,7 +47,7 @@ use table::{Table, Walker, root_pages};
 /// The number of conflicts that are kept as text until a caller asks for them.
 const FINDINGS: usize = 20;
 
-/// The model. It knows the tables of one VM, and no tables before `Tlb::watch`.
+/// The model of the TLBs. The model knows the tables of one VM, and no tables before `Tlb::watch`.
 #[derive(Default)]
 pub struct Tlb {
     watching: AtomicBool,
@@ -91,8 +91,8 @@ impl Tlb {
         unsafe { self.watch_at::<F>(vm, roots, at_its_address) };
     }
 
-    /// Like [`Tlb::watch`], but `entries` returns the memory of a frame. It is called under the model's lock and must
-    /// not call the model.
+    /// Like [`Tlb::watch`], but `entries` returns the memory of a frame. The model calls `entries` under its lock, so
+    /// `entries` must not call the model.
     ///
     /// # Safety
     /// - the memory that `entries` returns for the frame of a table is accessed atomically only, until the frame is

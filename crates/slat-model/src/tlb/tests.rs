@@ -1,4 +1,4 @@
-//! The model of a TLB against tables written by hand.
+//! Tests the model of a TLB with tables that the tests write.
 
 use super::*;
 use crate::frames::{Frames, write};

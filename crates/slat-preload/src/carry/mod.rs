@@ -153,7 +153,7 @@ pub fn prepare() {
         }
         0
     }
-    // SAFETY: the function above has this signature, and needs no data.
+    // SAFETY: `each` has this signature, and needs no data.
     unsafe { libc::dl_iterate_phdr(Some(each), std::ptr::null_mut()) };
 }
 
@@ -255,7 +255,8 @@ fn change_library(made: &Memfds) -> Option<()> {
     };
     let proc = procfs::directory().unwrap_or(-1);
     if proc != -1 {
-        // SAFETY: a plain call. It is needed because the program may have marked all descriptors to be closed on exec.
+        // SAFETY: the call takes no pointer. The call is needed because the program may have marked all descriptors to
+        // be closed on exec.
         let _ = unsafe { kernel!(libc::SYS_fcntl, proc, libc::F_SETFD, 0) };
     }
     put_static(

@@ -5,7 +5,7 @@ use crate::elf::Headers;
 use crate::real::{Opened, kernel};
 use std::ffi::{CStr, c_char};
 
-/// How slat reaches a program.
+/// The means by which slat reaches a program.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Reach {
     /// LD_PRELOAD names this library.
@@ -79,7 +79,8 @@ impl Line {
     }
 }
 
-/// Whether the process may gain rights by executing a file. It gains them only if the kernel executes the file itself.
+/// Whether the process may gain rights by executing a file. The process gains the rights only if the kernel executes
+/// the file itself.
 fn gains_rights(file: &Opened) -> bool {
     // SAFETY: all-zero is a valid `stat`, which the call fills in.
     unsafe {
@@ -118,7 +119,7 @@ fn reach(file: &Opened) -> Reach {
 pub struct Chain {
     lines: [Line; Self::LONGEST],
     len: usize,
-    /// How slat reaches the program.
+    /// The means by which slat reaches the program.
     pub reach: Reach,
 }
 

@@ -137,8 +137,8 @@ pub unsafe fn resume(frame: *mut Frame) -> ! {
     // SAFETY: `frame` is a copy on this thread's stack, as this function's own contract asks.
     unsafe {
         if (*frame).comes_from_alternate() {
-            // The call came from the alternate stack. It may have interrupted an earlier call, whose frame is at a
-            // higher address on slat's stack. Once no signal can arrive before the return, the memory below the
+            // The call came from the alternate stack. The call may have interrupted an earlier call, whose frame is at
+            // a higher address on slat's stack. Once no signal can arrive before the return, the memory below the
             // earlier call becomes free.
             super::block_all();
             stack::set_used_to((*frame).link);

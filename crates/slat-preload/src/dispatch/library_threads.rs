@@ -56,7 +56,7 @@ pub fn make_stack() {
     let _ = unsafe { kernel!(libc::SYS_mprotect, low, page_size(), libc::PROT_NONE) };
     stack::set(low, low + STACK);
     if let Some(key) = KEY.get() {
-        // SAFETY: `prepare` has made the key. It is one of the first keys, whose values need no memory.
+        // SAFETY: `prepare` has made the key. The key is one of the first keys, whose values need no memory.
         unsafe { libc::pthread_setspecific(*key, low as *const c_void) };
     }
 }

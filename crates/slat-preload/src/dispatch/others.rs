@@ -1,4 +1,5 @@
-//! The calls that concern neither their own thread nor its signals. They are made like calls by `syscall`.
+//! The calls that concern neither their own thread nor its signals. slat makes these calls like calls of the function
+//! `syscall`.
 
 use super::filters;
 use crate::indirect::by_number;

@@ -23,8 +23,8 @@
 //! Other threads may execute these pages meanwhile. The kernel holds the process's mmap lock during the mmap(2). The
 //! kernel removes the old translations, makes each processor that may have cached them invalidate them, and then allows
 //! new translations. A thread that fetches an instruction in between takes a page fault, and waits for the lock. So a
-//! processor executes the old instruction or the new one. That it never executes a mixture depends on the architecture
-//! ([`arch::sites`](crate::arch::sites)).
+//! processor executes the old instruction or the new one. The architecture must ensure that a processor never executes
+//! a mixture ([`arch::sites`](crate::arch::sites)).
 //!
 //! A mapping of the memfd has the name `/memfd:slat-text`; tools that find symbols by the names of mappings find no
 //! symbols there. Before Linux 6.12, an mmap that exhausts the kernel's memory may leave the pages unmapped.

@@ -1,6 +1,6 @@
 //! Finds code in memory: the program's own code, and the C library's text. The C library's text is the one range of
-//! addresses from which the kernel does not dispatch system calls. It has the instructions that slat uses for its own
-//! calls.
+//! addresses from which the kernel does not dispatch system calls. This text has the instructions that slat uses for
+//! its own calls.
 
 use crate::arch::code;
 use std::ffi::{c_int, c_void};
@@ -56,7 +56,7 @@ pub fn programs() -> Vec<Range<usize>> {
 /// Whether the program's own code makes system calls.
 pub fn program_makes_calls() -> bool {
     programs().into_iter().any(|text| {
-        // SAFETY: a segment that is mapped and readable. A program that changes its code while it starts is not
+        // SAFETY: the segment is mapped and readable. A program that changes its code while it starts is not
         // supported.
         let code = unsafe { std::slice::from_raw_parts(text.start as *const u8, text.len()) };
         code::makes_calls(code)
@@ -72,7 +72,7 @@ fn each_segment(mut look: impl FnMut(usize, Range<usize>)) {
         _size: usize,
         to: *mut c_void,
     ) -> c_int {
-        // SAFETY: `info` is the linker's description of an object. No other code uses the pair below meanwhile.
+        // SAFETY: `info` is the linker's description of an object. No other code uses the data of this call meanwhile.
         let (info, (object, look), headers) = unsafe {
             let info = &*info;
             let headers = match info.dlpi_phnum {
@@ -92,7 +92,7 @@ fn each_segment(mut look: impl FnMut(usize, Range<usize>)) {
         0
     }
     let mut to: Look<'_> = (0, &mut look);
-    // SAFETY: the function above has this signature, and `to` lives as long as the call.
+    // SAFETY: `each` has this signature, and `to` lives as long as the call.
     unsafe { libc::dl_iterate_phdr(Some(each), (&raw mut to).cast()) };
 }
 

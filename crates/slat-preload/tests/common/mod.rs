@@ -1,5 +1,5 @@
 //! Runs clients of the kernel's API. A client is an ignored test in the module `client` of a test program, and runs in
-//! its own process. Clients use `/dev/kvm` through kvm-ioctls and plain system calls. They know nothing of slat.
+//! its own process. Clients use `/dev/kvm` through kvm-ioctls and plain system calls. Clients know nothing of slat.
 //!
 //! Under the library a client uses slat. Without the library, the client uses the machine's own KVM, if `/dev/kvm`
 //! opens. A run without the library checks that the kernel does what the client asserts.
@@ -115,7 +115,7 @@ fn run(client: &mut Command, name: &str) {
             break Some(status);
         }
         if begin.elapsed() > PATIENCE {
-            // SAFETY: the signal goes to the group of the client that was started above and not waited for.
+            // SAFETY: the signal goes to the client's process group. The client was not waited for.
             unsafe { libc::kill(-(process.id() as i32), libc::SIGKILL) };
             process.wait().unwrap();
             break None;

@@ -123,7 +123,7 @@ pub struct Machine {
     pub vcpu: Handle,
 }
 
-/// The most leaves of CPUID.
+/// The greatest number of CPUID leaves.
 const LEAVES: usize = 128;
 
 impl Machine {

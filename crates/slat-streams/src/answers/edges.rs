@@ -142,7 +142,7 @@ pub struct Rule {
     pub values: Values,
     /// The errno that the request returns for other values.
     pub errno: i32,
-    /// Why the host's kernel may return other results.
+    /// The values for which the host's kernel may return other results, with the reason.
     pub differs: Option<Differs>,
 }
 

@@ -1,5 +1,5 @@
-//! The state of a new VM and a new vCPU in KVM, request by request. It is the state of a processor after RESET, except
-//! for the x87 unit.
+//! The state of a new VM and a new vCPU in KVM, request by request. Except for the x87 unit, this is the state of a
+//! processor after RESET, except for the x87 unit.
 
 use super::api::{Controllers, Handle, Machine, Who};
 use super::edges::{Difference, On};
@@ -322,7 +322,7 @@ pub struct FreshMsr {
     pub index: u32,
     /// The MSR's value. `None`: the MSR is a time.
     pub value: Option<u64>,
-    /// Why the host's kernel may have another value.
+    /// The reason why the host's kernel may have another value.
     pub differs: Option<&'static str>,
 }
 

@@ -20,11 +20,12 @@ use std::time::Duration;
 const INTERPRETED: Duration = Duration::from_millis(3);
 /// The longest time of a run whose code is compiled.
 const COMPILED: Duration = Duration::from_secs(2);
-/// The most exits. They are fewer than other guests', because all registers are read at each exit.
+/// The greatest number of exits. Other guests may have more, because this module reads all registers at each exit.
 const EXITS: usize = 20;
-/// The most turns of the guest's code.
+/// The greatest number of turns of the guest's code.
 const TURNS: u64 = 12;
-/// The most exits of a guest that cannot continue. The guest starts again with its own changes to its tables.
+/// The greatest number of exits of a guest that cannot continue. The guest starts again with its own changes to its
+/// tables.
 const BROKEN: usize = 3;
 /// The number of times that each way runs to confirm a difference.
 const AGAIN: usize = 3;
@@ -62,8 +63,8 @@ pub fn compare(lane: &Lane, rng: &Rng, mode: Mode) {
     let mut interpreted = run(lane, rng, mode, Jit::Off, EXITS, INTERPRETED);
     let exits = interpreted.exits.len();
     if interpreted.memory.is_empty() {
-        // A kick has ended the interpreted guest, so its work after the last exit is unknown. It runs again, up to
-        // that exit.
+        // A kick has ended the interpreted guest, so its work after the last exit is unknown. The guest runs again, up
+        // to that exit.
         interpreted = run(lane, rng, mode, Jit::Off, exits, COMPILED);
     }
     let at_once = Jit::AtOnce(tier);

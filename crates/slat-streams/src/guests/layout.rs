@@ -45,8 +45,8 @@ pub const FAR: Place = Place {
     gpa: 1 << 32,
     pages: 4,
 };
-/// The memslot of system management mode, in the second address space, at the value of SMBASE after RESET. It is
-/// logged.
+/// The memslot of system management mode, in the second address space, at the value of SMBASE after RESET. This memslot
+/// is logged.
 pub const SMRAM: Place = Place {
     slot: 1 << 16,
     gpa: 0x3_0000,

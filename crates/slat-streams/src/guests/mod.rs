@@ -5,9 +5,9 @@
 //! memory, deletes and creates slots. Each run is kicked when its slice of time is over, and must end then
 //! ([`crate::watch`]).
 //!
-//! A guest runs in one of three ways. It runs like the guest of any program; or it runs as compiled code from its
-//! first instruction on; or it runs both interpreted and compiled, with one vCPU and no other activity, and both runs
-//! must have the same results (`compare`).
+//! A guest runs in one of three ways. The usual guest runs like the guest of any program. A compiled guest runs as
+//! compiled code from its first instruction on. A compared guest runs both interpreted and compiled, with one vCPU and
+//! no other activity. Both runs must have the same results (`compare`).
 //!
 //! Afterwards this module checks that nothing was written outside the slots, or to the read-only slot; that every
 //! changed page of a logged slot is in the log; and that the VM's audit passes.
@@ -34,9 +34,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use tables::Mode;
 
-/// The most exits of a vCPU.
+/// The greatest number of exits of a vCPU.
 const EXITS: usize = 48;
-/// The most kicks of a vCPU.
+/// The greatest number of kicks of a vCPU.
 const KICKS: usize = 2;
 /// The choice of [`disturb`] that makes memory inaccessible.
 const HIDE: u64 = 2;

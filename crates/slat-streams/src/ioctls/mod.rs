@@ -67,7 +67,8 @@ const ACROSS: usize = PROGRAMS.len();
 /// The page and the code of the SMI handler, if SMBASE is unchanged. The code is `inc word [0x4000]; rsm`.
 const SMI_HANDLER: (usize, &[u8]) = (0x38, &[0xff, 0x06, 0x00, 0x40, 0x0f, 0xaa]);
 
-/// Returns a page of code that jumps to the page's last two bytes. These are the first two bytes of `mov ax, imm16`.
+/// Returns a page of code that jumps to the page's last two bytes. The last two bytes are the first two bytes of `mov
+/// ax, imm16`.
 fn across() -> Vec<u8> {
     let mut page = vec![0x90; PAGE];
     page[..3].copy_from_slice(&[0xe9, 0xfb, 0x0f]);

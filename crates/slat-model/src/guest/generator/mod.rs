@@ -1,4 +1,4 @@
-//! Generates operations on a guest. They use few tables and few addresses, so that most operations interact.
+//! Generates operations on a guest. The operations use few tables and few addresses, so that most operations interact.
 
 mod entries;
 

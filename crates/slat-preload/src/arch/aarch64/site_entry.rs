@@ -1,9 +1,9 @@
 //! The entry into slat from a rewritten call site ([`sites`](super::sites)), for all calls.
 //!
 //! Over a system call, the kernel keeps the flags, the lower 128 bits of the vectors, and all general registers except
-//! X0. So this code keeps these, too. It stores them in a [`Frame`], as the kernel would, because some calls need all
-//! of the program's state. The frame is on slat's stack ([`stack`](slat_process::stack)). On the program's stack,
-//! which may be a goroutine's, this code and the stub use 128 bytes.
+//! X0. So this code keeps these, too. The code stores the registers in a [`Frame`], as the kernel would, because some
+//! calls need all of the program's state. The frame is on slat's stack ([`stack`](slat_process::stack)). On the
+//! program's stack, which may be a goroutine's, this code and the stub use 128 bytes.
 //!
 //! Signals may arrive between any two instructions. Their handlers find the thread's pointers by the thread's id, and
 //! derive from the stack pointer which part of slat's stack is in use. If the program is on its alternate stack, this

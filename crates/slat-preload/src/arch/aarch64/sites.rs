@@ -1,4 +1,4 @@
-//! How a call site is rewritten.
+//! Plans how a call site is rewritten, and makes the site's stub.
 //!
 //! slat replaces `svc #0`, an aligned instruction of four bytes, by the aligned instruction `b`, which reaches 128
 //! megabytes in both directions. The `b` leads to a stub in memory nearby. So no instruction moves: a thread that
@@ -37,7 +37,7 @@ fn branch(from: usize, to: usize) -> Option<u32> {
     Some(OPCODE | (distance / INSTRUCTION as isize) as u32 & DISTANCE)
 }
 
-/// How one site is rewritten.
+/// A plan to rewrite one site.
 #[derive(Debug)]
 pub struct Plan {
     /// The address of the `svc #0`.

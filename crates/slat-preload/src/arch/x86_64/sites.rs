@@ -1,4 +1,4 @@
-//! How a call site is rewritten.
+//! Plans how a call site is rewritten, and makes the site's stub.
 //!
 //! The `syscall` has two bytes, and so has a jump by at most 128 bytes. The short jump leads to padding between two
 //! functions, if there are five bytes of padding; from there a longer jump leads to a stub in memory nearby. So no
@@ -10,8 +10,8 @@
 //!
 //! # Other threads
 //! Other threads may execute the pages that are replaced ([`dispatch::sites`](crate::dispatch)). A processor executes
-//! the old instruction or the new one, and never reaches the longer jump before that jump exists. It remains to show
-//! that no processor joins the first byte of the old instruction to the second byte of the new one:
+//! the old instruction or the new one, and never reaches the longer jump before that jump exists. No processor may join
+//! the first byte of the old instruction to the second byte of the new one:
 //!
 //! * Intel SDM, volume 3A, "Handling Self- and Cross-Modifying Code" (section 10.1.3; in older editions 9.1.3 or 8.1.3)
 //!   has one algorithm for changing code that another processor may execute: the other processor executes a serializing
@@ -50,7 +50,7 @@ fn has_invlpgb() -> bool {
     host_leaf(LEAF, 0).ebx & INVLPGB != 0
 }
 
-/// How one site is rewritten.
+/// A plan to rewrite one site.
 #[derive(Debug)]
 pub struct Plan {
     /// The address after the site.
