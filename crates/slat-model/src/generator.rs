@@ -88,7 +88,7 @@ impl Generator {
         match self.setup.mix.pick(&mut self.rng) {
             Kind::Region => {
                 let region = self.region(&models[space]);
-                // One address space in 64 does not exist.
+                // One of 64 operations names an address space that does not exist.
                 let space = if self.rng.one_in(64) { SPACES } else { space };
                 Op::SetRegion { space, region }
             }

@@ -263,7 +263,8 @@ os._exit(0)";
         for (path, errno) in none {
             let refused = fs::metadata(&path).unwrap_err().raw_os_error();
             assert_eq!(refused, Some(errno), "{path}");
-            // The C library resolves the directories itself, and accepts a slash after the device, and any length.
+            // The C library resolves the directories itself, and accepts a slash after the device, and a path of any
+            // length.
             if errno == libc::ENOENT {
                 let refused = fs::canonicalize(&path).unwrap_err().raw_os_error();
                 assert_eq!(refused, Some(errno), "{path}");

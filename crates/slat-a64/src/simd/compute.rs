@@ -408,12 +408,13 @@ impl Function {
         }
     }
 
-    /// Returns the number of lanes of a narrowing instruction: one lane of a scalar, or half a register.
+    /// Returns the number of lanes of a narrowing instruction: one for a scalar, otherwise the lanes of half a
+    /// register.
     fn narrow_lanes(&self) -> u32 {
         if self.bytes == 16 { 8 >> self.size } else { 1 }
     }
 
-    /// Returns a narrowed result: one lane of a scalar, or half a register.
+    /// Returns a narrowed result: one lane for a scalar, otherwise half a register.
     fn narrowed(&self, value: u128, upper: bool, c: u128) -> u128 {
         match self.bytes {
             16 => half(value, upper, c),

@@ -141,7 +141,8 @@ pub fn wait_until_separate() {
     }
 }
 
-/// Sets the word that is cleared, and whose waiters are woken, when this thread ends.
+/// Sets the address of a word of the program. When this thread ends, slat clears the word, and wakes a thread that
+/// waits for it.
 pub fn set_clear_at_exit(address: usize) {
     CLEAR_AT_EXIT.set(address);
 }

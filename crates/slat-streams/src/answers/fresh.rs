@@ -1,5 +1,5 @@
 //! The state of a new VM and a new vCPU in KVM, request by request. Except for the x87 unit, this is the state of a
-//! processor after RESET, except for the x87 unit.
+//! processor after RESET.
 
 use super::api::{Controllers, Handle, Machine, Who};
 use super::edges::{Difference, On};

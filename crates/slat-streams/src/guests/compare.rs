@@ -27,7 +27,7 @@ const TURNS: u64 = 12;
 /// The greatest number of exits of a guest that cannot continue. The guest starts again with its own changes to its
 /// tables.
 const BROKEN: usize = 3;
-/// The number of times that each way runs to confirm a difference.
+/// The number of times that the interpreted and the compiled guest each run again to confirm a difference.
 const AGAIN: usize = 3;
 
 /// Counts the guests that ran both ways.

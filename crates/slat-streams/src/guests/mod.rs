@@ -54,7 +54,7 @@ fn compiling(tier: Tier) -> u32 {
 /// The CPU time that the compilation of a region may take. A kick does not interrupt a compilation.
 const COMPILES: Duration = Duration::from_secs(2);
 
-/// The way in which a guest's code runs. Code of real mode is not compiled.
+/// The way in which a guest's code is executed. Code of real mode is not compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Way {
     /// The code runs as in every program: hot code is compiled, which happens rarely.
