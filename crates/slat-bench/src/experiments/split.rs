@@ -214,7 +214,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
     }
     let kvm = Kvm::new()?;
     // The last variant is for formats whose entries for tables have the right to write.
-    let variants = match Tables::TABLE_WRITE {
+    let variants = match Tables::TABLE_WRITE != 0 {
         true => &VARIANTS[..],
         false => &VARIANTS[..VARIANTS.len() - 1],
     };
