@@ -42,9 +42,9 @@ impl VcpuMachine {
     pub(crate) fn new(engine: EngineVcpu, vm: Arc<VmObject>, common: Shared<VcpuCommon>) -> Self {
         VcpuMachine {
             memory: GuestMemory::new(engine, vm.engine.clone()),
+            timers: Timers::new(vm.arch.counter_offset.clone()),
             vm,
             common,
-            timers: Timers::default(),
             cache_selector: 0,
         }
     }

@@ -56,9 +56,7 @@ impl VcpuObject {
         masked: Option<&Masked>,
     ) -> Result<bool> {
         loop {
-            if let Some(start) = self.common().arch.take_start() {
-                inner.reset(Some(start));
-            }
+            self.accept_start(inner);
             if self.common().arch.power() == Power::On {
                 break;
             }
@@ -73,6 +71,13 @@ impl VcpuObject {
             return fail(libc::EINTR);
         }
         Ok(true)
+    }
+
+    /// If another vCPU has started this vCPU, resets it. Call before the registers are used.
+    pub(crate) fn accept_start(&self, inner: &mut Inner) {
+        if let Some(start) = self.common().arch.take_start() {
+            inner.reset(Some(start));
+        }
     }
 
     /// Handles an exit of the CPU.
@@ -94,7 +99,7 @@ impl VcpuObject {
                 self.common().exits.wfe_exit_stat.add(1);
                 inner.outside(|_| std::thread::yield_now());
             }
-            Exit::Hvc(immediate) => return self.call(inner, immediate),
+            Exit::Hvc(immediate) => return self.call(inner, immediate, masked),
             // As in KVM without a filter for calls, SMC reaches no firmware.
             Exit::Smc => inner.cpu.state.x[0] = u64::MAX,
             Exit::Mmio { fault, syndrome } => return self.access_device(inner, &fault, syndrome),
@@ -145,7 +150,7 @@ impl VcpuObject {
     }
 
     /// Carries out the guest's call of the firmware.
-    fn call(&self, inner: &mut Inner, immediate: u16) -> Result<Next> {
+    fn call(&self, inner: &mut Inner, immediate: u16, masked: Option<&Masked>) -> Result<Next> {
         self.common().exits.hvc_exit_stat.add(1);
         let [a, b, c, d, ..] = inner.cpu.state.x;
         // Only calls with the immediate 0 are the firmware's.
@@ -162,7 +167,7 @@ impl VcpuObject {
             Outcome::Off => {}
             Outcome::Standby => {
                 inner.cpu.state.x[0] = 0;
-                return self.handle(inner, Exit::Wfi, None);
+                self.wait_for_interrupt(inner, masked)?;
             }
             Outcome::System { kind, flags } => {
                 // The client resets the vCPUs. A guest that continues nevertheless sees an error.

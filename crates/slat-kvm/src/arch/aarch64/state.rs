@@ -1,6 +1,7 @@
 //! arm64's state of a VM, and of the part of a vCPU that other threads use.
 
 use crate::arch::aarch64::policy::CpuChoice;
+use crate::arch::aarch64::timer::Offset;
 use crate::engine::TableFormat;
 use crate::errno::{Result, fail};
 use crate::policy::{self, Policies};
@@ -60,6 +61,8 @@ pub(crate) struct VmState {
     ipa_bits: u32,
     /// Whether the client sees accesses to devices of which the processor's syndrome tells too little.
     reports_nisv: AtomicBool,
+    /// The offset of the guest's counter.
+    pub(crate) counter_offset: Offset,
 }
 
 impl VmState {
@@ -71,6 +74,7 @@ impl VmState {
         Ok(VmState {
             ipa_bits: vm_type.ipa_bits,
             reports_nisv: AtomicBool::new(false),
+            counter_offset: Offset::default(),
         })
     }
 

@@ -5,6 +5,8 @@
 
 use crate::arch::aarch64::clock::{frequency, ticks};
 use slat_a64::SystemName;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 const CNTFRQ: SystemName = SystemName::new(3, 3, 14, 0, 0);
@@ -47,12 +49,15 @@ enum Field {
     Compare,
 }
 
+/// The difference between the host's counter and the guest's. All vCPUs of a VM have one, so that their counters agree.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Offset(Arc<AtomicU64>);
+
 /// The timers of a vCPU.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Timers {
     timers: [Timer; 2],
-    /// The difference between the host's counter and the guest's.
-    offset: u64,
+    offset: Offset,
     kernel_control: u64,
 }
 
@@ -76,22 +81,28 @@ fn register(name: SystemName) -> Option<(Which, Field)> {
 }
 
 impl Timers {
+    /// Creates the timers of a vCPU whose VM has this offset.
+    pub(crate) fn new(offset: Offset) -> Self {
+        Timers {
+            timers: [Timer::default(); 2],
+            offset,
+            kernel_control: 0,
+        }
+    }
+
     /// Resets the registers. The counter goes on.
     pub(crate) fn reset(&mut self) {
-        *self = Timers {
-            offset: self.offset,
-            ..Timers::default()
-        };
+        *self = Timers::new(self.offset.clone());
     }
 
     /// Returns the guest's counter.
     pub(crate) fn counter(&self) -> u64 {
-        ticks().wrapping_sub(self.offset)
+        ticks().wrapping_sub(self.offset.0.load(Relaxed))
     }
 
-    /// Sets the guest's counter.
+    /// Sets the guest's counter, that of all vCPUs.
     pub(crate) fn set_counter(&mut self, value: u64) {
-        self.offset = ticks().wrapping_sub(value);
+        self.offset.0.store(ticks().wrapping_sub(value), Relaxed);
     }
 
     fn timer(&self, which: Which) -> &Timer {

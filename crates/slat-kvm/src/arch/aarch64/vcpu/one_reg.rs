@@ -193,6 +193,7 @@ impl VcpuObject {
     pub fn get_one_reg(&self, id: u64, value: &mut [u8; 16]) -> Result<usize> {
         let mut inner = self.lock()?;
         inner.check_initialised()?;
+        self.accept_start(&mut inner);
         let register = match id & KIND {
             CORE_U32 | CORE_U64 | CORE_U128 => Core::of(id)?.get(&inner.cpu.state),
             SYSTEM => inner.get_system(SystemName(id as u16))?.into(),
@@ -211,6 +212,7 @@ impl VcpuObject {
     pub fn set_one_reg(&self, id: u64, data: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<()> {
         let mut inner = self.lock()?;
         inner.check_initialised()?;
+        self.accept_start(&mut inner);
         let mut value = [0; 16];
         data(&mut value[..size_of_register(id).min(16)])?;
         let value = u128::from_le_bytes(value);
