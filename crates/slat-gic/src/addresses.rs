@@ -1,7 +1,7 @@
 //! Where the frames are in the guest's physical memory, as the client sets it.
 //!
-//! GICv3's redistributors are in regions. Each vCPU gets the next free place of the first region that has one, in the order
-//! in which vCPUs and regions are created, as in KVM.
+//! GICv3's redistributors are in regions. Each vCPU gets the next free place of the first region that has one, in the
+//! order in which vCPUs and regions are created, as in KVM.
 
 use crate::error::Error;
 use crate::gic::Model;
@@ -52,8 +52,8 @@ pub(crate) struct Addresses {
 /// Checks a new address of a frame.
 ///
 /// # Errors
-/// [`Error::Exists`]: there is an `old` address. [`Error::Invalid`]: the address is not aligned, or too high for 64 bits.
-/// [`Error::TooBig`]: the guest has no such addresses.
+/// [`Error::Exists`]: there is an `old` address. [`Error::Invalid`]: the address is not aligned, or too high for 64
+/// bits. [`Error::TooBig`]: the guest has no such addresses.
 pub(crate) fn check_range(
     old: Option<u64>,
     new: u64,
@@ -133,9 +133,9 @@ impl Addresses {
     /// Adds a region of redistributors, and gives places to the vCPUs that have none yet.
     ///
     /// # Errors
-    /// [`Error::Invalid`]: the region is out of order, overlaps another frame, is not aligned, or is of the other kind than
-    /// the first one. [`Error::Exists`]: there is the one region of a client that does not count. [`Error::TooBig`]: the
-    /// guest has no such addresses.
+    /// [`Error::Invalid`]: the region is out of order, overlaps another frame, is not aligned, or is of the other kind
+    /// than the first one. [`Error::Exists`]: there is the one region of a client that does not count.
+    /// [`Error::TooBig`]: the guest has no such addresses.
     pub(crate) fn add_region(
         &mut self,
         index: usize,

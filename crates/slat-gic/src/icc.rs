@@ -199,7 +199,8 @@ impl Gic {
     /// [`Icc::from_encoding`].
     ///
     /// # Errors
-    /// [`Error::NoAttribute`]: there is no such register for the client. [`Error::Invalid`]: it has no active priorities.
+    /// [`Error::NoAttribute`]: there is no such register for the client. [`Error::Invalid`]: it has no active
+    /// priorities.
     ///
     /// # Panics
     /// There is no such vCPU.
@@ -220,9 +221,9 @@ impl Gic {
     /// Writes a system register for the client.
     ///
     /// # Errors
-    /// [`Error::NoAttribute`]: there is no such register for the client. [`Error::Invalid`]: it has no active priorities;
-    /// ICC_SRE_EL1 without system registers; or ICC_CTLR_EL1 of a machine with more priorities or INTIDs, with SErrors, or
-    /// without Aff3.
+    /// [`Error::NoAttribute`]: there is no such register for the client. [`Error::Invalid`]: it has no active
+    /// priorities; ICC_SRE_EL1 without system registers; or ICC_CTLR_EL1 of a machine with more priorities or INTIDs,
+    /// with SErrors, or without Aff3.
     ///
     /// # Panics
     /// There is no such vCPU.

@@ -9,7 +9,8 @@ use crate::interrupt::{Group, PRIORITIES};
 pub(crate) const IDLE: u8 = 0xff;
 /// How far a group priority is shifted to be the index of its bit in an active priorities register.
 const LEVEL_SHIFT: u32 = 3;
-/// The smallest binary points, by group: with them, all five bits are the group priority (IHI 0069, 4.8, priority grouping).
+/// The smallest binary points, by group: with them, all five bits are the group priority (IHI 0069, 4.8, priority
+/// grouping).
 pub(crate) const MIN_BINARY_POINTS: [u8; 2] = [2, 3];
 const MAX_BINARY_POINT: u8 = 7;
 
@@ -56,7 +57,8 @@ impl CpuInterface {
         }
     }
 
-    /// Returns the part of a priority that decides about preemption (IHI 0069, 4.8, priority grouping; IHI 0048, 3.3.3).
+    /// Returns the part of a priority that decides about preemption (IHI 0069, 4.8, priority grouping; IHI 0048,
+    /// 3.3.3).
     pub(crate) fn group_priority(&self, priority: u8, group: Group) -> u8 {
         let subpriority_bits = match group {
             Group::One if !self.common_binary_point => self.binary_points[1],

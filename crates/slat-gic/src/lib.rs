@@ -2,21 +2,36 @@
 //!
 //! A part of slat: there is no promise about this crate's API, and any version may change it.
 //!
-//! A [`Gic`](gic::Gic) is a GICv2 (IHI 0048) or a GICv3 (IHI 0069) as KVM shows them to guests: one security state, both
-//! groups, 32 priorities, and with GICv3 affinity routing, system registers and LPIs. An [`Its`](its::Its) turns
+//! A [`Gic`] is a GICv2 (IHI 0048) or a GICv3 (IHI 0069) as KVM shows them to guests: one security state,
+//! both groups, 32 priorities, and with GICv3 affinity routing, system registers and LPIs. An [`Its`](its::Its) turns
 //! messages of devices into LPIs. The guest's memory, which has the tables of LPIs and the commands of an ITS, comes
-//! through a trait ([`Memory`](memory::Memory)). Nothing here uses a descriptor, a thread or a clock; whoever shares a GIC
-//! between threads holds one lock for it and its ITSs.
+//! through a trait ([`Memory`](memory::Memory)). Nothing here uses a descriptor, a thread or a clock; whoever shares a
+//! GIC between threads holds one lock for it and its ITSs.
 //!
 //! # For a VMM
 //!
 //! | who | calls |
 //! |---|---|
-//! | the guest | [`Gic::read`](gic::Gic::read) and [`write`](gic::Gic::write) for a [`Frame`](registers::Frame), [`read_icc`](gic::Gic::read_icc) and [`write_icc`](gic::Gic::write_icc), [`Its::read`](its::Its::read) and [`write`](its::Its::write) |
-//! | devices, timers | [`set_spi`](gic::Gic::set_spi), [`set_ppi`](gic::Gic::set_ppi), [`Its::signal`](its::Its::signal) |
-//! | the run loop | [`signals`](gic::Gic::signals) before it enters the guest |
-//! | the owner, after each call | [`take_changed`](gic::Gic::take_changed), which names the vCPUs to kick, and [`take_ended`](gic::Gic::take_ended) |
-//! | KVM's client | [`Device`](device::Device) and [`ItsDevice`](device::ItsDevice): device attributes, with KVM's errors |
+//! | the guest's memory accesses | [`Gic::read`], [`Gic::write`], [`Its::read`], [`Its::write`] |
+//! | the guest's system registers | [`Gic::read_icc`], [`Gic::write_icc`] |
+//! | devices and timers | [`Gic::set_spi`], [`Gic::set_ppi`], [`Its::signal`] |
+//! | the run loop, before it enters the guest | [`Gic::signals`] |
+//! | the owner, after each call | [`Gic::take_changed`], which names the vCPUs to kick; [`Gic::take_ended`] |
+//! | KVM's client | [`Device`](device::Device), [`ItsDevice`](device::ItsDevice): device attributes, KVM's errors |
+//!
+//! [`Gic`]: gic::Gic
+//! [`Gic::read`]: gic::Gic::read
+//! [`Gic::write`]: gic::Gic::write
+//! [`Gic::read_icc`]: gic::Gic::read_icc
+//! [`Gic::write_icc`]: gic::Gic::write_icc
+//! [`Gic::set_spi`]: gic::Gic::set_spi
+//! [`Gic::set_ppi`]: gic::Gic::set_ppi
+//! [`Gic::signals`]: gic::Gic::signals
+//! [`Gic::take_changed`]: gic::Gic::take_changed
+//! [`Gic::take_ended`]: gic::Gic::take_ended
+//! [`Its::read`]: its::Its::read
+//! [`Its::write`]: its::Its::write
+//! [`Its::signal`]: its::Its::signal
 //!
 //! # Layers
 //!
@@ -38,8 +53,8 @@
 //!
 //! Where the architecture leaves a choice, and where KVM simplifies, guests get what KVM has: one enable bit for both
 //! groups in GICD_CTLR; an SPI for several CPUs goes to the first one (GICv2) or to the one of its affinity (GICv3), so
-//! that there is no 1-of-N; PPIs are level-triggered; SPIs begin as edge-triggered; GICR_WAKER is zero; accesses of other
-//! widths than a register has read as zero; commands of an ITS that are errors are ignored.
+//! that there is no 1-of-N; PPIs are level-triggered; SPIs begin as edge-triggered; GICR_WAKER is zero; accesses of
+//! other widths than a register has read as zero; commands of an ITS that are errors are ignored.
 //!
 //! A vCPU whose order of ends is not the reverse of its acknowledgements is UNPREDICTABLE: see `gic/cpu.rs` for what
 //! happens here.

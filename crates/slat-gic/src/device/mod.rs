@@ -150,8 +150,8 @@ impl Device {
     /// Prepares the first run of a vCPU. A GICv2 is initialized if the client has not done it.
     ///
     /// # Errors
-    /// [`Error::NoAttribute`]: a frame has no address. [`Error::Invalid`]: frames overlap. [`Error::Busy`]: a GICv3 is not
-    /// initialized.
+    /// [`Error::NoAttribute`]: a frame has no address. [`Error::Invalid`]: frames overlap. [`Error::Busy`]: a GICv3 is
+    /// not initialized.
     pub fn check_ready(&mut self, vcpus: &[VcpuName]) -> Result<(), Error> {
         self.addresses.check(self.model, vcpus.len())?;
         match (self.model, &self.gic) {
@@ -319,7 +319,8 @@ impl Device {
     /// Returns the GIC, and the vCPU that an attribute names.
     ///
     /// # Errors
-    /// [`Error::Invalid`]: there is no such vCPU. [`Error::Busy`]: a GICv3 is not initialized. A GICv2 is initialized here.
+    /// [`Error::Invalid`]: there is no such vCPU. [`Error::Busy`]: a GICv3 is not initialized. A GICv2 is initialized
+    /// here.
     fn target<M: Memory>(
         &mut self,
         vm: &Vm<'_, M>,

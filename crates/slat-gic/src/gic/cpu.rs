@@ -77,9 +77,9 @@ impl Gic {
     /// Ends an interrupt: drops the running priority, and deactivates the interrupt unless EOImode separates this
     /// (IHI 0069, 4.1; IHI 0048, 3.2.1).
     ///
-    /// A guest has to end interrupts in the reverse order of their acknowledgement. For a guest that does not, the highest
-    /// active priority is dropped, whatever `intid` and the group of the register are, as the list registers of hardware
-    /// under KVM do.
+    /// A guest has to end interrupts in the reverse order of their acknowledgement. For a guest that does not, the
+    /// highest active priority is dropped, whatever `intid` and the group of the register are, as the list registers of
+    /// hardware under KVM do.
     pub(crate) fn end(&mut self, vcpu: usize, intid: u32) {
         if (SPECIAL..LPIS).contains(&intid) {
             return;

@@ -1,7 +1,7 @@
 //! LPIs: their configuration table, their pending tables, and their targets.
 //!
-//! As in KVM, an LPI exists while an ITS maps an event to it. Its configuration is read from the guest's table when it is
-//! mapped, and after that only by the commands and registers that invalidate caches (IHI 0069, 5.1).
+//! As in KVM, an LPI exists while an ITS maps an event to it. Its configuration is read from the guest's table when it
+//! is mapped, and after that only by the commands and registers that invalidate caches (IHI 0069, 5.1).
 
 use super::Gic;
 use crate::error::Error;
@@ -124,8 +124,8 @@ impl Gic {
         self.change(0, intid, |lpi| lpi.latch = pending);
     }
 
-    /// Enables or disables the LPIs of a vCPU (GICR_CTLR.EnableLPIs). Enabling reads the pending table, unless the guest
-    /// has said that the table is zero (IHI 0069, 5.1.2; GICR_PENDBASER.PTZ).
+    /// Enables or disables the LPIs of a vCPU (GICR_CTLR.EnableLPIs). Enabling reads the pending table, unless the
+    /// guest has said that the table is zero (IHI 0069, 5.1.2; GICR_PENDBASER.PTZ).
     pub(crate) fn enable_lpis(&mut self, vcpu: usize, enable: bool, memory: &impl Memory) {
         if self.vcpus[vcpu].lpis_enabled == enable {
             return;

@@ -34,8 +34,8 @@ pub enum Model {
 /// What identifies a vCPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VcpuName {
-    /// KVM's id of the vCPU: the processor number of its redistributor. With GICv2, commands and sources use the index of
-    /// the vCPU instead, which therefore has to be the same.
+    /// KVM's id of the vCPU: the processor number of its redistributor. With GICv2, commands and sources use the index
+    /// of the vCPU instead, which therefore has to be the same.
     pub id: u32,
     /// Aff3, Aff2, Aff1 and Aff0 of MPIDR_EL1, from the highest byte to the lowest.
     pub affinity: u32,
@@ -129,7 +129,8 @@ impl Vcpu {
     }
 }
 
-/// Interrupts are in group 0 after reset with GICv2, as without the security extensions. KVM's GICv3 begins with group 1.
+/// Interrupts are in group 0 after reset with GICv2, as without the security extensions. KVM's GICv3 begins with group
+/// 1.
 fn reset_group(model: Model) -> Group {
     Group::of(model == Model::V3)
 }
@@ -220,8 +221,8 @@ impl Gic {
         self.vcpus[vcpu].signals
     }
 
-    /// Calls `kick` with each vCPU whose [`signals`](Self::signals) have changed since the last call. The owner calls this
-    /// after each other call that takes the GIC mutably.
+    /// Calls `kick` with each vCPU whose [`signals`](Self::signals) have changed since the last call. The owner calls
+    /// this after each other call that takes the GIC mutably.
     pub fn take_changed(&mut self, mut kick: impl FnMut(usize)) {
         for vcpu in self.changed.drain(..) {
             self.vcpus[vcpu].is_changed = false;

@@ -48,8 +48,8 @@ impl Gic {
         });
     }
 
-    /// Generates an SGI of GICv3: the write of `value` to a register that can generate interrupts of group 0 only, or of
-    /// both groups (IHI 0069, 4.4: with one security state, ICC_SGI1R_EL1 generates both, as in KVM).
+    /// Generates an SGI of GICv3: the write of `value` to a register that can generate interrupts of group 0 only, or
+    /// of both groups (IHI 0069, 4.4: with one security state, ICC_SGI1R_EL1 generates both, as in KVM).
     pub(crate) fn generate_v3_sgi(&mut self, source: usize, value: u64, both_groups: bool) {
         if self.model != Model::V3 {
             return;

@@ -114,8 +114,8 @@ impl Its {
         table.entry(collection.into(), memory).is_some()
     }
 
-    /// Executes the commands between GITS_CREADR and GITS_CWRITER. A command that is not in memory is skipped (IHI 0069,
-    /// 5.3 allows this).
+    /// Executes the commands between GITS_CREADR and GITS_CWRITER. A command that is not in memory is skipped (IHI
+    /// 0069, 5.3 allows this).
     pub(super) fn execute(&mut self, gic: &mut Gic, memory: &impl Memory) {
         if !self.enabled {
             return;
@@ -131,7 +131,7 @@ impl Its {
                 }
             }
             if is_read {
-                // `None`: the command was an error, which nobody is told.
+                // `None`: the command was an error, which is ignored.
                 let _ = self.command(&Command(words), gic, memory);
             }
             self.reader += COMMAND;

@@ -24,8 +24,8 @@ pub const TRANSLATER: u64 = 0x1_0040;
 const DEVICE_BITS: u32 = 16;
 const EVENT_BITS: u32 = 16;
 const ENTRY: u64 = 8;
-/// The number of events that guests may map to LPIs. A guest that maps more would use the host's memory; there are fewer
-/// LPIs than this.
+/// The number of events that guests may map to LPIs. A guest that maps more would use the host's memory; there are
+/// fewer LPIs than this.
 const MAX_EVENTS: usize = 1 << 20;
 
 /// GITS_CTLR.
@@ -33,8 +33,8 @@ const ENABLE: u64 = 1 << 0;
 const QUIESCENT: u64 = 1 << 31;
 /// GITS_IIDR: the revision of the tables' layout, of which there is one.
 const REVISION_SHIFT: u32 = 12;
-/// GITS_TYPER: physical LPIs; sizes less one of entries, EventIDs and DeviceIDs. GITS_TYPER.PTA is zero: redistributors are
-/// named by their processor number.
+/// GITS_TYPER: physical LPIs; sizes less one of entries, EventIDs and DeviceIDs. GITS_TYPER.PTA is zero: redistributors
+/// are named by their processor number.
 const TYPER: u64 =
     1 | (ENTRY - 1) << 4 | ((EVENT_BITS - 1) as u64) << 8 | ((DEVICE_BITS - 1) as u64) << 13;
 
@@ -357,8 +357,8 @@ impl Its {
     /// Writes a register for the client. 64-bit registers are written whole.
     ///
     /// # Errors
-    /// Those of [`client_read`](Self::client_read); [`Error::Invalid`]: GITS_IIDR names another layout of the tables, or
-    /// GITS_CREADR is outside the queue; [`Error::Busy`]: GITS_CREADR of an enabled ITS.
+    /// Those of [`client_read`](Self::client_read); [`Error::Invalid`]: GITS_IIDR names another layout of the tables,
+    /// or GITS_CREADR is outside the queue; [`Error::Busy`]: GITS_CREADR of an enabled ITS.
     pub fn client_write(
         &mut self,
         offset: u64,

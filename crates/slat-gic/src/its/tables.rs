@@ -7,8 +7,8 @@
 //! | event | 63:48: events to the next entry | | 47:16: LPI, zero if invalid | collection |
 //! | collection | valid | | processor number | collection |
 //!
-//! Devices and events are indices of their tables; a distance of zero ends a table. Collections are in any order, and the
-//! first invalid entry ends their table.
+//! Devices and events are indices of their tables; a distance of zero ends a table. Collections are in any order, and
+//! the first invalid entry ends their table.
 
 use super::commands::{LEVEL_ONE_ADDRESS, LEVEL_ONE_VALID, TABLE_PAGE, Table};
 use super::{DEVICE_BITS, Device, ENTRY, EVENT_BITS, Its, VALID};
@@ -41,8 +41,8 @@ impl Its {
     /// Saves the maps into the guest's tables: KVM_DEV_ARM_ITS_SAVE_TABLES.
     ///
     /// # Errors
-    /// [`Error::Invalid`]: the guest's device table has no entry for a mapped device. [`Error::Fault`]: a table is not in
-    /// memory.
+    /// [`Error::Invalid`]: the guest's device table has no entry for a mapped device. [`Error::Fault`]: a table is not
+    /// in memory.
     pub fn save_tables(&self, gic: &Gic, memory: &impl Memory) -> Result<(), Error> {
         self.save_devices(memory)?;
         self.save_collections(gic, memory)
@@ -89,12 +89,12 @@ impl Its {
         Ok(())
     }
 
-    /// Restores the maps from the guest's tables: KVM_DEV_ARM_ITS_RESTORE_TABLES. The client has restored the GIC, and the
-    /// registers of the ITS but GITS_CTLR.
+    /// Restores the maps from the guest's tables: KVM_DEV_ARM_ITS_RESTORE_TABLES. The client has restored the GIC, and
+    /// the registers of the ITS but GITS_CTLR.
     ///
     /// # Errors
-    /// [`Error::Invalid`] and [`Error::Exists`]: the tables are inconsistent. [`Error::Fault`]: a table is not in memory.
-    /// Nothing is mapped then.
+    /// [`Error::Invalid`] and [`Error::Exists`]: the tables are inconsistent. [`Error::Fault`]: a table is not in
+    /// memory. Nothing is mapped then.
     pub fn restore_tables(&mut self, gic: &mut Gic, memory: &impl Memory) -> Result<(), Error> {
         let collections = self.restore_collections(gic, memory);
         let restored = collections.and_then(|()| self.restore_devices(gic, memory));

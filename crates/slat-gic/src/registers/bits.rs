@@ -82,8 +82,8 @@ impl Gic {
         access: Access,
     ) {
         let is_v2_sgi = self.is_v2_sgi(intid);
-        // GICv2 has other registers for the pending state of SGIs (IHI 0048, GICD_SPENDSGIR). The client, which has to save it by
-        // this register, does not know the sources: the vCPU itself becomes the source.
+        // GICv2 has other registers for the pending state of SGIs (IHI 0048, GICD_SPENDSGIR). The client, which has to
+        // save it by this register, does not know the sources: the vCPU itself becomes the source.
         let is_ignored = is_v2_sgi && access == Access::Guest;
         self.change(vcpu, intid, |interrupt| match register {
             Register::Group => interrupt.group = Group::of(bit),
@@ -148,8 +148,8 @@ impl Gic {
         lines as u32
     }
 
-    /// Writes the lines of 32 interrupts for the client. This is independent of the triggers, which the client may restore
-    /// later.
+    /// Writes the lines of 32 interrupts for the client. This is independent of the triggers, which the client may
+    /// restore later.
     pub(super) fn write_lines(&mut self, vcpu: usize, first: u32, value: u32) {
         let existing = SGIS..self.interrupts();
         let lines = (0..32).map(|index| (first + index, value >> index & 1 != 0));

@@ -1,8 +1,8 @@
 //! The registers in memory, for the guest and for the client of KVM's device attributes.
 //!
 //! The guest reaches registers by loads and stores in a [`Frame`]. An access that no register accepts reads as zero and
-//! is ignored as a write, as in KVM. The client reads and writes 32 bits of most of the same registers, to save and restore
-//! the state. For it some registers differ:
+//! is ignored as a write, as in KVM. The client reads and writes 32 bits of most of the same registers, to save and
+//! restore the state. For it some registers differ:
 //!
 //! | registers | guest | client |
 //! |---|---|---|
@@ -266,8 +266,8 @@ impl Gic {
     /// Writes 32 bits for the client. `memory` has the tables of LPIs. As in KVM, what is no register ignores writes.
     ///
     /// # Errors
-    /// [`Error::Invalid`]: the value of GICD_IIDR is that of another product, or of a revision that does not exist; or the
-    /// value of GICD_TYPER2 is not the one that the register has.
+    /// [`Error::Invalid`]: the value of GICD_IIDR is that of another product, or of a revision that does not exist; or
+    /// the value of GICD_TYPER2 is not the one that the register has.
     ///
     /// # Panics
     /// There is no such vCPU.

@@ -29,8 +29,8 @@ impl Gic {
         targets.sum()
     }
 
-    /// Writes the targets of SPIs. As in KVM, the first of several targets gets the interrupt, and without any target it
-    /// goes to the first vCPU.
+    /// Writes the targets of SPIs. As in KVM, the first of several targets gets the interrupt, and without any target
+    /// it goes to the first vCPU.
     pub(super) fn write_targets(&mut self, first: u32, count: u32, value: u64) {
         let existing = ((1u32 << self.vcpus.len()) - 1) as u8;
         for index in (0..count).filter(|index| first + index >= PRIVATE) {
@@ -119,8 +119,8 @@ impl Gic {
             .sum()
     }
 
-    /// Returns why the registers of `group` do not show an interrupt of group `of`, or `None` if they do (IHI 0048, GICV_IAR
-    /// and GICV_AIAR).
+    /// Returns why the registers of `group` do not show an interrupt of group `of`, or `None` if they do (IHI 0048,
+    /// GICV_IAR and GICV_AIAR).
     fn hidden_v2(&self, vcpu: usize, group: Group, of: Group) -> Option<u32> {
         match (group, of) {
             (Group::Zero, Group::One) if !self.vcpus[vcpu].interface.ack_control => {

@@ -33,8 +33,8 @@ const REDISTRIBUTOR_INNER_SHIFT: u32 = 7;
 const REDISTRIBUTOR_OUTER_SHIFT: u32 = 56;
 const SHAREABILITY_SHIFT: u32 = 10;
 
-/// Returns a register with the address of a table, with the shareability and cacheability that KVM's guests get: nothing
-/// is outer shareable or uncached. `inner` and `outer` are the positions of the cacheability fields.
+/// Returns a register with the address of a table, with the shareability and cacheability that KVM's guests get:
+/// nothing is outer shareable or uncached. `inner` and `outer` are the positions of the cacheability fields.
 pub(crate) fn with_attributes(value: u64, inner: u32, outer: u32) -> u64 {
     let with = |value: u64, shift: u32, mask: u64, choose: fn(u64) -> u64| {
         value & !(mask << shift) | choose(value >> shift & mask) << shift
@@ -56,7 +56,8 @@ pub(crate) fn with_attributes(value: u64, inner: u32, outer: u32) -> u64 {
 }
 
 impl Gic {
-    /// Reads GICD_IROUTER. Aff3 and the routing mode read as zero: an SPI goes to the one vCPU of its affinity, as in KVM.
+    /// Reads GICD_IROUTER. Aff3 and the routing mode read as zero: an SPI goes to the one vCPU of its affinity, as in
+    /// KVM.
     pub(super) fn read_route(&self, intid: u32, offset: u32, width: usize) -> u64 {
         let route = self.interrupt(0, intid).map_or(0, |spi| spi.route);
         part(route.into(), offset, width)

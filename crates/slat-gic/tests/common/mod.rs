@@ -100,7 +100,8 @@ pub fn vcpus(count: u32) -> Vec<VcpuName> {
     (0..count).map(name).collect()
 }
 
-/// Returns the private frame of a vCPU for registers with bits of its SGIs and PPIs, and the offset that they have there.
+/// Returns the private frame of a vCPU for registers with bits of its SGIs and PPIs, and the offset that they have
+/// there.
 pub fn private_frame(model: Model, vcpu: usize) -> (Frame, u64) {
     match model {
         Model::V2 => (Frame::Distributor, 0),

@@ -1,10 +1,9 @@
 //! Random accesses on this crate's GICs and on QEMU's: both read the same.
 //!
-//! Left out is what KVM's GICs and QEMU's do differently, and what is UNPREDICTABLE: interrupts end in the reverse order
-//! of their acknowledgement; groups are enabled together; binary points mean the same for both groups, and
-//! change while nothing is active; priorities have
-//! five bits; triggers of PPIs and the enable bits of SGIs do not change; an SGI is generated in its group.
-//! Lines are those of the two timers.
+//! Left out is what KVM's GICs and QEMU's do differently, and what is UNPREDICTABLE: interrupts end in the reverse
+//! order of their acknowledgement; groups are enabled together; binary points mean the same for both groups, and change
+//! while nothing is active; priorities have five bits; triggers of PPIs and the enable bits of SGIs do not change; an
+//! SGI is generated in its group. Lines are those of the two timers.
 
 #[path = "../common/mod.rs"]
 mod common;

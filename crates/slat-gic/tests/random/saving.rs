@@ -1,4 +1,5 @@
-//! Saves the state by the client's interface, and restores it into a new GIC, in the order that KVM's documentation gives.
+//! Saves the state by the client's interface, and restores it into a new GIC, in the order that KVM's documentation
+//! gives.
 
 use super::its_guest::Tables;
 use super::{INTERRUPTS, Pair, VCPUS};
@@ -7,8 +8,8 @@ use slat_gic::gic::{Gic, Model};
 use slat_gic::its::Its;
 use slat_gic::registers::Frame;
 
-/// Registers of a distributor or a redistributor: the offset, the bits of each interrupt, and the offset of the register
-/// that clears the state before it is set.
+/// Registers of a distributor or a redistributor: the offset, the bits of each interrupt, and the offset of the
+/// register that clears the state before it is set.
 const REGISTERS: [(u64, u32, Option<u64>); 6] = [
     (0x080, 1, None),
     (0xc00, 2, None),

@@ -170,8 +170,8 @@ fn identification() {
     assert_eq!(msi.its32(0x1_0040), 0);
 }
 
-/// GITS_CBASER and GITS_BASER keep what KVM has: 64 KiB pages, inner shareable, entries of 8 bytes, types that cannot be
-/// changed; and they are fixed while the ITS is enabled.
+/// GITS_CBASER and GITS_BASER keep what KVM has: 64 KiB pages, inner shareable, entries of 8 bytes, types that cannot
+/// be changed; and they are fixed while the ITS is enabled.
 #[test]
 fn base_registers() {
     let mut msi = Msi::new();

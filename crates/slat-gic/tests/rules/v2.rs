@@ -161,7 +161,7 @@ fn groups_are_enabled_separately() {
     assert_eq!(
         guest.ack(0, 1),
         41,
-        "an interrupt of a disabled group does not stand in its way"
+        "a disabled group does not hide it"
     );
     guest.write(0, CPU, 0, 1);
     assert_eq!(guest.ack(0, 0), 40);

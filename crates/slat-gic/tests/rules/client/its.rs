@@ -46,6 +46,7 @@ fn its_attributes() {
         Err(EEXIST)
     );
     assert_eq!(its.find(0x808_0000 + TRANSLATER), Some(TRANSLATER));
+    assert_eq!(TRANSLATER, 0x1_0040);
     assert_eq!(its.find(0x80a_0000), None);
     for offset in [0x1, 0x2, 0x84, 0x94, 0x104] {
         assert_eq!(
