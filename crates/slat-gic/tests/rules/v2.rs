@@ -158,11 +158,7 @@ fn groups_are_enabled_separately() {
     guest.pend(41, 0x80);
     guest.write(0, CPU, 0, 2);
     assert_eq!(guest.ack(0, 0), 1022);
-    assert_eq!(
-        guest.ack(0, 1),
-        41,
-        "a disabled group does not hide it"
-    );
+    assert_eq!(guest.ack(0, 1), 41, "a disabled group does not hide it");
     guest.write(0, CPU, 0, 1);
     assert_eq!(guest.ack(0, 0), 40);
     assert_eq!(guest.read(0, CPU, 0), 1);
