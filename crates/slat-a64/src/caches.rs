@@ -1,7 +1,10 @@
 //! What a processor keeps: translations, and decoded code.
 
 use crate::code::Code;
+use crate::insn::SystemName;
 use crate::memory::Invalidation;
+use crate::registers::{MAIR, Row, SCTLR, TCR, TTBR0, TTBR1, Values};
+use crate::stage1::regime::asid;
 use crate::tlb::Tlb;
 
 pub(crate) struct Caches {
@@ -28,6 +31,19 @@ impl Caches {
             Invalidation::Page { address, space } => self.tlb.drop_page(address, space),
             Invalidation::Code => self.code.flush(),
             Invalidation::CodeLine(at) => self.code.drop_line(at),
+        }
+    }
+
+    /// Drops the translations that depend on a system register, which was written.
+    pub(crate) fn register_written(&mut self, system: &Values, name: SystemName) {
+        let is = |row: Row| row.register().name == name;
+        // The tables may change under their ASID with TLBI alone.
+        if is(TTBR0) || is(TTBR1) || is(TCR) {
+            self.tlb.switch(asid(system));
+        }
+        // Watchpoints, too: op0 of debug registers is 2.
+        if is(SCTLR) || is(TCR) || is(MAIR) || name.parts()[0] == 2 {
+            self.tlb.flush();
         }
     }
 

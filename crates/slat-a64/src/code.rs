@@ -1,7 +1,7 @@
 //! Decoded instructions, kept by the machine's address of their word.
 //!
-//! As with an instruction cache, the guest has to invalidate what it has overwritten (IC IVAU, IC IALLU), and so has the
-//! embedder.
+//! As with an instruction cache, the guest has to invalidate what it has overwritten (IC IVAU, IC IALLU), and so has
+//! the embedder.
 
 use crate::insn::Insn;
 use alloc::vec::Vec;

@@ -1,17 +1,16 @@
 //! A processor with its translations: executes at EL0 and EL1, and takes EL1's exceptions, until its embedder is
 //! needed.
 
-use crate::abort::{Fault, Stage2};
+use crate::abort::{Fault, Stage2, status};
 use crate::caches::Caches;
 use crate::code::Decoded;
-use crate::exception::Interrupt;
+use crate::exception::{Debug, Interrupt};
 use crate::hypervisor::Hypervisor;
-use crate::insn::{Hint, SystemName};
+use crate::insn::{Hint, Insn, SystemName};
 use crate::memory::Invalidation;
 use crate::mmu::{Mmu, peek};
 use crate::now::Stop;
 use crate::run::{Exit, Went, one};
-use crate::stage1::regime::asid;
 use crate::state::State;
 use crate::syndrome::Syndrome;
 use crate::tier::Exception;
@@ -29,6 +28,9 @@ pub enum Leave<E> {
     Hvc(u16),
     /// The processor has executed SMC with this immediate. The program counter is after it.
     Smc(u16),
+    /// A debug exception that the embedder takes ([`State::traps_debug`]). The program counter is the instruction's
+    /// address, or that of the next one after software step.
+    Debug(Debug),
     /// The machine below has refused an access. The instruction has changed nothing, and the program counter is its
     /// address: a run executes the instruction again, and [`Syndrome::complete`] completes it instead.
     Stage2 {
@@ -61,6 +63,8 @@ pub struct Cpu {
     /// The interrupts that are pending. The embedder sets them between runs.
     pub pending: Pending,
     caches: Caches,
+    /// Software step has executed an instruction: its exception is next. Whether the instruction was an exclusive load.
+    stepped: Option<bool>,
 }
 
 impl Cpu {
@@ -70,6 +74,7 @@ impl Cpu {
             state,
             pending: Pending::default(),
             caches: Caches::new(),
+            stepped: None,
         }
     }
 
@@ -77,8 +82,7 @@ impl Cpu {
     /// the register.
     pub fn set_system(&mut self, name: SystemName, value: u64) -> bool {
         let is_held = self.state.set_system(name, value);
-        self.caches.tlb.flush();
-        self.caches.tlb.switch(asid(&self.state.system));
+        self.caches.register_written(&self.state.system, name);
         is_held
     }
 
@@ -125,10 +129,15 @@ impl Cpu {
     /// Takes an exception, or executes an instruction. `None`: go on.
     #[inline(always)]
     fn step<H: Hypervisor>(&mut self, below: &mut H) -> Option<Leave<H::Fault>> {
+        let stepped = self.stepped.take();
         if self.pending != Pending::default() && self.take_pending() {
             return None;
         }
         let state = &mut self.state;
+        let steps = state.may_debug() && state.steps();
+        if steps && !state.pstate().ss {
+            return self.debug(Debug::step(stepped));
+        }
         if state.pc & 3 != 0 {
             state.take_misaligned_fetch();
             return None;
@@ -150,11 +159,29 @@ impl Cpu {
                 });
             }
         };
+        if state.may_debug() && state.is_at_breakpoint() {
+            return self.debug(Debug::BREAKPOINT);
+        }
         if state.pstate().il {
             state.take_exception(Exception::Illegal);
             return None;
         }
-        match one(state, &mut mmu, &insn) {
+        if steps {
+            return self.step_once(below, insn);
+        }
+        let went = one(state, &mut mmu, &insn);
+        self.went(went, insn, below)
+    }
+
+    /// Ends an instruction.
+    #[inline(always)]
+    fn went<H: Hypervisor>(
+        &mut self,
+        went: Went<Fault<H::Fault>>,
+        insn: Decoded,
+        below: &mut H,
+    ) -> Option<Leave<H::Fault>> {
+        match went {
             Went::On => None,
             Went::Elsewhere => match self.caches.shared.take() {
                 Some(invalidation) => Some(Leave::Invalidated(invalidation)),
@@ -168,20 +195,47 @@ impl Cpu {
         }
     }
 
+    /// Executes an instruction, after which software step's exception is due.
+    #[cold]
+    fn step_once<H: Hypervisor>(
+        &mut self,
+        below: &mut H,
+        insn: Decoded,
+    ) -> Option<Leave<H::Fault>> {
+        let mut mmu = Mmu {
+            caches: &mut self.caches,
+            below,
+        };
+        let went = one(&mut self.state, &mut mmu, &insn);
+        let is_done = !matches!(went, Went::Out(Exit::Stop(_)));
+        if is_done {
+            // An exception return has its own.
+            if insn != Some(Insn::Eret) {
+                self.state.pstate.ss = false;
+            }
+            self.stepped = Some(matches!(insn, Some(Insn::LoadExclusive { .. })));
+        }
+        self.went(went, insn, below)
+    }
+
     /// Ends an instruction that has ended early.
     #[cold]
     fn stopped<E>(&mut self, stop: Stop<Fault<E>>, insn: Decoded) -> Option<Leave<E>> {
         let stop = match stop {
             // At EL0 the calls are UNDEFINED.
             Stop::Exception(Exception::Hvc(immediate)) if self.state.pstate().el1 => {
-                self.state.pc = self.state.pc.wrapping_add(4);
+                self.pass_call();
                 return Some(Leave::Hvc(immediate));
             }
             Stop::Exception(Exception::Smc(immediate)) if self.state.pstate().el1 => {
-                self.state.pc = self.state.pc.wrapping_add(4);
+                self.pass_call();
                 return Some(Leave::Smc(immediate));
             }
+            Stop::Exception(Exception::Brk(immediate)) => return self.debug(Debug::brk(immediate)),
             Stop::Exception(exception) => Stop::Exception(exception),
+            Stop::Memory(Fault::Stage1(abort)) if abort.status == status::DEBUG => {
+                return self.debug(Debug::watchpoint(&abort));
+            }
             Stop::Memory(Fault::Stage1(abort)) => Stop::Memory(abort),
             Stop::Memory(Fault::Stage2(fault)) => {
                 let syndrome = insn.and_then(|insn| insn.syndrome());
@@ -190,5 +244,23 @@ impl Cpu {
         };
         self.state.take_stop(stop);
         None
+    }
+
+    /// Takes a debug exception, or leaves with it.
+    #[cold]
+    fn debug<E>(&mut self, debug: Debug) -> Option<Leave<E>> {
+        if self.state.traps_debug {
+            return Some(Leave::Debug(debug));
+        }
+        self.state.take_debug(&debug);
+        None
+    }
+
+    /// Goes on after a call, which may be the instruction that software step executes.
+    fn pass_call(&mut self) {
+        self.state.pc = self.state.pc.wrapping_add(4);
+        if core::mem::take(&mut self.state.pstate.ss) {
+            self.stepped = Some(false);
+        }
     }
 }

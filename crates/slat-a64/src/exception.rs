@@ -31,6 +31,9 @@ mod class {
     pub(super) const DATA: u32 = 0x24;
     pub(super) const MISALIGNED_SP: u32 = 0x26;
     pub(super) const SERROR: u32 = 0x2f;
+    pub(super) const BREAKPOINT: u32 = 0x30;
+    pub(super) const STEP: u32 = 0x32;
+    pub(super) const WATCHPOINT: u32 = 0x34;
     pub(super) const BRK: u32 = 0x3c;
 }
 /// This value is added to the class of an abort that EL1 itself has caused.
@@ -43,6 +46,9 @@ const IL: u32 = 1 << 25;
 const CONDITION: u32 = 0b1_1110 << 20;
 const WRITE: u32 = 1 << 6;
 const MAINTENANCE: u32 = 1 << 8;
+/// Software step's ISV and EX.
+const STEPPED: u32 = 1 << 24;
+const STEPPED_EXCLUSIVE: u32 = 1 << 6;
 
 /// The offsets of exception vectors: one part for the source level and stack pointer, one part for the kind of
 /// exception.
@@ -57,6 +63,63 @@ const SERROR: u64 = 0x180;
 fn access(name: SystemName, rt: u8, reads: bool) -> u32 {
     let [op0, op1, crn, crm, op2] = name.parts().map(u32::from);
     op0 << 20 | op2 << 17 | op1 << 14 | crn << 10 | u32::from(rt) << 5 | crm << 1 | u32::from(reads)
+}
+
+/// A debug exception.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Debug {
+    class: u32,
+    details: u32,
+    /// The address of the access that a watchpoint has matched.
+    pub address: Option<u64>,
+}
+
+impl Debug {
+    pub(crate) const BREAKPOINT: Debug = Debug {
+        class: class::BREAKPOINT,
+        details: status::DEBUG as u32,
+        address: None,
+    };
+
+    /// Makes software step's exception. `stepped`: an instruction was executed, and it was an exclusive load or not.
+    pub(crate) fn step(stepped: Option<bool>) -> Self {
+        let details = match stepped {
+            None => 0,
+            Some(false) => STEPPED,
+            Some(true) => STEPPED | STEPPED_EXCLUSIVE,
+        };
+        Debug {
+            class: class::STEP,
+            details: details | u32::from(status::DEBUG),
+            address: None,
+        }
+    }
+
+    pub(crate) fn watchpoint(abort: &Abort) -> Self {
+        let write = if abort.is_write { WRITE } else { 0 };
+        Debug {
+            class: class::WATCHPOINT,
+            details: write | u32::from(abort.status),
+            address: Some(abort.address),
+        }
+    }
+
+    pub(crate) fn brk(immediate: u16) -> Self {
+        Debug {
+            class: class::BRK,
+            details: immediate.into(),
+            address: None,
+        }
+    }
+
+    fn is_brk(&self) -> bool {
+        self.class == class::BRK
+    }
+
+    /// Returns ESR_EL2 of the exception from a lower level.
+    pub fn esr(&self) -> u32 {
+        self.class << CLASS_SHIFT | IL | self.details
+    }
 }
 
 impl State {
@@ -78,6 +141,7 @@ impl State {
             pan,
             dit: self.pstate.dit,
             il: false,
+            ss: false,
         });
         self.pc = self.system.get(VBAR).wrapping_add(from + vector);
     }
@@ -89,7 +153,7 @@ impl State {
     }
 
     fn take_abort(&mut self, class: u32, abort: Abort) {
-        let class = class + if self.pstate.el1 { SAME_LEVEL } else { 0 };
+        let class = class + self.same_level();
         let write = if abort.is_write { WRITE } else { 0 };
         let maintenance = if abort.is_maintenance { MAINTENANCE } else { 0 };
         self.system.set(FAR, abort.address);
@@ -110,9 +174,11 @@ impl State {
                 self.take_synchronous(class::UNKNOWN, 0, pc);
             }
             Exception::Svc(immediate) => {
+                // The call is the instruction that software step has executed.
+                self.pstate.ss = false;
                 self.take_synchronous(class::SVC, immediate.into(), pc.wrapping_add(4));
             }
-            Exception::Brk(immediate) => self.take_synchronous(class::BRK, immediate.into(), pc),
+            Exception::Brk(immediate) => self.take_debug(&Debug::brk(immediate)),
             Exception::Illegal => self.take_synchronous(class::ILLEGAL, 0, pc),
             Exception::VectorTrap => self.take_synchronous(class::VECTOR, CONDITION, pc),
             Exception::WaitTrap(hint) => {
@@ -139,6 +205,9 @@ impl State {
     pub fn take_stop(&mut self, stop: Stop<Abort>) {
         match stop {
             Stop::Exception(exception) => self.take_exception(exception),
+            Stop::Memory(abort) if abort.status == status::DEBUG => {
+                self.take_debug(&Debug::watchpoint(&abort));
+            }
             Stop::Memory(abort) => self.take_abort(class::DATA, abort),
         }
     }
@@ -155,7 +224,21 @@ impl State {
         );
     }
 
-    /// Takes the exception for a program counter that is not a multiple of 4.
+    /// Takes a debug exception at the program counter.
+    pub(crate) fn take_debug(&mut self, debug: &Debug) {
+        let same = if debug.is_brk() { 0 } else { self.same_level() };
+        if let Some(address) = debug.address {
+            self.system.set(FAR, address);
+        }
+        self.take_synchronous(debug.class + same, debug.details, self.pc);
+    }
+
+    /// Returns what is added to the class of exceptions that tell whether EL1 itself has met them.
+    fn same_level(&self) -> u32 {
+        if self.pstate.el1 { SAME_LEVEL } else { 0 }
+    }
+
+    /// Takes the exception of a program counter that is no multiple of 4.
     pub fn take_misaligned_fetch(&mut self) {
         self.system.set(FAR, self.pc);
         self.take_synchronous(class::MISALIGNED_PC, 0, self.pc);

@@ -36,8 +36,8 @@ pub trait Hypervisor {
     fn load_wide(&mut self, at: u64) -> Result<u128, Self::Fault>;
     /// Stores 16 bytes in one page.
     fn store_wide(&mut self, at: u64, value: u128) -> Result<(), Self::Fault>;
-    /// Stores the second value if the 1 << `size` bytes, at most 16, are the first, as one atomic operation. Returns the
-    /// bytes that were there. The address is a multiple of the size.
+    /// Stores the second value if the 1 << `size` bytes, at most 16, are the first, as one atomic operation. Returns
+    /// the bytes that were there. The address is a multiple of the size.
     fn compare_exchange(
         &mut self,
         at: u64,
@@ -46,8 +46,8 @@ pub trait Hypervisor {
         order: Order,
     ) -> Result<u128, Self::Fault>;
 
-    /// Executes an atomic operation on at most 8 bytes, and returns the bytes that were there. The address is a multiple
-    /// of the size.
+    /// Executes an atomic operation on at most 8 bytes, and returns the bytes that were there. The address is a
+    /// multiple of the size.
     fn atomic(
         &mut self,
         op: AtomicOp,

@@ -2,12 +2,13 @@
 //!
 //! A part of slat: there is no promise about this crate's API, and any version may change it.
 //!
-//! A [`Cpu`] is a processor with stage 1 translation. It executes guest code at EL0 and EL1, and takes the exceptions of
-//! EL1. The machine below it, a [`Hypervisor`], has the memory and the devices.
+//! A [`Cpu`] has a [`State`], translations and decoded code. It executes at EL0 and EL1 against a [`Hypervisor`], which
+//! has the physical memory and the system registers of devices, and takes EL1's exceptions. [`Cpu::run`] ends when the
+//! embedder is needed: [`Leave`].
 //!
-//! [`run::step`] decodes and executes one instruction. A [`State`] holds the registers of EL0 and EL1, and a
-//! [`Machine`] provides the memory. [`run::run_block`] executes a decoded [`Block`]. Execution ends with an [`Exit`],
-//! for example at an exception. The caller lets EL1 take the exception ([`State::take_stop`]), or serves it itself.
+//! Below that, [`run::step`] decodes and executes an instruction on a [`State`] against a [`Machine`], which has memory
+//! by virtual addresses. [`run::run_block`] executes a decoded [`Block`]. Execution ends with an [`Exit`], for example
+//! at an exception, which the caller lets EL1 take ([`State::take_stop`]) or serves itself.
 //!
 //! The meaning of instructions is written once, as functions of operations that a *tier* provides: the interpreter's
 //! tier computes with numbers, and a compiler's tier can emit code. A meaning has no branch that depends on a value.
@@ -23,21 +24,22 @@
 //! | | `insn` | decoded instructions |
 //! | | `decode/` | from a word to an instruction |
 //! | state | `registers` | the table of system registers: name, rights, reset value, writable bits |
+//! | | `stage1/` | translation: the parameters of the regime, the walk, permissions, memory types |
 //! | | `state` | the architectural state |
-//! | | `stage1/` | the walk of EL1's tables |
+//! | | `debug` | software step, breakpoints and watchpoints |
 //! | | `returning` | the return from an exception |
 //! | meaning | `tier` | what a tier provides |
 //! | | `meaning/` | what each instruction does, a file per kind |
-//! | machine | `memory` | the memory, and the other services of the machine |
+//! | machine | `memory` | the memory by virtual addresses, and the other services of the machine |
+//! | | `hypervisor` | the machine below stage 1 |
+//! | | `tlb`, `code`, `caches` | the software TLB; decoded code; both |
+//! | | `mmu/` | the memory of a processor with translation, over the machine below |
 //! | | `system` | accesses to system registers, system instructions, and their traps |
-//! | | `hypervisor` | what a processor with stage 1 needs of the machine below |
-//! | | `syndrome` | what a load or store does that a device completes |
+//! | | `syndrome` | the syndrome of an access to a device, and its completion |
 //! | interpreter | `now` | the tier that computes at once |
 //! | | `exception` | syndromes, and how EL1 takes exceptions and interrupts |
 //! | | `run` | steps, blocks, and why execution ends |
-//! | translation | `tlb`, `code`, `caches` | what the processor keeps: translations, decoded code |
-//! | | `mmu/` | accesses by virtual addresses |
-//! | processor | `cpu` | a processor that takes EL1's exceptions, until its embedder is needed |
+//! | | `cpu` | a processor with its translations: runs until its embedder is needed |
 //!
 //! # Promises
 //!
@@ -51,13 +53,13 @@
 //!
 //! # The decoder
 //!
-//! The decoder is our own. A processor needs the fields of an encoding, in groups with a common meaning, and must know
-//! that all other words are UNDEFINED. A disassembler's operands would have to be converted back to fields. Of the
-//! existing crates, `fARM64` 0.1 has the right coverage and no dependencies, but it is written by hand like ours,
-//! returns 112 bytes of operands, and has one release. `yaxpeax-arm` and `disarm64` lack newer extensions or checks of
-//! UNDEFINED words. `bad64` is written in C. Arm's machine-readable specification checks our decoder instead:
-//! `tests/oracle` has its table of all encodings, and tests that the decoder accepts words of exactly those encodings
-//! that the processor has.
+//! The decoder is our own. A processor needs the fields of an encoding, by groups that have a meaning in common, and
+//! the certainty that everything else is UNDEFINED; a disassembler's operands would have to be turned back into fields.
+//! Of the crates that can be had, `fARM64` 0.1 has the right coverage and no dependencies, but it is written by hand
+//! like ours, returns 112 bytes of operands, and has one release; `yaxpeax-arm` and `disarm64` lack newer extensions or
+//! checks of what is UNDEFINED; `bad64` is C. Arm's machine-readable specification decides instead: `tests/oracle` has
+//! its table of all encodings, and checks that the decoder accepts words of exactly those encodings that the processor
+//! has.
 //!
 //! # Extensions
 //!
@@ -65,11 +67,21 @@
 //! Hints of pointer authentication and branch targets are NOPs. All other instructions of these two extensions are
 //! UNDEFINED, and so are SVE and SME. `tests/oracle/missing.rs` lists the missing extensions.
 //!
+//! # Translation
+//!
+//! Stage 1 has granules of 4, 16 and 64 KiB, 48 bits of addresses, 16 bits of ASIDs, hardware updates of access flag
+//! and dirty state, hierarchical permissions, PAN, and TBI. UAO, EPAN, LPA, LPA2, LVA, TTST and TLBI of ranges are
+//! absent. Writes to the registers of translation have their effect at once, also before the next ISB.
+//!
+//! AT and cache maintenance set no flags in descriptors. TLBI is for other processors, too, where its name says so:
+//! then the run leaves with [`Leave::Invalidated`], and the embedder has all other processors drop what is invalid
+//! before this one goes on.
+//!
 //! # Missing
 //!
-//! These parts are missing: debugging; EL2 and EL3; AArch32; the compiler.
-//! The [`Hypervisor`] provides the registers that identify the processor's place, the timer and the caches. Floating
-//! point is computed with integers alone, which is slow.
+//! EL2 and EL3, and AArch32. The compiler. The registers of timers, interrupt controllers, performance monitors and
+//! caches are the [`Hypervisor`]'s. Debug state, the debug communication channel, and watchpoints of DC IVAC. Floating
+//! point is computed by integers alone, which is slow.
 
 #![no_std]
 
@@ -83,6 +95,7 @@ mod caches;
 mod code;
 mod cpu;
 mod crc;
+mod debug;
 mod decode;
 pub mod exception;
 pub mod hypervisor;
@@ -106,7 +119,7 @@ mod width;
 
 pub use abort::{Abort, Fault, Right, Stage2};
 pub use cpu::{Cpu, Leave, Pending};
-pub use exception::Interrupt;
+pub use exception::{Debug, Interrupt};
 pub use hypervisor::{Hypervisor, Page};
 pub use insn::{AtomicOp, Barrier, Hint, Order, SystemName};
 pub use memory::{AddressTranslation, Invalidation, Machine, Maintenance, Memory};

@@ -73,8 +73,8 @@ pub trait Memory {
         access: Access,
     ) -> Result<u128, Self::Fault>;
 
-    /// Executes an atomic operation on at most 8 bytes, and returns the earlier bytes. The address is a multiple of
-    /// the size.
+    /// Executes an atomic operation on at most 8 bytes, and returns the bytes that were there. The address is a
+    /// multiple of the size.
     fn atomic(
         &mut self,
         state: &State,

@@ -12,6 +12,7 @@ pub const MASK_FIQ: u8 = 1;
 /// The bits of SPSR_EL1.
 const DIT: u64 = 1 << 24;
 const PAN: u64 = 1 << 22;
+pub(crate) const SS: u64 = 1 << 21;
 const IL: u64 = 1 << 20;
 const DAIF_SHIFT: u32 = 6;
 /// The field of the mode: AArch32, which this processor does not have; EL1; and EL1 with its own stack pointer.
@@ -35,6 +36,8 @@ pub struct Pstate {
     pub dit: bool,
     /// Illegal execution state.
     pub il: bool,
+    /// Software step: an instruction is executed before the exception.
+    pub ss: bool,
 }
 
 impl Pstate {
@@ -44,12 +47,13 @@ impl Pstate {
         bit(self.dit, DIT)
             | bit(self.pan, PAN)
             | bit(self.il, IL)
+            | bit(self.ss, SS)
             | u64::from(self.daif) << DAIF_SHIFT
             | bit(self.el1, EL1)
             | bit(self.own_stack, OWN_STACK)
     }
 
-    /// Returns the PSTATE that an exception return makes from the SPSR_EL1 in `bits`. `None`: the return is illegal.
+    /// Returns what an exception return makes of SPSR_EL1, with SS clear. `None`: the return is illegal.
     pub fn returned(bits: u64) -> Option<Self> {
         let mode = bits & MODE;
         if mode & AARCH32 != 0 || !matches!(mode, 0 | EL1 | 0b101) {
@@ -71,6 +75,7 @@ impl Pstate {
             pan: bits & PAN != 0,
             dit: bits & DIT != 0,
             il: bits & IL != 0,
+            ss: false,
         }
     }
 

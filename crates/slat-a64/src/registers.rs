@@ -52,7 +52,8 @@ pub(crate) const BREAKPOINTS: usize = 6;
 pub(crate) const WATCHPOINTS: usize = 4;
 /// The breakpoints that can match contexts are the last ones.
 pub(crate) const CONTEXT_BREAKPOINTS: usize = 2;
-/// DBGBCR_EL1: E, PMC, HMC, SSC, LBN, BT, and BAS, which is all ones without AArch32. DBGWCR_EL1: E, PAC, LSC, BAS, HMC, SSC, LBN, WT, MASK.
+/// DBGBCR_EL1: E, PMC, HMC, SSC, LBN, BT, and BAS, which is all ones without AArch32. DBGWCR_EL1: E, PAC, LSC, BAS,
+/// HMC, SSC, LBN, WT, MASK.
 const CONTROL_WRITABLE: u64 = 0x00ff_e007;
 const CONTROL_BAS: u64 = 0xf << 5;
 const WATCH_WRITABLE: u64 = 0x1f1f_ffff;
@@ -117,9 +118,10 @@ pub(crate) const REGISTERS: &[Register] = &[
     breakpoint(2, 5, CONTROL_WRITABLE),
     breakpoint(3, 4, !3),
     breakpoint(3, 5, CONTROL_WRITABLE),
-    breakpoint(4, 4, !3),
+    // A context, instead of an address.
+    breakpoint(4, 4, ALL),
     breakpoint(4, 5, CONTROL_WRITABLE),
-    breakpoint(5, 4, !3),
+    breakpoint(5, 4, ALL),
     breakpoint(5, 5, CONTROL_WRITABLE),
     breakpoint(0, 6, !3),
     breakpoint(0, 7, WATCH_WRITABLE),
@@ -219,6 +221,9 @@ pub(crate) const REGISTERS: &[Register] = &[
     row([3, 0, 13, 0, 1], Rights::El1, 0, 0xffff_ffff),
     // TPIDR_EL1.
     row([3, 0, 13, 0, 4], Rights::El1, 0, ALL),
+    // EL0PCTEN, EL0VCTEN, EVNTEN, EVNTDIR, EVNTI, EL0VTEN, EL0PTEN.
+    // CNTKCTL_EL1.
+    row([3, 0, 14, 1, 0], Rights::El1, 0, 0x3ff),
     // TPIDR_EL0.
     row([3, 3, 13, 0, 2], Rights::All, 0, ALL),
     // TPIDRRO_EL0.
@@ -265,6 +270,8 @@ pub(crate) const TTBR1: Row = Row::of([3, 0, 2, 0, 1]);
 pub(crate) const TCR: Row = Row::of([3, 0, 2, 0, 2]);
 pub(crate) const PAR: Row = Row::of([3, 0, 7, 4, 0]);
 pub(crate) const MAIR: Row = Row::of([3, 0, 10, 2, 0]);
+pub(crate) const CNTKCTL: Row = Row::of([3, 0, 14, 1, 0]);
+pub(crate) const CONTEXTIDR: Row = Row::of([3, 0, 13, 0, 1]);
 pub(crate) const CPACR: Row = Row::of([3, 0, 1, 0, 2]);
 pub(crate) const SPSR: Row = Row::of([3, 0, 4, 0, 0]);
 pub(crate) const ELR: Row = Row::of([3, 0, 4, 0, 1]);

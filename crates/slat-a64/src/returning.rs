@@ -1,6 +1,6 @@
 //! The return from an exception (DDI 0487, D1.3.6), and the targets of branches.
 
-use crate::pstate::Pstate;
+use crate::pstate::{Pstate, SS};
 use crate::registers::{ELR, SPSR};
 use crate::stage1::regime::Regime;
 use crate::state::State;
@@ -14,7 +14,8 @@ impl State {
             Some(pstate) => pstate,
             None => self.pstate.returned_illegally(spsr),
         };
-        self.set_pstate(pstate);
+        let ss = self.returned_step(pstate, spsr & SS != 0);
+        self.set_pstate(Pstate { ss, ..pstate });
         self.set_nzcv(spsr as u32);
         self.exclusive = None;
         target

@@ -49,6 +49,8 @@ pub struct State {
     pub(crate) other_sp: u64,
     /// The system registers that the processor holds.
     pub(crate) system: Values,
+    /// The embedder takes debug exceptions, from both levels (MDCR_EL2.TDE): [`Cpu`](crate::Cpu) leaves with them.
+    pub traps_debug: bool,
     /// The local monitor of exclusive accesses.
     pub exclusive: Option<Exclusive>,
 }
@@ -71,6 +73,7 @@ impl Default for State {
             pstate: Pstate::default(),
             other_sp: 0,
             system,
+            traps_debug: false,
             exclusive: None,
         }
     }

@@ -6,8 +6,8 @@ use crate::insn::SystemName;
 use crate::memory::{AddressTranslation, Invalidation, Machine, Maintenance};
 use crate::pstate::Pstate;
 use crate::registers::{
-    CPACR, CPACR_FPEN_SHIFT, OSLSR, OSLSR_LOCKED, PAR, Rights, SCTLR, SCTLR_DZE, SCTLR_UCI,
-    SCTLR_UCT, SCTLR_UMA, TCR, TCR_AS, find,
+    CNTKCTL, CPACR, CPACR_FPEN_SHIFT, OSLSR, OSLSR_LOCKED, PAR, Rights, SCTLR, SCTLR_DZE,
+    SCTLR_UCI, SCTLR_UCT, SCTLR_UMA, TCR, TCR_AS, find,
 };
 use crate::state::{NZCV_SHIFT, State};
 
@@ -85,6 +85,26 @@ fn check_vectors<F>(state: &State) -> Result<(), Refused<F>> {
     }
 }
 
+/// Refuses the machine's timers to EL0, if CNTKCTL_EL1 says so.
+fn check_timer<F>(state: &State, name: SystemName) -> Result<(), Refused<F>> {
+    const EL0_PHYSICAL: u64 = 1 << 0;
+    const EL0_VIRTUAL: u64 = 1 << 1;
+    const EL0_VIRTUAL_TIMER: u64 = 1 << 8;
+    const EL0_PHYSICAL_TIMER: u64 = 1 << 9;
+    let permissions = match name.parts() {
+        [3, 3, 14, 0, 0] => EL0_PHYSICAL | EL0_VIRTUAL,
+        [3, 3, 14, 0, 1] => EL0_PHYSICAL,
+        [3, 3, 14, 0, 2] => EL0_VIRTUAL,
+        [3, 3, 14, 2, _] => EL0_PHYSICAL_TIMER,
+        [3, 3, 14, 3, _] => EL0_VIRTUAL_TIMER,
+        _ => return Ok(()),
+    };
+    match state.pstate.el1 || state.system.get(CNTKCTL) & permissions != 0 {
+        true => Ok(()),
+        false => Err(Refused::Trapped),
+    }
+}
+
 /// Reads a system register.
 pub(crate) fn read<M: Machine>(
     state: &State,
@@ -134,12 +154,15 @@ pub(crate) fn read<M: Machine>(
                 }
                 state.system.get(row)
             }
-            None => match (machine.read_system(state, name), name.parts()) {
-                (Some(value), _) => value,
-                // Identification registers that do not exist read as zero.
-                (None, [3, 0, 0, 1..=7, _]) if state.pstate.el1 => 0,
-                _ => return Err(Refused::Undefined),
-            },
+            None => {
+                check_timer(state, name)?;
+                match (machine.read_system(state, name), name.parts()) {
+                    (Some(value), _) => value,
+                    // Registers for identification that do not exist are zero.
+                    (None, [3, 0, 0, 1..=7, _]) if state.pstate.el1 => 0,
+                    _ => return Err(Refused::Undefined),
+                }
+            }
         },
     })
 }
@@ -197,6 +220,7 @@ pub(crate) fn write<M: Machine>(
                 Rights::All => state.system.write(row, value),
             },
             None => {
+                check_timer(state, name)?;
                 machine
                     .write_system(state, name, value)
                     .ok_or(Refused::Undefined)?;

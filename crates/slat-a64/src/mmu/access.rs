@@ -3,10 +3,12 @@
 use super::{Mmu, PAGE, Place, Request, accessor, checks_each_access, misaligned};
 use crate::abort::{Fault, Right};
 use crate::bits::ones;
+use crate::debug::Watched;
 use crate::hypervisor::Hypervisor;
 use crate::insn::{AtomicOp, Order};
 use crate::memory::{Maintenance, Memory};
 use crate::registers::{SCTLR, SCTLR_A};
+use crate::stage1::Accessor;
 use crate::state::State;
 use crate::tier::Access;
 
@@ -51,6 +53,16 @@ impl<H: Hypervisor> Mmu<'_, H> {
         };
         if second.as_ref().is_some_and(is_refused) {
             return Err(misaligned(reported, is_write));
+        }
+        let watched = Watched {
+            address,
+            bytes,
+            right,
+            is_atomic: request.is_atomic,
+            for_el0: request.want.accessor == Accessor::El0,
+        };
+        if let Some(abort) = state.watchpoint(&watched) {
+            return Err(Fault::Stage1(abort));
         }
         Ok(Places {
             first,

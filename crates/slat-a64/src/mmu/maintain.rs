@@ -5,8 +5,6 @@ use crate::abort::{Fault, Right};
 use crate::hypervisor::Hypervisor;
 use crate::insn::SystemName;
 use crate::memory::{AddressTranslation, Invalidation, Machine, Maintenance};
-use crate::registers::{self, MAIR, SCTLR, TCR, TTBR0, TTBR1};
-use crate::stage1::regime::asid;
 use crate::stage1::{Accessor, Want};
 use crate::state::State;
 use crate::tier::Kind;
@@ -24,8 +22,8 @@ const PAR_ADDRESS: u64 = 0x0000_ffff_ffff_f000;
 impl<H: Hypervisor> Mmu<'_, H> {
     /// Checks that an address may be maintained, and drops decoded code for IC IVAU.
     ///
-    /// At EL1, cleaning needs a translation, but no right; at EL0 it needs the right to read. DC IVAC needs the right to
-    /// write.
+    /// At EL1, cleaning needs a translation, but no right; at EL0 it needs the right to read. DC IVAC needs the right
+    /// to write.
     pub(super) fn maintain_caches(
         &mut self,
         state: &State,
@@ -66,14 +64,7 @@ impl<H: Hypervisor> Machine for Mmu<'_, H> {
     }
 
     fn system_written(&mut self, state: &State, name: SystemName) {
-        let is = |row: registers::Row| row.register().name == name;
-        // The tables may change under their ASID with TLBI alone.
-        if is(TTBR0) || is(TTBR1) || is(TCR) {
-            self.caches.tlb.switch(asid(&state.system));
-        }
-        if is(SCTLR) || is(TCR) || is(MAIR) {
-            self.caches.tlb.flush();
-        }
+        self.caches.register_written(&state.system, name);
     }
 
     fn translate_address(

@@ -268,9 +268,9 @@ impl Request {
     }
 }
 
-/// Whether each access to data needs a check: SCTLR_EL1.A demands alignment.
+/// Whether each access to data needs a check: SCTLR_EL1.A demands alignment, or there are watchpoints.
 fn checks_each_access(state: &State) -> bool {
-    state.system.get(SCTLR) & SCTLR_A != 0
+    state.system.get(SCTLR) & SCTLR_A != 0 || state.watches()
 }
 
 /// Returns the abort of a misaligned access.

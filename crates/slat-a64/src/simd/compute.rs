@@ -175,8 +175,8 @@ pub(crate) enum Op {
     FromGeneral {
         bits: u8,
     },
-    /// The result is N, Z, C, V in the low four bits. If `conditional`, bit 4 of the third operand says whether to
-    /// compare. If not, the low bits of the third operand are the result.
+    /// N, Z, C, V in the low four bits. If `conditional`, the third operand's bit 4 says whether to compare, and its
+    /// low bits are the result otherwise.
     Compare {
         signals: bool,
         conditional: bool,

@@ -21,6 +21,7 @@ const EL0: Pstate = Pstate {
     pan: false,
     dit: false,
     il: false,
+    ss: false,
 };
 const EL1: Pstate = Pstate {
     el1: true,

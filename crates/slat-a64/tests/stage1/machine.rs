@@ -5,6 +5,7 @@ use slat_a64::{Cpu, Hypervisor, Invalidation, Order, Page, Right, State, SystemN
 use std::collections::BTreeMap;
 
 pub const SCTLR: SystemName = SystemName::new(3, 0, 1, 0, 0);
+pub const CPACR: SystemName = SystemName::new(3, 0, 1, 0, 2);
 pub const TTBR0: SystemName = SystemName::new(3, 0, 2, 0, 0);
 pub const TTBR1: SystemName = SystemName::new(3, 0, 2, 0, 1);
 pub const TCR: SystemName = SystemName::new(3, 0, 2, 0, 2);
@@ -140,11 +141,11 @@ pub const CODE: u64 = 0x4000_0000;
 pub const OWN_T0: u64 = 25;
 pub const OWN_T1: u64 = 25 << 16 | 2 << 30;
 /// A block that everybody may read and execute, at its physical address.
-pub const READ_ONLY: u64 = CODE | 1 | 1 << 10 | 3 << 6;
+pub const READABLE: u64 = CODE | 1 | 1 << 10 | 3 << 6;
 
 /// Maps [`CODE`] in the lower or the upper half, and returns its virtual address.
 pub fn map_code(ram: &mut Ram, in_upper: bool) -> u64 {
-    ram.set(TABLE + 8, READ_ONLY);
+    ram.set(TABLE + 8, READABLE);
     CODE | if in_upper { !0 << 39 } else { 0 }
 }
 

@@ -202,6 +202,7 @@ impl Case {
         for (name, value) in settings {
             cpu.set_system(name, value);
         }
+        cpu.forget_pages();
         for name in [ESR, FAR, PAR] {
             cpu.set_system(name, 0);
         }

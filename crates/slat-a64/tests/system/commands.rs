@@ -1,6 +1,10 @@
 //! Commands to the payload: see payload.s.
 
 use crate::image::{COMMANDS, STUB, TABLE, TABLES, UPPER, Words};
+use crate::setting;
+
+/// The most commands of an image, with room for what a full script still adds.
+const MOST: u64 = (TABLES - COMMANDS) / 128 - 20;
 
 /// TCR_EL1 of the own half: 39 bits, 4 KiB.
 const OWN_T0: u64 = 25;
@@ -56,7 +60,7 @@ pub struct Script {
 
 impl Script {
     pub fn is_full(&self) -> bool {
-        COMMANDS + 128 * (self.commands.len() as u64 + 20) > TABLES
+        self.commands.len() as u64 >= setting("SLAT_SYSTEM_COMMANDS", 2000).min(MOST)
     }
     fn push(&mut self, words: &[u64]) {
         let mut all = [0; 16];

@@ -115,7 +115,7 @@ pub fn qemu(directory: &Path, image: &Image) -> Option<Vec<u8>> {
     let serial = format!("file:{}", output.display());
     let memory = format!("{}M", RAM_BYTES >> 20);
     let arguments = [
-        "300",
+        "120",
         "qemu-system-aarch64",
         "-M",
         "virt",

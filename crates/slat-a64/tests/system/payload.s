@@ -35,8 +35,6 @@ command:
         b.eq    execute
         cmp     x0, #3
         b.eq    read
-        cmp     x0, #4
-        b.eq    write
         b       switch
 next:
         add     x20, x20, #128
@@ -58,17 +56,11 @@ configure:
         isb
         b       next
 
-// Reads, and writes, a word at a physical address.
+// Reads a word at a physical address.
 read:
         bl      physical
         ldr     x0, [x0]
         str     x0, [x21], #8
-        b       next
-write:
-        bl      physical
-        ldr     x1, [x20, #16]
-        str     x1, [x0]
-        dsb     sy
         b       next
 physical:
         ldr     x0, [x20, #8]
