@@ -15,6 +15,9 @@ use crate::state::State;
 use crate::syndrome::Syndrome;
 use crate::tier::Exception;
 
+/// The number of instructions and exceptions after which the processor asks for its machine's attention.
+const POLLED: u64 = 64;
+
 /// Why a run ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Leave<E> {
@@ -118,9 +121,13 @@ impl Cpu {
 
     /// Executes instructions, at most `limit`, and takes EL1's exceptions, until the embedder is needed.
     pub fn run<H: Hypervisor>(&mut self, below: &mut H, limit: u64) -> Leave<H::Fault> {
-        for _ in 0..limit {
+        for n in 1..=limit {
             if let Some(leave) = self.step(below) {
                 return leave;
+            }
+            // Also exceptions count: those of vectors that cannot be fetched follow one another without end.
+            if n % POLLED == 0 && below.attention() {
+                return Leave::Attention;
             }
         }
         Leave::Limit
@@ -170,23 +177,15 @@ impl Cpu {
             return self.step_once(below, insn);
         }
         let went = one(state, &mut mmu, &insn);
-        self.went(went, insn, below)
+        self.went(went, insn)
     }
 
     /// Ends an instruction.
     #[inline(always)]
-    fn went<H: Hypervisor>(
-        &mut self,
-        went: Went<Fault<H::Fault>>,
-        insn: Decoded,
-        below: &mut H,
-    ) -> Option<Leave<H::Fault>> {
+    fn went<E>(&mut self, went: Went<Fault<E>>, insn: Decoded) -> Option<Leave<E>> {
         match went {
             Went::On => None,
-            Went::Elsewhere => match self.caches.shared.take() {
-                Some(invalidation) => Some(Leave::Invalidated(invalidation)),
-                None => below.attention().then_some(Leave::Attention),
-            },
+            Went::Elsewhere => self.caches.shared.take().map(Leave::Invalidated),
             Went::Out(Exit::Hint(hint)) => Some(Leave::Hint(hint)),
             Went::Out(Exit::Stop(stop)) => self.stopped(stop, insn),
             Went::Out(Exit::Limit | Exit::Fetch(_) | Exit::MisalignedFetch) => {
@@ -215,7 +214,7 @@ impl Cpu {
             }
             self.stepped = Some(matches!(insn, Some(Insn::LoadExclusive { .. })));
         }
-        self.went(went, insn, below)
+        self.went(went, insn)
     }
 
     /// Ends an instruction that has ended early.

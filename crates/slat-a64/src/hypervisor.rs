@@ -78,7 +78,7 @@ pub trait Hypervisor {
         None
     }
 
-    /// Whether the run is to end soon. The processor asks at branches.
+    /// Whether the run is to end soon. The processor asks every few dozen instructions.
     fn attention(&self) -> bool {
         false
     }

@@ -200,6 +200,19 @@ fn calls_and_waits_leave() {
     assert_eq!(guest.cpu.state.pc, guest.code + 4);
 }
 
+/// A guest whose vectors cannot be fetched takes exceptions without end, and must not keep its embedder waiting.
+#[test]
+fn attention_ends_each_run() {
+    let mut guest = Guest::new();
+    guest.ram.attention = true;
+    // B .; and SVC with vectors that are not mapped.
+    for word in [0x1400_0000, 0xd400_0001] {
+        guest.cpu.set_system(VBAR, 0x10_0000);
+        guest.execute(&[word], [0, 0]);
+        assert_eq!(guest.cpu.run(&mut guest.ram, 1000), Leave::Attention, "{word:08x}");
+    }
+}
+
 /// EL0 reads the counter if CNTKCTL_EL1 says so. The machine of these tests has none, so that the access is UNDEFINED.
 #[test]
 fn el0_has_the_timers_that_it_is_given() {

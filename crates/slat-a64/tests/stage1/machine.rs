@@ -33,6 +33,7 @@ pub struct Ram {
     pub holes: Vec<u64>,
     /// Right and address of each page that was asked for.
     pub asked: Vec<(Right, u64)>,
+    pub attention: bool,
 }
 
 /// What a machine refuses.
@@ -47,6 +48,7 @@ impl Ram {
             contents,
             holes: vec![],
             asked: vec![],
+            attention: false,
         }
     }
     pub fn is_hole(&self, ipa: u64) -> bool {
@@ -131,6 +133,9 @@ impl Hypervisor for Ram {
             self.put(at, 1 << size, new);
         }
         Ok(found)
+    }
+    fn attention(&self) -> bool {
+        self.attention
     }
 }
 

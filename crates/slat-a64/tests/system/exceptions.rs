@@ -14,7 +14,7 @@ const LOWER_TCR: u64 = 25 | 2 << 32;
 const UPPER_TCR: u64 = 25 << 16 | 2 << 30 | 2 << 32;
 
 /// Instructions without a condition, and what is in the registers. X1 is an address.
-const INSTRUCTIONS: [u32; 31] = [
+const INSTRUCTIONS: [u32; 35] = [
     0xd400_0001, // SVC #0
     0xd41f_ffe1, // SVC #0xffff
     0xd420_00a0, // BRK #5
@@ -46,6 +46,10 @@ const INSTRUCTIONS: [u32; 31] = [
     0xd538_4260, // MRS X0, PAN
     0xd538_4100, // MRS X0, SP_EL0
     0xd53b_4200, // MRS X0, NZCV
+    0xd500_40bf, // MSR SPSel, #0
+    0xd500_41bf, // MSR SPSel, #1
+    0xd500_419f, // MSR PAN, #1
+    0xd500_409f, // MSR PAN, #0
 ];
 
 /// Accesses from X1, which may be misaligned.
@@ -75,7 +79,7 @@ const ACCESSES: [u32; 22] = [
 ];
 
 /// System registers: op0, op1, CRn, CRm, op2; with the bits that both processors have, which is a matter of extensions.
-const REGISTERS: [([u32; 5], u64); 20] = [
+const REGISTERS: [([u32; 5], u64); 21] = [
     ([3, 0, 1, 0, 2], 3 << 20),       // CPACR_EL1
     ([3, 0, 4, 0, 0], 0xf030_03df),   // SPSR_EL1
     ([3, 0, 4, 0, 1], !0),            // ELR_EL1
@@ -87,6 +91,7 @@ const REGISTERS: [([u32; 5], u64); 20] = [
     ([3, 0, 12, 0, 0], !0x7ff),       // VBAR_EL1
     ([3, 0, 13, 0, 1], 0xffff_ffff),  // CONTEXTIDR_EL1
     ([3, 0, 13, 0, 4], !0),           // TPIDR_EL1
+    ([3, 0, 14, 1, 0], 0x3ff),        // CNTKCTL_EL1
     ([3, 3, 13, 0, 2], !0),           // TPIDR_EL0
     ([3, 3, 13, 0, 3], !0),           // TPIDRRO_EL0
     ([3, 0, 5, 1, 0], !0),            // AFSR0_EL1
