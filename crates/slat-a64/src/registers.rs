@@ -245,13 +245,11 @@ impl Row {
         Row(row)
     }
     /// Returns the rows of the value and the control of a breakpoint.
-    #[expect(dead_code, reason = "debugging uses it")]
     pub(crate) fn breakpoint(n: usize) -> [Self; 2] {
         const FIRST: Row = Row::of([2, 0, 0, 0, 4]);
         [Row(FIRST.0 + 2 * n), Row(FIRST.0 + 2 * n + 1)]
     }
     /// Returns the rows of the value and the control of a watchpoint.
-    #[expect(dead_code, reason = "debugging uses it")]
     pub(crate) fn watchpoint(n: usize) -> [Self; 2] {
         const FIRST: Row = Row::of([2, 0, 0, 0, 6]);
         [Row(FIRST.0 + 2 * n), Row(FIRST.0 + 2 * n + 1)]
@@ -261,7 +259,6 @@ impl Row {
     }
 }
 
-#[expect(dead_code, reason = "debugging uses it")]
 pub(crate) const MDSCR: Row = Row::of([2, 0, 0, 2, 2]);
 pub(crate) const OSLSR: Row = Row::of([2, 0, 1, 1, 4]);
 pub(crate) const SCTLR: Row = Row::of([3, 0, 1, 0, 0]);

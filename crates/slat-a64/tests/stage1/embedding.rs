@@ -209,7 +209,11 @@ fn attention_ends_each_run() {
     for word in [0x1400_0000, 0xd400_0001] {
         guest.cpu.set_system(VBAR, 0x10_0000);
         guest.execute(&[word], [0, 0]);
-        assert_eq!(guest.cpu.run(&mut guest.ram, 1000), Leave::Attention, "{word:08x}");
+        assert_eq!(
+            guest.cpu.run(&mut guest.ram, 1000),
+            Leave::Attention,
+            "{word:08x}"
+        );
     }
 }
 

@@ -17,6 +17,7 @@ pub const VBAR: SystemName = SystemName::new(3, 0, 12, 0, 0);
 
 /// SCTLR_EL1.
 pub const M: u64 = 1 << 0;
+pub const A: u64 = 1 << 1;
 pub const WXN: u64 = 1 << 19;
 pub const SPAN: u64 = 1 << 23;
 /// UCI, UCT, DZE: EL0 may do cache maintenance.

@@ -208,6 +208,7 @@ impl Executor {
             Leave::Hvc(immediate) => Exit::Hvc(immediate),
             Leave::Smc(_) => Exit::Smc,
             Leave::Invalidated(_) => Exit::Invalidated,
+            Leave::Debug(_) => unreachable!("`State::traps_debug` is not set"),
             Leave::Stage2 { fault, syndrome } => match fault.reason {
                 Refusal::Device => Exit::Mmio { fault, syndrome },
                 // The machine has raised a bit of the attention word.

@@ -76,6 +76,11 @@ fn refusal(why: Unreachable) -> Refusal {
     }
 }
 
+/// Returns a loaded word, zero-extended.
+fn widened<W: Into<u64>>(loaded: Result<W, Gone>) -> Result<u64, Gone> {
+    loaded.map(Into::into)
+}
+
 /// Makes a guarded access of a word with 1 << `size` bytes, which fits in 8 bytes.
 macro_rules! of_size {
     ($size:expr, $word:ident => $access:expr) => {
@@ -112,7 +117,7 @@ impl Hypervisor for VcpuMachine {
         // SAFETY: `at` is in a page of guest memory that the engine has translated, which the guest may share with
         // other threads. The access is guarded.
         let loaded = fenced(order, || unsafe {
-            of_size!(size, Word => slat_guard::load(at as *const Word).map(|word| word as u64))
+            of_size!(size, Word => widened(slat_guard::load(at as *const Word)))
         });
         self.guarded(at, loaded)
     }
