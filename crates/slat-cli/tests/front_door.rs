@@ -151,7 +151,8 @@ fn printed(arguments: &[&str]) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// Runs `slat`, and checks that it prints the lines of `shown` in this order, but for numbers.
+/// Runs `slat`, and checks that its output contains the lines of `shown` in this order. Numbers may differ, and other
+/// lines may stand in between. A line `...` in `shown` is skipped.
 fn prints(arguments: &[&str], shown: &[String]) {
     let printed = printed(arguments);
     let mut lines = printed.lines().map(without_numbers);

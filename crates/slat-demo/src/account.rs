@@ -1,4 +1,4 @@
-//! The account of what a program did, and how long it took.
+//! A report of the steps of a program, and of the time that each step took.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ pub struct Account {
 }
 
 impl Account {
-    /// Makes an account without steps. `title` may have several lines.
+    /// Begins a report without steps. `title` may have several lines. `heading` is the line above the steps.
     pub fn new(title: impl Into<String>, heading: &str) -> Self {
         Account {
             lines: vec![title.into(), String::new(), heading.to_owned()],

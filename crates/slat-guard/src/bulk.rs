@@ -78,7 +78,7 @@ pub unsafe fn fill(dst: *mut u8, byte: u8, len: usize) -> Result<(), usize> {
 pub unsafe fn matches(mut p: *const u8, bytes: &[u8]) -> Result<bool, Gone> {
     let (lines, bytes) = bytes.as_chunks::<LINE>();
     for line in lines {
-        // SAFETY: the line is one of the bytes that the caller lets this function read by guarded accesses.
+        // SAFETY: the line at `p` consists of bytes that the caller lets this function read by guarded accesses.
         if !unsafe { matches_line(p, line)? } {
             return Ok(false);
         }

@@ -123,7 +123,8 @@ impl Chained {
             spin_loop();
         };
         let old = self.fields();
-        // Orders the odd version before the new fields: a handler that reads one of them sees the change.
+        // The odd version becomes visible before any new field. So a handler that has read a new field finds that the
+        // version has changed, and reads all fields again.
         fence(Ordering::Release);
         self.handler.store(action.handler, Ordering::Relaxed);
         self.flags.store(action.flags, Ordering::Relaxed);

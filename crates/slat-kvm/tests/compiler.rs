@@ -161,7 +161,7 @@ fn code_is_compiled_by_a_thread_of_each_process_and_may_be_changed() {
 }
 
 fn code_is_compiled_by_a_thread_of_each_process_that_uses_kvm() {
-    // A look at the statistics starts nothing, and keeps nothing from being started.
+    // Reading the statistics neither starts the compiler's thread nor prevents its start by the first vCPU.
     assert_eq!(report::totals().interprets, None);
     assert!(!has_thread());
     assert!(compiles(|| assert!(

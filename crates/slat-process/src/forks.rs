@@ -12,7 +12,8 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU64, AtomicUsize
 /// Words that are zero in a forked child.
 #[repr(C)]
 struct Wiped {
-    /// The number of this process among its ancestors that used slat; 0 until it is first asked for.
+    /// The generation of this process: 1 for the first process that uses slat, one more for each forked descendant that
+    /// uses slat. 0 until a function asks for the generation.
     generation: AtomicU64,
     /// The process id; 0 until it is first asked for.
     pid: AtomicI32,

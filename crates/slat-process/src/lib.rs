@@ -21,7 +21,7 @@
 //! | [`handler`] | signal handlers of slat and of the program |
 //! | [`stack`] | the stack on which dispatched system calls are served |
 //! | [`wait`] | sleeping and waking by futex, which every filter has to allow |
-//! | `sync` | what the helper's protocol is made of; loom's in its model |
+//! | `sync` | the atomics and sleeps of the helper's protocol; in its loom model, those of loom |
 #![cfg(target_os = "linux")]
 
 mod arch;

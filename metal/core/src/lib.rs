@@ -103,8 +103,8 @@ pub trait Cpu: Sized + 'static {
         true
     }
 
-    /// Whether the walker itself sets the dirty bit in leaves. A format may allow that, although the CPU does not do
-    /// it.
+    /// Whether the walker itself sets the dirty bit in leaves. The default is what the format allows. An architecture
+    /// overrides this if some of its CPUs do not set the bit.
     fn sets_dirty(&self) -> bool {
         Self::Format::SETS_DIRTY
     }

@@ -311,8 +311,9 @@ fn a_guest_has_its_task_priority_in_memory() {
     assert_eq!(vcpu.get_sregs().unwrap().cr8, 5);
 }
 
-/// A guest that enables asynchronous page faults, or has moved to another host, is told that all pages are there that
-/// it waits for: once for each time, when it can take the event.
+/// Each write that enables asynchronous page faults, by the guest or by its client after a migration, sends the guest
+/// one event: all pages for which the guest waits are ready. While the guest has not acknowledged an event, the next
+/// event waits.
 #[test]
 fn who_enables_asynchronous_page_faults_is_told_that_all_pages_are_ready() {
     const BY_INTERRUPT: u64 = 1 << 3;

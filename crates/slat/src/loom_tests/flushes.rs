@@ -83,8 +83,8 @@ fn a_page_found_in_a_brief_section_stays_until_the_section_ends() {
     });
 }
 
-/// The two threads enter brief sections at the same time. So the second thread finds the reader of brief sections in
-/// use, free, or changing from one state to the other.
+/// One `Reader` is for brief sections, and both threads need it at the same time. The second thread may find this
+/// reader free, in use by the first thread, or while the first thread takes or releases it.
 #[test]
 fn two_brief_sections_at_once_are_both_waited_for() {
     model(2, || {

@@ -99,7 +99,8 @@ impl Region {
         Region { flags, ..self }
     }
 
-    /// Returns this region at `gpa`. As a change of a memslot, this is a move.
+    /// Returns a copy of this region that begins at `gpa`. A client that sets the copy for an existing memslot moves
+    /// the memslot.
     #[must_use]
     pub fn with_gpa(self, gpa: Gpa) -> Self {
         Region { gpa, ..self }

@@ -134,8 +134,9 @@ impl<F: Format> World<F> {
         interleave(Self::two_backings, &[(1, Write)], convert, convert);
     }
 
-    /// A zap looks up a slot. Then the slot moves to a range that overlaps its old one. Then the zap finds a leaf that
-    /// was installed after the move, whose dirty bit belongs to another page than by the old position.
+    /// A zap looks up a slot. Then the slot moves to a range that overlaps its old one, and a leaf is installed there.
+    /// The zap finds this leaf. The dirty bit of the leaf must be logged for the page at the new position of the slot,
+    /// and not for the page that the old position gives.
     pub fn a_zap_that_knows_the_old_place_of_a_slot_notes_no_other_page() {
         if config().mmu == MmuKind::Direct {
             // With the direct MMU this cannot happen: the walk reaches no table for a frame that nothing maps, and

@@ -1,7 +1,6 @@
 //! The limits of a VM.
 
-/// The number of vCPUs that one VM can have. KVM has no number that says "none": a client reads 0 as 4 (api.rst 4.7). So
-/// this is the number of KVM for arm64, and the refusal of `KVM_CREATE_VCPU` says that there are no vCPUs yet.
+/// The number of vCPUs that one VM can have, as in KVM for arm64.
 pub const MAX_VCPUS: u32 = 512;
 /// One more than the largest vCPU id.
 pub const MAX_VCPU_ID: u32 = MAX_VCPUS;

@@ -103,7 +103,8 @@ mod tests {
         pointer
     }
 
-    /// Stores the thread pointer at the second argument, and the program's view of the pointer at the third.
+    /// Stands for slat's handler. Writes the thread pointer with which it runs to the second argument's address. Then
+    /// runs [`program`], which writes the thread pointer of the program to the third argument's address.
     unsafe extern "C-unwind" fn inner(
         signal: c_int,
         own: *mut libc::siginfo_t,

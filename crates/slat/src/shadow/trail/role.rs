@@ -166,8 +166,9 @@ impl Role {
         }
     }
 
-    /// Returns the meaning of `entry`, of the guest's table, for entry `index` of the page. `None`: the entry maps
-    /// nothing, or the guest has not used it yet. A direct page has no such entries.
+    /// Returns what entry `index` of the shadow page maps if the corresponding entry of the guest's table is `entry`.
+    /// `None`: the guest's entry maps nothing, or the guest has not used it yet. Always `None` for a direct page, which
+    /// shadows no table of the guest.
     pub(crate) fn meaning(&self, index: usize, entry: u64) -> Option<Meaning> {
         let Tables::Of(mode) = self.tables else {
             return None;
