@@ -13,6 +13,10 @@
 //! cells as the previous owner left them. Two more rules prevent a lost wake-up. The asking thread counts its post, and
 //! then reads whether the helper sleeps. The helper stores that it sleeps, and then reads the count. One of the two
 //! must see what the other has stored, so all four accesses are sequentially consistent. (`loom_tests`)
+//!
+//! Two accesses besides these four need less. The helper acquires the count that it will compare, because it must find
+//! the posts that it has counted. The helper's note that it is awake again needs no order: a thread that reads the old
+//! value only wakes the helper in vain.
 
 use crate::enter::raw;
 use crate::forks::PerProcess;
@@ -49,7 +53,7 @@ pub struct Helper {
     posts: AtomicU32,
     /// Whether the helper sleeps, or is about to, and has to be woken.
     sleeps: AtomicBool,
-    /// Whether the helper thread runs.
+    /// Whether the helper thread runs. One word, which means the same by itself: it needs no order.
     serves: AtomicBool,
 }
 
@@ -71,7 +75,7 @@ static HELPER: PerProcess<Helper> = PerProcess::new();
 pub fn start(start: impl FnOnce(&'static Helper) -> bool) {
     let mut started = true;
     let helper = HELPER.get_or_start(|helper| started = start(helper));
-    while started && !helper.serves.load(Ordering::Acquire) {
+    while started && !helper.serves.load(Ordering::Relaxed) {
         yield_now();
     }
 }
@@ -79,7 +83,7 @@ pub fn start(start: impl FnOnce(&'static Helper) -> bool) {
 /// Makes the helper execute a system call. `None`: there is no helper.
 pub(crate) fn ask(number: i64, arguments: [usize; 6]) -> Option<isize> {
     let helper = HELPER.peek()?;
-    (helper.serves.load(Ordering::Acquire)).then(|| helper.ask(number, arguments))
+    (helper.serves.load(Ordering::Relaxed)).then(|| helper.ask(number, arguments))
 }
 
 impl Helper {
@@ -121,7 +125,7 @@ impl Helper {
 
     /// Makes other threads' calls, for ever.
     pub fn serve(&self) -> ! {
-        self.serves.store(true, Ordering::Release);
+        self.serves.store(true, Ordering::Relaxed);
         loop {
             self.serve_once(|_| true);
         }
@@ -130,7 +134,7 @@ impl Helper {
     /// Makes the calls that are posted. Then `may_sleep` gets their number, and says whether to sleep until the next
     /// post.
     fn serve_once(&self, may_sleep: impl FnOnce(usize) -> bool) {
-        let posts = self.posts.load(Ordering::SeqCst);
+        let posts = self.posts.load(Ordering::Acquire);
         if may_sleep(self.make_calls()) {
             self.sleep_after(posts);
         }
@@ -161,7 +165,7 @@ impl Helper {
         if self.posts.load(Ordering::SeqCst) == posts {
             sleep(&self.posts, posts, None);
         }
-        self.sleeps.store(false, Ordering::SeqCst);
+        self.sleeps.store(false, Ordering::Relaxed);
     }
 }
 

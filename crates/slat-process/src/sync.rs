@@ -40,6 +40,7 @@ mod plain {
 
 #[cfg(all(test, loom))]
 mod model {
+    use loom::sync::atomic::fence;
     use std::ops::Deref;
     use std::sync::atomic::Ordering;
     use std::time::Duration;
@@ -69,10 +70,30 @@ mod model {
         }
     }
 
+    loom::thread_local! {
+        /// Whether a sequentially consistent store is the last one that a fence has to order before the next
+        /// sequentially consistent load.
+        static STORED: std::cell::Cell<bool> = std::cell::Cell::new(false);
+    }
+
+    /// Call before a sequentially consistent load.
+    fn before_load() {
+        if STORED.with(|stored| stored.take()) {
+            fence(Ordering::SeqCst);
+        }
+    }
+
+    /// Call after a sequentially consistent store.
+    fn after_store() {
+        STORED.with(|stored| stored.set(true));
+    }
+
     /// Defines an atomic that differs from loom's in its sequentially consistent loads and stores, which loom takes for
-    /// acquiring and releasing ones. Here they are read-modify-writes, of which all threads see one order.
+    /// acquiring and releasing ones. Here a fence is between such a store and the next such load of the thread. If
+    /// either access is weaker, there is no fence: then a thread may miss what another has stored, while the other
+    /// misses what this one has stored. Sequentially consistent operations that are not defined here are loom's.
     macro_rules! atomic {
-        ($name:ident, $value:ty, $change:ident, $nothing:expr) => {
+        ($name:ident, $value:ty) => {
             #[derive(Default)]
             pub(crate) struct $name(loom::sync::atomic::$name);
 
@@ -83,17 +104,17 @@ mod model {
 
                 #[track_caller]
                 pub(crate) fn load(&self, order: Ordering) -> $value {
-                    match order {
-                        Ordering::SeqCst => self.$change($nothing, order),
-                        _ => self.0.load(order),
+                    if order == Ordering::SeqCst {
+                        before_load();
                     }
+                    self.0.load(order)
                 }
 
                 #[track_caller]
                 pub(crate) fn store(&self, value: $value, order: Ordering) {
-                    match order {
-                        Ordering::SeqCst => _ = self.swap(value, order),
-                        _ => self.0.store(value, order),
+                    self.0.store(value, order);
+                    if order == Ordering::SeqCst {
+                        after_store();
                     }
                 }
             }
@@ -108,8 +129,21 @@ mod model {
         };
     }
 
-    atomic!(AtomicBool, bool, fetch_or, false);
-    atomic!(AtomicU32, u32, fetch_or, 0);
+    atomic!(AtomicBool, bool);
+    atomic!(AtomicU32, u32);
+
+    impl AtomicU32 {
+        #[track_caller]
+        pub(crate) fn fetch_add(&self, value: u32, order: Ordering) -> u32 {
+            if order != Ordering::SeqCst {
+                return self.0.fetch_add(value, order);
+            }
+            before_load();
+            let old = self.0.fetch_add(value, order);
+            after_store();
+            old
+        }
+    }
 
     loom::lazy_static! {
         /// A lock and a condition for all sleeping threads. They replace the lock that the kernel uses for futexes.
