@@ -127,7 +127,8 @@ mod loom_tests {
         }
     }
 
-    /// A handler sees one whole registration or none, in whatever order the values of two registrations become visible.
+    /// A handler sees one registration, or none, however the values of two become visible. Why the main thread changes
+    /// the registration: [`crate::sync`].
     #[test]
     fn a_handler_sees_no_mixture() {
         loom::model(|| {

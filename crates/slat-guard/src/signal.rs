@@ -442,6 +442,8 @@ mod loom_tests {
         (action.handler, action.flags, action.mask)
     }
 
+    /// A handler sees one action, however the fields of two become visible. Why the main thread changes the action:
+    /// [`crate::sync`].
     #[test]
     fn a_handler_sees_no_mixture() {
         loom::model(|| {
@@ -458,6 +460,7 @@ mod loom_tests {
         });
     }
 
+    /// A thread that replaces an action has acquired it from the thread that has set it.
     #[test]
     fn each_of_two_threads_gets_the_action_that_it_has_replaced() {
         loom::model(|| {

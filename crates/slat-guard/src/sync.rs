@@ -1,6 +1,10 @@
-//! The atomics for data that handlers share with other threads. They are the standard library's, or, in this crate's
-//! own tests with `cfg(loom)`, the model checker's. (The models of other crates use this crate with the standard
-//! library's atomics.)
+//! The atomics of what handlers share with other threads: the standard library's, or the model checker's in this
+//! crate's own tests with `cfg(loom)`. (Models of other crates use this crate as it always is.)
+//!
+//! In the models of sequence locks, the main thread changes the values, and the thread that it spawns reads them. Loom
+//! 0.7 runs the main thread first, and compares each access of a word only with the last access of that word. A thread
+//! that loads the version and then changes it would hide from loom that an earlier load by another thread is concurrent
+//! with the change. Loom would not try the change before that load (tokio-rs/loom#392).
 
 #[cfg(all(test, loom))]
 pub(crate) use loom::{
