@@ -132,8 +132,8 @@ int slat_munmap(void *address, size_t size);
 int slat_around(void *start, size_t size, int (*change)(void *context), void *context);
 
 /**
- * Makes the `KVM_RUN` in which this thread is end with `EINTR`. Call in a signal handler, before the handler's own
- * work. Async-signal-safe.
+ * Ends this thread's current `KVM_RUN` with `EINTR`. Call in a signal handler, before the handler's own work.
+ * Async-signal-safe.
  *
  * The kernel's `KVM_RUN` ends for every signal. This library's `KVM_RUN` ends for signals whose handlers call this
  * function, and within a millisecond for signals whose handlers set `immediate_exit` in `struct kvm_run`. The handler

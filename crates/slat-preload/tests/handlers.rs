@@ -18,7 +18,8 @@ on_both! {
     a_child_of_vfork_leaves_the_parent_its_handlers
 }
 
-// These clients do not run on the machine's own KVM, because its KVM_CREATE_VM may return EINTR under so many signals.
+// The clients do not run on the machine's own KVM, because its KVM_CREATE_VM may return EINTR if signals arrive very
+// often.
 on_slat! {
     handlers_may_do_anything_at_any_moment
     a_trapped_system_call_is_answered_by_its_handler

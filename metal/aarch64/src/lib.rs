@@ -5,9 +5,9 @@
 //! (`tlb`), for which Arm needs no interrupt. The monitor nevertheless has an interrupt, which makes a CPU leave the
 //! guest.
 //!
-//! Several programs are built from this crate. The programs differ in their tables ([`Tables`]): `aarch64` has four
-//! levels and software that sets the access flag, `aarch64-hafdbs` begins at two concatenated tables of level 1 and
-//! lets hardware manage access flag and dirty state, `aarch64-lpa2` begins at 16 concatenated tables of level 0 whose
+//! Several programs are built from this crate. The programs differ in their tables ([`Tables`]). `aarch64` has four
+//! levels, and software sets the access flag. `aarch64-hafdbs` begins at two concatenated tables of level 1, and
+//! hardware manages access flag and dirty state. `aarch64-lpa2` begins at 16 concatenated tables of level 0, whose
 //! descriptors have 52 bits of address. `aarch64-16k` and `aarch64-64k` have tables of these granules, the first with a
 //! concatenated root, the second with 52 bits of address and hardware dirty state; the monitor's own tables stay those
 //! of 4 KiB.

@@ -1,9 +1,9 @@
 //! Streams of requests, as the preload library makes them: `Object::ioctl` with raw addresses, on several threads.
 //!
-//! Each thread, called a lane, has a part of the bytes. Its bytes choose its next action, which is one of these: a
-//! request whose argument is valid except for a few changed fields, usually at a valid address; a run of a vCPU, which
-//! the watchman ends; a change of the guests' memory, with or without a report to slat; a write to memory that is
-//! shared with a vCPU; the closing of a descriptor.
+//! Each thread, called a lane, has a part of the bytes. The bytes choose the lane's next action. A lane may make a
+//! request, whose argument is valid except for a few changed fields, and is usually at a valid address. It may run a
+//! vCPU, until the watchman ends the run. It may change the guests' memory, with or without a report to slat. It may
+//! write to memory that is shared with a vCPU. It may close a descriptor.
 
 mod argument;
 mod requests;

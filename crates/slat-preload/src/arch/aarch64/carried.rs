@@ -1,6 +1,6 @@
-//! Assembly for the copy of this library that runs in another root directory, before the dynamic linker has linked the
-//! copy: the copy's first instructions, the function to which the dynamic linker jumps in the end, and the return from
-//! a signal handler.
+//! Assembly for the copy of this library that runs in another root directory. This code runs before the dynamic linker
+//! has linked the copy. It consists of the copy's first instructions, the function to which the dynamic linker jumps in
+//! the end, and the return from a signal handler.
 
 use slat_process::calls::raw;
 use std::arch::naked_asm;
