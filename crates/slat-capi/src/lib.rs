@@ -7,7 +7,7 @@
 //!
 //! | file | idea |
 //! |---|---|
-//! | [`descriptors`] | descriptors: open, ioctl, close, dup, and what can be read or allocated by one |
+//! | [`descriptors`] | descriptors: open, ioctl, close, dup, pread, fallocate |
 //! | [`memory`] | mappings: those of descriptors, and changes of guest memory |
 //! | [`signals`] | signals that end KVM_RUN |
 //!

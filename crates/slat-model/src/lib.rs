@@ -1,5 +1,5 @@
 //! Tests for the [engine](slat) and for the [platforms](slat::Platform) under it: random operations, compared with a
-//! plain model of guest memory and with a model of what TLBs may have cached.
+//! plain model of guest memory and with a model of the entries that TLBs may have cached.
 //!
 //! # Your platform under these tests
 //! Implement [`Machine`] for a machine that has your platform, and choose a page-table format:

@@ -1,4 +1,4 @@
-//! Records which VMs share the memory of the simulated machine, and what its frames contain.
+//! Records the VMs that share the memory of the simulated machine, and the contents of its frames.
 
 use std::collections::HashMap;
 use std::ops::Range;

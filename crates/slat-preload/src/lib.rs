@@ -8,7 +8,7 @@
 //!
 //! | layer | file | idea |
 //! |---|---|---|
-//! | base | `arch` | what depends on the processor's architecture |
+//! | base | `arch` | code that depends on the processor's architecture |
 //! | | `real` | system calls that bypass this library's functions |
 //! | | `looked_up` | functions of the C library that are looked up by name |
 //! | | `seccomp` | the program's seccomp filters |
@@ -16,12 +16,12 @@
 //! | | `environment` | the environment that the program's children get |
 //! | | `elf` | the headers of a program's file |
 //! | | `user_dispatch` | the kernel's dispatch of system calls, on and off |
-//! | files | `paths` | what a path leads to, in any spelling |
-//! | | `looks` | what KVM's files and descriptors look like |
+//! | files | `paths` | the special file to which a path leads, in any spelling |
+//! | | `looks` | the attributes that stat shows of KVM's files and descriptors |
 //! | | `device` | `/dev/kvm` and KVM's module parameters as files |
 //! | | `files` | open, access |
 //! | | `carry` | copies of slat's own files, for programs in another root |
-//! | | `loaded` | what calls have to know of a program that slat has loaded |
+//! | | `loaded` | facts about a program that slat has loaded |
 //! | calls | `status` | stat, readlink, realpath |
 //! | | `attributes` | chown, chmod, getxattr and the calls like it |
 //! | | `fds` | close, dup, fcntl |

@@ -91,7 +91,7 @@ impl<F: Tables> El2<F> {
             tlb::forget(gpa);
         }
         loop {
-            // SAFETY: the context is the guest's own, and the guest can access only what the tables map.
+            // SAFETY: the context belongs to the guest, and the guest can access only memory that the tables map.
             match unsafe { enter_guest(&mut self.guest) } {
                 SYNCHRONOUS => return self.decode(),
                 IRQ if gic::take_kick() => return Exit::Kicked,
