@@ -152,6 +152,16 @@ impl State {
         true
     }
 
+    /// Sets a register that the guest only reads: one that identifies the processor. The processor behaves as before.
+    /// Returns whether the processor holds such a register.
+    pub fn identify(&mut self, name: SystemName, value: u64) -> bool {
+        let Some(row) = find(name).filter(|row| row.register().writable == 0) else {
+            return false;
+        };
+        self.system.set(row, value);
+        true
+    }
+
     /// Returns N, Z, C, V in bits 31 to 28.
     pub fn nzcv(&self) -> u32 {
         let bits = self

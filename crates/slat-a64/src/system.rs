@@ -6,7 +6,7 @@ use crate::insn::SystemName;
 use crate::memory::{AddressTranslation, Invalidation, Machine, Maintenance};
 use crate::pstate::Pstate;
 use crate::registers::{
-    CNTKCTL, CPACR, CPACR_FPEN_SHIFT, OSLSR, OSLSR_LOCKED, PAR, Rights, SCTLR, SCTLR_DZE,
+    CNTKCTL, CPACR, CPACR_FPEN_SHIFT, CTR, OSLSR, OSLSR_LOCKED, PAR, Rights, SCTLR, SCTLR_DZE,
     SCTLR_UCI, SCTLR_UCT, SCTLR_UMA, TCR, TCR_AS, find,
 };
 use crate::state::{NZCV_SHIFT, State};
@@ -30,10 +30,6 @@ const PAN_BIT: u64 = 1 << 22;
 const DAIF_SHIFT: u32 = 6;
 /// DCZID_EL0.DZP: DC ZVA is prohibited.
 const DZP: u64 = 1 << 4;
-
-/// CTR_EL0: lines of 64 bytes, also for exclusive accesses; a physically indexed instruction cache, into which writes
-/// come by IC (DIC is clear), and no cleaning before (IDC is set).
-const CTR: u64 = 0x9444_c004;
 
 /// Bytes that DC ZVA clears, of which DCZID_EL0 has the logarithm.
 pub(crate) const ZERO_BLOCK_BYTES: u32 = 64;
@@ -145,7 +141,7 @@ pub(crate) fn read<M: Machine>(
         }
         CTR_EL0 => {
             need(state, SCTLR_UCT)?;
-            CTR
+            state.system.get(CTR)
         }
         _ => match find(name) {
             Some(row) => {

@@ -16,9 +16,13 @@ pub(crate) fn capability(cap: u32, _: MmuKind) -> u32 {
         | KVM_CAP_ARM_NISV_TO_USER
         | KVM_CAP_ARM_INJECT_SERROR_ESR
         | KVM_CAP_ARM_INJECT_EXT_DABT
+        | KVM_CAP_ARM_SYSTEM_SUSPEND
         | KVM_CAP_ENABLE_CAP => 1,
         KVM_CAP_ARM_USER_IRQ => 1,
         KVM_CAP_ARM_VM_IPA_SIZE => ipa_limit(),
+        KVM_CAP_STEAL_TIME => crate::steal_time::is_available().into(),
+        // A bit for each range of `KVM_ARM_GET_REG_WRITABLE_MASKS`.
+        KVM_CAP_ARM_SUPPORTED_REG_MASK_RANGES => 1 << KVM_ARM_FEATURE_ID_RANGE,
         KVM_CAP_MAX_VCPU_ID => MAX_VCPU_ID,
         _ => 0,
     }

@@ -39,8 +39,8 @@ pub(crate) enum Exit {
     Yield,
     /// The processor calls the firmware by HVC with this immediate. The program counter is after the instruction.
     Hvc(u16),
-    /// The processor has executed SMC. The program counter is after the instruction.
-    Smc,
+    /// The processor calls the firmware by SMC with this immediate. The program counter is after the instruction.
+    Smc(u16),
     /// An access to an address without memory. The program counter is that of the instruction.
     /// [`Executor::complete_mmio_read`] or [`Executor::complete_mmio_write`] completes the instruction, after
     /// [`Executor::expect`].
@@ -206,7 +206,7 @@ impl Executor {
             Leave::Hint(Hint::Wfe | Hint::Yield) => Exit::Yield,
             Leave::Hint(_) => return None,
             Leave::Hvc(immediate) => Exit::Hvc(immediate),
-            Leave::Smc(_) => Exit::Smc,
+            Leave::Smc(immediate) => Exit::Smc(immediate),
             Leave::Invalidated(_) => Exit::Invalidated,
             Leave::Debug(_) => unreachable!("`State::traps_debug` is not set"),
             Leave::Stage2 { fault, syndrome } => match fault.reason {

@@ -2,17 +2,22 @@
 
 mod memory;
 mod registers;
+mod steal_time;
 
 use crate::arch::aarch64::cpu::Executor;
+use crate::arch::aarch64::settings::Settings;
 use crate::arch::aarch64::timer::{Timers, Which};
 use crate::engine::EngineVcpu;
 use crate::entered::{Entered, thread_id};
 use crate::exit::MemoryFault;
 use crate::guest_memory::GuestMemory;
+use crate::steal_time::StealTime;
 use crate::vcpu_common::VcpuCommon;
 use crate::vm::VmObject;
-use slat::{Attention, Shared};
-use std::sync::Arc;
+use slat::{Attention, Gpa, Shared};
+use slat_a64::SystemName;
+use slat_host::granule;
+use std::sync::{Arc, MutexGuard};
 
 /// The greatest number of addresses in a stack.
 pub(crate) const MOST_FRAMES: usize = 64;
@@ -29,6 +34,13 @@ pub(crate) struct VcpuMachine {
     pub(crate) timers: Timers,
     /// CSSELR_EL1: the cache that CCSIDR_EL1 describes.
     cache_selector: u64,
+    /// CLIDR_EL1: the levels of caches.
+    cache_levels: u64,
+    /// The registers that the client saves and restores, and the guest does not have.
+    kept: Vec<(SystemName, u64)>,
+    steal: StealTime,
+    /// The guest-physical address of the structure for stolen time.
+    stolen_time: Option<u64>,
 }
 
 impl AsMut<EngineVcpu> for VcpuMachine {
@@ -46,13 +58,31 @@ impl VcpuMachine {
             vm,
             common,
             cache_selector: 0,
+            // No level has caches that software has to manage.
+            cache_levels: 0,
+            kept: registers::kept(),
+            steal: StealTime::default(),
+            stolen_time: None,
         }
     }
 
-    /// Resets the machine's registers.
+    /// Resets the machine's registers, except those that identify the processor.
     pub(crate) fn reset(&mut self) {
         self.timers.reset();
         self.cache_selector = 0;
+        self.kept = registers::kept();
+    }
+
+    /// Returns the settings of the VM.
+    pub(crate) fn settings(&self) -> MutexGuard<'_, Settings> {
+        self.vm.arch.settings()
+    }
+
+    /// Whether the VM has memory at a guest-physical address.
+    pub(crate) fn has_memory(&self, gpa: u64) -> bool {
+        let gfn = granule().gfn(Gpa(gpa));
+        let slot = self.vm.engine.memslot_from(0, gfn);
+        slot.is_some_and(|slot| slot.gpa.0 <= gpa)
     }
 
     /// Leaves the engine, runs `work`, which may wait, and enters again. Call with an entered vCPU.
@@ -68,11 +98,19 @@ impl VcpuMachine {
         self.vm.engine.synchronize_those(wanted);
     }
 
-    /// Call when a run begins, or continues after a wait.
-    pub(crate) fn begin_to_run(&mut self) {}
+    /// Begins to count stolen time. Call when a run begins, or continues after a wait. The vCPU is not entered.
+    pub(crate) fn begin_to_run(&mut self) {
+        if self.stolen_time.is_some() {
+            self.steal.begin();
+        }
+    }
 
-    /// Call when a run ends, or waits.
-    pub(crate) fn stop_running(&mut self) {}
+    /// Stops counting stolen time. Call when a run ends, or waits.
+    pub(crate) fn stop_running(&mut self) {
+        if self.stolen_time.is_some() {
+            self.steal.end();
+        }
+    }
 
     /// Forgets the memory fault and the interruption of the last execution of guest code. Call before the next
     /// execution.

@@ -17,14 +17,16 @@
 //! | | `timer` | the timers of a vCPU |
 //! | | `counters`, `trace` | arm64's counters and tracepoints of a vCPU |
 //! | | `gdb`, `perf`, `compiler` | the registers, as GDB numbers them; compiled code, of which there is none yet |
+//! | | `identification` | the registers that say what a guest's processor has, of which a client hides features |
+//! | | `settings` | what a client chooses before its guest runs: the filter of firmware calls, the optional services |
 //! | | `state` | arm64's state of a VM, and of the part of a vCPU that other threads use |
 //! | | `devices`, `target` | devices on the bus; the destinations of a GSI |
 //! | shared | `vcpu_map` | the map of the vCPUs' addresses |
 //! | | `chips`, `irq` | the interrupt controllers of a VM, which has none yet |
 //! | | `caps` | capabilities |
 //! | objects | `vm` | calls of a VM |
-//! | | `firmware` | the firmware that a guest calls: SMCCC and PSCI |
-//! | | `machine` | the machine around a CPU: guest memory, timers, registers for identification |
+//! | | `firmware` | the firmware that a guest calls: SMCCC, PSCI, and services of a hypervisor |
+//! | | `machine` | the machine around a CPU: guest memory, timers, registers, stolen time |
 //! | | `vcpu` | calls of a vCPU |
 //! | calls | `run` | arm64's part of `KVM_RUN` |
 //! | interface | `ioctl` | requests that only arm64 has |
@@ -45,6 +47,7 @@ pub(crate) mod exits;
 pub(crate) mod firmware;
 pub(crate) mod formats;
 pub(crate) mod gdb;
+mod identification;
 pub(crate) mod ioctl;
 mod irq;
 pub(crate) mod limits;
@@ -53,6 +56,7 @@ pub(crate) mod parameters;
 mod plain;
 pub(crate) mod policy;
 mod run;
+mod settings;
 pub(crate) mod state;
 pub(crate) mod target;
 mod timer;

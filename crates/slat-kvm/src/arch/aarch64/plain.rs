@@ -3,4 +3,9 @@
 use crate::user::plain;
 use kvm_bindings::*;
 
-plain!(kvm_arm_device_addr, kvm_vcpu_init);
+plain!(
+    kvm_arm_device_addr,
+    kvm_smccc_filter,
+    kvm_vcpu_init,
+    reg_mask_range,
+);

@@ -24,6 +24,10 @@ impl VcpuObject {
     /// `ENOEXEC` before `KVM_ARM_VCPU_INIT`.
     pub(crate) fn prepare(&self, inner: &mut Inner, _: Option<&Masked>) -> Result<bool> {
         inner.check_initialised()?;
+        if !inner.has_run {
+            inner.machine.settings().vcpu_runs();
+            inner.identify();
+        }
         match std::mem::take(&mut inner.arch.unfinished) {
             Unfinished::Nothing => {}
             Unfinished::MmioRead(len) => {
@@ -40,12 +44,13 @@ impl VcpuObject {
     /// Has nothing to do: the VM's settings do not change the CPU.
     pub(crate) fn begin_run(&self, _: &mut Inner) {}
 
-    /// Has nothing to update. Returns `true`: the guest may run.
-    pub(crate) fn update_guest(&self, _: &mut Inner) -> bool {
+    /// Updates the structure for stolen time. Returns `true`: the guest may run.
+    pub(crate) fn update_guest(&self, inner: &mut Inner) -> bool {
+        inner.machine.write_steal_time();
         true
     }
 
-    /// Waits while the vCPU is off, and gives the CPU the levels of its interrupt lines. Returns `false` if the run
+    /// Waits while the vCPU is off or suspended, and gives the CPU the levels of its interrupt lines. Returns `false` if the run
     /// returns to the client.
     ///
     /// # Errors
@@ -57,8 +62,15 @@ impl VcpuObject {
     ) -> Result<bool> {
         loop {
             self.accept_start(inner);
-            if self.common().arch.power() == Power::On {
-                break;
+            match self.common().arch.power() {
+                Power::On => break,
+                // The client decides whether the vCPU runs again.
+                Power::Suspended if self.is_interrupted(inner) => {
+                    self.system_event(KVM_SYSTEM_EVENT_WAKEUP, None);
+                    return Ok(false);
+                }
+                Power::Suspended => inner.machine.timer_rang(),
+                Power::Off | Power::Starting(_) => {}
             }
             self.block(inner, masked)?;
         }
@@ -99,9 +111,10 @@ impl VcpuObject {
                 self.common().exits.wfe_exit_stat.add(1);
                 inner.outside(|_| std::thread::yield_now());
             }
-            Exit::Hvc(immediate) => return self.call(inner, immediate, masked),
-            // As in KVM without a filter for calls, SMC reaches no firmware.
-            Exit::Smc => inner.cpu.state.x[0] = u64::MAX,
+            // As in KVM, the immediate of HVC has no meaning, and SMC has no firmware with another immediate than 0.
+            Exit::Hvc(_) => return self.call(inner, 0, masked),
+            Exit::Smc(0) => return self.call(inner, KVM_HYPERCALL_EXIT_SMC, masked),
+            Exit::Smc(_) => inner.cpu.state.x[0] = u64::MAX,
             Exit::Mmio { fault, syndrome } => return self.access_device(inner, &fault, syndrome),
             Exit::Invalidated => self.invalidate_others(inner),
             Exit::BadAddress => {
@@ -121,16 +134,19 @@ impl VcpuObject {
     /// Waits until an interrupt is pending, even if PSTATE masks it.
     fn wait_for_interrupt(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<()> {
         self.common().exits.wfi_exit_stat.add(1);
-        loop {
-            let lines = self.common().arch.lines.load(Ordering::SeqCst);
-            if lines != 0 || inner.cpu.pending.serror.is_some() || inner.machine.timer_levels() != 0
-            {
-                self.common().exits.halts.wakeup.add(1);
-                return Ok(());
-            }
+        while !self.is_interrupted(inner) {
             inner.machine.timer_rang();
             self.block(inner, masked)?;
         }
+        self.common().exits.halts.wakeup.add(1);
+        Ok(())
+    }
+
+    /// Whether an interrupt is pending, even if PSTATE masks it.
+    fn is_interrupted(&self, inner: &Inner) -> bool {
+        self.common().arch.lines.load(Ordering::SeqCst) != 0
+            || inner.cpu.pending.serror.is_some()
+            || inner.machine.timer_levels() != 0
     }
 
     /// Makes all other vCPUs drop their translations, and waits until they have done so: the guest's DSB after its TLBI
@@ -149,19 +165,13 @@ impl VcpuObject {
         });
     }
 
-    /// Carries out the guest's call of the firmware.
-    fn call(&self, inner: &mut Inner, immediate: u16, masked: Option<&Masked>) -> Result<Next> {
+    /// Carries out the guest's call of the firmware. `flags`: those of `KVM_EXIT_HYPERCALL`.
+    fn call(&self, inner: &mut Inner, flags: u32, masked: Option<&Masked>) -> Result<Next> {
         self.common().exits.hvc_exit_stat.add(1);
         let [a, b, c, d, ..] = inner.cpu.state.x;
-        // Only calls with the immediate 0 are the firmware's.
-        let outcome = match immediate {
-            0 => {
-                let version = inner.arch.psci_version;
-                self.vm.call_firmware(self.common(), version, [a, b, c, d])
-            }
-            _ => Outcome::Return([u64::MAX, b, c, d]),
-        };
-        match outcome {
+        let (version, machine) = (inner.arch.psci_version, &mut inner.machine);
+        let page = &self.page;
+        match (self.vm).call_firmware(self.common(), machine, version, [a, b, c, d]) {
             Outcome::Return(values) => inner.cpu.state.x[..4].copy_from_slice(&values),
             // The next round of the run loop waits.
             Outcome::Off => {}
@@ -173,21 +183,44 @@ impl VcpuObject {
                 // The client resets the vCPUs. A guest that continues nevertheless sees an error.
                 inner.cpu.state.x[0] = SYSTEM_CALL_RETURNED;
                 self.vm.stop_vcpus();
-                let page = &self.page;
-                page.set_exit_reason(KVM_EXIT_SYSTEM_EVENT);
-                set_field!(page, kind, __bindgen_anon_1.system_event.type_);
-                set_field!(page, 1, __bindgen_anon_1.system_event.ndata);
-                let mut data = [0; 16];
-                data[0] = flags;
+                self.system_event(kind, Some(flags));
+                return Ok(Next::Return);
+            }
+            Outcome::Suspend => {
+                self.system_event(KVM_SYSTEM_EVENT_SUSPEND, None);
+                return Ok(Next::Return);
+            }
+            Outcome::Forward => {
+                page.set_exit_reason(KVM_EXIT_HYPERCALL);
+                set_field!(page, a as u32 as u64, __bindgen_anon_1.hypercall.nr);
                 set_field!(
                     page,
-                    data,
-                    __bindgen_anon_1.system_event.__bindgen_anon_1.data
+                    u64::from(flags),
+                    __bindgen_anon_1.hypercall.__bindgen_anon_1.flags
                 );
                 return Ok(Next::Return);
             }
         }
         Ok(Next::Again)
+    }
+
+    /// Sets the exit `KVM_EXIT_SYSTEM_EVENT`, with or without a word of data.
+    fn system_event(&self, kind: u32, word: Option<u64>) {
+        let page = &self.page;
+        page.set_exit_reason(KVM_EXIT_SYSTEM_EVENT);
+        set_field!(page, kind, __bindgen_anon_1.system_event.type_);
+        set_field!(
+            page,
+            word.iter().count() as u32,
+            __bindgen_anon_1.system_event.ndata
+        );
+        let mut data = [0; 16];
+        data[0] = word.unwrap_or(0);
+        set_field!(
+            page,
+            data,
+            __bindgen_anon_1.system_event.__bindgen_anon_1.data
+        );
     }
 
     /// Carries out an access to an address without memory, or asks the client to do so.

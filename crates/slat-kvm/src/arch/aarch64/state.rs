@@ -1,12 +1,13 @@
 //! arm64's state of a VM, and of the part of a vCPU that other threads use.
 
 use crate::arch::aarch64::policy::CpuChoice;
+use crate::arch::aarch64::settings::Settings;
 use crate::arch::aarch64::timer::Offset;
 use crate::engine::TableFormat;
 use crate::errno::{Result, fail};
 use crate::policy::{self, Policies};
 use kvm_bindings::{KVM_VM_TYPE_ARM_IPA_SIZE_MASK, kvm_userspace_memory_region2};
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// The number of bits of an IPA (a guest-physical address) if the client does not set it: KVM's `KVM_PHYS_SHIFT`.
@@ -63,6 +64,9 @@ pub(crate) struct VmState {
     reports_nisv: AtomicBool,
     /// The offset of the guest's counter.
     pub(crate) counter_offset: Offset,
+    /// Whether the guest may ask for the VM to be suspended.
+    can_suspend: AtomicBool,
+    settings: Mutex<Settings>,
 }
 
 impl VmState {
@@ -75,7 +79,24 @@ impl VmState {
             ipa_bits: vm_type.ipa_bits,
             reports_nisv: AtomicBool::new(false),
             counter_offset: Offset::default(),
+            can_suspend: AtomicBool::new(false),
+            settings: Mutex::default(),
         })
+    }
+
+    /// Returns what the client has chosen.
+    pub(crate) fn settings(&self) -> MutexGuard<'_, Settings> {
+        self.settings.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Enables `KVM_CAP_ARM_SYSTEM_SUSPEND`.
+    pub(crate) fn allow_suspend(&self) {
+        self.can_suspend.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether `KVM_CAP_ARM_SYSTEM_SUSPEND` is enabled.
+    pub(crate) fn can_suspend(&self) -> bool {
+        self.can_suspend.load(Ordering::Relaxed)
     }
 
     /// Enables `KVM_CAP_ARM_NISV_TO_USER`.
@@ -127,14 +148,16 @@ pub(crate) struct Start {
 pub(crate) enum Power {
     On,
     Off,
+    /// The client has suspended the vCPU, until an interrupt is pending.
+    Suspended,
     /// Another vCPU has started this vCPU, whose thread has not reset it yet.
     Starting(Start),
 }
 
 /// arm64's state of a vCPU that other threads use.
 pub(crate) struct VcpuShared {
-    /// The affinity fields of MPIDR_EL1.
-    pub(crate) affinity: u64,
+    /// MPIDR_EL1.
+    mpidr: AtomicU64,
     power: Mutex<Power>,
     /// The interrupt lines of the processor that are asserted, as [`LINE_IRQ`] and [`LINE_FIQ`].
     pub(crate) lines: AtomicU32,
@@ -145,12 +168,18 @@ pub(crate) const LINE_IRQ: u32 = 1 << 0;
 /// The line for fast interrupts.
 pub(crate) const LINE_FIQ: u32 = 1 << 1;
 
+/// MPIDR_EL1: RES1, and the fields of the affinity.
+const MPIDR_ONE: u64 = 1 << 31;
+const AFFINITY: u64 = 0xff_00ff_ffff;
+
 impl VcpuShared {
     /// Creates the state of a new vCPU. The affinity follows from the id as in KVM: 16 vCPUs have the same field 1.
     pub(crate) fn new(id: u32) -> Self {
         let id = u64::from(id);
         VcpuShared {
-            affinity: id & 15 | (id >> 4 & 0xff) << 8 | (id >> 12 & 0xff) << 16,
+            mpidr: AtomicU64::new(
+                MPIDR_ONE | id & 15 | (id >> 4 & 0xff) << 8 | (id >> 12 & 0xff) << 16,
+            ),
             power: Mutex::new(Power::On),
             lines: AtomicU32::new(0),
         }
@@ -158,6 +187,21 @@ impl VcpuShared {
 
     fn lock(&self) -> MutexGuard<'_, Power> {
         self.power.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns MPIDR_EL1.
+    pub(crate) fn mpidr(&self) -> u64 {
+        self.mpidr.load(Ordering::Relaxed)
+    }
+
+    /// Sets MPIDR_EL1 for the client.
+    pub(crate) fn set_mpidr(&self, value: u64) {
+        self.mpidr.store(value, Ordering::Relaxed);
+    }
+
+    /// Returns the fields of MPIDR_EL1 by which software names the vCPU.
+    pub(crate) fn affinity(&self) -> u64 {
+        self.mpidr() & AFFINITY
     }
 
     /// Returns whether the vCPU executes.
@@ -193,7 +237,7 @@ impl VcpuShared {
                 *power = Power::On;
                 Some(start)
             }
-            Power::On | Power::Off => None,
+            Power::On | Power::Off | Power::Suspended => None,
         }
     }
 }

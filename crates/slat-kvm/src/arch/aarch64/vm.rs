@@ -1,5 +1,6 @@
 //! The calls of a VM that only arm64 has.
 
+use crate::arch::aarch64::identification::Identification;
 use crate::arch::aarch64::state::Power;
 use crate::errno::{Result, fail};
 use crate::vm::VmObject;
@@ -11,13 +12,14 @@ impl VmObject {
         true
     }
 
-    /// Enables a capability that not every architecture has: `KVM_CAP_ARM_NISV_TO_USER`.
+    /// Enables a capability that not every architecture has: `KVM_CAP_ARM_NISV_TO_USER`, `KVM_CAP_ARM_SYSTEM_SUSPEND`.
     ///
     /// # Errors
     /// `EINVAL`: there is no such capability.
     pub(crate) fn enable_arch_cap(&self, cap: u32, _argument: u64) -> Result<()> {
         match cap {
             KVM_CAP_ARM_NISV_TO_USER => self.arch.report_nisv(),
+            KVM_CAP_ARM_SYSTEM_SUSPEND => self.arch.allow_suspend(),
             _ => return fail(libc::EINVAL),
         }
         Ok(())
@@ -65,12 +67,41 @@ impl VmObject {
         }
     }
 
-    /// Refuses `KVM_HAS_DEVICE_ATTR` and `KVM_SET_DEVICE_ATTR` of a VM: it has no attributes.
+    /// Carries out `KVM_HAS_DEVICE_ATTR`: the VM has the filter of SMCCC calls.
     ///
     /// # Errors
-    /// `ENXIO`.
-    pub fn device_attribute(&self) -> Result<()> {
+    /// `ENXIO` for another attribute.
+    pub fn has_attribute(&self, attribute: &kvm_device_attr) -> Result<()> {
         let _call = self.begin()?;
-        fail(libc::ENXIO)
+        match (attribute.group, attribute.attr) {
+            (KVM_ARM_VM_SMCCC_CTRL, filter) if filter == KVM_ARM_VM_SMCCC_FILTER.into() => Ok(()),
+            _ => fail(libc::ENXIO),
+        }
+    }
+
+    /// Carries out `KVM_ARM_VM_SMCCC_FILTER`: chooses what happens to some of the guest's calls.
+    ///
+    /// # Errors
+    /// `EINVAL` for padding, an unknown action, no function, or functions beyond the last one. `EEXIST` if the filter has
+    /// one of the functions already, or if it is one of Arm's architecture. `EBUSY` after a vCPU has run. `ENOMEM`.
+    pub fn filter_calls(&self, filter: &kvm_smccc_filter) -> Result<()> {
+        let _call = self.begin()?;
+        self.arch.settings().add_filter(filter)
+    }
+
+    /// Carries out `KVM_ARM_GET_REG_WRITABLE_MASKS`: returns the bits that a client may change of the registers that
+    /// identify the processor.
+    ///
+    /// # Errors
+    /// `EINVAL` for reserved fields, and for another range than `KVM_ARM_FEATURE_ID_RANGE`.
+    pub fn writable_masks(
+        &self,
+        range: &reg_mask_range,
+    ) -> Result<[u64; KVM_ARM_FEATURE_ID_RANGE_SIZE as usize]> {
+        let _call = self.begin()?;
+        match range.range == KVM_ARM_FEATURE_ID_RANGE && range.reserved == [0; 13] {
+            true => Ok(Identification::writable_masks()),
+            false => fail(libc::EINVAL),
+        }
     }
 }

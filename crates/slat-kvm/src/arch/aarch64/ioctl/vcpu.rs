@@ -37,10 +37,16 @@ pub(crate) fn ioctl(vcpu: &VcpuObject, request: u32, argument: u64) -> Answer {
             }
             user::write_slice(argument + 8, &registers)?;
         }
-        // A vCPU has no attributes: no PMU, no interrupt controller for its timers, and no page for stolen time.
-        KVM_HAS_DEVICE_ATTR | KVM_GET_DEVICE_ATTR | KVM_SET_DEVICE_ATTR => {
-            user::read::<kvm_device_attr>(argument)?;
-            return fail(libc::ENXIO);
+        KVM_HAS_DEVICE_ATTR => vcpu.has_attribute(&user::read(argument)?)?,
+        KVM_GET_DEVICE_ATTR => {
+            let attribute: kvm_device_attr = user::read(argument)?;
+            vcpu.has_attribute(&attribute)?;
+            user::write(attribute.addr, &vcpu.get_stolen_time()?)?;
+        }
+        KVM_SET_DEVICE_ATTR => {
+            let attribute: kvm_device_attr = user::read(argument)?;
+            vcpu.has_attribute(&attribute)?;
+            vcpu.set_stolen_time(user::read(attribute.addr)?)?;
         }
         _ => return UNKNOWN,
     }

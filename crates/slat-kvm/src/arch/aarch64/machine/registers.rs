@@ -8,31 +8,44 @@ const MPIDR: SystemName = SystemName::new(3, 0, 0, 0, 5);
 const CCSIDR: SystemName = SystemName::new(3, 1, 0, 0, 0);
 const CLIDR: SystemName = SystemName::new(3, 1, 0, 0, 1);
 const CSSELR: SystemName = SystemName::new(3, 2, 0, 0, 0);
-const CTR: SystemName = SystemName::new(3, 3, 0, 0, 1);
 
-/// MPIDR_EL1: RES1.
-const MPIDR_ONE: u64 = 1 << 31;
+/// CLIDR_EL1: the bits that exist.
+const CLIDR_EXISTS: u64 = (1 << 47) - 1;
+const AIDR: SystemName = SystemName::new(3, 1, 0, 0, 7);
 
-/// CTR_EL0: lines of 64 bytes of data and instructions (as logarithms of words); instructions are tagged physically; a
-/// granule of 64 bytes for exclusive accesses and for writing back; cleaning to the point of unification is not needed
-/// (IDC), but invalidating instructions is; RES1.
-const CTR_VALUE: u64 = 4 | 0b11 << 14 | 4 << 16 | 4 << 20 | 4 << 24 | 1 << 28 | 1 << 31;
+/// The registers of `KVM_GET_REG_LIST` besides the timers' and those that the guest does not have.
+const LISTED: [SystemName; 4] = [MPIDR, CLIDR, CSSELR, AIDR];
 
-/// The registers of `KVM_GET_REG_LIST` besides the timers'.
-const LISTED: [SystemName; 3] = [MPIDR, CLIDR, CSSELR];
+/// FPEXC32_EL2: RES1 bits of a register of AArch32, which is there to be saved and restored.
+const FPEXC32: SystemName = SystemName::new(3, 4, 5, 3, 0);
+const FPEXC32_RESET: u64 = 0x700;
+/// The registers of `KVM_GET_REG_LIST` that no guest of this processor has: DBGVCR32, DISR, DACR32, IFSR32, FPEXC32.
+const ABSENT: [SystemName; 5] = [
+    SystemName::new(2, 4, 0, 7, 0),
+    SystemName::new(3, 0, 12, 1, 1),
+    SystemName::new(3, 4, 3, 0, 0),
+    SystemName::new(3, 4, 5, 0, 1),
+    FPEXC32,
+];
+
+/// Returns the registers that the client saves and restores, although the guest does not have them, with their values
+/// after reset. KVM lists 16 breakpoints and 16 watchpoints (DBGBVR, DBGBCR, DBGWVR, DBGWCR) on every processor.
+pub(super) fn kept() -> Vec<(SystemName, u64)> {
+    let debug = (0..16).flat_map(|n| (4..=7).map(move |op2| SystemName::new(2, 0, 0, n, op2)));
+    let is_held = |name: &SystemName| slat_a64::system_registers().any(|held| held == *name);
+    let absent = debug.filter(|name| !is_held(name)).chain(ABSENT);
+    let reset = |name| if name == FPEXC32 { FPEXC32_RESET } else { 0 };
+    absent.map(|name| (name, reset(name))).collect()
+}
 
 impl VcpuMachine {
-    fn affinity(&self) -> u64 {
-        MPIDR_ONE | self.common.arch.affinity
-    }
-
     /// Reads a register for the guest. `None`: the access is UNDEFINED.
     pub(super) fn read_register(&mut self, name: SystemName, el1: bool) -> Option<u64> {
         Some(match name {
-            CTR => CTR_VALUE,
-            MPIDR if el1 => self.affinity(),
+            MPIDR if el1 => self.common.arch.mpidr(),
+            CLIDR if el1 => self.cache_levels,
             // There is no level of caches that software has to manage, so no cache can be selected.
-            CLIDR | CCSIDR if el1 => 0,
+            CCSIDR | AIDR if el1 => 0,
             CSSELR if el1 => self.cache_selector,
             _ => return self.timers.read(name, el1),
         })
@@ -51,13 +64,17 @@ impl VcpuMachine {
     }
 
     /// Returns the names of the registers that a client can read.
-    pub(crate) fn system_registers() -> impl Iterator<Item = SystemName> {
-        LISTED.into_iter().chain(timer::API_REGISTERS)
+    pub(crate) fn system_registers(&self) -> impl Iterator<Item = SystemName> + '_ {
+        let kept = self.kept.iter().map(|(name, _)| *name);
+        LISTED.into_iter().chain(timer::API_REGISTERS).chain(kept)
     }
 
     /// Reads a register for the client. `None`: the machine has no such register.
     pub(crate) fn system_register(&mut self, name: SystemName) -> Option<u64> {
-        let is_listed = Self::system_registers().any(|listed| listed == name) || name == CTR;
+        if let Some((_, value)) = self.kept.iter().find(|(kept, _)| *kept == name) {
+            return Some(*value);
+        }
+        let is_listed = self.system_registers().any(|listed| listed == name);
         match is_listed {
             true => self.read_register(timer::api_name(name), true),
             false => None,
@@ -66,13 +83,21 @@ impl VcpuMachine {
 
     /// Sets a register for the client. Returns `false` if the register cannot have the value.
     pub(crate) fn set_system_register(&mut self, name: SystemName, value: u64) -> bool {
-        let name = timer::api_name(name);
-        if timer::is_counter(name) {
-            self.timers.set_counter(value);
-            self.timer_rang();
+        if let Some((_, kept)) = self.kept.iter_mut().find(|(kept, _)| *kept == name) {
+            *kept = value;
             return true;
         }
-        name == MPIDR && value == self.affinity()
-            || self.write_register(name, true, value).is_some()
+        let name = timer::api_name(name);
+        match name {
+            _ if timer::is_counter(name) => {
+                self.timers.set_counter(value);
+                self.timer_rang();
+            }
+            MPIDR => self.common.arch.set_mpidr(value),
+            CLIDR if value & !CLIDR_EXISTS != 0 => return false,
+            CLIDR => self.cache_levels = value,
+            _ => return self.write_register(name, true, value).is_some(),
+        }
+        true
     }
 }

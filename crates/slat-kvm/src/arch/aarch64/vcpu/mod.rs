@@ -8,7 +8,8 @@ use crate::arch::aarch64::state::{Power, Start, VcpuShared};
 use crate::arch::aarch64::vcpu_state::VcpuState;
 use crate::engine::EngineVcpu;
 use crate::errno::{Result, fail};
-use crate::vcpu::{Inner, VcpuObject};
+use crate::steal_time;
+use crate::vcpu::{Inner, Locked, VcpuObject};
 use crate::vcpu_common::VcpuCommon;
 use crate::vm::VmObject;
 use kvm_bindings::*;
@@ -78,9 +79,10 @@ impl VcpuObject {
     pub fn get_mp_state(&self) -> Result<kvm_mp_state> {
         let _inner = self.lock()?;
         Ok(kvm_mp_state {
-            mp_state: match self.common().arch.is_on() {
-                true => KVM_MP_STATE_RUNNABLE,
-                false => KVM_MP_STATE_STOPPED,
+            mp_state: match self.common().arch.power() {
+                Power::On | Power::Starting(_) => KVM_MP_STATE_RUNNABLE,
+                Power::Off => KVM_MP_STATE_STOPPED,
+                Power::Suspended => KVM_MP_STATE_SUSPENDED,
             },
         })
     }
@@ -88,12 +90,13 @@ impl VcpuObject {
     /// Carries out `KVM_SET_MP_STATE`.
     ///
     /// # Errors
-    /// `EINVAL` for any state but runnable and stopped.
+    /// `EINVAL` for any state but runnable, stopped and suspended.
     pub fn set_mp_state(&self, state: kvm_mp_state) -> Result<()> {
         let _inner = self.lock()?;
         self.common().arch.set_power(match state.mp_state {
             KVM_MP_STATE_RUNNABLE => Power::On,
             KVM_MP_STATE_STOPPED => Power::Off,
+            KVM_MP_STATE_SUSPENDED => Power::Suspended,
             _ => return fail(libc::EINVAL),
         });
         Ok(())
@@ -159,6 +162,64 @@ impl VcpuObject {
     }
 }
 
+impl VcpuObject {
+    /// Carries out `KVM_HAS_DEVICE_ATTR`: a vCPU has the address of its structure for stolen time
+    /// (`KVM_ARM_VCPU_PVTIME_IPA`), where the host counts stolen time.
+    ///
+    /// # Errors
+    /// `ENXIO` for another attribute.
+    pub fn has_attribute(&self, attribute: &kvm_device_attr) -> Result<()> {
+        let _inner = self.lock()?;
+        match (attribute.group, attribute.attr) {
+            (KVM_ARM_VCPU_PVTIME_CTRL, address)
+                if address == KVM_ARM_VCPU_PVTIME_IPA.into() && steal_time::is_available() =>
+            {
+                Ok(())
+            }
+            _ => fail(libc::ENXIO),
+        }
+    }
+
+    /// Returns the guest-physical address of the structure for stolen time. All bits are set if there is no structure.
+    ///
+    /// # Errors
+    /// `EIO` in a forked child.
+    pub fn get_stolen_time(&self) -> Result<u64> {
+        Ok(self.lock()?.machine.stolen_time().unwrap_or(u64::MAX))
+    }
+
+    /// Sets the guest-physical address of the structure for stolen time.
+    ///
+    /// # Errors
+    /// `EINVAL` if the address is no multiple of 64, or no memory. `EEXIST` if the address is set.
+    pub fn set_stolen_time(&self, address: u64) -> Result<()> {
+        let mut inner = self.lock()?;
+        match () {
+            () if address & 63 != 0 => fail(libc::EINVAL),
+            () if inner.machine.stolen_time().is_some() => fail(libc::EEXIST),
+            () if !inner.machine.has_memory(address) => fail(libc::EINVAL),
+            () => {
+                inner.machine.set_stolen_time(address);
+                Ok(())
+            }
+        }
+    }
+
+    /// Locks a vCPU that the client has initialised, and carries out the reset that the vCPU owes to another one that
+    /// has started it.
+    ///
+    /// # Errors
+    /// `ENOEXEC` before `KVM_ARM_VCPU_INIT`. `EIO`.
+    fn lock_initialised(&self) -> Result<Locked<'_>> {
+        let mut inner = self.lock()?;
+        inner.check_initialised()?;
+        if let Some(start) = self.common().arch.take_start() {
+            inner.reset(Some(start));
+        }
+        Ok(inner)
+    }
+}
+
 impl Inner {
     /// Call when the vCPU exists. It waits for `KVM_ARM_VCPU_INIT`.
     pub(crate) fn begin_life(&mut self) {}
@@ -167,10 +228,17 @@ impl Inner {
     pub(crate) fn reset(&mut self, start: Option<Start>) {
         self.cpu.reset();
         self.machine.reset();
+        self.identify();
         if let Some(start) = start {
             self.cpu.state.pc = start.pc;
             self.cpu.state.x[0] = start.context;
         }
+    }
+
+    /// Gives the processor the VM's registers for identification.
+    pub(crate) fn identify(&mut self) {
+        let settings = self.machine.settings();
+        settings.identification().apply(&mut self.cpu.state);
     }
 
     /// Whether the last run has begun an access that the next run has to complete.

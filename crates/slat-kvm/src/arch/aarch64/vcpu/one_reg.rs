@@ -1,11 +1,12 @@
 //! Registers by id: `KVM_GET_ONE_REG`, `KVM_SET_ONE_REG` and `KVM_GET_REG_LIST` (api.rst 4.68, "ARM registers").
 //!
-//! An id has the register's size, its group, and its place in the group. This file has three groups: the core registers,
-//! by their offset in `kvm_regs`; the system registers, by the fields of their names; and the registers of the firmware,
-//! by their number.
+//! An id has the register's size, its group, and its place in the group. This file has four groups: the core registers,
+//! by their offset in `kvm_regs`; the system registers, by the fields of their names; and the registers of the firmware
+//! and of its optional services, by their number.
 
 use crate::arch::aarch64::firmware;
-use crate::arch::aarch64::machine::VcpuMachine;
+use crate::arch::aarch64::identification::IdRegister;
+use crate::arch::aarch64::settings::SERVICE_REGISTERS;
 use crate::errno::{Result, fail};
 use crate::vcpu::{Inner, VcpuObject};
 use kvm_bindings::*;
@@ -19,6 +20,7 @@ const CORE_U64: u64 = KVM_REG_ARM64 | KVM_REG_SIZE_U64 | KVM_REG_ARM_CORE as u64
 const CORE_U128: u64 = KVM_REG_ARM64 | KVM_REG_SIZE_U128 | KVM_REG_ARM_CORE as u64;
 const SYSTEM: u64 = KVM_REG_ARM64 | KVM_REG_SIZE_U64 | KVM_REG_ARM64_SYSREG as u64;
 const FIRMWARE: u64 = KVM_REG_ARM64 | KVM_REG_SIZE_U64 | KVM_REG_ARM_FW as u64;
+const SERVICES: u64 = KVM_REG_ARM64 | KVM_REG_SIZE_U64 | KVM_REG_ARM_FW_FEAT_BMAP as u64;
 
 const SPSR_EL1: SystemName = SystemName::new(3, 0, 4, 0, 0);
 const ELR_EL1: SystemName = SystemName::new(3, 0, 4, 0, 1);
@@ -162,6 +164,9 @@ impl Inner {
     }
 
     fn get_system(&mut self, name: SystemName) -> Result<u64> {
+        if let Some(register) = IdRegister::of(name) {
+            return Ok(self.machine.settings().identification().get(register));
+        }
         let held = self.cpu.state.system(name).filter(|_| !is_core(name));
         match held.or_else(|| self.machine.system_register(name)) {
             Some(value) => Ok(value),
@@ -170,6 +175,9 @@ impl Inner {
     }
 
     fn set_system(&mut self, name: SystemName, value: u64) -> Result<()> {
+        if let Some(register) = IdRegister::of(name) {
+            return self.machine.settings().identify(register, value);
+        }
         let old = self.get_system(name)?;
         let is_held = self.cpu.state.system(name).is_some();
         let is_set = match is_held {
@@ -191,13 +199,17 @@ impl VcpuObject {
     /// `ENOEXEC` before `KVM_ARM_VCPU_INIT`. `ENOENT` for an id that names no register of this vCPU, `EINVAL` for a core
     /// register with another size.
     pub fn get_one_reg(&self, id: u64, value: &mut [u8; 16]) -> Result<usize> {
-        let mut inner = self.lock()?;
-        inner.check_initialised()?;
+        let mut inner = self.lock_initialised()?;
         self.accept_start(&mut inner);
         let register = match id & KIND {
             CORE_U32 | CORE_U64 | CORE_U128 => Core::of(id)?.get(&inner.cpu.state),
             SYSTEM => inner.get_system(SystemName(id as u16))?.into(),
             FIRMWARE => firmware::get(&inner.arch, id as u16)?.into(),
+            SERVICES => inner
+                .machine
+                .settings()
+                .services(id as u16 as usize)?
+                .into(),
             _ => return fail(libc::ENOENT),
         };
         *value = register.to_le_bytes();
@@ -208,10 +220,10 @@ impl VcpuObject {
     ///
     /// # Errors
     /// `ENOEXEC` before `KVM_ARM_VCPU_INIT`. `ENOENT` for an id that names no register of this vCPU. `EINVAL` for a core
-    /// register with another size, and for a value that the register cannot hold. The errors of `data`.
+    /// register with another size, and for a value that the register cannot hold. `EBUSY` for a setting of the VM that
+    /// cannot change after a vCPU has run. The errors of `data`.
     pub fn set_one_reg(&self, id: u64, data: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<()> {
-        let mut inner = self.lock()?;
-        inner.check_initialised()?;
+        let mut inner = self.lock_initialised()?;
         self.accept_start(&mut inner);
         let mut value = [0; 16];
         data(&mut value[..size_of_register(id).min(16)])?;
@@ -226,6 +238,7 @@ impl VcpuObject {
                 done
             }
             FIRMWARE => firmware::set(&mut inner.arch, id as u16, word),
+            SERVICES => (inner.machine.settings()).set_services(id as u16 as usize, word),
             _ => fail(libc::ENOENT),
         }
     }
@@ -235,15 +248,16 @@ impl VcpuObject {
     /// # Errors
     /// `ENOEXEC` before `KVM_ARM_VCPU_INIT`.
     pub fn registers(&self) -> Result<Vec<u64>> {
-        let inner = self.lock()?;
-        inner.check_initialised()?;
+        let inner = self.lock_initialised()?;
         let system = slat_a64::system_registers()
-            .filter(|name| !is_core(*name))
-            .chain(VcpuMachine::system_registers())
+            .filter(|name| !is_core(*name) && IdRegister::of(*name).is_none())
+            .chain(IdRegister::names())
+            .chain(inner.machine.system_registers())
             .map(|name| SYSTEM | u64::from(name.0));
         let core = Core::all().map(|(id, _)| id);
         let firmware = firmware::NUMBERS.iter().map(|n| FIRMWARE | u64::from(*n));
-        Ok(core.chain(firmware).chain(system).collect())
+        let services = (0..SERVICE_REGISTERS).map(|n| SERVICES | n as u64);
+        Ok(core.chain(firmware).chain(services).chain(system).collect())
     }
 }
 

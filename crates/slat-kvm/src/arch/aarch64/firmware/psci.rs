@@ -1,0 +1,168 @@
+//! PSCI 1.1 (DEN 0022): calls that switch processors, and the system, on and off.
+
+use crate::arch::aarch64::firmware::{CALL64, NOT_SUPPORTED, Outcome, SMCCC_VERSION};
+use crate::arch::aarch64::state::{Power, Start};
+use crate::arch::aarch64::vcpu_state::PSCI_1_1;
+use crate::vcpu_common::VcpuCommon;
+use crate::vm::VmObject;
+use kvm_bindings::*;
+
+/// PSCI 0.2. The major version is in the upper half.
+pub(super) const VERSION_0_2: u64 = 2;
+
+/// The results of PSCI.
+const INVALID_PARAMETERS: u64 = -2i64 as u64;
+const ALREADY_ON: u64 = -4i64 as u64;
+const ON_PENDING: u64 = -5i64 as u64;
+const INTERNAL_FAILURE: u64 = -6i64 as u64;
+
+/// AFFINITY_INFO's answers.
+const ON: u64 = 0;
+const OFF: u64 = 1;
+
+/// MIGRATE_INFO_TYPE's answer: no trusted operating system has to be migrated.
+const NO_MIGRATION: u64 = 2;
+
+/// The functions of PSCI: the numbers of standard services that are its own.
+const FUNCTIONS: std::ops::RangeInclusive<u32> = 0x8400_0000..=0x8400_001f;
+
+/// The functions, by their numbers for 32-bit calls. A 64-bit call has [`CALL64`] set, too.
+mod function {
+    pub(super) const PSCI_VERSION: u32 = 0x8400_0000;
+    pub(super) const CPU_SUSPEND: u32 = 0x8400_0001;
+    pub(super) const CPU_OFF: u32 = 0x8400_0002;
+    pub(super) const CPU_ON: u32 = 0x8400_0003;
+    pub(super) const AFFINITY_INFO: u32 = 0x8400_0004;
+    pub(super) const MIGRATE_INFO_TYPE: u32 = 0x8400_0006;
+    pub(super) const SYSTEM_OFF: u32 = 0x8400_0008;
+    pub(super) const SYSTEM_RESET: u32 = 0x8400_0009;
+    pub(super) const PSCI_FEATURES: u32 = 0x8400_000a;
+    pub(super) const SYSTEM_SUSPEND: u32 = 0x8400_000e;
+    pub(super) const SYSTEM_RESET2: u32 = 0x8400_0012;
+}
+/// Whether a function is PSCI's.
+pub(super) fn has(number: u32) -> bool {
+    FUNCTIONS.contains(&(number & !CALL64))
+}
+
+impl VmObject {
+    /// Carries out a call of PSCI by the vCPU `caller`, with the values of X0 to X3.
+    pub(super) fn call_psci(
+        &self,
+        caller: &VcpuCommon,
+        version: u64,
+        [number, a, b, c]: [u64; 4],
+    ) -> Outcome {
+        let number = number as u32;
+        let is64 = number & CALL64 != 0;
+        let narrow = |value: u64| if is64 { value } else { value as u32 as u64 };
+        let (a, b, c) = (narrow(a), narrow(b), narrow(c));
+        let returns = Outcome::value;
+        match number & !CALL64 {
+            // These functions have no 64-bit form.
+            _ if is64 && !has_64_bits(number & !CALL64) => returns(NOT_SUPPORTED),
+            function::PSCI_VERSION => returns(version),
+            // The processor has no state in which it loses its registers.
+            function::CPU_SUSPEND => Outcome::Standby,
+            function::CPU_OFF => {
+                caller.arch.set_power(Power::Off);
+                Outcome::Off
+            }
+            function::CPU_ON => returns(self.start_vcpu(a, Start { pc: b, context: c })),
+            function::AFFINITY_INFO => returns(self.affinity_info(a, b)),
+            function::MIGRATE_INFO_TYPE => returns(NO_MIGRATION),
+            function::SYSTEM_OFF => Outcome::System {
+                kind: KVM_SYSTEM_EVENT_SHUTDOWN,
+                flags: 0,
+            },
+            function::SYSTEM_RESET => Outcome::System {
+                kind: KVM_SYSTEM_EVENT_RESET,
+                flags: 0,
+            },
+            function::PSCI_FEATURES if version > VERSION_0_2 => {
+                returns(self.feature(version, a as u32))
+            }
+            function::SYSTEM_SUSPEND if version > VERSION_0_2 && self.arch.can_suspend() => {
+                Outcome::Suspend
+            }
+            function::SYSTEM_RESET2 if version >= PSCI_1_1 => match a {
+                // The architectural warm reset, and the resets that vendors define.
+                0 | 0x8000_0000..=0xffff_ffff => Outcome::System {
+                    kind: KVM_SYSTEM_EVENT_RESET,
+                    flags: KVM_SYSTEM_EVENT_RESET_FLAG_PSCI_RESET2.into(),
+                },
+                _ => returns(INVALID_PARAMETERS),
+            },
+            _ => returns(NOT_SUPPORTED),
+        }
+    }
+
+    /// Starts a vCPU that is off (PSCI's CPU_ON).
+    fn start_vcpu(&self, affinity: u64, start: Start) -> u64 {
+        let vcpus = self.interrupts.vcpus.read();
+        let Some(target) = vcpus.iter().find(|vcpu| vcpu.arch.affinity() == affinity) else {
+            return INVALID_PARAMETERS;
+        };
+        match target.arch.start(start) {
+            Power::Off => {
+                target.notice();
+                0
+            }
+            Power::Starting(_) => ON_PENDING,
+            Power::On | Power::Suspended => ALREADY_ON,
+        }
+    }
+
+    /// Returns whether a vCPU with this affinity is on (PSCI's AFFINITY_INFO). `lowest`: the lowest level of affinity
+    /// that counts.
+    fn affinity_info(&self, affinity: u64, lowest: u64) -> u64 {
+        let mask = match lowest {
+            0..=3 => u64::MAX << (8 * lowest),
+            _ => return INVALID_PARAMETERS,
+        };
+        let vcpus = self.interrupts.vcpus.read();
+        let found = vcpus
+            .iter()
+            .filter(|vcpu| vcpu.arch.affinity() & mask == affinity & mask);
+        // One vCPU that is on makes the group be on.
+        let states = found.map(|vcpu| if vcpu.arch.is_on() { ON } else { OFF });
+        states.min().unwrap_or(INVALID_PARAMETERS)
+    }
+
+    /// Returns what PSCI_FEATURES says of a function.
+    fn feature(&self, version: u64, number: u32) -> u64 {
+        let is64 = number & CALL64 != 0;
+        match number & !CALL64 {
+            number if is64 && !has_64_bits(number) => NOT_SUPPORTED,
+            function::SYSTEM_RESET2 if version < PSCI_1_1 => NOT_SUPPORTED,
+            function::SYSTEM_SUSPEND if self.arch.can_suspend() => 0,
+            SMCCC_VERSION
+            | function::PSCI_VERSION
+            | function::CPU_SUSPEND
+            | function::CPU_OFF
+            | function::CPU_ON
+            | function::AFFINITY_INFO
+            | function::MIGRATE_INFO_TYPE
+            | function::SYSTEM_OFF
+            | function::SYSTEM_RESET
+            | function::PSCI_FEATURES
+            | function::SYSTEM_RESET2 => 0,
+            _ => NOT_SUPPORTED,
+        }
+    }
+}
+
+/// The value of X0 after a call for the system's end that the client has not carried out.
+pub(crate) const SYSTEM_CALL_RETURNED: u64 = INTERNAL_FAILURE;
+
+/// Whether a function of PSCI has a form for 64-bit calls.
+fn has_64_bits(number: u32) -> bool {
+    matches!(
+        number,
+        function::CPU_SUSPEND
+            | function::CPU_ON
+            | function::AFFINITY_INFO
+            | function::SYSTEM_SUSPEND
+            | function::SYSTEM_RESET2
+    )
+}

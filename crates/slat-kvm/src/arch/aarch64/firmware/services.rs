@@ -1,0 +1,154 @@
+//! The services of a hypervisor: random numbers (DEN 0098), stolen time (DEN 0057), and KVM's own (hypercalls.rst,
+//! ptp_kvm.rst). A client may take each away from its guest.
+
+use crate::arch::aarch64::firmware::NOT_SUPPORTED;
+use crate::arch::aarch64::machine::VcpuMachine;
+use crate::arch::aarch64::settings::{
+    FEATURES, HOST_CLOCK, HYPERVISOR, RANDOM_NUMBERS, STANDARD, STOLEN_TIME, VENDOR,
+};
+use slat_process::calls::{self, Call};
+use std::time::SystemTime;
+
+const RANDOM_VERSION: u32 = 0x8400_0050;
+const RANDOM_FEATURES: u32 = 0x8400_0051;
+const RANDOM_UUID: u32 = 0x8400_0052;
+const RANDOM_32: u32 = 0x8400_0053;
+const RANDOM_64: u32 = 0xc400_0053;
+pub(super) const STOLEN_TIME_FEATURES: u32 = 0xc500_0020;
+const STOLEN_TIME_ADDRESS: u32 = 0xc500_0021;
+const VENDOR_FEATURES: u32 = 0x8600_0000;
+const VENDOR_CLOCK: u32 = 0x8600_0001;
+const VENDOR_UID: u32 = 0x8600_ff01;
+
+/// Version 1.0 of the interface for random numbers.
+const RANDOM_1_0: u64 = 0x1_0000;
+const INVALID_PARAMETERS: u64 = -2i64 as u64;
+const NO_ENTROPY: u64 = -3i64 as u64;
+/// Identifies slat's source of random numbers: a UUID, in words with the lowest byte first.
+const RANDOM_SOURCE: [u64; 4] = [0x5f6e_7ac2, 0x4a4b_9d10, 0x8e11_b6a3, 0x3c9d_02f5];
+/// Identifies KVM, by which a guest finds KVM's own services.
+const KVM_UID: [u64; 4] = [0xb66f_b428, 0xe911_c52e, 0x564b_caa9, 0x743a_004d];
+
+/// The counter of which a guest asks the host's clock: the virtual or the physical one.
+const VIRTUAL_COUNTER: u64 = 0;
+const PHYSICAL_COUNTER: u64 = 1;
+/// How often the clock is read between two readings of the counter. The best reading counts.
+const CLOCK_READINGS: usize = 3;
+
+/// Returns the service of a function, as a register of services and a bit.
+fn service(function: u32) -> Option<(usize, u64)> {
+    Some(match function {
+        RANDOM_VERSION | RANDOM_FEATURES | RANDOM_UUID | RANDOM_32 | RANDOM_64 => {
+            (STANDARD, RANDOM_NUMBERS)
+        }
+        STOLEN_TIME_FEATURES | STOLEN_TIME_ADDRESS => (HYPERVISOR, STOLEN_TIME),
+        VENDOR_FEATURES | VENDOR_UID => (VENDOR, FEATURES),
+        VENDOR_CLOCK => (VENDOR, HOST_CLOCK),
+        _ => return None,
+    })
+}
+
+/// Carries out a call, with the values of X0 to X3. Returns the new values. `None`: there is no such service. The vCPU is
+/// entered.
+pub(super) fn call(machine: &mut VcpuMachine, [function, a, _, _]: [u64; 4]) -> Option<[u64; 4]> {
+    let function = function as u32;
+    let (register, bit) = service(function)?;
+    if !machine.settings().has_service(register, bit) {
+        return None;
+    }
+    let value = |value| [value, 0, 0, 0];
+    Some(match function {
+        RANDOM_VERSION => value(RANDOM_1_0),
+        RANDOM_FEATURES => match service(a as u32) {
+            Some((STANDARD, RANDOM_NUMBERS)) => value(0),
+            _ => value(NOT_SUPPORTED),
+        },
+        RANDOM_UUID => RANDOM_SOURCE,
+        RANDOM_32 => random(a, 32),
+        RANDOM_64 => random(a, 64),
+        STOLEN_TIME_FEATURES => match (service(a as u32), machine.stolen_time()) {
+            (Some((HYPERVISOR, STOLEN_TIME)), Some(_)) => value(0),
+            _ => value(NOT_SUPPORTED),
+        },
+        STOLEN_TIME_ADDRESS => value(machine.start_stolen_time().unwrap_or(NOT_SUPPORTED)),
+        VENDOR_FEATURES => value(machine.settings().services(VENDOR).unwrap_or(0)),
+        VENDOR_UID => KVM_UID,
+        _ => host_clock(machine, a),
+    })
+}
+
+/// Returns the result, and `bits` random bits in X1 to X3, of which X3 has the lowest. Each register has `width` bits.
+fn random(bits: u64, width: u32) -> [u64; 4] {
+    let bits = bits as u32;
+    if bits > 3 * width {
+        return [INVALID_PARAMETERS, 0, 0, 0];
+    }
+    let mut bytes = [0u8; 24];
+    let arguments = [
+        bytes.as_mut_ptr() as usize,
+        bytes.len(),
+        libc::GRND_NONBLOCK as usize,
+        0,
+        0,
+        0,
+    ];
+    // SAFETY: the call writes this array, which lives until the call returns.
+    let got = unsafe { calls::make(Call::Random, arguments) };
+    if got != Ok(bytes.len() as isize) {
+        return [NO_ENTROPY, 0, 0, 0];
+    }
+    // Register `n`, counted from the lowest, has the bits from `n * width`.
+    let register = |n: u32| {
+        let count = bits.saturating_sub(n * width).min(width);
+        let word = u64::from_le_bytes(std::array::from_fn(|i| bytes[8 * n as usize + i]));
+        word & u64::MAX.checked_shr(64 - count).unwrap_or(0)
+    };
+    [0, register(2), register(1), register(0)]
+}
+
+/// Returns the host's clock in nanoseconds since 1970, and the guest's counter of the same time, each as the upper and the
+/// lower 32 bits.
+fn host_clock(machine: &VcpuMachine, counter: u64) -> [u64; 4] {
+    // Both counters count the same.
+    if !matches!(counter, VIRTUAL_COUNTER | PHYSICAL_COUNTER) {
+        return [NOT_SUPPORTED, 0, 0, 0];
+    }
+    let reading = || {
+        let before = machine.timers.counter();
+        let clock = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+        let after = machine.timers.counter();
+        let nanoseconds = clock.map_or(0, |clock| clock.as_nanos() as u64);
+        (after.wrapping_sub(before), nanoseconds, before)
+    };
+    let best = (0..CLOCK_READINGS).map(|_| reading()).min();
+    let (apart, nanoseconds, before) = best.unwrap_or_default();
+    let cycles = before.wrapping_add(apart / 2);
+    let halves = |word: u64| [word >> 32, word & u64::from(u32::MAX)];
+    let ([a, b], [c, d]) = (halves(nanoseconds), halves(cycles));
+    [a, b, c, d]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn random_bits_are_as_many_as_asked() {
+        assert_eq!(random(97, 32), [INVALID_PARAMETERS, 0, 0, 0]);
+        assert_eq!(random(0, 64), [0; 4]);
+        for bits in 1..=192 {
+            let mut seen = [0; 3];
+            for _ in 0..40 {
+                let [result, high, middle, low] = random(bits, 64);
+                assert_eq!(result, 0);
+                for (seen, word) in seen.iter_mut().zip([low, middle, high]) {
+                    *seen |= word;
+                }
+            }
+            let ones: u32 = seen.iter().map(|word| word.count_ones()).sum();
+            assert_eq!(u64::from(ones), bits);
+        }
+        let [_, high, middle, low] = random(96, 32);
+        assert_eq!((high | middle | low) >> 32, 0);
+    }
+}

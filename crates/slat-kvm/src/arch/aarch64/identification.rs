@@ -1,0 +1,311 @@
+//! The registers by which a guest finds out what its processor has (DDI 0487, D23.2): a VM's client may take features
+//! away from its guest (`KVM_SET_ONE_REG`), and ask which fields it may change (`KVM_ARM_GET_REG_WRITABLE_MASKS`,
+//! api.rst 4.139).
+//!
+//! All vCPUs of a VM have the same registers. The processor's values after reset are the limits: a field may say less
+//! than the processor has, never more. The processor behaves as before: a feature that is hidden works nevertheless.
+
+use crate::errno::{Result, fail};
+use kvm_bindings::KVM_ARM_FEATURE_ID_RANGE_SIZE;
+use slat_a64::{State, SystemName};
+
+/// CTR_EL0, and its fields that a client may change: DIC, IDC, and the logarithms of the lines' sizes.
+const CTR: SystemName = SystemName::new(3, 3, 0, 0, 1);
+const CTR_FLAGS: u64 = 1 << 29 | 1 << 28;
+const CTR_SIZES: u64 = 0xf << 16 | 0xf;
+/// CLIDR_EL1, of which each vCPU has its own.
+const CLIDR: SystemName = SystemName::new(3, 1, 0, 0, 1);
+
+/// The number of registers with the names (3, 0, 0, CRm, op2), of which CRm 0 has none of this file.
+const COUNT: usize = 64;
+const CRM_32_BITS: std::ops::RangeInclusive<usize> = 1..=3;
+
+/// A register of which a client may change fields.
+struct Writable {
+    crm: usize,
+    op2: usize,
+    /// The fields, which have four bits each.
+    mask: u64,
+}
+
+const fn writable(crm: usize, op2: usize, mask: u64) -> Writable {
+    Writable { crm, op2, mask }
+}
+
+/// The registers, with the fields of Linux 6.12.
+const WRITABLE: [Writable; 13] = [
+    // ID_AA64PFR0: all but AMU, MPAM, SVE, RAS, AdvSIMD, FP.
+    writable(4, 0, 0xffff_00f0_0f00_ffff),
+    // ID_AA64PFR1: CSV2_frac, SSBS, BT.
+    writable(4, 1, 0x0000_000f_0000_00ff),
+    // ID_AA64PFR2: FPMR.
+    writable(4, 2, 0x0000_000f_0000_0000),
+    // ID_AA64ZFR0: all.
+    writable(4, 4, 0x0ff0_ff0f_0fff_00ff),
+    // ID_AA64FPFR0: all.
+    writable(4, 7, 0x0000_0000_f000_0003),
+    // ID_AA64DFR0: DoubleLock, WRPs, PMUVer, DebugVer.
+    writable(5, 0, 0x0000_00f0_00f0_0f0f),
+    // ID_AA64ISAR0: all.
+    writable(6, 0, 0xffff_ffff_ffff_fff0),
+    // ID_AA64ISAR1: all but those of pointer authentication.
+    writable(6, 1, 0xffff_ffff_00ff_f00f),
+    // ID_AA64ISAR2: all but those of pointer authentication.
+    writable(6, 2, 0xffff_0fff_ffff_00ff),
+    // ID_AA64MMFR0: all but the granules of stage 2.
+    writable(7, 0, 0xff00_f000_ffff_ffff),
+    // ID_AA64MMFR1: all but HCX, TWED, XNX, VH, VMIDBits.
+    writable(7, 1, 0xffff_f0f0_0fff_f00f),
+    // ID_AA64MMFR2: all but EVT, FWB, IDS, NV, CCIDX.
+    writable(7, 2, 0xf0ff_000f_f00f_ffff),
+    // ID_AA64MMFR3: TCRX, S1PIE, S1POE.
+    writable(7, 3, 0x0000_0000_000f_0f0f),
+];
+
+/// How two values of a field compare.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Order {
+    /// The lesser unsigned number promises less.
+    Unsigned,
+    /// The lesser signed number promises less: -1 says that there is nothing.
+    Signed,
+    /// The greater unsigned number promises less.
+    Reversed,
+}
+
+/// DebugVer of Armv8: a debugger finds no earlier architecture in AArch64.
+const DEBUG_VERSION_8: u64 = 6;
+
+fn order(crm: usize, op2: usize, shift: u32) -> Order {
+    match (crm, op2, shift) {
+        // PMUVer and DoubleLock; TGran64 and TGran4.
+        (5, 0, 8 | 36) | (7, 0, 24 | 28) => Order::Signed,
+        // SpecSEI.
+        (7, 1, 24) => Order::Reversed,
+        _ => Order::Unsigned,
+    }
+}
+
+/// Whether a field may have `value` where the processor's field has `limit`.
+fn is_safe(order: Order, value: u64, limit: u64) -> bool {
+    let signed = |field: u64| (field << 60) as i64;
+    match order {
+        Order::Unsigned => value <= limit,
+        Order::Signed => signed(value) <= signed(limit),
+        Order::Reversed => value >= limit,
+    }
+}
+
+/// The registers of a VM.
+#[derive(Clone, Debug)]
+pub(crate) struct Identification {
+    values: [u64; COUNT],
+    ctr: u64,
+}
+
+/// A register of this file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum IdRegister {
+    /// The place is 8 * CRm + op2.
+    Feature(usize),
+    Ctr,
+}
+
+impl IdRegister {
+    /// Returns the register with this name.
+    pub(crate) fn of(name: SystemName) -> Option<Self> {
+        match name.parts() {
+            [3, 0, 0, crm @ 1..=7, op2] => Some(Self::Feature((crm * 8 + op2).into())),
+            _ if name == CTR => Some(Self::Ctr),
+            _ => None,
+        }
+    }
+
+    /// Returns the names of all registers.
+    pub(crate) fn names() -> impl Iterator<Item = SystemName> {
+        let features = (1..=7).flat_map(|crm| (0..=7).map(move |op2| (crm, op2)));
+        features
+            .map(|(crm, op2)| SystemName::new(3, 0, 0, crm, op2))
+            .chain([CTR])
+    }
+}
+
+/// Returns the values of the processor.
+fn limits() -> Identification {
+    let state = State::reset();
+    let mut limits = Identification {
+        values: [0; COUNT],
+        ctr: 0,
+    };
+    for name in IdRegister::names() {
+        let value = state.system(name).unwrap_or(0);
+        match IdRegister::of(name) {
+            Some(IdRegister::Feature(place)) => limits.values[place] = value,
+            _ => limits.ctr = value,
+        }
+    }
+    limits
+}
+
+impl Default for Identification {
+    fn default() -> Self {
+        limits()
+    }
+}
+
+impl Identification {
+    /// Returns the value of a register.
+    pub(crate) fn get(&self, register: IdRegister) -> u64 {
+        match register {
+            IdRegister::Feature(place) => self.values[place],
+            IdRegister::Ctr => self.ctr,
+        }
+    }
+
+    /// Sets a register for the client. Those of AArch32, which the processor does not have, ignore it: a client may
+    /// restore what it has saved on another host.
+    ///
+    /// # Errors
+    /// `EINVAL` for a value that promises more than the processor has. `EBUSY` for a change after a vCPU has run.
+    pub(crate) fn set(&mut self, register: IdRegister, value: u64, has_run: bool) -> Result<()> {
+        if let IdRegister::Feature(place) = register
+            && CRM_32_BITS.contains(&(place / 8))
+            && !is_hidden(place)
+        {
+            return Ok(());
+        }
+        match () {
+            () if has_run && value == self.get(register) => return Ok(()),
+            () if has_run => return fail(libc::EBUSY),
+            () => {}
+        }
+        let limits = limits();
+        let is_allowed = match register {
+            IdRegister::Feature(place) => is_allowed(place, value, limits.values[place]),
+            IdRegister::Ctr => is_allowed_ctr(value, limits.ctr),
+        };
+        if !is_allowed {
+            return fail(libc::EINVAL);
+        }
+        match register {
+            IdRegister::Feature(place) => self.values[place] = value,
+            IdRegister::Ctr => self.ctr = value,
+        }
+        Ok(())
+    }
+
+    /// Gives a processor these values.
+    pub(crate) fn apply(&self, state: &mut State) {
+        for name in IdRegister::names() {
+            if let Some(register) = IdRegister::of(name) {
+                // A register that the processor does not hold is zero, and stays zero.
+                state.identify(name, self.get(register));
+            }
+        }
+    }
+
+    /// Returns the bits that a client may change, for each register in the order of `KVM_ARM_GET_REG_WRITABLE_MASKS`:
+    /// op1 0, 1 and 3, each with CRm and op2.
+    pub(crate) fn writable_masks() -> [u64; KVM_ARM_FEATURE_ID_RANGE_SIZE as usize] {
+        let mut masks = [0; KVM_ARM_FEATURE_ID_RANGE_SIZE as usize];
+        for register in &WRITABLE {
+            masks[register.crm * 8 + register.op2] = register.mask;
+        }
+        let [_, _, _, _, clidr] = CLIDR.parts();
+        masks[COUNT + usize::from(clidr)] = u64::MAX;
+        let [_, _, _, _, ctr] = CTR.parts();
+        masks[2 * COUNT + usize::from(ctr)] = CTR_FLAGS | CTR_SIZES;
+        masks
+    }
+}
+
+/// Whether the register has no meaning in this architecture, and is zero always: ID_AFR0, ID_DFR1, and two without a name.
+fn is_hidden(place: usize) -> bool {
+    matches!((place / 8, place % 8), (1, 3) | (3, 3 | 5 | 7))
+}
+
+fn is_allowed(place: usize, value: u64, limit: u64) -> bool {
+    let (crm, op2) = (place / 8, place % 8);
+    let found = WRITABLE.iter().find(|it| (it.crm, it.op2) == (crm, op2));
+    let mask = found.map_or(0, |register| register.mask);
+    let field = |word: u64, shift: u32| (word & mask) >> shift & 0xf;
+    let is_debug_too_old =
+        (crm, op2) == (5, 0) && value & 0xf < DEBUG_VERSION_8 && limit & 0xf >= DEBUG_VERSION_8;
+    value & !mask == limit & !mask
+        && !is_debug_too_old
+        && (0..64).step_by(4).all(|shift| {
+            is_safe(
+                order(crm, op2, shift),
+                field(value, shift),
+                field(limit, shift),
+            )
+        })
+}
+
+fn is_allowed_ctr(value: u64, limit: u64) -> bool {
+    let mask = CTR_FLAGS | CTR_SIZES;
+    let size = |word: u64, shift: u32| word >> shift & 0xf;
+    value & !mask == limit & !mask
+        && value & CTR_FLAGS & !limit == 0
+        && [0, 16]
+            .iter()
+            .all(|shift| size(value, *shift) <= size(limit, *shift))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn feature(crm: u16, op2: u16) -> IdRegister {
+        IdRegister::of(SystemName::new(3, 0, 0, crm, op2)).unwrap()
+    }
+
+    #[test]
+    fn a_field_promises_less_or_as_much() {
+        let mut registers = Identification::default();
+        let mut set = |register, value| registers.set(register, value, false).is_ok();
+        let mmfr1 = limits().get(feature(7, 1));
+        // HAFDBS is 2.
+        assert!(set(feature(7, 1), mmfr1 - 1));
+        assert!(!set(feature(7, 1), mmfr1 + 1));
+        // SpecSEI is 0, and may grow. VMIDBits cannot change.
+        assert!(set(feature(7, 1), mmfr1 | 1 << 24));
+        assert!(!set(feature(7, 1), mmfr1 | 1 << 4));
+        // TGran4 is signed: 0xf says that there is no such granule.
+        let mmfr0 = limits().get(feature(7, 0));
+        assert!(set(feature(7, 0), mmfr0 | 0xf << 28));
+        assert!(!set(feature(7, 0), mmfr0 | 1 << 28));
+        // DIC is clear.
+        let ctr = limits().get(IdRegister::Ctr);
+        assert!(set(IdRegister::Ctr, ctr - 1));
+        assert!(!set(IdRegister::Ctr, ctr | 1 << 29));
+        assert!(!set(IdRegister::Ctr, ctr & !(1 << 31)));
+    }
+
+    #[test]
+    fn a_register_keeps_its_value_after_a_run() {
+        let mut registers = Identification::default();
+        let isar0 = limits().get(feature(6, 0));
+        registers
+            .set(feature(6, 0), isar0 - (1 << 16), false)
+            .unwrap();
+        let busy = registers.set(feature(6, 0), isar0, true).unwrap_err();
+        assert_eq!(busy.errno(), libc::EBUSY);
+        registers
+            .set(feature(6, 0), isar0 - (1 << 16), true)
+            .unwrap();
+        let mut state = State::reset();
+        registers.apply(&mut state);
+        let name = SystemName::new(3, 0, 0, 6, 0);
+        assert_eq!(state.system(name), Some(isar0 - (1 << 16)));
+    }
+
+    #[test]
+    fn registers_of_aarch32_are_zero_and_ignore_writes() {
+        let mut registers = Identification::default();
+        registers.set(feature(1, 0), 5, false).unwrap();
+        assert_eq!(registers.get(feature(1, 0)), 0);
+        let hidden = registers.set(feature(3, 5), 5, false).unwrap_err();
+        assert_eq!(hidden.errno(), libc::EINVAL);
+    }
+}
