@@ -53,7 +53,7 @@ machine_libraries() {
 }
 
 machine_boot() {
-    (cd "$1/tree" && find . | cpio --quiet -o -H newc >"$1/initrd")
+    (cd "$1/tree" && find . | cpio --quiet -o -H newc >"$1/initrd") || return 1
     timeout --kill-after 5 "$2" qemu-system-aarch64 -M virt -cpu max,pauth-impdef=on -smp 2 -m 3072 \
         -accel tcg,thread=multi -nographic -nic none -no-reboot \
         -kernel "$1/vmlinuz" -initrd "$1/initrd" -append 'console=ttyAMA0 loglevel=4 panic=-1' </dev/null 2>&1 |

@@ -332,6 +332,11 @@ fn the_documents_count_what_the_conformance_tables_have() {
             format!("| {version} | {pass} | {skip} |"),
         ));
     }
+    let (pass, skip) = passing(&rows("conformance/arm64/expected.toml"), "6.12");
+    says.push((
+        "conformance/README.md",
+        format!("{pass} rows pass and {skip} are skipped"),
+    ));
     let linux = ["6.12", "7.3"].map(|version| passing(&selftests, version).0);
     let qemu = ["7.2", "11.1"].map(|version| passing(&with_qemu, version).0);
     let (unit, _) = passing(&unit_tests, "0");

@@ -7,36 +7,36 @@ use std::arch::global_asm;
 use std::sync::atomic::Ordering;
 
 /// The guest-physical address of the guests' code, and that of a device.
-const CODE: u64 = 0x4000_0000;
-const SIZE: usize = 0x20_0000;
-const DEVICE: u64 = 0x0900_0000;
+pub const CODE: u64 = 0x4000_0000;
+pub const SIZE: usize = 0x20_0000;
+pub const DEVICE: u64 = 0x0900_0000;
 
-const X0: u64 = KVM_REG_ARM64 | KVM_REG_SIZE_U64 | KVM_REG_ARM_CORE as u64;
-const PC: u64 = X0 | 64;
+pub const X0: u64 = KVM_REG_ARM64 | KVM_REG_SIZE_U64 | KVM_REG_ARM_CORE as u64;
+pub const PC: u64 = X0 | 64;
 
-fn system(op0: u64, op1: u64, crn: u64, crm: u64, op2: u64) -> u64 {
+pub fn system(op0: u64, op1: u64, crn: u64, crm: u64, op2: u64) -> u64 {
     let name = op0 << 14 | op1 << 11 | crn << 7 | crm << 3 | op2;
     KVM_REG_ARM64 | KVM_REG_SIZE_U64 | u64::from(KVM_REG_ARM64_SYSREG) | name
 }
 
-fn get(vcpu: &VcpuFd, register: u64) -> u64 {
+pub fn get(vcpu: &VcpuFd, register: u64) -> u64 {
     let mut value = [0; 8];
     assert_eq!(vcpu.get_one_reg(register, &mut value).unwrap(), 8);
     u64::from_le_bytes(value)
 }
 
-fn set(vcpu: &VcpuFd, register: u64, value: u64) {
+pub fn set(vcpu: &VcpuFd, register: u64, value: u64) {
     vcpu.set_one_reg(register, &value.to_le_bytes()).unwrap();
 }
 
 /// A VM with memory, which begins with a guest's code.
-struct Guest {
-    vm: VmFd,
-    memory: Memory,
+pub struct Guest {
+    pub vm: VmFd,
+    pub memory: Memory,
 }
 
 impl Guest {
-    fn new(code: &[u8]) -> Self {
+    pub fn new(code: &[u8]) -> Self {
         let vm = Kvm::new().unwrap().create_vm_with_ipa_size(0).unwrap();
         let memory = Memory::new(SIZE);
         memory.write(0, code);
@@ -52,7 +52,7 @@ impl Guest {
         Guest { vm, memory }
     }
 
-    fn vcpu(&self, id: u64, features: u32) -> VcpuFd {
+    pub fn vcpu(&self, id: u64, features: u32) -> VcpuFd {
         let vcpu = self.vm.create_vcpu(id).unwrap();
         let mut init = kvm_vcpu_init::default();
         self.vm.get_preferred_target(&mut init).unwrap();
@@ -78,6 +78,7 @@ macro_rules! code {
         }
     }};
 }
+pub(crate) use code;
 
 global_asm!(
     r"

@@ -1,6 +1,8 @@
 //! The KVM API of arm64: VMs with memory, and vCPUs that execute small guests.
 #![cfg(target_arch = "aarch64")]
 
+mod firmware;
 mod guests;
+mod identification;
 mod memory;
 mod vm;

@@ -63,7 +63,7 @@ fn set(
 }
 
 /// Returns a VM of the ioctl interface.
-fn vm_object() -> Object {
+pub fn vm_object() -> Object {
     match Object::system().ioctl(KVM_CREATE_VM, 0).unwrap() {
         Answer::Created(vm, _) => vm,
         other => panic!("{other:?}"),

@@ -2,7 +2,7 @@
 
 use crate::api::{Kvm, VcpuFd, VmFd};
 use crate::errno::{Result, fail};
-use kvm_bindings::{KVM_VM_TYPE_ARM_IPA_SIZE_MASK, RegList, kvm_vcpu_init};
+use kvm_bindings::{KVM_VM_TYPE_ARM_IPA_SIZE_MASK, RegList, kvm_device_attr, kvm_vcpu_init};
 use kvm_ioctls::Cap;
 
 impl Kvm {
@@ -46,6 +46,24 @@ impl VmFd {
         *kvi = self.vm.preferred_target()?;
         Ok(())
     }
+
+    /// Carries out `KVM_HAS_DEVICE_ATTR` for the VM, which has `KVM_ARM_VM_SMCCC_FILTER`.
+    ///
+    /// # Errors
+    /// `ENXIO` for another attribute.
+    pub fn has_device_attr(&self, device_attr: &kvm_device_attr) -> Result<()> {
+        self.vm.has_attribute(device_attr)
+    }
+
+    /// Carries out `KVM_SET_DEVICE_ATTR` for the VM: chooses what happens to some of the guest's calls of the firmware.
+    ///
+    /// # Errors
+    /// `ENXIO` for another attribute. `EFAULT`. `EINVAL` for padding, an unknown action, no function, or functions beyond
+    /// the last one. `EEXIST` for a function that is chosen already, and for those of Arm's architecture. `EBUSY` after a
+    /// vCPU has run. `ENOMEM`.
+    pub fn set_device_attr(&self, device_attr: &kvm_device_attr) -> Result<()> {
+        self.vm.set_attribute(device_attr)
+    }
 }
 
 impl VcpuFd {
@@ -56,6 +74,24 @@ impl VcpuFd {
     /// not have, and for other features than in an earlier call. `ENOENT` for an unknown feature.
     pub fn vcpu_init(&self, kvi: &kvm_vcpu_init) -> Result<()> {
         self.vcpu.init(kvi)
+    }
+
+    /// Carries out `KVM_HAS_DEVICE_ATTR` for the vCPU, which has `KVM_ARM_VCPU_PVTIME_IPA` where the host counts stolen
+    /// time.
+    ///
+    /// # Errors
+    /// `ENXIO` for another attribute.
+    pub fn has_device_attr(&self, device_attr: &kvm_device_attr) -> Result<()> {
+        self.vcpu.has_attribute(device_attr)
+    }
+
+    /// Carries out `KVM_SET_DEVICE_ATTR` for the vCPU: sets the address of its structure for stolen time.
+    ///
+    /// # Errors
+    /// `ENXIO` for another attribute. `EFAULT`. `EINVAL` if the address is no multiple of 64, or no memory. `EEXIST` if the
+    /// address is set.
+    pub fn set_device_attr(&self, device_attr: &kvm_device_attr) -> Result<()> {
+        self.vcpu.set_attribute(device_attr)
     }
 
     /// Carries out `KVM_GET_ONE_REG`: writes the register `reg_id` to `data`. Returns the number of its bytes.

@@ -1,7 +1,7 @@
 //! What the client of a VM chooses before the first vCPU runs: which calls its guest's firmware carries out (the filter of
 //! SMCCC calls, vm.rst; the optional services, fw-pseudo-registers.rst), and what the processor says that it has.
 
-use crate::arch::aarch64::identification::Identification;
+use crate::arch::aarch64::identification::{IdRegister, Identification};
 use crate::errno::{Result, fail};
 use crate::heap;
 use kvm_bindings::*;
@@ -17,6 +17,11 @@ pub(crate) enum Action {
     /// The client carries it out.
     Forward,
 }
+
+/// The actions of `kvm_smccc_filter`.
+const HANDLE: u32 = kvm_smccc_filter_action_KVM_SMCCC_FILTER_HANDLE;
+const DENY: u32 = kvm_smccc_filter_action_KVM_SMCCC_FILTER_DENY;
+const FORWARD: u32 = kvm_smccc_filter_action_KVM_SMCCC_FILTER_FWD_TO_USER;
 
 /// Calls for Arm's architecture, by 32-bit and by 64-bit calls: no filter changes them.
 const RESERVED: [RangeInclusive<u32>; 2] = [0x8000_0000..=0x8000_ffff, 0xc000_0000..=0xc000_ffff];
@@ -70,10 +75,10 @@ impl Settings {
     /// `EINVAL` for padding, an unknown action, no function, or functions beyond the last one. `EEXIST` if the filter has
     /// one of the functions already, or if it is one of Arm's architecture. `EBUSY` after a vCPU has run. `ENOMEM`.
     pub(crate) fn add_filter(&mut self, asked: &kvm_smccc_filter) -> Result<()> {
-        let action = match asked.action.into() {
-            kvm_smccc_filter_action_KVM_SMCCC_FILTER_HANDLE => Action::Handle,
-            kvm_smccc_filter_action_KVM_SMCCC_FILTER_DENY => Action::Deny,
-            kvm_smccc_filter_action_KVM_SMCCC_FILTER_FWD_TO_USER => Action::Forward,
+        let action = match u32::from(asked.action) {
+            HANDLE => Action::Handle,
+            DENY => Action::Deny,
+            FORWARD => Action::Forward,
             _ => return fail(libc::EINVAL),
         };
         let end = asked.base.checked_add(asked.nr_functions.wrapping_sub(1));
@@ -146,7 +151,7 @@ impl Settings {
     /// Those of [`Identification::set`].
     pub(crate) fn identify(
         &mut self,
-        register: crate::arch::aarch64::identification::IdRegister,
+        register: IdRegister,
         value: u64,
     ) -> Result<()> {
         self.identification.set(register, value, self.has_run)

@@ -3,6 +3,7 @@
 use crate::arch::aarch64::identification::Identification;
 use crate::arch::aarch64::state::Power;
 use crate::errno::{Result, fail};
+use crate::user;
 use crate::vm::VmObject;
 use kvm_bindings::*;
 
@@ -79,14 +80,17 @@ impl VmObject {
         }
     }
 
-    /// Carries out `KVM_ARM_VM_SMCCC_FILTER`: chooses what happens to some of the guest's calls.
+    /// Carries out `KVM_SET_DEVICE_ATTR`: chooses what happens to some of the guest's calls (`KVM_ARM_VM_SMCCC_FILTER`).
     ///
     /// # Errors
-    /// `EINVAL` for padding, an unknown action, no function, or functions beyond the last one. `EEXIST` if the filter has
-    /// one of the functions already, or if it is one of Arm's architecture. `EBUSY` after a vCPU has run. `ENOMEM`.
-    pub fn filter_calls(&self, filter: &kvm_smccc_filter) -> Result<()> {
+    /// `ENXIO` for another attribute. `EFAULT`. `EINVAL` for padding, an unknown action, no function, or functions beyond
+    /// the last one. `EEXIST` if the filter has one of the functions already, or if it is one of Arm's architecture.
+    /// `EBUSY` after a vCPU has run. `ENOMEM`.
+    pub fn set_attribute(&self, attribute: &kvm_device_attr) -> Result<()> {
+        self.has_attribute(attribute)?;
+        let filter: kvm_smccc_filter = user::read(attribute.addr)?;
         let _call = self.begin()?;
-        self.arch.settings().add_filter(filter)
+        self.arch.settings().add_filter(&filter)
     }
 
     /// Carries out `KVM_ARM_GET_REG_WRITABLE_MASKS`: returns the bits that a client may change of the registers that

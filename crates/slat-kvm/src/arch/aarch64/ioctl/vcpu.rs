@@ -5,7 +5,7 @@ use crate::abi::*;
 use crate::errno::fail;
 use crate::user;
 use crate::vcpu::VcpuObject;
-use kvm_bindings::{kvm_device_attr, kvm_one_reg};
+use kvm_bindings::kvm_one_reg;
 
 // This function is not inlined, because otherwise other requests would have this function's frame, too.
 #[inline(never)]
@@ -38,16 +38,8 @@ pub(crate) fn ioctl(vcpu: &VcpuObject, request: u32, argument: u64) -> Answer {
             user::write_slice(argument + 8, &registers)?;
         }
         KVM_HAS_DEVICE_ATTR => vcpu.has_attribute(&user::read(argument)?)?,
-        KVM_GET_DEVICE_ATTR => {
-            let attribute: kvm_device_attr = user::read(argument)?;
-            vcpu.has_attribute(&attribute)?;
-            user::write(attribute.addr, &vcpu.get_stolen_time()?)?;
-        }
-        KVM_SET_DEVICE_ATTR => {
-            let attribute: kvm_device_attr = user::read(argument)?;
-            vcpu.has_attribute(&attribute)?;
-            vcpu.set_stolen_time(user::read(attribute.addr)?)?;
-        }
+        KVM_GET_DEVICE_ATTR => vcpu.get_attribute(&user::read(argument)?)?,
+        KVM_SET_DEVICE_ATTR => vcpu.set_attribute(&user::read(argument)?)?,
         _ => return UNKNOWN,
     }
     DONE

@@ -4,7 +4,7 @@ use super::{Answer, DONE, UNKNOWN};
 use crate::abi::*;
 use crate::user;
 use crate::vm::VmObject;
-use kvm_bindings::{kvm_device_attr, reg_mask_range};
+use kvm_bindings::reg_mask_range;
 
 // This function is not inlined, because otherwise other requests would have this function's frame, too.
 #[inline(never)]
@@ -14,11 +14,7 @@ pub(crate) fn ioctl(vm: &VmObject, request: u32, argument: u64) -> Answer {
         KVM_CREATE_IRQCHIP => vm.create_irqchip()?,
         KVM_ARM_SET_DEVICE_ADDR => vm.set_device_address(&user::read(argument)?)?,
         KVM_HAS_DEVICE_ATTR => vm.has_attribute(&user::read(argument)?)?,
-        KVM_SET_DEVICE_ATTR => {
-            let attribute: kvm_device_attr = user::read(argument)?;
-            vm.has_attribute(&attribute)?;
-            vm.filter_calls(&user::read(attribute.addr)?)?;
-        }
+        KVM_SET_DEVICE_ATTR => vm.set_attribute(&user::read(argument)?)?,
         KVM_ARM_GET_REG_WRITABLE_MASKS => {
             let range: reg_mask_range = user::read(argument)?;
             user::write_slice(range.addr, &vm.writable_masks(&range)?)?;

@@ -8,10 +8,10 @@ use crate::arch::aarch64::state::{Power, Start, VcpuShared};
 use crate::arch::aarch64::vcpu_state::VcpuState;
 use crate::engine::EngineVcpu;
 use crate::errno::{Result, fail};
-use crate::steal_time;
 use crate::vcpu::{Inner, Locked, VcpuObject};
 use crate::vcpu_common::VcpuCommon;
 use crate::vm::VmObject;
+use crate::{steal_time, user};
 use kvm_bindings::*;
 use slat::Shared;
 use std::sync::Arc;
@@ -180,19 +180,25 @@ impl VcpuObject {
         }
     }
 
-    /// Returns the guest-physical address of the structure for stolen time. All bits are set if there is no structure.
+    /// Carries out `KVM_GET_DEVICE_ATTR`: gets the guest-physical address of the structure for stolen time. All bits are set
+    /// if there is no structure.
     ///
     /// # Errors
-    /// `EIO` in a forked child.
-    pub fn get_stolen_time(&self) -> Result<u64> {
-        Ok(self.lock()?.machine.stolen_time().unwrap_or(u64::MAX))
+    /// `ENXIO` for another attribute. `EFAULT`.
+    pub fn get_attribute(&self, attribute: &kvm_device_attr) -> Result<()> {
+        self.has_attribute(attribute)?;
+        let address = self.lock()?.machine.stolen_time().unwrap_or(u64::MAX);
+        user::write(attribute.addr, &address)
     }
 
-    /// Sets the guest-physical address of the structure for stolen time.
+    /// Carries out `KVM_SET_DEVICE_ATTR`: sets the guest-physical address of the structure for stolen time.
     ///
     /// # Errors
-    /// `EINVAL` if the address is no multiple of 64, or no memory. `EEXIST` if the address is set.
-    pub fn set_stolen_time(&self, address: u64) -> Result<()> {
+    /// `ENXIO` for another attribute. `EFAULT`. `EINVAL` if the address is no multiple of 64, or no memory. `EEXIST` if the
+    /// address is set.
+    pub fn set_attribute(&self, attribute: &kvm_device_attr) -> Result<()> {
+        self.has_attribute(attribute)?;
+        let address: u64 = user::read(attribute.addr)?;
         let mut inner = self.lock()?;
         match () {
             () if address & 63 != 0 => fail(libc::EINVAL),
