@@ -120,7 +120,7 @@ fn a_guest_uses_devices_and_memory_and_switches_itself_off() {
     // 42 + 0x107.
     match vcpu.run() {
         Ok(VcpuExit::MmioWrite(address, data)) => {
-            assert_eq!((address, &*data), (DEVICE + 8, &[0x31, 1][..]));
+            assert_eq!((address, data), (DEVICE + 8, &[0x31, 1][..]));
         }
         other => panic!("{other:?}"),
     }
@@ -135,7 +135,7 @@ fn a_guest_uses_devices_and_memory_and_switches_itself_off() {
         Ok(VcpuExit::SystemEvent(KVM_SYSTEM_EVENT_SHUTDOWN, [0])) => {}
         other => panic!("{other:?}"),
     }
-    assert_eq!(get(&vcpu, X0 | 2 * 5), -128i64 as u64);
+    assert_eq!(get(&vcpu, X0 | (2 * 5)), -128i64 as u64);
     assert_eq!(guest.memory.load(0x100), 0x131);
     let dirty = guest.vm.get_dirty_log(0, SIZE).unwrap();
     assert_eq!(dirty[0], 1);

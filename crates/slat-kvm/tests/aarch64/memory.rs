@@ -36,7 +36,7 @@ impl Memory {
 
     /// Returns the word at `at`, which the guest may change at any time.
     pub fn word(&self, at: usize) -> &AtomicU32 {
-        assert!(at % 4 == 0 && at + 4 <= self.len);
+        assert!(at.is_multiple_of(4) && at + 4 <= self.len);
         // SAFETY: the word is in the mapping, which lives as long as the result.
         unsafe { AtomicU32::from_ptr(self.start.add(at).cast()) }
     }
