@@ -6,12 +6,12 @@ use crate::insn::{Address, Loaded, Order, Transfer};
 use crate::tier::{Access, Kind, Tier};
 use crate::width::Width;
 
-/// The base register of an access, with the value that it gets after the access. `None`: it keeps its value.
-type WrittenBack<T> = Option<(u8, <T as Tier>::Value)>;
+/// The address of an access, and the base register that is written after the access with its value.
+type Addressed<T> = (<T as Tier>::Value, Option<(u8, <T as Tier>::Value)>);
 
-/// Returns the address of an access, and what happens to its base register.
+/// Returns the address of an access, and the base that is written after the access.
 #[inline(always)]
-fn address<T: Tier>(t: &mut T, address: Address) -> Result<(T::Value, WrittenBack<T>), T::Stop> {
+fn address<T: Tier>(t: &mut T, address: Address) -> Result<Addressed<T>, T::Stop> {
     Ok(match address {
         Address::Offset { rn, offset } => {
             let base = base_of(t, rn)?;

@@ -60,11 +60,6 @@ fn is_external(all: &[u8], at: usize) -> bool {
     all[at + 16] & 0x3f == 0x10
 }
 
-/// Whether the record at an offset has a watchpoint's exception.
-fn is_watchpoint(all: &[u8], at: usize) -> bool {
-    matches!(all[at + 19] >> 2, 0x34 | 0x35)
-}
-
 /// Executes a script on both machines, and returns the number of records compared and descriptions of differences.
 /// `None`: the tools are absent.
 fn compare(
@@ -93,8 +88,6 @@ fn compare(
                 "par" => without_shareability(word),
                 // QEMU reports the aligned part of a misaligned access that is aborted externally, and DC ZVA's block.
                 "far" if is_external(all, at) => word & !63,
-                // QEMU reports the address of the watchpoint, if its mask is large.
-                "far" if is_watchpoint(all, at) => 0,
                 _ => word,
             }
         };
