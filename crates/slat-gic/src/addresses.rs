@@ -239,6 +239,20 @@ impl Addresses {
         }
     }
 
+    /// Returns the first address and the bytes of each frame that has an address. A region counts as one frame, of
+    /// the redistributors that vCPUs have.
+    pub(crate) fn ranges(&self, model: Model) -> Vec<(u64, u64)> {
+        let size = match model {
+            Model::V2 => V2_DISTRIBUTOR_SIZE,
+            Model::V3 => V3_DISTRIBUTOR_SIZE,
+        };
+        let regions = (self.regions.iter())
+            .map(|region| (region.base, u64::from(region.used()) * REDISTRIBUTOR_SIZE));
+        let distributor = self.distributor.map(|base| (base, size));
+        let interface = self.cpu_interface.map(|base| (base, V2_CPU_INTERFACE_SIZE));
+        (distributor.into_iter().chain(interface).chain(regions)).collect()
+    }
+
     /// Returns the frame that has a guest-physical address, and the offset in the frame.
     pub(crate) fn find(&self, model: Model, gpa: u64) -> Option<(Frame, u64)> {
         let inside = |base: Option<u64>, size| {

@@ -1,5 +1,6 @@
-//! Devices of `KVM_CREATE_DEVICE` (api.rst 4.79): on x86 there is one type, `KVM_DEV_TYPE_VFIO`.
+//! Devices of `KVM_CREATE_DEVICE` (api.rst 4.79): `KVM_DEV_TYPE_VFIO`, and the types that only one architecture has.
 
+use crate::arch::VmDevice;
 use crate::errno::{Result, fail};
 use crate::run_page::memfd;
 use crate::user;
@@ -9,29 +10,41 @@ use kvm_bindings::*;
 use std::os::fd::{OwnedFd, RawFd};
 use std::sync::Arc;
 
-/// A VM's device of the type `KVM_DEV_TYPE_VFIO`. The device keeps its VM alive.
+/// A VM's device. The device keeps its VM alive.
 #[derive(Debug)]
-pub struct VfioDevice {
+pub struct DeviceObject {
     vm: Arc<VmObject>,
-    files: Arc<VfioFiles>,
+    kind: Kind,
+}
+
+/// What a device is.
+#[derive(Debug)]
+enum Kind {
+    /// The type `KVM_DEV_TYPE_VFIO`.
+    Vfio(Arc<VfioFiles>),
+    /// A type that only this architecture has.
+    OfArch(VmDevice),
 }
 
 impl VmObject {
     /// Carries out `KVM_CREATE_DEVICE` without `KVM_CREATE_DEVICE_TEST`.
     ///
     /// # Errors
-    /// `ENODEV` for a type that x86 does not have, `EBUSY` if the VM has such a device already, the host's error for
-    /// making a descriptor.
+    /// `ENODEV` for a type that the architecture does not have, `EBUSY` if the VM has a VFIO device already, the
+    /// architecture's errors for its devices, the host's error for making a descriptor.
     pub fn create_device(
         self: &Arc<Self>,
         device: &kvm_create_device,
-    ) -> Result<(Arc<VfioDevice>, OwnedFd)> {
+    ) -> Result<(Arc<DeviceObject>, OwnedFd)> {
         let _call = self.begin()?;
         self.test_device(device)?;
-        let files = self.devices.create()?;
-        let fd = memfd(c"kvm-vfio", 0, true)?;
+        let fd = memfd(c"kvm-device", 0, true)?;
+        let kind = match device.type_ == kvm_device_type_KVM_DEV_TYPE_VFIO {
+            true => Kind::Vfio(self.devices.create()?),
+            false => Kind::OfArch(self.create_arch_device(device.type_)?),
+        };
         let vm = self.clone();
-        Ok((Arc::new(VfioDevice { vm, files }), fd))
+        Ok((Arc::new(DeviceObject { vm, kind }), fd))
     }
 
     /// Carries out `KVM_CREATE_DEVICE` with `KVM_CREATE_DEVICE_TEST`: checks whether there are devices of the type.
@@ -40,17 +53,26 @@ impl VmObject {
     /// `ENODEV`.
     pub fn test_device(&self, device: &kvm_create_device) -> Result<()> {
         let _call = self.begin()?;
-        match device.type_ == kvm_device_type_KVM_DEV_TYPE_VFIO {
+        let kind = device.type_;
+        match kind == kvm_device_type_KVM_DEV_TYPE_VFIO || VmDevice::exists(kind) {
             true => Ok(()),
             false => fail(libc::ENODEV),
         }
     }
 }
 
-impl VfioDevice {
+impl DeviceObject {
     /// Whether this is a forked child, in which the VM's locks may be held forever.
     pub fn is_foreign(&self) -> bool {
         self.vm.is_foreign()
+    }
+
+    /// Returns the name that the link of the device's descriptor shows.
+    pub fn link(&self) -> &'static str {
+        match &self.kind {
+            Kind::Vfio(_) => "anon_inode:kvm-vfio",
+            Kind::OfArch(device) => device.link(),
+        }
     }
 
     /// Carries out `KVM_HAS_DEVICE_ATTR`.
@@ -59,28 +81,40 @@ impl VfioDevice {
     /// `ENXIO` for an unknown attribute.
     pub fn has_attribute(&self, attribute: &kvm_device_attr) -> Result<()> {
         let _call = self.vm.begin()?;
-        FileRequest::of(attribute).map(drop)
+        match &self.kind {
+            Kind::Vfio(_) => FileRequest::of(attribute).map(drop),
+            Kind::OfArch(device) => device.has(&self.vm, attribute),
+        }
     }
 
-    /// Carries out `KVM_SET_DEVICE_ATTR`: adds a VFIO file to the files that the VM uses, or removes it. The file's
-    /// descriptor is stored at `attribute.addr`.
+    /// Carries out `KVM_SET_DEVICE_ATTR`. For VFIO: adds a VFIO file to the files that the VM uses, or removes it. The
+    /// file's descriptor is in the client's memory.
     ///
     /// # Errors
-    /// `ENXIO` for an unknown attribute, `EFAULT`, `EBADF`; `EINVAL` for adding a file that is not VFIO's, `EEXIST` for
-    /// adding a file twice, `ENOENT` for deleting a file that was not added, `ENOMEM`.
+    /// `ENXIO` for an unknown attribute, `EFAULT`, the architecture's errors for its devices; for VFIO: `EBADF`;
+    /// `EINVAL` for adding a file that is not VFIO's, `EEXIST` for adding a file twice, `ENOENT` for deleting a file that
+    /// was not added, `ENOMEM`.
     pub fn set_attribute(&self, attribute: &kvm_device_attr) -> Result<()> {
         let _call = self.vm.begin()?;
-        let request = FileRequest::of(attribute)?;
-        let fd = user::read::<u32>(attribute.addr)? as RawFd;
-        self.files.change(request, fd)
+        match &self.kind {
+            Kind::Vfio(files) => {
+                let request = FileRequest::of(attribute)?;
+                let fd = user::read::<u32>(attribute.addr)? as RawFd;
+                files.change(request, fd)
+            }
+            Kind::OfArch(device) => device.set(&self.vm, attribute),
+        }
     }
 
-    /// Refuses `KVM_GET_DEVICE_ATTR`: no attribute of the device can be read.
+    /// Carries out `KVM_GET_DEVICE_ATTR`: writes the attribute to the client's memory.
     ///
     /// # Errors
-    /// `EPERM`.
-    pub fn attribute(&self) -> Result<()> {
+    /// `EPERM` for VFIO: no attribute can be read. The architecture's errors for its devices.
+    pub fn get_attribute(&self, attribute: &kvm_device_attr) -> Result<()> {
         let _call = self.vm.begin()?;
-        fail(libc::EPERM)
+        match &self.kind {
+            Kind::Vfio(_) => fail(libc::EPERM),
+            Kind::OfArch(device) => device.get(&self.vm, attribute),
+        }
     }
 }

@@ -28,6 +28,11 @@ impl ItsDevice {
         &mut self.its
     }
 
+    /// Returns the first guest-physical address of the ITS's frames, if the client has set it.
+    pub fn base(&self) -> Option<u64> {
+        self.base
+    }
+
     /// Returns the offset of a guest-physical address in the ITS's frames. Messages go to
     /// [`TRANSLATER`](crate::its::TRANSLATER).
     pub fn find(&self, gpa: u64) -> Option<u64> {

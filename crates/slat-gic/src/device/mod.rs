@@ -10,6 +10,7 @@ use crate::error::Error;
 use crate::gic::{DEFAULT_INTERRUPTS, Gic, INTERRUPTS, Model, VcpuName};
 use crate::memory::Memory;
 use crate::registers::Frame;
+use alloc::vec::Vec;
 pub use its::ItsDevice;
 
 /// Groups of attributes, and attributes: KVM's numbers.
@@ -105,6 +106,11 @@ impl Device {
     /// Returns the GIC, if it is initialized.
     pub fn gic(&mut self) -> Option<&mut Gic> {
         self.gic.as_mut()
+    }
+
+    /// Returns the first address and the bytes of each range in which [`find`](Self::find) finds a frame.
+    pub fn ranges(&self) -> Vec<(u64, u64)> {
+        self.addresses.ranges(self.model)
     }
 
     /// Returns the frame that has a guest-physical address, and the offset in the frame.

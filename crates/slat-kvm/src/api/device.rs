@@ -3,7 +3,7 @@
 use super::VmFd;
 use super::descriptors::Descriptor;
 use crate::abi;
-use crate::device::VfioDevice;
+use crate::device::DeviceObject;
 use crate::errno::{Result, last};
 use crate::ioctl::Object;
 use crate::run_page::memfd;
@@ -17,7 +17,7 @@ pub struct DeviceFd(Device);
 
 #[derive(Debug)]
 enum Device {
-    Vfio(Arc<VfioDevice>, Descriptor),
+    Ours(Arc<DeviceObject>, Descriptor),
     /// A descriptor of another file, whose requests the kernel refuses.
     Other(OwnedFd),
 }
@@ -29,7 +29,7 @@ impl DeviceFd {
     /// `ENXIO` for an attribute that the device does not have.
     pub fn has_device_attr(&self, device_attr: &kvm_device_attr) -> Result<()> {
         match &self.0 {
-            Device::Vfio(device, _) => device.has_attribute(device_attr),
+            Device::Ours(device, _) => device.has_attribute(device_attr),
             Device::Other(fd) => refusal(fd, abi::KVM_HAS_DEVICE_ATTR, device_attr),
         }
     }
@@ -41,7 +41,7 @@ impl DeviceFd {
     /// adding a file twice, `ENOENT` for deleting a file that was not added, `ENOMEM`.
     pub fn set_device_attr(&self, device_attr: &kvm_device_attr) -> Result<()> {
         match &self.0 {
-            Device::Vfio(device, _) => device.set_attribute(device_attr),
+            Device::Ours(device, _) => device.set_attribute(device_attr),
             Device::Other(fd) => refusal(fd, abi::KVM_SET_DEVICE_ATTR, device_attr),
         }
     }
@@ -49,13 +49,13 @@ impl DeviceFd {
     /// Carries out `KVM_GET_DEVICE_ATTR`.
     ///
     /// # Errors
-    /// `EPERM`: no attribute can be read.
+    /// `EPERM` for VFIO: no attribute can be read. KVM's errors for interrupt controllers.
     ///
     /// # Safety
-    /// No condition is needed, because nothing is written. The method is unsafe because kvm-ioctls' method is.
+    /// `device_attr.addr` is the address of memory of this process that the attribute's value may be written to.
     pub unsafe fn get_device_attr(&self, device_attr: &mut kvm_device_attr) -> Result<()> {
         match &self.0 {
-            Device::Vfio(device, _) => device.attribute(),
+            Device::Ours(device, _) => device.get_attribute(device_attr),
             Device::Other(fd) => refusal(fd, abi::KVM_GET_DEVICE_ATTR, device_attr),
         }
     }
@@ -76,7 +76,7 @@ impl VmFd {
     /// refuses all requests.
     ///
     /// # Errors
-    /// `ENODEV` for a type that x86 does not have, `EBUSY` when the VM has such a device.
+    /// `ENODEV` for a type that the architecture does not have, `EBUSY` or `EEXIST` when the VM has such a device.
     pub fn create_device(&self, device: &mut kvm_create_device) -> Result<DeviceFd> {
         if device.flags & KVM_CREATE_DEVICE_TEST != 0 {
             self.vm.test_device(device)?;
@@ -85,14 +85,14 @@ impl VmFd {
         let (object, fd) = self.vm.create_device(device)?;
         device.fd = fd.as_raw_fd() as u32;
         let descriptor = Descriptor::new(fd, Object::Device(object.clone()))?;
-        Ok(DeviceFd(Device::Vfio(object, descriptor)))
+        Ok(DeviceFd(Device::Ours(object, descriptor)))
     }
 }
 
 impl AsRawFd for DeviceFd {
     fn as_raw_fd(&self) -> RawFd {
         match &self.0 {
-            Device::Vfio(_, descriptor) => descriptor.as_raw_fd(),
+            Device::Ours(_, descriptor) => descriptor.as_raw_fd(),
             Device::Other(fd) => fd.as_raw_fd(),
         }
     }
@@ -106,7 +106,7 @@ impl FromRawFd for DeviceFd {
         };
         // SAFETY: the caller keeps this function's contract.
         DeviceFd(match unsafe { Descriptor::adopt(fd, device) } {
-            Ok((device, descriptor)) => Device::Vfio(device, descriptor),
+            Ok((device, descriptor)) => Device::Ours(device, descriptor),
             // SAFETY: the caller keeps this function's contract, and `adopt` has not taken `fd`.
             Err(_) => Device::Other(unsafe { OwnedFd::from_raw_fd(fd) }),
         })

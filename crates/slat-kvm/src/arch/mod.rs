@@ -14,6 +14,7 @@
 //! | settings | `CpuPolicy` with `DEFAULTS`, `name`, `expected`, `value` and `parse`; `CpuPolicies` with `set`; `CpuChoice`, `nests`; `parameter_names`, `parameter`, `WRITABLE_PARAMETERS`, `set_parameter` | |
 //! | `/dev/kvm` | `capability`, `VmType` with `of` and `is_protected`, `note_start`, `system_ioctl`, `ADDRESS_SPACES`, `MAX_VCPUS`, `MAX_VCPU_ID` | |
 //! | a VM | `VmState` with `new`, `check_slot` and `extension`, `vm_ioctl` | of `VmObject`: `enable_arch_cap`, `allows_vcpu_id`, `shared_of_vcpu`, `parts_of_vcpu` |
+//! | devices | `VmDevice` with `exists`, `link`, `has`, `get` and `set` | of `VmObject`: `create_arch_device` |
 //! | interrupts | `Controllers`, `Target` with `excludes`, `Device`, `VmTimer` | of `Interrupts`: `exist`, `set_own_line`, `check_irqfd`, `target`, `set_target`, `pulse_target`, `routes_changed`, `signal_msi`, `can_resample`, `read` and `write` of a device; `VmTimers` for each `VmTimer` |
 //! | a vCPU, for other threads | `VcpuShared`, `VcpuMap` with `reserve` and `rebuild` | |
 //! | a vCPU, for its own thread | `VcpuState`, `vcpu_ioctl` | of `Inner`: `begin_life`, `is_unfinished`, `flush_translations`; of `VcpuObject`: the state that every architecture has, as `get_mp_state` |
@@ -64,6 +65,7 @@ pub(crate) use chosen::{
     trace::{enters as trace_entry, left as trace_exit},
     vcpu_map::VcpuMap,
     vcpu_state::VcpuState,
+    vm_device::VmDevice,
 };
 pub use chosen::{
     abi as requests, for_clients, for_other_crates,

@@ -2,16 +2,16 @@
 
 use super::{Answer, DONE, unknown};
 use crate::abi::*;
-use crate::device::VfioDevice;
+use crate::device::DeviceObject;
 use crate::errno::Result;
 use crate::user;
 
 // This function is not inlined, because otherwise requests to other objects would have this function's frame, too.
 #[inline(never)]
-pub(super) fn ioctl(device: &VfioDevice, request: u32, argument: u64) -> Result<Answer> {
+pub(super) fn ioctl(device: &DeviceObject, request: u32, argument: u64) -> Result<Answer> {
     match request {
         KVM_SET_DEVICE_ATTR => device.set_attribute(&user::read(argument)?)?,
-        KVM_GET_DEVICE_ATTR => device.attribute()?,
+        KVM_GET_DEVICE_ATTR => device.get_attribute(&user::read(argument)?)?,
         KVM_HAS_DEVICE_ATTR => device.has_attribute(&user::read(argument)?)?,
         _ => return unknown(request, libc::ENOTTY),
     }

@@ -9,7 +9,7 @@ mod vcpu;
 mod vm;
 
 use crate::abi::KVM_RUN;
-use crate::device::VfioDevice;
+use crate::device::DeviceObject;
 use crate::errno::{Result, fail};
 use crate::guest_memfd::GuestMemfd;
 use crate::messages;
@@ -39,7 +39,7 @@ pub enum Object {
     /// Guest memory that is a file, which `KVM_CREATE_GUEST_MEMFD` creates.
     GuestMemfd(Arc<GuestMemfd>),
     /// A device, which `KVM_CREATE_DEVICE` creates.
-    Device(Arc<VfioDevice>),
+    Device(Arc<DeviceObject>),
     /// A module parameter, opened for writing.
     Parameter(&'static str),
     /// `/dev/kvm`, opened with `O_PATH`: all its requests fail with `EBADF`.
@@ -109,7 +109,7 @@ impl Object {
                 id => ("anon_inode:kvm-vcpu-stats:", id),
             },
             Object::GuestMemfd(_) => ("anon_inode:[kvm-gmem]", None),
-            Object::Device(_) => ("anon_inode:kvm-vfio", None),
+            Object::Device(device) => (device.link(), None),
             Object::Parameter(_) => return None,
         };
         Some(LinkName { name, vcpu })

@@ -35,12 +35,14 @@ impl VcpuObject {
     /// Offers a read of units at `place` to `devices`. `data` gets the units. Returns whether a device has accepted the
     /// read.
     pub(crate) fn read(&self, devices: &[Entry<Device>], place: Range, data: &mut [u8]) -> bool {
-        let interrupts = &self.vm.interrupts;
+        let (interrupts, vcpu) = (&self.vm.interrupts, &**self.common());
         devices.iter().any(|entry| {
             let mut units = data.chunks_mut(place.len());
             entry.range.contains(&place)
                 && match entry.device {
-                    Device::OfArch(device) => interrupts.read(device, place.start, &mut units),
+                    Device::OfArch(device) => {
+                        interrupts.read(vcpu, device, place.start, &mut units)
+                    }
                     Device::Coalesced | Device::Event(_) => false,
                 }
         })
@@ -53,7 +55,7 @@ impl VcpuObject {
         place: Range,
         units: impl Iterator<Item = &'a [u8]> + Clone,
     ) -> bool {
-        let interrupts = &self.vm.interrupts;
+        let (interrupts, vcpu) = (&self.vm.interrupts, &**self.common());
         // All eventfds count as one device, because each unit may signal another eventfd.
         let mut are_events_offered = false;
         devices.iter().any(|entry| {
@@ -69,7 +71,7 @@ impl VcpuObject {
                     is_signalled
                 }
                 _ if !entry.range.contains(&place) => false,
-                Device::OfArch(device) => interrupts.write(device, place.start, &mut units),
+                Device::OfArch(device) => interrupts.write(vcpu, device, place.start, &mut units),
                 Device::Coalesced => {
                     let is_port = place.space == Space::Ports;
                     self.vm.coalesced.put(place.start, is_port, units)

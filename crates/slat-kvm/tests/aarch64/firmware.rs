@@ -76,14 +76,26 @@ fn filter(guest: &Guest, base: u64, action: u32) -> Result<(), i32> {
 #[test]
 fn a_filter_denies_calls_and_gives_them_to_the_client() {
     let (guest, mut vcpu) = caller();
-    filter(&guest, PSCI_VERSION, kvm_smccc_filter_action_KVM_SMCCC_FILTER_DENY).unwrap();
+    filter(
+        &guest,
+        PSCI_VERSION,
+        kvm_smccc_filter_action_KVM_SMCCC_FILTER_DENY,
+    )
+    .unwrap();
     assert_eq!(call(&mut vcpu, PSCI_VERSION, 0)[0], NOT_SUPPORTED);
-    let late = filter(&guest, SYSTEM_OFF, kvm_smccc_filter_action_KVM_SMCCC_FILTER_DENY);
+    let late = filter(
+        &guest,
+        SYSTEM_OFF,
+        kvm_smccc_filter_action_KVM_SMCCC_FILTER_DENY,
+    );
     assert_eq!(late, Err(libc::EBUSY));
 
     let codes = [
         (code!(slat_test_calls, slat_test_calls_end), 0),
-        (code!(slat_test_calls_smc, slat_test_calls_smc_end), KVM_HYPERCALL_EXIT_SMC),
+        (
+            code!(slat_test_calls_smc, slat_test_calls_smc_end),
+            KVM_HYPERCALL_EXIT_SMC,
+        ),
     ];
     for (code, flags) in codes {
         let guest = Guest::new(code);
@@ -114,9 +126,13 @@ fn the_firmware_has_the_services_that_the_client_leaves() {
     let uid = [0xb66f_b428, 0xe911_c52e, 0x564b_caa9, 0x743a_004d];
     assert_eq!(call(&mut vcpu, 0x8600_ff01, 0), uid);
     assert_eq!(call(&mut vcpu, 0x8600_0000, 0)[0], 3);
-    let before = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
+    let before = std::time::SystemTime::now()
+        .duration_since(std::time::UNIX_EPOCH)
+        .unwrap();
     let [high, low, ..] = call(&mut vcpu, 0x8600_0001, 0);
-    let after = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
+    let after = std::time::SystemTime::now()
+        .duration_since(std::time::UNIX_EPOCH)
+        .unwrap();
     let clock = u128::from(high << 32 | low);
     assert!((before.as_nanos()..=after.as_nanos()).contains(&clock));
     assert_eq!(call(&mut vcpu, 0x8600_0001, 2)[0], NOT_SUPPORTED);
@@ -128,7 +144,9 @@ fn the_firmware_has_the_services_that_the_client_leaves() {
     assert_eq!(result, 0);
     assert!(a != 0 && b != 0 && c != 0 && a != b);
 
-    let busy = vcpu.set_one_reg(services(2), &0u64.to_le_bytes()).unwrap_err();
+    let busy = vcpu
+        .set_one_reg(services(2), &0u64.to_le_bytes())
+        .unwrap_err();
     assert_eq!(busy.errno(), libc::EBUSY);
 
     let (_guest, mut vcpu) = caller();
@@ -139,7 +157,11 @@ fn the_firmware_has_the_services_that_the_client_leaves() {
         set(&vcpu, services(n), 0);
     }
     for function in [0x8600_ff01, 0x8600_0001, 0x8400_0050, 0xc500_0020] {
-        assert_eq!(call(&mut vcpu, function, 0)[0], NOT_SUPPORTED, "{function:#x}");
+        assert_eq!(
+            call(&mut vcpu, function, 0)[0],
+            NOT_SUPPORTED,
+            "{function:#x}"
+        );
     }
 }
 
@@ -157,7 +179,10 @@ fn a_guest_finds_its_stolen_time() {
         println!("skipped: the host does not count stolen time");
         return;
     }
-    let set_to = |to: u64| vcpu.set_device_attr(&address(&to)).map_err(|error| error.errno());
+    let set_to = |to: u64| {
+        vcpu.set_device_attr(&address(&to))
+            .map_err(|error| error.errno())
+    };
     assert_eq!(set_to(STRUCTURE + 1), Err(libc::EINVAL));
     assert_eq!(set_to(0x1000), Err(libc::EINVAL));
     assert_eq!(set_to(STRUCTURE), Ok(()));

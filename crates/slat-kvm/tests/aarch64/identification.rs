@@ -36,7 +36,11 @@ fn a_client_hides_features_before_the_first_run() {
     let guest = Guest::new(code!(slat_test_identify, slat_test_identify_end));
     let mut vcpu = guest.vcpu(0, 0);
     let isar0 = system(3, 0, 0, 6, 0);
-    let (ctr, mpidr, clidr) = (system(3, 3, 0, 0, 1), system(3, 0, 0, 0, 5), system(3, 1, 0, 0, 1));
+    let (ctr, mpidr, clidr) = (
+        system(3, 3, 0, 0, 1),
+        system(3, 0, 0, 0, 5),
+        system(3, 1, 0, 0, 1),
+    );
     // CRC32 is 1.
     let before = get(&vcpu, isar0);
     set_fails(&vcpu, isar0, before + (1 << 16), libc::EINVAL);
@@ -76,9 +80,8 @@ fn the_vm_says_which_fields_can_change() {
         reserved: [0; 13],
     };
     let vm = vm_object();
-    let ask = |range: &reg_mask_range| {
-        vm.ioctl(KVM_ARM_GET_REG_WRITABLE_MASKS, &raw const *range as u64)
-    };
+    let ask =
+        |range: &reg_mask_range| vm.ioctl(KVM_ARM_GET_REG_WRITABLE_MASKS, &raw const *range as u64);
     assert!(ask(&range).is_ok());
     // ID_AA64ISAR0, CLIDR, and CTR.
     assert_eq!(masks[6 * 8], !0xf);

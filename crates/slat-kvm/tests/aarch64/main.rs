@@ -2,6 +2,7 @@
 #![cfg(target_arch = "aarch64")]
 
 mod firmware;
+mod gic;
 mod guests;
 mod identification;
 mod memory;

@@ -30,10 +30,10 @@ impl Kvm {
 }
 
 impl VmFd {
-    /// Carries out `KVM_CREATE_IRQCHIP`.
+    /// Carries out `KVM_CREATE_IRQCHIP`: creates a GICv2.
     ///
     /// # Errors
-    /// `ENXIO`: there is no interrupt controller yet.
+    /// `EEXIST` when the VM has an interrupt controller, `EBUSY` when a vCPU has run, `E2BIG` for more than 8 vCPUs.
     pub fn create_irq_chip(&self) -> Result<()> {
         self.vm.create_irqchip()
     }
@@ -76,8 +76,8 @@ impl VcpuFd {
         self.vcpu.init(kvi)
     }
 
-    /// Carries out `KVM_HAS_DEVICE_ATTR` for the vCPU, which has `KVM_ARM_VCPU_PVTIME_IPA` where the host counts stolen
-    /// time.
+    /// Carries out `KVM_HAS_DEVICE_ATTR` for the vCPU, which has the PPIs of its timers, and `KVM_ARM_VCPU_PVTIME_IPA`
+    /// where the host counts stolen time.
     ///
     /// # Errors
     /// `ENXIO` for another attribute.
@@ -85,11 +85,13 @@ impl VcpuFd {
         self.vcpu.has_attribute(device_attr)
     }
 
-    /// Carries out `KVM_SET_DEVICE_ATTR` for the vCPU: sets the address of its structure for stolen time.
+    /// Carries out `KVM_SET_DEVICE_ATTR` for the vCPU: sets the PPI of a timer of all vCPUs, or the address of the
+    /// structure for stolen time.
     ///
     /// # Errors
-    /// `ENXIO` for another attribute. `EFAULT`. `EINVAL` if the address is no multiple of 64, or no memory. `EEXIST` if the
-    /// address is set.
+    /// `ENXIO` for another attribute. `EFAULT`. For the address, `EINVAL` if it is no multiple of 64, or no memory, and
+    /// `EEXIST` if it is set. For a PPI, `EINVAL` without GIC and for a number of no PPI, and `EBUSY` after a vCPU has
+    /// run.
     pub fn set_device_attr(&self, device_attr: &kvm_device_attr) -> Result<()> {
         self.vcpu.set_attribute(device_attr)
     }

@@ -2,6 +2,7 @@
 
 use crate::arch::aarch64::limits::MAX_VCPU_ID;
 use crate::arch::aarch64::state::ipa_limit;
+use crate::routing::MAX_ROUTES;
 use kvm_bindings::*;
 use slat::MmuKind;
 
@@ -18,7 +19,16 @@ pub(crate) fn capability(cap: u32, _: MmuKind) -> u32 {
         | KVM_CAP_ARM_INJECT_EXT_DABT
         | KVM_CAP_ARM_SYSTEM_SUSPEND
         | KVM_CAP_ENABLE_CAP => 1,
-        KVM_CAP_ARM_USER_IRQ => 1,
+        KVM_CAP_ARM_USER_IRQ
+        | KVM_CAP_IRQCHIP
+        | KVM_CAP_IRQFD
+        | KVM_CAP_IRQFD_RESAMPLE
+        | KVM_CAP_SIGNAL_MSI
+        | KVM_CAP_MSI_DEVID
+        | KVM_CAP_ARM_SET_DEVICE_ADDR
+        | KVM_CAP_ARM_IRQ_LINE_LAYOUT_2
+        | KVM_CAP_VCPU_ATTRIBUTES => 1,
+        KVM_CAP_IRQ_ROUTING => MAX_ROUTES,
         KVM_CAP_ARM_VM_IPA_SIZE => ipa_limit(),
         KVM_CAP_STEAL_TIME => crate::steal_time::is_available().into(),
         // A bit for each range of `KVM_ARM_GET_REG_WRITABLE_MASKS`.

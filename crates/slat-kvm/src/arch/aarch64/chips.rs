@@ -1,5 +1,332 @@
-//! The interrupt controllers of a VM.
+//! The interrupt controllers of a VM: a GIC and its ITSs, which `slat-gic` has, under one lock.
+//!
+//! # Concurrency
+//! [`Chips::with`] is the only way to the GIC. Before it unlocks the GIC, it stores the lines of each vCPU whose lines
+//! have changed in that vCPU's word ([`VcpuShared::lines`](crate::arch::aarch64::state::VcpuShared)), and then raises
+//! the vCPU's attention bit. A vCPU takes its attention bits before it reads the word, and reads the word each time
+//! before it enters the guest. So a vCPU that has no interrupt takes no lock. The stores, the raising, the taking and the
+//! reading are sequentially consistent: a vCPU that has read an old word finds the bit raised, and leaves the guest.
+//! Stores to one word are ordered by the lock, so the word has the lines that the GIC has.
+//!
+//! A vCPU whose own access changes its lines also gets its attention bit. The processor checks the attention word after
+//! each instruction that can unmask interrupts, so it takes no interrupt that it has acknowledged.
 
-/// arm64's part of the interrupts of a VM. The VM has no interrupt controller, because slat has no GIC yet.
+use crate::arch::aarch64::devices::Device as OnBus;
+use crate::arch::aarch64::state::{LINE_FIQ, LINE_IRQ, most_vcpus};
+use crate::arch::aarch64::tables::Tables;
+use crate::errno::{Error, Result, fail};
+use crate::thread::bits;
+use crate::vcpu_common::VcpuCommon;
+use slat::Shared;
+use slat_gic::device::{Device, ItsDevice};
+use slat_gic::gic::{Gic, Model, VcpuName};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+/// The PPIs of the virtual and the physical timer, unless the client sets others.
+const TIMER_PPIS: [u32; 2] = [27, 30];
+
+/// arm64's part of the interrupts of a VM: the interrupt controllers.
 #[derive(Default)]
-pub(crate) struct Controllers;
+pub(crate) struct Controllers {
+    /// The GIC and the ITSs, once the client has created one of them.
+    pub(crate) chips: OnceLock<Chips>,
+    timers: Mutex<TimerPpis>,
+}
+
+/// The PPIs of the timers' outputs.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct TimerPpis {
+    /// The PPIs of the virtual and the physical timer.
+    pub(crate) ppis: [u32; 2],
+    /// Whether a vCPU has run, after which the PPIs cannot change.
+    pub(crate) are_fixed: bool,
+}
+
+impl Default for TimerPpis {
+    fn default() -> Self {
+        TimerPpis {
+            ppis: TIMER_PPIS,
+            are_fixed: false,
+        }
+    }
+}
+
+impl Controllers {
+    /// Calls `work` with the PPIs of the timers.
+    pub(crate) fn timer_ppis<R>(&self, work: impl FnOnce(&mut TimerPpis) -> R) -> R {
+        work(&mut self.timers.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+/// The GIC and the ITSs of a VM.
+pub(crate) struct Chips {
+    pub(crate) tables: Tables,
+    pub(crate) address_bits: u32,
+    /// The model of the GIC, once the client has created it.
+    model: OnceLock<Model>,
+    is_initialised: AtomicBool,
+    /// Whether a vCPU has run: the frames are on the bus.
+    is_ready: AtomicBool,
+    /// The lock that is held while the frames are put on the bus.
+    setup: Mutex<()>,
+    /// The number of times that the client has written attributes. After that the vCPUs drive their timers' lines again.
+    restores: AtomicU32,
+    parts: Mutex<Parts>,
+}
+
+/// The part of [`Chips`] under the lock.
+#[derive(Default)]
+pub(crate) struct Parts {
+    pub(crate) device: Option<Device>,
+    pub(crate) itses: Vec<ItsDevice>,
+    /// The vCPUs that the GIC has, by index.
+    vcpus: Vec<Shared<VcpuCommon>>,
+    /// The vCPUs whose lines have changed. Kept for its memory.
+    changed: Vec<usize>,
+}
+
+/// The level-triggered SPIs whose interrupts have ended.
+#[must_use]
+pub(crate) struct Ended(pub(crate) Vec<u32>);
+
+/// The vCPUs of a VM, in the order of their creation.
+pub(crate) type InOrder = Vec<Shared<VcpuCommon>>;
+
+/// Returns what the GIC knows of the vCPUs.
+pub(crate) fn names(vcpus: &InOrder) -> Vec<VcpuName> {
+    let name = |vcpu: &Shared<VcpuCommon>| VcpuName {
+        id: vcpu.id,
+        affinity: vcpu.arch.affinity() as u32,
+    };
+    vcpus.iter().map(name).collect()
+}
+
+/// Returns the error of KVM that the GIC reports.
+pub(crate) fn refused(error: slat_gic::error::Error) -> Error {
+    Error::new(error.errno())
+}
+
+impl Parts {
+    /// Returns the GIC, if it is initialised.
+    pub(crate) fn gic(&mut self) -> Option<&mut Gic> {
+        self.device.as_mut()?.gic()
+    }
+
+    /// Returns an ITS and the GIC, if both exist.
+    pub(crate) fn its(&mut self, number: usize) -> Option<(&mut ItsDevice, &mut Gic)> {
+        let gic = self.device.as_mut()?.gic()?;
+        Some((self.itses.get_mut(number)?, gic))
+    }
+
+    /// Reads from a device for the vCPU with this index. `None`: there is no such device at the address.
+    pub(crate) fn read(
+        &mut self,
+        vcpu: usize,
+        device: OnBus,
+        gpa: u64,
+        data: &mut [u8],
+    ) -> Option<()> {
+        match device {
+            OnBus::Gic => {
+                let (frame, offset) = self.device.as_ref()?.find(gpa)?;
+                self.gic()?.read(vcpu, frame, offset, data);
+            }
+            OnBus::Its(number) => {
+                let its = self.itses.get_mut(number)?;
+                let offset = its.find(gpa)?;
+                its.its().read(offset, data);
+            }
+        }
+        Some(())
+    }
+
+    /// Writes to a device for the vCPU with this index. `None`: there is no such device at the address.
+    pub(crate) fn write(
+        &mut self,
+        vcpu: usize,
+        device: OnBus,
+        gpa: u64,
+        data: &[u8],
+        tables: &Tables,
+    ) -> Option<()> {
+        match device {
+            OnBus::Gic => {
+                let (frame, offset) = self.device.as_ref()?.find(gpa)?;
+                self.gic()?.write(vcpu, frame, offset, data, tables);
+            }
+            OnBus::Its(number) => {
+                let (its, gic) = self.its(number)?;
+                let offset = its.find(gpa)?;
+                its.its().write(offset, data, gic, tables);
+            }
+        }
+        Some(())
+    }
+
+    /// Tells the vCPUs whose lines have changed. `by`: the index of the vCPU that runs on this thread.
+    fn publish(&mut self, by: Option<usize>) -> Ended {
+        let mut ended = Vec::new();
+        let Some(gic) = self.device.as_mut().and_then(Device::gic) else {
+            return Ended(ended);
+        };
+        gic.take_ended(|intid| ended.push(intid));
+        gic.take_changed(|vcpu| self.changed.push(vcpu));
+        for index in self.changed.drain(..) {
+            let Some(vcpu) = self.vcpus.get(index) else {
+                continue;
+            };
+            let signals = gic.signals(index);
+            let line = |is_high, bit| if is_high { bit } else { 0 };
+            let lines = line(signals.irq, LINE_IRQ) | line(signals.fiq, LINE_FIQ);
+            vcpu.arch.lines.store(lines, Ordering::SeqCst);
+            match by == Some(index) {
+                // This thread does not sleep.
+                true => vcpu.attention.raise(bits::IRQ),
+                false => vcpu.notice(),
+            }
+        }
+        Ended(ended)
+    }
+}
+
+impl Chips {
+    pub(crate) fn new(tables: Tables, address_bits: u32) -> Self {
+        Chips {
+            tables,
+            address_bits,
+            model: OnceLock::new(),
+            is_initialised: AtomicBool::new(false),
+            is_ready: AtomicBool::new(false),
+            setup: Mutex::default(),
+            restores: AtomicU32::new(0),
+            parts: Mutex::default(),
+        }
+    }
+
+    /// Returns the model of the GIC, if there is one.
+    pub(crate) fn model(&self) -> Option<Model> {
+        self.model.get().copied()
+    }
+
+    /// Whether the GIC is initialised, after which no vCPU can be created.
+    pub(crate) fn is_initialised(&self) -> bool {
+        self.is_initialised.load(Ordering::SeqCst)
+    }
+
+    /// Calls `work` with the locked GIC. `by`: the index of the vCPU that runs on this thread and makes the access.
+    /// Returns also the interrupts that have ended, which the caller reports with the GIC unlocked.
+    pub(crate) fn with<R>(
+        &self,
+        by: Option<usize>,
+        work: impl FnOnce(&mut Parts) -> R,
+    ) -> (R, Ended) {
+        let mut parts = self.parts.lock().unwrap_or_else(PoisonError::into_inner);
+        let result = work(&mut parts);
+        let ended = parts.publish(by);
+        (result, ended)
+    }
+
+    /// Calls `work` with the locked GIC. Call for work that ends no interrupt.
+    pub(crate) fn change<R>(&self, work: impl FnOnce(&mut Parts) -> R) -> R {
+        let (result, Ended(_)) = self.with(None, work);
+        result
+    }
+
+    /// Creates the GIC. The VM has `vcpus` vCPUs.
+    ///
+    /// # Errors
+    /// `EEXIST` when there is a GIC, `E2BIG` when the model cannot have so many vCPUs.
+    pub(crate) fn create_gic(&self, model: Model, vcpus: usize) -> Result<()> {
+        self.change(|parts| {
+            if parts.device.is_some() {
+                return fail(libc::EEXIST);
+            }
+            if vcpus > most_vcpus(model) {
+                return fail(libc::E2BIG);
+            }
+            let mut device = Device::new(model);
+            if !parts.itses.is_empty() {
+                device.attach_its();
+            }
+            device.vcpu_created(vcpus).map_err(refused)?;
+            parts.device = Some(device);
+            let _first = self.model.set(model);
+            Ok(())
+        })
+    }
+
+    /// Creates an ITS. Returns its number.
+    pub(crate) fn create_its(&self) -> usize {
+        self.change(|parts| {
+            parts.itses.push(ItsDevice::new());
+            if let Some(device) = &mut parts.device {
+                device.attach_its();
+            }
+            parts.itses.len() - 1
+        })
+    }
+
+    /// Gives a new vCPU its place in the GIC. The VM has `vcpus` vCPUs before.
+    ///
+    /// # Errors
+    /// `EBUSY` when the GIC is initialised. `EINVAL` when it can have no more vCPUs, and when frames overlap.
+    pub(crate) fn vcpu_created(&self, vcpus: usize) -> Result<()> {
+        let Some(model) = self.model() else {
+            return Ok(());
+        };
+        if self.is_initialised() {
+            return fail(libc::EBUSY);
+        }
+        if vcpus >= most_vcpus(model) {
+            return fail(libc::EINVAL);
+        }
+        self.change(|parts| match &mut parts.device {
+            Some(device) => device.vcpu_created(vcpus + 1).map_err(refused),
+            None => Ok(()),
+        })
+    }
+
+    /// Calls `work`, which may initialise the GIC for these vCPUs. Returns also whether it has.
+    pub(crate) fn initialising<R>(
+        &self,
+        vcpus: &InOrder,
+        work: impl FnOnce(&mut Parts) -> R,
+    ) -> (R, bool) {
+        self.change(|parts| {
+            let result = work(parts);
+            let is_new = !self.is_initialised() && parts.gic().is_some();
+            if is_new {
+                parts.vcpus.clone_from(vcpus);
+                self.is_initialised.store(true, Ordering::SeqCst);
+            }
+            (result, is_new)
+        })
+    }
+
+    /// Puts the frames on the bus by `work`, unless a vCPU has done it.
+    ///
+    /// # Errors
+    /// The errors of `work`.
+    pub(crate) fn make_ready(&self, work: impl FnOnce() -> Result<()>) -> Result<()> {
+        if self.is_ready.load(Ordering::SeqCst) {
+            return Ok(());
+        }
+        let _turn = self.setup.lock().unwrap_or_else(PoisonError::into_inner);
+        if !self.is_ready.load(Ordering::SeqCst) {
+            work()?;
+            self.is_ready.store(true, Ordering::SeqCst);
+        }
+        Ok(())
+    }
+
+    /// Call after the client has written attributes, which may be lines.
+    pub(crate) fn restored(&self) {
+        self.restores.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// Returns a number that changes when the client writes attributes.
+    pub(crate) fn restores(&self) -> u32 {
+        self.restores.load(Ordering::SeqCst)
+    }
+}

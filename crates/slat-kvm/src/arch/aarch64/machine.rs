@@ -41,6 +41,10 @@ pub(crate) struct VcpuMachine {
     steal: StealTime,
     /// The guest-physical address of the structure for stolen time.
     stolen_time: Option<u64>,
+    /// The outputs of the timers that the GIC has seen. `None`: unknown.
+    driven: Option<u64>,
+    /// [`Chips::restores`](crate::arch::aarch64::chips::Chips::restores) at that time.
+    restores: u32,
 }
 
 impl AsMut<EngineVcpu> for VcpuMachine {
@@ -63,6 +67,8 @@ impl VcpuMachine {
             kept: registers::kept(),
             steal: StealTime::default(),
             stolen_time: None,
+            driven: None,
+            restores: 0,
         }
     }
 
@@ -71,6 +77,7 @@ impl VcpuMachine {
         self.timers.reset();
         self.cache_selector = 0;
         self.kept = registers::kept();
+        self.driven = None;
     }
 
     /// Returns the settings of the VM.
@@ -128,7 +135,25 @@ impl VcpuMachine {
 
     /// Handles the timers that have expired, and sets the next deadline.
     pub(crate) fn timer_rang(&mut self) {
+        // The deadline is computed before the outputs are: a timer that expires in between has asserted its output.
         self.common.client.set_deadline(self.timers.deadline());
+        self.drive_timers();
+    }
+
+    /// Gives the GIC, if there is one, the outputs of the timers. Takes no lock if the outputs are as before.
+    pub(crate) fn drive_timers(&mut self) {
+        let interrupts = &self.vm.interrupts;
+        let Some(chips) = interrupts.gic() else {
+            return;
+        };
+        if !chips.is_initialised() {
+            return;
+        }
+        let (levels, restores) = (self.timer_levels(), chips.restores());
+        if self.driven != Some(levels) || self.restores != restores {
+            interrupts.drive_timers(&self.common, chips, levels);
+            (self.driven, self.restores) = (Some(levels), restores);
+        }
     }
 
     /// Returns the outputs of the timers, as bits of `device_irq_level`.

@@ -1,7 +1,7 @@
 //! Guests of AArch64: the API of KVM for arm64, over the processor of slat-a64.
 //!
-//! There is no interrupt controller yet: a client that has its own one sets the processors' interrupt lines, and sees
-//! the outputs of the timers in `kvm_run`.
+//! A VM may have a GICv2 or a GICv3 with ITSs. A client that has its own interrupt controller sets the processors'
+//! interrupt lines, and sees the outputs of the timers in `kvm_run`.
 //!
 //! The modules are in the layers of the crate's root, among its neutral modules.
 //!
@@ -22,9 +22,11 @@
 //! | | `state` | arm64's state of a VM, and of the part of a vCPU that other threads use |
 //! | | `devices`, `target` | devices on the bus; the destinations of a GSI |
 //! | shared | `vcpu_map` | the map of the vCPUs' addresses |
-//! | | `chips`, `irq` | the interrupt controllers of a VM, which has none yet |
+//! | | `tables` | guest memory, as the interrupt controllers access it |
+//! | | `chips`, `irq` | the interrupt controllers of a VM; lines, messages and routes |
 //! | | `caps` | capabilities |
 //! | objects | `vm` | calls of a VM |
+//! | | `vm_device` | the interrupt controllers as devices of the API |
 //! | | `firmware` | the firmware that a guest calls: SMCCC, PSCI, and services of a hypervisor |
 //! | | `machine` | the machine around a CPU: guest memory, timers, registers, stolen time |
 //! | | `vcpu` | calls of a vCPU |
@@ -58,6 +60,7 @@ pub(crate) mod policy;
 mod run;
 mod settings;
 pub(crate) mod state;
+mod tables;
 pub(crate) mod target;
 mod timer;
 pub(crate) mod trace;
@@ -65,6 +68,7 @@ mod vcpu;
 pub(crate) mod vcpu_map;
 pub(crate) mod vcpu_state;
 mod vm;
+pub(crate) mod vm_device;
 
 pub use cpu::Counters;
 pub(crate) use cpu::{Executor, Exit, Probe, ProbeHit, ProbeKind};

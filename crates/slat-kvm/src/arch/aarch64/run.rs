@@ -1,6 +1,7 @@
 //! arm64's part of `KVM_RUN`: the work before and after the guest runs, and the handling of the CPU's exits.
 
 use crate::arch::aarch64::cpu::{Exit, Refusal};
+use crate::arch::aarch64::devices::Device;
 use crate::arch::aarch64::firmware::{Outcome, SYSTEM_CALL_RETURNED};
 use crate::arch::aarch64::state::{LINE_FIQ, LINE_IRQ, Power};
 use crate::arch::aarch64::vcpu_state::Unfinished;
@@ -21,13 +22,15 @@ impl VcpuObject {
     /// success.
     ///
     /// # Errors
-    /// `ENOEXEC` before `KVM_ARM_VCPU_INIT`.
+    /// `ENOEXEC` before `KVM_ARM_VCPU_INIT`. The errors of [`Interrupts::make_ready`](crate::irq::Interrupts::make_ready).
     pub(crate) fn prepare(&self, inner: &mut Inner, _: Option<&Masked>) -> Result<bool> {
         inner.check_initialised()?;
         if !inner.has_run {
             inner.machine.settings().vcpu_runs();
             inner.identify();
         }
+        self.common().arch.begin_to_run();
+        self.prepare_gic(inner)?;
         match std::mem::take(&mut inner.arch.unfinished) {
             Unfinished::Nothing => {}
             Unfinished::MmioRead(len) => {
@@ -41,6 +44,18 @@ impl VcpuObject {
         Ok(true)
     }
 
+    /// Puts the GIC's frames on the bus, and gives the GIC the outputs of the timers.
+    fn prepare_gic(&self, inner: &mut Inner) -> Result<()> {
+        let interrupts = &self.vm.interrupts;
+        if !interrupts.exist() {
+            return Ok(());
+        }
+        interrupts.make_ready(|start, len| self.vm.place_device(start, len, Device::Gic))?;
+        inner.show_gic(interrupts.has_system_registers());
+        inner.machine.drive_timers();
+        Ok(())
+    }
+
     /// Has nothing to do: the VM's settings do not change the CPU.
     pub(crate) fn begin_run(&self, _: &mut Inner) {}
 
@@ -50,8 +65,8 @@ impl VcpuObject {
         true
     }
 
-    /// Waits while the vCPU is off or suspended, and gives the CPU the levels of its interrupt lines. Returns `false` if the run
-    /// returns to the client.
+    /// Waits while the vCPU is off or suspended, and gives the CPU the levels of its interrupt lines. Returns `false` if
+    /// the run returns to the client.
     ///
     /// # Errors
     /// `EINTR` for a signal.
@@ -77,6 +92,9 @@ impl VcpuObject {
         let lines = self.common().arch.lines.load(Ordering::SeqCst);
         inner.cpu.pending.irq = lines & LINE_IRQ != 0;
         inner.cpu.pending.fiq = lines & LINE_FIQ != 0;
+        if self.vm.interrupts.exist() {
+            return Ok(true);
+        }
         // The client's interrupt controller has the timers' outputs as inputs.
         if inner.machine.timer_levels() != field!(self.page, s.regs.device_irq_level) {
             self.page.set_exit_reason(KVM_EXIT_INTR);
@@ -134,19 +152,21 @@ impl VcpuObject {
     /// Waits until an interrupt is pending, even if PSTATE masks it.
     fn wait_for_interrupt(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<()> {
         self.common().exits.wfi_exit_stat.add(1);
-        while !self.is_interrupted(inner) {
+        loop {
             inner.machine.timer_rang();
+            if self.is_interrupted(inner) {
+                self.common().exits.halts.wakeup.add(1);
+                return Ok(());
+            }
             self.block(inner, masked)?;
         }
-        self.common().exits.halts.wakeup.add(1);
-        Ok(())
     }
 
     /// Whether an interrupt is pending, even if PSTATE masks it.
     fn is_interrupted(&self, inner: &Inner) -> bool {
         self.common().arch.lines.load(Ordering::SeqCst) != 0
             || inner.cpu.pending.serror.is_some()
-            || inner.machine.timer_levels() != 0
+            || self.device_irq_level(inner) != 0
     }
 
     /// Makes all other vCPUs drop their translations, and waits until they have done so: the guest's DSB after its TLBI
@@ -296,8 +316,16 @@ impl VcpuObject {
 
     /// Stores the fields that the client reads in `kvm_run` after every run.
     pub(crate) fn publish(&self, inner: &mut Inner) {
-        let levels = inner.machine.timer_levels();
+        let levels = self.device_irq_level(inner);
         set_field!(self.page, levels, s.regs.device_irq_level);
+    }
+
+    /// Returns the outputs of the timers that the client's interrupt controller has as inputs: none with a GIC.
+    fn device_irq_level(&self, inner: &Inner) -> u64 {
+        match self.vm.interrupts.exist() {
+            true => 0,
+            false => inner.machine.timer_levels(),
+        }
     }
 }
 

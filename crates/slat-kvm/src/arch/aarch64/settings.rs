@@ -149,11 +149,7 @@ impl Settings {
     ///
     /// # Errors
     /// Those of [`Identification::set`].
-    pub(crate) fn identify(
-        &mut self,
-        register: IdRegister,
-        value: u64,
-    ) -> Result<()> {
+    pub(crate) fn identify(&mut self, register: IdRegister, value: u64) -> Result<()> {
         self.identification.set(register, value, self.has_run)
     }
 }

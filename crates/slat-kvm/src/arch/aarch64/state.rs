@@ -1,12 +1,17 @@
 //! arm64's state of a VM, and of the part of a vCPU that other threads use.
 
+use crate::arch::aarch64::limits::MAX_VCPUS;
 use crate::arch::aarch64::policy::CpuChoice;
 use crate::arch::aarch64::settings::Settings;
 use crate::arch::aarch64::timer::Offset;
 use crate::engine::TableFormat;
 use crate::errno::{Result, fail};
 use crate::policy::{self, Policies};
-use kvm_bindings::{KVM_VM_TYPE_ARM_IPA_SIZE_MASK, kvm_userspace_memory_region2};
+use kvm_bindings::{
+    KVM_CAP_MAX_VCPUS, KVM_CAP_MSI_DEVID, KVM_VM_TYPE_ARM_IPA_SIZE_MASK,
+    kvm_userspace_memory_region2,
+};
+use slat_gic::gic::{Model, V2_VCPUS, V3_VCPUS};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -67,6 +72,10 @@ pub(crate) struct VmState {
     /// Whether the guest may ask for the VM to be suspended.
     can_suspend: AtomicBool,
     settings: Mutex<Settings>,
+    /// Whether the VM has an ITS, so that messages need the ids of their devices.
+    needs_device_ids: AtomicBool,
+    /// The number of vCPUs that the VM can have.
+    most_vcpus: AtomicU32,
 }
 
 impl VmState {
@@ -81,6 +90,8 @@ impl VmState {
             counter_offset: Offset::default(),
             can_suspend: AtomicBool::new(false),
             settings: Mutex::default(),
+            needs_device_ids: AtomicBool::new(false),
+            most_vcpus: AtomicU32::new(MAX_VCPUS),
         })
     }
 
@@ -99,6 +110,11 @@ impl VmState {
         self.can_suspend.load(Ordering::Relaxed)
     }
 
+    /// Returns the number of bits of a guest-physical address.
+    pub(crate) fn ipa_bits(&self) -> u32 {
+        self.ipa_bits
+    }
+
     /// Enables `KVM_CAP_ARM_NISV_TO_USER`.
     pub(crate) fn report_nisv(&self) {
         self.reports_nisv.store(true, Ordering::Relaxed);
@@ -111,8 +127,23 @@ impl VmState {
 
     /// Returns the value of a capability that the VM's client has set. `None`: the capability has the same value for
     /// all VMs.
-    pub(crate) fn extension(&self, _cap: u64) -> Option<i32> {
-        None
+    pub(crate) fn extension(&self, cap: u64) -> Option<i32> {
+        match u32::try_from(cap) {
+            Ok(KVM_CAP_MSI_DEVID) => Some(self.needs_device_ids.load(Ordering::Relaxed).into()),
+            Ok(KVM_CAP_MAX_VCPUS) => Some(self.most_vcpus.load(Ordering::Relaxed) as i32),
+            _ => None,
+        }
+    }
+
+    /// Call when the VM gets an ITS.
+    pub(crate) fn need_device_ids(&self) {
+        self.needs_device_ids.store(true, Ordering::Relaxed);
+    }
+
+    /// Call when the VM gets a GIC.
+    pub(crate) fn limit_vcpus(&self, model: Model) {
+        let most = most_vcpus(model) as u32;
+        self.most_vcpus.store(most, Ordering::Relaxed);
     }
 
     /// Checks what the architecture asks of a memslot. `has_private`: the slot has private memory besides the memory that
@@ -131,6 +162,14 @@ impl VmState {
             () if has_private => fail(libc::EINVAL),
             () => Ok(()),
         }
+    }
+}
+
+/// Returns the number of vCPUs that a VM with this GIC can have.
+pub(crate) fn most_vcpus(model: Model) -> usize {
+    match model {
+        Model::V2 => V2_VCPUS,
+        Model::V3 => V3_VCPUS,
     }
 }
 
@@ -158,8 +197,13 @@ pub(crate) enum Power {
 pub(crate) struct VcpuShared {
     /// MPIDR_EL1.
     mpidr: AtomicU64,
+    /// The number of vCPUs that the VM had before: the index of the vCPU in the GIC.
+    pub(crate) index: usize,
+    /// Whether the vCPU has begun to run.
+    has_run: AtomicBool,
     power: Mutex<Power>,
-    /// The interrupt lines of the processor that are asserted, as [`LINE_IRQ`] and [`LINE_FIQ`].
+    /// The interrupt lines of the processor that are asserted, as [`LINE_IRQ`] and [`LINE_FIQ`]. The GIC sets them, or
+    /// without GIC the client.
     pub(crate) lines: AtomicU32,
 }
 
@@ -174,15 +218,27 @@ const AFFINITY: u64 = 0xff_00ff_ffff;
 
 impl VcpuShared {
     /// Creates the state of a new vCPU. The affinity follows from the id as in KVM: 16 vCPUs have the same field 1.
-    pub(crate) fn new(id: u32) -> Self {
+    pub(crate) fn new(id: u32, index: usize) -> Self {
         let id = u64::from(id);
         VcpuShared {
             mpidr: AtomicU64::new(
                 MPIDR_ONE | id & 15 | (id >> 4 & 0xff) << 8 | (id >> 12 & 0xff) << 16,
             ),
+            index,
+            has_run: AtomicBool::new(false),
             power: Mutex::new(Power::On),
             lines: AtomicU32::new(0),
         }
+    }
+
+    /// Whether the vCPU has begun to run.
+    pub(crate) fn has_run(&self) -> bool {
+        self.has_run.load(Ordering::Relaxed)
+    }
+
+    /// Call before the vCPU runs.
+    pub(crate) fn begin_to_run(&self) {
+        self.has_run.store(true, Ordering::Relaxed);
     }
 
     fn lock(&self) -> MutexGuard<'_, Power> {

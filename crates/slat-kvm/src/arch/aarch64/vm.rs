@@ -47,27 +47,6 @@ impl VmObject {
         })
     }
 
-    /// Refuses `KVM_CREATE_IRQCHIP`.
-    ///
-    /// # Errors
-    /// `ENXIO`, as KVM on a host without GIC.
-    pub fn create_irqchip(&self) -> Result<()> {
-        let _call = self.begin()?;
-        fail(libc::ENXIO)
-    }
-
-    /// Refuses `KVM_ARM_SET_DEVICE_ADDR`.
-    ///
-    /// # Errors
-    /// `ENXIO` for the GIC, as KVM on a host without GIC; `ENODEV` for any other device.
-    pub fn set_device_address(&self, address: &kvm_arm_device_addr) -> Result<()> {
-        let _call = self.begin()?;
-        match address.id >> KVM_ARM_DEVICE_ID_SHIFT & u64::from(u16::MAX) {
-            device if device == KVM_ARM_DEVICE_VGIC_V2.into() => fail(libc::ENXIO),
-            _ => fail(libc::ENODEV),
-        }
-    }
-
     /// Carries out `KVM_HAS_DEVICE_ATTR`: the VM has the filter of SMCCC calls.
     ///
     /// # Errors

@@ -25,6 +25,7 @@
 //! | | `chips`, `irq` | the interrupt controllers of a PC; how interrupts reach vCPUs by them |
 //! | | `caps` | capabilities |
 //! | objects | `vm`, `system` | calls of a VM and of `/dev/kvm` |
+//! | | `vm_device` | the devices of the API that only x86 has: none |
 //! | | `vcpu_state`, `vcpu` | x86's state of a vCPU; calls of a vCPU |
 //! | | `machine` | the machine around a CPU: address translation, MSRs, hypercalls, paravirtual features |
 //! | calls | `run` | x86's part of `KVM_RUN` |
@@ -79,6 +80,7 @@ mod vcpu_common;
 pub(crate) mod vcpu_map;
 pub(crate) mod vcpu_state;
 pub(crate) mod vm;
+pub(crate) mod vm_device;
 
 pub use slat_x86::{Counters, Executor, Exit, Probe, ProbeHit, ProbeKind};
 

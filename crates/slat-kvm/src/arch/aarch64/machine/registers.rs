@@ -3,6 +3,7 @@
 use crate::arch::aarch64::machine::VcpuMachine;
 use crate::arch::aarch64::timer;
 use slat_a64::SystemName;
+use slat_gic::icc::Icc;
 
 const MPIDR: SystemName = SystemName::new(3, 0, 0, 0, 5);
 const CCSIDR: SystemName = SystemName::new(3, 1, 0, 0, 0);
@@ -47,7 +48,13 @@ impl VcpuMachine {
             // There is no level of caches that software has to manage, so no cache can be selected.
             CCSIDR | AIDR if el1 => 0,
             CSSELR if el1 => self.cache_selector,
-            _ => return self.timers.read(name, el1),
+            _ => match Icc::from_encoding(name.0).filter(|_| el1) {
+                Some(register) => {
+                    let interrupts = &self.vm.interrupts;
+                    return interrupts.read_gic_register(&self.common, register);
+                }
+                None => return self.timers.read(name, el1),
+            },
         })
     }
 
@@ -56,8 +63,12 @@ impl VcpuMachine {
         match name {
             CSSELR if el1 => self.cache_selector = value & 0xf,
             _ => {
+                if let Some(register) = Icc::from_encoding(name.0).filter(|_| el1) {
+                    let interrupts = &self.vm.interrupts;
+                    return interrupts.write_gic_register(&self.common, register, value);
+                }
                 self.timers.write(name, el1, value)?;
-                self.common.client.set_deadline(self.timers.deadline());
+                self.timer_rang();
             }
         }
         Some(())

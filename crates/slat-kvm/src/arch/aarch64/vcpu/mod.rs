@@ -1,6 +1,8 @@
-//! The calls of a vCPU that read and change the state of arm64. File `one_reg` has the registers by id.
+//! The calls of a vCPU that read and change the state of arm64. File `one_reg` has the registers by id,
+//! and `timers` the attributes of the timers.
 
 mod one_reg;
+mod timers;
 
 use crate::arch::aarch64::cpu::Executor;
 use crate::arch::aarch64::machine::VcpuMachine;
@@ -14,6 +16,7 @@ use crate::vm::VmObject;
 use crate::{steal_time, user};
 use kvm_bindings::*;
 use slat::Shared;
+use slat_a64::SystemName;
 use std::sync::Arc;
 
 /// The features that a vCPU can have.
@@ -21,21 +24,29 @@ const FEATURES: u32 = 1 << KVM_ARM_VCPU_POWER_OFF | 1 << KVM_ARM_VCPU_PSCI_0_2;
 /// The features that KVM for arm64 knows. A processor may lack them.
 const KNOWN_FEATURES: u32 = (1 << (KVM_ARM_VCPU_HAS_EL2_E2H0 + 1)) - 1;
 
+const ID_AA64PFR0: SystemName = SystemName::new(3, 0, 0, 4, 0);
+/// ID_AA64PFR0_EL1.GIC: whether the CPU interface has system registers, and its value for those of GICv3.
+const ID_AA64PFR0_GIC: u64 = 0xf << 24;
+const ID_AA64PFR0_GIC_V3: u64 = 1 << 24;
+
 impl VmObject {
     /// Creates arm64's state of a new vCPU that other threads use.
-    pub(crate) fn shared_of_vcpu(&self, id: u32, _index: u32) -> VcpuShared {
-        VcpuShared::new(id)
+    pub(crate) fn shared_of_vcpu(&self, id: u32, index: u32) -> VcpuShared {
+        VcpuShared::new(id, index as usize)
     }
 
     /// Creates the CPU of a new vCPU, its machine, and the other state that only one thread at a time uses.
     ///
     /// # Errors
-    /// No error can happen.
+    /// `EBUSY` when the GIC is initialised. `EINVAL` when it can have no more vCPUs, and when its frames overlap.
     pub(crate) fn parts_of_vcpu(
         self: &Arc<Self>,
         engine: EngineVcpu,
         common: Shared<VcpuCommon>,
     ) -> Result<(Executor, VcpuMachine, VcpuState)> {
+        if let Some(chips) = self.interrupts.gic() {
+            chips.vcpu_created(common.arch.index)?;
+        }
         let machine = VcpuMachine::new(engine, self.clone(), common);
         Ok((Executor::new(), machine, VcpuState::default()))
     }
@@ -164,13 +175,14 @@ impl VcpuObject {
 
 impl VcpuObject {
     /// Carries out `KVM_HAS_DEVICE_ATTR`: a vCPU has the address of its structure for stolen time
-    /// (`KVM_ARM_VCPU_PVTIME_IPA`), where the host counts stolen time.
+    /// (`KVM_ARM_VCPU_PVTIME_IPA`), where the host counts stolen time, and the PPIs of its timers.
     ///
     /// # Errors
     /// `ENXIO` for another attribute.
     pub fn has_attribute(&self, attribute: &kvm_device_attr) -> Result<()> {
         let _inner = self.lock()?;
         match (attribute.group, attribute.attr) {
+            (KVM_ARM_VCPU_TIMER_CTRL, _) => self.has_timer(attribute),
             (KVM_ARM_VCPU_PVTIME_CTRL, address)
                 if address == KVM_ARM_VCPU_PVTIME_IPA.into() && steal_time::is_available() =>
             {
@@ -180,23 +192,31 @@ impl VcpuObject {
         }
     }
 
-    /// Carries out `KVM_GET_DEVICE_ATTR`: gets the guest-physical address of the structure for stolen time. All bits are set
-    /// if there is no structure.
+    /// Carries out `KVM_GET_DEVICE_ATTR`: gets the PPI of a timer, or the guest-physical address of the structure for
+    /// stolen time. All bits of the address are set if there is no structure.
     ///
     /// # Errors
     /// `ENXIO` for another attribute. `EFAULT`.
     pub fn get_attribute(&self, attribute: &kvm_device_attr) -> Result<()> {
+        if attribute.group == KVM_ARM_VCPU_TIMER_CTRL {
+            return self.get_timer_ppi(attribute);
+        }
         self.has_attribute(attribute)?;
         let address = self.lock()?.machine.stolen_time().unwrap_or(u64::MAX);
         user::write(attribute.addr, &address)
     }
 
-    /// Carries out `KVM_SET_DEVICE_ATTR`: sets the guest-physical address of the structure for stolen time.
+    /// Carries out `KVM_SET_DEVICE_ATTR`: sets the PPI of a timer of all vCPUs, or the guest-physical address of the
+    /// structure for stolen time.
     ///
     /// # Errors
-    /// `ENXIO` for another attribute. `EFAULT`. `EINVAL` if the address is no multiple of 64, or no memory. `EEXIST` if the
-    /// address is set.
+    /// `ENXIO` for another attribute. `EFAULT`. For the address, `EINVAL` if it is no multiple of 64, or no memory, and
+    /// `EEXIST` if it is set. For a PPI, `EINVAL` without GIC and for a number of no PPI, and `EBUSY` after a vCPU has
+    /// run.
     pub fn set_attribute(&self, attribute: &kvm_device_attr) -> Result<()> {
+        if attribute.group == KVM_ARM_VCPU_TIMER_CTRL {
+            return self.set_timer_ppi(attribute);
+        }
         self.has_attribute(attribute)?;
         let address: u64 = user::read(attribute.addr)?;
         let mut inner = self.lock()?;
@@ -245,6 +265,18 @@ impl Inner {
     pub(crate) fn identify(&mut self) {
         let settings = self.machine.settings();
         settings.identification().apply(&mut self.cpu.state);
+    }
+
+    /// Lets ID_AA64PFR0_EL1 say whether the GIC has system registers.
+    pub(crate) fn show_gic(&mut self, has_system_registers: bool) {
+        let old = self.cpu.state.system(ID_AA64PFR0).unwrap_or(0);
+        let shown = old & !ID_AA64PFR0_GIC
+            | if has_system_registers {
+                ID_AA64PFR0_GIC_V3
+            } else {
+                0
+            };
+        self.cpu.state.identify(ID_AA64PFR0, shown);
     }
 
     /// Whether the last run has begun an access that the next run has to complete.

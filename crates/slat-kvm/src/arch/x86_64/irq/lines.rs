@@ -8,6 +8,7 @@ use crate::errno::{Result, fail};
 use crate::irq::Interrupts;
 use crate::routing::Routes;
 use crate::ticker::VmTimers;
+use crate::vcpu_common::VcpuCommon;
 use kvm_bindings::{kvm_irq_routing_entry, kvm_msi};
 use slat_irqchip::lapic::Request;
 use slat_irqchip::line::Outcome;
@@ -173,6 +174,7 @@ impl Interrupts {
     /// Reads units from a device at `address`. Returns whether the device has accepted the read.
     pub(crate) fn read<'a>(
         &self,
+        _vcpu: &VcpuCommon,
         device: Device,
         address: u64,
         units: &mut impl Iterator<Item = &'a mut [u8]>,
@@ -189,6 +191,7 @@ impl Interrupts {
     /// Writes units to a device at `address`. Returns whether the device has accepted all units.
     pub(crate) fn write<'a>(
         &self,
+        _vcpu: &VcpuCommon,
         device: Device,
         address: u64,
         units: &mut impl Iterator<Item = &'a [u8]>,

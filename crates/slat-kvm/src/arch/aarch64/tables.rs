@@ -1,0 +1,106 @@
+//! Guest memory as the interrupt controllers access it: the tables of LPIs, and the tables and commands of an ITS.
+//!
+//! The controllers find memory by the memslots, without the second level. A thread that accesses memory this way has
+//! entered the engine, as a vCPU in `KVM_RUN` or as a [`Visitor`]. A call that removes a memslot waits for all threads
+//! that have entered. So no access goes to memory that the client has taken back.
+
+use crate::engine::{EngineVcpu, EngineVm};
+use crate::errno::{Result, no_memory};
+use slat::{Gfn, SlotFlags};
+use slat_gic::memory::{Fault, Memory};
+use slat_host::page_size;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// The guest's memory.
+#[derive(Clone)]
+pub(crate) struct Tables(Arc<EngineVm>);
+
+/// A guest of the engine that is no vCPU of the VM: a call of the client that accesses guest memory.
+pub(crate) struct Visitor(EngineVcpu);
+
+impl AsMut<EngineVcpu> for Visitor {
+    fn as_mut(&mut self) -> &mut EngineVcpu {
+        &mut self.0
+    }
+}
+
+impl Tables {
+    pub(crate) fn new(engine: Arc<EngineVm>) -> Self {
+        Tables(engine)
+    }
+
+    /// Creates a visitor, which [`Entered`](crate::entered::Entered) lets enter.
+    ///
+    /// # Errors
+    /// `ENOMEM`.
+    pub(crate) fn visitor(&self) -> Result<Visitor> {
+        self.0.create_vcpu().map(Visitor).map_err(no_memory)
+    }
+
+    /// Returns the host address of a guest-physical address, and the number of bytes from there to the end of the
+    /// memslot. `None`: there is no memslot, or a write is to a read-only memslot.
+    fn place(&self, gpa: u64, write: bool) -> Option<(*mut u8, u64)> {
+        let slot = self.0.memslot_from(0, gfn(gpa))?;
+        let offset = gpa.checked_sub(slot.gpa.0)?;
+        let is_refused = write && slot.flags.has(SlotFlags::READONLY);
+        (offset < slot.size && !is_refused)
+            .then(|| ((slot.backing.0 + offset) as *mut u8, slot.size - offset))
+    }
+
+    /// Accesses `len` bytes, memslot by memslot. `copy` gets the host address of each part, and the part's range among
+    /// the bytes. The part is accessed again as long as a kick interrupts the access.
+    fn access<E>(
+        &self,
+        gpa: u64,
+        len: usize,
+        write: bool,
+        mut copy: impl FnMut(*mut u8, Range<usize>) -> std::result::Result<(), E>,
+    ) -> std::result::Result<(), Fault> {
+        let mut done = 0;
+        while done < len {
+            let at = gpa.checked_add(done as u64).ok_or(Fault)?;
+            let (host, left) = self.place(at, write).ok_or(Fault)?;
+            let part = (len - done).min(usize::try_from(left).unwrap_or(usize::MAX));
+            slat_guard::forget_kick();
+            match copy(host, done..done + part) {
+                Ok(()) => done += part,
+                Err(_) if slat_guard::was_kicked() => {}
+                Err(_) => return Err(Fault),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Returns the frame of an address, in the host's pages, in which the engine counts.
+fn gfn(gpa: u64) -> Gfn {
+    Gfn(gpa / page_size() as u64)
+}
+
+impl Memory for Tables {
+    fn read(&self, gpa: u64, bytes: &mut [u8]) -> std::result::Result<(), Fault> {
+        self.access(gpa, bytes.len(), false, |host, part| {
+            // SAFETY: `host` is in a memslot, whose memory the client has given to the guest, and which stays while this
+            // thread is entered. The copy is guarded.
+            unsafe { slat_guard::copy_in(&mut bytes[part], host) }
+        })
+    }
+
+    fn write(&self, gpa: u64, bytes: &[u8]) -> std::result::Result<(), Fault> {
+        self.access(gpa, bytes.len(), true, |host, part| {
+            // SAFETY: as in `read`.
+            unsafe { slat_guard::copy_out(host, &bytes[part]) }
+        })?;
+        let last = gpa + (bytes.len() as u64).saturating_sub(1);
+        let (first, last) = (gfn(gpa), gfn(last));
+        // With dirty rings there is no bitmap for writes without a vCPU. The client has to copy the tables after it has
+        // saved them.
+        let _unlogged = self.0.mark_dirty(0, first..last.add(1));
+        Ok(())
+    }
+
+    fn has(&self, gpa: u64) -> bool {
+        self.place(gpa, false).is_some()
+    }
+}
