@@ -35,7 +35,7 @@ pub enum Event {
     GuestEntry(Hpa),
     /// The engine waits.
     Wait(WaitFor),
-    /// The engine flushes hardware: frames from the first to before the second.
+    /// The engine flushes hardware, for the frames from the first one up to, but not including, the second one.
     Flush(Gfn, Gfn),
 }
 

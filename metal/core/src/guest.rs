@@ -46,7 +46,7 @@ pub(crate) struct Guest<M: Machine> {
 }
 
 impl<M: Machine> Guest<M> {
-    /// The number of faults of one uninterrupted access from which on the access counts as making no progress.
+    /// If one access faults this number of times without an interruption, it counts as making no progress.
     const STUCK: u32 = 1000;
 
     pub(crate) fn new(vm: &GuestVm<M>) -> Result<Self, String> {
