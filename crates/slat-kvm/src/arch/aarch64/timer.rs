@@ -12,20 +12,11 @@ use std::time::{Duration, Instant};
 const CNTFRQ: SystemName = SystemName::new(3, 3, 14, 0, 0);
 const CNTPCT: SystemName = SystemName::new(3, 3, 14, 0, 1);
 const CNTVCT: SystemName = SystemName::new(3, 3, 14, 0, 2);
-const CNTKCTL: SystemName = SystemName::new(3, 0, 14, 1, 0);
 
 /// CNTx_CTL: the timer is enabled; its output is masked; the condition is met.
 const ENABLE: u64 = 1 << 0;
 const MASK: u64 = 1 << 1;
 const STATUS: u64 = 1 << 2;
-
-/// CNTKCTL: EL0 may read the counters (physical, virtual), and use the timers (virtual, physical).
-const EL0PCTEN: u64 = 1 << 0;
-const EL0VCTEN: u64 = 1 << 1;
-const EL0VTEN: u64 = 1 << 8;
-const EL0PTEN: u64 = 1 << 9;
-/// The bits of CNTKCTL that exist.
-const CNTKCTL_WRITABLE: u64 = 0x3ff;
 
 /// A timer's registers.
 #[derive(Clone, Copy, Debug, Default)]
@@ -58,7 +49,6 @@ pub(crate) struct Offset(Arc<AtomicU64>);
 pub(crate) struct Timers {
     timers: [Timer; 2],
     offset: Offset,
-    kernel_control: u64,
 }
 
 /// Returns the register of a timer that has this name.
@@ -86,7 +76,6 @@ impl Timers {
         Timers {
             timers: [Timer::default(); 2],
             offset,
-            kernel_control: 0,
         }
     }
 
@@ -137,28 +126,12 @@ impl Timers {
         Instant::now().checked_add(wait)
     }
 
-    /// Whether EL0 may read or write the register.
-    fn allows_el0(&self, name: SystemName) -> bool {
-        let needed = match (name, register(name)) {
-            (CNTFRQ, _) => EL0PCTEN | EL0VCTEN,
-            (CNTPCT, _) => EL0PCTEN,
-            (CNTVCT, _) => EL0VCTEN,
-            (_, Some((Which::Virtual, _))) => EL0VTEN,
-            (_, Some((Which::Physical, _))) => EL0PTEN,
-            _ => return false,
-        };
-        self.kernel_control & needed != 0
-    }
-
-    /// Reads a register of the timers. `None`: the access is UNDEFINED, or the register is none of the timers'.
-    pub(crate) fn read(&self, name: SystemName, el1: bool) -> Option<u64> {
-        if !el1 && !self.allows_el0(name) {
-            return None;
-        }
+    /// Reads a register of the timers. The processor has checked the rights of EL0. `None`: the register is none of the
+    /// timers', or cannot be read.
+    pub(crate) fn read(&self, name: SystemName) -> Option<u64> {
         Some(match (name, register(name)) {
             (CNTFRQ, _) => frequency(),
             (CNTPCT | CNTVCT, _) => self.counter(),
-            (CNTKCTL, _) => self.kernel_control,
             (_, Some((which, field))) => {
                 let timer = self.timer(which);
                 match field {
@@ -173,15 +146,9 @@ impl Timers {
         })
     }
 
-    /// Writes a register of the timers. `None`: the access is UNDEFINED, or the register is none of the timers'.
-    pub(crate) fn write(&mut self, name: SystemName, el1: bool, value: u64) -> Option<()> {
-        if !el1 && !self.allows_el0(name) {
-            return None;
-        }
-        if name == CNTKCTL {
-            self.kernel_control = value & CNTKCTL_WRITABLE;
-            return Some(());
-        }
+    /// Writes a register of the timers. The processor has checked the rights of EL0. `None`: the register is none of the
+    /// timers', or cannot be written.
+    pub(crate) fn write(&mut self, name: SystemName, value: u64) -> Option<()> {
         let (which, field) = register(name)?;
         let counter = self.counter();
         let timer = &mut self.timers[which as usize];
@@ -207,15 +174,14 @@ pub(crate) fn api_name(name: SystemName) -> SystemName {
     }
 }
 
-/// The registers of the timers in `KVM_GET_REG_LIST`, by the API's names: CTL, CNT and CVAL of both timers, and CNTKCTL.
-pub(crate) const API_REGISTERS: [SystemName; 7] = [
+/// The registers of the timers in `KVM_GET_REG_LIST`, by the API's names: CTL, CNT and CVAL of both timers.
+pub(crate) const API_REGISTERS: [SystemName; 6] = [
     SystemName::new(3, 3, 14, 3, 1),
     SystemName::new(3, 3, 14, 3, 2),
     SystemName::new(3, 3, 14, 0, 2),
     SystemName::new(3, 3, 14, 2, 1),
     SystemName::new(3, 3, 14, 0, 1),
     SystemName::new(3, 3, 14, 2, 2),
-    CNTKCTL,
 ];
 
 /// Whether this is a counter, which a client sets and a guest only reads.

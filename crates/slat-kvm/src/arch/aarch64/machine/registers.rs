@@ -53,7 +53,7 @@ impl VcpuMachine {
                     let interrupts = &self.vm.interrupts;
                     return interrupts.read_gic_register(&self.common, register);
                 }
-                None => return self.timers.read(name, el1),
+                None => return self.timers.read(name),
             },
         })
     }
@@ -67,7 +67,7 @@ impl VcpuMachine {
                     let interrupts = &self.vm.interrupts;
                     return interrupts.write_gic_register(&self.common, register, value);
                 }
-                self.timers.write(name, el1, value)?;
+                self.timers.write(name, value)?;
                 self.timer_rang();
             }
         }
