@@ -22,7 +22,7 @@ fn run_prints_the_account() {
         "x86_64" => {
             "A KVM program ran on slat: 2 vCPUs, 2 threads, 4 memslots, ept tables. No /dev/kvm."
         }
-        _ => "No guest ran: slat has no processor for arm64 guests yet.",
+        _ => "No guest ran: the demonstration has no guest for arm64 yet.",
     };
     for line in [
         of_architecture,

@@ -1,4 +1,4 @@
-//! AArch64, for whose guests slat has no processor yet: only the experiments that use the engine without a guest.
+//! AArch64: only the experiments that use the engine without a guest. There are no programs for arm64 guests yet.
 
 use crate::experiments::{faults, memslots, split, waits};
 use crate::rounds::{Bench, Size};

@@ -1,5 +1,5 @@
-//! The demonstration on AArch64: guest memory without a guest. slat has no processor for arm64 guests yet, so threads
-//! make the accesses that vCPUs would make.
+//! The demonstration on AArch64: guest memory without a guest. The demonstration has no program for arm64 guests yet,
+//! so threads make the accesses that vCPUs would make.
 //!
 //! | file | idea |
 //! |---|---|

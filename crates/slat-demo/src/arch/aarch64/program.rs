@@ -42,7 +42,7 @@ pub fn run<T>(
 ) -> Result<(Account, T), Failure> {
     let title = format!(
         "The memory of a VM on slat: {THREADS} threads, 2 memslots, {format} tables. No /dev/kvm.\n\
-         No guest ran: slat has no processor for arm64 guests yet. The threads accessed guest memory through the engine."
+         No guest ran: the demonstration has no guest for arm64 yet. The threads accessed guest memory through the engine."
     );
     let mut account = Account::new(title, "What the threads did");
     // Make the memory before the VM, because a VM's memory must outlive the VM.

@@ -5,5 +5,5 @@ pub(crate) fn prepare() {}
 
 /// Returns the reason why no code is compiled.
 pub(crate) fn why_not() -> Option<&'static str> {
-    Some("slat has no processor for arm64 guests yet")
+    Some("slat has no compiler for arm64 guests yet")
 }
