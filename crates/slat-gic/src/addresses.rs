@@ -166,7 +166,7 @@ impl Addresses {
             capacity,
             vcpus: Vec::new(),
         });
-        let placed = self.place_vcpus(vcpus);
+        let placed = self.place_vcpus(vcpus, vcpus);
         if placed.is_err() {
             self.regions.pop();
         }
@@ -178,17 +178,18 @@ impl Addresses {
         regions.any(|region| overlap(base, size, region.base, Self::size(region.capacity, vcpus)))
     }
 
-    /// Gives places to the vCPUs that have none yet, as long as there are free ones.
+    /// Gives places to the vCPUs that have none yet, as long as there are free ones. A region of a client that does not
+    /// count has places for `counted` vCPUs when it is compared with the distributor.
     ///
     /// # Errors
     /// [`Error::Invalid`]: a region overlaps the distributor.
-    pub(crate) fn place_vcpus(&mut self, vcpus: usize) -> Result<(), Error> {
+    pub(crate) fn place_vcpus(&mut self, vcpus: usize, counted: usize) -> Result<(), Error> {
         while self.places.len() < vcpus {
             let is_free = |region: &Region| region.capacity.is_none_or(|all| region.used() < all);
             let Some(region) = self.regions.iter().position(is_free) else {
                 break;
             };
-            self.check_distributor(vcpus)?;
+            self.check_distributor(counted)?;
             let index = self.regions[region].used();
             self.regions[region].vcpus.push(self.places.len());
             self.places.push(Place { region, index });

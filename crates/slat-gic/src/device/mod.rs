@@ -126,12 +126,13 @@ impl Device {
         }
     }
 
-    /// Gives the redistributors of new vCPUs their places. The owner calls this when it has created a vCPU.
+    /// Gives the redistributors of new vCPUs their places. The owner calls this when it has created a vCPU. As in KVM, the
+    /// newest vCPU does not count here when frames are compared, but [`check_ready`](Self::check_ready) counts it.
     ///
     /// # Errors
     /// [`Error::Invalid`]: frames overlap.
     pub fn vcpu_created(&mut self, vcpus: usize) -> Result<(), Error> {
-        self.addresses.place_vcpus(vcpus)
+        self.addresses.place_vcpus(vcpus, vcpus.saturating_sub(1))
     }
 
     /// Creates the GIC, unless it exists: KVM_DEV_ARM_VGIC_CTRL_INIT.

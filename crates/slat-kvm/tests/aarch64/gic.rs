@@ -277,14 +277,35 @@ fn irqfds_are_interrupts() {
     for model in [V3, V2] {
         let mut gic = Gic::new(model, 1);
         gic.set(0, 23, 1 << 1);
-        let (fd, resample) = (EventFd::new(0).unwrap(), EventFd::new(0).unwrap());
+        let fd = EventFd::new(0).unwrap();
         gic.guest.vm.register_irqfd(&fd, 1).unwrap();
         fd.write(1).unwrap();
         assert_eq!(acknowledged(&mut gic.vcpus[0]), 33);
+    }
+}
+
+#[test]
+fn resampled_irqfds_learn_of_the_ends_of_their_interrupts() {
+    for model in [V3, V2] {
+        let mut gic = Gic::new(model, 1);
+        gic.set(0, 23, 1 << 1);
+        // INTID 33 is level-triggered.
+        let group = KVM_DEV_ARM_VGIC_GRP_DIST_REGS;
+        set_attribute(&gic.device, group, 0xc08, 0).unwrap();
+        let (fd, resample) = (EventFd::new(0).unwrap(), EventFd::new(0).unwrap());
         let vm = &gic.guest.vm;
-        vm.unregister_irqfd(&fd, 1).unwrap();
-        let resampled = vm.register_irqfd_with_resample(&fd, &resample, 1);
-        assert_eq!(resampled.unwrap_err().errno(), libc::EINVAL);
+        vm.register_irqfd_with_resample(&fd, &resample, 1).unwrap();
+        fd.write(1).unwrap();
+        let vcpu = &mut gic.vcpus[0];
+        assert_eq!(acknowledged(vcpu), 33);
+        // The guest ends the interrupt, and waits. The client's device wants the line again.
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                assert_eq!(resample.read().unwrap(), 1);
+                fd.write(1).unwrap();
+            });
+            assert_eq!(acknowledged(vcpu), 33);
+        });
     }
 }
 

@@ -22,6 +22,7 @@ pub(crate) fn capability(cap: u32, _: MmuKind) -> u32 {
         KVM_CAP_ARM_USER_IRQ
         | KVM_CAP_IRQCHIP
         | KVM_CAP_IRQFD
+        | KVM_CAP_IRQFD_RESAMPLE
         | KVM_CAP_SIGNAL_MSI
         | KVM_CAP_MSI_DEVID
         | KVM_CAP_ARM_SET_DEVICE_ADDR

@@ -199,9 +199,9 @@ impl Interrupts {
         }
     }
 
-    /// Whether the controllers tell when the guest ends an interrupt: not yet.
+    /// Whether the controllers tell when the guest ends an interrupt.
     pub(crate) fn can_resample(&self) -> bool {
-        false
+        self.exist()
     }
 
     /// Returns the target that an entry of a client's table names.
@@ -231,19 +231,13 @@ impl Interrupts {
         }
     }
 
-    /// Raises and lowers the line of a target.
-    pub(crate) fn pulse_target(&self, target: Target, _source: u8) {
+    /// Carries out the signal of an irqfd that is not resampled. As in KVM for arm64, a line is raised and not lowered:
+    /// an edge-triggered SPI becomes pending, and the client lowers the line of a level-triggered one.
+    pub(crate) fn pulse_target(&self, target: Target, source: u8) {
         match target {
-            Target::Spi(number) => {
-                if let Some(chips) = self.gic() {
-                    chips.change(|parts| {
-                        for level in [true, false] {
-                            // An SPI that the GIC does not have has no effect, as in KVM.
-                            let _absent =
-                                (parts.gic()).map(|gic| gic.set_spi(PRIVATE + number, level));
-                        }
-                    });
-                }
+            // An SPI that the GIC does not have has no effect, as in KVM.
+            Target::Spi(_) => {
+                let _absent = self.set_target(target, source, true);
             }
             Target::Msi(msi) => {
                 // Nobody learns of an irqfd's message that the ITS refuses.
