@@ -224,7 +224,7 @@ impl Addresses {
     ///
     /// # Errors
     /// [`Error::NoAttribute`]: a frame has no address. [`Error::Invalid`]: two frames overlap.
-    pub(crate) fn check(&self, model: Model, vcpus: usize) -> Result<(), Error> {
+    pub(crate) fn check(&self, model: Model, vcpus: usize, address_bits: u32) -> Result<(), Error> {
         let distributor = self.distributor.ok_or(Error::NoAttribute)?;
         match model {
             Model::V2 => {
@@ -236,7 +236,16 @@ impl Addresses {
                 }
             }
             Model::V3 if self.places.len() < vcpus => Err(Error::NoAttribute),
-            Model::V3 => self.check_distributor(vcpus),
+            Model::V3 => {
+                let is_outside = |region: &Region| {
+                    let size = Self::size(region.capacity, vcpus);
+                    check_range(None, region.base, PAGE_64K, size, address_bits).is_err()
+                };
+                match self.regions.iter().any(is_outside) {
+                    true => Err(Error::Invalid),
+                    false => self.check_distributor(vcpus),
+                }
+            }
         }
     }
 

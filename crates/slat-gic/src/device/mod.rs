@@ -154,13 +154,16 @@ impl Device {
         Ok(())
     }
 
-    /// Prepares the first run of a vCPU. A GICv2 is initialized if the client has not done it.
+    /// Prepares the first run of a vCPU. A GICv2 is initialized if the client has not done it. `address_bits`: the bits of
+    /// the guest's physical addresses.
     ///
     /// # Errors
-    /// [`Error::NoAttribute`]: a frame has no address. [`Error::Invalid`]: frames overlap. [`Error::Busy`]: a GICv3 is
+    /// [`Error::NoAttribute`]: a frame has no address. [`Error::Invalid`]: frames overlap, or a region has grown
+    /// beyond the last address. [`Error::Busy`]: a GICv3 is
     /// not initialized.
-    pub fn check_ready(&mut self, vcpus: &[VcpuName]) -> Result<(), Error> {
-        self.addresses.check(self.model, vcpus.len())?;
+    pub fn check_ready(&mut self, vcpus: &[VcpuName], address_bits: u32) -> Result<(), Error> {
+        self.addresses
+            .check(self.model, vcpus.len(), address_bits)?;
         match (self.model, &self.gic) {
             (Model::V2, _) => self.initialize(vcpus),
             (Model::V3, None) => Err(Error::Busy),

@@ -111,6 +111,45 @@ slat_test_gic2_end:
     "
 );
 
+// Starts vCPU 1. Each vCPU writes ID_AA64PFR0_EL1.GIC to the device at 0x0900_0000.
+global_asm!(
+    r"
+    .pushsection .rodata
+    .balign 4
+slat_test_gic_field:
+    movz x0, #0xc400, lsl #16
+    add x0, x0, #3
+    mov x1, #1
+    adr x2, 1f
+    hvc #0
+1:  mrs x0, id_aa64pfr0_el1
+    ubfx x0, x0, #24, #4
+    mov x1, #0x09000000
+    str w0, [x1]
+slat_test_gic_field_end:
+    .popsection
+    "
+);
+
+#[test]
+fn all_vcpus_see_whether_the_gic_has_system_registers() {
+    for (model, expected) in [(Some(V3), 1), (Some(V2), 0), (None, 0)] {
+        let code = code!(slat_test_gic_field, slat_test_gic_field_end);
+        let guest = Guest::new(code);
+        let device = model.map(|model| create(&guest.vm, model).unwrap());
+        let mut first = guest.vcpu(0, 0);
+        let mut second = guest.vcpu(1, 1 << KVM_ARM_VCPU_POWER_OFF);
+        if let (Some(model), Some(device)) = (model, &device) {
+            place(model, device);
+        }
+        std::thread::scope(|scope| {
+            let second = scope.spawn(|| acknowledged(&mut second));
+            assert_eq!(acknowledged(&mut first), expected, "{model:?}");
+            assert_eq!(second.join().unwrap(), expected, "{model:?}");
+        });
+    }
+}
+
 fn attribute(group: u32, attr: u64, value: &mut u64) -> kvm_device_attr {
     kvm_device_attr {
         group,
@@ -141,6 +180,19 @@ fn create(vm: &VmFd, type_: u32) -> Result<DeviceFd, i32> {
     vm.create_device(&mut device).map_err(|error| error.errno())
 }
 
+/// Sets the addresses of a GIC, and initialises it.
+fn place(model: u32, device: &DeviceFd) {
+    let addresses = match model {
+        V2 => [KVM_VGIC_V2_ADDR_TYPE_DIST, KVM_VGIC_V2_ADDR_TYPE_CPU],
+        _ => [KVM_VGIC_V3_ADDR_TYPE_DIST, KVM_VGIC_V3_ADDR_TYPE_REDIST],
+    };
+    for (kind, address) in addresses.into_iter().zip([DISTRIBUTOR, INTERFACES]) {
+        set_attribute(device, KVM_DEV_ARM_VGIC_GRP_ADDR, kind.into(), address).unwrap();
+    }
+    let init = KVM_DEV_ARM_VGIC_CTRL_INIT.into();
+    set_attribute(device, KVM_DEV_ARM_VGIC_GRP_CTRL, init, 0).unwrap();
+}
+
 /// A guest with a GIC and initialised vCPUs.
 struct Gic {
     guest: Guest,
@@ -156,15 +208,7 @@ impl Gic {
         });
         let device = create(&guest.vm, model).unwrap();
         let vcpus: Vec<_> = (0..vcpus).map(|id| guest.vcpu(id, 0)).collect();
-        let addresses = match model {
-            V2 => [KVM_VGIC_V2_ADDR_TYPE_DIST, KVM_VGIC_V2_ADDR_TYPE_CPU],
-            _ => [KVM_VGIC_V3_ADDR_TYPE_DIST, KVM_VGIC_V3_ADDR_TYPE_REDIST],
-        };
-        for (kind, address) in addresses.into_iter().zip([DISTRIBUTOR, INTERFACES]) {
-            set_attribute(&device, KVM_DEV_ARM_VGIC_GRP_ADDR, kind.into(), address).unwrap();
-        }
-        let init = KVM_DEV_ARM_VGIC_CTRL_INIT.into();
-        set_attribute(&device, KVM_DEV_ARM_VGIC_GRP_CTRL, init, 0).unwrap();
+        place(model, &device);
         for (vcpu, n) in vcpus.iter().zip(0..) {
             let interface = match model {
                 V2 => INTERFACES,

@@ -10,7 +10,13 @@ fn v2_addresses() {
         Ok(u64::MAX)
     );
     let vcpus = v2.vcpus.clone();
-    assert_eq!(v2.device.check_ready(&vcpus).unwrap_err().errno(), ENXIO);
+    assert_eq!(
+        v2.device
+            .check_ready(&vcpus, ADDRESS_BITS)
+            .unwrap_err()
+            .errno(),
+        ENXIO
+    );
     assert_eq!(
         v2.set(group::ADDRESS, address::V2_DISTRIBUTOR, 0x800_0800),
         Err(EINVAL)
@@ -54,7 +60,7 @@ fn v2_addresses() {
         assert_eq!(v2.get(group::ADDRESS, other), Err(ENXIO));
         assert_eq!(v2.has(group::ADDRESS, other), Err(ENXIO));
     }
-    v2.device.check_ready(&vcpus).unwrap();
+    v2.device.check_ready(&vcpus, ADDRESS_BITS).unwrap();
     assert!(v2.device.gic().is_some(), "the first run initializes");
     assert_eq!(v2.device.find(0x800_0ffc), Some((DIST, 0xffc)));
     assert_eq!(v2.device.find(0x801_1000), Some((CPU, 0x1000)));
@@ -67,7 +73,11 @@ fn v2_addresses() {
         .set(group::ADDRESS, address::V2_DISTRIBUTOR, 0x800_1000)
         .unwrap();
     assert_eq!(
-        overlapping.device.check_ready(&vcpus).unwrap_err().errno(),
+        overlapping
+            .device
+            .check_ready(&vcpus, ADDRESS_BITS)
+            .unwrap_err()
+            .errno(),
         EINVAL
     );
 }
@@ -84,7 +94,13 @@ fn one_region_of_redistributors() {
     );
     v3.set(group::ADDRESS, address::V3_DISTRIBUTOR, 0x800_0000)
         .unwrap();
-    assert_eq!(v3.device.check_ready(&vcpus).unwrap_err().errno(), ENXIO);
+    assert_eq!(
+        v3.device
+            .check_ready(&vcpus, ADDRESS_BITS)
+            .unwrap_err()
+            .errno(),
+        ENXIO
+    );
     assert_eq!(
         v3.set(group::ADDRESS, address::REDISTRIBUTORS, 0x80a_1000),
         Err(EINVAL)
@@ -113,12 +129,15 @@ fn one_region_of_redistributors() {
         Ok(0x80a_0000)
     );
     assert_eq!(
-        v3.device.check_ready(&vcpus).unwrap_err().errno(),
+        v3.device
+            .check_ready(&vcpus, ADDRESS_BITS)
+            .unwrap_err()
+            .errno(),
         EBUSY,
         "not initialized"
     );
     v3.set(group::CONTROL, control::INITIALIZE, 0).unwrap();
-    v3.device.check_ready(&vcpus).unwrap();
+    v3.device.check_ready(&vcpus, ADDRESS_BITS).unwrap();
     assert_eq!(
         v3.device.find(0x80a_0000 + RD_SIZE + 4),
         Some((Frame::Redistributor(1), 4))
@@ -173,7 +192,10 @@ fn regions_of_redistributors() {
     );
     v3.set(group::CONTROL, control::INITIALIZE, 0).unwrap();
     assert_eq!(
-        v3.device.check_ready(&vcpus).unwrap_err().errno(),
+        v3.device
+            .check_ready(&vcpus, ADDRESS_BITS)
+            .unwrap_err()
+            .errno(),
         ENXIO,
         "one vCPU has no place"
     );
@@ -185,7 +207,7 @@ fn regions_of_redistributors() {
     v3.set(group::ADDRESS, attribute, region(1, 0x904_0000, 8))
         .unwrap();
     assert_eq!(last(&mut v3), [0, 0, 1]);
-    v3.device.check_ready(&vcpus).unwrap();
+    v3.device.check_ready(&vcpus, ADDRESS_BITS).unwrap();
     assert_eq!(
         v3.get_with(group::ADDRESS, attribute, 1),
         Ok(region(1, 0x904_0000, 8))
@@ -206,5 +228,35 @@ fn overlaps_are_found_at_the_first_run() {
         .unwrap();
     v3.set(group::ADDRESS, address::V3_DISTRIBUTOR, 0x801_0000)
         .unwrap();
-    assert_eq!(v3.device.check_ready(&vcpus).unwrap_err().errno(), EINVAL);
+    assert_eq!(
+        v3.device
+            .check_ready(&vcpus, ADDRESS_BITS)
+            .unwrap_err()
+            .errno(),
+        EINVAL
+    );
+}
+
+/// As in KVM, the region of a client that does not count its vCPUs may grow into the distributor, and beyond the last
+/// address. Both are found at the first run.
+#[test]
+fn regions_grow_with_the_vcpus() {
+    let cases = [(0, 0x7_0000), ((1 << ADDRESS_BITS) - 0x6_0000, 0)];
+    for (redistributors, distributor) in cases {
+        let mut v3 = Client::new(Model::V3, 4);
+        let vcpus = std::mem::take(&mut v3.vcpus);
+        v3.vcpus.push(vcpus[0]);
+        v3.set(group::ADDRESS, address::REDISTRIBUTORS, redistributors)
+            .unwrap();
+        v3.set(group::ADDRESS, address::V3_DISTRIBUTOR, distributor)
+            .unwrap();
+        for count in 2..=4 {
+            v3.vcpus.push(vcpus[count - 1]);
+            v3.device.vcpu_created(count).unwrap();
+        }
+        v3.set(group::CONTROL, control::INITIALIZE, 0).unwrap();
+        let refused = v3.device.check_ready(&vcpus, ADDRESS_BITS);
+        assert_eq!(refused.unwrap_err().errno(), EINVAL);
+        v3.device.check_ready(&vcpus[..3], ADDRESS_BITS).unwrap();
+    }
 }

@@ -7,6 +7,9 @@ use super::*;
 use slat_gic::device::{Device, ItsDevice, Vm, address, control, group, value_size};
 use slat_gic::gic::VcpuName;
 
+/// The bits of a guest-physical address.
+const ADDRESS_BITS: u32 = 40;
+
 const ENXIO: i32 = 6;
 const E2BIG: i32 = 7;
 const EBUSY: i32 = 16;
@@ -40,7 +43,7 @@ impl Client {
         let vm = Vm {
             vcpus: &self.vcpus,
             memory: &self.memory,
-            address_bits: 40,
+            address_bits: ADDRESS_BITS,
         };
         self.device
             .set(&vm, group, attribute, value)
@@ -55,7 +58,7 @@ impl Client {
         let vm = Vm {
             vcpus: &self.vcpus,
             memory: &self.memory,
-            address_bits: 40,
+            address_bits: ADDRESS_BITS,
         };
         self.device
             .get(&vm, group, attribute, input)
@@ -66,7 +69,7 @@ impl Client {
         let vm = Vm {
             vcpus: &self.vcpus,
             memory: &self.memory,
-            address_bits: 40,
+            address_bits: ADDRESS_BITS,
         };
         self.device
             .has(&vm, group, attribute)

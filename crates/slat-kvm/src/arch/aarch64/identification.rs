@@ -16,6 +16,11 @@ const CTR_SIZES: u64 = 0xf << 16 | 0xf;
 /// CLIDR_EL1, of which each vCPU has its own.
 const CLIDR: SystemName = SystemName::new(3, 1, 0, 0, 1);
 
+/// The place of ID_AA64PFR0, and its field GIC: the CPU interface has system registers, those of GICv3.
+const PFR0: usize = 8 * 4;
+const PFR0_GIC: u64 = 0xf << 24;
+const PFR0_GIC_V3: u64 = 1 << 24;
+
 /// The number of registers with the names (3, 0, 0, CRm, op2), of which CRm 0 has none of this file.
 const COUNT: usize = 64;
 const CRM_32_BITS: std::ops::RangeInclusive<usize> = 1..=3;
@@ -130,7 +135,7 @@ impl IdRegister {
     }
 }
 
-/// Returns the values of the processor.
+/// Returns the values of the processor, with the system registers of a GICv3.
 fn limits() -> Identification {
     let state = State::reset();
     let mut limits = Identification {
@@ -144,6 +149,7 @@ fn limits() -> Identification {
             _ => limits.ctr = value,
         }
     }
+    limits.values[PFR0] |= PFR0_GIC_V3;
     limits
 }
 
@@ -192,6 +198,11 @@ impl Identification {
             IdRegister::Ctr => self.ctr = value,
         }
         Ok(())
+    }
+
+    /// Takes the system registers of a GICv3 away from the guest.
+    pub(crate) fn hide_gic(&mut self) {
+        self.values[PFR0] &= !PFR0_GIC;
     }
 
     /// Gives a processor these values.

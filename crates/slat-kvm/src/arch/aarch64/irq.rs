@@ -81,7 +81,7 @@ impl Interrupts {
         };
         chips.make_ready(|| {
             let ranges = self.initialising(chips, |parts, names| match &mut parts.device {
-                Some(device) => (device.check_ready(names))
+                Some(device) => (device.check_ready(names, chips.address_bits))
                     .map(|()| device.ranges())
                     .map_err(refused),
                 None => Ok(Vec::new()),

@@ -18,19 +18,22 @@ use slat_a64::{Right, Stage2, Stop, Syndrome};
 use std::sync::atomic::Ordering;
 
 impl VcpuObject {
-    /// Completes the access that the client has carried out. Returns `false` if `KVM_RUN` has to return at once, with
+    /// Prepares the GIC, and completes the access that the client has carried out. Returns `false` if `KVM_RUN` has to return at once, with
     /// success.
     ///
     /// # Errors
     /// `ENOEXEC` before `KVM_ARM_VCPU_INIT`. The errors of [`Interrupts::make_ready`](crate::irq::Interrupts::make_ready).
     pub(crate) fn prepare(&self, inner: &mut Inner, _: Option<&Masked>) -> Result<bool> {
         inner.check_initialised()?;
+        let interrupts = &self.vm.interrupts;
+        interrupts.make_ready(|start, len| self.vm.place_device(start, len, Device::Gic))?;
         if !inner.has_run {
-            inner.machine.settings().vcpu_runs();
+            let has_gic = interrupts.has_system_registers();
+            inner.machine.settings().vcpu_runs(has_gic);
             inner.identify();
+            self.common().arch.begin_to_run();
         }
-        self.common().arch.begin_to_run();
-        self.prepare_gic(inner)?;
+        inner.machine.drive_timers();
         match std::mem::take(&mut inner.arch.unfinished) {
             Unfinished::Nothing => {}
             Unfinished::MmioRead(len) => {
@@ -42,18 +45,6 @@ impl VcpuObject {
             Unfinished::MmioWrite => inner.cpu.complete_mmio_write(),
         }
         Ok(true)
-    }
-
-    /// Puts the GIC's frames on the bus, and gives the GIC the outputs of the timers.
-    fn prepare_gic(&self, inner: &mut Inner) -> Result<()> {
-        let interrupts = &self.vm.interrupts;
-        if !interrupts.exist() {
-            return Ok(());
-        }
-        interrupts.make_ready(|start, len| self.vm.place_device(start, len, Device::Gic))?;
-        inner.show_gic(interrupts.has_system_registers());
-        inner.machine.drive_timers();
-        Ok(())
     }
 
     /// Has nothing to do: the VM's settings do not change the CPU.

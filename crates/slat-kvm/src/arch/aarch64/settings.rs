@@ -64,9 +64,13 @@ impl Default for Settings {
 }
 
 impl Settings {
-    /// Call when a vCPU runs for the first time.
-    pub(crate) fn vcpu_runs(&mut self) {
+    /// Call when a vCPU runs for the first time. `has_gic`: the GIC has system registers. As in KVM, a client reads the
+    /// field of ID_AA64PFR0 that says so as 1 before.
+    pub(crate) fn vcpu_runs(&mut self, has_gic: bool) {
         self.has_run = true;
+        if !has_gic {
+            self.identification.hide_gic();
+        }
     }
 
     /// Carries out `KVM_ARM_VM_SMCCC_FILTER`: chooses what happens to the calls of some functions.
@@ -190,7 +194,7 @@ mod tests {
                 "{asked:?}"
             );
         }
-        settings.vcpu_runs();
+        settings.vcpu_runs(false);
         let late = settings.add_filter(&filter(0x8500_0000, 1, 1));
         assert_eq!(errno(late), Some(libc::EBUSY));
     }
@@ -204,7 +208,7 @@ mod tests {
         let errno = |result: Result<()>| result.unwrap_err().errno();
         assert_eq!(errno(settings.set_services(VENDOR, 4)), libc::EINVAL);
         assert_eq!(errno(settings.set_services(3, 0)), libc::ENOENT);
-        settings.vcpu_runs();
+        settings.vcpu_runs(false);
         settings.set_services(VENDOR, 0).unwrap();
         assert_eq!(errno(settings.set_services(VENDOR, 3)), libc::EBUSY);
     }

@@ -16,18 +16,12 @@ use crate::vm::VmObject;
 use crate::{steal_time, user};
 use kvm_bindings::*;
 use slat::Shared;
-use slat_a64::SystemName;
 use std::sync::Arc;
 
 /// The features that a vCPU can have.
 const FEATURES: u32 = 1 << KVM_ARM_VCPU_POWER_OFF | 1 << KVM_ARM_VCPU_PSCI_0_2;
 /// The features that KVM for arm64 knows. A processor may lack them.
 const KNOWN_FEATURES: u32 = (1 << (KVM_ARM_VCPU_HAS_EL2_E2H0 + 1)) - 1;
-
-const ID_AA64PFR0: SystemName = SystemName::new(3, 0, 0, 4, 0);
-/// ID_AA64PFR0_EL1.GIC: whether the CPU interface has system registers, and its value for those of GICv3.
-const ID_AA64PFR0_GIC: u64 = 0xf << 24;
-const ID_AA64PFR0_GIC_V3: u64 = 1 << 24;
 
 impl VmObject {
     /// Creates arm64's state of a new vCPU that other threads use.
@@ -265,18 +259,6 @@ impl Inner {
     pub(crate) fn identify(&mut self) {
         let settings = self.machine.settings();
         settings.identification().apply(&mut self.cpu.state);
-    }
-
-    /// Lets ID_AA64PFR0_EL1 say whether the GIC has system registers.
-    pub(crate) fn show_gic(&mut self, has_system_registers: bool) {
-        let old = self.cpu.state.system(ID_AA64PFR0).unwrap_or(0);
-        let shown = old & !ID_AA64PFR0_GIC
-            | if has_system_registers {
-                ID_AA64PFR0_GIC_V3
-            } else {
-                0
-            };
-        self.cpu.state.identify(ID_AA64PFR0, shown);
     }
 
     /// Whether the last run has begun an access that the next run has to complete.
