@@ -215,7 +215,7 @@ impl Gic {
                 _ => INTERFACES + n * REDISTRIBUTOR_SIZE,
             };
             for (register, value) in [(19, DISTRIBUTOR), (20, interface), (21, DEVICE)] {
-                set(vcpu, X0 | 2 * register, value);
+                set(vcpu, X0 + 2 * register, value);
             }
         }
         Gic {
@@ -226,7 +226,7 @@ impl Gic {
     }
 
     fn set(&self, vcpu: usize, register: u64, value: u64) {
-        set(&self.vcpus[vcpu], X0 | 2 * register, value);
+        set(&self.vcpus[vcpu], X0 + 2 * register, value);
     }
 
     fn line(&self, intid: u32, level: bool) {
