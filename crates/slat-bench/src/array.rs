@@ -11,13 +11,13 @@
 //! engine's own memslots costs nothing. The rival zaps translations by [`slat::Vm::zap`]. So both sides do the same
 //! operations on the same tables, and differ only in how they find and change a memslot:
 //!
-//! * a *fault* costs the rival its search and then slat's fault. That fault looks up the covering memslot, which slat
-//!   remembers. To make up for this, slat's side looks up its remembered memslot once more after each fault
-//!   ([`crate::experiments::memslots`]);
-//! * an *invalidation* costs the rival one scan at its begin (KVM made another one at its end), the count of
-//!   invalidations in progress, which the engine keeps as well, and the same zap and flush;
-//! * a *change* costs the rival the same checks, one copy, and for a memslot that is deleted or moved
-//!   the same zap and flush.
+//! * a *fault* costs the rival its own search and then slat's fault, which looks up the covering memslot once more.
+//!   That look-up is cheap, because slat remembers the memslot. To be fair, slat's side also looks up its remembered
+//!   memslot once more after each fault ([`crate::experiments::memslots`]);
+//! * an *invalidation* costs the rival one scan at its begin (KVM made a second scan at its end), the count of
+//!   invalidations in progress, which the engine counts as well, and the same zap and flush;
+//! * a *change* costs the rival the same checks and one copy. Deleting or moving a memslot also costs the same zap
+//!   and flush.
 //!
 //! Every choice favours the rival: a memslot is 32 bytes (KVM's were larger); a change makes one copy (KVM made two of
 //! a memslot that moves); a copy reuses the array of the previous change, so that it causes no page faults; the index
@@ -47,7 +47,7 @@ struct Slot {
     flags: SlotFlags,
 }
 
-// The size up to which the published comparison counts an array as a fair rival.
+// The published comparison counts an array with elements up to this size as a fair rival.
 const _: () = assert!(size_of::<Slot>() <= 64);
 
 impl Slot {
@@ -71,7 +71,7 @@ impl Slot {
     }
 }
 
-/// The memslots at one moment.
+/// The memslots as of one moment. Readers use a set while a writer makes the next one.
 #[derive(Clone, Default)]
 struct Set {
     /// The slots, sorted by `base`, without overlap.
@@ -108,11 +108,11 @@ impl Set {
             .filter_map(move |slot| slot.gfns_backed_by(range))
     }
 
-    /// Makes `self` a copy of `old` without the slot at index `leaves`, and with the slot `comes`.
+    /// Makes `self` a copy of `old` without the slot at index `leaves`, and with the new slot `comes`.
     fn copy_with(&mut self, old: &Set, leaves: Option<usize>, comes: Option<Slot>) {
         self.slots.clear();
         self.slots.reserve(old.slots.len() + 1);
-        // Moves the elements between the two indices at once.
+        // Moves all elements between the two indices in one copy.
         let gap = leaves.unwrap_or(old.slots.len());
         let after = leaves.map_or(old.slots.len(), |leaves| leaves + 1);
         let (before, after) = (&old.slots[..gap], &old.slots[after..]);
@@ -140,7 +140,7 @@ impl Set {
     }
 }
 
-/// State that only changes use.
+/// State that only changes of memslots use.
 #[derive(Default)]
 struct Writer {
     /// For each id, the slot's first frame, or [`NOWHERE`].
@@ -196,12 +196,12 @@ pub struct ArrayVm {
     generation: AtomicU64,
     writer: Mutex<Writer>,
     in_progress: InProgress,
-    /// The number of invalidations that have ended, like the engine's sequence. No fault is in progress when an
-    /// invalidation ends, because one thread makes both; the counter exists so that its cost is measured.
+    /// The number of invalidations that have ended, like the engine's sequence. It is never needed, because one
+    /// thread makes both the faults and the invalidations; the counter exists so that its cost is measured.
     sequence: AtomicU64,
 }
 
-/// Locks `mutex`. A lock is poisoned only by a bug of this file.
+/// Locks `mutex`. Only a bug in this file can poison a lock.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -210,8 +210,8 @@ impl ArrayVm {
     /// The number of frames of the covering memslot. No array slot may reach beyond them.
     const COVERED: u64 = 1 << 30;
 
-    /// Creates a VM without memslots, whose memslots must back each guest address `gpa` by the address `gpa +
-    /// displacement`.
+    /// Creates a VM without memslots. Every memslot that is added later must back guest address `gpa` by the address
+    /// `gpa + displacement`.
     pub fn new(displacement: u64) -> Arc<Self> {
         Arc::new(Self::empty(displacement))
     }
@@ -290,7 +290,7 @@ impl ArrayVm {
         match Arc::get_mut(&mut copy) {
             Some(set) => set.copy_with(&now, old, new),
             None => {
-                // A reader still uses the spare array.
+                // A reader still uses the spare array, so a new one is made.
                 let mut set = Set::default();
                 set.copy_with(&now, old, new);
                 copy = Arc::new(set);
@@ -310,7 +310,7 @@ impl ArrayVm {
         Ok(())
     }
 
-    /// Begins an invalidation of `range` of the backing, which ends when the returned guard is dropped.
+    /// Begins an invalidation of `range` of the backing. Dropping the returned guard ends the invalidation.
     pub fn invalidate(&self, range: Range<Hva>) -> ArrayInvalidation<'_> {
         self.in_progress.begin(&range);
         let set = self.current();
@@ -343,7 +343,7 @@ impl ArrayVm {
 pub struct ArrayInvalidation<'a> {
     vm: &'a ArrayVm,
     range: Range<Hva>,
-    /// Whether a slot used the range at the begin. If none did, the end does nothing.
+    /// Whether a slot used the range when the invalidation began. If none did, the end has nothing to do.
     used: bool,
 }
 
@@ -377,7 +377,7 @@ impl ArrayVcpu {
         self.engine.leave();
     }
 
-    /// Translates `gpa` if no leaf allows the access: looks the slot up, and calls the engine's fault.
+    /// Translates `gpa` when no leaf allows the access: looks up the slot in the array, and calls the engine's fault.
     ///
     /// # Errors
     /// [`Stop`].
@@ -399,7 +399,7 @@ impl ArrayVcpu {
         self.engine.translate(gpa, access)
     }
 
-    /// Translates `gpa` if a leaf is mapped. This needs no slot.
+    /// Translates `gpa` through a mapped leaf. This needs no slot.
     ///
     /// # Errors
     /// [`Stop`].
@@ -488,7 +488,7 @@ mod tests {
             let base = random(&mut seed) % PAGES;
             let change = match (model.get(&id), random(&mut seed) % 3) {
                 (Some(_), 0) => region(id, 0, 0),
-                // A move: the backing stays.
+                // A move keeps the backing.
                 (Some(old), _) => (*old).with_gpa(Gpa(base << PAGE_SHIFT)),
                 (None, _) => region(id, base, 1 + random(&mut seed) % 12),
             };

@@ -1,8 +1,7 @@
 //! The engine alone: a platform whose host memory is always resident.
 //!
-//! On this platform, all measured time is the memory system's own: no page of the host is brought in, zeroed or
-//! unmapped, and no guest instruction is interpreted. As for a VM in userspace, tables are in frames that slat-host
-//! cuts from chunks.
+//! On this platform, all measured time is the memory system's own: the host neither allocates, zeroes nor unmaps a
+//! page, and no guest instruction is executed. As for a VM in userspace, slat-host allocates the tables' frames.
 
 use std::ops::Range;
 use std::ptr::NonNull;
@@ -15,24 +14,24 @@ use slat::{
 use slat::{Prefetch, Setting};
 use slat_host::frames::Frames;
 
-/// A page of a guest, the smallest unit that is mapped, in bytes.
+/// The size in bytes of a guest page, the smallest unit that is mapped.
 pub const PAGE: u64 = slat::PAGE_SIZE;
-/// The guest address at which the memory begins that an experiment measures.
+/// The guest address of the memory that an experiment measures.
 pub const DATA: u64 = 4 << 30;
 
-/// Host memory whose physical addresses are its backing addresses. It is never accessed.
+/// A platform whose host memory has physical addresses equal to its backing addresses. The memory is never accessed.
 pub struct Bare {
     frames: Frames,
     /// Size of the pages by which the host maps the memory.
     level: Level,
 }
 
-/// Creates a VM of one address space on a host of 4 KiB pages, without prefetch: each page is a fault of its own.
+/// Creates a VM with one address space, on a host with 4 KiB pages. Prefetch is off, so each page takes a fault.
 pub fn vm() -> Arc<Vm<Bare, Ept>> {
     vm_on(Level::PAGE)
 }
 
-/// Creates a VM like [`vm`]'s, but whose host maps its memory by pages of `level`.
+/// Creates a VM like [`vm`]'s, but on a host that maps its memory by pages of `level`.
 pub fn vm_on(level: Level) -> Arc<Vm<Bare, Ept>> {
     vm_with(level, MmuKind::Tdp)
 }
@@ -85,7 +84,7 @@ unsafe impl Platform for Bare {
     }
 
     unsafe fn free_table(&self, _: VmId, frame: Pfn) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises the same for the frame.
         unsafe { self.frames.free(&[frame]) }
     }
 
@@ -94,7 +93,7 @@ unsafe impl Platform for Bare {
     }
 
     unsafe fn free_tables(&self, _: VmId, frames: &[Pfn]) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises the same for the frames.
         unsafe { self.frames.free(frames) }
     }
 

@@ -1,4 +1,4 @@
-//! Comparisons, as the tables for people show them. A line compares the values of one metric of a case, before and
+//! Comparisons for the report's tables. A line compares one metric of a case between two variants, called before and
 //! after.
 
 use slat_kvm::report::grouped;
@@ -15,30 +15,30 @@ pub struct Line {
     pub(crate) case: String,
     pub(crate) metric: &'static str,
     pub(crate) unit: Unit,
-    /// Variant and value; `None` if there is nothing to compare with.
+    /// The variant and its value; `None` if the line compares nothing.
     pub(crate) before: Option<(&'static str, f64)>,
     pub(crate) after: (&'static str, f64),
     pub(crate) change: Option<f64>,
-    /// The published change.
+    /// The published relative change.
     pub(crate) published: Option<f64>,
     pub(crate) limit: Option<(&'static str, f64)>,
     pub(crate) kvm: Option<f64>,
     goal: Option<Goal>,
 }
 
-/// An acceptance number.
+/// A goal: the bound that a value is asked to meet.
 #[derive(Clone, Debug)]
 pub struct Goal {
-    /// The goal in a few characters.
+    /// A short text of the goal.
     pub text: String,
     /// Whether the goal was reached.
     pub met: bool,
-    /// The main part of the value, if the goal was not reached.
+    /// For a missed goal: which part of the value is the largest.
     pub(crate) why: Option<String>,
 }
 
 impl Goal {
-    /// Returns the goal after a mark that shows whether it was reached.
+    /// Returns the goal's text with a mark in front that shows whether the goal was reached.
     pub fn marked(&self) -> String {
         let mark = if self.met { '\u{2713}' } else { '\u{2717}' };
         format!("{mark} {}", self.text)
@@ -46,7 +46,7 @@ impl Goal {
 }
 
 impl Line {
-    /// Makes a line of `variant` alone; `None` if it was not measured.
+    /// Makes a line with `variant` alone; `None` if the variant was not measured.
     pub fn of(
         report: &Report,
         experiment: &str,
@@ -69,7 +69,7 @@ impl Line {
         })
     }
 
-    /// Makes a line of `after` beside `before`; `None` if one of them was not measured.
+    /// Makes a line that compares `after` with `before`; `None` if one of them was not measured.
     pub fn compare(
         report: &Report,
         experiment: &str,
@@ -87,7 +87,7 @@ impl Line {
         })
     }
 
-    /// Adds the best value that can be reached.
+    /// Adds a limit, the best value that can be reached.
     pub fn with_limit(self, name: &'static str, value: Option<f64>) -> Self {
         Line {
             limit: value.map(|value| (name, value)),
@@ -95,7 +95,7 @@ impl Line {
         }
     }
 
-    /// Replaces the published change, which is otherwise that of the case and metric.
+    /// Replaces the published change. By default, it is the one found for the case and the metric.
     pub fn with_published(self, change: Option<f64>) -> Self {
         Line {
             published: change,
@@ -103,46 +103,46 @@ impl Line {
         }
     }
 
-    /// Sets the goal: a change (−0.73: 73 % less) no greater than `most`.
+    /// Sets the goal that the change is at most `most` (−0.73 means 73 % less).
     pub fn change_at_most(self, most: f64) -> Self {
         let met = self.change.is_some_and(|change| change <= most);
         self.goal(format!("\u{2264} {}", percent(most)), met)
     }
 
-    /// Sets the goal: a change no less than `least`.
+    /// Sets the goal that the change is at least `least`.
     pub fn change_at_least(self, least: f64) -> Self {
         let met = self.change.is_some_and(|change| change >= least);
         self.goal(format!("\u{2265} {}", percent(least)), met)
     }
 
-    /// Sets the goal: a change of at most `most`, up or down.
+    /// Sets the goal that the value changes by at most `most`, up or down.
     pub fn change_within(self, most: f64) -> Self {
         let met = self.change.is_some_and(|change| change.abs() <= most);
         self.goal(format!("\u{b1} {:.1} %", most * 100.0), met)
     }
 
-    /// Sets the goal: a value no greater than `most`.
+    /// Sets the goal that the value is at most `most`.
     pub fn at_most(self, most: f64) -> Self {
         let text = format!("\u{2264} {}", shown(most, self.unit));
         let met = self.after.1 <= most;
         self.goal(text, met)
     }
 
-    /// Sets the goal: a value no less than `least`.
+    /// Sets the goal that the value is at least `least`.
     pub fn at_least(self, least: f64) -> Self {
         let text = format!("\u{2265} {}", shown(least, self.unit));
         let met = self.after.1 >= least;
         self.goal(text, met)
     }
 
-    /// Sets the goal: a value no greater than `factor` times the limit.
+    /// Sets the goal that the value is at most `factor` times the limit.
     pub fn at_most_of_limit(self, factor: f64) -> Self {
         let (name, limit) = self.limit.unwrap_or(("limit", f64::NAN));
         let met = self.after.1 <= factor * limit;
         self.goal(format!("\u{2264} {factor}\u{d7} {name}"), met)
     }
 
-    /// Sets another goal.
+    /// Sets a goal with any text, and whether it was met.
     pub fn goal(self, text: String, met: bool) -> Self {
         let why = None;
         Line {
@@ -151,7 +151,7 @@ impl Line {
         }
     }
 
-    /// Sets the text for a missed goal: the main part of the value.
+    /// Sets the explanation of a missed goal: which part of the value is the largest.
     pub fn or_else(mut self, why: String) -> Self {
         if let Some(goal) = &mut self.goal {
             goal.why = Some(why);
@@ -159,23 +159,23 @@ impl Line {
         self
     }
 
-    /// Returns the goal and whether it was reached.
+    /// Returns the goal, if there is one. The goal knows whether it was reached.
     pub fn asked(&self) -> Option<&Goal> {
         self.goal.as_ref()
     }
 
-    /// Returns case and metric, for people.
+    /// Returns the case and the metric as a text for people.
     pub fn name(&self) -> String {
         format!("{} {}", self.case, self.metric)
     }
 
-    /// Returns the group of a line: lines of one group share a heading.
+    /// Returns the key of the line's group. Lines of one group share a heading in the table.
     fn group(&self) -> (&str, Option<&str>, &str) {
         let before = self.before.map(|(variant, _)| variant);
         (&self.case, before, self.after.0)
     }
 
-    /// Returns the text of the table's columns.
+    /// Returns the text of each column of the table.
     pub(crate) fn cells(&self) -> [String; COLUMNS.len()] {
         let value = |value: Option<f64>| value.map_or(String::new(), |v| shown(v, self.unit));
         let percent = |change: Option<f64>| change.map_or(String::new(), percent);
@@ -195,9 +195,9 @@ impl Line {
 /// The rows of an experiment's table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Rows {
-    /// A row for each metric, under a heading for each case: variants are compared.
+    /// Each metric is a row, below a heading for its case. The columns compare variants.
     Metrics,
-    /// A row for each case, a column for each metric: cases are compared.
+    /// Each case is a row, and each metric a column.
     Cases,
 }
 
@@ -217,7 +217,7 @@ pub(crate) struct GridRow<'a> {
 
 impl<'a> Grid<'a> {
     pub(crate) fn new(lines: &'a [Line]) -> Self {
-        // The metrics, each with the variant with which it is compared, if there is one.
+        // The metrics, each with the variant that it is compared with, if any.
         let mut columns: Vec<(&'a str, Option<&'a str>)> = Vec::new();
         for line in lines {
             let before = line.before.map(|(variant, _)| (line.metric, Some(variant)));
@@ -227,7 +227,7 @@ impl<'a> Grid<'a> {
                 }
             }
         }
-        // The heads need no units, because the values have them.
+        // The heads need no units, because the values show them.
         let name = |(metric, before): &(&'a str, Option<&'a str>)| {
             before.unwrap_or_else(|| metric.trim_end_matches("_seconds"))
         };
@@ -250,8 +250,8 @@ impl<'a> Grid<'a> {
     }
 }
 
-/// Returns the value of a metric, or of the variant with which it is compared; empty if there is
-/// none.
+/// Returns the text of a metric's value, or of the value of the variant that it is compared with. Returns an empty
+/// text if there is no such value.
 fn cell(case: &[Line], (metric, before): (&str, Option<&str>)) -> String {
     let line = case.iter().find(|line| line.metric == metric);
     let value = line.and_then(|line| {
@@ -264,7 +264,7 @@ fn cell(case: &[Line], (metric, before): (&str, Option<&str>)) -> String {
     value.unwrap_or_default()
 }
 
-/// Returns the lines of a table that share a heading, each group with its heading, which is the first of the columns.
+/// Groups the lines of a table by heading. Returns, for each group, the columns of its heading row and its lines.
 pub(crate) fn groups(lines: &[Line]) -> impl Iterator<Item = ([&str; 6], &[Line])> {
     lines.chunk_by(|a, b| a.group() == b.group()).map(|group| {
         let (case, before, after) = group[0].group();
@@ -318,7 +318,7 @@ fn time(seconds: f64) -> String {
     format!("{} {unit}", digits(value))
 }
 
-/// Formats a value with three digits, or more.
+/// Formats a value with at least three digits.
 fn digits(value: f64) -> String {
     let behind = match value {
         value if value >= 100.0 => 0,

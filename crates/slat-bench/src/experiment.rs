@@ -9,15 +9,15 @@ use crate::rounds::Bench;
 pub struct Experiment {
     /// The name on the command line and in the report.
     pub name: &'static str,
-    /// The subject, in one line.
+    /// What the experiment measures, in one line.
     pub title: &'static str,
-    /// The text of `--explain`: the subject of the measurement, and its reason, in ten lines.
+    /// The text that `--explain` prints: what is measured and why, in ten lines.
     pub explain: &'static str,
-    /// The policies that a user can set for its VMs.
+    /// The policies that a user can set for the experiment's VMs.
     pub(crate) settable: Settable,
     /// Measures the experiment.
     pub(crate) run: fn(&mut Bench) -> Result<(), Failure>,
-    /// Returns the comparisons and their goals.
+    /// Returns the lines of the table, with their goals.
     pub compare: fn(&Report) -> Vec<Line>,
     /// Whether a row of the table is a metric or a case.
     pub(crate) rows: Rows,
@@ -25,9 +25,9 @@ pub struct Experiment {
 
 /// The policies of an experiment's VMs that a user can set.
 pub(crate) enum Settable {
-    /// No policy: the engine alone is measured, with the experiment's own policies.
+    /// The user can set no policy: the engine alone is measured, with the experiment's own policies.
     None,
-    /// All policies except these, which the experiment sets itself.
+    /// The user can set all policies except these, which the experiment sets itself.
     AllBut(&'static [&'static str]),
 }
 

@@ -1,13 +1,13 @@
-//! Measures the benefit of each mechanism of KVM's guest-memory system. Within one run, each mechanism is on and off,
-//! with a real guest on slat's software CPU (and on a real `/dev/kvm`, where it opens). The tables show the published
-//! numbers beside ours, and the distance to the limit.
+//! Measures the benefit of each mechanism of KVM's guest-memory system. One run measures each mechanism both on and
+//! off, with a real guest on slat's software CPU, and on a real `/dev/kvm` if it opens. The tables show published
+//! numbers beside the measured ones, and the distance to the limit.
 //!
-//! A part of slat: there is no promise about this crate's API, and any version may change it.
+//! This crate is a part of slat. Its API may change in any version.
 //!
 //! | file | idea |
 //! |---|---|
-//! | `arch` | the experiments with guests, which have the host's architecture |
-//! | `experiments` | the experiments without; one file for each: its set-up, the timed operations, its rows |
+//! | `arch` | the experiments with guests of the host's architecture |
+//! | `experiments` | the experiments without guests; one file each: set-up, timed operations, rows |
 //! | [`rounds`] | variants of a case measured in turns |
 //! | [`report`] | samples, medians, paired ratios, JSON |
 //! | [`maps`] | how guest memory is mapped, between the phases |
@@ -20,7 +20,7 @@
 #![cfg(target_os = "linux")]
 
 mod arch;
-// This allows the rival's documentation to refer to the experiment that uses the rival, which is private.
+// The rival is public so that its documentation can refer to the private experiment that uses it.
 #[allow(rustdoc::private_intra_doc_links)]
 pub mod array;
 pub mod bare;
@@ -45,8 +45,8 @@ pub use slat_demo::Failure;
 
 use rounds::Bench;
 
-/// Returns the names of the experiments that other architectures have: they need a guest, and slat runs no guest of this
-/// architecture yet.
+/// Returns the names of the experiments that need a guest and that are missing here, because slat runs no guests of
+/// this architecture yet.
 pub fn missing() -> Vec<&'static str> {
     let names = experiments::WITH_GUESTS.iter().copied();
     names
@@ -54,7 +54,7 @@ pub fn missing() -> Vec<&'static str> {
         .collect()
 }
 
-/// Runs experiments, without the parts that need other programs.
+/// Runs experiments, except their parts that need other programs.
 ///
 /// # Errors
 /// If a guest did not do its work, or the set-up failed.
@@ -62,8 +62,8 @@ pub fn run(selection: &[&Experiment], size: Size) -> Result<Report, Failure> {
     run_with(selection, size, Others::default())
 }
 
-/// Like [`run`], but with the parts that need other programs. If files of these are missing, a note of the report says
-/// so.
+/// Like [`run`], but includes the parts that need other programs. If their files are missing, a note in the report
+/// says so.
 ///
 /// # Errors
 /// The errors of [`run`].

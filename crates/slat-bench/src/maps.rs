@@ -6,12 +6,12 @@ use slat::Gfn;
 use slat_kvm::engine::EngineVm;
 use slat_kvm::memory_map::Cell;
 
-/// The number of 4 KiB pages of a [`Cell`] of a [`PageMap`]: a cell covers 2 MiB.
+/// The number of 4 KiB pages of each [`Cell`] of a [`PageMap`]: a cell covers 2 MiB.
 pub const CELL: u64 = 512;
-/// The most cells of a map: 1 GiB.
+/// The largest number of cells of a map, which is 1 GiB.
 const CELLS: u64 = 512;
 
-/// A map of guest memory, read from the tables.
+/// A map of guest memory, as read from the tables.
 #[derive(Clone, Debug)]
 pub struct PageMap {
     /// The experiment's name: `prefetch`, …
@@ -28,7 +28,7 @@ pub struct PageMap {
     pub cells: Vec<Cell>,
 }
 
-/// The maps of an experiment. Rounds repeat each other, so only the first map of each phase is kept.
+/// The maps of an experiment. Later rounds repeat the first one, so only the first map of each phase is kept.
 pub(crate) struct Maps {
     experiment: &'static str,
     pub(crate) taken: Vec<PageMap>,
@@ -42,8 +42,8 @@ impl Maps {
         }
     }
 
-    /// Reads the tables of the guest memory at `gpas`, or of the first GiB of it. A real KVM does
-    /// not show its tables.
+    /// Reads the tables of the guest memory at `gpas`, at most its first GiB. Does nothing on a real KVM, whose
+    /// tables cannot be read.
     pub(crate) fn take(
         &mut self,
         case: &str,

@@ -2,13 +2,13 @@
 
 use std::path::PathBuf;
 
-/// The other programs that experiments start. If a program is missing, the parts of experiments that need it are left
+/// The other programs that experiments start. If a program is missing, the experiments' parts that need it are left
 /// out.
 #[derive(Clone, Debug, Default)]
 pub struct Others {
     /// The `slat` command.
     pub slat: Option<PathBuf>,
-    /// The files for booting Linux.
+    /// The files that are needed to boot Linux.
     pub linux: Option<Linux>,
 }
 
@@ -17,7 +17,7 @@ pub struct Others {
 pub struct Linux {
     /// The `slat` command.
     pub slat: PathBuf,
-    /// Directory of the kernel and initrd made by `conformance/vmm/materials`.
+    /// The directory of the kernel and the initrd. `conformance/vmm/materials` makes both.
     pub materials: PathBuf,
     /// The values of the `--set` options of `slat run`.
     pub policies: Vec<String>,

@@ -224,7 +224,7 @@ pub const PUBLISHED: &[Published] = &[
     numbers("memslots", "setup/32764", "seconds_per_op", 16.1, 0.59),
 ];
 
-/// Returns what was published about a case, if anything.
+/// Returns the published result for a case and a metric, if there is one.
 pub fn find(experiment: &str, case: &str, metric: &str) -> Option<&'static Published> {
     PUBLISHED.iter().find(|published| {
         published.experiment == experiment && published.case == case && published.metric == metric

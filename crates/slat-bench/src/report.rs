@@ -1,4 +1,4 @@
-//! The results: series of samples, the rows of the JSON contract, and comparisons of variants.
+//! The results: samples, the rows of the JSON output, and comparisons of variants.
 
 use serde::Serialize;
 
@@ -30,7 +30,7 @@ pub enum Unit {
 /// One value of one metric.
 #[derive(Clone, Copy, Debug)]
 pub struct Sample {
-    /// The metric's name in the JSON contract.
+    /// The metric's name in the JSON output.
     pub metric: &'static str,
     /// The metric's unit.
     pub unit: Unit,
@@ -155,7 +155,7 @@ impl Report {
         self.note(sentence);
     }
 
-    /// Whether something that belongs to the experiments was not measured. A note says what.
+    /// Whether any part of the experiments was not measured. A note says which.
     pub fn is_partial(&self) -> bool {
         self.is_partial
     }
@@ -198,7 +198,7 @@ impl Report {
         text.replace("},{", "},\n{") + "\n"
     }
 
-    /// Returns the cases of an experiment, in the order in which they were measured.
+    /// Returns the names of an experiment's cases, in the order in which they were measured.
     pub fn cases(&self, experiment: &str) -> Vec<&str> {
         let mut cases = Vec::new();
         for series in &self.series {
@@ -209,7 +209,7 @@ impl Report {
         cases
     }
 
-    /// Returns the median of a metric, if it was measured.
+    /// Returns the median of a metric's samples, or `None` if it was not measured.
     pub fn value(&self, experiment: &str, case: &str, variant: &str, metric: &str) -> Option<f64> {
         let series = self.find(experiment, case, variant, metric)?;
         Some(median(&series.values))
@@ -226,8 +226,8 @@ impl Report {
         Some(self.find(experiment, case, variant, metric)?.unit)
     }
 
-    /// Returns the ratio of `after` to `before`: the median of the rounds' ratios, so that a disturbance of a whole
-    /// round affects both sides of its ratio.
+    /// Returns the ratio of `after` to `before`: the median of the ratios of all rounds. A disturbance of a whole
+    /// round affects both sides of its ratio, and so cancels out.
     pub fn ratio(
         &self,
         experiment: &str,
@@ -239,7 +239,7 @@ impl Report {
         self.ratio_between(experiment, metric, (case, before), (case, after))
     }
 
-    /// Like [`Report::ratio`], but between two cases and variants whose rounds took turns.
+    /// Like [`Report::ratio`], but compares two cases and variants that were measured in the same rounds.
     pub fn ratio_between(
         &self,
         experiment: &str,
@@ -332,7 +332,7 @@ mod tests {
         let ratio =
             |report: &Report| report.ratio("mmio", "ordinary", "seconds", "uncached", "cached");
         assert_eq!(ratio(&report), Some(0.5));
-        // If no value of the round has a partner, the ratio of the medians is used.
+        // If `before` and `after` share no round, the ratio of the medians is used.
         add(&mut report, "cached", 4.0);
         assert_eq!(ratio(&report), Some(4.0));
         assert_eq!(

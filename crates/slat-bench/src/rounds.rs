@@ -1,4 +1,4 @@
-//! Measures the variants of a case in turns, so that changes of the machine affect all of them.
+//! Measures the variants of a case in turns, so that a change of the machine's speed affects all of them.
 
 use std::time::{Duration, Instant};
 
@@ -10,20 +10,20 @@ use crate::maps::Maps;
 use crate::report::{Report, Sample};
 use crate::{Failure, Others};
 
-/// The amount of measurements.
+/// How much is measured.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Size {
-    /// A size for tests: every step once, in little memory. Counts are right, and times are meaningless.
+    /// For tests: every step runs once, with little memory. Counts are right, but times are meaningless.
     Tiny,
     /// The usual size: `all` ends within 90 s on 2 cores.
     #[default]
     Usual,
-    /// The sizes that were published.
+    /// The sizes at which the published results were measured.
     Full,
 }
 
 impl Size {
-    /// Returns the value of this size.
+    /// Returns the argument that belongs to this size.
     pub fn pick<T>(self, tiny: T, usual: T, full: T) -> T {
         match self {
             Size::Tiny => tiny,
@@ -47,20 +47,19 @@ pub struct Bench {
 }
 
 impl Bench {
-    /// The number of rounds in which a real KVM is measured, because it is for orientation only. A KVM that is itself
-    /// software takes a hundred times as long as slat.
+    /// The number of rounds in which a real KVM is measured. Its numbers are only for orientation, and a KVM that is
+    /// itself software takes a hundred times as long as slat.
     pub const KVM_ROUNDS: usize = 2;
 
-    /// A case that takes longer is printed to standard error as soon as it is measured, so that somebody who waits for
-    /// the tables sees how the bench gets on.
+    /// A case that takes longer than this is printed to standard error at once, so that a waiting user sees progress.
     const LONG: Duration = Duration::from_secs(10);
 
-    /// Makes a bench without measurements.
+    /// Makes a bench that has measured nothing yet.
     ///
     /// # Errors
     /// If slat's KVM does not open.
     pub fn new(size: Size) -> Result<Self, Failure> {
-        // The progress bar is hidden if standard error is no terminal.
+        // If standard error is not a terminal, the progress bar is hidden.
         let progress = ProgressBar::new(0);
         progress.set_style(
             ProgressStyle::with_template("{prefix:>9} [{bar:30}] {msg}").expect("a valid template"),
@@ -75,10 +74,10 @@ impl Bench {
         })
     }
 
-    /// Call before an experiment: measurements from here on belong to `experiment`.
+    /// Call before an experiment: all later measurements belong to `experiment`.
     pub(crate) fn begin(&mut self, experiment: &'static str) {
         self.experiment = experiment;
-        // The length is not 0, which would look like the end while memory is prepared.
+        // The length is 1 while memory is prepared, because a bar of length 0 would look complete.
         self.progress.set_length(1);
         self.progress.set_position(0);
         self.progress.set_prefix(experiment);
@@ -91,12 +90,12 @@ impl Bench {
         self.report
     }
 
-    /// Measures all `variants` of `case` in each of `rounds` rounds. The order alternates between forwards and
-    /// backwards, so that no variant always follows the same other one. Calls `measure` with the variant. A real KVM is
-    /// measured in the first rounds only.
+    /// Measures all `variants` of `case` in each of `rounds` rounds, by calling `measure` with each variant. Every
+    /// second round runs backwards, so that no variant always follows the same other one. A real KVM is measured only
+    /// in the first [`KVM_ROUNDS`] rounds.
     ///
     /// # Errors
-    /// `measure`'s.
+    /// The errors of `measure`.
     pub fn in_turns(
         &mut self,
         case: &str,
@@ -131,7 +130,7 @@ impl Bench {
         Ok(())
     }
 
-    /// Returns a line for each metric of `case`, with the values of `variants`.
+    /// Returns a line of text for each metric of `case`, with the value of each of `variants`.
     fn measured(&self, case: &str, variants: &[&'static str]) -> String {
         let rows = self.report.rows();
         let rows = rows
@@ -184,10 +183,10 @@ pub fn thread_time() -> Duration {
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
-/// Returns the shortest of several short runs: a disturbance of a run of milliseconds only makes it longer.
+/// Returns the shortest time of several short runs. A disturbance can only make a run of milliseconds longer.
 ///
 /// # Errors
-/// `run`'s.
+/// The errors of `run`.
 pub fn fastest(
     runs: usize,
     mut run: impl FnMut() -> Result<Duration, Failure>,

@@ -1,5 +1,5 @@
-//! The tables on the terminal: the comparisons of each experiment, the change, the published
-//! change, and the distance to the limit.
+//! The tables on the terminal: each experiment's comparisons, their change, the published change, and the distance to
+//! the limit.
 
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 
@@ -57,7 +57,7 @@ pub fn table(experiment: &Experiment, report: &Report, columns: u16) -> String {
     )
 }
 
-/// Returns the missed goals, a line each; empty if there are none.
+/// Returns a line for each missed goal; an empty list if no goal was missed.
 pub fn missed(experiment: &Experiment, report: &Report) -> Vec<String> {
     (experiment.compare)(report)
         .iter()
@@ -118,7 +118,7 @@ mod tests {
         let limited = line(&report).with_limit("pages", Some(60.0));
         assert!(met(limited.clone().at_most_of_limit(1.1)));
         assert!(!met(limited.at_most_of_limit(1.05)));
-        // A value that was not measured meets no goal.
+        // A metric that was not measured meets no goal.
         assert!(!met(line(&report)
             .with_limit("pages", None)
             .at_most_of_limit(9.0)));

@@ -1,4 +1,5 @@
-//! The experiment about clones, alone in its process: it measures the memory of the process.
+//! Tests the experiment about clones in a process of its own, because the experiment measures the memory of the
+//! process.
 
 use slat_bench::{EXPERIMENTS, Size};
 
@@ -6,7 +7,7 @@ use slat_bench::{EXPERIMENTS, Size};
 fn a_clone_shares_what_it_does_not_write() {
     let known = EXPERIMENTS.iter().find(|known| known.name == "clone");
     let Some(experiment) = known else {
-        // The clones are guests, which this architecture does not have yet.
+        // The clones are guests, and slat runs no guests of this architecture yet.
         assert!(slat_bench::missing().contains(&"clone"));
         return;
     };

@@ -2,13 +2,13 @@
 //!
 //! | item | what an architecture provides |
 //! |---|---|
-//! | `EXPERIMENTS` | all experiments, in the order in which they run: those of `crate::experiments`, and its own |
+//! | `EXPERIMENTS` | all experiments in the order in which they run: the neutral ones and the architecture's |
 //! | `Guests` | the KVMs of its experiments, with `open` |
 //! | `Tables` | the usual format of a VM's tables |
-//! | `real_kvm` | whether a real `/dev/kvm` is measured, too |
-//! | `as_client` | the part of a process that an experiment has started as a KVM program |
+//! | `real_kvm` | a sentence that says whether a real `/dev/kvm` is measured, too |
+//! | `as_client` | what this process does if an experiment started it as a KVM program |
 //!
-//! This is the only file that asks for the architecture.
+//! This is the only file of the crate that tests which architecture it is built for.
 
 #[cfg(target_arch = "aarch64")]
 mod aarch64;

@@ -39,7 +39,7 @@ const RATE: &str = "faults_per_s";
 const SLAT: &str = "slat";
 const GLOBAL_LOCK: &str = "global-lock";
 
-/// The name of each case, the number of threads, and whether they fault in the same tables.
+/// Each case's name, its number of threads, and whether these fault in the same tables.
 const CASES: [(&str, u64, bool); 3] = [
     ("1", 1, false),
     ("2/disjoint", 2, false),
@@ -76,7 +76,8 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Measures the rate of all threads together. Also returns whether no other program disturbed them.
+/// Measures how many faults per second all threads together take. Also returns whether other programs left the
+/// threads undisturbed.
 fn faults(
     threads: u64,
     same_table: bool,
@@ -116,7 +117,7 @@ fn faults(
     let began = ran.iter().map(|ran| ran.began).min();
     let ended = ran.iter().map(|ran| ran.began + ran.wall).max();
     let wall = ended.zip(began).map_or(Duration::ZERO, |(e, b)| e - b);
-    // The vCPU threads never sleep, so wall time beyond processor time belongs to other programs.
+    // The vCPU threads never sleep. So if the wall time exceeds the processor time, other programs ran.
     let undisturbed = |ran: &Ran| ran.wall <= ran.cpu.mul_f64(1.05);
     let together = ran.iter().all(|ran| wall <= ran.wall.mul_f64(1.05));
     let rate = pages as f64 / wall.as_secs_f64();

@@ -1,12 +1,12 @@
-//! The experiments that use the engine without a guest, or whose measurement with a guest is apart. Each has a file or a
-//! directory.
+//! The experiments that run on the engine without a guest. Some of them also have a measurement with a guest, in
+//! `crate::arch`. Each has a file or a directory.
 
 pub mod faults;
 pub mod memslots;
 pub mod split;
 pub mod waits;
 
-/// The names of the experiments that measure nothing without a guest.
+/// The names of the experiments that measure nothing unless there is a guest.
 pub const WITH_GUESTS: &[&str] = &[
     "prefetch", "mmio", "exit", "execute", "dirty", "nested", "clone", "cpu", "vmm",
 ];

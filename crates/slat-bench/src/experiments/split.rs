@@ -1,7 +1,7 @@
-//! Huge leaves that are split for the dirty log before the guest writes to them.
+//! Huge leaves that the dirty log splits before the guest writes to them.
 //!
-//! The calls are those of KVM's API. No guest runs: the engine makes the accesses that a guest's processor would ask it
-//! for, because no time of the guest is measured.
+//! The measured calls are KVM's API. No guest runs, because no guest time is measured: instead, the engine's fault is
+//! called for each access that a guest would make.
 
 use std::hint::black_box;
 use std::time::Duration;
@@ -55,11 +55,11 @@ const SECONDS: &str = "seconds";
 const ENTRIES_VISITED: &str = "entries_visited";
 const LIMIT: &str = "limit_seconds";
 
-/// The variants: values of the policy `split_walk`, and one value of another policy.
+/// The variants: values of the policy `split_walk`. One variant sets another policy.
 const FULL_WALK: &str = "full-walk";
 const SKIP: &str = "skip-last-level";
 const DEFAULT: &str = "default";
-/// The variant with the value `default` of `split_walk`, and with the policy `hierarchical_protect`.
+/// This variant has `split_walk` at `default`, and sets the policy `hierarchical_protect`.
 const FROM_ABOVE: &str = "from-above";
 const VARIANTS: [&str; 4] = [FULL_WALK, SKIP, DEFAULT, FROM_ABOVE];
 
@@ -94,7 +94,7 @@ const SLOT: u32 = 1;
 const MEGA: u64 = 2 << 20;
 const GIGA: u64 = 1 << 30;
 
-/// A memslot to be split, and its backing.
+/// A memslot to split, and its backing.
 struct Subject {
     mapped: Mapped,
     size: u64,
@@ -103,8 +103,8 @@ struct Subject {
 
 impl Subject {
     fn new(mapped: Mapped, size: u64) -> Result<Self, Failure> {
-        // The memory is one GiB, mapped repeatedly. To make the largest leaf 2 MiB, the backing must be misaligned with
-        // the guest's GiB by 2 MiB.
+        // One GiB of memory is mapped repeatedly. For leaves of at most 2 MiB, the backing is offset by 2 MiB, so
+        // that it is not aligned to the guest's GiB.
         let piece = size.min(GIGA) as usize;
         let spare = if mapped == Mapped::Mega { piece } else { 0 };
         Ok(Subject {
@@ -129,12 +129,12 @@ impl Subject {
         self.size / PAGE
     }
 
-    /// Returns a bitmap without any page.
+    /// Returns a dirty bitmap with no bit set.
     fn no_page(&self) -> Vec<u64> {
         vec![0; self.pages().div_ceil(64) as usize]
     }
 
-    /// Returns the number of leaves of 4 KiB, 2 MiB, 1 GiB before the call.
+    /// Returns the numbers of leaves of 4 KiB, 2 MiB and 1 GiB before the call.
     fn leaves(&self) -> [u64; 3] {
         match self.mapped {
             Mapped::Small => [self.pages(), 0, 0],
@@ -143,7 +143,7 @@ impl Subject {
         }
     }
 
-    /// Returns the number of leaves that a split replaces, which is also the number of tables that it makes.
+    /// Returns the number of leaves that the split replaces. The split makes one table for each.
     fn splits(&self) -> u64 {
         match self.mapped {
             Mapped::Small => 0,
@@ -180,8 +180,8 @@ impl<'s> Machine<'s> {
         Ok(())
     }
 
-    /// Writes to one page of each `step` bytes of the memslot, as far as the tables are concerned: makes the faults that
-    /// the writes of a guest would be.
+    /// Makes the engine's faults of guest writes to one page of every `step` bytes of the memslot. No data is
+    /// written.
     fn write_every(&mut self, step: u64) -> Result<(), Failure> {
         for gpa in (DATA..DATA + self.subject.size).step_by(step as usize) {
             loop {
@@ -213,7 +213,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
         return Ok(());
     }
     let kvm = Kvm::new()?;
-    // The last variant is for formats whose entries for tables have the right to write.
+    // The last variant is only for formats whose table entries have a write permission.
     let variants = match Tables::TABLE_WRITE != 0 {
         true => &VARIANTS[..],
         false => &VARIANTS[..VARIANTS.len() - 1],
@@ -225,8 +225,8 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
                 Mapped::Giga => GIGA,
                 _ => 8 * MEGA,
             };
-            // Clearing needs a fault for each page before the call. Split memory is only walked, so its tables must
-            // exceed a cache.
+            // The case `Clear` needs a fault for each page before the call. Memory that is split already is only
+            // walked, so its tables must exceed a cache to make the walk measurable.
             let (usual, rounds, full_rounds) = match (call, mapped) {
                 (Call::Clear, Mapped::Small) => (3 * GIGA, 3, 3),
                 (Call::Clear, _) => (GIGA, 7, 3),
@@ -234,11 +234,11 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
             };
             let rounds = bench.size.pick(1, rounds, full_rounds);
             let subject = Subject::new(mapped, bench.size.pick(tiny, usual, 64 * GIGA))?;
-            // A buffer as large as the memslot's tables, which is resident from here on.
+            // A buffer as large as the memslot's tables. Filling it here makes it resident.
             let mut table_bytes = vec![1u64; (subject.splits() * PAGE) as usize / 8];
             let case = format!("{name}/{state}");
             bench.in_turns(&case, rounds, variants, |_, walk| {
-                // The walks read different entries, and have the same result.
+                // The variants read different entries, but must have the same result.
                 let mut look = |phase, machine: &Machine<'_>| {
                     if walk == DEFAULT {
                         let gpas = DATA..DATA + subject.size;
@@ -257,7 +257,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Writes words like the entries of leaf tables: a number that counts up.
+/// Writes increasing numbers to `words`, as a writer of leaf tables would.
 fn stream(words: &mut [u64]) -> Duration {
     let began = thread_time();
     let mut entry = 0x37;
@@ -281,7 +281,7 @@ fn measure(
     machine.vm.engine().set_contiguous(true);
     machine.set_slot(0)?;
     let before = machine.stats();
-    // The tables do not show which pages were written, so writing one page is enough to populate a whole huge leaf.
+    // The tables do not tell which pages were written, so one write populates a whole huge leaf.
     machine.write_every(MEGA)?;
     protect_manually(&machine, true)?;
     if subject.mapped == Mapped::Small {
@@ -340,7 +340,7 @@ fn measure(
     ])
 }
 
-/// Switches manual protection: with it a log begins with all pages dirty and none protected.
+/// Switches KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2. With it, a log begins with all pages dirty and none protected.
 fn protect_manually(machine: &Machine<'_>, manual: bool) -> Result<(), Failure> {
     let options = KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE | KVM_DIRTY_LOG_INITIALLY_SET;
     let options = if manual { options } else { 0 };
@@ -351,8 +351,8 @@ fn protect_manually(machine: &Machine<'_>, manual: bool) -> Result<(), Failure> 
     })?)
 }
 
-/// Logs the memslot just until all of it is split. Protects nothing, and prevents split leaves from being merged when
-/// the log ends.
+/// Logs the memslot only until all of it is split. Protects no page, and prevents the split leaves from being merged
+/// when the log ends.
 fn split_and_stay(machine: &Machine<'_>) -> Result<(), Failure> {
     machine.set_slot(KVM_MEM_LOG_DIRTY_PAGES)?;
     clear(machine, &machine.subject.no_page())?;
@@ -391,11 +391,11 @@ fn compare(report: &Report) -> Vec<Line> {
             lines.extend(default.map(|line| match (mapped, call, published) {
                 (Mapped::Small, Call::Split, _) => line.change_at_most(-0.95),
                 (_, Call::Split, _) => line.at_most_of_limit(3.0),
-                // Protecting this many pages takes more than a twentieth of the time with any walk.
+                // For this many small pages, protecting takes more than a twentieth of the time with any walk.
                 (Mapped::Small, _, Some(change)) => line.change_at_most(change),
                 _ => line,
             }));
-            // If memory is already split, only the entries above the tables need a change.
+            // If the memory is already split, only the entries above the leaf tables need a change.
             let from_above = Line::compare(report, NAME, &case, SECONDS, DEFAULT, FROM_ABOVE);
             lines.extend(from_above.map(|line| match (mapped, call) {
                 (Mapped::Small, Call::Enable) => line.change_at_most(-0.99),
@@ -421,7 +421,7 @@ mod tests {
 
     #[test]
     fn every_leaf_is_split_once_and_walks_that_skip_look_at_less() {
-        // The run itself checks leaves, splits and logs.
+        // `run` itself checks leaves, splits and logs.
         let report = crate::run(&[&EXPERIMENT], Size::Tiny).unwrap();
         let entries = |case: &str, walk| report.value(NAME, case, walk, ENTRIES_VISITED).unwrap();
         for (_, call) in CALLS {

@@ -1,19 +1,19 @@
-//! The axis of a chart: positions of values between its ends.
+//! The axis of a chart: converts values to positions.
 
-/// The ratio of the largest to the smallest value beyond which small bars would be invisible on a linear axis.
+/// If the largest value is more than this many times the smallest, small bars would be invisible on a linear axis.
 const LINEAR: f64 = 30.0;
 
-/// The ends of a chart, and its scale.
+/// The ends of a chart's axis, and its scale.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Axis {
-    /// Begins at 0.
+    /// A linear axis, which begins at 0.
     Linear {
         /// The right end.
         to: f64,
         /// The distance between two marks.
         step: f64,
     },
-    /// The marks are powers of ten.
+    /// A logarithmic axis, which marks powers of ten.
     Logarithmic {
         /// The exponent of the left end.
         from: i32,
@@ -23,8 +23,8 @@ pub enum Axis {
 }
 
 impl Axis {
-    /// Makes an axis for `values`; logarithmic if their span is so large that a linear one would hide some. Zero is
-    /// the left end of both.
+    /// Makes an axis for `values`. The axis is logarithmic if the values span so much that a linear axis would hide
+    /// some. A value of zero is at the left end of either.
     pub fn over(values: &[f64]) -> Self {
         let most = values.iter().copied().fold(0.0, f64::max);
         let least = values
@@ -37,7 +37,7 @@ impl Axis {
         }
         if most / least > LINEAR {
             let exponent = |value: f64| value.log10();
-            // Even the smallest bar must be visible.
+            // The axis begins below the smallest value, so that the smallest bar is visible, too.
             return Axis::Logarithmic {
                 from: (exponent(least) - 0.1).floor() as i32,
                 to: exponent(most).ceil() as i32,

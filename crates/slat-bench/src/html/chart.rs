@@ -3,10 +3,10 @@
 use crate::compared::{Goal, Line, REAL_KVM};
 use crate::report::Unit;
 
-/// The number of cases in one picture above which they are divided by the first part of their names.
+/// If a metric has more cases than this, it gets a chart for each first part of the cases' names.
 const CASES: usize = 6;
 
-/// The meaning of a bar, which decides how it is drawn.
+/// The meaning of a bar. It decides the bar's colour and pattern.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
     /// The bar of the variant with which the other ones are compared.
@@ -50,7 +50,7 @@ pub struct Case<'a> {
 pub struct Chart<'a> {
     /// The first part of the cases' names, if the chart has only those cases of the metric.
     pub family: Option<&'a str>,
-    /// The metric's name.
+    /// The name of the metric.
     pub metric: &'a str,
     /// The metric's unit.
     pub unit: Unit,
@@ -80,13 +80,13 @@ pub fn charts(lines: &[Line]) -> Vec<Chart<'_>> {
     let mut variants = Vec::new();
     for case in charts.iter_mut().flat_map(|chart| &mut chart.cases) {
         case.tell_variants_apart(&mut variants);
-        // Place a real KVM last, because it is only a reference, unless the other variants are compared with it.
+        // A real KVM is only a reference, so its bar is the last one, unless it is `before`.
         case.bars[1..].sort_by_key(|bar| bar.role == Role::Kvm);
     }
     charts
 }
 
-/// Returns the family of the chart to which a line belongs, if the metric has several charts.
+/// Returns the family of cases whose chart has the line. Returns `None` if the metric has only one chart.
 fn family<'a>(lines: &[Line], line: &'a Line) -> Option<&'a str> {
     let mut cases: Vec<_> = lines
         .iter()
@@ -150,7 +150,7 @@ impl<'a> Chart<'a> {
 }
 
 impl<'a> Case<'a> {
-    /// Numbers the compared variants, so that each looks alike in all charts of an experiment.
+    /// Numbers the compared variants, so that a variant has the same colour in all charts of an experiment.
     fn tell_variants_apart(&mut self, known: &mut Vec<&'a str>) {
         for bar in &mut self.bars {
             if let Role::After(number) = &mut bar.role {
@@ -165,7 +165,8 @@ impl<'a> Case<'a> {
         }
     }
 
-    /// Adds a bar, unless the case already has it, because several variants are compared with this bar's.
+    /// Adds a bar, unless the case already has it. Lines that compare several variants with one bar all contain that
+    /// bar.
     fn add_once(&mut self, bar: Bar<'a>) {
         if !self.bars.iter().any(|known| known.name == bar.name) {
             self.bars.push(bar);

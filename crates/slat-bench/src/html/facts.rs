@@ -5,7 +5,7 @@ use std::fs;
 use crate::arch::real_kvm;
 use crate::rounds::Size;
 
-/// Returns the facts about machine and run that a reader needs, each with a name and a value.
+/// Returns what a reader must know about the machine and the run: names and values.
 pub fn facts(size: Size) -> Vec<(&'static str, String)> {
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     let unknown = || "unknown".to_owned();
@@ -37,7 +37,7 @@ pub fn facts(size: Size) -> Vec<(&'static str, String)> {
     ]
 }
 
-/// Returns the value of the first line `name : value` of a file of /proc.
+/// Returns the value from the first line `name : value` of a file in /proc.
 fn field(path: &str, name: &str) -> Option<String> {
     let text = fs::read_to_string(path).ok()?;
     let (_, value) = text

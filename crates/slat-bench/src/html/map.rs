@@ -1,5 +1,5 @@
-//! Maps of guest memory, drawn as squares that are filled by kinds of leaves. The maps of an experiment's phases are
-//! side by side.
+//! Maps of guest memory: rows of squares, each filled by the kinds of leaves that map it. The maps of an experiment's
+//! phases are drawn side by side.
 
 use maud::{Markup, html};
 
@@ -17,19 +17,18 @@ const GAP: f64 = 1.0;
 /// The height of a mark along an edge.
 const EDGE: f64 = 2.0;
 
-/// A kind of mapping: its CSS class, its name, and a function that returns the number of a cell's pages that are mapped
-/// so.
+/// A kind of mapping: its CSS class, its name, and a function that returns how many pages of a cell it maps.
 type Kind = (&'static str, &'static str, fn(&Cell) -> u64);
 
-/// The kinds that fill a square from the bottom.
+/// The kinds that fill a square, from the bottom up.
 const FILLS: [Kind; 4] = [
     ("giga", "in 1 GiB leaves", |cell| cell.by_level[2]),
     ("mega", "in 2 MiB leaves", |cell| cell.by_level[1]),
     ("small", "in 4 KiB leaves", |cell| cell.by_level[0]),
     ("mmio", "MMIO", |cell| cell.mmio),
 ];
-/// The kinds that are drawn on top of the fills: over the whole square, along its upper and its lower edge, and inside
-/// these marks.
+/// The kinds that are drawn over the fills: not executable over the whole square, write-protected along its upper
+/// edge, dirty along its lower edge, accessed above dirty, private below write-protected.
 const NX: Kind = ("nx", "not executable", |cell| cell.nx);
 const PROTECTED: Kind = ("protected", "write-protected for the log", |cell| {
     cell.protected
@@ -55,7 +54,7 @@ impl Strip<'_> {
     }
 }
 
-/// Draws the memory of VMs: `groups` have a name and strips.
+/// Draws the memory of VMs. Each group has a name and strips.
 pub fn memory(groups: &[(String, Vec<Strip<'_>>)]) -> Markup {
     let strips = || groups.iter().flat_map(|(_, strips)| strips);
     html! {
@@ -69,7 +68,7 @@ pub fn memory(groups: &[(String, Vec<Strip<'_>>)]) -> Markup {
     }
 }
 
-/// Draws the maps of an experiment, with those of one case and variant together. Draws nothing if there are no maps.
+/// Draws the maps of an experiment, grouped by case and variant. Draws nothing if there are no maps.
 pub fn maps(maps: &[&PageMap]) -> Markup {
     html! {
         @if !maps.is_empty() {
@@ -89,7 +88,7 @@ pub fn maps(maps: &[&PageMap]) -> Markup {
     }
 }
 
-/// Groups the maps by case and variant, because rounds measure variants in turns.
+/// Groups the maps by case and variant. In `maps` they are mixed, because rounds measure variants in turns.
 fn subjects<'a>(maps: &[&'a PageMap]) -> Vec<Vec<&'a PageMap>> {
     let mut subjects: Vec<Vec<&PageMap>> = Vec::new();
     for map in maps {
@@ -123,7 +122,7 @@ fn draw(strip: &Strip<'_>) -> Markup {
             title { (strip.name) ": " (account) }
             @for (row, cells) in strip.cells.chunks(COLUMNS).enumerate() {
                 @let mut column = 0;
-                // Equal adjacent squares are one rectangle, cut apart by the lines below.
+                // Equal squares next to each other are drawn as one rectangle. Lines drawn later cut it apart.
                 @for run in cells.chunk_by(|a, b| a == b) {
                     (draw_run(&run[0], strip.cell_pages, column, run.len(), row as f64 * HIGH))
                     @let () = column += run.len();
@@ -137,7 +136,7 @@ fn draw(strip: &Strip<'_>) -> Markup {
     }
 }
 
-/// Counts the pages of 4 KiB of each kind.
+/// Returns a text with the number of 4 KiB pages of each kind.
 fn account(strip: &Strip<'_>) -> String {
     let mut parts = Vec::new();
     for kind in FILLS.into_iter().chain(OVER) {
@@ -155,7 +154,7 @@ fn account(strip: &Strip<'_>) -> String {
 fn draw_run(cell: &Cell, cell_pages: u64, column: usize, cells: usize, top: f64) -> Markup {
     let (x, width) = (column as f64 * WIDE, cells as f64 * WIDE - GAP);
     let full = HIGH - 2.0 * GAP;
-    // Every kind in a square must be visible, even if it has only one page.
+    // Every kind in a square must be visible, even a kind with only one page.
     let share = |pages: u64, full: f64| match pages {
         0 => 0.0,
         pages => (pages as f64 / cell_pages as f64 * full).max(1.0),

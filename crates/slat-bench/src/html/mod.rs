@@ -1,5 +1,5 @@
-//! The report, and maps of guest memory, each as one self-contained page: without network, script, or other files. The
-//! page follows the reader's choice of a light or dark theme.
+//! The report and maps of guest memory as HTML pages. Each is one self-contained file that needs no network and no
+//! script. The page follows the reader's choice of a light or dark theme.
 //!
 //! | file | idea |
 //! |---|---|
@@ -57,7 +57,7 @@ pub fn page(selection: &[&Experiment], report: &Report, size: Size) -> String {
     document("slat bench", &contents)
 }
 
-/// Makes the page that shows how the memory of VMs is mapped. `lead` says whose memory it is. `groups` have a name and
+/// Makes the page that shows how VMs' memory is mapped. `lead` says whose memory it is. Each group has a name and
 /// [`Strip`]s.
 pub fn memory_page(lead: &str, groups: &[(String, Vec<Strip<'_>>)]) -> String {
     let contents = html! {
@@ -67,7 +67,7 @@ pub fn memory_page(lead: &str, groups: &[(String, Vec<Strip<'_>>)]) -> String {
     document("slat map", &contents)
 }
 
-/// Makes a page called `title`.
+/// Makes a complete HTML document with this title and contents.
 fn document(title: &str, contents: &Markup) -> String {
     html! {
         (DOCTYPE)
@@ -91,7 +91,8 @@ fn document(title: &str, contents: &Markup) -> String {
     .into_string()
 }
 
-/// Defines the patterns of bars of published values, and of pages that must not be executable, for all pictures.
+/// Defines the fill patterns that all pictures use: for bars of published values, and for pages that must not be
+/// executable.
 fn patterns() -> Markup {
     html! {
         svg.definitions width="0" height="0" aria-hidden="true" {
@@ -160,7 +161,7 @@ fn section(experiment: &Experiment, report: &Report) -> Markup {
     }
 }
 
-/// Splits an explanation into paragraphs. A paragraph ends where a sentence ends at the end of its line.
+/// Splits an explanation into paragraphs. A line that ends with a sentence ends a paragraph.
 fn explained(text: &str) -> Markup {
     html! {
         div.explain {

@@ -1,5 +1,5 @@
-//! A chart as an inline SVG: horizontal bars, their numbers in columns beside them. Colours are CSS
-//! variables of the page, so that one picture serves light and dark.
+//! A chart as inline SVG: horizontal bars, with their numbers in columns to the right. Colours are CSS variables of
+//! the page, so one picture serves the light and the dark theme.
 
 use maud::{Markup, html};
 
@@ -64,7 +64,7 @@ fn x(axis: &Axis, value: f64) -> f64 {
     LEFT + axis.place(value) * (RIGHT - LEFT)
 }
 
-/// Formats a coordinate, to a tenth of a unit, the smallest visible distance.
+/// Formats a coordinate with one decimal: a tenth of a unit is the smallest visible distance.
 fn number(value: f64) -> String {
     format!("{value:.1}")
 }

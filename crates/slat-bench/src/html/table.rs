@@ -4,10 +4,10 @@ use maud::{Markup, html};
 
 use crate::compared::{COLUMNS, Goal, Grid, Line, Rows, groups};
 
-/// The number of lines above which a table is shown only on request.
+/// A table with more lines than this is shown only when the reader opens it.
 const LONG: usize = 40;
 
-/// Makes a table of all lines, with the rows that they have on the terminal.
+/// Makes a table of all lines, with the same rows as on the terminal.
 pub fn table(rows: Rows, lines: &[Line]) -> Markup {
     html! {
         details open[lines.len() <= LONG] {

@@ -1,4 +1,4 @@
-//! AArch64: only the experiments that use the engine without a guest. There are no programs for arm64 guests yet.
+//! AArch64: only the experiments that run on the engine alone. No guest programs exist for arm64 yet.
 
 use crate::experiments::{faults, memslots, split, waits};
 use crate::rounds::{Bench, Size};
@@ -33,13 +33,13 @@ pub(crate) type Tables = slat::format::Stage2<48>;
 pub struct Guests;
 
 impl Guests {
-    /// Opens nothing, and never fails.
+    /// Opens nothing and never fails, because there is no KVM for arm64 guests here.
     pub fn open(_: Size) -> Result<Self, Failure> {
         Ok(Guests)
     }
 }
 
-/// Describes whether a real KVM is measured.
+/// Returns a sentence that says whether a real KVM is measured.
 pub(crate) fn real_kvm() -> String {
     "not measured: only guests are measured on it, and this slat has none yet".to_owned()
 }

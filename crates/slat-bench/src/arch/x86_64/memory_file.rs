@@ -1,4 +1,4 @@
-//! Files in memory, which other programs open by a path.
+//! Files in memory that other programs open by a path.
 
 use std::fs::File;
 use std::io;
@@ -13,7 +13,7 @@ impl MemoryFile {
     /// # Errors
     /// The error of memfd_create(2).
     pub fn new() -> io::Result<Self> {
-        // SAFETY: the name ends with 0.
+        // SAFETY: the name is a C string.
         let fd = unsafe { libc::memfd_create(c"slat-bench".as_ptr(), libc::MFD_CLOEXEC) };
         if fd < 0 {
             return Err(io::Error::last_os_error());

@@ -51,7 +51,7 @@ pub struct Guests {
     pub direct: Slat,
     /// slat's KVM API, with VMs that shadow the guest's page tables.
     pub shadow: Slat,
-    /// A real KVM, where it opens; never at [`Size::Tiny`], whose counts are slat's.
+    /// A real KVM, if `/dev/kvm` opens. `None` at [`Size::Tiny`], because the counts checked there are slat's.
     pub kvm: Option<RealKvm>,
 }
 
@@ -72,7 +72,7 @@ impl Guests {
         })
     }
 
-    /// Returns `variants`, and [`REAL_KVM`] if it opened.
+    /// Returns `variants`, with [`REAL_KVM`] added if a real KVM is open.
     pub fn with_kvm(&self, variants: &[&'static str]) -> Vec<&'static str> {
         let mut variants = variants.to_vec();
         if self.kvm.is_some() {
@@ -82,7 +82,7 @@ impl Guests {
     }
 }
 
-/// Describes whether a real KVM is measured.
+/// Returns a sentence that says whether a real KVM is measured.
 pub(crate) fn real_kvm() -> String {
     match RealKvm::open() {
         Ok(_) => "opens: measured, too".to_owned(),
@@ -90,8 +90,8 @@ pub(crate) fn real_kvm() -> String {
     }
 }
 
-/// If an experiment has started this process as a KVM program: does the program's work. Returns what the process has to
-/// print for the experiment.
+/// If an experiment has started this process as a KVM program, does that program's work. Returns the text that the
+/// process must print for the experiment.
 pub fn as_client() -> Option<Result<String, Failure>> {
     std::env::var_os(exit::CLIENT).map(|_| exit::client())
 }

@@ -1,4 +1,4 @@
-//! QEMU: its start, its processor time, commands for its monitor or for the shell of a Linux guest.
+//! QEMU: starts it, measures its processor time, sends commands to its monitor or to the shell of a Linux guest.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -13,9 +13,9 @@ use crate::Linux;
 use crate::arch::x86_64::machine::Failure;
 
 pub const PROGRAM: &str = "qemu-system-x86_64";
-/// The line that the guest's first program prints when its shell is ready (conformance/vmm/guest/init).
+/// The line that the guest's init program prints when its shell is ready (conformance/vmm/guest/init).
 const READY: &str = "slat: guest ready";
-/// A time-out longer than any step takes on a loaded machine.
+/// A time-out that is longer than any step takes, even on a loaded machine.
 const PATIENCE: Duration = Duration::from_secs(600);
 
 /// Returns the version of QEMU, for example `QEMU 7.2.22`. `None` if QEMU is not installed.
@@ -34,17 +34,17 @@ pub struct Payload {
     pub disk: PathBuf,
     /// The kernel's arguments, besides those for the console.
     pub arguments: &'static str,
-    /// Whether the guest boots again when it resets its machine; otherwise QEMU ends then.
+    /// Whether a reset of the machine boots the guest again. If not, QEMU ends at a reset.
     pub reboots: bool,
 }
 
-/// A running QEMU, which ends when this is dropped.
+/// A running QEMU. Dropping this ends it.
 pub struct Qemu {
     child: Child,
     console: Stream,
     complaints: Stream,
     input: ChildStdin,
-    /// The number of bytes of the console that were searched.
+    /// The number of bytes of the console output that were searched already.
     position: usize,
 }
 
@@ -76,7 +76,7 @@ impl Qemu {
         command.arg("-initrd").arg(&payload.initrd);
         let arguments = format!("console=ttyS0 panic=-1 reboot=t {}", payload.arguments);
         command.args(["-append", &arguments]);
-        // The disk is given by -blockdev, whose options are JSON, because a path may hold any character.
+        // The disk is given by -blockdev with options in JSON, because a path may contain any character.
         let node = serde_json::json!({"driver": "raw", "node-name": "disk", "read-only": true,
             "file": {"driver": "file", "filename": &payload.disk}});
         command.args(["-blockdev", &node.to_string()]);
@@ -84,12 +84,12 @@ impl Qemu {
         Self::spawn(command)
     }
 
-    /// Starts a process that ends with this one.
+    /// Starts a process that ends when this process ends.
     pub fn spawn(mut command: Command) -> Result<Self, Failure> {
         command.stdin(Stdio::piped());
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
-        // SAFETY: between fork and exec, the child makes one plain call, which makes the measured process end when this
-        // process ends.
+        // SAFETY: between fork and exec, the child makes only one system call, which is safe there. The call makes
+        // the child end when this process ends.
         unsafe {
             command.pre_exec(
                 || match libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) {
@@ -113,7 +113,8 @@ impl Qemu {
         })
     }
 
-    /// Makes the monitor, which is on standard input and output, execute `command`. Returns the monitor's output.
+    /// Makes the monitor execute `command`, and returns the monitor's output. The monitor is on standard input and
+    /// output.
     pub fn ask(&mut self, command: &str) -> Result<String, Failure> {
         const PROMPT: &str = "(qemu) ";
         self.expect(PROMPT)?;
@@ -140,7 +141,7 @@ impl Qemu {
     pub fn run(&mut self, command: &str) -> Result<Duration, Failure> {
         const BEGIN: &str = "<begins>";
         const END: &str = "<ends:";
-        // The marks are quoted in two parts, so that the terminal's echo does not match them.
+        // Each mark is quoted in two parts, so that the terminal's echo of the command does not match it.
         let line = format!("echo '<be''gins>'; {command}; echo '<en''ds:'$?'>'\n");
         self.input.write_all(line.as_bytes())?;
         self.expect(BEGIN)?;
@@ -161,7 +162,7 @@ impl Qemu {
             tv_sec: 0,
             tv_nsec: 0,
         };
-        // SAFETY: the calls write to local variables. The process was not waited for, so its id is not reused.
+        // SAFETY: the calls write to local variables. The process has not been waited for, so its id is not reused.
         let failed = unsafe {
             libc::clock_getcpuclockid(self.child.id() as libc::pid_t, &mut clock) != 0
                 || libc::clock_gettime(clock, &mut time) != 0
@@ -172,7 +173,7 @@ impl Qemu {
         Ok(Duration::new(time.tv_sec as u64, time.tv_nsec as u32))
     }
 
-    /// Waits until the console shows `text` after the text expected last. Returns the text in between.
+    /// Waits until the console shows `text` after the text that was found last. Returns the text between the two.
     fn expect(&mut self, text: &str) -> Result<String, Failure> {
         match self.console.wait_for(text, self.position) {
             Some(at) => {
@@ -201,11 +202,11 @@ impl Drop for Qemu {
     }
 }
 
-/// A file that is deleted at the end.
+/// A file that is deleted when this is dropped.
 pub struct TemporaryFile(pub PathBuf);
 
 impl TemporaryFile {
-    /// Makes an empty file. At most one file of a `kind` exists at a time.
+    /// Makes an empty file. Only one file of each `kind` may exist at a time.
     pub fn new(kind: &str) -> io::Result<Self> {
         let name = format!("slat-bench-{}.{kind}", std::process::id());
         let file = TemporaryFile(std::env::temp_dir().join(name));
@@ -221,7 +222,7 @@ impl Drop for TemporaryFile {
     }
 }
 
-/// The output of a program, read by a thread so that the program never waits for us.
+/// The output of a program. A thread reads it, so that the program never blocks on a full pipe.
 struct Stream(Arc<(Mutex<Printed>, Condvar)>);
 
 #[derive(Default)]
@@ -250,8 +251,8 @@ impl Stream {
         stream
     }
 
-    /// Waits for `text` at `from` or after it. Returns its position. `None`: the program has ended, or the text does
-    /// not appear in time.
+    /// Waits for `text` at or after `from`, and returns its position. Returns `None` if the program has ended, or the
+    /// text does not appear in time.
     fn wait_for(&self, text: &str, from: usize) -> Option<usize> {
         let end = Instant::now() + PATIENCE;
         let (printed, changed) = &*self.0;

@@ -1,11 +1,11 @@
-//! The time inside the memory system. The operations of each case are done one after the other, on the engine alone
-//! ([`crate::bare`]). An access of the guest is done as a fault if it would fault; a change of the host's memory is
-//! done as an invalidation, without the change of the host's own mapping. So the times include neither the guest's
-//! instructions nor the host's madvise, refault and zeroing.
+//! Measures the time inside the memory system. The operations of each case run one after the other, on the engine
+//! alone ([`crate::bare`]). A guest access that would fault is made as a call of the engine's fault. A change of the
+//! host's memory is made as an invalidation, without changing the host's own mapping. So the times include neither
+//! the guest's instructions nor the host's madvise, refault and zeroing.
 //!
 //! Three systems do these operations: slat; the array ([`crate::array`]); and *tables*, which has one memslot for all
-//! memory and never looks up a memslot. The time of *tables* is the work that the other two share, and a lower bound of
-//! their time.
+//! memory and never looks up a memslot. slat and the array also do all the work of *tables*, so its time is a lower
+//! bound of theirs.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -23,29 +23,29 @@ use crate::array::{ArrayVcpu, ArrayVm};
 use crate::bare::{self, Bare, PAGE};
 use crate::rounds::thread_time;
 
-/// Distance from a guest address to its backing address, which is never accessed.
+/// The distance from a guest address to its backing address. The memory at a backing address is never accessed.
 const DISPLACEMENT: u64 = 1 << 44;
 
 /// A memory system.
 pub(super) trait System: Sized {
     type Cpu: SystemCpu;
     fn new() -> Self;
-    /// Makes a system with these memslots, which ascend.
+    /// Makes a system with the memslots `regions`, which ascend.
     fn with(regions: &[Region]) -> Result<Self, Failure>;
     fn set(&self, region: &Region) -> Result<(), Failure>;
-    /// Begins an invalidation, and ends it.
+    /// Begins an invalidation of `backing`, and ends it at once.
     fn invalidate(&self, backing: Range<Hva>);
     fn cpu(&self) -> Self::Cpu;
     fn stats(&self) -> Stats;
 }
 
-/// A CPU, outside a reader section.
+/// A CPU of a [`System`], outside a reader section.
 pub(super) trait SystemCpu {
-    /// Runs `accesses` in a reader section.
+    /// Enters a reader section, runs `accesses`, and leaves the section.
     fn inside<R>(&mut self, accesses: impl FnOnce(&mut Self) -> R) -> R;
-    /// Makes an access that no leaf allows.
+    /// Accesses a page that no leaf maps.
     fn fault(&mut self, gpa: Gpa) -> Result<Translation, Stop>;
-    /// Makes an access that a leaf allows.
+    /// Accesses a page that a leaf maps.
     fn walk(&mut self, gpa: Gpa) -> Result<Translation, Stop>;
 }
 
@@ -120,7 +120,8 @@ impl<M: Mmu> SystemCpu for SlatCpu<M> {
     #[inline]
     fn fault(&mut self, gpa: Gpa) -> Result<Translation, Stop> {
         let translation = self.0.translate(gpa, Access::Write)?;
-        // Looks up the memslot once more, because the array's engine has also looked up its covering memslot.
+        // Looks up the memslot once more, because in the array's system the engine looks up its covering memslot in
+        // addition.
         std::hint::black_box(self.0.slot_at(gpa).is_some());
         Ok(translation)
     }
@@ -198,7 +199,7 @@ impl System for Tables {
         Ok(Self::new())
     }
 
-    /// Changes a memslot: only zaps its translations, at the guest address that the backing implies.
+    /// Stands for a change of a memslot: only zaps the translations, at the guest address that the backing implies.
     fn set(&self, region: &Region) -> Result<(), Failure> {
         let first = Hva(region.backing.0 - DISPLACEMENT).0 / PAGE;
         self.0.zap(0, Gfn(first)..Gfn(first + region.size / PAGE));
@@ -233,7 +234,7 @@ fn regions(layout: &Layout) -> Vec<Region> {
     (0..layout.slots()).map(|i| region(layout, i)).collect()
 }
 
-/// A system with its memslots, and a CPU.
+/// A system with the case's memslots, and a CPU of it.
 pub(super) struct Inside<S: System> {
     system: S,
     cpu: S::Cpu,
@@ -250,7 +251,7 @@ impl<S: System> Inside<S> {
         })
     }
 
-    /// Measures an operation of `case`: the mean time of `times`.
+    /// Measures an operation of `case`. Returns the mean time of `times` operations.
     ///
     /// # Errors
     /// If the operation did not do its work.
@@ -286,8 +287,8 @@ impl<S: System> Inside<S> {
         Ok((thread_time() - began, faults))
     }
 
-    /// Makes the guest's writes to pages that are not mapped. Like the following functions, returns the number of
-    /// faults.
+    /// Faults on each of `pages`, as a guest that writes to unmapped pages would. Like the following functions,
+    /// returns the number of faults.
     fn write(&mut self, pages: impl Iterator<Item = u64>) -> Result<u64, Failure> {
         self.cpu.inside(|cpu| {
             let mut written = 0;
@@ -300,8 +301,8 @@ impl<S: System> Inside<S> {
         })
     }
 
-    /// Invalidates a range in the steps in which the host would unmap it: `chunk` pages at a time, and slot by slot,
-    /// because slots are not contiguous in the host.
+    /// Invalidates a range in the steps in which a host would unmap it: at most `chunk` pages at a time, and each
+    /// slot apart, because slots are not contiguous in the host.
     fn discard(&self, range: Range<u64>, chunk: u64) {
         for piece in self.layout.pieces(range, chunk) {
             self.system.invalidate(hva(piece.start)..hva(piece.end));
@@ -313,7 +314,7 @@ impl<S: System> Inside<S> {
         self.system.invalidate(hva(0)..hva(self.layout.pages()));
     }
 
-    /// Writes to every page of a half, and invalidates the half.
+    /// Writes to every page of one half of the memory, and invalidates that half.
     fn map(&mut self) -> Result<u64, Failure> {
         let mut faults = 0;
         for half in self.layout.halves() {
@@ -323,7 +324,7 @@ impl<S: System> Inside<S> {
         Ok(faults)
     }
 
-    /// Writes to a page of a half, and invalidates the half, `chunk` pages at a time.
+    /// Writes to one page of a half, and invalidates the half, `chunk` pages at a time.
     fn unmap(&mut self, chunk: u64) -> Result<u64, Failure> {
         let mut faults = 0;
         for half in self.layout.halves() {
@@ -333,7 +334,8 @@ impl<S: System> Inside<S> {
         Ok(faults)
     }
 
-    /// Moves the last slot after all others, and back. Measures only the moves, not the guest's faults in between.
+    /// Moves the last slot after all others, and back. The time includes only the moves, not the guest's faults
+    /// between them.
     fn moved(&mut self, times: u32, active: bool) -> Result<(Duration, u64), Failure> {
         let moved = self.layout.moved();
         let home = region(&self.layout, moved);
@@ -376,7 +378,7 @@ impl<S: System> Inside<S> {
         Ok((time, faults))
     }
 
-    /// Creates all slots, in a system that has none.
+    /// Creates all slots in a system that has none.
     fn setup(&mut self, times: u32) -> Result<(Duration, u64), Failure> {
         let regions = regions(&self.layout);
         let mut time = Duration::ZERO;
@@ -387,7 +389,7 @@ impl<S: System> Inside<S> {
                 system.set(region)?;
             }
             time += thread_time() - began;
-            // Checks that the slots exist: the last page can be translated.
+            // Translate the last page to check that the slots exist.
             let last = self.layout.pages() - 1;
             let there = system.cpu().inside(|cpu| cpu.fault(Gpa(gpa(last))))?;
             if there.host.0 != hva(last).0 {

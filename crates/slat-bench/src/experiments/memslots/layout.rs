@@ -1,18 +1,18 @@
-//! The guest memory of memslot_perf_test: its size in each case, the number of memslots it is cut into, and
-//! the part that is used.
+//! The guest memory of memslot_perf_test: the size in each case, the number of memslots, and the part that the case
+//! uses.
 
 use std::ops::Range;
 
 use super::Case;
 use crate::bare::{DATA, PAGE};
 
-/// The number of pages at the beginning that are in memslots, but that no case uses.
+/// The number of pages at the beginning that belong to memslots, but that no case uses.
 const EXTRA: u64 = (64 << 10) / PAGE;
 /// The number of pages that are written while a slot moves.
 const MOVED: u64 = (192 << 10) / PAGE;
 const MIB: u64 = (1 << 20) / PAGE;
 
-/// Guest memory in memslots, at [`DATA`]; pages are counted from there.
+/// Guest memory in memslots, at [`DATA`]. Page numbers count from there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Layout {
     /// The number of memslots, not counting slot 0, which every VM has.
@@ -35,7 +35,8 @@ impl Layout {
         (layout.slots <= layout.pages).then_some(layout)
     }
 
-    /// Returns the pages of memslot number `index` (its id is one more). The last memslot also has the remainder.
+    /// Returns the pages of memslot number `index`, whose id is `index + 1`. The last memslot also has the remaining
+    /// pages.
     pub(crate) fn slot(&self, index: u64) -> Range<u64> {
         let each = self.pages / self.slots;
         let end = if index + 1 == self.slots {
@@ -68,8 +69,8 @@ impl Layout {
         [start..middle, middle..end]
     }
 
-    /// Cuts `range` into pieces of at most `chunk` pages, each within one memslot. A piece is the range of one call for
-    /// host memory, because memslots are not contiguous in the host.
+    /// Cuts `range` into pieces of at most `chunk` pages, each within one memslot. The host unmaps a piece in one
+    /// call; a piece ends with its memslot because memslots are not contiguous in the host.
     pub(crate) fn pieces(
         &self,
         range: Range<u64>,
@@ -95,8 +96,8 @@ impl Layout {
         self.slots - 1
     }
 
-    /// Returns the pages that are written while the slot moves: if the slot is `active`, half of these pages are in it
-    /// (or all of the slot, if it is smaller).
+    /// Returns the pages that are written while the slot moves. If the slot is `active`, half of these pages are in
+    /// it, or the whole slot if it is smaller.
     pub(crate) fn written(&self, active: bool) -> Range<u64> {
         let slot = self.slot(self.moved());
         let inside = match active {
@@ -106,7 +107,7 @@ impl Layout {
         slot.start + inside - MOVED..slot.start + inside
     }
 
-    /// Returns the first page to which the slot moves: after all memory.
+    /// Returns the first page of the address to which the slot moves, after all memory.
     pub(crate) fn destination(&self) -> u64 {
         self.pages
     }

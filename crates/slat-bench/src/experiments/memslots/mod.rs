@@ -1,8 +1,8 @@
-//! The time to look up memslots, and to change them.
+//! Measures the time to look up and to change memslots.
 //!
-//! Each case of memslot_perf_test is measured twice. [`mod@inside`] compares the time inside the memory system with an
-//! array's. The other measurement needs a guest, and is the architecture's (`crate::arch`): it compares the time that a
-//! KVM program waits with a real KVM's.
+//! Each case of memslot_perf_test is measured twice. [`mod@inside`] compares slat's time inside the memory system
+//! with an array's. The second measurement needs a guest and is in `crate::arch`: it compares how long a KVM program
+//! waits on slat with how long it waits on a real KVM.
 
 mod inside;
 pub(crate) mod layout;
@@ -73,7 +73,7 @@ impl Case {
         }
     }
 
-    /// Describes the parts of slat's time: that of the tables alone, and the rest.
+    /// Returns a text that divides slat's time into the part that the tables alone take, and the rest.
     fn dominated(self, time: f64, tables: Option<f64>) -> String {
         let slots = match self {
             Case::Map | Case::Unmap | Case::Unmap2m => "faults and invalidations that find slots",
@@ -85,12 +85,12 @@ impl Case {
         format!("{:.0} % are {slots}", (100.0 - tables).max(0.0))
     }
 
-    /// Returns the name of the case with this number of memslots.
+    /// Returns this case's name for this number of memslots.
     pub(crate) fn with(self, slots: u64) -> String {
         format!("{}/{slots}", self.name())
     }
 
-    /// Returns the greatest change that is accepted with 32764 memslots (the map case ends at 8194).
+    /// Returns the greatest accepted change with 32764 memslots (in the map case, with 8194).
     fn asked_at_most(self) -> Option<f64> {
         match self {
             Case::Map => Some(-0.73),
@@ -105,16 +105,16 @@ impl Case {
 const SECONDS: &str = "seconds_per_op";
 /// The metric of the measurement that needs a guest.
 pub(crate) const WALL: &str = "wall_seconds_per_op";
-/// The numbers of memslots.
+/// The numbers of memslots that are measured.
 pub(crate) const SLOTS: [u64; 7] = [10, 30, 50, 100, 509, 8194, 32764];
 const ARRAY: &str = "array";
-/// The variant that is slat.
+/// The variant in which slat's engine is measured.
 pub(crate) const SLAT: &str = "slat";
 const TABLES: &str = "tables";
 const DIRECT: &str = "direct";
 const SHADOW: &str = "shadow";
 
-/// The least processor time of a sample of [`mod@inside`].
+/// The least processor time, in seconds, of a sample of [`mod@inside`].
 const SAMPLE: f64 = 2e-3;
 
 fn run(bench: &mut Bench) -> Result<(), Failure> {
@@ -130,19 +130,19 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
 
 fn inside(bench: &mut Bench, case: Case, slots: u64, layout: Layout) -> Result<(), Failure> {
     let (placements, rounds) = match slots {
-        // An array is so slow with this many memslots that no result is close to its goal.
+        // With this many memslots an array is so slow that a few samples suffice.
         1000.. => (1, bench.size.pick(1, 2, 5)),
-        // These numbers of memslots have a goal.
+        // These numbers of memslots have a goal, so they get more samples.
         10 | 509 => bench.size.pick((1, 1), (5, 3), (8, 4)),
         _ => bench.size.pick((1, 1), (3, 2), (8, 4)),
     };
     let variants = match case {
-        // Creating memslots zaps nothing, so there is no variant of tables alone.
+        // Creating memslots zaps nothing, so the variant of tables alone is left out.
         Case::Setup => &[ARRAY, SLAT, DIRECT, SHADOW][..],
         _ => &[ARRAY, SLAT, TABLES, DIRECT, SHADOW],
     };
-    // The addresses of a system's memory decide which cache lines conflict, by chance, as long as the system lives. So
-    // each system has several instances at the same time: no two instances have the same address.
+    // The addresses of a system's memory decide by chance which cache lines conflict, for the system's whole life. So
+    // each system has several instances at the same time, each at other addresses.
     let mut placed = Vec::new();
     for _ in 0..placements {
         let mut slat = Inside::<Slat<Tdp>>::new(layout)?;
@@ -159,14 +159,14 @@ fn inside(bench: &mut Bench, case: Case, slots: u64, layout: Layout) -> Result<(
         };
         let once = measure(SLAT, 1)?.as_secs_f64();
         if placements > 1 {
-            // Makes the caches of each system as warm as slat's.
+            // Makes the caches equally warm for all systems.
             for &other in variants.iter().filter(|variant| **variant != SLAT) {
                 measure(other, 1)?;
             }
         }
         let times = match bench.size {
             Size::Tiny => 1,
-            // Most time passes between the samples, on a system without memslots.
+            // Most time passes between the samples, because each sample needs a system without memslots.
             _ if case == Case::Setup => (SAMPLE / once).clamp(1.0, 200.0) as u32,
             _ => (SAMPLE / once).clamp(1.0, 1000.0) as u32,
         };
@@ -187,7 +187,7 @@ fn compare(report: &Report) -> Vec<Line> {
             let inside = Line::compare(report, NAME, &name, SECONDS, ARRAY, SLAT)
                 .map(|line| line.with_limit(TABLES, limit));
             let inside = inside.map(|line| match (slots, case.asked_at_most()) {
-                // With few memslots slat must not be slower.
+                // With few memslots, slat must not be slower than the array.
                 (10, _) => line.change_at_most(0.05),
                 (509, Some(_)) => match published::find(NAME, &name, SECONDS) {
                     Some(published) => line.change_at_most(published.change),

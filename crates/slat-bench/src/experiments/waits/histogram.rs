@@ -1,15 +1,15 @@
-//! Durations of calls, as a histogram.
+//! A histogram of the durations of calls.
 
 use std::time::Duration;
 
-/// The number of steps for each doubling. A quantile is at most a 32nd too long.
+/// The number of histogram steps for each doubling. So a quantile is too long by at most a 32nd.
 const STEPS: u64 = 32;
 const STEP_BITS: u32 = STEPS.ilog2();
-/// The number of steps: a step for each of the times shorter than `STEPS` ns, and the steps of the doublings up to 2^64
-/// ns.
+/// The number of histogram steps. Times below `STEPS` ns have a step each; then each doubling up to 2^64 ns has
+/// `STEPS` steps.
 const LEN: usize = ((u64::BITS - STEP_BITS + 1) as u64 * STEPS) as usize;
 
-/// Times of calls, in memory that does not grow: recording one costs a few instructions.
+/// The times of calls, in memory of constant size. Recording a call takes a few instructions.
 pub(super) struct Histogram {
     counts: Box<[u64]>,
     calls: u64,
@@ -61,9 +61,9 @@ impl Histogram {
         })
     }
 
-    /// Assumes that calls follow one another without a gap, and that another caller arrives at a random moment. Returns
-    /// the wait until the end of the current call that is not exceeded at `share` of all moments. Returns `None`
-    /// without a call.
+    /// Assumes that calls follow one another without a gap, and that another caller arrives at a random moment.
+    /// Returns the wait until the end of the current call that a share of `share` of all moments does not exceed.
+    /// Returns `None` without a call.
     ///
     /// A call of one second among a thousand calls of a millisecond is one call in a thousand, but half of all moments
     /// are in that call. A caller who arrives at such a moment waits until the call ends.
@@ -71,9 +71,9 @@ impl Histogram {
         let steps: Vec<_> = self.steps().collect();
         let all: f64 = steps.iter().map(|(time, n)| *time as f64 * *n as f64).sum();
         let exceeding = (1.0 - share) * all;
-        // The moments at which a caller waits longer than `wait` are all in calls longer than `wait`. Their total
-        // length is the sum of the times of these calls, less `wait` for each. The loop adds calls, from the longest
-        // one on, until that total is `exceeding`.
+        // A caller waits longer than `wait` only if it arrives in a call longer than `wait`. The total length of
+        // these moments is the sum of such calls' times, less `wait` for each call. The loop adds calls, the longest
+        // first, until that total is `exceeding`.
         let (mut calls, mut sum) = (0.0, 0.0);
         let mut shorter = steps.iter().rev().skip(1);
         for (time, count) in steps.iter().rev() {
@@ -87,7 +87,8 @@ impl Histogram {
         None
     }
 
-    /// Returns the steps that contain calls, ascending: the longest time of each step, and its number of calls.
+    /// Returns the histogram steps that contain calls, ascending: the longest time of each step, and its number of
+    /// calls.
     fn steps(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
         let counts = self.counts.iter().enumerate();
         let counts = counts.filter(|(_, count)| **count > 0);
@@ -101,7 +102,7 @@ fn step(time: u64) -> usize {
     (u64::from(doubling) * STEPS + (time >> doubling)) as usize
 }
 
-/// Returns the longest time of a step, in nanoseconds.
+/// Returns the longest time that belongs to a histogram step, in nanoseconds.
 fn longest(index: usize) -> u64 {
     let index = index as u64;
     let doubling = (index / STEPS).saturating_sub(1);
@@ -174,11 +175,11 @@ mod tests {
     fn one_long_call_is_many_moments() {
         let histogram = of([(1_000_000, 1000), (1_000_000_000, 1)]);
         about(histogram.quantile(0.999), 1_000_000);
-        // All calls take 2 s. At the moments of 2 ms of these, the wait is longer than this.
+        // All calls together take 2 s. At 2 ms of these moments, the wait is longer than the expected value.
         about(histogram.quantile_of_moments(0.999), 998_000_000);
-        // The wait is shorter in the last half of the long call, and in all others.
+        // In half of all moments, the wait is shorter: in the last half of the long call, and in all other calls.
         about(histogram.quantile_of_moments(0.75), 500_000_000);
-        // With calls of one length, half of the moments are nearer to the end of a call than half its length.
+        // If all calls are equally long, half of the moments are in the second half of a call.
         about(of([(1_000_000, 10)]).quantile_of_moments(0.5), 500_000);
     }
 

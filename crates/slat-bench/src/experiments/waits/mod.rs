@@ -1,4 +1,4 @@
-//! The time that other threads wait while one thread works on a large memslot.
+//! Measures how long other threads wait while one thread works on a large memslot.
 
 mod histogram;
 mod operation;
@@ -49,11 +49,11 @@ const P999: &str = "p99.9_seconds";
 const ANYTIME: &str = "anytime_seconds";
 const MAX: &str = "max_seconds";
 
-/// The quantiles: value, name, and the number of calls from which on the quantile is reported. With that number of
-/// calls, one call exceeds it.
+/// The quantiles: value, name, and the least number of calls with which the quantile is reported. With that number of
+/// calls, one call exceeds the quantile.
 const QUANTILES: [(f64, &str, u64); 3] = [(0.5, P50, 10), (0.99, P99, 100), (0.999, P999, 1000)];
 
-/// If the threads lost their processors for longer than this in a run, other programs ran.
+/// If the threads of a run lost their processors for longer than this, other programs disturbed the run.
 const LOST: Duration = Duration::from_micros(500);
 
 /// The longest wait that is accepted, in seconds.
@@ -75,7 +75,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
         for (calls, calls_name) in Unrelated::ALL.into_iter().filter(beside_it) {
             cases += 1;
             let case = format!("{calls_name}/{name}");
-            // There is one round, because a quantile is of all calls.
+            // There is only one round, because a quantile is computed from all calls.
             bench.in_turns(&case, 1, &[ALONE, SLAT], |_, variant| match variant {
                 ALONE => alone(&mut subject, plan),
                 _ => {
@@ -99,19 +99,19 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Whether `calls` are made beside `operation`.
+/// Whether `calls` are measured during `operation`.
 fn are_beside(calls: Unrelated, operation: Operation) -> bool {
     calls != Unrelated::Fault || matches!(operation, Operation::Nothing | Operation::Age)
 }
 
-/// The amount of measurements.
+/// How much is measured.
 #[derive(Clone, Copy)]
 struct Plan {
-    /// The number of operations: exactly this many without calls, at least this many with calls.
+    /// The number of operations: exactly this many without calls, and at least this many with calls.
     times: usize,
-    /// The number of calls that suffices.
+    /// Stop after this number of calls.
     calls: u64,
-    /// Time after which no further operation, set-up included, is begun.
+    /// No further operation, including its set-up, is begun after this time.
     limit: Duration,
 }
 
@@ -132,14 +132,14 @@ fn alone(subject: &mut Subject, plan: Plan) -> Result<Vec<Sample>, Failure> {
     Ok(samples)
 }
 
-/// Runs of the operation beside calls.
+/// The results of repeated operations beside calls.
 struct Runs {
     times: Vec<Duration>,
     waits: Histogram,
 }
 
-/// Runs the operation beside calls. Also returns whether other programs ran on the processors in every run. If there
-/// are runs without other programs, only those count.
+/// Repeats the operation beside calls. Uses only the runs that no other program disturbed; if there are none, uses
+/// all runs. Also returns whether every run was disturbed.
 fn beside(
     subject: &mut Subject,
     calls: Unrelated,
@@ -191,7 +191,7 @@ fn compare(report: &Report) -> Vec<Line> {
             lines.extend([CALLS, P50, P99].into_iter().filter_map(metric));
             let (p999, max) = (metric(P999), metric(MAX));
             // Without this restriction, calls that end while the operation does not run would make the operation's
-            // waits rare among all calls, though not among all moments.
+            // long waits rare among all calls, though not among all moments.
             let within = |line: &Line| line.after.1 <= ASKED;
             let asked = |line: Line| match operation {
                 Operation::Nothing => line,
@@ -208,8 +208,8 @@ fn compare(report: &Report) -> Vec<Line> {
     lines
 }
 
-/// Compares the longest waits. A call that waits for the whole operation takes as long as the operation. A call that
-/// the machine delays may take as long without an operation, too.
+/// Returns a text that compares the longest waits. A call that waits for the whole operation takes as long as the
+/// operation. A call may also take that long without an operation, if the machine delays it.
 fn longest(report: &Report, calls: &str, case: &str) -> String {
     let value = |case: &str, metric| report.value(NAME, case, SLAT, metric);
     let time = |case: &str, metric| {
@@ -273,7 +273,7 @@ mod tests {
         ] {
             let lines = compare(&report(p999, anytime));
             let asked: Vec<_> = lines.iter().filter_map(Line::asked).collect();
-            // The case without an operation has no goal.
+            // The case without an operation has no goal, so only one line has one.
             assert_eq!(asked.len(), 1);
             assert_eq!(asked[0].met, met, "{p999:?} {anytime}");
         }

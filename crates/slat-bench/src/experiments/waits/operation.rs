@@ -1,4 +1,4 @@
-//! The long operations: the set-up before each, and the check of its result.
+//! The long operations: the set-up before each operation, and the check of its result.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ const BACKING: u64 = 1 << 44;
 
 /// The number of pages of a leaf of 2 MiB.
 const MEGA: u64 = Level::MEGA.pages();
-/// Every `APART`th page of the slot is in a dirty ring, so that each is protected alone.
+/// Every `APART`th page of the slot is in a dirty ring. These pages are so far apart that each is protected alone.
 const APART: u64 = 64;
 /// The number of vCPUs with a ring, and the number of ring entries of each, which is KVM's maximum.
 const RINGS: u64 = 8;
@@ -29,7 +29,7 @@ const RING_ENTRIES: u64 = 1 << 16;
 /// A long operation on the large memslot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Operation {
-    /// No operation is done: the thread only computes.
+    /// No operation: the thread only computes.
     Nothing,
     GetProtect,
     GetDirtyBit,
@@ -74,7 +74,7 @@ impl Operation {
         (RingReset, "ring-reset"),
     ];
 
-    /// Returns the pages by which the host maps the large slot's memory.
+    /// Returns the size of the pages by which the host maps the large slot's memory.
     fn host(self) -> Level {
         match self {
             BeginEager | BeginLazy | End | NxRecovery | Promote => Level::MEGA,
@@ -100,20 +100,20 @@ impl Operation {
 pub(super) struct Subject {
     operation: Operation,
     vm: Arc<Vm<Bare, Ept>>,
-    /// CPUs that map and use the slot before the operation. Each does a part.
+    /// CPUs that map and use the slot before the operation. Each CPU does a part of the slot.
     cpus: Vec<Vcpu<Bare, Ept>>,
-    /// The vCPUs' dirty rings, for the client.
+    /// The vCPUs' dirty rings, as the client sees them.
     rings: Vec<Arc<[DirtyGfn]>>,
     pages: u64,
     bitmap: Vec<u64>,
-    /// For [`Cold`].
+    /// The pages that [`Cold`] reports.
     cold: ColdMap,
     /// The time for which the thread computes in [`Nothing`].
     nothing: Duration,
 }
 
 impl Subject {
-    /// Creates a VM whose large slot has `pages` pages, a multiple of those of 2 MiB.
+    /// Creates a VM whose large slot has `pages` pages, a multiple of 2 MiB.
     ///
     /// # Errors
     /// The engine's errors.
@@ -132,7 +132,7 @@ impl Subject {
                 vm.use_dirty_rings();
                 RINGS
             }
-            // The set-up uses several CPUs. More CPUs than these do not make it much shorter.
+            // More than four CPUs do not make the set-up much shorter.
             _ => std::thread::available_parallelism().map_or(1, |n| n.get().min(4) as u64),
         };
         let cpus = (0..cpus).map(|_| vm.create_vcpu());
@@ -145,7 +145,7 @@ impl Subject {
             }
         }
         unrelated::create_slot(&vm)?;
-        // There are tables for the 4 KiB leaves, and some tables above them.
+        // Allocates frames for the tables of the 4 KiB leaves, and for some tables above these.
         slat_host::frames::warm(&**vm.platform(), (pages / MEGA) as usize + 256);
         Ok(Subject {
             operation,
@@ -167,7 +167,7 @@ impl Subject {
         &self.vm
     }
 
-    /// Sets the slot up for the operation, from any state in which the previous operation has left it.
+    /// Sets up the slot for the operation, whatever state the previous operation has left.
     ///
     /// # Errors
     /// The engine's errors. It is also an error if the slot is not mapped as it should be.
@@ -193,7 +193,7 @@ impl Subject {
             }
         }
         match self.operation {
-            // The guest writes to all pages. Then the log names every page, and the guest may write to each.
+            // Makes the state in which the log has every page, and no page is write-protected.
             GetProtect | Clear => {
                 self.vm.set_manual_dirty_log(true, true);
                 self.create(SlotFlags::LOG_DIRTY_PAGES)?;
@@ -279,7 +279,7 @@ impl Subject {
         }
     }
 
-    /// Checks that the log names only the pages to which the guest writes from now on.
+    /// Checks that the log names exactly the pages to which the guest writes from now on.
     fn expect_noted(&mut self) -> Result<(), Failure> {
         let cpu = &mut self.cpus[0];
         cpu.enter_unguarded(0);
@@ -293,7 +293,7 @@ impl Subject {
         expect("pages dirty after two writes", self.marked(), 2)
     }
 
-    /// Returns the leaves of 4 KiB and 2 MiB that map the slot before the operation.
+    /// Returns the numbers of 4 KiB and 2 MiB leaves that map the slot before the operation.
     fn before(&self) -> [u64; 2] {
         match self.operation {
             Nothing => [0, 0],
@@ -303,14 +303,14 @@ impl Subject {
         }
     }
 
-    /// Returns the leaves of 4 KiB and 2 MiB that map the slot after the operation.
+    /// Returns the numbers of 4 KiB and 2 MiB leaves that map the slot after the operation.
     fn after(&self) -> [u64; 2] {
         match self.operation {
             GetProtect | GetDirtyBit | Clear | Age | Cold | BeginSmall | BeginEager => {
                 [self.pages, 0]
             }
             BeginLazy | RingReset => self.before(),
-            // Huge leaves are restored in place, except where an invalidation has begun meanwhile.
+            // Huge leaves are restored in place, except where an invalidation began during the operation.
             End | Promote => [0, self.vm.stats().pages_2m.min(self.pages / MEGA)],
             Nothing | Zap | ZapDirtyBit | Delete | Invalidate | Attributes | NxRecovery => [0, 0],
         }
@@ -318,7 +318,7 @@ impl Subject {
 
     fn expect_mapped(&self, [small, mega]: [u64; 2]) -> Result<(), Failure> {
         let stats = self.vm.stats();
-        // Each small slot may have a mapped page.
+        // Each small slot may also have a mapped page.
         let others = stats.pages_4k.wrapping_sub(small);
         if others > 2 || stats.pages_2m != mega {
             let (is_small, is_mega) = (stats.pages_4k, stats.pages_2m);
@@ -372,7 +372,7 @@ impl Subject {
         })
     }
 
-    /// Makes each vCPU do `work` on a part of the slot.
+    /// Runs `work` on all vCPUs at once, each with its own part of the slot.
     fn share(
         &mut self,
         work: impl Fn(&mut Vcpu<Bare, Ept>, Range<u64>) -> Result<(), Stop> + Sync,

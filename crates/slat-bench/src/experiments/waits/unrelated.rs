@@ -1,4 +1,4 @@
-//! The calls that another thread makes repeatedly during a long operation, on other memory.
+//! The calls on other memory that another thread makes repeatedly during a long operation.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering::SeqCst};
@@ -11,8 +11,7 @@ use crate::Failure;
 use crate::bare::{self, Bare, PAGE};
 use crate::rounds::thread_time;
 
-/// The addresses of memslots far from the large one and from each other, so that they share no table with it except the
-/// root.
+/// The small memslots. They are far from the large one and from each other, so they share only the root table.
 const SMALL: Place = Place::at(1, 1 << 40);
 const COMES_AND_GOES: Place = Place::at(2, 2 << 40);
 const PAGES: u64 = 16;
@@ -42,7 +41,7 @@ impl Place {
 pub(super) enum Unrelated {
     /// Begins `Vm::invalidate` of one mapped page, and ends it at once.
     Invalidate,
-    /// Two calls: creates a small slot, maps a page of it, and deletes the slot.
+    /// Two measured calls: one creates a small slot, the other deletes it after a page was mapped.
     SlotChange,
     /// A fault of a vCPU on a page that is not mapped.
     Fault,
@@ -66,14 +65,14 @@ const BEFORE: u8 = 0;
 const DURING: u8 = 1;
 const AFTER: u8 = 2;
 
-/// The result of an operation during which another thread made calls.
+/// The result of an operation during which another thread made calls, and the disturbance by other programs.
 pub(super) struct Beside<R> {
     /// The operation's result.
     pub(super) result: R,
     /// The time that the operation took.
     pub(super) time: Duration,
-    /// The time in which other programs had the processor of one of the threads. The threads never sleep, so this is
-    /// the time beyond their processor time.
+    /// How long other programs had the processor of one of the threads. The threads never sleep, so this is their
+    /// wall time less their processor time.
     pub(super) lost: Duration,
 }
 
@@ -81,7 +80,7 @@ pub(super) struct Beside<R> {
 /// the operation.
 ///
 /// # Errors
-/// The calls'.
+/// The errors of the calls.
 pub(super) fn beside<R>(
     vm: &Arc<Vm<Bare, Ept>>,
     calls: Unrelated,
@@ -96,7 +95,8 @@ pub(super) fn beside<R>(
         waits,
     };
     std::thread::scope(|scope| {
-        // This ends the calls even if the operation panics, because the scope waits for the thread.
+        // When `end` is dropped, the calls end, even if the operation panics. The scope waits for the thread that
+        // makes them.
         let end = End(progress);
         let thread = scope.spawn(move || {
             let start = Clocks::now();
@@ -123,7 +123,7 @@ pub(super) fn beside<R>(
     })
 }
 
-/// The wall time and a thread's processor time.
+/// The wall time and a thread's processor time, both read at one moment.
 struct Clocks {
     wall: Instant,
     cpu: Duration,
@@ -193,14 +193,14 @@ impl Caller<'_> {
         drop(self.cpu.vm().invalidate(page));
     }
 
-    /// Writes to a page of `slot`, so that there is a leaf to zap.
+    /// Writes to a page of `slot`, so that a leaf exists that can be zapped.
     fn write_to(&mut self, slot: &Place) -> Result<(), Failure> {
         loop {
             self.cpu.enter_unguarded(0);
             let result = self.cpu.translate(Gpa(slot.gpa), Access::Write);
             self.cpu.leave();
             match result {
-                // The vCPU was flushed meanwhile, and remembers no translation.
+                // A flush of the vCPU interrupted the fault. Try again.
                 Err(Stop::Retry) => {}
                 Err(stop) => return Err(stop.into()),
                 Ok(_) => return Ok(()),
@@ -236,7 +236,7 @@ mod tests {
             let sleep = || std::thread::sleep(Duration::from_millis(20));
             let beside = beside(&vm, calls, &mut waits, sleep).unwrap();
             assert!(beside.time >= Duration::from_millis(20));
-            // A thread that sleeps does not have the processor, either.
+            // A sleeping thread does not have the processor, so its sleep counts as lost.
             assert!(beside.lost >= Duration::from_millis(15));
             assert!(waits.calls() > 0);
             assert_eq!(vm.stats().pages_4k, 0, "{calls:?}");

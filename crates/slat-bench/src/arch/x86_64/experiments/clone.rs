@@ -41,9 +41,9 @@ more than twice as long as one alone.",
 const ANEW: &str = "anew";
 const CLONE: &str = "clone";
 const SECONDS: &str = "seconds_to_exit";
-/// The number of pages that each VM writes at the end, and therefore does not share.
+/// The number of pages that each VM writes at the end. These pages are no longer shared with the template.
 const WRITTEN: u64 = 16;
-/// The word that fills the memory of a VM that is ready.
+/// The word that fills the memory of the template VM.
 const FILL: u32 = 0x51a7_51a7;
 
 fn run(bench: &mut Bench) -> Result<(), Failure> {
@@ -55,8 +55,8 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
         None => None,
     };
     for count in counts(bench) {
-        // Leave out the variant in which a thousand VMs share nothing, because these VMs need more memory than some
-        // hosts have.
+        // Leave out the variant without sharing when there are a thousand VMs: their memory does not fit into some
+        // hosts.
         let variants = match count > 100 {
             true => vec![CLONE],
             false => bench.guests.with_kvm(&[ANEW, CLONE]),
@@ -83,7 +83,7 @@ fn counts(bench: &Bench) -> [u32; 3] {
     bench.size.pick([1, 2, 3], [1, 100, 1000], [1, 100, 1000])
 }
 
-/// The memory of a VM that is ready to serve: the memory of its system, and its data.
+/// The memory of a VM that is ready to serve: its system slot and its data slot.
 struct Template {
     system: File,
     data: File,
@@ -109,7 +109,7 @@ fn get_ready<A: Api>(machine: &mut Machine<'_, A>, size: usize) -> Result<(), Fa
     Ok(())
 }
 
-/// Makes `count` VMs, as clones of `template` if there is one, and makes each of them serve.
+/// Makes `count` VMs and makes each of them serve. With a `template`, the VMs are its clones.
 fn together<A: Api>(
     api: &A,
     count: u32,
@@ -179,8 +179,8 @@ fn together<A: Api>(
     Ok(samples)
 }
 
-/// Returns the bytes of memory that only this process uses. They include the pages of a file to which the process has
-/// written.
+/// Returns the bytes of memory that only this process uses. Pages of a private file mapping count once the process
+/// has written to them.
 fn private_bytes() -> Result<u64, Failure> {
     let text = fs::read_to_string("/proc/self/smaps_rollup")?;
     let line = text

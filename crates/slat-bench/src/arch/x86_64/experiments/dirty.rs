@@ -51,7 +51,7 @@ const NS_PER_PAGE: &str = "ns_per_page";
 const BITMAP: &str = "slat";
 const RING: &str = "ring";
 
-/// The case in which a log ends, its variants, and its second metric.
+/// The case that measures the end of dirty logging, its variants, and its second metric.
 const END: &str = "end";
 const RECOVER: &str = "recover";
 const ZAP: &str = "zap";
@@ -211,8 +211,9 @@ fn ring(slat: &Slat, memory: &Memory, case: Case) -> Result<Duration, Failure> {
     })
 }
 
-/// Ends the log of memory that was written while it was logged, and lets the guest write to the memory again. Returns
-/// the processor time of both, and the number of faults. Unless `recover`, huge leaves are not restored in place.
+/// Ends dirty logging after the guest wrote to all of the memory, and then lets the guest write to the memory again.
+/// Returns the processor time of both steps and the number of faults. With `recover` false, huge leaves are not
+/// restored in place.
 fn end(slat: &Slat, memory: &Memory, recover: bool) -> Result<(Duration, u64), Failure> {
     let mut machine = Machine::new(slat, 1, DATA + memory.size() as u64)?;
     machine.touch_system()?;
@@ -237,7 +238,7 @@ fn end(slat: &Slat, memory: &Memory, recover: bool) -> Result<(Duration, u64), F
     Ok((ended + written, faults))
 }
 
-/// Flags of a ring entry that the guest has made, and of one that the client has harvested
+/// Flags of a dirty-ring entry: the vCPU has filled the entry; the client has harvested the entry
 /// (Documentation/virt/kvm/api.rst, 8.29).
 const KVM_DIRTY_GFN_F_DIRTY: u32 = 1 << 0;
 const KVM_DIRTY_GFN_F_RESET: u32 = 1 << 1;
@@ -324,7 +325,7 @@ mod tests {
 
     #[test]
     fn bitmap_and_ring_tell_every_page_that_was_written() {
-        // The run itself checks that.
+        // `run` itself checks the number of reported pages.
         let report = crate::run(&[&EXPERIMENT], Size::Tiny).unwrap();
         for (_, case) in CASES {
             for variant in [BITMAP, RING] {

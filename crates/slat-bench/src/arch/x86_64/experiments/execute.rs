@@ -34,7 +34,7 @@ Asked for: at most 520 faults for each GiB, and at most 1.2 times the time of nx
     rows: Rows::Metrics,
 };
 
-/// The variants, and the values of the policies for each.
+/// Each variant's name, and its values of the two policies.
 const VARIANTS: &[(&str, &str, &str)] = &[
     ("zap", "on", "off"),
     ("split", "on", "on"),
@@ -145,7 +145,7 @@ mod tests {
             let case = "anonymous_hugetlb_1gb/v2";
             report.value(NAME, case, variant, "pf_fixed").unwrap()
         };
-        // 4 MiB are 1024 pages, or two huge leaves.
+        // 4 MiB are 1024 pages of 4 KiB, or two huge leaves.
         assert_eq!(faults("zap"), 1024.0);
         assert_eq!(faults("split"), 2.0);
         assert_eq!(faults("nx-off"), 0.0);

@@ -1,4 +1,4 @@
-//! Devices: the time to find out that an address has no memslot.
+//! Devices: the time that slat needs to find out that an address has no memslot.
 
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
@@ -39,11 +39,11 @@ no slower; ordinary differs by no more than 1 %. Times are the vCPU's processor 
 
 const VARIANTS: &[&str] = &["uncached", "cached"];
 const SLOTS: &[u32] = &[32, 509, 32764];
-/// The number of runs, of which the shortest counts. Counters are summed over all runs.
+/// The number of runs; the shortest time counts. Counters are summed over all runs.
 const RUNS: usize = 10;
 /// Address of the small memslots, which are contiguous.
 const SMALL_SLOTS: u64 = 1 << 30;
-/// The number of bytes that a map shows, starting at the device.
+/// The number of bytes of guest memory that a page map shows, starting at the device.
 const SHOWN: u64 = 64 << 20;
 /// The status register's value.
 const READY: u32 = 1;
@@ -54,7 +54,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
     ordinary(bench)
 }
 
-/// Makes a machine with `slots` memslots: the system's, `data` at [`DATA`], and pages of `small`.
+/// Makes a machine with `slots` memslots: the system slot, `data` at [`DATA`], and single pages of `small`.
 fn prepare<'m, A: Api>(
     api: &A,
     slots: u32,
@@ -109,7 +109,7 @@ fn exits(bench: &mut Bench) -> Result<(), Failure> {
         let shadow = prepare(&bench.guests.shadow, slots, &data, &small)?;
         machines.push((format!("exit/shadow/{slots}"), shadow, None));
     }
-    // Each round measures all numbers of memslots, because these are compared with each other, too.
+    // Each round measures every number of memslots, because the report compares these with one another.
     for round in 0..rounds {
         for (case, slat, kvm) in &mut machines {
             let variants = match (round, &kvm) {
@@ -147,7 +147,7 @@ fn ring<A: Api>(
         exit => no_device(0, exit),
     };
     set_caching(machine, variant)?;
-    // The first exit makes the MMIO entry.
+    // The first exit installs the MMIO SPTE.
     machine.run(&[Program::doorbell(1)], &device)?;
     let before = machine.engine().map(|engine| engine.stats());
     let time = fastest(RUNS, || {
@@ -264,7 +264,7 @@ fn compare(report: &Report) -> Vec<Line> {
                 if case == first {
                     return line;
                 }
-                // A difference of one twentieth is noise.
+                // A difference of up to one twentieth is noise.
                 let (few, many) = ((&*first, "cached"), (case, "cached"));
                 let ratio = report.ratio_between(NAME, "ns_per_exit", few, many);
                 line.with_limit("32 slots", with_few_slots).goal(

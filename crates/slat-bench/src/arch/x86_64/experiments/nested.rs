@@ -1,4 +1,4 @@
-//! A guest that is a hypervisor, and the cost of its own guest's memory.
+//! A guest that is a hypervisor, and the cost of the memory of that hypervisor's own guest.
 
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
@@ -41,13 +41,13 @@ Times are the vCPU's processor time.",
 /// The levels at which a program runs.
 const LEVELS: &[&str] = &["l1", L2];
 const L2: &str = "l2";
-/// The software to which a guest exits: from L1 to slat, or to the KVM program; from L2 to its hypervisor.
+/// The software that handles an exit. L1 exits to slat or to the KVM program; L2 exits to its hypervisor.
 const SLAT: &str = "slat";
 const PROGRAM: &str = "program";
 const FAULTS: &[(&str, &str)] = &[("off", "off"), ("window-8", "8")];
 const CACHING: &[(&str, &str)] = &[("uncached", "off"), ("cached", "on")];
 const MMUS: [&str; 2] = ["tdp", "shadow"];
-/// The number of runs, of which the shortest counts.
+/// The number of runs; the shortest time counts.
 const RUNS: usize = 10;
 
 fn run(bench: &mut Bench) -> Result<(), Failure> {
@@ -59,7 +59,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
     let memory = Memory::new(size, 2 << 20, Pages::Small)?;
     memory.populate()?;
     let pages = size as u64 / PAGE;
-    // A power of two.
+    // The number of pages must be a power of two.
     let walked = 1 << pages.ilog2();
 
     for mmu in MMUS {
@@ -82,7 +82,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
         for (name, program) in [("compute", compute), ("walk", walk)] {
             bench.in_turns(&case(name), rounds, LEVELS, |bench, level| {
                 let mut machine = begin(bench)?;
-                // Run the program once, so that it is compiled, and its pages are mapped.
+                // Run the program once before measuring, so that it is compiled and its pages are mapped.
                 at(&mut machine, level, &program)?;
                 let time = fastest(RUNS, || Ok(at(&mut machine, level, &program)?.cpu))?;
                 Ok(vec![Sample::seconds("seconds", time)])
@@ -123,7 +123,7 @@ fn machine<'m>(bench: &Bench, mmu: &str, memory: &'m Memory) -> Result<Machine<'
     machine.set_policy("prefetch", "off")?;
     machine.begin_hypervisor()?;
     machine.touch_system()?;
-    // L2 has used the system's pages, too.
+    // This run also makes L2 use the pages of the system slot.
     machine.run_nested(&Program::read(0, 1), &no_device)?;
     Ok(machine)
 }
@@ -154,7 +154,7 @@ fn ring(machine: &mut Machine<'_, Slat>, times: u64) -> Result<Vec<Sample>, Fail
         rung.fetch_add(1, Relaxed);
         bell(index, exit)
     };
-    // The first exit makes the MMIO entry.
+    // The first exit installs the MMIO SPTE.
     machine.run_nested(&Program::doorbell(1), &device)?;
     let before = machine.vm().engine().stats();
     let time = fastest(RUNS, || {
@@ -179,7 +179,7 @@ fn bell(index: usize, exit: VcpuExit<'_>) -> Result<(), Failure> {
     }
 }
 
-/// Returns the average time of an exit: `exits` exits have taken `time`.
+/// Returns the average time of one exit, given that `exits` exits took `time`.
 fn each(time: Duration, exits: u64) -> Sample {
     let nanoseconds = time.as_secs_f64() * 1e9 / exits as f64;
     Sample::new("ns_per_exit", Unit::Nanoseconds, nanoseconds)
@@ -202,8 +202,8 @@ fn compare(report: &Report) -> Vec<Line> {
             line("exit", mmu, "ns_per_exit", SLAT, L2),
             line("compute", mmu, "seconds", "l1", L2).map(|line| line.change_within(0.05)),
             line("walk", mmu, "seconds", "l1", L2),
-            // The faults are an eighth of those without prefetch, plus those for L2's own tables and for the ends of
-            // the memslot.
+            // The guest's pages take an eighth of the faults without prefetch. More faults are taken for L2's own
+            // tables and at the ends of the memslot.
             line("faults", mmu, "pf_fixed", "off", "window-8")
                 .map(|line| line.change_at_most(1.02 / 8.0 - 1.0)),
             line("faults", mmu, "seconds", "off", "window-8"),

@@ -35,9 +35,9 @@ touched. Times are the vCPU's processor time.",
 };
 
 const SEQUENTIAL: &str = "sequential";
-/// The sequential case with the direct MMU, for which the published number was measured.
+/// The sequential case with the direct MMU. The published number was measured in this case.
 const DIRECT: &str = "sequential/direct";
-/// The sequential case without a second level: the guest's pages of 2 MiB are mapped in parts.
+/// The sequential case with shadow paging. The guest's 2 MiB pages are then shadowed by 4 KiB leaves.
 const SHADOW: &str = "sequential/shadow";
 const RANDOM: &str = "random";
 
@@ -46,7 +46,7 @@ const VARIANTS: &[(&str, &str)] = &[("off", "off"), ("window-8", "8"), ("adaptiv
 
 fn run(bench: &mut Bench) -> Result<(), Failure> {
     let rounds = bench.size.pick(1, 5, 3);
-    // 6 GiB of an 8 GiB VM are touched, as in the publication, or the same share of less memory.
+    // Touches 6 GiB of an 8 GiB VM, as in the publication; at smaller sizes, the same share of the memory.
     let size: usize = bench.size.pick(8 << 20, 512 << 20, 8 << 30);
     let pages = size as u64 / PAGE;
     let memory = Memory::new(size, 2 << 20, Pages::Small)?;
@@ -83,7 +83,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
     })
 }
 
-/// Returns the policy of a variant of slat's.
+/// Returns the value of the policy `prefetch` for a variant of slat's.
 fn policy(variant: &str) -> Option<&'static str> {
     let known = VARIANTS.iter().find(|(name, _)| *name == variant);
     known.map(|(_, policy)| *policy)
@@ -129,7 +129,7 @@ fn touch<A: Api>(
         samples.extend([
             Sample::count("pf_fixed", counted.pf_fixed),
             Sample::count("prefetched", counted.prefetched),
-            // The gauge `pages_4k` is the number of installed leaves, all of them in this memslot.
+            // The gauge `pages_4k` counts all installed leaves; all of them are in this memslot.
             Sample::count("prefetched_unused", counted.pages_4k - used),
         ]);
     }
@@ -150,7 +150,7 @@ fn compare(report: &Report) -> Vec<Line> {
         line(case, "seconds", "window-8").map(|line| line.change_at_most(share - 1.0))
     };
     [
-        // The bound is an eighth of the faults, and one hundredth more for windows that reach beyond the memslot.
+        // The bound is an eighth of the faults, plus one percent for windows that reach beyond the memslot.
         faults(SEQUENTIAL, "window-8", 1.01 / 8.0),
         faults(SEQUENTIAL, "adaptive", 1.0 / 64.0).map(|line| line.with_published(None)),
         seconds(SEQUENTIAL, 0.8),

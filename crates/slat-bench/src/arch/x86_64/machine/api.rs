@@ -1,6 +1,6 @@
 //! The KVM API as the experiments use it, over slat in this process and over a real `/dev/kvm`.
 //!
-//! slat-kvm has kvm-ioctls' names, so one macro implements both.
+//! slat-kvm names its types and methods like kvm-ioctls. So one macro implements the traits for both.
 
 use kvm_bindings::{
     KVM_MAX_CPUID_ENTRIES, KvmIrqRouting, kvm_irq_routing_entry, kvm_regs, kvm_sregs,
@@ -45,72 +45,71 @@ pub trait VmApi: Send + Sync {
     /// The type of this VM's vCPUs.
     type Vcpu: VcpuApi;
 
-    /// Does `KVM_SET_USER_MEMORY_REGION`.
+    /// Calls `KVM_SET_USER_MEMORY_REGION`.
     ///
     /// # Errors
     /// KVM's errors.
     ///
-    /// # Safety
-    /// The memory that backs the memslot outlives the memslot, and this process relies on nothing in the memory that a
-    /// concurrent write would break.
+    /// The memory that backs the memslot must outlive the memslot. This process must not rely on any value in that
+    /// memory that a concurrent write of the guest would invalidate.
     unsafe fn set_region(&self, region: kvm_userspace_memory_region) -> Result<(), Failure>;
 
-    /// Does `KVM_CREATE_IRQCHIP`.
+    /// Calls `KVM_CREATE_IRQCHIP`.
     ///
     /// # Errors
     /// KVM's errors.
     fn create_irqchip(&self) -> Result<(), Failure>;
 
-    /// Does `KVM_SET_GSI_ROUTING` with one route, and `KVM_IRQFD`: each signal of `event` is an
+    /// Calls `KVM_SET_GSI_ROUTING` with one route, and `KVM_IRQFD`. After this, each signal of `event` raises the
     /// interrupt of that route.
     ///
     /// # Errors
     /// KVM's errors.
     fn route_irqfd(&self, event: &EventFd, route: kvm_irq_routing_entry) -> Result<(), Failure>;
 
-    /// Does `KVM_IOEVENTFD`: each write to `gpa` signals `event`.
+    /// Calls `KVM_IOEVENTFD`. After this, each guest write to `gpa` signals `event`.
     ///
     /// # Errors
     /// KVM's errors.
     fn set_ioeventfd(&self, event: &EventFd, gpa: u64) -> Result<(), Failure>;
 
-    /// Returns slat's engine with its counts and policies; `None` for a real KVM.
+    /// Returns slat's engine, for its counts and policies. Returns `None` for a real KVM.
     fn engine(&self) -> Option<&EngineVm>;
 }
 
 /// A vCPU.
 pub trait VcpuApi: Send {
-    /// Does `KVM_GET_SREGS`.
+    /// Calls `KVM_GET_SREGS`.
     ///
     /// # Errors
     /// KVM's errors.
     fn sregs(&self) -> Result<kvm_sregs, Failure>;
 
-    /// Does `KVM_SET_SREGS`.
+    /// Calls `KVM_SET_SREGS`.
     ///
     /// # Errors
     /// KVM's errors.
     fn set_sregs(&self, sregs: &kvm_sregs) -> Result<(), Failure>;
 
-    /// Does `KVM_GET_REGS`.
+    /// Calls `KVM_GET_REGS`.
     ///
     /// # Errors
     /// KVM's errors.
     fn regs(&self) -> Result<kvm_regs, Failure>;
 
-    /// Does `KVM_SET_REGS`.
+    /// Calls `KVM_SET_REGS`.
     ///
     /// # Errors
     /// KVM's errors.
     fn set_regs(&self, regs: &kvm_regs) -> Result<(), Failure>;
 
-    /// Does `KVM_GET_TSC_KHZ`.
+    /// Calls `KVM_GET_TSC_KHZ`.
     ///
     /// # Errors
     /// KVM's errors.
     fn tsc_khz(&self) -> Result<u32, Failure>;
 
-    /// Does `KVM_RUN`.
+    /// Calls `KVM_RUN`.
     ///
     /// # Errors
     /// KVM's errors.
@@ -149,7 +148,7 @@ macro_rules! api {
                 &self,
                 region: kvm_userspace_memory_region,
             ) -> Result<(), Failure> {
-                // SAFETY: the caller's promise.
+                // SAFETY: this method has the same safety conditions as the called one; the caller promises them.
                 unsafe { self.set_user_memory_region(region) }
                     .map_err(|e| format!("memslot {}: {e}", region.slot))?;
                 Ok(())
@@ -209,12 +208,12 @@ macro_rules! api {
 
 api!(
     Slat, slat_kvm, "slat",
-    // The experiments install no handler, so no thread has to check for signals.
+    // The experiments install no signal handler, so vCPU threads need not check for signals.
     open { slat_kvm::watch_signals(); },
     engine(vm) Some(vm.engine())
 );
 impl Slat {
-    /// Returns this KVM, but with VMs whose tables `mmu` makes.
+    /// Returns this KVM; the tables of its VMs are made by `mmu`.
     #[must_use]
     pub fn with_mmu(self, mmu: MmuKind) -> Self {
         Slat(self.0.with_mmu(mmu))

@@ -1,7 +1,6 @@
-//! The environment of a guest: the page tables and a vCPU's first registers.
+//! The environment of a guest: its page tables and a vCPU's first registers.
 //!
-//! Guest-virtual addresses equal guest-physical ones. They are mapped by guest pages of 2 MiB, so that the guest's own
-//! tables are few.
+//! Guest-virtual addresses equal guest-physical ones. The guest maps them by 2 MiB pages, so it has few tables.
 
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::time::{Duration, Instant};
@@ -33,7 +32,7 @@ impl<'m> Turns<'m> {
         Turns { stop, turn }
     }
 
-    /// Waits until the guest has done its part, and lets it continue with the next one.
+    /// Waits until the guest has done its part, and lets the guest continue with the next part.
     ///
     /// # Errors
     /// If the guest does not act in time, because it has ended.
@@ -48,7 +47,7 @@ impl<'m> Turns<'m> {
     }
 }
 
-/// Waits until `done` returns `true`, which an action of the guest causes.
+/// Waits until `done` returns `true`. An action of the guest must cause this.
 ///
 /// # Errors
 /// If the guest does not act in time.
@@ -70,7 +69,7 @@ pub fn wait_until(done: impl Fn() -> bool) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Writes tables that map `0..end` one to one, and the programs, into the memory of the system slot.
+/// Writes page tables that map `0..end` one to one, and the programs, into the system slot's memory.
 ///
 /// # Panics
 /// If the tables do not fit.
@@ -85,7 +84,7 @@ pub fn load(system: &mut [u8], end: u64) {
     interrupts::load(system, loops::interrupt_handler());
 }
 
-/// Returns the registers of long mode with paging on, at privilege level 0, on the tables of [`load`].
+/// Returns the special registers of a vCPU in long mode, at privilege level 0, that uses the page tables of [`load`].
 pub fn special_registers(from_reset: kvm_sregs) -> kvm_sregs {
     registers(from_reset, PML4)
 }

@@ -1,4 +1,4 @@
-//! A guest that is a hypervisor (L1), and runs programs as its own guest (L2), by SVM (AMD64 volume 2, chapter 15 and
+//! A guest that is a hypervisor (L1). It runs programs as its own guest (L2) with SVM (AMD64 volume 2, chapter 15 and
 //! appendix B).
 //!
 //! L2 has page tables like L1's, and nested tables that map addresses one to one: memory from [`DATA`] on by pages of 4
@@ -16,7 +16,7 @@ const VMCB: u64 = 3 << 20;
 const HOST_SAVE: u64 = VMCB + PAGE;
 /// The addresses of L2's own tables: the root, the table below the root, the directories.
 const OWN: u64 = HOST_SAVE + PAGE;
-/// The addresses of the nested tables, in the same order; then the tables of level 1.
+/// The addresses of the nested tables: root, table below the root, directories; then the tables of level 1.
 const NESTED: u64 = OWN + (2 + GIBS) * PAGE;
 const NESTED_TABLES: u64 = NESTED + (2 + GIBS) * PAGE;
 /// The number of GiB that the tables map: those below [`DATA`], and the first GiB of the data.
@@ -27,13 +27,13 @@ const LARGE: u64 = 2 << 20;
 /// Flags of entries of nested tables: those of a user's page, accessed and dirty.
 const FLAGS: u64 = PRESENT_WRITABLE | 1 << 2 | 1 << 5 | 1 << 6;
 
-/// Exit codes.
+/// Exit codes of SVM.
 const HLT: u64 = 0x78;
 const SHUTDOWN: u64 = 0x7f;
 const VMRUN: u64 = 0x80;
 const VMMCALL: u64 = 0x81;
 
-/// Offsets in the control block.
+/// Offsets in the virtual machine control block.
 mod at {
     pub const ASID: u64 = 0x58;
     pub const EXIT_CODE: u64 = 0x70;
@@ -83,10 +83,10 @@ impl<A: Api> Machine<'_, A> {
         Ok(())
     }
 
-    /// Runs `program` on the first vCPU, in L2. At the end, RAX and RSP are L1's.
+    /// Runs `program` in L2 on the first vCPU. In the returned registers, RAX and RSP are L1's.
     ///
     /// # Errors
-    /// KVM's errors and `device`'s. It is also an error if L2 ends in another way than by HLT.
+    /// KVM's errors and `device`'s. It is also an error if L2 ends by anything but HLT.
     pub fn run_nested(&mut self, program: &Program, device: &Device<'_>) -> Result<Ran, Failure> {
         let registers = program.registers(0);
         let special = guest::special_registers(kvm_sregs::default());
@@ -134,7 +134,7 @@ impl<A: Api> Machine<'_, A> {
     }
 }
 
-/// Returns a segment in the form of the control block: selector, attributes and limit; base.
+/// Returns a segment in the form that the control block stores: selector, attributes and limit; base.
 fn packed(segment: &kvm_segment) -> [u64; 2] {
     let attributes = u64::from(segment.type_)
         | u64::from(segment.s) << 4

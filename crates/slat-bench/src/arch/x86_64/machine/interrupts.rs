@@ -1,11 +1,11 @@
-//! The parts of a guest that takes interrupts: a GDT with the segments in which the handler runs and to which it
-//! returns, an IDT, and a local APIC in x2APIC mode, so that its registers are MSRs.
+//! The structures that a guest needs to take interrupts. A GDT has the segments in which the handler runs and to
+//! which it returns. An IDT has the handler. A local APIC is in x2APIC mode, so that its registers are MSRs.
 
 use kvm_bindings::{kvm_dtable, kvm_irq_routing_entry, kvm_irq_routing_msi, kvm_sregs};
 
 use super::layout::{GDT, IDT};
 
-/// The only vector that [`load`] makes present.
+/// The only vector that the IDT of [`load`] marks as present.
 const VECTOR: u64 = 0x40;
 /// The segments, as in [`slat_demo::long_mode`]: null, code at selector 8, data at selector 0x10.
 const SEGMENTS: [u64; 3] = [0, 0x00af_9b00_0000_ffff, 0x00cf_9300_0000_ffff];
@@ -27,7 +27,7 @@ pub(super) fn load(system: &mut [u8], handler: u64) {
     put(gate + 8, handler >> 32);
 }
 
-/// Returns `sregs` with those tables, and the local APIC in x2APIC mode.
+/// Returns `sregs` with the descriptor tables of [`load`], and with the local APIC in x2APIC mode.
 pub(super) fn special_registers(sregs: kvm_sregs) -> kvm_sregs {
     const ENABLED: u64 = 1 << 11;
     const X2APIC: u64 = 1 << 10;
@@ -44,7 +44,7 @@ pub(super) fn special_registers(sregs: kvm_sregs) -> kvm_sregs {
     }
 }
 
-/// Returns a route of `gsi` to the vector of this file on vCPU 0, as a message.
+/// Returns a route that sends `gsi` as a message (MSI) with [`VECTOR`] to vCPU 0.
 pub fn message(gsi: u32) -> kvm_irq_routing_entry {
     let mut route = kvm_irq_routing_entry {
         gsi,

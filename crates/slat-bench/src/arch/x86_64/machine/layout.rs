@@ -4,19 +4,20 @@ pub use crate::bare::{DATA, PAGE};
 
 /// The address of the system slot: page tables, code and stacks.
 pub const SYSTEM: u64 = 0;
-/// The size of the system slot in bytes: enough for the tables of 492 GiB. Between this slot and [`DATA`] there is space
-/// for small slots.
+/// The size of the system slot in bytes. It has space for the tables of 492 GiB. The addresses between this slot and
+/// [`DATA`] are free for small slots.
 pub const SYSTEM_SIZE: usize = 4 << 20;
-/// The most vCPUs that have a stack.
+/// The largest number of vCPUs for which there are stacks.
 pub const MAX_VCPUS: usize = 512;
 /// A device register: no memslot may contain it.
 pub const DEVICE: u64 = 0xd000_0000;
-/// A program that cannot halt, because its VM has interrupt controllers, ends with a write to this port.
+/// The port to which a program writes at its end if its VM has interrupt controllers, because KVM itself then waits
+/// in HLT.
 pub const END: u16 = 0xf4;
 
-/// The address of 2 KiB for the strings of a program in another mode ([`super::modes`]).
+/// The address of 2 KiB of strings, for programs in protected or real mode ([`super::modes`]).
 pub(super) const STRINGS: u64 = 0;
-/// The address of words that a program in another mode uses ([`super::modes`]).
+/// The address of words that programs in protected or real mode use ([`super::modes`]).
 pub(super) const SCRATCH: u64 = 0x800;
 pub(crate) const PML4: u64 = 0x1000;
 pub(super) const PDPT: u64 = 0x2000;
@@ -25,5 +26,5 @@ pub(super) const GDT: u64 = 0x3000;
 pub(super) const PROGRAM: u64 = 0x4000;
 pub(super) const MODES: u64 = 0xe000;
 pub(super) const IDT: u64 = 0xf000;
-pub(super) const STACKS: u64 = 0x1_0000; // a page for each vCPU, growing down to it
+pub(super) const STACKS: u64 = 0x1_0000; // a page for each vCPU; each stack grows down
 pub(crate) const PAGE_DIRECTORIES: u64 = STACKS + (MAX_VCPUS as u64 + 1) * PAGE;

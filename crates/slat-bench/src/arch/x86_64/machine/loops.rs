@@ -1,4 +1,5 @@
-//! The instructions of the programs in long mode. [`Program`](super::Program) sets the registers that a comment names.
+//! The instructions of the programs in long mode. [`Program`](super::Program) sets the registers that each comment
+//! names.
 
 use super::layout::PROGRAM;
 
@@ -51,7 +52,7 @@ programs! {
         "dec rcx",
         "jnz 2b",
     ]
-    /// Writes rax to the beginning of each page; rbx first page, rcx pages.
+    /// Writes rax to the beginning of each page. rbx is the address of the first page, rcx the number of pages.
     write = "slat_bench_write" [
         "2:",
         "mov [rbx], eax",
@@ -59,7 +60,7 @@ programs! {
         "dec rcx",
         "jnz 2b",
     ]
-    /// Writes every rdx bytes; rcx times.
+    /// Writes eax every rdx bytes from rbx on, rcx times.
     write_every = "slat_bench_write_every" [
         "2:",
         "mov [rbx], eax",
@@ -67,9 +68,9 @@ programs! {
         "dec rcx",
         "jnz 2b",
     ]
-    /// Writes eax to r9 pages from rbx on, and counts that pass in rsi; waits for its turn; does the same with r9 pages
-    /// from r8 on; waits again; and repeats this until the host stops it. The words at r10 are stop and turn
-    /// ([`Turns`](super::guest::Turns)).
+    /// Writes eax to r9 pages from rbx on, counts that pass in rsi, and waits for its turn. Then does the same with
+    /// r9 pages from r8 on, and waits again. Repeats both until the host stops it. r10 is the address of two words,
+    /// stop and turn ([`Turns`](super::guest::Turns)).
     turns = "slat_bench_turns" [
         "2:",
         "mov rdi, rbx",
@@ -90,7 +91,7 @@ programs! {
         "jmp 2b",
         "5:",
     ]
-    /// Repeatedly writes eax to r9 pages from rbx on, until the word at r10 is set. rsi counts the passes.
+    /// Writes eax to r9 pages from rbx on, repeatedly, until the word at r10 is set. rsi counts the passes.
     hammer = "slat_bench_hammer" [
         "2:",
         "mov rdi, rbx",
@@ -104,7 +105,7 @@ programs! {
         "cmp qword ptr [r10], 0",
         "je 2b",
     ]
-    /// Calls the beginning of each page; rbx first page, rcx pages.
+    /// Calls a function at the beginning of each page. rbx is the address of the first page, rcx the number of pages.
     call = "slat_bench_call" [
         "2:",
         "call rbx",
@@ -112,8 +113,8 @@ programs! {
         "dec rcx",
         "jnz 2b",
     ]
-    /// Writes eax, a function, to the beginning of each page, and calls each function. rbx is the address of the first
-    /// page, rcx the number of pages.
+    /// Writes eax, the code of a function, to the beginning of each page, and calls each function. rbx is the address
+    /// of the first page, rcx the number of pages.
     cold = "slat_bench_cold" [
         "mov rdi, rbx",
         "mov rdx, rcx",
@@ -128,8 +129,9 @@ programs! {
         "dec rcx",
         "jnz 3b",
     ]
-    /// Adds the first byte of random pages ([`Random`]) to rsi. rbx is the address of the first page, rcx the number of
-    /// reads, rax the state, r8 and r9 multiplier and increment, r10 is 64 minus the bits of a page number.
+    /// Adds the first byte of random pages ([`Random`]) to rsi. rbx is the address of the first page, and rcx the
+    /// number of reads. rax is the state of the sequence, r8 its multiplier, r9 its increment. r10 is 64 minus the
+    /// number of bits of a page number.
     ///
     /// [`Random`]: super::program::Random
     scatter = "slat_bench_scatter" [
@@ -146,16 +148,16 @@ programs! {
         "dec rcx",
         "jnz 2b",
     ]
-    /// Writes to a device register; rbx register, rcx times.
+    /// Writes to the device register at rbx, rcx times.
     doorbell = "slat_bench_doorbell" [
         "2:",
         "mov [rbx], ecx",
         "dec rcx",
         "jnz 2b",
     ]
-    /// Sends a request to a device and reads the response: rings the doorbell at rbx with the number in ecx, finds
-    /// the response (the number's complement) in memory at rdx, counts the right ones in rsi, and adds the device's
-    /// status at rbx + 4 to rdi.
+    /// Sends a request to a device and reads the response. Rings the doorbell at rbx with the number in ecx; the
+    /// response, the number's complement, is then in memory at rdx. Counts the right responses in rsi, and adds the
+    /// device's status at rbx + 4 to rdi.
     request = "slat_bench_request" [
         "2:",
         "mov [rbx], ecx",
@@ -170,7 +172,7 @@ programs! {
         "dec rcx",
         "jnz 2b",
     ]
-    /// Does arithmetic in registers, with six instructions, rcx times.
+    /// Does arithmetic in registers. The loop has six instructions and is executed rcx times.
     alu = "slat_bench_alu" [
         "2:",
         "add rax, rcx",
@@ -180,7 +182,7 @@ programs! {
         "sub rcx, 1",
         "jnz 2b",
     ]
-    /// Loads and stores, six instructions; rcx times, rsi data.
+    /// Loads and stores at rsi. The loop has six instructions and is executed rcx times.
     ldst = "slat_bench_ldst" [
         "2:",
         "mov rax, [rsi]",
@@ -190,7 +192,7 @@ programs! {
         "dec rcx",
         "jnz 2b",
     ]
-    /// Adds doubles, six instructions; rcx times, rsi data.
+    /// Adds doubles at rsi by x87 instructions. The loop has six instructions and is executed rcx times.
     x87 = "slat_bench_x87" [
         "fninit",
         "fld1",
@@ -203,7 +205,8 @@ programs! {
         "dec rcx",
         "jnz 2b",
     ]
-    /// Does arithmetic with doubles in a register, with six instructions, rcx times. rsi is the address of the result.
+    /// Adds doubles in a register. The loop has six instructions and is executed rcx times. rsi is the address of the
+    /// result.
     float = "slat_bench_float" [
         "mov eax, 1",
         "cvtsi2sd xmm1, eax",
@@ -217,8 +220,8 @@ programs! {
         "jnz 2b",
         "movsd [rsi], xmm0",
     ]
-    /// Mixes two vectors of four words, which begin as rcx and rbx, with ten instructions, rcx times. rsi is the
-    /// address of the result.
+    /// Mixes two vectors of four words, which begin as rcx and rbx. The loop has ten instructions and is executed rcx
+    /// times. rsi is the address of the result.
     simd = "slat_bench_simd" [
         "movq xmm0, rcx",
         "movq xmm1, rbx",
@@ -235,7 +238,8 @@ programs! {
         "jnz 2b",
         "movdqu [rsi], xmm0",
     ]
-    /// Multiplies rdx by rbx and adds the product with two carries, with seven instructions, rcx times.
+    /// Multiplies rdx by rbx and adds the product with two carries. The loop has seven instructions and is executed
+    /// rcx times.
     bigint = "slat_bench_bigint" [
         "2:",
         "xor eax, eax",
@@ -246,7 +250,7 @@ programs! {
         "dec rcx",
         "jnz 2b",
     ]
-    /// Executes eight instructions on bits, rcx times. rdx has the bits.
+    /// Counts the bits in rdx. The loop has eight instructions and is executed rcx times.
     count_bits = "slat_bench_bits" [
         "2:",
         "rorx rdx, rdx, 13",
@@ -258,7 +262,7 @@ programs! {
         "dec rcx",
         "jnz 2b",
     ]
-    /// Divides, with six instructions, rcx times. rbx is the divisor, and rdi the sum of the quotients.
+    /// Divides by rbx and adds the quotients to rdi. The loop has six instructions and is executed rcx times.
     div = "slat_bench_div" [
         "2:",
         "lea rax, [rdi + rcx]",
@@ -268,7 +272,7 @@ programs! {
         "dec rcx",
         "jnz 2b",
     ]
-    /// A call of a function with a frame, eight instructions; rcx times.
+    /// Calls a function with a stack frame. The loop has eight instructions and is executed rcx times.
     frame = "slat_bench_frame" [
         "2:",
         "call 3f",
@@ -282,7 +286,8 @@ programs! {
         "pop rbp",
         "ret",
     ]
-    /// The Fibonacci number of rdi, by recursion, to rax; [`Program::fibonacci`] counts instructions.
+    /// Computes the Fibonacci number of rdi by recursion, in rax. [`Program::fibonacci`] knows the number of
+    /// instructions.
     ///
     /// [`Program::fibonacci`]: super::Program::fibonacci
     fib = "slat_bench_fib" [
@@ -306,8 +311,9 @@ programs! {
         "pop rbx",
         "ret",
     ]
-    /// Copies, fills and searches, by repeated instructions, with 25 instructions, rdx times. rbx is the address of two
-    /// pages of data. r10 counts the bytes that were not searched, and r11 adds the values that were copied and filled.
+    /// Copies, fills and searches by repeated string instructions. The loop has 25 instructions and is executed rdx
+    /// times. rbx is the address of two pages of data. r10 counts the bytes that were not searched, and r11 sums the
+    /// values that were copied and filled.
     string = "slat_bench_string" [
         "mov byte ptr [rbx + 2048 + 200], 1",
         "2:",
@@ -337,9 +343,9 @@ programs! {
         "dec rdx",
         "jnz 2b",
     ]
-    /// Takes interrupts, for which [`super::interrupts`] has prepared the guest: enables the local APIC, and then
-    /// writes the time-stamp counter to the word at r9 repeatedly, until the word at r10 is not zero. r8 has the same
-    /// meaning as in `handle`.
+    /// Takes interrupts, for which [`super::interrupts`] has prepared the guest. Enables the local APIC, and then
+    /// writes the time-stamp counter to the word at r9 repeatedly, until the word at r10 is not zero. The handler
+    /// `handle` uses r8.
     interruptible = "slat_bench_interruptible" [
         "mov ecx, 0x80f", // spurious-interrupt vector register: enabled
         "mov eax, 0x1ff",
@@ -354,7 +360,7 @@ programs! {
         "cmp qword ptr [r10], 0",
         "je 2b",
         "cli",
-        "out 0xf4, al", // END: with interrupt controllers KVM itself waits in HLT
+        "out 0xf4, al", // END: with interrupt controllers, KVM itself waits in HLT
     ]
     /// The interrupt handler: writes the time-stamp counter to the word at r8, and increments the next word.
     handle = "slat_bench_handle" [
@@ -375,7 +381,8 @@ programs! {
         "pop rax",
         "iretq",
     ]
-    /// Writes to each page, in rcx rounds. rsi is the address of the first page, rdx the number of pages.
+    /// Writes to each page, and repeats this rcx times. rsi is the address of the first page, rdx the number of
+    /// pages.
     rounds = "slat_bench_rounds" [
         "2:",
         "mov rdi, rsi",
@@ -406,7 +413,7 @@ programs! {
         "xor edx, edx",
         "wrmsr",
     ]
-    /// Runs the guest of the control block at rax until it halts; its VMMCALL does nothing.
+    /// Runs the guest of the control block at rax until that guest halts. Skips each VMMCALL of the guest.
     hypervisor = "slat_bench_hypervisor" [
         "2:",
         "vmrun rax",
@@ -416,9 +423,9 @@ programs! {
         "jmp 2b",
         "3:",
     ]
-    /// Adds 1 to the first word of pages, in a pseudo-random order that has each page once before it begins again; rsi
-    /// is the address of the first page, rdx the number of pages (a power of two) minus 1, rcx the number of additions,
-    /// rax the page number, r8 and r9 multiplier and increment.
+    /// Adds 1 to the first word of pages, in a pseudo-random order that visits each page once before it repeats. rsi
+    /// is the address of the first page, rdx the number of pages (a power of two) minus 1, rcx the number of
+    /// additions. rax is the page number; r8 and r9 are the multiplier and the increment of the order.
     walk = "slat_bench_walk" [
         "2:",
         "imul rax, r8",

@@ -1,6 +1,6 @@
-//! A KVM program: guest memory, memslots, vCPU threads, and a guest that is a few loops.
+//! A KVM program: guest memory, memslots, vCPU threads, and a guest that executes a few loops.
 //!
-//! The same program runs on slat and on a real KVM ([`api`]). The guest really runs: each run checks its results.
+//! The same program runs on slat and on a real KVM ([`api`]). The guest really executes: each run checks its results.
 
 pub mod api;
 pub mod guest;
@@ -29,10 +29,10 @@ pub use slat_demo::memory::{Memory, Pages};
 
 /// A VM whose slot 0 holds the guest's tables, code and stacks.
 ///
-/// The machine borrows the memory of its other slots. So this memory outlives the machine, and may serve several
-/// machines, one after the other.
+/// The machine borrows the memory of its other slots. So that memory outlives the machine, and several machines can
+/// use it one after the other.
 pub struct Machine<'m, A: Api> {
-    // These fields are dropped before the memory, which must outlive the VM.
+    // The memory must outlive the VM, so these fields are dropped before it.
     vcpus: Vec<<A::Vm as VmApi>::Vcpu>,
     vm: A::Vm,
     system: Memory,
@@ -42,7 +42,7 @@ pub struct Machine<'m, A: Api> {
 /// A memslot: `size` bytes of `memory` at `offset`, at guest address `gpa`.
 #[derive(Clone, Copy)]
 pub struct Slot<'m> {
-    /// The number of the slot; 0 is the machine's own.
+    /// The slot's number. The machine itself uses slot 0.
     pub id: u32,
     /// `KVM_MEM_*`.
     pub flags: u32,
@@ -72,15 +72,15 @@ impl<'m> Slot<'m> {
 
 /// The result of a run.
 pub struct Ran {
-    /// Processor time of all vCPU threads together, without that of other programs.
+    /// The processor time of all vCPU threads together. It does not include time in which other programs ran.
     pub cpu: Duration,
-    /// The registers that each vCPU ended with.
+    /// Each vCPU's registers at the end.
     pub registers: Vec<kvm_regs>,
 }
 
 impl Ran {
-    /// Returns the time that the run would take on an otherwise idle machine: the vCPUs' processor time, divided by the
-    /// number of processors that they can use at a time.
+    /// Returns the time that the run would take on an otherwise idle machine: the vCPUs' processor time divided by
+    /// the number of processors that they can use at once.
     pub fn spread(&self) -> Duration {
         let processors = thread::available_parallelism().map_or(1, |n| n.get());
         self.cpu / processors.min(self.registers.len()) as u32
@@ -117,7 +117,7 @@ impl<'m, A: Api> Machine<'m, A> {
         Self::on(api, vcpus, system, prepare)
     }
 
-    /// Like [`Machine::prepared`], with the `system` slot of another machine, or a copy of it.
+    /// Like [`Machine::prepared`], but with the given memory as system slot: another machine's, or a copy of it.
     ///
     /// # Errors
     /// The errors of [`Machine::prepared`].
@@ -172,8 +172,8 @@ impl<'m, A: Api> Machine<'m, A> {
         &self.vcpus[index]
     }
 
-    /// Prepares a vCPU to take the interrupts that [`Program::interruptible`] handles. The VM has
-    /// interrupt controllers.
+    /// Prepares a vCPU for [`Program::interruptible`], which takes interrupts. The VM must have interrupt
+    /// controllers.
     ///
     /// # Errors
     /// KVM's errors.
@@ -190,10 +190,10 @@ impl<'m, A: Api> Machine<'m, A> {
         self.vm.engine()
     }
 
-    /// Sets a policy of slat's; does nothing on a real KVM, whose policies belong to its host.
+    /// Sets a policy of slat's. Does nothing on a real KVM, whose policies only its host can change.
     ///
     /// # Errors
-    /// If there is no such policy, or the policy does not take the value.
+    /// If there is no such policy, or the policy rejects the value.
     pub fn set_policy(&self, name: &str, value: &str) -> Result<(), Failure> {
         match self.engine() {
             Some(engine) => {
@@ -204,7 +204,7 @@ impl<'m, A: Api> Machine<'m, A> {
         }
     }
 
-    /// Makes the first vCPU read every page of the system slot, so that later programs do not fault there.
+    /// Makes the first vCPU read every page of the system slot, so that later programs take no faults there.
     ///
     /// # Errors
     /// The errors of [`Machine::run`].
@@ -214,7 +214,8 @@ impl<'m, A: Api> Machine<'m, A> {
         Ok(())
     }
 
-    /// Runs a program on each of the first vCPUs, all at once, until each has halted. `device` handles the exits.
+    /// Runs one program on each of the first vCPUs at the same time, until each has halted. `device` handles the
+    /// exits.
     ///
     /// # Errors
     /// KVM's errors, or those of `device`.
@@ -225,8 +226,8 @@ impl<'m, A: Api> Machine<'m, A> {
         Ok(self.run_beside(programs, device, |_| Ok(()))?.0)
     }
 
-    /// Like [`Machine::run`], but meanwhile runs `host`, which may change slots. `host` must stop a program that does
-    /// not halt by itself, even if `host` fails.
+    /// Like [`Machine::run`], but runs `host` at the same time, which may change slots. If a program does not halt by
+    /// itself, `host` must stop it, even when `host` fails.
     ///
     /// # Errors
     /// The errors of [`Machine::run`], and those of `host`.
@@ -281,15 +282,15 @@ fn put_slot(vm: &impl VmApi, slot: &Slot<'_>) -> Result<(), Failure> {
         memory_size: slot.size,
         userspace_addr: slot.memory.address() + slot.offset,
     };
-    // SAFETY: the memory outlives the VM: the system slot's memory by the order of a machine's fields, other memory by
-    // its `'m`. A shared `Memory` is accessed as atomics only.
+    // SAFETY: the memory outlives the VM: the order of a machine's fields ensures this for the system slot, `'m` for
+    // other memory. A shared `Memory` is accessed only by atomic operations.
     unsafe { vm.set_region(region) }
 }
 
-/// Changes the slots of a running machine.
+/// Access to the slots of a machine while its vCPUs run.
 pub struct Slots<'a, 'm, A: Api> {
     vm: &'a A::Vm,
-    /// Makes the type invariant in `'m`, like the machine.
+    /// Makes this type invariant in `'m`, as the machine is.
     borrowed: std::marker::PhantomData<std::cell::Cell<&'m Memory>>,
 }
 
@@ -324,7 +325,7 @@ fn run_vcpu<V: VcpuApi>(
     device: &Device<'_>,
 ) -> Result<Ended, Failure> {
     let prepared = vcpu.set_regs(&program.registers(index));
-    // Wait even after an error, because the other threads wait here.
+    // Wait at the barrier even after an error, because the other threads wait for this one.
     start.wait();
     prepared?;
     let began = thread_time();

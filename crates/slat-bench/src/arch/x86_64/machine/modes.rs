@@ -1,12 +1,12 @@
-//! Loops in 32-bit protected mode and in 16-bit real mode, both without paging. Like all programs, a program in
-//! another mode begins in long mode. It enters its mode, and returns to long mode for its end.
+//! Loops in 32-bit protected mode and in 16-bit real mode, both without paging. Like all programs, such a program
+//! begins in long mode. It then enters its own mode, and returns to long mode before it ends.
 
 use super::layout::{MODES, SCRATCH, STACKS, STRINGS};
 
-// Constant bytes, which this process never executes. The addresses in them are those of a guest that has this code at
-// MODES.
+// These are constant bytes, which this process never executes. Their addresses are valid where a guest has this code:
+// at MODES.
 std::arch::global_asm!(
-    // The loops, for registers of 32 bits (`e` is e) and of 16 bits (`e` is nothing); ecx times.
+    // The loops with 32-bit registers (`e` is e) and with 16-bit registers (`e` is nothing). Each runs ecx times.
     // Arithmetic, loads and stores, and a call of a function.
     ".macro slat_bench_mixed e",
     r"xor \e\()ax, \e\()ax",
@@ -30,7 +30,7 @@ std::arch::global_asm!(
     "4:",
     r"mov [\e\()si + 8], \e\()bx",
     ".endm",
-    // A KiB is filled, copied to the next KiB, copied from its end to its begin, and compared.
+    // Fills a KiB, copies it to the next KiB, copies it again from the end to the beginning, and compares the two.
     ".macro slat_bench_strings e",
     "mov edx, ecx",
     r"xor \e\()bx, \e\()bx",
@@ -85,7 +85,7 @@ std::arch::global_asm!(
     ".code32",
     "1:",
     "mov eax, cr0",
-    "and eax, 0x7fffffff", // PG, so that it is legacy mode: EFER.LME stays
+    "and eax, 0x7fffffff", // clears PG, and thereby returns to legacy mode; EFER.LME stays set
     "mov cr0, eax",
     "slat_bench_flat",
     "jmp ebx",
@@ -114,13 +114,13 @@ std::arch::global_asm!(
     "slat_bench_far long, 1f, 0x28",
     ".code16",
     "1:",
-    // Loads segments with the limits of real mode.
+    // Load segments whose limits are those of real mode.
     "mov ax, 0x30",
     "mov ds, ax",
     "mov es, ax",
     "mov ss, ax",
     "mov eax, cr0",
-    "and al, 0xfe", // PE
+    "and al, 0xfe", // clears PE
     "mov cr0, eax",
     ".byte 0xea",
     "slat_bench_far short, 1f, 0",
@@ -148,7 +148,8 @@ std::arch::global_asm!(
     "jmp slat_bench_leave",
     ".code64",
     ".balign 8",
-    // The segments: code at 8 and data at 0x10 as in long mode, then code and data of 32 bits, and of 16 bits.
+    // The segments: 64-bit code at selector 8 and data at 0x10, as in long mode; then 32-bit code and data, and
+    // 16-bit code and data.
     "6:",
     ".quad 0, 0x00af9b000000ffff, 0x00cf93000000ffff",
     ".quad 0x00cf9b000000ffff, 0x00cf93000000ffff, 0x00009b000000ffff, 0x000093000000ffff",
@@ -174,16 +175,16 @@ unsafe extern "C" {
     static slat_bench_strings16: u8;
 }
 
-/// A mode of a CPU that a program can be in.
+/// The processor mode in which a program's loop runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
-    /// Protected mode with flat segments of 32 bits.
+    /// Protected mode with flat 32-bit segments.
     Protected32,
     /// Real mode.
     Real16,
 }
 
-/// What the loop of a program in another mode does.
+/// The work that the loop of such a program does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Task {
     /// Arithmetic, loads, stores and calls.
@@ -200,7 +201,7 @@ impl Mode {
         }
     }
 
-    /// Returns the address of the code to which the code at [`entry`] jumps when it is in protected mode.
+    /// Returns the address to which the code at [`entry`] jumps once it is in protected mode.
     pub(super) fn address(self) -> u64 {
         address(match self {
             Mode::Protected32 => &raw const slat_bench_code32,
@@ -210,7 +211,7 @@ impl Mode {
 }
 
 impl Task {
-    /// Instructions of a turn of the loop; a repeated instruction counts once.
+    /// Returns the number of instructions of one turn of the loop. A repeated instruction counts once.
     pub(super) fn instructions(self) -> u64 {
         match self {
             Task::Mixed => 12,
@@ -233,7 +234,7 @@ impl Task {
                 };
                 (1..=times).rev().fold([0; 3], turn)
             }
-            // The last turn filled with 1, and compared a KiB.
+            // The last turn filled with 1, and compared one KiB.
             Task::Strings => [1, STRINGS + 1024, (times * (times + 1) / 2) & mask],
         }
     }
@@ -249,8 +250,8 @@ impl Task {
     }
 }
 
-/// Returns the address at which a program in another mode begins. RBX is the mode's [address](Mode::address), RDI
-/// the loop's, and RCX the number of turns, which is not 0.
+/// Returns the address at which a program in protected or real mode begins. RBX must be the mode's
+/// [address](Mode::address), RDI the loop's address, and RCX the number of turns, which is not 0.
 pub(super) fn entry() -> u64 {
     address(&raw const slat_bench_modes)
 }

@@ -7,7 +7,7 @@ use super::layout::{DEVICE, PAGE, STACKS};
 use super::loops::Loop;
 use super::modes::{self, Mode, Task};
 
-/// A vCPU's program: its first registers.
+/// A vCPU's program, as the first values of the vCPU's registers.
 #[derive(Clone, Copy, Debug)]
 pub struct Program(kvm_regs);
 
@@ -31,7 +31,7 @@ impl Program {
         )
     }
 
-    /// Reads the first byte of each page; rsi ends as their sum.
+    /// Reads the first byte of each page. rsi ends as the sum of these bytes.
     pub fn read(first: u64, pages: u64) -> Self {
         Self::pages(Loop::read, first, pages)
     }
@@ -53,8 +53,8 @@ impl Program {
         })
     }
 
-    /// Writes `value` to `pages` pages from `first` on, then to as many from `second` on, taking turns with the host
-    /// ([`Turns`](super::guest::Turns) at `words`). rsi counts the passes.
+    /// Writes `value` to `pages` pages from `first` on, then to as many pages from `second` on. Guest and host take
+    /// turns ([`Turns`](super::guest::Turns) at `words`). rsi counts the passes.
     pub fn turns(first: u64, second: u64, pages: u64, value: u32, words: u64) -> Self {
         let registers = kvm_regs {
             rbx: first,
@@ -80,20 +80,21 @@ impl Program {
         Self::new(Loop::hammer, registers)
     }
 
-    /// Calls the beginning of each page. If [`COUNTED_RETURN`] is stored there, rsi counts the calls.
+    /// Calls a function at the beginning of each page. If that function is [`COUNTED_RETURN`], rsi counts the calls.
     pub fn call(first: u64, pages: u64) -> Self {
         Self::pages(Loop::call, first, pages)
     }
 
-    /// Writes [`COUNTED_RETURN`] to each of `pages` pages and calls each. Returns also the number of instructions.
-    /// rsi counts the calls.
+    /// Writes [`COUNTED_RETURN`] to each of `pages` pages and calls each. rsi counts the calls. Also returns the
+    /// number of instructions.
     pub fn cold(first: u64, pages: u64) -> (Self, u64) {
         let Program(mut registers) = Self::pages(Loop::cold, first, pages);
         registers.rax = COUNTED_RETURN.into();
         (Self::new(Loop::cold, registers), 10 * pages + 3)
     }
 
-    /// Reads the first byte of `times` random pages of the `1 << bits` at `first`; rsi ends as the sum.
+    /// Reads the first byte of `times` random pages among the `1 << bits` pages at `first`. rsi ends as the sum of
+    /// these bytes.
     pub fn scatter(first: u64, bits: u32, times: u64) -> Self {
         let Program(registers) = Self::pages(Loop::scatter, first, times);
         Program(kvm_regs {
@@ -105,13 +106,13 @@ impl Program {
         })
     }
 
-    /// Writes to [`DEVICE`] `times` times: the numbers from `times` down to 1.
+    /// Writes to [`DEVICE`] `times` times. The written values count down from `times` to 1.
     pub fn doorbell(times: u64) -> Self {
         Self::pages(Loop::doorbell, DEVICE, times)
     }
 
-    /// Sends `times` requests to the device at [`DEVICE`], which responds in memory at `response`. rsi counts the right
-    /// responses, rdi sums the values of the status register (at `DEVICE + 4`).
+    /// Sends `times` requests to the device at [`DEVICE`], which responds in memory at `response`. rsi counts the
+    /// right responses. rdi sums the values of the status register (at `DEVICE + 4`).
     pub fn requests(times: u64, response: u64) -> Self {
         let Program(registers) = Self::pages(Loop::request, DEVICE, times);
         Program(kvm_regs {
@@ -120,66 +121,66 @@ impl Program {
         })
     }
 
-    /// Does arithmetic. Returns also the number of instructions. rax ends as the sum of the numbers up to `times`.
+    /// Does arithmetic. rax ends as the sum of the numbers up to `times`. Also returns the number of instructions.
     pub fn arithmetic(times: u64) -> (Self, u64) {
         (Self::pages(Loop::alu, 0, times), 6 * times + 1)
     }
 
-    /// Loads and stores at `data`. Returns also the number of instructions. The word at `data + 16` counts them.
+    /// Loads and stores at `data`. The word at `data + 16` ends as `times`. Also returns the number of instructions.
     pub fn loads_and_stores(times: u64, data: u64) -> (Self, u64) {
         let Program(registers) = Self::pages(Loop::ldst, 0, times);
         let rsi = data;
         (Program(kvm_regs { rsi, ..registers }), 6 * times + 1)
     }
 
-    /// Adds doubles at `data`, which begins as 0, by x87 instructions. Returns also the number of instructions. The
-    /// double at `data` counts them.
+    /// Adds 1 to the double at `data` by x87 instructions, from 0 up to `times`. Also returns the number of
+    /// instructions.
     pub fn doubles(times: u64, data: u64) -> (Self, u64) {
         let Program(registers) = Self::pages(Loop::x87, 0, times);
         let rsi = data;
         (Program(kvm_regs { rsi, ..registers }), 6 * times + 4)
     }
 
-    /// Adds doubles in a register. Returns also the number of instructions. The double at `data` ends as `times`.
+    /// Adds doubles in a register. The double at `data` ends as `times`. Also returns the number of instructions.
     pub fn floats(times: u64, data: u64) -> (Self, u64) {
         let Program(registers) = Self::pages(Loop::float, 0, times);
         let rsi = data;
         (Program(kvm_regs { rsi, ..registers }), 6 * times + 5)
     }
 
-    /// Mixes two vectors of four words, which begin as `times` and `seed`. Returns also the number of instructions. The
-    /// first vector is stored at `data` in the end.
+    /// Mixes two vectors of four words, which begin as `times` and `seed`. In the end stores the first vector at
+    /// `data`. Also returns the number of instructions.
     pub fn vectors(times: u64, seed: u64, data: u64) -> (Self, u64) {
         let Program(registers) = Self::pages(Loop::simd, seed, times);
         let rsi = data;
         (Program(kvm_regs { rsi, ..registers }), 10 * times + 4)
     }
 
-    /// Multiplies two factors. Returns also the number of instructions. R10 and R11 end as the sum of the products.
+    /// Multiplies two factors. R10 and R11 end as the sum of the products. Also returns the number of instructions.
     pub fn products(times: u64, [rbx, rdx]: [u64; 2]) -> (Self, u64) {
         let Program(registers) = Self::pages(Loop::bigint, rbx, times);
         (Program(kvm_regs { rdx, ..registers }), 7 * times + 1)
     }
 
-    /// Counts bits, to RSI. Returns also the number of instructions.
+    /// Counts bits in RSI. Also returns the number of instructions.
     pub fn bits(times: u64) -> (Self, u64) {
         (Self::pages(Loop::count_bits, 0, times), 8 * times + 1)
     }
 
-    /// Divides by `divisor`, and adds the quotients, to RDI. Returns also the number of instructions.
+    /// Divides by `divisor`, and sums the quotients in RDI. Also returns the number of instructions.
     pub fn quotients(times: u64, divisor: u64) -> (Self, u64) {
         (Self::pages(Loop::div, divisor, times), 6 * times + 1)
     }
 
-    /// Calls a small function repeatedly. Returns also the number of instructions. rax ends as 1.
+    /// Calls a small function repeatedly. rax ends as 1. Also returns the number of instructions.
     pub fn calls(times: u64) -> (Self, u64) {
         (Self::pages(Loop::frame, 0, times), 8 * times + 1)
     }
 
-    /// Computes the `n`th Fibonacci number by recursion, to rax. Returns also the number of instructions.
+    /// Computes the `n`th Fibonacci number in rax, by recursion. Also returns the number of instructions.
     pub fn fibonacci(n: u64) -> (Self, u64) {
-        // A call that makes no further calls takes 4 instructions. A call that makes two further calls takes 13, and
-        // those of the two.
+        // A call that makes no further calls takes 4 instructions. A call that makes two further calls takes 13
+        // instructions plus those of the two calls.
         let (mut now, mut next) = (4, 4);
         for _ in 0..n {
             (now, next) = (next, 13 + now + next);
@@ -191,10 +192,10 @@ impl Program {
         (Self::new(Loop::fib, registers), now + 2)
     }
 
-    /// Copies, fills and searches at `data`, by REP MOVSB, REP STOSQ and REPNE SCASB, long and short ones. Returns also
-    /// the number of instructions; a repeated instruction counts once. Each turn copies, and fills with, its own
-    /// number, from `times` down to 1. R11 ends as twice the sum of these numbers; R10 grows by [`UNSEARCHED`] in each
-    /// turn.
+    /// Copies, fills and searches at `data`, by REP MOVSB, REP STOSQ and REPNE SCASB with large and small counts.
+    /// Turns are numbered from `times` down to 1. Each turn copies its number and fills with it, so R11 ends as twice
+    /// the sum of these numbers. R10 grows by [`UNSEARCHED`] in each turn. Also returns the number of instructions; a
+    /// repeated instruction counts once.
     pub fn strings(times: u64, data: u64) -> (Self, u64) {
         let registers = kvm_regs {
             rbx: data,
@@ -204,8 +205,8 @@ impl Program {
         (Self::new(Loop::string, registers), 25 * times + 2)
     }
 
-    /// Does `task` in another mode. Returns also the number of instructions, without those that enter the mode and
-    /// return. Ends with the task's [result](Task::result).
+    /// Does `task` in protected or real mode, and ends with the task's [result](Task::result). Also returns the
+    /// number of instructions, not counting those that change the mode.
     pub fn in_mode(times: u64, mode: Mode, task: Task) -> (Self, u64) {
         let registers = kvm_regs {
             rip: modes::entry(),
@@ -218,8 +219,8 @@ impl Program {
         (Program(registers), task.instructions() * times)
     }
 
-    /// Writes to each of `pages` pages, `times` times. Returns also the number of instructions. The first word of
-    /// each page ends as 1.
+    /// Writes to each of `pages` pages, `times` times. The first word of each page ends as 1. Also returns the number
+    /// of instructions.
     pub fn rounds(first: u64, pages: u64, times: u64) -> (Self, u64) {
         let registers = kvm_regs {
             rsi: first,
@@ -231,8 +232,8 @@ impl Program {
         (Self::new(Loop::rounds, registers), instructions)
     }
 
-    /// Adds 1 to the first word of one of `pages` pages, a power of two, `times` times in a pseudo-random order. The
-    /// pages' numbers of turns differ by one at most. Also returns the number of instructions.
+    /// Adds 1 to the first word of a page, `times` times, visiting the `pages` pages (a power of two) in a
+    /// pseudo-random order. Any two pages' counts differ by one at most. Also returns the number of instructions.
     pub fn walk(first: u64, pages: u64, times: u64) -> (Self, u64) {
         let registers = kvm_regs {
             rsi: first,
@@ -251,13 +252,13 @@ impl Program {
         Self::pages(Loop::hypercall, 0, times)
     }
 
-    /// Enables SVM. The host save area, a page, is at `save`.
+    /// Enables SVM. `save` is the address of the host save area, one page.
     pub fn begin_svm(save: u64) -> Self {
         Self::pages(Loop::begin_svm, save, 0)
     }
 
-    /// Runs `guest` as the guest of a hypervisor, by the control block at `vmcb` ([`super::hypervisor`]). The registers
-    /// of this program are the guest's, except RAX and RSP.
+    /// Runs `guest` as the guest of a hypervisor, with the control block at `vmcb` ([`super::hypervisor`]). The
+    /// registers of this program are also the guest's first registers, except RAX and RSP.
     pub(super) fn hypervisor(guest: &Program, vmcb: u64) -> Self {
         let Program(registers) = *guest;
         Self::new(
@@ -269,8 +270,9 @@ impl Program {
         )
     }
 
-    /// Takes interrupts until the word at `stop` is not zero. Meanwhile writes the time-stamp counter to the word at
-    /// `clock`. The handler writes the counter to the word at `stamp`, and increments the next word.
+    /// Takes interrupts until the word at `stop` is not zero, and writes the time-stamp counter to the word at
+    /// `clock` all the time. The interrupt handler writes the counter to the word at `stamp`, and increments the next
+    /// word.
     pub fn interruptible(stamp: u64, clock: u64, stop: u64) -> Self {
         let registers = kvm_regs {
             r8: stamp,
@@ -290,14 +292,14 @@ impl Program {
     }
 }
 
-/// `inc esi; ret`: a function that counts its calls, to be [written](Program::write) and
-/// [called](Program::call).
+/// The code `inc esi; ret`: a function that counts its calls. [`Program::write`] stores it and
+/// [`Program::call`] calls it.
 pub const COUNTED_RETURN: u32 = u32::from_le_bytes([0xff, 0xc6, 0xc3, 0xcc]);
 
-/// The number of bytes that a turn of [`Program::strings`] does not search, because the search ends when it succeeds.
+/// The number of bytes that a turn of [`Program::strings`] leaves unsearched, because each search ends at its match.
 pub const UNSEARCHED: u64 = 256 - 201 + 16 - 11;
 
-/// The page numbers that [`Program::scatter`] reads: the upper bits of a linear congruential sequence.
+/// The page numbers that [`Program::scatter`] reads: the upper bits of a linear congruential generator.
 #[derive(Debug)]
 pub struct Random {
     state: u64,
@@ -310,7 +312,7 @@ impl Random {
     const MULTIPLIER: u64 = 6_364_136_223_846_793_005;
     const INCREMENT: u64 = 1_442_695_040_888_963_407;
 
-    /// Makes the sequence of `1 << bits` pages.
+    /// Makes the sequence of page numbers below `1 << bits`.
     pub fn pages(bits: u32) -> Self {
         Random {
             state: Self::SEED,

@@ -44,7 +44,7 @@ CPU, without its start, and on a real KVM: the limit. Asked for: 1.5 times tcg's
 const PAGES: u64 = 2048;
 /// The number of pages of the case `walk`: four times as many as the second level holds.
 const WALKED: u64 = 32768;
-/// The number of pages of the case `cold`, and of the data slot.
+/// The number of pages of the case `cold`. The data slot of all cases has the same size.
 const FUNCTIONS: u64 = 65536;
 
 /// The program of a case, and a check that the guest executed it.
@@ -63,17 +63,17 @@ type Check = Box<dyn Fn(&kvm_regs, &dyn Fn(usize) -> u64) -> bool>;
 /// The CPU that executes the programs, which decides the amount of work.
 #[derive(Clone, Copy)]
 enum Worker {
-    /// The case is measured on slat, and on QEMU's software CPU.
+    /// The cases are measured on slat and on QEMU's software CPU.
     Software,
-    /// A real KVM, which may be an interpreter.
+    /// The cases are measured on a real KVM, which may be an interpreter.
     Kvm,
-    /// QEMU, to measure its start.
+    /// The cases run on QEMU with as few instructions as possible, to measure QEMU's start.
     Start,
 }
 
 /// Returns the cases.
 fn works(size: Size, worker: Worker) -> [Work; 18] {
-    // The divisor of the repetitions, and the number by which fib's argument is smaller.
+    // `part` divides the number of repetitions. `less` is subtracted from the argument of `fib`.
     let (part, less) = match worker {
         Worker::Software => (1, 0),
         Worker::Kvm => (1600, 12),
@@ -218,12 +218,12 @@ fn works(size: Size, worker: Worker) -> [Work; 18] {
     ]
 }
 
-/// The value with which simd begins, besides its number of turns.
+/// The first value of one vector of `simd`. The other vector begins as the number of turns.
 const SEED: u64 = 0x0123_4567_89ab_cdef;
-/// The factors of bigint.
+/// The two factors that `bigint` multiplies.
 const FACTORS: [u64; 2] = [0xfedc_ba98_7654_3210, 0x0f1e_2d3c_4b5a_6978];
 
-/// Returns the result of simd.
+/// Returns the words that the case `simd` must leave in memory.
 fn mixed(times: u64, seed: u64) -> [u64; 2] {
     let words = |value: u64| [value as u32, (value >> 32) as u32, 0, 0];
     let (mut a, mut b) = (words(times), words(seed));
@@ -237,7 +237,7 @@ fn mixed(times: u64, seed: u64) -> [u64; 2] {
     [0, 2].map(|k| u64::from(a[k + 1]) << 32 | u64::from(a[k]))
 }
 
-/// Returns the result of bits.
+/// Returns the number of bits that the case `bits` must count.
 fn counted(times: u64) -> u64 {
     let (mut value, mut sum) = (0u64, 0u64);
     for n in (1..=times).rev() {
@@ -279,7 +279,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
     for (k, work) in works.iter().enumerate() {
         let mut variants = variants.clone();
         if ["x87", "float", "simd", "bigint", "bits"].contains(&work.case) {
-            // A KVM that interprets may lack these instructions.
+            // A KVM that is an interpreter may not implement the instructions of this case.
             variants.retain(|variant| *variant != RealKvm::NAME);
         }
         bench.in_turns(
@@ -292,7 +292,8 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
                     Some(kvm) => measure(kvm, &data, &for_kvm[k]),
                     None => Err("no real KVM".into()),
                 },
-                // A machine keeps the code of functions that it has already called, so each round has its own machine.
+                // A machine keeps the compiled code of functions that it has called. So each round of `cold` uses a
+                // new machine.
                 _ if work.case == COLD => {
                     measure(&mut prepare(&bench.guests.slat, &data)?, &data, work)
                 }
@@ -303,7 +304,7 @@ fn run(bench: &mut Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Measures the time by which `more` takes longer than `less`. The difference does not include QEMU's start.
+/// Measures how much longer `more` takes than `less` on QEMU's software CPU. QEMU's start cancels out.
 fn measure_tcg(less: &Work, more: &Work) -> Result<Vec<Sample>, Failure> {
     let run = |work: &Work| -> Result<f64, Failure> {
         let ran = tcg::run(&work.program, (work.pages * PAGE) as usize)?;
@@ -331,7 +332,7 @@ fn measure_tcg(less: &Work, more: &Work) -> Result<Vec<Sample>, Failure> {
     )])
 }
 
-/// Makes a machine on which nothing faults any more.
+/// Makes a machine whose pages are all mapped, so that the program takes no faults.
 fn prepare<'m, A: Api>(api: &A, data: &'m Memory) -> Result<Machine<'m, A>, Failure> {
     let mut machine = Machine::new(api, 1, DATA + data.size() as u64)?;
     machine.set_slot(&Slot::whole(1, DATA, data))?;

@@ -17,15 +17,15 @@ use crate::arch::x86_64::qemu::{self, Qemu, TemporaryFile};
 
 pub const NAME: &str = "tcg";
 
-/// The size of the ROM, which ends at 4 GiB, and the offsets of its parts.
+/// The size of the ROM, which ends at 4 GiB, and the offset of each of its parts.
 const ROM: usize = 128 << 10;
 const LOW: std::ops::Range<usize> = 0x1000..0x1_0000;
 const REGISTERS: usize = 0x1_e000;
 const CODE: usize = 0x1_f000;
 const RESET: usize = 0x1_fff0;
 
-// Constant bytes, which this process never executes. The addresses in them are those of a ROM that has this code at
-// CODE.
+// These are constant bytes, which this process never executes. Their addresses are valid where the ROM puts this
+// code: at CODE.
 std::arch::global_asm!(
     ".pushsection .rodata.slat_bench_rom, \"a\", @progbits",
     ".globl slat_bench_rom, slat_bench_rom_end",
@@ -147,7 +147,7 @@ fn rom(program: &Program) -> Vec<u8> {
 pub struct Ran {
     /// The registers in which programs leave results.
     pub registers: kvm_regs,
-    /// The memory from [`DATA`] on.
+    /// The contents of memory from [`DATA`] on, at the end of the program.
     pub data: Vec<u8>,
     /// The processor time, including that of QEMU's start.
     pub cpu: Duration,
@@ -189,7 +189,7 @@ pub fn run(program: &Program, bytes: usize) -> Result<Ran, Failure> {
         r11: register("R11=")?,
         ..Default::default()
     };
-    // QEMU writes to memory of this process: a directory for temporary files may have less space.
+    // QEMU saves its memory to a file in memory, because a directory for temporary files may lack the space.
     let mut saved = MemoryFile::new()?;
     let path = saved.path();
     qemu.ask(&format!("pmemsave {DATA:#x} {bytes} \"{path}\""))?;

@@ -18,14 +18,14 @@ const BUFFER: &str = "buffer";
 
 const NS: &str = "ns";
 
-/// The number of pages that are written before the log is got in the phase `Few`.
+/// In the phase `Few`, the number of pages that are written before `KVM_GET_DIRTY_LOG`.
 const FEW: u64 = 16;
 
 #[derive(Clone, Copy)]
 enum Case {
-    /// The log is got after [`FEW`] pages were written.
+    /// `KVM_GET_DIRTY_LOG` after [`FEW`] pages were written.
     Few,
-    /// The log is got after all pages were written.
+    /// `KVM_GET_DIRTY_LOG` after all pages were written.
     All,
     /// The guest writes to all pages again.
     Write,

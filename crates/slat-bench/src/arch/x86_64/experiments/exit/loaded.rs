@@ -1,6 +1,6 @@
-//! A statically linked program of a few instructions, without a C library: `slat run` has to load the program, and
-//! rewrites its call site. The program makes a VM whose guest writes to a device for ever, enters the guest, and
-//! reports the time that this took.
+//! A statically linked program of a few instructions, without a C library. `slat run` has to load it and to rewrite
+//! its call site. The program makes a VM whose guest writes to a device for ever, enters the guest `times` times, and
+//! reports how long that took.
 
 use std::arch::global_asm;
 use std::io::Write as _;
@@ -12,11 +12,11 @@ use slat_kvm::abi::{KVM_CREATE_VCPU, KVM_CREATE_VM, KVM_RUN, KVM_SET_USER_MEMORY
 use crate::arch::x86_64::machine::Failure;
 use crate::arch::x86_64::memory_file::MemoryFile;
 
-/// The number of calls before the measured ones. During these, slat rewrites the call site.
+/// The number of calls before the measured ones. slat rewrites the call site during these calls.
 const BEFORE: u32 = 1000;
 /// The address at which the program is loaded.
 const BASE: u64 = 0x40_0000;
-/// The offset in the text of the number of calls.
+/// The offset, in the program's text, of the word that holds the number of calls.
 const TIMES: usize = 8;
 
 // The program's text, which begins with its first instruction. It is data here.
@@ -28,13 +28,13 @@ global_asm!(
     ".balign 8",
     "7: .quad 0",
     "6: .asciz \"/dev/kvm\"",
-    // Ends with status 1.
+    // Ends the process with status 1.
     "3:",
     "mov edi, 1",
     "mov eax, {exit}",
     "syscall",
-    // Enters the vCPU RBX times. Its descriptor is in R12D. The call is in one aligned quadword, because slat cannot
-    // rewrite another call on some processors.
+    // Enters the vCPU RBX times. R12D has the vCPU's descriptor. The call is in one aligned quadword: on some
+    // processors slat can rewrite no other call.
     ".balign 64, 0xcc",
     ".byte 0xcc",
     "4:",
@@ -48,10 +48,10 @@ global_asm!(
     "dec rbx",
     "jnz 4b",
     "ret",
-    // Fills the space between functions as compilers do.
+    // These bytes fill the space between functions, like the bytes that compilers put there.
     ".fill 16, 1, 0xcc",
     ".balign 16, 0xcc",
-    // Returns the time in nanoseconds.
+    // Returns the current time in nanoseconds.
     "5:",
     "sub rsp, 16",
     "mov edi, {clock}",
@@ -62,7 +62,7 @@ global_asm!(
     "add rax, [rsp + 8]",
     "add rsp, 16",
     "ret",
-    // Makes an ioctl, which must not fail.
+    // Makes an ioctl. An error ends the process.
     "9:",
     "mov eax, {ioctl}",
     "syscall",
@@ -92,7 +92,7 @@ global_asm!(
     // The guest's code at the reset vector, in real mode: mov [0], al; jmp to it.
     "mov dword ptr [rax + 0xff0], 0xeb0000a2",
     "mov byte ptr [rax + 0xff4], 0xfb",
-    // The region on the stack: the memory, its size, its address, and slot 0 without flags.
+    // On the stack: the argument of KVM_SET_USER_MEMORY_REGION for slot 0 without flags.
     "push rax",
     "push 4096",
     "mov ecx, 0xfffff000",

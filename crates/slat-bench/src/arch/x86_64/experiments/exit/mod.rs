@@ -1,4 +1,4 @@
-//! Exits: the time that a program needs for `KVM_RUN` to return, by each path to slat.
+//! Exits: the time from entering `KVM_RUN` to its return, for each way in which a program can call slat.
 
 mod loaded;
 
@@ -45,7 +45,7 @@ Medians of rounds, taken in turns. docs/dispatch.md says what happens in such a 
 /// The variable that tells this program, started under `slat run`, how many calls to measure.
 pub(crate) const CLIENT: &str = "SLAT_BENCH_EXIT";
 
-/// The paths that this program can measure itself.
+/// The ways to call slat that this program can measure in its own process.
 const WAYS: &[&str] = &["library", "dispatch"];
 const REWRITTEN: &str = "rewritten";
 const PAGE: usize = 4096;
@@ -53,7 +53,7 @@ const PAGE: usize = 4096;
 /// A guest that writes to a device for ever.
 struct Guest {
     vcpu: VcpuFd,
-    // Fields that must outlive the vCPU.
+    // These fields must be dropped after the vCPU.
     _vm: VmFd,
     _memory: Box<[Aligned]>,
 }
@@ -65,7 +65,7 @@ struct Aligned([u8; PAGE]);
 impl Guest {
     fn new() -> Result<Self, Failure> {
         const CODE: usize = 0x1000;
-        /// An address after the memory.
+        /// The guest address of the device, above the guest's memory.
         const DEVICE: u16 = 0x2000;
         let vm = Kvm::new()?.create_vm()?;
         let mut memory = vec![Aligned([0; PAGE]); 4].into_boxed_slice();
@@ -116,7 +116,7 @@ impl Guest {
     }
 }
 
-/// Makes a system call by an instruction in this program, not in the C library.
+/// Makes a system call with an instruction of this program, not of the C library.
 ///
 /// # Safety
 /// The promises of the call itself are kept.
@@ -153,7 +153,8 @@ fn calls(way: &str, times: u32) -> f64 {
     begin.elapsed().as_nanos() as f64 / f64::from(times)
 }
 
-/// Measures all paths, in the program that was started for this. Returns a line for each: case, path, nanoseconds.
+/// Measures all ways to call slat, in the process that was started for this. Returns a line for each: case, way,
+/// nanoseconds.
 ///
 /// # Errors
 /// KVM's errors. It is also an error if the value of [`CLIENT`] is not a number of calls.

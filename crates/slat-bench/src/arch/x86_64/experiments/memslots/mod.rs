@@ -1,4 +1,4 @@
-//! The experiment about memslots, with the measurement that needs a guest.
+//! The experiment about memslots, including the measurement that needs a guest.
 
 mod program;
 
@@ -13,7 +13,7 @@ use crate::report::{Sample, Unit};
 use crate::rounds::{Bench, Size};
 use crate::{Experiment, Failure};
 
-/// The experiment with both measurements.
+/// The experiment with both measurements: on the engine alone, and with a guest.
 pub const EXPERIMENT: Experiment = Experiment {
     run,
     ..memslots::EXPERIMENT
@@ -42,7 +42,7 @@ fn program(
 ) -> Result<(), Failure> {
     let budget = Duration::from_millis(bench.size.pick(1, 30, 200));
     let rounds = bench.size.pick(1, 3, 5);
-    // A KVM that interprets needs seconds for each pass through 512 MiB.
+    // A KVM that is an interpreter needs seconds for each pass through 512 MiB.
     let variants = match case {
         Case::Rw if bench.size != Size::Full => vec![SLAT],
         _ => bench.guests.with_kvm(&[SLAT]),

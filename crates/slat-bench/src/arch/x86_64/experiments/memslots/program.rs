@@ -1,5 +1,5 @@
 //! The cases of [`crate::experiments::memslots`] as a KVM program: a running guest, calls that change memslots, and
-//! madvise on the guest's memory. Measures the time that the program waits, on slat and on a real KVM.
+//! madvise on the guest's memory. Measures how long the program waits, on slat and on a real KVM.
 
 use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
@@ -29,8 +29,8 @@ fn slot(layout: Layout, memory: &Memory, index: u64) -> Slot<'_> {
     }
 }
 
-/// Returns the pages that are checked. For memslots that were just created, these are the last 16 MiB, because the
-/// guest of a KVM that interprets needs seconds for all pages.
+/// Returns the pages whose contents are checked. In the case `Setup`, only the last 16 MiB are checked, because a
+/// guest of an interpreting KVM needs seconds to write all pages.
 fn checked(case: Case, layout: &Layout) -> Range<u64> {
     let area = layout.area();
     match case {
@@ -50,7 +50,7 @@ pub(super) fn measure<A: Api>(
     memory: &Memory,
     budget: Duration,
 ) -> Result<f64, Failure> {
-    // After the memslots is space for the moved one.
+    // The addresses after the memslots are free for the memslot that moves.
     let mut machine = Machine::new(api, 1, DATA + 2 * layout.pages() * PAGE)?;
     machine.touch_system()?;
     let began = Instant::now();
@@ -105,8 +105,8 @@ pub(super) fn measure<A: Api>(
     }
     Ok(match case {
         Case::Setup => setup.as_secs_f64(),
-        // Guest and host wait for each other. So the time of a run in which one of them lost its processor is
-        // meaningless.
+        // Guest and host take turns. A sample in which either lost its processor is meaningless, so the median is
+        // used.
         _ => median(&times),
     })
 }
@@ -119,7 +119,7 @@ struct Host<'m> {
 }
 
 impl<'m> Host<'m> {
-    /// Returns the least number of times that the guest writes its pages in one operation.
+    /// Returns how many times, at least, the guest writes its pages in one operation.
     fn passes(&self) -> u64 {
         match self.case {
             Case::MoveActive | Case::MoveInactive | Case::Setup => 0,
@@ -190,7 +190,7 @@ impl<'m> Host<'m> {
         }
     }
 
-    /// Checks that the guest has written to every checked page, at `word`, and clears the word again.
+    /// Checks that the guest has written to every checked page at offset `word`, and clears these words.
     fn check(&self, word: usize) -> Result<(), Failure> {
         let words = self.memory.words();
         for page in checked(self.case, &self.layout) {

@@ -1,4 +1,4 @@
-//! The Linux guests: the files that they boot, and the work that their shells do.
+//! The Linux guests: the files that they boot, and the commands that their shells run.
 
 use std::path::Path;
 
@@ -6,34 +6,33 @@ use crate::Linux;
 use crate::arch::x86_64::machine::Failure;
 use crate::arch::x86_64::qemu::{Payload, Qemu};
 
-/// The first guest, whose devices are measured, too.
+/// The first guest. Its devices are measured, too.
 pub const LINUX: &str = "linux";
 
 /// A guest. Its files are among the materials.
 pub struct Guest {
     pub case: &'static str,
-    /// The arguments of `conformance/vmm/materials` that prepare the files, besides the directory.
+    /// The argument that makes `conformance/vmm/materials` prepare the guest's files; empty for the usual files.
     pub what: &'static str,
     kernel: &'static str,
     initrd: &'static str,
     /// The disk with the guest's system, unless the initrd has all of it.
     system: Option<&'static str>,
-    /// The guest's works, in the order in which they are done.
+    /// The guest's tasks, in the order in which they are run.
     pub works: &'static [Work],
-    /// The metrics of further boots after the works, for each of which the guest resets its machine.
+    /// The metrics of the boots that follow the tasks. Before each of these boots the guest resets its machine.
     pub again: &'static [&'static str],
-    /// The goal for the processor time until the shell is ready: the most that it may take, as a share of the time on
-    /// QEMU's own software CPU.
+    /// The goal for the processor time until the shell is ready, as a share of the time on QEMU's own software CPU.
     pub boot: f64,
-    /// The goal for all works together, in the same form.
+    /// The goal for the processor time of all tasks together, as a share of the time on QEMU's own software CPU.
     pub together: f64,
 }
 
-/// A piece of work of the guest's shell, whose processor time is measured.
+/// A task of the guest's shell, whose processor time is measured.
 pub struct Work {
     pub metric: &'static str,
     pub command: &'static str,
-    /// The goal: the most processor time, as a share of the time on QEMU's own software CPU.
+    /// The goal for the processor time, as a share of the time on QEMU's own software CPU.
     pub most: f64,
 }
 
@@ -55,7 +54,7 @@ pub const GUESTS: &[Guest] = &[
     Guest {
         case: LINUX,
         what: "",
-        // The kernel is entered at Xen's PVH entry point, so that it need not be unpacked.
+        // QEMU enters this kernel at Xen's PVH entry point, so the kernel does not have to be unpacked.
         kernel: "vmlinux",
         initrd: "initrd",
         system: None,
@@ -68,7 +67,7 @@ pub const GUESTS: &[Guest] = &[
         boot: 1.0,
         together: 0.6,
     },
-    // Work that ends soon, most of which executes code for the first time.
+    // The tasks are short, and most of them execute code for the first time.
     Guest {
         case: "short",
         what: "",
@@ -104,7 +103,7 @@ pub const GUESTS: &[Guest] = &[
     Guest {
         case: "i386",
         what: "i386",
-        // The kernel unpacks itself, in 32-bit code.
+        // This kernel unpacks itself, in 32-bit code.
         kernel: "i386/vmlinuz",
         initrd: "i386/initrd",
         system: None,
@@ -129,7 +128,7 @@ pub const GUESTS: &[Guest] = &[
                 0.9,
                 "gcc -O2 -o /tmp/crypto crypto.c -lcrypto",
             ),
-            // This file was made by the previous work.
+            // The previous task made this file.
             work("ecdsa_cpu_seconds", 0.9, "/tmp/crypto ecdsa-p256 2000"),
             work("x25519_cpu_seconds", 0.9, "/tmp/crypto x25519 5000"),
             work("rsa_cpu_seconds", 0.9, "/tmp/crypto rsa-2048 400"),
@@ -163,14 +162,14 @@ impl Guest {
             .flatten()
     }
 
-    /// Starts the guest, with `disk` unless it has a disk of its own.
+    /// Starts the guest. The guest gets `disk` unless it has a disk of its own.
     pub fn start(&self, linux: &Linux, on_slat: bool, disk: &Path) -> Result<Qemu, Failure> {
         let material = |name| linux.materials.join(name);
         let payload = Payload {
             kernel: material(self.kernel),
             initrd: material(self.initrd),
             disk: self.system.map_or_else(|| disk.to_owned(), material),
-            // The argument makes the materials' init program start the system that is on the disk.
+            // With this argument, the init program starts the system that is on the disk.
             arguments: self.system.map_or("", |_| "system=/dev/vda"),
             reboots: !self.again.is_empty(),
         };

@@ -1,4 +1,4 @@
-//! Signals of an eventfd that interrupt a vCPU: a device tells its driver that work is done.
+//! Eventfd signals that interrupt a vCPU, as when a device tells its driver that work is done.
 
 use std::arch::x86_64::_rdtsc;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
@@ -19,22 +19,22 @@ use crate::rounds::Bench;
 pub const CASE: &str = "irqfd/running";
 pub const NS_MEDIAN: &str = "ns_median";
 pub const NS_P99: &str = "ns_p99";
-/// A variant without a guest: a thread waits for the eventfd while another one computes like a vCPU. The time is that
-/// of the kernel to wake a thread.
+/// A variant without a guest: one thread waits for the eventfd, another one computes like a vCPU. This measures how
+/// long the kernel takes to wake a thread.
 pub const THREAD: &str = "thread";
 
-/// A GSI that is larger than those of the I/O APIC's pins.
+/// A GSI above those of the I/O APIC's pins.
 const GSI: u32 = 24;
 /// The time between two signals: long enough for all threads to sleep.
 const PAUSE: Duration = Duration::from_micros(100);
-/// A time-out longer than any interrupt takes on a loaded machine.
+/// A time-out that is longer than any interrupt takes, even on a loaded machine.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// The time for which the guest's clock is compared with the host's.
+/// How long the guest's clock is compared with the host's.
 const COMPARISON: Duration = Duration::from_millis(20);
 
 pub fn run(bench: &mut Bench) -> Result<(), Failure> {
     let (rounds, times) = (bench.size.pick(1, 7, 21), bench.size.pick(10, 500, 2_000));
-    // Each KVM has an eventfd of its own, because the reader of a signal clears it.
+    // The two KVMs have an eventfd each, because a KVM that reads a signal clears the eventfd.
     let (event, kvm_event) = (EventFd::new(EFD_NONBLOCK)?, EventFd::new(EFD_NONBLOCK)?);
     let data = Memory::new(PAGE as usize, PAGE as usize, Pages::Small)?;
     let mut slat = prepare(&bench.guests.slat, &event, &data)?;
@@ -120,7 +120,7 @@ fn interrupt<A: Api>(
     Ok(samples(ticks, khz))
 }
 
-/// Measures the times from a signal to the next action of a waiting thread.
+/// Measures the times from a signal until the waiting thread continues.
 fn wake(khz: u32, times: u64) -> Result<Vec<Sample>, Failure> {
     let event = EventFd::new(0)?;
     let (count, stamp) = (AtomicU64::new(0), AtomicU64::new(0));
@@ -132,7 +132,7 @@ fn wake(khz: u32, times: u64) -> Result<Vec<Sample>, Failure> {
             }
         });
         let waiter = scope.spawn(|| {
-            // The last signal ends the thread, even if other signals did not arrive.
+            // The last signal ends this loop: `count` is set to `times` before that signal.
             while count.load(SeqCst) <= times {
                 event.read()?;
                 stamp.store(host_clock(), SeqCst);
@@ -164,9 +164,9 @@ fn samples(mut ticks: Vec<f64>, khz: u32) -> Vec<Sample> {
     ]
 }
 
-/// Signals `times` times. Returns, for each signal, the ticks of the time-stamp counter from the signal to the value of
-/// `stamp`. The clock of `stamp` is `ahead` of the host's. The count rises after the stamp is written. This thread
-/// sleeps while it waits, so that the processor is free for the threads that deliver the signal.
+/// Signals `event` `times` times. Returns, for each signal, the time-stamp counter ticks from the signal to the value
+/// of `stamp`, whose clock is `ahead` of the host's. The receiver writes `stamp` first and then increments `count`.
+/// This thread sleeps while it waits, so that a processor is free for the threads that deliver the signal.
 fn signal(
     event: &EventFd,
     count: &AtomicU64,
@@ -192,10 +192,10 @@ fn signal(
         .collect()
 }
 
-/// Measures the number of ticks by which the guest's time-stamp counter is ahead of the host's. The guest writes its
-/// counter to memory all the time. Of many comparisons with the host's counter, the one with the youngest value counts.
-/// The result may be too small by the age of that value; latencies are then too long by as much, some dozen
-/// nanoseconds.
+/// Returns by how many ticks the guest's time-stamp counter is ahead of the host's. The guest writes its counter to
+/// memory all the time; this function compares that word with the host's counter many times, and uses the freshest
+/// word. The result is too small by the age of that word, some dozen nanoseconds at most; measured latencies are too
+/// long by as much.
 fn compare_clocks(words: &Words<'_>) -> Result<u64, Failure> {
     wait_until(|| words.clock.load(SeqCst) != 0)?;
     let first = words.clock.load(SeqCst).wrapping_sub(host_clock());

@@ -1,4 +1,4 @@
-//! Guest writes that signal an eventfd, like a driver that tells its device of work.
+//! Guest writes that signal an eventfd, as when a driver tells its device that there is work.
 
 use std::os::fd::AsRawFd;
 use std::thread;
@@ -22,10 +22,10 @@ pub const IOEVENTFD: &str = "ioeventfd";
 /// There is no guest: a thread signals the eventfd repeatedly.
 pub const WRITE: &str = "write";
 
-/// The cases: the name of each, and whether a device thread waits for the eventfd.
+/// Each case's name, and whether a device thread waits for the eventfd.
 pub const CASES: [(&str, bool); 2] = [("kick/unread", false), ("kick/read", true)];
 
-/// The number of runs, of which the shortest counts.
+/// The number of runs; the shortest time counts.
 const RUNS: usize = 5;
 
 pub fn run(bench: &mut Bench) -> Result<(), Failure> {
@@ -70,7 +70,7 @@ fn registered<'m, A: Api>(api: &A, event: &EventFd) -> Result<Machine<'m, A>, Fa
     Ok(machine)
 }
 
-/// Returns the processor time of a guest that writes `times` times.
+/// Returns the processor time of a guest that writes to the device `times` times.
 fn ring<A: Api>(
     machine: &mut Machine<'_, A>,
     times: u64,
@@ -87,7 +87,8 @@ fn write(event: &EventFd, times: u64) -> Result<Duration, Failure> {
     Ok(thread_time() - began)
 }
 
-/// Calls `signal`, which signals `event`. Returns the time of each signal. Every signal must be counted.
+/// Calls `signal`, which signals `event` `times` times. Returns the time of one signal. Checks that every signal was
+/// counted.
 fn kick(
     event: &EventFd,
     is_read: bool,
@@ -97,7 +98,7 @@ fn kick(
     let stop = EventFd::new(0)?;
     let (time, heard) = thread::scope(|scope| {
         let reader = is_read.then(|| scope.spawn(|| read_until(event, &stop)));
-        // The first signal translates addresses.
+        // The first signal is not measured, because it also translates the addresses.
         let time = signal(1).and_then(|_| fastest(RUNS, || signal(times)));
         stop.write(1)?;
         let heard = match reader {
@@ -138,7 +139,7 @@ fn read_until(event: &EventFd, stop: &EventFd) -> Result<u64, Failure> {
     Ok(heard)
 }
 
-/// Reads the number of signals of `event` since the last read.
+/// Returns the number of signals of `event` since the last read.
 fn drain(event: &EventFd) -> Result<u64, Failure> {
     match event.read() {
         Ok(count) => Ok(count),

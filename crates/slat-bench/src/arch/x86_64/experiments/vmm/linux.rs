@@ -1,4 +1,4 @@
-//! Linux guests under an unmodified QEMU: their boot, and their work afterwards.
+//! Linux guests under an unmodified QEMU: their boot, and the tasks that they run afterwards.
 
 use std::fs::File;
 use std::io::Write;
@@ -16,14 +16,14 @@ use crate::report::{Report, Sample, Unit};
 use crate::rounds::Bench;
 
 const BOOT: &str = "boot_cpu_seconds";
-/// All works of a guest.
+/// The metric: processor seconds of all tasks together.
 const WORKS: &str = "works_cpu_seconds";
 const IDLE: &str = "idle_share_of_core";
 const READ: &str = "read_bytes_per_s";
 /// QEMU's own software CPU.
 const TCG: &str = "tcg";
 
-/// The time during which a guest is still busy after it has booted.
+/// How long to wait after the boot, while the guest is still busy.
 const SETTLING: Duration = Duration::from_secs(5);
 
 pub fn run(bench: &mut Bench) -> Result<(), Failure> {
@@ -55,7 +55,7 @@ pub fn run(bench: &mut Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Returns the version of QEMU, if all files are there. An error says what is missing, and how to get it.
+/// Returns the version of QEMU if all files exist. Otherwise the error says which file is missing, and how to get it.
 fn look_for(guest: &Guest, linux: &Linux) -> Result<String, String> {
     let directory = linux.materials.display();
     let command = [
@@ -77,7 +77,7 @@ fn look_for(guest: &Guest, linux: &Linux) -> Result<String, String> {
     }
 }
 
-/// Measures the boot, the works, and the boots after them.
+/// Measures the boot, the tasks, and the boots after the tasks.
 fn work(guest: &Guest, qemu: &mut Qemu) -> Result<Vec<Sample>, Failure> {
     qemu.boot()?;
     let mut samples = vec![Sample::seconds(BOOT, qemu.cpu_time()?)];
@@ -99,7 +99,7 @@ fn work(guest: &Guest, qemu: &mut Qemu) -> Result<Vec<Sample>, Failure> {
     Ok(samples)
 }
 
-/// Measures the idle guest for `time`, and then its reads of `disk`.
+/// Measures how much processor time the idle guest uses in `time`, and then the guest's reads of `disk`.
 fn devices(qemu: &mut Qemu, time: Duration, disk: &Disk) -> Result<[Sample; 2], Failure> {
     let (began, before) = (Instant::now(), qemu.cpu_time()?);
     thread::sleep(time);
@@ -113,7 +113,7 @@ fn devices(qemu: &mut Qemu, time: Duration, disk: &Disk) -> Result<[Sample; 2], 
     ])
 }
 
-/// Returns the comparisons of all guests, in the order in which they are measured.
+/// Returns the comparisons of all guests, in the order in which the guests are measured.
 pub fn compare(report: &Report) -> Vec<Line> {
     let mut lines = Vec::new();
     for guest in GUESTS {
@@ -134,7 +134,7 @@ pub fn compare(report: &Report) -> Vec<Line> {
     lines
 }
 
-/// A file of the host's, in its page cache.
+/// A file on the host that serves as a disk. The host has the file in its page cache.
 struct Disk {
     file: TemporaryFile,
     bytes: u64,
@@ -153,7 +153,7 @@ impl Disk {
 
 fn write(path: &Path, mebibytes: u64) -> std::io::Result<()> {
     let mut file = File::create(path)?;
-    // The content has no holes or zeroes, which QEMU may treat specially.
+    // The content has neither holes nor zeroes, because QEMU may treat these specially.
     let block: Vec<u8> = (0..1 << 20)
         .map(|index: u32| (index >> 4) as u8 | 1)
         .collect();

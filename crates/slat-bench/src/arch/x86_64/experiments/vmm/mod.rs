@@ -1,4 +1,4 @@
-//! The costs of a VMM: its devices' signals, and Linux under QEMU.
+//! The costs that a VMM sees: signals of its devices, and Linux under QEMU.
 
 mod guests;
 mod irqfd;
@@ -69,7 +69,7 @@ mod tests {
 
     #[test]
     fn every_kick_and_every_interrupt_is_heard_at_a_tiny_size() {
-        // The run itself counts the signals.
+        // `run` itself counts the signals.
         let report = crate::run(&[&EXPERIMENT], Size::Tiny).unwrap();
         assert_eq!(
             report.cases(NAME),
