@@ -1,4 +1,4 @@
-//! Tells `slat --version` the commit, and has a preload library for `src/preload/mod.rs` to embed.
+//! Tells `slat --version` the commit, and makes sure that `src/preload/mod.rs` finds a preload library to embed.
 
 use std::fs::{self, OpenOptions};
 use std::path::{Path, PathBuf};
@@ -15,17 +15,17 @@ fn main() {
     has_preload_library();
 }
 
-/// Returns the commit of this repository that is built, without changes that are not committed. `None`: the source
-/// comes from a package or a tarball, or git cannot be run. Has cargo run this script again when HEAD has moved.
+/// Returns the repository's commit, ignoring uncommitted changes. Returns `None` if the source comes from a package
+/// or a tarball, or if git cannot be run. Makes cargo run this script again when HEAD moves.
 fn commit() -> Option<String> {
-    // A package may lie below another repository, for which its files are nothing.
+    // If the package was unpacked inside another repository, that repository's commit says nothing about the package.
     if git(&["rev-parse", "--show-prefix"])? != "crates/slat-cli/" {
         return None;
     }
     git(&["ls-files", "--error-unmatch", "build.rs"])?;
     let commit = git(&["rev-parse", "--verify", "HEAD"])?;
-    // The log of HEAD grows by a line with each commit and checkout. Without one: all files that can say where HEAD is.
-    // A file that does not exist would have cargo build anew each time.
+    // The log of HEAD grows with each commit and checkout, so cargo watches it. Without a log, cargo watches all
+    // existing files that determine HEAD: a file that does not exist would make cargo run this script in each build.
     let path = |name| git(&["rev-parse", "--git-path", name]);
     let log = path("logs/HEAD")?;
     if Path::new(&log).exists() {
@@ -48,10 +48,10 @@ fn git(arguments: &[&str]) -> Option<String> {
     Some(String::from_utf8(printed).ok()?.trim_end().to_owned())
 }
 
-/// Has a library where `src/preload/mod.rs` looks for it, in the `deps` directory of the profile, three levels above
-/// `OUT_DIR` (`<profile>/build/slat-cli-<hash>/out`), under its plain name. `include_bytes!` names it from `OUT_DIR`,
-/// too: cargo says where that is in each build, while what a script has printed is remembered, with the paths of a
-/// target directory that was copied or moved since.
+/// Makes sure that the library exists under its plain name in the profile's `deps` directory, where
+/// `src/preload/mod.rs` looks for it: three levels above `OUT_DIR` (`<profile>/build/slat-cli-<hash>/out`).
+/// `include_bytes!` also starts from `OUT_DIR`, which cargo sets in each build. A path printed by this script would
+/// not do, because cargo remembers it even after the target directory was copied or moved.
 fn has_preload_library() {
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
     let profile = out.ancestors().nth(3).expect("OUT_DIR is inside a profile");
@@ -59,9 +59,9 @@ fn has_preload_library() {
     fs::create_dir_all(&deps).expect("the profile's directory can be written");
     let library = deps.join("libslat_preload.so");
 
-    // slat-preload is an ordinary dependency of this package for glibc, so cargo has built its `cdylib` by the time the
-    // `slat` binary is compiled; this script itself may run earlier. For musl cargo makes no such library, and none is
-    // needed: the library for glibc loads programs for musl.
+    // For glibc, slat-preload is an ordinary dependency of this package. So cargo has built its `cdylib` before it
+    // compiles the `slat` binary, though perhaps not before it runs this script. For musl, cargo builds no such
+    // library, and none is needed: the library for glibc loads programs for musl.
     if env::var("CARGO_CFG_TARGET_ENV").as_deref() != Ok("gnu") {
         println!("cargo::rerun-if-env-changed=SLAT_PRELOAD");
         let built = env::var("SLAT_PRELOAD").unwrap_or_else(|_| {
@@ -76,9 +76,9 @@ fn has_preload_library() {
         return;
     }
 
-    // `cargo check` and clippy make no libraries, but `include_bytes!` reads the file: an empty one is enough for them.
-    // A build replaces it before it compiles the binary. `create_new`: never touch a library that exists or is just
-    // being linked.
+    // `cargo check` and clippy build no libraries. For them an empty file is enough, because `include_bytes!` only
+    // has to read it. A build replaces the file before it compiles the binary. `create_new` never changes a library
+    // that exists or is being linked.
     match OpenOptions::new()
         .write(true)
         .create_new(true)

@@ -1,4 +1,4 @@
-//! The command line, parsed into types. Only options that work are accepted.
+//! The command line, parsed into types. An option that would have no effect is rejected.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -51,7 +51,7 @@ pub enum Command {
     Man(Man),
 }
 
-/// Exit statuses of all commands but `run`, whose own are [`EXIT_STATUS_OF_RUN`].
+/// The exit statuses of all commands except `run`, which has its own: [`EXIT_STATUS_OF_RUN`].
 const EXIT_STATUS: &str = "\
 Exit status:
   0  the command did its work
@@ -76,7 +76,7 @@ Environment of PROGRAM:
 #[derive(ClapArgs)]
 #[command(after_help = EXIT_STATUS_OF_RUN)]
 pub struct Run {
-    // Not all architectures have the same MMUs and formats, and so the same help.
+    // The help of these options depends on the architecture, because its MMUs and formats do.
     #[arg(long, value_name = "MMU", default_value = "tdp", help = host::MMU, value_parser = mmu())]
     pub mmu: MmuKind,
 
@@ -117,13 +117,13 @@ pub struct Run {
     pub gdb_wait: bool,
 
     /// The KVM program, found as a shell finds it, and its arguments
-    // Options after its name are the program's; before it they are slat's, unless `--` comes first.
+    // Options after the program's name are the program's. Options before it are slat's, unless `--` precedes them.
     #[arg(value_name = "PROGRAM", trailing_var_arg = true)]
     pub program: Vec<OsString>,
 }
 
 impl Run {
-    /// Returns the format that was asked for, or the one that the MMU usually has.
+    /// Returns the format that the user asked for, or else the usual format of the MMU.
     pub fn table_format(&self) -> TableFormat {
         self.format.unwrap_or(TableFormat::of(self.mmu))
     }
@@ -294,7 +294,7 @@ fn pid(text: &str) -> Result<i32, String> {
     }
 }
 
-/// Parses the time between two looks.
+/// The type is text rather than an enumeration of all commands, because that enumeration contains this one.
 fn seconds(text: &str) -> Result<f64, String> {
     match text.parse() {
         Ok(seconds) if (0.01..=86_400.0).contains(&seconds) => Ok(seconds),
@@ -319,19 +319,19 @@ pub struct Man {
     pub command: Option<String>,
 }
 
-/// All experiments.
+/// The name that selects all experiments.
 pub const ALL: &str = "all";
 
 fn experiments() -> PossibleValuesParser {
     let names = slat_bench::EXPERIMENTS.iter().map(|known| known.name);
-    // The experiments that are missing here have an error of their own.
+    // An experiment that this architecture lacks gets an error of its own.
     let missing = slat_bench::missing().into_iter();
     let missing = missing.map(|name| PossibleValue::new(name).hide(true));
     let names = names.chain([ALL]).map(PossibleValue::new);
     PossibleValuesParser::new(names.chain(missing))
 }
 
-/// Returns the MMUs that have tables of a format of this architecture.
+/// Returns the MMUs that can make tables of a format of this architecture.
 pub fn mmus() -> impl Iterator<Item = MmuKind> {
     let formats = || FORMATS.iter().filter_map(|name| TableFormat::by_name(name));
     let mmus = MmuKind::ALL.iter().copied();

@@ -1,4 +1,4 @@
-//! `slat bench`: measures, and prints the results beside the published ones.
+//! `slat bench`: measures, and prints the results beside the published numbers.
 
 use std::env;
 use std::io::{self, Write};
@@ -15,10 +15,10 @@ use crate::run;
 /// The experiment that boots Linux.
 const LINUX: &str = "vmm";
 
-/// The number of characters in a line that a terminal shows without breaking the line.
+/// The width of the tables in characters: a terminal of this width does not break the lines.
 const COLUMNS: u16 = 100;
 
-/// Measures, or prints the explanations.
+/// Measures, or prints the experiments' explanations.
 pub fn run(options: &Bench) -> ExitCode {
     if let Some(done) = slat_bench::as_client() {
         return match done {
@@ -55,7 +55,7 @@ pub fn run(options: &Bench) -> ExitCode {
         complain(&format!("bench: {message}"));
         return ExitCode::from(2);
     }
-    // The benched VMs are made in this process.
+    // The measured VMs are made in this process, so the policies are set in its own environment.
     if let (name, Some(policies)) = run::policies(&options.set) {
         // SAFETY: this process has no other thread yet.
         unsafe { env::set_var(name, policies) };
@@ -69,7 +69,7 @@ pub fn run(options: &Bench) -> ExitCode {
     }
 }
 
-/// Returns a sentence about experiments that other architectures have.
+/// Returns a sentence that says which experiments exist only on other architectures.
 fn not_measured(names: &[&str]) -> String {
     let names = names.join(", ");
     format!("not measured here, because slat runs no guests of this architecture yet: {names}")
@@ -96,7 +96,7 @@ fn check(selection: &[&Experiment], options: &Bench) -> Result<(), String> {
     Ok(())
 }
 
-/// Destination of the JSON.
+/// Where the JSON goes.
 enum Json {
     Nowhere,
     /// Standard output, which a program reads. The tables go to standard error.
@@ -120,7 +120,7 @@ fn measure(selection: &[&Experiment], options: &Bench) -> Result<(), Failure> {
     } else {
         Size::Usual
     };
-    // The file is opened first, so that minutes of measuring do not end in a file that cannot be written.
+    // Open the file before the measurements, so that an error is reported before they take minutes.
     let json = Json::open(options.json.as_deref())?;
     let page = options.html.as_deref().map(Pending::open).transpose()?;
     let others = Others {
@@ -128,7 +128,7 @@ fn measure(selection: &[&Experiment], options: &Bench) -> Result<(), Failure> {
         linux: linux(options)?,
     };
     let report = slat_bench::run_with(selection, size, others)?;
-    // The files are written before the tables, so that they are kept even if nothing reads standard output.
+    // Write the files before the tables are printed, so that the files exist even if nobody reads standard output.
     let mut text = tables(selection, &report);
     let missing = slat_bench::missing();
     if options.experiment == ALL && !missing.is_empty() {
@@ -151,7 +151,7 @@ fn measure(selection: &[&Experiment], options: &Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Returns the files that boot Linux, if the options ask for that measurement, which takes minutes.
+/// Returns the files for booting Linux if the options ask for that measurement, which takes minutes.
 fn linux(options: &Bench) -> io::Result<Option<Linux>> {
     let Some(materials) = options.materials.clone() else {
         return Ok(None);

@@ -20,7 +20,7 @@ pub fn completions(options: &args::Completions) -> ExitCode {
 /// Prints a manual page.
 pub fn man(options: &args::Man) -> ExitCode {
     let mut command = Args::command();
-    // Gives the commands their names: slat-run.
+    // This gives the subcommands their full names, like slat-run.
     command.build();
     let page = match &options.command {
         None => Some(&command),
@@ -41,7 +41,7 @@ pub fn man(options: &args::Man) -> ExitCode {
     }
 }
 
-/// Like [`Man::render`], but makes a section of each heading at the end of the help.
+/// Like [`Man::render`], but turns each heading at the end of the help into a section of the page.
 fn render(page: &Command, text: &mut Vec<u8>) -> io::Result<()> {
     let man = Man::new(page.clone()).source(concat!("slat ", env!("CARGO_PKG_VERSION")));
     man.render_title(text)?;
@@ -58,7 +58,7 @@ fn render(page: &Command, text: &mut Vec<u8>) -> io::Result<()> {
     let mut sections = Roff::new();
     for line in end.to_string().lines() {
         match line.strip_suffix(':').filter(|line| !line.starts_with(' ')) {
-            // Lines are kept as they are, and not joined into paragraphs.
+            // The lines are not joined into paragraphs.
             Some(heading) => sections
                 .control("SH", [heading.to_uppercase().as_str()])
                 .control("nf", []),

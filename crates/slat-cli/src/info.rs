@@ -11,7 +11,7 @@ use crate::args;
 use crate::output;
 use slat_kvm::policy::Assignment;
 
-/// Prints everything. Facts that cannot be determined are printed as unknown.
+/// Prints all facts. A fact that cannot be determined is printed as unknown.
 pub fn print() -> ExitCode {
     let mut text = format!("slat {}\n", env!("VERSION_AND_COMMIT"));
     let parts = [
@@ -65,7 +65,7 @@ fn this_host() -> Vec<(&'static str, String)> {
     ]
 }
 
-/// Describes the host's `/dev/kvm`, for comparison only: slat serves /dev/kvm itself.
+/// Describes the host's own `/dev/kvm`, which slat does not need.
 fn dev_kvm() -> String {
     let opened = fs::OpenOptions::new()
         .read(true)
@@ -80,8 +80,8 @@ fn dev_kvm() -> String {
     }
 }
 
-/// Describes userfaultfd. Programs that fill guest memory on demand need the system call, including the right to handle
-/// faults of the kernel.
+/// Describes userfaultfd. Programs that fill guest memory on demand need this system call, and the right to handle
+/// faults that the kernel takes.
 fn userfaultfd() -> String {
     // SAFETY: the call opens a new descriptor, or fails.
     let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK) };
@@ -93,12 +93,13 @@ fn userfaultfd() -> String {
     "yes".to_owned()
 }
 
-/// Returns "always", "madvise" or "never", which decides whether guest memory gets 2 MiB leaves.
+/// Returns the mode of transparent huge pages: "always", "madvise" or "never". It decides whether guest memory gets 2
+/// MiB leaves.
 fn thp_mode() -> String {
     let Ok(modes) = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled") else {
         return "not supported by this kernel".to_owned();
     };
-    // The active mode is in brackets.
+    // In the file, the active mode is in brackets.
     modes
         .split_once('[')
         .and_then(|(_, rest)| rest.split_once(']'))

@@ -1,20 +1,20 @@
-//! Finds programs that start another program without LD_PRELOAD, so that the other program would use the host's
-//! `/dev/kvm`, or find none.
+//! Finds programs that start another program without LD_PRELOAD. The other program would use the host's `/dev/kvm`,
+//! or find none.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
-/// Returns a sentence for the user if `program` starts another program without LD_PRELOAD.
+/// Returns a warning for the user if `program` starts another program without LD_PRELOAD.
 pub fn losing_preload(program: &OsStr, arguments: &[OsString]) -> Option<String> {
     let name = Path::new(program).file_name()?.to_str()?;
-    // The launcher's own options precede the program that it starts. If this code takes an option of that program for
-    // one of the launcher's options, the message is unnecessary or missing, which does no other harm.
+    // The launcher's own options come before the program that it starts. If this code mistakes an option of that
+    // program for the launcher's, the only harm is an unnecessary or missing warning.
     let has = |options: &[&str]| {
         let is = |word: &OsString| options.iter().any(|option| word == option);
         arguments.iter().any(is)
     };
-    // `sudo LD_PRELOAD=...`, `sudo --preserve-env=LD_PRELOAD`, `systemd-run -E LD_PRELOAD`.
+    // These pass LD_PRELOAD on: `sudo LD_PRELOAD=...`, `sudo --preserve-env=LD_PRELOAD`, `systemd-run -E LD_PRELOAD`.
     let passes_it = |word: &OsString| {
         let mut parts = word.as_bytes().windows(b"LD_PRELOAD".len());
         parts.any(|part| part == b"LD_PRELOAD")
@@ -22,7 +22,7 @@ pub fn losing_preload(program: &OsStr, arguments: &[OsString]) -> Option<String>
     let loses = match name {
         "sudo" | "doas" | "pkexec" => true,
         "su" | "runuser" => has(&["-", "-l", "--login"]),
-        // A scope's program is started by systemd-run itself, and a service's by the manager.
+        // systemd-run itself starts the program of a scope, but the service manager starts that of a service.
         "systemd-run" => !has(&["--scope"]),
         _ => false,
     };

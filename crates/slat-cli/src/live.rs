@@ -1,4 +1,4 @@
-//! The common part of live views in a terminal, which refresh their data, and end, pause and redraw on the user's keys.
+//! What all live views in a terminal share: they refresh their data, and users end, pause and redraw them by keys.
 
 use std::io;
 use std::process::ExitCode;
@@ -15,18 +15,18 @@ pub const KEYS: &str = "q quit   space pause";
 
 /// A live view.
 pub trait View {
-    /// Refreshes the data.
+    /// Fetches new data.
     fn look(&mut self);
 
-    /// Draws the data of the last refresh.
+    /// Draws the data that was fetched last.
     fn draw(&mut self, frame: &mut Frame<'_>, paused: bool);
 
     /// Handles a key that is not among [`KEYS`].
     fn press(&mut self, key: KeyCode);
 }
 
-/// Shows a view of the command called `command` until the user ends it, and refreshes the view after each `interval`.
-/// The view already has its first data.
+/// Shows a view of the command called `command`, until the user ends it. Refreshes the view every `interval`. The
+/// view must already have its first data.
 pub fn show(command: &str, interval: Duration, view: &mut impl View) -> ExitCode {
     let shown = ratatui::try_init().and_then(|mut terminal| {
         let result = run(&mut terminal, interval, view);
@@ -69,7 +69,7 @@ fn run(terminal: &mut DefaultTerminal, interval: Duration, view: &mut impl View)
     }
 }
 
-/// Returns the style of heads.
+/// Returns the style of column heads.
 pub fn bold() -> Style {
     Style::new().add_modifier(Modifier::BOLD)
 }

@@ -9,8 +9,8 @@ use std::process::ExitCode;
 /// Prints `text` on standard output, in one write.
 ///
 /// # Errors
-/// A sentence for the user with the system's error, for example for a full disk. If the reader closes the pipe because
-/// it has read enough (`slat info | head -1`), that is no error.
+/// A sentence for the user with the system's error, for example for a full disk. It is no error if the reader closes
+/// the pipe early (`slat info | head -1`).
 pub fn say(text: &str) -> Result<(), String> {
     let mut output = io::stdout().lock();
     match limited(|| {
@@ -26,7 +26,7 @@ pub fn say(text: &str) -> Result<(), String> {
     }
 }
 
-/// Ends a command that only prints `text`.
+/// Prints `text` and returns the exit status: the last step of a command that only prints.
 pub fn print(text: &str) -> ExitCode {
     match say(text) {
         Ok(()) => ExitCode::SUCCESS,
@@ -37,17 +37,17 @@ pub fn print(text: &str) -> ExitCode {
     }
 }
 
-/// Prints on standard error, in one line, why a command failed. If printing fails, too, only the exit status shows the
-/// failure.
+/// Prints one line on standard error that says why a command failed. If this fails, too, only the exit status shows
+/// the command's failure.
 pub fn complain(message: &str) {
     let _ = writeln!(io::stderr(), "slat: {message}");
 }
 
-/// A file that [`write`](Self::write) fills later. Until then it keeps its old content.
+/// A file that keeps its old content until [`write`](Self::write) replaces it.
 pub struct Pending {
     path: PathBuf,
     file: File,
-    /// Whether this value has created the file, and has written nothing to it.
+    /// Whether this value has created the file and not yet written to it.
     is_new: bool,
 }
 
@@ -91,7 +91,7 @@ impl Pending {
     }
 
     fn replace(&mut self, content: &[u8]) -> io::Result<()> {
-        // A pipe or a terminal has no old content.
+        // Only a regular file has old content to remove; a pipe or a terminal has none.
         if self.file.metadata()?.is_file() {
             self.file.set_len(0)?;
         }
@@ -100,7 +100,7 @@ impl Pending {
 }
 
 impl Drop for Pending {
-    /// Removes a file that was created and never written.
+    /// Removes a file that this value created but never wrote.
     fn drop(&mut self) {
         if self.is_new {
             let _ = fs::remove_file(&self.path);
@@ -108,7 +108,7 @@ impl Drop for Pending {
     }
 }
 
-/// Returns what the user can do about a `path` that does not open.
+/// Returns what the user can do if `path` cannot be opened.
 fn remedy(path: &Path, error: ErrorKind) -> String {
     match (error, path.parent()) {
         (ErrorKind::NotFound, Some(parent)) if !parent.as_os_str().is_empty() => {

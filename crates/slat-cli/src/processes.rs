@@ -11,21 +11,21 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// The longest time that an answer may take. A stopped process does not answer.
+/// The longest time to wait for an answer. A process that is stopped does not answer.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// The message of commands if no process is found.
+/// The message when no process with a VM is found.
 pub const NOBODY: &str = "No VM runs on slat. Start one: slat run -- PROGRAM\n";
 
 /// A process with VMs on slat, and its answer to a question.
 pub struct Process<A> {
-    /// The process id.
+    /// The process's id.
     pub pid: i32,
     /// The first word of the process's command line, without directories.
     pub command: String,
-    /// The time of the question.
+    /// The time at which the process was asked.
     pub at: Instant,
-    /// The answer, or the reason why it is missing.
+    /// The process's answer, or the reason why there is none.
     pub answer: Result<A, String>,
 }
 
@@ -35,7 +35,7 @@ pub fn user() -> u32 {
     unsafe { libc::geteuid() }
 }
 
-/// Opens a directory of sockets if the directory belongs to the user and gives no other user access.
+/// Opens a directory of sockets, but only if it belongs to the user and no other user has access to it.
 fn open(path: &Path) -> Option<File> {
     let directory = OpenOptions::new()
         .read(true)
@@ -50,7 +50,8 @@ fn open(path: &Path) -> Option<File> {
 pub struct Question<A> {
     /// The question's words.
     pub words: String,
-    /// Parses the answer's lines without the first and the last one. `None`: a line does not have the expected form.
+    /// Parses the lines of the answer between the first one and the last one. Returns `None` if a line does not have
+    /// the expected form.
     pub read: fn(&[&str]) -> Option<A>,
 }
 
@@ -58,7 +59,7 @@ impl<A> Question<A> {
     /// Parses an answer.
     ///
     /// # Errors
-    /// A predicate for a sentence about the process: its slat is of another version, or the answer ends early.
+    /// The end of a sentence about the process: its slat has another version, or its answer is incomplete.
     pub fn parse(&self, text: &str) -> Result<A, String> {
         let lines: Vec<_> = text.lines().collect();
         let version = format!("slat {}", slat_kvm::publish::VERSION);
@@ -66,7 +67,7 @@ impl<A> Question<A> {
             return Err("runs on another version of slat".to_owned());
         }
         let answer = match lines[1..] {
-            // A truncated line may look like a shorter valid line.
+            // The last line must be `end`, because a truncated line may look like a shorter valid line.
             [ref lines @ .., "end"] if text.ends_with('\n') => (self.read)(lines),
             _ => None,
         };
@@ -74,28 +75,29 @@ impl<A> Question<A> {
     }
 }
 
-/// Asks all processes of the user, or only `wanted`. The result is in the order of the process ids.
+/// Asks all processes of the user, or only `wanted`. The results are ordered by process id.
 pub fn ask<A>(question: &Question<A>, wanted: Option<i32>) -> Vec<Process<A>> {
     let asked = each(wanted, |pid, stream| ask_one(question, pid, stream));
     asked.into_iter().map(|(_, process)| process).collect()
 }
 
-/// Connects to a process of the user. `None`: the process has no VM on slat, or belongs to another user.
+/// Connects to a process of the user. Returns `None` if the process has no VM on slat, or belongs to another user.
 pub fn connect(pid: i32) -> Option<UnixStream> {
     let (_, stream) = each(Some(pid), |_, stream| stream).pop()?;
     Some(stream)
 }
 
-/// Connects to all processes of the user, or only to `wanted`, one after another, and calls `visit` with each. Removes
-/// the sockets of processes that have ended. The results are in the order of the process ids.
+/// Connects to each process of the user, or only to `wanted`, and calls `visit` with the connection. Removes the
+/// sockets of processes that have ended. The results are ordered by process id.
 fn each<T>(wanted: Option<i32>, mut visit: impl FnMut(i32, UnixStream) -> T) -> Vec<(i32, T)> {
     let runtime = std::env::var_os("XDG_RUNTIME_DIR");
     let directories: BTreeSet<PathBuf> =
         slat_kvm::publish::directories(runtime.as_deref(), user()).collect();
     let mut visited = Vec::new();
     for directory in directories.iter().filter_map(|path| open(path)) {
-        // The path through the descriptor leads to the directory that was checked, even if the path of the directory
-        // leads to another directory by now. The path is also short: the address of a socket holds at most 107 bytes.
+        // A path through the descriptor always leads to the directory that was checked, even if the directory's own
+        // path now leads elsewhere. The path is also short enough for the address of a socket, which holds at most
+        // 107 bytes.
         let path = PathBuf::from(format!("/proc/self/fd/{}", directory.as_raw_fd()));
         let Ok(entries) = fs::read_dir(&path) else {
             continue;
@@ -109,18 +111,17 @@ fn each<T>(wanted: Option<i32>, mut visit: impl FnMut(i32, UnixStream) -> T) -> 
         }
     }
     visited.sort_by_key(|(pid, _)| *pid);
-    // A runtime directory may be named twice.
+    // The same runtime directory may be named twice, so a process may be found twice.
     visited.dedup_by_key(|(pid, _)| *pid);
     visited
 }
 
-/// Connects to the process at this socket. `None`: no process listens there, or it is not `wanted`.
+/// Connects to the process that listens at this socket. Returns `None` if none listens, or if it is not `wanted`.
 fn open_one(socket: &Path, wanted: Option<i32>) -> Option<(i32, UnixStream)> {
     let stream = match UnixStream::connect(socket) {
         Ok(stream) => stream,
         Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
-            // The process has ended, or has executed another program, so no process will ever listen at this name
-            // again.
+            // The process has ended or has executed another program. No process will ever listen at this name again.
             let _ = fs::remove_file(socket);
             return None;
         }
@@ -163,7 +164,8 @@ fn unanswered(error: &std::io::Error) -> String {
     }
 }
 
-/// Asks the kernel for the process that listens at the other end. `None`: the process is in another PID namespace.
+/// Returns the process that listens at the other end, as the kernel knows it. Returns `None` if that process is in
+/// another PID namespace.
 fn listener(stream: &UnixStream) -> Option<i32> {
     let mut peer = libc::ucred {
         pid: 0,
@@ -188,14 +190,14 @@ fn command(pid: i32) -> String {
     let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     let first = line.split(|byte| *byte == 0).next().unwrap_or_default();
     let name = first.rsplit(|byte| *byte == b'/').next();
-    // A program's name for itself is shown on a terminal, so it must not contain control characters.
+    // The program chose this name itself. It is shown on a terminal, so control characters are removed.
     String::from_utf8_lossy(name.unwrap_or_default())
         .chars()
         .map(|c| if c.is_control() { '?' } else { c })
         .collect()
 }
 
-/// Explains why `pid` is not among the user's processes with VMs.
+/// Returns a sentence that explains why `pid` is not among the user's processes with VMs.
 pub fn why_not(pid: i32) -> String {
     let Ok(found) = fs::metadata(format!("/proc/{pid}")) else {
         return format!("there is no process {pid}");

@@ -1,4 +1,4 @@
-//! Finds PROGRAM as a shell does, and determines before the start how slat's library reaches it.
+//! Finds PROGRAM as a shell does, and determines how slat's library will get into PROGRAM's process.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
@@ -15,7 +15,7 @@ use crate::arch::program::{MACHINE, NAME};
 /// Why PROGRAM cannot run on slat: one line for the user, and the exit status a shell would give.
 #[derive(Debug)]
 pub struct Refusal {
-    /// The problem and, where there is one, its solution.
+    /// The problem, and its solution if there is one.
     pub message: String,
     /// The exit status: 127 if PROGRAM was not found, 126 if PROGRAM was found but cannot be run.
     pub status: u8,
@@ -37,14 +37,14 @@ impl Refusal {
     }
 }
 
-/// The most `#!` interpreters in a row. Linux allows about as many.
+/// The longest chain of `#!` interpreters. Linux has a similar limit.
 const MAX_INTERPRETERS: usize = 5;
 
-/// The number of bytes to read from a program's beginning, enough for the `#!` line.
+/// The number of bytes to read from the beginning of a program: enough for a `#!` line.
 const SCRIPT_LINE: usize = 256;
 
-/// Returns the file that `program` names: itself when it contains a `/`, else the first executable
-/// of that name in `path`.
+/// Returns the file that `program` names: `program` itself if it contains a `/`, else the first executable of that
+/// name in `path`.
 pub fn find(program: &OsStr, path: Option<&OsStr>) -> Result<PathBuf, Refusal> {
     let shown = program.display();
     if program.is_empty() {
@@ -60,7 +60,7 @@ pub fn find(program: &OsStr, path: Option<&OsStr>) -> Result<PathBuf, Refusal> {
     }
     let mut found_but = None;
     for directory in std::env::split_paths(path.unwrap_or(OsStr::new("/usr/bin:/bin"))) {
-        // An empty element of PATH is the current directory, as in every shell.
+        // An empty element of PATH means the current directory, as in every shell.
         let file = if directory.as_os_str().is_empty() {
             Path::new(".").join(program)
         } else {
@@ -95,27 +95,27 @@ fn executable(file: &Path) -> Result<(), NotExecutable> {
     }
 }
 
-/// How slat's library reaches a program.
+/// How slat's library gets into a program's process.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Reach {
-    /// The dynamic linker loads it by LD_PRELOAD. The program is linked with these libraries.
+    /// The dynamic linker loads slat's library by LD_PRELOAD. The program is linked with these libraries.
     Preloaded(Vec<OsString>),
-    /// slat's library loads the program, which is static, or uses another C library.
+    /// slat's library loads the program itself, because the program is static, or uses another C library.
     Loads,
 }
 
 /// A program that slat can run.
 #[derive(Debug)]
 pub struct Program {
-    /// How slat's library reaches the program.
+    /// How slat's library gets into the program's process.
     pub reach: Reach,
-    /// The file that is executed: the program, or the interpreter of the script.
+    /// The file that the kernel executes: the program, or the script's interpreter.
     pub runs: PathBuf,
-    /// For a script: the first arguments of the interpreter, of which the last one is the script's path.
+    /// For a script: the first arguments of the interpreter. The last of them is the script's path.
     pub before: Vec<OsString>,
 }
 
-/// Checks that slat's library reaches `file` when it is executed; for a script, that it reaches the interpreter.
+/// Checks that slat's library can get into the process that executes `file`. For a script, checks its interpreter.
 pub fn check(file: &Path) -> Result<Program, Refusal> {
     let mut file = file.to_owned();
     let mut before = Vec::new();
@@ -153,7 +153,7 @@ fn unreadable(file: &Path, error: &io::Error) -> Refusal {
     Refusal::cannot_run(format!("{}: cannot be read: {error}", file.display()))
 }
 
-/// Returns the interpreter of a script, and the word that the interpreter gets before the script's path.
+/// Returns the interpreter of a script, and the argument that the `#!` line gives it, if any.
 fn interpreter_of_script(file: &Path) -> io::Result<Option<(PathBuf, Option<OsString>)>> {
     let mut line = Vec::with_capacity(SCRIPT_LINE);
     File::open(file)?
@@ -166,7 +166,7 @@ fn interpreter_of_script(file: &Path) -> io::Result<Option<(PathBuf, Option<OsSt
     let line = line.trim_ascii();
     let end = line.iter().position(u8::is_ascii_whitespace);
     let (interpreter, word) = line.split_at(end.unwrap_or(line.len()));
-    // The kernel does not split the rest.
+    // The kernel passes the rest of the line as one argument.
     let word = word.trim_ascii();
     let word = (!word.is_empty()).then(|| OsStr::from_bytes(word).to_owned());
     Ok(Some((PathBuf::from(OsStr::from_bytes(interpreter)), word)))
@@ -176,7 +176,7 @@ fn check_elf(file: &Path) -> Result<Reach, Refusal> {
     let shown = file.display();
     let refuse = |why: &str| Err(Refusal::cannot_run(format!("{shown}: {why}")));
 
-    // The position of the last header is not known, so this reads the whole file.
+    // The position of the last header is not known in advance, so this reads the whole file.
     let data = fs::read(file).map_err(|e| unreadable(file, &e))?;
     if !data.starts_with(&elf::ELFMAG) {
         return refuse("is neither an ELF program nor a script with #!");
@@ -238,7 +238,8 @@ fn linked_libraries(data: &[u8]) -> object::Result<Vec<OsString>> {
     Ok(names)
 }
 
-/// Whether executing `file` would change the user or the group. If so, the dynamic linker runs in its secure mode.
+/// Whether executing `file` changes the user or the group. If so, the dynamic linker ignores LD_PRELOAD (secure
+/// mode).
 fn gains_rights(file: &Path) -> bool {
     let Ok(meta) = fs::metadata(file) else {
         return false;
@@ -287,7 +288,7 @@ mod tests {
 
     #[test]
     fn a_program_is_preloaded_or_loads_the_library() {
-        // The program of the tests is linked like `slat`.
+        // The test program itself is linked like `slat`.
         let reach = check(&std::env::current_exe().unwrap()).unwrap().reach;
         let libc = OsString::from("libc.so.6");
         match cfg!(target_env = "gnu") {

@@ -1,4 +1,5 @@
-//! `slat run`: replaces itself by PROGRAM with slat's library preloaded, or by the library, which loads PROGRAM.
+//! `slat run`: replaces this process by PROGRAM with slat's library preloaded, or by that library, which loads
+//! PROGRAM.
 
 use std::env;
 use std::ffi::OsString;
@@ -18,13 +19,14 @@ use crate::preload::{Order, sanitizer_settings};
 use crate::program::{Reach, Refusal};
 use crate::{launchers, preload, program};
 
-/// Returns the environment of the library, or of the built-in program.
+/// Returns the environment variables for slat's library, or for the built-in program.
 fn settings(options: &Run) -> [(&'static str, Option<OsString>); 10] {
     let text = |value: Option<String>| value.map(OsString::from);
     [
         ("SLAT_MMU", Some(options.mmu.name().into())),
         ("SLAT_FORMAT", Some(options.table_format().name().into())),
-        // Remove a variable unless its option is given, so that a `slat run` inside another one inherits nothing.
+        // A variable whose option is not given is removed, so that a `slat run` inside another one does not inherit
+        // it.
         ("SLAT_STATS", options.stats.then(|| "1".into())),
         (
             "SLAT_GUEST_SYMBOLS",
@@ -51,21 +53,21 @@ fn settings(options: &Run) -> [(&'static str, Option<OsString>); 10] {
     ]
 }
 
-/// Returns a path that is right in any working directory.
+/// Returns the path as an absolute one, which is right in any working directory.
 fn from_anywhere(path: &Path) -> OsString {
     std::path::absolute(path).map_or_else(|_| path.into(), PathBuf::into_os_string)
 }
 
-/// Returns the variable that sets policies, and its value; `None` if there are none.
+/// Returns the variable that sets policies, and its value. The value is `None` if `set` is empty.
 pub fn policies(set: &[Assignment]) -> (&'static str, Option<OsString>) {
     let words: Vec<_> = set.iter().map(Assignment::to_string).collect();
     let value = (!words.is_empty()).then(|| words.join(",").into());
     ("SLAT_SET", value)
 }
 
-/// Makes the path of a file for `option` absolute, because PROGRAM may change its directory. Removes an old file at the
-/// path, because each process makes its file anew, so that no two processes write to one. Checks that a file can be
-/// made there.
+/// Prepares the output file of `option`. Makes its path absolute, because PROGRAM may change its directory. Removes
+/// an old file at the path, because each process creates its own file; otherwise two processes could write to one
+/// file. Checks that a file can be created there.
 ///
 /// # Errors
 /// A sentence for the user.
@@ -87,8 +89,8 @@ fn prepare(option: &str, file: &mut Option<PathBuf>) -> Result<(), String> {
     prepared.map_err(|error| format!("{option} {}: {error}", file.display()))
 }
 
-/// Replaces this process by PROGRAM, so that PROGRAM's exit status, signals and process id are this process's. Returns
-/// only on failure.
+/// Replaces this process by PROGRAM, so PROGRAM has this process's id, and the caller sees PROGRAM's exit status and
+/// signals. Returns only on failure.
 pub fn run(options: &mut Run) -> ExitCode {
     let symbols = options.guest_symbols.as_deref().map(Symbols::read);
     let checked = check_pair(options.mmu, options.table_format())

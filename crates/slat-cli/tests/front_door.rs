@@ -1,4 +1,4 @@
-//! Each command that README.md shows is run: here, or by a suite that this file names.
+//! Checks that each command that README.md shows is run: by this file, or by another suite that this file names.
 #![cfg(target_arch = "x86_64")]
 
 use std::fs;
@@ -6,19 +6,19 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::Command;
 
-/// Where a command is run.
+/// Who runs a command of README.md.
 enum RunBy {
-    /// This test: `slat` with these arguments. What README.md shows of the output is compared.
+    /// This test runs `slat` with these arguments, and compares the output with the output that README.md shows.
     ThisTest(&'static [&'static str]),
-    /// The file, which has this text.
+    /// The file with this path runs the command; it must contain this text.
     Suite(&'static str, &'static str),
-    /// Everybody: it is a suite itself.
+    /// The command is itself a test suite, so nothing else has to run it.
     Itself,
 }
 use RunBy::*;
 
-/// The commands of README.md in the order in which it shows them, and what runs each. `…` at the end of a command
-/// stands for its other words.
+/// The commands of README.md in their order there, and what runs each of them. A `…` at the end of a command stands
+/// for its other words.
 const COMMANDS: &[(&str, RunBy)] = &[
     ("cargo run --release -- run", ThisTest(&["run"])),
     ("cargo test", Suite(".ci/run", "cargo test")),
@@ -72,13 +72,13 @@ fn is_script(path: &str) -> bool {
         .is_ok_and(|file| file.is_file() && file.permissions().mode() & 0o111 != 0)
 }
 
-/// A command of README.md, and what is shown of its output.
+/// A command in README.md, and the part of its output that README.md shows.
 struct Shown {
     command: String,
     output: Vec<String>,
 }
 
-/// Whether a span of code in a sentence is a command.
+/// Whether a code span in a sentence is a command.
 fn is_command(code: &str) -> bool {
     match code.split_once(' ') {
         Some(("cargo" | "slat", _)) => true,
@@ -87,8 +87,8 @@ fn is_command(code: &str) -> bool {
     }
 }
 
-/// Returns the commands of a document: of sentences; of code blocks, where each begins with `$`, and its output
-/// follows; of workflows, where each step is one.
+/// Returns the commands of a document. They are in sentences; in code blocks, where a command begins with `$` and its
+/// output follows; and in workflows, where each step is a command.
 fn commands(document: &str) -> Vec<Shown> {
     let mut found = Vec::new();
     for (i, part) in document.split("```").enumerate() {
@@ -127,7 +127,7 @@ fn is_named(command: &str, name: &str) -> bool {
     }
 }
 
-/// Returns a line without its numbers, which are others each time.
+/// Returns a line without its numbers, which differ in each run.
 fn without_numbers(line: &str) -> String {
     let is_number = |c: char| c.is_ascii_digit() || c == ',' || c == '.';
     let words = line
@@ -136,7 +136,7 @@ fn without_numbers(line: &str) -> String {
     words.collect::<Vec<_>>().join(" ")
 }
 
-/// Returns what `slat ARGUMENTS` prints.
+/// Returns the output of `slat ARGUMENTS`.
 fn printed(arguments: &[&str]) -> String {
     let mut slat = Command::new(env!("CARGO_BIN_EXE_slat"));
     let output = slat
@@ -148,8 +148,8 @@ fn printed(arguments: &[&str]) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// Runs `slat`, and checks that its output contains the lines of `shown` in this order. Numbers may differ, and other
-/// lines may stand in between. A line `...` in `shown` is skipped.
+/// Runs `slat`, and checks that its output contains the lines of `shown` in this order. Numbers may differ, and there
+/// may be other lines between them. A line `...` in `shown` is skipped.
 fn prints(arguments: &[&str], shown: &[String]) {
     let printed = printed(arguments);
     let mut lines = printed.lines().map(without_numbers);
@@ -196,7 +196,7 @@ fn documents() -> String {
     texts.chain([read("README.md")]).collect()
 }
 
-/// Returns the words of `text` that begin with `start` and go on with characters that `is_part` of a name.
+/// Returns the longest words in `text` that begin with `start` and consist of characters for which `is_part` is true.
 fn words<'a>(text: &'a str, start: &str, is_part: fn(char) -> bool) -> Vec<&'a str> {
     let found = text
         .match_indices(start)

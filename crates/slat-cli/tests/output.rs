@@ -1,10 +1,10 @@
-//! The output of `slat`, and what happens when it cannot be written.
+//! Tests the output of `slat`, and its errors when the output cannot be written.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
-/// All commands that print, but for measurements.
+/// All commands that print something, except measurements.
 const PRINTING: &[&[&str]] = &[
     &["info"],
     &["--help"],
@@ -102,7 +102,7 @@ fn a_run_that_fails_leaves_reports_as_they_were() {
         .arg(&kept)
         .arg("--html")
         .arg(&new)
-        // slat itself refuses to start.
+        // With this setting, slat itself refuses to start.
         .env("SLAT_SET", "no_such_policy=1")
         .output()
         .unwrap();

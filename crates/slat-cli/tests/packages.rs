@@ -1,4 +1,4 @@
-//! What a registry and docs.rs show of the published crates: their manifests, licences, READMEs and links.
+//! Checks what a registry and docs.rs show of the published crates: manifests, licences, READMEs and links.
 #![cfg(target_arch = "x86_64")]
 
 use serde_json::Value;
@@ -7,7 +7,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{env, fs};
 
-/// The crates that are published because others need them. Their documents say that nobody else may count on their API.
+/// The crates that are published only because other crates need them. Their documents say that their API is not
+/// stable.
 const INNER: [&str; 9] = [
     "slat-a64",
     "slat-bench",
@@ -21,7 +22,7 @@ const INNER: [&str; 9] = [
 ];
 const NO_PROMISE: &str = "A part of slat: there is no promise about this crate's API";
 
-/// Those of crates.io's categories that fit. A word that is none of them is left out of a crate's page without an
+/// The categories of crates.io that the crates use. crates.io ignores a category that does not exist, without an
 /// error.
 const CATEGORIES: [&str; 10] = [
     "command-line-utilities",
@@ -36,7 +37,7 @@ const CATEGORIES: [&str; 10] = [
     "virtualization",
 ];
 
-/// A file of a package, by the package's name and the file's path in it, as docs.rs shows it.
+/// The beginning of a URL of a source file on docs.rs. The package's name and the file's path follow.
 const SOURCE: &str = "https://docs.rs/crate/";
 
 struct Package {
@@ -169,7 +170,7 @@ fn inner_crates_say_that_nothing_is_promised() {
     }
 }
 
-/// Returns what a text in Markdown links to, but for code blocks.
+/// Returns the targets of the links in a Markdown text, ignoring code blocks.
 fn targets(text: &str) -> Vec<String> {
     let prose: String = text.split("```").step_by(2).collect();
     let inline = prose.match_indices("](").map(|(at, _)| &prose[at + 2..]);
@@ -181,7 +182,8 @@ fn targets(text: &str) -> Vec<String> {
         .collect()
 }
 
-/// Returns why a link in the README of a package is broken on a registry's page. Relative paths lead nowhere there.
+/// Returns why a link in a package's README is broken on a registry's page; `None` if it works. Relative paths do not
+/// work there.
 fn wrong(target: &str, packages: &BTreeMap<String, Package>) -> Option<String> {
     if !target.starts_with("https://") {
         return Some("a registry and docs.rs have no such file: link to docs.rs".into());
@@ -237,7 +239,7 @@ fn sources(directory: &Path) -> Vec<PathBuf> {
         .collect()
 }
 
-/// rustdoc checks links to items. A link to a file it copies as it is, and docs.rs has no such file.
+/// rustdoc checks links to items, but it copies links to files, and docs.rs does not have these files.
 #[test]
 fn documentation_links_to_no_file_of_the_repository() {
     for package in published().values() {
@@ -255,7 +257,7 @@ fn documentation_links_to_no_file_of_the_repository() {
     }
 }
 
-/// A build from a package or a tarball has no commit to name (`.ci/packages`).
+/// A build from a package or a tarball knows no commit (`.ci/packages`).
 #[test]
 fn the_version_names_the_commit() {
     if Command::new("git").arg("--version").output().is_err() {

@@ -1,4 +1,4 @@
-//! `slat run` as a user sees it.
+//! Tests `slat run` as a user sees it.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -8,7 +8,7 @@ use std::process::{Command, Output};
 
 use object::{Object, ObjectSymbol};
 
-/// A directory of one test, removed at its end; the preload library is written to it, too.
+/// A directory for one test, into which the preload library is written, too. Dropping this removes it.
 struct Scratch(PathBuf);
 
 impl Scratch {
@@ -39,7 +39,7 @@ impl Scratch {
         command
     }
 
-    /// Runs `slat run -- program`, which must be refused in one line.
+    /// Runs `slat run -- program`, which must refuse the program with one line.
     fn refused(&self, program: &Path) -> (i32, String) {
         let output = self.slat(&["run", "--", program.to_str().unwrap()]);
         let message = text(&output.stderr);
@@ -59,8 +59,8 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).unwrap()
 }
 
-/// The number of this machine in an ELF file, the name of its programs in messages, and its dynamic linkers: glibc's, and
-/// musl's with zeros behind it, so that both have the same length.
+/// This architecture's number in an ELF file, the name of its programs in messages, and its dynamic linkers: glibc's,
+/// and musl's with zeros after it, so that both have the same length.
 const MACHINE: (u8, &str, &[u8], &[u8]) = match IS_X86 {
     true => (
         62,
@@ -77,13 +77,13 @@ const MACHINE: (u8, &str, &[u8], &[u8]) = match IS_X86 {
 };
 const IS_X86: bool = cfg!(target_arch = "x86_64");
 
-/// Makes the header and one loadable segment of an ELF program that needs no dynamic linker. It ends with what
-/// `/dev/kvm` answers to KVM_GET_API_VERSION.
+/// Makes an ELF program that needs no dynamic linker: a header and one loadable segment. The program's exit status is
+/// the result of KVM_GET_API_VERSION on `/dev/kvm`.
 fn static_program() -> Vec<u8> {
     const BASE: u64 = 0x40_0000;
     const HEADERS: u64 = 64 + 56;
     let code = match IS_X86 {
-        // Each instruction of the kernel's takes its number in EAX, and its arguments in EDI, ESI and EDX.
+        // A system call takes its number in EAX and its arguments in EDI, ESI and EDX.
         true => [
             &[0x48, 0x8d, 0x3d, 0x27, 0, 0, 0][..], // lea rdi, [rip + 0x27]: the path
             &[0xbe, 2, 0, 0, 0],                    // O_RDWR
@@ -98,7 +98,7 @@ fn static_program() -> Vec<u8> {
             b"/dev/kvm\0",
         ]
         .concat(),
-        // The number is in x8, the arguments are in x0, x1 and x2.
+        // A system call takes its number in x8 and its arguments in x0, x1 and x2.
         false => {
             const SVC: u32 = 0xd400_0001;
             let instructions = [
@@ -138,7 +138,7 @@ fn static_program() -> Vec<u8> {
     file
 }
 
-/// What `/dev/kvm` answers to [`static_program`].
+/// The exit status of [`static_program`]: the API version of `/dev/kvm`.
 const API_VERSION: i32 = 12;
 
 #[test]
@@ -183,7 +183,7 @@ fn a_program_without_execute_permission_is_126() {
     assert!(message.contains("not executable"), "{message}");
 }
 
-/// Whether this host lets slat load programs; says so where it does not.
+/// Whether slat can load programs on this host. If not, prints why.
 fn can_load(scratch: &Scratch) -> bool {
     let info = text(&scratch.slat(&["info"]).stdout);
     let loading = info
@@ -264,7 +264,7 @@ fn a_script_runs_when_its_interpreter_can() {
 #[test]
 fn a_program_whose_dynamic_linker_is_missing_is_127() {
     let scratch = Scratch::new("linker");
-    // /bin/true, but with the interpreter name of musl's.
+    // /bin/true, with its interpreter's name replaced by musl's.
     let mut musl = fs::read("/bin/true").unwrap();
     let (_, _, interpreter, musls) = MACHINE;
     let at = musl
@@ -280,7 +280,7 @@ fn a_program_whose_dynamic_linker_is_missing_is_127() {
 #[test]
 fn children_are_followed_even_when_descriptors_were_closed() {
     let scratch = Scratch::new("children");
-    // A grandchild, started by a shell that closed what it had inherited.
+    // A shell closes its inherited descriptors and then starts a grandchild.
     let inner = "exec 3>&- 4>&- 5>&- 6>&- 7>&- 8>&- 9>&-; sh -c 'cat /proc/self/maps; :'; :";
     let output = scratch.slat(&["run", "--", "sh", "-c", inner]);
     assert_eq!(text(&output.stderr), "");
@@ -292,7 +292,7 @@ fn the_library_that_programs_get_is_the_one_just_built() {
     let scratch = Scratch::new("embedded");
     let output = scratch.slat(&["run", "--", "sh", "-c", "echo $LD_PRELOAD"]);
     let written = fs::read(text(&output.stdout).trim()).unwrap();
-    // Cargo puts the library beside this test, whatever a build script has been told or remembers.
+    // Cargo puts the library beside this test, so its path does not depend on what a build script printed.
     let test = std::env::current_exe().unwrap();
     let built = fs::read(test.with_file_name("libslat_preload.so")).unwrap();
     assert!(written == built, "slat embeds another libslat_preload.so");
@@ -321,7 +321,7 @@ fn a_sanitizers_runtime_comes_first_and_one_that_only_the_program_needs_is_not_i
         command.current_dir(&scratch.0).args(arguments);
         assert!(command.status().unwrap().success());
     };
-    // A library of that name, not the runtime itself, which not every machine has.
+    // A library with the runtime's name. The runtime itself is not on every machine.
     scratch.file("runtime.c", 0o644, b"int slat_test_runtime = 1;\n");
     let soname = "-Wl,-soname,libasan.so.8";
     cc(&[
@@ -372,7 +372,7 @@ fn a_sanitizers_runtime_comes_first_and_one_that_only_the_program_needs_is_not_i
 #[test]
 fn a_program_that_becomes_another_user_keeps_the_library() {
     let scratch = Scratch::new("setpriv");
-    // Nobody else can go there.
+    // No other user can enter this directory.
     let private = scratch.0.join("private");
     fs::create_dir(&private).unwrap();
     fs::set_permissions(&private, fs::Permissions::from_mode(0o700)).unwrap();

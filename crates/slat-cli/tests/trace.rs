@@ -1,4 +1,4 @@
-//! `slat run --trace` and `slat trace` as a user sees them.
+//! Tests `slat run --trace` and `slat trace` as a user sees them.
 #![cfg(target_arch = "x86_64")]
 
 use std::collections::{HashMap, HashSet};
@@ -11,7 +11,7 @@ use prost::Message;
 use serde_json::Value;
 use slat_trace::read::{Event, Trace};
 
-/// The parts of Perfetto's format that are checked, with the numbers of its `trace_packet.proto` and
+/// The checked parts of Perfetto's format, with the field numbers of its `trace_packet.proto` and
 /// `track_event.proto`.
 mod perfetto {
     use prost::Message;
@@ -51,7 +51,7 @@ mod perfetto {
     }
 }
 
-/// The file of one test, removed at its end.
+/// The trace file of one test. Dropping this removes it.
 struct File(PathBuf);
 
 impl File {
@@ -65,15 +65,15 @@ impl File {
         self.0.to_str().unwrap()
     }
 
-    /// Runs the built-in program with a trace. Returns what it printed.
+    /// Runs the built-in program with a trace. Returns its output.
     fn demo(&self, options: &[&str]) -> String {
         let output = slat(&[&["run", "--trace", self.path()], options].concat());
         assert!(output.status.success(), "{output:?}");
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// Like [`File::demo`], but with a buffer that holds all records: a vCPU that waits for the other one asks a device
-    /// again and again, as long as the other one takes. Returns what the program printed, and the report.
+    /// Like [`File::demo`], but with a buffer that holds all records. Such a buffer must be large, because a vCPU
+    /// that waits for the other one polls a device all the time. Returns the program's output, and the report.
     fn whole_demo(&self, options: &[&str]) -> (String, Value) {
         for mib in ["8", "32", "128", "512"] {
             let said = self.demo(&[options, &["--trace-buffer", mib]].concat());
@@ -107,7 +107,7 @@ fn slat(arguments: &[&str]) -> Output {
         .unwrap()
 }
 
-/// Returns a counter of what `slat run --stats` has printed; 0 if it is not there.
+/// Returns the value of a counter in the output of `slat run --stats`, or 0 if it is not there.
 fn counter(text: &str, name: &str) -> u64 {
     let mut lines = text.lines().map(str::split_whitespace);
     let line = lines.find_map(|mut words| (words.next() == Some(name)).then(|| words.next()));
@@ -189,7 +189,7 @@ fn a_trace_becomes_one_of_perfettos() {
     let bytes = fs::read(&converted.0).unwrap();
     let packets = perfetto::Trace::decode(&bytes[..]).unwrap().packet;
     assert!(packets.len() > 20_000, "{}", packets.len());
-    // On each track, times rise, and slices that begin end in turn; the last ones may be open.
+    // On each track, times never decrease, and each slice that begins also ends, except the last ones.
     let mut tracks = HashMap::<_, (u64, u64)>::new();
     for packet in &packets {
         let Some(event) = &packet.track_event else {
@@ -294,7 +294,7 @@ fn an_old_file_makes_way_and_other_things_do_not() {
 fn code_has_the_names_of_a_symbol_table() {
     let (file, symbols) = (File::new("named"), File::new("named.map"));
     file.demo(&["--trace-events", "kvm_exit"]);
-    // The guest's code is here.
+    // The guest's code begins at this address.
     fs::write(&symbols.0, "0000000000008000 T the_guest\n").unwrap();
     let named = ["--guest-symbols", symbols.path()];
     let text = slat(&[&["trace", "report", file.path()], &named[..]].concat());
@@ -319,7 +319,7 @@ fn code_has_the_names_of_a_symbol_table() {
     assert_eq!(refused.status.code(), Some(1));
 }
 
-/// Numbers as good as random ones.
+/// Returns the next pseudo-random number.
 fn next(state: &mut u64) -> u64 {
     *state ^= *state << 13;
     *state ^= *state >> 7;
@@ -333,7 +333,8 @@ fn a_damaged_file_is_read_or_refused() {
     let converted = File::new("damaged.pftrace");
     file.demo(&["--trace-buffer", "1"]);
     let whole = fs::read(&file.0).unwrap();
-    // The header, its text, and the headers and first records of two rings: what is in a few places can do harm.
+    // Damage only the header, its text, and the headers and first records of two rings: damage elsewhere has no
+    // effect.
     let ring = |index: usize| (16 << 10) + (index << 20);
     let places = [
         0..512,
@@ -341,7 +342,7 @@ fn a_damaged_file_is_read_or_refused() {
         ring(0)..ring(0) + 8192,
         ring(1)..ring(1) + 8192,
     ];
-    // The rings of all threads.
+    // The end of the rings of all threads.
     let end = ring(6).min(whole.len());
     let mut state = 0x9e37_79b9_7f4a_7c15;
     let (mut read, mut refused) = (0, 0);
@@ -352,7 +353,7 @@ fn a_damaged_file_is_read_or_refused() {
             let at = place.start + next(&mut state) as usize % (place.len() - 8);
             let wrong = [0, 1, u64::MAX, i64::MAX as u64, next(&mut state)];
             let wrong = wrong[next(&mut state) as usize % wrong.len()].to_le_bytes();
-            // Whole words, or a byte.
+            // Damage a whole word, or one byte.
             let (at, len) = if round % 2 == 0 {
                 (at & !7, 8)
             } else {

@@ -1,14 +1,14 @@
-//! What depends on the architecture of the host, which is the guests' architecture, too. The rest of the command is
-//! neutral.
+//! The parts of the command that depend on the architecture, which is the same for the host and its guests. All other
+//! modules are neutral.
 //!
 //! | module | idea |
 //! |---|---|
 //! | `gdb` | the registers' description for GDB, and a vCPU's state in words |
-//! | `host` | the lines of `slat info`, and words of the help, that not all architectures have |
-//! | `processors` | the text of `/proc/cpuinfo` for programs on slat |
-//! | `program` | programs as files: the machine's number, the dynamic linker |
+//! | `host` | the lines of `slat info` and the words of the help that depend on the architecture |
+//! | `processors` | the text of `/proc/cpuinfo` that programs on slat see |
+//! | `program` | program files: the number in an ELF header, the dynamic linker |
 //!
-//! This is the only file that asks for the architecture.
+//! This is the only file that tests which architecture it is built for.
 
 #[cfg(target_arch = "aarch64")]
 mod aarch64;

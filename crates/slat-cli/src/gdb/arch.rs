@@ -9,7 +9,7 @@ use gdbstub::arch;
 use crate::arch::gdb as of_arch;
 use slat_kvm::debugger::{BLOCK, REGISTERS, Register};
 
-/// A processor of the guests' architecture, in any mode.
+/// The type that stands for a processor of the guests' architecture, in any mode.
 pub enum Guest {}
 
 impl arch::Arch for Guest {
@@ -24,7 +24,7 @@ impl arch::Arch for Guest {
     }
 }
 
-/// Describes the registers in GDB's language.
+/// Describes the registers in GDB's XML format.
 fn description() -> String {
     let mut text = format!(
         "<?xml version=\"1.0\"?><!DOCTYPE target SYSTEM \"gdb-target.dtd\">\n\
@@ -55,7 +55,7 @@ fn description() -> String {
     text + end + "</target>"
 }
 
-/// The number of a register.
+/// The number by which GDB names a register.
 #[derive(Debug)]
 pub struct Number(pub usize);
 
@@ -77,7 +77,7 @@ impl Default for Registers {
 }
 
 impl Registers {
-    /// Returns the numbers and the values.
+    /// Returns each register's number and value.
     pub fn iter(&self) -> impl Iterator<Item = (usize, &[u8])> {
         let mut rest = &self.0[..];
         REGISTERS.iter().enumerate().map(move |(number, register)| {
@@ -87,7 +87,7 @@ impl Registers {
         })
     }
 
-    /// Returns the value of a register of at most 8 bytes, by its name.
+    /// Returns a register's value, by its name. The register has at most 8 bytes.
     pub fn value(&self, name: &str) -> u64 {
         let at = REGISTERS.iter().position(|register| register.name == name);
         let (_, value) = (self.iter())

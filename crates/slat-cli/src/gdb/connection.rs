@@ -42,7 +42,7 @@ impl FromStr for Address {
     }
 }
 
-/// Waits for GDB.
+/// A socket, or standard input, on which this process waits for GDB.
 pub enum Listener {
     Tcp(TcpListener),
     Unix(UnixListener, PathBuf),
@@ -50,7 +50,7 @@ pub enum Listener {
 }
 
 impl Listener {
-    /// Begins to listen.
+    /// Opens the socket and begins to listen.
     ///
     /// # Errors
     /// A sentence for the user.
@@ -77,7 +77,7 @@ impl Listener {
         })
     }
 
-    /// Returns the address in the form of GDB's `target remote`.
+    /// Returns the address as an argument for GDB's `target remote`.
     pub fn address(&self) -> String {
         match self {
             Listener::Tcp(listener) => match listener.local_addr() {
@@ -99,8 +99,8 @@ impl Listener {
             Listener::Tcp(listener) => listener.accept().and_then(|(stream, _)| both(stream)),
             Listener::Unix(listener, _) => listener.accept().map(|(stream, _)| stream.into()),
             Listener::Standard => {
-                // SAFETY: the descriptor is this process's standard input, which no other code here uses. A Ctrl-C in
-                // GDB's terminal is for GDB.
+                // SAFETY: the descriptors are this process's standard input and output, which no other code here
+                // uses. SIGINT is ignored, because a Ctrl-C in GDB's terminal is for GDB.
                 return Ok(unsafe {
                     libc::signal(libc::SIGINT, libc::SIG_IGN);
                     Connection::new(
@@ -117,7 +117,7 @@ impl Listener {
     }
 }
 
-/// Makes the system send written data at once.
+/// Makes the system send written data without delay (TCP_NODELAY).
 fn both(stream: TcpStream) -> io::Result<OwnedFd> {
     stream.set_nodelay(true)?;
     Ok(stream.into())
@@ -156,11 +156,11 @@ impl Connection {
         self.read.is_empty().then(|| self.input.as_raw_fd())
     }
 
-    /// Drops all received packets except the last one. If GDB has no answer to its first packet after two seconds, GDB
-    /// repeats the packet, and would take the answer to the repetition for the answer to its next packet.
+    /// Drops all received packets except the last one. If GDB gets no answer to its first packet within two seconds,
+    /// it repeats the packet. An answer to the repeated packet would then look like the answer to the next packet.
     ///
     /// # Errors
-    /// The connection was closed.
+    /// An error says that the connection was closed.
     pub fn keep_last_packet(&mut self) -> io::Result<()> {
         loop {
             let [readable] = wait([Some(self.input.as_raw_fd())], 0)?;
@@ -222,8 +222,8 @@ impl conn::ConnectionExt for Connection {
     }
 }
 
-/// Waits until one of the descriptors can be read, for at most `milliseconds`, or without limit if `milliseconds` is
-/// negative. Returns which descriptors can be read; a `None` counts as one that can.
+/// Waits until one of the descriptors can be read. Waits for at most `milliseconds`, or for ever if `milliseconds` is
+/// negative. Returns which descriptors can be read; a `None` counts as readable.
 pub fn wait<const N: usize>(
     descriptors: [Option<RawFd>; N],
     milliseconds: i32,

@@ -1,4 +1,4 @@
-//! Waits for GDB or for the VM, whichever sends something first.
+//! Waits for GDB and for the VM at the same time, and handles what comes first.
 
 use std::io;
 
@@ -12,7 +12,7 @@ use super::connection::{Connection, wait};
 use super::process::Stopped;
 use super::target::{Vm, thread};
 
-/// The event loop of this command.
+/// The event loop that `gdbstub` calls.
 pub enum Events {}
 
 impl BlockingEventLoop for Events {
@@ -25,7 +25,7 @@ impl BlockingEventLoop for Events {
         gdb: &mut Connection,
     ) -> Result<Event<Self::StopReason>, WaitForStopReasonError<String, io::Error>> {
         use WaitForStopReasonError::{Connection, Target};
-        // Sends the acknowledgement of the packet that has resumed the VM.
+        // GDB waits for the acknowledgement of its last packet, which has resumed the VM.
         gdb.flush().map_err(Connection)?;
         loop {
             let descriptors = [gdb.descriptor(), vm.process.descriptor()];
@@ -41,12 +41,12 @@ impl BlockingEventLoop for Events {
     }
 
     fn on_interrupt(vm: &mut Vm) -> Result<Option<Self::StopReason>, String> {
-        // The VM reports when it has stopped.
+        // The stop itself is reported later, by `wait_for_stop_reason`.
         vm.process.stop().map(|()| None)
     }
 }
 
-/// Returns the stop reason for GDB.
+/// Returns the stop reason in GDB's terms.
 fn reason(vm: &Vm, stopped: &Stopped) -> MultiThreadStopReason<u64> {
     let signal = |vcpu, signal| MultiThreadStopReason::SignalWithThread {
         tid: thread(vcpu),

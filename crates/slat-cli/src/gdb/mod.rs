@@ -1,4 +1,4 @@
-//! `slat gdb`: serves GDB's remote protocol for a VM of another process.
+//! `slat gdb`: serves GDB's remote protocol for a VM in another process.
 //!
 //! | file | idea |
 //! |---|---|
@@ -9,7 +9,7 @@
 //! | `monitor` | GDB's command `monitor` |
 //! | `events` | waiting for GDB and for the VM |
 //!
-//! This process keeps no state of the VM. When this process ends, in whatever way, the VM continues without
+//! This process keeps no state of the VM. Whenever and however this process ends, the VM continues without
 //! breakpoints.
 
 mod arch;
@@ -30,10 +30,10 @@ use connection::Listener;
 use process::Process;
 use target::Vm;
 
-/// The message if GDB ends the session.
+/// The message when GDB ends the session.
 const GONE: &str = "gdb has gone; the VM goes on";
 
-/// Runs the command.
+/// Runs the command `slat gdb`.
 pub fn run(pid: i32, vm: Option<u64>, listen: &Address) -> ExitCode {
     match serve(pid, vm, listen) {
         Ok(end) => {
@@ -47,12 +47,12 @@ pub fn run(pid: i32, vm: Option<u64>, listen: &Address) -> ExitCode {
     }
 }
 
-/// Serves one session. Returns how it has ended.
+/// Serves one session. Returns a message that says how the session ended.
 fn serve(pid: i32, vm: Option<u64>, listen: &Address) -> Result<&'static str, String> {
-    // Connect before GDB does, so that a wrong process is reported at once.
+    // Connect to the process before GDB connects, so that a wrong process id is reported at once.
     drop(Process::connect(pid)?);
     let listener = Listener::open(listen)?;
-    // The text is for the user. Even if it cannot be printed, GDB can connect.
+    // GDB can connect even if this text for the user cannot be printed.
     let _ = writeln!(
         io::stderr(),
         "slat: in gdb, type: target remote {}",

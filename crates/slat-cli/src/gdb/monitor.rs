@@ -15,7 +15,7 @@ xp ADDRESS [N]  show N bytes (64 if not given) of guest-physical memory";
 /// The most bytes that `xp` shows.
 const MOST_SHOWN: usize = 64 << 10;
 
-/// Reads a number, decimal or after `0x` hexadecimal.
+/// Parses a number: decimal, or hexadecimal after `0x`.
 fn number(text: &str) -> Option<u64> {
     match text.strip_prefix("0x") {
         Some(digits) => u64::from_str_radix(digits, 16).ok(),
@@ -24,7 +24,7 @@ fn number(text: &str) -> Option<u64> {
 }
 
 impl Vm {
-    /// Describes the VM.
+    /// Prints a description of the VM.
     fn info(&mut self, out: &mut ConsoleOutput<'_>) -> Result<(), String> {
         outputln!(out, "VM {} of process {}", self.number, self.pid);
         for vcpu in self.process.vcpus()? {
@@ -39,7 +39,7 @@ impl Vm {
         Ok(())
     }
 
-    /// Shows physical memory.
+    /// Prints physical memory.
     fn show(&mut self, at: u64, len: usize, out: &mut ConsoleOutput<'_>) -> Result<(), String> {
         let mut bytes = vec![0; len];
         let read = self

@@ -10,10 +10,10 @@ use slat_kvm::publish::{DEBUG, MOST_BYTES, VERSION};
 
 use crate::processes::{self, why_not};
 
-/// The longest time that an answer may take.
+/// The longest time to wait for an answer of the process.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// The memory to which an address belongs.
+/// The address space to which an address belongs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Space {
     Linear,
@@ -23,7 +23,7 @@ pub enum Space {
 /// Why all vCPUs are held.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Stopped {
-    /// `slat gdb` has asked for it.
+    /// `slat gdb` has asked for the stop.
     Asked,
     /// A vCPU has reached an instruction with a probe.
     Code(u32),
@@ -31,12 +31,12 @@ pub enum Stopped {
     Data(u32, String, u64),
     /// A vCPU has executed an instruction.
     Step(u32),
-    /// The VM has no vCPUs any more, or the process has ended.
+    /// The VM has no vCPUs left, or the process has ended.
     Gone,
 }
 
 impl Stopped {
-    /// Reads the words that follow `stopped` in an answer.
+    /// Parses the words after `stopped` in an answer.
     fn parse(words: &[&str]) -> Option<Self> {
         Some(match words {
             [] => Stopped::Asked,
@@ -58,7 +58,7 @@ pub struct Process {
 }
 
 impl Process {
-    /// Finds the process.
+    /// Finds the process and connects to it.
     ///
     /// # Errors
     /// A sentence for the user.
@@ -72,7 +72,7 @@ impl Process {
         Ok(Process { pid, stream })
     }
 
-    /// Begins to debug a VM of the process. Returns the VM's number. The process then begins to hold the VM's vCPUs.
+    /// Begins to debug a VM of the process, which makes the process hold the VM's vCPUs. Returns the VM's number.
     ///
     /// # Errors
     /// A sentence for the user.
@@ -93,7 +93,8 @@ impl Process {
         }
     }
 
-    /// Returns the descriptor on which to wait for [`stopped`](Self::stopped). `None` if an answer was already read.
+    /// Returns the descriptor on which to wait before calling [`stopped`](Self::stopped). Returns `None` if an answer
+    /// has already been read.
     pub fn descriptor(&self) -> Option<RawFd> {
         match self.stream.buffer() {
             [] => Some(self.stream.get_ref().as_raw_fd()),
@@ -104,7 +105,7 @@ impl Process {
     /// Waits until all vCPUs are held.
     ///
     /// # Errors
-    /// A sentence for the user: a vCPU does not stop, or the answer makes no sense.
+    /// A sentence for the user: a vCPU does not stop, or the answer cannot be parsed.
     pub fn stopped(&mut self) -> Result<Stopped, String> {
         let line = match self.line() {
             Ok(line) => line,
@@ -129,7 +130,7 @@ impl Process {
         self.say("stop")
     }
 
-    /// Resumes the vCPUs in `own`, each in its own way, and all other vCPUs in the way that `others` gives.
+    /// Resumes all vCPUs. `own` says how each vCPU in it continues, and `others` how all other vCPUs continue.
     pub fn resume(&mut self, others: &str, own: &[(u32, &str)]) -> Result<(), String> {
         let own: String = (own.iter())
             .map(|(vcpu, word)| format!(" {vcpu}:{word}"))
@@ -137,7 +138,7 @@ impl Process {
         self.do_or_fail(&format!("resume {others}{own}"))
     }
 
-    /// Sets all probes: kind, address, bytes.
+    /// Replaces all probes. Each has a kind, an address and a number of bytes.
     pub fn set_probes<'a>(
         &mut self,
         probes: impl Iterator<Item = &'a (&'static str, u64, u64)>,
@@ -156,7 +157,8 @@ impl Process {
             .ok_or_else(|| self.nonsense(&line))
     }
 
-    /// Returns the values of all registers of a vCPU. `None`: the vCPU does not exist, or its process uses it.
+    /// Returns the values of all registers of a vCPU. Returns `None` if there is no such vCPU, or the client is using
+    /// it.
     pub fn registers(&mut self, vcpu: u32) -> Result<Option<[u8; BLOCK]>, String> {
         let value = self.value(&format!("get {vcpu}"))?;
         Ok(value.and_then(|bytes| bytes.try_into().ok()))
@@ -167,7 +169,7 @@ impl Process {
         self.done(&format!("set {vcpu} {number} {}", text(value)))
     }
 
-    /// Reads memory page by page, up to the first page without memory. Returns the number of bytes read.
+    /// Reads memory page by page, up to the first page that is not mapped. Returns the number of bytes read.
     pub fn read(
         &mut self,
         vcpu: u32,
@@ -239,7 +241,7 @@ impl Process {
         self.line()
     }
 
-    /// Requests bytes.
+    /// Sends a request whose answer is bytes. Returns these bytes.
     fn value(&mut self, line: &str) -> Result<Option<Vec<u8>>, String> {
         let line = self.ask(line)?;
         Ok(line.strip_prefix("value ").and_then(bytes))
@@ -268,8 +270,8 @@ fn name(space: Space) -> &'static str {
     }
 }
 
-/// Returns the address and the length of the next part of `len` bytes at `at`, of which `done` are done. The part is in
-/// one page.
+/// Returns the address and the length of the next part to transfer, after `done` of the `len` bytes at `at`. The part
+/// does not cross a page boundary.
 fn part(at: u64, done: usize, len: usize) -> (u64, usize) {
     let at = at.wrapping_add(done as u64);
     let in_page = (0x1000 - at % 0x1000) as usize;

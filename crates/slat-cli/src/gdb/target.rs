@@ -1,4 +1,4 @@
-//! Serves GDB's requests. To GDB, a VM is a process, and each vCPU is a thread of it.
+//! Serves GDB's requests. GDB sees a VM as a process, and each vCPU as a thread of that process.
 
 use gdbstub::common::{Signal, Tid};
 use gdbstub::target::ext::base::BaseOps;
@@ -21,12 +21,12 @@ use slat_kvm::debugger::MOST_PROBES;
 use super::arch::{Guest, Number, Registers};
 use super::process::{Process, Space, Stopped};
 
-/// The errno for something that does not exist.
+/// The errno for memory or a vCPU that does not exist.
 const EFAULT: u8 = 14;
-/// The errno for something that cannot be set.
+/// The errno for a value that cannot be set.
 const EINVAL: u8 = 22;
 
-/// Returns GDB's thread of a vCPU. GDB has no thread 0, so ids are shifted by one.
+/// Returns the thread that GDB sees for a vCPU. GDB has no thread 0, so the thread's id is the vCPU's plus one.
 pub fn thread(vcpu: u32) -> Tid {
     Tid::new(vcpu as usize + 1).expect("more than 0")
 }
@@ -35,20 +35,19 @@ pub fn vcpu(thread: Tid) -> u32 {
     (thread.get() - 1) as u32
 }
 
-/// A VM, whose vCPUs are held whenever GDB thinks that they are.
+/// A VM. Its vCPUs are held whenever GDB has them stopped.
 pub struct Vm {
     pub pid: i32,
     pub number: u64,
     pub process: Process,
-    /// The first vCPU.
+    /// The id of the first vCPU.
     pub first: u32,
-    /// Whether GDB's addresses are physical.
+    /// Whether GDB's addresses are guest-physical.
     pub physical: bool,
-    /// Kind, address and bytes of each probe. GDB may set the same probe twice.
+    /// The kind, address and bytes of each probe. GDB may set the same probe twice.
     probes: Vec<(&'static str, u64, u64)>,
     probes_changed: bool,
-    /// The way in which those vCPUs continue that GDB does not name when it resumes the VM. `own` contains the vCPUs
-    /// that GDB names.
+    /// How the vCPUs continue that GDB's command to resume does not name. `own` has the vCPUs that the command names.
     others: &'static str,
     own: Vec<(u32, &'static str)>,
 }
@@ -111,7 +110,7 @@ impl Vm {
     }
 }
 
-/// Converts a missing answer to an error that GDB shows.
+/// Returns the found value. If there is none, returns an error that GDB shows.
 fn present<T>(found: Option<T>, errno: u8) -> TargetResult<T, Vm> {
     found.ok_or(TargetError::Errno(errno))
 }
@@ -227,7 +226,7 @@ impl ThreadExtraInfo for Vm {
 impl MultiThreadResume for Vm {
     fn resume(&mut self) -> Result<(), String> {
         if std::mem::take(&mut self.probes_changed) {
-            // An address with several breakpoints needs one probe.
+            // Breakpoints at the same address share one probe.
             let mut probes = self.probes.clone();
             probes.sort_unstable();
             probes.dedup();
@@ -295,7 +294,7 @@ impl SwBreakpoint for Vm {
     }
 }
 
-/// No breakpoint changes guest memory, so hardware and software breakpoints are the same.
+/// Hardware and software breakpoints are the same here, because no breakpoint changes guest memory.
 impl HwBreakpoint for Vm {
     fn add_hw_breakpoint(&mut self, at: u64, kind: usize) -> TargetResult<bool, Self> {
         self.add_sw_breakpoint(at, kind)

@@ -1,4 +1,4 @@
-//! Formats one refresh as JSON: memslots, cells in numbers of 4 KiB pages, and their sums.
+//! Formats one refresh of `slat map` as JSON: memslots, cells as numbers of 4 KiB pages, and the sums of cells.
 
 use serde_json::{Map, Value, json};
 use slat_kvm::memory_map::Cell;
@@ -47,7 +47,7 @@ fn part(part: &Part) -> Value {
     members
 }
 
-/// Returns the numbers of a cell that are not 0.
+/// Returns the kinds of pages in a cell, with their numbers; leaves out those that are 0.
 fn pages(cell: &Cell) -> Value {
     let all = Cell::NAMES.into_iter().zip(cell.values());
     let some = all.filter(|(_, pages)| *pages != 0);

@@ -1,4 +1,4 @@
-//! `slat map`: how the guest-physical memory of VMs is mapped, live.
+//! `slat map`: shows live how the guest-physical memory of VMs is mapped.
 //!
 //! | file | idea |
 //! |---|---|
@@ -24,16 +24,16 @@ use crate::output::{Pending, complain, print};
 use crate::processes::{self, why_not};
 use text::Vm;
 
-/// A process and its VMs.
+/// A process and how its VMs' memory is mapped.
 type Process = processes::Process<Vec<Vm>>;
 
-/// Asks the process how its memory is mapped. `None`: the process does not exist, or has no VM.
+/// Asks the process how its memory is mapped. Returns `None` if there is no such process, or it has no VM.
 fn ask(options: &Map) -> Option<Process> {
     let question = text::question(options.cells, options.vm);
     processes::ask(&question, Some(options.pid)).pop()
 }
 
-/// Runs the command.
+/// Runs the command `slat map`.
 pub fn run(options: &Map) -> ExitCode {
     match show(options) {
         Ok(status) => status,
@@ -66,7 +66,7 @@ fn show(options: &Map) -> Result<ExitCode, String> {
     Ok(live::show("map", interval, &mut screen))
 }
 
-/// Makes the page.
+/// Makes the HTML page.
 fn html(process: &Process, vms: &[Vm]) -> String {
     let groups: Vec<_> = vms
         .iter()

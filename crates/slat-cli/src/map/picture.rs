@@ -1,5 +1,5 @@
-//! Draws memory as lines of text: for each memslot, a strip for each kind of page in it, with a character for each
-//! cell.
+//! Draws memory as lines of text. Each memslot has a strip for each kind of page in it, and each strip has a
+//! character for each cell.
 
 use std::fmt::Write as _;
 
@@ -9,10 +9,10 @@ use slat_kvm::memory_map::Cell;
 use super::Process;
 use super::text::{Part, Slot, Vm, total};
 
-/// The meanings of the characters.
+/// A legend of the characters.
 pub const LEGEND: &str = ". no page of the cell   + some   # all";
 
-/// Describes one refresh.
+/// Returns the picture of one refresh.
 pub fn of(process: &Process, vms: &[Vm]) -> String {
     let mut text = format!("{}\n{LEGEND}\n", whose(process));
     for line in vms.iter().flat_map(lines) {
@@ -21,17 +21,17 @@ pub fn of(process: &Process, vms: &[Vm]) -> String {
     text
 }
 
-/// Names the process whose memory is shown.
+/// Returns a heading that names the process.
 pub fn whose(process: &Process) -> String {
     format!("memory of process {} ({})", process.pid, process.command)
 }
 
-/// Names a VM.
+/// Returns a heading that names the VM.
 pub fn title(vm: &Vm) -> String {
     format!("VM {}: {}, {}", vm.number, vm.format, vm.mmu)
 }
 
-/// Describes the memory of a VM.
+/// Returns the lines that show the memory of a VM.
 pub fn lines(vm: &Vm) -> Vec<String> {
     let mut lines = vec![String::new(), title(vm)];
     for part in &vm.parts {
@@ -62,7 +62,7 @@ pub fn lines(vm: &Vm) -> Vec<String> {
     lines
 }
 
-/// Names a memslot, or a part without one.
+/// Returns a name for a memslot, or for a part of the address space that has no memslot.
 pub fn name(part: &Part) -> String {
     let space = match part.space {
         0 => String::new(),
@@ -94,7 +94,7 @@ pub fn flags(slot: &Slot) -> Vec<&'static str> {
     set.map(|(_, word)| word).collect()
 }
 
-/// Draws a strip for each kind of page that the part has.
+/// Draws a strip for each kind of page in the part.
 fn strips(part: &Part) -> Vec<String> {
     let pages = part.size.div_ceil(slat::PAGE_SIZE);
     let totals = Cell::NAMES

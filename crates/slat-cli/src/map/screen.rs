@@ -1,4 +1,4 @@
-//! The live picture, which can be scrolled.
+//! The live picture of memory, which can be scrolled.
 
 use ratatui::Frame;
 use ratatui::crossterm::event::KeyCode;
@@ -13,19 +13,19 @@ use crate::live::{self, View, bold};
 
 const KEYS: &str = "up/down, page up/page down scroll";
 
-/// The view.
+/// The live view of `slat map`.
 pub struct Screen<'a> {
     options: &'a Map,
     head: String,
     lines: Vec<String>,
-    /// The first line that is shown.
+    /// The number of the first line that is shown.
     top: usize,
     /// The number of lines that the screen had for the picture when it was last drawn.
     height: usize,
 }
 
 impl<'a> Screen<'a> {
-    /// Makes the view of the first data.
+    /// Makes the view with its first data.
     pub fn new(options: &'a Map, process: Process) -> Self {
         let mut screen = Screen {
             options,
@@ -40,7 +40,7 @@ impl<'a> Screen<'a> {
 
     fn take(&mut self, process: Option<Process>) {
         self.lines = match process.map(|process| process.answer) {
-            // Each VM begins with an empty line.
+            // Each VM begins with an empty line; `skip` drops the one at the top.
             Some(Ok(vms)) => vms.iter().flat_map(lines).skip(1).collect(),
             Some(Err(why)) => vec![format!("process {} {why}", self.options.pid)],
             None => vec![why_not(self.options.pid)],

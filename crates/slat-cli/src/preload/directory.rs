@@ -1,4 +1,4 @@
-//! A directory in which no other user can replace a file, and whose files all users can read.
+//! Makes a directory in which no other user can replace a file, and whose files all users can read.
 
 use std::fs::{self, DirBuilder, Metadata, OpenOptions, Permissions};
 use std::io;
@@ -8,20 +8,20 @@ use std::path::{Path, PathBuf};
 /// Mode of the directory: only its owner writes to it.
 const MODE: u32 = 0o755;
 
-/// Mode bits by which a group, or all users, may write.
+/// The mode bits that let the group, or all users, write.
 const GROUP_WRITES: u32 = 0o020;
 const OTHERS_WRITE: u32 = 0o002;
 
 /// Creates `directory` if it is missing. Returns its path without symbolic links.
 ///
 /// # Errors
-/// If another user could write to the directory, or replace it by another one.
+/// If another user could write to the directory, or replace it by a different directory.
 pub fn create(directory: &Path) -> io::Result<PathBuf> {
     let (Some(parent), Some(name)) = (directory.parent(), directory.file_name()) else {
         return Err(io::Error::other("has no parent directory"));
     };
     if !parent.exists() {
-        // A new user may have no ~/.cache.
+        // A new user may not have a directory ~/.cache yet.
         DirBuilder::new()
             .recursive(true)
             .mode(0o700)
@@ -36,7 +36,7 @@ pub fn create(directory: &Path) -> io::Result<PathBuf> {
         Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e),
         _ => {}
     }
-    // Do not follow a symbolic link: in /tmp any user could have made it.
+    // Do not follow a symbolic link, because in /tmp any user could have made it.
     let opened = OpenOptions::new()
         .read(true)
         .custom_flags(libc::O_DIRECTORY | libc::O_NOFOLLOW)
@@ -45,37 +45,37 @@ pub fn create(directory: &Path) -> io::Result<PathBuf> {
     if meta.uid() != user() {
         return Err(io::Error::other("belongs to another user"));
     }
-    // A user who could write to it may still hold a file in it open for writing.
+    // If other users can write to the directory, one of them may already have a file in it open for writing.
     if meta.mode() & (GROUP_WRITES | OTHERS_WRITE) != 0 {
         return Err(io::Error::other("other users may write to it"));
     }
-    // The umask may forbid what others need, and older versions of slat made the directory private.
+    // The umask may have removed rights that other users need, and older versions of slat made the directory private.
     if meta.mode() & MODE != MODE {
         opened.set_permissions(Permissions::from_mode(MODE))?;
     }
     Ok(directory)
 }
 
-/// Whether the directories in the path of `file` let every user open the file, if its own mode allows that. The path
-/// has no symbolic links.
+/// Whether every user can reach `file` through the directories of its path. The file's own mode is not checked. The
+/// path must have no symbolic links.
 pub fn is_open_to_all(file: &Path) -> bool {
     file.ancestors()
         .skip(1)
         .all(|ancestor| fs::metadata(ancestor).is_ok_and(|meta| meta.mode() & 0o001 != 0))
 }
 
-/// Checks that no other user can rename or delete our entries of `directory`.
+/// Checks that no other user can rename or delete this user's entries of `directory`.
 fn keeps_entries(directory: &Path) -> io::Result<()> {
     let meta = fs::metadata(directory)?;
     let refuse = |why| {
         let directory = directory.display();
         Err(io::Error::other(format!("{why} {directory}, above it")))
     };
-    // The owner may rename and delete entries, whatever the mode says.
+    // The directory's owner may rename and delete entries, whatever the mode says.
     if !is_trusted(&meta) {
         return refuse("another user owns");
     }
-    // With the sticky bit, as in /tmp, only owners rename and delete entries.
+    // In a directory with the sticky bit, as /tmp, only an entry's owner can rename or delete the entry.
     let group_writes = meta.mode() & GROUP_WRITES != 0 && meta.gid() != 0;
     let writable = group_writes || meta.mode() & OTHERS_WRITE != 0;
     if writable && meta.mode() & libc::S_ISVTX == 0 {
@@ -84,8 +84,8 @@ fn keeps_entries(directory: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Whether a file belongs to this user, or to root, who may do everything anyway. In a user namespace the host's root
-/// has no number. There, an owner without a number is trusted, because otherwise no file would be trusted.
+/// Whether a file belongs to this user, or to root, who can do everything anyway. In a user namespace, the host's
+/// root may have no number. There, an owner without a number is trusted, because otherwise no system file would be.
 fn is_trusted(meta: &Metadata) -> bool {
     let number = |file| fs::read_to_string(file).ok()?.trim().parse().ok();
     let all_mapped = || {
@@ -98,7 +98,7 @@ fn is_trusted(meta: &Metadata) -> bool {
         || (number("/proc/sys/kernel/overflowuid") == Some(owner) && !all_mapped())
 }
 
-/// Returns the user who owns the files that this process makes.
+/// Returns the user who will own files that this process creates.
 pub fn user() -> u32 {
     // SAFETY: the call only returns a number.
     unsafe { libc::geteuid() }
@@ -167,7 +167,7 @@ mod tests {
             fs::set_permissions(&ancestor, Permissions::from_mode(0o1777)).unwrap();
             create(&directory).unwrap();
             fs::set_permissions(&ancestor, before).unwrap();
-            // Only root can give a directory away.
+            // Only root can give a directory to another user.
             if chown(&ancestor, Some(1), None).is_ok() {
                 let error = create(&directory).unwrap_err().to_string();
                 assert!(error.contains("another user owns"), "{error}");

@@ -1,9 +1,9 @@
-//! The preload library is embedded in this binary and written out before a program starts.
+//! Writes out the preload library, which is embedded in this binary, before a program starts.
 //!
 //! The library must be a real file, because a program may close every descriptor that it inherited, and its children
-//! load the library by the same path again. No other user may be able to replace the file, so the file is in a
-//! directory to which only we may write. If root starts a program, the program may become another user (`setpriv`,
-//! `su`, a VMM that drops its rights), whose programs must be able to read the file.
+//! load the library again by the same path. No other user may be able to replace the file, so it is in a directory to
+//! which only this user can write. If root starts a program, the program may become another user (`setpriv`, `su`, a
+//! VMM that drops its rights). The programs of that user must be able to read the file.
 
 mod directory;
 mod order;
@@ -31,7 +31,7 @@ static LIBRARY: &[u8] = include_bytes!(concat!(
     "/../../../deps/libslat_preload.so"
 ));
 
-/// Mode of the library's file: the dynamic linker reads it, and the kernel starts it as a program.
+/// The mode of the library's file. The dynamic linker reads the file, and the kernel executes it as a program.
 const MODE: u32 = 0o755;
 
 const PREFIX: &str = "libslat_preload-";
@@ -39,8 +39,8 @@ const PREFIX: &str = "libslat_preload-";
 /// The time after which an unused library of an older slat is removed.
 const UNUSED: Duration = Duration::from_secs(7 * 24 * 3600);
 
-/// Writes the library to a file, unless the file exists, and returns the path. Tells the user if programs started by
-/// root would lose the library by becoming another user.
+/// Writes the library to a file, unless the file exists, and returns the path. Warns root if programs that become
+/// another user could not read the file.
 pub fn write_out() -> Result<PathBuf, String> {
     let is_root = directory::user() == 0;
     let (path, note) = write_to_first(&candidates(is_root), is_root)?;
@@ -50,9 +50,9 @@ pub fn write_out() -> Result<PathBuf, String> {
     Ok(path)
 }
 
-/// Writes the library to the first of `directories` in which no other user can replace the file and, if it is
-/// `for_all`, all users can read it. Returns the path, and a sentence for the user if not all users can read the file
-/// although it is `for_all`.
+/// Writes the library to the first suitable one of `directories`, and returns the path. In a suitable directory no
+/// other user can replace the file; with `for_all`, all users can also read it. If `for_all` is set but only
+/// unreadable directories are left, uses one of them and also returns a warning.
 fn write_to_first(
     directories: &[PathBuf],
     for_all: bool,
@@ -83,15 +83,15 @@ fn write_to_first(
     Ok((path, Some(note)))
 }
 
-/// Returns the directories to try, beginning with the most lasting one. Root's own cache is last, because other users
-/// cannot read it.
+/// Returns the directories to try, the most lasting one first. For root, its own cache is the last one, because other
+/// users cannot read it.
 fn candidates(is_root: bool) -> Vec<PathBuf> {
     let from = |name| {
         env::var_os(name)
             .map(PathBuf::from)
             .filter(|p| p.is_absolute())
     };
-    // The system's temporary directories are shared, so the name says to whom the directory belongs.
+    // The system's temporary directories are shared by all users, so the name contains the user's number.
     let own = format!("slat-{}", directory::user());
     let system = is_root.then(|| PathBuf::from("/var/cache/slat"));
     let home = from("HOME").map(|home| home.join(".cache/slat"));
@@ -113,7 +113,7 @@ fn candidates(is_root: bool) -> Vec<PathBuf> {
 
 fn write_to(directory: &Path) -> io::Result<PathBuf> {
     let directory = &directory::create(directory)?;
-    // LD_PRELOAD is a list separated by colons and spaces, without escapes.
+    // In LD_PRELOAD, colons and spaces separate the libraries, and there is no way to escape them.
     if directory
         .as_os_str()
         .as_bytes()
@@ -135,14 +135,14 @@ fn write_to(directory: &Path) -> io::Result<PathBuf> {
         file.set_permissions(Permissions::from_mode(MODE))?;
     }
     allows_execution(&file)?;
-    // The time only keeps an older library from being removed as unused, so a failure is ignored.
+    // The file's time only protects the library from being removed as unused. So a failure to set it is ignored.
     let _ = file.set_modified(SystemTime::now());
     remove_unused(directory, PREFIX, OsStr::new(&name));
     Ok(path)
 }
 
-/// Returns a hash that names the library, so that two versions of slat do not replace each other's file. The directory,
-/// and not this hash, protects the file from other users.
+/// Returns a hash of the library for its file name, so that two versions of slat do not replace each other's file.
+/// The directory protects the file from other users; the hash does not.
 fn content_hash() -> u64 {
     let mut hasher = DefaultHasher::new();
     hasher.write(LIBRARY);
@@ -162,11 +162,11 @@ fn is_our_library(path: &Path) -> io::Result<bool> {
     Ok(content == LIBRARY)
 }
 
-/// Writes a file under a temporary name of this process and renames it, so that no process ever sees an incomplete
-/// file.
+/// Writes a file under a temporary name and then renames it, so that no process ever sees an incomplete file. The
+/// temporary name contains this process's id.
 fn place(directory: &Path, path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
     let temporary = directory.join(format!(".{PREFIX}{}", std::process::id()));
-    // An earlier process with the same id may have left a temporary file, if it died before it renamed the file.
+    // An earlier process with the same id may have died before it renamed its temporary file.
     let _ = fs::remove_file(&temporary);
     let written = OpenOptions::new()
         .write(true)
@@ -175,7 +175,7 @@ fn place(directory: &Path, path: &Path, content: &[u8], mode: u32) -> io::Result
         .open(&temporary)
         .and_then(|mut file| {
             limited(|| file.write_all(content))?;
-            // The umask may forbid rights that other users need.
+            // The umask may have removed rights that other users need.
             file.set_permissions(Permissions::from_mode(mode))
         })
         .and_then(|()| fs::rename(&temporary, path));
@@ -185,8 +185,8 @@ fn place(directory: &Path, path: &Path, content: &[u8], mode: u32) -> io::Result
     written
 }
 
-/// Checks that the file system is not mounted noexec: the dynamic linker could not map the library
-/// as executable.
+/// Checks that the file system is not mounted noexec. From such a file system, the dynamic linker could not map the
+/// library as executable.
 fn allows_execution(file: &File) -> io::Result<()> {
     const LENGTH: usize = 4096;
     // SAFETY: a new private mapping at an address of the kernel's choice, of a file that is open.
@@ -217,7 +217,7 @@ fn remove_unused(directory: &Path, prefix: &str, current: &OsStr) {
             Some(modified.elapsed().ok()? > UNUSED)
         };
         if is_such && name != current && unused() == Some(true) {
-            // Another slat may have removed the file.
+            // A failure is ignored: another slat may have removed the file at the same time.
             let _ = fs::remove_file(entry.path());
         }
     }
@@ -227,7 +227,7 @@ fn remove_unused(directory: &Path, prefix: &str, current: &OsStr) {
 pub mod tests {
     use super::*;
 
-    /// Creates an empty directory that all may read, whatever the umask.
+    /// Creates an empty directory that all users can read, whatever the umask is.
     pub fn scratch(name: &str) -> PathBuf {
         let directory = env::temp_dir().join(format!("slat-test-{}-{name}", std::process::id()));
         let _ = fs::remove_dir_all(&directory);
@@ -245,8 +245,8 @@ pub mod tests {
     fn a_limit_of_file_sizes_is_named() {
         let scratch = scratch("limited");
         let directory = scratch.join("slat");
-        // SAFETY: the child calls only functions that use no lock, and the allocator, which the C library makes usable
-        // in the child. The child ends by `_exit`.
+        // SAFETY: in the child, only functions that take no lock are called, and the allocator, which the C library
+        // keeps usable after a fork. The child ends by `_exit`.
         let child = unsafe { libc::fork() };
         if child == 0 {
             let limit = libc::rlimit {

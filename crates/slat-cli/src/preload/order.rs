@@ -1,7 +1,8 @@
-//! The order of the libraries in LD_PRELOAD: runtimes of sanitizers, slat's library, all others.
+//! The order of the libraries in LD_PRELOAD: first runtimes of sanitizers, then slat's library, then all others.
 //!
-//! A sanitizer's runtime replaces functions of the C library, and passes calls on to the next library that has the
-//! function, which is slat's if slat's is next. After slat's library, the runtime refuses to start, or misses calls.
+//! A sanitizer's runtime replaces functions of the C library. It passes calls on to the next library that has the
+//! function, so slat's library must be the next one. After slat's library, the runtime would refuse to start, or miss
+//! calls.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
@@ -9,7 +10,7 @@ use std::path::Path;
 
 use super::PREFIX;
 
-/// The starts of the names of sanitizers' runtimes: GCC's, then clang's.
+/// The beginnings of the file names of sanitizers' runtimes: first GCC's, then clang's.
 const RUNTIMES: &[&str] = &[
     "libasan.so",
     "libhwasan.so",
@@ -34,18 +35,19 @@ fn file_name(path: &[u8]) -> &[u8] {
     path.rsplit(|&b| b == b'/').next().unwrap_or_default()
 }
 
-/// The values of LD_PRELOAD.
+/// The values of LD_PRELOAD for PROGRAM and for the programs that it starts.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Order {
     /// The value for PROGRAM.
     pub program: OsString,
-    /// The value for the programs that PROGRAM starts, without the runtimes that only PROGRAM needs.
+    /// The value for the programs that PROGRAM starts. It omits the runtimes that only PROGRAM needs.
     pub children: OsString,
 }
 
 impl Order {
-    /// Adds `library` to `present`, the user's LD_PRELOAD, whose other entries stay. Replaces a slat library that is
-    /// already there (a `slat run` inside another one). PROGRAM is linked with the libraries `needed`.
+    /// Adds `library` to `present`, the user's LD_PRELOAD, and keeps its other entries. If `present` already has a
+    /// slat library, because this `slat run` runs inside another one, `library` replaces it. `needed` are the
+    /// libraries that PROGRAM is linked with.
     pub fn new(library: &Path, present: Option<&OsStr>, needed: &[OsString]) -> Self {
         let entries: Vec<_> = present
             .unwrap_or_default()
@@ -67,21 +69,21 @@ impl Order {
     }
 }
 
-/// Sanitizers need these settings to accept two things. PROGRAM may start programs that are linked with a runtime of
-/// their own, which LD_PRELOAD does not name. And slat starts threads in forks.
+/// With these settings, sanitizers accept two things: a program that is linked with a runtime which LD_PRELOAD does
+/// not name, such as a child of PROGRAM; and threads that slat starts after a fork.
 const SETTINGS: [(&str, &str); 2] = [
     ("ASAN_OPTIONS", "verify_asan_link_order=0"),
     ("TSAN_OPTIONS", "die_after_fork=0"),
 ];
 
-/// Returns the environment variables of sanitizers; `variable` returns the user's value of a variable. If settings
-/// contradict each other, the last one counts, which is the user's.
+/// Returns the environment variables of the sanitizers, with slat's settings and then the user's. If settings
+/// contradict each other, the last one counts, so the user's does. `variable` returns the user's value of a variable.
 pub fn sanitizer_settings(
     variable: impl Fn(&str) -> Option<OsString>,
 ) -> impl Iterator<Item = (&'static str, OsString)> {
     SETTINGS.into_iter().map(move |(name, ours)| {
         let mut value = OsString::from(ours);
-        // If another `slat run` has started this `slat run`, the user's value already begins with slat's setting.
+        // Inside another `slat run`, the user's value already begins with slat's settings.
         match variable(name) {
             Some(users) if users.as_bytes().starts_with(ours.as_bytes()) => value = users,
             Some(users) if !users.is_empty() => {

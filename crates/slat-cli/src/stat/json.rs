@@ -1,4 +1,4 @@
-//! Formats one refresh as JSON: all counters of all VMs and vCPUs, and their sums.
+//! Formats one refresh of `slat stat` as JSON: all counters of all VMs and vCPUs, and their sums.
 
 use serde_json::{Map, Value, json};
 

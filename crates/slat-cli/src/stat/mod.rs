@@ -1,4 +1,4 @@
-//! `slat stat`: the counters of the VMs of the user's processes, live.
+//! `slat stat`: shows live the counters of VMs in the user's processes.
 //!
 //! | file | idea |
 //! |---|---|
@@ -32,7 +32,7 @@ fn ask(wanted: Option<i32>) -> Vec<Process> {
     processes::ask(&text::question(), wanted)
 }
 
-/// Runs the command.
+/// Runs the command `slat stat`.
 pub fn run(options: &Stat) -> ExitCode {
     let processes = ask(options.pid);
     if let (Some(pid), true) = (options.pid, processes.is_empty()) {
@@ -55,7 +55,7 @@ pub fn run(options: &Stat) -> ExitCode {
     live::show("stat", interval(options), &mut screen)
 }
 
-/// Describes one refresh: a table of VMs or vCPUs; for a single process, also all counters.
+/// Returns one refresh as text: a table of VMs or vCPUs; for a single process, also all counters.
 fn once(processes: &[Process], options: &Stat) -> String {
     if processes.is_empty() {
         return NOBODY.to_owned();
@@ -77,7 +77,7 @@ fn once(processes: &[Process], options: &Stat) -> String {
         let mut line = String::new();
         for (column, (cell, width)) in row.iter().zip(&widths).enumerate() {
             let _ = match column {
-                // The command is a word; the other columns are numbers.
+                // These two columns are words, and are aligned left; numbers are aligned right.
                 1 | 3 => write!(line, "{cell:<width$}  "),
                 _ => write!(line, "{cell:>width$}  "),
             };
@@ -95,7 +95,7 @@ fn once(processes: &[Process], options: &Stat) -> String {
     text
 }
 
-/// Lists the counters of a subject that are not 0.
+/// Adds to `text` the counters of a VM or vCPU that are not 0.
 fn detail(text: &mut String, subject: &Subject) {
     let _ = writeln!(text, "\n{}", title(subject));
     for (name, value) in subject.counters().filter(|(_, value)| *value != 0) {
@@ -104,15 +104,15 @@ fn detail(text: &mut String, subject: &Subject) {
     let _ = writeln!(text, "  {}", times(subject));
 }
 
-/// Names a subject.
+/// Returns a heading that names a VM or vCPU.
 fn title(subject: &Subject) -> String {
     let (pid, vm, vcpu) = subject.key;
     let vcpu = vcpu.map(|id| format!(", vCPU {id}")).unwrap_or_default();
     format!("VM {vm} of process {pid} ({}){vcpu}", subject.command)
 }
 
-/// Prints a line for each counter of each VM or vCPU at each refresh, until the process ends, the reader has read
-/// enough, or the number of refreshes is reached.
+/// Prints one line for each counter of each VM or vCPU at each refresh. Ends when the process has ended, when the
+/// reader closes the pipe, or after the requested number of refreshes.
 fn csv(options: &Stat, mut processes: Vec<Process>) -> ExitCode {
     let begin = Instant::now();
     let mut earlier = Earlier::default();

@@ -1,4 +1,4 @@
-//! The live table: VMs or vCPUs above, all counters of the selected one below.
+//! The live table: VMs or vCPUs above; all counters of the selected VM or vCPU below.
 
 use ratatui::Frame;
 use ratatui::crossterm::event::KeyCode;
@@ -14,7 +14,7 @@ use crate::live::{self, View, bold};
 
 const KEYS: &str = "up/down select   v by VM or vCPU   a all counters or those that are not 0";
 
-/// The view.
+/// The live view of `slat stat`.
 pub struct Screen<'a> {
     options: &'a Stat,
     by_vcpu: bool,
@@ -27,7 +27,7 @@ pub struct Screen<'a> {
 }
 
 impl<'a> Screen<'a> {
-    /// Makes the view of the first data.
+    /// Makes the view with its first data.
     pub fn new(options: &'a Stat, processes: Vec<Process>) -> Self {
         let mut screen = Screen {
             options,
@@ -42,15 +42,15 @@ impl<'a> Screen<'a> {
         screen
     }
 
-    /// Takes new data, from which rates are computed.
+    /// Replaces the data by `processes`. The old data is kept to compute rates.
     fn take(&mut self, processes: Vec<Process>) {
         self.earlier.remember(&self.subjects);
         self.processes = processes;
         self.list();
     }
 
-    /// Lists the VMs or vCPUs of the last refresh. The selected one stays selected if it is still there; otherwise the
-    /// first one is selected.
+    /// Makes the list of VMs or vCPUs of the last refresh. Keeps the selection if the selected one is still in the
+    /// list; otherwise selects the first one.
     fn list(&mut self) {
         self.subjects = subjects(&self.processes, self.by_vcpu);
         let keys = || self.subjects.iter().map(|subject| subject.key);
@@ -92,7 +92,7 @@ impl<'a> Screen<'a> {
             .row_highlight_style(Style::new().add_modifier(Modifier::REVERSED))
     }
 
-    /// Lists counters in as many columns as `height` asks for, three at most.
+    /// Makes a table of counters, in enough columns to fit into `height`, but at most three.
     fn counter_table<'s>(&self, subject: &'s Subject, height: u16) -> Table<'s> {
         let mut rows: Vec<Vec<String>> = Vec::new();
         let height = usize::from(height).max(1);

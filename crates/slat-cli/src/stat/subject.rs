@@ -1,4 +1,4 @@
-//! The subject of a line of a table, a VM or a vCPU; and how its counters change from one refresh to the next.
+//! A subject: the VM or vCPU that a line of the table is about; and the change of its counters between refreshes.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -6,17 +6,17 @@ use std::time::Instant;
 use super::Process;
 use super::text::{Answer, Counters, Times, Vcpu, Vm};
 
-/// The process id, the number of the VM, and the id of a vCPU in it, or `None` for the whole VM.
+/// The process id, the number of the VM, and the id of the vCPU; `None` for the whole VM.
 pub type Key = (i32, u64, Option<u32>);
 
-/// A VM or a vCPU at one refresh.
+/// The state of a VM or a vCPU at one refresh.
 #[derive(Clone)]
 pub struct Subject {
     /// The identity of the VM or vCPU.
     pub key: Key,
     /// The process's command.
     pub command: String,
-    /// The number of vCPUs of a VM; the state of a vCPU.
+    /// For a VM, the number of its vCPUs; for a vCPU, its state.
     pub vcpus: String,
     /// The counters of the memory system.
     pub memory: Counters,
@@ -24,7 +24,7 @@ pub struct Subject {
     pub cpu: Counters,
     /// The counters of exits.
     pub exits: Counters,
-    /// The measured times by exit reason: waits in halts, and other exits.
+    /// The times of exits by reason, including waits in halts.
     pub times: BTreeMap<String, Times>,
     at: Instant,
 }
@@ -68,7 +68,7 @@ impl Subject {
     }
 }
 
-/// Returns the times of a vCPU's exits by reason: `halt`, and others.
+/// Returns the times of a vCPU's exits by reason. Waits in halts have the reason `halt`.
 fn times_of(vcpu: &Vcpu) -> impl Iterator<Item = (String, Times)> {
     let halts = Times {
         ns: vcpu.exits["halt_wait_ns"],
@@ -79,7 +79,7 @@ fn times_of(vcpu: &Vcpu) -> impl Iterator<Item = (String, Times)> {
     others.chain([("halt".to_owned(), halts)])
 }
 
-/// Returns the VMs of `processes`, or their vCPUs.
+/// Returns a subject for each VM of `processes`, or for each vCPU.
 pub fn subjects(processes: &[Process], by_vcpu: bool) -> Vec<Subject> {
     let mut subjects = Vec::new();
     let answers = |process: &Process| process.answer.as_ref().ok().cloned();
@@ -100,12 +100,12 @@ pub fn subjects(processes: &[Process], by_vcpu: bool) -> Vec<Subject> {
     subjects
 }
 
-/// The previous refresh.
+/// The subjects as of the previous refresh.
 #[derive(Default)]
 pub struct Earlier(BTreeMap<Key, Subject>);
 
 impl Earlier {
-    /// Makes `subjects` the previous refresh.
+    /// Stores `subjects` as the previous refresh.
     pub fn remember(&mut self, subjects: &[Subject]) {
         let new = subjects
             .iter()
@@ -113,17 +113,17 @@ impl Earlier {
         self.0 = new.collect();
     }
 
-    /// Returns the change of a counter per second since the previous refresh. `None`: there was no previous refresh.
+    /// Returns the change per second of a counter since the previous refresh. Returns `None` if there was none.
     pub fn rate(&self, now: &Subject, of: impl Fn(&Subject) -> u64) -> Option<f64> {
         let before = self.0.get(&now.key)?;
         let seconds = now.at.duration_since(before.at).as_secs_f64();
-        // A gauge may have become smaller.
+        // The difference is signed, because a gauge may have become smaller.
         let change = of(now).wrapping_sub(of(before)) as i64;
         (seconds > 0.0).then(|| change as f64 / seconds)
     }
 
-    /// Returns millions of instructions per second, and the percentage of them in compiled code, since the previous
-    /// refresh.
+    /// Returns the speed since the previous refresh: millions of instructions per second, and the percentage of
+    /// instructions in compiled code.
     fn speed(&self, now: &Subject) -> (Option<f64>, Option<f64>) {
         let all = self.rate(now, |it| it.cpu["instructions"]);
         let compiled = self.rate(now, |it| it.cpu["instructions_compiled"]);
@@ -133,13 +133,13 @@ impl Earlier {
     }
 }
 
-/// The heads of [`cells`].
+/// The column heads of [`cells`].
 pub const HEADS: [&str; 12] = [
     "PID", "COMMAND", "VM", "VCPUS", "MIPS", "COMPILED", "EXITS/s", "FAULTS/s", "DIRTY/s", "4K",
     "2M", "1G",
 ];
 
-/// Returns the cells of a subject's line. A rate is `-` at the first refresh.
+/// Returns the cells of a subject's line. A rate is `-` until the second refresh.
 pub fn cells(now: &Subject, earlier: &Earlier) -> [String; HEADS.len()] {
     let (pid, vm, vcpu) = now.key;
     let rate = |kind: fn(&Subject) -> &Counters, name: &str| {
@@ -148,7 +148,7 @@ pub fn cells(now: &Subject, earlier: &Earlier) -> [String; HEADS.len()] {
     let (mips, compiled) = earlier.speed(now);
     let leaves = |name: &str| match vcpu {
         None => now.memory[name].to_string(),
-        // One vCPU's share of a gauge is meaningless, because another vCPU may zap the leaves that it maps.
+        // A gauge is not shown for a vCPU, because another vCPU may zap leaves that this vCPU has mapped.
         Some(_) => String::new(),
     };
     [
@@ -175,8 +175,8 @@ pub fn shown(rate: Option<f64>) -> String {
     rate.map_or("-".to_owned(), |rate| format!("{rate:.0}"))
 }
 
-/// Describes the times of exits, by reason: the mean, and a power of two that 99 of 100 times do not exceed. Reasons
-/// without a measured time are left out.
+/// Returns a text with the times of exits by reason: the mean, and a power of two that 99 % of the times do not
+/// exceed. Leaves out reasons without a measured time.
 pub fn times(subject: &Subject) -> String {
     let taken = subject.times.iter();
     let taken = taken.filter_map(|(reason, times)| described(times).map(|it| (reason, it)));
@@ -187,7 +187,7 @@ pub fn times(subject: &Subject) -> String {
     }
 }
 
-/// Describes times in the form `MEAN (P99)`. `None` if there are no times.
+/// Returns the text `MEAN (P99)` for times, or `None` if there are none.
 fn described(times: &Times) -> Option<String> {
     let count: u64 = times.counts.iter().sum();
     if count == 0 {

@@ -1,4 +1,4 @@
-//! Parses the answer of a process, whose form `publish/stat.rs` of `slat_kvm` defines.
+//! Parses a process's answer to `slat stat`. `publish/stat.rs` of `slat_kvm` defines its form.
 
 use std::collections::BTreeMap;
 use std::ops::Index;
@@ -8,7 +8,7 @@ use slat_kvm::publish::STAT;
 
 use crate::processes::Question;
 
-/// Counters and their names.
+/// Counters with their names.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
     names: Rc<[String]>,
@@ -34,7 +34,7 @@ impl Counters {
     }
 }
 
-/// Returns the value of the counter with a name; 0 if the process does not have that counter.
+/// Returns the value of the counter of this name, or 0 if the process does not have it.
 impl Index<&str> for Counters {
     type Output = u64;
 
@@ -49,7 +49,7 @@ impl Index<&str> for Counters {
 pub struct Vcpu {
     /// The vCPU's id.
     pub id: u32,
-    /// `runs`, `halted`, or `out` of KVM_RUN.
+    /// `runs`, `halted`, or `out` if the vCPU is not in KVM_RUN.
     pub state: String,
     /// The counters of the memory system.
     pub memory: Counters,
@@ -57,7 +57,7 @@ pub struct Vcpu {
     pub cpu: Counters,
     /// The counters of exits.
     pub exits: Counters,
-    /// The number of waits in halts, by the position of the highest set bit of their nanoseconds.
+    /// A histogram of waits in halts: the number of waits, indexed by the highest set bit of their nanoseconds.
     pub halts: Vec<u64>,
     /// The measured times of the vCPU's exits, by reason.
     pub times: BTreeMap<String, Times>,
@@ -68,7 +68,7 @@ pub struct Vcpu {
 pub struct Times {
     /// The sum of the times, in nanoseconds.
     pub ns: u64,
-    /// The number of times, by the position of the highest set bit of the nanoseconds.
+    /// A histogram: the number of times, indexed by the highest set bit of their nanoseconds.
     pub counts: Vec<u64>,
 }
 
@@ -96,7 +96,7 @@ pub struct Vm {
 }
 
 impl Vm {
-    /// Returns the sums of the vCPUs' counters: of the software CPU, and of exits.
+    /// Returns the sums over all vCPUs: the software CPU's counters, and the counters of exits.
     pub fn sums(&self) -> (Counters, Counters) {
         let mut sums = <(Counters, Counters)>::default();
         for vcpu in &self.vcpus {
@@ -110,7 +110,7 @@ impl Vm {
 /// The answer of a process.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Answer {
-    /// The reason if no code is compiled.
+    /// Why the process compiles no guest code, if it compiles none.
     pub interprets: Option<String>,
     /// The number of VMs that have ended.
     pub ended: u64,
@@ -123,8 +123,8 @@ pub struct Answer {
 }
 
 impl Answer {
-    /// Returns the sums over all VMs, including those that have ended, as `slat run --stats` prints them: of the memory
-    /// system, and of the software CPU.
+    /// Returns the sums over all VMs, including ended ones, as `slat run --stats` prints them: the memory system's
+    /// counters, and the software CPU's.
     pub fn totals(&self) -> (Counters, Counters) {
         let mut sums = (self.ended_memory.clone(), self.ended_cpu.clone());
         for vm in &self.vms {
@@ -137,7 +137,7 @@ impl Answer {
     }
 }
 
-/// The names of the kinds of counters.
+/// The names of the counters of each kind.
 #[derive(Default)]
 struct Names(BTreeMap<String, Rc<[String]>>);
 
@@ -148,7 +148,7 @@ impl Names {
     }
 }
 
-/// Returns the question.
+/// Returns the question that asks for all counters.
 pub fn question() -> Question<Answer> {
     Question {
         words: STAT.to_owned(),
@@ -156,7 +156,7 @@ pub fn question() -> Question<Answer> {
     }
 }
 
-/// Parses an answer's lines. `None`: a line does not have the expected form.
+/// Parses the lines of an answer. Returns `None` if a line does not have the expected form.
 fn read(lines: &[&str]) -> Option<Answer> {
     let mut names = Names::default();
     let mut answer = Answer::default();
@@ -202,15 +202,15 @@ fn read(lines: &[&str]) -> Option<Answer> {
             "memory" | "cpu" | "exits" => {
                 *place(&mut answer, word)? = names.of(word, numbers()?)?
             }
-            // A later version of slat may send other lines.
+            // Ignore unknown lines: a later version of slat may send them.
             _ => {}
         }
     }
     Some(answer)
 }
 
-/// Returns the counters to which a line of this `kind` belongs: those of the last vCPU if there is one, else of the
-/// last VM, else of all VMs and vCPUs that have ended.
+/// Returns the counters that a line of this `kind` sets. They are the last vCPU's if there is one, else the last
+/// VM's, else those of everything that has ended.
 fn place<'a>(answer: &'a mut Answer, kind: &str) -> Option<&'a mut Counters> {
     let Some(vm) = answer.vms.last_mut() else {
         return match kind {

@@ -1,4 +1,4 @@
-//! The summary for scripts.
+//! Formats the summary of a trace as JSON, for scripts.
 
 use serde_json::{Map, Value, json};
 use slat_trace::read::Trace;
@@ -7,7 +7,7 @@ use super::Names;
 use super::summary::{Seen, Summary, hottest};
 use super::written;
 
-/// Returns the summary of `trace` as an object, with `top` addresses of each kind. Times are nanoseconds.
+/// Returns the summary of `trace` as a JSON object, with `top` addresses of each kind. Times are in nanoseconds.
 pub fn of(trace: &Trace, summary: &Summary, top: usize, names: &Names) -> String {
     let exits: Map<_, _> = (summary.exits.iter())
         .map(|(reason, exits)| {

@@ -23,7 +23,7 @@ use crate::args;
 use crate::output::{Pending, complain, print};
 use summary::Summary;
 
-/// Runs the command.
+/// Runs the command `slat trace`.
 pub fn run(options: &args::Trace) -> ExitCode {
     let done = match options {
         args::Trace::Report(options) => report(options),
@@ -56,14 +56,14 @@ fn convert(file: &Path, output: &Path) -> Result<ExitCode, String> {
 struct Names(Option<Symbols>);
 
 impl Names {
-    /// Returns the function of an address, and the offset in it.
+    /// Returns the name of the function that contains an address, and the address's offset in the function.
     fn of(&self, address: u64) -> Option<String> {
         let (name, offset) = self.0.as_ref()?.find(address)?;
         Some(format!("{name}+{offset:#x}"))
     }
 }
 
-/// Returns the records of all threads, in the order of their times.
+/// Returns the records of all threads, ordered by time.
 fn in_order(trace: &Trace) -> Vec<&Event> {
     let threads = trace.threads.iter();
     let mut events: Vec<_> = threads.flat_map(|thread| &thread.events).collect();

@@ -1,7 +1,7 @@
 //! Converts a trace to Perfetto's format, which <https://ui.perfetto.dev> opens. Each thread has a track. The
 //! activities of its vCPU are slices, and all other records are instants with their fields.
 //!
-//! The messages are those parts of `protos/perfetto/trace/trace.proto` that are needed, with its field numbers.
+//! The types below are the needed messages of `protos/perfetto/trace/trace.proto`, with its field numbers.
 
 use std::collections::HashSet;
 
@@ -10,7 +10,8 @@ use slat_trace::read::{Event, Thread, Trace};
 
 use super::summary::reason;
 
-/// `perfetto.protos.Trace`, the message of a whole file. Several such messages in a row are a valid file, too.
+/// `perfetto.protos.Trace`, the message of a whole file. Several of these messages, one after another, are also a
+/// valid file.
 #[derive(Clone, PartialEq, Message)]
 struct Packets {
     #[prost(message, repeated, tag = "1")]
@@ -19,7 +20,7 @@ struct Packets {
 
 #[derive(Clone, PartialEq, Message)]
 struct TracePacket {
-    /// Nanoseconds.
+    /// The time in nanoseconds.
     #[prost(uint64, optional, tag = "8")]
     timestamp: Option<u64>,
     #[prost(uint32, tag = "10")]
@@ -65,7 +66,7 @@ struct DebugAnnotation {
 enum Value {
     #[prost(uint64, tag = "3")]
     Uint(u64),
-    /// Shown in hexadecimal digits.
+    /// A value that is shown in hexadecimal.
     #[prost(uint64, tag = "7")]
     Pointer(u64),
 }
@@ -98,10 +99,10 @@ struct ThreadDescriptor {
     thread_name: String,
 }
 
-/// The track of the process. The tracks of its threads have the next numbers.
+/// The number of the process's track. The tracks of its threads have the next numbers.
 const PROCESS: u64 = 1;
 
-/// Fields that are addresses or frame numbers.
+/// The fields that are shown in hexadecimal: addresses and frame numbers.
 const HEXADECIMAL: &[&str] = &[
     "rip",
     "guest_rip",
@@ -129,7 +130,7 @@ const HEXADECIMAL: &[&str] = &[
     "role",
 ];
 
-/// Returns the content of the file.
+/// Returns the content of the file for Perfetto.
 pub fn of(trace: &Trace) -> Vec<u8> {
     let mut out = Vec::new();
     describe(
@@ -167,7 +168,7 @@ pub fn of(trace: &Trace) -> Vec<u8> {
     out
 }
 
-/// Returns the name of a thread: that of its vCPU, if it has run one.
+/// Returns the name of a thread: its vCPU's name, if the thread has run a vCPU.
 fn name_of(thread: &Thread) -> String {
     let ran: HashSet<_> = thread
         .events
@@ -209,16 +210,16 @@ fn write(out: &mut Vec<u8>, packet: TracePacket) {
 struct Track<'t> {
     trace: &'t Trace,
     uuid: u64,
-    /// The slices that have begun but not ended.
+    /// The slices that have begun and not yet ended.
     open: Vec<Slice>,
     out: &'t mut Vec<u8>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Slice {
-    /// An activity of the vCPU: these slices follow one another.
+    /// An activity of the vCPU. When one ends, the next one begins.
     Vcpu,
-    /// A slice inside an activity, or on a thread without a vCPU.
+    /// A slice inside an activity, or on a thread that runs no vCPU.
     Flush,
 }
 
@@ -238,7 +239,7 @@ impl Track<'_> {
         }
     }
 
-    /// Ends the vCPU's current activity, and begins the activity `name`.
+    /// Ends the vCPU's current activity, and begins the activity called `name`.
     fn follow(&mut self, name: &str, event: &Event) {
         self.end(Slice::Vcpu, event);
         self.begin(Slice::Vcpu, name, event);
@@ -249,7 +250,7 @@ impl Track<'_> {
         self.put(Type::SliceBegin, name, event);
     }
 
-    /// Ends `slice` and the slices inside it, if the record of its beginning was not overwritten.
+    /// Ends `slice` and the slices inside it. Does nothing if the record of the slice's beginning was overwritten.
     fn end(&mut self, slice: Slice, event: &Event) {
         let Some(at) = self.open.iter().rposition(|open| *open == slice) else {
             return;

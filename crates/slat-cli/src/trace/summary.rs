@@ -7,9 +7,9 @@ use slat_trace::read::{Event, Trace};
 
 use super::in_order;
 
-/// The bit of a page fault's error code for a write.
+/// The bit that marks a write in a page fault's error code.
 const PFERR_WRITE: u64 = 1 << 1;
-/// The result of `fast_page_fault` if it has changed the entry.
+/// The result of `fast_page_fault` when it has changed the entry.
 const RET_PF_FIXED: u64 = 3;
 
 /// Exits of one reason.
@@ -17,14 +17,14 @@ const RET_PF_FIXED: u64 = 3;
 pub struct Exits {
     /// The number of these exits.
     pub samples: u64,
-    /// The number of these exits that an entry of the vCPU followed. Only these have times: nanoseconds from the exit
-    /// to the entry.
+    /// The number of these exits after which the vCPU entered the guest again. Only these have a time: the
+    /// nanoseconds from the exit to the next entry.
     pub timed: u64,
-    /// The sum of all times.
+    /// The sum of the times of these exits.
     pub total_ns: u64,
-    /// The shortest time.
+    /// The shortest of the times.
     pub min_ns: u64,
-    /// The longest time.
+    /// The longest of the times.
     pub max_ns: u64,
 }
 
@@ -40,7 +40,7 @@ impl Exits {
         self.timed += 1;
     }
 
-    /// Returns the mean time in nanoseconds.
+    /// Returns the mean of the times, in nanoseconds.
     pub fn mean_ns(&self) -> u64 {
         self.total_ns.checked_div(self.timed).unwrap_or(0)
     }
@@ -57,10 +57,10 @@ pub struct Slot {
     pub id: u64,
 }
 
-/// The number of times that each address was seen.
+/// How often each address was seen.
 pub type Seen = HashMap<u64, u64>;
 
-/// The summary of a trace. All fields except `counts` are of the records that were not overwritten.
+/// The summary of a trace. All fields except `counts` are computed from the records that were not overwritten.
 #[derive(Clone, Debug, Default)]
 pub struct Summary {
     /// Nanoseconds from the first record to the last one.
@@ -75,20 +75,21 @@ pub struct Summary {
     pub counts: Vec<(String, u64)>,
     /// Exits by reason.
     pub exits: BTreeMap<String, Exits>,
-    /// The number of entries of vCPUs that were already in the guest, and of exits of vCPUs that were not. It is 0 if
-    /// no record was overwritten.
+    /// The number of entries of vCPUs that were already in the guest, and of exits of vCPUs that were not in the
+    /// guest. If no record was overwritten, it is 0.
     pub unpaired: u64,
-    /// Page frames of the guest with faults.
+    /// How many faults each guest page frame took.
     pub gfns: Seen,
-    /// Page frames whose writes faulted only because the dirty log had protected them: [`super::written`].
+    /// How many writes to each page frame faulted only because the dirty log had write-protected the frame:
+    /// [`super::written`].
     pub written: BTreeMap<u64, u64>,
-    /// Addresses of devices in memory.
+    /// How often each MMIO address was accessed.
     pub gpas: Seen,
-    /// Ports.
+    /// How often each port was accessed.
     pub ports: Seen,
-    /// The addresses of the guest's code at its exits.
+    /// How often the guest exited at each address of its code.
     pub rips: Seen,
-    /// Faults by memslot; `None` for faults outside all slots that the trace knows.
+    /// The number of faults in each memslot. `None` stands for faults outside all memslots that the trace knows.
     pub faults: BTreeMap<Option<Slot>, u64>,
 }
 
@@ -103,13 +104,13 @@ pub fn hottest(seen: &Seen, top: usize) -> Vec<(u64, u64)> {
     all
 }
 
-/// The state that earlier records imply for later ones.
+/// The state that must be kept while records are read in order.
 #[derive(Default)]
 struct State {
-    /// For each vCPU that has entered or left the guest: its current exit, with reason and time; `None` if the vCPU is
-    /// in the guest.
+    /// For each vCPU that was seen: the reason and the time of its current exit, or `None` if the vCPU is in the
+    /// guest.
     exits: HashMap<(u16, u32), Option<(String, u64)>>,
-    /// The frames of each slot that exists.
+    /// The page frames of each memslot that exists.
     slots: BTreeMap<Slot, std::ops::Range<u64>>,
 }
 

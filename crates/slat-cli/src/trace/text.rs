@@ -1,4 +1,4 @@
-//! The summary for people. The first table has the form of `perf kvm stat report`.
+//! Formats the summary of a trace as text. The first table has the form of `perf kvm stat report`.
 
 use std::fmt::Write as _;
 
@@ -20,7 +20,7 @@ pub fn of(trace: &Trace, summary: &Summary, top: usize, names: &Names) -> String
         grouped(summary.records),
     );
     if summary.dropped != 0 {
-        // Writing to a string does not fail. The same holds for the writes below.
+        // Writing to a string cannot fail, so the results of all writes below are ignored.
         let _ = write!(text, ", {} older ones dropped", grouped(summary.dropped));
     }
     if trace.lost != 0 {

@@ -1,5 +1,5 @@
-//! Finds the pages that the guest writes repeatedly while its dirty pages are logged. Such writes keep a migration from
-//! ending.
+//! Finds the pages that the guest writes repeatedly while they are dirty-logged. These writes prevent a migration
+//! from completing.
 
 use std::collections::BTreeMap;
 
@@ -10,11 +10,11 @@ pub struct Range {
     pub gfn: u64,
     /// The number of frames.
     pub pages: u64,
-    /// The number of faults of all these frames.
+    /// The number of faults on all these frames.
     pub faults: u64,
 }
 
-/// Returns the ranges with the most faults, at most `top`, given the number of faults of each frame.
+/// Returns the ranges with the most faults, at most `top`. `written` has the number of faults of each frame.
 pub fn hottest(written: &BTreeMap<u64, u64>, top: usize) -> Vec<Range> {
     let mut ranges: Vec<Range> = Vec::new();
     for (&gfn, &faults) in written {

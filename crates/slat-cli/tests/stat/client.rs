@@ -1,4 +1,5 @@
-//! Programs for `slat run`: the ignored tests of this module, each in a process of its own. They know nothing of slat.
+//! Programs for `slat run`: each ignored test of this module runs in its own process. The programs do not use slat's
+//! API.
 
 use std::io::{BufRead, Write};
 use std::os::unix::process::CommandExt;
@@ -6,10 +7,10 @@ use std::os::unix::process::CommandExt;
 use kvm_bindings::kvm_userspace_memory_region;
 use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
 
-/// Bytes of guest memory.
+/// The number of bytes of guest memory.
 const MEMORY: usize = 1 << 20;
 
-/// Says that it is ready, and waits until the test says something.
+/// Prints that the program is ready, and waits for a line from the test.
 fn wait() {
     println!("ready");
     std::io::stdout().flush().unwrap();
@@ -17,7 +18,7 @@ fn wait() {
     std::io::stdin().lock().read_line(&mut line).unwrap();
 }
 
-/// Maps `bytes` of memory for ever, and makes it the memslot `slot` at `gpa`.
+/// Maps `bytes` of memory, which is never unmapped, and makes it the memslot `slot` at `gpa`.
 fn memory(vm: &VmFd, slot: u32, flags: u32, gpa: u64, bytes: usize) -> *mut u8 {
     // SAFETY: a new mapping, which is never unmapped.
     unsafe {
@@ -30,10 +31,10 @@ fn memory(vm: &VmFd, slot: u32, flags: u32, gpa: u64, bytes: usize) -> *mut u8 {
     }
 }
 
-/// Makes the memory at `hva` the memslot `slot`; of 0 bytes, deletes the memslot.
+/// Makes the memory at `hva` the memslot `slot`, or deletes the memslot if `bytes` is 0.
 ///
 /// # Safety
-/// The memory is mapped as long as the memslot is there.
+/// The memory must stay mapped as long as the memslot exists.
 unsafe fn set_memory(vm: &VmFd, slot: u32, flags: u32, gpa: u64, bytes: usize, hva: u64) {
     let region = kvm_userspace_memory_region {
         slot,
@@ -42,7 +43,7 @@ unsafe fn set_memory(vm: &VmFd, slot: u32, flags: u32, gpa: u64, bytes: usize, h
         memory_size: bytes as u64,
         userspace_addr: hva,
     };
-    // SAFETY: the caller's.
+    // SAFETY: the caller promises that the memory stays mapped.
     unsafe { vm.set_user_memory_region(region).unwrap() };
 }
 
@@ -50,7 +51,7 @@ unsafe fn set_memory(vm: &VmFd, slot: u32, flags: u32, gpa: u64, bytes: usize, h
 fn machine(kvm: &Kvm, code: &[u8]) -> (VmFd, VcpuFd) {
     let vm = kvm.create_vm().unwrap();
     let start = memory(&vm, 0, 0, 0, MEMORY);
-    // SAFETY: the mapping is larger than any code here.
+    // SAFETY: the mapping is larger than any `code` here, and the two do not overlap.
     unsafe { std::ptr::copy_nonoverlapping(code.as_ptr(), start, code.len()) };
     let vcpu = vm.create_vcpu(0).unwrap();
     let mut sregs = vcpu.get_sregs().unwrap();
@@ -64,7 +65,7 @@ fn machine(kvm: &Kvm, code: &[u8]) -> (VmFd, VcpuFd) {
     (vm, vcpu)
 }
 
-/// Writes a byte to each of 15 pages from 0x1000 on, and halts.
+/// Guest code that writes a byte to each of 15 pages from 0x1000 on, and halts.
 const WRITES: &[u8] = &[
     0xbb, 0x00, 0x10, // mov bx, 0x1000
     0xc6, 0x07, 0x01, // mov byte [bx], 1
@@ -73,10 +74,10 @@ const WRITES: &[u8] = &[
     0xf4, // hlt
 ];
 
-/// Computes for ever.
+/// Guest code that computes for ever.
 const COMPUTES: &[u8] = &[0x40, 0xeb, 0xfd]; // inc ax; jmp
 
-/// Has a VM, and runs nothing.
+/// Creates a VM, and runs no vCPU.
 #[test]
 #[ignore = "a client"]
 fn runs_nothing() {
@@ -110,14 +111,14 @@ fn computes() {
     wait();
 }
 
-/// Counts, and stores the number at 0x3000.
+/// Guest code that counts, and stores the number at 0x3000.
 const STORES: &[u8] = &[
     0x40, // inc ax
     0xa3, 0x00, 0x30, // mov [0x3000], ax
     0xeb, 0xfa, // jmp
 ];
 
-/// Where the second vCPU of [`two_vcpus`] counts.
+/// The address of the second vCPU's code in [`two_vcpus`], which counts.
 const SECOND: u64 = 0x100;
 
 #[test]
@@ -138,7 +139,7 @@ fn two_vcpus() {
     wait();
 }
 
-/// Makes a vCPU when it is told so, which counts once and halts.
+/// Waits for the test, and then creates a vCPU that counts once and halts.
 #[test]
 #[ignore = "a client"]
 fn adds_a_vcpu() {
@@ -159,10 +160,10 @@ fn adds_a_vcpu() {
     wait();
 }
 
-/// Where the linear pages 6 and 7 of [`pages`] are.
+/// The physical addresses of the linear pages 6 and 7 of [`pages`].
 const PAGES: [u32; 2] = [0x8000, 0xa000];
 
-/// Copies a byte, for ever, in 32-bit code.
+/// 32-bit guest code that copies a byte for ever.
 #[rustfmt::skip]
 const COPIES: &[u8] = &[
     0xa0, 0x00, 0x60, 0x00, 0x00, // mov al, [0x6000]
@@ -170,7 +171,7 @@ const COPIES: &[u8] = &[
     0xeb, 0xf4, // jmp
 ];
 
-/// Has paging, and two pages that are elsewhere.
+/// Runs a guest with paging, in which two linear pages have other physical addresses.
 #[test]
 #[ignore = "a client"]
 fn pages() {
@@ -185,7 +186,7 @@ fn pages() {
     for (page, to) in [6, 7].into_iter().zip(PAGES) {
         tables[1024 + page] = to | 3;
     }
-    // SAFETY: the mapping is larger.
+    // SAFETY: the mapping is larger than the tables, and the two do not overlap.
     unsafe { std::ptr::copy_nonoverlapping(tables.as_ptr().cast(), start, size_of_val(&tables)) };
     let mut sregs = vcpu.get_sregs().unwrap();
     (sregs.cr0, sregs.cr3) = (0x8000_0011, 1 << 20);
@@ -196,20 +197,21 @@ fn pages() {
     wait();
 }
 
-/// Ends its run by a signal whenever it is told so, says where the guest is, and runs it again when it is told so.
+/// Whenever the test asks, ends KVM_RUN by a signal and prints where the guest is. Continues when the test asks
+/// again.
 #[test]
 #[ignore = "a client"]
 fn pauses() {
     extern "C" fn nothing(_: i32) {}
     let kvm = Kvm::new().unwrap();
     let (_vm, mut vcpu) = machine(&kvm, COMPUTES);
-    // SAFETY: a handler that does nothing.
+    // SAFETY: the handler does nothing.
     unsafe { libc::signal(libc::SIGUSR1, nothing as *const () as usize) };
     let (sender, paused) = std::sync::mpsc::channel();
     let (resume, told) = std::sync::mpsc::channel();
     let (ids, id) = std::sync::mpsc::channel();
     std::thread::spawn(move || {
-        // SAFETY: no arguments.
+        // SAFETY: the call has no arguments.
         ids.send(unsafe { libc::pthread_self() }).unwrap();
         loop {
             assert_eq!(vcpu.run().unwrap_err().errno(), libc::EINTR);
@@ -220,9 +222,9 @@ fn pauses() {
     let id = id.recv().unwrap();
     wait();
     loop {
-        // A signal that arrives before KVM_RUN ends none.
+        // A signal that arrives before KVM_RUN does not end it, so the signal is sent again.
         let regs = loop {
-            // SAFETY: a thread that does not end.
+            // SAFETY: the thread of this id does not end.
             unsafe { libc::pthread_kill(id, libc::SIGUSR1) };
             if let Ok(regs) = paused.recv_timeout(std::time::Duration::from_millis(50)) {
                 break regs;
@@ -245,7 +247,7 @@ fn many() {
     drop(machines);
 }
 
-/// Has a child without VMs, and one with two.
+/// Forks one child without VMs, and one child with two VMs.
 #[test]
 #[ignore = "a client"]
 fn forks() {
@@ -253,7 +255,7 @@ fn forks() {
     let _machine = machine(&kvm, WRITES);
     let mut children = Vec::new();
     for vms in [0, 2] {
-        // SAFETY: this thread alone goes on in the child.
+        // SAFETY: only this thread continues in the child.
         let child = unsafe { libc::fork() };
         if child == 0 {
             let kvm = Kvm::new().unwrap();
@@ -279,7 +281,7 @@ fn executes() {
     panic!("{error}");
 }
 
-/// Forbids what publishing counters and writing profiles needs.
+/// Forbids the system calls that slat needs to publish counters and to write profiles.
 fn confine() {
     let forbidden = [
         libc::SYS_socket,
@@ -309,7 +311,7 @@ fn confine() {
         len: filter.len() as u16,
         filter: filter.as_mut_ptr(),
     };
-    // SAFETY: plain numbers, and a live program.
+    // SAFETY: the arguments are numbers and a pointer to a live filter program.
     unsafe {
         assert_eq!(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
         let mode = libc::SECCOMP_MODE_FILTER;
@@ -331,7 +333,7 @@ fn is_confined() {
     wait();
 }
 
-/// Reads a byte behind the memory, and goes on as [`WRITES`] does.
+/// Guest code that reads a byte after the end of memory, and continues as [`WRITES`] does.
 const READS_A_DEVICE: &[u8] = &[
     0xb8, 0xff, 0xff, // mov ax, 0xffff
     0x8e, 0xd8, // mov ds, ax
@@ -340,8 +342,8 @@ const READS_A_DEVICE: &[u8] = &[
     0x8e, 0xd8, // mov ds, ax
 ];
 
-/// Has memory with 16 leaves, and an MMIO entry, and memslots that are not used. Deletes the first
-/// memslot when it is told so.
+/// Creates a VM with 16 mapped leaves, an MMIO entry, and unused memslots. Deletes the first memslot when the test
+/// asks for it.
 #[test]
 #[ignore = "a client"]
 fn maps() {
@@ -361,12 +363,12 @@ fn maps() {
     ));
     run_to_halt(&mut vcpu);
     wait();
-    // SAFETY: nothing is mapped.
+    // SAFETY: deleting a memslot needs no memory.
     unsafe { set_memory(&vm, 0, 0, 0, 0, 0) };
     wait();
 }
 
-/// Creates, moves and deletes memslots all the time, while a vCPU runs.
+/// Creates, moves and deletes memslots repeatedly, while a vCPU runs.
 #[test]
 #[ignore = "a client"]
 fn changes_memslots() {
@@ -377,7 +379,7 @@ fn changes_memslots() {
     std::thread::spawn(move || {
         for round in 0u64.. {
             let (slot, gpa) = ((2 + round % 7) as u32, (32 + round % 13) << 20);
-            // SAFETY: the memory is mapped for ever.
+            // SAFETY: the memory is never unmapped.
             unsafe {
                 set_memory(&vm, slot, 0, gpa, 1 << 20, hva);
                 set_memory(&vm, slot, 0, (64 + round % 5) << 20, 1 << 20, hva);
@@ -388,7 +390,7 @@ fn changes_memslots() {
     wait();
 }
 
-/// Calls two functions in turns, for ever, of which one takes three times as long as the other.
+/// Guest code that calls two functions in turns for ever. One function takes three times as long as the other.
 #[rustfmt::skip]
 const CALLS: [(usize, &[u8]); 3] = [
     (0, &[
@@ -412,12 +414,12 @@ const CALLS: [(usize, &[u8]); 3] = [
     ]),
 ];
 
-/// Starts a vCPU that runs [`CALLS`] at 2 MiB in protected mode: in real mode nothing is compiled.
+/// Starts a vCPU that runs [`CALLS`] at 2 MiB in protected mode, because slat compiles no real-mode code.
 fn start_calls(kvm: &Kvm) -> VmFd {
     let (vm, vcpu) = machine(kvm, &[]);
     let start = memory(&vm, 1, 0, 2 << 20, MEMORY);
     for (at, code) in CALLS {
-        // SAFETY: the mapping is larger.
+        // SAFETY: the mapping is larger than `code` at this offset, and the two do not overlap.
         unsafe { std::ptr::copy_nonoverlapping(code.as_ptr(), start.add(at), code.len()) };
     }
     let mut sregs = vcpu.get_sregs().unwrap();
@@ -458,16 +460,16 @@ fn calls_functions_confined() {
     wait();
 }
 
-/// Calls functions, and has a child that does so, too, in two VMs.
+/// Calls functions in one VM, and forks a child that calls functions in two VMs.
 #[test]
 #[ignore = "a client"]
 fn forks_and_calls_functions() {
     let kvm = Kvm::new().unwrap();
     let _vm = start_calls(&kvm);
-    // SAFETY: this thread alone goes on in the child.
+    // SAFETY: only this thread continues in the child.
     let child = unsafe { libc::fork() };
     if child == 0 {
-        // The test may kill the parent. SAFETY: a plain call.
+        // This ends the child if the test kills its parent. SAFETY: the call has only number arguments.
         unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
         let kvm = Kvm::new().unwrap();
         let _vms = [start_calls(&kvm), start_calls(&kvm)];
@@ -477,6 +479,6 @@ fn forks_and_calls_functions() {
     }
     println!("child {child}");
     wait();
-    // SAFETY: a plain call.
+    // SAFETY: the call has only number arguments.
     unsafe { libc::kill(child, libc::SIGKILL) };
 }

@@ -1,4 +1,4 @@
-//! `slat gdb` as GDB sees it: a small client of GDB's remote protocol.
+//! Tests `slat gdb` with a small client of GDB's remote protocol.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
@@ -7,12 +7,11 @@ use std::time::{Duration, Instant};
 
 use super::harness::{Client, Scratch, poll, text, unless};
 
-/// The numbers of registers, and where their values are among those of all.
+/// Register numbers of GDB, and the offset of some registers' values in the packet that has all registers.
 const RAX: usize = 0;
 const RIP: usize = 16;
 
-/// Starts `slat gdb`, and connects to it as GDB does. Returns the process, the rest of what it
-/// says, and the connection.
+/// Starts `slat gdb`, and connects to it as GDB does. Returns the process, its standard error, and the connection.
 fn connect(scratch: &Scratch, pid: u32) -> (Child, BufReader<ChildStderr>, TcpStream) {
     let mut command = scratch.slat(&["gdb", &pid.to_string(), "--listen", ":0"]);
     let mut slat = command.stderr(Stdio::piped()).spawn().unwrap();
@@ -25,11 +24,11 @@ fn connect(scratch: &Scratch, pid: u32) -> (Child, BufReader<ChildStderr>, TcpSt
     (slat, errors, stream)
 }
 
-/// A debugger, and the `slat gdb` that serves it; killed when dropped.
+/// A debugger's connection, and the `slat gdb` that serves it. Dropping this kills `slat gdb`.
 struct Gdb {
     stream: TcpStream,
     slat: Child,
-    /// What `slat gdb` says has a reader.
+    /// Keeps the pipe open, so that `slat gdb` can print.
     _errors: BufReader<ChildStderr>,
 }
 
@@ -59,7 +58,7 @@ impl Gdb {
         assert_eq!(self.byte(), b'+', "{packet}");
     }
 
-    /// Reads a packet. An asterisk repeats the character before it.
+    /// Reads a packet. An asterisk means that the character before it is repeated.
     fn reply(&mut self) -> String {
         assert_eq!(self.byte(), b'$');
         let mut reply = String::new();
@@ -88,13 +87,13 @@ impl Gdb {
         assert_eq!(self.ask(packet), "OK", "{packet}");
     }
 
-    /// Returns a register of a vCPU.
+    /// Returns the value of a vCPU's register.
     fn register(&mut self, vcpu: u32, number: usize) -> u64 {
         self.done(&format!("Hg{:x}", vcpu + 1));
         number_of(&self.ask(&format!("p{number:x}")))
     }
 
-    /// Lets the VM go on, and waits until it stops.
+    /// Resumes the VM by `packet`, and waits until the VM stops.
     fn until_stop(&mut self, packet: &str) -> String {
         self.ask(packet)
     }
@@ -117,7 +116,7 @@ impl Drop for Gdb {
     }
 }
 
-/// Reads a value whose first byte is the lowest.
+/// Parses a hexadecimal number whose first byte is the lowest.
 fn number_of(digits: &str) -> u64 {
     let bytes = digits.as_bytes().chunks(2);
     bytes.rev().fold(0, |all, two| {
@@ -126,7 +125,7 @@ fn number_of(digits: &str) -> u64 {
     })
 }
 
-/// Starts a client with two vCPUs, and a debugger of its VM.
+/// Starts a client with two vCPUs, and attaches a debugger to its VM.
 fn debugged(scratch: &Scratch) -> (Client, Gdb) {
     let client = scratch.start(&[], "two_vcpus");
     scratch.published(client.pid());
@@ -134,7 +133,7 @@ fn debugged(scratch: &Scratch) -> (Client, Gdb) {
     (client, gdb)
 }
 
-/// Waits until the VM of a process executes.
+/// Waits until the VM of the process executes instructions.
 fn executes(scratch: &Scratch, pid: u32) {
     let counted = || {
         let process = scratch.published(pid);
@@ -171,12 +170,12 @@ fn vcpus_are_threads_whose_registers_and_memory_can_be_read_and_written() {
     assert_eq!(gdb.ask("m0,6"), "40a30030ebfa");
     gdb.done("M3456,2:1234");
     assert_eq!(gdb.ask("m3455,4"), "00123400");
-    // Behind the memory. In real mode without paging both kinds of address are the same.
+    // This address is after the end of memory. In real mode without paging, linear and physical addresses are equal.
     assert_eq!(gdb.ask("m100000,1"), "E0e");
-    // monitor phys on
+    // This packet is the command `monitor phys on`.
     gdb.done("qRcmd,70687973206f6e");
     assert_eq!(gdb.ask("m3456,2"), "1234");
-    // A selector cannot be set.
+    // A segment selector cannot be set.
     assert!(gdb.ask("P12=01000000").starts_with('E'));
 }
 
@@ -208,7 +207,7 @@ fn breakpoints_and_watchpoints_stop_all_vcpus() {
         assert_eq!(gdb.register(0, RIP), 4);
         gdb.done(&format!("z{kind},3001,1"));
     }
-    // Nothing reads it.
+    // Nothing reads this address.
     gdb.done("Z3,3000,2");
     gdb.say("vCont;c");
     std::thread::sleep(Duration::from_millis(100));
@@ -266,7 +265,7 @@ fn one_debugger_at_a_time() {
     errors.read_to_string(&mut error).unwrap();
     assert_eq!(second.wait().unwrap().code(), Some(1));
     assert!(error.contains("has a debugger already"), "{error}");
-    // Others see what the VM counts meanwhile.
+    // Other commands can read the VM's counters while it is debugged.
     scratch.published(client.pid());
     drop(gdb);
     let none = scratch.slat(&["gdb", "2147483647"]).output().unwrap();
@@ -313,8 +312,8 @@ fn a_vmm_pauses_a_vcpu_that_a_debugger_holds() {
     }
 }
 
-/// What a debugger writes is executed, also where the guest has executed something else. The debugger is told of each
-/// vCPU that hits a watchpoint, also if several hit theirs at once.
+/// Code that a debugger writes is executed, even where the guest has executed other code. The debugger is told about
+/// each vCPU that hits a watchpoint, even if several vCPUs hit one at the same time.
 #[test]
 fn each_hit_of_each_vcpu_is_told() {
     let scratch = Scratch::new("gdb-hits");
@@ -353,7 +352,7 @@ fn each_hit_of_each_vcpu_is_told() {
     panic!("one vCPU only: {stops:?}");
 }
 
-/// A vCPU that is made while its VM has a debugger is held as the others are, and has their breakpoints.
+/// A vCPU that is created while its VM is debugged is held like the others, and has their breakpoints.
 #[test]
 fn a_new_vcpu_has_the_debugger_of_the_others() {
     let scratch = Scratch::new("gdb-new");
@@ -371,7 +370,7 @@ fn a_new_vcpu_has_the_debugger_of_the_others() {
                 let threads = gdb.ask("qfThreadInfo");
                 unless(threads == "m01,02", "one vCPU")
             });
-            // It has time to run.
+            // Gives the new vCPU time to run.
             std::thread::sleep(Duration::from_millis(200));
             gdb.say("vCont;c");
         }
@@ -393,7 +392,7 @@ fn a_new_vcpu_waits_for_no_debugger_that_has_gone() {
     client.said("ready");
 }
 
-/// Linear addresses beside one another may be apart in memory.
+/// Adjacent linear addresses may be far apart in physical memory.
 #[test]
 fn memory_of_two_pages_is_read_and_written_by_linear_addresses() {
     let scratch = Scratch::new("gdb-pages");
@@ -403,11 +402,12 @@ fn memory_of_two_pages_is_read_and_written_by_linear_addresses() {
     let mut gdb = Gdb::start(&scratch, client.pid());
     gdb.done("M6ffe,4:01020304");
     assert_eq!(gdb.ask("m6ffd,6"), "000102030400");
-    // monitor phys on
+    // This packet is the command `monitor phys on`.
     gdb.done("qRcmd,70687973206f6e");
     assert_eq!(gdb.ask("m8ffd,4"), "00010200");
     assert_eq!(gdb.ask("ma000,4"), "03040000");
-    // What is written may be a table that the guest has used: it copies a byte of another page from now on.
+    // The debugger may write to a page table that the guest uses. From now on, the guest copies a byte of another
+    // page.
     gdb.done("M101018,4:03a00000");
     gdb.say("vCont;c");
     executes(&scratch, client.pid());

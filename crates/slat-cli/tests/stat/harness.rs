@@ -1,4 +1,4 @@
-//! Clients under `slat run`, and the commands that watch them.
+//! Starts clients under `slat run`, and the commands that watch them.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-/// A directory of one test, in which processes publish; removed at its end.
+/// A directory for one test, in which processes publish their sockets. Dropping this removes it.
 pub struct Scratch(pub PathBuf);
 
 impl Scratch {
@@ -65,7 +65,7 @@ impl Scratch {
             .unwrap()
     }
 
-    /// Asks for all counters, of `pid` or of all processes.
+    /// Returns all counters of `pid`, or of all processes.
     pub fn json(&self, pid: Option<u32>) -> Vec<Value> {
         let pid = pid.map(|pid| pid.to_string());
         let mut arguments = vec!["--once", "--json"];
@@ -80,7 +80,7 @@ impl Scratch {
         fs::read_dir(self.0.join("slat-stat")).map_or(0, |entries| entries.count())
     }
 
-    /// Waits until a process has published its counters: a thread of its own does that.
+    /// Waits until a process has published its counters, which a thread of that process does.
     pub fn published(&self, pid: u32) -> Value {
         poll(20, || {
             let mut all = self.json(None).into_iter();
@@ -96,7 +96,7 @@ impl Drop for Scratch {
     }
 }
 
-/// A running client; killed when dropped.
+/// A running client. Dropping this kills it.
 pub struct Client {
     pub process: Child,
     output: BufReader<ChildStdout>,
@@ -107,7 +107,7 @@ impl Client {
         self.process.id()
     }
 
-    /// Reads its output up to a line that ends with `word`; returns all of it.
+    /// Reads the client's output up to a line that ends with `word`. Returns everything that was read.
     pub fn said(&mut self, word: &str) -> String {
         let mut all = String::new();
         loop {
@@ -129,7 +129,7 @@ impl Client {
         }
     }
 
-    /// Lets it go on.
+    /// Tells the client to continue.
     pub fn proceed(&mut self) {
         let input = self.process.stdin.as_mut().unwrap();
         input.write_all(b"\n").unwrap();
@@ -148,7 +148,7 @@ impl Drop for Client {
     }
 }
 
-/// Asks again and again, until there is an answer. Panics with what is said in place of one after `seconds`.
+/// Calls `ask` repeatedly, until it returns a result. After `seconds`, panics with the text that it returned last.
 pub fn poll<T>(seconds: u64, mut ask: impl FnMut() -> Result<T, String>) -> T {
     let begin = Instant::now();
     loop {
@@ -160,7 +160,7 @@ pub fn poll<T>(seconds: u64, mut ask: impl FnMut() -> Result<T, String>) -> T {
     }
 }
 
-/// Says `why` unless `done`.
+/// Returns the error `why` unless `done`.
 pub fn unless(done: bool, why: &str) -> Result<(), String> {
     if done { Ok(()) } else { Err(why.to_owned()) }
 }
@@ -169,34 +169,35 @@ pub fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).unwrap()
 }
 
-/// The number of VMs in a process that has many; SLAT_TEST_VMS is another one.
+/// The number of VMs in a test with many VMs. The variable SLAT_TEST_VMS changes it.
 pub fn vms() -> usize {
     let wanted = std::env::var("SLAT_TEST_VMS");
     wanted.map_or(1000, |wanted| wanted.parse().unwrap())
 }
 
 pub fn is_root() -> bool {
-    // SAFETY: no arguments.
+    // SAFETY: the call has no arguments.
     unsafe { libc::geteuid() == 0 }
 }
 
-/// A user who has no VM.
+/// The number of a user who has no VM.
 pub const ANOTHER: &str = "54321";
 
-/// Runs `slat` as another user: `None` without root.
+/// Runs `slat` as another user. Returns `None` if this process is not root.
 pub fn as_another(scratch: &Scratch, arguments: &[&str]) -> Option<Output> {
     if !is_root() {
         eprintln!("skipped: only root can be another user");
         return None;
     }
-    // A copy that everybody may execute, wherever the build is.
+    // Make a copy that every user can execute, because others may have no access to the build directory.
     let name = scratch.0.file_name().unwrap().to_str().unwrap();
     let directory = PathBuf::from(format!("/tmp/slat-{name}-{}", std::process::id()));
     fs::create_dir_all(&directory).unwrap();
     fs::set_permissions(&directory, fs::Permissions::from_mode(0o755)).unwrap();
     let program = directory.join("slat");
     if !program.exists() {
-        // By another process: a file that is open for writing in a child of another test could not be executed.
+        // Another process makes the copy. Otherwise a child of another test might have the copy open for writing, and
+        // it could not be executed.
         let mut copy = Command::new("cp");
         let copied = copy.arg(env!("CARGO_BIN_EXE_slat")).arg(&program).status();
         assert!(copied.unwrap().success());

@@ -1,4 +1,4 @@
-//! `slat stat`, `slat map` and `slat gdb` as a user sees them: clients run under `slat run`, and another
+//! Tests `slat stat`, `slat map` and `slat gdb` as a user sees them: clients run under `slat run`, and another
 //! process watches them.
 #![cfg(target_arch = "x86_64")]
 
@@ -20,7 +20,7 @@ use serde_json::Value;
 
 use harness::{ANOTHER, Client, Scratch, as_another, is_root, poll, text, unless, vms};
 
-/// Returns the counters in the account of `slat run --stats`.
+/// Returns the counters that `slat run --stats` has printed in `text`.
 fn account(text: &str) -> BTreeMap<String, u64> {
     let lines = text.lines().filter(|line| line.starts_with("  "));
     let pairs = lines.filter_map(|line| {
@@ -63,7 +63,7 @@ fn totals_are_those_of_the_account_at_the_end() {
         assert_eq!(value.as_u64().unwrap(), printed, "{name}: {errors}");
         compared += usize::from(printed != 0);
     }
-    // Faults, leaves, instructions, blocks …
+    // Not only zeroes were compared: faults, leaves, instructions, blocks and others are not 0.
     assert!(compared > 5, "{compared}: {errors}");
     assert_eq!(scratch.sockets(), 0, "it has removed its socket");
 }
@@ -139,7 +139,7 @@ fn the_next_process_removes_what_dead_ones_have_left() {
     }
     killed.iter_mut().for_each(Client::kill);
     assert_eq!(scratch.sockets(), 4, "they could not remove their sockets");
-    // From here on nobody asks, who would remove them, too.
+    // No command that asks processes runs from here on, because such a command would remove the dead sockets itself.
     let mut next = scratch.start(&[], "halts");
     poll(20, || {
         let sockets = scratch.sockets();
@@ -198,7 +198,7 @@ fn forked_children_are_processes_of_their_own() {
         let mut client = scratch.start(&[], "forks");
         let parent = scratch.published(client.pid());
         assert_eq!(parent["vms"].as_array().unwrap().len(), 1);
-        // `start` has read the line that names the children; they are found by their parent.
+        // `start` has read the line that names the children. So this finds the children by their parent.
         let children = fs::read_to_string(format!("/proc/{0}/task/{0}/children", client.pid()));
         let mut children: Vec<u32> = match children {
             Ok(children) => children
@@ -208,7 +208,7 @@ fn forked_children_are_processes_of_their_own() {
             Err(_) => Vec::new(),
         };
         if children.is_empty() {
-            // The test harness runs a test on a thread of its own.
+            // The test harness runs a test on another thread than the main one.
             for task in fs::read_dir(format!("/proc/{}/task", client.pid())).unwrap() {
                 let list = fs::read_to_string(task.unwrap().path().join("children")).unwrap();
                 children.extend(list.split_whitespace().map(|id| id.parse::<u32>().unwrap()));
@@ -217,7 +217,7 @@ fn forked_children_are_processes_of_their_own() {
         let [without, with] = children[..] else {
             panic!("{children:?}")
         };
-        // It is seen as soon as it has one.
+        // A process is seen as soon as it has a VM.
         poll(20, || match scratch.published(with)["vms"].as_array() {
             Some(vms) if vms.len() == 2 => Ok(()),
             vms => Err(format!("not two VMs: {vms:?}")),
@@ -229,14 +229,14 @@ fn forked_children_are_processes_of_their_own() {
             .map(|it| it["pid"].clone())
             .collect();
         for child in [without, with] {
-            // SAFETY: the client's children, which do not end by themselves.
+            // SAFETY: the processes are the client's children, which do not end by themselves.
             unsafe { libc::kill(child as i32, libc::SIGKILL) };
         }
         (pids, client.pid(), without, with)
     };
     let (pids, parent, without, with) = program_says;
     assert!(pids.contains(&with.into()), "{pids:?}");
-    // A child that lives on does not keep its parent's socket.
+    // A child that is still running does not keep its parent's socket alive.
     assert!(
         !pids.contains(&parent.into()) && !pids.contains(&without.into()),
         "{pids:?}"
@@ -261,7 +261,7 @@ fn a_seccomp_filter_does_not_end_a_trace() {
         .slat(&["trace", "report", "--json", file.to_str().unwrap()])
         .output();
     let report: Value = serde_json::from_slice(&report.unwrap().stdout).unwrap();
-    // Its vCPU ran under the filter.
+    // The vCPU of the client ran under the filter.
     assert_eq!(report["exits"]["HLT"]["samples"], 1, "{report}");
     assert_eq!(
         (&report["lost"], &report["unpaired"]),
@@ -299,7 +299,7 @@ fn a_guest_that_computes_is_seen_to() {
     assert_eq!(rows.len(), 3, "{table}");
     assert_eq!(rows[0][1..4], [pid.as_str(), "0", "0"]);
     assert_eq!(rows[0][6], "");
-    // The guest never exits by itself: the ticker has it say how far it is.
+    // The guest never exits by itself. A ticker makes it report its counters.
     let rate: u64 = rows[2][6].parse().unwrap();
     assert!(rate > 100_000, "{table}");
     let process = scratch.published(client.pid());
@@ -311,8 +311,7 @@ fn a_stopped_process_is_listed_and_said_to_be_silent() {
     let scratch = Scratch::new("stopped");
     let client = scratch.start(&[], "halts");
     scratch.published(client.pid());
-    // The signal takes effect when a thread of the process sees it.
-    // SAFETY: our own child.
+    // The signal takes effect when a thread of the process notices it. SAFETY: the process is a child of this one.
     let stopped = unsafe {
         libc::kill(client.pid() as i32, libc::SIGSTOP);
         libc::waitpid(client.pid() as i32, std::ptr::null_mut(), libc::WUNTRACED)
@@ -394,7 +393,7 @@ fn a_directory_that_lets_others_in_is_not_used() {
     fs::create_dir(&directory).unwrap();
     fs::set_permissions(&directory, fs::Permissions::from_mode(0o755)).unwrap();
     let client = scratch.start(&[], "halts");
-    // It publishes in another directory, and is seen all the same.
+    // The process publishes in another directory, and is found there, too.
     scratch.published(client.pid());
     assert_eq!(scratch.sockets(), 0);
 }
@@ -406,7 +405,7 @@ fn a_process_that_cannot_publish_runs_all_the_same() {
         return;
     }
     let scratch = Scratch::new("unpublished");
-    // Neither the runtime directory nor this one is the user's.
+    // Neither the runtime directory nor this directory belongs to the user.
     let blocked = PathBuf::from(format!("/tmp/slat-stat-{ANOTHER}"));
     fs::create_dir_all(&blocked).unwrap();
     let ran = as_another(&scratch, &["run"]);

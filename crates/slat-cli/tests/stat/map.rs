@@ -1,4 +1,4 @@
-//! `slat map`: what it shows is what the process counts.
+//! Checks that `slat map` shows what the process counts.
 
 use serde_json::Value;
 
@@ -25,7 +25,7 @@ fn totals_are_the_counters_of_leaves() {
         assert_eq!(vm["total"]["4k"], counted["pages_4k"], "{vm}");
         assert_eq!(vm["total"]["4k"], 16, "{vm}");
         assert_eq!(vm["total"].get("2m"), None);
-        // The device read is cached, whether a memslot is there or not.
+        // The device read is cached, whether or not there is a memslot.
         let device = &vm["holes"][0];
         let expected = [0x10_1000, 4096].map(Value::from);
         if mmu != "shadow" {
@@ -51,7 +51,7 @@ fn totals_are_the_counters_of_leaves() {
         assert_eq!(slots[0]["flags"], Value::Array(Vec::new()));
         assert_eq!(slots[1]["flags"][0], "logging");
         assert_eq!(slots[2]["flags"][0], "read-only");
-        // 256 pages in 64 cells: code in page 0, stores to 15 more.
+        // 256 pages are in 64 cells. Page 0 has code, and 15 more pages were written.
         let cells = slots[0]["cells"].as_array().unwrap();
         assert_eq!((cells.len(), &slots[0]["cell_pages"]), (64, &4.into()));
         assert!(cells[..4].iter().all(|cell| cell["4k"] == 4), "{vm}");

@@ -1,4 +1,4 @@
-//! The names of guest code: in perf's map, and in slat's own profiles.
+//! Tests the names of guest code in perf's map and in slat's own profiles.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use super::harness::{Client, Scratch, poll, text, unless};
 
-/// The names of the client's code, as in System.map.
+/// The names of the client's functions, in the form of System.map.
 const SYMBOLS: &str = "0000000000200000 T guest_main\n0000000000201000 T slow_function\n0000000000202000 t fast_function\n";
 
 fn symbols(scratch: &Scratch) -> PathBuf {
@@ -18,7 +18,7 @@ fn symbols(scratch: &Scratch) -> PathBuf {
     file
 }
 
-/// Waits until `found` returns something of the file.
+/// Waits until `found` returns something for the content of `file`.
 fn wait_for<T>(file: &str, found: impl Fn(&str) -> Option<T>) -> T {
     poll(30, || {
         let content = fs::read_to_string(file).unwrap_or_default();
@@ -26,7 +26,7 @@ fn wait_for<T>(file: &str, found: impl Fn(&str) -> Option<T>) -> T {
     })
 }
 
-/// Runs perf. Returns what it prints, or why it failed.
+/// Runs perf. Returns its output, or an error that says why it failed.
 fn perf(arguments: &[&str]) -> Result<String, String> {
     let output = Command::new("perf").args(arguments).output();
     let output = output.map_err(|error| error.to_string())?;
@@ -36,7 +36,7 @@ fn perf(arguments: &[&str]) -> Result<String, String> {
     }
 }
 
-/// Has perf record a client for a second. Returns its file. `None`: perf does not record here.
+/// Makes perf record a client for a second. Returns the path of perf's file, or `None` if perf cannot record here.
 fn record(scratch: &Scratch, client: &Client, options: &[&str]) -> Option<String> {
     let data = scratch.0.join("perf.data").to_str().unwrap().to_owned();
     let pid = client.pid().to_string();
@@ -63,7 +63,7 @@ fn perf_names_guest_functions() {
     ];
     let client = scratch.start(&options, "calls_functions");
     let map = format!("/tmp/perf-{}.map", client.pid());
-    // The hot loop is compiled by both tiers.
+    // Both tiers compile the hot loop.
     wait_for(&map, |map| {
         let lines = map
             .lines()
@@ -108,7 +108,7 @@ fn perf_finds_the_code_of_guest_functions_in_a_jitdump() {
             .filter(|bytes| bytes == name)
             .count()
     };
-    // The hot loop is compiled by both tiers.
+    // Both tiers compile the hot loop.
     poll(30, || unless(regions() >= 2, "it is not compiled"));
     let maps = fs::read_to_string(format!("/proc/{}/maps", client.pid())).unwrap();
     let marker = maps
@@ -127,11 +127,11 @@ fn perf_finds_the_code_of_guest_functions_in_a_jitdump() {
     client.proceed();
     assert!(client.process.wait().unwrap().success());
     let bytes = fs::read(&dump).unwrap();
-    // The record of the end: its id, and its size.
+    // The last record marks the end: its id, and its size.
     assert_eq!(bytes[bytes.len() - 16..][..8], [3, 0, 0, 0, 16, 0, 0, 0]);
 }
 
-/// Returns the samples of a profile by stack.
+/// Returns the number of samples of each stack in a profile.
 fn samples(profile: &str) -> BTreeMap<&str, u64> {
     let lines = profile.lines().map(|line| line.rsplit_once(' ').unwrap());
     lines
@@ -139,8 +139,8 @@ fn samples(profile: &str) -> BTreeMap<&str, u64> {
         .collect()
 }
 
-/// Whether there are enough samples of both functions, three times as many of the slow one. While the host runs others,
-/// all samples are of where the guest was stopped: on a busy machine it takes more of them.
+/// Whether there are enough samples of both functions, and three times as many of the slow one. While the host runs
+/// other programs, all samples are at the place where the guest was stopped; so a busy machine needs more samples.
 fn is_three_to_one(profile: &str) -> bool {
     let samples = samples(profile);
     let of = |stack| samples.get(stack).copied().unwrap_or_default();
@@ -185,7 +185,7 @@ fn a_confined_process_writes_its_last_samples() {
     assert!(client.process.wait().unwrap().success());
     let profile = fs::read_to_string(file).unwrap();
     assert!(total(&profile) > first, "{first}, then {profile}");
-    // The addresses of the loops, called from the last byte of a call.
+    // The names are the addresses of the loops, and the address of the last byte of the call.
     assert!(
         samples(&profile).contains_key("0x20000b;0x201008"),
         "{profile}"
@@ -236,7 +236,7 @@ fn a_further_process_has_a_file_of_its_own_and_vms_are_told_apart() {
         let entries = fs::read_dir(&scratch.0).unwrap().filter(is_profile);
         entries.map(|entry| fs::read_to_string(entry.unwrap().path()).unwrap())
     };
-    // The process that comes first has the name.
+    // The process that creates its file first gets the plain name.
     let (of_one, of_two) = (
         "\nguest_main;slow_function ",
         "\nVM 1;guest_main;slow_function ",

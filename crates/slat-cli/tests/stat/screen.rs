@@ -1,15 +1,15 @@
-//! The live views, in a terminal of tmux's.
+//! Tests the live views in a terminal of tmux.
 
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 use super::harness::{Scratch, text};
 
-/// A terminal of 140 by 30 characters, on a tmux server of its own.
+/// A terminal of 140 by 30 characters. It has its own tmux server.
 struct Terminal(String);
 
 impl Terminal {
-    /// Returns `None`, and says so, where there is no tmux.
+    /// Returns `None`, and prints so, if there is no tmux.
     fn new(scratch: &Scratch, command: &str) -> Option<Self> {
         let name = scratch.0.file_name().unwrap().to_str().unwrap();
         let name = format!("slat-{name}-{}", std::process::id());
@@ -41,7 +41,7 @@ impl Terminal {
         self.tmux(&["send-keys", key]);
     }
 
-    /// Waits until the screen fulfils a condition; returns its lines.
+    /// Waits until `condition` holds for the lines of the screen. Returns these lines.
     fn shows(&self, condition: impl Fn(&[&str]) -> bool) -> String {
         let begin = Instant::now();
         loop {
@@ -86,7 +86,7 @@ fn the_live_table_shows_rates_and_follows_keys() {
     let Some(terminal) = Terminal::new(&scratch, &command) else {
         return;
     };
-    // One VM with one vCPU, which computes: its speed is in the fifth column.
+    // There is one VM with one vCPU that computes. Its speed is in the fifth column.
     let is_fast = |lines: &[&str]| {
         let row = row(lines, &pid);
         row.get(4)

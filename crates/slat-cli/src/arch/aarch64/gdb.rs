@@ -1,4 +1,4 @@
-//! The registers for GDB.
+//! The registers that GDB sees.
 
 /// GDB's name of the architecture.
 pub const NAME: &str = "aarch64";
@@ -6,13 +6,13 @@ pub const NAME: &str = "aarch64";
 /// The name of the program counter.
 pub const PC: &str = "pc";
 
-/// Returns the definitions of the types that GDB's feature uses but does not define, if a register of type `kind` is the
-/// first one of its feature: none, because there is no register yet.
+/// Returns the definitions of the types that one of GDB's register features uses but does not define. On this
+/// architecture there are none, because no register is shown yet.
 pub fn types(_kind: &str, _is_first: bool) -> &'static str {
     ""
 }
 
-/// Describes what a vCPU does. `value` returns the value of a register, by its name.
+/// Describes in words what a vCPU does. `value` returns a register's value, by the register's name.
 pub fn describe(value: impl Fn(&str) -> u64) -> String {
     format!("at virtual address {:#x}", value(PC))
 }

@@ -1,4 +1,4 @@
-//! The lines of `slat info`, and words of the help.
+//! The lines of `slat info` and the words of the help that depend on the architecture.
 
 use slat_kvm::engine::TableFormat;
 
@@ -8,13 +8,13 @@ pub const MMU: &str = "What makes the tables: tdp (a tree)";
 /// The help for `--format`.
 pub const FORMAT: &str = "Format of the tables; usually the one for pages as large as the host's";
 
-/// Returns the line about guests.
+/// Returns the line of `slat info` about guests: name and text.
 pub fn guests() -> (&'static str, String) {
     let text = "arm64, executed by an interpreter";
     ("guests", text.to_owned())
 }
 
-/// Returns the line about the host's pages.
+/// Returns the line of `slat info` about the host's pages: name and text.
 pub fn fact() -> (&'static str, String) {
     let kib = slat_process::page_size() >> 10;
     let format = TableFormat::default().name();
@@ -24,12 +24,12 @@ pub fn fact() -> (&'static str, String) {
     )
 }
 
-/// Describes whether system calls arrive at slat that a program makes without the C library.
+/// Says whether slat sees the system calls that a program makes without the C library.
 pub fn dispatch() -> &'static str {
     "yes: the instructions by which a program makes system calls of its own are rewritten when it begins"
 }
 
-/// Returns what the host lacks for loading programs: nothing.
+/// Returns what slat needs to load programs and this host lacks. Here nothing is lacking: `None`.
 pub fn missing_for_loading() -> Option<&'static str> {
     None
 }

@@ -1,4 +1,4 @@
-//! AArch64.
+//! The command's parts for AArch64.
 
 pub mod gdb;
 pub mod host;

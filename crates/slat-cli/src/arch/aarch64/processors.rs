@@ -1,8 +1,9 @@
-//! The text of `/proc/cpuinfo`.
+//! The replacement for the text of `/proc/cpuinfo`.
 
 use std::io::BufRead;
 
-/// Returns `None`: programs read the machine's own text, which does not say on arm64 whether the machine has KVM.
+/// Returns `None`, which makes programs read the machine's own file: on arm64 the text does not tell whether there is
+/// KVM.
 pub fn with_virtualization(_: impl BufRead) -> Option<String> {
     None
 }

@@ -1,4 +1,4 @@
-//! The registers for GDB.
+//! The registers that GDB sees.
 
 /// GDB's name of the architecture.
 pub const NAME: &str = "i386:x86-64";
@@ -6,7 +6,7 @@ pub const NAME: &str = "i386:x86-64";
 /// The name of the instruction pointer.
 pub const PC: &str = "rip";
 
-/// Types that GDB's x86 features name but do not define.
+/// The definitions of types that GDB's x86 features name but do not define.
 const FLAGS: &str = r#"<flags id="i386_eflags" size="4">
 <field name="CF" start="0" end="0"/><field name="" start="1" end="1"/><field name="PF" start="2" end="2"/>
 <field name="AF" start="4" end="4"/><field name="ZF" start="6" end="6"/><field name="SF" start="7" end="7"/>
@@ -26,18 +26,18 @@ const VECTOR: &str = r#"<vector id="v4f" type="ieee_single" count="4"/><vector i
 </union>
 "#;
 
-/// Returns the definitions of the types that a feature uses but does not define, if a register of type `kind` is the
-/// first one of the feature. `is_first`: the feature is the first one.
+/// Returns the definitions of the types that a register feature uses but does not define. Returns an empty text
+/// unless a register of type `kind` is the first one of its feature. `is_first`: the feature is the first one.
 pub fn types(kind: &str, is_first: bool) -> &'static str {
     match kind {
-        // The first of the core registers, and of the vectors.
+        // `FLAGS` belongs to the core registers, whose first register is an `int64`; `VECTOR` belongs to the vectors.
         "int64" if is_first => FLAGS,
         "vec128" => VECTOR,
         _ => "",
     }
 }
 
-/// Returns the mode of a vCPU.
+/// Returns the name of the mode in which a vCPU executes.
 fn mode(value: impl Fn(&str) -> u64) -> &'static str {
     let bit = |name, bit: u32| value(name) >> bit & 1 != 0;
     match (bit("cr0", 0), bit("efer", 10), bit("cr0", 31)) {
@@ -48,7 +48,7 @@ fn mode(value: impl Fn(&str) -> u64) -> &'static str {
     }
 }
 
-/// Describes what a vCPU does. `value` returns the value of a register, by its name.
+/// Describes in words what a vCPU does. `value` returns a register's value, by the register's name.
 pub fn describe(value: impl Fn(&str) -> u64) -> String {
     let long = value("efer") >> 10 & 1 != 0;
     let base = if long { 0 } else { value("cs_base") };

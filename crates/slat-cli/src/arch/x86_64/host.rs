@@ -1,4 +1,4 @@
-//! The lines of `slat info`, and words of the help.
+//! The lines of `slat info` and the words of the help that depend on the architecture.
 
 use slat_kvm::cpuid::{host_leaf, is_amd};
 use slat_process::pointers::can_be_separate;
@@ -10,23 +10,23 @@ pub const MMU: &str = "What makes the tables: tdp (a tree), direct (shadow pages
 /// The help for `--format`.
 pub const FORMAT: &str = "Format of the tables; usually ept, with the shadow MMU x86";
 
-/// Returns the line about guests.
+/// Returns the line of `slat info` about guests: name and text.
 pub fn guests() -> (&'static str, String) {
     ("nested guests", nested_guests())
 }
 
-/// Returns the line about the host's processors.
+/// Returns the line of `slat info` about the host's processors: name and text.
 pub fn fact() -> (&'static str, String) {
     ("VMX or SVM", virtualization())
 }
 
-/// Returns what the host lacks for loading programs. `None`: nothing.
+/// Returns what slat needs to load programs and this host lacks; `None` if nothing is lacking.
 pub fn missing_for_loading() -> Option<&'static str> {
     let has_all = is_dispatched() && can_be_separate();
     (!has_all).then_some("dispatch, and FSGSBASE (Linux 5.9)")
 }
 
-/// Describes what a guest needs to be a hypervisor. Guests check the vendor before they check for SVM.
+/// Says which CPUID a guest needs to be a hypervisor. Guests check the vendor before they check for SVM.
 fn nested_guests() -> String {
     let model = match is_amd() {
         true => "host, or EPYC,+svm",
@@ -35,8 +35,8 @@ fn nested_guests() -> String {
     format!("SVM with nested paging (QEMU: -cpu {model})")
 }
 
-/// Returns the processor's own report about virtualization. slat cannot change this report for a program that executes
-/// CPUID.
+/// Returns what CPUID on this processor says about virtualization. slat cannot change the result of CPUID for a
+/// program.
 fn virtualization() -> String {
     // Intel SDM, volume 2, CPUID: leaf 1, ECX bit 5. AMD APM, volume 3, appendix E: leaf 8000_0001h, ECX bit 2.
     let vmx = host_leaf(1, 0).ecx & 1 << 5 != 0;
@@ -47,15 +47,16 @@ fn virtualization() -> String {
     }
 }
 
-/// Whether the kernel redirects to slat the system calls that a program makes without the C library.
+/// Whether the kernel can redirect a program's system calls to slat when the program makes them without the C
+/// library.
 fn is_dispatched() -> bool {
     const SET_DISPATCH: libc::c_int = 59;
     const OFF: libc::c_ulong = 0;
-    // SAFETY: the call turns off dispatch, which this thread does not use, or fails.
+    // SAFETY: the call either fails, or turns off system call dispatch, which this thread does not use.
     unsafe { libc::prctl(SET_DISPATCH, OFF, 0, 0, 0) == 0 }
 }
 
-/// Describes whether system calls arrive at slat that a program makes without the C library.
+/// Says whether slat sees the system calls that a program makes without the C library.
 pub fn dispatch() -> &'static str {
     match is_dispatched() {
         true => "yes: programs may make system calls of their own (Go with cgo, rustix)",

@@ -1,4 +1,4 @@
-//! x86-64.
+//! The command's parts for x86-64.
 
 pub mod gdb;
 pub mod host;

@@ -1,10 +1,10 @@
-//! The text of `/proc/cpuinfo`.
+//! The replacement for the text of `/proc/cpuinfo`.
 
 use std::io::BufRead;
 
-/// Returns the text of `/proc/cpuinfo` with `svm` among the flags of each processor. Returns `None` if the text cannot
-/// be read, or already has such flags. In the second case only the first processor is read, because the kernel takes
-/// time for each.
+/// Returns the text of `/proc/cpuinfo` with `svm` added to the flags of each processor. Returns `None` if the text
+/// cannot be read, or already has `svm` or `vmx`. To find such flags, only the first processor is read, because the
+/// kernel needs time for each.
 pub fn with_virtualization(text: impl BufRead) -> Option<String> {
     let mut changed = String::new();
     for line in text.lines() {

@@ -1,13 +1,13 @@
-//! Programs as files.
+//! What the command must know about program files of this architecture.
 
 use object::elf;
 
-/// The machine's number in an ELF file.
+/// The number of this architecture in the header of an ELF file.
 pub const MACHINE: elf::Machine = elf::EM_X86_64;
 
-/// What a file with another number is not.
+/// What a program of another architecture is not, in error messages.
 pub const NAME: &str = "an x86-64 program";
 
-/// The program that starts the preload library as a program: glibc's dynamic linker, which a machine with another C
-/// library lacks.
+/// The program that starts the preload library as a program: glibc's dynamic linker. A machine with another C library
+/// does not have it.
 pub const LINKER: &str = "/lib64/ld-linux-x86-64.so.2";
