@@ -66,7 +66,7 @@ pub(crate) fn look_of_processors(device: u64, inode: u64) -> Option<&'static lib
 
 /// Asks the kernel about the file at `path`.
 fn look(path: &CStr) -> Option<libc::stat> {
-    // SAFETY: all-zero is a valid `stat`, which the call fills in; a path that ends with 0.
+    // SAFETY: all-zero is a valid `stat`, which the call fills in. The path ends with 0.
     unsafe {
         let mut stat: libc::stat = std::mem::zeroed();
         let here = libc::AT_FDCWD;
@@ -104,7 +104,7 @@ unsafe fn keep() {
     let mut bytes = 0;
     each(&mut |_, text| bytes += text.len());
     let access = libc::PROT_READ | libc::PROT_WRITE;
-    // SAFETY: new memory. If there is no memory, no variable is kept.
+    // SAFETY: the call maps new memory. If there is no memory, no variable is kept.
     let Some(mut at) = (bytes != 0)
         .then(|| unsafe { map_memory(0, bytes, access, 0) }.ok())
         .flatten()

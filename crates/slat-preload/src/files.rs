@@ -135,7 +135,7 @@ fn open_path(
     let Some(file) = instead_of_processors(text, opening) else {
         return opened;
     };
-    // SAFETY: the descriptor is not the program's yet; a path that ends with 0.
+    // SAFETY: the descriptor is not the program's yet, and the path ends with 0.
     let shown = unsafe {
         let (here, flags) = (libc::AT_FDCWD, opening.how().flags);
         let _ = kernel!(libc::SYS_close, opened);

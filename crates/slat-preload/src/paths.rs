@@ -373,7 +373,7 @@ pub fn read_link<'a>(link: &CStr, buffer: &'a mut [u8]) -> Option<&'a [u8]> {
     let link = link.as_ptr() as usize;
     let arguments = [directory as usize, link, to, buffer.len(), 0, 0];
     let (number, arguments) = calls::older(libc::SYS_readlinkat, arguments);
-    // SAFETY: a NUL-terminated path and a live buffer.
+    // SAFETY: the path ends with NUL, and the buffer is live.
     let len = unsafe { raw(number, arguments) };
     usize::try_from(len)
         .ok()
@@ -457,7 +457,8 @@ pub fn word_at(address: usize, readable: &mut Option<usize>) -> Option<u64> {
         }
         *readable = Some(address / PAGE);
     }
-    // SAFETY: aligned, in a page that was readable a moment ago. The word holds part of a C string, by the contract of
+    // SAFETY: the address is aligned, and its page was readable a moment ago. The word holds part of a C string, by
+    // the contract of
     // the called function.
     Some(unsafe { (address as *const u64).read_volatile() })
 }
@@ -546,7 +547,7 @@ mod tests {
 
     #[test]
     fn a_path_ends_where_its_memory_ends() {
-        // SAFETY: two pages, the second of which is not readable.
+        // SAFETY: the calls map two new pages, and make the second one unreadable.
         let end = unsafe {
             let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
             let rights = libc::PROT_READ | libc::PROT_WRITE;
@@ -558,7 +559,7 @@ mod tests {
         };
         let path = b"/dev/kvm\0";
         for cut in 0..path.len() {
-            // SAFETY: bytes at the end of the first page.
+            // SAFETY: the bytes are at the end of the first page.
             let start = unsafe {
                 let start = end.sub(path.len() - cut);
                 start.copy_from_nonoverlapping(path.as_ptr(), path.len() - cut);

@@ -48,7 +48,7 @@ pub fn set_break(to: usize) -> usize {
     drop(held);
     drop(_section);
     if end < mapped {
-        // SAFETY: the program gives this memory back.
+        // SAFETY: the program has shrunk its break, so it does not use this memory any more.
         unsafe { memory::unmap(end, mapped - end) };
     }
     to

@@ -77,7 +77,7 @@ impl Opened {
     /// Opens a file with `flags`, and `O_CLOEXEC`. `None`: the kernel refuses.
     pub fn new(path: &std::ffi::CStr, flags: std::ffi::c_int) -> Option<Self> {
         let flags = flags | libc::O_CLOEXEC;
-        // SAFETY: a path that ends with 0; the call opens a descriptor.
+        // SAFETY: the path ends with 0, and the call opens a descriptor that no other code owns.
         unsafe {
             Self::by(kernel!(
                 libc::SYS_openat,
@@ -97,7 +97,7 @@ impl Opened {
 
     /// Makes a memfd of one of the two kinds.
     pub fn memfd(name: &std::ffi::CStr, kind: usize) -> Option<Self> {
-        // SAFETY: a string that ends with 0; the call opens a descriptor.
+        // SAFETY: the name ends with 0, and the call opens a descriptor that no other code owns.
         unsafe {
             Self::by(match kernel!(libc::SYS_memfd_create, name.as_ptr(), kind) {
                 Err(libc::EINVAL) => kernel!(libc::SYS_memfd_create, name.as_ptr(), 0),
@@ -108,7 +108,7 @@ impl Opened {
 
     /// Writes `bytes` at `offset` of a file. `None`: the kernel refuses, or the limit of file sizes forbids it.
     pub fn write_at(&self, bytes: &[u8], offset: usize) -> Option<()> {
-        // SAFETY: live memory.
+        // SAFETY: the slice is live memory.
         unsafe { self.write_from(bytes.as_ptr() as usize, bytes.len(), offset) }
     }
 

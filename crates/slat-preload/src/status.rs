@@ -71,7 +71,7 @@ fn is_other(mode: u32, device: (u32, u32), size: i64) -> bool {
 /// `T` is plain bytes without padding that matters. `to` is an address of the client; the write is guarded.
 unsafe fn give<T>(to: *mut T, answer: Result<T, i32>) -> c_int {
     let copied = answer.and_then(|value| {
-        // SAFETY: plain bytes of a live value.
+        // SAFETY: the value is live and consists of plain bytes.
         let bytes =
             unsafe { std::slice::from_raw_parts((&raw const value).cast::<u8>(), size_of::<T>()) };
         // SAFETY: the copy is guarded; the address is the client's.

@@ -138,7 +138,7 @@ mod client {
         for file in [named, unnamed] {
             let run = move || {
                 let words = [c"program".as_ptr(), std::ptr::null()];
-                // SAFETY: arrays that end with null.
+                // SAFETY: the arrays end with null.
                 unsafe { libc::fexecve(file.as_raw_fd(), words.as_ptr(), words[1..].as_ptr()) };
                 Err(std::io::Error::last_os_error())
             };

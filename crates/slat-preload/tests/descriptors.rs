@@ -63,11 +63,11 @@ mod client {
         let mut add = |fd: i32, kind, link| {
             assert!(fd >= 0, "{link}: {}", std::io::Error::last_os_error());
             demand_slats(fd);
-            // SAFETY: a descriptor that was just made.
+            // SAFETY: the descriptor was just made, and no other code owns it.
             let fd = unsafe { OwnedFd::from_raw_fd(fd) };
             all.push(Descriptor { fd, kind, link });
         };
-        // SAFETY: plain system calls.
+        // SAFETY: the paths and structs that the calls use are live.
         unsafe {
             let kvm = libc::open(c"/dev/kvm".as_ptr(), libc::O_RDWR | libc::O_CLOEXEC);
             add(kvm, Kind::Device, "/dev/kvm");
@@ -108,7 +108,7 @@ mod client {
     fn links_have_kvms_names() {
         for descriptor in all() {
             let fd = descriptor.fd();
-            // SAFETY: plain call.
+            // SAFETY: the call takes no pointer.
             let thread = unsafe { libc::syscall(libc::SYS_gettid) };
             for directory in [
                 "/proc/self/fd".to_owned(),
@@ -142,7 +142,7 @@ mod client {
             let mut buffer = [0xff_u8; 64];
             for len in [1, 5, link.len() - 1, link.len(), link.len() + 1, 64] {
                 buffer.fill(0xff);
-                // SAFETY: a C string and a live buffer.
+                // SAFETY: the path is a C string, and the buffer is live.
                 let written =
                     unsafe { libc::readlink(path.as_ptr(), buffer.as_mut_ptr().cast(), len) };
                 let expected = len.min(link.len());
@@ -150,7 +150,7 @@ mod client {
                 assert_eq!(buffer[..expected], link[..expected]);
                 assert!(buffer[expected..].iter().all(|byte| *byte == 0xff));
             }
-            // SAFETY: the kernel refuses both.
+            // SAFETY: the kernel refuses both calls.
             unsafe {
                 let none = libc::readlink(path.as_ptr(), buffer.as_mut_ptr().cast(), 0);
                 assert_eq!(outcome(none), -i64::from(libc::EINVAL));
@@ -159,7 +159,7 @@ mod client {
             }
         }
         // The device itself is no link.
-        // SAFETY: a C string and a live buffer.
+        // SAFETY: the path is a C string, and the buffer is live.
         let device = unsafe { libc::readlink(c"/dev/kvm".as_ptr(), [0; 8].as_mut_ptr(), 8) };
         assert_eq!(outcome(device), -i64::from(libc::EINVAL));
     }
@@ -236,7 +236,7 @@ mod client {
 
     /// Returns the common result of all functions that take a descriptor; they must agree.
     fn stat_of(fd: RawFd) -> Seen {
-        // SAFETY: structs to fill in, C strings.
+        // SAFETY: the calls fill in live structs, and the paths are C strings.
         unsafe {
             let get = |function: &dyn Fn(*mut libc::stat) -> i64| {
                 let mut stat: libc::stat = std::mem::zeroed();
@@ -290,7 +290,7 @@ mod client {
     #[test]
     #[ignore = "runs as a client"]
     fn stat_shows_the_kinds_of_files() {
-        // SAFETY: plain call.
+        // SAFETY: the call takes no pointer.
         let event = unsafe { OwnedFd::from_raw_fd(libc::eventfd(0, 0)) };
         let anonymous = stat_of(event.as_raw_fd());
         for descriptor in all() {
@@ -343,7 +343,7 @@ mod client {
                 Kind::GuestMemfd => 0,
                 _ => libc::FD_CLOEXEC,
             };
-            // SAFETY: plain calls.
+            // SAFETY: the calls take no pointer.
             unsafe {
                 assert_eq!(
                     libc::fcntl(fd, libc::F_GETFL),
@@ -467,7 +467,7 @@ mod client {
             }
         }
         // The access mode is checked first.
-        // SAFETY: plain calls and a live buffer.
+        // SAFETY: the calls use only a live buffer.
         unsafe {
             for (mode, read, write) in [
                 (libc::O_RDONLY, libc::EINVAL, libc::EBADF),
@@ -489,7 +489,7 @@ mod client {
         for descriptor in all() {
             let fd = descriptor.fd();
             let seek = |offset: i64, whence: i32| {
-                // SAFETY: plain calls.
+                // SAFETY: the calls take no pointer.
                 let (by_name, by_number) = unsafe {
                     let by_name = outcome(libc::lseek(fd, offset, whence));
                     let by_number = outcome(libc::syscall(libc::SYS_lseek, fd, offset, whence));
@@ -516,7 +516,7 @@ mod client {
             assert_eq!(seek(0, 77), -i64::from(libc::EINVAL));
             if descriptor.kind == Kind::Stats {
                 let mut byte = 0u8;
-                // SAFETY: a live buffer.
+                // SAFETY: the buffer is live.
                 unsafe { libc::read(fd, (&raw mut byte).cast(), 1) };
                 assert_eq!(seek(0, libc::SEEK_SET), 1, "reads move the position");
             }
@@ -526,7 +526,7 @@ mod client {
     #[test]
     #[ignore = "runs as a client"]
     fn descriptors_are_polled_as_kvms() {
-        // SAFETY: plain calls with live structs.
+        // SAFETY: the calls use live structs.
         unsafe {
             let epoll = OwnedFd::from_raw_fd(libc::epoll_create1(0));
             for descriptor in all() {
@@ -570,7 +570,7 @@ mod client {
         for descriptor in all() {
             let path = CString::new(format!("/proc/self/fd/{}", descriptor.fd())).unwrap();
             let open = |flags| {
-                // SAFETY: a C string.
+                // SAFETY: the path is a C string.
                 outcome(unsafe { libc::open(path.as_ptr(), flags) })
             };
             assert_eq!(
@@ -586,9 +586,9 @@ mod client {
                 assert_eq!(again, -i64::from(libc::ENXIO), "{}", descriptor.link);
                 continue;
             }
-            // SAFETY: a descriptor that was just opened.
+            // SAFETY: the descriptor was just opened, and no other code owns it.
             let again = unsafe { OwnedFd::from_raw_fd(again as i32) };
-            // SAFETY: KVM_GET_API_VERSION.
+            // SAFETY: KVM_GET_API_VERSION takes no pointer.
             assert_eq!(unsafe { libc::ioctl(again.as_raw_fd(), 0xae00, 0) }, 12);
         }
     }
@@ -619,7 +619,7 @@ mod client {
     #[test]
     #[ignore = "runs as a client"]
     fn the_device_stays_the_device_across_exec() {
-        // SAFETY: a C string.
+        // SAFETY: the path is a C string.
         let fd = unsafe { OwnedFd::from_raw_fd(libc::open(c"/dev/kvm".as_ptr(), libc::O_RDWR)) };
         let output = std::process::Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "client::heir", "--ignored", "--nocapture"])
@@ -648,14 +648,14 @@ mod client {
             let (mode, _, _, rdev, dev, inode) = stat_of_descriptor(fd);
             assert_eq!((mode, rdev), (path.mode(), libc::makedev(10, 232)));
             assert_eq!((dev, inode), (path.dev(), path.ino()));
-            // SAFETY: KVM_GET_API_VERSION.
+            // SAFETY: KVM_GET_API_VERSION takes no pointer.
             assert_eq!(unsafe { libc::ioctl(fd, 0xae00, 0) }, 12);
         }
     }
 
     /// Returns the `stat` of a descriptor. Asserts that fstat and statx return the same values.
     fn stat_of_descriptor(fd: RawFd) -> Seen {
-        // SAFETY: structs to fill in.
+        // SAFETY: the calls fill in live structs.
         unsafe {
             let mut stat: libc::stat = std::mem::zeroed();
             assert_eq!(libc::fstat(fd, &mut stat), 0);

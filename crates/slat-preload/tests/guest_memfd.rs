@@ -52,7 +52,7 @@ mod client {
     /// Whether the kernel does not have the flags, so that clients cannot run.
     fn is_too_old() -> bool {
         let kvm = Kvm::new().unwrap();
-        // SAFETY: plain system calls.
+        // SAFETY: the call takes no pointer.
         let ask = |cap: u64| unsafe { libc::ioctl(kvm.as_raw_fd(), KVM_CHECK_EXTENSION, cap) };
         demand_slats(kvm.as_raw_fd());
         let flags = ask(KVM_CAP_GUEST_MEMFD_FLAGS);
@@ -103,7 +103,7 @@ mod client {
     }
 
     fn fallocate(file: &OwnedFd, mode: i32, offset: i64, len: i64) -> Result<(), i32> {
-        // SAFETY: plain system call.
+        // SAFETY: the call takes no pointer.
         match unsafe { libc::fallocate(file.as_raw_fd(), mode, offset, len) } {
             0 => Ok(()),
             _ => Err(errno()),
@@ -265,7 +265,7 @@ mod client {
             ..region(&file, 2 * PAGE, 2 * PAGE)
         };
         set(&vm, other).unwrap();
-        // SAFETY: within the mapping.
+        // SAFETY: the address is within the mapping.
         unsafe { start.add(PAGE).write(5) };
         assert_eq!(round(&mut vcpu, 0), Ok(5));
         assert_eq!(round(&mut vcpu, 6), Ok(6));
@@ -459,7 +459,7 @@ mod client {
             let fd = file.as_raw_fd();
             let mut bytes = [0u8; 8];
             let buffer = bytes.as_mut_ptr();
-            // SAFETY: plain system calls with a live buffer.
+            // SAFETY: the calls use only a live buffer.
             unsafe {
                 assert_eq!(
                     (libc::read(fd, buffer.cast(), 8), errno()),

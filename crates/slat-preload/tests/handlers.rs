@@ -94,13 +94,13 @@ mod client {
 
     impl Drop for Alarm {
         fn drop(&mut self) {
-            // SAFETY: made by `new`.
+            // SAFETY: `new` has made it, and nothing uses it any more.
             unsafe { libc::timer_delete(self.0) };
         }
     }
 
     fn run(vcpu: &VcpuFd) -> Result<(), i32> {
-        // SAFETY: a plain call on an open descriptor.
+        // SAFETY: the call takes no pointer, and the descriptor is open.
         match unsafe { libc::ioctl(vcpu.as_raw_fd(), KVM_RUN, 0) } {
             0 => Ok(()),
             _ => Err(errno()),
@@ -112,7 +112,7 @@ mod client {
     }
 
     extern "C" fn use_the_vcpu(_: i32, _: *mut libc::siginfo_t, _: *mut libc::c_void) {
-        // SAFETY: plain calls with structs on the stack.
+        // SAFETY: the calls use live structs on the stack.
         unsafe {
             let mut regs: kvm_regs = zeroed();
             let got = libc::ioctl(VCPU.load(SeqCst), KVM_GET_REGS, &mut regs);
@@ -198,7 +198,7 @@ mod client {
     extern "C-unwind" fn run_for_ever(_: *mut libc::c_void) -> *mut libc::c_void {
         loop {
             HANDLED.store(1, SeqCst);
-            // SAFETY: a plain call on an open descriptor.
+            // SAFETY: the call takes no pointer, and the descriptor is open.
             unsafe { ioctl(VCPU.load(SeqCst), KVM_RUN, 0) };
         }
     }
@@ -279,7 +279,7 @@ mod client {
 
     extern "C" fn say_eperm(_: i32, _: *mut libc::siginfo_t, context: *mut libc::c_void) {
         HANDLED.fetch_add(1, SeqCst);
-        // SAFETY: the kernel's context; the call's result is in RAX.
+        // SAFETY: the context is the kernel's, and RAX in it becomes the call's result.
         unsafe {
             let context = &mut *context.cast::<libc::ucontext_t>();
             context.uc_mcontext.gregs[libc::REG_RAX as usize] = -i64::from(libc::EPERM);
@@ -304,7 +304,7 @@ mod client {
             len: filter.len() as u16,
             filter: filter.as_mut_ptr(),
         };
-        // SAFETY: a filter on the stack, for this thread.
+        // SAFETY: the filter is on the stack, and is for this thread only.
         unsafe {
             assert_eq!(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
             let set = libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &program);
@@ -332,7 +332,7 @@ mod client {
     }
 
     extern "C" fn run_fd(fd: usize) -> i32 {
-        // SAFETY: a plain call on an open descriptor.
+        // SAFETY: the call takes no pointer, and the descriptor is open.
         unsafe { libc::ioctl(fd as i32, KVM_RUN, 0) }
     }
 
@@ -413,7 +413,7 @@ mod client {
     }
 
     extern "C" fn add_up(_: i32, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
-        // SAFETY: the kernel's information of a queued signal.
+        // SAFETY: the information is the kernel's, and belongs to a queued signal.
         SUM.fetch_add(unsafe { (*info).si_value().sival_ptr } as usize, SeqCst);
         HANDLED.fetch_add(1, SeqCst);
     }
@@ -425,7 +425,7 @@ mod client {
         let signal = libc::SIGRTMIN() + 1;
         let (_vm, vcpu, _) = guest(SPIN);
         handle(signal, add_up, libc::SA_SIGINFO);
-        // SAFETY: plain call.
+        // SAFETY: the call takes no pointer.
         let me = unsafe { libc::pthread_self() };
         std::thread::scope(|scope| {
             scope.spawn(|| {
@@ -454,7 +454,7 @@ mod client {
         let signal = libc::SIGRTMIN() + 2;
         let (_vm, vcpu, _) = guest(SPIN);
         handle(signal, add_up, libc::SA_SIGINFO);
-        // SAFETY: a timer of our own, structs on the stack.
+        // SAFETY: the timer belongs to this test, and the structs are on the stack.
         unsafe {
             let mut event: libc::sigevent = zeroed();
             event.sigev_notify = libc::SIGEV_THREAD_ID;
@@ -488,7 +488,7 @@ mod client {
     static IMMEDIATE_EXIT: AtomicPtr<u8> = AtomicPtr::new(null_mut());
 
     extern "C" fn exit_at_once(_: i32, _: *mut libc::siginfo_t, _: *mut libc::c_void) {
-        // SAFETY: a byte of the mapped `kvm_run`.
+        // SAFETY: the address is that of a byte of the mapped `kvm_run`.
         unsafe { IMMEDIATE_EXIT.load(SeqCst).write_volatile(1) };
     }
 
@@ -512,7 +512,7 @@ mod client {
         let flags = libc::SA_RESETHAND | libc::SA_NODEFER;
         handle(libc::SIGALRM, count, flags);
         let shown = || {
-            // SAFETY: an action on the stack.
+            // SAFETY: the action is on the stack.
             unsafe {
                 let mut action: libc::sigaction = zeroed();
                 libc::sigaction(libc::SIGALRM, std::ptr::null(), &mut action);
@@ -534,7 +534,7 @@ mod client {
     fn a_fault_signal_that_was_sent_ends_the_run() {
         let (_vm, vcpu, _) = guest(SPIN);
         handle(libc::SIGSEGV, count, libc::SA_SIGINFO);
-        // SAFETY: plain call.
+        // SAFETY: the call takes no pointer.
         let me = unsafe { libc::pthread_self() };
         for _ in 0..20 {
             let (before, ended) = (HANDLED.load(SeqCst), AtomicBool::new(false));

@@ -41,7 +41,7 @@ mod client {
         let all = Ruleset {
             handled_access_fs: EVERYTHING,
         };
-        // SAFETY: plain calls with live structs and paths that end with 0.
+        // SAFETY: the structs are live, and the paths end with 0.
         unsafe {
             let rules = libc::syscall(libc::SYS_landlock_create_ruleset, &raw const all, 8, 0);
             if rules < 0 {

@@ -96,7 +96,7 @@ os._exit(0)";
             let path = path.as_ptr();
             let list = c"system.posix_acl_access".as_ptr();
             let to = std::ptr::null_mut();
-            // SAFETY: C strings; no buffers are given.
+            // SAFETY: the paths are C strings, and no buffer is given.
             unsafe {
                 let may = if libc::geteuid() == 0 { 0 } else { libc::EPERM };
                 let result = |returned| if returned == 0 { 0 } else { errno() };
@@ -113,13 +113,13 @@ os._exit(0)";
                 assert_eq!(result(chmod as i32), may);
             }
         }
-        // SAFETY: a C string.
+        // SAFETY: the path is a C string.
         assert_eq!(unsafe { libc::chown(c"/dev/kvm/".as_ptr(), 0, 0) }, -1);
         assert_eq!(errno(), libc::ENOTDIR);
         assert_eq!(fs::metadata("/dev/kvm").unwrap().mode(), before);
         // The kernel serves calls about other files.
         assert_eq!(fs::metadata("/dev/null").unwrap().uid(), 0);
-        // SAFETY: C strings.
+        // SAFETY: the paths are C strings.
         let none = unsafe { libc::chmod(c"/no/kvm".as_ptr(), 0o600) };
         assert_eq!((none, errno()), (-1, libc::ENOENT));
     }
@@ -133,7 +133,7 @@ os._exit(0)";
         if fd < 0 {
             return Err(errno());
         }
-        // SAFETY: a descriptor that was just opened, and a request without an argument.
+        // SAFETY: the descriptor was just opened, and the request has no argument.
         unsafe {
             let fd = OwnedFd::from_raw_fd(fd);
             demand_slats(fd.as_raw_fd());
@@ -146,7 +146,7 @@ os._exit(0)";
 
     fn open_at(directory: i32, path: &str, flags: i32) -> i32 {
         let path = CString::new(path).unwrap();
-        // SAFETY: a C string.
+        // SAFETY: the path is a C string.
         unsafe { libc::openat(directory, path.as_ptr(), flags, 0o600) }
     }
 
@@ -237,7 +237,7 @@ os._exit(0)";
         let (device, none) = spellings(&links);
         let access = |path: &str, mode| {
             let path = CString::new(path).unwrap();
-            // SAFETY: C strings.
+            // SAFETY: the paths are C strings.
             unsafe {
                 let by_name = libc::access(path.as_ptr(), mode);
                 let by_name = if by_name == 0 { 0 } else { errno() };
@@ -340,7 +340,7 @@ os._exit(0)";
         ] {
             let fd = open_at(libc::AT_FDCWD, "/dev/kvm", flags);
             assert!(fd >= 0, "{flags:o}: {}", errno());
-            // SAFETY: plain calls.
+            // SAFETY: the calls take no pointer.
             let (status, close_on_exec) = unsafe {
                 (
                     libc::fcntl(fd, libc::F_GETFL),
@@ -365,7 +365,7 @@ os._exit(0)";
         let fd = open_at(libc::AT_FDCWD, "/dev/kvm", libc::O_PATH | libc::O_CLOEXEC);
         assert!(fd >= 0);
         demand_slats(fd);
-        // SAFETY: plain calls.
+        // SAFETY: the calls take no pointer.
         unsafe {
             assert_eq!(libc::ioctl(fd, KVM_GET_API_VERSION, 0), -1);
             assert_eq!(errno(), libc::EBADF);
@@ -383,7 +383,7 @@ os._exit(0)";
         assert!(fs::metadata(&link).unwrap().file_type().is_char_device());
         // The link of such a descriptor opens a descriptor that works.
         assert_eq!(open(&link, libc::O_RDWR), Ok(()));
-        // SAFETY: our own descriptor.
+        // SAFETY: the descriptor belongs to this test.
         drop(unsafe { OwnedFd::from_raw_fd(fd) });
     }
 
@@ -400,7 +400,7 @@ os._exit(0)";
         let open = |directory: i32, path: &str, flags: u64, mode: u64, resolve: u64| {
             let path = CString::new(path).unwrap();
             let how = [flags, mode, resolve];
-            // SAFETY: a C string and a live struct.
+            // SAFETY: the path is a C string, and the struct is live.
             is_kvm(unsafe {
                 libc::syscall(
                     libc::SYS_openat2,
@@ -469,7 +469,7 @@ os._exit(0)";
     /// Opens a path by the calls that newer architectures do not have. The path is a C string.
     #[cfg(target_arch = "x86_64")]
     unsafe fn opened_by_older_calls(path: *const c_char) -> [i32; 2] {
-        // SAFETY: the caller's promise.
+        // SAFETY: the path is a C string, as this function's caller promises.
         unsafe {
             [
                 libc::syscall(libc::SYS_open, path, libc::O_RDWR) as i32,
@@ -489,7 +489,7 @@ os._exit(0)";
     fn every_function_opens() {
         let path = c"/dev/../dev/kvm".as_ptr();
         let (at, rdwr) = (libc::AT_FDCWD, libc::O_RDWR);
-        // SAFETY: C strings.
+        // SAFETY: the paths are C strings.
         unsafe {
             for fd in [
                 libc::open(path, rdwr),
@@ -531,7 +531,7 @@ os._exit(0)";
         for _ in 0..2 {
             for address in [0usize, 1, 8, 0x1000, usize::MAX, usize::MAX - 15, 1 << 63] {
                 let path = address as *const c_char;
-                // SAFETY: bad pointers are the kernel's to refuse.
+                // SAFETY: the kernel refuses bad pointers.
                 unsafe {
                     assert_eq!(libc::open(path, libc::O_RDONLY), -1);
                     assert_eq!(errno(), libc::EFAULT, "{address:#x}");
@@ -546,7 +546,7 @@ os._exit(0)";
                 }
             }
             // A part of this path cannot be read.
-            // SAFETY: two pages, the second of which is not readable.
+            // SAFETY: the calls map two new pages, and make the second one unreadable.
             unsafe {
                 let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
                 let rights = libc::PROT_READ | libc::PROT_WRITE;
@@ -597,7 +597,7 @@ os._exit(0)";
         assert_eq!(slash.raw_os_error(), Some(libc::ENOTDIR));
         // The parameter is opened for reading only.
         let path = CString::new(plain).unwrap();
-        // SAFETY: a C string, our own descriptor, a live buffer.
+        // SAFETY: the path is a C string, the descriptor belongs to this test, and the buffer is live.
         unsafe {
             let fd = libc::open(path.as_ptr(), libc::O_RDONLY);
             assert_eq!(libc::write(fd, c"1".as_ptr().cast(), 1), -1);
@@ -615,7 +615,7 @@ os._exit(0)";
         static HANDLED: AtomicUsize = AtomicUsize::new(0);
         static FAILED: AtomicUsize = AtomicUsize::new(0);
         extern "C" fn handle(_: i32) {
-            // SAFETY: C strings, a struct to fill in; all are async-signal-safe.
+            // SAFETY: the paths are C strings, the struct is live, and all calls are async-signal-safe.
             unsafe {
                 let before = *libc::__errno_location();
                 let mut stat = std::mem::zeroed();
@@ -636,7 +636,7 @@ os._exit(0)";
             HANDLED.fetch_add(1, Ordering::Relaxed);
         }
         let kvm = fs::File::open("/dev/kvm").unwrap();
-        // SAFETY: a handler that is async-signal-safe.
+        // SAFETY: the handler is async-signal-safe.
         let me = unsafe {
             libc::signal(libc::SIGUSR1, handle as *const () as usize);
             libc::pthread_self()

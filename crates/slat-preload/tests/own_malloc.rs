@@ -46,7 +46,7 @@ const HEADER: usize = 32;
 fn map(len: usize) -> usize {
     let rights = libc::PROT_READ | libc::PROT_WRITE;
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-    // SAFETY: a new mapping.
+    // SAFETY: the call makes a new mapping at an address of the kernel's choice.
     let start = unsafe { libc::mmap(std::ptr::null_mut(), len, rights, flags, -1, 0) };
     assert_ne!(start, libc::MAP_FAILED);
     start as usize
@@ -204,7 +204,7 @@ mod client {
             return;
         }
         let memory = (super::map(2 * HUGE)).next_multiple_of(HUGE) as *mut u8;
-        // SAFETY: our own mapping.
+        // SAFETY: the mapping belongs to this test.
         assert_eq!(0, unsafe {
             libc::madvise(memory.cast(), HUGE, libc::MADV_HUGEPAGE)
         });

@@ -60,13 +60,13 @@ mod client {
         assert_eq!(found.rdev(), libc::makedev(10, 232));
         let path = CString::new("/dev/kvm").unwrap();
         assert_eq!(
-            // SAFETY: a C string.
+            // SAFETY: the path is a C string.
             unsafe { libc::access(path.as_ptr(), libc::R_OK | libc::W_OK) },
             0
         );
         let missing = CString::new("/dev/kvm-missing").unwrap();
         assert_eq!(
-            // SAFETY: a C string.
+            // SAFETY: the path is a C string.
             unsafe { libc::access(missing.as_ptr(), libc::F_OK) },
             -1
         );
@@ -83,7 +83,7 @@ mod client {
         assert_eq!(std::fs::read_to_string(path).unwrap(), "0\n");
         assert!(std::fs::write(path, "1").is_err());
         let path = CString::new(path).unwrap();
-        // SAFETY: C strings and a live buffer.
+        // SAFETY: the paths are C strings, and the buffer is live.
         unsafe {
             let file = libc::fopen(path.as_ptr(), c"r".as_ptr());
             assert!(!file.is_null());
@@ -101,7 +101,7 @@ mod client {
         let refused = std::fs::write(path, "many").unwrap_err();
         assert_eq!(refused.raw_os_error(), Some(libc::EINVAL));
         // The client makes the same calls by number, and through a descriptor that has replaced another.
-        // SAFETY: plain system calls on descriptors of this client.
+        // SAFETY: the calls use only descriptors and memory of this client.
         unsafe {
             let path = CString::new(path).unwrap();
             let file = libc::open(path.as_ptr(), libc::O_WRONLY | libc::O_TRUNC);
@@ -122,7 +122,7 @@ mod client {
         const KVM_GET_STATS_FD: u64 = 0xaece;
         // out 0x10,al; out 0x10,al; hlt
         let (_vm, mut vcpu, _) = guest(&[0xe6, 0x10, 0xe6, 0x10, 0xf4]);
-        // SAFETY: plain system calls on descriptors of our own, buffers on the stack.
+        // SAFETY: the calls use only descriptors of this client, and buffers on the stack.
         unsafe {
             let stats = libc::ioctl(vcpu.as_raw_fd(), KVM_GET_STATS_FD, 0);
             assert!(stats >= 0);
@@ -177,7 +177,7 @@ mod client {
         vm.enable_cap(&cap).unwrap();
         let vcpu = vm.create_vcpu(0).unwrap();
         let map = |rights, flags| {
-            // SAFETY: a new mapping.
+            // SAFETY: the call makes a new mapping at an address of the kernel's choice.
             unsafe {
                 libc::mmap(
                     std::ptr::null_mut(),
@@ -211,7 +211,7 @@ mod client {
         const KVM_GET_VCPU_MMAP_SIZE: u64 = 0xae04;
         const KVM_CHECK_EXTENSION: u64 = 0xae03;
         const KVM_RUN: u64 = 0xae80;
-        // SAFETY: plain system calls on descriptors of our own.
+        // SAFETY: the calls use only descriptors and memory of this client.
         unsafe {
             let kvm = libc::open(c"/dev/kvm".as_ptr(), libc::O_RDWR | libc::O_CLOEXEC);
             assert_eq!(libc::fcntl(kvm, libc::F_GETFD), libc::FD_CLOEXEC);
@@ -246,7 +246,7 @@ mod client {
     #[test]
     #[ignore = "runs under the library"]
     fn descriptors_beyond_4096_work() {
-        // SAFETY: plain system calls.
+        // SAFETY: the calls use only live variables of this client.
         unsafe {
             let mut limit = std::mem::zeroed::<libc::rlimit>();
             libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit);
@@ -269,7 +269,7 @@ mod client {
     fn stray_calls_on_kvm_descriptors_do_no_harm() {
         let (vm, mut vcpu, _) = guest(&[0xf4]);
         let mut byte = 0u8;
-        // SAFETY: plain system calls.
+        // SAFETY: the calls use only live variables of this client.
         unsafe {
             libc::read(vm.as_raw_fd(), (&raw mut byte).cast(), 1);
             libc::lseek(vm.as_raw_fd(), 0, libc::SEEK_END);
@@ -316,7 +316,7 @@ mod client {
     #[ignore = "runs under the library"]
     fn a_handler_ends_the_run_and_is_shown_as_it_was_set() {
         let handler = count as *const () as usize;
-        // SAFETY: a handler that counts; actions on the stack.
+        // SAFETY: the handler only counts, and the actions are on the stack.
         unsafe {
             let mut action: libc::sigaction = std::mem::zeroed();
             action.sa_sigaction = handler;
@@ -338,7 +338,7 @@ mod client {
             assert_eq!(libc::signal(libc::SIGUSR2, libc::SIG_IGN), handler);
         }
         let (_vm, mut vcpu, _) = guest(SPIN);
-        // SAFETY: plain call.
+        // SAFETY: the call takes no pointer.
         let me = unsafe { libc::pthread_self() };
         std::thread::scope(|scope| {
             scope.spawn(|| {
@@ -380,13 +380,13 @@ mod client {
     #[ignore = "runs under the library"]
     fn dropped_pages_read_as_zero() {
         let (_vm, mut vcpu, memory) = guest(REPORT_DATA);
-        // SAFETY: inside our mapping.
+        // SAFETY: the address is inside this client's mapping.
         unsafe { memory.add(DATA).write_volatile(5) };
         assert!(matches!(vcpu.run().unwrap(), VcpuExit::IoOut(0x10, [5])));
-        // SAFETY: inside our mapping.
+        // SAFETY: the address is inside this client's mapping.
         unsafe { libc::madvise(memory.add(DATA).cast(), 4096, libc::MADV_DONTNEED) };
         assert!(matches!(vcpu.run().unwrap(), VcpuExit::IoOut(0x10, [0])));
-        // SAFETY: a new mapping in place of the page.
+        // SAFETY: the new mapping replaces a page that only the guest uses.
         unsafe {
             let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
             let at = memory.add(DATA);
@@ -449,7 +449,7 @@ mod client {
             fn ioctl(fd: i32, request: u64, argument: usize) -> i32;
         }
         extern "C-unwind" fn run(fd: *mut libc::c_void) -> *mut libc::c_void {
-            // SAFETY: the thread's own cancellation type, and a descriptor that stays open.
+            // SAFETY: the cancellation type is the thread's own, and the descriptor stays open.
             unsafe {
                 let mut old = 0;
                 pthread_setcanceltype(1, &mut old);
@@ -458,7 +458,7 @@ mod client {
             std::ptr::null_mut()
         }
         let (_vm, vcpu, _) = guest(SPIN);
-        // SAFETY: a thread that is joined.
+        // SAFETY: the thread is joined.
         unsafe {
             let mut thread = std::mem::zeroed();
             assert_eq!(
@@ -487,7 +487,8 @@ mod client {
             for _ in 0..2 {
                 scope.spawn(move || {
                     for _ in 0..1000 {
-                        // SAFETY: KVM_RUN on an open descriptor; the second waits for the first.
+                        // SAFETY: the descriptor is open, and KVM_RUN takes no pointer. The second call waits for the
+                        // first.
                         assert_eq!(unsafe { libc::ioctl(fd, 0xae80, 0) }, 0);
                     }
                 });
@@ -501,7 +502,7 @@ mod client {
         context: *mut libc::c_void,
     ) {
         HANDLED.fetch_add(1, Ordering::SeqCst);
-        // SAFETY: the kernel's context; `mov al,[rdi]` is two bytes long.
+        // SAFETY: the context is the kernel's, and the skipped instruction `mov al,[rdi]` is two bytes long.
         unsafe {
             (*context.cast::<libc::ucontext_t>()).uc_mcontext.gregs[libc::REG_RIP as usize] += 2
         };
@@ -511,7 +512,7 @@ mod client {
     #[ignore = "runs under the library"]
     fn faults_of_the_client_reach_its_handler() {
         for before_kvm in [true, false] {
-            // SAFETY: a handler that skips the one instruction that faults.
+            // SAFETY: the handler only skips the one instruction that faults.
             unsafe {
                 let mut action: libc::sigaction = std::mem::zeroed();
                 action.sa_sigaction = skip_fault as *const () as usize;

@@ -68,7 +68,7 @@ mod client {
         assert!(fine);
         // The child uses the objects that it has inherited, and makes its own VM.
         let fine = raw_fork(|| {
-            // SAFETY: plain calls.
+            // SAFETY: the call takes no pointer.
             let refused =
                 unsafe { libc::ioctl(vm.as_raw_fd(), 0xae41, 1) } == -1 && errno() == libc::EIO;
             let (_own, mut cpu, _) = guest(OUT);
@@ -219,7 +219,7 @@ mod client {
     }
 
     extern "C" fn register() {
-        // SAFETY: handlers with the right signature.
+        // SAFETY: the handlers have the right signature.
         unsafe { libc::pthread_atfork(Some(lock), Some(unlock), Some(unlock)) };
     }
 
@@ -238,7 +238,7 @@ mod client {
             scope.spawn(|| {
                 while !stop.load(Ordering::Relaxed) {
                     lock();
-                    // SAFETY: a page of this test's own.
+                    // SAFETY: the page belongs to this test.
                     unsafe { libc::madvise(page as *mut _, 4096, libc::MADV_DONTNEED) };
                     unlock();
                 }
@@ -263,7 +263,7 @@ mod client {
             rlim_max: libc::RLIM_INFINITY,
         };
         let mut now = limit;
-        // SAFETY: limits on the stack.
+        // SAFETY: the limits are on the stack.
         unsafe {
             libc::getrlimit(resource, &mut now);
             now.rlim_cur = value.min(now.rlim_max);
@@ -347,7 +347,7 @@ mod client {
             ..Default::default()
         };
         const KVM_CREATE_GUEST_MEMFD: u64 = 0xc040_aed4;
-        // SAFETY: a struct of the request's size.
+        // SAFETY: the struct has the size that the request names.
         let made =
             unsafe { libc::ioctl(vm.as_raw_fd(), KVM_CREATE_GUEST_MEMFD, &raw const memory) };
         let refused = errno();
@@ -356,7 +356,7 @@ mod client {
     }
 
     fn limit_of(resource: libc::__rlimit_resource_t) -> u64 {
-        // SAFETY: a limit on the stack.
+        // SAFETY: the limit is on the stack.
         unsafe {
             let mut now = std::mem::zeroed::<libc::rlimit>();
             libc::getrlimit(resource, &mut now);
@@ -389,7 +389,7 @@ mod client {
 
     fn out_of_memory() -> Result<(), i32> {
         use std::ffi::c_ulong;
-        // SAFETY: plain calls with structs on the stack, on descriptors of this process.
+        // SAFETY: the calls use only structs on the stack and descriptors of this process.
         unsafe {
             let ioctl = |fd: i32, request: c_ulong, argument: usize| match libc::ioctl(
                 fd, request, argument,

@@ -250,7 +250,7 @@ unsafe extern "C" fn begin(sp: usize) -> usize {
     // SAFETY: `sp` is the stack pointer with which the kernel began the process, as this function's own contract asks.
     // The kernel always stores `AT_PAGESZ`.
     let page = unsafe { get::<usize>(auxiliary(sp, libc::AT_PAGESZ)) };
-    // SAFETY: the dynamic linker's file, and this library.
+    // SAFETY: the file is a dynamic linker, and is mapped at `file`. The entry point is at offset 24 of its header.
     let (at, entry) = unsafe {
         let file = linker.start.load(Ordering::Relaxed);
         let at = place(linker.fd.load(Ordering::Relaxed), file, page);
@@ -263,7 +263,7 @@ unsafe extern "C" fn begin(sp: usize) -> usize {
     call!(libc::SYS_close, linker.fd.swap(-1, Ordering::Relaxed));
     let (mut start, mut len) = (0, 0);
     index = 0;
-    // SAFETY: this library's headers, which are mapped with it, and which no other code uses yet.
+    // SAFETY: the headers are this library's and are mapped with it, and no other code uses them yet.
     unsafe {
         call!(
             libc::SYS_mprotect,

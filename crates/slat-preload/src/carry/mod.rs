@@ -72,7 +72,7 @@ impl KeptFile {
             return Some(());
         }
         let file = Opened::new(path, libc::O_RDONLY)?;
-        // SAFETY: plain calls; no other code knows the new mapping yet.
+        // SAFETY: the calls take no pointers, and no other code knows the new mapping yet.
         let (start, len) = unsafe {
             let len = kernel!(libc::SYS_lseek, file.fd(), 0, libc::SEEK_END).ok()?;
             let (access, flags) = (libc::PROT_READ, libc::MAP_PRIVATE);

@@ -11,7 +11,7 @@ use std::ptr::null;
 
 /// Whether the file contains `text`.
 fn contains(file: &Opened, text: &[u8]) -> bool {
-    // SAFETY: plain calls. The mapping is private and only read here. A file that shrinks meanwhile cannot be executed.
+    // SAFETY: the mapping is private, and is only read here. A file that shrinks meanwhile cannot be executed.
     unsafe {
         let Ok(len @ 1..) = kernel!(libc::SYS_lseek, file.fd(), 0, libc::SEEK_END) else {
             return false;

@@ -56,7 +56,7 @@ pub fn prepare() {
         && let Some(object) = looked_up::object_of(prepare as *const _)
         && !object.dli_fname.is_null()
     {
-        // SAFETY: a string that lives as long as the library.
+        // SAFETY: the string lives as long as the library.
         set_library(unsafe { CStr::from_ptr(object.dli_fname) });
     }
 }
@@ -66,7 +66,7 @@ fn find(name: *const c_char, buffer: &mut Path) -> Option<*const c_char> {
     if name.is_null() {
         return None;
     }
-    // SAFETY: the program's string and environment, both of which the C library is about to read.
+    // SAFETY: the string and the environment are the program's, and the C library is about to read both.
     let (name, path) = unsafe {
         let path = libc::getenv(c"PATH".as_ptr());
         let path = match path.is_null() {

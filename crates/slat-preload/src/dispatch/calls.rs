@@ -19,14 +19,16 @@ const SET_BYTES: usize = 8;
 
 /// Reads a word of the program's memory.
 fn read<T: slat_guard::Word>(address: usize) -> Result<T, isize> {
-    // SAFETY: a guarded load: the handlers are installed together with the dispatch. The kernel would read this address
+    // SAFETY: the load is guarded: the handlers are installed together with the dispatch. The kernel would read this
+    // address
     // of the program, too.
     unsafe { slat_guard::load(address as *const T) }.map_err(|_| error(libc::EFAULT))
 }
 
 /// Writes a word of the program's memory.
 fn write<T: slat_guard::Word>(address: usize, value: T) -> Result<(), isize> {
-    // SAFETY: a guarded store: the handlers are installed together with the dispatch. The kernel would write to this
+    // SAFETY: the store is guarded: the handlers are installed together with the dispatch. The kernel would write to
+    // this
     // address of the program, too.
     unsafe { slat_guard::store(address as *mut T, value) }.map_err(|_| error(libc::EFAULT))
 }
@@ -112,7 +114,7 @@ pub fn answer(frame: &mut Frame, made: &Made) -> isize {
 
 /// Makes a call that concerns only the kernel.
 fn pass(number: i64, arguments: [usize; 6]) -> isize {
-    // SAFETY: the program's call, made unchanged.
+    // SAFETY: the program has made this call, and the call is passed on unchanged.
     unsafe { raw(number, arguments) }
 }
 

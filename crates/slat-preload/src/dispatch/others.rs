@@ -14,7 +14,7 @@ pub fn from_site(made: &Made) -> isize {
 
 /// Makes a call that this thread's filters allow. Returns the kernel's result.
 pub fn make(number: i64, arguments: [usize; 6]) -> isize {
-    // SAFETY: the program's call. slat's C library does not cancel threads of the loaded program.
+    // SAFETY: the program has made this call. slat's C library does not cancel threads of the loaded program.
     let answer = unsafe {
         match number {
             libc::SYS_ioctl if !loaded::is_loaded() => {

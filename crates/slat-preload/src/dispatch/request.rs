@@ -64,7 +64,7 @@ impl Request {
             return Err(error(libc::E2BIG));
         }
         let mut request = Request::default();
-        // SAFETY: integers; a guarded copy into a live value.
+        // SAFETY: the struct consists of integers, and the copy into it is guarded.
         unsafe {
             let to = (&raw mut request).cast::<u8>();
             let to = std::slice::from_raw_parts_mut(to, bytes);

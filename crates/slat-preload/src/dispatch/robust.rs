@@ -16,7 +16,7 @@ pub fn leave() {
     if asked.is_err() || head == 0 {
         return;
     }
-    // SAFETY: guarded loads: the list is the program's.
+    // SAFETY: the loads are guarded, because the list is the program's.
     let load = |address: usize| unsafe { slat_guard::load(address as *const u64) };
     let walk = || {
         let mut next = load(head)? as usize;
@@ -48,7 +48,7 @@ pub fn leave() {
 fn mark(address: usize) {
     let futex = address as *mut u32;
     let own = slat_process::thread_id() as u32;
-    // SAFETY: guarded accesses to the program's word, and a wake-up of the threads that wait for it.
+    // SAFETY: the accesses to the program's word are guarded, and the call only wakes the threads that wait for it.
     unsafe {
         while let Ok(value) = slat_guard::load(futex) {
             if value & libc::FUTEX_TID_MASK != own {

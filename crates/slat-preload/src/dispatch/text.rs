@@ -30,7 +30,7 @@ impl Text {
         if range.is_empty() {
             return None;
         }
-        // SAFETY: a segment that is mapped, readable, and never changed.
+        // SAFETY: the segment is mapped and readable, and never changes.
         let text = unsafe { std::slice::from_raw_parts(range.start as *const u8, range.len()) };
         let (gate, restorer) = code::find_entries(text)?;
         Some(Text {

@@ -79,12 +79,12 @@ fn make_process(frame: &mut Frame, request: &Request) -> isize {
     let answer = match is_fork {
         // The C library's own fork is used: if other threads are making threads meanwhile, the child's copy of the
         // library's data has to be repaired.
-        // SAFETY: a plain call. The child continues here.
+        // SAFETY: the call takes no pointer. The child continues here.
         true => match unsafe { libc::fork() } {
             -1 => error(slat_process::errno()),
             child => child as isize,
         },
-        // SAFETY: the program's request for a process with a copy of the memory. The child continues here.
+        // SAFETY: the program has asked for a process with a copy of the memory. The child continues here.
         false => forks::around(|| unsafe { copied.issue() }),
     };
     if answer > 0 && is_fork && copied.has(PARENT_SET_TID) {
@@ -359,8 +359,8 @@ pub fn exit(status: usize) -> ! {
     pointers::forget();
     let clear = CLEAR_AT_EXIT.get();
     if clear != 0 {
-        // SAFETY: a guarded store to the word that the program has named, and a wake-up of the
-        // threads that wait for it.
+        // SAFETY: the store to the word that the program has named is guarded, and the call only wakes the threads
+        // that wait for this word.
         unsafe {
             let _ = slat_guard::store(clear as *mut u32, 0);
             let _ = kernel!(libc::SYS_futex, clear, libc::FUTEX_WAKE, 1);

@@ -74,7 +74,7 @@ impl Begun {
     /// Returns the value of a variable.
     unsafe fn variable(&self, name: &CStr) -> Option<&'static CStr> {
         let mut entry = self.environment;
-        // SAFETY: strings of the environment, whose array ends with null.
+        // SAFETY: the environment is an array of strings that ends with null.
         unsafe {
             while !(*entry).is_null() {
                 let rest = CStr::from_ptr(*entry)

@@ -17,7 +17,7 @@ pub const OUT: &[u8] = &[0xe6, 0x10, 0xeb, 0xfc];
 pub fn map(len: usize) -> *mut u8 {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
     let rights = libc::PROT_READ | libc::PROT_WRITE;
-    // SAFETY: a new mapping.
+    // SAFETY: the call makes a new mapping at an address of the kernel's choice.
     let start = unsafe { libc::mmap(std::ptr::null_mut(), len, rights, flags, -1, 0) };
     assert_ne!(start, libc::MAP_FAILED);
     start.cast()
@@ -44,7 +44,7 @@ pub fn guest(code: &[u8]) -> (VmFd, VcpuFd, *mut u8) {
 /// Like [`guest`], in the `len` bytes at `memory`.
 pub fn guest_in(memory: *mut u8, len: usize, code: &[u8]) -> (VmFd, VcpuFd) {
     let vm = Kvm::new().unwrap().create_vm().unwrap();
-    // SAFETY: inside the mapping; and the guest may write all of it.
+    // SAFETY: the code is inside the mapping, and the guest may write all of the mapping.
     unsafe {
         std::ptr::copy_nonoverlapping(code.as_ptr(), memory.add(CODE), code.len());
         vm.set_user_memory_region(region(0, 0, memory, len))
@@ -68,7 +68,7 @@ pub fn start(vcpu: &VcpuFd, rip: u64) {
 /// Returns a statistic of a VM or vCPU by its name: KVM_GET_STATS_FD, and the layout of KVM's API document.
 pub fn statistic(object: &impl AsRawFd, name: &str) -> u64 {
     const KVM_GET_STATS_FD: u64 = 0xaece;
-    // SAFETY: a plain system call; no other code owns the new descriptor.
+    // SAFETY: the call takes no pointer, and no other code owns the new descriptor.
     let mut file = unsafe {
         let fd = libc::ioctl(object.as_raw_fd(), KVM_GET_STATS_FD, 0);
         assert!(fd >= 0, "KVM_GET_STATS_FD: {}", errno());

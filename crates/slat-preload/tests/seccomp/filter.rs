@@ -83,7 +83,7 @@ pub fn install(allowed: &[Allowed]) {
         // the address.
         let number = unsafe { *info.cast::<i32>().add(6) };
         let text = format!("the filter trapped system call {number}\n");
-        // SAFETY: a live buffer.
+        // SAFETY: the buffer is live.
         unsafe {
             libc::write(2, text.as_ptr().cast(), text.len());
             libc::_exit(3);
@@ -94,7 +94,7 @@ pub fn install(allowed: &[Allowed]) {
         len: filter.len() as u16,
         filter: filter.as_mut_ptr(),
     };
-    // SAFETY: an action and a program on the stack.
+    // SAFETY: the action and the filter program are on the stack.
     unsafe {
         let mut action: libc::sigaction = zeroed();
         action.sa_sigaction = trapped as *const () as usize;

@@ -112,7 +112,7 @@ unsafe extern "C" {
 pub fn load(memory: &mut [u8]) {
     let start = &raw const seccomp_guest;
     let offset = |label: *const u8| label as usize - start as usize;
-    // SAFETY: the bytes between two labels of one section.
+    // SAFETY: both labels are in one section, and the bytes between them are constants.
     let code = unsafe { std::slice::from_raw_parts(start, offset(&raw const seccomp_guest_end)) };
     memory[CODE as usize..][..code.len()].copy_from_slice(code);
     let handlers = [

@@ -142,7 +142,7 @@ mod client {
 
     /// Runs the vCPU's thread as long as the process lives.
     fn run(vm: &VmFd, mut vcpu: VcpuFd, irqfd: &EventFd, allowed: &[Allowed]) -> ! {
-        // SAFETY: a plain call.
+        // SAFETY: the call takes no pointer.
         THREAD.store(unsafe { libc::gettid() }, SeqCst);
         filter::install(allowed);
         loop {
@@ -201,14 +201,14 @@ mod client {
         guest::load(unsafe { std::slice::from_raw_parts_mut(low, 0x10000) });
         // A flat code segment and a flat data segment.
         let descriptors = [0u64, 0x00cf_9b00_0000_ffff, 0x00cf_9300_0000_ffff];
-        // SAFETY: inside the mapping.
+        // SAFETY: the address is inside the mapping.
         unsafe { low.add(0x400).cast::<[u64; 3]>().write(descriptors) };
 
         let vm = Kvm::new().unwrap().create_vm().unwrap();
         vm.create_irq_chip().unwrap();
         let mut slot = region(1, DATA.start, data, len);
         slot.flags = KVM_MEM_LOG_DIRTY_PAGES;
-        // SAFETY: mappings that live as long as the process.
+        // SAFETY: the mappings live as long as the process.
         unsafe {
             vm.set_user_memory_region(region(0, 0, low, 0x10000))
                 .unwrap();
@@ -242,7 +242,7 @@ mod client {
         until("the guest waits", || PHASE.load(SeqCst) == phase::WAITS);
         assert_eq!(MMIO.load(SeqCst), 0x1122_3344);
         assert_eq!((door.read().unwrap(), port.read().unwrap()), (1, 1));
-        // SAFETY: inside the mapping.
+        // SAFETY: the address is inside the mapping.
         let delivered = || unsafe { low.add(CLIENTS as usize).cast::<u32>().read_volatile() };
         for count in 1..=5 {
             irqfd.write(1).unwrap();
@@ -316,7 +316,7 @@ mod client {
             tells.store(true, SeqCst);
             // The thread does not end, because that would need more calls than its filter allows.
             loop {
-                // SAFETY: no arguments.
+                // SAFETY: the call has no arguments.
                 unsafe { libc::pause() };
             }
         });

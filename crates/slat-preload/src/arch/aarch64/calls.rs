@@ -7,12 +7,13 @@ pub type Call = (i64, [usize; 6]);
 /// The kernel's flag for files larger than two gigabytes. The C library's constant is 0.
 pub const O_LARGEFILE: i32 = 0o400_000;
 
-/// Returns the newer call that does the same work as the given call. On AArch64 that is the given call.
+/// Returns the newer call that does the same work as the given call. On AArch64 the given call is always the newest.
 pub fn newer(number: i64, arguments: [usize; 6]) -> Call {
     (number, arguments)
 }
 
-/// Returns the call by which the C library does the work of a newer call. On AArch64 that is the given call.
+/// Returns the call by which the C library does the work of a newer call. On AArch64 that call is the newer call
+/// itself.
 pub fn older(number: i64, arguments: [usize; 6]) -> Call {
     (number, arguments)
 }

@@ -376,7 +376,7 @@ mod tests {
     /// Returns a frame, with a signal's information before it. `records` has indices and values of words of the
     /// frame's records.
     fn frame(records: &[(usize, u64)]) -> Box<[Frame; 3]> {
-        // SAFETY: integers and pointers, all of which may be 0.
+        // SAFETY: the fields are integers and pointers, all of which may be 0.
         let mut frames: Box<[Frame; 3]> = unsafe { Box::new(std::mem::zeroed()) };
         for (index, word) in records {
             frames[1].records[*index] = *word;
@@ -430,7 +430,7 @@ mod tests {
         assert_eq!(frames[1].records[67] as usize, end);
     }
 
-    /// Tests of the handler: a call that is sent as the kernel sends a dispatched one.
+    /// Tests the handler with a signal like the one that the kernel sends for a dispatched call.
     mod handler {
         use super::super::*;
         use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};

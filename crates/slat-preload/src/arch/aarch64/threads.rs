@@ -57,7 +57,7 @@ pub const RSEQ_SIGNATURE: usize = 0xd428_bc00;
 /// Returns the thread pointer, from which the C library counts offsets.
 pub fn pointer() -> usize {
     let pointer: usize;
-    // SAFETY: reads a register.
+    // SAFETY: the instruction reads a register.
     unsafe {
         std::arch::asm!("mrs {}, tpidr_el0", out(reg) pointer, options(nomem, nostack, preserves_flags));
     }
