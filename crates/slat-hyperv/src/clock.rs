@@ -6,7 +6,7 @@
 
 /// Nanoseconds of one unit of the reference clock.
 pub const UNIT: u64 = 100;
-/// Bytes of the page that have a meaning.
+/// The number of bytes of the page that have a meaning.
 pub const PAGE_BYTES: usize = 24;
 /// The sequence that, in an old version of the interface, tells guests to read the MSR.
 const OLD_INVALID: u32 = u32::MAX;

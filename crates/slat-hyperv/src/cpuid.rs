@@ -93,7 +93,7 @@ pub struct Leaf {
 /// The properties of a machine that the leaves depend on.
 #[derive(Clone, Copy, Debug)]
 pub struct Machine {
-    /// Virtual processors have local APICs that the host emulates.
+    /// Whether virtual processors have local APICs that the host emulates.
     pub has_apic: bool,
     /// Whether two virtual processors can run on threads of one core without the guest knowing.
     pub shares_cores: bool,

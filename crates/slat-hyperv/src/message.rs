@@ -3,13 +3,13 @@
 //! A slot is free while its type is 0. A sender that finds the slot occupied sets a flag in the slot. When the guest
 //! has freed the slot, the guest tells the SynIC that the next message can be sent.
 
-/// Bytes of a slot.
+/// The size of a slot in bytes.
 pub const SLOT_BYTES: u64 = 256;
 /// Offset of the flags in a slot.
 pub const FLAGS: u64 = 5;
 /// Flag: another message waits for the slot.
 pub const PENDING: u8 = 1;
-/// Bytes of a timer's message, with its header.
+/// The size in bytes of a timer's message, with its header.
 pub const TIMER_BYTES: usize = HEADER + PAYLOAD;
 
 /// The type of a timer's message (`HvMessageTimerExpired`).
