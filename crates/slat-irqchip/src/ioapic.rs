@@ -23,7 +23,7 @@ use crate::message::{BROADCAST, DeliveryMode, Destination, Message};
 pub const PINS: usize = 24;
 /// The physical address of the registers after reset.
 pub const DEFAULT_BASE: u64 = 0xfec0_0000;
-/// Bytes of the registers' address range.
+/// The size in bytes of the registers' address range.
 pub const WINDOW: u64 = 0x100;
 /// The number of redeliveries of a level in a row after which [`IoApic::end_of_interrupt`] postpones the next
 /// redelivery. The number is KVM's.

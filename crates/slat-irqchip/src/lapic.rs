@@ -12,7 +12,7 @@ use crate::message::{DeliveryMode, Message};
 pub const BASE_BSP: u64 = 1 << 8;
 /// A bit of APIC_BASE: the APIC is in x2APIC mode.
 pub const BASE_X2APIC: u64 = 1 << 10;
-/// APIC_BASE: enabled.
+/// A bit of APIC_BASE: the APIC is enabled.
 pub const BASE_ENABLE: u64 = 1 << 11;
 /// The address of the APIC page after reset.
 pub const DEFAULT_BASE: u64 = 0xfee0_0000;
@@ -55,9 +55,9 @@ const X2APIC_ICR_RESERVED: u64 = 0xfff3_2000;
 const MIN_PERIOD: u64 = 200_000;
 /// The largest divisor of the timer's count.
 pub const MAX_DIVISOR: u64 = 128;
-/// Registers of the APIC page.
+/// The number of registers of the APIC page.
 pub const REGISTERS: usize = 64;
-/// Version 0x14 with six LVT entries.
+/// The value of the version register: version 0x14 with six LVT entries.
 const VERSION: u32 = 0x14 | 5 << 16;
 
 /// The work that a register write leaves to the caller.
