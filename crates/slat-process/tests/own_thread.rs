@@ -17,7 +17,7 @@ fn slats_own_threads_need_no_helper() {
         std::thread::spawn(|| helper.serve());
         true
     });
-    // SAFETY: no arguments.
+    // SAFETY: the call has no arguments.
     let caller = || unsafe { make(Call::ThreadId, [0; 6]) };
     let own = || Ok(thread_id() as isize);
     assert_ne!(caller(), own(), "the helper makes it");

@@ -98,7 +98,7 @@ mod tests {
 
     fn pointer() -> usize {
         let pointer: usize;
-        // SAFETY: reads a register.
+        // SAFETY: the instruction reads a register.
         unsafe { asm!("mrs {}, tpidr_el0", out(reg) pointer, options(nomem, nostack)) };
         pointer
     }
@@ -110,7 +110,7 @@ mod tests {
         own: *mut libc::siginfo_t,
         programs: *mut libc::c_void,
     ) {
-        // SAFETY: the test's words.
+        // SAFETY: the addresses are those of the test's words.
         unsafe {
             own.cast::<usize>().write(pointer());
             call(
@@ -125,7 +125,7 @@ mod tests {
     /// A handler of the program: stores the signal's number at the second argument, and the thread pointer at the
     /// third.
     unsafe extern "C" fn program(signal: c_int, number: *mut usize, to: *mut usize) {
-        // SAFETY: the test's words.
+        // SAFETY: the addresses are those of the test's words.
         unsafe {
             number.write(signal as usize);
             to.write(pointer());

@@ -90,7 +90,7 @@ fn own() -> Option<&'static Thread> {
 
 /// Returns this thread's id. In a child of fork, the C library's note may not be right yet.
 fn id() -> u32 {
-    // SAFETY: the gate refers to such instructions; a plain call.
+    // SAFETY: the gate refers to instructions that make a system call and return, and this call has no arguments.
     unsafe { call_at(GATE.load(Ordering::Relaxed), libc::SYS_gettid, [0; 6]) as u32 }
 }
 
@@ -221,7 +221,7 @@ pub fn can_be_separate() -> bool {
 /// - The thread runs on slat's pointer.
 pub unsafe fn separate(programs: usize) {
     let slats: usize;
-    // SAFETY: reads a register.
+    // SAFETY: the instruction reads a register.
     unsafe { asm!("mrs {}, tpidr_el0", out(reg) slats, options(nomem, nostack, preserves_flags)) };
     let own = own_or_new();
     own.programs.store(programs, Ordering::Relaxed);
@@ -320,7 +320,7 @@ mod tests {
 
     fn pointer() -> usize {
         let pointer: usize;
-        // SAFETY: reads a register.
+        // SAFETY: the instruction reads a register.
         unsafe { asm!("mrs {}, tpidr_el0", out(reg) pointer, options(nomem, nostack)) };
         pointer
     }
