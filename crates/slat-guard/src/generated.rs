@@ -14,7 +14,7 @@ use crate::sync::{AtomicU32, AtomicUsize, const_fn, fence, global};
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
-/// What is registered.
+/// The code that is registered, with its table and its exit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Registered {
     /// The first address of the code, and the one after the last.
@@ -127,8 +127,8 @@ mod loom_tests {
         }
     }
 
-    /// A handler sees one registration, or none, however the values of two become visible. Why the main thread changes
-    /// the registration: [`crate::sync`].
+    /// A handler sees one registration or none, in whatever order the values of two registrations become visible.
+    /// [`crate::sync`] says why the main thread changes the registration.
     #[test]
     fn a_handler_sees_no_mixture() {
         loom::model(|| {

@@ -83,7 +83,7 @@ impl Chained {
         }
     }
 
-    /// Returns the fields. During a change they may be of two actions.
+    /// Returns the fields. During a change, the fields may belong to two different actions.
     fn fields(&self) -> KernelAction {
         KernelAction {
             handler: self.handler.load(Ordering::Relaxed),
@@ -442,8 +442,8 @@ mod loom_tests {
         (action.handler, action.flags, action.mask)
     }
 
-    /// A handler sees one action, however the fields of two become visible. Why the main thread changes the action:
-    /// [`crate::sync`].
+    /// A handler never sees a mixture of two actions, in whatever order their fields become visible. [`crate::sync`]
+    /// says why the main thread changes the action.
     #[test]
     fn a_handler_sees_no_mixture() {
         loom::model(|| {
@@ -460,7 +460,7 @@ mod loom_tests {
         });
     }
 
-    /// A thread that replaces an action has acquired it from the thread that has set it.
+    /// A thread that replaces an action sees all fields of that action, although another thread has set it.
     #[test]
     fn each_of_two_threads_gets_the_action_that_it_has_replaced() {
         loom::model(|| {

@@ -10,7 +10,7 @@ const PAGE: usize = 65536;
 fn map(pages: usize, prot: i32) -> *mut u8 {
     install().unwrap();
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-    // SAFETY: a fresh anonymous mapping.
+    // SAFETY: the call makes a new anonymous mapping at an address of the kernel's choice.
     let p = unsafe { libc::mmap(ptr::null_mut(), pages * PAGE, prot, flags, -1, 0) };
     assert_ne!(p, libc::MAP_FAILED);
     p.cast()
@@ -424,7 +424,7 @@ static SEEN: AtomicI32 = AtomicI32::new(0);
 #[test]
 fn a_foreign_fault_reaches_the_chained_handler() {
     extern "C" fn exit_42(_: i32) {
-        // SAFETY: ends the process.
+        // SAFETY: the call ends the process.
         unsafe { libc::_exit(42) }
     }
     let p = map(1, libc::PROT_NONE);
@@ -497,7 +497,7 @@ fn set_chained_answers_the_previous_action() {
         let same = old.sa_sigaction == nothing as *const () as usize;
         let ok =
             same && old.sa_flags == libc::SA_RESTART && set_chained(libc::SIGINT, None).is_none();
-        // SAFETY: ends the process.
+        // SAFETY: the call ends the process.
         unsafe { libc::_exit(if ok { 7 } else { 1 }) }
     });
     assert_eq!(libc::WEXITSTATUS(status), 7);
@@ -549,7 +549,7 @@ fn a_kick_wakes_a_thread_blocked_in_a_page_fault() {
     const UFFDIO_API: libc::Ioctl = 0xc018_aa3f_u32 as _;
     const UFFDIO_REGISTER: libc::Ioctl = 0xc020_aa00_u32 as _;
     let p = map(1, RW);
-    // SAFETY: plain system calls on a descriptor and a mapping of our own.
+    // SAFETY: the calls use only a descriptor and a mapping of this test.
     unsafe {
         let flags = libc::O_CLOEXEC | UFFD_USER_MODE_ONLY;
         let fd = libc::syscall(libc::SYS_userfaultfd, flags) as i32;
