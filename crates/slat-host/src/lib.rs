@@ -1,8 +1,8 @@
 //! slat's platform on Linux userspace.
 //!
-//! In this port the physical address **is** the host-virtual address: a leaf for the page at hva holds hva divided by the
-//! size of a page, whatever frame of the kernel backs the page. So the host may swap, migrate or share pages; only the bounds of
-//! mappings matter. The program reports its changes of mappings ([`mappings`]).
+//! In this port the physical address **is** the host-virtual address: a leaf for the page at hva holds hva divided by
+//! the page size, whatever frame of the kernel backs the page. So the host may swap, migrate or share pages; only the
+//! bounds of mappings matter. The program reports its changes of mappings ([`mappings`]).
 #![cfg(target_os = "linux")]
 
 pub mod mappings;

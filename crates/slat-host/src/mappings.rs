@@ -245,7 +245,7 @@ fn carve(advice: &mut Advice, range: &Range<usize>) {
 /// The result of [`find`].
 pub(crate) struct Found {
     pub(crate) mapping: Mapping,
-    /// The kernel was asked during this look-up.
+    /// Whether the kernel was asked during this look-up.
     pub(crate) fresh: bool,
 }
 

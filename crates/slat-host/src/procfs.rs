@@ -516,7 +516,7 @@ mod tests {
         let rights = libc::PROT_READ | libc::PROT_WRITE;
         let map = |bytes, rights| {
             let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-            // SAFETY: a fresh anonymous mapping.
+            // SAFETY: the call makes a new anonymous mapping at an address of the kernel's choice.
             let start = unsafe { libc::mmap(std::ptr::null_mut(), bytes, rights, flags, -1, 0) };
             assert_ne!(start, libc::MAP_FAILED);
             start as usize

@@ -7,7 +7,7 @@ struct Memory(usize, usize);
 
 impl Memory {
     fn new(bytes: usize, prot: ProtFlags) -> Self {
-        // SAFETY: a fresh anonymous mapping.
+        // SAFETY: the call makes a new anonymous mapping at an address of the kernel's choice.
         let at = unsafe { mmap_anonymous(std::ptr::null_mut(), bytes, prot, MapFlags::PRIVATE) }
             .unwrap();
         Memory(at as usize, bytes)
@@ -20,7 +20,7 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // SAFETY: mapped by `new`, used by this test only.
+        // SAFETY: `new` has made this mapping, and only this test uses it.
         unsafe { munmap(self.0 as *mut _, self.1) }.unwrap();
         mappings::changed(self.0..self.0 + self.1);
     }

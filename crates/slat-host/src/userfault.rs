@@ -1,6 +1,6 @@
-//! Pages of memslots that are not present yet, as a bitmap of the client says. This is the posted series "KVM
-//! Userfault" (version 3, June 2025: `KVM_MEM_USERFAULT`). It serves post-copy migration and lazy restore where
-//! userfaultfd is forbidden.
+//! Pages of memslots that are not present yet, as a bitmap of the client tells. The interface is that of the posted
+//! series "KVM Userfault" (version 3, June 2025: `KVM_MEM_USERFAULT`). It serves post-copy migration and lazy restore
+//! where userfaultfd is forbidden.
 //!
 //! A set bit means that the page is not present yet: an access ends with [`ResolveError::Absent`]. The client stores
 //! the page, then clears the bit.
@@ -100,8 +100,8 @@ impl Userfaults {
         Ok(())
     }
 
-    /// Checks whether the page of `request`, of a VM with this granule, may be resolved. Returns whether its slot has a bitmap: then leaves must be
-    /// small, because neighbouring pages may be absent.
+    /// Checks whether the page of `request`, of a VM with this granule, may be resolved. Returns whether its slot has
+    /// a bitmap. If it has, leaves must be small, because neighbouring pages may be absent.
     ///
     /// # Errors
     /// [`ResolveError::Absent`]; other errors if the bitmap cannot be read.
@@ -118,9 +118,9 @@ impl Userfaults {
         Ok(true)
     }
 
-    /// Calls `found` for the parts of `stretch` (whole pages of `granule`) that are not absent, in ascending order. The flag that
-    /// `found` gets says whether a bitmap has bits for `stretch`. If several memslots use a page, it is absent if one
-    /// of them waits for it.
+    /// Calls `found` for the parts of `stretch` (whole pages of `granule`) that are not absent, in ascending order.
+    /// The flag that `found` gets says whether a bitmap has bits for `stretch`. If several memslots use a page, it is
+    /// absent if one of them waits for it.
     pub(crate) fn present(
         &self,
         stretch: Range<usize>,
