@@ -51,7 +51,7 @@ impl Reserved {
     /// Reserves `len` bytes.
     pub fn new(len: usize) -> Self {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-        // SAFETY: a new mapping at an address of the host's choice.
+        // SAFETY: the call makes a new mapping at an address of the kernel's choice.
         let start = unsafe { libc::mmap(std::ptr::null_mut(), len, libc::PROT_NONE, flags, -1, 0) };
         assert_ne!(start, libc::MAP_FAILED, "{len} bytes of address space");
         Reserved {

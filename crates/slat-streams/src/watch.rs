@@ -140,7 +140,7 @@ extern "C" fn on_backtrace(_signal: i32) {
 
 /// Blocks all signals, because kicks would arrive faster than a backtrace can be written.
 fn block_signals() {
-    // SAFETY: a signal set on the stack; this thread only.
+    // SAFETY: the signal set is on the stack, and the call changes only the mask of this thread.
     unsafe {
         let mut all = std::mem::zeroed();
         libc::sigfillset(&mut all);

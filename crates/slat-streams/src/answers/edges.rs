@@ -6,13 +6,13 @@ use std::ops::Range;
 /// The valid values of a field.
 #[derive(Clone, Copy, Debug)]
 pub enum Values {
-    /// All.
+    /// All values are valid.
     Any,
-    /// Values with no other bits than these.
+    /// Values without bits other than these are valid.
     Bits(u64),
-    /// Values up to this one.
+    /// Values up to this one are valid.
     UpTo(u64),
-    /// Values from this one on.
+    /// Values from this one on are valid.
     From(u64),
     /// The first list gives valid values, the second one invalid values.
     Listed(&'static [u64], &'static [u64]),

@@ -63,8 +63,8 @@ pub fn compare(lane: &Lane, rng: &Rng, mode: Mode) {
     let mut interpreted = run(lane, rng, mode, Jit::Off, EXITS, INTERPRETED);
     let exits = interpreted.exits.len();
     if interpreted.memory.is_empty() {
-        // A kick has ended the interpreted guest, so its work after the last exit is unknown. The guest runs again, up
-        // to that exit.
+        // A kick has ended the interpreted guest, so nobody knows which instructions it executed after its last exit.
+        // The guest runs again, up to that exit.
         interpreted = run(lane, rng, mode, Jit::Off, exits, COMPILED);
     }
     let at_once = Jit::AtOnce(tier);

@@ -157,7 +157,7 @@ pub fn descriptors(rng: &mut Rng, memory: &Guarded) {
         gate(0xec, 0x08, HANDLERS),
         0,
         gate(0xe5, 0x40, 0),
-        // Conforming code.
+        // A conforming code segment.
         0x00cf_9f00_0000_ffff,
     ];
     for _ in 0..rng.below(3) {
