@@ -61,7 +61,7 @@ impl Witness {
     ) -> Result<(), String> {
         let Hpa(address) = translation.host;
         let (page, _) = HostMemory::identify(host.granule().pfn(Hpa(address)));
-        // Read in this order: a page is stored in `now` before it is removed from `soon`.
+        // The order of these reads matters: a page is stored in `now` before it is removed from `soon`.
         let soon = self.soon[gfn as usize].load(SeqCst);
         let now = self.now[gfn as usize].load(SeqCst);
         if page != soon && page != now {

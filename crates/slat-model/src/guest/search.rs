@@ -92,8 +92,8 @@ struct Path {
     /// The next table, and its level.
     table: u64,
     level: u32,
-    /// The moments at which the vCPU may read the next entry. Below a leaf: the moments at which it may have read the
-    /// leaf.
+    /// The moments at which the vCPU may read the next entry. Once the path has reached a leaf: the moments at which
+    /// the vCPU may have read the leaf.
     window: Range<Time>,
     rights: Rights,
     /// The first entry whose flags are still to be set.

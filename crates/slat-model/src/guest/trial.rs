@@ -83,27 +83,28 @@ impl GuestSubject {
         }
     }
 
-    /// The engine, with second-level tables that `mmu` makes: each access walks the guest's tables.
+    /// Makes the subject that tests the engine with second-level tables that `mmu` makes. Each access walks the
+    /// guest's tables.
     pub fn engine(mmu: MmuKind) -> Self {
         GuestSubject::new(format!("engine, {mmu:?}"), move |machine| {
             EngineMmu::with_mmu(machine, mmu)
         })
     }
 
-    /// The engine with its shadow MMU.
+    /// Makes the subject that tests the engine with its shadow MMU.
     pub fn shadow() -> Self {
         GuestSubject::new("shadow", ShadowMmu::new)
     }
 
-    /// The engine, with second-level tables of format `F` that `mmu` makes, and with shadow pages of the hypervisor's
-    /// nested tables ([`GuestSubject::with_nested_tables`]).
+    /// Makes the subject that tests the engine with second-level tables of format `F` that `mmu` makes, and with
+    /// shadow pages of the hypervisor's nested tables ([`GuestSubject::with_nested_tables`]).
     pub fn nested<F: Format>(mmu: MmuKind) -> Self {
         let name = format!("nested, {mmu:?}, {}", F::NAME);
         let make = move |machine: &GuestMachine| ShadowMmu::<F>::nested(machine, mmu);
         GuestSubject::new(name, make).with_nested_tables()
     }
 
-    /// The engine with a TLB, paging-structure caches and copies of tables.
+    /// Makes the subject that tests the engine with a TLB, paging-structure caches and copies of tables.
     pub fn caching() -> Self {
         GuestSubject::new("caching", |machine| CachingMmu::new(machine, None))
     }
