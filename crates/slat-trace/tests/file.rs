@@ -24,7 +24,7 @@ fn record(name: &str, selected: &str, work: fn()) -> Trace {
         unsafe { libc::_exit(i32::from(done.is_err())) };
     }
     let mut status = 0;
-    // SAFETY: a child of this process.
+    // SAFETY: the process is a child of this one, and the status is a live variable.
     unsafe { libc::waitpid(child, &mut status, 0) };
     assert!(
         status == 0 || libc::WTERMSIG(status) == libc::SIGKILL,
@@ -130,7 +130,7 @@ fn a_ring_is_read_while_its_thread_overwrites_it() {
             latest = number;
         }
     }
-    // SAFETY: a child of this process.
+    // SAFETY: the process is a child of this one, and the status is a live variable.
     unsafe {
         libc::kill(child, libc::SIGKILL);
         libc::waitpid(child, &mut 0, 0);
@@ -199,7 +199,7 @@ fn threads_have_rings_of_their_own_until_none_is_left() {
 fn a_forked_child_does_not_write_to_its_parents_file() {
     let trace = record("forked", "kvm", || {
         mmio(1);
-        // SAFETY: the child makes a point and ends.
+        // SAFETY: the child only records a tracepoint, and ends.
         unsafe {
             let child = libc::fork();
             if child == 0 {
@@ -217,7 +217,7 @@ fn a_forked_child_does_not_write_to_its_parents_file() {
 fn a_pipe_is_refused_at_once() {
     let path = std::env::temp_dir().join(format!("slat-trace-{}-pipe", std::process::id()));
     let name = CString::new(path.as_os_str().as_bytes()).unwrap();
-    // SAFETY: a path that ends with NUL.
+    // SAFETY: the path ends with NUL.
     assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
     let refused = Trace::read(&path).unwrap_err();
     std::fs::remove_file(path).unwrap();
@@ -237,7 +237,7 @@ fn without_space_there_is_no_file_and_a_reason() {
                 rlim_cur: 1 << 20,
                 rlim_max: 1 << 20,
             };
-            // SAFETY: plain numbers.
+            // SAFETY: the arguments are numbers and a live struct.
             unsafe {
                 libc::signal(libc::SIGXFSZ, libc::SIG_IGN);
                 libc::setrlimit(libc::RLIMIT_FSIZE, &limit);
@@ -248,7 +248,7 @@ fn without_space_there_is_no_file_and_a_reason() {
         unsafe { libc::_exit(i32::from(done.is_err())) };
     }
     let mut status = 0;
-    // SAFETY: a child of this process.
+    // SAFETY: the process is a child of this one, and the status is a live variable.
     unsafe { libc::waitpid(child, &mut status, 0) };
     assert_eq!(status, 0);
     // The directory must be empty. Otherwise its removal fails.
