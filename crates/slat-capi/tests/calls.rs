@@ -35,7 +35,7 @@ struct Guest {
 
 fn map(size: usize, flags: c_int, fd: c_int) -> *mut c_void {
     let rights = libc::PROT_READ | libc::PROT_WRITE;
-    // SAFETY: a new mapping.
+    // SAFETY: the call makes a new mapping at an address of the kernel's choice.
     let start = unsafe { slat_mmap(null_mut(), size, rights, flags, fd, 0) };
     assert_ne!(start, libc::MAP_FAILED, "errno {}", errno());
     start
@@ -120,7 +120,7 @@ fn an_object_lives_until_its_last_descriptor_is_closed() {
 #[test]
 fn other_files_are_the_c_librarys() {
     let mut ends = [0; 2];
-    // SAFETY: a live array of two; FIONREAD writes an int; the buffer has a byte.
+    // SAFETY: the array of two is live, FIONREAD writes an int, and the buffer has the bytes that are read.
     unsafe {
         assert_eq!(libc::pipe(ends.as_mut_ptr()), 0);
         assert_eq!(libc::write(ends[1], b"abc".as_ptr().cast(), 3), 3);
