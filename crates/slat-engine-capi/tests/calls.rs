@@ -17,14 +17,14 @@ fn layout(count: usize) -> Layout {
 }
 
 extern "C" fn allocate(_: *mut c_void, count: usize) -> u64 {
-    // SAFETY: not of size 0.
+    // SAFETY: the layout is not of size 0.
     let start = unsafe { alloc_zeroed(layout(count)) };
     (start.expose_provenance() / PAGE) as u64
 }
 
 /// A root of EPT has one frame.
 unsafe extern "C" fn free(_: *mut c_void, frame: u64) {
-    // SAFETY: allocated by `allocate`.
+    // SAFETY: `allocate` has allocated this frame with this layout.
     unsafe {
         dealloc(
             std::ptr::with_exposed_provenance_mut(frame as usize * PAGE),
@@ -35,7 +35,7 @@ unsafe extern "C" fn free(_: *mut c_void, frame: u64) {
 
 /// Returns no address if `context` says so.
 unsafe extern "C" fn address(context: *mut c_void, frame: u64) -> *mut c_void {
-    // SAFETY: the context of the test.
+    // SAFETY: the context is the test's `AtomicBool`.
     if unsafe { &*context.cast::<AtomicBool>() }.load(Relaxed) {
         return null_mut();
     }
@@ -43,7 +43,7 @@ unsafe extern "C" fn address(context: *mut c_void, frame: u64) -> *mut c_void {
 }
 
 unsafe extern "C" fn resolve(_: *mut c_void, backing: u64, _: u32, page: *mut slat_page) -> c_int {
-    // SAFETY: a live struct.
+    // SAFETY: the struct is live.
     unsafe { (*page).frame = backing / PAGE as u64 };
     0
 }
@@ -55,7 +55,7 @@ unsafe extern "C" fn resolve_sized(
     access: u32,
     page: *mut slat_page,
 ) -> c_int {
-    // SAFETY: the context of the test, and a live struct.
+    // SAFETY: the context is the test's, and the struct is live.
     unsafe {
         (*page).size = (*context.cast::<AtomicU64>()).load(Relaxed);
         resolve(context, backing, access, page)
@@ -89,7 +89,7 @@ fn platform<T>(context: &T) -> slat_platform {
 fn create(broken: &AtomicBool) -> *mut slat_vm {
     let platform = platform(broken);
     let mut vm = null_mut();
-    // SAFETY: live arguments.
+    // SAFETY: the arguments are live.
     let created = unsafe { slat_vm_create(SLAT_EPT, &platform, &mut vm) };
     assert_eq!(created, 0);
     vm
@@ -100,7 +100,7 @@ fn after_a_panic_every_call_of_the_vm_answers_eio() {
     let broken = AtomicBool::new(false);
     let (vm, other) = (create(&broken), create(&broken));
     let (mut vcpu, mut frame) = (null_mut(), 0);
-    // SAFETY: live objects and arguments.
+    // SAFETY: all objects and arguments are live.
     unsafe {
         assert_eq!(slat_vcpu_create(vm, &mut vcpu), 0);
         assert_eq!(slat_vm_set_region(vm, 0, 0, MEMORY, MEMORY, 0), 0);
@@ -119,7 +119,7 @@ fn after_a_panic_every_call_of_the_vm_answers_eio() {
 
 /// Returns the text of this thread's last refusal.
 fn last_error() -> String {
-    // SAFETY: a text that is valid until the next call.
+    // SAFETY: the text is valid until the next call.
     let text = unsafe { CStr::from_ptr(message::slat_last_error()) };
     text.to_str().unwrap().to_owned()
 }
@@ -139,7 +139,7 @@ fn each_refusal_says_what_is_wrong() {
         flush: None,
         ..platform(&broken)
     };
-    // SAFETY: live arguments and objects.
+    // SAFETY: all arguments and objects are live.
     unsafe {
         let mut create =
             |format, platform: &slat_platform| slat_vm_create(format, platform, &mut vm);
@@ -178,7 +178,7 @@ fn a_page_of_no_size_is_not_mapped() {
         ..platform(&size)
     };
     let (mut vm, mut vcpu, mut frame) = (null_mut(), null_mut(), 0);
-    // SAFETY: live arguments and objects.
+    // SAFETY: all arguments and objects are live.
     unsafe {
         assert_eq!(slat_vm_create(SLAT_EPT, &platform, &mut vm), 0);
         assert_eq!(slat_vcpu_create(vm, &mut vcpu), 0);
