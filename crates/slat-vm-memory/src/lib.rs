@@ -50,7 +50,8 @@ use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionMmap, MmapRegion};
 /// order. The memslots are those from number 0 on, with `flags`: `KVM_MEM_LOG_DIRTY_PAGES`, `KVM_MEM_READONLY`.
 ///
 /// # Errors
-/// The errors of [`region`]; also if ranges overlap or are not sorted. The VM then has none of the memslots.
+/// The errors of [`region`]. It is also an error if ranges overlap or are not sorted. After an error, the VM has none
+/// of the memslots.
 pub fn memory(
     vm: &Arc<VmFd>,
     flags: u32,
