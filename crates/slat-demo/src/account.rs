@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-/// What a program did, step by step.
+/// A report about a program, step by step.
 pub struct Account {
     lines: Vec<String>,
 }

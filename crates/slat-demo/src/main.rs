@@ -1,5 +1,5 @@
-//! The workspace's first command, `cargo run --release -- run`: only the demonstration, which depends on a third of the
-//! crates that the command `slat` depends on.
+//! The workspace's default command, `cargo run --release -- run`. It has only the demonstration, which needs a third
+//! of the crates that the command `slat` needs.
 
 use std::io::Write;
 use std::process::ExitCode;

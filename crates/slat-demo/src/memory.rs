@@ -68,7 +68,7 @@ impl Memory {
         let file = file_in_memory(piece)?;
         let memory = Self::reserve(size, alignment)?;
         for at in memory.addresses().step_by(piece) {
-            // SAFETY: a part of the mapping made just now, which no code has used.
+            // SAFETY: the range is a part of the mapping that was made just now, which no code has used.
             unsafe { map_file(at, piece, &file, libc::MAP_SHARED)? };
         }
         Ok(memory)
@@ -101,7 +101,7 @@ impl Memory {
 
     fn of_file(file: &File, size: usize, alignment: usize, sharing: i32) -> io::Result<Self> {
         let memory = Self::reserve(size, alignment)?;
-        // SAFETY: the mapping made just now, which no code has used.
+        // SAFETY: the mapping was made just now, and no code has used it.
         unsafe { map_file(memory.address(), size, file, sharing)? };
         Ok(memory)
     }
@@ -110,7 +110,7 @@ impl Memory {
     fn reserve(size: usize, alignment: usize) -> io::Result<Self> {
         assert!(alignment.is_power_of_two() && alignment >= 4096);
         let mapped = size + alignment;
-        // SAFETY: a new anonymous mapping at an address of the kernel's choice.
+        // SAFETY: the call makes a new anonymous mapping at an address of the kernel's choice.
         let mapping = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),
@@ -212,8 +212,8 @@ impl Memory {
 
     /// Returns the words, which running guests share.
     pub fn words(&self) -> &[AtomicU64] {
-        // SAFETY: page aligned, `size` bytes long, initialised, and all threads that hold this access it as atomics, as
-        // the guest's own aligned stores do.
+        // SAFETY: the memory is page aligned, `size` bytes long and initialised. All threads that hold this reference
+        // access the memory as atomics, as the guest's own aligned stores do.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr().cast(), self.size / 8) }
     }
 }
@@ -260,7 +260,7 @@ unsafe fn map_file(address: u64, size: usize, file: &File, sharing: i32) -> io::
 impl Drop for Memory {
     fn drop(&mut self) {
         let start = self.mapping.as_ptr() as usize;
-        // SAFETY: the mapping made in `reserve`; no borrow of it is left.
+        // SAFETY: `reserve` has made this mapping, and no borrow of it is left.
         unsafe { libc::munmap(self.mapping.as_ptr().cast(), self.mapped) };
         // A later mapping at these addresses is another mapping, whose advice is not known yet.
         mappings::changed(start..start + self.mapped);

@@ -1,4 +1,4 @@
-//! The workspace's first command.
+//! Tests the workspace's default command.
 
 use std::process::{Command, Output};
 

@@ -1,11 +1,11 @@
-//! What the demonstration does on each architecture.
+//! The parts of the demonstration that depend on the architecture.
 //!
 //! | module | idea |
 //! |---|---|
 //! | `program` | the program itself: makes a VM, uses its memory, and describes what it did |
 //!
-//! This is the only file that asks for the architecture. Each architecture also has what slat's other crates use, in
-//! `for_other_crates`.
+//! This is the only file that tests which architecture it is built for. Each architecture also has a module
+//! `for_other_crates`, with the items that slat's other crates use.
 
 #[cfg(target_arch = "aarch64")]
 mod aarch64;

@@ -11,5 +11,5 @@ mod access;
 pub(crate) mod program;
 mod vm;
 
-/// What slat's other crates use: nothing.
+/// The items that slat's other crates use. There are none on this architecture.
 pub mod for_other_crates {}

@@ -127,7 +127,7 @@ fn set_slot(vm: &VmFd, slot: u32, gpa: u64, memory: &Memory, size: usize) -> Res
 
 /// State that the threads of the vCPUs and the main thread share.
 struct Shared<'p> {
-    /// All vCPUs begin together, so that the phases run side by side.
+    /// At this barrier all vCPUs begin together, so that they run each phase at the same time.
     start: Barrier,
     phase_times: Mutex<[Duration; PHASES]>,
     device_exits: AtomicU64,

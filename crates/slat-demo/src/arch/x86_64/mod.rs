@@ -14,7 +14,7 @@ mod machine;
 pub(crate) mod program;
 mod progress;
 
-/// What slat's other crates use.
+/// The items that slat's other crates use.
 pub mod for_other_crates {
     pub use super::long_mode;
 }
