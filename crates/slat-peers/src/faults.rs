@@ -1,12 +1,12 @@
-//! Faults of one vCPU, and of two at once. Each vCPU writes to pages that are not mapped; leaves have 4 KiB, and there
-//! is no prefetch. No other crate has faults.
+//! Faults of one vCPU, and of two at once. Each vCPU writes to pages that are not mapped. Leaves have 4 KiB, and
+//! there is no prefetch. No other crate handles faults, so slat is measured alone.
 //!
 //! * `1`, `2`: the number of threads. Two threads write to different halves of the range, which share no level 1 table.
 //! * `1-same-table`, `2-same-table`: two threads take turns in the pages of every level 1 table.
 //!
-//! Wall time, from the first thread's start to the last one's end. A sample in which another program took a processor
-//! away from a thread (its wall time is 5 % longer than its processor time; nothing in a fault here sleeps), or the
-//! threads did not run at the same time, is measured again, until [`LONGEST`] has passed.
+//! The time is the wall time from the first thread's start to the last thread's end. A sample is measured again if
+//! another program took a processor away from a thread (the wall time is 5 % longer than the processor time; a fault
+//! here never sleeps), or if the threads did not run at the same time. This ends when [`LONGEST`] has passed.
 
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
@@ -20,10 +20,10 @@ use crate::report::{Metric, Samples, thread_ns};
 use crate::tables::BASE;
 
 const PAGES: u64 = 1 << 16;
-/// A hundred samples, or a few where Arm's code is emulated.
+/// How long samples are repeated: enough for a hundred samples, or for a few where Arm's code is emulated.
 const LONGEST: Duration = Duration::from_secs(2);
 
-/// The contenders.
+/// The measurement of faults.
 pub struct Faults;
 
 impl Faults {

@@ -13,7 +13,7 @@ use slat::{Entries, PAGE_SIZE, Pfn, TableMeta};
 const FRAMES: usize = 4096 + (64 << 20) / FRAME;
 const FRAME: usize = PAGE_SIZE as usize;
 
-/// The metadata of two frames shares no cache line, as with Linux's `struct page`.
+/// The distance of two frames' metadata, so that they share no cache line, as with Linux's `struct page`.
 const META_STRIDE: usize = 64;
 const _: () = assert!(size_of::<TableMeta>() <= META_STRIDE);
 
@@ -51,7 +51,7 @@ impl Arena {
     fn new() -> Self {
         let base = forever(FRAMES * FRAME, 2 << 20);
         let meta = forever(FRAMES * META_STRIDE, META_STRIDE);
-        // SAFETY: the address is inside the arena.
+        // SAFETY: the address is inside the arena, because there are `FRAMES` frames.
         let frame = |i| unsafe { base.add(i * FRAME) };
         Arena {
             base,
@@ -77,7 +77,7 @@ fn free_list() -> MutexGuard<'static, Vec<NonNull<u8>>> {
     ARENA.free.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A frame of 4096 bytes.
+/// Allocates a frame of 4096 bytes.
 pub fn alloc_frame() -> NonNull<u8> {
     free_list().pop().expect("the arena is large enough")
 }
@@ -118,14 +118,14 @@ pub fn free_many(frames: impl Iterator<Item = NonNull<u8>>) {
     free_list().extend(frames);
 }
 
-/// The frame at this address.
+/// Returns the frame at this address.
 pub fn frame_at(address: u64) -> NonNull<u8> {
     debug_assert!(address != 0);
     // SAFETY: no frame is at address 0.
     unsafe { NonNull::new_unchecked(address as *mut u8) }
 }
 
-/// The entries in a frame.
+/// Returns the entries in a frame.
 #[inline]
 pub fn entries(frame: Pfn) -> NonNull<Entries> {
     frame_at(frame.hpa().0).cast()

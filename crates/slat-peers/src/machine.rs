@@ -1,4 +1,4 @@
-//! The machine under slat in this program: all host pages of guest memory are resident, in one run.
+//! The machine under slat in this program. All host pages of guest memory are resident and contiguous.
 
 use std::ops::Range;
 use std::ptr::NonNull;
@@ -38,7 +38,7 @@ pub fn region(slot: u32, flags: SlotFlags, gpa: u64, pages: u64) -> Region {
 }
 
 impl Machine {
-    /// The number of a frame just allocated, with fresh metadata.
+    /// Writes fresh metadata for a frame that was just allocated. Returns the frame's number.
     fn fresh(&self, memory: NonNull<u8>) -> Pfn {
         let frame = Pfn(memory.as_ptr() as u64 >> 12);
         // SAFETY: this caller is the only owner of the frame, and so of its metadata.

@@ -2,9 +2,9 @@
 //!
 //! `slat-peers [--rounds N] [--json FILE] [--only PREFIX]`
 //!
-//! Every round runs every crate once, and the median over the rounds is reported, so that a disturbance of the machine
-//! affects all crates alike. All tables come from one source of frames ([`frames`]), whose memory was touched before.
-//! The module of each case says what exactly is compared, and what another crate cannot do.
+//! Every round runs every crate once, and the median over the rounds is reported, so that a disturbance of the
+//! machine affects all crates alike. All tables come from one source of frames ([`frames`]), whose memory was touched
+//! before. The documentation of each case's module says exactly what is compared, and what another crate cannot do.
 
 mod embed;
 mod faults;
@@ -68,7 +68,7 @@ fn main() -> ExitCode {
     let mut tables = tables::Tables::new();
     let mut slots = slots::Slots::new(&samples);
     let mut faults = faults::Faults::new();
-    // The first round warms caches and is thrown away.
+    // The first round only warms the caches; its samples are dropped.
     for round in 0..=options.rounds {
         tables.round(&mut samples);
         slots.round(&mut samples);

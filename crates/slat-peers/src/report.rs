@@ -40,7 +40,7 @@ struct Row {
 }
 
 impl Row {
-    /// Returns the value with the least disturbance: the distance of the median from this value tells how quiet the
+    /// Returns the smallest time or the largest rate. The distance of the median from this value shows how quiet the
     /// machine was.
     fn best(&self) -> f64 {
         let values = self.values.iter().copied();
@@ -125,13 +125,13 @@ pub fn thread_ns() -> i64 {
         tv_sec: 0,
         tv_nsec: 0,
     };
-    // SAFETY: `now` is a place for the result.
+    // SAFETY: the call writes to a local variable.
     let failed = unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut now) };
     assert_eq!(failed, 0, "every thread has a clock");
     now.tv_sec * 1_000_000_000 + now.tv_nsec
 }
 
-/// The medians, case by case.
+/// The medians of all samples, case by case.
 pub struct Report<'a> {
     rows: Vec<&'a Row>,
 }

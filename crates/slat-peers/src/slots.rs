@@ -1,12 +1,11 @@
-//! Memslots against vm-memory's regions.
+//! Compares memslots with vm-memory's regions.
 //!
-//! * `lookup/N`: the slot of a random address, N slots in a space of twice their size. slat: by
-//!   `Vcpu::slot_at` inside a reader section, as a fault does it; the section's own cost, which many
-//!   look-ups share, is the case `section` (vm-memory's counterpart there is the guard of
-//!   `GuestMemoryAtomic`).
-//! * `update`: one creation and one deletion among 32764 slots, per change. slat: until the change is
-//!   complete (zapped, flushed); vm-memory: until the old collection is dropped, the region's own
-//!   mmap and munmap left out.
+//! * `lookup/N`: finds the slot of a random address among N slots, in a space of twice their size. slat calls
+//!   `Vcpu::slot_at` inside a reader section, as a fault does. Many look-ups share one reader section, whose cost is
+//!   the case `section`; there, vm-memory's counterpart is the guard of `GuestMemoryAtomic`.
+//! * `update`: creates and deletes one slot among 32764; the time is per change. For slat, a change ends when it is
+//!   complete (zapped and flushed). For vm-memory, a change ends when the old collection is dropped; the region's own
+//!   mmap and munmap are left out.
 
 use std::sync::Arc;
 
@@ -158,7 +157,7 @@ impl Contenders {
     }
 }
 
-/// The contenders, by number of slots.
+/// The contenders for each number of slots.
 pub struct Slots(Vec<Contenders>);
 
 impl Slots {

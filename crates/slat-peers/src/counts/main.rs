@@ -1,16 +1,17 @@
-//! `slat-counts` counts the instructions that the engine's operations take, by valgrind's callgrind.
+//! `slat-counts` counts the instructions that the engine's operations take, with valgrind's callgrind.
 //!
-//! * `slat-counts` prints them.
-//! * `slat-counts --compiler` prints which compiler has made it.
-//! * `slat-counts --write FILE` writes them to FILE.
-//! * `slat-counts --compare FILE` compares them with those in FILE, and fails if one has risen by more than 3 %.
+//! * `slat-counts` prints the counts.
+//! * `slat-counts --compiler` prints which compiler has made this program.
+//! * `slat-counts --write FILE` writes the counts to FILE.
+//! * `slat-counts --compare FILE` compares the counts with those in FILE, and fails if one has risen by more than 3
+//!   %.
 //!
-//! Unlike times, the instructions of one binary are the same in every run, on every machine of the same architecture,
-//! whatever else the machine does. For that, no code may be counted that depends on the processor. So functions of the
-//! C library are left out, because the library chooses some of them (copies, fills) by the processor's features. All
-//! other code that is not in this binary is left out, too. Different compilers make different instructions. So
-//! `--write` records the compiler, and `--compare` refuses counts of another compiler; `.ci/counts` then counts an
-//! earlier commit with the present compiler.
+//! Unlike times, the counts of one binary are the same in every run on every machine of the same architecture,
+//! whatever else the machine does. This needs one restriction: code that depends on the processor must not be
+//! counted. So functions of the C library are left out, because the library chooses some of them (copies, fills) by
+//! the processor's features. All other code that is not in this binary is left out, too. Different compilers make
+//! different instructions. So `--write` records the compiler, and `--compare` refuses counts of another compiler;
+//! `.ci/counts` then counts an earlier commit with the present compiler.
 //!
 //! The program runs itself under valgrind. There, [`slat_counts_measured`] runs each operation, and at its end
 //! callgrind writes a file. The operations always have the same order.
@@ -30,11 +31,11 @@ use std::process::{Command, ExitCode};
 
 /// The compiler that has made this program, and its target.
 const COMPILER: &str = env!("COUNTS_COMPILER");
-/// The argument by which this program runs the operations.
+/// With this argument, the program runs the operations instead of counting them.
 const OPERATIONS: &str = "--operations";
-/// A count may rise by this part of itself.
+/// The largest rise of a count that is accepted, as a share of the count.
 const TOLERANCE: f64 = 0.03;
-/// A smaller rise does not count: one instruction in a hundred calls.
+/// A rise by fewer instructions than this is ignored: one instruction in a hundred calls.
 const LEAST: f64 = 0.01;
 
 /// For each operation, the instructions for each page, or for each call.

@@ -1,4 +1,4 @@
-//! The operations, in the order in which they are counted: the life of a mapping, on each format, and memslots.
+//! The operations, in the order in which they are counted: the life of a mapping for each format, and memslots.
 //!
 //! Each operation prints its name, and the number of pages or calls that it consists of.
 
@@ -27,14 +27,14 @@ struct Counter<'m> {
 }
 
 impl Counter<'_> {
-    /// Counts the instructions of `operation`, which does `times` times what its `name` says.
+    /// Counts the instructions of `operation`, which performs the operation called `name` `times` times.
     fn count(&mut self, name: &str, times: u64, mut operation: impl FnMut()) {
         (self.measure)(&mut operation);
         println!("{}/{name}\t{times}", self.format);
     }
 }
 
-/// Runs all operations by `measure`.
+/// Runs all operations, each through `measure`.
 pub fn all(measure: Measure<'_>) {
     format::<Ept>("ept", measure);
     format::<Npt>("npt", measure);
@@ -73,7 +73,7 @@ fn prefault<F: Format>(vcpu: &mut Vcpu<Machine, F>) {
 
 /// Returns the address of page `i` of the slot, in an order that visits each table again and again.
 fn page(i: u64) -> Gpa {
-    // The step is odd, so that each page has its turn.
+    // The step is odd, so that each page is visited once.
     const STEP: u64 = 5003;
     Gpa(BASE + ((i * STEP % PAGES) << 12))
 }
@@ -88,7 +88,7 @@ fn translate<F: Format>(vcpu: &mut Vcpu<Machine, F>, pages: u64, access: Access)
     }
 }
 
-/// Counts the life of a mapping: map, use, protect, unmap.
+/// Counts the operations in the life of a mapping: map, use, protect, unmap.
 fn life<F: Format>(counter: &mut Counter<'_>) {
     let (vm, mut vcpu) = world::<F>(Level::PAGE);
     counter.count("map", PAGES, || prefault(&mut vcpu));
@@ -131,7 +131,7 @@ fn life<F: Format>(counter: &mut Counter<'_>) {
     });
 }
 
-/// Counts the dirty log: writes that fault because of it, and harvests.
+/// Counts the operations of the dirty log: faults of writes to protected pages, and harvests.
 fn log<F: Format>(counter: &mut Counter<'_>) {
     const WRITTEN: u64 = PAGES / 4;
     let (vm, mut vcpu) = world::<F>(Level::PAGE);
@@ -199,7 +199,7 @@ fn faults<F: Format>(counter: &mut Counter<'_>) {
     });
 }
 
-/// Huge leaves.
+/// Counts operations on huge leaves.
 fn huge<F: Format>(counter: &mut Counter<'_>) {
     let (vm, mut vcpu) = world::<F>(Level::MEGA);
     vm.set_manual_dirty_log(true, true);

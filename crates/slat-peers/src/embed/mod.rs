@@ -1,21 +1,22 @@
-//! The guest memory of a hypervisor: compares axaddrspace, the guest address spaces of ArceOS's hypervisors, with slat.
-//! Both are used by the same methods.
+//! The guest memory of a hypervisor: compares slat with axaddrspace, the guest address spaces of ArceOS's
+//! hypervisors. Both are called by the same methods.
 //!
-//! axaddrspace keeps areas, and maps them in page tables that the hypervisor provides: here those of
-//! page_table_multiarch, by the same authors. slat is used through the adapter on which `conformance/axaddrspace` runs
-//! that crate's tests. The adapter is for an earlier version, whose methods are alike.
+//! axaddrspace keeps a list of areas, and maps them in page tables that the hypervisor provides. Here these are the
+//! tables of page_table_multiarch, by the same authors. slat is called through an adapter, on which
+//! `conformance/axaddrspace` also runs that crate's tests. The adapter was written for an earlier version, whose
+//! methods are similar.
 //!
-//! * `linear/map`: 64 MiB of host memory, one page off, so that all leaves have 4 KiB; `linear/unmap`.
-//! * `linear/map-huge`, `linear/unmap-huge`: 1 GiB by leaves of 2 MiB, per page of 4 KiB.
-//! * `alloc/map`, `alloc/unmap`: 64 MiB, a frame allocated for each page.
-//! * `translate`: each page of `alloc/map` in one random order.
-//! * `first-touch`: 64 MiB of which each page is allocated and mapped when its fault is handled, in order.
+//! * `linear/map`, `linear/unmap`: 64 MiB of host memory, offset by one page so that all leaves have 4 KiB.
+//! * `linear/map-huge`, `linear/unmap-huge`: 1 GiB by leaves of 2 MiB; times are per page of 4 KiB.
+//! * `alloc/map`, `alloc/unmap`: 64 MiB, with a frame allocated for each page.
+//! * `translate`: each page of `alloc/map`, in one random order.
+//! * `first-touch`: 64 MiB, of which each page is allocated and mapped when its fault is handled, in order.
 //!
-//! axaddrspace has no method that removes a right. The one of page_table_multiarch is measured in `tables/protect`.
+//! axaddrspace has no method that removes a right. page_table_multiarch has one, which `tables/protect` measures.
 
 mod theirs;
 
-// The modules that are at the root of the crate in which the adapter replaces the original.
+// The adapter expects these modules at the root of its own crate.
 #[path = "../../../../conformance/axaddrspace/address_space.rs"]
 #[expect(dead_code, reason = "the bench does not call all methods")]
 mod adapter;
@@ -159,7 +160,7 @@ fn contender<A: AddressSpace>(samples: &mut Samples) {
 /// Iterates over the pages, in an order that visits the tables again and again.
 fn pages() -> impl Iterator<Item = usize> {
     const PAGES: usize = SIZE / PAGE;
-    // The step is odd, so that each page has its turn.
+    // The step is odd, so that each page is visited once.
     const STEP: usize = 5003;
     (0..PAGES).map(|i| BASE + i * STEP % PAGES * PAGE)
 }

@@ -1,22 +1,23 @@
-//! Page tables: 1 GiB of 4 KiB pages.
+//! Page tables that map 1 GiB by 4 KiB pages.
 //!
-//! * `map`: the whole range, by the crate's range operation where it has one, else page by page.
-//! * `translate`: every page once, in one random order that all share. slat's pages have been used
-//!   before (accessed and dirty set): the first use also sets those bits, which no peer does at all;
-//!   it is the case `translate-first`.
-//! * `lookup` and `lookup-vcpu`: the same pages by `Vm::lookup`, each in a reader section of its own, and by
-//!   `Vcpu::lookup` in that of a vCPU. slat alone: they set no bits, and may be called while others change the tables.
-//!   `lookup-near` and `lookup-near-vcpu`: as many in 2 MiB, where a walk costs no cache miss.
-//! * `protect`: takes the right to write from every page. slat: the slot begins to log dirty pages,
-//!   bitmap, flush and all. `protect`: every page has been written before, so no walker has a bit
-//!   left to set. `protect-live`: no page has been used, a walker may set bits at any moment, and slat
-//!   must not lose them; the peers, for whom this makes no difference, are not repeated.
-//! * `unmap`: until every table but the root is back at its source. slat: the memslot is deleted.
-//! * `split`: 512 leaves of 2 MiB into 4 KiB. slat: `clear_dirty_log` of nothing over a slot that logs
-//!   and is mapped huge: this splits eagerly, and protects nothing. x86_64 and page_table_multiarch
-//!   have no split. aarch64-paging splits what it changes a part of: one page each loses the
-//!   right to write.
-//! * `limit`: plain stores to as many entries, in the same frames.
+//! * `map`: maps the whole range, by the crate's range operation if it has one, else page by page.
+//! * `translate`: translates every page once, in one random order that all crates use. slat's pages were used before,
+//!   so their accessed and dirty bits are set. `translate-first` is the first use, which sets these bits; no peer
+//!   does that.
+//! * `lookup` and `lookup-vcpu`: the same pages by `Vm::lookup`, each in its own reader section, and by
+//!   `Vcpu::lookup` in the reader section of a vCPU. Only slat has these: they set no bits, and may be called while
+//!   others change the tables. `lookup-near` and `lookup-near-vcpu` do the same number of look-ups in 2 MiB, where a
+//!   walk causes no cache miss.
+//! * `protect`: removes the right to write from every page. slat begins to log the slot's dirty pages, which includes
+//!   the bitmap and the flush. In `protect`, every page was written before, so walkers have no bit left to set. In
+//!   `protect-live`, no page was used, so a walker may set bits at any moment, and slat must not lose them. This
+//!   makes no difference for the peers, so they are measured only once.
+//! * `unmap`: ends when every table but the root is back at its source. slat deletes the memslot.
+//! * `split`: splits 512 leaves of 2 MiB into 4 KiB leaves. slat calls `clear_dirty_log` for no page, over a slot
+//!   that logs and is mapped by huge leaves: this splits eagerly, and protects nothing. x86_64 and
+//!   page_table_multiarch have no split. aarch64-paging splits a leaf when a part of it changes, so one page of each
+//!   leaf loses the right to write.
+//! * `limit`: plain stores to as many entries in the same frames. No crate can be faster.
 
 mod aarch64;
 mod generic;

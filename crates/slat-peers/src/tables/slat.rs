@@ -78,7 +78,8 @@ pub fn round<F: Format>(name: &str, order: &Order, samples: &mut Samples) {
     }
 }
 
-/// The slot logs, its log names every page, and huge leaves still map the slot: clearing the log splits them first.
+/// Measures the split. Clearing the log splits the huge leaves first, because the slot logs and its log names every
+/// page.
 fn split_huge<F: Format>(add: &mut impl FnMut(&str, f64)) {
     let vm = vm::<F>(Level::MEGA);
     vm.set_manual_dirty_log(true, true);
