@@ -150,25 +150,25 @@ impl Level {
     /// Level 3: an entry maps 1 GiB with tables of 4 KiB, 64 GiB with 16 KiB, 4 TiB with 64 KiB.
     pub const GIGA: Level = Level(3);
 
-    /// Pages of 4 KiB that one entry of this level covers, in tables of 4 KiB.
+    /// Returns the number of pages of 4 KiB that one entry of this level covers, in tables of 4 KiB.
     #[inline]
     pub const fn pages(self) -> u64 {
         Granule::Kib4.pages(self)
     }
 
-    /// Index, in a table of 4 KiB of this level, of the entry on the path to `gfn`.
+    /// Returns the index of the entry on the path to `gfn`, in a table of 4 KiB of this level.
     #[inline]
     pub const fn index(self, gfn: Gfn) -> usize {
         Granule::Kib4.index(gfn, self)
     }
 
-    /// The next level towards the root.
+    /// Returns the next level towards the root.
     #[inline]
     pub(crate) const fn above(self) -> Level {
         Level(self.0 + 1)
     }
 
-    /// The next level towards the page.
+    /// Returns the next level towards the page.
     #[inline]
     pub const fn below(self) -> Level {
         Level(self.0 - 1)

@@ -27,8 +27,8 @@ pub(crate) fn room<T>() -> Result<Box<MaybeUninit<T>>, OutOfMemory> {
     // SAFETY: the layout has a size.
     let memory = unsafe { alloc(Layout::new::<T>()) }.cast::<MaybeUninit<T>>();
     let memory = NonNull::new(memory).ok_or(OutOfMemory)?;
-    // SAFETY: allocated just now, with the layout that the box will use to free the memory; a `MaybeUninit` need not be
-    // initialized.
+    // SAFETY: `alloc` has returned the memory just now, for the layout with which the box will free it. A
+    // `MaybeUninit` need not be initialized.
     Ok(unsafe { Box::from_raw(memory.as_ptr()) })
 }
 
@@ -39,8 +39,8 @@ pub(crate) fn zeroed<T>() -> Result<Box<MaybeUninit<T>>, OutOfMemory> {
     // SAFETY: the layout has a size.
     let memory = unsafe { alloc_zeroed(Layout::new::<T>()) }.cast::<MaybeUninit<T>>();
     let memory = NonNull::new(memory).ok_or(OutOfMemory)?;
-    // SAFETY: allocated just now, with the layout that the box will use to free the memory; a `MaybeUninit` need not be
-    // initialized.
+    // SAFETY: `alloc_zeroed` has returned the memory just now, for the layout with which the box will free it. A
+    // `MaybeUninit` need not be initialized.
     Ok(unsafe { Box::from_raw(memory.as_ptr()) })
 }
 
@@ -87,7 +87,7 @@ struct Counted<T> {
     value: T,
 }
 
-// SAFETY: as for `Arc`: any thread with an owner may access the value, and the thread with the last owner drops it.
+// SAFETY: any thread with an owner may access the value, and the thread with the last owner drops it.
 unsafe impl<T: Send + Sync> Send for Shared<T> {}
 // SAFETY: any thread with an owner may access the value, and the thread with the last owner drops it.
 unsafe impl<T: Send + Sync> Sync for Shared<T> {}
@@ -135,7 +135,7 @@ impl<T> Drop for Shared<T> {
         // Acquire: everything that any owner did with the value happens before the value is dropped.
         if self.counted().owners.fetch_sub(1, Release) == 1 {
             fence(Acquire);
-            // SAFETY: this was the last owner; made by `Box::leak`.
+            // SAFETY: `Box::leak` made the pointer, and this was the last owner.
             drop(unsafe { Box::from_raw(self.0.as_ptr()) });
         }
     }

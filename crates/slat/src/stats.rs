@@ -147,7 +147,7 @@ impl Counter {
 }
 
 impl Counters {
-    /// The gauge of leaves of `level`.
+    /// Returns the gauge of leaves of `level`.
     #[inline]
     pub(crate) fn leaves_of(&self, level: Level) -> &Counter {
         match level {
@@ -157,7 +157,7 @@ impl Counters {
         }
     }
 
-    /// The gauges of leaves, by level.
+    /// Returns the gauges of leaves, by level.
     pub(crate) fn leaves(&self) -> [&Counter; 3] {
         [Level::PAGE, Level::MEGA, Level::GIGA].map(|level| self.leaves_of(level))
     }

@@ -158,7 +158,7 @@ pub struct VmidAllocator {
 #[derive(Debug)]
 #[repr(align(64))]
 struct Cpu {
-    /// Tag of the guest that the CPU is in, [`IDLE`] or [`ROLLED`].
+    /// The tag of the guest that the CPU is in, [`IDLE`] or [`ROLLED`].
     active: AtomicU64,
     /// The generation for which the CPU has last flushed.
     flushed: AtomicU64,

@@ -55,7 +55,7 @@ impl Granule {
         1 << self.index_bits()
     }
 
-    /// log2 of the pages that one entry of `level` covers.
+    /// Returns log2 of the number of pages that one entry of `level` covers.
     #[inline(always)]
     const fn pages_shift(self, level: Level) -> u32 {
         self.index_bits() * (level.0 as u32 - 1)

@@ -1,4 +1,4 @@
-//! The fair lock.
+//! Tests the fair lock.
 
 use std::sync::Arc;
 

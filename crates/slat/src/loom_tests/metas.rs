@@ -15,9 +15,9 @@ fn two_threads_that_prepare_neighbours_find_one_another() {
             let mine = map.clone();
             let other = spawn(move || {
                 mine.prepare(Pfn(frames[1])).unwrap();
-                // The metadata was written before it could be found.
+                // `prepare` has written the metadata before `get` can find it.
                 if let Some(first) = mine.get(Pfn(frames[0])) {
-                    // SAFETY: metadata of the map, and the map still exists.
+                    // SAFETY: the map owns the metadata, and the map still exists.
                     assert_eq!(unsafe { first.as_ref() }.leaves.load(Relaxed), 0);
                 }
                 mine.get(Pfn(frames[1])).unwrap().as_ptr() as usize

@@ -198,7 +198,7 @@ struct Shown<'w, P: Platform, F: Format> {
     mmu: &'w ShadowMmu<P, F>,
     pages: &'w Pages,
     id: EntryId,
-    /// [`Region::listed_by`].
+    /// The value of [`Region::listed_by`] for the region.
     listed_by: (u32, usize),
 }
 
@@ -381,5 +381,5 @@ struct Region {
     level: Level,
 }
 
-/// The visitor has ended the step.
+/// The error of a walk whose visitor has ended the step.
 struct Stop;

@@ -89,7 +89,7 @@ impl GuestTable {
 /// A shadow page, and the link of each entry that is present.
 pub(super) type ShadowPage = Large<Page, Link, ENTRIES>;
 
-/// The page itself.
+/// The state of a shadow page, without the links of its entries.
 pub(super) struct Page {
     /// The frame of this page's table.
     pub(super) frame: Cell<Pfn>,

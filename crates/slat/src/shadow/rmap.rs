@@ -49,7 +49,7 @@ impl RmapEntry {
 /// A node, and its entries.
 pub(super) type Node = Large<NodeState, RmapEntry, ENTRIES>;
 
-/// The node itself.
+/// The state of a node, without its entries.
 pub(super) struct NodeState {
     /// The number of entries that are not empty.
     used: Cell<u16>,

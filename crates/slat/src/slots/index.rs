@@ -134,7 +134,7 @@ impl Leaf {
         }
     }
 
-    /// For loom: call before changing the slots.
+    /// Tells loom that the caller is about to change the slots.
     fn owned(&self) {
         self.slots.iter().for_each(Memslot::owned);
     }

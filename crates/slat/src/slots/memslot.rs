@@ -105,12 +105,12 @@ impl Memslot {
         }
     }
 
-    /// For loom: the caller is the only one that uses the slot.
+    /// Tells loom that no other thread uses the slot.
     pub(super) fn owned(&self) {
         self.alive.owned();
     }
 
-    /// The client's number, below [`crate::MAX_SLOTS`].
+    /// Returns the client's number of the slot, which is below [`crate::MAX_SLOTS`].
     pub(crate) fn id(&self) -> u32 {
         self.id.into()
     }
@@ -119,7 +119,7 @@ impl Memslot {
         SlotFlags((self.traits.0 & Traits::FLAGS).into())
     }
 
-    /// The rights in the slot's [`Region`].
+    /// Returns the rights in the slot's [`Region`].
     pub(crate) fn rights(&self) -> Rights {
         Rights {
             write: !self.traits.has(Traits::NO_WRITE),
@@ -127,7 +127,7 @@ impl Memslot {
         }
     }
 
-    /// The memory type in the slot's [`Region`].
+    /// Returns the memory type in the slot's [`Region`].
     pub(crate) fn memory(&self) -> MemoryType {
         if self.traits.has(Traits::DEVICE) {
             MemoryType::Device
@@ -151,7 +151,7 @@ impl Memslot {
         }
     }
 
-    /// First guest frame.
+    /// Returns the first guest frame.
     pub(crate) fn base(&self) -> Gfn {
         self.base
     }
@@ -162,22 +162,22 @@ impl Memslot {
         self.traits.granule()
     }
 
-    /// Length in pages, never 0.
+    /// Returns the length in pages, which is never 0.
     pub(crate) fn pages(&self) -> u64 {
         self.pages.into()
     }
 
-    /// Length in bytes.
+    /// Returns the length in bytes.
     pub(super) fn size(&self) -> u64 {
         self.pages() << self.granule().shift()
     }
 
-    /// Backing of the first page.
+    /// Returns the address that backs the first page.
     pub(crate) fn backing(&self) -> Hva {
         self.backing
     }
 
-    /// Backing of the first page if that page is private.
+    /// Returns the address that backs the first page if that page is private.
     pub(crate) fn private(&self) -> Option<Hva> {
         if !self.has_private {
             return None;
@@ -195,7 +195,7 @@ impl Memslot {
         unsafe { self.extra.log }
     }
 
-    /// The slot's log, which exists while the slot logs dirty pages.
+    /// Returns the slot's log, which exists while the slot logs dirty pages.
     pub(crate) fn log(&self) -> Option<&DirtyLog> {
         // SAFETY: the log lives as long as a set has a slot that refers to it (see `Extra`).
         self.uncounted_log().map(|log| unsafe { log.get() })
@@ -212,7 +212,7 @@ impl Memslot {
         self.uncounted_log().map(|log| unsafe { log.share() })
     }
 
-    /// The frames of the slot.
+    /// Returns the frames of the slot.
     pub(crate) fn gfns(&self) -> Range<Gfn> {
         self.alive.used();
         self.base..self.base.add(self.pages())

@@ -64,7 +64,7 @@ impl SlotSet {
         })
     }
 
-    /// For loom: the caller reads the set.
+    /// Tells loom that the caller reads the set.
     #[inline(always)]
     pub(super) fn used(&self) {
         self.alive.used();

@@ -29,7 +29,7 @@ impl<T> OnceBox<T> {
     /// Removes the value.
     pub(crate) fn take(&mut self) -> Option<Box<T>> {
         let value = self.value.swap(ptr::null_mut(), Relaxed);
-        // SAFETY: made by `Box::into_raw` in `set`; `&mut self` proves that there is no other reference.
+        // SAFETY: `set` made the pointer by `Box::into_raw`, and `&mut self` proves that there is no other reference.
         (!value.is_null()).then(|| unsafe { Box::from_raw(value) })
     }
 }
@@ -52,10 +52,10 @@ impl<T: Send + Sync> OnceBox<T> {
     pub(crate) fn set(&self, new: Box<T>) -> Result<&T, Box<T>> {
         let new = Box::into_raw(new);
         match (self.value).compare_exchange(ptr::null_mut(), new, SeqCst, Relaxed) {
-            // SAFETY: made by `Box::into_raw` above and just published; only `take`, which borrows `self` mutably,
-            // removes the value.
+            // SAFETY: `Box::into_raw` made the pointer above. Only `take` removes the value, and it borrows `self`
+            // mutably.
             Ok(_) => Ok(unsafe { &*new }),
-            // SAFETY: made by `Box::into_raw` above, and not published.
+            // SAFETY: `Box::into_raw` made the pointer above, and no other thread has got it.
             Err(_) => Err(unsafe { Box::from_raw(new) }),
         }
     }

@@ -57,7 +57,7 @@ use crate::sync::{InSection, OnceBox};
 #[derive(Clone, Debug)]
 pub struct Attention(Shared<Word>);
 
-/// On a cache line of its own, because the CPU reads the word at every block boundary.
+/// The attention word. It has a cache line of its own, because the CPU reads the word at every block boundary.
 #[derive(Debug)]
 #[repr(align(64))]
 struct Word(AtomicU32);
@@ -90,7 +90,7 @@ impl Attention {
     }
 }
 
-/// The state of one reader. On a cache line of its own, because the owner writes it whenever it enters.
+/// The state of one reader. It has a cache line of its own, because the owner writes it whenever it enters.
 #[repr(align(64))]
 pub(crate) struct Reader {
     /// 0 outside of a section; in a section, the generation of the last quiescent point.

@@ -123,7 +123,7 @@ pub(crate) trait ByGfn {
     /// Installs the pieces of the broken leaf of `level` at `gfn`: the second half of break-before-make. Call after a
     /// flush of the leaf, which is in `flushed` of `path`. Does nothing if the leaf was zapped meanwhile.
     ///
-    /// Returns whether no broken leaf is left there. `false`: another leaf in the same table was broken after the
+    /// Returns whether no broken leaf is left at `gfn`. `false`: another leaf in the same table was broken after the
     /// flush, and the leaf found may be that one; flush again and retry.
     #[must_use]
     fn mend(&self, gfn: Gfn, level: Level, path: &mut Path<'_>) -> bool;
@@ -137,7 +137,7 @@ pub(crate) trait ByGfn {
     /// Makes the broken leaf of `level` at `gfn` valid as a whole, after its flush `own`: the second half of
     /// [`Self::collapse`] on formats with break-before-make. Does nothing if the leaf was zapped meanwhile.
     ///
-    /// Returns whether no broken leaf is left there; `false` as for [`Self::mend`].
+    /// Returns whether no broken leaf is left at `gfn`. `false` means the same as for [`Self::mend`].
     #[must_use]
     fn restore(&self, gfn: Gfn, level: Level, own: &Flushed) -> bool {
         let _ = (gfn, level, own);
@@ -181,7 +181,7 @@ pub(crate) struct Aged {
     pub(crate) level: Level,
     /// The entries that are leaves.
     pub(crate) mapped: u64,
-    /// Leaves that had the accessed bit.
+    /// The leaves whose accessed bit was set.
     pub(crate) young: u64,
 }
 

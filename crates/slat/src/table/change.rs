@@ -140,7 +140,7 @@ impl<P: Platform, F: Format> ByGfn for Tree<P, F> {
 }
 
 impl<P: Platform, F: Format> Tree<P, F> {
-    /// Call after the entry `at` was cleared.
+    /// Traces the zap of the entry `at`. Call after the entry was cleared.
     #[inline(always)]
     fn trace_zap(&self, at: &At<'_>) {
         self.platform.trace(Event::SpteZapped {
@@ -168,7 +168,7 @@ impl<P: Platform, G: Format> Table<'_, P, G> {
     /// correctly.
     ///
     /// # Errors
-    /// Both numbers.
+    /// A message with both numbers: the count in the metadata, and the number of leaves in the table.
     pub(crate) fn check_count<F: Format>(&self, level: Level) -> Result<(), String> {
         let is_leaf = |entry: &&AtomicU64| {
             let entry = F::decode(entry.load(Acquire), level);

@@ -26,7 +26,8 @@ impl<P: Platform, F: Format> Tree<P, F> {
         })
     }
 
-    /// Call after breaking a leaf in `table`, whose lock is held.
+    /// Stores in the metadata of `table` which flush its last broken leaf needs. Call after breaking a leaf in
+    /// `table`, while its lock is held.
     pub(super) fn broke(&self, table: &TableMeta) {
         table.broken.store(self.flushes.next(), Relaxed);
     }
@@ -54,7 +55,7 @@ impl Cleared {
     }
 }
 
-/// A table whose lock a walk holds. Before the lock is released, all entries that were cleared under it get the number
+/// A table whose lock a walk holds. Before the walk releases the lock, all entries that it has cleared get the number
 /// of their flush.
 pub(super) struct LockedTable<'w, P: Platform, F: Format> {
     tree: &'w Tree<P, F>,

@@ -35,7 +35,7 @@ use crate::addr::Gfn;
 pub(crate) struct Flushes {
     /// The number of flushes begun.
     begun: AtomicU64,
-    /// A bit for each ticket entry that is in use.
+    /// Bit n is set while ticket entry n is in use.
     used: AtomicU64,
     entries: [TicketEntry; TICKET_ENTRIES],
     /// The number of tickets without an entry.

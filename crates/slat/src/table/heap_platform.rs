@@ -50,9 +50,9 @@ struct Memory {
     layout: Layout,
 }
 
-// SAFETY: the value owns the memory.
+// SAFETY: the value owns the memory, and no other value has its address.
 unsafe impl Send for Memory {}
-// SAFETY: a shared reference to it reads only the address and the layout, which never change.
+// SAFETY: a shared reference to a `Memory` reads only the address and the layout, which never change.
 unsafe impl Sync for Memory {}
 
 impl Memory {
@@ -68,7 +68,7 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // SAFETY: allocated with this layout.
+        // SAFETY: `alloc` has returned the memory for this layout.
         unsafe { dealloc(self.start.as_ptr(), self.layout) };
     }
 }
@@ -142,7 +142,7 @@ unsafe impl Platform for Heap {
         let frames = self.frames.lock().unwrap();
         let memory = &frames.used.get(&frame.0).expect("used after free").memory;
         let offset = self.granule.hpa(frame).0 - memory.start.as_ptr() as u64;
-        // SAFETY: the frame is in this memory.
+        // SAFETY: the offset is that of a frame in this memory.
         unsafe { memory.start.add(offset as usize) }.cast()
     }
 

@@ -271,7 +271,7 @@ mod behaviour {
             map(&tree, 7, Level::PAGE, LEAF),
             Ok(Installed::Widened)
         ));
-        // A leaf with fewer rights removes no right.
+        // A new leaf with fewer rights removes no right from the old leaf.
         assert!(matches!(
             map(&tree, 7, Level::PAGE, read),
             Ok(Installed::Spurious)
@@ -308,7 +308,7 @@ mod behaviour {
         let reached = tree.table(frame_of(&tree, n + 88));
         let unflushed = zap(&tree, n..2 * n);
         assert_eq!(pfn(&tree, n + 88), None);
-        // A walker that has reached the table before still finds the leaf.
+        // A walker that has reached the detached table before still finds the leaf in it.
         let bits = reached.entry(88).load(Relaxed);
         assert!(
             matches!(F::decode(bits, Level::PAGE), Entry::Leaf(leaf) if leaf.pfn == Pfn(n + 88))
@@ -360,7 +360,7 @@ mod behaviour {
             map(&tree, 7, Level::PAGE, other),
             Ok(Installed::New)
         ));
-        // A huge leaf conflicts with a table of small ones.
+        // A huge leaf conflicts with a table of small leaves.
         assert!(matches!(
             map(&tree, 0, Level::MEGA, LEAF),
             Err(Retry::Conflict(_))
@@ -405,7 +405,7 @@ mod behaviour {
             try_to_map(7, &flush(&tree, 7, Level::PAGE)),
             Ok(Installed::New)
         ));
-        // An entry that is cleared again names another flush. The ticket does not cover frame n + 88.
+        // Clearing the entry again makes it name another flush. The ticket does not cover frame n + 88.
         let mine = flush(&tree, n + 88, Level::MEGA);
         let _ = (zap(&tree, 7..8), zap(&tree, n + 88..n + 89));
         assert!(matches!(try_to_map(n + 88, &nothing), Ok(Installed::New)));
@@ -619,7 +619,7 @@ fn no_dirty_bit_is_lost_to_a_concurrent_protection_or_split() {
         thread::scope(|scope| {
             scope.spawn(|| {
                 for ((entry, level), was_set) in entries.iter().zip(&was_set) {
-                    // Like hardware: reads the entry again before it sets the bits.
+                    // Like hardware, reads the entry again before it sets the bits.
                     let marked = entry.fetch_update(Relaxed, Relaxed, |bits| {
                         matches!(Ept::decode(bits, *level), Entry::Leaf(leaf) if leaf.write)
                             .then_some(bits | set)

@@ -1,4 +1,4 @@
-//! Walks over ranges of frames, in steps: the progress of a walk, and how it walks a tree.
+//! Walks over ranges of frames in steps: stores the progress of a walk, and walks a tree.
 
 use core::mem::replace;
 use core::ops::Range;

@@ -44,7 +44,7 @@ use presence::Presence;
 use recent_slots::RecentSlots;
 use streams::Streams;
 
-/// One CPU of a VM. Owned by one thread at a time.
+/// One CPU of a VM. One thread at a time owns it.
 ///
 /// Flushes wait for a vCPU while it is [entered](Self::enter): it must call [`quiesce`](Self::quiesce) soon after its
 /// attention word contains [`Attention::FLUSH`]. A hardware vCPU is entered while it handles an exit
@@ -129,7 +129,7 @@ unsafe impl<P: Platform, F: Format> Send for Vcpu<P, F> {}
 /// The counters of a CPU ([`Vcpu::watch_stats`]). They may be read at any time. After the CPU was dropped, they may
 /// count for another CPU.
 pub struct VcpuStats {
-    /// The CPU's reader, which the VM keeps.
+    /// The CPU's reader, which exists as long as the VM.
     reader: NonNull<Reader>,
     counted_before: Stats,
     _vm: Arc<dyn Send + Sync>,

@@ -207,7 +207,7 @@ mod tests {
         }
     }
 
-    /// The cache with tables for the first `regions` regions, numbered as they are.
+    /// Makes a cache with tables for the first `regions` regions. Each table has the number of its region.
     fn cache(regions: u64) -> PagingStructureCache {
         let mut cache = PagingStructureCache::new().unwrap();
         (0..regions).for_each(|n| cache.put(gpa(n * REGION), Pfn(n)));

@@ -16,9 +16,9 @@ pub(super) struct SlotFacts {
     pub(super) id: u32,
     /// The range of the slot's frames around the page that are all private, or all shared, like the page.
     pub(super) gfns: Range<Gfn>,
-    /// Backing address of the first frame of `gfns`.
+    /// The backing address of the first frame of `gfns`.
     pub(super) hva_base: Hva,
-    /// Backing address of the page.
+    /// The backing address of the page.
     pub(super) hva: Hva,
     /// The page's number in the slot.
     pub(super) page: u64,
@@ -26,7 +26,7 @@ pub(super) struct SlotFacts {
     /// Whether the private backing of the slot also backs its shared frames (KVM: `KVM_MEMSLOT_GMEM_ONLY`).
     pub(super) only_private_backing: bool,
     pub(super) limits: Limits,
-    /// How the slot logs.
+    /// The kind of the slot's dirty log, if it has one.
     pub(super) log: Option<LogKind>,
     /// The address of the log, to identify it. The install looks up the log again. (Holding a share of the log would
     /// make every vCPU write its reference count in every fault.)

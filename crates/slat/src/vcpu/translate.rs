@@ -20,9 +20,9 @@ use crate::vm::Mapping;
 /// A page of guest memory as the second level (the nested tables of the VM) translates it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Translation {
-    /// First byte of the host page. The page has the size of the format's granule, for example 4 KiB.
+    /// The first byte of the host page. The page has the size of the format's granule, for example 4 KiB.
     pub host: Hpa,
-    /// Level of the leaf that maps the page.
+    /// The level of the leaf that maps the page.
     pub level: Level,
     /// Whether writes need neither another fault nor a dirty bit to be set.
     pub write: bool,

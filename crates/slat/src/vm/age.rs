@@ -41,7 +41,7 @@ impl<P: Platform, F: Format> Vm<P, F> {
                 || (),
                 |step, slot, place, walk| {
                     let (base, backing) = (slot.base().0, place.backing_of(slot).0);
-                    // The address that would back frame 0 if the slot began there.
+                    // The address that would back frame 0 if the slot began at frame 0.
                     let origin = backing.wrapping_sub(base << F::GRANULE.shift());
                     let attributes = &space.slots.current(step.section()).private;
                     while !walk.is_done() && !walk.is_spent() {

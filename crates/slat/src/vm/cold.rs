@@ -145,7 +145,7 @@ impl ColdMap {
         let mut index = self.index(backing);
         let (mut mapped, mut young) = (aged.mapped, aged.young);
         while mapped != 0 {
-            // The part of the range up to the end of the block.
+            // The number of pages up to the end of the block.
             let here = (BLOCK - index % BLOCK).min(Aged::MOST);
             self.blocks[index / BLOCK] |= PAGES;
             let pages = &mut self.pages[index..index + here];

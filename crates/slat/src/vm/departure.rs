@@ -142,7 +142,7 @@ pub(super) struct Departure<'a, P: Platform, F: Format> {
     change: SlotsChange<'a>,
     op: RangeOp<'a, P, F>,
     vm: &'a Vm<P, F>,
-    /// The dirty bits of a slot were noted.
+    /// Whether the dirty bits of a slot were noted.
     noted: bool,
     /// Whether marks of a part have to be copied.
     copies: bool,

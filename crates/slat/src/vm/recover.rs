@@ -54,7 +54,7 @@ impl Candidate {
         leaf: None,
     };
 
-    /// Returns the addresses that back its pages.
+    /// Returns the addresses that back the pages of the table.
     fn hvas(&self, granule: Granule) -> Range<Hva> {
         self.backing..granule.add_pages(self.backing, granule.pages(self.level))
     }

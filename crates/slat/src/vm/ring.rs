@@ -36,7 +36,7 @@ use crate::trace::Event;
 #[repr(C)]
 pub struct DirtyGfn {
     flags: AtomicU32,
-    /// Address space from bit 16 on, slot id below.
+    /// The address space in the bits from 16 on, and the slot's id in the lower bits.
     slot: AtomicU32,
     /// The number of the page in the slot.
     offset: AtomicU64,
@@ -125,9 +125,10 @@ impl Default for DirtyGfn {
 pub struct DirtyRing {
     memory: Box<dyn AsRef<[DirtyGfn]> + Send + Sync>,
     len: u32,
-    /// Index of the first ring entry that was not reset yet. Advanced by `reset`; calls of `reset` are serialized.
+    /// The index of the first ring entry that was not reset yet. Only `reset` changes it, and one `reset` runs at a
+    /// time.
     head: AtomicU32,
-    /// Index after the last ring entry. Advanced by the vCPU.
+    /// The index after the last ring entry. Only the vCPU changes it.
     tail: AtomicU32,
     /// The tail at the begin of the current reset: the reset removes no ring entry at or after it.
     reset_end: AtomicU32,

@@ -25,7 +25,7 @@ use crate::vm::{Config, DirtyGfn, DirtyLog, DirtyRing, Vm};
 const PAGES: u64 = 512;
 const LOGGED: SlotFlags = SlotFlags::LOG_DIRTY_PAGES;
 const GPA: Gpa = Gpa(7 << 12);
-/// No memslot is there.
+/// An address that no memslot contains.
 const BEYOND: Gpa = Gpa(PAGES << 13);
 
 fn region(flags: SlotFlags) -> Region {
@@ -87,7 +87,7 @@ fn a_write_is_noted_in_the_log_of_its_slot_or_installed_nowhere() {
             id: 0,
             new: Some(new),
         };
-        // The new set is published, and the sequence is not raised yet.
+        // The new set is published, but the sequence is not raised yet.
         let (why, did) = write_while(&vm, 0, || {
             change.replace(&mut [edit], &vm.readers).unwrap();
         });
@@ -295,7 +295,7 @@ fn a_split_that_gives_the_right_is_a_fix() {
         assert_eq!((did.splits, did.pf_fixed, did.pf_spurious), (1, 2, 0));
     }
     check::<Npt>();
-    // With break-before-make.
+    // The format `Stage2` requires break-before-make.
     check::<Stage2<48>>();
 }
 
@@ -518,14 +518,14 @@ fn a_fault_replaces_what_the_guests_tables_do_not_say_any_more() {
     assert_eq!(found.host, Hpa((DATA + 7) << 12));
     assert_eq!((did.pf_fixed, did.pf_spurious), (1, 0));
     assert_eq!((did.zapped, did.mmu_pde_zapped), (1, 0));
-    // The whole table was replaced.
+    // The guest has replaced its whole table.
     guest.put(OTHER, 2, DATA + 9, USED);
     guest.put(DIRECTORY, 0, OTHER, USED);
     let (found, did) = guest.access(&mut vcpu, 2, Access::Write);
     assert_eq!(found.host, Hpa((DATA + 9) << 12));
     assert_eq!((did.pf_fixed, did.pf_spurious), (1, 0));
     assert_eq!((did.zapped, did.mmu_pde_zapped), (0, 1));
-    // The page is the same, for supervisors alone.
+    // The entry maps the same page as before, but only for supervisors.
     guest.put(OTHER, 3, DATA, READ_ONLY);
     guest.access(&mut vcpu, 3, Access::Read);
     guest.put(OTHER, 3, DATA, USED & !USER);

@@ -154,7 +154,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         let mut entries = [0; ENTRIES];
         let entries = &mut entries[..indexes.len()];
         let Some(changes) = self.read_table(&page, indexes.start, entries, words) else {
-            // The guest's table cannot be read now.
+            // The guest's table cannot be read now, so drop what was made of it.
             self.forget_table(page.gfn);
             return None;
         };
