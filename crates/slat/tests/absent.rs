@@ -15,7 +15,7 @@ use slat::{
 use slat_model::{HostChange, HostMemory, PageKind, SimPlatform};
 
 const PAGES: u64 = 2048;
-/// In the second huge page.
+/// A page of the second huge page, which the host does not have at first.
 const LATE: u64 = 700;
 
 fn vm<F: Format>(mmu: MmuKind) -> (Arc<SimPlatform>, Arc<Vm<SimPlatform, F>>) {

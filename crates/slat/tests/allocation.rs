@@ -42,15 +42,15 @@ fn set(vm: &TestVm, gfns: std::ops::Range<u64>, flags: SlotFlags) {
     vm.set_memory_region(0, &region).unwrap();
 }
 
-/// Makes one access by a new vCPU. Dropping the vCPU frees the frames that it has allocated ahead.
+/// Makes one access by a new vCPU. When the vCPU is dropped, it frees the frames that it has allocated ahead.
 fn touch(vm: &Arc<TestVm>, gfn: u64, access: Access) -> Result<Level, Stop> {
     let mut vcpu = vm.create_vcpu().unwrap();
     access::touch(&mut vcpu, gfn, access).map(|translation| translation.level)
 }
 
-/// Makes a VM by `prepare`, and runs `operate` while its allocation n fails, or all from n on fail. Repeats that for n
-/// = 0, 1, … until `operate` makes fewer allocations. `operate` returns whether it succeeded; it is then repeated with
-/// enough memory.
+/// Makes a VM by `prepare`, and runs `operate` while the VM's allocation number n fails. Then does the same while all
+/// allocations from number n on fail. Repeats that for n = 0, 1, … until `operate` makes fewer allocations. `operate`
+/// returns whether it succeeded. Afterwards it is repeated with enough memory.
 fn fail_everywhere(
     prepare: impl Fn(&Arc<SimPlatform>) -> Arc<TestVm>,
     operate: impl Fn(&Arc<TestVm>) -> bool,

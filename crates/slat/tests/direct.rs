@@ -138,7 +138,7 @@ fn an_nx_table_that_lost_its_parent_is_not_left_over() {
     assert_eq!(vm.stats().nx_lpage_splits, 1);
     set("huge_pages", "off");
     (0..63).for_each(|i| _ = touch(&vm, (100 + i) * 512, Read));
-    // The two tables above it are older, so they are recycled first.
+    // The two tables above the NX table are older, so they are recycled first.
     vm.set_mmu_pages(64);
     assert_eq!(vm.stats().mmu_recycled, 2);
     let splits = vm.stats().nx_lpage_splits;

@@ -181,7 +181,7 @@ fn a_ring_leaves_with_its_vcpu_and_its_memory_with_it() {
     let (second, second_freed) = watched_ring();
     vcpu.set_dirty_ring(second.clone()).unwrap();
     assert!(first_freed.load(SeqCst));
-    // Writes to its pages are logged again.
+    // Writes to the pages in the first ring are logged again.
     let before = vm.stats().dirty_pages;
     write(&mut vcpu, 0..5);
     assert_eq!(vm.stats().dirty_pages - before, 5);
@@ -281,7 +281,7 @@ fn a_reset_while_the_slot_moves_ends_translations_of_its_old_place() {
 /// Overwrites the field `slot` or `offset` of a ring entry (`struct kvm_dirty_gfn`), as a client can.
 fn overwrite(entry: &DirtyGfn, slot: Option<u32>, offset: Option<u64>) {
     let fields = std::ptr::from_ref(entry);
-    // SAFETY: the second word is an atomic of 4 bytes, the second half one of 8.
+    // SAFETY: the second 4 bytes of the entry are an `AtomicU32`, and the second 8 bytes are an `AtomicU64`.
     let (at_slot, at_offset) = unsafe {
         (
             &*fields.cast::<AtomicU32>().add(1),

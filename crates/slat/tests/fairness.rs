@@ -67,7 +67,7 @@ fn overtaken() -> Vec<u64> {
             let (now, overtaken) = &mut *change.lock().unwrap();
             match (*now, event) {
                 (Change::Begun, Event::Wait(_)) => *now = Change::Waits(taken.load(SeqCst)),
-                // Its walk.
+                // The change holds the lock, and walks over the tables.
                 (Change::Waits(before), Event::Entries(_)) => {
                     overtaken.push(taken.load(SeqCst) - before);
                     *now = Change::Goes;

@@ -21,7 +21,7 @@ static HEAP: FailingHeap = FailingHeap;
 /// The simulated machine, which is not under test: its own allocations succeed.
 struct Spared(Arc<SimPlatform>);
 
-// SAFETY: as `SimPlatform`.
+// SAFETY: tables and host pages come from `SimPlatform`, which keeps the promises of the trait.
 unsafe impl Platform for Spared {
     fn alloc_table(&self, vm: VmId) -> Option<Pfn> {
         FailingHeap::spared(|| self.0.alloc_table(vm))

@@ -628,7 +628,7 @@ fn recovery_of_nx_huge_pages_brings_the_huge_leaf_back<F: Format>() {
     world.vm.audit().unwrap();
 }
 
-/// As KVM counts.
+/// Checks that the counters count as KVM's do.
 fn a_fast_fix_is_a_fix_and_a_prefault_is_no_fault<F: Format>() {
     let mut world = World::<F>::new(2 * MIB2, Level::PAGE);
     world.policy("prefetch", "off");

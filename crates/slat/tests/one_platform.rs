@@ -49,7 +49,7 @@ impl Shared {
     }
 }
 
-// SAFETY: as `SimPlatform`.
+// SAFETY: tables and host pages come from `SimPlatform`, which keeps the promises of the trait.
 unsafe impl Platform for Shared {
     fn alloc_table(&self, vm: VmId) -> Option<Pfn> {
         let frame = self.machine.alloc_table(vm)?;

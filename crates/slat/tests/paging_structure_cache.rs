@@ -98,7 +98,7 @@ impl<F: Format> World<F> {
         self.look_up(gfn, Read).1
     }
 
-    /// Maps these pages, and makes the vCPU cache the table of the first.
+    /// Maps the pages `gfns`, and makes the vCPU cache the table of the first page.
     fn warm(&mut self, gfns: &[u64]) {
         for gfn in gfns {
             touch(&mut self.vcpu, *gfn, Write).unwrap();

@@ -28,7 +28,7 @@ struct Lazy {
     resolves: AtomicU64,
 }
 
-// SAFETY: as `SimPlatform`.
+// SAFETY: tables and host pages come from `SimPlatform`, which keeps the promises of the trait.
 unsafe impl Platform for Lazy {
     passes_tables!();
     fn populate(&self, _: VmId, backing: Range<Hva>) {

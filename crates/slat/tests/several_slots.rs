@@ -112,7 +112,7 @@ fn a_hole_of_2_mib_in_4_gib_zaps_2_mib<F: Format>() {
         assert_eq!(touch(&vm, gfn, Read), Err(Stop::Mmio { gpa }));
         assert_eq!(vm.lookup(0, Gfn(gfn)), None);
     }
-    // Reverts the change. Nothing is zapped, and one page takes a fault.
+    // This change reverts the first one. It zaps nothing, and one page takes a fault.
     let did = change(&vm, &[set(0, 0..4 * GIB1), Change::Remove(5)]);
     assert_eq!((did.zapped, did.splits), (0, 0));
     let before = faults(&vm);

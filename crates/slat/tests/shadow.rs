@@ -482,7 +482,7 @@ fn a_repeated_access_to_mmio_needs_neither_slots_nor_the_guests_tables() {
         ),
         (0, 0, 0)
     );
-    // A memslot is created there, so the MMIO entry belongs to an old generation.
+    // A memslot is created at the device's frame, so the MMIO entry belongs to an old generation.
     let region = Region::new(1, Gpa(0xfee0_0000), 4096, HostMemory::hva(9));
     guest.vm.set_memory_region(0, &region).unwrap();
     assert_eq!(guest.frame(3), 9);

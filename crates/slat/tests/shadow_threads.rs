@@ -21,9 +21,9 @@ use slat::{
 use slat_model::{HostChange, HostMemory, PageKind, SimPlatform};
 
 const PAGES: u64 = 512;
-/// The frame of the table of level 4, after which those of levels 3 and 2 follow; and the frames of two level 1 tables
-/// for the same addresses.
+/// The frame of the table of level 4. The next frames contain the tables of levels 3 and 2.
 const ROOT: u64 = 16;
+/// The frames of two level 1 tables for the same addresses.
 const LAST: [u64; 2] = [19, 20];
 /// The frames of the guest's data. The first page is mapped to one of these two frames.
 const DATA: [u64; 2] = [64, 65];

@@ -19,7 +19,8 @@ use slat_model::{Event, HostMemory, SimPlatform, set_region};
 
 use queued::Queued;
 
-/// This is neither a multiple of the entries that one section may read, nor of the pages of a table.
+/// The number of pages of a slot. It is neither a multiple of the entries that one section may read, nor of the pages
+/// of a table.
 const PAGES: u64 = 2 * 4096 + 700;
 const BASE: u64 = 300;
 
@@ -78,7 +79,7 @@ fn zaps_and_harvests<F: Format>(log: &str) {
         drop(vm.invalidate(HostMemory::hvas(&(0..PAGES))));
         assert_eq!(leaves(&vm), 0);
         assert_eq!(in_log(&vm, 0), PAGES);
-        // The slot's log moves with it.
+        // When the slot moves, its log moves with it.
         write(&vm, BASE);
         let to = BASE + 1;
         let logged = SlotFlags::LOG_DIRTY_PAGES;

@@ -22,7 +22,7 @@ struct Listening {
     told: Mutex<Vec<ZappedLeaf>>,
 }
 
-// SAFETY: as `SimPlatform`.
+// SAFETY: tables and host pages come from `SimPlatform`, which keeps the promises of the trait.
 unsafe impl Platform for Listening {
     const WANTS_ZAPPED: bool = true;
 

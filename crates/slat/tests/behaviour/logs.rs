@@ -51,7 +51,7 @@ fn a_log_that_others_begin_is_had_when_it_has_begun() {
                     return;
                 }
                 match looks.fetch_add(1, SeqCst) {
-                    // This is in the middle of the slot.
+                    // Step 20 is in the middle of the slot.
                     20 => {
                         let vm = vm.clone();
                         *asker.lock().unwrap() = Some(std::thread::spawn(move || {

@@ -15,7 +15,7 @@ fn mmio_entries_of_an_old_generation_are_not_believed() {
     touch(&mut vcpu, 7, Read).unwrap_err();
     let did = vm.stats().since(&before);
     assert_eq!((did.slot_lookups, did.mmio_cached), (1, 0));
-    // A slot is created at frame 7: it is memory at once.
+    // A slot is created at frame 7: the frame is memory at once.
     set(&vm, 1, 7..8, 3, NONE);
     assert!(touch(&mut vcpu, 7, Read).is_ok());
     // When the slot is deleted, frame 7 is MMIO again.

@@ -9,7 +9,7 @@ use slat::guest_walk::{GuestPaging, Mode};
 use slat::{HostWords, Hpa, PAGE_SIZE};
 use slat_model::HostMemory;
 
-/// Present, writable, user, accessed, dirty.
+/// The flags of an entry: present, writable, user, accessed, dirty.
 pub const USED: u64 = 0x67;
 /// The bit by which an entry above level 1 is a leaf.
 pub const HUGE: u64 = 0x80;
@@ -79,11 +79,11 @@ impl Memory {
     }
 }
 
-/// How a CPU accesses it.
+/// The access of a CPU to [`Memory`].
 #[derive(Clone, Copy)]
 pub struct Words<'m> {
     pub memory: &'m Memory,
-    /// Whether it lets other threads run after each read of an entry, before the walk uses the entry.
+    /// Whether the CPU lets other threads run after each read of an entry, before the walk uses the entry.
     pub dawdles: bool,
 }
 

@@ -168,7 +168,8 @@ fn page_of(hva: Hva) -> u64 {
     (hva.0 - memory(0).0) >> PAGE_SHIFT
 }
 
-// SAFETY: as `SimPlatform`; a frame has one user when it is returned as writable, and keeps its users until a write.
+// SAFETY: the methods for tables are those of `SimPlatform`. A frame has one user when this returns the frame as
+// writable, and it keeps its users until a write.
 unsafe impl<F: Format> Platform for Cow<F> {
     passes_tables!();
 

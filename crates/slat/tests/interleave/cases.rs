@@ -301,7 +301,7 @@ impl<F: Format> World<F> {
                             }
                         }
                         (Some("mover"), Event::Wait(_)) => now.holder_may_quiesce = true,
-                        // The fault waits for the move: for its flush, or for the lock of a table.
+                        // The fault waits for the move's flush, or for the lock of a table that the move holds.
                         (Some("fault"), Event::Wait(_)) => now.resumed = true,
                         (Some("fault"), _) => {
                             now.steps += 1;

@@ -422,7 +422,7 @@ impl<F: Format> TwoSpaces<F> {
         two.follows(flush);
     }
 
-    /// Only the first vCPU's address space shadows the tables.
+    /// Only the first vCPU's address space shadows the tables, so the second vCPU's store is not noticed.
     fn untold(flush: fn(&mut Cpu<F>), config: Config) {
         let mut two = Self::new(config);
         flush(&mut two.guest.cpu);

@@ -32,7 +32,7 @@ fn no_huge_leaf_covers_private_frames_when_a_log_ends<F: Format>() {
     for block in 0..4 {
         assert_eq!(world.page(block * MIB2 + 9, Write).1, 2);
     }
-    // A part of one huge page, and all of another.
+    // The private frames: a part of one huge page, and all of another.
     let part = MIB2 + 5..MIB2 + 7;
     let whole = 2 * MIB2..3 * MIB2;
     world.convert(part.clone(), true);
@@ -111,7 +111,7 @@ fn an_absent_private_page_is_both<F: Format>() {
         let fault = memory_fault(gfn, access, true, true);
         assert_eq!(world.touch(gfn, access), fault);
     }
-    // The frames beside it have memory, private or shared.
+    // The frames beside the absent frame have memory, private or shared.
     assert_eq!(world.page(gfn - 1, Write), (PRIVATE + gfn - 1, 1));
     assert_eq!(world.page(gfn + 2, Write), (gfn + 2, 1));
     world.assert_unmapped(gfn..gfn + 1);

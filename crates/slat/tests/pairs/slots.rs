@@ -8,7 +8,6 @@ use slat::{
 use slat_model::{Event, HostMemory, SimPlatform};
 
 /// A table that has to stay does not stop a promotion: the promotion replaces a later table.
-/// fulfils them again.
 #[test]
 fn a_promotion_comes_past_tables_that_have_to_stay() {
     let mut world = World::<Ept>::shared(Level::MEGA, NONE);
@@ -27,7 +26,8 @@ fn a_promotion_comes_past_tables_that_have_to_stay() {
     world.check();
 }
 
-/// One backing is shifted by 512 pages. That is the size of a huge leaf in tables of 4 KiB, but not in these tables.
+/// One backing is shifted by 512 pages. That is the size of a huge leaf in tables of 4 KiB, but not in tables of 16
+/// or 64 KiB.
 #[test]
 fn a_huge_leaf_of_16k_and_64k_begins_where_its_host_page_does() {
     fn of<F: Format>() {
@@ -71,7 +71,7 @@ fn no_recovered_leaf_maps_what_an_invalidation_has_replaced_meanwhile() {
         let (vm, platform) = (world.vm.clone(), world.platform.clone());
         let is_found = |event| matches!(event, Event::Resident(_));
         once_at(&world.platform, is_found, move || {
-            // The table stays.
+            // The promotion keeps the table.
             let guard = vm.invalidate(HostMemory::hvas(&(100..101)));
             platform.host.change(&(100..101), remap(Level::PAGE));
             drop(guard);

@@ -264,7 +264,7 @@ impl HostWords for Steps<'_> {
 
     fn read(&mut self, host: Hpa, size: usize) -> Result<u64, Infallible> {
         let platform = self.world.vm.platform();
-        // The remaining ones of the table's 512 entries are alike.
+        // The tests use only the first 4 of the table's 512 entries, so only reads of these are steps.
         let is_used = host.0 % 4096 < 4 * 8;
         is_used.then(|| platform.guest_entry(host));
         let entry = self.words.read(host, size);

@@ -35,13 +35,13 @@ const NOTHING: Range<u64> = 7000..8192;
 pub enum Logs {
     /// Each harvest of a log protects its pages again.
     Bitmap,
-    /// Clearing does.
+    /// Clearing a log (manual protection) protects its pages again; a harvest does not.
     Manual,
     /// The log consists of the leaves' dirty bits, if the format has them.
     DirtyBits,
-    /// Walkers fill buffers, if they set dirty bits.
+    /// Walkers write the written pages to buffers, if the format has dirty bits.
     Buffers,
-    /// A ring for each vCPU.
+    /// Each vCPU writes the written pages to its ring.
     Rings,
 }
 
@@ -154,7 +154,7 @@ impl<F: Format> World<F> {
         };
         world.set(0, STABLE, 0, SlotFlags::default(), 0..0);
         world.set(1, LOGGED, 1024, SlotFlags::LOG_DIRTY_PAGES, 0..0);
-        // The same memory, shifted by a page, so that no huge leaf is possible.
+        // The slot has the same memory, shifted by a page, so that no huge leaf is possible.
         world.set_in(1, 0, STABLE, 1, SlotFlags::default(), 0..0);
         world
     }
