@@ -1,4 +1,4 @@
-//! Allocations that fail: the n-th allocation of a vCPU's creation and of its runs fails, for every n.
+//! Tests allocations that fail: for every n, the n-th allocation fails while a vCPU is created and while it runs.
 #![cfg(target_arch = "x86_64")]
 
 mod common;
@@ -12,7 +12,7 @@ static HEAP: FailingHeap = FailingHeap;
 
 #[test]
 fn a_vcpu_without_heap_memory_is_not_made_and_can_be_made_again() {
-    // The decoder's tables are built once in a process, with all their memory.
+    // Builds the decoder's tables, which allocate memory once in a process.
     drop(Machine::new().vm.create_vcpu(0).unwrap());
     for stay in [false, true] {
         for n in 0.. {

@@ -1,4 +1,5 @@
-//! The thread that compiles the guests' code: when it exists, and what it may do although the client may not.
+//! Tests the thread that compiles the guests' code: when it exists, and that it may change the protection of memory
+//! even if the client may not.
 #![cfg(target_arch = "x86_64")]
 
 mod common;
@@ -19,8 +20,9 @@ fn counter(totals: &Totals, name: &str) -> u64 {
     totals.cpu[index.unwrap()]
 }
 
-/// Makes a VM with a vCPU that runs a loop, until compiled code has run or for `limit`. `prepare` is called after the
-/// vCPU is made. Returns the statistics while the vCPU exists, and whether compiled code has run.
+/// Makes a VM with a vCPU that runs a loop, until compiled code has run, or for at most `limit`. Calls `prepare`
+/// after the vCPU is made. Returns the statistics of the time when the vCPU still exists, and whether compiled code
+/// has run.
 fn run(prepare: impl FnOnce(), limit: Duration) -> (Totals, bool) {
     let machine = Machine::new();
     let mut vcpu = machine.vm.create_vcpu(0).unwrap();
@@ -39,18 +41,19 @@ fn run(prepare: impl FnOnce(), limit: Duration) -> (Totals, bool) {
     }
 }
 
-/// Returns whether a new vCPU's code is compiled. `prepare` is called after the vCPU is made.
+/// Returns whether a new vCPU's code is compiled. Calls `prepare` after the vCPU is made.
 fn compiles(prepare: impl FnOnce()) -> bool {
     run(prepare, LIMIT).1
 }
 
 const LIMIT: Duration = Duration::from_secs(20);
 
-/// A loop without exits, in whose way the client puts an HLT after `patience`. Returns how long the vCPU ran on.
+/// Runs a loop without exits. After `patience`, the client overwrites an instruction of the loop by HLT. Returns how
+/// long the vCPU has run after that.
 fn patch(patience: Duration) -> Duration {
     let machine = Machine::new();
     let mut vcpu = machine.vm.create_vcpu(0).unwrap();
-    // dec ecx; jmp to it
+    // dec ecx; jmp back to the dec
     machine.memory.write(CODE, b"\xff\xc9\xeb\xfc");
     machine.start(&vcpu);
     std::thread::scope(|scope| {
@@ -64,7 +67,8 @@ fn patch(patience: Duration) -> Duration {
     })
 }
 
-/// A store of the client's to code tells nobody, and the loop calls nobody.
+/// slat is not told when the client stores to code, and the loop has no exit. So slat has to check the code from time
+/// to time.
 fn a_running_loop_sees_that_the_client_has_changed_its_code() {
     slat_kvm::watch_signals();
     for patience in [Duration::from_millis(20), Duration::from_millis(500)] {
@@ -75,7 +79,7 @@ fn a_running_loop_sees_that_the_client_has_changed_its_code() {
 
 /// Runs `child` in a forked process. Returns what it returned.
 fn forked(child: impl FnOnce() -> bool) -> bool {
-    // SAFETY: the child ends below.
+    // SAFETY: the child only calls `child`, and ends below.
     unsafe {
         let pid = libc::fork();
         assert!(pid >= 0);
@@ -95,7 +99,7 @@ fn has_thread() -> bool {
     names.flatten().any(|name| name.trim() == "slat-compiler")
 }
 
-/// Makes `mprotect` fail in this thread, and those that it makes.
+/// Makes `mprotect` fail in this thread, and in threads that it creates from now on.
 fn forbid_mprotect() {
     let op = |code: u32, jt, jf, k| libc::sock_filter {
         code: code as u16,
@@ -123,7 +127,7 @@ fn forbid_mprotect() {
         len: program.len() as u16,
         filter: program.as_mut_ptr(),
     };
-    // SAFETY: a filter on the stack, which the kernel copies.
+    // SAFETY: the filter is on the stack, and the kernel copies it.
     unsafe {
         assert_eq!(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
         let mode = libc::SECCOMP_MODE_FILTER;
@@ -148,12 +152,12 @@ fn forbid_executable_memory() -> bool {
     const PR_SET_MDWE: libc::c_int = 65;
     const REFUSE_EXEC_GAIN: libc::c_ulong = 1;
     let zero: libc::c_ulong = 0;
-    // SAFETY: it reads no memory.
+    // SAFETY: the call takes no pointer.
     unsafe { libc::prctl(PR_SET_MDWE, REFUSE_EXEC_GAIN, zero, zero, zero) == 0 }
 }
 
-/// One test, in one thread: what another one does in this process (it makes a VM) the first part would see, and so would
-/// the children.
+/// This is one test on one thread. Another test in this process would make a VM, and the first part and the child
+/// processes would see that.
 #[test]
 fn code_is_compiled_by_a_thread_of_each_process_and_may_be_changed() {
     code_is_compiled_by_a_thread_of_each_process_that_uses_kvm();
@@ -169,18 +173,18 @@ fn code_is_compiled_by_a_thread_of_each_process_that_uses_kvm() {
         "before the first vCPU is returned"
     )));
 
-    // A child has its own, as soon as it has a vCPU; so has its child.
+    // A forked child gets a thread of its own with its first vCPU. So does a child of that child.
     let child = || {
         let fine = !has_thread() && compiles(|| assert!(has_thread()));
         fine && forked(|| !has_thread() && compiles(|| assert!(has_thread())))
     };
     assert!(forked(child));
-    // A child that looks at the statistics before.
+    // This child reads the statistics before it makes a vCPU.
     assert!(forked(|| report::totals().vms == 0 && compiles(|| {})));
-    // The parent goes on.
+    // The parent can still compile.
     assert!(compiles(|| {}));
 
-    // A filter that is installed when there is a vCPU does not bind the thread.
+    // A filter that the client installs after its first vCPU does not apply to the compiler's thread.
     assert!(forked(|| compiles(forbid_mprotect)));
 
     let child = || {

@@ -1,4 +1,5 @@
-//! What an operation costs, in walks, look-ups, flushes and decoded blocks. The counts are exact: a change that makes
+//! Tests what an operation costs, in walks, look-ups, flushes and decoded blocks. The counts are exact: a change that
+//! makes
 //! an operation dearer fails here, and need not wait for a benchmark.
 #![cfg(target_arch = "x86_64")]
 
@@ -31,17 +32,17 @@ fn exits(vcpu: &mut VcpuFd, times: u64) {
 struct Operation {
     name: &'static str,
     code: &'static [u8],
-    /// How far counters rise each time.
+    /// The amount by which each of these counters rises with each operation.
     each: &'static [(&'static str, u64)],
-    /// How far they rise for each window of pages.
+    /// The amount by which each of these counters rises with each window of pages.
     window: &'static [(&'static str, u64)],
 }
 
-/// Pages that one fault maps: the window of the prefetch, which is the same for each fault here.
+/// The number of pages that one fault maps. It is the size of the prefetch window, which is fixed in this test.
 const WINDOW: u64 = 8;
-/// Operations that are counted: a number of windows.
+/// The number of operations that are counted: a multiple of the window.
 const TIMES: u64 = 96;
-/// What the first use of a page in a window costs.
+/// The cost of the first use of a page in a window.
 const FAULT: &[(&str, u64)] = &[
     ("pf_taken", 1),
     ("pf_fixed", 1),
@@ -124,7 +125,7 @@ const OPERATIONS: &[Operation] = &[
     },
 ];
 
-/// Returns how far the counts have risen since `before`, where they have.
+/// Returns the counters that have risen since `before`, and by how much.
 fn risen(before: &BTreeMap<&'static str, u64>) -> BTreeMap<&'static str, u64> {
     let mut risen = counts();
     risen.retain(|name, value| {
@@ -151,7 +152,8 @@ fn start(operation: &Operation) -> (Machine, VcpuFd) {
     (machine, vcpu)
 }
 
-/// Returns what has risen while the guest executes `operation` [`TIMES`] times, after it was executed for a while.
+/// Returns the counters that rise while the guest executes `operation` [`TIMES`] times, after it was executed for a
+/// while.
 fn measure(operation: &Operation) -> BTreeMap<&'static str, u64> {
     let (_machine, mut vcpu) = start(operation);
     exits(&mut vcpu, 6 * WINDOW);
@@ -160,11 +162,12 @@ fn measure(operation: &Operation) -> BTreeMap<&'static str, u64> {
     risen(&before)
 }
 
-/// Measurements, until one is not interrupted: the ticker has each vCPU look at its code every 10 ms, which costs a
-/// look-up and a comparison. A measurement takes a small part of that, so the first or second succeeds.
+/// The number of measurements that are made until one is not interrupted. Every 10 ms the ticker makes each vCPU
+/// check its code, which costs a look-up and a comparison. A measurement takes much less time, so the first or second
+/// one succeeds.
 const ATTEMPTS: usize = 10;
 
-/// Asserts that `operation` costs what it did. An operation that has become dearer, or cheaper, is so in each attempt.
+/// Asserts that `operation` has the expected costs. If its costs have changed, they differ in each attempt.
 fn compare(operation: &Operation) {
     let each = operation.each.iter().map(|cost| (cost, TIMES));
     let windows = operation.window.iter().map(|cost| (cost, TIMES / WINDOW));
@@ -176,7 +179,8 @@ fn compare(operation: &Operation) {
     for _ in 0..ATTEMPTS {
         seen = measure(operation);
         if !operation.window.is_empty() {
-            // Once, a function's block and the loop's share an entry of the table in which blocks are looked up first.
+            // Once in a measurement, the block of a function has the same entry as the block of the loop, in the
+            // table in which blocks are looked up first.
             for name in ["blocks_looked_up", "pages_compared"] {
                 let (seen, expected) = (seen.get_mut(name).unwrap(), expected[name]);
                 if seen.abs_diff(expected) <= 1 {
@@ -200,7 +204,7 @@ fn a_device_is_found_once_by_compiled_code(write: &Operation) {
         exits(&mut vcpu, TIMES);
         let risen = risen(&before);
         let is_compiled = risen.get("instructions_compiled") >= Some(&TIMES);
-        // An interruption by the ticker has the access looked up once more, so not each round shows it.
+        // After an interruption by the ticker, the access is looked up once more. So not each round has these counts.
         if is_compiled && risen["mmio_cached"] == TIMES && !risen.contains_key("slot_lookups") {
             return;
         }

@@ -1,4 +1,4 @@
-//! Raw descriptors of the Rust API, and devices.
+//! Tests raw descriptors of the Rust API, and devices.
 #![cfg(target_arch = "x86_64")]
 
 mod common;
@@ -10,7 +10,7 @@ use std::fs::File;
 use std::os::fd::{AsRawFd, FromRawFd, RawFd};
 
 fn duplicate(of: &impl AsRawFd) -> RawFd {
-    // SAFETY: plain system call.
+    // SAFETY: the call takes no pointer.
     let fd = unsafe { libc::dup(of.as_raw_fd()) };
     assert!(fd >= 0);
     fd
@@ -24,14 +24,14 @@ fn errno<T: std::fmt::Debug>(result: Result<T, slat_kvm::Error>) -> i32 {
 fn a_duplicate_leads_to_the_same_vm() {
     let kvm = Kvm::new().unwrap();
     let vm = kvm.create_vm().unwrap();
-    // SAFETY: a descriptor of our own.
+    // SAFETY: the descriptor belongs to this test, which passes its ownership on.
     let same = unsafe { kvm.create_vmfd_from_rawfd(duplicate(&vm)) }.unwrap();
     assert_eq!(same.run_size(), vm.run_size());
     let vcpu = vm.create_vcpu(0).unwrap();
     assert_eq!(errno(same.create_vcpu(0)), libc::EEXIST);
     drop((vm, vcpu));
     let again = duplicate(&same);
-    // SAFETY: as above.
+    // SAFETY: the descriptor belongs to this test, which passes its ownership on.
     let same = unsafe { kvm.create_vmfd_from_rawfd(again) }.unwrap();
     assert_eq!(errno(same.create_vcpu(0)), libc::EEXIST);
 }
@@ -45,7 +45,7 @@ fn a_duplicate_leads_to_the_same_vcpu() {
     };
     data[0] = 7;
     let fd = duplicate(&guest.vcpu);
-    // SAFETY: a descriptor of our own.
+    // SAFETY: the descriptor belongs to this test, which passes its ownership on.
     let mut same = unsafe { guest.vm.create_vcpu_from_rawfd(fd) }.unwrap();
     let VcpuExit::IoOut(0x11, data) = same.run().unwrap() else {
         panic!("no output");
@@ -60,7 +60,7 @@ fn descriptors_of_other_things_are_refused_and_stay_open() {
     let vm = kvm.create_vm().unwrap();
     let vcpu = vm.create_vcpu(0).unwrap();
     let null = File::open("/dev/null").unwrap();
-    // SAFETY: nothing else uses the descriptors; the calls take ownership, or refuse.
+    // SAFETY: the calls refuse these descriptors, so they do not take ownership of them.
     unsafe {
         for fd in [&vcpu as &dyn AsRawFd, &null].map(|other| other.as_raw_fd()) {
             assert_eq!(errno(kvm.create_vmfd_from_rawfd(fd)), libc::ENOTTY);
@@ -83,7 +83,7 @@ fn a_vm_that_is_dropped_is_not_found_by_its_duplicate() {
     let vm = kvm.create_vm().unwrap();
     let fd = duplicate(&vm);
     drop(vm);
-    // SAFETY: a descriptor of our own, which is refused, and then closed once.
+    // SAFETY: the descriptor belongs to this test. The first call refuses it, and then it is closed once.
     unsafe {
         assert_eq!(errno(kvm.create_vmfd_from_rawfd(fd)), libc::ENOTTY);
         drop(File::from_raw_fd(fd));
@@ -97,9 +97,9 @@ fn paths_lead_to_kvm_or_are_refused() {
     assert_eq!(errno(Kvm::new_with_path(c"/nowhere/kvm")), libc::ENOENT);
     for closes in [false, true] {
         let fd = Kvm::open_with_cloexec_at(c"/dev/kvm", closes).unwrap();
-        // SAFETY: a descriptor that was made for this call.
+        // SAFETY: the descriptor was opened just now, and nothing else owns it.
         let kvm = unsafe { Kvm::from_raw_fd(fd) };
-        // SAFETY: plain system call.
+        // SAFETY: the call takes no pointer.
         let flags = unsafe { libc::fcntl(kvm.as_raw_fd(), libc::F_GETFD) };
         assert_eq!(flags & libc::FD_CLOEXEC != 0, closes);
         kvm.create_vm().unwrap();
@@ -115,7 +115,7 @@ fn private_memory_lives_as_long_as_its_vm_or_what_is_made_of_it() {
         ..Default::default()
     };
     let take_over = |fd| {
-        // SAFETY: a descriptor that was made for this test.
+        // SAFETY: KVM has created the descriptor for this test, and nothing else owns it.
         unsafe { GuestMemfdFd::from_raw(fd) }
     };
     let vm = protected().unwrap();
@@ -124,7 +124,7 @@ fn private_memory_lives_as_long_as_its_vm_or_what_is_made_of_it() {
     drop(vm);
     taken.fallocate(libc::FALLOC_FL_KEEP_SIZE, 0, 4096).unwrap();
     assert_eq!(errno(take_over(left)), libc::ENOTTY);
-    // SAFETY: closed once.
+    // SAFETY: `take_over` has refused the descriptor, so this test still owns it, and closes it once.
     drop(unsafe { File::from_raw_fd(left) });
 }
 
@@ -170,7 +170,7 @@ fn a_vfio_device_takes_vfio_files_alone() {
     let device = create(&vm).unwrap();
     let device = {
         let fd = duplicate(&device);
-        // SAFETY: a descriptor of our own.
+        // SAFETY: the descriptor belongs to this test, which passes its ownership on.
         let same = unsafe { DeviceFd::from_raw_fd(fd) };
         drop(device);
         same
@@ -204,7 +204,7 @@ fn a_vfio_device_takes_vfio_files_alone() {
     for request in [add, delete] {
         assert_eq!(set(request, -1), libc::EBADF);
     }
-    // SAFETY: nothing is written.
+    // SAFETY: the call is refused, and writes nothing.
     let read = unsafe { device.get_device_attr(&mut attribute(KVM_DEV_VFIO_FILE, add, None)) };
     assert_eq!(errno(read), libc::EPERM);
 }

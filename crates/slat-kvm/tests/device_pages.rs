@@ -1,5 +1,5 @@
-//! Where a linear address leads to a device: a vCPU remembers that, until the guest invalidates the
-//! translation as the manual asks.
+//! Tests linear addresses that lead to a device. A vCPU remembers where such an address leads, until the guest
+//! invalidates the translation as the manual asks.
 #![cfg(target_arch = "x86_64")]
 
 mod common;
@@ -10,7 +10,7 @@ use slat_kvm::VcpuExit;
 
 const CODE: u64 = 0x1000;
 
-/// Runs a guest that reads the device at 0x400000 twice, lets 2 MiB at this address lead to 0x600000, executes
+/// Runs a guest that reads the device at 0x400000 twice, then maps 2 MiB at this address to 0x600000, executes
 /// `invalidate`, and reads again. Returns the addresses of the exits.
 fn reads(invalidate: &[u8]) -> Vec<u64> {
     let machine = Machine::new();
@@ -41,7 +41,7 @@ fn reads(invalidate: &[u8]) -> Vec<u64> {
 fn a_device_is_found_elsewhere_after_an_invalidation() {
     let ways: [(&str, &[u8]); 4] = [
         ("invlpg [rbx]", b"\x0f\x01\x3b"),
-        // An address in the same large page.
+        // This instruction invalidates another address in the same large page.
         ("invlpg [rbx+0x5000]", b"\x0f\x01\xbb\0\x50\0\0"),
         ("mov rax,cr3; mov cr3,rax", b"\x0f\x20\xd8\x0f\x22\xd8"),
         (

@@ -1,4 +1,4 @@
-//! Wrong calls: KVM's errno, never a crash.
+//! Tests wrong calls: each returns KVM's errno, and none crashes.
 #![cfg(target_arch = "x86_64")]
 
 mod common;
@@ -105,7 +105,7 @@ fn slots_are_checked_as_kvm_checks_them() {
     let set = |change: fn(&mut kvm_userspace_memory_region)| {
         let mut region = good;
         change(&mut region);
-        // SAFETY: the tests' memory may be written by the guest.
+        // SAFETY: the tests access this memory only by raw pointers, so a write of the guest breaks nothing.
         unsafe { vm.set_user_memory_region(region) }.map_err(|error| error.errno())
     };
     let refused: [fn(&mut kvm_userspace_memory_region); 8] = [
@@ -148,7 +148,7 @@ fn written_pages_are_in_the_dirty_log_once() {
         memory_size: MEMORY as u64,
         userspace_addr: guest.memory.start as u64,
     };
-    // SAFETY: the tests' memory may be written by the guest.
+    // SAFETY: the tests access this memory only by raw pointers, so a write of the guest breaks nothing.
     unsafe { guest.vm.set_user_memory_region(region).unwrap() };
     assert!(matches!(guest.vcpu.run().unwrap(), VcpuExit::Hlt));
     // A fetch mapped the page of the code, which KVM logs, too.
@@ -218,12 +218,13 @@ fn msrs_stop_at_the_first_that_does_not_exist() {
         .map(|&index| entry(index, 0))
         .collect();
     let mut all = Msrs::from_entries(&entries).unwrap();
-    // Without an interrupt controller there is no TSC deadline.
+    // Uses a VM with an interrupt controller: without one, the MSR of the TSC deadline does not exist.
     let with_apic = Guest::with(&[0xf4], |vm| vm.create_irq_chip().unwrap());
     assert_eq!(with_apic.vcpu.get_msrs(&mut all).unwrap(), entries.len());
 }
 
-/// With `SLAT_LOG=1`, which is read once: in a process of its own, which runs this test, too.
+/// Tests the log with `SLAT_LOG=1`. slat reads this variable once in a process, so the test runs itself again in a
+/// process of its own.
 #[test]
 fn the_log_says_why_there_is_no_vcpu() {
     if std::env::var_os("SLAT_LOG").is_some() {

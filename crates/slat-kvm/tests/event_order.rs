@@ -1,4 +1,4 @@
-//! Events that arrive at the same time, and events that must not be lost in some state of the vCPU.
+//! Tests events that arrive at the same time, and events that must not be lost in some state of the vCPU.
 #![cfg(target_arch = "x86_64")]
 
 mod common;
@@ -19,7 +19,8 @@ fn set_msr(vcpu: &VcpuFd, index: u32, data: u64) {
     assert!(common::set_msr(vcpu, index, data), "MSR {index:#x}");
 }
 
-/// Creates a guest with interrupts enabled, whose handlers write to port 0x11, and that of NMIs to port 0x10.
+/// Creates a guest with interrupts enabled. Its handler of interrupts writes to port 0x11, and its handler of NMIs to
+/// port 0x10.
 fn guest() -> Guest {
     // 1: nop; jmp 1b
     let guest = Guest::with(&[0x90, 0xeb, 0xfd], |vm| vm.create_irq_chip().unwrap());
@@ -47,13 +48,14 @@ fn port_and_stack(vcpu: &mut VcpuFd) -> (u16, u64) {
     (port, vcpu.get_regs().unwrap().rsp)
 }
 
-/// The handler of an NMI runs with interrupts disabled: a pending one is delivered only after the handler has ended.
+/// The handler of an NMI runs with interrupts disabled: a pending interrupt is delivered only after the handler has
+/// ended.
 #[test]
 fn an_interrupt_waits_for_the_handler_of_an_nmi() {
     let mut guest = guest();
     let stack = guest.vcpu.get_regs().unwrap().rsp;
     guest.vcpu.nmi().unwrap();
-    // An IPI to itself.
+    // The vCPU sends an IPI to itself.
     set_msr(&guest.vcpu, 0x830, 1 << 18 | u64::from(VECTOR));
     assert_eq!(port_and_stack(&mut guest.vcpu), (0x10, stack - 6));
     assert_eq!(port_and_stack(&mut guest.vcpu), (0x11, stack - 6));
@@ -88,7 +90,7 @@ fn after_init_edx_tells_the_processor() {
     assert_eq!(signature(&guest), 0x806f8);
 }
 
-/// SDM volume 3, table 11-1.
+/// SDM volume 3, table 11-1: INIT does not change these registers.
 #[test]
 fn an_init_leaves_registers_of_the_fpu_and_of_system_calls() {
     const STAR: u32 = 0xc000_0081;
@@ -132,14 +134,14 @@ fn an_exception_wakes_a_halted_vcpu() {
         mp_state: KVM_MP_STATE_HALTED,
     };
     guest.vcpu.set_mp_state(halted).unwrap();
-    // #DB
+    // The handler of #DB.
     guest.memory.write(4, &HANDLER.to_le_bytes()[..4]);
     let debug = kvm_guest_debug {
         control: KVM_GUESTDBG_ENABLE | KVM_GUESTDBG_INJECT_DB,
         ..Default::default()
     };
     guest.vcpu.set_guest_debug(&debug).unwrap();
-    // SAFETY: plain call.
+    // SAFETY: the call takes no pointer.
     let me = unsafe { libc::pthread_self() } as usize;
     let (awake, woken) = mpsc::channel();
     std::thread::scope(|scope| {
@@ -157,7 +159,7 @@ fn an_exception_wakes_a_halted_vcpu() {
     });
 }
 
-/// The low half of the task priority only stores its bits, and CR8 does not have it.
+/// The low 4 bits of the task priority are stored and have no effect. CR8 does not contain them.
 #[test]
 fn the_task_priority_keeps_its_low_half() {
     // mov dword [0x8080], 0x3f; mov eax, [0x8080]; out 0x10, al
@@ -175,7 +177,7 @@ fn the_task_priority_keeps_its_low_half() {
     assert_eq!(guest.vcpu.get_sregs().unwrap().cr8, 3);
 }
 
-/// A debugger's exception does not replace a pending one.
+/// An exception that a debugger injects does not replace a pending exception.
 #[test]
 fn an_injected_exception_does_not_replace_a_pending_one() {
     let payload = kvm_enable_cap {
@@ -227,7 +229,7 @@ extern "C" fn announce(_signal: libc::c_int) {
 }
 
 fn announce_signals() {
-    // SAFETY: a handler that only raises.
+    // SAFETY: the handler only stores and raises a signal.
     unsafe { libc::signal(libc::SIGUSR2, announce as *const () as libc::sighandler_t) };
 }
 
@@ -275,7 +277,7 @@ fn an_end_of_interrupt_in_memory_survives_a_signal() {
     let mut sregs = vcpu.get_sregs().unwrap();
     sregs.apic_base |= 1 << 10;
     vcpu.set_sregs(&sregs).unwrap();
-    // PV EOI, an enabled APIC, and an IPI to itself.
+    // The MSRs enable PV EOI and the APIC, and send an IPI to the vCPU itself.
     let msrs = [
         entry(0x4b56_4d04, DATA | 1),
         entry(0x80f, 0x1ff),
@@ -288,7 +290,7 @@ fn an_end_of_interrupt_in_memory_survives_a_signal() {
         eprintln!("skipped: this host does not permit userfaultfd");
         return;
     };
-    // SAFETY: plain call.
+    // SAFETY: the call takes no pointer.
     let me = unsafe { libc::pthread_self() } as usize;
     let memory = &memory;
     std::thread::scope(|scope| {
@@ -298,8 +300,8 @@ fn an_end_of_interrupt_in_memory_survives_a_signal() {
             while reached == [0] {
                 memory.read(REACHED, &mut reached);
             }
-            // Without an invalidation, as when another process discards memory that it shares.
-            // SAFETY: a page of the test's own memory.
+            // Discards the page without an invalidation, as when another process discards memory that it shares.
+            // SAFETY: the page belongs to this test.
             unsafe { libc::madvise(page.start as *mut _, 4096, libc::MADV_DONTNEED) };
             // The first signal ends the guest's run, and the next one finds slat waiting for the page.
             call_out(me, &has_left);
@@ -319,7 +321,7 @@ fn an_end_of_interrupt_in_memory_survives_a_signal() {
     let mut msrs = Msrs::from_entries(&[entry(IN_SERVICE, 0)]).unwrap();
     vcpu.get_msrs(&mut msrs).unwrap();
     assert_eq!(msrs.as_slice()[0].data, 0, "the interrupt has ended");
-    // SAFETY: our descriptor.
+    // SAFETY: the descriptor belongs to this test.
     unsafe { libc::close(fd) };
 }
 
@@ -334,7 +336,7 @@ fn the_page_of_the_clock_is_written_after_a_signal() {
         return;
     };
     set_msr(&guest.vcpu, 0x4b56_4d01, DATA | 1);
-    // SAFETY: plain call.
+    // SAFETY: the call takes no pointer.
     let me = unsafe { libc::pthread_self() } as usize;
     std::thread::scope(|scope| {
         let (left, has_left) = mpsc::channel();
@@ -349,6 +351,6 @@ fn the_page_of_the_clock_is_written_after_a_signal() {
     let mut version = [0; 4];
     guest.memory.read(DATA, &mut version);
     assert_ne!(u32::from_le_bytes(version), 0, "it was written");
-    // SAFETY: our descriptor.
+    // SAFETY: the descriptor belongs to this test.
     unsafe { libc::close(fd) };
 }

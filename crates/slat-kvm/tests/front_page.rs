@@ -1,4 +1,4 @@
-//! The program on kvm-ioctls' front page, unchanged but for the crate's name.
+//! The program on the front page of kvm-ioctls. Only the crate's name is changed.
 #![cfg(target_arch = "x86_64")]
 
 use kvm_bindings::{KVM_MEM_LOG_DIRTY_PAGES, kvm_userspace_memory_region};
@@ -20,7 +20,7 @@ fn the_front_page_of_kvm_ioctls_runs() {
     ];
     let kvm = Kvm::new().unwrap();
     let vm = kvm.create_vm().unwrap();
-    // SAFETY: a new mapping.
+    // SAFETY: the call makes a new mapping at an address of the kernel's choice.
     let load_addr = unsafe {
         libc::mmap(
             std::ptr::null_mut(),
@@ -42,7 +42,7 @@ fn the_front_page_of_kvm_ioctls_runs() {
     };
     // SAFETY: the mapping is the guest's alone from now on.
     unsafe { vm.set_user_memory_region(mem_region).unwrap() };
-    // SAFETY: within the mapping.
+    // SAFETY: the address is within the mapping.
     unsafe { std::ptr::copy_nonoverlapping(asm_code.as_ptr(), load_addr, asm_code.len()) };
 
     let mut vcpu_fd = vm.create_vcpu(0).unwrap();

@@ -1,5 +1,5 @@
-//! Host memory that the client unmaps without an invalidation, for every kind of access: `KVM_RUN` returns `EFAULT`, as
-//! KVM does, and does not retry for ever.
+//! Tests host memory that the client unmaps without an invalidation, with every kind of access. `KVM_RUN` returns
+//! `EFAULT`, as in KVM, and does not retry for ever.
 #![cfg(target_arch = "x86_64")]
 
 mod common;
@@ -19,7 +19,8 @@ const PAGE: [u8; 8] = [0xc3, 0xc3, 0x00, 0x00, 0xc3, 0xc3, 0xc3, 0xc3];
 /// The byte before the page: the first byte of an instruction that continues in the page.
 const LAST: [u8; 1] = [0xb0];
 
-/// Accesses and their code in real mode; SI, DI and SP point into the page, BX to the byte before the page.
+/// The accesses, each with its code in real mode. SI, DI and SP point into the page, and BX points to the byte before
+/// the page.
 const ACCESSES: &[(&str, &[u8])] = &[
     ("a load", &[0xa0, 0x00, 0x30]),
     ("a store", &[0xa2, 0x00, 0x30]),
@@ -90,7 +91,7 @@ fn run(vcpu: &mut slat_kvm::VcpuFd) -> Result<String, i32> {
     std::thread::scope(|scope| {
         scope.spawn(move || {
             if wait.recv_timeout(Duration::from_secs(20)).is_err() {
-                // SAFETY: the vCPU outlives the scope.
+                // SAFETY: the address is in the vCPU's `kvm_run`, and the vCPU outlives the scope.
                 unsafe { (flag as *mut u8).write_volatile(1) };
             }
         });
@@ -111,7 +112,8 @@ fn memory_that_is_gone_ends_the_run_whatever_the_access() {
         let setup = [
             0xdb, 0xe3, 0xbe, 0x00, 0x30, 0x89, 0xf7, 0xbb, 0xff, 0x2f, 0xbc, 0x40, 0x30,
         ];
-        // Several accesses before: code is cached from its second run on.
+        // The access is made several times before the memory is unmapped, because code is cached from its second run
+        // on.
         let code = [&setup[..], access, access, access, &out(1), access, &out(2)].concat();
         let pages: &[u64] = if name.ends_with("across") {
             &[DATA, DATA - 0x1000]

@@ -1,5 +1,5 @@
-//! Heap memory that runs out at every point of a call: the call returns ENOMEM or succeeds, never ends the process,
-//! and can be repeated.
+//! Tests calls for which heap memory runs out, at every point of the call. The call returns ENOMEM or succeeds, and
+//! can be repeated. It never ends the process.
 #![cfg(target_arch = "x86_64")]
 
 mod common;
@@ -13,10 +13,10 @@ use slat_model::FailingHeap;
 #[global_allocator]
 static HEAP: FailingHeap = FailingHeap;
 
-/// Repeats a call whose n-th allocation fails, alone or with all later ones, until none fails. Returns how many
-/// allocations it makes, at most.
+/// Makes a call repeatedly. In call n, allocation n fails, alone or with all later ones. Stops when no allocation
+/// fails any more. Returns the largest number of allocations that the call has made.
 fn survives(name: &str, call: &mut dyn FnMut() -> Result<(), i32>) -> u32 {
-    // If the process ends, this is the last line.
+    // If the call ends the process, this line tells which call it was.
     println!("{name}");
     let mut most = 0;
     for stay in [false, true] {
@@ -63,7 +63,7 @@ fn every_call_survives_that_there_is_no_memory() {
         memory_size: size,
         userspace_addr: memory.start as u64,
     };
-    // A slot is created, logs, and is deleted; each step is repeated until it succeeds.
+    // Creates a slot, begins its log, and deletes it. Repeats each step until it succeeds.
     let mut steps = 0;
     for (size, flags) in [(memory.len, 0), (memory.len, KVM_MEM_LOG_DIRTY_PAGES)] {
         let mut region = slot(size as u64, flags);
@@ -121,7 +121,7 @@ fn every_call_survives_that_there_is_no_memory() {
     list[0] = 299;
     let list = list.as_mut_ptr() as u64;
     call(&system, "the list of MSRs", KVM_GET_MSR_INDEX_LIST, list);
-    // The number, a padding word, the entries: TSC_ADJUST, MISC_ENABLE, a memory type range, the clock.
+    // A `kvm_msrs` with four entries: TSC_ADJUST, MISC_ENABLE, a memory type range, and the clock.
     let mut msrs = [4u64, 0x3b, 0, 0x1a0, 1, 0x200, 6, 0x4b56_4d01, 0];
     for request in [KVM_SET_MSRS, KVM_GET_MSRS] {
         call(&vcpu, "MSRs", request, at(&mut msrs));

@@ -1,5 +1,5 @@
-//! Every interrupt that is injected is delivered or reported as coalesced, the last one is delivered in any case, and
-//! with an acknowledgement between them each is delivered: for edges, levels, messages and irqfds.
+//! Tests edges, levels, messages and irqfds: every injected interrupt is delivered or reported as coalesced, and the
+//! last one is always delivered. If each interrupt is acknowledged before the next, each is delivered.
 #![cfg(target_arch = "x86_64")]
 
 mod common;
@@ -20,7 +20,8 @@ const LEVEL_VECTOR: u8 = 0x52;
 const MESSAGE_VECTOR: u8 = 0x63;
 const IRQFD_VECTOR: u8 = 0x74;
 const PIN_VECTOR: u8 = 0x85;
-/// GSIs of the edge, the level, the message, the irqfd's message and the irqfd's pin.
+/// The GSI of the edge. The next constants are the GSIs of the level, the message, the irqfd's message and the
+/// irqfd's pin.
 const EDGE: u32 = 5;
 const LEVEL_GSI: u32 = 6;
 const MESSAGE: u32 = 30;
@@ -42,10 +43,10 @@ fn routes() -> Vec<kvm_irq_routing_entry> {
     ]
 }
 
-/// A device with a level-triggered line: high while it has requests that the guest has not served.
+/// A device with a level-triggered line: the line is high while the device has requests that the guest has not served.
 struct Device {
     vm: Object,
-    /// The number of requests, and of those that the guest has served.
+    /// The number of requests, and the number of requests that the guest has served.
     requests: Mutex<(u32, u32)>,
 }
 
@@ -80,7 +81,7 @@ impl Device {
     }
 }
 
-/// Starts four vCPUs, each of which has its own source. Returns them and the level's device.
+/// Starts four vCPUs, each of which has its own source of interrupts. Returns the machine, and the device of the level.
 fn machine() -> (RunningMachine, Arc<Device>) {
     let machine = Machine::new(
         Chips::Pc,
@@ -109,7 +110,7 @@ fn machine() -> (RunningMachine, Arc<Device>) {
     (running, device)
 }
 
-/// The result of a storm of one source.
+/// The result of many interrupts from one source.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Storm {
     injected: u32,
@@ -183,7 +184,7 @@ fn what_is_not_reported_as_coalesced_is_delivered() {
         assert_eq!(storm.injected, storm.delivered + storm.coalesced);
         assert_eq!(machine.count(vector), storm.delivered, "{storm:?}");
     }
-    // An eventfd counts: several signals may be one interrupt.
+    // An eventfd has a counter, so several signals may become one interrupt.
     let irqfds = machine.count(IRQFD_VECTOR);
     assert!((1..=rounds).contains(&irqfds), "{irqfds}");
 }
@@ -208,7 +209,7 @@ fn with_an_acknowledgement_between_them_each_is_delivered() {
         scope.spawn(move || each(EDGE_VECTOR, &|| assert_eq!(pulse(machine, EDGE), 1)));
         scope.spawn(move || {
             for number in 1..=rounds {
-                // The end of the interrupt before may still be in progress: then this one is ignored for now.
+                // The end of the previous interrupt may still be in progress. Then this request is ignored for now.
                 assert!(matches!(device.request(), (-1 | 1, n) if n == number));
                 machine.wait("a level is served", || device.served() == number);
             }
@@ -246,12 +247,13 @@ fn a_level_is_delivered_until_it_is_low() {
     machine.wait("the last request is served", || device.served() == rounds);
     machine.settle();
     let count = machine.count(LEVEL_VECTOR);
-    // Interrupts that were delivered at once, and lines that were high at an end of interrupt.
+    // The number of interrupts is at least that of the interrupts delivered at once. Lines that were high at an end
+    // of interrupt add more.
     assert!(
         (delivered..=rounds).contains(&count),
         "{count}, {delivered}"
     );
-    // The pin works as before.
+    // Checks that the pin still works.
     assert_eq!(device.request().0, 1);
     machine.wait("one more", || device.served() > rounds);
     machine.settle();
@@ -263,7 +265,7 @@ fn a_level_is_delivered_until_it_is_low() {
 fn resampled_irqfds_that_share_a_line_are_all_served() {
     let machine = Machine::new(Chips::Pc, &[halting(), busy()], &[LEVEL_VECTOR]);
     route(&machine.vm, &routes());
-    // The open requests of the two devices. Their handler serves one request.
+    // The number of open requests of each device. One run of the handler serves one request.
     let wanted: Arc<[AtomicU32; 2]> = Arc::default();
     let served = wanted.clone();
     let machine = machine.start(move |_, _, reason| {
@@ -293,7 +295,7 @@ fn resampled_irqfds_that_share_a_line_are_all_served() {
                     event.write(1).unwrap();
                     pause(&mut rng);
                 }
-                // Resampling: a device with open requests signals again.
+                // At the end of interrupt, a device with open requests signals again.
                 while wanted[device].load(Ordering::SeqCst) != 0 {
                     ended.read().unwrap();
                     if wanted[device].load(Ordering::SeqCst) != 0 {
@@ -301,7 +303,8 @@ fn resampled_irqfds_that_share_a_line_are_all_served() {
                     }
                 }
                 *left.lock().unwrap() -= 1;
-                // The other device waits for an end of interrupt, which this device's requests may have caused.
+                // Waits until the other device has no open requests. The requests of this device may cause the end of
+                // interrupt for which the other device waits.
                 while *left.lock().unwrap() != 0 {
                     event.write(1).unwrap();
                     std::thread::sleep(std::time::Duration::from_millis(1));
@@ -319,8 +322,8 @@ fn resampled_irqfds_that_share_a_line_are_all_served() {
     assert!(count >= 2 * rounds, "{count}");
 }
 
-/// Lines, messages and irqfds, while all routes are replaced repeatedly: nothing gets stuck, and no
-/// last interrupt is lost.
+/// Lines, messages and irqfds inject interrupts, while all routes are replaced repeatedly. No source gets stuck, and
+/// the last interrupt of each is not lost.
 #[test]
 fn routes_change_while_interrupts_flow() {
     let (machine, device) = machine();
@@ -393,7 +396,7 @@ fn routes_change_while_interrupts_flow() {
             assert_eq!(machine.count(vector), storm.delivered, "{storm:?}");
         }
     });
-    // Afterwards every source works as at first.
+    // Afterwards every source still works.
     for number in 1..=20 {
         for (vector, inject) in [
             (EDGE_VECTOR, &(|| _ = pulse(&machine, EDGE)) as &dyn Fn()),
@@ -411,8 +414,8 @@ fn routes_change_while_interrupts_flow() {
     }
 }
 
-/// The line that an irqfd's signal raises for a moment is low afterwards, also when the GSI is routed
-/// elsewhere meanwhile.
+/// An irqfd's signal raises a line for a moment. Afterwards the line is low, even if the GSI was routed elsewhere in
+/// between.
 #[test]
 fn a_pulse_ends_where_it_began() {
     let (machine, _device) = machine();
@@ -441,7 +444,7 @@ fn a_pulse_ends_where_it_began() {
     }
 }
 
-/// A signal before the irqfd is removed is an interrupt, a later one is none.
+/// A signal before the removal of the irqfd is an interrupt. A later signal is not.
 #[test]
 fn an_irqfd_is_taken_away_between_two_signals() {
     let (machine, _device) = machine();
@@ -461,7 +464,7 @@ fn an_irqfd_is_taken_away_between_two_signals() {
     assert_eq!(machine.count(IRQFD_VECTOR), 500);
 }
 
-/// A client that saves a machine finds interrupts in the APIC's registers that were signalled before.
+/// A client that saves a machine finds in the APIC's registers all interrupts that were signalled before.
 #[test]
 fn what_was_signalled_is_in_the_state_that_is_saved() {
     let mut machine = Machine::new(Chips::Pc, &[halting()], &[]);
@@ -470,7 +473,7 @@ fn what_was_signalled_is_in_the_state_that_is_saved() {
     let vm = machine.vm.clone();
     let mut lapic = kvm_lapic_state::default();
     assert_eq!(call(&vcpu.object, KVM_GET_LAPIC, &mut lapic), Ok(0));
-    // Software has enabled the APIC.
+    // The guest has enabled the APIC by software.
     (lapic.regs[0xf0], lapic.regs[0xf1]) = (-1, 1);
     let event = EventFd::new(0).unwrap();
     let mut irqfd = kvm_irqfd {

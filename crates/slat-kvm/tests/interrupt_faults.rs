@@ -1,5 +1,5 @@
-//! Storms, eventfds that no thread reads, and controllers that are dropped while in use: nothing
-//! hangs, and nothing leaks.
+//! Tests interrupts that arrive as fast as possible, eventfds that no thread reads, and controllers that are dropped
+//! while in use: nothing hangs, and nothing leaks.
 #![cfg(target_arch = "x86_64")]
 
 mod common;
@@ -91,8 +91,8 @@ fn an_eventfd_is_signalled_until_it_is_taken_away_and_not_after() {
     }
 }
 
-/// An eventfd's counter is full, so that a write to the descriptor would wait: neither a vCPU nor an
-/// end of interrupt waits.
+/// The counter of an eventfd is full, so a write to its descriptor would wait. Neither a vCPU nor an end of interrupt
+/// waits for it.
 #[test]
 fn an_eventfd_that_nobody_reads_makes_nobody_wait() {
     let _alone = alone();
@@ -111,7 +111,8 @@ fn an_eventfd_that_nobody_reads_makes_nobody_wait() {
     for number in 1..=100 {
         event.write(1).unwrap();
         machine.wait("a level", || machine.count(VECTOR) == number);
-        // The handler counts before it ends the interrupt. A signal until then would raise a line that is high.
+        // The handler counts before it ends the interrupt. A signal before that end would raise a line that is
+        // already high.
         machine.wait("the end of a level", || !machine.is_high(6));
     }
     // The irqfds' thread drains a full eventfd that is an irqfd, too.
@@ -121,7 +122,7 @@ fn an_eventfd_that_nobody_reads_makes_nobody_wait() {
     gets_on(&machine, 0x77);
 }
 
-/// The client closes its descriptor without removing the irqfd: the irqfd works on, and is dropped with its VM.
+/// The client closes its descriptor without removing the irqfd: the irqfd still works, and is dropped with its VM.
 #[test]
 fn a_closed_eventfd_and_a_closed_vm_leave_nothing_behind() {
     let _alone = alone();
@@ -160,7 +161,7 @@ fn a_closed_eventfd_and_a_closed_vm_leave_nothing_behind() {
         });
     };
     round();
-    // The irqfds' thread may hold the VM for a moment longer.
+    // The thread of the irqfds may keep the VM for a moment longer.
     let now = || (descriptors(), threads());
     std::thread::sleep(Duration::from_millis(100));
     let before = now();
@@ -168,8 +169,8 @@ fn a_closed_eventfd_and_a_closed_vm_leave_nothing_behind() {
     wait("descriptors and threads are given back", || now() <= before);
 }
 
-/// A device never lowers its line, and the guest ends the interrupt repeatedly: that vCPU makes progress,
-/// and so do the others.
+/// A device never lowers its line, and the guest ends the interrupt repeatedly. The vCPU of the handler and the other
+/// vCPUs all make progress.
 #[test]
 fn a_line_that_stays_high_starves_nobody() {
     let _alone = alone();
@@ -195,11 +196,11 @@ fn a_line_that_stays_high_starves_nobody() {
     machine.wait("again", || machine.count(VECTOR) > count);
 }
 
-/// Sixteen vCPUs that all send to all others, to themselves, or to some.
+/// Sixteen vCPUs send interrupts to all others, to themselves, or to some.
 #[test]
 fn sixteen_vcpus_send_to_each_other() {
     let _alone = alone();
-    // Shorthands; a logical destination in x2APIC mode; a physical one; lowest priority.
+    // The messages use: shorthands; a logical destination in x2APIC mode; a physical destination; lowest priority.
     let messages = [
         (0xc_4000 | 0x41, 0),
         (0x4_4000 | 0x42, 0),
@@ -221,7 +222,7 @@ fn sixteen_vcpus_send_to_each_other() {
     for vector in [0x41, 0x42, 0x43, 0x44, 0x45, 0x46, 0x48] {
         gets_on(&machine, vector);
     }
-    // In x2APIC mode 255 is a plain id, and no vCPU has it.
+    // In x2APIC mode, 255 is an ordinary id, which no vCPU has.
     assert_eq!(machine.count(0x47), 0);
 }
 
@@ -236,7 +237,8 @@ fn times(rounds: u16, body: &[u8]) -> Vec<u8> {
     code
 }
 
-/// A vCPU is reset and started repeatedly, while others send to it: at the end it runs, and accepts interrupts.
+/// A vCPU is reset and started repeatedly, while others send interrupts to it. At the end the vCPU runs, and accepts
+/// interrupts.
 #[test]
 fn a_vcpu_is_reset_while_interrupts_come() {
     let _alone = alone();
@@ -261,12 +263,12 @@ fn a_vcpu_is_reset_while_interrupts_come() {
     all_get_on(&machine, 4);
 }
 
-/// A vCPU's APIC goes through all of its modes while others send to it.
+/// A vCPU's APIC changes to each of its modes while other vCPUs send interrupts to it.
 #[test]
 fn an_apic_changes_its_mode_while_interrupts_come() {
     let _alone = alone();
     let base = 0xfee0_0000;
-    // The vCPU accepts interrupts in x2APIC mode only: the handlers end them by an MSR.
+    // The vCPU accepts interrupts in x2APIC mode only, because the handlers end interrupts by an MSR.
     let modes = [
         vec![0xfa],
         wrmsr(0x1b, base, 0),
@@ -299,7 +301,7 @@ fn the_lowest_priority_is_never_that_of_an_apic_that_is_off() {
     let programs = [halting(), off.clone(), halting(), off];
     let machine = Machine::new(Chips::Pc, &programs, &[]).start(no_exit);
     all_have_begun(&machine, 4);
-    // Lowest priority, to all: physical and logical.
+    // The messages have lowest priority and go to all, by a physical and by a logical destination.
     for (vector, address) in [
         (0x40, 0xff << 12),
         (0x80, 0xff << 12 | 4),
@@ -321,25 +323,25 @@ fn the_lowest_priority_is_never_that_of_an_apic_that_is_off() {
     }
 }
 
-/// The shortest periods that a timer can be asked for leave time for the guest.
+/// With the shortest periods of its timers, the guest still makes progress.
 #[test]
 fn the_fastest_timers_starve_nobody() {
     let _alone = alone();
     let timer = |lvt| [open(), wrmsr(0x83e, 0xb, 0), wrmsr(0x832, lvt, 0)].concat();
     let programs = [
-        // Periodic, one tick.
+        // A periodic timer with a period of one tick.
         [timer(0x2_0041), wrmsr(0x838, 1, 0), forever(&[0xf3, 0x90])].concat(),
-        // One shot, set repeatedly.
+        // A one-shot timer that is set repeatedly.
         [timer(0x42), forever(&wrmsr(0x838, 1, 0))].concat(),
-        // A deadline in the past.
+        // A TSC deadline in the past.
         [timer(0x4_0043), forever(&wrmsr(0x6e0, 1, 0))].concat(),
-        // Periodic, stopped and started repeatedly.
+        // A periodic timer that is stopped and started repeatedly.
         [
             timer(0x2_0044),
             forever(&[wrmsr(0x838, 0, 0), wrmsr(0x838, 3, 0), vec![0xf4]].concat()),
         ]
         .concat(),
-        // The 8254's: mode 2, count 1.
+        // The timer of the 8254, in mode 2 with count 1.
         [
             open(),
             vec![
@@ -365,7 +367,7 @@ fn the_fastest_timers_starve_nobody() {
     machine.wait("a message between ticks", || machine.count(VECTOR) == 1);
 }
 
-/// A client that emulates the 8259: each interrupt that it injects in an open window is delivered once.
+/// A client emulates the 8259. Each interrupt that it injects while the interrupt window is open is delivered once.
 #[test]
 fn a_client_gives_interrupts_through_windows() {
     let _alone = alone();
@@ -411,12 +413,14 @@ fn a_client_gives_interrupts_through_windows() {
     }
 }
 
-/// A client that emulates the I/O APIC gets an exit for the end of each level, also for two that end at the same time.
+/// A client that emulates the I/O APIC gets an exit for the end of each level-triggered interrupt, also if two end at
+/// the same time.
 #[test]
 fn the_client_hears_of_each_end_of_a_level() {
     let _alone = alone();
     let machine = Machine::new(Chips::Split, &[halting()], &[]);
-    // sti; 1: cmp word [0x1100], 0; je 1b; dec word [0x1100]: the other one nests in here. Then both end: wrmsr; wrmsr.
+    // sti; 1: cmp word [0x1100], 0; je 1b; dec word [0x1100]: the other interrupt arrives during this loop. Then both
+    // end: wrmsr; wrmsr.
     let nests = vec![
         0xfb, 0x83, 0x3e, 0x00, 0x11, 0x00, 0x74, 0xf9, 0xff, 0x0e, 0x00, 0x11,
     ];
@@ -430,7 +434,8 @@ fn the_client_hears_of_each_end_of_a_level() {
             to_message(4, 0, asserted | 0x42),
             to_message(5, 0, asserted | 0x52),
             to_message(6, 0, asserted | u32::from(VECTOR)),
-            // Above the pins, and an edge: their ends do not exit.
+            // The ends of these interrupts do not exit: the first has a GSI above the pins of the I/O APIC, and the
+            // second is an edge.
             to_message(24, 0, asserted | 0x71),
             to_message(7, 0, 0x72),
         ],
@@ -467,14 +472,15 @@ fn the_client_hears_of_each_end_of_a_level() {
     assert_eq!([0x71, 0x72].map(count), [0, 0]);
 }
 
-/// A pending interrupt of the 8259 reaches a vCPU that unmasks LINT0, or disables its APIC, without any other event.
+/// If an interrupt of the 8259 is pending, a vCPU gets it as soon as it unmasks LINT0 or disables its APIC. That
+/// needs no other event.
 #[test]
 fn an_interrupt_that_waits_is_seen_when_its_way_opens() {
     let _alone = alone();
     let spin = vec![0xeb, 0xfe];
     let closed = [wrmsr(0x835, 0x1_0000, 0), open()].concat();
     for opens in [wrmsr(0x835, 0x700, 0), wrmsr(0x1b, 0xfee0_0100, 0)] {
-        // The vCPU runs for a while in between, and has time to find that it cannot take the interrupt.
+        // In between, the vCPU runs for a while, so that slat finds that the vCPU cannot take the interrupt.
         let program = [closed.clone(), times(20_000, &[0x90]), opens, spin.clone()].concat();
         let machine = Machine::new(Chips::Pc, &[program], &[]);
         machine.set_handler(0x24, &[0xf4]);
@@ -496,7 +502,7 @@ fn an_interrupt_that_waits_is_seen_when_its_way_opens() {
     }
 }
 
-/// A forked child's copies of irqfds do nothing; the parent's work as before.
+/// In a forked child, the copies of irqfds do nothing. The irqfds of the parent still work.
 #[test]
 fn a_client_with_irqfds_forks() {
     let _alone = alone();
@@ -518,7 +524,7 @@ fn a_client_with_irqfds_forks() {
                 ..Default::default()
             };
             let refused = call(&machine.vm, KVM_IRQFD, &mut irqfd) == Err(libc::EIO);
-            // SAFETY: ends the child at once.
+            // SAFETY: the call ends the child at once, without running its destructors.
             unsafe { libc::_exit(i32::from(!refused)) };
         }
         for _ in 0..20 {
@@ -528,7 +534,7 @@ fn a_client_with_irqfds_forks() {
             pause(&mut rng);
         }
         let mut status = -1;
-        // SAFETY: our child.
+        // SAFETY: `child` is a child of this process, and `status` is a local variable.
         assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
         assert_eq!(status, 0);
     }

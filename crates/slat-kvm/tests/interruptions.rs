@@ -1,4 +1,4 @@
-//! Events that end a vCPU's run, or must not wait for a running vCPU.
+//! Tests events that end a vCPU's run, and events that must not wait for a running vCPU.
 #![cfg(target_arch = "x86_64")]
 
 mod common;
@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 static IMMEDIATE_EXIT: AtomicPtr<u8> = AtomicPtr::new(std::ptr::null_mut());
 
 extern "C" fn set_immediate_exit(_signal: libc::c_int) {
-    // SAFETY: the test keeps the vCPU while the signal may arrive.
+    // SAFETY: the pointer is into a vCPU's `kvm_run`. The test keeps the vCPU as long as the signal may arrive.
     unsafe { IMMEDIATE_EXIT.load(Ordering::SeqCst).write_volatile(1) };
 }
 
@@ -21,16 +21,16 @@ extern "C" fn announce(_signal: libc::c_int) {
 }
 
 fn handle(signal: libc::c_int, handler: extern "C" fn(libc::c_int)) {
-    // SAFETY: handlers that only store and raise.
+    // SAFETY: the handlers only store, or raise a signal.
     unsafe { libc::signal(signal, handler as *const () as libc::sighandler_t) };
 }
 
-/// How long a busy machine may take for what takes no time.
+/// The time that an immediate operation may take on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Sends `signal` to the calling thread after a short time.
 fn signal_soon<'scope>(scope: &'scope std::thread::Scope<'scope, '_>, signal: libc::c_int) {
-    // SAFETY: plain call.
+    // SAFETY: the call takes no pointer.
     let me = unsafe { libc::pthread_self() } as usize;
     scope.spawn(move || {
         std::thread::sleep(Duration::from_millis(50));
@@ -74,7 +74,7 @@ fn a_handler_that_announces_itself_ends_the_run_also_in_a_halt() {
 #[test]
 fn a_signal_that_only_the_run_lets_through_ends_it_and_stays_pending() {
     let mut guest = Guest::new(SPIN);
-    // SAFETY: signal sets on the stack; this thread only.
+    // SAFETY: the signal sets are on the stack, and only this thread's mask changes.
     unsafe {
         let mut set = std::mem::zeroed();
         libc::sigemptyset(&mut set);
@@ -144,7 +144,7 @@ fn a_vcpu_that_waits_for_host_memory_holds_up_nobody() {
         let start = Instant::now();
         for _ in 0..10 {
             slat_kvm::notify::around(page.clone(), || {
-                // SAFETY: a page of the test's own memory.
+                // SAFETY: the page belongs to this test.
                 unsafe { libc::madvise(page.start as *mut _, 4096, libc::MADV_DONTNEED) };
             });
             let other = Memory::new(0x1000);
@@ -174,7 +174,7 @@ fn a_vcpu_that_waits_for_host_memory_holds_up_nobody() {
         assert_eq!(waits.recv_timeout(PATIENCE).unwrap(), 0x5a);
         assert!(took < PATIENCE, "held up for {took:?}");
     });
-    // SAFETY: our descriptor.
+    // SAFETY: the descriptor belongs to this test.
     unsafe { libc::close(fd) };
 }
 
@@ -192,7 +192,7 @@ fn a_signal_reaches_a_vcpu_that_waits_for_host_memory() {
     let (returned, returns) = mpsc::channel::<()>();
     std::thread::scope(|scope| {
         signal_soon(scope, libc::SIGUSR2);
-        // If the signal is lost, the test does not hang.
+        // If the signal is lost, this thread ends the wait, so that the test fails instead of hanging.
         scope.spawn(move || {
             if returns.recv_timeout(PATIENCE).is_err() {
                 resolve(fd, page.start, 1);
@@ -201,6 +201,6 @@ fn a_signal_reaches_a_vcpu_that_waits_for_host_memory() {
         assert_eq!(vcpu.run().unwrap_err().errno(), libc::EINTR);
         returned.send(()).unwrap();
     });
-    // SAFETY: our descriptor.
+    // SAFETY: the descriptor belongs to this test.
     unsafe { libc::close(fd) };
 }

@@ -1,5 +1,5 @@
-//! A VM with the largest number of vCPUs needs little memory as long as they do little: a process of its own,
-//! as it measures that.
+//! Tests that a VM with the largest number of vCPUs needs little memory as long as these do little. The test is a
+//! process of its own, because it measures the memory of the process.
 #![cfg(target_arch = "x86_64")]
 
 mod common;

@@ -1,4 +1,4 @@
-//! A call that panics: its VM is dead, and no thread hangs.
+//! Tests calls that panic: afterwards the VM refuses all calls, and no thread hangs.
 #![cfg(target_arch = "x86_64")]
 
 mod common;
@@ -24,7 +24,7 @@ const ASK_FOR_WALL_CLOCK: &[u8] = &[
     0x30, 0xf4,
 ];
 
-/// KVM_SET_CLOCK accepts any number; the wall clock when the VM's clock was zero is computed modulo 2^64.
+/// KVM_SET_CLOCK accepts any number. slat computes modulo 2^64 the wall-clock time at which the VM's clock was zero.
 #[test]
 fn any_clock_can_be_set() {
     for clock in [i64::MAX as u64, u64::MAX, 1 << 63, 0] {
@@ -46,7 +46,7 @@ fn any_clock_can_be_set() {
         let begin = (since_epoch.as_nanos() as u64).wrapping_sub(clock);
         let late = begin.wrapping_sub(word(4) * 1_000_000_000 + word(8));
         let bits32 = 1_000_000_000u64 << 32;
-        // The page holds 32 bits of seconds; the VM's clock has advanced a little since it was set.
+        // The page contains 32 bits of seconds. The VM's clock has advanced a little since the test set it.
         let off = (late % bits32).min(bits32 - late % bits32);
         assert!(off < 30_000_000_000, "{clock:#x}: {off}");
         in_time("a slot change", move || {
@@ -117,7 +117,7 @@ fn after_a_panic_every_call_of_the_vm_answers_eio() {
         );
     }
     assert_eq!(errno(&vcpu, abi::KVM_RUN, 0), Some(libc::EIO));
-    // The Rust API, too: it uses the same objects.
+    // Calls of the Rust API are refused, too, because it uses the same objects.
     assert_eq!(inner.get_clock().unwrap_err().errno(), libc::EIO);
     drop((vcpu, vm));
     // Another VM still works.
@@ -129,7 +129,7 @@ fn after_a_panic_every_call_of_the_vm_answers_eio() {
         .unwrap();
 }
 
-/// Running vCPUs, and those that wait in a halt or for their SIPI, return from `KVM_RUN`.
+/// After a panic, all vCPUs return from `KVM_RUN`: running vCPUs, and vCPUs that wait in a halt or for their SIPI.
 #[test]
 fn a_panic_ends_the_runs_of_other_vcpus() {
     let (vm, _fd) = vm();

@@ -1,4 +1,4 @@
-//! The methods of kvm-ioctls with their signatures, checked for both crates: this file compiles if
+//! Checks the signatures of the methods of kvm-ioctls, in both crates: this file compiles if
 //! programs for kvm-ioctls do.
 #![cfg(target_arch = "x86_64")]
 

@@ -1,4 +1,4 @@
-//! How much of its caller's stack `KVM_RUN` uses.
+//! Tests how much of its caller's stack `KVM_RUN` uses.
 #![cfg(target_arch = "x86_64")]
 
 mod common;
@@ -6,7 +6,7 @@ mod long_mode;
 
 use long_mode::{EXITS, Machine, ROUNDS, answer};
 
-/// The stack size of the threads that run vCPUs here, including what the C library uses of it.
+/// The stack size of the threads that run vCPUs in this test. The C library uses a part of the stack.
 const THREAD: usize = 64 << 10;
 /// The most bytes of the stack that `KVM_RUN` may use. Without optimisation, frames are larger.
 const BOUND: usize = if cfg!(debug_assertions) {
@@ -18,7 +18,7 @@ const PAINT: u64 = 0x5a5a_a5a5_5a5a_a5a5;
 
 /// Returns the lowest address of this thread's stack that may be written.
 fn lowest() -> usize {
-    // SAFETY: the thread's own attributes, in memory of ours.
+    // SAFETY: the calls store the attributes of this thread in local variables.
     unsafe {
         let mut attributes = std::mem::zeroed();
         assert_eq!(
@@ -40,11 +40,12 @@ fn depth(work: impl FnOnce()) -> usize {
     let top = (&raw const here as usize & !7) - 1024;
     let painted = (lowest()..top).step_by(8);
     for at in painted.clone() {
-        // SAFETY: below this function's frame and above the guard page; unused while this function calls no other.
+        // SAFETY: the address is below this function's frame and above the guard page. Nothing uses this memory while
+        // this function calls no other function.
         unsafe { (at as *mut u64).write_volatile(PAINT) };
     }
     work();
-    // SAFETY: as above.
+    // SAFETY: the addresses are below this function's frame and above the guard page, and nothing uses this memory now.
     let used = painted
         .clone()
         .find(|at| unsafe { (*at as *const u64).read_volatile() } != PAINT);

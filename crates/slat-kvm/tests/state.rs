@@ -1,4 +1,4 @@
-//! What a vCPU keeps longer than a run is what docs/state.md says.
+//! Checks that docs/state.md describes all state that a vCPU keeps longer than a run.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -10,7 +10,7 @@ fn code(text: &str) -> String {
     lines.collect::<Vec<_>>().join("\n")
 }
 
-/// Splits a name off `text`. The name is empty where there is none.
+/// Splits a name off `text`. The name is empty if `text` does not begin with a name.
 fn name(text: &str) -> (&str, &str) {
     let end = text.find(|c: char| !c.is_alphanumeric() && c != '_');
     text.split_at(end.unwrap_or(text.len()))

@@ -1,4 +1,4 @@
-//! Statistics, in KVM's binary format.
+//! Tests statistics in KVM's binary format.
 #![cfg(target_arch = "x86_64")]
 
 mod common;
@@ -65,7 +65,7 @@ fn faults_and_exits_are_counted() {
         assert_eq!(value(&vcpu, name), expected, "{name}");
     }
     assert!(value(&vcpu, "exits") >= 3);
-    // The prefetch may have mapped the second page with the first.
+    // Prefetch may have mapped the second page together with the first.
     assert!((1..=2).contains(&value(&vcpu, "pf_fixed")));
     assert!(value(&vm, "pages_4k") >= 2);
     assert_eq!(parse(&vcpu).1["halt_wait_hist"].len(), 32);
@@ -95,9 +95,9 @@ fn an_access_that_the_client_does_not_see_is_no_mmio_exit() {
         guest.vcpu.run().unwrap(),
         VcpuExit::MmioWrite(0x8100, _)
     ));
-    // SAFETY: plain call.
+    // SAFETY: the call takes no pointer.
     let id = unsafe { libc::pthread_self() } as usize;
-    // The vCPU halts: a second thread ends its run.
+    // The vCPU halts, so a second thread ends its run.
     let caller = std::thread::spawn(move || {
         std::thread::sleep(std::time::Duration::from_millis(50));
         slat_kvm::interrupt_thread(id);
@@ -129,7 +129,7 @@ fn statistics_of_a_running_vcpu_can_be_read() {
         }
         reads_are_done.store(true, Ordering::SeqCst);
         let page = page as *mut kvm_bindings::kvm_run;
-        // SAFETY: the vCPU's page, which a client may write to at any time.
+        // SAFETY: the pointer is to the vCPU's `kvm_run`, to which a client may write at any time.
         unsafe { (&raw mut (*page).immediate_exit).write_volatile(1) };
     });
 }

@@ -6,7 +6,7 @@ use kvm_bindings::*;
 use slat_kvm::ioctl::Object;
 use slat_kvm::{Kvm, SyncReg, VcpuExit, abi};
 
-/// Requests single steps by these controls, and executes one.
+/// Requests single steps by the flags `control`, and executes one step.
 fn steps(control: u32) {
     let mut guest = Guest::new(&[0x90, 0xf4]);
     let debug = kvm_guest_debug {
@@ -67,7 +67,7 @@ pub const USES: &[Use] = &[
         steps(KVM_GUESTDBG_SINGLESTEP);
     }),
     (KVM_CAP_X86_ROBUST_SINGLESTEP, |_| {
-        // pushf; pop ax; hlt: RFLAGS as the guest sees them, while the client steps.
+        // pushf; pop ax; hlt: the guest reads its own RFLAGS while the client single-steps it.
         let mut guest = Guest::new(&[0x9c, 0x58, 0xf4]);
         let debug = kvm_guest_debug {
             control: KVM_GUESTDBG_ENABLE | KVM_GUESTDBG_SINGLESTEP,
@@ -87,7 +87,7 @@ pub const USES: &[Use] = &[
     (KVM_CAP_XSAVE, |_| {
         let guest = Guest::new(SPIN);
         let xsave = guest.vcpu.get_xsave().unwrap();
-        // SAFETY: none is needed.
+        // SAFETY: the buffer is one that `get_xsave` has returned for this vCPU.
         unsafe { guest.vcpu.set_xsave(&xsave).unwrap() };
     }),
     (KVM_CAP_XSAVE2, |size| {
@@ -195,8 +195,8 @@ pub const USES: &[Use] = &[
         let mut read = [0; 8];
         assert_eq!(guest.vcpu.get_one_reg(MSR | TSC_AUX, &mut read).unwrap(), 8);
         assert_eq!(read, value);
-        // No such MSR; reserved bits; another size, architecture and type; the shadow-stack pointer, which
-        // the CPU does not have.
+        // The ids name, in this order: an MSR that does not exist; reserved bits; another size, another architecture
+        // and another type; the shadow-stack pointer, which the CPU does not have.
         for id in [
             MSR | 0x1234_5678,
             MSR | 1 << 40 | TSC_AUX,
@@ -233,7 +233,7 @@ pub const USES: &[Use] = &[
         assert_eq!(guest.vcpu.get_kvm_run().flags & nested, 0);
     }),
     (KVM_CAP_SMALLER_MAXPHYADDR, |_| {
-        // mov al,[0x200000], whose page is at 2^40
+        // mov al,[0x200000]: the guest's tables map this address to 2^40
         let code = [0xa0, 0x00, 0x00, 0x20, 0x00, 0xf4];
         for (bits, exists) in [(48, true), (36, false)] {
             let mut guest = Guest::new(&code);
@@ -244,7 +244,7 @@ pub const USES: &[Use] = &[
             let widths = leaves.find(|leaf| leaf.function == 0x8000_0008).unwrap();
             widths.eax = widths.eax & !0xff | bits;
             guest.vcpu.set_cpuid2(&cpuid).unwrap();
-            // Page-directory pointer, and two large pages.
+            // Writes a page-directory pointer, and two entries that map large pages.
             guest.memory.write(0x2000, &0x3001u64.to_le_bytes());
             guest.memory.write(0x3000, &0x83u64.to_le_bytes());
             guest
@@ -260,7 +260,7 @@ pub const USES: &[Use] = &[
             let exit = guest.vcpu.run().unwrap();
             match exists {
                 true => assert!(matches!(exit, VcpuExit::MmioRead(at, _) if at == 1 << 40)),
-                // The page fault for the reserved bit, without a handler.
+                // The address bit is reserved, so there is a page fault. The guest has no handler for it.
                 false => assert!(matches!(exit, VcpuExit::Shutdown), "{exit:?}"),
             }
         }
@@ -285,7 +285,7 @@ pub const USES: &[Use] = &[
         assert_eq!(refused.unwrap_err().errno(), libc::EINVAL);
     }),
     (KVM_CAP_EXCEPTION_PAYLOAD, |_| {
-        // The handler of #PF, which halts.
+        // The guest's handler of #PF halts.
         let mut guest = Guest::new(SPIN);
         guest.memory.write(14 * 4, &[0x00, 0x20, 0, 0]);
         guest.memory.write(0x2000, &[0xf4]);

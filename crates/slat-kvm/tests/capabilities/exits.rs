@@ -14,7 +14,7 @@ pub const USES: &[Use] = &[
         coalesces(IoEventAddress::Pio(0x10))
     }),
     (KVM_CAP_INTERNAL_ERROR_DATA, |_| {
-        // vaddps ymm0, ymm0, ymm0, which is #UD in real mode.
+        // vaddps ymm0, ymm0, ymm0: this instruction raises #UD in real mode.
         let mut guest = Guest::new(&[0xc5, 0xfc, 0x58, 0xc0]);
         guest.memory.write(6 * 4, &[0x00, 0x80, 0, 0]);
         loop {
@@ -24,7 +24,7 @@ pub const USES: &[Use] = &[
                 other => panic!("{other:?}"),
             }
         }
-        // SAFETY: the part of the union that the exit fills in.
+        // SAFETY: the exit has filled in this part of the union.
         let internal = unsafe { guest.vcpu.get_kvm_run().__bindgen_anon_1.internal };
         assert_eq!(internal.suberror, KVM_INTERNAL_ERROR_EMULATION);
         assert_ne!(internal.ndata, 0);
@@ -47,7 +47,7 @@ pub const USES: &[Use] = &[
         assert_eq!(enable(&vm, KVM_CAP_EXIT_ON_EMULATION_FAILURE, 1), Ok(()));
     }),
     (KVM_CAP_X86_DISABLE_EXITS, |exits| {
-        // sti; hlt: the halt lasts until the interrupt, whose handler writes a byte to a port.
+        // sti; hlt: the halt lasts until an interrupt arrives. Its handler writes a byte to a port.
         let mut guest = Guest::with(&[0xfb, 0xf4], |vm| {
             let refused = enable(vm, KVM_CAP_X86_DISABLE_EXITS, 1 << 8);
             assert_eq!(refused, Err(libc::EINVAL));
@@ -88,7 +88,7 @@ pub const USES: &[Use] = &[
         }
     }),
     (KVM_CAP_X86_BUS_LOCK_EXIT, |modes| {
-        // lock inc word [0x303f], across two cache lines; lock inc word [0x3030]; hlt
+        // lock inc word [0x303f], which crosses a boundary of cache lines; lock inc word [0x3030]; hlt
         let code = [
             0xf0, 0xff, 0x06, 0x3f, 0x30, 0xf0, 0xff, 0x06, 0x30, 0x30, 0xf4,
         ];
@@ -110,7 +110,8 @@ pub const USES: &[Use] = &[
         );
         let locked = KVM_RUN_X86_BUS_LOCK as u16;
         assert_eq!(guest.vcpu.get_kvm_run().flags, locked);
-        // On the processors of Intel the instruction has been executed; on those of AMD the next run executes it.
+        // With an Intel processor, the instruction was executed before the exit. With an AMD processor, the next run
+        // executes it.
         let supported = guest.kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES);
         let is_intel = supported.unwrap().as_slice()[0].ebx == u32::from_le_bytes(*b"Genu");
         let mut counter = [0; 2];
@@ -148,17 +149,17 @@ pub const USES: &[Use] = &[
     }),
 ];
 
-/// Puts the guest into 64-bit mode, with a breakpoint at 0x1ef0, on the stack of the handler of #DB:
-/// each delivery hits it.
+/// Puts the guest into 64-bit mode. Sets a data breakpoint at 0x1ef0, which is on the stack of the handler of #DB:
+/// each delivery of #DB hits the breakpoint again.
 fn deliver_db_endlessly(guest: &Guest) {
     let [gdt, idt, tss, stack] = [0x1800, 0x1900, 0x1a00, 0x1f00];
     let write = |at: u64, word: u64| guest.memory.write(at, &word.to_le_bytes());
-    // Tables of three levels, at 0, 0x2000 and 0x3000, with a large page.
+    // The tables are at 0, 0x2000 and 0x3000. The last one maps a large page.
     write(0, 0x2003);
     write(0x2000, 0x3003);
     write(0x3000, 0x83);
     write(gdt + 8, 0x00af_9b00_0000_ffff);
-    // The handler's stack is the first of the TSS's.
+    // The gate of #DB selects the first interrupt stack in the TSS.
     write(idt + 16, CODE | 8 << 16 | 1 << 32 | 0x8e << 40);
     write(tss + 36, stack);
     let mut sregs = guest.vcpu.get_sregs().unwrap();

@@ -18,13 +18,13 @@ const VP_ASSIST_PAGE: u32 = 0x4000_0073;
 const SCONTROL: u32 = 0x4000_0080;
 const SIMP: u32 = 0x4000_0083;
 const CRASH_CTL: u32 = 0x4000_0105;
-/// 16-bit code in protected mode: hypercalls are #UD in real mode.
+/// CR0.PE. The guests execute 16-bit code in protected mode, because hypercalls are #UD in real mode.
 const PROTECTED: u64 = 1;
 const LEAVES: usize = 10;
-/// The event that the guests signal.
+/// The connection id of the event that the guests signal.
 const CONNECTION: u32 = 0x12;
 
-/// 16-bit code.
+/// A sequence of 16-bit instructions.
 #[derive(Default)]
 struct Code(Vec<u8>);
 
@@ -89,7 +89,7 @@ fn guest(code: Code) -> Guest {
     guest
 }
 
-/// Gives the vCPU Hyper-V's leaves, changed by `change`, and starts it in protected mode.
+/// Gives the vCPU Hyper-V's CPUID leaves, after `change` has changed each, and puts the vCPU into protected mode.
 fn set_up(vcpu: &VcpuFd, change: impl Fn(&mut kvm_cpuid_entry2)) {
     let mut leaves = hv_cpuid(&Object::system(), LEAVES).unwrap();
     leaves.iter_mut().for_each(change);
@@ -156,7 +156,7 @@ fn enables_synic(cap: u32) {
     assert_eq!(enable_on(&guest.vcpu, cap, 0), Ok(()));
     let exit = hyperv(&mut guest.vcpu);
     assert_eq!(exit.type_, KVM_EXIT_HYPERV_SYNIC);
-    // SAFETY: the kind of the exit.
+    // SAFETY: the exit has this kind, so KVM has filled in this field.
     let synic = unsafe { exit.u.synic };
     let shown = (synic.msr, synic.control, synic.msg_page);
     assert_eq!(shown, (SIMP, 1, DATA | 1));
@@ -165,7 +165,7 @@ fn enables_synic(cap: u32) {
 
 pub const USES: &[Use] = &[
     (KVM_CAP_HYPERV, |_| {
-        // The page of hypercalls, in which the instruction is the processor's.
+        // The hypercall page contains the hypercall instruction of the processor's vendor.
         let code = Code::default()
             .wrmsr(GUEST_OS_ID, 1)
             .wrmsr(HYPERCALL, DATA | 1);
@@ -173,7 +173,7 @@ pub const USES: &[Use] = &[
         run(&mut guest);
         let code = word(&guest, DATA);
         assert!(matches!(code, 0xc3c1_010f | 0xc3d9_010f), "{code:#x}");
-        // A reset, and a crash.
+        // The guest requests a reset, and reports a crash.
         for (msr, value, event) in [
             (RESET, 1, KVM_SYSTEM_EVENT_RESET),
             (CRASH_CTL, 1 << 63, KVM_SYSTEM_EVENT_CRASH),
@@ -205,7 +205,7 @@ pub const USES: &[Use] = &[
         assert_ne!(word(&guest, DATA), 0, "the page is valid");
         let times = [0x100, 0x104].map(|at| word(&guest, DATA + at));
         assert!(times[0] <= times[1], "{times:?}");
-        // The client sets the clock: the page has another sequence before the guest continues.
+        // When the client sets the clock, the sequence number in the page changes before the guest continues.
         let before = word(&guest, DATA);
         guest.vm.set_clock(&kvm_clock_data::default()).unwrap();
         start_at_code(&guest.vcpu);
@@ -243,22 +243,23 @@ pub const USES: &[Use] = &[
         let gone = eventfd(&guest, KVM_HYPERV_EVENTFD_DEASSIGN, &event);
         assert_eq!(gone, Err(libc::ENOENT));
         assert_eq!(eventfd(&guest, 2, &event), Err(libc::EINVAL));
-        // What the client carries out.
+        // The guest makes a hypercall that the client carries out.
         let mut guest = self::guest(Code::default().call(0x5d | 1 << 16, [7, 0]));
         assert_eq!(enable_on(&guest.vcpu, KVM_CAP_HYPERV_SYNIC, 0), Ok(()));
         let exit = hyperv(&mut guest.vcpu);
         assert_eq!(exit.type_, KVM_EXIT_HYPERV_HCALL);
-        // SAFETY: the kind of the exit.
+        // SAFETY: the exit has this kind, so KVM has filled in this field.
         let call = unsafe { exit.u.hcall };
         assert_eq!((call.input, call.params), (0x5d | 1 << 16, [7, 0]));
-        // SAFETY: as above.
+        // SAFETY: the exit has this kind, so KVM has filled in this field.
         let output = unsafe { &mut guest.vcpu.get_kvm_run().__bindgen_anon_1.hyperv };
         output.u.hcall.result = 0x1234;
         run(&mut guest);
         assert_eq!(word(&guest, DATA), 0x1234);
     }),
     (KVM_CAP_HYPERV_TLBFLUSH, |_| {
-        // All processors; the parameters are in memory, and one past its end.
+        // The guest flushes the TLBs of all processors. The parameters are first in memory, and then at an address
+        // without memory.
         let mut guest = guest(Code::default().call(0x02, [DATA + 0x100, 0]));
         guest.memory.write(DATA + 0x108, &[1]);
         run(&mut guest);
@@ -266,7 +267,7 @@ pub const USES: &[Use] = &[
         assert_eq!(status_of(0x02, [DEVICE, 0]), 3);
     }),
     (KVM_CAP_HYPERV_SEND_IPI, |_| {
-        // To processor 0.
+        // The guest sends an IPI to processor 0.
         let mut guest = guest(Code::default().call(0x0b | 1 << 16, [0x41, 1]));
         let apic = [(0x1b, 0xfee0_0d00), (0x80f, 0x1ff)].map(|(index, data)| kvm_msr_entry {
             index,
@@ -296,7 +297,7 @@ pub const USES: &[Use] = &[
         assert_ne!(features.unwrap().edx & 1 << 19, 0);
     }),
     (KVM_CAP_HYPERV_ENFORCE_CPUID, |_| {
-        // A guest whose CPUID does not name what it uses: it may if that does not count.
+        // The guest makes a hypercall that its CPUID does not offer. The call fails only if CPUID is enforced.
         for (enforced, status) in [(0, 0), (1, 6)] {
             let code = Code::default().call(0x02 | 1 << 16, [0, 1]);
             let mut guest = guest(code);

@@ -19,10 +19,10 @@ fn eventfd() -> EventFd {
     EventFd::new(libc::EFD_NONBLOCK).unwrap()
 }
 
-/// Writes 1 to port 0x30, and halts.
+/// Code that writes 1 to port 0x30, and halts.
 const OUT: &[u8] = &[0xb0, 1, 0xe6, 0x30, 0xf4];
 
-/// Checks that a guest's write signals an eventfd that is registered for this value.
+/// Checks that a guest's write signals an eventfd that is registered for the value `value`.
 fn signals<T: Into<u64>>(value: T) {
     let mut guest = Guest::new(OUT);
     let event = eventfd();
@@ -59,7 +59,7 @@ pub const USES: &[Use] = &[
         assert_eq!(unsafe { chip.chip.ioapic.base_address }, 0xfec0_0000);
     }),
     (KVM_CAP_X86_SMM, |_| {
-        // The handler of an SMI, in the second address space: mov al, 2; out 0x31, al; rsm.
+        // Writes the handler of an SMI to the second address space: mov al, 2; out 0x31, al; rsm.
         let (mut guest, smram) = (Guest::new(OUT), Memory::new(0x1_0000));
         smram.write(0x8000, &[0xb0, 2, 0xe6, 0x31, 0x0f, 0xaa]);
         let region = kvm_userspace_memory_region {
@@ -69,7 +69,7 @@ pub const USES: &[Use] = &[
             userspace_addr: smram.start as u64,
             ..Default::default()
         };
-        // SAFETY: the tests' memory may be written by the guest.
+        // SAFETY: the tests access this memory only by raw pointers, so a write of the guest breaks nothing.
         unsafe { guest.vm.set_user_memory_region(region).unwrap() };
         guest.vcpu.smi().unwrap();
         assert!(matches!(
@@ -151,7 +151,7 @@ pub const USES: &[Use] = &[
         assert_eq!(guest.vm.signal_msi(init).unwrap(), 1);
     }),
     (KVM_CAP_USER_NMI, |_| {
-        // The NMI's handler, at 0x2000, halts.
+        // The handler of the NMI, at 0x2000, halts.
         let mut guest = Guest::new(SPIN);
         guest.memory.write(2 * 4, &[0x00, 0x20, 0, 0]);
         guest.memory.write(0x2000, &[0xf4]);

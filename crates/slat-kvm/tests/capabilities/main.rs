@@ -1,4 +1,5 @@
-//! Every capability that slat claims, and a call that uses it. A capability without an entry here fails the test.
+//! Tests every capability that slat claims, by a call that uses it. A claimed capability without an entry in these
+//! lists fails the test.
 #![cfg(target_arch = "x86_64")]
 
 #[path = "../common/mod.rs"]
@@ -45,7 +46,7 @@ fn what_is_claimed_works_and_what_works_is_claimed() {
         };
         match (claimed, uses.get(&cap)) {
             (0, None) => {}
-            // On a host that does not count how long threads wait for CPUs.
+            // The host may not count how long threads wait for CPUs. Then slat does not claim the capability.
             (0, Some(_)) if cap == kvm_bindings::KVM_CAP_STEAL_TIME => {}
             (0, Some(_)) => panic!("capability {cap} works, and is not claimed"),
             (_, None) => without_entry.push(cap),

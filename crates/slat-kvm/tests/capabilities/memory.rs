@@ -15,7 +15,7 @@ pub const USES: &[Use] = &[
             userspace_addr: memory.start as u64,
             ..Default::default()
         };
-        // SAFETY: no guest runs.
+        // SAFETY: no guest runs, so nothing accesses the memory.
         unsafe { vm.set_user_memory_region2(region).unwrap() };
     }),
     (KVM_CAP_NR_MEMSLOTS, |slots| {
@@ -27,7 +27,7 @@ pub const USES: &[Use] = &[
                 userspace_addr: memory.start as u64,
                 ..Default::default()
             };
-            // SAFETY: no guest runs.
+            // SAFETY: no guest runs, so nothing accesses the memory.
             let set = unsafe { vm.set_user_memory_region(region) };
             assert_eq!(set.is_ok(), wanted, "slot {slot}");
         }
@@ -41,13 +41,13 @@ pub const USES: &[Use] = &[
                 userspace_addr: memory.start as u64,
                 ..Default::default()
             };
-            // SAFETY: no guest runs.
+            // SAFETY: no guest runs, so nothing accesses the memory.
             let set = unsafe { vm.set_user_memory_region(region) };
             assert_eq!(set.is_ok(), wanted, "address space {space}");
         }
     }),
     (KVM_CAP_SYNC_MMU, |_| {
-        // The guest reads a page whose mapping the client replaces.
+        // The guest reads a page, and then the client removes the page's mapping.
         let mut guest = halts(&[0xa0, 0x00, 0x30, 0xf4]);
         let range = guest.memory.range(DATA);
         slat_kvm::notify::around(range, || guest.memory.take_away(DATA));
@@ -69,7 +69,7 @@ pub const USES: &[Use] = &[
                 userspace_addr: memory.start as u64,
                 ..Default::default()
             };
-            // SAFETY: no guest runs.
+            // SAFETY: no guest runs, so nothing accesses the memory.
             unsafe { vm.set_user_memory_region(region).unwrap() }
         };
         set(0, 4096);
@@ -85,7 +85,7 @@ pub const USES: &[Use] = &[
             userspace_addr: guest.memory.start as u64,
             ..Default::default()
         };
-        // SAFETY: the guest may not even write.
+        // SAFETY: the slot is read-only, so the guest does not write to the memory.
         unsafe { guest.vm.set_user_memory_region(region).unwrap() };
         let exit = guest.vcpu.run().unwrap();
         assert!(matches!(exit, VcpuExit::MmioWrite(DATA, _)));
@@ -132,7 +132,7 @@ pub const USES: &[Use] = &[
         }
     }),
     (KVM_CAP_VM_DISABLE_NX_HUGE_PAGES, |_| {
-        // KVM allows this to threads with CAP_SYS_BOOT.
+        // KVM lets only threads with CAP_SYS_BOOT enable this capability.
         let answer = enable(&vm(), KVM_CAP_VM_DISABLE_NX_HUGE_PAGES, 0);
         assert!([Ok(()), Err(libc::EPERM)].contains(&answer), "{answer:?}");
     }),

@@ -39,11 +39,11 @@ pub const USES: &[Use] = &[
         let one = vm();
         one.create_vcpu(end as u64 - 1).unwrap();
         assert!(one.create_vcpu(end as u64).is_err());
-        // The first vCPU has set the limit.
+        // The creation of the first vCPU has fixed the limit.
         assert_eq!(limit(&one, end as u64), Ok(()));
         assert_eq!(limit(&one, 0), Err(libc::EINVAL));
         let other = vm();
-        // 0 sets none; the first other limit stays.
+        // The value 0 sets no limit. The first other value is kept.
         assert_eq!(limit(&other, 0), Ok(()));
         assert_eq!(limit(&other, end as u64 + 1), Err(libc::EINVAL));
         assert_eq!(limit(&other, 2), Ok(()));

@@ -34,7 +34,7 @@ pub const USES: &[Use] = &[
     }),
     (KVM_CAP_ENFORCE_PV_FEATURE_CPUID, |_| {
         let mut guest = Guest::new(USE_CLOCK);
-        // A guest that is told of no feature.
+        // The guest's CPUID offers no feature of KVM.
         forget_features(&guest.vcpu);
         let cap = |on| {
             let mut cap = kvm_enable_cap {
@@ -45,7 +45,7 @@ pub const USES: &[Use] = &[
             cap
         };
         guest.vcpu.enable_cap(&cap(1)).unwrap();
-        // The handler of #GP, which halts.
+        // The guest's handler of #GP halts.
         guest.memory.write(13 * 4, &[0x00, 0x20, 0, 0]);
         guest.memory.write(0x2000, &[0xf4]);
         assert!(matches!(guest.vcpu.run().unwrap(), VcpuExit::Hlt));
@@ -77,7 +77,7 @@ pub const USES: &[Use] = &[
             assert_eq!(vm.check_extension_raw(CAP.into()), MILLISECOND as i32);
         });
         assert_eq!(enable(&guest.vm, CAP, 1), Err(libc::EINVAL));
-        // A masked timer that counts a minute by milliseconds.
+        // Starts the APIC's timer, with its interrupt masked, for a minute. It counts once in each millisecond.
         let mut lapic = guest.vcpu.get_lapic().unwrap();
         let mut set = |register: usize, value: u32| {
             for (to, byte) in lapic.regs[register..].iter_mut().zip(value.to_le_bytes()) {
@@ -150,7 +150,8 @@ pub const USES: &[Use] = &[
     }),
 ];
 
-/// KVM_CLOCK_REALTIME adds the time that has passed since then, and never subtracts.
+/// With KVM_CLOCK_REALTIME, KVM_SET_CLOCK adds the time that has passed since the given wall-clock time. It never
+/// subtracts.
 #[test]
 fn a_clock_goes_on_from_a_moment_of_the_wall_clock() {
     const SECOND: u64 = 1_000_000_000;
@@ -195,7 +196,7 @@ fn a_guest_sees_the_clock_that_was_set() {
         ..Default::default()
     };
     guest.vm.set_clock(&data).unwrap();
-    // Once more from the beginning: after its HLT there is no code.
+    // Starts the guest's code again: there is no code after its HLT.
     let mut regs = guest.vcpu.get_regs().unwrap();
     regs.rip = CODE;
     guest.vcpu.set_regs(&regs).unwrap();

@@ -1,4 +1,4 @@
-//! Interrupts between vCPUs.
+//! Tests interrupts between vCPUs.
 
 use crate::common::{DATA, Guest};
 use slat_kvm::{VcpuExit, VcpuFd};
@@ -13,7 +13,7 @@ const LEVEL: u16 = 1 << 15;
 const ASSERT: u16 = 1 << 14;
 const SIPI: u16 = 0x602;
 
-/// Returns code that sends these interrupt commands to the APIC with id 1, and halts.
+/// Returns code that sends the interrupt commands `commands` to the APIC with id 1, and halts.
 fn send(commands: &[u16]) -> Vec<u8> {
     // mov edx, 1; mov ecx, 0x830
     let mut code = vec![0x66, 0xba, 1, 0, 0, 0, 0x66, 0xb9, 0x30, 0x08, 0, 0];
@@ -27,8 +27,8 @@ fn send(commands: &[u16]) -> Vec<u8> {
     code
 }
 
-/// Has the first processor send these commands. Returns the second vCPU, and the byte that it writes
-/// to a port, if it does.
+/// Makes the first processor send the commands `commands`. Returns the second vCPU, and the byte that the second vCPU
+/// writes to a port, if it does.
 fn second_processor_after(commands: &[u16]) -> (VcpuFd, Option<u8>) {
     let guest = Guest::with(&send(commands), |vm| vm.create_irq_chip().unwrap());
     let Guest {
@@ -100,7 +100,7 @@ fn the_deassertion_of_init_is_ignored() {
     assert_eq!(byte, None);
     let state = second.get_mp_state().unwrap().mp_state;
     assert_eq!(state, kvm_bindings::KVM_MP_STATE_UNINITIALIZED);
-    // Nor does the end of a level cancel a real INIT.
+    // The deassertion of INIT does not cancel an earlier INIT either.
     let (_, byte) = second_processor_after(&[INIT, INIT | LEVEL, SIPI]);
     assert_eq!(byte, Some(42));
 }
@@ -116,11 +116,11 @@ fn a_message_is_taken_or_not() {
         ..Default::default()
     };
     assert_eq!(guest.vm.signal_msi(message(INIT)).unwrap(), 1);
-    // An APIC that software has not enabled accepts no vector.
+    // An APIC that software has not enabled accepts no interrupt with a vector.
     assert_eq!(guest.vm.signal_msi(message(0x40)).unwrap(), 0);
 }
 
-/// An x2APIC's id is its vCPU's. A client that uses 32-bit ids has to restore that id.
+/// The id of an x2APIC is the id of its vCPU. A client that uses 32-bit ids has to restore this id.
 #[test]
 fn a_state_with_another_id_is_refused() {
     let api = kvm_bindings::kvm_enable_cap {

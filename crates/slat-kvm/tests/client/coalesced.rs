@@ -1,4 +1,4 @@
-//! Coalesced I/O, and memory that is mapped before its use.
+//! Tests coalesced I/O, and KVM_PRE_FAULT_MEMORY.
 
 use crate::common::*;
 use kvm_bindings::*;
@@ -18,12 +18,12 @@ fn writes_to_a_zone_wait_in_the_ring() {
     guest.vm.register_coalesced_mmio(mmio, 4).unwrap();
     guest.vm.register_coalesced_mmio(pio, 1).unwrap();
     guest.vcpu.map_coalesced_mmio_ring().unwrap();
-    // 170 ring entries, one of which stays free: 85 rounds of two writes, minus one write.
+    // The ring has 170 entries, one of which stays free. So it holds 85 rounds of two writes, minus one write.
     let exit = guest.vcpu.run().unwrap();
     assert!(matches!(exit, VcpuExit::IoOut(0x10, [84])), "{exit:?}");
     for turn in 0..169u64 {
         let entry = guest.vcpu.coalesced_mmio_read().unwrap().unwrap();
-        // SAFETY: both fields of the union are plain.
+        // SAFETY: both fields of the union are integers of one size.
         let port = unsafe { entry.__bindgen_anon_1.pio };
         let found = (entry.phys_addr, entry.len, port, entry.data[0]);
         let address = if turn % 2 == 0 { DEVICE } else { 0x10 };
@@ -46,9 +46,9 @@ fn all_vcpus_have_the_same_ring() {
     let zone = IoEventAddress::Mmio(DEVICE);
     guest.vm.register_coalesced_mmio(zone, 1).unwrap();
     assert!(matches!(guest.vcpu.run().unwrap(), VcpuExit::Hlt));
-    // A client reads the ring in the third page of its mapping: `last` is at offset 4.
+    // The ring is in the third page of the vCPU's mapping, and its field `last` is at offset 4.
     let run: *const kvm_run = other.get_kvm_run();
-    // SAFETY: within the vCPU's mapping of three pages.
+    // SAFETY: the address is within the vCPU's mapping of three pages.
     let last = unsafe { run.cast::<u8>().add(2 * 4096 + 4).cast::<u32>().read() };
     assert_eq!(last, 1);
     other.map_coalesced_mmio_ring().unwrap();
@@ -86,7 +86,7 @@ fn memory_may_be_mapped_ahead_of_its_use() {
     assert_eq!(ask(0, 0x10, 0).0, Err(libc::EINVAL));
     assert_eq!(ask(u64::MAX - 0xfff, 0x1000, 0).0, Err(libc::EINVAL));
     assert_eq!(ask(0x1000, 0x2000, 0), (Ok(()), 0x3000, 0));
-    // The call maps the part that it can; the next call, for the rest, fails.
+    // The call maps the part that is in a memslot. The next call, for the rest, fails.
     assert_eq!(ask(0x3000, 0x3000, 0), (Ok(()), 0x4000, 0x2000));
     assert_eq!(ask(0x4000, 0x2000, 0), (Err(libc::ENOENT), 0x4000, 0x2000));
     let beyond = 1 << 52;
@@ -113,7 +113,8 @@ fn a_range_to_map_is_given_and_given_back_by_pointer() {
     assert_eq!(refused.unwrap_err().errno(), libc::ENOENT);
 }
 
-/// KVM's bus offers an access first to the range that begins first, then to the shorter one.
+/// KVM's bus offers an access first to the range with the lower start. If two ranges have the same start, it offers
+/// the access first to the shorter range.
 #[test]
 fn a_zone_and_an_eventfd_at_one_address_have_the_order_of_kvms_bus() {
     // mov [0x8000],al; mov [0x8004],al; hlt

@@ -1,4 +1,4 @@
-//! Dirty logs: bitmaps, manual protection, rings.
+//! Tests dirty logs: bitmaps, manual protection and rings.
 
 use crate::common::*;
 use kvm_bindings::*;
@@ -7,11 +7,12 @@ use slat_kvm::ioctl::Object;
 use slat_kvm::{Kvm, VcpuExit, VmFd};
 use std::os::fd::AsRawFd;
 
-/// Flags of a ring entry: written by slat, and collected by the client.
+/// The flag with which slat marks a new ring entry.
 const DIRTY: u32 = 1;
-/// The page of the code: its first fetch maps it, and is logged as KVM logs it (policy `dirty_log_reads`).
+/// The bit of the page that contains the code. The first fetch maps the page, and is logged, as in KVM (policy
+/// `dirty_log_reads`).
 const FETCHED: u64 = 1 << 1;
-/// The page that the code writes to.
+/// The bit of the page that the code writes to.
 const WRITTEN: u64 = 1 << 3;
 const RESET: u32 = 2;
 
@@ -27,7 +28,7 @@ fn logged(memory: &Memory) -> kvm_userspace_memory_region {
 }
 
 fn log(vm: &VmFd, memory: &Memory) {
-    // SAFETY: the tests' memory may be written by the guest.
+    // SAFETY: the tests access this memory only by raw pointers, so a write of the guest breaks nothing.
     unsafe { vm.set_user_memory_region(logged(memory)).unwrap() };
 }
 
@@ -223,10 +224,10 @@ fn a_full_ring_stops_the_guest_until_it_is_collected() {
             memory_size: PAGES * 4096,
             userspace_addr: logged.start as u64,
         };
-        // SAFETY: the tests' memory may be written by the guest.
+        // SAFETY: the tests access this memory only by raw pointers, so a write of the guest breaks nothing.
         unsafe { vm.set_user_memory_region(region).unwrap() };
     });
-    // SAFETY: a new mapping of the vCPU's descriptor, which has the ring there.
+    // SAFETY: the call makes a new mapping of the vCPU's descriptor, which has the ring at this offset.
     let entries = unsafe {
         let mapped = libc::mmap(
             std::ptr::null_mut(),
@@ -264,7 +265,7 @@ fn the_client_cannot_take_the_ring_away() {
     enable(&vm, KVM_CAP_DIRTY_LOG_RING, 4096).unwrap();
     let vcpu = vm.create_vcpu(0).unwrap();
     for size in [0, 1 << 20] {
-        // SAFETY: plain call; refused.
+        // SAFETY: the call takes no pointer, and is refused.
         let answer = unsafe { libc::ftruncate(vcpu.as_raw_fd(), size) };
         assert_eq!(answer, -1);
     }

@@ -1,4 +1,4 @@
-//! Exits, through the Rust API.
+//! Tests exits by the Rust API.
 
 use crate::common::*;
 use kvm_bindings::KVM_INTERNAL_ERROR_DELIVERY_EV;
@@ -72,7 +72,7 @@ fn registers_come_and_go_through_the_shared_page() {
 
 #[test]
 fn an_interrupt_of_the_client_waits_for_its_window() {
-    // nop; sti; nop; hlt, and a handler for vector 0x20: out 0x11,al; iret
+    // The guest executes nop; sti; nop; hlt. Its handler for vector 0x20 executes out 0x11,al; iret.
     let mut guest = Guest::new(&[0x90, 0xfb, 0x90, 0xf4]);
     guest.memory.write(0x20 * 4, &[0x00, 0x20, 0, 0]);
     guest.memory.write(0x2000, &[0xe6, 0x11, 0xcf]);
@@ -92,7 +92,7 @@ fn an_interrupt_of_the_client_waits_for_its_window() {
     assert_eq!(guest.vcpu.interrupt(256).unwrap_err().errno(), libc::EINVAL);
 }
 
-/// A guest with an APIC: hlt; out 0x10,al. Its handler of the NMI does nothing.
+/// Creates a guest with an APIC that executes hlt; out 0x10,al. Its handler of NMIs does nothing.
 fn halting_guest() -> Guest {
     let guest = Guest::with(&[0xf4, 0xe6, 0x10], |vm| vm.create_irq_chip().unwrap());
     // iret
@@ -104,7 +104,8 @@ fn halting_guest() -> Guest {
     guest
 }
 
-/// Sends an NMI to the guest's vCPU, which has time to halt before: as an MSI, which another thread may do.
+/// Waits until the guest's vCPU has halted, and then sends it an NMI. Sends it as an MSI, because any thread may send
+/// an MSI.
 fn send_nmi_later(vm: &VmFd) {
     std::thread::sleep(Duration::from_millis(50));
     let msi = kvm_bindings::kvm_msi {
@@ -134,7 +135,7 @@ fn an_nmi_that_is_blocked_ends_no_halt() {
     let mut events = guest.vcpu.get_vcpu_events().unwrap();
     events.nmi.masked = 1;
     guest.vcpu.set_vcpu_events(&events).unwrap();
-    // SAFETY: a plain call.
+    // SAFETY: the call takes no pointer.
     let this = unsafe { libc::pthread_self() } as usize;
     std::thread::scope(|scope| {
         let vm = &guest.vm;
@@ -203,8 +204,8 @@ fn a_slot_taken_away_under_a_running_guest_makes_its_reads_mmio() {
             set_slot(&vm, &memory, 0, 0);
             set_slot(&vm, &memory, 1, 0x3000);
         });
-        // Between the two calls the code has no memory either, which would be an internal error. The test avoids that:
-        // it completes every read until the device is the data page.
+        // Between the two calls there is no memory for the code either. An exit for an instruction fetch from there
+        // is an internal error, which this loop ignores. The loop ends when the page at DATA is a device.
         loop {
             match vcpu.run() {
                 Ok(VcpuExit::MmioRead(DATA, _)) => break,
@@ -215,8 +216,8 @@ fn a_slot_taken_away_under_a_running_guest_makes_its_reads_mmio() {
     });
 }
 
-/// A device cannot take part in the delivery of an exception: the guest's interrupt table is at an
-/// address without memory.
+/// The guest's interrupt table is at an address without memory. slat cannot exit to a device while it delivers an
+/// exception.
 #[test]
 fn an_exception_whose_delivery_needs_a_device_is_an_internal_error() {
     // ud2
@@ -228,11 +229,11 @@ fn an_exception_whose_delivery_needs_a_device_is_an_internal_error() {
     for _ in 0..2 {
         let exit = guest.vcpu.run().unwrap();
         assert!(matches!(exit, VcpuExit::InternalError), "{exit:?}");
-        // SAFETY: the part of the union that this exit fills.
+        // SAFETY: the exit has filled in this part of the union.
         let internal = unsafe { guest.vcpu.get_kvm_run().__bindgen_anon_1.internal };
         assert_eq!(internal.suberror, KVM_INTERNAL_ERROR_DELIVERY_EV);
         assert_eq!(internal.ndata, 5);
-        // A valid event: exception 6.
+        // The event is valid, and is exception 6.
         assert_eq!(internal.data[0], 1 << 31 | 3 << 8 | 6);
         assert_eq!(internal.data[3], DEVICE + 6 * 4);
     }

@@ -1,4 +1,4 @@
-//! `KVM_SET_GUEST_DEBUG`.
+//! Tests `KVM_SET_GUEST_DEBUG`.
 
 use crate::common::{CODE, DATA, Guest};
 use kvm_bindings::*;
@@ -7,7 +7,7 @@ use slat_kvm::VcpuFd;
 
 const DB: u32 = 1;
 const BP: u32 = 3;
-/// DR6 without any cause.
+/// The value of DR6 that names no cause.
 const NONE: u64 = 0xffff_0ff0;
 
 fn set(vcpu: &VcpuFd, control: u32, debugreg: [u64; 8]) {
@@ -59,7 +59,7 @@ fn breakpoints_and_watchpoints_report_linear_addresses() {
     regs.rip = 0;
     vcpu.set_regs(&regs).unwrap();
     let control = KVM_GUESTDBG_ENABLE | KVM_GUESTDBG_USE_SW_BP | KVM_GUESTDBG_USE_HW_BP;
-    // Breakpoints: an instruction, and a write to a byte.
+    // DR7 enables two breakpoints: one for an instruction, and one for writes to a byte.
     let dr7 = 0x400 | 2 | 1 << 20 | 8;
     set(vcpu, control, [CODE + 1, DATA, 0, 0, 0, 0, 0, dr7]);
     let exit = debug_exit(vcpu);
@@ -82,7 +82,7 @@ fn breakpoints_and_watchpoints_report_linear_addresses() {
 #[test]
 fn an_exception_is_injected_once() {
     let mut guest = Guest::new(&[0x90, 0xf4]);
-    // The vector's handler: hlt.
+    // The handler of the vector executes hlt.
     guest.memory.write(4 * 3, &0x2800u32.to_le_bytes());
     guest.memory.write(0x2800, &[0xf4]);
     let control = KVM_GUESTDBG_ENABLE | KVM_GUESTDBG_USE_SW_BP | KVM_GUESTDBG_INJECT_BP;

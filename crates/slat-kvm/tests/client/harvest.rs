@@ -1,4 +1,5 @@
-//! Dirty logs harvested while the guest writes: each write is in one log, and no log has a page that was not written.
+//! Tests dirty logs that are harvested while the guest writes: each write is in one log, and no log has a page that
+//! was not written.
 
 use crate::common::*;
 use kvm_bindings::*;
@@ -10,7 +11,8 @@ const PAGES: usize = 240;
 const ITERATION: u64 = 0x3000;
 const STOP: u64 = 0x3004;
 
-/// Code that repeatedly writes the number at [`ITERATION`] to every page from [`FIRST`] on; exits between two rounds
+/// The guest's code. It repeatedly writes the number at [`ITERATION`] to every page from [`FIRST`] on; exits between
+/// two rounds
 /// while [`STOP`] is set.
 #[rustfmt::skip]
 const WRITE_FOREVER: &[u8] = &[
@@ -37,7 +39,7 @@ fn a_log_has_what_was_written_since_the_one_before() {
         memory_size: logged.len as u64,
         userspace_addr: logged.start as u64,
     };
-    // SAFETY: the tests' memory may be written by the guest.
+    // SAFETY: the tests access this memory only by raw pointers, so a write of the guest breaks nothing.
     unsafe { guest.vm.set_user_memory_region(region).unwrap() };
     let mut must_come = [false; PAGES];
     for iteration in 1..=300u16 {
@@ -57,7 +59,7 @@ fn a_log_has_what_was_written_since_the_one_before() {
             log
         });
         for (page, must_come) in must_come.iter_mut().enumerate() {
-            // SAFETY: within the memory; no vCPU runs.
+            // SAFETY: the address is within the memory, and no vCPU runs.
             let value = unsafe { logged.start.add(page * 4096).cast::<u16>().read() };
             let found = log[page / 64] >> (page % 64) & 1 != 0;
             assert!(found || !*must_come, "{page} is missing in {iteration}");

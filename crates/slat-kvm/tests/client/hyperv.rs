@@ -1,4 +1,4 @@
-//! Hyper-V's interface: interrupts of SynIC sources, synthetic timers, and the state that a client saves.
+//! Tests Hyper-V's interface: interrupts of SynIC sources, synthetic timers, and the state that a client saves.
 
 use crate::common::{
     DATA, Guest, Memory, SPIN, msr as get, set_msr as set, set_slot, start_at_code, x2apic_leaf,
@@ -23,7 +23,7 @@ const VECTOR: u8 = 0x41;
 const HANDLER: u64 = 0x2000;
 const GSI: u32 = 30;
 
-/// `mov ecx, msr; xor edx, edx; mov eax, value; wrmsr` in 16-bit code.
+/// Returns the 16-bit code `mov ecx, msr; xor edx, edx; mov eax, value; wrmsr`.
 fn wrmsr(msr: u32, value: u32) -> Vec<u8> {
     let (msr, value) = (msr.to_le_bytes(), value.to_le_bytes());
     [
@@ -36,7 +36,7 @@ fn wrmsr(msr: u32, value: u32) -> Vec<u8> {
     .concat()
 }
 
-/// Creates a guest with SynIC that waits for [`VECTOR`], the vector of source 2, whose handler is `handler`.
+/// Creates a guest with SynIC that waits for [`VECTOR`], the vector of source 2. The vector's handler is `handler`.
 fn guest(sint: u64, handler: &[u8]) -> Guest {
     // sti; hlt; jmp back
     let guest = Guest::with(&[0xfb, 0xf4, 0xeb, 0xfc], |vm| {
@@ -97,7 +97,7 @@ fn an_interrupt_of_a_source_ends_as_the_source_says() {
 
 #[test]
 fn a_source_tells_its_irqfd_when_the_guest_has_read() {
-    // The end of the interrupt tells it, and EOM.
+    // The resample eventfd is signalled by a write to EOI, or, with AUTO_EOI, by a write to EOM.
     for (sint, end) in [(0, EOI), (AUTO_EOI, EOM)] {
         let handler = [wrmsr(end, 0), vec![0xe6, 0x10]].concat();
         let mut guest = guest(sint, &handler);
@@ -118,7 +118,7 @@ fn a_timer_that_was_restored_sends_its_message() {
     let mut guest = guest(0, &[0xe6, 0x10]);
     let vcpu = &guest.vcpu;
     assert!(set(vcpu, SIMP, DATA | 1));
-    // One-shot, to source 2, at a moment in the past.
+    // Sets a one-shot timer that sends its message to source 2, at a time in the past.
     assert!(set(vcpu, STIMER0_CONFIG, 2 << 16 | 1));
     assert!(set(vcpu, STIMER0_COUNT, 5));
     assert_eq!(get(vcpu, STIMER0_CONFIG), 2 << 16 | 1);
@@ -132,7 +132,7 @@ fn a_timer_that_was_restored_sends_its_message() {
 
 #[test]
 fn a_client_saves_and_restores_every_msr() {
-    // Those that show the time, or a constant, are not restored to the bit.
+    // MSRs that show the time, or a constant, do not read back as they were written.
     const OTHERS: [u32; 6] = [
         0x4000_0003,
         0x4000_0010,
@@ -152,11 +152,11 @@ fn a_client_saves_and_restores_every_msr() {
         .collect();
     assert!(saved.len() > 20, "{saved:x?}");
     let value = |index: u32| match index {
-        // The only bit of the invariant TSC; the crash notice; a VP index.
+        // The control of the invariant TSC has one bit. The next MSR reports a crash, and the last one is the VP index.
         0x4000_0118 => 1,
         0x4000_0105 => 1 << 63,
         0x4000_0002 => 3,
-        // No page is named: guest memory is not touched.
+        // This value enables no page, so slat does not touch guest memory.
         _ => 0x5_6000,
     };
     let (one, other) = (new(), new());
@@ -171,8 +171,9 @@ fn a_client_saves_and_restores_every_msr() {
     }
 }
 
-/// Memory of two vCPUs: code of both, stack, page directory, page table, two pages, and what the second vCPU has seen.
-/// Virtual page 9 is one of the two pages, all others are mapped to themselves.
+/// The memory of two vCPUs: the code of both, a stack, a page directory, a page table, two pages, and the values that
+/// the second vCPU has read. Virtual page 9 is mapped to one of the two pages. All other pages are mapped to
+/// themselves.
 mod flush {
     pub const SENDER: u64 = 0x1000;
     pub const READER: u64 = 0x2000;
@@ -185,14 +186,14 @@ mod flush {
     pub const ENTRY: u64 = TABLE + 9 * 4;
     pub const PRESENT: u32 = 3;
 
-    /// `mov cx, 100`, and 100 times: changes the entry of page 9, flushes it on all vCPUs, waits until the
-    /// reader has read it twice, and compares what it has read with the new page. Writes to port 0x10 if all
-    /// were right, and to 0x11 if not.
+    /// Does this 100 times: changes the entry of page 9, flushes page 9 on all vCPUs, waits until the reader has read
+    /// the page twice, and compares the byte that it has read with the new page. Writes to port 0x10 if all bytes
+    /// were right, and to 0x11 if not. The first instruction is `mov cx, 100`.
     pub const SENDER_CODE: &[&[u8]] = &[
         b"\xb9\x64\x00",
         // mov eax,[0x5024]; xor eax,0x1000; mov [0x5024],eax; push cx
         b"\x66\xa1\x24\x50\x66\x35\x00\x10\x00\x00\x66\xa3\x24\x50\x51",
-        // HvFlushVirtualAddressSpace, fast: EDX:EAX, EBX:ECX, EDI:ESI
+        // The registers of a fast HvFlushVirtualAddressSpace: EDX:EAX, EBX:ECX, EDI:ESI
         b"\x66\x31\xd2\x66\xb8\x02\x00\x01\x00\x66\x31\xdb\x66\x31\xc9\x66\x31\xff\x66\xbe\x03\x00\x00\x00",
         // vmcall; test ax,ax; jnz fail
         b"\x0f\x01\xc1\x85\xc0\x75\x28",
@@ -207,7 +208,7 @@ mod flush {
         // fail: out 0x11,al
         b"\xe6\x11",
     ];
-    /// Reads page 9 again and again, and counts; writes to port 0x12 at the end.
+    /// Reads page 9 again and again, and counts the reads. Writes to port 0x12 at the end.
     // mov al,[0x9000]; mov [0x8000],al; inc dword [0x8004]; cmp byte [0x8008],0; je back; out 0x12,al
     pub const READER_CODE: &[u8] =
         b"\xa0\x00\x90\xa2\x00\x80\x66\xff\x06\x04\x80\x80\x3e\x08\x80\x00\x74\xee\xe6\x12";
@@ -218,7 +219,7 @@ fn no_vcpu_uses_an_old_translation_after_a_flush() {
     flushes(MmuKind::Tdp);
 }
 
-/// Shadow paging compares its tables with the guest's when a vCPU flushes: here, when another one has it flush.
+/// Shadow paging compares its tables with the guest's tables when a vCPU flushes. Here another vCPU requests the flush.
 #[test]
 fn no_vcpu_uses_an_old_shadow_after_a_flush() {
     flushes(MmuKind::Shadow);

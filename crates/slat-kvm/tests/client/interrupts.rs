@@ -1,4 +1,4 @@
-//! Interrupts from devices: by lines, messages and eventfds; and guest writes that signal eventfds.
+//! Tests interrupts from devices: by lines, messages and eventfds. Also tests guest writes that signal eventfds.
 
 use crate::common::{DEVICE, Guest, vm};
 use kvm_bindings::*;
@@ -9,12 +9,13 @@ use vmm_sys_util::eventfd::EventFd;
 
 /// The address of the handler of interrupts 0 to 15: the guest has not changed the vectors of its 8259s.
 const HANDLER: u64 = 0x1100;
-/// The port that tells the test of an interrupt.
+/// The port to which the handler writes, so that the test learns of the interrupt.
 const HANDLED: u16 = 0x10;
 /// sti; 1: hlt; jmp 1b
 const WAIT: &[u8] = &[0xfb, 0xf4, 0xeb, 0xfd];
 
-/// Creates a guest with the controllers of a PC that waits for interrupts. Its handler ends them at the 8259 and
+/// Creates a guest that waits for interrupts, with the interrupt controllers of a PC. Its handler ends them at the
+/// 8259 and
 /// writes to [`HANDLED`].
 fn waiting() -> Guest {
     let guest = Guest::with(WAIT, |vm| vm.create_irq_chip().unwrap());
@@ -39,7 +40,7 @@ fn waiting() -> Guest {
     guest
 }
 
-/// Counts handled interrupts until there has been none for a while.
+/// Runs `act` and the guest. Returns the number of handled interrupts, when there has been none for a while.
 fn handled(guest: Guest, act: impl FnOnce(&VmFd, &mpsc::Receiver<()>) + Send + 'static) -> usize {
     let Guest {
         mut vcpu,
@@ -52,7 +53,7 @@ fn handled(guest: Guest, act: impl FnOnce(&VmFd, &mpsc::Receiver<()>) + Send + '
     std::thread::scope(|scope| {
         scope.spawn(move || {
             act(&vm, &heard);
-            // Interrupts that `act` did not wait for.
+            // Counts the interrupts for which `act` did not wait.
             let mut more = 0;
             while heard.recv_timeout(Duration::from_millis(300)).is_ok() {
                 more += 1;
@@ -104,7 +105,7 @@ fn every_signal_of_an_irqfd_is_an_interrupt_until_it_is_taken_away() {
             event.write(1).unwrap();
             heard.recv_timeout(SOON).unwrap();
         }
-        // Another line with this eventfd is another irqfd.
+        // The same eventfd with another line is another irqfd.
         vm.unregister_irqfd(&event, 6).unwrap();
         event.write(1).unwrap();
         heard.recv_timeout(SOON).unwrap();
@@ -125,7 +126,7 @@ fn an_eventfd_is_an_irqfd_of_one_vm() {
     one.register_irqfd(&event, 5).unwrap();
     let taken = other.register_irqfd(&event, 5).unwrap_err();
     assert_eq!(taken.errno(), libc::EBUSY);
-    // The other VM has none to remove, which is no error.
+    // The other VM has no such irqfd. Removing it is no error.
     other.unregister_irqfd(&event, 5).unwrap();
     one.unregister_irqfd(&event, 5).unwrap();
     other.register_irqfd(&event, 5).unwrap();
@@ -136,7 +137,7 @@ fn an_eventfd_is_an_irqfd_of_one_vm() {
 #[test]
 fn the_end_of_a_resampled_interrupt_is_signalled_and_lowers_the_line() {
     let more = handled(waiting(), |vm, heard| {
-        // Line 11 is level-triggered: bit 3 of the second ELCR.
+        // Makes line 11 level-triggered, by bit 3 of the second ELCR.
         let mut chip = kvm_irqchip {
             chip_id: KVM_IRQCHIP_PIC_SLAVE,
             ..Default::default()
@@ -172,7 +173,7 @@ fn the_8254_ticks() {
     );
     let mut state = guest.vm.get_pit2().unwrap();
     let channel = &mut state.channels[0];
-    // 1 kHz, mode 2, both bytes.
+    // The channel counts with 1 kHz in mode 2, and its count is written in two bytes.
     (channel.count, channel.mode, channel.rw_mode, channel.gate) = (1193, 2, 3, 1);
     guest.vm.set_pit2(&state).unwrap();
     handled(guest, |vm, heard| {

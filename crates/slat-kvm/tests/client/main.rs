@@ -1,4 +1,5 @@
-//! What a client of the API sees, idea by idea. One program: to link one for each takes longer than to run them.
+//! Tests what a client of the API sees, with a file for each topic. The files are one program: linking a program for
+//! each would take longer than running them.
 #![cfg(target_arch = "x86_64")]
 
 #[path = "../common/mod.rs"]

@@ -1,4 +1,4 @@
-//! MSR accesses that a client forbids, or completes: `KVM_X86_SET_MSR_FILTER` and `KVM_CAP_X86_USER_SPACE_MSR`.
+//! Tests MSR accesses that a client forbids or completes: `KVM_X86_SET_MSR_FILTER` and `KVM_CAP_X86_USER_SPACE_MSR`.
 
 use crate::common::{CODE, MEMORY, Memory, create};
 use kvm_bindings::*;
@@ -10,7 +10,7 @@ const PAT: u32 = 0x277;
 const FS_BASE: u32 = 0xc000_0100;
 const STAR: u32 = 0xc000_0081;
 const UNKNOWN: u32 = 0x1234_5678;
-/// The handler of #GP, which halts.
+/// The address of the handler of #GP, which halts.
 const HANDLER: u64 = 0x2000;
 const RDMSR: [u8; 2] = [0x0f, 0x32];
 const WRMSR: [u8; 2] = [0x0f, 0x30];
@@ -30,7 +30,8 @@ enum Ended {
     Done,
     /// The access was #GP.
     Refused,
-    /// The access exited to the client: exit reason, why, which MSR and the value.
+    /// The access exited to the client. The fields are the exit reason, the reason for which the MSR exited, the MSR,
+    /// and the value.
     Asked(u32, u32, u32, u64),
 }
 
@@ -67,7 +68,7 @@ impl Client {
         self.vm.ioctl(abi::KVM_ENABLE_CAP, address).unwrap();
     }
 
-    /// Denies reads of one MSR.
+    /// Installs a filter that denies reads of the MSR `base`.
     fn denies_reads(&self, base: u32) {
         let mut none = [0u8; 8];
         let mut filter = kvm_msr_filter::default();
@@ -81,13 +82,13 @@ impl Client {
         self.vm.ioctl(abi::KVM_X86_SET_MSR_FILTER, address).unwrap();
     }
 
-    /// Has the guest read or write an MSR and halt.
+    /// Makes the guest read or write an MSR, and halt.
     fn accesses(&self, msr: u32, value: u64, access: [u8; 2]) -> Ended {
         self.memory.write(CODE, &[access[0], access[1], 0xf4]);
         let mut sregs = [0u8; size_of::<kvm_sregs>()];
         let address = sregs.as_mut_ptr() as u64;
         self.vcpu.ioctl(abi::KVM_GET_SREGS, address).unwrap();
-        // SAFETY: plain data of this size.
+        // SAFETY: both structs are plain data of the same size.
         let mut sregs: kvm_sregs = unsafe { std::mem::transmute(sregs) };
         (sregs.cs.base, sregs.cs.selector) = (0, 0);
         let address = &raw mut sregs as u64;
@@ -115,13 +116,13 @@ impl Client {
 
     fn runs(&self) -> Ended {
         self.vcpu.ioctl(abi::KVM_RUN, 0).unwrap();
-        // SAFETY: our mapping of the shared page; the guest does not run.
+        // SAFETY: `run` is this client's mapping of the shared page, and the guest does not run.
         let run = unsafe { &*self.run.ptr() };
         match run.exit_reason {
             KVM_EXIT_HLT if self.regs().rip == HANDLER + 1 => Ended::Refused,
             KVM_EXIT_HLT => Ended::Done,
             reason => {
-                // SAFETY: the field that these exit reasons fill in.
+                // SAFETY: exits with these reasons fill in this field.
                 let msr = unsafe { run.__bindgen_anon_1.msr };
                 assert_eq!(self.regs().rip, CODE);
                 Ended::Asked(reason, msr.reason, msr.index, msr.data)
@@ -131,9 +132,9 @@ impl Client {
 
     /// Completes the access with `error` and `data`, and runs the guest again.
     fn answered(&self, error: u8, data: u64) -> Ended {
-        // SAFETY: our mapping of the shared page; the guest does not run.
+        // SAFETY: `run` is this client's mapping of the shared page, and the guest does not run.
         let run = unsafe { &mut *self.run.ptr() };
-        // SAFETY: the field that the exit reason filled in.
+        // SAFETY: the exit has filled in this field.
         let msr = unsafe { &mut run.__bindgen_anon_1.msr };
         (msr.error, msr.data) = (error, data);
         self.runs()
@@ -166,7 +167,7 @@ fn a_client_answers_what_it_asked_for() {
         Ended::Asked(write, unknown, UNKNOWN, 0)
     );
     assert_eq!(client.answered(1, 0), Ended::Refused);
-    // A memory type that does not exist.
+    // The value names a memory type that does not exist.
     assert_eq!(client.accesses(PAT, 2, WRMSR), Ended::Refused);
     client.answers(invalid);
     assert_eq!(client.accesses(UNKNOWN, 0, RDMSR), Ended::Refused);
@@ -188,7 +189,7 @@ fn a_client_answers_what_it_asked_for() {
     assert_eq!(client.answered(0, 3 << 32 | 4), Ended::Done);
     let regs = client.regs();
     assert_eq!((regs.rdx, regs.rax), (3, 4));
-    // A filter binds only the guest.
+    // The filter applies only to the guest, and not to the client.
     let mut list = [0u64; 3];
     list[0] = 1;
     list[1] = FS_BASE.into();

@@ -1,4 +1,4 @@
-//! Model-specific registers, accessed by clients and by guests; and KVM_TRANSLATE.
+//! Tests accesses of clients and guests to model-specific registers, and KVM_TRANSLATE.
 
 use crate::common::{CODE, DATA, Guest, RawGuest, start_at_code};
 use kvm_bindings::*;
@@ -46,7 +46,7 @@ fn what_is_saved_can_be_read_and_written_back() {
     }
 }
 
-/// Whether a guest's write to an MSR is #GP.
+/// Returns whether the guest's write to an MSR raises #GP.
 fn guest_write_faults(guest: &mut Guest, index: u32, value: u32) -> bool {
     let [i, v] = [index, value].map(u32::to_le_bytes);
     // mov ecx, index; mov eax, value; xor edx, edx; wrmsr; hlt
@@ -59,7 +59,7 @@ fn guest_write_faults(guest: &mut Guest, index: u32, value: u32) -> bool {
     ]
     .concat();
     guest.memory.write(CODE, &code);
-    // The handler of #GP, which halts.
+    // The guest's handler of #GP halts.
     guest.memory.write(13 * 4, &DATA.to_le_bytes()[..4]);
     guest.memory.write(DATA, &[0xf4]);
     start_at_code(&guest.vcpu);
@@ -84,7 +84,7 @@ fn a_guest_locks_feature_control_once() {
     assert!(!guest_write_faults(&mut guest, FEATURE_CONTROL, 1));
 }
 
-/// Without paging an address is its own translation.
+/// Without paging, an address translates to itself.
 #[test]
 fn an_address_is_translated_whole() {
     let guest = Guest::new(&[]);
@@ -121,7 +121,7 @@ fn msrs_that_guests_take_for_granted_are_there() {
     assert_eq!(read(&guest, 0x1fc), Some(1));
 }
 
-/// CPUID faulting (PLATFORM_INFO bit 31, MISC_FEATURES_ENABLES bit 0).
+/// Tests CPUID faulting, which PLATFORM_INFO offers by bit 31 and MISC_FEATURES_ENABLES enables by bit 0.
 #[test]
 fn cpuid_faulting_is_there_as_long_as_the_client_offers_it() {
     const PLATFORM_INFO: u32 = 0xce;
@@ -134,7 +134,7 @@ fn cpuid_faulting_is_there_as_long_as_the_client_offers_it() {
     assert!(guest_write_faults(&mut guest, MISC_FEATURES, 1));
 }
 
-/// An error of the machine is #MC for a guest that has enabled #MC, and a shutdown for one that has not.
+/// A machine-check error raises #MC in a guest that has enabled machine checks. It shuts down a guest that has not.
 #[test]
 fn a_machine_check_reaches_the_guest() {
     const CR4_MCE: u64 = 1 << 6;
@@ -150,7 +150,7 @@ fn a_machine_check_reaches_the_guest() {
         vcpu.setup_mce(1 << 24 | 1 << 8 | 10).unwrap();
         let error = kvm_x86_mce {
             bank: 9,
-            // Valid, uncorrected, enabled, signaled: what QEMU injects.
+            // The status bits are those that QEMU injects: valid, uncorrected, enabled, signaled.
             status: 1 << 63 | 1 << 61 | 1 << 60 | 1 << 56 | 0x134,
             addr: 0x1000,
             misc: 0x8c,
@@ -178,7 +178,8 @@ fn a_machine_check_reaches_the_guest() {
     }
 }
 
-/// A client that resets the MSR of the wall clock wants no page: the guest's memory at address 0 does not change.
+/// A client that writes 0 to the MSR of the wall clock requests no page, so the guest's memory at address 0 does not
+/// change.
 #[test]
 fn a_wall_clock_at_no_address_is_written_nowhere() {
     const WALL_CLOCK: u32 = 0x4b56_4d00;

@@ -1,4 +1,4 @@
-//! Guests that are hypervisors by SVM: what a client sees, saves and restores of them.
+//! Tests guests that are hypervisors by SVM: the state that a client sees, saves and restores.
 
 use crate::common::*;
 use crate::smm::{map, smram};
@@ -9,9 +9,9 @@ const EFER: u32 = 0xc000_0080;
 const EFER_SVME: u64 = 1 << 12;
 const VM_HSAVE_PA: u32 = 0xc001_0117;
 const VMCB: u64 = 0x2000;
-/// Where the nested guest begins.
+/// The address at which the nested guest begins.
 const L2: u64 = CODE + 0x100;
-/// Intercepts of VMRUN and VMMCALL, in the fourth vector.
+/// The intercepts of VMRUN and VMMCALL, in the fourth vector of intercepts.
 const LEAVES: u32 = 3;
 
 /// vmrun; mov al, 2; out 0x11, al; hlt
@@ -47,7 +47,7 @@ fn start(vcpu: &VcpuFd) {
     assert!(set_msr(vcpu, VM_HSAVE_PA, DATA));
 }
 
-/// A VM with a hypervisor whose guest is in the same state.
+/// Creates a VM whose guest is a hypervisor. The nested guest begins with the registers of the hypervisor.
 fn hypervisor() -> Guest {
     let guest = Guest::new(L1_CODE);
     start(&guest.vcpu);
@@ -57,7 +57,7 @@ fn hypervisor() -> Guest {
     let put = |at: u64, value: u64| memory.write(VMCB + at, &value.to_le_bytes());
     put(0x10, LEAVES.into());
     put(0x58, 1);
-    // Flat segments: code and data.
+    // The segments are flat: code and data.
     for (at, attributes) in [
         (0x400, 0xc93),
         (0x410, 0xc9b),
@@ -105,7 +105,7 @@ fn a_hypervisor_is_saved_and_restored_while_its_guest_runs() {
     assert_eq!((u32::from(saved.flags), saved.size), (flags, 4224));
     let regs = guest.vcpu.get_regs().unwrap();
     let sregs = guest.vcpu.get_sregs().unwrap();
-    // Another VM with the same memory.
+    // Makes another VM with a copy of the memory.
     let other = Guest::new(L1_CODE);
     let mut bytes = vec![0; MEMORY];
     guest.memory.read(0, &mut bytes);
@@ -119,9 +119,9 @@ fn a_hypervisor_is_saved_and_restored_while_its_guest_runs() {
     vcpu.set_regs(&regs).unwrap();
     let again = state(&vcpu);
     assert_eq!((again.flags, again.size), (saved.flags, saved.size));
-    // The first one goes on, too.
+    // The first VM also continues.
     for vcpu in [&mut vcpu, &mut guest.vcpu] {
-        // The OUT of the restored guest may be made twice: its client has not completed it.
+        // The restored guest may execute its OUT twice, because its client has not completed the OUT.
         loop {
             match vcpu.run().unwrap() {
                 VcpuExit::IoOut(0x10, _) => {}
@@ -137,20 +137,20 @@ fn a_hypervisor_is_saved_and_restored_while_its_guest_runs() {
     assert_eq!(u64::from_le_bytes(code), 0x81);
 }
 
-/// The nested tables of a hypervisor in 32-bit mode have no entry for an address beyond 4 GiB, which its
-/// guest's tables may have.
+/// The nested tables of a hypervisor in 32-bit mode have no entry for an address beyond 4 GiB. The tables of its
+/// guest may refer to such an address.
 #[test]
 fn an_address_beyond_the_nested_tables_is_a_nested_page_fault() {
     const BEYOND: u64 = 1 << 32;
     let mut guest = hypervisor();
     let mut sregs = guest.vcpu.get_sregs().unwrap();
-    // With 4 MiB pages. The nested tables are the hypervisor's own, too.
+    // CR4.PSE enables pages of 4 MiB. The hypervisor uses its own tables as the nested tables, too.
     let [nested, directory, pointers] = [0, DATA, DATA + 0x800];
     (sregs.cr0, sregs.cr3, sregs.cr4) = (0x8000_0011, nested, 0x10);
     guest.vcpu.set_sregs(&sregs).unwrap();
     let memory = &guest.memory;
     let put = |at: u64, value: u64| memory.write(at, &value.to_le_bytes());
-    // A page of 4 MiB; two of 2 MiB.
+    // The hypervisor's table maps a page of 4 MiB, and the guest's tables map two of 2 MiB.
     put(nested, 0x87);
     put(pointers, directory | 1);
     put(directory, 0x87);
@@ -170,19 +170,19 @@ fn an_address_beyond_the_nested_tables_is_a_nested_page_fault() {
         .0
         .iter()
         .map(|bytes| u64::from_le_bytes(*bytes));
-    // At the page itself, by a user.
+    // The error code says: the fault was at the final page, by a user access.
     assert_eq!(
         exit.collect::<Vec<_>>(),
         [0x400, 1 << 32 | 4, BEYOND | 0x123]
     );
 }
 
-/// A table of the nested guest's is read where the nested entry of the moment leads to, or is a nested page fault; not
-/// where an earlier entry, which allowed no writing, led to.
+/// The nested entry of a guest's table changes. Then the table is read where the current nested entry leads, or the
+/// access is a nested page fault. It is not read where the earlier entry, which did not allow writing, has led.
 #[test]
 fn a_table_whose_nested_entry_has_changed_is_read_in_one_place() {
     let mut guest = hypervisor();
-    // The nested tables are the hypervisor's own, too: a directory, and a table.
+    // The hypervisor uses its own tables as the nested tables, too: a directory, and a table.
     let [nested, table] = [0, DATA];
     let mut sregs = guest.vcpu.get_sregs().unwrap();
     (sregs.cr0, sregs.cr3, sregs.cr4) = (0x8000_0011, nested, 0x10);
@@ -191,14 +191,15 @@ fn a_table_whose_nested_entry_has_changed_is_read_in_one_place() {
     let put = |at: u64, value: u64| memory.write(at, &(value as u32).to_le_bytes());
     put(nested, table | 7);
     (0..4).for_each(|page| put(table + 4 * page, page << 12 | 7));
-    // The nested guest sees its code's page a second time, read-only.
+    // The nested tables also map the page of the nested guest's code a second time, read-only.
     const AGAIN: u64 = 4;
     put(table + 4 * AGAIN, CODE | 5);
     put(VMCB + 0x90, 1);
     put(VMCB + 0xb0, nested);
-    // Page faults make the guest leave.
+    // The hypervisor intercepts page faults.
     put(VMCB + 8, 1 << 14);
-    // vmrun; mov dword [0x3010], 0x10007; out 0x11, al; hlt: that page leads to no memory then, and may be written.
+    // vmrun; mov dword [0x3010], 0x10007; out 0x11, al; hlt. After the store, the nested entry of that page is
+    // writable, and leads to no memory.
     memory.write(
         CODE,
         b"\x0f\x01\xd8\xc7\x05\x10\x30\0\0\x07\0\x01\0\xe6\x11\xf4",
@@ -212,7 +213,8 @@ fn a_table_whose_nested_entry_has_changed_is_read_in_one_place() {
     };
     expect_out(&mut guest.vcpu, 0x11, false);
     assert_eq!(exit_code(), 0x81);
-    // The guest has paging now: its first table is in the page that was seen again, and would map the code, by 2 MiB.
+    // The guest now uses paging. Its first table is in the page that is mapped twice. The table would map the code by
+    // a page of 2 MiB.
     const POINTERS: u64 = 0x800;
     const ENTRY: u64 = POINTERS / 8 + 1;
     put(CODE + POINTERS, CODE | 1);
@@ -254,14 +256,14 @@ fn a_state_that_no_cpu_is_in_is_refused() {
     assert!(refused(&|state| state.flags = 2), "a run without a guest");
     let efer = |value: u64| {
         move |state: &mut KvmNestedStateBuffer| {
-            // SAFETY: the page of bytes of this format.
+            // SAFETY: the state has this format, whose data is a page of bytes.
             let page = unsafe { &mut state.data.svm.vmcb12 };
             page[0x4d0..0x4d8].copy_from_slice(&value.to_le_bytes());
         }
     };
     assert!(!refused(&efer(EFER_SVME)));
     assert!(refused(&efer(EFER_SVME | 1 << 10)), "LMA without LME");
-    // Without SVM there is no guest, and GIF is set.
+    // When EFER.SVME is cleared, there is no nested guest, and GIF is set.
     assert!(set_msr(vcpu, EFER, 0));
     let after = state(vcpu);
     assert_eq!(u32::from(after.flags), KVM_STATE_NESTED_GIF_SET);
@@ -269,7 +271,7 @@ fn a_state_that_no_cpu_is_in_is_refused() {
     assert_eq!(state(vcpu).flags, 0, "GIF can be clear");
 }
 
-/// The control block is not memory any more when the guest leaves.
+/// When the nested guest exits, no memory is at the address of the control block any more.
 #[test]
 fn a_hypervisor_without_its_control_block_shuts_down() {
     let mut guest = hypervisor();
@@ -293,7 +295,7 @@ fn a_control_block_in_a_read_only_slot_cannot_be_left_to() {
         memory_size: MEMORY as u64 - VMCB,
         userspace_addr: guest.memory.start as u64 + VMCB,
     };
-    // SAFETY: memory of the test, which outlives the VM's use of it.
+    // SAFETY: the memory belongs to the test, and outlives the VM's use of it.
     unsafe { guest.vm.set_user_memory_region(region) }.unwrap();
     expect_out(&mut guest.vcpu, 0x10, true);
     assert!(matches!(guest.vcpu.run().unwrap(), VcpuExit::Shutdown));
@@ -321,8 +323,8 @@ fn exit_code(memory: &Memory) -> u64 {
     u64::from_le_bytes(code)
 }
 
-/// The handler is no guest's. The hypervisor's registers are kept in its own memory, not in that of system management
-/// mode, and RSM returns to its guest.
+/// The handler of the SMI runs outside the nested guest. The hypervisor's registers are saved in its own memory, and
+/// not in SMRAM. RSM returns to the nested guest.
 #[test]
 fn an_smi_interrupts_a_nested_guest() {
     let mut guest = hypervisor();
@@ -338,12 +340,12 @@ fn an_smi_interrupts_a_nested_guest() {
         page.iter().any(|byte| *byte != 0)
     };
     assert!(is_used(&guest.memory) && !is_used(&other));
-    // VMMCALL, as if nothing had been.
+    // The nested guest executes VMMCALL, as if there had been no SMI.
     expect_out(&mut guest.vcpu, 0x11, false);
     assert_eq!(exit_code(&guest.memory), 0x81);
 }
 
-/// A handler may change the hypervisor's nested tables, which are the same memory in its address space.
+/// The handler of an SMI may change the hypervisor's nested tables, if its address space contains the same memory.
 #[test]
 fn a_nested_entry_that_changes_in_system_management_mode_has_changed() {
     const TABLE: u64 = 0x4000;
@@ -368,9 +370,9 @@ fn a_nested_entry_that_changes_in_system_management_mode_has_changed() {
     guest.memory.write(VMCB + 0xb0, &[0; 8]);
     let mut sregs = guest.vcpu.get_sregs().unwrap();
     (sregs.cr0, sregs.cr3) = (0x8000_0011, 0);
-    // The hypervisor's own tables are these, too.
+    // The hypervisor uses the nested tables as its own tables, too.
     guest.vcpu.set_sregs(&sregs).unwrap();
-    // mov al, [0x3000]; out 0x10, al; again; vmmcall
+    // mov al, [0x3000]; out 0x10, al; both once more; vmmcall
     let read = [0xa0, 0, 0x30, 0, 0, 0xe6, 0x10];
     guest
         .memory

@@ -1,5 +1,5 @@
-//! NX huge pages, through a module parameter and with their recovery. (A test program of its own: parameters
-//! belong to the process.)
+//! Tests NX huge pages, which a module parameter controls, and their recovery. (This is a test program of its own,
+//! because parameters belong to the process.)
 
 use crate::common::*;
 use kvm_bindings::*;
@@ -41,7 +41,7 @@ fn execution_splits_a_huge_page_and_recovery_brings_it_back() {
             memory_size: HUGE as u64,
             userspace_addr: start as u64,
         };
-        // SAFETY: the tests' memory may be written by the guest.
+        // SAFETY: the tests access this memory only by raw pointers, so a write of the guest breaks nothing.
         unsafe { vm.set_user_memory_region(region).unwrap() };
         let mut vcpu = vm.create_vcpu(0).unwrap();
         let stats = vm.get_stats_fd().unwrap();
@@ -52,7 +52,7 @@ fn execution_splits_a_huge_page_and_recovery_brings_it_back() {
             )
         };
         let mut execute = |code: &[u8]| {
-            // SAFETY: within the memory; no vCPU runs.
+            // SAFETY: the address is within the memory, and no vCPU runs.
             unsafe {
                 let to = start.add(CODE as usize);
                 std::ptr::copy_nonoverlapping(code.as_ptr(), to, code.len());
@@ -69,7 +69,7 @@ fn execution_splits_a_huge_page_and_recovery_brings_it_back() {
             assert_eq!(counts(), (1, 0));
             continue;
         }
-        // Recovery may already be done.
+        // Waits for recovery, which may already be done.
         let deadline = Instant::now() + Duration::from_secs(10);
         while counts() != (0, 0) {
             assert!(Instant::now() < deadline, "{:?}", counts());

@@ -1,4 +1,4 @@
-//! KVM's paravirtual features: steal time, ends of interrupts in memory, hypercalls.
+//! Tests KVM's paravirtual features: steal time, ends of interrupts in memory (PV EOI), and hypercalls.
 
 use crate::common::{
     CODE, DATA, Guest, Memory, RawGuest, msr, run_until_told_of_steal_time, set_msr, start_at_code,
@@ -51,7 +51,7 @@ fn interrupted(handler: &[u8]) -> Guest {
     guest.memory.write(vector, &HANDLER.to_le_bytes()[..4]);
     guest.memory.write(HANDLER, handler);
     enable_apic(&guest.vcpu);
-    // An IPI to itself.
+    // The vCPU sends an IPI to itself.
     assert!(set_msr(&guest.vcpu, ICR, 1 << 18 | u64::from(VECTOR)));
     guest
 }
@@ -60,8 +60,9 @@ fn in_service(vcpu: &VcpuFd) -> bool {
     msr(vcpu, IN_SERVICE + u32::from(VECTOR) / 32) >> (VECTOR % 32) & 1 != 0
 }
 
-/// Runs guests whose handler ends the interrupt in memory, until one has found the bit set there, which it writes to a
-/// port. (An offer is taken back at every exit, and there may be one at any moment.) Returns that guest.
+/// Runs guests whose handler ends the interrupt in memory (PV EOI), until one of them has found the bit set in
+/// memory. The handler writes the bit to a port. (slat takes the offer back at every exit, and an exit may come at
+/// any moment.) Returns that guest.
 fn ends_in_memory(guest: impl Fn() -> Guest) -> Guest {
     for _ in 0..100 {
         let mut guest = guest();
@@ -130,7 +131,7 @@ fn an_end_in_memory_counts_also_when_it_is_the_last() {
     }
 }
 
-/// slat does not write to the shared structures of a guest that has been reset.
+/// After an INIT, slat does not write to the structures in memory that the guest has enabled before.
 #[test]
 fn an_init_ends_what_is_shared_in_memory() {
     let mut guest = interrupted(&[0xe6, 0x10]);
@@ -166,7 +167,7 @@ fn steal_time_is_written_to_the_dirty_log() {
         userspace_addr: guest.memory.start as u64,
         ..Default::default()
     };
-    // SAFETY: the memory is the guest's.
+    // SAFETY: the memory belongs to the guest, and outlives it.
     unsafe { guest.vm.set_user_memory_region(region).unwrap() };
     assert!(set_msr(&guest.vcpu, STEAL_TIME, DATA | 1));
     run_until_told_of_steal_time(&mut guest);
@@ -185,7 +186,7 @@ fn steal_time_is_written_to_the_dirty_log() {
     );
 }
 
-/// Whether the guest's CPUID has this paravirtual feature.
+/// Returns whether the guest's CPUID offers the paravirtual feature with this bit.
 fn is_offered(guest: &Guest, bit: u32) -> bool {
     let table = guest
         .kvm
@@ -201,8 +202,9 @@ fn is_offered(guest: &Guest, bit: u32) -> bool {
 #[test]
 fn what_a_guest_may_use_is_offered() {
     let guest = Guest::new(&[]);
-    // Both clocks, which are stable; ends of interrupts in memory; ends of halts; IPIs; asynchronous page faults, to
-    // nested guests too, and their interrupt. No calls that yield.
+    // The features are, in this order: both clocks, and that they are stable; ends of interrupts in memory; ends of
+    // halts; IPIs by hypercall; asynchronous page faults, also for nested guests, and by interrupt. The last feature
+    // is a hypercall that yields, which slat does not offer.
     for (bit, offered) in [
         (0, true),
         (3, true),
@@ -219,7 +221,7 @@ fn what_a_guest_may_use_is_offered() {
     }
 }
 
-/// Has `first` make a hypercall. Returns its result.
+/// Makes the vCPU `first` execute a hypercall. Returns its result.
 fn hypercall(first: &mut VcpuFd, memory: &Memory, args: [u32; 5]) -> u32 {
     // mov eax, nr; mov ebx, …; mov ecx, …; mov edx, …; mov esi, …; vmcall; out 0x10, al
     let mut code = Vec::new();
@@ -244,11 +246,12 @@ fn an_ipi_by_hypercall_reaches_every_vcpu_that_it_names() {
         enable_apic(vcpu);
     }
     let pending = |vcpu: &VcpuFd| msr(vcpu, 0x820 + 1) & 1 != 0;
-    // From id 1 on: bits 0 and 2 of the first 32, bit 7 of the second: ids 1, 3 and 40. There is no vCPU 2.
+    // The bitmap starts at id 1. Bits 0 to 2 of the low word name ids 1 to 3, and bit 7 of the high word names id 40.
+    // There is no vCPU 2.
     let call = [SEND_IPI, 0b111, 1 << 7, 1, VECTOR.into()];
     assert_eq!(hypercall(&mut guest.vcpu, &guest.memory, call), 3);
     assert!(others.iter().all(pending));
-    // A logical destination.
+    // The command has a logical destination, which is refused.
     let call = [SEND_IPI, 1, 0, 1, 1 << 11];
     let answer = hypercall(&mut guest.vcpu, &guest.memory, call);
     assert_eq!(answer, 22u32.wrapping_neg());
@@ -288,8 +291,8 @@ fn a_kicked_vcpu_wakes_from_its_halt() {
     });
 }
 
-/// The task priority in memory: the guest's write changes the APIC's task priority, and the word
-/// shows the pending vector.
+/// KVM_SET_VAPIC_ADDR puts the guest's task priority into memory. When the guest writes to it, the APIC's task
+/// priority changes, and the word in memory shows the pending vector.
 #[test]
 fn a_guest_has_its_task_priority_in_memory() {
     // mov byte [DATA + 4], 0x50; out 0x10, al
@@ -341,7 +344,8 @@ fn who_enables_asynchronous_page_faults_is_told_that_all_pages_are_ready() {
             other => panic!("{other:?}"),
         }
         assert!(in_service(&guest.vcpu));
-        // As on the new host: the guest has not taken the token yet, so the second event waits.
+        // The client enables the events once more, as it does after a migration. The guest has not taken the token
+        // yet, so the second event waits.
         assert!(set_msr(&guest.vcpu, ASYNC_PF, DATA | BY_INTERRUPT | 1));
         let exit = guest.vcpu.run().unwrap();
         assert!(matches!(exit, VcpuExit::IoOut(0x11, _)), "{exit:?}");
@@ -351,8 +355,8 @@ fn who_enables_asynchronous_page_faults_is_told_that_all_pages_are_ready() {
     assert_eq!(msr(&guest.vcpu, ASYNC_PF_VECTOR), VECTOR.into());
 }
 
-/// CPUID names these MSRs also where KVM has no local APIC, so that guests write them there: that is not
-/// #GP, and no event comes.
+/// CPUID offers these MSRs even if KVM emulates no local APIC, so guests write to them then. Such a write is not #GP,
+/// but no event is sent.
 #[test]
 fn asynchronous_page_faults_may_be_enabled_without_local_apic() {
     let value = (DATA | 1 << 3 | 1) as u32;
@@ -372,7 +376,7 @@ fn asynchronous_page_faults_may_be_enabled_without_local_apic() {
     assert_eq!(msr(&guest.vcpu, ASYNC_PF_VECTOR), VECTOR.into());
 }
 
-/// A structure where there is no memory is #GP for the guest.
+/// A guest that enables the structure at an address without memory gets #GP.
 #[test]
 fn asynchronous_page_faults_need_memory() {
     // mov ecx, ASYNC_PF; mov eax, 0x4000_0009; xor edx, edx; wrmsr; hlt

@@ -1,4 +1,4 @@
-//! Private memory and the exits around it, through the Rust API.
+//! Tests private memory and the exits for it, by the Rust API.
 
 use crate::common::*;
 use kvm_bindings::*;
@@ -35,7 +35,7 @@ fn create(vm: &VmFd, size: u64) -> Result<GuestMemfdFd, i32> {
         ..Default::default()
     };
     let fd = vm.create_guest_memfd(args).map_err(|error| error.errno())?;
-    // SAFETY: the descriptor was made for this call.
+    // SAFETY: KVM has created the descriptor just now, and nothing else owns it.
     Ok(unsafe { GuestMemfdFd::from_raw(fd) }.unwrap())
 }
 
@@ -53,11 +53,11 @@ fn private_region(memory: &Memory, fd: i32) -> kvm_userspace_memory_region2 {
 }
 
 fn set(vm: &VmFd, region: kvm_userspace_memory_region2) -> Result<(), i32> {
-    // SAFETY: the tests' memory may be written by the guest.
+    // SAFETY: the tests access this memory only by raw pointers, so a write of the guest breaks nothing.
     unsafe { vm.set_user_memory_region2(region) }.map_err(|error| error.errno())
 }
 
-/// Code that repeatedly reads a byte from a port, stores it at DEVICE unless it is 0, and writes the byte
+/// The guest's code. It repeatedly reads a byte from a port, stores it at DEVICE unless it is 0, and writes the byte
 /// at DEVICE to a port.
 const STORE_AND_TELL: &[u8] = &[
     0xe4, 0x10, 0x84, 0xc0, 0x74, 0x03, 0xa2, 0x00, 0x80, 0xa0, 0x00, 0x80, 0xe6, 0x11, 0xeb, 0xf0,
@@ -84,7 +84,7 @@ fn private_memory_is_the_guests_alone_until_it_is_given_back() {
     let shared = Memory::new((PAGES * 4096) as usize);
     let private = create(&guest.vm, PAGES * 4096).unwrap();
     set(&guest.vm, private_region(&shared, private.as_raw_fd())).unwrap();
-    // SAFETY: within the mapping.
+    // SAFETY: the address is within the mapping.
     let host_sees = || unsafe { shared.start.read_volatile() };
     assert_eq!(round(&mut guest, 5), Ok(5));
     assert_eq!(host_sees(), 5);
@@ -96,7 +96,7 @@ fn private_memory_is_the_guests_alone_until_it_is_given_back() {
     assert_eq!(round(&mut guest, 0), Ok(5));
     convert(&guest.vm, DEVICE, true).unwrap();
     assert_eq!(round(&mut guest, 0), Ok(6));
-    // A hole beside the page does not change it; a hole in the page leaves zeroes.
+    // Punching a hole beside the page does not change the page. Punching a hole in it makes it zero.
     private.fallocate(PUNCH_HOLE, 4096, 4096).unwrap();
     assert_eq!(round(&mut guest, 0), Ok(6));
     private.fallocate(PUNCH_HOLE, 0, 8192).unwrap();
@@ -168,7 +168,7 @@ fn what_a_guest_memfd_is_not_for_is_refused() {
     // The kernel itself refuses access through the descriptor.
     let fd = private.as_raw_fd();
     let mut byte = [0u8];
-    // SAFETY: plain system calls with a live buffer; a mapping of the host's choice.
+    // SAFETY: the calls access only the buffer `byte`, and the mapping would be at an address of the kernel's choice.
     unsafe {
         assert_eq!(libc::read(fd, byte.as_mut_ptr().cast(), 1), -1);
         assert_eq!(libc::write(fd, byte.as_ptr().cast(), 1), -1);
@@ -231,12 +231,12 @@ fn a_vm_of_the_default_type_has_files_and_no_private_memory() {
     assert_eq!(convert(vm, DATA, false), Ok(()));
     assert!(vm.check_extension(Cap::GuestMemfd) && !vm.check_extension(Cap::MemoryAttributes));
     assert!(guest.kvm.check_extension(Cap::GuestMemfd));
-    // A slot has a file, and does not use it.
+    // The slot has a file, but does not use it, because the VM has no private memory.
     let shared = Memory::new((PAGES * 4096) as usize);
     let private = create(vm, PAGES * 4096).unwrap();
     set(vm, private_region(&shared, private.as_raw_fd())).unwrap();
     assert_eq!(round(&mut guest, 5), Ok(5));
-    // SAFETY: within the mapping.
+    // SAFETY: the address is within the mapping.
     assert_eq!(unsafe { shared.start.read_volatile() }, 5);
     drop(private);
     assert_eq!(round(&mut guest, 0), Ok(5));
@@ -279,14 +279,15 @@ fn memory_that_can_be_private_may_be_mapped_and_is_never_shared_from_the_start()
             ..Default::default()
         };
         let fd = guest.vm.create_guest_memfd(args);
-        // SAFETY: the descriptor was made for this call.
+        // SAFETY: KVM has created the descriptor just now, and nothing else owns it.
         fd.map(|fd| unsafe { GuestMemfdFd::from_raw(fd) }.unwrap())
             .map_err(|error| error.errno())
     };
     for flags in [FLAG_INIT_SHARED, FLAG_INIT_SHARED | FLAG_MMAP] {
         assert_eq!(create(flags).err(), Some(libc::EINVAL));
     }
-    // The slot has no memory but the file, whatever the attributes say: one page, and not two.
+    // The file is the slot's only memory, whatever the attributes are. So shared and private accesses reach the same
+    // page.
     let (file, shared) = (
         create(FLAG_MMAP).unwrap(),
         Memory::new((PAGES * 4096) as usize),
@@ -300,9 +301,9 @@ fn memory_that_can_be_private_may_be_mapped_and_is_never_shared_from_the_start()
     assert_eq!(round(&mut guest, 0), Ok(6));
     file.fallocate(PUNCH_HOLE, 0, 4096).unwrap();
     assert_eq!(round(&mut guest, 0), Ok(0));
-    // SAFETY: within the mapping.
+    // SAFETY: the address is within the mapping.
     assert_eq!(unsafe { shared.start.read_volatile() }, 0);
-    // Without the file there is nothing, and the client is told whether the page is private.
+    // Without the file, the slot has no memory. The exit tells the client whether the page is private.
     drop(file);
     for (private, flags) in [(false, 0), (true, KVM_MEMORY_EXIT_FLAG_PRIVATE.into())] {
         convert(&guest.vm, DEVICE, private).unwrap();
@@ -366,7 +367,7 @@ fn the_guest_asks_for_a_conversion_by_a_hypercall_that_the_client_answers() {
     *hypercall.ret = 77;
     assert_eq!(guest.vcpu.get_regs().unwrap().rip, CODE + 6);
     assert_eq!(answered(&mut guest), 77);
-    // A client that changes RIP has finished the hypercall itself.
+    // If the client changes RIP, it has finished the hypercall itself.
     ask(&mut guest, 1);
     assert!(matches!(guest.vcpu.run().unwrap(), VcpuExit::Hypercall(_)));
     let mut regs = guest.vcpu.get_regs().unwrap();

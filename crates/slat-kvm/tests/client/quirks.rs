@@ -1,4 +1,4 @@
-//! KVM's quirks, until a client disables them (`KVM_CAP_DISABLE_QUIRKS2`).
+//! Tests KVM's quirks, which a client may disable (`KVM_CAP_DISABLE_QUIRKS2`).
 
 use crate::common::{CODE, Guest, enable, start_at_code};
 use kvm_bindings::*;
@@ -7,7 +7,7 @@ use slat_kvm::{VcpuExit, VmFd};
 const VMCALL: [u8; 3] = [0x0f, 0x01, 0xc1];
 const VMMCALL: [u8; 3] = [0x0f, 0x01, 0xd9];
 const MONITOR_MWAIT: [u8; 6] = [0x0f, 0x01, 0xc8, 0x0f, 0x01, 0xc9];
-/// Address of the handler of #UD, which halts.
+/// The address of the handler of #UD, which halts.
 const UNDEFINED: u64 = 0x1800;
 
 fn disable(vm: &VmFd, quirks: u32) -> Result<(), i32> {

@@ -1,4 +1,4 @@
-//! System management mode: SMRAM, SMIs from all their sources, RSM, and what a client sees and saves of it.
+//! Tests system management mode (SMM): SMRAM, SMIs from all sources, RSM, and the state that a client sees and saves.
 
 use crate::common::*;
 use kvm_bindings::*;
@@ -8,12 +8,12 @@ use std::time::Duration;
 const SMBASE_MSR: u32 = 0x9e;
 const SMI_COUNT: u32 = 0x34;
 const SYSTEM_TIME: u32 = 0x4b56_4d01;
-/// SMBASE after RESET, where these tests have SMRAM.
+/// The value of SMBASE after RESET. In these tests, SMRAM begins at this address.
 const SMBASE: u64 = 0x3_0000;
 const SMRAM_SIZE: usize = 0x1_0000;
-/// Address space 1.
+/// The slot of SMRAM, in address space 1.
 const SMRAM_SLOT: u32 = 1 << 16 | 1;
-/// Where the handler begins in SMRAM, and where the registers are saved.
+/// The offset in SMRAM at which the handler begins.
 const HANDLER: u64 = 0x8000;
 const SAVED_RIP_32: u64 = 0xfff0;
 const REVISION: u64 = 0xfefc;
@@ -32,11 +32,11 @@ pub fn map(vm: &VmFd, slot: u32, gpa: u64, memory: &Memory, flags: u32) -> Resul
         memory_size: memory.len as u64,
         userspace_addr: memory.start as u64,
     };
-    // SAFETY: the tests' memory may be written by the guest.
+    // SAFETY: the tests access this memory only by raw pointers, so a write of the guest breaks nothing.
     unsafe { vm.set_user_memory_region(region) }.map_err(|error| error.errno())
 }
 
-/// Gives a VM SMRAM with a handler.
+/// Gives a VM memory for SMRAM, which contains the handler.
 pub fn smram(vm: &VmFd, handler: &[u8], flags: u32) -> Memory {
     let memory = Memory::new(SMRAM_SIZE);
     memory.write(HANDLER, handler);
@@ -58,7 +58,7 @@ fn word(memory: &Memory, at: u64) -> u32 {
     u32::from_le_bytes(bytes)
 }
 
-/// Runs to an OUT, and checks its port and byte, and what the client is told of the mode.
+/// Runs the vCPU until an OUT. Checks the port and the byte, and whether the client is told that the vCPU is in SMM.
 fn expect_out(vcpu: &mut VcpuFd, port: u16, byte: u8, in_smm: bool) {
     match vcpu.run().unwrap() {
         VcpuExit::IoOut(at, data) => assert_eq!((at, data), (port, &[byte][..])),
@@ -68,7 +68,7 @@ fn expect_out(vcpu: &mut VcpuFd, port: u16, byte: u8, in_smm: bool) {
     assert_eq!(vcpu.get_vcpu_events().unwrap().smi.smm, in_smm.into());
 }
 
-/// Runs to a HLT outside the mode.
+/// Runs the vCPU until a HLT, outside SMM.
 fn expect_halt(vcpu: &mut VcpuFd) {
     match vcpu.run().unwrap() {
         VcpuExit::Hlt => {}
@@ -82,7 +82,8 @@ fn flag(vcpu: &mut VcpuFd) -> bool {
     u32::from(vcpu.get_kvm_run().flags) & KVM_RUN_X86_SMM != 0
 }
 
-/// An SMI that arrives while the client emulates an OUT is taken after the OUT: firmware waits for it there.
+/// An SMI that arrives while the client emulates an OUT is delivered directly after the OUT. Firmware expects the SMI
+/// there.
 #[test]
 fn an_smi_runs_its_handler_and_rsm_returns() {
     let (mut guest, smram) = guest(OUT_AND_HALT, TELL);
@@ -100,7 +101,7 @@ fn an_smi_runs_its_handler_and_rsm_returns() {
         0x2_0000,
         "no long mode: the 32-bit map"
     );
-    // Another one waits for RSM.
+    // Another SMI waits until RSM.
     vcpu.smi().unwrap();
     expect_out(vcpu, 0x11, 0xfe, true);
     expect_halt(vcpu);
@@ -122,7 +123,7 @@ fn a_cpu_with_long_mode_saves_the_64_bit_map() {
     expect_halt(&mut guest.vcpu);
 }
 
-/// The handler moves SMBASE in its saved registers; so does the client by the MSR.
+/// The handler changes SMBASE in the saved state. The client changes SMBASE by the MSR.
 #[test]
 fn smbase_moves() {
     // mov dword ptr cs:[0xfef8], 0x38000; rsm
@@ -144,7 +145,7 @@ fn smbase_moves() {
     expect_halt(vcpu);
 }
 
-/// Each address space has its own memory, and its own holes.
+/// Each address space has its own memory, and its own addresses without memory.
 #[test]
 fn smram_is_invisible_outside_the_mode() {
     // mov ax, 0x3000; mov ds, ax; mov al, [0x10]; out 0x10, al; hlt: reads 0x30010
@@ -165,7 +166,7 @@ fn smram_is_invisible_outside_the_mode() {
     }
     assert!(flag(vcpu));
     expect_out(vcpu, 0x12, 0x77, true);
-    // With the same memory in both, the handler sees it.
+    // If both address spaces contain the same memory, the handler reads the guest's data.
     map(&guest.vm, 1 << 16, 0, &guest.memory, 0).unwrap();
     match vcpu.run().unwrap() {
         VcpuExit::MmioRead(0x3_0010, data) => data[0] = 0x88,
@@ -173,14 +174,15 @@ fn smram_is_invisible_outside_the_mode() {
     }
     assert!(!flag(vcpu));
     vcpu.smi().unwrap();
-    // After the read, before the OUT.
+    // The SMI is delivered after the read and before the OUT.
     expect_out(vcpu, 0x11, 0x55, true);
     expect_out(vcpu, 0x12, 0x66, true);
     expect_out(vcpu, 0x10, 0x88, false);
     expect_halt(vcpu);
 }
 
-/// The same code address leads to other code in the mode, also when both have run so often that they are compiled.
+/// In SMM the same address leads to other code. That is so even if both pieces of code have run so often that they
+/// are compiled.
 #[test]
 fn code_of_both_address_spaces_stays_apart() {
     // mov cx, 0xffff; next: inc bx; loop next; mov al, BYTE; out PORT, al; LAST
@@ -217,7 +219,7 @@ fn stores_in_the_mode_are_in_the_logs_of_its_own_slots() {
     guest.vcpu.smi().unwrap();
     expect_out(&mut guest.vcpu, 0x11, 0xfe, true);
     let log = |guest: &Guest| guest.vm.get_dirty_log(SMRAM_SLOT, SMRAM_SIZE).unwrap();
-    // The saved registers, and the handler's page, whose first fetch mapped it.
+    // The log has the page of the saved registers, and the page of the handler, which the first fetch has mapped.
     assert_eq!(log(&guest), [1 << 15 | 1 << 8]);
     (guest.vm.clear_dirty_log(SMRAM_SLOT, 0, 16, &[1 << 8])).unwrap();
     assert_eq!(log(&guest), [1 << 15]);
@@ -238,7 +240,7 @@ fn stores_in_the_mode_are_in_the_logs_of_its_own_slots() {
     assert_eq!(errno(2 << 16 | 1), libc::EINVAL);
 }
 
-/// The vCPU's registers, and all that a client saves of the mode.
+/// Copies the vCPU's registers, and the whole SMM state that a client saves.
 fn copy_vcpu(from: &VcpuFd, to: &VcpuFd) {
     to.set_regs(&from.get_regs().unwrap()).unwrap();
     to.set_sregs(&from.get_sregs().unwrap()).unwrap();
@@ -253,7 +255,7 @@ fn a_vcpu_in_the_mode_can_be_moved_to_another_vm() {
     expect_out(&mut guest.vcpu, 0x10, 1, false);
     guest.vcpu.smi().unwrap();
     expect_out(&mut guest.vcpu, 0x11, 0xfe, true);
-    // Finishes the OUT.
+    // This run only completes the OUT.
     guest.vcpu.set_kvm_immediate_exit(1);
     assert_eq!(guest.vcpu.run().unwrap_err().errno(), libc::EINTR);
     assert!(flag(&mut guest.vcpu));
@@ -274,13 +276,13 @@ fn a_client_may_set_a_pending_smi() {
     assert_ne!(events.flags & KVM_VCPUEVENT_VALID_SMM, 0);
     events.smi.pending = 1;
     guest.vcpu.set_vcpu_events(&events).unwrap();
-    // Without the flag it stays.
+    // Without KVM_VCPUEVENT_VALID_SMM the call does not change the pending SMI.
     (events.smi.pending, events.flags) = (0, 0);
     guest.vcpu.set_vcpu_events(&events).unwrap();
     expect_out(&mut guest.vcpu, 0x11, 0xfe, true);
 }
 
-/// An INIT waits for RSM; a SIPI is lost.
+/// An INIT that arrives in SMM waits until RSM. A SIPI that arrives in SMM is lost.
 #[test]
 fn init_is_latched_in_the_mode() {
     let guest = Guest::with(OUT_AND_HALT, |vm| vm.create_irq_chip().unwrap());
@@ -299,7 +301,7 @@ fn init_is_latched_in_the_mode() {
     send(5);
     send(6);
     assert_eq!(vcpu.get_vcpu_events().unwrap().smi.latched_init, 1);
-    // RSM, and then INIT: the bootstrap processor starts at its reset vector, where there is nothing.
+    // After RSM the INIT takes effect: the bootstrap processor starts at its reset vector, where there is no memory.
     match vcpu.run().unwrap() {
         VcpuExit::MmioRead(0xffff_fff0, _) | VcpuExit::InternalError => {}
         other => panic!("{other:?}"),
@@ -333,13 +335,13 @@ fn a_message_may_be_an_smi() {
         expect_out(&mut vcpu, 0x11, 0xfe, true);
     });
     assert_eq!(word(&smram, SAVED_RIP_32), CODE as u32 + 2, "after HLT");
-    // RSM continues there: the halt is over.
+    // RSM continues after the HLT.
     expect_out(&mut vcpu, 0x10, 1, false);
 }
 
 #[test]
 fn rsm_outside_the_mode_is_undefined() {
-    // rsm; the handler of #UD: hlt
+    // The code executes rsm. The handler of #UD executes hlt.
     let mut guest = Guest::new(&[0x0f, 0xaa]);
     guest.memory.write(6 * 4, &0x2000u32.to_le_bytes());
     guest.memory.write(0x2000, &[0xf4]);
@@ -349,14 +351,14 @@ fn rsm_outside_the_mode_is_undefined() {
 
 #[test]
 fn registers_that_no_cpu_can_have_shut_it_down() {
-    // mov dword ptr cs:[0xfffc], 0x80000000; rsm: CR0 with paging and without protection
+    // mov dword ptr cs:[0xfffc], 0x80000000; rsm: the saved CR0 has paging without protected mode
     let handler = [
         0x2e, 0x66, 0xc7, 0x06, 0xfc, 0xff, 0, 0, 0, 0x80, 0x0f, 0xaa,
     ];
     let (mut guest, smram) = guest(OUT_AND_HALT, &handler);
     guest.vcpu.smi().unwrap();
     assert!(matches!(guest.vcpu.run().unwrap(), VcpuExit::Shutdown));
-    // It is in the mode still, with the mode's memory.
+    // The vCPU is still in SMM, and sees SMRAM.
     smram.write(0x9000, TELL);
     let mut regs = guest.vcpu.get_regs().unwrap();
     regs.rip = 0x9000;
@@ -364,7 +366,8 @@ fn registers_that_no_cpu_can_have_shut_it_down() {
     expect_out(&mut guest.vcpu, 0x11, 0xfe, true);
 }
 
-/// A client that sets the mode, or ends it, changes the memory that the vCPU sees: also where it has just read.
+/// If the client puts a vCPU into SMM or takes it out, the vCPU sees other memory, also at an address that it has
+/// just read.
 #[test]
 fn a_client_that_sets_the_mode_sets_the_memory() {
     // mov al, [DATA]; out 0x10, al; jmp to the beginning
@@ -388,7 +391,8 @@ fn a_client_that_sets_the_mode_sets_the_memory() {
     }
 }
 
-/// An SMI and RSM change the memory, too: the handler and the guest read one address in turns, each its own memory.
+/// An SMI and RSM also change the memory that the vCPU sees. The handler and the guest alternately read one address,
+/// and each reads its own memory.
 #[test]
 fn the_handler_and_the_guest_read_one_address_in_turns() {
     // The guest: mov al, [DATA]; out 0x10, al; jmp to the beginning. The handler: mov al, [DATA]; out 0x11, al; rsm.
@@ -409,8 +413,8 @@ fn the_handler_and_the_guest_read_one_address_in_turns() {
     }
 }
 
-/// The change does not wait for an exit: the guest sends the SMI to itself. Its registers go to SMRAM, also where its
-/// page tables are in other memory at the same address.
+/// The memory changes within a run, without an exit: the guest sends the SMI to itself. Its registers are saved in
+/// SMRAM, even if its page tables are in other memory at the same address.
 #[test]
 fn memory_changes_within_a_run() {
     const DIRECTORY: u64 = 0xf000;
@@ -434,7 +438,7 @@ fn memory_changes_within_a_run() {
     map(&vm, 1 << 16, 0, &other, 0).unwrap();
     map(&vm, 1, SMBASE, &below, 0).unwrap();
     memory.write(DATA, &[0x66]);
-    // Pages of 4 MiB: memory, and the local APIC.
+    // The tables map two pages of 4 MiB: memory, and the local APIC.
     for (page, entry) in [(0, 0x87u32), (0x3fb, 0xfec0_0087)] {
         below.write(DIRECTORY + 4 * page, &entry.to_le_bytes());
     }
@@ -450,7 +454,7 @@ fn memory_changes_within_a_run() {
     assert_eq!(word(&below, REVISION), 0);
 }
 
-/// An INIT that waits for RSM ends no halt of the handler.
+/// An INIT that waits for RSM does not end a HLT of the handler.
 #[test]
 fn a_latched_init_ends_no_halt() {
     // hlt; mov al, 0xfe; out 0x11, al
@@ -464,9 +468,9 @@ fn a_latched_init_ends_no_halt() {
         ..Default::default()
     };
     extern "C" fn nothing(_: i32) {}
-    // SAFETY: a handler that does nothing.
+    // SAFETY: the signal's handler does nothing.
     unsafe { libc::signal(libc::SIGUSR1, nothing as *const () as usize) };
-    // SAFETY: no arguments.
+    // SAFETY: the call has no arguments.
     let thread = unsafe { libc::pthread_self() };
     let (sender, done) = std::sync::mpsc::channel::<()>();
     std::thread::scope(|scope| {
@@ -474,7 +478,7 @@ fn a_latched_init_ends_no_halt() {
         scope.spawn(move || {
             std::thread::sleep(Duration::from_millis(50));
             assert_eq!(vm.signal_msi(init).unwrap(), 1);
-            // A signal that arrives before KVM_RUN ends none.
+            // Sends the signal repeatedly, because a signal that arrives before KVM_RUN ends no run.
             while done.recv_timeout(Duration::from_millis(200)).is_err() {
                 // SAFETY: the thread waits for this one.
                 unsafe { libc::pthread_kill(thread, libc::SIGUSR1) };
@@ -490,7 +494,7 @@ fn a_latched_init_ends_no_halt() {
     assert_eq!((events.smi.smm, events.smi.latched_init), (1, 1));
 }
 
-/// That an NMI's handler was interrupted is a part of the state.
+/// The state that a client saves contains whether the SMI has interrupted the handler of an NMI.
 #[test]
 fn nmis_stay_masked_after_rsm_of_a_moved_vcpu() {
     let (guest, smram) = guest(OUT_AND_HALT, TELL);
@@ -507,7 +511,7 @@ fn nmis_stay_masked_after_rsm_of_a_moved_vcpu() {
     copy_vcpu(&from, &to);
     for vcpu in [&mut from, &mut to] {
         loop {
-            // The OUT of the moved one may be made twice: its client has not completed it.
+            // The moved vCPU may execute its OUT twice, because its client has not completed the OUT.
             match vcpu.run().unwrap() {
                 VcpuExit::IoOut(0x11, _) => {}
                 VcpuExit::IoOut(0x10, _) => break,
@@ -519,7 +523,7 @@ fn nmis_stay_masked_after_rsm_of_a_moved_vcpu() {
     }
 }
 
-/// Without SMRAM the interrupted state is lost.
+/// If there is no memory for SMRAM, an SMI loses the interrupted state.
 #[test]
 fn an_smi_without_smram_is_the_end_of_the_vm() {
     let mut guest = Guest::new(OUT_AND_HALT);
@@ -529,7 +533,7 @@ fn an_smi_without_smram_is_the_end_of_the_vm() {
     assert_eq!(guest.vm.get_clock().unwrap_err().errno(), libc::EIO);
 }
 
-/// What KVM itself writes to guest memory is in the ordinary address space.
+/// KVM's own writes to guest memory, such as those of the clock, go to the ordinary address space.
 #[test]
 fn devices_have_no_system_management_mode() {
     let (mut guest, _smram) = guest(OUT_AND_HALT, TELL);
@@ -541,7 +545,7 @@ fn devices_have_no_system_management_mode() {
     guest.vcpu.set_kvm_immediate_exit(1);
     assert_eq!(guest.vcpu.run().unwrap_err().errno(), libc::EINTR);
     guest.vcpu.set_kvm_immediate_exit(0);
-    // One more instruction in the mode, and back.
+    // The vCPU executes one more instruction in SMM, and then returns.
     expect_out(&mut guest.vcpu, 0x10, 1, false);
     assert_ne!(word(&guest.memory, DATA), 0, "the clock's version");
     assert_eq!(word(&other, DATA), 0);
@@ -563,7 +567,7 @@ fn address_spaces_are_as_many_as_claimed() {
     }
 }
 
-/// The tests of this file where nested tables are never shadowed: there nothing else drops translations when the
+/// Runs the tests of this file without support for nested tables. Then nothing else drops the translations when the
 /// address space changes.
 #[test]
 fn all_of_this_without_nested_tables() {

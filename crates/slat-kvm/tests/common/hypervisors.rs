@@ -1,4 +1,4 @@
-//! What the random tests of guests that are hypervisors share.
+//! Functions that the random tests of guests that are hypervisors share.
 
 use kvm_bindings::kvm_segment;
 use slat::MmuKind;

@@ -19,9 +19,9 @@ use std::os::fd::OwnedFd;
 pub const CODE: u64 = 0x1000;
 /// A page that the test uses for data.
 pub const DATA: u64 = 0x3000;
-/// Bytes of guest memory, from address 0.
+/// The number of bytes of guest memory, which begins at address 0.
 pub const MEMORY: usize = 0x4000;
-/// An address without memory that 16 bits can hold.
+/// An address without memory that fits into 16 bits.
 pub const DEVICE: u64 = 0x8000;
 
 /// Anonymous memory, mapped until this is dropped.
@@ -30,15 +30,15 @@ pub struct Memory {
     pub len: usize,
 }
 
-// SAFETY: plain shared memory.
+// SAFETY: any thread may access and unmap the memory.
 unsafe impl Send for Memory {}
-// SAFETY: as above; the tests use it through raw pointers.
+// SAFETY: the methods access the memory only by raw pointers, so concurrent accesses make no conflicting references.
 unsafe impl Sync for Memory {}
 
 impl Memory {
     pub fn new(len: usize) -> Self {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-        // SAFETY: a new mapping.
+        // SAFETY: the call makes a new mapping at an address of the kernel's choice.
         let start = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),
@@ -58,7 +58,7 @@ impl Memory {
 
     pub fn write(&self, at: u64, bytes: &[u8]) {
         assert!(at as usize + bytes.len() <= self.len);
-        // SAFETY: within the mapping.
+        // SAFETY: the address is within the mapping.
         unsafe {
             std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.start.add(at as usize), bytes.len())
         }
@@ -66,7 +66,7 @@ impl Memory {
 
     pub fn read(&self, at: u64, bytes: &mut [u8]) {
         assert!(at as usize + bytes.len() <= self.len);
-        // SAFETY: within the mapping.
+        // SAFETY: the address is within the mapping.
         unsafe {
             std::ptr::copy_nonoverlapping(
                 self.start.add(at as usize),
@@ -79,7 +79,7 @@ impl Memory {
     /// Unmaps the page at `at`, but reserves its addresses.
     pub fn take_away(&self, at: u64) {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
-        // SAFETY: replaces a page of our own mapping.
+        // SAFETY: the call replaces a page of this mapping, to which there is no reference.
         let answer = unsafe {
             libc::mmap(
                 self.start.add(at as usize).cast(),
@@ -101,7 +101,7 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // SAFETY: our mapping; the guests that used it are dropped.
+        // SAFETY: the mapping belongs to this value, and the guests that used it are dropped.
         unsafe { libc::munmap(self.start.cast(), self.len) };
     }
 }
@@ -113,7 +113,7 @@ pub fn resident() -> usize {
     pages.parse::<usize>().unwrap() * 4096
 }
 
-/// Bytes of a huge page.
+/// The size of a huge page in bytes.
 pub const HUGE: usize = 2 << 20;
 
 /// Returns a statistic of a VM or vCPU.
@@ -122,14 +122,14 @@ pub fn statistic(stats: &StatsFd, name: &str) -> u64 {
     values.iter().find(|(known, _)| *known == name).unwrap().1[0]
 }
 
-/// Returns 2 MiB that the host backs with a huge page. `None`: the host never does.
+/// Returns 2 MiB that the host backs with a huge page. `None`: the host does not use huge pages.
 pub fn huge_memory(memory: &Memory) -> Option<*mut u8> {
     let mode = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").ok()?;
     if mode.contains("[never]") {
         return None;
     }
     let start = (memory.start as usize).next_multiple_of(HUGE) as *mut u8;
-    // SAFETY: advice for our own mapping.
+    // SAFETY: the advice is for a part of `memory`, and does not change its contents.
     let advised = unsafe { libc::madvise(start.cast(), HUGE, libc::MADV_HUGEPAGE) };
     assert_eq!(advised, 0);
     let range = start as usize..start as usize + HUGE;
@@ -137,7 +137,7 @@ pub fn huge_memory(memory: &Memory) -> Option<*mut u8> {
     Some(start)
 }
 
-/// A VM with one vCPU about to execute `code` in real mode.
+/// A VM with one vCPU that is about to execute `code` in real mode.
 pub struct Guest {
     pub vcpu: VcpuFd,
     pub vm: VmFd,
@@ -210,14 +210,14 @@ pub fn objects() -> (Object, Object) {
     (vm, vcpu)
 }
 
-/// Runs code that ends with HLT.
+/// Runs `code`, which ends with HLT. Returns the guest.
 pub fn halts(code: &[u8]) -> Guest {
     let mut guest = Guest::new(code);
     assert!(matches!(guest.vcpu.run().unwrap(), VcpuExit::Hlt));
     guest
 }
 
-/// Like [`Guest`], but made of requests, as the preload library makes them.
+/// Like [`Guest`], but its VM and vCPU are used by raw requests, as the preload library uses them.
 pub struct RawGuest {
     pub vcpu: Shared<VcpuObject>,
     pub vm: Object,
@@ -258,7 +258,7 @@ pub fn set_slot(vm: &VmFd, memory: &Memory, slot: u32, size: u64) {
         memory_size: size,
         userspace_addr: memory.start as u64,
     };
-    // SAFETY: the tests' memory may be written by the guest.
+    // SAFETY: the tests access this memory only by raw pointers, so a write of the guest breaks nothing.
     unsafe { vm.set_user_memory_region(region).unwrap() };
 }
 
@@ -296,7 +296,7 @@ pub fn forget_features(vcpu: &VcpuFd) {
     vcpu.set_cpuid2(&CpuId::new(0).unwrap()).unwrap();
 }
 
-/// Returns the leaf of CPUID that says: there is a local APIC, with x2APIC mode.
+/// Returns the leaf of CPUID that offers a local APIC with x2APIC mode.
 pub fn x2apic_leaf() -> kvm_cpuid_entry2 {
     kvm_cpuid_entry2 {
         function: 1,
@@ -317,8 +317,9 @@ pub fn start_at_code(vcpu: &VcpuFd) {
     vcpu.set_regs(&regs).unwrap();
 }
 
-/// Runs a guest that has enabled steal time at [`DATA`], and whose code halts, until it was told: slat reads the host's
-/// count on another thread, which on a busy machine gets its turn only after some runs.
+/// Runs a guest that has enabled steal time at [`DATA`] and whose code halts, repeatedly, until slat has written the
+/// steal time. slat reads the host's count on another thread, and on a busy machine that thread may run only after
+/// some runs of the guest.
 pub fn run_until_told_of_steal_time(guest: &mut Guest) {
     let begin = std::time::Instant::now();
     let mut version = [0; 4];
@@ -354,7 +355,7 @@ pub fn userfault(range: std::ops::Range<usize>) -> Option<i32> {
     }
     const UFFDIO_API: u64 = 0xc018_aa3f;
     const UFFDIO_REGISTER: u64 = 0xc020_aa00;
-    // SAFETY: system calls with structs of the sizes in their numbers.
+    // SAFETY: the calls get structs of the sizes in their request numbers.
     unsafe {
         let fd = libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK) as i32;
         if fd < 0 {
@@ -397,6 +398,6 @@ pub fn resolve(fd: i32, page: usize, byte: u8) {
         mode: 0,
         copy: 0,
     };
-    // SAFETY: as above.
+    // SAFETY: the call gets a struct of the size in its request number.
     assert_eq!(unsafe { libc::ioctl(fd, UFFDIO_COPY, &mut copy) }, 0);
 }

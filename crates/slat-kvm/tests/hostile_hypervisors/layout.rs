@@ -1,13 +1,14 @@
-//! Where everything is, and what random addresses, values, control blocks and code are made of.
+//! The layout of guest memory, and the parts from which the tests make random addresses, values, control blocks and
+//! code.
 
 use kvm_bindings::{kvm_segment, kvm_sregs};
 use slat_model::Rng;
 
 pub const PAGE: u64 = 0x1000;
 
-/// Memslots: number, address, bytes, and where their memory is. The second is beside the first, and the third is
-/// read-only; then comes a device; the fourth shows the first one's control block, tables and code a second time. The
-/// last is system management mode's.
+/// The memslots: number, address, size in bytes, and offset of their memory. The second slot is beside the first. The
+/// third is read-only. After the third comes a device. The fourth contains the memory of the first slot, with its
+/// control block, tables and code, a second time. The last slot is in the address space of system management mode.
 pub const SLOTS: [(u32, u64, u64, u64); 5] = [
     (0, 0, 0x4_0000, 0),
     (1, 0x4_0000, 0x2_0000, 0x4_0000),
@@ -18,7 +19,7 @@ pub const SLOTS: [(u32, u64, u64, u64); 5] = [
 pub const READ_ONLY: u64 = 0x6_0000;
 pub const DEVICE: u64 = 0x7_0000;
 pub const AGAIN: u64 = 0x8_0000;
-/// Bytes of memory, and of addresses that the tables lead to.
+/// The size of the memory in bytes.
 pub const MEMORY: u64 = 0x8_0000;
 const MAPPED: u64 = 0xc_0000;
 
@@ -30,22 +31,25 @@ pub const VMCB: u64 = 0xc000;
 pub const VMCB_AGAIN: u64 = 0xd000;
 pub const IO_MAP: u64 = 0x10000;
 pub const MSR_MAP: u64 = 0x14000;
-/// Descriptor tables of both: a few segments; gates to [`L2`].
+/// The descriptor tables of both the hypervisor and its guest: a GDT with a few segments, and an IDT with gates to
+/// [`L2`].
 pub const GDT: u64 = 0x18000;
 pub const IDT: u64 = 0x19000;
-/// Tables of three hierarchies: the hypervisor's own, its guest's, and the nested ones; each has those of all modes.
+/// The page tables of three hierarchies: the hypervisor's own, its guest's, and the nested tables. Each hierarchy has
+/// tables for all paging modes.
 pub const OWN: u64 = 0x20000;
 pub const GUESTS: u64 = 0x28000;
 pub const NESTED: u64 = 0x30000;
-/// Where system management mode begins to execute.
+/// The address at which a vCPU begins to execute in system management mode.
 pub const MANAGEMENT: u64 = 0x38000;
-/// What the hypervisor copies to the nested tables, or a part of it.
+/// The data of which the hypervisor copies all or a part to the nested tables.
 pub const STAGED: u64 = 0x39000;
-/// Pages of a hierarchy: the root, the next table, a directory and a table of PAE paging; a directory and a
+/// The number of pages of a hierarchy: the root, the next table, a directory and a table of PAE paging; a directory
+/// and a
 /// table of 32-bit paging.
 pub const HIERARCHY_PAGES: u64 = 6;
 
-/// Pages that addresses lead to, in turn.
+/// The pages from which random addresses are chosen.
 const PLACES: [u64; 24] = [
     0,
     CODE,
@@ -73,7 +77,7 @@ const PLACES: [u64; 24] = [
     DEVICE,
 ];
 
-/// Returns the address of a page that means something, or of one that means nothing.
+/// Returns the address of a page that the tests use, or sometimes of another page.
 pub fn place(random: &mut Rng) -> u64 {
     let page = random.pick(&PLACES);
     match random.below(16) {
@@ -86,7 +90,7 @@ pub fn place(random: &mut Rng) -> u64 {
     }
 }
 
-/// Returns a value for a field that was `old`.
+/// Returns a new value for a field that had the value `old`.
 pub fn value(random: &mut Rng, old: u64) -> u64 {
     match random.below(6) {
         0 => random.word(),
@@ -97,7 +101,7 @@ pub fn value(random: &mut Rng, old: u64) -> u64 {
     }
 }
 
-/// How a CPU is to run.
+/// The paging mode in which a CPU runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
     Real,
@@ -138,7 +142,7 @@ impl Mode {
         }
     }
 
-    /// EFER: SVME, and LME, LMA and NXE.
+    /// Returns EFER for this mode: SVME, and in long mode also LME, LMA and NXE.
     pub fn efer(self) -> u64 {
         match self {
             Mode::Long => 0x1d00,
@@ -170,7 +174,7 @@ impl Mode {
         }
     }
 
-    /// Puts these registers of a hypervisor into this mode.
+    /// Sets the registers of a hypervisor for this mode.
     pub fn set(self, sregs: &mut kvm_sregs) {
         (sregs.cr0, sregs.cr4, sregs.efer) = (self.cr0(), self.cr4(), self.efer());
         sregs.cr3 = self.root(OWN);
@@ -182,7 +186,7 @@ impl Mode {
     }
 }
 
-/// Returns the bytes of a hierarchy at `at`: each address leads to itself, page by page, for all.
+/// Returns the contents of a hierarchy at `at`. Its tables map each page to itself, with all rights.
 pub fn hierarchy(at: u64) -> Vec<u8> {
     const ALL: u64 = 0x67;
     let mut bytes = vec![0; (HIERARCHY_PAGES * PAGE) as usize];
@@ -191,7 +195,7 @@ pub fn hierarchy(at: u64) -> Vec<u8> {
         bytes[at..at + size as usize].copy_from_slice(&entry.to_le_bytes()[..size as usize]);
     };
     put(0, 0, 8, (at + PAGE) | ALL);
-    // A PAE root has no rights.
+    // The entries of a PAE root have no bits for rights.
     put(1, 0, 8, (at + 2 * PAGE) | 1);
     put(2, 0, 8, (at + 3 * PAGE) | ALL);
     put(4, 0, 4, (at + 5 * PAGE) | ALL);
@@ -202,11 +206,11 @@ pub fn hierarchy(at: u64) -> Vec<u8> {
     bytes
 }
 
-/// What a hypervisor runs: with VMRUN in it, and an end.
+/// The code of a hypervisor: it contains VMRUN, and ends with HLT.
 pub const HYPERVISORS: [&[u8]; 7] = [
     // vmrun; hlt
     b"\x0f\x01\xd8\xf4",
-    // rep movsb; vmrun; hlt: what is staged becomes a nested table.
+    // rep movsb; vmrun; hlt: the first instruction copies staged data to the nested tables.
     b"\xf3\xa4\x0f\x01\xd8\xf4",
     // clgi; vmload; vmrun; vmsave; stgi; hlt
     b"\x0f\x01\xdd\x0f\x01\xda\x0f\x01\xd8\x0f\x01\xdb\x0f\x01\xdc\xf4",
@@ -214,13 +218,13 @@ pub const HYPERVISORS: [&[u8]; 7] = [
     b"\x0f\x01\xd8\x0f\x01\xd8\xf4",
     // vmrun; rep movsb; invlpga; vmrun; hlt
     b"\x0f\x01\xd8\xf3\xa4\x0f\x01\xdf\x0f\x01\xd8\xf4",
-    // vmsave; vmrun; hlt: to the control block itself
+    // vmsave; vmrun; hlt: vmsave stores to the control block of vmrun
     b"\x0f\x01\xdb\x0f\x01\xd8\xf4",
     // mov [rdi], eax; vmrun; mov [rdi], eax; vmrun; hlt
     b"\x89\x07\x0f\x01\xd8\x89\x07\x0f\x01\xd8\xf4",
 ];
 
-/// What system management mode runs.
+/// The code of the handler of SMIs.
 pub const MANAGERS: [&[u8]; 4] = [
     // rsm
     b"\x0f\xaa",
@@ -232,7 +236,8 @@ pub const MANAGERS: [&[u8]; 4] = [
     b"\xf3\xa4\x0f\xaa",
 ];
 
-/// What the nested guest runs, in parts; each is code in 32 and 64 bits, and something in 16.
+/// The parts from which the nested guest's code is made. Each part is valid code in 32-bit and 64-bit mode, and some
+/// other code in 16-bit mode.
 const PARTS: [&[u8]; 22] = [
     b"\x0f\x01\xd9",             // vmmcall
     b"\xf4",                     // hlt

@@ -1,7 +1,7 @@
-//! Hypervisors that know nothing of what they do, and clients that know no more: random control blocks at random
-//! places, nested tables and code in one another's pages, in memory that is read-only, that is seen twice, that comes
-//! and goes, and that is none; in every mode of the hypervisor and of its guest. The test checks that each run ends,
-//! that the engine's tables pass their audit, and that the process does not grow.
+//! Tests random hypervisors with random clients. The control blocks, nested tables and code are random, and may be in
+//! one another's pages. The memory may be read-only, mapped twice, or missing, and memslots come and go. The
+//! hypervisor and its guest run in all modes. The test checks that each run ends, that the engine's tables pass their
+//! audit, and that the process does not grow.
 //!
 //! `cargo test -p slat-kvm --release --test hostile_hypervisors`, with SLAT_TEST_ROUNDS=…, SLAT_SEED=… and SLAT_MMU=…
 //! for another number of rounds on each MMU, another seed, and one MMU.
@@ -28,21 +28,21 @@ const VM_CR: u32 = 0xc001_0114;
 const VM_HSAVE_PA: u32 = 0xc001_0117;
 /// An exit code that no processor stores.
 const NO_EXIT: u64 = 0x5a5a;
-/// Rounds of a VM.
+/// The number of rounds of one VM.
 const ROUNDS: u64 = 500;
-/// The most bytes by which the process may grow from its second VM to its last: a million rounds have been seen
-/// to take 6 to 23 MiB.
+/// The largest number of bytes by which the process may grow from its second VM to its last. In a million rounds it
+/// grew by 6 to 23 MiB.
 const GROWTH: usize = 48 << 20;
 
-/// A VM of two hypervisors.
+/// A VM with two vCPUs, each of which runs a hypervisor.
 struct Machine {
     vcpus: Vec<VcpuFd>,
     vm: VmFd,
     memory: Memory,
     random: Rng,
-    /// Whether each slot is there.
+    /// Whether each slot exists.
     slots: [bool; SLOTS.len()],
-    /// Whether a vCPU has had an SMI: where SMRAM is no memory, that ends the VM.
+    /// Whether a vCPU has had an SMI. If SMRAM is not in a memslot, an SMI ends the VM.
     had_smi: bool,
     is_lost: bool,
 }
@@ -86,7 +86,7 @@ impl Machine {
             memory_size: if deletes { 0 } else { bytes },
             userspace_addr: self.memory.start as u64 + at,
         };
-        // SAFETY: memory of the test, which outlives the VM's use of it.
+        // SAFETY: the memory belongs to the test, and outlives the VM's use of it.
         unsafe { self.vm.set_user_memory_region(region) }.unwrap();
         self.slots[slot] = !deletes;
     }
@@ -101,7 +101,7 @@ impl Machine {
         u64::from_le_bytes(bytes)
     }
 
-    /// Makes code, and all that the control block refers to, what they are meant to be.
+    /// Restores the page tables, the descriptor tables and the permission maps to their valid contents.
     fn repair(&mut self) {
         for at in [OWN, GUESTS, NESTED] {
             self.memory.write(at, &hierarchy(at));
@@ -112,27 +112,28 @@ impl Machine {
         for (selector, segment) in [(8, 0x00cf_9b00), (16, 0x00cf_9300), (24, 0x00af_9b00)] {
             self.put(GDT + selector, segment << 32 | 0xffff);
         }
-        // An interrupt gate of 32 bits, of which 64 bits make another one.
+        // Each entry is an interrupt gate of 32-bit mode. In 64-bit mode, a gate has 16 bytes, so two entries make
+        // one gate.
         for vector in 0..256 {
             self.put(IDT + 8 * vector, 0x8e00 << 32 | 8 << 16 | L2);
         }
     }
 
-    /// Writes a control block with a guest that runs in `mode`, its hypervisor in mode `own`; and then some of
-    /// its fields at random.
+    /// Writes a control block at `vmcb`, with a guest that runs in `mode` and a hypervisor that runs in `own`. Then
+    /// changes some fields at random.
     fn fill(&mut self, vmcb: u64, own: Mode, mode: Mode) {
         self.memory.write(vmcb, &[0; PAGE as usize]);
         let random = &mut self.random;
         let is_nested = !random.one_in(4);
         let (code, data) = (packed(&mode.segment(true)), packed(&mode.segment(false)));
-        // The nested tables are to be in the hypervisor's own mode.
+        // The nested tables have the paging mode of the hypervisor, so usually choose its own mode.
         let tables = match random.one_in(4) {
             true => random.pick(&Mode::ALL),
             false => own,
         };
         let fields = [
             (8, random.word() & random.word() & random.word()),
-            // VMRUN, VMMCALL, HLT, shutdown; mostly.
+            // The intercepts: always VMRUN, VMMCALL, HLT and shutdown, and random others.
             (0xc, 1 << 24 | 1 << 31 | 3 << 32 | random.below(1 << 24)),
             (0x40, IO_MAP),
             (0x48, MSR_MAP),
@@ -166,7 +167,7 @@ impl Machine {
             self.put(vmcb + at, value);
         }
         for _ in 0..self.random.below(4) {
-            // Mostly fields that mean something.
+            // Most changes are to fields that the processor uses.
             let at = match self.random.below(4) {
                 0 => self.random.pick(&fields).0,
                 1 => self.random.below(0x100),
@@ -179,12 +180,12 @@ impl Machine {
         }
     }
 
-    /// Returns registers that refer to places, and the control block in RAX.
+    /// Returns registers whose addresses are random places, with the control block in RAX.
     fn registers(&mut self, vmcb: u64) -> kvm_regs {
         let random = &mut self.random;
         let leads_to = place(random) | random.pick(&[0x67, 0x67, 0xe7, 0x65, 5, 1]);
-        // What REP MOVSB copies: all nested tables; one entry of them, which leads somewhere, to the control block or
-        // the tables, too; anything.
+        // The source, destination and length of REP MOVSB: all nested tables; or one entry of them, which leads to a
+        // random place; or random addresses.
         let (rsi, rdi, rcx) = match random.below(3) {
             0 => (STAGED, NESTED, HIERARCHY_PAGES * PAGE),
             1 => {
@@ -208,10 +209,10 @@ impl Machine {
         }
     }
 
-    /// Has a hypervisor run, with `counts` of what it comes to.
+    /// Runs a hypervisor once, and counts the exits in `counts`.
     fn round(&mut self, counts: &mut BTreeMap<String, u64>) {
         let cpu = self.random.below(2) as usize;
-        // Slots that are gone come back soon.
+        // Creates missing slots again soon.
         let slot = match self.slots.iter().position(|is_there| !is_there) {
             Some(gone) => self.random.one_in(4).then_some(gone),
             None => {
@@ -231,7 +232,7 @@ impl Machine {
             1 => AGAIN + at,
             _ => at,
         };
-        // A page of nested tables, too, can begin with what is meant to be a control block.
+        // If the control block would be in a page of nested tables, writes one there, in half of the cases.
         if (NESTED..NESTED + HIERARCHY_PAGES * PAGE).contains(&at) && self.random.one_in(2) {
             self.fill(at & !0xfff, own, guests);
         }
@@ -267,7 +268,7 @@ impl Machine {
         }
     }
 
-    /// Makes a vCPU that of a hypervisor that has not run yet.
+    /// Resets a vCPU to the state of a hypervisor that has not run yet.
     fn start(&mut self, cpu: usize, mode: Mode, registers: &kvm_regs) {
         let (vcpu, random) = (&self.vcpus[cpu], &mut self.random);
         let mut none = KvmNestedStateBuffer::empty();
@@ -285,7 +286,7 @@ impl Machine {
         mode.set(&mut sregs);
         sregs.interrupt_bitmap = [0; 4];
         vcpu.set_sregs(&sregs).unwrap();
-        // A state that a client sets and that is hardly ever one.
+        // Sometimes the client sets a state that is probably invalid.
         if random.one_in(8) {
             match random.below(5) {
                 0 => sregs.efer ^= 1 << random.below(16),
@@ -300,7 +301,7 @@ impl Machine {
         assert!(set_msr(vcpu, VM_CR, 0) && set_msr(vcpu, VM_HSAVE_PA, HOST_SAVE));
     }
 
-    /// Does what a client may do between runs.
+    /// Makes a random call that a client may make between runs.
     fn meddle(&mut self, cpu: usize) {
         let (vcpu, random) = (&self.vcpus[cpu], &mut self.random);
         match random.below(24) {
@@ -311,7 +312,7 @@ impl Machine {
             }
             2 => _ = vcpu.interrupt(random.below(256) as u32),
             3 => {
-                // Saved and restored, with a bit of it wrong.
+                // Saves and restores the nested state, with one bit of it changed.
                 let mut state = KvmNestedStateBuffer::empty();
                 state.size = size_of::<KvmNestedStateBuffer>() as u32;
                 vcpu.nested_state(&mut state).unwrap();
@@ -321,7 +322,7 @@ impl Machine {
                     1 => 128 + random.below(0x700),
                     _ => 128 + random.below(PAGE),
                 };
-                // SAFETY: within the state, which is plain data.
+                // SAFETY: the address is within the state, which is plain data.
                 unsafe { *bytes.add(at as usize) ^= 1 << random.below(8) };
                 _ = vcpu.set_nested_state(&state);
             }
@@ -397,7 +398,7 @@ fn a_hypervisor_that_knows_nothing_does_no_harm() {
         let growth = resident().saturating_sub(before);
         println!("{mmu:?}: {counts:?}, {growth} bytes more");
         assert!(growth < GROWTH, "{mmu:?}: {growth}");
-        // Guests run, and are refused; and all kinds of ends are seen.
+        // Checks that guests have run, that some were refused, and that all kinds of exits have occurred.
         for what in [
             "exit 0x400",
             "exit 0xffffffffffffffff",

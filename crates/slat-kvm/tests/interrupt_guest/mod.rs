@@ -1,5 +1,5 @@
-//! Guests that count interrupts in memory, for tests of interrupt delivery. Real mode and x2APIC mode: an end of
-//! interrupt is an MSR write, and handlers do not exit to the client, unless a test asks for that.
+//! Guests that count interrupts in memory, for tests of interrupt delivery. They run in real mode and x2APIC mode, so
+//! an end of interrupt is an MSR write. Handlers do not exit to the client, unless a test requests that.
 //!
 //! The requests are raw, as `slat run` makes them, because `KVM_IRQ_LINE_STATUS` has no method.
 #![allow(dead_code)]
@@ -20,20 +20,20 @@ use vmm_sys_util::eventfd::EventFd;
 /// How long a test waits for an expected event: much longer than the event takes on a busy machine.
 pub const PATIENCE: Duration = Duration::from_secs(120);
 
-/// For each vector, how often its handler has run.
+/// The address of the counts: for each vector, how often its handler has run.
 const COUNTS: u64 = 0x400;
-/// For each vector, a number that the test writes before it injects.
+/// The address of the sent numbers: for each vector, a number that the test writes before it injects the interrupt.
 const SENT: u64 = 0x800;
-/// For each vector, the number that its handler saw last.
+/// The address of the seen numbers: for each vector, the number that its handler has read last.
 const SEEN: u64 = 0xc00;
-/// For each vCPU, the number of rounds of its main loop.
+/// The address of the rounds: for each vCPU, the number of rounds of its main loop.
 const ROUNDS: u64 = 0x1000;
-/// Programs of vCPUs, 0x100 bytes each.
+/// The address of the programs of vCPUs, 0x100 bytes each.
 const PROGRAMS: u64 = 0x2000;
-/// Handlers of interrupts, [`HANDLER`] bytes each.
+/// The address of the handlers of interrupts, [`HANDLER`] bytes each.
 const HANDLERS: u64 = 0x4000;
 const HANDLER: u64 = 64;
-/// Stacks of vCPUs, [`STACK`] bytes each, which grow downwards.
+/// The address of the stacks of vCPUs, [`STACK`] bytes each, which grow downwards.
 const STACKS: u64 = 0x8000;
 const STACK: u64 = 0x400;
 const MEMORY: u64 = 0x1_0000;
@@ -52,12 +52,12 @@ pub fn wrmsr(msr: u32, low: u32, high: u32) -> Vec<u8> {
     code
 }
 
-/// Code that enables the APIC by software, and interrupts.
+/// Returns code that enables the APIC by software, and interrupts.
 pub fn open() -> Vec<u8> {
     [wrmsr(0x80f, 0x1ff, 0), vec![0xfb]].concat()
 }
 
-/// Code that repeats `body`, counted in [`ROUNDS`].
+/// Returns code that repeats `body`, and counts the rounds in [`ROUNDS`].
 pub fn forever(body: &[u8]) -> Vec<u8> {
     // inc dword [si]
     let mut code = vec![0x66, 0xff, 0x04];
@@ -69,33 +69,33 @@ pub fn forever(body: &[u8]) -> Vec<u8> {
     code
 }
 
-/// Code that waits for interrupts in halts.
+/// Returns code that waits for interrupts in halts.
 pub fn halting() -> Vec<u8> {
     [open(), forever(&[0xf4])].concat()
 }
 
-/// Code that waits for interrupts in a busy loop.
+/// Returns code that waits for interrupts in a busy loop.
 pub fn busy() -> Vec<u8> {
     [open(), forever(&[0xf3, 0x90])].concat()
 }
 
-/// Code that repeatedly sends an IPI: `low` and `high` are the words of the ICR.
+/// Returns code that repeatedly sends an IPI: `low` and `high` are the words of the ICR.
 pub fn sending(low: u32, high: u32) -> Vec<u8> {
     [open(), forever(&wrmsr(0x830, low, high))].concat()
 }
 
-/// Code that ends an interrupt.
+/// Returns code that ends an interrupt.
 pub fn end() -> Vec<u8> {
     wrmsr(0x80b, 0, 0)
 }
 
-/// Code that writes the vector to [`PORT`].
+/// Returns code that writes the vector to [`PORT`].
 pub fn tell(vector: u8) -> Vec<u8> {
     // mov al, vector; out PORT, al
     vec![0xb0, vector, 0xe6, PORT as u8]
 }
 
-/// Code of a handler that counts its runs, and then executes `body`.
+/// Returns the code of a handler that counts its runs, and then executes `body`.
 fn handler(vector: u8, body: &[u8]) -> Vec<u8> {
     let of = |array: u64| ((array + 4 * u64::from(vector)) as u16).to_le_bytes();
     // push eax, ecx, edx
@@ -117,10 +117,10 @@ fn handler(vector: u8, body: &[u8]) -> Vec<u8> {
 /// The interrupt controllers that slat emulates for a machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Chips {
-    /// None: the client emulates all. Handlers end no interrupt.
+    /// slat emulates no controller: the client emulates all. Handlers do not end interrupts.
     None,
     Pc,
-    /// Local APICs only: the client emulates the others.
+    /// slat emulates only local APICs: the client emulates the others.
     Split,
 }
 
@@ -144,14 +144,14 @@ pub fn call<T>(object: &Object, request: u32, argument: &mut T) -> Result<i32, i
 /// The `kvm_run` of a vCPU.
 pub struct RunPage(*mut kvm_run);
 
-// SAFETY: shared memory, used by volatile and atomic accesses.
+// SAFETY: the memory is shared, and is accessed only by volatile and atomic accesses.
 unsafe impl Send for RunPage {}
-// SAFETY: as above.
+// SAFETY: the memory is shared, and is accessed only by volatile and atomic accesses.
 unsafe impl Sync for RunPage {}
 
 impl RunPage {
     fn map(fd: &OwnedFd) -> Self {
-        // SAFETY: a new mapping.
+        // SAFETY: the call makes a new mapping at an address of the kernel's choice.
         let start = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),
@@ -166,21 +166,21 @@ impl RunPage {
         RunPage(start.cast())
     }
 
-    /// The reason of the last exit.
+    /// Returns the reason of the last exit.
     pub fn exit_reason(&self) -> u32 {
-        // SAFETY: within the mapping.
+        // SAFETY: the address is within the mapping.
         unsafe { (&raw const (*self.0).exit_reason).read_volatile() }
     }
 
-    /// The vector of `KVM_EXIT_IOAPIC_EOI`.
+    /// Returns the vector of a `KVM_EXIT_IOAPIC_EOI`.
     pub fn ended(&self) -> u8 {
-        // SAFETY: within the mapping; any bits are a vector.
+        // SAFETY: the address is within the mapping, and all values of the byte are vectors.
         unsafe { (&raw const (*self.0).__bindgen_anon_1.eoi.vector).read_volatile() }
     }
 
     /// Sets whether the client asks for `KVM_EXIT_IRQ_WINDOW_OPEN`.
     pub fn request_window(&self, on: bool) {
-        // SAFETY: within the mapping.
+        // SAFETY: the address is within the mapping.
         unsafe {
             (&raw mut (*self.0).request_interrupt_window).write_volatile(on.into());
         }
@@ -188,13 +188,13 @@ impl RunPage {
 
     /// Whether the vCPU accepts a `KVM_INTERRUPT` now.
     pub fn ready(&self) -> bool {
-        // SAFETY: within the mapping.
+        // SAFETY: the address is within the mapping.
         unsafe { (&raw const (*self.0).ready_for_interrupt_injection).read_volatile() != 0 }
     }
 
-    /// The port and the first byte of an access to a port.
+    /// Returns the port and the first byte of an exit for a port.
     pub fn port(&self) -> (u16, u8) {
-        // SAFETY: within the mapping, which has the data at the offset that the exit names.
+        // SAFETY: the fields are within the mapping, and so are the data, at the offset that the exit names.
         unsafe {
             let io = (&raw const (*self.0).__bindgen_anon_1.io).read_volatile();
             let data = self.0.cast::<u8>().add(io.data_offset as usize);
@@ -205,7 +205,7 @@ impl RunPage {
 
 impl Drop for RunPage {
     fn drop(&mut self) {
-        // SAFETY: our mapping.
+        // SAFETY: the mapping belongs to this test.
         unsafe { libc::munmap(self.0.cast(), slat_kvm::run_page::mmap_size()) };
     }
 }
@@ -226,7 +226,7 @@ impl Vcpu {
     }
 }
 
-/// A machine whose vCPUs do not run yet, and will begin with their programs.
+/// A machine whose vCPUs do not run yet. Each will begin with its program.
 pub struct Machine {
     pub vm: Object,
     _fd: OwnedFd,
@@ -261,7 +261,7 @@ impl Machine {
         };
         assert_eq!(call(&vm, KVM_SET_USER_MEMORY_REGION, &mut region), Ok(0));
         for vector in 0..=255u8 {
-            // The segment holds the address: the offset is always 0.
+            // The segment contains the whole address, so the offset is always 0.
             let pointer = (handler_at(vector) as u32 >> 4) << 16;
             memory.write(4 * u64::from(vector), &pointer.to_le_bytes());
         }
@@ -276,7 +276,8 @@ impl Machine {
         };
         for vector in 0..=255 {
             let mut body = Vec::new();
-            // A general-protection fault exits, and so ends the test: its handler would return to the fault for ever.
+            // The handler of #GP exits, which ends the test. Without the exit, the handler would return to the
+            // faulting instruction for ever.
             if tells.contains(&vector) || vector == 13 {
                 body.extend(tell(vector));
             }
@@ -299,7 +300,7 @@ impl Machine {
         let (object, fd) = create(vm, KVM_CREATE_VCPU, id);
         // Without x2APIC in its CPUID, a guest may not switch to that mode.
         let mut cpuid = CpuId::new(KVM_MAX_CPUID_ENTRIES).expect("memory");
-        // SAFETY: the length does not change.
+        // SAFETY: the calls store at most as many entries as the list has space for.
         let list = unsafe { cpuid.as_mut_fam_struct() };
         assert_eq!(
             call(&Object::system(), KVM_GET_SUPPORTED_CPUID, list),
@@ -385,17 +386,17 @@ pub struct RunningMachine {
 impl RunningMachine {
     fn word(&self, at: u64) -> &AtomicU32 {
         assert!(at + 4 <= MEMORY && at.is_multiple_of(4));
-        // SAFETY: within the mapping; the guest's accesses are atomic, too.
+        // SAFETY: the address is within the mapping, and the guest's accesses are atomic, too.
         unsafe { AtomicU32::from_ptr(self.memory.start.add(at as usize).cast()) }
     }
 
-    /// How often the handler of `vector` has run.
+    /// Returns how often the handler of `vector` has run.
     pub fn count(&self, vector: u8) -> u32 {
         self.word(COUNTS + 4 * u64::from(vector))
             .load(Ordering::SeqCst)
     }
 
-    /// The number of rounds of a vCPU's main loop.
+    /// Returns the number of rounds of a vCPU's main loop.
     pub fn rounds(&self, vcpu: u64) -> u32 {
         self.word(ROUNDS + 4 * vcpu).load(Ordering::SeqCst)
     }
@@ -406,7 +407,7 @@ impl RunningMachine {
             .store(number, Ordering::SeqCst);
     }
 
-    /// The number that the handler of `vector` saw last.
+    /// Returns the number that the handler of `vector` saw last.
     pub fn seen(&self, vector: u8) -> u32 {
         self.word(SEEN + 4 * u64::from(vector))
             .load(Ordering::SeqCst)
@@ -456,9 +457,9 @@ impl RunningMachine {
         set_pins(&self.vm, pins);
     }
 
-    /// Whether the line at a pin of the I/O APIC is high.
+    /// Returns whether the line at a pin of the I/O APIC is high.
     pub fn is_high(&self, pin: usize) -> bool {
-        // SAFETY: the chip is the I/O APIC.
+        // SAFETY: `io_apic` has read the state of the I/O APIC, so this part of the union is filled in.
         let lines = unsafe { io_apic(&self.vm).chip.ioapic.irr };
         lines >> pin & 1 != 0
     }
@@ -525,7 +526,7 @@ fn io_apic(vm: &Object) -> kvm_irqchip {
 pub fn set_pins(vm: &Object, pins: &[(usize, u64)]) {
     let mut chip = io_apic(vm);
     for &(pin, entry) in pins {
-        // SAFETY: the chip is the I/O APIC.
+        // SAFETY: `io_apic` has read the state of the I/O APIC, so this part of the union is filled in.
         unsafe { chip.chip.ioapic.redirtbl[pin].bits = entry };
     }
     assert_eq!(call(vm, KVM_SET_IRQCHIP, &mut chip), Ok(0));

@@ -5,8 +5,8 @@ use crate::common::{Memory, set_slot};
 use kvm_bindings::*;
 use slat_kvm::{Kvm, VcpuExit, VcpuFd, VmFd};
 
-/// Bytes of guest memory, from address 0. The guest's addresses from here on are mapped to devices, later
-/// ones are not mapped.
+/// The number of bytes of guest memory, which begins at address 0. The guest's tables map the addresses from here on
+/// to devices, up to a limit.
 pub const MEMORY: u64 = 0x40_0000;
 pub const CODE: u64 = 0x1000;
 pub const IDT: u64 = 0x2000;
@@ -16,12 +16,13 @@ pub const HANDLERS: u64 = 0x7000;
 pub const DATA: u64 = 0x10_0000;
 pub const STACK: u64 = 0x1f_0000;
 
-/// Rounds of the guest: code runs for the first time, is cached, and runs from the cache.
+/// The number of rounds of the guest. In the first rounds the code runs for the first time and is cached. In later
+/// rounds it runs from the cache.
 pub const ROUNDS: u64 = 4;
-/// Exits of one round: IN and OUT, an MMIO read and write, INSB, OUTSB, and the writes of FXSAVE.
+/// The number of exits of one round: IN and OUT, an MMIO read and write, INSB, OUTSB, and the writes of FXSAVE.
 pub const EXITS: u64 = 2 + 2 + 1 + 1 + 52;
 
-/// One round, up to its jump back.
+/// The code of one round, up to its jump back.
 const ROUND: &[&[u8]] = &[
     // mov edx,0x10; in al,dx; out dx,al
     b"\xba\x10\0\0\0\xec\xee",
@@ -59,7 +60,7 @@ const ROUND: &[&[u8]] = &[
     b"\xbc\0\0\x1f\0\x49\xff\xcf",
 ];
 
-/// The VM, and its memory, which holds the guest.
+/// A VM, and its memory, which contains the guest.
 pub struct Machine {
     pub vm: VmFd,
     pub kvm: Kvm,
@@ -86,13 +87,13 @@ impl Machine {
         let put = |at: u64, word: u64| memory.write(at, &word.to_le_bytes());
         put(GDT + 8, 0x00af_9b00_0000_ffff);
         put(GDT + 16, 0x00cf_9300_0000_ffff);
-        // Pages of 2 MiB: memory, then devices; later entries are not present.
+        // The tables map pages of 2 MiB: first memory, then devices. Later entries are not present.
         put(TABLES, (TABLES + 0x1000) | 3);
         put(TABLES + 0x1000, (TABLES + 0x2000) | 3);
         for page in 0..3 {
             put(TABLES + 0x2000 + 8 * page, page << 21 | 0x83);
         }
-        // add qword [rsp],2; iretq - add rsp,8; add qword [rsp],3; iretq - iretq
+        // The three handlers: add qword [rsp],2; iretq - add rsp,8; add qword [rsp],3; iretq - iretq
         let handlers: [(u64, &[u8]); 3] = [
             (6, b"\x48\x83\x04\x24\x02\x48\xcf"),
             (14, b"\x48\x83\xc4\x08\x48\x83\x04\x24\x03\x48\xcf"),
@@ -156,7 +157,7 @@ impl Machine {
     pub fn check_end(&self, vcpu: &VcpuFd) {
         let regs = vcpu.get_regs().unwrap();
         assert_eq!((regs.r15, regs.rsp), (0, STACK));
-        // XADD of 0x42, and of the first byte from the port.
+        // XADD has exchanged 0x42 and the first byte from the port.
         let exchanged = (regs.rax as u8, self.byte(DATA));
         assert_eq!(exchanged, (input(0), input(0) + 0x42));
         for at in [0u64, 0x200, 599] {
@@ -166,12 +167,12 @@ impl Machine {
 
     fn byte(&self, at: u64) -> u8 {
         assert!(at < MEMORY);
-        // SAFETY: within the mapping; the guest does not run.
+        // SAFETY: the address is within the mapping, and the guest does not run.
         unsafe { self.memory.start.add(at as usize).read_volatile() }
     }
 }
 
-/// Returns the byte at `at` of a string input from the port.
+/// Returns byte number `at` of a string input from the port.
 fn input(at: u64) -> u8 {
     (at * 7 + 3) as u8
 }

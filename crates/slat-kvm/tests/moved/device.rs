@@ -2,11 +2,11 @@
 
 use slat_kvm::VcpuExit;
 
-/// One access, of a device or by a call.
+/// One access: to a device, or by a hypercall.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Access {
     pub write: bool,
-    /// Guest-physical address, port, or number of the call.
+    /// The guest-physical address, the port, or the number of the hypercall.
     pub at: u64,
     pub len: usize,
     pub value: u64,
@@ -23,11 +23,11 @@ impl Access {
     }
 }
 
-/// Offset in the devices' pages from which they remember what is written to them, as a stack does. Before it, each
-/// read has another value.
+/// The offset in the devices' pages from which on the devices store what is written, like memory. Below this offset,
+/// each read returns another value.
 const REMEMBERS: u64 = 0x8000;
 
-/// Devices that note each access.
+/// The devices, which record each access.
 #[derive(Default)]
 pub struct Device {
     pub accesses: Vec<Access>,
@@ -35,7 +35,7 @@ pub struct Device {
 }
 
 impl Device {
-    /// Returns the byte that a read at `at` gives.
+    /// Returns the byte that a read at `at` returns.
     fn byte(&self, at: u64, number: usize) -> u8 {
         let new = (at * 31 + number as u64 * 7 + self.accesses.len() as u64 * 13) as u8;
         match at >= super::programs::DEVICE + REMEMBERS {
@@ -45,7 +45,7 @@ impl Device {
     }
 
     fn note(&mut self, write: bool, at: u64, data: &[u8]) {
-        // Long transfers are known by a sum.
+        // Records only a checksum of a long transfer.
         let value = match data.len() {
             ..=8 => data
                 .iter()
@@ -70,7 +70,7 @@ impl Device {
         self.note(false, at, data);
     }
 
-    /// Serves an exit. Returns `false` when the guest has ended.
+    /// Handles an exit. Returns `false` when the guest has ended.
     pub fn serve(&mut self, exit: VcpuExit<'_>) -> bool {
         match exit {
             VcpuExit::IoIn(port, data) => self.fill(port.into(), data),
@@ -88,7 +88,7 @@ impl Device {
             }
             VcpuExit::X86Rdmsr(msr) => {
                 *msr.data = 0x1122_3344_5566 + self.accesses.len() as u64;
-                // One of them does not exist.
+                // An MSR with an odd index does not exist.
                 *msr.error = u8::from(msr.index & 1 != 0);
                 self.note(false, msr.index.into(), &[]);
             }
@@ -96,7 +96,7 @@ impl Device {
                 *msr.error = u8::from(msr.index & 1 != 0);
                 self.note(true, msr.index.into(), &msr.data.to_le_bytes());
             }
-            // Some instructions do not access devices.
+            // slat cannot emulate some instructions on devices: they end the program by an internal error.
             VcpuExit::Hlt | VcpuExit::InternalError => return false,
             other => panic!("{other:?}"),
         }

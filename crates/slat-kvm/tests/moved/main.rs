@@ -1,10 +1,10 @@
-//! A guest that is moved to another VM at an exit does there what it would have done: `KVM_RUN` with `immediate_exit`
-//! leaves nothing of an instruction behind that the client cannot read.
+//! Tests that a guest which is moved to another VM at an exit does there what it would have done in the first VM.
+//! After `KVM_RUN` with `immediate_exit`, no part of an instruction remains that the client cannot read.
 //!
-//! Each program runs once in one VM, and is then moved at each of its exits in turn: the client serves the exit, calls
-//! `KVM_RUN` with `immediate_exit` until it returns `EINTR`, reads all state, and gives it to a new VM. The device
-//! counts its accesses, and a read changes what the next one returns: an access that is lost or made twice is seen, and
-//! so are registers, flags and memory.
+//! Each program runs once in one VM. Then it is moved at each of its exits in turn: the client handles the exit,
+//! calls `KVM_RUN` with `immediate_exit` until that returns `EINTR`, reads all state, and gives the state to a new
+//! VM. The device counts its accesses, and a read changes the value that the next read returns. So the test finds an
+//! access that is lost or made twice, and also wrong registers, flags and memory.
 #![cfg(target_arch = "x86_64")]
 
 #[path = "../common/mod.rs"]
@@ -27,12 +27,12 @@ use slat_kvm::{Kvm, VcpuExit, VcpuFd};
 use state::State;
 use std::os::fd::AsRawFd;
 
-/// How guests are translated and executed.
+/// The way in which guests are translated and executed.
 #[derive(Clone, Copy, Debug)]
 struct World {
     mmu: MmuKind,
     jit: Jit,
-    /// The program runs in a guest of the guest.
+    /// Whether the program runs in a nested guest.
     nested: bool,
 }
 
@@ -42,7 +42,7 @@ const PLAIN: World = World {
     nested: false,
 };
 
-/// All of them: the oldest way of each kind, and the compilers.
+/// Returns all combinations of MMU and compiler.
 fn worlds() -> impl Iterator<Item = World> {
     let jits = [
         Jit::Off,
@@ -59,34 +59,34 @@ fn worlds() -> impl Iterator<Item = World> {
     })
 }
 
-/// Each way once.
+/// Returns some of the combinations: each MMU and each compiler at least once.
 fn some_worlds() -> impl Iterator<Item = World> {
     worlds().step_by(4)
 }
 
-/// A VM with the vCPU that runs a program.
+/// A VM, and its vCPU, which runs a program.
 struct Guest {
     vcpu: VcpuFd,
     machine: Machine,
 }
 
-/// What a program has done.
+/// The effects of a program.
 #[derive(Debug, PartialEq)]
 struct Outcome {
     accesses: Vec<Access>,
     regs: kvm_regs,
-    /// What XSAVE saves of MXCSR, XMM and YMM registers.
+    /// The MXCSR, XMM and YMM registers, as XSAVE stores them.
     vectors: [Vec<u32>; 2],
     memory: u64,
 }
 
 impl Guest {
-    /// Makes a VM whose guest memory holds nothing but the tables of [`Machine`].
+    /// Makes a VM whose guest memory contains only the tables of [`Machine`].
     fn new(world: World) -> Self {
         Guest::with(world, |_| {})
     }
 
-    /// Like [`new`](Self::new), with a VM that `prepare` has changed before its vCPU is made.
+    /// Like [`new`](Self::new), but calls `prepare` with the VM before its vCPU is made.
     fn with(world: World, prepare: impl FnOnce(&Machine)) -> Self {
         let kvm = Kvm::new().unwrap().with_mmu(world.mmu).with_jit(world.jit);
         let machine = Machine::of(kvm);
@@ -112,7 +112,7 @@ impl Guest {
         Guest::new(world).about(world, code)
     }
 
-    /// Has this VM begin with a program.
+    /// Makes this VM begin with a program.
     fn about(self, world: World, code: &[u8]) -> Self {
         let guest = self;
         guest.machine.memory.write(long_mode::CODE, code);
@@ -128,7 +128,7 @@ impl Guest {
         guest
     }
 
-    /// Finishes the last exit, and returns a VM that has all state of this one.
+    /// Completes the last exit, and returns another VM with all state of this one.
     fn moved(mut self, world: World, device: &mut Device) -> Self {
         self.vcpu.set_kvm_immediate_exit(1);
         loop {
@@ -160,7 +160,7 @@ impl Guest {
             memory_size: long_mode::MEMORY,
             userspace_addr: self.machine.memory.start as u64,
         };
-        // SAFETY: the memory that the slot has already.
+        // SAFETY: the slot already has this memory.
         unsafe { self.machine.vm.set_user_memory_region(region) }.unwrap();
     }
 
@@ -186,11 +186,11 @@ impl Guest {
     }
 }
 
-/// More exits than any program has.
+/// A number of exits that no program reaches.
 const MOST_EXITS: usize = 400;
 
-/// Runs a program to its end, and moves it after each exit whose number `moves` accepts. Returns what it has done, and
-/// how many exits it had.
+/// Runs a program to its end. Moves it after each exit whose number `moves` accepts. Returns its effects, and the
+/// number of its exits.
 fn run(world: World, code: &[u8], moves: impl Fn(usize) -> bool) -> (Outcome, usize) {
     let mut guest = Guest::about_to_run(world, code);
     let mut device = Device::default();
@@ -208,11 +208,11 @@ fn run(world: World, code: &[u8], moves: impl Fn(usize) -> bool) -> (Outcome, us
     }
 }
 
-/// Checks that a program does the same if it is moved at each exit that `moves` accepts.
+/// Checks that a program has the same effects if it is moved at each exit that `moves` accepts.
 fn check(world: World, name: &str, code: &[u8], moves: impl Fn(usize) -> bool) {
     let code = [code, END].concat();
     let (stays, exits) = run(world, &code, |_| false);
-    // VMCALL of a guest of a guest is its hypervisor's.
+    // VMCALL in a nested guest exits to its hypervisor, and not to the client.
     assert!(exits > 0 || world.nested, "{name} has no exit");
     let moved = run(world, &code, moves).0;
     assert_eq!(moved, stays, "{name} in {world:?}, with {exits} exits");
@@ -247,7 +247,7 @@ fn a_guest_of_a_guest_that_is_moved_does_what_it_would_have_done() {
     }
 }
 
-/// Its exits are too many to move at each of them everywhere.
+/// XSAVE and XRSTOR to a device have too many exits to move at each of them with each combination.
 #[test]
 fn a_guest_that_is_moved_while_it_loads_all_registers_does_what_it_would_have_done() {
     check(PLAIN, "xsave and xrstor", programs::XSAVE, |exit| {
@@ -255,7 +255,8 @@ fn a_guest_that_is_moved_while_it_loads_all_registers_does_what_it_would_have_do
     });
 }
 
-/// A VM that was just moved holds no leftovers of earlier exits. This test moves a VM that does.
+/// This test moves each VM once. A VM that was just moved contains nothing of earlier exits, so moving at each exit
+/// would miss an error there.
 #[test]
 fn a_guest_that_is_moved_once_does_what_it_would_have_done() {
     for world in some_worlds() {
@@ -283,7 +284,7 @@ fn random_programs_do_the_same_wherever_they_are_moved() {
     }
 }
 
-/// Runs `code` until its first exit, which is served; then `meanwhile` changes something, and the run is completed.
+/// Runs `code` until its first exit, and handles that exit. Then calls `meanwhile`, and completes the instruction.
 fn complete(code: &[u8], meanwhile: impl FnOnce(&mut Guest)) -> (Guest, Device) {
     let mut guest = Guest::about_to_run(PLAIN, code);
     let mut device = Device::default();
@@ -327,7 +328,7 @@ fn data_that_were_read_are_used_where_a_memslot_is_now() {
         // SAFETY: the memory outlives the guest, which is dropped first.
         unsafe { guest.machine.vm.set_user_memory_region(region) }.unwrap();
     });
-    // add [rbx],ecx: read from the device, written to what is there now.
+    // `add [rbx],ecx` has read from the device, and writes to the memory that replaces it.
     let regs = guest.vcpu.get_regs().unwrap();
     assert_eq!(regs.rip, long_mode::CODE + 2);
     let [Access { value, .. }] = device.accesses[..] else {
@@ -362,14 +363,14 @@ fn a_client_that_continues_elsewhere_has_the_access_forgotten() {
 
 #[test]
 fn a_pending_signal_that_the_run_unblocks_lets_no_code_run() {
-    // SAFETY: sets of signals, of this thread alone.
+    // SAFETY: the signal sets are on the stack, and only this thread's mask changes.
     unsafe {
         let mut set = std::mem::zeroed();
         libc::sigemptyset(&mut set);
         libc::sigaddset(&mut set, libc::SIGUSR2);
         libc::pthread_sigmask(libc::SIG_BLOCK, &set, std::ptr::null_mut());
         libc::pthread_kill(libc::pthread_self(), libc::SIGUSR2);
-        // in al,dx, completed; then inc ecx must not run.
+        // The run completes `in al,dx`. It must not execute `inc ecx`.
         let mut guest = Guest::about_to_run(PLAIN, b"\xec\xff\xc1\xf4");
         let before = guest.vcpu.get_regs().unwrap();
         let VcpuExit::IoIn(_, data) = guest.vcpu.run().unwrap() else {
@@ -411,7 +412,7 @@ fn a_step_of_the_debugger_is_the_next_exit_of_an_instruction_that_is_completed()
 
 #[test]
 fn a_signal_between_the_pieces_of_a_store_loses_none() {
-    // movups [rbx+1],xmm0: two pieces; the first run is called away after the first one.
+    // movups [rbx+1],xmm0 makes two accesses, each with an exit. `immediate_exit` is set after the first exit.
     let mut guest = Guest::about_to_run(PLAIN, b"\x0f\x11\x43\x01\xf4");
     let mut device = Device::default();
     assert!(device.serve(guest.vcpu.run().unwrap()));
@@ -430,7 +431,7 @@ fn data_that_were_read_stay_until_there_is_memory_for_them() {
     let page = long_mode::DATA;
     let protect = |rights| {
         let memory = &guest.machine.memory;
-        // SAFETY: a page of the guest's memory, which slat accesses guarded only.
+        // SAFETY: the page is guest memory, and slat handles faults of its accesses to guest memory.
         unsafe { libc::mprotect(memory.start.add(page as usize).cast(), 0x1000, rights) }
     };
     assert_eq!(protect(libc::PROT_NONE), 0);
@@ -452,8 +453,8 @@ fn data_that_were_read_stay_until_there_is_memory_for_them() {
     assert_eq!(u64::from(stored[0]), value);
 }
 
-/// A vCPU that is not in KVM_RUN is not waited for when translations become void: it drops them
-/// first when it comes back.
+/// When translations become void, slat does not wait for a vCPU that is not in KVM_RUN. That vCPU drops its
+/// translations when it enters KVM_RUN again.
 #[test]
 fn a_completion_does_not_use_translations_of_before_the_exit() {
     // mov [rdi],al, so that the page is translated for writes; insb; hlt
@@ -483,7 +484,7 @@ fn a_completion_does_not_use_translations_of_before_the_exit() {
 
 #[test]
 fn a_full_dirty_ring_comes_before_the_rest_of_an_instruction_and_loses_nothing() {
-    // rep insb to pages that fill the ring: each exit brings one page's data.
+    // rep insb writes to so many pages that the ring becomes full. Each exit transfers the data of one page.
     const RING: u64 = 4096;
     const DIRTY: u32 = 1;
     const RESET: u32 = 2;
@@ -496,7 +497,7 @@ fn a_full_dirty_ring_comes_before_the_rest_of_an_instruction_and_loses_nothing()
     let (first, pages) = (0x20_0000, 300);
     (regs.rdi, regs.rcx) = (first, pages * 0x1000);
     guest.vcpu.set_regs(&regs).unwrap();
-    // SAFETY: a new mapping of the vCPU's descriptor, which has the ring there.
+    // SAFETY: the call makes a new mapping of the vCPU's descriptor, which has the ring at this offset.
     let ring = unsafe {
         let mapped = libc::mmap(
             std::ptr::null_mut(),

@@ -1,4 +1,4 @@
-//! What happens between an exit and its completion, and during that.
+//! Tests events between an exit and the completion of its instruction, and events during the completion.
 
 use crate::common;
 use crate::device::{Access, Device};
@@ -13,9 +13,9 @@ extern "C" fn announce(_signal: libc::c_int) {
     slat_kvm::signal_arrived();
 }
 
-/// Has `signal` end the `KVM_RUN` of the thread that gets it. Returns the calling thread.
+/// Makes `signal` end the `KVM_RUN` of the thread that receives it. Returns the calling thread.
 fn handled(signal: libc::c_int) -> usize {
-    // SAFETY: a handler that only raises.
+    // SAFETY: the handler only raises a signal.
     unsafe {
         libc::signal(signal, announce as *const () as libc::sighandler_t);
         libc::pthread_self() as usize
@@ -23,7 +23,7 @@ fn handled(signal: libc::c_int) -> usize {
 }
 
 fn send(thread: usize, signal: libc::c_int) {
-    // SAFETY: the thread waits for the sender's end.
+    // SAFETY: the thread waits for the end of the sender, so it still exists.
     unsafe { libc::pthread_kill(thread as libc::pthread_t, signal) };
 }
 
@@ -44,7 +44,7 @@ fn a_signal_at_any_moment_ends_the_run_after_the_instruction_that_has_read() {
                     send(me, signal);
                 }
             });
-            // Dropped also when a check fails.
+            // This sender is also dropped when a check fails, which ends the other thread.
             let _ended = ended;
             let (mut number, mut interrupted) = (0, 0);
             while interrupted < 200 {
@@ -70,10 +70,10 @@ fn a_signal_at_any_moment_ends_the_run_after_the_instruction_that_has_read() {
 
 #[test]
 fn a_signal_ends_a_completion_that_waits_for_memory_and_the_data_stay() {
-    // movsb from the device to a page that is missing
+    // movsb copies from the device to a page that is missing in the host.
     let mut guest = Guest::about_to_run(PLAIN, b"\x48\x89\xde\xa4\xf4");
     let page = guest.machine.memory.start as usize + long_mode::DATA as usize;
-    // SAFETY: a page of the guest's memory, whose contents do not matter.
+    // SAFETY: the page belongs to the guest's memory, and its contents do not matter.
     unsafe { libc::madvise(page as *mut _, 0x1000, libc::MADV_DONTNEED) };
     let Some(fd) = common::userfault(page..page + 0x1000) else {
         eprintln!("skipped: this host does not permit userfaultfd");
@@ -87,7 +87,7 @@ fn a_signal_ends_a_completion_that_waits_for_memory_and_the_data_stay() {
         scope.spawn(move || {
             std::thread::sleep(Duration::from_millis(50));
             send(me, signal);
-            // If the signal is lost, the test does not hang.
+            // If the signal is lost, this thread resolves the page, so that the test fails instead of hanging.
             if returns.recv_timeout(Duration::from_secs(20)).is_err() {
                 common::resolve(fd, page, 0);
             }
@@ -110,7 +110,7 @@ fn a_signal_ends_a_completion_that_waits_for_memory_and_the_data_stay() {
         panic!("{:?}", device.accesses)
     };
     assert_eq!(u64::from(stored[0]), value);
-    // SAFETY: our descriptor.
+    // SAFETY: the descriptor belongs to this test.
     unsafe { libc::close(fd) };
 }
 
@@ -172,7 +172,7 @@ fn a_step_is_the_debuggers_that_there_is_when_an_access_is_completed() {
 
 #[test]
 fn pieces_of_a_store_that_the_client_does_not_see_are_written_in_their_turn() {
-    // movups [rbx+1],xmm0; the second piece is coalesced
+    // movups [rbx+1],xmm0; the second of its two accesses is coalesced
     let mut guest = Guest::with(PLAIN, |machine| {
         let zone = IoEventAddress::Mmio(programs::DEVICE + 9);
         machine.vm.register_coalesced_mmio(zone, 8).unwrap();
@@ -192,7 +192,7 @@ fn pieces_of_a_store_that_the_client_does_not_see_are_written_in_their_turn() {
 
 #[test]
 fn a_page_that_is_absent_at_the_completion_is_one_page_fault() {
-    // rep insb; hlt, and its destination's entry of 2 MiB is cleared
+    // rep insb; hlt. Between the exit and the completion, the entry of 2 MiB that maps the destination is cleared.
     for (code, rip) in [(b"\xf3\x6c\xf4\x90\x90", 0), (b"\x48\x89\xde\xa4\xf4", 3)] {
         let (mut guest, device) = complete_far(code, |guest| {
             guest.machine.memory.write(DIRECTORY + 8, &[0; 8]);
@@ -209,9 +209,9 @@ fn a_page_that_is_absent_at_the_completion_is_one_page_fault() {
     }
 }
 
-/// In the second page of 2 MiB, whose entry nothing else needs.
+/// An address in the second page of 2 MiB, whose entry no other access uses.
 const FAR: u64 = 0x20_0000;
-/// Where the guest's page directory is.
+/// The address of the guest's page directory.
 const DIRECTORY: u64 = 0x6000;
 
 /// Like [`complete`], with [`FAR`] as the destination.
@@ -223,7 +223,7 @@ fn complete_far(code: &[u8], meanwhile: impl FnOnce(&Guest)) -> (Guest, Device) 
     let mut device = Device::default();
     assert!(device.serve(guest.vcpu.run().unwrap()));
     meanwhile(&guest);
-    // Has the vCPU walk anew.
+    // Makes the vCPU drop its translations, so that it walks the tables again.
     guest
         .vcpu
         .set_sregs(&guest.vcpu.get_sregs().unwrap())

@@ -1,4 +1,5 @@
-//! A hypervisor whose guest runs the program: by SVM, in the hypervisor's own address space.
+//! A hypervisor that runs the program in a nested guest by SVM. The nested guest uses the hypervisor's own address
+//! space.
 
 use crate::common::set_msr;
 use crate::long_mode::Machine;
@@ -10,11 +11,11 @@ const HOST_SAVE: u64 = 0x18_1000;
 const HYPERVISOR: u64 = 0x18_2000;
 const EFER_SVME: u64 = 1 << 12;
 const VM_HSAVE_PA: u32 = 0xc001_0117;
-/// Offset of the guest's registers in the control block.
+/// The offset of the guest's registers in the control block.
 const SAVE: u64 = 0x400;
 
-/// Has the vCPU, which is about to run a program, begin with a hypervisor that enters a guest with
-/// these registers by VMRUN.
+/// Makes the vCPU, which is about to run a program, begin with a hypervisor instead. The hypervisor executes VMRUN to
+/// enter a nested guest with the vCPU's current registers.
 pub fn enter(machine: &Machine, vcpu: &VcpuFd) {
     let mut sregs = vcpu.get_sregs().unwrap();
     let mut regs = vcpu.get_regs().unwrap();
@@ -23,7 +24,7 @@ pub fn enter(machine: &Machine, vcpu: &VcpuFd) {
     assert!(set_msr(vcpu, VM_HSAVE_PA, HOST_SAVE));
     let memory = &machine.memory;
     let put = |at: u64, value: u64| memory.write(VMCB + at, &value.to_le_bytes());
-    // Intercepts VMRUN, as it must. ASID 1.
+    // Intercepts VMRUN, which is required, and uses ASID 1.
     put(0x10, 1);
     put(0x58, 1);
     let segments = [

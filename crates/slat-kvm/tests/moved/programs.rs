@@ -1,15 +1,15 @@
-//! What the guests execute: each kind of access that has an exit, alone and in a row with others.
+//! The programs that the guests execute: each kind of access that exits, alone and together with others.
 
 use crate::long_mode::{CODE, DATA, HANDLERS, IDT, MEMORY, Machine, STACK};
 use kvm_bindings::kvm_regs;
 use slat_kvm::VcpuFd;
 
-/// Guest-physical, and linear, address of the devices.
+/// The address of the devices, both guest-physical and linear.
 pub const DEVICE: u64 = MEMORY;
-/// Number of the hypercall that the client carries out (`KVM_HC_MAP_GPA_RANGE`).
+/// The number of the hypercall that the client carries out (`KVM_HC_MAP_GPA_RANGE`).
 pub const MAP_GPA_RANGE: u64 = 12;
 
-/// Code between the registers of [`begin`] and a HLT.
+/// Code that starts with the registers that [`begin`] sets, and to which a HLT is appended.
 #[derive(Clone, Copy)]
 pub struct Program {
     pub name: &'static str,
@@ -144,10 +144,11 @@ pub const PROGRAMS: &[Program] = programs! {
 /// mov eax,7; xor edx,edx; xsave [rbp]; xrstor [rbp]
 pub const XSAVE: &[u8] = b"\xb8\x07\0\0\0\x31\xd2\x0f\xae\x65\0\x0f\xae\x6d\0";
 
-/// Where the handlers count exceptions, 4 bytes for each vector.
+/// The address at which the handlers count exceptions. Each vector has 4 bytes.
 pub const COUNTS: u64 = DATA + 0x700;
 
-/// Writes the handlers of exceptions, and data. #DB continues; others end the program. Each counts.
+/// Writes the handlers of exceptions, and data. Each handler counts. The handler of #DB returns, and the others end
+/// the program.
 pub fn prepare(machine: &Machine) {
     for vector in (0..20).filter(|vector| *vector != 2) {
         let count = COUNTS + 4 * vector;
@@ -166,7 +167,7 @@ pub fn prepare(machine: &Machine) {
     machine.memory.write(DATA, &data);
 }
 
-/// Has the guest's AVX instructions work, as far as the processor has them.
+/// Enables AVX instructions for the guest, if the processor has them.
 pub fn enable_avx(vcpu: &VcpuFd) {
     const OSXSAVE: u64 = 1 << 18;
     const X87_SSE_AVX: u64 = 7;
@@ -208,7 +209,7 @@ pub fn begin(regs: &mut kvm_regs) {
     };
 }
 
-/// Returns a program of several others, each with new values in the registers.
+/// Returns a random program: a sequence of several programs, each of which begins with new values in the registers.
 pub fn random(seed: u64) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut below = |n: u64| {

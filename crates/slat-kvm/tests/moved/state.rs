@@ -1,4 +1,4 @@
-//! The state of a vCPU, as KVM's calls return and take it: what a client saves that migrates.
+//! The state of a vCPU that a client saves and restores by KVM's calls, as for a migration.
 
 use kvm_bindings::nested::KvmNestedStateBuffer;
 use kvm_bindings::*;
@@ -42,11 +42,11 @@ impl State {
         vcpu.set_sregs(&self.sregs).unwrap();
         vcpu.set_regs(&self.regs).unwrap();
         vcpu.set_xcrs(&self.xcrs).unwrap();
-        // SAFETY: a whole struct of KVM_GET_XSAVE, of a vCPU with the same features.
+        // SAFETY: KVM_GET_XSAVE has returned the whole struct, for a vCPU with the same features.
         unsafe { vcpu.set_xsave(&self.xsave).unwrap() };
         vcpu.set_debug_regs(&self.debug).unwrap();
         for entry in &self.msrs {
-            // Some can be read only.
+            // Some MSRs cannot be written, so an error is ignored.
             _ = vcpu.set_msrs(&Msrs::from_entries(&[*entry]).unwrap());
         }
         vcpu.set_nested_state(&self.nested).unwrap();

@@ -1,6 +1,6 @@
-//! Where everything is, and the entries that are stored to tables.
+//! The layout of guest memory, and the random entries that are stored to tables.
 
-/// Bytes of a page.
+/// The size of a page in bytes.
 pub const PAGE: u64 = 0x1000;
 
 /// Flags of entries of page tables.
@@ -12,53 +12,57 @@ pub const D: u64 = 1 << 6;
 pub const PS: u64 = 1 << 7;
 pub const G: u64 = 1 << 8;
 pub const NX: u64 = 1 << 63;
-/// The bits of an entry that have an address.
+/// The bits of an entry that contain an address.
 pub const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
 
-/// The hypervisor's system slot. Its first pages are left to a nested page of 1 GiB; then come code, control blocks,
-/// and tables that do not change but for the roots' later entries.
+/// The size of the hypervisor's system slot, in bytes. The first pages of the slot are only used through a nested
+/// page of 1 GiB. Then come code, control blocks, and tables. These tables are fixed, except for the later entries of
+/// the roots.
 pub const SYSTEM_BYTES: u64 = 0x20_0000;
-/// vmrun; hlt
+/// The address of the code: vmrun; hlt
 pub const VMRUN: u64 = 0x8000;
-/// invlpga; hlt
+/// The address of the code: invlpga; hlt
 pub const INVLPGA: u64 = 0x8010;
-/// mov [rdi], rsi; hlt
+/// The address of the code: mov [rdi], rsi; hlt
 pub const STORE: u64 = 0x8020;
-/// The control block of the first vCPU; that of the second follows.
+/// The control block of the first vCPU. The control block of the second vCPU is in the next page.
 pub const VMCB: u64 = 0x9000;
 pub const HOST_SAVE: u64 = 0xb000;
-/// The hypervisor's own tables: its memory, one to one.
+/// The hypervisor's own tables, which map each page of its memory to itself.
 pub const OWN: u64 = 0xc000;
-/// The nested guest's code, at the same address for all three: mov rax, [rdi]; vmmcall.
+/// The address of the nested guest's code: mov rax, [rdi]; vmmcall. The nested guest, its physical memory and the
+/// hypervisor have this code at the same address.
 pub const LOAD: u64 = 0x1_0000;
-/// mov [rdi], rsi; vmmcall
+/// The address of the code: mov [rdi], rsi; vmmcall
 pub const NESTED_STORE: u64 = 0x1_0010;
-/// jmp rdi
+/// The address of the code: jmp rdi
 pub const JUMP: u64 = 0x1_0020;
-/// invlpg [rdi]; vmmcall
+/// The address of the code: invlpg [rdi]; vmmcall
 pub const INVLPG: u64 = 0x1_0030;
-/// mov rax, cr3; mov cr3, rax; vmmcall
+/// The address of the code: mov rax, cr3; mov cr3, rax; vmmcall
 pub const LOAD_CR3: u64 = 0x1_0040;
-/// The nested guest's tables: the root, and what its first entry leads to, which maps the code.
+/// The nested guest's tables: the root, and the fixed tables below its first entry, which map the code.
 pub const GUEST_ROOT: u64 = 0x1_1000;
-/// The nested tables: likewise, for the code and the guest's fixed tables.
+/// The nested tables: the root, and the fixed tables below its first entry, which map the code and the guest's fixed
+/// tables.
 pub const NESTED_ROOT: u64 = 0x1_5000;
 
-/// The pages whose contents are random: nested tables; the guest's, tables and data alike.
+/// The pool: the pages whose contents are random. The first pages are nested tables. The others belong to the guest,
+/// and are used as both tables and data.
 pub const POOL: u64 = 0x20_0000;
 pub const POOL_PAGES: u64 = 24;
-/// The first page of the guest's.
+/// The number of the first page of the pool that belongs to the guest.
 const GUESTS: u64 = 10;
-/// Pages of the pool in a memslot.
+/// The number of pages of the pool in one memslot.
 pub const SLOT_PAGES: u64 = 6;
-/// The entries that addresses lead to, of each table.
+/// The number of entries of each table that the addresses use.
 pub const USED: u64 = 4;
 
-/// Offsets in each page that accesses reach, above its entries: mov eax, PAGE; vmmcall.
+/// The offset of code in each page, above the page's entries: mov eax, PAGE; vmmcall.
 pub const CODE_AT: u64 = 0x800;
-/// The page's number.
+/// The offset of the page's number.
 pub const NAME_AT: u64 = 0x810;
-/// Where stores of data go.
+/// The offset to which accesses store data.
 pub const DATA_AT: u64 = 0x818;
 
 /// Returns the addresses of all pages that accesses can reach.
@@ -68,7 +72,8 @@ pub fn reached() -> impl Iterator<Item = u64> {
         .chain((0..POOL_PAGES).map(|page| POOL + page * PAGE))
 }
 
-/// Returns the addresses of all entries that are looked at: those that change, and the roots' first ones.
+/// Returns the addresses of all entries that the test checks: the entries that change, and the first entries of the
+/// roots.
 pub fn entries() -> impl Iterator<Item = u64> {
     let roots = [GUEST_ROOT, NESTED_ROOT].into_iter();
     roots
@@ -76,7 +81,8 @@ pub fn entries() -> impl Iterator<Item = u64> {
         .flat_map(|page| (0..USED).map(move |n| page + 8 * n))
 }
 
-/// Returns whether the entry at `at` changes: the roots' first ones, and the tables below those, do not.
+/// Returns whether the entry at `at` may change. The first entries of the roots, and the tables below these entries,
+/// are fixed.
 pub fn changes(at: u64) -> bool {
     let is_root = [GUEST_ROOT, NESTED_ROOT].contains(&(at & !0xfff));
     match at {
@@ -85,7 +91,7 @@ pub fn changes(at: u64) -> bool {
     }
 }
 
-/// Numbers at random: xorshift64*.
+/// A generator of random numbers: xorshift64*.
 pub struct Random(pub u64);
 
 impl Random {
@@ -100,12 +106,13 @@ impl Random {
         ((self.next() >> 32) * end) >> 32
     }
 
-    /// Returns whether something happens that does so in one of `n` cases.
+    /// Returns `true` in one of `n` cases.
     pub fn one_in(&mut self, n: u64) -> bool {
         self.below(n) == 0
     }
 
-    /// Returns an address that tables are walked for: its indices are small. (The first entry of a root is fixed.)
+    /// Returns a random address for accesses. Its indices are below [`USED`], and its index in the root is not 0,
+    /// because the first entry of a root is fixed.
     pub fn address(&mut self) -> u64 {
         let top = 1 + self.below(USED - 1);
         let rest = [30, 21, 12].map(|shift| self.below(USED) << shift);
@@ -121,15 +128,15 @@ impl Random {
         }
     }
 
-    /// Returns a value for the entry at `at`: mostly one that makes sense there.
+    /// Returns a random value for the entry at `at`. Most values are valid there.
     pub fn entry(&mut self, at: u64) -> u64 {
         let page = at.wrapping_sub(POOL) / PAGE;
         let is_guests = at & !0xfff == GUEST_ROOT || (GUESTS..POOL_PAGES).contains(&page);
         let target = match is_guests != self.one_in(30) {
-            // Of the nested guest's memory; the pages in which it finds its tables are anywhere in it.
+            // The entry has an address of the nested guest's memory. The guest's tables may be anywhere in this memory.
             true => self.address(),
-            // Mostly what fits: the tables of each level refer to those of the next one, the lowest
-            // to the guest's pages.
+            // Most entries refer to a suitable page: the nested tables of each level refer to tables of the next
+            // lower level, and the lowest ones to the guest's pages.
             false => {
                 let (from, to) = match page {
                     _ if self.one_in(30) => (0, POOL_PAGES + 2),
@@ -158,7 +165,7 @@ impl Random {
             }
         }
         match entry & PS {
-            // Mostly without the reserved bits of a page of 2 MiB.
+            // Usually clears the bits that are reserved in a page of 2 MiB.
             PS if !self.one_in(8) => entry & !0x1f_e000,
             _ => entry,
         }

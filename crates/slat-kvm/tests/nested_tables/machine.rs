@@ -1,5 +1,5 @@
-//! The machine: two vCPUs of a hypervisor, its memory with the code and the tables in it, and how it
-//! and its guest are run.
+//! The machine: two vCPUs of a hypervisor, its memory with the code and the tables, and the functions that run the
+//! hypervisor and its guest.
 
 use crate::common::hypervisors::packed;
 use crate::common::{Memory, set_msr, tell_features};
@@ -11,7 +11,7 @@ use slat_kvm::{Kvm, VcpuExit, VcpuFd, VmFd};
 use std::collections::HashMap;
 
 pub const CPUS: usize = 2;
-/// The ASIDs that guests have.
+/// The number of ASIDs that guests use.
 pub const ASIDS: u64 = 3;
 
 const VM_HSAVE_PA: u32 = 0xc001_0117;
@@ -20,13 +20,13 @@ const CR0: u64 = 1 << 31 | 1 << 4 | 1;
 const CR0_WP: u64 = 1 << 16;
 const CR4_PAE: u64 = 1 << 5;
 
-/// When a vCPU has flushed an ASID last.
+/// The times at which a vCPU has last flushed an ASID.
 #[derive(Clone, Default)]
 pub struct Flushed {
     pub all: Time,
-    /// The guest's own translations, but not those of nested tables.
+    /// The time of the last flush of the guest's own translations, but not of those of nested tables.
     pub guest: Time,
-    /// Of single pages: the guest's own, and both.
+    /// The time of the last flush of each page: of the guest's own translations. `page` is for flushes of both kinds.
     pub guest_page: HashMap<u64, Time>,
     pub page: HashMap<u64, Time>,
 }
@@ -57,11 +57,11 @@ pub struct Machine {
     pub tables: Tables,
     pub now: Time,
     pub flushed: Vec<Vec<Flushed>>,
-    /// Pages that the guest has accessed lately.
+    /// The pages that the guest has accessed recently.
     pub recent: [u64; 4],
     /// The entries that the last access may have used.
     pub used: Vec<u64>,
-    /// What entries are in memory.
+    /// The values of the entries in memory when the test last checked them.
     pub copies: HashMap<u64, u64>,
     pub counts: HashMap<&'static str, u64>,
 }
@@ -116,7 +116,7 @@ impl Machine {
         machine
     }
 
-    /// Writes memory before the vCPUs run.
+    /// Fills the memory before the vCPUs run.
     fn fill(&mut self) {
         for (at, code) in [
             (VMRUN, &b"\x0f\x01\xd8\xf4"[..]),
@@ -187,7 +187,7 @@ impl Machine {
             memory_size: size,
             userspace_addr: self.memory.start as u64 + gpa,
         };
-        // SAFETY: memory of the test, which outlives the VM's use of it.
+        // SAFETY: the memory belongs to the test, and outlives the VM's use of it.
         unsafe { self.vm.set_user_memory_region(region) }.unwrap();
     }
 
@@ -202,7 +202,7 @@ impl Machine {
         *self.counts.entry(what).or_default() += 1;
     }
 
-    /// Runs the hypervisor from `rip` to its HLT. Returns the address of the device access on the way.
+    /// Runs the hypervisor from `rip` to its HLT. Returns the address of the device that it has accessed, if it has.
     pub fn run(&mut self, cpu: usize, rip: u64, registers: kvm_regs) -> Option<u64> {
         let vcpu = &mut self.vcpus[cpu];
         let regs = kvm_regs {
@@ -225,8 +225,8 @@ impl Machine {
         }
     }
 
-    /// Has the guest run from `rip` on, with `value` in RSI and the address in RDI. Returns the exit code, the two
-    /// words of information, and RAX; and the address of a device access.
+    /// Makes the guest run from `rip` on, with `value` in RSI and the address in RDI. Returns the exit code, the two
+    /// words of exit information, and RAX, and also the address of a device access.
     pub fn run_guest(
         &mut self,
         cpu: usize,

@@ -1,11 +1,11 @@
-//! A hypervisor whose nested tables, and whose guest's tables, are random, and change at random: all that is
-//! between them and the host's memory runs, the CPU with its TLB, the walk in two dimensions, and the engine's
-//! shadow of the nested tables.
+//! Tests a hypervisor whose nested tables, and whose guest's tables, are random and change at random. This tests
+//! everything between these tables and the host's memory: the CPU with its TLB, the two-dimensional walk, and the
+//! engine's shadow of the nested tables.
 //!
-//! Two vCPUs share memory. The hypervisor and its guest store to the tables of both dimensions, some of which are one
-//! another's; they flush, by TLB_CONTROL, INVLPGA, INVLPG and MOV to CR3, or they do not; memslots come, go, and become
-//! read-only. Each access of the guest comes to what the manual allows (`oracle`), and sets the flags that it has to,
-//! and no others without reason.
+//! Two vCPUs share memory. The hypervisor and its guest store to the tables of both dimensions. Some pages are tables
+//! of both. They flush by TLB_CONTROL, INVLPGA, INVLPG and MOV to CR3, or do not flush. Memslots are created and
+//! deleted, and become read-only. The test checks that each access of the guest has an outcome that the manual allows
+//! (`oracle`), sets the flags that it must set, and sets no other flags.
 //!
 //! `cargo test -p slat-kvm --release --test nested_tables`, with SLAT_STEPS=…, SLAT_SEED=… and SLAT_MMU=… for another
 //! number of accesses, other seeds, and one MMU.
@@ -25,17 +25,17 @@ use oracle::{Access, Kind, Marks, Outcome};
 use slat::MmuKind;
 use std::collections::{BTreeSet, HashMap};
 
-/// Accesses of a run.
+/// The number of accesses of one run.
 const RUN: u64 = 20_000;
 
-/// Exit codes.
+/// The exit code of an intercepted page fault. The next constants are the exit codes of the other exits.
 const PAGE_FAULT: u64 = 0x4e;
 const VMMCALL: u64 = 0x81;
 const NESTED_FAULT: u64 = 0x400;
 
 impl Machine {
-    /// Returns an address for the guest: half of them are pages that it has accessed lately, and of which
-    /// something may be kept.
+    /// Returns an address for the guest. In half of the cases it is in a page that the guest has accessed recently,
+    /// for which a processor may have kept a translation.
     fn address(&mut self) -> u64 {
         match self.random.one_in(2) {
             true => self.recent[self.random.below(4) as usize],
@@ -43,13 +43,13 @@ impl Machine {
         }
     }
 
-    /// Returns all that an access of the guest with `asid` may come to.
+    /// Returns all outcomes that an access of the guest with `asid` may have.
     fn outcomes(&self, cpu: usize, asid: u64, access: &Access) -> BTreeSet<Outcome> {
         let since = self.flushed[cpu][asid as usize].since(access.address);
         self.tables.outcomes(access, since).0
     }
 
-    /// Has the guest make a random access, and judges what comes of it.
+    /// Makes the guest execute a random access, and checks the outcome.
     fn access(&mut self, cpu: usize) {
         let address = self.address();
         let random = &mut self.random;
@@ -63,7 +63,7 @@ impl Machine {
             user: random.one_in(3),
             write_protect: random.one_in(2),
         };
-        // Most addresses lead to no page: a few are tried.
+        // Most addresses lead to no page, so tries several addresses.
         let mut all = self.outcomes(cpu, asid, &access);
         for _ in 0..self.random.below(12) {
             if (all.iter()).any(|outcome| matches!(outcome, Outcome::Page(_) | Outcome::Mmio(_))) {
@@ -77,7 +77,7 @@ impl Machine {
         if (all.iter()).any(|outcome| matches!(outcome, Outcome::Mmio(_)))
             && access.kind == Kind::Execute
         {
-            // No instruction is fetched from a device.
+            // slat does not fetch instructions from a device, so reads instead.
             access.kind = Kind::Read;
         }
         let random = &mut self.random;
@@ -142,8 +142,8 @@ impl Machine {
         }
     }
 
-    /// Checks that the flags of `marks` are set, those of an access that has reached a page with
-    /// nothing known from before.
+    /// Checks that the flags in `marks` are set, after an access that has reached a page without using an earlier
+    /// translation.
     fn check_flags(&mut self, marks: &Marks) {
         for (at, flags) in marks {
             let entry = self.get(*at);
@@ -155,8 +155,8 @@ impl Machine {
         self.count("flags checked");
     }
 
-    /// Returns the entries of the guest's tables for `address`, as far as their tables are where they would be
-    /// without nested tables.
+    /// Returns the entries of the guest's tables for `address`. Reads each table as if there were no nested tables,
+    /// and stops at the end of memory.
     fn path(&self, address: u64) -> Vec<(u64, u64)> {
         let mut table = GUEST_ROOT;
         let mut path = Vec::new();
@@ -172,8 +172,8 @@ impl Machine {
         path
     }
 
-    /// Looks which entries have changed: flags of those in `marks`, and one that a store has written.
-    /// Returns the page of that.
+    /// Finds the entries that have changed since the last call. The flags of entries in `marks` may have changed, and
+    /// one entry may be the one to which a store has written. Returns the page of that entry.
     fn look_at_entries(
         &mut self,
         marks: &Marks,
@@ -194,7 +194,7 @@ impl Machine {
                     true => same = Some(at),
                     false => {
                         self.tables.store(self.now, at, value);
-                        // Of another one that has this value now, only flags have changed.
+                        // If several entries have this value now, only flags of the others have changed.
                         if written.is_none() || (new ^ old) & !(A | D) != 0 {
                             written = Some(at);
                         }
@@ -214,7 +214,7 @@ impl Machine {
         written.or(same).map(|at| at / PAGE)
     }
 
-    /// Has the hypervisor store to an entry.
+    /// Makes the hypervisor store to an entry.
     fn store(&mut self, cpu: usize) {
         let at = match self.used.len() as u64 {
             n if n > 0 && self.random.one_in(2) => self.used[self.random.below(n) as usize],
@@ -237,7 +237,8 @@ impl Machine {
         self.count("store");
     }
 
-    /// Has the hypervisor or its guest drop translations of a page, or the guest all of its own.
+    /// Makes the hypervisor or its guest flush the translations of a page, or makes the guest flush all of its own
+    /// translations.
     fn flush(&mut self, cpu: usize) {
         let asid = 1 + self.random.below(ASIDS);
         let address = self.address();
@@ -296,7 +297,7 @@ impl Machine {
             0..40 => self.access(cpu),
             40..58 => self.store(cpu),
             58..62 => self.flush(cpu),
-            // More often there than not.
+            // A missing slot is created again more often than a slot is deleted.
             62 if self.tables.slots.iter().all(Option::is_some) => self.change_slot(),
             _ => {
                 let gone = self.tables.slots.iter().position(Option::is_none);

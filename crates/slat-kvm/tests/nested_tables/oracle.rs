@@ -1,18 +1,19 @@
-//! Which outcomes an access of the nested guest may have (AMD64 volume 2, 5.3 to 5.5, 15.16 and 15.25),
-//! written down a second time.
+//! A second implementation of the rules for an access of the nested guest (AMD64 volume 2, 5.3 to 5.5, 15.16 and
+//! 15.25). It returns all outcomes that the access may have.
 //!
-//! A processor may use what an entry was at any moment since the last flush that concerns it, together with what
-//! another entry was at another moment. So every combination of the values that entries had since then is tried.
-//! Flushes are often, and each leaves one value: then there is one outcome.
+//! A processor may use any value that an entry has had since the last flush that concerns the entry. It may combine
+//! that value with any such value of another entry. So the oracle tries every combination of the values that the
+//! entries have had since then. Flushes are frequent, and after a flush each entry has one value, so there is one
+//! outcome.
 //!
-//! An entry that an intercepted page fault has dropped is not treated as one that was flushed. INVLPGA is treated as a
-//! flush of the nested tables for that address, too: stricter than the manual, which need not drop what a processor
-//! keeps of guest-physical addresses.
+//! An intercepted page fault drops entries, but the oracle does not treat that as a flush. It treats INVLPGA as a
+//! flush of the nested tables for that address, too. This is stricter than the manual: INVLPGA need not drop
+//! guest-physical translations.
 
 use crate::layout::*;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-/// What an access does.
+/// The kind of an access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     Read,
@@ -20,20 +21,20 @@ pub enum Kind {
     Execute,
 }
 
-/// What an access comes to.
+/// The outcome of an access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Outcome {
-    /// It reaches the page with this number of the hypervisor's.
+    /// The access reaches the hypervisor's page with this number.
     Page(u64),
-    /// It reaches this address of the hypervisor's, which is no memory, or not to be written.
+    /// The access reaches this address of the hypervisor, which is not memory, or is read-only.
     Mmio(u64),
-    /// The guest has a page fault, with this error code.
+    /// The guest gets a page fault with this error code.
     PageFault(u64),
-    /// The hypervisor has a nested page fault: EXITINFO1 and EXITINFO2.
+    /// The hypervisor gets a nested page fault with this EXITINFO1 and EXITINFO2.
     NestedFault(u64, u64),
 }
 
-/// An access, and how the guest runs that makes it.
+/// An access, and the state of the guest that makes it.
 #[derive(Clone, Copy, Debug)]
 pub struct Access {
     pub address: u64,
@@ -42,19 +43,20 @@ pub struct Access {
     pub write_protect: bool,
 }
 
-/// A moment: entries are stored to and flushed at different ones.
+/// A time. Stores and flushes happen at different times.
 pub type Time = u64;
 
-/// What the tables were, and are.
+/// The present and earlier values of the tables' entries.
 #[derive(Default)]
 pub struct Tables {
-    /// The values of each entry and since when it had them, without A and D. The last one is in memory.
+    /// The values of each entry, without A and D, each with the time at which it was stored. The last value is the
+    /// one in memory.
     values: HashMap<u64, Vec<(Time, u64)>>,
-    /// Of each memslot of the pool, whether it is there, and whether it is read-only.
+    /// For each memslot of the pool, whether it exists (`Some`), and whether it is read-only.
     pub slots: [Option<bool>; (POOL_PAGES / SLOT_PAGES) as usize],
 }
 
-/// Since when entries were not flushed, for an access.
+/// The times of the last flushes that concern an access: of the guest's own entries, and of nested entries.
 #[derive(Clone, Copy, Debug)]
 pub struct Since {
     pub guest: Time,
@@ -62,7 +64,7 @@ pub struct Since {
 }
 
 impl Tables {
-    /// Notes a store to the entry at `at`.
+    /// Records a store to the entry at `at`.
     pub fn store(&mut self, now: Time, at: u64, value: u64) {
         let values = self.values.entry(at).or_default();
         let value = value & !(A | D);
@@ -71,7 +73,7 @@ impl Tables {
         }
     }
 
-    /// Forgets what was flushed everywhere before `time`.
+    /// Removes the values that were replaced before `time`, at which all vCPUs had flushed.
     pub fn forget(&mut self, time: Time) {
         for values in self.values.values_mut() {
             let old = values.partition_point(|(since, _)| *since <= time);
@@ -79,7 +81,7 @@ impl Tables {
         }
     }
 
-    /// Returns whether the page of `gpa` is memory of the hypervisor's, and whether that is read-only.
+    /// Returns whether the page of `gpa` is read-only memory of the hypervisor. `None`: the page is not memory.
     pub fn memory(&self, gpa: u64) -> Option<bool> {
         match gpa {
             0..SYSTEM_BYTES => Some(false),
@@ -90,19 +92,19 @@ impl Tables {
         }
     }
 
-    /// Returns the values that the entry at `gpa` may be taken to have.
+    /// Returns the values of the entry at `gpa` that a processor may use.
     fn entries(&self, gpa: u64, since: Time) -> impl Iterator<Item = u64> {
         let is_there = self.memory(gpa).is_some();
         let known = self.values.get(&gpa).map_or(&[][..], |values| {
             let old = values.partition_point(|(from, _)| *from <= since);
             &values[old.saturating_sub(1)..]
         });
-        // What is not in memory maps nothing.
+        // An entry that is not in memory maps nothing.
         let absent = (known.is_empty() || !is_there).then_some(0);
         known.iter().map(|(_, value)| *value).chain(absent)
     }
 
-    /// Returns all that `access` may come to, and the entries that it may mark.
+    /// Returns all outcomes that `access` may have, and the entries in which it may set flags.
     pub fn outcomes(&self, access: &Access, since: Since) -> (BTreeSet<Outcome>, Marks) {
         let mut search = Search {
             tables: self,
@@ -116,8 +118,9 @@ impl Tables {
     }
 }
 
-/// The entries that an access uses, and the flags that it sets in them if it comes to a page: A, and D in those that
-/// map what it writes to. The tables of the guest's count as written to (15.25.5).
+/// The entries that an access uses, and the flags that it sets in each if it reaches a page. It sets A in all of
+/// them, and D in those that map the memory to which it writes. An access to the guest's tables counts as a write to
+/// them (15.25.5).
 pub type Marks = BTreeMap<u64, u64>;
 
 struct Search<'a> {
@@ -128,11 +131,12 @@ struct Search<'a> {
     marks: Marks,
 }
 
-/// EXITINFO1: the fault was at the page itself, or at a table of the guest's.
+/// The bit of EXITINFO1 for a fault at the final page. The next constant is the bit for a fault at a table of the
+/// guest.
 const AT_PAGE: u64 = 1 << 32;
 const AT_TABLE: u64 = 1 << 33;
 
-/// What an entry means.
+/// The meaning of an entry.
 enum Meaning {
     Absent,
     Reserved,
@@ -140,8 +144,8 @@ enum Meaning {
     Page(u64),
 }
 
-/// Returns what `entry` of `level` means for `address`. `nested`: in a nested table, where bit 8 of upper
-/// entries is reserved.
+/// Returns the meaning of `entry` of `level` for `address`. `nested`: the entry is in a nested table, where bit 8 is
+/// reserved in entries of the upper levels.
 fn meaning(entry: u64, level: u32, address: u64, nested: bool) -> Meaning {
     let offset = (1u64 << (12 + 9 * (level - 1))) - 1;
     let is_page = level == 1 || entry & PS != 0;
@@ -159,12 +163,13 @@ fn meaning(entry: u64, level: u32, address: u64, nested: bool) -> Meaning {
     }
 }
 
-/// Returns what the rights of a path are after `entry`: those that all have, and NX if one has it.
+/// Returns the rights of a path that continues with `entry`: RW and US if all entries have them, and NX if one entry
+/// has it.
 fn and(rights: u64, entry: u64) -> u64 {
     rights & entry & (RW | US) | (rights | entry) & NX
 }
 
-/// Returns the bits of an error code that tell of the access.
+/// Returns the bits of an error code that describe the access.
 fn code(kind: Kind, user: bool) -> u64 {
     let kind = match kind {
         Kind::Read => 0,
@@ -174,7 +179,7 @@ fn code(kind: Kind, user: bool) -> u64 {
     kind | if user { 4 } else { 0 }
 }
 
-/// Returns the flag of an entry that maps what an access writes to.
+/// Returns D for a write, as the flag to set in the entry that maps the page.
 fn dirty(kind: Kind) -> u64 {
     if kind == Kind::Write { D } else { 0 }
 }
@@ -184,7 +189,7 @@ impl Search<'_> {
         *self.marks.entry(at).or_default() |= flags;
     }
 
-    /// Walks the guest's tables from that of `level` at `table`, an address of the guest's.
+    /// Walks the guest's tables, from the table of `level` at the guest's address `table`.
     fn guest(&mut self, table: u64, level: u32, rights: u64) {
         let Access {
             address,
@@ -193,7 +198,7 @@ impl Search<'_> {
             write_protect,
         } = *self.access;
         let at = table + 8 * (address >> (12 + 9 * (level - 1)) & 511);
-        // The entry's flags may have to be set.
+        // The processor may have to set flags in the entry, so this counts as a write.
         for found in self.nested(at, Kind::Write, AT_TABLE, NESTED_ROOT, 4, P | RW | US) {
             for entry in self
                 .tables
@@ -227,7 +232,7 @@ impl Search<'_> {
         }
     }
 
-    /// The guest's tables lead to its address `gpa`.
+    /// Adds the outcomes for the guest-physical address `gpa`, to which the guest's tables lead.
     fn page(&mut self, gpa: u64) {
         let kind = self.access.kind;
         for found in self.nested(gpa, kind, AT_PAGE, NESTED_ROOT, 4, P | RW | US) {
@@ -242,8 +247,8 @@ impl Search<'_> {
         }
     }
 
-    /// Walks the nested tables for `gpa`, from that of `level` at `table`, as a user. Returns the
-    /// addresses that they lead to.
+    /// Walks the nested tables for `gpa`, from the table of `level` at `table`, as a user access. Returns the
+    /// addresses to which they lead.
     fn nested(
         &mut self,
         gpa: u64,

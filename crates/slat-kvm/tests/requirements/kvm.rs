@@ -1,4 +1,4 @@
-//! slat's KVM and the kernel's, asked by the same requests.
+//! slat's KVM and the kernel's KVM, which the tests use by the same requests.
 
 use crate::common::Memory;
 use kvm_bindings::*;
@@ -20,19 +20,19 @@ impl On {
     pub const WITH_CAPABILITIES: [On; 2] = [On::System, On::Vm];
 }
 
-/// The bytes of guest memory.
+/// The number of bytes of guest memory.
 const MEMORY: usize = 0x10000;
-/// The MSR with the address of the guest's clock, which turns it on by its bit 0.
+/// The MSR with the address of the guest's clock. Bit 0 enables the clock.
 const MSR_KVM_SYSTEM_TIME_NEW: u32 = 0x4b56_4d01;
 
-/// `/dev/kvm`, a VM with interrupt controllers and memory, and its vCPU, whose guest uses KVM's clock: so that no ioctl
-/// is refused because one of these is missing. The guest never runs.
+/// `/dev/kvm`, a VM with interrupt controllers and memory, and its vCPU, whose guest has enabled KVM's clock. All of
+/// these exist so that no ioctl is refused because one is missing. The guest never runs.
 pub struct Kvm {
     objects: [One; 3],
     _memory: Memory,
 }
 
-/// An object of slat's, or a descriptor of the kernel's.
+/// An object of slat, or a descriptor of the kernel.
 enum One {
     Slat(Object, Option<OwnedFd>),
     Kernel(OwnedFd),
@@ -57,7 +57,7 @@ impl One {
                 match (value, request) {
                     (..0, _) => Err(std::io::Error::last_os_error().raw_os_error().unwrap()),
                     (fd, KVM_CREATE_VM | KVM_CREATE_VCPU | KVM_GET_STATS_FD) => {
-                        // SAFETY: a new descriptor, which nothing else owns.
+                        // SAFETY: the call has returned a new descriptor, which nothing else owns.
                         Ok((0, Some(One::Kernel(unsafe { OwnedFd::from_raw_fd(fd) }))))
                     }
                     (value, _) => Ok((value, None)),
@@ -71,14 +71,15 @@ impl One {
         created.unwrap()
     }
 
-    /// Has each KVM_RUN of a vCPU return without running the guest.
+    /// Makes each KVM_RUN of a vCPU return without running the guest.
     fn exit_immediately(&self) {
         let (One::Slat(_, Some(fd)) | One::Kernel(fd)) = self else {
             panic!("/dev/kvm does not run")
         };
         let (access, len) = (libc::PROT_READ | libc::PROT_WRITE, size_of::<kvm_run>());
         let null = std::ptr::null_mut();
-        // SAFETY: a new mapping of the vCPU's memory, which has a kvm_run at its start, and stays mapped.
+        // SAFETY: the call makes a new mapping of the vCPU's memory. The memory has a kvm_run at its start, and stays
+        // mapped.
         unsafe {
             let run = libc::mmap(null, len, access, libc::MAP_SHARED, fd.as_raw_fd(), 0);
             assert_ne!(run, libc::MAP_FAILED);
@@ -139,12 +140,13 @@ impl Kvm {
         value
     }
 
-    /// Whether an object has a request: null is refused for another reason, or accepted.
+    /// Returns whether an object has a request: the request with a null argument is accepted, or is refused for
+    /// another reason.
     pub fn has(&self, on: On, request: u32) -> bool {
         match self.objects[on as usize].ioctl(request, 0) {
             Err(libc::ENOTTY) => false,
-            // The errno of `/dev/kvm` and of vCPUs for an unknown request; no request that the table has
-            // returns it for null.
+            // `/dev/kvm` and vCPUs return this errno for an unknown request. No request in the table returns it for a
+            // null argument.
             Err(libc::EINVAL) => on == On::Vm,
             _ => true,
         }

@@ -1,4 +1,5 @@
-//! What other people's programs ask of KVM (`conformance/requirements`), and where slat's answers are not the kernel's.
+//! Tests that slat has what other programs require of KVM (`conformance/requirements`), and that the tables name each
+//! difference between slat's answers and the kernel's.
 #![cfg(target_arch = "x86_64")]
 
 #[path = "../common/mod.rs"]
@@ -11,13 +12,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
 use table::{Condition, Difference, Program, Tables};
 
-/// The numbers of capabilities that are compared with the kernel's.
+/// The numbers of the capabilities whose values are compared with the kernel's.
 const CAPABILITIES: std::ops::Range<u32> = 0..400;
 
-/// The oldest kernel that is compared. Older ones lack capabilities that the tables do not say they lack.
+/// The oldest kernel with which slat is compared. Older kernels lack capabilities, and the tables do not say which.
 const OLDEST_KERNEL: (u32, u32) = (6, 8);
 
-/// slat's answers, and what the tables say of them.
+/// slat's KVM, and the tables that describe its answers.
 struct Slat {
     kvm: Kvm,
     tables: Tables,
@@ -36,7 +37,7 @@ impl Slat {
         *number.unwrap_or_else(|| panic!("no number of KVM_CAP_{capability}"))
     }
 
-    /// Returns the values of a capability: system-wide, and for a VM.
+    /// Returns the two values of a capability: the system-wide value, and the value for a VM.
     fn values(&self, capability: &str) -> [i32; 2] {
         let number = self.number(capability);
         On::WITH_CAPABILITIES.map(|on| self.kvm.check_extension(on, number))
@@ -47,7 +48,7 @@ impl Slat {
         values.into_iter().all(|value| condition.holds(value))
     }
 
-    /// Whether an ioctl is there on each kind of object that has it in KVM.
+    /// Returns whether slat has an ioctl on each kind of object that has it in KVM.
     fn has(&self, ioctl: &str) -> bool {
         let on_each = self.tables.ioctls.iter().filter_map(|(on, numbers)| {
             let number = numbers.get(ioctl)?;
@@ -58,7 +59,7 @@ impl Slat {
         on_each.into_iter().all(|has| has)
     }
 
-    /// Returns what a program requires and does not get.
+    /// Returns the capabilities and ioctls that a program requires and that slat does not have.
     fn lacks(&self, program: &Program) -> Vec<String> {
         let unmet = program.requires.iter().filter(|c| !self.holds(c));
         let mut lacks: Vec<_> = unmet.map(|c| format!("KVM_CAP_{c}")).collect();
@@ -72,7 +73,7 @@ impl Slat {
         lacks
     }
 
-    /// Returns what a program would use and does not get: capabilities, and ioctls.
+    /// Returns the capabilities, and the ioctls, that a program would use and that slat does not have.
     fn goes_without<'a>(&self, program: &'a Program) -> (BTreeSet<&'a str>, BTreeSet<&'a str>) {
         let capabilities = program.uses.iter().filter(|c| !self.holds(c));
         let ioctls = program.may_call.iter().filter(|ioctl| !self.has(ioctl));
@@ -82,7 +83,7 @@ impl Slat {
         )
     }
 
-    /// Returns the line about each of the names that `names` takes from a line.
+    /// Returns, by name, the lines of the tables. `names` returns the names in a line.
     fn lines(&self, names: impl Fn(&Difference) -> &[String]) -> BTreeMap<&str, &Difference> {
         let mut lines = BTreeMap::new();
         for difference in &self.tables.differences {
@@ -103,7 +104,7 @@ impl Slat {
     }
 }
 
-/// Fails with all of `wrong`.
+/// Fails if `wrong` contains errors, and prints all of them.
 fn report(wrong: &[String]) {
     assert!(wrong.is_empty(), "\n{}", wrong.join("\n"));
 }
@@ -196,7 +197,7 @@ fn what_slat_claims_is_asked_for_by_a_program_or_has_a_line_that_says_why() {
     report(&wrong);
 }
 
-/// Opens the kernel's KVM. `None`: there is none, or it is too old; says so.
+/// Opens the kernel's KVM. Returns `None` if there is none or it is too old, and prints that.
 fn kernel() -> Option<Kvm> {
     let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
     let mut numbers = release
@@ -253,10 +254,10 @@ fn the_kernel_answers_the_same_or_a_line_says_why_not() {
             wrong.push(format!("the kernel answers the same for {name}"));
         }
     }
-    // The kernel is this machine's, whichever it is.
+    // The kernel is that of this machine, which may be any. So differences fail the test only on request.
     match std::env::var("SLAT_TEST_KERNEL") {
         Ok(value) if value == "strict" => report(&wrong),
-        // Not by a macro: the test harness would hide it.
+        // Does not use `eprintln!`, because the test harness would hide its output.
         _ if !wrong.is_empty() => {
             let _ = writeln!(std::io::stderr(), "the host's kernel, unknown: {wrong:#?}");
         }
@@ -264,7 +265,8 @@ fn the_kernel_answers_the_same_or_a_line_says_why_not() {
     }
 }
 
-/// Prints what each program gets, and why not the rest, ioctls with their prefix: `conformance/requirements/show`.
+/// Prints, for each program, which capabilities and ioctls it gets, and why it does not get the others:
+/// `conformance/requirements/show`.
 #[test]
 #[ignore = "checks nothing"]
 fn summary() {

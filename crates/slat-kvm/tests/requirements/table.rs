@@ -5,17 +5,17 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::Path;
 
-/// A program: what it asks of KVM.
+/// A program, with its requirements of KVM.
 #[derive(Clone, Default)]
 pub struct Program {
     pub name: String,
     /// Capabilities that must not be 0.
     pub requires: Vec<Condition>,
-    /// Capabilities that it uses where they are.
+    /// Capabilities that the program uses if they exist.
     pub uses: Vec<Condition>,
-    /// Ioctls that it always makes.
+    /// Ioctls that the program always makes.
     pub calls: Vec<String>,
-    /// Ioctls that it may make.
+    /// Ioctls that the program may make.
     pub may_call: Vec<String>,
     /// Capabilities whose KVM_ENABLE_CAP must fail.
     pub must_fail: Vec<String>,
@@ -25,7 +25,7 @@ pub struct Program {
 #[derive(Clone)]
 pub struct Condition {
     pub capability: String,
-    /// The bits that the value must have; 0 for any value other than 0.
+    /// The bits that the value must have. If this is 0, the value must have any bit.
     bits: i32,
 }
 
@@ -54,23 +54,23 @@ impl fmt::Display for Condition {
     }
 }
 
-/// Why slat's answer is another than the kernel's.
+/// A difference between slat's answers and the kernel's, with its reason.
 pub struct Difference {
     pub capabilities: Vec<String>,
     pub ioctls: Vec<String>,
-    /// What slat answers on every machine: system-wide, and for a VM. For an ioctl 0: slat does not have it. `None`: it
-    /// depends on the machine.
+    /// The values that slat returns on every machine: system-wide, and for a VM. For an ioctl, 0 means that slat does
+    /// not have it. `None`: the value depends on the machine.
     pub slat: Option<[i32; 2]>,
-    /// Where the answers differ. `None`: everywhere.
+    /// The condition under which the answers differ. `None`: they differ everywhere.
     pub when: Option<String>,
     pub why: String,
 }
 
-/// All tables.
+/// The contents of all tables.
 pub struct Tables {
     pub programs: Vec<Program>,
     pub differences: Vec<Difference>,
-    /// Capabilities that no program asks for.
+    /// Capabilities that no program uses.
     pub unasked: BTreeSet<String>,
     pub capabilities: BTreeMap<String, u32>,
     /// The ioctls of each kind of object.
@@ -200,7 +200,7 @@ impl Section {
         }
     }
 
-    /// Returns the numbers of a section that has only numbers.
+    /// Returns the numbers, by key, of a section that has only numbers.
     fn numbers(mut self) -> BTreeMap<String, u32> {
         let keys: Vec<_> = self.keys.keys().cloned().collect();
         let number = |key: String| {
@@ -210,7 +210,7 @@ impl Section {
         keys.into_iter().map(number).collect()
     }
 
-    /// Fails for keys that nobody has read.
+    /// Fails if there are keys that the test has not read.
     fn end(self) {
         let keys: Vec<_> = self.keys.into_keys().collect();
         assert!(keys.is_empty(), "unknown in [[{}]]: {keys:?}", self.name);

@@ -1,11 +1,12 @@
-//! `KVM_MEM_USERFAULT` with each MMU, and with KVM's other ways to use memory.
+//! Tests `KVM_MEM_USERFAULT` with each MMU, and together with KVM's other ways to use memory.
 
 use super::*;
 use slat::MmuKind;
 use slat_kvm::GuestMemfdFd;
 use std::os::fd::AsRawFd;
 
-/// The addresses at which [`LONG`] reads and writes, and those of the page tables, by pages.
+/// The number of the page that [`LONG`] reads. The next constants are the number of the page that it writes, and the
+/// numbers of the pages that contain page tables.
 const READ: u64 = 0x20;
 const WRITTEN: u64 = 0x21;
 const TABLES: std::ops::Range<u64> = 0x10..0x14;
@@ -20,8 +21,8 @@ const LONG: &[u8] = &[
     0xf4,
 ];
 
-/// Creates a VM, of which nothing is there, and a vCPU that is to run [`LONG`] in 64-bit mode, with page
-/// tables in absent pages.
+/// Creates a VM whose pages are all absent, and a vCPU that will run [`LONG`] in 64-bit mode. The page tables are in
+/// absent pages, too.
 fn long_guest(late: &Late, mmu: MmuKind, flags: u32) -> (VmFd, VcpuFd) {
     let vm = kvm().with_mmu(mmu).create_vm().unwrap();
     set(&vm, late.region(KVM_MEM_USERFAULT | flags)).unwrap();
@@ -35,7 +36,7 @@ fn long_guest(late: &Late, mmu: MmuKind, flags: u32) -> (VmFd, VcpuFd) {
     (vm, vcpu)
 }
 
-/// Stores what [`long_guest`] has in `page`, but does not tell.
+/// Stores the contents of `page` that [`long_guest`] needs. Does not tell slat that the page is there.
 fn store(late: &Late, page: u64) {
     if page == CODE / PAGE {
         late.memory.write(CODE, LONG);
@@ -53,7 +54,7 @@ fn store(late: &Late, page: u64) {
     }
 }
 
-/// Returns the address of the absent page that the vCPU waits for. `None`: it has halted.
+/// Runs the vCPU. Returns the address of the absent page for which it waits. `None`: the vCPU has halted.
 fn waits_for(vcpu: &mut VcpuFd) -> Option<u64> {
     match vcpu.run() {
         Ok(VcpuExit::MemoryFault { flags, gpa, size }) => {
@@ -65,7 +66,7 @@ fn waits_for(vcpu: &mut VcpuFd) -> Option<u64> {
     }
 }
 
-/// Runs [`LONG`] to its end. Returns the pages that it has waited for.
+/// Runs [`LONG`] to its end. Returns the pages for which it has waited.
 fn run_long(vcpu: &mut VcpuFd, late: &Late) -> Vec<u64> {
     let mut brought = Vec::new();
     while let Some(gpa) = waits_for(vcpu) {
@@ -80,7 +81,7 @@ fn run_long(vcpu: &mut VcpuFd, late: &Late) -> Vec<u64> {
     brought
 }
 
-/// The pages that [`LONG`] uses, in the order of their use.
+/// Returns the pages that [`LONG`] uses, in the order of their use.
 fn of_long() -> Vec<u64> {
     TABLES.chain([CODE / PAGE, READ, WRITTEN]).collect()
 }
@@ -109,7 +110,7 @@ fn page_tables_come_later_too() {
         let late = Late::new();
         let (vm, mut vcpu) = long_guest(&late, *mmu, 0);
         assert_eq!(run_long(&mut vcpu, &late), of_long(), "{mmu:?}");
-        // Once more, when only a table is absent.
+        // Runs the code once more, when only a table is absent.
         late.set(TABLES.end - 1);
         set(&vm, late.region(0)).unwrap();
         set(&vm, late.region(KVM_MEM_USERFAULT)).unwrap();
@@ -135,7 +136,7 @@ fn the_dirty_log_names_a_page_once_it_is_there() {
             late.clear(gpa / PAGE);
         }
         assert!(logged(), "{mmu:?}");
-        // The flag goes, the log stays.
+        // Removes the flag KVM_MEM_USERFAULT, and keeps the log.
         set(&vm, late.region(KVM_MEM_LOG_DIRTY_PAGES)).unwrap();
         assert!(!logged(), "{mmu:?}");
         let mut regs = vcpu.get_regs().unwrap();
@@ -272,7 +273,7 @@ fn private_pages_come_later_as_shared_ones_do() {
         ..Default::default()
     };
     let fd = guest.vm.create_guest_memfd(args).unwrap();
-    // SAFETY: the descriptor was made for this call.
+    // SAFETY: KVM has created the descriptor just now, and nothing else owns it.
     let file = unsafe { GuestMemfdFd::from_raw(fd) }.unwrap();
     let late = Late::new();
     let region = kvm_userspace_memory_region2 {
@@ -290,7 +291,7 @@ fn private_pages_come_later_as_shared_ones_do() {
         flags: 0,
     };
     guest.vm.set_memory_attributes(private).unwrap();
-    // KVM says of the page what it is, too.
+    // The exit also tells whether the page is private.
     let flags = [KVM_MEMORY_EXIT_FLAG_PRIVATE.into(), 0];
     for (page, flags) in (0..).zip(flags) {
         match guest.vcpu.run() {
@@ -307,7 +308,7 @@ fn private_pages_come_later_as_shared_ones_do() {
         late.clear(page);
     }
     assert!(matches!(guest.vcpu.run(), Ok(VcpuExit::Hlt)));
-    // Such a slot can be deleted only, as any other with private memory.
+    // As with any slot that has private memory, the client can only delete this slot.
     let changed = kvm_userspace_memory_region2 {
         flags: KVM_MEM_GUEST_MEMFD,
         ..region

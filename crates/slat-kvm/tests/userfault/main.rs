@@ -1,4 +1,5 @@
-//! Memslots with `KVM_MEM_USERFAULT`: a guest whose pages come one by one, as the client brings them.
+//! Tests memslots with `KVM_MEM_USERFAULT`: the pages of a guest are absent at first, and the client brings them one
+//! by one.
 #![cfg(target_arch = "x86_64")]
 
 mod combined;
@@ -37,7 +38,7 @@ const SUM: &[u8] = &[
 ];
 const SUMMED: std::ops::Range<u64> = 0x10..0xf0;
 
-/// Returns the word with which a page begins.
+/// Returns the first word of a page.
 fn word(page: u64) -> u16 {
     (page * 257 + 1) as u16
 }
@@ -46,7 +47,7 @@ fn sum() -> u16 {
     SUMMED.map(word).fold(0, u16::wrapping_add)
 }
 
-/// 1 MiB of memory without contents, and the bitmap of what is absent of it.
+/// 1 MiB of memory, and the bitmap of its absent pages. At first all pages are absent.
 struct Late {
     memory: Memory,
     bitmap: [AtomicU64; PAGES as usize / 64],
@@ -67,12 +68,12 @@ impl Late {
             userspace_addr: self.memory.start as u64,
             ..Default::default()
         };
-        // `userfault_bitmap`
+        // This field is `userfault_bitmap`.
         region.pad2[0] = self.bitmap.as_ptr() as u64;
         region
     }
 
-    /// Stores a page, then tells that it is there.
+    /// Stores the contents of a page, and then clears its bit in the bitmap.
     fn bring(&self, page: u64) {
         self.memory.write(page * PAGE, &word(page).to_le_bytes());
         if page == CODE / PAGE {
@@ -97,7 +98,7 @@ impl Late {
 /// Opens the KVM of this process, which has the policy `userfault`.
 fn kvm() -> Kvm {
     static POLICY: Once = Once::new();
-    // SAFETY: each test calls this first, and no thread of this process reads the environment before.
+    // SAFETY: each test calls this function first, and no thread of this process reads the environment before.
     POLICY.call_once(|| unsafe { std::env::set_var("SLAT_SET", "userfault=on") });
     Kvm::new().unwrap()
 }
@@ -107,11 +108,11 @@ fn vm() -> VmFd {
 }
 
 fn set(vm: &VmFd, region: kvm_userspace_memory_region2) -> Result<(), i32> {
-    // SAFETY: the tests' memory may be written by the guest.
+    // SAFETY: the tests access this memory only by raw pointers, so a write of the guest breaks nothing.
     unsafe { vm.set_user_memory_region2(region) }.map_err(|error| error.errno())
 }
 
-/// Creates a VM of which nothing is there, and a vCPU at [`CODE`].
+/// Creates a VM whose pages are all absent, and a vCPU that begins at [`CODE`].
 fn guest(late: &Late) -> (VmFd, VcpuFd) {
     let vm = vm();
     set(&vm, late.region(KVM_MEM_USERFAULT)).unwrap();
@@ -120,7 +121,7 @@ fn guest(late: &Late) -> (VmFd, VcpuFd) {
     (vm, vcpu)
 }
 
-/// Runs the vCPU until it has written a sum to the port, and brings each page that it waits for. Returns these.
+/// Runs the vCPU until it has written a sum to the port. Brings each page for which it waits, and returns these pages.
 fn run(vcpu: &mut VcpuFd, late: &Late) -> Vec<u64> {
     let mut brought = Vec::new();
     loop {
@@ -156,13 +157,13 @@ fn a_bit_counts_again_when_the_flag_is_set_again() {
     let (vm, mut vcpu) = guest(&late);
     run(&mut vcpu, &late);
     late.set(0x20);
-    // As in the series: the page is mapped.
+    // As in the kernel's patches for this flag, a page that is already mapped does not fault when its bit is set.
     assert_eq!(run(&mut vcpu, &late), []);
     set(&vm, late.region(0)).unwrap();
     assert_eq!(run(&mut vcpu, &late), []);
     set(&vm, late.region(KVM_MEM_USERFAULT)).unwrap();
     assert_eq!(run(&mut vcpu, &late), [0x20]);
-    // Another bitmap.
+    // Replaces the bitmap by another one.
     let other = Late::new();
     (0..PAGES)
         .filter(|page| *page != 0x30)
@@ -203,7 +204,7 @@ fn events_are_delivered_once_their_pages_are_there() {
     let late = Late::new();
     let (_vm, mut vcpu) = guest(&late);
     run(&mut vcpu, &late);
-    // The vector table, and the stack, are absent. The handler at 0x5000 halts.
+    // The pages of the vector table, the handler and the stack are absent. The handler at 0x5000 halts.
     const STACK: u64 = 0xf2;
     let mut sregs = vcpu.get_sregs().unwrap();
     (sregs.ss.base, sregs.ss.selector) = (STACK * PAGE, (STACK << 8) as u16);
@@ -232,12 +233,12 @@ fn events_are_delivered_once_their_pages_are_there() {
     }
     waited_for.sort();
     assert_eq!(waited_for, [0, 5, STACK]);
-    // It was delivered once: three words are on the stack, and they are those of where it came.
+    // The interrupt was delivered once: three words are on the stack, and they describe the interrupted code.
     let now = vcpu.get_regs().unwrap();
     assert_eq!((now.rsp, now.rip), (0x800 - 6, 0x5001));
     let mut frame = [0; 6];
     late.memory.read(STACK * PAGE + 0x800 - 6, &mut frame);
-    // OUT, with which the vCPU stopped, ends first.
+    // The vCPU had stopped at an OUT, and first completes it.
     assert_eq!(frame[..2], (regs.rip as u16 + 2).to_le_bytes());
     assert_eq!(frame[4..], 0x202u16.to_le_bytes());
 }
@@ -251,7 +252,7 @@ fn no_vcpu_sees_a_page_before_it_is_there() {
     late.bring(CODE / PAGE);
     let done = AtomicBool::new(false);
     std::thread::scope(|threads| {
-        // The pages come in an order of their own, whatever the vCPUs wait for. `run` compares the sums.
+        // This thread brings pages in its own order, whichever pages the vCPUs wait for. `run` compares the sums.
         threads.spawn(|| {
             for page in SUMMED.rev().step_by(3) {
                 late.bring(page);
@@ -259,7 +260,7 @@ fn no_vcpu_sees_a_page_before_it_is_there() {
             }
         });
         let other = threads.spawn(|| {
-            // A page may have come since the exit.
+            // The page for which the vCPU waits may have come since the exit.
             while !done.load(Relaxed) {
                 match second.run() {
                     Ok(VcpuExit::MemoryFault { gpa, .. }) => late.bring(gpa / PAGE),
@@ -292,10 +293,10 @@ fn a_bitmap_that_cannot_be_read_stops_the_vcpu() {
     let mut vcpu = vm.create_vcpu(0).unwrap();
     start_at_code(&vcpu);
     assert_eq!(vcpu.run().unwrap_err().errno(), libc::EFAULT);
-    // An address that no program has.
+    // Sets the bitmap to an address that no program can use.
     region.pad2[0] = 1 << 63;
     assert_eq!(set(&vm, region), Err(libc::EINVAL));
-    // The older call has no bitmap.
+    // The older ioctl has no field for a bitmap.
     let old = kvm_userspace_memory_region {
         slot: 1,
         flags: KVM_MEM_USERFAULT,
@@ -303,7 +304,7 @@ fn a_bitmap_that_cannot_be_read_stops_the_vcpu() {
         memory_size: PAGE,
         userspace_addr: late.memory.start as u64,
     };
-    // SAFETY: refused.
+    // SAFETY: the call is refused, so the guest does not get the memory.
     let refused = unsafe { vm.set_user_memory_region(old) };
     assert_eq!(refused.unwrap_err().errno(), libc::EINVAL);
 }
