@@ -1,4 +1,4 @@
-//! [`DeviceFd`].
+//! The type [`DeviceFd`]: a client's descriptor of a VM's device.
 
 use super::VmFd;
 use super::descriptors::Descriptor;
@@ -18,7 +18,7 @@ pub struct DeviceFd(Device);
 #[derive(Debug)]
 enum Device {
     Ours(Arc<DeviceObject>, Descriptor),
-    /// A descriptor of another file, whose requests the kernel refuses.
+    /// A descriptor of a file that is no device of this crate. The kernel refuses all device requests to the file.
     Other(OwnedFd),
 }
 
@@ -52,7 +52,7 @@ impl DeviceFd {
     /// `EPERM` for VFIO: no attribute can be read. KVM's errors for interrupt controllers.
     ///
     /// # Safety
-    /// `device_attr.addr` is the address of memory of this process that the attribute's value may be written to.
+    /// `device_attr.addr` is the address of memory of this process. The call may write the attribute's value there.
     pub unsafe fn get_device_attr(&self, device_attr: &mut kvm_device_attr) -> Result<()> {
         match &self.0 {
             Device::Ours(device, _) => device.get_attribute(device_attr),
@@ -61,7 +61,7 @@ impl DeviceFd {
     }
 }
 
-/// Passes a request to the kernel, which refuses it. Call for a descriptor that is no device of this crate.
+/// Passes a request to the kernel, which refuses the request. Call when `fd` refers to no device of this crate.
 fn refusal(fd: &OwnedFd, request: u32, attribute: &kvm_device_attr) -> Result<()> {
     let attribute: *const kvm_device_attr = attribute;
     // SAFETY: the struct lives, and the kernel only reads it.

@@ -1,4 +1,4 @@
-//! [`VcpuExit`]: the exit that `KVM_RUN` has stored in `kvm_run`.
+//! The type [`VcpuExit`]: the exit that `KVM_RUN` has stored in `kvm_run`.
 
 use crate::arch;
 use crate::errno::{Error, Result};
@@ -64,8 +64,8 @@ pub(super) fn exit(page: &mut RunPage) -> VcpuExit<'_> {
     }
 }
 
-/// Returns `KVM_EXIT_MEMORY_FAULT`, the only exit that `KVM_RUN` returns with an error. For other errors, returns the
-/// error.
+/// Returns `KVM_EXIT_MEMORY_FAULT` if `kvm_run` has this exit: `KVM_RUN` returns no other exit together with an error.
+/// Otherwise returns `error`.
 pub(super) fn exit_with(error: Error, page: &mut RunPage) -> Result<VcpuExit<'_>> {
     let faulted = [libc::EFAULT, libc::EHWPOISON].contains(&error.errno());
     if !faulted || run(page).exit_reason != KVM_EXIT_MEMORY_FAULT {

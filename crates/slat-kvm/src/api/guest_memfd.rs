@@ -1,4 +1,4 @@
-//! [`GuestMemfdFd`].
+//! The type [`GuestMemfdFd`]: private guest memory of a VM.
 
 use super::VmFd;
 use super::descriptors::{self, Descriptor};
@@ -9,9 +9,9 @@ use kvm_bindings::kvm_create_guest_memfd;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 
-/// Guest memory that is a file (a guest_memfd). kvm-ioctls has only the raw descriptor, on which the kernel's
-/// `fallocate` works; in slat, [`fallocate`](Self::fallocate) is a method of this type. Dropping this value releases
-/// the memory.
+/// Guest memory that is a file (a guest_memfd). kvm-ioctls has only the raw descriptor, to which clients apply the
+/// system call `fallocate`. In slat, clients call the method [`fallocate`](Self::fallocate) instead. Dropping this
+/// value releases the memory.
 #[derive(Debug)]
 pub struct GuestMemfdFd {
     guest_memfd: Arc<GuestMemfd>,

@@ -24,7 +24,7 @@ impl VmFd {
         self.vm.irq_line(irq, active).map(drop)
     }
 
-    /// Carries out `KVM_SET_GSI_ROUTING`: replaces all routes.
+    /// Carries out `KVM_SET_GSI_ROUTING`: replaces all GSI routes.
     ///
     /// # Errors
     /// `EINVAL` for invalid routes.

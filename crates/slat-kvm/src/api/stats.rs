@@ -1,4 +1,4 @@
-//! [`StatsFd`].
+//! The type [`StatsFd`]: the statistics of a VM or a vCPU.
 
 use crate::errno::Result;
 use crate::stats::StatsObject;
@@ -23,7 +23,7 @@ impl StatsFd {
         }
     }
 
-    /// Reads at an offset, as `pread` does from KVM's descriptor.
+    /// Reads bytes from offset `offset` on, as `pread` does from KVM's descriptor.
     ///
     /// # Errors
     /// The host's error for the read.

@@ -1,4 +1,4 @@
-//! [`Kvm`].
+//! The type [`Kvm`]: the client's use of `/dev/kvm`.
 
 use super::VmFd;
 use super::descriptors::Descriptor;
@@ -31,8 +31,8 @@ impl Kvm {
         Ok(Kvm::of(System::descriptor(true)?))
     }
 
-    /// Like [`Kvm::new`], but VMs have tables that `mmu` makes, whatever the environment says. (`kvm_ioctls` has no
-    /// such method.)
+    /// Like [`Kvm::new`], but the MMU `mmu` makes the tables of all VMs. The environment has no effect on the MMU.
+    /// (`kvm_ioctls` has no such method.)
     #[must_use]
     pub fn with_mmu(self, mmu: MmuKind) -> Self {
         Kvm {
@@ -54,7 +54,7 @@ impl Kvm {
         Kvm::new()
     }
 
-    /// Makes VMs whose CPUs have these policies, whatever the environment says.
+    /// Makes VMs whose CPUs have the policies in `cpu`. The environment has no effect on these policies.
     pub(crate) fn with_cpu(self, cpu: CpuChoice) -> Self {
         Kvm { cpu, ..self }
     }
@@ -181,7 +181,7 @@ impl FromRawFd for Kvm {
     }
 }
 
-/// Checks that a path is `/dev/kvm`, or names the host's KVM device.
+/// Checks that a path is `/dev/kvm`, or leads to the host's KVM device.
 fn check_path(path: &CStr) -> Result<()> {
     /// KVM's device number: major 10 (`misc`), minor 232 (Linux' devices.txt).
     const DEVICE: libc::dev_t = libc::makedev(10, 232);

@@ -1,4 +1,4 @@
-//! [`VcpuFd`].
+//! The type [`VcpuFd`]: a client's descriptor of a vCPU.
 
 use super::descriptors::Descriptor;
 use super::{StatsFd, exits};
@@ -15,7 +15,7 @@ use std::os::fd::{AsRawFd, RawFd};
 pub struct VcpuFd {
     pub(crate) vcpu: Shared<VcpuObject>,
     fd: Descriptor,
-    /// The client's own mapping of the shared pages.
+    /// The client's own mapping of the pages that the vCPU shares with the client: `kvm_run` and the pages after it.
     pub(crate) run: RunPage,
     /// Whether the client may read the ring of coalesced I/O.
     reads_coalesced: bool,
@@ -129,7 +129,7 @@ impl VcpuFd {
     /// Carries out `KVM_SET_GUEST_DEBUG`.
     ///
     /// # Errors
-    /// `EBUSY` when an exception is to be injected and another exception is pending.
+    /// `EBUSY` if the call asks to inject an exception and another exception is pending.
     pub fn set_guest_debug(&self, debug: &kvm_guest_debug) -> Result<()> {
         self.vcpu.set_guest_debug(debug)
     }
@@ -139,7 +139,7 @@ impl VcpuFd {
         exits::run(&mut self.run)
     }
 
-    /// Sets whether `KVM_RUN` returns at once: 1 if so, otherwise 0.
+    /// Sets `immediate_exit` in `kvm_run`. If `val` is 1, `KVM_RUN` returns at once.
     pub fn set_kvm_immediate_exit(&mut self, val: u8) {
         self.get_kvm_run().immediate_exit = val;
     }

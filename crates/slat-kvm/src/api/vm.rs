@@ -1,4 +1,4 @@
-//! [`VmFd`].
+//! The type [`VmFd`]: a client's descriptor of a VM.
 
 use super::descriptors::Descriptor;
 use super::{StatsFd, VcpuFd};
@@ -39,8 +39,8 @@ impl VmFd {
         self.vm.set_user_memory_region(&user_memory_region)
     }
 
-    /// Like [`set_user_memory_region`](Self::set_user_memory_region), but the larger struct can name private memory
-    /// ([`create_guest_memfd`](Self::create_guest_memfd)).
+    /// Like [`set_user_memory_region`](Self::set_user_memory_region), but takes the larger struct, which can also name
+    /// private memory ([`create_guest_memfd`](Self::create_guest_memfd)).
     ///
     /// # Errors
     /// The errors are those of [`set_user_memory_region`](Self::set_user_memory_region).
@@ -73,8 +73,8 @@ impl VmFd {
     }
 
     /// Carries out `KVM_CLEAR_DIRTY_LOG`, which kvm-ioctls does not have. Clears pages in the log; their next write is
-    /// logged again. The call concerns the `pages` pages from `first` on, and clears the pages whose bit is set in
-    /// `bitmap`. Bit 0 is page `first`.
+    /// logged again. The call covers the `pages` pages from page `first` of the slot on, and clears those whose bit is
+    /// set in `bitmap`. Bit 0 of `bitmap` is page `first`.
     ///
     /// # Errors
     /// `EINVAL` for a bad slot, a range that is not in multiples of 64 pages, or a bitmap that is too short; `ENOENT`
@@ -85,10 +85,10 @@ impl VmFd {
         })
     }
 
-    /// Marks pages in the dirty log that the VMM itself has written: the `len` bytes from guest-physical address
-    /// `start` on, of address space `space` (0 except for system management mode). Call after the write. Pages without
-    /// a logged slot are skipped. KVM's API has no such call, so with KVM a VMM needs a second log; `slat-vm-memory`
-    /// makes this call after each write.
+    /// Marks in the dirty log the pages that the VMM itself has written. These are the pages of the `len` bytes from
+    /// guest-physical address `start` on, in address space `space` (0 except for system management mode). Call after
+    /// the write. Pages without a logged slot are skipped. KVM's API has no such call, so with KVM a VMM needs a second
+    /// log; `slat-vm-memory` makes this call after each write.
     ///
     /// # Errors
     /// `EINVAL` for an address space that the VM does not have, and for bytes beyond the last address;

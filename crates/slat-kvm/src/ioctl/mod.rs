@@ -69,13 +69,13 @@ impl fmt::Display for LinkName {
 pub enum Answer {
     /// The return value.
     Value(i32),
-    /// A new object and its descriptor, which `ioctl` returns. The caller stores in its table that the descriptor
-    /// refers to the object.
+    /// A new object and its descriptor, which `ioctl` returns. The caller stores in its table of descriptors that the
+    /// descriptor refers to the object.
     Created(Object, OwnedFd),
     /// Like `Created`, but the client's own struct holds the descriptor, and `ioctl` returns 0.
     Stored(Object, OwnedFd),
-    /// The request is not carried out. For any descriptor the kernel carries out this request itself, instead of
-    /// passing it to the file (ioctl(2)).
+    /// The request was not carried out. The kernel carries out this request itself for any descriptor, and does not
+    /// pass it to the file (ioctl(2)). So the caller makes the system call.
     Kernels,
 }
 
@@ -85,7 +85,8 @@ impl Object {
         Object::System(Arc::new(System))
     }
 
-    /// Whether a parent process created this object. Then its locks may be held forever, and it must not be dropped.
+    /// Whether a parent process created this object. If so, the object's locks may be held forever, and the object must
+    /// not be dropped.
     pub fn is_foreign(&self) -> bool {
         match self {
             Object::System(_) | Object::Parameter(_) | Object::DevicePath => false,
@@ -97,8 +98,8 @@ impl Object {
         }
     }
 
-    /// Returns the text that the link in `/proc/self/fd` shows for a descriptor of KVM's object. `None`: the link of
-    /// slat's own file needs no change. Takes no lock and allocates nothing.
+    /// Returns the text that the link in `/proc/self/fd` shows for a descriptor of KVM's object. `None`: the link that
+    /// the kernel shows stays. Takes no lock and allocates nothing.
     pub fn link(&self) -> Option<LinkName> {
         let (name, vcpu) = match self {
             Object::System(_) | Object::DevicePath => ("/dev/kvm", None),
@@ -138,7 +139,8 @@ impl Object {
 }
 
 impl Object {
-    /// Checks whether the client may map this part of the object's descriptor with this protection and these flags.
+    /// Checks whether the client may map `len` bytes from `offset` on of the object's descriptor, with this protection
+    /// and these flags.
     ///
     /// # Errors
     /// `EINVAL` for an offset within a page or an empty mapping, `ENODEV` for an object without pages, and the errors
@@ -160,8 +162,8 @@ impl Object {
         }
     }
 
-    /// Completes the client's mapping of this object's descriptor: a vCPU's mapping has pages that are not in the
-    /// descriptor's file. If the host cannot make another mapping, the client sees an empty ring of coalesced I/O.
+    /// Completes the client's new mapping of this object's descriptor: maps the pages of a vCPU that are not in the
+    /// descriptor's file. If the host refuses such a mapping, the client sees an empty ring of coalesced I/O.
     ///
     /// # Safety
     /// `address` and `len` are a new mapping of this object's descriptor, from `offset` on.
@@ -173,7 +175,8 @@ impl Object {
     }
 }
 
-/// Returns the result of a request that the object does not have: `errno`, unless the kernel carries out the request.
+/// Returns the result of an unknown request: the error `errno`, or, for a request that the kernel itself carries out,
+/// [`Answer::Kernels`].
 fn unknown(request: u32, errno: i32) -> Result<Answer> {
     match request as libc::Ioctl {
         libc::FIOCLEX | libc::FIONCLEX | libc::FIONBIO => Ok(Answer::Kernels),
@@ -181,8 +184,8 @@ fn unknown(request: u32, errno: i32) -> Result<Answer> {
     }
 }
 
-/// Returns the answer of the architecture to a request that not every architecture has. `None`: this architecture does
-/// not have the request either, and the error is `errno`.
+/// Returns the result of a request that neutral code does not know. `answer` is the architecture's answer. `None`: the
+/// architecture does not know the request either, so the result is that of [`unknown`].
 fn of_arch(answer: Option<i32>, request: u32, errno: i32) -> Result<Answer> {
     match answer {
         Some(answer) => value(answer),
@@ -190,7 +193,7 @@ fn of_arch(answer: Option<i32>, request: u32, errno: i32) -> Result<Answer> {
     }
 }
 
-/// Success without a value.
+/// The result of a request that succeeds and has no value.
 const DONE: Result<Answer> = Ok(Answer::Value(0));
 
 fn value(value: i32) -> Result<Answer> {

@@ -6,7 +6,7 @@ use crate::arch::{self, CpuChoice};
 use crate::errno::{Result, fail};
 use crate::system::System;
 
-// This function is not inlined, because otherwise requests to other objects would have this function's frame, too.
+// Not inlined: otherwise requests to other objects would also need this function's stack frame.
 #[inline(never)]
 pub(super) fn ioctl(system: &System, request: u32, argument: u64) -> Result<Answer> {
     match request {

@@ -9,13 +9,12 @@ use crate::vcpu::VcpuObject;
 use kvm_bindings::*;
 use slat::Shared;
 
-/// The offset of the set in `kvm_signal_mask`.
+/// The offset of the signal set in `kvm_signal_mask`.
 const SIGSET: u64 = 4;
 /// The size of the kernel's signal set.
 const SIGSET_BYTES: u32 = 8;
 
-/// Carries out `KVM_RUN`. This function is not inlined, because otherwise other requests would have this function's
-/// frame, too.
+/// Carries out `KVM_RUN`. Not inlined: otherwise other requests would also need this function's stack frame.
 #[inline(never)]
 pub(super) fn run(vcpu: &VcpuObject, argument: u64) -> Result<Answer> {
     let _call = vcpu.vm.begin()?;
@@ -26,8 +25,8 @@ pub(super) fn run(vcpu: &VcpuObject, argument: u64) -> Result<Answer> {
     DONE
 }
 
-/// Carries out all requests except `KVM_RUN`. This function is not inlined, because its frame has structures of several
-/// KiB, and other requests would have this frame, too.
+/// Carries out all requests except `KVM_RUN`. Not inlined: otherwise other requests would also need this function's
+/// stack frame, which has structures of several KiB.
 #[inline(never)]
 pub(super) fn ioctl(vcpu: &Shared<VcpuObject>, request: u32, argument: u64) -> Result<Answer> {
     let _call = vcpu.vm.begin()?;
@@ -41,8 +40,7 @@ pub(super) fn ioctl(vcpu: &Shared<VcpuObject>, request: u32, argument: u64) -> R
         KVM_PRE_FAULT_MEMORY => {
             let mut range: kvm_pre_fault_memory = user::read(argument)?;
             let result = vcpu.pre_fault(&mut range);
-            // The range is also written after an error, because the written range tells the client which part is not
-            // mapped.
+            // The range is written back even after an error, because it tells the client which part is not mapped yet.
             user::write(argument, &range)?;
             result?;
         }

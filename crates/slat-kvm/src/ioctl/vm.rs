@@ -11,7 +11,7 @@ use kvm_bindings::*;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
 
-// This function is not inlined, because otherwise requests to other objects would have this function's frame, too.
+// Not inlined: otherwise requests to other objects would also need this function's stack frame.
 #[inline(never)]
 pub(super) fn ioctl(vm: &Arc<VmObject>, request: u32, argument: u64) -> Result<Answer> {
     let _call = vm.begin()?;
@@ -34,8 +34,8 @@ pub(super) fn ioctl(vm: &Arc<VmObject>, request: u32, argument: u64) -> Result<A
                 vm.test_device(&device)?;
                 return DONE;
             }
-            // The memory is checked before the device is created, because after a failure the client could not learn
-            // the device's descriptor.
+            // The client's memory is checked before the device is created. If it were checked later and could not be
+            // written, the client would not learn the device's descriptor.
             user::check_writable(argument, size_of_val(&device))?;
             let (object, fd) = vm.create_device(&device)?;
             device.fd = fd.as_raw_fd() as u32;
@@ -46,8 +46,8 @@ pub(super) fn ioctl(vm: &Arc<VmObject>, request: u32, argument: u64) -> Result<A
             let log: kvm_dirty_log = user::read(argument)?;
             // SAFETY: every bit pattern of both fields of the union is valid, and the fields have the same size.
             let to = unsafe { log.__bindgen_anon_1.padding2 };
-            // The memory is checked before the log is harvested, because after a failure the harvested pages would be
-            // lost.
+            // The client's memory is checked before the log is harvested. If it were checked later and could not be
+            // written, the harvested pages would be lost.
             let bitmap = vm.dirty_log(log.slot, |bytes| user::check_writable(to, bytes))?;
             user::write_slice(to, &bitmap)?;
         }
