@@ -9,11 +9,10 @@ use crate::{heap, messages};
 use std::ptr::NonNull;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// The number of the VM that waits for a debugger, if the user asks for such a wait: the number of the process's first
-/// VM.
+/// The number of the only VM that can wait for a debugger: the process's first VM, if the user sets `SLAT_GDB_WAIT`.
 const WAITS: u64 = 0;
 
-/// The orders of a debugger for all vCPUs of its VM.
+/// A debugger's orders for all vCPUs of its VM.
 pub(super) struct Debugged {
     pub(super) vm: u64,
     /// Whether the debugger lets the VM run.
@@ -22,8 +21,8 @@ pub(super) struct Debugged {
 }
 
 impl Debugged {
-    /// Returns a debugger's orders for one vCPU of the VM: the probes, whether the vCPU executes one instruction only
-    /// (`steps`), and whether it passes a probe at the next instruction (`passes`).
+    /// Returns a debugger's orders for one vCPU of the VM: the probes, whether the vCPU executes only one instruction
+    /// (`steps`), and whether the vCPU ignores a probe at its next instruction (`passes`).
     ///
     /// # Errors
     /// `ENOMEM`.
@@ -50,9 +49,9 @@ unsafe impl Send for Listed {}
 pub(super) struct List {
     vcpus: Vec<Listed>,
     pub(super) debugged: Option<Debugged>,
-    /// Whether a debugger was ever attached. After that no VM waits for a debugger any more.
+    /// Whether a debugger was ever attached. A VM that is created after that does not wait for a debugger.
     pub(super) came: bool,
-    /// Whether the user was told that the first VM waits.
+    /// Whether the message was printed that the first VM waits for a debugger.
     told: bool,
 }
 
@@ -70,13 +69,14 @@ impl List {
         listed.map(|listed| unsafe { listed.vcpu.as_ref() })
     }
 
-    /// Returns the least number of a VM that has vCPUs.
+    /// Returns the lowest number of a VM that has vCPUs.
     pub(super) fn first_vm(&self) -> Option<u64> {
         self.vcpus.iter().map(|listed| listed.vm).min()
     }
 }
 
-/// Adds a new vCPU to the list. If the VM has a debugger, or waits for a debugger, the vCPU is held, too.
+/// Adds a new vCPU to the list. If the VM waits for a debugger, or its debugger has stopped the VM, the vCPU is held.
+/// If a debugger lets the VM run, the vCPU gets the debugger's probes.
 ///
 /// # Errors
 /// `ENOMEM`.

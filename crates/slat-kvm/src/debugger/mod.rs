@@ -9,13 +9,13 @@
 //!
 //! # Which thread uses a vCPU
 //! A vCPU's registers belong to the thread that has locked the vCPU, in `KVM_RUN` or in another call of the client. A
-//! debugger marks the vCPU as *held*, and raises [`bits::HOLD`](crate::thread::bits::HOLD). Soon one of two things is
-//! true:
+//! debugger marks the vCPU as *held*, and raises [`bits::HOLD`](crate::thread::bits::HOLD). After a short time, one of
+//! two conditions holds:
 //!
-//! * The vCPU's thread is in `KVM_RUN`. That thread sees the bit where it looks for signals and interrupts, leaves the
-//!   engine, and waits in the vCPU's port. The waiting thread keeps the vCPU locked. So calls of the client that need
-//!   the vCPU's lock wait for the debugger, as they wait for a vCPU that runs. The debugger's thread uses the vCPU
-//!   under the port's lock, which the waiting thread needs to continue.
+//! * The vCPU's thread is in `KVM_RUN`. The thread checks for this bit where it checks for signals and interrupts. When
+//!   it finds the bit set, it leaves the engine and waits in the vCPU's port. The waiting thread keeps the vCPU locked.
+//!   So calls of the client that need the vCPU's lock wait for the debugger, as they wait for a vCPU that runs. The
+//!   debugger's thread uses the vCPU under the port's lock, which the waiting thread needs to continue.
 //! * No call has locked the vCPU. The debugger's thread locks the vCPU for each request, as a call would. If the client
 //!   calls `KVM_RUN` afterwards, the vCPU's thread first waits in the port, and the registers do not change.
 //!
@@ -27,8 +27,8 @@
 //! reads the probes from the port before the guest executes again. So a debugger can leave at any moment, even when a
 //! vCPU does not respond.
 //!
-//! A vCPU without a debugger only reads its attention word for each `KVM_RUN`. The waiting thread needs only the system
-//! call `futex`.
+//! Without a debugger, the only cost is one read of the attention word for each `KVM_RUN`. A thread that waits in a
+//! port makes only the system call `futex`, which the client's seccomp filter has to allow.
 
 mod list;
 mod port;
@@ -40,7 +40,7 @@ pub(crate) use list::{begin, end};
 pub(crate) use port::{Held, Port, Quiet};
 pub(crate) use session::{Go, Session, Stopped};
 
-/// The most probes of a VM.
+/// The greatest number of probes of a VM.
 pub const MOST_PROBES: usize = 128;
 
 /// The memory to which an address of a request belongs.
@@ -54,11 +54,11 @@ pub(crate) enum Space {
 
 /// A debugger's request to a vCPU that does not run.
 pub(crate) enum Request<'a> {
-    /// No operation: finds out whether the vCPU runs.
+    /// Does nothing. Its result shows whether the vCPU runs.
     Nothing,
-    /// The values of all registers.
+    /// Reads the values of all registers.
     Get(&'a mut [u8; BLOCK]),
-    /// A new value of a register, by its index. Fails for a register that cannot be set.
+    /// Sets the register with this index to a new value. Fails for a register that cannot be set.
     Set(usize, &'a [u8]),
     /// Reads memory. Fails if a byte of the range is not memory.
     Read(Space, u64, &'a mut [u8]),

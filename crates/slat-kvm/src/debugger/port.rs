@@ -10,11 +10,12 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// The time limit of sleeps. Without a time limit, the kernel restarts a wait after a signal handler.
+/// The time limit of each sleep. A sleep without a time limit would continue after a signal handler, because the kernel
+/// restarts it.
 const LONGEST_SLEEP: Duration = Duration::from_secs(60);
 
-/// A number that changes whenever the debugger of a vCPU of this process has to look at the vCPU. The debugger's thread
-/// sleeps on this word.
+/// A number that changes whenever the debugger has to check the vCPUs of this process: a vCPU has stopped or has begun
+/// to wait. The debugger's thread sleeps on this word.
 pub(super) static NEWS: AtomicU32 = AtomicU32::new(0);
 
 /// The work that a vCPU does when it continues.
@@ -23,7 +24,7 @@ pub(crate) struct Orders {
     pub(crate) probes: Vec<Probe>,
     /// Whether the vCPU executes one instruction only.
     pub(crate) steps: bool,
-    /// Whether a probe at the next instruction does not stop the vCPU.
+    /// Whether the vCPU ignores a probe at its next instruction.
     pub(crate) passes: bool,
 }
 
@@ -35,7 +36,7 @@ struct State<T> {
     lent: Option<NonNull<T>>,
     /// The orders that the vCPU's thread has not carried out yet.
     orders: Option<Orders>,
-    /// The probe that has stopped the vCPU, and that no debugger has seen yet.
+    /// The probe that has stopped the vCPU. `None`: no probe has, or the debugger knows already.
     hit: Option<ProbeHit>,
 }
 
@@ -46,9 +47,11 @@ pub(crate) struct Port<T> {
     state: Mutex<State<T>>,
 }
 
-// SAFETY: the pointer leads to a `T` of another thread. Any thread may use the `T`, one at a time, under the lock.
+// SAFETY: the pointer refers to a `T` on another thread's stack. `T` is `Send`, and a thread uses it only under the
+// lock, one at a time.
 unsafe impl<T: Send> Send for Port<T> {}
-// SAFETY: the pointer leads to a `T` of another thread. Any thread may use the `T`, one at a time, under the lock.
+// SAFETY: the pointer refers to a `T` on another thread's stack. `T` is `Send`, and a thread uses it only under the
+// lock, one at a time.
 unsafe impl<T: Send> Sync for Port<T> {}
 
 /// The part of a port that a debugger uses.
@@ -87,19 +90,19 @@ impl<T> Port<T> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether the vCPU's thread has to wait in the port. Reads only the attention word.
+    /// Whether a debugger asks the vCPU's thread to wait in the port. Reads only the attention word.
     pub(crate) fn calls(&self) -> bool {
         self.attention.flag().load(Ordering::SeqCst) & bits::HOLD != 0
     }
 
-    /// Takes the debugger's orders for the vCPU, if there are any.
+    /// Removes and returns the debugger's orders for the vCPU. `None`: there are no new orders.
     pub(crate) fn orders(&self) -> Option<Orders> {
         self.state().orders.take()
     }
 
-    /// Waits while the vCPU is held, and lends `vcpu` to the debugger meanwhile. `leaves` gets the bits that were
-    /// raised and whether a signal has ended the sleep, and returns whether the wait is over. Call on the vCPU's
-    /// thread, outside the engine.
+    /// Waits while the vCPU is held, and lends `vcpu` to the debugger meanwhile. After each sleep calls `leaves` with
+    /// the bits that were raised during the sleep, and with whether a signal ended the sleep. The wait also ends when
+    /// `leaves` returns true. Call on the vCPU's thread, outside the engine.
     pub(crate) fn wait(&self, vcpu: &mut T, mut leaves: impl FnMut(u32, bool) -> bool) {
         let mut quiet = Quiet::begin(&self.attention);
         let (mut raised, mut interrupted) = (quiet.bits, false);
@@ -126,18 +129,20 @@ impl<T> Port<T> {
         }
     }
 
-    /// Calls `work` with the vCPU, if the vCPU's thread waits in this port. Otherwise returns `work`.
+    /// Calls `work` with the vCPU, if the vCPU's thread waits in this port. `Err`: the thread does not wait here;
+    /// returns `work` unused.
     pub(crate) fn with_lent<R, W: FnOnce(&mut T) -> R>(&self, work: W) -> Result<R, W> {
         let state = self.state();
         match state.lent {
-            // SAFETY: the thread that has lent its exclusive reference continues only after it has locked the state.
+            // SAFETY: the waiting thread lent its exclusive reference, and uses the vCPU again only after it has locked
+            // the state, which is locked here.
             Some(mut lent) => Ok(work(unsafe { lent.as_mut() })),
             None => Err(work),
         }
     }
 
-    /// Holds the vCPU, because a probe has stopped it. If the vCPU has no debugger any more, the vCPU continues. Call
-    /// on the vCPU's thread.
+    /// Call on the vCPU's thread when a probe has stopped the vCPU. Holds the vCPU for the debugger. If the debugger is
+    /// no longer attached, the vCPU continues.
     pub(crate) fn stopped(&self, hit: ProbeHit) {
         let mut state = self.state();
         if state.attached {
@@ -206,7 +211,7 @@ impl<'a> Quiet<'a> {
         Quiet { attention, bits }
     }
 
-    /// Clears the bits that were raised since the last call, and returns them.
+    /// Clears and returns the bits that were raised since the last call.
     fn again(&mut self) -> u32 {
         let raised = self.attention.take(u32::MAX);
         self.bits |= raised;
@@ -216,7 +221,8 @@ impl<'a> Quiet<'a> {
 
 impl Drop for Quiet<'_> {
     fn drop(&mut self) {
-        // The vCPU was outside the engine, so no flush waits for this vCPU. But the vCPU has to drop its translations.
+        // The vCPU was outside the engine, so no thread waits for this vCPU's acknowledgement of a flush. RETRY makes
+        // the vCPU drop its translations.
         if self.bits & Attention::FLUSH != 0 {
             self.bits = self.bits & !Attention::FLUSH | bits::RETRY;
         }
@@ -253,7 +259,7 @@ mod tests {
             })
         };
         until(|| port.with_lent(|value| *value += 1).is_ok());
-        // A bit that another thread raises meanwhile does not end a wait, and is not lost.
+        // Another thread raises a bit during the wait. The bit must not end the wait, and must not be lost.
         ticker::raise(&port.attention, bits::IRQ);
         port.release(Orders {
             steps: true,

@@ -10,12 +10,12 @@ use slat_process::wait;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-/// How long a request waits for a vCPU that another call has locked.
+/// How long a request is repeated while another call holds the vCPU's lock.
 const PATIENCE: Duration = Duration::from_secs(2);
-/// The time between two tries of a request.
+/// The time between two attempts of a request.
 const TRIES_AGAIN: Duration = Duration::from_millis(1);
 
-/// The next step of a vCPU that a debugger has held.
+/// What a held vCPU does next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Go {
     /// The vCPU continues.
@@ -42,7 +42,7 @@ pub(crate) struct Session {
     pub(crate) vm: u64,
     /// Whether all vCPUs are being held, because the debugger has asked to hold them or a vCPU has hit a probe.
     stops: bool,
-    /// The vCPU that a code probe has stopped. When it continues, it passes that probe once.
+    /// The vCPU that a code probe has stopped. When this vCPU continues, it ignores that probe once.
     passes: Option<u32>,
 }
 
@@ -103,8 +103,9 @@ impl Session {
         NEWS.load(Ordering::SeqCst)
     }
 
-    /// Returns why all vCPUs are held; `None` if a vCPU runs. If several probes were hit, returns one of the hits. The
-    /// guest will hit the other code probes again, and hits of data probes are kept for the next call.
+    /// Returns why all vCPUs are held; `None` if a vCPU runs. If several vCPUs have hit probes, returns one of the
+    /// hits. Other hits of code probes are dropped, because the guest will hit these probes again. Other hits of data
+    /// probes stay for the next call.
     pub(crate) fn stopped(&mut self) -> Option<Stopped> {
         let mut hit = false;
         self.each(|vcpu| hit |= vcpu.port().hit().is_some());
@@ -141,7 +142,8 @@ impl Session {
         Some(stopped)
     }
 
-    /// Lets vCPUs continue. If a hit of a vCPU was kept, no vCPU continues: [`stopped`](Self::stopped) returns the hit.
+    /// Lets the vCPUs continue for which `go` says so. But if one of them has a hit that the debugger does not know
+    /// yet, no vCPU continues, and the next call of [`stopped`](Self::stopped) returns the hit.
     ///
     /// # Errors
     /// `ENOMEM`: all vCPUs stay held.
@@ -228,7 +230,7 @@ mod tests {
         }
     }
 
-    /// If two vCPUs hit data probes at once, neither of them continues before the debugger was told of both hits.
+    /// Two vCPUs hit data probes at the same time. Neither continues until the debugger knows of both hits.
     #[test]
     fn a_hit_that_was_not_told_holds_all() {
         let vcpus = [0, 1].map(|id| Vcpu {

@@ -1,5 +1,5 @@
-//! The profile file of a process. At any time the file has a complete content: the content before a write, or the
-//! content after it.
+//! The profile file of a process. At any time the file is complete: it has the whole old content or the whole new
+//! content.
 
 use slat_process::file_size::{explained, limited};
 use std::fs::{self, OpenOptions};
@@ -9,13 +9,13 @@ use std::path::{Path, PathBuf};
 
 #[derive(Default)]
 pub(super) struct ProfileFile {
-    /// The path of the file; `None` before the first content.
+    /// The path of the file; `None` until the file is first written.
     path: Option<PathBuf>,
 }
 
 impl ProfileFile {
-    /// Gives the file a new content. The first process that writes a file writes it at `wanted`. Other processes add a
-    /// dot and their process id to this path.
+    /// Replaces the content of the file. The first process that writes a profile uses the path `wanted`. Other
+    /// processes append a dot and their process id to this path.
     ///
     /// # Errors
     /// The system's error, after the file's path. The file keeps its old content.
@@ -32,7 +32,7 @@ impl ProfileFile {
             None => self.path.insert(claim(wanted)?),
         };
         let new = with_end(path, ".new");
-        // Another process with this name, which was killed, may have left the file.
+        // A process with the same path may have been killed during a write, and may have left this file.
         let _ = fs::remove_file(&new);
         let written = create(&new)
             .and_then(|mut file| limited(|| file.write_all(content.as_bytes())))
@@ -49,19 +49,19 @@ fn with_end(path: &Path, end: &str) -> PathBuf {
     name.into()
 }
 
-/// Creates a file, and fails if one of this name exists.
+/// Creates a file. Fails if a file of this name exists.
 fn create(path: &Path) -> io::Result<fs::File> {
     (OpenOptions::new().write(true).create_new(true))
         .mode(0o600)
         .open(path)
 }
 
-/// Creates this process's file, empty. Returns its path.
+/// Creates this process's profile file, empty. Returns the file's path.
 fn claim(wanted: &Path) -> io::Result<PathBuf> {
     match create(wanted) {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
             let own = with_end(wanted, &format!(".{}", std::process::id()));
-            // Removes the file of an earlier process with this id.
+            // An earlier process with the same id may have left this file.
             let _ = fs::remove_file(&own);
             create(&own).map(|_| own)
         }
@@ -86,7 +86,7 @@ mod tests {
         let own = with_end(&wanted, &format!(".{}", std::process::id()));
         assert_eq!((read(&wanted), read(&own)), ("new".into(), "other".into()));
         assert_eq!(fs::read_dir(&directory).unwrap().count(), 2);
-        // A directory has the name, so it cannot be removed as a file.
+        // A directory at this path stops the next write: the process cannot remove it as a file.
         fs::create_dir(with_end(&wanted, ".new")).unwrap();
         let error = first.write(&wanted, "newer").unwrap_err();
         assert!(error.contains("profile: "), "{error}");

@@ -2,18 +2,19 @@
 //!
 //! | file | idea |
 //! |---|---|
-//! | `samples` | the samples that vCPUs have taken, and that are not counted yet |
+//! | `samples` | the samples that vCPUs have taken and that are not counted yet |
 //! | `stacks` | counts stacks, and formats the lines of the file |
 //! | `file` | the file of a process |
 //!
 //! About every millisecond (`PERIOD`) the ticker raises `bits::SAMPLE` in the attention words of the vCPUs that
-//! execute. Like any other bit, it ends the run of the CPU: at the end of a block, or in compiled code at the end of a
-//! region or of a loop iteration. The vCPU stores its stack (`machine::frames`), and continues. Samples do not cover
-//! time in which the vCPU does not execute: halts, exits, and the time that the host gives to other threads.
+//! execute. Like any attention bit, this bit makes the CPU leave guest code: at the end of a block, or in compiled code
+//! at the end of a region or of a loop iteration. The vCPU stores its stack (`machine::frames`), and continues. Samples
+//! do not cover time in which the vCPU does not execute: halts, exits, and the time that the host gives to other
+//! threads.
 //!
 //! A thread counts the samples and writes the file every second (`WRITE_PERIOD`), so that a process that is killed
-//! leaves a profile. The same thread also writes the file at the end of the process, because no filter of the client
-//! binds this thread.
+//! leaves a profile. The same thread also writes the file at the end of the process, because the client's seccomp
+//! filters do not apply to this thread.
 
 mod file;
 mod samples;
@@ -34,12 +35,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// The time between two samples of a vCPU. No guest's timer has this period, so samples do not stay in step with a
-/// timer.
+/// The time between two samples of a vCPU. Guest timers do not have this period. So the samples do not always fall on
+/// the same phase of a timer.
 pub(crate) const PERIOD: Duration = Duration::from_micros(997);
 /// The least time between two writes of the file.
 const WRITE_PERIOD: Duration = Duration::from_secs(1);
-/// The part of the thread's time that writing may take is at most 1 divided by this number.
+/// Writing may take at most 1/32 of the thread's time.
 const WRITE_SHARE: u32 = 32;
 
 #[derive(Default)]
@@ -47,7 +48,7 @@ struct Profile {
     inbox: Mutex<Inbox>,
     /// The condition that is signalled when the thread has work.
     called: Condvar,
-    /// The condition that is signalled when the last content is written.
+    /// The condition that is signalled when the file was written for the last time.
     ended: Condvar,
     output: Mutex<Output>,
     /// Whether the thread runs.
@@ -60,12 +61,12 @@ struct Inbox {
     end: End,
 }
 
-/// The state of the last write, at the end of the process.
+/// How far the last write at the end of the process has got.
 #[derive(Default, PartialEq, Eq)]
 enum End {
     #[default]
     NotYet,
-    /// The thread has to write the file a last time.
+    /// The process ends: the thread has to write the file for the last time.
     Asked,
     Written,
 }
@@ -76,9 +77,9 @@ struct Output {
     taken: Samples,
     stacks: Stacks,
     file: ProfileFile,
-    /// Whether there are samples that are not in the file.
+    /// Whether samples were counted that are not in the file yet.
     has_changed: bool,
-    /// The error of the last write, because of which samples are not in the file.
+    /// The error of the last write. Because of it, samples are missing in the file.
     failure: Option<String>,
 }
 
@@ -111,7 +112,7 @@ pub(crate) fn start() {
     }
 }
 
-/// Counts a sample: the linear addresses of a stack, the innermost first.
+/// Adds a sample. `stack` has the linear addresses of the stack, the innermost first.
 pub(crate) fn count(origin: Origin, stack: &[u64]) {
     if let Some(profile) = PROFILE.peek() {
         let mut inbox = lock(&profile.inbox);
@@ -122,7 +123,8 @@ pub(crate) fn count(origin: Origin, stack: &[u64]) {
     }
 }
 
-/// Makes the thread write the file a last time, and waits until it has. Call at the end of the process.
+/// Makes the thread write the file for the last time, and waits until the file is written. Call at the end of the
+/// process.
 pub fn end() {
     let Some(profile) = PROFILE.peek() else {
         return;
@@ -138,7 +140,8 @@ pub fn end() {
         profile.count();
         profile.write();
     }
-    // This function prints the message, because the profile's thread does not have the client's standard error.
+    // The message is printed here, not by the profile's thread, because that thread does not have the client's standard
+    // error.
     if let Some(failure) = &lock(&profile.output).failure {
         messages::say(format_args!("the profile is not complete: {failure}"));
     } else if let Some(path) = wanted()

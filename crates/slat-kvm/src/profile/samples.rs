@@ -1,5 +1,5 @@
-//! Samples that vCPUs have taken, and that the profile's thread has not counted yet. The samples are in memory that
-//! does not grow, so that a vCPU allocates nothing.
+//! Samples that vCPUs have taken and that the profile's thread has not counted yet. The memory for samples is allocated
+//! once, so that a vCPU that takes a sample allocates nothing.
 
 /// The place where a sample was taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -12,14 +12,14 @@ pub(crate) struct Origin {
     pub(crate) is_nested: bool,
 }
 
-/// The number of words for all samples. One vCPU fills these words in some seconds.
+/// The number of words for all samples. One vCPU fills these words in several seconds.
 const WORDS: usize = 1 << 17;
-/// The number of words of a sample in addition to its stack.
+/// The number of words that a sample needs besides its stack.
 const HEADER: usize = 3;
 
 pub(super) struct Samples {
     words: Vec<u64>,
-    /// The number of samples for which there was no space.
+    /// The number of samples that were dropped, because there was no space for them.
     pub(super) lost: u64,
 }
 
@@ -43,7 +43,7 @@ impl Samples {
         self.words.extend_from_slice(stack);
     }
 
-    /// Whether there are so many samples that they have to be counted soon.
+    /// Whether the space is so full that the samples have to be counted soon.
     pub(super) fn are_many(&self) -> bool {
         self.words.len() > WORDS / 2
     }

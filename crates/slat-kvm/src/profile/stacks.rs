@@ -5,7 +5,7 @@ use crate::symbols::Symbols;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt::Write as _;
 
-/// The greatest number of different stacks. Samples of further stacks are lost, and the loss is counted.
+/// The greatest number of different stacks. Samples with further stacks are dropped, and their number is counted.
 const MOST: usize = 1 << 16;
 
 #[derive(Default)]
@@ -33,7 +33,7 @@ impl Stacks {
         }
     }
 
-    /// Returns the lines. If there are several VMs or vCPUs, a stack begins with the VM and the vCPU.
+    /// Returns the lines of the profile. If there are several VMs or vCPUs, each stack begins with the VM and the vCPU.
     pub(super) fn text(&self, symbols: Option<&Symbols>) -> String {
         let vcpus: BTreeSet<_> = (self.counts.keys())
             .map(|origin| (origin.vm, origin.vcpu))
@@ -51,7 +51,7 @@ impl Stacks {
             if origin.is_nested {
                 begin += "[nested guest];";
             }
-            // The symbols do not name the code of a nested guest.
+            // `symbols` has no names for the code of a nested guest.
             let symbols = symbols.filter(|_| !origin.is_nested);
             for (stack, count) in counts {
                 let mut line = begin.clone();

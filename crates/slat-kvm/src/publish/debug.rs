@@ -7,7 +7,7 @@
 //! vm 0                         or the number of the VM, whose vCPUs are being held from now on
 //! ```
 //!
-//! This side sends one of these lines whenever the VM has run and all its vCPUs are held:
+//! The process sends one of these lines each time that the VM has run and all its vCPUs are held again:
 //!
 //! ```text
 //! stopped                      the reader has asked to stop the VM
@@ -18,8 +18,8 @@
 //! stopped gone                 the VM has no vCPUs any more: the end
 //! ```
 //!
-//! This side answers each line of the reader by one line: `failed` if the request fails. Only `stop` has no answer of
-//! its own; `stopped` follows instead.
+//! The process answers each line of the reader by one line. The answer is `failed` if the request fails. Only `stop`
+//! has no answer: the line `stopped` follows when the vCPUs are held.
 //!
 //! ```text
 //! vcpus                        vcpus 0 1 …: their ids
@@ -33,9 +33,9 @@
 //! stop                         nothing until the vCPUs are held
 //! ```
 //!
-//! The conversation has a thread of its own, so that other readers can ask for counters meanwhile. The conversation's
-//! thread is started by a thread that no filter of the client binds. While the VM runs, the thread looks every 10 ms
-//! for input from the reader. A vCPU that stops wakes the thread.
+//! The conversation has its own thread, so that other readers can ask for counters meanwhile. The thread that starts it
+//! is one to which the client's filters do not apply. While the VM runs, the conversation's thread checks every 10 ms
+//! for input from the reader. A vCPU that stops wakes the conversation's thread.
 
 use super::socket::Own;
 use super::writer::{VERSION, Writer};
@@ -52,10 +52,10 @@ use std::time::Duration;
 
 /// The first word of the conversation.
 pub const DEBUG: &str = "debug";
-/// The most bytes of memory in one request.
+/// The greatest number of bytes of memory in one request.
 pub const MOST_BYTES: usize = 1024;
 
-/// How often a thread that waits for vCPUs looks for input from the reader.
+/// How often the conversation's thread checks for input from the reader while it waits for vCPUs.
 const LOOKS_EVERY: Duration = Duration::from_millis(10);
 
 /// The longest line of a reader: a line with all probes.
@@ -74,7 +74,8 @@ struct Conversation(Mutex<Option<(Own, Session)>>);
 
 static CONVERSATION: PerProcess<Conversation> = PerProcess::new();
 
-/// Begins a conversation. `words` are the words of the conversation's first line after the first word.
+/// Begins a conversation with the reader at the socket `asked`. `words` are the words of the reader's line after
+/// `debug`.
 pub(super) fn begin<'a>(asked: Own, mut words: impl Iterator<Item = &'a str>) {
     let vm = words.next().map(str::parse).transpose();
     let session = match vm {
@@ -96,7 +97,8 @@ pub(super) fn begin<'a>(asked: Own, mut words: impl Iterator<Item = &'a str>) {
 }
 
 impl Conversation {
-    /// Replaces the session that the next thread serves. There is one session at a time.
+    /// Stores `next`, the socket and session for the thread that starts next, and returns the value stored before. At
+    /// most one session exists at a time.
     fn put(&self, next: Option<(Own, Session)>) -> Option<(Own, Session)> {
         let mut held = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         std::mem::replace(&mut *held, next)
@@ -109,7 +111,7 @@ impl Background for Conversation {
     const STACK: usize = 128 << 10;
 
     fn run(&'static self) {
-        // This thread accesses guest memory, and may be kicked.
+        // This thread accesses guest memory, so it needs the signals of guarded accesses and kicks.
         slat_guard::change_mask(libc::SIG_UNBLOCK, synchronous());
         if let Some((asked, session)) = self.put(None) {
             // An error means that the reader has closed the socket, or that the VM has ended.
@@ -118,7 +120,7 @@ impl Background for Conversation {
     }
 }
 
-/// Answers the reader's lines until the reader closes the socket, or the VM ends.
+/// Answers the reader's lines until the reader closes the socket or the VM ends.
 fn talk(asked: &Own, mut session: Session) -> fmt::Result {
     let mut to = Writer::new(asked);
     let mut line = [0; LONGEST_LINE];
@@ -173,7 +175,7 @@ fn answer(to: &mut Writer<'_>, session: &mut Session, line: &str) -> fmt::Result
     let mut words = line.split(' ');
     let done = match words.next() {
         Some("stop") => {
-            // If the VM is held, this side has sent `stopped` already.
+            // If the VM is held already, `stopped` was sent when the VM was held.
             if session.runs() {
                 session.stop();
             }
@@ -210,7 +212,7 @@ fn answer(to: &mut Writer<'_>, session: &mut Session, line: &str) -> fmt::Result
     to.write_str(done.map_or("failed\n", |()| "done\n"))
 }
 
-/// Answers with `value` and the bytes in hexadecimal digits.
+/// Sends an answer: `value` and the bytes in hexadecimal digits.
 fn value(to: &mut Writer<'_>, bytes: &[u8]) -> fmt::Result {
     to.write_str("value ")?;
     bytes.iter().try_for_each(|byte| write!(to, "{byte:02x}"))?;

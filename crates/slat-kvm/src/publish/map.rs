@@ -28,21 +28,21 @@ use slat_host::granule;
 use std::fmt::{self, Write as _};
 use std::ops::Range;
 
-/// The first word of the question about memory maps.
+/// The first word of a request for memory maps.
 pub const MAP: &str = "map";
 /// The greatest number of cells that a reader may ask for, for each memslot.
 pub const MOST_CELLS: u64 = 1024;
 
 /// A reader's request.
 pub(super) struct Question {
-    /// The most cells of a memslot.
+    /// The greatest number of cells for one memslot.
     cells: u64,
     /// The number of the VM about which the reader asks; `None`: all VMs.
     vm: Option<u64>,
 }
 
 impl Question {
-    /// Parses the words after the first. `None`: the words are invalid.
+    /// Parses the words of a request after its first word. `None`: the words are invalid.
     pub(super) fn parse<'a>(mut words: impl Iterator<Item = &'a str>) -> Option<Self> {
         let cells = words.next()?.parse().ok()?;
         let vm = words.next().map(str::parse).transpose().ok()?;
@@ -51,7 +51,7 @@ impl Question {
     }
 }
 
-/// Writes the answer.
+/// Writes the answer to a request for memory maps.
 pub(super) fn answer(to: &mut Writer<'_>, question: &Question) -> fmt::Result {
     names(to, "cell", &Cell::NAMES)?;
     let mut from = question.vm.unwrap_or(0);
@@ -86,13 +86,13 @@ fn memory(to: &mut Writer<'_>, vm: &EngineVm, space: usize, cells: u64) -> fmt::
             None => writeln!(to, " -")?,
         }
         strip(to, vm, space, &gfns, cells)?;
-        // The slots may change meanwhile. So a slot that was listed earlier may end after this slot.
+        // The slots may have changed since the last look-up, so a slot that was listed before may end after this slot.
         at = at.max(gfns.end);
     }
     hole(to, vm, space, at..Gfn(u64::MAX), cells)
 }
 
-/// Writes the mappings between two memslots, if there are any.
+/// Writes a line for the mappings between two memslots, if there are any.
 fn hole(
     to: &mut Writer<'_>,
     vm: &EngineVm,

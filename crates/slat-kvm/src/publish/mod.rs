@@ -10,12 +10,12 @@
 //! | `map` | the answer with the memslots and what is mapped |
 //! | `debug` | a conversation with a debugger, by a thread of its own |
 //!
-//! The counters stay in the vCPUs' own memory, and publishing costs a vCPU nothing: one thread, which sleeps until a
-//! reader connects, reads the counters. The thread is started with the first VM, which is before most clients install
-//! filters; [`crate::filters`] starts the thread before all other filters. The thread has a descriptor table of its
-//! own. So the client does not see the socket's descriptor, and a forked child does not inherit it. The kernel closes
-//! the socket when the process ends, even if the process is killed. If the thread or its socket cannot be made, the
-//! process is not published, and everything else works.
+//! Publishing costs a vCPU nothing. The counters stay in the vCPUs' own memory, and one thread, which sleeps until a
+//! reader connects, reads them. The thread is started with the process's first VM. Most clients install their seccomp
+//! filters later; if a client installs one earlier, [`crate::filters`] starts the thread before that. The thread has a
+//! descriptor table of its own. So the client does not see the socket's descriptor, and a forked child does not inherit
+//! it. The kernel closes the socket when the process ends, even if the process is killed. If the thread or its socket
+//! cannot be made, the process is not published, and everything else works.
 
 mod debug;
 mod map;
@@ -36,7 +36,7 @@ use std::ffi::{CStr, OsString};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
-// Both ends of a socket use these constants, which are public only for the command `slat`.
+// The process and the command `slat` both use these constants. They are public only for that command.
 #[doc(hidden)]
 pub use debug::{DEBUG, MOST_BYTES};
 #[doc(hidden)]
@@ -50,7 +50,7 @@ pub use writer::VERSION;
 
 /// A live VM and its vCPUs.
 struct Listed {
-    /// The number of VMs that the process had created before.
+    /// The VM's number: how many VMs the process had created before this VM.
     number: u64,
     engine: Weak<EngineVm>,
     vcpus: Vec<Shared<VcpuCommon>>,
@@ -78,7 +78,7 @@ impl Registry {
     }
 }
 
-/// Makes this program and its forked children answer `slat stat` once they create VMs.
+/// Makes this program, and its forked children, answer `slat stat` from their first VM on.
 pub fn enable() {
     ENABLED.store(true, Ordering::Relaxed);
 }
@@ -109,7 +109,8 @@ pub(crate) fn vm_ends(number: u64) {
     let mut registry = registry();
     let gone = registry.index(number).map(|at| registry.vms.remove(at));
     drop(registry);
-    // The list is unlocked now: dropping the last reference to a vCPU frees the vCPU, which takes other locks.
+    // `gone` is dropped only after the list is unlocked. If it is the last reference to a vCPU, dropping it frees the
+    // vCPU, which acquires other locks.
     drop(gone);
 }
 
@@ -138,8 +139,8 @@ pub(crate) fn vcpu_ends(number: u64, vcpu: &VcpuCommon) {
     drop(gone);
 }
 
-/// Returns the first live VM whose number is at least `from`, and its number. No lock is held when this returns, so
-/// that a slow reader delays no client.
+/// Returns the first live VM whose number is at least `from`, and its number. The list is unlocked when this returns,
+/// so a slow reader delays no client.
 fn vm_from(from: u64) -> Option<(u64, Arc<EngineVm>)> {
     let registry = registry();
     let first = registry.vms.partition_point(|vm| vm.number < from);
@@ -156,7 +157,8 @@ fn vcpu_at(number: u64, index: usize) -> Option<Shared<VcpuCommon>> {
 
 #[derive(Default)]
 struct Publisher {
-    /// `XDG_RUNTIME_DIR`, read by the thread that created the first VM: the client may change its environment later.
+    /// The value of `XDG_RUNTIME_DIR` when the process created its first VM. The client may change its environment
+    /// later.
     runtime: OnceLock<Option<OsString>>,
     /// The socket's path, which is set when the socket is made.
     path: OnceLock<socket::Path>,
@@ -175,8 +177,8 @@ pub(crate) fn start() {
     }
 }
 
-/// Removes the process's socket from the directory. Call at the end of the process. If a process was killed,
-/// `slat stat` removes its socket, or the next process that makes a socket in the same directory.
+/// Removes the process's socket from the directory. Call at the end of the process. The socket of a killed process is
+/// removed by `slat stat`, or by the next process that makes a socket in the same directory.
 #[doc(hidden)]
 pub fn end() {
     if let Some(path) = PUBLISHER.peek().and_then(|publisher| publisher.path.get()) {
@@ -194,7 +196,7 @@ impl Background for Publisher {
         let Some(listener) = Listener::open(runtime) else {
             return;
         };
-        // The path was never set before, because the thread is started only once.
+        // `set` does not fail: the thread is started only once, so the path was not set before.
         let _ = self.path.set(listener.path().clone());
         while let Some(asked) = listener.accept() {
             text::answer(asked);

@@ -1,8 +1,9 @@
 //! A directory that only the user can enter, and the socket in this directory.
 //!
-//! Makes system calls directly, not through the C library. The preload library treats calls of the C library's
-//! functions as the program's, and the program's descriptors may have the same numbers as those of this thread's own
-//! table. Uses no heap, so that a process without memory is only not published, and does not end.
+//! This module makes system calls directly, not through the C library. The preload library would treat calls of the C
+//! library's functions as the program's. But the descriptors here belong to this thread's own table, and may have the
+//! same numbers as the program's. This module does not use the heap. So if memory is exhausted, the process is not
+//! published, but does not end.
 
 use crate::background::leave_descriptors;
 use slat_process::calls::{self, raw};
@@ -13,18 +14,18 @@ use std::mem::size_of;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::PathBuf;
 
-/// The name of the directory below the user's runtime directory. The directory `slat` is not used, because `slat run`
-/// may keep its library in that directory, which all users may read.
+/// The name of the directory below the user's runtime directory. The directory is not called `slat`, because `slat run`
+/// may keep its library in a directory of that name, which all users may read.
 const SUBDIRECTORY: &str = "slat-stat";
 
-/// How long a reader may take to ask, and to receive each part of the answer.
+/// How long the thread waits for a reader: for the reader's request, and for each part of the answer to be received.
 const PATIENCE: libc::timeval = libc::timeval {
     tv_sec: 2,
     tv_usec: 0,
 };
 
-/// Returns the directories in which processes of `user` may have their sockets, best first. `runtime`: the value of
-/// `XDG_RUNTIME_DIR`. A process uses the first directory that it can make. A reader looks into all directories that
+/// Returns the directories in which processes of `user` may have their sockets, best first. `runtime` is the value of
+/// `XDG_RUNTIME_DIR`. A process uses the first directory that it can make. A reader searches those directories that
 /// belong to the user and that no other user can enter.
 pub fn directories(runtime: Option<&OsStr>, user: u32) -> impl Iterator<Item = PathBuf> {
     (0..CANDIDATES)
@@ -80,7 +81,7 @@ impl Path {
 
     /// Removes the file, if it exists.
     pub(super) fn remove(&self) {
-        // After an error, readers remove the file.
+        // If this fails, the next reader removes the file.
         let _ = calls::remove(self.as_c_str());
     }
 }
@@ -114,7 +115,7 @@ impl Own {
         true
     }
 
-    /// Receives the first bytes of the reader's request. The result is empty if no byte came in time.
+    /// Receives the first bytes of the reader's request. The result is empty if no byte arrived in time.
     pub(super) fn receive<'a>(&self, to: &'a mut [u8]) -> &'a [u8] {
         let (start, len) = (to.as_mut_ptr() as usize, to.len());
         // SAFETY: the call gets a live buffer and the buffer's length.
@@ -122,7 +123,7 @@ impl Own {
         &to[..usize::try_from(received).unwrap_or(0)]
     }
 
-    /// Receives the reader's next bytes, and returns their number. The number is 0 if no bytes came in time, or if
+    /// Receives the reader's next bytes, and returns their number. The number is 0 if no bytes arrived in time, or if
     /// `waits` is false and no bytes are available. `None`: the reader has closed the socket, or `to` has no space for
     /// more bytes.
     pub(super) fn receive_more(&self, to: &mut [u8], waits: bool) -> Option<usize> {
@@ -143,7 +144,7 @@ impl Own {
             let value = &raw const patience as usize;
             let level = libc::SOL_SOCKET as usize;
             let len = size_of::<libc::timeval>();
-            // SAFETY: the call gets a live value and the value's size. If the call fails, the wait has no limit.
+            // SAFETY: the call reads a live value, whose size it gets. If the call fails, the wait has no time limit.
             unsafe {
                 raw(
                     libc::SYS_setsockopt,
@@ -156,7 +157,7 @@ impl Own {
 
 impl Drop for Own {
     fn drop(&mut self) {
-        // SAFETY: the descriptor is in this thread's own table, and only this `Own` uses it.
+        // SAFETY: the descriptor is in this thread's own table, and only this value uses it.
         unsafe { raw(libc::SYS_close, [self.0, 0, 0, 0, 0, 0]) };
     }
 }
@@ -168,8 +169,8 @@ pub(super) struct Listener {
 }
 
 impl Listener {
-    /// Gives this thread a descriptor table of its own, and opens the socket in the first directory that can be used.
-    /// `None`: the process is not published.
+    /// Gives this thread its own descriptor table, and opens the socket in the first directory that works. `None`: no
+    /// directory works, so the process is not published.
     pub(super) fn open(runtime: Option<&OsStr>) -> Option<Self> {
         if !leave_descriptors() {
             return None;
@@ -184,7 +185,8 @@ impl Listener {
 
     fn open_in(directory: &Path, user: u32) -> Option<Self> {
         let at = libc::AT_FDCWD as usize;
-        // SAFETY: the path ends with NUL. A directory that exists already is checked below.
+        // SAFETY: the path ends with NUL. The call fails if the directory exists already; its owner and mode are
+        // checked below.
         unsafe { raw(libc::SYS_mkdirat, [at, directory.pointer(), 0o700, 0, 0, 0]) };
         let flags = libc::O_DIRECTORY | libc::O_NOFOLLOW | libc::O_CLOEXEC;
         // SAFETY: the path ends with NUL.
@@ -207,15 +209,15 @@ impl Listener {
         // SAFETY: the arguments are plain numbers.
         let socket = unsafe { Own::open(libc::SYS_socket, [family, kind, 0, 0, 0, 0])? };
         // Processes in other PID namespaces may have the same id, and a process keeps its id when it executes another
-        // program. So the name also has the time.
+        // program. So the socket's name also contains the time.
         let process = std::process::id();
         let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
         let now = now.map_or(0, |now| now.as_nanos() as u64);
         let name = Path::format(format_args!("{process}-{now:x}"))?;
         let name = name.as_c_str().to_bytes();
         let directory = directory.as_c_str().to_bytes();
-        // Until the process listens, its socket looks like that of a dead process. So the name begins with a dot, and
-        // readers skip such names.
+        // Until the process listens, its socket looks like the socket of a dead process. So its first name begins with
+        // a dot, and readers skip such names.
         let hidden = Path::new(&[directory, b"/.", name])?;
         let path = Path::new(&[directory, b"/", name])?;
         remove_dead(&opened, now);
@@ -223,8 +225,8 @@ impl Listener {
         unsafe { raw(libc::SYS_fchmod, [socket.0, 0o600, 0, 0, 0, 0]) };
         let (address, len) = address(&opened, &[b".", name])?;
         let address = &raw const address as usize;
-        // SAFETY: `bind` gets a live address and its length, `listen` takes no pointer, and both paths of `renameat` end
-        // with NUL.
+        // SAFETY: `bind` gets a live address and its length, `listen` takes no pointer, and both paths of `renameat`
+        // end with NUL.
         let done = unsafe {
             raw(libc::SYS_bind, [socket.0, address, len, 0, 0, 0]) == 0
                 && raw(libc::SYS_listen, [socket.0, 16, 0, 0, 0, 0]) == 0
@@ -243,7 +245,7 @@ impl Listener {
         &self.path
     }
 
-    /// Waits for a reader. Only the user and root can enter the directory. `None`: the socket does not work any more.
+    /// Waits for a reader. Only the user and root can enter the directory. `None`: the socket is broken.
     pub(super) fn accept(&self) -> Option<Own> {
         let flags = libc::SOCK_CLOEXEC as usize;
         loop {
@@ -257,15 +259,16 @@ impl Listener {
                 }
                 error if -error == libc::EBADF as isize => return None,
                 error if -error == libc::EINVAL as isize => return None,
-                // The reader has closed the socket, or the host has no memory or no descriptors now.
+                // The reader has already closed its socket, or the host is out of memory or descriptors. Waits a moment
+                // before the next attempt.
                 _ => std::thread::sleep(std::time::Duration::from_millis(10)),
             }
         }
     }
 }
 
-/// Removes the sockets of a directory at which no process listens any more: their processes were killed, ended by
-/// `_exit` or executed another program. Readers also remove such sockets, but there may never be a reader.
+/// Removes the sockets in `directory` at which no process listens any more. Their processes were killed, ended by
+/// `_exit`, or executed another program. Readers also remove such sockets, but there may never be a reader.
 fn remove_dead(directory: &Own, now: u64) {
     /// The bytes of a `linux_dirent64` before its name.
     const HEAD: usize = 19;
@@ -299,8 +302,8 @@ fn remove_dead(directory: &Own, now: u64) {
     }
 }
 
-/// Whether, by its name, a socket may belong to a dead process. A hidden socket may be new, and about to get its final
-/// name, so it has to be older than a minute.
+/// Whether the name of a socket allows its process to be dead. A hidden socket may be new, and about to get its final
+/// name. So a hidden socket counts as dead only when it is older than a minute.
 fn may_be_dead(name: &CStr, now: u64) -> bool {
     const MOMENT: u64 = 60_000_000_000;
     let Some(hidden) = name.to_bytes().strip_prefix(b".") else {
@@ -312,9 +315,9 @@ fn may_be_dead(name: &CStr, now: u64) -> bool {
     made.is_some_and(|made| now.saturating_sub(made) > MOMENT)
 }
 
-/// Whether no process listens at the socket `name` any more. `None`: the test itself failed. A process that listens is
-/// not disturbed, because the kernel refuses to connect a datagram socket to its socket, with an error other than
-/// ECONNREFUSED.
+/// Whether no process listens at the socket `name` any more. `None`: the test itself failed. This test does not disturb
+/// a process that listens. The test connects a datagram socket, which the kernel refuses. If a process listens, the
+/// error is not ECONNREFUSED.
 fn is_dead(directory: &Own, name: &CStr) -> Option<bool> {
     let kind = (libc::SOCK_DGRAM | libc::SOCK_CLOEXEC) as usize;
     // SAFETY: the arguments are plain numbers.
@@ -327,8 +330,8 @@ fn is_dead(directory: &Own, name: &CStr) -> Option<bool> {
     Some(answer == -libc::ECONNREFUSED as isize)
 }
 
-/// Returns the address of the socket in a directory whose name has these parts. The address leads through the
-/// directory's descriptor, because an address holds only 107 bytes.
+/// Returns the address of the socket in a directory whose name has these parts. The address names the directory by its
+/// descriptor, because the path in an address has at most 107 bytes.
 fn address(directory: &Own, name: &[&[u8]]) -> Option<(libc::sockaddr_un, usize)> {
     // SAFETY: the struct has only numbers, for which zeroes are valid.
     let mut address: libc::sockaddr_un = unsafe { std::mem::zeroed() };

@@ -28,10 +28,10 @@ use slat::Stats;
 use std::fmt::{self, Write as _};
 use std::sync::atomic::Ordering;
 
-/// The first word of the question about counters.
+/// The first word of a request for counters.
 pub const STAT: &str = "stat";
 
-/// Calls `visit` with every live VM: first with `None`, and then with each of the VM's vCPUs.
+/// Calls `visit` for every live VM: first with `None`, for the VM itself, and then with each of the VM's vCPUs.
 fn visit(mut visit: impl FnMut(u64, &EngineVm, Option<&VcpuCommon>) -> fmt::Result) -> fmt::Result {
     let mut from = 0;
     while let Some((number, vm)) = vm_from(from) {
@@ -87,7 +87,7 @@ fn vcpu(to: &mut Writer<'_>, vcpu: &VcpuCommon) -> fmt::Result {
     Ok(())
 }
 
-/// Writes the answer.
+/// Writes the answer to a request for counters.
 pub(super) fn answer(to: &mut Writer<'_>) -> fmt::Result {
     names(to, "memory", Stats::NAMES)?;
     names(to, "cpu", &Counters::NAMES)?;

@@ -12,7 +12,7 @@ use super::writer::{VERSION, Writer};
 use super::{debug, map, stat};
 use std::fmt::{self, Write as _};
 
-/// Answers one question. An unknown question gets no answer.
+/// Answers the question of the reader at the socket `asked`. An unknown question gets no answer.
 pub(super) fn answer(asked: Own) {
     let mut question = [0; 64];
     let question = std::str::from_utf8(asked.receive(&mut question));
@@ -21,7 +21,7 @@ pub(super) fn answer(asked: Own) {
     };
     let mut words = line.split(' ');
     let to = &mut Writer::new(&asked);
-    // A reader that has closed the socket needs no answer, so errors have no effect.
+    // An error means that the reader has closed the socket. Then it needs no answer, so the error is ignored.
     let _ = match words.next() {
         Some(stat::STAT) => whole(to, stat::answer),
         Some(map::MAP) => match map::Question::parse(words) {
