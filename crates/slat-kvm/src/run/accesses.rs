@@ -1,4 +1,4 @@
-//! Memory accesses that do not exit to the client, because devices on the VM's bus accept them.
+//! Memory accesses that devices on the VM's bus serve, without an exit to the client.
 
 use crate::io_bus::{Entry, Range, Space};
 use crate::io_devices::{Device, signal};
@@ -32,8 +32,8 @@ impl VcpuObject {
         is_read
     }
 
-    /// Offers a read of units at `place` to `devices`. `data` gets the units. Returns whether a device has accepted the
-    /// read.
+    /// Offers a read of the range `place` to `devices`. The device that accepts the read fills `data`. Returns whether
+    /// a device has accepted the read.
     pub(crate) fn read(&self, devices: &[Entry<Device>], place: Range, data: &mut [u8]) -> bool {
         let (interrupts, vcpu) = (&self.vm.interrupts, &**self.common());
         devices.iter().any(|entry| {
@@ -48,7 +48,7 @@ impl VcpuObject {
         })
     }
 
-    /// Offers a write of `units` at `place` to `devices`. Returns whether a device has accepted all units.
+    /// Offers a write of `units` to the range `place` to `devices`. Returns whether a device has accepted all units.
     pub(crate) fn write<'a>(
         &self,
         devices: &[Entry<Device>],
@@ -56,7 +56,7 @@ impl VcpuObject {
         units: impl Iterator<Item = &'a [u8]> + Clone,
     ) -> bool {
         let (interrupts, vcpu) = (&self.vm.interrupts, &**self.common());
-        // All eventfds count as one device, because each unit may signal another eventfd.
+        // The eventfds are tried only once, for all units together, because each unit may signal another eventfd.
         let mut are_events_offered = false;
         devices.iter().any(|entry| {
             let mut units = units.clone();

@@ -1,7 +1,7 @@
 //! `KVM_RUN`: runs the guest until an exit, and stores the exit for the client.
 //!
-//! The architecture's folder has the work before and after the guest runs, and the handling of the CPU's exits. File
-//! `accesses` has memory accesses that do not exit to the client, and the code that memory and port accesses share.
+//! The architecture's folder prepares each entry into the guest and handles the CPU's exits. File `accesses` serves
+//! memory accesses without an exit to the client, and has the code that memory and port accesses share.
 
 mod accesses;
 
@@ -22,7 +22,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 /// Whether every signal handler of the client calls [`crate::signal_arrived`]. If not, `KVM_RUN` polls
-/// `immediate_exit`, because a handler that sets `immediate_exit` wakes no vCPU.
+/// `immediate_exit`, because a handler that only sets `immediate_exit` does not wake the vCPU.
 static SIGNALS_ARE_WATCHED: AtomicBool = AtomicBool::new(false);
 
 /// Promises that every signal handler of this process calls [`crate::signal_arrived`].
@@ -30,7 +30,8 @@ pub fn watch_signals() {
     SIGNALS_ARE_WATCHED.store(true, Ordering::Relaxed);
 }
 
-/// The time limit of sleeps. Without a time limit, the kernel restarts a wait after a signal handler.
+/// The time limit of each sleep. A sleep without a time limit would continue after a signal handler, because the kernel
+/// restarts it.
 pub(crate) const LONGEST_SLEEP: Duration = Duration::from_secs(60);
 
 /// The next step of the run loop after an exit of the CPU.
@@ -105,8 +106,8 @@ impl VcpuObject {
         inner.machine.write_clocks();
         inner.begin_requested();
         loop {
-            // The attention word is read before the completion. A bit that is raised during the completion must not end
-            // this run with an instruction that is not done.
+            // The attention word is read before the instruction is completed. If a bit that is raised meanwhile ended
+            // this run, the instruction could be half done.
             let is_called = self.common().attention.flag().load(Ordering::SeqCst) != 0;
             if let Next::Return = self.complete(inner, masked)? {
                 return Ok(());
@@ -131,17 +132,17 @@ impl VcpuObject {
         }
     }
 
-    /// Finishes the instruction of the last exit with the data that the client has provided. `Next::Return`: the
-    /// instruction has another exit for the client, which is set.
+    /// Finishes the instruction that caused the last exit, with the data that the client has provided. `Next::Return`:
+    /// the instruction causes another exit, which is in `kvm_run` now.
     ///
     /// KVM promises (api.rst, 5) that after a run with `immediate_exit` no instruction is half done. So this method is
     /// called before signals, requests and interrupts are handled, and executes no other instruction. [`Executor::run`]
-    /// also finishes the instruction before it executes another instruction. So if `Executor::run` follows at once,
-    /// this method does nothing.
+    /// also finishes the instruction before it executes another instruction. So if no event prevents `Executor::run`
+    /// from following at once, this method does nothing.
     ///
     /// # Errors
     /// The errors of [`run`](Self::run), if the instruction has to wait for memory that the host does not have yet.
-    /// Then the rest of the instruction stays for the next run.
+    /// Then the next run finishes the instruction.
     fn complete(&self, inner: &mut Inner, masked: Option<&Masked>) -> Result<Next> {
         while inner.cpu.is_unfinished() && self.is_called_away(masked) {
             if self.ring_is_full() {
@@ -162,7 +163,7 @@ impl VcpuObject {
         }
     }
 
-    /// Handles the exit, if there is one, after instructions were executed.
+    /// Handles `exit`, the exit after which the CPU stopped executing. `None`: there was no exit.
     ///
     /// # Errors
     /// The errors of [`run`](Self::run).
@@ -178,14 +179,14 @@ impl VcpuObject {
         }
     }
 
-    /// Whether an event may end this run, or has to be handled, before the guest's next instruction.
+    /// Whether an event must be handled, or may end this run, before the guest's next instruction.
     fn is_called_away(&self, masked: Option<&Masked>) -> bool {
         self.page.immediate_exit()
             || masked.is_some()
             || self.common().attention.flag().load(Ordering::SeqCst) != 0
     }
 
-    /// Executes instructions of the guest by `f`, and counts the exit that ends them.
+    /// Executes guest instructions by calling `f`, and counts the exit with which `f` returns.
     fn execute(
         &self,
         inner: &mut Inner,
@@ -288,7 +289,7 @@ impl VcpuObject {
         if raised == bits::SAMPLE {
             inner.cpu.forget_interrupted();
         }
-        // The acknowledgement (`quiesce`) clears FLUSH.
+        // `quiesce` clears FLUSH when it acknowledges the flush.
         let by_host = raised & bits::RETRY != 0
             || attention.flag().load(Ordering::SeqCst) & Attention::FLUSH != 0;
         let by_guest = raised & bits::GUEST_FLUSH != 0;
@@ -324,7 +325,7 @@ impl VcpuObject {
         profile::count(origin, &stack[..count]);
     }
 
-    /// Whether the run has to end for a reason that raises no bit: a handler may set `immediate_exit` and call nothing.
+    /// Whether the run has to end because a signal handler has set `immediate_exit` without raising an attention bit.
     pub(crate) fn must_leave(&self) -> bool {
         !SIGNALS_ARE_WATCHED.load(Ordering::Relaxed) && self.page.immediate_exit()
     }

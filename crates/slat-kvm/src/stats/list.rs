@@ -1,7 +1,7 @@
 //! The statistics and their names.
 //!
-//! KVM's statistics are first in the list. The engine's other counters follow, under their own names. The file
-//! describes itself, so a reader that knows KVM's names finds KVM's statistics and skips the engine's other counters.
+//! KVM's statistics are first in the list. The engine's other counters follow, under their own names. The file contains
+//! the names, so a reader that knows KVM's names finds those statistics and skips the others.
 
 use crate::arch::{self, Exits};
 use crate::counters::BUCKETS;
@@ -36,7 +36,7 @@ enum Source {
     Exits(usize),
     HaltHistogram,
     Blocking,
-    /// The value is always 0, because slat never does what the statistic counts ([`NEVER_VM`], [`NEVER_VCPU`]).
+    /// The value is always 0, because the counted event does not exist in slat ([`NEVER_VM`], [`NEVER_VCPU`]).
     Never,
 }
 
@@ -83,8 +83,8 @@ const VCPU: &[&str] = &[
     "pf_guest",
     "invlpg",
 ];
-/// KVM's statistics of structures that slat does not have. These statistics are always 0: slat's lists of leaves have
-/// no size, and slat finds no shadow page by a hash.
+/// KVM's statistics of structures that slat does not have. These statistics are always 0: slat's reverse maps have no
+/// recorded length, and slat does not find shadow pages by a hash.
 const NEVER_VM: &[(&str, Kind)] = &[
     ("max_mmu_rmap_size", Kind::Peak),
     ("max_mmu_page_hash_collisions", Kind::Peak),
@@ -169,7 +169,7 @@ pub(super) fn of_vcpu() -> Result<Vec<Entry>> {
     list.extend(halts);
     list.extend(NEVER_VCPU.iter().map(never));
     list.extend(of_arch.map(|entry| never(&entry)));
-    // The VM's own statistics are left out, because one vCPU's share of a gauge has no meaning.
+    // The VM's own statistics are left out: a vCPU's share of a VM's gauge has no meaning.
     list.extend(of_engine(|name| {
         !VM.contains(&name) && !VCPU.contains(&name)
     }));
@@ -214,7 +214,7 @@ impl Entry {
             (Source::Exits(index), Some(exits)) => give(exits.value(index)),
             (Source::HaltHistogram, Some(exits)) => exits.halts.wait_hist.iter().for_each(give),
             (Source::Blocking, Some(exits)) => give(exits.halts.is_blocking().into()),
-            // A VM's list has no statistic whose source is a vCPU.
+            // The source is a vCPU's counter, but these are a VM's values. A VM's list has no such statistic.
             _ => (0..self.len()).for_each(|_| give(0)),
         }
     }

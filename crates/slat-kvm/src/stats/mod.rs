@@ -1,8 +1,8 @@
 //! Statistics in KVM's format: `KVM_GET_STATS_FD`, a file that describes itself.
 //!
-//! The descriptor is a memfd in KVM's layout: header, name, descriptors, values. Before a client reads, the preload
-//! library makes slat update the values through slat's own mapping ([`StatsObject::refresh`]). Then the host carries
-//! out the read, at the client's offset.
+//! The descriptor is a memfd in KVM's layout: header, name, descriptors, values. Before each read by the client, the
+//! preload library calls [`StatsObject::refresh`], which updates the values through slat's own mapping. Then the host
+//! carries out the read, at the client's offset.
 
 mod list;
 
@@ -85,7 +85,7 @@ impl StatsObject {
         let size = data + values * size_of::<u64>();
         let fd = memfd(c"kvm-stats", size, true)?;
         let file = Shared::map(&fd, 0, size)?;
-        // The descriptor is read-only from now on; the mapping above stays writable.
+        // From now on the client cannot write through the descriptor. slat's own mapping stays writable.
         seal(&fd, libc::F_SEAL_FUTURE_WRITE | libc::F_SEAL_SEAL)?;
         let mut bytes = heap::with_room(data)?;
         let header = [

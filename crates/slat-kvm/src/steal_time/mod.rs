@@ -32,13 +32,13 @@ const PATIENCE: Duration = Duration::from_millis(5);
 #[derive(Debug)]
 struct Thread {
     id: usize,
-    /// Whether the thread is in `KVM_RUN`, and not asleep in a halt.
+    /// Whether the thread is in `KVM_RUN` and does not sleep in a halt.
     runs: AtomicBool,
     /// Whether the thread asks for a new reading now.
     asks: AtomicBool,
-    /// Whether the thread does not run the vCPU any more.
+    /// Whether the thread no longer runs the vCPU.
     gone: AtomicBool,
-    /// The nanoseconds that the thread waited for a CPU, at the observer's last reading.
+    /// The nanoseconds that the thread waited for a CPU, as of the observer's last reading.
     waited: AtomicU64,
 }
 
@@ -81,7 +81,7 @@ pub(crate) fn is_available() -> bool {
 }
 
 impl Observed {
-    /// Reads the thread's `schedstat`. After a thread has ended, its last reading stays.
+    /// Reads the thread's `schedstat`. If the thread has ended, keeps the last reading.
     fn look(&mut self) {
         if self.schedstat.is_none() {
             self.schedstat = Schedstat::open(self.thread.id);
@@ -125,7 +125,7 @@ impl Background for Observer {
                 let waited = self.called.wait_timeout(threads, PERIOD);
                 threads = waited.unwrap_or_else(PoisonError::into_inner).0;
             } else if !self.parked.swap(true, Ordering::SeqCst) {
-                // Reads once more, because a vCPU may have begun to run before `parked` was set.
+                // Makes one more round, because a vCPU may have begun to run before `parked` was set.
                 continue;
             } else {
                 let called = self.called.wait(threads);
@@ -139,7 +139,7 @@ impl Background for Observer {
 #[derive(Debug, Default)]
 pub(crate) struct StealTime {
     thread: Option<Shared<Thread>>,
-    /// The last reading of `thread` that is included in the guest's steal time; `None` before the first reading.
+    /// The reading of `thread` up to which the guest's steal time counts; `None` before the first reading.
     told: Option<u64>,
     /// Whether the guest's structure has to be written although no time was stolen.
     pub(crate) changed: bool,
@@ -219,7 +219,7 @@ impl StealTime {
         self.thread.is_some()
     }
 
-    /// Records that the guest's steal time includes all time up to the reading `waited`.
+    /// Call after the guest's steal time was updated to the reading `waited`.
     pub(crate) fn was_told(&mut self, waited: u64) {
         self.told = Some(waited);
     }

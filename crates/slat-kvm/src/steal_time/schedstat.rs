@@ -1,7 +1,8 @@
 //! The `schedstat` files of threads, opened in a descriptor table that no other thread uses.
 //!
-//! Makes system calls directly, not through the C library. The preload library treats calls of the C library's
-//! functions as the program's, and the program's descriptors may have the same numbers as those of this table.
+//! This module makes system calls directly, not through the C library. The preload library would treat calls of the C
+//! library's functions as the program's. But the descriptors here belong to another table, and may have the same
+//! numbers as the program's.
 
 use std::ffi::CStr;
 use std::io::Write as _;
@@ -54,14 +55,14 @@ impl Schedstat {
         // SAFETY: the call gets a live buffer and the buffer's length.
         let len = unsafe { system_call(libc::SYS_pread64, arguments) };
         let text = std::str::from_utf8(text.get(..usize::try_from(len).ok()?)?).ok()?;
-        // The first number is the time that the thread ran.
+        // The first number, which is skipped, is the time that the thread ran.
         text.split_ascii_whitespace().nth(1)?.parse().ok()
     }
 }
 
 impl Drop for Schedstat {
     fn drop(&mut self) {
-        // SAFETY: the descriptor is of this thread's own table, and only this `Schedstat` uses it.
+        // SAFETY: the descriptor is in this thread's own table, and only this value uses it.
         unsafe { system_call(libc::SYS_close, [self.0, 0, 0, 0]) };
     }
 }

@@ -1,4 +1,4 @@
-//! The part of a vCPU that module [`crate::debugger`] uses, which debugs the guest without the client.
+//! The interface through which [`crate::debugger`] debugs a vCPU. The client does not notice the debugger.
 
 use crate::arch::{self, ProbeHit, VcpuMachine};
 use crate::debugger::{Debuggee, Held, Quiet, Request, Space};
@@ -11,13 +11,13 @@ use std::ops::Range;
 use std::sync::TryLockError;
 
 impl VcpuObject {
-    /// Whether the thread that runs this vCPU has to wait in the debugger's port.
+    /// Whether a debugger asks the thread that runs this vCPU to wait in the vCPU's port.
     pub(crate) fn is_called_to_port(&self) -> bool {
         self.port.calls()
     }
 
-    /// Waits while a debugger holds the vCPU, and until the run has to end. Then carries out the debugger's orders. The
-    /// vCPU is not entered.
+    /// Waits while a debugger holds the vCPU, or until the run has to end. Then carries out the debugger's orders. Call
+    /// while the vCPU is not entered.
     pub(crate) fn visit_port(&self, inner: &mut Inner, masked: Option<&Masked>) {
         self.port.wait(inner, |raised, interrupted| {
             interrupted
@@ -33,13 +33,13 @@ impl VcpuObject {
         }
     }
 
-    /// Call when a probe has ended the CPU's run.
+    /// Call when the CPU has stopped at a probe.
     pub(crate) fn probe_hit(&self, hit: ProbeHit) {
         self.port.stopped(hit);
     }
 
-    /// Uses the state of the vCPU, which no thread uses meanwhile. `None`: a thread runs the vCPU, or has locked
-    /// it for another call.
+    /// Calls `work` with the vCPU's state, if no other thread uses it. `None`: a thread runs the vCPU, or has locked it
+    /// for another call.
     fn with_state<R>(&self, work: impl FnOnce(&mut Inner) -> R) -> Option<R> {
         let work = match self.port.with_lent(work) {
             Ok(result) => return Some(result),
@@ -118,7 +118,7 @@ impl Debuggee for VcpuObject {
                 let written = self.by_pages(inner, what, |machine, gpa, part| {
                     machine.write_here(gpa, &bytes[part])
                 });
-                // The written bytes may be code, or page tables.
+                // Cached translations and code are dropped, because the written bytes may be page tables or code.
                 inner.flush_translations();
                 written
             }),

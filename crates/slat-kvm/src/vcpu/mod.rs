@@ -1,6 +1,5 @@
-//! One vCPU: its parts, and the calls that read and change its state. Module `run` executes the vCPU.
-//! The calls that only one architecture has are in that architecture's folder. File `debug` has the debugger, which the
-//! client does not notice.
+//! One vCPU: its parts, and the calls that read and change its state. Module `run` executes the vCPU. The calls that
+//! only one architecture has are in that architecture's folder. File `debug` has the interface for the debugger.
 
 mod debug;
 
@@ -37,7 +36,8 @@ pub(crate) struct Inner {
 
 /// A vCPU that one call has locked.
 pub(crate) struct Locked<'a> {
-    /// This field is dropped first, so that a thread that gets the lock after a panic finds the VM dead.
+    /// This field is dropped first, before the lock is released. So a thread that gets the lock after a panic finds the
+    /// VM dead.
     _call: Call<'a>,
     inner: MutexGuard<'a, Inner>,
 }
@@ -192,8 +192,8 @@ impl VcpuObject {
         Ok(Locked { _call: call, inner })
     }
 
-    /// Carries out `KVM_SET_SIGNAL_MASK`: sets the signals that are blocked during `KVM_RUN`, a bit each. `None`: the
-    /// thread's own mask applies.
+    /// Carries out `KVM_SET_SIGNAL_MASK`: sets the signals that are blocked during `KVM_RUN`, one bit for each signal.
+    /// `None`: the thread's own mask applies.
     ///
     /// # Errors
     /// `EIO`.
@@ -202,7 +202,8 @@ impl VcpuObject {
         Ok(())
     }
 
-    /// Checks whether the client may map this part of the vCPU's descriptor with this protection and these flags.
+    /// Checks whether the client may map `len` bytes from `offset` on of the vCPU's descriptor, with this protection
+    /// and these flags.
     ///
     /// # Errors
     /// `EINVAL` for a dirty ring that would be private or executable.
@@ -251,7 +252,7 @@ impl VcpuObject {
 }
 
 impl Inner {
-    /// Leaves the engine, runs `work`, which may wait, and enters again. Call with an entered vCPU.
+    /// Leaves the engine, runs `work`, which may wait, and enters again. Call only while the vCPU is entered.
     pub(crate) fn outside<R>(&mut self, work: impl FnOnce(&mut Self) -> R) -> R {
         self.as_mut().leave();
         let result = work(self);

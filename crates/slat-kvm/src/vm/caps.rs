@@ -1,4 +1,4 @@
-//! The capabilities of a VM, and the effect of enabling each.
+//! The capabilities of a VM, and the calls that enable them.
 
 use crate::errno::{Result, fail};
 use crate::vm::VmObject;

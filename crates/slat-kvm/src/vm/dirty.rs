@@ -14,7 +14,7 @@ fn refused(error: DirtyLogError) -> Error {
 }
 
 impl VmObject {
-    /// Begins a call for bitmaps. Fails with `ENXIO` in a VM with rings.
+    /// Begins a call of an operation on dirty bitmaps. Fails with `ENXIO` in a VM with dirty rings.
     fn begin_with_bitmaps(&self) -> Result<Call<'_>> {
         let call = self.begin()?;
         if self.rings.size() == 0 {
@@ -33,8 +33,9 @@ impl VmObject {
         Ok((space, id))
     }
 
-    /// Carries out `KVM_GET_DIRTY_LOG`. Returns the pages written since the last call, a bit each; without manual
-    /// protection, write-protects them again. Calls `ready` with the size in bytes before it harvests anything.
+    /// Carries out `KVM_GET_DIRTY_LOG`. Returns one bit for each page, which is set if the page was written since the
+    /// last call. Without manual protection, write-protects these pages again. Calls `ready` with the size in bytes
+    /// before it harvests anything.
     ///
     /// # Errors
     /// `EINVAL` for a bad slot, `ENOENT` for a slot that is not logged, `ENXIO` with dirty rings, `ENOMEM`,
@@ -56,7 +57,7 @@ impl VmObject {
     }
 
     /// Carries out `KVM_CLEAR_DIRTY_LOG`: clears the pages that are set in a bitmap, so that their next write is logged
-    /// again. The closure `bitmap` returns the bitmap. Its argument is the number of words.
+    /// again. The closure `bitmap` returns the bitmap, for a given number of words.
     ///
     /// # Errors
     /// `EINVAL` for a bad slot or range, `ENOENT` for a slot that is not logged, `ENXIO` with dirty rings,
@@ -84,8 +85,8 @@ impl VmObject {
             .map_err(refused)
     }
 
-    /// Marks pages in the dirty logs, because the client has written them: the `len` bytes from `start` on of address
-    /// space `space`.
+    /// Marks in the dirty logs the pages that the client has written: those of the `len` bytes from `start` on, in
+    /// address space `space`.
     ///
     /// # Errors
     /// `EINVAL` for an address space that the VM does not have, and for bytes beyond the last address;
@@ -103,7 +104,7 @@ impl VmObject {
         self.engine.mark_dirty(space, gfns).map_err(refused)
     }
 
-    /// Whether the page of `address` in address space `space` is marked in a dirty log. Clears nothing.
+    /// Whether the page of `address` in address space `space` is marked in a dirty log. Does not clear the mark.
     ///
     /// # Errors
     /// `EIO` in a forked child, and after a call that panicked.
@@ -127,16 +128,16 @@ impl VmObject {
     }
 
     /// Carries out `KVM_CAP_DIRTY_LOG_RING` and `KVM_CAP_DIRTY_LOG_RING_ACQ_REL`. The call is allowed once, before
-    /// there are vCPUs. Only an architecture whose loads and stores always have the order that the second capability
-    /// promises has the first one.
+    /// there are vCPUs. The second capability promises acquire and release order. An architecture has the first
+    /// capability only if its plain loads and stores have this order.
     pub(crate) fn enable_dirty_rings(&self, size: u64) -> Result<()> {
         // KVM looks only at the lower 32 bits.
         let size = dirty::check_size(size as u32)?;
         self.before_vcpus(|| self.rings.enable(&self.engine, size))
     }
 
-    /// Carries out `KVM_RESET_DIRTY_RINGS`: resets the ring entries that the client has collected. Returns how many
-    /// there were.
+    /// Carries out `KVM_RESET_DIRTY_RINGS`: resets the ring entries that the client has collected. Returns the number
+    /// of entries that were reset.
     ///
     /// # Errors
     /// `EINVAL` without rings.

@@ -73,7 +73,8 @@ impl VmObject {
             && let has_private = part.as_ref().is_some_and(|part| !part.only)
             && let Err(refusal) = self.arch.check_slot(region, has_private)
         {
-            // KVM makes the checks of the architecture last.
+            // As in KVM, the architecture's checks have the lowest priority: if another check also fails, its error is
+            // returned.
             return match self.engine.check_memory_region(space, &asked) {
                 Ok(()) | Err(RegionError::BeyondTables(_)) => Err(refusal),
                 Err(error) => Err(refused(error)),
@@ -84,7 +85,7 @@ impl VmObject {
             _ => asked,
         }
         .with_private(part.as_ref().map(|part| part.start));
-        // Only creating or deleting a slot changes bindings.
+        // Bindings change only when a slot is created or deleted.
         let bindings = (part.is_some() || size == 0).then(|| self.private.bindings());
         // `learn` reads the host's mappings now, because the seccomp filter of a vCPU's thread may forbid the system
         // calls later.
@@ -106,12 +107,12 @@ impl VmObject {
         Ok(())
     }
 
-    /// Returns the part of a guest_memfd that `region` names. `region` becomes the slot `asked`. `None`: `region`
-    /// deletes a slot.
+    /// Returns the part of a guest_memfd that `region` names. `asked` is the slot that `region` describes. `None`:
+    /// `region` deletes a slot.
     ///
     /// # Errors
-    /// The errors of [`set_user_memory_region2`](Self::set_user_memory_region2). If the descriptor is bad, the checks
-    /// that KVM makes before it looks at the descriptor are made first.
+    /// The errors of [`set_user_memory_region2`](Self::set_user_memory_region2). KVM makes some checks before it looks
+    /// at the descriptor. So the errors of these checks have priority over the error of a bad descriptor.
     fn part_for(
         &self,
         region: &kvm_userspace_memory_region2,
@@ -190,7 +191,7 @@ impl VmObject {
     }
 }
 
-/// Whether an address is that of a page, and whether a size is one of whole pages.
+/// Whether `bytes`, an address or a size, is a multiple of the page size.
 fn is_page(bytes: u64) -> bool {
     bytes.is_multiple_of(page_size() as u64)
 }

@@ -33,12 +33,12 @@ use kvm_bindings::*;
 use slat::MmuKind;
 use std::sync::{Arc, Mutex, RwLockReadGuard, RwLockWriteGuard};
 
-/// The address space of a VM's vCPUs, unless the architecture gives them another address space for a mode.
+/// The address space that a VM's vCPUs use, unless the architecture has a mode with another address space.
 pub(crate) const ORDINARY: usize = 0;
 /// A VM. Its vCPUs keep the VM alive, so the VM lives on after its descriptor is closed.
 pub struct VmObject {
     pub(crate) engine: Arc<EngineVm>,
-    /// The number of VMs that the process had created before.
+    /// The VM's number: how many VMs the process had created before this VM.
     pub(crate) number: u64,
     life: Life,
     pub(crate) interrupts: Arc<Interrupts>,
@@ -69,9 +69,9 @@ impl VmObject {
     /// `cpu` has the client's policies for the CPUs.
     ///
     /// # Errors
-    /// `ENOMEM`; `EINVAL` for invalid policies in the environment, for an MMU that does not exist for the format, and for
-    /// a format whose pages are not as large as those of this process;
-    /// the host's error for setting up the platform.
+    /// `ENOMEM`; `EINVAL` for invalid policies in the environment, for an MMU that does not exist for the format, and
+    /// for a format whose pages are not as large as those of this process; the host's error for setting up the
+    /// platform.
     pub(crate) fn new(vm_type: VmType, mmu: Option<MmuKind>, cpu: CpuChoice) -> Result<Arc<Self>> {
         let policies = policy::current()?;
         let mut config = slat::Config::default().with_spaces(ADDRESS_SPACES as usize);
@@ -84,7 +84,7 @@ impl VmObject {
         let protected = vm_type.is_protected();
         config.nested = arch::nests(&policies.cpu) && format.nests(config.mmu);
         if protected && config.mmu == MmuKind::Shadow {
-            // KVM without the TDP MMU also refuses a VM whose memory can be private.
+            // As in KVM without the TDP MMU, there are no VMs whose memory can be private.
             return fail(libc::EINVAL);
         }
         let engine = EngineVm::new(format, config)?;
@@ -120,7 +120,8 @@ impl VmObject {
         self.life.call(&self.engine)
     }
 
-    /// Repeats the check of [`begin`](Self::begin). Call after a wait, during which another call may have panicked.
+    /// Repeats the check of [`begin`](Self::begin). Call after a wait, because another call may have panicked
+    /// meanwhile.
     ///
     /// # Errors
     /// `EIO` in a forked child, and after a call that panicked.

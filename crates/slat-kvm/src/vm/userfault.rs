@@ -1,10 +1,10 @@
-//! Memslots with `KVM_MEM_USERFAULT`: in a bitmap, the client says which pages it has not provided yet
+//! Memslots with `KVM_MEM_USERFAULT`: the client marks the pages that it has not provided yet in a bitmap
 //! ([`slat_host::userfault`]).
 //!
-//! The bitmap of a slot is in use before the slot is, and until after the slot's deletion. An existing slot gets a
-//! bitmap, or loses it, inside an invalidation of the slot's memory, so that all its pages are zapped. This matches
-//! KVM, which flushes the slot when the flag is set, and recovers huge pages when the flag is cleared. The engine does
-//! not know the flag: it asks the platform for each page.
+//! The bitmap is used before the slot exists, and until the slot is deleted. When an existing slot gets a bitmap, or
+//! loses it, the slot's memory is invalidated, so that all pages of the slot are zapped. This matches KVM, which
+//! flushes the slot when the flag is set, and recovers huge pages when the flag is cleared. The engine does not know
+//! the flag. The engine asks the platform for each page, and the platform checks the bitmap.
 
 use crate::errno::{Result, fail};
 use crate::policy;
@@ -19,7 +19,7 @@ use std::sync::PoisonError;
 /// The flag of the posted patch series (version 3).
 pub(super) const KVM_MEM_USERFAULT: u32 = 1 << 3;
 
-/// Returns the flags that this module adds to a memslot's.
+/// Returns the memslot flags that this module adds to those that the VM accepts.
 pub(super) fn flags() -> u32 {
     match policy::userfault() {
         true => KVM_MEM_USERFAULT,
@@ -27,7 +27,7 @@ pub(super) fn flags() -> u32 {
     }
 }
 
-/// Returns the address of the bitmap that `region` names: the word after `pad1`. `None`: `region` does not have the
+/// Returns the address of the bitmap that `region` names: the first word of `pad2`. `None`: `region` does not have the
 /// flag, or deletes a slot.
 ///
 /// # Errors
@@ -56,7 +56,7 @@ impl VmObject {
         bitmap: Option<u64>,
     ) -> std::result::Result<(), RegionError> {
         let set = || match self.engine.set_memory_region(space, asked) {
-            // As in KVM, a size of 0 deletes the slot, and only after the checks that do not depend on the size.
+            // As in KVM, a size of 0 deletes the slot. The checks that do not depend on the size are made before.
             Err(RegionError::Empty(slot)) => self.engine.remove_memory_region(space, slot),
             set => set,
         };
@@ -88,8 +88,8 @@ impl VmObject {
         };
         change(new)?;
         set().inspect_err(|_| {
-            // This call only restores the old bitmap, or removes the new bitmap. The call needs no memory, so it cannot
-            // fail.
+            // This undoes the change: restores the old bitmap, or removes the new one. That needs no memory, so it
+            // cannot fail.
             let _no_error = change(old);
         })
     }
