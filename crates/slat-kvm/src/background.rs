@@ -4,8 +4,8 @@
 //!
 //! A new thread runs code of the client before it runs slat's: a sanitizer's `pthread_create`, which allocates. If the
 //! client forks at this moment, the child finds the allocator's lock held by a thread that does not exist in the child.
-//! The client can avoid that for its own threads, but it does not know of slat's threads. So the thread that starts
-//! another thread waits until the new thread runs slat's code.
+//! The client can avoid that for its own threads, but it does not know of slat's threads. So a thread that starts one
+//! of slat's threads waits until the new thread runs slat's code.
 
 use crate::messages;
 use crate::process::PerProcess;
@@ -19,8 +19,8 @@ use std::time::{Duration, Instant};
 pub(crate) trait Background: Sync + 'static {
     /// The thread's name, of at most 15 bytes.
     const NAME: &'static CStr;
-    /// The end of the message to the user if the thread cannot be started: this text says which feature does not work
-    /// then.
+    /// The end of the message that is printed if the thread cannot be started. This text names the feature that then
+    /// does not work.
     const WITHOUT: &'static str;
 
     /// The number of bytes of the thread's stack.
@@ -54,11 +54,12 @@ pub(crate) fn leave_descriptors() -> bool {
     unsafe { calls::raw(libc::SYS_close_range, arguments) == 0 }
 }
 
-/// The work of the new thread that has begun last.
+/// The work of the background thread that was the last to begin.
 static BEGUN: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 
-/// Waits until the new thread runs its `work`, but not forever, for two reasons. The start of the new thread may need a
-/// lock that this thread holds. And another new thread may have stored its own work in [`BEGUN`] since.
+/// Waits until the new thread runs its `work`, but at most 20 ms. The limit is necessary for two reasons. The new
+/// thread may need a lock that this thread holds. And another new thread may have overwritten [`BEGUN`] with its own
+/// work.
 fn wait_for(work: *mut c_void) {
     const LONGEST: Duration = Duration::from_millis(20);
     let end = Instant::now() + LONGEST;
@@ -108,7 +109,8 @@ pub(crate) fn start<T: Background>(work: &'static T) -> bool {
         }
         libc::pthread_sigmask(libc::SIG_SETMASK, &before, std::ptr::null_mut());
         if error == 0 {
-            // The thread may have ended already. Until it is detached, the C library keeps what these calls need.
+            // The thread may have ended already. These calls are safe all the same: the C library keeps an ended
+            // thread's data until the thread is detached.
             libc::pthread_setname_np(thread, T::NAME.as_ptr());
             libc::pthread_detach(thread);
         }
@@ -130,7 +132,7 @@ pub(crate) fn start<T: Background>(work: &'static T) -> bool {
 mod tests {
     use super::*;
 
-    /// A thread that ends at once, like one whose work the host forbids.
+    /// A background thread whose work ends at once, as it does when the host forbids the work.
     struct EndsAtOnce;
 
     impl Background for EndsAtOnce {
@@ -140,7 +142,8 @@ mod tests {
         fn run(&'static self) {}
     }
 
-    /// The C library may have unmapped the thread's stack, with all that it knows of the thread, before `start` returns.
+    /// The thread may end before `start` names and detaches it. If the C library has then freed the thread's data,
+    /// `start` must still work.
     #[test]
     fn a_thread_may_end_before_it_is_named() {
         static ENDS_AT_ONCE: EndsAtOnce = EndsAtOnce;

@@ -20,7 +20,7 @@ pub(crate) struct Life {
 }
 
 impl Life {
-    /// Begins the life of a VM that this process creates.
+    /// Begins the life of a new VM. The VM belongs to this process.
     pub(crate) fn begin() -> Self {
         Life {
             birth: Birth::here(),
@@ -28,7 +28,7 @@ impl Life {
         }
     }
 
-    /// Begins a call of the VM that has this life.
+    /// Begins a call of the VM whose life this is.
     ///
     /// # Errors
     /// `EIO` in a forked child, and after a call that panicked.
@@ -66,12 +66,12 @@ impl Life {
     }
 }
 
-/// A call in progress. If a panic begins during the call and drops this value, the VM is dead.
+/// A call in progress. If the call panics, dropping this value makes the VM dead.
 #[must_use = "the call ends when this is dropped"]
 pub(crate) struct Call<'a> {
     life: &'a Life,
     engine: &'a EngineVm,
-    /// Whether a panic of the client was unwinding when the client made the call.
+    /// Whether the calling thread was already unwinding from a panic of the client when the call began.
     was_panicking: bool,
 }
 
@@ -80,7 +80,7 @@ impl Drop for Call<'_> {
         if self.was_panicking || !std::thread::panicking() {
             return;
         }
-        // This thread may hold any lock, and `end` takes none.
+        // `end` takes no lock, so it may be called here, where this thread may hold any lock.
         self.life.end(self.engine);
     }
 }

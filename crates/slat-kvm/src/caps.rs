@@ -1,7 +1,7 @@
 //! Capabilities: the values that `KVM_CHECK_EXTENSION` returns.
 //!
-//! slat claims only capabilities that work, because a client that finds a capability relies on it. `tests/capabilities`
-//! uses each.
+//! slat claims only capabilities that work, because a client that finds a capability relies on it. The test
+//! `tests/capabilities` uses each capability.
 
 use crate::arch::{self, MAX_VCPUS, MEMORY_ATTRIBUTES};
 use kvm_bindings::*;
@@ -10,16 +10,17 @@ use slat::MmuKind;
 /// `KVM_CAP_GUEST_MEMFD_FLAGS`, of Linux 6.18.
 pub const KVM_CAP_GUEST_MEMFD_FLAGS: u32 = 244;
 /// `KVM_CAP_USERFAULT` of the posted series (version 3), which no released Linux has. Linux has since given the series'
-/// number, 243, to a capability of Arm hosts. So this number is slat's own. Linux numbers capabilities one after the
-/// other, for all architectures together, and will not reach this number.
+/// number, 243, to a capability of Arm hosts. So this number is slat's own. Linux numbers capabilities consecutively,
+/// for all architectures together, and will never reach this number.
 pub const KVM_CAP_USERFAULT: u32 = 0x736c_0001;
 
 /// The number of memslots per address space that a client may use.
 pub const NR_MEMSLOTS: u32 = 32764;
 pub use crate::arch::ADDRESS_SPACES;
 
-/// Returns the value of a capability for VMs whose tables `mmu` makes; 0 if slat does not have the capability. Includes
-/// capabilities that only VMs of one type have. For a given VM, call `VmObject::check_extension` instead.
+/// Returns the value of a capability for VMs whose tables `mmu` makes; 0 if slat does not have the capability. This
+/// function also reports capabilities that only one type of VM has. For a given VM, call `VmObject::check_extension`
+/// instead.
 pub fn check(cap: u64, mmu: MmuKind) -> i32 {
     let Ok(cap) = u32::try_from(cap) else {
         return 0;

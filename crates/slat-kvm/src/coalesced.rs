@@ -5,9 +5,9 @@
 //! full.
 //!
 //! # Order
-//! Ring entries are plain memory, which belongs to one side at a time. slat releases an entry to the client by
-//! advancing `last`, and acquires it again by reading `first`; the client does the reverse ([`Coalesced::next`]). vCPUs
-//! write by turns, under a lock.
+//! Ring entries are plain memory, which belongs to one side at a time. slat gives an entry to the client by advancing
+//! `last` (a release store), and gets the entry back when it reads `first` (an acquire load). The client reads `last`
+//! and advances `first` in the same way ([`Coalesced::next`]). Only one vCPU writes at a time, under a lock.
 
 use crate::errno::{Result, fail};
 use crate::io_bus::{Range, Space};
@@ -22,7 +22,7 @@ pub fn offset() -> usize {
     KVM_COALESCED_MMIO_PAGE_OFFSET as usize * page_size()
 }
 
-/// Returns the number of ring entries. One of them always stays free.
+/// Returns the number of ring entries. One ring entry is always unused, so that a full ring differs from an empty one.
 fn entries() -> u32 {
     let bytes = page_size() - size_of::<kvm_coalesced_mmio_ring>();
     (bytes / size_of::<kvm_coalesced_mmio>()) as u32
@@ -44,7 +44,7 @@ impl Coalesced {
         })
     }
 
-    /// Maps the ring at `address`, in addition to its other mappings.
+    /// Maps the ring's page at `address`, too. The ring's other mappings stay.
     ///
     /// # Errors
     /// The host's error for the mapping.
@@ -68,8 +68,9 @@ impl Coalesced {
         }
     }
 
-    /// Puts writes of `units` (1 to 8 bytes each) to one address or port into the ring. Returns `false`, and puts no
-    /// unit into the ring, if the ring does not have space for all of them: the client has to see the writes now.
+    /// Puts writes of `units` (1 to 8 bytes each) to one address or port into the ring. If the ring does not have space
+    /// for all units, puts none of them into the ring and returns `false`. Then `KVM_RUN` has to exit, so that the
+    /// client sees the writes.
     pub(crate) fn put<'a>(
         &self,
         start: u64,
@@ -97,9 +98,9 @@ impl Coalesced {
             entry.__bindgen_anon_1.pio = port.into();
             entry.data[..item.len()].copy_from_slice(item);
             let ring: *mut kvm_coalesced_mmio_ring = self.ring.start().cast();
-            // SAFETY: the ring entry lies after the indices within the page, since `index` is below `entries()`. The ring
-            // entry is plain data. This call holds the lock of writers, and the client reads the ring entry only after
-            // `last` has advanced.
+            // SAFETY: the ring entry lies after the indices within the page, since `index` is below `entries()`. The
+            // ring entry is plain data. This call holds the lock of writers, and the client reads the ring entry only
+            // after `last` has advanced.
             unsafe {
                 let entries = (&raw mut (*ring).coalesced_mmio).cast::<kvm_coalesced_mmio>();
                 entries.add(index as usize).write_volatile(entry);
@@ -114,8 +115,8 @@ impl Coalesced {
     pub(crate) fn next(&self) -> Option<kvm_coalesced_mmio> {
         let (first, last) = self.indices();
         let (index, end) = (first.load(Ordering::Relaxed), last.load(Ordering::Acquire));
-        // The client can write invalid values to both indices. An end that is never reached would make this read
-        // forever.
+        // The client can write invalid values to both indices. If `end` were not the index of a ring entry, `index`
+        // would never reach `end`, and reading would never stop.
         if index == end || index >= entries() || end >= entries() {
             return None;
         }
@@ -131,7 +132,7 @@ impl Coalesced {
     }
 }
 
-/// Returns the range of addresses or ports that a client names.
+/// Returns the range of addresses or ports that the client's `zone` names.
 ///
 /// # Errors
 /// `EINVAL` for a kind that is neither memory nor ports.

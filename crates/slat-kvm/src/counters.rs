@@ -8,8 +8,8 @@ use std::time::Duration;
 /// The number of buckets of a histogram, as in KVM.
 pub(crate) const BUCKETS: usize = 32;
 
-/// Defines `Exits`: the counters of one vCPU, under the names that KVM has for the architecture. Among them are
-/// `exits`, `signal_exits` and `tlb_flush`, which neutral code counts.
+/// Defines `Exits`: the counters of one vCPU, under the names that KVM has for the architecture. Neutral code counts
+/// three of them, so every architecture must define these: `exits`, `signal_exits` and `tlb_flush`.
 macro_rules! exits {
     ($($(#[$doc:meta])* $name:ident,)*) => {
         /// The counters of one vCPU, under KVM's names.
@@ -39,7 +39,8 @@ pub(crate) struct Halts {
     pub(crate) wakeup: Count,
     /// The nanoseconds spent in halts.
     pub(crate) wait_ns: Count,
-    /// Counts of the waits in halts. The bucket is the position of the highest set bit of the nanoseconds.
+    /// The number of waits in halts, by duration. A wait's bucket is the position of the highest set bit of its
+    /// nanoseconds.
     pub(crate) wait_hist: Histogram<BUCKETS>,
     /// Whether the vCPU waits in a halt now.
     blocking: AtomicBool,
@@ -60,8 +61,8 @@ impl Count {
     }
 }
 
-/// Counts of durations. The bucket is the position of the highest set bit of the nanoseconds, counted from 1. The last
-/// bucket has all longer durations.
+/// The number of events, by duration. An event's bucket is the position of the highest set bit of its nanoseconds,
+/// counted from 1. The last bucket has all longer durations.
 #[derive(Debug)]
 pub(crate) struct Histogram<const BUCKETS: usize>([Count; BUCKETS]);
 
@@ -84,7 +85,7 @@ impl<const BUCKETS: usize> Histogram<BUCKETS> {
     }
 }
 
-/// The counters of a vCPU's CPU, with the values that they had at the end of the CPU's last run.
+/// The counters of a vCPU's CPU. The values are those at the end of the CPU's last run.
 #[derive(Debug, Default)]
 pub(crate) struct CpuCounts([AtomicU64; Counters::COUNT]);
 
@@ -114,7 +115,7 @@ impl Halts {
         self.blocking.load(Relaxed)
     }
 
-    /// Counts the time of a halt, or of a part of a halt. Call after the wait.
+    /// Adds `time` to the time of halts. Call after each wait in a halt.
     pub(crate) fn waited(&self, time: Duration) {
         let ns = time.as_nanos() as u64;
         self.wait_ns.add(ns);

@@ -1,20 +1,20 @@
 //! The table of the descriptors that are KVM's, and of the objects to which they refer.
 //!
-//! While no descriptor is KVM's, a look-up costs one load. Otherwise a look-up costs two more loads, and for one of
-//! KVM's descriptors a reference count on top.
+//! If no descriptor is KVM's, a look-up costs one load. Otherwise a look-up costs three loads; if the descriptor is
+//! KVM's, the look-up also changes a reference count.
 //!
 //! # How a look-up stays safe against a close
 //! An entry of the table points to a [`Cell`]: memory that is never freed, only reused. A look-up raises the cell's
-//! count, unless the count is zero, and then checks whether the entry still points to the cell. If so, the cell holds
-//! the descriptor's object, and cannot be emptied as long as the count is held. If not, the look-up lowers the count
-//! and begins again. In this case the cell may hold another object, which is harmless: no look-up reads the object
-//! before the second check.
+//! count, unless the count is zero, and then checks whether the entry still points to the cell. If it does, the cell
+//! holds the descriptor's object, and cannot be emptied until the look-up lowers the count. If the entry has changed,
+//! the look-up lowers the count and begins again. Then the cell may hold another object. That is harmless, because no
+//! look-up reads the object before the second check.
 //!
 //! # Order
-//! Each change of an entry and of a count acquires what earlier changes have released. A look-up that has raised the
-//! count of a cell which was reused has therefore seen the count that the cell got for its new object; the entry was
-//! emptied before that, so the second check finds that. And whoever reuses a cell has seen the last use of its old
-//! object.
+//! Each change of an entry or of a count is an acquire and a release (`AcqRel`). Suppose that a cell is reused between
+//! a look-up's two checks. The look-up raised a count that belongs to the new object, and the old entry was emptied
+//! before the cell got that count. So the second check finds the entry changed. A thread that reuses a cell has
+//! acquired the last use of the cell's old object.
 
 use crate::errno::{Result, fail};
 use crate::ioctl::{Answer, Object};
@@ -25,7 +25,7 @@ use std::ptr;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicUsize, Ordering};
 
-/// Descriptors in one part of the table.
+/// The number of descriptors in one part of the table.
 const PART: usize = 1024;
 /// The number of parts. The table has a million descriptors, which is the kernel's own default limit.
 const PARTS: usize = 1024;
@@ -50,7 +50,7 @@ pub struct Cell {
 // while `users` is above zero.
 unsafe impl Sync for Cell {}
 
-/// A use of an object. The object lives until its last use and its last descriptor end.
+/// A use of an object. The object lives until it has no user and no descriptor.
 pub struct Handle(&'static Cell);
 
 impl Handle {
@@ -62,10 +62,11 @@ impl Handle {
                 object: UnsafeCell::new(None),
             }))
         });
-        // SAFETY: a cell without users that is not in the free list belongs to this call. A stale look-up may raise and
-        // lower the count, but does not read the object.
+        // SAFETY: this call has taken the cell from the free list or created it, so no other thread writes the object.
+        // A stale look-up may raise and lower the count, but does not read the object.
         unsafe { *cell.object.get() = Some(object) };
-        // A stale look-up may have raised the count for a moment, so 1 is added to the count, not stored in it.
+        // The count is increased by 1, not set to 1, because a stale look-up may have raised it and may not have
+        // lowered it yet.
         cell.users.fetch_add(1, Ordering::AcqRel);
         Handle(cell)
     }
@@ -91,7 +92,7 @@ impl Handle {
         Ok(Some(value))
     }
 
-    /// Forgets the use without lowering the count. Call for objects of a parent process.
+    /// Drops the handle without lowering the count. Call for objects of a parent process.
     fn leak(self) {
         std::mem::forget(self);
     }
@@ -114,9 +115,9 @@ impl Drop for Handle {
 
 /// Empties a cell whose count has reached zero.
 fn retire(cell: &'static Cell) {
-    // SAFETY: the last use has ended, so no thread reads the object. A stale look-up does not read it.
+    // SAFETY: the count is zero, so no thread uses the object, and a stale look-up never reads the object.
     let object = unsafe { (*cell.object.get()).take() };
-    // A stale look-up never raises a count of zero, so the cell can be reused.
+    // A stale look-up does not raise a count of zero, so the cell can be reused now.
     free_cells().push(cell);
     drop(object);
 }
@@ -175,11 +176,12 @@ pub fn get(fd: i32) -> Option<Handle> {
                 if users == 0 { None } else { Some(users + 1) }
             });
         if raised.is_err() {
-            // The cell is being emptied: the entry changes any moment.
+            // The cell is being emptied, so another thread is about to change the entry.
             std::hint::spin_loop();
             continue;
         }
-        // Dropping this handle lowers the count again, even if the cell holds another object now.
+        // If the check below fails, dropping this handle lowers the count again. The cell may hold another object by
+        // then.
         let handle = Handle(cell);
         if entry.load(Ordering::Acquire) == pointer {
             return Some(handle);
@@ -219,7 +221,8 @@ pub fn share(fd: i32, handle: Handle) -> bool {
     true
 }
 
-/// Removes the entry of `fd`. Call before the descriptor is closed: afterwards its number may be in use again.
+/// Removes the entry of `fd`. Call before the descriptor is closed. After that, the kernel may give the number to
+/// another file.
 pub fn remove(fd: i32) {
     if let Some(entry) = entry(fd) {
         release(entry.swap(ptr::null_mut(), Ordering::AcqRel));

@@ -12,9 +12,9 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// The greatest number of entries that a dirty ring can have.
+/// The greatest number of entries of a dirty ring.
 const MAX_ENTRIES: u32 = 65536;
-/// The greatest number of bytes that a ring can have: the value that `KVM_CHECK_EXTENSION` returns.
+/// The greatest number of bytes of a dirty ring: the value that `KVM_CHECK_EXTENSION` returns.
 pub const MAX_RING_SIZE: u32 = MAX_ENTRIES * size_of::<kvm_dirty_gfn>() as u32;
 
 const _: () = assert!(size_of::<DirtyGfn>() == size_of::<kvm_dirty_gfn>());
@@ -46,9 +46,8 @@ struct RingMemory(Shared);
 impl AsRef<[DirtyGfn]> for RingMemory {
     fn as_ref(&self) -> &[DirtyGfn] {
         let entries = self.0.start().cast::<DirtyGfn>();
-        // SAFETY: the shared memory has space for that many ring entries, is mapped as long as `self` lives, and is
-        // aligned to a page. A ring entry holds only atomics, for which every bit pattern is valid, whatever the client
-        // writes.
+        // SAFETY: the slice is the whole shared memory, which is aligned to a page and mapped as long as `self` lives.
+        // A ring entry holds only atomics, for which every bit pattern is valid, whatever the client writes.
         unsafe { std::slice::from_raw_parts(entries, self.0.len() / size_of::<DirtyGfn>()) }
     }
 }
@@ -59,7 +58,7 @@ impl Rings {
         self.size.load(Ordering::Acquire) as usize
     }
 
-    /// Gives each vCPU of a VM a ring of `size` bytes. The VM has no vCPUs yet.
+    /// Gives each vCPU of a VM a ring of `size` bytes. Call before the VM has vCPUs.
     ///
     /// # Errors
     /// `EINVAL` for a second call.
@@ -72,7 +71,8 @@ impl Rings {
         Ok(())
     }
 
-    /// Gives a new vCPU its ring, in the memory that its descriptor refers to. `None`: the VM has no rings.
+    /// Gives a new vCPU its dirty ring. The ring's memory is part of the vCPU's file, to which the vCPU's descriptor
+    /// refers. `None`: the VM has no rings.
     ///
     /// # Errors
     /// `ENOMEM`, or the host's error for mapping the ring.

@@ -34,8 +34,8 @@ impl<T: AsMut<EngineVcpu>> DerefMut for Entered<'_, T> {
     }
 }
 
-/// Leaves the engine, runs `work`, which may wait, and enters again. Call with an entered vCPU. If `work` panics, the
-/// vCPU does not enter again.
+/// Leaves the engine, runs `work`, which may wait, and enters again. Call only while the vCPU is entered. If `work`
+/// panics, the vCPU stays outside.
 pub(crate) fn outside<R>(vcpu: &mut EngineVcpu, work: impl FnOnce() -> R) -> R {
     vcpu.leave();
     let result = work();
@@ -43,7 +43,7 @@ pub(crate) fn outside<R>(vcpu: &mut EngineVcpu, work: impl FnOnce() -> R) -> R {
     result
 }
 
-/// Returns the thread id by which this thread can be kicked.
+/// Returns this thread's id, to which a kick is sent.
 pub(crate) fn thread_id() -> usize {
     slat_process::thread_id() as usize
 }

@@ -10,7 +10,7 @@ pub(crate) fn fail<T>(errno: i32) -> Result<T> {
     Err(Error::new(errno))
 }
 
-/// Returns `ENOMEM` in place of any error of a failed allocation.
+/// Returns `ENOMEM`. Call with the error of a failed allocation, of any type.
 pub(crate) fn no_memory<E>(_: E) -> Error {
     Error::new(libc::ENOMEM)
 }

@@ -2,7 +2,7 @@
 //!
 //! slat keeps its own descriptor for each eventfd, as KVM keeps a reference, because the client may close its own
 //! descriptor. Two descriptors refer to the same eventfd if the kernel shows the same id for both
-//! (`/proc/self/fdinfo`). So a client can later name the eventfd by another descriptor.
+//! (`/proc/self/fdinfo`). So a client can name the same eventfd by another descriptor later.
 
 use crate::errno::{Error, Result, fail};
 use crate::process::PerProcess;
@@ -28,7 +28,7 @@ struct Own(RawFd);
 
 impl Drop for Own {
     fn drop(&mut self) {
-        // SAFETY: nothing uses the descriptor any more.
+        // SAFETY: only this value owns the descriptor, and the value is being dropped.
         let _ = unsafe { calls::make(Call::Close, [self.0 as usize, 0, 0, 0, 0, 0]) };
     }
 }
@@ -37,10 +37,11 @@ impl Drop for Own {
 /// descriptors.
 const FIRST_OWN: i32 = 512;
 
-/// The lock that a thread holds while [`id`] reads a file, and while it duplicates a client's descriptor.
+/// The lock that a thread holds while [`id`] has a file open, and while [`EventFd::take`] duplicates a client's
+/// descriptor.
 static READING: PerProcess<Mutex<()>> = PerProcess::new();
 
-/// Creates the objects that the eventfds of a process share.
+/// Creates the lock that all eventfds of a process share.
 pub(crate) fn prepare() {
     READING.get();
 }
@@ -51,8 +52,8 @@ impl EventFd {
     /// # Errors
     /// `EBADF` when `fd` is closed, or opened with `O_PATH`; `EINVAL` when `fd` refers to something else; `EMFILE`.
     pub(crate) fn take(fd: i32) -> Result<Self> {
-        // Another thread may just have opened a file in [`id`], under a number that the client has closed. The lock
-        // keeps this call from taking that file for the client's eventfd.
+        // Another thread may have a file open in [`id`]. If the client has closed `fd`, that file may have the number
+        // of `fd`. The lock prevents this call from duplicating that file instead of the client's eventfd.
         let _reading = (READING.get().lock()).unwrap_or_else(PoisonError::into_inner);
         let own = duplicate(fd)?;
         let arguments = [own.0 as usize, libc::F_GETFL as usize, 0, 0, 0, 0];
@@ -65,7 +66,7 @@ impl EventFd {
                 id,
                 never_blocks: has(libc::O_NONBLOCK),
             }),
-            // A descriptor with O_PATH only names a file: the kernel's own calls return EBADF for it.
+            // A descriptor with O_PATH only names a file: system calls that use the file return EBADF.
             None if has(libc::O_PATH) => fail(libc::EBADF),
             None => fail(libc::EINVAL),
         }
@@ -76,11 +77,11 @@ impl EventFd {
         self.id == other.id
     }
 
-    /// Adds 1 to the counter. A full counter does not change, because the threads that poll the eventfd are woken
-    /// anyway.
+    /// Adds 1 to the counter. A full counter stays as it is: it already wakes the threads that poll the eventfd.
     pub(crate) fn signal(&self) {
-        // On a blocking descriptor, a write to a full counter would wait for a reader, but KVM's own signal never
-        // waits. So the counter is checked first. Only a race for the counter's last unit can still wait.
+        // A write to a full counter waits for a reader unless the descriptor has O_NONBLOCK. KVM's own signal never
+        // waits, so this code checks first whether the counter is full. The write can still wait if another thread
+        // fills the counter between the check and the write.
         if self.never_blocks || self.has_room() {
             let one = 1u64.to_ne_bytes();
             let (start, len) = (one.as_ptr() as usize, one.len());
@@ -107,7 +108,7 @@ impl EventFd {
             iov_len: size_of_val(&count),
         };
         let into = &raw mut into as usize;
-        // With the offset -1 this is a plain read.
+        // An offset of -1 makes `preadv2` read at the file's own position, like `read`.
         let (low, high) = (usize::MAX, 0);
         let arguments = [
             self.fd.0 as usize,
@@ -125,8 +126,8 @@ impl EventFd {
         }
     }
 
-    /// Does the work of [`drain`](Self::drain) by a call that may wait, if the client reads the counter at the same
-    /// time. qemu-user, which has no filters, has no other call.
+    /// Like [`drain`](Self::drain), but polls and then reads. The read may wait if the client reads the counter at the
+    /// same time. Call on hosts without `preadv2`: qemu-user, where no seccomp filter forbids these calls.
     fn drain_ready(&self) -> bool {
         let mut ready = libc::pollfd {
             fd: self.fd.0,
@@ -156,7 +157,7 @@ fn duplicate(fd: i32) -> Result<Own> {
         unsafe { calls::make(Call::Duplicate, arguments) }
     };
     let own = match above(FIRST_OWN) {
-        // The limit of descriptors is below FIRST_OWN, or no number above FIRST_OWN is free.
+        // The client's limit of descriptors is below FIRST_OWN, or all numbers from FIRST_OWN on are in use.
         Err(libc::EINVAL | libc::EMFILE) => above(0),
         own => own,
     };
@@ -165,7 +166,7 @@ fn duplicate(fd: i32) -> Result<Own> {
 
 /// Returns the kernel's id of the eventfd that `fd` refers to. `None`: `fd` refers to no eventfd.
 fn id(fd: RawFd) -> Option<u64> {
-    // Allocates nothing, because the heap may be exhausted.
+    // The path is on the stack, because the heap may be exhausted.
     let mut path = [0; 40];
     write!(&mut path[..], "/proc/self/fdinfo/{fd}").ok()?;
     let mut text = [0; 512];

@@ -6,7 +6,7 @@ use kvm_bindings::*;
 use slat::{Gpa, Stop};
 use slat_host::page_size;
 
-/// An access to memory that the client can repair.
+/// An access to memory that only the client can make possible.
 #[derive(Clone, Copy)]
 pub(crate) struct MemoryFault {
     pub(crate) gpa: Gpa,
@@ -20,7 +20,7 @@ pub(crate) struct MemoryFault {
 pub(crate) const KVM_MEMORY_EXIT_FLAG_USERFAULT: u64 = 1 << 4;
 
 impl MemoryFault {
-    /// Returns the fault that has stopped an access. `None`: the access has stopped for another reason.
+    /// Returns the memory fault that has stopped an access. `None`: the access was stopped for another reason.
     pub(crate) fn of(stop: &Stop) -> Option<Self> {
         match *stop {
             Stop::MemoryFault {

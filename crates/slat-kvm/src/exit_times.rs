@@ -8,7 +8,7 @@
 use crate::arch;
 use crate::counters::{Count, Histogram};
 
-/// The number of exits of which one is timed. A power of two.
+/// One exit of this number of exits is timed. The number is a power of two.
 const ONE_IN: u64 = 16;
 
 /// The number of buckets of a histogram. The last bucket counts exits that take longer than 4 ms. There are fewer
@@ -32,9 +32,9 @@ impl Reason {
 /// The times of exits for one reason.
 #[derive(Debug, Default)]
 pub(crate) struct Times {
-    /// The sum of the times, in nanoseconds.
+    /// The sum of the measured times, in nanoseconds.
     pub(crate) ns: Count,
-    /// The counts of the times.
+    /// How often each duration was measured.
     pub(crate) hist: Histogram<BUCKETS>,
 }
 
@@ -54,8 +54,8 @@ impl ExitTimes {
 pub(crate) struct Stopwatch(Option<(Reason, u64)>);
 
 impl Stopwatch {
-    /// Call after exit number `number`. `reason` returns the exit's reason; `None`: the exit is a halt, whose time is
-    /// counted separately.
+    /// Call after each exit of the CPU. `number` is the number of exits so far. `reason` returns the exit's reason;
+    /// `None` for a halt, whose time is counted separately.
     #[inline]
     pub(crate) fn exits(&mut self, number: u64, reason: impl FnOnce() -> Option<Reason>) {
         if number.is_multiple_of(ONE_IN) {
@@ -63,7 +63,7 @@ impl Stopwatch {
         }
     }
 
-    /// Call before an entry.
+    /// Call before the CPU executes the guest again.
     #[inline]
     pub(crate) fn enters(&mut self, times: &ExitTimes) {
         if let Some((reason, begin)) = self.0.take() {

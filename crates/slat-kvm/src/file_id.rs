@@ -3,7 +3,7 @@
 use crate::errno::{Result, last};
 use std::os::fd::RawFd;
 
-/// A file's device and inode number: the same for all descriptors of one file.
+/// A file's device and inode number, which are the same for all descriptors of the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct FileId(libc::dev_t, libc::ino_t);
 

@@ -1,10 +1,10 @@
 //! Seccomp filters of the client, and Landlock: slat's preparations before a thread restricts itself.
 //!
-//! Usually slat starts a thread when the thread is first needed. If the client installs a filter, slat starts all its
-//! threads before, so that the filter does not bind them. One of these threads then makes the system calls that the
-//! filter forbids ([`slat_process::calls`]). `docs/seccomp.md` lists the calls that a filter for a vCPU's thread has to
-//! allow. Landlock takes the right to open files from a thread and from the threads that it starts later. So the same
-//! thread also opens slat's files.
+//! Usually slat starts a thread when it first needs the thread. But before the client installs a filter, slat starts
+//! all its threads, so that the filter does not apply to them. One of these threads then makes the system calls that
+//! the filter forbids to the client's threads ([`slat_process::calls`]). `docs/seccomp.md` lists the calls that a
+//! filter for a vCPU's thread has to allow. Landlock removes the right to open files from a thread and from the threads
+//! that it starts later. So the same thread of slat also opens slat's files.
 
 use crate::background;
 use crate::irqfd;
@@ -13,7 +13,7 @@ use crate::{last_thread, messages, profile, publish, recovery, steal_time, ticke
 use slat_process::calls::{forbid_opening, is_any_forbidden};
 use slat_process::{filter, helper};
 
-/// This value exists in a process that has used KVM.
+/// Exists once in each process that has used KVM.
 #[derive(Debug, Default)]
 struct Used;
 
@@ -32,16 +32,16 @@ pub fn has_threads() -> bool {
     background::count() > 0
 }
 
-/// Whether the program has at most one thread. Then a filter for all threads of the process
-/// (`SECCOMP_FILTER_FLAG_TSYNC`) may be installed on that thread alone, so that the filter does not bind slat's
+/// Whether the program has at most one thread. If so, a filter for all threads of the process
+/// (`SECCOMP_FILTER_FLAG_TSYNC`) can be installed on this thread alone. Then the filter does not apply to slat's
 /// threads.
 #[doc(hidden)]
 pub fn is_one_thread() -> bool {
     last_thread::threads_of_program().is_some_and(|threads| threads <= 1)
 }
 
-/// Starts the thread that opens slat's files. Call before a thread restricts itself by Landlock. The client may
-/// open `/dev/kvm` later.
+/// Starts the thread that opens slat's files. Call before a thread restricts itself by Landlock. This thread is needed
+/// even if the process has not used KVM yet, because the client may open `/dev/kvm` later.
 #[doc(hidden)]
 pub fn before_landlock() {
     last_thread::start();
@@ -49,9 +49,9 @@ pub fn before_landlock() {
     forbid_opening();
 }
 
-/// Finds out which system calls a filter forbids. Call before the filter is installed, after [`prepare`]; or
-/// afterwards, before the thread calls slat. A thread whose filter was not announced makes all of slat's system calls
-/// itself.
+/// Finds out which system calls a filter forbids. Call before the filter is installed, after [`prepare`]. Or call after
+/// the filter is installed, before the thread calls slat. If the filter of a thread was not announced, slat makes all
+/// its system calls on that thread itself, even forbidden ones.
 ///
 /// If the filter is for vCPU threads, prints the calls that the filter should allow but does not.
 pub fn announce(program: &[libc::sock_filter]) {

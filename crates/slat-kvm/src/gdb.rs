@@ -1,11 +1,11 @@
-//! A register of the CPU, as GDB describes it. The architecture has the list of registers.
+//! A register of the CPU, as GDB describes registers. The list of registers belongs to the architecture.
 
-/// A register, as GDB describes it.
+/// A register of the CPU, in GDB's terms.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Register {
     /// The register's name.
     pub name: &'static str,
-    /// The register's size.
+    /// The number of bytes of the register.
     pub bytes: usize,
     /// GDB's name of the register's type.
     pub kind: &'static str,

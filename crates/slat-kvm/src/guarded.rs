@@ -5,8 +5,8 @@ use crate::thread::Section;
 use slat_process::{errno, set_errno};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// Runs slat's code for a C caller. After a success `errno` is unchanged; an error becomes -1 and `errno`; a panic
-/// becomes `EIO`.
+/// Runs `work`, which is slat's code, for a C caller. If `work` succeeds, `errno` is unchanged. If `work` fails, sets
+/// `errno` and returns -1; after a panic, `errno` is `EIO`.
 ///
 /// The whole call is a [`Section`]. Handlers of the program that were delayed run at the end of the section, when slat
 /// holds no lock and has no frame on the stack. These handlers may use slat, or jump away.

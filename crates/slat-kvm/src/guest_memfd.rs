@@ -1,7 +1,8 @@
 //! Guest memory that is a file: `KVM_CREATE_GUEST_MEMFD` (api.rst 4.142).
 //!
 //! A guest_memfd is a memfd that slat maps for itself, at an address that the client does not know. The flags determine
-//! which descriptor the client gets. So the kernel itself carries out `mmap`, and raises the faults of the mapping:
+//! which descriptor the client gets. The client maps this descriptor by the kernel's own `mmap`, and the kernel raises
+//! the faults of that mapping:
 //!
 //! | flags | descriptor | the client's mapping |
 //! |---|---|---|
@@ -14,9 +15,9 @@
 //! write the third descriptor's file, and finds the second descriptor's file empty.
 //!
 //! A slot is bound to the *address range* of slat's mapping, which is reserved as long as the slot lives. When the last
-//! descriptor is closed, the memory is released, and the range has no mapping. Then accesses fail. A mapping of the
-//! client keeps KVM's file open. So if the client still has a mapping of the file, the memory stays as long as the
-//! slots that are bound to the memory.
+//! descriptor is closed, the memory is released, and the range has no mapping. Then accesses to the slot fail. In KVM,
+//! a mapping keeps the file open. So if the client still has a mapping when the last descriptor is closed, slat keeps
+//! the memory as long as slots are bound to it.
 
 use crate::errno::{Error, Result, fail, last};
 use crate::file_id::FileId;
@@ -48,8 +49,8 @@ pub fn flags(protected: bool) -> u64 {
     }
 }
 
-/// Guest memory of one VM, to which its descriptors refer. When the last descriptor is closed, this is dropped and the
-/// memory is released.
+/// Guest memory of one VM, to which descriptors refer. When the last descriptor is closed, this value is dropped and
+/// the memory is released.
 #[derive(Debug)]
 pub struct GuestMemfd {
     /// The file to which the descriptors of this memory refer.
@@ -197,7 +198,8 @@ impl GuestMemfd {
 impl Drop for GuestMemfd {
     fn drop(&mut self) {
         if self.is_foreign() {
-            // A forked child also has the parent's mapping, but has none of the VMs that use it.
+            // The parent process owns the memory. The child has a copy of the mapping, but none of the VMs that use it,
+            // so there is nothing to release.
             return;
         }
         let _section = Section::enter();
@@ -222,7 +224,7 @@ pub(crate) struct Part {
     pub(crate) memory: Arc<Shared>,
     /// The backing address of the slot's first byte.
     pub(crate) start: Hva,
-    /// Whether all memory of the slot comes from the guest_memfd, and none from the address that the client names
+    /// Whether all memory of the slot comes from the guest_memfd, and no memory comes from `userspace_addr`
     /// (`KVM_MEMSLOT_GMEM_ONLY`).
     pub(crate) only: bool,
 }
@@ -231,12 +233,12 @@ pub(crate) struct Part {
 #[derive(Debug, Default)]
 pub(crate) struct PrivateMemory {
     files: Mutex<Vec<Weak<GuestMemfd>>>,
-    /// The memory to which slots are bound, by the client's slot number (which includes the address space). Locked
-    /// while a slot changes that is bound, or was bound.
+    /// The memory to which each slot is bound. The key is the client's slot number, which includes the address space.
+    /// This lock is held while a bound slot is created, changed or deleted.
     bound: Mutex<BTreeMap<u32, Arc<Shared>>>,
 }
 
-/// The locked bindings of a VM's slots to private memory. Held while such a slot changes.
+/// The locked bindings of a VM's slots to private memory. A call holds this lock while it changes a bound slot.
 pub(crate) struct Bindings<'a>(MutexGuard<'a, BTreeMap<u32, Arc<Shared>>>);
 
 impl Bindings<'_> {
@@ -280,7 +282,8 @@ impl PrivateMemory {
         Ok((guest_memfd, fd))
     }
 
-    /// Returns the part for a slot of `size` bytes, from `offset` on, of the guest_memfd to which `fd` refers.
+    /// Returns a part of the guest_memfd to which `fd` refers: the `size` bytes from `offset` on, for a slot of this
+    /// size.
     ///
     /// # Errors
     /// `EBADF` for a closed descriptor. `EINVAL` for a descriptor that is no guest_memfd of this VM, and for a part

@@ -1,4 +1,4 @@
-//! Guest-physical memory, as one vCPU accesses it: the engine's vCPU, and the pages that it has found last.
+//! Guest-physical memory, as one vCPU accesses it: the engine's vCPU, and a small cache of translations.
 //!
 //! The CPU of a vCPU keeps the translations of its data in a TLB of its own. The pages that this module keeps are those
 //! that the machine around the CPU accesses: the tables of the guest, and structures that the guest shares with its
@@ -16,7 +16,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// A translation of one guest-physical page.
+/// A translation of a guest-physical page to its host page.
 #[derive(Clone, Copy)]
 pub(crate) struct Page {
     pub(crate) gpa: u64,
@@ -34,11 +34,11 @@ unsafe impl Send for Page {}
 pub(crate) enum Unreachable {
     /// MMIO: no memslot has the address, or a write is to a read-only memslot.
     NotMemory,
-    /// The access has to be made again, after the attention bits were handled.
+    /// The caller has to handle the attention bits, and then make the access again.
     Retry,
     /// The client's memory is not accessible, or the client has to provide it first.
     BadAddress,
-    /// There is no memory for a table.
+    /// No memory could be allocated for a second-level page table.
     OutOfMemory,
 }
 
@@ -46,20 +46,20 @@ pub(crate) enum Unreachable {
 pub(crate) struct GuestMemory {
     pub(crate) engine: EngineVcpu,
     vm: Arc<EngineVm>,
-    /// The last translations, indexed by page number.
+    /// The translations that were used last. A page's index is its page number modulo the number of elements.
     pages: [Option<Page>; Self::PAGES],
-    /// The number of times that all translations were dropped. Wraps around.
+    /// The number of times that all translations were dropped. The number wraps around.
     flushes: u32,
     /// The fault of the last access in this run that stopped because of a memory fault.
     pub(crate) memory_fault: Option<MemoryFault>,
-    /// Whether an access in this run was interrupted while it waited for memory that the host does not have yet.
+    /// Whether a signal interrupted an access in this run, while the access waited for the host to provide memory.
     pub(crate) is_interrupted: bool,
 }
 
 impl GuestMemory {
     const PAGES: usize = 64;
 
-    /// Returns the memory of `vm` as `engine`, one of its vCPUs, accesses it.
+    /// Makes the guest-physical memory of `vm`, as its vCPU `engine` accesses it.
     pub(crate) fn new(engine: EngineVcpu, vm: Arc<EngineVm>) -> Self {
         GuestMemory {
             engine,
@@ -109,8 +109,8 @@ impl GuestMemory {
         Ok(page)
     }
 
-    /// Translates a guest-physical page to its host page. This vCPU does not keep the translation, because the CPU's TLB
-    /// does. So the translation displaces no translation of a page-table page.
+    /// Translates a guest-physical page to its host page. This vCPU does not keep the translation, because the CPU's
+    /// TLB does. So the translation displaces no translation of a page-table page.
     #[inline]
     pub(crate) fn data_page(&mut self, gpa: u64, access: Access) -> Result<Page, Unreachable> {
         let found = self
@@ -126,7 +126,7 @@ impl GuestMemory {
         })
     }
 
-    /// Returns why memory cannot be accessed whose translation has stopped.
+    /// Returns why a guest-physical page cannot be accessed. `stop` is the reason why its translation has failed.
     #[cold]
     pub(crate) fn unreachable(&mut self, stop: Stop) -> Unreachable {
         match stop {
@@ -153,7 +153,7 @@ impl GuestMemory {
                 messages::explain(&stop);
                 Unreachable::OutOfMemory
             }
-            // The remaining error is `BadAddress`.
+            // `BadAddress` with any other error.
             _ => {
                 messages::explain(&stop);
                 Unreachable::BadAddress
@@ -254,15 +254,16 @@ impl GuestMemory {
         void
     }
 
-    /// Acknowledges the engine's flushes outside the CPU's loop. The CPU drops its translations before it uses a
-    /// translation again. Returns `false` if a signal or a full dirty ring ends the run.
+    /// Acknowledges the engine's flushes outside the CPU's loop. The CPU drops its own translations before it uses one
+    /// again. Returns `false` if a signal or a full dirty ring ends the run.
     pub(crate) fn may_try_again(&mut self) -> bool {
         self.request_retry();
         self.engine.quiesce();
         !self.is_called_out()
     }
 
-    /// Whether a signal or a full dirty ring ends the run. Then an access that has failed may succeed in the next run.
+    /// Whether a signal or a full dirty ring ends the run. If so, the access that has failed is made again in the next
+    /// run.
     pub(crate) fn is_called_out(&self) -> bool {
         let raised = self.engine.attention().flag().load(Ordering::SeqCst);
         raised & (bits::SIGNAL | bits::RING_FULL) != 0

@@ -1,17 +1,17 @@
-//! The devices that a guest reaches without the client, by the address ranges that the devices serve: KVM's
-//! `kvm_io_bus`.
+//! The bus of a VM: the devices that serve guest accesses without an exit to the client, each with its address range.
+//! KVM's `kvm_io_bus`.
 //!
 //! An access is offered to the devices whose range contains it. Their order is that of KVM's bus: by the first address
 //! of the range, then by its end, then by the time of registration. The first device that accepts the access serves it.
-//! `io_devices` has the devices.
+//! The devices themselves are in `io_devices`.
 //!
 //! # Concurrency
 //! The registrations are an immutable [`Table`]; a change replaces the whole table. Each vCPU holds the table that it
 //! saw last. The vCPU compares one number to learn whether that table is still current, so an access takes no lock. A
 //! change publishes the new table, increments the number and then waits until every vCPU has passed a quiescent point
 //! of the engine or has left the engine ([`slat::Vm::synchronize`]). A vCPU looks up the table and carries out the
-//! access between two quiescent points. So after the call that removed a device has returned, the device serves no
-//! access. A client that then reads an eventfd, or the ring of coalesced I/O, misses no write.
+//! access between two quiescent points. So a device serves no access after the call that removes it has returned. If
+//! the client reads an eventfd, or the ring of coalesced I/O, after such a call, it sees all writes.
 
 use crate::engine::EngineVm;
 use crate::errno::{Result, no_memory};
@@ -26,8 +26,8 @@ pub(crate) enum Space {
     /// Guest-physical addresses.
     Memory,
     Ports,
-    /// The space of another architecture. An x86 guest cannot write to this space, but KVM accepts registrations for
-    /// it.
+    /// An address space that only another architecture has. An x86 guest cannot write to this space, but KVM accepts
+    /// registrations for it.
     VirtioCcw,
 }
 
@@ -65,7 +65,7 @@ impl Range {
 pub(crate) struct Entry<D> {
     pub(crate) range: Range,
     pub(crate) device: D,
-    /// The greatest end of this range and of all earlier ranges in the same space.
+    /// The greatest end of this range and of all earlier ranges of the table in the same space.
     reach: u64,
 }
 
@@ -76,7 +76,8 @@ struct Table<D>(Vec<Entry<D>>);
 impl<D> Table<D> {
     /// Makes a table of the registrations, sorted by range.
     fn new(mut entries: Vec<Entry<D>>) -> Self {
-        // The order of equal ranges must not change, and `sort_by_key` would allocate.
+        // This is an insertion sort, because registrations of equal ranges must keep their order. `sort_by_key` would
+        // keep it, too, but allocates.
         for last in 1..entries.len() {
             let at = entries[..last].partition_point(|entry| entry.range <= entries[last].range);
             entries[at..=last].rotate_right(1);
@@ -91,8 +92,8 @@ impl<D> Table<D> {
         Table(entries)
     }
 
-    /// Returns the registrations that may contain an access at `start`: those that begin at or before `start`. Leaves
-    /// out the first registrations if all of them end before `start`.
+    /// Returns the registrations that may contain an access at `start`. These begin at or before `start`. The result
+    /// leaves out registrations at the beginning of the table that all end at or before `start`.
     fn around(&self, space: Space, start: u64) -> &[Entry<D>] {
         let end = self
             .0
@@ -138,8 +139,8 @@ impl<D> Default for KnownBus<D> {
 }
 
 impl<D> KnownBus<D> {
-    /// Returns the registrations that may contain an access at `start`, in order. The vCPU is entered, and passes no
-    /// quiescent point as long as it uses the result.
+    /// Returns the registrations that may contain an access at `start`, in order. Call only while the vCPU is entered.
+    /// The vCPU must not pass a quiescent point while it uses the result.
     pub(crate) fn around(&mut self, bus: &IoBus<D>, space: Space, start: u64) -> &[Entry<D>] {
         let changes = bus.changes.load(Ordering::SeqCst);
         if self.changes != changes {
@@ -154,8 +155,8 @@ impl<D> KnownBus<D> {
 }
 
 impl<D: Clone> IoBus<D> {
-    /// Adds the devices that `make` returns. `make` gets the present devices. `create` runs before an access can reach
-    /// the new devices. If either fails, nothing changes.
+    /// Adds the devices that `make` returns. The argument of `make` is the list of present devices. `create` runs
+    /// before an access can reach the new devices. If `make` or `create` fails, nothing changes.
     ///
     /// # Errors
     /// The errors of `make` and `create`; `ENOMEM`.
@@ -182,7 +183,7 @@ impl<D: Clone> IoBus<D> {
         Ok(())
     }
 
-    /// Removes the devices for which `is_removed` returns true. Returns their number.
+    /// Removes the devices for which `is_removed` returns true. Returns the number of removed devices.
     ///
     /// # Errors
     /// `ENOMEM`.
@@ -207,7 +208,7 @@ impl<D: Clone> IoBus<D> {
     /// Makes all vCPUs use the new table.
     fn publish(&self, engine: &EngineVm, table: MutexGuard<'_, Option<Shared<Table<D>>>>) {
         self.changes.fetch_add(1, Ordering::SeqCst);
-        // The table is unlocked now, because a vCPU that waits for the lock passes no quiescent point.
+        // The table is unlocked before the wait, because a vCPU that waits for this lock would pass no quiescent point.
         drop(table);
         engine.synchronize();
     }
@@ -231,7 +232,7 @@ mod tests {
         Range::new(Space::Memory, start, len)
     }
 
-    /// Returns the devices that contain the access, in the order in which it is offered to them.
+    /// Returns the devices whose ranges contain the access, in the order in which the access is offered to them.
     fn offered(table: &Table<u32>, access: Range) -> Vec<u32> {
         let around = table.around(access.space, access.start).iter();
         let containing = around.filter(|entry| entry.range.contains(&access));

@@ -1,5 +1,5 @@
-//! The devices on the bus of a VM: those that the architecture's machines have, writes that signal eventfds, and writes
-//! that go into the ring of coalesced I/O.
+//! The devices on the bus of a VM: the architecture's own devices, eventfds that guest writes signal, and the ring of
+//! coalesced I/O.
 
 use crate::engine::EngineVm;
 use crate::errno::{Result, fail};
@@ -24,7 +24,7 @@ pub(crate) type Bus = IoBus<Device>;
 /// The bus as one vCPU saw it last.
 pub(crate) type Known = KnownBus<Device>;
 
-/// The most devices in one space, without eventfds: KVM's `NR_IOBUS_DEVS`.
+/// The greatest number of devices in one space, without eventfds: KVM's `NR_IOBUS_DEVS`.
 const MOST: usize = 1000;
 
 impl Bus {
@@ -99,7 +99,7 @@ impl Bus {
 }
 
 /// Signals the eventfds that are registered for writes of `units` (1 to 8 bytes each) to `address`, one after the
-/// other. Returns `false`, and signals no eventfd, if a unit has no registration.
+/// other. If any unit has no registration, signals no eventfd and returns `false`.
 pub(crate) fn signal<'a>(
     devices: &[Entry<Device>],
     address: u64,

@@ -29,8 +29,8 @@ impl Event {
         asked.flags & DEASSIGN != 0
     }
 
-    /// Returns the registration that the client asks for, and the range of the writes. If the registration matches any
-    /// length, the range has one address.
+    /// Returns the registration that the client asks for, and the range of the writes. If the registration matches
+    /// writes of any length, the range is one address.
     ///
     /// # Errors
     /// For a registration: `EINVAL` for unknown flags, a length other than 0, 1, 2, 4 and 8, a range that wraps around,
@@ -78,15 +78,15 @@ impl Event {
         self.len == other.len && self.value == other.value && self.eventfd.is(&other.eventfd)
     }
 
-    /// Uses the descriptor of `other`, if both have the same eventfd. Sharing saves descriptors: clients may have
-    /// thousands of registrations.
+    /// Replaces this registration's descriptor by that of `other`, if both refer to the same eventfd. Sharing saves
+    /// descriptors: clients may have thousands of registrations.
     pub(crate) fn share_eventfd(&mut self, other: &Event) {
         if self.eventfd.is(&other.eventfd) {
             self.eventfd = other.eventfd.clone();
         }
     }
 
-    /// Whether a write of `data` matches.
+    /// Whether this registration matches a write of `data`.
     pub(crate) fn matches(&self, data: &[u8]) -> bool {
         (self.len == 0 || self.len as usize == data.len())
             && self.value.is_none_or(|value| {

@@ -1,12 +1,12 @@
 //! Interrupts: their sources, and how they reach vCPUs.
 //!
-//! All of this belongs to [`Interrupts`], which knows nothing else of its VM. The architecture determines which
-//! controllers there are, and what the controllers do ([`Interrupts::arch`]).
+//! [`Interrupts`] owns all of this, and uses no other part of its VM. The architecture determines which controllers
+//! there are, and what the controllers do ([`Interrupts::arch`]).
 //!
 //! # Locks
-//! A call acquires locks in this order, and may skip some: the irqfds of the VM, the routes (for reading, while it
-//! delivers an interrupt), the controllers, the vCPUs (for reading), the part of the controllers that one vCPU has. The
-//! architecture's module `irq` has the order of the locks of its controllers.
+//! A call acquires locks in the following order, and may leave out any of them: the irqfds of the VM, the routes (for
+//! reading, while it delivers an interrupt), the controllers, the vCPUs (for reading), the part of the controllers that
+//! one vCPU has. The architecture's module `irq` has the order of the locks of its controllers.
 
 use crate::arch::Controllers;
 use crate::irqfd::{IrqFds, Lines};
@@ -47,9 +47,9 @@ impl Interrupts {
         status
     }
 
-    /// Raises and lowers the line of a GSI, at each controller under one lock. So no other thread finds the line high.
-    /// A change of routes cannot leave the line high, and a guest that ends the interrupt at once can get the next
-    /// interrupt.
+    /// Raises and lowers the line of a GSI. Does both under one lock at each controller, so that no other thread finds
+    /// the line high. So a change of routes cannot leave the line high. And if the guest ends the interrupt at once,
+    /// the next pulse is a new interrupt.
     pub(crate) fn pulse_line(&self, gsi: u32, source: u8) {
         for target in self.routes().of(gsi) {
             self.pulse_target(target, source);

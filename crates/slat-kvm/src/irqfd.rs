@@ -2,15 +2,15 @@
 //!
 //! One thread of the process waits for all irqfds. For every signal that the thread finds, the thread injects an edge
 //! or a message. For a resampled irqfd (`KVM_IRQFD_FLAG_RESAMPLE`) the thread raises the line. The guest's end of
-//! interrupt lowers that line and signals the second eventfd to the client. If the client's device still wants the
-//! line, the client signals the first eventfd again.
+//! interrupt lowers that line and signals the second eventfd to the client. If the client's device still needs the line
+//! high, the client signals the first eventfd again.
 //!
 //! # Concurrency
 //! The thread finds an irqfd by its number in the process's list, under that list's lock. The thread injects under the
-//! irqfd's own lock. Removing an irqfd has three steps: the irqfd is removed from the VM's and the process's list; an
-//! earlier signal is injected; and the irqfd is ended under its lock. So after `KVM_IRQFD` has returned, the irqfd
-//! injects nothing any more. There are two orders of locks: the VM's list before the process's list; an irqfd's lock
-//! before the locks of the controllers. The thread holds no list's lock while it injects.
+//! irqfd's own lock. An irqfd is removed in three steps: it is removed from the VM's list and the process's list; a
+//! signal that arrived earlier is injected; and the irqfd is ended under its own lock. So after `KVM_IRQFD` has
+//! returned, the irqfd injects nothing. Locks are acquired in two orders: the VM's list before the process's list; an
+//! irqfd's lock before the controllers' locks. The thread holds the lock of no list while it injects.
 
 use crate::background::{self, Background};
 use crate::errno::{Error, Result, fail, no_memory};
@@ -26,9 +26,9 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, Weak};
 
-/// The source of a line's level: the client, by `KVM_IRQ_LINE` or an irqfd.
+/// The source of a line's level that stands for the client: `KVM_IRQ_LINE`, or an irqfd that is not resampled.
 pub(crate) const USERSPACE: u8 = 0;
-/// The source of a line's level: resampled irqfds.
+/// The source of a line's level that stands for resampled irqfds.
 pub(crate) const RESAMPLE: u8 = 1;
 
 /// The greatest number of events that one `epoll_wait` returns.
@@ -39,7 +39,7 @@ pub(crate) trait Lines: Send + Sync {
     /// Sets the level that `source` gives the line of a GSI.
     fn set(&self, gsi: u32, source: u8, level: bool);
 
-    /// Raises and lowers the line of a GSI, so that no other thread finds it high.
+    /// Raises and lowers the line of a GSI, without a moment at which another thread can find the line high.
     fn pulse(&self, gsi: u32, source: u8);
 }
 
@@ -51,7 +51,7 @@ struct IrqFd {
     eventfd: EventFd,
     /// The eventfd that is signalled when the guest ends the interrupt.
     resample: Option<EventFd>,
-    /// Whether the irqfd was not removed yet. Locked while the irqfd's interrupt is injected.
+    /// Whether the irqfd still exists. This lock is held while the irqfd's interrupt is injected.
     live: Mutex<bool>,
 }
 
@@ -64,7 +64,7 @@ impl IrqFd {
         }
     }
 
-    /// Injects an interrupt if the eventfd was signalled, and ends the irqfd. Later signals inject nothing.
+    /// Ends the irqfd. If the eventfd was signalled before, injects that interrupt first. Later signals inject nothing.
     fn end(&self) {
         let mut live = lock(&self.live);
         self.inject();
@@ -136,7 +136,7 @@ impl IrqFds {
         added
     }
 
-    /// Removes the irqfd of this eventfd and GSI. As in KVM, it is no error if there is no such irqfd.
+    /// Removes the irqfd of this eventfd and GSI. As in KVM, succeeds even if there is no such irqfd.
     ///
     /// # Errors
     /// `EINVAL` for a descriptor that is no eventfd, `EBADF`, `EMFILE`.
@@ -160,7 +160,7 @@ impl IrqFds {
             }
             irqfd.end();
             if irqfd.resample.is_some() && last_of_line {
-                // No irqfd remains that would lower the line.
+                // The last resampled irqfd of this line was removed, so no irqfd would lower the line later.
                 lines.set(gsi, RESAMPLE, false);
             }
         }
@@ -179,8 +179,8 @@ impl IrqFds {
         self.resampled.load(Ordering::SeqCst)
     }
 
-    /// Lowers the line of resampled irqfds of `gsi`, and signals the client, which may raise the line again. Call after
-    /// the guest's end of an interrupt of `gsi`, with no controller locked.
+    /// Lowers the line that the resampled irqfds of `gsi` hold, and signals the client, which may raise the line again.
+    /// Call after the guest's end of an interrupt of `gsi`, with no controller locked.
     pub(crate) fn resample(&self, lines: &dyn Lines, gsi: u32) {
         if !self.has_resampled() {
             return;
@@ -205,7 +205,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 #[derive(Default)]
 struct Service {
     epoll: Mutex<Option<Shared<OwnedFd>>>,
-    /// The irqfds, found by the number in their events, which is the irqfd's address. The list keeps the irqfds alive.
+    /// The irqfds of the process. An epoll event names its irqfd by the irqfd's address. The list keeps the irqfds
+    /// alive.
     irqfds: Mutex<Vec<Shared<IrqFd>>>,
     started: AtomicBool,
 }
@@ -220,7 +221,7 @@ pub(crate) fn prepare() {
 
 /// Starts the thread if it does not run.
 pub(crate) fn start() {
-    // This call ignores a failure. The first `KVM_IRQFD` fails again, and returns the reason.
+    // A failure is ignored here: the first `KVM_IRQFD` fails in the same way, and returns the reason.
     let _ = Service::get();
 }
 
@@ -234,7 +235,7 @@ impl Service {
         let service = SERVICE.get();
         let mut epoll = lock(&service.epoll);
         if epoll.is_none() {
-            // SAFETY: the call takes no pointer.
+            // SAFETY: `epoll_create1` takes no pointer.
             let fd = unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) };
             if fd < 0 {
                 return Err(Error::last());
@@ -267,14 +268,14 @@ impl Service {
             0,
             0,
         ];
-        // SAFETY: the call gets an event on the stack.
+        // SAFETY: `epoll_ctl` reads only the event, which is on the stack.
         let controlled = unsafe { calls::make(Call::Watch, arguments) };
         controlled.map(drop).map_err(Error::new)
     }
 
     fn add(&self, irqfd: Shared<IrqFd>) -> Result<()> {
         let mut irqfds = lock(&self.irqfds);
-        // The signals of one eventfd can reach only one irqfd.
+        // One eventfd can have only one irqfd, because each signal is read only once.
         if (irqfds.iter()).any(|other| other.eventfd.is(&irqfd.eventfd)) {
             return fail(libc::EBUSY);
         }
@@ -291,8 +292,8 @@ impl Service {
             .position(|other| number(other) == number(irqfd))
         {
             irqfds.swap_remove(at);
-            // The call fails only if the program has closed slat's descriptor. Then the kernel has removed the irqfd
-            // already.
+            // This fails only if the client has closed slat's descriptor of the eventfd. Then the kernel has already
+            // removed the descriptor from the epoll set.
             let _ = self.control(libc::EPOLL_CTL_DEL, irqfd);
         }
     }
@@ -309,11 +310,11 @@ impl Background for Service {
         let mut events = [libc::epoll_event { events: 0, u64: 0 }; AT_A_TIME];
         loop {
             let (fd, buffer) = (epoll.as_raw_fd() as usize, events.as_mut_ptr() as usize);
-            // The call waits without a time limit, and changes no signal mask. Unlike `epoll_wait`, every architecture
-            // has the call.
+            // The call waits without a time limit, and changes no signal mask. The call is `epoll_pwait`, because not
+            // every architecture has `epoll_wait`.
             let arguments = [fd, buffer, AT_A_TIME, usize::MAX, 0, 0];
-            // SAFETY: the call gets a live buffer and the buffer's length. The C library's function is not called,
-            // because a filter for all threads may forbid calls from the C library.
+            // SAFETY: the kernel writes into a live buffer, whose length the call passes. This is a direct system call,
+            // because a filter for all threads may forbid system calls that the C library makes.
             let answer = calls::result(unsafe { calls::raw(libc::SYS_epoll_pwait, arguments) });
             let count = match answer {
                 Ok(count) => count as usize,

@@ -1,12 +1,12 @@
-//! Ends the process after all threads of the program have ended one by one.
+//! Ends the process when every thread of the program has ended by itself.
 //!
 //! A process ends with its last thread. A thread of the program ends alone by `pthread_exit`, by the system call
 //! `exit`, or because a seccomp filter kills it (`SECCOMP_RET_KILL_THREAD`). slat's own threads would then keep alive a
 //! process in which no thread handles a signal. So one of slat's threads, the watcher, waits until the process's first
-//! thread has ended, which seldom happens before the process ends. The watcher sleeps meanwhile, if slat's C library
-//! made the first thread. After the first thread has ended, another thread, the observer, looks twice a second whether
-//! a thread of the program is left. If none is left, the process ends as the kernel, or the C library, would have ended
-//! it without slat: with the first thread's exit status.
+//! thread has ended. In most programs this does not happen before the process ends. Meanwhile the watcher sleeps, if
+//! the C library that slat uses has created the first thread. After the first thread has ended, another of slat's
+//! threads, the observer, checks twice a second whether a thread of the program is left. If none is left, the process
+//! ends as the kernel, or the C library, would have ended it without slat: with the first thread's exit status.
 
 use crate::background::{self, Background, leave_descriptors};
 use crate::process::{self, PerProcess};
@@ -17,17 +17,18 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-/// How often a waiting thread looks if the kernel does not wake it.
+/// How often a waiting thread checks, if the kernel does not wake it.
 const PERIOD: Duration = Duration::from_millis(500);
 
-/// The thread that ends the process. It shares the program's descriptors, which `atexit` handlers use.
+/// The thread that ends the process. The watcher shares the program's descriptor table, because the `atexit` handlers
+/// that it runs use the program's descriptors.
 #[derive(Debug, Default)]
 struct Watcher {
     observer: Observer,
 }
 
-/// The thread that looks at the process after its first thread has ended. The observer has a separate descriptor table,
-/// so that the program does not see the observer's descriptors.
+/// The thread that checks for remaining threads after the process's first thread has ended. The observer has a separate
+/// descriptor table, so that the program does not see the observer's descriptors.
 #[derive(Debug)]
 struct Observer {
     /// The value that wait(2) would return for the first thread. [`RUNS`] as long as the program has threads;
@@ -48,7 +49,7 @@ impl Default for Observer {
 
 static WATCHER: PerProcess<Watcher> = PerProcess::new();
 
-/// Starts the thread if it does not run. Call before starting the first other thread of slat.
+/// Starts the watcher if it does not run. Call before slat starts its first thread of another kind.
 pub(crate) fn start() {
     WATCHER.get_or_start(|watcher| {
         background::start(watcher);
@@ -87,7 +88,8 @@ impl State {
 
 /// Returns the number of the program's threads. `None`: the number is unknown.
 pub(crate) fn threads_of_program() -> Option<usize> {
-    // This is a thread of the program, whose filter may forbid the calls.
+    // The calling thread belongs to the program. If its seccomp filter forbids one of slat's calls, it may also forbid
+    // these.
     if calls::is_any_forbidden() {
         return None;
     }
@@ -95,15 +97,17 @@ pub(crate) fn threads_of_program() -> Option<usize> {
     state.threads.checked_sub(background::count())
 }
 
-/// Waits until the first thread of the process has ended, if the kernel can wake this thread then.
+/// Waits until the first thread of the process has ended. Returns at once if the kernel cannot wake this thread at that
+/// moment.
 fn wait_for_first() {
-    // When the first thread ends, the kernel clears the word with the thread's id and wakes the threads that sleep on
-    // that word (set_tid_address(2)). A thread that joins the first thread sleeps on that word, too.
+    // When the first thread ends, the kernel clears the word that holds the thread's id, and wakes one thread that
+    // sleeps on that word (set_tid_address(2)). A thread that joins the first thread also sleeps on that word, so this
+    // thread wakes the others.
     if let Some(word) = slat_process::first_noted_id() {
         let call = |operation: i32, value: i32| {
             let word = word.as_ptr() as usize;
             let arguments = [word, operation as usize, value as usize, 0, 0, 0];
-            // SAFETY: the call fails if the memory is not mapped any more.
+            // SAFETY: the kernel only reads the word, and the call fails if the word is no longer mapped.
             unsafe { calls::raw(libc::SYS_futex, arguments) }
         };
         if call(libc::FUTEX_WAIT, process::owner()) == 0 {
@@ -163,11 +167,11 @@ impl Background for Watcher {
         if signal != 0 {
             end_by(signal);
         }
-        // A signal that has been pending since the last thread ended is delivered first.
+        // If a signal was still pending when the last thread ended, it is delivered now, before the process ends.
         change_mask(libc::SIG_UNBLOCK, u64::MAX);
         match code {
-            // The C library does the same when the last thread ends.
-            // SAFETY: no other thread runs code of the program.
+            // The C library also calls `exit(0)` when the last thread ends. SAFETY: no other thread runs code of the
+            // program.
             0 => unsafe { libc::exit(0) },
             // SAFETY: no other thread runs code of the program.
             code => unsafe { libc::_exit(code) },
@@ -177,7 +181,7 @@ impl Background for Watcher {
 
 /// Ends the process by the default action of `signal`. Returns if that action does not end a process.
 fn end_by(signal: i32) {
-    // SAFETY: all-zero is a valid `sigaction`, which means the default action. The signal is for this thread alone.
+    // SAFETY: an all-zero `sigaction` is valid, and sets the default action. The signal is sent only to this thread.
     unsafe {
         let default: libc::sigaction = std::mem::zeroed();
         let _ = slat_guard::set_kernels(signal, Some(&default));

@@ -156,7 +156,7 @@ mod words;
 pub use api::{DeviceFd, GuestMemfdFd, Kvm, StatsFd, VcpuFd, VmFd};
 /// The types and functions of the Rust API that not every architecture has.
 pub use arch::for_clients::*;
-/// What slat's other crates and tests use of this architecture. The API is not stable.
+/// The items of this architecture that slat's other crates and tests use. Their API is not stable.
 #[doc(hidden)]
 pub use arch::for_other_crates::*;
 pub use errno::{Error, Result};

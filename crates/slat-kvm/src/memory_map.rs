@@ -1,4 +1,4 @@
-//! The numbers of pages of a VM's guest-physical memory that are mapped in each way. Pictures of the memory are drawn
+//! How a VM's guest-physical memory is mapped: numbers of pages by size, access and state. `slat map` draws pictures
 //! from these numbers.
 
 use crate::engine::EngineVm;
@@ -7,11 +7,11 @@ use slat::{Gfn, Level};
 use slat_host::granule;
 use std::ops::Range;
 
-/// Says how the frames of a part of guest memory are mapped: each field is a number of 4 KiB pages. With the shadow
-/// MMU, a page that is mapped several times counts several times.
+/// How the frames of a part of guest memory are mapped. Each field is a number of 4 KiB pages. With the shadow MMU, a
+/// page that several leaves map counts several times.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cell {
-    /// Pages that are mapped by leaves of 4 KiB, 2 MiB, 1 GiB (or larger).
+    /// Pages that are mapped by leaves of 4 KiB, of 2 MiB, and of 1 GiB or larger.
     pub by_level: [u64; 3],
     /// Pages with an MMIO entry, including MMIO entries of an old generation.
     pub mmio: u64,
@@ -41,11 +41,10 @@ impl Cell {
         "private",
     ];
 
-    /// Reads how `gfns` in address space `space` are mapped. A huge leaf counts with those of its pages that are in
-    /// `gfns`.
+    /// Reads how `gfns` in address space `space` are mapped. Of a huge leaf, only the pages in `gfns` count.
     ///
     /// vCPUs may run meanwhile: [`slat::Vm::visit_leaves`] looks at 4,096 entries at a time, and locks one table at a
-    /// time. The caller is in no reader section. Uses no heap memory.
+    /// time. Call outside a reader section. Uses no heap memory.
     pub fn read(engine: &EngineVm, space: usize, gfns: &Range<Gfn>) -> Self {
         let mut cell = Cell::default();
         engine.visit_leaves(space, gfns.clone(), &mut |gfn, level, entry| {
@@ -63,7 +62,7 @@ impl Cell {
         cell
     }
 
-    /// Adds `pages` pages that are mapped by `entry`.
+    /// Adds `pages` pages, which `entry` maps.
     fn add(&mut self, pages: u64, level: Level, entry: &Entry) {
         match entry {
             Entry::Leaf(leaf) | Entry::Broken(leaf) => {
@@ -121,7 +120,7 @@ impl Cell {
     }
 }
 
-/// Returns how many frames are in both ranges.
+/// Returns the number of frames that are in both ranges.
 fn overlap(a: &Range<Gfn>, b: &Range<Gfn>) -> u64 {
     let (start, end) = (a.start.max(b.start), a.end.min(b.end));
     end.0.saturating_sub(start.0)

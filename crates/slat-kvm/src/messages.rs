@@ -1,7 +1,7 @@
 //! Prints slat's messages, on standard error only: the reasons why calls or guests failed.
 //!
 //! KVM returns an errno for a bad call and an exit for a broken guest, without a reason. With `SLAT_LOG=1`, slat
-//! explains refused calls. slat always reports each instruction that the CPU lacks, once.
+//! explains refused calls. Without `SLAT_LOG`, slat still reports each instruction that its CPU does not have, once.
 
 use crate::process::PerProcess;
 use slat_process::file_size::limited;
@@ -44,14 +44,14 @@ pub(crate) fn print(text: &str) {
     }
 }
 
-/// Explains why a call is refused, or why a guest has stopped.
+/// With `SLAT_LOG`, prints why a call is refused, or why a guest has stopped.
 pub(crate) fn explain(why: &dyn Display) {
     if explains() {
         say(format_args!("{why}"));
     }
 }
 
-/// Explains that an ioctl is unknown or has failed.
+/// With `SLAT_LOG`, prints that an ioctl is unknown or has failed.
 pub(crate) fn refused_ioctl(request: u32, errno: i32) {
     if explains() {
         match crate::abi::name(request) {
@@ -64,7 +64,7 @@ pub(crate) fn refused_ioctl(request: u32, errno: i32) {
     }
 }
 
-/// Reports an instruction that the CPU cannot execute, once for the same bytes and at most 64 times.
+/// Reports an instruction that the CPU cannot execute. Reports the same bytes only once, and at most 64 instructions.
 pub(crate) fn cannot_execute(vcpu: u32, rip: u64, bytes: &[u8], reason: &str) {
     static SAID: PerProcess<Mutex<BTreeSet<Vec<u8>>>> = PerProcess::new();
     let mut said = SAID.get().lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,7 +1,7 @@
 //! Notifies all live VMs of the process of changes of the host's mappings, like KVM's MMU notifiers.
 //!
 //! A thread that changes mappings makes the change in [`around`]: the VMs drop their translations of the range before
-//! the change, and create new translations only after it.
+//! the change. They create new translations of the range only after the change.
 
 use crate::engine::EngineVm;
 use crate::process::{PerProcess, live_vms};
@@ -66,7 +66,8 @@ pub fn live() -> Vec<Arc<EngineVm>> {
 /// Runs `change`, which changes the host's mappings in `range`. Every VM drops its translations of the range before the
 /// change. After this has returned, no vCPU uses an old translation.
 ///
-/// Waits until running vCPUs pass a block boundary, so the caller must not hold a lock that these vCPUs need.
+/// Waits until every running vCPU has reached the end of a block. So the caller must not hold a lock that a running
+/// vCPU may wait for.
 pub fn around<R>(range: Range<usize>, change: impl FnOnce() -> R) -> R {
     around_all(&[range], change)
 }

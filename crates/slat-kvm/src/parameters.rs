@@ -1,12 +1,13 @@
-//! KVM's module parameters: the values in `/sys/module/kvm/parameters`, and the effect of writing them. The architecture
-//! has the list of parameters.
+//! KVM's module parameters: the values in `/sys/module/kvm/parameters`, and the effect of writing them. The
+//! architecture has the list of parameters.
 //!
 //! Each process has its own parameters. A write changes all live VMs of the process, and VMs created later.
 
 use crate::arch;
 use crate::errno::{Result, fail};
 
-/// Returns the static name of a parameter; `None` if it does not exist. Takes no lock and allocates nothing.
+/// Returns the name of a parameter as a static string; `None` if there is no such parameter. Takes no lock and
+/// allocates nothing.
 pub fn known(name: &[u8]) -> Option<&'static str> {
     arch::parameter_names().find(|known| known.as_bytes() == name)
 }

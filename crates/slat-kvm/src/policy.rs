@@ -20,8 +20,8 @@ pub const FORMATS: &[&str] = TableFormat::NAMES;
 /// The policy of memslots with `KVM_MEM_USERFAULT`: whether clients may have them. No released Linux has this flag.
 pub const USERFAULT: &str = "userfault";
 
-/// `POLICY=VALUE`, as `SLAT_SET` lists assignments: a policy of the engine, one of the architecture's CPUs, or one of
-/// slat-kvm's own.
+/// An assignment `POLICY=VALUE`, as in `SLAT_SET`. The policy belongs to the engine, to the architecture's CPUs, or to
+/// slat-kvm itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Assignment {
     /// A policy of the engine.
@@ -69,7 +69,8 @@ impl Assignment {
         }
     }
 
-    /// Parses a value of the policy `name`. `None`: the policy has no such value, or it is the engine's policy.
+    /// Parses a value of the policy `name`, which is not the engine's. `None`: the policy has no such value, or there
+    /// is no such policy.
     fn parse_own(name: &str, value: &str) -> Option<Self> {
         match name {
             USERFAULT => Switch::parse(value).map(Assignment::Userfault),
@@ -78,9 +79,9 @@ impl Assignment {
     }
 }
 
-/// Returns the entry of `names` of which `word` may be a misspelling.
+/// Returns the name in `names` that is most similar to `word`, if `word` may be a misspelling of it.
 fn most_like<'a>(word: &str, names: &[&'a str]) -> Option<&'a str> {
-    // The measure is from 0 to 1. clap suggests options by the same measure.
+    // This similarity is between 0 and 1. clap uses the same function to suggest options.
     let likeness = |name: &&str| strsim::jaro(word, name);
     let names = names.iter().copied();
     let best = names.max_by(|a, b| likeness(a).total_cmp(&likeness(b)))?;
@@ -88,7 +89,7 @@ fn most_like<'a>(word: &str, names: &[&'a str]) -> Option<&'a str> {
 }
 
 impl FromStr for Assignment {
-    /// A message that names the policies, or the policy's values.
+    /// A message that lists the names of the policies, or the values of the policy.
     type Err = String;
 
     fn from_str(text: &str) -> std::result::Result<Self, String> {
@@ -186,7 +187,7 @@ impl Policies {
         })
     }
 
-    /// Returns the engine's policies of new VMs.
+    /// Returns the engine's policies for new VMs.
     fn of_new_vms(&self) -> Policy {
         let mut policy = Policy::default();
         for setting in &self.settings {
@@ -237,7 +238,7 @@ pub fn current() -> Result<&'static Policies> {
     parsed.as_ref().map_err(|_| Error::new(libc::EINVAL))
 }
 
-/// Returns the engine's policies of new VMs. Needs no lock, so a forked child can use them, too.
+/// Returns the engine's policies of new VMs. Needs no lock, so a forked child can call this, too.
 pub(crate) fn of_new_vms() -> Result<&'static AtomicPolicy> {
     static POLICIES: Computed<AtomicPolicy> = Computed::new();
     let given = current()?;

@@ -10,7 +10,8 @@ use slat::{Gpa, MmuKind, ResolveError, Stop};
 use slat_host::page_size;
 use std::sync::atomic::Ordering;
 
-/// The number of bytes after which a call checks for signals. One table of 4 KiB leaves maps this many bytes.
+/// The number of bytes that are mapped between two checks for signals. This is the memory that one table of 4 KiB
+/// leaves maps.
 const STRETCH: u64 = 2 << 20;
 
 impl VcpuObject {
@@ -60,7 +61,7 @@ impl VcpuObject {
                 return Ok(());
             }
             Err(stop) => {
-                // As in KVM, the exit is stored although the client does not run the vCPU.
+                // As in KVM, stores the exit in `kvm_run`, although this call is not `KVM_RUN`.
                 if let Some(fault) = MemoryFault::of(&stop) {
                     exit::memory_fault(&self.page, fault);
                 }
@@ -73,7 +74,8 @@ impl VcpuObject {
     }
 }
 
-/// Drops all translations and acknowledges flushes, because other threads wait for these flushes.
+/// Drops all translations and acknowledges flushes. Call during a long operation, because other threads wait for the
+/// acknowledgement.
 fn give_way(inner: &mut Inner) {
     inner.flush_translations();
     inner.as_mut().quiesce();
@@ -87,7 +89,8 @@ fn errno(stop: &Stop) -> i32 {
             error: ResolveError::Interrupted,
             ..
         } => libc::EINTR,
-        // `Retry` does not reach this code, because the caller handles it. Only writes stop for a full dirty ring.
+        // `Retry` does not reach this code, because the caller handles it. A full dirty ring stops only writes, and
+        // this call does not write.
         Stop::Retry | Stop::DirtyRingFull => libc::EAGAIN,
         // The remaining stops are `BadAddress` and `MemoryFault`.
         _ => libc::EFAULT,

@@ -1,6 +1,6 @@
-//! Recovery of NX huge pages, by a thread. A page is split into small pages when the guest executes it. In every
-//! period, the thread has each VM zap a share of the tables of such split pages. slat starts the thread when it is
-//! first needed. In a forked child, slat starts it only if the child creates VMs.
+//! Recovery of NX huge pages, by a thread of slat. A huge page is split into small pages when the guest executes code
+//! in it. Once per period, the thread makes each VM zap a part of the tables of such split pages. slat starts the
+//! thread when it is first needed. In a forked child, slat starts it only if the child creates VMs.
 
 use crate::background::{self, Background};
 use crate::notify;
@@ -12,7 +12,7 @@ use std::time::Duration;
 
 #[derive(Default)]
 struct Recovery {
-    /// Counts changes of parameters. Each change restarts the period.
+    /// The number of times that parameters have changed. Each change restarts the period.
     changes: Mutex<u64>,
     changed: Condvar,
 }

@@ -12,15 +12,15 @@ use slat::Stats;
 use std::fmt::Write as _;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// The statistics of some of the process's VMs.
+/// The statistics of several VMs of the process.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Totals {
     /// The number of VMs.
     pub vms: u64,
     /// The sums of the statistics of the VMs' memory systems.
     pub memory: Stats,
-    /// The sums of the counters of the VMs' CPUs, in the order of [`Counters::NAMES`]. A CPU that runs is counted as of
-    /// its last exit.
+    /// The sums of the counters of the VMs' CPUs, in the order of [`Counters::NAMES`]. For a CPU that runs, these are
+    /// its counters at its last exit.
     pub cpu: [u64; Counters::COUNT],
     /// The reason why no code is compiled. `None`: code is compiled.
     pub interprets: Option<&'static str>,
@@ -132,8 +132,8 @@ fn list(text: &mut String, counters: impl Iterator<Item = (&'static str, u64)>) 
     }
 }
 
-/// Prints the statistics if the environment asks for them and the process has created VMs. So a shell that only starts
-/// the KVM program prints nothing. Call at the end of the process.
+/// Prints the statistics if the environment asks for them and the process has created VMs. A shell that only starts the
+/// KVM program has created none, and prints nothing. Call at the end of the process.
 pub fn at_exit() {
     if !policy::current().is_ok_and(|policies| policies.stats) {
         return;

@@ -17,7 +17,8 @@ impl Routes {
         Routes(sorted)
     }
 
-    /// Checks a client's table. `target` returns the target that an entry of the table names, or `EINVAL`.
+    /// Makes routes of the client's routing table `entries`. `target` returns the target that an entry names, or
+    /// `EINVAL`.
     ///
     /// # Errors
     /// `EINVAL` for numbers beyond the limits, unknown kinds and flags, and a GSI with two targets that exclude
@@ -29,7 +30,7 @@ impl Routes {
         let mut routes = heap::with_room(entries.len())?;
         for entry in entries {
             let known = match entry.type_ {
-                // The flag says that the id of the device is valid, which other architectures use.
+                // This flag says that `devid` is valid. Other architectures use `devid`.
                 KVM_IRQ_ROUTING_MSI => KVM_MSI_VALID_DEVID,
                 _ => 0,
             };
@@ -37,8 +38,8 @@ impl Routes {
                 return fail(libc::EINVAL);
             }
             let target = target(entry)?;
-            // The new route comes after all earlier routes of this GSI in the client's table. VMMs list GSIs in order,
-            // so the new route is mostly the last route.
+            // The new route comes after all earlier routes of this GSI in the client's table. VMMs list GSIs in
+            // ascending order, so the new route is usually the last one.
             let at = routes.partition_point(|(gsi, _)| *gsi <= entry.gsi);
             routes.insert(at, (entry.gsi, target));
         }

@@ -1,5 +1,5 @@
-//! The vCPU's shared memory: the `kvm_run` page, the pages that only some architectures have, and the page of the ring of
-//! coalesced I/O.
+//! The vCPU's shared memory: the `kvm_run` page, the pages that only some architectures have, and the page of the ring
+//! of coalesced I/O.
 //!
 //! The vCPU's descriptor is a memfd of the same size, so the client's own `mmap` of the descriptor maps the shared
 //! pages. If RLIMIT_FSIZE forbids a file of this size, the memfd is empty, and slat's memory replaces the client's
@@ -7,11 +7,11 @@
 //! and a checked value is never read a second time.
 //!
 //! # Order
-//! No access here orders another one, and none needs to. The thread that calls `KVM_RUN` uses the page before the call
-//! and after it, in its own order. Another thread of the client may set `immediate_exit` at any time. To end the run,
-//! it then sends a signal; and the kernel, which takes one lock to send a signal and to deliver it, orders all that the
-//! sender did before all that the receiver does afterwards. So a `KVM_RUN` that begins after the signal reads the new
-//! value, and one that has begun before is ended by the signal. KVM promises no more.
+//! The accesses here are not ordered, and need no order. The thread that calls `KVM_RUN` uses the page before and after
+//! the call, in program order. Another thread of the client may set `immediate_exit` at any time, and then sends a
+//! signal to end the run. The kernel holds the same lock when it sends and when it delivers a signal. So the receiver
+//! sees all stores that the sender made before the signal. If `KVM_RUN` begins after the signal, it reads the new
+//! value; if it began before, the signal ends it. KVM promises no more.
 
 use crate::errno::{Error, Result, fail, last};
 use crate::fields::{field, set_field};
@@ -41,12 +41,12 @@ pub fn ring_offset() -> usize {
 pub(crate) struct Shared {
     start: NonNull<u8>,
     len: usize,
-    /// The memory's file, if the host cannot map memory a second time without a descriptor.
+    /// The file of the memory. `None` if the host can map the memory again without a descriptor.
     file: Option<Kept>,
 }
 
-/// One of slat's files that stays open. Its number is among the client's descriptors, so the client may close it and
-/// give the number to another file.
+/// A file of slat that stays open. Its descriptor is in the client's table, so the client may close it, and another
+/// file may get its number.
 #[derive(Debug)]
 struct Kept {
     file: ManuallyDrop<OwnedFd>,
@@ -76,7 +76,7 @@ impl Kept {
 impl Drop for Kept {
     fn drop(&mut self) {
         if self.fd().is_ok() {
-            // SAFETY: the value is not used after this.
+            // SAFETY: `self` is being dropped, so the value is not used again.
             unsafe { ManuallyDrop::drop(&mut self.file) };
         }
     }
@@ -96,9 +96,9 @@ impl Shared {
         Self::map_with(libc::MAP_SHARED, fd.as_raw_fd(), offset, len)
     }
 
-    /// Maps new memory, which [`Shared::show_at`] maps again. No descriptor refers to the memory, so the memory does
-    /// not use up one of the client's descriptors. The exception is a host on which mremap(2) cannot map memory again:
-    /// qemu-user, which people use to run amd64 programs on arm64, refuses that.
+    /// Maps new memory, which [`Shared::show_at`] can map a second time. The memory needs no descriptor, so the client
+    /// keeps all its descriptors. The exception is a host on which mremap(2) cannot map memory a second time, such as
+    /// qemu-user, which runs amd64 programs on arm64. There the memory is a file that stays open.
     ///
     /// # Errors
     /// The host's error for the mapping.
@@ -146,7 +146,8 @@ impl Shared {
         self.len
     }
 
-    /// Unmaps the memory but reserves its addresses (`PROT_NONE`). Accesses must be guarded.
+    /// Unmaps the memory but keeps its addresses reserved (`PROT_NONE`). After this call, accesses to the memory must
+    /// be guarded.
     pub(crate) fn forget(&self) {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
         // SAFETY: the call replaces slat's own mapping, into which no reference points. If the host has no memory for
@@ -154,7 +155,8 @@ impl Shared {
         unsafe { libc::mmap(self.start().cast(), self.len, libc::PROT_NONE, flags, -1, 0) };
     }
 
-    /// Maps the page `page` of this memory at `address`, too. Call only for memory that [`Shared::new`] has made.
+    /// Maps page number `page` of this memory at `address`, in addition to its present mapping. Call only for memory
+    /// that [`Shared::new`] has made.
     ///
     /// # Errors
     /// The host's error for the mapping; `EBADF` if it needs a descriptor that the client has closed (with
@@ -190,7 +192,7 @@ impl Shared {
 
 impl Drop for Shared {
     fn drop(&mut self) {
-        // SAFETY: the mapping is slat's own, and no pointer into the mapping is used any more.
+        // SAFETY: slat made the mapping, and this drop ends its last use.
         unsafe { libc::munmap(self.start().cast(), self.len) };
     }
 }
@@ -199,7 +201,7 @@ impl Drop for Shared {
 #[derive(Debug)]
 pub struct RunPage {
     memory: Shared,
-    /// Whether the memory is the descriptor's file, so that the client's own mapping shows it.
+    /// Whether the shared memory is the descriptor's file. If so, the client's own `mmap` maps it.
     is_file: bool,
 }
 
@@ -294,12 +296,12 @@ impl RunPage {
     }
 }
 
-/// Creates a memfd of fixed size, `size` bytes, called `name`. The descriptors of KVM's objects refer to such memfds,
-/// so that a stray system call on such a descriptor is harmless.
+/// Creates a memfd of fixed size, `size` bytes, called `name`. The descriptors of KVM's objects refer to such memfds.
+/// So if the client makes some other system call on such a descriptor, no harm is done.
 ///
 /// The client's threads may use the descriptor's number before slat has returned it to the client. So the memfd is
-/// sealed against shrinking while it is empty. Then no page that slat maps is ever removed; a store to a removed page
-/// would be a SIGBUS.
+/// sealed against shrinking while it is empty. So no page that slat maps is ever removed from the file. A store to a
+/// removed page would raise SIGBUS.
 ///
 /// # Errors
 /// The host's error. `EPERM` if another thread has made the file longer than `size` meanwhile. `EFBIG`, and a message,
@@ -329,8 +331,8 @@ pub(crate) fn sized_memfd(name: &CStr, size: usize, close_on_exec: bool) -> Resu
     Ok(fd)
 }
 
-/// If RLIMIT_FSIZE forbids the memfd, prints a message that says so. KVM needs no file for its objects, so its
-/// documentation does not explain the error.
+/// If RLIMIT_FSIZE forbids the memfd, prints a message that says so. KVM's documentation does not explain the error,
+/// because KVM needs no file for its objects.
 fn refused_size(name: &CStr, size: usize, error: Error) {
     if error.errno() == libc::EFBIG {
         messages::say(format_args!(

@@ -1,8 +1,9 @@
 //! `KVM_SET_SIGNAL_MASK`: the signals that are blocked during `KVM_RUN`.
 //!
-//! KVM swaps the thread's mask for the run, and swaps it back before any handler can run. So a signal that only the run
-//! unblocks ends the run and stays pending. User space cannot do that, because unblocking a signal runs its handler. So
-//! slat leaves such signals blocked and polls for them. slat blocks the signals that only the run blocks.
+//! KVM replaces the thread's mask during the run, and restores it before any handler can run. So if a signal is
+//! unblocked only during the run, it ends the run and stays pending. User space cannot do that, because unblocking a
+//! pending signal runs its handler. So slat leaves such signals blocked and polls for them. If a signal is blocked only
+//! during the run, slat blocks it.
 
 use slat_guard::change_mask;
 use std::mem::MaybeUninit;
@@ -39,7 +40,7 @@ impl Masked {
     }
 }
 
-/// Returns the signals that guarded accesses and kicks need.
+/// Returns the signals that must stay unblocked: guarded accesses and kicks use them.
 pub(crate) fn synchronous() -> u64 {
     [libc::SIGSEGV, libc::SIGBUS, slat_guard::kick_signal()]
         .iter()

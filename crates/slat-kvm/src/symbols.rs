@@ -1,6 +1,7 @@
 //! The names of guest code, from the symbols of an ELF file such as `vmlinux`, or from the text of `System.map`.
 //!
-//! The addresses are those in the file. So a guest kernel that moves itself (KASLR) has to be told not to (`nokaslr`).
+//! The addresses of symbols are those in the file. So a guest kernel must not relocate itself (KASLR): it needs the
+//! option `nokaslr`.
 
 use crate::messages;
 use crate::policy;
@@ -8,7 +9,7 @@ use object::{Object, ObjectSymbol, SymbolKind};
 use slat_process::once::Computed;
 use std::path::Path;
 
-/// The number of bytes of a symbol without a size, if no other symbol follows.
+/// The assumed size, in bytes, of a symbol that has no size and that no other symbol follows.
 const LAST: u64 = 4096;
 
 /// Names of code, by address.
@@ -50,7 +51,7 @@ impl Symbols {
         if found.is_empty() {
             return Err("is neither an ELF file with symbols nor a System.map".to_owned());
         }
-        // If an address has several names, a name with a size is kept.
+        // If several symbols have the same address, one that has a size is kept.
         found.sort_by_key(|(start, size, _)| (*start, std::cmp::Reverse(*size)));
         found.dedup_by_key(|(start, ..)| *start);
         let starts = found.iter().map(|(start, ..)| *start);
@@ -83,15 +84,15 @@ fn of_line(line: &str) -> Option<(u64, u64, &str)> {
     let start = u64::from_str_radix(words.next()?, 16).ok()?;
     let kind = words.next()?;
     let name = words.next()?;
-    // The letters are those of nm(1) for code and weak symbols.
+    // nm(1) uses these letters for code (`t`, `T`) and weak symbols (`w`, `W`).
     ["t", "T", "w", "W"]
         .contains(&kind)
         .then_some((start, 0, name))
 }
 
 /// Returns the symbols that `slat run --guest-symbols` names. `None`: the option is missing, or the symbols cannot be
-/// read, which the first call reports. The first call reads the file, so call this before the client can forbid the
-/// reading of files.
+/// read. The first call reads the file, and reports an error to the user. So make the first call before the client can
+/// forbid slat to open files.
 pub(crate) fn of_guests() -> Option<&'static Symbols> {
     static SYMBOLS: Computed<Option<Result<Symbols, String>>> = Computed::new();
     let read = || {

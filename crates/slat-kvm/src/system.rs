@@ -11,8 +11,8 @@ use slat::MmuKind;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-/// The number of bytes of the memfd in place of `/dev/kvm`. Hardly any other deleted file has this size. So `fstat`
-/// finds out by the size that a file is not `/dev/kvm`, without another system call.
+/// The size in bytes of the memfd that stands in for `/dev/kvm`. Other deleted files rarely have this size. So the size
+/// alone tells `fstat` that a file is not this memfd, without another system call.
 pub const DESCRIPTOR_SIZE: usize = 0x36d;
 
 /// The object that a descriptor of `/dev/kvm` refers to. The object has no state.
@@ -28,8 +28,8 @@ impl System {
         filters::kvm_is_used();
         arch::note_start();
         match sized_memfd(c"kvm", DESCRIPTOR_SIZE, close_on_exec) {
-            // The client's RLIMIT_FSIZE forbids this size. With size 0, `fstat` does not recognise the descriptor in
-            // another program.
+            // The client's RLIMIT_FSIZE forbids this size. The memfd is empty instead, but then `fstat` in another
+            // program does not recognise it.
             Err(error) if error.errno() == libc::EFBIG => memfd(c"kvm", 0, close_on_exec),
             made => made,
         }
@@ -51,8 +51,8 @@ impl System {
         mmap_size()
     }
 
-    /// Carries out `KVM_CREATE_VM`. `mmu` makes the VM's tables; `None`: the environment decides. `cpu` has the client's
-    /// policies for the CPUs.
+    /// Carries out `KVM_CREATE_VM`. `mmu` makes the VM's tables; `None`: the environment decides. `cpu` has the
+    /// client's policies for the CPUs.
     ///
     /// # Errors
     /// `EINVAL` for a type that is not supported, for invalid policies in the environment, and for an MMU that does not

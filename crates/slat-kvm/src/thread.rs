@@ -1,14 +1,14 @@
 //! Tells a signal handler which vCPU its thread runs.
 //!
-//! A signal handler asks whether its thread is in `KVM_RUN`, and of which vCPU. The answer is in a thread-local cell
-//! that needs no initialisation and no destructor, so that a signal handler may read it.
+//! A signal handler needs to know whether its thread is in `KVM_RUN`, and of which vCPU. This module keeps that in a
+//! thread-local cell. The cell needs no initialisation and has no destructor, so a signal handler may read it.
 
 use slat::Attention;
 use std::cell::Cell;
 use std::ptr::null;
 
-/// The bits of the attention word that this crate uses. The engine uses [`Attention::FLUSH`], and the CPU uses
-/// bits below these.
+/// The bits of the attention word that this crate uses. The lower bits belong to the engine ([`Attention::FLUSH`]) and
+/// to the CPU.
 pub mod bits {
     /// A signal was delivered to the thread: `KVM_RUN` ends with `EINTR`.
     pub const SIGNAL: u32 = 1 << 8;
@@ -16,15 +16,15 @@ pub mod bits {
     pub const IRQ: u32 = 1 << 9;
     /// The deadline of the APIC timer, or of a synthetic timer, has passed; or a synthetic timer was changed.
     pub const TIMER: u32 = 1 << 10;
-    /// The vCPU has to check events that raise no bit: `immediate_exit`, pending signals under a signal mask, changes
-    /// of its code.
+    /// The vCPU has to check events that raise no bit: `immediate_exit`, signals that are pending under a signal mask,
+    /// changes of the guest's code in memory.
     pub const POLL: u32 = 1 << 11;
-    /// The vCPU must pass a quiescent point, and must write the pages that it shares with the guest if their contents
-    /// have changed.
+    /// The vCPU must pass a quiescent point. It must also update the pages that it shares with the guest, if their
+    /// contents have changed.
     pub const RETRY: u32 = 1 << 12;
-    /// A write found the dirty ring full: the client has to collect.
+    /// A write found the dirty ring full: the client has to collect the ring's entries.
     pub const RING_FULL: u32 = 1 << 13;
-    /// The guest, on another vCPU, has flushed this vCPU's translations of its virtual addresses.
+    /// Another vCPU of the guest has flushed this vCPU's translations of virtual addresses.
     pub const GUEST_FLUSH: u32 = 1 << 14;
     /// The vCPU must take a sample of the code that it executes, for a profile.
     pub const SAMPLE: u32 = 1 << 15;
@@ -52,7 +52,7 @@ impl<'a> Running<'a> {
     }
 }
 
-/// Begins a call that runs a vCPU and that a signal ends early. Forgets signals of earlier calls, but not a signal that
+/// Begins a call of `KVM_RUN`, which a signal can end early. Forgets signals of earlier calls, but not a signal that
 /// arrived between the client's call and this moment. Keep the guards until the call ends.
 pub(crate) fn begin(attention: &Attention) -> (Running<'_>, Section) {
     attention.take(bits::SIGNAL);
@@ -70,8 +70,8 @@ impl Drop for Running<'_> {
     }
 }
 
-/// If this thread is in `KVM_RUN`, makes `KVM_RUN` return `EINTR`, even if it waits for host memory. Call in a signal
-/// handler of the client, before its own work. Async-signal-safe.
+/// If this thread is in `KVM_RUN`, makes `KVM_RUN` return `EINTR`, even if it waits for host memory. Call in each
+/// signal handler of the client, before the handler's own work. Async-signal-safe.
 ///
 /// The client's handler must not use slat itself, because the signal may have interrupted slat's code. A handler that
 /// calls [`slat_guard::defer`] first may use slat.
@@ -80,8 +80,8 @@ pub fn signal_arrived() {
     // SAFETY: `Running` keeps the attention borrowed while its address is stored in this thread's cell.
     if let Some(attention) = unsafe { attention.as_ref() } {
         attention.raise(bits::SIGNAL);
-        // The kick has to arrive in the interrupted code, when the client's handler has returned. So the kick is
-        // blocked now, and delivered when the return restores the thread's mask. A guarded access that the signal
+        // The kick has to arrive when the client's handler has returned to the interrupted code. So the kick is blocked
+        // now. It is delivered when the handler's return restores the thread's mask. A guarded access that the signal
         // interrupted then fails.
         slat_guard::change_mask(libc::SIG_BLOCK, 1 << (slat_guard::kick_signal() - 1));
         slat_guard::kick(slat_process::thread_id());
@@ -93,8 +93,8 @@ pub fn is_running() -> bool {
     !RUNNING.get().is_null()
 }
 
-/// Marks this thread as being in slat's code. Meanwhile host calls of the thread are slat's own, and the program's
-/// signal handlers are delayed.
+/// Marks this thread as being in slat's code while the guard lives. Meanwhile the thread's system calls are slat's own,
+/// and the program's signal handlers are delayed.
 pub use slat_guard::Section;
 
 #[cfg(test)]

@@ -1,10 +1,10 @@
 //! The ticker: one thread of the process that raises attention bits, or calls a function, at deadlines.
 //!
 //! The thread serves three kinds of clients. Timers of APICs and VMs have a deadline each. vCPUs that wait for an event
-//! that raises no bit have to poll ([`bits::POLL`]). vCPUs that execute get a bit periodically. At each bit such a vCPU
-//! checks whether memory still holds its code, which the client, or the guest through other memslots, may have changed.
-//! For a profile it also takes a sample ([`bits::SAMPLE`]). The first client starts the thread. A forked child has no
-//! such thread and starts its own if it creates VMs.
+//! that raises no bit have to poll ([`bits::POLL`]). For a vCPU that executes, the ticker raises a bit periodically.
+//! Then the vCPU checks whether its code in memory has changed, because the client may write to it, and so may the
+//! guest through another memslot. For a profile, another periodic bit makes the vCPU take a sample ([`bits::SAMPLE`]).
+//! The first client starts the thread. A forked child has no such thread and starts its own if it creates VMs.
 
 use crate::arch::VmTimer;
 use crate::background::{self, Background};
@@ -25,7 +25,8 @@ use std::time::{Duration, Instant};
 pub const POLL_PERIOD: Duration = Duration::from_millis(1);
 /// How often [`bits::POLL`] is raised for a vCPU that executes.
 const LOOK_PERIOD: Duration = Duration::from_millis(10);
-/// Rounds without a polled vCPU after which the thread sleeps until the next deadline or call.
+/// The number of rounds without a polled vCPU after which the thread stops ticking, and sleeps until the next deadline
+/// or call.
 const IDLE_ROUNDS: u32 = 16;
 
 /// A bit that is raised periodically for vCPUs that execute.
@@ -41,7 +42,7 @@ impl Periodic {
         Periodic { bit, period, next }
     }
 
-    /// Returns the bit if it has to be raised now, and sets the next time, one period later. Otherwise returns 0.
+    /// Returns the bit if its time has come, and sets its next time, one period later. Otherwise returns 0.
     fn due(&mut self, now: Instant) -> u32 {
         if self.next > now {
             return 0;
@@ -51,7 +52,7 @@ impl Periodic {
     }
 }
 
-/// The ticker's action at a client's deadline.
+/// What the ticker does at a client's deadline.
 pub(crate) enum Alarm {
     /// Raises [`bits::TIMER`] in this word.
     Vcpu(Attention),
@@ -61,14 +62,15 @@ pub(crate) enum Alarm {
 
 /// The owner of a VM's timers.
 pub(crate) trait VmTimers: Send + Sync {
-    /// Handles the deadline of `timer`. The ticker calls this on its thread, without a lock. The method must not wait.
+    /// Handles the deadline of `timer`. The ticker calls this on its own thread, and holds no lock. The method must not
+    /// wait.
     fn expired(&self, timer: VmTimer);
 }
 
 /// A vCPU, or a timer of a VM, that the ticker serves.
 pub(crate) struct Client {
     alarm: Alarm,
-    /// The number of [`Polling`]s of the vCPU.
+    /// The number of [`Polling`] guards of the vCPU.
     polls: AtomicU32,
     /// Whether the vCPU executes now.
     executes: AtomicBool,
@@ -81,9 +83,9 @@ struct Ticker {
     changed: Condvar,
     /// Whether the thread ticks. If not, a new [`Polling`], or a vCPU that begins to execute, has to wake the thread.
     ///
-    /// A client stores that it polls or executes, and then reads this. The thread clears this, and then looks at its
-    /// clients once more. One of them must see what the other has stored, so all four accesses are sequentially
-    /// consistent.
+    /// A client first stores that it polls or executes, and then reads `ticks`. The thread first clears `ticks`, and
+    /// then checks its clients once more. At least one of the two must see the other's store, so all four accesses are
+    /// sequentially consistent.
     ticks: AtomicBool,
     /// Whether the thread was started.
     started: AtomicBool,
@@ -152,7 +154,8 @@ impl Background for Ticker {
                             }
                         }
                     }
-                    // The ticker makes one call in a round. The next round finds the other timers.
+                    // The ticker makes at most one call in each round. If more timers are due, the next round finds
+                    // them.
                     Alarm::Vm(timers, timer) if due && call.is_none() => {
                         *deadline = None;
                         call = Some((timers.clone(), *timer));
@@ -178,7 +181,8 @@ impl Background for Ticker {
                 let periodic = periodic.iter().flatten().map(|one| one.next);
                 next = periodic.chain(next).min();
             } else if self.ticks.swap(false, Ordering::SeqCst) {
-                // Looks once more, because a client may have begun to poll or to execute before `ticks` was cleared.
+                // Makes one more round, because a client may have begun to poll or to execute before `ticks` was
+                // cleared.
                 continue;
             }
             clients = match next {
@@ -265,7 +269,7 @@ impl Client {
     }
 }
 
-/// While this guard lives, the ticker polls a client.
+/// The ticker polls a client as long as this guard lives.
 pub(crate) struct Polling<'a>(&'a Client);
 
 impl Drop for Polling<'_> {
@@ -280,12 +284,12 @@ pub(crate) fn raise(attention: &Attention, bits: u32) {
     wait::wake(attention.flag());
 }
 
-/// Sleeps until a bit is raised, a signal handler has run, or `longest` is over. Returns whether a signal ended the
-/// sleep.
+/// Sleeps until a bit is raised, a signal handler has run, or the time `longest` has passed. Returns whether a signal
+/// ended the sleep.
 ///
-/// With a time limit, the kernel does not restart the wait after a signal handler, even if the handler has the flag
-/// SA_RESTART. A time limit may need `restart_syscall`. If a filter forbids `restart_syscall`, the wait has no limit.
-/// Then handlers have to raise a bit ([`crate::watch_signals`]).
+/// If a wait has a time limit, the kernel does not restart it after a signal handler, even if the handler has the flag
+/// SA_RESTART. But the kernel may then use `restart_syscall`. If a seccomp filter forbids `restart_syscall`, the wait
+/// has no time limit. Then signal handlers have to raise a bit ([`crate::watch_signals`]).
 pub(crate) fn sleep(attention: &Attention, longest: Duration) -> bool {
     let longest = calls::is_allowed(Call::RestartSyscall).then_some(longest);
     wait::sleep(attention.flag(), 0, longest)

@@ -1,6 +1,6 @@
-//! Tracepoints of calls and devices. Also begins the recording for which `slat run --trace` asks by
-//! `SLAT_TRACE`, `SLAT_TRACE_EVENTS` and `SLAT_TRACE_BUFFER`. [`slat_host::HostPlatform`] makes the tracepoints of the
-//! memory system.
+//! Tracepoints of calls and devices. This module also begins the recording that `slat run --trace` requests by
+//! `SLAT_TRACE`, `SLAT_TRACE_EVENTS` and `SLAT_TRACE_BUFFER`. The tracepoints of the memory system are in
+//! [`slat_host::HostPlatform`].
 
 use crate::errno::Error;
 use crate::messages;
@@ -9,7 +9,7 @@ use slat_process::file_size::explained;
 use slat_trace::{Buffer, Mmio, Selection, UserspaceExit, begin as record, mmio, point};
 use std::path::Path;
 
-/// Begins to record, if the environment asks for it. A failure is reported, and then nothing is recorded.
+/// Begins to record, if the environment asks for it. If recording cannot begin, prints a message.
 pub(crate) fn begin() {
     let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty());
     let Some(path) = variable("SLAT_TRACE") else {
@@ -26,12 +26,12 @@ pub(crate) fn begin() {
     }
 }
 
-/// Stores the time, by which the times of all records are computed. Call at the end of the process.
+/// Stores the time in the trace. A reader needs it to convert the times of all records. Call at the end of the process.
 pub fn end() {
     slat_trace::mark_time();
 }
 
-/// Carries out Traces that `KVM_RUN` returns.
+/// Traces that `KVM_RUN` returns.
 pub(crate) fn returns(exit_reason: u32, result: &Result<(), Error>) {
     point(|| UserspaceExit {
         reason: match result {
@@ -54,7 +54,7 @@ pub(crate) fn mmio_read(gpa: u64, data: &[u8]) {
     mmio_access(mmio::READ, gpa, data);
 }
 
-/// Traces that the guest reads `len` bytes, which the client has to provide, from a device at `gpa`.
+/// Traces that the guest reads `len` bytes from a device at `gpa`. The client has to provide the bytes.
 #[inline]
 pub(crate) fn mmio_asked(gpa: u64, len: u8) {
     mmio_access(mmio::READ_UNSATISFIED, gpa, &[0; 8][..len.into()]);
@@ -70,7 +70,7 @@ fn mmio_access(kind: u32, gpa: u64, data: &[u8]) {
     });
 }
 
-/// Returns the number whose bytes, from the lowest one on, are `data`.
+/// Returns the number whose little-endian bytes are `data`.
 pub(crate) fn number(data: &[u8]) -> u64 {
     let mut bytes = [0; 8];
     bytes[..data.len()].copy_from_slice(data);

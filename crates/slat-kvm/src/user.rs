@@ -8,7 +8,7 @@ use crate::errno::{Result, fail};
 use crate::heap;
 use kvm_bindings::*;
 
-/// The most bytes that are copied at a time. No page is smaller, on any architecture.
+/// The greatest number of bytes that one guarded access copies. No architecture has smaller pages.
 const PART: usize = 4096;
 
 /// Data that may be copied byte by byte from and to a client.
@@ -107,7 +107,7 @@ pub fn check_writable(address: u64, len: usize) -> Result<()> {
     }
     let mut at = address;
     while at < address + len as u64 {
-        // SAFETY: the access is guarded. The access is one locked addition of 0, which changes nothing, even if another
+        // SAFETY: the access is guarded. It is an atomic addition of 0, which does not change the byte, even if another
         // thread writes at the same time.
         accessed(|| unsafe { slat_guard::fetch_add(at as *mut u8, 0).map(drop) })?;
         at = (at / PART as u64 + 1) * PART as u64;
@@ -143,7 +143,7 @@ pub fn write_slice<T: Plain>(address: u64, values: &[T]) -> Result<()> {
     Ok(())
 }
 
-/// Fills `bytes` from `address` on.
+/// Fills `bytes` with the memory from `address` on.
 ///
 /// # Errors
 /// `EFAULT` when the memory cannot be read.
@@ -159,11 +159,11 @@ pub fn read_bytes(address: u64, bytes: &mut [u8]) -> Result<()> {
     Ok(())
 }
 
-/// Repeats a guarded access until it succeeds, or fails for another reason than a kick. In the second case the client's
-/// memory is not mapped. A kick may be meant for a vCPU that this thread ran, or is about to leave. Such a kick says
-/// nothing about the client's memory.
+/// Repeats a guarded access until it succeeds, or fails for a reason other than a kick. Such a failure means that the
+/// client's memory is not mapped. A kick does not: it may be meant for a vCPU that this thread ran earlier, or is about
+/// to leave.
 ///
-/// Accesses are short (at most [`PART`] bytes), so that each access succeeds between two kicks.
+/// Accesses are short (at most [`PART`] bytes), so an access has the time to succeed between two kicks.
 fn accessed<E>(mut access: impl FnMut() -> std::result::Result<(), E>) -> Result<()> {
     loop {
         match access() {
@@ -174,8 +174,8 @@ fn accessed<E>(mut access: impl FnMut() -> std::result::Result<(), E>) -> Result
     }
 }
 
-/// Whether the range ends at or below the first address that user space can never have. (On x86 the fault of a
-/// non-canonical address does not report the address, so such addresses are refused before the access.)
+/// Whether the range ends at or below the first address that user space can never have. (On x86, a fault at a
+/// non-canonical address does not report the address. So such addresses are refused before the access.)
 pub fn in_user_space(address: u64, len: usize) -> bool {
     address
         .checked_add(len as u64)

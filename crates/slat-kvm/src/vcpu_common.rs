@@ -24,7 +24,7 @@ pub(crate) struct VcpuCommon {
     pub(crate) cpu: CpuCounts,
     /// The engine's counters for this vCPU.
     pub(crate) counted: VcpuStats,
-    /// The architecture's part of the vCPU that other threads use.
+    /// The architecture's data of the vCPU that other threads use.
     pub(crate) arch: VcpuShared,
 }
 
@@ -42,8 +42,8 @@ fn all(all: &Mutex<Vec<Shared<VcpuCommon>>>) -> MutexGuard<'_, Vec<Shared<VcpuCo
     all.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// If `thread`, a `pthread_t`, is in `KVM_RUN`, makes that `KVM_RUN` return `EINTR`. Call for a signal that ends system
-/// calls and that no handler of the client sees.
+/// If `thread`, a `pthread_t`, is in `KVM_RUN`, makes that `KVM_RUN` return `EINTR`. Call for a signal that would end
+/// system calls but runs no handler of the client.
 pub fn interrupt_thread(thread: usize) {
     let Some(vcpus) = ALL.peek() else {
         return;
@@ -106,14 +106,14 @@ impl VcpuCommon {
         Ok(())
     }
 
-    /// Removes the vCPU from the list of [`enlist`](Self::enlist).
+    /// Removes the vCPU from the list to which [`enlist`](Self::enlist) added it.
     pub(crate) fn delist(&self) {
         if let Some(vcpus) = ALL.peek() {
             all(vcpus).retain(|vcpu| !std::ptr::eq(&**vcpu, self));
         }
     }
 
-    /// Makes the vCPU look for interrupts. Wakes the vCPU from a halt or another wait.
+    /// Makes the vCPU check for interrupts. If the vCPU waits in a halt or elsewhere, wakes it.
     pub(crate) fn notice(&self) {
         ticker::raise(&self.attention, bits::IRQ);
     }

@@ -10,13 +10,13 @@ use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 /// The vCPUs of a VM, by id.
 ///
-/// One lock protects the vCPUs and the map of their addresses. A message acquires that lock for reading, and
-/// then only the locks of the vCPUs to which it goes.
+/// One lock protects the vCPUs and the map of their addresses. Delivering a message acquires that lock for reading, and
+/// then only the locks of the target vCPUs.
 #[derive(Default)]
 pub(crate) struct Vcpus {
     by_id: Vec<Shared<VcpuCommon>>,
-    /// Maps the addresses by which interrupts name vCPUs to indices in `by_id`. This map always has memory for all
-    /// vCPUs.
+    /// Maps the addresses by which interrupts name vCPUs to indices in `by_id`. The map's memory is allocated for all
+    /// vCPUs in advance.
     map: VcpuMap,
 }
 
@@ -38,7 +38,7 @@ impl Vcpus {
         self.map.reserve(self.by_id.len() + 1)
     }
 
-    /// Looks up the vCPU with this id. `Ok`: its index. `Err`: the index at which to insert it.
+    /// Looks up the vCPU with this id. Returns `Ok` with its index, or `Err` with the index at which to insert it.
     pub(crate) fn place(&self, id: u32) -> std::result::Result<usize, usize> {
         self.by_id.binary_search_by_key(&id, |vcpu| vcpu.id)
     }
@@ -71,7 +71,7 @@ impl Targets {
         self.0.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Call after a change that may give a vCPU another address. No vCPU's part of the controllers may be locked.
+    /// Call after a change that may give a vCPU another address. Call with no vCPU's local controller locked.
     pub(crate) fn addresses_changed(&self) {
         self.write().map_again();
     }

@@ -1,8 +1,9 @@
 //! The state of a device of the type `KVM_DEV_TYPE_VFIO`.
 //!
 //! Through this device a VMM tells KVM which VFIO files the VM uses. KVM asks each file whether its DMA is coherent
-//! with the guest's caches, and gives mediated devices a pointer to its VM. Software has no incoherent caches, and
-//! mediated devices can use only the kernel's VMs. So slat's device only checks the files and stores their identity.
+//! with the guest's caches, and gives mediated devices a pointer to its VM. slat's guests have no incoherent caches,
+//! and mediated devices can use only the kernel's own VMs. So slat's device only checks the files and stores their
+//! identity.
 
 use crate::errno::{Error, Result, fail};
 use crate::file_id::{self, FileId};
@@ -11,16 +12,16 @@ use kvm_bindings::*;
 use std::os::fd::RawFd;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-/// The VFIO files of a VM: the state of its device.
+/// The VFIO files of a VM: the state of its VFIO device.
 #[derive(Debug, Default)]
 pub(crate) struct VfioFiles(Mutex<Vec<FileId>>);
 
-/// The device of a VM, if the VM has such a device.
+/// The VFIO device of a VM, if the VM has one.
 #[derive(Debug, Default)]
 pub(crate) struct Devices(Mutex<Weak<VfioFiles>>);
 
 impl Devices {
-    /// Makes the device. The device exists as long as its files are held.
+    /// Makes the VFIO device. The device exists as long as the returned value is held.
     ///
     /// # Errors
     /// `EBUSY` if there already is a device.
@@ -78,7 +79,7 @@ impl VfioFiles {
     }
 }
 
-/// Whether a descriptor refers to a VFIO group or a VFIO device: sysfs names the class of a device node.
+/// Whether a descriptor refers to a VFIO group or a VFIO device. sysfs tells the class of a device node.
 fn is_vfio(fd: RawFd) -> Result<bool> {
     let stat = file_id::stat(fd)?;
     if stat.st_mode & libc::S_IFMT != libc::S_IFCHR {

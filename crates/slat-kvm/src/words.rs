@@ -1,13 +1,14 @@
-//! The words by which a user sets the values of policies.
+//! The words for the values of policies.
 
-/// Declares the words of a policy's values, which are listed for messages.
+/// Declares the words for the values of a policy. Messages to the user list these words.
 macro_rules! words {
     ($Type:ident, $expected:literal: $($word:literal => $value:expr,)*) => {
         impl $Type {
             pub(crate) const EXPECTED: &str = $expected;
             const WORDS: &[(&str, Self)] = &[$(($word, $value),)*];
 
-            /// Parses a value: its word, or for "on" and "off" any text that Linux accepts for a module parameter.
+            /// Parses the word for a value. For "on" and "off", also accepts the other texts that Linux accepts for a
+            /// module parameter.
             pub(crate) fn parse(text: &str) -> Option<Self> {
                 let word = match text {
                     "1" | "Y" | "y" => "on",
