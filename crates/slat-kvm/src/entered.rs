@@ -1,5 +1,5 @@
-//! A guard for a vCPU that has entered the engine. Flushes and slot changes wait for an entered vCPU, so the vCPU must
-//! leave, even when its thread panics.
+//! A guard for a vCPU that is in the engine's reader section (an entered vCPU). Flushes and slot changes wait for this
+//! vCPU, so it must leave, even when its thread panics.
 
 use crate::engine::EngineVcpu;
 use std::ops::{Deref, DerefMut};
@@ -34,8 +34,8 @@ impl<T: AsMut<EngineVcpu>> DerefMut for Entered<'_, T> {
     }
 }
 
-/// Leaves the engine, runs `work`, which may wait, and enters again. Call only while the vCPU is entered. If `work`
-/// panics, the vCPU stays outside.
+/// Leaves the engine, runs `work`, which may wait, and enters again. Call only inside the engine's reader section. If
+/// `work` panics, the vCPU stays outside.
 pub(crate) fn outside<R>(vcpu: &mut EngineVcpu, work: impl FnOnce() -> R) -> R {
     vcpu.leave();
     let result = work();

@@ -182,8 +182,8 @@ impl GuestMemory {
         self.request_retry();
     }
 
-    /// Reads guest-physical memory of the vCPU's address space; the vCPU is entered. Returns `false` if the address is
-    /// not memory, or not accessible.
+    /// Reads guest-physical memory of the vCPU's address space. Returns `false` if the address is not memory, or not
+    /// accessible. Call inside the engine's reader section.
     pub(crate) fn read(&mut self, gpa: u64, bytes: &mut [u8]) -> bool {
         self.access(gpa, bytes.len(), Access::Read, |host, part| {
             // SAFETY: `host` is in guest memory: the engine translated the page, which the client gave to the guest.
@@ -192,9 +192,9 @@ impl GuestMemory {
         })
     }
 
-    /// Writes guest-physical memory of the vCPU's address space; marks the pages in the dirty log. The vCPU is entered.
-    /// Calls `stored` with the host address of each page's part after the store. Returns `false` if the address is not
-    /// memory, or not accessible.
+    /// Writes guest-physical memory of the vCPU's address space, and marks the pages in the dirty log. Call inside the
+    /// engine's reader section. Calls `stored` with the host address of each page's part after the store. Returns
+    /// `false` if the address is not memory, or not accessible.
     pub(crate) fn write(&mut self, gpa: u64, bytes: &[u8], stored: impl Fn(*mut u8)) -> bool {
         self.access(gpa, bytes.len(), Access::Write, |host, part| {
             // SAFETY: `host` is in guest memory: the engine translated the page, which the client gave to the guest.

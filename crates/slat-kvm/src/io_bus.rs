@@ -139,8 +139,8 @@ impl<D> Default for KnownBus<D> {
 }
 
 impl<D> KnownBus<D> {
-    /// Returns the registrations that may contain an access at `start`, in order. Call only while the vCPU is entered.
-    /// The vCPU must not pass a quiescent point while it uses the result.
+    /// Returns the registrations that may contain an access at `start`, in order. Call inside the engine's reader
+    /// section. The vCPU must not pass a quiescent point while it uses the result.
     pub(crate) fn around(&mut self, bus: &IoBus<D>, space: Space, start: u64) -> &[Entry<D>] {
         let changes = bus.changes.load(Ordering::SeqCst);
         if self.changes != changes {

@@ -17,7 +17,7 @@ impl VcpuObject {
     }
 
     /// Waits while a debugger holds the vCPU, or until the run has to end. Then carries out the debugger's orders. Call
-    /// while the vCPU is not entered.
+    /// outside the engine's reader section.
     pub(crate) fn visit_port(&self, inner: &mut Inner, masked: Option<&Masked>) {
         self.port.wait(inner, |raised, interrupted| {
             interrupted
@@ -54,8 +54,8 @@ impl VcpuObject {
     }
 
     /// Calls `access` for each page's part of the `len` bytes at `address`, with the guest-physical address and the
-    /// part's range among the bytes. `access` runs with the vCPU entered. Returns `false` if an address is not mapped,
-    /// or `access` returns `false`.
+    /// part's range among the bytes. `access` runs inside the engine's reader section. Returns `false` if an address is
+    /// not mapped, or `access` returns `false`.
     fn by_pages(
         &self,
         inner: &mut Inner,

@@ -252,7 +252,7 @@ impl VcpuObject {
 }
 
 impl Inner {
-    /// Leaves the engine, runs `work`, which may wait, and enters again. Call only while the vCPU is entered.
+    /// Leaves the engine, runs `work`, which may wait, and enters again. Call only inside the engine's reader section.
     pub(crate) fn outside<R>(&mut self, work: impl FnOnce(&mut Self) -> R) -> R {
         self.as_mut().leave();
         let result = work(self);
