@@ -1,4 +1,4 @@
-//! Interrupt controllers, and the timer, of a [`VmFd`].
+//! Calls of a [`VmFd`] for interrupt controllers and the 8254 timer.
 
 use crate::api::VmFd;
 use crate::errno::Result;

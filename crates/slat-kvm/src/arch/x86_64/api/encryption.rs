@@ -1,4 +1,4 @@
-//! Calls of a [`VmFd`] for encrypted guests. All are refused, as by a KVM without SEV.
+//! Calls of a [`VmFd`] for encrypted guests. Each call is refused, as in a KVM without SEV.
 
 use crate::api::VmFd;
 use crate::errno::{Result, fail};
@@ -11,7 +11,8 @@ impl VmFd {
     /// `ENOTTY`: there is no encryption.
     ///
     /// # Safety
-    /// No condition is needed, because `op` is not read. The method is unsafe because kvm-ioctls' method is.
+    /// No condition is needed, because `op` is not read. The method is unsafe because the method of kvm-ioctls is
+    /// unsafe.
     pub unsafe fn encrypt_op<T>(&self, op: *mut T) -> Result<()> {
         let _ = op;
         self.refuse_encryption()
@@ -22,7 +23,7 @@ impl VmFd {
     /// # Errors
     /// `ENOTTY`: there is no encryption.
     pub fn encrypt_op_sev(&self, op: &mut kvm_sev_cmd) -> Result<()> {
-        // SAFETY: the struct is live.
+        // SAFETY: the method has no condition.
         unsafe { self.encrypt_op(op) }
     }
 

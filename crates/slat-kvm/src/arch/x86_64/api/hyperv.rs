@@ -1,4 +1,4 @@
-//! Hyper-V's interface to guests: calls that kvm-ioctls does not have.
+//! Calls for Hyper-V's interface to guests, which kvm-ioctls does not have.
 
 use super::system::cpuid;
 use crate::api::{Kvm, VcpuFd, VmFd};
@@ -28,8 +28,8 @@ impl VcpuFd {
 }
 
 impl VmFd {
-    /// Carries out `KVM_HYPERV_EVENTFD`: adds or removes a connection that the guest signals by a hypercall, as an
-    /// eventfd.
+    /// Carries out `KVM_HYPERV_EVENTFD`: adds or removes a connection. When the guest signals a connection by a
+    /// hypercall, the connection's eventfd is signalled.
     ///
     /// # Errors
     /// `EINVAL` for unknown flags, an id of more than 24 bits, and a descriptor that is no eventfd; `EEXIST` for adding

@@ -1,4 +1,4 @@
-//! MSR filter of a [`VmFd`].
+//! Calls of a [`VmFd`] that set the MSR filter.
 
 use crate::api::VmFd;
 use crate::errno::{Result, fail};
@@ -25,7 +25,7 @@ impl VmFd {
             flags: default_action as u32,
             ..Default::default()
         };
-        // KVM reads bitmaps in words, and the client's bitmap may end within a word.
+        // Pads each bitmap to whole words, because KVM reads words and the client's bitmap may end within a word.
         let mut bitmaps = heap::with_room(ranges.len())?;
         for (to, range) in filter.ranges.iter_mut().zip(ranges) {
             let Some(bytes) = range.bitmap.get(..range.msr_count.div_ceil(8) as usize) else {

@@ -1,4 +1,4 @@
-//! Registers and other state of a [`VcpuFd`].
+//! Calls of a [`VcpuFd`] that read and set registers and other state.
 
 use crate::api::VcpuFd;
 use crate::arch::x86_64::nested;
@@ -42,7 +42,7 @@ impl VcpuFd {
     /// Carries out `KVM_SET_SREGS`.
     ///
     /// # Errors
-    /// `EINVAL` for combinations that no CPU can be in.
+    /// `EINVAL` for a combination of values that no CPU can have.
     pub fn set_sregs(&self, sregs: &kvm_sregs) -> Result<()> {
         self.vcpu.set_sregs(sregs)
     }
@@ -137,8 +137,8 @@ impl VcpuFd {
     /// `EIO`.
     ///
     /// # Safety
-    /// No condition is needed, because slat's area has a fixed size. The method is unsafe because kvm-ioctls' method
-    /// is.
+    /// No condition is needed, because slat's area has a fixed size. The method is unsafe because the method of
+    /// kvm-ioctls is unsafe.
     pub unsafe fn get_xsave2(&self, xsave: &mut Xsave) -> Result<()> {
         // SAFETY: the length of the flexible array is not changed.
         self.fill(unsafe { &mut xsave.as_mut_fam_struct().xsave })
@@ -158,8 +158,8 @@ impl VcpuFd {
     /// `EINVAL` for state components that the CPU does not have.
     ///
     /// # Safety
-    /// No condition is needed, because slat's area has a fixed size. The method is unsafe because kvm-ioctls' method
-    /// is.
+    /// No condition is needed, because slat's area has a fixed size. The method is unsafe because the method of
+    /// kvm-ioctls is unsafe.
     pub unsafe fn set_xsave(&self, xsave: &kvm_xsave) -> Result<()> {
         let mut area = [0; 4096];
         for (bytes, word) in area.chunks_exact_mut(4).zip(&xsave.region) {
@@ -168,14 +168,14 @@ impl VcpuFd {
         self.vcpu.set_xsave(&area)
     }
 
-    /// Like [`set_xsave`](Self::set_xsave), from the type that [`get_xsave2`](Self::get_xsave2) fills.
+    /// Like [`set_xsave`](Self::set_xsave), but takes the type that [`get_xsave2`](Self::get_xsave2) fills.
     ///
     /// # Errors
     /// `EINVAL` for state components that the CPU does not have.
     ///
     /// # Safety
-    /// No condition is needed, because slat's area has a fixed size. The method is unsafe because kvm-ioctls' method
-    /// is.
+    /// No condition is needed, because slat's area has a fixed size. The method is unsafe because the method of
+    /// kvm-ioctls is unsafe.
     pub unsafe fn set_xsave2(&self, xsave: &Xsave) -> Result<()> {
         // SAFETY: the caller keeps this function's contract.
         unsafe { self.set_xsave(&xsave.as_fam_struct_ref().xsave) }

@@ -14,8 +14,8 @@ impl Kvm {
         self.create_vm_with_type(0)
     }
 
-    /// Like [`Kvm::new`], but VMs compile code according to `jit`, whatever the environment says. (`kvm_ioctls` has no
-    /// such method.)
+    /// Like [`Kvm::new`], but the VMs compile code according to `jit`. The environment has no effect on this.
+    /// (`kvm_ioctls` has no such method.)
     #[must_use]
     pub fn with_jit(self, jit: Jit) -> Self {
         self.with_cpu(CpuChoice { jit: Some(jit) })

@@ -1,5 +1,5 @@
-//! Requests that only x86 has. Each function of this folder gets the requests that the neutral function of the same
-//! object does not have.
+//! Requests that only x86 has. The neutral function of an object calls this folder's function for the same object if it
+//! does not know a request.
 
 pub(crate) mod system;
 mod tables;
@@ -9,12 +9,12 @@ pub(crate) mod vm;
 use crate::errno::Result;
 use crate::user;
 
-/// What a request returns; `None` if x86 does not have the request.
+/// The result of a request. `None`: x86 does not have the request.
 type Answer = Result<Option<i32>>;
 
-/// Success without a value.
+/// The result of a request that succeeds and has no value.
 const DONE: Answer = Ok(Some(0));
-/// The answer to a request that x86 does not have.
+/// The result of a request that x86 does not have.
 const UNKNOWN: Answer = Ok(None);
 
 fn value(value: i32) -> Answer {

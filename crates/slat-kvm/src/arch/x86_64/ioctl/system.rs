@@ -7,7 +7,7 @@ use crate::system::System;
 use crate::user;
 use kvm_bindings::kvm_device_attr;
 
-// This function is not inlined, because otherwise other requests would have this function's frame, too.
+// Not inlined: otherwise other requests would also need this function's stack frame.
 #[inline(never)]
 pub(crate) fn ioctl(system: &System, request: u32, argument: u64) -> Answer {
     match request {

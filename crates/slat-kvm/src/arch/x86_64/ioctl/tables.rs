@@ -8,15 +8,14 @@ use kvm_bindings::{kvm_cpuid_entry, kvm_cpuid_entry2, kvm_msr_entry};
 
 /// The greatest number of entries of a CPUID table, as in KVM.
 const MAX_CPUID_ENTRIES: u32 = 256;
-/// The least number of MSRs for which `KVM_GET_MSRS` and `KVM_SET_MSRS` are refused, as in KVM.
+/// The number of MSRs from which on `KVM_GET_MSRS` and `KVM_SET_MSRS` fail, as in KVM.
 const MAX_MSRS: u32 = 256;
 /// The offset of the entries in `kvm_cpuid2` and `kvm_msrs`: after the count and a padding word.
 pub(super) const ENTRIES: u64 = 8;
 /// The offset of the indices in `kvm_msr_list`.
 const INDICES: u64 = 4;
 
-/// Writes a CPUID table to the client's `kvm_cpuid2` at `address`. The count in this struct says for how many entries
-/// the struct has memory.
+/// Writes a CPUID table to the client's `kvm_cpuid2` at `address`. The struct's count says how many entries fit.
 pub(super) fn give_cpuid(address: u64, table: &[kvm_cpuid_entry2]) -> Answer {
     let room = user::read::<u32>(address)?;
     let count = table.len() as u32;
@@ -35,7 +34,7 @@ pub(super) fn take_cpuid(address: u64) -> Result<Vec<kvm_cpuid_entry2>> {
     user::read_vec(address + ENTRIES, count as usize)
 }
 
-/// Reads a CPUID table without subleaves (`KVM_SET_CPUID`).
+/// Reads a CPUID table whose leaves have no subleaves (`KVM_SET_CPUID`).
 pub(super) fn take_old_cpuid(address: u64) -> Result<Vec<kvm_cpuid_entry2>> {
     let count = user::read::<u32>(address)?;
     if count > MAX_CPUID_ENTRIES {

@@ -9,8 +9,8 @@ use crate::user;
 use crate::vcpu::VcpuObject;
 use kvm_bindings::*;
 
-/// Carries out a request. This function is not inlined, because its frame has structures of several KiB, and other
-/// requests would have this frame, too.
+/// Carries out a request. Not inlined: otherwise other requests would also need this function's stack frame, which has
+/// structures of several KiB.
 #[inline(never)]
 pub(crate) fn ioctl(vcpu: &VcpuObject, request: u32, argument: u64) -> Answer {
     match request {
@@ -73,7 +73,7 @@ pub(crate) fn ioctl(vcpu: &VcpuObject, request: u32, argument: u64) -> Answer {
         KVM_SET_TSC_KHZ => vcpu.set_tsc_khz(argument as u32)?,
         KVM_GET_NESTED_STATE => return give_nested_state(argument, &vcpu.nested_state()?),
         KVM_SET_NESTED_STATE => {
-            // A header whose size is too small is not read to its end.
+            // The size in the header is checked first. If the size is too small, the rest of the header is not read.
             let first: u64 = user::read(argument)?;
             if (first >> 32) < u64::from(nested::HEADER) {
                 return fail(libc::EINVAL);
@@ -89,8 +89,8 @@ pub(crate) fn ioctl(vcpu: &VcpuObject, request: u32, argument: u64) -> Answer {
         }
         KVM_X86_SETUP_MCE => vcpu.setup_mce(user::read(argument)?)?,
         KVM_X86_SET_MCE => vcpu.set_mce(&user::read(argument)?)?,
-        // There are no registers besides MSRs, which have a list of their own. The client's count is read first, as in
-        // KVM.
+        // The list is empty: the only registers are MSRs, and KVM_GET_MSR_INDEX_LIST lists those. As in KVM, the
+        // client's count is read first.
         KVM_GET_REG_LIST => {
             user::read::<u64>(argument)?;
             return give(argument, &0u64);
@@ -101,8 +101,7 @@ pub(crate) fn ioctl(vcpu: &VcpuObject, request: u32, argument: u64) -> Answer {
     DONE
 }
 
-/// Writes the nested state to the client's `kvm_nested_state`. The field `size` of this struct says how much memory the
-/// struct has.
+/// Writes the nested state to the client's `kvm_nested_state`. The struct's field `size` says how many bytes fit.
 fn give_nested_state(address: u64, state: &NestedState) -> Answer {
     const SIZE_OFFSET: u64 = 4;
     if user::read::<u32>(address + SIZE_OFFSET)? < state.size() {

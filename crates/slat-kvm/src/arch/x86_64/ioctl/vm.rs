@@ -6,7 +6,7 @@ use crate::user;
 use crate::vm::VmObject;
 use kvm_bindings::*;
 
-// This function is not inlined, because otherwise other requests would have this function's frame, too.
+// Not inlined: otherwise other requests would also need this function's stack frame.
 #[inline(never)]
 pub(crate) fn ioctl(vm: &VmObject, request: u32, argument: u64) -> Answer {
     match request {

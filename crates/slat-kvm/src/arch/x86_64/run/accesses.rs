@@ -10,8 +10,8 @@ use slat_irqchip::lapic::Effect;
 use slat_x86::PORT_BYTES;
 
 impl VcpuObject {
-    /// Carries out an access to the local APIC's page. If the registers are not mapped, KVM's quirk makes their page
-    /// read as all ones. Returns `false`, and does nothing, for any other address.
+    /// Carries out an access to the local APIC's page. If the APIC's registers are not mapped there, a quirk of KVM
+    /// makes the page read as all ones. For any other address, does nothing and returns `false`.
     pub(crate) fn apic_access(
         &self,
         inner: &mut Inner,
@@ -39,7 +39,7 @@ impl VcpuObject {
         let now = self.vm.arch.clock.now();
         let offset = (gpa & 0xfff) as u32;
         if write {
-            // Registers have 4 bytes at multiples of 16. Other writes have no effect.
+            // A register has 4 bytes at a multiple of 16. A write of another size or to another offset has no effect.
             let effect = if len == 4 && offset & 15 == 0 {
                 let value = u32::from_le_bytes([data[0], data[1], data[2], data[3]]);
                 lapic.write(offset, value, now)
@@ -66,7 +66,7 @@ impl VcpuObject {
     }
 
     /// Carries out a port access that a device on the bus accepts. Each unit has `size` bytes, and all units together
-    /// have `len` bytes. Returns `false` if the client has to see the access.
+    /// have `len` bytes. Returns `false` if no device accepts the access, which then exits to the client.
     pub(crate) fn port_access(
         &self,
         inner: &mut Inner,

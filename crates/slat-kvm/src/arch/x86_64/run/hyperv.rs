@@ -8,7 +8,7 @@ use crate::vcpu::{Inner, VcpuObject};
 use kvm_bindings::*;
 use slat_hyperv::msr::SYNDBG_CONTROL;
 
-/// Reads or writes a field of `hyperv` in `kvm_run`. `hyperv` has a part for each kind of exit.
+/// Reads (`path`) or writes (`set_path`) a field of `hyperv` in `kvm_run`. Its union has a field for each kind of exit.
 macro_rules! path {
     ($page:expr, $($path:tt)+) => {
         field!($page, __bindgen_anon_1.hyperv.$($path)+)
@@ -21,7 +21,7 @@ macro_rules! set_path {
 }
 
 impl VcpuObject {
-    /// Whether the client has to see a write of the guest to a synthetic MSR. If so, sets the exit.
+    /// Whether a guest's write to a synthetic MSR has to exit to the client. If so, stores the exit in `kvm_run`.
     pub(crate) fn has_hyperv_exit(&self, inner: &mut Inner) -> bool {
         let Some(exit) = inner.machine.hyperv.exit.take() else {
             return false;
@@ -65,20 +65,20 @@ impl VcpuObject {
         set_field!(self.page, 0, __bindgen_anon_1.system_event.ndata);
     }
 
-    /// Sets the exit for a hypercall that the client carries out.
+    /// Stores the exit for a hypercall that the client carries out.
     pub(crate) fn exit_for_hyperv_call(&self, input: u64, parameters: [u64; 2]) {
         self.begin_hyperv_exit(KVM_EXIT_HYPERV_HCALL);
         set_path!(self.page, input, u.hcall.input);
         set_path!(self.page, parameters, u.hcall.params);
     }
 
-    /// Finishes the hypercall that the client has carried out.
+    /// Finishes the hypercall, after the client has carried it out.
     pub(crate) fn complete_hyperv_call(&self, inner: &mut Inner) {
         let output = path!(self.page, u.hcall.result);
         (inner.cpu).complete_hypercall(|state, wide| store_output(state, wide, output));
     }
 
-    /// Reads the status of the debugger that the client has served.
+    /// Reads the status of the synthetic debugger, after the client has served the debugger.
     pub(crate) fn complete_hyperv_debugger(&self) {
         if path!(self.page, u.syndbg.msr) == SYNDBG_CONTROL {
             let status = path!(self.page, u.syndbg.status);

@@ -26,8 +26,8 @@ impl VcpuObject {
             if inner.arch.mp_state == KVM_MP_STATE_RUNNABLE {
                 break;
             }
-            // Only encrypted guests halt until their reset. Other vCPUs are in that state only if a client has set it,
-            // and then the state is a halt.
+            // AP_RESET_HOLD is for encrypted guests, which do not exist here. If a client sets this state, it is
+            // treated as a halt.
             let halted = [KVM_MP_STATE_HALTED, KVM_MP_STATE_AP_RESET_HOLD];
             if halted.contains(&inner.arch.mp_state) && self.wakes_up(inner) {
                 inner.arch.mp_state = KVM_MP_STATE_RUNNABLE;
@@ -35,7 +35,8 @@ impl VcpuObject {
                 self.common().exits.halts.wakeup.add(1);
                 break;
             }
-            // A halted vCPU can accept the client's interrupt, and no later exit would tell the client so.
+            // A halted vCPU can accept an interrupt of the client. The window is reported here, because the halt causes
+            // no other exit.
             if self.asks_client(inner) && self.opens_window(inner, true) {
                 return Ok(false);
             }
@@ -55,7 +56,8 @@ impl VcpuObject {
         let has_external = self.has_external(inner);
         let allowed = inner.cpu.can_take_interrupt();
         if allowed && inner.cpu.exits_on_interrupt() && self.has_interrupt(inner) {
-            // The interrupt stays pending for the hypervisor, which accepts it after it has set GIF.
+            // The interrupt stays pending, because it is for the hypervisor. The hypervisor accepts it after it has set
+            // GIF.
             inner.cpu.exit_on_interrupt();
             inner.cpu.requests.interrupt_window = true;
             return Ok(true);
@@ -68,7 +70,7 @@ impl VcpuObject {
                 reinjected: 0,
             });
             inner.cpu.inject_interrupt(vector);
-            // If another interrupt is pending, the CPU exits as soon as it could accept that interrupt.
+            // If another interrupt is pending, the CPU exits as soon as it can accept that interrupt.
             inner.cpu.requests.interrupt_window = self.has_interrupt(inner);
             return Ok(true);
         }
@@ -79,7 +81,7 @@ impl VcpuObject {
     }
 
     /// Acknowledges the interrupt that the vCPU accepts now. The 8259's interrupts come before those of the vCPU's
-    /// APIC. `None`: there is no interrupt any more.
+    /// APIC. `None`: the interrupt has gone away.
     fn next_interrupt(&self, inner: &mut Inner, has_external: bool) -> Option<u8> {
         if has_external {
             let external = match self.vm.interrupts.chips() {
@@ -113,7 +115,7 @@ impl VcpuObject {
         waits && (self.common().lapic()).is_some_and(|lapic| lapic.accepts_external())
     }
 
-    /// Whether an interrupt is pending that the vCPU would accept if it could.
+    /// Whether an interrupt for this vCPU is pending. The vCPU may not be able to accept it now.
     fn has_interrupt(&self, inner: &Inner) -> bool {
         self.has_external(inner)
             || (self.common().lapic()).is_some_and(|lapic| lapic.pending().is_some())
@@ -128,15 +130,15 @@ impl VcpuObject {
         }
     }
 
-    /// Whether the client may inject another interrupt now. The client may if it emulates the 8259, its last interrupt
-    /// was accepted, and the local APIC lets the client inject an interrupt.
+    /// Whether the client may inject another interrupt now. This is so if three conditions hold: the client emulates
+    /// the 8259, its last interrupt was accepted, and the local APIC lets the client inject interrupts.
     pub(crate) fn accepts_from_client(&self, inner: &Inner) -> bool {
         inner.arch.external.is_none()
             && (self.common().lapic()).is_some_and(|lapic| lapic.accepts_external())
     }
 
-    /// Whether the run returns because the client asked for an interrupt window and the window is open. If so, sets the
-    /// exit. `free`: the client's last interrupt was accepted.
+    /// Whether the run returns because the client asked for an interrupt window and the window is open. If so, stores
+    /// the exit in `kvm_run`. `free` says whether the client's last interrupt was accepted.
     fn opens_window(&self, inner: &mut Inner, free: bool) -> bool {
         if field!(self.page, request_interrupt_window) == 0 {
             return false;
@@ -159,7 +161,8 @@ impl VcpuObject {
     }
 
     fn wakes_up(&self, inner: &mut Inner) -> bool {
-        // NMIs are accepted first: `takes_nmi` knows that an NMI that arrives while the CPU blocks NMIs ends no halt.
+        // NMIs are accepted before `takes_nmi` is asked, because `takes_nmi` depends on accepted NMIs: an NMI ends no
+        // halt while the CPU blocks NMIs.
         if !inner.arch.interrupts_blocked {
             self.accept_smi(inner);
             self.accept_nmis(inner);
@@ -196,14 +199,15 @@ impl VcpuObject {
                 .fetch_and(!VcpuCommon::SIPI, Ordering::SeqCst);
             return;
         }
-        // An INIT also waits until the hypervisor of a nested guest sets GIF.
+        // An INIT also waits while GIF is clear, until the hypervisor of a nested guest sets GIF.
         let waits = common.arch.signals.load(Ordering::SeqCst) & VcpuCommon::INIT != 0
             && (inner.cpu.state.events.gif_clear || inner.cpu.exit_on_init());
         inner.cpu.requests.gif_window = waits;
         if waits {
             return;
         }
-        // Clears both at once. A SIPI that arrives after this may belong to an INIT that is not carried out yet.
+        // Clears both bits at once. If a SIPI arrives after this, it may belong to a later INIT, so its bit must stay
+        // set.
         let sent = common.arch.signals.fetch_and(!both, Ordering::SeqCst);
         if sent & VcpuCommon::INIT != 0 {
             inner.cpu.drop_guest_mode();

@@ -1,8 +1,8 @@
-//! x86's part of `KVM_RUN`: the work before and after the guest runs, and the handling of the CPU's exits.
+//! x86's part of `KVM_RUN`: prepares each entry into the guest, and handles the CPU's exits.
 //!
 //! | file | idea |
 //! |---|---|
-//! | `interrupts` | delivery of INIT, SIPI, NMIs and interrupts, and halts, which end by them |
+//! | `interrupts` | delivery of INIT, SIPI, NMIs and interrupts, and the halts that these events end |
 //! | `accesses` | port accesses, and accesses to the local APIC, that do not exit to the client |
 //! | `hyperv` | exits of Hyper-V's interface |
 //! | `smm` | entry to system management mode, and RSM |
@@ -32,8 +32,8 @@ use slat_x86::state::flags;
 use slat_x86::{Exit, PORT_BYTES, vector};
 use std::time::Duration;
 
-/// The time by which the notify window is extended, as in processors. A guest does nothing by accident that takes as
-/// long.
+/// The time that is added to the client's notify window, as processors do. No ordinary guest works this long without a
+/// chance for an interrupt.
 const NOTIFY_THRESHOLD: Duration = Duration::from_millis(1);
 
 impl VcpuObject {
@@ -126,7 +126,7 @@ impl VcpuObject {
                     | Attention::FLUSH,
             );
             self.vm.still_alive()?;
-            // The loop drops flush requests. So the translations that the request should flush must be dropped, too.
+            // `take` has cleared the requests for flushes. So all translations are dropped here.
             inner.flush_translations();
             if interrupted
                 || raised & bits::SIGNAL != 0
@@ -138,7 +138,7 @@ impl VcpuObject {
         }
     }
 
-    /// Gives the CPU the settings of the VM. Call when a run begins.
+    /// Copies the VM's settings to the CPU. Call when a run begins.
     pub(crate) fn begin_run(&self, inner: &mut Inner) {
         inner.machine.follow_client();
         inner.cpu.set_bus_locks(self.vm.arch.options.bus_locks());
@@ -147,8 +147,8 @@ impl VcpuObject {
             window.map(|cycles| NOTIFY_THRESHOLD + inner.machine.tsc.duration(cycles));
     }
 
-    /// Updates the structures that the guest shares with its host (steal time, page faults, PV EOI), before guest code
-    /// runs. Returns `false` if the run returns to the client, because the guest has ended.
+    /// Updates the structures that the guest shares with the host (steal time, asynchronous page faults, PV EOI). Call
+    /// before guest code runs. Returns `false` if the run returns to the client, because the guest has ended.
     pub(crate) fn update_guest(&self, inner: &mut Inner) -> bool {
         inner.machine.write_steal_time();
         inner.machine.deliver_page_ready();
@@ -160,12 +160,12 @@ impl VcpuObject {
         true
     }
 
-    /// Whether the client has to see what the completed instruction has done. If so, sets the exit.
+    /// Whether an effect of the completed instruction has to exit to the client. If so, stores the exit in `kvm_run`.
     pub(crate) fn has_late_exit(&self, inner: &mut Inner) -> bool {
         self.has_ended_for_client(inner) || self.has_hyperv_exit(inner)
     }
 
-    /// Whether the guest has ended an interrupt of the client's I/O APIC. If so, sets the exit `KVM_EXIT_IOAPIC_EOI`.
+    /// Whether the guest has ended an interrupt of the client's I/O APIC. If so, stores the exit `KVM_EXIT_IOAPIC_EOI`.
     fn has_ended_for_client(&self, inner: &mut Inner) -> bool {
         let ended = inner.machine.ioapic_eoi.take();
         if let Some(vector) = ended {
@@ -187,7 +187,8 @@ impl VcpuObject {
     ) -> Result<Next> {
         let page = &self.page;
         match exit {
-            // A second try of the interrupted instruction would sleep again, and no kick would end that sleep.
+            // The interruption is handled before the instruction is tried again. Otherwise the access would sleep
+            // again, and no kick would end that sleep.
             Exit::Attention if inner.machine.memory.is_interrupted => {
                 return self.attend(inner, masked).map(|()| Next::Again);
             }
@@ -281,7 +282,7 @@ impl VcpuObject {
                     reason,
                 );
                 if inner.cpu.cpl() != 0 && !self.vm.arch.options.exit_on_emulation_failure() {
-                    // The guest's kernel handles the instructions of its user programs.
+                    // The instruction is user code, so the guest's kernel gets #UD and handles it.
                     inner.cpu.inject_exception(vector::UD, None);
                     return Ok(Next::Again);
                 }
@@ -309,7 +310,7 @@ impl VcpuObject {
             Exit::BadAddress => {
                 match inner.machine.memory.memory_fault.take() {
                     Some(fault) => memory_fault(page, fault),
-                    // The reason of an earlier exit would describe another fault.
+                    // No exit describes this failure, so the reason of an earlier exit is cleared.
                     None => page.set_exit_reason(KVM_EXIT_UNKNOWN),
                 }
                 return fail(libc::EFAULT);
@@ -319,7 +320,7 @@ impl VcpuObject {
                 if !self.vm.arch.options.notifies_client() {
                     return Ok(Next::Again);
                 }
-                // No flag is set, because the state of the vCPU is valid.
+                // KVM_NOTIFY_CONTEXT_INVALID is not set, because the vCPU's state is valid.
                 page.set_exit_reason(KVM_EXIT_NOTIFY);
                 set_field!(page, 0, __bindgen_anon_1.notify.flags);
             }
@@ -375,7 +376,7 @@ impl VcpuObject {
         }
     }
 
-    /// Sets the registers that the client changed in `kvm_run`.
+    /// Sets those registers that the client has changed in `kvm_run`.
     fn take_synced(&self, inner: &mut Inner, dirty: u64) -> Result<()> {
         if dirty & u64::from(KVM_SYNC_X86_REGS) != 0 {
             regs::set_regs(&mut inner.cpu.state, &field!(self.page, s.regs.regs));
@@ -401,12 +402,12 @@ impl Inner {
         self.arch.requested.begin_exception(&mut self.cpu);
     }
 
-    /// Call before guest code runs. Copies the task priority to the guest's word.
+    /// Call before guest code runs. Copies the task priority to the guest's word in memory.
     pub(crate) fn enters_guest(&mut self) {
         self.vapic_to_guest();
     }
 
-    /// Call after guest code has run. Reads the task priority and the PV EOI bit from guest memory.
+    /// Call after guest code has run. Reads back the task priority and the PV EOI bit from guest memory.
     pub(crate) fn left_guest(&mut self) {
         self.vapic_from_guest();
         self.machine.collect_pv_eoi();

@@ -27,8 +27,7 @@ impl VcpuObject {
     pub(crate) fn enter_smm(&self, inner: &mut Inner) -> Result<Next> {
         let Inner { cpu, machine, .. } = inner;
         let smram = cpu.smram(machine.smram_map());
-        // As in KVM, the state of a nested guest's hypervisor is kept at the address that the hypervisor has set for
-        // it.
+        // As in KVM, a nested guest's hypervisor state is saved at the address that the hypervisor has set for it.
         let is_kept = !cpu.is_in_guest_mode()
             || machine.write_smram(cpu.state.vm_hsave_pa, &cpu.saved_vmcb());
         machine.use_space(SMM);
@@ -47,7 +46,7 @@ impl VcpuObject {
     }
 
     /// Leaves system management mode. If a signal interrupts a read of memory, RSM is executed again. If the saved
-    /// state is one that no CPU can have, the CPU shuts down.
+    /// state is invalid, the CPU shuts down.
     pub(crate) fn leave_smm(&self, inner: &mut Inner) -> Next {
         let Inner { cpu, machine, .. } = inner;
         let mut smram = [0; SMRAM_BYTES];
@@ -87,7 +86,8 @@ fn reenter_guest(
 }
 
 impl Inner {
-    /// Makes the machine use the address space of the CPU's mode. Call after a client has set the mode.
+    /// Makes the machine use the address space that belongs to the CPU's mode. Call after a client has changed the
+    /// mode.
     pub(crate) fn follow_smm(&mut self) {
         let changes = self.machine.use_space(match self.cpu.state.events.smm {
             true => SMM,

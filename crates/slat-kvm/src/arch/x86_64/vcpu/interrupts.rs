@@ -23,7 +23,7 @@ impl VcpuObject {
         self.accept_init_sipi(&mut inner);
         let kicked = self.common().arch.signals.load(Ordering::SeqCst) & VcpuCommon::UNHALT != 0;
         let mp_state = match inner.arch.mp_state {
-            // Without a local APIC, clients see no other state.
+            // As in KVM, clients see a vCPU without a local APIC as runnable.
             KVM_MP_STATE_HALTED if kicked || !self.common().has_lapic() => KVM_MP_STATE_RUNNABLE,
             KVM_MP_STATE_AP_RESET_HOLD if kicked => KVM_MP_STATE_RUNNABLE,
             state => state,
@@ -170,7 +170,7 @@ impl VcpuObject {
             Some(lapic) => {
                 let mut registers = lapic.save(self.vm.arch.clock.now());
                 if lapic.x2apic() && !self.vm.interrupts.has_wide_ids() {
-                    // Without KVM_X2APIC_API_USE_32BIT_IDS, the id is stored as in xAPIC mode.
+                    // Without KVM_X2APIC_API_USE_32BIT_IDS, the id is returned in xAPIC format, in the upper 8 bits.
                     registers[(reg::ID >> 4) as usize] <<= 24;
                 }
                 Ok(lapic_state(&registers))
@@ -251,7 +251,7 @@ impl VcpuObject {
     /// Carries out `KVM_SET_GUEST_DEBUG`.
     ///
     /// # Errors
-    /// `EBUSY` when #DB or #BP is to be injected and an exception is pending.
+    /// `EBUSY` if the call asks to inject #DB or #BP and an exception is pending.
     pub fn set_guest_debug(&self, debug: &kvm_guest_debug) -> Result<()> {
         let mut inner = self.lock()?;
         let injected = match debug.control {
@@ -274,7 +274,7 @@ impl VcpuObject {
     }
 }
 
-/// Returns the APIC page as bytes, the form of KVM's API.
+/// Returns the APIC page as bytes, which is the format of KVM's API.
 fn lapic_state(registers: &[u32; REGISTERS]) -> kvm_lapic_state {
     let mut state = kvm_lapic_state::default();
     for (place, value) in state.regs.chunks_exact_mut(16).zip(registers) {

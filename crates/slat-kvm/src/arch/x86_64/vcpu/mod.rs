@@ -28,7 +28,7 @@ use slat_x86::Executor;
 use std::sync::Arc;
 
 impl VmObject {
-    /// Creates x86's state of a new vCPU that other threads use. The VM has `index` other vCPUs.
+    /// Creates the part of a new vCPU's x86 state that other threads use. The VM has `index` other vCPUs.
     pub(crate) fn shared_of_vcpu(&self, id: u32, index: u32) -> VcpuShared {
         let lapic = self.has_irqchip().then(|| {
             let bootstrap = self.is_bootstrap(id);
@@ -42,9 +42,9 @@ impl VmObject {
         VcpuShared::new(index, lapic)
     }
 
-    /// Creates the CPU of a new vCPU, its machine, and the other state that only one thread at a time uses. Without an
-    /// interrupt controller all vCPUs are runnable. With an interrupt controller, all vCPUs except the bootstrap
-    /// processor wait for INIT and SIPI.
+    /// Creates the parts of a new vCPU that only one thread at a time uses: its CPU, its machine and its other x86
+    /// state. Without an interrupt controller all vCPUs are runnable. With an interrupt controller, all vCPUs except
+    /// the bootstrap processor wait for INIT and SIPI.
     ///
     /// # Errors
     /// `ENOMEM`.
@@ -55,7 +55,7 @@ impl VmObject {
     ) -> Result<(Executor, VcpuMachine, VcpuState)> {
         let bootstrap = self.is_bootstrap(common.id);
         let mut cpu = Executor::try_new(self.arch.code.clone()).map_err(no_memory)?;
-        // KVM's new vCPUs have the x87 state that FNINIT makes, not the processor's after RESET.
+        // As in KVM, the x87 state of a new vCPU is that after FNINIT, not that of a processor after RESET.
         cpu.state.initialize_x87();
         if let Some((compiler, compile)) = &self.arch.compiler {
             (cpu.set_compiler(compiler.clone(), *compile)).map_err(no_memory)?;
@@ -80,7 +80,7 @@ impl VcpuObject {
         Ok(self.lock()?.machine.tsc.khz())
     }
 
-    /// Carries out `KVM_SET_TSC_KHZ`; 0 is the host's frequency.
+    /// Carries out `KVM_SET_TSC_KHZ`. `khz` 0 asks for the host's frequency.
     ///
     /// # Errors
     /// `EINVAL` for a frequency beyond KVM's own limits.
@@ -150,25 +150,24 @@ impl VcpuObject {
 impl Inner {
     /// Makes a new vCPU ready for its client.
     pub(crate) fn begin_life(&mut self) {
-        // As in KVM, a guest has a feature only if the client sets it in CPUID.
+        // As in KVM, a guest has no CPUID leaves, and so no optional features, until the client sets them.
         self.adopt_cpuid(Vec::new());
     }
 
-    /// Whether a part of the last exit's instruction is not done yet, or the client has not seen the instruction's
-    /// effect.
+    /// Whether the last exit's instruction is not finished yet, or has an effect that the client has not seen.
     pub(crate) fn is_unfinished(&self) -> bool {
         let machine = &self.machine;
         self.cpu.is_unfinished() || machine.ioapic_eoi.is_some() || machine.hyperv.exit.is_some()
     }
 
-    /// Drops all translations: the CPU's, and those that the CPU's machine keeps.
+    /// Drops all translations: those of the CPU, and those that the CPU's machine keeps.
     pub(crate) fn flush_translations(&mut self) {
         self.cpu.flush_tlb();
         self.machine.forget_pages();
     }
 
-    /// Copies CR8 to the APIC's task priority. On a processor both are one register. While the vCPU runs, the CPU's
-    /// copy is current.
+    /// Copies CR8 to the APIC's task priority. On a processor, both names refer to the same register. In slat, the
+    /// CPU's copy is current while the vCPU runs.
     pub(crate) fn sync_cr8_to_lapic(&mut self) {
         if let Some(mut lapic) = self.machine.common.lapic()
             && lapic.cr8() != self.cpu.state.cr8

@@ -1,7 +1,8 @@
 //! Registers by id: `KVM_GET_ONE_REG`, `KVM_SET_ONE_REG` and `KVM_GET_REG_LIST`.
 //!
-//! On x86 an id names an MSR or one of KVM's own registers. KVM has only one such register: the guest's shadow-stack
-//! pointer, which exists only with shadow stacks. This CPU has no shadow stacks, so the list of registers is empty.
+//! On x86 an id names an MSR or one of KVM's own registers. KVM has only one register of its own: the guest's
+//! shadow-stack pointer, which exists only with shadow stacks. This CPU has no shadow stacks, so the list of registers
+//! is empty.
 
 use crate::errno::{Result, fail};
 use crate::vcpu::VcpuObject;
@@ -36,7 +37,7 @@ impl VcpuObject {
         }
     }
 
-    /// Carries out `KVM_SET_ONE_REG`. `data` reads the value.
+    /// Carries out `KVM_SET_ONE_REG`. `data` returns the value.
     ///
     /// # Errors
     /// `EINVAL` for an id that names no register of this vCPU, and for a value that the register cannot hold; the

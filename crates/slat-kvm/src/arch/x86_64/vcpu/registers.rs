@@ -51,8 +51,8 @@ impl VcpuObject {
         self.put_sregs(&mut inner, sregs, None)
     }
 
-    /// Sets the registers. With PAE paging and without `pdptes`, reads the PDPTEs from guest memory. As in KVM, PDPTEs
-    /// that cannot be read do not change.
+    /// Sets the registers. With PAE paging and without `pdptes`, reads the PDPTEs from guest memory. As in KVM, if the
+    /// PDPTEs cannot be read, they do not change.
     pub(crate) fn put_sregs(
         &self,
         inner: &mut Inner,
@@ -60,8 +60,8 @@ impl VcpuObject {
         pdptes: Option<[u64; 4]>,
     ) -> Result<()> {
         let mut state = inner.cpu.state.clone();
-        // If the client has set no CPUID, the registers are not compared with CPUID, as in Linux before 7.3. Clients
-        // that set no CPUID have 64-bit guests.
+        // If the client has set no CPUID, the registers are not compared with CPUID, as in Linux before 7.3. Some
+        // clients set no CPUID and still have 64-bit guests.
         let features = match inner.machine.cpuid.is_empty() {
             true => Features::all(),
             false => *inner.cpu.features(),
@@ -72,7 +72,8 @@ impl VcpuObject {
             .set_apic_base(sregs.apic_base, false)
             .map_err(|_| Error::new(libc::EINVAL))?;
         if state.efer & control::EFER_SVME == 0 && inner.cpu.is_in_guest_mode() {
-            // As in KVM, the new registers are the hypervisor's, not the nested guest's.
+            // As in KVM, clearing EFER.SVME ends guest mode. The new registers are those of the hypervisor, not of the
+            // nested guest.
             inner.cpu.drop_guest_mode();
             state = inner.cpu.state.clone();
             regs::set_sregs(&mut state, sregs, &features)?;
@@ -91,8 +92,8 @@ impl VcpuObject {
             && (sregs.cs.selector, sregs.cs.base) == (0xf000, 0xffff_0000)
             && sregs.cr0 & control::CR0_PE == 0;
         if is_reset && inner.machine.apic_base() & BASE_BSP != 0 {
-            // As in KVM, the vCPU becomes runnable, because old clients reset the bootstrap processor without
-            // KVM_SET_MP_STATE.
+            // As in KVM, setting the reset state makes the bootstrap processor runnable, because old clients do not
+            // call KVM_SET_MP_STATE after a reset.
             inner.arch.mp_state = KVM_MP_STATE_RUNNABLE;
         }
         Ok(())
@@ -206,7 +207,7 @@ impl VcpuObject {
     /// components.
     pub fn set_cpuid(&self, mut table: Vec<kvm_cpuid_entry2>) -> Result<()> {
         if self.vm.arch.options.halts_inside() {
-            // As in KVM: if HLT does not exit, other vCPUs cannot end a halt, so the feature is removed.
+            // As in KVM, the feature is removed if HLT does not exit, because another vCPU cannot end such a halt.
             cpuid::remove_kvm_feature(&mut table, cpuid::KVM_FEATURE_PV_UNHALT);
         }
         let mut inner = self.lock()?;
@@ -256,7 +257,8 @@ impl VcpuObject {
         Ok(entries.len())
     }
 
-    /// Carries out `KVM_SET_MSRS`: writes MSRs in the same way in which [`get_msrs`](Self::get_msrs) reads them.
+    /// Carries out `KVM_SET_MSRS`: writes MSRs in order, and stops at the first MSR that cannot be written. Returns the
+    /// number of MSRs that were written.
     ///
     /// # Errors
     /// `EIO`.
@@ -267,7 +269,7 @@ impl VcpuObject {
         let done = entries.iter().position(|entry| {
             msrs::write(&mut cpu.state, machine, entry.index, entry.data).is_err()
         });
-        // The written MSRs may include the task priority of an x2APIC.
+        // The task priority of an x2APIC may be among the written MSRs.
         inner.sync_cr8_from_lapic();
         inner.follow_svme();
         Ok(done.unwrap_or(entries.len()))
@@ -310,7 +312,7 @@ impl Inner {
         }
     }
 
-    /// Sets the bits in the guest's leaves that depend on the state of the guest's CPU, as the CPUID instruction does.
+    /// Sets those bits in the guest's CPUID leaves that depend on the CPU's state, as the CPUID instruction does.
     fn show_state(&self, table: &mut [kvm_cpuid_entry2]) {
         for entry in table {
             let mut values = [entry.eax, entry.ebx, entry.ecx, entry.edx];
@@ -320,7 +322,7 @@ impl Inner {
         }
     }
 
-    /// Gives the guest these leaves, and restricts the CPU to their features.
+    /// Gives the guest the CPUID leaves `table`, and restricts the CPU to the features in them.
     pub(crate) fn adopt_cpuid(&mut self, table: Vec<kvm_cpuid_entry2>) {
         let features = Features::from_cpuid(|leaf, subleaf| cpuid::lookup(&table, leaf, subleaf));
         self.machine.physical_bits = features.physical_bits();

@@ -1,6 +1,6 @@
 //! The task priority in guest memory (`KVM_SET_VAPIC_ADDR`), for guests that write the APIC's register very often. A
-//! client patches such guests to use a word in memory instead. KVM, and slat, copy the word to and from the APIC
-//! whenever guest code starts and stops running.
+//! client patches such guests so that they use a word in memory instead. Like KVM, slat copies the word to the APIC, or
+//! from it, whenever guest code starts or stops running.
 
 use crate::arch::x86_64::machine::VcpuMachine;
 use crate::entered::Entered;
@@ -9,7 +9,7 @@ use crate::vcpu::{Inner, VcpuObject};
 use kvm_bindings::*;
 use slat_irqchip::lapic::{Lapic, reg};
 
-/// Returns the highest vector in one of the APIC's bit arrays, or 0.
+/// Returns the highest vector that is set in one of the APIC's bit arrays, or 0.
 fn highest(lapic: &Lapic, array: u32, now: u64) -> u32 {
     let words = (0..8).rev().map(|n| (n, lapic.read(array + 16 * n, now)));
     let found = words.into_iter().find(|(_, word)| *word != 0);
@@ -17,8 +17,8 @@ fn highest(lapic: &Lapic, array: u32, now: u64) -> u32 {
 }
 
 impl VcpuMachine {
-    /// Writes the guest's word: task priority, class of the vector in service, and highest pending vector.
-    /// The vCPU is entered.
+    /// Writes the guest's word: task priority, class of the vector in service, and highest pending vector. Call inside
+    /// the engine's reader section.
     fn write_vapic(&mut self, address: u64) {
         let now = self.vm.arch.clock.now();
         let Some(word) = self.common.lapic().map(|lapic| {
@@ -50,7 +50,7 @@ impl Inner {
         let Some(word) = self.machine.read_guest_word(address & !7) else {
             return;
         };
-        // The guest may have written CR8 instead.
+        // The guest may have changed the task priority by CR8 instead of the word.
         self.sync_cr8_to_lapic();
         let (now, priority) = (
             self.machine.vm.arch.clock.now(),
@@ -76,7 +76,7 @@ impl VcpuObject {
         }
         if address != 0 {
             let mut inner = Entered::enter(&mut *inner);
-            // The 32 bits must be in one page, and within one of the 8-byte words that are read.
+            // The word must be within one page, and within one of the aligned 8-byte words by which it is read.
             if address % 8 > 4 || inner.machine.read_guest_word(address & !7).is_none() {
                 return fail(libc::EINVAL);
             }
@@ -85,8 +85,8 @@ impl VcpuObject {
         Ok(())
     }
 
-    /// Carries out `KVM_TPR_ACCESS_REPORTING`: checks the flags; has no effect. Accesses to the task priority do not
-    /// end `KVM_RUN`, as on a processor with a virtual APIC.
+    /// Carries out `KVM_TPR_ACCESS_REPORTING`: checks the flags, and has no other effect. Accesses to the task priority
+    /// do not end `KVM_RUN`, as on a processor with a virtual APIC.
     ///
     /// # Errors
     /// `EINVAL` for flags.

@@ -1,4 +1,4 @@
-//! The capabilities of a VM that only x86 has, and the effect of enabling each.
+//! The capabilities of a VM that only x86 has, and the calls that enable them.
 
 use crate::arch::x86_64::limits::MAX_VCPU_ID;
 use crate::arch::x86_64::options::NOTIFY_FLAGS;
@@ -25,7 +25,7 @@ impl VmObject {
             KVM_CAP_X86_DISABLE_EXITS => {
                 self.before_vcpus(|| self.arch.options.disable_exits(argument))
             }
-            // The older capability ignores unknown quirks.
+            // KVM_CAP_DISABLE_QUIRKS, unlike KVM_CAP_DISABLE_QUIRKS2, ignores unknown quirks.
             KVM_CAP_DISABLE_QUIRKS => self
                 .arch
                 .quirks
@@ -52,8 +52,9 @@ impl VmObject {
         })
     }
 
-    /// Carries out `KVM_CAP_X86_APIC_BUS_CYCLES_NS`. The call is allowed only after there are local APICs and before
-    /// there are vCPUs. The longest count of a timer has to fit 64 bits of nanoseconds.
+    /// Carries out `KVM_CAP_X86_APIC_BUS_CYCLES_NS`. The call is allowed only after interrupt controllers and before
+    /// vCPUs are created. The cycle must be short enough that a timer's longest count, in nanoseconds, fits into 64
+    /// bits.
     fn set_apic_bus_cycle(&self, nanoseconds: u64) -> Result<()> {
         let longest = (u64::from(u32::MAX) * MAX_DIVISOR).checked_mul(nanoseconds);
         if nanoseconds == 0 || longest.is_none() {
@@ -69,7 +70,7 @@ impl VmObject {
     }
 
     /// Carries out `KVM_CAP_MAX_VCPU_ID`: sets the limit once. The limit must not be below the bootstrap processor's
-    /// id. As in KVM, 0 means that no limit is set, and then the first vCPU sets the largest limit.
+    /// id. As in KVM, 0 means that no limit is set. Creating the first vCPU without a limit sets the largest limit.
     fn limit_vcpu_ids(&self, limit: u64) -> Result<()> {
         let limit = u32::try_from(limit).map_err(|_| Error::new(libc::EINVAL))?;
         let _no_new_vcpu = self.vcpus_mut();

@@ -10,8 +10,8 @@ impl VmObject {
     /// Carries out `KVM_SET_TSC_KHZ`: sets the frequency of the VM's vCPUs; 0 means the host's frequency.
     ///
     /// # Errors
-    /// `EINVAL` for a frequency beyond KVM's own limits, and once there are vCPUs. KVM has the second rule since Linux
-    /// 6.17; earlier, the call succeeded and concerned only later vCPUs.
+    /// `EINVAL` for a frequency beyond KVM's own limits, and once there are vCPUs. The second rule is KVM's since Linux
+    /// 6.17. In earlier versions the call succeeded, and affected only vCPUs that were created later.
     pub fn set_tsc_khz(&self, khz: u32) -> Result<()> {
         let _call = self.begin()?;
         let khz = clock::frequency(khz)?;
@@ -61,7 +61,7 @@ impl VmObject {
         }
         let since = (data.flags & KVM_CLOCK_REALTIME != 0).then_some(data.realtime);
         let stop = || {
-            // A vCPU that enters after this looks for an update before it executes guest code.
+            // A vCPU that enters the engine after this sees the update, and waits before it executes guest code.
             self.call_vcpus_out();
             self.engine.synchronize();
         };
@@ -104,13 +104,13 @@ mod tests {
     const CODE: u64 = 0x1000;
     const HYPERV_PAGE: u64 = 0x2000;
     const WALL_CLOCK: u64 = 0x3000;
-    /// The kvmclock page of vCPU 0. The pages of the other vCPUs follow.
+    /// The guest-physical address of vCPU 0's kvmclock page. The pages of the other vCPUs follow.
     const PAGES: u64 = 0x4000;
     const SECOND: u64 = 1_000_000_000;
-    /// The greatest difference of two readings of one moment.
+    /// The greatest difference, in nanoseconds, between two clocks that are read at one moment.
     const TOLERANCE: u64 = 1_000;
 
-    /// A machine whose vCPUs halt, and the clocks that its guest reads.
+    /// A VM whose vCPUs halt at once, and whose clocks the test reads as the guest would.
     struct Machine {
         vm: Arc<VmObject>,
         vcpus: Vec<(Shared<VcpuObject>, OwnedFd)>,
@@ -170,7 +170,7 @@ mod tests {
             PAGES + 0x1000 * vcpu as u64
         }
 
-        /// Adds a vCPU, whose guest enables its page, and runs it.
+        /// Adds a vCPU and runs it. Its guest enables the kvmclock page.
         fn add_vcpu(&mut self) -> usize {
             let number = self.vcpus.len();
             self.vcpus.push(self.vm.create_vcpu(number as u64).unwrap());
@@ -220,7 +220,7 @@ mod tests {
             self.at(address).load(Ordering::SeqCst)
         }
 
-        /// Returns the time that the guest computes from its page, as KVM's documentation describes it.
+        /// Returns the time that the guest computes from its kvmclock page, by the formula in KVM's documentation.
         fn page_clock(&self, vcpu: usize) -> u64 {
             let page = Self::page(vcpu);
             loop {
@@ -246,8 +246,8 @@ mod tests {
             self.word(Self::page(vcpu) + 24) >> 40 & 1 != 0
         }
 
-        /// Returns the time, in nanoseconds, that the guest computes from Hyper-V's page, or from the counter, if the
-        /// page tells the guest to read the counter.
+        /// Returns the time, in nanoseconds, that the guest computes from Hyper-V's page. If the page tells the guest
+        /// to read the counter MSR instead, returns that time.
         fn hyperv_clock(&self, vcpu: usize) -> u64 {
             let words = [0, 8, 16].map(|offset| self.word(HYPERV_PAGE + offset));
             if words[0] as u32 == 0 {
@@ -277,7 +277,7 @@ mod tests {
                     "{what}: {name} differs by {}: {clocks:?}",
                     clock.wrapping_sub(now) as i64
                 );
-                // Hyper-V's clocks count in units of 100 ns.
+                // Hyper-V's clocks count in units of 100 ns, so they may show up to 100 ns less.
                 let back = self.latest.saturating_sub(*clock);
                 assert!(back < 200, "{what}: {name} goes back by {back} ns");
             }
@@ -285,7 +285,7 @@ mod tests {
             now
         }
 
-        /// Checks the clocks while an hour passes, in which the vCPUs run each minute.
+        /// Checks the clocks while an hour passes. The vCPUs run once a minute.
         fn check_hour(&mut self, what: &str) {
             let begin = (host().tsc, self.check(what));
             for _ in 0..60 {
@@ -296,7 +296,7 @@ mod tests {
             let cycles = u128::from(host().tsc - begin.0);
             let passed = (cycles * 1_000_000 / u128::from(host().khz)) as u64;
             let counted = self.check(what) - begin.1;
-            // A scale is rounded down, so it loses 1.7 µs.
+            // A scale is rounded down, so the clock loses 1.7 µs in an hour.
             assert!(
                 passed.abs_diff(counted) < 2_000,
                 "{what}: {passed} {counted}"
@@ -308,14 +308,14 @@ mod tests {
         simulated::get().unwrap()
     }
 
-    /// Lets `ns` nanoseconds pass.
+    /// Advances the simulated host's clocks by `ns` nanoseconds.
     fn pass(ns: u64) {
         let mut host = host();
         host.tsc += (u128::from(ns) * u128::from(host.khz) / 1_000_000) as u64;
         simulated::set(Some(host));
     }
 
-    /// Runs `work` on simulated hosts with several frequencies.
+    /// Runs `work` on simulated hosts with different TSC frequencies.
     fn on_hosts(work: impl Fn()) {
         for khz in [999_999, 2_596_144, 3_400_001, 4_700_017] {
             simulated::set(Some(Host {
@@ -329,8 +329,7 @@ mod tests {
         simulated::set(None);
     }
 
-    /// Returns a machine with two vCPUs, the second of which was started three seconds after the first, with Hyper-V's
-    /// page.
+    /// Returns a machine with two vCPUs and Hyper-V's page. The second vCPU is started three seconds after the first.
     fn two_vcpus() -> Machine {
         let mut machine = Machine::new();
         machine.add_vcpu();
@@ -407,7 +406,7 @@ mod tests {
         assert!(!paused(&machine));
     }
 
-    /// A guest that continues on another VM's vCPU sees another version than before.
+    /// If a guest continues on a vCPU of another VM, its page there has a version that the guest has not seen before.
     #[test]
     fn the_version_of_a_page_counts_on() {
         for (before, after) in [(0, 2), (1000, 1002), (1001, 1004), (0xffff_fffe, 0)] {
@@ -432,7 +431,7 @@ mod tests {
                     "{what}"
                 );
                 assert!(!machine.is_stable(0) && !machine.is_stable(1), "{what}");
-                // The client makes the TSCs equal.
+                // The client makes the vCPUs' TSCs equal again.
                 let tsc = machine.tsc(0);
                 (0..2).for_each(|vcpu| machine.write(vcpu, index::TSC, tsc, false));
                 (0..2).for_each(|vcpu| machine.run(vcpu));
@@ -475,8 +474,8 @@ mod tests {
 
     #[test]
     fn a_clock_goes_on_in_another_vm() {
-        // The frequencies of another host: the same frequency, measured by another process; a frequency within the
-        // tolerance; and a different frequency.
+        // These are frequencies of the host to which the guest is migrated: the same frequency, as another process has
+        // measured it; a frequency within the tolerance; and a different frequency.
         for (numerator, denominator) in [(1_000_001, 1_000_000), (1_000_200, 1_000_000), (4, 3)] {
             on_hosts(|| {
                 let mut source = two_vcpus();
@@ -533,7 +532,7 @@ mod tests {
                 + machine.word(WALL_CLOCK + 8) as u32 as u64;
             let data = machine.vm.get_clock().unwrap();
             assert!(data.realtime.abs_diff(boot + data.clock) < TOLERANCE);
-            // The timers of a guest whose TSC counts faster than the host's count with the guest's clock, too.
+            // If a guest's TSC counts faster than the host's, the guest's timers still count with the guest's clock.
             let (begin, tsc) = (machine.vm.arch.clock.now(), machine.tsc(0));
             pass(3600 * SECOND);
             let (end, cycles) = (machine.vm.arch.clock.now(), machine.tsc(0) - tsc);
@@ -544,7 +543,8 @@ mod tests {
         });
     }
 
-    /// The timer expires when the TSC has the deadline's value, also in a guest that was told another frequency.
+    /// The timer for a TSC deadline expires when the TSC reaches that value, even if the guest's TSC frequency is not
+    /// the real one.
     #[test]
     fn a_deadline_by_the_tsc_is_one_by_the_clock() {
         on_hosts(|| {
@@ -574,10 +574,10 @@ mod tests {
         });
     }
 
-    /// A machine that threads share.
+    /// A [`Machine`] that threads share.
     struct Shareable(Machine);
 
-    // SAFETY: the pointer leads to memory whose words the threads access atomically.
+    // SAFETY: the machine's pointer refers to guest memory, whose words the threads access atomically.
     unsafe impl Sync for Shareable {}
 
     impl Shareable {
@@ -625,12 +625,12 @@ mod tests {
         });
     }
 
-    /// No vCPU's guest sees the old clock after another vCPU's guest has seen the new clock.
+    /// If the guest on one vCPU has seen the new clock, no other vCPU's guest sees the old clock after that.
     #[test]
     fn guests_see_a_new_clock_at_the_same_time() {
-        // Register SI holds the address of the vCPU's page. The word at 0x7000 is the highest upper half of a page's
-        // time that a guest has seen. The byte at 0x7008 says that a guest has seen a lower upper half after that. The
-        // byte at 0x7010 ends the loop.
+        // The guest's code. Register SI has the address of the vCPU's page. The code compares the upper half of the
+        // page's time. The word at 0x7000 is the greatest value that any vCPU has seen. The byte at 0x7008 is set if a
+        // vCPU has seen a smaller value later. The byte at 0x7010 ends the loop.
         const WATCH: [u8; 40] = [
             0x80, 0x3e, 0x10, 0x70, 0x00, // again: cmp byte [0x7010], 0
             0x75, 0x1d, // jne end

@@ -71,7 +71,8 @@ impl VmObject {
         self.interrupts.restore_timer(state)
     }
 
-    /// Carries out `KVM_REINJECT_CONTROL`: sets whether ticks that a slow guest missed are injected later.
+    /// Carries out `KVM_REINJECT_CONTROL`: sets whether ticks of the 8254 that a slow guest has missed are injected
+    /// later.
     ///
     /// # Errors
     /// `ENXIO` without 8254.

@@ -24,7 +24,7 @@ pub(crate) const SMM: usize = 1;
 const MIN_MMU_PAGES: u64 = 64;
 
 impl VmObject {
-    /// Whether a vCPU that is created now can have this id. The first vCPU sets the limit.
+    /// Whether a vCPU that is created now can have this id. If no limit is set, creating the first vCPU sets it.
     pub(crate) fn allows_vcpu_id(&self, id: u32) -> bool {
         let (unset, set) = (Ordering::Relaxed, Ordering::Relaxed);
         let limit = match (self.arch.max_vcpu_ids).compare_exchange(0, MAX_VCPU_ID, unset, set) {
@@ -39,8 +39,8 @@ impl VmObject {
         id == self.arch.boot_cpu.load(Ordering::Relaxed)
     }
 
-    /// Carries out `KVM_SET_TSS_ADDR`: checks the address and has no effect. The address is that of three pages that
-    /// only VMX without unrestricted guest needs.
+    /// Carries out `KVM_SET_TSS_ADDR`: checks the address and has no effect. The address would be that of three pages,
+    /// which KVM needs only with VMX on processors without unrestricted guest.
     ///
     /// # Errors
     /// `EINVAL` when the pages would not end below 4 GiB.
@@ -99,8 +99,8 @@ impl VmObject {
         Ok(())
     }
 
-    /// Carries out `KVM_HYPERV_EVENTFD`: adds or removes a connection that the guest signals by a hypercall, as an
-    /// eventfd.
+    /// Carries out `KVM_HYPERV_EVENTFD`: adds or removes a connection. When the guest signals a connection by a
+    /// hypercall, the connection's eventfd is signalled.
     ///
     /// # Errors
     /// `EINVAL` for unknown flags, an id of more than 24 bits, and a descriptor that is no eventfd; `EEXIST` for adding
