@@ -1,5 +1,5 @@
-//! `KVM_HYPERV_EVENTFD`: connections that a guest signals by a hypercall. The hypercall only signals the connection's
-//! eventfd.
+//! `KVM_HYPERV_EVENTFD`: connections that a guest signals by a hypercall. The only effect of the hypercall is that the
+//! connection's eventfd is signalled.
 
 use crate::errno::{Result, fail};
 use crate::eventfd::EventFd;
@@ -20,8 +20,8 @@ impl Connections {
         self.0.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds or removes a connection. After the removal has returned, the guest does not signal the connection's eventfd
-    /// any more.
+    /// Adds or removes a connection. After a removal has returned, the guest no longer signals the connection's
+    /// eventfd.
     ///
     /// # Errors
     /// `EINVAL` for unknown flags, an id of more than 24 bits, and a descriptor that is no eventfd; `EEXIST` for adding

@@ -1,4 +1,4 @@
-//! Hyper-V's CPUID leaves (`KVM_GET_SUPPORTED_HV_CPUID`), and the rights that the leaves of a guest grant.
+//! Hyper-V's CPUID leaves (`KVM_GET_SUPPORTED_HV_CPUID`), and the rights that a guest's leaves give it.
 
 use kvm_bindings::kvm_cpuid_entry2;
 use slat_host::procfs;
@@ -15,8 +15,8 @@ fn host_shares_cores() -> bool {
     })
 }
 
-/// Returns the leaves that a client may give a guest of a VM with at most `max_vps` vCPUs. `has_apic`: the vCPUs have
-/// local APICs.
+/// Returns the leaves that a client may give to a guest. The VM has at most `max_vps` vCPUs. `has_apic` says whether
+/// the vCPUs have local APICs.
 pub(crate) fn supported(has_apic: bool, max_vps: u32) -> [kvm_cpuid_entry2; 10] {
     let machine = Machine {
         has_apic,
@@ -36,7 +36,7 @@ pub(crate) fn supported(has_apic: bool, max_vps: u32) -> [kvm_cpuid_entry2; 10] 
     })
 }
 
-/// Returns the rights of a guest with this CPUID. `None`: the guest has no Hyper-V interface.
+/// Returns the rights of a guest that has the CPUID leaves `table`. `None`: the guest has no Hyper-V interface.
 pub(crate) fn privileges(table: &[kvm_cpuid_entry2]) -> Option<Privileges> {
     Privileges::from_cpuid(|function| {
         let entry = table.iter().find(|entry| entry.function == function)?;

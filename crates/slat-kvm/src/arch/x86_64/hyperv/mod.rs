@@ -1,9 +1,9 @@
-//! The state of Hyper-V's interface: of a VM, and of its vCPUs. `slat-hyperv` has the rules; `machine::hyperv` has the
-//! operations of a vCPU.
+//! The state of Hyper-V's interface, for a VM and its vCPUs. The rules are in `slat-hyperv`, and the operations of a
+//! vCPU are in `machine::hyperv`.
 //!
 //! | file | idea |
 //! |---|---|
-//! | `connections` | events that the guest signals, as eventfds (`KVM_HYPERV_EVENTFD`) |
+//! | `connections` | connections: eventfds that the guest signals by a hypercall (`KVM_HYPERV_EVENTFD`) |
 //! | `vp` | the part of a virtual processor that other threads use: its index, and its SynIC |
 //! | `vcpu` | the part that only the vCPU's own thread uses |
 //! | `cpuid` | the CPUID leaves in KVM's struct |
@@ -25,12 +25,12 @@ use slat_hyperv::partition::{DuePage, PageOutcome, Partition};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-/// Hyper-V's interface of a VM.
+/// A VM's state of Hyper-V's interface.
 #[derive(Debug, Default)]
 pub(crate) struct Hyperv {
     partition: Mutex<Partition>,
-    /// Whether the reference page has to be written. Stored under the partition's lock. While it is false, vCPUs do not
-    /// take that lock.
+    /// Whether the page of the reference clock has to be written. This is stored under the partition's lock. While it
+    /// is false, vCPUs do not acquire that lock.
     is_page_due: AtomicBool,
     pub(crate) connections: Connections,
 }
@@ -44,14 +44,14 @@ impl Hyperv {
         result
     }
 
-    /// Marks the reference page to be written again. Call after the VM's clock or a vCPU's TSC was set, and raise
-    /// [`RETRY`](crate::thread::bits::RETRY) for a vCPU. If the guest has a reference page, a vCPU writes it before the
-    /// vCPU continues.
+    /// Makes a vCPU write the reference page again, if the guest has one. Call after the VM's clock or a vCPU's TSC was
+    /// set. Then raise [`RETRY`](crate::thread::bits::RETRY) for a vCPU: it writes the page before it executes guest
+    /// code.
     pub(crate) fn clock_changed(&self) {
         self.with_partition(Partition::clock_changed);
     }
 
-    /// Begins to write the reference page, if it has to be written.
+    /// Begins to write the reference page. `None`: the page need not be written.
     pub(crate) fn begin_page(&self) -> Option<DuePage> {
         if !self.is_page_due.load(Ordering::SeqCst) {
             return None;
@@ -59,7 +59,7 @@ impl Hyperv {
         self.with_partition(Partition::begin_page)
     }
 
-    /// Ends the write that [`begin_page`](Self::begin_page) began.
+    /// Ends the write that [`begin_page`](Self::begin_page) began. `outcome` is the result of the write.
     pub(crate) fn end_page(&self, due: DuePage, outcome: PageOutcome) {
         self.with_partition(|partition| partition.end_page(due, outcome));
     }

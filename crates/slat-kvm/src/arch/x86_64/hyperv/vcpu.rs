@@ -8,7 +8,7 @@ use slat_hyperv::stimer::Timers;
 pub(crate) enum HypervExit {
     /// The guest has crashed.
     Crash,
-    /// The guest wants the machine to be reset.
+    /// The guest asks for a reset of the machine.
     Reset,
     /// The guest has written this MSR of its SynIC.
     Synic(u32),
@@ -26,7 +26,8 @@ pub(crate) struct VcpuHyperv {
     pub(crate) timers: Timers,
     /// The value of VP_ASSIST_PAGE.
     pub(crate) assist_page: u64,
-    /// The number that is added to the time that the thread ran, in units of 100 ns, modulo 2^64.
+    /// The number that is added to the thread's run time, in units of 100 ns, modulo 2^64. The sum is the guest's
+    /// VP_RUNTIME.
     pub(crate) runtime_offset: u64,
     /// The exit that the client must see before the guest continues.
     pub(crate) exit: Option<HypervExit>,

@@ -10,7 +10,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 pub(crate) struct VirtualProcessor {
     index: AtomicU32,
     synic: Mutex<Synic>,
-    /// Whether the client has enabled the SynIC. Without a SynIC, interrupts do not take the lock.
+    /// Whether the client has enabled the SynIC. If not, delivering an interrupt does not acquire the SynIC's lock.
     has_synic: AtomicBool,
 }
 
@@ -44,18 +44,18 @@ impl VirtualProcessor {
         self.has_synic.load(Ordering::SeqCst)
     }
 
-    /// Enables the SynIC. `clears_pages`: each page that the guest names for the SynIC is filled with zeros.
+    /// Enables the SynIC. If `clears_pages`, each page that the guest names for the SynIC is filled with zeros.
     pub(crate) fn activate_synic(&self, clears_pages: bool) {
         self.synic().activate(clears_pages);
         self.has_synic.store(true, Ordering::SeqCst);
     }
 
-    /// Returns the vector of a source. `None`: there is no SynIC or no such source, or the source is masked.
+    /// Returns the vector of the source `sint`. `None`: there is no SynIC or no such source, or the source is masked.
     pub(crate) fn vector(&self, sint: u32) -> Option<u8> {
         self.has_synic().then(|| self.synic().vector(sint))?
     }
 
-    /// Returns the sources that have this vector, a bit each.
+    /// Returns the sources that have this vector, one bit for each source.
     pub(crate) fn sources_of(&self, vector: u8) -> u16 {
         match self.has_synic() {
             true => self.synic().sources_of(vector),
@@ -63,7 +63,7 @@ impl VirtualProcessor {
         }
     }
 
-    /// Whether an interrupt with this vector ends when it is delivered.
+    /// Whether an interrupt with this vector ends as soon as it is delivered (auto-EOI).
     pub(crate) fn ends_itself(&self, vector: u8) -> bool {
         self.has_synic() && self.synic().ends_itself(vector)
     }

@@ -2,12 +2,13 @@
 //! the event "page ready".
 //!
 //! KVM may handle any fault synchronously, and slat handles all faults synchronously: the vCPU waits for the page, and
-//! the guest never gets the event "page not present". A guest that enables asynchronous page faults gets only the event
-//! "all pages are ready". If the guest was migrated from another host, some of its tasks may wait for pages, and this
-//! event lets them continue.
+//! the guest never gets the event "page not present". The only event that slat delivers is "all pages are ready", after
+//! a guest has enabled asynchronous page faults. If the guest was migrated from another host, some of its tasks may
+//! still wait for pages. The event lets these tasks continue.
 //!
-//! Events need a local APIC that slat emulates. Without a local APIC, KVM refuses the MSRs although its CPUID names
-//! them, and guests complain. In slat the MSRs then hold the written values, and no event is delivered.
+//! Events need a local APIC that slat emulates. Without such a local APIC, KVM refuses accesses to the MSRs although
+//! its CPUID has the feature, so guests print warnings. In slat these MSRs then hold the written values, and no event
+//! is delivered.
 
 use crate::arch::x86_64::cpuid::{KVM_FEATURE_ASYNC_PF_INT, KVM_FEATURE_ASYNC_PF_VMEXIT};
 use crate::arch::x86_64::machine::VcpuMachine;
@@ -28,7 +29,7 @@ const ADDRESS: u64 = !0x3f;
 /// The offset of the field `token` in the guest's structure (`struct kvm_vcpu_pv_apf_data`). The field is 0 while the
 /// guest can accept an event.
 const TOKEN: u64 = 4;
-/// The token of the event that ends all waits.
+/// The token of the event "all pages are ready".
 const ALL_PAGES: u32 = u32::MAX;
 
 impl VcpuMachine {
@@ -39,7 +40,8 @@ impl VcpuMachine {
         (value & both == both).then_some(value & ADDRESS)
     }
 
-    /// Writes `MSR_KVM_ASYNC_PF_EN`. If `by_guest`, the vCPU is entered, and an address without memory is refused.
+    /// Writes `MSR_KVM_ASYNC_PF_EN`. If `by_guest`, refuses an address without memory; call inside the engine's reader
+    /// section then.
     pub(crate) fn set_async_pf(&mut self, value: u64, by_guest: bool) -> Result<(), MsrFault> {
         let without =
             |machine: &Self, bit, feature| value & bit != 0 && !machine.has_pv_feature(feature);
@@ -58,7 +60,7 @@ impl VcpuMachine {
         }
         self.pages_are_ready = address.is_some() && self.common.has_lapic();
         if self.pages_are_ready {
-            // The run loop delivers the event.
+            // RETRY makes the run loop deliver the event.
             self.common.attention.raise(bits::RETRY);
         }
         Ok(())
@@ -80,8 +82,8 @@ impl VcpuMachine {
         }
     }
 
-    /// Delivers the event that ends all waits, if the event is due and the guest can accept it: the guest's local APIC
-    /// is enabled, and the guest's structure holds no token. The vCPU is entered.
+    /// Delivers the event "all pages are ready", if it is due and the guest can accept it. The guest can if its local
+    /// APIC is enabled and its structure holds no token. Call inside the engine's reader section.
     pub(crate) fn deliver_page_ready(&mut self) {
         let Some(address) = self.async_pf_address().filter(|_| self.pages_are_ready) else {
             return;

@@ -1,8 +1,9 @@
-//! Walks the guest's stack: RIP, and the return addresses that are found by following frame pointers.
+//! Walks the guest's stack: starts with RIP, and follows frame pointers to find return addresses.
 //!
-//! RBP is not trusted, because code without frame pointers stores any number in it. A frame is valid if it is aligned,
-//! above the previous frame, and not far away, and returns to the same half of the address space. There are at most
-//! [`MOST`] frames. The walk ends at a frame that is not valid, or that [`super::peek`] cannot read.
+//! RBP is not trusted, because code without frame pointers uses it for other values. A frame is valid if it is aligned,
+//! above the previous frame and not far from it, and if its return address is in the same half of the address space as
+//! RIP. There are at most [`MOST`] frames. The walk ends at a frame that is not valid, or that [`super::peek`] cannot
+//! read.
 
 use super::VcpuMachine;
 use super::peek::Peek;
@@ -18,7 +19,8 @@ const RBP: usize = 5;
 
 impl VcpuMachine {
     /// Writes the linear addresses of the guest's stack to `stack`, the innermost first. Returns the number of
-    /// addresses, which is at least 1. `cpu` is this vCPU's, and does not run; the vCPU is entered.
+    /// addresses, which is at least 1. `cpu` is this vCPU's CPU, which must not run meanwhile. Call inside the engine's
+    /// reader section.
     pub(crate) fn stack(&self, cpu: &Cpu, stack: &mut [u64; MOST]) -> usize {
         let state = &cpu.state;
         match (Frames::of(state), self.peek(cpu)) {
@@ -31,7 +33,7 @@ impl VcpuMachine {
     }
 }
 
-/// The layout of frames in a mode.
+/// The layout of stack frames in one mode of the CPU.
 struct Frames {
     /// The number of bytes of an address.
     size: usize,
@@ -42,7 +44,7 @@ struct Frames {
 }
 
 impl Frames {
-    /// Returns the layout of the current mode. `None`: the mode has 16 bits, and its frames are not walked.
+    /// Returns the layout of the current mode. `None`: the CPU is in a 16-bit mode, in which frames are not walked.
     fn of(state: &State) -> Option<Self> {
         let is_long = state.efer & control::EFER_LMA != 0 && state.cs.long();
         match (is_long, state.cs.big()) {
@@ -84,8 +86,8 @@ impl Frames {
             if caller == 0 || half(caller) != half(state.rip) {
                 return count;
             }
-            // A call may be the last instruction of its function. So the function is found by the address of the call's
-            // last byte, not by the return address.
+            // If the call is the last instruction of a function, the return address is already in the next function. So
+            // the address of the call's last byte is stored instead.
             *address = code(caller - 1);
             (below, frame) = (frame.saturating_add(bytes), next);
         }
@@ -93,10 +95,11 @@ impl Frames {
     }
 }
 
-/// Returns a number that identifies the half of the address space that contains `address`. Words that are no addresses
-/// have other numbers. In one stack all code is the kernel's, or all code is a user program's.
+/// Returns a number that identifies the half of the address space that contains `address`. For a word that is not an
+/// address, the number belongs to neither half. All return addresses of one stack are in one half: the kernel's, or a
+/// user program's.
 fn half(address: u64) -> i64 {
-    // These bits are equal in addresses of 57 bits.
+    // Bits 63 to 56 are equal in every canonical address of 57 bits.
     address as i64 >> 56
 }
 
@@ -113,7 +116,7 @@ mod tests {
     const PAGE: usize = 4096;
     const PAGES: usize = 16;
     const PRESENT_WRITABLE: u64 = 3;
-    /// The guest also maps its memory at this address.
+    /// A high linear address at which the guest's memory is also mapped.
     const HIGH: u64 = 0xffff_8000_0000_0000;
     const STACK: u64 = 0x8000;
 
@@ -139,14 +142,13 @@ mod tests {
             self.0[self.1 + gpa as usize / 8] = word;
         }
 
-        /// Stores a frame at `gpa`: the frame pointer of the caller, and the address to which the frame's function
-        /// returns.
+        /// Stores a frame at `gpa`: the caller's frame pointer `next`, and the return address `caller`.
         fn frame(&mut self, gpa: u64, next: u64, caller: u64) {
             self.put(gpa, next);
             self.put(gpa + 8, caller);
         }
 
-        /// Returns the stack of a CPU with this memory, whose state is that of a 64-bit CPU after `set`.
+        /// Returns the stack of a CPU with this memory. `set` changes the state of a 64-bit CPU.
         fn stack(&self, set: impl FnOnce(&mut State)) -> Vec<u64> {
             let before = self.0.clone();
             let vm = VmObject::new(Default::default(), None, Default::default()).unwrap();
@@ -177,7 +179,7 @@ mod tests {
             state.cr3 = 0x1000;
             state.cr4 |= control::CR4_PAE;
             state.efer |= control::EFER_LMA | control::EFER_LME;
-            // The segment has 64-bit code: the flag L.
+            // L: the code segment has 64-bit code.
             state.cs = Segment {
                 base: 0,
                 rights: 0xa09b,
@@ -233,9 +235,9 @@ mod tests {
     fn garbage_ends_the_stack() {
         let mut memory = Memory::new();
         let not_mapped = (PAGES * PAGE) as u64;
-        // Each of these addresses of a next frame ends the stack: the frame's own address; an address below the frame;
-        // an odd address; a distant address; an address in no memslot; an address in a page that the guest does not
-        // map; the last address.
+        // Each of these values of the next frame pointer ends the stack: the frame's own address; an address below the
+        // frame; an odd address; a distant address; an address in no memslot; an address in a page that the guest does
+        // not map; the last address.
         for next in [
             STACK,
             8,

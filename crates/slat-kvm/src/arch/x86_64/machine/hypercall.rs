@@ -1,4 +1,4 @@
-//! KVM's own hypercalls: requests of the guest by VMCALL or VMMCALL (KVM's
+//! KVM's own hypercalls, which the guest makes by VMCALL or VMMCALL (KVM's
 //! `Documentation/virt/kvm/x86/hypercalls.rst`).
 
 use crate::arch::x86_64::cpuid;
@@ -15,10 +15,10 @@ const POLL: u64 = 1;
 const KICK_CPU: u64 = 5;
 /// KVM_HC_SEND_IPI: sends an interrupt to up to 128 vCPUs.
 const SEND_IPI: u64 = 10;
-/// KVM_HC_SCHED_YIELD: the guest waits for another vCPU.
+/// KVM_HC_SCHED_YIELD: the guest waits for another vCPU, and asks the host to run that vCPU.
 const SCHED_YIELD: u64 = 11;
 
-/// The result of a hypercall that does not exist (-KVM_ENOSYS).
+/// The result of an unknown hypercall (-KVM_ENOSYS).
 const UNKNOWN: u64 = 1000u64.wrapping_neg();
 /// The result for bad arguments (-KVM_EINVAL).
 const INVALID: u64 = 22u64.wrapping_neg();
@@ -73,7 +73,7 @@ impl VcpuMachine {
         }
     }
 
-    /// Carries out a hypercall. Returns its result; `None`: the client completes it.
+    /// Carries out a hypercall. Returns the hypercall's result; `None`: the client completes the hypercall.
     fn answer_hypercall(&mut self, nr: u64, args: [u64; 4], long_mode: bool) -> Option<u64> {
         let map_gpa_range =
             nr == MAP_GPA_RANGE.into() && self.vm.arch.options.answers_hypercall(MAP_GPA_RANGE);
@@ -86,7 +86,7 @@ impl VcpuMachine {
             SEND_IPI if self.has_pv_feature(cpuid::KVM_FEATURE_PV_SEND_IPI) => {
                 Some(self.send_ipi(args, long_mode))
             }
-            // The hint has no effect, because the host decides which vCPU runs next.
+            // Has no effect, because the host's scheduler decides which vCPU runs next.
             SCHED_YIELD if self.has_pv_feature(cpuid::KVM_FEATURE_PV_SCHED_YIELD) => {
                 slat_process::wait::yield_now();
                 Some(0)

@@ -1,12 +1,12 @@
 //! Translates guest-virtual addresses to host pages, for misses of the software CPU's TLB.
 //!
 //! Two translations follow one another: by the guest's tables ([`slat::guest_walk`]), and by the engine's second level.
-//! The walk of the guest's tables needs a second-level translation for each table. A small cache holds most of these
-//! translations, and no other translations. The cache is flushed together with the software TLB.
+//! The walk of the guest's tables needs a second-level translation for each table. A small cache holds the last of
+//! these translations. The cache is flushed together with the software TLB.
 //!
-//! With the shadow MMU there is only one translation: the engine shadows the guest's tables, and walks them itself
-//! where necessary. This module tells the engine of stores to the tables, and of the translations that the guest
-//! invalidates. The nested tables of a guest that is a hypervisor are also shadowed with a second level
+//! With the shadow MMU there is only one translation, by the engine's shadow of the guest's tables. The engine itself
+//! walks the guest's tables where necessary. This module reports to the engine stores to these tables, and translations
+//! that the guest invalidates. The nested tables of a guest that is a hypervisor are also shadowed with a second level
 //! ([`super::nested_paging`]).
 
 use crate::arch::x86_64::machine::VcpuMachine;
@@ -23,7 +23,7 @@ use std::ptr::NonNull;
 const PAGE: u64 = 4096;
 
 impl From<Unreachable> for Fault {
-    /// Returns the CPU's fault for memory that is not accessible, at an address that is not MMIO.
+    /// Returns the CPU's fault for memory that cannot be accessed. MMIO addresses are handled before.
     fn from(why: Unreachable) -> Fault {
         match why {
             Unreachable::Retry => Fault::Retry,
@@ -41,14 +41,14 @@ impl AsMut<EngineVcpu> for VcpuMachine {
 }
 
 impl VcpuMachine {
-    /// Reads guest-physical memory of the vCPU's address space; the vCPU is entered. Returns `false` if the address is
-    /// not memory, or not accessible.
+    /// Reads guest-physical memory of the vCPU's address space. Returns `false` if the address is not memory, or not
+    /// accessible. Call inside the engine's reader section.
     pub(crate) fn read_here(&mut self, gpa: u64, bytes: &mut [u8]) -> bool {
         self.memory.read(gpa, bytes)
     }
 
-    /// Writes guest-physical memory of the vCPU's address space; marks the pages in the dirty log. The vCPU is entered.
-    /// Returns `false` if the address is not memory, or not accessible.
+    /// Writes guest-physical memory of the vCPU's address space, and marks the pages in the dirty log. Returns `false`
+    /// if the address is not memory, or not accessible. Call inside the engine's reader section.
     pub(crate) fn write_here(&mut self, gpa: u64, bytes: &[u8]) -> bool {
         let code = &self.vm.arch.code;
         self.memory.write(gpa, bytes, |host| {
@@ -57,7 +57,7 @@ impl VcpuMachine {
     }
 
     /// Makes the engine compare its shadow tables with the guest's tables, because the client may have written to guest
-    /// memory since the last run. The vCPU is entered, and its CPU has no translations.
+    /// memory since the last run. Call inside the engine's reader section, when the CPU has no translations.
     pub(crate) fn follow_client(&mut self) {
         if std::mem::take(&mut self.memory_restored) {
             self.vm.engine.guest_memory_changed();
@@ -69,7 +69,8 @@ impl VcpuMachine {
     }
 
     /// If the engine shadows the guest's tables, makes the engine compare its shadow tables with the guest's tables.
-    /// Returns whether the engine shadows tables; if so, all translations are invalid now. The vCPU is entered.
+    /// Returns whether the engine shadows the guest's tables. If so, all translations are invalid now. Call inside the
+    /// engine's reader section.
     pub(crate) fn flush_shadowed(&mut self) -> bool {
         if self.shadows {
             self.memory
@@ -79,8 +80,8 @@ impl VcpuMachine {
         self.shadows
     }
 
-    /// Reads an aligned word of guest-physical memory of the vCPU's address space; the vCPU is entered. `None`: `gpa`
-    /// is not memory, or not accessible.
+    /// Reads an aligned word of guest-physical memory of the vCPU's address space. `None`: `gpa` is not memory, or not
+    /// accessible. Call inside the engine's reader section.
     pub(super) fn read_word_here(&mut self, gpa: u64) -> Option<u64> {
         loop {
             match self.word(Gpa(gpa), size_of::<u64>()) {
@@ -96,7 +97,7 @@ impl VcpuMachine {
         assert!(gpa.0.is_multiple_of(size as u64), "a word in one page");
         let page = self.memory.page(gpa.0, slat::Access::Read)?;
         let word = Hpa(page.host.as_ptr() as u64 + gpa.0 % PAGE);
-        // A read changes no code, so the walk has to begin again only because the memory is not accessible.
+        // A read does not change code, so the walk fails only because the memory is not accessible.
         self.read_entry(word, size).map_err(|_| Unreachable::Retry)
     }
 
@@ -121,8 +122,8 @@ impl VcpuMachine {
         exchanged.map_err(|why| self.again(why))
     }
 
-    /// Returns the fault of a walk that has to begin again. If host memory was not accessible, its translations are
-    /// dropped.
+    /// Returns the fault for a walk that has to begin again. If host memory was not accessible, drops the translations
+    /// of this memory.
     #[cold]
     fn again(&mut self, why: Again) -> Fault {
         match why {
@@ -134,7 +135,8 @@ impl VcpuMachine {
         }
     }
 
-    /// Whether a signal or a full dirty ring ends the run. Then an access that has failed may succeed in the next run.
+    /// Whether a signal or a full dirty ring ends the run. If so, the access that has failed is made again in the next
+    /// run.
     pub(crate) fn is_called_out(&self) -> bool {
         self.memory.is_called_out()
     }
@@ -146,7 +148,7 @@ impl VcpuMachine {
         entered.pdptes(cr3)
     }
 
-    /// Like [`read_pdptes`](Self::read_pdptes), but for a vCPU that is entered.
+    /// Like [`read_pdptes`](Self::read_pdptes), but call inside the engine's reader section.
     pub(crate) fn pdptes(&mut self, cr3: u64) -> Option<[u64; 4]> {
         let mut pdptes = [0; 4];
         for (i, pdpte) in pdptes.iter_mut().enumerate() {
@@ -155,15 +157,17 @@ impl VcpuMachine {
         Some(pdptes)
     }
 
-    /// Carries out `KVM_TRANSLATE`: walks the guest's tables as a supervisor's read would.
+    /// Carries out `KVM_TRANSLATE`: walks the guest's tables as for a read in supervisor mode.
     pub(crate) fn translate_for_client(&mut self, cpu: &Cpu, gva: u64) -> Option<u64> {
         let paging = cpu.client_paging();
         if paging.cr0 & control::CR0_PG == 0 && paging.nested.is_none() {
-            // As in KVM, the address is not masked. u64::MAX is KVM's value for "no address".
+            // Without paging, the address is its own translation. As in KVM, the address is not masked, and u64::MAX
+            // means "no address".
             return Some(gva).filter(|gpa| *gpa != u64::MAX);
         }
         let mut entered = Entered::enter(self);
-        // Pages cached in the last run may be stale. The attention word makes the CPU flush its own TLB.
+        // The pages that were cached in the last run may be stale. The CPU's own TLB is flushed later, because of the
+        // attention word.
         entered.forget_pages();
         loop {
             match entered.walk_guest(gva, slat::Access::Read, &paging) {
@@ -176,7 +180,7 @@ impl VcpuMachine {
     }
 }
 
-/// Returns the page of an address while paging is off.
+/// Returns the translation of an address while paging is off.
 pub(super) fn unpaged(gva: u64) -> GuestPage {
     GuestPage {
         gpa: Gpa(gva & 0xffff_f000),
@@ -237,8 +241,8 @@ pub(super) fn slat_access(access: Access) -> slat::Access {
     }
 }
 
-/// Guest memory, at the host addresses to which the engine translates. A walk of the guest's tables sets bits in this
-/// memory, and the guest may also execute the page of a table.
+/// Guest memory for a walk of the guest's tables, at host addresses. The walk sets bits in table entries. [`CodePages`]
+/// is needed because the guest may also execute the page of a table.
 struct Words<'a>(&'a CodePages);
 
 /// Why a walk has to begin again.
@@ -246,7 +250,8 @@ enum Again {
     /// The host memory at this address is not accessible.
     Gone(*mut u8),
 
-    /// A walk has set a bit in a page with code ([`Fault::CodeChanged`]). The next walk finds the bit set.
+    /// The walk has set a bit in a page that also has code ([`Fault::CodeChanged`]). The next walk finds the bit set,
+    /// and succeeds.
     CodeChanged,
 }
 
@@ -316,7 +321,7 @@ impl VcpuMachine {
                     execute: page.execute,
                     tracked: page.tracked.map(|gpa| gpa.0),
                     bits: page.bits,
-                    // Any flush of the guest makes all translations invalid.
+                    // Not global: every flush by the guest drops all translations.
                     global: false,
                 });
             }
@@ -354,7 +359,7 @@ impl VcpuMachine {
 impl GuestTables for VcpuMachine {
     type Error = Fault;
 
-    // This method is always inlined, because most walks of a guest's tables read four entries by this method.
+    // Always inlined, because a walk of the guest's tables usually calls this method four times.
     #[inline(always)]
     fn read(&mut self, gpa: Gpa, size: usize) -> Result<u64, Fault> {
         match self.word(gpa, size) {
@@ -376,7 +381,7 @@ impl GuestTables for VcpuMachine {
         new: u64,
     ) -> Result<bool, Fault> {
         let page = match self.memory.page(gpa.0, slat::Access::Write) {
-            // The flags of tables in read-only memory do not change.
+            // As on a processor, the walk continues although the flags of a table in read-only memory cannot change.
             Err(Unreachable::NotMemory) => return Ok(true),
             Err(why) => return Err(why.into()),
             Ok(page) => page,
@@ -415,8 +420,8 @@ impl Mmu for VcpuMachine {
                 global: page.global && paging.cr4 & control::CR4_PGE != 0,
             }),
             Err(Unreachable::NotMemory) => {
-                // Accesses to devices are frequent, and no TLB holds the pages of devices (KVM:
-                // `vcpu_cache_mmio_info`).
+                // Keeps the translation, because accesses to devices are frequent and the CPU's TLB does not hold pages
+                // of devices (KVM: `vcpu_cache_mmio_info`).
                 let known = DevicePage {
                     gva: linear,
                     access: kind,
@@ -461,7 +466,7 @@ impl Mmu for VcpuMachine {
     }
 
     fn recheck(&mut self, host: *mut u8, _access: Access) -> Result<(), Fault> {
-        // A kick may interrupt any access, even an access that need not wait.
+        // A kick may interrupt any access. Only an access to memory that is not resident waits for the host.
         self.memory.is_interrupted |=
             slat_guard::was_kicked() && !slat_host::is_resident(host as usize);
         self.memory.forget(host);
@@ -484,7 +489,7 @@ impl Mmu for VcpuMachine {
                 }
                 self.shadows_nested
             }
-            // A nested guest's own tables are not shadowed.
+            // The engine does not shadow a nested guest's own tables.
             _ if paging.nested.is_some() => false,
             GuestFlush::Page(gva) if self.shadows && paging.cr0 & control::CR0_PG != 0 => {
                 let paging = guest_paging(paging, self.physical_bits);
@@ -515,7 +520,7 @@ mod tests {
         const PRESENT: u64 = 7;
         let mut memory = vec![0u64; 1024];
         let root = memory.as_ptr().align_offset(PAGE as usize);
-        // The first entry of the root names a table at 1 GiB.
+        // The first entry of the root refers to a table at 1 GiB, where the VM has no memory.
         memory[root] = 1 << 30 | PRESENT;
         let vm = VmObject::new(Default::default(), None, Default::default()).unwrap();
         vm.set_user_memory_region(&kvm_userspace_memory_region {

@@ -1,4 +1,4 @@
-//! The machine around one software CPU: CPUID, MSRs, time. Module [`mmu`] has the memory.
+//! The machine around one software CPU: CPUID, MSRs and time. Address translation is in module [`mmu`].
 
 mod async_pf;
 pub(crate) mod frames;
@@ -41,7 +41,7 @@ use std::sync::{Arc, MutexGuard};
 
 /// The parts of a vCPU besides its registers.
 pub(crate) struct VcpuMachine {
-    /// The engine's vCPU, and the pages of guest memory that it has found last.
+    /// The engine's vCPU, and the last translations of guest-physical pages.
     pub(crate) memory: GuestMemory,
     pub(crate) vm: Arc<VmObject>,
     pub(crate) common: Shared<VcpuCommon>,
@@ -52,17 +52,17 @@ pub(crate) struct VcpuMachine {
     msrs: Stored,
     pub(crate) mce: MachineCheck,
     pub(crate) hyperv: VcpuHyperv,
-    /// The hypercall that the client carries out. The CPU's run has ended because of it.
+    /// The hypercall that the client has to carry out. The CPU has stopped because of this hypercall.
     pub(crate) client_call: Option<ClientCall>,
     pub(crate) steal: StealTime,
-    /// The guest-physical address of the guest's task priority (`KVM_SET_VAPIC_ADDR`).
+    /// The guest-physical address of the word in which the guest keeps its task priority (`KVM_SET_VAPIC_ADDR`).
     pub(crate) vapic: Option<u64>,
     /// Whether the guest may end the interrupt in service by clearing a bit in its memory.
     pub(crate) pv_eoi_offered: bool,
-    /// Whether the guest must still be notified that all pages are ready for which its tasks wait.
+    /// Whether the guest must still get the event that all pages are ready for which its tasks wait.
     pages_are_ready: bool,
     pub(crate) tsc: Tsc,
-    /// The number by which the VM's clock knows the TSC.
+    /// The number of this vCPU's TSC in the VM's clock.
     tsc_number: usize,
     /// APIC_BASE of a vCPU without local APIC.
     base: u64,
@@ -78,7 +78,7 @@ pub(crate) struct VcpuMachine {
     pub(crate) enforces_pv_features: bool,
     /// The vector whose end of interrupt exits to the client (`KVM_EXIT_IOAPIC_EOI`) before the guest continues.
     pub(crate) ioapic_eoi: Option<u8>,
-    /// The address space that `engine` uses.
+    /// The address space that the engine's vCPU uses.
     space: usize,
     /// Whether the engine has the shadow MMU.
     shadows: bool,
@@ -150,7 +150,7 @@ impl VcpuMachine {
         })
     }
 
-    /// Leaves the engine, runs `work`, which may wait, and enters again. Call with an entered vCPU.
+    /// Leaves the engine, runs `work`, which may wait, and enters again. Call only inside the engine's reader section.
     pub(crate) fn outside<R>(&mut self, work: impl FnOnce(&mut Self) -> R) -> R {
         self.memory.engine.leave();
         let result = work(self);
@@ -158,7 +158,7 @@ impl VcpuMachine {
         result
     }
 
-    /// Drops the translations that the machine keeps. The CPU keeps translations of its own.
+    /// Drops the translations that the machine keeps. The CPU has its own translations, which stay.
     pub(crate) fn forget_pages(&mut self) {
         self.memory.flush();
     }
@@ -232,8 +232,8 @@ impl VcpuMachine {
         Ok(())
     }
 
-    /// Carries out INIT. The guest's structures for steal time, clock, PV EOI and page faults are plain memory
-    /// afterwards.
+    /// Carries out INIT. Afterwards, the guest's structures for steal time, clock, PV EOI and page faults are ordinary
+    /// memory.
     pub(crate) fn init(&mut self) {
         self.end_steal_time();
         self.store(index::KVM_SYSTEM_TIME_NEW, 0);
@@ -243,7 +243,7 @@ impl VcpuMachine {
         self.store(index::KVM_ASYNC_PF_INT, 0);
     }
 
-    /// Carries out the effect of a write to an APIC register. No APIC may be locked.
+    /// Carries out the effect of a write to an APIC register. Call with no local APIC locked.
     pub(crate) fn carry_out(&mut self, effect: Effect) {
         match effect {
             Effect::None => {}
@@ -265,13 +265,13 @@ impl VcpuMachine {
                 if self.vm.interrupts.end_of_interrupt(vector, level) {
                     self.ioapic_eoi = Some(vector);
                 }
-                // The next interrupt may be deliverable now.
+                // The end of an interrupt may make another interrupt deliverable.
                 self.common.attention.raise(bits::IRQ);
             }
         }
     }
 
-    /// Makes the run loop look for interrupts if the APIC has an interrupt that can be delivered.
+    /// If the APIC has an interrupt that can be delivered, makes the run loop check for interrupts.
     pub(crate) fn task_priority_changed(&self) {
         let pending = |lapic: MutexGuard<'_, Lapic>| lapic.pending().is_some();
         if self.common.lapic().is_some_and(pending) {
@@ -279,7 +279,7 @@ impl VcpuMachine {
         }
     }
 
-    /// Makes the run loop look for interrupts. Call when an interrupt that is pending at the APIC or an 8259 may have
+    /// Makes the run loop check for interrupts. Call when an interrupt that is pending at the APIC or an 8259 may have
     /// become deliverable.
     pub(crate) fn look_for_interrupts(&self) {
         self.common.attention.raise(bits::IRQ);
@@ -303,7 +303,8 @@ impl VcpuMachine {
             .set_deadline(deadline.map(|at| self.vm.arch.clock.instant(at)));
     }
 
-    /// Makes the run loop write the clock's page, and Hyper-V's, again before the guest continues.
+    /// Makes the run loop write the pages of kvmclock and of Hyper-V's reference clock again before the guest
+    /// continues.
     pub(crate) fn clock_page_changed(&mut self) {
         self.clock_changed = true;
         self.vm.arch.hyperv.clock_changed();
@@ -331,15 +332,15 @@ impl VcpuMachine {
         (word >> (8 * (at % 8))) as u32
     }
 
-    /// Writes the pages of the paravirtual clocks that have changed. The vCPU is entered. Call before the vCPU executes
-    /// guest code, after [`bits::RETRY`] was cleared and the vCPU has entered. Skips a page that is not memory.
+    /// Writes the pages of the paravirtual clocks that have changed. Call before the vCPU executes guest code, after
+    /// [`bits::RETRY`] was cleared, inside the engine's reader section. Skips a page that is not memory.
     pub(crate) fn write_clocks(&mut self) {
         if self.vm.arch.clock.is_updating() {
             self.outside(|machine| machine.vm.arch.clock.wait_for_update());
         }
         self.write_tsc_page();
         let address = self.msr(index::KVM_WALL_CLOCK_NEW);
-        // A client that resets the MSR to 0 wants no page.
+        // A client that resets the MSR to 0 does not ask for a page.
         if std::mem::take(&mut self.wall_clock_wanted) && address != 0 {
             let start = self.vm.arch.clock.boot_time();
             let mut page = [0; 12];
@@ -356,19 +357,19 @@ impl VcpuMachine {
             let msr = self.msr(index::KVM_SYSTEM_TIME_NEW);
             if msr & 1 != 0 {
                 let at = msr & !1;
-                // The new version follows the version in guest memory. So a guest that was migrated in the middle of
-                // reading the page notices the change.
+                // The new version is greater than the version in guest memory. So if a guest was migrated while it read
+                // the page, it notices the change.
                 let odd = self.read_guest_half(at).wrapping_add(1) | 1;
-                // As in KVM, the pause is reported until the guest has cleared the flag.
+                // As in KVM, the page reports the pause until the guest has cleared the flag.
                 let told = clock::is_paused(self.read_guest_half(at.wrapping_add(clock::FLAGS_AT)));
                 let parameters = self.vm.arch.clock.parameters(&self.tsc);
                 let page = parameters.page(odd.wrapping_add(1), self.guest_paused || told);
-                // The version is odd while the other fields change, for readers on other vCPUs.
+                // The version is odd while the other fields change, so that readers on other vCPUs try again.
                 let written = self.write_guest(at, &odd.to_le_bytes())
                     && self.write_guest(at.wrapping_add(4), &page[4..])
                     && self.write_guest(at, &page[..4]);
-                // A signal may have interrupted the wait for guest memory. Then the page is written later: otherwise
-                // the guest's clock would stop.
+                // If a signal has interrupted the wait for guest memory, the page has to be written later. Otherwise
+                // the guest would keep using the old page.
                 self.clock_changed = !written && self.is_called_out();
                 self.guest_paused &= self.clock_changed;
                 self.clock_due = self.vm.arch.clock.refresh(&parameters);

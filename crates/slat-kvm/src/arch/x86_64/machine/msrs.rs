@@ -18,7 +18,7 @@ const MISC_FEATURES_CPUID_FAULT: u64 = 1;
 /// The bit of HWCR: a guest may write more than 0 to the status of a machine-check bank.
 const HWCR_MC_STATUS_WRITABLE: u64 = 1 << 18;
 const HWCR_TSC_FREQUENCY: u64 = 1 << 24;
-/// The CPU has neither branch trace stores nor PEBS; performance monitoring and MONITOR are not available.
+/// MISC_ENABLE after reset: no branch trace store and no PEBS. Performance monitoring and MONITOR are off, too.
 const MISC_ENABLE_RESET: u64 = MISC_ENABLE_READ_ONLY;
 /// The bits for "no branch trace store" and "no PEBS", which a guest cannot change.
 const MISC_ENABLE_READ_ONLY: u64 = 1 << 11 | 1 << 12;
@@ -56,7 +56,7 @@ fn is_memory_type(kind: u8) -> bool {
     matches!(kind, 0 | 1 | 4 | 5 | 6)
 }
 
-/// Returns the bits of EFER that a client can set.
+/// Returns the bits that a client can set in EFER.
 fn known_efer() -> u64 {
     match policy::of_cpus().nested {
         true => control::EFER_KNOWN,
@@ -109,16 +109,15 @@ pub(crate) fn write(
 ) -> Result<(), MsrFault> {
     let value = match index {
         EFER if value & !known_efer() != 0 => return Err(MsrFault::Invalid),
-        // As in KVM, the client does not change the bit for the CPU's mode by this MSR. Only KVM_SET_SREGS and
-        // KVM_SET_SREGS2 change that bit.
+        // As in KVM, the client cannot change EFER.LMA by this MSR, only by KVM_SET_SREGS and KVM_SET_SREGS2.
         EFER => value & !control::EFER_LMA | state.efer & control::EFER_LMA,
         LSTAR | CSTAR | KERNEL_GS_BASE | FS_BASE | GS_BASE => canonical(value)?,
-        // As in KVM, any value is accepted and converted to a value that the MSR can have.
+        // As in KVM, an address that is not canonical is accepted and made canonical.
         SYSENTER_ESP | SYSENTER_EIP if is_intel(machine) => sign_extended(value),
         TSC_AUX if is_intel(machine) && value >> 32 != 0 => return Err(MsrFault::Invalid),
         SYSENTER_ESP | SYSENTER_EIP | SFMASK | TSC_AUX => value & 0xffff_ffff,
         VM_CR => state.written_vm_cr(value).ok_or(MsrFault::Invalid)?,
-        // As in KVM, the address bits within a page are dropped.
+        // As in KVM, the low 12 bits of the address are dropped.
         VM_HSAVE_PA => value & !0xfff,
         TSC_RATIO if value >> 40 != 0 => return Err(MsrFault::Invalid),
         PAT if !is_pat(value) => return Err(MsrFault::Invalid),
@@ -150,8 +149,8 @@ fn check_pv_feature(machine: &VcpuMachine, index: u32) -> Result<(), MsrFault> {
     }
 }
 
-/// Writes IA32_MISC_ENABLE. Two bits are read-only for a guest, and one bit keeps its value. One bit enables MONITOR
-/// and MWAIT in CPUID, unless the VM has KVM's quirk.
+/// Writes IA32_MISC_ENABLE. A guest must not change two read-only bits, and its write has no effect on one other bit.
+/// One bit enables MONITOR and MWAIT in CPUID, unless the VM has KVM's quirk.
 fn write_misc_enable(
     machine: &mut VcpuMachine,
     mut value: u64,
@@ -191,7 +190,7 @@ fn platform_info(machine: &VcpuMachine) -> u64 {
     (machine.stored(PLATFORM_INFO)).unwrap_or(PLATFORM_INFO_CPUID_FAULT)
 }
 
-/// Whether the guest has enabled that CPUID faults outside CPL 0.
+/// Whether the guest has enabled CPUID faulting: CPUID outside CPL 0 is a fault.
 pub(crate) fn cpuid_faults(machine: &VcpuMachine) -> bool {
     machine.msr(MISC_FEATURES) & MISC_FEATURES_CPUID_FAULT != 0
 }
@@ -215,7 +214,7 @@ fn tells_arch_capabilities(machine: &VcpuMachine) -> bool {
     cpuid::lookup(&machine.cpuid, 7, 0)[3] & cpuid::LEAF7_EDX_ARCH_CAPABILITIES != 0
 }
 
-/// Reads an MSR that the CPU itself does not hold.
+/// Reads an MSR whose value is not part of the CPU's state.
 pub(crate) fn read_machine(
     machine: &mut VcpuMachine,
     index: u32,
@@ -253,8 +252,8 @@ pub(crate) fn read_machine(
             return Err(MsrFault::Invalid);
         }
         PLATFORM_INFO => platform_info(machine),
-        // A guest can read the MSR only with a performance monitor, and no guest has a performance monitor. A client
-        // can always read the MSR.
+        // A guest can read the MSR only if it has performance monitoring, which no guest has. A client can always read
+        // the MSR.
         PERF_CAPABILITIES if !by_guest => 0,
         PERF_CAPABILITIES | SMBASE => return Err(MsrFault::Invalid),
         KVM_SYSTEM_TIME | KVM_SYSTEM_TIME_NEW => machine.msr(KVM_SYSTEM_TIME_NEW),
@@ -280,7 +279,7 @@ pub(crate) fn read_machine(
     })
 }
 
-/// Writes an MSR that the CPU itself does not hold.
+/// Writes an MSR whose value is not part of the CPU's state.
 pub(crate) fn write_machine(
     machine: &mut VcpuMachine,
     index: u32,
@@ -321,8 +320,8 @@ pub(crate) fn write_machine(
         }
         APIC_BASE => machine.set_apic_base(value, by_guest)?,
         TSC_DEADLINE => {
-            // Both clocks are read at one moment, so that a timer for a TSC value does not expire before the TSC has
-            // that value.
+            // Both clocks are computed from one reading of the host's TSC. So a timer for a TSC value does not expire
+            // before the TSC has that value.
             let host_tsc = ordered_tsc();
             let (tsc, now) = (
                 machine.tsc.at(host_tsc),
@@ -383,7 +382,8 @@ pub(crate) fn write_machine(
         }
         MISC_ENABLE => write_misc_enable(machine, value, by_guest)?,
         FEATURE_CONTROL => {
-            // A guest may lock the MSR, once. A guest has no other feature of this MSR to enable.
+            // A guest may set only the lock bit, and only once, because no guest has the features that the other bits
+            // enable.
             if by_guest && machine.msr(FEATURE_CONTROL) & FEATURE_CONTROL_LOCKED != 0 {
                 return Err(MsrFault::Invalid);
             }
@@ -393,7 +393,7 @@ pub(crate) fn write_machine(
             })?;
             machine.store(index, value);
         }
-        // Features that do not exist may be disabled, but not enabled.
+        // Only 0 can be written, because the CPU has none of the features that these bits enable.
         DEBUGCTL => only(0)?,
         MISC_FEATURES => {
             only(match platform_info(machine) & PLATFORM_INFO_CPUID_FAULT {
@@ -402,7 +402,7 @@ pub(crate) fn write_machine(
             })?;
             machine.store(index, value);
         }
-        // Three bits that old firmware sets have no effect. Two bits are stored.
+        // Three bits have no effect; old firmware sets them. Two bits are stored.
         AMD_HWCR => {
             let kept = HWCR_MC_STATUS_WRITABLE | HWCR_TSC_FREQUENCY;
             only(kept | 1 << 3 | 1 << 6 | 1 << 8)?;
@@ -423,7 +423,7 @@ pub(crate) fn write_machine(
         // The guest cannot write the following MSRs.
         SMI_COUNT | PERF_CAPABILITIES if by_guest => return Err(MsrFault::Invalid),
         SMI_COUNT => machine.store(index, value),
-        // A client writes the CPU's register instead.
+        // SMBASE is part of the CPU's state, so a client's write never reaches this code.
         SMBASE => return Err(MsrFault::Invalid),
         PERF_CAPABILITIES => only(0)?,
         UCODE_REV if by_guest => {}

@@ -7,10 +7,10 @@
 //!
 //! The engine shadows L1's nested tables and translates L2-physical addresses by the shadow ([`Shadowed`]). With the
 //! shadow MMU the shadow is like that of any table of the guest; with other MMUs it exists beside L1's second level. So
-//! a step is one walk of the shadow table to the host page, and L1's tables are read only at a fault. Table formats
-//! with break-before-make cannot shadow L1's tables. With these formats L1's tables are walked ([`Walked`]), and the
-//! result is kept until L1 flushes it, as in a processor. L1's tables are also walked when a client asks for a
-//! translation.
+//! each step is one walk of the shadow table, which leads to the host page. L1's tables are read only at a fault. A
+//! table format with break-before-make cannot shadow L1's tables. With such a format, L1's tables are walked
+//! ([`Walked`]), and the result is kept until L1 flushes it, as on a processor. L1's tables are also walked for a
+//! client's `KVM_TRANSLATE`.
 
 use crate::arch::x86_64::machine::VcpuMachine;
 use crate::arch::x86_64::machine::mmu::{guest_paging, own_fault, slat_access, unpaged};
@@ -25,7 +25,8 @@ const PAGE: u64 = 4096;
 const AT_PAGE: u64 = 1 << 32;
 const AT_TABLE: u64 = 1 << 33;
 
-/// Returns a page fault of the nested tables at the L2-physical address `gpa`. `place` is a bit of EXITINFO1.
+/// Returns a page fault of the nested tables at the L2-physical address `gpa`. `place` is the bit of EXITINFO1 that
+/// says which page the fault was at.
 fn nested_fault(gpa: u64, code: u32, place: u64) -> Fault {
     Fault::NestedPage {
         error_code: place | u64::from(code),
@@ -33,7 +34,8 @@ fn nested_fault(gpa: u64, code: u32, place: u64) -> Fault {
     }
 }
 
-/// Checks that the `nested` tables have entries for the L2-physical address `gpa`. `place` is a bit of EXITINFO1.
+/// Checks that the L2-physical address `gpa` is not too wide for the `nested` tables. `place` is the bit of EXITINFO1
+/// for the fault.
 fn check_width(
     nested: &GuestPaging,
     gpa: u64,
@@ -49,13 +51,13 @@ fn check_width(
 /// Guest memory at L2's physical addresses: L1's tables are walked.
 struct Walked<'a> {
     machine: &'a mut VcpuMachine,
-    /// The state of the nested tables, for the CPU and for a walk.
+    /// The state of the nested tables, as the CPU describes it. `nested` is the same state, for a walk.
     of: &'a NestedPaging,
     nested: &'a GuestPaging,
 }
 
 impl Walked<'_> {
-    /// Returns the page to which the L2-physical address `gpa` leads, if that page is known and allows `access`.
+    /// Returns the cached translation of the L2-physical address `gpa`, if there is one and it allows `access`.
     fn known(&mut self, gpa: u64, access: slat::Access) -> Option<GuestPage> {
         let flushes = self.machine.memory.flushes();
         (self.machine.tables).nested(flushes, self.of, gpa, access)
@@ -123,8 +125,8 @@ impl Shadowed<'_> {
         })
     }
 
-    /// Returns the location of an entry of L2's tables. L1's page has to be writable, as for [`Walked`]; the memslot
-    /// need not be writable.
+    /// Returns the location of an entry of L2's tables. As in [`Walked`], L1's tables must allow writes to the page.
+    /// The memslot may be read-only.
     fn entry(&mut self, gpa: Gpa) -> Result<EntryIn, Fault> {
         match self.page(gpa.0, slat::Access::Write, AT_TABLE) {
             Ok(page) => Ok(EntryIn::Memory(Hpa(
@@ -138,9 +140,9 @@ impl Shadowed<'_> {
 
 /// The location of an entry of L2's tables.
 enum EntryIn {
-    /// The entry is at this host address, in memory that may be written.
+    /// The entry is in writable memory, at this host address.
     Memory(Hpa),
-    /// The entry is at this L1 address, in read-only memory, or outside memory.
+    /// The entry is in read-only memory or outside memory, at this L1-physical address.
     NotWritable(Gpa),
 }
 
@@ -150,9 +152,9 @@ impl GuestTables for Shadowed<'_> {
     fn read(&mut self, gpa: Gpa, size: usize) -> Result<u64, Fault> {
         match self.entry(gpa)? {
             EntryIn::Memory(word) => self.machine.read_entry(word, size),
-            // Reads at the address that this translation has found. A translation for reading could find another page:
-            // the shadow may still have an earlier entry of L1 that allows no writing, and that no flush has dropped
-            // yet.
+            // Reads at the L1-physical address that the translation for a write has found. A second translation, for a
+            // read, could find another page: the shadow may still have an older read-only entry of L1 that L1 has not
+            // flushed yet.
             EntryIn::NotWritable(gpa) => self.machine.read(gpa, size),
         }
     }
@@ -166,15 +168,15 @@ impl GuestTables for Shadowed<'_> {
     ) -> Result<bool, Fault> {
         match self.entry(gpa)? {
             EntryIn::Memory(word) => self.machine.exchange_entry(word, size, old, new),
-            // The flags of tables in read-only memory do not change.
+            // As on a processor, the walk continues although the flags of a table in read-only memory cannot change.
             EntryIn::NotWritable(_) => Ok(true),
         }
     }
 }
 
-/// Returns the state of nested tables (AMD64 volume 2, 15.25.5 and 15.25.10). The nested tables are walked with user
-/// accesses, in the paging mode of the hypervisor. No register holds their page-directory-pointer entries. The
-/// hypervisor's CR4.SMEP only makes faults report fetches.
+/// Returns the parameters for a walk of nested tables (AMD64 volume 2, 15.25.5 and 15.25.10). The walk makes user
+/// accesses, in the hypervisor's paging mode. It reads page-directory-pointer entries from memory, because no register
+/// holds them. The hypervisor's CR4.SMEP has one effect: the error code of a fault reports instruction fetches.
 fn second_stage(nested: &NestedPaging, physical_bits: u32) -> GuestPaging {
     let paging = Paging {
         cr3: nested.cr3,
@@ -190,7 +192,7 @@ fn second_stage(nested: &NestedPaging, physical_bits: u32) -> GuestPaging {
     }
 }
 
-/// Walks L2's own tables, in `memory` at L2-physical addresses, if L2's paging is on. Returns L2's page.
+/// Walks L2's own tables, if L2's paging is on. `memory` is memory at L2-physical addresses. Returns L2's page.
 fn first_stage(
     memory: &mut impl GuestTables<Error = Fault>,
     gva: u64,

@@ -1,5 +1,5 @@
 //! Reads guest memory for profiles. A read changes nothing and does not wait: it causes no fault, sets no accessed
-//! flag, and makes no host page resident. Memory that the second level does not map at this moment cannot be read.
+//! flag, and makes no host page resident. So memory can be read only if the second level maps it at this moment.
 
 use super::VcpuMachine;
 use super::mmu::{guest_paging, unpaged};
@@ -12,7 +12,7 @@ use slat_x86::state::control;
 /// Guest memory at the virtual addresses of a vCPU.
 pub(super) struct Peek<'a> {
     memory: Memory<'a>,
-    /// `None`: there is no paging.
+    /// The parameters for a walk of the guest's tables. `None`: paging is off.
     paging: Option<GuestPaging>,
     /// The last page that was read: its guest-virtual and its host address.
     last: Option<(u64, u64)>,
@@ -21,12 +21,12 @@ pub(super) struct Peek<'a> {
 /// Guest memory at the physical addresses of a vCPU.
 struct Memory<'a>(&'a EngineVcpu);
 
-/// The memory cannot be read now.
+/// The error of a read: the memory is not mapped at this moment.
 struct NotMapped;
 
 impl VcpuMachine {
-    /// Returns the memory at the virtual addresses of `cpu`, which is this vCPU's, with a supervisor's rights. The vCPU
-    /// is entered. `None`: a nested guest runs, whose addresses are not walked.
+    /// Returns the memory at the virtual addresses of `cpu`, which is this vCPU's CPU, with supervisor rights. Call
+    /// inside the engine's reader section. `None`: a nested guest runs, whose tables are not walked.
     pub(super) fn peek(&self, cpu: &Cpu) -> Option<Peek<'_>> {
         let paging = cpu.client_paging();
         let is_paged = paging.cr0 & control::CR0_PG != 0;
@@ -54,7 +54,7 @@ impl Peek<'_> {
         load(host + gva % PAGE_SIZE, size).ok()
     }
 
-    /// Returns the host address of a page.
+    /// Returns the host address of the page at `gva`.
     fn host_page(&mut self, gva: u64) -> Option<u64> {
         let page = match &self.paging {
             None => unpaged(gva),
@@ -78,7 +78,7 @@ impl GuestTables for Memory<'_> {
         load(self.host_page(gpa)? + gpa.0 % PAGE_SIZE, size)
     }
 
-    /// Changes nothing, but returns success, because the walk would set accessed flags by this method.
+    /// Returns success but changes nothing. The walk calls this method to set accessed flags.
     fn compare_exchange(&mut self, _: Gpa, _: usize, _: u64, _: u64) -> Result<bool, NotMapped> {
         Ok(true)
     }
@@ -86,8 +86,9 @@ impl GuestTables for Memory<'_> {
 
 /// Reads the aligned word of `size` (4 or 8) bytes at the host address of guest memory.
 fn load(host: u64, size: usize) -> Result<u64, NotMapped> {
-    // SAFETY: the access is guarded, and the engine maps the page. If the client has unmapped the page since, the read
-    // fails. If the client has mapped another page at this address, the word is wrong.
+    // SAFETY: the access is guarded. The address is that of a page that the engine maps. If the client has unmapped the
+    // page since, the read fails. If the client has mapped another page there, the read returns a wrong word, which
+    // only makes a sample wrong.
     let word = unsafe {
         match size {
             4 => slat_guard::load(host as *const u32).map(u64::from),

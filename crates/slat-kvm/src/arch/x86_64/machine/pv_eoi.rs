@@ -1,9 +1,9 @@
 //! PV EOI (`KVM_FEATURE_PV_EOI`): a guest ends an interrupt by clearing a bit in its own memory, without an access to
 //! the APIC.
 //!
-//! slat sets the bit when it delivers an interrupt for whose end no I/O APIC waits: slat offers a PV EOI. A guest that
-//! finds the bit set clears it, and then need not write the EOI register. Before slat uses the APIC again, it looks at
-//! the bit. If the bit is clear, slat ends the interrupt; otherwise slat withdraws the offer.
+//! slat offers a PV EOI by setting the bit when it delivers an interrupt whose end no I/O APIC has to learn. A guest
+//! that finds the bit set clears it, and need not write the EOI register. Before slat uses the APIC again, it reads the
+//! bit. If the guest has cleared the bit, slat ends the interrupt; otherwise slat withdraws the offer.
 
 use crate::arch::x86_64::machine::VcpuMachine;
 use crate::arch::x86_64::msr::{KVM_ENABLED, index};
@@ -12,7 +12,7 @@ use slat_x86::MsrFault;
 
 /// The bit of `MSR_KVM_PV_EOI` that has to be 0, because the address in this MSR is a multiple of 4.
 const RESERVED: u64 = 2;
-/// The bit in the guest's memory: the interrupt needs no write of the APIC's EOI register.
+/// The bit in the guest's memory that offers a PV EOI: the guest need not write the APIC's EOI register.
 const OFFERED: u8 = 1;
 
 impl VcpuMachine {
@@ -27,10 +27,10 @@ impl VcpuMachine {
         Ok(())
     }
 
-    /// Offers a PV EOI. Call after the vCPU, which is entered, has accepted an interrupt of its APIC.
+    /// Offers a PV EOI. Call after the vCPU has accepted an interrupt of its APIC, inside the engine's reader section.
     pub(crate) fn offer_pv_eoi(&mut self) {
         let value = self.msr(index::KVM_PV_EOI);
-        // The result of an earlier offer may not be collected yet.
+        // An earlier offer may still be open. Its result is collected later.
         if value & KVM_ENABLED == 0 || self.pv_eoi_offered {
             return;
         }
@@ -40,7 +40,7 @@ impl VcpuMachine {
 
     /// Ends the interrupt if the guest has cleared the bit, and otherwise withdraws the offer. If a signal or a full
     /// dirty ring interrupts the access to guest memory, the next call does this work. If the memory cannot be read,
-    /// ends the interrupt, as KVM does. Call before using the APIC of the vCPU, which is entered.
+    /// ends the interrupt, as KVM does. Call before using the vCPU's APIC, inside the engine's reader section.
     pub(crate) fn collect_pv_eoi(&mut self) {
         if !self.pv_eoi_offered {
             return;

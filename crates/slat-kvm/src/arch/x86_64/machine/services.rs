@@ -7,7 +7,7 @@ use slat_irqchip::lapic::BASE_ENABLE;
 use slat_x86::{HypercallInstruction, HypercallOutcome, Hypercalls, Machine, MsrFault, State};
 
 impl VcpuMachine {
-    /// Hides the APIC in a leaf of CPUID, if APIC_BASE disables the APIC.
+    /// Clears the APIC bit in the `values` of a CPUID leaf, if APIC_BASE disables the APIC.
     pub(crate) fn show_apic(&self, leaf: u32, values: &mut [u32; 4]) {
         if leaf == 1 && self.apic_base() & BASE_ENABLE == 0 {
             values[3] &= !cpuid::LEAF1_EDX_APIC;
@@ -92,11 +92,11 @@ mod tests {
     use std::sync::mpsc;
     use std::time::Duration;
 
-    /// The number of a hypercall that panics. No other instruction of a guest panics.
+    /// The number of a hypercall that panics, for tests. No other instruction of a guest can panic.
     pub(super) const HYPERCALL_PANICS: u64 = 0x51a7_51a7;
 
-    /// If the thread of a vCPU panics while the guest runs, the vCPU leaves the engine, so that flushes do not wait for
-    /// the vCPU, and its VM is dead.
+    /// A vCPU's thread panics while the guest runs. Then the vCPU must leave the engine, so that flushes do not wait
+    /// for it, and the VM must be dead.
     #[test]
     fn a_panic_inside_the_guest_leaves_nobody_waiting() {
         let (vm, _fd) = System.create_vm(0, None, Default::default()).unwrap();
@@ -125,7 +125,7 @@ mod tests {
         let (done, results) = mpsc::channel();
         let object = vm.clone();
         std::thread::spawn(move || {
-            // Neither a change of the host's memory nor a slot change waits for this vCPU.
+            // These changes would wait forever if the vCPU had not left the engine.
             let address = region.userspace_addr as usize;
             crate::notify::around(address..address + 0x2000, || {});
             let deleted = kvm_userspace_memory_region {

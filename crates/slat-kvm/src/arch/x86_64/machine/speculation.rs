@@ -1,5 +1,5 @@
 //! The MSRs that control speculation: SPEC_CTRL, PRED_CMD, FLUSH_CMD and AMD's VIRT_SPEC_CTRL. The CPU never
-//! speculates, so it always behaves as these MSRs demand. The MSRs only keep the written value, with KVM's checks.
+//! speculates, so these MSRs need no effect. They only store the written value, after KVM's checks.
 
 use crate::arch::x86_64::cpuid;
 use crate::arch::x86_64::machine::VcpuMachine;
@@ -25,8 +25,7 @@ const AMD_STIBP: Feature = (0x8000_0008, 1, 15);
 const AMD_SSBD: Feature = (0x8000_0008, 1, 24);
 const AMD_VIRT_SSBD: Feature = (0x8000_0008, 1, 25);
 
-/// Whether an access is allowed. A guest's access is refused unless the guest has one of `features`; a client's access
-/// is always allowed.
+/// Whether an access is allowed. A guest needs one of `features`. A client's access is always allowed.
 fn may_access(machine: &VcpuMachine, by_guest: bool, features: &[Feature]) -> bool {
     let has = |&(leaf, register, bit): &Feature| {
         cpuid::lookup(&machine.cpuid, leaf, 0)[register] >> bit & 1 != 0
@@ -34,8 +33,8 @@ fn may_access(machine: &VcpuMachine, by_guest: bool, features: &[Feature]) -> bo
     !by_guest || features.iter().any(has)
 }
 
-/// Returns the features of the MSR and the bits that can be set. Any one of the features allows a guest's access.
-/// `None`: `index` is none of these MSRs.
+/// Returns the features of the MSR `index`, and the bits of the MSR that can be set. A guest that has any of the
+/// features may access the MSR. `None`: `index` is none of these MSRs.
 fn rules(index: u32) -> Option<(&'static [Feature], u64)> {
     Some(match index {
         SPEC_CTRL => (

@@ -43,32 +43,34 @@ impl VcpuMachine {
         (self.steal.changed, self.steal.preempted) = (false, false);
     }
 
-    /// Begins to count stolen time. Call before the vCPU runs: in `KVM_RUN`, and after a halt. The vCPU is not entered.
+    /// Begins to count stolen time. Call before the vCPU runs: in `KVM_RUN`, and after a halt. Call outside the
+    /// engine's reader section.
     pub(crate) fn begin_to_run(&mut self) {
         if self.steal_time_address().is_some() {
             self.steal.begin();
         }
     }
 
-    /// Stops counting stolen time, and marks the vCPU as preempted. Call when the vCPU, which is entered, stops
-    /// running: before a halt, and before `KVM_RUN` returns.
+    /// Stops counting stolen time, and marks the vCPU as preempted. Call when the vCPU stops running: before a halt,
+    /// and before `KVM_RUN` returns. Call inside the engine's reader section.
     pub(crate) fn stop_running(&mut self) {
         if let Some(address) = self.steal_time_address() {
             self.steal.end();
-            // As with KVM, the version shows how often the vCPU has begun to run.
+            // As with KVM, the structure is written at the next start even if no time was stolen, so its version counts
+            // how often the vCPU has begun to run.
             self.steal.changed = true;
             self.steal.preempted = self.write_guest(address + PREEMPTED, &[PREEMPTED_NOW]);
         }
     }
 
-    /// Adds the time that was stolen since the last call to the guest's structure. The vCPU is entered. A structure
-    /// that is not in memory is skipped.
+    /// Adds the time that was stolen since the last call to the guest's structure. Call inside the engine's reader
+    /// section. Does nothing if the structure is not in memory.
     pub(crate) fn write_steal_time(&mut self) {
         let Some(address) = self.steal_time_address() else {
             return;
         };
         if !self.steal.is_watching() {
-            // The guest has just enabled steal time.
+            // The guest has enabled steal time during this run, so counting has not begun yet.
             self.outside(|machine| machine.steal.begin());
         }
         if std::mem::take(&mut self.steal.preempted) {
@@ -87,7 +89,7 @@ impl VcpuMachine {
         let (Some(before), Some(version)) = words else {
             return;
         };
-        // The version is odd while the other fields change.
+        // The version is odd while the other fields change, so that readers try again.
         let odd = (version as u32).wrapping_add(1) | 1;
         if self.write_guest(address + VERSION, &odd.to_le_bytes())
             && self.write_guest(address, &before.wrapping_add(stolen).to_le_bytes())

@@ -8,7 +8,7 @@ use slat_x86::MsrFault;
 pub(crate) fn read(index: u32) -> Option<u64> {
     Some(match index {
         PLATFORM_ID | EBL_CR_POWERON | UCODE_WRITE | PERF_CTL => 0,
-        // The MSRs of performance counters, branch records and power meters, which the CPU does not have.
+        // MSRs of performance counters, branch records and power meters. The CPU has none of these features.
         P6_PERFCTR_FIRST..=P6_PERFCTR_LAST
         | P6_EVNTSEL_FIRST..=P6_EVNTSEL_LAST
         | K7_EVNTSEL_FIRST..=K7_PERFCTR_LAST
@@ -20,11 +20,11 @@ pub(crate) fn read(index: u32) -> Option<u64> {
         | PP1_ENERGY_STATUS => 0,
         AMD_SYSCFG | AMD_NB_CFG | AMD_INT_PENDING | AMD_MMIO_CONF_BASE | AMD_TSEG_ADDR
         | AMD_TSEG_MASK | VM_HSAVE_PA | AMD_DC_CFG | AMD_TW_CFG | AMD_BU_CFG2 | AMD_EX_CFG => 0,
-        // Guests divide by these values. The values mean a bus of 100 MHz with ratio 1.
+        // Guests divide by these values, so they must not be 0. They mean a bus of 100 MHz and the ratio 1.
         FSB_FREQ => 3,
         EBC_FREQUENCY_ID => 1 << 24,
         PERF_STATUS => 4 << 40 | 1000,
-        // The value means an enabled level-2 cache of 256 KiB.
+        // This value means that there is an enabled level-2 cache of 256 KiB.
         BBL_CR_CTL3 => 0xbe70_2111,
         K7_CLK_CTL => 0x2000_0000,
         _ => return None,

@@ -11,7 +11,8 @@ const CAP_CONTROL: u64 = 1 << 8;
 const CAP_RECOVERY: u64 = 1 << 24;
 /// The number of banks.
 const CAP_BANKS: u64 = 0xff;
-/// The number of extended state registers. KVM lets a client set any number. No number has a meaning without MCG_EXT_P.
+/// The number of extended state registers. As in KVM, a client can set any number. The number has no meaning without
+/// MCG_EXT_P.
 const CAP_EXTENDED: u64 = 0x00ff_0000;
 
 /// The greatest number of banks that a vCPU can have: the value that `KVM_CHECK_EXTENSION` returns.
@@ -123,7 +124,7 @@ impl MachineCheck {
         Ok(())
     }
 
-    /// Carries out `KVM_X86_SET_MCE`: reports an error of the machine. `enabled`: CR4.MCE is set.
+    /// Carries out `KVM_X86_SET_MCE`: reports an error of the machine. `enabled` says whether CR4.MCE is set.
     ///
     /// # Errors
     /// `EINVAL` for a bank that does not exist, and for an error that is not valid.
@@ -140,7 +141,8 @@ impl MachineCheck {
         let uncorrected = error.status & STATUS_UNCORRECTED != 0;
         let urgent = STATUS_CONTEXT_CORRUPT | STATUS_SIGNALED | STATUS_ACTION_REQUIRED;
         if uncorrected && error.status & urgent == 0 && error.mcg_status == 0 {
-            // No action is required. Only the interrupt for corrected errors would signal this error.
+            // This error needs no action by the guest. Only the interrupt for corrected errors would signal it, which
+            // does not exist here.
             bank.log(&error);
             self.status = error.mcg_status;
             return Ok(Reported::Logged);
@@ -183,7 +185,7 @@ impl MachineCheck {
                 Some(register) => *register,
                 None => return Some(Err(MsrFault::Invalid)),
             },
-            // There is no interrupt for corrected errors.
+            // The MSR would enable the interrupt for corrected errors, which the CPU does not have.
             MC_CTL2_FIRST..=MC_CTL2_LAST if by_guest || !self.has_bank(index - MC_CTL2_FIRST) => {
                 return Some(Err(MsrFault::Invalid));
             }
@@ -193,7 +195,7 @@ impl MachineCheck {
         Some(Ok(value))
     }
 
-    /// Writes a machine-check MSR. `sets_status`: the guest may write more than zero to a bank's status (AMD's
+    /// Writes a machine-check MSR. If `sets_status`, the guest may write a value other than 0 to a bank's status (AMD's
     /// HWCR.McStatusWrEn). `None`: the MSR is no machine-check MSR, or is read-only.
     pub(crate) fn write(
         &mut self,
@@ -204,7 +206,7 @@ impl MachineCheck {
     ) -> Option<Result<(), MsrFault>> {
         let allowed = match index {
             MCG_STATUS => true,
-            // All errors are reported, or no errors are.
+            // Only all ones or all zeros can be written: all errors are reported, or no errors are.
             MCG_CTL => {
                 matches!(value, 0 | u64::MAX) && (self.has_control() || value == 0 && !by_guest)
             }

@@ -53,7 +53,7 @@ pub const SAVED: &[u32] = &[
     hyperv::RESET,
     hyperv::VP_INDEX,
     hyperv::VP_RUNTIME,
-    // A client that finds these two MSRs knows that the other MSRs of their kind exist.
+    // Only these two MSRs are listed. A client that finds them knows that the other MSRs of their kind exist.
     hyperv::SCONTROL,
     hyperv::STIMER0_CONFIG,
     hyperv::VP_ASSIST_PAGE,
@@ -71,7 +71,7 @@ pub const SAVED: &[u32] = &[
     TSC_DEADLINE,
     KVM_STEAL_TIME,
     KVM_PV_EOI,
-    // The MSR with the vector is restored before the MSR that enables its use.
+    // KVM_ASYNC_PF_INT is listed, and so restored, before the MSR that enables the use of its vector.
     KVM_ASYNC_PF_INT,
     KVM_ASYNC_PF_ACK,
     KVM_ASYNC_PF_EN,
@@ -147,18 +147,18 @@ pub(crate) fn microcode_revision() -> u64 {
     }
 }
 
-/// CPUID can be made to fault outside CPL 0.
+/// The bit of PLATFORM_INFO: the guest can make CPUID fault outside CPL 0.
 pub(crate) const PLATFORM_INFO_CPUID_FAULT: u64 = 1 << 31;
 /// The bit of a paravirtual feature's MSR that says that the feature is in use. The rest of the MSR is an address.
 pub(crate) const KVM_ENABLED: u64 = 1;
 
-/// Returns the reason of a refused access in the form of `kvm_run`: `KVM_MSR_EXIT_REASON_*`.
+/// Converts the reason of a refused MSR access to `KVM_MSR_EXIT_REASON_*`, as in `kvm_run`.
 pub(crate) fn exit_reason(why: MsrFault) -> u32 {
     match why {
         MsrFault::Unknown => KVM_MSR_EXIT_REASON_UNKNOWN,
         MsrFault::Invalid => KVM_MSR_EXIT_REASON_INVAL,
         MsrFault::Forbidden => KVM_MSR_EXIT_REASON_FILTER,
-        // A retry is no refusal.
+        // A retry does not refuse the access.
         MsrFault::Retry => 0,
     }
 }

@@ -1,4 +1,4 @@
-//! The reference clock, and the page by which the guest computes it from its TSC.
+//! Hyper-V's reference clock, and the page by which the guest computes the clock from its TSC.
 
 use crate::arch::x86_64::clock::ordered_tsc;
 use crate::arch::x86_64::machine::VcpuMachine;
@@ -6,13 +6,13 @@ use slat_hyperv::clock::{TscPage, UNIT};
 use slat_hyperv::partition::{DuePage, PageOutcome, Partition};
 
 impl VcpuMachine {
-    /// Returns the reference clock now, in units of 100 ns. The reference clock is kvmclock, computed with the
-    /// arithmetic of the guest's page, even if the guest has no page.
+    /// Returns the reference clock now, in units of 100 ns. The reference clock has the value of kvmclock. It is
+    /// computed with the arithmetic of the guest's page, even if the guest has no page.
     pub(super) fn reference_time(&self) -> u64 {
         (self.vm.arch.hyperv).with_partition(|partition| self.time_of(partition))
     }
 
-    /// Like [`reference_time`](Self::reference_time), but for a caller that has locked the partition.
+    /// Like [`reference_time`](Self::reference_time), but the caller has locked the partition already.
     pub(super) fn time_of(&self, partition: &Partition) -> u64 {
         let page = self.tsc_page();
         let host_tsc = ordered_tsc();
@@ -24,8 +24,8 @@ impl VcpuMachine {
         partition.time(tsc, now)
     }
 
-    /// Returns the contents for a page that is written now. `None`: no page would be right, because the vCPUs' TSCs
-    /// differ or are too slow.
+    /// Returns the contents that the page should have now. `None`: no contents are correct for all vCPUs, because their
+    /// TSCs differ or are too slow.
     fn tsc_page(&self) -> Option<TscPage> {
         let clock = self.vm.arch.clock.parameters(&self.tsc);
         let clock = clock.without_wrap(self.guest_tsc());
@@ -38,8 +38,8 @@ impl VcpuMachine {
         page.filter(|_| clock.is_stable)
     }
 
-    /// Writes the guest's page of the reference clock, if it has to be written. The vCPU is entered. If the write is
-    /// interrupted, the next call, or another vCPU, writes the page.
+    /// Writes the guest's page of the reference clock, if the page has to be written. Call inside the engine's reader
+    /// section. If the write is interrupted, the next call on this vCPU or another one writes the page.
     pub(crate) fn write_tsc_page(&mut self) {
         if let Some(due) = self.vm.arch.hyperv.begin_page() {
             let outcome = self
@@ -64,7 +64,7 @@ impl VcpuMachine {
         if old.sequence != 0 && due.keeps_contents {
             return Some(PageOutcome::Shows(old));
         }
-        // While the other fields change, guests on other vCPUs read the MSR.
+        // The sequence 0 makes guests on other vCPUs read the MSR while the other fields change.
         let mut write = |offset, bytes: &[u8]| self.write_guest(at + offset, bytes).then_some(());
         write(0, &0u32.to_le_bytes())?;
         let Some(mut page) = self.tsc_page() else {

@@ -38,7 +38,7 @@ impl From<Status> for Failure {
 /// A call that this vCPU makes.
 struct Call {
     input: Input,
-    /// The registers of a fast call's parameters, or the addresses of input and output of any other call.
+    /// The registers that hold a fast call's parameters, or any other call's addresses of input and output.
     registers: Fast,
 }
 
@@ -62,7 +62,7 @@ impl Call {
 enum Next {
     /// The call ends with this output.
     Output(u64),
-    /// The client carries out the call. The first parameter is this value.
+    /// The client carries out the call. The value is the call's first parameter.
     Client(u64),
 }
 
@@ -77,7 +77,7 @@ pub(crate) fn store_output(state: &mut State, long_mode: bool, output: u64) {
 }
 
 impl VcpuMachine {
-    /// Whether the guest's hypercalls are Hyper-V's.
+    /// Whether the guest makes hypercalls by Hyper-V's conventions.
     pub(in crate::arch::x86_64::machine) fn uses_hyperv_calls(&self) -> bool {
         self.hyperv.privileges.is_some()
             && (self.vm.arch.hyperv).with_partition(|partition| partition.is_identified())
@@ -191,7 +191,7 @@ impl VcpuMachine {
         Ok(Next::Client(parameter))
     }
 
-    /// Reads a word of the parameters of a call.
+    /// Reads the parameter word number `index` of a call.
     fn parameter(&mut self, call: &Call, index: usize) -> Result<u64, Failure> {
         if call.input.is_fast() {
             return (call.registers.word(index)).ok_or(Status::InvalidInput.into());
@@ -202,7 +202,7 @@ impl VcpuMachine {
             let word = self.read_guest_word(at);
             word.ok_or_else(|| self.failure(Status::InvalidInput))
         };
-        // KVM reads parameters at any address.
+        // KVM does not require an alignment, so the two aligned words around the parameter are read.
         let (low, shift) = (at & !7, 8 * (at % 8) as u32);
         match shift {
             0 => aligned(low),
@@ -210,7 +210,7 @@ impl VcpuMachine {
         }
     }
 
-    /// Returns why guest memory cannot be read: an interruption, or otherwise `status`.
+    /// Returns the reason why guest memory cannot be read: an interruption, if there was one, otherwise `status`.
     fn failure(&self, status: Status) -> Failure {
         match self.is_called_out() {
             true => Failure::Interrupted,
@@ -220,9 +220,9 @@ impl VcpuMachine {
 
     /// Flushes the guest's translations of some vCPUs. When this returns, none of these vCPUs uses an old translation.
     ///
-    /// A vCPU that runs guest code passes a quiescent point of the engine, and has dropped its translations then. A
-    /// vCPU that does not run guest code drops its translations before it runs guest code again. Other vCPUs keep their
-    /// translations.
+    /// If a target vCPU runs guest code, this function waits until that vCPU has passed a quiescent point of the
+    /// engine, where it drops its translations. If a target vCPU does not run guest code, it drops its translations
+    /// before it runs guest code again. vCPUs that are not targets keep their translations.
     fn flush_translations(&mut self, targets: &VpSet) {
         let is_meant = |index| targets.contains(index);
         for vcpu in self.vm.vcpus().iter() {
@@ -230,7 +230,7 @@ impl VcpuMachine {
                 ticker::raise(&vcpu.attention, bits::GUEST_FLUSH);
             }
         }
-        // This vCPU itself sees its own bit after this instruction.
+        // If this vCPU is a target, it sees its own bit after this instruction.
         self.outside(|machine| {
             machine.vm.engine.synchronize_those(&|attention| {
                 attention.flag().load(Ordering::SeqCst) & bits::GUEST_FLUSH != 0

@@ -1,5 +1,5 @@
-//! A vCPU's part of Hyper-V's interface, which only the thread that runs the vCPU uses. The rules are in `slat-hyperv`,
-//! and the state that vCPUs share is in [`crate::arch::x86_64::hyperv`].
+//! The operations of Hyper-V's interface for one vCPU. Only the thread that runs the vCPU calls them. The rules are in
+//! `slat-hyperv`, and the state that vCPUs share is in [`crate::arch::x86_64::hyperv`].
 //!
 //! | file | idea |
 //! |---|---|
@@ -25,16 +25,16 @@ impl VcpuMachine {
         self.common.attention.raise(bits::IRQ);
     }
 
-    /// Whether CPUID hides from the guest that the TSC is invariant. The guest sees that bit after the guest has asked
-    /// for an invariant TSC.
+    /// Whether CPUID must hide the invariant-TSC bit from the guest. With Hyper-V's feature, the guest sees the bit
+    /// only after it has asked for an invariant TSC.
     pub(crate) fn hides_invariant_tsc(&self) -> bool {
         let privileges = self.hyperv.privileges.as_ref();
         privileges.is_some_and(Privileges::controls_invariant_tsc)
             && !(self.vm.arch.hyperv).with_partition(|partition| partition.exposes_invariant_tsc())
     }
 
-    /// Call after the guest has read the message or the events of a source of its SynIC: at the end of an interrupt, or
-    /// at EOM.
+    /// Call when the guest has read a message or events of the SynIC source `sint`: when it ends the source's
+    /// interrupt, or writes EOM.
     fn acknowledge_source(&mut self, sint: u32) {
         self.hyperv.timers.acknowledged(sint);
         self.look_at_timers();

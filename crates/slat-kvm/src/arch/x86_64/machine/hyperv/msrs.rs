@@ -1,4 +1,4 @@
-//! The synthetic MSRs.
+//! Hyper-V's synthetic MSRs.
 
 use crate::arch::x86_64::cpuid;
 use crate::arch::x86_64::hyperv::HypervExit;
@@ -28,8 +28,8 @@ fn thread_runtime() -> u64 {
         tv_sec: 0,
         tv_nsec: 0,
     };
-    // The kernel's number for the clock of one thread (CPUCLOCK_PERTHREAD, CPUCLOCK_SCHED). Any thread of the process
-    // may read this clock.
+    // The kernel's id of the clock of one thread (CPUCLOCK_PERTHREAD, CPUCLOCK_SCHED). Any thread of the process may
+    // read this clock.
     let clock = !(thread_id() as i32) << 3 | 4 | 2;
     let arguments = [clock as usize, &raw mut time as usize, 0, 0, 0, 0];
     // SAFETY: the call fills in the struct. If the call fails, the time is 0.
@@ -51,8 +51,8 @@ fn invalid(_: Refused) -> MsrFault {
 }
 
 impl VcpuMachine {
-    /// Checks a guest's access to an MSR. Refuses the access if the guest does not have the MSR's interface, or must
-    /// not use it.
+    /// Checks a guest's access to an MSR. Refuses the access if the guest's CPUID does not have the MSR, or gives no
+    /// right to it.
     fn check_access(&self, index: u32, by: Writer) -> Result<(), MsrFault> {
         if by == Writer::Host {
             return Ok(());
@@ -64,7 +64,7 @@ impl VcpuMachine {
         }
     }
 
-    /// Refuses a guest's access to the synthetic debugger if the guest has no such debugger.
+    /// Refuses a guest's access to an MSR of the synthetic debugger if the guest has no such debugger.
     fn check_debugger(&self, index: u32, by: Writer) -> Result<(), MsrFault> {
         let is_debugger = matches!(
             index,
@@ -175,7 +175,7 @@ impl VcpuMachine {
             .map_err(invalid)?;
         match effect {
             Effect::None => {}
-            // The run loop writes the page before the guest continues.
+            // RETRY makes the run loop write the page before the guest continues.
             Effect::TscPage => self.common.attention.raise(bits::RETRY),
             Effect::Crash => self.exit_for_hyperv(HypervExit::Crash),
             Effect::Reset => self.exit_for_hyperv(HypervExit::Reset),
@@ -203,13 +203,13 @@ impl VcpuMachine {
         Ok(())
     }
 
-    /// Writes VP_ASSIST_PAGE. As with KVM's own MSR for PV EOI, the guest ends interrupts by a bit in the page.
+    /// Writes VP_ASSIST_PAGE. The page has a bit by which the guest ends interrupts, as with KVM's own MSR for PV EOI.
     fn set_assist_page(&mut self, value: u64, by: Writer) -> Result<(), MsrFault> {
         let page = value & ASSIST_PAGE;
         let eoi = match value & ASSIST_ENABLED {
             0 => 0,
             _ => {
-                // The rest of the page must not change, because after a migration the page is in use.
+                // Only the first word is cleared: after a migration the rest of the page is already in use.
                 self.store_for(by, page, &0u32.to_le_bytes())?;
                 page | KVM_ENABLED
             }
@@ -219,16 +219,16 @@ impl VcpuMachine {
         Ok(())
     }
 
-    /// Writes to guest memory for the writer of an MSR. For a guest's write the vCPU is entered; for the host's write
-    /// the vCPU is not entered.
+    /// Writes to guest memory as an effect of a write to an MSR. For a guest's write, call inside the engine's reader
+    /// section. For the host's write, call outside the section.
     fn store_for(&mut self, by: Writer, gpa: u64, bytes: &[u8]) -> Result<(), MsrFault> {
         let stored = match by {
             Writer::Guest => self.write_guest(gpa, bytes),
             Writer::Host => {
-                // Removes the bit that a signal has left in an earlier run.
+                // Clears the bit, because a signal in an earlier run may have left it set.
                 self.common.attention.take(bits::SIGNAL);
                 let mut entered = Entered::enter(self);
-                // Pages cached in the last run may be stale.
+                // The pages that were cached in the last run may be stale.
                 entered.forget_pages();
                 entered.write_guest(gpa, bytes)
             }
@@ -241,7 +241,7 @@ impl VcpuMachine {
     }
 }
 
-/// Returns the code of the hypercall page: the processor's instruction, and RET.
+/// Returns the code of the hypercall page: the processor's hypercall instruction and RET.
 fn hypercall_code() -> [u8; 4] {
     let [a, b, c] = cpuid::native_hypercall().bytes();
     [a, b, c, 0xc3]

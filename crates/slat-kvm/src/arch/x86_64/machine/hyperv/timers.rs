@@ -7,20 +7,20 @@ use slat_hyperv::stimer::{Delivery, Moment, Notice};
 use slat_irqchip::lapic::Request;
 
 impl VcpuMachine {
-    /// Makes the run loop examine the timers before the guest continues, if a timer has to be examined.
+    /// If a timer has to be examined, makes the run loop examine the timers before the guest continues.
     pub(super) fn look_at_timers(&self) {
         if self.hyperv.timers.is_any_due() {
             self.common.attention.raise(bits::TIMER);
         }
     }
 
-    /// Returns the time, by the VM's clock, at which the next timer expires.
+    /// Returns the time, by the VM's clock, at which the next synthetic timer expires.
     pub(in crate::arch::x86_64::machine) fn timers_deadline(&self) -> Option<u64> {
         self.hyperv.timers.deadline()
     }
 
-    /// Examines the timers: notifies the guest of timers that have expired, and starts timers that have to be started.
-    /// The vCPU is entered.
+    /// Examines the synthetic timers: notifies the guest of timers that have expired, and starts timers that have to be
+    /// started. Call inside the engine's reader section.
     pub(crate) fn run_timers(&mut self) {
         let now = self.vm.arch.clock.now();
         self.hyperv.timers.tick(now);
@@ -34,7 +34,7 @@ impl VcpuMachine {
         let mut timers = std::mem::take(&mut self.hyperv.timers);
         timers.run(moment, |notice| self.deliver_notice(notice));
         self.hyperv.timers = timers;
-        // A timer whose message was interrupted tries again.
+        // The message of a timer was interrupted. The timer tries again when the run loop examines the timers.
         self.look_at_timers();
     }
 
@@ -62,7 +62,7 @@ impl VcpuMachine {
         }
     }
 
-    /// Stores a message in the slot of a source, if the slot is free.
+    /// Stores a message in the message slot of a SynIC source, if the slot is free.
     ///
     /// # Errors
     /// The outcome for the message that was not stored.
@@ -85,7 +85,7 @@ impl VcpuMachine {
         if may_be_dropped {
             return Err(Delivery::Done);
         }
-        // The guest notifies the SynIC when the slot is free.
+        // The slot is in use. PENDING makes the guest notify the SynIC when it frees the slot.
         match self.write_guest(slot + message::FLAGS, &[message::PENDING]) {
             true => Err(Delivery::Failed),
             false => Err(self.delivery_without_access()),
