@@ -1,5 +1,5 @@
-//! The interrupt controllers of a VM besides the local APICs. `slat-irqchip` has the controllers. This folder has their
-//! locks, and the ways by which they reach vCPUs.
+//! The interrupt controllers of a VM besides the local APICs. The controllers themselves are in `slat-irqchip`. This
+//! folder has their locks, and delivers their interrupts to vCPUs.
 //!
 //! | file | idea |
 //! |---|---|
@@ -25,19 +25,19 @@ use std::sync::OnceLock;
 pub(crate) enum Model {
     /// All controllers of a PC (`KVM_CREATE_IRQCHIP`).
     Pc(Shared<Chips>),
-    /// No controllers: the client emulates them (`KVM_CAP_SPLIT_IRQCHIP`).
+    /// Only local APICs: the client emulates the other controllers (`KVM_CAP_SPLIT_IRQCHIP`).
     Split {
-        /// GSIs below this number are pins of the client's I/O APIC.
+        /// The number of pins of the client's I/O APIC. The GSIs below this number are these pins.
         pins: u32,
         /// The vectors of level-triggered pins. The end of an interrupt with such a vector exits to the client.
         reported: Vectors,
     },
 }
 
-/// x86's part of the interrupts of a VM: the interrupt controllers.
+/// x86's part of a VM's interrupts: the VM's interrupt controllers.
 #[derive(Default)]
 pub(crate) struct Controllers {
-    /// The controllers besides the local APICs, once the client has created controllers. Until then, vCPUs have no
+    /// The controllers besides the local APICs. Empty until the client creates controllers. Until then vCPUs have no
     /// local APIC, and the client emulates all controllers.
     pub(crate) model: OnceLock<Model>,
     pub(crate) msi_ids: OnceLock<MsiIds>,

@@ -16,16 +16,16 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-/// The source of a line's level: the 8254.
+/// The source of a line's level that stands for the 8254.
 pub(crate) const TIMER: u8 = 2;
 
-/// The interrupts that a guest has ended, as lines of the controllers. The interrupts are collected while a controller
-/// is locked.
+/// The controllers' lines whose interrupts the guest has ended. These lines are collected while a controller is locked,
+/// and handled after it is unlocked.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Ended {
-    /// Lines of the 8259 pair, a bit each.
+    /// Lines of the 8259 pair, one bit for each line.
     pub(crate) lines: u16,
-    /// Pins of the I/O APIC, a bit each.
+    /// Pins of the I/O APIC, one bit for each pin.
     pub(crate) pins: u32,
 }
 
@@ -51,11 +51,12 @@ pub(crate) struct Chips {
     external: AtomicBool,
     /// The 8254, once the client has created it.
     pub(crate) timer: OnceLock<Shared<Timer>>,
-    /// The alarm at which interrupts are delivered that were postponed because of an interrupt storm.
+    /// The alarm that ends the pause after an interrupt storm. Postponed interrupts are then delivered.
     storm: Shared<Client>,
 }
 
-/// How long an interrupt is postponed if its line was still high at many ends of interrupt in a row.
+/// The length of the pause after an interrupt storm. A storm is an interrupt whose line was still high at many ends of
+/// interrupt in a row.
 const STORM_PAUSE: Duration = Duration::from_millis(10);
 
 impl Drop for Chips {
@@ -109,8 +110,8 @@ impl Chips {
         result
     }
 
-    /// Locks the I/O APIC and runs `work` on the I/O APIC. The `bool` of `work` says whether vectors or base address
-    /// may have changed; if so, publishes them.
+    /// Locks the I/O APIC and runs `work` on the I/O APIC. If the `bool` that `work` returns is true, the vectors or
+    /// the base address may have changed, and this function publishes them.
     fn with_ioapic<R>(&self, work: impl FnOnce(&mut IoApic) -> (R, bool)) -> R {
         let mut ioapic = lock(&self.ioapic);
         let (result, changed) = work(&mut ioapic);
@@ -121,8 +122,8 @@ impl Chips {
         result
     }
 
-    /// Sends a message of the I/O APIC, which is locked. Publishes the message's vector first, because a vCPU may end
-    /// the interrupt at once.
+    /// Sends a message of the I/O APIC, which is locked. Publishes the message's vector before sending, because a vCPU
+    /// may end the interrupt at once.
     fn send(&self, vcpus: &Targets, message: &Message) -> Sent {
         self.ioapic_vectors.insert(message.vector);
         vcpus.send(None, message)
@@ -159,8 +160,8 @@ impl Chips {
         });
     }
 
-    /// Sets the level that `source` gives a pin of the I/O APIC. An interrupt that every local APIC merges with a
-    /// pending one counts as coalesced.
+    /// Sets the level that `source` gives a pin of the I/O APIC. If the interrupt was already pending in every local
+    /// APIC that accepts it, the interrupt counts as coalesced.
     pub(crate) fn set_ioapic_pin(
         &self,
         vcpus: &Targets,
@@ -183,8 +184,7 @@ impl Chips {
         }
     }
 
-    /// Acknowledges the 8259 pair's interrupt. Returns the interrupt's vector; `None` if there is no interrupt any
-    /// more.
+    /// Acknowledges the 8259 pair's interrupt. Returns the interrupt's vector; `None` if the interrupt has gone away.
     pub(crate) fn acknowledge(&self, vcpus: &Targets) -> Option<(u8, Ended)> {
         let acknowledged =
             self.with_pics(vcpus, |pics| pics.output().then(|| pics.acknowledge()))?;
@@ -246,7 +246,7 @@ impl Chips {
         ioapic.read(gpa.wrapping_sub(ioapic.base()), data);
     }
 
-    /// Writes registers of the I/O APIC. `is_timers`: whether a given pin is the 8254's.
+    /// Writes registers of the I/O APIC. `is_timers` says whether a given pin is the 8254's.
     pub(crate) fn write_ioapic(
         &self,
         vcpus: &Targets,
@@ -273,7 +273,7 @@ impl Chips {
     }
 
     /// Discards the ticks that the guest missed while the 8254's line was masked. Call after the guest has unmasked a
-    /// line. `is_timers`: whether this line is the 8254's.
+    /// line. Does nothing unless `is_timers`: the unmasked line is the 8254's.
     fn line_unmasked(&self, is_timers: bool) {
         if let Some(timer) = self.timer.get().filter(|_| is_timers) {
             timer.reset_reinjection();

@@ -1,16 +1,16 @@
-//! How interrupt messages find the vCPUs of a VM.
+//! Delivers interrupt messages to the vCPUs of a VM.
 
 use crate::vcpu_common::VcpuCommon;
 use crate::vcpus::Targets;
 use slat_irqchip::lapic::Request;
 use slat_irqchip::message::{Destination, Message};
 
-/// The number of vCPUs that a message reached.
+/// The number of vCPUs that a message has reached.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Sent {
-    /// vCPUs that accepted the message, including those for which the interrupt was already pending.
+    /// The number of vCPUs that accepted the message, including those in which the interrupt was already pending.
     pub(crate) taken: usize,
-    /// vCPUs for which the interrupt was not pending yet.
+    /// The number of vCPUs in which the interrupt was not pending before.
     pub(crate) new: usize,
 }
 
@@ -53,7 +53,7 @@ impl Targets {
         }
     }
 
-    /// Sends an NMI to the vCPUs whose LINT0 delivers NMIs. In this way guests use the 8254 as a watchdog.
+    /// Sends an NMI to the vCPUs whose LINT0 delivers NMIs. Guests use this to make the 8254 a watchdog.
     pub(crate) fn pulse_lint0(&self) {
         for vcpu in self.read().iter() {
             if vcpu.lapic().is_some_and(|lapic| lapic.lint0_is_nmi()) {

@@ -1,7 +1,7 @@
 //! The 8254 of a VM, and its alarm.
 //!
-//! The alarm rings when the counter's output rises. The alarm's owner then calls [`Timer::expire`], and pulses the VM's
-//! line, with the 8254 unlocked.
+//! The alarm rings when the counter's output rises. The alarm's owner then calls [`Timer::expire`], which unlocks the
+//! 8254 again, and pulses the VM's line afterwards.
 
 use crate::arch::x86_64::clock::monotonic;
 use crate::errno::{Result, no_memory};
@@ -24,7 +24,7 @@ impl Drop for Timer {
 }
 
 impl Timer {
-    /// Creates a timer with this alarm. `speaker`: the 8254 also has port 0x61.
+    /// Creates a timer with this alarm. If `speaker`, the 8254 also has port 0x61.
     ///
     /// # Errors
     /// `ENOMEM`.
@@ -40,7 +40,7 @@ impl Timer {
         self.pit.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sets the alarm after a change of the counters.
+    /// Sets the alarm to the 8254's next deadline. Call after the counters have changed.
     fn arm(&self, pit: &Pit) {
         self.alarm.set_deadline(pit.next_deadline().map(|deadline| {
             Instant::now() + Duration::from_nanos(deadline.saturating_sub(monotonic()))
@@ -57,7 +57,7 @@ impl Timer {
         self.arm(&pit);
     }
 
-    /// Counts the edges that are due. Returns whether the line has to be pulsed.
+    /// Counts the edges of the counter's output that are due. Returns whether the line has to be pulsed.
     pub(crate) fn expire(&self) -> bool {
         let mut pit = self.lock();
         let pulse = pit.expire(monotonic());
@@ -65,8 +65,8 @@ impl Timer {
         pulse
     }
 
-    /// Call after the guest has ended the 8254's interrupt. Returns whether the line has to be pulsed, for a missed
-    /// tick.
+    /// Call after the guest has ended the 8254's interrupt. Returns whether the line has to be pulsed for a tick that
+    /// the guest has missed.
     pub(crate) fn acknowledged(&self) -> bool {
         self.lock().acknowledged()
     }

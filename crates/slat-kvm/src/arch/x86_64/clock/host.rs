@@ -4,17 +4,17 @@
 //! All VMs of a process use one frequency, in kHz, which never changes ([`tsc_khz`]). CPUID gives the frequency if the
 //! hypervisor's timing leaf or the TSC leaf is exact. Otherwise the frequency is measured against
 //! `CLOCK_MONOTONIC_RAW`. The kernel computes that clock from the TSC by its own calibration, and NTP does not correct
-//! that clock. So the measurement finds the kernel's number. A long baseline makes the measurement exact. The
-//! measurement has two readings 16 ms apart, and each reading is the best of many. The error is at most 0.3 ppm, and
-//! rounding to kHz adds 0.2 ppm at 2.5 GHz. The first reading is taken when `/dev/kvm` is opened ([`note_start`]), so
-//! that few programs wait for the second reading.
+//! that clock. So the measurement finds the kernel's number. A long baseline makes the measurement exact. A measurement
+//! is two readings that are 16 ms apart. Each reading is repeated many times, and the most exact one is used. The error
+//! is at most 0.3 ppm, and rounding to kHz adds 0.2 ppm at 2.5 GHz. The first reading is taken when `/dev/kvm` is
+//! opened ([`note_start`]), so that few programs wait for the second reading.
 //!
-//! No thread waits for another thread. Each thread that needs the frequency before it is known measures by itself, and
-//! the first result counts for all. So a child that is forked meanwhile does not wait for a thread that it does not
-//! have.
+//! If several threads need the frequency before it is known, each thread measures it, and all use the first result. No
+//! thread waits for another one. So a child that is forked during a measurement does not wait for a thread that exists
+//! only in its parent.
 //!
 //! # Simulation
-//! Unit tests set the clocks of their thread (`simulated`), so that hours pass at once.
+//! Unit tests replace the clocks of their thread (`simulated`), so that hours of guest time pass at once.
 
 use crate::arch::x86_64::cpuid::host_leaf;
 use std::arch::x86_64::{_mm_lfence, _rdtsc};
@@ -22,32 +22,33 @@ use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 
 /// CPUID leaf 1, ECX: the host itself runs on a hypervisor.
 const HYPERVISOR: u32 = 1 << 31;
-/// The hypervisor's timing leaf: kHz of the TSC in EAX.
+/// The hypervisor's timing leaf. Its EAX is the TSC's frequency in kHz.
 const HYPERVISOR_TIMING: u32 = 0x4000_0010;
-/// The TSC leaf: the TSC's frequency is ECX (Hz of the crystal) times EBX / EAX.
+/// The TSC leaf. The TSC's frequency is ECX (Hz of the crystal) times EBX / EAX.
 const TSC_LEAF: u32 = 0x15;
-/// The number of readings of which the best is chosen, for a measurement.
+/// How often a reading for a measurement is repeated to find the most exact one.
 const MANY: u32 = 32;
-/// The number of readings of which the best is chosen, for a client.
+/// How often a reading for a client is repeated to find the most exact one.
 const FEW: u32 = 4;
-/// Cycles between the two readings of a measurement, for each cycle that a reading takes: 16 ms if a reading takes 40
-/// ns.
+/// The distance of a measurement's two readings, in multiples of the time that a reading takes. If a reading takes 40
+/// ns, the distance is about 16 ms.
 const BASELINE: u64 = 200_000;
-/// The longest measurement, for hosts where a reading is a system call.
+/// The longest measurement, in nanoseconds. Limits the time on hosts where a reading is a system call.
 const LONGEST_NS: u64 = 100_000_000;
 
-/// Reads the host's TSC. The processor may execute an earlier load after this read.
+/// Reads the host's TSC. The read is not ordered: the processor may execute an earlier load after it.
 pub(crate) fn tsc() -> u64 {
     #[cfg(test)]
     if let Some(host) = simulated::advance() {
         return host.tsc;
     }
-    // SAFETY: RDTSC is available on every x86-64 host; user space may execute it unless prctl forbids.
+    // SAFETY: RDTSC is available on every x86-64 host; user space may execute it unless the process has forbidden it by
+    // prctl(2).
     unsafe { _rdtsc() }
 }
 
-/// Reads the host's TSC after all loads before this call. So a thread that has seen another thread's TSC does not read
-/// an older value.
+/// Reads the host's TSC after all loads before this call. So if another thread has read the TSC and stored the value, a
+/// thread that has loaded this value does not read an older value.
 pub(crate) fn ordered_tsc() -> u64 {
     // SAFETY: SSE2 is part of x86-64.
     unsafe { _mm_lfence() };
@@ -77,7 +78,7 @@ pub(crate) struct Moment {
     pub(crate) tsc: u64,
     /// The nanoseconds of the other clock.
     pub(crate) ns: u64,
-    /// Cycles that the reading took. The two values differ by at most this time.
+    /// The cycles that the reading took. The TSC and the other clock were read within this time.
     width: u64,
 }
 
@@ -104,12 +105,12 @@ impl Moment {
         })
     }
 
-    /// Reads the clock by which the frequency is measured.
+    /// Reads the clock against which the frequency is measured, and the TSC.
     fn for_measurement() -> Self {
         Self::best(libc::CLOCK_MONOTONIC_RAW, MANY)
     }
 
-    /// Returns the TSC and the wall clock: nanoseconds since 1970, UTC.
+    /// Reads the TSC and the wall clock, whose nanoseconds count from 1970, UTC.
     pub(crate) fn of_realtime() -> Self {
         #[cfg(test)]
         if let Some(host) = simulated::advance() {
@@ -123,19 +124,19 @@ impl Moment {
     }
 }
 
-/// The first reading of the measurement, which is valid when [`START_STATE`] is [`NOTED`].
+/// The first reading of the measurement. The reading is valid if [`START_STATE`] is [`NOTED`].
 static START: [AtomicU64; 3] = [const { AtomicU64::new(0) }; 3];
 static START_STATE: AtomicU8 = AtomicU8::new(EMPTY);
 const EMPTY: u8 = 0;
-/// A thread is writing the reading. In a child that was forked meanwhile, no thread writes the reading, so each
-/// measurement takes a first reading of its own.
+/// A thread is writing [`START`]. A child that is forked at this moment stays in this state, because the writing thread
+/// does not exist in the child. So each measurement in the child takes its own first reading.
 const BEING_NOTED: u8 = 1;
 const NOTED: u8 = 2;
 /// The frequency in kHz; 0 while it is not known.
 static KHZ: AtomicU32 = AtomicU32::new(0);
 
-/// Takes the first reading of the measurement, unless the process has taken it. Call early, because [`tsc_khz`] waits
-/// until this reading is old enough.
+/// Takes the first reading of the measurement, unless the process has taken it. Call early: [`tsc_khz`] waits until
+/// this reading is about 16 ms old.
 pub(crate) fn note_start() {
     let claimed =
         START_STATE.compare_exchange(EMPTY, BEING_NOTED, Ordering::Relaxed, Ordering::Relaxed);
@@ -175,8 +176,7 @@ pub fn tsc_khz() -> u32 {
     }
 }
 
-/// Returns the frequency that CPUID gives exactly. A crystal's frequency that only leaf 0x16 gives is rounded to MHz,
-/// so it is not used.
+/// Returns the frequency if CPUID gives it exactly. Leaf 0x16 is not used, because its values are rounded to MHz.
 fn khz_of_cpuid() -> Option<u32> {
     let virtualized = host_leaf(1, 0).ecx & HYPERVISOR != 0;
     let khz = if virtualized {
@@ -189,8 +189,8 @@ fn khz_of_cpuid() -> Option<u32> {
     u32::try_from(khz).ok().filter(|&khz| khz != 0)
 }
 
-/// Measures the frequency from `start` to a moment that is late enough. Does not sleep, because a seccomp filter of the
-/// program may forbid sleeping.
+/// Measures the frequency from the reading `start` to a second reading that is late enough. Waits without sleeping,
+/// because the program's seccomp filter may forbid system calls that sleep.
 fn measure(start: Moment) -> u32 {
     loop {
         let now = Moment::once(libc::CLOCK_MONOTONIC_RAW);
@@ -213,7 +213,7 @@ fn khz_between(start: &Moment, end: &Moment) -> u32 {
     u32::try_from((cycles * 1_000_000 + ns / 2) / ns).unwrap_or(u32::MAX)
 }
 
-/// The clocks of a thread that unit tests set.
+/// The clocks that a unit test has set for its thread.
 #[cfg(test)]
 pub(crate) mod simulated {
     use std::cell::Cell;
@@ -224,7 +224,7 @@ pub(crate) mod simulated {
         pub(crate) tsc: u64,
         /// The frequency that slat assumes for the host's TSC.
         pub(crate) khz: u32,
-        /// The wall clock when the TSC is 0.
+        /// The wall clock at TSC 0.
         pub(crate) realtime: u64,
         /// The number of cycles that pass with each reading.
         pub(crate) step: u64,
@@ -250,7 +250,7 @@ pub(crate) mod simulated {
         HOST.set(host);
     }
 
-    /// Lets the time of one reading pass. Returns the clocks after that time.
+    /// Advances the clocks by the time of one reading, and returns them.
     pub(super) fn advance() -> Option<Host> {
         let mut host = HOST.get()?;
         host.tsc += host.step;
@@ -263,8 +263,8 @@ pub(crate) mod simulated {
 mod tests {
     use super::*;
 
-    /// Returns the error, in kHz, that a measurement from `start` to `end` may have, or a measurement shorter by a
-    /// tenth: 1 ppm, rounding, and a part of the cycles that the readings took.
+    /// Returns the greatest error, in kHz, of a measurement from `start` to `end`, or of one that is a tenth as long.
+    /// The error is 1 ppm, plus rounding, plus a part of the cycles that the readings took.
     fn tolerance(start: &Moment, end: &Moment) -> u64 {
         let ms = (end.ns - start.ns) / 1_000_000;
         let khz = end.tsc.wrapping_sub(start.tsc) / ms.max(1);
@@ -279,7 +279,7 @@ mod tests {
         std::thread::sleep(std::time::Duration::from_millis(200));
         let end = Moment::for_measurement();
         let long = khz_between(&start, &end);
-        // Simulates a child that was forked while its parent took the first reading.
+        // In a child that was forked while its parent took the first reading, START_STATE is BEING_NOTED.
         let noted = START_STATE.swap(BEING_NOTED, Ordering::Relaxed);
         let of_child = measure(super::start());
         START_STATE.store(noted, Ordering::Release);

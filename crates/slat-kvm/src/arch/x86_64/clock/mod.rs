@@ -4,7 +4,7 @@
 //! |---|---|
 //! | a vCPU's TSC (`Tsc`) | the host's TSC, scaled if the client has set another frequency, plus an offset |
 //! | kvmclock ([`VmClock::kvmclock`]) | the VM's pair of a host TSC and nanoseconds, from which the clock counts on |
-//! | a vCPU's page (`VmClock::parameters`) | the pair as a vCPU's TSC and nanoseconds, and nanoseconds per cycle |
+//! | a vCPU's page (`VmClock::parameters`) | the pair in terms of the vCPU's TSC, and nanoseconds per cycle |
 //! | `KVM_GET_CLOCK`, the wall clock's page, Hyper-V's reference clock and its page | kvmclock |
 //! | the time of timers ([`VmClock::now`]) | the host's TSC since the VM was created, in nanoseconds |
 //!
@@ -15,34 +15,35 @@
 //! clock exactly as guests do, with the same multiplier. So no reading depends on the vCPU or on the time at which the
 //! vCPU's page was written. Guests are told that the clock is stable, so they do not compare readings. The TSCs differ,
 //! for example, after a guest has written one of them. Then the clock is not stable, and `KVM_GET_CLOCK` reports
-//! neither stability nor the host's TSC. In this case the clock is computed exactly, each page has the scale of the
-//! vCPU's own TSC, and pages are written again each minute (`REFRESH`). A scale is rounded down, so a page is at most
-//! 30 ns late, and never ahead.
+//! neither stability nor the host's TSC. In this case `KVM_GET_CLOCK` computes the clock exactly. Each vCPU's page has
+//! the scale of that vCPU's TSC, and is written again each minute (`REFRESH`). A scale is rounded down. So a guest that
+//! uses the page is at most 30 ns behind the exact clock, and never ahead.
 //!
 //! The pair changes in two cases:
 //! * `KVM_SET_CLOCK`. After the change, a vCPU executes guest code only when it has the new pair (`VmClock::update`).
 //!   So guests do not see the old clock on one vCPU after the new clock on another vCPU.
-//! * TSCs become equal or different, or the frequency of all changes. Then the clock continues from its present value,
-//!   rounded up.
+//! * The vCPUs' TSCs become equal or different, or all of them get a new frequency. Then the clock continues from its
+//!   present value, rounded up.
 //!
 //! # Frequencies
 //! The process has one number for the host's frequency (`host`). A VM that is migrated to another process, or another
-//! host, continues from the clock that the client sets, by the new host's frequency. So only the rate changes, by the
-//! difference of the two measurements. As in KVM, the TSC is not scaled if the client sets a frequency within 250 ppm
-//! of the host's. The TSC then counts up to 250 ppm faster or slower than the guest was told. kvmclock, Hyper-V's clock
-//! and timers have no such error, because they count by the host's frequency, not by the client's.
+//! host, continues from the clock that the client sets, by the new host's frequency. So only the rate of the clock
+//! changes, by the difference between the two hosts' measurements. As in KVM, the TSC is not scaled if the client sets
+//! a frequency within 250 ppm of the host's. The TSC then counts up to 250 ppm faster or slower than the guest was
+//! told. kvmclock, Hyper-V's clock and timers have no such error, because they count by the host's frequency, not by
+//! the client's.
 //!
 //! # Timers
-//! [`VmClock::now`] and the TSC are one counter. So a deadline in TSC cycles and the same deadline in nanoseconds
-//! expire at the same time, and no timer expires before the guest's clocks show its time. The ticker sleeps by the
-//! host's `CLOCK_MONOTONIC`, which NTP makes faster or slower, by at most 500 ppm. These errors do not add up, because
+//! [`VmClock::now`] is computed from the TSC. So a deadline in TSC cycles and the same deadline in nanoseconds expire
+//! at the same time, and no timer expires before the guest's clocks show its time. The ticker sleeps by the host's
+//! `CLOCK_MONOTONIC`, which NTP makes faster or slower, by at most 500 ppm. The differences do not add up, because
 //! [`VmClock::instant`] converts only the remaining time of one wait. If the ticker wakes too early, it finds the timer
 //! not expired and waits again. The 8254 counts by `CLOCK_MONOTONIC`, because `KVM_GET_PIT2` reports the beginning of a
 //! count by that clock.
 //!
 //! # Sleep of the host
-//! If the TSC counts while the host sleeps, guests' clocks jump forward, as KVM's do. slat does not notice a TSC that
-//! begins at 0 again (S3 on machines without `nonstop_tsc_s3`).
+//! If the TSC counts while the host sleeps, guests' clocks jump forward, as KVM's do. slat does not notice if the TSC
+//! restarts at 0 (S3 on machines without `nonstop_tsc_s3`).
 
 pub(crate) mod host;
 mod page;
@@ -50,7 +51,7 @@ mod tsc;
 
 pub use host::tsc_khz as host_tsc_khz;
 pub(crate) use host::{monotonic, note_start, ordered_tsc, tsc as host_tsc};
-/// The host's counter and its frequency in kHz, for measurements that every architecture makes.
+/// The host's counter and its frequency in kHz. Neutral code uses them for measurements.
 pub(crate) use host::{tsc as ticks, tsc_khz as ticks_khz};
 pub(crate) use page::{FLAGS_AT, Parameters, Scale, is_paused};
 pub(crate) use tsc::{Tsc, frequency};
@@ -65,7 +66,7 @@ use std::time::{Duration, Instant};
 
 /// The flags that `KVM_GET_CLOCK` can return and `KVM_SET_CLOCK` accepts.
 pub const FLAGS: u32 = KVM_CLOCK_TSC_STABLE | KVM_CLOCK_REALTIME | KVM_CLOCK_HOST_TSC;
-/// Seconds after which the page of a clock that is not stable is written again.
+/// The number of seconds after which a page is written again, if its clock is not stable.
 const REFRESH: u64 = 60;
 /// The longest time, in nanoseconds, that [`VmClock::instant`] adds to a deadline so that the ticker does not wake too
 /// early.
@@ -80,9 +81,9 @@ pub struct VmClock {
     /// Nanoseconds per cycle of the host's TSC.
     scale: Scale,
     kvmclock: Mutex<Kvmclock>,
-    /// The number of changes of the kvmclock pair. After each change vCPUs write their pages again.
+    /// The number of times that the kvmclock pair has changed. After each change, vCPUs write their pages again.
     changes: AtomicU64,
-    /// The lock that is held during an update.
+    /// The lock that is held while the kvmclock pair is updated.
     turn: Mutex<()>,
     /// Whether an update is in progress.
     is_updating: AtomicBool,
@@ -97,12 +98,12 @@ struct Kvmclock {
     host_tsc: u64,
     /// The clock at that moment.
     nanoseconds: u64,
-    /// The parameters of the clock while the TSCs of all vCPUs are equal: the ratio of the TSCs to the host's TSC, and
-    /// nanoseconds per cycle. `None`: the TSCs differ.
+    /// If the TSCs of all vCPUs are equal: the ratio of these TSCs to the host's TSC, and nanoseconds per cycle.
+    /// `None`: the TSCs differ.
     common: Option<(u64, Scale)>,
-    /// The vCPUs' TSCs by number; `None`: that number is free.
+    /// The vCPUs' TSCs, indexed by number; `None`: the number is free.
     tscs: Vec<Option<Tsc>>,
-    /// The TSC that was set last by the client, or for a new vCPU.
+    /// The TSC that was last set by the client or for a new vCPU.
     last: Option<LastTsc>,
 }
 
@@ -114,26 +115,26 @@ struct LastTsc {
     by_client: bool,
 }
 
-/// A change of a vCPU's TSC, by the way in which the TSC is set.
+/// A change of a vCPU's TSC. The variants are the ways to set a TSC.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum TscChange {
     /// The client writes the TSC, or a new vCPU sets it to 0. The value is synchronized with the last TSC of the same
     /// frequency in two cases: the value is 0, or it differs by less than a second from the present value of the TSC
-    /// that the client set last. So, as with KVM, a client that sets its vCPUs one after the other gets the same TSC on
-    /// all.
+    /// that the client set last. So, as with KVM, a client that sets the TSCs of its vCPUs one after the other gets the
+    /// same TSC on all vCPUs.
     Value(u64),
     /// The client sets `KVM_VCPU_TSC_OFFSET`.
     Offset(u64),
     /// The client sets the frequency, and the TSC continues from its value. If that value is within a second of another
     /// vCPU's TSC of the new frequency, the two TSCs are synchronized.
     Khz(u32),
-    /// The guest writes its TSC, or TSC_ADJUST: this number is added to the TSC.
+    /// The guest writes its TSC, or TSC_ADJUST. The number is the difference that is added to the TSC.
     Shift(u64),
 }
 
 impl Kvmclock {
-    /// Returns the value of the clock at the moment at which the host's TSC is `host_tsc`. This moment is not before
-    /// the moment of the kvmclock pair.
+    /// Returns the value of the clock when the host's TSC is `host_tsc`, which must not be before the kvmclock pair's
+    /// TSC.
     fn at(&self, host_tsc: u64) -> u64 {
         let host_tsc = host_tsc.max(self.host_tsc);
         let since = match self.common {
@@ -149,9 +150,9 @@ impl Kvmclock {
         self.nanoseconds.wrapping_add(since)
     }
 
-    /// Computes `common` again. If `common` has changed, the clock continues from its value when the host's TSC is
-    /// `host_tsc`. The value is rounded up, so that no reading is before a reading by the old pair. Returns whether
-    /// `common` has changed.
+    /// Computes `common` again. If `common` has changed, makes a new pair: the clock continues from its value at
+    /// `host_tsc`. This value is rounded up, so that no reading by the new pair is earlier than a reading by the old
+    /// pair. Returns whether `common` has changed.
     fn look_at_tscs(&mut self, host_tsc: u64) -> bool {
         let mut tscs = self.tscs.iter().flatten();
         let ratio = match tscs.next() {
@@ -167,7 +168,7 @@ impl Kvmclock {
         changes
     }
 
-    /// Returns the new value of `tsc`, which changes when the host's TSC is `host_tsc`.
+    /// Applies `change` to `tsc` when the host's TSC is `host_tsc`. Returns the new TSC.
     fn changed(&mut self, mut tsc: Tsc, change: TscChange, host_tsc: u64, by_client: bool) -> Tsc {
         let second = 1000 * u64::from(tsc.khz());
         let is_near = |other: &Tsc, value: u64| {
@@ -242,9 +243,10 @@ impl VmClock {
         (self.scale).nanoseconds(host_tsc.saturating_sub(self.start))
     }
 
-    /// Returns the moment at which [`now`](Self::now) is `nanoseconds`, but at most a year from now. The moment is late
-    /// by 1/2048 of the wait, but by at most 50 µs. The host's monotonic clock may be faster or slower than the TSC by
-    /// less than that, and a ticker that fired too early would have to wait a second time.
+    /// Returns the moment at which [`now`](Self::now) is `nanoseconds`, but at most a year from now. The result is
+    /// later than the exact moment, by 1/2048 of the wait but at most 50 µs. This margin covers the difference in rate
+    /// between the host's monotonic clock and the TSC. Without it, the ticker might wake too early and have to wait a
+    /// second time.
     pub fn instant(&self, nanoseconds: u64) -> Instant {
         let wait = nanoseconds.saturating_sub(self.now()).min(YEAR);
         Instant::now() + Duration::from_nanos(wait + (wait / 2048).min(MARGIN))
@@ -267,16 +269,15 @@ impl VmClock {
         }
     }
 
-    /// Returns the wall clock when the clock was zero, in nanoseconds since 1970, UTC. The client may have set the
-    /// clock to any value, so the result is modulo 2^64.
+    /// Returns the wall-clock time at which the VM's clock was zero, in nanoseconds since 1970, UTC. The client may
+    /// have set the clock to any value, so the result is modulo 2^64.
     pub(crate) fn boot_time(&self) -> u64 {
         let now = self.read();
         now.realtime.wrapping_sub(now.clock)
     }
 
-    /// Sets the clock to `clock`, for `KVM_SET_CLOCK`. `since` is a moment of the wall clock, and the time that has
-    /// passed since that moment is added. A moment in the future does not set the clock back. Call in
-    /// [`update`](Self::update).
+    /// Sets the clock to `clock`, for `KVM_SET_CLOCK`. If `since`, a wall-clock time, is given, adds the time that has
+    /// passed since then. A time in the future adds nothing. Call in [`update`](Self::update).
     pub(crate) fn set(&self, clock: u64, since: Option<u64>) {
         let (host_tsc, passed) = match since {
             None => (ordered_tsc(), 0),
@@ -293,22 +294,25 @@ impl VmClock {
 
     /// Runs `work`, which changes the kvmclock pair, while no vCPU executes guest code. Call outside reader sections.
     /// `stop` returns when each vCPU has left the engine's reader section or has called
-    /// [`is_updating`](Self::is_updating). A vCPU that finds an update waits for its end, outside the section.
+    /// [`is_updating`](Self::is_updating). A vCPU that finds an update in progress leaves the reader section and waits
+    /// for the end of the update.
     pub(crate) fn update(&self, stop: impl FnOnce(), work: impl FnOnce()) {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
-        // SeqCst: if a vCPU enters its section after `stop` has looked at that vCPU, the vCPU sees the flag.
+        // The store and the vCPUs' loads are SeqCst: if a vCPU enters its reader section after `stop` has checked that
+        // vCPU, the vCPU's load sees this store.
         self.is_updating.store(true, Ordering::SeqCst);
         stop();
         work();
         self.is_updating.store(false, Ordering::SeqCst);
     }
 
-    /// Whether an update is in progress. A vCPU has to wait for its end before the vCPU executes guest code.
+    /// Whether an update is in progress. If so, a vCPU has to wait for the end of the update before it executes guest
+    /// code.
     pub(crate) fn is_updating(&self) -> bool {
         self.is_updating.load(Ordering::SeqCst)
     }
 
-    /// Waits for the end of an update. The caller is in no reader section.
+    /// Waits for the end of an update. Call outside reader sections.
     pub(crate) fn wait_for_update(&self) {
         drop(self.turn.lock().unwrap_or_else(PoisonError::into_inner));
     }
@@ -346,8 +350,8 @@ impl VmClock {
         (!parameters.is_stable).then(|| host_tsc().wrapping_add(cycles))
     }
 
-    /// Returns the TSC of a new vCPU, the number by which the clock knows that TSC, and whether the kvmclock pair has
-    /// changed. The TSC is zero for the first vCPU of a VM, otherwise the TSC that was set last. Call
+    /// Returns the TSC of a new vCPU, the number of that TSC in this clock, and whether the kvmclock pair has changed.
+    /// The TSC is zero for the first vCPU of a VM, otherwise the TSC that was set last. Call
     /// [`forget_tsc`](Self::forget_tsc) when the vCPU is dropped.
     ///
     /// # Errors
@@ -386,7 +390,7 @@ impl VmClock {
         changes
     }
 
-    /// Forgets the TSC of a vCPU that is dropped. Returns whether the kvmclock pair has changed, like
+    /// Removes the TSC of a vCPU that is dropped. Returns whether the kvmclock pair has changed, like
     /// [`change_tsc`](Self::change_tsc).
     pub(crate) fn forget_tsc(&self, number: usize) -> bool {
         let mut kvmclock = self.lock();
@@ -394,7 +398,7 @@ impl VmClock {
         self.follow_tscs(kvmclock, ordered_tsc())
     }
 
-    /// The TSC frequency of new vCPUs.
+    /// Returns the TSC frequency of new vCPUs.
     pub fn tsc_khz(&self) -> u32 {
         self.tsc_khz.load(Ordering::Relaxed)
     }
@@ -418,7 +422,7 @@ pub(crate) struct Reading {
     pub(crate) clock: u64,
     /// The nanoseconds since 1970, UTC.
     pub(crate) realtime: u64,
-    /// Cycles.
+    /// The host's TSC, in cycles.
     pub(crate) host_tsc: u64,
     /// Whether all vCPUs' pages show the same clock.
     pub(crate) is_stable: bool,

@@ -1,12 +1,12 @@
-//! The arithmetic by which guests compute nanoseconds from their TSC, and the page of the paravirtual clock, which has
-//! the parameters.
+//! The page of the paravirtual clock, and the arithmetic by which guests compute nanoseconds from their TSC and the
+//! page's parameters.
 
 use super::host;
 
 /// The nanoseconds of a second.
 const SECOND: u128 = 1_000_000_000;
-/// The page's flag for a clock that is the same on all vCPUs. Then guests do not compare readings
-/// (`PVCLOCK_TSC_STABLE_BIT`).
+/// The page's flag for a clock that is the same on all vCPUs. A guest that sees this flag does not compare readings of
+/// several vCPUs (`PVCLOCK_TSC_STABLE_BIT`).
 const STABLE: u8 = 1;
 /// The page's flag for a guest that was paused (`PVCLOCK_GUEST_STOPPED`).
 const PAUSED: u8 = 1 << 1;
@@ -19,7 +19,7 @@ pub(crate) fn is_paused(word: u32) -> bool {
 }
 
 /// Nanoseconds per cycle, as in the page: `((cycles << shift) * mul) >> 32`. The multiplier has 32 significant bits and
-/// is rounded down: the clock loses up to 1.7 µs an hour.
+/// is rounded down, so the clock loses up to 1.7 µs per hour.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Scale {
     /// The multiplier.
@@ -31,7 +31,7 @@ pub(crate) struct Scale {
 impl Scale {
     /// Returns the scale of a TSC that counts `ratio` / 2^32 cycles for each cycle of the host.
     pub(super) fn new(ratio: u64) -> Self {
-        // Hz in units of 2^-32.
+        // The frequency in Hz, in units of 2^-32.
         let mut hz = (u128::from(host::tsc_khz()) * 1000 * u128::from(ratio)).max(1);
         let mut shift = 0i8;
         while hz >> 32 > 2 * SECOND {
@@ -69,9 +69,9 @@ pub(crate) struct Parameters {
 }
 
 impl Parameters {
-    /// Returns parameters of the same clock for a guest that scales the TSC itself, not the difference of two TSCs.
-    /// `tsc` is the guest's TSC now. If the TSC has wrapped to 0 since the moment of these parameters, the new
-    /// parameters have the moment of the wrap.
+    /// Returns parameters of the same clock for a guest that multiplies the TSC itself, instead of the difference
+    /// between two TSC values. `tsc` is the guest's present TSC. If the TSC has wrapped to 0 since the moment of these
+    /// parameters, the new parameters have the moment of the wrap.
     pub(crate) fn without_wrap(self, tsc: u64) -> Self {
         if self.tsc <= tsc {
             return self;
@@ -84,8 +84,8 @@ impl Parameters {
         }
     }
 
-    /// Returns the contents of the page. `version` is odd while the page changes; a guest reads until it sees the same
-    /// even value twice. `paused`: the guest was paused.
+    /// Returns the contents of the page. `version` is odd while the page changes; a guest repeats its reading until
+    /// `version` is even and has not changed. `paused` says that the guest was paused.
     pub(crate) fn page(&self, version: u32, paused: bool) -> [u8; 32] {
         let mut page = [0; 32];
         page[0..4].copy_from_slice(&version.to_le_bytes());

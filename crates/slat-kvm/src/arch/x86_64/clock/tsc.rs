@@ -15,15 +15,15 @@ pub(crate) struct Tsc {
     offset: u64,
 }
 
-/// The ratio of a TSC that has one cycle per cycle of the host's TSC.
+/// The ratio of a TSC that counts as fast as the host's TSC.
 pub(super) const SAME: u64 = 1 << 32;
-/// A frequency that differs from the host's by at most this many millionths is not scaled, as in KVM. Such a difference
-/// is the error of another measurement on the same machine.
+/// As in KVM, the TSC is not scaled if its frequency differs from the host's by at most this many millionths. Two
+/// measurements on the same machine may differ by as much.
 const TOLERANCE_PPM: u64 = 250;
 /// The lowest frequency that is refused.
 const TOO_MANY_KHZ: u32 = 1 << 31;
 
-/// Returns the frequency for which a client's `KVM_SET_TSC_KHZ` asks. 0 means the host's.
+/// Returns the frequency for which a client's `KVM_SET_TSC_KHZ` asks. 0 asks for the host's frequency.
 ///
 /// # Errors
 /// `EINVAL` for a frequency of 2^31 kHz or more.
@@ -64,8 +64,8 @@ impl Tsc {
         scaled(host, self.ratio).wrapping_add(self.offset)
     }
 
-    /// Returns the guest's TSC now. The host's TSC is read after all loads before this call. So a guest that has seen
-    /// another vCPU's TSC does not read an older value.
+    /// Returns the guest's TSC now. The host's TSC is read after all loads before this call. So a guest that has loaded
+    /// another vCPU's TSC value does not read an older value.
     pub(crate) fn now(&self) -> u64 {
         self.at(host::ordered_tsc())
     }
@@ -75,7 +75,7 @@ impl Tsc {
         self.offset = self.offset.wrapping_add(change);
     }
 
-    /// The frequency that the client asked for.
+    /// Returns the frequency that the client asked for.
     pub(crate) fn khz(&self) -> u32 {
         self.khz
     }
@@ -137,7 +137,7 @@ mod tests {
         tsc.set_khz(3 * (host / 4), second);
         assert_eq!(tsc.at(second), before);
         assert!(steps(&tsc).abs_diff(3 * (second / 4)) < 10_000);
-        // This is the host's own frequency, as another measurement might give it.
+        // The host's own frequency, with the error that another measurement might have.
         tsc.set_khz(host + host / 5000, second);
         assert_eq!(steps(&tsc), second);
         assert_eq!(tsc.khz(), host + host / 5000);

@@ -19,7 +19,7 @@ impl Interrupts {
         Alarm::Vm(this, timer)
     }
 
-    /// Creates an I/O APIC and the 8259 pair. After that every new vCPU has a local APIC.
+    /// Creates an I/O APIC and the 8259 pair. Every vCPU that is created later has a local APIC.
     ///
     /// # Errors
     /// `EEXIST` when there are controllers already, `EINVAL` when there are vCPUs already, `ENOMEM`.
@@ -57,7 +57,7 @@ impl Interrupts {
         self.set_model(model, Routes::default())
     }
 
-    /// Sets which controllers the VM has. Call under the lock of the vCPUs.
+    /// Sets the VM's controllers and first routes. Call with the vCPUs locked.
     fn set_model(&self, model: Model, routes: Routes) -> Result<()> {
         irqfd::prepare();
         self.replace_routes(routes);
@@ -67,7 +67,7 @@ impl Interrupts {
         }
     }
 
-    /// Creates the 8254. `speaker`: the 8254 also has port 0x61.
+    /// Creates the 8254. If `speaker`, the 8254 also has port 0x61.
     ///
     /// # Errors
     /// `EEXIST` when there is an 8254 already, `ENOENT` without an 8259 pair, `ENOMEM`.
@@ -93,7 +93,7 @@ impl Interrupts {
             return fail(libc::EINVAL);
         }
         if flags & wide_ids != 0 {
-            // A second call changes nothing. QEMU and other clients make one call, before they create vCPUs.
+            // A second call has no effect. QEMU and other clients call this once, before they create vCPUs.
             let _ = self.arch.msi_ids.set(MsiIds::ThirtyTwo {
                 wide_broadcast: flags & no_quirk != 0,
             });

@@ -28,12 +28,12 @@ impl Interrupts {
             }
             (Target::Msi { address, data }, _) if level => self.send_msi(address, data).status(),
             (Target::Sint { vp, sint }, _) if level => self.signal_source(vp, sint).status(),
-            // Lowering a line sends no message. Without chips, no route leads to a chip.
+            // Lowering a line sends no message. If the client emulates the chips, no route has a pin of a chip.
             _ => -1,
         }
     }
 
-    /// Raises and lowers a target of a GSI, at its chip under one lock.
+    /// Raises and lowers a target of a GSI. At a chip, both happen under one lock of the chip.
     pub(crate) fn pulse_target(&self, target: Target, source: u8) {
         let (chips, vcpus) = (self.chips(), &self.vcpus);
         match (target, chips) {
@@ -71,7 +71,7 @@ impl Interrupts {
         Ok(self.vcpus.send(None, &message).taken as i32)
     }
 
-    /// Whether lines are lowered when the guest ends their interrupts, as resampled irqfds need it.
+    /// Whether slat can lower a line when the guest ends the line's interrupt. Resampled irqfds need this.
     pub(crate) fn can_resample(&self) -> bool {
         self.chips().is_some()
     }
@@ -123,7 +123,7 @@ impl Interrupts {
         }
     }
 
-    /// Records the vectors of the interrupts whose ends the client wants to learn. Call with the new routes, which are
+    /// Records the vectors whose ends of interrupt are reported to the client. Call with the new routes while they are
     /// locked.
     pub(crate) fn routes_changed(&self, routes: &Routes) {
         if let Some(Model::Split { pins, reported }) = self.arch.model.get() {
@@ -141,7 +141,7 @@ impl Interrupts {
         }
     }
 
-    /// Whether the I/O APIC, slat's or the client's, has to learn of the end of interrupts with this vector.
+    /// Whether the end of an interrupt with this vector has to be reported to the I/O APIC, slat's or the client's.
     pub(crate) fn waits_for_end(&self, vector: u8) -> bool {
         match self.arch.model.get() {
             Some(Model::Pc(chips)) => chips.ioapic_has(vector),
@@ -163,8 +163,7 @@ impl Interrupts {
         chips.is_none()
     }
 
-    /// Acknowledges the 8259 pair's interrupt. Returns the interrupt's vector; `None` if there is no interrupt any
-    /// more.
+    /// Acknowledges the 8259 pair's interrupt. Returns the interrupt's vector; `None` if the interrupt has gone away.
     pub(crate) fn acknowledge_external(&self) -> Option<u8> {
         let (vector, ended) = self.chips()?.acknowledge(&self.vcpus)?;
         self.carry_out(ended);
@@ -249,8 +248,8 @@ impl Interrupts {
         true
     }
 
-    /// Signals resampled irqfds and reinjects the 8254's missed ticks, for interrupts that the guest has ended. Call
-    /// with no controller locked.
+    /// For the interrupts in `ended`, which the guest has ended: signals resampled irqfds, and reinjects ticks of the
+    /// 8254 that the guest has missed. Call with no controller locked.
     fn carry_out(&self, ended: Ended) {
         let Ended { lines, pins } = ended;
         if lines == 0 && pins == 0 {
@@ -294,7 +293,7 @@ impl VmTimers for Interrupts {
     }
 }
 
-/// Returns the tracepoint for the line of a controller whose interrupt the guest has ended.
+/// Returns the tracepoint for the end of an interrupt of this line.
 fn acknowledged(line: Target) -> AckIrq {
     let (irqchip, pin) = match line {
         Target::Pic(line) => (u32::from(line) / 8, u32::from(line) % 8),

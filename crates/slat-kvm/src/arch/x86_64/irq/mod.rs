@@ -1,4 +1,4 @@
-//! How interrupts reach vCPUs by the controllers of a PC, and by local APICs.
+//! How the controllers of a PC, and local APICs, deliver interrupts to vCPUs.
 //!
 //! | file | idea |
 //! |---|---|
@@ -6,13 +6,13 @@
 //! | `routes` | the routes of a PC |
 //! | `create`, `state` | creation of controllers; how they are saved and restored |
 //!
-//! [`Interrupts`] carries out the effects that a controller reports.
+//! A controller only reports its effects. [`Interrupts`] carries them out.
 //!
 //! # Locks
-//! After the locks of the irqfds and the routes, a call acquires these locks in this order, and may skip some: the
-//! 8254, then the 8259 pair or the I/O APIC, the vCPUs (for reading), one local APIC, the SynIC of that APIC's vCPU. A
-//! vCPU that ends an interrupt or writes to a controller has its own APIC unlocked. The effects that a locked
-//! controller reports are carried out after it is unlocked.
+//! After the locks of the irqfds and the routes, a call acquires the following locks in this order, and may leave out
+//! any of them: the 8254, then the 8259 pair or the I/O APIC, the vCPUs (for reading), one local APIC, the SynIC of
+//! that APIC's vCPU. When a vCPU ends an interrupt or writes to a controller, its own APIC is unlocked. The effects
+//! that a locked controller reports are carried out after that controller is unlocked.
 
 mod create;
 mod lines;
@@ -25,12 +25,12 @@ use crate::irq::Interrupts;
 use slat_irqchip::message::MsiIds;
 
 impl Interrupts {
-    /// Whether vCPUs have local APICs.
+    /// Whether vCPUs have local APICs: whether the client has created interrupt controllers.
     pub(crate) fn exist(&self) -> bool {
         self.arch.model.get().is_some()
     }
 
-    /// Sets a line that belongs to no GSI. `None`: the line is a GSI, as every line of x86.
+    /// Sets a line that is no GSI. `None`: the line is a GSI. On x86 every line is a GSI.
     ///
     /// # Errors
     /// `ENXIO` without interrupt controllers.
@@ -70,7 +70,7 @@ impl Interrupts {
         matches!(self.arch.model.get(), Some(Model::Split { .. }))
     }
 
-    /// Whether destinations of messages and ids of APICs have 32 bits in the client's structs.
+    /// Whether ids of APICs, and destinations of messages, have 32 bits in the client's structs.
     pub(crate) fn has_wide_ids(&self) -> bool {
         self.msi_ids() != MsiIds::Eight
     }

@@ -1,4 +1,4 @@
-//! The routes that a VM has before its client sets other routes.
+//! The routes that a VM has until its client sets other routes.
 
 use crate::arch::x86_64::target::{IOAPIC_PINS, PIC_LINES, Target};
 use crate::errno::Result;

@@ -166,7 +166,7 @@ impl Interrupts {
         Ok(())
     }
 
-    /// Sets whether ticks that a slow guest missed are injected later.
+    /// Sets whether ticks of the 8254 that a slow guest has missed are injected later.
     ///
     /// # Errors
     /// `ENXIO` without 8254.

@@ -1,10 +1,10 @@
 //! perf's jitdump, `jit-PID.dump`: names and code of all regions, with the times at which they were compiled.
 //!
-//! The format is that of Linux's tools/perf/Documentation/jitdump-specification.txt: a header, and records. `perf
-//! record -k 1` uses the same clock. `perf record` learns of the file because this process maps the file once with the
-//! right to execute: this mapping is the marker. Later `perf inject --jit` reads the file, and writes the code of each
-//! region to an ELF file next to it. If the memory of a region is used again, the record of the new region is valid
-//! from that record's time on. So each sample has the name that was valid when the sample was taken.
+//! The format is that of Linux's tools/perf/Documentation/jitdump-specification.txt: a header, and records. The times
+//! are those of `perf record -k 1`. This process maps the file once, executable. `perf record` sees this mapping, the
+//! marker, and so learns of the file. Later `perf inject --jit` reads the file, and writes the code of each region to
+//! an ELF file next to it. If the memory of a region is used again, a new record describes the new region from the
+//! record's time on. So each sample gets the name that was valid when the sample was taken.
 
 use super::{Content, Written, name, open};
 use crate::arch::x86_64::clock::monotonic;
@@ -36,7 +36,7 @@ const PREFIX_BYTES: usize = 16;
 /// The dump of a process.
 #[derive(Default)]
 struct Dump {
-    /// The bytes of the file; 0 before it exists.
+    /// The size of the file in bytes; 0 until the file exists.
     bytes: u64,
     /// The number of regions in the file.
     regions: u64,
@@ -65,7 +65,7 @@ fn record(id: u32, now: u64, parts: &[&[u8]]) -> Vec<u8> {
         .concat()
 }
 
-/// Returns the record of the `index`th region, which threads of this process can run now.
+/// Returns the record of a new region, which is number `index` in the file.
 fn load(now: u64, index: u64, name: &str, code: &[u8]) -> Vec<u8> {
     let address = code.as_ptr() as u64;
     let threads = [std::process::id(), slat_process::thread_id() as u32].map(u32::to_ne_bytes);
@@ -80,8 +80,8 @@ fn load(now: u64, index: u64, name: &str, code: &[u8]) -> Vec<u8> {
     record(CODE_LOAD, now, &parts)
 }
 
-/// Returns the directory: that of `JITDUMPDIR`, if it is set, as for other programs that write such files. The first
-/// call must be before the client changes its own directory.
+/// Returns the directory of the dump. As for other programs that write jitdumps, the environment variable `JITDUMPDIR`
+/// names the directory. Make the first call before the client changes its working directory.
 pub(super) fn directory() -> &'static Path {
     static DIRECTORY: Computed<PathBuf> = Computed::new();
     DIRECTORY.get_or_init(|| {
@@ -136,8 +136,8 @@ pub(super) fn add(code: &CompiledCode<'_>) {
     super::add(&DUMP, code);
 }
 
-/// Adds the record that ends the dump. A client's thread calls this, so a filter may forbid the system calls. Failures
-/// have no effect, because perf can do without the record.
+/// Adds the record that ends the dump. This runs on the client's thread, so a seccomp filter may forbid the system
+/// calls. Failures are ignored, because perf does not need the record.
 pub(super) fn end() {
     let Some(dump) = DUMP.peek() else {
         return;
@@ -152,7 +152,7 @@ pub(super) fn end() {
     let flags = libc::O_WRONLY | libc::O_APPEND | libc::O_NOFOLLOW | libc::O_CLOEXEC;
     let (at, path) = (libc::AT_FDCWD as usize, path.as_ptr() as usize);
     let record = record(CODE_CLOSE, monotonic(), &[]);
-    // SAFETY: the path ends with NUL, the written bytes are live, and only this function uses the descriptor.
+    // SAFETY: the path ends with NUL, the written bytes are live, and only this function has the descriptor.
     unsafe {
         let Ok(file) = make(Call::Open, [at, path, flags as usize, 0, 0, 0]) else {
             return;
@@ -164,7 +164,7 @@ pub(super) fn end() {
         });
         let _ = make(Call::Close, [file as usize, 0, 0, 0, 0, 0]);
     }
-    // The process ends, so regions that are compiled later never run.
+    // The process ends, so no region that is compiled later needs a record.
     dump.has_failed = true;
 }
 

@@ -1,11 +1,11 @@
 //! perf's map of compiled code, `/tmp/perf-PID.map`.
 //!
-//! The format is that of Linux's tools/perf/Documentation/jit-interface.txt: a line for each region, with its address
-//! and its size in hexadecimal digits, and its name, which extends to the end of the line.
+//! The format is that of Linux's tools/perf/Documentation/jit-interface.txt. Each region has a line: its address and
+//! size in hexadecimal digits, and its name, which extends to the end of the line.
 //!
 //! perf reads the file when it reports, and the lines have no times. If two lines have the same address, perf may use
-//! the older line or the newer line. The memory of a region that is not used any more is soon used again. So the line
-//! of the old region is overwritten, and the newest line is valid.
+//! the older line or the newer line. When a region is freed, its memory is soon used again. So the line of the freed
+//! region is overwritten, and only the newest line remains.
 
 use super::{Content, Written, name, open};
 use crate::process::PerProcess;
@@ -21,7 +21,7 @@ use std::sync::Mutex;
 struct Map {
     /// The valid lines, by the addresses of their regions.
     lines: BTreeMap<usize, Line>,
-    /// The bytes of the file; 0 before it exists.
+    /// The size of the file in bytes; 0 until the file exists.
     bytes: u64,
 }
 
@@ -37,13 +37,13 @@ struct Line {
 
 static MAP: PerProcess<Mutex<Written<Map>>> = PerProcess::new();
 
-/// Returns a line for no address, with the length of the line that it replaces.
+/// Returns a line that describes no address and has the length `len`, to overwrite a line.
 fn overwritten(len: usize) -> String {
     format!("{:<1$}\n", "0 0 reused", len - 1)
 }
 
 impl Map {
-    /// Writes a line for the region at `start..end`, over the lines of earlier regions at these addresses.
+    /// Writes a line for the region at `start..end`. Overwrites the lines of earlier regions at these addresses.
     fn write_line(&mut self, start: usize, end: usize, line: &str) -> io::Result<()> {
         let file = open(&Self::path(), self.bytes == 0)?;
         let ends_before = self.lines.range(..start).next_back();

@@ -8,7 +8,7 @@
 //! A region is named after the guest code for which it was compiled: by a symbol and an offset, or by the guest address
 //! if there is no symbol.
 //!
-//! The files are opened for each region, because the client may close any descriptor of this process.
+//! A file is opened each time that a region is added, because the client may close any descriptor of this process.
 
 mod dump;
 mod map;
@@ -25,8 +25,8 @@ use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-/// Returns the [observer](slat_x86::Compiler::observe) of this process's compiler that writes the files for which `map`
-/// asks. `None`: there are no files to write.
+/// Returns the [observer](slat_x86::Compiler::observe) for this process's compiler. It writes the file that the policy
+/// `map` chooses. `None`: there are no files to write.
 pub(crate) fn observer(map: JitMap) -> Option<fn(&CompiledCode<'_>)> {
     match map {
         JitMap::Off => None,
@@ -47,14 +47,14 @@ pub fn end() {
 trait Content: Default {
     fn path() -> PathBuf;
 
-    /// Adds code to the file, which it creates the first time.
+    /// Adds code to the file. The first call creates the file.
     fn write(&mut self, code: &CompiledCode<'_>) -> io::Result<()>;
 }
 
 #[derive(Default)]
 struct Written<T> {
     content: T,
-    /// Whether the file could not be written, and is not written any more.
+    /// Whether a write has failed. After that the file is not written any more.
     has_failed: bool,
 }
 
@@ -89,7 +89,7 @@ fn open(path: &Path, create: bool) -> io::Result<File> {
     options.open(path)
 }
 
-/// Names guest code.
+/// Returns the name of the guest code at `rip`.
 fn name(rip: u64) -> String {
     match symbols::of_guests().and_then(|symbols| symbols.find(rip)) {
         Some((symbol, 0)) => format!("guest:{symbol}"),
