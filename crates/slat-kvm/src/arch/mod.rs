@@ -1,11 +1,12 @@
-//! The architecture of the guests, which is the host's: a program that uses KVM has guests of its own architecture.
+//! The architecture of the guests. As with KVM, it is the architecture of the program that creates the VMs.
 //!
-//! This is the only file that asks for which architecture slat is built. All other files are neutral, or are in the
-//! folder of the architecture to which they belong. Neutral files use the items that this file names, and no other item
-//! of an architecture (`crates/slat/tests/architecture/arch.rs`). All calls are dispatched statically.
+//! Only this file has conditional compilation by architecture. Every other file is neutral, or is in the folder of its
+//! architecture. Neutral files use the items that this file names, and no other item of an architecture
+//! (`crates/slat/tests/architecture/arch.rs`). All calls are dispatched statically.
 //!
 //! # What an architecture provides
-//! This file re-exports types and functions. Methods are in blocks `impl` of the architecture, and need no import.
+//! This file re-exports the architecture's types and functions. The architecture also adds methods to neutral types, in
+//! its own `impl` blocks. These methods need no import.
 //!
 //! | for | types and functions | methods |
 //! |---|---|---|
@@ -27,8 +28,8 @@
 //! | the Rust API | `exit` for the exits that not every architecture has, `for_clients` | of `Kvm`: `create_vm`; kvm-ioctls' methods that only this architecture has |
 //! | slat's other crates | `for_other_crates`, with `perf` | |
 //!
-//! A part that an architecture does not have yet is a type without values. The functions that get such a part then
-//! consist of `match *self {}`.
+//! If an architecture does not have some part yet, the part's type has no values, and the part's methods consist of
+//! `match *self {}`.
 
 #[cfg(target_arch = "aarch64")]
 mod aarch64;

@@ -10,9 +10,9 @@ use slat::MmuKind;
 /// Returns the value of a capability for VMs whose tables `mmu` makes; 0 if slat does not have the capability.
 pub(crate) fn capability(cap: u32, mmu: MmuKind) -> u32 {
     match cap {
-        // Without a second level, KVM does not map memory before the guest uses it.
+        // As in KVM, memory can be mapped before the guest uses it only if there are second-level tables.
         KVM_CAP_PRE_FAULT_MEMORY if mmu == MmuKind::Shadow => 0,
-        // Without a second level, KVM has no private memory.
+        // As in KVM, memory can be private only if there are second-level tables.
         KVM_CAP_VM_TYPES if mmu == MmuKind::Shadow => 1 << KVM_X86_DEFAULT_VM,
         KVM_CAP_HLT
         | KVM_CAP_ENABLE_CAP

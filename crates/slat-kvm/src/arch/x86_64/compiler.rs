@@ -1,6 +1,6 @@
-//! The threads that compile the guests' hot code, one for each tier. slat starts them before a process's first vCPU
-//! exists. So the client cannot yet have installed a seccomp filter that forbids the threads' system calls. A forked
-//! child that creates VMs starts threads of its own.
+//! The threads that compile the guests' hot code, one for each tier. slat starts these threads before the process's
+//! first vCPU exists. At that time the client has not yet installed a seccomp filter that could forbid the threads'
+//! system calls. A forked child that creates VMs starts threads of its own.
 
 use crate::arch::x86_64::perf;
 use crate::arch::x86_64::policy::Jit;
@@ -42,9 +42,9 @@ impl Default for Compiling {
     }
 }
 
-/// Returns the process's compiler, and the rule by which a VM with `jit` compiles code. Starts the compiler's threads
-/// if they do not run. `None`: no code should be compiled, or there is no address space for code. Then the interpreter
-/// runs all code.
+/// Returns the process's compiler, and the rule that says which code a VM with the policy `jit` compiles. Starts the
+/// compiler's threads if they do not run. `None`: no code should be compiled, or there is no address space for code.
+/// Then the interpreter runs all code.
 pub(crate) fn start(jit: Jit) -> Option<(Arc<Compiler>, Compile)> {
     let compile = match jit {
         Jit::Off => return None,
@@ -70,7 +70,7 @@ pub(crate) fn why_not() -> Option<&'static str> {
     if !policy::current().is_ok_and(|policies| policies.cpu.jit != Jit::Off) {
         return Some("jit is off");
     }
-    // `peek` is used because `get` would make the value, and no thread would be started for that value.
+    // `peek` is used, not `get`, because `get` would create the value without starting the threads.
     match &COMPILING.peek()?.compiler {
         None => Some("the host has no address space for code"),
         Some(compiler) if compiler.is_forbidden() => Some("the host allows no executable memory"),
@@ -81,8 +81,8 @@ pub(crate) fn why_not() -> Option<&'static str> {
 impl Background for Baseline {
     const NAME: &CStr = c"slat-compiler";
     const WITHOUT: &str = "the guests' code is interpreted";
-    /// The stack is large because Cranelift recurses: this thread also runs Cranelift, for the code that the baseline
-    /// compiler cannot compile.
+    /// The stack is large because this thread also runs Cranelift, which recurses, for code that the baseline compiler
+    /// cannot compile.
     const STACK: usize = 8 << 20;
 
     fn run(&'static self) {

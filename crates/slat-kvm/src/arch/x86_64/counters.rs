@@ -1,4 +1,4 @@
-//! The counters that a vCPU has besides those of every architecture.
+//! x86's own counters of a vCPU, besides those that every architecture has.
 
 use crate::counters::exits;
 use crate::exit_times::Reason;
@@ -9,7 +9,7 @@ exits! {
     exits,
     /// Port accesses.
     io_exits,
-    /// Accesses to addresses without memory that exit to the client.
+    /// MMIO accesses that exit to the client.
     mmio_exits,
     /// The number of `KVM_RUN` calls that a signal ended.
     signal_exits,
@@ -17,12 +17,11 @@ exits! {
     irq_window_exits,
     /// Exits because the client could inject an interrupt.
     request_irq_exits,
-    /// Exits because an attention bit was raised. KVM counts host interrupts by this counter.
+    /// Exits because an attention bit was raised. KVM's counter of this name counts host interrupts.
     irq_exits,
     /// Exits because the guest executed HLT.
     halt_exits,
-    /// Instructions that real KVM would emulate: those that access addresses without memory (which the client, an
-    /// interrupt controller or an eventfd handles), and those that the CPU does not have.
+    /// Instructions that KVM itself would emulate: MMIO accesses, and instructions that the CPU does not have.
     insn_emulation,
     /// Instructions that the CPU does not have.
     insn_emulation_fail,
@@ -92,7 +91,7 @@ pub(crate) const NEVER: &[&str] = &[
     "preemption_reported",
     "preemption_other",
 ];
-/// KVM's statistics of states in which a vCPU of slat never is.
+/// KVM's statistics of states that a vCPU of slat is never in.
 pub(crate) const NEVER_IN: &[&str] = &["guest_mode"];
 
 /// Explains a counter of the CPU to users.

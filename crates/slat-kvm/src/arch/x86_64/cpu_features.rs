@@ -78,8 +78,8 @@ pub fn leaf_d1_eax() -> u32 {
 /// Returns leaf 0x8000_0008 EBX. Its bits are these:
 ///
 /// - WBNOINVD;
-/// - IBPB, IBRS, STIBP and SSBD, which guests need not use: further bits say that IBRS protects its own mode and that
-///   IBPB flushes returns;
+/// - IBPB, IBRS, STIBP and SSBD, and the bits that say that IBRS protects its own mode and that IBPB flushes return
+///   predictions; guests need none of them;
 /// - no speculative store bypass and no branch type confusion, because the software CPU does not speculate;
 /// - if `amd`: CLZERO, XSAVEERPTR (the x87 pointers are always saved) and VIRT_SSBD.
 pub fn ext8_ebx(amd: bool) -> u32 {
@@ -113,7 +113,7 @@ pub fn ext21_ecx() -> u32 {
 /// AMD's bits of leaf 0x8000_0001 EDX: the MMX instructions that are part of SSE, and FFXSR.
 pub const AMD_EXT1_EDX: u32 = 1 << 22 | 1 << 25;
 
-/// IA32_ARCH_CAPABILITIES (SDM volume 4): IBRS protects all modes once it is set. The other bits name vulnerabilities
+/// IA32_ARCH_CAPABILITIES (SDM volume 4): once IBRS is set, it protects all modes. The other bits name vulnerabilities
 /// that the CPU does not have, because it does not speculate: RDCL SKIP_L1DFL_VMENTRY SSB MDS PSCHANGE_MC TAA SBDR_SSDP
 /// FBSDP PSDP BHI PBRSB GDS RFDS ITS.
 pub const ARCH_CAPABILITIES: u64 = 1
@@ -151,8 +151,8 @@ pub fn ext1_ecx(amd: bool) -> u32 {
 mod tests {
     use crate::arch::x86_64::cpuid::{is_amd, lookup, supported};
 
-    /// The features that VMMs' CPU models name, and that this CPU has on every host of the vendor. Each is given as
-    /// leaf, subleaf, register, bits.
+    /// Checks that the CPU has the features of VMMs' CPU models, for models of the offered vendor on any host. A
+    /// feature is a leaf, a subleaf, a register and bits.
     #[test]
     fn the_cpu_has_what_models_of_its_vendor_have() {
         let table = supported().unwrap();

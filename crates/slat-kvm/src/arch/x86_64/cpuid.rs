@@ -1,8 +1,8 @@
 //! `KVM_GET_SUPPORTED_CPUID`: the features that the software CPU implements.
 //!
 //! The policy `cpu` chooses the vendor. Guests use the vendor to choose between VMCALL and VMMCALL, and between
-//! variants of SYSENTER and SYSCALL. The default is the host's vendor, because clients compare the vendor with that of
-//! their own CPUID instruction. The features are always the software CPU's.
+//! variants of SYSENTER and SYSCALL. The default is the host's vendor, because clients compare this vendor with the
+//! vendor that their own CPUID instruction returns. The features are always those of the software CPU.
 
 use crate::arch::x86_64::cpu_features;
 use crate::arch::x86_64::policy::Processor;
@@ -46,8 +46,8 @@ const SVM_LEAF: u32 = 0x8000_000a;
 pub const PHYS_BITS: u32 = 48;
 /// Guest-virtual address bits.
 pub const VIRT_BITS: u32 = 48;
-/// Returns the bits of KVM's paravirtual features: its clock, which is stable; IPIs, halts and ends of interrupts by
-/// hypercall or memory; asynchronous page faults; steal time, if the host counts it.
+/// Returns the bits of KVM's paravirtual features: the stable clock; IPIs, wake-ups and ends of interrupts without the
+/// APIC; asynchronous page faults; and steal time, if the host counts it.
 fn kvm_features() -> u32 {
     let steal_time = u32::from(crate::steal_time::is_available());
     1 << KVM_FEATURE_CLOCKSOURCE
@@ -114,7 +114,7 @@ mod feature {
     pub const EXT1_EDX: u32 = 1 << 11 | 1 << 20 | 1 << 26 | 1 << 27 | 1 << 29;
     /// Leaf 1 EDX: the caches snoop the CPU's own accesses. Only Intel's CPUs have the bit.
     pub const LEAF1_EDX_SELF_SNOOP: u32 = 1 << 27;
-    /// The part of leaf 1 EDX that AMD repeats in 0x8000_0001.
+    /// The bits of leaf 1 EDX that AMD's CPUs repeat in leaf 0x8000_0001.
     pub const EXT1_EDX_AMD_COPY: u32 = 0x0183_f3ff;
 }
 
@@ -135,13 +135,13 @@ fn entry(function: u32, index: Option<u32>, [eax, ebx, ecx, edx]: [u32; 4]) -> k
     }
 }
 
-/// Reads a leaf of the host's own CPUID. The result is zeros if the host has no such leaf.
+/// Reads a leaf of the host's own CPUID. If the host has no such leaf, all registers are 0.
 pub fn host_leaf(leaf: u32, index: u32) -> CpuidResult {
-    // `__cpuid_count` was an unsafe function until Rust 1.93.
+    // `__cpuid_count` is unsafe only in Rust before 1.93.
     #[allow(unused_unsafe)]
     // SAFETY: every x86-64 CPU has the instruction.
     let read = |leaf, index| unsafe { __cpuid_count(leaf, index) };
-    // The first leaf of each range holds the number of its last leaf.
+    // The first leaf of a range returns the number of the range's last leaf in EAX.
     if read(leaf & 0xf000_0000, 0).eax < leaf {
         return CpuidResult {
             eax: 0,
@@ -156,7 +156,7 @@ pub fn host_leaf(leaf: u32, index: u32) -> CpuidResult {
 /// The identity that the software CPU reports. The vendor determines leaves, MSRs and rules ([`is_amd`]).
 #[derive(Clone, Copy)]
 struct Identity {
-    /// EBX, EDX and ECX of leaf 0, in the order of the text.
+    /// EBX, EDX and ECX of leaf 0, which hold the vendor's name in this order.
     vendor: [u32; 3],
     /// EAX of leaf 1: family, model and stepping.
     signature: u32,
@@ -209,7 +209,7 @@ pub fn is_amd() -> bool {
     identity().is_amd()
 }
 
-/// Returns the instruction that calls the hypervisor on the processor that guests are offered.
+/// Returns the hypercall instruction of the processor that guests are offered.
 pub(crate) fn native_hypercall() -> HypercallInstruction {
     match is_amd() {
         true => HypercallInstruction::Vmmcall,
@@ -232,7 +232,7 @@ fn push_caches(entries: &mut Vec<kvm_cpuid_entry2>, amd: bool) {
             false => [0; 4],
         };
         entries.push(entry(4, Some(index), values));
-        // A cache entry without a type ends the list.
+        // An entry with the cache type 0 ends the list.
         if values[0] & 31 == 0 {
             break;
         }
@@ -254,8 +254,8 @@ const PKRU_BYTES: u32 = 8;
 const AVX_BYTES: u32 = 256;
 
 /// Returns the offset of PKRU in the standard format of an XSAVE area. `None`: the host has no protection keys. The
-/// software CPU could offer protection keys on any host. But QEMU takes the offset from the host's CPUID, and gives its
-/// guest offset 0 if the host has no keys.
+/// software CPU could offer protection keys on any host. But QEMU takes the offset from the host's CPUID. If the host
+/// has no keys, QEMU gives its guest the offset 0.
 pub fn pkru_offset() -> Option<usize> {
     static OFFSET: Computed<Option<usize>> = Computed::new();
     *OFFSET.get_or_init(|| {
@@ -325,8 +325,8 @@ fn complete(entries: &mut Vec<kvm_cpuid_entry2>) {
             }
         }
     }
-    // A stable sort would use 4 KiB of stack for a buffer, and overwrite the memory below the stack pointer.
-    // `conformance/programs/below.c` says which client relies on the memory below its stack pointer.
+    // The sort is unstable because a stable sort needs a buffer of 4 KiB on the stack. That buffer would overwrite
+    // memory far below the stack pointer, on which one client relies (`conformance/programs/below.c`).
     entries.sort_unstable_by_key(|entry| (entry.function, entry.index));
 }
 
@@ -346,8 +346,8 @@ fn supported_by(identity: Identity) -> Result<Vec<kvm_cpuid_entry2>> {
     } = identity;
     let amd = identity.is_amd();
     let nested = policy::of_cpus().nested;
-    // The leaf does not have the TSC-deadline bit, because the emulator of the local APIC decides about the timer.
-    // KVM_CAP_TSC_DEADLINE_TIMER reports the timer of slat's own local APIC.
+    // The leaf does not have the TSC-deadline bit, because that timer belongs to the local APIC, which the client may
+    // emulate. KVM_CAP_TSC_DEADLINE_TIMER reports the timer of slat's own local APIC.
     let leaf1_ecx = LEAF1_ECX_X2APIC | feature::LEAF1_ECX_HYPERVISOR | cpu_features::leaf1_ecx();
     let ext1_edx = feature::EXT1_EDX
         | if amd {
@@ -479,8 +479,8 @@ fn supported_by(identity: Identity) -> Result<Vec<kvm_cpuid_entry2>> {
     Ok(entries)
 }
 
-/// Returns the number of the leaf whose EAX holds the bits of KVM's paravirtual features. Another hypervisor's leaves
-/// may come before KVM's. `None`: the guest does not see KVM.
+/// Returns the number of the leaf whose EAX holds the bits of KVM's paravirtual features. Leaves of another hypervisor
+/// interface may come before KVM's leaves. `None`: the guest does not see KVM.
 fn kvm_features_leaf(table: &[kvm_cpuid_entry2]) -> Option<u32> {
     let is_first = |entry: &&kvm_cpuid_entry2| {
         entry.function & 0xffff_00ff == HYPERVISOR_LEAF
@@ -497,8 +497,8 @@ pub(crate) fn kvm_features_in(table: &[kvm_cpuid_entry2]) -> u32 {
 /// Checks a client's table as KVM does.
 ///
 /// # Errors
-/// `EINVAL` for linear addresses of other than 48 or 57 bits (0 means that the leaf does not say). `EPERM` for AMX's
-/// tile data, a state component that a process has to request first.
+/// `EINVAL` if the width of linear addresses is not 48, 57 or 0 (0: the leaf does not give the width). `EPERM` for
+/// AMX's tile data, a state component that a process has to request first.
 pub(crate) fn check(table: &[kvm_cpuid_entry2]) -> Result<()> {
     const TILE_DATA: u32 = 1 << 18;
     let find = |function| {
@@ -526,8 +526,8 @@ pub(crate) fn remove_kvm_feature(table: &mut [kvm_cpuid_entry2], bit: u32) {
     }
 }
 
-/// Returns the values of the guest's CPUID instruction from the client's table, with Intel's rule for leaves beyond the
-/// last leaf. The CPU adds the bits that depend on its state.
+/// Returns the values of the guest's CPUID instruction from the client's table, with the vendor's rule for leaves
+/// beyond the last leaf. The caller adds the bits that depend on the CPU's state.
 pub fn lookup(table: &[kvm_cpuid_entry2], leaf: u32, subleaf: u32) -> [u32; 4] {
     let matches = |entry: &&kvm_cpuid_entry2, leaf: u32| {
         entry.function == leaf

@@ -25,7 +25,7 @@ impl System {
     }
 }
 
-/// Checks that vCPUs have the attribute.
+/// Checks that vCPUs have this attribute.
 ///
 /// # Errors
 /// `ENXIO` for an attribute that does not exist.
@@ -55,7 +55,8 @@ impl VcpuObject {
         Ok(self.lock()?.machine.tsc.offset())
     }
 
-    /// Carries out `KVM_SET_DEVICE_ATTR`: sets the value that `read` returns for an address in the client's memory.
+    /// Carries out `KVM_SET_DEVICE_ATTR`: sets the attribute to the value that `read` returns. The argument of `read`
+    /// is the value's address in the client's memory.
     ///
     /// # Errors
     /// `ENXIO` for an attribute that does not exist, and the errors of `read`.

@@ -1,5 +1,5 @@
-//! A PC's interrupt controllers and timer on the bus of a VM: their addresses, and the alarms that they need. The local
-//! APIC is not on the bus: each vCPU has a local APIC, which the vCPU's accesses reach first.
+//! A PC's interrupt controllers and timer on the bus of a VM: their addresses, and the alarms that they need. Local
+//! APICs are not on the bus: a vCPU's access reaches the vCPU's own local APIC before the bus.
 
 use crate::io_bus::{Range, Space};
 use slat_irqchip::ioapic;
@@ -19,8 +19,8 @@ pub(crate) enum Device {
 /// The port of [`Device::Speaker`]. The device's range on KVM's bus is longer, but the device serves only this port.
 pub(crate) const SPEAKER: u64 = 0x61;
 
-/// The devices of `KVM_CREATE_IRQCHIP`. If `KVM_SET_IRQCHIP` moves the I/O APIC to another address, the guest does not
-/// find it at that address, as in KVM.
+/// The devices of `KVM_CREATE_IRQCHIP`. The addresses are fixed. As in KVM, if `KVM_SET_IRQCHIP` gives the I/O APIC
+/// another address, the guest cannot reach it there.
 pub(crate) const PC: [(Range, Device); 4] = [
     (Range::new(Space::Ports, 0x20, 2), Device::Pics),
     (Range::new(Space::Ports, 0xa0, 2), Device::Pics),

@@ -16,13 +16,13 @@ const FLAGS: u32 = KVM_VCPUEVENT_VALID_NMI_PENDING
 
 /// The shadow of STI, in `interrupt.shadow`.
 const SHADOW_STI: u8 = 2;
-/// The shadow of MOV SS.
+/// The shadow of MOV SS, in `interrupt.shadow`.
 const SHADOW_MOV_SS: u8 = 1;
 
 /// Events that the client requests and the next run of the vCPU delivers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Requested {
-    /// An exception that is pending (`KVM_CAP_EXCEPTION_PAYLOAD`): CR2 and DR6 have not changed yet.
+    /// An exception that is pending (`KVM_CAP_EXCEPTION_PAYLOAD`): its payload is not in CR2 or DR6 yet.
     pub(crate) exception: Option<Pending>,
     /// Whether the client requests a triple fault.
     pub(crate) triple_fault: bool,
@@ -42,7 +42,7 @@ impl Requested {
         if let Some(pending) = self.exception {
             show_exception(events, pending.exception);
             events.exception.pending = 1;
-            // As in KVM, a client without the capability also sees pending exceptions as injected.
+            // As in KVM, a client without the capability sees a pending exception also as injected.
             events.exception.injected = u8::from(!options.exception_payload());
             events.exception_has_payload = u8::from(pending.payload.is_some());
             events.exception_payload = pending.payload.unwrap_or(0);
@@ -91,7 +91,8 @@ impl Requested {
         let state = &mut cpu.state;
         match (exception.vector, payload) {
             (vector::PF, Some(address)) => state.cr2 = address,
-            // In the payload, DR6's active-low bits are inverted (SDM volume 3, 19.2.3).
+            // In the payload, DR6's active-low bits are inverted: a set bit means a clear bit in DR6 (SDM volume 3,
+            // 19.2.3).
             (vector::DB, Some(conditions)) => {
                 let fixed = state.dr6 & !DR6_TRAPS | DR6_ACTIVE_LOW;
                 state.dr6 = (fixed | conditions) ^ conditions & DR6_ACTIVE_LOW;
@@ -134,7 +135,7 @@ pub struct Elsewhere {
     pub latched_init: Option<bool>,
 }
 
-/// Returns the events of a vCPU. `nmis`: the number of pending NMIs that are not in `state` yet.
+/// Returns the events of a vCPU. `nmis` is the number of pending NMIs that are not in `state` yet.
 pub fn get(state: &State, nmis: u8, sipi_vector: u32) -> kvm_vcpu_events {
     let held = &state.events;
     let mut events = kvm_vcpu_events::default();
@@ -159,7 +160,7 @@ pub fn get(state: &State, nmis: u8, sipi_vector: u32) -> kvm_vcpu_events {
     events
 }
 
-/// Adds an event that a nested guest's hypervisor has injected by VMRUN, and that is not delivered yet.
+/// Adds `event`, which a nested guest's hypervisor has injected by VMRUN and which is not delivered yet.
 pub fn show_injected(events: &mut kvm_vcpu_events, event: Event) {
     match event.kind() {
         Some(EventKind::Nmi) => events.nmi.injected = 1,
@@ -199,7 +200,7 @@ pub fn set(state: &mut State, events: &kvm_vcpu_events) -> Result<Elsewhere> {
         held.sti_shadow = events.interrupt.shadow & SHADOW_STI != 0;
         held.mov_ss_shadow = events.interrupt.shadow & SHADOW_MOV_SS != 0;
     }
-    // Clients see an NMI in the CPU's state as pending. Without the flag, this NMI does not change.
+    // An NMI in the CPU's state counts as pending for clients. Without the flag, the call does not change pending NMIs.
     let waiting = match events.flags & KVM_VCPUEVENT_VALID_NMI_PENDING {
         0 => held.nmis,
         _ => 0,

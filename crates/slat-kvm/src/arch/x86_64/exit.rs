@@ -1,4 +1,4 @@
-//! Stores exits in `kvm_run`: those of x86 that have more than one or two fields.
+//! Stores x86's exits in `kvm_run`, if they have more than one or two fields.
 
 use crate::arch::x86_64::cpuid::is_amd;
 use crate::fields::set_field;
@@ -15,7 +15,7 @@ pub(crate) enum ClientCall {
         nr: u64,
         /// The hypercall's arguments.
         args: [u64; 4],
-        /// Whether all 64 bits of the registers count.
+        /// Whether the hypercall uses all 64 bits of the registers.
         long_mode: bool,
     },
     /// One of Hyper-V's hypercalls: `KVM_EXIT_HYPERV`.
@@ -42,8 +42,8 @@ pub(crate) fn hypercall(page: &RunPage, nr: u64, [a, b, c, _]: [u64; 4], long_mo
     );
 }
 
-/// Stores `KVM_EXIT_X86_RDMSR`, or with a value `KVM_EXIT_X86_WRMSR`; the client returns the result
-/// in `error` and `data`.
+/// Stores `KVM_EXIT_X86_RDMSR`, or `KVM_EXIT_X86_WRMSR` if there is a `value`. The client returns the result in `error`
+/// and `data`.
 pub(crate) fn msr(page: &RunPage, index: u32, value: Option<u64>, reason: u32) {
     page.set_exit_reason(match value {
         None => KVM_EXIT_X86_RDMSR,
@@ -57,8 +57,8 @@ pub(crate) fn msr(page: &RunPage, index: u32, value: Option<u64>, reason: u32) {
 }
 
 /// Stores `KVM_INTERNAL_ERROR_DELIVERY_EV`: the delivery of an event accessed an address without memory. The words are
-/// those that KVM stores: the event and the reason why the processor gave up, in the form of the vendor's
-/// virtualization; the address; and the host's processor.
+/// those that KVM stores: the event and the exit reason, in the format of VMX or SVM; the address; and the number of
+/// the host's processor.
 pub(crate) fn delivery(page: &RunPage, vector: u8, software: bool, gpa: u64) {
     const EPT_MISCONFIGURATION: u64 = 49;
     const NESTED_PAGE_FAULT: u64 = 0x400;
@@ -96,7 +96,7 @@ pub(crate) fn delivery(page: &RunPage, vector: u8, software: bool, gpa: u64) {
 
 /// Stores `KVM_INTERNAL_ERROR_EMULATION` with the instruction's bytes, in KVM's layout.
 pub(crate) fn emulation_failure(page: &RunPage, bytes: [u8; 15], len: u8) {
-    /// The words are flags and bytes (three words), then exit reason and information (five words).
+    /// The first three words are flags and instruction bytes. The other five words are exit reason and information.
     const WORDS: u32 = 8;
     page.set_exit_reason(KVM_EXIT_INTERNAL_ERROR);
     set_field!(
@@ -111,7 +111,7 @@ pub(crate) fn emulation_failure(page: &RunPage, bytes: [u8; 15], len: u8) {
         if len == 0 { 0 } else { with_bytes },
         __bindgen_anon_1.emulation_failure.flags
     );
-    // As in KVM, unknown bytes are shown as NOPs.
+    // As in KVM, bytes that are not known are shown as NOPs.
     let mut shown = [0x90; 15];
     shown[..len.into()].copy_from_slice(&bytes[..len.into()]);
     set_field!(

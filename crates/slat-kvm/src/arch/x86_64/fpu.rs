@@ -9,7 +9,7 @@ use slat_x86::state::{MXCSR_MASK, MXCSR_MM, xcr0};
 /// The offset of XSTATE_BV in an XSAVE area.
 const XSTATE_BV: usize = 512;
 
-/// Carries out `KVM_GET_FPU`. As in KVM, `mxcsr` is always 0. Clients save the register by `KVM_GET_XSAVE`.
+/// Carries out `KVM_GET_FPU`. As in KVM, `mxcsr` is always 0. Clients save MXCSR by `KVM_GET_XSAVE`.
 pub fn get_fpu(state: &State) -> kvm_fpu {
     let image = state.to_fxsave();
     let mut fpu = kvm_fpu {
@@ -65,12 +65,12 @@ pub fn get_xsave(state: &State) -> [u8; 4096] {
     area
 }
 
-/// Carries out `KVM_SET_XSAVE`. A component that is not present gets its initial state. As in KVM, PKRU keeps its value
-/// instead.
+/// Carries out `KVM_SET_XSAVE`. A component that is not present gets its initial state. As in KVM, PKRU is an
+/// exception: if not present, it keeps its value.
 ///
 /// # Errors
 /// `EINVAL` for components that the CPU does not have, for the compacted format, and for reserved words of the header.
-/// Also for reserved bits of MXCSR, if a component that uses MXCSR is present.
+/// `EINVAL` also for reserved bits of MXCSR, if a component that uses MXCSR is present.
 pub fn set_xsave(state: &mut State, area: &[u8; 4096]) -> Result<()> {
     let word = |at: usize| u64::from_le_bytes(area[at..at + 8].try_into().expect("8 bytes"));
     let present = word(XSTATE_BV);
@@ -93,7 +93,8 @@ pub fn set_xsave(state: &mut State, area: &[u8; 4096]) -> Result<()> {
     image[24..28].copy_from_slice(&state.mxcsr.to_le_bytes());
     if present & (xcr0::X87 | xcr0::SSE | xcr0::AVX) != 0 {
         let mxcsr = u32::from_le_bytes(area[24..28].try_into().expect("4 bytes"));
-        // As in KVM, the processor's vendor decides, not the vendor in the guest's CPUID.
+        // As in KVM, the known bits of MXCSR depend on the vendor of the processor that guests are offered, not on the
+        // vendor in the guest's CPUID.
         let known = match is_amd() {
             true => MXCSR_MASK | MXCSR_MM,
             false => MXCSR_MASK,

@@ -14,7 +14,7 @@ const SYSTEM: &str = "slat.system";
 /// The number of registers.
 const COUNT: usize = 67;
 
-/// All registers, in GDB's order. The position of a register is its number.
+/// All registers, in GDB's order. A register's number is its position.
 pub const REGISTERS: [Register; COUNT] = table();
 
 /// The number of bytes of the values of all registers, one after another.
@@ -175,8 +175,8 @@ pub(crate) fn get(state: &State, to: &mut [u8; BLOCK]) {
     }
 }
 
-/// Sets a register. Returns `false` for a value of another size, and for a register whose change needs the checks of an
-/// instruction: selectors, system registers, and the registers of the x87 except ST0 to ST7.
+/// Sets a register. Returns `false` for a value of the wrong size, and for a register that cannot be set without
+/// further checks: selectors, system registers, and the x87's registers except ST0 to ST7.
 pub(crate) fn set(state: &mut State, register: usize, value: &[u8]) -> bool {
     if REGISTERS.get(register).map(|known| known.bytes) != Some(value.len()) {
         return false;
@@ -263,8 +263,8 @@ mod tests {
         (state.kernel_gs_base, state.mxcsr) = (0x400, 0x1f81);
         (state.fcw, state.fsw, state.fop) = (0x37f, 0x4500, 0x123);
         (state.fip, state.fdp) = (0x11_2222_3333, 0x44_5555_6666);
-        // There is a bit for each register that is in use. GDB has two bits for each, which are set if the register is
-        // empty.
+        // `ftw` has one bit for each register, which is set if the register is in use. GDB's tag word has two bits for
+        // each register, which are set if the register is empty.
         state.ftw = 0b1010_0101;
         let mut block = [0; BLOCK];
         get(&state, &mut block);

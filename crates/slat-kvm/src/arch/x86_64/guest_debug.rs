@@ -14,7 +14,7 @@ pub(crate) const CONTROLS: u32 = KVM_GUESTDBG_ENABLE
     | KVM_GUESTDBG_INJECT_BP
     | KVM_GUESTDBG_BLOCKIRQ;
 
-/// Returns the CPU's settings for a request. Without `KVM_GUESTDBG_ENABLE` all settings are off.
+/// Returns the CPU's debugger settings for the client's request. Without `KVM_GUESTDBG_ENABLE` all settings are off.
 pub(crate) fn debugger(debug: &kvm_guest_debug) -> Debugger {
     let has = |bit| {
         let bits = KVM_GUESTDBG_ENABLE | bit;

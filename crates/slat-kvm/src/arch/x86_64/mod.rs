@@ -9,7 +9,7 @@
 //! | | `policy`, `parameters` | policies of the CPU; parameters of KVM's modules |
 //! | parts | `port_data` | the port-data page of a vCPU |
 //! | | `exits` | the exits that only x86 has, for the Rust API |
-//! | | `table_cache` | the translations by the guest's tables that a vCPU used last |
+//! | | `table_cache` | the last translations by the guest's tables that the CPU's TLB cannot hold |
 //! | | `hyperv` | Hyper-V's interface: the state that the vCPUs of a VM share |
 //! | | `quirks`, `msr_filter`, `options` | the settings that a client makes for a VM |
 //! | | `cpuid`, `cpu_features`, `clock`, `msr` | CPUID leaves, time, MSRs |
@@ -17,9 +17,9 @@
 //! | | `exit`, `guest_debug` | how `KVM_RUN` describes x86's exits, and those of a debugged guest |
 //! | | `counters`, `trace` | x86's counters and tracepoints of a vCPU |
 //! | | `gdb` | the registers, as GDB numbers them |
-//! | | `perf`, `compiler` | compiled code, named for perf; the threads that compile |
+//! | | `perf`, `compiler` | the names of compiled code, for perf; the threads that compile |
 //! | | `state` | x86's state of a VM, and of the part of a vCPU that other threads use |
-//! | | `devices` | the places of a PC's controllers on the bus, and their timers |
+//! | | `devices` | the addresses of a PC's controllers on the bus, and their timers |
 //! | | `target` | the line, the message or the source to which a GSI is routed |
 //! | shared | `vcpu_common`, `vcpu_map` | how other threads interrupt a vCPU; the map of the local APICs' addresses |
 //! | | `chips`, `irq` | the interrupt controllers of a PC; how interrupts reach vCPUs by them |

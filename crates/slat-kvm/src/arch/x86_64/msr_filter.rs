@@ -4,10 +4,10 @@ use crate::errno::{Result, fail};
 use crate::heap;
 use kvm_bindings::*;
 
-/// Consecutive MSRs, with a bit for each: 1 allows the access.
+/// Consecutive MSRs, with one bit for each MSR. A set bit allows the access.
 #[derive(Debug)]
 struct Range {
-    /// The accesses that the range decides: `KVM_MSR_FILTER_READ`, `KVM_MSR_FILTER_WRITE`.
+    /// The kinds of access that the range decides: `KVM_MSR_FILTER_READ`, `KVM_MSR_FILTER_WRITE`.
     accesses: u32,
     base: u32,
     count: u32,
@@ -66,7 +66,7 @@ impl MsrFilter {
         !self.denies_others && self.ranges.is_empty()
     }
 
-    /// Whether the guest may access `msr`. The first range that has `msr` and this kind of access decides.
+    /// Whether the guest may access `msr`. The first range that covers `msr` and this kind of access decides.
     pub(crate) fn allows(&self, msr: u32, write: bool) -> bool {
         if X2APIC.contains(&msr) {
             return true;
@@ -99,7 +99,8 @@ mod tests {
             (to.flags, to.base, to.nmsrs) = (*flags, *base, *nmsrs);
             to.bitmap = std::ptr::without_provenance_mut(usize::from(*bits));
         }
-        // The address of each bitmap is a number that serves as its contents.
+        // In this test, the address of a bitmap is a number, and every word of the bitmap has this number as its
+        // contents.
         MsrFilter::new(&given, |address, words| Ok(vec![address; words]))
     }
 

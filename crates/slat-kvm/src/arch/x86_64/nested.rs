@@ -1,6 +1,7 @@
 //! `KVM_GET_NESTED_STATE` and `KVM_SET_NESTED_STATE` (KVM's api document, 4.114 and 4.115). The nested state says
 //! whether a vCPU runs a nested guest by SVM, and has the registers of the hypervisor that runs it. slat does not offer
-//! VMX. So if the policy offers Intel's processor, a guest has no SVM, and its nested state is a header that says so.
+//! VMX. So if the policy offers Intel's processor, a guest has no nested virtualization. Its nested state is a header
+//! without VMXON region.
 
 use crate::arch::x86_64::cpuid::is_amd;
 use crate::errno::{Result, fail};
@@ -8,15 +9,16 @@ use kvm_bindings::*;
 use slat_x86::svm::VMCB_BYTES;
 use slat_x86::{Cpu, state::control};
 
-/// The number of bytes of the header: flags and format, of 16 bits each, the size, and then the format's own words.
+/// The number of bytes of the header. It consists of flags and format (16 bits each), the size, and the format's own
+/// words.
 pub(crate) const HEADER: u32 = 128;
 /// The number of words of the header.
 pub(crate) const WORDS: usize = (HEADER / 8) as usize;
 /// The number of bytes of the state in guest mode: the value that `KVM_CHECK_EXTENSION` returns.
 pub(crate) const SIZE: u32 = HEADER + VMCB_BYTES as u32;
-/// The address of VMXON region and current VMCS if there are none.
+/// The value that means "no address", for the VMXON region and the current VMCS.
 const NO_ADDRESS: u64 = u64::MAX;
-/// The flags that any format has.
+/// The flags that every format has.
 const FLAGS: u32 = KVM_STATE_NESTED_GUEST_MODE
     | KVM_STATE_NESTED_RUN_PENDING
     | KVM_STATE_NESTED_EVMCS
@@ -34,12 +36,12 @@ pub struct NestedState {
 }
 
 impl NestedState {
-    /// Returns the words of the header, in the client's format.
+    /// Returns the words of the header, in the layout of `kvm_nested_state`.
     pub fn words(&self) -> &[u64; WORDS] {
         &self.words
     }
 
-    /// The page that follows the header in guest mode.
+    /// Returns the page that follows the header, if the vCPU is in guest mode.
     pub fn vmcb(&self) -> Option<&[u8; VMCB_BYTES]> {
         self.vmcb.as_ref()
     }
@@ -88,9 +90,9 @@ pub(crate) fn get(cpu: &Cpu) -> NestedState {
 /// Sets the nested state of `cpu`. `read_vmcb` reads the page that follows the header.
 ///
 /// # Errors
-/// `EINVAL`, as in KVM: for unknown flags, another format, a size that does not hold the state; for guest mode without
-/// EFER.SVME; for guest mode in system management mode; for an address that no control block can have; for a page that
-/// no VMRUN can leave.
+/// `EINVAL`, as in KVM: for unknown flags, a wrong format, and a size that is too small; for guest mode without
+/// EFER.SVME or in system management mode; for an address that no control block can have; for a page that cannot be the
+/// result of a VMRUN.
 pub(crate) fn set(
     cpu: &mut Cpu,
     header: &[u64; WORDS],

@@ -8,9 +8,10 @@ use slat_x86::BusLocks;
 use std::sync::RwLock;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
-/// The value that `KVM_CHECK_EXTENSION` returns for `KVM_CAP_X86_DISABLE_EXITS`. PAUSE never ends `KVM_RUN`.
+/// The value that `KVM_CHECK_EXTENSION` returns for `KVM_CAP_X86_DISABLE_EXITS`. The exit for PAUSE is always disabled:
+/// PAUSE never ends `KVM_RUN`.
 pub(crate) const DISABLED_EXITS: u32 = KVM_X86_DISABLE_EXITS_HLT | KVM_X86_DISABLE_EXITS_PAUSE;
-/// All exits that a client may name, even if slat does not offer to disable them.
+/// All exits that a client may name, including those that slat does not offer to disable.
 const KNOWN_EXITS: u64 =
     (DISABLED_EXITS | KVM_X86_DISABLE_EXITS_MWAIT | KVM_X86_DISABLE_EXITS_CSTATE) as u64;
 
@@ -26,7 +27,7 @@ pub(crate) const BUS_LOCK_MODES: u32 = KVM_BUS_LOCK_DETECTION_OFF | KVM_BUS_LOCK
 /// The flags of `KVM_CAP_X86_NOTIFY_VMEXIT`, in the lower half of its argument.
 pub(crate) const NOTIFY_FLAGS: u32 = KVM_X86_NOTIFY_VMEXIT_ENABLED | KVM_X86_NOTIFY_VMEXIT_USER;
 
-/// The nanoseconds of a cycle of the local APICs' bus, unless the client sets them. The bus then runs at 1 GHz.
+/// The default length, in nanoseconds, of a cycle of the local APICs' bus. The bus then runs at 1 GHz.
 pub(crate) const APIC_BUS_CYCLE_NS: u64 = 1;
 
 /// The options of a VM.
@@ -34,7 +35,7 @@ pub(crate) const APIC_BUS_CYCLE_NS: u64 = 1;
 pub(crate) struct Options {
     /// `KVM_CAP_EXCEPTION_PAYLOAD`: a client distinguishes exceptions that are pending from those being delivered.
     exception_payload: AtomicBool,
-    /// `KVM_CAP_X86_TRIPLE_FAULT_EVENT`: triple faults are events.
+    /// `KVM_CAP_X86_TRIPLE_FAULT_EVENT`: the client sees a pending triple fault as an event.
     triple_fault_event: AtomicBool,
     /// `KVM_CAP_EXIT_ON_EMULATION_FAILURE`: an instruction that slat does not have ends `KVM_RUN`, even in user mode.
     exit_on_emulation_failure: AtomicBool,
@@ -42,9 +43,10 @@ pub(crate) struct Options {
     halts_inside: AtomicBool,
     /// `KVM_CAP_MSR_PLATFORM_INFO`: the guest can read the MSR PLATFORM_INFO.
     guest_reads_platform_info: AtomicBool,
-    /// `KVM_CAP_X86_USER_SPACE_MSR`: the reasons, a bit each, for which a refused access exits to the client.
+    /// `KVM_CAP_X86_USER_SPACE_MSR`: the reasons for which a refused access exits to the client, one bit for each
+    /// reason.
     user_space_msrs: AtomicU32,
-    /// `KVM_CAP_EXIT_HYPERCALL`: the hypercalls, a bit each, that the client completes.
+    /// `KVM_CAP_EXIT_HYPERCALL`: the hypercalls that the client completes, one bit for each hypercall.
     hypercall_exits: AtomicU32,
     /// `KVM_CAP_X86_BUS_LOCK_EXIT`: a bus lock of the guest ends `KVM_RUN`.
     bus_locks_exit: AtomicBool,
@@ -52,7 +54,7 @@ pub(crate) struct Options {
     notify_vmexit: AtomicU64,
     /// `KVM_CAP_X86_APIC_BUS_CYCLES_NS`: the nanoseconds of a cycle of the local APICs' bus.
     apic_bus_cycle_ns: AtomicU64,
-    /// Whether `KVM_X86_SET_MSR_FILTER` has set a filter. If not, MSR accesses do not take the lock.
+    /// Whether `KVM_X86_SET_MSR_FILTER` has set a filter. If not, MSR accesses do not acquire the filter's lock.
     has_msr_filter: AtomicBool,
     msr_filter: RwLock<MsrFilter>,
 }
@@ -101,7 +103,7 @@ impl Options {
                 {
                     return Some(fail(libc::EINVAL));
                 }
-                // As in KVM, no later call undoes this.
+                // As in KVM, no later call disables this exit.
                 if argument & u64::from(KVM_BUS_LOCK_DETECTION_EXIT) != 0 {
                     self.bus_locks_exit.store(true, Ordering::Relaxed);
                 }
@@ -121,8 +123,8 @@ impl Options {
         Some(Ok(()))
     }
 
-    /// Carries out `KVM_CAP_X86_DISABLE_EXITS`. As in KVM, no later call undoes this, and exits that the CPU does not
-    /// offer to disable are ignored.
+    /// Carries out `KVM_CAP_X86_DISABLE_EXITS`. As in KVM, no later call enables the exits again. Exits that slat does
+    /// not offer to disable are ignored.
     ///
     /// # Errors
     /// `EINVAL` for unknown exits.
@@ -152,8 +154,8 @@ impl Options {
         self.halts_inside.load(Ordering::Relaxed)
     }
 
-    /// Returns how a bus lock of the guest is handled. If a bus lock exits, Intel's processors have executed it before
-    /// the exit, and AMD's have not.
+    /// Returns how a bus lock of the guest is handled. If it exits, the exit is after the instruction on Intel's
+    /// processors, and before the instruction on AMD's.
     pub(crate) fn bus_locks(&self) -> BusLocks {
         match self.bus_locks_exit.load(Ordering::Relaxed) {
             false => BusLocks::Executed,

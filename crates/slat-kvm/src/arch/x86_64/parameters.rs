@@ -24,15 +24,15 @@ const FIXED: &[(&str, &str)] = &[
     ("report_ignored_msrs", "Y"),
     ("enable_pmu", "N"),
     ("enable_vmware_backdoor", "N"),
-    // The virtual interrupt controllers of AMD's and Intel's processors are off.
+    // The processors' virtual interrupt controllers, AMD's AVIC and Intel's APICv, are off.
     ("avic", "N"),
     ("enable_apicv", "N"),
     ("halt_poll_ns", "0"),
     ("min_timer_period_us", "200"),
 ];
 const NX_HUGE_PAGES: &str = "nx_huge_pages";
-/// The parameter that says which MMU the VMs of this process have. It cannot be written, like KVM's own parameter once
-/// KVM is loaded.
+/// The parameter that says which MMU the VMs of this process have. This parameter cannot be written, as in KVM once the
+/// module is loaded.
 const TDP_MMU: &str = "tdp_mmu";
 
 /// VMs that have `KVM_CAP_VM_DISABLE_NX_HUGE_PAGES`.
@@ -42,19 +42,20 @@ static WITHOUT_NX: PerProcess<Mutex<Vec<Weak<EngineVm>>>> = PerProcess::new();
 pub(crate) fn names() -> impl Iterator<Item = &'static str> {
     let fixed = FIXED.iter().map(|(name, _)| *name);
     let all = WRITABLE.iter().copied().chain(fixed);
-    // `nested` says whether guests can have nested guests. In KVM, it belongs to the module for the processor. Neither
-    // of the two can be written.
+    // `nested` says whether guests can have nested guests. In KVM, `nested` is a parameter of the processor's module.
+    // Neither `tdp_mmu` nor `nested` can be written.
     all.chain([TDP_MMU, NESTED])
 }
 
-/// Returns the value of a parameter, as the file shows it, without the newline. `None`: the process has no policies.
+/// Returns the value of a parameter, as the file shows it, without the newline. `None`: the process has no valid
+/// policies.
 pub(crate) fn value(name: &str) -> Option<String> {
     if let Some((_, value)) = FIXED.iter().find(|(known, _)| *known == name) {
         return Some((*value).to_owned());
     }
     let yes_or_no = |is_set| if is_set { "Y" } else { "N" }.to_owned();
     match name {
-        // KVM's module for AMD processors shows a number.
+        // KVM's module for AMD processors shows 1 or 0, not Y or N.
         NESTED => Some(u8::from(policy::of_cpus().nested).to_string()),
         TDP_MMU => {
             let has_it = policy::current().is_ok_and(|policies| policies.mmu == MmuKind::Tdp);
@@ -75,7 +76,7 @@ pub(crate) fn value(name: &str) -> Option<String> {
 pub(crate) fn write(name: &str, text: &str) -> Result<()> {
     let value = match text {
         "force" if name == NX_HUGE_PAGES => "on",
-        // The software CPU does not have the erratum that needs the mitigation.
+        // The software CPU does not have the erratum that this parameter mitigates.
         "auto" | "never" if name == NX_HUGE_PAGES => "off",
         value => value,
     };
@@ -87,9 +88,9 @@ pub(crate) fn write(name: &str, text: &str) -> Result<()> {
         }
         vm.set_policy(setting);
         if setting == Setting::NxHugePages(Switch::Off) {
-            // Unmaps everything. So each page that was split because it was executed is mapped huge again at the
-            // guest's next access. (When the policy is set to "on", the engine itself zaps the leaves that must not be
-            // executed any more.)
+            // Zaps all memory. So each page that was split because the guest executed code in it is mapped huge again
+            // at the next access. (When the policy is set to "on", the engine itself zaps the leaves that are no longer
+            // allowed to be executable.)
             drop(vm.invalidate(Hva(0)..Hva(USER_END)));
         }
     }
@@ -105,7 +106,7 @@ fn is_without_nx(vm: &Arc<EngineVm>) -> bool {
         .any(|other| other.as_ptr() == Arc::as_ptr(vm))
 }
 
-/// Carries out `KVM_CAP_VM_DISABLE_NX_HUGE_PAGES`, for a VM that has no vCPUs yet.
+/// Carries out `KVM_CAP_VM_DISABLE_NX_HUGE_PAGES`, for a VM that has no vCPUs.
 ///
 /// # Errors
 /// `EPERM` for a thread without CAP_SYS_BOOT. This is KVM's rule, because on affected processors a guest could then

@@ -4,15 +4,15 @@ use crate::words::{Switch, words};
 use slat_x86::Tier;
 use std::fmt;
 
-/// The policy of the software CPU's compiler, [`Jit`].
+/// The name of the policy of the software CPU's compiler, [`Jit`].
 pub const JIT: &str = "jit";
 
-/// The policy that says which of the guests' code is compiled.
+/// Which of the guests' code is compiled.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Jit {
     /// No code: all code is interpreted.
     Off,
-    /// Code that runs often is compiled, on one of slat's threads.
+    /// Code that runs often is compiled, by slat's own threads.
     #[default]
     On,
     /// All code that can be compiled is compiled before it runs for the first time, on the vCPU's thread. This value is
@@ -27,11 +27,11 @@ words! { Jit, "on, off, at-once, at-once-baseline":
     "at-once-baseline" => Jit::AtOnce(Tier::Baseline),
 }
 
-/// The policy of nested virtualization: whether guests are offered SVM. The policy corresponds to the parameter
+/// The name of the policy of nested virtualization: whether guests are offered SVM. It corresponds to the parameter
 /// `nested` of KVM's module.
 pub const NESTED: &str = "nested";
 
-/// The policy of the compiler: [`JitMap`].
+/// The name of the policy of the files for perf, [`JitMap`].
 pub const JIT_MAP: &str = "jit_map";
 
 /// The files that the compiler writes for perf, so that perf names guest code.
@@ -52,7 +52,7 @@ words! { JitMap, "on, off, dump":
     "dump" => JitMap::Dump,
 }
 
-/// The policy of the processor that guests are offered: [`Processor`].
+/// The name of the policy of the processor that guests are offered, [`Processor`].
 pub const CPU: &str = "cpu";
 
 /// The vendor whose processor `KVM_GET_SUPPORTED_CPUID` describes. Where KVM's modules for AMD's and Intel's processors
@@ -63,9 +63,9 @@ pub enum Processor {
     /// host` execute CPUID themselves.
     #[default]
     Host,
-    /// One of AMD's models, on every host.
+    /// A fixed model of AMD, on every host.
     Amd,
-    /// One of Intel's models, on every host.
+    /// A fixed model of Intel, on every host.
     Intel,
 }
 
@@ -85,7 +85,7 @@ macro_rules! policies {
         }
 
         impl CpuPolicy {
-            /// All policies, each with its default.
+            /// All policies, each with its default value.
             pub(crate) const DEFAULTS: &[Self] = &[$(CpuPolicy::$Name($default),)*];
 
             /// Returns the name of the policy.
@@ -167,14 +167,15 @@ impl CpuPolicies {
     }
 }
 
-/// The policies that a client of the Rust API sets for the CPUs of its VMs. They have precedence over the environment.
+/// The policies that a client of the Rust API sets for the CPUs of its VMs. These policies override those in the
+/// environment.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CpuChoice {
     /// Which of the guests' code is compiled. `None`: the environment decides.
     pub jit: Option<Jit>,
 }
 
-/// Whether the policies let VMs shadow the tables that guests make for nested guests.
+/// Whether the policies allow VMs to shadow the nested tables of guests that are hypervisors.
 pub(crate) fn nests(policies: &CpuPolicies) -> bool {
     policies.nested
 }
@@ -230,7 +231,7 @@ mod tests {
         assert!(error.contains("ept, ept5, npt, npt5"), "{error}");
     }
 
-    /// The list of the defaults and the default of the struct are the same.
+    /// Each policy's default in the list is its default in the struct.
     #[test]
     fn the_defaults_agree() {
         let mut policies = CpuPolicies::default();

@@ -1,4 +1,5 @@
-//! The port-data page: the page after `kvm_run`, by which the client gets and gives the data of port accesses.
+//! The port-data page: the page after `kvm_run`. It holds the data of port accesses, for the client and from the
+//! client.
 
 use crate::run_page::RunPage;
 use slat_host::page_size;
@@ -15,15 +16,15 @@ impl RunPage {
     /// Copies from the port-data page. `data` has at most one page.
     pub(crate) fn read_pio(&self, data: &mut [u8]) {
         assert!(data.len() <= page_size());
-        // SAFETY: the bytes are within the mapping. The client may change the bytes meanwhile; every value of a byte is
-        // valid.
+        // SAFETY: the bytes are within the mapping. The client may change them during the copy, but every value of a
+        // byte is valid.
         unsafe { std::ptr::copy_nonoverlapping(self.port_data(), data.as_mut_ptr(), data.len()) }
     }
 
     /// Copies to the port-data page. `data` has at most one page.
     pub(crate) fn write_pio(&self, data: &[u8]) {
         assert!(data.len() <= page_size());
-        // SAFETY: the access is within the mapping.
+        // SAFETY: the bytes are within the mapping, and the client expects any value there.
         unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), self.port_data(), data.len()) }
     }
 

@@ -6,7 +6,7 @@
 //! | `LAPIC_MMIO_HOLE`, `OUT_7E_INC_RIP` | exits (`run`) |
 //! | `MISC_ENABLE_NO_MWAIT` | the MSR (`msr`) |
 //! | `FIX_HYPERCALL_INSN`, `MWAIT_NEVER_UD_FAULTS` | the CPU's machine (`machine`) |
-//! | `CD_NW_CLEARED`, `SLOT_ZAP_ALL` | nowhere: guests see no cache, and the deletion of a slot zaps only the leaves of that slot |
+//! | `CD_NW_CLEARED`, `SLOT_ZAP_ALL` | nowhere: guests do not notice caches, and deleting a slot zaps only that slot's leaves |
 
 use crate::errno::{Result, fail};
 use kvm_bindings::*;

@@ -7,7 +7,7 @@ use kvm_bindings::*;
 use slat_x86::state::{control, flags, xcr0};
 use slat_x86::{Features, Segment, State, Table};
 
-/// The flags that a caller can set.
+/// The bits of RFLAGS that a caller can set.
 pub(crate) const FLAGS: u64 = 0x003f_7fd5;
 
 /// Carries out `KVM_GET_REGS`.
@@ -103,7 +103,7 @@ fn from_segment(segment: &kvm_segment) -> Segment {
         | bit(segment.l, 13)
         | bit(segment.db, 14)
         | bit(segment.g, 15);
-    // VMX has no segment that is neither present nor unusable, so such a segment becomes unusable.
+    // VMX has no segment that is neither present nor unusable. So a segment that is not present becomes unusable.
     if segment.unusable != 0 || segment.present == 0 {
         rights |= Segment::UNUSABLE;
     }
@@ -130,7 +130,7 @@ fn from_table(table: &kvm_dtable) -> Table {
     }
 }
 
-/// Carries out `KVM_GET_SREGS`. `apic_base` is not part of `state`.
+/// Carries out `KVM_GET_SREGS`. `apic_base` is an argument because it is not part of `state`.
 pub fn get_sregs(state: &State, apic_base: u64) -> kvm_sregs {
     let mut sregs = kvm_sregs {
         cs: segment(&state.cs),
@@ -173,11 +173,11 @@ fn cr4_bits() -> u64 {
         | control::CR4_SMAP
 }
 
-/// Checks special registers as KVM does before it sets them, for a CPU with `features`.
+/// Checks the special registers for a CPU with `features`, as KVM does before it sets them.
 fn check_sregs(sregs: &kvm_sregs, features: &Features) -> Result<()> {
     let long = sregs.efer & control::EFER_LME != 0 && sregs.cr0 & control::CR0_PG != 0;
     if long {
-        // 64-bit mode needs PAE, LMA and a CR3 within the physical address space.
+        // 64-bit mode needs PAE, LMA, and a CR3 within the physical address width.
         if sregs.cr4 & control::CR4_PAE == 0
             || sregs.efer & control::EFER_LMA == 0
             || sregs.cr3 >> features.physical_bits() != 0
@@ -199,8 +199,8 @@ fn check_sregs(sregs: &kvm_sregs, features: &Features) -> Result<()> {
     Ok(())
 }
 
-/// Carries out `KVM_SET_SREGS`, except for `apic_base`, for a CPU with `features`. As in KVM, an interrupt that is
-/// being delivered stays if `sregs` has no interrupt.
+/// Carries out `KVM_SET_SREGS`, except for `apic_base`, for a CPU with `features`. As in KVM, if `sregs` has no
+/// interrupt, an interrupt that is being delivered stays.
 ///
 /// # Errors
 /// `EINVAL` for control registers that no CPU with these features can have.
@@ -220,7 +220,7 @@ pub fn set_sregs(state: &mut State, sregs: &kvm_sregs, features: &Features) -> R
     state.cr2 = sregs.cr2;
     state.cr3 = sregs.cr3;
     state.cr4 = sregs.cr4;
-    // As in KVM, a value that the register cannot have has no effect.
+    // As in KVM, a value above 15, which CR8 cannot have, has no effect.
     if sregs.cr8 <= 15 {
         state.cr8 = sregs.cr8;
     }
@@ -322,8 +322,8 @@ pub fn get_xcrs(state: &State) -> kvm_xcrs {
     xcrs
 }
 
-/// Carries out `KVM_SET_XCRS`: sets XCR0 to the first value that `xcrs` has for XCR0. There is no other register of
-/// this kind.
+/// Carries out `KVM_SET_XCRS`: sets XCR0 to the first value that `xcrs` has for it. The CPU has no other extended
+/// control register.
 ///
 /// # Errors
 /// `EINVAL` for too many registers, flags, and states that the guest's CPUID does not have.
@@ -366,7 +366,7 @@ mod tests {
         assert_eq!(get_regs(&state), regs);
     }
 
-    /// A processor always has CR0.ET set, but KVM returns the value that a client has set.
+    /// KVM_GET_SREGS returns CR0.ET as the client has set it, although a processor always has this bit set.
     #[test]
     fn cr0_comes_back_without_et_as_it_was_set() {
         let mut state = State::reset();

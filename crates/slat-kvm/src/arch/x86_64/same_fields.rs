@@ -1,7 +1,7 @@
 //! Conversion between structs with the same fields.
 
-/// Defines two functions that convert between two structs with these fields. If the structs have other fields, `$rest`
-/// has the values of these fields.
+/// Defines two functions that convert between two structs with these fields. `$rest` gives the values of any other
+/// fields.
 macro_rules! same_fields {
     ($one:ident, $other:ident, $to_other:ident, $to_one:ident { $($field:ident),* $(,)? } $(..$rest:expr)?) => {
         fn $to_other(one: &$one) -> $other {

@@ -14,7 +14,7 @@ use slat_x86::{CodePages, Compile, Compiler};
 use std::sync::atomic::AtomicU32;
 use std::sync::{Arc, Mutex};
 
-/// The type of a VM, which a client gives to `KVM_CREATE_VM`.
+/// The type of a VM: the argument of `KVM_CREATE_VM`.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct VmType {
     is_protected: bool,
@@ -43,9 +43,9 @@ impl VmType {
 
 /// x86's state of a VM.
 pub(crate) struct VmState {
-    /// The pages with decoded code, by which the CPUs tell each other of stores to code.
+    /// The guest's pages that hold decoded code. CPUs use them to learn of each other's stores to code.
     pub(crate) code: Arc<CodePages>,
-    /// The compiler of the guest's hot code.
+    /// The compiler of the guest's hot code, and the rule that says which code is compiled.
     pub(crate) compiler: Option<(Arc<Compiler>, Compile)>,
     pub(crate) clock: VmClock,
     pub(crate) boot_cpu: AtomicU32,
@@ -57,7 +57,7 @@ pub(crate) struct VmState {
 }
 
 impl VmState {
-    /// Creates the state of a new VM, whose CPUs follow `policies` where the client has made no `choice`.
+    /// Creates the state of a new VM. The client's `choice` overrides `policies`.
     ///
     /// # Errors
     /// `ENOMEM`.
@@ -106,7 +106,7 @@ pub(crate) struct VcpuShared {
 }
 
 impl VcpuShared {
-    /// Creates the state of a new vCPU. The VM has had `index` vCPUs before it.
+    /// Creates the state of a new vCPU. `index` is the number of vCPUs that the VM has had before.
     pub(crate) fn new(index: u32, lapic: Option<Lapic>) -> Self {
         VcpuShared {
             lapic: lapic.map(Mutex::new),

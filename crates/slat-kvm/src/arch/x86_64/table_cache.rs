@@ -1,6 +1,6 @@
-//! The translations by the guest's tables that a vCPU used last, and that the TLB of its CPU does not hold: of linear
-//! pages that belong to devices, and of a nested guest's physical pages. They become invalid when
-//! [`GuestMemory`](crate::guest_memory::GuestMemory) drops its translations, of which each look-up gets the number.
+//! A vCPU's last translations that its CPU's TLB does not hold: translations of linear pages that belong to devices,
+//! and of a nested guest's physical pages. They become invalid when [`GuestMemory`](crate::guest_memory::GuestMemory)
+//! drops its translations. Each look-up passes the number of these flushes.
 
 use slat::guest_walk::GuestPage;
 use slat_x86::{Access, NestedPaging, Paging};
@@ -26,7 +26,8 @@ struct NestedPage {
 
 /// The last translations of this vCPU, indexed by page number.
 pub(crate) struct TableCache {
-    /// The number of flushes that the translations have seen.
+    /// The value of [`GuestMemory::flushes`](crate::guest_memory::GuestMemory::flushes) when the translations were
+    /// stored.
     flushes: u32,
     devices: [Option<DevicePage>; Self::DEVICES],
     nested: [Option<NestedPage>; Self::NESTED],
@@ -47,7 +48,8 @@ impl Default for TableCache {
 
 impl TableCache {
     const DEVICES: usize = 8;
-    /// The number is small, because a vCPU is made on its creator's stack, and most vCPUs never have a nested guest.
+    /// This number is small, because a new vCPU is built on the stack of the thread that creates it, and most vCPUs
+    /// never have a nested guest.
     const NESTED: usize = 16;
 
     /// Forgets all translations if there was a flush since the last call.
@@ -59,7 +61,7 @@ impl TableCache {
         }
     }
 
-    /// Returns the page to which the linear page `gva` leads, if that is a known page of a device.
+    /// Returns the cached translation of the linear page `gva`, if it is a page of a device.
     #[inline(always)]
     pub(crate) fn device(
         &self,
@@ -83,8 +85,8 @@ impl TableCache {
         (gva / PAGE) as usize % Self::DEVICES
     }
 
-    /// Returns the page to which the nested guest's physical address `gpa` leads by the tables `of`, if that page is
-    /// known and allows `access`.
+    /// Returns the cached translation of the nested guest's physical address `gpa` by the nested tables `of`, if it
+    /// allows `access`.
     pub(crate) fn nested(
         &mut self,
         flushes: u32,
@@ -106,7 +108,7 @@ impl TableCache {
         (known.gpa == gpa & !(PAGE - 1) && allows).then_some(known.page)
     }
 
-    /// Keeps the translation of the page at `gpa` by the nested tables of the last look-up.
+    /// Keeps the translation of the page at `gpa`, by the same nested tables as in the last look-up.
     pub(crate) fn keep_nested(&mut self, flushes: u32, gpa: u64, page: GuestPage) {
         self.follow(flushes);
         self.nested[Self::nested_index(gpa)] = Some(NestedPage {

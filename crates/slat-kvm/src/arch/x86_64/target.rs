@@ -5,7 +5,7 @@ use kvm_bindings::*;
 
 /// The number of lines of each of the two 8259s.
 pub(crate) const PIC_LINES: u32 = 8;
-/// Pins of the I/O APIC.
+/// The number of pins of the I/O APIC.
 pub(crate) const IOAPIC_PINS: u32 = 24;
 
 /// A line or a message to which a GSI is routed.
@@ -17,23 +17,23 @@ pub(crate) enum Target {
     IoApic(u8),
     /// A message.
     Msi {
-        /// The address that a device would write to.
+        /// The address to which a device writes the message.
         address: u64,
-        /// The word that a device would write.
+        /// The data that a device writes.
         data: u32,
     },
     /// A source of the SynIC of a virtual processor.
     Sint {
         /// The VP index.
         vp: u32,
-        /// The source.
+        /// The index of the source.
         sint: u32,
     },
 }
 
 impl Target {
-    /// Returns the target that an entry of a client's table names. `has_chips`: the entry may name lines and pins.
-    /// `extended_ids`: destinations of messages have 32 bits in the client's structs.
+    /// Returns the target that an entry of a client's table names. `has_chips` says whether the entry may name lines
+    /// and pins of chips. `extended_ids` says whether destinations of messages have 32 bits in the client's structs.
     ///
     /// # Errors
     /// `EINVAL` for numbers beyond the limits, and for unknown kinds.
@@ -78,8 +78,8 @@ impl Target {
         }
     }
 
-    /// Whether a GSI must not have both targets. As in KVM, a GSI is routed to each chip at most once, or to one
-    /// message, or to one source.
+    /// Whether a GSI must not be routed to both targets. As in KVM, a GSI is routed either to chips, to each at most
+    /// once, or to one message, or to one source.
     pub(crate) fn excludes(self, other: Target) -> bool {
         match (self, other) {
             (Target::Pic(one), Target::Pic(another)) => {

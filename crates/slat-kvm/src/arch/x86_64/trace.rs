@@ -13,8 +13,8 @@ pub(crate) fn enters(vcpu_id: u32, state: &State) {
     });
 }
 
-/// Traces that the vCPU has left the guest. A trace has an exit for each entry, so a missing exit is recorded as
-/// `Attention`.
+/// Traces that the vCPU has left the guest. A trace has one exit for each entry. So if there is no `exit`, records the
+/// exit `Attention`.
 #[inline]
 pub(crate) fn left(vcpu_id: u32, state: &State, exit: Option<&Exit>) {
     point(|| {
@@ -27,7 +27,7 @@ pub(crate) fn left(vcpu_id: u32, state: &State, exit: Option<&Exit>) {
             Exit::Io {
                 port, size, write, ..
             } => {
-                // The format is that of the exit qualification in Intel's SDM, volume 3, table 29-5.
+                // The format of this word is that of the exit qualification (Intel's SDM, volume 3, table 29-5).
                 let qualification =
                     u64::from(port) << 16 | u64::from(!write) << 3 | (u64::from(size) - 1);
                 (reason::IO_INSTRUCTION, qualification, 0)

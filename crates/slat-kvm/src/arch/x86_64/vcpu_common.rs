@@ -1,4 +1,4 @@
-//! How other threads interrupt a vCPU: by its local APIC, and by events that are pending until the vCPU takes them.
+//! How other threads interrupt a vCPU: by its local APIC, and by events that stay pending until the vCPU accepts them.
 
 use crate::vcpu_common::VcpuCommon;
 use slat_irqchip::lapic::{Lapic, Request};
@@ -8,12 +8,12 @@ use std::sync::MutexGuard;
 use std::sync::atomic::Ordering;
 
 impl VcpuCommon {
-    /// Pending NMIs, a bit each: one NMI can wait while another NMI is delivered.
+    /// Pending NMIs, one bit for each NMI. One NMI can wait while another NMI is delivered.
     const NMIS: [u32; MAX_NMIS as usize] = [1, 1 << 4];
     const ALL_NMIS: u32 = Self::NMIS[0] | Self::NMIS[1];
     pub(crate) const INIT: u32 = 2;
     pub(crate) const SIPI: u32 = 4;
-    /// Another vCPU ended this vCPU's halt ([`end_halt`](Self::end_halt)).
+    /// Another vCPU has ended this vCPU's halt ([`end_halt`](Self::end_halt)).
     pub(crate) const UNHALT: u32 = 8;
     /// A system management interrupt.
     pub(crate) const SMI: u32 = 1 << 5;
@@ -34,7 +34,8 @@ impl VcpuCommon {
         )
     }
 
-    /// Delivers a message to this vCPU. A message that ends a level (level-triggered, without assert) is no interrupt.
+    /// Delivers a message to this vCPU. A level-triggered message without assert ends a level. It requests no
+    /// interrupt, so it is refused.
     pub(crate) fn deliver(&self, message: &Message) -> Request {
         let level_ends = message.level && !message.assert;
         let taken = match message.mode {
@@ -59,10 +60,10 @@ impl VcpuCommon {
                     .store(message.vector.into(), Ordering::SeqCst);
                 self.signal(Self::SIPI)
             }
-            // KVM uses the reserved mode to end a halt.
+            // As in KVM, a message with the reserved delivery mode ends the vCPU's halt.
             DeliveryMode::Reserved => self.signal(Self::UNHALT),
             DeliveryMode::Smi => self.signal(Self::SMI),
-            // The 8259 interrupts by its INTR line, not by messages.
+            // ExtInt is refused: the 8259 uses its INTR line, not messages.
             DeliveryMode::ExtInt => Request::Refused,
         };
         if taken == Request::Pending {
@@ -96,7 +97,7 @@ impl VcpuCommon {
 
     /// Clears the pending system management interrupt. Returns whether an interrupt was pending.
     pub(crate) fn take_smi(&self) -> bool {
-        // Every entry into the guest calls this, and usually no SMI is pending.
+        // This check is first and cheap, because every entry into the guest calls this, and usually no SMI is pending.
         self.arch.signals.load(Ordering::SeqCst) & Self::SMI != 0
             && self.arch.signals.fetch_and(!Self::SMI, Ordering::SeqCst) & Self::SMI != 0
     }
@@ -124,7 +125,7 @@ impl VcpuCommon {
 
     /// Clears the pending NMIs. Returns their number.
     pub(crate) fn take_nmis(&self) -> u8 {
-        // Every entry into the guest calls this, and usually no NMI is pending.
+        // This check is first and cheap, because every entry into the guest calls this, and usually no NMI is pending.
         match self.nmis() {
             0 => 0,
             _ => Self::nmis_in(

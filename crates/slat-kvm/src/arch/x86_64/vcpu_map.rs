@@ -1,4 +1,4 @@
-//! The limits of a VM's vCPUs, and the map of their local APICs' addresses.
+//! The map from the addresses of local APICs to a VM's vCPUs.
 
 use crate::errno::{Result, no_memory};
 use crate::vcpu_common::VcpuCommon;
@@ -27,7 +27,7 @@ impl VcpuMap {
         self.0.reserve(count).map_err(no_memory)
     }
 
-    /// Replaces the addresses by those that the vCPUs have now. No APIC may be locked.
+    /// Rebuilds the map from the present addresses of the local APICs of `vcpus`. Call with no local APIC locked.
     pub(crate) fn rebuild(&mut self, vcpus: &[Shared<VcpuCommon>]) {
         let addresses = vcpus.iter().enumerate().filter_map(|(place, vcpu)| {
             let address = vcpu.lapic()?.address()?;

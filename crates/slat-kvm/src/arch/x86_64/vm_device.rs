@@ -1,4 +1,4 @@
-//! The types of `KVM_CREATE_DEVICE` that only x86 has: there are none.
+//! The devices of `KVM_CREATE_DEVICE` that only x86 has: none.
 
 use crate::errno::{Result, fail};
 use crate::vm::VmObject;
