@@ -2,6 +2,7 @@
 //! the slots that it used recently ([`recent_slots`]), and the tables that it walked recently
 //! ([`paging_structure_cache`]).
 
+mod create;
 mod fault;
 mod guest;
 mod hardware;
@@ -10,35 +11,34 @@ mod plan;
 mod prefetch;
 mod presence;
 mod recent_slots;
+mod section;
 mod slot_facts;
 mod streams;
 mod translate;
 mod walker;
 
+pub use create::CreateVcpuError;
 pub use guest::{HostWords, VirtualPage, VirtualStop};
 pub use hardware::AfterPageFault;
+pub use section::Entered;
 pub use translate::{Stop, Translation};
 
 use alloc::sync::Arc;
-use core::fmt;
-use core::ops::{Deref, DerefMut};
 use core::ptr::NonNull;
 
-use self::paging_structure_cache::{PagingStructureCache, TableRegion};
+use self::paging_structure_cache::TableRegion;
 use crate::addr::{Access, Gfn, Gpa, Level, PageIndex, Pfn};
-use crate::format::{Format, Leaf, all_gfns, can_shadow};
+use crate::format::{Format, Leaf, can_shadow};
 use crate::heap::OutOfMemory;
 use crate::mmu::Mmu;
 use crate::platform::Platform;
 use crate::slots::{Memslot, Region, SlotSet};
 use crate::stats::{Counters, Stats};
 use crate::sync::InSection;
-use crate::sync::atomic::Ordering::Relaxed;
 use crate::sync::quiesce::{Attention, Reader};
 use crate::table::{
     Cursor, Flushed, Found, FrameCache, Key, Path, Reached, Root, lookup_in, lookup_page,
 };
-use crate::trace::Event;
 use crate::vm::{DirtyRing, Space, Vm};
 use presence::Presence;
 use recent_slots::RecentSlots;
@@ -146,83 +146,6 @@ impl VcpuStats {
         // SAFETY: readers live as long as the VM, which `_vm` keeps alive.
         let reader = unsafe { self.reader.as_ref() };
         reader.counters.snapshot().since(&self.counted_before)
-    }
-}
-
-/// Why a vCPU was not created.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum CreateVcpuError {
-    /// The VM has no address space with this number ([`Config::spaces`](crate::Config)).
-    NoSuchSpace(usize),
-    /// No heap memory.
-    OutOfMemory,
-}
-
-impl From<OutOfMemory> for CreateVcpuError {
-    fn from(_: OutOfMemory) -> Self {
-        CreateVcpuError::OutOfMemory
-    }
-}
-
-impl fmt::Display for CreateVcpuError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            CreateVcpuError::NoSuchSpace(space) => write!(
-                f,
-                "creating a vCPU: the VM has no address space {space}; set Config::spaces"
-            ),
-            CreateVcpuError::OutOfMemory => f.write_str("creating a vCPU: no memory"),
-        }
-    }
-}
-
-impl core::error::Error for CreateVcpuError {}
-
-impl<P: Platform, F: Format> Vm<P, F> {
-    /// Creates a CPU of this VM that uses the first address space. The CPU is not entered. A VM may have any number of
-    /// CPUs.
-    ///
-    /// # Errors
-    /// [`OutOfMemory`].
-    pub fn create_vcpu(self: &Arc<Self>) -> Result<Vcpu<P, F>, OutOfMemory> {
-        // The first address space exists, so only memory can be missing.
-        self.create_vcpu_in(0).map_err(|_| OutOfMemory)
-    }
-
-    /// Creates a CPU that uses address space `space`. A processor that changes between two address spaces, as x86 does
-    /// for SMM, calls [`Vcpu::use_space`].
-    ///
-    /// # Errors
-    /// [`CreateVcpuError`].
-    pub fn create_vcpu_in(self: &Arc<Self>, space: usize) -> Result<Vcpu<P, F>, CreateVcpuError> {
-        let no_space = CreateVcpuError::NoSuchSpace(space);
-        let context = self.spaces.get(space).ok_or(no_space)?.root();
-        let recent = RecentSlots::new()?;
-        let tables = PagingStructureCache::new()?;
-        let reader = self.readers.register()?;
-        let vcpu = Vcpu {
-            presence: Presence {
-                reader: NonNull::from(reader),
-                walkable: Gpa(0),
-                tables,
-                missed: 0,
-            },
-            counted_before: reader.counters.snapshot(),
-            vm: self.clone(),
-            space,
-            context,
-            token: 0,
-            frames: FrameCache::new(self.frames.clone()),
-            flushed: Flushed::default(),
-            recent,
-            streams: Streams::default(),
-            roots: guest::Roots::default(),
-            flags_in: None,
-            ring: None,
-        };
-        vcpu.moves(None, Some(space));
-        Ok(vcpu)
     }
 }
 
@@ -508,32 +431,6 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         }
     }
 
-    /// Enters a reader section, which ends when the guard is dropped. Meanwhile flushes wait for this CPU. `token`
-    /// tells the platform which CPU to kick (a thread id). If translations may have been flushed since the last
-    /// section, raises [`Attention::FLUSH`].
-    ///
-    /// In `match vcpu.enter(0).prefault(range) { … }` the guard lives until the end of the `match`, like every
-    /// temporary in its head. So an arm that waits for a flush, for example because it changes slots, waits forever.
-    /// Bind the result first: `let mapped = vcpu.enter(0).prefault(range);`.
-    pub fn enter(&mut self, token: usize) -> Entered<'_, P, F> {
-        self.enter_unguarded(token);
-        Entered(self)
-    }
-
-    /// Like [`Self::enter`], but the caller has to call [`Self::leave`] on every path, including a panic's. Use it if
-    /// the vCPU is a field of an object that is borrowed as a whole while the vCPU is entered.
-    pub fn enter_unguarded(&mut self, token: usize) {
-        self.token = token;
-        self.come_in(F::GRANULE.gpa(all_gfns::<F>().end));
-    }
-
-    /// Ends the reader section. Translations may be kept if the CPU checks the attention word after the next
-    /// [`enter`](Self::enter), before it uses them.
-    pub fn leave(&mut self) {
-        self.flags_in = None;
-        self.presence.leave();
-    }
-
     /// Makes the CPU use address space `space` from now on, beginning with the next translation. May be called in a
     /// reader section and outside. Acknowledges no flush.
     ///
@@ -582,80 +479,6 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
         let section = self.vm.section();
         let own = (section.inside(), section.counters());
         self.vm.vcpu_moves(from, to, own);
-    }
-
-    /// Acknowledges all flushes so far. The caller has dropped every translation that it was given.
-    pub fn quiesce(&mut self) {
-        self.flags_in = None;
-        self.presence.quiesce(&self.vm.readers);
-        self.vm.platform.trace(Event::Quiesce);
-    }
-
-    fn come_in(&mut self, walkable: Gpa) {
-        let (readers, token) = (&self.vm.readers, self.token);
-        if self.presence.enter(readers, token, walkable) {
-            self.flags_in = None;
-            self.attention().raise(Attention::FLUSH);
-        }
-    }
-
-    /// Runs `wait` outside the reader section, where it may take any time. If a flush takes place meanwhile, the value
-    /// of [`Self::missed`] changes.
-    pub(crate) fn outside<R>(&mut self, wait: impl FnOnce(&Self) -> R) -> R {
-        let walkable = self.presence.leave();
-        let answer = wait(self);
-        self.come_in(walkable);
-        answer
-    }
-
-    /// Returns how often the vCPU has entered a section after missing a flush. If the number has changed, every
-    /// translation from before is void.
-    #[inline]
-    fn missed(&self) -> u64 {
-        self.presence.missed
-    }
-
-    /// Runs `access`, which may leave the reader section.
-    ///
-    /// # Errors
-    /// [`Stop::Retry`] if a flush took place meanwhile, whatever `access` returns; otherwise the errors of `access`.
-    #[inline]
-    fn unless_flushed<R, E: From<Stop>>(
-        &mut self,
-        access: impl FnOnce(&mut Self) -> Result<R, E>,
-    ) -> Result<R, E> {
-        let missed = self.missed();
-        let answer = access(self);
-        match self.missed() == missed {
-            true => answer,
-            false => Err(Stop::Retry.into()),
-        }
-    }
-
-    /// Runs `work`, which may leave the reader section, for the owner of the CPU. If a flush takes place meanwhile, the
-    /// result must tell the owner: `says_void` must be true for it. Otherwise the CPU would continue to use the
-    /// translations that it was given before. Builds for tests assert this.
-    #[inline]
-    fn for_owner<R>(
-        &mut self,
-        work: impl FnOnce(&mut Self) -> R,
-        says_void: impl FnOnce(&R) -> bool,
-    ) -> R {
-        let missed = self.missed();
-        let answer = work(self);
-        debug_assert!(
-            missed == self.missed() || says_void(&answer),
-            "a flush went by, and the owner of the CPU is not told"
-        );
-        answer
-    }
-
-    /// Lets threads that have requested a flush continue, in the middle of a long operation. Translations that the CPU
-    /// remembers may be void afterwards: the request stays raised.
-    pub(crate) fn pass(&mut self) {
-        if self.attention().flag().load(Relaxed) & Attention::FLUSH != 0 {
-            self.outside(|_| ());
-        }
     }
 
     /// Returns the memslot that holds `gpa`, found as a fault finds it; `None` if no slot does. For clients that
@@ -723,29 +546,6 @@ fn resume<'v, P: Platform, F: Format>(
     // tables, which stays, or one that they have zapped none of since it was found. The vCPU has paused the walk, and
     // missed no flush since.
     unsafe { Cursor::new(&vm.platform, reached) }
-}
-
-/// A vCPU in its reader section ([`Vcpu::enter`]). The vCPU leaves the section when this is dropped.
-#[must_use = "the vCPU leaves when this is dropped"]
-pub struct Entered<'v, P: Platform, F: Format>(&'v mut Vcpu<P, F>);
-
-impl<P: Platform, F: Format> Deref for Entered<'_, P, F> {
-    type Target = Vcpu<P, F>;
-    fn deref(&self) -> &Vcpu<P, F> {
-        self.0
-    }
-}
-
-impl<P: Platform, F: Format> DerefMut for Entered<'_, P, F> {
-    fn deref_mut(&mut self) -> &mut Vcpu<P, F> {
-        self.0
-    }
-}
-
-impl<P: Platform, F: Format> Drop for Entered<'_, P, F> {
-    fn drop(&mut self) {
-        self.0.leave();
-    }
 }
 
 impl<P: Platform, F: Format> Drop for Vcpu<P, F> {
