@@ -1,4 +1,5 @@
-//! Decoded code takes a bounded part of the heap, and the guest's results do not depend on how large that part is.
+//! Tests that decoded code takes a bounded part of the heap, and that the guest's results do not depend on how large
+//! that part is.
 
 mod common;
 use common::*;
@@ -13,7 +14,7 @@ struct Counting;
 struct Count {
     bytes: usize,
     most: usize,
-    /// All allocations fail.
+    /// Whether all allocations fail.
     fails: bool,
 }
 
@@ -35,13 +36,13 @@ fn count(add: usize, sub: usize) -> bool {
     COUNT.try_with(change).unwrap_or(true)
 }
 
-// SAFETY: all memory is the system allocator's. An allocator may also refuse, as this one does.
+// SAFETY: all memory comes from the system allocator. An allocator may refuse a request, as this one sometimes does.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if !count(layout.size(), 0) {
             return std::ptr::null_mut();
         }
-        // SAFETY: `layout` has bytes, as `alloc` asks of its caller.
+        // SAFETY: the size of `layout` is not 0, as `alloc` asks of its caller.
         unsafe { System.alloc(layout) }
     }
 
@@ -59,13 +60,13 @@ static HEAP: Counting = Counting;
 /// The address of the guest's first block. Each block has `BLOCK` bytes.
 const FIRST: u64 = 0x10_0000;
 const BLOCK: u64 = 192;
-/// Blocks per part. A part of the code runs several times before the next part does.
+/// The number of blocks in a part of the code. A part runs several times before the next part runs.
 const PART: u64 = 512;
 
-/// A guest of `blocks` blocks, each of which adds its own number in many small steps.
+/// Makes a guest of `blocks` blocks, each of which adds its own number in many small steps.
 fn guest_of(blocks: u64) -> Guest {
     let mut guest = Guest::new(b"\xf4");
-    // The memory of the test's own machine is reserved first, so that it is not counted.
+    // The memory that the test's own machine needs is reserved first, so that it is not counted.
     guest.machine.translations.reserve(1 << 20);
     for n in 0..blocks {
         // add eax,n; add eax,1 ...; ret
@@ -205,7 +206,8 @@ fn a_cpu_without_memory_has_hot_code_compiled_later_or_not_at_all() {
 
 #[test]
 fn the_decoders_tables_fit_into_what_is_probed_for_them() {
-    // Runs in a process of its own: in this one, another test may have built the tables already.
+    // The test runs itself again in a new process, because another test in this process may have built the tables
+    // already.
     if std::env::var_os("SLAT_TEST_TABLES").is_none() {
         let test = "the_decoders_tables_fit_into_what_is_probed_for_them";
         let status = std::process::Command::new(std::env::current_exe().unwrap())

@@ -1,4 +1,4 @@
-//! A host that allows no executable memory: the interpreter runs everything.
+//! Tests a host that does not allow executable memory: the interpreter executes all code.
 #![cfg(feature = "jit")]
 
 mod common;
@@ -10,7 +10,7 @@ fn forbid() -> bool {
     const PR_SET_MDWE: libc::c_int = 65;
     const REFUSE_EXEC_GAIN: libc::c_ulong = 1;
     let zero: libc::c_ulong = 0;
-    // SAFETY: the call reads no memory.
+    // SAFETY: the call takes no pointer.
     unsafe { libc::prctl(PR_SET_MDWE, REFUSE_EXEC_GAIN, zero, zero, zero) == 0 }
 }
 

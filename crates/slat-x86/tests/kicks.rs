@@ -1,4 +1,5 @@
-//! A run ends soon after a kick, whatever loop it is in. The tests are loops of each shape that the compiler makes,
+//! Tests that a run ends soon after a kick, whatever loop the guest is in. The tests are loops of each shape that the
+//! compiler makes,
 //! and the interpreter's.
 //!
 //! Another thread sets `attention`, and reads how much processor time the running thread has used so far. The run has
@@ -13,7 +14,8 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::{Duration, Instant};
 
-/// The most processor time between a kick and the end of the run. Without optimisation, the interpreter takes longer.
+/// The largest allowed processor time between a kick and the end of the run. Without optimisation, the interpreter
+/// takes longer.
 const BOUND: Duration = Duration::from_millis(if cfg!(debug_assertions) { 10 } else { 1 });
 const TRIES: usize = 5;
 /// The address of another page of code.
@@ -25,7 +27,7 @@ fn processor_time(clock: libc::clockid_t) -> Duration {
         tv_sec: 0,
         tv_nsec: 0,
     };
-    // SAFETY: a local to write to.
+    // SAFETY: the call writes to a local variable.
     let failed = unsafe { libc::clock_gettime(clock, &mut time) };
     assert_eq!(failed, 0);
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
@@ -39,7 +41,7 @@ fn after_kick(guest: &mut Guest, after: Duration) -> Duration {
     std::thread::scope(|scope| {
         let running = scope.spawn(|| {
             let mut mine = 0;
-            // SAFETY: a local to write to.
+            // SAFETY: the call writes to a local variable.
             unsafe { libc::pthread_getcpuclockid(libc::pthread_self(), &mut mine) };
             clock.store(mine, Ordering::SeqCst);
             let exit = guest.run();
@@ -61,7 +63,7 @@ fn after_kick(guest: &mut Guest, after: Duration) -> Duration {
     })
 }
 
-/// Runs `code`, which does not end, and kicks it: once interpreted, once compiled. `prepare` sets
+/// Runs `code`, which does not end, by the interpreter and then compiled, and kicks each run. `prepare` sets
 /// registers and adds more code.
 fn ends_when_kicked(name: &str, code: &[u8], prepare: impl Fn(&mut Guest)) {
     for is_compiled in [false, true] {
@@ -86,7 +88,7 @@ fn ends_when_kicked(name: &str, code: &[u8], prepare: impl Fn(&mut Guest)) {
 #[test]
 fn loops_of_branches() {
     ends_when_kicked("jmp to itself", b"\xeb\xfe", |_| {});
-    // inc eax; jmp; jnz over the loop's beginning: a block that is also entered in its middle.
+    // inc eax; jmp; jnz over the loop's beginning. So one block is also entered in its middle.
     ends_when_kicked(
         "two blocks",
         b"\xff\xc0\x75\x02\xeb\xfa\xff\xc3\xeb\xf6",
@@ -98,13 +100,13 @@ fn loops_of_branches() {
     ends_when_kicked("loop", b"\xe2\xfe\xeb\xfc", |guest| {
         guest.cpu.state.gpr[RCX] = 0;
     });
-    // Forward to many blocks, then back.
+    // The code jumps forward through many blocks, and then back.
     let mut chain = b"\x74\x00".repeat(40);
     chain.extend(b"\xeb\xae");
     ends_when_kicked("forty blocks", &chain, |_| {});
 }
 
-/// In a loop of one block, registers are values of compiled code from turn to turn.
+/// In a loop of one block, compiled code does not store the guest's registers to memory between two turns.
 #[test]
 fn a_kick_loses_nothing_of_a_loop() {
     // inc rax; lea rbx,[rax+rax]; paddq xmm0,xmm1; jmp back
@@ -259,7 +261,7 @@ fn a_loop_that_is_kicked_becomes_one_region() {
     guest.halt();
     let did = guest.cpu.counters();
     let chained = did.regions_chained - before.regions_chained;
-    // Only the return leaves the region, and the CPU then comes back to the region.
+    // Only the return leaves the region. Then the CPU enters the region again.
     assert!(
         did.regions >= 2 && chained < TURNS * 3 / 2,
         "{} regions; {chained} entered by others in {TURNS} turns",

@@ -1,4 +1,4 @@
-//! Random bytes as code, in all three code sizes. Whatever they are, the CPU returns an exit and does not panic, and an
+//! Executes random bytes as code, in all three code sizes. The CPU always returns an exit and does not panic, and an
 //! instruction that faults has not changed the registers.
 
 mod common;
@@ -55,12 +55,12 @@ fn run_cases(bits: u32, cases: u64) {
         }
         let mut code_rights = 0xa09b;
         if bits != 64 {
-            // A compatibility segment.
+            // The code segment is one of compatibility mode.
             code_rights = if bits == 32 { 0xc09b } else { 0x809b };
         }
         guest.cpu.state.cs.rights = code_rights;
         guest.machine.read_only(DATA + 0x1000);
-        // One instruction: the trap's handler halts.
+        // TF ends the case after one instruction: the handler of the trap halts.
         guest.cpu.state.rflags |= 0x100;
         let before = guest.cpu.state.clone();
         let mut exits = 0;

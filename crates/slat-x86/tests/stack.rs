@@ -6,7 +6,7 @@ mod common;
 use common::*;
 use slat_x86::*;
 
-/// The most bytes of the stack that a run may use. Without optimisation, frames are larger.
+/// The largest number of bytes of the stack that a run may use. Without optimisation, frames are larger.
 const BOUND: usize = if cfg!(debug_assertions) {
     48 << 10
 } else {
@@ -17,7 +17,7 @@ const PAINT: u64 = 0x5a5a_a5a5_5a5a_a5a5;
 
 /// Returns the lowest address of this thread's stack that may be written.
 fn lowest() -> usize {
-    // SAFETY: the thread's own attributes, in memory of ours.
+    // SAFETY: the calls store the attributes of this thread in local variables.
     unsafe {
         let mut attributes = std::mem::zeroed();
         assert_eq!(
@@ -39,18 +39,19 @@ fn depth(work: impl FnOnce()) -> usize {
     let top = (&raw const here as usize & !7) - 1024;
     let painted = (lowest()..top).step_by(8);
     for at in painted.clone() {
-        // SAFETY: below this function's frame and above the guard page; unused while this function calls no other.
+        // SAFETY: the address is below this function's frame and above the guard page. Nothing uses this memory while
+        // this function calls no other function.
         unsafe { (at as *mut u64).write_volatile(PAINT) };
     }
     work();
-    // SAFETY: as above.
+    // SAFETY: the addresses are below this function's frame and above the guard page, and nothing uses this memory now.
     let used = painted
         .clone()
         .find(|at| unsafe { (*at as *const u64).read_volatile() } != PAINT);
     top - used.unwrap_or(top) + 1024
 }
 
-/// A guest with many kinds of code: loops whose blocks call and return, misses, exceptions whose handlers return,
+/// Makes a guest with many kinds of code: loops whose blocks call and return, misses, exceptions whose handlers return,
 /// atomic operations, SSE and x87 with loads and stores, FXSAVE, string instructions, system instructions, MMIO.
 fn guest() -> Guest {
     let mut code = vec![];
@@ -67,7 +68,7 @@ fn guest() -> Guest {
     // rep movsb; mov ecx,30; repe cmpsb; mov ecx,30; repne scasb; cld; pop rcx; pop rsi; pop rdi
     code.extend(b"\x57\x56\x51\x48\xc7\xc7\0\x08\x30\0\xb9\xb8\x0b\0\0\xf3\xa4\xb9\xb8\x0b\0\0\xf3\xaa\xfd\xb9\x1e\0\0\0\xf3\xa4");
     code.extend(b"\xb9\x1e\0\0\0\xf3\xa6\xb9\x1e\0\0\0\xf2\xae\xfc\x59\x5e\x5f");
-    // ud2 (its handler skips it); then a division by zero: xor ebx,ebx; div bx (its handler skips it, too)
+    // ud2; then a division by zero: xor ebx,ebx; div bx. The handlers skip the faulting instructions.
     code.extend(b"\x0f\x0b\x31\xdb\x90\xf7\xf3");
     // rdtsc; xor eax,eax; cpuid, which changes RCX
     code.extend(b"\x51\x0f\x31\x31\xc0\x0f\xa2\x59");
@@ -121,7 +122,7 @@ fn measure(compiler: Option<std::sync::Arc<Compiler>>) -> (usize, Counters) {
 
 #[test]
 fn a_run_takes_little_of_the_stack() {
-    // In this case the guests use the compiler that compiles on the stack of the run.
+    // With this variable, the guests use a compiler that compiles on the stack of the run.
     if std::env::var_os("SLAT_TEST_COMPILED").is_some() {
         return;
     }

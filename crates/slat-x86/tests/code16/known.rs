@@ -1,4 +1,4 @@
-//! Programs with known results.
+//! Tests programs with known results.
 
 use crate::common::*;
 use crate::modes::{Mode, set_mode};
@@ -87,7 +87,8 @@ fn a_call_at_the_end_of_the_segment_returns_to_its_beginning() {
 #[test]
 fn a_return_of_16_bits_leads_below_64_kib() {
     for tier in BY {
-        // The code is in a segment of 4 GiB: its last bytes below 64 KiB and the first above, in one page.
+        // The code is in a segment of 4 GiB, in one page. It consists of the last bytes below 64 KiB and the first
+        // bytes above.
         const SEGMENT: u16 = FIRST + 8;
         let mut guest = real(tier, 0x1_0000);
         let cs = &mut guest.cpu.state.cs;

@@ -17,7 +17,7 @@ const COMPARED: usize = 0x11_0000;
 
 /// Returns the memory of a guest.
 fn memory(guest: &Guest) -> &[u8] {
-    // SAFETY: within the mapping; the guest does not run.
+    // SAFETY: the range is within the mapping, and the guest does not run.
     unsafe { std::slice::from_raw_parts(guest.memory().at(0), COMPARED) }
 }
 

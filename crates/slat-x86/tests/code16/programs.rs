@@ -100,7 +100,7 @@ impl Program<'_> {
         }
     }
 
-    /// A random instruction.
+    /// Appends a random instruction.
     fn instruction(&mut self, is_inside: bool) {
         loop {
             let mut bytes = [0; 16];
@@ -161,7 +161,7 @@ impl Program<'_> {
         self.emit(&[0x59]);
     }
 
-    /// A loop.
+    /// Appends a loop.
     fn repeat(&mut self) {
         let start = self.code.len();
         self.parts(0);
@@ -238,7 +238,7 @@ impl Program<'_> {
         self.code[from - 1] = (self.code.len() - from) as u8;
     }
 
-    /// A string instruction.
+    /// Appends a string instruction.
     fn string(&mut self) {
         if self.random.below(3) == 0 {
             let prefix = self.random.pick(&[0x26, 0x2e, 0x36, 0x3e, 0x64, 0x65]);
@@ -369,7 +369,7 @@ impl Program<'_> {
         self.bits as usize / 8
     }
 
-    /// A jump over an instruction, perhaps.
+    /// Appends a jump over an instruction, in some cases.
     fn jump(&mut self) {
         let jcc = 0x70 | self.random.below(16) as u8;
         let opcode = self.random.pick(&[jcc, jcc, 0xe3, 0xeb]);

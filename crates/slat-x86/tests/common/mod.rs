@@ -16,14 +16,14 @@ pub const STACK: u64 = 0x4_0000;
 pub const GDT: u64 = 0x5_0000;
 pub const IDT: u64 = 0x5_1000;
 pub const TSS: u64 = 0x5_2000;
-/// Each vector's handler: 16 bytes apart.
+/// The address of the handler of vector 0. Each handler is 16 bytes after the handler of the previous vector.
 pub const HANDLERS: u64 = 0x6_0000;
 pub const IST_STACK: u64 = 0x7_0000;
 pub const KERNEL_STACK: u64 = 0x8_0000;
-/// Addresses from here on belong to devices; memory ends here.
+/// The end of memory. Addresses from here on belong to devices.
 pub const MMIO: u64 = 0x100_0000;
 
-/// Pseudo-random numbers: xorshift64*.
+/// A generator of random numbers: xorshift64*.
 pub struct Random(pub u64);
 
 impl Random {
@@ -45,13 +45,13 @@ impl Random {
 pub struct Memory {
     base: *mut u8,
     len: usize,
-    /// The table by which CPUs tell each other of stores to code.
+    /// The table by which a CPU learns that another CPU has stored to its code.
     pub code: Arc<CodePages>,
 }
 
-// SAFETY: a plain mapping, accessed by raw pointers only.
+// SAFETY: the memory is a mapping that is accessed by raw pointers only.
 unsafe impl Send for Memory {}
-// SAFETY: as above.
+// SAFETY: the memory is a mapping that is accessed by raw pointers only.
 unsafe impl Sync for Memory {}
 
 impl Memory {
@@ -59,7 +59,7 @@ impl Memory {
         slat_guard::install().unwrap();
         let prot = libc::PROT_READ | libc::PROT_WRITE;
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-        // SAFETY: a fresh anonymous mapping.
+        // SAFETY: the call makes a new anonymous mapping at an address of the kernel's choice.
         let base = unsafe { libc::mmap(std::ptr::null_mut(), len, prot, flags, -1, 0) };
         assert_ne!(base, libc::MAP_FAILED);
         Arc::new(Self {
@@ -73,7 +73,7 @@ impl Memory {
         self.base.wrapping_add(gpa as usize)
     }
     pub fn write(&self, gpa: u64, bytes: &[u8]) {
-        // SAFETY: within the mapping.
+        // SAFETY: the address is within the mapping.
         unsafe {
             self.at(gpa)
                 .copy_from_nonoverlapping(bytes.as_ptr(), bytes.len())
@@ -81,7 +81,7 @@ impl Memory {
     }
     /// Changes the rights of the host page that backs the page of `gpa`.
     pub fn protect(&self, gpa: u64, protection: libc::c_int) {
-        // SAFETY: a page of our own mapping, to which the CPU makes only guarded accesses.
+        // SAFETY: the page belongs to this mapping, and the CPU makes only guarded accesses to it.
         let failed = unsafe { libc::mprotect(self.at(gpa & !0xfff).cast(), 0x1000, protection) };
         assert_eq!(failed, 0);
     }
@@ -90,7 +90,7 @@ impl Memory {
     }
     pub fn read<const N: usize>(&self, gpa: u64) -> [u8; N] {
         let mut out = [0; N];
-        // SAFETY: within the mapping.
+        // SAFETY: the address is within the mapping.
         unsafe { self.at(gpa).copy_to_nonoverlapping(out.as_mut_ptr(), N) };
         out
     }
@@ -101,7 +101,7 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // SAFETY: our own mapping.
+        // SAFETY: `base` is a mapping of this length, which nothing uses any more.
         unsafe { libc::munmap(self.base.cast(), self.len) };
     }
 }
@@ -118,7 +118,7 @@ pub struct Rights {
 pub struct TestMachine {
     pub memory: Arc<Memory>,
     pub rights: HashMap<u64, Rights>,
-    /// Translations asked for.
+    /// The translations that the CPU has requested.
     pub translations: Vec<(u64, Access)>,
     /// The number of further translations that fail with `Retry`.
     pub retries: usize,
@@ -133,12 +133,12 @@ pub struct TestMachine {
     pub msrs: HashMap<u32, u64>,
     pub hypercalls: Vec<(u64, u8, bool)>,
     pub cpuid_faults: bool,
-    /// MSRs that may not be read, or written.
+    /// The MSRs to which an access is refused, each with whether the access is a write.
     pub forbidden_msrs: Vec<(u32, bool)>,
-    /// The refusals that end the run.
+    /// The refused accesses to MSRs that end the run, so that the caller handles them.
     pub outside_msrs: Vec<MsrFault>,
     pub tsc: u64,
-    /// Linear address minus guest-physical address, for the test of flushes.
+    /// The difference of linear and guest-physical addresses, which the tests of flushes change.
     pub shift: u64,
     /// Pages that are mapped elsewhere: from page number to guest-physical page number.
     pub moved: HashMap<u64, u64>,
@@ -160,11 +160,11 @@ pub struct TestMachine {
 /// A call of [`Mmu::stored`].
 pub struct Stored {
     pub gpa: u64,
-    /// The memory of the store at the call.
+    /// The contents of the stored range at the time of the call.
     pub bytes: Vec<u8>,
     /// At the time of the call, the last 8 bytes of the page at [`DATA`] and the first 8 bytes of the next page.
     pub around: [u8; 16],
-    /// Number of translations before the call.
+    /// The number of translations before the call.
     pub translations: usize,
 }
 
@@ -275,7 +275,7 @@ impl Mmu for TestMachine {
             global: self.globals.contains(&(gva >> 12)) && paging.cr4 & 1 << 7 != 0,
         })
     }
-    /// Nested tables have the pages in `spaces`.
+    /// Nested tables map the pages in `spaces`.
     fn translate_nested_physical(
         &mut self,
         gpa: u64,
@@ -401,7 +401,7 @@ pub fn long_mode(state: &mut State) {
 }
 
 impl Guest {
-    /// A 64-bit guest at CPL 0 whose code is at [`CODE`]. Every vector's handler is a HLT.
+    /// Makes a 64-bit guest at CPL 0 whose code is at [`CODE`]. Every vector's handler is a HLT.
     pub fn new(code: &[u8]) -> Self {
         Self::with_memory(Memory::new(MMIO as usize), code)
     }
@@ -416,7 +416,7 @@ impl Guest {
     /// test asks to compile is compiled.
     pub fn interpreted(memory: Arc<Memory>, code: &[u8]) -> Self {
         memory.write(CODE, code);
-        // Null, kernel code and data, user data and code (in SYSRET's order), TSS.
+        // The descriptors are: null, kernel code and data, user data and code (in SYSRET's order), TSS.
         let gdt = [
             0,
             0x00af_9b00_0000_ffff,
@@ -444,7 +444,7 @@ impl Guest {
         }
     }
 
-    /// An interrupt gate.
+    /// Writes an interrupt gate to the IDT.
     pub fn gate(memory: &Memory, vector: u8, target: u64, dpl: u64, ist: u64) {
         let low = target & 0xffff
             | 8 << 16
@@ -459,13 +459,13 @@ impl Guest {
         self.cpu.run(&mut self.machine, &self.attention)
     }
 
-    /// Runs to HLT.
+    /// Runs the guest until a HLT.
     pub fn halt(&mut self) {
         let exit = self.run();
         assert_eq!(exit, Exit::Hlt, "at {:#x}", self.cpu.state.rip);
     }
 
-    /// Runs the code in real mode, where its first instruction must be #UD.
+    /// Runs the code in real mode, and checks that its first instruction raises #UD.
     pub fn is_undefined_in_real_mode(&mut self) {
         let state = &mut self.cpu.state;
         (state.cr0, state.efer) = (0x10, 0);
@@ -483,7 +483,7 @@ impl Guest {
         assert_eq!(self.cpu.state.rip, 0x9001);
     }
 
-    /// Runs to the HLT of a vector's handler.
+    /// Runs the guest until the HLT in the handler of `vector`.
     pub fn halt_in_handler(&mut self, vector: u8) {
         self.halt();
         assert_eq!(
@@ -493,7 +493,7 @@ impl Guest {
         );
     }
 
-    /// The word at `RSP + 8 * n`.
+    /// Returns the word at `RSP + 8 * n`.
     pub fn stack(&self, n: u64) -> u64 {
         self.machine.memory.read64(self.cpu.state.gpr[4] + 8 * n)
     }

@@ -1,11 +1,11 @@
-//! Alignment checks: which accesses raise #AC, and under which conditions.
+//! Tests alignment checks: which accesses raise #AC, and under which conditions.
 
 use crate::common::*;
 use crate::events::as_user;
 use slat_x86::state::{control::*, flags};
 use slat_x86::*;
 
-/// Instructions with an operand at RSI or RSP, and the alignment that each demands.
+/// Instructions with an operand at RSI or RSP, and the alignment that each requires.
 const ACCESSES: &[(&[u8], u64)] = &[
     (b"\x8a\x06", 1),                 // mov al, [rsi]
     (b"\x66\x8b\x06", 2),             // mov ax, [rsi]
@@ -42,7 +42,8 @@ const ACCESSES: &[(&[u8], u64)] = &[
     (b"\x48\x89\xf4\xc8\0\0\x02", 8), // mov rsp, rsi; enter 0, 2
 ];
 
-/// Returns a guest in user mode that executes `code` with RSI misaligned by `offset`, and then HLT, which is #GP.
+/// Returns a guest in user mode that executes `code` with RSI misaligned by `offset`, and then HLT, which raises #GP
+/// in user mode.
 fn user(code: &[u8], offset: u64) -> Guest {
     let mut guest = Guest::new(&[code, b"\xf4"].concat());
     as_user(&mut guest);
@@ -90,7 +91,7 @@ fn nobody_else_has_to_align() {
     });
 }
 
-/// POPF begins the checks and ends them, in a loop that is executed often enough to be compiled.
+/// POPF enables and disables the checks, in a loop that is executed often enough to be compiled.
 #[test]
 fn popf_turns_them_on_and_off() {
     // mov ecx, 5000; l: mov rax, [rsi]; add [rsi], rax; dec ecx; jnz l; pushfq; or dword [rsp], 1 << 18;
@@ -110,7 +111,7 @@ fn popf_turns_them_on_and_off() {
     guest.halt_in_handler(vector::GP);
 }
 
-/// Aligned accesses are checked like any others: for rights, tracking, and devices.
+/// An access that passes the alignment check is still checked for rights, tracking, and devices.
 #[test]
 fn a_checked_access_is_one_all_the_same() {
     let mut guest = user(b"\x48\x89\x06", 0);

@@ -1,4 +1,5 @@
-//! When AVX instructions exist, and effects that the oracle cannot see, because it runs user code with AVX enabled.
+//! Tests when AVX instructions exist. Also tests effects that the oracle cannot test, because it runs user code with
+//! AVX enabled.
 
 use crate::common::*;
 use slat_x86::state::{control, xcr0};
@@ -10,7 +11,7 @@ fn on_host() -> bool {
     is_x86_feature_detected!("avx") && is_x86_feature_detected!("avx2")
 }
 
-/// A guest with AVX enabled, and RSI at its data.
+/// Makes a guest with AVX enabled, whose RSI points to its data.
 fn guest(code: &[u8]) -> Guest {
     let mut guest = Guest::new(code);
     let state = &mut guest.cpu.state;

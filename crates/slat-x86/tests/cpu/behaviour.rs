@@ -1,4 +1,4 @@
-//! Properties of instructions: flags, precise faults, fresh code, restartable strings, atomicity, translations.
+//! Tests properties of instructions: flags, precise faults, fresh code, restartable strings, atomicity, translations.
 
 use crate::common::*;
 use slat_x86::*;
@@ -119,8 +119,8 @@ fn code_that_the_host_overwrote_is_executed_anew() {
 
 #[test]
 fn bytes_that_were_no_instruction_become_one() {
-    // An invalid instruction whose first bytes stay the same: lock nop becomes lock inc; ud2 before other
-    // bytes becomes the prefix.
+    // Each change makes an instruction invalid or valid, and its first bytes stay the same: lock nop becomes lock
+    // inc; ud2 before other bytes becomes the prefix.
     for runs in EARLIER_RUNS {
         let mut guest = Guest::new(b"\xf0\x90\x06\xf4");
         for _ in 0..runs {
@@ -329,7 +329,7 @@ fn the_fxsave_image_goes_out_and_in() {
     assert_eq!(other, state);
 }
 
-/// An access that locks the bus ends the run before or after its instruction, if the caller asks for it.
+/// An access that locks the bus ends the run before or after its instruction, if the caller has requested that.
 #[test]
 fn a_locked_access_across_cache_lines_is_a_bus_lock() {
     // lock xadd [rsi],eax; xchg [rsi],ebx; lock inc qword [rsi]; lock bts [rsi],ecx; add [rsi],eax; hlt

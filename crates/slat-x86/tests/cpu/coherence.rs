@@ -1,5 +1,5 @@
-//! Code that changes while CPUs have it decoded or compiled: by their own stores, by stores of another
-//! CPU, or by the client's.
+//! Tests code that changes while CPUs have it decoded or compiled: by stores of the same CPU, of another CPU, or of
+//! the client.
 #![cfg(feature = "jit")]
 
 use crate::common::*;
@@ -73,8 +73,8 @@ fn a_cpu_leaves_its_endless_loop_when_another_one_patches_it() {
 
 #[test]
 fn a_cpu_that_begins_to_run_later_has_its_stores_seen() {
-    // The second CPU stores to the page, which enters it into its TLB. It stops. The first CPU decodes the page. Then
-    // the second CPU runs again, and stores to it.
+    // The second CPU stores to the page, so its TLB contains the page, and stops. The first CPU decodes the page. Then
+    // the second CPU runs again, and stores to the page.
     let check = |guest: &dyn Fn(Arc<Memory>, &[u8]) -> Guest, run: fn(&mut Guest)| {
         let memory = memory();
         let first = guest(memory.clone(), b"\xeb\xfe\xf4");
@@ -226,7 +226,7 @@ fn code_that_runs_once_marks_no_page_and_executes_what_it_wrote() {
     guest.halt();
     assert_eq!(guest.cpu.state.gpr[RAX] & 0xff, 5);
     let counters = guest.cpu.counters();
-    // Code that is compiled at once is kept.
+    // With the compiler, the code was compiled at once, and the block is kept.
     if counters.instructions_compiled == 0 {
         assert_eq!((counters.code_stores, counters.pages_compared), (0, 0));
     }

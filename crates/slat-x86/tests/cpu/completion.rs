@@ -1,4 +1,5 @@
-//! Completion of an instruction whose data the caller has provided: state that has changed meanwhile, and side effects.
+//! Tests the completion of an instruction for which the caller has provided data: with state that has changed
+//! meanwhile, and with side effects.
 
 use crate::common::*;
 use slat_x86::state::flags;
@@ -6,7 +7,7 @@ use slat_x86::*;
 use std::sync::atomic::Ordering;
 
 impl Guest {
-    /// Completes the last exit, and executes nothing else. If the instruction is not completed for good, this ends with
+    /// Completes the last exit, and executes nothing else. If the instruction needs more than that, this ends with
     /// [`Exit::Attention`].
     pub fn complete(&mut self) -> Option<Exit> {
         self.attention.store(1, Ordering::Relaxed);

@@ -1,11 +1,11 @@
-//! Breakpoints, watchpoints and single steps, of the guest and of a debugger.
+//! Tests breakpoints, watchpoints and single steps, of the guest and of a debugger.
 
 use crate::common::*;
 use slat_x86::*;
 
 const TF: u64 = 0x100;
 const RF: u64 = 1 << 16;
-/// DR6 without any cause.
+/// The value of DR6 that names no cause.
 const NONE: u64 = 0xffff_0ff0;
 const BD: u64 = 1 << 13;
 const BS: u64 = 1 << 14;
@@ -13,7 +13,7 @@ const BS: u64 = 1 << 14;
 const HANDLER: u64 = HANDLERS + 0x2000;
 const LOG: u64 = DATA + 0x2000;
 
-/// A guest whose #DB handler logs the return address, DR6 (which it then clears) and the pushed flags at [R9].
+/// Makes a guest whose #DB handler logs the return address, DR6 (which it then clears) and the pushed flags at [R9].
 fn traced(code: &[u8]) -> Guest {
     let mut guest = Guest::new(code);
     Guest::gate(guest.memory(), vector::DB, HANDLER, 0, 0);
@@ -353,7 +353,7 @@ fn a_debuggers_breakpoints_replace_the_guests() {
     assert_eq!(guest.cpu.state.rip, CODE + 4);
     guest.halt();
     assert_eq!((guest.cpu.state.gpr[RAX], guest.cpu.state.dr6), (own, NONE));
-    // General detect, by the debugger's DR7.
+    // The debugger's DR7 enables general detect.
     guest.cpu.state.rip = CODE + 4;
     guest.cpu.requests.debugger.breakpoints = Some(Breakpoints {
         addresses: [0; 4],
@@ -383,7 +383,7 @@ fn a_debuggers_software_breakpoint_is_at_its_int3_and_icebp_is_its_own() {
         }
     ));
     assert_eq!(guest.cpu.state.rip, CODE);
-    // The breakpoint may not be the debugger's.
+    // The debugger finds that it has not set this breakpoint, and injects #BP.
     guest.cpu.inject_exception(vector::BP, None);
     guest.halt_in_handler(vector::BP);
     assert_eq!(guest.stack(0), CODE + 1);
@@ -410,7 +410,8 @@ fn watched_stacks_do_not_stop_the_delivery_of_events() {
     assert_eq!(log(&guest), [(at, NONE | 1, false)]);
 }
 
-/// A breakpoint on the stack of the #DB handler, which begins at the same address in each delivery: no instruction
+/// Makes a guest with a breakpoint on the stack of the #DB handler, which begins at the same address in each
+/// delivery: no instruction
 /// is executed any more.
 fn endless() -> Guest {
     // mov [rsi],eax; hlt
@@ -418,7 +419,7 @@ fn endless() -> Guest {
     Guest::gate(&guest.machine.memory, vector::DB, HANDLERS, 0, 1);
     let state = &mut guest.cpu.state;
     (state.dr[0], state.gpr[RSI]) = (IST_STACK - 16, IST_STACK - 16);
-    // Enabled, writes, 8 bytes.
+    // DR7 enables breakpoint 0, for writes of 8 bytes.
     state.dr7 = 0x402 | 9 << 16;
     guest
 }
@@ -435,7 +436,7 @@ fn deliveries_without_an_instruction_end_the_run_after_the_notify_window() {
     }
     let executed = guest.cpu.counters().instructions;
     assert!(executed <= 1, "{executed}");
-    // Without the breakpoint the guest continues.
+    // When the breakpoint is disabled, the guest continues.
     guest.cpu.state.dr7 = 0x400;
     guest.halt();
     // Many exceptions with instructions between them are progress. ud2, whose handler returns: dec

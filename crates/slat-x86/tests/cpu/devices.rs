@@ -1,4 +1,4 @@
-//! Port and MMIO accesses, and host memory that is inaccessible.
+//! Tests port and MMIO accesses, and host memory that is inaccessible.
 
 use crate::common::*;
 use slat_x86::*;
@@ -98,7 +98,7 @@ fn an_mmio_read_completes_before_attention_is_looked_at() {
 
 #[test]
 fn mmio_across_the_end_of_memory_is_split_at_the_page() {
-    // mov [rsi],rax: four bytes are memory, four MMIO.
+    // mov [rsi],rax: the store is to four bytes of memory and four bytes of a device.
     let mut guest = Guest::new(b"\x48\x89\x06\xf4");
     guest.cpu.state.gpr[RSI] = MMIO - 4;
     guest.cpu.state.gpr[RAX] = 0x8877_6655_4433_2211;
@@ -169,13 +169,13 @@ fn host_memory_that_is_gone_is_translated_again_or_ends_the_run() {
     guest.cpu.state.gpr[RSI] = DATA;
     guest.halt();
     let page = guest.memory().at(DATA).cast();
-    // SAFETY: a page of the test's own mapping.
+    // SAFETY: the page belongs to the test's mapping, which the CPU accesses only by guarded accesses.
     unsafe { libc::mprotect(page, 4096, libc::PROT_NONE) };
     guest.machine.bad_address = true;
     guest.cpu.state.rip = CODE;
     assert_eq!(guest.run(), Exit::BadAddress);
     assert_eq!((guest.cpu.state.rip, guest.machine.rechecks), (CODE, 1));
-    // SAFETY: as above.
+    // SAFETY: the page belongs to the test's mapping, which the CPU accesses only by guarded accesses.
     unsafe { libc::mprotect(page, 4096, libc::PROT_READ) };
     guest.halt();
 }

@@ -1,9 +1,9 @@
-//! Events that interrupt the flow: exceptions, interrupts, privilege changes, single steps.
+//! Tests events that interrupt the flow of instructions: exceptions, interrupts, privilege changes, single steps.
 
 use crate::common::*;
 use slat_x86::*;
 
-/// The guest runs at CPL 3.
+/// Makes the guest run at CPL 3.
 pub fn as_user(guest: &mut Guest) {
     let segment = |selector, rights| Segment {
         selector,
@@ -55,7 +55,8 @@ fn division_by_zero_and_overflow_are_de_with_registers_intact() {
 
 #[test]
 fn a_fault_in_delivery_is_a_double_fault_and_a_third_ends_the_run() {
-    // ud2 whose gate is not present. A #NP during the delivery of #UD is just #NP; during that of #GP it is #DF.
+    // ud2 whose gate is not present. A #NP during the delivery of #UD is delivered as #NP. A #NP during the delivery
+    // of #GP becomes #DF.
     let mut guest = Guest::new(b"\x0f\x0b");
     guest.memory().write64(IDT + 16 * 6, 0);
     guest.memory().write64(IDT + 16 * 13, 0);
@@ -68,7 +69,7 @@ fn a_fault_in_delivery_is_a_double_fault_and_a_third_ends_the_run() {
     assert_eq!(guest.cpu.state.rip, CODE);
 }
 
-/// EXT in the error code of a fault during a delivery is set for interrupts, for exceptions on Intel's CPUs alone,
+/// EXT in the error code of a fault during a delivery is set for interrupts, for exceptions only on Intel's CPUs,
 /// and never for INT n.
 #[test]
 fn an_exception_is_an_external_event_to_intel_alone() {
@@ -364,8 +365,8 @@ fn a_hypercall_that_the_machine_does_not_answer_is_finished_from_outside() {
     assert_eq!(guest.machine.hypercalls.len(), 1);
 }
 
-/// RDMSR of an unknown MSR, RDMSR of one that the CPU holds, and WRMSR of that with an invalid value. The caller
-/// handles all of them.
+/// The caller handles three refused accesses: RDMSR of an unknown MSR, RDMSR of an MSR that the CPU has, and WRMSR of
+/// this MSR with an invalid value.
 #[test]
 fn refused_msrs_are_finished_from_outside() {
     const FS_BASE: u32 = 0xc000_0100;
@@ -399,7 +400,7 @@ fn refused_msrs_are_finished_from_outside() {
 #[test]
 fn cpuid_can_fault_in_user_mode() {
     for (faults, user) in [(false, false), (true, false), (false, true), (true, true)] {
-        // cpuid; hlt, which is #GP in user mode
+        // cpuid; hlt. HLT raises #GP in user mode.
         let mut guest = Guest::new(b"\x0f\xa2\xf4");
         guest.machine.cpuid_faults = faults;
         if user {

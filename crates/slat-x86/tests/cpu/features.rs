@@ -1,4 +1,5 @@
-//! Instructions and bits that exist only with a feature of the CPU: XSAVE, protection keys, control bits. Also the
+//! Tests instructions and bits that exist only with a feature of the CPU: XSAVE, protection keys, control bits. Also
+//! tests the
 //! page-directory-pointer entries of PAE.
 
 use crate::common::*;
@@ -13,7 +14,7 @@ fn components() -> u64 {
     }
 }
 
-/// A guest with XSAVE on and all components enabled. RAX and RDX ask for all of them.
+/// Makes a guest with XSAVE and all state components enabled. RAX and RDX request all components.
 fn with_xsave(code: &[u8]) -> Guest {
     let mut guest = Guest::new(code);
     let state = &mut guest.cpu.state;
@@ -109,7 +110,7 @@ fn components_in_their_initial_state_are_told_and_not_written() {
         (read(DATA), read(DATA + 160)),
         (0xaaaa_aaaa_aaaa_aaaa, 0xaaaa_aaaa_aaaa_aaaa)
     );
-    // XSAVEOPT does not change the bits of components that were not asked for.
+    // XSAVEOPT does not change the bits of components that were not requested.
     assert_eq!(
         read(DATA + 0x1000 + 512),
         0xaaaa_aaaa_aaaa_aaaa & !components() | 0x200
@@ -317,7 +318,7 @@ fn what_cpuid_does_not_tell_is_reserved_or_undefined() {
         (b"\x66\x0f\x79\xc1", 0, 0, vector::UD),
         (b"\xf3\x0f\x2b\x06", 0, 0, vector::UD),
         (b"\xf2\x0f\x78\xc1\x01\x02", 0, 0, vector::UD),
-        // EFER.FFXSR and EFER.AIBRSE
+        // The next two write EFER.FFXSR and EFER.AIBRSE.
         (b"\x0f\x30", 0x4d01, 0xc000_0080, vector::GP),
         (b"\x0f\x30", 0x20_0d01, 0xc000_0080, vector::GP),
         (b"\x0f\xc7\xf0", 0, 0, vector::UD),
@@ -362,7 +363,7 @@ fn intel_has_syscall_in_64_bit_mode_only() {
     }
 }
 
-/// A guest in 32-bit mode with PAE on, before it executes `code`. Its exception handlers halt.
+/// Makes a guest in 32-bit mode with PAE on, before it executes `code`. Its exception handlers halt.
 fn pae(code: &[u8]) -> Guest {
     let mut guest = Guest::new(code);
     let state = &mut guest.cpu.state;
@@ -426,7 +427,7 @@ fn sysenter_enters_32_bit_code_from_legacy_and_64_bit_code_from_long_mode() {
         (state.cs.rights, state.ss.rights) = (0xc0fb, 0xc0f3);
         state.sysenter_cs = 8;
         (state.sysenter_esp, state.sysenter_eip) = (STACK, CODE + 0x100);
-        // dec eax in 32-bit code, a REX.W prefix in 64-bit code; then inc eax (modrm form); hlt
+        // The first byte is dec eax in 32-bit code, and a REX.W prefix in 64-bit code. Then: inc eax (modrm form); hlt
         guest.memory().write(CODE + 0x100, b"\x48\xff\xc0\xf4");
         guest.cpu.state.gpr[RAX] = 0xffff_ffff;
         guest.halt();

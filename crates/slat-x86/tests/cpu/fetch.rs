@@ -1,4 +1,5 @@
-//! Code that crosses page ends, whose second page can be fetched only at the first, second or later try. Execution
+//! Tests code that crosses page ends, whose second page can be fetched only at the first, second or later try.
+//! Execution
 //! continues, the faults are right, and the guest ends like one whose fetches never fail.
 
 use crate::common::*;
@@ -188,7 +189,7 @@ fn mode_of(bits: u32, guest: &mut Guest) {
     }
 }
 
-/// A guest that runs through code which crosses page ends, again and again.
+/// A guest that repeatedly runs code which crosses page ends.
 struct Crossing {
     guest: Guest,
     bits: u32,
@@ -196,7 +197,7 @@ struct Crossing {
     start: u64,
     /// The address after the HLT.
     end: u64,
-    /// Pages of the code.
+    /// The numbers of the code's pages.
     pages: std::ops::RangeInclusive<u64>,
     /// The number of exceptions that are still allowed.
     faults: u64,
@@ -301,7 +302,7 @@ fn every_kind_of_failure(bits: u32, guests: u64) {
     let mut faults = 0;
     for n in 0..guests {
         let what = format!("{bits} bits, guest {n}");
-        // Code around two page ends, and the offsets of immediates that may change.
+        // The code around two page ends, and the offsets of immediates that may change.
         let mut code = vec![];
         let mut immediates = vec![];
         let start = Crossing::BASE + 0x1000 - 1 - random.below(30);
@@ -352,7 +353,7 @@ fn every_kind_of_failure(bits: u32, guests: u64) {
         let mut plain = Crossing::new(bits, &code, start);
         let _watchdog = Watchdog::over(&tried.guest);
         for round in 0..8 {
-            // Single steps are a code path of their own.
+            // Some rounds are single-stepped, because the CPU handles single steps separately.
             let trap = random.below(4) == 0;
             for page in tried.pages.clone() {
                 let k = random.below(4) as usize;

@@ -1,4 +1,5 @@
-//! Behaviour of SSE and x87 instructions besides their results: when they are unavailable, how their exceptions are
+//! Tests the behaviour of SSE and x87 instructions besides their results: when they are unavailable, how their
+//! exceptions are
 //! raised, and the state after a fault. (The oracle tests the results.)
 
 use crate::common::*;
@@ -15,7 +16,7 @@ const DIVSS: &[u8] = b"\xf3\x0f\x5e\xc1\xf4";
 /// fld1; hlt
 const FLD1: &[u8] = b"\xd9\xe8\xf4";
 
-/// A guest whose x87 unit is in the state after FNINIT.
+/// Makes a guest whose x87 unit is in the state after FNINIT.
 fn guest(code: &[u8]) -> Guest {
     let mut guest = Guest::new(code);
     let state = &mut guest.cpu.state;
@@ -189,7 +190,7 @@ fn an_x87_store_whose_second_page_faults_has_changed_nothing() {
 fn the_callers_floating_point_flags_are_not_the_guests() {
     let mxcsr = || {
         let mut value = 0u32;
-        // SAFETY: stores MXCSR to a local.
+        // SAFETY: the instruction stores MXCSR to a local variable.
         unsafe { std::arch::asm!("stmxcsr [{}]", in(reg) &raw mut value) };
         value
     };
@@ -209,7 +210,7 @@ fn the_guests_x87_flags_do_not_stay_in_the_host() {
     guest.halt();
     assert_eq!(guest.cpu.state.fsw & 0x7f, 4);
     let status: u16;
-    // SAFETY: reads a register.
+    // SAFETY: the instruction reads a register.
     unsafe { std::arch::asm!("fnstsw ax", out("ax") status) };
     assert_eq!(status & 0x7f, 0);
 }

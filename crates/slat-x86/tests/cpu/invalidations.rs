@@ -1,11 +1,11 @@
-//! Instructions that invalidate translations: which of them are reported to the machine.
+//! Tests which instructions that invalidate translations are reported to the machine.
 
 use crate::common::*;
 use slat_x86::GuestFlush::{All, Page};
 use slat_x86::state::control;
 use slat_x86::*;
 
-/// Runs `code` and a HLT after `change` of some registers. Returns the reports that the machine got.
+/// Calls `change` to change some registers, and runs `code` and a HLT. Returns the reports that the machine got.
 fn told(code: &[u8], change: impl FnOnce(&mut State)) -> Vec<GuestFlush> {
     let mut guest = Guest::new(&[code, b"\xf4"].concat());
     change(&mut guest.cpu.state);
@@ -257,24 +257,24 @@ impl Stale {
         self
     }
 
-    /// mov cr3,rax
+    /// Executes mov cr3,rax.
     fn load_cr3(self, cr3: u64) -> Self {
         self.execute(b"\x0f\x22\xd8", cr3, 0)
     }
 
-    /// mov cr4,rax
+    /// Executes mov cr4,rax.
     fn flip_cr4(self, bits: u64) -> Self {
         let cr4 = self.0.cpu.state.cr4 ^ bits;
         self.execute(b"\x0f\x22\xe0", cr4, 0)
     }
 
-    /// invlpg [rsi], for both pages
+    /// Executes invlpg [rsi] for both pages.
     fn invlpg(self, pages: [u64; 2]) -> Self {
         let code = b"\x0f\x01\x3e";
         self.execute(code, 0, pages[0]).execute(code, 0, pages[1])
     }
 
-    /// invpcid rax,[rsi], for both pages
+    /// Executes invpcid rax,[rsi] for both pages.
     fn invpcid(mut self, kind: u64, pcid: u64) -> Self {
         for page in PAGES {
             self.0.memory().write64(DESCRIPTOR, pcid);
@@ -285,15 +285,15 @@ impl Stale {
     }
 }
 
-/// Bit 63 of MOV to CR3's operand.
+/// Bit 63 of the operand of MOV to CR3: the instruction keeps the translations.
 const NOFLUSH: u64 = 1 << 63;
 
 #[test]
 fn nothing_is_dropped_without_need() {
     assert_eq!(Stale::new(|_| {}).uses(), KEPT);
-    // INVLPG of a page that is neither of the two.
+    // INVLPG of another page than these two.
     assert_eq!(Stale::new(|_| {}).invlpg([DATA + 0x2000; 2]).uses(), KEPT);
-    // mov cr0,rax that changes TS only.
+    // mov cr0,rax, which changes only TS.
     let stale = Stale::new(|_| {});
     let cr0 = stale.0.cpu.state.cr0 ^ control::CR0_TS;
     assert_eq!(stale.execute(b"\x0f\x22\xc0", cr0, 0).uses(), KEPT);
@@ -356,7 +356,7 @@ fn invlpg_drops_the_page_even_if_global() {
     assert_eq!(Stale::global().invlpg(PAGES).uses(), DROPPED);
     let stale = Stale::global().load_cr3(0x1006).invlpg(PAGES);
     assert_eq!(stale.load_cr3(0x1005 | NOFLUSH).uses(), DROPPED);
-    // Does not drop the translation of another PCID.
+    // INVLPG does not drop the translation of another PCID.
     let stale = Stale::new(|_| {}).load_cr3(0x1006).invlpg(PAGES);
     assert_eq!(stale.load_cr3(0x1005 | NOFLUSH).uses(), KEPT);
 }

@@ -1,22 +1,22 @@
-//! Instructions that 64-bit mode does not have, in compatibility mode; and instructions that, without a feature,
-//! are #UD or do nothing.
+//! Tests instructions that 64-bit mode does not have, in compatibility mode. Also tests instructions that raise #UD
+//! or do nothing if the CPU does not have a feature.
 
 use crate::common::*;
 use slat_x86::*;
 
 const CF: u64 = 1;
 const AF: u64 = 1 << 4;
-/// CF PF AF ZF SF.
+/// The flags that the instructions define: CF, PF, AF, ZF and SF.
 const DEFINED: u64 = 0xd5;
 
-/// A guest in compatibility mode: 32-bit code at CPL 0.
+/// Makes a guest in compatibility mode: 32-bit code at CPL 0.
 fn compatibility(code: &[u8]) -> Guest {
     let mut guest = Guest::new(code);
     guest.cpu.state.cs.rights = 0xc09b;
     guest
 }
 
-/// Runs one instruction with AX and flags. Returns AX and the defined flags afterwards.
+/// Runs one instruction with the given AX and flags. Returns AX and the defined flags afterwards.
 fn adjust(code: &[u8], ax: u64, flags: u64) -> (u64, u64) {
     let mut guest = compatibility(&[code, b"\xf4"].concat());
     guest.cpu.state.gpr[RAX] = ax;

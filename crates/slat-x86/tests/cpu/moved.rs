@@ -1,5 +1,5 @@
-//! One page of code at several linear addresses: mapped twice, or copied. Compiled code that is the same for all of
-//! these addresses does at each what the interpreter does there.
+//! Tests one page of code at several linear addresses: mapped twice, or copied. The compiled code for all these
+//! addresses is the same. At each address it does what the interpreter does there.
 #![cfg(feature = "jit")]
 
 use crate::common::*;
@@ -8,8 +8,8 @@ use slat_x86::*;
 /// What executes the code: the interpreter, or compiled code of a tier.
 const BY: [Option<Tier>; 3] = [None, Some(Tier::Baseline), Some(Tier::Full)];
 
-/// The addresses of the copies of the code. Around each page of code there are other pages; the places
-/// below count from it.
+/// The addresses of the copies of the code. There are other pages around each page of code. The places below are
+/// relative to the page of code.
 const COPIES: [u64; 6] = [
     0,
     0x30_0000,
@@ -18,7 +18,7 @@ const COPIES: [u64; 6] = [
     0xffff_8880_0010_0000,
     0xffff_ffff_ffff_b000,
 ];
-/// Places of pages: code before, the code's data, more code, and a page that is absent at first.
+/// The places of the other pages: code before the page, the code's data, more code, and a page that is absent at first.
 const BEFORE: i64 = -0x1000;
 const DATA: i64 = 0x1000;
 const OTHER: i64 = 0x2000;
@@ -144,7 +144,8 @@ impl Copies {
     }
 }
 
-/// Runs a test by the interpreter and by both tiers; their results must agree. `shared` is how often the baseline tier
+/// Runs a test by the interpreter and by both tiers, and checks that the results agree. `shared` is how often the
+/// baseline tier
 /// must use the code of another copy.
 fn same(codes: &[Code], shared: u64, run: impl Fn(&mut Copies)) {
     let [interpreted, others @ ..] = BY.map(|tier| {
@@ -250,7 +251,7 @@ fn branches_lead_from_a_copy_to_its_own_places_and_back() {
         // inc r8; ret, at the beginnings of pages
         Code::at(0).plain(b"\x49\xff\xc0\xc3"),
         Code::at(BEFORE).plain(b"\x49\xff\xc1\xc3"),
-        // Adds the return address.
+        // This function adds the return address to R10.
         Code::at(0x180).plain(b"\x4c\x03\x14\x24\xc3"),
         Code::at(OTHER).plain(b"\x4c\x03\x1c\x24\xc3"),
         // jmp 0x140
@@ -465,7 +466,7 @@ fn a_store_to_the_code_of_a_copy_changes_that_one() {
                 copies.call(copy, 0x100);
                 expected[copy] = n;
                 if let 1 | 2 = copy {
-                    // One page of memory.
+                    // The second and third copy use the same page of memory.
                     (expected[1], expected[2]) = (n, n);
                 }
             }

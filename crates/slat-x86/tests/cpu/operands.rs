@@ -1,4 +1,5 @@
-//! Every memory operand of compiled code fails in turn. Afterwards the compiled CPU must have the same registers, flags
+//! Makes each memory operand of compiled code fail in turn. Afterwards the compiled CPU must have the same registers,
+//! flags
 //! and memory as the interpreter.
 #![cfg(feature = "jit")]
 
@@ -6,13 +7,13 @@ use crate::common::*;
 use slat_x86::Exit;
 use slat_x86::state::{control, xcr0};
 
-/// Pages with operands, each followed by a page into which operands may cross.
+/// The number of pages with operands. After each comes a page into which operands may cross.
 const PAGES: u64 = 4;
 const BASES: [usize; PAGES as usize] = [RBX, RSI, RDI, RBP];
 const CASES: u64 = if cfg!(debug_assertions) { 30 } else { 400 };
 
-/// Instructions with a memory operand: prefix, opcode, the middle bits of ModRM (8: any register),
-/// bytes of the immediate.
+/// Instructions with a memory operand: their prefix, their opcode, the middle bits of ModRM (8 stands for any
+/// register), and the number of bytes of the immediate.
 const FORMS: [(&[u8], &[u8], u8, usize); 54] = [
     (&[], &[0x8a], 8, 0),
     (&[], &[0x8b], 8, 0),
@@ -92,7 +93,7 @@ const BETWEEN: [&[u8]; 16] = [
     b"\x48\x83\xee\x05",     // sub rsi, 5
 ];
 
-/// A loop of some instructions with memory operands. r15 counts its turns.
+/// Returns a loop of some instructions with memory operands. R15 counts its turns.
 fn program(random: &mut Random) -> Vec<u8> {
     let mut code = Vec::new();
     let mut base = 0;
@@ -275,10 +276,10 @@ fn access(is_store: bool, size: usize, register: u8, operand: &[u8]) -> Vec<u8> 
     insn
 }
 
-/// Loads and stores: whether each of two accesses is a store.
+/// The kinds of two accesses: for each of the two, whether it is a store.
 const KINDS: [(bool, bool); 3] = [(false, false), (true, false), (true, true)];
 
-/// All pairs of size indices.
+/// Returns all pairs of size indices.
 fn sizes() -> impl Iterator<Item = (usize, usize)> {
     (0..4).flat_map(|size| (0..4).map(move |other| (size, other)))
 }

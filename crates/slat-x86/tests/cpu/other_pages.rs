@@ -1,4 +1,4 @@
-//! Compiled code that continues in another page must always execute the current content of that page.
+//! Tests that compiled code which continues in another page always executes the current contents of that page.
 #![cfg(feature = "jit")]
 
 use crate::common::*;
@@ -74,7 +74,7 @@ fn the_clients_stores_to_the_other_page_are_seen_in_the_next_run() {
         program.returns(value);
         assert_eq!(program.run(0, 5), 5 * u64::from(value));
     }
-    // The page has its first content again, so the code that was compiled first is valid again.
+    // The page has its first contents again, so the code that was compiled first is valid again.
     program.returns(0);
     assert_eq!(program.run(0, 5), 0);
 }
@@ -87,7 +87,7 @@ fn its_own_stores_to_the_other_page_are_executed() {
     program.run(0, 3);
     program.returns(0);
     assert_eq!(program.run(0, 100), 99 * 100 / 2);
-    // Near an address to which the path has stored before: mov [rdi],cl; CALL; add ebx,eax; mov
+    // The change is near an address to which the path has stored before: mov [rdi],cl; CALL; add ebx,eax; mov
     // [rdi-0x7f],cl; dec ecx; jne; hlt
     let after = b"\x01\xc3\x88\x4f\x81\xff\xc9\x75\xf0\xf4";
     let mut program = Program::new(3, b"\x88\x0f", after);
@@ -218,7 +218,7 @@ fn the_other_page_is_fetched_when_it_is_entered_and_faults_there() {
     program.run(0, 0);
     let mut fetched = program.guest.machine.translations.iter();
     assert!(!fetched.any(|(at, _)| at >> 12 == callee >> 12));
-    // A page fault with RIP of the function, after the CALL has pushed the return address.
+    // The page fault is in the function, after the CALL has pushed the return address.
     program.run(0, 1);
     let state = &program.guest.cpu.state;
     assert_eq!(state.cr2, callee);
@@ -233,7 +233,7 @@ fn a_cpu_whose_other_page_is_different_executes_its_own() {
     first.returns(1);
     assert_eq!(first.run(0, 50), 50);
     assert_eq!(first.run(0, 50), 50);
-    // The caller's page has the same content, so its existing region is used.
+    // The caller's page has the same contents, so its existing region is used.
     let mut second = Program::new(10, b"", SUMS);
     second.returns(2);
     assert_eq!(second.run(0, 50), 100);

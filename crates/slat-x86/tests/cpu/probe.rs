@@ -1,4 +1,5 @@
-//! Probes: they end the run, whatever the guest and a debugger have set, and the guest cannot notice them.
+//! Tests probes. A probe ends the run, whatever breakpoints the guest and a debugger have set. The guest cannot
+//! notice a probe.
 
 use crate::common::*;
 use crate::debug::steps_over_devices;
@@ -118,7 +119,7 @@ fn stops_at(guest: &mut Guest, at: u64) {
     assert_eq!(guest.cpu.linear_rip(), at);
 }
 
-/// This includes instructions with one byte, the last one of a block, code with a base in CS, and code that
+/// The instructions include: instructions with one byte, the last one of a block, code with a base in CS, and code that
 /// has run often before.
 #[test]
 fn a_code_probe_stops_at_each_instruction() {
@@ -155,7 +156,7 @@ fn a_code_probe_stops_at_each_instruction() {
     }
 }
 
-/// The exits for the instruction's accesses to a device do not end the passing.
+/// The run passes the probe once, although the instruction exits for each of its accesses to a device.
 #[test]
 fn a_string_instruction_is_passed_as_a_whole_if_it_writes_to_a_device() {
     // rep stosb; hlt
@@ -174,7 +175,7 @@ fn a_string_instruction_is_passed_as_a_whole_if_it_writes_to_a_device() {
     guest.halt();
 }
 
-/// A probe of the last bytes of a page and the first bytes of the next page.
+/// The probe is on the last bytes of a page and the first bytes of the next page.
 #[test]
 fn a_data_probe_may_be_in_two_pages() {
     const END: u64 = DATA + 0x1000;

@@ -1,9 +1,9 @@
-//! Compiled code that CPUs share, and regions that continue in others.
+//! Tests compiled code that CPUs share, and regions that continue in other regions.
 #![cfg(feature = "jit")]
 
 use crate::common::*;
 
-/// The addresses of the code. No other test has code here, whose compiled code might be found.
+/// The addresses of the code. No other test has code at these addresses. Otherwise its compiled code might be found.
 const FIRST: u64 = 0x9_3000;
 const SECOND: u64 = FIRST + 7;
 
@@ -55,8 +55,8 @@ fn code_is_compiled_once_for_all_cpus_whose_memory_holds_it() {
     assert_eq!(other.cpu.counters().regions_shared, 0);
 }
 
-/// Calls, jumps to constant and to computed addresses, and returns, each into another page, which has
-/// a region of its own.
+/// The regions end with calls, returns, and jumps to constant and to computed addresses. Each leads into another
+/// page, which has a region of its own.
 #[test]
 fn a_region_continues_in_another_one_that_is_known() {
     const TURNS: u64 = 1000;

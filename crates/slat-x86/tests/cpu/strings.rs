@@ -1,4 +1,5 @@
-//! Repeated string instructions: handling many elements at once must have the same result as one after the other. With
+//! Tests repeated string instructions: handling many elements at once must have the same result as one after the
+//! other. With
 //! a data watchpoint set, even one elsewhere, the CPU handles the elements one by one.
 
 use crate::common::*;
@@ -39,7 +40,7 @@ impl Mode {
         matches!(self, Mode::Long | Mode::Long32)
     }
 
-    /// The width of code outside 64-bit mode in which no prefix is needed.
+    /// Returns the width of the code outside 64-bit mode in which the instruction needs no prefix.
     fn width(self) -> u8 {
         match self {
             Mode::Segments { code, .. } => code,
@@ -110,7 +111,7 @@ struct Left {
 #[derive(Debug)]
 struct Case {
     mode: Mode,
-    /// DS and ES, outside 64-bit mode.
+    /// The segments in DS and ES, outside 64-bit mode.
     segments: [Around; 2],
     code: Vec<u8>,
     rax: u64,
@@ -118,7 +119,7 @@ struct Case {
     rsi: u64,
     rdi: u64,
     seed: u64,
-    /// Distinct values of a byte.
+    /// The number of distinct values of a byte of memory.
     values: u64,
     absent: Option<u64>,
     /// A page that is also mapped at another address.

@@ -1,4 +1,5 @@
-//! Nested virtualization by SVM: VMRUN and #VMEXIT, the checks of VMRUN, and hypervisors with random control blocks.
+//! Tests nested virtualization by SVM: VMRUN and #VMEXIT, the checks of VMRUN, and hypervisors with random control
+//! blocks.
 
 mod events;
 mod intercepts;
@@ -76,7 +77,7 @@ fn put_segment(guest: &Guest, at: u64, segment: &Segment) {
     put(guest, at + 8, segment.base);
 }
 
-/// Fills the control block with a guest at [`L2`] in the CPU's own state, which leaves for VMMCALL, HLT and shutdown.
+/// Fills the control block with a guest at [`L2`] in the CPU's own state, and intercepts of VMMCALL, HLT and shutdown.
 fn fill(guest: &Guest) {
     guest.memory().write(VMCB, &[0; 4096]);
     let state = &guest.cpu.state;
@@ -165,7 +166,7 @@ fn a_guest_leaves_by_vmmcall_and_its_hypervisor_goes_on() {
     assert_eq!(exit(&mut guest), 0x81);
 }
 
-/// Compiled code executes a nested guest's loop, too, and intercepts work in it.
+/// A nested guest's loop is compiled, too, and intercepts work in compiled code.
 #[test]
 fn a_guest_computes_as_anything_else() {
     // mov ecx, 20000; xor edx, edx; l: add edx, ecx; pushfq; popfq; dec ecx; jnz l; vmmcall
@@ -311,14 +312,15 @@ fn a_world_switch_that_is_interrupted_starts_again() {
     }
 }
 
-/// Hypervisors with random control blocks: each run ends, and the CPU is then either in the hypervisor or in its guest.
+/// Runs hypervisors with random control blocks. Each run ends, and then the CPU is either in the hypervisor or in its
+/// guest.
 #[test]
 fn a_hypervisor_that_knows_nothing_does_no_harm() {
     let rounds = std::env::var("SLAT_TEST_ROUNDS").ok();
     let rounds = rounds.map_or(60, |rounds| rounds.parse().unwrap());
     let mut random = Random(0x5eed_0001);
     let memory = Memory::new(MMIO as usize);
-    // A guest may loop for ever. This holds the word that ends the current run, and the time when the run began.
+    // A guest may loop for ever. So this stores the word that ends the current run, and the time when the run began.
     let running = Arc::new(Mutex::new(None::<(Arc<AtomicU32>, Instant)>));
     let watched = Arc::downgrade(&running);
     std::thread::spawn(move || {

@@ -11,15 +11,15 @@ use std::collections::HashSet;
 const PAGES: [u64; 6] = [
     0x40_0000, 0x40_1000, 0x41_0000, 0x80_0000, 0x80_1000, 0xc0_0000,
 ];
-/// The last pages are global.
+/// The pages from this index on are global.
 const GLOBAL_FROM: usize = 3;
 const PCIDS: usize = 4;
-/// Guest-physical pages that are mapped.
+/// The first of the guest-physical pages to which pages are mapped.
 const TARGETS: u64 = 0x10_0000;
 const COUNT: u64 = 8;
 const TESTED: u64 = CODE + 0x1000;
 const DESCRIPTOR: u64 = 0x3_4000;
-/// The contents of each page: its number, a word to write to, and a function.
+/// The offset in a page of the word to which the guest writes. A page also contains its number, and a function.
 const WORD: u64 = 8;
 const FUNCTION: u64 = 0x100;
 
@@ -105,7 +105,7 @@ impl Model {
         }
     }
 
-    /// A flush covers a page of a PCID.
+    /// Records a flush of one page of a PCID.
     fn flush(&mut self, pcid: usize, page: usize) {
         self.valid[pcid][page] = HashSet::from([self.tables[pcid][page]]);
     }
@@ -144,8 +144,8 @@ impl Model {
         }
     }
 
-    /// Runs `code` with the tables of the current PCID. Returns `true` if it has reached its end,
-    /// `false` for a page fault.
+    /// Runs `code` with the tables of the current PCID. Returns `true` if the code has reached its end, and `false`
+    /// if it has raised a page fault.
     fn run(&mut self, code: &[u8], registers: &[(usize, u64)]) -> bool {
         for (page, mapping) in PAGES.into_iter().zip(self.tables[self.pcid]) {
             let machine = &mut self.guest.machine;

@@ -1,9 +1,9 @@
-//! Stores to tracked pages: each one is reported to the machine when its bytes are in memory.
+//! Tests stores to tracked pages: each store is reported to the machine when its bytes are in memory.
 
 use crate::common::*;
 use slat_x86::*;
 
-/// A guest with `code` and a HLT. RSI and RDI are `at`, and the pages of `tracked` are tracked.
+/// Makes a guest that executes `code` and a HLT. RSI and RDI are `at`, and the pages of `tracked` are tracked.
 fn guest(code: &[u8], at: u64, tracked: &[u64]) -> Guest {
     let mut guest = Guest::new(&[code, b"\xf4"].concat());
     (guest.cpu.state.gpr[RSI], guest.cpu.state.gpr[RDI]) = (at, at);
@@ -13,8 +13,9 @@ fn guest(code: &[u8], at: u64, tracked: &[u64]) -> Guest {
     guest
 }
 
-/// Returns address and length of each reported store. Checks that each was reported when its bytes were in memory (no
-/// byte is stored twice with different values), and before anything but the store itself was translated.
+/// Returns the address and length of each reported store. Checks that each store was reported when its bytes were in
+/// memory, and before any other access was translated. (The check requires that no test stores a byte twice with
+/// different values.)
 fn told(guest: &Guest) -> Vec<(u64, usize)> {
     for stored in &guest.machine.stores {
         for (at, byte) in (stored.gpa..).zip(&stored.bytes) {
@@ -96,7 +97,7 @@ fn a_read_modify_write_is_told_once() {
         ("lock cmpxchg8b [rsi]", b"\xf0\x0f\xc7\x0e", 8),
         ("lock cmpxchg16b [rsi]", b"\xf0\x48\x0f\xc7\x0e", 16),
     ] {
-        // In the second round the comparisons fail. CPUs then write the old value back.
+        // In the second round the comparisons fail. Then a CPU writes the old value back.
         for high in [0, 1] {
             let mut guest = guest(code, DATA, &[DATA]);
             guest.memory().write64(DATA, 0x55);
@@ -174,7 +175,7 @@ fn the_frame_of_an_interrupt_is_told() {
     let mut soft = guest(b"\xcd\x80", DATA, &[STACK - 0x1000]);
     soft.halt_in_handler(0x80);
     assert_eq!(told(&soft), [(STACK - 40, 40)]);
-    // An interrupt from outside.
+    // The interrupt is injected by the caller.
     let mut external = guest(b"", DATA, &[STACK - 0x1000]);
     external.cpu.inject_interrupt(0x81);
     external.halt_in_handler(0x81);
@@ -231,7 +232,7 @@ fn a_watched_page_may_be_tracked() {
     let code = b"\x48\x89\x06\x48\x89\x46\x08\xf0\x48\x01\x46\x10";
     let mut guest = guest(code, DATA, &[DATA]);
     guest.cpu.state.dr[0] = DATA + 8;
-    // Breakpoint 0: writes of 8 bytes.
+    // DR7 enables breakpoint 0, for writes of 8 bytes.
     guest.cpu.state.dr7 = 0x400 | 2 | (1 | 2 << 2) << 16;
     guest.halt_in_handler(vector::DB);
     assert_eq!(told(&guest), [(DATA, 8), (DATA + 8, 8)]);

@@ -1,4 +1,4 @@
-//! Each memory access of compiled code fails in turn, in each way in which an access can fail. The interpreter
+//! Makes each memory access of compiled code fail in turn, in each way in which an access can fail. The interpreter
 //! determines what has to happen then: registers, flags, memory, and the exits with their contents must be the same.
 //!
 //! `SLAT_TEST_ROUNDS=1000` tries more programs, `SLAT_TEST_SEED=7` other ones.
@@ -14,7 +14,7 @@ use slat_x86::{Access, Exit, Fault, State};
 use std::collections::BTreeSet;
 
 const MEMORY: usize = 0x20_0000;
-/// More entries than those after which code is compiled.
+/// A number of entries of a block. After fewer entries than this, the block is compiled.
 const HOT: u64 = 5000;
 const READ_WRITE: libc::c_int = libc::PROT_READ | libc::PROT_WRITE;
 
@@ -74,7 +74,7 @@ enum Compiled {
     Regions,
 }
 
-/// Makes a guest of `program`. The handler of each vector is HLT; after it, the handler drops the
+/// Makes a guest of `program`. The handler of each vector executes HLT. After that it drops the
 /// error code and returns.
 fn guest(program: &Program, operands: &[u8], what: Compiled) -> Guest {
     let mut guest = Guest::interpreted(Memory::new(MEMORY), &[0xf4]);
@@ -108,7 +108,7 @@ fn data_at(gpa: u64) -> [u8; 8] {
     (gpa.wrapping_mul(0x9e37_79b9_7f4a_7c15)).to_le_bytes()
 }
 
-/// Runs `program`. Accesses to `page` fail, if it is given.
+/// Runs `program`. If `page` is given, accesses to this page fail.
 fn run(
     guest: &mut Guest,
     program: &Program,
@@ -132,7 +132,7 @@ fn run(
                 guest.halt();
             }
         }
-        // The TLB still has the page.
+        // The TLB still contains the page when its host page becomes inaccessible.
         Some(Way::Gone) => guest.machine.mends = Some(Ok(())),
         Some(Way::GoneRetry) => guest.machine.mends = Some(Err(Fault::Retry)),
         Some(Way::BadAddress) => guest.machine.bad_address = true,
@@ -170,7 +170,7 @@ fn run(
         guest.memory().protect(gva, READ_WRITE);
     }
     let bytes = |gpa, len| {
-        // SAFETY: memory of the guest, which is not running.
+        // SAFETY: the range is in the memory of the guest, and the guest is not running.
         unsafe { std::slice::from_raw_parts(guest.memory().at(gpa), len) }
     };
     let mut memory = bytes(AREA, program.area() as usize).to_vec();

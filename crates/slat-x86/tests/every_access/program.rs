@@ -6,7 +6,7 @@ use crate::common::*;
 /// The address of the operands. In each iteration, each operand has a slot of two pages.
 pub const AREA: u64 = 0x10_0000;
 const SLOT: u64 = 0x2000;
-/// Rounds of the loop.
+/// The number of rounds of the loop.
 pub const ITERATIONS: u64 = 2;
 /// The code page to which indirect jumps lead.
 const OTHER: u64 = CODE + 0x1000;
@@ -88,7 +88,7 @@ pub struct Program {
     other: Vec<u8>,
     /// The operands of indirect jumps and of returns: addresses and values.
     targets: Vec<(u64, u64)>,
-    /// Slots of an iteration.
+    /// The number of slots of an iteration.
     slots: u64,
 }
 
@@ -129,12 +129,12 @@ impl Program {
         program
     }
 
-    /// The address after the HLT at the end.
+    /// Returns the address after the HLT at the end.
     pub fn end(&self) -> u64 {
         CODE + self.code.len() as u64
     }
 
-    /// The memory of all slots.
+    /// Returns the number of bytes of all slots.
     pub fn area(&self) -> u64 {
         self.slots * SLOT * ITERATIONS
     }
@@ -216,7 +216,7 @@ impl Program {
         }
     }
 
-    /// lea r,[rbp+disp]
+    /// Appends lea r,[rbp+disp].
     fn lea(&mut self, r: u8, disp: u64) {
         self.bytes(&[0x48, 0x8d, 0x85 | r << 3]);
         self.bytes(&(disp as u32).to_le_bytes());
@@ -229,7 +229,7 @@ impl Program {
         slot
     }
 
-    /// Appends a few instructions on registers, so that there is something to write back.
+    /// Appends a few instructions on registers, so that compiled code has changed registers to write back.
     fn computes(&mut self, random: &mut Random) {
         for _ in 0..random.below(4) {
             let (r, s) = (random.pick(FREE), random.pick(FREE));
@@ -250,7 +250,7 @@ impl Program {
         }
     }
 
-    /// An instruction of [`FORMS`] on the operand at `disp` from RBP.
+    /// Appends an instruction of [`FORMS`] on the operand at `disp` from RBP.
     fn form(&mut self, random: &mut Random, form: &Form, mut disp: u64) {
         let &(prefixes, wide, opcode, field, immediate, _) = form;
         let r = match field {
@@ -265,7 +265,7 @@ impl Program {
                 let scale = random.below(4) as u8;
                 disp = disp.wrapping_sub(INDEX << scale);
                 (modrm, x) = (modrm & !1, 2);
-                // RBP and R12.
+                // The base is RBP, and the index is R12.
                 sib = Some(scale << 6 | 4 << 3 | 5);
             }
             2 => {
@@ -282,7 +282,7 @@ impl Program {
         self.code.extend(sib);
         self.bytes(&(disp as u32).to_le_bytes());
         for _ in 0..immediate {
-            // A shift count of 0 is not interesting.
+            // The immediate is not 0, because a shift by 0 does nothing.
             self.bytes(&[1 + random.below(100) as u8]);
         }
     }

@@ -46,7 +46,7 @@ impl Case {
         }
     }
 
-    /// Appends an instruction, if it can be encoded.
+    /// Appends an instruction. `None`: the instruction cannot be encoded.
     pub fn push(&mut self, instruction: &Instruction) -> Option<()> {
         let mut encoder = Encoder::new(64);
         encoder
@@ -177,7 +177,7 @@ const LEFT_OUT: &[Mnemonic] = &[
     Mnemonic::Rsm,
     Mnemonic::Fstdw,
     Mnemonic::Fstsg,
-    // Each of them is two instructions: FWAIT, and the one that does not wait.
+    // Each of these mnemonics is two instructions: FWAIT, and the instruction that does not wait.
     Mnemonic::Fclex,
     Mnemonic::Fdisi,
     Mnemonic::Feni,
@@ -190,7 +190,7 @@ const LEFT_OUT: &[Mnemonic] = &[
     Mnemonic::Fsetpm,
 ];
 
-/// All forms the oracle can judge.
+/// Returns all forms that the oracle can judge.
 pub fn all() -> Vec<Code> {
     Code::values()
         .filter(|code| {
@@ -208,7 +208,7 @@ pub fn all() -> Vec<Code> {
         .collect()
 }
 
-/// Only instructions that the host has can be judged.
+/// Returns whether the host has the feature. Only instructions that the host has can be judged.
 fn on_host(feature: CpuidFeature) -> bool {
     use std::arch::is_x86_feature_detected as has;
     match feature {
@@ -237,7 +237,7 @@ fn on_host(feature: CpuidFeature) -> bool {
     }
 }
 
-/// Adds prefixes that an assembler would not write.
+/// Unusual prefixes, which an assembler would not write, to add to instructions.
 pub struct Prefixes {
     known: Vec<Code>,
 }
@@ -517,7 +517,7 @@ fn random_regs(base: usize, rng: &mut Rng) -> Regs {
     // Sets sticky exception flags mostly where the exceptions are masked.
     let mut sticky = rng.next() as u16 & fcw & 0x3f;
     if rng.one_in(20) {
-        // Makes an exception pending, with error summary and busy.
+        // Makes an exception pending, and sets the error summary and busy flags.
         sticky = rng.next() as u16 & 0x3f;
         if sticky & !fcw != 0 {
             sticky |= 0x8080;

@@ -1,6 +1,6 @@
-//! Runs the same bytes on the software CPU, in 64-bit mode with memory at the host's own addresses. HLT follows the
-//! bytes, and every exception vector leads to a HLT of its own. Meanwhile other things may happen ([`Beside`]), which
-//! must not change the result.
+//! Runs the same bytes on the software CPU, in 64-bit mode, with guest memory at the host's own addresses. HLT
+//! follows the bytes, and the handler of each exception is a HLT. Meanwhile other events may happen ([`Beside`]),
+//! which must not change the result.
 
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -17,7 +17,7 @@ use crate::vendor;
 
 /// Offsets in the system pages.
 const IDT: usize = SYSTEM;
-/// The interrupts taken.
+/// The offset of the counter of interrupts.
 const TAKEN: usize = SYSTEM + 0x300;
 const TSS: usize = SYSTEM + 0x400;
 const GDT: usize = SYSTEM + 0x800;
@@ -32,7 +32,7 @@ const TSS_SELECTOR: u16 = 24;
 const INTERRUPT: u8 = 32;
 const VECTORS: usize = INTERRUPT as usize + 1;
 
-/// What happens while the bytes are executed.
+/// The other events that happen while the bytes are executed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Beside {
     Nothing,
@@ -47,7 +47,7 @@ pub enum Beside {
     Steps,
 }
 
-/// Memory at the host's own addresses, and nothing else.
+/// A machine that has only the arena's memory, at the host's own addresses.
 struct Flat {
     base: u64,
     /// Whether each page is protected and has not been written since.
@@ -64,7 +64,7 @@ impl Mmu for Flat {
         let page = gva & !(PAGE as u64 - 1);
         let inside = page >= self.base && page < self.base + ARENA_LEN as u64;
         if !inside || page == self.base + HOLE as u64 {
-            // The error code as the host reports it, where the same access is a user's.
+            // The error code is as the host reports it. On the host, the access is a user access.
             const USER: u32 = 4;
             const WRITE: u32 = 2;
             const FETCH: u32 = 16;
@@ -129,7 +129,7 @@ fn features() -> Features {
     })
 }
 
-/// The software CPU, set up once.
+/// The software CPU, which is set up once for all cases.
 pub struct Guest {
     cpu: Executor,
     flat: Flat,
@@ -279,7 +279,7 @@ impl Guest {
         Outcome::Done(after, Some(Fault { vector, error, cr2 }))
     }
 
-    /// Runs until the bytes end, whatever happens beside them.
+    /// Runs until the bytes end, with the events `beside`.
     fn run_beside(&mut self, code: Placed<'_>, beside: Beside) -> Exit {
         const BETWEEN: Duration = Duration::from_micros(2);
         let (attention, over) = (AtomicU32::new(0), AtomicBool::new(false));

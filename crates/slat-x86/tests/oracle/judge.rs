@@ -55,7 +55,7 @@ impl Result {
         }
     }
 
-    /// Copies the data from offset `from` to `to` from `other`, as far as they exist.
+    /// Copies the data at offsets `from` to `to` from `other`, except those beyond the end.
     pub fn take_data(&mut self, other: &Result, from: usize, to: usize) {
         if let (Some(mine), Some(theirs)) = (self.data.get_mut(from..to), other.data.get(from..to))
         {
@@ -71,8 +71,8 @@ pub fn set_memory(arena: &Arena, case: &Case) {
         .copy_from_slice(&case.stack);
 }
 
-/// Whether the host makes the access in parts: it stores an environment field by field, and masked bytes in its own
-/// order. Then CR2 is some address in the page, which may differ.
+/// Whether the host makes the access in parts: it stores an environment field by field, and masked bytes in an order
+/// of its own. Then CR2 is some address in the page, which may differ.
 fn accesses_in_parts(instruction: &Instruction) -> bool {
     let size = instruction.memory_size().size();
     size > 16 || matches!(size, 10 | 14) || is_masked(instruction) || memory::is_gather(instruction)
@@ -105,7 +105,7 @@ pub fn differences(case: &Case, expected: &Result, actual: &Result) -> Vec<Strin
         Mnemonic::Maskmovdqu | Mnemonic::Maskmovq | Mnemonic::Vmaskmovdqu
     );
     if masked && expected.fault.is_some_and(|f| f.vector == 14) && actual.fault.is_none() {
-        // An implementation may decide whether bytes that are not selected can fault.
+        // Whether bytes that the mask does not select can fault depends on the implementation.
         return vec![];
     }
     let mut found = Differences(vec![]);
@@ -165,7 +165,7 @@ pub fn differences(case: &Case, expected: &Result, actual: &Result) -> Vec<Strin
             &a.high[at..at + 16],
         );
     }
-    // The host also does not undo the first part of a store when it finds the second page missing.
+    // Nor does the host undo the first part of a store if the second page is missing.
     if !(page_fault && accesses_in_parts(&case.instruction)) {
         found.memory("data", &expected.data, &actual.data);
         found.memory("stack", &expected.stack, &actual.stack);

@@ -105,7 +105,7 @@ fn every_instruction_does_what_the_host_does() {
 
 enum Verdict {
     Same,
-    /// The host differs exactly as this rule about AMD's CPUs says.
+    /// The host's result differs exactly as the rule with this name, about AMD's CPUs, says.
     AsAmd(&'static str),
     Unimplemented(&'static str),
     Wrong(String),
@@ -142,7 +142,7 @@ fn sequences_of_instructions_do_what_the_host_does() {
     );
 }
 
-/// While a CPU runs a program, it may be interrupted and inspected, and lose rights to pages: the
+/// While a CPU runs a program, it may be interrupted and inspected, and lose rights to pages. The
 /// program does not notice.
 #[test]
 fn programs_do_what_they_do_on_the_host() {

@@ -30,7 +30,7 @@ pub fn place(instruction: &mut Instruction, n: u32, base: usize, regs: &mut Regs
             instruction.set_segment_prefix(Register::GS);
             target = target.wrapping_sub(GS_BASE);
         }
-        // These have no base in 64-bit mode.
+        // These segments have no base in 64-bit mode.
         1 => instruction.set_segment_prefix(rng.pick(&[
             Register::ES,
             Register::CS,
@@ -279,7 +279,7 @@ pub fn tame(
     Some(())
 }
 
-/// The linear address of the memory operand.
+/// Returns the linear address of the memory operand.
 pub fn address(instruction: &Instruction, regs: &Regs) -> u64 {
     let value = |register: Register| match register {
         Register::None => 0,

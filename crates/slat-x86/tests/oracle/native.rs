@@ -4,12 +4,12 @@ use std::arch::global_asm;
 use std::mem::offset_of;
 use std::sync::{Mutex, MutexGuard, Once, OnceLock};
 
-/// Registers before and after an instruction, in the order of the machine encoding; `fx` is an FXSAVE64 image.
+/// Registers before and after an instruction, in the order of the machine encoding. `fx` is an FXSAVE64 image.
 #[repr(C, align(64))]
 #[derive(Clone)]
 pub struct Regs {
     pub fx: [u8; 512],
-    /// The upper halves of the YMM registers; zero if the host has none.
+    /// The upper halves of the YMM registers. They are zero if the host has no AVX.
     pub high: [u8; 256],
     pub gpr: [u64; 16],
     pub rflags: u64,
@@ -17,7 +17,7 @@ pub struct Regs {
 }
 
 impl Regs {
-    /// The halves of a YMM register.
+    /// Returns the two halves of a YMM register.
     pub fn ymm_mut(&mut self, n: usize) -> [&mut [u8]; 2] {
         [
             &mut self.fx[160 + 16 * n..][..16],
@@ -38,8 +38,8 @@ pub struct Fault {
 struct Frame {
     regs: Regs,
     host_rsp: u64,
-    /// Whether native code is executing, between `slat_oracle_enter` and its return. Every fault in
-    /// this time belongs to it.
+    /// Whether native code is executing, between `slat_oracle_enter` and its return. Each fault in this time is a
+    /// fault of the native code.
     running: bool,
     faulted: bool,
     trapno: u64,
@@ -146,7 +146,8 @@ unsafe extern "C" {
 }
 
 pub const PAGE: usize = 4096;
-/// The layout: two pages of code, two of data, an inaccessible page, two pages of stack. All are below 2 GiB, so that
+/// The layout of the arena: two pages of code, two of data, an inaccessible page, and two pages of stack. All are
+/// below 2 GiB, so that
 /// 32-bit addresses and RIP-relative operands reach them.
 pub const CODE_LEN: usize = 2 * PAGE;
 pub const DATA: usize = CODE_LEN;
@@ -170,7 +171,8 @@ pub struct Placed<'a> {
 }
 
 impl<'a> Placed<'a> {
-    /// One instruction or a few, which continue after their end or branch.
+    /// Makes the placement of one instruction or a few. They end after their last byte, or at the target of their
+    /// branch.
     pub fn short(bytes: &'a [u8]) -> Self {
         Placed {
             bytes,
@@ -179,7 +181,7 @@ impl<'a> Placed<'a> {
         }
     }
 
-    /// A program, which ends after its bytes.
+    /// Makes the placement of a program, which ends after its last byte.
     pub fn program(bytes: &'a [u8], at: usize) -> Self {
         let end = at + bytes.len();
         assert!(at >= AT && end + END_LEN <= CODE_LEN);
@@ -205,7 +207,7 @@ static LOCK: Mutex<()> = Mutex::new(());
 impl Arena {
     pub fn new() -> Arena {
         let lock = LOCK.lock().unwrap_or_else(|e| e.into_inner());
-        // SAFETY: an anonymous mapping at an address of the kernel's choice.
+        // SAFETY: the call makes a new anonymous mapping at an address of the kernel's choice.
         let base = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),
@@ -222,7 +224,7 @@ impl Arena {
         assert_eq!(hole, 0);
         install_handlers();
         const ARCH_SET_GS: i32 = 0x1001;
-        // SAFETY: nothing in the process uses GS.
+        // SAFETY: the call changes only the base of GS, which nothing in the process uses.
         let gs = unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_SET_GS, GS_BASE) };
         assert_eq!(gs, 0);
         Arena {
@@ -234,7 +236,8 @@ impl Arena {
     /// Returns the bytes at `offset`, which is not in the hole.
     pub fn bytes(&self, offset: usize, len: usize) -> &[u8] {
         assert!(offset + len <= ARENA_LEN && (offset + len <= HOLE || offset >= STACK));
-        // SAFETY: inside the mapping, outside of the hole; nothing runs on it while the slice is used.
+        // SAFETY: the range is inside the mapping and outside of the hole, and no code runs on the arena while the
+        // slice is used.
         unsafe { std::slice::from_raw_parts((self.base + offset) as *const u8, len) }
     }
 
@@ -244,7 +247,8 @@ impl Arena {
     )]
     pub fn bytes_mut(&self, offset: usize, len: usize) -> &mut [u8] {
         assert!(offset + len <= ARENA_LEN && (offset + len <= HOLE || offset >= STACK));
-        // SAFETY: as for `bytes`; callers keep no other slice.
+        // SAFETY: the range is inside the mapping and outside of the hole, no code runs on the arena, and callers
+        // keep no other slice.
         unsafe { std::slice::from_raw_parts_mut((self.base + offset) as *mut u8, len) }
     }
 
@@ -309,16 +313,16 @@ impl Arena {
 
 impl Drop for Arena {
     fn drop(&mut self) {
-        // SAFETY: the mapping of `new`, to which nothing else refers.
+        // SAFETY: `new` has made this mapping, and nothing else refers to it.
         unsafe { libc::munmap(self.base as *mut _, ARENA_LEN) };
     }
 }
 
-/// The size of exit code.
+/// The size of the exit code at an end, in bytes.
 const END_LEN: usize = 14;
-/// Offset of the tails of the exit code in the code pages.
+/// The offset of the tails of the exit code in the code pages.
 const TAILS: usize = 0x100;
-/// Offset of the byte in the code pages where the tails store their number.
+/// The offset of the byte in the code pages where the tails store their number.
 const MARKER: usize = 0x1f0;
 
 fn install_handlers() {
@@ -338,12 +342,12 @@ fn install_handlers() {
             assert_eq!(libc::sigaltstack(&stack, std::ptr::null_mut()), 0);
         }
     }
-    // Installed once per process, before the software CPU's guarded accesses install their handlers over these: those
-    // pass on faults that are not their own.
+    // The handlers are installed once in a process, and before the software CPU installs the handlers for its guarded
+    // accesses. Those handlers pass on faults that are not their own.
     static INSTALLED: Once = Once::new();
     INSTALLED.call_once(|| {
         for (signal, previous) in SIGNALS.into_iter().zip(&PREVIOUS) {
-            // SAFETY: plain signal set-up; all-zero is a valid sigaction.
+            // SAFETY: the calls only set signal actions, and a `sigaction` of zeros is valid.
             unsafe {
                 let mut action: libc::sigaction = std::mem::zeroed();
                 action.sa_sigaction = handler as *const () as usize;
@@ -364,12 +368,12 @@ const SIGNALS: [i32; 5] = [
     libc::SIGTRAP,
 ];
 
-/// The actions that were set before.
+/// The actions that were set before the handlers were installed.
 static PREVIOUS: [OnceLock<libc::sigaction>; 5] = [const { OnceLock::new() }; 5];
 
 extern "C" fn handler(signal: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
-    // SAFETY: the kernel passes a valid context. The frame is this thread's while native code runs (`Arena` holds the
-    // lock). The previous action is called as the kernel would have called it.
+    // SAFETY: the kernel passes a valid context. While native code runs, the frame belongs to this thread, because
+    // `Arena` holds the lock. The previous action is called as the kernel would have called it.
     unsafe {
         let uc = &mut *context.cast::<libc::ucontext_t>();
         let gregs = &mut uc.uc_mcontext.gregs;
@@ -417,15 +421,16 @@ extern "C" fn handler(signal: i32, info: *mut libc::siginfo_t, context: *mut lib
 /// Returns the upper halves of the YMM registers in the XSAVE area of a signal frame.
 ///
 /// # Safety
-/// `area` is that of a signal handler that is running.
+/// `area` is the XSAVE area in the frame of a signal handler that is running.
 unsafe fn high_halves(area: *const u8) -> [u8; 256] {
     const XSTATE_BV: usize = 512;
     const AVX: u64 = 4;
     const HIGH: usize = 576;
-    // The software bytes of the legacy region tell whether there is more than that region, and which components.
+    // The bytes for software in the legacy region tell whether there is more than that region, and which components
+    // there are.
     const MAGIC: usize = 464;
     const MAGIC_VALUE: u32 = 0x4650_5853;
-    // SAFETY: the legacy region always exists, the rest if the magic number does.
+    // SAFETY: the legacy region always exists. The rest exists if the magic number is there, which is checked first.
     unsafe {
         let extended = area.add(MAGIC).cast::<u32>().read_unaligned() == MAGIC_VALUE;
         if extended && area.add(XSTATE_BV).cast::<u64>().read_unaligned() & AVX != 0 {

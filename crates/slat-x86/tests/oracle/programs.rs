@@ -1,6 +1,7 @@
-//! Whole programs: loops, calls, strings, vectors, code that changes itself, and accesses and code in two pages. Only
-//! these test what compilers of blocks and regions do beyond single instructions: keep values across branches, restore
-//! state when a loop is left, and translate code again.
+//! Makes whole programs: loops, calls, strings, vectors, code that changes itself, and accesses and code that cross
+//! from one page into the next. Only whole programs test the work of the compilers of blocks and regions beyond
+//! single instructions. This work is: keeping values across branches, restoring state when a loop is left, and
+//! translating code again.
 //!
 //! A program always ends: its loops count in memory that nothing else writes, its other branches lead forward, and its
 //! functions call none. It may end early by a fault, which both CPUs must raise at the same instruction.
@@ -18,11 +19,11 @@ use crate::sequences::{self, Pool};
 use crate::vendor;
 
 const FUNCTIONS: usize = 3;
-/// The most instructions of one straight part.
+/// The largest number of instructions in a part without branches.
 const STRETCH: usize = 8;
-/// Loops in loops.
+/// The largest depth of nested loops.
 const DEPTH: usize = 2;
-/// Where the loops' counters are in the data, above what instructions write.
+/// The offset of the loops' counters in the data, above all data that instructions write.
 const COUNTERS: usize = DATA + DATA_LEN - 0x80;
 
 /// Makes a program. `None`: the random program cannot be encoded, or is too long.
@@ -59,7 +60,7 @@ pub fn random(pool: &Pool, base: usize, rng: &mut Rng) -> Option<Case> {
     let Program { code, .. } = program;
     let len = encode(&code, base as u64)?.len();
     let last = CODE_LEN.checked_sub(len + 0x20)?;
-    // The operands often cross the boundary of the two pages.
+    // In half of the cases, the operands cross the boundary of the two pages.
     let at = match rng.one_in(2) {
         true if len < PAGE - AT => PAGE - rng.below(len),
         _ => AT + rng.below(last.checked_sub(AT)?),
@@ -68,7 +69,7 @@ pub fn random(pool: &Pool, base: usize, rng: &mut Rng) -> Option<Case> {
     case.program_at = Some(at);
     case.regs.rip = (base + at) as u64;
     case.bytes = encode(&code, case.regs.rip)?;
-    // This instruction represents all of them for the judge: AF is undefined.
+    // The judge gets this instruction instead of the whole program: it leaves AF undefined.
     case.instruction = Instruction::with2(Code::And_r32_rm32, Register::EAX, Register::EAX).ok()?;
     (at + case.bytes.len() + 0x20 <= CODE_LEN).then_some(case)
 }
@@ -80,7 +81,8 @@ fn encode(code: &[Instruction], rip: u64) -> Option<Vec<u8>> {
     Some(result.code_buffer)
 }
 
-/// The first label. Labels are no addresses of the arena; an instruction without a label has address 0.
+/// The first label. Labels are numbers that are not addresses of the arena. An instruction without a label has
+/// address 0.
 const FIRST: u64 = 1;
 
 struct Program<'a> {
@@ -89,7 +91,7 @@ struct Program<'a> {
     case: &'a Case,
     rng: &'a mut Rng,
     code: Vec<Instruction>,
-    /// The next name.
+    /// The next unused label.
     name: u64,
     functions: Vec<u64>,
 }
@@ -129,7 +131,7 @@ impl Program<'_> {
         }
     }
 
-    /// Appends a straight part.
+    /// Appends a part without branches.
     fn stretch(&mut self) {
         for _ in 0..=self.rng.below(STRETCH) {
             let of = match self.rng.one_in(3) {
@@ -176,8 +178,9 @@ impl Program<'_> {
         Some(instruction)
     }
 
-    /// Sums that pass CF or OF on, like those of large numbers, and a use of a flag. At the beginning of a loop the
-    /// sums find the flags of the previous turn.
+    /// Appends additions that pass CF or OF on, like those of large numbers, and a use of a flag. At the beginning of
+    /// a loop the
+    /// additions use the flags of the previous turn.
     fn chain(&mut self) {
         const SUMS: [Code; 6] = [
             Code::Adcx_r64_rm64,
@@ -237,7 +240,7 @@ impl Program<'_> {
         self.branch(Code::Jne_rel32_64, again);
     }
 
-    /// A part that a conditional branch skips.
+    /// Appends a part that a conditional branch skips.
     fn skip(&mut self) {
         const CONDITIONS: [Code; 16] = [
             Code::Jo_rel32_64,
@@ -265,7 +268,7 @@ impl Program<'_> {
         self.label(after);
     }
 
-    /// A call: direct, by a register, or by a return to an address that was pushed.
+    /// Appends a call: direct, by a register, or by a return to an address that was pushed.
     fn call(&mut self) {
         let function = self.functions[self.rng.below(FUNCTIONS)];
         let way = self.rng.below(3);
@@ -295,7 +298,7 @@ impl Program<'_> {
         forms::nth(Register::RAX, self.rng.pick(&[0, 1, 2, 3, 5, 6, 7]))
     }
 
-    /// A string instruction, often across the two pages, in either direction.
+    /// Appends a string instruction, which often crosses from one page to the other, in either direction.
     fn string(&mut self) {
         let place = |rng: &mut Rng| {
             let at = match rng.one_in(3) {
@@ -316,7 +319,7 @@ impl Program<'_> {
         }
         let direction = self.rng.pick(&[Code::Cld, Code::Cld, Code::Std]);
         self.push(Instruction::with(direction));
-        // repe and repne differ for the comparisons only.
+        // REPE and REPNE differ only for comparisons.
         let prefix = self.rng.pick(&[0xf3u8, 0xf3, 0xf2]);
         let operation = self
             .rng
@@ -329,7 +332,7 @@ impl Program<'_> {
         self.push(Instruction::with(Code::Cld));
     }
 
-    /// Stores to the constant of an instruction that follows soon.
+    /// Appends a store to the immediate of an instruction that follows soon.
     fn patch(&mut self) {
         match self.rng.below(3) {
             // mov [rip + 1], al; mov ecx, imm32
@@ -343,13 +346,14 @@ impl Program<'_> {
         }
     }
 
-    /// A division that does not fault: xor edx, edx; or ecx, 1; div ecx.
+    /// Appends a division that does not fault: xor edx, edx; or ecx, 1; div ecx.
     fn divide(&mut self) {
         self.bytes(&[0x31, 0xd2, 0x83, 0xc9, 1, 0xf7, 0xf1]);
         self.define_flags();
     }
 
-    /// Sets all flags by cmp eax, ecx, except for AF, which no instruction here reads: AND and similar ones leave AF
+    /// Appends code that sets all flags by cmp eax, ecx, except for AF, which no instruction here reads: AND and
+    /// similar ones leave AF
     /// undefined, but the instructions after them should see their other flags.
     fn define_flags(&mut self) {
         self.bytes(&[0x39, 0xc8]);

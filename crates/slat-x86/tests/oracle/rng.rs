@@ -1,4 +1,4 @@
-//! Random numbers that are interesting to a CPU: edges of integers, odd floating-point values.
+//! Random numbers that are useful to test a CPU: edge values of integers, and unusual floating-point values.
 
 /// SplitMix64: small, and returns the same numbers in every run.
 pub struct Rng(pub u64);

@@ -52,7 +52,7 @@ impl Pool {
         }
     }
 
-    /// A few instructions, often with a conditional branch at the end.
+    /// Makes a case of a few instructions, often with a conditional branch at the end.
     pub fn random(&self, base: usize, rng: &mut Rng) -> Option<Case> {
         const ROOM: usize = BRANCH_TARGET - AT - 16;
         let mut case = Case::start(base, rng);
@@ -93,7 +93,7 @@ fn flow_of(code: Code) -> FlowControl {
     instruction.flow_control()
 }
 
-/// Returns an instruction that leaves no flag undefined: see [`placed`].
+/// Like [`placed`], but returns only an instruction that leaves no flag undefined.
 fn plain(code: Code, base: usize, rng: &mut Rng) -> Option<Instruction> {
     placed(code, base, rng).filter(|instruction| judge::undefined_flags(instruction) == 0)
 }

@@ -26,7 +26,7 @@ pub fn host_mxcsr_mask() -> u32 {
     #[repr(align(16))]
     struct Image([u8; 512]);
     let mut image = Image([0; 512]);
-    // SAFETY: 512 bytes, aligned to 16, and every x86-64 CPU has the instruction.
+    // SAFETY: the image has 512 bytes and is aligned to 16, and every x86-64 CPU has the instruction.
     unsafe { _fxsave64(image.0.as_mut_ptr()) };
     u32::from_le_bytes([image.0[28], image.0[29], image.0[30], image.0[31]])
 }
@@ -41,7 +41,7 @@ fn is_amd() -> bool {
     matches!(&vendor(), b"Auth" | b"Hygo")
 }
 
-/// The positions in a sequence at which an instruction may be to which a rule applies.
+/// The positions that an instruction may have in a sequence, if a rule applies to it.
 #[derive(PartialEq, Eq)]
 enum InSequences {
     /// The instruction may be in no sequence. On AMD's CPUs the rest of the sequence would start from another state, or
@@ -305,7 +305,7 @@ fn xchg_with_f3(
 
 fn sha_not_aligned(_: &Instruction, case: &Case, host: &Result, ours: Result) -> Option<Result> {
     checked(case, &Result::unchanged(case, fault(GP, 0, 0)), ours)?;
-    // The digest of these bytes is tested with an aligned operand.
+    // Cases with an aligned operand test the result of the instruction, so this takes the host's result.
     Some(host.clone())
 }
 
@@ -365,7 +365,7 @@ fn gathered_in_part(
     let (mask, to) = (instruction.op2_register(), instruction.op0_register());
     let element = instruction.memory_size().element_size();
     let mut start = case.regs.clone();
-    // The elements before the one that faults are done.
+    // The elements before the faulting element are loaded.
     let mut is_done = true;
     for (now, before) in std::iter::zip(
         ours.regs.ymm_mut(mask.number()),

@@ -1,4 +1,4 @@
-//! Faults before and after the commit point of a task switch.
+//! Tests faults before and after the commit point of a task switch.
 
 use crate::common::*;
 use crate::setup::*;
@@ -25,7 +25,7 @@ fn a_fault_before_the_commit_point_leaves_the_old_task_as_it_was() {
     let (ts, np, gp, pf) = (vector::TS, vector::NP, vector::GP, vector::PF);
     let nothing: fn(&mut Guest) = |_| ();
     let cases = [
-        // The privilege.
+        // The next cases fail the privilege checks.
         case("RPL above DPL", jmp(TASK | 1), gp, TASK, nothing),
         case("CPL above DPL", call(TASK), gp, TASK, as_user),
         case("RPL above a gate's DPL", jmp(GATE | 3), gp, GATE, nothing),
@@ -37,7 +37,7 @@ fn a_fault_before_the_commit_point_leaves_the_old_task_as_it_was() {
             8 * u16::from(INT) + 2,
             as_user,
         ),
-        // The gate.
+        // The next cases have an invalid gate.
         case("an absent gate", jmp(GATE), np, GATE, |g| {
             access(g, GATE, 0x05)
         }),
@@ -66,7 +66,7 @@ fn a_fault_before_the_commit_point_leaves_the_old_task_as_it_was() {
         case("INT n to a null selector", INT_TASK.to_vec(), gp, 0, |g| {
             task_gate(g, idt(INT), 0, 0x85)
         }),
-        // The TSS.
+        // The next cases have an invalid TSS.
         case("a TSS in the LDT", jmp(TASK | 4), gp, TASK | 4, |g| {
             g.cpu.state.ldtr = Segment {
                 selector: LDT,
@@ -115,7 +115,7 @@ fn a_fault_before_the_commit_point_leaves_the_old_task_as_it_was() {
             set(g, TASK_TSS + CR3, DATA);
             g.memory().write64(DATA, 0x1007);
         }),
-        // IRET.
+        // The next cases are returns by IRET.
         case("a link to an available TSS", IRET.to_vec(), ts, TASK, |g| {
             linked(g, TASK)
         }),
@@ -249,7 +249,7 @@ fn a_fault_after_the_commit_point_is_the_new_tasks() {
             let nt = if way.nests { NT } else { 0 };
             assert_eq!(word(&guest, TASK_TSS + EFLAGS), 2 | nt | RF, "{name}");
             assert_eq!(access_of(&guest, TASK), 0x8b, "{name}");
-            // The old task is saved.
+            // The state of the old task is saved.
             assert_eq!(word(&guest, TSS + EIP), CODE + way.next, "{name}");
             let busy = if way.nests { 0x8b } else { 0x89 };
             assert_eq!(access_of(&guest, MAIN), busy, "{name}");

@@ -1,4 +1,4 @@
-//! Hardware task switches (SDM volume 3, "Task Management").
+//! Tests hardware task switches (SDM volume 3, "Task Management").
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -22,7 +22,7 @@ fn every_way_into_a_task_saves_the_old_one_and_loads_the_new_one() {
         let wide = way.task == TASK;
         let tss = if wide { TASK_TSS } else { TASK16_TSS };
 
-        // The old task.
+        // Checks the saved state of the old task.
         assert_eq!(word(&guest, TSS + EIP), CODE + way.next, "{name}");
         let rf = if way.fault { RF } else { 0 };
         assert_eq!(word(&guest, TSS + EFLAGS), before.rflags | rf, "{name}");
@@ -37,7 +37,7 @@ fn every_way_into_a_task_saves_the_old_one_and_loads_the_new_one() {
         let busy = if way.nests { 0x8b } else { 0x89 };
         assert_eq!(access_of(&guest, MAIN), busy, "{name}");
 
-        // The new task's state.
+        // Checks the state of the new task.
         assert_eq!(state.rip, TASK_CODE + 1, "{name}");
         let nt = if way.nests { NT } else { 0 };
         assert_eq!(state.rflags, 2 | nt, "{name}");
@@ -75,7 +75,7 @@ fn every_way_into_a_task_saves_the_old_one_and_loads_the_new_one() {
 #[test]
 fn iret_goes_back_and_the_task_goes_on_behind_it() {
     for (task, tss) in [(TASK, TASK_TSS), (TASK16, TASK16_TSS)] {
-        // Twice a call; in the task: iret; hlt.
+        // The code calls the task twice. The task executes: iret; hlt.
         let mut guest = guest(&[&call(task)[..7], &call(task)].concat());
         guest.memory().write(TASK_CODE, &IRET);
         guest.cpu.state.rflags |= 1;
@@ -194,14 +194,14 @@ fn a_task_has_its_own_address_space_and_ldt() {
     assert_eq!(state.ds, segment(KERNEL_DATA | 4, 0xc093));
     assert_eq!((state.ldtr.selector, state.ldtr.base), (LDT, GDT));
 
-    // Without paging CR3 does not change.
+    // Without paging, the switch does not change CR3.
     let mut guest = setup::guest(&call(TASK));
     set(&guest, TASK_TSS + CR3, cr3);
     guest.cpu.state.cr0 &= !(1 << 31);
     guest.cpu.state.cr3 = 0x1000;
     guest.halt();
     assert_eq!(guest.cpu.state.cr3, 0x1000);
-    // A 16-bit TSS has none.
+    // A 16-bit TSS has no CR3.
     let mut guest = setup::guest(&call(TASK16));
     guest.cpu.state.cr3 = 0x1000;
     guest.halt();
@@ -234,7 +234,8 @@ fn a_switch_that_breaks_off_anywhere_begins_again() {
     };
     let mut points = 0;
     for way in ways() {
-        // Accessed bits are written. In one of the tasks a segment register is refused.
+        // The switch sets accessed bits of descriptors. In one of the tasks, a segment register has an invalid
+        // selector.
         for ds in [KERNEL_DATA, BEYOND] {
             let run = |retry_at| {
                 let mut guest = start(&way);
@@ -272,7 +273,7 @@ fn a_switch_tells_the_machine_of_its_stores_and_of_the_new_cr3() {
     guest.halt();
     let stores = &guest.machine.stores;
     let all: Vec<_> = (stores.iter()).map(|s| (s.gpa, s.bytes.len())).collect();
-    // The old task's registers (the GDT is in another page), and the link.
+    // The stores are: the old task's registers (the GDT is in another page), and the link.
     assert_eq!(all, [(TSS + EIP, 0x40), (TASK_TSS, 2)]);
     assert_eq!(stores[0].bytes[..4], (CODE as u32 + 7).to_le_bytes());
     assert_eq!(stores[1].bytes, MAIN.to_le_bytes());

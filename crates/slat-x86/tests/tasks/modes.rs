@@ -1,4 +1,4 @@
-//! Tasks of other privilege levels and modes.
+//! Tests tasks of other privilege levels and modes.
 
 use crate::common::*;
 use crate::setup::*;
@@ -19,7 +19,7 @@ fn a_conforming_code_segment_runs_at_the_rpl_of_its_selector() {
     assert_eq!(word(&guest, at + 8), u64::from(CONFORMING | 3));
 }
 
-/// A guest that returns to a task in virtual-8086 mode. Its exceptions are handled by tasks.
+/// Makes a guest that returns to a task in virtual-8086 mode. Its exceptions are handled by tasks.
 fn virtual_8086(code: &[u8], iopl: u64) -> Guest {
     let mut guest = guest_with_handler_tasks(&IRET);
     linked(&mut guest, TASK);

@@ -3,14 +3,15 @@
 use crate::common::*;
 use slat_x86::*;
 
-// Selectors.
+// The selectors of the descriptors.
 pub const KERNEL_CODE: u16 = 0x08;
 pub const KERNEL_DATA: u16 = 0x10;
 pub const USER_DATA: u16 = 0x1b;
 pub const USER_CODE: u16 = 0x23;
 /// The task that runs first.
 pub const MAIN: u16 = 0x28;
-/// The task to switch to, by its 32-bit TSS, its 16-bit TSS, or a gate.
+/// The selector of the task to which tests switch, by its 32-bit TSS. The next two are by its 16-bit TSS and by a
+/// task gate.
 pub const TASK: u16 = 0x30;
 pub const TASK16: u16 = 0x38;
 pub const GATE: u16 = 0x40;
@@ -25,7 +26,7 @@ pub const SMALL_STACK: u16 = 0x80;
 pub const SMALL_CODE: u16 = 0x88;
 pub const BEYOND: u16 = 0xff8;
 
-/// The TSSs of both sizes, each on its own page; the task's code and its stack.
+/// The addresses of the task's TSSs of both sizes, each in a page of its own, and of the task's code and stack.
 pub const TASK_TSS: u64 = 0x5_3000;
 pub const TASK16_TSS: u64 = 0x5_4000;
 pub const TASK_CODE: u64 = 0x6000;
@@ -102,7 +103,7 @@ pub fn segment(selector: u16, rights: u32) -> Segment {
     }
 }
 
-/// A guest with paging in 32-bit code at CPL 0. Each exception goes through an interrupt gate to a HLT.
+/// Makes a guest with paging in 32-bit code at CPL 0. Each exception goes through an interrupt gate to a HLT.
 pub fn guest(code: &[u8]) -> Guest {
     let mut guest = Guest::new(code);
     for vector in 0..=255 {
@@ -150,7 +151,7 @@ pub fn guest(code: &[u8]) -> Guest {
             set(&guest, TASK_TSS + at, 0x1111_1111 * n);
         }
     }
-    // IP, FLAGS, AX CX DX BX SP BP SI DI, ES CS SS DS.
+    // The fields of a 16-bit TSS: IP, FLAGS, AX CX DX BX SP BP SI DI, ES CS SS DS.
     let (cs, ds) = (u64::from(KERNEL_CODE), u64::from(KERNEL_DATA));
     let words = [TASK_CODE, 2].into_iter();
     let words = words.chain([
@@ -185,7 +186,7 @@ pub fn guest_with_handler_tasks(code: &[u8]) -> Guest {
 
 pub fn far(opcode: u8, selector: u16) -> Vec<u8> {
     let [low, high] = selector.to_le_bytes();
-    // The offset is ignored; it consists of HLTs, in case it were not.
+    // A task switch ignores the offset. It consists of HLTs, which end the test if the CPU executes them.
     vec![opcode, 0xf4, 0xf4, 0xf4, 0xf4, low, high, 0xf4]
 }
 pub fn jmp(selector: u16) -> Vec<u8> {
@@ -201,7 +202,7 @@ pub const IRET: [u8; 2] = [0xcf, 0xf4];
 pub struct Way {
     pub name: &'static str,
     pub code: Vec<u8>,
-    /// An interrupt is injected.
+    /// Whether an interrupt is injected.
     pub interrupt: bool,
     /// The selector of the new TSS, and whether the task is nested.
     pub task: u16,

@@ -1,4 +1,4 @@
-//! Virtual-8086 mode: entering it by IRET, the events that leave it, and its extensions (SDM volume
+//! Tests virtual-8086 mode: entering it by IRET, the events that leave it, and its extensions (SDM volume
 //! 3, "8086 Emulation").
 
 use crate::common::*;
@@ -11,12 +11,12 @@ const SEGMENT: u16 = (TASK_CODE >> 4) as u16;
 const SP: u64 = 0x1000;
 const STACK_SEGMENT: u16 = 0x700;
 const IOPL3: u64 = 3 << 12;
-/// Offset of the TSS's I/O permission bitmap. The bitmap of redirected interrupts is just before it.
+/// The offset of the TSS's I/O permission bitmap. The bitmap of redirected interrupts is just before it.
 const IO_MAP: u64 = 0x88;
-/// A handler of the program's own.
+/// The segment and offset of a handler of the program itself.
 const HANDLER: (u16, u16) = (0x650, 4);
 
-/// A guest that returns to virtual-8086 mode, where it executes `code` with `rflags`. `cr4` enables extensions.
+/// Makes a guest that returns to virtual-8086 mode, where it executes `code` with `rflags`. `cr4` enables extensions.
 fn program(code: &[u8], rflags: u64, cr4: u64) -> Guest {
     let mut guest = guest(&IRET);
     guest.memory().write(TASK_CODE, code);
@@ -57,7 +57,7 @@ impl Frame {
     }
 }
 
-/// Runs until the handler of `vector`.
+/// Runs until the handler of `vector`, which is in the monitor. Returns the stack frame of the event.
 fn leaves(guest: &mut Guest, vector: u8) -> Frame {
     guest.halt_in_handler(vector);
     let state = &guest.cpu.state;
@@ -119,8 +119,8 @@ fn an_event_comes_back() {
     );
 }
 
-/// An instruction, and the flags and extensions with which it runs; then the vector that ends it, the
-/// address, AX, VIF and IF.
+/// An instruction, and the flags and extensions with which it runs. The other fields are the results: the vector that
+/// ends the case, the address, AX, VIF and IF.
 struct Case {
     name: &'static str,
     code: &'static [u8],
@@ -144,7 +144,7 @@ fn sensitive_instructions_use_the_flag_that_iopl_and_the_extensions_say() {
         left,
     };
     let (vif, vip, real) = (flags::VIF, flags::VIP, flags::IF);
-    // Each case ends with hlt, or with a #GP of its own; a #GP must not have moved the stack pointer.
+    // Each case ends with HLT, or with a #GP of its instruction. A #GP must not have changed the stack pointer.
     let cases = [
         case(
             "sti; pushf; pop ax",
@@ -259,7 +259,7 @@ fn sensitive_instructions_use_the_flag_that_iopl_and_the_extensions_say() {
     }
 }
 
-/// A program that executes INT 0x21, with its own handler, which halts.
+/// Makes a program that executes INT 0x21, with its own handler, which halts.
 fn interrupts(rflags: u64, cr4: u64, monitor: bool) -> Guest {
     // int 0x21
     let guest = program(b"\xcd\x21\xf4", rflags, cr4);
@@ -297,7 +297,7 @@ fn an_interrupt_by_instruction_goes_where_the_bitmap_says() {
         let enabled = flags::VIF | flags::IF;
         assert_eq!(frame.flags() & enabled, left, "{rflags:#x}");
     }
-    // The monitor handles the interrupt: by #GP below IOPL 3, otherwise by the gate.
+    // The monitor handles the interrupt: by the handler of #GP if IOPL is below 3, otherwise by the gate of the vector.
     for (cr4, monitor) in [(VME, true), (0, false)] {
         let frame = leaves(&mut interrupts(0, cr4, monitor), vector::GP);
         assert_eq!((frame.words[0], frame.error), (0, Some(0)));
@@ -306,7 +306,7 @@ fn an_interrupt_by_instruction_goes_where_the_bitmap_says() {
         guest.memory().write64(idt(0x21), gate | 0x60 << 40);
         assert_eq!(leaves(&mut guest, 0x21).words[0], 2);
     }
-    // The TSS ends before the bit.
+    // The TSS ends before the bit of the interrupt.
     let mut guest = interrupts(0, VME, false);
     guest.cpu.state.tr.limit = 0x67;
     assert_eq!(leaves(&mut guest, vector::GP).words[0], 0);
@@ -367,7 +367,7 @@ fn users_of_protected_mode_have_a_virtual_interrupt_flag_by_pvi() {
         assert_eq!(word(&guest, at + 4), CODE + rip, "{rflags:#x}");
         let enabled = flags::VIF | flags::IF;
         assert_eq!(word(&guest, at + 12) & enabled, left, "{rflags:#x}");
-        // PUSHF is the same as ever.
+        // PUSHF stores the real IF, as without the extension.
         if rip != 0 {
             let real = if rflags & IOPL3 != 0 { flags::IF } else { 0 };
             let image = guest.cpu.state.gpr[RAX] & 0xffff;

@@ -1,11 +1,11 @@
-//! Events and interrupts: injected, pending, virtual, and events that make a guest leave.
+//! Tests events and interrupts: injected, pending and virtual ones, and events that cause a #VMEXIT.
 
 use super::*;
 
 #[test]
 fn vmrun_injects_an_event_before_the_first_instruction() {
     const VALID: u64 = 1 << 31;
-    // Vector 0x80 as an interrupt and as INT n, #GP with an error code, an NMI.
+    // The events: vector 0x80 as an interrupt and as INT n, #GP with an error code, and an NMI.
     for (event, vector, error) in [
         (VALID | 0x80, 0x80, None),
         (VALID | 4 << 8 | 0x80, 0x80, None),
@@ -118,7 +118,7 @@ fn a_virtual_interrupt_waits_for_the_guest() {
     assert_eq!(get(&guest, at::RIP), HANDLERS + 16 * 0x80);
     assert_eq!(guest.memory().read64(get(&guest, at::RSP)), L2 + 3);
     assert_eq!(get(&guest, at::INTERRUPTS) & 1 << 8, 0, "it was taken");
-    // The virtual interrupt's priority is not above the task's, unless that is ignored.
+    // The virtual interrupt has no higher priority than the task priority. It is delivered only if V_IGN_TPR is set.
     for (more, code) in [(5, 0x81), (5 | 1 << 20, 0x64)] {
         fill(&guest);
         put(&guest, at::INTERRUPTS, IRQ | more);
@@ -127,7 +127,7 @@ fn a_virtual_interrupt_waits_for_the_guest() {
         assert_eq!(exit(&mut guest), code);
         assert_ne!(get(&guest, at::INTERRUPTS) & 1 << 8, 0, "it waits");
     }
-    // The same happens with a virtual GIF that is clear.
+    // The same happens if the virtual GIF is clear.
     fill(&guest);
     put(&guest, at::INTERRUPTS, IRQ | 1 << 25);
     again(&mut guest);
@@ -138,7 +138,7 @@ const NMI: u64 = 1 << 11;
 const NMI_MASK: u64 = 1 << 12;
 const NMI_ENABLE: u64 = 1 << 26;
 
-/// A hypervisor whose guest `l2` has virtual NMIs. The guest counts them in RBX.
+/// Returns a hypervisor whose guest executes `l2` and has virtual NMIs. The guest counts the NMIs in RBX.
 fn with_virtual_nmis(l2: &[u8]) -> Guest {
     let guest = hypervisor(l2);
     // inc rbx; iretq
@@ -179,7 +179,7 @@ fn a_virtual_nmi_waits_for_the_end_of_another_ones_handler() {
         !guest.cpu.state.events.nmi_blocked,
         "the hypervisor's are not"
     );
-    // The same happens with a virtual GIF that is clear.
+    // The same happens if the virtual GIF is clear.
     fill(&guest);
     put(&guest, at::INTERRUPTS, NMI_ENABLE | NMI | 1 << 25);
     intercept(&guest, 0x61);
@@ -203,7 +203,7 @@ fn virtual_nmis_are_none_of_the_hypervisors() {
     assert_eq!(exit(&mut guest), 0x4e);
     assert_eq!(get(&guest, at::INT_INFO), 1 << 31 | 2 << 8 | 2);
     assert_eq!(get(&guest, at::INTERRUPTS) & (NMI | NMI_MASK), 0);
-    // A guest cannot have virtual NMIs unless the hypervisor's NMIs make it leave.
+    // A guest cannot have virtual NMIs unless NMIs are intercepted.
     fill(&guest);
     put(&guest, at::INTERRUPTS, NMI_ENABLE);
     again(&mut guest);
@@ -265,7 +265,7 @@ fn an_init_that_makes_a_guest_leave_comes_after_the_instruction_that_has_read_a_
 
 #[test]
 fn data_for_a_page_that_the_hypervisor_took_away_make_its_guest_leave_once() {
-    // insb; vmmcall: the guest leaves for the page fault, which is intercepted
+    // insb; vmmcall. The page fault of INSB is intercepted.
     let mut guest = hypervisor(b"\x6c\x0f\x01\xd9");
     put32(&guest, at::EXCEPTIONS, 1 << 14);
     guest.cpu.state.gpr[RDI] = DATA;

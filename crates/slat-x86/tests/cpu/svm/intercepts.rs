@@ -1,4 +1,4 @@
-//! Each class of intercepts.
+//! Tests each class of intercepts.
 
 use super::*;
 
@@ -71,7 +71,7 @@ fn a_change_of_cr0_is_intercepted_selectively() {
     // mov cr0, rax; vmmcall
     let mut guest = hypervisor(b"\x0f\x22\xc0\x0f\x01\xd9");
     let cr0 = guest.cpu.state.cr0;
-    // TS, and WP.
+    // The first value changes TS, and the second one changes WP.
     for (value, code) in [(cr0 ^ 8, 0x81), (cr0 ^ 1 << 16, 0x65)] {
         fill(&guest);
         intercept(&guest, 0x65);
@@ -87,7 +87,7 @@ fn ports_are_intercepted_by_the_map() {
     let mut guest = hypervisor(b"\xef\x0f\x01\xd9");
     intercept(&guest, 0x7b);
     guest.cpu.state.gpr[RDX] = 0x3f6;
-    // The last of the four ports.
+    // Intercepts only the last of the four ports that the OUT uses.
     guest
         .memory()
         .write(IO_MAP + 0x3f9 / 8, &[1 << (0x3f9 % 8)]);
@@ -113,7 +113,7 @@ fn msrs_are_intercepted_by_the_map() {
     // wrmsr; vmmcall
     let mut guest = hypervisor(b"\x0f\x30\x0f\x01\xd9");
     guest.cpu.state.gpr[RDX] = 0;
-    // MSR, byte of the map, bit of its write.
+    // Each entry is: the MSR, the byte of the permission map, and the bit for writes of the MSR.
     for (msr, at, bit) in [
         (0x174u64, 0x5d, 1),
         (0xc000_0081, 0x820, 3),
@@ -162,7 +162,7 @@ fn exceptions_are_the_guests_or_the_hypervisors() {
 
 #[test]
 fn an_alignment_check_is_an_exception_to_intercept() {
-    // mov eax, [rsp + 1], by a user with CR0.AM and RFLAGS.AC.
+    // mov eax, [rsp + 1], in user mode with CR0.AM and RFLAGS.AC set.
     let mut guest = hypervisor(b"\x8b\x44\x24\x01\x0f\x01\xd9");
     let user = |selector, rights| Segment {
         selector,

@@ -1,4 +1,4 @@
-//! The translations of a hypervisor and of its guests.
+//! Tests the translations of a hypervisor and of its guests.
 
 use super::*;
 
@@ -23,7 +23,7 @@ fn translations_of_the_worlds_never_mix() {
     assert_eq!((gpr[RBX], gpr[RDX], gpr[RCX]), (1, 2, 1));
 }
 
-/// Translations of an ASID stay until the hypervisor has them flushed. That includes a global page, which is not
+/// Translations of an ASID stay until the hypervisor flushes them. That includes a global page, which is not
 /// global in another world.
 #[test]
 fn translations_are_kept_for_an_asid_until_they_are_flushed() {
@@ -32,7 +32,7 @@ fn translations_are_kept_for_an_asid_until_they_are_flushed() {
     l2.extend((DATA as u32).to_le_bytes());
     l2.extend(b"\x0f\x01\xd9");
     const INVLPGA: u32 = 0x100;
-    // The ASIDs of two runs, TLB_CONTROL or INVLPGA before the second run, and the page that the second run sees.
+    // The ASIDs of two runs, TLB_CONTROL or INVLPGA before the second run, and the page that the second run reads.
     for (first, second, how, seen) in [
         (1, 1, 0, 2),
         (1, 1, 1, 3),
@@ -83,7 +83,7 @@ fn translations_are_kept_for_an_asid_until_they_are_flushed() {
                 guest.halt();
             }
             let case = (first, second, how, global);
-            // The machine's nested translations are void, even if the TLB has nothing of the ASID.
+            // The machine's nested translations are void, even if the TLB has no translation of the ASID.
             let mut told = guest.machine.flushes.len();
             if how == INVLPGA {
                 assert_eq!(guest.machine.flushes.last(), Some(&GuestFlush::Nested));
@@ -102,7 +102,7 @@ fn translations_are_kept_for_an_asid_until_they_are_flushed() {
     }
 }
 
-/// An address of L2's, and L1's page for it.
+/// An address of L2. The next constant is the address in L1 of the page to which it is mapped.
 const BLOCK: u64 = 0x28_0000;
 const NESTED_BLOCK: u64 = 0x30_0000;
 
@@ -142,7 +142,7 @@ fn a_guest_has_vmload_and_vmsave_at_addresses_of_its_own() {
     guest.memory().write64(BLOCK + STAR, 1);
     assert_eq!(exit(&mut guest), 0x81);
     assert_eq!(guest.cpu.state.star, 0x5678);
-    // Without nested paging, or without the bit, the address is one of the hypervisor's.
+    // Without nested paging, or without the bit, the address is translated as an address of the hypervisor.
     for field in [at::NESTED, at::VIRTUAL_EXTENSIONS] {
         let mut guest = with_virtual_vmload(vmsave);
         guest.cpu.state.star = 0x1234;
@@ -164,7 +164,7 @@ fn a_virtual_vmsave_leaves_as_any_access_does() {
     let mut guest = with_virtual_vmload(vmsave);
     intercept(&guest, 0x83);
     assert_eq!(exit(&mut guest), 0x83);
-    // A guest outside long mode.
+    // The guest is outside long mode.
     let mut guest = with_virtual_vmload(vmsave);
     let state = &guest.cpu.state;
     put(&guest, at::EFER, state.efer & !(1 << 8));
