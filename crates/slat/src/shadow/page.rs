@@ -185,13 +185,15 @@ pub(super) struct Pages {
 }
 
 impl Pages {
-    /// The largest number of pages that an install makes: one for each level of the guest's tables, and two below a
+    /// Returns the largest number of pages that an install makes: one for each level of the guest's tables, and two
+    /// below a
     /// page of 1 GiB.
     pub(super) const fn install(shadows: bool) -> usize {
         if shadows { 7 } else { 4 }
     }
 
-    /// The largest number of reverse-map nodes that an install makes: up to four for each page and for the leaf.
+    /// Returns the largest number of reverse-map nodes that an install makes: up to four for each page and for the
+    /// leaf.
     pub(super) const fn install_nodes(shadows: bool) -> usize {
         if shadows { 32 } else { 4 }
     }

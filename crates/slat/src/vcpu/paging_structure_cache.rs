@@ -68,7 +68,7 @@ const ENTRIES: usize = if cfg!(loom) { 2 } else { 512 };
 /// The number of stamps: as many as fit below the bit that distinguishes a virtual address from a guest-physical one.
 const STAMPS: u64 = TableRegion::VIRTUAL;
 
-/// log2 of the bytes that a level 1 table translates.
+/// Returns log2 of the number of bytes that a level 1 table translates.
 const fn region_shift(granule: Granule) -> u32 {
     granule.shift() + granule.index_bits()
 }
