@@ -28,7 +28,7 @@ type TestVm<F = Ept> = Arc<Vm<SimPlatform, F>>;
 
 const MIB2: u64 = 512;
 
-/// A VM with two address spaces, without slots.
+/// Makes a VM with two address spaces and no slots, and a vCPU of the VM.
 fn vm<F: Format>(level: Level) -> (TestVm<F>, Vcpu<SimPlatform, F>) {
     let platform = SimPlatform::at_level(16 * MIB2, level);
     let vm = Vm::new(platform, config().with_spaces(2)).unwrap();
