@@ -50,7 +50,7 @@ impl TscPage {
         }
     }
 
-    /// The page as guests read it.
+    /// Returns the bytes of the page, as guests read it.
     pub fn to_bytes(self) -> [u8; PAGE_BYTES] {
         let mut bytes = [0; PAGE_BYTES];
         bytes[0..4].copy_from_slice(&self.sequence.to_le_bytes());

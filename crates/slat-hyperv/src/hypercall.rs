@@ -42,7 +42,7 @@ pub struct Input(pub u64);
 const RESERVED: u64 = 0x1f << 27 | 0xf << 44 | 0xf << 60;
 
 impl Input {
-    /// The number of the call.
+    /// Returns the number of the call.
     pub fn code(self) -> u16 {
         self.0 as u16
     }
@@ -62,7 +62,7 @@ impl Input {
         (self.0 >> 32 & 0xfff) as u16
     }
 
-    /// The number of the first repetition.
+    /// Returns the number of the first repetition.
     pub fn first_rep(self) -> u16 {
         (self.0 >> 48 & 0xfff) as u16
     }

@@ -15,7 +15,7 @@ pub struct VpSet {
 }
 
 impl VpSet {
-    /// All virtual processors of the partition.
+    /// Returns the set of all virtual processors of the partition.
     pub fn all() -> Self {
         VpSet {
             valid: u64::MAX,
