@@ -93,7 +93,7 @@ pub struct Refused;
 
 const X2APIC_MODE: u64 = BASE_ENABLE | BASE_X2APIC;
 
-/// The mode bits of APIC_BASE.
+/// Returns the mode bits of APIC_BASE.
 fn mode(base: u64) -> u64 {
     base & (BASE_ENABLE | BASE_X2APIC)
 }
@@ -209,7 +209,7 @@ impl Lapic {
         (self.x2apic_id >> 4) << 16 | 1 << (self.x2apic_id & 15)
     }
 
-    /// The APIC_BASE MSR.
+    /// Returns the value of the APIC_BASE MSR.
     pub fn base(&self) -> u64 {
         self.base
     }
@@ -583,7 +583,7 @@ impl Lapic {
         1 << shift
     }
 
-    /// Nanoseconds of one step of the timer's count.
+    /// Returns the nanoseconds of one step of the timer's count.
     fn count_ns(&self) -> u64 {
         self.divisor() * self.bus_cycle_ns
     }
@@ -592,7 +592,7 @@ impl Lapic {
         self.get(reg::LVT_TIMER) >> 17 & 3 == 1
     }
 
-    /// Nanoseconds of one full count. A periodic count is at least as long as KVM's minimum.
+    /// Returns the nanoseconds of one full count. A periodic count is at least as long as KVM's minimum.
     fn period(&self) -> u64 {
         match u64::from(self.get(reg::TIMER_INITIAL)) * self.count_ns() {
             0 => 0,
@@ -614,7 +614,7 @@ impl Lapic {
         self.get(reg::LVT_TIMER) >> 17 & 3 == 2
     }
 
-    /// The TSC_DEADLINE MSR.
+    /// Returns the value of the TSC_DEADLINE MSR.
     pub fn tsc_deadline(&self) -> u64 {
         self.tsc_deadline
     }
