@@ -114,7 +114,8 @@ impl HostMemory {
         self.granule
     }
 
-    /// Number of versions: versions use the remaining bits of a frame number if physical addresses have 48 bits.
+    /// Returns the number of versions: versions use the remaining bits of a frame number if physical addresses have
+    /// 48 bits.
     fn versions(&self) -> u64 {
         1 << (48 - self.granule.shift() - PAGE_BITS)
     }
