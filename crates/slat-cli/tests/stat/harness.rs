@@ -169,7 +169,7 @@ pub fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).unwrap()
 }
 
-/// The number of VMs in a test with many VMs. The variable SLAT_TEST_VMS changes it.
+/// Returns the number of VMs in a test with many VMs. The variable SLAT_TEST_VMS changes it.
 pub fn vms() -> usize {
     let wanted = std::env::var("SLAT_TEST_VMS");
     wanted.map_or(1000, |wanted| wanted.parse().unwrap())
