@@ -170,8 +170,8 @@ impl Background for Watcher {
         // If a signal was still pending when the last thread ended, it is delivered now, before the process ends.
         change_mask(libc::SIG_UNBLOCK, u64::MAX);
         match code {
-            // The C library also calls `exit(0)` when the last thread ends. SAFETY: no other thread runs code of the
-            // program.
+            // The C library also calls `exit(0)` when the last thread ends.
+            // SAFETY: no other thread runs code of the program.
             0 => unsafe { libc::exit(0) },
             // SAFETY: no other thread runs code of the program.
             code => unsafe { libc::_exit(code) },
