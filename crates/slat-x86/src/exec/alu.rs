@@ -9,7 +9,7 @@ use crate::sem::alu::{Cmp, Dec, Sub, Test};
 use crate::sem::{Now, Operation};
 use iced_x86::Mnemonic;
 
-/// Operates on a register destination and the value `b`.
+/// Executes operation `A` on a register, which is the destination, and the value `b`.
 #[inline(always)]
 fn to_register<T: Int, A: Operation>(cpu: &mut Cpu, op: &Op, b: T) -> Flow {
     let a = T::get(cpu, op.r[0]);
@@ -22,7 +22,7 @@ fn to_register<T: Int, A: Operation>(cpu: &mut Cpu, op: &Op, b: T) -> Flow {
     Ok(())
 }
 
-/// Operates on a memory destination and the value `b`.
+/// Executes operation `A` on memory, which is the destination, and the value `b`.
 #[inline(always)]
 fn to_memory<T: Int, F: Form, A: Operation>(cpu: &mut Cpu, op: &Op, b: T) -> Flow {
     if F::FLAT && !A::WRITES {
@@ -107,7 +107,7 @@ fn unary<A: Operation>(op: &Op) -> Handler {
     }
 }
 
-/// Executes an operation on registers, and the Jcc that follows it. The target of the branch is in `op.disp`.
+/// Executes operation `A` on registers, and the Jcc that follows it. `op.disp` is the target of the Jcc.
 fn rr_jcc<T: Int, A: Operation, const CC: u8>(cpu: &mut Cpu, op: &Op) -> Flow {
     rr::<T, A>(cpu, op)?;
     branch::<CC>(cpu, op)
@@ -140,8 +140,7 @@ fn fused_binary<A: Operation>(op: &Op, cc: u8) -> Handler {
     }
 }
 
-/// Fuses `op` with the next instruction, a Jcc, so that `op` executes both. Returns `false` if `op` is of a kind that
-/// cannot be fused.
+/// Fuses `op` with the next instruction, a Jcc, so that `op` executes both. Returns `false` if `op` cannot be fused.
 pub(crate) fn fuse(op: &mut Op, cc: u8, target: u64, len: u8) -> bool {
     if op.r[0] == MEM || op.r[1] == MEM || op.size == 1 {
         return false;

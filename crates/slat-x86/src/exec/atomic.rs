@@ -93,8 +93,8 @@ fn cmpxchg16b(cpu: &mut Cpu, op: &Op) -> Flow {
         let Some(to) = cpu.write_place(lin, 16)? else {
             return Err::<(), Break>(cpu.unimplemented("CMPXCHG16B on MMIO"));
         };
-        // SAFETY: a translation of guest memory, which is accessed guarded only. Guest and host
-        // addresses agree in their low 12 bits, so it is aligned.
+        // SAFETY: the address is a translation of guest memory, and the access is guarded. Guest and host addresses
+        // have the same low 12 bits, so the host address is aligned, too.
         let exchange = |host: *mut u8| unsafe {
             slat_guard::compare_exchange(host.cast::<u128>(), expected, new)
         };
@@ -115,7 +115,7 @@ fn cmpxchg16b(cpu: &mut Cpu, op: &Op) -> Flow {
 
 pub(crate) const ROWS: &[Row] = rows! { |insn, op|
     Xchg => {
-        // An exchange with memory is always locked.
+        // Every exchange with memory is locked, with or without the prefix.
         op.lock = true;
         by_size!(op.size, xchg)
     },

@@ -5,8 +5,8 @@ use crate::int::{Int, by_size};
 use crate::op::{Break, Flow, Handler, MEM, NONE, Op, Row, bytes_of, family_rows, rows};
 use crate::sem::{Now, Operation};
 
-/// Returns the address of the word that holds bit `bit`. A bit offset in a register can select a
-/// bit beyond the operand.
+/// Returns the address of the word that contains bit number `bit`. If the number is in a register, the bit can be
+/// beyond the operand.
 fn bit_address<T: Int>(cpu: &mut Cpu, op: &Op, bit: i64) -> Result<u64, Break> {
     if op.r[1] == NONE {
         return cpu.lin(op, T::BYTES as u32);
@@ -65,7 +65,7 @@ fn bit_scan<B: Operation>(op: &Op) -> Handler {
     by_size!(op.size, scan, B)
 }
 
-/// Adds a source of `T` to a CRC-32C in a doubleword.
+/// Adds a source of type `T` to a CRC-32C in a 32-bit register.
 fn crc32<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     let mut data = cpu.operand::<T>(op, 1)?.zx();
     let mut crc = cpu.state.gpr[usize::from(op.r[0] & 15)] as u32;

@@ -1,4 +1,4 @@
-//! Operations whose result replaces none of their operands: the counts, BMI1 and BMI2.
+//! Instructions whose result is written to none of their operands: the bit counts, BMI1 and BMI2.
 
 use crate::Cpu;
 use crate::int::{Int, by_size};
@@ -54,13 +54,14 @@ fn pext<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
 fn mulx<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     let b = cpu.operand::<T>(op, 2)?;
     let (low, high) = Now::new().product(T::get(cpu, 2), b, false);
-    // Write the low half first: if both destinations are the same register, this register must keep the high half.
+    // The low half is written first: if both destinations are the same register, the register must end with the high
+    // half.
     T::set(cpu, op.r[1], low);
     T::set(cpu, op.r[0], high);
     Ok(())
 }
 
-/// Chooses a handler of an instruction that exists for doublewords and quadwords only.
+/// Chooses a handler of an instruction that has only 32- and 64-bit forms.
 macro_rules! wide {
     ($op:expr, $f:ident) => {
         if $op.size == 2 { $f::<u32> } else { $f::<u64> }

@@ -6,7 +6,7 @@ use crate::flags::by_condition;
 use crate::op::{Break, Flow, Handler, Op, Row, rows};
 use iced_x86::{Code, ConditionCode, Instruction};
 
-/// Returns a condition's number: the low four bits of its opcodes.
+/// Returns the number of a condition, which is in the low four bits of the condition's opcodes.
 pub(crate) fn condition_number(cc: ConditionCode) -> u8 {
     match cc {
         ConditionCode::o | ConditionCode::None => 0,
@@ -101,7 +101,7 @@ fn ret(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.jump(target)
 }
 
-/// Returns the mask of RCX for the address size.
+/// Returns the mask for the count register, which depends on the address size.
 fn count_mask(op: &Op) -> u64 {
     match op.address_size {
         2 => 0xffff,
@@ -134,7 +134,7 @@ fn looping(cpu: &mut Cpu, op: &Op) -> Flow {
     if goes_on { cpu.jump(op.imm) } else { Ok(()) }
 }
 
-/// Returns the operand size of the stack pointer's change.
+/// Returns the operand size by which the stack pointer changes.
 fn stack_size(insn: &Instruction) -> u8 {
     insn.stack_pointer_increment()
         .unsigned_abs()

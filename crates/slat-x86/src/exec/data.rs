@@ -136,7 +136,7 @@ fn lea(op: &Op) -> Handler {
 }
 
 fn cmov<T: Int, const CC: u8>(cpu: &mut Cpu, op: &Op) -> Flow {
-    // A doubleword destination is always extended.
+    // A doubleword destination is always zero-extended to 64 bits, even if the condition is false.
     let source = cpu.operand::<T>(op, 1)?;
     let (old, holds) = (T::get(cpu, op.r[0]), cpu.condition::<CC>());
     let (v, _) = Cmov::apply(&mut Now::new(), old, source, holds);
@@ -169,7 +169,7 @@ fn xlat(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// Chooses the handler of a conversion of RAX, to a register of `size`.
+/// Chooses the handler that converts RAX. `size` is the size of the result.
 fn convert<A: Operation>(op: &mut Op, size: u8, to: u8) -> Handler {
     op.size = size;
     (op.r[0], op.r[1]) = (to, 0);
@@ -180,7 +180,7 @@ fn nop(_: &mut Cpu, _: &Op) -> Flow {
     Ok(())
 }
 
-/// Returns a condition's number in the low bits of the opcode, from iced's enumeration.
+/// Returns the number of a condition (the low bits of the opcode) from iced's enumeration.
 fn condition(insn: &Instruction) -> u8 {
     super::control::condition_number(insn.condition_code())
 }

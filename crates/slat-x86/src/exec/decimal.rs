@@ -1,5 +1,5 @@
-//! Instructions that 64-bit mode does not have: decimal adjustment (AAA AAS AAM AAD DAA DAS), SALC and BOUND. SDM
-//! volume 2; undefined flags are cleared.
+//! Instructions that 64-bit mode does not have: decimal adjustment (AAA AAS AAM AAD DAA DAS), SALC and BOUND. They
+//! follow SDM volume 2. Flags that the manual leaves undefined are cleared.
 
 use crate::Cpu;
 use crate::int::Int;
@@ -47,7 +47,7 @@ fn decimal_adjust<const SUBTRACT: bool>(cpu: &mut Cpu, _: &Op) -> Flow {
         true => old.wrapping_sub(by),
     };
     u8::set(cpu, 0, al);
-    // Only DAS can borrow in its first step without doing its second step.
+    // Only DAS can borrow in its first step and skip its second step.
     let borrowed = SUBTRACT && low && old < 6;
     cpu.put_flags(high || borrowed, false, low, al);
     Ok(())

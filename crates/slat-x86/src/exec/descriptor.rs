@@ -35,7 +35,7 @@ fn mov_to_segment(cpu: &mut Cpu, op: &Op) -> Flow {
     Err(Break::End)
 }
 
-/// Executes LDS, LES, LFS, LGS or LSS: `aux` is the segment's number.
+/// Executes LDS, LES, LFS, LGS or LSS. `aux` is the number of the segment register.
 fn load_far(cpu: &mut Cpu, op: &Op) -> Flow {
     let bytes = 1u64 << op.size;
     let lin = cpu.lin(op, bytes as u32 + 2)?;
@@ -179,7 +179,7 @@ fn protected_only(cpu: &mut Cpu) -> Result<(), Break> {
     }
 }
 
-/// Returns the descriptor that LAR, LSL, VERR and VERW may use.
+/// Returns the descriptor of `selector`, if LAR, LSL, VERR or VERW may use it.
 fn visible(cpu: &mut Cpu, selector: u16, system: &[u8]) -> Result<Option<Descriptor>, Break> {
     if selector & !3 == 0 {
         return Ok(None);
@@ -278,7 +278,7 @@ fn far(op: &mut Op, segment: u8) -> Handler {
     load_far
 }
 
-/// Stores in `op` which descriptor table the instruction is for, and the size of the table's base.
+/// Stores in `op` the descriptor table that the instruction accesses, and the size of the table's base.
 fn table(insn: &Instruction, op: &mut Op) {
     op.aux = u8::from(matches!(op.mnemonic, Mnemonic::Lidt | Mnemonic::Sidt));
     let narrow = matches!(insn.code(), Code::Lgdt_m1632_16 | Code::Lidt_m1632_16);

@@ -25,7 +25,8 @@ fn far_target(cpu: &mut Cpu, op: &Op) -> Result<(u16, u64), Break> {
     Ok((cpu.load::<u16>(lin.wrapping_add(bytes))?, offset))
 }
 
-/// Returns the code segment of a far jump or call. If the transfer is to another task, executes it here.
+/// Returns the code segment of a far jump or call. If the target is another task, this function executes the whole
+/// transfer.
 fn far_code(cpu: &mut Cpu, op: &Op, selector: u16, initiator: Initiator) -> Result<Segment, Break> {
     if cpu.has_paragraphs() {
         let mut cs = cpu.state.cs;
@@ -81,7 +82,7 @@ fn far_call(cpu: &mut Cpu, op: &Op) -> Flow {
     Err(Break::Jump)
 }
 
-/// Returns the stack segment that a return to `cpl` loads.
+/// Returns the stack segment that a far return to privilege level `cpl` loads.
 fn return_stack(cpu: &mut Cpu, selector: u16, cpl: u8, to_64: bool) -> Result<Segment, Break> {
     if selector & !3 == 0 {
         if to_64 && cpl != 3 && (selector & 3) as u8 == cpl {
@@ -108,7 +109,7 @@ fn return_stack(cpu: &mut Cpu, selector: u16, cpl: u8, to_64: bool) -> Result<Se
     Ok(Descriptor(descriptor.0 | 1 << 40).segment(selector))
 }
 
-/// Call after a return to an outer ring: nulls the data segments that the ring may not keep.
+/// Call after a return to an outer ring: nulls the data segments that the outer ring may not use.
 fn drop_inner_segments(cpu: &mut Cpu, cpl: u8) {
     for number in [0, 3, 4, 5] {
         let segment = cpu.segment(number);
@@ -200,7 +201,7 @@ fn iret(cpu: &mut Cpu, op: &Op) -> Flow {
         let ss = cpu.peek_sized(op.size, 4 * bytes)? as u16;
         let ss = return_stack(cpu, ss, rpl, cs.long())?;
         cpu.state.ss = ss;
-        // A 16- or 32-bit return leaves the upper part of the register unchanged; 64-bit code writes all of it.
+        // A 16- or 32-bit return changes only the lower part of the register. A return to 64-bit code writes all of it.
         cpu.state.gpr[4] = rsp;
         if rpl != cpu.cpl {
             drop_inner_segments(cpu, rpl);
@@ -271,11 +272,11 @@ fn int_n(cpu: &mut Cpu, op: &Op) -> Flow {
 fn int(cpu: &mut Cpu, op: &Op, source: Source) -> Flow {
     let next = cpu.next_rip(op);
     cpu.deliver(op.aux, None, source, next)?;
-    // A single step of the guest ends with the delivery; a single step of a debugger does not.
+    // The single step of the guest ends with the delivery of the event. The single step of a debugger does not.
     cpu.watch.steps = cpu.requests.debugger.single_step;
     Err(Break::Jump)
 }
-/// Executes INT3, a breakpoint of the debugger or of the guest.
+/// Executes INT3: the breakpoint belongs to the debugger or to the guest.
 fn int3(cpu: &mut Cpu, op: &Op) -> Flow {
     if cpu.requests.debugger.software_breakpoints {
         cpu.watch.int3 = Some((cpu.rip_of(op), cpu.next_rip(op)));
@@ -291,7 +292,7 @@ fn into(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.intercept_trap(op, vector::OF)?;
     int(cpu, op, Source::SoftwareException)
 }
-/// Executes INT1: raises a #DB that the DPL of a gate cannot forbid, and that sets no bit in DR6.
+/// Executes INT1: raises a #DB. The DPL of the gate does not matter, and no bit of DR6 is set.
 fn int1(cpu: &mut Cpu, op: &Op) -> Flow {
     if cpu.requests.debugger.claims_debug() {
         return Err(cpu.raise_debug(0));
@@ -300,7 +301,7 @@ fn int1(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.intercept_trap(op, vector::DB)?;
     let next = cpu.next_rip(op);
     cpu.deliver(vector::DB, None, Source::External, next)?;
-    // INT1 includes the traps that the shadow of MOV SS has delayed.
+    // The #DB of INT1 also reports traps that the shadow of MOV SS has delayed.
     let hits = std::mem::take(&mut cpu.state.events.debug);
     cpu.debug_delivered(hits);
     Err(Break::Jump)

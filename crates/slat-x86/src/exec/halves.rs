@@ -1,4 +1,4 @@
-//! Halves of 64-bit values.
+//! The halves of 64-bit values in registers.
 
 use crate::Cpu;
 

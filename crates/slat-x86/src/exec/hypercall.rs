@@ -21,9 +21,9 @@ fn hypercall_by(cpu: &mut Cpu, op: &Op, which: HypercallInstruction) -> Flow {
         Hypercalls::Patched(by) => patch(cpu, op, by),
     }
 }
-/// Executes VMMCALL or VMCALL of a nested guest. VMMCALL calls the nested guest's hypervisor if the hypervisor
-/// intercepts VMMCALL; otherwise VMMCALL raises #UD. VMCALL becomes VMMCALL, as in KVM, if the machine patches
-/// hypercall instructions at all.
+/// Executes VMMCALL or VMCALL of a nested guest. If the nested guest's hypervisor intercepts VMMCALL, VMMCALL calls it;
+/// otherwise VMMCALL raises #UD. As in KVM, VMCALL is patched to VMMCALL, if the machine patches hypercall instructions
+/// at all.
 fn nested_hypercall(cpu: &mut Cpu, op: &Op, which: HypercallInstruction) -> Flow {
     match which {
         HypercallInstruction::Vmmcall => cpu.intercept(op, code::VMMCALL)?,

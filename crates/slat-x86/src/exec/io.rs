@@ -58,7 +58,8 @@ impl Cpu {
     }
 
     /// Returns the number of units of a string access at `lin` that one exit moves. If addresses ascend and there are
-    /// no watchpoints, one exit moves all units that are in the page and do not wrap around in the address size.
+    /// no watchpoints, one exit moves all units up to the end of the page, or up to the point where the offset wraps
+    /// around in the address size.
     fn units(&mut self, op: &Op, port: u16, lin: u64, offset: u64) -> u32 {
         let observed = self.traps() || self.watch.data || self.port_hits(port, 1 << op.size) != 0;
         if op.rep == 0 || self.state.rflags & flags::DF != 0 || observed {
@@ -80,7 +81,7 @@ const IN: u64 = 1;
 const STRING: u64 = 1 << 2;
 const REPEATED: u64 = 1 << 3;
 
-/// Returns the address size in EXITINFO1.
+/// Returns the bit of EXITINFO1 for the address size.
 fn address_bits(op: &Op) -> u64 {
     u64::from(op.address_size >> 1) << 7
 }
@@ -91,7 +92,7 @@ fn string_bits(op: &Op, segment: u8) -> u64 {
     STRING | repeated | address_bits(op) | u64::from(segment) << 10
 }
 
-/// Returns the port: an immediate, or DX.
+/// Returns the number of the port: an immediate, or DX.
 fn port(cpu: &Cpu, op: &Op) -> u16 {
     if op.aux == 0 {
         op.imm as u16 & 0xff
@@ -129,7 +130,7 @@ fn input_string(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.check_alignment(lin, 1 << op.size)?;
     let is_memory = cpu.write_place(lin, 1 << op.size)?.is_some();
     let offset = cpu.string_register(7, address_size);
-    // If the string's memory is MMIO, each unit is an exit of its own.
+    // If the string's memory is MMIO, each unit has a separate exit.
     let count = match is_memory {
         true => cpu.units(op, port, lin, offset),
         false => 1,
@@ -163,8 +164,8 @@ fn output_string(cpu: &mut Cpu, op: &Op) -> Flow {
     Err(cpu.port_exit(op, port, kind, 1))
 }
 
-/// Outputs `count` units, which lie in one page, at once. Returns `false` if the units are not in memory, or exceed the
-/// segment's limit. The caller then outputs them one by one.
+/// Outputs `count` units, which are in one page, at once. Returns `false` if the units are not in memory, or exceed the
+/// segment's limit. Then the caller outputs the units one by one.
 fn output_run(cpu: &mut Cpu, op: &Op, offset: u64, count: u32) -> Result<bool, Break> {
     let bytes = (count as usize) << op.size;
     let Ok(lin) = cpu.segmented(op.seg, offset, bytes as u32) else {
@@ -173,7 +174,7 @@ fn output_run(cpu: &mut Cpu, op: &Op, offset: u64, count: u32) -> Result<bool, B
     let Some(host) = cpu.read_place(lin, bytes)? else {
         return Ok(false);
     };
-    // SAFETY: a translation of guest memory, which is accessed guarded only.
+    // SAFETY: the address is a translation of guest memory, and the access is guarded.
     if unsafe { slat_guard::copy_in(cpu.fixed.output.start(bytes), host) }.is_err() {
         cpu.gone(lin, host, Access::Read)?;
         return Err(Break::Retry);
@@ -181,7 +182,7 @@ fn output_run(cpu: &mut Cpu, op: &Op, offset: u64, count: u32) -> Result<bool, B
     Ok(true)
 }
 
-/// Stores in `op` the size of the operand `data`, and whether operand `port` is DX.
+/// Stores in `op` the size of operand number `data`, and whether operand number `port` is DX.
 fn operands(insn: &Instruction, op: &mut Op, data: u32, port: u32) {
     op.size = insn.op_register(data).size().trailing_zeros() as u8;
     op.aux = u8::from(op.r[port as usize] != NONE && insn.op_register(port) == Register::DX);

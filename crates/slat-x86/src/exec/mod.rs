@@ -1,4 +1,4 @@
-//! The handlers of operations. Each file owns a kind of instruction: its handlers, and the rows of the instruction
+//! The handlers of operations. Each file has the handlers of one kind of instruction, and the rows of the instruction
 //! table (`lower`) that choose among these handlers.
 //!
 //! Handlers first do everything that can fail (loads, checks, the one store), then change registers and flags.
@@ -30,22 +30,22 @@ pub(crate) mod xsave;
 use crate::Cpu;
 use crate::op::{Break, Op, form};
 
-/// The form of a memory operand, as a type. A handler specialised for the type computes the address without a check of
-/// the form.
+/// The form of a memory operand, as a type. A handler that is compiled for one form computes the address without
+/// testing the form.
 pub(crate) trait Form: 'static {
-    /// Whether the address is computed without checks of segmentation.
+    /// Whether segments are flat, so that the address needs no check of a segment.
     const FLAT: bool;
-    /// Returns the address, for the flat forms.
+    /// Returns the address of the operand. Call only if [`FLAT`](Self::FLAT).
     fn flat(cpu: &Cpu, op: &Op) -> u64;
     /// Returns the linear address of an operand of `bytes` bytes.
     fn lin(cpu: &mut Cpu, op: &Op, bytes: u32) -> Result<u64, Break>;
 }
 
-/// Base and displacement.
+/// Base plus displacement, in a flat segment.
 pub(crate) struct Base;
-/// Base, index and displacement.
+/// Base plus index plus displacement, in a flat segment.
 pub(crate) struct Index;
-/// Any form.
+/// Any form, in any segment.
 pub(crate) struct Full;
 
 impl Form for Base {
@@ -81,7 +81,7 @@ impl Form for Full {
     }
 }
 
-/// Instantiates a handler that is generic over operand size and memory form.
+/// Chooses a handler by operand size and memory form.
 macro_rules! by_size_and_form {
     ($op:expr, $f:ident $(, $more:ty)*) => {{
         use crate::exec::{Base, Full, Index};

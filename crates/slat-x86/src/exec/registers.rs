@@ -14,7 +14,7 @@ use iced_x86::{Instruction, OpKind};
 const CR0_LOADS_PDPTES: u64 = CR0_PG | CR0_CD | CR0_NW;
 const CR4_LOADS_PDPTES: u64 = CR4_PAE | CR4_PGE | CR4_PSE | CR4_SMEP;
 
-/// The bit of the operand of MOV to CR3 that, with CR4.PCIDE, means: invalidate no translations.
+/// Bit 63 of the operand of MOV to CR3. With CR4.PCIDE, it means that no translations are invalidated.
 const CR3_KEEPS: u64 = 1 << 63;
 
 impl Cpu {
@@ -128,7 +128,8 @@ fn write_control(cpu: &mut Cpu, op: &Op) -> Flow {
     Err(Break::End)
 }
 
-/// Returns the number of a debug register: DR4 and DR5 are other names of DR6 and DR7 unless CR4.DE forbids them.
+/// Returns the number of the debug register that an instruction accesses. DR4 and DR5 are other names of DR6 and DR7,
+/// unless CR4.DE forbids them.
 fn debug_register(cpu: &mut Cpu, number: u8) -> Result<u8, Break> {
     cpu.privileged()?;
     match number {
@@ -198,7 +199,7 @@ fn lmsw(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.privileged()?;
     let v = u64::from(cpu.operand::<u16>(op, 0)?) & 15;
     let old = cpu.state.cr0;
-    // LMSW can set PE, but cannot clear it.
+    // LMSW can set PE but cannot clear it.
     cpu.intercept_lmsw(op)?;
     cpu.write_cr0(old & !14 | v)?;
     cpu.refresh();

@@ -15,7 +15,7 @@ fn shift<T: Int, S: Operation>(cpu: &mut Cpu, op: &Op, count: u64) -> Flow {
     })
 }
 
-/// Changes the first operand by a shift, unless the count is 0.
+/// Replaces the first operand by its shifted value, unless the count is 0.
 #[inline(always)]
 fn change<T: Int>(
     cpu: &mut Cpu,
@@ -82,7 +82,7 @@ fn shrd<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
 pub(crate) const DOUBLE: &[Row] = rows! { |insn, op|
     Shld => by_size!(op.size, shld),
     Shrd => by_size!(op.size, shrd),
-    // SAL is another encoding of SHL.
+    // SAL is another encoding of SHL, with the same effect.
     Sal => lower_shift::<Shl>(op),
 };
 pub(crate) const ROWS: &[Row] = family_rows!(shift lower_shift);

@@ -33,7 +33,7 @@ fn pop<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     let old = cpu.state.gpr[4];
     let new = cpu.rsp_plus(T::BYTES);
     cpu.set_rsp(new);
-    // The address of a memory operand based on RSP uses the stack pointer after the POP.
+    // If the destination is memory at an address based on RSP, the address uses RSP after the POP.
     if let Err(why) = cpu.set_operand(op, 0, v) {
         cpu.state.gpr[4] = old;
         return Err(why);
@@ -65,7 +65,7 @@ fn pushf(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.push_sized(op.size, v)?;
     cpu.stored()
 }
-/// Returns the flags that POPF of `size` loads outside virtual-8086 mode.
+/// Returns the flags that POPF of `size` loads. Call outside virtual-8086 mode.
 fn popped_flags(cpu: &Cpu, size: u8) -> u64 {
     let mut mask = flags::ARITHMETIC | flags::TF | flags::DF | flags::NT | flags::AC | flags::ID;
     let iopl = (cpu.state.rflags & flags::IOPL) >> 12;
@@ -89,7 +89,7 @@ fn popf(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.set_rsp(new);
     let old = cpu.flags();
     cpu.set_flags(mask | flags::RF, v & mask);
-    // Skip this if only arithmetic flags have changed, which is frequent.
+    // Usually only arithmetic flags have changed. Then no refresh is needed.
     if (old ^ cpu.state.rflags) & !flags::ARITHMETIC != 0 {
         cpu.update_table();
         cpu.slow = true;
@@ -150,7 +150,8 @@ fn leave(cpu: &mut Cpu, op: &Op) -> Flow {
 }
 
 fn enter(cpu: &mut Cpu, op: &Op) -> Flow {
-    /// The most words that ENTER pushes: RBP, up to 30 pointers to outer frames, and the pointer to this frame.
+    /// The greatest number of words that ENTER pushes: RBP, up to 30 pointers to outer frames, and the pointer to this
+    /// frame.
     const WORDS: usize = 32;
     let bytes = 1u64 << op.size;
     let allocate = op.imm & 0xffff;
@@ -186,15 +187,15 @@ fn enter(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.stored()
 }
 
-/// Makes SS the segment of an operation without a memory operand, whose only address that can be non-canonical is the
-/// stack's.
+/// Makes SS the segment of an operation without a memory operand. So a non-canonical stack address raises the stack's
+/// exception.
 fn on_stack(op: &mut Op) {
     if op.r[0] != MEM {
         op.seg = 2;
     }
 }
 
-/// Prepares an operation for an instruction that pushes or pops one word.
+/// Prepares `op` for an instruction that pushes or pops one word. Returns the word's size.
 fn word(insn: &Instruction, op: &mut Op) -> u8 {
     on_stack(op);
     op.size = insn
@@ -204,7 +205,7 @@ fn word(insn: &Instruction, op: &mut Op) -> u8 {
     op.size
 }
 
-/// Prepares an operation for an instruction that moves several values of a size.
+/// Prepares `op` for an instruction that moves several values of `size` bytes.
 fn sized(op: &mut Op, size: u8, handler: Handler) -> Handler {
     on_stack(op);
     op.size = size;

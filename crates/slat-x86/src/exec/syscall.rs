@@ -6,7 +6,8 @@ use crate::op::{Break, Flow, Op, Row, rows};
 use crate::state::{control, flags};
 use crate::watch::DR6_BS;
 
-/// Makes SYSCALL or SYSRET trap if TF is set at the end of the instruction, whatever TF was before.
+/// Makes SYSCALL or SYSRET cause a single-step trap if TF is set after the instruction. TF before the instruction does
+/// not matter.
 fn step_if_traced(cpu: &mut Cpu) {
     cpu.watch.steps = cpu.requests.debugger.single_step;
     if cpu.state.rflags & flags::TF != 0 {
@@ -131,7 +132,7 @@ fn base_enabled(cpu: &mut Cpu) -> Result<(), Break> {
         false => Err(cpu.ud()),
     }
 }
-/// Executes RDFSBASE or RDGSBASE: `aux` is the segment's number.
+/// Executes RDFSBASE or RDGSBASE. `aux` is the number of the segment register.
 fn read_base<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     base_enabled(cpu)?;
     let base = cpu.segment(op.aux).base;

@@ -32,8 +32,8 @@ fn cpuid(cpu: &mut Cpu, op: &Op) -> Flow {
 }
 
 impl Cpu {
-    /// Sets the parts of a CPUID leaf (EAX, EBX, ECX, EDX) that follow from the CPU's state: OSXSAVE and OSPKE, which
-    /// mirror CR4, and the size of XSAVE areas, which follows from XCR0.
+    /// Sets the parts of a CPUID leaf (EAX, EBX, ECX, EDX) that depend on the CPU's state: OSXSAVE and OSPKE, which
+    /// depend on CR4, and the sizes of XSAVE areas, which depend on XCR0.
     pub fn show_state(&self, leaf: u32, subleaf: u32, out: &mut [u32; 4]) {
         let cr4 = self.state.cr4;
         let mut mirror = |feature: u32, bit: u32, enable: u64| {
@@ -70,7 +70,7 @@ fn time_allowed(cpu: &mut Cpu) -> Result<(), Break> {
 fn rdtsc(cpu: &mut Cpu, op: &Op) -> Flow {
     read_tsc(cpu, op, code::RDTSC)
 }
-/// Executes RDTSC or RDTSCP. `code` is the number of the instruction's intercept.
+/// Executes RDTSC or RDTSCP. `code` is the intercept of the instruction.
 fn read_tsc(cpu: &mut Cpu, op: &Op, code: u64) -> Flow {
     time_allowed(cpu)?;
     cpu.intercept(op, code)?;
@@ -98,7 +98,7 @@ fn hlt(cpu: &mut Cpu, op: &Op) -> Flow {
     Err(Break::ExitAfter)
 }
 
-/// Ends the run for RSM, which the caller executes.
+/// Executes RSM: ends the run, and the caller restores the saved state.
 fn rsm(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.intercept(op, code::RSM)?;
     match cpu.state.events.smm {
@@ -177,7 +177,7 @@ fn invlpg(cpu: &mut Cpu, op: &Op) -> Flow {
         false => low_half(base.wrapping_add(offset)),
     };
     cpu.intercept_with(op, code::INVLPG, lin)?;
-    // The instruction does nothing for an address that is not canonical (SDM volume 2).
+    // As the SDM (volume 2) says, the instruction does nothing if the address is not canonical.
     if cpu.canonical(lin) {
         cpu.flush_page(lin, Which::CurrentAndGlobal);
         cpu.tell_flush(GuestFlush::Page(lin));
@@ -246,7 +246,7 @@ fn clzero(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.store_bytes(lin, &[0; CACHE_LINE as usize])?;
     cpu.stored()
 }
-/// Checks the access like that of a load. The cache line is not flushed.
+/// Executes a cache-line instruction: checks the address as a load does, but flushes nothing.
 fn touch(cpu: &mut Cpu, op: &Op) -> Flow {
     cpu.load_mem::<u8>(op).map(|_| ())
 }
@@ -275,13 +275,13 @@ fn random<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// Stores in `op` that the instruction is the second of the two that share a handler.
+/// Marks `op` as the second of two instructions that share a handler.
 fn second(op: &mut Op, handler: Handler) -> Handler {
     op.aux = 1;
     handler
 }
 
-/// Fills in the implicit memory operand of CLZERO: the operand is at the address in RAX, in DS or in the segment of the
+/// Fills in the implicit memory operand of CLZERO. Its address is in RAX, and its segment is DS or the segment of the
 /// prefix.
 fn address_in_ax(insn: &Instruction, op: &mut Op) {
     (op.base, op.index, op.disp, op.form) = (0, NONE, 0, form::FULL);

@@ -1,5 +1,5 @@
 //! Virtual-8086 mode (SDM volume 3, "8086 Emulation"): how the guest enters it, and what its sensitive instructions do.
-//! CR4.VME and CR4.PVI switch on extensions, in which VIF takes the place of IF.
+//! CR4.VME and CR4.PVI enable extensions in which VIF replaces IF.
 //!
 //! Events leave the mode in [`Cpu::deliver_protected`](crate::interrupt).
 
@@ -13,7 +13,7 @@ const RIGHTS: u32 = 0xf3;
 const LIMIT: u64 = 0xffff;
 /// The offset in the 32-bit TSS of the 16-bit field that holds the offset of the I/O permission bitmap.
 const IO_MAP: u64 = 0x66;
-/// Bytes of the bitmap of redirected interrupts, which ends where the I/O permission bitmap begins.
+/// The number of bytes of the interrupt redirection bitmap, which ends where the I/O permission bitmap begins.
 const REDIRECTION_BYTES: u64 = 32;
 /// The flags that POPF and IRET load in virtual-8086 mode.
 pub(crate) const LOADED: u64 = flags::ARITHMETIC | flags::TF | flags::IF | flags::DF | flags::NT;
@@ -42,7 +42,7 @@ impl Cpu {
         (self.state.rflags & flags::IOPL) >> 12
     }
 
-    /// Returns the flag that CLI and STI change. Raises #GP(0) where they are privileged.
+    /// Returns the flag that CLI and STI change. Raises #GP(0) if the instructions are privileged in this state.
     pub(crate) fn interrupt_flag(&mut self) -> Result<InterruptFlag, Break> {
         if u64::from(self.cpl) <= self.iopl() {
             return Ok(InterruptFlag::Real);
@@ -57,8 +57,8 @@ impl Cpu {
         }
     }
 
-    /// Returns the flag that takes the place of IF in PUSHF, POPF and IRET of `size`. Raises #GP(0) where virtual-8086
-    /// mode does not allow these instructions.
+    /// Returns the flag that PUSHF, POPF and IRET of `size` use as IF. Raises #GP(0) if virtual-8086 mode does not
+    /// allow these instructions.
     pub(crate) fn pushed_interrupt_flag(&mut self, size: u8) -> Result<InterruptFlag, Break> {
         if !self.virtual_8086() || self.iopl() == 3 {
             return Ok(InterruptFlag::Real);
@@ -69,7 +69,7 @@ impl Cpu {
         }
     }
 
-    /// Returns RFLAGS as PUSHF pushes it, with `flag` as IF.
+    /// Returns the value of RFLAGS that PUSHF pushes, with `flag` in the position of IF.
     pub(crate) fn flags_to_push(&mut self, flag: InterruptFlag) -> u64 {
         let image = self.flags() & !(flags::RF | flags::VM);
         match flag {
@@ -78,9 +78,9 @@ impl Cpu {
         }
     }
 
-    /// Returns the flags that POPF and IRET load in virtual-8086 mode from the popped `image`, `size` wide: the mask of
-    /// the flags, and their values. Raises #GP(0) if the image enables virtual interrupts while one is pending, or also
-    /// sets TF.
+    /// Returns the flags that POPF and IRET load in virtual-8086 mode from the popped `image` of `size` bytes: the mask
+    /// of these flags, and their values. Raises #GP(0) if the image enables virtual interrupts while one is pending, or
+    /// also sets TF.
     pub(crate) fn flags_to_load(
         &mut self,
         flag: InterruptFlag,
@@ -109,13 +109,13 @@ impl Cpu {
         Ok(())
     }
 
-    /// Finishes an IRET to virtual-8086 mode. RIP, CS and `image` of RFLAGS have been read; the stack
-    /// pointer does not change.
+    /// Finishes an IRET to virtual-8086 mode. The caller has read RIP, CS and the `image` of RFLAGS from the frame.
+    /// This function reads the rest. It does not change the stack pointer of the old mode.
     pub(crate) fn enter_virtual_8086(&mut self, rip: u64, cs: u16, image: u64) -> Flow {
         if rip > LIMIT {
             return Err(self.gp());
         }
-        // The frame contains ESP SS ES DS FS GS, after EIP CS EFLAGS.
+        // The frame contains ESP, SS, ES, DS, FS and GS after EIP, CS and EFLAGS.
         let mut words = [0; 6];
         for (word, at) in words.iter_mut().zip((12..).step_by(4)) {
             *word = self.peek_sized(2, at)?;
@@ -149,8 +149,8 @@ impl Cpu {
         }
     }
 
-    /// Reads the bit of `vector` in the TSS's bitmap of redirected interrupts. Raises #GP(0) if the TSS
-    /// ends before the bit.
+    /// Reads the bit of `vector` in the TSS's interrupt redirection bitmap. Raises #GP(0) if the TSS ends before the
+    /// bit.
     fn is_left_to_monitor(&mut self, vector: u8) -> Result<bool, Break> {
         let tr = self.state.tr;
         let last = |at: u64, bytes: u64| at + bytes - 1 <= u64::from(tr.limit);

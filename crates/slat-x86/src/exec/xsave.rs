@@ -4,8 +4,8 @@
 //! There are no supervisor state components. The manual allows XSAVES to save components that were not modified, so
 //! here XSAVES is a privileged XSAVEC.
 //!
-//! The state components are x87, SSE, AVX and PKRU. An instruction that has to know whether a component is in its
-//! initial state compares the component with that state.
+//! The state components are x87, SSE, AVX and PKRU. To find out whether a component is in its initial state, an
+//! instruction compares the component with that state.
 
 use crate::Cpu;
 use crate::exec::fpu_state::not_task_switched;
@@ -13,22 +13,22 @@ use crate::nested::code;
 use crate::op::{Break, Flow, Handler, Op, Row, rows};
 use crate::state::{MXCSR_INIT, control, xcr0};
 
-/// Offset of the header, after the legacy region.
+/// The offset of the header, which follows the legacy region.
 const HEADER: usize = 512;
 const HEADER_END: usize = 576;
-/// The upper halves of the YMM registers, in both formats.
+/// The offset of the upper halves of the YMM registers, in both formats.
 const AVX: usize = HEADER_END;
 const AVX_END: usize = AVX + 256;
 const PKRU_BYTES: usize = 8;
 /// XCOMP_BV: the area is in the compacted format.
 const COMPACTED: u64 = 1 << 63;
 
-/// `aux`: the instruction that saves.
+/// The values of `aux` for the instructions that save.
 const XSAVE: u8 = 0;
 const XSAVEOPT: u8 = 1;
 const XSAVEC: u8 = 2;
 const XSAVES: u8 = 3;
-/// `aux`: the instruction that restores.
+/// The values of `aux` for the instructions that restore.
 const XRSTOR: u8 = 0;
 const XRSTORS: u8 = 1;
 
@@ -61,15 +61,15 @@ fn in_use(cpu: &Cpu) -> u64 {
     components
 }
 
-/// Returns the number of vector registers that the mode has.
+/// Returns the number of vector registers in the current mode.
 fn registers(cpu: &Cpu) -> usize {
     if cpu.is_64() { 16 } else { 8 }
 }
 
-/// Offset of the XMM registers.
+/// The offset of the XMM registers.
 const XMM: usize = 160;
 
-/// Returns the bytes of halves of vector registers.
+/// Returns the bytes of these halves of vector registers.
 fn halves_to_bytes(halves: &[u128; 16]) -> [u8; 256] {
     let mut bytes = [0; 256];
     for (to, half) in bytes.chunks_exact_mut(16).zip(halves) {
@@ -86,7 +86,7 @@ fn set_halves(halves: &mut [u128], bytes: &[u8]) {
     }
 }
 
-/// Returns the offset of PKRU. `compacted` gives the components of the area, if it has the compacted format.
+/// Returns the offset of PKRU in an area. If the area has the compacted format, `compacted` is its components.
 fn pkru_offset(cpu: &Cpu, compacted: Option<u64>) -> usize {
     match compacted {
         None => cpu.features.pkru_offset,
@@ -95,7 +95,7 @@ fn pkru_offset(cpu: &Cpu, compacted: Option<u64>) -> usize {
     }
 }
 
-/// Returns the end of an area with `components`. An area always includes the header.
+/// Returns the size in bytes of an area with `components`. The area always includes the header.
 fn end(cpu: &Cpu, components: u64, compacted: Option<u64>) -> usize {
     let mut end = HEADER_END;
     if components & xcr0::AVX != 0 {
@@ -132,7 +132,7 @@ fn xsave(cpu: &mut Cpu, op: &Op) -> Flow {
     let compacts = matches!(op.aux, XSAVEC | XSAVES);
     let requested = requested(cpu);
     let in_use = in_use(cpu) & requested;
-    // XSAVE writes initial components, too.
+    // XSAVE also writes components that are in their initial state. The other instructions do not.
     let written = if op.aux == XSAVE { requested } else { in_use };
     let compacted = compacts.then_some(requested);
     let pkru_at = pkru_offset(cpu, compacted);
@@ -141,7 +141,7 @@ fn xsave(cpu: &mut Cpu, op: &Op) -> Flow {
     let mut image = cpu.state.to_fxsave();
     image[28..32].copy_from_slice(&cpu.features.mxcsr.to_le_bytes());
     let header = cpu.load::<u64>(lin.wrapping_add(HEADER as u64))?;
-    // Write nothing before all parts are known to be writable.
+    // All parts are checked before any part is written, so that a fault changes nothing.
     cpu.probe_write(lin, HEADER_END)?;
     cpu.probe_write(lin.wrapping_add(end as u64 - 8), 8)?;
     if written & xcr0::AVX != 0 {
@@ -154,7 +154,8 @@ fn xsave(cpu: &mut Cpu, op: &Op) -> Flow {
         put(cpu, 0, &image[..24])?;
         put(cpu, 32, &image[32..160])?;
     }
-    // In the compacted format MXCSR belongs to the SSE component; in the standard format to AVX, too.
+    // In the compacted format, MXCSR belongs to the SSE component only. In the standard format, it also belongs to the
+    // AVX component.
     let with_mxcsr = match compacts {
         true => written & xcr0::SSE,
         false => requested & (xcr0::SSE | xcr0::AVX),
@@ -260,7 +261,7 @@ fn xrstor(cpu: &mut Cpu, op: &Op) -> Flow {
 }
 
 impl Cpu {
-    /// Writes PKRU. Flushes the TLB, whose entries hold rights of the old PKRU.
+    /// Writes PKRU. Flushes the TLB, because its entries hold access rights that depend on the old PKRU.
     pub(crate) fn set_pkru(&mut self, pkru: u32) {
         let changed = self.state.pkru != pkru;
         self.state.pkru = pkru;
@@ -305,7 +306,7 @@ fn xsetbv(cpu: &mut Cpu, op: &Op) -> Flow {
         return Err(cpu.gp());
     }
     cpu.state.xcr0 = v;
-    // Updates the mode, which tells whether AVX instructions raise #UD.
+    // The mode has to be updated, because it says whether AVX instructions raise #UD.
     cpu.refresh();
     Err(Break::End)
 }
@@ -334,7 +335,7 @@ fn wrpkru(cpu: &mut Cpu, _: &Op) -> Flow {
     Ok(())
 }
 
-/// Stores in `op` the number of the instruction, among those that share a handler.
+/// Stores in `op` which of the instructions that share a handler this is.
 fn variant(op: &mut Op, variant: u8, handler: Handler) -> Handler {
     op.aux = variant;
     handler

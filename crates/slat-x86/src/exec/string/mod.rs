@@ -2,10 +2,11 @@
 //!
 //! An instruction can be interrupted between two iterations, because the registers always describe the remaining
 //! iterations. So a repeated instruction stops after a bounded number of iterations and starts again at its own RIP. It
-//! also stops after each iteration that accesses MMIO; the device model sees each such iteration as an instruction.
+//! also stops after each iteration that accesses MMIO, so the device model sees each such iteration as a separate
+//! instruction.
 //!
-//! A repeated instruction handles many elements of a page at once ([`stretch`]), unless there are watchpoints or
-//! alignment checks.
+//! Without watchpoints and alignment checks, a repeated instruction handles many elements of a page at once
+//! ([`stretch`]).
 
 mod stretch;
 
@@ -16,7 +17,7 @@ use crate::state::flags::{DF, RF};
 use iced_x86::Instruction;
 use stretch::{Left, Stretch, Then};
 
-/// Iterations between checks of `attention`; in a stretch, [`AT_ONCE`] bytes count as one.
+/// The number of iterations between two checks of `attention`. In a stretch, [`AT_ONCE`] bytes count as one iteration.
 const BATCH: u64 = 4096;
 const AT_ONCE: u64 = 16;
 
@@ -59,7 +60,7 @@ impl Cpu {
         self.segmented(seg, offset, bytes)
     }
 
-    /// Whether DF is set: the instruction goes to lower addresses.
+    /// Whether DF is set, so that the instruction proceeds to lower addresses.
     fn is_descending(&self) -> bool {
         self.state.rflags & DF != 0
     }
@@ -81,8 +82,8 @@ impl Cpu {
         self.set_string_register(register, address_size, v);
     }
 
-    /// Leaves a repeated instruction before its last iteration. Sets RF, so that an instruction breakpoint is not hit
-    /// again (SDM volume 3, "Instruction-Breakpoint Exception Condition").
+    /// Interrupts a repeated instruction before its last iteration. Sets RF, so that an instruction breakpoint is not
+    /// hit again (SDM volume 3, "Instruction-Breakpoint Exception Condition").
     fn iterate_later(&mut self, op: &Op) -> Flow {
         self.state.rflags |= RF;
         self.slow = true;
@@ -91,9 +92,9 @@ impl Cpu {
     }
 }
 
-/// Runs `once` as often as the prefix says, or until `once` returns `false`. In each step, first tries `stretch`, which
-/// gets the number of elements left and handles many of them at once. If `stretch` returns `None`, `once` handles the
-/// next element.
+/// Executes a string instruction with its prefix. Each step first calls `stretch`, which handles many elements at once;
+/// its argument is the number of remaining elements. If `stretch` returns `None`, `once` handles the next element. If
+/// `once` returns `false`, the instruction ends.
 #[inline(always)]
 fn repeat<T: Int>(
     cpu: &mut Cpu,
@@ -138,8 +139,8 @@ fn repeat<T: Int>(
                     Then::Leave => break,
                 }
             }
-            // The finished iterations count. The remaining ones start again as an instruction, which then fails at its
-            // first access.
+            // The finished iterations count as executed. The remaining iterations start again as an instruction, which
+            // then fails at its first access.
             Err(_) if done > 0 => break,
             Err(why) => return Err(why),
         }
@@ -187,7 +188,7 @@ fn lods<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     )
 }
 
-/// Whether the REPE or REPNE prefix continues after a comparison.
+/// Whether a REPE or REPNE prefix continues after the last comparison.
 fn goes_on(cpu: &Cpu, op: &Op) -> bool {
     cpu.zf() == (op.rep == 1)
 }
@@ -239,7 +240,7 @@ pub(crate) fn comparing(insn: &Instruction, op: &mut Op) -> Option<Handler> {
     Some(by_size!(element(insn, op), cmps))
 }
 
-/// MOVSD and CMPSD have no rows here: their mnemonics are also those of SSE2 instructions (`lower`).
+/// MOVSD and CMPSD have no rows here, because SSE2 instructions have the same mnemonics. `lower` distinguishes them.
 pub(crate) const ROWS: &[Row] = rows! { |insn, op|
     Movsb | Movsw | Movsq => moving(insn, op)?,
     Cmpsb | Cmpsw | Cmpsq => comparing(insn, op)?,

@@ -1,10 +1,10 @@
 //! Stretches: the elements of a repeated string instruction that are handled at once.
 //!
-//! A stretch begins at the element that the registers describe, and goes in the direction of DF. On each side it stays
-//! in one page, in its segment, and in the range of offsets of the address size. A side that has no room for a stretch
-//! (an element that crosses into another page or beyond the limit of its segment, an offset that wraps around, MMIO)
-//! leaves the next element to the instruction. The instruction handles that element alone, and raises the element's
-//! exceptions.
+//! A stretch begins at the element that the registers describe, and goes in the direction of DF. A stretch has one or
+//! two sides: the source and the destination. On each side it stays in one page, in its segment, and in the range of
+//! offsets of the address size. Some elements cannot be in a stretch: an element that crosses into another page or
+//! beyond its segment's limit, an element whose offset wraps around, and MMIO. The instruction handles such an element
+//! alone, and raises the element's exceptions.
 
 use crate::int::Int;
 use crate::mem::Destination;
@@ -12,7 +12,8 @@ use crate::op::{Break, Op};
 use crate::{Access, Cpu};
 use slat_guard::Gone;
 
-/// The result of a stretch. At least one element is done, and all registers except RCX describe the remaining elements.
+/// The result of a stretch. At least one element is done. All registers except RCX already describe the remaining
+/// elements.
 pub(super) struct Stretch {
     pub(super) elements: u64,
     pub(super) then: Then,
@@ -22,12 +23,12 @@ pub(super) enum Then {
     Continue,
     /// The comparison ends the instruction.
     End,
-    /// An access failed after these elements. The reason may be that the caller kicks the vCPU, so `attention` is
-    /// checked before the next access.
+    /// The access of the next element has failed. The reason may be a kick by the caller, so `attention` is checked
+    /// before the next access.
     Leave,
 }
 
-/// One side of a string instruction: the memory to which a register points in a segment.
+/// One side of a string instruction: the memory to which a register points.
 #[derive(Clone, Copy)]
 struct Side {
     seg: u8,
@@ -52,9 +53,9 @@ impl Side {
         }
     }
 
-    /// Returns the number of elements of `bytes`, at most `left`, from the register's element on, in the direction of
-    /// DF: those before the end of the page, and before the offset wraps around. 0 if the segment does not contain the
-    /// first element.
+    /// Returns the number of elements that a stretch can have on this side, at most `left`. An element has `bytes`
+    /// bytes. The stretch begins at the register's element and proceeds in the direction of DF. It ends with the page,
+    /// or where the offset would wrap around. Returns 0 if the segment does not contain the first element.
     fn room(self, cpu: &mut Cpu, bytes: u64, left: u64) -> u64 {
         let offset = cpu.string_register(self.register, self.address_size);
         let Some(lin) = cpu.linear(self.seg, offset, bytes) else {
@@ -72,8 +73,8 @@ impl Side {
         left.min(page).min(offsets)
     }
 
-    /// Returns the linear address of the lowest of `elements` elements of `bytes`, for which there is
-    /// [room](Self::room). `None`: the segment does not contain all of them.
+    /// Returns the linear address of the lowest of `elements` elements of `bytes` bytes. [`room`](Self::room) has
+    /// returned at least this number of elements. `None`: the segment does not contain all of them.
     fn lowest(self, cpu: &mut Cpu, bytes: u64, elements: u64) -> Option<u64> {
         let offset = cpu.string_register(self.register, self.address_size);
         let lowest = match cpu.is_descending() {
@@ -83,8 +84,8 @@ impl Side {
         cpu.linear(self.seg, lowest, elements * bytes)
     }
 
-    /// Returns the linear address of the lowest of `elements` elements of `bytes` that are read, and the host's.
-    /// `None`: there is no room for them, or they are not memory.
+    /// Returns the linear and the host address of the lowest of `elements` elements, which are read. `None`: the
+    /// segment does not contain all of them, or they are not memory.
     ///
     /// # Errors
     /// The exception of the first element.
@@ -104,7 +105,7 @@ impl Side {
         Ok(host.map(|host| (lin, host)))
     }
 
-    /// Like [`Self::read`], for elements that are written.
+    /// Like [`Self::read`], but for elements that are written.
     fn write(self, cpu: &mut Cpu, bytes: u64, elements: u64) -> Result<Option<Destination>, Break> {
         let Some(lin) = self.lowest(cpu, bytes, elements) else {
             return Ok(None);
@@ -120,8 +121,8 @@ impl Side {
     }
 }
 
-/// Returns the result of a stretch of `n` elements, given the result of its guarded access: `Ok` if all bytes are done,
-/// or the number of bytes done.
+/// Returns the result of a stretch of `n` elements. `all` is the result of its guarded access: `Ok` if all bytes are
+/// done, otherwise the number of bytes that are done.
 fn progress<T: Int>(n: u64, all: Result<(), usize>) -> Option<Stretch> {
     let (elements, then) = match all {
         Ok(()) => (n, Then::Continue),
@@ -130,8 +131,9 @@ fn progress<T: Int>(n: u64, all: Result<(), usize>) -> Option<Stretch> {
     (elements > 0).then_some(Stretch { elements, then })
 }
 
-/// Copies `bytes` bytes, elements of `T`, one element after the other, the last one first. Words of 8 bytes have the
-/// same result if no word overlaps itself. `Err` contains the number of bytes that were copied.
+/// Copies `bytes` bytes, which are elements of `T`, one element after another, the last element first. If no word of 8
+/// bytes overlaps its own destination, copies such words, which has the same result. `Err` contains the number of bytes
+/// that were copied.
 ///
 /// # Safety
 /// - as for [`slat_guard::copy`].
@@ -146,7 +148,7 @@ unsafe fn copy_descending<T: Int>(
         if distance >= word && distance.wrapping_neg() >= word {
             while left >= word {
                 let at = left - word;
-                // SAFETY: guarded accesses to both ranges are allowed, as `slat_guard::copy` asks of its caller.
+                // SAFETY: the caller keeps this function's contract: guarded accesses to both ranges are allowed.
                 unsafe {
                     let v = slat_guard::load(from.wrapping_add(at).cast::<u64>())?;
                     slat_guard::store(to.wrapping_add(at).cast::<u64>(), v)?;
@@ -156,7 +158,7 @@ unsafe fn copy_descending<T: Int>(
         }
         while left > 0 {
             let at = left - T::BYTES as usize;
-            // SAFETY: guarded accesses to both ranges are allowed, as `slat_guard::copy` asks of its caller.
+            // SAFETY: the caller keeps this function's contract: guarded accesses to both ranges are allowed.
             unsafe {
                 let v = slat_guard::load(from.wrapping_add(at).cast::<T>())?;
                 slat_guard::store(to.wrapping_add(at).cast::<T>(), v)?;
@@ -177,7 +179,7 @@ pub(super) fn copy<T: Int>(cpu: &mut Cpu, op: &Op, left: u64) -> Result<Option<S
         return Ok(None);
     }
     let bytes = (n * T::BYTES) as usize;
-    // The exceptions of an element's source come before those of its destination.
+    // The exceptions of an element's source have precedence over those of its destination.
     let Some((lin, from)) = source.read(cpu, T::BYTES, n)? else {
         return Ok(None);
     };
@@ -185,15 +187,15 @@ pub(super) fn copy<T: Int>(cpu: &mut Cpu, op: &Op, left: u64) -> Result<Option<S
         return Ok(None);
     };
     let (distance, descending) = (to.distance_from(from), cpu.is_descending());
-    // Copying byte by byte upwards has the same result as copying element by element, even if the memory overlaps,
-    // unless an element overlaps itself.
+    // A copy byte by byte, upwards, has the same result as a copy element by element, even if source and destination
+    // overlap. The exception is an element that overlaps its own destination.
     let element = T::BYTES as usize;
     if distance != 0 && (distance < element || distance.wrapping_neg() < element) {
         return Ok(None);
     }
     let mut all = Ok(());
     let result = cpu.write_to(to, |to| {
-        // SAFETY: translations of guest memory, which is accessed guarded only.
+        // SAFETY: both addresses are translations of guest memory, and the accesses are guarded.
         all = unsafe {
             match descending {
                 false => slat_guard::copy(to, from, bytes),
@@ -231,7 +233,7 @@ pub(super) fn fill<T: Int>(cpu: &mut Cpu, op: &Op, left: u64) -> Result<Option<S
     let mut all = Ok(());
     let result = cpu.write_to(to, |to| {
         let times = n as usize;
-        // SAFETY: a translation of guest memory, which is accessed guarded only.
+        // SAFETY: the address is a translation of guest memory, and the access is guarded.
         let filled = unsafe {
             match T::BYTES {
                 1 => slat_guard::fill_elements::<1>(to, value, times),
@@ -242,7 +244,8 @@ pub(super) fn fill<T: Int>(cpu: &mut Cpu, op: &Op, left: u64) -> Result<Option<S
         };
         all = filled.map_err(|elements| match descending {
             false => elements * T::BYTES as usize,
-            // The lowest elements were filled, which are the last ones: they are filled again.
+            // The elements with the lowest addresses were filled, which come last in this direction. All elements are
+            // filled again.
             true => 0,
         });
         all
@@ -255,8 +258,8 @@ pub(super) fn fill<T: Int>(cpu: &mut Cpu, op: &Op, left: u64) -> Result<Option<S
     Ok(stretch.inspect(|stretch| destination.advance(cpu, stretch.elements * T::BYTES)))
 }
 
-/// Reads the last element: LODS. The other elements of the stretch are in the same page, which is memory, so that
-/// reading them has no effect.
+/// Reads only the last element of the stretch: LODS. The other elements are in the same page of memory, so reading them
+/// would have no effect.
 pub(super) fn load_last<T: Int>(
     cpu: &mut Cpu,
     op: &Op,
@@ -275,7 +278,7 @@ pub(super) fn load_last<T: Int>(
         false => from.wrapping_add(bytes - T::BYTES as usize),
         true => from,
     };
-    // SAFETY: a translation of guest memory, which is accessed guarded only.
+    // SAFETY: the address is a translation of guest memory, and the access is guarded.
     let Ok(v) = (unsafe { slat_guard::load(last.cast::<T>()) }) else {
         cpu.gone(lin, from, Access::Read)?;
         return Err(Break::Retry);
@@ -285,7 +288,7 @@ pub(super) fn load_last<T: Int>(
     Ok(progress::<T>(n, Ok(())))
 }
 
-/// The left side of comparisons.
+/// The left operand of a comparison.
 pub(super) enum Left<T> {
     /// AL, AX, EAX or RAX.
     Accumulator(T),
@@ -293,25 +296,25 @@ pub(super) enum Left<T> {
     Source,
 }
 
-/// Returns a word that has 1 in each of its elements.
+/// Returns a word of 8 bytes in which each element of `T` is 1.
 const fn ones<T: Int>() -> u64 {
     u64::MAX / (u64::MAX >> (64 - T::BITS))
 }
 
-/// Returns the index of the first element at which the prefix ends the instruction. `difference` is the exclusive or of
-/// eight bytes of each side.
+/// Returns the index of the first element after which the prefix ends the instruction. `difference` is the exclusive or
+/// of eight bytes of the left side and eight bytes of the right side.
 #[inline(always)]
 fn first_end<T: Int>(difference: u64, repe: bool) -> Option<u64> {
     let ends = match repe {
         true => difference,
-        // The lowest bit that is set is in the lowest element that is 0.
+        // In this word, the lowest bit that is set is in the lowest element that is 0.
         false => difference.wrapping_sub(ones::<T>()) & !difference & ones::<T>() << (T::BITS - 1),
     };
     (ends != 0).then(|| u64::from(ends.trailing_zeros() / T::BITS))
 }
 
-/// Compares elements: CMPS and SCAS. Upwards, compares eight bytes at once, and leaves the elements of a last part of
-/// less than eight bytes to the caller.
+/// Compares elements: CMPS and SCAS. In ascending direction, compares eight bytes at once. The caller handles the
+/// elements that remain if less than eight bytes are left.
 pub(super) fn compare<T: Int>(
     cpu: &mut Cpu,
     op: &Op,
@@ -352,14 +355,16 @@ pub(super) fn compare<T: Int>(
             let done = (elements * T::BYTES) as usize;
             let (a, b, end) = if descending {
                 let at = bytes - done - T::BYTES as usize;
-                // SAFETY: translations of guest memory, up to `bytes`.
+                // SAFETY: the address is within the `bytes` bytes of guest memory that were translated, and the access
+                // is guarded.
                 let load =
                     |host: *mut u8| unsafe { slat_guard::load(host.wrapping_add(at).cast()) };
                 let a = a_host.map_or(Ok(T::of(same)), |(_, host)| load(host))?;
                 let b: T = load(b_host)?;
                 (a.zx(), b.zx(), ((a == b) != repe).then_some(0))
             } else {
-                // SAFETY: as above.
+                // SAFETY: the address is within the `bytes` bytes of guest memory that were translated, and the access
+                // is guarded.
                 let load =
                     |host: *mut u8| unsafe { slat_guard::load(host.wrapping_add(done).cast()) };
                 let a = a_host.map_or(Ok(same), |(_, host)| load(host))?;
