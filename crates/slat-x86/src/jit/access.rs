@@ -1,6 +1,6 @@
 //! Accesses of compiled code to guest memory. The code first compares the address with the page of the last access,
-//! which often is the same, or looks in the TLB. Then it makes the access, which is guarded. All this is inline code;
-//! any other case calls a helper.
+//! which is often the same. If there was no such access, the code looks the address up in the TLB. Then it makes the
+//! access, which is guarded. These steps are inline code. In all other cases the code calls a helper.
 
 use super::Tier;
 use super::helpers::{self, OrStop};
@@ -17,11 +17,12 @@ use cranelift_codegen::ir::types::I64;
 use cranelift_codegen::ir::{InstBuilder, MemFlags, TrapCode, Value};
 use std::mem::offset_of;
 
-/// Marks an access to guest memory. If the access fails, the region stops at this instruction (`access_failed`).
+/// Marks an access to guest memory. If the access fails, the region stops at the access's instruction
+/// (`access_failed`).
 pub(super) const GUARDED: TrapCode = TrapCode::unwrap_user(1);
 
 impl Kind {
-    /// Returns the offset in a TLB entry of the tag for this kind of access.
+    /// Returns the offset, in a TLB entry, of the tag for this kind of access.
     fn tag(self) -> usize {
         match self {
             Kind::Load => tlb::READ,
@@ -39,8 +40,8 @@ impl Kind {
 
 impl Translator<'_> {
     /// Returns the host address of an access. If the access is in the page of the last access, computes the address
-    /// from the distance to the last access, which is the same in host memory. Otherwise looks the address up in the
-    /// TLB; on a miss, a helper finds it.
+    /// from the distance between the two, which is the same in host memory. Otherwise looks the address up in the TLB;
+    /// on a miss, a helper finds it.
     fn place(&mut self, lin: Value, size: u8, kind: Kind) -> Place {
         self.prepare_stop();
         let (lin, host, distance) = match self.near(lin, size, kind) {
@@ -79,7 +80,7 @@ impl Translator<'_> {
         }
     }
 
-    /// Returns `known` if `is_known` is not 0. Otherwise, which is rare, calls `find` and returns its result.
+    /// Returns `known` if `is_known` is not 0. Otherwise calls `find`, which is rare, and returns its result.
     fn known_or(
         &mut self,
         is_known: Value,
@@ -96,14 +97,14 @@ impl Translator<'_> {
         value
     }
 
-    /// Asks a helper for the host address of an access.
+    /// Calls a helper that finds the host address of an access.
     fn ask(&mut self, lin: Value, size: u8, kind: Kind) -> Value {
         let bytes = self.constant(1 << size);
         self.call_or_stop(kind.helper(), &[lin, bytes])
     }
 
-    /// Looks `lin` up in the TLB. Returns whether the TLB has the page, and if so, the distance from `lin` to the host
-    /// address.
+    /// Looks `lin` up in the TLB. Returns whether the TLB has the page, and the difference between the host address and
+    /// `lin`, which is valid if so.
     fn look_up(&mut self, lin: Value, size: u8, kind: Kind) -> (Value, Value) {
         let shift = 12 - tlb::ENTRY_BITS;
         let mask = (tlb::ENTRIES as i64 - 1) << tlb::ENTRY_BITS;
@@ -124,8 +125,8 @@ impl Translator<'_> {
         };
         let trusted = MemFlags::trusted();
         let addend = (self.b.ins()).load(I64, trusted, entry, offset + tlb::ADDEND as i32);
-        // `found` is loaded last and is the second operand, so that the comparison of the baseline tier reads it from
-        // memory without a separate load.
+        // `found` is loaded last, and is the second operand of the comparison. So in the baseline tier the comparison
+        // itself reads `found` from memory.
         let found = (self.b.ins()).load(I64, trusted, entry, offset + kind.tag() as i32);
         (self.b.ins().icmp(IntCC::Equal, wanted, found), addend)
     }
@@ -153,7 +154,7 @@ impl Translator<'_> {
             let ty = TYPES[usize::from(size)];
             return self.b.ins().load(ty, flags, host, offset);
         }
-        // The host's load extends the value at no cost.
+        // Extending the value is free, because the host's load does it.
         let value = match size {
             0 => self.b.ins().uload8(I64, flags, host, offset),
             1 => self.b.ins().uload16(I64, flags, host, offset),

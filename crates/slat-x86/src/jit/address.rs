@@ -1,11 +1,11 @@
 //! Linear addresses of memory operands and of the stack.
 //!
 //! In 64-bit code, and in flat code of 32 bits, offsets in most segments are linear addresses. In all other code, an
-//! access takes base and limit from the segment register. A path reads base and limit only once, because a handler that
-//! loads a segment register ends the block. So the code of a region is valid for any base and limit of its segments. A
-//! few accesses are left to the interpreter, which raises their faults: an operand that ends beyond the limit, a
-//! segment that is unusable or expands down, and a stack pointer of another width than the region's (`Source::stack`).
-//! A segment is *plain* if it is usable and does not expand down.
+//! access takes base and limit from the segment register. So the code of a region is valid for any base and limit of
+//! its segments. A path reads base and limit only once. This suffices, because a handler that loads a segment register
+//! ends the block. Compiled code leaves a few accesses to the interpreter, which also raises their faults: an operand
+//! that ends beyond the limit, a segment that is unusable or expands down, and a stack pointer whose width is not the
+//! region's (`Source::stack`). A segment is *plain* if it is usable and does not expand down.
 
 use super::kept::PlainSegment;
 use super::translate::Translator;
@@ -18,12 +18,12 @@ use cranelift_codegen::ir::types::{I32, I64};
 use cranelift_codegen::ir::{InstBuilder, Value};
 use std::mem::offset_of;
 
-/// The number of SS.
+/// The number of the segment register SS.
 const SS: u8 = 2;
-/// D/B in [`Segment::rights`]: the stack pointer has 32 bits.
+/// The bit D/B in [`Segment::rights`]: the stack pointer has 32 bits.
 const BIG: i64 = 1 << 14;
 
-/// Returns the offset of a segment register in the CPU.
+/// Returns the offset of a segment register in `Cpu`.
 pub(super) fn segment_offset(segment: u8) -> usize {
     match segment {
         0 => offset_of!(Cpu, state.es),
@@ -120,14 +120,14 @@ impl Translator<'_> {
         found
     }
 
-    /// Returns the offset in SS that is `by` bytes from the stack pointer.
+    /// Returns the offset, in the stack segment, that is `by` bytes from the stack pointer.
     fn stack_offset(&mut self, by: i64) -> Value {
         let sp = self.get(4, self.stack);
         let sp = self.plus(sp, by);
         self.wide(sp)
     }
 
-    /// Returns the linear address of `bytes` bytes on the stack that begin `by` bytes from the stack pointer.
+    /// Returns the linear address of the `bytes` bytes on the stack that begin `by` bytes from the stack pointer.
     pub(super) fn stack_at(&mut self, by: i64, bytes: i64) -> Value {
         let offset = self.stack_offset(by);
         self.segmented(SS, offset, bytes)
@@ -140,7 +140,7 @@ impl Translator<'_> {
         self.set(4, self.stack, sp);
     }
 
-    /// Translates LEAVE: reads the word that the frame pointer points to, and sets the stack pointer to the address
+    /// Translates LEAVE. Reads the word to which the frame pointer points, and sets the stack pointer to the address
     /// after the word.
     pub(super) fn leave_frame(&mut self, size: u8) {
         let frame = self.get(5, self.stack);
@@ -152,7 +152,8 @@ impl Translator<'_> {
         self.set(5, size, value);
     }
 
-    /// Returns the word that the stack pointer points to, and sets the stack pointer to the address after the word.
+    /// Translates a POP: returns the word to which the stack pointer points, and sets the stack pointer to the address
+    /// after the word.
     pub(super) fn pop(&mut self, size: u8) -> Value {
         let bytes = 1 << size;
         let lin = self.stack_at(0, bytes);
@@ -168,7 +169,7 @@ impl Translator<'_> {
         self.move_stack(-bytes);
     }
 
-    /// Whether compiled code itself pushes and pops words of this operand size.
+    /// Whether compiled code pushes and pops words of this operand size without the interpreter.
     pub(super) fn is_on_stack(&self, size: u8) -> bool {
         match self.is_64() {
             true => size == 3,

@@ -11,7 +11,7 @@ use cranelift_codegen::ir::{InstBuilder, Value};
 use iced_x86::{Instruction, Mnemonic};
 
 impl Translator<'_> {
-    /// Translates an instruction of this file. Returns `None`, and does nothing, if there is no translation.
+    /// Translates an instruction of this file. `None`: there is no translation, and nothing was done.
     pub(super) fn bit_instruction(&mut self, insn: &Instruction, op: &Op) -> Option<()> {
         use Mnemonic::*;
         let size = op.size;
@@ -24,8 +24,8 @@ impl Translator<'_> {
                 let b = self.operand(op, 2, size);
                 let a = self.get(2, size);
                 let (low, high) = self.halves(a, b, false);
-                // Write the low half first: if both destinations are the same register, this register must keep the
-                // high half.
+                // The low half is written first: if both destinations are the same register, the register must end with
+                // the high half.
                 self.set(op.r[1], size, low);
                 self.set(op.r[0], size, high);
             }
@@ -40,8 +40,8 @@ impl Translator<'_> {
         Some(())
     }
 
-    /// Translates BT, BTS, BTR and BTC, unless the operand is in memory and the bit offset in a register: then the bit
-    /// may be beyond the operand.
+    /// Translates BT, BTS, BTR and BTC. Does not translate an operand in memory with a bit offset in a register,
+    /// because the bit may be beyond the operand.
     fn bit_test<A: Operation>(&mut self, op: &Op) -> Option<()> {
         if op.r[0] == MEM && op.r[1] != NONE {
             return None;
@@ -51,12 +51,12 @@ impl Translator<'_> {
         Some(())
     }
 
-    /// Translates BSF and BSR, which leave the destination alone if the source is 0.
+    /// Translates BSF and BSR, which do not change the destination if the source is 0.
     fn scan<A: Operation>(&mut self, op: &Op) {
         let size = op.size;
         let (source, no) = (self.operand(op, 1, size), self.no());
         let (n, flags) = A::apply(self, source, source, no);
-        // Reads the whole register, because a source of 0 writes no part of it.
+        // Reads the whole register, because no part of it changes if the source is 0.
         let old = self.get(op.r[0], 3);
         self.set(op.r[0], size, n);
         let new = self.get(op.r[0], 3);
@@ -73,7 +73,7 @@ impl Translator<'_> {
         self.write(op, value);
     }
 
-    /// Translates SHLD and SHRD of 4 or 8 bytes by an immediate count that is not 0.
+    /// Translates SHLD and SHRD of 4 or 8 bytes with an immediate count that is not 0.
     fn double_shift(&mut self, op: &Op) -> Option<()> {
         let size = op.size;
         let count = op.imm & shift::last_count(8 << size);
@@ -109,7 +109,7 @@ impl Translator<'_> {
         Some(())
     }
 
-    /// Divides a number given as halves of 4 or 8 bytes by a divisor that is greater than the high half.
+    /// Divides a number, given as two halves of 4 or 8 bytes each, by a divisor that is greater than the high half.
     pub(super) fn divide_halves(
         &mut self,
         (low, high): (Value, Value),
@@ -137,7 +137,7 @@ impl Translator<'_> {
         results.into()
     }
 
-    /// Divides 64 bits by a divisor that is not 0.
+    /// Divides a 64-bit number by a divisor that is not 0.
     fn divide_words(&mut self, dividend: Value, divisor: Value) -> (Value, Value) {
         let quotient = self.b.ins().udiv(dividend, divisor);
         let product = self.b.ins().imul(quotient, divisor);

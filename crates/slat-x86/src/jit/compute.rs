@@ -9,7 +9,7 @@ use cranelift_codegen::ir::types::{I8, I64, I128};
 use cranelift_codegen::ir::{InstBuilder, InstructionData, Opcode, Value};
 use std::convert::Infallible;
 
-/// Defines functions that emit one instruction of Cranelift's.
+/// Defines functions that emit one Cranelift instruction each.
 macro_rules! instructions {
     ($($name:ident($($a:ident),*) $instruction:ident;)*) => {
         $(
@@ -20,7 +20,7 @@ macro_rules! instructions {
     };
 }
 
-/// Defines shifts: instructions with an immediate if the count is constant.
+/// Defines functions for shifts. If the count is constant, they emit an instruction with an immediate.
 macro_rules! shifts {
     ($($name:ident, $instruction:ident, $with_immediate:ident;)*) => {
         $(
@@ -34,7 +34,7 @@ macro_rules! shifts {
     };
 }
 
-/// Defines comparisons.
+/// Defines functions for comparisons.
 macro_rules! comparisons {
     ($($name:ident, $cc:ident;)*) => {
         $(
@@ -65,7 +65,7 @@ impl Bits for Translator<'_> {
 
     fn and(&mut self, a: Value, b: Value) -> Value {
         match self.is_same(a, b) {
-            // The AND of a register with itself: compilers test for 0 by this.
+            // For the AND of a register with itself, by which compilers test for 0, the result is the register.
             true => a,
             false => self.b.ins().band(a, b),
         }
@@ -121,7 +121,7 @@ impl Bits for Translator<'_> {
         let high = self.b.ins().ushr_imm(low, 4);
         let nibble = self.b.ins().bxor(low, high);
         let nibble = self.b.ins().band_imm(nibble, 15);
-        // Bit n of this table tells whether the number n has an even number of ones.
+        // Bit n of this table is 1 if the number n has an even number of ones.
         let table = self.constant(0x9669);
         let bit = self.b.ins().ushr(table, nibble);
         let bit = self.b.ins().band_imm(bit, 1);
@@ -141,7 +141,7 @@ impl Bits for Translator<'_> {
     fn opposite(&mut self, a: Value) -> Value {
         let dfg = &self.b.func.dfg;
         match dfg.value_def(a).inst().map(|inst| dfg.insts[inst]) {
-            // Emits the opposite comparison, which costs nothing.
+            // Emits the opposite comparison, which costs no further instruction.
             Some(InstructionData::IntCompare { args, cond, .. }) => {
                 (self.b.ins()).icmp(cond.complement(), args[0], args[1])
             }
@@ -154,7 +154,7 @@ impl Bits for Translator<'_> {
 }
 
 impl Compute for Translator<'_> {
-    /// Compiled code raises no faults: it leaves the instruction to the interpreter, which raises them.
+    /// Compiled code raises no faults. It leaves an instruction that faults to the interpreter.
     type Fault = Infallible;
 
     instructions! {
@@ -203,7 +203,8 @@ impl Compute for Translator<'_> {
         if !self.has_pairs(a) {
             return two_sums(self, a, b, carry);
         }
-        // Use the host's ADC: adding the carry to a half of ones makes this half carry into the other half.
+        // To use the host's ADC, adds 128-bit numbers: adding the carry to a low half of ones makes the low half carry
+        // into the high half.
         let (carry, ones) = (self.widened(carry, a), self.constant(-1));
         let a = self.b.ins().iconcat(carry, a);
         let b = self.b.ins().iconcat(ones, b);
@@ -245,12 +246,12 @@ impl Translator<'_> {
         self.b.ins().isplit(product)
     }
 
-    /// Whether the tier computes with pairs of values like this one.
+    /// Whether the tier has instructions for pairs of values of this size.
     fn has_pairs(&self, half: Value) -> bool {
         self.tier == Tier::Full && self.size_of(half) == 3
     }
 
-    /// Whether two values are the same, or parts of the same value.
+    /// Whether two values are the same value, or parts of the same value.
     fn is_same(&self, a: Value, b: Value) -> bool {
         let dfg = &self.b.func.dfg;
         let whole = |value| match dfg.value_def(value).inst().map(|inst| dfg.insts[inst]) {
@@ -263,7 +264,7 @@ impl Translator<'_> {
         a == b || dfg.value_type(a) == dfg.value_type(b) && whole(a) == whole(b)
     }
 
-    /// Returns the number if a value is constant.
+    /// Returns the number if the value is a constant.
     pub(super) fn constant_of(&self, value: Value) -> Option<i64> {
         let dfg = &self.b.func.dfg;
         match dfg.insts[dfg.value_def(value).inst()?] {

@@ -1,9 +1,9 @@
-//! The arithmetic flags of compiled code: computed when used.
+//! The arithmetic flags of compiled code. A flag is computed only when an instruction uses it.
 //!
-//! The translator knows which operation has set the flags last in the same block, and computes a condition from the
-//! operands of that operation. So a condition after a comparison is one comparison of the host's. At the end of a
-//! block, and where the region leaves, the translator writes the record that the interpreter uses (`flags::Lazy`). A
-//! block begins with that record.
+//! The translator knows which operation in the same block was the last to set the flags, and computes a condition from
+//! that operation's operands. So a condition after a comparison is one comparison of the host. At the end of a block,
+//! and where a region is left, compiled code writes the record that the interpreter uses (`flags::Lazy`). A block
+//! begins with such a record.
 
 use super::helpers;
 pub(super) use super::kept::{Carry, Flags};
@@ -17,18 +17,18 @@ use cranelift_codegen::ir::types::{I8, I64};
 use cranelift_codegen::ir::{InstBuilder, Value};
 use std::mem::offset_of;
 
-/// The carry flag in a record: see [`flags::Lazy`].
+/// How the fields of a record that hold CF change: see [`flags::Lazy`].
 enum Comparison {
     Stays,
-    /// The comparison of two values.
+    /// CF is the comparison of these two values.
     Of(Value, Value),
     Never,
     Is(Value),
 }
 
 impl Translator<'_> {
-    /// Returns `flags` in a form that can be recorded. If an instruction sets CF and OF alone, the other flags are
-    /// those of the last instruction, or are written to RFLAGS first.
+    /// Returns `flags` in a form that can be recorded. If an instruction sets only CF and OF, the other flags are taken
+    /// from the last instruction, or are first written to RFLAGS.
     pub(super) fn completed(&mut self, flags: Flags) -> Flags {
         let Flags::Rotated { carry, overflow } = flags else {
             return flags;
@@ -48,8 +48,7 @@ impl Translator<'_> {
                 self.record_flags();
                 flags
             }
-            // This happens once in a path: when the next sum of a chain with carries is translated, the flags are in
-            // RFLAGS.
+            // In a chain of sums with carries, only the first sum needs this. After that the flags are in RFLAGS.
             _ => {
                 self.settle();
                 flags
@@ -57,7 +56,7 @@ impl Translator<'_> {
         }
     }
 
-    /// Makes sure that RFLAGS has the flags of the record. Usually RFLAGS has them already: see
+    /// Makes sure that the flags of the record are in RFLAGS. Usually they are there already: see
     /// [`write_rflags`](Self::write_rflags).
     fn settle(&mut self) {
         let kind = self.field(I8, offset_of!(Cpu, lazy.kind));
@@ -72,7 +71,7 @@ impl Translator<'_> {
     }
 
     /// Writes the flags to RFLAGS, without a record, for a block that begins with ADCX or ADOX. Otherwise a loop of
-    /// such sums would ask a helper for the flags in each turn.
+    /// such sums would call a helper for the flags in each iteration.
     pub(super) fn write_rflags(&mut self) {
         if let Flags::Recorded | Flags::Compared { .. } | Flags::Rotated { .. } = self.now.flags {
             return self.record_flags();
@@ -114,7 +113,7 @@ impl Translator<'_> {
         }
     }
 
-    /// Brings the CPU's record up to date.
+    /// Writes the present flags to the CPU's record.
     pub(super) fn record_flags(&mut self) {
         if !std::mem::replace(&mut self.now.are_flags_recorded, true) {
             self.record(self.now.flags);
@@ -191,7 +190,7 @@ impl Translator<'_> {
         }
     }
 
-    /// Writes `flags` to RFLAGS, clears the flags of `cleared`, and ends the record.
+    /// Writes `flags` to RFLAGS, clears the flags in `cleared`, and ends the record.
     fn record_in_rflags(&mut self, cleared: u64, flags: &[(u64, Option<Value>)]) {
         let given = flags.iter().filter(|(_, value)| value.is_some());
         let changed = given.fold(cleared, |mask, (flag, _)| mask | flag);
@@ -213,7 +212,7 @@ impl Translator<'_> {
         self.set_field(offset_of!(Cpu, lazy.kind), kind);
     }
 
-    /// Returns the size index of a value.
+    /// Returns the index of a value's size.
     pub(super) fn size_of(&self, value: Value) -> u8 {
         self.b.func.dfg.value_type(value).bytes().trailing_zeros() as u8
     }
@@ -245,7 +244,7 @@ impl Translator<'_> {
         zero
     }
 
-    /// Calls the interpreter's function for a condition.
+    /// Calls the interpreter's function that computes a condition.
     fn asked(&mut self, condition: u8) -> Value {
         self.record_flags();
         let condition = self.constant(condition.into());
@@ -256,8 +255,8 @@ impl Translator<'_> {
     /// Whether a condition (the low four bits of Jcc's opcode) holds, as 0 or 1 in 8 bits.
     pub(super) fn condition(&mut self, condition: u8) -> Value {
         match self.now.flags {
-            // One call computes a condition, however many flags it needs. For OF alone, all flags are written to
-            // RFLAGS.
+            // A helper computes such a condition in one call, even if the condition needs several flags. For OF alone,
+            // all flags are written to RFLAGS.
             Flags::Recorded if condition >> 1 > 2 => self.asked(condition),
             _ => sem::condition(self, condition),
         }
@@ -270,7 +269,7 @@ impl Readable for Translator<'_> {
     }
     fn recorded(&mut self, flag: u64) -> Value {
         match flag {
-            // Once CF or OF is known alone, the other flags are in RFLAGS.
+            // If an instruction has set only CF or OF, the other flags are in RFLAGS.
             _ if flag != CF && matches!(self.now.flags, Flags::Rotated { .. }) => {
                 let rflags = self.field(I64, offset_of!(Cpu, state.rflags));
                 self.bit(rflags, flag.trailing_zeros())

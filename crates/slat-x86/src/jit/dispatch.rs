@@ -1,18 +1,18 @@
 //! Enters compiled code, and continues from one region in another.
 //!
-//! A region that leaves returns the set of [`Target`]s in which its successor is looked up, as the set's distance from
-//! the first one. Code that leaves for one fixed address always returns the same set, which is known when the code is
-//! compiled. So the host loads the target while the region still runs. The set is that of the address for which the
-//! region was compiled ([`set_of`](crate::compiled::set_of)). If the region runs at another address, the set differs
-//! from the set of RIP. This does no harm, because a target is stored in the set in which it was looked up
-//! ([`Compiled::wanted`](crate::compiled::Compiled)). Code that computes the address for which it leaves also computes
-//! the set. All other results of a region are larger than any set.
+//! When a region ends, it returns the set of [`Target`]s in which its successor is looked up, as the set's offset from
+//! the first set. Code that ends with a jump to a fixed address always returns the same set, which is known when the
+//! code is compiled. So the host can load the target while the region still runs. The set is that of the address for
+//! which the region was compiled ([`set_of`](crate::compiled::set_of)). If the region runs at another address, the set
+//! differs from the set of RIP. This does no harm, because a target is stored in the set in which it was looked up
+//! ([`Compiled::wanted`](crate::compiled::Compiled)). Code that computes the address of its successor also computes the
+//! set. All other results of a region are larger numbers than any set.
 //!
-//! Regions are called and return, although they could jump from one to the next. Jumps with one frame for all regions
-//! were tried. A boot took a tenth longer, and calls in a loop two thirds longer, because a host predicts the target of
-//! a return, but not of all those jumps. Regions of several pages, which included called functions and the targets of
-//! linkage tables, were tried, too. A shell and apt then continued in another region a fifth less often, or a third
-//! less often with longer paths, but took as much time.
+//! A region is called and returns, although it could jump to the next region. Such jumps, with one frame for all
+//! regions, were tried. A boot took a tenth longer, and calls in a loop took two thirds longer, because a host predicts
+//! the target of a return better than the targets of all those jumps. Regions of several pages, which included called
+//! functions and the targets of linkage tables, were tried, too. A shell and apt then changed regions a fifth less
+//! often, or a third less often with longer paths, but took the same time.
 
 use super::entries;
 use super::window::{BASE, from_base};
@@ -22,7 +22,7 @@ use crate::snapshot::Snapshot;
 use std::arch::naked_asm;
 use std::mem::offset_of;
 
-/// Checks the page of a target, unless the check needs a translation. The target's edition is the CPU's. Returns
+/// Checks the page of a target, unless the check needs a translation. The target must have the CPU's edition. Returns
 /// whether the target is valid.
 extern "C" fn look(cpu: &mut Cpu, target: &Target) -> bool {
     // SAFETY: the page is alive as long as the edition is the CPU's, and nothing else refers to the page while no block
@@ -31,15 +31,16 @@ extern "C" fn look(cpu: &mut Cpu, target: &Target) -> bool {
     cpu.look_again(page, target.rip) && target.edition == cpu.compiled.edition
 }
 
-/// Runs the region that is entered at `code`, and then the regions that follow. After each region, another one follows
-/// if a [`Target`] for RIP is known, its page is current, and no other work is pending. Returns the status of the last
-/// region.
+/// Runs the region that is entered at `code`, and then the regions that follow. After each region, runs the region at
+/// RIP if there is a [`Target`] for it, the target's page is current, and no other work is pending. Returns the status
+/// of the last region.
 ///
 /// # Safety
 /// `code` is an entry of a region of this CPU, and the CPU has been prepared.
 #[unsafe(naked)]
 pub(crate) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8) -> u64 {
-    // A region expects R15 to point near the CPU, and preserves only RSP and RBP. It drops its frame, and returns.
+    // A region expects R15 to point near the `Cpu`, and preserves only RSP and RBP. At its end it removes its frame and
+    // returns.
     naked_asm!(
         "push rbp",
         "push rbx",
@@ -55,11 +56,11 @@ pub(crate) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8) -> u64 
         "call 8f",
         "cmp rax, {sets}",
         "jae 3f",
-        // Does anything ask for the CPU's attention, or has code changed?
+        // Is `attention` set, or has code changed?
         "mov rcx, [r15 + {attention}]",
         "cmp dword ptr [rcx], 0",
         "jne 24f",
-        // Is the region at RIP known?
+        // Is there a target for RIP?
         "add rax, [r15 + {targets}]",
         "mov rcx, [r15 + {rip}]",
         "cmp rcx, [rax + {target_rip}]",
@@ -67,7 +68,7 @@ pub(crate) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8) -> u64 
         "add rax, {size}",
         "cmp rcx, [rax + {target_rip}]",
         "jne 9f",
-        // Is the region current?
+        // Is the target's page current?
         "4:",
         "mov esi, [r15 + {cpu_edition}]",
         "cmp esi, [rax + {edition}]",
@@ -81,13 +82,13 @@ pub(crate) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8) -> u64 
         "mov rsi, [rax + {code}]",
         "mov rbp, [rax + {target_rip}]",
         "jmp 2b",
-        // Makes a region's frame.
+        // Makes the frame of the region that is entered.
         "8:",
         "push rbp",
         "mov rbp, rsp",
         "sub rsp, {frame}",
         "jmp rsi",
-        // Label 6: checks the page of the target. This also serves the page's other targets.
+        // Label 6: checks the page of the target. After that, the page's other targets need no check.
         "6:",
         "mov rbx, rax",
         "lea rdi, [r15 - {base}]",
@@ -100,7 +101,7 @@ pub(crate) unsafe extern "C" fn dispatch(cpu: *mut Cpu, code: *const u8) -> u64 
         "24:",
         "mov [r15 + {ran}], rbp",
         "jmp 5f",
-        // Label 9: stores the set of the look-up, in which the new target will be stored.
+        // Label 9: stores the set in which the look-up failed. The new target will be stored in that set.
         "9:",
         "mov [r15 + {wanted}], rax",
         "5:",

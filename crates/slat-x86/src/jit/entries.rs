@@ -1,27 +1,27 @@
 //! Finds the offsets at which the code of a region is entered.
 //!
-//! A function of Cranelift's has one beginning, but a region can be entered where any of its paths begins. A jump by
-//! table at the function's beginning would be slow: the table is in code, so it is not in the data caches, and a host
-//! predicts such jumps badly. So paths are entered directly. The jump by table is still at the function's beginning,
-//! where it is never executed, because without it Cranelift would drop the paths. All state is in the CPU where a path
-//! begins. So the code there needs only R15, and a frame on the stack. `dispatch` makes the frame, of one size for all
-//! regions.
+//! A function that Cranelift compiles has one entry, but a region can be entered at the beginning of each of its paths.
+//! A jump by a table at the function's beginning would be slow, because the table is in the code, not in the data
+//! caches, and because a host predicts such jumps badly. So paths are entered directly. The function still begins with
+//! the jump by a table, because without it Cranelift would drop the paths. This jump is never executed. At the
+//! beginning of a path all state is in the `Cpu`. So the code there needs only R15 and a frame on the stack. `dispatch`
+//! makes the frame, of one size for all regions.
 //!
-//! Cranelift's source locations mark the beginnings of paths. Other code of a region has the numbers of steps as its
-//! locations.
+//! Cranelift's source locations mark the beginnings of paths. For other code of a region, the source location is the
+//! number of a step.
 
 use crate::region::memory::Refused;
 use cranelift_codegen::CompiledCode;
 use cranelift_codegen::ir::SourceLoc;
 use iced_x86::{Decoder, DecoderOptions, Mnemonic, Register};
 
-/// Bytes of a region's frame. The baseline tier uses 1,024 at most. Half of Cranelift's functions use 64, the largest
-/// one in a boot 304, and OpenSSL's AES-GCM, whose loop keeps all vector registers in values, 1,392. With a limit of
-/// 1,024, AES-GCM stayed in the baseline tier and took eight times as long. The frame is smaller than a page, so that
-/// no frame reaches beyond the page that guards a stack.
+/// The size of a region's frame in bytes. The baseline tier uses at most 1,024 bytes. Half of Cranelift's functions use
+/// 64 bytes. The largest function in a boot uses 304 bytes. OpenSSL's AES-GCM uses 1,392 bytes, because its loop keeps
+/// all vector registers in values. With a limit of 1,024, AES-GCM stayed in the baseline tier and took eight times as
+/// long. The frame is smaller than a page, so that no frame reaches beyond the page that guards a stack.
 pub(super) const FRAME: u32 = 3072;
 
-/// The bit that tells locations of beginnings from those of steps.
+/// The bit of a source location that marks the beginning of a path.
 const BEGINS: u32 = 1 << 30;
 
 /// Returns the location of the first instruction of the path that begins with a block. `block` is the block's index.
@@ -29,8 +29,8 @@ pub(super) fn begins(block: usize) -> SourceLoc {
     SourceLoc::new(BEGINS | block as u32)
 }
 
-/// Returns, for each of `blocks` blocks, the offset at which Cranelift's function can be entered there. `None` if it
-/// cannot.
+/// Returns for each of `blocks` blocks the offset at which Cranelift's function can be entered at this block; `None` if
+/// it cannot be entered there.
 ///
 /// # Errors
 /// [`Refused::Unable`] if the function needs a larger frame.
@@ -48,7 +48,7 @@ pub(super) fn of(compiled: &CompiledCode, blocks: usize) -> Result<Box<[Option<u
 }
 
 /// Returns the size in bytes of the frame that a function makes: push rbp; mov rbp,rsp; sub rsp,bytes. (The size that
-/// Cranelift reports lacks the arguments to helpers.)
+/// Cranelift reports does not include the arguments of helpers.)
 fn frame(code: &[u8]) -> u32 {
     let mut made = Decoder::new(64, code, DecoderOptions::NONE)
         .into_iter()

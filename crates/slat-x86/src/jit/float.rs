@@ -1,13 +1,14 @@
-//! Translates floating-point instructions to the host's own, which run under the guest's MXCSR.
+//! Translates floating-point instructions to those of the host, which run with the guest's MXCSR.
 //!
-//! While a CPU's `compiled.floats` is set, the host's MXCSR is the guest's: its rounding, its flags, and all exceptions
-//! masked. Code with floating point sets `compiled.floats` if it is clear ([`Translator::begin_floats`]).
-//! `compiled.floats` stays set from region to region, until the CPU leaves compiled code. It is cleared during a helper
-//! that may compute or run code of slat's clients ([`Cpu::outside_floats`]). If the guest unmasks an exception, its
-//! floating-point instructions are interpreted.
+//! While a CPU's `compiled.floats` is set, the host's MXCSR has the guest's value: its rounding mode, its flags, and
+//! all exceptions masked. Floating-point code sets `compiled.floats` if it is clear ([`Translator::begin_floats`]).
+//! `compiled.floats` stays set from region to region, until the CPU leaves compiled code. It is also cleared while a
+//! helper runs that may compute floating point or run code of slat's clients ([`Cpu::outside_floats`]). If the guest
+//! unmasks an exception, its floating-point instructions are interpreted.
 //!
-//! A computation sets flags of MXCSR. Cranelift does not know that, and leaves out computations whose results nothing
-//! uses. So a result that is overwritten without a use is stored in a field of its own ([`Translator::keep_computed`]).
+//! A computation sets flags of MXCSR. Cranelift does not know that, and would leave out computations whose results
+//! nothing uses. So if a result is overwritten without a use, it is stored in a separate field
+//! ([`Translator::keep_computed`]).
 
 use super::condition::Flags;
 use super::helpers;
@@ -40,8 +41,8 @@ fn arithmetic(mnemonic: Mnemonic) -> Option<(Type, bool, Operate)> {
 }
 
 impl Translator<'_> {
-    /// Call before an instruction with floating point: from here to the end of the block the host has the guest's
-    /// MXCSR, unless a handler runs.
+    /// Call before a floating-point instruction. From here to the end of the block, the host's MXCSR has the guest's
+    /// value, unless a handler runs in between.
     pub(super) fn begin_floats(&mut self) {
         if std::mem::replace(&mut self.now.has_floats, true) {
             return;
@@ -53,7 +54,7 @@ impl Translator<'_> {
         });
     }
 
-    /// Translates an instruction of this file. Returns `None`, and does nothing, if there is no translation.
+    /// Translates an instruction of this file. `None`: there is no translation, and nothing was done.
     pub(super) fn float_instruction(
         &mut self,
         insn: &Instruction,
@@ -91,7 +92,7 @@ impl Translator<'_> {
         Some(())
     }
 
-    /// Reads operand `k`, memory or the first element of a register, as a float.
+    /// Reads operand `k` as a float. The operand is memory or the first element of a register.
     fn scalar(&mut self, op: &Op, k: usize, ty: Type) -> Value {
         let element = ty.lane_type();
         if op.r[k] != MEM {
@@ -103,8 +104,8 @@ impl Translator<'_> {
         self.b.ins().bitcast(element, MemFlags::new(), value)
     }
 
-    /// Translates COMISD, UCOMISD, COMISS and UCOMISS. For a quiet NaN, COMISD and COMISS raise an exception, too; they
-    /// then leave the instruction to the interpreter.
+    /// Translates COMISD, UCOMISD, COMISS and UCOMISS. COMISD and COMISS raise an exception even for a quiet NaN, so
+    /// for a quiet NaN the interpreter executes them.
     fn compare(&mut self, op: &Op, ty: Type, signals: bool) {
         self.begin_floats();
         let b = self.scalar(op, 1, ty);
@@ -136,7 +137,8 @@ impl Translator<'_> {
         self.set_computed(insn, op.r[0], &[], &[value]);
     }
 
-    /// Translates CVTTSD2SI and CVTTSS2SI. Leaves a value that does not fit, such as a NaN, to the interpreter.
+    /// Translates CVTTSD2SI and CVTTSS2SI. The interpreter executes the instruction if the value does not fit, such as
+    /// a NaN.
     fn truncate(&mut self, insn: &Instruction, op: &Op, ty: Type) {
         self.begin_floats();
         let value = self.scalar(op, 1, ty);
@@ -161,34 +163,34 @@ impl Translator<'_> {
 }
 
 impl Cpu {
-    /// Makes the host compute under the guest's MXCSR, if that MXCSR masks all exceptions. Returns `false` if it does
-    /// not.
+    /// Sets the host's MXCSR to the guest's value, if that value masks all exceptions. Returns `false` if it does not.
     pub(super) fn begin_floats(&mut self) -> bool {
         if !simd::runs_on_host(self.state.mxcsr) {
             return false;
         }
-        // SAFETY: the guest's MXCSR masks all exceptions, as checked above, and has no bits that the host lacks. Until
-        // `end_floats` only compiled code runs, and helpers that compute nothing or run outside of floats.
+        // SAFETY: the guest's MXCSR masks all exceptions, as checked above, and has only bits that the host's MXCSR
+        // has. Until `end_floats`, only compiled code runs, and helpers that do not compute floating point or use
+        // `outside_floats`.
         self.compiled.host_mxcsr = unsafe { simd::exchange_mxcsr(self.state.mxcsr) };
         self.compiled.floats = 1;
         true
     }
 
-    /// Makes the host compute under its own MXCSR again. Returns whether the host had the guest's MXCSR.
+    /// Restores the host's own MXCSR. Returns whether the host's MXCSR had the guest's value.
     pub(crate) fn end_floats(&mut self) -> bool {
         let was = std::mem::take(&mut self.compiled.floats) != 0;
         if was {
-            // No code reads the flags of the host's own MXCSR, so they are cleared. The guest's flags stay in the
+            // No code reads the flags of the host's own MXCSR, so they are cleared. The guest's flags are in the
             // guest's MXCSR.
             let host = self.compiled.host_mxcsr & !MXCSR_FLAGS;
-            // SAFETY: the MXCSR of Rust code, which `begin_floats` has saved.
+            // SAFETY: this is the MXCSR with which Rust code runs. `begin_floats` has saved it.
             self.state.mxcsr = unsafe { simd::exchange_mxcsr(host) };
         }
         was
     }
 
-    /// Calls a function that may compute, or may read or change the guest's MXCSR. Afterwards compiled code must check
-    /// whether the host still has the guest's MXCSR.
+    /// Calls a function that may compute floating point, or may read or change the guest's MXCSR. After that, compiled
+    /// code must check whether the host's MXCSR still has the guest's value.
     pub(super) fn outside_floats<T>(&mut self, then: impl FnOnce(&mut Self) -> T) -> T {
         let was = self.end_floats();
         let result = then(self);

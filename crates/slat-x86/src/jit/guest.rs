@@ -9,10 +9,10 @@ use iced_x86::{
     OpAccess, OpKind,
 };
 
-/// One guest instruction.
+/// One decoded guest instruction.
 pub(super) struct Guest {
     pub(super) insn: Instruction,
-    /// The instruction's step, if its block begins the path.
+    /// The instruction's step, for a path that begins with the instruction's block.
     pub(super) step: Step,
 }
 
@@ -58,7 +58,7 @@ fn is_near_branch(kind: OpKind) -> bool {
     )
 }
 
-/// Returns the general registers that an instruction uses, by number, and whether it may write them.
+/// Returns the numbers of the general registers that an instruction uses, and whether it may write each of them.
 pub(super) fn registers(
     factory: &mut InstructionInfoFactory,
     insn: &Instruction,
@@ -75,14 +75,14 @@ pub(super) fn numbers(registers: u16) -> impl Iterator<Item = usize> {
     (0..16).filter(move |r| registers >> r & 1 != 0)
 }
 
-/// The first use that a block makes of the arithmetic flags.
+/// How a block uses the arithmetic flags first.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum FirstUse {
-    /// The block sets all flags first, so no code can tell what they were before.
+    /// The block sets all flags before it uses any, so their old values have no effect.
     SetsAll,
     /// The block needs the record of the flags.
     Record,
-    /// The block needs the flags in RFLAGS, because it sets CF or OF alone, and the other flags stay.
+    /// The block needs the flags in RFLAGS, because it sets only CF or OF and keeps the other flags.
     Rflags,
 }
 
@@ -97,7 +97,8 @@ pub(super) fn first_use(guests: &[Guest]) -> FirstUse {
     }
 }
 
-/// Whether a block sets all flags before it uses them or may stop. If so, no code can tell what they were before.
+/// Whether a block sets all flags before it uses any flag and before it may stop. If so, the old values of the flags
+/// have no effect.
 fn sets_flags_first(guests: &[Guest]) -> bool {
     for Guest { insn, .. } in guests {
         let mut operands = (0..insn.op_count()).map(|k| (insn.op_kind(k), insn.op_register(k)));
@@ -106,7 +107,8 @@ fn sets_flags_first(guests: &[Guest]) -> bool {
             OpKind::Register => register.is_gpr(),
             _ => true,
         });
-        // Outside 64-bit code a VEX prefix may be undefined: in real mode it is.
+        // Outside 64-bit code, an instruction with a VEX prefix may be undefined, as in real mode. Then the block
+        // stops.
         let is_plain = are_plain
             && (insn.encoding() != EncodingKind::VEX || insn.code_size() == CodeSize::Code64);
         match flag_use(insn) {
@@ -137,7 +139,8 @@ mod tests {
     use super::*;
     use iced_x86::{Code, RflagsBits};
 
-    /// The formulas of `sem` and iced's tables must agree. Iced counts a flag that becomes undefined as modified.
+    /// The formulas of `sem` and iced's tables must agree. In iced's tables, a flag that becomes undefined counts as
+    /// modified.
     #[test]
     fn what_an_operation_does_with_the_flags_is_what_iced_says() {
         const ALL: u32 = RflagsBits::OF
@@ -150,7 +153,8 @@ mod tests {
         for code in Code::values() {
             let mut insn = Instruction::new();
             insn.set_code(code);
-            // MOV of control and debug registers leaves the flags undefined; compiled code does not have it.
+            // After a MOV of a control or debug register the flags are undefined. Compiled code does not translate this
+            // instruction.
             let Some(found) = flag_use(&insn).filter(|_| !insn.is_privileged()) else {
                 continue;
             };

@@ -1,6 +1,6 @@
 //! The functions that compiled code calls: accesses that miss in the TLB, and the interpreter's handlers.
 //!
-//! A helper gets the CPU that runs the region. Nothing else refers to that CPU meanwhile.
+//! A helper's argument is the CPU that runs the region. No other reference to this CPU exists while the helper runs.
 
 use super::Step;
 use crate::Cpu;
@@ -10,18 +10,18 @@ use crate::op::Break;
 use crate::sem::{Compute, Now};
 use crate::tlb::Tlb;
 
-/// The result of a helper, or of a whole region. A region that leaves for RIP without an event returns a set of targets
-/// instead (`dispatch`). A set is less than each of these numbers except [`Continue`](Self::Continue).
+/// The result of a helper, or of a whole region. A region that simply continues at RIP returns a set of targets instead
+/// (`dispatch`). A set's number is less than each of these numbers, except [`Continue`](Self::Continue).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u64)]
 pub(crate) enum Status {
-    /// The helper, or `dispatch`, has done everything: continue at RIP.
+    /// The helper, or `dispatch`, has done everything. Execution continues at RIP.
     Continue = 0,
     /// The instruction ended with the [`Break`] in `compiled.why`.
     Broke = SETS_BYTES,
-    /// Nothing has happened: the interpreter has to execute this instruction.
+    /// The instruction has had no effect. The interpreter has to execute it.
     Interpret,
-    /// The instruction is done, but the CPU has to handle events or changes before the next one.
+    /// The instruction is done, but the CPU has to handle events or changes before the next instruction.
     After,
 }
 
@@ -42,7 +42,7 @@ fn failed(cpu: &mut Cpu, why: Break) -> u64 {
     Status::Broke as u64
 }
 
-/// The result of a function that `or_stop` wraps: a value and 0, or 0 and 1 to stop the region.
+/// The result of a function that `or_stop` wraps: a value and 0, or 0 and 1. The second form stops the region.
 #[repr(C)]
 struct Found {
     value: u64,
@@ -50,7 +50,7 @@ struct Found {
 }
 
 impl Found {
-    /// Converts a helper's result. With `None`, the interpreter continues at `step`.
+    /// Converts a helper's result. If `value` is `None`, the interpreter continues at `step`.
     fn new(cpu: &mut Cpu, value: Option<u64>, step: *const Step) -> Self {
         if value.is_none() {
             cpu.compiled.step = step.cast();
@@ -63,14 +63,14 @@ impl Found {
 }
 
 /// A function for compiled code that returns the result of a helper. If the helper has no result, this function returns
-/// from the whole region, whose frame RBP points to, and the interpreter continues. So compiled code needs no check and
-/// no block for that case.
+/// from the whole region, and the interpreter continues. For this, RBP must point to the region's frame. So compiled
+/// code needs neither a check nor a block for that case.
 #[derive(Clone, Copy)]
 pub(super) struct OrStop {
-    /// The function in System V's calling convention.
+    /// The function with System V's calling convention.
     pub(super) plain: unsafe extern "C" fn(),
-    /// The function in Windows' calling convention, which preserves enough registers to keep a path's values. (The
-    /// register allocator does not know that a call is rare.)
+    /// The function with Windows' calling convention, which preserves more registers, so that a path's values can stay
+    /// in registers. (The register allocator does not know that a call is rare.)
     pub(super) keeping: unsafe extern "C" fn(),
 }
 
@@ -138,7 +138,7 @@ macro_rules! or_stop {
     };
 }
 
-/// Returns from the region: the interpreter continues.
+/// Returns from the whole region. The interpreter continues.
 #[unsafe(naked)]
 unsafe extern "C" fn stop() {
     std::arch::naked_asm!(
@@ -150,9 +150,9 @@ unsafe extern "C" fn stop() {
     )
 }
 
-/// Finds the host address of an access: in the TLB, where compiled code may not have looked, or by `find`. Leaves an
-/// access to the interpreter if it ends beyond 4 GiB outside 64-bit mode, or if it fails: the interpreter repeats a
-/// failing access, which fails again.
+/// Finds the host address of an access. Looks in the TLB first, because compiled code may not have looked there, and
+/// then calls `find`. Leaves two kinds of accesses to the interpreter: those that end beyond 4 GiB outside 64-bit mode,
+/// and those that fail. (The interpreter repeats such an access and raises its fault.)
 fn access(
     cpu: &mut Cpu,
     lin: u64,
@@ -194,27 +194,27 @@ extern "C" fn find_floats(cpu: &mut Cpu, step: *const Step) -> Found {
 
 or_stop! {
     /// Returns the host address from which to load `bytes` bytes: in guest memory, or in a copy if the bytes are in two
-    /// pages. Leaves MMIO to the interpreter, because the region may repeat earlier reads.
+    /// pages. Leaves MMIO to the interpreter, because a region may repeat reads.
     PLACE_TO_LOAD = find_load
 }
 
 or_stop! {
-    /// Returns the host address to which to store `bytes` bytes, if they are in one page of memory that has no decoded
+    /// Returns the host address to which to store `bytes` bytes, if they are in one page, and the page has no decoded
     /// code and is neither tracked nor watched.
     PLACE_TO_STORE = find_store
 }
 
 or_stop! {
-    /// Makes the host compute under the guest's MXCSR: see `float`.
+    /// Sets the host's MXCSR to the guest's value: see `float`.
     BEGIN_FLOATS = find_floats
 }
 
 or_stop! {
-    /// Writes the flags to RFLAGS. Never stops.
+    /// Writes the recorded flags to RFLAGS. Never stops the region.
     SETTLE = settle
 }
 
-/// Makes the interpreter execute `step`.
+/// Calls the interpreter's handler for the instruction `step`.
 pub(super) extern "C" fn handler(cpu: &mut Cpu, step: &Step) -> u64 {
     let rip = cpu.state.rip;
     let moved;
@@ -232,14 +232,14 @@ pub(super) extern "C" fn handler(cpu: &mut Cpu, step: &Step) -> u64 {
         Ok(()) => 0,
         Err(why) => {
             let why = cpu.outside_floats(|cpu| cpu.finish_fetched(op, why));
-            // `state.rip` stays in the region's page until the region is left.
+            // `state.rip` stays in the region's page until the region is left, so the new RIP is stored elsewhere.
             cpu.compiled.rip = std::mem::replace(&mut cpu.state.rip, rip);
             failed(cpu, why)
         }
     }
 }
 
-/// Whether a condition (the low four bits of Jcc's opcode) holds for the record of the flags.
+/// Whether a condition (the low four bits of Jcc's opcode) holds for the recorded flags.
 pub(super) extern "C" fn condition(cpu: &mut Cpu, condition: u64) -> u64 {
     let holds: fn(&Cpu) -> bool = flags::by_condition!(condition, Cpu::condition);
     holds(cpu).into()

@@ -16,7 +16,7 @@ fn is_word(register: Register, size: u8) -> bool {
 }
 
 impl Translator<'_> {
-    /// Translates a near branch. For any other instruction that ends a block, leaves before it.
+    /// Translates a near branch. Before any other instruction that ends a block, leaves the region.
     pub(super) fn branch(&mut self, insn: &Instruction, op: &Op) {
         let next = insn.next_ip();
         let (code, size) = (insn.code(), op.size);
@@ -52,7 +52,7 @@ impl Translator<'_> {
         }
     }
 
-    /// Continues at `target` if `taken` is not 0, else at `next`.
+    /// Continues at `target` if `taken` is not 0, otherwise at `next`.
     fn fork(&mut self, taken: Value, target: u64, next: u64) {
         if !self.keeps_values(target) && !self.keeps_values(next) {
             self.write_registers();
@@ -74,7 +74,7 @@ impl Translator<'_> {
         let target = self.target(found);
         self.move_stack(bytes + op.imm as i64);
         let back = self.paths.back(self.now.node);
-        // A RET of a smaller size cannot reach that address.
+        // A RET with a smaller operand size cannot return to that address.
         let Some(back) = back.filter(|back| *back <= u64::MAX >> (64 - 8 * bytes)) else {
             return self.leave_for(target);
         };
@@ -115,15 +115,15 @@ impl Translator<'_> {
         self.fork(taken, op.imm, insn.next_ip());
     }
 
-    /// Returns a branch's target in 64 bits. Leaves the instruction to the interpreter if the target
-    /// may not be canonical.
+    /// Returns a branch's target as a 64-bit value. Leaves the instruction to the interpreter if the target may not be
+    /// canonical.
     fn target(&mut self, target: Value) -> Value {
         if !self.is_64() {
             return self.wide(target);
         }
         let high = self.b.ins().sshr_imm(target, 47);
         let high = self.b.ins().iadd_imm(high, 1);
-        // The upper bits of canonical addresses are 0 or -1.
+        // In a canonical address, the upper bits are 0 or -1.
         let strange = self.b.ins().icmp_imm(IntCC::UnsignedGreaterThan, high, 1);
         self.interpret_if(strange);
         target
@@ -139,8 +139,7 @@ impl Translator<'_> {
         self.b.switch_to_block(fine);
     }
 
-    /// Translates an instruction that does not end the block. Returns `None`, and does nothing, if there is no
-    /// translation.
+    /// Translates an instruction that does not end the block. `None`: there is no translation, and nothing was done.
     pub(super) fn inline(&mut self, insn: &Instruction, op: &Op) -> Option<()> {
         use Mnemonic::*;
         let size = op.size;
@@ -196,7 +195,8 @@ impl Translator<'_> {
             Cwd | Cdq | Cqo => self.sources::<moves::Spread>(op),
             Xchg => self.exchange(op),
             Xadd => self.exchange_and_add(op),
-            // If the destination is a register, the part of it that is written depends on the comparison.
+            // With a register as the destination, the instruction is not translated: which part of the register is
+            // written depends on the comparison.
             Cmpxchg if op.r[0] == MEM => self.compare_and_exchange(op),
             _ if insn.condition_code() != ConditionCode::None => {
                 let condition = condition_number(insn.condition_code());
@@ -228,7 +228,7 @@ impl Translator<'_> {
         Some(())
     }
 
-    /// Writes the first operand.
+    /// Writes `value` to the first operand.
     pub(super) fn write(&mut self, op: &Op, value: Value) {
         match op.r[0] {
             MEM => {
@@ -239,7 +239,8 @@ impl Translator<'_> {
         }
     }
 
-    /// Changes the first operand, a register or memory. Returns the old and the new value.
+    /// Replaces the first operand, a register or memory, by a value computed from the old one. Returns the old and the
+    /// new value.
     pub(super) fn change(
         &mut self,
         op: &Op,
@@ -278,7 +279,7 @@ impl Translator<'_> {
         });
         self.set(other, size, old);
         if op.r[0] != MEM {
-            // Source and destination may be the same register.
+            // The sum is written last, because source and destination may be the same register.
             self.set(op.r[0], size, new);
         }
         self.set_flags(flags);
@@ -292,7 +293,7 @@ impl Translator<'_> {
             let is_equal = this.is_equal(old, expected);
             this.select(is_equal, value, old)
         });
-        // If the operands were equal, no part of RAX is written.
+        // If the comparison succeeds, no part of RAX changes.
         let kept = self.get(0, 3);
         self.set(0, size, old);
         let loaded = self.get(0, 3);
@@ -304,7 +305,7 @@ impl Translator<'_> {
         self.set_flags(flags);
     }
 
-    /// Returns the condition that operation `A` reads as an input.
+    /// Returns the condition that operation `A` has as an input.
     fn input_of<A: Operation>(&mut self) -> Value {
         match A::READS {
             Some(cc) => self.condition(cc),
@@ -312,7 +313,7 @@ impl Translator<'_> {
         }
     }
 
-    /// Changes the first operand by an operation with the second operand `b`. CMP and TEST only compare.
+    /// Replaces the first operand by the result of operation `A` on it and `b`. CMP and TEST only set flags.
     pub(super) fn modify<A: Operation>(&mut self, op: &Op, b: Value) {
         let input = self.input_of::<A>();
         let flags = if A::WRITES {
@@ -347,7 +348,7 @@ impl Translator<'_> {
         }
     }
 
-    /// Translates shifts and rotates by an immediate count that is neither 0 nor as large as the operand.
+    /// Translates shifts and rotates by an immediate count that is not 0 and less than the operand's width.
     fn shift_by_immediate<A: Operation>(&mut self, op: &Op) -> Option<()> {
         let size = op.size;
         let count = shift::count::<A>(op.imm, 8 << size);
@@ -359,8 +360,8 @@ impl Translator<'_> {
         Some(())
     }
 
-    /// Translates shifts and rotates of a register of 4 or 8 bytes by CL. They leave the flags unchanged if the count
-    /// is 0. Rotates through the carry flag are not translated.
+    /// Translates shifts and rotates of a register of 4 or 8 bytes by CL. If the count is 0, they do not change the
+    /// flags. Rotates through the carry flag are not translated.
     fn shift_by_cl<A: Operation>(&mut self, op: &Op) -> Option<()> {
         let size = op.size;
         if op.r[0] == MEM || size < 2 || A::READS.is_some() {
@@ -372,7 +373,7 @@ impl Translator<'_> {
         let count = self.b.ins().band_imm(count, last as i64);
         let a = self.get(op.r[0], size);
         let no = self.no();
-        // Like the guest, Cranelift takes a count modulo the width.
+        // Cranelift uses the count modulo the width, as the guest's processor does.
         let (result, flags) = A::apply(self, a, count, no);
         self.set(op.r[0], size, result);
         let (shifted, on) = (self.b.create_block(), self.b.create_block());
@@ -386,7 +387,7 @@ impl Translator<'_> {
         Some(())
     }
 
-    /// Computes the first operand by an operation on the second and the third.
+    /// Writes to the first operand the result of operation `A` on the second and the third operand.
     pub(super) fn sources<A: Operation>(&mut self, op: &Op) {
         let (a, b) = (self.operand(op, 1, op.size), self.operand(op, 2, op.size));
         let input = self.input_of::<A>();

@@ -4,20 +4,20 @@
 use crate::sem;
 use cranelift_codegen::ir::Value;
 
-/// The operation that has set the arithmetic flags. Its operands and result have the operation's type; truth values are
-/// 0 or 1 in 8 bits.
+/// The operation that has set the arithmetic flags. Operands and result have the type of the operation's size. Truth
+/// values are 0 or 1 in 8 bits.
 pub(super) type Flags = sem::Flags<Value, Value, Carry>;
 
-/// The carry flag that an instruction leaves unchanged.
+/// CF, for an instruction that does not change it.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Carry {
-    /// The carry flag of the CPU's record.
+    /// CF is in the CPU's record.
     Recorded,
-    /// The carry is this value: 0 or 1 in 8 bits.
+    /// CF is this value: 0 or 1 in 8 bits.
     Is(Value),
 }
 
-/// A segment that was found plain.
+/// A segment that was found to be plain: usable, and not expand-down.
 #[derive(Clone, Copy)]
 pub(super) struct PlainSegment {
     pub(super) base: Value,
@@ -28,13 +28,13 @@ pub(super) struct PlainSegment {
 #[derive(Clone, Default)]
 pub(super) struct Vectors {
     pub(super) known: [Option<Value>; 32],
-    /// The halves that were not written back: a bit for each half.
+    /// The halves that are not written back yet, one bit for each half.
     pub(super) changed: u32,
-    /// The registers that contain floating-point results which nothing has used yet: a bit for each register.
+    /// The registers with floating-point results that no instruction has used yet, one bit for each register.
     pub(super) computed: u32,
 }
 
-/// The right to its page that an access needs. The right to store includes the right to load.
+/// The right that an access needs for its page. The right to store includes the right to load.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     Load,
@@ -48,9 +48,9 @@ pub(super) struct Place {
     pub(super) offset: i32,
 }
 
-/// The last access, as long as nothing has happened that may change the TLB. The access was made `distance` bytes from
-/// the linear address `lin`, and `distance` bytes from the host address `host`. Further accesses near it share its
-/// `lin` and `host`. So no further access computes a host address, and both values keep their registers.
+/// The last access. `None` after anything that may change the TLB. The access was at `distance` bytes from the linear
+/// address `lin`, which is `distance` bytes from the host address `host`. Later accesses nearby have the same `lin` and
+/// `host`. So they need not compute a host address, and both values keep their registers.
 #[derive(Clone, Copy)]
 pub(super) struct LastAccess {
     pub(super) lin: Value,

@@ -1,10 +1,10 @@
-//! The compiled code of all CPUs, found by its guest code. Code that was compiled once is not compiled again for
-//! another CPU, for another process that runs the same program, or for a process that maps the program at another
-//! address.
+//! A table of the compiled code of all CPUs, found by the guest code for which it was compiled. Code that was compiled
+//! once is not compiled again for another CPU, for another process that runs the same program, or for a process that
+//! maps the program at another address.
 //!
-//! For a region found here, only the requested block is known to match. The caller compares all of the region's code
-//! with memory before using the region (`Executor::adopt`). Regions that no block uses any more are kept until new ones
-//! need the memory.
+//! If a region is found here, only the requested block is known to match. The caller compares all of the region's code
+//! with memory before using the region (`Executor::adopt`). Regions that no block uses any more stay in the table until
+//! new regions need the memory.
 
 use crate::hash::Seeded;
 use crate::region::memory::lock;
@@ -13,10 +13,11 @@ use std::collections::HashMap;
 use std::hash::BuildHasher;
 use std::sync::{Arc, Mutex};
 
-/// Regions by the hash of a block: its kind, place and bytes.
+/// Regions, keyed by the hash of one of their blocks: of its kind, place and bytes.
 type Entries = HashMap<u64, Arc<Region>, Seeded>;
 
-/// Regions by the blocks at which they can be entered. A block has its newest region, or an older one of a better tier.
+/// The regions, found by the blocks at which they can be entered. For each block, this is the newest region, or an
+/// older region of a better tier.
 pub(super) struct Known {
     entries: Mutex<Entries>,
     hasher: Seeded,
@@ -41,7 +42,7 @@ impl Known {
         words.fold(start, |hash, word| self.hasher.hash_one((hash, word)))
     }
 
-    /// Remembers a region. If there is no memory for that, other CPUs compile the same code again.
+    /// Adds a region. If there is no memory for the entry, other CPUs will compile the same code again.
     pub(super) fn add(&self, region: &Arc<Region>) {
         let mut entries = lock(&self.entries);
         if entries.try_reserve(region.source.blocks.len()).is_err() {
@@ -65,7 +66,7 @@ impl Known {
         found.filter(|region| region.source.kind == kind)
     }
 
-    /// Forgets all regions. A region to which a block still refers stays alive.
+    /// Removes all regions. A region to which a block still refers stays alive.
     pub(super) fn clear(&self) {
         lock(&self.entries).clear();
     }

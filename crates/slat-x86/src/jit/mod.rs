@@ -1,34 +1,35 @@
 //! The compiler.
 //!
 //! A block that has run often becomes part of a *region*: blocks of one page that follow one another, with their loops,
-//! compiled to one function of the host. A region can be entered where its `paths` begin. Threads of their own compile
-//! ([`Compiler::work`]); until a region is installed, the interpreter runs its code.
+//! compiled to one function of the host. A region can be entered at the beginnings of its `paths`. Separate threads
+//! compile ([`Compiler::work`]). Until a region is installed, the interpreter runs its code.
 //!
-//! There are two [tiers](Tier). Both begin with the same translation, to Cranelift's intermediate language. Much code
-//! is warm, and is worth little compile time. For this code, the `baseline` tier makes machine code in one pass. The
-//! caller interrupts a run every few milliseconds, and the region that runs at that moment is a *sample*
+//! There are two [tiers](Tier). Both begin with the same translation, to Cranelift's intermediate language. Most
+//! compiled code is only warm, so it must be compiled quickly. For this code, the `baseline` tier makes machine code in
+//! one pass. The caller interrupts each run every few milliseconds. The region that runs at that moment is a *sample*
 //! (`Executor::sampled`). At its second sample a region is compiled again by Cranelift, which makes faster code. So
-//! compiled code needs no counters, and the number of samples bounds Cranelift's time. (In a boot, most regions that
-//! are sampled once are never sampled again: waiting for the second sample saves two thirds of Cranelift's time.) Each
-//! tier has a thread of its own, because the interpreter runs the code that waits for the baseline tier. With one
-//! thread for both tiers, a third of the code that a boot interpreted was code that waited.
+//! compiled code needs no counters, and Cranelift's total time is limited by the number of samples. (In a boot, most
+//! regions that are sampled once are never sampled again: waiting for the second sample saves two thirds of Cranelift's
+//! time.) Each tier has its own thread, because while code waits for the baseline tier, the interpreter runs it. With
+//! one thread for both tiers, a third of the code that was interpreted in a boot was such waiting code.
 //!
-//! A region belongs to no CPU: any CPU whose memory holds its code may use it (`known`). Each CPU attaches the region
-//! to its own blocks. The region is valid as long as its block is: both are compared with memory together
-//! (`Executor::verify`), and a region is in one page, whose version covers all of it (`code_pages`). A region cannot
-//! change its own guest code, because it leaves stores to pages with decoded code to the interpreter.
+//! A region belongs to no CPU. Each CPU whose memory holds the region's guest code may use it (`known`). Each CPU
+//! attaches the region to its own blocks. The region is valid as long as its block is valid. Both are compared with
+//! memory together (`Executor::verify`), and the guest code of a region is in one page, whose version covers all of it
+//! (`code_pages`). A region cannot change its own guest code, because it leaves stores to pages with decoded code to
+//! the interpreter.
 //!
-//! Code with segments is code of 16 bits, and code of 32 bits whose segments are not flat. Like its blocks, its regions
-//! are identified by linear address and RIP. A region with segments is compiled for one base of CS (`Kind::base`),
-//! because its code addresses are constants, and because all of it must be in one page. It reads the other segments
-//! when it runs (`address`). It continues only in regions with the same base. To ensure this, every instruction that
-//! loads CS leaves compiled code, and the CPU forgets all targets when it enters compiled code with another base than
-//! the last time (`Executor::tell_targets_apart`).
+//! Code with segments is 16-bit code, and 32-bit code whose segments are not flat. The regions of such code, like its
+//! blocks, are identified by linear address and RIP. A region with segments is compiled for one base of CS
+//! (`Kind::base`), because code addresses are constants in it, and because all of its guest code must be in one page.
+//! It reads the other segments when it runs (`address`). A region with segments continues only in regions with the same
+//! base. To ensure this, every instruction that loads CS leaves compiled code. And when the CPU enters compiled code
+//! with another base than the last time, it drops all targets (`Executor::tell_targets_apart`).
 //!
 //! | file | idea |
 //! |---|---|
 //! | `translate` | from guest code to Cranelift's intermediate language: a region as a whole |
-//! | `guest` | the guest's instructions, decoded |
+//! | `guest` | the decoded guest instructions |
 //! | `paths` | which blocks follow one another while registers and flags stay in SSA values |
 //! | `values` | registers and operands as values |
 //! | `compute` | the formulas of `sem` as code |
@@ -43,22 +44,22 @@
 //! | `segments` | moves of segment registers |
 //! | `access` | accesses to guest memory |
 //! | `near` | host addresses found from the last access |
-//! | `condition` | the flags: computed when used |
+//! | `condition` | the flags, which are computed when an instruction uses them |
 //! | `kept` | the state that a path keeps in values |
 //! | `helpers` | the functions that compiled code calls |
 //! | `known` | all compiled code, found by its guest code |
 //! | `window` | the fields of a CPU that R15 reaches |
 //! | `entries` | where the code of a region is entered |
-//! | `dispatch` | entering regions, and continuing from one in the next |
+//! | `dispatch` | entering a region, and continuing in the next one |
 //!
-//! The regions themselves, and the memory for them, are in module `region`; the CPU's side, which requests compilations
-//! and runs regions, is in `hot`; and the fields that compiled code uses of a CPU are in `compiled`.
+//! Module `region` has the regions themselves and the memory for them. Module `hot` has the CPU's side, which requests
+//! compilations and runs regions. Module `compiled` has the fields of a CPU that compiled code uses.
 //!
 //! While a region runs, R15 points near the [`Cpu`] (`window`), the guest's registers are variables of the region, and
-//! RIP is in the region's page. A region is always left between two instructions, with all state written back, so
-//! faults are as precise as the interpreter's. The CPU then continues directly in the region at the new RIP, if
-//! `Targets` has that region and its code is current. Loops, and every continuation in another region, check
-//! `attention`.
+//! RIP is in the region's page. A region is always left between two instructions, with all state written back. So
+//! faults are as precise as in the interpreter. After that the CPU continues directly in the region at the new RIP, if
+//! `Targets` has that region and its code is current. Each iteration of a loop, and each change to another region,
+//! checks `attention`.
 //!
 //! [`Cpu`]: crate::Cpu
 
@@ -100,9 +101,9 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, Once, OnceLock, PoisonError};
 
-/// The most compiled code of a process, in bytes.
+/// The greatest number of bytes of compiled code in a process.
 const MEMORY: usize = 64 << 20;
-/// The most jobs of a tier that can wait. Further jobs are refused.
+/// The greatest number of waiting jobs of a tier. Further jobs are refused.
 const JOBS: usize = 64;
 
 /// A job for a compiling thread.
@@ -111,11 +112,11 @@ struct Job {
     tier: Tier,
     /// The CPU that has requested the job.
     client: u64,
-    /// The page of the code.
+    /// The page of the guest code.
     page: u64,
 }
 
-/// The jobs of a tier, in their order.
+/// The waiting jobs of a tier, in the order in which they were added.
 #[derive(Default)]
 struct Jobs {
     waiting: Mutex<VecDeque<Job>>,
@@ -123,7 +124,7 @@ struct Jobs {
 }
 
 impl Jobs {
-    /// Waits for a job.
+    /// Waits for a job, and removes it from the list.
     fn take(&self) -> Job {
         let mut waiting = lock(&self.waiting);
         loop {
@@ -136,7 +137,7 @@ impl Jobs {
         }
     }
 
-    /// Adds a job, unless there is no memory for it.
+    /// Adds a job. If there is no memory for it, drops it.
     fn add(&self, job: Job) {
         let mut waiting = lock(&self.waiting);
         if waiting.try_reserve(1).is_ok() {
@@ -147,23 +148,23 @@ impl Jobs {
     }
 }
 
-/// Finished work that waits until its CPU takes it.
+/// The results of jobs, until the CPU that requested them collects them.
 #[derive(Default)]
 pub(crate) struct Done {
-    /// The regions, each with its page.
+    /// The regions, each with the page of its guest code.
     pub(crate) regions: Vec<(Arc<Region>, u64)>,
     /// Whether there was no memory for a region.
     pub(crate) is_refused: bool,
 }
 
-/// The time at which code is compiled.
+/// When code is compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Compile {
     /// The compiler's threads compile a block by the baseline tier after it has run often, and by Cranelift when its
     /// region is sampled for the second time.
     Hot,
-    /// The CPU's own thread compiles a block before the block runs for the first time. This is slow; it is for tests of
-    /// the compiler.
+    /// The CPU's own thread compiles a block before the block runs for the first time. This is slow, and is for tests
+    /// of the compiler.
     AtOnce(Tier),
 }
 
@@ -198,7 +199,7 @@ impl Client {
         self.compiler.known.at(kind, place, bytes)
     }
 
-    /// Requests a compilation, or does it at once.
+    /// Requests a compilation, or compiles at once if the CPU's [`Compile`] says so.
     pub(crate) fn submit(&self, source: Source, page: u64, tier: Tier) {
         let job = Job {
             source,
@@ -220,28 +221,28 @@ impl Drop for Client {
     }
 }
 
-/// A region continues here if a guarded access of it has failed: returns from the region the address of the access,
-/// which is in RAX.
+/// A region continues here if one of its guarded accesses has failed. Returns from the region. The result is the
+/// address of the access, which is in RAX.
 #[unsafe(naked)]
 unsafe extern "C" fn access_failed() {
     std::arch::naked_asm!("mov rsp, rbp", "pop rbp", "ret")
 }
 
-/// The compiler of all CPUs of a process. A process has one.
+/// The compiler, which all CPUs of a process share.
 pub struct Compiler {
     arena: Arc<Arena>,
     isa: isa::OwnedTargetIsa,
     /// The jobs of each tier.
     jobs: [Jobs; 2],
-    /// The CPUs by number, each with the work that was finished for it.
+    /// The CPUs, by number, each with the results of its finished jobs.
     clients: Mutex<Vec<(u64, Done)>>,
     /// The number that the next registered CPU gets.
     numbers: AtomicU64,
     known: Known,
     is_forbidden: AtomicBool,
-    /// Whether the signal handlers know the addresses of the code.
+    /// Whether the code's addresses were registered with the signal handlers.
     announced: Once,
-    /// Called with each region.
+    /// The function that is called with each new region.
     observer: OnceLock<fn(&CompiledCode)>,
 }
 
@@ -264,11 +265,11 @@ impl Compiler {
     pub(crate) fn with(memory: usize) -> Result<Arc<Self>, OutOfMemory> {
         let mut flags = settings::builder();
         for (name, value) in [
-            // Optimising makes compilation a quarter slower, and gains nothing. (With it, `enable_alias_analysis` would
-            // have to be off: other CPUs change guest memory at any time.)
+            // Optimising makes compilation a quarter slower, and does not make the code faster. (With optimising,
+            // `enable_alias_analysis` would have to be off, because other CPUs may change guest memory at any time.)
             ("opt_level", "none"),
             ("enable_pinned_reg", "true"),
-            // `access_failed` leaves the region by the frame pointer.
+            // `access_failed` needs the frame pointer to return from the region.
             ("preserve_frame_pointers", "true"),
             ("enable_probestack", "false"),
             ("unwind_info", "false"),
@@ -326,20 +327,21 @@ impl Compiler {
         let (code, table) = self.arena.places();
         let exit = access_failed as *const () as usize;
         // SAFETY: the table is readable as long as the arena exists, and the compiler and all regions keep the arena
-        // alive. At a guarded access a region has written back all state, and RBP points to its frame. If another
-        // compiler was registered, its regions belong to CPUs of a parent process.
+        // alive. At a guarded access, a region has written back all state, and RBP points to its frame. If another
+        // compiler was registered before, its regions belong to CPUs of a parent process, and do not run in this
+        // process.
         unsafe { slat_guard::set_generated(code, table, exit) };
     }
 
-    /// Calls `observer` for all code that is compiled from now on, before the code runs, on the threads that
-    /// compile. A compiler has one observer; further ones are ignored. The memory of code that is no longer used is
-    /// reused for other code.
+    /// Calls `observer` for all code that is compiled from now on, before the code runs, on the threads that compile. A
+    /// compiler has one observer. Further observers are ignored. The memory of code that is no longer used is later
+    /// used for other code.
     pub fn observe(&self, observer: fn(&CompiledCode)) {
         self.observer.get_or_init(|| observer);
     }
 
-    /// Compiles the jobs of a tier, and never returns. Call on a separate thread, on which no
-    /// filter forbids `mprotect`.
+    /// Compiles the jobs of a tier. Never returns. Call on a separate thread whose seccomp filter, if any, allows
+    /// `mprotect`.
     pub fn work(&self, tier: Tier) -> ! {
         let mut workshop = Workshop::default();
         loop {
@@ -348,7 +350,7 @@ impl Compiler {
         }
     }
 
-    /// Does a job, and keeps the result until its CPU [takes](Self::take) it.
+    /// Does a job, and keeps the result until the job's CPU [takes](Self::take) it.
     fn finish(&self, job: Job, workshop: &mut Workshop) {
         // The same code may have been compiled for another CPU while this job waited.
         let known = (job.source.blocks.first())
@@ -391,7 +393,7 @@ impl Compiler {
         }
     }
 
-    /// Compiles a region by `tier`, or by Cranelift if the baseline tier cannot.
+    /// Compiles a region by `tier`. If the baseline tier cannot compile it, compiles it by Cranelift.
     fn compile(
         &self,
         source: Source,
@@ -439,13 +441,13 @@ impl Compiler {
         })
     }
 
-    /// Puts Cranelift's code into memory.
+    /// Copies the code that Cranelift has made to executable memory.
     fn put_full(
         &self,
         compiled: &cranelift_codegen::CompiledCode,
     ) -> Result<(Chunk, Guarded), Refused> {
         let places = compiled.buffer.get_srclocs_sorted();
-        // The trap of a division is left out, because the division never fails.
+        // The trap of a division is left out, because such a division never fails.
         let traps = compiled.buffer.traps().iter();
         let guarded = traps
             .filter(|trap| trap.code == access::GUARDED)
@@ -480,13 +482,13 @@ impl Compiler {
         self.is_forbidden.load(Ordering::Relaxed)
     }
 
-    /// Whether a job of a tier is accepted: executable memory is allowed, and not too many jobs wait.
+    /// Whether a job of a tier would be accepted: executable memory is allowed, and not too many jobs are waiting.
     pub(crate) fn has_room(&self, tier: Tier) -> bool {
         !self.is_forbidden() && lock(&self.jobs[tier as usize].waiting).len() < JOBS
     }
 }
 
-/// The allocations that a compilation leaves for the next one to reuse.
+/// Allocations that are reused from one compilation to the next.
 struct Workshop {
     context: Context,
     builder: FunctionBuilderContext,
@@ -494,7 +496,7 @@ struct Workshop {
 }
 
 impl Workshop {
-    /// Makes the function of a region. Returns its instructions.
+    /// Makes the function of a region in the intermediate language. Returns the region's steps.
     fn translate(&mut self, source: &Source, page: u64, tier: Tier) -> Box<[Step]> {
         let Workshop {
             context, builder, ..

@@ -1,14 +1,14 @@
-//! Finds host addresses from the last access. Programs access the words of a structure or of a stack one after another,
-//! and those words are mostly in one page. If two addresses are computed from the same value, their distance is known
-//! at compile time.
+//! Finds host addresses from the last access. Programs access the words of a structure, or of the stack, one after
+//! another, and these words are usually in one page. If two addresses are computed from the same value, their distance
+//! is known at compile time.
 //!
-//! Only the last access is remembered. Remembering four was tried: in RSA's loops only three of eight TLB look-ups
-//! were left, but RSA took 7 % longer, because the remembered addresses take registers. A shell, checksums and
-//! gzip were no faster.
+//! Only the last access is remembered. Remembering the last four accesses was tried. In RSA's loops only three of eight
+//! TLB look-ups were left, but RSA took 7 % longer, because the remembered addresses occupy registers. A shell,
+//! checksums and gzip did not become faster.
 //!
-//! A loop could also keep the page of an access in values from turn to turn, and only compare the page. This was tried:
-//! gzip, checksums and sorting took as long, within the noise, because the pages take registers, and other values are
-//! spilled.
+//! A loop could also keep the page of an access in values from one iteration to the next, and only compare the page.
+//! This was tried. gzip, checksums and sorting took the same time, within the noise, because the pages occupy registers
+//! and other values are spilled.
 
 use super::kept::{Kind, LastAccess, Place};
 use super::translate::Translator;
@@ -18,11 +18,11 @@ use cranelift_codegen::ir::{InstBuilder, InstructionData, Opcode, Value};
 
 const PAGE_SIZE: i64 = 4096;
 
-/// The facts about an access that follow from the last access.
+/// What is known about an access from the last access.
 pub(super) enum Near {
     Unknown,
-    /// The access is in the same page if `is_same` is not 0. In that case its linear address is `distance` bytes from
-    /// `lin` of the last access, and its host address is `distance` bytes from `host`.
+    /// If `is_same` is not 0, the access is in the page of the last access. Then its linear address is `distance` bytes
+    /// from `lin` of the last access, and its host address is `distance` bytes from `host`.
     If {
         is_same: Value,
         last: LastAccess,
@@ -31,16 +31,16 @@ pub(super) enum Near {
     Certain(Place),
 }
 
-/// The value from which an address has a fixed distance. Without a value, the address has a fixed distance from 0.
+/// The value from which an address has a fixed distance. If there is no value, the address is a constant.
 struct Origin {
     base: Option<Value>,
     distance: i64,
-    /// Whether the address is the lower half of the sum of value and distance.
+    /// Whether the address is only the lower half of the sum of value and distance.
     is_half: bool,
 }
 
 impl Translator<'_> {
-    /// Returns the facts about an access at `lin` that follow from the last access.
+    /// Returns what is known about an access at `lin` from the last access.
     pub(super) fn near(&mut self, lin: Value, size: u8, kind: Kind) -> Near {
         let Some(last) = self.now.last_access else {
             return Near::Unknown;
@@ -66,8 +66,8 @@ impl Translator<'_> {
         if distance >= last.distance && end <= last_end {
             return Near::Certain(place);
         }
-        // All bytes of both accesses must be in one page. If the last access was in two pages, `host` is
-        // the address of a copy.
+        // All bytes of both accesses must be in one page. If the last access crossed into another page, `host` is the
+        // address of a copy, which has no other bytes.
         let (first, end) = (distance.min(last.distance), end.max(last_end));
         let first_lin = self.moved(last.lin, first);
         let most = PAGE_SIZE - (end - first);
@@ -86,9 +86,9 @@ impl Translator<'_> {
         }
     }
 
-    /// Returns the origin of an address. Addresses in code of 32 bits are lower halves of values. If a distance is
-    /// added to such a half, the sum is its own origin, because it may exceed 4 GiB, while the lower half of a sum does
-    /// not.
+    /// Returns the origin of an address. In 32-bit code, an address is the lower half of a value. If a distance is
+    /// added after the lower half was taken, the sum may exceed 4 GiB. The lower half of a sum never does. So such a
+    /// sum is its own origin.
     fn origin(&self, lin: Value) -> Origin {
         let (base, distance) = self.root(lin);
         let mut origin = Origin {
@@ -110,8 +110,8 @@ impl Translator<'_> {
         origin
     }
 
-    /// Returns the value whose lower half, zero-extended, is `value`. With `is_half`, also a value whose lower half,
-    /// truncated, is `value`.
+    /// Returns the value whose lower half, zero-extended, is `value`. If `is_half`, also returns a value whose lower
+    /// half, truncated, is `value`.
     fn half_of(&self, value: Value, is_half: bool) -> Option<Value> {
         let dfg = &self.b.func.dfg;
         match dfg.insts[dfg.value_def(value).inst()?] {
@@ -132,7 +132,8 @@ impl Translator<'_> {
         }
     }
 
-    /// Computes an address again, for a use in rare code, so that the frequent code need not compute it.
+    /// Emits the computation of an address again, for a use in rare code. So the frequent code need not keep the
+    /// address.
     pub(super) fn again(&mut self, lin: Value) -> Value {
         let Origin {
             base,
@@ -175,8 +176,8 @@ impl Translator<'_> {
         }
     }
 
-    /// Returns the address `by` bytes after `lin`. If `lin` is a sum, adds the distances, so that the result is one
-    /// sum, too.
+    /// Returns the address `by` bytes after `lin`. If `lin` is already a sum, adds the two distances, so that the
+    /// result is a single sum, too.
     pub(super) fn moved(&mut self, lin: Value, by: i64) -> Value {
         match self.root(lin) {
             _ if by == 0 => lin,

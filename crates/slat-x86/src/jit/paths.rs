@@ -1,45 +1,48 @@
 //! Finds the paths of a region: blocks that follow one another while the guest's registers and flags
 //! stay in SSA values.
 //!
-//! All state is in the CPU where a path begins and where it ends. Between the blocks of a path, code writes back
-//! nothing that the next block overwrites, reads nothing again, and makes no record of flags that no instruction reads.
+//! Where a path begins and where it ends, all state is in the `Cpu`. Between the blocks of a path, the code does not
+//! write back values that the next block overwrites, does not read values again, and does not record flags that no
+//! instruction reads.
 //!
-//! After a branch a path continues on both sides, so a path is a tree of *nodes*. A block to which several others lead
-//! is in the tree several times. A path also continues after a CALL, and after the matching RET if the address that the
-//! CALL has pushed is on the stack. A path ends before a block to which a branch leads back, because a loop is a path
-//! of its own, and before a block that would make the path too long.
+//! After a branch, a path continues at both targets, so a path is a tree of *nodes*. If several blocks lead to a block,
+//! it is in the tree several times. A path also continues at the target of a CALL, and after the matching RET if the
+//! address that the CALL has pushed is on the stack. A path ends before a block to which a branch leads back, because a
+//! loop is a separate path. It also ends before a block that would make the path too long.
 //!
-//! A region can be entered where its paths begin: at its first block, at loops, at functions that CALLs call, at the
-//! addresses to which they return, and where other paths end. If the CPU continues elsewhere, for example after an
-//! interrupt, code of the baseline tier or the interpreter runs until the next jump.
+//! A region can be entered at the beginnings of its paths: at its first block, at loops, at functions that CALLs call,
+//! at the return addresses of CALLs, and where other paths end. If the CPU continues at another address, for example
+//! after an interrupt, code of the baseline tier or the interpreter runs until the next jump.
 
 use super::guest::Guest;
 use super::{Source, Step, Tier};
 use iced_x86::{FlowControl, Mnemonic};
 use std::collections::{HashMap, VecDeque};
 
-/// The most nodes of a path, and the most nodes of all paths together, not counting first nodes.
+/// The greatest number of nodes of a path. The next constant is the greatest number of nodes of all paths together,
+/// without first nodes.
 const NODES: usize = 16;
 const ALL_NODES: usize = 64;
-/// The most instructions from the beginning of a path to the end of one of its nodes.
+/// The greatest number of instructions from the beginning of a path to the end of one of its nodes.
 const INSTRUCTIONS: usize = 192;
 
-/// A block of a path.
+/// A node: a block at one position in a path.
 pub(super) struct Node {
     /// The block's index in the region.
     pub(super) block: usize,
     /// The index of the step of the block's first instruction.
     pub(super) step: usize,
-    /// Whether a branch may lead from this node to the beginning of its path.
+    /// Whether a branch may lead from this node back to the beginning of its path.
     pub(super) turns: bool,
-    /// The first node of the path, and the node before this one.
+    /// The first node of the path. The next field is the node before this one.
     root: usize,
     parent: Option<usize>,
     /// The number of instructions of the path before this node.
     before: usize,
-    /// The nodes that follow, and their addresses.
+    /// The nodes that follow this node, with their addresses.
     next: Vec<(u64, usize)>,
-    /// The return addresses that CALLs of the path have pushed, and that no RET has popped, when this node begins.
+    /// The return addresses that are on the stack when this node begins: CALLs of the path have pushed them, and no RET
+    /// has popped them yet.
     calls: Vec<u64>,
 }
 
@@ -88,7 +91,7 @@ impl<'a> Paths<'a> {
         self.next(node, back).map(|_| back)
     }
 
-    /// Returns the instructions of one turn of a path that is a loop.
+    /// Returns the instructions of one iteration of a path that is a loop.
     pub(super) fn turning(&self, root: usize) -> impl Iterator<Item = &'a Guest> {
         let nodes = self
             .nodes
@@ -113,8 +116,8 @@ impl<'a> Paths<'a> {
         node
     }
 
-    /// Returns the addresses where a path may continue after a block, each with the return addresses that
-    /// are then on the stack.
+    /// Returns the addresses at which a path may continue after a block. Each has the return addresses that are then on
+    /// the stack.
     fn after(&self, block: usize, calls: &[u64]) -> Vec<(u64, Vec<u64>)> {
         let Guest { insn, .. } = self.blocks[block].last().expect("an instruction");
         let (target, next) = (insn.near_branch_target(), insn.next_ip());
@@ -147,7 +150,8 @@ impl<'a> Paths<'a> {
         loops
     }
 
-    /// Grows paths from the blocks where the region is often entered, and from those before which other paths end.
+    /// Grows a path from each block at which the region is often entered, and from each block before which another path
+    /// ends.
     fn grow_all(&mut self) {
         let loops = self.loops();
         let mut is_root = loops.clone();
@@ -201,7 +205,7 @@ impl<'a> Paths<'a> {
         ends
     }
 
-    /// Whether a block may follow a node: the path would not become too long, and does not contain the block already.
+    /// Whether a block may follow a node: the path does not become too long by it, and does not contain the block yet.
     fn fits(&self, block: usize, node: usize) -> bool {
         let Node {
             before,
@@ -213,7 +217,7 @@ impl<'a> Paths<'a> {
             && above.all(|node| self.nodes[node].block != block)
     }
 
-    /// Records that the path leads from a node to its beginning.
+    /// Records that the path leads from a node back to its beginning.
     fn turn(&mut self, node: usize) {
         let mut above = Some(node);
         while let Some(node) = above {

@@ -1,5 +1,6 @@
-//! Translates moves from segment registers, and those loads of segment registers that need only two stores: of ES, DS,
-//! FS and GS where selectors are paragraph numbers. The interpreter makes the other loads.
+//! Translates moves from segment registers, and simple loads of segment registers: loads of ES, DS, FS and GS in modes
+//! in which selectors are paragraph numbers. Such a load needs only two stores. The interpreter executes all other
+//! loads.
 
 use super::address::segment_offset;
 use super::translate::Translator;
@@ -11,12 +12,12 @@ use cranelift_codegen::ir::{InstBuilder, Value};
 use iced_x86::{Instruction, Mnemonic};
 use std::mem::offset_of;
 
-/// The numbers of CS and SS.
+/// The number of the segment register CS. The next constant is the number of SS.
 const CS: u8 = 1;
 const SS: u8 = 2;
 
 impl Translator<'_> {
-    /// Translates an instruction of this file. Returns `None`, and does nothing, if there is no translation.
+    /// Translates an instruction of this file. `None`: there is no translation, and nothing was done.
     pub(super) fn segment_instruction(&mut self, insn: &Instruction, op: &Op) -> Option<()> {
         use Mnemonic::*;
         let size = op.size;
@@ -73,7 +74,8 @@ impl Translator<'_> {
         self.narrow(value, size)
     }
 
-    /// Loads a segment register with a paragraph number. Limit and rights do not change. Call last in an instruction.
+    /// Loads a segment register with a paragraph number. Limit and rights do not change. Call as the last step of an
+    /// instruction.
     fn load_paragraph(&mut self, segment: u8, selector: Value) {
         let at = segment_offset(segment);
         self.set_field(at + offset_of!(Segment, selector), selector);

@@ -1,5 +1,5 @@
-//! Translates the vector instructions that the interpreter's stubs execute (`simd`). Compiled code loads its values
-//! into the registers that a stub expects, and calls the stub.
+//! Translates the vector instructions that the interpreter's stubs execute (`simd`). Compiled code puts the operands
+//! into the registers in which a stub expects them, and calls the stub.
 
 use super::translate::Translator;
 use crate::op::{MEM, Op};
@@ -10,8 +10,8 @@ use cranelift_codegen::isa::CallConv;
 use iced_x86::Instruction;
 
 impl Translator<'_> {
-    /// Calls a stub for an instruction from vectors to a vector. Returns `None`, and does nothing, for other
-    /// instructions.
+    /// Translates an instruction whose operands and result are vectors, by a call to its stub. `None`: the instruction
+    /// is of another kind, and nothing was done.
     pub(super) fn stub_instruction(
         &mut self,
         insn: &Instruction,
@@ -27,7 +27,7 @@ impl Translator<'_> {
         if plain.is_float {
             self.begin_floats();
         }
-        // The values that the stub expects in each register, by halves.
+        // The operand values for each register that the stub reads, by halves.
         let mut registers: Vec<Vec<Value>> = Vec::new();
         for k in plain.first..=plain.last {
             let values = match op.r[k] {
@@ -35,7 +35,7 @@ impl Translator<'_> {
                 _ => self.vector(op, k, halves, plain.is_aligned),
             };
             if registers.is_empty() {
-                // The stub only writes the registers before the first operand; they may have any value.
+                // The stub only writes the registers before the first operand, so their values do not matter.
                 registers.resize(plain.first, values.clone());
             }
             registers.push(values);
@@ -66,8 +66,8 @@ impl Translator<'_> {
         self.as_elements(value, I8X16)
     }
 
-    /// Calls a stub with vectors in XMM0 and the registers after it. An immediate is in RCX, the
-    /// fourth integer argument.
+    /// Emits a call to a stub. The vectors are in XMM0 and the following registers. The immediate is in RCX, the
+    /// register of the fourth integer argument.
     fn call_stub(&mut self, plain: &Plain, immediate: u8, vectors: &[Value]) -> Value {
         let integers = if plain.has_immediate { 4 } else { 0 };
         let kind = (vectors.len(), integers);

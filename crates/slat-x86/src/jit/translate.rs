@@ -1,23 +1,23 @@
 //! From guest code to Cranelift's intermediate language.
 //!
-//! A region is one function, made of *paths* of blocks (`paths`). All state is in the [`Cpu`] at the beginning of each
-//! path. A path reads the general registers that it uses. At its end, and at checkpoints, it writes back what it has
-//! changed: registers and the record of the flags (`flags::Lazy`). A path that leads to its own beginning keeps its
-//! registers in values from turn to turn; otherwise a short loop would spend most of its time on writing them back. In
-//! the baseline tier each block is a path of its own: values that live longer need registers or slots, whose assignment
-//! is most of the work of compiling.
+//! A region is one function, which consists of *paths* of blocks (`paths`). At the beginning of each path, all state is
+//! in the [`Cpu`]. A path reads the general registers that it uses. At its end, and at checkpoints, it writes back what
+//! it has changed: registers, and the record of the flags (`flags::Lazy`). If a path leads to its own beginning, it
+//! keeps its registers in values from one iteration to the next. Otherwise a short loop would spend most of its time on
+//! writing them back. In the baseline tier each block is a separate path, because values that live longer need
+//! registers or slots, and assigning these is most of the work of compiling.
 //!
 //! A region is always left between two instructions. An access that misses in the TLB calls a helper. If the helper
-//! cannot do the access, the region stops at its *checkpoint*. A checkpoint is an instruction before which all state
-//! was in the CPU, and after which the path has stored nothing. The interpreter executes the instructions from the
-//! checkpoint on again. This is possible because they have changed only values of the function, and have read memory,
-//! but no MMIO. So state is written back only before the first access after a store, and a row of loads costs nothing.
-//! (If another CPU has stored meanwhile, the loads appear to be made later.) An instruction that `instructions` does
-//! not translate calls the interpreter's handler, and is a checkpoint; afterwards the region reads what the handler has
-//! changed.
+//! cannot make the access, the region stops at its *checkpoint*. A checkpoint is an instruction before which all state
+//! was in the CPU, and after which the path has stored nothing. The interpreter executes the instructions again from
+//! the checkpoint on. This is possible because until then these instructions have only changed values of the function
+//! and read memory, but not MMIO. So state is written back only before the first access after a store, and a sequence
+//! of loads needs no write-back. (If another CPU has stored meanwhile, the loads appear to be made later.) If
+//! `instructions` does not translate an instruction, the region calls the interpreter's handler. This instruction is
+//! also a checkpoint, and the region then reads the state that the handler has changed.
 //!
-//! This file builds the function as a whole: its blocks, its state, and how it is left. Module `walk` follows the
-//! paths, `guest` decodes the instructions, `values` manages the registers.
+//! This file builds the function as a whole: its blocks, its state, and the ways to leave it. Module `walk` follows the
+//! paths, `guest` decodes the instructions, and `values` manages the registers.
 
 mod walk;
 
@@ -41,7 +41,7 @@ use iced_x86::{FlowControl, Instruction, InstructionInfoFactory};
 use std::collections::HashMap;
 use std::mem::offset_of;
 
-/// The types of the operand sizes.
+/// The Cranelift types of the operand sizes.
 pub(super) const TYPES: [Type; 4] = [I8, I16, I32, I64];
 
 /// A block of the region.
@@ -51,21 +51,21 @@ struct Head {
     flags: FirstUse,
 }
 
-/// The beginning of each turn of a path that is a loop.
+/// The beginning of each iteration of a path that is a loop.
 #[derive(Clone, Copy)]
 struct Turn {
-    /// The address at which the turn begins.
+    /// The guest address at which the iteration begins.
     rip: u64,
-    /// The Cranelift block, whose parameters are the general registers that the instructions use, and the counter of
-    /// instructions.
+    /// The Cranelift block of the iteration. Its parameters are the general registers that the instructions use, and
+    /// the counter of instructions.
     block: Block,
-    /// The general registers among the parameters: a bit for each register.
+    /// The general registers among the parameters, one bit for each register.
     registers: u16,
     /// The counter of instructions among the parameters.
     count: Value,
 }
 
-/// Builds the function of a region. Returns the region's instructions, to which the function's code has pointers.
+/// Builds the function of a region. Returns the region's steps, to which the function's code has pointers.
 pub(super) fn translate(
     builder: FunctionBuilder<'_>,
     source: &Source,
@@ -83,8 +83,8 @@ pub(super) fn translate(
 }
 
 /// Returns the signature of a region, which returns a status or a set of targets (`dispatch`). The calling convention
-/// preserves no registers: see `dispatch`. The parameter, the index of a block, is never passed, because a region is
-/// entered where its paths begin.
+/// preserves no registers: see `dispatch`. The parameter is the index of a block. It is never passed, because a region
+/// is entered at the beginnings of its paths.
 pub(super) fn region() -> Signature {
     signature(CallConv::Winch, 1, 1)
 }
@@ -100,36 +100,37 @@ fn signature(convention: CallConv, parameters: usize, returns: usize) -> Signatu
 #[derive(Clone)]
 pub(super) struct Now {
     pub(super) node: usize,
-    /// The address of the current block.
+    /// The guest address of the current block.
     head: u64,
-    /// The current instruction.
+    /// The step of the current instruction.
     step: usize,
-    /// The number of instructions of the path before the current one.
+    /// The number of the path's instructions before the current instruction.
     before: i64,
-    /// The step of the checkpoint: before that instruction the CPU has all state, unless `has_changed`.
+    /// The step of the checkpoint. If `has_changed` is false, the region can still stop at that instruction, because
+    /// the CPU has all the state before it.
     checkpoint: usize,
     /// Whether code since the checkpoint has changed guest memory or the state in the CPU.
     pub(super) has_changed: bool,
-    /// The registers' values in this path; `None` if the path knows no value of the register.
+    /// The values of the general registers. `None`: the register's value is only in the CPU.
     pub(super) gpr: [Option<Value>; 16],
-    /// The registers that were not written back: a bit for each register.
+    /// The registers that are not written back yet, one bit for each register.
     pub(super) changed: u16,
     pub(super) vectors: Vectors,
-    /// The operation that has set the flags that the next instruction reads.
+    /// The operation that was the last to set the flags.
     pub(super) flags: Flags,
-    /// Whether the CPU's record has the flags.
+    /// Whether the CPU's record has these flags.
     pub(super) are_flags_recorded: bool,
-    /// Whether the host has the guest's MXCSR here.
+    /// Whether the host's MXCSR has the guest's value at this position.
     pub(super) has_floats: bool,
     pub(super) last_access: Option<LastAccess>,
-    /// The page of the code.
+    /// The base address of the code's page, if it was computed already.
     page: Option<Value>,
-    /// The segment registers that were found plain, by number.
+    /// The segment registers that were found to be plain, by number.
     pub(super) segments: [Option<PlainSegment>; 6],
 }
 
 impl Now {
-    /// Returns the state at the beginning of a node that finds all state in the CPU.
+    /// Returns the state at the beginning of a path that begins with `node`. All guest state is in the CPU there.
     fn new(node: usize) -> Self {
         Self {
             node,
@@ -161,25 +162,26 @@ pub(super) struct Translator<'a> {
     base: Option<Value>,
     pub(super) now: Now,
     heads: HashMap<u64, Head>,
-    /// Signatures of helpers, by convention and the numbers of arguments (besides the CPU) and of results.
+    /// The signatures of helpers. The key is the calling convention, the number of arguments besides the CPU, and the
+    /// number of results.
     signatures: HashMap<(CallConv, usize, usize), SigRef>,
-    /// Signatures of stubs, by the numbers of vectors and of integers.
+    /// The signatures of stubs, keyed by the numbers of vectors and of integers.
     pub(super) stubs: HashMap<(usize, usize), SigRef>,
     /// The block in which the region stops. Its parameters are the step and the status.
     stop: Block,
-    /// The beginning of the next turn, if the path may lead to its own beginning.
+    /// The beginning of the next iteration, if the path may lead to its own beginning.
     turn: Option<Turn>,
-    /// Whether the region's code is the same for all pages, and the page for which it is compiled.
+    /// Whether the region's code is the same for all pages. The next field is the page for which it is compiled.
     is_movable: bool,
     page: u64,
     /// The CPU's mode (`mode`).
     pub(super) mode: u8,
     pub(super) tier: Tier,
-    /// Bytes of the current instruction's memory operand.
+    /// The number of bytes of the current instruction's memory operand.
     pub(super) operand_bytes: i64,
-    /// Whether the operand is addressed relative to the instruction.
+    /// Whether the current instruction's memory operand is relative to RIP.
     pub(super) is_relative: bool,
-    /// The operand size of the stack pointer.
+    /// The index of the stack pointer's size.
     pub(super) stack: u8,
     /// Whether offsets in ES, CS, SS and DS are not linear addresses.
     pub(super) has_segments: bool,
@@ -235,11 +237,12 @@ impl<'a> Translator<'a> {
         translator
     }
 
-    /// Jumps by an index to all blocks with which paths begin. Only Cranelift needs this.
+    /// Emits a jump, by index, to the blocks at the beginnings of paths. The jump is never executed. Cranelift needs
+    /// it, because it would drop blocks to which no branch leads.
     fn enter(&mut self, index: Value, source: &Source) {
         let index = self.b.ins().ireduce(I32, index);
         let first = self.heads[&source.blocks[0].0];
-        // The first block is also the default, which Cranelift requires.
+        // Cranelift requires a default target, which is the first block.
         let mut targets = (source.blocks.iter().take(1).chain(&source.blocks))
             .map(|(rip, _)| {
                 let head = self.heads.get(rip).unwrap_or(&first);
@@ -252,7 +255,7 @@ impl<'a> Translator<'a> {
         self.b.ins().br_table(index, table);
     }
 
-    /// Adds the block that stops, and ends the function.
+    /// Adds the block that stops the region, and ends the function.
     fn finish(mut self) {
         let step = self.b.append_block_param(self.stop, I64);
         let status = self.b.append_block_param(self.stop, I64);
@@ -263,33 +266,33 @@ impl<'a> Translator<'a> {
         self.b.finalize();
     }
 
-    /// Returns a value that is not 0 if something asks for the CPU's attention, or code has changed.
+    /// Returns a value that is not 0 if `attention` is set or code has changed.
     fn attention(&mut self) -> Value {
         let word = self.field(I64, offset_of!(Cpu, compiled.attention));
         (self.b.ins()).atomic_load(I32, MemFlags::trusted(), word)
     }
 
-    /// Begins a block that finds all state in the CPU.
+    /// Begins a block at whose beginning all state is in the CPU.
     fn begin(&mut self, block: Block, node: usize) {
         self.b.switch_to_block(block);
         self.base = Some(self.b.ins().get_pinned_reg(I64));
         self.now = Now::new(node);
     }
 
-    /// Continues in `block`, with the state before the branch to the block.
+    /// Continues the translation in `block`, with the state at the branch to the block.
     pub(super) fn resume(&mut self, block: Block, now: Now) {
         self.b.switch_to_block(block);
         self.now = now;
         self.mark_checkpoint();
     }
 
-    /// Makes guarded accesses from here on stop at the checkpoint if they fail.
+    /// From this position on, a guarded access that fails stops at the present checkpoint.
     fn mark_checkpoint(&mut self) {
         let step = self.now.checkpoint as u32;
         self.b.set_srcloc(SourceLoc::new(step));
     }
 
-    /// Returns the address of a place (`region`), of code or near it.
+    /// Returns the address of a place (`region`) in the code's page or near it.
     pub(super) fn address(&mut self, place: i64) -> Value {
         if !self.is_movable {
             return self.constant(place);
@@ -320,7 +323,7 @@ impl<'a> Translator<'a> {
         self.base.expect("within a block")
     }
 
-    /// Reads a field of the CPU.
+    /// Reads a field of `Cpu`.
     pub(super) fn field(&mut self, ty: Type, offset: usize) -> Value {
         let base = self.base();
         self.b
@@ -328,7 +331,7 @@ impl<'a> Translator<'a> {
             .load(ty, MemFlags::trusted(), base, from_base(offset))
     }
 
-    /// Writes a field of the CPU.
+    /// Writes a field of `Cpu`.
     pub(super) fn set_field(&mut self, offset: usize, value: Value) {
         let base = self.base();
         self.b
@@ -340,7 +343,7 @@ impl<'a> Translator<'a> {
         offset_of!(Cpu, state.gpr) + 8 * r
     }
 
-    /// Writes back the registers that have changed.
+    /// Writes the registers that have changed to the CPU.
     pub(super) fn write_registers(&mut self) {
         let changed = std::mem::take(&mut self.now.changed);
         self.now.has_changed |= self.write_vectors() || changed != 0;
@@ -351,13 +354,13 @@ impl<'a> Translator<'a> {
         }
     }
 
-    /// Writes back all state.
+    /// Writes all state to the CPU.
     pub(super) fn write_back(&mut self) {
         self.write_registers();
         self.record_flags();
     }
 
-    /// Makes the current instruction the checkpoint. Call before the instruction has any effect.
+    /// Makes the current instruction the checkpoint. Call before the instruction has had any effect.
     pub(super) fn set_checkpoint(&mut self) {
         self.write_back();
         self.now.checkpoint = self.now.step;
@@ -365,8 +368,8 @@ impl<'a> Translator<'a> {
         self.mark_checkpoint();
     }
 
-    /// Call before an access, or anything else that may stop the region: if the present checkpoint cannot be used any
-    /// more, makes the current instruction the checkpoint.
+    /// Call before an access, or anything else that may stop the region. If the region cannot stop at the present
+    /// checkpoint any more, makes the current instruction the checkpoint.
     pub(super) fn prepare_stop(&mut self) {
         if self.now.has_changed {
             self.set_checkpoint();
@@ -383,7 +386,7 @@ impl<'a> Translator<'a> {
         self.call_as(CallConv::SystemV, helper, arguments, returns)
     }
 
-    /// Calls a helper that has this convention.
+    /// Like [`call`](Self::call), but with the calling convention `convention`.
     fn call_as(
         &mut self,
         convention: CallConv,
@@ -406,14 +409,14 @@ impl<'a> Translator<'a> {
         self.b.inst_results(call).to_vec()
     }
 
-    /// Begins a block that is rarely executed.
+    /// Creates a block that is rarely executed.
     pub(super) fn cold(&mut self) -> Block {
         let block = self.b.create_block();
         self.b.set_cold_block(block);
         block
     }
 
-    /// Emits `rare`, which is executed only if `is_done` is 0.
+    /// Emits the code of `rare` so that it is executed only if `is_done` is 0.
     pub(super) fn unless(&mut self, is_done: Value, rare: impl FnOnce(&mut Self)) {
         let (missing, on) = (self.cold(), self.b.create_block());
         self.b.ins().brif(is_done, on, &[], missing, &[]);
@@ -423,8 +426,8 @@ impl<'a> Translator<'a> {
         self.b.switch_to_block(on);
     }
 
-    /// Adds the number of this path's instructions to the count of executed instructions, including the current
-    /// instruction, which is done. Returns the sum.
+    /// Call when the current instruction is done. Adds the number of this path's instructions so far to the count of
+    /// executed instructions. Returns the sum.
     fn count_done(&mut self) -> Value {
         let offset = offset_of!(Cpu, compiled.instructions);
         let before = match self.turn {
@@ -436,14 +439,14 @@ impl<'a> Translator<'a> {
         sum
     }
 
-    /// Leaves the region after the current instruction, which is done. The CPU continues at `rip`.
+    /// Call when the current instruction is done. Leaves the region. The CPU continues at `rip`.
     pub(super) fn leave_for(&mut self, rip: Value) {
         self.write_back();
         self.count_done();
         self.leave_to(rip);
     }
 
-    /// Leaves the region. The CPU has all state, and continues at `rip`.
+    /// Leaves the region when all state is in the CPU. The CPU continues at `rip`.
     fn leave_to(&mut self, rip: Value) {
         self.set_field(offset_of!(Cpu, state.rip), rip);
         let set = match self.place_of(rip) {
@@ -461,7 +464,7 @@ impl<'a> Translator<'a> {
         self.b.ins().return_(&[set]);
     }
 
-    /// Calls a helper that stops the region at the checkpoint if the helper has no result. Returns the result.
+    /// Calls a helper, and returns its result. If the helper has no result, the region stops at the checkpoint.
     pub(super) fn call_or_stop(&mut self, helper: OrStop, arguments: &[Value]) -> Value {
         debug_assert!(!self.now.has_changed);
         let mut arguments = arguments.to_vec();
@@ -469,7 +472,7 @@ impl<'a> Translator<'a> {
         self.call_keeping(helper, &arguments)
     }
 
-    /// Calls a helper in the form that preserves as many registers as the tier wants. Returns the helper's result.
+    /// Like [`call_or_stop`](Self::call_or_stop), but uses the calling convention that is best for the tier.
     pub(super) fn call_keeping(&mut self, helper: OrStop, arguments: &[Value]) -> Value {
         let (convention, helper) = match self.tier {
             Tier::Baseline => (CallConv::SystemV, helper.plain),
@@ -478,19 +481,19 @@ impl<'a> Translator<'a> {
         self.call_as(convention, helper as usize, arguments, 1)[0]
     }
 
-    /// Leaves the current instruction to the interpreter.
+    /// Stops the region before the current instruction, so that the interpreter executes it.
     pub(super) fn leave_to_interpreter(&mut self) {
         self.set_checkpoint();
         self.stop_for_interpreter();
     }
 
-    /// Makes the interpreter continue at the checkpoint.
+    /// Stops the region at the checkpoint, so that the interpreter continues there.
     pub(super) fn stop_for_interpreter(&mut self) {
         let status = self.constant(Status::Interpret as i64);
         self.stop_with(status);
     }
 
-    /// Stops at the checkpoint.
+    /// Stops the region at the checkpoint with this status.
     fn stop_with(&mut self, status: Value) {
         debug_assert!(!self.now.has_changed);
         let step = self.address_of(self.now.checkpoint);
@@ -540,7 +543,7 @@ impl<'a> Translator<'a> {
         self.forget_vectors();
     }
 
-    /// Returns an address of code in the width that RIP has after an instruction.
+    /// Returns a code address, truncated to the width that RIP has.
     fn wrapped(&self, rip: u64) -> u64 {
         match self.is_64() {
             true => rip,

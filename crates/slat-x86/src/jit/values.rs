@@ -1,4 +1,4 @@
-//! General registers, immediates and operands as values.
+//! General registers, immediates and operands as Cranelift values.
 
 use super::translate::{TYPES, Translator};
 use crate::op::{MEM, NONE, Op};
@@ -6,7 +6,7 @@ use cranelift_codegen::ir::types::I64;
 use cranelift_codegen::ir::{InstBuilder, InstructionData, Opcode, Type, Value};
 
 impl Translator<'_> {
-    /// Returns the value of a register.
+    /// Returns the 64-bit value of a register.
     pub(super) fn register(&mut self, r: usize) -> Value {
         match self.now.gpr[r] {
             Some(value) => value,
@@ -18,7 +18,7 @@ impl Translator<'_> {
         }
     }
 
-    /// Reads a register in an operand size.
+    /// Reads a register with an operand size.
     pub(super) fn get(&mut self, r: u8, size: u8) -> Value {
         let value = self.register(usize::from(r & 15));
         let value = match r >> 4 {
@@ -44,7 +44,7 @@ impl Translator<'_> {
         }
         let inst = dfg.value_def(value).inst();
         match inst.map(|inst| dfg.insts[inst]) {
-            // A constant is extended here, because Cranelift would load the extended constant from memory.
+            // A constant is extended here. Otherwise Cranelift would load the extended constant from memory.
             Some(InstructionData::UnaryImm {
                 opcode: Opcode::Iconst,
                 imm,
@@ -76,8 +76,8 @@ impl Translator<'_> {
         dfg.value_type(value) == I64 && bits <= ty.bits()
     }
 
-    /// Writes a register in an operand size: a doubleword clears the upper half, smaller sizes
-    /// leave the rest unchanged.
+    /// Writes a register with an operand size. A doubleword clears the upper half of the register. Smaller sizes do not
+    /// change the rest.
     pub(super) fn set(&mut self, r: u8, size: u8, value: Value) {
         let number = usize::from(r & 15);
         self.now.changed |= 1 << number;
@@ -105,7 +105,7 @@ impl Translator<'_> {
             3 => self.constant(value),
             size => {
                 let ty = TYPES[usize::from(size)];
-                // Cranelift requires the bits beyond the type to be clear.
+                // Cranelift requires that the bits beyond the type are 0.
                 let value = value & ((1i64 << bits) - 1);
                 self.b.ins().iconst(ty, value)
             }

@@ -1,6 +1,6 @@
-//! Translates vector instructions: moves, and the operations of string functions. Each such operation computes each
-//! element, of at most 64 bits, separately. So an operation on 256 bits is two on 128 bits; Cranelift has no wider
-//! vectors on this host.
+//! Translates vector instructions: moves, and the operations of string functions. Each of these operations computes
+//! each element separately, and elements have at most 64 bits. So an operation on 256 bits becomes two operations on
+//! 128 bits. Cranelift has no wider vectors on this host.
 
 use super::kept::{Place, Vectors};
 use super::translate::Translator;
@@ -15,7 +15,7 @@ use cranelift_frontend::FuncInstBuilder;
 use iced_x86::{EncodingKind, Instruction, Mnemonic, OpKind, Register};
 use std::mem::offset_of;
 
-/// Emits an operation on all elements, or on the lowest one.
+/// A function that emits an operation on all elements, or only on the lowest element.
 pub(super) type Operate = for<'a, 'f> fn(FuncInstBuilder<'a, 'f>, Value, Value) -> Value;
 
 /// Returns the numbers of the operands that are an instruction's two sources. Without VEX the destination is also the
@@ -39,7 +39,7 @@ pub(super) fn type_of(elements: Elements) -> Type {
     }
 }
 
-/// Returns the element type and the operation of an instruction on the integers of two sources.
+/// Returns the element type and the operation of an instruction that has two sources with integer elements.
 fn operation(mnemonic: Mnemonic) -> Option<(Type, Operate)> {
     let (each, elements) = simd::meaning(mnemonic)?;
     let ty = type_of(elements);
@@ -63,8 +63,8 @@ fn operation(mnemonic: Mnemonic) -> Option<(Type, Operate)> {
     Some((ty, operate))
 }
 
-/// If the instruction moves a whole register, returns whether its memory operand must be aligned. Returns `None` for
-/// other instructions.
+/// If the instruction moves a whole register, returns whether its memory operand must be aligned. `None`: the
+/// instruction is of another kind.
 fn whole_move(mnemonic: Mnemonic) -> Option<bool> {
     use Mnemonic::*;
     match mnemonic {
@@ -83,7 +83,7 @@ impl Translator<'_> {
         }
     }
 
-    /// Forgets the values of the vector registers, which have been written back.
+    /// Drops the values of the vector registers. Call after they were written back.
     pub(super) fn forget_vectors(&mut self) {
         self.now.vectors = Vectors::default();
     }
@@ -100,7 +100,7 @@ impl Translator<'_> {
         changed != 0
     }
 
-    /// Reads a half of a register: 0 is the lower one.
+    /// Reads one half of a vector register. Half 0 is the lower half.
     pub(super) fn half(&mut self, r: u8, half: usize) -> Value {
         let n = usize::from(r & 15) + 16 * half;
         match self.now.vectors.known[n] {
@@ -131,7 +131,7 @@ impl Translator<'_> {
         self.set_field(offset_of!(Cpu, compiled.unused), value);
     }
 
-    /// Like [`set_vector`](Self::set_vector), for a value that floating point has computed from `sources`.
+    /// Like [`set_vector`](Self::set_vector), but for a floating-point result that was computed from `sources`.
     pub(super) fn set_computed(
         &mut self,
         insn: &Instruction,
@@ -147,7 +147,8 @@ impl Translator<'_> {
         self.now.vectors.computed |= bits(r);
     }
 
-    /// Writes one half of a register, or both. A VEX instruction that writes one half clears the other.
+    /// Writes one half of a vector register, or both halves. If a VEX instruction writes only one half, the other half
+    /// is cleared.
     pub(super) fn set_vector(&mut self, insn: &Instruction, r: u8, halves: &[Value]) {
         for (half, value) in halves.iter().enumerate() {
             self.set_half(r, half, *value);
@@ -182,8 +183,8 @@ impl Translator<'_> {
         self.b.ins().extractlane(value, 0)
     }
 
-    /// Returns the linear address and the operand size of `halves` halves in memory. If the address must be aligned and
-    /// is not, leaves the instruction to the interpreter, which raises #GP.
+    /// Returns the linear address of a memory operand of `halves` halves, and the index of a half's size. If the
+    /// address must be aligned and is not, leaves the instruction to the interpreter, which raises #GP.
     fn vector_in_memory(&mut self, op: &Op, halves: usize, is_aligned: bool) -> (Value, u8) {
         let lin = self.lin(op);
         let bytes = 16 * halves;
@@ -194,7 +195,7 @@ impl Translator<'_> {
         (lin, bytes.trailing_zeros() as u8)
     }
 
-    /// Reads operand `k`, a register or memory, as `halves` halves.
+    /// Reads operand `k`, a register or memory. Returns `halves` halves.
     pub(super) fn vector(
         &mut self,
         op: &Op,
@@ -218,8 +219,8 @@ impl Translator<'_> {
     fn store_vector(&mut self, op: &Op, values: &[Value], is_aligned: bool) {
         let (lin, size) = self.vector_in_memory(op, values.len(), is_aligned);
         if values.len() > 1 {
-            // The store of the second half may fail after the store of the first. Loads before this instruction must
-            // not be repeated then.
+            // The store of the second half may fail after the store of the first half. Loads before this instruction
+            // must not be repeated in this case.
             self.set_checkpoint();
         }
         let Place { host, offset } = self.place_to_store(lin, size);
@@ -231,7 +232,7 @@ impl Translator<'_> {
         self.now.has_changed = true;
     }
 
-    /// Translates a vector instruction. Returns `None`, and does nothing, if there is no translation.
+    /// Translates a vector instruction. `None`: there is no translation, and nothing was done.
     pub(super) fn vector_instruction(&mut self, insn: &Instruction, op: &Op) -> Option<()> {
         use Mnemonic::*;
         let vex = insn.encoding() == EncodingKind::VEX;
@@ -287,7 +288,7 @@ impl Translator<'_> {
         Some(())
     }
 
-    /// Writes the result of an operation on two sources.
+    /// Writes to the first operand the result of an operation on two sources.
     pub(super) fn operate(
         &mut self,
         insn: &Instruction,
@@ -339,7 +340,7 @@ impl Translator<'_> {
         }
     }
 
-    /// Fills a register with its source's lowest element.
+    /// Fills a register with the lowest element of the source.
     fn broadcast(&mut self, insn: &Instruction, op: &Op, size: u8, halves: usize) {
         let element = match op.r[1] {
             MEM => self.operand(op, 1, size),

@@ -1,14 +1,14 @@
-//! The position of R15 in a CPU, near the fields that compiled code uses.
+//! The position of R15 relative to the `Cpu`, near the fields that compiled code uses.
 //!
 //! R15 is [`BASE`] bytes beyond the beginning of the [`Cpu`], so that the fields that compiled code uses most are at
 //! most 128 bytes from R15. An instruction encodes a distance of at most 128 bytes in one byte, and a larger distance
-//! in four; and most instructions of compiled code read or write a field. Code that a guest runs only once is not in
-//! the host's first-level cache, so its size determines its time.
+//! in four bytes. Most instructions of compiled code read or write a field, so this makes the code shorter. If a guest
+//! runs code only once, the code is not in the host's first-level cache, so its size determines its time.
 
 use crate::Cpu;
 use std::mem::offset_of;
 
-/// The distance from the beginning of the CPU to R15.
+/// The distance from the beginning of the `Cpu` to R15.
 pub(super) const BASE: usize = offset_of!(Cpu, compiled.instructions) + 128;
 
 const _: () = assert!(offset_of!(Cpu, state.gpr) > offset_of!(Cpu, lazy));

@@ -1,4 +1,4 @@
-//! Edges between blocks: a branch moves values to the registers and slots where its target expects them.
+//! Edges between blocks: a branch moves values to the registers and slots in which the branch's target expects them.
 
 use super::places::State;
 use super::uses::arguments;
@@ -6,14 +6,14 @@ use super::{Generator, Reg, Result, Unknown};
 use cranelift_codegen::entity::EntityRef;
 use cranelift_codegen::ir::{Block, BlockCall, Value};
 
-/// The moves that put values where the target of a branch, or a call, expects them.
+/// The moves before a branch or a call. They put values where the target expects them.
 #[derive(Default)]
 pub(super) struct Moves {
     /// Moves to slots, which are made first.
     slots: Vec<(u8, Value)>,
-    /// Moves from registers to registers, which are next.
+    /// Moves from registers to registers, which are made next.
     registers: Vec<(Reg, Reg)>,
-    /// Moves from slots, and of constants, to registers.
+    /// Moves from slots to registers, and constants for registers, which are made last.
     rest: Vec<(Reg, Value)>,
 }
 
@@ -24,8 +24,8 @@ impl Moves {
 }
 
 impl Generator<'_> {
-    /// Keeps the values with which the targets of a rare block begin. Returns these values; the caller releases them at
-    /// the end of the block.
+    /// Prevents the release of the values that the targets of a rare block expect. Returns these values. The caller
+    /// releases them at the end of the block.
     pub(super) fn hold_targets(&mut self, block: Block) -> Vec<Value> {
         let func = self.func;
         let mut held = Vec::new();
@@ -38,7 +38,7 @@ impl Generator<'_> {
                 return;
             };
             held.extend(entry.registers.into_iter().flatten());
-            // Values that the target expects in slots.
+            // The target may also expect values in slots that are in registers here.
             for value in generator.places.state.registers.into_iter().flatten() {
                 let slot = generator.places.known(value).slot();
                 held.extend(
@@ -53,7 +53,7 @@ impl Generator<'_> {
         held
     }
 
-    /// Whether a value is used at the position of a block, or later.
+    /// Whether a value is used in the block at `position`, or in a later block.
     fn is_used_from(&self, value: Value, position: u32) -> bool {
         self.places.values[value.index()].last >= position
     }
@@ -66,11 +66,11 @@ impl Generator<'_> {
         let parameters = func.dfg.block_params(to);
         let values = arguments(func, call);
         match target.entry {
-            // The code of the block already exists. Its values were kept only for the branches that were known when the
-            // code was made.
+            // The target's code already exists. The values that it needs were kept only for the branches that were
+            // known when its code was made.
             Some(_) if self.is_nested && self.asm.is_placed(target.label) => Err(Unknown),
             Some(entry) => Ok(self.conform(entry, parameters, values)),
-            // Counting the block's uses could release a value that the branch passes as a parameter.
+            // `count_block` could release a value that the branch passes as a parameter.
             None if target.is_rare && !parameters.is_empty() => Err(Unknown),
             None => {
                 let (entry, moves) =
@@ -88,8 +88,8 @@ impl Generator<'_> {
         }
     }
 
-    /// Decides where a block expects its values: all values stay where they are, and each parameter gets a free
-    /// register or, if there is none, a slot.
+    /// Decides where a block expects its values. All values stay where they are now. Each parameter gets a free
+    /// register, or a slot if no register is free.
     fn decide(
         &mut self,
         position: u32,
@@ -99,7 +99,8 @@ impl Generator<'_> {
     ) -> Result<(State, Moves)> {
         let mut entry = self.places.state;
         for place in &mut entry.registers {
-            // If there are other branches to the block, constants are not kept. They are loaded again when needed.
+            // If the block has other branches, no constant is kept in a register for it. The block loads constants
+            // again.
             *place = place.filter(|&value| {
                 let is_used = self.places.left(value) > self.uses_of(value);
                 let is_common =
@@ -134,14 +135,14 @@ impl Generator<'_> {
         Ok((entry, moves))
     }
 
-    /// Returns a register that holds no value, either now or at the entry of the block.
+    /// Returns a register that holds no value now, and will hold no value at the entry of the block.
     fn spare_in(&self, entry: &State, is_kept: bool) -> Option<Reg> {
         self.places.spare_but(is_kept, |register| {
             entry.registers[usize::from(register.0)].is_some()
         })
     }
 
-    /// Adds the move of a value to a register.
+    /// Adds a move of `value` to the register `to`.
     pub(super) fn give(&self, moves: &mut Moves, to: Reg, value: Value) {
         match self.places.register(value) {
             Some(from) if from != to => moves.registers.push((to, from)),
@@ -150,7 +151,7 @@ impl Generator<'_> {
         }
     }
 
-    /// Returns the moves to the registers and slots where a block, whose entry is decided, expects its values.
+    /// Returns the moves that put values where a block expects them. The block's `entry` was decided before.
     fn conform(
         &mut self,
         entry: State,
@@ -164,7 +165,7 @@ impl Generator<'_> {
             let register = Reg(register as u8);
             match given.iter().find(|(parameter, _)| *parameter == value) {
                 Some(&(_, value)) => self.give(&mut moves, register, value),
-                // A value that is neither in a register nor in a slot is not used from here on.
+                // If a value is neither in a register nor in a slot, nothing uses it after this branch.
                 None if self.is_somewhere(value) => self.give(&mut moves, register, value),
                 None => {}
             }
@@ -178,8 +179,8 @@ impl Generator<'_> {
                 moves.slots.push((slot, value));
             }
         }
-        // Some values were in slots at the first branch to the block, so the block expects them there. Move those that
-        // are not in slots at this branch.
+        // The block expects a value in a slot if the value was there at the first branch to the block. At this branch,
+        // such a value may be only in a register. Then it is moved to its slot.
         for value in self.places.state.registers.into_iter().flatten() {
             if let Some(slot) = self.places.known(value).slot()
                 && entry.saved >> slot & 1 != 0
@@ -199,9 +200,10 @@ impl Generator<'_> {
             || self.constant(value).is_some()
     }
 
-    /// Makes moves as if all happened at once.
+    /// Makes all moves as if they happened at the same time.
     pub(super) fn make(&mut self, mut moves: Moves) {
-        // The values for slots wait on the stack until all other values have been read.
+        // Values for slots are pushed on the stack first, and written to the slots after all other values have been
+        // read.
         for &(_, value) in &moves.slots {
             self.push(value);
         }
@@ -228,8 +230,8 @@ impl Generator<'_> {
         Ok(())
     }
 
-    /// Ends a block by two branches: to the first target if `condition` holds, otherwise to the second. The flags are
-    /// set.
+    /// Ends a block by two branches: to the first target if `condition` holds, otherwise to the second. The host's
+    /// flags are already set.
     pub(super) fn branch(
         &mut self,
         condition: u8,
@@ -237,13 +239,13 @@ impl Generator<'_> {
         next: Option<Block>,
     ) -> Result {
         let lists = &self.func.dfg.value_lists;
-        // The branch to the block that comes next is made last.
+        // The branch to the block that comes next in the code is made last.
         let (condition, [first, second]) = match next == Some(calls[0].block(lists)) {
             true => (condition ^ 1, [calls[1], calls[0]]),
             false => (condition, calls),
         };
         let to = first.block(lists);
-        // The values that the branches use are kept until the moves of both branches are made.
+        // The moves of the first branch must not release values that the second branch uses.
         let moves = self.moves(first)?;
         let label = self.targets[to.index()].label;
         if moves.is_empty() {

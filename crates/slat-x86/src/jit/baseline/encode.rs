@@ -1,10 +1,10 @@
 //! Encodes the host's instructions that the baseline tier uses.
 //!
-//! Nearly all of them have the same form: an opcode, a register, and a register or memory. Only the opcode differs.
+//! Nearly all of these instructions have the same form: an opcode, a register, and a register or memory.
 
 use super::Reg;
 
-/// A label: a position in the code, which may not be known yet.
+/// A label: a position in the code. The position may be set after the label is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Label(u32);
 
@@ -20,7 +20,7 @@ pub(super) enum Place {
     Sum(Reg, Reg, i32),
 }
 
-/// Operations of two operands that share one encoding, by their numbers in it.
+/// Operations with two operands and the same encoding. The values are the numbers of the operations in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Alu {
     Add = 0,
@@ -31,7 +31,7 @@ pub(super) enum Alu {
     Cmp = 7,
 }
 
-/// Shifts and rotations, by their numbers in the encoding.
+/// Shifts and rotations. The values are their numbers in the encoding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Shift {
     Rol = 0,
@@ -41,7 +41,8 @@ pub(super) enum Shift {
     Sar = 7,
 }
 
-/// Operations of one operand, by their numbers in the encoding. The last three use RDX:RAX as the other operand.
+/// Operations with one operand. The values are their numbers in the encoding. The last three have RDX:RAX as a second,
+/// implicit operand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Unary {
     Not = 2,
@@ -51,7 +52,7 @@ pub(super) enum Unary {
     Div = 6,
 }
 
-/// Counts of bits, by their opcodes.
+/// Counts of bits. The values are their opcodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Count {
     Ones = 0xb8,
@@ -59,20 +60,21 @@ pub(super) enum Count {
     LeadingZeros = 0xbd,
 }
 
-/// How an instruction uses a [`Place`], besides its size. In a byte instruction without a prefix, the numbers 4 to 7
-/// mean other registers (AH, CH, DH, BH).
+/// The width of an instruction's [`Place`] operand, as far as it affects the encoding. In a byte instruction without a
+/// prefix, the register numbers 4 to 7 mean AH, CH, DH and BH.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Width {
     Sized,
     Byte,
 }
 
-/// Code under construction. Sizes are indices: 0 to 3 for 1, 2, 4 or 8 bytes.
+/// Code under construction. Sizes are given as indices: 0 to 3 for 1, 2, 4 and 8 bytes.
 #[derive(Default)]
 pub(super) struct Assembler {
     pub(super) code: Vec<u8>,
     labels: Vec<u32>,
-    /// The positions of the four-byte offsets in branches, each with the label to which the offset leads from its end.
+    /// The positions of the four-byte offsets in branches. Each has the label to which the branch jumps. The offset
+    /// counts from its own end.
     uses: Vec<(u32, Label)>,
 }
 
@@ -97,7 +99,7 @@ impl Assembler {
         self.labels[label.0 as usize] = self.at();
     }
 
-    /// Whether a label has a position.
+    /// Whether a label has a position already.
     pub(super) fn is_placed(&self, label: Label) -> bool {
         self.offset_of(label) != UNKNOWN
     }
@@ -112,7 +114,7 @@ impl Assembler {
         self.labels[label.0 as usize]
     }
 
-    /// Fills in the offsets. Call when all used labels have positions.
+    /// Fills in the offsets of all branches. Call when all labels that are used have positions.
     pub(super) fn link(&mut self) {
         for (at, label) in self.uses.drain(..) {
             let to = self.labels[label.0 as usize];
@@ -127,8 +129,8 @@ impl Assembler {
         self.code.extend_from_slice(bytes);
     }
 
-    /// Encodes an instruction: `prefix` (0: none), `opcode` (after 0F if it is above FF), `reg` (a register, or a part
-    /// of the opcode) and `place`.
+    /// Encodes an instruction. `prefix` 0 means no prefix. An `opcode` above FF follows the byte 0F. `reg` is a
+    /// register, or a part of the opcode.
     fn instruction(
         &mut self,
         size: u8,
@@ -169,7 +171,7 @@ impl Assembler {
             Place::Register(_) => self.code.push(0xc0 | form),
             Place::Memory(_, disp) | Place::Sum(_, _, disp) => {
                 let short = i8::try_from(disp);
-                // RBP and R13 have no form without a displacement.
+                // With the base RBP or R13, the encoding needs a displacement, even if it is 0.
                 self.code.push(match (disp, short) {
                     (0, _) if low != 5 => form,
                     (_, Ok(_)) => 0x40 | form,
@@ -185,7 +187,7 @@ impl Assembler {
         }
     }
 
-    /// Encodes an instruction whose opcode tells the size: `opcode` for bytes, `opcode` + 1 for larger sizes.
+    /// Encodes an instruction whose opcode depends on the size: `opcode` for bytes, `opcode` + 1 for larger sizes.
     fn sized(&mut self, size: u8, opcode: u16, reg: u8, place: Place) {
         let width = if size == 0 { Width::Byte } else { Width::Sized };
         self.instruction(size, width, 0, opcode | u16::from(size != 0), reg, place);
@@ -220,7 +222,7 @@ impl Assembler {
         }
     }
 
-    /// Compares with 0.
+    /// Compares a register with 0.
     pub(super) fn test(&mut self, size: u8, register: Reg) {
         self.sized(size, 0x84, register.0, Place::Register(register));
     }
@@ -243,7 +245,7 @@ impl Assembler {
         self.instruction(size, Width::Sized, 0, 0x1af, to.0, Place::Register(from));
     }
 
-    /// Copies all of a register.
+    /// Copies all 64 bits of a register.
     pub(super) fn mov(&mut self, to: Reg, from: Reg) {
         self.sized(3, 0x88, from.0, Place::Register(to));
     }
@@ -252,7 +254,7 @@ impl Assembler {
         self.sized(3, 0x86, a.0, Place::Register(b));
     }
 
-    /// Loads a constant, without changing the flags.
+    /// Loads a constant into a register, without changing the flags.
     pub(super) fn constant(&mut self, to: Reg, value: i64) {
         if u32::try_from(value).is_ok() {
             if to.0 > 7 {
@@ -278,7 +280,7 @@ impl Assembler {
         }
     }
 
-    /// Reads a register, sign-extended to 64 bits.
+    /// Reads a register and sign-extends it to 64 bits.
     pub(super) fn sign_extend(&mut self, size: u8, to: Reg, from: Reg) {
         let from = Place::Register(from);
         match size {
@@ -319,12 +321,12 @@ impl Assembler {
         self.instruction(2, Width::Sized, 0, 0x8f, 0, place);
     }
 
-    /// Computes the address of a place, without changing the flags.
+    /// Loads the address of a memory operand into a register, without changing the flags.
     pub(super) fn address(&mut self, to: Reg, place: Place) {
         self.instruction(3, Width::Sized, 0, 0x8d, to.0, place);
     }
 
-    /// Sets a byte to 1 if condition 0 to 15 holds, otherwise to 0.
+    /// Sets a byte register to 1 if `condition` (0 to 15) holds, otherwise to 0.
     pub(super) fn set(&mut self, condition: u8, to: Reg) {
         let opcode = 0x190 | u16::from(condition);
         self.instruction(2, Width::Byte, 0, opcode, 0, Place::Register(to));
@@ -357,7 +359,8 @@ impl Assembler {
         self.bytes(&[0x0f, 0xc8 | register.0 & 7]);
     }
 
-    /// Atomically compares memory with RAX, and stores `new` if they are equal. RAX becomes the old content of memory.
+    /// Atomically compares memory with RAX, and stores `new` if they are equal. Afterwards, RAX is the old content of
+    /// memory.
     pub(super) fn compare_exchange(&mut self, size: u8, address: Reg, new: Reg) {
         self.code.push(0xf0);
         self.sized(size, 0x1b0, new.0, Place::Memory(address, 0));
@@ -377,7 +380,7 @@ impl Assembler {
         self.use_of(label);
     }
 
-    /// Returns from a function.
+    /// Restores the stack pointer and the frame pointer, and returns from the function.
     pub(super) fn leave(&mut self) {
         // mov rsp,rbp; pop rbp; ret
         self.bytes(&[0x48, 0x89, 0xec, 0x5d, 0xc3]);

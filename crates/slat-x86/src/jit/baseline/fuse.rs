@@ -1,10 +1,10 @@
-//! Fusion: instructions of Cranelift's language that together become one instruction of the host.
+//! Fusion: finds instructions of Cranelift's language that are emitted together as one instruction of the host.
 
 use super::Generator;
 use crate::jit::access;
 use cranelift_codegen::ir::{Inst, InstructionData, MemFlags, Opcode, Value};
 
-/// A load of a field, an addition to it and a store.
+/// A load of a field of the CPU, an addition to the loaded value, and a store to the field.
 pub(super) struct Addition {
     size: u8,
     address: Value,
@@ -44,7 +44,7 @@ impl Generator<'_> {
         }
     }
 
-    /// Whether `user` accesses memory at the result of `inst`, and nothing else uses that result.
+    /// Whether `user` is an access to the address that `inst` computes, and nothing else uses this address.
     fn is_address_of(&self, inst: Inst, user: Inst) -> bool {
         let dfg = &self.func.dfg;
         let sum = dfg.first_result(inst);
@@ -56,8 +56,8 @@ impl Generator<'_> {
         address == Some(sum) && self.places.left(sum) == 1
     }
 
-    /// Returns the addition that computes an address, and its operands, if the address is computed only
-    /// as part of the access.
+    /// If `address` is the sum of an addition that is emitted as a part of the access, returns the addition and its
+    /// operands.
     pub(super) fn fused_sum(&self, address: Value) -> Option<(Inst, [Value; 2])> {
         let inst = self.func.dfg.value_def(address).inst()?;
         match self.func.dfg.insts[inst] {
@@ -69,12 +69,13 @@ impl Generator<'_> {
         }
     }
 
-    /// Whether a value is in a register or a slot.
+    /// Whether a value already exists in a register or a slot.
     fn is_made(&self, value: Value) -> bool {
         self.places.register(value).is_some() || self.places.saved(value).is_some()
     }
 
-    /// Whether `user` branches or selects by the result of `inst`, and nothing else uses that result.
+    /// Whether `user` is a branch or a select whose condition is the result of `inst`, and nothing else uses this
+    /// result.
     fn is_condition_of(&self, inst: Inst, user: Inst) -> bool {
         let dfg = &self.func.dfg;
         matches!(dfg.insts[user].opcode(), Opcode::Brif | Opcode::Select)
@@ -82,7 +83,7 @@ impl Generator<'_> {
             && self.places.left(dfg.first_result(inst)) == 1
     }
 
-    /// Whether `inst` loads a field, `user` compares something with its result, and nothing else uses that result.
+    /// Whether `inst` loads a field, `user` is a comparison with the loaded value, and nothing else uses this value.
     fn is_compared_by(&self, inst: Inst, user: Inst) -> bool {
         let dfg = &self.func.dfg;
         let InstructionData::IntCompare { args: [_, b], .. } = dfg.insts[user] else {
@@ -91,7 +92,7 @@ impl Generator<'_> {
         self.field(inst).is_some() && b == dfg.first_result(inst) && self.places.left(b) == 1
     }
 
-    /// Returns the address and the offset of a load that cannot fail.
+    /// If `inst` is a load that cannot fail, returns its address and offset.
     fn field(&self, inst: Inst) -> Option<(Value, i32)> {
         let is_plain = |flags: MemFlags| flags.trap_code() != Some(access::GUARDED);
         match self.func.dfg.insts[inst] {
@@ -105,15 +106,15 @@ impl Generator<'_> {
         }
     }
 
-    /// If the value is the result of a load that is emitted only where the value is used, returns the load, its address
-    /// and its offset.
+    /// If `value` is the result of a load that is emitted as a part of the instruction that uses it, returns the load,
+    /// its address and its offset.
     pub(super) fn fused_load(&self, value: Value) -> Option<(Inst, Value, i32)> {
         let inst = self.func.dfg.value_def(value).inst()?;
         let (address, offset) = self.field(inst).filter(|_| !self.is_made(value))?;
         Some((inst, address, offset))
     }
 
-    /// Returns the addition to a field that `load` and the two instructions after it form. `None` if they form none.
+    /// If `load` and the two instructions after it are an addition to a field, returns the addition.
     pub(super) fn addition(&self, load: Inst) -> Option<Addition> {
         let (dfg, layout) = (&self.func.dfg, &self.func.layout);
         let (address, offset) = self.field(load)?;
@@ -148,7 +149,7 @@ impl Generator<'_> {
         })
     }
 
-    /// Emits an addition to a field as one instruction.
+    /// Emits an addition to a field as one instruction with a memory operand.
     pub(super) fn add_in_place(&mut self, addition: Addition) {
         let Addition {
             size,

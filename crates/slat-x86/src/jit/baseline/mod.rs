@@ -1,36 +1,37 @@
 //! The baseline tier: makes machine code of a function in Cranelift's intermediate language, in one pass.
 //!
-//! The translator defines the meaning of guest instructions once, and two tiers make machine code of the function that
-//! it returns. This tier takes a tenth of Cranelift's time, and makes code that is somewhat larger and slower. This
-//! suits warm code, of which there is much. Code that stays hot is compiled again by Cranelift.
+//! The translator returns a function with the meaning of the guest's instructions. Two tiers can make machine code of
+//! this function. This tier takes a tenth of Cranelift's time, and makes code that is somewhat larger and slower. So it
+//! compiles warm code, of which there is much. Cranelift compiles code again that stays hot.
 //!
 //! | file | idea |
 //! |---|---|
 //! | `encode` | the host's instructions as bytes |
 //! | `uses` | which values are used, how often, and where last |
 //! | `places` | where values are: registers, slots of the frame |
-//! | `registers` | how values get registers, and give them up |
+//! | `registers` | how values get registers and lose them |
 //! | `select` | the host's instructions for an instruction of the language |
-//! | `fuse` | which instructions together become one of the host's |
-//! | `edges` | from one block to the next |
+//! | `fuse` | which instructions are emitted together as one host instruction |
+//! | `edges` | the moves of values at branches |
 //!
-//! Blocks are made in their order; rarely executed blocks are made at the end. The first branch to a block decides
-//! where the block expects its values, and every other branch moves the values there (`edges`). So after a TLB look-up
-//! the code continues with the same registers as before; only the code of a miss, which is at the end, saves and
-//! restores registers.
+//! The code of blocks is made in their order, except that rarely executed blocks are made at the end. The first branch
+//! to a block decides where the block expects its values, and every other branch moves the values there (`edges`). So
+//! after a TLB look-up the code continues with the same registers as before; only the code of a miss, which is at the
+//! end, saves and restores registers.
 //!
-//! A value's register is free after the value's last use. So uses are counted: before code is made, `count` looks at
-//! all blocks, and leaves out instructions whose results have no uses. Three rules cover blocks whose code is not made
-//! in the order of their uses:
+//! A value's register is free after the value's last use. So this tier counts uses. Before it makes code, `count`
+//! examines all blocks, and leaves out instructions whose results have no uses. Three rules are for blocks whose code
+//! is not made in the order of execution:
 //!
 //! - Uses in a rare block count as uses of the branch to it, because the block begins with a copy of the
 //!   state at the branch.
-//! - A value that a loop uses but does not define counts as used once more at the end of the loop.
-//! - A block with several branches to it begins with only those values that are used at its position or later.
+//! - If a loop uses a value but does not define it, the value has one more use at the end of the loop.
+//! - If there are several branches to a block, the block begins with only those values that are used at its position or
+//!   later.
 //!
 //! This tier knows integers only. For this tier, the translator calls the interpreter's handlers for vectors and
-//! floating point. If a function has anything else that this tier does not know, this tier refuses the function, and
-//! Cranelift compiles it.
+//! floating point. If a function contains another instruction that this tier does not know, `generate` returns `None`,
+//! and Cranelift compiles the function.
 
 mod edges;
 mod encode;
@@ -45,7 +46,7 @@ use cranelift_codegen::ir::{Block, Function, Inst, InstructionData, Value};
 use encode::{Assembler, Label};
 use places::{Places, R15, State};
 
-/// A register of the host, by its number in instructions.
+/// A register of the host, identified by its number in instructions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Reg(u8);
 
@@ -55,24 +56,24 @@ struct Target {
     label: Label,
     /// The number of branches to the block.
     branches: u32,
-    /// The block's position in the order of the function's blocks.
+    /// The index of the block in the order of the function's blocks.
     position: u32,
     is_rare: bool,
     /// The locations where the block expects its values, known after the first branch to the block.
     entry: Option<State>,
     /// The index in `Generator::segments` of the segment to which the block belongs.
     segment: u32,
-    /// Whether the first branch to the block is in a block that is made late.
+    /// Whether the first branch to the block is in a block that is itself made late.
     is_nested: bool,
 }
 
-/// A value that has to be kept until the block at a position is made.
+/// A value that is kept until the block at position `until` is made.
 struct Held {
     until: u32,
     value: Value,
 }
 
-/// The allocations that one compilation leaves for the next one to reuse.
+/// Allocations that are reused from one compilation to the next.
 #[derive(Default)]
 pub(in crate::jit) struct Room {
     asm: Assembler,
@@ -82,21 +83,21 @@ pub(in crate::jit) struct Room {
     guarded: Vec<(u32, u32)>,
 }
 
-/// Machine code; the offsets at which its blocks can be entered; and its guarded accesses, as ascending offsets, each
-/// with the index of its step.
+/// Machine code; the offsets of the blocks at which it can be entered; and the ascending offsets of its guarded
+/// accesses, each with the index of the access's step.
 pub(super) struct Code<'a> {
     pub(super) bytes: &'a [u8],
     pub(super) entries: Vec<u32>,
     pub(super) guarded: &'a [(u32, u32)],
 }
 
-/// The error for a function with something that this tier does not know.
+/// The error for a function that contains something that this tier does not know.
 #[derive(Debug)]
 struct Unknown;
 
 type Result<T = ()> = std::result::Result<T, Unknown>;
 
-/// Makes machine code of a function. Returns `None` if this tier cannot.
+/// Makes machine code of a function. `None`: this tier cannot compile the function.
 pub(super) fn generate<'a>(func: &Function, room: &'a mut Room) -> Option<Code<'a>> {
     let Room {
         asm,
@@ -143,12 +144,12 @@ struct Generator<'a> {
     guarded: &'a mut Vec<(u32, u32)>,
     /// The segment of the current block.
     segment: u32,
-    /// The number of slots that each segment uses. A segment is a stretch of code at whose beginning no values are in
+    /// The number of slots that each segment uses. A segment is a part of the code that begins with no values in
     /// registers or slots.
     segments: Vec<u32>,
-    /// Whether the current block is made late.
+    /// Whether the current block is made late, after all ordinary blocks.
     is_apart: bool,
-    /// Whether the current block is nested.
+    /// Whether the first branch to the current block is in a block that is itself made late.
     is_nested: bool,
     /// The current instruction, whose uses are counted when it is done.
     inst: Option<Inst>,
@@ -187,8 +188,8 @@ impl Generator<'_> {
         Ok(offsets)
     }
 
-    /// Returns the blocks at which the function can be entered. The function begins with a jump to one of them. Code
-    /// that enters the function makes that jump itself.
+    /// Returns the blocks at which the function can be entered. In the intermediate language, the function begins with
+    /// a jump to one of them. No code is made for this jump: the caller enters the machine code at the block's offset.
     fn entries(&mut self, first: Block) -> Result<Vec<Block>> {
         let func = self.func;
         let last = func.layout.last_inst(first).ok_or(Unknown)?;
@@ -204,7 +205,7 @@ impl Generator<'_> {
         Ok(blocks)
     }
 
-    /// Makes the code of a late block, beginning with the state that the branch to the block had.
+    /// Makes the code of a late block. The block begins with the state of values at the branch to it.
     fn late_block(&mut self, block: Block) -> Result {
         let target = self.targets[block.index()];
         if target.entry.is_none() {
@@ -214,7 +215,7 @@ impl Generator<'_> {
         let slots = self.segments[target.segment as usize];
         self.is_apart = true;
         self.is_nested = target.is_nested;
-        // Blocks that begin with the state of this block must not use its slots, either.
+        // Blocks that begin with the state of this block have its slots, too, so they must belong to the same segment.
         self.segment = target.segment;
         self.places.begin_apart(slots);
         if target.is_rare {
@@ -233,7 +234,7 @@ impl Generator<'_> {
         };
         self.asm.place(target.label);
         self.places.resume(entry);
-        // The values that the targets of a rare block need at their beginning must stay, too.
+        // If the block is rare, the values that its targets expect must not be released before the end of the block.
         let held = match target.is_rare {
             true => self.hold_targets(block),
             false => Vec::new(),
@@ -264,7 +265,7 @@ impl Generator<'_> {
         Ok(())
     }
 
-    /// Ends a segment: the next one has slots of its own.
+    /// Ends a segment. The next segment has separate slots.
     fn end_segment(&mut self) {
         let slots = self.places.reset_slots();
         if let Some(last) = self.segments.last_mut() {

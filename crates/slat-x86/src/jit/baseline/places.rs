@@ -1,8 +1,8 @@
-//! Keeps track of the locations of values: registers, or slots of the frame. Constants are in neither, because they are
-//! made again.
+//! Records the location of each value: a register, a slot of the stack frame, or both. Constants need no location,
+//! because they are made again.
 //!
 //! A value gets a register when it is made. It loses the register when it is no longer used, or when another value
-//! needs the register. In the second case the value is saved in a slot, where it stays valid, because values never
+//! needs the register. In the second case the value is saved in a slot. It stays valid there, because values never
 //! change.
 
 use super::Reg;
@@ -22,9 +22,9 @@ const R9: Reg = Reg(9);
 /// The register that holds the CPU's address.
 pub(super) const R15: Reg = Reg(15);
 
-/// The registers of arguments.
+/// The registers that hold a call's arguments.
 pub(super) const ARGUMENTS: [Reg; 6] = [RDI, RSI, RDX, RCX, R8, R9];
-/// Registers for values. The registers that functions of the host preserve come last.
+/// The registers for values. Those that functions of the host preserve are last.
 pub(super) const FOR_VALUES: [Reg; 13] = [
     RAX,
     RCX,
@@ -40,9 +40,9 @@ pub(super) const FOR_VALUES: [Reg; 13] = [
     Reg(13),
     Reg(14),
 ];
-/// The registers in `FOR_VALUES` that functions of the host preserve: bit n stands for register n.
+/// The registers in `FOR_VALUES` that functions of the host preserve. Bit n is register n.
 pub(super) const KEPT: u16 = 1 << 3 | 1 << 12 | 1 << 13 | 1 << 14;
-/// The most slots of a function. A function that needs more is too large for this tier.
+/// The greatest number of slots of a function. A function that needs more slots is too large for this tier.
 const SLOTS: u32 = u128::BITS;
 const _: () = assert!(SLOTS * 8 <= FRAME);
 
@@ -53,16 +53,16 @@ const NO_SLOT: u8 = u8::MAX;
 #[derive(Clone, Copy, Default)]
 pub(super) struct State {
     pub(super) registers: [Option<Value>; 16],
-    /// The slots that contain values: a bit for each slot.
+    /// The slots that contain values, one bit for each slot.
     pub(super) saved: u128,
 }
 
 /// How a value is used, and where it is.
 #[derive(Clone, Copy)]
 pub(super) struct Known {
-    /// The number of uses that are still to be made.
+    /// The number of uses whose code is not made yet.
     pub(super) left: u32,
-    /// The position of the block that defines the value, and of the block with its last use.
+    /// The position of the block that defines the value. The next field is the position of the block with its last use.
     pub(super) made: u32,
     pub(super) last: u32,
     register: u8,
@@ -89,13 +89,13 @@ impl Known {
 pub(super) struct Places {
     pub(super) values: Vec<Known>,
     pub(super) state: State,
-    /// The registers that the current instruction needs: a bit for each register.
+    /// The registers that the current instruction needs, one bit for each register.
     locked: u16,
-    /// The number of slots given to values since the last block that begins with none.
+    /// The number of slots that were given to values since the beginning of the segment.
     slots: u32,
-    /// Values that got slots in a late block. The slots are freed after the block.
+    /// The values that got slots in the current late block. These slots are freed after the block.
     given: Vec<Value>,
-    /// The register that is taken next.
+    /// The register that is chosen next when a register has to be emptied.
     next: usize,
     is_full: bool,
 }
@@ -127,7 +127,7 @@ impl Places {
         (register != NOWHERE).then_some(Reg(register))
     }
 
-    /// Records that a value is the CPU's address. This value has a register of its own and belongs to no state.
+    /// Records that a value is the address of `Cpu`. This value is always in R15, and belongs to no state.
     pub(super) fn is_cpus(&mut self, value: Value) {
         self.known(value).register = R15.0;
     }
@@ -138,7 +138,7 @@ impl Places {
         (slot != NO_SLOT && self.state.saved >> slot & 1 != 0).then_some(slot)
     }
 
-    /// Whether there were enough slots.
+    /// Whether the slots were sufficient for all values so far.
     pub(super) fn fits(&self) -> bool {
         !self.is_full
     }
@@ -156,18 +156,18 @@ impl Places {
         }
     }
 
-    /// Makes slots that hold no value available again. Returns how many were in use.
+    /// Makes all slots available again. Call when no slot holds a value. Returns the number of slots that were used.
     pub(super) fn reset_slots(&mut self) -> u32 {
         std::mem::take(&mut self.slots)
     }
 
-    /// Begins a late block. The block has slots of its own, after the first `slots` ones.
+    /// Begins a late block. The block's new slots come after the first `slots` slots.
     pub(super) fn begin_apart(&mut self, slots: u32) {
         self.slots = slots;
         self.given.clear();
     }
 
-    /// Whether a value was given a slot since the late block began.
+    /// Whether a value has got a slot since the late block began.
     pub(super) fn has_given(&self) -> bool {
         !self.given.is_empty()
     }
@@ -192,14 +192,14 @@ impl Places {
         self.known(value).slot
     }
 
-    /// Puts a value into a register that holds none.
+    /// Puts a value into a register that holds no value.
     pub(super) fn put(&mut self, register: Reg, value: Value) {
         debug_assert!(self.state.registers[usize::from(register.0)].is_none());
         self.state.registers[usize::from(register.0)] = Some(value);
         self.known(value).register = register.0;
     }
 
-    /// Frees a register whose value is no longer needed there.
+    /// Frees a register. The register's value is not needed there any more.
     pub(super) fn drop_from(&mut self, register: Reg) {
         if let Some(value) = self.state.registers[usize::from(register.0)].take() {
             self.known(value).register = NOWHERE;
@@ -218,7 +218,7 @@ impl Places {
         self.locked & bit(register) != 0
     }
 
-    /// Forgets a value that is no longer used.
+    /// Frees the register and the slot of a value that is no longer used.
     fn forget(&mut self, value: Value) {
         if let Some(register) = self.register(value) {
             self.drop_from(register);
@@ -229,7 +229,7 @@ impl Places {
         }
     }
 
-    /// Counts a use that is done.
+    /// Counts down the remaining uses of a value by one.
     pub(super) fn used(&mut self, value: Value) {
         let known = self.known(value);
         known.left -= 1;
@@ -238,7 +238,7 @@ impl Places {
         }
     }
 
-    /// Forgets the values that are no longer used.
+    /// Frees the registers and slots of all values that are no longer used.
     pub(super) fn forget_unused(&mut self) {
         for value in self.state.registers.into_iter().flatten() {
             if self.left(value) == 0 {
@@ -252,7 +252,7 @@ impl Places {
         self.spare_but(is_kept, |_| false)
     }
 
-    /// Returns a register without a value for which `is_other` is false, if there is one.
+    /// Like [`spare`](Self::spare), but returns only a register for which `is_other` is false.
     pub(super) fn spare_but(&self, is_kept: bool, is_other: impl Fn(Reg) -> bool) -> Option<Reg> {
         let is_free = |&register: &Reg| {
             !self.is_locked(register)
@@ -265,7 +265,7 @@ impl Places {
         }
     }
 
-    /// Returns the register to be emptied when another value needs a register.
+    /// Returns the register that is emptied because another value needs a register.
     pub(super) fn victim(&mut self) -> Reg {
         loop {
             self.next = (self.next + 1) % FOR_VALUES.len();

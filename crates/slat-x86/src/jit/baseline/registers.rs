@@ -16,7 +16,7 @@ fn place_of_slot(slot: u8, by: i32) -> Place {
 }
 
 impl Generator<'_> {
-    /// Returns the value of a constant.
+    /// Returns the number if a value is a constant.
     pub(super) fn constant(&self, value: Value) -> Option<i64> {
         let inst = self.func.dfg.value_def(value).inst()?;
         match self.func.dfg.insts[inst] {
@@ -28,7 +28,7 @@ impl Generator<'_> {
         }
     }
 
-    /// Saves a value that is in a register.
+    /// Saves a value, which is in a register, in a slot.
     pub(super) fn save(&mut self, value: Value) {
         if self.places.saved(value).is_some() || self.constant(value).is_some() {
             return;
@@ -40,7 +40,7 @@ impl Generator<'_> {
         }
     }
 
-    /// Returns a free register, which is locked.
+    /// Returns a register that holds no value, and locks it.
     pub(super) fn free(&mut self, is_kept: bool) -> Reg {
         let register = match self.places.spare(is_kept) {
             Some(register) => register,
@@ -95,13 +95,13 @@ impl Generator<'_> {
         match (self.constant(value), self.places.saved(value)) {
             (Some(constant), _) => self.asm.constant(register, constant),
             (None, Some(slot)) => (self.asm).zero_extend(3, register, place_of_slot(slot, 0)),
-            // The slots did not suffice, so this code will be dropped.
+            // There were not enough slots, so the code of this function will be dropped.
             (None, None) if !self.places.fits() => {}
             (None, None) => unreachable!("{value} is nowhere"),
         }
     }
 
-    /// Copies a value to a register whose present value is not needed.
+    /// Copies a value to a register whose old value is not needed.
     pub(super) fn copy(&mut self, value: Value, to: Reg) {
         match self.places.register(value) {
             Some(register) if register == to => {}
@@ -110,8 +110,8 @@ impl Generator<'_> {
         }
     }
 
-    /// Returns a register for a result that begins as a copy of a value, and locks it. At the value's last use, this is
-    /// the value's own register.
+    /// Returns a locked register that contains a copy of a value, to be changed into a result. At the value's last use,
+    /// this is the register of the value itself.
     pub(super) fn change(&mut self, value: Value) -> Reg {
         if let Some(register) = self.places.register(value)
             && self.places.left(value) == 1
@@ -125,7 +125,7 @@ impl Generator<'_> {
         register
     }
 
-    /// Assigns a register to the result of an instruction, and counts the instruction's uses.
+    /// Assigns a register to the result of the current instruction, and counts the instruction's uses.
     pub(super) fn finish(&mut self, result: Value, register: Reg) {
         self.count_uses();
         self.places.drop_from(register);
@@ -141,8 +141,8 @@ impl Generator<'_> {
         known.made != known.last
     }
 
-    /// Saves the values in registers that functions of the host do not preserve, if they are used after the
-    /// current instruction.
+    /// Call before a call to a function of the host. Saves the values that are used after the call and are in registers
+    /// that the function does not preserve.
     pub(super) fn save_for_call(&mut self) {
         for register in FOR_VALUES {
             if KEPT & bit(register) == 0
@@ -154,7 +154,8 @@ impl Generator<'_> {
         }
     }
 
-    /// Drops the values in registers that functions of the host do not preserve.
+    /// Call for a call to a function of the host. Removes the values from registers that the function does not
+    /// preserve.
     pub(super) fn drop_for_call(&mut self) {
         for register in FOR_VALUES {
             if KEPT & bit(register) == 0 {
@@ -163,11 +164,11 @@ impl Generator<'_> {
         }
     }
 
-    /// Moves registers to registers as if all moves happened at once.
+    /// Moves registers to registers as if all moves happened at the same time.
     pub(super) fn move_all(asm: &mut Assembler, moves: &mut Vec<(Reg, Reg)>) {
         moves.retain(|(to, from)| to != from);
         while !moves.is_empty() {
-            // Finds a move whose target no other move reads. If there is none, the moves form cycles.
+            // Finds a move whose target is not the source of another move. If there is none, the moves are cycles.
             let free =
                 (0..moves.len()).find(|&k| moves.iter().all(|(_, from)| *from != moves[k].0));
             match free {
@@ -191,7 +192,7 @@ impl Generator<'_> {
         }
     }
 
-    /// Pushes a value for [`fill`](Self::fill), unless it is a constant.
+    /// Pushes a value on the stack, for [`fill`](Self::fill). Constants are not pushed.
     pub(super) fn push(&mut self, value: Value) {
         if self.constant(value).is_some() {
             return;
@@ -204,7 +205,7 @@ impl Generator<'_> {
         }
     }
 
-    /// Fills a slot with a constant, or with the value that [`push`](Self::push) pushed.
+    /// Writes a constant, or the value that [`push`](Self::push) has pushed, to a slot.
     pub(super) fn fill(&mut self, slot: u8, value: Value) {
         let [to, upper] = [0, 4].map(|by| place_of_slot(slot, by));
         match self.constant(value) {

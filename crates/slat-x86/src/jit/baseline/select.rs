@@ -1,6 +1,6 @@
 //! Selects and emits the host's instructions for an instruction of the intermediate language.
 //!
-//! In a register, the bits beyond a value's type are undefined.
+//! In a register, the bits above those of a value's type are undefined.
 
 use super::edges::Moves;
 use super::encode::{Alu, Count, Place, Shift, Unary};
@@ -11,7 +11,7 @@ use cranelift_codegen::ir::condcodes::IntCC;
 use cranelift_codegen::ir::types::{I8, I16, I32, I64};
 use cranelift_codegen::ir::{Block, BlockCall, Inst, InstructionData, MemFlags, Opcode, Value};
 
-/// Conditions, by their numbers in the host's instructions.
+/// Conditions. The values are their numbers in the host's instructions.
 const EQUAL: u8 = 4;
 const NOT_EQUAL: u8 = 5;
 const SIGN: u8 = 8;
@@ -31,7 +31,7 @@ fn condition(cc: IntCC) -> u8 {
     }
 }
 
-/// An operand that the instruction only reads.
+/// An operand that an instruction only reads.
 #[derive(Clone, Copy)]
 enum Operand {
     Value(Value),
@@ -45,7 +45,7 @@ fn truncate(value: i64, size: u8) -> i64 {
 }
 
 impl Generator<'_> {
-    /// Returns the size index of a value.
+    /// Returns the index of a value's size.
     pub(super) fn size(&self, value: Value) -> Result<u8> {
         match self.func.dfg.value_type(value) {
             I8 => Ok(0),
@@ -56,7 +56,7 @@ impl Generator<'_> {
         }
     }
 
-    /// Emits the code of an instruction, and counts its uses.
+    /// Emits the code of the instruction `inst`, and counts its uses.
     pub(super) fn select(&mut self, inst: Inst, next: Option<Block>) -> Result {
         use Opcode::*;
         let data = &self.func.dfg.insts[inst];
@@ -150,7 +150,7 @@ impl Generator<'_> {
         Ok(())
     }
 
-    /// Ends an instruction without a result in a register.
+    /// Ends an instruction that has no result in a register.
     fn done(&mut self) {
         self.count_uses();
         self.places.unlock();
@@ -229,12 +229,12 @@ impl Generator<'_> {
         Ok(())
     }
 
-    /// Whether a value is used again after the current instruction, or has no register of its own.
+    /// Whether a value must not be overwritten by the current instruction: it is used again, or is not in a register.
     fn is_kept_after(&self, value: Value) -> bool {
         self.is_cpu(value) || self.places.register(value).is_some() && self.places.left(value) > 1
     }
 
-    /// Returns an operand as an immediate, if it fits into an instruction.
+    /// Returns an operand as an immediate, if it fits into the instruction.
     fn immediate(&self, operand: Operand, size: u8) -> Option<i32> {
         let value = match operand {
             Operand::Immediate(value) => value,
@@ -300,7 +300,8 @@ impl Generator<'_> {
             (None, Operand::Value(by)) => {
                 self.take(RCX);
                 self.copy(by, RCX);
-                // The host's shifts use at least five bits of the count.
+                // The host's shifts use at least the low five bits of the count, so the count of smaller sizes has to
+                // be masked.
                 if size < 2 {
                     self.asm
                         .alu_immediate(Alu::And, 2, RCX, i32::from(bits) - 1);
@@ -375,7 +376,7 @@ impl Generator<'_> {
         Ok(())
     }
 
-    /// Emits the comparison of an instruction. Returns the condition under which the instruction's result is 1.
+    /// Emits the comparison `inst`. Returns the condition that holds if the result of `inst` is 1.
     fn compare(&mut self, inst: Inst) -> Result<u8> {
         let (a, b, cc) = match self.func.dfg.insts[inst] {
             InstructionData::IntCompare {
@@ -409,8 +410,8 @@ impl Generator<'_> {
         Ok(condition(cc))
     }
 
-    /// Sets the flags for a test of `value`, and returns the condition under which it is not 0. If `value` is the
-    /// result of a comparison that has not been emitted, emits the comparison.
+    /// Sets the host's flags for a test of `value`. Returns the condition that holds if `value` is not 0. If `value` is
+    /// the result of a comparison that is not emitted yet, emits the comparison.
     fn test(&mut self, value: Value) -> Result<u8> {
         let dfg = &self.func.dfg;
         let made = dfg.value_def(value).inst();
@@ -445,7 +446,7 @@ impl Generator<'_> {
         self.branch(condition, [&blocks[0], &blocks[1]], next)
     }
 
-    /// Records that the next instruction is a guarded access, if `flags` says so.
+    /// If `flags` says that the access is guarded, records that the next instruction is a guarded access.
     fn guard(&mut self, flags: MemFlags) {
         if flags.trap_code() == Some(access::GUARDED)
             && let Some(inst) = self.inst
@@ -455,7 +456,7 @@ impl Generator<'_> {
         }
     }
 
-    /// Returns the memory operand for an address, and locks its registers.
+    /// Returns the memory operand for an address, and locks the operand's registers.
     fn place(&mut self, address: Value, offset: i32) -> Place {
         match self.fused_sum(address) {
             Some((sum, [a, b])) => {

@@ -1,8 +1,8 @@
-//! Counts the uses of values: how often each value is used, and where last.
+//! Counts the uses of values: how often each value is used, and where it is used last.
 //!
-//! The count is made before any code, from the last block to the first: an instruction whose results have no uses is
-//! not counted as a use of its operands. While code is made, the remaining uses are counted down. A value without
-//! remaining uses gives up its register.
+//! Uses are counted before code is made, from the last block to the first. So if the results of an instruction have no
+//! uses, the instruction does not count as a use of its operands. While code is made, the remaining uses are counted
+//! down. A value without remaining uses gives up its register.
 
 use super::{Generator, Held, Result, Target};
 use crate::jit::access;
@@ -12,7 +12,7 @@ use cranelift_codegen::ir::{
 };
 
 impl Generator<'_> {
-    /// Ends the additional uses of values that were counted for loops ending before a position.
+    /// Releases the values that were kept for loops that end before a position.
     pub(super) fn release(&mut self, position: u32) {
         let mut k = 0;
         while k < self.held.len() {
@@ -25,7 +25,7 @@ impl Generator<'_> {
         }
     }
 
-    /// Counts blocks, branches and uses.
+    /// Counts branches and uses, and finds the positions of blocks.
     pub(super) fn count(&mut self) -> Result {
         let func = self.func;
         let blocks = func.dfg.num_blocks();
@@ -57,8 +57,8 @@ impl Generator<'_> {
                 }
             }
         }
-        // Iterate from the last instruction to the first: an instruction whose result is unused does not count as a
-        // use.
+        // Goes from the last instruction to the first, so that an instruction whose result is unused does not count as
+        // a use.
         let mut loops = Vec::new();
         let mut last = func.layout.last_block();
         while let Some(block) = last {
@@ -86,14 +86,15 @@ impl Generator<'_> {
         }
         for block in func.layout.blocks() {
             let target = &mut self.targets[block.index()];
-            // A block with several branches is not rare: its uses would be counted at the first branch only.
+            // If there are several branches to a block, it is not treated as rare, because its uses would be counted at
+            // only one of them.
             target.is_rare = func.layout.is_cold(block) && target.branches == 1;
         }
         self.hold_for_loops(loops);
         Ok(())
     }
 
-    /// Keeps each value that is made before a loop, and used in the loop or later, until the end of the loop.
+    /// Keeps a value until the end of a loop if the value is made before the loop and used in the loop or later.
     fn hold_for_loops(&mut self, mut loops: Vec<(u32, u32)>) {
         if loops.is_empty() {
             return;
@@ -116,7 +117,7 @@ impl Generator<'_> {
         }
     }
 
-    /// Whether an instruction only makes values that nothing uses.
+    /// Whether an instruction has no effect except values that nothing uses.
     pub(super) fn is_unused(&self, inst: Inst) -> bool {
         let dfg = &self.func.dfg;
         let opcode = dfg.insts[inst].opcode();
@@ -171,21 +172,21 @@ impl Generator<'_> {
         uses
     }
 
-    /// Counts the uses of the current instruction, which is done.
+    /// Counts down the uses by the current instruction, which is done.
     pub(super) fn count_uses(&mut self) {
         if let Some(inst) = self.inst.take() {
             self.each_use(inst, |generator, value| generator.places.used(value));
         }
     }
 
-    /// Counts the uses of an instruction that was emitted together with the current one.
+    /// Counts down the uses by an instruction that was emitted together with the current instruction.
     pub(super) fn count_uses_by(&mut self, inst: Inst) {
         let current = self.inst.replace(inst);
         self.count_uses();
         self.inst = current;
     }
 
-    /// Counts the uses of a whole block: adds them if `by` is 1, otherwise removes them as done.
+    /// Counts the uses of a whole block. If `by` is 1, adds them; if `by` is -1, removes them.
     pub(super) fn count_block(&mut self, block: Block, by: i32) {
         let func = self.func;
         let position = self.targets[block.index()].position;
@@ -194,7 +195,7 @@ impl Generator<'_> {
                 continue;
             }
             self.each_use(inst, |generator, value| {
-                // Leave out values that this block makes itself: other blocks do not use them.
+                // Values that this block makes itself are left out, because no other block uses them.
                 if generator.places.known(value).made == position {
                     return;
                 }
@@ -207,7 +208,7 @@ impl Generator<'_> {
     }
 }
 
-/// Returns the values that a branch passes to its block.
+/// Returns the values that a branch passes as parameters of its block.
 pub(super) fn arguments<'a>(
     func: &'a Function,
     call: &BlockCall,

@@ -1,4 +1,4 @@
-//! Checks that another decoder reads the instructions that [`Assembler`] writes.
+//! Checks that a disassembler reads the instructions that [`Assembler`] has written.
 
 use super::*;
 use iced_x86::{Decoder, DecoderOptions, FastFormatter};
@@ -26,7 +26,7 @@ fn name(size: u8, register: Reg) -> &'static str {
     NAMES[usize::from(size)][usize::from(register.0)]
 }
 
-/// Returns the code as another decoder reads it.
+/// Disassembles `code` to text.
 fn read(code: &[u8]) -> String {
     let mut text = String::new();
     let mut decoder = Decoder::with_ip(64, code, 0, DecoderOptions::NONE);
@@ -58,7 +58,7 @@ fn memory(size: u8, base: Reg, disp: i32) -> String {
     }
 }
 
-/// Returns a text without the widths of memory operands, which not every formatter writes.
+/// Removes the widths of memory operands from a text, because only some formatters write them.
 fn plain(text: &str) -> String {
     let widths = ["dword ptr ", "qword ptr ", "byte ptr ", "word ptr "];
     widths
@@ -259,7 +259,7 @@ fn another_decoder_reads_what_is_written_for_one_register() {
     }
 }
 
-/// Writes a number as the formatter does.
+/// Formats a number as the disassembler does.
 fn hex(value: i32) -> String {
     format!("{value:x}h")
 }
