@@ -1,4 +1,5 @@
-//! One basic block: decoded operations, and the bytes they were decoded from, which are compared with memory.
+//! One basic block: decoded operations, and the bytes from which they were decoded. These bytes are compared with
+//! memory.
 
 use crate::heap::OutOfMemory;
 use crate::key::Key;
@@ -13,16 +14,17 @@ use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
 use std::cell::Cell;
 use std::ptr::NonNull;
 
-/// The most operations of a block.
+/// The greatest number of operations of a block.
 pub(crate) const MAX_OPS: usize = 48;
-/// The number of code bytes after which a block takes no further instruction. Offsets of instructions fit into a byte.
+/// A block that has this number of code bytes gets no further instruction. So the offsets of its instructions fit into
+/// a byte.
 pub(crate) const MAX_BYTES: usize = 200;
-/// The most code bytes of a block. Its last instruction starts before [`MAX_BYTES`].
+/// The greatest number of code bytes of a block. The block's last instruction starts before [`MAX_BYTES`].
 pub(crate) const LONGEST: usize = MAX_BYTES + 16;
-/// The most operations that one instruction is decoded into: its own operation and a check.
+/// The greatest number of operations for one instruction: its own operation and a check.
 const PER_INSTRUCTION: usize = 2;
 
-/// The block that ran after another block the last time.
+/// The block that ran next after another block's last run.
 #[derive(Clone, Copy)]
 struct Next {
     block: NonNull<Block>,
@@ -31,19 +33,19 @@ struct Next {
 
 /// A decoded basic block.
 ///
-/// The run loop rarely finds a block in the nearest data cache. So the block's first cache line contains the fields
-/// that identify the block, and the second line the fields needed to run it. While a block runs, the processor
-/// prefetches both lines of the next block.
+/// A block is rarely in the host's nearest data cache. So the block's first cache line has the fields that identify the
+/// block, and the second line has the fields that are needed to run it. While a block runs, the processor prefetches
+/// both lines of the next block.
 #[repr(C, align(64))]
 pub(crate) struct Block {
     pub(crate) key: Key,
     /// The page of the block's first byte. `None`: the block is empty, or holds code that runs only once (see `once`).
     pub(crate) first: Option<Place>,
     next: Cell<Option<Next>>,
-    /// The number of further entries after which the block is warm.
+    /// The number of entries after which the block will be warm.
     #[cfg(feature = "jit")]
     pub(crate) heat: Cell<u32>,
-    /// The tier for which compilation was requested, if it was.
+    /// The tier for which compilation was requested. `None`: compilation was not requested.
     #[cfg(feature = "jit")]
     pub(crate) asked: Cell<Option<Tier>>,
     /// Whether the block's code crosses into a second page.
@@ -101,7 +103,7 @@ impl Block {
         pool: &mut Pool,
         max_ops: usize,
     ) -> Result<NonNull<Self>, OutOfMemory> {
-        // The last instruction may need more than one operation.
+        // `max_ops` counts one operation for each instruction. The last instruction may need [`PER_INSTRUCTION`].
         let (ops, longest) = (max_ops - 1 + PER_INSTRUCTION, LONGEST.min(16 * max_ops));
         let mut block = Self::empty();
         // SAFETY: the block, and with it the lists, is used only as long as the pool's pieces are, as this function's
@@ -171,7 +173,7 @@ impl Block {
         self.heat.set(0);
     }
 
-    /// Forgets the block's number of entries, its compiled code, and the block that followed it.
+    /// Resets the block's number of entries, and drops its compiled code and the block that followed it.
     pub(crate) fn cool(&mut self) {
         self.next.set(None);
         #[cfg(feature = "jit")]
@@ -212,7 +214,7 @@ impl Block {
         self.next.set(Some(Next { block: next, ops }));
     }
 
-    /// Returns the block that ran after this block the last time.
+    /// Returns the block that ran next after this block's last run.
     #[inline(always)]
     pub(crate) fn next(&self) -> Option<NonNull<Block>> {
         self.next.get().map(|next| next.block)
@@ -262,8 +264,8 @@ impl Block {
 
 #[cfg(feature = "jit")]
 impl Block {
-    /// Whether memory holds the code of `region`, which can be entered at this block. Call while the block is current
-    /// for its CPU, and not running.
+    /// Whether memory holds the code of `region`, which can be entered at this block. Call while this block is current
+    /// for its CPU and does not run.
     pub(crate) fn holds(&self, region: &Region) -> bool {
         region
             .parts()

@@ -3,11 +3,11 @@
 //! A block is keyed by linear address, RIP and decoding mode. A block runs without a comparison with memory as long as
 //! the copy of its page is known to equal memory (`snapshot`).
 //!
-//! New code is decoded into one reused block: much code is executed only once, and keeping a block costs more than
-//! decoding it. The second time that code runs, its block is copied into a block that is kept. Only complete blocks are
-//! copied, so a fetch that fails half-way changes no kept block.
+//! New code is decoded into a block that is reused, because much code is executed only once, and keeping a block costs
+//! more than decoding it. When code runs for the second time, its block is copied into a block that is kept. Only
+//! complete blocks are copied, so a fetch that fails half-way changes no kept block.
 //!
-//! Kept blocks and copies of pages are in a [`Pool`]. They never move, and are freed all together, between blocks,
+//! Kept blocks and copies of pages are in a [`Pool`]. They never move. All are freed at once, while no block runs,
 //! before they would exceed [`CODE_BYTES`]. If there is no memory to keep a block, the block still runs, and its code
 //! is decoded again the next time.
 
@@ -21,17 +21,17 @@ use crate::region::{Entrance, Step};
 use std::collections::HashMap;
 use std::ptr::NonNull;
 
-/// The most heap bytes that the kept blocks of one CPU, the copies of its code and their indices may use: about 120,000
-/// blocks of six instructions in 2,000 pages.
+/// The greatest number of heap bytes for one CPU's kept blocks, the copies of its code, and their indices. This is
+/// enough for about 120,000 blocks of six instructions in 2,000 pages.
 pub const CODE_BYTES: usize = 64 << 20;
-/// More bytes than one block and the copies of its code need.
+/// An upper bound of the bytes that one block and the copies of its code need.
 pub(crate) const RESERVE: usize = 64 << 10;
 /// The number of entries of the direct-mapped front table.
 const FRONT: usize = 16384;
 /// The number of bits in [`Seen`], and in one of its lines.
 const SEEN: usize = 1 << 20;
 const SEEN_LINE: usize = 512;
-/// The number of bits that an address sets. All are in one line.
+/// The number of bits that one address sets. All of these bits are in one line.
 const SEEN_EACH: u32 = 3;
 
 /// Bloom filter of addresses that ran lately. A collision keeps a block needlessly; it evicts none.
@@ -40,7 +40,7 @@ struct Seen {
     set: usize,
 }
 
-// SAFETY: integers.
+// SAFETY: the type consists of integers, for which zeroes are a valid value.
 unsafe impl Zeroed for Seen {}
 
 impl Seen {
@@ -73,7 +73,7 @@ impl Seen {
 /// Kept blocks by address, direct-mapped.
 struct Front([Option<NonNull<Block>>; FRONT]);
 
-// SAFETY: zeroes are `None`: Rust guarantees that for an `Option` of a `NonNull`.
+// SAFETY: zeroes are `None`, as Rust guarantees for an `Option` of a `NonNull`.
 unsafe impl Zeroed for Front {}
 
 impl Front {
@@ -89,7 +89,7 @@ struct Tables {
     front: Front,
 }
 
-// SAFETY: zeroes are a value of both fields, because both are `Zeroed`.
+// SAFETY: zeroes are a valid value of both fields, because both types are `Zeroed`.
 unsafe impl Zeroed for Tables
 where
     Seen: Zeroed,
@@ -99,7 +99,7 @@ where
 
 /// All blocks of a CPU.
 pub(crate) struct Blocks {
-    /// The number of the snapshots that these blocks refer to: the snapshots have the same number.
+    /// A number that these blocks and the snapshots to which they refer have in common.
     pub(crate) pair: u64,
     kept: HashMap<Key, NonNull<Block>, Seeded>,
     /// The memory of the blocks in `kept`.
@@ -118,7 +118,7 @@ pub(crate) struct Blocks {
 impl Blocks {
     pub(crate) fn try_new() -> Result<Self, OutOfMemory> {
         let mut own = Pool::default();
-        // SAFETY: the pool is never cleared, and lives as long as the blocks.
+        // SAFETY: these blocks' own pool is never cleared, and lives as long as the blocks.
         let [once, single] = unsafe {
             [
                 Block::with_room(&mut own, MAX_OPS)?,
@@ -143,19 +143,20 @@ impl Blocks {
         self.pool.bytes_with(more) + heap::map_bytes(self.kept.capacity(), entry)
     }
 
-    /// Allocates memory in the index for one more block. If that fails, no block will be kept.
+    /// Allocates memory in the index for one more block. If there is no memory, the block will not be kept.
     pub(crate) fn reserve(&mut self) {
         let _ = self.kept.try_reserve(1);
     }
 
-    /// Returns the block with this key if the block is current for a CPU with this `stamp`, and either followed the
-    /// last block before or is in the front table.
+    /// Returns the block with this key if the block is current for a CPU with this `stamp`, and either is the block
+    /// that followed the last block before, or is in the front table.
     #[inline(always)]
     pub(crate) fn current(&mut self, key: &Key, stamp: u64) -> Option<NonNull<Block>> {
-        // SAFETY: the last block is alive: blocks are freed all together, between blocks, and then `last` is cleared.
+        // SAFETY: the last block is alive: all blocks are freed at once, while no block runs, and then `last` is
+        // cleared.
         let last = self.last.map(|last| unsafe { last.as_ref() });
         let is_it = |found: NonNull<Block>| {
-            // SAFETY: `found` is from the front table, or has followed another block that is alive; so `found` is
+            // SAFETY: `found` is in the front table, or has followed a block that is alive. In both cases `found` is
             // alive.
             let block = unsafe { found.as_ref() };
             block.key == *key && block.is_current(stamp)
@@ -196,7 +197,7 @@ impl Blocks {
         self.tables.seen.note(lin)
     }
 
-    /// Call when a block, which is alive, begins to run.
+    /// Call with the block that begins to run.
     #[inline(always)]
     pub(crate) fn begin(&mut self, block: &Block) {
         self.last = Some(NonNull::from(block));
@@ -211,15 +212,15 @@ impl Blocks {
     #[cfg(feature = "jit")]
     pub(crate) fn step_at(&self, address: usize) -> Option<*const Step> {
         self.kept.values().find_map(|block| {
-            // SAFETY: blocks in the map are alive as long as they are in it.
+            // SAFETY: a block in the map is alive until it is removed from the map.
             let entrance = unsafe { block.as_ref() }.entrance.as_ref()?;
             entrance.region.step_at(address)
         })
     }
 
-    /// Attaches compiled code to its block, if the block still exists and has no better code. Before the next run, the
-    /// block and the compiled code are compared with memory. Returns whether the block had other compiled code. Call
-    /// while no block is running.
+    /// Attaches compiled code to the block with this key, if the block still exists and has no better code. The block
+    /// and the compiled code are compared with memory before they run next. Returns whether the block had other
+    /// compiled code. Call while no block is running.
     #[cfg(feature = "jit")]
     pub(crate) fn attach(&mut self, key: &Key, entrance: Entrance) -> bool {
         if let Some(&block) = self.kept.get(key) {
@@ -236,7 +237,7 @@ impl Blocks {
         false
     }
 
-    /// Frees the kept blocks, and empties the others. Call while no block is running.
+    /// Frees the kept blocks, and empties `once` and `single`. Call while no block is running.
     pub(crate) fn clear(&mut self) {
         self.last = None;
         self.tables.front.0.fill(None);
@@ -248,7 +249,7 @@ impl Blocks {
         }
     }
 
-    /// Frees all blocks in the map. The caller makes sure that no reference to one of them is left.
+    /// Frees all blocks in the map. The caller must make sure that no reference to any of them is left.
     fn free(&mut self) {
         for (_, mut block) in self.kept.drain() {
             // SAFETY: the block is alive, and is removed from the map here; the caller has made sure that no reference
@@ -259,7 +260,7 @@ impl Blocks {
         unsafe { self.pool.clear() };
     }
 
-    /// Keeps a copy of `once`, which replaces an old block with the same key. If that fails, the old block is
+    /// Keeps a copy of `once`. If there is a kept block with the same key, overwrites it. On failure that block is
     /// unchanged.
     pub(crate) fn keep(&mut self) -> Result<NonNull<Block>, OutOfMemory> {
         // SAFETY: the block is alive as long as `self`; nothing else refers to it while no block is running.
@@ -290,7 +291,7 @@ impl Blocks {
 
 impl Drop for Blocks {
     fn drop(&mut self) {
-        // The CPU is being dropped, so none of these blocks can run.
+        // No block can run any more, because the CPU is being dropped.
         self.free();
     }
 }
@@ -304,7 +305,7 @@ mod tests {
         let mut seen = Pages::<Seen>::zeroed().unwrap();
         assert!(!seen.note(0x1000));
         assert!(seen.note(0x1000) && seen.note(0x1000));
-        // The filter has memory for this number of addresses.
+        // The filter is large enough for this number of addresses.
         let pages = SEEN as u64 / 4 / u64::from(SEEN_EACH);
         let new = (1..pages).filter(|page| !seen.note(0x1000 + (page << 12)));
         assert!(

@@ -6,11 +6,11 @@ use crate::machine::{BusLocks, Exit};
 #[derive(Default)]
 pub(crate) struct BusLock {
     pub(crate) when: BusLocks,
-    /// Whether the last instruction has locked the bus, which ends the run.
+    /// Whether the last instruction has locked the bus. If so, the run ends.
     locked: bool,
-    /// Whether the next bus lock lets the run continue, because that bus lock has already ended the last run.
+    /// Whether the next bus lock is allowed, because the last run has ended before the same instruction.
     passes: bool,
-    /// RIP of the instruction that ended the last run because it would lock the bus.
+    /// RIP of the instruction before which the last run ended, because the instruction would lock the bus.
     rip: Option<u64>,
 }
 
@@ -25,7 +25,7 @@ impl BusLock {
         if *exit == Exit::BusLock && self.when == BusLocks::ExitBefore {
             self.rip = Some(rip);
         } else if self.passes {
-            // The run ended before the instruction.
+            // The run ended before it reached the instruction, which may therefore still lock the bus.
             self.rip = Some(began);
         }
     }
@@ -47,7 +47,7 @@ impl BusLock {
         self.locked
     }
 
-    /// Like [`is_due`](Self::is_due), but also forgets the bus lock.
+    /// Like [`is_due`](Self::is_due), but also clears the record of the bus lock.
     pub(crate) fn take(&mut self) -> bool {
         std::mem::take(&mut self.locked)
     }

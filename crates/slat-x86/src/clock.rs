@@ -2,8 +2,8 @@
 //!
 //! A check of memory before each block would cost more than the block. So each event that may make code stale advances
 //! a number of the clock, and each page of code keeps the numbers at which it was last checked. If the clock still has
-//! these numbers, no such event has happened since. The clock has three numbers, because events differ in the check
-//! that they require. The most expensive check comes first:
+//! these numbers, no such event has happened since. The clock has three numbers, because different events require
+//! different checks. In the table, the most expensive check is first:
 //!
 //! | number | advances when | check if the page's number is older |
 //! |---|---|---|
@@ -12,20 +12,21 @@
 //! | *stamp* | generation or epoch advances; any CPU stores to a page with decoded code | find out which happened |
 //!
 //! Before each block, the run loop and compiled code read only the stamp. The stamp suffices, because it advances with
-//! the generation and with the epoch: a page with the current stamp has the current generation and epoch. A single
-//! number would cost too much. If it were the generation, each interrupt would look up every page again, which is a
-//! walk; if it were the epoch, each store to a page with code would compare all other pages with memory.
+//! the generation and with the epoch. So a page with the current stamp also has the current generation and epoch. A
+//! single number would cost too much. If the only number were the generation, each interrupt would make the CPU look up
+//! every page again, by a walk. If the only number were the epoch, each store to a page with code would make the CPU
+//! compare all other pages with memory.
 //!
 //! There is one epoch and one stamp for supervisor code, and another pair for user code. An IRET to user code advances
 //! only the user's pair ([`Clock::serialize_return`]). A page is looked up either for supervisor code or for user code,
 //! and the CPU runs one of the two at a time. A change of the CPL therefore exchanges the stamp ([`Clock::enter`]).
-//! There is one generation, because a flush concerns all code. No 64-bit number wraps around within centuries.
+//! There is one generation, because a flush affects all code. No 64-bit number wraps around within centuries.
 //!
 //! Two more numbers, which are not part of the clock, identify the contents of a page. A page's *version*, which all
 //! CPUs share, rises with each store to the page (`code_pages`). A page's *edition*, which belongs to one CPU, changes
 //! whenever this CPU finds the page changed (`snapshot`).
 
-/// The numbers of a CPU. They begin at 1: a page that keeps 0 was never checked.
+/// The numbers of a CPU. They begin at 1, because a page that has the number 0 was never checked.
 pub(crate) struct Clock {
     generation: u64,
     /// One epoch for supervisor code and one for user code.
@@ -56,7 +57,7 @@ impl Clock {
         self.epochs[usize::from(is_user)]
     }
 
-    /// Call when code of another privilege begins to run.
+    /// Call when the privilege level changes between user and supervisor.
     pub(crate) fn enter(&mut self, is_user: bool) {
         self.is_user = is_user;
         self.stamp = self.stamps[usize::from(is_user)];
@@ -68,7 +69,8 @@ impl Clock {
         self.change();
     }
 
-    /// Call after a store to a page with decoded code. Makes the CPU check all code before it executes the code again.
+    /// Call after a store to a page with decoded code. Makes the CPU check each page of code before it executes the
+    /// page's code again.
     pub(crate) fn change(&mut self) {
         self.stamps = self.stamps.map(|stamp| stamp + 1);
         self.enter(self.is_user);
@@ -82,10 +84,10 @@ impl Clock {
         self.change();
     }
 
-    /// Call for an IRET, after it has changed the CPL. An IRET to user code serialises user code alone: each page fault
-    /// of a user ends with an IRET, and comparing the supervisor's code again for the next fault would cost more than
-    /// the rest of the fault. Supervisor code sees a client's or a device's store after the next event that serialises
-    /// all code. Such events, interrupts for example, are frequent.
+    /// Call for an IRET, after it has changed the CPL. An IRET to user code serialises only user code. Each page fault
+    /// in user code ends with an IRET. If the IRET also serialised supervisor code, comparing that code again for the
+    /// next fault would cost more than the rest of the fault. Supervisor code sees a client's or a device's store after
+    /// the next event that serialises all code. Such events, interrupts for example, are frequent.
     pub(crate) fn serialize_return(&mut self) {
         if !self.is_user {
             return self.serialize();

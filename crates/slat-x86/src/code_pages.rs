@@ -1,40 +1,40 @@
-//! The host pages that hold decoded code, and when they changed. The table tells a CPU that its decoded code still
-//! equals memory, without a comparison.
+//! The host pages that hold decoded code, and when they changed. From this table a CPU learns, without a comparison,
+//! that its decoded code still equals memory.
 //!
-//! All CPUs of a machine share one [`CodePages`]. It has a *version*, a number that only rises, and a slot for each
+//! All CPUs of a machine share one [`CodePages`]. It has a *version*, a number that only increases, and a slot for each
 //! host page. A slot is 0, or the version at which the page was *marked* or last stored to. A CPU marks a page before
 //! it decodes code of the page. Each CPU is a [`Member`].
 //!
 //! - **Stores by CPUs.** A store to a marked page never uses the TLB's fast path (see `tlb`). The slow path gives the
 //!   slot a new version after the store ([`Member::stored`]). A CPU that marks a page drops its own TLB entry for
 //!   writes to the page, and tells the other CPUs by their attention words ([`CodePages::CHANGED`]). At its next block
-//!   boundary each other CPU drops its entries for writes to marked pages, and only then *heeds* the version. (Compiled
-//!   code also forgets its last access there.) To heed a version is to have acted on it. Until all running CPUs have
-//!   heeded the version, the page is not *trusted*: its code is compared with memory at every entry.
-//! - **Levels of the TLB.** Only the first level lets a store pass without a check. The first level holds translations
-//!   of the current address space and global ones, and `look_at_writes` visits all of it. The second level keeps the
-//!   right to write for all address spaces, but no guest access uses it directly: when a page is copied from it to the
-//!   first level, the page's slot is read, as after a walk of the guest's tables, and the store that missed is noted.
-//!   So a mark need not drop anything in the second level.
+//!   boundary each other CPU drops its entries for writes to marked pages, and only then *heeds* the version: it stores
+//!   that it has acted on the version. (At block boundaries, compiled code also forgets its last access.) Until all
+//!   running CPUs have heeded the version, the page is not *trusted*: its code is compared with memory at every entry.
+//! - **Levels of the TLB.** Only the first level lets a store pass without a check. The first level has translations of
+//!   the current address space and global translations, and `look_at_writes` visits all of them. The second level keeps
+//!   the right to write for all address spaces, but no guest access uses it directly. When an entry is copied from the
+//!   second level to the first, the page's slot is read, as after a walk of the guest's tables, and the store that
+//!   missed is noted. So a mark need not drop any entry of the second level.
 //! - **Trust.** A CPU first reads the slot and finds the page trusted, then compares the code with memory. From then on
-//!   the code equals memory as long as the slot does not change, because every store is covered. A store that passed
-//!   without a check was made before its CPU heeded the mark. The comparison sees that store, because heeding is a
-//!   release, and reading the heeded version is an acquire. Any other store that the comparison missed changes the slot
+//!   the code equals memory as long as the slot does not change, for two reasons. If a store passed without a check,
+//!   its CPU made the store before it heeded the mark. The comparison sees that store, because heeding is a release and
+//!   reading the heeded version is an acquire. Every other store that the comparison missed changes the slot
 //!   afterwards.
-//! - **When a change is seen.** A CPU that changes the version sets the bit in the attention words of all other running
-//!   CPUs, which read their words at each block boundary anyway. So a CPU sees another CPU's store before its next
+//! - **When a change is seen.** A CPU that changes the version sets a bit in the attention words of all other running
+//!   CPUs, which read these words at each block boundary anyway. So a CPU sees another CPU's store before its next
 //!   block. A CPU's own store ends its running block (`Cpu::note_store`). A CPU clears the bit before it reads the
 //!   version: a change in between sets the bit again.
 //! - **Stores by the client or a device** are not known here. Code is compared with memory again when a run begins, and
 //!   after each event that serialises instructions (`Clock::serialize`). An IRET to user code causes a comparison of
 //!   user code alone (`Clock::serialize_return`).
 //! - **Pages that no longer hold code.** After [`STRIKES`] stores without a comparison in between, a page's mark is
-//!   removed: otherwise stores to the page would stay slow for ever.
+//!   removed. Otherwise stores to the page would stay slow forever.
 //!
-//! A slot and the version change under one lock, the slot first: a CPU that has seen a version sees the slots of all
-//! earlier versions. A CPU takes the same lock when it begins to run, and when it stops. So a change either finds the
-//! CPU running, and tells the CPU; or finds it stopped, and the CPU reads the version when it begins to run, before it
-//! uses any code. The attention word of a stopped CPU does not have the bit.
+//! A slot and the version change under one lock, the slot first. So a CPU that has seen a version sees the slots of all
+//! earlier versions. A CPU acquires the same lock when it begins to run and when it stops. If a change finds a CPU
+//! running, the change sets the bit in the CPU's attention word. If a change finds a CPU stopped, the CPU reads the
+//! version when it begins to run, before it uses any code. The bit is never set in the attention word of a stopped CPU.
 //!
 //! All host pages whose numbers agree in the low bits share a slot. Sharing costs an unnecessary comparison at most.
 
@@ -48,7 +48,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 /// The number of stores to a marked page after which the mark is removed, unless the page's code was compared in
 /// between.
 const STRIKES: u64 = 15;
-/// The number of bits of a slot that are below the version, and count these stores.
+/// The number of low bits of a slot, below the version, that count these stores.
 const STRIKE_BITS: u32 = 4;
 const STRIKE_MASK: u64 = (1 << STRIKE_BITS) - 1;
 
@@ -57,13 +57,13 @@ mod slots {
     use crate::heap::{OutOfMemory, Pages, Zeroed};
     use crate::sync::AtomicU64;
 
-    /// The number of slots. 4 GiB of consecutive host pages have one each. The host provides the slots'
-    /// memory at first use.
+    /// The number of slots. This is one slot for each page of 4 GiB of consecutive host memory. The host provides the
+    /// slots' memory at first use.
     const SLOTS: usize = 1 << 20;
 
     struct Table([AtomicU64; SLOTS]);
 
-    // SAFETY: integers.
+    // SAFETY: the type consists of integers, for which zeroes are a valid value.
     unsafe impl Zeroed for Table {}
 
     pub(super) struct Slots(Pages<Table>);
@@ -86,7 +86,7 @@ mod slots {
     use crate::heap::OutOfMemory;
     use crate::sync::AtomicU64;
 
-    /// The slots in model tests, which use two pages.
+    /// The slots in model tests, which use only two pages.
     pub(super) struct Slots([AtomicU64; 2]);
 
     impl Slots {
@@ -100,12 +100,12 @@ mod slots {
     }
 }
 
-/// The host pages with decoded code of the CPUs of one machine.
+/// The host pages that hold decoded code, for the CPUs of one machine.
 pub struct CodePages {
     slots: Slots,
     version: AtomicU64,
-    /// The seats of all CPUs. The lock of this list is held while a slot, the version, or the attention word of a seat
-    /// changes.
+    /// The seats of all CPUs. A thread holds this lock while it changes a slot, the version, or the attention word of a
+    /// seat.
     seats: Mutex<Vec<SeatOf>>,
 }
 
@@ -113,15 +113,15 @@ pub struct CodePages {
 struct Seat {
     /// The version that the CPU has heeded.
     heeded: AtomicU64,
-    /// The attention word of the CPU's run; null if the CPU does not run. The caller of the run keeps the word alive
-    /// until [`Member::leave`] has cleared this pointer.
+    /// The attention word of the CPU's run; null if the CPU does not run. The word is alive until [`Member::leave`] has
+    /// cleared this pointer.
     attention: AtomicPtr<AtomicU32>,
 }
 
-/// Points to the seat of a [`Member`]. The member owns the seat, and takes it off the list before dropping it.
+/// Points to the seat of a [`Member`]. The member owns the seat, and removes it from the list before dropping it.
 struct SeatOf(NonNull<Seat>);
 
-// SAFETY: a seat consists of atomics.
+// SAFETY: a seat consists of atomics, which any thread may use.
 unsafe impl Send for SeatOf {}
 
 impl std::fmt::Debug for CodePages {
@@ -131,8 +131,8 @@ impl std::fmt::Debug for CodePages {
 }
 
 impl CodePages {
-    /// The bit of an attention word that says that code has changed. A CPU sets it in the words of the other running
-    /// CPUs (see [`Executor::run`](crate::Executor::run)).
+    /// The bit of an attention word that says that code has changed. A CPU sets this bit in the words of the other
+    /// running CPUs (see [`Executor::run`](crate::Executor::run)).
     pub const CHANGED: u32 = 1 << 31;
 
     /// Makes the table for a machine's CPUs: 8 MiB of address space, for which the host provides memory at first use.
@@ -147,8 +147,9 @@ impl CodePages {
         }))
     }
 
-    /// Call after a store to the page of `host` that was made for a CPU outside its own instructions: all CPUs see the
-    /// store before their next block. Returns whether the page may hold decoded code, possibly of the running block.
+    /// Call after a store to the page of `host` that was made for a CPU, but not by one of its instructions. All CPUs
+    /// see the store before their next block. Returns whether the page may hold decoded code, possibly of the running
+    /// block.
     pub fn stored(&self, host: *const u8) -> bool {
         self.note_store(host as usize, ptr::null()).is_some()
     }
@@ -192,7 +193,7 @@ impl Change<'_> {
     /// Returns the seats of the CPUs that run, and their attention words.
     fn running(&self) -> impl Iterator<Item = (&Seat, &AtomicU32)> {
         self.seats.iter().filter_map(|seat| {
-            // SAFETY: a member takes its seat off the list, which is locked, before it frees it.
+            // SAFETY: a member removes its seat from the list before it frees the seat, and the list is locked here.
             let seat = unsafe { seat.0.as_ref() };
             // SAFETY: the word is alive while the seat refers to it, and the seat cannot change under the lock.
             let attention = unsafe { seat.attention.load(Relaxed).as_ref() };
@@ -200,8 +201,8 @@ impl Change<'_> {
         })
     }
 
-    /// Changes the slot of `host` to the next version with `strikes`, or to 0 unless `marked`. Tells all running CPUs
-    /// except the one with the seat `own`. Returns the version.
+    /// Increases the version. Changes the slot of `host` to the new version with `strikes`, or, unless `marked`, to 0.
+    /// Tells all running CPUs except the one with the seat `own`. Returns the version.
     fn next(&self, host: usize, marked: bool, strikes: u64, own: *const Seat) -> u64 {
         let version = self.pages.version.load(Relaxed) + 1;
         let slot = if marked {
@@ -259,8 +260,9 @@ impl Member {
         self.seat.heeded.load(Relaxed)
     }
 
-    /// Call before the CPU executes. From now on other CPUs trust no page that they mark until this CPU has heeded the
-    /// mark, and report changes in `attention`. If the CPU has missed changes, the bit in `attention` is set at once.
+    /// Call before the CPU executes. From now on, other CPUs report changes in `attention`. If they mark a page, they
+    /// do not trust it until this CPU has heeded the mark. If the CPU has missed changes, the bit in `attention` is set
+    /// at once.
     ///
     /// # Safety
     /// The word lives until [`leave`](Self::leave) is called or the member is dropped.
@@ -277,7 +279,7 @@ impl Member {
     pub(crate) fn leave(&mut self) {
         let _change = self.pages.lock();
         let word = self.seat.attention.swap(ptr::null_mut(), Relaxed);
-        // SAFETY: the caller of `enter` keeps the word alive until now.
+        // SAFETY: the caller of `enter` keeps the word alive until this function is called.
         if let Some(attention) = unsafe { word.as_ref() } {
             attention.fetch_and(!CodePages::CHANGED, Relaxed);
         }
@@ -286,15 +288,16 @@ impl Member {
     /// Heeds the current version, because `attention` has asked for it. `drop_writes` must drop the TLB's entries for
     /// writes to marked pages.
     pub(crate) fn heed(&mut self, attention: &AtomicU32, drop_writes: impl FnOnce(&CodePages)) {
-        // A change after this sets the bit again.
+        // If the version changes after this, the bit is set again.
         attention.fetch_and(!CodePages::CHANGED, Acquire);
         let version = self.pages.version.load(Acquire);
         drop_writes(&self.pages);
         self.seat.heeded.store(version, Release);
     }
 
-    /// Call after this CPU has changed the version, if this CPU has nothing to drop for the change. Changes by other
-    /// CPUs are left to [`heed`](Self::heed), because those CPUs have set the bit in this CPU's attention word.
+    /// Call after this CPU has changed the version, if this CPU has nothing to drop for the change. If other CPUs have
+    /// changed the version, too, does nothing: they have set the bit in this CPU's attention word, so
+    /// [`heed`](Self::heed) follows.
     fn changed(&mut self, version: u64) {
         if self.heeded() == version - 1 {
             self.seat.heeded.store(version, Release);
@@ -302,8 +305,8 @@ impl Member {
     }
 
     /// Marks the page of `host` if it is not marked, and calls `drop_writes`, which must drop the TLB's entry for
-    /// writes to the page. Returns the page's version if the page is trusted: code that is compared with memory from
-    /// now on is good as long as the page has this version.
+    /// writes to the page. Returns the page's version if the page is trusted. Code that is compared with memory after
+    /// this equals memory as long as the page has this version.
     pub(crate) fn mark(&mut self, host: usize, drop_writes: impl FnOnce()) -> Option<u64> {
         let slot = self.pages.slots.at(host);
         let mut now = slot.load(Acquire);
@@ -328,8 +331,8 @@ impl Member {
         (self.heeded_by_all >= version).then_some(version)
     }
 
-    /// Call after a store of this CPU to the page of `host`. Returns whether the page was marked; a marked page's
-    /// decoded code may be stale in this CPU.
+    /// Call after a store of this CPU to the page of `host`. Returns whether the page was marked. If so, this CPU's
+    /// decoded code of the page may be stale.
     pub(crate) fn stored(&mut self, host: usize) -> bool {
         let version = self.pages.note_store(host, &raw const *self.seat);
         if let Some(version) = version {
@@ -355,8 +358,8 @@ mod loom_tests {
     const PAGE: usize = 0x1000;
     const OTHER_PAGE: usize = 0x2000;
 
-    /// A CPU that stores to `PAGE`. The CPU's TLB has the page for writes, so that stores take the fast path
-    /// (`without_look`), or need a check.
+    /// A CPU that stores to `PAGE`. If `without_look`, the CPU's TLB has an entry for writes to the page, so stores
+    /// take the fast path. Otherwise stores need a check.
     struct Storer {
         member: Member,
         attention: Box<AtomicU32>,
@@ -373,7 +376,7 @@ mod loom_tests {
         }
 
         fn enter(&mut self) {
-            // SAFETY: the attention word outlives the member.
+            // SAFETY: `self` owns the attention word, which outlives the member.
             unsafe { self.member.enter(&self.attention) };
         }
 
@@ -394,12 +397,13 @@ mod loom_tests {
         fn store(&mut self, byte: &AtomicU64, value: u64, marks: bool) {
             self.boundary();
             if marks {
-                // Changes the version itself, possibly after others have changed it.
+                // Changes the version by marking another page. Other CPUs may have changed the version before.
                 self.member.mark(OTHER_PAGE, || {});
             }
             byte.store(value, Relaxed);
             if !self.without_look {
-                // Acts like a TLB miss: the new entry needs a check if the page had a mark before the store.
+                // The store behaves like a TLB miss: if the page had a mark before the store, the new entry needs a
+                // check.
                 self.without_look = !self.member.stored(PAGE);
             }
         }
@@ -424,7 +428,7 @@ mod loom_tests {
         }
 
         fn enter(&mut self) {
-            // SAFETY: the attention word outlives the member.
+            // SAFETY: `self` owns the attention word, which outlives the member.
             unsafe { self.member.enter(&self.attention) };
         }
 
@@ -452,7 +456,7 @@ mod loom_tests {
         builder.check(model);
     }
 
-    /// Checks that, after all CPUs have stopped, the executor sees the last store at its next entry.
+    /// Checks that the executor sees the last store at its next entry, after all CPUs have stopped.
     fn sees_the_last_store(storers: usize, without_look: bool, runs: usize, marks: bool) {
         bounded(move || {
             let pages = CodePages::try_new().unwrap();
@@ -480,7 +484,7 @@ mod loom_tests {
             }
             executor.execute(&byte);
             assert_eq!(executor.decoded, byte.load(Relaxed));
-            // The page is trusted now, as no CPU stores.
+            // The page is trusted now, because no CPU stores any more.
             executor.execute(&byte);
             assert!(executor.version.is_some());
         });
@@ -511,7 +515,7 @@ mod loom_tests {
         sees_the_last_store(1, true, 1, true);
     }
 
-    /// Runs two CPUs while `before` happens. Then one CPU does `storing` while the other one executes.
+    /// Runs `before` on two running CPUs. Then one CPU runs `storing` while the other one executes.
     fn sees_the_store_of_a_cpu_that_runs(
         before: impl Fn(&mut Executor, &AtomicU64) + Sync + Send + 'static,
         storing: fn(&mut Storer, &AtomicU64),

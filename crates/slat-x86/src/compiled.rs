@@ -7,13 +7,12 @@ use crate::tlb::Entry;
 use std::ptr;
 use std::sync::atomic::AtomicU32;
 
-/// The number of sets in [`Targets`]; and the shift that turns a set's index into the set's distance from the first
-/// one.
+/// The number of sets in [`Targets`]. The next constant is the shift that turns a set's index into its offset in bytes.
 pub(crate) const SETS: usize = 4096;
 pub(crate) const SET_BITS: u32 = size_of::<[Target; 2]>().trailing_zeros();
 pub(crate) const SETS_BYTES: u64 = (SETS as u64) << SET_BITS;
 
-/// Returns the index of the set where a target with this address is looked up first.
+/// Returns the index of the set in which a target at this address is looked up first.
 pub(crate) fn set_of(rip: u64) -> usize {
     (rip ^ rip >> 12) as usize & (SETS - 1)
 }
@@ -25,8 +24,8 @@ pub(crate) fn set_of(rip: u64) -> usize {
 pub(crate) struct Target {
     /// The address of the guest's code.
     pub(crate) rip: u64,
-    /// The page of the code. If the page's stamp is not the CPU's, the page is checked first. The page is alive as long
-    /// as `edition` is the CPU's.
+    /// The snapshot of the code's page. If its stamp is not the CPU's, the page is checked first. The snapshot is alive
+    /// as long as `edition` is the CPU's.
     pub(crate) page: *const Snapshot,
     pub(crate) code: *const u8,
     /// The value of [`Compiled::edition`] when the target was stored. 0: no target.
@@ -34,11 +33,12 @@ pub(crate) struct Target {
 }
 
 /// The addresses of compiled code at which one region continues directly in another. A set is a cache line with two
-/// targets, the newer one first. All targets are code that a block has now: see [`Compiled::forget_targets`].
+/// targets, the newer target first. Every target is compiled code that a block still has: see
+/// [`Compiled::forget_targets`].
 #[repr(align(64))]
 pub(crate) struct Targets(pub(crate) [[Target; 2]; SETS]);
 
-// SAFETY: the type consists of integers and pointers.
+// SAFETY: the type consists of integers and raw pointers, for which zeroes are valid.
 unsafe impl Zeroed for Targets {}
 
 /// The fields of a CPU that compiled code uses, besides the architectural state. The last fields are in R15's window
@@ -51,11 +51,11 @@ pub(crate) struct Compiled {
     pub(crate) why: Break,
     /// The RIP set by an instruction that ended with [`Break::Jump`].
     pub(crate) rip: u64,
-    /// The current edition: targets with another edition are invalid. The lowest byte is the CPU's mode, so targets of
+    /// The current edition: targets with another edition are invalid. The lowest byte is the CPU's mode, so targets for
     /// other modes are invalid, too. See `tell_targets_apart`.
     pub(crate) edition: u32,
-    /// A target of the set in which the last region's successor was not found; the new target is stored in that set.
-    /// Null if there is no such set.
+    /// The set in which the last region's successor was looked up and not found. The pointer is to a target of the set.
+    /// The new target will be stored in that set. Null: there is no such set.
     pub(crate) wanted: *const Target,
     /// The guest address at which a region was entered, if `attention` interrupted the run in that region.
     pub(crate) ran: u64,
@@ -67,7 +67,7 @@ pub(crate) struct Compiled {
     pub(crate) copy: [u8; 32],
     /// Receives floating-point results that nothing uses. This field is only written.
     pub(crate) unused: [u8; 16],
-    /// The number of instructions that compiled code has executed: those already counted, and those of this run.
+    /// The number of instructions that compiled code has executed so far, including those of this run.
     pub(crate) instructions: u64,
     pub(crate) attention: *const AtomicU32,
     /// The table of the TLB that data accesses use.
@@ -95,18 +95,18 @@ impl Compiled {
         }
     }
 
-    /// Call before the CPU executes. `targets` are those of the CPU.
+    /// Call before the CPU executes. `targets` are this CPU's targets.
     pub(crate) fn prepare(&mut self, targets: &Targets, attention: &AtomicU32) {
         self.targets = &raw const targets.0[0];
         self.attention = attention;
     }
 
-    /// Forgets all targets. Call whenever a block may lose its compiled code, a snapshot begins a new edition, or code
-    /// may have become stale although the stamp has not changed.
+    /// Forgets all targets. Call in three cases: a block may lose its compiled code; a snapshot begins a new edition;
+    /// code may have become stale although the stamp has not changed.
     pub(crate) fn forget_targets(&mut self, targets: &mut Targets) {
         self.edition = self.edition.wrapping_add(1 << 8);
         if self.edition >> 8 == 0 {
-            // The edition has wrapped around: old targets must not match reused numbers.
+            // The edition has wrapped around, so all targets are cleared: an old target must not match a reused number.
             for target in targets.0.as_flattened_mut() {
                 target.edition = 0;
             }

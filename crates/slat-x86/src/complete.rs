@@ -1,10 +1,10 @@
 //! Completion: finishes the last instruction of an ended run, before anything else is executed.
 //!
-//! Between two runs the caller may read all state, and continue elsewhere with a copy of it, or discard it. The pending
-//! work of an unfinished instruction is in no register: data that a device returned, writes that no device has seen, a
-//! #VMEXIT that waits for memory, or traps. [`Executor::complete`] moves all pending work into [`State`](crate::State)
-//! or to the caller, and executes no other instruction (KVM's API, `immediate_exit`). The CPU handles `attention` and
-//! events afterwards.
+//! Between two runs the caller may read all state, and continue elsewhere with a copy of it, or discard it. But
+//! registers do not hold the pending work of an unfinished instruction: data that a device has returned, writes that no
+//! device has seen, a #VMEXIT that waits for memory, or traps. [`Executor::complete`] moves all pending work into
+//! [`State`](crate::State) or to the caller, and executes no other instruction (KVM's API, `immediate_exit`).
+//! `attention` and events are handled afterwards.
 //!
 //! An instruction that waits for data is executed again from its decoded form. Its device reads then return the
 //! caller's data, and the addresses of its other operands are translated again, as in KVM.
@@ -17,7 +17,7 @@ use crate::reader::Reader;
 use crate::sync::AtomicU32;
 
 impl Executor {
-    /// Whether the last instruction is unfinished: [`complete`](Self::complete) finishes it.
+    /// Whether the last instruction is unfinished, so that [`complete`](Self::complete) has to be called.
     pub fn is_unfinished(&self) -> bool {
         self.waits_for_memory() || self.has_writes() || self.bus_lock.is_due() || self.has_traps()
     }
@@ -37,7 +37,7 @@ impl Executor {
         })
     }
 
-    /// Does the work of [`complete`](Self::complete), within a run that has heeded changes of code.
+    /// Does the work of [`complete`](Self::complete). Call in a run that has heeded changes of code.
     pub(crate) fn finish(&mut self, attention: &AtomicU32) -> Option<Exit> {
         loop {
             if let Some(write) = self.next_mmio_write() {
@@ -56,8 +56,8 @@ impl Executor {
                 };
                 (exit, self.has_input())
             } else if self.svm.is_exit_due() {
-                // The #VMEXIT follows the instruction, but the instruction has not caused it: an INIT or a shutdown
-                // has.
+                // This #VMEXIT comes after the instruction, but its cause is an INIT or a shutdown, not the
+                // instruction.
                 (self.exit_guest(), self.svm.is_exit_due())
             } else {
                 return self.take_traps();
@@ -71,7 +71,8 @@ impl Executor {
         }
     }
 
-    /// Handles a failed store of a string input's data. An exception, or a #VMEXIT, drops the data that are left.
+    /// Call when the data of a string input could not be stored. An exception, or a #VMEXIT, drops the rest of the
+    /// data.
     fn input_failed(&mut self, why: Break) -> Option<Exit> {
         if !matches!(why, Break::Retry | Break::Exit) {
             self.devices.port = None;
@@ -79,7 +80,7 @@ impl Executor {
         self.fetch_failed(why)
     }
 
-    /// Executes the instruction for whose reads the caller has provided data.
+    /// Executes again the instruction for whose reads the caller has provided data.
     fn finish_read(&mut self) -> Option<Exit> {
         let reader = self.reader?;
         self.step(reader.rip, |executor| {
@@ -95,7 +96,7 @@ impl Executor {
     }
 
     /// Call when `op`, whose bytes are `code`, was executed outside its block. Counts `op` if it is done, and does the
-    /// work that follows an instruction. `block_rip` is set.
+    /// work that follows every instruction. The caller has set `block_rip`.
     pub(crate) fn executed_alone(&mut self, op: &Op, code: &[u8], why: Break) -> Option<Exit> {
         use Break::*;
         if matches!(why, Jump | End | ExitAfter | TaskFault) {
@@ -104,11 +105,12 @@ impl Executor {
         self.after_break(op, code, why)
     }
 
-    /// Call when `op`, whose bytes are `code`, ends the run with an MMIO read: keeps it for
+    /// Call when `op`, whose bytes are `code`, ends the run with an MMIO read. Keeps `op` for
     /// [`finish_read`](Self::finish_read).
     pub(crate) fn keep_reader(&mut self, op: &Op, code: &[u8]) {
         let op = match op.count {
-            // The first of the fused instructions makes the read. The second is executed as an instruction of its own.
+            // The first of the two fused instructions makes the read. The second instruction is decoded again and
+            // executed on its own.
             2 => self.first_of_fused(op, code),
             _ => *op,
         };
@@ -128,8 +130,8 @@ impl Executor {
         self.reader = None;
     }
 
-    /// Drops an access of an earlier run that the caller did not complete; its instruction makes the access again. Also
-    /// drops an access whose instruction is not at RIP any more.
+    /// Drops an access of an earlier run if the caller did not complete it. Its instruction then makes the access
+    /// again. Also drops an access whose instruction is no longer at RIP.
     pub(crate) fn forget_question(&mut self) {
         let rip = self.state.rip;
         let is_unanswered = self.cpu.forget_question();

@@ -3,8 +3,8 @@
 /// Defines the counters, in the order in which they are shown.
 macro_rules! counters {
     ($($(#[doc = $doc:literal])+ $name:ident,)+) => {
-        /// Counts of a CPU's work since it was made, for statistics and measurements. Only the PAUSE filter depends on
-        /// a counter: it takes the number of instructions for a number of cycles.
+        /// Counts of a CPU's work since it was made, for statistics and measurements. The guest depends on one counter
+        /// only: the PAUSE filter uses the number of instructions as a number of cycles.
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
         pub struct Counters {
             $($(#[doc = $doc])+ pub $name: u64,)+
@@ -31,12 +31,12 @@ counters! {
     instructions_compiled,
     /// Regions of compiled code that the CPU has received.
     regions,
-    /// A part of `regions`: regions that were compiled for another CPU, for another address, or earlier.
+    /// Regions whose code was compiled for another CPU, for another address, or earlier: a part of `regions`.
     regions_shared,
     /// Basic blocks executed by the interpreter, and regions of compiled code entered.
     blocks,
-    /// A part of `blocks`: blocks that the first table lacked, after a flush, a store to code, or a serialising event,
-    /// or because they run rarely.
+    /// Blocks that were not found in the first table: a part of `blocks`. Reasons are a flush, a store to code, a
+    /// serialising event, or that the block runs rarely.
     blocks_looked_up,
     /// Blocks decoded: a part of `blocks_looked_up`.
     blocks_decoded,
@@ -48,16 +48,16 @@ counters! {
     code_stores,
     /// Data accesses that missed in the first level of the software TLB.
     tlb_misses,
-    /// Translations, of data and of code, found in the second level of the software TLB. All other translations are
-    /// made by the machine.
+    /// Translations of data and code that were found in the second level of the software TLB. The machine makes all
+    /// other translations.
     stlb_hits,
-    /// Loads of CR3, each of which drops at most the translations of the new PCID, and never global ones.
+    /// Loads of CR3. A load drops at most the translations of the new PCID, and never global ones.
     flushes_cr3,
     /// Flushes of the translations of a PCID or of all PCIDs, but not of global ones: INVPCID.
     flushes_pcid,
-    /// Flushes of the whole TLB by a change of CR0, CR4, EFER or of the registers as a whole, or by INVPCID.
+    /// Flushes of the whole TLB because CR0, CR4, EFER or all registers were changed, or by INVPCID.
     flushes_other,
-    /// Flushes of one page, small or large: INVLPG, INVPCID, and host memory that was found inaccessible.
+    /// Flushes of one page, small or large: by INVLPG or INVPCID, or because host memory was inaccessible.
     flushes_page,
     /// Flushes of the whole TLB because the host's memory, memslots or dirty logs changed.
     flushes_host,

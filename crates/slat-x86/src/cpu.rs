@@ -27,7 +27,7 @@ use crate::tlb::{PCID_BITS, SUPERVISOR, SUPERVISOR_AC, Tlb, USER, USER_CHECKED, 
 use crate::watch::Watch;
 use std::ptr::NonNull;
 
-/// One software CPU, on which instructions act. An [`Executor`](crate::Executor) runs it.
+/// One software CPU: the state that instructions change. An [`Executor`](crate::Executor) runs the CPU.
 ///
 /// The first fields are those that compiled code uses most, in the order that `jit::window` gives.
 #[repr(C)]
@@ -48,7 +48,7 @@ pub struct Cpu {
     pub(crate) cpl: u8,
     /// Whether to leave the block after this instruction.
     pub(crate) stop: bool,
-    /// Whether work is pending for the next block boundary.
+    /// Whether there is work to do at the next block boundary.
     pub(crate) slow: bool,
     pub(crate) bus_lock: BusLock,
     pub(crate) code: Code,
@@ -60,15 +60,15 @@ pub struct Cpu {
     pub(crate) counters: Counters,
     pub(crate) svm: Svm,
     machine: Option<NonNull<dyn Machine>>,
-    /// The registers on which the TLB's content depends, with their values when they were last compared.
+    /// The registers on which the TLB's contents depend, with the values that they had when they were last compared.
     pub(crate) paging_registers: [u64; 4],
 }
 
-/// Index of CR3 in [`Cpu::paging_registers`].
+/// The index of CR3 in [`Cpu::paging_registers`].
 pub(crate) const CR3: usize = 1;
 
-// SAFETY: the machine pointer is set during `run` only, and the snapshots and the TLB belong to this CPU alone; their
-// host addresses are guest memory, which any thread may access through guarded accesses.
+// SAFETY: the machine pointer is set only during `run`. The snapshots and the TLB belong to this CPU alone. Their host
+// addresses are addresses of guest memory, which any thread may access by guarded accesses.
 unsafe impl Send for Cpu {}
 
 impl Registers for Cpu {
@@ -136,7 +136,7 @@ impl Cpu {
         self.drop_translations();
     }
 
-    /// Drops all translations. The caller has counted the reason.
+    /// Drops all translations. The caller has counted the reason for the flush.
     pub(crate) fn drop_translations(&mut self) {
         self.code.clock.flush();
         self.flush_data();
@@ -190,7 +190,7 @@ impl Cpu {
         self.tlb().flush_page(lin, which);
     }
 
-    /// Drops the translation of one page of 4 KiB.
+    /// Drops the translation of the 4 KiB page at `lin`.
     pub(crate) fn drop_page(&mut self, lin: u64) {
         self.outdate_page(lin);
         self.tlb().drop_page(lin);
@@ -255,8 +255,8 @@ impl Cpu {
     /// - The caller detaches the machine before the borrow of `machine` ends.
     pub(crate) unsafe fn attach(&mut self, machine: &mut dyn Machine) {
         let pointer = NonNull::from(machine);
-        // SAFETY: only the lifetime bound of the trait object changes. The caller detaches the machine before the
-        // borrow ends, as this function's `# Safety` asks.
+        // SAFETY: only the lifetime of the trait object changes. The caller keeps this function's contract: it detaches
+        // the machine before the borrow ends.
         self.machine = Some(unsafe {
             std::mem::transmute::<NonNull<dyn Machine + '_>, NonNull<dyn Machine>>(pointer)
         });
@@ -271,11 +271,11 @@ impl Cpu {
         &mut self.fixed.tlb
     }
 
-    /// Returns the machine. Call only while running.
+    /// Returns the machine. Call only during a run.
     pub(crate) fn machine(&mut self) -> &mut dyn Machine {
         let mut pointer = self.machine.expect("a CPU executes within run");
-        // SAFETY: set by `attach` for the duration of its borrow; the result borrows `self`, so
-        // there is one such reference at a time.
+        // SAFETY: `attach` has set the pointer, which is valid for the duration of the machine's borrow. The result
+        // borrows `self` exclusively, so there is only one such reference at a time.
         unsafe { pointer.as_mut() }
     }
 
@@ -283,8 +283,8 @@ impl Cpu {
     pub(crate) fn call_machine(&mut self) -> HypercallOutcome {
         let (cpl, long_mode) = (self.cpl, self.is_64());
         let mut pointer = self.machine.expect("a CPU executes within run");
-        // SAFETY: `attach` set the pointer, and `self` is borrowed; the state, which is also borrowed, is no part of
-        // the machine.
+        // SAFETY: `attach` has set the pointer, and `self` is borrowed exclusively, so there is no other reference to
+        // the machine. The state, which is also passed, is not part of the machine.
         unsafe { pointer.as_mut() }.hypercall(&mut self.state, cpl, long_mode)
     }
 
@@ -296,7 +296,7 @@ impl Cpu {
         }
     }
 
-    /// Drops all translations, for another reason than a change of CR3.
+    /// Drops all translations, for a reason other than a change of CR3.
     pub(crate) fn flush_other(&mut self) {
         self.counters.flushes_other += 1;
         self.drop_translations();
@@ -315,8 +315,8 @@ impl Cpu {
         }
     }
 
-    /// Records the registers whose changes flush translations. From now on [`derive`](Self::derive) compares the
-    /// registers with these values.
+    /// Stores the present values of the registers whose changes flush translations. [`derive`](Self::derive) compares
+    /// the registers with these values.
     pub(crate) fn see_registers(&mut self) {
         let state = &self.state;
         self.paging_registers = [state.cr0, state.cr3, state.cr4, state.efer];
@@ -346,9 +346,8 @@ impl Cpu {
         self.mode & mode::BITS == mode::BITS_64
     }
 
-    /// Whether the CPU behaves like Intel's where the vendors differ. A nested guest runs on a CPU of AMD's,
-    /// whatever vendor its CPUID reports, because AMD's manual defines SVM: for example, its hypervisor
-    /// reads EXT in EXITINTINFO.
+    /// Whether the CPU behaves like a CPU of Intel where the vendors differ. In a nested guest the CPU always behaves
+    /// like a CPU of AMD, because AMD's manual defines SVM. For example, the hypervisor reads EXT in EXITINTINFO.
     pub(crate) fn is_intel(&self) -> bool {
         self.features.is_intel && !self.svm.is_guest()
     }
@@ -371,12 +370,12 @@ impl Cpu {
         !self.protected() || self.virtual_8086()
     }
 
-    /// Whether a linear address is canonical. Outside long mode all are.
+    /// Whether a linear address is canonical. Outside long mode, all linear addresses are.
     pub(crate) fn canonical(&self, lin: u64) -> bool {
         !self.long_mode() || self.canonical_value(lin)
     }
 
-    /// Whether a value is canonical, which some MSRs demand in every mode.
+    /// Whether a value is a canonical address. Some MSRs require this in every mode.
     pub(crate) fn canonical_value(&self, lin: u64) -> bool {
         made_canonical(self.state.cr4, lin) == lin
     }
@@ -420,12 +419,12 @@ impl Cpu {
         }
     }
 
-    /// Returns the paging state for a translation that a client asks for: a supervisor's, to which SMAP does not apply.
+    /// Returns the paging state for a translation that a client asks for: supervisor mode without SMAP.
     pub fn client_paging(&self) -> Paging {
         self.paging_for(SUPERVISOR_AC)
     }
 
-    /// Records an exception. Use it as `return Err(cpu.raise(…))`.
+    /// Records an exception. Use this function as `return Err(cpu.raise(…))`.
     #[cold]
     pub(crate) fn raise(&mut self, vector: u8, error: Option<u32>) -> Break {
         self.raised.exception = Exception { vector, error };
@@ -458,8 +457,8 @@ impl Cpu {
         }
     }
 
-    /// Records a #VMEXIT. Use it as `return Err(cpu.leave_guest(…))`. If an event is being delivered, EXITINTINFO
-    /// reports it.
+    /// Records a #VMEXIT. Use this function as `return Err(cpu.leave_guest(…))`. If an event is being delivered,
+    /// EXITINTINFO reports it.
     #[cold]
     pub(crate) fn leave_guest(&mut self, exit: VmExit) -> Break {
         self.svm.record(exit);
@@ -490,7 +489,8 @@ impl Cpu {
         Break::Exit
     }
 
-    /// Records an exit for something that this CPU does not implement. The end of the run fills in the bytes.
+    /// Records an exit for something that this CPU does not implement. The instruction's bytes are filled in when the
+    /// run ends.
     #[cold]
     pub(crate) fn unimplemented(&mut self, reason: &'static str) -> Break {
         self.leave(Exit::Emulation {
@@ -510,7 +510,7 @@ impl Cpu {
         }
     }
 
-    /// Returns a segment register by number: ES CS SS DS FS GS.
+    /// Returns a segment register by its number, in the order ES, CS, SS, DS, FS, GS.
     pub(crate) fn segment(&mut self, number: u8) -> &mut Segment {
         let state = &mut self.state;
         match number {

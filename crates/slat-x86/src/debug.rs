@@ -1,14 +1,14 @@
 //! Debug exceptions: breakpoints, watchpoints and single steps, for the guest (DR0–DR7, TF) and for a debugger outside
 //! the guest (SDM volume 3, "Debug Registers" and "Debug Exceptions").
 //!
-//! A guest that is not debugged costs nothing. A page with a data watchpoint is never in the software TLB, so accesses
-//! to the page miss and reach [`Cpu::watch`]. All other debug features set [`Cpu::slow`], and are handled between
-//! blocks. An instruction that touches watched bytes is abandoned and executed again as a block of its own, so that its
-//! trap is taken directly after the instruction.
+//! If nobody debugs the guest, this costs nothing. A page with a data watchpoint is never in the software TLB, so
+//! accesses to the page miss and call [`Cpu::watch`]. All other debug features set [`Cpu::slow`], and are handled
+//! between blocks. An instruction that accesses watched bytes is abandoned, and executed again as a block that has only
+//! this instruction. So its trap is taken directly after the instruction.
 //!
-//! Faults (instruction breakpoints, general detect) are raised like any other. Traps are collected in
-//! [`Events::debug`](crate::Events::debug) as DR6 bits and taken before the next instruction, after
-//! the shadow of MOV SS.
+//! Faults (instruction breakpoints, general detect) are raised like any other fault. Traps are collected in
+//! [`Events::debug`](crate::Events::debug) as DR6 bits and taken before the next instruction, after the shadow of MOV
+//! SS.
 
 use crate::flow::Break;
 use crate::machine::Exit;
@@ -18,7 +18,7 @@ use crate::watch::{DR6_BD, DR6_BS, DR6_HITS, DR6_ONES, DR7_GD, kind};
 use crate::{Cpu, vector};
 
 impl Cpu {
-    /// Whether the instruction traps at its end, whatever it does.
+    /// Whether the current instruction will trap at its end for a reason other than its accesses.
     pub(crate) fn traps(&self) -> bool {
         self.watch.steps || self.probes.steps
     }
@@ -69,7 +69,7 @@ impl Cpu {
             })
     }
 
-    /// Runs `f` and returns, besides its result, the watchpoints that it hits as DR6 bits.
+    /// Runs `f`. Returns the result of `f`, and, as DR6 bits, the watchpoints that `f` hits.
     pub(crate) fn collect_hits<T>(&mut self, f: impl FnOnce(&mut Self) -> T) -> (T, u64) {
         let collected = std::mem::replace(&mut self.watch.collects, true);
         let before = std::mem::take(&mut self.watch.hits);
@@ -79,24 +79,24 @@ impl Cpu {
         (result, hits)
     }
 
-    /// Returns the DR6 bits of the current instruction's hits, for a later trap.
+    /// Returns the current instruction's hits as DR6 bits, for a trap that is taken later.
     pub(crate) fn traps_of_instruction(&self) -> u64 {
         self.watch.hits | self.probes.step()
     }
 
-    /// Whether an instruction that begins or is completed now will trap at its end.
+    /// Whether an instruction that begins now, or is completed now, will cause a single-step trap at its end.
     pub(crate) fn steps(&self) -> bool {
         self.state.rflags & flags::TF != 0 || self.requests.debugger.single_step
     }
 
-    /// Like [`trap`](Self::trap), but for an instruction that the caller's result has finished. Checks for a single
-    /// step again, because the debugger may have changed its requests meanwhile.
+    /// Like [`trap`](Self::trap), but for an instruction that was finished with the caller's result. Checks again for a
+    /// single step, because the debugger may have changed its requests meanwhile.
     pub(crate) fn trap_completed(&mut self, hits: u64) {
         let step = if self.steps() { DR6_BS } else { 0 };
         self.trap(hits | step);
     }
 
-    /// Call at the end of an instruction. Keeps the watchpoint hits, and a single step, for the next block boundary.
+    /// Call at the end of an instruction. Keeps watchpoint hits and a single step for the next block boundary.
     pub(crate) fn trap(&mut self, hits: u64) {
         if hits != 0 {
             self.state.events.debug |= self.probes.trap(hits);
@@ -121,7 +121,7 @@ impl Cpu {
 
     /// Changes the debug registers as the delivery of a #DB to the guest does.
     pub(crate) fn debug_delivered(&mut self, hits: u64) {
-        // Replaces the hits of earlier exceptions. Other bits stay until software clears them.
+        // Replaces the hit bits of earlier exceptions. The other bits stay until software clears them.
         self.state.dr6 = self.state.dr6 & !DR6_HITS | hits;
         self.state.dr7 &= !DR7_GD;
         self.update_watch();
@@ -169,8 +169,8 @@ impl Cpu {
         self.take_debug(hits)
     }
 
-    /// Replaces all probes. With `steps`, each instruction ends the run, too. A hit that has not yet ended a run is
-    /// forgotten, and no instruction is [passed](Self::pass_probe).
+    /// Replaces all probes. If `steps`, each instruction ends the run, too. Drops a hit that has not ended a run yet,
+    /// and cancels [`pass_probe`](Self::pass_probe).
     pub fn set_probes(&mut self, list: Vec<Probe>, steps: bool) {
         self.probes = Probes::new(list, steps);
         self.apply_watch();
@@ -187,20 +187,20 @@ impl Cpu {
         self.probes.steps
     }
 
-    /// Whether a code probe stops the instruction at the linear address `lin`.
+    /// Whether a code probe prevents the execution of the instruction at the linear address `lin`.
     pub(crate) fn is_probed(&self, lin: u64) -> bool {
         self.watch.code && self.probes.passed != Some(lin) && self.probes.has_code_in(lin, 1)
     }
 
-    /// Call after an instruction was executed. From then on code probes may stop the next instruction, unless it is the
-    /// same string instruction.
+    /// Call after an instruction was executed. After that, code probes may stop the next instruction, unless it is
+    /// another iteration of the same string instruction.
     pub(crate) fn passed_probe(&mut self) {
         if self.state.rflags & flags::RF == 0 {
             self.probes.passed = None;
         }
     }
 
-    /// Takes the hit that ends the run.
+    /// Returns the probe hit that ends the run, and clears it.
     pub(crate) fn take_probe_hit(&mut self) -> Option<Exit> {
         self.probes.hit.take().map(Exit::Probe)
     }

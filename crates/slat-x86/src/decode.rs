@@ -1,7 +1,7 @@
 //! Decoding blocks, from memory or from the copies of the guest's code (`snapshot`).
 //!
-//! A second page is fetched only when the decoder needs more bytes than the first has: a fault of that
-//! fetch is the guest's.
+//! The second page is fetched only when the decoder needs more bytes than the first page has, because a fault of that
+//! fetch is delivered to the guest.
 
 use crate::block::{Block, LONGEST, MAX_BYTES};
 use crate::key::Key;
@@ -12,7 +12,7 @@ use crate::{Cpu, lower};
 use iced_x86::{Decoder, DecoderError, DecoderOptions, Instruction, Mnemonic, Register};
 use std::ptr::NonNull;
 
-/// UD2 and "kvm": makes KVM emulate the next instruction.
+/// UD2 and the bytes "kvm". This prefix makes KVM emulate the next instruction.
 const PREFIX: &[u8] = b"\x0f\x0bkvm";
 
 /// The result of decoding: the number of bytes, and why the decoder stopped.
@@ -39,7 +39,7 @@ impl Cpu {
         if inside { Ok(()) } else { Err(self.gp()) }
     }
 
-    /// Decodes the code at `key` into `block`, which has memory for `max_ops` operations. With `may_keep` the block may
+    /// Decodes the code at `key` into `block`, which has memory for `max_ops` operations. If `may_keep`, the block may
     /// be kept, so its code needs a snapshot. On failure the block is empty.
     pub(crate) fn decode(
         &mut self,
@@ -69,8 +69,8 @@ impl Cpu {
             return Err(self.gp());
         }
         if block.ops.is_empty() {
-            // The bytes are no instruction: they raise #UD, or #GP if there are more than 15. Any of these bytes may be
-            // the invalid one, so the block contains all of them, and all of them are compared with memory.
+            // The bytes are no valid instruction. They raise #UD, or #GP if there are more than 15. Any of these bytes
+            // may be the reason, so the block contains all of them, and all of them are compared with memory.
             let mut op = lower::invalid();
             op.aux = u8::from(too_long(&buffer[..len]));
             if buffer.starts_with(PREFIX) {
@@ -85,14 +85,14 @@ impl Cpu {
         block.first = first.map(|page| Snapshot::keep(page, at, split));
         if rest != 0 {
             block.second = second.map(|page| Snapshot::keep(page, 0, rest));
-            // A block in two pages can be compared later only if both have a snapshot.
+            // A block in two pages can be compared with memory later only if both pages have a snapshot.
             block.first = block.first.filter(|_| second.is_some());
         }
         Ok(())
     }
 
-    /// Reads the code at `lin`, in one page. Returns the page's snapshot, which holds that code, too. `None`: the code
-    /// may not be kept, or there is no memory for a snapshot.
+    /// Reads the code at `lin`, in one page. Returns the page's snapshot, which then also has this code. `None`: the
+    /// code may not be kept, or there is no memory for a snapshot.
     fn read_code(
         &mut self,
         lin: u64,
@@ -123,13 +123,13 @@ impl Cpu {
             bytes: 0,
             end: DecoderError::None,
         };
-        // After its last byte, a segment of 4 GiB continues with its first byte.
+        // A segment with a limit of 4 GiB wraps around: after its last byte comes its first byte.
         let end = match self.state.cs.limit {
             limit if limit != u32::MAX && !self.is_64() => u64::from(limit) + 1,
             _ => u64::MAX,
         };
         let blank = lower::blank(key.mode);
-        // Decode into the same memory each time: copying freshly written memory takes longer than decoding.
+        // The same memory is used for each decoding, because copying freshly written memory takes longer than decoding.
         let mut insn = Instruction::default();
         while ops.len() < max_ops && decoded.bytes < MAX_BYTES {
             let start = decoded.bytes;
@@ -156,11 +156,11 @@ impl Cpu {
                 (insn, decoded.end) = (cr8, DecoderError::None);
             }
             if decoded.end != DecoderError::None {
-                // The page ends here, or the instruction is invalid. The next block starts here and handles that.
+                // The page ends here, or the instruction is invalid. The next block starts here and handles both cases.
                 break;
             }
             if insn.next_ip() > end {
-                // The instruction ends beyond the code segment.
+                // The instruction ends beyond the code segment. The next block starts here and raises the fault.
                 break;
             }
             decoded.bytes = decoder.position();
@@ -170,7 +170,7 @@ impl Cpu {
             let len = insn.len() as u8;
             if lower::lower(&insn, code, key.mode, &blank, first as u8, len, ops) {
                 if insn.mnemonic() == Mnemonic::Ud2 {
-                    // The next bytes decide whether this is a prefix.
+                    // The bytes after the UD2 say whether it is KVM's prefix, so they belong to the block.
                     decoded.bytes = (start + PREFIX.len()).min(bytes.len());
                 }
                 break;

@@ -7,15 +7,15 @@ use slat_process::once::{Prepared, apart_from_forks};
 /// An upper bound of the heap bytes that the decoder's tables use, once per process (checked by a test).
 pub const DECODER_BYTES: usize = 512 << 10;
 
-/// Makes the decoder build its tables. Otherwise the decoder would build them at its first use in a process, and it
-/// cannot report a failed allocation. So this function first checks that there is enough memory, though other threads
-/// may use up that memory meanwhile.
+/// Makes the decoder build its tables. Otherwise the decoder would build them at its first use in a process, and could
+/// not report a failed allocation. So this function first checks that there is enough memory. (Other threads may still
+/// use up that memory meanwhile.)
 pub(crate) fn build_tables() -> Result<(), OutOfMemory> {
     static BUILT: Prepared = Prepared::new();
     BUILT.once(|| {
         heap::probe(DECODER_BYTES)?;
-        // Without the exclusion of forks, a child that was forked meanwhile would wait for the decoder's own lock for
-        // ever.
+        // Forks are excluded meanwhile. Otherwise a child that was forked at this moment would wait forever for the
+        // decoder's own lock.
         apart_from_forks(|| {
             let _ = Decoder::new(64, &[], DecoderOptions::NONE);
         });

@@ -1,4 +1,4 @@
-//! State derived from the architectural state: mode, CPL, TLB table, and which translations are still valid.
+//! State that is derived from the architectural state: mode, CPL, TLB table, and the validity of translations.
 
 use crate::Cpu;
 use crate::cpu::CR3;
@@ -7,8 +7,8 @@ use crate::machine::GuestFlush;
 use crate::mode;
 use crate::state::{Segment, control, flags, xcr0};
 
-/// Whether a change of CR0, CR3, CR4 and EFER invalidates translations or changes what they depend on. A change of
-/// CR0.TS, which each task switch makes, does not.
+/// Whether a change of CR0, CR3, CR4 or EFER invalidates translations, or changes the rules for translations. A change
+/// of CR0.TS alone, which each task switch makes, does neither.
 fn invalidates(before: &[u64; 4], now: &[u64; 4]) -> bool {
     use control::*;
     let paging = [
@@ -82,13 +82,13 @@ impl Cpu {
         flushes
     }
 
-    /// Call after the registers of another world were loaded. Keeps the translations of that world, unless its
-    /// hypervisor has changed registers on which the translations depend. (A processor's TLB holds the flags of
-    /// page-table entries. This TLB holds the rights that follow from both flags and registers.)
+    /// Call after the registers of another world were loaded. Keeps that world's translations, unless its hypervisor
+    /// has changed registers on which the translations depend. (A processor's TLB holds the flags of page-table
+    /// entries. This TLB holds access rights, which depend on those flags and on registers.)
     pub(crate) fn enter_world(&mut self) {
         let mut before = self.svm.noted_registers();
         self.see_registers();
-        // Here, a changed CR3 drops no translation: as on a processor, the hypervisor has to ask for a flush.
+        // A changed CR3 drops no translation here. As on a processor, the hypervisor has to ask for a flush.
         before[CR3] = self.paging_registers[CR3];
         let is_outdated = invalidates(&before, &self.paging_registers);
         self.derive();
@@ -100,7 +100,8 @@ impl Cpu {
         }
     }
 
-    /// Whether offsets in ES, CS, SS and DS are linear addresses outside 64-bit mode.
+    /// Whether all segments in ES, CS, SS and DS are flat, so that offsets in them are linear addresses. For modes
+    /// other than 64-bit mode.
     fn is_flat(&self) -> bool {
         let state = &self.state;
         let is_flat = |segment: &Segment| {

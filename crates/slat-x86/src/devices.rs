@@ -1,12 +1,12 @@
-//! The accesses to devices in progress, and their data: see `mmio`.
+//! The accesses to devices that are in progress, and their data. See `mmio`.
 
 use crate::heap::Zeroed;
 #[cfg(feature = "jit")]
 use crate::machine::Access;
 
-/// The most bytes that one port exit moves. (A repeated string instruction moves many units at once.)
+/// The greatest number of bytes that one port exit moves. (A repeated string instruction moves many units in one exit.)
 pub const PORT_BYTES: usize = 4096;
-/// The most MMIO accesses of an instruction, rounded up: XSAVE reads and writes 72 fragments.
+/// The greatest number of MMIO accesses of one instruction, rounded up. XSAVE reads and writes 72 fragments.
 pub(crate) const MOST_FRAGMENTS: usize = 96;
 
 #[derive(Clone, Copy, Debug)]
@@ -21,13 +21,13 @@ pub(crate) struct Fragment {
 /// The MMIO reads or writes of one instruction, in order.
 pub(crate) struct Fragments {
     all: [Fragment; MOST_FRAGMENTS],
-    /// Number of fragments that are done.
+    /// The number of fragments that are done.
     first: usize,
-    /// Number of all fragments.
+    /// The number of all fragments, done or not.
     pub(crate) end: usize,
 }
 
-// SAFETY: integers.
+// SAFETY: the type consists of integers, for which zeroes are a valid value.
 unsafe impl Zeroed for Fragments {}
 
 impl Fragments {
@@ -61,12 +61,12 @@ impl Fragments {
 /// The data that a string input (INS) has read.
 pub(crate) struct Input {
     pub(crate) bytes: [u8; PORT_BYTES],
-    /// Number of bytes that are stored.
+    /// The number of bytes that are already stored in guest memory.
     pub(crate) stored: usize,
     pub(crate) len: usize,
 }
 
-// SAFETY: integers.
+// SAFETY: the type consists of integers, for which zeroes are a valid value.
 unsafe impl Zeroed for Input {}
 
 impl Input {
@@ -82,13 +82,13 @@ impl Input {
     }
 }
 
-/// The data that an output writes.
+/// The data that a port output writes.
 pub(crate) struct Output {
     pub(crate) bytes: [u8; PORT_BYTES],
     pub(crate) len: usize,
 }
 
-// SAFETY: integers.
+// SAFETY: the type consists of integers, for which zeroes are a valid value.
 unsafe impl Zeroed for Output {}
 
 impl Output {
@@ -102,15 +102,15 @@ impl Output {
 /// The accesses in progress. Their data is in [`crate::fixed::Fixed`].
 #[derive(Default)]
 pub(crate) struct Devices {
-    /// Number of reads for which the current execution has used data.
+    /// The number of reads for which the current execution of the instruction has used data.
     pub(crate) taken: usize,
-    /// The read that ended the last run.
+    /// The read for whose data the last run ended.
     pub(crate) asked: Option<Fragment>,
     pub(crate) port: Option<Port>,
-    /// The instruction that ended the last run and needs a result of the caller.
+    /// The instruction that ended the last run and needs a result from the caller.
     pub(crate) question: Option<Question>,
-    /// The device that an access of compiled code has reached. The interpreter then executes the access's instruction,
-    /// and uses this address, so that the machine translates only once. Valid only for the next instruction, because a
+    /// The device access that compiled code has attempted. The interpreter executes the instruction again, and uses
+    /// this address, so that the machine translates it only once. Valid only for the next instruction, because a
     /// memslot may be added later.
     #[cfg(feature = "jit")]
     pub(crate) met: Option<Met>,
@@ -128,7 +128,7 @@ pub(crate) struct Met {
 /// An instruction whose result the caller puts into registers.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Question {
-    /// RIP of the instruction, and of the next one.
+    /// RIP of the instruction, and of the next instruction.
     pub(crate) rip: u64,
     pub(crate) next: u64,
     pub(crate) kind: QuestionKind,
@@ -136,21 +136,21 @@ pub(crate) struct Question {
     pub(crate) traps: u64,
 }
 
-/// The destination of the result.
+/// The place where the result is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum QuestionKind {
-    /// RAX.
+    /// RAX receives the result.
     Hypercall,
-    /// EDX:EAX.
+    /// EDX:EAX receives the result.
     Rdmsr,
-    /// Complete WRMSR: there is no register to store a result in.
+    /// The result only finishes WRMSR: there is no register to store a result in.
     Wrmsr,
 }
 
-/// A port access that is not complete.
+/// A port access that is not finished yet.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Port {
-    /// RIP of the instruction, and of the next one.
+    /// RIP of the instruction, and of the next instruction.
     pub(crate) rip: u64,
     pub(crate) next: u64,
     pub(crate) size: u8,
@@ -163,12 +163,12 @@ pub(crate) struct Port {
     pub(crate) answered: bool,
 }
 
-/// How a port access is completed.
+/// How a port access is finished.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PortKind {
     In,
     Out,
-    /// INS or OUTS: the address size in bytes, and whether the instruction repeats.
+    /// INS or OUTS, with the address size in bytes, and with whether the instruction repeats.
     Ins {
         address_size: u8,
         rep: bool,

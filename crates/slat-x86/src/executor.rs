@@ -21,14 +21,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub struct Executor {
     pub(crate) cpu: Cpu,
     pub(crate) blocks: Blocks,
-    /// The instruction that waits for the data of MMIO reads, if the CPU has data for it.
+    /// The unfinished instruction for whose MMIO reads the caller has provided data, if there is one.
     pub(crate) reader: Option<Reader>,
     #[cfg(feature = "jit")]
     pub(crate) client: Option<Client>,
-    /// The base of CS for which the present targets of code with segments are valid.
+    /// The base of CS with which the present targets were stored. Targets of code with segments are valid only for this
+    /// base.
     #[cfg(feature = "jit")]
     pub(crate) code_base: u64,
-    /// The RIP at which the last run ended for its caller's attention. Code that runs at such moments is hot.
+    /// The RIP at which `attention` ended the last run. Code that is found there repeatedly is hot.
     #[cfg(feature = "jit")]
     pub(crate) interrupted: Option<u64>,
 }
@@ -48,8 +49,8 @@ impl DerefMut for Executor {
     }
 }
 
-// SAFETY: the blocks belong to this executor alone; the host addresses in them are guest memory, which any thread may
-// access through guarded accesses, and compiled code, which their regions keep alive.
+// SAFETY: the blocks belong to this executor alone. Their host addresses are addresses of guest memory, which any
+// thread may access by guarded accesses, or of compiled code, which the regions keep alive.
 unsafe impl Send for Executor {}
 
 impl Executor {
@@ -57,7 +58,7 @@ impl Executor {
     /// provides at first use. The blocks of decoded code need more, up to [`CODE_BYTES`](crate::CODE_BYTES).
     ///
     /// The first CPU of a process also builds the tables of the instruction decoder, and finds out which instructions
-    /// the host has. The CPUs that share memory share `code`, through which they tell each other of stores to code.
+    /// the host has. CPUs that share memory also share `code`, by which they learn of each other's stores to code.
     ///
     /// # Errors
     /// [`OutOfMemory`] if the host has no memory.
@@ -85,8 +86,8 @@ impl Executor {
         self.heap_bytes(0)
     }
 
-    /// Returns the heap bytes of the blocks and of the copies of their code, after `more` further bytes are allocated
-    /// for each of the two.
+    /// Returns the heap bytes that the blocks and the copies of their code would use after `more` further bytes were
+    /// allocated for each of the two.
     pub(crate) fn heap_bytes(&self, more: usize) -> usize {
         self.blocks.heap_bytes(more) + self.cpu.code.snapshots.heap_bytes(more)
     }
@@ -95,12 +96,12 @@ impl Executor {
     pub(crate) fn forget_blocks(&mut self) {
         self.blocks.clear();
         self.cpu.forget_targets();
-        // SAFETY: the blocks of this pair that had places in snapshots are freed or emptied, and no target refers to
-        // one. Blocks of another pair are freed before any code uses them: see `pair`.
+        // SAFETY: all blocks of this pair that referred to snapshots are now freed or empty, and no target refers to a
+        // snapshot. Blocks of another pair are freed before any code uses them: see `pair`.
         unsafe { self.cpu.code.snapshots.clear() };
     }
 
-    /// Makes sure that the blocks are those of the CPU. Call before looking at blocks.
+    /// Makes sure that the executor's blocks belong to its CPU. Call before using blocks.
     ///
     /// An executor lends its CPU, so safe code can exchange the CPUs of two executors. Blocks, and the snapshots that
     /// they refer to, would then belong to different CPUs. So an executor's blocks and its CPU's snapshots store the
@@ -112,14 +113,14 @@ impl Executor {
         }
     }
 
-    /// Gives the blocks and the CPU's snapshots a number that no others have had.
+    /// Gives the blocks and the CPU's snapshots a new number, which no other pair has ever had.
     fn number(&mut self) {
         static PAIRS: AtomicU64 = AtomicU64::new(1);
         let pair = PAIRS.fetch_add(1, Ordering::Relaxed);
         (self.blocks.pair, self.cpu.code.snapshots.pair) = (pair, pair);
     }
 
-    /// Whether blocks are compiled before they run for the first time: never without a compiler.
+    /// Whether blocks are compiled before they run for the first time. This is never the case without a compiler.
     #[cfg(not(feature = "jit"))]
     pub(crate) fn compiles_at_once(&self) -> bool {
         false

@@ -1,7 +1,7 @@
 //! The features of the guest's CPU beyond the baseline: those in its CPUID that this CPU implements.
 //!
-//! The control bits of an absent feature are reserved, and its instructions raise #UD, in all cases in which hardware
-//! under KVM behaves so.
+//! If a feature is absent, its control bits are reserved and its instructions raise #UD, wherever hardware under KVM
+//! behaves this way.
 
 use crate::state::{MXCSR_MASK, MXCSR_MM, control, xcr0};
 
@@ -9,7 +9,7 @@ use crate::state::{MXCSR_MASK, MXCSR_MM, control, xcr0};
 pub mod svm {
     /// Nested paging.
     pub const NESTED_PAGING: u32 = 1 << 0;
-    /// A #VMEXIT stores the address of the next instruction.
+    /// A #VMEXIT stores the address of the next instruction (nRIP).
     pub const NEXT_RIP: u32 = 1 << 3;
     /// The guest's time-stamp counter can run at another rate.
     pub const TSC_RATIO: u32 = 1 << 4;
@@ -24,9 +24,9 @@ pub mod svm {
     pub const PAUSE_THRESHOLD: u32 = 1 << 12;
     /// In a guest with nested paging, VMLOAD and VMSAVE can take guest-physical addresses of the guest.
     pub const VIRTUAL_VMLOAD: u32 = 1 << 15;
-    /// A guest can have a GIF of its own.
+    /// A nested guest can have its own GIF.
     pub const VIRTUAL_GIF: u32 = 1 << 16;
-    /// A guest can have NMIs of its own.
+    /// A nested guest can have its own NMIs.
     pub const VIRTUAL_NMI: u32 = 1 << 25;
     /// All features.
     pub const ALL: u32 = NESTED_PAGING
@@ -44,13 +44,13 @@ pub mod svm {
 /// The features of a CPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Features {
-    /// Bits of CR4 that can be set.
+    /// The bits of CR4 that can be set.
     pub(crate) cr4: u64,
-    /// Bits of EFER that can be set.
+    /// The bits of EFER that can be set.
     pub(crate) efer: u64,
-    /// Bits of XCR0 that can be set.
+    /// The bits of XCR0 that can be set.
     pub(crate) xcr0: u64,
-    /// Offset of PKRU in the standard format of an XSAVE area.
+    /// The offset of PKRU in the standard format of an XSAVE area.
     pub(crate) pkru_offset: usize,
     pub(crate) invpcid: bool,
     pub(crate) rdtscp: bool,
@@ -64,27 +64,27 @@ pub struct Features {
     pub(crate) sse4a: bool,
     /// Whether LOCK MOV CR0 means MOV CR8.
     pub(crate) cr8_legacy: bool,
-    /// Bits of MXCSR that can be set.
+    /// The bits of MXCSR that can be set.
     pub(crate) mxcsr: u32,
     /// Whether CPUID names Intel as the vendor. [`Cpu::is_intel`](crate::Cpu::is_intel) tells whether the CPU
     /// behaves like Intel's.
     pub(crate) is_intel: bool,
     /// The features of SVM: bits of [`svm`].
     pub(crate) svm: u32,
-    /// Bits of a guest-physical address.
+    /// The number of bits of a guest-physical address.
     pub(crate) physical_bits: u32,
 }
 
 /// The offset of PKRU that is used if CPUID reports none: the offset on Intel's CPUs.
 pub const PKRU_OFFSET: usize = 0xa80;
-/// The most bits of a guest-physical address.
+/// The greatest number of bits of a guest-physical address.
 pub const PHYSICAL_BITS: u32 = 52;
 /// The number of bits of a guest-physical address if CPUID does not report it (SDM volume 2, CPUID leaf 0x8000_0008).
 const PHYSICAL_BITS_UNTOLD: u32 = 36;
 
 /// The bits of CR4 that every CPU has: VME PVI TSD DE PSE PAE MCE PGE PCE OSFXSR OSXMMEXCPT.
 const CR4_BASELINE: u64 = 0x7ff;
-/// CR4 bits that are features, and where CPUID reports them: leaf, register, bit.
+/// The bits of CR4 that depend on features, and where CPUID reports each feature: leaf, register, bit.
 const CR4_FEATURES: [(u64, u32, usize, u32); 8] = [
     (control::CR4_UMIP, 7, ECX, 2),
     (control::CR4_LA57, 7, ECX, 16),
@@ -97,7 +97,7 @@ const CR4_FEATURES: [(u64, u32, usize, u32); 8] = [
 ];
 /// The bit of EFER that every CPU has: SCE.
 const EFER_BASELINE: u64 = control::EFER_SCE;
-/// EFER bits that are features, and where CPUID reports them: leaf, register, bit.
+/// The bits of EFER that depend on features, and where CPUID reports each feature: leaf, register, bit.
 const EFER_FEATURES: [(u64, u32, usize, u32); 5] = [
     (control::EFER_NXE, 0x8000_0001, EDX, 20),
     (control::EFER_SVME, 0x8000_0001, ECX, 2),
@@ -120,8 +120,8 @@ fn components() -> u64 {
     }
 }
 
-/// Whether the host's CPU has AVX and its system saves YMM registers. Otherwise the guest has neither
-/// AVX nor YMM registers.
+/// Whether the host's CPU has AVX and the host's system saves YMM registers. If not, the guest has neither AVX nor YMM
+/// registers.
 pub fn has_avx() -> bool {
     is_x86_feature_detected!("avx")
 }
@@ -178,7 +178,8 @@ impl Features {
             cr4,
             efer,
             xcr0: told & components() | xcr0::X87,
-            // The offset must be aligned, after the header, and not larger than on any known CPU.
+            // The client's offset is used only if it is aligned, after the header, and below a limit that no known CPU
+            // reaches.
             pkru_offset: match pkru_offset.is_multiple_of(8) && (576..8192).contains(&pkru_offset) {
                 true => pkru_offset,
                 false => PKRU_OFFSET,
@@ -239,7 +240,7 @@ impl Features {
         self.physical_bits
     }
 
-    /// Whether PAE paging can have these page-directory-pointer entries: no present entry has a reserved bit set.
+    /// Whether these page-directory-pointer entries of PAE paging are valid: no present entry has a reserved bit set.
     pub(crate) fn valid_pdptes(&self, entries: &[u64; 4]) -> bool {
         let reserved = self.beyond_physical() | 0x1e6;
         entries
@@ -247,7 +248,7 @@ impl Features {
             .all(|entry| entry & 1 == 0 || entry & reserved == 0)
     }
 
-    /// Returns the bits that a physical address cannot have.
+    /// Returns a mask of the bits that a guest-physical address cannot have.
     pub(crate) fn beyond_physical(&self) -> u64 {
         !((1 << self.physical_bits) - 1)
     }

@@ -18,8 +18,8 @@ impl Cpu {
         self.code.snapshots.of(key).ok()
     }
 
-    /// Makes sure that memory holds the lines of `page`; if it does not, `page` begins a new edition. `lin` is an
-    /// address in the page, which a page fault reports.
+    /// Makes sure that the copied lines of `page` equal memory. If they do not, `page` begins a new edition. `lin` is
+    /// an address in the page, which a page fault would report.
     #[inline]
     pub(crate) fn check_snapshot(&mut self, page: &mut Snapshot, lin: u64) -> Result<(), Break> {
         match page.stamp == self.code.clock.stamp {
@@ -28,8 +28,8 @@ impl Cpu {
         }
     }
 
-    /// Like [`check_snapshot`](Self::check_snapshot), but does nothing if the check would need a translation. `page`
-    /// has the code at `rip`. Returns whether `page` is current for this CPU now, possibly in a new edition.
+    /// Like [`check_snapshot`](Self::check_snapshot), but does nothing if the check would need a translation. `page` is
+    /// the page of the code at `rip`. Returns whether `page` is current for this CPU now, possibly in a new edition.
     #[cfg(feature = "jit")]
     pub(crate) fn look_again(&mut self, page: &mut Snapshot, rip: u64) -> bool {
         let lin = self.code_address(rip);
@@ -46,7 +46,7 @@ impl Cpu {
                 page.host = self.code_host(lin)?;
                 page.generation = self.code.clock.generation();
             }
-            // The page is marked before the comparison, so that the version is that of the compared content.
+            // The page is marked before the comparison, so that `version` belongs to the content that is compared.
             let version = self.mark_code(page.host).unwrap_or(0);
             let is_known = page.host == before
                 && page.epoch == self.code.clock.epoch(page.is_user())
@@ -76,7 +76,7 @@ impl Cpu {
         }
     }
 
-    /// Makes sure that `page` has a copy of the `len` bytes at `lin`, equal to memory now.
+    /// Makes sure that `page` has a copy of the `len` bytes at `lin` that equals memory now.
     pub(crate) fn fetch(&mut self, page: &mut Snapshot, lin: u64, len: usize) -> Result<(), Break> {
         let (at, _) = Snapshot::split(lin);
         loop {
@@ -97,7 +97,7 @@ impl Cpu {
             .mark(page, || tlb.look_at_writes(|host| host == page))
     }
 
-    /// Heeds the changes of code by other CPUs, because `attention` asks for it.
+    /// Heeds other CPUs' changes of code. Call if `attention` asks for it.
     pub(crate) fn heed_code(&mut self, attention: &AtomicU32) {
         let tlb = &mut self.fixed.tlb;
         self.code.member.heed(attention, |pages| {
@@ -143,7 +143,7 @@ impl Cpu {
         let (at, _) = Snapshot::split(lin);
         loop {
             let host = self.once_host(lin)?;
-            // SAFETY: `host` was translated in this generation, and the page contains the bytes; the access is guarded.
+            // SAFETY: `host` was translated in this generation. All bytes are in the page, and the access is guarded.
             match unsafe { slat_guard::copy_in(code, host.wrapping_add(at)) } {
                 Ok(()) => return Ok(()),
                 Err(_) => self.code_gone(lin, host)?,

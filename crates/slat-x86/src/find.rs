@@ -14,14 +14,14 @@ impl Executor {
     /// Frees all blocks if one more block could exceed [`CODE_BYTES`]. Call while no block is running.
     fn make_room(&mut self) {
         self.blocks.reserve();
-        // A block is in two pages at most.
+        // One block has code in at most two pages.
         self.code.snapshots.reserve(2);
         if self.heap_bytes(RESERVE) > CODE_BYTES {
             self.forget_blocks();
         }
     }
 
-    /// Returns the block at RIP, verified. The block stays valid until the next call.
+    /// Returns the block at RIP. Its code was verified to equal memory. The block stays valid until the next call.
     #[inline(always)]
     pub(crate) fn find_block(&mut self) -> Result<NonNull<Block>, Break> {
         let rip = self.state.rip;
@@ -80,7 +80,7 @@ impl Executor {
         }
     }
 
-    /// Returns the one instruction at RIP as a block of its own. The block stays valid until the next call.
+    /// Returns a block that consists of only the instruction at RIP. The block stays valid until the next call.
     pub(crate) fn single_block(&mut self) -> Result<NonNull<Block>, Break> {
         let rip = self.state.rip;
         self.check_code_limit(rip)?;
@@ -110,8 +110,8 @@ impl Executor {
         if !self.holds(&mut first, lin, block.parts().0)? {
             return Ok(false);
         }
-        // Check the second page last: the instruction crosses into the second page only if memory still holds the first
-        // part.
+        // The second page is checked last, because the instruction crosses into the second page only if the first page
+        // still has its first part.
         if let Some(mut second) = block.second {
             if !self.holds(&mut second, self.next_page(lin), block.parts().1)? {
                 return Ok(false);
@@ -125,7 +125,7 @@ impl Executor {
         Ok(true)
     }
 
-    /// Whether memory holds `code` at `lin`, in the page of `place`.
+    /// Whether memory holds `code` at `lin`. `place` is the code's page.
     fn holds(&mut self, place: &mut Place, lin: u64, code: &[u8]) -> Result<bool, Break> {
         // SAFETY: a block's snapshots live until `Snapshots::clear`; nothing else refers to one while no block is
         // running.
@@ -143,8 +143,8 @@ impl Executor {
         Ok(same)
     }
 
-    /// Drops the compiled code of a block that was just compared with memory, if memory no longer holds the rest
-    /// of the region's code.
+    /// Drops the compiled code of `block` if memory no longer holds the region's other code. Call after `block` itself
+    /// was compared with memory.
     fn verify_region(&self, block: &mut Block) {
         #[cfg(feature = "jit")]
         if let Some(entrance) = &block.entrance
@@ -156,7 +156,7 @@ impl Executor {
         let _ = block;
     }
 
-    /// Whether memory holds the code of a block that was not kept, so that it need not be decoded again.
+    /// Whether memory still holds the code of `block`, which was not kept. If so, the code need not be decoded again.
     pub(crate) fn holds_once(&mut self, block: &Block) -> Result<bool, Break> {
         let (code, beyond) = block.parts();
         if code.is_empty() || !beyond.is_empty() {
@@ -164,7 +164,7 @@ impl Executor {
         }
         let (at, _) = Snapshot::split(block.key.lin);
         let host = self.once_host(block.key.lin)?.wrapping_add(at);
-        // SAFETY: `host` was translated in this generation, and the access is guarded.
+        // SAFETY: `host` was translated in this generation. All of `code` is in that page, and the access is guarded.
         Ok(unsafe { slat_guard::matches(host, code) }.unwrap_or(false))
     }
 }

@@ -1,8 +1,8 @@
 //! The memory of fixed size that a CPU allocates when it is made: its software TLB, the table that finds compiled
 //! code, and the queues between an instruction and the device model.
 //!
-//! All of this memory begins as zeroes, in pages that the host provides at first use, so a CPU that hardly runs uses
-//! little memory. Running the guest allocates no other memory, except for blocks that are kept.
+//! All of this memory begins as zeroes, and the host provides each page at first use. So a CPU that hardly runs uses
+//! little memory. Running the guest allocates no other memory, except for kept blocks.
 
 #[cfg(feature = "jit")]
 use crate::compiled::Targets;
@@ -11,11 +11,11 @@ use crate::heap::Zeroed;
 use crate::tlb::Tlb;
 
 pub(crate) struct Fixed {
-    /// The data of the reads that the instruction at RIP makes, in the order of these reads.
+    /// The data for the reads of the instruction at RIP, in the order of these reads.
     pub(crate) answers: Fragments,
-    /// Writes that have not been passed to the device model.
+    /// Writes that are not passed to the device model yet.
     pub(crate) writes: Fragments,
-    /// The data that a string input read.
+    /// The data that a string input (INS) has read.
     pub(crate) input: Input,
     /// The data that a port output (OUT or OUTS) writes.
     pub(crate) output: Output,
@@ -24,7 +24,7 @@ pub(crate) struct Fixed {
     pub(crate) tlb: Tlb,
 }
 
-// SAFETY: zeroes are a value of every field, because each field is `Zeroed`.
+// SAFETY: zeroes are a valid value of every field, because each field's type is `Zeroed`.
 unsafe impl Zeroed for Fixed
 where
     Fragments: Zeroed,

@@ -1,12 +1,12 @@
 //! Lazy arithmetic flags.
 //!
-//! Most flags are overwritten before anything reads them. So the common operations only record their operands and their
-//! result. An instruction that reads a flag computes that flag from the record, by `sem::condition`. Rare operations
-//! compute their flags at once. While there is a record, the arithmetic bits of `state.rflags` are stale. In a record,
-//! CF is always `x < y`. So INC and DEC, which do not change CF, leave `x` and `y` unchanged.
+//! Most flags are overwritten before anything reads them. So common operations only record their operands and their
+//! result. When an instruction reads a flag, it computes that flag from the record, by `sem::condition`. Rare
+//! operations compute their flags at once. While there is a record, the arithmetic bits of `state.rflags` are stale. In
+//! every record, CF is `x < y`. So INC and DEC, which do not change CF, leave `x` and `y` unchanged.
 //!
-//! ADD and SUB share one kind of record, because `a + b = r` means `r - b = a`. Both record `x` and `y` of a
-//! subtraction, from which CF, OF and AF follow; the result of SUB is the difference, the result of ADD is `x`.
+//! ADD and SUB share one kind of record, because `a + b = r` means `r - b = a`. Both record the operands `x` and `y` of
+//! a subtraction, from which CF, OF and AF follow. The result of SUB is the difference; the result of ADD is `x`.
 
 use crate::Cpu;
 use crate::int::Int;
@@ -15,12 +15,12 @@ use crate::sem::alu::Cmp;
 use crate::sem::{Bits, Flags, FlagsOf, Now, Operation, Readable, condition};
 use crate::state::flags::{AF, ARITHMETIC, CF, OF, PF, SF, ZF};
 
-/// Reads the record, or the flags in RFLAGS if there is no record. Values are zero-extended, except that the bits of a
-/// difference beyond the operand's size are undefined.
+/// Reads the flags from the record, or from RFLAGS if there is no record. Values are zero-extended. In a difference,
+/// the bits beyond the operand's size are undefined.
 struct Read<'a>(&'a Cpu);
 
 impl Read<'_> {
-    /// Returns the number of the operand's highest bit.
+    /// Returns the position of the operand's highest bit.
     #[inline(always)]
     fn top(&self) -> u32 {
         (8 << (self.0.lazy.kind & 3)) - 1
@@ -33,7 +33,7 @@ impl Read<'_> {
     }
 }
 
-/// Defines functions that are an expression of their arguments.
+/// Defines functions whose result is an expression of their arguments.
 macro_rules! functions {
     ($($name:ident($($a:ident: $of:ty),*) -> $result:ty = $value:expr;)*) => {
         $(
@@ -127,7 +127,7 @@ impl Readable for Read<'_> {
     fn kept(&mut self, (): ()) -> bool {
         self.0.lazy.carry()
     }
-    /// Returns CF, which all records store in the same way.
+    /// Returns CF, which every record stores in the same way.
     #[inline(always)]
     fn carry(&mut self) -> bool {
         self.0.lazy.carry()
@@ -161,7 +161,7 @@ impl Cpu {
             Flags::Inc { result, .. } => (INC, result),
             Flags::Dec { result, .. } => (DEC, result),
             Flags::Shl { before, result } => {
-                // `before` has the value of CF as its sign.
+                // CF is the sign bit of `before`.
                 (lazy.x, lazy.y) = (u64::MAX >> (65 - T::BITS), before.zx());
                 (SHL, result)
             }
@@ -200,7 +200,7 @@ impl Cpu {
         self.note(Cmp::apply(&mut Now::new(), a, b, false).1);
     }
 
-    /// Sets all arithmetic flags at once: the given ones, and the others computed from the result.
+    /// Sets all arithmetic flags at once: CF, OF and AF as given, and ZF, SF and PF from the result.
     #[inline(always)]
     pub(crate) fn put_flags<T: Int>(&mut self, carry: bool, overflow: bool, aux: bool, result: T) {
         let aux = Some(aux);
@@ -212,7 +212,7 @@ impl Cpu {
         });
     }
 
-    /// Sets CF and OF, each if it is given.
+    /// Sets CF, if `carry` is given, and OF, if `overflow` is given.
     pub(crate) fn rotate_flags(&mut self, carry: Option<bool>, overflow: Option<bool>) {
         let mut read = Read(self);
         let top = read.top();
@@ -246,7 +246,7 @@ impl Cpu {
         self.adopt_flags();
     }
 
-    /// Call after all arithmetic flags were written to `state.rflags`. Ends the record.
+    /// Ends the record. Call after all arithmetic flags were written to `state.rflags`.
     pub(crate) fn adopt_flags(&mut self) {
         self.lazy.kind = DONE;
         self.lazy.set_carry(self.state.rflags & CF != 0);
@@ -284,7 +284,7 @@ impl Cpu {
         Read(self).zero()
     }
 
-    /// Returns the condition that operation `A` reads as an input; `false` if it reads none.
+    /// Returns the condition that operation `A` has as an input; `false` if it has none.
     #[inline(always)]
     pub(crate) fn input_of<A: Operation>(&self) -> bool {
         A::READS.is_some_and(|cc| condition(&mut Read(self), cc))
@@ -297,7 +297,7 @@ impl Cpu {
     }
 }
 
-/// Calls a function that is generic over a condition for the condition `$cc`.
+/// Calls a function that is generic over a condition, with the condition `$cc`.
 macro_rules! by_condition {
     ($cc:expr, $($f:ident)::+ $(, $t:ty)*) => {
         match $cc & 15 {

@@ -1,6 +1,6 @@
-//! The ways in which an instruction ends.
+//! How an instruction ends.
 
-/// How an instruction ended, if the next instruction does not simply follow.
+/// How an instruction has ended, if execution does not simply continue with the next instruction.
 ///
 /// A handler that returns [`Exception`](Break::Exception), [`Retry`](Break::Retry) or [`Exit`](Break::Exit) has changed
 /// nothing.
@@ -12,20 +12,20 @@ pub enum Break {
     /// The instruction is done. The block ends before the next instruction, because something that blocks depend on has
     /// changed.
     End,
-    /// [`Cpu::raise`](crate::Cpu) has recorded a fault. The instruction has changed nothing.
+    /// [`Cpu::raise`](crate::Cpu) has recorded a fault. The instruction has had no effect.
     Exception,
     /// [`Cpu::raise`](crate::Cpu) has recorded a fault after a task switch. The fault belongs to the new task, whose
     /// registers are in `state`.
     TaskFault,
-    /// The instruction has changed nothing, and starts again at the block boundary.
+    /// The instruction has had no effect, and starts again at the block boundary.
     Retry,
-    /// A nested guest leaves before the instruction, which has changed nothing. A #VMEXIT is [due](crate::svm).
+    /// A #VMEXIT of the nested guest is [due](crate::svm), before the instruction. The instruction has had no effect.
     VmExit,
-    /// The run ends with the recorded exit; the instruction has changed nothing.
+    /// The run ends with the recorded exit. The instruction has had no effect.
     Exit,
     /// The run ends with the recorded exit after this instruction.
     ExitAfter,
 }
 
-/// A handler's result: `Ok` continues with the next operation of the block.
+/// The result of a handler. `Ok`: execution continues with the next operation of the block.
 pub type Flow = Result<(), Break>;

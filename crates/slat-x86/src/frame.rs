@@ -1,9 +1,10 @@
-//! Words that an instruction or an event pushes in one piece.
+//! Words that an instruction or an event pushes on the stack together.
 
-/// Up to `BYTES` bytes to be pushed on a stack, in memory order: the word pushed last comes first.
+/// Up to `BYTES` bytes that will be pushed on a stack. They are in memory order, so the word that is pushed last comes
+/// first.
 pub(crate) struct Frame<const BYTES: usize> {
     bytes: [u8; BYTES],
-    /// Index of the first byte of the word pushed last.
+    /// The index of the first byte of the word that was pushed last.
     start: usize,
 }
 

@@ -1,9 +1,9 @@
-//! Hashes block keys: multiplies each word and folds the product, with a seed that the guest does not know. So a guest
-//! cannot choose addresses that make looking up its code slow.
+//! Hashes block keys. The hash multiplies each word and folds the product. It uses a seed that the guest does not know.
+//! So a guest cannot choose addresses that make looking up its code slow.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 
-/// Makes [`Fold`]s.
+/// Makes hashers of type [`Fold`] with one seed.
 pub(crate) struct Seeded(u64);
 
 impl Seeded {
@@ -57,7 +57,7 @@ mod tests {
             .collect();
         let low: HashSet<u64> = hashes.iter().map(|hash| hash & 0xffff).collect();
         let high: HashSet<u64> = hashes.iter().map(|hash| hash >> 57).collect();
-        // With 4096 random values out of 65536, 3969 different ones are expected.
+        // Of 4096 random values below 65536, about 3969 are expected to be different.
         assert!(
             low.len() > 3800 && high.len() == 128,
             "{} {}",

@@ -1,11 +1,11 @@
-//! Heap allocations that return [`OutOfMemory`] in cases in which `Box::new` and `Vec::push` abort.
+//! Heap allocations that return [`OutOfMemory`], where `Box::new` and `Vec::push` would abort.
 
 use std::alloc::{Layout, alloc};
 use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 
-/// The heap has no memory.
+/// The error of a failed allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OutOfMemory;
 
@@ -26,7 +26,7 @@ pub(crate) unsafe trait Zeroed {}
 /// Boxes `value`, like `Box::new`.
 pub(crate) fn boxed<T>(value: T) -> Result<Box<T>, OutOfMemory> {
     const { assert!(size_of::<T>() > 0) };
-    // SAFETY: the layout has a size.
+    // SAFETY: the layout's size is not 0.
     let memory = unsafe { alloc(Layout::new::<T>()) }.cast::<T>();
     if memory.is_null() {
         return Err(OutOfMemory);
@@ -38,13 +38,13 @@ pub(crate) fn boxed<T>(value: T) -> Result<Box<T>, OutOfMemory> {
     }
 }
 
-/// A `T` that begins as zeroes, in pages of its own, for which the host provides memory at first use. (Zeroed heap
-/// memory need not have that property: the heap may clear memory that it reuses.)
+/// A `T` that begins as zeroes, in its own pages. The host provides memory for each page at first use. (Zeroed heap
+/// memory may use memory at once, because the heap clears memory that it reuses.)
 pub(crate) struct Pages<T>(NonNull<T>);
 
-// SAFETY: the value owns its `T`, as a box does.
+// SAFETY: the value owns its `T`, like a box.
 unsafe impl<T: Send> Send for Pages<T> {}
-// SAFETY: the value owns its `T`, as a box does.
+// SAFETY: the value owns its `T`, like a box.
 unsafe impl<T: Sync> Sync for Pages<T> {}
 
 impl<T: Zeroed> Pages<T> {
@@ -53,13 +53,14 @@ impl<T: Zeroed> Pages<T> {
         let rights = libc::PROT_READ | libc::PROT_WRITE;
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
         let len = size_of::<T>();
-        // SAFETY: a new mapping at an address of the host's choice.
+        // SAFETY: the call makes a new mapping at an address that the host chooses.
         let memory = unsafe { libc::mmap(std::ptr::null_mut(), len, rights, flags, -1, 0) };
         if memory == libc::MAP_FAILED {
             return Err(OutOfMemory);
         }
-        // One huge page would hold the memory of several CPUs, whether they use it or not. On a host without huge pages
-        // the call fails, which does no harm. SAFETY: a mapping of our own, made just now.
+        // A huge page would provide memory for all of this at once, whether the CPU uses it or not. On a host without
+        // huge pages the call fails, which does no harm.
+        // SAFETY: the mapping was made just now, and only this function knows it.
         unsafe { libc::madvise(memory, len, libc::MADV_NOHUGEPAGE) };
         NonNull::new(memory.cast()).map(Pages).ok_or(OutOfMemory)
     }
@@ -69,7 +70,8 @@ impl<T> Deref for Pages<T> {
     type Target = T;
     #[inline(always)]
     fn deref(&self) -> &T {
-        // SAFETY: the memory is mapped until `self` is dropped; zeroes are a valid `T`, because `T` is `Zeroed`.
+        // SAFETY: the memory is mapped until `self` is dropped. It began as zeroes, which are a valid `T`, because `T`
+        // is `Zeroed`.
         unsafe { self.0.as_ref() }
     }
 }
@@ -77,15 +79,15 @@ impl<T> Deref for Pages<T> {
 impl<T> DerefMut for Pages<T> {
     #[inline(always)]
     fn deref_mut(&mut self) -> &mut T {
-        // SAFETY: the memory is mapped until `self` is dropped; zeroes are a valid `T`, and `self` is borrowed
-        // exclusively.
+        // SAFETY: the memory is mapped until `self` is dropped. It began as zeroes, which are a valid `T`, and `self`
+        // is borrowed exclusively.
         unsafe { self.0.as_mut() }
     }
 }
 
 impl<T> Drop for Pages<T> {
     fn drop(&mut self) {
-        // SAFETY: the value is not used any more, and is in our own mapping.
+        // SAFETY: `self` is being dropped, so the value is not used again, and the mapping belongs to `self`.
         unsafe {
             self.0.drop_in_place();
             libc::munmap(self.0.as_ptr().cast(), size_of::<T>());
@@ -111,8 +113,8 @@ pub(crate) fn probe(bytes: usize) -> Result<(), OutOfMemory> {
     vec::<u8>(bytes).map(drop)
 }
 
-/// Returns the heap bytes of a hash map with this `capacity`, whose entries have `entry` bytes. A map has a power of
-/// two of entries, of which at most seven eighths are used, and one more byte for each entry.
+/// Returns the heap bytes of a hash map with this `capacity`, whose entries have `entry` bytes each. The number of
+/// entries is a power of two, and at most seven eighths of them are used. Each entry needs one more byte.
 pub(crate) fn map_bytes(capacity: usize, entry: usize) -> usize {
     (capacity * 8 / 7).next_power_of_two() * (entry + 1)
 }

@@ -1,4 +1,4 @@
-//! The CPU's side of compiled code: requests regions of hot code, and runs them.
+//! The CPU's use of compiled code: requests compilation of hot code, and runs compiled regions.
 
 use crate::block::Block;
 use crate::code::ANY_PAGE;
@@ -18,14 +18,14 @@ use std::ptr::{self, NonNull};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// The number of entries of a block between two checks for compiled code.
+/// The number of times that a block is entered between two checks for compiled code.
 const LOOK: u32 = 64;
-/// The most blocks of a region, and the most bytes.
+/// The greatest number of blocks of a region. The next constant is its greatest number of bytes.
 const BLOCKS: usize = 24;
 const BYTES: usize = 1024;
 
 impl Executor {
-    /// Sets the compiler that compiles this CPU's code from now on.
+    /// Sets the compiler that compiles this CPU's code from then on.
     ///
     /// # Errors
     /// [`OutOfMemory`].
@@ -43,11 +43,11 @@ impl Executor {
         (self.client.as_ref()).is_some_and(|client| client.compile != Compile::Hot)
     }
 
-    /// Call when a block has been entered often: requests its compilation, or installs the result.
+    /// Call when a block has been entered often. Requests compilation of the block, or installs the result.
     #[cold]
     #[inline(never)]
     pub(crate) fn warmed(&mut self, found: NonNull<Block>) {
-        // SAFETY: a block lives until all blocks are freed, which is the last thing that this function does, if at all.
+        // SAFETY: a block lives until all blocks are freed. If this function frees them, it does so at its end.
         let block = unsafe { found.as_ref() };
         let Some(client) = &self.client else {
             block.heat.set(u32::MAX);
@@ -64,22 +64,21 @@ impl Executor {
         }
     }
 
-    /// Call when a run ends for its caller's attention. The caller must interrupt a run at least every few
-    /// milliseconds.
+    /// Call when `attention` ends a run. Samples need this to happen at least every few milliseconds.
     pub(crate) fn note_interrupted(&mut self) {
         self.interrupted = Some(self.state.rip);
     }
 
-    /// Call when a block with compiled code is about to run, if the last run was interrupted there. The block is then a
-    /// *sample* of the code that takes the time. At its second sample, Cranelift compiles a region, which takes less
-    /// time than has passed since the last sample.
+    /// Call when a block with compiled code is about to run, if `attention` ended the last run there. The block is then
+    /// a *sample* of the code that takes the time. At the second sample of a region, Cranelift compiles it. This takes
+    /// less time than has passed since the first sample.
     #[cold]
     #[inline(never)]
     pub(crate) fn sampled(&mut self, found: NonNull<Block>) {
         self.interrupted = None;
         let found = self.interrupted_in(found);
-        // SAFETY: a block lives until all blocks are freed, which no call in this function does before the last use of
-        // `block`.
+        // SAFETY: a block lives until all blocks are freed, which does not happen in this function before the last use
+        // of `block`.
         let block = unsafe { found.as_ref() };
         let is_second = |Entrance { region, .. }: &Entrance| {
             region.tier != Tier::Full && region.is_sampled.swap(true, Ordering::Relaxed)
@@ -95,9 +94,9 @@ impl Executor {
         self.take_compiled();
     }
 
-    /// Returns the block of the region that ran when the run was interrupted. `next` is the block that runs afterwards.
-    /// A region without loops ends before it checks `attention`, so `next` may belong to another region. If `next`
-    /// always were the sample, code without loops would never be sampled.
+    /// Returns the block whose region was running when the run was interrupted. `next` is the block that runs next. A
+    /// region without loops ends before it checks `attention`, so `next` may belong to another region. If the sample
+    /// were always `next`, code without loops would never be sampled.
     fn interrupted_in(&mut self, next: NonNull<Block>) -> NonNull<Block> {
         // SAFETY: a block lives until all blocks are freed, which this function does not do.
         let next_block = unsafe { next.as_ref() };
@@ -120,7 +119,8 @@ impl Executor {
         if let Some(mut place) = ran_block.first
             && region(ran_block).is_some()
             && region(ran_block) != region(next_block)
-            // SAFETY: the snapshot is alive as long as the block; nothing else refers to it while no block is running.
+            // SAFETY: the snapshot is alive as long as the block, and no other reference to it exists while no block is
+            // running.
             && self.look_again(unsafe { place.page.as_mut() }, key.lin)
         {
             return ran;
@@ -128,7 +128,7 @@ impl Executor {
         next
     }
 
-    /// Requests compilation of a block and of those around it, unless that was requested already.
+    /// Requests compilation of a block together with the blocks around it, unless it was already requested.
     fn submit(&self, block: &Block, tier: Tier) {
         let Some(client) = &self.client else {
             return;
@@ -143,15 +143,15 @@ impl Executor {
         }
     }
 
-    /// Installs the finished compilations. Call while no block is running; this may free all blocks.
+    /// Installs the results of finished compilations. May free all blocks. Call while no block is running.
     fn take_compiled(&mut self) {
         let Some(client) = &self.client else {
             return;
         };
         let done = client.compiler.take(client.number);
         if done.is_refused {
-            // The region was refused for lack of memory. All blocks are forgotten, so that memory is freed. Hot code
-            // will be compiled again; the rest stays forgotten.
+            // The region was refused for lack of memory. Dropping all blocks frees memory. Hot code will be compiled
+            // again; code that no longer runs will not.
             return self.forget_blocks();
         }
         for (region, page) in done.regions {
@@ -159,11 +159,11 @@ impl Executor {
         }
     }
 
-    /// Attaches existing code, compiled for another CPU or earlier, to `block` and the other blocks of the code's
-    /// region. The code must be of `tier` or a better one, and memory must hold it. Returns whether there was such
-    /// code. Call while no block is running.
+    /// If code for `block` was already compiled, for another CPU or earlier, attaches this code to `block` and to the
+    /// other blocks of its region. The code must be of `tier` or a better tier, and memory must hold the guest code for
+    /// which it was compiled. Returns whether there was such code. Call while no block is running.
     pub(crate) fn adopt(&mut self, block: NonNull<Block>, tier: Tier) -> bool {
-        // SAFETY: a block lives until all blocks are freed. `block` is not used any more when the blocks of the region
+        // SAFETY: a block lives until all blocks are freed. `block` is not used after the blocks of the region begin to
         // change.
         let block = unsafe { block.as_ref() };
         let Some(client) = &self.client else {
@@ -173,7 +173,7 @@ impl Executor {
             return false;
         }
         let (key, bytes) = (&block.key, block.parts().0);
-        // Cranelift's first.
+        // Cranelift's code is tried first, because it is better.
         let good = [Tier::Full, Tier::Baseline]
             .into_iter()
             .find_map(|made_by| {
@@ -190,7 +190,7 @@ impl Executor {
         true
     }
 
-    /// Attaches the code of a region to the region's blocks in a page.
+    /// Attaches a region's code to the region's blocks. `page` is the base of the region's addresses.
     fn install(&mut self, region: &Arc<Region>, page: u64) {
         self.counters.regions += 1;
         let mut is_instead = false;
@@ -208,7 +208,7 @@ impl Executor {
     }
 
     /// Collects the blocks of a region: `block`, and the kept blocks of its page that may follow it. Also returns the
-    /// base of the region's places.
+    /// address to which the offsets of the region's blocks are relative.
     fn collect(&self, block: &Block, tier: Tier) -> Result<(Source, u64), OutOfMemory> {
         let (kind, page) = Kind::of(&block.key, tier);
         let mut source = Source {
@@ -221,7 +221,7 @@ impl Executor {
             blocks: heap::vec(BLOCKS)?,
         };
         let mut bytes = 0;
-        // Each block has at most two successors.
+        // There is one first block, and each block has at most two successors.
         let mut wanted = heap::vec(1 + 2 * BLOCKS)?;
         wanted.push(block.key.rip);
         let mut next = 0;
@@ -237,17 +237,17 @@ impl Executor {
             let Some(found) = self.blocks.kept(&key) else {
                 continue;
             };
-            // SAFETY: the block is alive, and nothing changes it meanwhile.
+            // SAFETY: a kept block is alive, and no thread changes it while no block is running.
             let found = unsafe { found.as_ref() };
             let (code, after) = found.parts();
-            // A block that has hardly run is left out, because it would make the region larger, and save nothing. But a
-            // block whose code was found already compiled counts as warm, although the interpreter has never run it.
+            // A block that has rarely run is left out, because it would only make the region larger. A block that
+            // already has compiled code counts as warm, even if the interpreter has never run it.
             let is_warm = found.heat.get() <= WARM - WARM / 8
                 || found.asked.get().is_some()
                 || found.entrance.is_some()
                 || self.compiles_at_once();
-            // If a block already has a region, that region is entered at the block. Without this rule a boot compiled
-            // each block twice.
+            // If a block already has a region, the new region leaves the block out, and continues in that region.
+            // Without this rule, each block was compiled twice when a guest booted.
             let is_known = tier == Tier::Baseline
                 && rip != block.key.rip
                 && found.entrance.is_some()
@@ -255,8 +255,8 @@ impl Executor {
             if is_known {
                 continue;
             }
-            // Memory must hold the block's code. If only other blocks ran for a while, the code was not compared with
-            // memory.
+            // Memory must still hold the block's code. If the block has not run for a while, its code was not compared
+            // with memory in this time.
             if !is_warm || !after.is_empty() || !block.holds_beside(key.lin, code) {
                 continue;
             }
@@ -270,7 +270,7 @@ impl Executor {
             copy.extend_from_slice(code);
             source.blocks.push((place, copy));
             bytes += code.len();
-            // A region that Cranelift compiles cannot be entered at each of its blocks.
+            // A region that Cranelift compiles can be entered only at its first block.
             if tier == Tier::Baseline || rip == block.key.rip {
                 found.asked.set(Some(tier).max(found.asked.get()));
             }
@@ -289,8 +289,8 @@ impl Executor {
         Ok((source, page))
     }
 
-    /// Adds the compiled code of a block, which is current, to the targets, so that regions can continue there.
-    /// Returns the code's address.
+    /// Adds the compiled code of a current block to the targets, so that regions can continue there. Returns the code's
+    /// address.
     fn make_known(&mut self, block: &Block) -> Option<*const u8> {
         let code = block.entrance.as_ref()?.code;
         let page = block.first.as_ref()?.page.as_ptr();
@@ -314,9 +314,9 @@ impl Executor {
         Some(code)
     }
 
-    /// Makes sure that targets match the CPU's mode and code segment. A target is identified by RIP alone. In code with
-    /// segments RIP is not enough, so this forgets the targets if the base of CS has changed. Mode and base do not
-    /// change while regions run.
+    /// Makes sure that targets match the CPU's mode and code segment. A target is found by RIP alone. In code with
+    /// segments this is not enough, so this function drops all targets if the base of CS has changed. While regions
+    /// run, mode and base do not change.
     fn tell_targets_apart(&mut self) {
         if mode::has_segments(self.mode) && self.code_base != self.state.cs.base {
             self.code_base = self.state.cs.base;
@@ -329,7 +329,7 @@ impl Executor {
     pub(crate) fn run_compiled(&mut self, block: NonNull<Block>) -> Option<Exit> {
         self.tell_targets_apart();
         self.compiled.ran = 0;
-        // SAFETY: a block lives until all blocks are freed, which happens in `find_block` only.
+        // SAFETY: a block lives until all blocks are freed, which does not happen before `block` is last used here.
         let code = self.make_known(unsafe { block.as_ref() })?;
         self.counters.blocks += 1;
         self.code.page = ANY_PAGE;
@@ -344,7 +344,8 @@ impl Executor {
             Status::Interpret
         });
         let stopped = (status != Status::Continue).then(|| {
-            // SAFETY: a step of a region that a block still has.
+            // SAFETY: the region has stored the address of one of its steps. A block still owns the region, so the step
+            // is alive.
             let step = unsafe { *self.compiled.step.cast::<Step>() }.at(self.state.rip);
             self.state.rip = step.rip;
             self.compiled.instructions += u64::from(step.before);
@@ -376,15 +377,16 @@ impl Executor {
             Status::Interpret => {
                 // SAFETY: `attention` was set for this run, and is valid during the run.
                 let attention = unsafe { &*self.compiled.attention };
-                // If the caller's kick has interrupted the access, repeating the access now would only sleep again.
+                // The caller's kick may have interrupted the access. If so, repeating the access now would wait again,
+                // and no kick would end that wait.
                 if attention.load(Ordering::Relaxed) != 0 {
                     self.devices.met = None;
                     return None;
                 }
-                // The access will be made again, perhaps at another address, so clear the flag of this attempt.
+                // The access will be made again, perhaps at another address. So the flag of this attempt is cleared.
                 self.raised.noncanonical = false;
                 let exit = match self.find_block() {
-                    // SAFETY: a block lives until all blocks are freed, which happens in `find_block` only; nothing
+                    // SAFETY: a block lives until all blocks are freed, which happens only in `find_block`, and nothing
                     // changes the block while it runs.
                     Ok(block) => self.execute(unsafe { block.as_ref() }),
                     Err(why) => self.fetch_failed(why),
@@ -409,7 +411,7 @@ mod tests {
     use crate::pool::Pool;
 
     fn source(rip: u64) -> Source {
-        // inc eax; jmp to the next
+        // inc eax; jmp to the next block
         Source {
             kind: Kind {
                 mode: 2,
@@ -439,7 +441,7 @@ mod tests {
         drop(done);
         (0..3).for_each(|n| submit(&cpu, n));
         let mut pool = Pool::default();
-        // SAFETY: the pool lives longer than the block.
+        // SAFETY: the pool lives longer than the uses of the block.
         let block = unsafe { Block::with_room(&mut pool, 1).unwrap() };
         cpu.warmed(block);
         let done = compiler.take(number);

@@ -2,7 +2,7 @@
 
 use slat_guard::Word;
 
-/// The general registers of a CPU: this layer knows nothing else of the CPU.
+/// The general registers of a CPU. This layer uses no other part of the CPU.
 pub(crate) trait Registers {
     fn gpr(&self) -> &[u64; 16];
     fn gpr_mut(&mut self) -> &mut [u64; 16];
@@ -10,19 +10,20 @@ pub(crate) trait Registers {
 
 /// An unsigned integer of one of the operand sizes.
 pub(crate) trait Int: Word + Copy + Eq + std::fmt::Debug + 'static {
-    /// Width in bits.
+    /// The width in bits.
     const BITS: u32;
-    /// Width in bytes.
+    /// The width in bytes.
     const BYTES: u64 = (Self::BITS / 8) as u64;
-    /// Index of the size: 0 for a byte to 3 for a quadword.
+    /// The index of the size: 0 for a byte, 3 for a quadword.
     const SIZE: u8;
     fn zx(self) -> u64;
     fn sx(self) -> i64;
     /// Returns the low bits of `v`.
     fn of(v: u64) -> Self;
-    /// Reads register `r`; for bytes, 16–19 are AH CH DH BH.
+    /// Reads register `r`. For bytes, the numbers 16 to 19 are AH, CH, DH and BH.
     fn get(cpu: &impl Registers, r: u8) -> Self;
-    /// Writes register `r`. A doubleword clears the upper half; smaller sizes leave the rest unchanged.
+    /// Writes register `r`. Writing a doubleword clears the upper half of the register. Smaller sizes leave the rest of
+    /// the register unchanged.
     fn set(cpu: &mut impl Registers, r: u8, v: Self);
     /// Returns the sign bit.
     #[inline(always)]
@@ -100,7 +101,7 @@ int!(
     }
 );
 
-/// Calls a generic function for the operand size with index `$size`.
+/// Calls a function that is generic over the operand size. `$size` is the index of the size.
 macro_rules! by_size {
     ($size:expr, $($f:ident)::+ $(, $more:ty)*) => {
         match $size {

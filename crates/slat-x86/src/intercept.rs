@@ -1,10 +1,9 @@
-//! Intercepts: the instructions and events that make a nested guest leave to its hypervisor (AMD64 volume 2, 15.7 to
-//! 15.13).
+//! Intercepts: the instructions and events that cause a #VMEXIT of a nested guest (AMD64 volume 2, 15.7 to 15.13).
 //!
 //! The number of an intercept is the exit code of its #VMEXIT, and its bit is at that number in the intercept vectors
 //! of the control area. If an instruction can be intercepted, its handler calls a function of this file, after the
-//! checks whose exceptions take precedence (15.7). Compiled code calls the same handlers, because none of these
-//! instructions has a translation. Outside guest mode the call costs one load and one branch.
+//! checks whose exceptions have precedence (15.7). The compiler translates none of these instructions, so compiled code
+//! calls the same handlers. Outside guest mode the call costs one load and one branch.
 
 use crate::Cpu;
 use crate::nested::code;
@@ -18,13 +17,13 @@ use crate::vector;
 const CR_BY_MOV: u64 = 1 << 63;
 
 impl Cpu {
-    /// Makes the guest leave before `op` if the hypervisor intercepts `code`.
+    /// Causes a #VMEXIT before `op` if the hypervisor intercepts `code`.
     #[inline(always)]
     pub(crate) fn intercept(&mut self, op: &Op, code: u64) -> Result<(), Break> {
         self.intercept_with(op, code, 0)
     }
 
-    /// Like [`intercept`](Self::intercept), with a value of EXITINFO1.
+    /// Like [`intercept`](Self::intercept), but with a value of EXITINFO1.
     #[inline(always)]
     pub(crate) fn intercept_with(&mut self, op: &Op, code: u64, info_1: u64) -> Result<(), Break> {
         match self.svm.is_guest() {
@@ -48,7 +47,7 @@ impl Cpu {
         }
     }
 
-    /// Makes the guest leave before `op`.
+    /// Causes a #VMEXIT before `op`.
     #[cold]
     pub(super) fn exit_at(&mut self, op: &Op, code: u64, info_1: u64, info_2: u64) -> Break {
         let next_rip = self.next_rip(op);
@@ -85,14 +84,15 @@ impl Cpu {
         }
     }
 
-    /// Intercepts LMSW, if the hypervisor asks for it. The selective intercept covers every LMSW, whatever it changes.
+    /// Intercepts LMSW, if the hypervisor asks for it. The selective intercept applies to every LMSW, even if it
+    /// changes only TS and MP.
     pub(crate) fn intercept_lmsw(&mut self, op: &Op) -> Result<(), Break> {
         self.intercept(op, code::CR_WRITE)?;
         self.intercept(op, code::CR0_SELECTIVE)
     }
 
-    /// Intercepts an access to an MSR, if the map of MSR permissions says so (15.11). An MSR that is not in the map
-    /// is always intercepted.
+    /// Intercepts an access to an MSR, if the map of MSR permissions says so (15.11). An access to an MSR that the map
+    /// does not cover is always intercepted.
     #[inline(always)]
     pub(crate) fn intercept_msr(&mut self, op: &Op, msr: u32, write: bool) -> Result<(), Break> {
         match self.svm.is_guest() {
@@ -145,7 +145,7 @@ impl Cpu {
         let bytes = 1u64 << op.size;
         let mut bits = [0xff; 2];
         let at = self.svm.control.io_map() + u64::from(port / 8);
-        // The byte after the map's last one belongs to ports beyond 0xffff.
+        // The map has one more byte, which belongs to ports beyond 0xffff.
         if self.read_physical(at, &mut bits[..1])? && self.read_physical(at + 1, &mut bits[1..])? {
             let bits = u64::from(u16::from_le_bytes(bits)) >> (port % 8);
             if bits & ((1 << bytes) - 1) == 0 {
@@ -182,19 +182,21 @@ impl Cpu {
         self.intercept(op, code::EXCEPTION + u64::from(vector))
     }
 
-    /// Intercepts PAUSE, if the hypervisor asks for it. The filter lets some PAUSEs pass (15.14.4).
+    /// Intercepts PAUSE, if the hypervisor asks for it. The PAUSE filter lets a number of PAUSEs pass before that
+    /// (15.14.4).
     pub(crate) fn intercept_pause(&mut self, op: &Op) -> Result<(), Break> {
         if !self.svm.is_guest() || !self.svm.control.intercepts(code::PAUSE) {
             return Ok(());
         }
-        // The filter counts instructions as cycles, so the speed of the host does not matter.
+        // The filter's cycles are counted in instructions, so that the speed of the host does not matter.
         let now = self.instructions();
         let (count, threshold) = self.svm.control.pause_filter();
         let pauses = &mut self.svm.pauses;
         let since = now.wrapping_sub(pauses.last);
         pauses.last = now;
         if threshold != 0 && since > threshold.into() {
-            // These PAUSEs are not in one loop, because the guest has executed other code in between.
+            // The guest has executed other code since the last PAUSE, so this PAUSE belongs to another loop, and the
+            // count starts again.
             pauses.left = count;
         }
         match pauses.left.checked_sub(1) {

@@ -1,8 +1,8 @@
 //! Delivery of exceptions and interrupts.
 //!
-//! A delivery first reads all data and writes the stack frame, then changes registers. So it can be abandoned at any
-//! memory access, and start again. Pending events are in `state.events`. An exception during the delivery of another
-//! exception becomes a double fault; a third one ends the run with [`Exit::Shutdown`].
+//! A delivery first reads all data and writes the stack frame. Only then it changes registers. So the delivery can be
+//! abandoned at any memory access and start again. Pending events are in `state.events`. An exception during the
+//! delivery of another exception becomes a double fault; a third one ends the run with [`Exit::Shutdown`].
 
 use crate::frame::Frame;
 use crate::machine::Exit;
@@ -15,7 +15,7 @@ use crate::task::Initiator;
 use crate::tlb::{SUPERVISOR, USER};
 use crate::{Cpu, vector};
 
-/// The segment registers that an event in virtual-8086 mode pushes and nulls: GS FS DS ES.
+/// The numbers of the segment registers that an event in virtual-8086 mode pushes and nulls: GS, FS, DS, ES.
 const DATA_SEGMENTS: [u8; 4] = [5, 4, 3, 0];
 /// A segment register with a null selector.
 const NULL: Segment = Segment {
@@ -25,7 +25,7 @@ const NULL: Segment = Segment {
     rights: Segment::UNUSABLE,
 };
 
-/// Returns the source of an exception that INT n did not cause.
+/// Returns the source of an exception. Not for exceptions that INT n raises.
 fn source(vector: u8) -> Source {
     match vector {
         vector::DB | vector::BP | vector::OF | vector::DF | vector::MC => Source::External,
@@ -41,7 +41,7 @@ fn contributory(vector: u8) -> bool {
 }
 
 impl Cpu {
-    /// Makes an external interrupt pending, which is delivered before the next instruction, whatever RFLAGS.IF is.
+    /// Makes an external interrupt pending, which is delivered before the next instruction, even if RFLAGS.IF is clear.
     pub fn inject_interrupt(&mut self, vector: u8) {
         self.state.events.interrupt = Some(vector);
         self.slow = true;
@@ -61,9 +61,9 @@ impl Cpu {
         self.queue_exception(Exception { vector, error }, self.state.cr2);
     }
 
-    /// Whether the guest accepts an external interrupt now. If an SMI or an NMI is taken next, the guest accepts none,
-    /// because the handlers of both run with interrupts off. Before an instruction that waits for memory, the guest
-    /// accepts none either, because the instruction may change IF or begin a shadow.
+    /// Whether the guest accepts an external interrupt now. Not if an SMI or an NMI is taken next, because the handlers
+    /// of both run with interrupts disabled. And not before an instruction that waits for memory, because the
+    /// instruction may change IF or begin a shadow.
     pub fn can_take_interrupt(&self) -> bool {
         let Events {
             exception,
@@ -91,8 +91,8 @@ impl Cpu {
         self.state.events.mov_ss_shadow = false;
     }
 
-    /// Delivers pending events, at most one per call. As in KVM, an acknowledged interrupt is delivered first: before
-    /// an NMI, whose handler it would otherwise interrupt, and before an SMI.
+    /// Delivers pending events, at most one per call. As in KVM, an acknowledged interrupt is delivered before an SMI
+    /// and before an NMI. If it were delivered after an NMI, it would interrupt the NMI's handler.
     pub(crate) fn deliver_events(&mut self) -> Option<Exit> {
         let events = self.state.events;
         let rip = self.state.rip;
@@ -101,7 +101,8 @@ impl Cpu {
         }
         if let Some(exception) = events.exception {
             let Exception { vector, error } = exception;
-            // The debugger passes a #BP on to the guest: for the guest the #BP is a trap, so RIP is after the INT3.
+            // If the debugger passes a #BP on to the guest, it is a trap of the guest's INT3. So the handler returns to
+            // the instruction after the INT3.
             let rip = match self.watch.int3 {
                 Some((start, end)) if vector == vector::BP && start == rip => end,
                 _ => rip,
@@ -210,7 +211,7 @@ impl Cpu {
 
     fn exception_in_delivery(&mut self, first: Exception) -> Option<Exit> {
         let second = self.raised.exception.vector;
-        // A hypervisor that intercepts the second exception gets this exception, not a shutdown.
+        // If the hypervisor intercepts the second exception, it gets that exception. There is no shutdown.
         if first.vector == vector::DF && !self.intercepts_exception(second) {
             self.state.events.exception = None;
             self.svm.set_delivering(None);
@@ -231,7 +232,7 @@ impl Cpu {
         None
     }
 
-    /// Delivers an event now. The handler returns to `return_rip`.
+    /// Delivers an event at once. The event's handler returns to `return_rip`.
     pub(crate) fn deliver(
         &mut self,
         vector: u8,
@@ -241,7 +242,7 @@ impl Cpu {
     ) -> Result<(), Break> {
         self.slow = true;
         self.progress.note_delivery(self.counters.instructions);
-        // The pushed flags keep TF. The delivery of an event is not single-stepped.
+        // The pushed flags include TF. But the delivery of an event does not cause a single-step trap.
         self.watch.steps = false;
         (self.svm).set_delivering(Some(Event::new(vector, error, source)));
         let (delivered, hits) = self.collect_hits(|cpu| {
@@ -258,7 +259,8 @@ impl Cpu {
             self.trap(hits);
         }
         if let Some(Exit::Mmio { gpa, .. }) = self.raised.exit {
-            // A device cannot take part in the delivery of an event, because the caller cannot complete the access.
+            // A device cannot provide data for the delivery of an event, because the caller could not complete such an
+            // access.
             self.raised.exit = Some(Exit::Delivery {
                 vector,
                 software: source.is_software(),
@@ -268,7 +270,7 @@ impl Cpu {
         delivered
     }
 
-    /// Returns RFLAGS as an event from `source` pushes it.
+    /// Returns the value of RFLAGS that an event from `source` pushes.
     fn pushed_flags(&mut self, source: Source) -> u64 {
         self.flags()
             | match source {
@@ -354,7 +356,7 @@ impl Cpu {
         }
         let rsp = stack.wrapping_sub(len as u64);
         self.push_frame(rsp, &bytes[..len], cpl)?;
-        // From here on, no step can fail.
+        // No step after this point can fail.
         let mut segment = Descriptor(code.0 | 1 << 40).segment(selector & !3 | u16::from(cpl));
         segment.base = 0;
         self.state.cs = segment;
@@ -377,7 +379,7 @@ impl Cpu {
         Ok(())
     }
 
-    /// Writes a stack frame with the rights of privilege level `cpl`.
+    /// Writes a stack frame with the access rights of privilege level `cpl`.
     fn push_frame(&mut self, rsp: u64, bytes: &[u8], cpl: u8) -> Result<(), Break> {
         let table = self.table;
         self.table = match cpl {
@@ -407,7 +409,7 @@ impl Cpu {
         Ok(rsp)
     }
 
-    /// Delivers an event in protected mode outside long mode: interrupt, trap and task gates.
+    /// Delivers an event in protected mode outside long mode, by an interrupt gate, a trap gate or a task gate.
     fn deliver_protected(
         &mut self,
         vector: u8,
@@ -447,7 +449,7 @@ impl Cpu {
             Some(code) if selector & !3 != 0 && code.is_code() && code.dpl() <= self.cpl => code,
             _ => return Err(self.raise(vector::GP, selector_error)),
         };
-        // Virtual-8086 mode ends at privilege level 0.
+        // An event in virtual-8086 mode must enter a handler at privilege level 0.
         if from_8086 && (code.conforming() || code.dpl() != 0) {
             return Err(self.raise(vector::GP, selector_error));
         }
@@ -504,7 +506,7 @@ impl Cpu {
         Ok(())
     }
 
-    /// Delivers an event in real mode: the interrupt vector table.
+    /// Delivers an event in real mode, by the interrupt vector table.
     fn deliver_real(&mut self, vector: u8, return_rip: u64) -> Result<(), Break> {
         let offset = u64::from(vector) * 4;
         if offset + 3 > u64::from(self.state.idtr.limit) {

@@ -1,9 +1,10 @@
-//! The key of a block.
+//! The key by which a block is found.
 
 #[cfg(feature = "jit")]
 use crate::mode;
 
-/// The key by which a block is found: address and decoding mode. A block's operations depend on its key and its bytes.
+/// The key by which a block is found: address and decoding mode. A block's operations depend only on its key and its
+/// bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(C)]
 pub(crate) struct Key {
@@ -22,7 +23,7 @@ impl Key {
         Self { lin, rip, mode }
     }
 
-    /// Returns the distance of the linear address from RIP.
+    /// Returns the linear address minus RIP: the base of the code segment.
     pub(crate) fn base(&self) -> u64 {
         self.lin.wrapping_sub(self.rip) & mode::linear(self.mode)
     }

@@ -1,9 +1,9 @@
 //! The record of the last operation that has set flags: see `flags`.
 
-/// The last flag-setting operation. Values are zero-extended.
+/// The record of the last operation that has set flags. Values are zero-extended.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Lazy {
-    /// One of the kinds; the low two bits are the operand size.
+    /// One of the kinds below, such as [`ADD`]. The low two bits are the index of the operand size.
     pub(crate) kind: u8,
     /// OF and AF of kind [`GIVEN`], as [`GIVEN_OF`] and [`GIVEN_AF`].
     pub(crate) given: u8,
@@ -13,17 +13,17 @@ pub(crate) struct Lazy {
     pub(crate) result: u64,
 }
 
-/// The flags are in `state.rflags`.
+/// There is no record: the flags are in `state.rflags`.
 pub(crate) const DONE: u8 = 0;
-/// `x = y + b`
+/// The result is `x`, the sum of `y` and the other operand.
 pub(crate) const ADD: u8 = 4;
 /// The result is `x - y`.
 pub(crate) const SUB: u8 = 8;
-/// OF is clear.
+/// The operation is logical, so OF is clear.
 pub(crate) const LOGIC: u8 = 12;
-/// The result is one more than before.
+/// The result is the operand plus 1.
 pub(crate) const INC: u8 = 16;
-/// The result is one less than before.
+/// The result is the operand minus 1.
 pub(crate) const DEC: u8 = 20;
 /// OF is set if the sign bits of `y` and of the result differ.
 pub(crate) const SHL: u8 = 24;
@@ -35,7 +35,7 @@ pub(crate) const GIVEN: u8 = 32;
 pub(crate) const GIVEN_OF: u8 = 1;
 pub(crate) const GIVEN_AF: u8 = 2;
 
-/// The largest `x`. No `y` is greater, so CF is clear.
+/// The largest value of `x`. No `y` is greater, so CF is clear.
 pub(crate) const NO_CARRY: u64 = u64::MAX;
 
 /// Encodes OF and AF for [`Lazy::given`].

@@ -3,9 +3,10 @@
 //! A part of slat: there is no promise about this crate's API, and any version may change it.
 //!
 //! The crate has an interpreter of decoded basic blocks, and a compiler for blocks that run often. Instructions act on
-//! a [`Cpu`], which holds the architectural [`State`]. An [`Executor`] is a CPU with its decoded and compiled code: it
-//! runs the CPU against a [`Machine`], which translates guest-virtual addresses to host pages ([`Mmu`]) and serves
-//! CPUID, MSRs and the like. [`Executor::run`] runs until it needs its caller and returns the reason: [`Exit`].
+//! a [`Cpu`], which holds the architectural [`State`]. An [`Executor`] is a CPU with its decoded and compiled code. The
+//! executor runs the CPU together with a [`Machine`], which translates guest-virtual addresses to host pages ([`Mmu`])
+//! and serves CPUID, MSRs and the like. [`Executor::run`] runs until the caller has to act, and returns the reason as
+//! an [`Exit`].
 //!
 //! | layer | file | idea |
 //! |---|---|---|
@@ -59,8 +60,8 @@
 //! | | `smm` | system-management mode |
 //!
 //! A module imports from its own layer and from lower ones, and imports form no circle. The same holds for the methods
-//! of [`Cpu`] and [`Executor`], which many modules define and call without an import: a method is called from its own
-//! layer and from higher ones. (`crates/slat/tests/architecture` checks this.)
+//! of [`Cpu`] and [`Executor`]. Many modules define such methods and call them without an import, but a method is
+//! called only from its own layer and from higher layers. (`crates/slat/tests/architecture` checks this.)
 //!
 //! Guarantees:
 //!
@@ -70,10 +71,9 @@
 //!   after a store by another CPU, from the next block on; after a store by the client or a device, from the next run
 //!   or serialising instruction on. An IRET to user code serialises only user code.
 //!
-//! The caller has called `slat_guard::install` before it runs a CPU.
+//! The caller must call `slat_guard::install` before it runs a CPU.
 //!
-//! These are missing: AVX-512 and later extensions, interrupt and trap gates out of virtual-8086 mode and IRET into
-//! that mode (task switches do both), VMX.
+//! The CPU does not have AVX-512 and later extensions, and VMX.
 
 mod ask;
 mod block;

@@ -1,5 +1,5 @@
-//! Lowering makes an operation of a decoded instruction. `operands` has the parts that all instructions share. The
-//! files of the handlers have the other parts, in rows of one table.
+//! Lowering converts a decoded instruction to an operation. `operands` has the part that all instructions share. The
+//! other parts are in one table, whose rows are in the files of the handlers.
 
 mod operands;
 
@@ -11,15 +11,15 @@ use crate::pool::List;
 use crate::{simd, svm, vector, x87};
 use iced_x86::{Code, CpuidFeature, EncodingKind, FlowControl, Instruction, Mnemonic};
 
-/// How the instructions of a mnemonic are lowered.
+/// How the instructions with one mnemonic are lowered.
 #[derive(Clone, Copy)]
 enum Lowering {
     General(Lower),
-    /// A SIMD instruction: the host may not have it, and the guest may have switched it off.
+    /// A SIMD instruction. The host may not have it, and the guest may have disabled it.
     Simd(Lower),
 }
 
-/// The rows of general instructions.
+/// The rows of the general instructions, file by file.
 const GENERAL: [&[Row]; 27] = [
     exec::data::ROWS,
     exec::alu::BINARY,
@@ -63,13 +63,13 @@ static TABLE: [Option<Lowering>; Table::MNEMONICS] = {
 /// The table under construction, at compile time.
 struct Table {
     by_mnemonic: [Option<Lowering>; Table::MNEMONICS],
-    /// The number of the row of each mnemonic.
+    /// The number of the row for each mnemonic.
     rows: [u16; Table::MNEMONICS],
     count: u16,
 }
 
 impl Table {
-    /// A number greater than that of the last mnemonic with a row.
+    /// The size of the table: more than the number of the last mnemonic that has a row.
     const MNEMONICS: usize = 2048;
 
     const EMPTY: Self = Self {
@@ -91,7 +91,7 @@ impl Table {
         }
     }
 
-    /// Adds a row. If one of its mnemonics already has a row, this does not compile.
+    /// Adds a row. If one of its mnemonics already has a row, compiling the crate fails.
     const fn add_row(&mut self, row: &Row, is_simd: bool) {
         self.count += 1;
         let mut list = 0;
@@ -114,7 +114,8 @@ impl Table {
 }
 
 /// Appends the operations of an instruction, at most two. Returns whether the instruction ends the block. `code` is the
-/// instruction's own bytes, `blank` is the mode's [`blank`] operation, `offset` and `len` are its position in the block.
+/// instruction's bytes, and `blank` is the mode's [`blank`] operation. `offset` and `len` are the instruction's
+/// position and length in the block.
 pub(crate) fn lower(
     insn: &Instruction,
     code: &[u8],
@@ -149,8 +150,8 @@ pub(crate) fn lower(
     ends
 }
 
-/// Returns the operation of one instruction; the arguments are those of [`lower`]. Also returns whether the next
-/// operation must be a check, because the handler may store, but does not check whether the store changed code.
+/// Returns the operation of one instruction. The arguments are those of [`lower`]. Also returns whether a check must
+/// follow as the next operation: the handler may store, but does not check whether the store has changed code.
 pub(crate) fn alone(insn: &Instruction, code: &[u8], mode: u8, offset: u8, len: u8) -> (Op, bool) {
     let mut op = Op {
         offset,
@@ -169,7 +170,7 @@ pub(crate) fn blank(mode: u8) -> Op {
     }
 }
 
-/// Lowers an instruction into its operation. Returns whether the next operation must be a check.
+/// Lowers an instruction into its operation. Returns whether a check must follow as the next operation.
 #[inline(always)]
 fn lower_into(op: &mut Op, insn: &Instruction, code: &[u8], mode: u8) -> bool {
     op.mnemonic = insn.mnemonic();
@@ -180,7 +181,7 @@ fn lower_into(op: &mut Op, insn: &Instruction, code: &[u8], mode: u8) -> bool {
         _ if mode & mode::NO_VEX != 0 && has_vex() => (Some(undefined as Handler), false),
         Some(Lowering::General(lower)) => (lower(insn, op), false),
         Some(Lowering::Simd(lower)) => match insn.code() {
-            // Two string instructions share their mnemonics with SSE2 instructions.
+            // MOVSD and CMPSD: these string instructions have the same mnemonics as two SSE2 instructions.
             Code::Movsd_m32_m32 => (exec::string::moving(insn, op), false),
             Code::Cmpsd_m32_m32 => (exec::string::comparing(insn, op), false),
             _ => (lower_simd(lower, insn, mode, op), stores(op)),
@@ -191,7 +192,7 @@ fn lower_into(op: &mut Op, insn: &Instruction, code: &[u8], mode: u8) -> bool {
     may_store
 }
 
-/// Whether a SIMD instruction stores.
+/// Whether a SIMD instruction may store to memory.
 fn stores(op: &Op) -> bool {
     let is_hidden = matches!(
         op.mnemonic,
@@ -200,7 +201,8 @@ fn stores(op: &Op) -> bool {
     op.r[0] == MEM || is_hidden
 }
 
-/// Chooses the handler of a SIMD instruction. The handler raises #UD or #NM if such instructions are switched off.
+/// Chooses the handler of a SIMD instruction. The handler raises #UD or #NM if the guest has disabled such
+/// instructions.
 fn lower_simd(lower: Lower, insn: &Instruction, mode: u8, op: &mut Op) -> Option<Handler> {
     if !simd::is_offered(insn) {
         return Some(undefined);
@@ -215,7 +217,7 @@ fn lower_simd(lower: Lower, insn: &Instruction, mode: u8, op: &mut Op) -> Option
     }
 }
 
-/// Like [`lower_simd`], where some SIMD instructions are switched off.
+/// Like [`lower_simd`], for a mode in which the guest has disabled some SIMD instructions.
 #[inline(never)]
 fn lower_simd_or_off(lower: Lower, insn: &Instruction, mode: u8, op: &mut Op) -> Option<Handler> {
     let handler = simd::choose(lower, insn, op)?;
@@ -232,7 +234,8 @@ fn lower_simd_or_off(lower: Lower, insn: &Instruction, mode: u8, op: &mut Op) ->
     })
 }
 
-/// Like [`lower_simd`], for an instruction without a row: an x87 instruction, or an instruction that this CPU lacks.
+/// Like [`lower_simd`], for an instruction without a row: an x87 instruction, or an instruction that this CPU does not
+/// have.
 #[inline(never)]
 fn lower_x87(insn: &Instruction, code: &[u8], mode: u8, op: &mut Op) -> Option<Handler> {
     if insn.encoding() != EncodingKind::Legacy {
@@ -253,8 +256,7 @@ fn is_sse(feature: CpuidFeature) -> bool {
     )
 }
 
-/// Returns the handler of an instruction that this CPU does not have, although its CPUID features include the
-/// instruction.
+/// Returns the handler of an instruction that this CPU does not implement, although the CPUID features include it.
 #[cold]
 fn missing(insn: &Instruction) -> Handler {
     use CpuidFeature::*;
@@ -293,13 +295,13 @@ fn unimplemented(cpu: &mut Cpu, _: &Op) -> Flow {
     Err(cpu.unimplemented("an instruction that this CPU does not implement"))
 }
 
-/// Ends the block if a store requires it. This operation follows an instruction that may store but does not check that
-/// itself.
+/// The check operation: ends the block if the last store has changed code. Follows an instruction that may store but
+/// does not check this itself.
 fn check(cpu: &mut Cpu, _: &Op) -> Flow {
     if cpu.stop { Err(Break::End) } else { Ok(()) }
 }
 
-/// Raises #UD, for bytes that are no instruction, or #GP if `aux` is set, for an instruction with too many bytes.
+/// Raises #UD for bytes that are no instruction. If `aux` is set, raises #GP for an instruction with too many bytes.
 fn bad(cpu: &mut Cpu, op: &Op) -> Flow {
     Err(if op.aux != 0 { cpu.gp() } else { cpu.ud() })
 }

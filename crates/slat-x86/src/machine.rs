@@ -8,13 +8,13 @@ use std::ptr::NonNull;
 pub enum Access {
     /// Reads data.
     Read,
-    /// Writes data, or reads it in order to write it.
+    /// Writes data, or reads data in order to write it.
     Write,
     /// Fetches instructions.
     Execute,
 }
 
-/// The CPU's paging state, as far as a translation depends on it.
+/// The part of the CPU's paging state on which a translation depends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Paging {
     /// CR0. Only PG and WP are used.
@@ -33,23 +33,24 @@ pub struct Paging {
     pub user: bool,
     /// Whether this is an explicit supervisor access with RFLAGS.AC set, to which SMAP does not apply.
     pub ac: bool,
-    /// The tables of a hypervisor that is a guest, through which all guest-physical addresses go.
+    /// If a nested guest runs with nested paging: its hypervisor's tables, by which every guest-physical address is
+    /// translated.
     pub nested: Option<NestedPaging>,
 }
 
-/// Nested paging, of a guest in guest mode (AMD64 volume 2, 15.25): the state of its hypervisor's tables.
+/// Nested paging (AMD64 volume 2, 15.25): the state of the tables of a nested guest's hypervisor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NestedPaging {
     /// nCR3: the top-level table.
     pub cr3: u64,
-    /// The hypervisor's CR4: PAE, PSE, LA57, SMEP matter.
+    /// The hypervisor's CR4. Only PAE, PSE, LA57 and SMEP are used.
     pub cr4: u64,
-    /// The hypervisor's EFER: LMA and NXE matter.
+    /// The hypervisor's EFER. Only LMA and NXE are used.
     pub efer: u64,
 }
 
 impl Paging {
-    /// The paging state without paging: linear addresses are physical.
+    /// The paging state while paging is off: linear addresses are physical addresses.
     pub const OFF: Paging = Paging {
         cr0: 0,
         cr3: 0,
@@ -66,7 +67,7 @@ impl Paging {
 /// A translation: one 4 KiB page of host memory.
 #[derive(Clone, Copy, Debug)]
 pub struct HostPage {
-    /// The first byte of the page in this process.
+    /// The address of the page's first byte in this process.
     pub base: NonNull<u8>,
     /// Whether further reads at this privilege level need no new translation.
     pub read: bool,
@@ -74,8 +75,8 @@ pub struct HostPage {
     pub write: bool,
     /// Whether further instruction fetches at this privilege level need no new translation.
     pub execute: bool,
-    /// The guest-physical address of the page, if the machine wants to know of each store to the page
-    /// ([`Mmu::stored`]). Then `write` is false, and every store is translated again.
+    /// The guest-physical address of the page, if each store to the page must be reported to the machine
+    /// ([`Mmu::stored`]). In this case `write` is false, and every store is translated again.
     ///
     /// When a page becomes tracked, the CPU must have no translation for writes to the page. So if [`Mmu::translate`]
     /// begins to track such a page, it raises `attention` and returns [`Fault::Retry`]. Without the retry, the CPU
@@ -83,24 +84,24 @@ pub struct HostPage {
     pub tracked: Option<u64>,
     /// The size of the guest's page, 2^`bits` bytes, of which this page is a part. INVLPG drops all parts.
     pub bits: u32,
-    /// Whether this translation is valid in every address space, because CR4.PGE is set and so is the G flag of the
-    /// guest's entry that maps the page. A load of CR3 keeps the translation.
+    /// Whether this translation is valid in every address space: CR4.PGE is set, and so is the G flag of the guest's
+    /// page-table entry. A load of CR3 keeps the translation.
     pub global: bool,
 }
 
-/// The reason why there is no translation.
+/// The reason why an address has no translation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// The guest's tables do not allow the access: #PF with this error code, CR2 is the address.
+    /// The guest's tables do not allow the access: #PF with this error code. CR2 is the address.
     Page {
         /// The error code that the guest sees.
         error_code: u32,
     },
-    /// The tables of [`Paging::nested`] do not allow the access: #VMEXIT of the hypervisor's guest.
+    /// The tables of [`Paging::nested`] do not allow the access: a #VMEXIT of the nested guest.
     NestedPage {
         /// EXITINFO1 (AMD64 volume 2, 15.25.6).
         error_code: u64,
-        /// The guest's guest-physical address.
+        /// The guest-physical address in the nested guest.
         gpa: u64,
     },
     /// No memory is mapped at the address: the device model serves the access.
@@ -108,10 +109,10 @@ pub enum Fault {
         /// The guest-physical address of the byte at the faulting address.
         gpa: u64,
     },
-    /// #GP(0), for addresses that the machine refuses. The CPU checks itself whether they are canonical.
+    /// #GP(0), for addresses that the machine refuses. (The CPU itself checks whether addresses are canonical.)
     GeneralProtection,
-    /// The CPU abandons the instruction with nothing changed, checks `attention`, and executes it again. All
-    /// translations are void.
+    /// The CPU abandons the instruction, which has had no effect, checks `attention`, and executes the instruction
+    /// again. All translations are invalid.
     Retry,
     /// The page walk has set a bit in a page of decoded code (see [`CodePages::stored`](crate::CodePages::stored)),
     /// possibly in the instruction that needs the translation. The CPU walks again, and executes the instruction as it
@@ -123,7 +124,8 @@ pub enum Fault {
     OutOfMemory,
 }
 
-/// Why RDMSR or WRMSR is refused: by the machine, or by the CPU for an MSR that the CPU holds itself.
+/// Why RDMSR or WRMSR is refused. The machine refuses accesses; the CPU refuses accesses to MSRs that the CPU itself
+/// holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MsrFault {
     /// The MSR does not exist.
@@ -132,32 +134,34 @@ pub enum MsrFault {
     Invalid,
     /// [`Machine::allows_msr`] forbids the access.
     Forbidden,
-    /// Like [`Fault::Retry`], for an access that needs guest memory. Nothing was changed, and the run does not end.
+    /// Like [`Fault::Retry`], for an access that needs guest memory. The access has had no effect, and the run does not
+    /// end.
     Retry,
 }
 
 /// The translations that the guest invalidates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GuestFlush {
-    /// The translations of the page at this linear address, under the current PCID: for INVLPG, and INVPCID of type 0
-    /// with the current PCID (without CR4.PCIDE the PCID is 0).
+    /// The translations of the page at this linear address, under the current PCID: for INVLPG, and for INVPCID of type
+    /// 0 with the current PCID (0 if CR4.PCIDE is clear).
     Page(u64),
-    /// All translations: for a change of CR0, CR3, CR4 or EFER, and the other forms of INVPCID. In a nested guest, only
-    /// the translations that depend on the guest's own tables.
+    /// All translations: for a change of CR0, CR3, CR4 or EFER, and for the other forms of INVPCID. In a nested guest,
+    /// only the translations that depend on the guest's own tables.
     All,
-    /// All translations of a nested guest, also those that depend on its hypervisor's nested tables: for VMRUN with a
-    /// TLB_CONTROL or with another ASID than the last one, and for INVLPGA.
+    /// All translations of a nested guest, including those that depend on its hypervisor's nested tables: for VMRUN
+    /// with a TLB_CONTROL, for VMRUN with another ASID than the last time, and for INVLPGA.
     Nested,
 }
 
-/// Translation of the CPU's addresses.
+/// Translates the addresses that the CPU accesses.
 pub trait Mmu {
     /// Returns the host page that backs the page of `gva`: walks the guest's tables (setting accessed and dirty bits),
-    /// then the second level. Called on misses of the software TLB only.
+    /// then the second level. Called only on misses of the software TLB.
     fn translate(&mut self, gva: u64, access: Access, paging: &Paging) -> Result<HostPage, Fault>;
 
     /// Returns the host page that backs the page of the guest-physical address `gpa`, for an access of the CPU to a
-    /// structure that it finds by its physical address. The default translates without paging, which reaches 4 GiB.
+    /// structure whose physical address it has. The default translates the address as a linear address without paging,
+    /// so it works only below 4 GiB.
     fn translate_physical(&mut self, gpa: u64, access: Access) -> Result<HostPage, Fault> {
         self.translate(gpa, access, &Paging::OFF)
     }
@@ -181,30 +185,31 @@ pub trait Mmu {
     /// translates again and retries.
     fn recheck(&mut self, host: *mut u8, access: Access) -> Result<(), Fault>;
 
-    /// Called after a store of `bytes` bytes at `gpa`, within one page that is [tracked](HostPage::tracked). At the
-    /// call the bytes are in memory, and the instruction has not yet translated its next memory operand. For a store
-    /// across two pages, both parts are in memory before the first call.
+    /// Called after a store of `bytes` bytes at `gpa`, within one page that is [tracked](HostPage::tracked). When this
+    /// is called, the bytes are in memory, and the instruction has not translated its next memory operand yet. If the
+    /// store is in two pages, both parts are in memory before the first call.
     ///
-    /// Also called after a store that found its host memory [`Gone`](slat_guard::Gone), because part of the
-    /// bytes may be in memory.
+    /// Also called after a store that failed with [`Gone`](slat_guard::Gone), because some of the bytes may be in
+    /// memory.
     ///
-    /// Returns whether all translations are void.
+    /// Returns whether all translations are invalid now.
     fn stored(&mut self, _gpa: u64, _bytes: usize) -> bool {
         false
     }
 
-    /// Called after the guest has invalidated translations: the instruction has changed the register, and nothing was
-    /// translated since. The CPU may call this more often than the guest demands; a task switch calls it several times.
+    /// Called after the guest has invalidated translations: the instruction has changed the register, and no address
+    /// was translated since. The CPU may call this more often than necessary. For example, a task switch calls it
+    /// several times.
     ///
     /// A MOV to CR3 that keeps the translations (bit 63 of the operand with CR4.PCIDE) does not call this.
     ///
-    /// Returns whether all translations are void.
+    /// Returns whether all translations are invalid now.
     fn flush_guest(&mut self, _what: GuestFlush, _paging: &Paging) -> bool {
         false
     }
 }
 
-/// The other services that a CPU needs from its machine.
+/// The services that a CPU needs from its machine, besides address translation.
 pub trait Machine: Mmu {
     /// Returns EAX, EBX, ECX, EDX of CPUID.
     fn cpuid(&mut self, leaf: u32, subleaf: u32) -> [u32; 4];
@@ -216,24 +221,24 @@ pub trait Machine: Mmu {
     fn rdmsr(&mut self, msr: u32) -> Result<u64, MsrFault>;
     /// Writes an MSR that the CPU does not hold itself.
     fn wrmsr(&mut self, msr: u32, value: u64) -> Result<(), MsrFault>;
-    /// Whether the guest may read MSR `msr` or, with `write`, write it. The CPU calls this before every access, also
-    /// for an MSR that the CPU holds itself.
+    /// Whether the guest may read MSR `msr` or, with `write`, write it. The CPU calls this before every access, even to
+    /// an MSR that the CPU itself holds.
     fn allows_msr(&mut self, _msr: u32, _write: bool) -> bool {
         true
     }
-    /// Whether the caller of the run handles a refused access. If so, the run ends with [`Exit::Msr`]; otherwise
-    /// the access is #GP(0).
+    /// Whether the caller of the run handles an access that was refused. If so, the run ends with [`Exit::Msr`].
+    /// Otherwise the access raises #GP(0).
     fn answers_msr_outside(&mut self, _why: MsrFault) -> bool {
         false
     }
     /// Returns the guest's time-stamp counter.
     fn tsc(&mut self) -> u64;
-    /// Executes a VMCALL or VMMCALL of code at privilege level `cpl`. Registers have 64 bits in `long_mode` and
-    /// 32 otherwise. The arguments are in the registers of `state`, and the results are stored there; nothing
-    /// else of `state` changes.
+    /// Executes VMCALL or VMMCALL of code at privilege level `cpl`. Registers have 64 bits in `long_mode` and 32
+    /// otherwise. The arguments are in the registers of `state`, and the results are stored there; nothing else of
+    /// `state` changes.
     fn hypercall(&mut self, state: &mut State, cpl: u8, long_mode: bool) -> HypercallOutcome;
-    /// Called after the guest has written CR8, its local APIC's task priority. (A write of the APIC's register by WRMSR
-    /// changes CR8.)
+    /// Called after the guest has written CR8, the task priority of its local APIC. (A write to the APIC's register by
+    /// WRMSR also changes CR8.)
     fn set_task_priority(&mut self, _cr8: u64) {}
     /// Returns the effect of VMCALL or VMMCALL in this machine.
     fn hypercall_instruction(&mut self, _which: HypercallInstruction) -> Hypercalls {
@@ -250,7 +255,7 @@ pub trait Machine: Mmu {
 pub enum HypercallOutcome {
     /// The machine has executed the hypercall.
     Done,
-    /// The caller of the run executes the hypercall: the run ends with [`Exit::Hypercall`].
+    /// The caller of the run has to execute the hypercall: the run ends with [`Exit::Hypercall`].
     Outside,
     /// The CPU raises #UD. No register was changed.
     Undefined,
@@ -261,9 +266,9 @@ pub enum HypercallOutcome {
 /// An instruction that calls the hypervisor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HypercallInstruction {
-    /// Intel's.
+    /// Intel's VMCALL.
     Vmcall,
-    /// AMD's.
+    /// AMD's VMMCALL.
     Vmmcall,
 }
 
@@ -284,25 +289,25 @@ pub enum Hypercalls {
     Executed,
     /// The CPU overwrites the instruction with this hypercall instruction, and then executes it.
     Patched(HypercallInstruction),
-    /// #UD.
+    /// The instruction raises #UD.
     Undefined,
 }
 
 /// The effect of a locked access that crosses a cache line, for which a processor locks the bus.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum BusLocks {
-    /// The access is executed like any other.
+    /// The access is executed like any other access.
     #[default]
     Executed,
     /// The access ends the run with [`Exit::BusLock`] before its instruction. The next run executes the instruction, if
-    /// RIP has not changed: like bus lock threshold on AMD's processors.
+    /// RIP has not changed. This is like the bus lock threshold of AMD's processors.
     ExitBefore,
-    /// The access ends the run with [`Exit::BusLock`] after its instruction: like bus-lock detection
-    /// on Intel's processors.
+    /// The access ends the run with [`Exit::BusLock`] after its instruction. This is like bus-lock detection on Intel's
+    /// processors.
     ExitAfter,
 }
 
-/// The event for which a probe waits.
+/// The event that triggers a probe.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ProbeKind {
     /// The execution of the instruction at the first address.
@@ -329,36 +334,37 @@ pub enum ProbeHit {
 /// Why a run ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Exit {
-    /// A port access. RIP still points at the instruction; [`Cpu::complete_io`](crate::Cpu::complete_io) finishes the
-    /// instruction, and must be called before the next run; for a write, without data.
+    /// A port access. RIP is still the address of the instruction. The caller must call
+    /// [`Cpu::complete_io`](crate::Cpu::complete_io), which finishes the instruction, before the next run; for a write,
+    /// without data.
     Io {
         /// The port.
         port: u16,
-        /// Bytes per access: 1, 2 or 4.
+        /// The number of bytes of each unit: 1, 2 or 4.
         size: u8,
         /// Whether the access is an OUT, not an IN.
         write: bool,
-        /// The number of units. More than 1 only for repeated INS and OUTS, which move all units that lie in one page
-        /// at once. [`Cpu::output`](crate::Cpu::output) holds the data of a write.
+        /// The number of units. It is more than 1 only for repeated INS and OUTS, which move all units in one page at
+        /// once. [`Cpu::output`](crate::Cpu::output) holds the data of a write.
         count: u32,
     },
-    /// An access to an address without memory. [`Cpu::complete_mmio_read`](crate::Cpu::complete_mmio_read) provides the
-    /// data of a read, before the next run. A write needs no call.
+    /// An access to an address without memory. For a read, the caller must provide the data by
+    /// [`Cpu::complete_mmio_read`](crate::Cpu::complete_mmio_read) before the next run. A write needs no call.
     Mmio {
         /// The guest-physical address.
         gpa: u64,
-        /// 1 to 8 bytes.
+        /// The number of bytes: 1 to 8.
         len: u8,
         /// Whether the access is a write, not a read.
         write: bool,
         /// The data of a write.
         data: [u8; 8],
     },
-    /// A hypercall that the machine does not execute. RIP still points at the instruction;
-    /// [`Cpu::complete_hypercall`](crate::Cpu::complete_hypercall) finishes it before the next run.
+    /// A hypercall that the machine does not execute. RIP is still the address of the instruction. The caller must
+    /// finish it by [`Cpu::complete_hypercall`](crate::Cpu::complete_hypercall) before the next run.
     Hypercall,
-    /// A refused access to an MSR, which the machine wants its caller to handle. RIP still points at the instruction;
-    /// [`Cpu::complete_msr`](crate::Cpu::complete_msr) finishes it before the next run.
+    /// A refused access to an MSR that the caller has to handle. RIP is still the address of the instruction. The
+    /// caller must finish it by [`Cpu::complete_msr`](crate::Cpu::complete_msr) before the next run.
     Msr {
         /// The MSR.
         index: u32,
@@ -367,8 +373,8 @@ pub enum Exit {
         /// Why the access was refused.
         why: MsrFault,
     },
-    /// The delivery of an interrupt or exception accessed an address without memory. It has changed nothing: the
-    /// next run repeats it.
+    /// The delivery of an interrupt or exception accessed an address without memory. The delivery has had no effect,
+    /// and the next run repeats it.
     Delivery {
         /// The vector.
         vector: u8,
@@ -377,29 +383,29 @@ pub enum Exit {
         /// The guest-physical address.
         gpa: u64,
     },
-    /// HLT; RIP points after it.
+    /// The guest has executed HLT. RIP is the address after it.
     Hlt,
-    /// An SMI is pending. [`Cpu::enter_smm`](crate::Cpu::enter_smm) takes the SMI. Without that call the next run ends
+    /// An SMI is pending. The caller must call [`Cpu::enter_smm`](crate::Cpu::enter_smm). Otherwise the next run ends
     /// with this exit again.
     Smi,
-    /// RSM in system management mode. RIP still points at the instruction;
+    /// RSM in system management mode. RIP is still the address of the instruction.
     /// [`Cpu::leave_smm`](crate::Cpu::leave_smm) finishes it.
     Rsm,
-    /// Triple fault.
+    /// The guest has caused a triple fault.
     Shutdown,
-    /// A valid instruction that this CPU does not implement, or a situation that it cannot handle.
-    /// RIP points at the instruction.
+    /// A valid instruction that this CPU does not implement, or a situation that it cannot handle. RIP is the address
+    /// of the instruction.
     Emulation {
         /// The instruction's bytes.
         bytes: [u8; 15],
-        /// Number of known bytes.
+        /// The number of bytes that are known.
         len: u8,
         /// The missing feature, for the log.
         reason: &'static str,
     },
-    /// The guest can take an interrupt now. [`Cpu::interrupt_window`](crate::Cpu) has requested this exit.
+    /// The guest can accept an interrupt now. [`Cpu::interrupt_window`](crate::Cpu) has requested this exit.
     InterruptWindow,
-    /// An instruction locks the bus: see [`BusLocks`].
+    /// An instruction has locked the bus, or is about to: see [`BusLocks`].
     BusLock,
     /// Events were delivered for longer than [`Cpu::notify_window`](crate::Cpu) without an instruction in between.
     /// The next run continues.
@@ -408,8 +414,8 @@ pub enum Exit {
     Attention,
     /// The host memory that backs guest memory is not accessible.
     BadAddress,
-    /// The machine had no memory for a translation. The instruction at RIP has changed nothing: the
-    /// next run executes it.
+    /// The machine had no memory for a translation. The instruction at RIP has had no effect, and the next run executes
+    /// it.
     OutOfMemory,
     /// A debug exception that the [`Debugger`](crate::Debugger) claims.
     Debug {

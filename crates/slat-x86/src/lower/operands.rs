@@ -7,19 +7,22 @@ use iced_x86::{Instruction, OpKind, Register};
 /// The properties of a register that an operation needs.
 #[derive(Clone, Copy)]
 struct Known {
-    /// The register's number in its register file; 16–19 for AH CH DH BH. [`NONE`] for RIP and EIP.
+    /// The register's number among the registers of its kind. AH, CH, DH and BH have the numbers 16 to 19. [`NONE`] for
+    /// RIP and EIP.
     number: u8,
     bytes: u8,
-    /// The operand size index; 3 for more than 8 bytes, too.
+    /// The index of the operand size. It is 3 for 8 bytes and for more.
     size: u8,
     /// The segment of an address with this base register if there is no segment prefix: 2 (SS) or 3 (DS).
     seg: u8,
 }
 
-/// The registers, by iced's number. Iced's own functions would read a separate table for each property.
+/// The properties of the registers, indexed by iced's number. One table is faster than iced's own functions, which read
+/// a separate table for each property.
 static REGISTERS: [Known; 256] = {
     use Register::*;
-    // The first register of a file, the number of registers, the number of the first one, and their size.
+    // The first register of each kind, the number of registers of this kind, our number of the first register, and the
+    // registers' size.
     let files = [
         (AL, 4, 0, 1),
         (AH, 4, 16, 1),
@@ -68,7 +71,7 @@ static REGISTERS: [Known; 256] = {
     registers
 };
 
-/// Returns the operand size index of operands of `bytes` bytes; 3 for more than 8 bytes, 0 for none.
+/// Returns the index of the size of operands of `bytes` bytes: 3 for more than 8 bytes, 0 for no bytes.
 const fn size_index(bytes: u8) -> u8 {
     match bytes {
         0 | 1 => 0,
@@ -83,8 +86,8 @@ fn known(r: Register) -> Known {
     REGISTERS[usize::from(r as u8)]
 }
 
-/// Fills in the fields that all instructions have. Rare kinds of operands are handled by functions that are not
-/// inlined: otherwise the loop would begin with the preparations for every kind.
+/// Fills in the fields that all instructions have. Rare kinds of operands are handled in functions that are not
+/// inlined. Otherwise the loop would be slower, because it would first prepare for every kind.
 #[inline(always)]
 pub(super) fn fill_in(insn: &Instruction, mode: u8, op: &mut Op) {
     if insn.has_lock_prefix() || insn.has_repe_prefix() || insn.has_repne_prefix() {
@@ -159,12 +162,13 @@ fn memory(insn: &Instruction, mode: u8, op: &mut Op) {
         Register::None => base.seg,
         Register::FS => 4,
         Register::GS => 5,
-        // Other prefixes have no effect. The base register decides whether a bad address raises #SS or #GP.
+        // In 64-bit mode, other segment prefixes have no effect. The base register decides whether a bad address raises
+        // #SS or #GP.
         _ if is_64 => base.seg,
         prefix => segment(prefix),
     };
     op.address_size = match (insn.memory_base(), insn.memory_index()) {
-        // The index register of a gather is a vector register, and does not tell the address size.
+        // The index register of a gather is a vector register, from which the address size cannot be derived.
         (Register::None, index) if !index.is_gpr() => insn.memory_displ_size().clamp(2, 8) as u8,
         (Register::None, _) => index.bytes,
         _ => base.bytes,

@@ -84,7 +84,7 @@ impl Cpu {
             let write = |host: *mut u8| {
                 for (range, bytes) in parts {
                     let part = &bytes[range.clone()];
-                    // SAFETY: a translation of guest memory, which is accessed guarded only.
+                    // SAFETY: the address is a translation of guest memory, and the access is guarded.
                     let copied =
                         unsafe { slat_guard::copy_out(host.wrapping_add(range.start), part) };
                     copied?;
