@@ -1,11 +1,11 @@
 //! x87 instructions.
 //!
-//! The host CPU executes each of them on the guest's own x87 state: FRSTOR, the instruction, FNSAVE. So the hardware
-//! itself determines stack faults, condition codes, rounding, and the effects of unusual encodings. An unmasked
-//! exception does no harm: the hardware delivers it only at the *next* x87 instruction that waits for exceptions, and
-//! no such instruction is executed before FNSAVE clears it.
+//! The host's CPU executes each of them on the guest's own x87 state, by FRSTOR, the instruction, and FNSAVE. So the
+//! hardware itself determines stack faults, condition codes, rounding, and the effects of unusual encodings. An
+//! unmasked exception does no harm. The hardware delivers it only at the *next* x87 instruction that waits for
+//! exceptions, and FNSAVE, which does not wait, clears it before.
 //!
-//! This takes 170 ns. Frequent instructions in frequent states are executed faster, on their operands alone: see
+//! This takes 170 ns. In frequent states, frequent instructions are executed faster, without the whole state: see
 //! `quick`.
 
 mod quick;
@@ -17,13 +17,13 @@ use crate::vector;
 use core::arch::{asm, naked_asm};
 use iced_x86::{Instruction, Mnemonic as M};
 
-/// The error summary in the status word: an unmasked exception is pending.
+/// The error summary bit in the status word: an unmasked exception is pending.
 const ERROR: u16 = 1 << 7;
 
-/// Index in `op.r` of the ModR/M byte of x87 operations (they have no fourth operand).
+/// The index in `op.r` at which x87 operations store the ModR/M byte. (They have no fourth operand.)
 const MODRM: usize = 3;
 
-/// The image that FNSAVE writes in 64-bit mode.
+/// The x87 state in the format that FNSAVE writes in 64-bit mode.
 #[repr(C)]
 #[derive(Clone, PartialEq, Eq)]
 struct Image {
@@ -50,8 +50,8 @@ impl Image {
         self.cs_and_opcode & NO_OPCODE != NO_OPCODE
     }
 
-    /// Whether each pointer still has the value that [`Run::new`] loaded, or has the value that this instruction would
-    /// store.
+    /// Whether each pointer has one of two values: that which [`Run::new`] has loaded, or that which this instruction
+    /// stores.
     fn has_pointers_of(&self, stub: Stub) -> bool {
         let opcode = u32::from(stub.fop()) << 16;
         (!self.has_ip() || self.ip == stub.address() as u32)
@@ -59,9 +59,10 @@ impl Image {
     }
 }
 
-/// The x87 instructions as stubs, four bytes apart. The instructions on registers are first: eight opcodes (D8 to DF)
-/// with 64 ModR/M bytes (C0 to FF) each. The instructions on memory at RDI follow: eight opcodes with eight ModR/M
-/// bytes each, first without and then with an operand-size prefix (which matters for the environment only).
+/// The stubs of all x87 instructions, four bytes apart. First are the instructions on registers: eight opcodes (D8 to
+/// DF) with 64 ModR/M bytes (C0 to FF) each. Then follow the instructions on memory at RDI: eight opcodes with eight
+/// ModR/M bytes each. These are there twice: without and with an operand-size prefix. (The prefix only affects
+/// instructions that load or store the environment.)
 #[unsafe(naked)]
 unsafe extern "C" fn stubs() {
     naked_asm!(
@@ -116,7 +117,7 @@ impl Stub {
         }
     }
 
-    /// Returns the value of FOP after the stub.
+    /// Returns the value that the stub stores in FOP.
     fn fop(self) -> u16 {
         let modrm = match self.is_on_memory() {
             true => (self.0 & 7) << 3 | 7,
@@ -131,7 +132,8 @@ impl Stub {
     }
 }
 
-/// Returns the [`Stub`] of the instruction itself. The upper bits of `op.imm` are those of a `Plan` (`quick`).
+/// Returns the [`Stub`] of the instruction itself, from the low bits of `op.imm`. The upper bits may be those of a
+/// `Plan` (`quick`).
 fn own_stub(op: &Op) -> Stub {
     Stub(op.imm as u16)
 }
@@ -190,8 +192,8 @@ fn opcode_and_modrm(code: &[u8]) -> Option<(u8, u8)> {
     }
 }
 
-/// Raises a pending x87 exception, as every x87 and MMX instruction that waits does. The exception is #MF even if
-/// CR0.NE is clear, because KVM runs guests with CR0.NE set, and there is no FERR# pin.
+/// Raises a pending x87 exception, as every x87 and MMX instruction does that waits for exceptions. The exception is
+/// #MF even if CR0.NE is clear. The reason is that KVM runs guests with CR0.NE set, and that there is no FERR# pin.
 pub(crate) fn check_pending(cpu: &mut Cpu) -> Flow {
     if cpu.state.fsw & ERROR == 0 {
         return Ok(());
@@ -244,8 +246,8 @@ fn alignment(bytes: u8) -> usize {
     }
 }
 
-/// The reason of an exit for a load from MMIO. No device has floating-point registers; KVM's emulator has no such load
-/// either, and its clients rely on that.
+/// The reason of the exit for a load from MMIO. No device has floating-point registers. KVM's emulator does not support
+/// such a load either, and its clients rely on that.
 const MMIO: &str = "an x87 load from MMIO";
 
 #[inline(never)]
@@ -268,8 +270,8 @@ fn store(cpu: &mut Cpu, op: &Op) -> Flow {
     let mut run = Run::new(cpu);
     run.call(own_stub(op));
     let status = run.image.fsw as u16;
-    // Nothing is stored if an unmasked exception stops the instruction; an unmasked precision
-    // exception does not stop it.
+    // If an unmasked exception stops the instruction, nothing is stored. But an unmasked precision exception does not
+    // stop it.
     let unmasked = status & !(run.image.fcw as u16) & 0x3f;
     if status & ERROR == 0 || unmasked & !PRECISION == 0 {
         cpu.check_alignment(lin, alignment(op.aux))?;
@@ -279,7 +281,7 @@ fn store(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// Executes FLDENV or FRSTOR, which load the pointers, too.
+/// Executes FLDENV or FRSTOR, which also load the pointers.
 fn load_environment(cpu: &mut Cpu, op: &Op) -> Flow {
     check_pending(cpu)?;
     let lin = cpu.lin(op, op.aux.into())?;
@@ -291,7 +293,7 @@ fn load_environment(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// Executes the stores that do not wait for an exception.
+/// Executes a store instruction that does not wait for exceptions.
 #[inline(never)]
 fn store_environment(cpu: &mut Cpu, op: &Op) -> Flow {
     let lin = cpu.lin(op, op.aux.into())?;
@@ -303,22 +305,23 @@ fn store_environment(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// One instruction and the x87 state, to run on the host.
+/// One execution of an instruction on the host, with the x87 state.
 #[derive(Clone, PartialEq, Eq)]
 struct Run {
     image: Image,
-    /// The memory operand; the largest is FNSAVE's.
+    /// The memory operand. FNSAVE has the largest.
     memory: [u8; 112],
     flags: u64,
 }
 
-/// An opcode and an instruction pointer that no stub has. They replace the guest's while an instruction runs that may
-/// set the pointers.
+/// An opcode and an instruction pointer that no stub has. While an instruction runs that may set the pointers, the
+/// host's x87 unit has these values instead of the guest's.
 const NO_OPCODE: u32 = 0x7ff << 16;
 const NO_IP: u32 = 1;
 
 impl Run {
-    /// Makes a run with pointers that no instruction sets, to find out whether the instruction sets them.
+    /// Makes a run whose pointers have values that no instruction sets. So the result shows whether the instruction has
+    /// set them.
     fn new(cpu: &mut Cpu) -> Run {
         let mut run = Run::with_pointers(cpu);
         (run.image.ip, run.image.cs_and_opcode, run.image.dp) = (NO_IP, NO_OPCODE, 0);
@@ -360,15 +363,15 @@ impl Run {
 
     /// Executes the instruction.
     ///
-    /// Without a pending exception, AMD's CPUs do not save the pointers when the host's kernel switches threads
-    /// (AMD64 manual, FXSAVE). So a switch between FRSTOR and FNSAVE loses the pointers. The instruction is
-    /// then executed again.
+    /// If no exception is pending, AMD's CPUs do not save the pointers when the host's kernel switches threads (AMD64
+    /// manual, FXSAVE). So a thread switch between FRSTOR and FNSAVE loses the pointers. In this case the instruction
+    /// is executed again.
     fn call(&mut self, stub: Stub) {
         self.repeat(stub, |run, _| run.image.has_pointers_of(stub));
     }
 
-    /// Like [`Self::call`], for an instruction that stores, loads or clears the guest's pointers. Executes it twice: if
-    /// a switch has lost the pointers, the two results differ.
+    /// Like [`Self::call`], for an instruction that stores, loads or clears the guest's pointers. Executes the
+    /// instruction twice. If a thread switch has lost the pointers, the two results differ.
     fn call_with_pointers(&mut self, stub: Stub) {
         self.repeat(stub, |run, before| {
             let mut again = before.clone();
@@ -377,9 +380,9 @@ impl Run {
         });
     }
 
-    /// Executes the instruction until `is_whole`, which gets the result and the state before, accepts the result. Each
-    /// attempt begins with the same state. After four attempts the result is accepted unchecked, because this host then
-    /// does not behave as `is_whole` expects.
+    /// Executes the instruction repeatedly, from the same state, until `is_whole` accepts the result. The arguments of
+    /// `is_whole` are the result and the state before. After four attempts, the result is accepted without a check,
+    /// because this host does not behave as `is_whole` expects.
     fn repeat(&mut self, stub: Stub, is_whole: impl Fn(&Run, &Run) -> bool) {
         let before = self.clone();
         self.execute(stub);
@@ -394,9 +397,9 @@ impl Run {
 
     fn execute(&mut self, stub: Stub) {
         let host_fcw = 0u16;
-        // SAFETY: each stub is one x87 instruction and a `ret`;
-        // its memory operand, if any, is at RDI and fits into `memory`. The x87 unit is left empty and with the host's
-        // control word, as Rust code expects it; the stack is balanced.
+        // SAFETY: each stub is one x87 instruction and a `ret`. If it has a memory operand, the operand is at RDI and
+        // fits into `memory`. Afterwards the x87 unit is empty and has the host's control word, as Rust code expects,
+        // and the stack is balanced.
         unsafe {
             asm!(
                 "fnstcw [{host_fcw}]",
@@ -420,8 +423,8 @@ impl Run {
         }
     }
 
-    /// Stores everything but the pointers in the guest's state; if the instruction has set any pointers, they
-    /// become the guest's own.
+    /// Stores the result in the guest's state, except for the pointers. If the instruction has set pointers, sets them
+    /// as the guest's instruction would.
     fn commit(&self, cpu: &mut Cpu, op: &Op) {
         let (rip, operand) = (cpu.rip_of(op), cpu.offset(op));
         let state = &mut cpu.state;
@@ -433,15 +436,15 @@ impl Run {
             state.fdp = operand;
         }
         if self.image.has_opcode() {
-            // The stub of an instruction on memory uses another address, and so another ModR/M byte.
+            // The stub of an instruction on memory uses RDI as the address, so its ModR/M byte is not the guest's.
             state.fop = (self.image.cs_and_opcode >> 16) as u16 & 0x700 | u16::from(op.r[MODRM]);
         }
     }
 
-    /// Stores everything in the guest's state.
+    /// Stores the whole result in the guest's state.
     fn commit_all(&self, state: &mut State) {
         self.commit_registers(state);
-        // If a pointer has not changed, keep its upper half.
+        // If a pointer has not changed, its upper half in the guest's state is kept.
         if self.image.ip != state.fip as u32 {
             state.fip = self.image.ip.into();
         }

@@ -1,23 +1,23 @@
-//! Makes the stubs of the tables, and tells how they are called.
+//! Macros that make the stubs of the tables, and the kinds of stubs.
 
 use super::lanes::Lanes;
 
-/// The way in which a stub is called.
+/// How a stub is called.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Kind {
-    /// Bits in, bits out; MXCSR has no effect.
+    /// An instruction on integers or bits. MXCSR has no effect.
     Int,
-    /// Rounds or raises floating-point exceptions. [`Lanes`] are the elements of the result that can underflow.
+    /// A floating-point instruction, which uses MXCSR. [`Lanes`] are the elements of the result that can underflow.
     Float(Lanes),
-    /// Sets ZF, PF, CF and changes no register (PTEST).
+    /// Sets ZF, PF and CF, and changes no vector register (PTEST).
     IntFlags,
-    /// Sets ZF, PF, CF under MXCSR and changes no register (COMISS and its variants).
+    /// Sets ZF, PF and CF, uses MXCSR, and changes no vector register (COMISS and its variants).
     FloatFlags,
-    /// Reads XMM0 besides its operands.
+    /// Reads XMM0 in addition to its operands.
     ImplicitXmm0,
 }
 
-/// Returns the kind of a group by its name.
+/// Returns the kind of a group of rows by the group's name.
 macro_rules! kind {
     (Int) => {
         Kind::Int
@@ -45,8 +45,9 @@ macro_rules! stub {
 }
 pub(super) use stub;
 
-/// Defines a stub with an immediate. The immediate is part of the instruction, so there are 256 stubs, eight bytes
-/// apart. AT&T syntax is used, because there the immediate can be a symbol that is incremented.
+/// Defines a stub with an immediate. The immediate is part of the instruction, so there are 256 copies of the
+/// instruction, eight bytes apart. The syntax is AT&T's, because in it the immediate can be a symbol that is
+/// incremented.
 macro_rules! imm_stub {
     ($op:expr) => {{
         #[unsafe(naked)]
@@ -72,30 +73,30 @@ macro_rules! imm_stub {
 }
 pub(super) use imm_stub;
 
-/// Makes the stub of one row with a VEX prefix: `false` for 128 bits, `true` for 256. Operand 0 is in register 0,
-/// operand 1 in register 1, and so on.
+/// Makes the stub of one row's instruction with a VEX prefix: `false` is the form of 128 bits, `true` the form of 256
+/// bits. Operand `k` is in register `k`.
 macro_rules! row {
-    // Two operands, or three, of the vector's size.
+    // Instructions with two or three operands of the vector's size.
     (v2 false $text:expr) => { stub!(concat!($text, " xmm0, xmm1")) };
     (v2 true $text:expr) => { stub!(concat!($text, " ymm0, ymm1")) };
     (v3 false $text:expr) => { stub!(concat!($text, " xmm0, xmm1, xmm2")) };
     (v3 true $text:expr) => { stub!(concat!($text, " ymm0, ymm1, ymm2")) };
     (v4 false $text:expr) => { stub!(concat!($text, " xmm0, xmm1, xmm2, xmm3")) };
     (v4 true $text:expr) => { stub!(concat!($text, " ymm0, ymm1, ymm2, ymm3")) };
-    // The instruction exists for 128 bits only; scalar instructions are among these.
+    // Instructions that exist only for 128 bits, such as scalar instructions.
     (x2 false $text:expr) => { row!(v2 false $text) };
     (x3 false $text:expr) => { row!(v3 false $text) };
-    // The instruction exists for 256 bits only.
+    // Instructions that exist only for 256 bits.
     (y3 true $text:expr) => { row!(v3 true $text) };
-    // The source is half as large as the result, or the other way round.
+    // Instructions whose source is half as large as their result, or twice as large.
     (widen false $text:expr) => { row!(v2 false $text) };
     (widen true $text:expr) => { stub!(concat!($text, " ymm0, xmm1")) };
     (narrow false $text:expr) => { row!(v2 false $text) };
     (narrow true $text:expr) => { stub!(concat!($text, " xmm0, ymm1")) };
-    // The last operand is a count of 64 bits.
+    // Instructions whose last operand is a count of 64 bits.
     (shift false $text:expr) => { row!(v3 false $text) };
     (shift true $text:expr) => { stub!(concat!($text, " ymm0, ymm1, xmm2")) };
-    // The forms above, with an immediate.
+    // The same forms with an immediate.
     (v2i false $text:expr) => { imm_stub!(concat!($text, " $slat_imm, %xmm1, %xmm0")) };
     (v2i true $text:expr) => { imm_stub!(concat!($text, " $slat_imm, %ymm1, %ymm0")) };
     (v3i false $text:expr) => { imm_stub!(concat!($text, " $slat_imm, %xmm2, %xmm1, %xmm0")) };
@@ -108,18 +109,18 @@ macro_rules! row {
     (narrow_i true $text:expr) => { row!(extract true $text) };
     (extract true $text:expr) => { imm_stub!(concat!($text, " $slat_imm, %ymm1, %xmm0")) };
     (insert true $text:expr) => { imm_stub!(concat!($text, " $slat_imm, %xmm2, %ymm1, %ymm0")) };
-    // All elements are copies of the source's first one, or of its first 128 bits. Hosts without AVX2 lack the form of
-    // these instructions on registers.
+    // Broadcasts: all elements of the result are copies of the source's first element, or of its first 128 bits. The
+    // instructions are built from others, because hosts without AVX2 do not have the broadcast from a register.
     (broadcast32 false $text:expr) => { stub!("vshufps xmm0, xmm1, xmm1, 0") };
     (broadcast32 true $text:expr) => { stub!("vshufps xmm0, xmm1, xmm1, 0", "vinsertf128 ymm0, ymm0, xmm0, 1") };
     (broadcast64 true $text:expr) => { stub!("vmovddup xmm0, xmm1", "vinsertf128 ymm0, ymm0, xmm0, 1") };
     (broadcast128 true $text:expr) => { stub!("vinsertf128 ymm0, ymm1, xmm1, 1") };
-    // No other combination of form and width exists.
+    // All other combinations of form and width do not exist.
     ($form:ident $wide:ident $text:expr) => { return None };
 }
 pub(super) use row;
 
-/// Whether the rows of a form compute each half of 256 bits like a vector of 128.
+/// Whether the instructions of a form compute each half of 256 bits like a vector of 128 bits.
 #[cfg(feature = "jit")]
 macro_rules! by_halves {
     (v2) => {
@@ -144,8 +145,8 @@ macro_rules! by_halves {
 #[cfg(feature = "jit")]
 pub(super) use by_halves;
 
-/// Makes the stub of one row without a VEX prefix, from the form of the row with the prefix. Operand 0 is also the
-/// first source. An instruction with four operands has XMM0 as the last one.
+/// Makes the stub of one row's instruction without a VEX prefix, from the form with the prefix. Operand 0 is also the
+/// first source. If the form has four operands, the last one is XMM0.
 macro_rules! legacy_row {
     (v2i $text:expr) => { imm_stub!(concat!($text, " $slat_imm, %xmm1, %xmm0")) };
     (v3i $text:expr) => { legacy_row!(v2i $text) };

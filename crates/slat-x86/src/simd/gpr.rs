@@ -1,4 +1,4 @@
-//! Instructions between XMM and general registers, other than plain moves.
+//! Instructions between XMM registers and general registers, except for plain moves.
 
 use super::host::{self, Entry, Work};
 use super::operate::{run_float, source};
@@ -8,7 +8,7 @@ use crate::int::Int;
 use crate::op::{Flow, Handler, MEM, Op, Row, bytes_of, rows};
 use iced_x86::Instruction;
 
-/// Chooses a handler for a result of 4 or 8 bytes, from a register or from the given number of bytes of memory.
+/// Chooses a handler for a result of 4 or 8 bytes. The source is a register, or memory with the given number of bytes.
 macro_rules! to_gpr {
     ($insn:expr, $op:expr, $from:literal) => {{
         let size = $insn.op0_register().size();
@@ -92,7 +92,7 @@ fn signs(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// Returns the position, in bits, of the element of type `T` that the immediate selects.
+/// Returns the bit position of the element of type `T` that the immediate selects.
 fn element<T: Int>(op: &Op) -> u32 {
     (op.imm as u32 & (128 / T::BITS - 1)) * T::BITS
 }
@@ -108,7 +108,7 @@ fn insert<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// Returns `vector` with the element that the immediate selects replaced by `value`.
+/// Returns a copy of `vector` in which the element that the immediate selects is `value`.
 pub(super) fn inserted<T: Int>(op: &Op, vector: u128, value: u64) -> u128 {
     let at = element::<T>(op);
     let ones = u128::from(u64::MAX >> (64 - T::BITS));

@@ -1,16 +1,16 @@
 //! Executes one SIMD instruction on the host CPU.
 //!
-//! Every supported mnemonic has a *stub*: the host's own instruction on fixed registers and a `ret`. The functions here
-//! load the guest's operands into the stub's registers and call the stub. So nothing is emulated: the hardware
-//! determines NaN payloads, rounding and exception flags.
+//! Every supported mnemonic has a *stub*: the same instruction of the host with fixed registers, and a `ret`. The
+//! functions here load the guest's operands into the stub's registers and call the stub. So the instruction is not
+//! emulated: the hardware determines NaN payloads, rounding and exception flags.
 
 use crate::state::MXCSR_MM;
 use core::arch::asm;
 use core::arch::x86_64::__m128i;
 
-/// Code with the following calling convention: the destination (in and out) is in xmm0, the source in xmm1, the guest's
-/// XMM0 in xmm2 if the instruction reads it implicitly, an immediate in rcx, and a general register operand (in and
-/// out) in rax. The code may change r8 and xmm3. MMX operands are in mm0 and mm1.
+/// A stub: code with the following calling convention: the destination (in and out) is in xmm0, the source in xmm1, the
+/// guest's XMM0 in xmm2 if the instruction reads it implicitly, an immediate in rcx, and a general register operand (in
+/// and out) in rax. The code may change r8 and xmm3. MMX operands are in mm0 and mm1.
 pub(crate) type Stub = unsafe extern "C" fn();
 
 /// The address of a [`Stub`], as an operation stores it.
@@ -39,7 +39,7 @@ fn from_host(v: __m128i) -> u128 {
 #[inline(always)]
 pub(crate) fn int(stub: Entry, dst: u128, src: u128, imm: u8) -> u128 {
     let mut d = to_host(dst);
-    // SAFETY: stubs keep the convention of [`Stub`], whose registers are all named here.
+    // SAFETY: a stub keeps the convention of [`Stub`]. This block names all registers of the convention.
     unsafe {
         asm!("call {stub}", stub = in(reg) stub.0, inout("xmm0") d, inout("xmm1") to_host(src) => _,
             out("xmm3") _, in("rcx") u64::from(imm), out("r8") _);
@@ -51,7 +51,7 @@ pub(crate) fn int(stub: Entry, dst: u128, src: u128, imm: u8) -> u128 {
 #[inline(always)]
 pub(crate) fn int_gpr(stub: Entry, work: &mut Work) {
     let mut d = to_host(work.dst);
-    // SAFETY: stubs keep the convention of [`Stub`], whose registers are all named here.
+    // SAFETY: a stub keeps the convention of [`Stub`]. This block names all registers of the convention.
     unsafe {
         asm!("call {stub}", stub = in(reg) stub.0, inout("xmm0") d, inout("xmm1") to_host(work.src) => _,
             out("xmm3") _, in("rcx") u64::from(work.imm), out("r8") _, inout("rax") work.gpr);
@@ -62,7 +62,7 @@ pub(crate) fn int_gpr(stub: Entry, work: &mut Work) {
 /// Runs an instruction that reads XMM0 implicitly.
 pub(crate) fn implicit_xmm0(stub: Entry, dst: u128, src: u128, xmm0: u128) -> u128 {
     let mut d = to_host(dst);
-    // SAFETY: stubs keep the convention of [`Stub`], whose registers are all named here.
+    // SAFETY: a stub keeps the convention of [`Stub`]. This block names all registers of the convention.
     unsafe {
         asm!("call {stub}", stub = in(reg) stub.0, inout("xmm0") d, inout("xmm1") to_host(src) => _,
             in("xmm2") to_host(xmm0), out("xmm3") _, out("r8") _);
@@ -73,7 +73,8 @@ pub(crate) fn implicit_xmm0(stub: Entry, dst: u128, src: u128, xmm0: u128) -> u1
 /// Runs an integer instruction that only sets flags.
 pub(crate) fn int_flags(stub: Entry, dst: u128, src: u128) -> u64 {
     let flags: u64;
-    // SAFETY: stubs keep the convention of [`Stub`], whose registers are all named here, and the stack is balanced.
+    // SAFETY: a stub keeps the convention of [`Stub`]. This block names all registers of the convention, and balances
+    // the stack.
     unsafe {
         asm!("call {stub}", "pushfq", "pop rax", stub = in(reg) stub.0, inout("xmm0") to_host(dst) => _,
             inout("xmm1") to_host(src) => _, out("rax") flags);
@@ -81,7 +82,8 @@ pub(crate) fn int_flags(stub: Entry, dst: u128, src: u128) -> u64 {
     flags
 }
 
-/// Operands and results of PCMPxSTRx. Lengths are in rax and rdx; the resulting index is in ecx, the mask in xmm0.
+/// The operands and results of PCMPxSTRx. The lengths are in rax and rdx. The resulting index is in ecx, or the
+/// resulting mask is in xmm0.
 pub(crate) struct Strings {
     pub mask: u128,
     pub index: u32,
@@ -92,8 +94,8 @@ pub(crate) fn strings(stub: Entry, a: u128, b: u128, lengths: (u64, u64), imm: u
     let mut d = to_host(a);
     let index: u64;
     let flags: u64;
-    // SAFETY: stubs keep the convention of [`Stub`], whose registers are all named here; rdx is a second length and ecx
-    // a result.
+    // SAFETY: a stub keeps the convention of [`Stub`], except that rdx is a second length and ecx a result. This block
+    // names all these registers.
     unsafe {
         asm!("call {stub}", "pushfq", "pop rax", stub = in(reg) stub.0, inout("xmm0") d,
             inout("xmm1") to_host(b) => _, out("xmm3") _, inout("rcx") u64::from(imm) => index, out("r8") _,
@@ -106,13 +108,13 @@ pub(crate) fn strings(stub: Entry, a: u128, b: u128, lengths: (u64, u64), imm: u
     }
 }
 
-/// Runs an instruction on MMX registers (and XMM registers, for conversions between the two files). `mmx` is the
-/// destination and the source. The MMX state of the host is left empty, as Rust code expects it.
+/// Runs an instruction on MMX registers. (Conversions also use XMM registers.) `mm` is the destination and the source.
+/// The host's MMX state is empty afterwards, as Rust code expects it.
 pub(crate) fn mmx(stub: Entry, mm: &mut [u64; 2], work: &mut Work, mxcsr: &mut u32) {
     let mut d = to_host(work.dst);
     let host = 0u32;
-    // SAFETY: stubs keep the convention of [`Stub`], whose registers are all named here; MXCSR's control bits and the
-    // x87 tags are restored before the block ends.
+    // SAFETY: a stub keeps the convention of [`Stub`]. This block names all registers of the convention, and restores
+    // MXCSR's control bits and the x87 tags.
     unsafe {
         asm!("stmxcsr [{host}]", "ldmxcsr [{guest}]",
             "movq mm0, [{mm}]", "movq mm1, [{mm} + 8]",
@@ -129,16 +131,16 @@ pub(crate) fn mmx(stub: Entry, mm: &mut [u64; 2], work: &mut Work, mxcsr: &mut u
     work.dst = from_host(d);
 }
 
-/// Sticky exception flags of MXCSR.
+/// The sticky exception flags of MXCSR.
 pub(crate) const FLAGS: u32 = 0x3f;
-/// Masks of the exception flags. A clear mask makes an exception trap when its flag is set.
+/// The masks of the exception flags. If an exception's mask is clear, the exception traps when its flag is set.
 pub(crate) const MASKS: u32 = 0x1f80;
 
-/// The bits of MXCSR, besides masks and flags, that are clear in the host's MXCSR while a stub runs. The host may not
-/// have the bit MM, and MM only affects memory operands.
+/// The bits of the guest's MXCSR, besides masks and flags, that are not set in the host's MXCSR while a stub runs. The
+/// host may not have the bit MM, and MM only affects memory operands.
 pub(crate) const NOT_FOR_HOST: u32 = MXCSR_MM;
 
-/// Whether the host may compute under the guest's MXCSR, because it masks all exceptions.
+/// Whether the host may compute with this guest's MXCSR: it must mask all exceptions.
 pub(crate) fn runs_on_host(mxcsr: u32) -> bool {
     mxcsr & (MASKS | NOT_FOR_HOST) == MASKS
 }
@@ -146,13 +148,13 @@ pub(crate) fn runs_on_host(mxcsr: u32) -> bool {
 /// Loads MXCSR. Returns its old value.
 ///
 /// # Safety
-/// The host has all bits of `new`, and `new` masks all exceptions. Rust code computes nothing until its own control
-/// bits are loaded again.
+/// The host has all bits of `new`, and `new` masks all exceptions. Rust code must not compute floating point until its
+/// own control bits are loaded again.
 #[cfg(feature = "jit")]
 pub(crate) unsafe fn exchange_mxcsr(new: u32) -> u32 {
     let mut old = 0u32;
-    // SAFETY: the host has all bits of `new`, which masks all exceptions, as this function's `# Safety` asks of its
-    // caller. Both operands are local variables.
+    // SAFETY: the caller keeps this function's contract: the host has all bits of `new`, which masks all exceptions.
+    // Both operands are local variables.
     unsafe {
         asm!("stmxcsr [{old}]", "ldmxcsr [{new}]", old = in(reg) &raw mut old, new = in(reg) &raw const new,
             options(nostack, preserves_flags))
@@ -160,8 +162,8 @@ pub(crate) unsafe fn exchange_mxcsr(new: u32) -> u32 {
     old
 }
 
-/// When dropped, restores the exception flags of the host's MXCSR, which belong to the caller of the run, whatever the
-/// guest has computed. Also clears the flags of the x87 unit.
+/// When this is dropped, it restores the exception flags of the host's MXCSR. They belong to the caller of the run, and
+/// the guest may have changed them. It also clears the flags of the x87 unit.
 pub(crate) struct HostFlags {
     mxcsr: u32,
 }
@@ -178,8 +180,9 @@ impl HostFlags {
 impl Drop for HostFlags {
     fn drop(&mut self) {
         let mut now = 0u32;
-        // SAFETY: stores MXCSR to a local. Loads the old value, unless MXCSR still has it, because a load takes longer.
-        // The control bits have not changed in between. The x87 unit is empty, and Rust code does not use its flags.
+        // SAFETY: the code stores MXCSR to a local variable. It loads the old value if MXCSR has another value. (The
+        // comparison is faster than the load.) The control bits are the same in both values. The x87 unit is empty, and
+        // Rust code does not use its flags.
         unsafe {
             asm!(
                 "stmxcsr [{now}]", "mov eax, [{now}]", "cmp eax, [{old}]", "je 2f", "ldmxcsr [{old}]", "2:",
@@ -190,7 +193,7 @@ impl Drop for HostFlags {
     }
 }
 
-/// Loads the guest's MXCSR from `{guest}`, unless the host's register equals it. Keeps the host's value in
+/// Loads the guest's MXCSR from `{guest}`, unless the host's MXCSR already has this value. Stores the host's value in
 /// `{host}`. Changes r8.
 macro_rules! load_guest_mxcsr {
     () => {
@@ -204,7 +207,8 @@ macro_rules! load_guest_mxcsr {
 }
 pub(super) use load_guest_mxcsr;
 
-/// Stores the guest's MXCSR to `{guest}`, and loads the control bits of the host's value if they differ. Changes r8.
+/// Stores the guest's MXCSR to `{guest}`. If the control bits differ from those in `{host}`, loads the latter. Changes
+/// r8.
 macro_rules! load_host_mxcsr {
     () => {
         "stmxcsr [{guest}]
@@ -221,20 +225,20 @@ macro_rules! load_host_mxcsr {
 }
 pub(super) use load_host_mxcsr;
 
-/// Runs a floating-point instruction under the guest's MXCSR. `mxcsr` must mask all exceptions; the caller checks the
-/// flags. Returns the arithmetic flags that the instruction has set (comparisons).
+/// Runs a floating-point instruction with the guest's MXCSR. `mxcsr` must mask all exceptions. The caller checks the
+/// exception flags afterwards. Returns the arithmetic flags, which comparisons set.
 ///
 /// Loading MXCSR takes longer than most of these instructions. So the load is skipped if the host's register already
-/// equals the guest's. To make this the usual case, the guest's sticky flags stay in the host's register (Rust allows
-/// any exception flags; control bits are restored).
+/// has the guest's value. To make this the usual case, the guest's sticky flags stay in the host's register. (Rust
+/// allows any exception flags. The control bits are restored.)
 #[inline(always)]
 pub(crate) fn float(stub: Entry, work: &mut Work, mxcsr: &mut u32) -> u64 {
     debug_assert_eq!(*mxcsr & MASKS, MASKS);
     let mut d = to_host(work.dst);
     let mut host = 0u32;
     let flags: u64;
-    // SAFETY: stubs keep the convention of [`Stub`], whose registers are all named here; MXCSR's control bits are
-    // restored before the block ends, the stack is balanced.
+    // SAFETY: a stub keeps the convention of [`Stub`]. This block names all registers of the convention, restores
+    // MXCSR's control bits, and balances the stack.
     unsafe {
         asm!(
             load_guest_mxcsr!(),

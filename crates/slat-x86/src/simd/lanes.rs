@@ -1,4 +1,4 @@
-//! Which elements of a result can underflow.
+//! The elements of a result that can underflow.
 
 /// The elements of an instruction's result that can be denormal because of an underflow.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -11,7 +11,7 @@ pub(super) enum Lanes {
     ScalarDouble,
 }
 
-/// Whether an element of `exponent` and `fraction` bits is denormal.
+/// Whether `value` is denormal. It has the given numbers of exponent and fraction bits.
 fn is_denormal(value: u64, exponent: u32, fraction: u32) -> bool {
     let of = |bits: u32| (1 << bits) - 1;
     value >> fraction & of(exponent) == 0 && value & of(fraction) != 0

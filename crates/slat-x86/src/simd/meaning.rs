@@ -14,7 +14,7 @@ pub(crate) enum Elements {
     Double,
 }
 
-/// The operation on each element.
+/// An operation on each element of two vectors.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Each {
     And,
@@ -22,9 +22,9 @@ pub(crate) enum Each {
     AndNot,
     Or,
     Xor,
-    /// Equality: an element becomes all ones or all zeroes.
+    /// Equality: an element of the result is all ones if the elements are equal, otherwise all zeroes.
     Equal,
-    /// Signed comparison. Operations are signed unless their names say otherwise.
+    /// "Greater than", signed. Operations are signed unless their names say otherwise.
     Greater,
     Add,
     Subtract,
@@ -34,10 +34,10 @@ pub(crate) enum Each {
     Max,
     MinUnsigned,
     MaxUnsigned,
-    /// Elements of the lower halves of both sources, alternating.
+    /// The elements of the lower halves of both sources, in turn.
     InterleaveLow,
     InterleaveHigh,
-    /// Shift by the second operand.
+    /// A shift by the second operand.
     ShiftLeft,
     ShiftRight,
     ShiftSigned,

@@ -1,8 +1,8 @@
 //! SSE to SSE4.2, SSE4a, AES, PCLMULQDQ, SHA and MMX; AVX, AVX2, FMA, F16C, VAES and VPCLMULQDQ in `vex`.
 //!
-//! The host CPU executes the instructions: `pairs` and `table` have for each mnemonic a stub with the same host
-//! instruction, and `host` calls the stub. The handlers here only fetch operands and store results. Plain moves need no
-//! stub.
+//! The host's CPU executes the instructions. `pairs` and `table` have a stub for each mnemonic, with the same
+//! instruction of the host, and `host` calls the stub. The handlers here only fetch operands and store results. Plain
+//! moves need no stub.
 
 mod forms;
 mod gpr;
@@ -37,7 +37,8 @@ use slat_process::once::Prepared;
 use std::convert::Infallible;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Instruction sets that the host executes, and that the CPU may therefore report in CPUID, as the bits of leaf 1.
+/// The instruction sets that the host executes, as bits of CPUID leaves. The software CPU may report these bits in
+/// CPUID.
 ///
 /// FPU, MMX, FXSR, SSE and SSE2 are part of every x86-64 host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,7 +72,7 @@ pub fn features() -> Features {
     }
 }
 
-/// Whether this CPU offers an instruction set: implements it, and the host has it where that is needed.
+/// Whether this CPU offers an instruction set: this CPU implements it, and the host has it if that is necessary.
 fn has(feature: CpuidFeature) -> bool {
     match feature {
         CpuidFeature::MMX | CpuidFeature::SSE | CpuidFeature::SSE2 | CpuidFeature::SSE4A => true,
@@ -92,14 +93,14 @@ fn has(feature: CpuidFeature) -> bool {
     }
 }
 
-/// A number greater than the last of iced's codes.
+/// The number of iced's codes, rounded up.
 const CODES: usize = 8192;
 
-/// The instructions that this CPU offers, because it has all instruction sets to which they belong: a bit for each
-/// code.
+/// The instructions that this CPU offers, one bit for each of iced's codes. This CPU offers an instruction if it offers
+/// all instruction sets to which the instruction belongs.
 static OFFERED: [AtomicU64; CODES / 64] = [const { AtomicU64::new(0) }; CODES / 64];
 
-/// Finds out, once per process, which instructions [are offered](is_offered). Call before anything is lowered.
+/// Finds out, once per process, which instructions [are offered](is_offered). Call before any instruction is lowered.
 pub(crate) fn detect() {
     static DETECTED: Prepared = Prepared::new();
     let Ok(()) = DETECTED.once::<Infallible>(|| {
@@ -114,7 +115,7 @@ pub(crate) fn detect() {
     });
 }
 
-/// Whether this CPU has all instruction sets to which a SIMD instruction belongs.
+/// Whether this CPU offers all instruction sets to which a SIMD instruction belongs.
 #[inline(always)]
 pub(crate) fn is_offered(insn: &Instruction) -> bool {
     let number = insn.code() as usize;
@@ -132,8 +133,8 @@ pub(crate) const ROWS: [&[Row]; 5] = [
 /// The rows of instructions with VEX.
 pub(crate) const VEX_ROWS: [&[Row]; 5] = vex::ROWS;
 
-/// Chooses the handler of a SIMD instruction that [is offered](is_offered), by its row. Returns `None` if this CPU does
-/// not have it.
+/// Chooses the handler of a SIMD instruction by its row's function `lower`, if the instruction [is
+/// offered](is_offered). `None`: this CPU does not have the instruction.
 #[inline(always)]
 pub(crate) fn choose(lower: Lower, insn: &Instruction, op: &mut Op) -> Option<Handler> {
     match insn.encoding() {

@@ -1,4 +1,5 @@
-//! Handlers of instructions from XMM and memory to XMM or flags: fetch the operands, call the stub, store the result.
+//! Handlers of instructions with XMM and memory operands whose result is in XMM or flags. A handler fetches the
+//! operands, calls the stub, and stores the result.
 
 use super::forms::Kind;
 use super::host::{self, Entry, FLAGS, MASKS, NOT_FOR_HOST, Work, runs_on_host};
@@ -47,7 +48,7 @@ fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
         0
     };
     if mnemonic == Mnemonic::Insertps && from != 0 {
-        // The source element comes from memory, so the immediate's bits that select a source element have no effect.
+        // If the source element is in memory, the immediate's bits that select a source element have no effect.
         op.aux &= 0x3f;
     }
     macro_rules! by_source {
@@ -78,10 +79,11 @@ fn returns_index(mnemonic: Mnemonic) -> bool {
     matches!(mnemonic, Pcmpestri | Pcmpestri64 | Pcmpistri)
 }
 
-/// The value of the generic parameter `FROM` for a 16-byte memory operand at any address.
+/// The value of the generic parameter `FROM` for a memory operand of 16 bytes that need not be aligned.
 pub(super) const UNALIGNED: u8 = 17;
 
-/// Reads the second operand: a register (`FROM` is 0) or `FROM` bytes of memory, zero-extended.
+/// Reads the second operand. If `FROM` is 0, this is a register. Otherwise these are `FROM` bytes of memory,
+/// zero-extended.
 #[inline(always)]
 pub(super) fn source<const FROM: u8>(cpu: &mut Cpu, op: &Op) -> Result<u128, Break> {
     Ok(match FROM {
@@ -151,8 +153,8 @@ fn float_flags<const FROM: u8>(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// Runs a floating-point stub under the guest's MXCSR. Exceptions that are not masked become #XM (or #UD if the guest's
-/// system does not support #XM), after a change of the flags alone.
+/// Runs a floating-point stub with the guest's MXCSR. If an exception is not masked, changes only the flags in MXCSR,
+/// and raises #XM. (If the guest's system does not support #XM, raises #UD.)
 #[inline(always)]
 pub(super) fn run_float(cpu: &mut Cpu, op: &Op, work: &mut Work) -> Result<u64, Break> {
     if runs_on_host(cpu.state.mxcsr) {
@@ -161,8 +163,8 @@ pub(super) fn run_float(cpu: &mut Cpu, op: &Op, work: &mut Work) -> Result<u64, 
     run_unmasked(cpu, op, work)
 }
 
-/// The exceptions that are found before a result is computed: invalid, denormal and divide-by-zero. If one of them is
-/// raised, the other exceptions cannot occur.
+/// The exceptions that are detected before a result is computed: invalid, denormal and divide-by-zero. If an unmasked
+/// one of them is raised, the other exceptions do not occur.
 const BEFORE_RESULT: u32 = 7;
 const UNDERFLOW: u32 = 1 << 4;
 const FLUSH_TO_ZERO: u32 = 1 << 15;
@@ -183,11 +185,11 @@ fn lanes(op: &Op) -> Lanes {
     }
 }
 
-/// Runs an instruction for a guest that has unmasked exceptions. `run` executes the instruction under the MXCSR passed
-/// to it. It returns the result, and whether the result has a denormal element that is an underflow. All exceptions
-/// stay masked, because otherwise this process would get a signal. The differences from unmasked execution are
-/// corrected, except for one: with an unmasked overflow or underflow, hardware sets the precision flag only if the
-/// result would be inexact even with an unbounded exponent.
+/// Runs an instruction for a guest that has unmasked exceptions. `run` executes the instruction with the MXCSR that is
+/// passed to it. `run` returns the result, and whether the result has a denormal element that is an underflow. All
+/// exceptions stay masked meanwhile, because otherwise this process would get a signal. This function corrects the
+/// differences from unmasked execution, except for one: with an unmasked overflow or underflow, hardware sets the
+/// precision flag only if the result would be inexact even with an unbounded exponent.
 pub(super) fn with_unmasked<T>(
     cpu: &mut Cpu,
     run: impl FnOnce(&mut u32) -> (T, bool),
@@ -200,7 +202,7 @@ pub(super) fn with_unmasked<T>(
     }
     let (result, has_denormal) = run(&mut mxcsr);
     let mut raised = mxcsr & FLAGS;
-    // A tiny result is an unmasked underflow even when it is exact.
+    // If underflow is not masked, a denormal result raises it even if the result is exact.
     if masks & UNDERFLOW == 0 && has_denormal {
         raised |= UNDERFLOW;
     }
@@ -219,7 +221,7 @@ pub(super) fn with_unmasked<T>(
     Err(cpu.raise(vector, None))
 }
 
-/// Executes PCMPESTRI or a variant. For `INDEX`, see [`returns_index`].
+/// Executes PCMPESTRI or a variant. If `INDEX`, the result is an index in ECX; otherwise it is a mask in XMM0.
 pub(super) fn strings<const FROM: u8, const INDEX: bool>(cpu: &mut Cpu, op: &Op) -> Flow {
     let b = source::<FROM>(cpu, op)?;
     let a = cpu.state.xmm[usize::from(op.r[0])];

@@ -1,10 +1,9 @@
-//! The instructions that exist both without a VEX prefix and with one. Both forms have one row, which interpreter and
+//! The instructions that exist both without and with a VEX prefix. Each such pair has one row, which interpreter and
 //! compiler use.
 //!
-//! A row has the two mnemonics, which are also their names in the host's assembler. The name of the row's group gives
-//! the way in which the stubs are called ([`Kind`]), and the operands of the form with VEX (`forms::row`). After `=`
-//! follows the row's meaning, from which the compiler makes instructions. For a row without a meaning, the compiler
-//! calls the stub.
+//! A row has the two mnemonics, which are also their names in the host's assembler. The name of the row's group says
+//! how the stubs are called ([`Kind`]), and which operands the form with VEX has (`forms::row`). After `=` is the row's
+//! meaning, from which the compiler makes instructions. For a row without a meaning, the compiler calls the stub.
 
 use core::arch::naked_asm;
 
@@ -17,7 +16,7 @@ use super::lanes::Lanes;
 use super::meaning::{Each, Elements};
 use iced_x86::Mnemonic as M;
 
-/// Returns the kind of a row's form without VEX, from the kind and form with VEX.
+/// Returns the kind of the form without VEX, given the kind and the form with VEX.
 macro_rules! legacy_kind {
     (Int v4) => {
         Kind::ImplicitXmm0
@@ -48,7 +47,7 @@ macro_rules! has_immediate {
 
 macro_rules! pairs {
     ($($kind:ident $form:ident { $($legacy:ident $vex:ident $(= $each:ident $elements:ident)?),+ $(,)? })+) => {
-        /// The mnemonics without VEX, and those with VEX.
+        /// The mnemonics without VEX. The next constant has the mnemonics with VEX.
         pub(super) const LEGACY: &[M] = &[$($(M::$legacy),+),+];
         pub(super) const VEX: &[M] = &[$($(M::$vex),+),+];
 
@@ -60,7 +59,8 @@ macro_rules! pairs {
             })
         }
 
-        /// Returns the stub of an instruction with VEX, with or without an immediate. `wide`: the form of 256 bits.
+        /// Returns the stub of an instruction with VEX, with or without an immediate. If `wide`, returns the stub of
+        /// the form of 256 bits.
         #[allow(unreachable_code, reason = "rows without one of the sizes")]
         pub(super) fn vex(mnemonic: M, wide: bool, immediate: bool) -> Option<(Kind, Stub)> {
             Some(match (mnemonic, wide) {
@@ -98,7 +98,7 @@ macro_rules! pairs {
 
 pairs! {
     Int v3 {
-        // Integer arithmetic.
+        // Integer arithmetic:
         Paddb Vpaddb = Add Bytes, Paddw Vpaddw = Add Words, Paddd Vpaddd = Add Doublewords, Paddq Vpaddq = Add Quadwords,
         Psubb Vpsubb = Subtract Bytes, Psubw Vpsubw = Subtract Words,
         Psubd Vpsubd = Subtract Doublewords, Psubq Vpsubq = Subtract Quadwords,
@@ -115,7 +115,7 @@ pairs! {
         Pavgb Vpavgb, Pavgw Vpavgw, Psadbw Vpsadbw,
         Psignb Vpsignb, Psignw Vpsignw, Psignd Vpsignd,
         Phaddw Vphaddw, Phaddd Vphaddd, Phaddsw Vphaddsw, Phsubw Vphsubw, Phsubd Vphsubd, Phsubsw Vphsubsw,
-        // Logic and comparison.
+        // Logic and comparison:
         Pand Vpand = And Bytes, Pandn Vpandn = AndNot Bytes, Por Vpor = Or Bytes, Pxor Vpxor = Xor Bytes,
         Andps Vandps = And Bytes, Andnps Vandnps = AndNot Bytes, Orps Vorps = Or Bytes, Xorps Vxorps = Xor Bytes,
         Andpd Vandpd = And Bytes, Andnpd Vandnpd = AndNot Bytes, Orpd Vorpd = Or Bytes, Xorpd Vxorpd = Xor Bytes,
@@ -123,7 +123,7 @@ pairs! {
         Pcmpeqd Vpcmpeqd = Equal Doublewords, Pcmpeqq Vpcmpeqq = Equal Quadwords,
         Pcmpgtb Vpcmpgtb = Greater Bytes, Pcmpgtw Vpcmpgtw = Greater Words,
         Pcmpgtd Vpcmpgtd = Greater Doublewords, Pcmpgtq Vpcmpgtq = Greater Quadwords,
-        // Order of elements.
+        // Order of elements:
         Punpcklbw Vpunpcklbw = InterleaveLow Bytes, Punpckhbw Vpunpckhbw = InterleaveHigh Bytes,
         Punpcklwd Vpunpcklwd = InterleaveLow Words, Punpckhwd Vpunpckhwd = InterleaveHigh Words,
         Punpckldq Vpunpckldq = InterleaveLow Doublewords, Punpckhdq Vpunpckhdq = InterleaveHigh Doublewords,
@@ -131,19 +131,18 @@ pairs! {
         Unpcklps Vunpcklps = InterleaveLow Doublewords, Unpckhps Vunpckhps = InterleaveHigh Doublewords,
         Unpcklpd Vunpcklpd = InterleaveLow Quadwords, Unpckhpd Vunpckhpd = InterleaveHigh Quadwords,
         Packsswb Vpacksswb, Packssdw Vpackssdw, Packuswb Vpackuswb, Packusdw Vpackusdw, Pshufb Vpshufb,
-        // Cryptography. The forms of 256 bits are VAES.
+        // Cryptography. The 256-bit forms belong to VAES.
         Aesenc Vaesenc, Aesenclast Vaesenclast, Aesdec Vaesdec, Aesdeclast Vaesdeclast,
     }
     Int v2 {
         Pabsb Vpabsb, Pabsw Vpabsw, Pabsd Vpabsd, Movddup Vmovddup, Movshdup Vmovshdup, Movsldup Vmovsldup,
-        // These approximations do not round by MXCSR and raise no exceptions. The scalar approximations below do not
-        // either.
+        // These approximations, and the scalar ones below, do not use MXCSR for rounding, and raise no exceptions.
         Rcpps Vrcpps, Rsqrtps Vrsqrtps,
     }
     Int x2 {
         Phminposuw Vphminposuw, Aesimc Vaesimc,
     }
-    // These are the shifts with a count in a register. Shifts by a constant have other stubs.
+    // These are the shifts with a count in a register. Shifts by an immediate have other stubs.
     Int shift {
         Psllw Vpsllw = ShiftLeft Words, Pslld Vpslld = ShiftLeft Doublewords, Psllq Vpsllq = ShiftLeft Quadwords,
         Psrlw Vpsrlw = ShiftRight Words, Psrld Vpsrld = ShiftRight Doublewords, Psrlq Vpsrlq = ShiftRight Quadwords,

@@ -1,31 +1,33 @@
-//! Describes, for the compiler, instructions from vectors to a vector: compiled code passes their operands to their
-//! stubs itself.
+//! Describes, for the compiler, the instructions whose operands and result are vectors. Compiled code calls the stubs
+//! of these instructions without the interpreter.
 
 use super::forms::Kind;
 use super::{table, vex};
 use iced_x86::{EncodingKind, Instruction, OpKind};
 
-/// How a stub executes an instruction from vectors to a vector.
+/// How a stub executes an instruction whose operands and result are vectors.
 pub(crate) struct Plain {
-    /// The stub's address, for 128 bits.
+    /// The address of the stub for 128 bits.
     pub(crate) stub: usize,
     /// Whether the stub takes the immediate, which is in the operation's `aux`.
     pub(crate) has_immediate: bool,
-    /// The first operand that the stub takes, and the last one. Operand `k` is in register `k`.
+    /// The number of the first operand that the stub reads. The next field is the number of the last one. Operand `k`
+    /// is in register `k`.
     pub(crate) first: usize,
     pub(crate) last: usize,
     /// Whether the register after the last operand must hold the guest's XMM0.
     pub(crate) reads_xmm0: bool,
     /// Whether the register after the last operand must hold the immediate.
     pub(crate) shifts_by_immediate: bool,
-    /// Whether the stub computes under MXCSR.
+    /// Whether the stub computes floating point, which uses MXCSR.
     pub(crate) is_float: bool,
     /// Whether a memory operand must be aligned.
     pub(crate) is_aligned: bool,
 }
 
-/// Returns how a stub executes an instruction that the host has. If `wide`, the stub is called for each half of 128
-/// bits. Returns `None` if the instruction is not from vectors to a vector, or if its halves depend on each other.
+/// Returns how a stub executes `insn`, which the host must have. If `wide`, the stub will be called for each half of
+/// 128 bits. `None`: an operand or the result is not a vector, or the halves of the result depend on both halves of an
+/// operand.
 pub(crate) fn plain(insn: &Instruction, wide: bool) -> Option<Plain> {
     match insn.encoding() == EncodingKind::VEX {
         true => vex::plain(insn, wide),

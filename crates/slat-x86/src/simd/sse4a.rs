@@ -7,14 +7,15 @@ use crate::int::Int;
 use crate::op::{Flow, Op, Row, rows};
 use iced_x86::{Code, Instruction};
 
-/// A field of a quadword: its length in bits, 0 for 64, and the index of its first bit.
+/// A field of a quadword: its length in bits (0 means 64), and the index of its first bit.
 struct Field {
     len: u32,
     index: u32,
 }
 
 impl Field {
-    /// Decodes a field from two bytes with six significant bits each: immediates, or the low bytes of a register.
+    /// Decodes a field from two bytes, of which the low six bits count. The bytes are immediates, or the low bytes of a
+    /// register.
     fn of(bytes: u64) -> Self {
         Field {
             len: bytes as u32 & 63,
@@ -22,7 +23,7 @@ impl Field {
         }
     }
 
-    /// Returns the field's bits, at bit 0.
+    /// Returns a mask of the field's length, beginning at bit 0.
     fn mask(&self) -> u64 {
         match self.len {
             0 => u64::MAX,
@@ -31,13 +32,14 @@ impl Field {
     }
 }
 
-/// Moves a field of the quadword to bit 0. The manual leaves the upper half undefined; CPUs clear it.
+/// Extracts a field of the quadword in register `r`, and stores it at bit 0. The manual leaves the upper half of the
+/// register undefined. CPUs clear it.
 fn extract(cpu: &mut Cpu, r: u8, field: &Field) {
     let dst = &mut cpu.state.xmm[usize::from(r)];
     *dst = (*dst as u64 >> field.index & field.mask()).into();
 }
 
-/// Replaces a field of the quadword by the low bits of `from`.
+/// Replaces a field of the quadword in register `r` by the low bits of `from`.
 fn insert(cpu: &mut Cpu, r: u8, from: u64, field: &Field) {
     let dst = &mut cpu.state.xmm[usize::from(r)];
     let bits = field.mask() << field.index;

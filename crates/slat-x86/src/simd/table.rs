@@ -1,5 +1,5 @@
-//! The host instruction for each mnemonic that has no pair with VEX ([`pairs`]), and for each MMX instruction. One line
-//! per mnemonic.
+//! The host's instruction for each mnemonic without VEX that is not in [`pairs`], and for each MMX instruction. There
+//! is one line for each mnemonic.
 
 use core::arch::naked_asm;
 
@@ -69,12 +69,13 @@ macro_rules! strings {
 strings! {
     Pcmpestri "pcmpestri $slat_imm, %xmm1, %xmm0", Pcmpestrm "pcmpestrm $slat_imm, %xmm1, %xmm0",
     Pcmpistri "pcmpistri $slat_imm, %xmm1, %xmm0", Pcmpistrm "pcmpistrm $slat_imm, %xmm1, %xmm0",
-    // The forms with 64-bit lengths (REX.W). The assembler has no names for these instructions.
+    // These are the forms with 64-bit lengths (REX.W). They are written as bytes, because the assembler has no names
+    // for them.
     Pcmpestri64 ".byte 0x66, 0x48, 0x0f, 0x3a, 0x61, 0xc1, slat_imm",
     Pcmpestrm64 ".byte 0x66, 0x48, 0x0f, 0x3a, 0x60, 0xc1, slat_imm",
 }
 
-/// Defines functions that return the stub of an instruction with an operand of the given number of bytes.
+/// Defines functions that return the stub of an instruction with a general register or memory operand of `bytes` bytes.
 macro_rules! gprs {
     ($($(#[$doc:meta])* $name:ident { $($mnemonic:ident $size:literal $text:literal),+ $(,)? })+) => {
         $($(#[$doc])*
@@ -89,19 +90,19 @@ macro_rules! gprs {
 pub(super) use gprs;
 
 gprs! {
-    /// Conversions of a general register of the given bytes.
+    /// Conversions from a general register of `bytes` bytes.
     from_gpr {
         Cvtsi2ss 4 "cvtsi2ss xmm0, eax", Cvtsi2ss 8 "cvtsi2ss xmm0, rax",
         Cvtsi2sd 4 "cvtsi2sd xmm0, eax", Cvtsi2sd 8 "cvtsi2sd xmm0, rax",
     }
-    /// Conversions to a general register of the given bytes.
+    /// Conversions to a general register of `bytes` bytes.
     to_gpr {
         Cvtss2si 4 "cvtss2si eax, xmm1", Cvtss2si 8 "cvtss2si rax, xmm1",
         Cvttss2si 4 "cvttss2si eax, xmm1", Cvttss2si 8 "cvttss2si rax, xmm1",
         Cvtsd2si 4 "cvtsd2si eax, xmm1", Cvtsd2si 8 "cvtsd2si rax, xmm1",
         Cvttsd2si 4 "cvttsd2si eax, xmm1", Cvttsd2si 8 "cvttsd2si rax, xmm1",
     }
-    /// Sign bits gathered in a general register.
+    /// Moves of sign bits to a general register.
     signs {
         Movmskps 4 "movmskps eax, xmm1", Movmskpd 4 "movmskpd eax, xmm1", Pmovmskb 4 "pmovmskb eax, xmm1",
     }
@@ -109,8 +110,8 @@ gprs! {
 
 macro_rules! mmx {
     ($($form:ident { $($mnemonic:ident),+ $(,)? })+) => {
-        /// Returns the stub of an instruction with an MMX operand. The stub has the name of the XMM instruction, but
-        /// uses the MMX registers.
+        /// Returns the stub of an instruction with an MMX operand. The instruction has the same name as with XMM
+        /// registers, but the stub uses MMX registers.
         pub(super) fn mmx(mnemonic: M) -> Option<Stub> {
             Some(match mnemonic {
                 $($(M::$mnemonic => mmx!(@$form stringify!($mnemonic)),)+)+

@@ -1,4 +1,4 @@
-//! Accesses to the elements that a vector mask selects: VMASKMOVPS and its kind, and gathers.
+//! Accesses to those elements that a vector mask selects: VMASKMOVPS and similar instructions, and gathers.
 //!
 //! An element is selected by the sign bit of its mask element. The memory of other elements is not accessed.
 
@@ -9,7 +9,7 @@ use crate::int::Int;
 use crate::op::{Break, Flow, Handler, MEM, NONE, Op, Row, rows};
 use iced_x86::Instruction;
 
-/// Index in [`Op::r`] of the vector with the indices of a gather.
+/// The index in [`Op::r`] of the vector that holds the indices of a gather.
 const INDICES: usize = 3;
 
 pub(super) const ROWS: &[Row] = rows! { |insn, op|
@@ -30,7 +30,7 @@ fn masked<T: Int>(insn: &Instruction, op: &mut Op) -> Handler {
 }
 
 fn gathering(insn: &Instruction, op: &mut Op, handler: Handler) -> Handler {
-    // The size of the larger vector, indices or result, in bytes.
+    // The size in bytes of the larger of the two vectors: the indices and the result.
     op.aux = match is_wide(insn) || insn.memory_index().is_ymm() {
         true => 32,
         false => 16,
@@ -53,7 +53,7 @@ fn set_element<T: Int>(v: &mut Ymm, n: usize, value: T) {
     *half = *half & !ones | u128::from(value.zx()) << (bit % 128);
 }
 
-/// Returns the linear address of element `n` at the memory operand, if its mask element selects it.
+/// Returns the linear address of element `n` of the memory operand, if the mask selects this element.
 fn selected<T: Int>(cpu: &mut Cpu, op: &Op, mask: &Ymm, n: usize) -> Result<Option<u64>, Break> {
     if !element::<T>(mask, n).top() {
         return Ok(None);
@@ -101,7 +101,7 @@ fn masked_store<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// Returns a mask whose elements are all ones or all zeros: each bit is its element's sign bit.
+/// Returns a mask in which each bit is the sign bit of the bit's element. So each element is all ones or all zeros.
 fn whole_elements<T: Int>(mask: &Ymm, elements: usize) -> Ymm {
     let mut whole = Ymm::default();
     for n in 0..elements {
@@ -115,9 +115,9 @@ fn whole_elements<T: Int>(mask: &Ymm, elements: usize) -> Ymm {
     whole
 }
 
-/// Loads elements of type `T` at a base plus indices of type `I`. Clears the mask element of each loaded element. So if
-/// a later element causes an exception, the elements before it stay loaded, and the instruction continues with the
-/// later element when it starts again.
+/// Executes a gather: loads elements of type `T`, whose addresses are a base plus indices of type `I`. When an element
+/// is loaded, clears its element of the mask. So if a later element causes an exception, the elements before it stay
+/// loaded, and the instruction continues with the later element when it is executed again.
 fn gather<I: Int, T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     let bytes = u64::from(op.aux);
     let elements = (bytes / I::BYTES.max(T::BYTES)) as usize;
@@ -144,19 +144,19 @@ fn gather<I: Int, T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
             cpu.set_ymm(op.r[2], Ymm::default());
         }
         Err(Break::Exception) => {
-            // As on Intel's CPUs, the destination does not change before the first element is loaded.
+            // As on Intel's CPUs, the destination is not written if no element was loaded.
             if loaded {
                 cpu.set_ymm(op.r[0], low_bits(result, 8 * bytes as u32));
             }
             cpu.set_ymm(op.r[2], mask);
         }
-        // The instruction starts again, and repeats the same reads in the same order.
+        // The instruction will be executed again, and will then repeat the same reads in the same order.
         Err(_) => {}
     }
     done
 }
 
-/// Clears all but the lowest 64, 128 or 256 bits.
+/// Clears all bits of `v` except the lowest `bits` bits, which are 64, 128 or 256.
 fn low_bits(v: Ymm, bits: u32) -> Ymm {
     match bits {
         64 => [v[0] & u128::from(u64::MAX), 0],

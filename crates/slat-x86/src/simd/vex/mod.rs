@@ -1,12 +1,12 @@
 //! AVX, AVX2, FMA, F16C: the VEX-encoded vector instructions.
 //!
 //! The host executes the instructions, as in [`simd`](super): `table` has their stubs, and `host` calls them. Operand
-//! `k` of an instruction is passed in register `k` of the stub, whether the operand is a register, memory or a vector
-//! mask. So a handler depends only on the number of sources (`operate`). `moves` has the instructions without a stub;
+//! `k` of an instruction is passed in vector register `k` of the stub, whether the operand is a register, memory or a
+//! mask. So a handler depends only on the number of sources (`operate`). `moves` has the instructions without a stub.
 //! `masked` has the accesses to selected elements of memory.
 //!
-//! Each of these instructions clears the bits of its destination that it does not define, up to bit 255. Memory
-//! operands need no alignment, except for those of a few moves.
+//! Each of these instructions clears the bits of its destination, up to bit 255, that are not part of its result.
+//! Memory operands need no alignment, except for those of a few moves.
 
 mod host;
 mod masked;
@@ -39,7 +39,7 @@ pub(super) fn set_size(insn: &Instruction, op: &mut Op) {
     }
 }
 
-/// Whether an instruction is of 256 bits.
+/// Whether an instruction has an operand of 256 bits.
 fn is_wide(insn: &Instruction) -> bool {
     let is_ymm = |k| insn.op_register(k).is_ymm();
     insn.memory_size().size() == 32 || (0..insn.op_count()).any(is_ymm)
@@ -64,7 +64,7 @@ fn in_one_page(lin: u64) -> bool {
     lin & 0xfff <= 0xfe0
 }
 
-/// Reads 32 bytes.
+/// Reads 32 bytes of memory.
 fn load32(cpu: &mut Cpu, lin: u64) -> Result<Ymm, Break> {
     if in_one_page(lin)
         && let Some(low) = cpu.try_load::<u128>(lin)
@@ -82,7 +82,7 @@ fn load32(cpu: &mut Cpu, lin: u64) -> Result<Ymm, Break> {
     ])
 }
 
-/// Writes 32 bytes.
+/// Writes 32 bytes to memory.
 fn store32(cpu: &mut Cpu, lin: u64, v: Ymm) -> Flow {
     if in_one_page(lin)
         && cpu.try_store::<u128>(lin, v[0])
@@ -97,7 +97,7 @@ fn store32(cpu: &mut Cpu, lin: u64, v: Ymm) -> Flow {
     cpu.store_bytes(lin, &bytes)
 }
 
-/// Reads the memory operand of `op.size`, zero-extended.
+/// Reads the memory operand, of size `op.size`, and zero-extends it.
 #[inline(always)]
 fn load(cpu: &mut Cpu, op: &Op) -> Result<Ymm, Break> {
     let low = match op.size {
@@ -114,7 +114,7 @@ fn load(cpu: &mut Cpu, op: &Op) -> Result<Ymm, Break> {
     Ok([low, 0])
 }
 
-/// Writes the memory operand of `op.size`.
+/// Writes the memory operand, of size `op.size`.
 #[inline(always)]
 fn store(cpu: &mut Cpu, op: &Op, v: Ymm) -> Flow {
     match op.size {

@@ -13,7 +13,7 @@ use crate::simd::moves::{
 };
 use iced_x86::{Code, Instruction};
 
-/// Makes the VEX form of a legacy handler, which also clears the upper half of the destination.
+/// Makes the VEX form of a handler without VEX. The VEX form also clears the upper half of the destination.
 macro_rules! clearing {
     ($legacy:expr) => {
         |cpu: &mut Cpu, op: &Op| {
@@ -80,7 +80,7 @@ fn whole_ymm(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// Returns the address of a memory operand of 32 bytes. If `ALIGNED`, raises #GP for an address that is not aligned.
+/// Returns the address of a memory operand of 32 bytes. If `ALIGNED`, raises #GP if the address is not aligned.
 fn address32<const ALIGNED: bool>(cpu: &mut Cpu, op: &Op) -> Result<u64, crate::op::Break> {
     let lin = cpu.lin(op, 32)?;
     match ALIGNED && lin & 31 != 0 {
@@ -101,7 +101,7 @@ fn store_ymm<const ALIGNED: bool>(cpu: &mut Cpu, op: &Op) -> Flow {
     store32(cpu, lin, cpu.ymm(op.r[1]))
 }
 
-/// Takes the low element from the last operand and the rest from the second.
+/// Copies the second operand to the destination, with the low element of the last operand.
 fn merge<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     let ones = u128::from(u64::MAX >> (64 - T::BITS));
     let ([a, _], [b, _]) = (cpu.ymm(op.r[1]), cpu.ymm(op.r[2]));
@@ -109,7 +109,7 @@ fn merge<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// Takes the quadword at bit `AT` from memory and the other from the second operand.
+/// Copies the second operand to the destination, with the quadword at bit `AT` loaded from memory.
 fn load_half<const AT: u32>(cpu: &mut Cpu, op: &Op) -> Flow {
     let half = u128::from(cpu.load_mem::<u64>(op)?) << AT;
     let [other, _] = cpu.ymm(op.r[1]);
@@ -128,7 +128,7 @@ fn insert<T: Int>(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// Returns the number of vector registers that the mode has.
+/// Returns the number of vector registers in the current mode.
 fn registers(cpu: &Cpu) -> usize {
     if cpu.is_64() { 16 } else { 8 }
 }

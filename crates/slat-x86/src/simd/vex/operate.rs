@@ -1,4 +1,5 @@
-//! Handlers of instructions that a stub executes: they fetch the operands, call the stub, and store the result.
+//! Handlers of instructions that a stub executes. A handler fetches the operands, calls the stub, and stores the
+//! result.
 
 use super::host::{self, Entry, Stub, Work};
 use super::table;
@@ -37,7 +38,8 @@ pub(super) const WITH_GPR: &[Row] = rows! { |insn, op|
     },
 };
 
-/// The string comparisons use the stubs without VEX. The VEX form also clears the upper half of the mask's register.
+/// The rows of string comparisons. They use the stubs without VEX. The VEX form also clears the upper half of the
+/// mask's register.
 pub(super) const STRINGS: &[Row] = rows! { |insn, op|
     Vpcmpestri => comparison(op, M::Pcmpestri, strings::<0, true>, strings::<UNALIGNED, true>)?,
     Vpcmpestri64 => comparison(op, M::Pcmpestri64, strings::<0, true>, strings::<UNALIGNED, true>)?,
@@ -47,7 +49,7 @@ pub(super) const STRINGS: &[Row] = rows! { |insn, op|
     Vpcmpistrm => comparison(op, M::Pcmpistrm, string_mask::<0>, string_mask::<UNALIGNED>)?,
 };
 
-/// Chooses the handler of a string comparison, for a register or for memory.
+/// Chooses the handler of a string comparison. `registers` is for a register as the second operand, `load` for memory.
 fn comparison(op: &mut Op, without_vex: M, registers: Handler, load: Handler) -> Option<Handler> {
     op.aux = op.imm as u8;
     op.imm = legacy::string(without_vex)? as usize as u64;
@@ -64,10 +66,10 @@ fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
     } = find(insn, is_wide(insn))?;
     op.imm = stub as usize as u64;
     if op.mnemonic == M::Vinsertps && op.r[2] == MEM {
-        // The source element comes from memory, so the immediate's bits that select a source element have no effect.
+        // If the source element is in memory, the immediate's bits that select a source element have no effect.
         op.aux &= 0x3f;
     }
-    // FMA instructions read their destination, too.
+    // FMA instructions also read their destination.
     let accumulates = insn.code().cpuid_features().contains(&CpuidFeature::FMA);
     Some(match (kind, accumulates, sources) {
         (Kind::Int, _, 1) if by_constant => shift_by_constant,
@@ -87,7 +89,8 @@ fn lower(insn: &Instruction, op: &mut Op) -> Option<Handler> {
 pub(super) struct Found {
     pub(super) kind: Kind,
     pub(super) stub: Stub,
-    /// Whether the stub shifts by a count in a register, which the handler fills with the immediate.
+    /// Whether the stub shifts by a count in a register, and the instruction by an immediate. Then the handler copies
+    /// the immediate to this register.
     pub(super) by_constant: bool,
     /// The number of the last operand that is not an immediate.
     pub(super) sources: u32,
@@ -116,8 +119,8 @@ fn string_mask<const FROM: u8>(cpu: &mut Cpu, op: &Op) -> Flow {
     Ok(())
 }
 
-/// Stores operands `FIRST` to `LAST` in `work`: vectors, one of which may be in memory. `work` is changed in place,
-/// because returning all of it would take longer than most instructions.
+/// Stores operands `FIRST` to `LAST` in `work`. They are vectors, one of which may be in memory. This function changes
+/// `work` in place, because returning `work` would take longer than most instructions.
 #[inline(always)]
 fn fetch<const FIRST: usize, const LAST: usize>(cpu: &mut Cpu, op: &Op, work: &mut Work) -> Flow {
     work.imm = op.aux;
@@ -130,7 +133,7 @@ fn fetch<const FIRST: usize, const LAST: usize>(cpu: &mut Cpu, op: &Op, work: &m
     Ok(())
 }
 
-/// Calls the stub. Returns the arithmetic flags that it set.
+/// Calls the stub. Returns the arithmetic flags that it has set.
 #[inline(always)]
 fn call<const FLOAT: bool>(cpu: &mut Cpu, op: &Op, work: &mut Work) -> Result<u64, Break> {
     Ok(match FLOAT {
@@ -162,7 +165,7 @@ fn lanes(mnemonic: M) -> Lanes {
     }
 }
 
-/// Executes an instruction from vectors to a vector: the first operand is a register or memory.
+/// Executes an instruction whose operands and result are vectors. The first operand is a register or memory.
 fn vector<const FIRST: usize, const LAST: usize, const FLOAT: bool>(
     cpu: &mut Cpu,
     op: &Op,

@@ -1,4 +1,4 @@
-//! The part of [`simd::plain`](mod@crate::simd::plain) that is VEX-encoded.
+//! The part of [`simd::plain`](mod@crate::simd::plain) for VEX-encoded instructions.
 
 use super::operate::{Found, find};
 use super::table;
@@ -6,7 +6,7 @@ use crate::simd::Plain;
 use crate::simd::forms::Kind;
 use iced_x86::{CpuidFeature, Instruction, Mnemonic as M, OpKind};
 
-/// See [`simd::plain`](mod@crate::simd::plain).
+/// Like [`simd::plain`](mod@crate::simd::plain), but for a VEX-encoded instruction.
 pub(in crate::simd) fn plain(insn: &Instruction, wide: bool) -> Option<Plain> {
     use M::*;
     let mnemonic = insn.mnemonic();
@@ -22,7 +22,8 @@ pub(in crate::simd) fn plain(insn: &Instruction, wide: bool) -> Option<Plain> {
         Kind::Float(_) => true,
         _ => return None,
     };
-    // Whether the upper half is computed from its sources as the lower half is, with the same bits of the immediate.
+    // Whether the upper half of the result is computed from the upper halves of the sources in the same way as the
+    // lower half, with the same bits of the immediate.
     let is_uniform = table::is_by_halves(mnemonic)
         && !(immediate
             && matches!(

@@ -1,5 +1,5 @@
-//! The host instruction for each VEX-encoded mnemonic that has no pair without VEX ([`pairs`]). The name of a group
-//! tells the registers of its stubs.
+//! The host's instruction for each VEX-encoded mnemonic that is not in [`pairs`]. The name of a group says which
+//! registers its stubs use.
 
 use core::arch::naked_asm;
 
@@ -36,8 +36,8 @@ macro_rules! table {
     };
 }
 
-/// Returns the stub of an instruction without an immediate, whose operands are all vectors or memory. `wide`:
-/// the form of 256 bits.
+/// Returns the stub of an instruction without an immediate, whose operands are all vectors or memory. If `wide`,
+/// returns the stub of the form of 256 bits.
 pub(super) fn plain(mnemonic: M, wide: bool) -> Option<(Kind, Stub)> {
     pairs::vex(mnemonic, wide, false).or_else(|| vex_only(mnemonic, wide))
 }
@@ -47,8 +47,8 @@ pub(super) fn immediate(mnemonic: M, wide: bool) -> Option<(Kind, Stub)> {
     pairs::vex(mnemonic, wide, true).or_else(|| vex_only_immediate(mnemonic, wide))
 }
 
-/// Whether an instruction computes each half of 256 bits from the same halves of its operands, like an instruction of
-/// 128 bits. The immediate may differ.
+/// Whether an instruction of 256 bits computes each half of its result from the same halves of its operands, like an
+/// instruction of 128 bits. The two halves may use different bits of the immediate.
 #[cfg(feature = "jit")]
 pub(super) fn is_by_halves(mnemonic: M) -> bool {
     pairs::is_by_halves(mnemonic) || plain_by_halves(mnemonic) || immediate_by_halves(mnemonic)
@@ -126,19 +126,19 @@ table! {
 }
 
 gprs! {
-    /// Conversions of a general register of the given bytes.
+    /// Conversions from a general register of `bytes` bytes.
     from_gpr {
         Vcvtsi2ss 4 "vcvtsi2ss xmm0, xmm1, eax", Vcvtsi2ss 8 "vcvtsi2ss xmm0, xmm1, rax",
         Vcvtsi2sd 4 "vcvtsi2sd xmm0, xmm1, eax", Vcvtsi2sd 8 "vcvtsi2sd xmm0, xmm1, rax",
     }
-    /// Conversions to a general register of the given bytes.
+    /// Conversions to a general register of `bytes` bytes.
     to_gpr {
         Vcvtss2si 4 "vcvtss2si eax, xmm1", Vcvtss2si 8 "vcvtss2si rax, xmm1",
         Vcvttss2si 4 "vcvttss2si eax, xmm1", Vcvttss2si 8 "vcvttss2si rax, xmm1",
         Vcvtsd2si 4 "vcvtsd2si eax, xmm1", Vcvtsd2si 8 "vcvtsd2si rax, xmm1",
         Vcvttsd2si 4 "vcvttsd2si eax, xmm1", Vcvttsd2si 8 "vcvttsd2si rax, xmm1",
     }
-    /// The sign bits of a vector of the given number of bytes, collected in a general register.
+    /// Moves of a vector's sign bits to a general register. The vector has `bytes` bytes.
     signs {
         Vmovmskps 16 "vmovmskps eax, xmm1", Vmovmskps 32 "vmovmskps eax, ymm1",
         Vmovmskpd 16 "vmovmskpd eax, xmm1", Vmovmskpd 32 "vmovmskpd eax, ymm1",

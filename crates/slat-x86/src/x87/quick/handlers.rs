@@ -1,4 +1,4 @@
-//! The handlers of x87 instructions in usual states.
+//! The handlers of x87 instructions for the usual state.
 
 use super::host::*;
 use super::plan::{DP, IP, OPCODE, OTHER_FLAGS, Plan};
@@ -8,16 +8,16 @@ use crate::state::flags::{ARITHMETIC, CF, PF, ZF};
 use crate::state::{F80, State};
 use crate::x87::{self, ERROR, MODRM, Stub, own_stub};
 
-/// The exception flags in the status word, and their masks in the control word.
+/// The bits of the exception flags in the status word, and of their masks in the control word.
 const EXCEPTIONS: u16 = 0x3f;
 const BUSY: u16 = 1 << 15;
 const TOP: u16 = 7 << 11;
-/// One step of TOP.
+/// The change of the status word that moves TOP by one.
 const STEP: u16 = 1 << 11;
 
 impl State {
-    /// Whether no exception can end an instruction, none is pending, and the control and status words have
-    /// no reserved bits set.
+    /// Whether the x87 state is usual: all exceptions are masked, none is pending, and the control and status words
+    /// have no reserved bits set.
     #[inline(always)]
     fn x87_is_usual(&self) -> bool {
         const RESERVED: u16 = 0xe0c0;
@@ -25,14 +25,14 @@ impl State {
         self.fcw & (EXCEPTIONS | RESERVED) == EXCEPTIONS | SET && self.fsw & (ERROR | BUSY) == 0
     }
 
-    /// Returns ST(`i`), unless it is empty.
+    /// Returns the index of ST(`i`). `None`: the register is empty.
     #[inline(always)]
     fn full(&self, i: u8) -> Option<usize> {
         let n = self.physical(i.into());
         (self.ftw & 1 << n != 0).then_some(n)
     }
 
-    /// Returns the register that a push fills, if it is empty.
+    /// Returns the index of the register that a push fills. `None`: the register is not empty.
     #[inline(always)]
     fn pushed(&self) -> Option<usize> {
         let n = self.physical(7);
@@ -58,8 +58,8 @@ impl State {
         }
     }
 
-    /// Copies a register in two parts, as the stubs read and write it. An access of another size would have to wait for
-    /// the stores of both parts.
+    /// Copies a register in two parts, because the stubs read and write registers in these two parts. An access of
+    /// another size would be slow, because it would wait for the stores of both parts.
     #[inline(always)]
     fn copy_register(&mut self, from: usize, to: usize) {
         let F80 { mantissa, exponent } = self.st[from];
@@ -67,7 +67,7 @@ impl State {
     }
 }
 
-/// Stores the effects of an instruction other than its result (flags, condition codes, pointers), and pops registers.
+/// Applies the effects of an instruction besides its result: flags, condition codes and pointers. Pops registers.
 #[inline(always)]
 fn finish(cpu: &mut Cpu, op: &Op, plan: Plan, status: u16) {
     let conditions = u16::from(plan.conditions) << 8;
@@ -86,7 +86,7 @@ fn finish(cpu: &mut Cpu, op: &Op, plan: Plan, status: u16) {
     cpu.state.pop(plan.pops);
 }
 
-/// Reads the operand in memory, of 2, 4 or 8 bytes, if the TLB has it.
+/// Reads the memory operand of 2, 4 or 8 bytes. `None`: the TLB does not have its page.
 #[inline(always)]
 fn read(cpu: &mut Cpu, op: &Op) -> Option<u64> {
     let lin = cpu.lin(op, op.aux.into()).ok()?;
@@ -97,7 +97,7 @@ fn read(cpu: &mut Cpu, op: &Op) -> Option<u64> {
     }
 }
 
-/// Writes the operand in memory, of 2, 4 or 8 bytes, if the TLB has it.
+/// Writes the memory operand of 2, 4 or 8 bytes. `None`: the TLB does not have its page, and nothing was written.
 #[inline(always)]
 fn write(cpu: &mut Cpu, op: &Op, value: u64) -> Option<()> {
     let lin = cpu.lin(op, op.aux.into()).ok()?;
@@ -111,12 +111,13 @@ fn write(cpu: &mut Cpu, op: &Op, value: u64) -> Option<()> {
 
 #[cfg(test)]
 thread_local! {
-    /// Counts the operations that `quick` left to the reference.
+    /// The number of operations that `quick` has left to the reference, for tests.
     pub(in crate::x87) static LEFT: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
 }
 
-/// Defines handlers. Each runs its body if the x87 state is usual. If the state is not usual, or if the body returns
-/// `None`, having changed nothing, the handler calls the reference that is named after `else`.
+/// Defines handlers. If the x87 state is usual, a handler runs its body. If the state is not usual, or the body returns
+/// `None`, the handler calls the reference, which is the function after `else`. A body that returns `None` must have
+/// changed nothing.
 macro_rules! handlers {
     ($($name:ident($cpu:ident, $op:ident, $plan:pat) else $reference:ident $body:block)*) => {$(
         pub(super) fn $name(cpu: &mut Cpu, op: &Op) -> Flow {
@@ -148,7 +149,8 @@ handlers! {
         let mut call = state.call(plan.stub, (st0, st1, 0), &mut no_memory);
         call.to = &mut result;
         let (status, _) = two_to_one_and_other(call);
-        // For an operand that has no remainder, the host may leave the condition codes unchanged.
+        // If the result is a NaN or infinity, there is no remainder, and the host may leave the condition codes
+        // unchanged.
         if result.exponent & 0x7fff == 0x7fff {
             return None;
         }
@@ -291,7 +293,7 @@ handlers! {
         let (to, from) = (cpu.state.full(0)?, cpu.state.full(plan.other)?);
         let modrm = op.r[MODRM];
         let flags = [CF, ZF, CF | ZF, PF][usize::from(modrm >> 3 & 3)];
-        // The opcode of FCMOVcc is DA, and that of FCMOVNcc is DB.
+        // FCMOVcc has the opcode DA, and FCMOVNcc has the opcode DB.
         let negated = own_stub(op) == Stub::on_registers(0xdb, modrm);
         if (cpu.flags() & flags != 0) != negated {
             cpu.state.copy_register(from, to);
@@ -326,7 +328,7 @@ handlers! {
     }
 
     rotate(cpu, op, plan) else registers {
-        // The ModR/M byte of FDECSTP is F6, and that of FINCSTP is F7.
+        // FDECSTP has the ModR/M byte F6, and FINCSTP has F7.
         let by = if op.r[MODRM] & 1 == 0 { STEP.wrapping_neg() } else { STEP };
         cpu.state.rotate(by);
         finish(cpu, op, plan, 0);
@@ -341,7 +343,7 @@ handlers! {
     load_control(cpu, op, plan) else load {
         let fcw = read(cpu, op)? as u16;
         let old = std::mem::replace(&mut cpu.state.fcw, fcw);
-        // Refuses a control word that makes an exception pending, or has reserved bits.
+        // Leaves a control word to the reference if it makes an exception pending or has reserved bits set.
         if !cpu.state.x87_is_usual() {
             cpu.state.fcw = old;
             return None;

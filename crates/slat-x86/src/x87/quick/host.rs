@@ -1,35 +1,35 @@
-//! Executes one x87 instruction of the host with the guest's registers as operands.
+//! Executes one x87 instruction of the host whose operands are the guest's registers.
 //!
-//! The sticky flags stay set in the host's status word, as in MXCSR (`simd::host`), because clearing them takes longer
-//! than most instructions. If the host has a flag set that is clear in the guest, the flags are cleared and the
-//! instruction is executed once more, to find out whether this instruction has set the flag. FLDCW is skipped if the
-//! guest's control word equals the host's.
+//! Sticky flags stay set in the host's status word, because clearing them takes longer than most instructions.
+//! (`simd::host` does the same with MXCSR.) If afterwards the host has a flag set that is clear in the guest, it is not
+//! known whether this instruction has set it. Then the host's flags are cleared, and the instruction is executed once
+//! more. FLDCW is skipped if the guest's control word equals the host's.
 
 use crate::state::{F80, State};
 use crate::x87::Stub;
 use core::arch::asm;
 
-/// The sticky flags in the status word: the exceptions and the stack fault.
+/// The sticky flags in the status word: the exception flags and the stack fault flag.
 pub(super) const STICKY: u16 = 0x7f;
 
 /// The operands of a call to the host.
 pub(super) struct Call<'s> {
     stub: usize,
-    /// Addresses of ST(0), of ST(i), and of the result's register.
+    /// The address of ST(0). The next fields are the addresses of ST(i) and of the register for the result.
     a: *const F80,
     b: *const F80,
     pub(super) to: *mut F80,
-    /// The operand in memory.
+    /// The memory operand.
     memory: &'s mut u64,
     fcw: &'s u16,
-    /// The guest's sticky flags that are clear.
+    /// The sticky flags that are clear in the guest.
     clear: u32,
 }
 
-/// Defines functions that run a stub on the host: they push `load`, call the stub, run `then`, and end with `store`,
-/// which empties the stack. If the host then has a flag set that is clear in the guest, they do all this once more,
-/// because the flag may have been set before the instruction. Each returns the status word and the value that `then`
-/// left in RDX.
+/// Defines functions that run a stub on the host. Such a function runs the code `load`, which pushes the operands,
+/// calls the stub, and runs `then` and `store`. `store` empties the stack. If the host then has a flag set that is
+/// clear in the guest, the function does all this once more, because the flag may have been set before. It returns the
+/// status word and the value that `then` has left in RDX.
 macro_rules! calls {
     ($($name:ident: [$($load:literal),*] [$($then:literal),*] [$($store:literal),*];)*) => {$(
         #[inline(always)]
@@ -37,9 +37,9 @@ macro_rules! calls {
             let host = 0u16;
             let status: u32;
             let flags: u64;
-            // SAFETY: the stub is one x87 instruction and a `ret`; its memory operand, if any, has at most 8 bytes and
-            // is at RDI. The pointers are those of the guest's registers. All exceptions are masked. The x87 unit is
-            // left empty and with the host's control word, as Rust code expects it; the stack is balanced.
+            // SAFETY: the stub is one x87 instruction and a `ret`. If it has a memory operand, the operand has at most
+            // 8 bytes and is at RDI. The pointers point to the guest's registers. All exceptions are masked. Afterwards
+            // the x87 unit is empty and has the host's control word, as Rust code expects, and the stack is balanced.
             unsafe {
                 asm!(
                     "/* {a} {b} {to} */",
@@ -99,7 +99,7 @@ calls! {
 }
 
 impl State {
-    /// Returns a call of `stub` with physical registers as operands.
+    /// Makes the call of `stub` whose operands are these physical registers.
     #[inline(always)]
     pub(super) fn call<'s>(
         &'s mut self,

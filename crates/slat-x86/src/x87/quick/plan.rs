@@ -8,26 +8,27 @@ use core::sync::atomic::{AtomicU16, Ordering::Relaxed};
 /// The condition codes, as bits of the upper byte of the status word.
 const CONDITIONS: u8 = 0x47;
 
-/// A handler's data about its instruction, besides the operation. It is packed into `op.imm`, whose low 16 bits are the
+/// A handler's data about its instruction. It is packed into `op.imm`. The low 16 bits of `op.imm` are the
 /// instruction's own stub.
 #[derive(Clone, Copy)]
 pub(super) struct Plan {
-    /// The stub to call. The stub may be another form of the instruction, if that leaves fewer values on the host's
-    /// stack.
+    /// The stub that the handler calls. It may be another form of the instruction that leaves fewer values on the
+    /// host's stack.
     pub(super) stub: Stub,
-    /// The registers and flags that the instruction writes besides its result.
+    /// The pointers and flags that the instruction writes besides its result.
     pub(super) touches: u8,
     /// The condition codes that the instruction writes.
     pub(super) conditions: u8,
-    /// The second operand: ST(`other`).
+    /// The number of the second operand: it is ST(`other`).
     pub(super) other: u8,
-    /// The result is stored in ST(`destination`).
+    /// The number of the register for the result: it is ST(`destination`).
     pub(super) destination: u8,
-    /// The number of registers that are popped afterwards.
+    /// The number of registers that the instruction pops at its end.
     pub(super) pops: u8,
 }
 
-/// Bits of [`Plan::touches`]: FIP, FDP, FOP; then OF, SF and AF, which comparisons clear on some CPUs.
+/// The bits of [`Plan::touches`]. The first three are FIP, FDP and FOP. The last one is for OF, SF and AF, which
+/// comparisons clear on some CPUs.
 pub(super) const IP: u8 = 1 << 0;
 pub(super) const DP: u8 = 1 << 1;
 pub(super) const OPCODE: u8 = 1 << 2;
@@ -56,13 +57,13 @@ impl Plan {
     }
 }
 
-/// Returns the result of [`probe`] for an instruction, which is probed only once.
+/// Returns the result of [`probe`] for an instruction. Probes each instruction only once.
 pub(super) fn touched(stub: Stub) -> (u8, u8) {
     static FOUND: [AtomicU16; Stub::COUNT] = [const { AtomicU16::new(0) }; Stub::COUNT];
-    /// Bit 15 of the result, which is no condition code, says that the instruction was probed.
+    /// The bit of the result that says that the instruction was probed. This is bit 15, which is not a condition code.
     const ASKED: u8 = 0x80;
     let found = &FOUND[usize::from(stub.0)];
-    // Two threads may probe at once; they get the same result.
+    // Two threads may probe the instruction at the same time. Both get the same result.
     let known = match found.load(Relaxed) {
         0 => {
             let (touches, conditions) = probe(stub);
@@ -77,8 +78,8 @@ pub(super) fn touched(stub: Stub) -> (u8, u8) {
 }
 
 /// Executes an instruction in a usual state, to find out which pointers, flags and condition codes it writes on this
-/// host. CPUs differ: newer ones write FOP and FDP only if an exception is not masked, and a CPU may leave flags
-/// unchanged that the manuals call undefined.
+/// host. CPUs differ in this. Newer CPUs write FOP and FDP only if an exception is not masked. And if the manuals leave
+/// a flag undefined, a CPU may leave it unchanged.
 fn probe(stub: Stub) -> (u8, u8) {
     const ONE: [u8; 10] = [0, 0, 0, 0, 0, 0, 0, 0x80, 0xff, 0x3f];
     let mut st = [0; 80];
@@ -104,7 +105,7 @@ fn probe(stub: Stub) -> (u8, u8) {
         run.call(stub);
         run
     };
-    // A push needs an empty ST(7); another instruction may need a full one.
+    // An instruction that pushes needs an empty ST(7). Another instruction may need a full ST(7).
     const STACK_FAULT: u32 = 1 << 6;
     let tags = match run(0, 0).image.fsw & STACK_FAULT {
         0 => 0,
