@@ -1,13 +1,13 @@
 //! Guest-virtual loads and stores.
 //!
-//! The fast path is a look-up in the software TLB and one guarded access. All other cases take a slow path: misses,
-//! pages without memory, accesses that cross into another page, MMIO, inaccessible host memory. All paths are precise:
-//! a load or store that fails has changed nothing, and an access that crosses a page has translated both pages before
-//! it touches either.
+//! The fast path is a look-up in the software TLB and one guarded access. All other cases take a slow path: TLB misses,
+//! pages without memory, accesses that cross into another page, MMIO, and inaccessible host memory. All paths are
+//! precise: a load or store that fails has had no effect, and an access that crosses into another page translates both
+//! pages before it accesses either.
 //!
-//! If the machine tracks a page, or the page holds decoded code, the TLB holds the page for reads but not for writes.
-//! So a store to such a page misses in the TLB. Only [`Cpu::write_to`] and `Cpu::write_places` (in `places`) make such
-//! stores. They report the store to the machine, and to the CPUs that share the code.
+//! If the machine tracks a page, or the page holds decoded code, the TLB has an entry for reads of the page, but no
+//! entry for writes. So a store to such a page misses in the TLB. Only [`Cpu::write_to`] and `Cpu::write_places` (in
+//! `places`) make such stores. They report the store to the machine, and to the CPUs that share the code.
 
 mod address;
 mod alignment;
@@ -28,10 +28,10 @@ use places::Place;
 pub(crate) use places::{Destination, Places};
 use slat_guard::{Gone, Word};
 
-/// Bytes of a cache line.
+/// The number of bytes of a cache line.
 pub(crate) const CACHE_LINE: u64 = 64;
 
-/// Reads, changes and writes a word, atomically with `lock`. Returns the old and the new value.
+/// Reads, changes and writes a word; atomically if `lock`. Returns the old and the new value.
 ///
 /// # Safety
 /// The requirements of [`slat_guard::store`].
@@ -42,10 +42,10 @@ unsafe fn exchange<T: Int>(
     mut f: impl FnMut(T) -> T,
 ) -> Result<(T, T), Gone> {
     loop {
-        // SAFETY: no Rust object is at `word`, as `slat_guard::store` asks of its caller.
+        // SAFETY: the caller keeps this function's contract: no Rust object is at `word`.
         let old = unsafe { slat_guard::load(word) }?;
         let new = f(old);
-        // SAFETY: no Rust object is at `word`, as `slat_guard::store` asks of its caller.
+        // SAFETY: the caller keeps this function's contract: no Rust object is at `word`.
         let done = unsafe {
             if lock {
                 slat_guard::compare_exchange(word, old, new)?.is_ok()
@@ -61,8 +61,8 @@ unsafe fn exchange<T: Int>(
 }
 
 impl Cpu {
-    /// Like [`load`](Self::load), but returns `None` where the fast path cannot do it. A handler that calls another
-    /// function for the slow path needs no stack frame for this call.
+    /// Like [`load`](Self::load), but returns `None` if the fast path cannot make the access. A handler that calls this
+    /// function, and a separate function for the slow path, needs no stack frame for the fast path.
     #[inline(always)]
     pub(crate) fn try_load<T: Word>(&mut self, lin: u64) -> Option<T> {
         let table = self.table;
@@ -71,7 +71,7 @@ impl Cpu {
         unsafe { slat_guard::load(host.cast::<T>()) }.ok()
     }
 
-    /// Like [`store`](Self::store), but returns `false` where the fast path cannot do it.
+    /// Like [`store`](Self::store), but returns `false` if the fast path cannot make the access.
     #[inline(always)]
     pub(crate) fn try_store<T: Word>(&mut self, lin: u64, v: T) -> bool {
         let table = self.table;
@@ -100,14 +100,14 @@ impl Cpu {
         self.store_slow(lin, v)
     }
 
-    /// Returns the result of a handler that has stored: ends the block if the store requires it.
+    /// Returns the result of a handler that has stored to memory: ends the block if the store requires it.
     #[inline(always)]
     pub(crate) fn stored(&mut self) -> Result<(), Break> {
         if self.stop { Err(Break::End) } else { Ok(()) }
     }
 
-    /// Reads, changes and writes a word. Returns the old and the new value. Atomic with `lock` if the
-    /// word lies in one page.
+    /// Reads, changes and writes a word. Returns the old and the new value. If `lock` and the word is in one page, this
+    /// is atomic.
     #[inline(always)]
     pub(crate) fn update<T: Int>(
         &mut self,
@@ -164,8 +164,8 @@ impl Cpu {
         self.update_slow(lin, lock, f)
     }
 
-    /// Does [`update`](Self::update) after a miss in the TLB. This function is not inlined, so that the fast path need
-    /// not check for tracked pages.
+    /// Does the work of [`update`](Self::update) after a TLB miss. Not inlined, so that the fast path need not check
+    /// for tracked pages.
     #[cold]
     #[inline(never)]
     fn update_slow<T: Int>(
@@ -181,7 +181,7 @@ impl Cpu {
                 false => self.write_place(lin, T::BYTES as usize)?,
             };
             let Some(to) = to else {
-                // Slat has no bus locks, so an update across two pages, or of MMIO, is not atomic.
+                // slat does not implement bus locks, so an update across two pages, or of MMIO, is not atomic.
                 let old = self.load::<T>(lin)?;
                 let new = f(old);
                 self.store(lin, new)?;
@@ -195,7 +195,7 @@ impl Cpu {
         }
     }
 
-    /// Returns the `len` bytes at `lin` as a destination of writes, if they are memory in one page.
+    /// Returns a destination for a write of `len` bytes at `lin`, if all of them are in one page of memory.
     pub(crate) fn write_place(
         &mut self,
         lin: u64,
@@ -205,9 +205,9 @@ impl Cpu {
         Ok(places.destination(lin))
     }
 
-    /// Runs `write`, which writes all of `to` by guarded accesses to the address that it gets. If the page is tracked,
-    /// then reports the write to the machine. Returns the result of `write`, or `None` if the host page is not
-    /// accessible: the caller translates again.
+    /// Calls `write` with the host address of `to`. `write` writes all of `to` by guarded accesses. If the page is
+    /// tracked, this function then reports the write to the machine. Returns the result of `write`. `None`: the host
+    /// page is not accessible, and the caller translates again.
     #[inline]
     pub(crate) fn write_to<T, E>(
         &mut self,
@@ -215,7 +215,7 @@ impl Cpu {
         write: impl FnOnce(*mut u8) -> Result<T, E>,
     ) -> Result<Option<T>, Break> {
         let result = write(to.host).ok();
-        // Even a write that failed may have changed some bytes.
+        // The write is reported even if it failed, because it may have changed some bytes.
         if to.needs_look {
             self.note_store(to.lin, to.host);
         }
@@ -226,7 +226,7 @@ impl Cpu {
         Ok(result)
     }
 
-    /// Returns the host address from which `len` bytes may be read, if they are memory in one page.
+    /// Returns the host address of the `len` bytes at `lin`, for reading, if all of them are in one page of memory.
     pub(crate) fn read_place(&mut self, lin: u64, len: usize) -> Result<Option<*mut u8>, Break> {
         let places = self.places(lin, len, Access::Read)?;
         Ok(places.source())
@@ -255,7 +255,7 @@ impl Cpu {
         }
     }
 
-    /// Writes operand `k`. Call last among all steps of an instruction that can fail.
+    /// Writes operand `k`. Call after all other steps of the instruction that can fail.
     #[inline(always)]
     pub(crate) fn set_operand<T: Int>(&mut self, op: &Op, k: usize, v: T) -> Result<(), Break> {
         match op.r[k] {
@@ -277,8 +277,8 @@ impl Cpu {
         }
     }
 
-    /// Like [`aligned16`](Self::aligned16), for the memory operand of an SSE instruction that computes. With MXCSR.MM
-    /// such an operand may have any address.
+    /// Like [`aligned16`](Self::aligned16), but for the memory operand of an SSE instruction that computes. With
+    /// MXCSR.MM such an operand need not be aligned.
     #[inline(always)]
     pub(crate) fn aligned_operand(&mut self, lin: u64) -> Result<(), Break> {
         match lin & 15 != 0 && self.state.mxcsr & MXCSR_MM == 0 {
@@ -287,7 +287,7 @@ impl Cpu {
         }
     }
 
-    /// Makes sure that `len` bytes (at most a page) can be written; nothing is written.
+    /// Checks that `len` bytes (at most a page) can be written, without writing them.
     pub(crate) fn probe_write(&mut self, lin: u64, len: usize) -> Result<(), Break> {
         self.places(lin, len, Access::Write).map(|_| ())
     }
@@ -302,8 +302,8 @@ impl Cpu {
         }
     }
 
-    /// Like [`Self::load_bytes`], for an instruction that cannot read MMIO: a read of MMIO ends the run as an emulation
-    /// failure for `reason`.
+    /// Like [`Self::load_bytes`], but for an instruction that cannot read MMIO. A read of MMIO ends the run as an
+    /// emulation failure with `reason`.
     pub(crate) fn load_memory(
         &mut self,
         lin: u64,
@@ -343,11 +343,12 @@ impl Cpu {
         }
     }
 
-    /// Reads the translated word. Returns `None` if the host page of a part is not accessible: the caller translates
+    /// Reads a word whose pages were translated. `None`: a host page is not accessible, and the caller translates
     /// again.
     #[inline(always)]
     fn load_at<T: Word>(&mut self, lin: u64, places: &Places) -> Result<Option<T>, Break> {
-        // The most frequent miss is in one page of memory. One access reads the word, and so stays atomic.
+        // Usually, the address that missed in the TLB is in one page of memory. Then one access reads the whole word,
+        // and so stays atomic.
         if let Places {
             first: Place::Host { host, .. },
             second: None,
@@ -390,7 +391,8 @@ impl Cpu {
         }
     }
 
-    /// Runs `f` with the access rights of the CPU itself, as for its tables: a supervisor's, to which SMAP applies.
+    /// Runs `f` with the rights that the CPU itself has, for example for accesses to its descriptor tables: supervisor
+    /// rights, to which SMAP applies.
     pub(crate) fn as_system<T>(
         &mut self,
         f: impl FnOnce(&mut Self) -> Result<T, Break>,
@@ -402,11 +404,11 @@ impl Cpu {
     }
 }
 
-/// Accesses of compiled code that miss the TLB. The interpreter makes accesses to devices, and accesses that must be
-/// aligned.
+/// Accesses of compiled code that miss in the TLB. Accesses to devices, and accesses that must be aligned, are left to
+/// the interpreter.
 #[cfg(feature = "jit")]
 impl Cpu {
-    /// Translates all pages of an access. If the access is to a device, remembers the device's address, so that the
+    /// Translates all pages of an access. If the access is to a device, stores the device's address, so that the
     /// interpreter need not translate again ([`Self::take_met`]).
     fn places_or_met(&mut self, lin: u64, len: usize, access: Access) -> Result<Places, Break> {
         let places = self.places(lin, len, access)?;
@@ -414,9 +416,9 @@ impl Cpu {
         Ok(places)
     }
 
-    /// Returns the host address from which to read `len` bytes, 32 at most: that of the memory, or of a copy if the
-    /// bytes are in two pages. `None`: the access needs a check, because some of the bytes are MMIO or near a
-    /// watchpoint, or because the access must be aligned.
+    /// Returns the host address from which to read `len` bytes (at most 32). If the bytes are in two pages, this is the
+    /// address of a copy. `None`: the access needs a check, because some of the bytes are MMIO or near a watchpoint, or
+    /// because the access must be aligned.
     pub(crate) fn place_to_load(&mut self, lin: u64, len: usize) -> Result<Option<*mut u8>, Break> {
         if self.checks_alignment() {
             return Ok(None);
@@ -437,8 +439,8 @@ impl Cpu {
         }
     }
 
-    /// Returns the host address to which to write `len` bytes, if they are in one page of memory that has no decoded
-    /// code and is neither tracked nor watched, and if accesses need not be aligned.
+    /// Returns the host address to which to write `len` bytes, if compiled code may write them: they are in one page of
+    /// memory, the page has no decoded code and is neither tracked nor watched, and accesses need not be aligned.
     pub(crate) fn place_to_store(
         &mut self,
         lin: u64,

@@ -1,28 +1,30 @@
 //! System management mode: how an SMI changes the registers, which registers it saves, and how RSM restores them (AMD64
 //! volume 2, chapter 10; SDM volume 3, chapter "System Management Mode").
 //!
-//! The CPU neither enters nor leaves the mode by itself. It ends its run with [`Exit::Smi`](crate::Exit) or
-//! [`Exit::Rsm`](crate::Exit), between two instructions. The caller copies the saved registers between the CPU and
-//! SMRAM, and makes the machine translate in the other address space from then on. To enter, call [`State::smram`],
-//! then [`Cpu::enter_smm`]. To leave, call [`Cpu::leave_smm`].
+//! The CPU neither enters nor leaves the mode by itself. The CPU ends its run between two instructions with
+//! [`Exit::Smi`](crate::Exit) or [`Exit::Rsm`](crate::Exit). The caller then copies the saved registers between the CPU
+//! and SMRAM, and makes the machine use the other address space. To enter, call [`State::smram`], then
+//! [`Cpu::enter_smm`]. To leave, call [`Cpu::leave_smm`].
 //!
-//! The CPUs of the manuals save more than KVM's CPUs, which restart neither an I/O instruction nor a HLT: an SMI ends a
-//! halt, and RSM continues after it. KVM keeps the shadow of STI and MOV SS in a byte that the manuals reserve.
+//! The CPUs of the manuals save more than KVM's CPUs. KVM's CPUs restart neither an I/O instruction nor a HLT: an SMI
+//! ends a halt, and RSM continues after the HLT. KVM stores the shadow of STI and MOV SS in a byte that the manuals
+//! reserve.
 
 use crate::Cpu;
 use crate::state::{Segment, State, Table, control::*, flags};
 use crate::watch::{DR6_BS, DR6_ONES};
 
-/// Size in bytes of the saved registers.
+/// The number of bytes of the saved registers.
 pub const SMRAM_BYTES: usize = 512;
 /// The offset of the saved registers from SMBASE.
 pub const SMRAM_OFFSET: u64 = 0xfe00;
 /// The offset of the handler from SMBASE.
 const HANDLER: u64 = 0x8000;
 
-/// The revision: SMBASE can be changed (bit 17), and I/O instructions are not restarted. The low
-/// byte identifies the map.
+/// The revision of the 32-bit map. Bit 17 says that SMBASE can be changed. Bit 16 is clear: I/O instructions are not
+/// restarted. The low byte identifies the map.
 const REVISION_32: u32 = 0x2_0000;
+/// The revision of the 64-bit map. It differs from the revision of the 32-bit map in the low byte.
 const REVISION_64: u32 = 0x2_0064;
 
 /// The bits of RFLAGS that RSM loads.
@@ -31,23 +33,23 @@ const RFLAGS: u64 = 0x3f_7fd5;
 const SHADOW_MOV_SS: u8 = 1;
 const SHADOW_STI: u8 = 2;
 
-/// The arrangement of the saved registers.
+/// The layout of the saved registers in SMRAM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SmramMap {
-    /// The map of a CPU without long mode: Intel's map of the P6.
+    /// The map of a CPU without long mode, which is that of Intel's P6.
     Bits32,
-    /// The map of a CPU with long mode: AMD's.
+    /// The map of a CPU with long mode, which is AMD's.
     Bits64,
 }
 
-/// The error of RSM when SMRAM holds registers that no CPU can have: the CPU shuts down.
+/// The error of RSM if SMRAM holds registers that no CPU can have. The CPU then shuts down.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BadSmram;
 
 /// The saved registers.
 struct Image([u8; SMRAM_BYTES]);
 
-/// Offsets in the 64-bit map of each segment register and table. At an offset are selector, attributes
+/// The offsets of the segment registers and tables in the 64-bit map. At such an offset are selector, attributes
 /// (rights), limit and base.
 mod at64 {
     pub const ES_TO_GS: [usize; 6] = [0x00, 0x10, 0x20, 0x30, 0x40, 0x50];
@@ -57,7 +59,8 @@ mod at64 {
     pub const TR: usize = 0x90;
     pub const SHADOW: usize = 0xcb;
     pub const EFER: usize = 0xd0;
-    /// KVM's fields: whether a nested guest was interrupted, and the address of its control block.
+    /// Fields of KVM: whether a nested guest was interrupted. The next field is the address of the nested guest's
+    /// control block.
     pub const NESTED_GUEST: usize = 0xd8;
     pub const NESTED_VMCB: usize = 0xe0;
     pub const REVISION: usize = 0xfc;
@@ -69,11 +72,11 @@ mod at64 {
     pub const DR6: usize = 0x168;
     pub const RFLAGS: usize = 0x170;
     pub const RIP: usize = 0x178;
-    /// R15 first, RAX last.
+    /// The general registers. R15 is first, RAX is last.
     pub const GPR: usize = 0x180;
 }
 
-/// Offsets in the 32-bit map of each segment register and table (rights, limit, base), and of the selectors.
+/// The offsets of the segment registers and tables (rights, limit, base), and of the selectors, in the 32-bit map.
 mod at32 {
     pub const SMBASE: usize = 0xf8;
     pub const REVISION: usize = 0xfc;
@@ -89,7 +92,7 @@ mod at32 {
     pub const TR_SELECTOR: usize = 0x1c4;
     pub const DR7: usize = 0x1c8;
     pub const DR6: usize = 0x1cc;
-    /// EAX first, EDI last.
+    /// The general registers. EAX is first, EDI is last.
     pub const GPR: usize = 0x1d0;
     pub const EIP: usize = 0x1f0;
     pub const EFLAGS: usize = 0x1f4;
@@ -97,7 +100,7 @@ mod at32 {
     pub const CR0: usize = 0x1fc;
 }
 
-/// Returns the rights of a segment as both maps store them: an unusable segment is stored as not present.
+/// Returns the rights of a segment as both maps store them. An unusable segment is stored as not present.
 fn saved_rights(segment: &Segment) -> u32 {
     let present = u32::from(segment.usable()) << 7;
     segment.rights & 0xf07f | present
@@ -213,8 +216,8 @@ impl State {
         ]
     }
 
-    /// Returns the registers that an SMI saves of this state, as the bytes at [`SMRAM_OFFSET`] from SMBASE. Bytes that
-    /// KVM's CPUs do not write are 0.
+    /// Returns the registers of this state that an SMI saves. These are the bytes of SMRAM from SMBASE +
+    /// [`SMRAM_OFFSET`] on. Bytes that KVM's CPUs do not write are 0.
     pub fn smram(&self, map: SmramMap) -> [u8; SMRAM_BYTES] {
         let mut image = Image([0; SMRAM_BYTES]);
         match map {
@@ -260,7 +263,7 @@ impl State {
         }
     }
 
-    /// Loads the registers that [`save64`](Self::save64) saves. EFER.LMA is left to the caller.
+    /// Loads the registers that [`save64`](Self::save64) saves. The caller sets EFER.LMA.
     fn load64(&mut self, image: &Image) {
         use at64::*;
         for (at, segment) in ES_TO_GS.into_iter().zip(self.es_to_gs_mut()) {
@@ -337,8 +340,8 @@ impl State {
         }
     }
 
-    /// Changes the registers as an SMI does: real mode with limits of 4 GiB, RIP at [`HANDLER`], interrupts and NMIs
-    /// off. As in KVM, CS has the type of a data segment, and the IDT is empty.
+    /// Changes the registers as an SMI does: real mode with limits of 4 GiB, RIP is [`HANDLER`], and interrupts and
+    /// NMIs are disabled. As in KVM, CS has the type of a data segment, and the IDT is empty.
     fn enter_smm(&mut self) {
         let data = Segment {
             selector: 0,
@@ -367,14 +370,14 @@ impl State {
         events.mov_ss_shadow = false;
     }
 
-    /// Whether PAE paging is in use: then the CPU holds page-directory-pointer entries.
+    /// Whether PAE paging is in use. If so, the CPU holds page-directory-pointer entries.
     fn pae_paging(&self) -> bool {
         self.cr0 & CR0_PG != 0 && self.cr4 & CR4_PAE != 0 && self.efer & EFER_LMA == 0
     }
 }
 
-/// Returns the address of the control block of the nested guest that an SMI has interrupted. `None` if the SMI has
-/// interrupted no nested guest, and always for the 32-bit map, which does not store the address.
+/// Returns the address of the control block of the nested guest that an SMI has interrupted. `None`: the SMI has not
+/// interrupted a nested guest, or the map is the 32-bit map, which does not store this address.
 pub fn interrupted_vmcb(map: SmramMap, smram: &[u8; SMRAM_BYTES]) -> Option<u64> {
     let image = Image(*smram);
     let is_nested = map == SmramMap::Bits64 && image.get64(at64::NESTED_GUEST) != 0;
@@ -394,7 +397,8 @@ impl Cpu {
         image.0
     }
 
-    /// Makes an SMI pending. It is taken before the next instruction or, in system management mode, after RSM.
+    /// Makes an SMI pending. The CPU accepts the SMI before the next instruction or, in system management mode, after
+    /// RSM.
     pub fn inject_smi(&mut self) {
         self.state.events.smi = true;
         self.slow = true;
@@ -442,7 +446,8 @@ impl Cpu {
         Ok(())
     }
 
-    /// Checks the registers that RSM has loaded, as the instructions that load them do, and sets the fixed bits.
+    /// Checks the registers that RSM has loaded, in the same way as the instructions that load these registers. Sets
+    /// the bits that are always set.
     fn settle(&self, state: &mut State) -> Result<(), BadSmram> {
         let State {
             cr0,

@@ -1,9 +1,9 @@
 //! The software TLB: host addresses of guest pages, in two levels.
 //!
-//! The first level is direct-mapped, and holds translations of the current address space and global ones. Compiled code
-//! looks there without a call. The first level is small, and each change of address space empties it, except for global
-//! pages. The second level (`stlb`) is larger, and keeps translations of several address spaces (PCIDs). So a miss in
-//! the first level costs little if the second level has the page.
+//! The first level is direct-mapped, and holds translations of the current address space and global translations.
+//! Compiled code looks up translations there without a call. The first level is small, and each change of address space
+//! empties it, except for global pages. The second level (`stlb`) is larger, and keeps translations of several address
+//! spaces (PCIDs). So a miss in the first level costs little if the second level has the page.
 //!
 //! The following events drop translations (SDM volume 3, "Invalidation of TLBs and Paging-Structure Caches"):
 //!
@@ -17,15 +17,16 @@
 //! | change of world (hypervisor, its guest) | all | by TLB_CONTROL; the new world's if CR0, CR4, EFER changed |
 //! | INVLPGA for another ASID | nothing | all of that ASID |
 //!
-//! Code fetches use the second level only: blocks remember their host page until the next flush (`snapshot`).
+//! Code fetches use only the second level. They are rare, because blocks keep their host page until the next flush
+//! (`snapshot`).
 //!
-//! The first level has one table for each kind of data access: as supervisor; as user; as supervisor with RFLAGS.AC set
-//! (SMAP); and, always empty, as user with alignment checks. Each entry has a tag for reads and one for writes. An
-//! access looks at the entry of its first byte's page, and hits if the tag is that of its *last* byte's page. So one
-//! comparison also detects an access that crosses into the next page.
+//! The first level has one table for each kind of data access: supervisor accesses; user accesses; supervisor accesses
+//! with RFLAGS.AC set (SMAP); and user accesses with alignment checks, whose table is always empty. Each entry has a
+//! tag for reads and a tag for writes. An access uses the entry for the page of its first byte. It hits if the tag is
+//! that of the page of its *last* byte. So one comparison also detects an access that crosses into the next page.
 //!
-//! An entry for a page with decoded code (`code_pages`) has a third tag instead of the tag for writes: a store to the
-//! page then needs no translation, but needs a check.
+//! If a page has decoded code (`code_pages`), its entry has a third tag instead of the tag for writes. A store to the
+//! page then needs no translation, but a check.
 
 mod stlb;
 
@@ -34,21 +35,22 @@ use crate::machine::{Access, HostPage};
 use stlb::Stlb;
 pub(crate) use stlb::{PCID_BITS, WORLDS, Which};
 
-/// Entries per table.
+/// The number of entries in each table.
 pub(crate) const ENTRIES: usize = 1024;
 const TABLES: usize = 4;
 
-/// Index of the first entry of the table for supervisor accesses.
+/// The index of the first entry of the table for supervisor accesses.
 pub(crate) const SUPERVISOR: usize = 0;
-/// Index of the first entry of the table for user accesses.
+/// The index of the first entry of the table for user accesses.
 pub(crate) const USER: usize = ENTRIES;
-/// Index of the first entry of the table for supervisor accesses with RFLAGS.AC set.
+/// The index of the first entry of the table for supervisor accesses with RFLAGS.AC set.
 pub(crate) const SUPERVISOR_AC: usize = 2 * ENTRIES;
-/// Index of the first entry of the table for user accesses that must be aligned. This table is always empty:
-/// see `mem::alignment`.
+/// The index of the first entry of the table for user accesses that must be aligned. This table is always empty: see
+/// `mem::alignment`.
 pub(crate) const USER_CHECKED: usize = 3 * ENTRIES;
 
-/// The tag that no page has: a page's tag is the address of its last byte. So a TLB of zeroes is empty.
+/// The tag of an empty entry. No page has this tag, because a page's tag is the address of its last byte. So a TLB of
+/// zeroes is empty.
 const EMPTY: u64 = 0;
 
 /// Returns the tag of the page of `lin`.
@@ -62,22 +64,22 @@ fn tag(lin: u64) -> u64 {
 pub(crate) struct Entry {
     read: u64,
     write: u64,
-    /// Host address of the page minus its linear address.
+    /// The host address of the page minus the page's linear address.
     addend: u64,
-    /// A tag and flags. If the page holds decoded code and may be written, the tag is the page's address, with flag
-    /// [`CODE`]. The other flag is [`GLOBAL`].
+    /// A tag and two flags. If the page holds decoded code and may be written, the tag is the page's address and the
+    /// flag [`CODE`] is set. The other flag is [`GLOBAL`].
     note: u64,
 }
 
-/// Bit of a note: the page may be written, but each store needs a check.
+/// The flag of a note: the page may be written, but each store needs a check.
 const CODE: u64 = 1 << 0;
-/// Bit of a note: the translation is global.
+/// The flag of a note: the translation is global.
 const GLOBAL: u64 = 1 << 1;
 
-/// The address of an entry is its index shifted left by this many bits, from the table's address.
+/// The shift that turns an entry's index into the entry's offset from the table's address.
 #[cfg(feature = "jit")]
 pub(crate) const ENTRY_BITS: u32 = size_of::<Entry>().trailing_zeros();
-/// Offsets of fields in an entry.
+/// The offsets of fields in an entry.
 #[cfg(feature = "jit")]
 pub(crate) const READ: usize = std::mem::offset_of!(Entry, read);
 #[cfg(feature = "jit")]
@@ -98,12 +100,12 @@ impl Entry {
 
     /// Returns the host address of the page.
     fn host(&self) -> usize {
-        // This function is called only for entries whose tag for writes is not empty.
+        // This is correct because the function is called only for entries whose tag for writes is not empty.
         self.addend.wrapping_add(self.write & !0xfff) as usize
     }
 }
 
-/// One-hash Bloom filter of the numbers of regions with entries since the last flush.
+/// A Bloom filter, with one hash, of the numbers of the regions that have had entries since the last flush.
 struct Filter([u64; Filter::BITS / 64]);
 
 impl Filter {
@@ -129,32 +131,33 @@ impl Filter {
     }
 }
 
-/// Address bits within the smallest large page: 2 MiB. (A page of 4 MiB counts as two.)
+/// The number of address bits within the smallest large page, of 2 MiB. (A page of 4 MiB counts as two.)
 const LARGE_BITS: u32 = 21;
-/// Address bits within a page of 1 GiB.
+/// The number of address bits within a page of 1 GiB.
 const HUGE_BITS: u32 = 30;
 
 pub(crate) struct Tlb {
     entries: [Entry; TABLES * ENTRIES],
-    /// Indices of the entries that were filled since the last flush, or kept by it. With this list, a flush costs no
-    /// more than the fills.
+    /// The indices of the entries that were filled since the last flush, or that the last flush has kept. With this
+    /// list, a flush visits only these entries.
     filled: [u16; 1024],
     fills: usize,
     second: Stlb,
-    /// Whether any entered page is part of a larger page of the guest's.
+    /// Whether any page with an entry is part of a larger page of the guest.
     large_filled: bool,
-    /// Regions of 2 MiB, and of 1 GiB, with an entered page that is part of a larger one.
+    /// The regions of 2 MiB that have an entry for a part of a larger page. The next field is the same for regions of 1
+    /// GiB.
     large: Filter,
     huge: Filter,
 }
 
-// SAFETY: the type consists of integers and flags.
+// SAFETY: the type consists of integers and `bool`s, for which zeroes are a valid value.
 unsafe impl Zeroed for Tlb {}
 
 impl Tlb {
     #[inline(always)]
     fn index(table: usize, lin: u64) -> usize {
-        // The mask tells the compiler that the index is in range.
+        // The mask tells the compiler that the index is within the array.
         (table | (lin >> 12) as usize & (ENTRIES - 1)) & (TABLES * ENTRIES - 1)
     }
 
@@ -164,7 +167,7 @@ impl Tlb {
         &raw const self.entries[table]
     }
 
-    /// Returns the host address of `size` bytes at `lin` if they may be read and lie in one page.
+    /// Returns the host address of `size` bytes at `lin` if they may be read and are in one page.
     #[inline(always)]
     pub(crate) fn read(&self, table: usize, lin: u64, size: u64) -> Option<*mut u8> {
         let entry = &self.entries[Self::index(table, lin)];
@@ -172,7 +175,7 @@ impl Tlb {
             .then(|| entry.addend.wrapping_add(lin) as *mut u8)
     }
 
-    /// Returns the host address of `size` bytes at `lin` if they may be written and lie in one page.
+    /// Returns the host address of `size` bytes at `lin` if they may be written and are in one page.
     #[inline(always)]
     pub(crate) fn write(&self, table: usize, lin: u64, size: u64) -> Option<*mut u8> {
         let entry = &self.entries[Self::index(table, lin)];
@@ -180,15 +183,15 @@ impl Tlb {
             .then(|| entry.addend.wrapping_add(lin) as *mut u8)
     }
 
-    /// Returns the host address of the byte at `lin` if it may be written and is in a page that held decoded code
-    /// when it was entered.
+    /// Returns the host address of the byte at `lin` if it may be written and the page held decoded code when its entry
+    /// was made.
     pub(crate) fn write_code(&self, table: usize, lin: u64) -> Option<*mut u8> {
         let entry = &self.entries[Self::index(table, lin)];
         (entry.note & !GLOBAL == lin & !0xfff | CODE)
             .then(|| entry.addend.wrapping_add(lin) as *mut u8)
     }
 
-    /// Returns the translation of the page of `lin` from the second level, if it has one that allows `access`.
+    /// Returns the second level's translation of the page of `lin`, if there is one and it allows `access`.
     #[inline(always)]
     pub(crate) fn second(&self, table: usize, lin: u64, access: Access) -> Option<HostPage> {
         self.second.find((table / ENTRIES) as u64, lin, access)
@@ -201,7 +204,7 @@ impl Tlb {
             .enter((table / ENTRIES) as u64, lin, page, access);
     }
 
-    /// Enters a translation of the page of `lin` into the first level. `code`: the page holds decoded code.
+    /// Enters a translation of the page of `lin` into the first level. `code` says whether the page holds decoded code.
     #[inline(always)]
     pub(crate) fn fill(&mut self, table: usize, lin: u64, page: &HostPage, code: bool) {
         let index = Self::index(table, lin);
@@ -222,7 +225,8 @@ impl Tlb {
         self.fills += 1;
     }
 
-    /// Records that the page of `lin`, which was entered, is part of a larger page of the guest with 2^`bits` bytes.
+    /// Records that the page of `lin`, which has an entry now, is part of a larger page of the guest with 2^`bits`
+    /// bytes.
     #[inline]
     fn note_size(&mut self, lin: u64, bits: u32) {
         if bits >= LARGE_BITS {
@@ -236,7 +240,7 @@ impl Tlb {
         match bits {
             LARGE_BITS => self.large.add(lin >> LARGE_BITS),
             HUGE_BITS.. => self.huge.add(lin >> HUGE_BITS),
-            // 4 MiB.
+            // The page has 4 MiB.
             _ => {
                 self.large.add(lin >> LARGE_BITS & !1);
                 self.large.add(lin >> LARGE_BITS | 1);
@@ -244,13 +248,13 @@ impl Tlb {
         }
     }
 
-    /// Whether the page of `lin` may be part of a larger one, whose other parts have to be dropped with it.
+    /// Whether the page of `lin` may be part of a larger page. If so, the other parts must be dropped together with it.
     pub(crate) fn may_be_large(&self, lin: u64) -> bool {
         self.large_filled
             && (self.large.may_have(lin >> LARGE_BITS) || self.huge.may_have(lin >> HUGE_BITS))
     }
 
-    /// Drops the translations of the page of `lin` in the current space, and the global ones.
+    /// Drops the translations of the page of `lin` in the current space, and its global translations.
     pub(crate) fn drop_page(&mut self, lin: u64) {
         self.drop_first(lin);
         self.second.flush_page(lin, Which::CurrentAndGlobal);
@@ -273,19 +277,21 @@ impl Tlb {
         }
     }
 
-    /// Makes the space `name`, of the current world, the current one. With `keeps`, its translations are kept.
+    /// Makes the space `name` the current space. It must be in the current world. If `keeps`, its translations stay
+    /// valid.
     pub(crate) fn switch(&mut self, name: u16, keeps: bool) {
         self.drop_filled(|entry| !entry.is_global());
         self.second.switch(name, keeps);
     }
 
-    /// Makes the space `name`, of another world than the last one, the current one. Its translations are kept.
+    /// Makes the space `name` the current space. It must be in another world than the current space. Its translations
+    /// stay valid.
     pub(crate) fn enter_world(&mut self, name: u16) {
         self.flush_first();
         self.second.enter_world(name);
     }
 
-    /// Drops the translations of the current world. The current space is `name`.
+    /// Drops the translations of the current world. `name` becomes the current space.
     pub(crate) fn flush_world(&mut self, name: u16) {
         self.flush_first();
         self.second.flush_world(name);
@@ -301,13 +307,13 @@ impl Tlb {
         self.second.forget(name);
     }
 
-    /// Drops all translations except the global ones. The current space is `name`.
+    /// Drops all translations except the global ones. `name` becomes the current space.
     pub(crate) fn flush_spaces(&mut self, name: u16) {
         self.drop_filled(|entry| !entry.is_global());
         self.second.flush_spaces(name);
     }
 
-    /// Drops all translations of all worlds. The current space is `name`.
+    /// Drops all translations of all worlds. `name` becomes the current space.
     pub(crate) fn flush(&mut self, name: u16) {
         self.flush_first();
         self.second.flush(name);
@@ -321,7 +327,7 @@ impl Tlb {
         self.drop_filled(|_| true);
     }
 
-    /// Drops the entries of the first level for which `drops` holds.
+    /// Drops the entries of the first level for which `drops` returns true.
     #[inline]
     fn drop_filled(&mut self, drops: impl Fn(&Entry) -> bool) {
         let fills = std::mem::take(&mut self.fills);
@@ -337,7 +343,7 @@ impl Tlb {
             }
         };
         if fills <= self.filled.len() {
-            // Moves the kept entries to the beginning of the list.
+            // The entries that are kept move to the beginning of the list.
             for k in 0..fills {
                 visit(self, self.filled[k]);
             }
@@ -346,7 +352,7 @@ impl Tlb {
         }
     }
 
-    /// Makes each write to certain host pages need a check: those for whose address `has_code` returns `true`.
+    /// From now on, each write to a host page for which `has_code` returns true needs a check.
     pub(crate) fn look_at_writes(&mut self, mut has_code: impl FnMut(usize) -> bool) {
         self.visit_filled(|entry| {
             if entry.write != EMPTY && has_code(entry.host()) {
@@ -356,12 +362,13 @@ impl Tlb {
         });
     }
 
-    /// Makes the next write to the page of `lin` translate again. The page no longer holds decoded code.
+    /// Drops the tag for checked writes to the page of `lin`, so that the next write is translated again. Call when the
+    /// page no longer holds decoded code.
     pub(crate) fn forget_code(&mut self, table: usize, lin: u64) {
         self.entries[Self::index(table, lin)].note &= GLOBAL;
     }
 
-    /// Calls `visit` with all entries filled since the last flush, and maybe others.
+    /// Calls `visit` with all entries that were filled since the last flush, and perhaps with others.
     fn visit_filled(&mut self, mut visit: impl FnMut(&mut Entry)) {
         if self.fills <= self.filled.len() {
             for &index in &self.filled[..self.fills] {

@@ -1,10 +1,10 @@
-//! Alignment checks: with CR0.AM and RFLAGS.AC set, a user's access to an address that is not a multiple of its size
-//! raises #AC (SDM volume 3, "Alignment Check Exception (#AC)").
+//! Alignment checks: if CR0.AM and RFLAGS.AC are set, a user access whose address is not a multiple of its size raises
+//! #AC (SDM volume 3, "Alignment Check Exception (#AC)").
 //!
 //! The checks cost nothing while they are off. While they are on, accesses go through a table of the TLB that stays
-//! empty ([`USER_CHECKED`]). So each access of a user takes the slow path, which checks the alignment, and compiled
-//! code leaves the access to the interpreter. Accesses of the CPU itself, to descriptors and frames of events, use
-//! other tables and are not checked.
+//! empty ([`USER_CHECKED`]). So each user access takes the slow path, which checks the alignment, and compiled code
+//! leaves the access to the interpreter. Accesses of the CPU itself, to descriptors and frames of events, use other
+//! tables and are not checked.
 
 use crate::op::Break;
 use crate::tlb::USER_CHECKED;
@@ -18,8 +18,8 @@ impl Cpu {
     }
 
     /// Raises #AC(0) if alignment is checked and `lin` is not a multiple of `alignment`, a power of two. An address
-    /// that is not canonical raises another exception instead. The check precedes page faults; a processor may check in
-    /// either order.
+    /// that is not canonical raises another exception instead. This check comes before page faults. A processor may
+    /// check in either order.
     #[inline(always)]
     pub(crate) fn check_alignment(&mut self, lin: u64, alignment: usize) -> Result<(), Break> {
         match self.checks_alignment() {

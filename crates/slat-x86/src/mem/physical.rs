@@ -1,4 +1,4 @@
-//! Accesses to guest-physical memory that the CPU itself makes: control blocks and maps of permissions.
+//! Accesses that the CPU itself makes to guest-physical memory: to control blocks and permission maps.
 
 use crate::Cpu;
 use crate::machine::{Access, Fault, HostPage, NestedPaging};
@@ -7,8 +7,8 @@ use crate::op::Break;
 use std::ops::Range;
 
 impl Cpu {
-    /// Translates a guest-physical address, through the `nested` tables if there are any. `None`: the
-    /// address is not memory.
+    /// Translates a guest-physical address, first by the `nested` tables if there are any. `None`: the address is not
+    /// memory.
     fn physical(
         &mut self,
         nested: Option<&NestedPaging>,
@@ -31,7 +31,7 @@ impl Cpu {
         self.read_physical_of(None, gpa, bytes)
     }
 
-    /// Like [`read_physical`](Self::read_physical), through `nested` tables if there are some.
+    /// Like [`read_physical`](Self::read_physical), but translates `gpa` by the `nested` tables first if there are any.
     pub(crate) fn read_physical_of(
         &mut self,
         nested: Option<&NestedPaging>,
@@ -52,8 +52,8 @@ impl Cpu {
         }
     }
 
-    /// Writes parts of one page: each range of a slice is written at `gpa` plus the start of the range. If the page is
-    /// not memory, writes nothing and returns `false`.
+    /// Writes parts of one page. Each part is a range and the range's bytes, which are written at `gpa` plus the start
+    /// of the range. If the page is not memory, writes nothing and returns `false`.
     pub(crate) fn write_physical(
         &mut self,
         gpa: u64,
@@ -62,7 +62,8 @@ impl Cpu {
         self.write_physical_of(None, gpa, parts)
     }
 
-    /// Like [`write_physical`](Self::write_physical), through `nested` tables if there are some.
+    /// Like [`write_physical`](Self::write_physical), but translates `gpa` by the `nested` tables first if there are
+    /// any.
     pub(crate) fn write_physical_of(
         &mut self,
         nested: Option<&NestedPaging>,

@@ -1,16 +1,16 @@
-//! Finds the destinations of a guest's accesses, host memory or MMIO, and accesses translated memory.
+//! Finds the destinations of a guest's accesses, which are host memory or MMIO, and accesses the memory.
 
 use crate::code::ANY_PAGE;
 use crate::machine::{Access, Exit, Fault, HostPage};
 use crate::op::Break;
 use crate::{Cpu, vector};
 
-/// The location of a guest page's bytes: host memory or a device.
+/// The location of the bytes of one guest page: host memory or a device.
 #[derive(Clone, Copy)]
 pub(super) enum Place {
     Host {
         host: *mut u8,
-        /// The guest-physical address, if the machine wants to know of stores to the page.
+        /// The guest-physical address, if stores to the page must be reported to the machine.
         tracked: Option<u64>,
         /// Whether a store must be recorded, because the TLB requires a check for stores to this page.
         needs_look: bool,
@@ -18,7 +18,7 @@ pub(super) enum Place {
     Mmio(u64),
 }
 
-/// A [`Place`] for each page of an access, with the number of bytes in the first one.
+/// A [`Place`] for each page of an access, and the number of bytes in the first page.
 #[derive(Clone, Copy)]
 pub(crate) struct Places {
     pub(super) first: Place,
@@ -26,7 +26,7 @@ pub(crate) struct Places {
     split: usize,
 }
 
-/// The memory, within one page, to which a store writes. Only [`Cpu::write_to`] stores to it.
+/// The memory, within one page, to which a store will write. Only [`Cpu::write_to`] may make this store.
 #[must_use]
 pub(crate) struct Destination {
     pub(super) lin: u64,
@@ -37,14 +37,15 @@ pub(crate) struct Destination {
 }
 
 impl Destination {
-    /// Returns the distance in bytes from `host` to the memory, wrapped around if the memory is before `host`.
+    /// Returns the distance in bytes from `host` to this memory. The distance wraps around if the memory is before
+    /// `host`.
     pub(crate) fn distance_from(&self, host: *mut u8) -> usize {
         (self.host as usize).wrapping_sub(host as usize)
     }
 }
 
 impl Place {
-    /// Returns the guest-physical address, if the machine wants to know of stores to the page.
+    /// Returns the guest-physical address, if stores to the page must be reported to the machine.
     fn tracked(self) -> Option<u64> {
         match self {
             Place::Host { tracked, .. } => tracked,
@@ -54,13 +55,13 @@ impl Place {
 }
 
 impl Places {
-    /// Whether all pages are memory, none of them MMIO.
+    /// Whether all pages of the access are memory, not MMIO.
     pub(super) fn are_memory(&self) -> bool {
         let is_mmio = |place| matches!(place, Place::Mmio(_));
         !is_mmio(self.first) && !self.second.is_some_and(is_mmio)
     }
 
-    /// If all of the access is to one device, returns the device's guest-physical address.
+    /// If the whole access is to one device, returns the device's guest-physical address.
     #[cfg(feature = "jit")]
     pub(super) fn device(&self) -> Option<u64> {
         match *self {
@@ -110,7 +111,7 @@ impl Places {
 }
 
 impl Cpu {
-    /// Translates all pages of an access of at most a page.
+    /// Translates the one or two pages of an access of at most 4096 bytes.
     pub(crate) fn places(&mut self, lin: u64, len: usize, access: Access) -> Result<Places, Break> {
         let split = len.min(0x1000 - (lin & 0xfff) as usize);
         let first = self.place(lin, access)?;
@@ -128,8 +129,8 @@ impl Cpu {
         })
     }
 
-    /// Translates one address. This function is inlined, because returning the result through memory would cost a fifth
-    /// of a miss.
+    /// Translates one address. This function is inlined, because returning the result by memory would take a fifth of
+    /// the time of a TLB miss.
     #[inline(always)]
     pub(super) fn place(&mut self, lin: u64, access: Access) -> Result<Place, Break> {
         let table = self.filled_table();
@@ -144,12 +145,14 @@ impl Cpu {
         if let Some(host) = hit {
             return Ok(Place::Host {
                 host,
-                // The TLB holds no tracked page for writes, and the machine does not track reads.
+                // This is `None` in two cases: the TLB has no entry for writes to a tracked page, and reads are not
+                // tracked.
                 tracked: None,
                 needs_look,
             });
         }
-        // A read whose data has arrived is not translated again: another page may be mapped there now.
+        // If the data of a read was provided, the address is not translated again, because another page may be mapped
+        // there now.
         if self.has_answers()
             && access == Access::Read
             && let Some(gpa) = self.answered_at(lin)
@@ -188,8 +191,8 @@ impl Cpu {
         }
     }
 
-    /// Translates a canonical address for an access through `table`, by the TLB's second level if it has the page,
-    /// otherwise by the machine.
+    /// Translates a canonical address for an access that uses the TLB table `table`. If the TLB's second level has the
+    /// page, uses that translation. Otherwise the machine translates.
     #[inline(always)]
     pub(crate) fn translate(
         &mut self,
@@ -212,14 +215,14 @@ impl Cpu {
         let result = self.machine().translate(lin, access, &paging);
         match &result {
             Ok(page) => self.tlb().enter(table, lin, page, access),
-            // SDM volume 3, "Operations that Invalidate TLBs": a page fault invalidates the page's translations.
+            // A page fault invalidates the page's translations (SDM volume 3, "Operations that Invalidate TLBs").
             Err(Fault::Page { .. }) => self.drop_page(lin),
             Err(_) => {}
         }
         result
     }
 
-    /// Turns a fault of the machine into the exception or exit of the instruction.
+    /// Converts a fault of the machine to the exception or the exit of the instruction.
     #[cold]
     pub(crate) fn fault(&mut self, lin: u64, fault: Fault) -> Break {
         match fault {
@@ -252,8 +255,8 @@ impl Cpu {
         }
     }
 
-    /// Reads the translated bytes. Returns `false` if the host page of a part is not accessible: the
-    /// caller translates again.
+    /// Reads bytes whose pages were translated. Returns `false` if a host page is not accessible. The caller then
+    /// translates again.
     pub(super) fn read_places(
         &mut self,
         lin: u64,
@@ -270,8 +273,8 @@ impl Cpu {
             })
     }
 
-    /// Writes the translated bytes, then tells the machine of the parts in tracked pages. Returns `false` like
-    /// [`Self::read_places`].
+    /// Writes bytes whose pages were translated. Then reports the parts in tracked pages to the machine. Returns
+    /// `false` in the same cases as [`Self::read_places`].
     pub(super) fn write_places(
         &mut self,
         lin: u64,
@@ -279,7 +282,7 @@ impl Cpu {
         bytes: &[u8],
     ) -> Result<bool, Break> {
         let done = self.write_parts(lin, places, bytes);
-        // Even a write that failed may have changed some bytes.
+        // The write is reported even if it failed, because it may have changed some bytes.
         self.tell_stored(places.first.tracked(), places.split);
         if let Some(second) = places.second {
             self.tell_stored(second.tracked(), bytes.len() - places.split);
@@ -325,7 +328,7 @@ impl Cpu {
             } => {
                 // SAFETY: `host` is a translation of guest memory, to which every access is guarded.
                 let done = unsafe { slat_guard::copy_out(host, bytes) };
-                // Even a write that failed may have changed some bytes.
+                // The write is recorded even if it failed, because it may have changed some bytes.
                 if needs_look {
                     self.note_store(lin, host);
                 }
@@ -343,9 +346,9 @@ impl Cpu {
         }
     }
 
-    /// Call after each store to `host`, the address of `lin`, that missed in the TLB's entries for writes. (A store
+    /// Call after each store that missed in the TLB's entries for writes. `host` is the host address of `lin`. (A store
     /// that hits needs no call, because no CPU trusts the page's code then: see `code_pages`.) If the page holds
-    /// decoded code, all CPUs learn that the code is stale, this CPU before its next instruction.
+    /// decoded code, all CPUs learn that the code is stale. This CPU learns it before its next instruction.
     pub(super) fn note_store(&mut self, lin: u64, host: *mut u8) {
         let host = host as usize;
         if self.code.member.stored(host) {
@@ -353,7 +356,8 @@ impl Cpu {
             self.code.clock.change();
             self.stop = true;
         } else {
-            // Another CPU's stores may have removed the page's mark while this CPU runs a block of the page.
+            // This check is needed even if the page has no mark: other CPUs' stores may have removed the mark while
+            // this CPU runs a block of the page.
             self.stop |= self.code.page == host & !0xfff || self.code.page == ANY_PAGE;
         }
         if self.code.member.pages().version_of(host) == 0 {
@@ -362,7 +366,7 @@ impl Cpu {
         }
     }
 
-    /// Call after a store of `bytes` bytes within one page: tells the machine if the page is tracked.
+    /// Call after a store of `bytes` bytes within one page. If the page is tracked, reports the store to the machine.
     #[inline]
     pub(super) fn tell_stored(&mut self, tracked: Option<u64>, bytes: usize) {
         if let Some(gpa) = tracked

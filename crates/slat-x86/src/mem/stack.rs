@@ -1,4 +1,4 @@
-//! The stack: its pointer, and the words that it points to.
+//! The stack: the stack pointer, and the words at the top of the stack.
 
 use crate::Cpu;
 use crate::flow::Break;
@@ -16,7 +16,7 @@ impl Cpu {
         }
     }
 
-    /// Returns the linear address of `bytes` bytes at a stack offset.
+    /// Returns the linear address of the `bytes` bytes at an offset in the stack segment.
     #[inline(always)]
     pub(crate) fn stack_address(&mut self, offset: u64, bytes: u32) -> Result<u64, Break> {
         if self.is_64() {
@@ -26,7 +26,7 @@ impl Cpu {
         }
     }
 
-    /// Writes the stack pointer in its width.
+    /// Writes the stack pointer with the width of the current mode.
     #[inline(always)]
     pub(crate) fn set_rsp(&mut self, rsp: u64) {
         if self.is_64() {
@@ -37,7 +37,7 @@ impl Cpu {
         }
     }
 
-    /// Returns the stack pointer in its width, moved by `by`.
+    /// Returns the stack pointer plus `by`, with the width of the current mode.
     #[inline(always)]
     pub(crate) fn rsp_plus(&self, by: u64) -> u64 {
         let rsp = self.state.gpr[4].wrapping_add(by);
@@ -57,7 +57,7 @@ impl Cpu {
         Ok(())
     }
 
-    /// Reads the word at the stack pointer plus `at`; the stack pointer stays.
+    /// Reads the word at the stack pointer plus `at`. The stack pointer does not change.
     #[inline(always)]
     pub(crate) fn peek<T: Int>(&mut self, at: u64) -> Result<T, Break> {
         let rsp = self.rsp_plus(at);
@@ -74,7 +74,7 @@ impl Cpu {
         }
     }
 
-    /// Reads a word of the operation's stack size; the stack pointer stays.
+    /// Reads a word of the operation's stack size. The stack pointer does not change.
     pub(crate) fn peek_sized(&mut self, size: u8, at: u64) -> Result<u64, Break> {
         match size {
             1 => self.peek::<u16>(at).map(Int::zx),

@@ -1,4 +1,4 @@
-//! Events in the form of VMCB fields: EVENTINJ and EXITINTINFO (AMD64 volume 2, 15.20 and 15.7.2).
+//! Events in the format of VMCB fields: EVENTINJ and EXITINTINFO (AMD64 volume 2, 15.20 and 15.7.2).
 
 use crate::source::Source;
 use crate::state::Exception;
@@ -10,7 +10,7 @@ const ERROR_VALID: u64 = 1 << 11;
 /// The kind of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EventKind {
-    /// An external or a virtual interrupt.
+    /// An external interrupt or a virtual interrupt.
     Interrupt,
     /// A non-maskable interrupt.
     Nmi,
@@ -20,12 +20,12 @@ pub enum EventKind {
     Software,
 }
 
-/// An event in the form of EVENTINJ: vector, kind, error code.
+/// An event in the format of EVENTINJ: vector, kind and error code.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Event(pub(crate) u64);
 
 impl Event {
-    /// Makes an event that the CPU is about to deliver.
+    /// Makes the event that the CPU is about to deliver.
     pub(crate) fn new(vector: u8, error: Option<u32>, source: Source) -> Self {
         let kind = match source {
             Source::Interrupt => 0,
@@ -42,7 +42,7 @@ impl Event {
         self.0 & VALID != 0
     }
 
-    /// Returns the vector. For an NMI it is 2, whatever the field contains.
+    /// Returns the vector. For an NMI it is 2. The field's own vector is ignored.
     pub fn vector(self) -> u8 {
         match self.kind() {
             Some(EventKind::Nmi) => vector::NMI,
@@ -66,7 +66,7 @@ impl Event {
         }
     }
 
-    /// Whether VMRUN can inject the event. An injected exception must be one that exists.
+    /// Whether VMRUN can inject the event. If the event is an exception, an exception with this vector must exist.
     pub(crate) fn is_injectable(self) -> bool {
         match self.kind() {
             None => false,
@@ -75,7 +75,7 @@ impl Event {
         }
     }
 
-    /// Returns the exception.
+    /// Returns the event as an exception.
     pub(crate) fn exception(self) -> Exception {
         Exception {
             vector: self.vector(),

@@ -1,9 +1,9 @@
-//! The state of guest mode: a CPU's data about the hypervisor and its guest (see `svm`).
+//! The state of guest mode: a CPU's data about a hypervisor (L1) and its nested guest (L2). See `svm`.
 //!
 //! | file | idea |
 //! |---|---|
 //! | `vmcb` | the layout of the control block |
-//! | `event` | events in the form of control block fields |
+//! | `event` | events in the format of control block fields |
 
 mod event;
 pub(crate) mod vmcb;
@@ -70,7 +70,7 @@ pub(crate) mod code {
     pub const INVALID: u64 = u64::MAX;
 }
 
-/// The number of ASIDs that CPUID reports: KVM reports the same number to its guests.
+/// The number of ASIDs that CPUID reports. KVM reports the same number to its guests.
 pub const ASIDS: u32 = 8;
 
 /// Whether the TLB keeps translations for this ASID.
@@ -78,9 +78,9 @@ pub(crate) fn keeps(asid: u32) -> bool {
     (1..ASIDS).contains(&asid)
 }
 
-/// Returns the TLB's world for an ASID. World 0 is the hypervisor's.
+/// Returns the world of the TLB for an ASID. World 0 belongs to the hypervisor.
 pub(crate) fn world_of(asid: u32) -> usize {
-    /// The world that all ASIDs share for which the TLB keeps no translations.
+    /// The world of all ASIDs for which the TLB keeps no translations.
     const OTHER: usize = WORLDS - 1;
     match asid {
         0 => 0,
@@ -94,17 +94,17 @@ pub(crate) fn world_of(asid: u32) -> usize {
 pub(crate) struct Pauses {
     /// The number of PAUSE instructions that may still pass.
     pub(crate) left: u16,
-    /// The number of instructions at the last PAUSE.
+    /// The number of instructions that the CPU had executed at the last PAUSE.
     pub(crate) last: u64,
 }
 
-/// The state of guest mode. Outside guest mode only `due` has a meaning.
+/// The state of guest mode. Outside guest mode only `due` is used.
 pub(crate) struct Svm {
-    /// Whether the CPU runs a guest of the hypervisor's.
+    /// Whether the CPU runs the hypervisor's guest.
     pub(crate) guest: bool,
     /// The ASID of the guest that ran last.
     pub(crate) last_asid: u32,
-    /// The paging registers with which each world ran last: `Cpu::paging_registers`.
+    /// The values of `Cpu::paging_registers` with which each world ran last.
     registers: [[u64; 4]; WORLDS],
     /// The guest-physical address of the control block.
     pub(crate) vmcb: u64,
@@ -114,21 +114,21 @@ pub(crate) struct Svm {
     pub(crate) host: Registers,
     /// The #VMEXIT of the last [`Break::VmExit`](crate::flow::Break).
     pub(crate) recorded: VmExit,
-    /// A #VMEXIT that takes place before the next instruction.
+    /// A #VMEXIT that will take place before the next instruction.
     pub(crate) due: Option<VmExit>,
-    /// The event that VMRUN injects before the first instruction.
+    /// The event that VMRUN injects before the guest's first instruction.
     pub(crate) injected: Option<Event>,
     /// Whether NMIs are blocked because VMRUN has injected one. The hypervisor's NMIs are not blocked, as in KVM.
     pub(crate) nmi_injected: bool,
     /// The event whose delivery is in progress.
     delivering: Option<Event>,
-    /// Whether an interrupt is pending that will make the guest leave.
+    /// Whether an interrupt is pending that will cause a #VMEXIT.
     pub(crate) interrupted: bool,
     pub(crate) pauses: Pauses,
 }
 
 impl Pauses {
-    /// Returns the state of the filter when a guest begins.
+    /// Returns the state of the pause filter at the beginning of a guest.
     pub(crate) fn new(control: &Control) -> Self {
         Pauses {
             left: control.pause_filter().0,
@@ -164,7 +164,7 @@ impl Svm {
         }
     }
 
-    /// Stores the paging registers of the current world, before the CPU leaves the world.
+    /// Stores the paging registers of the current world. Call before the CPU leaves the world.
     pub(crate) fn note_registers(&mut self, registers: [u64; 4]) {
         self.registers[self.world()] = registers;
     }
@@ -180,7 +180,7 @@ impl Svm {
         self.recorded = VmExit { int_info, ..exit };
     }
 
-    /// Makes the recorded #VMEXIT due before the next instruction.
+    /// Makes the recorded #VMEXIT due. It takes place before the next instruction.
     pub(crate) fn make_due(&mut self) {
         self.due = Some(self.recorded);
     }
@@ -196,12 +196,13 @@ impl Svm {
         self.due.is_some()
     }
 
-    /// Leaves guest mode for system management mode. RSM enters guest mode again.
+    /// Ends guest mode because the CPU enters system management mode. RSM enters guest mode again.
     pub(crate) fn suspend(&mut self) {
         self.guest = false;
     }
 
-    /// Stores which event is being delivered from now on, if any. A #VMEXIT reports it in EXITINTINFO.
+    /// Stores the event that is delivered from now on, if any. If a #VMEXIT happens during the delivery, EXITINTINFO
+    /// reports the event.
     pub(crate) fn set_delivering(&mut self, event: Option<Event>) {
         self.delivering = event;
     }
@@ -231,8 +232,8 @@ impl Svm {
         }
     }
 
-    /// Whether the guest has a task priority of its own, and the hypervisor's RFLAGS.IF masks physical
-    /// interrupts (V_INTR_MASKING).
+    /// Whether the guest has its own task priority, and the hypervisor's RFLAGS.IF masks physical interrupts
+    /// (V_INTR_MASKING).
     pub(crate) fn masks_interrupts(&self) -> bool {
         self.guest && self.has(virtual_interrupt::MASKING)
     }
@@ -250,7 +251,8 @@ impl Svm {
         (self.control).set_virtual_interrupt(virtual_interrupt::TPR, cr8);
     }
 
-    /// If the hypervisor has enabled nested paging, returns its tables for the guest-physical addresses of its guest.
+    /// If the hypervisor has enabled nested paging, returns the tables that translate its guest's guest-physical
+    /// addresses.
     pub(crate) fn nested_paging(&self) -> Option<NestedPaging> {
         (self.guest && self.control.nested_paging()).then(|| NestedPaging {
             cr3: self.control.nested_cr3(),
@@ -259,14 +261,15 @@ impl Svm {
         })
     }
 
-    /// Returns the nested tables of the guest, if its VMLOAD and VMSAVE are virtualized, which needs nested paging.
+    /// If VMLOAD and VMSAVE of the guest are virtualized, which requires nested paging, returns the guest's nested
+    /// tables.
     pub(crate) fn virtual_vmload_tables(&self) -> Option<NestedPaging> {
         self.nested_paging()
             .filter(|_| self.control.virtual_vmload())
     }
 
-    /// Returns the time-stamp counter, given the hypervisor's counter `tsc`. A guest's counter is `tsc` times `ratio`,
-    /// which has 32 bits of fraction, plus an offset (15.30.5).
+    /// Returns the time-stamp counter. `tsc` is the hypervisor's counter. A guest's counter is `tsc` times `ratio`,
+    /// which has 32 fraction bits, plus an offset (15.30.5).
     pub(crate) fn tsc(&self, tsc: u64, ratio: u64) -> u64 {
         match self.guest {
             true => {
@@ -282,12 +285,12 @@ impl Svm {
         self.guest && self.has(virtual_interrupt::GIF_ENABLE)
     }
 
-    /// Whether the guest has virtual NMIs, which IRET ends. Then the hypervisor's NMIs make the guest leave.
+    /// Whether the guest has virtual NMIs, which IRET ends. If so, the hypervisor's NMIs cause a #VMEXIT.
     pub(crate) fn has_virtual_nmis(&self) -> bool {
         self.guest && self.has(virtual_interrupt::NMI_ENABLE)
     }
 
-    /// Whether the event being delivered is a pending NMI, not an injected one.
+    /// Whether the event that is being delivered is a pending NMI, and not an injected NMI.
     pub(crate) fn delivers_nmi(&self) -> bool {
         let is_nmi = |event: Event| event.kind() == Some(EventKind::Nmi);
         self.injected.is_none() && self.delivering.is_some_and(is_nmi)

@@ -4,13 +4,13 @@
 use super::event::Event;
 use crate::state::{Segment, State, Table, control::*, flags, made_canonical};
 
-/// Bytes of a VMCB.
+/// The number of bytes of a VMCB.
 pub const VMCB_BYTES: usize = 4096;
-/// The bytes of the control area that this CPU uses.
+/// The number of bytes of the control area that this CPU uses.
 pub(crate) const CONTROL_BYTES: usize = 0x100;
 /// The offset of the save area in a VMCB.
 pub(crate) const SAVE_OFFSET: usize = 0x400;
-/// The bytes of the save area that this CPU uses.
+/// The number of bytes of the save area that this CPU uses.
 pub(crate) const SAVE_BYTES: usize = 0x2a0;
 
 /// Offsets in the control area.
@@ -116,8 +116,8 @@ impl Control {
         &self.0
     }
 
-    /// Whether the guest leaves with exit code `code`. The intercept vectors have a bit for each code
-    /// below 0xc0, in order.
+    /// Whether the hypervisor intercepts the exit code `code`. The intercept vectors have one bit for each code below
+    /// 0xc0, in ascending order.
     pub(crate) fn intercepts(&self, code: u64) -> bool {
         let code = code as usize;
         get32(&self.0, code / 32 * 4) >> (code % 32) & 1 != 0
@@ -184,7 +184,8 @@ impl Control {
         get64(&self.0, at::NESTED_CR3)
     }
 
-    /// Whether VMLOAD and VMSAVE of the guest take guest-physical addresses of the guest.
+    /// Whether VMLOAD and VMSAVE of the guest are virtualized: their addresses are guest-physical addresses of the
+    /// guest.
     pub(crate) fn virtual_vmload(&self) -> bool {
         get64(&self.0, at::VIRTUAL_EXTENSIONS) & 1 << 1 != 0
     }
@@ -202,7 +203,7 @@ impl Control {
         put64(&mut self.0, at::NEXT_RIP, rip);
     }
 
-    /// Clears EVENTINJ.V: the CPU has taken the event over.
+    /// Clears EVENTINJ.V. Call when the CPU has read the event.
     pub(crate) fn take_event(&mut self) {
         put64(&mut self.0, at::EVENT_INJECTION, 0);
     }
@@ -217,7 +218,8 @@ impl Control {
         put64(&mut self.0, at::NEXT_RIP, exit.next_rip);
     }
 
-    /// The parts of the control area that a #VMEXIT stores: virtual interrupts, shadow and exit fields; EVENTINJ; nRIP.
+    /// The parts of the control area that a #VMEXIT stores. The first has virtual interrupts, interrupt shadow and exit
+    /// fields; the second is EVENTINJ; the third is nRIP.
     pub(crate) const STORED: [std::ops::Range<usize>; 3] = [
         at::VIRTUAL_INTERRUPT..at::NESTED_PAGING,
         at::EVENT_INJECTION..at::EVENT_INJECTION + 8,
@@ -236,7 +238,7 @@ pub(crate) struct VmExit {
     pub(crate) info_2: u64,
     /// EXITINTINFO.
     pub(crate) int_info: u64,
-    /// nRIP, 0 if the exit has none.
+    /// nRIP; 0 if the exit has no nRIP.
     pub(crate) next_rip: u64,
 }
 
@@ -244,8 +246,8 @@ pub(crate) struct VmExit {
 #[derive(Clone, Debug)]
 pub(crate) struct Save(pub(crate) [u8; SAVE_BYTES]);
 
-/// Returns the rights of a segment in the form of a VMCB: 12 bits of the descriptor. An unusable segment is
-/// stored as not present.
+/// Returns the rights of a segment in the format of a VMCB: 12 bits of the descriptor. An unusable segment is stored as
+/// not present.
 fn attributes(segment: &Segment) -> u16 {
     let present = u32::from(segment.usable()) << 7;
     (segment.rights & 0x7f | present | segment.rights >> 4 & 0xf00) as u16
@@ -289,7 +291,7 @@ impl Save {
         put64(&mut self.0, at + 8, table.base);
     }
 
-    /// The parts of the save area that a #VMEXIT stores: the fields of [`Registers`].
+    /// The parts of the save area that a #VMEXIT stores. These are the fields of [`Registers`].
     pub(crate) const STORED: [std::ops::Range<usize>; 9] = [
         at_save::ES..at_save::FS,
         at_save::GDTR..at_save::LDTR,
@@ -302,7 +304,7 @@ impl Save {
         at_save::CR2..at_save::CR2 + 8,
     ];
 
-    /// The parts that VMSAVE stores.
+    /// The parts of the save area that VMSAVE stores.
     pub(crate) const VMSAVE: [std::ops::Range<usize>; 4] = [
         at_save::FS..at_save::GDTR,
         at_save::LDTR..at_save::IDTR,
@@ -330,7 +332,8 @@ impl Save {
         }
     }
 
-    /// Loads the registers that VMLOAD loads. Addresses are made canonical, because the CPU stores no others.
+    /// Loads the registers that VMLOAD loads. Addresses are made canonical, because the CPU stores only canonical
+    /// addresses.
     pub(crate) fn load_rest(&self, state: &mut State) {
         let cr4 = state.cr4;
         let canonical = |address| made_canonical(cr4, address);
@@ -408,7 +411,7 @@ impl Registers {
         }
     }
 
-    /// Writes a save area. [`Save::STORED`] does not include the PAT, because the guest has a PAT of its own only with
+    /// Writes a save area. [`Save::STORED`] does not include the PAT, because the guest has its own PAT only with
     /// nested paging.
     pub(crate) fn write(&self, save: &mut Save) {
         save.put_segment(at_save::ES, &self.es);
@@ -436,7 +439,7 @@ impl Registers {
         }
     }
 
-    /// Copies the registers of `state`, whose RFLAGS are complete, at privilege level `cpl`.
+    /// Copies the registers from `state`, whose arithmetic flags must be in RFLAGS. `cpl` is the privilege level.
     pub(crate) fn of(state: &State, cpl: u8) -> Self {
         Registers {
             es: state.es,
@@ -461,7 +464,7 @@ impl Registers {
         }
     }
 
-    /// Loads the registers, except for the PAT. The privilege level is that of SS, as everywhere in this CPU.
+    /// Loads the registers, except for the PAT. The privilege level is the DPL of SS, as everywhere in this CPU.
     pub(crate) fn load(&self, state: &mut State) {
         state.es = self.es;
         state.cs = self.cs;
@@ -485,7 +488,7 @@ impl Registers {
         state.gpr[0] = self.rax;
     }
 
-    /// Returns the registers with canonical addresses of segments and tables, as VMRUN loads them (15.5.1).
+    /// Returns the registers with canonical segment and table addresses, as VMRUN loads them (15.5.1).
     pub(crate) fn canonicalized(mut self) -> Self {
         for base in [
             &mut self.es.base,

@@ -1,11 +1,11 @@
-//! Memory for compiled code: whole pages of one reservation of address space. A page is writable while it is filled,
-//! and executable afterwards, but never both.
+//! Memory for compiled code. It consists of whole pages in one reserved range of address space. A page is writable
+//! while code is copied to it, and executable afterwards, but never both.
 //!
 //! Next to the code is a table with one bit per byte of code: 1 where a guarded access begins. The table tells a signal
 //! handler whether an instruction may fail (`slat_guard::set_generated`).
 //!
-//! Only the compiling threads allocate, fill and recycle pages: a seccomp filter may forbid the system calls on other
-//! threads. (CPUs that compile at once, in tests, do this themselves.) Pages that other threads free wait in
+//! Only the compiling threads allocate, fill and recycle pages, because a seccomp filter may forbid the system calls on
+//! other threads. (CPUs that compile at once, in tests, do this themselves.) Pages that other threads free wait in
 //! `returned`.
 
 use crate::heap::OutOfMemory;
@@ -13,35 +13,35 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 const PAGE: usize = 4096;
-/// Bytes of a cache line.
+/// The number of bytes of a cache line.
 const LINE: usize = 64;
 
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The reservation: code, then the table of guarded accesses.
+/// The reserved range: first the code, then the table of guarded accesses.
 struct Reservation {
     start: *mut u8,
-    /// Bytes of code.
+    /// The number of bytes for code.
     bytes: usize,
 }
 
 impl Reservation {
-    /// Returns the bytes of the table.
+    /// Returns the number of bytes of the table.
     fn table_bytes(&self) -> usize {
         self.bytes / 8
     }
 }
 
-// SAFETY: the address of a mapping, each part of which is given to one user.
+// SAFETY: the pointer is the address of a mapping. Each part of the mapping has only one user.
 unsafe impl Send for Reservation {}
-// SAFETY: shared references read only the address and the sizes, which never change.
+// SAFETY: a shared reference allows only reads of the address and the size, which never change.
 unsafe impl Sync for Reservation {}
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        // SAFETY: a mapping of our own, whose last user was dropped.
+        // SAFETY: the mapping belongs to `self`, and its last user was dropped.
         unsafe { libc::munmap(self.start.cast(), self.bytes + self.table_bytes()) };
     }
 }
@@ -53,11 +53,11 @@ pub(crate) enum Refused {
     Full,
     /// The host has no memory, or allows no executable memory.
     Forbidden,
-    /// The compiler cannot compile this code.
+    /// The compiler does not support this code.
     Unable,
 }
 
-/// All memory for compiled code of a process.
+/// The memory for all compiled code of a process.
 pub(crate) struct Arena {
     memory: Reservation,
     state: Mutex<State>,
@@ -65,19 +65,19 @@ pub(crate) struct Arena {
 
 #[derive(Default)]
 struct State {
-    /// Free runs of pages below `fresh`, ascending, separated by pages in use.
+    /// The free runs of pages below `fresh`, in ascending order. Between two free runs there are used pages.
     free: Vec<Range<usize>>,
-    /// Runs of pages that are no longer used, but are still executable.
+    /// Runs of pages that are no longer used but are still executable.
     returned: Vec<Range<usize>>,
-    /// The first page that was never used; no later page was used either.
+    /// The first page that was never used. The pages after it were never used either.
     fresh: usize,
 }
 
 impl Arena {
-    /// Reserves address space for `bytes` bytes of code: whole pages.
+    /// Reserves address space for `bytes` bytes of code, a multiple of the page size.
     pub(crate) fn try_new(bytes: usize) -> Result<Arc<Self>, OutOfMemory> {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-        // SAFETY: a new mapping at an address of the host's choice.
+        // SAFETY: the call makes a new mapping at an address that the host chooses.
         let memory = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),
@@ -95,7 +95,7 @@ impl Arena {
             start: memory.cast(),
             bytes,
         };
-        // SAFETY: the end of the mapping that was made above.
+        // SAFETY: the range is the end of the mapping that was made above.
         let table = unsafe {
             libc::mprotect(
                 memory.start.add(bytes).cast(),
@@ -119,8 +119,8 @@ impl Arena {
         (start..end, end)
     }
 
-    /// Copies `code` into pages of its own. The offset in the first page varies, because otherwise the first lines of
-    /// all functions would compete for a few cache sets. `guarded` is the offset of each guarded access.
+    /// Copies `code` into pages that no other code uses. The offset in the first page varies. Otherwise the first lines
+    /// of all functions would compete for a few cache sets. `guarded` gives the offsets of the guarded accesses.
     ///
     /// # Errors
     /// See [`Refused`].
@@ -145,7 +145,7 @@ impl Arena {
             if libc::mprotect(start.cast(), len, libc::PROT_READ | libc::PROT_WRITE) != 0 {
                 return Err(Refused::Forbidden);
             }
-            // The bits of these pages are whole bytes of the table.
+            // Each page has a whole number of bytes in the table, so no other code has bits in these bytes.
             let table = self.memory.start.add(self.memory.bytes);
             let first = chunk.pages.start * PAGE;
             table.add(first / 8).write_bytes(0, len / 8);
@@ -161,7 +161,7 @@ impl Arena {
         Ok(chunk)
     }
 
-    /// Takes a run of `count` pages.
+    /// Returns a run of `count` unused pages, which is then used.
     fn take(&self, count: usize) -> Option<Range<usize>> {
         let mut state = lock(&self.state);
         let State {
@@ -202,9 +202,9 @@ impl Arena {
 pub(crate) struct Chunk {
     arena: Arc<Arena>,
     pages: Range<usize>,
-    /// Offset of the code in the pages.
+    /// The offset of the code in the pages.
     offset: usize,
-    /// Bytes of the code.
+    /// The number of bytes of the code.
     len: usize,
 }
 
@@ -248,7 +248,7 @@ mod tests {
         let code = |n: u8| [0xb8, n, 0, 0, 0, 0xc3];
         for round in 0..3 * BYTES / PAGE {
             let chunk = arena.put(&code(round as u8), [0].into_iter()).unwrap();
-            // SAFETY: the address is that of the function just written.
+            // SAFETY: the address is that of the function that was written just now.
             let function: extern "C" fn() -> u32 = unsafe { std::mem::transmute(chunk.start()) };
             assert_eq!(function(), round as u32 & 0xff);
         }
@@ -258,7 +258,7 @@ mod tests {
         assert_eq!(many.len(), BYTES / PAGE);
         assert!(arena.put(&[0xc3], [].into_iter()).is_err());
         drop(many);
-        // Runs that were returned page by page have become one run again.
+        // The runs were returned page by page. They must be merged to one run again.
         assert!(arena.put(&[0xc3; BYTES], [].into_iter()).is_ok());
     }
 }

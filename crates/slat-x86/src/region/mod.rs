@@ -1,8 +1,9 @@
 //! The code of a region: the guest code that a CPU collects ([`Source`]), and the compiled code that the compiler makes
 //! ([`Region`]).
 //!
-//! Addresses of code are stored relative to a base: the beginning of the code's page in compiled code that is the same
-//! for any page ([`is_movable`]), 0 in other compiled code. Such a relative address is called a *place*.
+//! Addresses of guest code are stored relative to a base. If compiled code is the same for all pages ([`is_movable`]),
+//! the base is the beginning of the guest code's page. Otherwise the base is 0. Such a relative address is called a
+//! *place*.
 
 pub(crate) mod memory;
 
@@ -13,15 +14,15 @@ use memory::Chunk;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-/// The number of entries of a block after which the block is compiled.
+/// The number of times that a block is entered before it is compiled.
 pub(crate) const WARM: u32 = 512;
 
-/// The way in which code is compiled.
+/// The way in which code is compiled: quickly, or to fast code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Tier {
-    /// Compiled in one pass (`jit::baseline`), for warm code, of which there is much.
+    /// Compiled in one pass (`jit::baseline`), for warm code. Most compiled code is warm.
     Baseline,
-    /// Compiled by Cranelift, which takes ten times as long and makes faster code.
+    /// Compiled by Cranelift, which takes ten times as long and makes faster code, for hot code.
     Full,
 }
 
@@ -32,18 +33,18 @@ pub(crate) struct Entrance {
     pub(crate) code: *const u8,
 }
 
-/// The kind of a block's code. Compiled code depends on the kind, besides the places and bytes of blocks.
+/// The kind of a block's code. Compiled code depends only on the kind and on the places and bytes of blocks.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Kind {
     pub(crate) mode: u8,
     /// Whether compiled code is the same for all pages ([`is_movable`]).
     pub(crate) is_movable: bool,
-    /// The distance from addresses of code to linear addresses: CS's base outside 64-bit mode.
+    /// The difference between linear addresses and code addresses: outside 64-bit mode, the base of CS.
     pub(crate) base: u64,
 }
 
 impl Kind {
-    /// Returns the kind of a block's code for a tier, and the address from which its places count.
+    /// Returns the kind of a block's code for a tier, and the base of its places.
     pub(crate) fn of(key: &Key, tier: Tier) -> (Self, u64) {
         let kind = Self {
             mode: key.mode,
@@ -58,16 +59,16 @@ impl Kind {
 #[derive(PartialEq, Eq)]
 pub(crate) struct Source {
     pub(crate) kind: Kind,
-    /// The operand size of the stack pointer.
+    /// The index of the stack pointer's size.
     pub(crate) stack: u8,
-    /// The blocks' places ([`page_of`]) and bytes.
+    /// The place ([`page_of`]) and the bytes of each block.
     pub(crate) blocks: Vec<(u64, Vec<u8>)>,
 }
 
-/// Whether a tier makes code that is the same for all pages, so that processes can share it that map a program or a
-/// library at different addresses. The baseline tier does so in 64-bit mode, because most code of short programs is of
-/// this tier. Cranelift makes code for one page. Hot code stays at its address, and computing addresses at run time
-/// made hot loops a fifth slower.
+/// Whether a tier makes code that is the same for all pages. Such code can be shared by guest processes that map a
+/// program or a library at different addresses. The baseline tier does so in 64-bit mode, because most code of short
+/// programs is compiled by this tier. Cranelift makes code for one page, because hot code stays at its address, and
+/// computing addresses at run time made hot loops a fifth slower.
 fn is_movable(mode: u8, tier: Tier) -> bool {
     tier == Tier::Baseline && mode & mode::BITS == mode::BITS_64
 }
@@ -78,14 +79,14 @@ fn page_of(rip: u64, is_movable: bool) -> u64 {
 }
 
 impl Source {
-    /// Returns the key of the block at a place in a page.
+    /// Returns the key of the block at `place`. `page` is the base of places.
     pub(crate) fn key(&self, page: u64, place: u64) -> Key {
         let Kind { mode, base, .. } = self.kind;
         Key::new(base, page.wrapping_add(place), mode)
     }
 }
 
-/// The code of a region, for profilers.
+/// The compiled code of a region, for profilers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CompiledCode<'a> {
     /// The host's instructions, at the address where they are executed.
@@ -94,24 +95,24 @@ pub struct CompiledCode<'a> {
     pub rip: u64,
 }
 
-/// An instruction of a region.
+/// An instruction of a region, at which the interpreter can continue.
 #[derive(Clone, Copy)]
 pub(crate) struct Step {
     /// The instruction's place ([`page_of`]).
     pub(crate) rip: u64,
-    /// Whether `rip` is relative to the instruction's page; and whether the displacement and the immediate of the
-    /// operation are relative to that page.
+    /// Whether `rip` is relative to the instruction's page. The next two fields say the same for the displacement and
+    /// the immediate of the operation.
     pub(crate) is_movable: bool,
     pub(crate) moves_displacement: bool,
     pub(crate) moves_immediate: bool,
     pub(crate) op: Op,
     pub(crate) bytes: [u8; 15],
-    /// The number of instructions before this one in its path.
+    /// The number of instructions in the path before this instruction.
     pub(crate) before: u8,
 }
 
 impl Step {
-    /// Returns the instruction as it is in the page of `rip`: its places are replaced by addresses.
+    /// Returns the instruction for the page of `rip`: its places are replaced by addresses.
     pub(crate) fn at(mut self, rip: u64) -> Self {
         let by = |moves| page_of(rip, moves);
         self.op.disp = self.op.disp.wrapping_add(by(self.moves_displacement));
@@ -126,22 +127,22 @@ impl Step {
     }
 }
 
-/// Guarded accesses: their offsets, ascending, and the index of the step that each belongs to.
+/// The guarded accesses of a region: their offsets, ascending, each with the index of the access's step.
 pub(crate) type Guarded = Box<[(u32, u32)]>;
 
-/// Compiled code.
+/// A region: guest code of one page and its compiled code.
 pub(crate) struct Region {
     pub(crate) chunk: Chunk,
     pub(crate) source: Source,
     /// The page for which the code was compiled.
     pub(crate) page: u64,
     pub(crate) tier: Tier,
-    /// Whether this region was sampled before.
+    /// Whether this region was already sampled once.
     pub(crate) is_sampled: AtomicBool,
     /// The steps of the region's instructions, to which the code has pointers.
     pub(crate) steps: Box<[Step]>,
     pub(crate) guarded: Guarded,
-    /// For each block, the offset at which the region is entered there. `None` if it cannot be.
+    /// For each block, the offset at which the region can be entered there; `None` if it cannot be entered there.
     pub(crate) entries: Box<[Option<u32>]>,
 }
 
@@ -159,14 +160,14 @@ impl Region {
         first.map_or(self.page, |(place, _)| self.page.wrapping_add(*place))
     }
 
-    /// Returns the guest code that was compiled: pairs of address and bytes. Only the offset in the page of each
-    /// address is meaningful.
+    /// Returns the guest code that was compiled, as pairs of address and bytes. Of each address, only the offset in the
+    /// page has a meaning.
     pub(crate) fn parts(&self) -> impl Iterator<Item = (u64, &[u8])> {
         let blocks = self.source.blocks.iter();
         blocks.map(|(place, bytes)| (self.source.key(0, *place).lin, &**bytes))
     }
 
-    /// Returns, for each block at which the region can be entered, the address of the compiled code, and the block.
+    /// Returns, for each block at which the region can be entered, the address of the compiled code and the block.
     pub(crate) fn entered(&self) -> impl Iterator<Item = (*const u8, &(u64, Vec<u8>))> {
         let blocks = self.entries.iter().zip(&self.source.blocks);
         blocks.filter_map(|(offset, block)| {
@@ -175,7 +176,7 @@ impl Region {
         })
     }
 
-    /// If a host address is in this region, returns the instruction whose guarded access is at the address.
+    /// If a guarded access of this region is at the host address `address`, returns the access's step.
     pub(crate) fn step_at(&self, address: usize) -> Option<*const Step> {
         let offset = self.chunk.offset_of(address)?;
         let found = self

@@ -19,7 +19,7 @@ operations! {
         let changed = (c.xor(a, result), c.xor(b, result));
         (result, with_carry(c, out, changed, (a, b, result)))
     }, READS = CARRY
-    // ADCX and ADOX: one flag is both the carry in and the carry out. The other flags do not change.
+    // ADCX uses only CF, and ADOX only OF, as both carry in and carry out. The other flags do not change.
     Adcx |c, a, b, carry| {
         let (result, out) = c.sum(a, b, carry);
         (result, Flags::Rotated { carry: Some(out), overflow: None })
@@ -29,7 +29,7 @@ operations! {
         (result, Flags::Rotated { carry: None, overflow: Some(out) })
     }, READS = OVERFLOW
     Sbb |c, a, b, carry| {
-        // Compute the result by two subtractions, of which at most one can borrow.
+        // The result is computed by two subtractions, of which at most one can borrow.
         let (part, first) = (c.sub(a, b), c.is_less(a, b));
         let more = c.widened(carry, a);
         let (result, second) = (c.sub(part, more), c.is_less(part, more));
@@ -50,7 +50,7 @@ operations! {
         (result, Flags::Sub { a: zero, b: a, result })
     }
     Not |c, a, _b, _carry| (c.not(a), Flags::Recorded)
-    // The forms with two or three operands.
+    // IMUL with two or three operands.
     Imul |c, a, b, _carry| {
         let halves = c.product(a, b, true);
         (halves.0, multiplied(c, halves, true))
@@ -63,7 +63,7 @@ fn subtract<C: Compute>(c: &mut C, a: C::Value, b: C::Value) -> (C::Value, Flags
     (result, Flags::Sub { a, b, result })
 }
 
-/// Returns the flags after ADC or SBB. OF is set if both values of `changed` are negative.
+/// Returns the flags after ADC or SBB. OF is set if both values in `changed` are negative.
 #[inline(always)]
 fn with_carry<C: Compute>(
     c: &mut C,
@@ -83,8 +83,8 @@ fn with_carry<C: Compute>(
     }
 }
 
-/// Returns the flags of MUL and IMUL, given the halves of the product. CF and OF are set if the product is
-/// wider than its low half.
+/// Returns the flags after MUL or IMUL. The arguments are the halves of the product. CF and OF are set if the product
+/// is wider than its low half.
 #[inline(always)]
 pub(crate) fn multiplied<C: Compute>(
     c: &mut C,

@@ -1,5 +1,5 @@
-//! Bit tests, scans and counts, BMI1 and BMI2. The caller passes counts and positions as they are, even if they exceed
-//! the operand's width.
+//! Bit tests, scans and counts, BMI1 and BMI2. The caller does not reduce counts and positions to the operand's width;
+//! the formulas here do.
 
 use super::{Compute, Flags, FlagsOf, Operation, logic, operations};
 
@@ -19,8 +19,8 @@ operations! {
         (c.xor(a, mask), flags)
     }
 
-    // If the source has a bit set, the result is valid; otherwise nothing is written. Flags that the manual calls
-    // undefined are set as by a logical operation.
+    // If the source is 0, the caller does not write the result. Flags that the manual leaves undefined are set as by a
+    // logical operation.
     Bsf |c, a, _b, _carry| (c.trailing_zeros(a), logic(a).1)
     Bsr |c, a, _b, _carry| {
         let (above, top) = (c.leading_zeros(a), c.number(i64::from(c.bits(a)) - 1, a));
@@ -35,7 +35,7 @@ operations! {
         let (result, carry) = (c.leading_zeros(a), Some(c.is_zero(a)));
         (result, Flags::Logic { carry, result })
     }
-    // These flags do not follow from a result: PF is clear, whatever ZF is.
+    // POPCNT sets ZF from its source, and clears PF even if the result would set PF.
     Popcnt |c, a, _b, _carry| {
         let (zero, no) = (c.is_zero(a), c.no());
         (c.ones(a), Flags::Compared { carry: no, zero, parity: no })
@@ -91,14 +91,14 @@ operations! {
     }
 }
 
-/// Reduces a count to the width.
+/// Returns the count modulo the operand's width.
 #[inline(always)]
 fn modulo<C: Compute>(c: &mut C, n: C::Value) -> C::Value {
     let last = c.number(i64::from(c.bits(n)) - 1, n);
     c.and(n, last)
 }
 
-/// Returns a mask of the bit that a bit test selects, and the flags, of which CF is the bit.
+/// Returns a mask of the bit that a bit test selects, and the flags. CF is the value of the bit.
 #[inline(always)]
 fn selected<C: Compute>(c: &mut C, a: C::Value, n: C::Value) -> (C::Value, FlagsOf<C>) {
     let (n, one) = (modulo(c, n), c.number(1, a));
@@ -107,7 +107,7 @@ fn selected<C: Compute>(c: &mut C, a: C::Value, n: C::Value) -> (C::Value, Flags
     (mask, Flags::Rotated { carry, overflow })
 }
 
-/// Returns the lower `n` bits of a value, and whether `n` covers all bits or more.
+/// Returns the lower `n` bits of a value, and whether `n` is at least the width.
 #[inline(always)]
 fn low_bits<C: Compute>(c: &mut C, a: C::Value, n: C::Value) -> (C::Value, C::Bool) {
     let (ones, width) = (c.number(-1, a), c.number(c.bits(a).into(), a));

@@ -1,23 +1,25 @@
-//! Computes the flags and conditions that instructions read, from the operation that has set the flags last.
+//! Computes the flags and conditions that instructions read. They are computed from the last operation that has set the
+//! flags.
 //!
-//! The interpreter computes conditions from its record (`flags`), whatever the last operation was. The compiler usually
-//! knows the last operation, and emits code only for the formula of this operation: after a comparison, a condition is
-//! one comparison of the host's.
+//! The interpreter computes conditions from its record (`flags`), which may be of any operation. The compiler usually
+//! knows the last operation, and emits code only for that operation's formula. So after a comparison, a condition is
+//! one comparison of the host.
 
 use super::{Bits, Flags, FlagsOf};
 use crate::state::flags::{CF, OF, PF, SF, ZF};
 
-/// The numbers of conditions that consist of a single flag, for instructions that read such a condition.
+/// The numbers of the conditions that are a single flag. Instructions that read one flag use these numbers.
 pub(crate) const OVERFLOW: u8 = 0;
 pub(crate) const CARRY: u8 = 2;
 
-/// The source of arithmetic flags.
+/// A source of arithmetic flags: the interpreter's CPU, or the compiler's translator.
 pub(crate) trait Readable: Bits + Sized {
-    /// Returns the operation that has set the flags last.
+    /// Returns the last operation that has set the flags.
     fn flags(&mut self) -> FlagsOf<Self>;
-    /// Returns one of the flags CF, PF, ZF, SF or OF for [`Flags::Recorded`], where the operation is not known.
+    /// Returns one of the flags CF, PF, ZF, SF or OF from the CPU's record, for [`Flags::Recorded`]: the operation is
+    /// not known.
     fn recorded(&mut self, flag: u64) -> Self::Bool;
-    /// Returns the carry flag that an instruction left unchanged.
+    /// Returns CF as an instruction has left it unchanged.
     fn kept(&mut self, carry: Self::Kept) -> Self::Bool;
 
     /// Returns CF.
@@ -96,7 +98,8 @@ pub(crate) trait Readable: Bits + Sized {
                 both_changed(self, result, a, b)
             }
             Flags::Sub { a, b, result } => both_changed(self, a, b, result),
-            // OF is set if the result is the smallest number (for INC), or the largest (for DEC).
+            // After INC, OF is set if the result is the smallest signed number. After DEC, OF is set if the result is
+            // the largest.
             Flags::Inc { result, .. } => {
                 let before = self.plus(result, -1);
                 let before = self.not(before);
@@ -115,7 +118,7 @@ pub(crate) trait Readable: Bits + Sized {
         self.is_negative(changed)
     }
 
-    /// Returns AF of an operation that has a result. `None` if AF is clear.
+    /// Returns AF for an operation that has a result. `None`: AF is clear.
     #[inline(always)]
     fn aux(&mut self) -> Option<Self::Bool> {
         let changed = match self.flags() {
@@ -143,8 +146,8 @@ pub(crate) trait Readable: Bits + Sized {
         Some(self.bit(changed, 4))
     }
 
-    /// Returns the flags with CF and OF replaced, each if it is given. `None` if the other flags do not
-    /// follow from a result.
+    /// Returns the flags with CF replaced by `carry` and OF by `overflow`, if they are given. `None`: the other flags
+    /// cannot be computed from a result.
     #[inline(always)]
     fn rotated(
         &mut self,
@@ -161,8 +164,8 @@ pub(crate) trait Readable: Bits + Sized {
     }
 }
 
-/// Returns a value whose sign is OF of a subtraction: the operands have different signs, and the sign of the result
-/// differs from the first operand's.
+/// Returns a value whose sign bit is OF of a subtraction. OF is set if the operands have different signs, and the sign
+/// of the result differs from that of the first operand.
 #[inline(always)]
 fn both_changed<C: Bits>(c: &mut C, a: C::Value, b: C::Value, result: C::Value) -> C::Value {
     let (operands, result) = (c.xor(a, b), c.xor(a, result));
@@ -176,7 +179,7 @@ pub(crate) fn condition<C: Readable>(c: &mut C, cc: u8) -> C::Bool {
         (3, Flags::Sub { a, b, .. }) => c.is_at_most(a, b),
         (6, Flags::Sub { a, b, .. }) => c.is_less_signed(a, b),
         (7, Flags::Sub { a, b, .. }) => c.is_at_most_signed(a, b),
-        // In this record OF is clear, and CF may be clear.
+        // This operation clears OF, and clears CF if `carry` is `None`.
         (3, Flags::Logic { carry: None, .. }) => c.zero(),
         (6, Flags::Logic { .. }) => c.negative(),
         (7, Flags::Logic { result, .. }) => {

@@ -1,11 +1,12 @@
 //! The meaning of integer instructions, written once for the interpreter and the compiler.
 //!
-//! An instruction is a type. Functions compute its result and its flags, and are generic over [`Compute`], which
-//! performs the arithmetic. [`Now`] computes with integers while the interpreter executes; the compiler's translator
-//! makes Cranelift values from the same formulas. `exec` and `jit` each fetch operands and write results in their own
-//! way. So an instruction added here exists in both.
+//! An instruction is a type. Its functions compute the result and the flags. They are generic over [`Compute`], which
+//! performs the arithmetic. For the interpreter, [`Now`] computes with integers. For the compiler, the translator makes
+//! Cranelift values from the same formulas. `exec` and `jit` only fetch operands and write results. So an instruction
+//! that is added here exists in both.
 //!
-//! Flags are computed when something reads them, by [`mod@condition`], from the operation that has set them last.
+//! A flag is computed only when an instruction reads it. [`mod@condition`] computes it from the last operation that has
+//! set the flags.
 
 pub(crate) mod alu;
 pub(crate) mod bits;
@@ -22,10 +23,10 @@ pub(crate) use now::{DivideError, Now};
 pub(crate) trait Bits {
     type Value: Copy;
     type Bool: Copy;
-    /// The carry flag that an instruction leaves unchanged.
+    /// CF, for an instruction that does not change it.
     type Kept: Copy;
 
-    /// Returns a number as wide as `like`.
+    /// Returns the number `n` with the width of `like`.
     fn number(&mut self, n: i64, like: Self::Value) -> Self::Value;
     fn add(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
     fn sub(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
@@ -44,40 +45,40 @@ pub(crate) trait Bits {
     fn is_less_signed(&mut self, a: Self::Value, b: Self::Value) -> Self::Bool;
     fn is_at_most_signed(&mut self, a: Self::Value, b: Self::Value) -> Self::Bool;
     fn is_negative(&mut self, a: Self::Value) -> Self::Bool;
-    /// Whether the lowest byte has an even number of ones.
+    /// Whether the lowest byte of `a` has an even number of ones.
     fn is_even(&mut self, a: Self::Value) -> Self::Bool;
     /// Returns bit `n`.
     fn bit(&mut self, a: Self::Value, n: u32) -> Self::Bool;
-    /// Whether exactly one of two is true.
+    /// Whether exactly one of two values is true.
     fn differ(&mut self, a: Self::Bool, b: Self::Bool) -> Self::Bool;
     fn either(&mut self, a: Self::Bool, b: Self::Bool) -> Self::Bool;
     fn opposite(&mut self, a: Self::Bool) -> Self::Bool;
 }
 
-/// Arithmetic for computing results, in addition to flags.
+/// Arithmetic for computing results, besides that for flags.
 pub(crate) trait Compute: Bits + Sized {
     /// The fault of a computation, if it can fail.
     type Fault;
 
     /// Returns the width of `a` in bits.
     fn bits(&self, a: Self::Value) -> u32;
-    /// Returns 0 or 1, as wide as `like`.
+    /// Returns 0 or 1, with the width of `like`.
     fn widened(&mut self, a: Self::Bool, like: Self::Value) -> Self::Value;
     fn kept_carry(&mut self) -> Self::Kept;
 
     fn or(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
     fn neg(&mut self, a: Self::Value) -> Self::Value;
 
-    /// Shifts to the left. In this function and the following ones, the interpreter's counts may exceed the width of a
-    /// byte or word; the compiler's never do.
+    /// Shifts to the left. The interpreter calls this function and the following ones also with counts above the width
+    /// of a byte or word. The compiler never does.
     fn shl(&mut self, a: Self::Value, count: Self::Value) -> Self::Value;
     fn shr(&mut self, a: Self::Value, count: Self::Value) -> Self::Value;
     fn sar(&mut self, a: Self::Value, count: Self::Value) -> Self::Value;
-    /// Rotates by a count modulo the width.
+    /// Rotates to the left. The count is reduced modulo the width.
     fn rol(&mut self, a: Self::Value, count: Self::Value) -> Self::Value;
     fn ror(&mut self, a: Self::Value, count: Self::Value) -> Self::Value;
 
-    /// Returns a sum, and the carry out.
+    /// Returns a sum and the carry out.
     #[inline(always)]
     fn sum(
         &mut self,
@@ -95,27 +96,27 @@ pub(crate) trait Compute: Bits + Sized {
         b: Self::Value,
         is_signed: bool,
     ) -> (Self::Value, Self::Value);
-    /// Returns the number of trailing zeros. Here and below, the result for 0 is the width.
+    /// Returns the number of trailing zeros. For 0, this function and the next one return the width.
     fn trailing_zeros(&mut self, a: Self::Value) -> Self::Value;
     fn leading_zeros(&mut self, a: Self::Value) -> Self::Value;
     fn ones(&mut self, a: Self::Value) -> Self::Value;
     fn swap_bytes(&mut self, a: Self::Value) -> Self::Value;
-    /// Sign-extends the lower half.
+    /// Sign-extends the lower half of `a`.
     fn extend_half(&mut self, a: Self::Value) -> Self::Value;
-    /// Returns the unsigned quotient and remainder of a dividend given as two halves. The high half
-    /// is below the divisor.
+    /// Returns the unsigned quotient and remainder. The dividend is given as two halves. The high half must be below
+    /// the divisor.
     fn quotient(
         &mut self,
         halves: (Self::Value, Self::Value),
         divisor: Self::Value,
     ) -> (Self::Value, Self::Value);
-    /// Ends the instruction with its fault.
+    /// If `fails`, ends the instruction with its fault.
     fn fault_if(&mut self, fails: Self::Bool) -> Result<(), Self::Fault>;
 
     fn select(&mut self, which: Self::Bool, a: Self::Value, b: Self::Value) -> Self::Value;
 }
 
-/// Returns a sum and its carry out. The function computes two sums, of which only one can carry.
+/// Returns a sum and its carry out. This is done by two additions, of which at most one can carry.
 #[inline(always)]
 pub(crate) fn two_sums<C: Compute>(
     c: &mut C,
@@ -131,8 +132,8 @@ pub(crate) fn two_sums<C: Compute>(
     (result, c.either(first, second))
 }
 
-/// How an instruction sets the arithmetic flags: the operation, with the values from which the flags are computed when
-/// something reads them.
+/// How an instruction sets the arithmetic flags: the operation, with the values from which a flag is computed when it
+/// is read.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Flags<V, B, K> {
     /// The flags do not change. For the compiler, they are the flags of the CPU's record.
@@ -159,7 +160,7 @@ pub(crate) enum Flags<V, B, K> {
         carry: K,
         result: V,
     },
-    /// `before` is the operand shifted by one bit less.
+    /// `before` is the operand, shifted by one bit less than the count.
     Shl {
         before: V,
         result: V,
@@ -168,20 +169,20 @@ pub(crate) enum Flags<V, B, K> {
         carry: B,
         result: V,
     },
-    /// AF is clear, because there is no `aux`.
+    /// If there is no `aux`, AF is clear.
     Given {
         carry: B,
         overflow: B,
         aux: Option<B>,
         result: V,
     },
-    /// Sets CF, ZF and PF, which do not follow from a result. The other flags are clear.
+    /// CF, ZF and PF are given, and do not depend on a result. The other flags are clear.
     Compared {
         carry: B,
         zero: B,
         parity: B,
     },
-    /// CF and OF change if they have a value here. The other flags do not change.
+    /// CF and OF change if they have a value here. The other flags never change.
     Rotated {
         carry: Option<B>,
         overflow: Option<B>,
@@ -189,7 +190,7 @@ pub(crate) enum Flags<V, B, K> {
 }
 
 impl<V: Copy, B, K> Flags<V, B, K> {
-    /// Returns the result from which ZF, SF and PF follow.
+    /// Returns the result from which ZF, SF and PF are computed.
     pub(crate) fn result(&self) -> Option<V> {
         match *self {
             Flags::Recorded | Flags::Compared { .. } | Flags::Rotated { .. } => None,
@@ -208,13 +209,13 @@ impl<V: Copy, B, K> Flags<V, B, K> {
 /// The flags with the types of `C`.
 pub(crate) type FlagsOf<C> = Flags<<C as Bits>::Value, <C as Bits>::Bool, <C as Bits>::Kept>;
 
-/// An operation on up to two operands. It may have a condition as an input.
+/// An operation on one or two operands. It may also have a condition as an input.
 pub(crate) trait Operation: 'static {
-    /// Whether the result is stored (not for CMP and TEST).
+    /// Whether the result is written. CMP and TEST do not write it.
     const WRITES: bool = true;
-    /// The condition that the operation reads as an input, if it is always the same one.
+    /// The condition that the operation has as an input, if it always has the same one.
     const READS: Option<u8> = None;
-    /// Returns the result and the flags. An operation on one operand gets that operand twice.
+    /// Returns the result and the flags. If the operation has only one operand, both arguments are this operand.
     fn apply<C: Compute>(
         c: &mut C,
         a: C::Value,
@@ -230,12 +231,12 @@ pub(crate) enum FlagUse {
     Nothing,
     /// Sets all flags, and reads none.
     SetsAll,
-    /// Reads flags, or leaves some unchanged.
+    /// Reads flags, or does not change some flags.
     Depends,
 }
 
-/// Returns how an operation uses the arithmetic flags. The kind of flags that [`Operation::apply`] returns does not
-/// depend on the operands, so the function applies the operation to arbitrary ones.
+/// Returns how an operation uses the arithmetic flags. This function applies the operation to arbitrary operands,
+/// because the kind of flags that [`Operation::apply`] returns does not depend on the operands.
 #[cfg(feature = "jit")]
 pub(crate) fn flag_use<A: Operation>() -> FlagUse {
     let (_, flags) = A::apply(&mut Now::<u32>::new(), 1, 1, false);
@@ -253,7 +254,7 @@ pub(crate) fn flag_use<A: Operation>() -> FlagUse {
     }
 }
 
-/// Defines types that implement [`Operation`] by the given formulas.
+/// Defines types that implement [`Operation`] by formulas.
 macro_rules! operations {
     ($($name:ident |$c:ident, $a:ident, $b:ident, $carry:ident| $body:expr $(, READS = $reads:ident)? $(, WRITES = $writes:literal)?)*) => {
         $(
@@ -276,15 +277,15 @@ macro_rules! operations {
 }
 use operations;
 
-/// Returns a result with the flags of a logical operation.
+/// Returns `result`, with the flags of a logical operation.
 #[inline(always)]
 fn logic<V: Copy, B, K>(result: V) -> (V, Flags<V, B, K>) {
     let carry = None;
     (result, Flags::Logic { carry, result })
 }
 
-/// Passes the operations of a family to a macro, before the rest of the macro's arguments. Each operation has the name
-/// of its mnemonic.
+/// Calls a macro with the operations of a family, followed by the other arguments. Each operation has the name of its
+/// mnemonic.
 macro_rules! family {
     (binary $then:ident $($rest:tt)*) => {
         $then! {
@@ -314,8 +315,8 @@ macro_rules! family {
 }
 pub(crate) use family;
 
-/// Calls a function or method that is generic over an [`Operation`], for the operation of a family with the name of a
-/// mnemonic. Returns `None` if the family has no such operation.
+/// Calls a function or method that is generic over an [`Operation`], with the operation in a family that has the
+/// mnemonic's name. `None`: the family has no such operation.
 #[cfg(feature = "jit")]
 macro_rules! by_mnemonic {
     ([$($file:ident::$name:ident)*] $mnemonic:expr, $f:ident $arguments:tt) => {

@@ -1,20 +1,21 @@
-//! Moves that compute: SETcc CMOVcc, BSWAP MOVBE, and the conversions of RAX. They do not change the flags.
+//! Moves that compute a value: SETcc CMOVcc, BSWAP MOVBE, and the conversions of RAX. They do not change the flags.
 
 use super::{Compute, Flags, FlagsOf, Operation, operations};
 
 operations! {
-    // The caller evaluates the condition. CMOVcc reads its source even if the condition does not hold.
+    // `holds` is the condition, which the caller has computed. CMOVcc reads its source even if the condition does not
+    // hold.
     Setcc |c, a, _b, holds| (c.widened(holds, a), Flags::Recorded)
     Cmov |c, a, b, holds| (c.select(holds, b, a), Flags::Recorded)
 
-    // The result of a 16-bit BSWAP is undefined; processors return zero.
+    // The manual leaves the result of a 16-bit BSWAP undefined. Processors return zero.
     Bswap |c, a, _b, _holds| match c.bits(a) {
         16 => (c.number(0, a), Flags::Recorded),
         _ => (c.swap_bytes(a), Flags::Recorded),
     }
     Movbe |c, a, _b, _holds| (c.swap_bytes(a), Flags::Recorded)
 
-    // CBW CWDE CDQE, by the size of the result; CWD CDQ CQO.
+    // `Extend` is CBW, CWDE or CDQE, depending on the size of the result. `Spread` is CWD, CDQ or CQO.
     Extend |c, a, _b, _holds| (c.extend_half(a), Flags::Recorded)
     Spread |c, a, _b, _holds| {
         let last = c.number(i64::from(c.bits(a)) - 1, a);

@@ -48,7 +48,7 @@ operations! {
 }
 
 /// Returns the effective count of a shift or rotate of `bits` bits by `count`. A rotate through the carry flag rotates
-/// one bit more than the operand has, so its count is modulo `bits + 1`.
+/// `bits + 1` bits, so its count is reduced modulo `bits + 1`.
 #[inline(always)]
 pub(crate) fn count<A: Operation>(count: u64, bits: u32) -> u64 {
     let count = count & last_count(bits);
@@ -58,14 +58,15 @@ pub(crate) fn count<A: Operation>(count: u64, bits: u32) -> u64 {
     }
 }
 
-/// Returns the largest count of shifts of `bits` bits. Shifts ignore the higher bits of their count.
+/// Returns the largest count for shifts of `bits` bits, which is a mask. Shifts ignore the higher bits of their count.
 #[inline(always)]
 pub(crate) fn last_count(bits: u32) -> u64 {
     if bits == 64 { 63 } else { 31 }
 }
 
-/// SHLD: shifts to the left, and shifts bits of `fill` in. A count above the width of a word is undefined. In that
-/// case, here and in [`shrd`], the operand's own bits are shifted in after the bits of `fill`, as on much hardware.
+/// SHLD: shifts to the left, and shifts in bits of `fill`. For words, the manual leaves counts above 16 undefined. For
+/// such a count, this function and [`shrd`] shift in the operand's own bits after the bits of `fill`, as much hardware
+/// does.
 #[inline(always)]
 pub(crate) fn shld<C: Compute>(
     c: &mut C,
@@ -82,7 +83,7 @@ pub(crate) fn shld<C: Compute>(
     (result, flags_of_double(c, carry, a, result))
 }
 
-/// SHRD: shifts to the right, and shifts bits of `fill` in.
+/// SHRD: shifts to the right, and shifts in bits of `fill`.
 #[inline(always)]
 pub(crate) fn shrd<C: Compute>(
     c: &mut C,
@@ -98,8 +99,7 @@ pub(crate) fn shrd<C: Compute>(
     (result, flags_of_double(c, carry, a, result))
 }
 
-/// Returns the two halves that a double shift shifts, and the count. For a word, the count is reduced
-/// to at most the width.
+/// Returns the two values that a double shift combines, and the count. For a word, the count is reduced to at most 16.
 #[inline(always)]
 fn double<C: Compute>(
     c: &mut C,
@@ -140,14 +140,15 @@ fn last_down<C: Compute>(c: &mut C, a: C::Value, n: C::Value) -> C::Bool {
     c.bit(before, 0)
 }
 
-/// Returns how many bits a shift by `n` keeps.
+/// Returns the number of bits that a shift by `n` does not shift out.
 #[inline(always)]
 fn rest<C: Compute>(c: &mut C, a: C::Value, n: C::Value) -> C::Value {
     let width = c.number(c.bits(a).into(), a);
     c.sub(width, n)
 }
 
-/// Returns the flags after a rotate to the left. Here and below, OF is set as after one step, whatever the count is.
+/// Returns the flags after a rotate to the left. The manual defines OF only for a count of 1. This function and the
+/// next one apply that rule to every count.
 #[inline(always)]
 fn turned_left<C: Compute>(c: &mut C, carry: C::Bool, result: C::Value) -> FlagsOf<C> {
     let top = c.is_negative(result);

@@ -18,7 +18,7 @@ impl Random {
             selector: self.next() as u16,
             base: if wide { self.next() } else { self.next() >> 32 },
             limit: self.next() as u32,
-            // Only a segment that is present can be usable.
+            // A segment that is not present is not usable.
             rights: loaded_rights(rights),
         }
     }
@@ -30,7 +30,7 @@ impl Random {
         }
     }
 
-    /// Returns a state that a CPU can be in, outside system management mode: real mode, or one of the paging modes.
+    /// Returns a random valid state outside system management mode, in real mode or in one of the paging modes.
     fn state(&mut self, map: SmramMap) -> State {
         let wide = map == SmramMap::Bits64;
         let mut word = || if wide { self.next() } else { self.next() >> 32 };
@@ -91,8 +91,8 @@ fn cpu(state: &State) -> Cpu {
     cpu
 }
 
-/// Checks that an SMI followed by RSM changes nothing, in any state of the CPU. A handler's changes of saved registers
-/// are lost; its other changes stay.
+/// Checks for random states that an SMI followed by RSM changes nothing. If the handler changes registers that were
+/// saved, RSM undoes the change. Other changes of the handler stay.
 #[test]
 fn rsm_restores_what_an_smi_saved() {
     let mut random = Random(0x5a5a_1234);
@@ -118,7 +118,7 @@ fn rsm_restores_what_an_smi_saved() {
             let expected = State {
                 cr2: 7,
                 cr8: 9,
-                // Only PAE paging uses the entries.
+                // The entries are saved only with PAE paging.
                 pdptes: match before.pae_paging() {
                     true => pdptes,
                     false => cpu.state.pdptes,
@@ -130,7 +130,7 @@ fn rsm_restores_what_an_smi_saved() {
     }
 }
 
-/// The addresses are those of AMD64 volume 2, table 10-1, and of Intel's P6, from SMBASE + 0xfe00.
+/// The expected addresses are those of AMD64 volume 2, table 10-1, and of Intel's P6. They begin at SMBASE + 0xfe00.
 #[test]
 fn registers_are_where_the_manuals_have_them() {
     let mut state = State::reset();
@@ -214,7 +214,7 @@ fn an_smi_leaves_the_cpu_in_real_mode_with_large_segments() {
     assert!(!state.events.sti_shadow && !state.events.mov_ss_shadow);
 }
 
-/// NMIs are blocked in the handler. Afterwards they are blocked only if they were blocked before.
+/// NMIs are blocked in the handler. After RSM they are blocked only if they were blocked before the SMI.
 #[test]
 fn rsm_unblocks_nmis_unless_an_nmi_was_interrupted() {
     for nmi_blocked in [false, true] {
@@ -249,8 +249,8 @@ fn rsm_moves_smbase() {
     }
 }
 
-/// RSM refuses registers that no CPU can have, one at a time. Then nothing changes: the CPU is still in system
-/// management mode.
+/// RSM refuses registers that no CPU can have. Each step makes one register invalid. The CPU then does not change, and
+/// is still in system management mode.
 #[test]
 fn rsm_refuses_impossible_registers() {
     let mut state = State::reset();
@@ -270,7 +270,7 @@ fn rsm_refuses_impossible_registers() {
         (at64::DR6, 1 << 32),
         (at64::DR7, 1 << 40),
         (at64::CR4, CR4_PAE | 1 << 63),
-        // PAE paging whose page-directory-pointer entries cannot be read.
+        // This is PAE paging with page-directory-pointer entries that cannot be read.
         (at64::EFER, 0),
     ];
     for (at, value) in bad {
@@ -284,7 +284,8 @@ fn rsm_refuses_impossible_registers() {
         assert_eq!(cpu.state, before);
         cpu.leave_smm(SmramMap::Bits64, &good, |_| None).unwrap();
     }
-    // PAE paging, which has no PCIDs; then PAE paging with an entry that has a reserved bit.
+    // The first case is PAE paging with PCIDs, which do not exist in this mode. The second case is PAE paging with an
+    // entry that has a reserved bit set.
     state.efer = 0;
     state.cr4 = CR4_PAE | CR4_PCIDE;
     let smram = state.smram(SmramMap::Bits64);
@@ -326,7 +327,7 @@ fn each_segment_is_where_the_manuals_have_it() {
         },
     );
     state.events.sti_shadow = true;
-    // ES, CS, SS, DS, FS, GS, LDTR, TR; GDTR and IDTR.
+    // The segments are ES, CS, SS, DS, FS, GS, LDTR and TR. The tables are GDTR and IDTR.
     let at = [0, 0x10, 0x20, 0x30, 0x40, 0x50, 0x70, 0x90];
     let image = Image(state.smram(SmramMap::Bits64));
     for (number, at) in (1..).zip(at) {
@@ -338,7 +339,7 @@ fn each_segment_is_where_the_manuals_have_it() {
     }
     assert_eq!((image.get16(0x64), image.get64(0x68)), (0x90, 0x9000));
     assert_eq!((image.get16(0x84), image.get64(0x88)), (0xa0, 0xa000));
-    // KVM's: bit 0 for MOV SS, bit 1 for STI.
+    // In KVM's byte for the shadow, bit 0 is MOV SS and bit 1 is STI.
     assert_eq!(image.0[0xcb], 2);
 
     let at = [0x184, 0x190, 0x19c, 0x12c, 0x138, 0x144, 0x178, 0x15c];
@@ -356,7 +357,7 @@ fn each_segment_is_where_the_manuals_have_it() {
     assert_eq!(image.0[0x11a], 2);
 }
 
-/// A segment that was unusable is unusable after RSM, even if it is present.
+/// A segment that was unusable before the SMI is unusable after RSM, even if its rights say that it is present.
 #[test]
 fn rsm_restores_an_unusable_segment() {
     for map in [SmramMap::Bits32, SmramMap::Bits64] {
@@ -372,14 +373,14 @@ fn rsm_restores_an_unusable_segment() {
     }
 }
 
-/// Whatever a handler writes to the saved flags and debug registers, RSM loads only bits that exist.
+/// RSM loads only bits that exist, even if the handler sets other bits in the saved flags and debug registers.
 #[test]
 fn rsm_sets_fixed_bits() {
     for (map, at, bytes) in [
         (
             SmramMap::Bits64,
             [at64::RFLAGS, at64::DR6, at64::DR7],
-            // The upper halves of DR6 and DR7 are refused.
+            // RSM refuses DR6 and DR7 if an upper half is not 0.
             [8, 4, 4],
         ),
         (

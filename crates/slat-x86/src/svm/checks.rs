@@ -1,5 +1,5 @@
-//! The states that VMRUN refuses: the guest's registers and the control area (AMD64 volume 2, 15.5.1, "Canonicalization
-//! and Consistency Checks"). The hypervisor gets VMEXIT_INVALID.
+//! Checks of VMRUN on the guest's registers and the control area (AMD64 volume 2, 15.5.1, "Canonicalization and
+//! Consistency Checks"). If a check fails, the hypervisor gets VMEXIT_INVALID.
 
 use crate::Cpu;
 use crate::features::Features;
@@ -8,7 +8,7 @@ use crate::nested::vmcb::{Control, Registers, virtual_interrupt};
 use crate::state::{Segment, control::*, is_pat};
 use crate::svm::feature;
 
-/// Bytes of the maps of permissions.
+/// The number of bytes of the I/O permission map. The next constant is that of the MSR permission map.
 const IO_MAP_BYTES: u64 = 0x3000;
 const MSR_MAP_BYTES: u64 = 0x2000;
 
@@ -25,7 +25,7 @@ impl Cpu {
         use virtual_interrupt::*;
         let features = &self.features;
         let has = |bit| features.svm & bit != 0;
-        // A map may end at the end of the address space.
+        // A map may end at the very end of the address space, but not beyond it.
         let ends_beyond = |at: u64, bytes: u64| {
             (at | at.wrapping_add(bytes - 1)) & features.beyond_physical() != 0
         };
@@ -51,8 +51,8 @@ impl Cpu {
     }
 }
 
-/// Whether a CPU with `features` can have these registers. Paging in real mode is allowed (15.19), other illegal
-/// combinations are not.
+/// Whether a CPU with `features` can have these registers. Paging in real mode is allowed (15.19). All other illegal
+/// combinations are refused.
 pub(crate) fn are_registers_valid(guest: &Registers, features: &Features) -> bool {
     let Registers {
         cs,

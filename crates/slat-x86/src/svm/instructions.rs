@@ -12,8 +12,8 @@ use crate::svm::world_switch::VIRTUAL_GIF;
 use crate::tlb::Which;
 use iced_x86::{Code, Instruction};
 
-/// The reason of an exit for a control block outside memory. KVM ends the run, too; a processor would read whatever the
-/// bus returns.
+/// The reason of the exit if a control block is not in memory. KVM also ends the run in this case. A processor would
+/// use any data that the bus returns.
 const NO_MEMORY: &str = "a control block of SVM that is not in memory";
 
 /// Raises #UD unless SVM is enabled and the CPU is in protected mode; raises #GP(0) outside CPL 0.
@@ -34,7 +34,7 @@ fn vmcb_address(cpu: &mut Cpu, op: &Op) -> Result<u64, Break> {
     }
 }
 
-/// Returns RAX in the address size.
+/// Returns RAX, truncated to the address size.
 fn rax(cpu: &Cpu, op: &Op) -> u64 {
     let rax = cpu.state.gpr[0];
     match op.address_size {
@@ -58,9 +58,9 @@ fn vmrun(cpu: &mut Cpu, op: &Op) -> Flow {
     }
 }
 
-/// Returns the nested tables that translate the address of the control block in VMLOAD and VMSAVE. Returns tables if
-/// the hypervisor has virtualized these instructions for its guest (15.33.1); if the guest is then outside long mode,
-/// it leaves with exit code `code`. Otherwise returns `None`: the address needs no nested translation.
+/// Returns the nested tables that translate the address of the control block in VMLOAD and VMSAVE. `None`: the address
+/// needs no nested translation. It needs one if the hypervisor has virtualized these instructions for its guest
+/// (15.33.1). If they are virtualized and the guest is not in long mode, there is a #VMEXIT with exit code `code`.
 fn virtual_tables(cpu: &mut Cpu, op: &Op, code: u64) -> Result<Option<NestedPaging>, Break> {
     let is_offered = cpu.features.svm & feature::VIRTUAL_VMLOAD != 0;
     match cpu.svm.virtual_vmload_tables().filter(|_| is_offered) {
@@ -105,7 +105,7 @@ fn clgi(cpu: &mut Cpu, op: &Op) -> Flow {
     set_gif(cpu, op, code::CLGI, false)
 }
 
-/// Changes GIF, or the virtual GIF of a guest.
+/// Changes GIF; in a guest with a virtual GIF, changes that instead.
 fn set_gif(cpu: &mut Cpu, op: &Op, code: u64, gif: bool) -> Flow {
     enabled(cpu)?;
     cpu.intercept(op, code)?;
@@ -119,8 +119,8 @@ fn set_gif(cpu: &mut Cpu, op: &Op, code: u64, gif: bool) -> Flow {
     Err(Break::End)
 }
 
-/// Executes INVLPGA: drops the translations of a page in an ASID. For another ASID than the current one, drops those of
-/// all pages.
+/// Executes INVLPGA: drops the translations of a page in an ASID. If the ASID is not the current one, drops the
+/// translations of all pages in that ASID.
 fn invlpga(cpu: &mut Cpu, op: &Op) -> Flow {
     enabled(cpu)?;
     cpu.intercept(op, code::INVLPGA)?;
@@ -139,7 +139,7 @@ fn invlpga(cpu: &mut Cpu, op: &Op) -> Flow {
     Err(Break::End)
 }
 
-/// Raises #UD for SKINIT. CPUID does not report SKINIT, so it is not intercepted.
+/// Executes SKINIT: raises #UD, because CPUID does not report SKINIT. For the same reason SKINIT is not intercepted.
 fn skinit(cpu: &mut Cpu, _: &Op) -> Flow {
     Err(cpu.ud())
 }

@@ -7,22 +7,22 @@
 //! | `checks` | the states that VMRUN refuses |
 //! | `saved` | the state of a CPU in guest mode, for a client that saves and restores it |
 //!
-//! The state of guest mode, and the layout of the control block, are in module `nested`; the events that make the guest
-//! leave, in `intercept`.
+//! Module `nested` has the state of guest mode and the layout of the control block. Module `intercept` has the events
+//! that cause a #VMEXIT.
 //!
-//! The hypervisor's registers stay in this CPU, not in the host save area, because the format of that area belongs to
-//! the processor (15.5.1). The control area stays in this CPU, too: VMRUN reads it once, as a processor may (15.15),
-//! and as KVM does.
+//! While the guest runs, the hypervisor's registers are kept in this CPU, not in the host save area. The format of that
+//! area is the processor's own (15.5.1). The control area is also kept in this CPU: VMRUN reads it once, as a processor
+//! may do (15.15), and as KVM does.
 //!
 //! A #VMEXIT takes place between two instructions. An intercept abandons its instruction and records which #VMEXIT is
 //! due. The block boundary then stores the #VMEXIT in the control block. If the store has to wait for memory, the block
 //! boundary repeats the store until it succeeds.
 //!
-//! Translations of the hypervisor and its guests never mix. The TLB has a name for each ASID that CPUID offers, and
-//! keeps the ASID's translations until the hypervisor flushes them. All other ASIDs share a name, and their
+//! Translations of the hypervisor and its guests never mix. The TLB has a world for each ASID that CPUID offers, and
+//! keeps the ASID's translations until the hypervisor flushes them. All other ASIDs share one world, and their
 //! translations are not kept.
 //!
-//! This CPU does not offer SEV, AVIC, last-branch records, shadow stacks, and the traps after writes of control
+//! This CPU does not offer SEV, AVIC, last-branch records, shadow stacks, or the traps after writes to control
 //! registers and EFER, which SEV-ES uses.
 
 mod checks;
@@ -39,21 +39,21 @@ use crate::nested::code;
 use crate::nested::vmcb::{VmExit, virtual_interrupt};
 use crate::state::{State, control, flags};
 
-/// A bit of VM_CR: SVM is disabled, so EFER.SVME cannot be set.
+/// The bit of VM_CR that disables SVM, so that EFER.SVME cannot be set.
 pub const VM_CR_SVMDIS: u64 = 1 << 4;
-/// In VM_CR: SVMDIS cannot be changed.
+/// The bit of VM_CR that locks SVMDIS, so that it cannot be changed.
 const VM_CR_LOCK: u64 = 1 << 3;
 /// The bits of VM_CR that exist.
 const VM_CR_KNOWN: u64 = 0x1f;
 
 impl Cpu {
-    /// Whether the CPU is in guest mode: whether it runs a nested guest.
+    /// Whether the CPU is in guest mode, so that it runs a nested guest.
     pub fn is_in_guest_mode(&self) -> bool {
         self.svm.guest
     }
 
-    /// Whether GIF and RFLAGS.IF allow the CPU to take interrupts. If the guest's IF is virtual, the
-    /// hypervisor's IF counts.
+    /// Whether GIF and RFLAGS.IF allow the CPU to accept interrupts. If the guest's IF is virtual, the hypervisor's IF
+    /// decides.
     pub fn interrupts_enabled(&self) -> bool {
         let rflags = match self.svm.masks_interrupts() {
             true => self.svm.host.rflags,
@@ -62,31 +62,30 @@ impl Cpu {
         !self.state.events.gif_clear && rflags & flags::IF != 0
     }
 
-    /// Whether an external interrupt makes the guest leave instead of being delivered. The
-    /// interrupt then stays pending.
+    /// Whether an external interrupt causes a #VMEXIT and is not delivered. If so, the interrupt stays pending.
     pub fn exits_on_interrupt(&self) -> bool {
         self.svm.guest && self.svm.control.intercepts(code::INTR)
     }
 
-    /// Makes the guest leave for an external interrupt. Call when [`can_take_interrupt`](Self::can_take_interrupt) and
-    /// [`exits_on_interrupt`](Self::exits_on_interrupt) return `true`.
+    /// Makes a #VMEXIT due because of an external interrupt. Call when [`can_take_interrupt`](Self::can_take_interrupt)
+    /// and [`exits_on_interrupt`](Self::exits_on_interrupt) return `true`.
     pub fn exit_on_interrupt(&mut self) {
         self.svm.interrupted = true;
         self.slow = true;
     }
 
-    /// Makes the guest leave for an INIT, if the hypervisor intercepts it. Returns whether it does.
+    /// If the hypervisor intercepts INIT, makes a #VMEXIT due. Returns whether the hypervisor intercepts INIT.
     pub fn exit_on_init(&mut self) -> bool {
         self.leaves_for(code::INIT)
     }
 
-    /// Makes the guest leave for a shutdown, if the hypervisor intercepts it. Returns whether it does.
+    /// If the hypervisor intercepts a shutdown, makes a #VMEXIT due. Returns whether the hypervisor intercepts it.
     pub fn exit_on_shutdown(&mut self) -> bool {
         self.leaves_for(code::SHUTDOWN)
     }
 
-    /// Makes the guest leave with exit code `code` before the next instruction, if the hypervisor intercepts it.
-    /// Returns whether it does.
+    /// If the hypervisor intercepts the exit code `code`, makes a #VMEXIT due before the next instruction. Returns
+    /// whether the hypervisor intercepts it.
     pub(crate) fn leaves_for(&mut self, code: u64) -> bool {
         let leaves = self.svm.guest && self.svm.control.intercepts(code);
         if leaves {
@@ -99,7 +98,7 @@ impl Cpu {
         leaves
     }
 
-    /// Whether an NMI makes the guest leave now. Neither a shadow nor the blocking of NMIs delays this.
+    /// Whether an NMI causes a #VMEXIT now. Neither a shadow nor the blocking of NMIs delays this #VMEXIT.
     pub(crate) fn nmi_leaves_guest(&self) -> bool {
         let events = &self.state.events;
         events.nmis != 0
@@ -108,12 +107,12 @@ impl Cpu {
             && self.svm.control.intercepts(code::NMI)
     }
 
-    /// Whether an NMI is taken before the next instruction: delivered, or reported by a #VMEXIT.
+    /// Whether an NMI is accepted before the next instruction: either delivered, or reported by a #VMEXIT.
     pub fn takes_nmi(&self) -> bool {
         self.state.events.takes_nmi() || self.nmi_leaves_guest() || self.takes_virtual_nmi()
     }
 
-    /// Whether the guest's virtual NMI is taken before the next instruction (15.21.10).
+    /// Whether the guest's virtual NMI is delivered before the next instruction (15.21.10).
     fn takes_virtual_nmi(&self) -> bool {
         use virtual_interrupt::*;
         self.svm.has_virtual_nmis()
@@ -121,7 +120,8 @@ impl Cpu {
             && self.takes_virtual_events()
     }
 
-    /// Whether the guest can take virtual events now, as far as this does not depend on the masks of each event.
+    /// Whether shadows and GIF allow virtual events to be delivered to the guest now. The masks of the single events
+    /// are not checked.
     fn takes_virtual_events(&self) -> bool {
         use virtual_interrupt::*;
         let control = self.svm.control.virtual_interrupt();
@@ -139,7 +139,7 @@ impl Cpu {
         }
     }
 
-    /// Call when the handler of an NMI begins. `injected` tells that VMRUN has injected the NMI.
+    /// Call when the handler of an NMI begins. `injected` says whether VMRUN has injected the NMI.
     pub(crate) fn block_nmis(&mut self, injected: bool) {
         use virtual_interrupt::NMI_MASK;
         if self.svm.has_virtual_nmis() {
@@ -161,14 +161,14 @@ impl Cpu {
         }
     }
 
-    /// Whether an external interrupt makes the guest leave now.
+    /// Whether an external interrupt causes a #VMEXIT now.
     pub(crate) fn interrupt_leaves_guest(&mut self) -> bool {
         std::mem::take(&mut self.svm.interrupted)
             && self.exits_on_interrupt()
             && self.interrupts_enabled()
     }
 
-    /// Whether the guest's virtual interrupt is taken before the next instruction (15.21).
+    /// Whether the guest's virtual interrupt is delivered before the next instruction (15.21).
     pub fn takes_virtual_interrupt(&self) -> bool {
         use virtual_interrupt::*;
         let control = self.svm.control.virtual_interrupt();
@@ -200,8 +200,8 @@ impl Cpu {
 }
 
 impl State {
-    /// Returns VM_CR after a write of `value`. `None` if the value is invalid: it has reserved bits, or SVMDIS while
-    /// EFER.SVME is set. If VM_CR is locked, SVMDIS and LOCK do not change (15.30.1).
+    /// Returns the value of VM_CR after a write of `value`. `None`: the value is invalid, because it has reserved bits,
+    /// or has SVMDIS while EFER.SVME is set. If VM_CR is locked, SVMDIS and LOCK do not change (15.30.1).
     pub fn written_vm_cr(&self, value: u64) -> Option<u64> {
         let old = self.vm_cr;
         let kept = match old & VM_CR_LOCK {

@@ -1,8 +1,8 @@
 //! The state of guest mode, for a client that saves and restores a CPU: KVM_GET_NESTED_STATE and KVM_SET_NESTED_STATE.
 //!
 //! The format is KVM's (api document, 4.114): the address of the control block, and a page in the layout of a control
-//! block. The page's control area is that of the running guest; its save area has the registers of the *hypervisor*.
-//! The guest's registers are the CPU's.
+//! block. The page's control area is that of the running guest. The page's save area has the registers of the
+//! *hypervisor*. The guest's registers are the registers of the CPU.
 
 use super::checks;
 use crate::Cpu;
@@ -22,7 +22,7 @@ impl Cpu {
         let mut page = [0; VMCB_BYTES];
         let mut control = self.svm.control.clone();
         if self.svm.injected.is_none() {
-            // Nothing in slat reads this field. In KVM, whose processor stores the field at an exit, the guest
+            // slat does not read this field. But in KVM the processor stores the field at an exit, and the guest
             // continues at its value.
             control.set_next_rip(self.state.rip);
         }
@@ -33,13 +33,13 @@ impl Cpu {
         page
     }
 
-    /// Enters guest mode with a page that [`saved_vmcb`](Self::saved_vmcb) returned. `address` is the control block's.
-    /// The guest's registers are those of the CPU.
+    /// Enters guest mode with a page that [`saved_vmcb`](Self::saved_vmcb) returned. `address` is the address of the
+    /// control block. The guest's registers are those of the CPU.
     ///
     /// # Errors
-    /// [`BadVmcb`], as in KVM, in three cases: VMRUN refuses the control area; VMRUN cannot have saved the hypervisor's
-    /// registers, because they lack protected mode, or have EFER.LMA without LME; only one of the guest's two cache
-    /// bits is off. (KVM also demands paging.) Then nothing has changed.
+    /// [`BadVmcb`], as in KVM, in three cases: VMRUN refuses the control area; the hypervisor's registers cannot have
+    /// been saved by VMRUN, because they are not in protected mode, or have EFER.LMA without LME; the guest's CR0.NW is
+    /// set and CR0.CD is clear. (KVM also requires paging.) After an error, nothing has changed.
     pub fn restore_guest_mode(
         &mut self,
         address: u64,
@@ -74,8 +74,8 @@ impl Cpu {
         Ok(())
     }
 
-    /// Leaves guest mode without a #VMEXIT, as KVM does when a client resets a CPU or removes SVM. The hypervisor's
-    /// registers become the CPU's, except for the general registers. Does nothing outside guest mode.
+    /// Leaves guest mode without a #VMEXIT, as KVM does when a client resets a CPU or removes SVM. The CPU gets the
+    /// hypervisor's registers, except for the general registers. Does nothing outside guest mode.
     pub fn drop_guest_mode(&mut self) {
         if self.svm.guest {
             self.svm.guest = false;

@@ -1,7 +1,7 @@
 //! The switch from the hypervisor to its guest, and back.
 //!
-//! Both directions first read and write guest memory, and then change registers. So the switch can be abandoned before
-//! that, and start again.
+//! In both directions, the switch first reads and writes guest memory, and then changes registers. So it can be
+//! abandoned at any memory access and start again.
 
 use crate::Cpu;
 use crate::machine::{Exit, GuestFlush};
@@ -23,7 +23,8 @@ impl Cpu {
         Ok(is_memory.then(|| (Control::new(control), Save(save))))
     }
 
-    /// Executes VMRUN with the control block at `vmcb`, which is in memory: enters the guest, or stores why it cannot.
+    /// Executes VMRUN with the control block at `vmcb`, which must be in memory. Enters the guest, or stores the reason
+    /// of a failure in the control block.
     pub(super) fn enter_guest(
         &mut self,
         op: &Op,
@@ -75,13 +76,13 @@ impl Cpu {
         events.mov_ss_shadow = false;
         events.gif_clear = false;
         events.debug = 0;
-        // The flags are the guest's now: VMRUN itself is not single-stepped.
+        // RFLAGS now belongs to the guest, so TF does not cause a single-step trap of VMRUN here.
         self.watch.steps = false;
         Ok(Break::Jump)
     }
 
-    /// Whether the map of MSR permissions is in memory, or not used. A processor finds out at the first access to an
-    /// MSR; KVM refuses to run the guest.
+    /// Whether the MSR permission map is in memory, or not used. A processor notices a missing map at the first access
+    /// to an MSR. As in KVM, VMRUN fails.
     fn has_msr_map(&mut self, control: &Control) -> Result<bool, Break> {
         if !control.intercepts(code::MSR) {
             return Ok(true);
@@ -91,8 +92,8 @@ impl Cpu {
         Ok(self.read_physical(at, &mut byte)? && self.read_physical(at + 0x1000, &mut byte)?)
     }
 
-    /// Returns the page-directory-pointer entries of a guest that VMRUN enters. They are read from memory if the guest
-    /// has PAE paging without nested paging. With nested paging each page walk reads them (15.25.10). `None`: an entry
+    /// Returns the page-directory-pointer entries of a guest that VMRUN enters. If the guest has PAE paging without
+    /// nested paging, reads them from memory. With nested paging each page walk reads them (15.25.10). `None`: an entry
     /// has reserved bits set.
     fn guest_pdptes(
         &mut self,
@@ -114,7 +115,7 @@ impl Cpu {
         }
     }
 
-    /// Loads the registers of the other world. The TLB may still have translations of that world.
+    /// Loads the registers of the other world. The TLB may still have translations of this world.
     fn load_world(&mut self, registers: &Registers) {
         registers.load(&mut self.state);
         self.adopt_flags();
@@ -123,8 +124,8 @@ impl Cpu {
         self.slow = true;
     }
 
-    /// Drops the translations that TLB_CONTROL names, as VMRUN does (15.16.2). The machine knows no ASIDs: its nested
-    /// translations are those of the last ASID.
+    /// Drops the translations that TLB_CONTROL names, as VMRUN does (15.16.2). The machine does not know ASIDs. Its
+    /// nested translations are those of the last ASID.
     fn flush_for_guest(&mut self) {
         const NOTHING: u8 = 0;
         const ALL: u8 = 1;
@@ -134,20 +135,20 @@ impl Cpu {
             NOTHING if keeps(asid) && asid == last => return,
             NOTHING if keeps(asid) => {}
             ALL => self.flush_other(),
-            // This drops more than required: global translations, too.
+            // This also drops global translations, which is more than required.
             _ => self.flush_world(),
         }
         self.tell_flush(GuestFlush::Nested);
     }
 
-    /// Carries out the #VMEXIT that is due. Returns an exit if the run ends because the hypervisor's control
-    /// block is not in memory; the hypervisor's state is then lost. If memory is only temporarily unavailable,
-    /// the #VMEXIT stays due.
+    /// Carries out the #VMEXIT that is due. If the control block is not in memory, the hypervisor's state is lost, and
+    /// this function returns an exit that ends the run. If memory is only temporarily unavailable, the #VMEXIT stays
+    /// due.
     pub(crate) fn exit_guest(&mut self) -> Option<Exit> {
         match self.try_exit_guest() {
             Ok(()) => None,
             Err(Break::Exit) => self.raised.exit.take(),
-            // The #VMEXIT stays due, and is tried again.
+            // The #VMEXIT stays due, and will be tried again.
             Err(_) => None,
         }
     }
@@ -169,7 +170,7 @@ impl Cpu {
             false => Some([0; 4]),
         };
         let is_stored = self.store_exit(&exit)?;
-        // From here on, no step can fail.
+        // No step after this point can fail.
         self.end_guest(pdptes.unwrap_or_default());
         match is_stored && pdptes.is_some() {
             true => Ok(()),
@@ -244,14 +245,14 @@ impl Cpu {
         events.mov_ss_shadow = false;
         events.gif_clear = true;
         self.watch.steps = false;
-        // By 15.6, protected mode is on and all breakpoints are off. CR2 and DR6 keep the guest's values.
+        // By 15.6, protected mode is enabled and all breakpoints are disabled. CR2 and DR6 keep the guest's values.
         host.cr0 |= CR0_PE;
         host.rflags &= !flags::VM;
         host.dr7 = 0x400;
         (host.cr2, host.dr6) = (self.state.cr2, self.state.dr6);
         self.state.pdptes = pdptes;
         self.load_world(&host);
-        // VMRUN is complete now, so its single step traps here.
+        // VMRUN is complete now. If the hypervisor's TF is set, VMRUN causes a single-step trap.
         if host.rflags & flags::TF != 0 {
             self.trap(DR6_BS);
         }

@@ -1,34 +1,36 @@
-//! The STLB, the second level of the software TLB: the translations of several address spaces, of data and of code.
+//! The STLB, the second level of the software TLB: translations of several address spaces, for data and code.
 //!
 //! After a miss in the first level, the CPU looks here before the machine walks the guest's tables. An access of the
-//! guest never uses an entry of the STLB directly. Decoded code and watchpoints are looked up when a page is entered
-//! into the first level. So the STLB has no data about them.
+//! guest never uses an entry of the STLB directly. When a page is entered into the first level, decoded code and
+//! watchpoints of the page are looked up elsewhere. So the STLB has no data about them.
 //!
-//! A translation belongs to one address space, or is *global*: valid in every space of its world. A *world* is the
-//! guest itself, or one of the nested guests that it runs as a hypervisor (SVM: an ASID). A space has a name (world and
-//! PCID) and a number, and its translations carry the number. A flush of the space gives it the next number and touches
-//! no entry. Global translations carry a number of their world. When the numbers run out, all entries are dropped.
+//! A translation belongs to one address space, or is *global*. A global translation is valid in every space of its
+//! world. A *world* is the guest itself, or one of the nested guests that the guest runs as a hypervisor (SVM: an
+//! ASID). A space has a name (world and PCID) and a number. The space's translations contain this number. A flush gives
+//! the space a new number, so that it need not change any entry. Global translations contain a number of their world.
+//! When all numbers are used up, all entries are dropped.
 
 use super::{ENTRIES, HUGE_BITS, SUPERVISOR, SUPERVISOR_AC, USER};
 use crate::machine::{Access, HostPage};
 use std::ptr::NonNull;
 
-/// The number of sets, and of entries in a set: as many as fit into a cache line of the host.
+/// The number of sets. The next constant is the number of entries in a set: those that fit into a cache line of the
+/// host.
 const SETS: usize = 2048;
 const WAYS: usize = 4;
 
-/// The number of spaces that are remembered. This is more than the twelve PCIDs that Linux uses at a time: a kernel's
-/// and a user's for each of six processes.
+/// The number of spaces that are remembered. This is more than the twelve PCIDs that Linux uses at the same time: for
+/// each of six processes, one for the kernel and one for the user.
 const SPACES: usize = 16;
-/// Bits of the PCID in the name of a space. The world is in the bits above.
+/// The number of bits of the PCID in the name of a space. The world is in the bits above.
 pub(crate) const PCID_BITS: u32 = 12;
-/// The number of worlds: as many as the name of a space has bits for.
+/// The number of worlds, which is limited by the bits in the name of a space.
 pub(crate) const WORLDS: usize = 1 << (u16::BITS - PCID_BITS);
 /// The number of different space numbers.
 const NUMBERS: u16 = 1 << 14;
 
-/// The parts of a key: bit 63, which is set; the bits of the linear page number in which canonical addresses differ;
-/// the table; the number of the space.
+/// The parts of a key: bit 63, which is set in a used entry; the flag for global; the bits of the linear page number in
+/// which canonical addresses can differ; the table; the number of the space.
 const USED: u64 = 1 << 63;
 const GLOBAL: u64 = 1 << 62;
 const PAGE_BITS: u32 = 45;
@@ -45,7 +47,7 @@ const BITS_MASK: u64 = 0x3f;
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Entry {
-    /// 0: empty.
+    /// The key. 0: the entry is empty.
     key: u64,
     value: u64,
 }
@@ -53,7 +55,7 @@ struct Entry {
 impl Entry {
     const EMPTY: Entry = Entry { key: 0, value: 0 };
 
-    /// Whether this translation is of a part of the larger guest page that contains the page number `page`.
+    /// Whether this translation and the page number `page` belong to the same large page of the guest.
     fn is_part_with(&self, page: u64) -> bool {
         let bits = (self.value >> BITS_SHIFT & BITS_MASK) as u32;
         let same = (self.key >> PAGE_SHIFT ^ page) & PAGES;
@@ -61,14 +63,14 @@ impl Entry {
     }
 }
 
-/// The bits of a page number in a key.
+/// The mask of a page number in a key.
 const PAGES: u64 = (1 << PAGE_BITS) - 1;
 
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 struct Set([Entry; WAYS]);
 
-/// An address space, and the number that its translations carry.
+/// An address space, and the number that its translations contain.
 #[derive(Clone, Copy)]
 struct Space {
     is_known: bool,
@@ -90,9 +92,9 @@ fn world_of(name: u16) -> usize {
 /// Which translations of a page to drop.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Which {
-    /// The translations of the current space, and the global ones: for INVLPG.
+    /// The translations of the current space and the global translations, for INVLPG.
     CurrentAndGlobal,
-    /// The translations of the space with this name, but not the global ones: for INVPCID of type 0.
+    /// The translations of the space with this name, but not global translations, for INVPCID of type 0.
     Of(u16),
 }
 
@@ -100,13 +102,14 @@ pub(crate) enum Which {
 pub(crate) struct Stlb {
     sets: [Set; SETS],
     spaces: [Space; SPACES],
-    /// The space to forget next.
+    /// The index of the space that is forgotten next.
     oldest: usize,
-    /// The number of the current space, the number of its world's global translations, and the last number used.
+    /// The number of the current space. The next field is the number of its world's global translations, and the field
+    /// after that is the last number that was used.
     current: u16,
     global: u16,
     last: u16,
-    /// The numbers of the global translations of each world; 0 if a world has none.
+    /// The number of each world's global translations; 0 if a world has no such number yet.
     globals: [u16; WORLDS],
     /// The index in a set of the entry that is replaced next if no entry of the set is free.
     next_way: usize,
@@ -118,13 +121,14 @@ impl Stlb {
         (page ^ page >> 11 ^ table << 9) as usize & (SETS - 1)
     }
 
-    /// Returns page number and table in the form of a key.
+    /// Returns the page number and the table as parts of a key.
     #[inline(always)]
     fn place(table: u64, lin: u64) -> u64 {
         USED | (lin >> 12 & PAGES) << PAGE_SHIFT | table << TABLE_SHIFT
     }
 
-    /// Returns the translation of the page of `lin` for accesses through `table`, if `access` is allowed.
+    /// Returns the translation of the page of `lin` for accesses that use `table`, if there is one and it allows
+    /// `access`.
     #[inline(always)]
     pub(super) fn find(&self, table: u64, lin: u64, access: Access) -> Option<HostPage> {
         let place = Self::place(table, lin);
@@ -154,7 +158,7 @@ impl Stlb {
         })
     }
 
-    /// Enters the translation that the machine has just made for `access`. The right to execute is entered only if
+    /// Enters the translation that the machine has just made for `access`. The right to execute is stored only if
     /// `access` is a fetch.
     pub(super) fn enter(&mut self, table: u64, lin: u64, page: &HostPage, access: Access) {
         let place = Self::place(table, lin);
@@ -171,7 +175,7 @@ impl Stlb {
         let set = &mut self.sets[Self::index(lin >> 12, table)].0;
         let known = set.iter_mut().find(|entry| entry.key == key);
         if let Some(entry) = known {
-            // The page is entered twice: for a fetch, and for a data access. Both rights are kept.
+            // The page has an entry already, for a fetch or for a data access. The new entry has the rights of both.
             let same = (entry.value ^ value) & !0xfff == 0;
             entry.value = value | right(same, entry.value & EXECUTE);
             return;
@@ -186,7 +190,7 @@ impl Stlb {
         set[way] = Entry { key, value };
     }
 
-    /// Returns a number that no entry carries.
+    /// Returns a number that no entry contains.
     fn new_number(&mut self) -> u16 {
         if self.last + 1 >= NUMBERS {
             self.sets.fill(Set([Entry::EMPTY; WAYS]));
@@ -208,7 +212,8 @@ impl Stlb {
         (self.spaces.iter_mut()).find(|space| space.is_known && space.name == name)
     }
 
-    /// Makes the space `name`, of another world than the last one, the current one. Its translations are kept.
+    /// Makes the space `name` the current space. It must be in another world than the current space. Its translations
+    /// stay valid.
     pub(super) fn enter_world(&mut self, name: u16) {
         let world = world_of(name);
         if self.globals[world] == 0 {
@@ -218,7 +223,7 @@ impl Stlb {
         self.switch(name, true);
     }
 
-    /// Drops the translations of a world. If it is the current world, the caller enters it again.
+    /// Drops the translations of a world. If it is the current world, the caller must enter it again.
     pub(super) fn forget_world(&mut self, world: usize) {
         self.globals[world] = 0;
         for space in self.spaces.iter_mut().filter(|space| space.is_of(world)) {
@@ -226,13 +231,14 @@ impl Stlb {
         }
     }
 
-    /// Drops the translations of the current world. The current space is `name`.
+    /// Drops the translations of the current world. `name` becomes the current space.
     pub(super) fn flush_world(&mut self, name: u16) {
         self.forget_world(world_of(name));
         self.enter_world(name);
     }
 
-    /// Makes the space `name`, of the current world, the current one. With `keeps`, its translations are kept.
+    /// Makes the space `name` the current space. It must be in the current world. If `keeps`, its translations stay
+    /// valid.
     pub(super) fn switch(&mut self, name: u16, keeps: bool) {
         if keeps && let Some(space) = self.space_of(name) {
             self.current = space.number;
@@ -254,20 +260,20 @@ impl Stlb {
         }
     }
 
-    /// Drops the translations of the space `name`, which is not the current one.
+    /// Drops the translations of the space `name`, which must not be the current space.
     pub(super) fn forget(&mut self, name: u16) {
         if let Some(space) = self.space_of(name) {
             space.is_known = false;
         }
     }
 
-    /// Drops the translations of all spaces, but not the global ones; the current space is `name`.
+    /// Drops the translations of all spaces, but not global translations. `name` becomes the current space.
     pub(super) fn flush_spaces(&mut self, name: u16) {
         self.forget_spaces();
         self.switch(name, false);
     }
 
-    /// Drops all translations of all worlds. The current space is `name`.
+    /// Drops all translations of all worlds. `name` becomes the current space.
     pub(super) fn flush(&mut self, name: u16) {
         self.globals = [0; WORLDS];
         self.global = self.new_number();
@@ -275,7 +281,7 @@ impl Stlb {
         self.flush_spaces(name);
     }
 
-    /// Drops the translations of all parts of the guest's large page that contains `lin`, of all spaces.
+    /// Drops the translations of all parts of the guest's large page that contains `lin`, in all spaces.
     pub(super) fn flush_large(&mut self, lin: u64) {
         let page = lin >> 12;
         for entry in self.sets.iter_mut().flat_map(|set| &mut set.0) {
@@ -310,7 +316,7 @@ mod tests {
     use super::*;
     use crate::heap::{Pages, Zeroed};
 
-    // SAFETY: the type consists of integers and flags.
+    // SAFETY: the type consists of integers and `bool`s, for which zeroes are a valid value.
     unsafe impl Zeroed for Stlb {}
 
     fn page(global: bool, bits: u32) -> HostPage {
@@ -362,8 +368,8 @@ mod tests {
         assert!(stlb.find(0, 0x5000, Access::Read).is_none(), "privilege");
     }
 
-    /// Checks that worlds share nothing. Each world has a global translation and another one of the same page. The STLB
-    /// finds neither of them in another world, nor after the world was forgotten.
+    /// Checks that worlds do not share translations. Each world has a global translation and an ordinary translation of
+    /// the same page. The STLB must find neither of them in another world, nor after the world was forgotten.
     #[test]
     fn worlds_share_nothing() {
         let mut stlb = Pages::<Stlb>::zeroed().unwrap();
