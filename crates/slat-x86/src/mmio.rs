@@ -1,10 +1,11 @@
 //! MMIO accesses, whose data the device model provides.
 //!
-//! *MMIO reads*: the CPU abandons the instruction with nothing changed and ends the run. The caller provides the data.
-//! Then the CPU executes the instruction, as it was decoded, again from its start: a read at a linear address whose
-//! data is known returns that data, and is not translated again.
+//! *MMIO reads*: the CPU abandons the instruction, which has had no effect, and ends the run. The caller provides the
+//! data. Then the CPU executes the instruction again from its start, in its decoded form. If the data for a read at a
+//! linear address was provided, the read returns this data, and the address is not translated again.
 //!
-//! *MMIO writes*: the instruction queues the writes and completes; each fragment of the queue ends a run.
+//! *MMIO writes*: the instruction puts its writes into a queue, and is then done. Each fragment in the queue ends a
+//! run.
 //!
 //! [`complete`](crate::complete) finishes such an instruction before anything else is executed.
 
@@ -14,8 +15,8 @@ use crate::flow::Break;
 use crate::machine::{Access, Exit};
 
 impl Cpu {
-    /// If compiled code has found that this access is to a device, removes and returns the device's guest-physical
-    /// address.
+    /// If compiled code has found before that this access is to a device, removes and returns the device's
+    /// guest-physical address.
     #[cfg(feature = "jit")]
     #[inline]
     pub(crate) fn take_met(&mut self, lin: u64, access: Access) -> Option<u64> {
@@ -24,7 +25,7 @@ impl Cpu {
             .map(|met| met.gpa)
     }
 
-    /// Returns `None`: without a compiler, no device is remembered.
+    /// Returns `None`. Without a compiler, no compiled code finds devices.
     #[cfg(not(feature = "jit"))]
     #[inline]
     pub(crate) fn take_met(&mut self, _: u64, _: Access) -> Option<u64> {
@@ -46,19 +47,19 @@ impl Cpu {
         !self.fixed.answers.waiting().is_empty()
     }
 
-    /// Call when the instruction at RIP starts. Its reads then use the data from the beginning.
+    /// Call when the instruction at RIP starts. Its reads use the provided data from the beginning.
     pub(crate) fn rewind_answers(&mut self) {
         self.devices.taken = 0;
     }
 
-    /// Call when the instruction is done (or ended in an exception): drops the data.
+    /// Call when the instruction is done or has ended in an exception. Drops the provided data.
     pub(crate) fn clear_answers(&mut self) {
         self.fixed.answers.clear();
         self.devices.taken = 0;
     }
 
-    /// Returns the guest-physical address of a read at `lin` whose data is known, if the current execution has not made
-    /// that read yet.
+    /// If the data for a read at `lin` was provided, and the current execution has not made that read yet, returns the
+    /// read's guest-physical address.
     pub(crate) fn answered_at(&self, lin: u64) -> Option<u64> {
         let mut left = self.fixed.answers.waiting().iter().skip(self.devices.taken);
         left.find(|answer| answer.lin == lin)
@@ -76,7 +77,7 @@ impl Cpu {
             self.devices.taken += 1;
             return Ok(());
         }
-        // Drop the data of later reads: it belongs to another instruction.
+        // The data of later reads is dropped, because it belongs to another instruction.
         answers.end = self.devices.taken;
         if answers.end == MOST_FRAGMENTS {
             return Err(self.unimplemented("an instruction with very many MMIO reads"));
@@ -128,7 +129,7 @@ impl Cpu {
         })
     }
 
-    /// Whether there is data of a string input to be stored.
+    /// Whether there is data of a string input that is not stored in memory yet.
     pub(crate) fn has_input(&self) -> bool {
         self.devices.port.is_some_and(|port| port.answered)
     }

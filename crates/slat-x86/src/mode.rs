@@ -1,11 +1,11 @@
-//! The CPU state on which decoding depends besides the bytes, as bits of a block's key.
+//! The CPU state on which decoding depends, besides the bytes of the code. The state is part of a block's key, as bits.
 
 /// The default operand and address size: [`BITS_16`], [`BITS_32`], [`BITS_64`] or [`FLAT_32`].
 pub const BITS: u8 = 3;
 pub const BITS_16: u8 = 0;
 pub const BITS_32: u8 = 1;
 pub const BITS_64: u8 = 2;
-/// 32-bit code with flat segments: offsets in ES, CS, SS and DS are linear addresses without a limit, and the stack
+/// 32-bit code with flat segments: offsets in ES, CS, SS and DS are linear addresses and have no limit. The stack
 /// pointer has 32 bits.
 pub const FLAT_32: u8 = 3;
 /// SSE instructions raise #UD (CR0.EM is set, or CR4.OSFXSR is clear).
@@ -14,7 +14,7 @@ pub const NO_SSE: u8 = 1 << 2;
 pub const NO_X87: u8 = 1 << 3;
 /// x87 and SSE instructions raise #NM (CR0.TS is set).
 pub const TASK_SWITCHED: u8 = 1 << 4;
-/// The CPL is 3. So code of a user and code of a supervisor have different keys.
+/// The CPL is 3. With this bit, user code and supervisor code have different keys.
 pub const USER: u8 = 1 << 5;
 /// VEX-encoded vector instructions raise #UD (CR4.OSXSAVE or a bit of XCR0 is clear, or the mode has no VEX prefix).
 pub const NO_AVX: u8 = 1 << 6;

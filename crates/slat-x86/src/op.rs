@@ -4,24 +4,26 @@ use crate::Cpu;
 pub use crate::flow::{Break, Flow};
 use iced_x86::{Instruction, Mnemonic, OpKind, Register};
 
-/// Bytes of the longest instruction.
+/// The number of bytes of the longest instruction.
 pub(crate) const LONGEST_INSTRUCTION: usize = 15;
 
-/// Executes one operation.
+/// A function that executes one operation.
 pub type Handler = fn(&mut Cpu, &Op) -> Flow;
 
-/// Chooses the handler of an instruction. `op` already has the operands; fills in the other fields that the handler
-/// needs. Returns `None` if this CPU does not have the instruction in this form.
+/// A function that chooses the handler of an instruction. `op` already has the operands. The function fills in the
+/// other fields that the handler needs. Returns `None` if this CPU does not have the instruction in this form.
 pub(crate) type Lower = fn(&Instruction, &mut Op) -> Option<Handler>;
 
-/// A row of the table of instructions (`lower`): mnemonics that one function lowers, in one list or several.
+/// A row of the table of instructions (`lower`): one or more lists of mnemonics, and the function that lowers them.
 pub(crate) struct Row {
     pub mnemonics: &'static [&'static [Mnemonic]],
     pub lower: Lower,
 }
 
-/// Makes rows in the form of a `match`: `mnemonics => handler`. A handler that depends on the instruction is an
-/// expression of `insn` and `op`, which [`Lower`] names.
+/// handler`. A handler that depends on the instruction is an expression of `insn` and `op`, which [`Lower`] names. =>
+/// Makes rows that are written like a `match`: `mnemonics => handler`. If the handler depends on the instruction, it is
+/// an expression that uses `insn` and `op`, the arguments of [`Lower`]. => handler`. A handler that depends on the
+/// instruction is an expression of `insn` and `op`, which [`Lower`] names.
 macro_rules! rows {
     (|$insn:ident, $op:ident| $($($mnemonic:ident)|+ => $handler:expr,)+) => {
         &[$($crate::op::Row {
@@ -33,7 +35,7 @@ macro_rules! rows {
 }
 pub(crate) use rows;
 
-/// Makes the rows of a family's mnemonics. A function that is generic over [`Operation`] chooses their handlers.
+/// Makes a row for the mnemonics of a family. A function that is generic over [`Operation`] chooses their handlers.
 macro_rules! family_rows {
     ([$($file:ident::$name:ident)*] $choose:ident) => {
         &[$($crate::op::Row {
@@ -59,9 +61,9 @@ pub(crate) mod form {
     pub const FULL: u8 = 3;
 }
 
-/// In [`Op::base`] and [`Op::index`]: the operand has no such register.
+/// The value of [`Op::base`] or [`Op::index`] for an operand without this register.
 pub const NONE: u8 = 0xff;
-/// A memory operand, in [`Op::r`].
+/// The value in [`Op::r`] for a memory operand.
 pub const MEM: u8 = 0xfe;
 
 /// One decoded instruction, or two that were fused.
@@ -71,32 +73,32 @@ pub const MEM: u8 = 0xfe;
 pub struct Op {
     /// The function that executes the operation.
     pub handler: Handler,
-    /// The immediate operand, sign-extended; the target of a near branch.
+    /// The immediate operand, sign-extended, or the target of a near branch.
     pub imm: u64,
-    /// The displacement, sign-extended. For a RIP-relative operand, the whole address.
+    /// The displacement, sign-extended. For a RIP-relative operand, this is the whole address.
     pub disp: u64,
-    /// The registers of the first four operands: number of the GPR (16–19: AH CH DH BH), XMM, MM, ST, segment,
-    /// control or debug register; [`MEM`] for the memory operand, [`NONE`] for immediates and absent operands.
+    /// The registers of the first four operands. A register is given by its number among the registers of its kind; AH,
+    /// CH, DH and BH are 16 to 19. [`MEM`] is the memory operand. [`NONE`] is an immediate or an absent operand.
     pub r: [u8; 4],
-    /// Base register or [`NONE`].
+    /// The base register, or [`NONE`].
     pub base: u8,
-    /// Index register or [`NONE`].
+    /// The index register, or [`NONE`].
     pub index: u8,
-    /// Scale as a shift: 0–3.
+    /// The scale of the index as a shift, 0 to 3.
     pub scale: u8,
-    /// The segment of the memory operand: 0–5 for ES CS SS DS FS GS.
+    /// The segment of the memory operand: 0 to 5 for ES, CS, SS, DS, FS and GS.
     pub seg: u8,
     /// One of the forms in [`form`].
     pub(crate) form: u8,
-    /// Address size in bytes: 2, 4 or 8.
+    /// The address size in bytes: 2, 4 or 8.
     pub address_size: u8,
-    /// Operand size index: 0–3 for 1, 2, 4, 8 bytes.
+    /// The index of the operand size: 0 to 3 for 1, 2, 4 and 8 bytes.
     pub size: u8,
-    /// Length of the instruction in bytes.
+    /// The length of the instruction in bytes.
     pub len: u8,
-    /// Offset of the instruction in its block.
+    /// The offset of the instruction in its block.
     pub offset: u8,
-    /// A second small value for the handler: condition, sub-operation.
+    /// A second small value for the handler, for example a condition.
     pub aux: u8,
     /// Whether the instruction has a LOCK prefix, or is an XCHG.
     pub lock: bool,
@@ -108,7 +110,7 @@ pub struct Op {
     pub(crate) mnemonic: Mnemonic,
 }
 
-/// Returns the number of a segment register; DS's for none.
+/// Returns the number of a segment register. For `None`, returns the number of DS.
 pub(crate) fn segment(r: Register) -> u8 {
     match r {
         Register::None => 3,
@@ -125,7 +127,7 @@ pub(crate) fn bytes_of(insn: &Instruction, k: usize) -> usize {
 }
 
 impl Cpu {
-    /// Returns RIP after `op`.
+    /// Returns RIP of the instruction after `op`.
     #[inline(always)]
     pub(crate) fn next_rip(&self, op: &Op) -> u64 {
         let next = self
@@ -145,10 +147,10 @@ impl Cpu {
         self.code.rip.wrapping_add(u64::from(op.offset))
     }
 
-    /// Call when `op` has ended the block for the reason `why`. Executes `op` again as long as page walks for it set
-    /// bits in pages of decoded code: the bits may be in `op` itself, which a processor would have fetched before. Then
-    /// the block ends, so that the next instruction is fetched again. Returns why the block ends. For any other `why`,
-    /// returns `why`.
+    /// Call when `op` has ended the block for the reason `why`. If a page walk for `op` has set a bit in a page of
+    /// decoded code, executes `op` again, without fetching it again: the bit may be in the code of `op`, which a
+    /// processor would have fetched before the walk. After that the block ends, so that the next instruction is fetched
+    /// again. Returns the reason why the block ends. In all other cases returns `why`.
     pub(crate) fn finish_fetched(&mut self, op: &Op, mut why: Break) -> Break {
         while matches!(why, Break::Retry) && std::mem::take(&mut self.code.walk_changed) {
             why = match (op.handler)(self, op) {

@@ -1,16 +1,16 @@
-//! Memory that is handed out in pieces and freed as a whole.
+//! Memory that is allocated in pieces and freed as a whole.
 //!
-//! A CPU has some hundred thousand pieces of decoded code. On the heap, each piece would have its own bookkeeping, and
-//! the pieces would be far apart, so that code that runs a few times would mostly wait for cache misses. A pool's
-//! pieces are next to one another, and are freed together, without work for each. (Huge pages gained nothing that could
-//! be measured.)
+//! A CPU has some hundred thousand pieces of decoded code. On the heap, each piece would need its own bookkeeping, and
+//! the pieces would be far apart. So code that runs only a few times would mostly wait for cache misses. A pool's
+//! pieces are next to one another, and all of them are freed at once. (Huge pages gave no measurable improvement.)
 
 use crate::heap::{self, OutOfMemory};
 use std::alloc::{Layout, alloc, dealloc};
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 
-/// Bytes of a pool's first chunk. Each further chunk doubles the pool, up to [`LARGEST`].
+/// The number of bytes of a pool's first chunk. Each further chunk is as large as all chunks before it, up to
+/// [`LARGEST`].
 const PAGE: usize = 4 << 10;
 const LARGEST: usize = 2 << 20;
 /// The alignment of chunks: a cache line, the largest alignment of a piece.
@@ -23,18 +23,18 @@ struct Chunk {
 
 impl Drop for Chunk {
     fn drop(&mut self) {
-        // SAFETY: allocated with this layout; no code uses its pieces any more.
+        // SAFETY: the memory was allocated with this layout. It is only freed when its pieces are not used any more.
         unsafe { dealloc(self.start.as_ptr(), self.layout) };
     }
 }
 
-/// Memory for pieces, which never move.
+/// Memory for pieces. A piece never moves.
 #[derive(Default)]
 pub(crate) struct Pool {
     chunks: Vec<Chunk>,
-    /// Bytes of all chunks.
+    /// The number of bytes of all chunks.
     bytes: usize,
-    /// Bytes of the last chunk that are handed out.
+    /// The number of bytes of the last chunk that are used by pieces.
     used: usize,
 }
 
@@ -44,7 +44,7 @@ impl Pool {
         self.bytes + self.chunks.capacity() * size_of::<Chunk>()
     }
 
-    /// Returns the number of heap bytes that the pool will have after it has handed out `more` bytes in small pieces.
+    /// Returns the number of heap bytes that the pool will have after `more` bytes were allocated in small pieces.
     pub(crate) fn bytes_with(&self, more: usize) -> usize {
         let left = self.chunks.last().map_or(0, |last| last.layout.size()) - self.used;
         match more <= left {
@@ -68,14 +68,14 @@ impl Pool {
             && at + layout.size() <= last.layout.size()
         {
             self.used = at + layout.size();
-            // SAFETY: the address is in the chunk.
+            // SAFETY: the offset is within the chunk, as checked above.
             return Ok(unsafe { last.start.add(at) });
         }
         let size = self.next_chunk().max(layout.size().next_multiple_of(PAGE));
         let chunk = Layout::from_size_align(size, LINE).map_err(|_| OutOfMemory)?;
         let count = self.chunks.len() + 1;
         heap::reserve(&mut self.chunks, count)?;
-        // SAFETY: the layout has a size.
+        // SAFETY: the layout's size is not 0.
         let start = NonNull::new(unsafe { alloc(chunk) }).ok_or(OutOfMemory)?;
         self.chunks.push(Chunk {
             start,
@@ -92,7 +92,7 @@ impl Pool {
     /// [`OutOfMemory`].
     pub(crate) fn put<T>(&mut self, value: T) -> Result<NonNull<T>, OutOfMemory> {
         let place = self.take(Layout::new::<T>())?.cast();
-        // SAFETY: memory for a value of this type, to which nothing else refers yet.
+        // SAFETY: the memory was allocated just now for a value of this type, so no other pointer to it exists.
         unsafe { place.write(value) };
         Ok(place)
     }
@@ -138,7 +138,7 @@ impl<T: Copy> List<T> {
         if len > self.capacity as usize {
             let layout = Layout::array::<T>(len).map_err(|_| OutOfMemory)?;
             let start = pool.take(layout)?.cast();
-            // SAFETY: the old memory has `len` elements; the new memory does not overlap it, and has space for them.
+            // SAFETY: the old memory has `len` elements; the new memory is separate, and has space for them.
             unsafe { start.copy_from_nonoverlapping(self.start, self.len as usize) };
             (self.start, self.capacity) = (start, len as u32);
         }
@@ -152,7 +152,7 @@ impl<T: Copy> List<T> {
     /// Adds an element, and returns it. The list must have space for it.
     pub(crate) fn push(&mut self, value: T) -> &mut T {
         assert!(self.len < self.capacity, "no room was reserved");
-        // SAFETY: the list has space for one more element, and is exclusively borrowed.
+        // SAFETY: the list has space for one more element, as checked above, and `self` is borrowed exclusively.
         let last = unsafe {
             let mut last = self.start.add(self.len as usize);
             last.write(value);

@@ -1,29 +1,29 @@
 //! Probes: breakpoints, watchpoints and single steps that are invisible to the guest and to a debugger of KVM's API
 //! ([`Debugger`](crate::Debugger)). They end the run with [`Exit::Probe`](crate::Exit::Probe), and change no register.
 //!
-//! Probes use the same checks as the debug registers (module `debug`): the page of a data probe is not entered into the
-//! TLB, and a code probe makes the CPU check each block for breakpoints. Probes, DR0–DR7, and the debugger's
-//! breakpoints may have the same addresses. The probe then ends the run first, and the others take effect in the next
-//! run.
+//! Probes use the same checks as the debug registers (module `debug`). The page of a data probe is not entered into the
+//! TLB. A code probe makes the CPU check each block for breakpoints. Probes, DR0–DR7, and the debugger's breakpoints
+//! may have the same addresses. The probe then ends the run first, and the others take effect in the next run.
 //!
 //! An instruction that a code probe has stopped has not been executed; [`Cpu::pass_probe`](crate::Cpu::pass_probe) lets
 //! the next run execute it. A data probe and a step stop after the instruction.
 
 use crate::machine::{Access, ProbeHit, ProbeKind};
 
-/// A bit added to the DR6 bits of an instruction's traps: the instruction has hit a data probe.
+/// A bit that is added to the DR6 bits of an instruction's traps. It means that the instruction has hit a data probe.
 const DATA: u64 = 1 << 32;
-/// A bit added to the DR6 bits of an instruction's traps: the instruction has ended a single step of the probes.
+/// A bit that is added to the DR6 bits of an instruction's traps. It means that the instruction has ended a single step
+/// of the probes.
 const STEP: u64 = 1 << 33;
 
-/// One probe: linear addresses, and the kind of access to them that ends the run.
+/// One probe: a range of linear addresses, and the kind of access to them that ends the run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Probe {
     /// The kind of access that ends the run.
     pub kind: ProbeKind,
     /// The first linear address.
     pub first: u64,
-    /// The number of bytes. A code probe has one.
+    /// The number of bytes. A code probe has one byte.
     pub bytes: u64,
 }
 
@@ -33,7 +33,7 @@ pub(crate) struct Probes {
     list: Vec<Probe>,
     /// Whether each instruction ends the run.
     pub(crate) steps: bool,
-    /// The linear address of an instruction that code probes do not stop.
+    /// The linear address of an instruction that code probes ignore once.
     pub(crate) passed: Option<u64>,
     /// The access by which the current instruction has hit a data probe.
     access: Option<(ProbeKind, u64)>,
@@ -89,7 +89,7 @@ impl Probes {
         let Some(&Probe { kind, first, .. }) = self.data_in(lin, len, Some(access)) else {
             return 0;
         };
-        // The first byte that access and probe share.
+        // `at` is the first byte that both the access and the probe have.
         let at = match first.wrapping_sub(lin) < len {
             true => first,
             false => lin,
@@ -103,13 +103,13 @@ impl Probes {
         if self.steps { STEP } else { 0 }
     }
 
-    /// Handles the probes' bits among those of an instruction's traps, and returns the other bits.
+    /// Handles the probes' bits in `hits`, an instruction's trap bits, and returns the other bits.
     pub(crate) fn trap(&mut self, hits: u64) -> u64 {
         if hits & DATA != 0 {
             let access = self.access.take();
             self.hit = access.map(|(kind, at)| ProbeHit::Data(kind, at));
         } else if hits & STEP != 0 {
-            // If this instruction has also hit a data probe, that probe remains the reason of the exit.
+            // If the instruction has also hit a data probe, that hit remains the reason of the exit.
             self.hit.get_or_insert(ProbeHit::Step);
         }
         hits & !(DATA | STEP)

@@ -1,29 +1,29 @@
 //! The notify window: how long the CPU may deliver events without executing an instruction in between.
 //!
-//! A guest can make its CPU deliver events for ever, so that the CPU executes no instruction and reaches no point at
-//! which it could take an interrupt. An example is a breakpoint on the stack of the #DB handler: if the interrupt stack
-//! table makes each delivery begin at the same address, each delivery of #DB hits the breakpoint again. Processors
-//! report this to the hypervisor by a VM exit (SDM volume 3, "Notify VM Exits").
+//! A guest can make its CPU deliver events forever. Then the CPU executes no instruction and never accepts an
+//! interrupt. An example is a breakpoint on the stack of the #DB handler. If the interrupt stack table makes each
+//! delivery begin at the same address, each delivery of #DB hits the breakpoint again. Processors report this to the
+//! hypervisor by a VM exit (SDM volume 3, "Notify VM Exits").
 
 use std::time::{Duration, Instant};
 
-/// The number of deliveries in a row after which the CPU looks at the clock. Ordinary guests have a few at most, and so
-/// never read the clock.
+/// The number of consecutive deliveries after which the CPU reads the clock. Ordinary guests have only a few
+/// consecutive deliveries, so the CPU never reads the clock for them.
 const PATIENCE: u32 = 64;
 
-/// The event deliveries since the CPU's last instruction.
+/// The events that were delivered since the CPU's last instruction.
 #[derive(Default)]
 pub(crate) struct Progress {
-    /// The number of instructions executed when `deliveries` was 0.
+    /// The number of instructions that the CPU had executed when `deliveries` was 0.
     instructions: u64,
-    /// The number of events since then that were delivered, or lost in their delivery.
+    /// The number of events since then that were delivered or whose delivery has failed.
     deliveries: u32,
     /// The time of delivery number [`PATIENCE`].
     since: Option<Instant>,
 }
 
 impl Progress {
-    /// Call before delivering an event. `instructions`: the number that the CPU has executed so far.
+    /// Call before delivering an event. `instructions` is the number of instructions that the CPU has executed so far.
     pub(crate) fn note_delivery(&mut self, instructions: u64) {
         if self.instructions != instructions {
             *self = Progress {
@@ -34,7 +34,8 @@ impl Progress {
         self.deliveries = self.deliveries.saturating_add(1);
     }
 
-    /// Whether events have been delivered for longer than `window`. If so, begins another window.
+    /// Whether events have been delivered for longer than `window` without an instruction. If so, begins another
+    /// window.
     pub(crate) fn exceeds(&mut self, window: Duration) -> bool {
         if self.deliveries < PATIENCE {
             return false;

@@ -3,12 +3,14 @@
 use crate::machine::Exit;
 use crate::state::Exception;
 
-/// The result of an instruction that did not end normally. Valid after a [`Break`](crate::flow::Break) that says so.
+/// The exception or exit of an instruction that has ended with a [`Break`](crate::flow::Break). Valid only if the
+/// `Break` says so.
 pub(crate) struct Raised {
     pub(crate) exception: Exception,
     /// The linear address of a page fault.
     pub(crate) address: u64,
-    /// Whether the exception is for a non-canonical address. In the stack segment the exception is #SS.
+    /// Whether the exception is for a non-canonical address. If the access is to the stack segment, the exception is
+    /// #SS.
     pub(crate) noncanonical: bool,
     pub(crate) exit: Option<Exit>,
 }

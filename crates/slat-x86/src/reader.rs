@@ -1,10 +1,11 @@
-//! The instruction that waits for a device.
+//! An instruction that waits for data of a device.
 
 use crate::op::{LONGEST_INSTRUCTION, Op};
 
 /// An instruction that waits for the data of MMIO reads, in its decoded form.
 ///
-/// The instruction is executed again from this copy, not fetched again: the client may have patched it meanwhile.
+/// The instruction is executed again from this copy. It is not fetched again, because the client may have patched it
+/// meanwhile.
 #[derive(Clone, Copy)]
 pub(crate) struct Reader {
     pub(crate) op: Op,

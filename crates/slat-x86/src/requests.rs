@@ -9,13 +9,12 @@ pub struct Requests {
     /// Whether to end the run with [`Exit::InterruptWindow`](crate::Exit::InterruptWindow) when the guest could take an
     /// interrupt.
     pub interrupt_window: bool,
-    /// Whether to end the run with [`Exit::InterruptWindow`](crate::Exit::InterruptWindow) when GIF is set, because the
-    /// caller waits for GIF.
+    /// Whether to end the run with [`Exit::InterruptWindow`](crate::Exit::InterruptWindow) when GIF becomes set.
     pub gif_window: bool,
     /// The time for which events may be delivered without an instruction in between. After that the run ends with
     /// [`Exit::Notify`](crate::Exit::Notify).
     pub notify_window: Option<Duration>,
-    /// Debug exceptions that end the run with [`Exit::Debug`](crate::Exit::Debug) instead of being delivered to the
+    /// The debug exceptions that end the run with [`Exit::Debug`](crate::Exit::Debug), and are not delivered to the
     /// guest.
     pub debugger: Debugger,
 }

@@ -1,4 +1,4 @@
-//! The caller's results of port accesses, hypercalls and MSR accesses.
+//! Methods by which the caller passes the results of port accesses, hypercalls and MSR accesses.
 
 use crate::Cpu;
 use crate::devices::{Devices, Port, PortKind, Question, QuestionKind};
@@ -7,15 +7,15 @@ use crate::state::{Exception, State, flags};
 use crate::vector;
 
 impl Cpu {
-    /// Removes the instruction that ended the last run. Returns it if it needs a result of one of these kinds, and
-    /// RIP still points at it.
+    /// Removes the record of the instruction that ended the last run. Returns the record if the instruction needs a
+    /// result of one of these kinds and is still at RIP.
     fn take_question(&mut self, kinds: &[QuestionKind]) -> Option<Question> {
         let question = self.devices.question.take()?;
         (question.rip == self.state.rip && kinds.contains(&question.kind)).then_some(question)
     }
 
-    /// Finishes the hypercall that ended the last run: `store` stores its results in the registers. The second argument
-    /// of `store` tells whether the registers have 64 bits.
+    /// Finishes the hypercall that ended the last run. `store` stores the hypercall's results in the registers. The
+    /// second argument of `store` says whether the registers have 64 bits.
     ///
     /// RIP moves to the next instruction. If RIP was changed meanwhile, this does nothing.
     pub fn complete_hypercall(&mut self, store: impl FnOnce(&mut State, bool)) {
@@ -27,7 +27,7 @@ impl Cpu {
         self.question_done(&question);
     }
 
-    /// Call after the caller's result was stored: finishes the instruction.
+    /// Finishes the instruction. Call after the caller's result was stored.
     fn question_done(&mut self, question: &Question) {
         self.state.rip = question.next;
         self.state.rflags &= !flags::RF;
@@ -35,8 +35,8 @@ impl Cpu {
         self.trap_completed(question.traps);
     }
 
-    /// Finishes the MSR access that ended the last run. `answer` is the value that RDMSR reads; WRMSR ignores it.
-    /// `None` raises #GP(0).
+    /// Finishes the MSR access that ended the last run. `answer` is the value that RDMSR reads. WRMSR ignores the
+    /// value. `None` raises #GP(0).
     ///
     /// RIP moves to the next instruction unless it was changed meanwhile.
     pub fn complete_msr(&mut self, answer: Option<u64>) {
@@ -64,7 +64,7 @@ impl Cpu {
         &output.bytes[..output.len]
     }
 
-    /// Finishes the port access that ended the last run: `data` is the value that IN reads.
+    /// Finishes the port access that ended the last run. `data` is the value that IN reads.
     ///
     /// RIP moves to the next instruction unless it was changed meanwhile, as in KVM.
     pub fn complete_io(&mut self, data: &[u8]) {
@@ -106,7 +106,7 @@ impl Cpu {
         self.port_done(&port);
     }
 
-    /// Call when the port access, or this part of a repeated one, is done.
+    /// Call when a port access is done, or when a part of a repeated port access is done.
     fn port_done(&mut self, port: &Port) {
         self.end_shadow();
         if self.state.rip == port.next {
@@ -115,9 +115,9 @@ impl Cpu {
         self.trap_completed(port.traps);
     }
 
-    /// Stores the data that a string input read. The address was translated for writing before the exit. If the count
-    /// became smaller meanwhile, the rest of the data is dropped; if it became larger, the instruction is executed
-    /// again for the missing units.
+    /// Stores the data that a string input has read. The address was translated for writing before the exit. If the
+    /// count in RCX became smaller meanwhile, drops the rest of the data. If it became larger, the instruction is
+    /// executed again for the missing units.
     pub(crate) fn finish_ins(&mut self) -> Result<(), Break> {
         let Some(mut port @ Port { answered: true, .. }) = self.devices.port else {
             return Ok(());
@@ -142,7 +142,7 @@ impl Cpu {
         Ok(())
     }
 
-    /// Counts `done` units of a string access. Moves RIP after the last one.
+    /// Counts `done` units of a string access. After the last unit, sets RIP to the next instruction.
     fn finish_string(&mut self, port: &Port, address_size: u8, rep: bool, done: u32) {
         if rep {
             let left = self.string_count(address_size).saturating_sub(done.into());
@@ -156,8 +156,8 @@ impl Cpu {
         self.state.rip = port.next;
     }
 
-    /// Drops an access of an earlier run if the caller did not complete it, or if its instruction is not at RIP any
-    /// more. Returns whether the caller has left an MMIO read without data.
+    /// Drops an access of an earlier run if the caller did not complete it, or if its instruction is no longer at RIP.
+    /// Returns whether the caller has not provided the data of an MMIO read.
     pub(crate) fn forget_question(&mut self) -> bool {
         let rip = self.state.rip;
         let Devices { asked, port, .. } = &mut self.devices;

@@ -1,4 +1,4 @@
-//! The run loop: executes block after block, and handles pending work between them.
+//! The run loop: executes one block after another, and handles pending work between blocks.
 
 use crate::block::Block;
 use crate::executor::Executor;
@@ -13,11 +13,11 @@ use crate::{CodePages, vector};
 use std::sync::atomic::Ordering;
 
 impl Executor {
-    /// Runs the guest until it needs the caller.
+    /// Runs the guest until the caller has to act.
     ///
-    /// Reads `attention` at every block boundary. A value that is not zero ends the run with [`Exit::Attention`]; a
-    /// completed port or MMIO access takes effect before that. Bit [`CodePages::CHANGED`] belongs to this crate: other
-    /// CPUs set it during the run, and it is clear when this returns.
+    /// Reads `attention` at every block boundary. A value that is not zero ends the run with [`Exit::Attention`]. If
+    /// the caller has completed a port or MMIO access, the access takes effect before that. Bit [`CodePages::CHANGED`]
+    /// belongs to this crate: other CPUs set it during the run, and it is clear when this returns.
     pub fn run(&mut self, machine: &mut dyn Machine, attention: &AtomicU32) -> Exit {
         self.entered(machine, attention, |executor| {
             #[cfg(feature = "jit")]
@@ -31,15 +31,15 @@ impl Executor {
         })
     }
 
-    /// Calls `f`, which executes instructions of the guest. Before the call, derives from the state what depends on it,
-    /// because the client may have changed the state. After the call, the guest's state is complete.
+    /// Calls `f`, which executes instructions of the guest. Before the call, updates the data that is derived from the
+    /// state, because the client may have changed the state. After the call, all state is in [`State`](crate::State).
     pub(crate) fn entered<T>(
         &mut self,
         machine: &mut dyn Machine,
         attention: &AtomicU32,
         f: impl FnOnce(&mut Self) -> T,
     ) -> T {
-        /// Detaches the machine when dropped, even if `f` panics.
+        /// Detaches the machine when this is dropped, even if `f` panics.
         struct Detach<'a>(&'a mut Executor);
         impl Drop for Detach<'_> {
             fn drop(&mut self) {
@@ -61,8 +61,8 @@ impl Executor {
         result
     }
 
-    /// Forgets where the last run was interrupted. Call after runs that the caller interrupts more often than every few
-    /// milliseconds: code found running at such interruptions is not yet worth Cranelift's time.
+    /// Drops the sample of the last run. Call if the caller interrupts a run sooner than after a few milliseconds. Code
+    /// that runs at such an interruption need not be hot enough for Cranelift.
     pub fn forget_interrupted(&mut self) {
         #[cfg(feature = "jit")]
         {
@@ -70,23 +70,23 @@ impl Executor {
         }
     }
 
-    /// Calls `f`, in which the CPU executes. During the call, other CPUs report changes of code in `attention`.
+    /// Calls `f`, which executes instructions. During the call, other CPUs report changes of code in `attention`.
     fn told_by<T>(&mut self, attention: &AtomicU32, f: impl FnOnce(&mut Self) -> T) -> T {
-        /// When dropped, even if `f` panics, ends the time in which other CPUs report to this CPU.
+        /// When this is dropped, even if `f` panics, other CPUs stop reporting changes to this CPU.
         struct Leave<'a>(&'a mut Executor);
         impl Drop for Leave<'_> {
             fn drop(&mut self) {
                 self.0.code.member.leave();
             }
         }
-        // SAFETY: the member leaves before the borrow of the word ends.
+        // SAFETY: `Leave` makes the member leave before the borrow of the word ends.
         unsafe { self.code.member.enter(attention) };
         let leave = Leave(self);
         f(leave.0)
     }
 
-    /// Heeds changes of code by other CPUs, if `attention` reports some. Returns whether `attention` asks for the
-    /// caller.
+    /// If `attention` reports changes of code by other CPUs, heeds them. Returns whether `attention` has another bit
+    /// set, so that the run has to end.
     #[cold]
     #[inline(never)]
     pub(crate) fn attend(&mut self, attention: &AtomicU32) -> bool {
@@ -102,7 +102,7 @@ impl Executor {
             if self.slow {
                 match self.boundary(attention) {
                     Some(exit) => return exit,
-                    // Check again, because the work just done may have left more work.
+                    // The work that was done may have caused more work, so the check is repeated.
                     None if self.slow => continue,
                     None => {}
                 }
@@ -156,7 +156,7 @@ impl Executor {
         }
     }
 
-    /// Executes the operations of a block as long as `holds` returns true after each.
+    /// Executes the operations of a block, until `holds` returns false after an operation.
     #[inline(always)]
     pub(crate) fn execute_while(
         &mut self,
@@ -183,28 +183,28 @@ impl Executor {
         None
     }
 
-    /// Executes a block that is not kept. Memory held the block's code when the block was entered.
+    /// Executes a block that is not kept. The block's code was equal to memory when the block was entered.
     #[inline(never)]
     pub(crate) fn execute_once(&mut self, block: &Block) -> Option<Exit> {
         let (at, _) = Snapshot::split(block.key.lin);
         let (code, _) = block.parts();
-        // A block that is not kept lies in one page, unless it consists of a single instruction.
+        // A block that is not kept is in one page, unless it has only one instruction.
         let host = self.code.once.host.wrapping_add(at);
         self.execute_while(block, |op| {
             let end = usize::from(op.offset) + usize::from(op.len);
             let rest = code.get(end..).unwrap_or(&[]);
-            // SAFETY: the address is in the page from which the block was read. Even if that page has another use now,
-            // the access is guarded.
+            // SAFETY: the address is in the page from which the block was read. The access is guarded, so it is allowed
+            // even if the page has been unmapped or replaced.
             unsafe { slat_guard::matches(host.wrapping_add(end), rest) }.unwrap_or(false)
         })
     }
 
-    /// Call when an operation ended its block early.
+    /// Call when an operation has ended its block early.
     #[cold]
     #[inline(never)]
     fn broke(&mut self, block: &Block, op: &Op, why: Break) -> Option<Exit> {
         let why = self.finish_fetched(op, why);
-        // Only operations that were executed count.
+        // Operations that were not executed are not counted.
         let rest = u64::from(op.offset)
             + if matches!(why, Break::End | Break::ExitAfter | Break::TaskFault) {
                 u64::from(op.len)
@@ -221,7 +221,8 @@ impl Executor {
         self.after_break(op, block.op_bytes(op), why)
     }
 
-    /// Does the work that follows when `op`, whose bytes are `code`, has ended its block. `block_rip` is set.
+    /// Call when `op`, whose bytes are `code`, has ended its block. Does the work that follows. The caller has set
+    /// `block_rip`.
     pub(crate) fn after_break(&mut self, op: &Op, code: &[u8], why: Break) -> Option<Exit> {
         match why {
             Break::Jump => {}
@@ -244,8 +245,8 @@ impl Executor {
                 self.state.rip = self.rip_of(op);
                 match self.raised.exit {
                     Some(Exit::Mmio { .. }) => self.keep_reader(op, code),
-                    // Another action of the caller takes the instruction's place, so drop the data of the instruction's
-                    // reads.
+                    // The data of the instruction's reads is dropped, because the caller may now do something else
+                    // instead of this instruction.
                     Some(Exit::Emulation { .. }) => self.drop_answers(),
                     _ => {}
                 }
@@ -270,7 +271,7 @@ impl Executor {
         exit
     }
 
-    /// Turns the exception in `fault` into an event, and sets CR2 and DR6.
+    /// Makes the exception that the last instruction has raised a pending event, and sets CR2 and DR6.
     fn take_fault(&mut self) -> Option<Exit> {
         self.drop_answers();
         let fault = self.raised.exception;
@@ -279,7 +280,7 @@ impl Executor {
                 let hits = std::mem::take(&mut self.watch.hits);
                 return self.take_debug(hits);
             }
-            // Only an INT3 of the guest raises #BP, and only if the debugger claims it.
+            // #BP is raised only by an INT3 of the guest that the debugger claims.
             vector::BP => {
                 return Some(Exit::Debug {
                     vector: vector::BP,
@@ -294,7 +295,7 @@ impl Executor {
         None
     }
 
-    /// Handles a failed look-up of the block at RIP: raises an exception of the fetch, or ends the run.
+    /// Call when the look-up of the block at RIP has failed. Raises the exception of the fetch, or ends the run.
     pub(crate) fn fetch_failed(&mut self, why: Break) -> Option<Exit> {
         match why {
             Break::Exception => self.take_fault(),
@@ -307,11 +308,11 @@ impl Executor {
         }
     }
 
-    /// Does all pending work before the next block: completions, events, single steps.
+    /// Does all pending work before the next block: unfinished instructions, events, single steps.
     #[cold]
     #[inline(never)]
     fn boundary(&mut self, attention: &AtomicU32) -> Option<Exit> {
-        // Events and single steps store to memory, too, so changes of code are heeded first.
+        // Changes of code are heeded first, because events and single steps store to memory, too.
         self.attend(attention);
         if self.is_unfinished()
             && let Some(exit) = self.finish(attention)
@@ -336,9 +337,9 @@ impl Executor {
             if window.is_some_and(|window| self.progress.exceeds(window)) {
                 return Some(Exit::Notify);
             }
-            // If the delivery of an exception failed, another exception is pending, or the same one for a retry.
-            // Nothing is fetched before that is delivered, because a fault of the fetch would replace it. An event's
-            // frame may have hit a watchpoint, whose trap comes before the handler's first instruction.
+            // If the delivery of an exception has failed, an exception is still pending: another one, or the same one
+            // for a retry. It is delivered before code is fetched, because a fault of the fetch would replace it. If an
+            // event's frame has hit a watchpoint, the trap is delivered before the handler's first instruction.
             let events = &self.state.events;
             if self.probes.hit.is_none()
                 && events.exception.is_none()
@@ -347,7 +348,7 @@ impl Executor {
                 break;
             }
         }
-        // If the stack is in MMIO, the frame of an event is written to the device before the event's handler runs.
+        // If the stack is MMIO, an event's frame is written to the device before the event's handler runs.
         if let Some(write) = self.next_mmio_write() {
             return Some(write);
         }
@@ -367,7 +368,7 @@ impl Executor {
         if self.watch.code {
             return self.execute_between_breakpoints();
         }
-        // Code that opens an interrupt window sets `slow` itself.
+        // `slow` stays set only in these states. Other code sets `slow` when it opens an interrupt window.
         let events = &self.state.events;
         self.slow = events.interrupt.is_some()
             || events.nmis != 0 && !events.nmi_blocked && !events.gif_clear

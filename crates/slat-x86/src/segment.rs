@@ -1,10 +1,10 @@
-//! Descriptors: loading segment registers, and far transfers.
+//! Descriptors: loads of segment registers, and checks for far transfers.
 
 use crate::op::Break;
 use crate::state::Segment;
 use crate::{Cpu, vector};
 
-/// A code, data or system descriptor as a table stores it.
+/// A code, data or system descriptor in the format of a descriptor table.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Descriptor(pub(crate) u64);
 
@@ -20,7 +20,7 @@ impl Descriptor {
             raw
         }
     }
-    /// Returns the access rights in the form of [`Segment::rights`].
+    /// Returns the access rights in the format of [`Segment::rights`].
     pub(crate) fn rights(self) -> u32 {
         (self.0 >> 40) as u32 & 0xf0ff
     }
@@ -38,7 +38,7 @@ impl Descriptor {
     pub(crate) fn present(self) -> bool {
         self.0 & 1 << 47 != 0
     }
-    /// Returns the type and the S bit: 5 bits, of which S is the highest.
+    /// Returns the type and the S bit, 5 bits in total. The S bit is the highest.
     pub(crate) fn kind(self) -> u8 {
         (self.0 >> 40 & 31) as u8
     }
@@ -61,7 +61,8 @@ impl Descriptor {
 }
 
 impl Cpu {
-    /// Reads the descriptor of a selector. If the selector is beyond the table, raises `vector` with the selector.
+    /// Reads the descriptor of a selector. If the selector is beyond the table, raises the exception `vector` with the
+    /// selector as its error code.
     pub(crate) fn descriptor(&mut self, selector: u16, vector: u8) -> Result<Descriptor, Break> {
         match self.try_descriptor(selector)? {
             Some(descriptor) => Ok(descriptor),
@@ -102,7 +103,7 @@ impl Cpu {
         }
     }
 
-    /// Sets bits of the access byte of a descriptor: accessed, busy.
+    /// Sets bits in the access byte of a descriptor, such as accessed or busy.
     pub(crate) fn mark_descriptor(&mut self, selector: u16, bits: u8) -> Result<(), Break> {
         let Some(address) = self.descriptor_address(selector, 8) else {
             return Ok(());
@@ -128,7 +129,7 @@ impl Cpu {
         Ok(Some(old))
     }
 
-    /// Makes sure that [`change_descriptor`](Self::change_descriptor) can write.
+    /// Checks that [`change_descriptor`](Self::change_descriptor) can write to the descriptor.
     pub(crate) fn probe_descriptor(&mut self, selector: u16) -> Result<(), Break> {
         match self.descriptor_address(selector, 8) {
             Some(address) => self.as_system(|cpu| cpu.probe_write(address + 5, 1)),
@@ -136,7 +137,7 @@ impl Cpu {
         }
     }
 
-    /// Checks and loads DS, ES, FS, GS or SS. The register changes last.
+    /// Checks a selector and loads DS, ES, FS, GS or SS with it. The register changes only after all checks.
     pub(crate) fn load_segment(&mut self, number: u8, selector: u16) -> Result<(), Break> {
         if self.has_paragraphs() {
             let segment = self.segment(number);
@@ -166,7 +167,7 @@ impl Cpu {
         let rpl = (selector & 3) as u8;
         let kind = descriptor.kind();
         let allowed = if is_ss {
-            // The descriptor for SS must be of a writable data segment, and RPL, DPL and CPL must be equal.
+            // SS needs a descriptor of a writable data segment, with RPL, DPL and CPL equal.
             kind & 0x1a == 0x12 && rpl == self.cpl && descriptor.dpl() == self.cpl
         } else {
             let readable = kind & 0x18 == 0x10 || kind & 0x1a == 0x1a;
@@ -183,7 +184,8 @@ impl Cpu {
         Ok(())
     }
 
-    /// Reads and checks the descriptor of a code segment for a far jump, call or return within or to CPL `cpl`.
+    /// Reads and checks the descriptor of a code segment for a far transfer. After the transfer, the privilege level is
+    /// `cpl`.
     pub(crate) fn code_descriptor(
         &mut self,
         selector: u16,
@@ -197,7 +199,7 @@ impl Cpu {
         self.check_code(descriptor, selector, cpl, is_return)
     }
 
-    /// Checks a descriptor as [`code_descriptor`](Self::code_descriptor) does.
+    /// Checks a descriptor that was read already, in the same way as [`code_descriptor`](Self::code_descriptor).
     pub(crate) fn check_code(
         &mut self,
         descriptor: Descriptor,
@@ -250,7 +252,8 @@ impl Cpu {
     }
 }
 
-/// Reads the descriptor of a system segment: LDT (`kind` 2) or available TSS (9, or 1 for 16 bits).
+/// Reads the descriptor of a system segment. `kind` is 2 for an LDT, 9 for an available 32- or 64-bit TSS, and 1 for an
+/// available 16-bit TSS.
 pub(crate) fn system_segment(cpu: &mut Cpu, selector: u16, kind: u8) -> Result<Segment, Break> {
     let error = Some(u32::from(selector & !3));
     if selector & 4 != 0 {

@@ -1,12 +1,12 @@
-//! Copies of the guest's code, by page. Blocks are decoded from the copies, and comparing the copies with memory shows
-//! whether blocks are still valid.
+//! Copies of the guest's code, by page. Blocks are decoded from the copies. To find out whether blocks are still valid,
+//! the copies are compared with memory.
 //!
 //! A [`Snapshot`] has the code of one page that this CPU has decoded, in *lines*. A block is valid as long as its
-//! snapshot is. A snapshot is valid while its *stamp* equals the CPU's, because every event that may make code stale
-//! changes the CPU's stamp (`clock`). After such an event each page is checked once, when code of it is entered next
-//! (`Cpu::check_snapshot`). The check finds out which event it was, and whether the event may concern this page. If so,
-//! the check compares the lines with memory. If they differ, the snapshot begins a new *edition* without lines, and
-//! each of its blocks is compared with memory by itself.
+//! snapshot is valid. A snapshot is valid while its *stamp* equals the CPU's stamp, because every event that may make
+//! code stale changes the CPU's stamp (`clock`). After such an event each page is checked once, when its code is
+//! entered next (`Cpu::check_snapshot`). The check finds out which event it was, and whether the event may affect this
+//! page. If so, the check compares the lines with memory. If they differ, the snapshot begins a new *edition* without
+//! lines, and each block of the page is compared with memory separately.
 //!
 //! Lines are copied from memory first. Then blocks are decoded from the copies, or compared with them. So later
 //! comparisons use the same bytes that were decoded.
@@ -20,33 +20,33 @@ use std::ops::Range;
 use std::ptr::{self, NonNull};
 
 const PAGE: usize = 0x1000;
-/// Bytes of a line.
+/// The number of bytes of a line.
 const LINE: usize = 64;
 
-/// The decoded code of a page. Its first cache line is read at each entry of its code.
+/// The decoded code of a page. The first cache line of a snapshot is read each time that the page's code is entered.
 #[repr(C, align(64))]
 pub(crate) struct Snapshot {
-    /// The CPU's stamp, as long as memory is known to hold the lines.
+    /// The CPU's stamp when the lines were last known to equal memory.
     pub(crate) stamp: u64,
-    /// Host address of the page.
+    /// The host address of the page.
     pub(crate) host: *mut u8,
-    /// A number that no other content of the page has had: 1 or more.
+    /// A number, at least 1, that no other contents of the page have had.
     pub(crate) edition: u64,
     /// The linear address of the page, and whether it was looked up with user rights.
     key: u64,
     /// The generation when `host` was looked up; 0 means that it has to be looked up again.
     pub(crate) generation: u64,
-    /// The version of the page (see `code_pages`). 0: the page was not trusted, so the lines are
-    /// compared at the next entry.
+    /// The version of the page (see `code_pages`) when the lines were compared. 0: the page was not trusted, so the
+    /// lines are compared again at the next entry.
     pub(crate) version: u64,
-    /// The epoch when the lines were compared.
+    /// The epoch in which the lines were compared.
     pub(crate) epoch: u64,
-    /// Bit n: line n of `bytes` holds code.
+    /// Bit n is set if line n of `bytes` holds code.
     lines: u64,
     bytes: [u8; PAGE],
 }
 
-/// Returns the bits of the lines of `len` bytes at `at`.
+/// Returns the bits of the lines that contain the `len` bytes at `at`.
 fn bits(at: usize, len: usize) -> u64 {
     match len {
         0 => 0,
@@ -57,7 +57,7 @@ fn bits(at: usize, len: usize) -> u64 {
     }
 }
 
-/// Returns the runs of consecutive set bits, as ranges of bytes.
+/// Returns the runs of consecutive bits that are set, as ranges of bytes in the page.
 fn runs(mut bits: u64) -> impl Iterator<Item = Range<usize>> {
     std::iter::from_fn(move || {
         let first = bits.trailing_zeros();
@@ -68,7 +68,7 @@ fn runs(mut bits: u64) -> impl Iterator<Item = Range<usize>> {
 }
 
 impl Snapshot {
-    /// Makes the snapshot of a page, without lines.
+    /// Makes the snapshot of a page. It has no lines yet.
     pub(crate) fn new(key: u64) -> Self {
         Self {
             stamp: 0,
@@ -93,31 +93,32 @@ impl Snapshot {
         self.key & 1 != 0
     }
 
-    /// Forces the page to be looked up again.
+    /// Makes the CPU look the page up again before its code runs next.
     pub(crate) fn outdate(&mut self) {
         self.stamp = 0;
         self.generation = 0;
     }
 
-    /// Begins a new edition.
+    /// Begins a new edition, without lines.
     pub(crate) fn clear(&mut self) {
         self.edition += 1;
         self.lines = 0;
     }
 
-    /// Returns the offset of `lin` in its page, and the number of bytes up to the end.
+    /// Returns the offset of `lin` in its page, and the number of bytes from there to the end of the page.
     pub(crate) fn split(lin: u64) -> (usize, usize) {
         let at = (lin & 0xfff) as usize;
         (at, PAGE - at)
     }
 
-    /// Returns the `len` bytes of code at `lin`. They have been fetched (`Cpu::fetch`).
+    /// Returns the `len` bytes of code at `lin`. Call after `Cpu::fetch` for these bytes.
     pub(crate) fn code(&self, lin: u64, len: usize) -> &[u8] {
         let (at, _) = Self::split(lin);
         &self.bytes[at..at + len]
     }
 
-    /// Records that the `len` bytes at `at`, which have been fetched, are part of a block. Returns their place.
+    /// Records that the `len` bytes at `at` are part of a block. Call after `Cpu::fetch` for these bytes. Returns the
+    /// [`Place`] for the block.
     pub(crate) fn keep(mut page: NonNull<Self>, at: usize, len: usize) -> Place {
         // SAFETY: snapshots live until `Snapshots::clear`; nothing else refers to one while no block is running.
         let this = unsafe { page.as_mut() };
@@ -128,8 +129,8 @@ impl Snapshot {
         }
     }
 
-    /// Whether the page has `code` at the offset `at`, whose bytes have been fetched. If so, records that they are part
-    /// of a block.
+    /// Whether the page has `code` at the offset `at`. If so, records that these bytes are part of a block. Call after
+    /// `Cpu::fetch` for these bytes.
     pub(crate) fn has(&mut self, at: usize, code: &[u8]) -> bool {
         let same = self.bytes[at..at + code.len()] == *code;
         if same {
@@ -138,7 +139,7 @@ impl Snapshot {
         same
     }
 
-    /// Whether memory holds the lines.
+    /// Whether all lines equal memory.
     pub(crate) fn is_held(&self) -> Result<bool, Gone> {
         for run in runs(self.lines) {
             // SAFETY: `host` was translated in this generation, and the access is guarded.
@@ -150,7 +151,8 @@ impl Snapshot {
         Ok(true)
     }
 
-    /// Copies from memory the lines of the `len` bytes at `at` that the snapshot does not have yet.
+    /// Copies the lines that contain the `len` bytes at `at` from memory, except for lines that the snapshot already
+    /// has.
     pub(crate) fn copy(&mut self, at: usize, len: usize) -> Result<(), Gone> {
         for run in runs(bits(at, len) & !self.lines) {
             let from = self.host.wrapping_add(run.start);
@@ -161,18 +163,18 @@ impl Snapshot {
     }
 }
 
-/// The page that holds the code of a block, or a part of it.
+/// A block's reference to the snapshot of one page with its code.
 #[derive(Clone, Copy)]
 pub(crate) struct Place {
     pub(crate) page: NonNull<Snapshot>,
-    /// [`Snapshot::edition`] when the block was last compared with the page. The value 0, which no snapshot has, forces
-    /// a comparison.
+    /// The value of [`Snapshot::edition`] when the block was last compared with the snapshot. No snapshot has the
+    /// edition 0, so 0 forces a comparison.
     pub(crate) edition: u64,
 }
 
-/// The snapshots of a CPU, by page. They never move, and are freed only all at once.
+/// The snapshots of a CPU, by page. A snapshot never moves. All snapshots are freed together.
 pub(crate) struct Snapshots {
-    /// The number of the blocks that refer to these snapshots: the blocks have the same number.
+    /// A number that these snapshots and the blocks that refer to them have in common.
     pub(crate) pair: u64,
     all: HashMap<u64, NonNull<Snapshot>, Seeded>,
     /// The memory of the snapshots in `all`.
@@ -194,17 +196,17 @@ impl Snapshots {
         self.pool.bytes_with(more) + heap::map_bytes(self.all.capacity(), entry)
     }
 
-    /// Allocates memory in the index for `more` snapshots. If that fails, the next snapshots may not be made.
+    /// Allocates memory in the index for `more` snapshots. If there is no memory, the next snapshots may not be made.
     pub(crate) fn reserve(&mut self, more: usize) {
         let _ = self.all.try_reserve(more);
     }
 
-    /// Returns the snapshot of a page if there is one.
+    /// Returns the snapshot of a page. `None`: the page has no snapshot.
     fn known(&self, key: u64) -> Option<NonNull<Snapshot>> {
         self.all.get(&key).copied()
     }
 
-    /// Returns the snapshot of a page, which may be new.
+    /// Returns the snapshot of a page. If there is none, makes it.
     ///
     /// # Errors
     /// [`OutOfMemory`] if there is none, and no memory for one.
@@ -218,7 +220,7 @@ impl Snapshots {
         Ok(page)
     }
 
-    /// Forces the page of `lin` to be looked up again before its code runs next. Returns whether the page has a
+    /// Makes the CPU look the page of `lin` up again before the page's code runs next. Returns whether the page has a
     /// snapshot.
     pub(crate) fn outdate(&mut self, lin: u64) -> bool {
         let mut is_known = false;
@@ -236,11 +238,11 @@ impl Snapshots {
     /// Frees all snapshots.
     ///
     /// # Safety
-    /// - No code uses a snapshot any more: the blocks of this pair that have a [`Place`] have been freed or emptied.
+    /// - No code uses a snapshot after this call: all blocks of this pair that have a [`Place`] were freed or emptied.
     pub(crate) unsafe fn clear(&mut self) {
         self.all.clear();
-        // SAFETY: the map contained all snapshots of the pool, and no code uses them any more, as this function's
-        // `# Safety` asks of its caller.
+        // SAFETY: the map contained all snapshots of the pool. The caller keeps this function's contract: no code uses
+        // a snapshot any more.
         unsafe { self.pool.clear() };
     }
 }

@@ -1,4 +1,4 @@
-//! The origins of events.
+//! The origins of events: interrupts, exceptions and instructions.
 
 /// The origin of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -9,19 +9,19 @@ pub(crate) enum Source {
     Nmi,
     /// An exception that is a trap or an abort.
     External,
-    /// An exception that is a fault: RF is set in the flags that are pushed (SDM volume 3, "Instruction-Breakpoint
+    /// An exception that is a fault. RF is set in the flags that are pushed (SDM volume 3, "Instruction-Breakpoint
     /// Exception Condition").
     Fault,
-    /// INT3, INTO: the gate's DPL is checked.
+    /// INT3 or INTO. The DPL of the gate is checked.
     SoftwareException,
-    /// INT n: the gate's DPL is checked.
+    /// INT n. The DPL of the gate is checked.
     Software,
 }
 
 impl Source {
     /// Returns the EXT bit of the error code of a fault that occurs during the delivery of this event. Intel's CPUs set
-    /// it for all events that no instruction raised on purpose (SDM volume 3, "Error Code"), AMD's for interrupts
-    /// (AMD64 volume 2, 8.4.1).
+    /// EXT for all events that no instruction raised on purpose (SDM volume 3, "Error Code"). AMD's CPUs set EXT for
+    /// interrupts (AMD64 volume 2, 8.4.1).
     pub(crate) fn external(self, is_intel: bool) -> u32 {
         u32::from(match is_intel {
             true => !self.is_software(),

@@ -1,6 +1,6 @@
 //! The architectural state of one CPU.
 
-/// RFLAGS bits.
+/// The bits of RFLAGS.
 #[allow(missing_docs)]
 pub mod flags {
     pub const CF: u64 = 1;
@@ -26,7 +26,7 @@ pub mod flags {
     pub const ALWAYS: u64 = 2;
 }
 
-/// Control register and EFER bits.
+/// The bits of control registers and EFER.
 #[allow(missing_docs)]
 pub mod control {
     pub const CR0_PE: u64 = 1;
@@ -82,7 +82,7 @@ pub mod control {
         EFER_SCE | EFER_LME | EFER_LMA | EFER_NXE | EFER_SVME | EFER_FFXSR | EFER_AIBRSE;
 }
 
-/// Whether a value of the PAT has only memory types that exist (SDM volume 3, table 12-10).
+/// Whether a value of the PAT contains only valid memory types (SDM volume 3, table 12-10).
 pub fn is_pat(value: u64) -> bool {
     let types = value.to_le_bytes();
     types.iter().all(|kind| matches!(kind, 0 | 1 | 4..=7))
@@ -90,15 +90,15 @@ pub fn is_pat(value: u64) -> bool {
 
 /// State components of the XSAVE feature set: bits of XCR0.
 pub mod xcr0 {
-    /// The x87 registers, always set.
+    /// The x87 registers. This bit is always set.
     pub const X87: u64 = 1;
     /// The XMM registers and MXCSR.
     pub const SSE: u64 = 1 << 1;
     /// The upper halves of the YMM registers.
     pub const AVX: u64 = 1 << 2;
-    /// PKRU.
+    /// The register PKRU.
     pub const PKRU: u64 = 1 << 9;
-    /// All components that this CPU can have; [`AVX`] only if the host has it.
+    /// All components that this CPU can have. [`AVX`] exists only if the host has it.
     pub const ALL: u64 = X87 | SSE | AVX | PKRU;
 
     /// Whether `value` is valid for XCR0 on a CPU with `components` (SDM volume 1, "Enabling the XSAVE Feature Set").
@@ -114,10 +114,10 @@ pub struct Segment {
     pub selector: u16,
     /// The base address.
     pub base: u64,
-    /// The limit in bytes (granularity already applied).
+    /// The limit in bytes; the granularity bit is already applied.
     pub limit: u32,
-    /// Access rights as in the high half of a descriptor, shifted right by 8: type in bits 0–3, S 4, DPL 5–6, P 7, AVL
-    /// 12, L 13, D/B 14, G 15; and bit 16 for "unusable".
+    /// The access rights, as in the high half of a descriptor shifted right by 8: type (bits 0–3), S (4), DPL (5–6), P
+    /// (7), AVL (12), L (13), D/B (14), G (15). Bit 16 means that the segment is unusable.
     pub rights: u32,
 }
 
@@ -142,11 +142,11 @@ impl Segment {
     pub const fn dpl(&self) -> u8 {
         (self.rights >> 5 & 3) as u8
     }
-    /// Returns the L bit: 64-bit code.
+    /// Returns the L bit, which is set for 64-bit code.
     pub const fn long(&self) -> bool {
         self.rights & 1 << 13 != 0
     }
-    /// Returns the D/B bit: 32-bit default size.
+    /// Returns the D/B bit, which is set for a default size of 32 bits.
     pub const fn big(&self) -> bool {
         self.rights & 1 << 14 != 0
     }
@@ -156,22 +156,22 @@ impl Segment {
     }
 }
 
-/// GDTR or IDTR.
+/// The register GDTR or IDTR.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Table {
     /// The linear address of the table.
     pub base: u64,
-    /// Offset of the table's last byte.
+    /// The offset of the table's last byte.
     pub limit: u16,
 }
 
-/// An 80-bit floating-point register as memory stores it.
+/// An 80-bit floating-point register in the format of memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct F80 {
-    /// The 64-bit significand with explicit integer bit. An MMX register is this part.
+    /// The 64-bit significand, with an explicit integer bit. This part is also the MMX register.
     pub mantissa: u64,
-    /// Sign (bit 15) and exponent.
+    /// The sign (bit 15) and the exponent.
     pub exponent: u16,
 }
 
@@ -180,11 +180,12 @@ pub struct F80 {
 pub struct Exception {
     /// The vector.
     pub vector: u8,
-    /// The error code, for those vectors that push one.
+    /// The error code, for vectors that push an error code.
     pub error: Option<u32>,
 }
 
-/// The most NMIs that can be pending: one that is delivered next, and one after it. As in KVM, further ones are lost.
+/// The greatest number of NMIs that can be pending: one that is delivered next, and one after it. As in KVM, further
+/// NMIs are lost.
 pub const MAX_NMIS: u8 = 2;
 
 /// The pending events, and the state that delays them.
@@ -192,32 +193,33 @@ pub const MAX_NMIS: u8 = 2;
 pub struct Events {
     /// An exception to deliver before the next instruction.
     pub exception: Option<Exception>,
-    /// An external interrupt to deliver before the next instruction; injected regardless of IF.
+    /// An external interrupt that is delivered before the next instruction, even if IF is clear.
     pub interrupt: Option<u8>,
-    /// NMIs to deliver as soon as NMIs are not blocked: [`MAX_NMIS`] at most.
+    /// The number of NMIs that are delivered as soon as NMIs are not blocked. It is at most [`MAX_NMIS`].
     pub nmis: u8,
     /// Whether an NMI was delivered and no IRET has followed.
     pub nmi_blocked: bool,
-    /// Whether the last instruction was STI: no interrupt is taken before the end of the next instruction.
+    /// Whether the last instruction was STI. If so, no interrupt is accepted before the end of the next instruction.
     pub sti_shadow: bool,
     /// Whether the last instruction was MOV SS or POP SS.
     pub mov_ss_shadow: bool,
-    /// Whether an SMI is to be taken as soon as the CPU is not in system management mode.
+    /// Whether an SMI is pending. It is accepted as soon as the CPU is not in system management mode.
     pub smi: bool,
-    /// Whether the CPU is in system management mode: between an SMI and RSM.
+    /// Whether the CPU is in system management mode, that is, between an SMI and RSM.
     pub smm: bool,
     /// In system management mode: whether NMIs were blocked before the SMI. If so, they stay blocked after RSM.
     pub smm_inside_nmi: bool,
-    /// Whether GIF is 0, after CLGI or a #VMEXIT. If so, no interrupt, NMI or SMI is taken before STGI.
+    /// Whether GIF is 0, after CLGI or a #VMEXIT. If so, no interrupt, NMI or SMI is accepted before STGI.
     pub gif_clear: bool,
-    /// DR6 bits of debug traps (breakpoints hit, single step) of the last instruction, taken before the next one.
+    /// The DR6 bits of debug traps (breakpoints that were hit, single step) of the last instruction. The traps are
+    /// taken before the next instruction.
     pub debug: u64,
 }
 
 impl Events {
-    /// Whether an NMI is delivered before the next instruction. In the shadow of STI none is delivered, so that no NMI
-    /// comes between `sti` and `hlt`. The manual does not require this (SDM volume 3, 7.8.3), but KVM's guests rely on
-    /// it.
+    /// Whether an NMI is delivered before the next instruction. No NMI is delivered in the shadow of STI, so that an
+    /// NMI cannot come between `sti` and `hlt`. The manual does not require this (SDM volume 3, 7.8.3), but KVM's
+    /// guests rely on it.
     pub fn takes_nmi(&self) -> bool {
         self.nmis != 0
             && !self.nmi_blocked
@@ -226,19 +228,19 @@ impl Events {
             && !self.gif_clear
     }
 
-    /// Whether an SMI is taken before the next instruction, unless an exception or an acknowledged
-    /// interrupt is delivered first.
+    /// Whether an SMI is accepted before the next instruction. An exception or an acknowledged interrupt may still be
+    /// delivered first.
     pub fn takes_smi(&self) -> bool {
         self.smi && !self.smm && !self.gif_clear
     }
 }
 
-/// All state that a program could read or a client may set. It is complete while the CPU does not run.
+/// The state that a guest program can read or a client can set. It is complete while the CPU does not run.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(missing_docs)]
 #[repr(C)]
 pub struct State {
-    /// RAX RCX RDX RBX RSP RBP RSI RDI R8…R15.
+    /// RAX, RCX, RDX, RBX, RSP, RBP, RSI, RDI, R8 to R15.
     pub gpr: [u64; 16],
     pub rip: u64,
     pub rflags: u64,
@@ -255,8 +257,8 @@ pub struct State {
     pub cr0: u64,
     pub cr2: u64,
     pub cr3: u64,
-    /// The page-directory-pointer entries of PAE paging, as read by the last load of CR3 (or of paging
-    /// bits in CR0 and CR4).
+    /// The page-directory-pointer entries of PAE paging. The last load of CR3, or of paging bits in CR0 and CR4, has
+    /// read them.
     pub pdptes: [u64; 4],
     pub cr4: u64,
     pub cr8: u64,
@@ -270,11 +272,11 @@ pub struct State {
     /// Bits 255:128 of the YMM registers, whose lower halves are `xmm`.
     pub ymm_high: [u128; 16],
     pub mxcsr: u32,
-    /// The x87 registers in physical order: ST(i) is `st[(top + i) & 7]`, top being bits 11–13 of `fsw`.
+    /// The x87 registers in physical order. ST(i) is `st[(top + i) & 7]`, where top is bits 11–13 of `fsw`.
     pub st: [F80; 8],
     pub fcw: u16,
     pub fsw: u16,
-    /// One bit per physical register: 1 is in use (the FXSAVE form of the tag word).
+    /// One bit for each physical x87 register, as in FXSAVE's tag word: 1 means that the register is in use.
     pub ftw: u8,
     pub fop: u16,
     pub fip: u64,
@@ -289,23 +291,23 @@ pub struct State {
     pub sysenter_eip: u64,
     pub tsc_aux: u64,
     pub pat: u64,
-    /// SVM's MSR VM_CR.
+    /// The MSR VM_CR of SVM.
     pub vm_cr: u64,
-    /// SVM's MSR VM_HSAVE_PA.
+    /// The MSR VM_HSAVE_PA of SVM.
     pub vm_hsave_pa: u64,
-    /// SVM's MSR TSC_RATIO: how fast the time-stamp counter of a hypervisor's guest runs, with 32 bits of fraction.
+    /// The MSR TSC_RATIO of SVM: the rate of a nested guest's time-stamp counter, with 32 fraction bits.
     pub tsc_ratio: u64,
     /// The address at which SMRAM begins.
     pub smbase: u64,
     pub events: Events,
 }
 
-/// MXCSR in its initial state.
+/// The initial value of MXCSR.
 pub const MXCSR_INIT: u32 = 0x1f80;
-/// MXCSR bits that exist on every CPU.
+/// The bits of MXCSR that exist on every CPU.
 pub const MXCSR_MASK: u32 = 0xffff;
-/// MXCSR.MM of AMD's CPUs: memory operands of SSE instructions need not be aligned, except in moves that demand
-/// alignment.
+/// MXCSR.MM of AMD's CPUs. If set, memory operands of SSE instructions need not be aligned, except in moves that
+/// require alignment.
 pub const MXCSR_MM: u32 = 1 << 17;
 
 impl State {
@@ -384,9 +386,9 @@ impl State {
         }
     }
 
-    /// Changes the state as INIT does (SDM volume 3, table 11-1, and KVM where the manual leaves it open). The state
-    /// becomes the state after RESET, except that the x87, SSE and extended state, XCR0, the cache bits of CR0 and most
-    /// MSRs keep their values. `signature` is the processor's signature in CPUID leaf 1.
+    /// Changes the state as INIT does (SDM volume 3, table 11-1; where the manual does not say, as in KVM). The result
+    /// is the state after RESET, except that the x87, SSE and extended state, XCR0, the cache bits of CR0 and most MSRs
+    /// keep their values. `signature` is the processor's signature in CPUID leaf 1.
     pub fn init(&mut self, signature: Option<u32>) {
         const CACHES: u64 = control::CR0_CD | control::CR0_NW;
         let reset = State::reset();
@@ -447,7 +449,7 @@ impl State {
         image
     }
 
-    /// Loads the x87 and SSE state from an image as FXSAVE64 writes it. Reserved MXCSR bits are dropped.
+    /// Loads the x87 and SSE state from an image in the format of FXSAVE64. Reserved bits of MXCSR are dropped.
     pub fn set_fxsave(&mut self, image: &[u8; 512]) {
         self.set_fxsave_x87(image);
         self.mxcsr = u32::from_le_bytes(bytes(image, 24)) & (MXCSR_MASK | MXCSR_MM);
@@ -456,10 +458,10 @@ impl State {
         }
     }
 
-    /// Loads the x87 part of an FXSAVE64 image only.
+    /// Loads only the x87 part of an FXSAVE64 image.
     pub fn set_fxsave_x87(&mut self, image: &[u8; 512]) {
         self.fcw = u16::from_le_bytes(bytes(image, 0)) & 0x1f3f | 0x40;
-        // The error summary and busy bits are not loaded, because they follow from the exceptions that are set and not
+        // The error summary and busy bits are not loaded, because they depend on the exceptions that are set and not
         // masked.
         self.fsw = u16::from_le_bytes(bytes(image, 2)) & !0x8080;
         if self.fsw & !self.fcw & 0x3f != 0 {
@@ -476,7 +478,7 @@ impl State {
         }
     }
 
-    /// Executes FNINIT and clears the registers, which gives the initial state of the x87 component.
+    /// Sets the x87 component to its initial state: executes FNINIT, and clears the registers.
     pub fn initialize_x87(&mut self) {
         self.st = [F80::default(); 8];
         (self.fcw, self.fsw, self.ftw, self.fop) = (0x37f, 0, 0, 0);
@@ -509,7 +511,7 @@ fn bytes<const N: usize>(image: &[u8], at: usize) -> [u8; N] {
     out
 }
 
-/// Returns the canonical address with the low 48 bits of `address`, or the low 57 bits with CR4.LA57.
+/// Returns the canonical address with the low 48 bits of `address`, or, with CR4.LA57, with the low 57 bits.
 pub(crate) fn made_canonical(cr4: u64, address: u64) -> u64 {
     let shift = match cr4 & control::CR4_LA57 {
         0 => 16,

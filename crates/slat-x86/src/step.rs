@@ -6,7 +6,7 @@ use crate::state::flags;
 use crate::watch::DR6_BS;
 
 impl Executor {
-    /// Executes the block at RIP, or an instruction alone if there is a breakpoint in the block.
+    /// Executes the block at RIP. If there is a breakpoint in the block, executes only the instruction at RIP.
     pub(crate) fn execute_between_breakpoints(&mut self) -> Option<Exit> {
         match self.find_block() {
             Ok(found) => {
@@ -18,7 +18,7 @@ impl Executor {
                     false => self.execute(block),
                 }
             }
-            // The breakpoint at RIP is taken before a fault of the fetch.
+            // If the block cannot be fetched, a breakpoint at RIP still has precedence over the fault of the fetch.
             Err(_) => self.single_step(),
         }
     }
@@ -41,7 +41,8 @@ impl Executor {
         let block = unsafe { found.as_ref() };
         let prefix = block.ops.first().map_or(0, |op| u64::from(op.offset));
         let start = block.key.rip.wrapping_add(prefix);
-        // An instruction after KVM's prefix is not at the address of the block, so look up its own breakpoints here.
+        // If the block begins with KVM's prefix, the instruction is at another address than the block, so its
+        // breakpoints are looked up here.
         let hits = if prefix == 0 {
             0
         } else {
@@ -54,7 +55,7 @@ impl Executor {
         self.step(start, |executor| executor.execute(block))
     }
 
-    /// Executes the instruction at RIP `start` by `execute`, with the effects of TF, RF, shadows and MMIO data.
+    /// Executes the instruction at RIP `start` by calling `execute`, with the effects of TF, RF, shadows and MMIO data.
     pub(crate) fn step(
         &mut self,
         start: u64,
@@ -62,7 +63,8 @@ impl Executor {
     ) -> Option<Exit> {
         let probe_steps = self.probes.step();
         let resumed = self.state.rflags & flags::RF;
-        // The instruction may set RF for the next one: IRET, and a string instruction that is not done.
+        // RF is cleared before the instruction, because the instruction may set RF for the next one: IRET, or a string
+        // instruction that is not done.
         self.state.rflags &= !flags::RF;
         let steps = self.steps();
         let events = &mut self.state.events;
@@ -79,7 +81,7 @@ impl Executor {
         self.watch.collects = false;
         self.slow = true;
         if !executed {
-            // The instruction was abandoned: it starts again, in the same interrupt shadow.
+            // The instruction was abandoned. It will be executed again, in the same interrupt shadow.
             self.state.rflags |= resumed;
             self.state.events.sti_shadow |= shadow;
             self.state.events.mov_ss_shadow |= mov_ss;
@@ -89,13 +91,13 @@ impl Executor {
         self.passed_probe();
         self.trap(hits);
         self.trap(probe_steps);
-        // A single step of MOV SS itself is discarded.
+        // MOV SS discards its own single-step trap.
         if steps && !self.state.events.mov_ss_shadow {
             self.trap(DR6_BS);
         } else if probe_steps == 0 {
             return exit;
         }
-        // A pending trap ends the halt before the halt begins.
+        // If a trap is pending, it ends the halt before the halt begins.
         exit.filter(|exit| *exit != Exit::Hlt)
     }
 }

@@ -1,4 +1,5 @@
-//! The atomics and locks of `code_pages`: the standard library's, or the model checker's in builds with `cfg(loom)`.
+//! The atomics and locks that `code_pages` uses: those of the standard library or, in builds with `cfg(loom)`, those of
+//! the model checker.
 
 #[cfg(loom)]
 pub(crate) use loom::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64};

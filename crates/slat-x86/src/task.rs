@@ -1,16 +1,16 @@
 //! Hardware task switches (SDM volume 3, "Task Management").
 //!
-//! A switch has a commit point. A fault before the commit point is raised in the old task, and has changed nothing. A
-//! fault after the commit point is raised in the new task, before its first instruction: [`Break::TaskFault`]. A switch
-//! that is abandoned for another reason (a retry, an exit) starts again from the beginning. Therefore the steps that
-//! can be abandoned come first:
+//! A switch has a commit point. A fault before the commit point is raised in the old task, and the switch has had no
+//! effect. A fault after the commit point is raised in the new task, before its first instruction
+//! ([`Break::TaskFault`]). A switch that is abandoned for another reason (a retry, an exit) starts again from the
+//! beginning. Therefore the steps that can be abandoned come first:
 //!
 //! 1. In the old task's address space: check both TSSs, and check that the later writes will succeed.
-//! 2. In the new task's address space: load the segment registers and push the error code. This works on a copy of the
-//!    state, not on the CPU's.
-//! 3. In the old task's address space again: write the TSSs and their descriptors, the busy flag of the new task last.
-//!    Each of these writes may be made twice.
-//! 4. The CPU takes over the new state.
+//! 2. In the new task's address space: load the segment registers and push the error code. This step uses a copy of the
+//!    CPU's state.
+//! 3. In the old task's address space again: write the TSSs and their descriptors. The busy flag of the new task is
+//!    last. If the switch starts again, each of these writes is repeated, which does no harm.
+//! 4. Copy the new state to the CPU.
 
 use crate::op::{Break, Flow};
 use crate::segment::{Descriptor, system_segment};
@@ -33,7 +33,7 @@ const LOADED_FLAGS: u64 = flags::ARITHMETIC
     | flags::VIF
     | flags::VIP
     | flags::ID;
-/// DR7: L0–L3 and LE. Every switch clears them.
+/// The bits L0 to L3 and LE of DR7, which every task switch clears.
 const DR7_LOCAL: u64 = 0x155;
 /// The busy flag in the access byte of a TSS descriptor.
 const BUSY: u8 = 2;
@@ -41,9 +41,9 @@ const BUSY: u8 = 2;
 /// The origin of a task switch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Initiator {
-    /// JMP.
+    /// A far JMP.
     Jump,
-    /// CALL.
+    /// A far CALL.
     Call,
     /// IRET with NT set.
     Return,
@@ -57,7 +57,7 @@ pub(crate) enum Initiator {
 }
 
 impl Initiator {
-    /// Whether the new task is linked to the old one, which stays busy.
+    /// Whether the new task is linked to the old task. If so, the old task stays busy.
     fn nests(self) -> bool {
         matches!(self, Initiator::Call | Initiator::Event { .. })
     }
@@ -73,7 +73,7 @@ impl Initiator {
         }
     }
 
-    /// Returns the EXT bit of error codes.
+    /// Returns the EXT bit for error codes of faults during the switch.
     fn external(self, is_intel: bool) -> u32 {
         match self {
             Initiator::Event { source, .. } => source.external(is_intel),
@@ -82,9 +82,9 @@ impl Initiator {
     }
 }
 
-/// The task that a switch enters.
+/// The task that a switch will enter.
 struct Task {
-    /// The segment that TR becomes.
+    /// The segment that TR will have.
     segment: Segment,
     format: Format,
     image: Image,
@@ -113,8 +113,8 @@ impl Cpu {
         self.switch_by_instruction(tss, initiator, next_rip)
     }
 
-    /// Executes IRET with NT set: returns to the task that the link of the current TSS names. Returns [`Break::Jump`]
-    /// on success.
+    /// Executes IRET with NT set: returns to the task in the link field of the current TSS. Returns [`Break::Jump`] on
+    /// success.
     pub(crate) fn return_to_task(&mut self, next_rip: u64) -> Break {
         let link = self.state.tr.base;
         match self.as_system(|cpu| cpu.load::<u16>(link)) {
@@ -127,8 +127,8 @@ impl Cpu {
         let flags = self.flags();
         match self.switch_task(tss, initiator, next_rip, flags) {
             Ok(()) => {
-                // TF in the old task's TSS keeps the single step of the old task. The TSS does not keep a debugger's
-                // single step.
+                // The single step of the old task is saved as TF in the old task's TSS. The single step of a debugger
+                // is not saved there, so it stays.
                 self.watch.steps = self.requests.debugger.single_step;
                 Break::Jump
             }
@@ -170,7 +170,7 @@ impl Cpu {
         entered
     }
 
-    /// Finds and reads the TSS of the task to enter.
+    /// Finds and reads the TSS of the task that will be entered.
     fn find_task(&mut self, tss: u16, initiator: Initiator) -> Result<Task, Break> {
         let error = Some(u32::from(tss & !3) | initiator.external(self.is_intel()));
         let returns = initiator == Initiator::Return;
@@ -199,7 +199,7 @@ impl Cpu {
         if self.state.cr0 & control::CR0_PG == 0 {
             image.cr3 = None;
         }
-        // A switch that changes CR3 loads these entries (SDM volume 3, "PDPTE Registers").
+        // If the switch changes CR3, it also loads these entries (SDM volume 3, "PDPTE Registers").
         let pdptes = match image.cr3.map(u64::from) {
             Some(cr3) if self.pae_paging() && cr3 != self.state.cr3 => Some(self.load_pdptes(cr3)?),
             _ => None,
@@ -212,7 +212,7 @@ impl Cpu {
         })
     }
 
-    /// Returns the registers to save in the old task's TSS.
+    /// Returns the registers that will be saved in the old task's TSS.
     fn registers(&self, return_rip: u64, flags: u64, initiator: Initiator) -> Registers {
         let State {
             gpr,
@@ -236,7 +236,7 @@ impl Cpu {
         }
     }
 
-    /// Returns the format of the TSS in TR, and the linear address of the registers in it.
+    /// Returns the format of the current task's TSS, and the linear address of the registers in it.
     fn current_tss(&self) -> (Format, u64) {
         let tr = &self.state.tr;
         let format = match tr.kind() & 8 {
@@ -247,7 +247,8 @@ impl Cpu {
         (format, at & 0xffff_ffff)
     }
 
-    /// Raises a fault before the commit point if a write of [`write_tasks`](Self::write_tasks) would fail.
+    /// Checks the writes of [`write_tasks`](Self::write_tasks). If one of them would fail, raises its fault, before the
+    /// commit point.
     fn check_writes(&mut self, task: &Task, initiator: Initiator) -> Flow {
         let tr = self.state.tr;
         let (format, registers) = self.current_tss();
@@ -272,7 +273,7 @@ impl Cpu {
         Ok(())
     }
 
-    /// Saves the old task, links the new one to it, and changes the busy flags.
+    /// Saves the old task, links the new task to it, and changes the busy flags.
     fn write_tasks(&mut self, task: &Task, saved: &Registers, initiator: Initiator) -> Flow {
         let old = self.state.tr.selector;
         let (format, registers) = self.current_tss();
@@ -292,7 +293,7 @@ impl Cpu {
         }
         let new = task.segment.selector;
         match self.change_descriptor(new, |access| access | BUSY)? {
-            // Another CPU has entered the task since this one found it available.
+            // Another CPU has entered the task since this CPU found it available.
             Some(access) if access & BUSY != 0 => {
                 let error = u32::from(new & !3) | initiator.external(self.is_intel());
                 Err(self.raise(vector::GP, Some(error)))
@@ -301,8 +302,8 @@ impl Cpu {
         }
     }
 
-    /// Puts the new task into `state`, even if the new task faults. After a fault, segments that were not
-    /// loaded are unusable.
+    /// Loads the new task into `state`. If this raises a fault in the new task, `state` is still that of the new task,
+    /// and segments that were not loaded are unusable.
     fn enter(&mut self, task: &Task, initiator: Initiator) -> Flow {
         let Image { registers, ldt, .. } = task.image;
         let nested = if initiator.nests() { flags::NT } else { 0 };
@@ -362,7 +363,7 @@ impl Cpu {
     fn load_ldt(&mut self, selector: u16) -> Flow {
         if selector & !3 != 0 {
             let loaded = system_segment(self, selector, 2);
-            // In a task switch, an LDT that is not present also raises #TS.
+            // In a task switch, #TS is raised even for an LDT that is not present.
             if loaded == Err(Break::Exception) && self.raised.exception.vector == vector::NP {
                 self.raised.exception.vector = vector::TS;
             }
@@ -371,7 +372,7 @@ impl Cpu {
         Ok(())
     }
 
-    /// Loads CS, SS, DS, ES, FS and GS. CPL is the RPL of CS.
+    /// Loads CS, SS, DS, ES, FS and GS. The CPL becomes the RPL of CS.
     fn load_segments(&mut self, selectors: [u16; 6]) -> Flow {
         let cs = self.code_descriptor(selectors[1], self.cpl, true)?;
         self.state.cs = cs;
@@ -382,8 +383,8 @@ impl Cpu {
         Ok(())
     }
 
-    /// Converts an exception of a check to the exception that the same check raises in a task switch: #GP for a segment
-    /// becomes #TS, and error codes get the EXT bit.
+    /// Converts an exception of a segment check to the exception that the same check raises in a task switch: #GP
+    /// becomes #TS, and the error code gets the EXT bit.
     fn as_task_fault(&mut self, checked: Flow, external: u32) -> Flow {
         let Exception { vector, error } = &mut self.raised.exception;
         if checked == Err(Break::Exception) {
@@ -398,7 +399,7 @@ impl Cpu {
     }
 }
 
-/// Returns a segment register that has a selector but is not loaded.
+/// Returns a segment register that has a selector but is unusable.
 fn unusable(selector: u16, dpl: u32) -> Segment {
     Segment {
         selector,

@@ -6,14 +6,14 @@
 pub(crate) enum Format {
     /// The 16-bit format, without CR3, FS, GS and debug trap flag.
     Bits16,
-    /// 32-bit.
+    /// The 32-bit format.
     Bits32,
 }
 
-/// Offsets of CR3 and the debug trap flag in a 32-bit TSS.
+/// The offset of CR3 in a 32-bit TSS. The next constant is the offset of the debug trap flag.
 const CR3: usize = 0x1c;
 const TRAP: usize = 0x64;
-/// EIP, EFLAGS, the eight general registers and the segment selectors.
+/// The number of words of the saved registers: EIP, EFLAGS, eight general registers and six selectors.
 const WORDS: usize = 16;
 
 impl Format {
@@ -28,7 +28,7 @@ impl Format {
         }
     }
 
-    /// Returns the number of bytes that the processor defines: a TSS with fewer is invalid.
+    /// Returns the number of bytes that the processor defines. A TSS with fewer bytes is invalid.
     pub(crate) fn bytes(self) -> usize {
         match self {
             Format::Bits16 => 44,
@@ -36,7 +36,7 @@ impl Format {
         }
     }
 
-    /// Returns the bytes per register.
+    /// Returns the number of bytes of each register.
     pub(crate) fn word(self) -> usize {
         match self {
             Format::Bits16 => 2,
@@ -44,7 +44,7 @@ impl Format {
         }
     }
 
-    /// Returns the number of selectors: ES CS SS DS, and with 32 bits FS GS.
+    /// Returns the number of selectors: ES, CS, SS and DS; in the 32-bit format also FS and GS.
     fn selectors(self) -> usize {
         match self {
             Format::Bits16 => 4,
@@ -52,7 +52,7 @@ impl Format {
         }
     }
 
-    /// Returns the offset of the registers that a switch away from the task saves: EIP is the first.
+    /// Returns the offset of the registers that a switch away from the task saves. EIP is the first of them.
     pub(crate) fn registers(self) -> usize {
         match self {
             Format::Bits16 => 0x0e,
@@ -66,14 +66,14 @@ impl Format {
     }
 }
 
-/// The registers that a switch saves in the TSS of the task it leaves.
+/// The registers that a switch saves in the TSS of the old task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Registers {
     pub(crate) eip: u32,
     pub(crate) eflags: u32,
-    /// EAX ECX EDX EBX ESP EBP ESI EDI.
+    /// EAX, ECX, EDX, EBX, ESP, EBP, ESI and EDI.
     pub(crate) general: [u32; 8],
-    /// ES CS SS DS FS GS.
+    /// ES, CS, SS, DS, FS and GS.
     pub(crate) selectors: [u16; 6],
 }
 
@@ -92,14 +92,14 @@ impl Registers {
     }
 }
 
-/// The registers that a switch loads from the TSS of the task it enters.
+/// The registers that a switch loads from the TSS of the new task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Image {
     /// CR3; `None` in a 16-bit TSS.
     pub(crate) cr3: Option<u32>,
     pub(crate) registers: Registers,
     pub(crate) ldt: u16,
-    /// Whether the task asks for a debug trap when it is entered.
+    /// Whether the task has the debug trap flag, so that entering the task causes a debug trap.
     pub(crate) trap: bool,
 }
 

@@ -1,26 +1,26 @@
 //! The breakpoints of the debug registers (SDM volume 3, "Debug Registers").
 
-/// DR6: bits that always read as one.
+/// The bits of DR6 that always read as one.
 pub(crate) const DR6_ONES: u64 = 0xffff_0ff0;
-/// DR6: the bits of the four breakpoints that were hit.
+/// The bits of DR6 for the four breakpoints: a breakpoint was hit.
 pub(crate) const DR6_HITS: u64 = 15;
-/// DR6: a debug register was accessed while DR7.GD was set.
+/// The bit of DR6: a debug register was accessed while DR7.GD was set.
 pub(crate) const DR6_BD: u64 = 1 << 13;
-/// DR6: the trap was a single step.
+/// The bit of DR6: the trap was a single step.
 pub(crate) const DR6_BS: u64 = 1 << 14;
-/// DR6: the trap was for a switch to a task whose TSS asks for a trap.
+/// The bit of DR6: the trap was for a switch to a task whose TSS has the debug trap flag.
 pub(crate) const DR6_BT: u64 = 1 << 15;
-/// DR7: general detect.
+/// The bit of DR7 for general detect.
 pub(crate) const DR7_GD: u64 = 1 << 13;
 
-/// The requests of a debugger outside the guest.
+/// The requests of a debugger that is outside the guest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Debugger {
     /// Whether every instruction ends the run, as a trap.
     pub single_step: bool,
-    /// Whether INT3 ends the run, as a fault.
+    /// Whether INT3 ends the run, as a fault before the instruction.
     pub software_breakpoints: bool,
-    /// Breakpoints that replace the guest's own.
+    /// Breakpoints that are used instead of the guest's own.
     pub breakpoints: Option<Breakpoints>,
 }
 
@@ -31,7 +31,7 @@ impl Debugger {
     }
 }
 
-/// DR0–DR3 and DR7.
+/// Breakpoints: the contents of DR0 to DR3 and DR7.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Breakpoints {
     /// DR0–DR3.
@@ -40,7 +40,7 @@ pub struct Breakpoints {
     pub control: u64,
 }
 
-/// The kind of access that a breakpoint watches: the values of its R/W field.
+/// The kind of access that a breakpoint watches, as the value of its R/W field.
 pub(crate) mod kind {
     pub const EXECUTE: u64 = 0;
     pub const WRITE: u64 = 1;
@@ -50,7 +50,7 @@ pub(crate) mod kind {
 }
 
 impl Breakpoints {
-    /// Returns the enabled breakpoints: index, R/W field, first address, bytes.
+    /// Returns the enabled breakpoints. For each: its index, R/W field, first address, and number of bytes.
     pub(crate) fn enabled(&self) -> impl Iterator<Item = (usize, u64, u64, u64)> + '_ {
         (0..4).filter_map(|i| {
             let field = self.control >> (16 + 4 * i);
@@ -75,18 +75,19 @@ impl Breakpoints {
     }
 }
 
-/// The breakpoints in effect, and which kinds there are among them.
+/// The breakpoints in effect, and the kinds that exist among them.
 #[derive(Default)]
 pub(crate) struct Watch {
     pub(crate) breakpoints: Breakpoints,
     pub(crate) code: bool,
     pub(crate) data: bool,
     pub(crate) ports: bool,
-    /// Whether the instruction at RIP touches watched bytes, and must be executed as a block of its own.
+    /// Whether the instruction at RIP accesses watched bytes, and must be executed as a block with this instruction
+    /// only.
     pub(crate) alone: bool,
-    /// Whether an instruction is executed as a block of its own, so that `hits` collects its watchpoints.
+    /// Whether the current block has only one instruction, so that its watchpoints are collected in `hits`.
     pub(crate) collects: bool,
-    /// DR6 bits of the watchpoints that the instruction has hit.
+    /// The DR6 bits of the watchpoints that the instruction has hit.
     pub(crate) hits: u64,
     /// Whether the instruction traps at its end: TF was set at its start, or a debugger single-steps.
     pub(crate) steps: bool,

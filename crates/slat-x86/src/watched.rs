@@ -1,4 +1,4 @@
-//! Checks accesses for watched bytes: those of breakpoints (`watch`) and of probes (`probe`).
+//! Checks whether accesses are to watched bytes: bytes of breakpoints (`watch`) or of probes (`probe`).
 
 use crate::Cpu;
 use crate::flow::Break;
@@ -7,7 +7,7 @@ use crate::state::{State, control};
 use crate::watch::{Breakpoints, kind};
 
 impl Cpu {
-    /// Returns the breakpoints in effect: the debugger's, or else the guest's.
+    /// Returns the breakpoints in effect: those of the debugger if it has any, otherwise those of the guest.
     pub(crate) fn breakpoints(&self) -> Breakpoints {
         let State { dr, dr7, .. } = self.state;
         self.requests.debugger.breakpoints.unwrap_or(Breakpoints {
@@ -28,20 +28,20 @@ impl Cpu {
         }
     }
 
-    /// Call after a change of breakpoints or probes. Records which kinds of them exist, and flushes the TLB if data is
-    /// or was watched.
+    /// Call after a change of breakpoints or probes. Records which kinds exist now, and flushes the TLB if data is
+    /// watched now or was watched before.
     pub(crate) fn apply_watch(&mut self) {
         let Cpu { watch, probes, .. } = self;
         let watched_data = watch.data;
         watch.code = watch.breakpoints.any(&[kind::EXECUTE]) || probes.has_code();
         watch.data = watch.breakpoints.any(&[kind::WRITE, kind::READ_WRITE]) || probes.has_data();
         if watched_data || self.watch.data {
-            // The TLB may have pages that are watched now.
+            // The TLB may have entries of pages that are watched from now on.
             self.flush_other();
         }
     }
 
-    /// Whether the page of `lin` has watched bytes, and must not be entered into the TLB.
+    /// Whether the page of `lin` has watched bytes, so that it must not be entered into the TLB.
     pub(crate) fn is_watched_page(&self, lin: u64) -> bool {
         const DATA: [u64; 2] = [kind::WRITE, kind::READ_WRITE];
         self.watch.data
@@ -49,8 +49,9 @@ impl Cpu {
                 || self.probes.watch_page(lin))
     }
 
-    /// Checks whether an access that is about to be made hits a watchpoint. If the instruction touches watched bytes,
-    /// abandons it, and makes it start again as a block of its own, unless it already is one.
+    /// Call before an access. Checks whether it hits a watchpoint. If the access is to watched bytes, abandons the
+    /// instruction, and makes it start again as a block with this instruction only. If it is already such a block,
+    /// records the hit.
     #[cold]
     pub(crate) fn watch(&mut self, lin: u64, len: usize, access: Access) -> Result<(), Break> {
         let kinds: &[u64] = match access {
