@@ -1,4 +1,4 @@
-//! The linker places the monitor where QEMU expects it.
+//! Makes the linker place the monitor at the address that QEMU expects.
 
 fn main() {
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/link.ld");

@@ -11,16 +11,16 @@ global_asm!(
     identity = sym IDENTITY,
 );
 
-/// Attribute 0 is normal memory, write-back; attribute 1 is Device-nGnRE.
+/// MAIR_EL2. Attribute 0 is normal memory, write-back; attribute 1 is Device-nGnRE.
 const MAIR: u64 = 0x04ff;
 
-/// 39 bits of address, in 4 KiB granules; walks inner shareable and write-back; 40 physical bits.
+/// TCR_EL2: 39 bits of address, in 4 KiB granules; inner shareable and write-back walks; 40 physical bits.
 const TCR: u64 = {
     const RES1: u64 = 1 << 31 | 1 << 23;
     RES1 | 0b010 << 16 | 0b11 << 12 | 0b01 << 10 | 0b01 << 8 | 25
 };
 
-/// The MMU and the caches are on, and stack alignment is checked.
+/// SCTLR_EL2: the MMU and the caches are on, and stack alignment is checked.
 const SCTLR: u64 = {
     const RES1: u64 = 0x30c5_0830;
     RES1 | 1 << 12 | 1 << 3 | 1 << 2 | 1
@@ -29,7 +29,7 @@ const SCTLR: u64 = {
 #[repr(C, align(4096))]
 struct Table([u64; 512]);
 
-/// Identity-mapped addresses: devices in the first GiB, memory in the next three.
+/// The monitor's page table, which maps addresses to themselves: devices in the first GiB, memory in the next three.
 static IDENTITY: Table = {
     const BLOCK: u64 = 0b01;
     const ACCESSED: u64 = 1 << 10;

@@ -38,7 +38,7 @@ pub struct El2<F> {
     format: PhantomData<F>,
 }
 
-/// HCR_EL2 for the guest.
+/// The value of HCR_EL2 for the guest.
 const HCR: u64 = {
     const VM: u64 = 1 << 0;
     /// The monitor takes physical FIQs, IRQs and SErrors.
@@ -148,12 +148,12 @@ impl<F: Tables> El2<F> {
     }
 }
 
-/// Returns the faulting IPA: the page from HPFAR_EL2, the offset in it from FAR_EL2.
+/// Returns the faulting IPA. HPFAR_EL2 has its page, and FAR_EL2 its offset in the page.
 fn faulting_ipa(far: u64) -> Gpa {
     Gpa((read!(hpfar_el2) >> 4) << 12 | far & 0xfff)
 }
 
-/// The VMIDs of both CPUs: 8 bits, which every CPU at EL2 has.
+/// The VMIDs of both CPUs. They have 8 bits, which every CPU at EL2 supports.
 pub(crate) static VMIDS: Vmids<8, 2> = Vmids::new();
 
 impl<F: Tables> Cpu for El2<F> {
@@ -164,7 +164,7 @@ impl<F: Tables> Cpu for El2<F> {
         guest_program!()
     }
 
-    /// `ret`
+    /// The instruction `ret`.
     const RETURN: &'static [u8] = &0xd65f_03c0u32.to_le_bytes();
 
     fn begin(&mut self, entry: Gpa, command: &Command) {

@@ -12,7 +12,7 @@ use core::ops::Range;
 use crate::sysreg::read;
 use slat::{Gfn, Gpa, Granule, Level, Stale};
 
-/// More leaves than this number are flushed with the whole VMID, and not one by one.
+/// The largest number of leaves that are flushed one by one. For more leaves, the whole VMID is flushed.
 const FEW: u64 = 64;
 
 /// Returns the operand of TLBI IPAS2E1: the IPA in units of 4 KiB. Higher bits give the level of the leaf in tables of

@@ -18,14 +18,14 @@ use crate::guest::{CODE, Guest, GuestVm, Tables};
 use crate::guest_tables;
 use crate::{Command, Cpu, Host, Machine, Op};
 
-/// Guest-physical address of the data slot, and its number.
+/// The guest-physical address of the data slot. The next constant is the slot's number.
 pub(crate) const DATA: Gpa = Gpa(1 << 30);
 pub(crate) const DATA_SLOT: u32 = 1;
 /// An address that no slot contains.
 pub(crate) const HOLE: Gpa = Gpa(0xf000_0000);
 const CODE_SLOT: u32 = 0;
 const TABLES_SLOT: u32 = 2;
-/// The small page with the first of the guest's tables.
+/// The number of the small page that contains the first of the guest's tables.
 const FIRST_TABLE: u64 = CODE_PAGES + 1;
 /// The number of pages of code is that of the prefetch window, so that a fault on code looks like any other fault.
 pub(crate) const CODE_PAGES: u64 = 8;

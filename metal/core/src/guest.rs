@@ -17,12 +17,12 @@ use slat_model::Lock;
 pub(crate) type Tables<M> = <<M as Machine>::Cpu as Cpu>::Format;
 pub(crate) type GuestVm<M> = Arc<Vm<Host<M>, Tables<M>>>;
 
-/// Address of the guest's program.
+/// The address of the guest's program.
 pub(crate) const CODE: Gpa = Gpa(0x1000_0000);
 /// The value that a load from an address without memory returns.
 pub(crate) const DEVICE: u32 = 0x0d0d;
 
-/// Counts of one CPU's reports.
+/// The counts of one CPU's reports.
 #[derive(Default)]
 pub(crate) struct Seen {
     /// The number of second-level faults, except faults of MMIO entries.

@@ -13,12 +13,12 @@ use slat::{ENTRIES, Gpa, HostWords, Hpa, PAGE_SIZE};
 
 use crate::bench::GIB;
 
-/// Address of the slot with the tables.
+/// The address of the slot with the tables.
 pub(crate) const TABLES: Gpa = Gpa(0x2000_0000);
 /// The number of tables: two roots, each with a table of level 3, and then one table of level 2 and one table of level
 /// 1. The tables of level 3 differ in the window.
 pub(crate) const PAGES: u64 = 6;
-/// Address of the window.
+/// The address of the window.
 pub(crate) const WINDOW: Gpa = Gpa(2 << 30);
 
 /// An address that no slot contains, and no guest accesses.
@@ -44,7 +44,7 @@ pub(crate) fn root(space: u64) -> Gpa {
 pub(crate) const LEVEL_2: u64 = 4;
 pub(crate) const LEVEL_1: u64 = 5;
 
-/// Writes the tables to `at`, the memory of their slot. The window shows the memory from `data` on, which is a multiple
+/// Writes the tables to `at`, the memory of their slot. The window maps the memory from `data` on. `data` is a multiple
 /// of 1 GiB.
 pub(crate) fn write(at: Hpa, data: Gpa) {
     let put = |number: u64, index: u64, entry: u64| {

@@ -8,7 +8,7 @@ use slat::Hpa;
 
 use slat_model::Lock;
 
-/// The heap, for `#[global_allocator]`. The heap has no memory until [`Heap::give`].
+/// The heap, for `#[global_allocator]`. The heap has no memory until [`Heap::give`] is called.
 pub struct Heap(Lock<Blocks>);
 
 struct Blocks {

@@ -20,7 +20,7 @@ use crate::frames::Frames;
 use crate::guest::{GuestVm, Tables};
 use crate::{Heap, Machine, Memory};
 
-/// Frames for tables, and the memory that backs memslots.
+/// The host: frames for tables, and the memory that backs memslots.
 ///
 /// The backing address and the physical address of a page are equal, except for one page. [`Host::replace`] can
 /// replace that page by another page, like a host that moves a guest's page.
@@ -28,7 +28,7 @@ pub struct Host<M> {
     frames: Frames,
     /// Guests' memory that the host maps by single pages only.
     small: Range<Hpa>,
-    /// Guests' memory that is whole GiBs.
+    /// Guests' memory that consists of whole GiBs.
     large: Range<Hpa>,
     /// The level of the host's mappings of the large memory.
     level: AtomicU8,
@@ -47,7 +47,7 @@ impl<M: Machine> Host<M> {
     /// The size of the platform's pages: the size of the pages that its tables map.
     const GRANULE: Granule = Tables::<M>::GRANULE;
 
-    /// Pages of [`Host::small`].
+    /// The number of pages of [`Host::small`].
     pub const SMALL_PAGES: u64 = 16;
 
     /// Divides `memory`: a part for `heap`, one for tables, one for guests.
@@ -170,7 +170,7 @@ impl<M: Machine> Host<M> {
 }
 
 // SAFETY: frames and metadata are allocated from `Frames`, which keeps them at their addresses; `page` returns memory
-// of the guests, which is never freed; `flush` is the machine's, with the same contract.
+// of the guests, which is never freed; `flush` is that of the machine, which has the same contract.
 unsafe impl<M: Machine> Platform for Host<M> {
     fn granule(&self) -> Granule {
         Self::GRANULE

@@ -73,7 +73,7 @@ pub trait Machine: Sized + Send + Sync + 'static {
     fn power_off() -> !;
 }
 
-/// One CPU, able to run the guest through second-level tables.
+/// A CPU that can run the guest through second-level tables.
 pub trait Cpu: Sized + 'static {
     /// The tables that the CPU's walker reads.
     type Format: Format;
@@ -179,9 +179,9 @@ pub struct Command {
     pub op: Op,
     /// The first address, below 4 GiB, a multiple of 4.
     pub gpa: Gpa,
-    /// Bytes from one address to the next.
+    /// The number of bytes from one address to the next.
     pub step: u64,
-    /// Number of addresses, at least 1.
+    /// The number of addresses, at least 1.
     pub count: u64,
     /// For [`Op::Write`]: the value for the first address. The value for each next address is larger by one.
     pub value: u32,

@@ -113,7 +113,7 @@ pub unsafe fn describe_guest(modified: u64) {
     const DATA32: u64 = 0xc093;
     const BUSY_TSS: u64 = 0x8b;
     const UNUSABLE: u64 = 1 << 16;
-    // ES, CS, SS, DS, FS, GS, LDTR, TR. Selectors and bases are 0, as in a new VMCS.
+    // The segments are ES, CS, SS, DS, FS, GS, LDTR and TR. Selectors and bases are 0, as in a new VMCS.
     let segments = [
         DATA32, CODE32, DATA32, DATA32, DATA32, DATA32, UNUSABLE, BUSY_TSS,
     ];
@@ -156,9 +156,9 @@ unsafe fn write_controls() {
     const SECONDARY: u64 = 1 << 31;
     const EPT: u64 = 1 << 1;
     const VPID: u64 = 1 << 5;
-    /// Allows the guest to turn paging off.
+    /// The control that allows the guest to turn paging off.
     const UNRESTRICTED: u64 = 1 << 7;
-    /// Page-modification logging.
+    /// The control that enables page-modification logging.
     const PML: u64 = 1 << 17;
     const HOST_IS_64_BIT: u64 = 1 << 9;
     const ACKNOWLEDGE_INTERRUPT: u64 = 1 << 15;

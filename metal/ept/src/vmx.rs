@@ -30,7 +30,7 @@ const EXIT_PML_FULL: u64 = 62;
 // The exit qualification of an EPT violation.
 const VIOLATION_WRITE: u64 = 1 << 1;
 const VIOLATION_FETCH: u64 = 1 << 2;
-/// Bits 5:3: the rights that all entries on the path grant; 0 if an entry is not present.
+/// Bits 5:3 are the rights that all entries on the path grant. They are 0 if an entry is not present.
 const VIOLATION_RIGHTS: u64 = 7 << 3;
 
 /// A region of memory that the CPU uses: the VMXON region, or a VMCS.
@@ -60,7 +60,7 @@ impl Region {
 #[repr(C, align(4096))]
 struct Modified([AtomicU64; 512]);
 
-/// A CPU, and the state of the guest it runs.
+/// A CPU, and the state of the guest that it runs.
 pub struct Vmx {
     number: usize,
     modified: &'static Modified,

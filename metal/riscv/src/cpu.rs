@@ -115,7 +115,8 @@ impl<F: Tables> Hart<F> {
     }
 }
 
-/// Volume II, "Hypervisor Cause Register": causes that leave the guest.
+/// The cause of an ECALL. The next constants are other causes that leave the guest (volume II, "Hypervisor Cause
+/// Register").
 const ECALL_FROM_GUEST: u64 = 10;
 const FETCH_FAULT: u64 = 20;
 const LOAD_FAULT: u64 = 21;
@@ -197,7 +198,7 @@ impl<F: Tables> Cpu for Hart<F> {
         guest_program!()
     }
 
-    /// `jalr zero, 0(ra)`
+    /// The instruction `jalr zero, 0(ra)`.
     const RETURN: &'static [u8] = &0x0000_8067u32.to_le_bytes();
 
     fn begin(&mut self, entry: Gpa, command: &Command) {

@@ -71,7 +71,7 @@ macro_rules! program {
             }
         }
 
-        /// Entry point of Rust, which `boot.S` jumps to.
+        /// The entry point of Rust, to which `boot.S` jumps.
         #[unsafe(no_mangle)]
         extern "C" fn main(cpu: usize, hart: u64) -> ! {
             $crate::main::<Program>(cpu, hart)

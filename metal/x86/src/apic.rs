@@ -9,7 +9,7 @@ use crate::boot::SECOND_PAGE;
 pub const KICK: u8 = 0x40;
 
 const BASE: u32 = 0xfee0_0000;
-/// Address of the register that ends an interrupt.
+/// The address of the register that ends an interrupt.
 pub(crate) const END_OF_INTERRUPT: u32 = BASE + 0xb0;
 const SPURIOUS: u32 = BASE + 0xf0;
 const COMMAND: u32 = BASE + 0x300;
@@ -22,13 +22,13 @@ const START_UP: u32 = 6 << 8;
 const PENDING: u32 = 1 << 12;
 
 fn read(register: u32) -> u32 {
-    // SAFETY: the registers belong to this CPU's own APIC, mapped uncached; reading changes nothing.
+    // SAFETY: the registers belong to this CPU's own APIC, which is mapped uncached. Reading changes nothing.
     unsafe { ptr::read_volatile(register as usize as *const u32) }
 }
 
 fn write(register: u32, value: u32) {
-    // SAFETY: the registers belong to this CPU's own APIC, mapped uncached; the written registers concern interrupts
-    // only.
+    // SAFETY: the registers belong to this CPU's own APIC, which is mapped uncached. The written registers concern
+    // interrupts only.
     unsafe { ptr::write_volatile(register as usize as *mut u32, value) };
 }
 

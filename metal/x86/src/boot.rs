@@ -5,7 +5,7 @@
 
 use core::arch::global_asm;
 
-/// Page number of the second CPU's first instruction: the operand of its start-up interrupt.
+/// The number of the page with the second CPU's first instruction, which is the operand of its start-up interrupt.
 pub(crate) const SECOND_PAGE: u8 = 8;
 
 global_asm!(

@@ -58,14 +58,14 @@ pub fn program() -> &'static [u8] {
 
 /// JMP EAX: returns to the program without a stack.
 pub const RETURN: &[u8] = &[0xff, 0xe0];
-/// Length of the program's load, and of its store.
+/// The length in bytes of the program's load, and of its store.
 pub const ACCESS_BYTES: u64 = 2;
-/// Length of the program's INVLPG, and of its load of CR3. The operand of both is EDI.
+/// The length in bytes of the program's INVLPG, and of its load of CR3. The operand of both is EDI.
 pub const FLUSH_BYTES: u64 = 3;
-/// CR0 of the guest with paging off: PE and ET.
+/// The value of CR0 of the guest with paging off: PE and ET.
 pub const CR0: u64 = 0x11;
 
-/// The registers of the guest that no control structure holds, and EAX.
+/// The registers of the guest that no control structure contains, and EAX.
 #[derive(Default)]
 #[repr(C)]
 #[expect(missing_docs)]

@@ -7,9 +7,9 @@ use core::sync::atomic::{AtomicU64, Ordering::*};
 use crate::apic;
 
 const EXCEPTIONS: usize = 32;
-/// Code segment of the GDT, see `boot`.
+/// The selector of the code segment in the GDT (`boot`).
 const CODE: u64 = 0x08;
-/// Bytes from one exception's entry to the next.
+/// The number of bytes from one exception's entry to the next.
 const STRIDE: u64 = 16;
 
 global_asm!(

@@ -23,7 +23,7 @@ use core::panic::PanicInfo;
 use metal_core::{Console, Cpu, Machine, Memory, Second, Shootdown};
 use slat::{Gfn, Hpa, Stale, VmId};
 
-/// CPUs of the machine.
+/// The number of CPUs of the machine.
 pub const CPUS: usize = 2;
 
 /// The emulators are started with 2 GiB of memory. The monitor itself, with its stacks, ends below 16 MiB.
@@ -32,12 +32,12 @@ pub const MEMORY: Memory = Memory {
     data: Hpa(1 << 30),
 };
 
-/// Flushes by interrupts: x86 CPUs cannot flush another CPU's TLB.
+/// The state of flushes by interrupts: an x86 CPU cannot flush another CPU's TLB.
 pub static SHOOTDOWN: Shootdown<CPUS> = Shootdown::new();
 
 /// A CPU with one of the two ways to run a guest.
 pub trait Virtualization: Cpu {
-    /// [`Machine::NAME`] of a PC with such CPUs.
+    /// The value of [`Machine::NAME`] for a PC with such CPUs.
     const NAME: &'static str;
 
     /// Returns the queue of work for the second CPU.
@@ -85,11 +85,12 @@ macro_rules! monitor {
         #[global_allocator]
         static HEAP: ::metal_core::Heap = ::metal_core::Heap::new();
 
-        /// Entry point of each CPU, on a stack of its own.
+        /// The entry point of each CPU, on a stack of its own.
         #[unsafe(no_mangle)]
         extern "C" fn monitor(cpu: usize) -> ! {
             $($before();)?
-            // SAFETY: once, by the first CPU; the memory is described as it is.
+            // SAFETY: only the first CPU calls this, and calls it once. `MEMORY` describes memory that no other code
+            // uses.
             let host = (cpu == 0).then(|| unsafe {
                 ::metal_core::Host::<$crate::Pc<$cpu>>::new($crate::MEMORY, &HEAP)
             });

@@ -2,7 +2,7 @@
 
 use core::arch::asm;
 
-/// Extended feature enable register; bit 12 is SVME.
+/// The extended feature enable register. Bit 12 is SVME.
 pub const EFER: u32 = 0xc000_0080;
 
 /// Reads a register.

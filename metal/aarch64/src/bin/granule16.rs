@@ -1,4 +1,4 @@
-//! A granule of 16 KiB, a root of two concatenated tables of level 1.
+//! The monitor with a granule of 16 KiB, and a root of two concatenated tables of level 1.
 #![no_std]
 #![no_main]
 

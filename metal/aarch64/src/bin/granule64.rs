@@ -1,4 +1,4 @@
-//! A granule of 64 KiB, 52 bits of IPA and of physical addresses, hardware dirty state.
+//! The monitor with a granule of 64 KiB, 52 bits of IPA and of physical addresses, and hardware dirty state.
 #![no_std]
 #![no_main]
 

@@ -1,4 +1,5 @@
-//! A root of two concatenated tables, 40 bits of IPA; hardware sets access flag and dirty state.
+//! The monitor with a root of two concatenated tables, and 40 bits of IPA. Hardware sets the access flag and the
+//! dirty state.
 #![no_std]
 #![no_main]
 

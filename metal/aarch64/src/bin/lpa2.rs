@@ -1,4 +1,4 @@
-//! A root of 16 concatenated tables, 52 bits of IPA and of physical addresses.
+//! The monitor with a root of 16 concatenated tables, and 52 bits of IPA and of physical addresses.
 #![no_std]
 #![no_main]
 

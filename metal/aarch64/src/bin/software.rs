@@ -1,4 +1,4 @@
-//! Tables of four levels, with 48 bits of IPA. Software sets the access flag and the dirty bit.
+//! The monitor with tables of four levels, and 48 bits of IPA. Software sets the access flag and the dirty bit.
 #![no_std]
 #![no_main]
 

@@ -1,4 +1,4 @@
-//! The entries that walkers may have cached, while tables change under a guest that writes.
+//! Tests which entries walkers may have cached, while tables change under a guest that writes.
 //!
 //! The host keeps a record of the entries that walkers may have cached ([`slat_model::Tlb`]). For that, the host reads
 //! the tables when the engine reaches them, and before and after each flush. If the format requires break-before-make,
@@ -284,7 +284,7 @@ fn writes<M: Machine>() -> Command {
     every::<M>(Op::Write, 0, PAGES / STEP, STEP * PAGE_SIZE)
 }
 
-/// Counts of all changes.
+/// The counts of all changes.
 #[derive(Default)]
 struct Seen {
     changes: u64,
@@ -295,7 +295,7 @@ struct Seen {
 }
 
 impl Seen {
-    /// Checks the record. Call while no operation is in progress.
+    /// Checks the record of cached entries. Call while no operation is in progress.
     fn look<M: Machine>(&mut self, bench: &Bench<'_, M>, change: &Change<M>) -> Result<(), String> {
         let conflict = bench.host.tlb().findings().into_iter().next();
         self.first_conflict = (self.first_conflict.take())

@@ -163,7 +163,7 @@ pub(super) fn cleared_by_hand<M: Machine>(bench: &mut Bench<'_, M>) -> Verdict {
     bench.write(&mut vm, pages::<M>(Op::Write, 0, HUGE * 512))?;
     vm.faulted(0)?;
 
-    // The second huge page.
+    // Clears the log of the second huge page.
     vm.vm
         .clear_dirty_log(0, DATA_SLOT, 512, 512, &[u64::MAX; 8])
         .map_err(|error| error.to_string())?;

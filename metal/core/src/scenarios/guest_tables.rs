@@ -27,7 +27,7 @@ fn at(op: Op, gva: Gpa) -> Command {
     }
 }
 
-/// The word that marks page `page` of the data slot.
+/// Returns the word that marks page `page` of the data slot.
 fn mark(page: u64) -> u32 {
     0x4000_0000 + page as u32
 }

@@ -1,5 +1,5 @@
-//! Memslots that are deleted and moved while the guest writes to them. When the call has returned, no write may reach
-//! the memory that backed the old address.
+//! Tests memslots that are deleted and moved while the guest writes to them. When the call has returned, no write may
+//! reach the memory that backed the old address.
 
 use alloc::format;
 use alloc::string::String;
@@ -14,7 +14,7 @@ use crate::{Machine, Op};
 
 const PAGES: u64 = 512;
 const ROUNDS: u32 = 20;
-/// Larger than any value the guest writes.
+/// The value of a mark, which is larger than any value that the guest writes.
 const STAMP: u32 = 0xfeed_0000;
 
 /// Marks the memory, lets the guest run, and checks that the marks are unchanged.

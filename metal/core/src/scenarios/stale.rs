@@ -1,4 +1,4 @@
-//! A page that the host moves: a CPU that has read the old page must not read it after the move.
+//! Tests a page that the host moves: a CPU that has read the old page must not read it after the move.
 
 use alloc::format;
 use core::hint::spin_loop;

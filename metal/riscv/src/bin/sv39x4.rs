@@ -1,4 +1,4 @@
-//! Tables of format Sv39x4.
+//! The monitor with tables of format Sv39x4.
 #![no_std]
 #![no_main]
 
