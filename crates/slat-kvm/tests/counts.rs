@@ -1,6 +1,5 @@
 //! Tests what an operation costs, in walks, look-ups, flushes and decoded blocks. The counts are exact: a change that
-//! makes
-//! an operation dearer fails here, and need not wait for a benchmark.
+//! makes an operation dearer fails here, and need not wait for a benchmark.
 #![cfg(target_arch = "x86_64")]
 
 mod common;

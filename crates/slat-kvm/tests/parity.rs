@@ -1,5 +1,5 @@
-//! Checks the signatures of the methods of kvm-ioctls, in both crates: this file compiles if
-//! programs for kvm-ioctls do.
+//! Checks the signatures of the methods of kvm-ioctls, in both crates: this file compiles if programs for kvm-ioctls
+//! do.
 #![cfg(target_arch = "x86_64")]
 
 use kvm_bindings::*;

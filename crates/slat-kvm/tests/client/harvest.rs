@@ -12,8 +12,7 @@ const ITERATION: u64 = 0x3000;
 const STOP: u64 = 0x3004;
 
 /// The guest's code. It repeatedly writes the number at [`ITERATION`] to every page from [`FIRST`] on; exits between
-/// two rounds
-/// while [`STOP`] is set.
+/// two rounds while [`STOP`] is set.
 #[rustfmt::skip]
 const WRITE_FOREVER: &[u8] = &[
     0xb8, 0x00, 0x10,             // 0: mov ax,0x1000

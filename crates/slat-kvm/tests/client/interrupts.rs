@@ -14,9 +14,8 @@ const HANDLED: u16 = 0x10;
 /// sti; 1: hlt; jmp 1b
 const WAIT: &[u8] = &[0xfb, 0xf4, 0xeb, 0xfd];
 
-/// Creates a guest that waits for interrupts, with the interrupt controllers of a PC. Its handler ends them at the
-/// 8259 and
-/// writes to [`HANDLED`].
+/// Creates a guest that waits for interrupts, with the interrupt controllers of a PC. Its handler ends them at the 8259
+/// and writes to [`HANDLED`].
 fn waiting() -> Guest {
     let guest = Guest::with(WAIT, |vm| vm.create_irq_chip().unwrap());
     for vector in 0..16 {

@@ -44,9 +44,8 @@ pub const NESTED: u64 = 0x30000;
 pub const MANAGEMENT: u64 = 0x38000;
 /// The data of which the hypervisor copies all or a part to the nested tables.
 pub const STAGED: u64 = 0x39000;
-/// The number of pages of a hierarchy: the root, the next table, a directory and a table of PAE paging; a directory
-/// and a
-/// table of 32-bit paging.
+/// The number of pages of a hierarchy: the root, the next table, a directory and a table of PAE paging; a directory and
+/// a table of 32-bit paging.
 pub const HIERARCHY_PAGES: u64 = 6;
 
 /// The pages from which random addresses are chosen.
