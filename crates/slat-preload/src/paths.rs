@@ -457,9 +457,8 @@ pub fn word_at(address: usize, readable: &mut Option<usize>) -> Option<u64> {
         }
         *readable = Some(address / PAGE);
     }
-    // SAFETY: the address is aligned, and its page was readable a moment ago. The word holds part of a C string, by
-    // the contract of
-    // the called function.
+    // SAFETY: the address is aligned, and its page was readable a moment ago. The word holds part of a C string, by the
+    // contract of the called function.
     Some(unsafe { (address as *const u64).read_volatile() })
 }
 

@@ -20,16 +20,14 @@ const SET_BYTES: usize = 8;
 /// Reads a word of the program's memory.
 fn read<T: slat_guard::Word>(address: usize) -> Result<T, isize> {
     // SAFETY: the load is guarded: the handlers are installed together with the dispatch. The kernel would read this
-    // address
-    // of the program, too.
+    // address of the program, too.
     unsafe { slat_guard::load(address as *const T) }.map_err(|_| error(libc::EFAULT))
 }
 
 /// Writes a word of the program's memory.
 fn write<T: slat_guard::Word>(address: usize, value: T) -> Result<(), isize> {
     // SAFETY: the store is guarded: the handlers are installed together with the dispatch. The kernel would write to
-    // this
-    // address of the program, too.
+    // this address of the program, too.
     unsafe { slat_guard::store(address as *mut T, value) }.map_err(|_| error(libc::EFAULT))
 }
 
