@@ -1,6 +1,5 @@
 //! Tests that a run ends soon after a kick, whatever loop the guest is in. The tests are loops of each shape that the
-//! compiler makes,
-//! and the interpreter's.
+//! compiler makes, and the interpreter's.
 //!
 //! Another thread sets `attention`, and reads how much processor time the running thread has used so far. The run has
 //! to end before it has used a millisecond more. Time in which the host runs other threads does not count, and the best

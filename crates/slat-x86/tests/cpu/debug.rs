@@ -410,9 +410,8 @@ fn watched_stacks_do_not_stop_the_delivery_of_events() {
     assert_eq!(log(&guest), [(at, NONE | 1, false)]);
 }
 
-/// Makes a guest with a breakpoint on the stack of the #DB handler, which begins at the same address in each
-/// delivery: no instruction
-/// is executed any more.
+/// Makes a guest with a breakpoint on the stack of the #DB handler, which begins at the same address in each delivery:
+/// no instruction is executed any more.
 fn endless() -> Guest {
     // mov [rsi],eax; hlt
     let mut guest = Guest::new(b"\x89\x06\xf4");

@@ -1,6 +1,5 @@
 //! Tests instructions and bits that exist only with a feature of the CPU: XSAVE, protection keys, control bits. Also
-//! tests the
-//! page-directory-pointer entries of PAE.
+//! tests the page-directory-pointer entries of PAE.
 
 use crate::common::*;
 use slat_x86::state::{control, xcr0};

@@ -1,6 +1,5 @@
 //! Tests code that crosses page ends, whose second page can be fetched only at the first, second or later try.
-//! Execution
-//! continues, the faults are right, and the guest ends like one whose fetches never fail.
+//! Execution continues, the faults are right, and the guest ends like one whose fetches never fail.
 
 use crate::common::*;
 use slat_x86::*;

@@ -1,6 +1,5 @@
 //! Tests the behaviour of SSE and x87 instructions besides their results: when they are unavailable, how their
-//! exceptions are
-//! raised, and the state after a fault. (The oracle tests the results.)
+//! exceptions are raised, and the state after a fault. (The oracle tests the results.)
 
 use crate::common::*;
 use slat_x86::state::control::{CR0_EM, CR0_NE, CR0_TS, CR4_OSFXSR, CR4_OSXMMEXCPT};

@@ -145,8 +145,7 @@ impl Copies {
 }
 
 /// Runs a test by the interpreter and by both tiers, and checks that the results agree. `shared` is how often the
-/// baseline tier
-/// must use the code of another copy.
+/// baseline tier must use the code of another copy.
 fn same(codes: &[Code], shared: u64, run: impl Fn(&mut Copies)) {
     let [interpreted, others @ ..] = BY.map(|tier| {
         let mut copies = Copies::new(tier, codes);

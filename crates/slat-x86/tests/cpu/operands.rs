@@ -1,6 +1,5 @@
 //! Makes each memory operand of compiled code fail in turn. Afterwards the compiled CPU must have the same registers,
-//! flags
-//! and memory as the interpreter.
+//! flags and memory as the interpreter.
 #![cfg(feature = "jit")]
 
 use crate::common::*;

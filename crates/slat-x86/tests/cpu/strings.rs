@@ -1,6 +1,5 @@
-//! Tests repeated string instructions: handling many elements at once must have the same result as one after the
-//! other. With
-//! a data watchpoint set, even one elsewhere, the CPU handles the elements one by one.
+//! Tests repeated string instructions: handling many elements at once must have the same result as one after the other.
+//! With a data watchpoint set, even one elsewhere, the CPU handles the elements one by one.
 
 use crate::common::*;
 

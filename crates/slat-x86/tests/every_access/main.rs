@@ -74,8 +74,7 @@ enum Compiled {
     Regions,
 }
 
-/// Makes a guest of `program`. The handler of each vector executes HLT. After that it drops the
-/// error code and returns.
+/// Makes a guest of `program`. The handler of each vector executes HLT. After that it drops the error code and returns.
 fn guest(program: &Program, operands: &[u8], what: Compiled) -> Guest {
     let mut guest = Guest::interpreted(Memory::new(MEMORY), &[0xf4]);
     for vector in 0..32 {

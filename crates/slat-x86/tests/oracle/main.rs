@@ -142,8 +142,8 @@ fn sequences_of_instructions_do_what_the_host_does() {
     );
 }
 
-/// While a CPU runs a program, it may be interrupted and inspected, and lose rights to pages. The
-/// program does not notice.
+/// While a CPU runs a program, it may be interrupted and inspected, and lose rights to pages. The program does not
+/// notice.
 #[test]
 fn programs_do_what_they_do_on_the_host() {
     let arena = Arena::new();

@@ -146,9 +146,8 @@ unsafe extern "C" {
 }
 
 pub const PAGE: usize = 4096;
-/// The layout of the arena: two pages of code, two of data, an inaccessible page, and two pages of stack. All are
-/// below 2 GiB, so that
-/// 32-bit addresses and RIP-relative operands reach them.
+/// The layout of the arena: two pages of code, two of data, an inaccessible page, and two pages of stack. All are below
+/// 2 GiB, so that 32-bit addresses and RIP-relative operands reach them.
 pub const CODE_LEN: usize = 2 * PAGE;
 pub const DATA: usize = CODE_LEN;
 pub const DATA_LEN: usize = 2 * PAGE;

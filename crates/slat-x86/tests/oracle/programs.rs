@@ -178,9 +178,8 @@ impl Program<'_> {
         Some(instruction)
     }
 
-    /// Appends additions that pass CF or OF on, like those of large numbers, and a use of a flag. At the beginning of
-    /// a loop the
-    /// additions use the flags of the previous turn.
+    /// Appends additions that pass CF or OF on, like those of large numbers, and a use of a flag. At the beginning of a
+    /// loop the additions use the flags of the previous turn.
     fn chain(&mut self) {
         const SUMS: [Code; 6] = [
             Code::Adcx_r64_rm64,
@@ -353,8 +352,7 @@ impl Program<'_> {
     }
 
     /// Appends code that sets all flags by cmp eax, ecx, except for AF, which no instruction here reads: AND and
-    /// similar ones leave AF
-    /// undefined, but the instructions after them should see their other flags.
+    /// similar ones leave AF undefined, but the instructions after them should see their other flags.
     fn define_flags(&mut self) {
         self.bytes(&[0x39, 0xc8]);
     }

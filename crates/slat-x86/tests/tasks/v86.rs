@@ -1,5 +1,5 @@
-//! Tests virtual-8086 mode: entering it by IRET, the events that leave it, and its extensions (SDM volume
-//! 3, "8086 Emulation").
+//! Tests virtual-8086 mode: entering it by IRET, the events that leave it, and its extensions (SDM volume 3, "8086
+//! Emulation").
 
 use crate::common::*;
 use crate::setup::*;
