@@ -186,8 +186,7 @@ pub(super) struct Pages {
 
 impl Pages {
     /// Returns the largest number of pages that an install makes: one for each level of the guest's tables, and two
-    /// below a
-    /// page of 1 GiB.
+    /// below a page of 1 GiB.
     pub(super) const fn install(shadows: bool) -> usize {
         if shadows { 7 } else { 4 }
     }
