@@ -44,7 +44,7 @@ pub struct Machine<'m, A: Api> {
 pub struct Slot<'m> {
     /// The slot's number. The machine itself uses slot 0.
     pub id: u32,
-    /// `KVM_MEM_*`.
+    /// The flags `KVM_MEM_*`.
     pub flags: u32,
     /// The guest address.
     pub gpa: u64,

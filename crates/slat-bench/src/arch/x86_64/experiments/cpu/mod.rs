@@ -375,7 +375,7 @@ mod tests {
 
     #[test]
     fn every_case_computes_what_it_should_at_a_tiny_size() {
-        // `measure` checks the results.
+        // `measure` also checks the results of the guests.
         let report = crate::run(&[&EXPERIMENT], Size::Tiny).unwrap();
         assert_eq!(
             report.cases(NAME),
