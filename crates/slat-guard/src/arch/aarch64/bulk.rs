@@ -8,7 +8,7 @@ use super::table::{guarded, report};
 use crate::Gone;
 use std::arch::asm;
 
-/// Bytes that [`matches_line`] compares.
+/// The number of bytes that [`matches_line`] compares.
 pub const LINE: usize = 64;
 
 /// Bytes that a pair of registers holds.

@@ -7,7 +7,7 @@ use std::arch::x86_64::{
     __m128i, _mm_and_si128, _mm_cmpeq_epi8, _mm_loadu_si128, _mm_movemask_epi8,
 };
 
-/// Bytes that [`matches_line`] compares.
+/// The number of bytes that [`matches_line`] compares.
 pub const LINE: usize = 64;
 
 /// Copies `len` bytes one after the other, beginning with the first. Returns the number of bytes that were not copied
