@@ -36,7 +36,7 @@ use crate::procfs;
 /// The program's advice to the kernel about huge pages in a range (madvise).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HugePages {
-    /// MADV_HUGEPAGE.
+    /// The program has given the advice MADV_HUGEPAGE.
     Wanted,
     /// The program has asked for no huge pages (MADV_NOHUGEPAGE), or userfaultfd is registered for the range, so that
     /// pages arrive one by one.

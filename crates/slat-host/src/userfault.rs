@@ -23,7 +23,7 @@ use slat::{Granule, Hva, OutOfMemory, Request, ResolveError};
 pub struct Userfault {
     /// The memory that backs the slot's first page, and its first private page: the pages of bit 0.
     pub backing: (Hva, Option<Hva>),
-    /// Number of pages.
+    /// The number of pages.
     pub pages: u64,
     /// Address of the bitmap in this process.
     pub bitmap: u64,
