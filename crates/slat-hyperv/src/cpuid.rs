@@ -20,7 +20,7 @@ const DEBUGGER_INTERFACE: u32 = 0x4000_0081;
 /// The leaf of the synthetic debugger's capabilities.
 pub const DEBUGGER: u32 = 0x4000_0082;
 
-/// EAX of [`INTERFACE`]: "Hv#1".
+/// The value of EAX in the leaf [`INTERFACE`]: "Hv#1".
 pub const SIGNATURE: u32 = u32::from_le_bytes(*b"Hv#1");
 
 /// Bits of EAX of [`FEATURES`]: the MSRs of the partition.
@@ -180,11 +180,11 @@ pub fn supported(machine: Machine) -> [Leaf; 10] {
 /// The parts of the interface that the guest's CPUID lets the guest use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Privileges {
-    /// EAX, EBX, ECX, EDX of [`FEATURES`].
+    /// EAX, EBX, ECX and EDX of the leaf [`FEATURES`].
     features: [u32; 4],
-    /// EAX and EBX of [`RECOMMENDATIONS`].
+    /// EAX and EBX of the leaf [`RECOMMENDATIONS`].
     recommendations: [u32; 2],
-    /// EAX of [`DEBUGGER`].
+    /// EAX of the leaf [`DEBUGGER`].
     debugger: u32,
 }
 

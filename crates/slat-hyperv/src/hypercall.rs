@@ -90,7 +90,7 @@ impl Input {
 pub struct Fast {
     /// The two registers.
     pub registers: [u64; 2],
-    /// XMM0 to XMM5.
+    /// The registers XMM0 to XMM5.
     pub xmm: [u128; 6],
 }
 
@@ -266,7 +266,7 @@ fn read_set<E: From<Status>>(
 /// guest names only some addresses or one address space.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Flush {
-    /// `None`: no virtual processor.
+    /// The set of the virtual processors. `None`: the set is empty.
     pub targets: Option<VpSet>,
 }
 

@@ -67,15 +67,15 @@ pub struct DuePage {
 /// The registers of the synthetic debugger.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Debugger {
-    /// SYNDBG_CONTROL.
+    /// The value of the MSR SYNDBG_CONTROL.
     pub control: u64,
     /// SYNDBG_STATUS: the result of the last operation.
     pub status: u64,
-    /// SYNDBG_SEND_BUFFER.
+    /// The value of the MSR SYNDBG_SEND_BUFFER.
     pub send_page: u64,
-    /// SYNDBG_RECV_BUFFER.
+    /// The value of the MSR SYNDBG_RECV_BUFFER.
     pub receive_page: u64,
-    /// SYNDBG_PENDING_BUFFER.
+    /// The value of the MSR SYNDBG_PENDING_BUFFER.
     pub pending_page: u64,
     options: u64,
 }
