@@ -67,10 +67,10 @@ impl Destination {
 /// The width of the destinations of MSIs (`KVM_CAP_X2APIC_API`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum MsiIds {
-    /// Eight bits.
+    /// Destinations have eight bits.
     #[default]
     Eight,
-    /// Bits 40 to 63 of the address are bits 8 to 31 of the destination.
+    /// Destinations have 32 bits: bits 40 to 63 of the address are bits 8 to 31 of the destination.
     ThirtyTwo {
         /// Whether 0xffff_ffff is the broadcast. Then 0xff reaches only APICs in xAPIC mode that have the id 0xff.
         wide_broadcast: bool,

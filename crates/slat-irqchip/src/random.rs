@@ -1,6 +1,6 @@
 //! Random numbers for tests. Each run gets the same numbers.
 
-/// SplitMix64.
+/// A generator of random numbers: SplitMix64.
 pub(crate) struct Random(pub(crate) u64);
 
 impl Random {

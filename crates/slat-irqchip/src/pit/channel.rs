@@ -79,15 +79,15 @@ impl Mode {
 /// A count that has begun.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Run {
-    /// When the count began.
+    /// The time at which the count began.
     pub(super) since: u64,
     /// The length of the count in ticks, at least 1.
     pub(super) ticks: u64,
-    /// When a low gate stopped the count.
+    /// The time at which a low gate stopped the count.
     stopped: Option<u64>,
 }
 
-/// One counter.
+/// One counter of the 8254.
 #[derive(Clone, Debug)]
 pub(super) struct Channel {
     state: ChannelState,
