@@ -23,7 +23,7 @@ struct Client {
     memory: Memory,
 }
 
-/// How a run ended.
+/// The result of a run.
 #[derive(Debug, PartialEq, Eq)]
 enum Ended {
     /// The guest has executed the access and halted.

@@ -313,7 +313,7 @@ impl Machine {
             (segment.base, segment.selector) = (0, 0);
         }
         if chips != Chips::None {
-            // x2APIC mode.
+            // Puts the APIC into x2APIC mode.
             sregs.apic_base |= 0xc00;
         }
         assert_eq!(call(&object, KVM_SET_SREGS, &mut sregs), Ok(0));
