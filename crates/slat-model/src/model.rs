@@ -30,13 +30,13 @@ const READONLY: u32 = 2;
 pub struct ModelSlot {
     /// The size of a page.
     pub granule: Granule,
-    /// First guest frame.
+    /// The first guest frame.
     pub base: u64,
-    /// Length in pages.
+    /// The length in pages.
     pub pages: u64,
     /// Byte address of the backing.
     pub backing: u64,
-    /// KVM_MEM_* flags.
+    /// The flags `KVM_MEM_*`.
     pub flags: u32,
     /// The greatest rights that the guest gets.
     pub rights: Rights,

@@ -11,7 +11,7 @@ use crate::rng::Rng;
 /// One operation on a VM. Each can be run in any state, so any operation of a sequence can be left out.
 #[derive(Clone, Debug)]
 pub enum Op {
-    /// KVM_SET_USER_MEMORY_REGION, valid or not.
+    /// A call of KVM_SET_USER_MEMORY_REGION, whose arguments may be invalid.
     SetRegion {
         /// Address space; its number may be invalid.
         space: usize,
@@ -36,9 +36,9 @@ pub enum Op {
     Translate {
         /// The vCPU.
         vcpu: usize,
-        /// Address.
+        /// The guest-physical address.
         gpa: u64,
-        /// Kind of the access.
+        /// The kind of the access.
         access: Access,
     },
     /// A write by a vCPU with a hardware walker, if the tables allow it.
@@ -48,16 +48,16 @@ pub enum Op {
         /// Address.
         gpa: u64,
     },
-    /// KVM_PRE_FAULT_MEMORY.
+    /// A call of KVM_PRE_FAULT_MEMORY.
     Prefault {
         /// The number of the vCPU.
         vcpu: usize,
-        /// First address.
+        /// The first guest-physical address.
         gpa: u64,
-        /// Length.
+        /// The length in bytes.
         bytes: u64,
     },
-    /// KVM_SET_MEMORY_ATTRIBUTES.
+    /// A call of KVM_SET_MEMORY_ATTRIBUTES.
     Convert {
         /// The first frame.
         gfn: u64,
@@ -68,34 +68,34 @@ pub enum Op {
     },
     /// The host mapping of some pages changes, in an invalidation.
     Invalidate {
-        /// Pages of host memory.
+        /// The pages of host memory.
         pages: Range<u64>,
         /// Their new mapping.
         change: HostChange,
         /// Accesses by a vCPU to these frames during the invalidation, before and after the change.
         during: Vec<(u64, Access)>,
     },
-    /// KVM_GET_DIRTY_LOG.
+    /// A call of KVM_GET_DIRTY_LOG.
     DirtyLog {
-        /// Address space.
+        /// The address space.
         space: usize,
         /// The id of the slot.
         id: u32,
     },
-    /// KVM_CLEAR_DIRTY_LOG for a range that may be invalid.
+    /// A call of KVM_CLEAR_DIRTY_LOG for a range that may be invalid.
     ClearLog {
-        /// Address space.
+        /// The address space.
         space: usize,
         /// The id of the slot.
         id: u32,
         /// The first page.
         first: u64,
-        /// Number of pages.
+        /// The number of pages.
         pages: u64,
         /// The value of every word of the bitmap.
         pattern: u64,
     },
-    /// KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2.
+    /// The client enables KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2.
     ManualLog {
         /// Whether getting a log leaves the log and its pages unchanged.
         manual: bool,
@@ -109,7 +109,7 @@ pub enum Op {
         /// The largest number of ring entries to collect.
         entries: u32,
     },
-    /// KVM_RESET_DIRTY_RINGS.
+    /// A call of KVM_RESET_DIRTY_RINGS.
     ResetRings,
     /// Sets a policy.
     Policy(&'static str, &'static str),
@@ -119,9 +119,9 @@ pub enum Op {
     Age {
         /// The number of the vCPU.
         vcpu: usize,
-        /// Address.
+        /// The guest-physical address of the page.
         gpa: u64,
-        /// Kind.
+        /// The kind of the access.
         access: Access,
     },
     /// Searches for memory that was not used for some time.

@@ -10,7 +10,7 @@ use slat::{DirtyGfn, DirtyRing};
 pub struct DirtyPage {
     /// Address space.
     pub space: usize,
-    /// Id of the slot.
+    /// The id of the slot.
     pub slot: u32,
     /// Page, counted from the slot's start.
     pub page: u64,

@@ -19,7 +19,7 @@ use crate::tally::Tally;
 /// A machine and a page-table format to run on.
 #[derive(Clone, Copy)]
 pub struct Subject {
-    /// Its name.
+    /// The trial's name.
     pub name: &'static str,
     /// The MMU that makes the tables.
     mmu: MmuKind,

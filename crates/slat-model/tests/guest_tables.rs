@@ -5,7 +5,7 @@ use slat::{Ept, MmuKind};
 use slat_model::Tally;
 use slat_model::guest::{Defect, GuestSubject, OF_CACHES, USUAL};
 
-/// Accesses of a run.
+/// The number of accesses of one run.
 const RUN: u64 = 2_000;
 
 fn never_met<'a>(tally: &Tally, names: &[&'a str]) -> Vec<&'a str> {

@@ -37,7 +37,7 @@ pub(super) enum Meaning {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Layout {
     pub mode: Mode,
-    /// EFER.NXE.
+    /// The value of EFER.NXE.
     pub has_xd: bool,
     /// AMD64 volume 2, figures "Long-Mode PML4E" and "PDPE": bit 8 must be zero.
     pub reserves_table_global: bool,

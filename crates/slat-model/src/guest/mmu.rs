@@ -77,21 +77,21 @@ pub enum RegisterWrite {
 /// An INVPCID instruction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Invpcid {
-    /// Type 0, individual address.
+    /// INVPCID of type 0: invalidates one address.
     Address {
         /// The PCID in the descriptor.
         pcid: u16,
         /// The address in the descriptor.
         gva: u64,
     },
-    /// Type 1, single context.
+    /// INVPCID of type 1: invalidates one PCID.
     Context {
         /// The PCID in the descriptor.
         pcid: u16,
     },
-    /// Type 2, all contexts, including global translations.
+    /// INVPCID of type 2: invalidates all PCIDs, including global translations.
     All,
-    /// Type 3, all contexts, except global translations.
+    /// INVPCID of type 3: invalidates all PCIDs, except global translations.
     AllButGlobal,
 }
 
@@ -138,7 +138,7 @@ pub trait GuestMmu {
     /// Executes INVPCID.
     fn invpcid(&mut self, cpu: usize, invpcid: Invpcid);
 
-    /// KVM_SET_USER_MEMORY_REGION, with valid arguments.
+    /// Makes a call of KVM_SET_USER_MEMORY_REGION with valid arguments.
     fn set_region(&mut self, region: &Region);
 
     /// Runs `change`, which replaces the host pages of `range` or changes their rights, in an

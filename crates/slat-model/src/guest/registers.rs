@@ -2,31 +2,31 @@
 
 use slat::guest_walk::{GuestPaging, Mode};
 
-/// CR0.WP.
+/// CR0.WP: a supervisor may not write to read-only pages.
 pub const CR0_WP: u64 = 1 << 16;
-/// CR0.PG.
+/// CR0.PG: paging is on.
 pub const CR0_PG: u64 = 1 << 31;
-/// CR4.PSE.
+/// CR4.PSE: 32-bit paging has pages of 4 MiB.
 pub const CR4_PSE: u64 = 1 << 4;
-/// CR4.PAE.
+/// CR4.PAE: page-table entries have 8 bytes.
 pub const CR4_PAE: u64 = 1 << 5;
-/// CR4.PGE.
+/// CR4.PGE: global pages are enabled.
 pub const CR4_PGE: u64 = 1 << 7;
-/// CR4.LA57.
+/// CR4.LA57: long mode has five levels of tables.
 pub const CR4_LA57: u64 = 1 << 12;
-/// CR4.PCIDE.
+/// CR4.PCIDE: PCIDs are enabled.
 pub const CR4_PCIDE: u64 = 1 << 17;
-/// CR4.SMEP.
+/// CR4.SMEP: a supervisor may not execute user pages.
 pub const CR4_SMEP: u64 = 1 << 20;
-/// CR4.SMAP.
+/// CR4.SMAP: a supervisor may access user pages only with EFLAGS.AC set.
 pub const CR4_SMAP: u64 = 1 << 21;
-/// CR4.PKE.
+/// CR4.PKE: protection keys of user pages are enabled.
 pub const CR4_PKE: u64 = 1 << 22;
-/// EFER.LME.
+/// EFER.LME: long mode is enabled.
 pub const EFER_LME: u64 = 1 << 8;
-/// EFER.LMA.
+/// EFER.LMA: long mode is active.
 pub const EFER_LMA: u64 = 1 << 10;
-/// EFER.NXE.
+/// EFER.NXE: entries may forbid execution.
 pub const EFER_NXE: u64 = 1 << 11;
 
 /// The width of guest-physical addresses in bits. Fewer than 40, so that a 4 MiB page has reserved bits.
@@ -35,13 +35,13 @@ pub(super) const PHYSICAL_BITS: u32 = 38;
 /// The registers of a vCPU that choose how it translates.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Registers {
-    /// CR0: PG and WP.
+    /// The bits PG and WP of CR0.
     pub cr0: u64,
-    /// CR3, without bit 63.
+    /// The value of CR3, without bit 63.
     pub cr3: u64,
-    /// CR4.
+    /// The value of CR4.
     pub cr4: u64,
-    /// IA32_EFER.
+    /// The value of the MSR IA32_EFER.
     pub efer: u64,
     /// The page-directory-pointer entries that PAE paging has loaded; meaningless in other modes.
     pub pdptes: [u64; 4],
@@ -53,11 +53,11 @@ pub struct Registers {
 /// The part of a vCPU's state that may differ between two accesses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Privilege {
-    /// CPL 3.
+    /// Whether the access is made at CPL 3.
     pub user: bool,
-    /// EFLAGS.AC.
+    /// The value of EFLAGS.AC.
     pub ac: bool,
-    /// PKRU.
+    /// The value of PKRU.
     pub pkru: u32,
 }
 

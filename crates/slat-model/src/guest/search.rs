@@ -38,7 +38,7 @@ pub(super) struct Search<'a> {
     pub gva: u64,
     pub access: Access,
     pub paging: &'a GuestPaging,
-    /// CR4.PGE.
+    /// The value of CR4.PGE.
     pub globals: bool,
     /// The current PCID.
     pub pcid: u16,

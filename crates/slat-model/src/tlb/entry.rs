@@ -4,7 +4,7 @@ use core::ops::Range;
 
 use slat::{Granule, Level, MemoryType, Pfn};
 
-/// Position of an entry.
+/// The position of an entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Place {
     pub(super) space: usize,

@@ -36,7 +36,7 @@ pub(super) struct Generator {
     client: bool,
     /// Indices at levels 5 to 1 of the addresses that are used now.
     addresses: Vec<[u64; 5]>,
-    /// Number of address spaces.
+    /// The number of address spaces.
     spaces: u64,
     /// The next operations, in reverse order.
     planned: Vec<GuestOp>,
