@@ -92,13 +92,13 @@ unsafe fn change_owner_here(
 }
 
 interpose! {
-    /// chown(2).
+    /// Replaces chown(2).
     fn chown(path: *const c_char, user: c_uint, group: c_uint) -> c_int {
         // SAFETY: the arguments are valid for chown(2), as this function's own contract asks.
         unsafe { change_owner(libc::AT_FDCWD, path, user, group, || change_owner_here(path, user, group, 0)) }
     }
 
-    /// lchown(2).
+    /// Replaces lchown(2).
     fn lchown(path: *const c_char, user: c_uint, group: c_uint) -> c_int {
         // SAFETY: the arguments are valid for lchown(2), as this function's own contract asks.
         unsafe {
@@ -108,13 +108,13 @@ interpose! {
         }
     }
 
-    /// fchownat(2).
+    /// Replaces fchownat(2).
     fn fchownat(directory: c_int, path: *const c_char, user: c_uint, group: c_uint, flags: c_int) -> c_int {
         // SAFETY: the arguments are valid for fchownat(2), as this function's own contract asks.
         unsafe { change_owner(directory, path, user, group, || call!(libc::SYS_fchownat, directory, path, user, group, flags)) }
     }
 
-    /// chmod(2).
+    /// Replaces chmod(2).
     fn chmod(path: *const c_char, mode: c_uint) -> c_int {
         // SAFETY: the arguments are valid for chmod(2), as this function's own contract asks.
         unsafe {
@@ -125,37 +125,37 @@ interpose! {
         }
     }
 
-    /// getxattr(2).
+    /// Replaces getxattr(2).
     fn getxattr(path: *const c_char, name: *const c_char, to: *mut c_void, len: usize) -> isize {
         // SAFETY: the arguments are valid for getxattr(2), as this function's own contract asks.
         unsafe { extended(libc::SYS_getxattr, path, [name as usize, to as usize, len, 0]) }
     }
 
-    /// lgetxattr(2).
+    /// Replaces lgetxattr(2).
     fn lgetxattr(path: *const c_char, name: *const c_char, to: *mut c_void, len: usize) -> isize {
         // SAFETY: the arguments are valid for lgetxattr(2), as this function's own contract asks.
         unsafe { extended(libc::SYS_lgetxattr, path, [name as usize, to as usize, len, 0]) }
     }
 
-    /// listxattr(2).
+    /// Replaces listxattr(2).
     fn listxattr(path: *const c_char, to: *mut c_char, len: usize) -> isize {
         // SAFETY: the arguments are valid for listxattr(2), as this function's own contract asks.
         unsafe { extended(libc::SYS_listxattr, path, [to as usize, len, 0, 0]) }
     }
 
-    /// llistxattr(2).
+    /// Replaces llistxattr(2).
     fn llistxattr(path: *const c_char, to: *mut c_char, len: usize) -> isize {
         // SAFETY: the arguments are valid for llistxattr(2), as this function's own contract asks.
         unsafe { extended(libc::SYS_llistxattr, path, [to as usize, len, 0, 0]) }
     }
 
-    /// setxattr(2).
+    /// Replaces setxattr(2).
     fn setxattr(path: *const c_char, name: *const c_char, from: *const c_void, len: usize, flags: c_int) -> c_int {
         // SAFETY: the arguments are valid for setxattr(2), as this function's own contract asks.
         unsafe { extended(libc::SYS_setxattr, path, [name as usize, from as usize, len, flags as usize]) as c_int }
     }
 
-    /// lsetxattr(2).
+    /// Replaces lsetxattr(2).
     fn lsetxattr(path: *const c_char, name: *const c_char, from: *const c_void, len: usize, flags: c_int) -> c_int {
         // SAFETY: the arguments are valid for lsetxattr(2), as this function's own contract asks.
         unsafe { extended(libc::SYS_lsetxattr, path, [name as usize, from as usize, len, flags as usize]) as c_int }

@@ -17,20 +17,20 @@ use crate::table;
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct How {
-    /// `O_…`.
+    /// The flags `O_…`.
     pub flags: u64,
-    /// Rights of a file that the call creates.
+    /// The rights of a file that the call creates.
     pub mode: u64,
-    /// openat2's `RESOLVE_…`.
+    /// The flags `RESOLVE_…` of openat2(2).
     pub resolve: u64,
 }
 
 /// The call with which a client opens a file.
 #[derive(Clone, Copy, Debug)]
 pub enum Opening {
-    /// open(2) and similar functions.
+    /// The client opens the file by open(2) or a similar function.
     Open(How),
-    /// openat2(2).
+    /// The client opens the file by openat2(2).
     Open2(How),
 }
 

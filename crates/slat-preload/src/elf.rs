@@ -12,9 +12,9 @@ const SEGMENT: usize = 56;
 /// A program header.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Segment {
-    /// `PT_…`.
+    /// The type of the segment: `PT_…`.
     pub kind: u32,
-    /// `PF_…`.
+    /// The rights of the segment: `PF_…`.
     pub flags: u32,
     /// The segment's offset in the file.
     pub offset: u64,

@@ -101,7 +101,7 @@ pub unsafe fn close_within(first: c_uint, last: c_uint, flags: c_int) -> c_int {
 }
 
 interpose! {
-    /// close(2).
+    /// Replaces close(2).
     fn close(fd: c_int) -> c_int {
         // The program must see slat's descriptor of /proc as closed.
         if procfs::directory() == Some(fd) {
@@ -113,19 +113,19 @@ interpose! {
         unsafe { call!(libc::SYS_close, fd) as c_int }
     }
 
-    /// close_range(2).
+    /// Replaces close_range(2).
     fn close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
         // SAFETY: the arguments are valid for close_range(2), as this function's own contract asks.
         unsafe { close_within(first, last, flags) }
     }
 
-    /// closefrom(3).
+    /// Replaces closefrom(3).
     fn closefrom(first: c_int) -> () {
         // SAFETY: the arguments are valid for closefrom(3), as this function's own contract asks.
         unsafe { close_within(first.max(0) as c_uint, c_uint::MAX, 0) };
     }
 
-    /// dup(2).
+    /// Replaces dup(2).
     fn dup(fd: c_int) -> c_int {
         // SAFETY: the arguments are valid for dup(2), as this function's own contract asks.
         let new = unsafe { call!(libc::SYS_dup, fd) as c_int };
@@ -133,7 +133,7 @@ interpose! {
         new
     }
 
-    /// dup2(2).
+    /// Replaces dup2(2).
     fn dup2(fd: c_int, to: c_int) -> c_int {
         procfs::replaced(to);
         // SAFETY: the arguments are valid for dup2(2), as this function's own contract asks.
@@ -146,7 +146,7 @@ interpose! {
         new
     }
 
-    /// dup3(2).
+    /// Replaces dup3(2).
     fn dup3(fd: c_int, to: c_int, flags: c_int) -> c_int {
         procfs::replaced(to);
         // SAFETY: the arguments are valid for dup3(2), as this function's own contract asks.
@@ -155,7 +155,7 @@ interpose! {
         new
     }
 
-    /// fclose(3). The C library's function closes the descriptor without calling this library's `close`.
+    /// Replaces fclose(3). The C library's function closes the descriptor without calling this library's `close`.
     fn fclose(stream: *mut libc::FILE) -> c_int {
         if table::is_any_ours() {
             // A stream in memory has no descriptor; then `errno` must not change.
@@ -173,7 +173,7 @@ interpose! {
         unsafe { std::mem::transmute::<usize, Fclose>(function)(stream) }
     }
 
-    /// fcntl(2).
+    /// Replaces fcntl(2).
     fn fcntl(fd: c_int, command: c_int, argument: c_ulong) -> c_int {
         if is_about_seals(command) && table::is_ours(fd) && !Section::is_entered() {
             set_errno(libc::EINVAL);
@@ -189,7 +189,7 @@ interpose! {
         answer
     }
 
-    /// fcntl(2) with large files.
+    /// Replaces fcntl(2) with large files.
     fn fcntl64(fd: c_int, command: c_int, argument: c_ulong) -> c_int {
         // SAFETY: the arguments are valid for fcntl(2), as this function's own contract asks.
         unsafe { fcntl(fd, command, argument) }

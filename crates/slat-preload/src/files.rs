@@ -424,68 +424,68 @@ unsafe fn open_stream(next: &Next, path: *const c_char, mode: *const c_char) -> 
 }
 
 interpose! {
-    /// open(2).
+    /// Replaces open(2).
     fn open(path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
         // SAFETY: the arguments are valid for open(2), as this function's own contract asks. Without O_CREAT, the mode
         // is not read.
         unsafe { open_by_name(libc::AT_FDCWD, path, flags, mode) }
     }
 
-    /// creat(2).
+    /// Replaces creat(2).
     fn creat(path: *const c_char, mode: c_uint) -> c_int {
         // SAFETY: the arguments are valid for creat(2), as this function's own contract asks.
         unsafe { create(path, mode) }
     }
 
-    /// creat(2) with large files.
+    /// Replaces creat(2) with large files.
     fn creat64(path: *const c_char, mode: c_uint) -> c_int {
         // SAFETY: the arguments are valid for creat(2), as this function's own contract asks.
         unsafe { create(path, mode) }
     }
 
-    /// open(2) with large files, which is the same on 64-bit architectures.
+    /// Replaces open(2) with large files, which is the same on 64-bit architectures.
     fn open64(path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
         // SAFETY: the arguments are valid for open(2), as this function's own contract asks.
         unsafe { open_by_name(libc::AT_FDCWD, path, flags, mode) }
     }
 
-    /// openat(2).
+    /// Replaces openat(2).
     fn openat(directory: c_int, path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
         // SAFETY: the arguments are valid for openat(2), as this function's own contract asks.
         unsafe { open_by_name(directory, path, flags, mode) }
     }
 
-    /// openat(2) with large files.
+    /// Replaces openat(2) with large files.
     fn openat64(directory: c_int, path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
         // SAFETY: the arguments are valid for openat(2), as this function's own contract asks.
         unsafe { open_by_name(directory, path, flags, mode) }
     }
 
-    /// open(2), as _FORTIFY_SOURCE calls it.
+    /// Replaces open(2), as _FORTIFY_SOURCE calls it.
     fn __open_2(path: *const c_char, flags: c_int) -> c_int {
         // SAFETY: the arguments are valid for open(2), as this function's own contract asks.
         unsafe { open_by_name(libc::AT_FDCWD, path, flags, 0) }
     }
 
-    /// open(2) with large files, as _FORTIFY_SOURCE calls it.
+    /// Replaces open(2) with large files, as _FORTIFY_SOURCE calls it.
     fn __open64_2(path: *const c_char, flags: c_int) -> c_int {
         // SAFETY: the arguments are valid for open(2), as this function's own contract asks.
         unsafe { open_by_name(libc::AT_FDCWD, path, flags, 0) }
     }
 
-    /// openat(2), as _FORTIFY_SOURCE calls it.
+    /// Replaces openat(2), as _FORTIFY_SOURCE calls it.
     fn __openat_2(directory: c_int, path: *const c_char, flags: c_int) -> c_int {
         // SAFETY: the arguments are valid for openat(2), as this function's own contract asks.
         unsafe { open_by_name(directory, path, flags, 0) }
     }
 
-    /// openat(2) with large files, as _FORTIFY_SOURCE calls it.
+    /// Replaces openat(2) with large files, as _FORTIFY_SOURCE calls it.
     fn __openat64_2(directory: c_int, path: *const c_char, flags: c_int) -> c_int {
         // SAFETY: the arguments are valid for openat(2), as this function's own contract asks.
         unsafe { open_by_name(directory, path, flags, 0) }
     }
 
-    /// access(2).
+    /// Replaces access(2).
     fn access(path: *const c_char, mode: c_int) -> c_int {
         // SAFETY: the arguments are valid for access(2), as this function's own contract asks.
         unsafe {
@@ -496,31 +496,31 @@ interpose! {
         }
     }
 
-    /// euidaccess(3).
+    /// Replaces euidaccess(3).
     fn euidaccess(path: *const c_char, mode: c_int) -> c_int {
         // SAFETY: the arguments are valid for euidaccess(3), as this function's own contract asks.
         unsafe { access_as_effective(path, mode) }
     }
 
-    /// eaccess(3).
+    /// Replaces eaccess(3).
     fn eaccess(path: *const c_char, mode: c_int) -> c_int {
         // SAFETY: the arguments are valid for eaccess(3), as this function's own contract asks.
         unsafe { access_as_effective(path, mode) }
     }
 
-    /// faccessat(2).
+    /// Replaces faccessat(2).
     fn faccessat(directory: c_int, path: *const c_char, mode: c_int, flags: c_int) -> c_int {
         // SAFETY: the arguments are valid for faccessat(2), as this function's own contract asks.
         unsafe { access_by_name(directory, path, mode, flags) }
     }
 
-    /// fopen(3).
+    /// Replaces fopen(3).
     fn fopen(path: *const c_char, mode: *const c_char) -> *mut c_void {
         // SAFETY: the arguments are valid for fopen(3), as this function's own contract asks.
         unsafe { open_stream(&NEXT_FOPEN, path, mode) }
     }
 
-    /// fopen(3) with large files.
+    /// Replaces fopen(3) with large files.
     fn fopen64(path: *const c_char, mode: *const c_char) -> *mut c_void {
         // SAFETY: the arguments are valid for fopen(3), as this function's own contract asks.
         unsafe { open_stream(&NEXT_FOPEN64, path, mode) }

@@ -116,7 +116,7 @@ pub fn watch() {
 }
 
 interpose! {
-    /// pthread_atfork(3), for libraries that are not linked with a copy of it.
+    /// Replaces pthread_atfork(3), for libraries that are not linked with a copy of it.
     fn pthread_atfork(prepare: Handler, parent: Handler, child: Handler) -> c_int {
         // SAFETY: the arguments are valid for pthread_atfork(3), as this function's own contract asks.
         unsafe { __register_atfork(prepare, parent, child, std::ptr::null_mut()) }

@@ -27,7 +27,7 @@ use std::sync::{Mutex, MutexGuard};
 
 /// Blocks of this size or more are separate mappings.
 const LARGE: usize = 128 << 10;
-/// Bytes of the reserve.
+/// The size of the reserve in bytes.
 const RESERVE: usize = 96 << 10;
 
 /// The source of the heap's pages: the kernel.

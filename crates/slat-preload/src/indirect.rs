@@ -187,7 +187,7 @@ pub unsafe fn by_number(number: c_long, arguments: [usize; 6]) -> isize {
 }
 
 interpose! {
-    /// syscall(2).
+    /// Replaces syscall(2).
     fn syscall(number: c_long, a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
         // SAFETY: the arguments are valid for syscall(2), as this function's own contract asks.
         unsafe {
@@ -198,7 +198,7 @@ interpose! {
         }
     }
 
-    /// prctl(2).
+    /// Replaces prctl(2).
     fn prctl(option: c_int, a: c_ulong, b: c_ulong, c: c_ulong, d: c_ulong) -> c_int {
         // SAFETY: the arguments are valid for prctl(2), as this function's own contract asks.
         unsafe {

@@ -153,7 +153,7 @@ pub unsafe fn ioctl_here(fd: c_int, request: c_ulong, argument: usize) -> c_int 
 }
 
 interpose! {
-    /// ioctl(2).
+    /// Replaces ioctl(2).
     ///
     /// For a request without an argument, `argument` is undefined, and is not read.
     fn ioctl(fd: c_int, request: c_ulong, argument: usize) -> c_int {
@@ -161,7 +161,7 @@ interpose! {
         unsafe { ioctl_here(fd, request, argument) }
     }
 
-    /// pthread_cancel(3).
+    /// Replaces pthread_cancel(3).
     fn pthread_cancel(thread: usize) -> c_int {
         let Some(function) = NEXT_CANCEL.get() else {
             return libc::ENOSYS;

@@ -21,7 +21,7 @@ struct PathBeneath {
     parent_fd: c_int,
 }
 
-/// landlock_add_rule(2).
+/// Replaces landlock_add_rule(2).
 ///
 /// # Safety
 /// The conditions are those of the system call.
@@ -69,7 +69,7 @@ pub unsafe fn add_rule(ruleset: c_int, kind: usize, attributes: usize, flags: c_
     pass_on(&raw const rule as usize)
 }
 
-/// landlock_restrict_self(2).
+/// Replaces landlock_restrict_self(2).
 ///
 /// # Safety
 /// The conditions are those of the system call.

@@ -81,7 +81,7 @@ extern "C-unwind" fn look_up(handle: *mut c_void, name: *const c_char) -> *mut c
     }
 }
 
-/// dlsym(3).
+/// Replaces dlsym(3).
 ///
 /// The results for `RTLD_NEXT` and `RTLD_DEFAULT` depend on the caller. So this function jumps to the C library's
 /// function, which then sees the original caller.

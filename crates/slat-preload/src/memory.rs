@@ -375,80 +375,80 @@ pub unsafe fn truncate(fd: c_int, len: i64) -> isize {
 }
 
 interpose! {
-    /// mmap(2).
+    /// Replaces mmap(2).
     fn mmap(address: *mut c_void, len: usize, protection: c_int, flags: c_int, fd: c_int, offset: i64) -> *mut c_void {
         // SAFETY: the arguments are valid for mmap(2), as this function's own contract asks.
         unsafe { map(address as usize, len, protection, flags, fd, offset) as *mut c_void }
     }
 
-    /// mmap(2) with large files.
+    /// Replaces mmap(2) with large files.
     fn mmap64(address: *mut c_void, len: usize, protection: c_int, flags: c_int, fd: c_int, offset: i64) -> *mut c_void {
         // SAFETY: the arguments are valid for mmap(2), as this function's own contract asks.
         unsafe { map(address as usize, len, protection, flags, fd, offset) as *mut c_void }
     }
 
-    /// munmap(2).
+    /// Replaces munmap(2).
     fn munmap(address: *mut c_void, len: usize) -> c_int {
         // SAFETY: the arguments are valid for munmap(2), as this function's own contract asks.
         unsafe { unmap(address as usize, len) as c_int }
     }
 
-    /// shmdt(2).
+    /// Replaces shmdt(2).
     fn shmdt(address: *const c_void) -> c_int {
         // SAFETY: the arguments are valid for shmdt(2), as this function's own contract asks.
         unsafe { detach(address as usize) as c_int }
     }
 
-    /// shmat(2).
+    /// Replaces shmat(2).
     fn shmat(id: c_int, address: *const c_void, flags: c_int) -> *mut c_void {
         // SAFETY: the arguments are valid for shmat(2), as this function's own contract asks.
         unsafe { attach(id, address as usize, flags) as *mut c_void }
     }
 
-    /// mremap(2).
+    /// Replaces mremap(2).
     fn mremap(address: *mut c_void, old_len: usize, len: usize, flags: c_int, to: *mut c_void) -> *mut c_void {
         // SAFETY: the arguments are valid for mremap(2), as this function's own contract asks. Without MREMAP_FIXED
         // the last argument is not read.
         unsafe { remap(address as usize, old_len, len, flags, to as usize) as *mut c_void }
     }
 
-    /// madvise(2).
+    /// Replaces madvise(2).
     fn madvise(address: *mut c_void, len: usize, advice: c_int) -> c_int {
         // SAFETY: the arguments are valid for madvise(2), as this function's own contract asks.
         unsafe { advise(address as usize, len, advice) as c_int }
     }
 
-    /// mprotect(2).
+    /// Replaces mprotect(2).
     fn mprotect(address: *mut c_void, len: usize, protection: c_int) -> c_int {
         // SAFETY: the arguments are valid for mprotect(2), as this function's own contract asks.
         unsafe { protect(libc::SYS_mprotect, address as usize, len, protection, 0) as c_int }
     }
 
-    /// pkey_mprotect(2).
+    /// Replaces pkey_mprotect(2).
     fn pkey_mprotect(address: *mut c_void, len: usize, protection: c_int, key: c_int) -> c_int {
         // SAFETY: the arguments are valid for pkey_mprotect(2), as this function's own contract asks.
         unsafe { protect(libc::SYS_pkey_mprotect, address as usize, len, protection, key) as c_int }
     }
 
-    /// fallocate(2).
+    /// Replaces fallocate(2).
     fn fallocate(fd: c_int, mode: c_int, offset: i64, len: i64) -> c_int {
         // SAFETY: the arguments are valid for fallocate(2), as this function's own contract asks.
         unsafe { allocate(fd, mode, offset, len) as c_int }
     }
 
-    /// fallocate(2) with large files.
+    /// Replaces fallocate(2) with large files.
     fn fallocate64(fd: c_int, mode: c_int, offset: i64, len: i64) -> c_int {
         // SAFETY: the arguments are valid for fallocate(2), as this function's own contract asks.
         unsafe { allocate(fd, mode, offset, len) as c_int }
     }
 
-    /// ftruncate(2).
+    /// Replaces ftruncate(2).
     fn ftruncate(fd: c_int, len: i64) -> c_int {
         // SAFETY: the arguments are valid for ftruncate(2), as this function's own contract asks.
         unsafe { truncate(fd, len) as c_int }
     }
 
-    /// ftruncate(2) with large files.
+    /// Replaces ftruncate(2) with large files.
     fn ftruncate64(fd: c_int, len: i64) -> c_int {
         // SAFETY: the arguments are valid for ftruncate(2), as this function's own contract asks.
         unsafe { truncate(fd, len) as c_int }

@@ -88,31 +88,31 @@ pub unsafe fn bind(
 }
 
 interpose! {
-    /// chroot(2).
+    /// Replaces chroot(2).
     fn chroot(path: *const c_char) -> c_int {
         // SAFETY: the arguments are valid for chroot(2), as this function's own contract asks.
         unsafe { leave(libc::SYS_chroot, [path as usize, 0]) }
     }
 
-    /// pivot_root(2).
+    /// Replaces pivot_root(2).
     fn pivot_root(new: *const c_char, old: *const c_char) -> c_int {
         // SAFETY: the arguments are valid for pivot_root(2), as this function's own contract asks.
         unsafe { leave(libc::SYS_pivot_root, [new as usize, old as usize]) }
     }
 
-    /// setns(2).
+    /// Replaces setns(2).
     fn setns(namespace: c_int, kind: c_int) -> c_int {
         // SAFETY: the arguments are valid for setns(2), as this function's own contract asks.
         unsafe { enter(namespace, kind) }
     }
 
-    /// unshare(2).
+    /// Replaces unshare(2).
     fn unshare(kinds: c_int) -> c_int {
         // SAFETY: the arguments are valid for unshare(2), as this function's own contract asks.
         unsafe { separate(kinds) }
     }
 
-    /// mount(2).
+    /// Replaces mount(2).
     fn mount(
         source: *const c_char,
         target: *const c_char,

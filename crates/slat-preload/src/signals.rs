@@ -397,55 +397,55 @@ unsafe fn change_mask(
 }
 
 interpose! {
-    /// sigaction(2).
+    /// Replaces sigaction(2).
     fn sigaction(signal: c_int, new: *const Action, old: *mut Action) -> c_int {
         // SAFETY: the arguments are valid for sigaction(2), as this function's own contract asks.
         unsafe { set_action(signal, new, old) }
     }
 
-    /// sigaction(2) under its other name.
+    /// Replaces sigaction(2) under its other name.
     fn __sigaction(signal: c_int, new: *const Action, old: *mut Action) -> c_int {
         // SAFETY: the arguments are valid for sigaction(2), as this function's own contract asks.
         unsafe { set_action(signal, new, old) }
     }
 
-    /// sigprocmask(2).
+    /// Replaces sigprocmask(2).
     fn sigprocmask(how: c_int, set: *const libc::sigset_t, old: *mut libc::sigset_t) -> c_int {
         // SAFETY: the arguments are valid for sigprocmask(2), as this function's own contract asks.
         unsafe { change_mask(&NEXT_SIGPROCMASK, how, set, old) }
     }
 
-    /// pthread_sigmask(3).
+    /// Replaces pthread_sigmask(3).
     fn pthread_sigmask(how: c_int, set: *const libc::sigset_t, old: *mut libc::sigset_t) -> c_int {
         // SAFETY: the arguments are valid for pthread_sigmask(3), as this function's own contract asks.
         unsafe { change_mask(&NEXT_PTHREAD_SIGMASK, how, set, old) }
     }
 
-    /// signal(2) with BSD's behaviour, which is the C library's default.
+    /// Replaces signal(2) with BSD's behaviour, which is the C library's default.
     fn signal(number: c_int, handler: sighandler_t) -> sighandler_t {
         // SAFETY: the arguments are valid for signal(2), as this function's own contract asks.
         unsafe { set_handler(number, handler, libc::SA_RESTART) }
     }
 
-    /// signal(2) with BSD's behaviour.
+    /// Replaces signal(2) with BSD's behaviour.
     fn bsd_signal(number: c_int, handler: sighandler_t) -> sighandler_t {
         // SAFETY: the arguments are valid for signal(2), as this function's own contract asks.
         unsafe { set_handler(number, handler, libc::SA_RESTART) }
     }
 
-    /// signal(2) with BSD's behaviour, under an older name.
+    /// Replaces signal(2) with BSD's behaviour, under an older name.
     fn ssignal(number: c_int, handler: sighandler_t) -> sighandler_t {
         // SAFETY: the arguments are valid for signal(2), as this function's own contract asks.
         unsafe { set_handler(number, handler, libc::SA_RESTART) }
     }
 
-    /// signal(2) with System V's behaviour.
+    /// Replaces signal(2) with System V's behaviour.
     fn sysv_signal(number: c_int, handler: sighandler_t) -> sighandler_t {
         // SAFETY: the arguments are valid for signal(2), as this function's own contract asks.
         unsafe { set_handler(number, handler, libc::SA_RESETHAND | libc::SA_NODEFER) }
     }
 
-    /// signal(2) with System V's behaviour. With -std=c99, `signal` means this function.
+    /// Replaces signal(2) with System V's behaviour. With -std=c99, `signal` means this function.
     fn __sysv_signal(number: c_int, handler: sighandler_t) -> sighandler_t {
         // SAFETY: the arguments are valid for signal(2), as this function's own contract asks.
         unsafe { set_handler(number, handler, libc::SA_RESETHAND | libc::SA_NODEFER) }

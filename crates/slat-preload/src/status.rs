@@ -385,103 +385,103 @@ unsafe fn read_link_here(path: *const c_char, to: *mut c_char, len: usize) -> is
 }
 
 interpose! {
-    /// stat(2).
+    /// Replaces stat(2).
     fn stat(path: *const c_char, to: *mut libc::stat) -> c_int {
         // SAFETY: the arguments are valid for stat(2), as this function's own contract asks.
         unsafe { stat_by_path(libc::AT_FDCWD, path, to, 0) }
     }
 
-    /// stat(2) with large files: the struct is the same on 64-bit architectures.
+    /// Replaces stat(2) with large files: the struct is the same on 64-bit architectures.
     fn stat64(path: *const c_char, to: *mut libc::stat) -> c_int {
         // SAFETY: the arguments are valid for stat(2), as this function's own contract asks.
         unsafe { stat_by_path(libc::AT_FDCWD, path, to, 0) }
     }
 
-    /// lstat(2).
+    /// Replaces lstat(2).
     fn lstat(path: *const c_char, to: *mut libc::stat) -> c_int {
         // SAFETY: the arguments are valid for lstat(2), as this function's own contract asks.
         unsafe { stat_by_path(libc::AT_FDCWD, path, to, libc::AT_SYMLINK_NOFOLLOW) }
     }
 
-    /// lstat(2) with large files.
+    /// Replaces lstat(2) with large files.
     fn lstat64(path: *const c_char, to: *mut libc::stat) -> c_int {
         // SAFETY: the arguments are valid for lstat(2), as this function's own contract asks.
         unsafe { stat_by_path(libc::AT_FDCWD, path, to, libc::AT_SYMLINK_NOFOLLOW) }
     }
 
-    /// fstat(2).
+    /// Replaces fstat(2).
     fn fstat(fd: c_int, to: *mut libc::stat) -> c_int {
         // SAFETY: the arguments are valid for fstat(2), as this function's own contract asks.
         unsafe { stat_by_name(fd, to) }
     }
 
-    /// fstat(2) with large files.
+    /// Replaces fstat(2) with large files.
     fn fstat64(fd: c_int, to: *mut libc::stat) -> c_int {
         // SAFETY: the arguments are valid for fstat(2), as this function's own contract asks.
         unsafe { stat_by_name(fd, to) }
     }
 
-    /// fstatat(2).
+    /// Replaces fstatat(2).
     fn fstatat(directory: c_int, path: *const c_char, to: *mut libc::stat, flags: c_int) -> c_int {
         // SAFETY: the arguments are valid for fstatat(2), as this function's own contract asks.
         unsafe { stat_by_path(directory, path, to, flags) }
     }
 
-    /// fstatat(2) with large files.
+    /// Replaces fstatat(2) with large files.
     fn fstatat64(directory: c_int, path: *const c_char, to: *mut libc::stat, flags: c_int) -> c_int {
         // SAFETY: the arguments are valid for fstatat(2), as this function's own contract asks.
         unsafe { stat_by_path(directory, path, to, flags) }
     }
 
-    /// stat(2) of programs built against an older C library.
+    /// Replaces stat(2) of programs built against an older C library.
     fn __xstat(_version: c_int, path: *const c_char, to: *mut libc::stat) -> c_int {
         // SAFETY: the arguments are valid for stat(2), as this function's own contract asks.
         unsafe { stat_as_before(path, to, 0) }
     }
 
-    /// stat(2) of programs built against an older C library, with large files.
+    /// Replaces stat(2) of programs built against an older C library, with large files.
     fn __xstat64(_version: c_int, path: *const c_char, to: *mut libc::stat) -> c_int {
         // SAFETY: the arguments are valid for stat(2), as this function's own contract asks.
         unsafe { stat_as_before(path, to, 0) }
     }
 
-    /// lstat(2) of programs built against an older C library.
+    /// Replaces lstat(2) of programs built against an older C library.
     fn __lxstat(_version: c_int, path: *const c_char, to: *mut libc::stat) -> c_int {
         // SAFETY: the arguments are valid for lstat(2), as this function's own contract asks.
         unsafe { stat_as_before(path, to, libc::AT_SYMLINK_NOFOLLOW) }
     }
 
-    /// lstat(2) of programs built against an older C library, with large files.
+    /// Replaces lstat(2) of programs built against an older C library, with large files.
     fn __lxstat64(_version: c_int, path: *const c_char, to: *mut libc::stat) -> c_int {
         // SAFETY: the arguments are valid for lstat(2), as this function's own contract asks.
         unsafe { stat_as_before(path, to, libc::AT_SYMLINK_NOFOLLOW) }
     }
 
-    /// fstat(2) of programs built against an older C library.
+    /// Replaces fstat(2) of programs built against an older C library.
     fn __fxstat(_version: c_int, fd: c_int, to: *mut libc::stat) -> c_int {
         // SAFETY: the arguments are valid for fstat(2), as this function's own contract asks.
         unsafe { stat_descriptor(fd, to, || call!(libc::SYS_fstat, fd, to)) }
     }
 
-    /// fstat(2) of programs built against an older C library, with large files.
+    /// Replaces fstat(2) of programs built against an older C library, with large files.
     fn __fxstat64(_version: c_int, fd: c_int, to: *mut libc::stat) -> c_int {
         // SAFETY: the arguments are valid for fstat(2), as this function's own contract asks.
         unsafe { stat_descriptor(fd, to, || call!(libc::SYS_fstat, fd, to)) }
     }
 
-    /// fstatat(2) of programs built against an older C library.
+    /// Replaces fstatat(2) of programs built against an older C library.
     fn __fxstatat(_version: c_int, directory: c_int, path: *const c_char, to: *mut libc::stat, flags: c_int) -> c_int {
         // SAFETY: the arguments are valid for fstatat(2), as this function's own contract asks.
         unsafe { stat_by_path(directory, path, to, flags) }
     }
 
-    /// fstatat(2) of programs built against an older C library, with large files.
+    /// Replaces fstatat(2) of programs built against an older C library, with large files.
     fn __fxstatat64(_version: c_int, directory: c_int, path: *const c_char, to: *mut libc::stat, flags: c_int) -> c_int {
         // SAFETY: the arguments are valid for fstatat(2), as this function's own contract asks.
         unsafe { stat_by_path(directory, path, to, flags) }
     }
 
-    /// statx(2).
+    /// Replaces statx(2).
     fn statx(directory: c_int, path: *const c_char, flags: c_int, mask: c_uint, to: *mut libc::statx) -> c_int {
         let excludes = || {
             // SAFETY: the kernel has just filled in the struct.
@@ -510,46 +510,46 @@ interpose! {
         answer
     }
 
-    /// readlink(2).
+    /// Replaces readlink(2).
     fn readlink(path: *const c_char, to: *mut c_char, len: usize) -> isize {
         // SAFETY: the arguments are valid for readlink(2), as this function's own contract asks.
         unsafe { read_link_at(libc::AT_FDCWD, path, to, len, || read_link_here(path, to, len)) }
     }
 
-    /// readlinkat(2).
+    /// Replaces readlinkat(2).
     fn readlinkat(directory: c_int, path: *const c_char, to: *mut c_char, len: usize) -> isize {
         // SAFETY: the arguments are valid for readlinkat(2), as this function's own contract asks.
         unsafe { read_link_at(directory, path, to, len, || call!(libc::SYS_readlinkat, directory, path, to, len)) }
     }
 
-    /// readlink(2), as _FORTIFY_SOURCE calls it.
+    /// Replaces readlink(2), as _FORTIFY_SOURCE calls it.
     fn __readlink_chk(path: *const c_char, to: *mut c_char, len: usize, room: usize) -> isize {
         check_room(len, room);
         // SAFETY: the arguments are valid for readlink(2), as this function's own contract asks.
         unsafe { read_link_at(libc::AT_FDCWD, path, to, len, || read_link_here(path, to, len)) }
     }
 
-    /// readlinkat(2), as _FORTIFY_SOURCE calls it.
+    /// Replaces readlinkat(2), as _FORTIFY_SOURCE calls it.
     fn __readlinkat_chk(directory: c_int, path: *const c_char, to: *mut c_char, len: usize, room: usize) -> isize {
         check_room(len, room);
         // SAFETY: the arguments are valid for readlinkat(2), as this function's own contract asks.
         unsafe { read_link_at(directory, path, to, len, || call!(libc::SYS_readlinkat, directory, path, to, len)) }
     }
 
-    /// realpath(3).
+    /// Replaces realpath(3).
     fn realpath(path: *const c_char, to: *mut c_char) -> *mut c_char {
         // SAFETY: the arguments are valid for realpath(3), as this function's own contract asks.
         unsafe { real_path_to(path, to, || next_real_path(path, to)) }
     }
 
-    /// realpath(3), as _FORTIFY_SOURCE calls it.
+    /// Replaces realpath(3), as _FORTIFY_SOURCE calls it.
     fn __realpath_chk(path: *const c_char, to: *mut c_char, room: usize) -> *mut c_char {
         check_room(libc::PATH_MAX as usize, room);
         // SAFETY: the arguments are valid for realpath(3), as this function's own contract asks.
         unsafe { real_path_to(path, to, || next_real_path(path, to)) }
     }
 
-    /// canonicalize_file_name(3).
+    /// Replaces canonicalize_file_name(3).
     fn canonicalize_file_name(path: *const c_char) -> *mut c_char {
         let to = std::ptr::null_mut();
         // SAFETY: the arguments are valid for canonicalize_file_name(3), as this function's own contract asks.

@@ -229,73 +229,73 @@ fn reading(fd: c_int, at: At) -> Option<isize> {
 }
 
 streams! {
-    /// read(2).
+    /// Replaces read(2).
     fn read(fd, to: *mut c_void, len: usize) through NEXT_READ
         = libc::SYS_read, (to, len), reading(fd, At::Position);
-    /// read(2), as _FORTIFY_SOURCE calls it.
+    /// Replaces read(2), as _FORTIFY_SOURCE calls it.
     fn __read_chk(fd, to: *mut c_void, len: usize, room: usize) through NEXT_READ_CHK
         = libc::SYS_read, (to, len.min(room)), reading(fd, At::Position);
-    /// pread(2).
+    /// Replaces pread(2).
     fn pread(fd, to: *mut c_void, len: usize, offset: i64) through NEXT_PREAD
         = libc::SYS_pread64, (to, len, offset), reading(fd, At::Offset(offset));
-    /// pread(2) with large files.
+    /// Replaces pread(2) with large files.
     fn pread64(fd, to: *mut c_void, len: usize, offset: i64) through NEXT_PREAD64
         = libc::SYS_pread64, (to, len, offset), reading(fd, At::Offset(offset));
-    /// pread(2), as _FORTIFY_SOURCE calls it.
+    /// Replaces pread(2), as _FORTIFY_SOURCE calls it.
     fn __pread_chk(fd, to: *mut c_void, len: usize, offset: i64, room: usize) through NEXT_PREAD_CHK
         = libc::SYS_pread64, (to, len.min(room), offset), reading(fd, At::Offset(offset));
-    /// pread(2) with large files, as _FORTIFY_SOURCE calls it.
+    /// Replaces pread(2) with large files, as _FORTIFY_SOURCE calls it.
     fn __pread64_chk(fd, to: *mut c_void, len: usize, offset: i64, room: usize) through NEXT_PREAD64_CHK
         = libc::SYS_pread64, (to, len.min(room), offset), reading(fd, At::Offset(offset));
-    /// readv(2).
+    /// Replaces readv(2).
     fn readv(fd, to: *const c_void, count: c_int) through NEXT_READV
         = libc::SYS_readv, (to, count), reading(fd, At::Position);
-    /// preadv(2). The kernel takes the offset in two halves.
+    /// Replaces preadv(2). The kernel takes the offset in two halves.
     fn preadv(fd, to: *const c_void, count: c_int, offset: i64) through NEXT_PREADV
         = libc::SYS_preadv, (to, count, offset, 0), reading(fd, At::Offset(offset));
-    /// preadv(2) with large files.
+    /// Replaces preadv(2) with large files.
     fn preadv64(fd, to: *const c_void, count: c_int, offset: i64) through NEXT_PREADV64
         = libc::SYS_preadv, (to, count, offset, 0), reading(fd, At::Offset(offset));
-    /// preadv2(2).
+    /// Replaces preadv2(2).
     fn preadv2(fd, to: *const c_void, count: c_int, offset: i64, flags: c_int) through NEXT_PREADV2
         = libc::SYS_preadv2, (to, count, offset, 0, flags), reading(fd, At::of(offset));
-    /// preadv2(2) with large files.
+    /// Replaces preadv2(2) with large files.
     fn preadv64v2(fd, to: *const c_void, count: c_int, offset: i64, flags: c_int) through NEXT_PREADV64V2
         = libc::SYS_preadv2, (to, count, offset, 0, flags), reading(fd, At::of(offset));
-    /// write(2).
+    /// Replaces write(2).
     fn write(fd, from: *const c_void, len: usize) through NEXT_WRITE
         = libc::SYS_write, (from, len), written(fd, Data::Bytes(from, len), At::Position);
-    /// pwrite(2).
+    /// Replaces pwrite(2).
     fn pwrite(fd, from: *const c_void, len: usize, offset: i64) through NEXT_PWRITE
         = libc::SYS_pwrite64, (from, len, offset), written(fd, Data::Bytes(from, len), At::Offset(offset));
-    /// pwrite(2) with large files.
+    /// Replaces pwrite(2) with large files.
     fn pwrite64(fd, from: *const c_void, len: usize, offset: i64) through NEXT_PWRITE64
         = libc::SYS_pwrite64, (from, len, offset), written(fd, Data::Bytes(from, len), At::Offset(offset));
-    /// writev(2).
+    /// Replaces writev(2).
     fn writev(fd, from: *const c_void, count: c_int) through NEXT_WRITEV
         = libc::SYS_writev, (from, count), written(fd, Data::Vector(from, count), At::Position);
-    /// pwritev(2).
+    /// Replaces pwritev(2).
     fn pwritev(fd, from: *const c_void, count: c_int, offset: i64) through NEXT_PWRITEV
         = libc::SYS_pwritev, (from, count, offset, 0), written(fd, Data::Vector(from, count), At::Offset(offset));
-    /// pwritev(2) with large files.
+    /// Replaces pwritev(2) with large files.
     fn pwritev64(fd, from: *const c_void, count: c_int, offset: i64) through NEXT_PWRITEV64
         = libc::SYS_pwritev, (from, count, offset, 0), written(fd, Data::Vector(from, count), At::Offset(offset));
-    /// pwritev2(2).
+    /// Replaces pwritev2(2).
     fn pwritev2(fd, from: *const c_void, count: c_int, offset: i64, flags: c_int) through NEXT_PWRITEV2
         = libc::SYS_pwritev2, (from, count, offset, 0, flags), written(fd, Data::Vector(from, count), At::of(offset));
-    /// pwritev2(2) with large files.
+    /// Replaces pwritev2(2) with large files.
     fn pwritev64v2(fd, from: *const c_void, count: c_int, offset: i64, flags: c_int) through NEXT_PWRITEV64V2
         = libc::SYS_pwritev2, (from, count, offset, 0, flags), written(fd, Data::Vector(from, count), At::of(offset));
 }
 
 interpose! {
-    /// lseek(2).
+    /// Replaces lseek(2).
     fn lseek(fd: c_int, offset: i64, whence: c_int) -> i64 {
         // SAFETY: the arguments are valid for lseek(2), as this function's own contract asks.
         unsafe { seek(fd, offset, whence) as i64 }
     }
 
-    /// lseek(2) with large files.
+    /// Replaces lseek(2) with large files.
     fn lseek64(fd: c_int, offset: i64, whence: c_int) -> i64 {
         // SAFETY: the arguments are valid for lseek(2), as this function's own contract asks.
         unsafe { seek(fd, offset, whence) as i64 }

@@ -268,19 +268,19 @@ unsafe fn execute_found(name: *const c_char, arguments: Words, environment: Word
 }
 
 interpose! {
-    /// execve(2).
+    /// Replaces execve(2).
     fn execve(path: *const c_char, arguments: Words, environment: Words) -> c_int {
         // SAFETY: the arguments are valid for execve(2), as this function's own contract asks.
         unsafe { execute(path, arguments, environment) }
     }
 
-    /// execv(3).
+    /// Replaces execv(3).
     fn execv(path: *const c_char, arguments: Words) -> c_int {
         // SAFETY: the arguments are valid for execv(3), as this function's own contract asks.
         unsafe { execute(path, arguments, environ) }
     }
 
-    /// execveat(2).
+    /// Replaces execveat(2).
     fn execveat(
         directory: c_int,
         path: *const c_char,
@@ -292,25 +292,25 @@ interpose! {
         unsafe { execute_at(directory, path, arguments, environment, flags) }
     }
 
-    /// fexecve(3).
+    /// Replaces fexecve(3).
     fn fexecve(file: c_int, arguments: Words, environment: Words) -> c_int {
         // SAFETY: the arguments are valid for fexecve(3), as this function's own contract asks.
         unsafe { execute_at(file, c"".as_ptr(), arguments, environment, libc::AT_EMPTY_PATH) }
     }
 
-    /// execvp(3).
+    /// Replaces execvp(3).
     fn execvp(name: *const c_char, arguments: Words) -> c_int {
         // SAFETY: the arguments are valid for execvp(3), as this function's own contract asks.
         unsafe { execute_found(name, arguments, environ) }
     }
 
-    /// execvpe(3).
+    /// Replaces execvpe(3).
     fn execvpe(name: *const c_char, arguments: Words, environment: Words) -> c_int {
         // SAFETY: the arguments are valid for execvpe(3), as this function's own contract asks.
         unsafe { execute_found(name, arguments, environment) }
     }
 
-    /// posix_spawn(3).
+    /// Replaces posix_spawn(3).
     fn posix_spawn(
         child: *mut libc::pid_t,
         path: *const c_char,
@@ -323,7 +323,7 @@ interpose! {
         unsafe { spawn(&NEXT_SPAWN, child, path, actions, attributes, arguments, environment) }
     }
 
-    /// posix_spawnp(3).
+    /// Replaces posix_spawnp(3).
     fn posix_spawnp(
         child: *mut libc::pid_t,
         name: *const c_char,
@@ -357,17 +357,17 @@ macro_rules! listed {
 }
 
 listed! {
-    /// execl(3).
+    /// Replaces execl(3).
     execl calls execute_listed
 }
 
 listed! {
-    /// execlp(3).
+    /// Replaces execlp(3).
     execlp calls find_listed
 }
 
 listed! {
-    /// execle(3).
+    /// Replaces execle(3).
     execle calls execute_listed_in
 }
 

@@ -138,7 +138,7 @@ type CreateShort = unsafe extern "C" fn(
 ) -> c_int;
 
 interpose_with_callers_floats! {
-    /// thrd_create(3).
+    /// Replaces thrd_create(3).
     fn thrd_create(
         thread: *mut c_void,
         routine: extern "C-unwind" fn(*mut c_void) -> c_int,
@@ -153,7 +153,7 @@ interpose_with_callers_floats! {
         make(routine, argument, create)
     }
 
-    /// pthread_create(3).
+    /// Replaces pthread_create(3).
     fn pthread_create(
         thread: *mut libc::pthread_t,
         attributes: *const libc::pthread_attr_t,
