@@ -6,7 +6,7 @@ pub const AUDIT_ARCH: u32 = 0xc000_00b7;
 
 /// The call that asks whether descriptors are ready.
 pub const POLL: &str = "ppoll";
-/// See [`POLL`].
+/// The number of the system call [`POLL`].
 pub const SYS_POLL: i64 = libc::SYS_ppoll;
 
 /// Returns the arguments of [`SYS_POLL`] that ask about `descriptor` without waiting.
@@ -29,7 +29,7 @@ pub fn poll_now(descriptor: &mut libc::pollfd) -> [usize; 6] {
 
 /// The call that removes a file.
 pub const REMOVE: &str = "unlinkat";
-/// See [`REMOVE`].
+/// The number of the system call [`REMOVE`].
 pub const SYS_REMOVE: i64 = libc::SYS_unlinkat;
 
 /// Returns the arguments of [`SYS_REMOVE`] for the file at `path`.

@@ -42,15 +42,15 @@ pub struct Thread {
     used_to: AtomicUsize,
 }
 
-/// Offsets in a [`Thread`], for assembly: slat's pointer, after which the program's follows.
+/// The offset of slat's pointer in a [`Thread`], for assembly.
 pub const SLATS: usize = offset_of!(Thread, slats);
-/// See [`SLATS`].
+/// The offset of the program's pointer in a [`Thread`].
 pub const PROGRAMS: usize = offset_of!(Thread, programs);
-/// See [`SLATS`]: the lower end of slat's stack, after which the upper end follows.
+/// The offset of the lower end of slat's stack in a [`Thread`]. The upper end follows the lower end.
 pub const STACK: usize = offset_of!(Thread, stack);
-/// See [`STACK`]: the ends of the program's alternate stack.
+/// The offset of the lower end of the program's alternate stack in a [`Thread`]. The upper end follows the lower end.
 pub const ALTERNATE: usize = offset_of!(Thread, alternate);
-/// See [`SLATS`].
+/// The offset of `used_to` in a [`Thread`].
 pub const USED_TO: usize = offset_of!(Thread, used_to);
 
 /// The id of an entry that no thread has had.

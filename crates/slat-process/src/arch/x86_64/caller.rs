@@ -14,9 +14,9 @@
 
 use std::arch::asm;
 
-/// RFLAGS.NT.
+/// The flag NT in RFLAGS.
 pub const NESTED_TASK: u64 = 1 << 14;
-/// RFLAGS.ID.
+/// The flag ID in RFLAGS.
 pub const IDENTIFICATION: u64 = 1 << 21;
 
 /// The flags that a system call keeps, and that compiled code changes or expects to be clear: TF, DF, NT, AC and ID.

@@ -5,7 +5,7 @@ pub const AUDIT_ARCH: u32 = 0xc000_003e;
 
 /// The call that asks whether descriptors are ready.
 pub const POLL: &str = "poll";
-/// See [`POLL`].
+/// The number of the system call [`POLL`].
 pub const SYS_POLL: i64 = libc::SYS_poll;
 
 /// Returns the arguments of [`SYS_POLL`] that ask about `descriptor` without waiting.
@@ -15,7 +15,7 @@ pub fn poll_now(descriptor: &mut libc::pollfd) -> [usize; 6] {
 
 /// The call that removes a file.
 pub const REMOVE: &str = "unlink";
-/// See [`REMOVE`].
+/// The number of the system call [`REMOVE`].
 pub const SYS_REMOVE: i64 = libc::SYS_unlink;
 
 /// Returns the arguments of [`SYS_REMOVE`] for the file at `path`.

@@ -1,4 +1,4 @@
-//! Pages.
+//! The size of pages, and variables in pages of their own.
 
 /// Returns the bytes of a page of this process's memory.
 #[inline(always)]

@@ -30,13 +30,13 @@ struct Pointers {
     used_to: Cell<usize>,
 }
 
-/// Offsets from the base of GS, for assembly: the ends of slat's stack and of the program's alternate one.
+/// The offset of the lower end of slat's stack from the base of GS, for assembly.
 pub const STACK_LOW: usize = offset_of!(Pointers, stack);
-/// See [`STACK_LOW`].
+/// The offset of the upper end of slat's stack from the base of GS.
 pub const STACK_HIGH: usize = STACK_LOW + size_of::<usize>();
-/// See [`STACK_LOW`].
+/// The offset of the lower end of the program's alternate stack from the base of GS.
 pub const ALTERNATE_LOW: usize = offset_of!(Pointers, alternate);
-/// See [`STACK_LOW`].
+/// The offset of the upper end of the program's alternate stack from the base of GS.
 pub const ALTERNATE_HIGH: usize = ALTERNATE_LOW + size_of::<usize>();
 
 thread_local! {
