@@ -84,7 +84,7 @@ unsafe impl Platform for Bare {
     }
 
     unsafe fn free_table(&self, _: VmId, frame: Pfn) {
-        // SAFETY: the caller promises the same for the frame.
+        // SAFETY: the caller promises that the frame is from this platform and is freed once, as `free` requires.
         unsafe { self.frames.free(&[frame]) }
     }
 
@@ -93,7 +93,7 @@ unsafe impl Platform for Bare {
     }
 
     unsafe fn free_tables(&self, _: VmId, frames: &[Pfn]) {
-        // SAFETY: the caller promises the same for the frames.
+        // SAFETY: the caller promises that the frames are from this platform and are freed once, as `free` requires.
         unsafe { self.frames.free(frames) }
     }
 

@@ -9,7 +9,7 @@ use crate::report::{Report, Unit};
 /// The name of a real KVM's variant in measurements.
 pub const REAL_KVM: &str = "kvm";
 
-/// A line of a table: one metric of one case, before and after.
+/// A line of a table: the values of one metric of one case, before and after a change.
 #[derive(Clone, Debug)]
 pub struct Line {
     pub(crate) case: String,

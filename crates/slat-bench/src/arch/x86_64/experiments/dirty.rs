@@ -261,7 +261,7 @@ const _: () = assert!(size_of::<Entry>() == size_of::<kvm_dirty_gfn>());
 
 impl Ring {
     fn map(vcpu: &impl AsRawFd) -> io::Result<Self> {
-        // SAFETY: a new mapping of the vCPU's ring, at an address of the kernel's choice.
+        // SAFETY: the call makes a new mapping of the vCPU's ring, at an address of the kernel's choice.
         let memory = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),
