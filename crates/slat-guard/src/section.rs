@@ -120,7 +120,8 @@ pub fn change_mask(how: i32, set: u64) -> u64 {
     };
     let mut before = 0u64;
     let (set, to) = (&raw const set as usize, &raw mut before as usize);
-    // SAFETY: two live sets of the size that is given. (The C library's wrapper hides some signals from the caller.)
+    // SAFETY: both pointers are to live sets of the size that is passed. (The C library's wrapper hides some signals
+    // from the caller.)
     unsafe {
         calls::raw(
             libc::SYS_rt_sigprocmask,
@@ -197,7 +198,7 @@ pub unsafe fn defer(signal: i32, info: *mut libc::siginfo_t, context: *mut libc:
     // SAFETY: this handler may change the information that the kernel gave it.
     unsafe { reveal(&mut *info) };
     let context = context.cast::<libc::ucontext_t>();
-    // SAFETY: the kernel's context; the C library's larger set begins with the kernel's.
+    // SAFETY: the kernel has passed the context. The C library's set is larger, and begins with the kernel's set.
     let mask = unsafe { &mut *(&raw mut (*context).uc_sigmask).cast::<u64>() };
     if !Section::is_entered() {
         // The set is not empty if the thread has just left its sections and has not yet unblocked the signals.

@@ -139,7 +139,7 @@ fn a_locked_operation_needs_memory_that_may_be_written_even_if_it_changes_nothin
             assert_eq!(fetch_or(p.cast::<u32>(), 0), Err(Gone));
         }
     }
-    // SAFETY: as above.
+    // SAFETY: all accesses are guarded, so the memory need not be mapped.
     assert_eq!(unsafe { compare_exchange(p.cast(), 1u128, 2) }, Err(Gone));
 }
 
@@ -171,7 +171,7 @@ fn locked_operations_of_several_threads_are_atomic() {
         }
     });
     let times = 2 * ROUNDS;
-    // SAFETY: as above.
+    // SAFETY: the memory is mapped, and all accesses are guarded.
     unsafe {
         assert_eq!(load((p + 1) as *const u64), Ok(times));
         assert_eq!(load((p + 10) as *const u16), Ok((3 * times) as u16));
@@ -198,14 +198,14 @@ fn a_store_is_seen_after_the_stores_before_it() {
                 scope.spawn(move || {
                     for number in 1..256 {
                         for word in [first, second] {
-                            // SAFETY: as above.
+                            // SAFETY: the page is mapped, and all accesses are guarded.
                             assert_eq!(unsafe { store(word as *mut u64, number) }, Ok(()));
                         }
                     }
                 });
                 let mut later = 0;
                 while later < 255 {
-                    // SAFETY: as above.
+                    // SAFETY: the page is mapped, and all accesses are guarded.
                     unsafe {
                         later = load(second as *const u64).unwrap();
                         let earlier = load(first as *const u64).unwrap();
@@ -450,7 +450,8 @@ fn a_handler_that_was_there_before_is_chained_once_when_it_asks_for_reset() {
             libc::SIGSEGV,
             Some(&client_action(Some(note), libc::SA_RESETHAND)),
         );
-        // SAFETY: sends the signal to ourselves: first the handler, then the default action.
+        // SAFETY: the calls send the signal to this thread. The first one runs the handler, and the second one takes
+        // the default action.
         unsafe {
             libc::raise(libc::SIGSEGV);
             if SEEN.load(Ordering::SeqCst) != 1 {
