@@ -157,10 +157,10 @@ pub fn warm(platform: &impl Platform, frames: usize) {
     platform.alloc_tables(vm, frames, &mut |frame| warm.push(frame));
     for frame in &warm {
         let entries: NonNull<Entries> = platform.entries(*frame);
-        // SAFETY: a frame allocated above, which no other code uses.
+        // SAFETY: the frame was allocated above, and no other code uses it.
         unsafe { entries.write(Entries::default()) };
     }
-    // SAFETY: allocated above, and freed once.
+    // SAFETY: the frames were allocated above, and are freed once.
     unsafe { platform.free_tables(vm, &warm) };
 }
 
@@ -179,7 +179,7 @@ fn map_aligned() -> Option<NonNull<u8>> {
     let rights = libc::PROT_READ | libc::PROT_WRITE;
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
     let arguments = [0, 2 * CHUNK, rights as usize, flags as usize, usize::MAX, 0];
-    // SAFETY: a fresh anonymous mapping at an address of the kernel's choice.
+    // SAFETY: the call makes a new anonymous mapping at an address of the kernel's choice.
     let start = unsafe { calls::make(Call::MapTables, arguments) }.ok()? as usize;
     let chunk = start.next_multiple_of(CHUNK);
     let trim = |from: usize, to: usize| {

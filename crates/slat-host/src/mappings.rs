@@ -380,7 +380,7 @@ mod tests {
     /// Maps `len` bytes with MADV_HUGEPAGE for `part`. Returns the address. Returns `None` and prints a message if the
     /// kernel has no huge pages, or is an emulator that accepts any advice and ignores it.
     fn advised(len: usize, part: Range<usize>) -> Option<usize> {
-        // SAFETY: a new mapping, and advice for a part of it.
+        // SAFETY: the calls make a new mapping, and give advice for a part of it.
         unsafe {
             let (prot, flags) = (libc::PROT_READ, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
             let start = libc::mmap(std::ptr::null_mut(), len, prot, flags, -1, 0);
