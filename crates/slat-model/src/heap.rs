@@ -85,7 +85,7 @@ unsafe impl GlobalAlloc for FailingHeap {
         if fails(layout.size()) {
             return ptr::null_mut();
         }
-        // SAFETY: `layout` is valid, as the trait's contract asks.
+        // SAFETY: `layout` is valid, as the trait's contract requires.
         unsafe { System.alloc(layout) }
     }
 
@@ -93,12 +93,12 @@ unsafe impl GlobalAlloc for FailingHeap {
         if fails(layout.size()) {
             return ptr::null_mut();
         }
-        // SAFETY: `layout` is valid, as the trait's contract asks.
+        // SAFETY: `layout` is valid, as the trait's contract requires.
         unsafe { System.alloc_zeroed(layout) }
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        // SAFETY: the block at `pointer` has this layout, as the trait's contract asks.
+        // SAFETY: the block at `pointer` has this layout, as the trait's contract requires.
         unsafe { System.dealloc(pointer, layout) }
     }
 
@@ -106,7 +106,7 @@ unsafe impl GlobalAlloc for FailingHeap {
         if fails(size) {
             return ptr::null_mut();
         }
-        // SAFETY: the block at `pointer` has this layout, as the trait's contract asks.
+        // SAFETY: the block at `pointer` has this layout, as the trait's contract requires.
         unsafe { System.realloc(pointer, layout, size) }
     }
 }

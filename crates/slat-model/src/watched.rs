@@ -264,7 +264,7 @@ unsafe impl<P: Platform> Platform for Watched<P> {
 
     unsafe fn free_table(&self, vm: VmId, frame: Pfn) {
         self.release(frame);
-        // SAFETY: the frame was allocated and is not used any more, as the trait's contract asks.
+        // SAFETY: the frame was allocated and is not used any more, as the trait's contract requires.
         unsafe { self.platform.free_table(vm, frame) };
     }
 
@@ -277,7 +277,7 @@ unsafe impl<P: Platform> Platform for Watched<P> {
 
     unsafe fn free_tables(&self, vm: VmId, frames: &[Pfn]) {
         frames.iter().for_each(|frame| self.release(*frame));
-        // SAFETY: the frames were allocated and are not used any more, as the trait's contract asks.
+        // SAFETY: the frames were allocated and are not used any more, as the trait's contract requires.
         unsafe { self.platform.free_tables(vm, frames) };
     }
 

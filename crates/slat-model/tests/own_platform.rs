@@ -64,7 +64,7 @@ unsafe impl Platform for With {
     }
 
     unsafe fn free_table(&self, vm: VmId, frame: Pfn) {
-        // SAFETY: the frame was allocated and is not used any more, as the trait's contract asks.
+        // SAFETY: the frame was allocated and is not used any more, as the trait's contract requires.
         unsafe { self.own.free_table(vm, frame) };
     }
 

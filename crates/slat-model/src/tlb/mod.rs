@@ -87,7 +87,7 @@ impl Tlb {
             NonNull::new(F::GRANULE.hpa(frame).0 as *mut Entries).expect("no frame is at address 0")
         };
         // SAFETY: the frame of each table is memory at its address, which is accessed atomically only, as this
-        // function's own contract asks.
+        // function's contract requires.
         unsafe { self.watch_at::<F>(vm, roots, at_its_address) };
     }
 
