@@ -64,8 +64,8 @@ impl Order {
         sum
     }
 
-    /// Like [`Self::translate`], but for as many addresses in the first 2 MiB: tables and entries are in the nearest
-    /// cache.
+    /// Like [`Self::translate`], but all addresses are in the first 2 MiB, so that the CPU's nearest cache contains
+    /// the tables.
     #[inline(always)]
     fn translate_near(&self, mut translate: impl FnMut(u64) -> u64) -> u64 {
         let mut sum = 0;
