@@ -71,7 +71,7 @@ pub unsafe fn extended(number: i64, path: *const c_char, arguments: [usize; 4]) 
         _ => Err(libc::EOPNOTSUPP),
     });
     let [b, c, d, e] = arguments;
-    // SAFETY: the arguments are valid for the call `number`, as this function's own contract asks.
+    // SAFETY: the arguments are valid for the call `number`, as this function's contract requires.
     answer.unwrap_or_else(|| unsafe { call!(number, path, b, c, d, e) })
 }
 
@@ -87,20 +87,20 @@ unsafe fn change_owner_here(
 ) -> isize {
     let (here, path) = (libc::AT_FDCWD as usize, path as usize);
     let arguments = [here, path, user as usize, group as usize, flags as usize, 0];
-    // SAFETY: the arguments are valid for chown(2), as this function's own contract asks.
+    // SAFETY: the arguments are valid for chown(2), as this function's contract requires.
     unsafe { call_as_library(libc::SYS_fchownat, arguments) }
 }
 
 interpose! {
     /// Replaces chown(2).
     fn chown(path: *const c_char, user: c_uint, group: c_uint) -> c_int {
-        // SAFETY: the arguments are valid for chown(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for chown(2), as this function's contract requires.
         unsafe { change_owner(libc::AT_FDCWD, path, user, group, || change_owner_here(path, user, group, 0)) }
     }
 
     /// Replaces lchown(2).
     fn lchown(path: *const c_char, user: c_uint, group: c_uint) -> c_int {
-        // SAFETY: the arguments are valid for lchown(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for lchown(2), as this function's contract requires.
         unsafe {
             change_owner(libc::AT_FDCWD, path, user, group, || {
                 change_owner_here(path, user, group, libc::AT_SYMLINK_NOFOLLOW)
@@ -110,13 +110,13 @@ interpose! {
 
     /// Replaces fchownat(2).
     fn fchownat(directory: c_int, path: *const c_char, user: c_uint, group: c_uint, flags: c_int) -> c_int {
-        // SAFETY: the arguments are valid for fchownat(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for fchownat(2), as this function's contract requires.
         unsafe { change_owner(directory, path, user, group, || call!(libc::SYS_fchownat, directory, path, user, group, flags)) }
     }
 
     /// Replaces chmod(2).
     fn chmod(path: *const c_char, mode: c_uint) -> c_int {
-        // SAFETY: the arguments are valid for chmod(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for chmod(2), as this function's contract requires.
         unsafe {
             change_mode(libc::AT_FDCWD, path, || {
                 let arguments = [libc::AT_FDCWD as usize, path as usize, mode as usize, 0, 0, 0];
@@ -127,37 +127,37 @@ interpose! {
 
     /// Replaces getxattr(2).
     fn getxattr(path: *const c_char, name: *const c_char, to: *mut c_void, len: usize) -> isize {
-        // SAFETY: the arguments are valid for getxattr(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for getxattr(2), as this function's contract requires.
         unsafe { extended(libc::SYS_getxattr, path, [name as usize, to as usize, len, 0]) }
     }
 
     /// Replaces lgetxattr(2).
     fn lgetxattr(path: *const c_char, name: *const c_char, to: *mut c_void, len: usize) -> isize {
-        // SAFETY: the arguments are valid for lgetxattr(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for lgetxattr(2), as this function's contract requires.
         unsafe { extended(libc::SYS_lgetxattr, path, [name as usize, to as usize, len, 0]) }
     }
 
     /// Replaces listxattr(2).
     fn listxattr(path: *const c_char, to: *mut c_char, len: usize) -> isize {
-        // SAFETY: the arguments are valid for listxattr(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for listxattr(2), as this function's contract requires.
         unsafe { extended(libc::SYS_listxattr, path, [to as usize, len, 0, 0]) }
     }
 
     /// Replaces llistxattr(2).
     fn llistxattr(path: *const c_char, to: *mut c_char, len: usize) -> isize {
-        // SAFETY: the arguments are valid for llistxattr(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for llistxattr(2), as this function's contract requires.
         unsafe { extended(libc::SYS_llistxattr, path, [to as usize, len, 0, 0]) }
     }
 
     /// Replaces setxattr(2).
     fn setxattr(path: *const c_char, name: *const c_char, from: *const c_void, len: usize, flags: c_int) -> c_int {
-        // SAFETY: the arguments are valid for setxattr(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for setxattr(2), as this function's contract requires.
         unsafe { extended(libc::SYS_setxattr, path, [name as usize, from as usize, len, flags as usize]) as c_int }
     }
 
     /// Replaces lsetxattr(2).
     fn lsetxattr(path: *const c_char, name: *const c_char, from: *const c_void, len: usize, flags: c_int) -> c_int {
-        // SAFETY: the arguments are valid for lsetxattr(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for lsetxattr(2), as this function's contract requires.
         unsafe { extended(libc::SYS_lsetxattr, path, [name as usize, from as usize, len, flags as usize]) as c_int }
     }
 }

@@ -85,7 +85,7 @@ unsafe fn keep() {
         static environ: *const *const c_char;
     }
     let each = |found: &mut dyn FnMut(usize, &[u8])| {
-        // SAFETY: no other thread changes the environment, as this function's own contract asks. The environment is
+        // SAFETY: no other thread changes the environment, as this function's contract requires. The environment is
         // strings that end with 0, and a null pointer after the last.
         unsafe {
             let mut next = environ;

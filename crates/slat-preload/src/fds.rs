@@ -83,7 +83,7 @@ pub unsafe fn close_within(first: c_uint, last: c_uint, flags: c_int) -> c_int {
             forget(fd);
         }
     }
-    // SAFETY: the arguments are valid for close_range(2), as this function's own contract asks.
+    // SAFETY: the arguments are valid for close_range(2), as this function's contract requires.
     let close = |first, last| unsafe { call!(libc::SYS_close_range, first, last, flags) as c_int };
     // slat's descriptor of /proc stays open, because slat cannot open it again in another root.
     match procfs::directory().map(|fd| fd as c_uint) {
@@ -109,25 +109,25 @@ interpose! {
             return -1;
         }
         forget(fd);
-        // SAFETY: the arguments are valid for close(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for close(2), as this function's contract requires.
         unsafe { call!(libc::SYS_close, fd) as c_int }
     }
 
     /// Replaces close_range(2).
     fn close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
-        // SAFETY: the arguments are valid for close_range(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for close_range(2), as this function's contract requires.
         unsafe { close_within(first, last, flags) }
     }
 
     /// Replaces closefrom(3).
     fn closefrom(first: c_int) -> () {
-        // SAFETY: the arguments are valid for closefrom(3), as this function's own contract asks.
+        // SAFETY: the arguments are valid for closefrom(3), as this function's contract requires.
         unsafe { close_within(first.max(0) as c_uint, c_uint::MAX, 0) };
     }
 
     /// Replaces dup(2).
     fn dup(fd: c_int) -> c_int {
-        // SAFETY: the arguments are valid for dup(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for dup(2), as this function's contract requires.
         let new = unsafe { call!(libc::SYS_dup, fd) as c_int };
         follow(fd, new);
         new
@@ -136,7 +136,7 @@ interpose! {
     /// Replaces dup2(2).
     fn dup2(fd: c_int, to: c_int) -> c_int {
         procfs::replaced(to);
-        // SAFETY: the arguments are valid for dup2(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for dup2(2), as this function's contract requires.
         let made = unsafe {
             let (number, arguments) = calls::dup2(fd as usize, to as usize);
             plain(result(raw(number, arguments)))
@@ -149,7 +149,7 @@ interpose! {
     /// Replaces dup3(2).
     fn dup3(fd: c_int, to: c_int, flags: c_int) -> c_int {
         procfs::replaced(to);
-        // SAFETY: the arguments are valid for dup3(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for dup3(2), as this function's contract requires.
         let new = unsafe { call!(libc::SYS_dup3, fd, to, flags) as c_int };
         follow(fd, new);
         new
@@ -160,7 +160,7 @@ interpose! {
         if table::is_any_ours() {
             // A stream in memory has no descriptor; then `errno` must not change.
             let before = errno();
-            // SAFETY: the arguments are valid for fclose(3), as this function's own contract asks.
+            // SAFETY: the arguments are valid for fclose(3), as this function's contract requires.
             forget(unsafe { libc::fileno(stream) });
             set_errno(before);
         }
@@ -179,7 +179,7 @@ interpose! {
             set_errno(libc::EINVAL);
             return -1;
         }
-        // SAFETY: the arguments are valid for fcntl(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for fcntl(2), as this function's contract requires.
         let answer = unsafe { call!(libc::SYS_fcntl, fd, command, argument) as c_int };
         match command {
             libc::F_DUPFD | libc::F_DUPFD_CLOEXEC => follow(fd, answer),
@@ -191,7 +191,7 @@ interpose! {
 
     /// Replaces fcntl(2) with large files.
     fn fcntl64(fd: c_int, command: c_int, argument: c_ulong) -> c_int {
-        // SAFETY: the arguments are valid for fcntl(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for fcntl(2), as this function's contract requires.
         unsafe { fcntl(fd, command, argument) }
     }
 }

@@ -166,7 +166,7 @@ pub unsafe fn open_at(
 /// # Safety
 /// The conditions are those of `openat`.
 unsafe fn open_by_name(directory: c_int, path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
-    // SAFETY: the arguments are valid for openat(2), as this function's own contract asks.
+    // SAFETY: the arguments are valid for openat(2), as this function's contract requires.
     unsafe {
         open_at(directory, path, flags, mode, || {
             call!(libc::SYS_openat, directory, path, flags, mode)
@@ -180,7 +180,7 @@ unsafe fn open_by_name(directory: c_int, path: *const c_char, flags: c_int, mode
 /// The conditions are those of `creat`.
 pub unsafe fn create(path: *const c_char, mode: c_uint) -> c_int {
     let flags = libc::O_CREAT | libc::O_WRONLY | libc::O_TRUNC;
-    // SAFETY: the arguments are valid for creat(2), as this function's own contract asks.
+    // SAFETY: the arguments are valid for creat(2), as this function's contract requires.
     unsafe {
         open_at(libc::AT_FDCWD, path, flags, mode, || {
             let (flags, mode) = (flags as usize, mode as usize);
@@ -200,7 +200,7 @@ pub unsafe fn open_at_2(
     how: *const How,
     size: usize,
 ) -> isize {
-    // SAFETY: the arguments are valid for openat2(2), as this function's own contract asks.
+    // SAFETY: the arguments are valid for openat2(2), as this function's contract requires.
     let kernels = || unsafe { call!(libc::SYS_openat2, directory, path, how, size) };
     // A struct of another size belongs to a kernel whose flags slat does not know.
     if size != size_of::<How>() {
@@ -288,7 +288,7 @@ unsafe fn access_as_effective(path: *const c_char, mode: c_int) -> c_int {
         // SAFETY: the C library's function of that name has this signature; the arguments are the caller's.
         unsafe { std::mem::transmute::<usize, Access>(function)(path, mode) as isize }
     };
-    // SAFETY: the arguments are valid for euidaccess(3), as this function's own contract asks.
+    // SAFETY: the arguments are valid for euidaccess(3), as this function's contract requires.
     unsafe { access_at(libc::AT_FDCWD, path, mode, kernels) as c_int }
 }
 
@@ -311,10 +311,10 @@ unsafe fn access_by_name(
                     as isize
             }
         }
-        // SAFETY: the arguments are valid for faccessat(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for faccessat(2), as this function's contract requires.
         _ => unsafe { call!(libc::SYS_faccessat2, directory, path, mode, flags) },
     };
-    // SAFETY: the arguments are valid for faccessat(2), as this function's own contract asks.
+    // SAFETY: the arguments are valid for faccessat(2), as this function's contract requires.
     unsafe { access_at(directory, path, mode, kernels) as c_int }
 }
 
@@ -426,68 +426,68 @@ unsafe fn open_stream(next: &Next, path: *const c_char, mode: *const c_char) -> 
 interpose! {
     /// Replaces open(2).
     fn open(path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
-        // SAFETY: the arguments are valid for open(2), as this function's own contract asks. Without O_CREAT, the mode
+        // SAFETY: the arguments are valid for open(2), as this function's contract requires. Without O_CREAT, the mode
         // is not read.
         unsafe { open_by_name(libc::AT_FDCWD, path, flags, mode) }
     }
 
     /// Replaces creat(2).
     fn creat(path: *const c_char, mode: c_uint) -> c_int {
-        // SAFETY: the arguments are valid for creat(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for creat(2), as this function's contract requires.
         unsafe { create(path, mode) }
     }
 
     /// Replaces creat(2) with large files.
     fn creat64(path: *const c_char, mode: c_uint) -> c_int {
-        // SAFETY: the arguments are valid for creat(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for creat(2), as this function's contract requires.
         unsafe { create(path, mode) }
     }
 
     /// Replaces open(2) with large files, which is the same on 64-bit architectures.
     fn open64(path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
-        // SAFETY: the arguments are valid for open(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for open(2), as this function's contract requires.
         unsafe { open_by_name(libc::AT_FDCWD, path, flags, mode) }
     }
 
     /// Replaces openat(2).
     fn openat(directory: c_int, path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
-        // SAFETY: the arguments are valid for openat(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for openat(2), as this function's contract requires.
         unsafe { open_by_name(directory, path, flags, mode) }
     }
 
     /// Replaces openat(2) with large files.
     fn openat64(directory: c_int, path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
-        // SAFETY: the arguments are valid for openat(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for openat(2), as this function's contract requires.
         unsafe { open_by_name(directory, path, flags, mode) }
     }
 
     /// Replaces open(2), as _FORTIFY_SOURCE calls it.
     fn __open_2(path: *const c_char, flags: c_int) -> c_int {
-        // SAFETY: the arguments are valid for open(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for open(2), as this function's contract requires.
         unsafe { open_by_name(libc::AT_FDCWD, path, flags, 0) }
     }
 
     /// Replaces open(2) with large files, as _FORTIFY_SOURCE calls it.
     fn __open64_2(path: *const c_char, flags: c_int) -> c_int {
-        // SAFETY: the arguments are valid for open(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for open(2), as this function's contract requires.
         unsafe { open_by_name(libc::AT_FDCWD, path, flags, 0) }
     }
 
     /// Replaces openat(2), as _FORTIFY_SOURCE calls it.
     fn __openat_2(directory: c_int, path: *const c_char, flags: c_int) -> c_int {
-        // SAFETY: the arguments are valid for openat(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for openat(2), as this function's contract requires.
         unsafe { open_by_name(directory, path, flags, 0) }
     }
 
     /// Replaces openat(2) with large files, as _FORTIFY_SOURCE calls it.
     fn __openat64_2(directory: c_int, path: *const c_char, flags: c_int) -> c_int {
-        // SAFETY: the arguments are valid for openat(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for openat(2), as this function's contract requires.
         unsafe { open_by_name(directory, path, flags, 0) }
     }
 
     /// Replaces access(2).
     fn access(path: *const c_char, mode: c_int) -> c_int {
-        // SAFETY: the arguments are valid for access(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for access(2), as this function's contract requires.
         unsafe {
             access_at(libc::AT_FDCWD, path, mode, || {
                 let arguments = [libc::AT_FDCWD as usize, path as usize, mode as usize, 0, 0, 0];
@@ -498,31 +498,31 @@ interpose! {
 
     /// Replaces euidaccess(3).
     fn euidaccess(path: *const c_char, mode: c_int) -> c_int {
-        // SAFETY: the arguments are valid for euidaccess(3), as this function's own contract asks.
+        // SAFETY: the arguments are valid for euidaccess(3), as this function's contract requires.
         unsafe { access_as_effective(path, mode) }
     }
 
     /// Replaces eaccess(3).
     fn eaccess(path: *const c_char, mode: c_int) -> c_int {
-        // SAFETY: the arguments are valid for eaccess(3), as this function's own contract asks.
+        // SAFETY: the arguments are valid for eaccess(3), as this function's contract requires.
         unsafe { access_as_effective(path, mode) }
     }
 
     /// Replaces faccessat(2).
     fn faccessat(directory: c_int, path: *const c_char, mode: c_int, flags: c_int) -> c_int {
-        // SAFETY: the arguments are valid for faccessat(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for faccessat(2), as this function's contract requires.
         unsafe { access_by_name(directory, path, mode, flags) }
     }
 
     /// Replaces fopen(3).
     fn fopen(path: *const c_char, mode: *const c_char) -> *mut c_void {
-        // SAFETY: the arguments are valid for fopen(3), as this function's own contract asks.
+        // SAFETY: the arguments are valid for fopen(3), as this function's contract requires.
         unsafe { open_stream(&NEXT_FOPEN, path, mode) }
     }
 
     /// Replaces fopen(3) with large files.
     fn fopen64(path: *const c_char, mode: *const c_char) -> *mut c_void {
-        // SAFETY: the arguments are valid for fopen(3), as this function's own contract asks.
+        // SAFETY: the arguments are valid for fopen(3), as this function's contract requires.
         unsafe { open_stream(&NEXT_FOPEN64, path, mode) }
     }
 }

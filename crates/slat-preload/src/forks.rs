@@ -118,14 +118,14 @@ pub fn watch() {
 interpose! {
     /// Replaces pthread_atfork(3), for libraries that are not linked with a copy of it.
     fn pthread_atfork(prepare: Handler, parent: Handler, child: Handler) -> c_int {
-        // SAFETY: the arguments are valid for pthread_atfork(3), as this function's own contract asks.
+        // SAFETY: the arguments are valid for pthread_atfork(3), as this function's contract requires.
         unsafe { __register_atfork(prepare, parent, child, std::ptr::null_mut()) }
     }
 
     /// `__register_atfork`, which a library's own pthread_atfork(3) calls.
     fn __register_atfork(prepare: Handler, parent: Handler, child: Handler, library: *mut c_void) -> c_int {
         watch();
-        // SAFETY: the handlers are valid for pthread_atfork(3), as this function's own contract asks.
+        // SAFETY: the handlers are valid for pthread_atfork(3), as this function's contract requires.
         unsafe { next(prepare, parent, child, library) }
     }
 

@@ -46,7 +46,7 @@ fn map(len: usize) -> *mut u8 {
 /// # Safety
 /// - The bytes were mapped by [`map`] and are not used any more.
 unsafe fn unmap(start: *mut u8, len: usize) -> bool {
-    // SAFETY: the bytes were mapped by [`map`] and are not used any more, as this function's own contract asks.
+    // SAFETY: the bytes were mapped by [`map`] and are not used any more, as this function's contract requires.
     unsafe { calls::make(Call::Unmap, [start as usize, len, 0, 0, 0, 0]).is_ok() }
 }
 
@@ -60,7 +60,7 @@ unsafe fn remap(start: *mut u8, old: usize, new: usize, may_move: bool) -> *mut 
     } else {
         0
     };
-    // SAFETY: the bytes were mapped by [`map`], as this function's own contract asks.
+    // SAFETY: the bytes were mapped by [`map`], as this function's contract requires.
     let moved = unsafe { calls::make(Call::Remap, [start as usize, old, new, flags, 0, 0]) };
     moved.map_or(null_mut(), |moved| moved as *mut u8)
 }
@@ -73,17 +73,17 @@ unsafe impl Allocator for Pages {
     }
 
     fn remap(&self, start: *mut u8, old: usize, new: usize, may_move: bool) -> *mut u8 {
-        // SAFETY: `start` is a segment of this heap, as the trait's contract asks.
+        // SAFETY: `start` is a segment of this heap, as the trait's contract requires.
         unsafe { remap(start, old, new, may_move) }
     }
 
     fn free_part(&self, start: *mut u8, old: usize, new: usize) -> bool {
-        // SAFETY: the segment belongs to this heap, as the trait's contract asks, and its end is not used any more.
+        // SAFETY: the segment belongs to this heap, as the trait's contract requires, and its end is not used any more.
         unsafe { unmap(start.wrapping_add(new), old - new) }
     }
 
     fn free(&self, start: *mut u8, size: usize) -> bool {
-        // SAFETY: the segment belongs to this heap, as the trait's contract asks, and is not used any more.
+        // SAFETY: the segment belongs to this heap, as the trait's contract requires, and is not used any more.
         unsafe { unmap(start, size) }
     }
 
@@ -255,7 +255,7 @@ unsafe impl GlobalAlloc for Heap {
     }
 
     unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
-        // SAFETY: `block` has this layout and is not used any more, as the trait's contract asks.
+        // SAFETY: `block` has this layout and is not used any more, as the trait's contract requires.
         unsafe {
             if is_large(layout) {
                 unmap(block, pages(layout.size()));
@@ -266,9 +266,9 @@ unsafe impl GlobalAlloc for Heap {
     }
 
     unsafe fn realloc(&self, block: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        // SAFETY: the size is not 0 and fits into a layout, as the trait's contract asks.
+        // SAFETY: the size is not 0 and fits into a layout, as the trait's contract requires.
         let new = unsafe { Layout::from_size_align_unchecked(size, layout.align()) };
-        // SAFETY: `block` has this layout, as the trait's contract asks.
+        // SAFETY: `block` has this layout, as the trait's contract requires.
         unsafe {
             if is_large(layout) && is_large(new) {
                 return remap(block, pages(layout.size()), pages(size), true);

@@ -36,10 +36,10 @@ fn ours(fd: usize) -> bool {
 /// # Safety
 /// The conditions are those of the system call itself. Arguments that a call does not have are undefined and not read.
 pub unsafe fn by_number(number: c_long, arguments: [usize; 6]) -> isize {
-    // SAFETY: the arguments are valid for the call `number`, as this function's own contract asks.
+    // SAFETY: the arguments are valid for the call `number`, as this function's contract requires.
     let kernels = || plain(result(unsafe { raw(number, arguments) }));
     let (number, [a, b, c, d, e, f]) = calls::newer(number, arguments);
-    // SAFETY: the arguments are valid for the call `number`, as this function's own contract asks.
+    // SAFETY: the arguments are valid for the call `number`, as this function's contract requires.
     unsafe {
         match number {
             libc::SYS_openat => {
@@ -189,7 +189,7 @@ pub unsafe fn by_number(number: c_long, arguments: [usize; 6]) -> isize {
 interpose! {
     /// Replaces syscall(2).
     fn syscall(number: c_long, a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
-        // SAFETY: the arguments are valid for syscall(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for syscall(2), as this function's contract requires.
         unsafe {
             match number {
                 libc::SYS_ioctl => ioctls::ioctl_here(a as c_int, b as c_ulong, c) as c_long,
@@ -200,7 +200,7 @@ interpose! {
 
     /// Replaces prctl(2).
     fn prctl(option: c_int, a: c_ulong, b: c_ulong, c: c_ulong, d: c_ulong) -> c_int {
-        // SAFETY: the arguments are valid for prctl(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for prctl(2), as this function's contract requires.
         unsafe {
             let call = || call!(libc::SYS_prctl, option, a, b, c, d);
             let filters = option == libc::PR_SET_SECCOMP && a == c_ulong::from(libc::SECCOMP_MODE_FILTER);

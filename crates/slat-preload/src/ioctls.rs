@@ -23,7 +23,7 @@ const UFFDIO: u32 = 0xaa;
 pub unsafe fn ioctl_on(fd: c_int, request: c_ulong, argument: usize) -> c_int {
     // The kernel looks at the low 32 bits only.
     let number = request as u32;
-    // SAFETY: the arguments are valid for ioctl(2), as this function's own contract asks.
+    // SAFETY: the arguments are valid for ioctl(2), as this function's contract requires.
     let call = || unsafe { kernel!(libc::SYS_ioctl, fd, request, argument) };
     let kind = number >> 8 & 0xff;
     // `guarded` is called once: two calls would take twice the space in this function's frame, which is on the
@@ -33,7 +33,7 @@ pub unsafe fn ioctl_on(fd: c_int, request: c_ulong, argument: usize) -> c_int {
     } else if kind != UFFDIO {
         plain(call())
     } else if notify::is_anyone_listening() {
-        // SAFETY: the arguments are valid for ioctl(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for ioctl(2), as this function's contract requires.
         unsafe { userfault(number, argument, call) }
     } else {
         mappings::advice_passed_by();
@@ -128,11 +128,11 @@ static NEXT_CANCEL: Next = Next::new(c"pthread_cancel");
 /// The conditions are those of `ioctl`.
 pub unsafe fn ioctl_here(fd: c_int, request: c_ulong, argument: usize) -> c_int {
     if !table::is_ours(fd) {
-        // SAFETY: the arguments are valid for ioctl(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for ioctl(2), as this function's contract requires.
         return unsafe { ioctl_on(fd, request, argument) };
     }
     let (mut kind, mut state) = (0, 0);
-    // SAFETY: the arguments are valid for ioctl(2), as this function's own contract asks. The cancellation state is
+    // SAFETY: the arguments are valid for ioctl(2), as this function's contract requires. The cancellation state is
     // this thread's own.
     unsafe {
         let section = Section::enter();
@@ -157,7 +157,7 @@ interpose! {
     ///
     /// For a request without an argument, `argument` is undefined, and is not read.
     fn ioctl(fd: c_int, request: c_ulong, argument: usize) -> c_int {
-        // SAFETY: the arguments are valid for ioctl(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for ioctl(2), as this function's contract requires.
         unsafe { ioctl_here(fd, request, argument) }
     }
 

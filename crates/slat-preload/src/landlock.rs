@@ -27,7 +27,7 @@ struct PathBeneath {
 /// The conditions are those of the system call.
 pub unsafe fn add_rule(ruleset: c_int, kind: usize, attributes: usize, flags: c_uint) -> isize {
     let pass_on = |attributes: usize| {
-        // SAFETY: the arguments are valid for landlock_add_rule(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for landlock_add_rule(2), as this function's contract requires.
         unsafe {
             call!(
                 libc::SYS_landlock_add_rule,
@@ -81,6 +81,6 @@ pub unsafe fn restrict_self(ruleset: c_int, flags: c_uint) -> isize {
             Ok(0)
         });
     }
-    // SAFETY: the arguments are valid for landlock_restrict_self(2), as this function's own contract asks.
+    // SAFETY: the arguments are valid for landlock_restrict_self(2), as this function's contract requires.
     unsafe { call!(libc::SYS_landlock_restrict_self, ruleset, flags) }
 }

@@ -141,12 +141,12 @@ pub unsafe fn map(
     fd: c_int,
     offset: i64,
 ) -> isize {
-    // SAFETY: the arguments are valid for mmap(2), as this function's own contract asks.
+    // SAFETY: the arguments are valid for mmap(2), as this function's contract requires.
     let change = || unsafe { kernel!(libc::SYS_mmap, address, len, protection, flags, fd, offset) };
     let replaces = flags & libc::MAP_FIXED != 0;
     let range = Range::at(address, if replaces { len } else { 0 });
     if flags & libc::MAP_ANONYMOUS == 0 && table::is_ours(fd) && !Section::is_entered() {
-        // SAFETY: the arguments are valid for mmap(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for mmap(2), as this function's contract requires.
         return guarded(|| unsafe {
             map_object(fd, range, len, protection, flags, offset, change)
         });
@@ -162,7 +162,7 @@ pub unsafe fn map(
 /// The conditions are those of `munmap`.
 pub unsafe fn unmap(address: usize, len: usize) -> isize {
     let range = Range::at(address, len);
-    // SAFETY: the arguments are valid for munmap(2), as this function's own contract asks.
+    // SAFETY: the arguments are valid for munmap(2), as this function's contract requires.
     let change = || unsafe { kernel!(libc::SYS_munmap, address, len) };
     around_then(&[range], change, |_| mappings::changed(range.std()))
 }
@@ -181,7 +181,7 @@ pub unsafe fn remap(address: usize, old_len: usize, len: usize, flags: c_int, to
             0
         },
     );
-    // SAFETY: the arguments are valid for mremap(2), as this function's own contract asks.
+    // SAFETY: the arguments are valid for mremap(2), as this function's contract requires.
     let change = || unsafe { kernel!(libc::SYS_mremap, address, old_len, len, flags, to) };
     around_then(&[old, new], change, |address| {
         mappings::changed(old.std());
@@ -197,7 +197,7 @@ pub unsafe fn advise(address: usize, len: usize, advice: c_int) -> isize {
     const MADV_DONTNEED_LOCKED: c_int = 24;
     const MADV_COLLAPSE: c_int = 25;
     let range = Range::at(address, len);
-    // SAFETY: the arguments are valid for madvise(2), as this function's own contract asks.
+    // SAFETY: the arguments are valid for madvise(2), as this function's contract requires.
     let change = || unsafe { kernel!(libc::SYS_madvise, address, len, advice) };
     match advice {
         libc::MADV_HUGEPAGE => advise_huge_pages(range, mappings::HugePages::Wanted, change),
@@ -244,7 +244,7 @@ pub unsafe fn protect(
     protection: c_int,
     key: c_int,
 ) -> isize {
-    // SAFETY: the arguments are valid for mprotect(2), as this function's own contract asks.
+    // SAFETY: the arguments are valid for mprotect(2), as this function's contract requires.
     let change = || unsafe { kernel!(number, address, len, protection, key) };
     let range = Range::at(address, len);
     around_then(&[range], change, |_| mappings::protected(range.std()))
@@ -296,7 +296,7 @@ fn attached_at(address: usize) -> Range {
 /// # Safety
 /// The conditions are those of `shmdt`.
 pub unsafe fn detach(address: usize) -> isize {
-    // SAFETY: the arguments are valid for shmdt(2), as this function's own contract asks.
+    // SAFETY: the arguments are valid for shmdt(2), as this function's contract requires.
     let change = || unsafe { kernel!(libc::SYS_shmdt, address) };
     if passes_by() {
         return plain(change());
@@ -313,7 +313,7 @@ pub unsafe fn detach(address: usize) -> isize {
 /// # Safety
 /// The conditions are those of `shmat`.
 pub unsafe fn attach(id: c_int, address: usize, flags: c_int) -> isize {
-    // SAFETY: the arguments are valid for shmat(2), as this function's own contract asks.
+    // SAFETY: the arguments are valid for shmat(2), as this function's contract requires.
     let change = || unsafe { kernel!(libc::SYS_shmat, id, address, flags) };
     if passes_by() {
         return plain(change());
@@ -334,7 +334,7 @@ pub unsafe fn attach(id: c_int, address: usize, flags: c_int) -> isize {
 /// # Safety
 /// The conditions are those of `fallocate`.
 pub unsafe fn allocate(fd: c_int, mode: c_int, offset: i64, len: i64) -> isize {
-    // SAFETY: the arguments are valid for fallocate(2), as this function's own contract asks.
+    // SAFETY: the arguments are valid for fallocate(2), as this function's contract requires.
     let change = || unsafe { kernel!(libc::SYS_fallocate, fd, mode, offset, len) };
     if table::is_ours(fd) && !Section::is_entered() {
         return guarded(|| match table::get(fd) {
@@ -370,87 +370,87 @@ pub unsafe fn truncate(fd: c_int, len: i64) -> isize {
         set_errno(libc::EINVAL);
         return -1;
     }
-    // SAFETY: the arguments are valid for ftruncate(2), as this function's own contract asks.
+    // SAFETY: the arguments are valid for ftruncate(2), as this function's contract requires.
     around_file(fd, || unsafe { kernel!(libc::SYS_ftruncate, fd, len) })
 }
 
 interpose! {
     /// Replaces mmap(2).
     fn mmap(address: *mut c_void, len: usize, protection: c_int, flags: c_int, fd: c_int, offset: i64) -> *mut c_void {
-        // SAFETY: the arguments are valid for mmap(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for mmap(2), as this function's contract requires.
         unsafe { map(address as usize, len, protection, flags, fd, offset) as *mut c_void }
     }
 
     /// Replaces mmap(2) with large files.
     fn mmap64(address: *mut c_void, len: usize, protection: c_int, flags: c_int, fd: c_int, offset: i64) -> *mut c_void {
-        // SAFETY: the arguments are valid for mmap(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for mmap(2), as this function's contract requires.
         unsafe { map(address as usize, len, protection, flags, fd, offset) as *mut c_void }
     }
 
     /// Replaces munmap(2).
     fn munmap(address: *mut c_void, len: usize) -> c_int {
-        // SAFETY: the arguments are valid for munmap(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for munmap(2), as this function's contract requires.
         unsafe { unmap(address as usize, len) as c_int }
     }
 
     /// Replaces shmdt(2).
     fn shmdt(address: *const c_void) -> c_int {
-        // SAFETY: the arguments are valid for shmdt(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for shmdt(2), as this function's contract requires.
         unsafe { detach(address as usize) as c_int }
     }
 
     /// Replaces shmat(2).
     fn shmat(id: c_int, address: *const c_void, flags: c_int) -> *mut c_void {
-        // SAFETY: the arguments are valid for shmat(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for shmat(2), as this function's contract requires.
         unsafe { attach(id, address as usize, flags) as *mut c_void }
     }
 
     /// Replaces mremap(2).
     fn mremap(address: *mut c_void, old_len: usize, len: usize, flags: c_int, to: *mut c_void) -> *mut c_void {
-        // SAFETY: the arguments are valid for mremap(2), as this function's own contract asks. Without MREMAP_FIXED
+        // SAFETY: the arguments are valid for mremap(2), as this function's contract requires. Without MREMAP_FIXED
         // the last argument is not read.
         unsafe { remap(address as usize, old_len, len, flags, to as usize) as *mut c_void }
     }
 
     /// Replaces madvise(2).
     fn madvise(address: *mut c_void, len: usize, advice: c_int) -> c_int {
-        // SAFETY: the arguments are valid for madvise(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for madvise(2), as this function's contract requires.
         unsafe { advise(address as usize, len, advice) as c_int }
     }
 
     /// Replaces mprotect(2).
     fn mprotect(address: *mut c_void, len: usize, protection: c_int) -> c_int {
-        // SAFETY: the arguments are valid for mprotect(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for mprotect(2), as this function's contract requires.
         unsafe { protect(libc::SYS_mprotect, address as usize, len, protection, 0) as c_int }
     }
 
     /// Replaces pkey_mprotect(2).
     fn pkey_mprotect(address: *mut c_void, len: usize, protection: c_int, key: c_int) -> c_int {
-        // SAFETY: the arguments are valid for pkey_mprotect(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for pkey_mprotect(2), as this function's contract requires.
         unsafe { protect(libc::SYS_pkey_mprotect, address as usize, len, protection, key) as c_int }
     }
 
     /// Replaces fallocate(2).
     fn fallocate(fd: c_int, mode: c_int, offset: i64, len: i64) -> c_int {
-        // SAFETY: the arguments are valid for fallocate(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for fallocate(2), as this function's contract requires.
         unsafe { allocate(fd, mode, offset, len) as c_int }
     }
 
     /// Replaces fallocate(2) with large files.
     fn fallocate64(fd: c_int, mode: c_int, offset: i64, len: i64) -> c_int {
-        // SAFETY: the arguments are valid for fallocate(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for fallocate(2), as this function's contract requires.
         unsafe { allocate(fd, mode, offset, len) as c_int }
     }
 
     /// Replaces ftruncate(2).
     fn ftruncate(fd: c_int, len: i64) -> c_int {
-        // SAFETY: the arguments are valid for ftruncate(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for ftruncate(2), as this function's contract requires.
         unsafe { truncate(fd, len) as c_int }
     }
 
     /// Replaces ftruncate(2) with large files.
     fn ftruncate64(fd: c_int, len: i64) -> c_int {
-        // SAFETY: the arguments are valid for ftruncate(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for ftruncate(2), as this function's contract requires.
         unsafe { truncate(fd, len) as c_int }
     }
 }

@@ -45,7 +45,7 @@ pub(crate) use {call, kernel};
 /// The conditions are those of the call.
 pub unsafe fn call_as_library(number: i64, arguments: [usize; 6]) -> isize {
     let (number, arguments) = calls::older(number, arguments);
-    // SAFETY: the arguments are valid for the call `number`, as this function's own contract asks.
+    // SAFETY: the arguments are valid for the call `number`, as this function's contract requires.
     plain(result(unsafe { raw(number, arguments) }))
 }
 
@@ -64,7 +64,7 @@ pub unsafe fn map_memory(
     flags: std::ffi::c_int,
 ) -> Result<usize, i32> {
     let flags = flags | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-    // SAFETY: with `MAP_FIXED`, nothing uses the memory at `at`, as this function's own contract asks.
+    // SAFETY: with `MAP_FIXED`, nothing uses the memory at `at`, as this function's contract requires.
     let at = unsafe { kernel!(libc::SYS_mmap, at, len, access, flags, usize::MAX, 0) };
     at.map(|at| at as usize)
 }
@@ -124,7 +124,7 @@ impl Opened {
     ) -> Option<()> {
         while len > 0 {
             let written = limited(|| {
-                // SAFETY: the memory is mapped and readable, as this function's own contract asks.
+                // SAFETY: the memory is mapped and readable, as this function's contract requires.
                 unsafe { kernel!(libc::SYS_pwrite64, self.fd(), from, len, offset) }
                     .map_err(std::io::Error::from_raw_os_error)
             });

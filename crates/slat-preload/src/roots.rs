@@ -28,7 +28,7 @@ fn is_device(path: *const c_char) -> bool {
 pub unsafe fn leave(number: i64, arguments: [usize; 2]) -> c_int {
     children::keep_files();
     let [a, b] = arguments;
-    // SAFETY: the arguments are valid for the call `number`, as this function's own contract asks.
+    // SAFETY: the arguments are valid for the call `number`, as this function's contract requires.
     unsafe { call!(number, a, b) as c_int }
 }
 
@@ -40,7 +40,7 @@ pub unsafe fn enter(namespace: c_int, kind: c_int) -> c_int {
     if kind == 0 || kind & libc::CLONE_NEWNS != 0 {
         children::keep_files();
     }
-    // SAFETY: the arguments are valid for setns(2), as this function's own contract asks.
+    // SAFETY: the arguments are valid for setns(2), as this function's contract requires.
     unsafe { call!(libc::SYS_setns, namespace, kind) as c_int }
 }
 
@@ -52,7 +52,7 @@ pub unsafe fn separate(kinds: c_int) -> c_int {
     if kinds & libc::CLONE_NEWNS != 0 {
         children::keep_files();
     }
-    // SAFETY: the arguments are valid for unshare(2), as this function's own contract asks.
+    // SAFETY: the arguments are valid for unshare(2), as this function's contract requires.
     unsafe { call!(libc::SYS_unshare, kinds) as c_int }
 }
 
@@ -70,7 +70,7 @@ pub unsafe fn bind(
     data: *const c_void,
 ) -> c_int {
     let mount = |source: *const c_char| {
-        // SAFETY: the arguments are valid for mount(2), as this function's own contract asks. The source is the
+        // SAFETY: the arguments are valid for mount(2), as this function's contract requires. The source is the
         // caller's, or a string that ends with 0.
         unsafe { call!(libc::SYS_mount, source, target, kind, flags, data) as c_int }
     };
@@ -90,25 +90,25 @@ pub unsafe fn bind(
 interpose! {
     /// Replaces chroot(2).
     fn chroot(path: *const c_char) -> c_int {
-        // SAFETY: the arguments are valid for chroot(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for chroot(2), as this function's contract requires.
         unsafe { leave(libc::SYS_chroot, [path as usize, 0]) }
     }
 
     /// Replaces pivot_root(2).
     fn pivot_root(new: *const c_char, old: *const c_char) -> c_int {
-        // SAFETY: the arguments are valid for pivot_root(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for pivot_root(2), as this function's contract requires.
         unsafe { leave(libc::SYS_pivot_root, [new as usize, old as usize]) }
     }
 
     /// Replaces setns(2).
     fn setns(namespace: c_int, kind: c_int) -> c_int {
-        // SAFETY: the arguments are valid for setns(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for setns(2), as this function's contract requires.
         unsafe { enter(namespace, kind) }
     }
 
     /// Replaces unshare(2).
     fn unshare(kinds: c_int) -> c_int {
-        // SAFETY: the arguments are valid for unshare(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for unshare(2), as this function's contract requires.
         unsafe { separate(kinds) }
     }
 
@@ -120,7 +120,7 @@ interpose! {
         flags: c_ulong,
         data: *const c_void,
     ) -> c_int {
-        // SAFETY: the arguments are valid for mount(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for mount(2), as this function's contract requires.
         unsafe { bind(source, target, kind, flags, data) }
     }
 }

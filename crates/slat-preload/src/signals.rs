@@ -213,7 +213,7 @@ pub fn take_over_dispatch(handler: usize) {
 /// - The pointers are valid or null.
 unsafe fn set_dispatched(new: *const Action, old: *mut Action) -> c_int {
     let handler = &HANDLERS[libc::SIGSYS as usize];
-    // SAFETY: the pointers are valid or null, as this function's own contract asks. All-zero is a valid action.
+    // SAFETY: the pointers are valid or null, as this function's contract requires. All-zero is a valid action.
     unsafe {
         let mut before: Action = zeroed();
         before.sa_sigaction = handler.function.load(Ordering::Acquire);
@@ -247,7 +247,7 @@ fn keep_unblocked(set: &mut libc::sigset_t) {
 /// this library's table is shared by both. Such a child runs no vCPU, so its handlers need not wait. In the child,
 /// `sigaction` returns the parent's actions.
 unsafe fn set_borrowed(signal: c_int, new: *const Action, old: *mut Action) -> c_int {
-    // SAFETY: the arguments are valid for sigaction(2), as this function's own contract asks.
+    // SAFETY: the arguments are valid for sigaction(2), as this function's contract requires.
     let result = unsafe { next(signal, new, old) };
     // SAFETY: the caller's pointer is valid or null.
     if let (0, Some(old)) = (result, unsafe { old.as_mut() }) {
@@ -265,11 +265,11 @@ unsafe fn set_borrowed(signal: c_int, new: *const Action, old: *mut Action) -> c
 /// The conditions are those of `sigaction`.
 pub unsafe fn set_action(signal: c_int, new: *const Action, old: *mut Action) -> c_int {
     if signal == libc::SIGSYS && DISPATCHED.load(Ordering::Acquire) {
-        // SAFETY: the arguments are valid for sigaction(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for sigaction(2), as this function's contract requires.
         return unsafe { set_dispatched(new, old) };
     }
     if TAKEN_OVER.load(Ordering::Acquire) && crate::is_borrowed() {
-        // SAFETY: the arguments are valid for sigaction(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for sigaction(2), as this function's contract requires.
         return unsafe { set_borrowed(signal, new, old) };
     }
     if TAKEN_OVER.load(Ordering::Acquire) && is_guarded(signal) {
@@ -285,7 +285,7 @@ pub unsafe fn set_action(signal: c_int, new: *const Action, old: *mut Action) ->
         .ok()
         .and_then(|signal| HANDLERS.get(signal))
     else {
-        // SAFETY: the arguments are valid for sigaction(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for sigaction(2), as this function's contract requires.
         return unsafe { next(signal, new, old) };
     };
     let before = (
@@ -399,55 +399,55 @@ unsafe fn change_mask(
 interpose! {
     /// Replaces sigaction(2).
     fn sigaction(signal: c_int, new: *const Action, old: *mut Action) -> c_int {
-        // SAFETY: the arguments are valid for sigaction(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for sigaction(2), as this function's contract requires.
         unsafe { set_action(signal, new, old) }
     }
 
     /// Replaces sigaction(2) under its other name.
     fn __sigaction(signal: c_int, new: *const Action, old: *mut Action) -> c_int {
-        // SAFETY: the arguments are valid for sigaction(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for sigaction(2), as this function's contract requires.
         unsafe { set_action(signal, new, old) }
     }
 
     /// Replaces sigprocmask(2).
     fn sigprocmask(how: c_int, set: *const libc::sigset_t, old: *mut libc::sigset_t) -> c_int {
-        // SAFETY: the arguments are valid for sigprocmask(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for sigprocmask(2), as this function's contract requires.
         unsafe { change_mask(&NEXT_SIGPROCMASK, how, set, old) }
     }
 
     /// Replaces pthread_sigmask(3).
     fn pthread_sigmask(how: c_int, set: *const libc::sigset_t, old: *mut libc::sigset_t) -> c_int {
-        // SAFETY: the arguments are valid for pthread_sigmask(3), as this function's own contract asks.
+        // SAFETY: the arguments are valid for pthread_sigmask(3), as this function's contract requires.
         unsafe { change_mask(&NEXT_PTHREAD_SIGMASK, how, set, old) }
     }
 
     /// Replaces signal(2) with BSD's behaviour, which is the C library's default.
     fn signal(number: c_int, handler: sighandler_t) -> sighandler_t {
-        // SAFETY: the arguments are valid for signal(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for signal(2), as this function's contract requires.
         unsafe { set_handler(number, handler, libc::SA_RESTART) }
     }
 
     /// Replaces signal(2) with BSD's behaviour.
     fn bsd_signal(number: c_int, handler: sighandler_t) -> sighandler_t {
-        // SAFETY: the arguments are valid for signal(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for signal(2), as this function's contract requires.
         unsafe { set_handler(number, handler, libc::SA_RESTART) }
     }
 
     /// Replaces signal(2) with BSD's behaviour, under an older name.
     fn ssignal(number: c_int, handler: sighandler_t) -> sighandler_t {
-        // SAFETY: the arguments are valid for signal(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for signal(2), as this function's contract requires.
         unsafe { set_handler(number, handler, libc::SA_RESTART) }
     }
 
     /// Replaces signal(2) with System V's behaviour.
     fn sysv_signal(number: c_int, handler: sighandler_t) -> sighandler_t {
-        // SAFETY: the arguments are valid for signal(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for signal(2), as this function's contract requires.
         unsafe { set_handler(number, handler, libc::SA_RESETHAND | libc::SA_NODEFER) }
     }
 
     /// Replaces signal(2) with System V's behaviour. With -std=c99, `signal` means this function.
     fn __sysv_signal(number: c_int, handler: sighandler_t) -> sighandler_t {
-        // SAFETY: the arguments are valid for signal(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for signal(2), as this function's contract requires.
         unsafe { set_handler(number, handler, libc::SA_RESETHAND | libc::SA_NODEFER) }
     }
 }

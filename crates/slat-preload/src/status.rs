@@ -133,7 +133,7 @@ fn is_inherited(fd: c_int, links: impl Into<u64>, mode: u32, size: i64) -> bool 
 /// # Safety
 /// `stat` was filled in by the kernel.
 unsafe fn correct(fd: c_int, stat: *mut libc::stat) {
-    // SAFETY: the kernel has filled in `stat`, as this function's own contract asks.
+    // SAFETY: the kernel has filled in `stat`, as this function's contract requires.
     unsafe {
         let found = &*stat;
         if is_inherited(fd, found.st_nlink, found.st_mode, found.st_size) {
@@ -188,7 +188,7 @@ pub unsafe fn read_link_at(
         text: path,
         resolve: 0,
     };
-    // SAFETY: the arguments are valid for readlinkat(2), as this function's own contract asks.
+    // SAFETY: the arguments are valid for readlinkat(2), as this function's contract requires.
     let kernels = || unsafe { corrected_link(to, kernels()) };
     // Neither the device nor a parameter is a symbolic link.
     paths::serve(path, kernels, |answer| answer >= 0, |_| {}, ours)
@@ -329,10 +329,10 @@ unsafe fn stat_by_name(fd: c_int, to: *mut libc::stat) -> c_int {
             // SAFETY: the C library's function of that name has this signature; the arguments are the caller's.
             unsafe { std::mem::transmute::<usize, Fstat>(function)(fd, to) as isize }
         }
-        // SAFETY: the arguments are valid for fstat(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for fstat(2), as this function's contract requires.
         _ => unsafe { call!(libc::SYS_fstat, fd, to) },
     };
-    // SAFETY: the arguments are valid for fstat(2), as this function's own contract asks.
+    // SAFETY: the arguments are valid for fstat(2), as this function's contract requires.
     unsafe { stat_descriptor(fd, to, kernels) }
 }
 
@@ -343,7 +343,7 @@ unsafe fn stat_by_path(
     to: *mut libc::stat,
     flags: c_int,
 ) -> c_int {
-    // SAFETY: the arguments are valid for fstatat(2), as this function's own contract asks.
+    // SAFETY: the arguments are valid for fstatat(2), as this function's contract requires.
     unsafe {
         stat_at(directory, path, to, flags, || {
             call!(libc::SYS_newfstatat, directory, path, to, flags)
@@ -362,7 +362,7 @@ unsafe fn stat_as_before(path: *const c_char, to: *mut libc::stat, flags: c_int)
         0,
         0,
     ];
-    // SAFETY: the arguments are valid for stat(2), as this function's own contract asks.
+    // SAFETY: the arguments are valid for stat(2), as this function's contract requires.
     unsafe {
         stat_at(here, path, to, flags, || {
             call_as_library(libc::SYS_newfstatat, arguments)
@@ -380,104 +380,104 @@ unsafe fn read_link_here(path: *const c_char, to: *mut c_char, len: usize) -> is
         0,
         0,
     ];
-    // SAFETY: the arguments are valid for readlink(2), as this function's own contract asks.
+    // SAFETY: the arguments are valid for readlink(2), as this function's contract requires.
     unsafe { call_as_library(libc::SYS_readlinkat, arguments) }
 }
 
 interpose! {
     /// Replaces stat(2).
     fn stat(path: *const c_char, to: *mut libc::stat) -> c_int {
-        // SAFETY: the arguments are valid for stat(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for stat(2), as this function's contract requires.
         unsafe { stat_by_path(libc::AT_FDCWD, path, to, 0) }
     }
 
     /// Replaces stat(2) with large files: the struct is the same on 64-bit architectures.
     fn stat64(path: *const c_char, to: *mut libc::stat) -> c_int {
-        // SAFETY: the arguments are valid for stat(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for stat(2), as this function's contract requires.
         unsafe { stat_by_path(libc::AT_FDCWD, path, to, 0) }
     }
 
     /// Replaces lstat(2).
     fn lstat(path: *const c_char, to: *mut libc::stat) -> c_int {
-        // SAFETY: the arguments are valid for lstat(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for lstat(2), as this function's contract requires.
         unsafe { stat_by_path(libc::AT_FDCWD, path, to, libc::AT_SYMLINK_NOFOLLOW) }
     }
 
     /// Replaces lstat(2) with large files.
     fn lstat64(path: *const c_char, to: *mut libc::stat) -> c_int {
-        // SAFETY: the arguments are valid for lstat(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for lstat(2), as this function's contract requires.
         unsafe { stat_by_path(libc::AT_FDCWD, path, to, libc::AT_SYMLINK_NOFOLLOW) }
     }
 
     /// Replaces fstat(2).
     fn fstat(fd: c_int, to: *mut libc::stat) -> c_int {
-        // SAFETY: the arguments are valid for fstat(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for fstat(2), as this function's contract requires.
         unsafe { stat_by_name(fd, to) }
     }
 
     /// Replaces fstat(2) with large files.
     fn fstat64(fd: c_int, to: *mut libc::stat) -> c_int {
-        // SAFETY: the arguments are valid for fstat(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for fstat(2), as this function's contract requires.
         unsafe { stat_by_name(fd, to) }
     }
 
     /// Replaces fstatat(2).
     fn fstatat(directory: c_int, path: *const c_char, to: *mut libc::stat, flags: c_int) -> c_int {
-        // SAFETY: the arguments are valid for fstatat(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for fstatat(2), as this function's contract requires.
         unsafe { stat_by_path(directory, path, to, flags) }
     }
 
     /// Replaces fstatat(2) with large files.
     fn fstatat64(directory: c_int, path: *const c_char, to: *mut libc::stat, flags: c_int) -> c_int {
-        // SAFETY: the arguments are valid for fstatat(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for fstatat(2), as this function's contract requires.
         unsafe { stat_by_path(directory, path, to, flags) }
     }
 
     /// Replaces stat(2) of programs built against an older C library.
     fn __xstat(_version: c_int, path: *const c_char, to: *mut libc::stat) -> c_int {
-        // SAFETY: the arguments are valid for stat(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for stat(2), as this function's contract requires.
         unsafe { stat_as_before(path, to, 0) }
     }
 
     /// Replaces stat(2) of programs built against an older C library, with large files.
     fn __xstat64(_version: c_int, path: *const c_char, to: *mut libc::stat) -> c_int {
-        // SAFETY: the arguments are valid for stat(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for stat(2), as this function's contract requires.
         unsafe { stat_as_before(path, to, 0) }
     }
 
     /// Replaces lstat(2) of programs built against an older C library.
     fn __lxstat(_version: c_int, path: *const c_char, to: *mut libc::stat) -> c_int {
-        // SAFETY: the arguments are valid for lstat(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for lstat(2), as this function's contract requires.
         unsafe { stat_as_before(path, to, libc::AT_SYMLINK_NOFOLLOW) }
     }
 
     /// Replaces lstat(2) of programs built against an older C library, with large files.
     fn __lxstat64(_version: c_int, path: *const c_char, to: *mut libc::stat) -> c_int {
-        // SAFETY: the arguments are valid for lstat(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for lstat(2), as this function's contract requires.
         unsafe { stat_as_before(path, to, libc::AT_SYMLINK_NOFOLLOW) }
     }
 
     /// Replaces fstat(2) of programs built against an older C library.
     fn __fxstat(_version: c_int, fd: c_int, to: *mut libc::stat) -> c_int {
-        // SAFETY: the arguments are valid for fstat(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for fstat(2), as this function's contract requires.
         unsafe { stat_descriptor(fd, to, || call!(libc::SYS_fstat, fd, to)) }
     }
 
     /// Replaces fstat(2) of programs built against an older C library, with large files.
     fn __fxstat64(_version: c_int, fd: c_int, to: *mut libc::stat) -> c_int {
-        // SAFETY: the arguments are valid for fstat(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for fstat(2), as this function's contract requires.
         unsafe { stat_descriptor(fd, to, || call!(libc::SYS_fstat, fd, to)) }
     }
 
     /// Replaces fstatat(2) of programs built against an older C library.
     fn __fxstatat(_version: c_int, directory: c_int, path: *const c_char, to: *mut libc::stat, flags: c_int) -> c_int {
-        // SAFETY: the arguments are valid for fstatat(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for fstatat(2), as this function's contract requires.
         unsafe { stat_by_path(directory, path, to, flags) }
     }
 
     /// Replaces fstatat(2) of programs built against an older C library, with large files.
     fn __fxstatat64(_version: c_int, directory: c_int, path: *const c_char, to: *mut libc::stat, flags: c_int) -> c_int {
-        // SAFETY: the arguments are valid for fstatat(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for fstatat(2), as this function's contract requires.
         unsafe { stat_by_path(directory, path, to, flags) }
     }
 
@@ -512,47 +512,47 @@ interpose! {
 
     /// Replaces readlink(2).
     fn readlink(path: *const c_char, to: *mut c_char, len: usize) -> isize {
-        // SAFETY: the arguments are valid for readlink(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for readlink(2), as this function's contract requires.
         unsafe { read_link_at(libc::AT_FDCWD, path, to, len, || read_link_here(path, to, len)) }
     }
 
     /// Replaces readlinkat(2).
     fn readlinkat(directory: c_int, path: *const c_char, to: *mut c_char, len: usize) -> isize {
-        // SAFETY: the arguments are valid for readlinkat(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for readlinkat(2), as this function's contract requires.
         unsafe { read_link_at(directory, path, to, len, || call!(libc::SYS_readlinkat, directory, path, to, len)) }
     }
 
     /// Replaces readlink(2), as _FORTIFY_SOURCE calls it.
     fn __readlink_chk(path: *const c_char, to: *mut c_char, len: usize, room: usize) -> isize {
         check_room(len, room);
-        // SAFETY: the arguments are valid for readlink(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for readlink(2), as this function's contract requires.
         unsafe { read_link_at(libc::AT_FDCWD, path, to, len, || read_link_here(path, to, len)) }
     }
 
     /// Replaces readlinkat(2), as _FORTIFY_SOURCE calls it.
     fn __readlinkat_chk(directory: c_int, path: *const c_char, to: *mut c_char, len: usize, room: usize) -> isize {
         check_room(len, room);
-        // SAFETY: the arguments are valid for readlinkat(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for readlinkat(2), as this function's contract requires.
         unsafe { read_link_at(directory, path, to, len, || call!(libc::SYS_readlinkat, directory, path, to, len)) }
     }
 
     /// Replaces realpath(3).
     fn realpath(path: *const c_char, to: *mut c_char) -> *mut c_char {
-        // SAFETY: the arguments are valid for realpath(3), as this function's own contract asks.
+        // SAFETY: the arguments are valid for realpath(3), as this function's contract requires.
         unsafe { real_path_to(path, to, || next_real_path(path, to)) }
     }
 
     /// Replaces realpath(3), as _FORTIFY_SOURCE calls it.
     fn __realpath_chk(path: *const c_char, to: *mut c_char, room: usize) -> *mut c_char {
         check_room(libc::PATH_MAX as usize, room);
-        // SAFETY: the arguments are valid for realpath(3), as this function's own contract asks.
+        // SAFETY: the arguments are valid for realpath(3), as this function's contract requires.
         unsafe { real_path_to(path, to, || next_real_path(path, to)) }
     }
 
     /// Replaces canonicalize_file_name(3).
     fn canonicalize_file_name(path: *const c_char) -> *mut c_char {
         let to = std::ptr::null_mut();
-        // SAFETY: the arguments are valid for canonicalize_file_name(3), as this function's own contract asks.
+        // SAFETY: the arguments are valid for canonicalize_file_name(3), as this function's contract requires.
         unsafe { real_path_to(path, to, || next_real_path(path, to)) }
     }
 }

@@ -153,7 +153,7 @@ pub fn written(fd: c_int, data: Data, at: At) -> Option<isize> {
 /// The conditions are those of `lseek`.
 pub unsafe fn seek(fd: c_int, offset: i64, whence: c_int) -> isize {
     let kernels = || {
-        // SAFETY: the arguments are valid for lseek(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for lseek(2), as this function's contract requires.
         unsafe { kernel!(libc::SYS_lseek, fd, offset, whence) }
     };
     if !table::is_ours(fd) {
@@ -173,7 +173,7 @@ pub unsafe fn seek(fd: c_int, offset: i64, whence: c_int) -> isize {
             | Object::Vcpu(_)
             | Object::Stats(_)
             | Object::Device(_) => {
-                // SAFETY: the arguments are valid for lseek(2), as this function's own contract asks.
+                // SAFETY: the arguments are valid for lseek(2), as this function's contract requires.
                 unsafe { kernel!(libc::SYS_lseek, fd, 0, libc::SEEK_CUR) }
             }
         }
@@ -198,13 +198,13 @@ macro_rules! streams {
                     if table::is_ours($fd) {
                         return with_own_floats(|| match $first {
                             Some(answer) => answer,
-                            // SAFETY: the arguments are valid for the call, as this function's own contract asks. A
+                            // SAFETY: the arguments are valid for the call, as this function's contract requires. A
                             // call on KVM's descriptors never blocks.
                             None => unsafe { call!($number, $fd, $($given),*) },
                         });
                     }
                     let Some(function) = $next.get() else {
-                        // SAFETY: the arguments are valid for the call, as this function's own contract asks.
+                        // SAFETY: the arguments are valid for the call, as this function's contract requires.
                         return unsafe { call!($number, $fd, $($given),*) };
                     };
                     type Function = unsafe extern "C-unwind" fn(c_int, $($type),*) -> isize;
@@ -291,13 +291,13 @@ streams! {
 interpose! {
     /// Replaces lseek(2).
     fn lseek(fd: c_int, offset: i64, whence: c_int) -> i64 {
-        // SAFETY: the arguments are valid for lseek(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for lseek(2), as this function's contract requires.
         unsafe { seek(fd, offset, whence) as i64 }
     }
 
     /// Replaces lseek(2) with large files.
     fn lseek64(fd: c_int, offset: i64, whence: c_int) -> i64 {
-        // SAFETY: the arguments are valid for lseek(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for lseek(2), as this function's contract requires.
         unsafe { seek(fd, offset, whence) as i64 }
     }
 }

@@ -158,7 +158,7 @@ mod client {
                 assert_eq!(outcome(bad), -i64::from(libc::EFAULT));
             }
         }
-        // The device itself is no link.
+        // The device itself is not a symbolic link, so readlink fails.
         // SAFETY: the path is a C string, and the buffer is live.
         let device = unsafe { libc::readlink(c"/dev/kvm".as_ptr(), [0; 8].as_mut_ptr(), 8) };
         assert_eq!(outcome(device), -i64::from(libc::EINVAL));

@@ -69,7 +69,7 @@ mod client {
 
     fn create(vm: &VmFd, size: usize, flags: u64) -> Result<OwnedFd, i32> {
         let arguments = [size as u64, flags, 0, 0, 0, 0, 0, 0];
-        // SAFETY: a system call with a struct of its size; no other code owns the new descriptor.
+        // SAFETY: the call gets a struct of the size in its request number. No other code owns the new descriptor.
         unsafe {
             match libc::ioctl(vm.as_raw_fd(), KVM_CREATE_GUEST_MEMFD, &arguments) {
                 -1 => Err(errno()),
@@ -86,7 +86,7 @@ mod client {
         offset: i64,
     ) -> Result<*mut u8, i32> {
         let fd = file.as_raw_fd();
-        // SAFETY: a new mapping at an address of the kernel's choice.
+        // SAFETY: the call makes a new mapping at an address of the kernel's choice.
         match unsafe { libc::mmap(std::ptr::null_mut(), len, rights, flags, fd, offset) } {
             libc::MAP_FAILED => Err(errno()),
             start => Ok(start.cast()),
@@ -227,13 +227,13 @@ mod client {
         }
         let file = create(&vm, SIZE, MMAP | SHARED).unwrap();
         let start = map_shared(&file, 4 * SIZE);
-        // SAFETY: the mapping's first pages.
+        // SAFETY: these are the first pages of the mapping, which no other code uses.
         unsafe { start.write_bytes(7, SIZE) };
         assert_eq!(byte(start.wrapping_add(SIZE - 1)), Ok(7));
         assert_eq!(byte(start.wrapping_add(SIZE)), Err(libc::SIGBUS));
         // Another mapping shows the same memory, and a mapping of a part shows that part.
         let part = map_file(&file, PAGE, RIGHTS, libc::MAP_SHARED, PAGE as i64).unwrap();
-        // SAFETY: the mapping's page.
+        // SAFETY: this is the first page of the mapping, which no other code uses.
         unsafe { part.write(9) };
         assert_eq!(byte(start.wrapping_add(PAGE)), Ok(9));
         // MADV_DONTNEED for a mapping keeps the memory's content. Removing the pages does not.

@@ -65,7 +65,7 @@ fn fail(why: &'static str) -> ! {
 /// # Safety
 /// - The memory is mapped and holds such a value.
 unsafe fn get<T: Copy>(address: usize) -> T {
-    // SAFETY: the memory is mapped and holds a `T`, as this function's own contract asks. ELF aligns its fields.
+    // SAFETY: the memory is mapped and holds a `T`, as this function's contract requires. ELF aligns its fields.
     unsafe { (address as *const T).read_volatile() }
 }
 
@@ -74,7 +74,7 @@ unsafe fn get<T: Copy>(address: usize) -> T {
 /// # Safety
 /// - `sp` is the stack pointer with which the kernel has begun the process.
 unsafe fn auxiliary(sp: usize, kind: u64) -> usize {
-    // SAFETY: `sp` is the stack pointer with which the kernel began the process, as this function's own contract asks.
+    // SAFETY: `sp` is the stack pointer with which the kernel began the process, as this function's contract requires.
     // The arguments and the variables end with 0, the vector with `AT_NULL`.
     unsafe {
         let mut entry = sp + 8 * (get::<usize>(sp) + 2);
@@ -97,7 +97,7 @@ unsafe fn auxiliary(sp: usize, kind: u64) -> usize {
 /// # Safety
 /// The conditions are those of [`auxiliary`]. The value is correct for this process.
 unsafe fn set_auxiliary(sp: usize, kind: u64, value: usize) {
-    // SAFETY: `sp` is the stack pointer with which the kernel began the process, as this function's own contract asks.
+    // SAFETY: `sp` is the stack pointer with which the kernel began the process, as this function's contract requires.
     // This process may change the vector.
     unsafe {
         let entry = auxiliary(sp, kind);
@@ -117,7 +117,7 @@ impl Header {
     /// # Safety
     /// - The file is mapped there, and has such a header.
     unsafe fn of(file: usize, index: usize) -> Self {
-        // SAFETY: the file is mapped and has the header, as this function's own contract asks. The field `e_phoff` is
+        // SAFETY: the file is mapped and has the header, as this function's contract requires. The field `e_phoff` is
         // at offset 32.
         Header(unsafe { file + get::<usize>(file + 32) + 56 * index })
     }
@@ -127,7 +127,7 @@ impl Header {
     /// # Safety
     /// The conditions are those of [`Header::of`].
     unsafe fn count(file: usize) -> usize {
-        // SAFETY: the file is mapped, as this function's own contract asks.
+        // SAFETY: the file is mapped, as this function's contract requires.
         usize::from(unsafe { get::<u16>(file + 56) })
     }
 
@@ -160,7 +160,7 @@ fn map(at: usize, len: usize, access: c_int, flags: c_int, fd: c_int, offset: us
 /// # Safety
 /// - The file is a dynamic linker.
 unsafe fn place(fd: c_int, file: usize, page: usize) -> usize {
-    // SAFETY: the file is a dynamic linker, as this function's own contract asks, so its headers are valid. All
+    // SAFETY: the file is a dynamic linker, as this function's contract requires, so its headers are valid. All
     // mappings are new.
     unsafe {
         let mut high = 0;
@@ -247,7 +247,7 @@ unsafe extern "C" fn begin(sp: usize) -> usize {
         index += 1;
     }
     let (linker, library) = (&FILES[LINKER], base());
-    // SAFETY: `sp` is the stack pointer with which the kernel began the process, as this function's own contract asks.
+    // SAFETY: `sp` is the stack pointer with which the kernel began the process, as this function's contract requires.
     // The kernel always stores `AT_PAGESZ`.
     let page = unsafe { get::<usize>(auxiliary(sp, libc::AT_PAGESZ)) };
     // SAFETY: the file is a dynamic linker, and is mapped at `file`. The entry point is at offset 24 of its header.
@@ -312,7 +312,7 @@ unsafe extern "C" fn begin(sp: usize) -> usize {
             "slat: in another root this kernel cannot start slat's library: it has no Syscall User Dispatch (Linux 5.11)\n",
         );
     }
-    // SAFETY: `sp` is the stack pointer with which the kernel began the process, as this function's own contract asks.
+    // SAFETY: `sp` is the stack pointer with which the kernel began the process, as this function's contract requires.
     // The linker is mapped at `at`, and jumps to `finish` in the end.
     unsafe {
         set_auxiliary(sp, libc::AT_BASE, at);
@@ -326,7 +326,7 @@ unsafe extern "C" fn begin(sp: usize) -> usize {
 /// # Safety
 /// - The path ends with 0.
 unsafe fn memfd_of(path: usize) -> c_int {
-    // SAFETY: the path ends with 0, as this function's own contract asks. The names end with 0.
+    // SAFETY: the path ends with 0, as this function's contract requires. The names end with 0.
     unsafe {
         let (mut last, mut at) = (path, path);
         loop {
@@ -400,7 +400,7 @@ unsafe extern "C" fn end(sp: usize) -> usize {
         }
     }
     let entry = entry();
-    // SAFETY: `sp` is the stack pointer with which the kernel began the process, as this function's own contract asks.
+    // SAFETY: `sp` is the stack pointer with which the kernel began the process, as this function's contract requires.
     unsafe { set_auxiliary(sp, libc::AT_ENTRY, entry) };
     entry
 }

@@ -120,10 +120,10 @@ static NEXT_SPAWNP: Next = Next::new(c"posix_spawnp");
 pub unsafe fn execute(path: *const c_char, arguments: Words, environment: Words) -> c_int {
     let start = |executed, arguments, environment| {
         // SAFETY: `follow` has derived these arguments from arguments that are valid for execve(2), as this function's
-        // own contract asks.
+        // contract requires.
         plain(unsafe { replace_program(executed, arguments, environment) })
     };
-    // SAFETY: the arguments are valid for execve(2), as this function's own contract asks.
+    // SAFETY: the arguments are valid for execve(2), as this function's contract requires.
     unsafe { follow(path, arguments, environment, false, start) as c_int }
 }
 
@@ -136,7 +136,7 @@ unsafe fn replace_program(
     arguments: Words,
     environment: Words,
 ) -> Result<isize, i32> {
-    // SAFETY: the arguments are valid for execve(2), as this function's own contract asks. An empty path means the
+    // SAFETY: the arguments are valid for execve(2), as this function's contract requires. An empty path means the
     // descriptor.
     unsafe {
         match executed {
@@ -213,7 +213,7 @@ pub unsafe fn execute_at(
     let mut buffer = [0; libc::PATH_MAX as usize];
     let found = path_at(directory, path, flags, &mut buffer);
     let pass = |arguments: Words, environment: Words| {
-        // SAFETY: the arguments are valid for execveat(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for execveat(2), as this function's contract requires.
         unsafe {
             call!(
                 libc::SYS_execveat,
@@ -228,11 +228,11 @@ pub unsafe fn execute_at(
     let start = |executed, arguments: Words, environment: Words| match executed {
         Executed::Path(runs) if found == Some(runs) => pass(arguments, environment),
         // SAFETY: `follow` has derived these arguments from arguments that are valid for execveat(2), as this
-        // function's own contract asks.
+        // function's contract requires.
         _ => plain(unsafe { replace_program(executed, arguments, environment) }),
     };
     let answer = match found {
-        // SAFETY: the arguments are valid for execveat(2), as this function's own contract asks. `found` ends with 0.
+        // SAFETY: the arguments are valid for execveat(2), as this function's contract requires. `found` ends with 0.
         Some(found) => unsafe { follow(found, arguments, environment, false, start) },
         None => pass(arguments, environment),
     };
@@ -253,7 +253,7 @@ unsafe fn execute_found(name: *const c_char, arguments: Words, environment: Word
                 let _ = unsafe { replace_program(executed, words, variables) };
             }
         };
-        // SAFETY: the arguments are valid for execve(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for execve(2), as this function's contract requires.
         unsafe { follow(path, arguments, environment, false, changed) };
     }
     let Some(next) = NEXT_EXECVPE.get() else {
@@ -270,13 +270,13 @@ unsafe fn execute_found(name: *const c_char, arguments: Words, environment: Word
 interpose! {
     /// Replaces execve(2).
     fn execve(path: *const c_char, arguments: Words, environment: Words) -> c_int {
-        // SAFETY: the arguments are valid for execve(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for execve(2), as this function's contract requires.
         unsafe { execute(path, arguments, environment) }
     }
 
     /// Replaces execv(3).
     fn execv(path: *const c_char, arguments: Words) -> c_int {
-        // SAFETY: the arguments are valid for execv(3), as this function's own contract asks.
+        // SAFETY: the arguments are valid for execv(3), as this function's contract requires.
         unsafe { execute(path, arguments, environ) }
     }
 
@@ -288,25 +288,25 @@ interpose! {
         environment: Words,
         flags: c_int,
     ) -> c_int {
-        // SAFETY: the arguments are valid for execveat(2), as this function's own contract asks.
+        // SAFETY: the arguments are valid for execveat(2), as this function's contract requires.
         unsafe { execute_at(directory, path, arguments, environment, flags) }
     }
 
     /// Replaces fexecve(3).
     fn fexecve(file: c_int, arguments: Words, environment: Words) -> c_int {
-        // SAFETY: the arguments are valid for fexecve(3), as this function's own contract asks.
+        // SAFETY: the arguments are valid for fexecve(3), as this function's contract requires.
         unsafe { execute_at(file, c"".as_ptr(), arguments, environment, libc::AT_EMPTY_PATH) }
     }
 
     /// Replaces execvp(3).
     fn execvp(name: *const c_char, arguments: Words) -> c_int {
-        // SAFETY: the arguments are valid for execvp(3), as this function's own contract asks.
+        // SAFETY: the arguments are valid for execvp(3), as this function's contract requires.
         unsafe { execute_found(name, arguments, environ) }
     }
 
     /// Replaces execvpe(3).
     fn execvpe(name: *const c_char, arguments: Words, environment: Words) -> c_int {
-        // SAFETY: the arguments are valid for execvpe(3), as this function's own contract asks.
+        // SAFETY: the arguments are valid for execvpe(3), as this function's contract requires.
         unsafe { execute_found(name, arguments, environment) }
     }
 
@@ -319,7 +319,7 @@ interpose! {
         arguments: Words,
         environment: Words,
     ) -> c_int {
-        // SAFETY: the arguments are valid for posix_spawn(3), as this function's own contract asks.
+        // SAFETY: the arguments are valid for posix_spawn(3), as this function's contract requires.
         unsafe { spawn(&NEXT_SPAWN, child, path, actions, attributes, arguments, environment) }
     }
 
@@ -335,7 +335,7 @@ interpose! {
         let mut buffer = [0; libc::PATH_MAX as usize];
         // The C library reports that a program is not in PATH.
         let path = find(name, &mut buffer).unwrap_or(name);
-        // SAFETY: the arguments are valid for posix_spawnp(3), as this function's own contract asks.
+        // SAFETY: the arguments are valid for posix_spawnp(3), as this function's contract requires.
         unsafe { spawn(&NEXT_SPAWNP, child, path, actions, attributes, arguments, environment) }
     }
 }

@@ -44,7 +44,7 @@ impl Frame {
     /// # Safety
     /// - The kernel or [`copy_below`](Self::copy_below) has filled in the frame.
     pub unsafe fn keep(&self) -> KeptFrame {
-        // SAFETY: the frame is filled in, as this function's own contract asks.
+        // SAFETY: the frame is filled in, as this function's contract requires.
         unsafe {
             let bytes = self.needed();
             let mut memory = vec![0; bytes];
@@ -134,7 +134,7 @@ unsafe extern "C" fn runs_slat() -> bool {
 /// # Safety
 /// - `frame` is a copy on this thread's stack. The caller has no value that has to be dropped.
 pub unsafe fn resume(frame: *mut Frame) -> ! {
-    // SAFETY: `frame` is a copy on this thread's stack, as this function's own contract asks.
+    // SAFETY: `frame` is a copy on this thread's stack, as this function's contract requires.
     unsafe {
         if (*frame).comes_from_alternate() {
             // The call came from the alternate stack. The call may have interrupted an earlier call, whose frame is at

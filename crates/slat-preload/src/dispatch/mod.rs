@@ -95,7 +95,7 @@ pub fn arm_if_needed() {
 /// - `frame` is this thread's copy of the state that the kernel has saved.
 unsafe extern "C-unwind" fn serve(frame: *mut frame::Frame) -> ! {
     let before = slat_process::errno();
-    // SAFETY: `frame` is this thread's copy, which no other code uses, as this function's own contract asks.
+    // SAFETY: `frame` is this thread's copy, which no other code uses, as this function's contract requires.
     unsafe {
         if (*frame).comes_from_alternate() {
             // The kernel sees that the thread runs on another stack, and would put the next handler's frame over this

@@ -125,7 +125,7 @@ impl Request {
         // Filters of container runtimes refuse clone3, because they cannot read its flags. So clone is used if it
         // suffices.
         if self.fits() {
-            // SAFETY: the caller may continue in both processes, as this function's own contract asks.
+            // SAFETY: the caller may continue in both processes, as this function's contract requires.
             return unsafe { raw(libc::SYS_clone, self.clone_arguments()) };
         }
         let arguments = [
@@ -136,7 +136,7 @@ impl Request {
             0,
             0,
         ];
-        // SAFETY: the caller may continue in both processes, as this function's own contract asks.
+        // SAFETY: the caller may continue in both processes, as this function's contract requires.
         unsafe { raw(libc::SYS_clone3, arguments) }
     }
 

@@ -172,7 +172,7 @@ fn replace(text: &Range<usize>, plans: &[Plan]) -> Option<()> {
 unsafe fn map(memory: &Opened, offset: usize, place: &Range<usize>, flags: i32) -> Option<usize> {
     let access = libc::PROT_READ | libc::PROT_EXEC;
     let flags = libc::MAP_PRIVATE | flags;
-    // SAFETY: with `MAP_FIXED`, the bytes may replace those at `place`, as this function's own contract asks.
+    // SAFETY: with `MAP_FIXED`, the bytes may replace those at `place`, as this function's contract requires.
     let mapped = unsafe {
         kernel!(
             libc::SYS_mmap,

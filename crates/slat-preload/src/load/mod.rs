@@ -40,7 +40,7 @@ impl Begun {
     /// # Safety
     /// - `sp` is the stack pointer of a new process.
     unsafe fn at(sp: *mut usize) -> Self {
-        // SAFETY: `sp` is the stack pointer of a new process, as this function's own contract asks.
+        // SAFETY: `sp` is the stack pointer of a new process, as this function's contract requires.
         unsafe {
             let arguments = *sp;
             let environment = sp.add(arguments + 2);

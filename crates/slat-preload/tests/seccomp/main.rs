@@ -228,7 +228,7 @@ mod client {
             .unwrap();
         vcpu.set_cpuid2(&cpuid).unwrap();
         start(&vcpu);
-        // SAFETY: an action on the stack; the handler is async-signal-safe.
+        // SAFETY: the action is on the stack, and the handler is async-signal-safe.
         unsafe {
             let mut action: libc::sigaction = zeroed();
             action.sa_sigaction = count as *const () as usize;
@@ -303,7 +303,7 @@ mod client {
     /// Returns the text that a thread writes to standard error while it installs a filter.
     fn words_about(allowed: Vec<Allowed>) -> String {
         let mut file = tempfile();
-        // SAFETY: descriptors of this process; the test's own output is restored afterwards.
+        // SAFETY: the descriptors belong to this process, and the test restores its standard error afterwards.
         let before = unsafe {
             let before = libc::dup(2);
             libc::dup2(file.as_raw_fd(), 2);

@@ -59,7 +59,7 @@ mod tests {
     fn descriptors_are_duplicated_as_dup2_does() {
         let make = |fd: i32, to: i32| {
             let (number, [a, b, c, ..]) = dup2(fd as usize, to as usize);
-            // SAFETY: duplicates descriptors of this test.
+            // SAFETY: the call duplicates descriptors of this test.
             unsafe { libc::syscall(number, a, b, c) }
         };
         // SAFETY: the descriptors belong to this test.

@@ -159,7 +159,7 @@ impl Frame {
     /// # Safety
     /// - The kernel or `copy_below` has filled in the frame.
     pub unsafe fn needed(&self) -> usize {
-        // SAFETY: the kernel or `copy_below` has filled in the frame, as this function's own contract asks.
+        // SAFETY: the kernel or `copy_below` has filled in the frame, as this function's contract requires.
         unsafe { BEFORE + self.len().0 + Self::ALIGNMENT }
     }
 
@@ -171,7 +171,7 @@ impl Frame {
     /// - Below `top` there is space for the frame ([`needed`](Self::needed)), which nothing else uses.
     pub unsafe fn copy_below(&self, top: usize) -> *mut Frame {
         // SAFETY: the frame is filled in, and nothing else uses the memory below `top`, as this function's own
-        // contract asks. The signal's information is right before the frame, and the records are right after it.
+        // contract requires. The signal's information is right before the frame, and the records are right after it.
         unsafe {
             let (len, extra) = self.len();
             let from = std::ptr::from_ref(self) as usize;
@@ -327,7 +327,7 @@ pub unsafe fn return_to(frame: *mut Frame) -> ! {
         true => pointers::programs(),
         false => super::threads::pointer(),
     };
-    // SAFETY: nothing below the frame is needed any more, as this function's own contract asks.
+    // SAFETY: nothing below the frame is needed any more, as this function's contract requires.
     unsafe { leave(frame, pointer) }
 }
 
@@ -364,7 +364,7 @@ pub unsafe fn begin_process(frame: *mut Frame, mut arguments: [usize; 6]) -> isi
         )
     }
     arguments[1] = frame as usize - BEFORE;
-    // SAFETY: the frame is on the new process's own stack, as this function's own contract asks. The parent continues
+    // SAFETY: the frame is on the new process's own stack, as this function's contract requires. The parent continues
     // here.
     unsafe { clone(&arguments) }
 }

@@ -103,7 +103,7 @@ impl Frame {
         if self.floating.is_null() {
             return &[];
         }
-        // SAFETY: the kernel has filled in the frame, as this function's own contract asks, so `floating` points to
+        // SAFETY: the kernel has filled in the frame, as this function's contract requires, so `floating` points to
         // extended state in the kernel's layout.
         unsafe {
             let words = self.floating.add(SOFTWARE).cast::<u32>();
@@ -123,7 +123,7 @@ impl Frame {
     /// # Safety
     /// - The kernel or `copy_below` has filled in the frame.
     pub unsafe fn needed(&self) -> usize {
-        // SAFETY: the frame is filled in, as this function's own contract asks. Both parts are aligned.
+        // SAFETY: the frame is filled in, as this function's contract requires. Both parts are aligned.
         unsafe { self.floating().len() + size_of::<Frame>() + 2 * Self::ALIGNMENT }
     }
 
@@ -135,7 +135,7 @@ impl Frame {
     /// - Below `top` there is space for the frame ([`needed`](Self::needed)), which nothing else uses.
     pub unsafe fn copy_below(&self, top: usize) -> *mut Frame {
         // SAFETY: the frame is filled in, and nothing else uses the memory below `top`, as this function's own
-        // contract asks.
+        // contract requires.
         unsafe {
             let state = self.floating();
             let to = (top - state.len()) & !(Self::ALIGNMENT - 1);
@@ -306,7 +306,7 @@ pub unsafe fn begin_process(frame: *mut Frame, mut arguments: [usize; 6]) -> isi
         )
     }
     // SAFETY: the frame is on the new process's own stack, which nothing else uses below the frame, as this function's
-    // own contract asks. The parent continues here.
+    // contract requires. The parent continues here.
     unsafe {
         let sp = frame.cast::<usize>().sub(1);
         *sp = begin as *const () as usize;
