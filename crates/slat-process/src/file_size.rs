@@ -7,7 +7,7 @@
 use crate::calls::raw;
 use std::io;
 
-/// The bytes of the kernel's signal set.
+/// The size of the kernel's signal set in bytes.
 const SET_BYTES: usize = 8;
 /// The set of signals that contains SIGXFSZ.
 const EXCEEDED: u64 = 1 << (libc::SIGXFSZ - 1);
@@ -20,7 +20,7 @@ const EXCEEDED: u64 = 1 << (libc::SIGXFSZ - 1);
 pub fn limited<R>(work: impl FnOnce() -> io::Result<R>) -> io::Result<R> {
     let (set, mut before) = (EXCEEDED, 0u64);
     let mask = |how: i32, set: *const u64, before: *mut u64| {
-        // SAFETY: each pointer is null, or points to a live set of that size.
+        // SAFETY: each pointer is null, or points to a live set of the size that is passed.
         unsafe {
             raw(
                 libc::SYS_rt_sigprocmask,

@@ -89,7 +89,7 @@ pub(crate) fn ask(number: i64, arguments: [usize; 6]) -> Option<isize> {
 impl Helper {
     fn ask(&self, number: i64, arguments: [usize; 6]) -> isize {
         let request = self.claim();
-        // SAFETY: claimed by this thread.
+        // SAFETY: this thread has claimed the request.
         unsafe { request.call.set((number, arguments)) };
         request.state.store(POSTED, Ordering::Release);
         self.posts.fetch_add(1, Ordering::SeqCst);

@@ -84,7 +84,7 @@ mod tests {
     /// Divides at run time, so that the compiler does not compute the quotient.
     fn quotient(a: f64, b: f64) -> f64 {
         let result: f64;
-        // SAFETY: computes.
+        // SAFETY: the instruction only computes a quotient.
         unsafe {
             asm!("fdiv {0:d}, {1:d}, {2:d}", out(vreg) result, in(vreg) a, in(vreg) b, options(nostack))
         };

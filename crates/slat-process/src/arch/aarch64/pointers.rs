@@ -84,7 +84,7 @@ thread_local! {
 
 /// Returns this thread's entry, if it has one.
 fn own() -> Option<&'static Thread> {
-    // SAFETY: null, or an element of a static.
+    // SAFETY: the pointer is null, or refers to an element of a static.
     unsafe { OWN.get().as_ref() }
 }
 
