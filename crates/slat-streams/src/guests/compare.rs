@@ -24,8 +24,8 @@ const COMPILED: Duration = Duration::from_secs(2);
 const EXITS: usize = 20;
 /// The greatest number of turns of the guest's code.
 const TURNS: u64 = 12;
-/// The greatest number of exits of a guest that cannot continue. The guest starts again with its own changes to its
-/// tables.
+/// The greatest number of exits after which a guest cannot continue. After such an exit, the guest starts again, with
+/// the changes that it has made to its tables.
 const BROKEN: usize = 3;
 /// The number of times that the interpreted and the compiled guest each run again to confirm a difference.
 const AGAIN: usize = 3;
