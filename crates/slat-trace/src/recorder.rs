@@ -317,7 +317,7 @@ fn open_new(path: &Path) -> io::Result<File> {
 /// # Safety
 /// The arguments are valid for the system call `number`.
 unsafe fn call(number: i64, arguments: [usize; 6]) -> io::Result<usize> {
-    // SAFETY: the arguments are valid for the system call, as this function's own contract asks.
+    // SAFETY: the arguments are valid for the system call, as this function's contract requires.
     let answer = result(unsafe { raw(number, arguments) });
     answer
         .map(|value| value as usize)
