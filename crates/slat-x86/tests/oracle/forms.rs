@@ -58,8 +58,8 @@ impl Case {
     }
 }
 
-/// Returns bytes with random operands: a part of a supply that is made once, with a few new operands. Making all bytes
-/// new would take most of a case's time.
+/// Returns random bytes that contain useful operands. Copies a part of a random array that is made once, and replaces
+/// a few operands in it. Making all bytes anew would take most of a case's time.
 fn random_bytes(len: usize, rng: &mut Rng) -> Vec<u8> {
     const OPERAND: usize = 16;
     const SUPPLY: usize = 1 << 20;
