@@ -33,7 +33,7 @@ impl Budget {
     const MEMORY_PER_PAGE: u64 = 50;
     /// The number of pages that a fault may need.
     const FAULT: u64 = 8;
-    /// The number of pages that are zapped at a time in addition (KVM: `KVM_REFILL_PAGES`).
+    /// The number of further pages that are zapped at the same time, beyond those needed (KVM: `KVM_REFILL_PAGES`).
     const AT_A_TIME: u64 = 25;
 
     pub(crate) fn limit(&self) -> u64 {

@@ -10,7 +10,8 @@ use crate::addr::{Gfn, Hva, PAGE_SHIFT};
 use crate::heap::OutOfMemory;
 use crate::sync::atomic::Watch;
 
-/// All slots of one address space at one moment. Aligned so that no cache line contains parts of two sets.
+/// All slots of one address space at one moment. The struct is aligned so that no cache line contains parts of two
+/// sets.
 #[repr(align(128))]
 pub(crate) struct SlotSet {
     by_gfn: Index<ByGfn>,

@@ -29,13 +29,13 @@ const BLOCK: usize = Granule::Kib4.pages(Level::MEGA) as usize;
 
 // The bits of a byte in the map. The map has a byte for each block, and a byte for each page. Between two passes, a
 // page's byte contains only `AGE`, and a block's byte contains `AGE` and `PAGES`.
-/// The age plus one. 0: no leaf maps the page or block.
+/// The bits for the age plus one. 0: no leaf maps the page or block.
 const AGE: u8 = 0x1f;
-/// Each page of the block has an age of its own; otherwise all its pages have the block's age.
+/// The bit that is set if each page of the block has an age of its own. Otherwise all its pages have the block's age.
 const PAGES: u8 = 1 << 5;
-/// This pass has found a leaf.
+/// The bit that is set if this pass has found a leaf.
 const SEEN: u8 = 1 << 6;
-/// This pass has found that a leaf was used.
+/// The bit that is set if this pass has found that a leaf was used.
 const YOUNG: u8 = 1 << 7;
 const MARKS: u8 = SEEN | YOUNG;
 
