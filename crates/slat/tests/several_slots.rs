@@ -285,7 +285,7 @@ fn pages_stay_in_the_dirty_log_when_their_slot_becomes_two_and_one_again() {
 /// that would be in no log.
 #[test]
 fn a_harvest_of_a_slot_that_is_replaced_returns_when_the_next_log_has_begun() {
-    // One step of an operation does not read all entries of so many pages.
+    // The number of pages. It is so large that one step of an operation does not read all their entries.
     const PAGES: u64 = 10 * MIB2;
     const LAST: u64 = PAGES - 1;
     for method in [DirtyLogMethod::WriteProtect, DirtyLogMethod::Buffer] {
