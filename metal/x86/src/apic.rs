@@ -59,7 +59,7 @@ pub fn kick(cpu: usize) {
 /// Starts `cpu` at the page where `boot` has put its first instructions.
 pub(crate) fn start(cpu: usize) {
     send(cpu, INIT);
-    // An emulated CPU spends this time in emulated time; on a real CPU the loop takes 10 ms.
+    // An emulator counts this time in emulated time. On a real CPU, the loop takes 10 ms.
     (0..1_000_000).for_each(|_| spin_loop());
     send(cpu, START_UP | u32::from(SECOND_PAGE));
 }
