@@ -283,7 +283,8 @@ impl Ring {
 
     /// Harvests all entries. Returns their number, and the sum of their page numbers.
     fn collect(&mut self) -> (u64, u64) {
-        // SAFETY: mapped by `map` with this length; the vCPU and the kernel's side change ring entries as atomics, too,
+        // SAFETY: `map` has mapped the memory with this length. The vCPU and the kernel's side change ring entries as
+        // atomics, too,
         // for which every bit pattern is valid.
         let entries = unsafe { std::slice::from_raw_parts(self.entries.as_ptr(), ENTRIES) };
         let mut told = (0, 0);
@@ -302,7 +303,7 @@ impl Ring {
 
 impl Drop for Ring {
     fn drop(&mut self) {
-        // SAFETY: mapped by `map` with this length; no reference into it is left.
+        // SAFETY: `map` has mapped the memory with this length, and no reference into it is left.
         unsafe { libc::munmap(self.entries.as_ptr().cast(), ENTRIES * size_of::<Entry>()) };
     }
 }
