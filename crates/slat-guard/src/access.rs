@@ -148,7 +148,7 @@ pub(crate) unsafe fn update<T: Word>(p: *mut T, f: impl Fn(T) -> T) -> Result<T,
     // SAFETY: no Rust object is at `p` and the handlers are installed, as `store` asks of its caller.
     let mut old = unsafe { T::load(p)? };
     loop {
-        // SAFETY: as for the load above.
+        // SAFETY: no Rust object is at `p` and the handlers are installed, as `store` asks of its caller.
         match unsafe { T::compare_exchange(p, old, f(old))? } {
             Ok(old) => return Ok(old),
             Err(seen) => old = seen,

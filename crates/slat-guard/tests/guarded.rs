@@ -381,7 +381,7 @@ fn a_comparison_sees_each_byte_and_no_others() {
 #[test]
 fn a_file_that_shrank_is_gone() {
     install().unwrap();
-    // SAFETY: a memory file of our own; the access beyond its end is guarded.
+    // SAFETY: the memory file belongs to this test, and the access beyond its end is guarded.
     unsafe {
         let fd = libc::memfd_create(c"shrinks".as_ptr(), 0);
         assert!(fd >= 0);
@@ -518,7 +518,7 @@ fn kicks_among_accesses_lose_nothing() {
     static TID: AtomicI32 = AtomicI32::new(0);
     static KICKED: AtomicUsize = AtomicUsize::new(0);
     let worker = std::thread::spawn(move || {
-        // SAFETY: our own thread id; the page stays mapped.
+        // SAFETY: the call takes no pointer.
         TID.store(unsafe { libc::gettid() }, Ordering::SeqCst);
         let mut added = 0u64;
         while !STOP.load(Ordering::Relaxed) {
