@@ -184,7 +184,8 @@ fn map_aligned() -> Option<NonNull<u8>> {
     let chunk = start.next_multiple_of(CHUNK);
     let trim = |from: usize, to: usize| {
         if to > from {
-            // SAFETY: an unused part of the mapping made above, which no other code has seen.
+            // SAFETY: the range is an unused part of the mapping that was made above. No other code knows the mapping
+            // yet.
             unsafe { unmap(from, to - from) };
         }
     };

@@ -38,7 +38,7 @@ pub(crate) fn mapping_at(address: usize) -> Option<Raw> {
 
 /// Closes a descriptor that slat has opened. (If the program has closed it, slat does not know it any more.)
 fn close_own(fd: i32) {
-    // SAFETY: a plain call on a descriptor of our own.
+    // SAFETY: the call takes no pointer, and slat has opened the descriptor.
     let _ = unsafe { calls::make(Call::Close, [fd as usize, 0, 0, 0, 0, 0]) };
 }
 
@@ -108,7 +108,7 @@ pub fn replaced(fd: i32) {
             0,
             0,
         ];
-        // SAFETY: a plain call on a descriptor of our own.
+        // SAFETY: the call takes no pointer, and slat has opened the descriptor.
         let new = unsafe { calls::raw(libc::SYS_fcntl, arguments) };
         set_here(new.max(-1) as i32);
     }
@@ -281,7 +281,7 @@ impl ProcFile {
         let low = open_file(self.path)?;
         let command = libc::F_DUPFD_CLOEXEC as usize;
         let arguments = [low as usize, command, Self::LOWEST as usize, 0, 0, 0];
-        // SAFETY: a plain call on a descriptor of our own.
+        // SAFETY: the call takes no pointer, and slat has opened the descriptor.
         let high = unsafe { calls::make(Call::Duplicate, arguments) };
         let own = high.map_or(low, |high| high as i32);
         if own != low {
