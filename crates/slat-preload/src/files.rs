@@ -232,7 +232,8 @@ fn how_at(directory: c_int, path: *const c_char, how: *const How) -> Option<How>
     paths::special(directory, path, 0)
         .or_else(|| paths::special(directory, path, libc::RESOLVE_IN_ROOT))?;
     let mut words = [0; size_of::<How>()];
-    // SAFETY: a guarded copy into a live buffer. `special` has found a special file, so the handlers are installed.
+    // SAFETY: the copy is guarded, and its destination is a live buffer. `special` has found a special file, so the
+    // handlers are installed.
     unsafe { slat_guard::copy_in(&mut words, how.cast()) }.ok()?;
     // SAFETY: `How` consists of three integers, and has the size of the array.
     let how: How = unsafe { std::mem::transmute(words) };

@@ -65,7 +65,7 @@ extern "C-unwind" fn trampoline(signal: c_int, info: *mut libc::siginfo_t, conte
     if handler.flags.load(Ordering::Relaxed) & libc::SA_RESETHAND != 0
         && TAKEN_OVER.load(Ordering::Acquire)
     {
-        // SAFETY: sets the default action, and does not ask for the old action.
+        // SAFETY: the call sets the default action, and does not ask for the old action.
         unsafe {
             let mut default: Action = zeroed();
             default.sa_sigaction = libc::SIG_DFL;
@@ -94,7 +94,7 @@ extern "C-unwind" fn trampoline(signal: c_int, info: *mut libc::siginfo_t, conte
     } else if signal == libc::SIGSYS {
         // A seccomp filter or a process has sent the signal. As without slat, the signal ends the process when this
         // handler has returned.
-        // SAFETY: sets the default action, and sends a signal to this thread.
+        // SAFETY: the calls set the default action, and send a signal to this thread.
         unsafe {
             let mut default: Action = zeroed();
             default.sa_sigaction = libc::SIG_DFL;

@@ -74,7 +74,7 @@ impl Data {
 fn append(bytes: &mut Vec<u8>, from: *const u8, len: usize) -> Result<(), i32> {
     let start = bytes.len();
     bytes.resize(start + len.min(PAGE - start), 0);
-    // SAFETY: a guarded copy into a live buffer.
+    // SAFETY: the copy is guarded, and its destination is a live buffer.
     unsafe { slat_guard::copy_in(&mut bytes[start..], from) }.map_err(|_| libc::EFAULT)
 }
 

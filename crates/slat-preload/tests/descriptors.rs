@@ -388,7 +388,7 @@ mod client {
                 }
                 Kind::Stats => ([8, 8], [-i64::from(libc::EBADF), -i64::from(libc::ESPIPE)]),
             };
-            // SAFETY: a live buffer of 8 bytes, and an `iovec` of it.
+            // SAFETY: the calls use a live buffer of 8 bytes, and an `iovec` that describes it.
             unsafe {
                 let calls = [
                     ("read", outcome(libc::read(fd, buffer, 8)), read[0]),

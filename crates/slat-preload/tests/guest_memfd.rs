@@ -98,7 +98,7 @@ mod client {
     }
 
     fn unmap(start: *mut u8, len: usize) {
-        // SAFETY: a mapping that the client has made.
+        // SAFETY: the client has made this mapping, and no reference into it is left.
         assert_eq!(unsafe { libc::munmap(start.cast(), len) }, 0);
     }
 

@@ -36,7 +36,7 @@ mod client {
             });
             let mut word = [0u8; 4];
             for _ in 0..ROUNDS {
-                // SAFETY: plain calls on descriptors of this test, and a live buffer. The creation of a descriptor may
+                // SAFETY: the calls use descriptors of this test, and a live buffer. The creation of a descriptor may
                 // fail cleanly.
                 unsafe {
                     let stats = libc::ioctl(vm.as_raw_fd(), KVM_GET_STATS_FD, 0);

@@ -253,7 +253,7 @@ mod client {
         // The host's memory changes and is read while the guest writes to it.
         for turn in 0..40 {
             let at = data.wrapping_add(turn * 20 * PAGE).cast();
-            // SAFETY: inside the mapping, which only the guest uses.
+            // SAFETY: the address is inside the mapping, which only the guest uses.
             unsafe {
                 let advice = [
                     libc::MADV_DONTNEED,
@@ -330,7 +330,7 @@ mod client {
     }
 
     fn tempfile() -> File {
-        // SAFETY: a name that ends with 0; no other code owns the new descriptor.
+        // SAFETY: the name ends with 0, and no other code owns the new descriptor.
         unsafe { File::from_raw_fd(libc::memfd_create(c"words".as_ptr(), 0)) }
     }
 
