@@ -80,7 +80,7 @@ mod tests {
         around_handler(0x10_0000, || {
             assert_eq!(free_below(0x20_0000, true), 0x5000)
         });
-        // A handler on this stack.
+        // The handler runs on this stack.
         assert_eq!(free_below(0x3800, false), 0x3800 - RED_ZONE);
     }
 }
