@@ -147,9 +147,10 @@ pub(crate) const REGISTERS: &[Register] = &[
     row([3, 0, 0, 0, 0], Rights::El1Reads, 0x000f_0000, 0),
     // REVIDR_EL1.
     row([3, 0, 0, 0, 6], Rights::El1Reads, 0, 0),
-    // EL0 and EL1 in AArch64, FP16, Advanced SIMD with FP16, DIT.
+    // EL0 and EL1 in AArch64, FP16, Advanced SIMD with FP16, DIT. CSV2 and CSV3: an access of EL0 uses no translation
+    // of EL1, not even speculatively, so that Linux needs no other tables at EL0.
     // ID_AA64PFR0.
-    row([3, 0, 0, 4, 0], Rights::El1Reads, 0x0001_0000_0011_0011, 0),
+    row([3, 0, 0, 4, 0], Rights::El1Reads, 0x1101_0000_0011_0011, 0),
     // ID_AA64PFR1.
     row([3, 0, 0, 4, 1], Rights::El1Reads, 0, 0),
     // Breakpoints and watchpoints.
@@ -281,12 +282,40 @@ pub(crate) const ESR: Row = Row::of([3, 0, 5, 2, 0]);
 pub(crate) const FAR: Row = Row::of([3, 0, 6, 0, 0]);
 pub(crate) const VBAR: Row = Row::of([3, 0, 12, 0, 0]);
 
+/// The rows by their registers' names, so that an access need not search the table: at [`place`], or at one of the next
+/// places if that one is occupied. [`NO_ROW`] ends the search.
+const ROWS: [u8; PLACES] = {
+    assert!(REGISTERS.len() < NO_ROW as usize && REGISTERS.len() < PLACES / 2);
+    let mut rows = [NO_ROW; PLACES];
+    let mut row = 0;
+    while row < REGISTERS.len() {
+        let mut at = place(REGISTERS[row].name);
+        while rows[at] != NO_ROW {
+            at = (at + 1) % PLACES;
+        }
+        rows[at] = row as u8;
+        row += 1;
+    }
+    rows
+};
+const PLACES: usize = 256;
+const NO_ROW: u8 = u8::MAX;
+
+/// Returns the place of a name in [`ROWS`].
+const fn place(name: SystemName) -> usize {
+    (name.0.wrapping_mul(0x9e37) >> 8) as usize
+}
+
 /// Returns the row of a register, if the table has it.
 pub(crate) fn find(name: SystemName) -> Option<Row> {
-    REGISTERS
-        .iter()
-        .position(|register| register.name == name)
-        .map(Row)
+    let mut at = place(name);
+    loop {
+        match ROWS[at] {
+            NO_ROW => return None,
+            row if REGISTERS[usize::from(row)].name == name => return Some(Row(row.into())),
+            _ => at = (at + 1) % PLACES,
+        }
+    }
 }
 
 /// Returns the names of the system registers that the processor holds.
@@ -319,5 +348,19 @@ impl Values {
     pub(crate) fn write(&mut self, row: Row, value: u64) {
         let writable = row.register().writable;
         self.set(row, self.get(row) & !writable | value & writable);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_register_is_found_and_no_other() {
+        for (n, register) in REGISTERS.iter().enumerate() {
+            assert_eq!(find(register.name).map(|row| row.0), Some(n));
+        }
+        let found = (0..=u16::MAX).filter(|name| find(SystemName(*name)).is_some());
+        assert_eq!(found.count(), REGISTERS.len());
     }
 }
