@@ -106,17 +106,33 @@ impl Cpu {
         peek(&self.state, below, address)
     }
 
-    /// Takes an interrupt that is pending, unless PSTATE masks it. Returns whether it did.
-    fn take_pending(&mut self) -> bool {
+    /// Returns the pending interrupt that is taken next: PSTATE does not mask it.
+    fn interrupt(&self) -> Option<Interrupt> {
         let pending = self.pending;
-        if let Some(syndrome) = pending.serror
-            && self.state.take_interrupt(Interrupt::SError(syndrome))
-        {
-            self.pending.serror = None;
-            return true;
+        let fiq = pending.fiq.then_some(Interrupt::Fiq);
+        let irq = pending.irq.then_some(Interrupt::Irq);
+        let all = [pending.serror.map(Interrupt::SError), fiq, irq];
+        let mut taken = all.into_iter().flatten();
+        taken.find(|interrupt| !self.state.masks(*interrupt))
+    }
+
+    /// Takes an interrupt, unless the machine asks for attention: what the processor has done since the embedder set
+    /// [`Cpu::pending`] may have ended the interrupt, for example the read that acknowledges it.
+    #[cold]
+    fn take_pending<H: Hypervisor>(
+        &mut self,
+        below: &H,
+        interrupt: Interrupt,
+    ) -> Option<Leave<H::Fault>> {
+        if below.attention() {
+            return Some(Leave::Attention);
         }
-        (pending.fiq && self.state.take_interrupt(Interrupt::Fiq))
-            || (pending.irq && self.state.take_interrupt(Interrupt::Irq))
+        self.stepped = None;
+        self.state.take_interrupt(interrupt);
+        if matches!(interrupt, Interrupt::SError(_)) {
+            self.pending.serror = None;
+        }
+        None
     }
 
     /// Executes instructions, at most `limit`, and takes EL1's exceptions, until the embedder is needed.
@@ -136,10 +152,12 @@ impl Cpu {
     /// Takes an exception, or executes an instruction. `None`: go on.
     #[inline(always)]
     fn step<H: Hypervisor>(&mut self, below: &mut H) -> Option<Leave<H::Fault>> {
-        let stepped = self.stepped.take();
-        if self.pending != Pending::default() && self.take_pending() {
-            return None;
+        if self.pending != Pending::default()
+            && let Some(interrupt) = self.interrupt()
+        {
+            return self.take_pending(below, interrupt);
         }
+        let stepped = self.stepped.take();
         let state = &mut self.state;
         let steps = state.may_debug() && state.steps();
         if steps && !state.pstate().ss {

@@ -244,17 +244,26 @@ impl State {
         self.take_synchronous(class::MISALIGNED_PC, 0, self.pc);
     }
 
-    /// Takes an interrupt, unless PSTATE masks it. Returns whether the interrupt was taken. The masks of DAIF have the
-    /// same effect at EL0 as at EL1.
-    pub fn take_interrupt(&mut self, interrupt: Interrupt) -> bool {
-        let (mask, vector) = match interrupt {
-            Interrupt::Irq => (MASK_IRQ, IRQ),
-            Interrupt::Fiq => (MASK_FIQ, FIQ),
-            Interrupt::SError(_) => (MASK_SERROR, SERROR),
+    /// Whether PSTATE masks an interrupt. The masks of DAIF have the same effect at EL0 as at EL1.
+    pub(crate) fn masks(&self, interrupt: Interrupt) -> bool {
+        let mask = match interrupt {
+            Interrupt::Irq => MASK_IRQ,
+            Interrupt::Fiq => MASK_FIQ,
+            Interrupt::SError(_) => MASK_SERROR,
         };
-        if self.pstate.daif & mask != 0 {
+        self.pstate.daif & mask != 0
+    }
+
+    /// Takes an interrupt, unless PSTATE masks it. Returns whether the interrupt was taken.
+    pub fn take_interrupt(&mut self, interrupt: Interrupt) -> bool {
+        if self.masks(interrupt) {
             return false;
         }
+        let vector = match interrupt {
+            Interrupt::Irq => IRQ,
+            Interrupt::Fiq => FIQ,
+            Interrupt::SError(_) => SERROR,
+        };
         if let Interrupt::SError(syndrome) = interrupt {
             let syndrome = syndrome & (IL - 1);
             self.system

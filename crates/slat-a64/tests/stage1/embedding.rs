@@ -217,6 +217,26 @@ fn attention_ends_each_run() {
     }
 }
 
+/// What the processor has done may have ended the interrupt, which only its embedder knows.
+#[test]
+fn no_interrupt_is_taken_before_its_machine_has_attention() {
+    let mut guest = Guest::new();
+    guest.execute(&[0xd503_201f], [0, 0]);
+    guest.cpu.state.set_pstate(Pstate {
+        el1: true,
+        own_stack: true,
+        ..Pstate::default()
+    });
+    guest.cpu.state.pc = guest.code;
+    guest.cpu.pending.irq = true;
+    guest.ram.attention = true;
+    assert_eq!(guest.cpu.run(&mut guest.ram, 9), Leave::Attention);
+    assert_eq!(guest.cpu.state.pc, guest.code);
+    guest.ram.attention = false;
+    assert_eq!(guest.cpu.run(&mut guest.ram, 1), Leave::Limit);
+    assert_eq!(guest.cpu.state.pc, guest.code + 0x8000 + 0x280);
+}
+
 /// EL0 reads the counter if CNTKCTL_EL1 says so. The machine of these tests has none, so that the access is UNDEFINED.
 #[test]
 fn el0_has_the_timers_that_it_is_given() {
