@@ -31,8 +31,8 @@ pub enum Leave<E> {
     Hvc(u16),
     /// The processor has executed SMC with this immediate. The program counter is after it.
     Smc(u16),
-    /// A debug exception that the embedder takes ([`State::traps_debug`]). The program counter is the instruction's
-    /// address, or that of the next one after software step.
+    /// A debug exception that a debugger outside of the guest takes ([`State::debugger`]). The program counter is the
+    /// instruction's address, or that of the next one after software step.
     Debug(Debug),
     /// The machine below has refused an access. The instruction has changed nothing, and the program counter is its
     /// address: a run executes the instruction again, and [`Syndrome::complete`] completes it instead.
@@ -160,7 +160,7 @@ impl Cpu {
         let stepped = self.stepped.take();
         let state = &mut self.state;
         let steps = state.may_debug() && state.steps();
-        if steps && !state.pstate().ss {
+        if steps && state.is_step_due() {
             return self.debug(Debug::step(stepped));
         }
         if state.pc & 3 != 0 {
@@ -226,9 +226,9 @@ impl Cpu {
         let went = one(&mut self.state, &mut mmu, &insn);
         let is_done = !matches!(went, Went::Out(Exit::Stop(_)));
         if is_done {
-            // An exception return has its own.
-            if insn != Some(Insn::Eret) {
-                self.state.pstate.ss = false;
+            // An exception return has set PSTATE.SS, which is the guest's.
+            if insn != Some(Insn::Eret) || self.state.debugger.is_some() {
+                self.state.end_step();
             }
             self.stepped = Some(matches!(insn, Some(Insn::LoadExclusive { .. })));
         }
@@ -266,7 +266,7 @@ impl Cpu {
     /// Takes a debug exception, or leaves with it.
     #[cold]
     fn debug<E>(&mut self, debug: Debug) -> Option<Leave<E>> {
-        if self.state.traps_debug {
+        if self.state.leaves_to_debugger() {
             return Some(Leave::Debug(debug));
         }
         self.state.take_debug(&debug);
@@ -275,9 +275,9 @@ impl Cpu {
 
     /// Goes on after a call, which may be the instruction that software step executes.
     fn pass_call(&mut self) {
-        self.state.pc = self.state.pc.wrapping_add(4);
-        if core::mem::take(&mut self.state.pstate.ss) {
+        if self.state.may_debug() && self.state.steps() {
             self.stepped = Some(false);
         }
+        self.state.skip();
     }
 }

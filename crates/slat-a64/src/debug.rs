@@ -51,26 +51,48 @@ pub(crate) struct Watched {
 
 impl State {
     /// Whether debug exceptions are generated at a level with this mask (AArch64.GenerateDebugExceptionsFrom). From a
-    /// lower level than the one that takes them, they always are.
-    fn debugs(&self, el1: bool, is_masked: bool) -> bool {
+    /// lower level than the one that takes them, they always are. The lock is the guest's, and does not stop a debugger.
+    fn debugs_in(&self, pstate: Pstate) -> bool {
         let has_kernel = self.system.get(MDSCR) & MDSCR_KDE != 0;
-        let is_lower = self.traps_debug || !el1;
-        self.system.get(OSLSR) & OSLSR_LOCKED == 0 && (is_lower || (has_kernel && !is_masked))
+        let is_masked = pstate.daif & MASK_DEBUG != 0;
+        let is_locked = self.system.get(OSLSR) & OSLSR_LOCKED != 0;
+        self.debugger.is_some() || !is_locked && (!pstate.el1 || has_kernel && !is_masked)
     }
 
-    fn debugs_in(&self, pstate: Pstate) -> bool {
-        self.debugs(pstate.el1, pstate.daif & MASK_DEBUG != 0)
+    /// Whether breakpoints and watchpoints are in use.
+    fn monitors(&self) -> bool {
+        self.debugger.is_some() || self.system.get(MDSCR) & MDSCR_MDE != 0
+    }
+
+    /// Returns the value and the control of a breakpoint, which is the debugger's or the guest's.
+    fn breakpoint(&self, n: usize) -> [u64; 2] {
+        match &self.debugger {
+            Some(debugger) => debugger.breakpoint(n),
+            None => Row::breakpoint(n).map(|row| self.system.get(row)),
+        }
+    }
+
+    /// Like [`breakpoint`](Self::breakpoint), for a watchpoint.
+    fn watchpoint_registers(&self, n: usize) -> [u64; 2] {
+        match &self.debugger {
+            Some(debugger) => debugger.watchpoint(n),
+            None => Row::watchpoint(n).map(|row| self.system.get(row)),
+        }
     }
 
     /// Whether software step, breakpoints or watchpoints are in use at all.
     #[inline(always)]
     pub(crate) fn may_debug(&self) -> bool {
-        self.system.get(MDSCR) & (MDSCR_SS | MDSCR_MDE) != 0
+        self.debugger.is_some() || self.system.get(MDSCR) & (MDSCR_SS | MDSCR_MDE) != 0
     }
 
-    /// Whether software step is active: PSTATE.SS says whether an instruction is executed before its exception.
+    /// Whether software step is active. [`is_step_due`](Self::is_step_due) says whether an instruction is executed before
+    /// its exception.
     pub(crate) fn steps(&self) -> bool {
-        self.system.get(MDSCR) & MDSCR_SS != 0 && self.debugs_in(self.pstate)
+        match &self.debugger {
+            Some(debugger) => debugger.steps(),
+            None => self.system.get(MDSCR) & MDSCR_SS != 0 && self.debugs_in(self.pstate),
+        }
     }
 
     /// Returns PSTATE.SS after a return from an exception to `to`, from SPSR_EL1.SS (DebugExceptionReturnSS).
@@ -92,7 +114,7 @@ impl State {
         if !(BREAKPOINTS - CONTEXT_BREAKPOINTS..BREAKPOINTS).contains(&n) {
             return false;
         }
-        let [value, control] = Row::breakpoint(n).map(|row| self.system.get(row));
+        let [value, control] = self.breakpoint(n);
         control & ENABLED != 0
             && control >> TYPE_SHIFT & 15 == kind
             && value as u32 == self.system.get(CONTEXTIDR) as u32
@@ -100,11 +122,11 @@ impl State {
 
     /// Whether a breakpoint matches the instruction at the program counter.
     pub(crate) fn is_at_breakpoint(&self) -> bool {
-        if self.system.get(MDSCR) & MDSCR_MDE == 0 || !self.debugs_in(self.pstate) {
+        if !self.monitors() || !self.debugs_in(self.pstate) {
             return false;
         }
         (0..BREAKPOINTS).any(|n| {
-            let [value, control] = Row::breakpoint(n).map(|row| self.system.get(row));
+            let [value, control] = self.breakpoint(n);
             let linked = (control >> LINKED_SHIFT & 15) as usize;
             let is_here = comparable(value) == comparable(self.pc);
             self.matches_state(control, !self.pstate.el1)
@@ -119,8 +141,7 @@ impl State {
 
     /// Whether a watchpoint may match some access, now or at another level.
     pub(crate) fn watches(&self) -> bool {
-        self.system.get(MDSCR) & MDSCR_MDE != 0
-            && (0..WATCHPOINTS).any(|n| self.system.get(Row::watchpoint(n)[1]) & ENABLED != 0)
+        self.monitors() && (0..WATCHPOINTS).any(|n| self.watchpoint_registers(n)[1] & ENABLED != 0)
     }
 
     /// Returns the exception of an access that a watchpoint matches.
@@ -129,7 +150,7 @@ impl State {
             return None;
         }
         (0..WATCHPOINTS).find_map(|n| {
-            let [value, control] = Row::watchpoint(n).map(|row| self.system.get(row));
+            let [value, control] = self.watchpoint_registers(n);
             let kinds = match (access.right, access.is_atomic) {
                 (_, true) => LOADS | STORES,
                 (Right::Write, _) => STORES,

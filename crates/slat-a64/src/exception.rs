@@ -116,6 +116,11 @@ impl Debug {
         self.class == class::BRK
     }
 
+    /// Returns the exception's class from a lower level.
+    pub fn class(&self) -> u32 {
+        self.class
+    }
+
     /// Returns ESR_EL2 of the exception from a lower level.
     pub fn esr(&self) -> u32 {
         self.class << CLASS_SHIFT | IL | self.details
@@ -144,6 +149,7 @@ impl State {
             ss: false,
         });
         self.pc = self.system.get(VBAR).wrapping_add(from + vector);
+        self.end_step();
     }
 
     fn take_synchronous(&mut self, class: u32, syndrome: u32, return_address: u64) {
@@ -175,7 +181,7 @@ impl State {
             }
             Exception::Svc(immediate) => {
                 // The call is the instruction that software step has executed.
-                self.pstate.ss = false;
+                self.end_step();
                 self.take_synchronous(class::SVC, immediate.into(), pc.wrapping_add(4));
             }
             Exception::Brk(immediate) => self.take_debug(&Debug::brk(immediate)),

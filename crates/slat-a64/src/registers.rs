@@ -47,9 +47,10 @@ const fn breakpoint(n: u16, op2: u16, writable: u64) -> Register {
 
 const ALL: u64 = u64::MAX;
 
-/// The numbers of breakpoints and watchpoints, of which ID_AA64DFR0_EL1 has one less.
-pub(crate) const BREAKPOINTS: usize = 6;
-pub(crate) const WATCHPOINTS: usize = 4;
+/// The number of breakpoints.
+pub const BREAKPOINTS: usize = 6;
+/// The number of watchpoints.
+pub const WATCHPOINTS: usize = 4;
 /// The breakpoints that can match contexts are the last ones.
 pub(crate) const CONTEXT_BREAKPOINTS: usize = 2;
 /// DBGBCR_EL1: E, PMC, HMC, SSC, LBN, BT, and BAS, which is all ones without AArch32. DBGWCR_EL1: E, PAC, LSC, BAS,

@@ -1,11 +1,13 @@
 //! The architectural state of a processor.
 
+use crate::debugger::Debugger;
 use crate::insn::SystemName;
 use crate::pstate::Pstate;
 use crate::registers::{
     CPACR, CPACR_FPEN_SHIFT, SCTLR, SCTLR_DZE, SCTLR_NTWE, SCTLR_NTWI, SCTLR_UCI, SCTLR_UCT,
     Values, find,
 };
+use alloc::boxed::Box;
 
 /// The flags N, Z, C, V in bits 31 to 28, as in NZCV and SPSR_EL1.
 pub const NZCV_SHIFT: u32 = 28;
@@ -49,8 +51,9 @@ pub struct State {
     pub(crate) other_sp: u64,
     /// The system registers that the processor holds.
     pub(crate) system: Values,
-    /// The embedder takes debug exceptions, from both levels (MDCR_EL2.TDE): [`Cpu`](crate::Cpu) leaves with them.
-    pub traps_debug: bool,
+    /// The debugger outside of the guest, if there is one. After a change, call
+    /// [`Cpu::forget_pages`](crate::Cpu::forget_pages).
+    pub debugger: Option<Box<Debugger>>,
     /// The local monitor of exclusive accesses.
     pub exclusive: Option<Exclusive>,
 }
@@ -73,7 +76,7 @@ impl Default for State {
             pstate: Pstate::default(),
             other_sp: 0,
             system,
-            traps_debug: false,
+            debugger: None,
             exclusive: None,
         }
     }

@@ -95,7 +95,7 @@ impl Syndrome {
                 false => zero_extend(value, 32),
             };
         }
-        state.pc = state.pc.wrapping_add(4);
+        state.skip();
     }
 
     fn bits(&self) -> u64 {

@@ -64,5 +64,5 @@ fn the_document_says_of_each_field_why_it_outlives_a_run() {
         assert_eq!(named, fields(&source, structure), "{structure}");
         structures += 1;
     }
-    assert_eq!(structures, 20, "structures of state");
+    assert_eq!(structures, 28, "structures of state");
 }

@@ -1,4 +1,4 @@
-//! What an embedder does: devices, interrupts, calls, traps, and debug exceptions that it takes.
+//! What an embedder does: devices, interrupts, calls, and traps.
 
 use crate::guest::*;
 use crate::machine::*;
@@ -262,43 +262,4 @@ fn el0_has_the_timers_that_it_is_given() {
         guest.execute_at(false, &[word], [0, 0]);
         assert_eq!(guest.syndrome()[0], 1 << 25, "{name:?}");
     }
-}
-
-#[test]
-fn an_embedder_takes_debug_exceptions() {
-    let mut guest = Guest::new();
-    let name = |n, op2| slat_a64::SystemName::new(2, 0, 0, n, op2);
-    // MSR OSLAR_EL1, XZR.
-    guest.execute(&[0xd510_109f], [0, 0]);
-    guest.cpu.state.traps_debug = true;
-    let esr = |leave| match leave {
-        Leave::Debug(debug) => debug.esr(),
-        leave => panic!("{leave:?}"),
-    };
-    let leave = guest.execute(&[0xd420_0060], [0, 0]);
-    assert_eq!(esr(leave), 0x3c << 26 | 1 << 25 | 3);
-    assert_eq!(guest.cpu.state.pc, guest.code);
-    // Software step, although PSTATE.D is set: NOP; then its exception.
-    guest.cpu.set_system(name(2, 2), 1);
-    set_code(&mut guest.cpu, &mut guest.ram, CODE, &[0xd503_201f]);
-    let pstate = Pstate {
-        el1: true,
-        own_stack: true,
-        daif: 15,
-        ss: true,
-        ..Pstate::default()
-    };
-    guest.cpu.state.set_pstate(pstate);
-    guest.cpu.state.pc = guest.code;
-    assert_eq!(
-        esr(guest.cpu.run(&mut guest.ram, 5)),
-        0x32 << 26 | 1 << 25 | 1 << 24 | 0x22
-    );
-    assert_eq!(guest.cpu.state.pc, guest.code + 4);
-    // A breakpoint of EL1.
-    guest.cpu.set_system(name(2, 2), 1 << 15);
-    guest.cpu.set_system(name(0, 4), guest.code);
-    guest.cpu.set_system(name(0, 5), 1 | 1 << 1);
-    let leave = guest.execute(&[0xd503_201f], [0, 0]);
-    assert_eq!(esr(leave), 0x30 << 26 | 1 << 25 | 0x22);
 }

@@ -3,6 +3,7 @@
 //!
 //! `SLAT_STAGE1_ROUNDS=10000000 SLAT_STAGE1_SEED=7` executes more random cases than `cargo test`, and others.
 
+mod debugger;
 mod directed;
 mod embedding;
 mod guest;

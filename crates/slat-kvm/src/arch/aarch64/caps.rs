@@ -1,10 +1,12 @@
 //! The values of the capabilities that not every architecture has.
 
+use crate::arch::aarch64::guest_debug;
 use crate::arch::aarch64::limits::MAX_VCPU_ID;
 use crate::arch::aarch64::state::ipa_limit;
 use crate::routing::MAX_ROUTES;
 use kvm_bindings::*;
 use slat::MmuKind;
+use slat_a64::{BREAKPOINTS, WATCHPOINTS};
 
 /// Returns the value of a capability; 0 if slat does not have the capability.
 pub(crate) fn capability(cap: u32, _: MmuKind) -> u32 {
@@ -18,6 +20,7 @@ pub(crate) fn capability(cap: u32, _: MmuKind) -> u32 {
         | KVM_CAP_ARM_INJECT_SERROR_ESR
         | KVM_CAP_ARM_INJECT_EXT_DABT
         | KVM_CAP_ARM_SYSTEM_SUSPEND
+        | KVM_CAP_SET_GUEST_DEBUG
         | KVM_CAP_ENABLE_CAP => 1,
         KVM_CAP_ARM_USER_IRQ
         | KVM_CAP_IRQCHIP
@@ -33,6 +36,9 @@ pub(crate) fn capability(cap: u32, _: MmuKind) -> u32 {
         KVM_CAP_STEAL_TIME => crate::steal_time::is_available().into(),
         // A bit for each range of `KVM_ARM_GET_REG_WRITABLE_MASKS`.
         KVM_CAP_ARM_SUPPORTED_REG_MASK_RANGES => 1 << KVM_ARM_FEATURE_ID_RANGE,
+        KVM_CAP_SET_GUEST_DEBUG2 => guest_debug::CONTROLS,
+        KVM_CAP_GUEST_DEBUG_HW_BPS => BREAKPOINTS as u32,
+        KVM_CAP_GUEST_DEBUG_HW_WPS => WATCHPOINTS as u32,
         KVM_CAP_MAX_VCPU_ID => MAX_VCPU_ID,
         _ => 0,
     }

@@ -1,7 +1,7 @@
 //! The CPU of a vCPU: the processor of slat-a64, an access to a device that the client completes, and a debugger's
 //! probes.
 
-use slat_a64::{Cpu, Hint, Hypervisor, Leave, Pending, Right, Stage2, Syndrome};
+use slat_a64::{Cpu, Debug, Hint, Hypervisor, Leave, Pending, Right, Stage2, Syndrome};
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -50,6 +50,8 @@ pub(crate) enum Exit {
     },
     /// The processor has invalidated translations, which all vCPUs have to drop.
     Invalidated,
+    /// A debug exception that the client takes.
+    Debug(Debug),
     /// The host memory that backs guest memory is not accessible.
     BadAddress,
     /// There was no memory for a second-level table.
@@ -152,9 +154,12 @@ impl Executor {
         }
     }
 
-    /// Resets the processor, which then begins at address 0 with its own stack pointer and everything masked.
+    /// Resets the processor, which then begins at address 0 with its own stack pointer and everything masked. The client
+    /// debugs the guest as before.
     pub(crate) fn reset(&mut self) {
+        let debugger = self.cpu.state.debugger.take();
         self.cpu.state = State::reset();
+        self.cpu.state.debugger = debugger;
         self.cpu.pending = Pending::default();
         self.access = None;
         self.cpu.forget_pages();
@@ -208,7 +213,7 @@ impl Executor {
             Leave::Hvc(immediate) => Exit::Hvc(immediate),
             Leave::Smc(immediate) => Exit::Smc(immediate),
             Leave::Invalidated(_) => Exit::Invalidated,
-            Leave::Debug(_) => unreachable!("`State::traps_debug` is not set"),
+            Leave::Debug(debug) => Exit::Debug(debug),
             Leave::Stage2 { fault, syndrome } => match fault.reason {
                 Refusal::Device => Exit::Mmio { fault, syndrome },
                 // The machine has raised a bit of the attention word.
@@ -250,7 +255,7 @@ impl Executor {
 
     /// Skips the instruction at the program counter, which has no effect.
     pub(crate) fn skip(&mut self) {
-        self.cpu.state.pc = self.cpu.state.pc.wrapping_add(4);
+        self.cpu.state.skip();
     }
 
     /// Makes the CPU try an interrupted access again, which it does anyhow.

@@ -13,7 +13,7 @@
 //! | | `clock` | the host's counter |
 //! | | `cpu` | the CPU of a vCPU: the processor, accesses that a device completes, and a debugger's probes |
 //! | parts | `vcpu_state` | the other state of a vCPU |
-//! | | `exits` | the exits that only arm64 has |
+//! | | `exits`, `guest_debug` | the exits that only arm64 has, and those of a debugged guest |
 //! | | `timer` | the timers of a vCPU |
 //! | | `counters`, `trace` | arm64's counters and tracepoints of a vCPU |
 //! | | `gdb`, `perf`, `compiler` | the registers, as GDB numbers them; compiled code, of which there is none yet |
@@ -49,6 +49,7 @@ pub(crate) mod exits;
 pub(crate) mod firmware;
 pub(crate) mod formats;
 pub(crate) mod gdb;
+mod guest_debug;
 mod identification;
 pub(crate) mod ioctl;
 mod irq;

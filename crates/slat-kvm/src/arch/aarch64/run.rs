@@ -3,6 +3,7 @@
 use crate::arch::aarch64::cpu::{Exit, Refusal};
 use crate::arch::aarch64::devices::Device;
 use crate::arch::aarch64::firmware::{Outcome, SYSTEM_CALL_RETURNED};
+use crate::arch::aarch64::guest_debug;
 use crate::arch::aarch64::state::{LINE_FIQ, LINE_IRQ, Power};
 use crate::arch::aarch64::vcpu_state::Unfinished;
 use crate::errno::{Result, fail};
@@ -126,6 +127,10 @@ impl VcpuObject {
             Exit::Smc(_) => inner.cpu.state.x[0] = u64::MAX,
             Exit::Mmio { fault, syndrome } => return self.access_device(inner, &fault, syndrome),
             Exit::Invalidated => self.invalidate_others(inner),
+            Exit::Debug(debug) => {
+                guest_debug::exit(page, &debug);
+                return Ok(Next::Return);
+            }
             Exit::BadAddress => {
                 match inner.machine.take_memory_fault() {
                     Some(fault) => memory_fault(page, fault),

@@ -5,6 +5,7 @@ mod one_reg;
 mod timers;
 
 use crate::arch::aarch64::cpu::Executor;
+use crate::arch::aarch64::guest_debug;
 use crate::arch::aarch64::machine::VcpuMachine;
 use crate::arch::aarch64::state::{Power, Start, VcpuShared};
 use crate::arch::aarch64::vcpu_state::VcpuState;
@@ -154,16 +155,18 @@ impl VcpuObject {
         Ok(())
     }
 
-    /// Refuses `KVM_SET_GUEST_DEBUG`, unless it switches debugging off.
+    /// Carries out `KVM_SET_GUEST_DEBUG`.
     ///
     /// # Errors
-    /// `EINVAL`.
+    /// `EINVAL` for a control that arm64 does not have.
     pub fn set_guest_debug(&self, debug: &kvm_guest_debug) -> Result<()> {
-        let _inner = self.lock()?;
-        match debug.control & KVM_GUESTDBG_ENABLE {
-            0 => Ok(()),
-            _ => fail(libc::EINVAL),
+        let mut inner = self.lock()?;
+        if debug.control & !guest_debug::CONTROLS != 0 {
+            return fail(libc::EINVAL);
         }
+        inner.cpu.state.debugger = guest_debug::debugger(debug).map(Box::new);
+        inner.cpu.forget_pages();
+        Ok(())
     }
 }
 
