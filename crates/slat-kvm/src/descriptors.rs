@@ -151,7 +151,8 @@ fn entry_or_new(fd: i32) -> Option<&'static AtomicPtr<Cell>> {
     entry(fd)
 }
 
-/// Whether any descriptor is KVM's. Costs one load, because every change of the program's descriptors asks this.
+/// Whether any descriptor is KVM's. Costs one load, because every change of the program's descriptors calls this
+/// function.
 #[inline]
 pub fn is_any_ours() -> bool {
     OPEN.load(Ordering::Relaxed) != 0

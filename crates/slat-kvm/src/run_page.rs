@@ -45,8 +45,8 @@ pub(crate) struct Shared {
     file: Option<Kept>,
 }
 
-/// A file of slat that stays open. Its descriptor is in the client's table, so the client may close it, and another
-/// file may get its number.
+/// A file of slat that stays open. The file's descriptor is in the client's table, so the client may close the
+/// descriptor, and another file may get its number.
 #[derive(Debug)]
 struct Kept {
     file: ManuallyDrop<OwnedFd>,

@@ -94,7 +94,7 @@ impl Descriptor {
             return fail(libc::ENOTTY);
         };
         entry.descriptors += 1;
-        // SAFETY: the descriptor is open, as `fstat` says, and the caller gives it away.
+        // SAFETY: the descriptor is open, because `fstat` has succeeded. The caller passes its ownership on.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
         Ok((object, Descriptor { fd, file }))
     }

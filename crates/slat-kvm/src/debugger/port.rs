@@ -47,11 +47,11 @@ pub(crate) struct Port<T> {
     state: Mutex<State<T>>,
 }
 
-// SAFETY: the pointer refers to a `T` on another thread's stack. `T` is `Send`, and a thread uses it only under the
-// lock, one at a time.
+// SAFETY: the pointer refers to a `T` on another thread's stack. `T` is `Send`, and threads use the `T` only while
+// they hold the lock, so one at a time.
 unsafe impl<T: Send> Send for Port<T> {}
-// SAFETY: the pointer refers to a `T` on another thread's stack. `T` is `Send`, and a thread uses it only under the
-// lock, one at a time.
+// SAFETY: the pointer refers to a `T` on another thread's stack. `T` is `Send`, and threads use the `T` only while
+// they hold the lock, so one at a time.
 unsafe impl<T: Send> Sync for Port<T> {}
 
 /// The part of a port that a debugger uses.

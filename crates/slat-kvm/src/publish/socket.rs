@@ -144,7 +144,8 @@ impl Own {
             let value = &raw const patience as usize;
             let level = libc::SOL_SOCKET as usize;
             let len = size_of::<libc::timeval>();
-            // SAFETY: the call reads a live value, whose size it gets. If the call fails, the wait has no time limit.
+            // SAFETY: the call reads a live value, and gets the size of the value. If the call fails, the wait has no
+            // time limit.
             unsafe {
                 raw(
                     libc::SYS_setsockopt,

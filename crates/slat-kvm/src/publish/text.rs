@@ -21,7 +21,7 @@ pub(super) fn answer(asked: Own) {
     };
     let mut words = line.split(' ');
     let to = &mut Writer::new(&asked);
-    // An error means that the reader has closed the socket. Then it needs no answer, so the error is ignored.
+    // An error means that the reader has closed the socket. Then the reader needs no answer, so the error is ignored.
     let _ = match words.next() {
         Some(stat::STAT) => whole(to, stat::answer),
         Some(map::MAP) => match map::Question::parse(words) {

@@ -97,7 +97,8 @@ impl VcpuCommon {
 
     /// Clears the pending system management interrupt. Returns whether an interrupt was pending.
     pub(crate) fn take_smi(&self) -> bool {
-        // This check is first and cheap, because every entry into the guest calls this, and usually no SMI is pending.
+        // This check is first and cheap, because every entry into the guest calls this method, and usually no SMI is
+        // pending.
         self.arch.signals.load(Ordering::SeqCst) & Self::SMI != 0
             && self.arch.signals.fetch_and(!Self::SMI, Ordering::SeqCst) & Self::SMI != 0
     }
@@ -125,7 +126,8 @@ impl VcpuCommon {
 
     /// Clears the pending NMIs. Returns their number.
     pub(crate) fn take_nmis(&self) -> u8 {
-        // This check is first and cheap, because every entry into the guest calls this, and usually no NMI is pending.
+        // This check is first and cheap, because every entry into the guest calls this method, and usually no NMI is
+        // pending.
         match self.nmis() {
             0 => 0,
             _ => Self::nmis_in(

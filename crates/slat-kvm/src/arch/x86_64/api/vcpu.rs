@@ -82,12 +82,12 @@ impl VcpuFd {
         self.get_kvm_run().kvm_dirty_regs |= reg as u64;
     }
 
-    /// Undoes [`set_sync_valid_reg`](Self::set_sync_valid_reg).
+    /// Undoes [`set_sync_valid_reg`](Self::set_sync_valid_reg): runs no longer store the registers `reg` in `kvm_run`.
     pub fn clear_sync_valid_reg(&mut self, reg: SyncReg) {
         self.get_kvm_run().kvm_valid_regs &= !(reg as u64);
     }
 
-    /// Undoes [`set_sync_dirty_reg`](Self::set_sync_dirty_reg).
+    /// Undoes [`set_sync_dirty_reg`](Self::set_sync_dirty_reg): the next run does not load the registers `reg`.
     pub fn clear_sync_dirty_reg(&mut self, reg: SyncReg) {
         self.get_kvm_run().kvm_dirty_regs &= !(reg as u64);
     }

@@ -76,7 +76,7 @@ pub(crate) fn monotonic() -> u64 {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Moment {
     pub(crate) tsc: u64,
-    /// The nanoseconds of the other clock.
+    /// The value of the other clock, in nanoseconds.
     pub(crate) ns: u64,
     /// The cycles that the reading took. The TSC and the other clock were read within this time.
     width: u64,

@@ -182,8 +182,8 @@ impl VcpuObject {
     /// Carries out `KVM_SET_LAPIC`.
     ///
     /// # Errors
-    /// `EINVAL` without interrupt controller. If the client uses 32-bit ids, also `EINVAL` for an id that is not the
-    /// x2APIC's.
+    /// `EINVAL` without interrupt controller. If the client uses 32-bit ids, also `EINVAL` in x2APIC mode for an
+    /// APIC id that is not the vCPU's.
     pub fn set_lapic(&self, state: &kvm_lapic_state) -> Result<()> {
         let mut inner = self.lock()?;
         let registers = lapic_registers(state);
