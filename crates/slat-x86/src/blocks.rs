@@ -31,10 +31,11 @@ const FRONT: usize = 16384;
 /// The number of bits in [`Seen`], and in one of its lines.
 const SEEN: usize = 1 << 20;
 const SEEN_LINE: usize = 512;
-/// The number of bits that one address sets. All of these bits are in one line.
+/// The number of bits of [`Seen`] that one address sets. All of these bits are in one line.
 const SEEN_EACH: u32 = 3;
 
-/// Bloom filter of addresses that ran lately. A collision keeps a block needlessly; it evicts none.
+/// A Bloom filter of the addresses of code that ran recently. If two addresses collide, one block too many is kept, but
+/// no other block is evicted for it.
 struct Seen {
     lines: [[u64; SEEN_LINE / 64]; SEEN / SEEN_LINE],
     set: usize,
@@ -44,7 +45,7 @@ struct Seen {
 unsafe impl Zeroed for Seen {}
 
 impl Seen {
-    /// Adds `lin`. Returns whether it may have been added before.
+    /// Adds the address `lin`. Returns whether the address may have been added before.
     fn note(&mut self, lin: u64) -> bool {
         if self.set >= SEEN / 4 {
             self.lines.as_flattened_mut().fill(0);

@@ -201,7 +201,7 @@ impl Change<'_> {
         })
     }
 
-    /// Increases the version. Changes the slot of `host` to the new version with `strikes`, or, unless `marked`, to 0.
+    /// Increases the version. Sets the slot of `host`: to the new version with `strikes` if `marked`, otherwise to 0.
     /// Tells all running CPUs except the one with the seat `own`. Returns the version.
     fn next(&self, host: usize, marked: bool, strikes: u64, own: *const Seat) -> u64 {
         let version = self.pages.version.load(Relaxed) + 1;

@@ -28,7 +28,7 @@ pub mod svm {
     pub const VIRTUAL_GIF: u32 = 1 << 16;
     /// A nested guest can have its own NMIs.
     pub const VIRTUAL_NMI: u32 = 1 << 25;
-    /// All features.
+    /// All features of nested virtualization that this CPU implements.
     pub const ALL: u32 = NESTED_PAGING
         | NEXT_RIP
         | TSC_RATIO

@@ -335,8 +335,8 @@ pub enum ProbeHit {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Exit {
     /// A port access. RIP is still the address of the instruction. The caller must call
-    /// [`Cpu::complete_io`](crate::Cpu::complete_io), which finishes the instruction, before the next run; for a write,
-    /// without data.
+    /// [`Cpu::complete_io`](crate::Cpu::complete_io), which finishes the instruction, before the next run. For a write,
+    /// the caller passes no data.
     Io {
         /// The port.
         port: u16,
@@ -364,7 +364,7 @@ pub enum Exit {
     /// finish it by [`Cpu::complete_hypercall`](crate::Cpu::complete_hypercall) before the next run.
     Hypercall,
     /// A refused access to an MSR that the caller has to handle. RIP is still the address of the instruction. The
-    /// caller must finish it by [`Cpu::complete_msr`](crate::Cpu::complete_msr) before the next run.
+    /// caller must finish the access by [`Cpu::complete_msr`](crate::Cpu::complete_msr) before the next run.
     Msr {
         /// The MSR.
         index: u32,

@@ -89,7 +89,7 @@ impl Probes {
         let Some(&Probe { kind, first, .. }) = self.data_in(lin, len, Some(access)) else {
             return 0;
         };
-        // `at` is the first byte that both the access and the probe have.
+        // `at` is the first byte that is in both the access and the probe.
         let at = match first.wrapping_sub(lin) < len {
             true => first,
             false => lin,

@@ -68,7 +68,7 @@ fn runs(mut bits: u64) -> impl Iterator<Item = Range<usize>> {
 }
 
 impl Snapshot {
-    /// Makes the snapshot of a page. It has no lines yet.
+    /// Makes the snapshot of a page. The snapshot has no lines yet.
     pub(crate) fn new(key: u64) -> Self {
         Self {
             stamp: 0,
@@ -99,7 +99,7 @@ impl Snapshot {
         self.generation = 0;
     }
 
-    /// Begins a new edition, without lines.
+    /// Begins a new edition of the snapshot, which has no lines yet.
     pub(crate) fn clear(&mut self) {
         self.edition += 1;
         self.lines = 0;

@@ -50,8 +50,8 @@ impl Image {
         self.cs_and_opcode & NO_OPCODE != NO_OPCODE
     }
 
-    /// Whether each pointer has one of two values: that which [`Run::new`] has loaded, or that which this instruction
-    /// stores.
+    /// Whether the instruction pointer and the opcode are both plausible after `stub` has run: each has either the
+    /// value that [`Run::new`] has loaded, or the value that `stub` stores.
     fn has_pointers_of(&self, stub: Stub) -> bool {
         let opcode = u32::from(stub.fop()) << 16;
         (!self.has_ip() || self.ip == stub.address() as u32)

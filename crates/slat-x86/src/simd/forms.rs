@@ -96,7 +96,7 @@ macro_rules! row {
     // Instructions whose last operand is a count of 64 bits.
     (shift false $text:expr) => { row!(v3 false $text) };
     (shift true $text:expr) => { stub!(concat!($text, " ymm0, ymm1, xmm2")) };
-    // The same forms with an immediate.
+    // Instructions with an immediate as their last operand.
     (v2i false $text:expr) => { imm_stub!(concat!($text, " $slat_imm, %xmm1, %xmm0")) };
     (v2i true $text:expr) => { imm_stub!(concat!($text, " $slat_imm, %ymm1, %ymm0")) };
     (v3i false $text:expr) => { imm_stub!(concat!($text, " $slat_imm, %xmm2, %xmm1, %xmm0")) };

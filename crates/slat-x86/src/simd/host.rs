@@ -140,7 +140,7 @@ pub(crate) const MASKS: u32 = 0x1f80;
 /// host may not have the bit MM, and MM only affects memory operands.
 pub(crate) const NOT_FOR_HOST: u32 = MXCSR_MM;
 
-/// Whether the host may compute with this guest's MXCSR: it must mask all exceptions.
+/// Whether the host may compute with the guest's value `mxcsr`: the value must mask all exceptions.
 pub(crate) fn runs_on_host(mxcsr: u32) -> bool {
     mxcsr & (MASKS | NOT_FOR_HOST) == MASKS
 }
@@ -162,8 +162,8 @@ pub(crate) unsafe fn exchange_mxcsr(new: u32) -> u32 {
     old
 }
 
-/// When this is dropped, it restores the exception flags of the host's MXCSR. They belong to the caller of the run, and
-/// the guest may have changed them. It also clears the flags of the x87 unit.
+/// Restores the exception flags of the host's MXCSR when this value is dropped, and clears the flags of the x87 unit.
+/// The flags of MXCSR belong to the caller of the run, and the guest may have changed them.
 pub(crate) struct HostFlags {
     mxcsr: u32,
 }
@@ -207,8 +207,8 @@ macro_rules! load_guest_mxcsr {
 }
 pub(super) use load_guest_mxcsr;
 
-/// Stores the guest's MXCSR to `{guest}`. If the control bits differ from those in `{host}`, loads the latter. Changes
-/// r8.
+/// Stores the guest's MXCSR to `{guest}`. If its control bits differ from those in `{host}`, loads MXCSR from `{host}`.
+/// Changes r8.
 macro_rules! load_host_mxcsr {
     () => {
         "stmxcsr [{guest}]

@@ -163,8 +163,8 @@ pub(super) fn run_float(cpu: &mut Cpu, op: &Op, work: &mut Work) -> Result<u64, 
     run_unmasked(cpu, op, work)
 }
 
-/// The exceptions that are detected before a result is computed: invalid, denormal and divide-by-zero. If an unmasked
-/// one of them is raised, the other exceptions do not occur.
+/// The exceptions that are detected before a result is computed: invalid, denormal and divide-by-zero. If one of
+/// them is raised and is not masked, the other exceptions do not occur.
 const BEFORE_RESULT: u32 = 7;
 const UNDERFLOW: u32 = 1 << 4;
 const FLUSH_TO_ZERO: u32 = 1 << 15;

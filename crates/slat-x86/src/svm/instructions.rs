@@ -59,7 +59,7 @@ fn vmrun(cpu: &mut Cpu, op: &Op) -> Flow {
 }
 
 /// Returns the nested tables that translate the address of the control block in VMLOAD and VMSAVE. `None`: the address
-/// needs no nested translation. It needs one if the hypervisor has virtualized these instructions for its guest
+/// needs no nested translation. The address needs it if the hypervisor has virtualized these instructions for its guest
 /// (15.33.1). If they are virtualized and the guest is not in long mode, there is a #VMEXIT with exit code `code`.
 fn virtual_tables(cpu: &mut Cpu, op: &Op, code: u64) -> Result<Option<NestedPaging>, Break> {
     let is_offered = cpu.features.svm & feature::VIRTUAL_VMLOAD != 0;
@@ -105,7 +105,7 @@ fn clgi(cpu: &mut Cpu, op: &Op) -> Flow {
     set_gif(cpu, op, code::CLGI, false)
 }
 
-/// Changes GIF; in a guest with a virtual GIF, changes that instead.
+/// Changes GIF, or, in a guest with a virtual GIF, the virtual GIF.
 fn set_gif(cpu: &mut Cpu, op: &Op, code: u64, gif: bool) -> Flow {
     enabled(cpu)?;
     cpu.intercept(op, code)?;

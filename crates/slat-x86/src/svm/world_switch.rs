@@ -135,7 +135,7 @@ impl Cpu {
             NOTHING if keeps(asid) && asid == last => return,
             NOTHING if keeps(asid) => {}
             ALL => self.flush_other(),
-            // This also drops global translations, which is more than required.
+            // `flush_world` also drops global translations, although not all of these cases require that.
             _ => self.flush_world(),
         }
         self.tell_flush(GuestFlush::Nested);

@@ -223,7 +223,8 @@ impl Stlb {
         self.switch(name, true);
     }
 
-    /// Drops the translations of a world. If it is the current world, the caller must enter it again.
+    /// Drops the translations of a world (the hypervisor's, or those of one ASID). If the world is the current one, the
+    /// caller must enter the world again.
     pub(super) fn forget_world(&mut self, world: usize) {
         self.globals[world] = 0;
         for space in self.spaces.iter_mut().filter(|space| space.is_of(world)) {
