@@ -24,7 +24,7 @@ impl Executor {
 
     /// Finishes the last instruction, with the data that the caller has provided. Executes no other instruction.
     /// Returns the instruction's next exit, or `None` if the instruction is finished and its results are in
-    /// [`state`](Self::state).
+    /// the CPU's `state`.
     ///
     /// Ends with [`Exit::Attention`] if the instruction has to wait for memory and `attention` is not zero.
     pub fn complete(&mut self, machine: &mut dyn Machine, attention: &AtomicU32) -> Option<Exit> {

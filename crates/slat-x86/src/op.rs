@@ -35,7 +35,8 @@ macro_rules! rows {
 }
 pub(crate) use rows;
 
-/// Makes a row for the mnemonics of a family. A function that is generic over [`Operation`] chooses their handlers.
+/// Makes a row for the mnemonics of a family. A function that is generic over [`Operation`](crate::sem::Operation)
+/// chooses their handlers.
 macro_rules! family_rows {
     ([$($file:ident::$name:ident)*] $choose:ident) => {
         &[$($crate::op::Row {

@@ -58,7 +58,7 @@ impl Cpu {
         self.question_done(&question);
     }
 
-    /// Returns the data of the output that ended the last run: all units of [`Exit::Io`].
+    /// Returns the data of the output that ended the last run: all units of [`Exit::Io`](crate::Exit::Io).
     pub fn output(&self) -> &[u8] {
         let output = &self.fixed.output;
         &output.bytes[..output.len]
