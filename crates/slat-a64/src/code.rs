@@ -7,7 +7,7 @@ use crate::insn::Insn;
 use alloc::vec::Vec;
 
 /// A power of two.
-const ENTRIES: usize = 4096;
+const ENTRIES: usize = 16384;
 
 /// Bytes of a line, of which CTR_EL0.IminLine has the logarithm.
 pub(crate) const LINE: u64 = 64;
@@ -15,9 +15,29 @@ pub(crate) const LINE: u64 = 64;
 /// An instruction, or `None` if it is UNDEFINED.
 pub(crate) type Decoded = Option<Insn>;
 
+/// The address that no instruction has: addresses are multiples of 4.
+const NOWHERE: u64 = 1;
+
+/// The machine's address of an instruction with what it is.
+#[derive(Clone, Copy)]
+struct Entry {
+    at: u64,
+    decoded: Decoded,
+}
+
+impl Entry {
+    const NONE: Entry = Entry {
+        at: NOWHERE,
+        decoded: None,
+    };
+}
+
+/// The place of a decoded instruction, until code is dropped or entered.
+#[derive(Clone, Copy)]
+pub(crate) struct Place(usize);
+
 pub(crate) struct Code {
-    /// The machine's address of an instruction with what it is.
-    entries: Vec<Option<(u64, Decoded)>>,
+    entries: Vec<Entry>,
 }
 
 #[inline(always)]
@@ -28,26 +48,34 @@ fn index(at: u64) -> usize {
 impl Code {
     pub(crate) fn new() -> Self {
         Self {
-            entries: alloc::vec![None; ENTRIES],
+            entries: alloc::vec![Entry::NONE; ENTRIES],
         }
     }
 
-    /// Returns the instruction at one of the machine's addresses, if it is known.
+    /// Returns the place of the instruction at one of the machine's addresses, if it is known.
     #[inline(always)]
-    pub(crate) fn find(&self, at: u64) -> Option<Decoded> {
-        match self.entries[index(at)] {
-            Some((known, decoded)) if known == at => Some(decoded),
-            _ => None,
-        }
+    pub(crate) fn find(&self, at: u64) -> Option<Place> {
+        let place = index(at);
+        (self.entries[place].at == at).then_some(Place(place))
     }
 
-    pub(crate) fn enter(&mut self, at: u64, decoded: Decoded) {
-        self.entries[index(at)] = Some((at, decoded));
+    /// Returns the instruction at a place. The copy has the layout of the entry: a search that returns the instruction
+    /// itself would build another value, byte by byte, for each instruction that is executed.
+    #[inline(always)]
+    pub(crate) fn get(&self, place: Place) -> Decoded {
+        self.entries[place.0].decoded
+    }
+
+    /// Enters an instruction, and returns its place.
+    pub(crate) fn enter(&mut self, at: u64, decoded: Decoded) -> Place {
+        let place = index(at);
+        self.entries[place] = Entry { at, decoded };
+        Place(place)
     }
 
     /// Forgets all instructions.
     pub(crate) fn flush(&mut self) {
-        self.entries.fill(None);
+        self.entries.fill(Entry::NONE);
     }
 
     /// Forgets the instructions of the line that contains an address.
@@ -55,8 +83,8 @@ impl Code {
         let start = at & !(LINE - 1);
         for at in (start..=start + (LINE - 4)).step_by(4) {
             let entry = &mut self.entries[index(at)];
-            if entry.is_some_and(|(known, _)| known == at) {
-                *entry = None;
+            if entry.at == at {
+                *entry = Entry::NONE;
             }
         }
     }

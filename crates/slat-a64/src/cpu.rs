@@ -172,7 +172,7 @@ impl Cpu {
             below,
         };
         let insn = match mmu.instruction(state, state.pc) {
-            Ok(insn) => insn,
+            Ok(place) => mmu.caches.code.get(place),
             Err(Fault::Stage1(abort)) => {
                 state.take_fetch_abort(abort);
                 return None;

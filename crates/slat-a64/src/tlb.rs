@@ -14,7 +14,7 @@ use crate::stage1::Accessor;
 use alloc::vec::Vec;
 
 /// Entries of a table, and tables: for EL0, for EL1, and for EL1 with PAN.
-const ENTRIES: usize = 1024;
+const ENTRIES: usize = 4096;
 const TABLES: usize = 3;
 
 /// The logarithm of the bytes of an entry's page.

@@ -8,7 +8,7 @@ mod maintain;
 
 use crate::abort::{Abort, Fault, Right, Stage2, status};
 use crate::caches::Caches;
-use crate::code::Decoded;
+use crate::code;
 use crate::decode::decode;
 use crate::hypervisor::Hypervisor;
 use crate::insn::Order;
@@ -210,35 +210,35 @@ impl<H: Hypervisor> Mmu<'_, H> {
         failed
     }
 
-    /// Returns the instruction at an address.
+    /// Returns the place of the decoded instruction at an address.
     #[inline(always)]
     pub(crate) fn instruction(
         &mut self,
         state: &State,
         address: u64,
-    ) -> Result<Decoded, Fault<H::Fault>> {
+    ) -> Result<code::Place, Fault<H::Fault>> {
         let accessor = accessor(state, Kind::Ordinary);
         if let Some(at) = self.caches.tlb.find(accessor, Right::Execute, address, 4)
-            && let Some(decoded) = self.caches.code.find(at)
+            && let Some(place) = self.caches.code.find(at)
         {
-            return Ok(decoded);
+            return Ok(place);
         }
         self.new_instruction(state, address)
     }
 
     #[cold]
-    fn new_instruction(&mut self, state: &State, address: u64) -> Result<Decoded, Fault<H::Fault>> {
+    fn new_instruction(
+        &mut self,
+        state: &State,
+        address: u64,
+    ) -> Result<code::Place, Fault<H::Fault>> {
         let request = Request::access(state, Right::Execute, Access::default());
         let place = self.place(state, address, &request)?;
-        if let Some(decoded) = self.caches.code.find(place.at) {
-            return Ok(decoded);
+        if let Some(known) = self.caches.code.find(place.at) {
+            return Ok(known);
         }
         match self.below.load(place.at, 2, Order::default()) {
-            Ok(word) => {
-                let decoded = decode(word as u32);
-                self.caches.code.enter(place.at, decoded);
-                Ok(decoded)
-            }
+            Ok(word) => Ok(self.caches.code.enter(place.at, decode(word as u32))),
             Err(reason) => Err(Self::refused(address, place.ipa, &request, reason)),
         }
     }
