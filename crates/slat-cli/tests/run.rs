@@ -196,6 +196,34 @@ fn can_load(scratch: &Scratch) -> bool {
     can
 }
 
+/// In such a root slat cannot ask how memory is mapped.
+#[test]
+fn without_a_proc_the_built_in_program_runs() {
+    let within = |words: &[&str]| {
+        let hidden = "mount -t tmpfs none /proc && exec \"$@\"";
+        let mut command = Command::new("unshare");
+        command
+            .args([
+                "--user",
+                "--map-root-user",
+                "--mount",
+                "sh",
+                "-c",
+                hidden,
+                "sh",
+            ])
+            .args(words);
+        command.output()
+    };
+    match within(&["true"]) {
+        Ok(output) if output.status.success() => {}
+        other => return eprintln!("skipped: no user namespace with mounts: {other:?}"),
+    }
+    let output = within(&[env!("CARGO_BIN_EXE_slat"), "run"]).unwrap();
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    assert!(text(&output.stdout).contains("slot_changes"));
+}
+
 #[test]
 fn a_statically_linked_program_uses_slat() {
     let scratch = Scratch::new("static");

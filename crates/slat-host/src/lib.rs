@@ -130,6 +130,14 @@ impl<const PAGE_SHIFT: u32> HostPlatform<PAGE_SHIFT> {
         Ok(self.page(mapping, backing))
     }
 
+    /// Touches the page at `backing`, of whose mapping the kernel tells nothing. A page that was not written counts as
+    /// read-only, so the guest's first write is another fault, which tries to write.
+    fn try_untold(backing: Hva, access: Access) -> Result<HostPage, ResolveError> {
+        touch(backing.0 as usize, access)?;
+        let page = HostPage::new(Self::GRANULE.pfn(Hpa(backing.0)), Level::PAGE);
+        Ok(page.with_writable(access == Access::Write))
+    }
+
     fn page(&self, mapping: &mappings::Mapping, backing: Hva) -> HostPage {
         HostPage::new(
             Self::GRANULE.pfn(Hpa(backing.0)),
@@ -207,7 +215,10 @@ unsafe impl<const PAGE_SHIFT: u32> Platform for HostPlatform<PAGE_SHIFT> {
         let address = backing.0 as usize;
         let has_userfault = self.userfaults.check(request, Self::GRANULE)?;
         loop {
-            let found = mappings::find(address).ok_or(ResolveError::BadAddress)?;
+            let Ok(found) = mappings::find(address) else {
+                return Self::try_untold(backing, access);
+            };
+            let found = found.ok_or(ResolveError::BadAddress)?;
             match self.try_page(&found.mapping, backing, access) {
                 // The mapping may have changed without being reported.
                 Err(ResolveError::BadAddress) if !found.fresh => mappings::forget(address),
@@ -220,7 +231,7 @@ unsafe impl<const PAGE_SHIFT: u32> Platform for HostPlatform<PAGE_SHIFT> {
     fn resolve_resident(&self, _: VmId, backing: Range<Hva>, found: &mut dyn FnMut(HostRun)) {
         let (mut at, end) = (backing.start.0 as usize, backing.end.0 as usize);
         while at < end {
-            let Some(mappings::Found { mapping, .. }) = mappings::find(at) else {
+            let Ok(Some(mappings::Found { mapping, .. })) = mappings::find(at) else {
                 // The range rarely extends beyond one mapping, and pages after a gap need not be found now.
                 return;
             };

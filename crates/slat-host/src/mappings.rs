@@ -11,6 +11,9 @@
 //! If a change is not reported (the C library's own `mmap`), an access fails later, and slat then forgets
 //! the mapping: `forget`.
 //!
+//! In a root without `/proc` the kernel tells nothing ([`Untold`]). Then each page is small, and has the rights that an
+//! access of the platform has just shown.
+//!
 //! While the process has no VM, changes need no report. Only the fact that the program gave advice is recorded
 //! ([`advice_passed_by`]); the first VM then reads all advice from the kernel ([`begin`]).
 //!
@@ -31,7 +34,7 @@ use std::sync::{Mutex, MutexGuard};
 use slat_process::page_size;
 
 use crate::process::PerProcess;
-use crate::procfs;
+use crate::procfs::{self, Untold};
 
 /// The program's advice to the kernel about huge pages in a range (madvise).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -213,7 +216,8 @@ pub fn learn(range: Range<usize>) {
     let mut at = range.start;
     for _ in 0..MOST {
         let known = table().at(at).map(|mapping| mapping.range.end);
-        let Some(end) = known.or_else(|| ask(at).map(|(mapping, _)| mapping.range.end)) else {
+        let asked = || Some(ask(at).ok()??.0.range.end);
+        let Some(end) = known.or_else(asked) else {
             return;
         };
         if end >= range.end {
@@ -250,7 +254,10 @@ pub(crate) struct Found {
 }
 
 /// Returns the mapping around `address`; `None` if there is none.
-pub(crate) fn find(address: usize) -> Option<Found> {
+///
+/// # Errors
+/// [`Untold`].
+pub(crate) fn find(address: usize) -> Result<Option<Found>, Untold> {
     let epoch = EPOCH.load(SeqCst);
     RECENT.with_borrow_mut(|recent| {
         if recent.epoch != epoch {
@@ -259,16 +266,19 @@ pub(crate) fn find(address: usize) -> Option<Found> {
         }
         let mut last = recent.mappings.iter().flatten();
         if let Some(hit) = last.find(|mapping| mapping.range.contains(&address)) {
-            return Some(Found {
+            return Ok(Some(Found {
                 mapping: hit.clone(),
                 fresh: false,
-            });
+            }));
         }
         let known = table().at(address).cloned();
         let fresh = known.is_none();
         let (mapping, stays) = match known {
             Some(mapping) => (mapping, true),
-            None => ask(address)?,
+            None => match ask(address)? {
+                Some(asked) => asked,
+                None => return Ok(None),
+            },
         };
         // The mapping is stored with the epoch read before: if a mapping was forgotten meanwhile, the next
         // look-up drops this one.
@@ -276,14 +286,19 @@ pub(crate) fn find(address: usize) -> Option<Found> {
             recent.mappings[recent.next] = Some(mapping.clone());
             recent.next = (recent.next + 1) % REMEMBERED;
         }
-        Some(Found { mapping, fresh })
+        Ok(Some(Found { mapping, fresh }))
     })
 }
 
 /// Asks the kernel. Returns the mapping around `address`, and whether the table has the mapping now.
-fn ask(address: usize) -> Option<(Mapping, bool)> {
+///
+/// # Errors
+/// [`Untold`].
+fn ask(address: usize) -> Result<Option<(Mapping, bool)>, Untold> {
     let changes = table().changes;
-    let raw = procfs::mapping_at(address)?;
+    let Some(raw) = procfs::mapping_at(address)? else {
+        return Ok(None);
+    };
     let mut mapping = Mapping {
         range: raw.range,
         readable: raw.readable,
@@ -295,7 +310,7 @@ fn ask(address: usize) -> Option<(Mapping, bool)> {
         transparent(&mut table, &mut mapping, address);
     }
     let stays = table.insert(&mapping, changes);
-    Some((mapping, stays))
+    Ok(Some((mapping, stays)))
 }
 
 /// Applies the system's mode for transparent huge pages, and the program's advice, to an anonymous mapping. Narrows the
@@ -421,7 +436,8 @@ mod tests {
             std::thread::scope(|scope| {
                 for _ in 0..4 {
                     scope.spawn(|| {
-                        assert_eq!(ask(start).unwrap().0.page_bytes, transparent_bytes())
+                        let (mapping, _) = ask(start).unwrap().unwrap();
+                        assert_eq!(mapping.page_bytes, transparent_bytes());
                     });
                 }
             });

@@ -28,10 +28,14 @@ pub(crate) struct Raw {
     pub(crate) page_size: u64,
 }
 
-/// Returns the mapping around `address`; `None` if nothing is mapped there, or the kernel does not report the mapping.
-pub(crate) fn mapping_at(address: usize) -> Option<Raw> {
+/// The kernel tells nothing about this process's mappings: the files cannot be read, because the root has no `/proc`.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Untold;
+
+/// Returns the mapping around `address`; `None` if nothing is mapped there.
+pub(crate) fn mapping_at(address: usize) -> Result<Option<Raw>, Untold> {
     match query(address) {
-        Ok(found) => found,
+        Ok(found) => Ok(found),
         Err(_) => from_smaps(address),
     }
 }
@@ -365,13 +369,14 @@ fn query(address: usize) -> Result<Option<Raw>, i32> {
 }
 
 /// Like [`query`], but from `/proc/self/smaps`.
-fn from_smaps(address: usize) -> Option<Raw> {
-    let mut found = None;
+fn from_smaps(address: usize) -> Result<Option<Raw>, Untold> {
+    let mut found = Err(Untold);
     each_mapping(&mut |raw, _| {
         if raw.range.end <= address {
+            found = Ok(None);
             return ControlFlow::Continue(());
         }
-        found = raw.range.contains(&address).then_some(raw);
+        found = Ok(raw.range.contains(&address).then_some(raw));
         ControlFlow::Break(())
     });
     found
@@ -498,14 +503,15 @@ mod tests {
     fn the_kernel_and_smaps_agree() {
         let here = Box::new(0u64);
         let address = &raw const *here as usize;
-        let smaps = from_smaps(address).unwrap();
+        let smaps = from_smaps(address).unwrap().unwrap();
         assert!(smaps.range.contains(&address) && smaps.readable && smaps.writable);
         if let Ok(Some(query)) = query(address) {
             assert_eq!(query.range, smaps.range);
             assert_eq!(query.page_size, smaps.page_size);
             assert_eq!(query.anonymous, smaps.anonymous);
         }
-        assert!(from_smaps(0x1000).is_none());
+        assert!(matches!(from_smaps(0x1000), Ok(None)));
+        assert!(matches!(from_smaps(usize::MAX), Ok(None)));
     }
 
     #[test]
@@ -542,7 +548,8 @@ mod tests {
             });
             let ask = || {
                 for _ in 0..ROUNDS {
-                    let found = from_smaps(asked).map(|raw| (raw.range, raw.writable));
+                    let found = from_smaps(asked).unwrap();
+                    let found = found.map(|raw| (raw.range, raw.writable));
                     assert_eq!(found, Some((asked..asked + page, true)));
                 }
             };
@@ -572,7 +579,8 @@ mod tests {
             let fd = file.descriptor().unwrap();
             // SAFETY: the call closes slat's descriptor, like a program that closes all descriptors.
             assert_eq!(unsafe { libc::close(fd) }, 0);
-            assert!(mapping_at(address).is_some() && from_smaps(address).is_some());
+            assert!(matches!(mapping_at(address), Ok(Some(_))));
+            assert!(matches!(from_smaps(address), Ok(Some(_))));
         }
     }
 }
