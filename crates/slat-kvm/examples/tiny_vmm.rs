@@ -3,39 +3,29 @@
 //! The same source serves both: the macro below is expanded once with kvm-ioctls' types and once with slat-kvm's. A
 //! program that uses one of the two only has `use kvm_ioctls::…` or `use slat_kvm::…` instead.
 //!
-//! The guest is real-mode code: it reads a byte from port 0x10, adds the value of a device register, writes the sum to
-//! port 0x11 and to the device register, and halts.
-#![cfg(target_arch = "x86_64")]
+//! The guest reads a byte of a device, writes a sum to the device, and ends. What differs between the processors, the
+//! guest's code and the vCPU's first registers, is in a file for each.
+
+#[cfg_attr(target_arch = "aarch64", path = "tiny_vmm/aarch64.rs")]
+#[cfg_attr(target_arch = "x86_64", path = "tiny_vmm/x86_64.rs")]
+#[macro_use]
+mod guest;
 
 use std::process::ExitCode;
 
-/// ```text
-/// mov dx, 0x10
-/// in al, dx
-/// mov bx, 0x8000        ; the address of a device: no memory
-/// add al, [bx]
-/// inc dx
-/// out dx, al
-/// mov [bx], al
-/// hlt
-/// ```
-const GUEST: &[u8] = &[
-    0xba, 0x10, 0x00, 0xec, 0xbb, 0x00, 0x80, 0x02, 0x07, 0x42, 0xee, 0x88, 0x07, 0xf4,
-];
-const CODE: u64 = 0x1000;
 const MEMORY: usize = 0x4000;
 
 macro_rules! vmm {
     ($backend:ident) => {
         pub fn run() -> Result<Vec<String>, Box<dyn std::error::Error>> {
-            use kvm_bindings::kvm_userspace_memory_region;
+            use kvm_bindings::{KVM_SYSTEM_EVENT_SHUTDOWN, kvm_userspace_memory_region};
             use $backend::{Kvm, VcpuExit};
 
             let kvm = Kvm::new()?;
             let vm = kvm.create_vm()?;
             let mut memory = crate::Memory::new(crate::MEMORY)?;
-            memory.bytes()[crate::CODE as usize..][..crate::GUEST.len()]
-                .copy_from_slice(crate::GUEST);
+            memory.bytes()[crate::guest::CODE as usize..][..crate::guest::CODE_BYTES.len()]
+                .copy_from_slice(crate::guest::CODE_BYTES);
             let region = kvm_userspace_memory_region {
                 slot: 0,
                 flags: 0,
@@ -46,18 +36,7 @@ macro_rules! vmm {
             // SAFETY: the memory outlives the VM, and is read only while the guest does not run.
             unsafe { vm.set_user_memory_region(region)? };
 
-            let mut vcpu = vm.create_vcpu(0)?;
-            let mut sregs = vcpu.get_sregs()?;
-            for segment in [&mut sregs.cs, &mut sregs.ds, &mut sregs.ss] {
-                segment.base = 0;
-                segment.selector = 0;
-            }
-            vcpu.set_sregs(&sregs)?;
-            let mut regs = vcpu.get_regs()?;
-            regs.rip = crate::CODE;
-            regs.rflags = 2;
-            vcpu.set_regs(&regs)?;
-
+            let mut vcpu = create_vcpu!(vm);
             let mut log = Vec::new();
             loop {
                 match vcpu.run()? {
@@ -77,6 +56,10 @@ macro_rules! vmm {
                     }
                     VcpuExit::Hlt => {
                         log.push("halted".into());
+                        return Ok(log);
+                    }
+                    VcpuExit::SystemEvent(KVM_SYSTEM_EVENT_SHUTDOWN, _) => {
+                        log.push("switched off".into());
                         return Ok(log);
                     }
                     exit => return Err(format!("unexpected exit: {exit:?}").into()),

@@ -24,19 +24,38 @@ mod client {
     /// The result of KVM_GET_API_VERSION on `/dev/kvm`.
     const API_VERSION: i32 = 12;
 
+    const IS_X86: bool = cfg!(target_arch = "x86_64");
+
+    /// The number of this machine in an ELF file, and code that makes the calls open (or openat), ioctl and exit_group. The
+    /// path of the device is behind the code.
+    const MACHINE: (u8, &[u8]) = match IS_X86 {
+        true => (
+            62,
+            &[
+                0x48, 0x8d, 0x3d, 0x25, 0, 0, 0, 0xbe, 2, 0, 0, 0, 0xb8, 2, 0, 0, 0, 0x0f, 0x05,
+                0x89, 0xc7, 0xbe, 0, 0xae, 0, 0, 0x31, 0xd2, 0xb8, 16, 0, 0, 0, 0x0f, 0x05, 0x89,
+                0xc7, 0xb8, 231, 0, 0, 0, 0x0f, 0x05,
+            ],
+        ),
+        false => (
+            183,
+            &[
+                0x60, 0x0c, 0x80, 0x92, 0x41, 1, 0, 0x10, 0x42, 0, 0x80, 0xd2, 8, 7, 0x80, 0xd2, 1,
+                0, 0, 0xd4, 1, 0xc0, 0x95, 0xd2, 2, 0, 0x80, 0xd2, 0xa8, 3, 0x80, 0xd2, 1, 0, 0,
+                0xd4, 0xc8, 0x0b, 0x80, 0xd2, 1, 0, 0, 0xd4,
+            ],
+        ),
+    };
+
     /// Makes a program that exits with the result of KVM_GET_API_VERSION on `/dev/kvm`: an ELF file
     /// without an interpreter.
     fn program(name: &str) -> PathBuf {
         const BASE: u64 = 0x40_0000;
         let text = "/dev/kvm\0";
-        // The calls open, ioctl and exit_group, each with its number in EAX and its arguments in EDI, ESI and EDX.
-        let code = [
-            0x48, 0x8d, 0x3d, 0x25, 0, 0, 0, 0xbe, 2, 0, 0, 0, 0xb8, 2, 0, 0, 0, 0x0f, 0x05, 0x89,
-            0xc7, 0xbe, 0, 0xae, 0, 0, 0x31, 0xd2, 0xb8, 16, 0, 0, 0, 0x0f, 0x05, 0x89, 0xc7, 0xb8,
-            231, 0, 0, 0, 0x0f, 0x05,
-        ];
+        let (machine, code) = MACHINE;
         let size = (120 + code.len() + text.len()) as u64;
-        let mut file = b"\x7fELF\x02\x01\x01\0\0\0\0\0\0\0\0\0\x02\0\x3e\0\x01\0\0\0".to_vec();
+        let mut file = b"\x7fELF\x02\x01\x01\0\0\0\0\0\0\0\0\0\x02\0".to_vec();
+        file.extend([machine, 0, 1, 0, 0, 0]);
         for word in [BASE + 120, 64, 0] {
             file.extend(word.to_le_bytes());
         }
@@ -62,7 +81,8 @@ mod client {
         const SET_DISPATCH: libc::c_int = 59;
         // SAFETY: the call switches dispatch off on this thread, where dispatch is not on, or fails.
         let is_dispatched = unsafe { libc::prctl(SET_DISPATCH, 0, 0, 0, 0) } == 0;
-        is_dispatched && slat_process::pointers::can_be_separate()
+        // For other processors slat rewrites all call sites.
+        (is_dispatched || !IS_X86) && slat_process::pointers::can_be_separate()
     }
 
     /// Where slat can load programs, runs `command`, which must use slat and print nothing.

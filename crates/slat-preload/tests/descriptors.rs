@@ -75,13 +75,10 @@ mod client {
             add(vm, Kind::Anonymous, "anon_inode:kvm-vm");
             let stats = libc::ioctl(vm, KVM_GET_STATS_FD, 0);
             add(stats, Kind::Stats, "anon_inode:kvm-vm-stats");
-            // slat has no vCPUs of other architectures yet.
-            if cfg!(target_arch = "x86_64") {
-                let vcpu = libc::ioctl(vm, KVM_CREATE_VCPU, 3);
-                add(vcpu, Kind::Anonymous, "anon_inode:kvm-vcpu:3");
-                let stats = libc::ioctl(vcpu, KVM_GET_STATS_FD, 0);
-                add(stats, Kind::Stats, "anon_inode:kvm-vcpu-stats:3");
-            }
+            let vcpu = libc::ioctl(vm, KVM_CREATE_VCPU, 3);
+            add(vcpu, Kind::Anonymous, "anon_inode:kvm-vcpu:3");
+            let stats = libc::ioctl(vcpu, KVM_GET_STATS_FD, 0);
+            add(stats, Kind::Stats, "anon_inode:kvm-vcpu-stats:3");
             let arguments = [0x5000u64, 0, 0, 0, 0, 0, 0, 0];
             let memory = libc::ioctl(vm, KVM_CREATE_GUEST_MEMFD, &arguments);
             if memory >= 0 || !is_native() {

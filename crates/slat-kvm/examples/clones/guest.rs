@@ -5,8 +5,8 @@
 //! what it changes, and its state: the registers of the vCPU, the interrupt controllers, the timer and the clock, by
 //! KVM's calls ([`State`]).
 
-use crate::Result;
-use crate::state::State;
+use super::Result;
+use super::state::State;
 use kvm_bindings::kvm_userspace_memory_region;
 use slat_kvm::{Kvm, VcpuFd, VmFd};
 use std::fs::File;

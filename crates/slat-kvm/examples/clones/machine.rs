@@ -1,12 +1,8 @@
-//! Clones of a running guest, as a sandbox makes one for each request: a guest gets ready once, and each request
-//! continues it in a VM of its own. Run it: `cargo run -p slat-kvm --example clones -- 1000`.
-//!
-//! How it is cloned is in [`guest`]: memory by MAP_PRIVATE, the rest by KVM's calls.
-#![cfg(target_arch = "x86_64")]
+//! The example, whose guest is x86's.
 
-#[path = "clones/guest.rs"]
+#[path = "guest.rs"]
 mod guest;
-#[path = "clones/state.rs"]
+#[path = "state.rs"]
 mod state;
 
 use guest::{Guest, Template, private_bytes};
@@ -133,7 +129,7 @@ fn serve(count: u32) -> Result<Cost> {
     })
 }
 
-fn main() -> ExitCode {
+pub fn main() -> ExitCode {
     let count = std::env::args()
         .nth(1)
         .map_or(Ok(1000), |text| text.parse());

@@ -1,6 +1,6 @@
 //! The state of a VM with one vCPU, beside its memory: what KVM's calls return, and take.
 
-use crate::Result;
+use super::Result;
 use kvm_bindings::{
     CpuId, KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE,
     KVM_MAX_CPUID_ENTRIES, Msrs, kvm_clock_data, kvm_debugregs, kvm_irqchip, kvm_lapic_state,

@@ -1,15 +1,6 @@
-//! A VMM that restores a guest from a snapshot twice: after it has read all of the guest's memory, and lazily, as the
-//! guest uses it. Run it: `SLAT_SET=userfault=on cargo run --release -p slat-kvm --example lazy_restore`.
-//!
-//! The lazy restore needs no userfaultfd, which most containers forbid. Its memslot has the flag `KVM_MEM_USERFAULT`,
-//! and a bitmap of the pages that are not there yet: an access to such a page ends KVM_RUN. Once the guest has said
-//! something, a thread reads the rest of the snapshot while the guest runs, and takes the flag away: from then on the
-//! memory may be mapped by huge pages.
-//!
-//! The guest, its memory and the snapshot are in [`snapshot`].
-#![cfg(target_arch = "x86_64")]
+//! The example, whose guest is x86's.
 
-#[path = "lazy_restore/snapshot.rs"]
+#[path = "snapshot.rs"]
 mod snapshot;
 
 use kvm_bindings::kvm_userspace_memory_region2;
@@ -183,7 +174,7 @@ fn compare(size: usize) -> Result<[Restored; 2]> {
     Ok([restore(&file, size, false)?, restore(&file, size, true)?])
 }
 
-fn main() -> ExitCode {
+pub fn main() -> ExitCode {
     let [eager, lazy] = match compare(MEMORY) {
         Ok(both) => both,
         Err(error) => {

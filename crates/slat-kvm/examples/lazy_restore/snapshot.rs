@@ -1,6 +1,6 @@
 //! A guest that fills its memory, and the snapshot of it: the memory, then the vCPU's registers.
 
-use crate::{Result, set_slot};
+use super::{Result, set_slot};
 use kvm_bindings::{kvm_regs, kvm_sregs};
 use slat_kvm::{Kvm, VcpuExit};
 use std::fs::File;

@@ -1,8 +1,8 @@
 //! Linux as a guest, started as the x86/HVM direct boot ABI (PVH) says: an ELF file that has a note
 //! with its 32-bit entry.
 
-use crate::Result;
-use crate::guest::Guest;
+use super::Result;
+use super::guest::Guest;
 use object::elf::{FileHeader64, PT_LOAD};
 use object::endian::LittleEndian;
 use object::read::elf::{FileHeader as _, ProgramHeader as _};

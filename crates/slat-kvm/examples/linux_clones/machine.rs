@@ -1,18 +1,10 @@
-//! Clones of a Linux that has booted: it boots once to its first program, and each clone goes on from there with a
-//! request of its own. Run it: `cargo run --release -p slat-kvm --example linux_clones -- VMLINUX INITRD 1000`,
-//! with the kernel and the initrd that `conformance/vmm/materials` prepares (any vmlinux with CONFIG_PVH, any
-//! initrd with /bin/busybox).
-//!
-//! The VMM has no devices but those in KVM, and a serial line without interrupts for the kernel's messages. The
-//! guest's first program, a script, asks for its request by reading a port ([`ASK`]); there the guest stops and
-//! is cloned ([`guest`]).
-#![cfg(target_arch = "x86_64")]
+//! The example, whose guest is x86's.
 
-#[path = "linux_clones/boot.rs"]
+#[path = "boot.rs"]
 mod boot;
-#[path = "clones/guest.rs"]
+#[path = "../clones/guest.rs"]
 mod guest;
-#[path = "clones/state.rs"]
+#[path = "../clones/state.rs"]
 mod state;
 
 use guest::{Guest, Template, private_bytes};
@@ -217,7 +209,7 @@ fn serve_all(template: &Template, count: u32) -> Result<()> {
     Ok(())
 }
 
-fn main() -> ExitCode {
+pub fn main() -> ExitCode {
     let words: Vec<_> = std::env::args().skip(1).collect();
     let work = || -> Result<()> {
         let [kernel, initrd, counts @ ..] = &words[..] else {
