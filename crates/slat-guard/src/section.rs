@@ -43,7 +43,7 @@ static ON_DEFERRAL: AtomicUsize = AtomicUsize::new(0);
 /// Sets the function that the signal handler calls for every signal that arrives in a section. The function should make
 /// the thread's work in the section end soon. `call` is async-signal-safe.
 pub fn on_deferral(call: fn()) {
-    ON_DEFERRAL.store(call as usize, Ordering::Release);
+    ON_DEFERRAL.store(call as usize, Ordering::Relaxed);
 }
 
 /// The bytes of the kernel's signal set.
@@ -210,7 +210,7 @@ pub unsafe fn defer(signal: i32, info: *mut libc::siginfo_t, context: *mut libc:
         return false;
     }
     let before = errno();
-    let call = ON_DEFERRAL.load(Ordering::Acquire);
+    let call = ON_DEFERRAL.load(Ordering::Relaxed);
     if call != 0 {
         // SAFETY: only `on_deferral` stores here.
         unsafe { mem::transmute::<usize, fn()>(call)() };

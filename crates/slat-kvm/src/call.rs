@@ -15,7 +15,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 #[derive(Debug)]
 pub(crate) struct Life {
     birth: Birth,
-    /// Whether a call has panicked, or lost the guest's state.
+    /// Whether a call has panicked, or lost the guest's state. A vCPU that runs learns it by its attention word, which
+    /// orders this store and the vCPU's load.
     dead: AtomicBool,
 }
 
@@ -46,7 +47,7 @@ impl Life {
     /// # Errors
     /// `EIO` in a forked child, and after a call that panicked.
     pub(crate) fn check(&self) -> Result<()> {
-        if self.is_foreign() || self.dead.load(Ordering::SeqCst) {
+        if self.is_foreign() || self.dead.load(Ordering::Relaxed) {
             return fail(libc::EIO);
         }
         Ok(())
@@ -55,7 +56,7 @@ impl Life {
     /// Ends the life of the VM: KVM's `kvm_vm_dead`. Takes no lock. A vCPU that runs or sleeps sees the attention bit,
     /// and finds the VM dead.
     pub(crate) fn end(&self, engine: &EngineVm) {
-        self.dead.store(true, Ordering::SeqCst);
+        self.dead.store(true, Ordering::Relaxed);
         engine.visit_attention(&mut |attention| ticker::raise(attention, bits::RETRY));
     }
 

@@ -90,7 +90,9 @@ impl IrqFd {
 #[derive(Debug, Default)]
 pub(crate) struct IrqFds {
     list: Mutex<Vec<Shared<IrqFd>>>,
-    /// Whether the VM has ever had resampled irqfds. If not, ends of interrupts do not look at the list.
+    /// Whether the VM has ever had resampled irqfds. If not, ends of interrupts do not look at the list. One word, which
+    /// never changes back: who has an interrupt of a resampled irqfd has it by the lock of the service, or by a call
+    /// that the client has made after `KVM_IRQFD`.
     resampled: AtomicBool,
 }
 
@@ -127,7 +129,7 @@ impl IrqFds {
         heap::reserve(&mut list, 1)?;
         list.push(irqfd.clone());
         if resampled {
-            self.resampled.store(true, Ordering::SeqCst);
+            self.resampled.store(true, Ordering::Relaxed);
         }
         let added = Service::get().and_then(|service| service.add(irqfd));
         if added.is_err() {
@@ -176,7 +178,7 @@ impl IrqFds {
 
     /// Whether the VM has ever had resampled irqfds.
     pub(crate) fn has_resampled(&self) -> bool {
-        self.resampled.load(Ordering::SeqCst)
+        self.resampled.load(Ordering::Relaxed)
     }
 
     /// Lowers the line that the resampled irqfds of `gsi` hold, and signals the client, which may raise the line again.
@@ -245,7 +247,7 @@ impl Service {
             *epoll = Some(Shared::try_new(fd).map_err(no_memory)?);
         }
         drop(epoll);
-        if !service.started.swap(true, Ordering::SeqCst) {
+        if !service.started.swap(true, Ordering::Relaxed) {
             background::start(service);
         }
         Ok(service)

@@ -32,7 +32,7 @@ struct Watcher {
 #[derive(Debug)]
 struct Observer {
     /// The value that wait(2) would return for the first thread. [`RUNS`] as long as the program has threads;
-    /// [`UNKNOWN`] if the value is unknown.
+    /// [`UNKNOWN`] if the value is unknown. One word, which means the same by itself: it needs no order.
     status: AtomicU32,
 }
 
@@ -138,7 +138,7 @@ impl Background for Observer {
 
     fn run(&'static self) {
         let status = observe().unwrap_or(UNKNOWN);
-        self.status.store(status, Ordering::Release);
+        self.status.store(status, Ordering::Relaxed);
         wait::wake(&self.status);
     }
 }
@@ -152,14 +152,14 @@ impl Background for Watcher {
     fn run(&'static self) {
         wait_for_first();
         if background::start(&self.observer) {
-            while self.observer.status.load(Ordering::Acquire) == RUNS {
+            while self.observer.status.load(Ordering::Relaxed) == RUNS {
                 wait::sleep(&self.observer.status, RUNS, None);
             }
         }
     }
 
     fn has_run(&'static self) {
-        let status = self.observer.status.load(Ordering::Acquire);
+        let status = self.observer.status.load(Ordering::Relaxed);
         if status == RUNS || status == UNKNOWN {
             return;
         }

@@ -17,7 +17,7 @@ pub(crate) struct VcpuCommon {
     pub(crate) id: u32,
     pub(crate) attention: Attention,
     pub(crate) client: Shared<Client>,
-    /// The thread (`pthread_t`) that is in `KVM_RUN`, or 0.
+    /// The thread (`pthread_t`) that is in `KVM_RUN`, or 0. One word, which means the same by itself: it needs no order.
     pub(crate) runner: AtomicUsize,
     pub(crate) exits: Exits,
     pub(crate) times: ExitTimes,
@@ -49,7 +49,7 @@ pub fn interrupt_thread(thread: usize) {
         return;
     };
     for vcpu in &*all(vcpus) {
-        if vcpu.runner.load(Ordering::SeqCst) == thread {
+        if vcpu.runner.load(Ordering::Relaxed) == thread {
             ticker::raise(&vcpu.attention, bits::SIGNAL);
         }
     }

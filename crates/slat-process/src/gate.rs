@@ -3,6 +3,9 @@
 //! At first the gate is an instruction of slat's own. Once the system calls of this process are dispatched to slat
 //! (`docs/dispatch.md`), the kernel lets only those calls pass that come from the C library's text. From then on slat
 //! uses an instruction in the C library's text.
+//!
+//! The gate, and which threads use it, are one word each. All gates are there before they are used, and stay, so the
+//! words need no order.
 
 pub use crate::arch::gate::GATE;
 use crate::arch::gate::{BYTES, call_at, exempted, own};
@@ -17,7 +20,7 @@ static IS_EXEMPTED_USED: AtomicBool = AtomicBool::new(false);
 /// filter sees for their calls, and must allow. Call in a program that loads libraries: its calls may be dispatched,
 /// but those of slat's threads are not.
 pub fn exempt() -> Range<usize> {
-    IS_EXEMPTED_USED.store(true, Ordering::Release);
+    IS_EXEMPTED_USED.store(true, Ordering::Relaxed);
     let next = exempted as *const () as usize + BYTES;
     next..next + 1
 }
@@ -66,10 +69,10 @@ pub unsafe fn call_own(number: i64, arguments: [usize; 6]) -> isize {
 /// # Safety
 /// - From now on, the instruction that enters the kernel and a `ret` are at `address`.
 pub unsafe fn move_to(address: usize) {
-    GATE.store(address as *mut (), Ordering::Release);
+    GATE.store(address as *mut (), Ordering::Relaxed);
 }
 
 /// Returns the address at which slat enters the kernel.
 pub fn address() -> usize {
-    GATE.load(Ordering::Acquire) as usize
+    GATE.load(Ordering::Relaxed) as usize
 }

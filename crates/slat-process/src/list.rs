@@ -153,7 +153,7 @@ pub fn is_any_forbidden() -> bool {
 
 /// Records that a filter forbids `call`.
 pub(crate) fn forbid(call: Call) {
-    FORBIDDEN.fetch_or(call.bit(), Ordering::SeqCst);
+    FORBIDDEN.fetch_or(call.bit(), Ordering::Relaxed);
 }
 
 /// Records that threads of the program must not open files any more, whatever the path is: from now on

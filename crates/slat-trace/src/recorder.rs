@@ -238,7 +238,7 @@ pub fn begin(path: &Path, selected: Selection, buffer: Buffer) -> io::Result<Opt
         .inspect_err(|_| remove(&path))?;
     mapped.describe(selected, start);
     if slot.set(mapped).is_ok() {
-        traced().store(selected.0, Release);
+        traced().store(selected.0, Relaxed);
     }
     Ok(Some(path))
 }

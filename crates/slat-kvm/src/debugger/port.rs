@@ -15,7 +15,8 @@ use std::time::Duration;
 const LONGEST_SLEEP: Duration = Duration::from_secs(60);
 
 /// A number that changes whenever the debugger has to check the vCPUs of this process: a vCPU has stopped or has begun
-/// to wait. The debugger's thread sleeps on this word.
+/// to wait. The debugger's thread sleeps on this word. It is changed with release after the vCPU's state, and read with
+/// acquire before the debugger looks at that state.
 pub(super) static NEWS: AtomicU32 = AtomicU32::new(0);
 
 /// The work that a vCPU does when it continues.
@@ -194,7 +195,7 @@ impl<T> Held for Port<T> {
 
 /// Wakes the debugger.
 fn tell() {
-    NEWS.fetch_add(1, Ordering::SeqCst);
+    NEWS.fetch_add(1, Ordering::Release);
     wait::wake(&NEWS);
 }
 

@@ -98,9 +98,9 @@ impl Session {
         wait::sleep(&NEWS, seen, Some(longest));
     }
 
-    /// Returns a number that changes when there are news.
+    /// Returns a number that changes when there are news. Call before looking at the vCPUs.
     pub(crate) fn news(&self) -> u32 {
-        NEWS.load(Ordering::SeqCst)
+        NEWS.load(Ordering::Acquire)
     }
 
     /// Returns why all vCPUs are held; `None` if a vCPU runs. If several vCPUs have hit probes, returns one of the

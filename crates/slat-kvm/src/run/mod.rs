@@ -58,7 +58,7 @@ impl VcpuObject {
         let _traced = slat_trace::run_vcpu(self.vm.number, self.common().id);
         // SAFETY: the call takes no pointer and cannot fail.
         let thread = unsafe { libc::pthread_self() } as usize;
-        self.common().runner.store(thread, Ordering::SeqCst);
+        self.common().runner.store(thread, Ordering::Relaxed);
         let masked = inner.signal_mask.map(Masked::enter);
         let _polling = (masked.is_some() || !SIGNALS_ARE_WATCHED.load(Ordering::Relaxed))
             .then(|| self.common().client.poll());
@@ -80,7 +80,7 @@ impl VcpuObject {
             entered.machine.stop_running();
             result
         });
-        self.common().runner.store(0, Ordering::SeqCst);
+        self.common().runner.store(0, Ordering::Relaxed);
         self.publish(inner);
         trace::returns(self.page.exit_reason(), &result);
         result

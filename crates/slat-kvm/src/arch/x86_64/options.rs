@@ -204,7 +204,7 @@ impl Options {
 
     /// Whether the guest may access an MSR.
     pub(crate) fn allows_msr(&self, msr: u32, write: bool) -> bool {
-        if !self.has_msr_filter.load(Ordering::Acquire) {
+        if !self.has_msr_filter.load(Ordering::Relaxed) {
             return true;
         }
         let filter = self.msr_filter.read();
@@ -217,7 +217,7 @@ impl Options {
     pub(crate) fn set_msr_filter(&self, filter: MsrFilter) {
         let mut held = (self.msr_filter.write()).unwrap_or_else(|poisoned| poisoned.into_inner());
         self.has_msr_filter
-            .store(!filter.allows_all(), Ordering::Release);
+            .store(!filter.allows_all(), Ordering::Relaxed);
         *held = filter;
     }
 }

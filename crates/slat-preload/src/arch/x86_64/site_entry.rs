@@ -77,7 +77,7 @@ pub static STATE_BYTES: AtomicUsize = AtomicUsize::new(0);
 pub fn prepare() {
     // Intel SDM, volume 2, CPUID leaf 0DH: EBX of its first subleaf.
     let bytes = host_leaf(0xd, 0).ebx as usize;
-    STATE_BYTES.store(bytes, Ordering::Release);
+    STATE_BYTES.store(bytes, Ordering::Relaxed);
 }
 
 /// Offset of the instructions in [`Site`], for assembly.

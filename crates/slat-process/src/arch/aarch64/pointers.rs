@@ -226,7 +226,7 @@ pub unsafe fn separate(programs: usize) {
     let own = own_or_new();
     own.programs.store(programs, Ordering::Relaxed);
     own.slats.store(slats, Ordering::Relaxed);
-    SEPARATE.store(true, Ordering::Release);
+    SEPARATE.store(true, Ordering::Relaxed);
 }
 
 /// Prepares a thread of slat's own, after the first call of [`separate`]. Such a thread needs nothing: an entry on a

@@ -117,7 +117,7 @@ pub unsafe fn separate(programs: usize) {
             asm!("wrgsbase {}", in(reg) std::ptr::from_ref(pointers), options(nostack));
         }
     });
-    SEPARATE.store(true, Ordering::Release);
+    SEPARATE.store(true, Ordering::Relaxed);
 }
 
 /// Prepares a thread of slat's own, after the first call of [`separate`]. The thread still has the base of GS of the

@@ -29,8 +29,8 @@ use std::sync::{Mutex, PoisonError};
 #[derive(Debug, Default)]
 pub(crate) struct Hyperv {
     partition: Mutex<Partition>,
-    /// Whether the page of the reference clock has to be written. This is stored under the partition's lock. While it
-    /// is false, vCPUs do not acquire that lock.
+    /// Whether the reference page has to be written. Stored under the partition's lock, before the attention word of the
+    /// vCPU that has to write the page is raised. While it is false, vCPUs do not take that lock.
     is_page_due: AtomicBool,
     pub(crate) connections: Connections,
 }
@@ -40,7 +40,7 @@ impl Hyperv {
     pub(crate) fn with_partition<R>(&self, work: impl FnOnce(&mut Partition) -> R) -> R {
         let mut partition = (self.partition.lock()).unwrap_or_else(PoisonError::into_inner);
         let result = work(&mut partition);
-        (self.is_page_due).store(partition.is_page_due(), Ordering::SeqCst);
+        (self.is_page_due).store(partition.is_page_due(), Ordering::Relaxed);
         result
     }
 
@@ -53,7 +53,7 @@ impl Hyperv {
 
     /// Begins to write the reference page. `None`: the page need not be written.
     pub(crate) fn begin_page(&self) -> Option<DuePage> {
-        if !self.is_page_due.load(Ordering::SeqCst) {
+        if !self.is_page_due.load(Ordering::Relaxed) {
             return None;
         }
         self.with_partition(Partition::begin_page)

@@ -5,7 +5,8 @@ use slat_hyperv::synic::Synic;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// The part of a virtual processor that other threads use.
+/// The part of a virtual processor that other threads use. Each of the atomics is one word, which means the same by
+/// itself: it needs no order.
 #[derive(Debug)]
 pub(crate) struct VirtualProcessor {
     index: AtomicU32,
@@ -26,12 +27,12 @@ impl VirtualProcessor {
 
     /// Returns the VP index, by which hypercalls and routes name the processor.
     pub(crate) fn index(&self) -> u32 {
-        self.index.load(Ordering::SeqCst)
+        self.index.load(Ordering::Relaxed)
     }
 
     /// Sets the VP index.
     pub(crate) fn set_index(&self, index: u32) {
-        self.index.store(index, Ordering::SeqCst);
+        self.index.store(index, Ordering::Relaxed);
     }
 
     /// Locks the SynIC.
@@ -41,13 +42,13 @@ impl VirtualProcessor {
 
     /// Whether the client has enabled the SynIC.
     pub(crate) fn has_synic(&self) -> bool {
-        self.has_synic.load(Ordering::SeqCst)
+        self.has_synic.load(Ordering::Relaxed)
     }
 
     /// Enables the SynIC. If `clears_pages`, each page that the guest names for the SynIC is filled with zeros.
     pub(crate) fn activate_synic(&self, clears_pages: bool) {
         self.synic().activate(clears_pages);
-        self.has_synic.store(true, Ordering::SeqCst);
+        self.has_synic.store(true, Ordering::Relaxed);
     }
 
     /// Returns the vector of the source `sint`. `None`: there is no SynIC or no such source, or the source is masked.
