@@ -58,7 +58,7 @@ impl VcpuMachine {
     pub(crate) fn new(engine: EngineVcpu, vm: Arc<VmObject>, common: Shared<VcpuCommon>) -> Self {
         VcpuMachine {
             memory: GuestMemory::new(engine, vm.engine.clone()),
-            timers: Timers::new(vm.arch.counter_offset.clone()),
+            timers: Timers::new(vm.arch.counter_offsets.clone()),
             vm,
             common,
             cache_selector: 0,
@@ -138,6 +138,15 @@ impl VcpuMachine {
         // The deadline is computed before the outputs are: a timer that expires in between has asserted its output.
         self.common.client.set_deadline(self.timers.deadline());
         self.drive_timers();
+    }
+
+    /// Gives the GIC the outputs of the timers before a run. Sets the next deadline again if the client has set a counter
+    /// by another vCPU: the timers of this vCPU expire at another time then.
+    pub(crate) fn begin_timers(&mut self) {
+        match self.timers.are_shifted() {
+            true => self.timer_rang(),
+            false => self.drive_timers(),
+        }
     }
 
     /// Gives the GIC, if there is one, the outputs of the timers. Takes no lock if the outputs are as before.

@@ -34,7 +34,7 @@ impl VcpuObject {
             inner.identify();
             self.common().arch.begin_to_run();
         }
-        inner.machine.drive_timers();
+        inner.machine.begin_timers();
         match std::mem::take(&mut inner.arch.unfinished) {
             Unfinished::Nothing => {}
             Unfinished::MmioRead(len) => {

@@ -3,7 +3,7 @@
 use crate::arch::aarch64::limits::MAX_VCPUS;
 use crate::arch::aarch64::policy::CpuChoice;
 use crate::arch::aarch64::settings::Settings;
-use crate::arch::aarch64::timer::Offset;
+use crate::arch::aarch64::timer::Offsets;
 use crate::engine::TableFormat;
 use crate::errno::{Result, fail};
 use crate::policy::{self, Policies};
@@ -67,8 +67,8 @@ pub(crate) struct VmState {
     ipa_bits: u32,
     /// Whether the client sees accesses to devices of which the processor's syndrome tells too little.
     reports_nisv: AtomicBool,
-    /// The offset of the guest's counter.
-    pub(crate) counter_offset: Offset,
+    /// The offsets of the guest's counters.
+    pub(crate) counter_offsets: Offsets,
     /// Whether the guest may ask for the VM to be suspended.
     can_suspend: AtomicBool,
     settings: Mutex<Settings>,
@@ -87,7 +87,7 @@ impl VmState {
         Ok(VmState {
             ipa_bits: vm_type.ipa_bits,
             reports_nisv: AtomicBool::new(false),
-            counter_offset: Offset::default(),
+            counter_offsets: Offsets::default(),
             can_suspend: AtomicBool::new(false),
             settings: Mutex::default(),
             needs_device_ids: AtomicBool::new(false),

@@ -1,6 +1,7 @@
-//! The timers of a vCPU (DDI 0487, D11): the virtual timer and the physical one, which count the same here.
+//! The timers of a vCPU (DDI 0487, D11): the virtual timer and the physical one.
 //!
-//! Both count the host's counter, minus an offset that the client can set. Without an interrupt controller the output of
+//! Each counts the host's counter minus an offset that the client can set. The virtual counter and the physical one of a
+//! new VM are equal; as in KVM, a client that sets one of them does not set the other. Without an interrupt controller the output of
 //! a timer is a bit of `kvm_run` (`KVM_CAP_ARM_USER_IRQ`), and ends a WFI.
 
 use crate::arch::aarch64::clock::{frequency, ticks};
@@ -40,15 +41,24 @@ enum Field {
     Compare,
 }
 
-/// The difference between the host's counter and the guest's. All vCPUs of a VM have one, so that their counters agree.
+/// The differences between the host's counter and the guest's counters, by [`Which`]. All vCPUs of a VM have the same
+/// ones, so that their counters agree.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Offset(Arc<AtomicU64>);
+pub(crate) struct Offsets(Arc<[AtomicU64; 2]>);
+
+impl Offsets {
+    fn get(&self) -> [u64; 2] {
+        self.0.each_ref().map(|offset| offset.load(Relaxed))
+    }
+}
 
 /// The timers of a vCPU.
 #[derive(Debug)]
 pub(crate) struct Timers {
     timers: [Timer; 2],
-    offset: Offset,
+    offsets: Offsets,
+    /// The offsets at the last call of [`Timers::deadline`].
+    known: [u64; 2],
 }
 
 /// Returns the register of a timer that has this name.
@@ -71,27 +81,33 @@ fn register(name: SystemName) -> Option<(Which, Field)> {
 }
 
 impl Timers {
-    /// Creates the timers of a vCPU whose VM has this offset.
-    pub(crate) fn new(offset: Offset) -> Self {
+    /// Creates the timers of a vCPU whose VM has these offsets.
+    pub(crate) fn new(offsets: Offsets) -> Self {
         Timers {
             timers: [Timer::default(); 2],
-            offset,
+            known: offsets.get(),
+            offsets,
         }
     }
 
-    /// Resets the registers. The counter goes on.
+    /// Resets the registers. The counters go on.
     pub(crate) fn reset(&mut self) {
-        *self = Timers::new(self.offset.clone());
+        self.timers = [Timer::default(); 2];
     }
 
-    /// Returns the guest's counter.
-    pub(crate) fn counter(&self) -> u64 {
-        ticks().wrapping_sub(self.offset.0.load(Relaxed))
+    /// Returns a counter of the guest.
+    pub(crate) fn counter(&self, which: Which) -> u64 {
+        ticks().wrapping_sub(self.offsets.0[which as usize].load(Relaxed))
     }
 
-    /// Sets the guest's counter, that of all vCPUs.
-    pub(crate) fn set_counter(&mut self, value: u64) {
-        self.offset.0.store(ticks().wrapping_sub(value), Relaxed);
+    /// Sets a counter of the guest, that of all vCPUs.
+    pub(crate) fn set_counter(&mut self, which: Which, value: u64) {
+        self.offsets.0[which as usize].store(ticks().wrapping_sub(value), Relaxed);
+    }
+
+    /// Whether the client has set a counter, by any vCPU, after the last call of [`deadline`](Self::deadline).
+    pub(crate) fn are_shifted(&self) -> bool {
+        self.known != self.offsets.get()
     }
 
     fn timer(&self, which: Which) -> &Timer {
@@ -100,7 +116,7 @@ impl Timers {
 
     fn is_met(&self, which: Which) -> bool {
         let timer = self.timer(which);
-        timer.control & ENABLE != 0 && self.counter() >= timer.compare
+        timer.control & ENABLE != 0 && self.counter(which) >= timer.compare
     }
 
     /// Whether the output of a timer is asserted.
@@ -109,10 +125,10 @@ impl Timers {
     }
 
     /// Returns the time at which an output that is not asserted now will be asserted.
-    pub(crate) fn deadline(&self) -> Option<Instant> {
-        let now = self.counter();
+    pub(crate) fn deadline(&mut self) -> Option<Instant> {
+        self.known = self.offsets.get();
         let waits = |which: &Which| {
-            let timer = self.timer(*which);
+            let (timer, now) = (self.timer(*which), self.counter(*which));
             let counts = timer.control & (ENABLE | MASK) == ENABLE;
             (counts && timer.compare > now).then(|| timer.compare - now)
         };
@@ -131,12 +147,13 @@ impl Timers {
     pub(crate) fn read(&self, name: SystemName) -> Option<u64> {
         Some(match (name, register(name)) {
             (CNTFRQ, _) => frequency(),
-            (CNTPCT | CNTVCT, _) => self.counter(),
+            (CNTPCT, _) => self.counter(Which::Physical),
+            (CNTVCT, _) => self.counter(Which::Virtual),
             (_, Some((which, field))) => {
                 let timer = self.timer(which);
                 match field {
                     // A signed difference of 32 bits.
-                    Field::Value => timer.compare.wrapping_sub(self.counter()) as u32 as u64,
+                    Field::Value => timer.compare.wrapping_sub(self.counter(which)) as u32 as u64,
                     Field::Control if self.is_met(which) => timer.control | STATUS,
                     Field::Control => timer.control,
                     Field::Compare => timer.compare,
@@ -150,7 +167,7 @@ impl Timers {
     /// timers', or cannot be written.
     pub(crate) fn write(&mut self, name: SystemName, value: u64) -> Option<()> {
         let (which, field) = register(name)?;
-        let counter = self.counter();
+        let counter = self.counter(which);
         let timer = &mut self.timers[which as usize];
         match field {
             Field::Value => timer.compare = counter.wrapping_add(value as i32 as i64 as u64),
@@ -184,7 +201,11 @@ pub(crate) const API_REGISTERS: [SystemName; 6] = [
     SystemName::new(3, 3, 14, 2, 2),
 ];
 
-/// Whether this is a counter, which a client sets and a guest only reads.
-pub(crate) fn is_counter(name: SystemName) -> bool {
-    matches!(name, CNTPCT | CNTVCT)
+/// Returns the counter that has this name, which a client sets and a guest only reads.
+pub(crate) fn counter_of(name: SystemName) -> Option<Which> {
+    match name {
+        CNTPCT => Some(Which::Physical),
+        CNTVCT => Some(Which::Virtual),
+        _ => None,
+    }
 }

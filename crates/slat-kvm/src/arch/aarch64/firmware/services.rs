@@ -6,6 +6,7 @@ use crate::arch::aarch64::machine::VcpuMachine;
 use crate::arch::aarch64::settings::{
     FEATURES, HOST_CLOCK, HYPERVISOR, RANDOM_NUMBERS, STANDARD, STOLEN_TIME, VENDOR,
 };
+use crate::arch::aarch64::timer::Which;
 use slat_process::calls::{self, Call};
 use std::time::SystemTime;
 
@@ -109,14 +110,15 @@ fn random(bits: u64, width: u32) -> [u64; 4] {
 /// Returns the host's clock in nanoseconds since 1970, and the guest's counter of the same time, each as the upper and the
 /// lower 32 bits.
 fn host_clock(machine: &VcpuMachine, counter: u64) -> [u64; 4] {
-    // Both counters count the same.
-    if !matches!(counter, VIRTUAL_COUNTER | PHYSICAL_COUNTER) {
-        return [NOT_SUPPORTED, 0, 0, 0];
-    }
+    let which = match counter {
+        VIRTUAL_COUNTER => Which::Virtual,
+        PHYSICAL_COUNTER => Which::Physical,
+        _ => return [NOT_SUPPORTED, 0, 0, 0],
+    };
     let reading = || {
-        let before = machine.timers.counter();
+        let before = machine.timers.counter(which);
         let clock = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
-        let after = machine.timers.counter();
+        let after = machine.timers.counter(which);
         let nanoseconds = clock.map_or(0, |clock| clock.as_nanos() as u64);
         (after.wrapping_sub(before), nanoseconds, before)
     };

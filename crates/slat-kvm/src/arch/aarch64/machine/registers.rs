@@ -99,11 +99,12 @@ impl VcpuMachine {
             return true;
         }
         let name = timer::api_name(name);
+        if let Some(counter) = timer::counter_of(name) {
+            self.timers.set_counter(counter, value);
+            self.timer_rang();
+            return true;
+        }
         match name {
-            _ if timer::is_counter(name) => {
-                self.timers.set_counter(value);
-                self.timer_rang();
-            }
             MPIDR => self.common.arch.set_mpidr(value),
             CLIDR if value & !CLIDR_EXISTS != 0 => return false,
             CLIDR => self.cache_levels = value,
