@@ -6,7 +6,7 @@ mod services;
 
 use crate::arch::aarch64::machine::VcpuMachine;
 use crate::arch::aarch64::settings::{Action, HYPERVISOR, STOLEN_TIME};
-use crate::arch::aarch64::vcpu_state::{PSCI_1_1, VcpuState};
+use crate::arch::aarch64::state::{PSCI_1_1, VmState};
 use crate::errno::{Result, fail};
 use crate::vcpu_common::VcpuCommon;
 use crate::vm::VmObject;
@@ -34,23 +34,23 @@ fn workaround(register: u16) -> Option<u64> {
 ///
 /// # Errors
 /// `ENOENT`.
-pub(crate) fn get(state: &VcpuState, register: u16) -> Result<u64> {
+pub(crate) fn get(vm: &VmState, register: u16) -> Result<u64> {
     match workaround(register) {
         Some(value) => Ok(value),
-        None if register == PSCI_VERSION_REGISTER => Ok(state.psci_version),
+        None if register == PSCI_VERSION_REGISTER => Ok(vm.psci_version()),
         None => fail(libc::ENOENT),
     }
 }
 
-/// Sets a register. A client may say that its guest came from a host where a workaround was less effective.
+/// Sets a register. As in KVM, all vCPUs have the same registers. A client may say that its guest came from a host where a workaround was less effective.
 ///
 /// # Errors
 /// `ENOENT` for a register that does not exist, `EINVAL` for a value that the register cannot have.
-pub(crate) fn set(state: &mut VcpuState, register: u16, value: u64) -> Result<()> {
+pub(crate) fn set(vm: &VmState, register: u16, value: u64) -> Result<()> {
     match workaround(register) {
         Some(most) if value <= most => Ok(()),
         None if register == PSCI_VERSION_REGISTER && PSCI_VERSIONS.contains(&value) => {
-            state.psci_version = value;
+            vm.set_psci_version(value);
             Ok(())
         }
         None if register != PSCI_VERSION_REGISTER => fail(libc::ENOENT),
@@ -111,7 +111,6 @@ impl VmObject {
         &self,
         caller: &VcpuCommon,
         machine: &mut VcpuMachine,
-        version: u64,
         call: [u64; 4],
     ) -> Outcome {
         let number = call[0] as u32;
@@ -124,7 +123,7 @@ impl VmObject {
             SMCCC_VERSION => Outcome::value(SMCCC_1_1),
             SMCCC_ARCH_FEATURES => Outcome::value(self.architecture_feature(call[1] as u32)),
             SMCCC_WORKAROUND_1 | SMCCC_WORKAROUND_2 | SMCCC_WORKAROUND_3 => Outcome::value(0),
-            _ if psci::has(number) => self.call_psci(caller, version, call),
+            _ if psci::has(number) => self.call_psci(caller, call),
             _ => match services::call(machine, call) {
                 Some(values) => Outcome::Return(values),
                 None => Outcome::value(NOT_SUPPORTED),

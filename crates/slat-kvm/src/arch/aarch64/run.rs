@@ -185,9 +185,8 @@ impl VcpuObject {
     fn call(&self, inner: &mut Inner, flags: u32, masked: Option<&Masked>) -> Result<Next> {
         self.common().exits.hvc_exit_stat.add(1);
         let [a, b, c, d, ..] = inner.cpu.state.x;
-        let (version, machine) = (inner.arch.psci_version, &mut inner.machine);
         let page = &self.page;
-        match (self.vm).call_firmware(self.common(), machine, version, [a, b, c, d]) {
+        match (self.vm).call_firmware(self.common(), &mut inner.machine, [a, b, c, d]) {
             Outcome::Return(values) => inner.cpu.state.x[..4].copy_from_slice(&values),
             // The next round of the run loop waits.
             Outcome::Off => {}

@@ -29,6 +29,9 @@ pub(crate) fn ipa_limit() -> u32 {
     }
 }
 
+/// PSCI 1.1: the version of PSCI that a new VM's guest sees. The major version is in the upper half.
+pub(crate) const PSCI_1_1: u64 = 0x1_0001;
+
 /// The type of a VM, which a client gives to `KVM_CREATE_VM`: the number of bits of an IPA (api.rst 4.2).
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct VmType {
@@ -69,6 +72,8 @@ pub(crate) struct VmState {
     reports_nisv: AtomicBool,
     /// The offsets of the guest's counters.
     pub(crate) counter_offsets: Offsets,
+    /// The version of PSCI that the guest sees.
+    psci_version: AtomicU64,
     /// Whether the guest may ask for the VM to be suspended.
     can_suspend: AtomicBool,
     settings: Mutex<Settings>,
@@ -88,6 +93,7 @@ impl VmState {
             ipa_bits: vm_type.ipa_bits,
             reports_nisv: AtomicBool::new(false),
             counter_offsets: Offsets::default(),
+            psci_version: AtomicU64::new(PSCI_1_1),
             can_suspend: AtomicBool::new(false),
             settings: Mutex::default(),
             needs_device_ids: AtomicBool::new(false),
@@ -98,6 +104,16 @@ impl VmState {
     /// Returns what the client has chosen.
     pub(crate) fn settings(&self) -> MutexGuard<'_, Settings> {
         self.settings.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the version of PSCI that the guest sees.
+    pub(crate) fn psci_version(&self) -> u64 {
+        self.psci_version.load(Ordering::Relaxed)
+    }
+
+    /// Sets the version of PSCI that the guest sees, on all vCPUs.
+    pub(crate) fn set_psci_version(&self, version: u64) {
+        self.psci_version.store(version, Ordering::Relaxed);
     }
 
     /// Enables `KVM_CAP_ARM_SYSTEM_SUSPEND`.

@@ -3,9 +3,6 @@
 use crate::arch::aarch64::cpu::Refusal;
 use slat_a64::Stage2;
 
-/// PSCI 1.1: the version of PSCI that a new vCPU's guest sees. The major version is in the upper half.
-pub(crate) const PSCI_1_1: u64 = 0x1_0001;
-
 /// The access that one `KVM_RUN` began and the next `KVM_RUN` completes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Unfinished {
@@ -21,8 +18,6 @@ pub(crate) enum Unfinished {
 pub(crate) struct VcpuState {
     /// The features of `KVM_ARM_VCPU_INIT`. `None`: the client has not initialised the vCPU.
     pub(crate) features: Option<u32>,
-    /// The version of PSCI that the guest sees.
-    pub(crate) psci_version: u64,
     pub(crate) unfinished: Unfinished,
     /// The last access to a device that the client was told of.
     pub(crate) device_access: Option<Stage2<Refusal>>,
@@ -32,7 +27,6 @@ impl Default for VcpuState {
     fn default() -> Self {
         VcpuState {
             features: None,
-            psci_version: PSCI_1_1,
             unfinished: Unfinished::Nothing,
             device_access: None,
         }

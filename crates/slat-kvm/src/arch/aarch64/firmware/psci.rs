@@ -1,8 +1,7 @@
 //! PSCI 1.1 (DEN 0022): calls that switch processors, and the system, on and off.
 
 use crate::arch::aarch64::firmware::{CALL64, NOT_SUPPORTED, Outcome, SMCCC_VERSION};
-use crate::arch::aarch64::state::{Power, Start};
-use crate::arch::aarch64::vcpu_state::PSCI_1_1;
+use crate::arch::aarch64::state::{PSCI_1_1, Power, Start};
 use crate::vcpu_common::VcpuCommon;
 use crate::vm::VmObject;
 use kvm_bindings::*;
@@ -50,9 +49,9 @@ impl VmObject {
     pub(super) fn call_psci(
         &self,
         caller: &VcpuCommon,
-        version: u64,
         [number, a, b, c]: [u64; 4],
     ) -> Outcome {
+        let version = self.arch.psci_version();
         let number = number as u32;
         let is64 = number & CALL64 != 0;
         let narrow = |value: u64| if is64 { value } else { value as u32 as u64 };

@@ -204,7 +204,7 @@ impl VcpuObject {
         let register = match id & KIND {
             CORE_U32 | CORE_U64 | CORE_U128 => Core::of(id)?.get(&inner.cpu.state),
             SYSTEM => inner.get_system(SystemName(id as u16))?.into(),
-            FIRMWARE => firmware::get(&inner.arch, id as u16)?.into(),
+            FIRMWARE => firmware::get(&self.vm.arch, id as u16)?.into(),
             SERVICES => inner
                 .machine
                 .settings()
@@ -237,7 +237,7 @@ impl VcpuObject {
                 inner.flush_translations();
                 done
             }
-            FIRMWARE => firmware::set(&mut inner.arch, id as u16, word),
+            FIRMWARE => firmware::set(&self.vm.arch, id as u16, word),
             SERVICES => (inner.machine.settings()).set_services(id as u16 as usize, word),
             _ => fail(libc::ENOENT),
         }
