@@ -93,12 +93,13 @@ impl VcpuObject {
         })
     }
 
-    /// Carries out `KVM_SET_MP_STATE`.
+    /// Carries out `KVM_SET_MP_STATE`. A vCPU that another vCPU has started begins at its start nevertheless.
     ///
     /// # Errors
     /// `EINVAL` for any state but runnable, stopped and suspended.
     pub fn set_mp_state(&self, state: kvm_mp_state) -> Result<()> {
-        let _inner = self.lock()?;
+        let mut inner = self.lock()?;
+        self.accept_start(&mut inner);
         self.common().arch.set_power(match state.mp_state {
             KVM_MP_STATE_RUNNABLE => Power::On,
             KVM_MP_STATE_STOPPED => Power::Off,
