@@ -95,9 +95,11 @@ pub(crate) type InOrder = Vec<Shared<VcpuCommon>>;
 
 /// Returns what the GIC knows of the vCPUs.
 pub(crate) fn names(vcpus: &InOrder) -> Vec<VcpuName> {
+    // MPIDR_EL1 has Aff3 in the bits 39:32.
+    let packed = |affinity: u64| (affinity >> 32 << 24) as u32 | affinity as u32 & 0xff_ffff;
     let name = |vcpu: &Shared<VcpuCommon>| VcpuName {
         id: vcpu.id,
-        affinity: vcpu.arch.affinity() as u32,
+        affinity: packed(vcpu.arch.affinity()),
     };
     vcpus.iter().map(name).collect()
 }
