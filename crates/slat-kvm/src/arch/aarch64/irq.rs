@@ -17,6 +17,7 @@ use crate::routing::{MAX_ROUTES, Routes};
 use crate::ticker::VmTimers;
 use crate::vcpu_common::VcpuCommon;
 use kvm_bindings::*;
+use slat::Shared;
 use slat_gic::device::ItsDevice;
 use slat_gic::gic::{Model, VcpuName};
 use slat_gic::icc::Icc;
@@ -44,9 +45,7 @@ impl Interrupts {
 
     /// Returns the vCPUs in the order of their creation.
     pub(crate) fn in_order(&self) -> InOrder {
-        let mut vcpus: InOrder = self.vcpus.read().iter().cloned().collect();
-        vcpus.sort_by_key(|vcpu| vcpu.arch.index);
-        vcpus
+        in_order(&self.vcpus.read())
     }
 
     /// Calls `work`, which may initialise the GIC, with the names of the vCPUs. If it does so, sets KVM's routes: each
@@ -59,9 +58,13 @@ impl Interrupts {
         chips: &Chips,
         work: impl FnOnce(&mut Parts, &[VcpuName]) -> R,
     ) -> R {
-        let vcpus = self.in_order();
-        let names = names(&vcpus);
-        let (result, is_new) = chips.initialising(&vcpus, |parts| work(parts, &names));
+        let (result, is_new) = {
+            // No vCPU is created meanwhile: the GIC would not have it.
+            let present = self.vcpus.read();
+            let vcpus = in_order(&present);
+            let names = names(&vcpus);
+            chips.initialising(&vcpus, |parts| work(parts, &names))
+        };
         if is_new {
             let interrupts = chips.change(|parts| parts.gic().map_or(0, |gic| gic.interrupts()));
             let spis = (0..(interrupts - PRIVATE).min(MAX_ROUTES)).map(|n| (n, Target::Spi(n)));
@@ -375,6 +378,13 @@ impl Interrupts {
             }
         }
     }
+}
+
+/// Sorts vCPUs by the order of their creation.
+fn in_order(vcpus: &[Shared<VcpuCommon>]) -> InOrder {
+    let mut vcpus = vcpus.to_vec();
+    vcpus.sort_by_key(|vcpu| vcpu.arch.index);
+    vcpus
 }
 
 impl VmTimers for Interrupts {
