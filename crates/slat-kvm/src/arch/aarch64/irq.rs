@@ -89,13 +89,16 @@ impl Interrupts {
                     .map_err(refused),
                 None => Ok(Vec::new()),
             })?;
-            let [one, other] = self.arch.timer_ppis(|timers| {
-                timers.are_fixed = true;
-                timers.ppis
-            });
-            if one == other {
-                return fail(libc::EINVAL);
-            }
+            // The client may repair two timers with the same PPI.
+            self.arch.timer_ppis(|timers| {
+                let [one, other] = timers.ppis;
+                timers.are_fixed = one != other;
+                if timers.are_fixed {
+                    Ok(())
+                } else {
+                    fail(libc::EINVAL)
+                }
+            })?;
             ranges
                 .into_iter()
                 .try_for_each(|(start, len)| place(start, len))
