@@ -388,7 +388,8 @@ fn messages_become_lpis() {
     let vm = &gic.guest.vm;
     let send = |message| vm.signal_msi(message).map_err(|error| error.errno());
     let valid = KVM_MSI_VALID_DEVID;
-    assert_eq!(send(message(valid, TRANSLATER, 3)), Ok(0), "ITS disabled");
+    let early = send(message(valid, TRANSLATER, 3));
+    assert_eq!(early, Err(libc::EBUSY), "ITS disabled");
     assert_eq!(acknowledged(&mut gic.vcpus[0]), 0, "the guest is ready");
     assert_eq!(send(message(0, TRANSLATER, 3)), Err(libc::EINVAL));
     assert_eq!(send(message(valid, DEVICE, 3)), Err(libc::EINVAL));

@@ -255,10 +255,11 @@ impl Interrupts {
     /// Call after a change of the routes. No controller depends on them.
     pub(crate) fn routes_changed(&self, _: &Routes) {}
 
-    /// Carries out `KVM_SIGNAL_MSI`. Returns 1 if the interrupt is pending, and 0 if the guest does not want it.
+    /// Carries out `KVM_SIGNAL_MSI`. Returns 1 if the interrupt is pending, and 0 if the guest has not mapped the event.
     ///
     /// # Errors
     /// `ENODEV` without ITS. `EINVAL` for a message without the id of its device, and for an address without ITS.
+    /// `EBUSY` while the ITS, or the LPIs of the vCPU, are disabled.
     pub(crate) fn signal_msi(&self, msi: &kvm_msi) -> Result<i32> {
         let address = [msi.address_lo, msi.address_hi];
         self.send(Msi::new(address, msi.data, msi.flags, msi.devid))
@@ -279,13 +280,15 @@ impl Interrupts {
             let Some(its) = parts.itses.iter().position(is_addressed) else {
                 return fail(libc::EINVAL);
             };
-            Ok(match parts.its(its) {
-                Some((its, gic)) => match its.its().signal(gic, device, msi.event) {
-                    Ok(Delivery::Pending) => 1,
-                    Ok(Delivery::Unmapped) | Err(_) => 0,
-                },
-                None => 0,
-            })
+            // Without an initialised GIC the ITS has no LPIs.
+            let Some((its, gic)) = parts.its(its) else {
+                return fail(libc::EBUSY);
+            };
+            match its.its().signal(gic, device, msi.event) {
+                Ok(Delivery::Pending) => Ok(1),
+                Ok(Delivery::Unmapped) => Ok(0),
+                Err(error) => Err(refused(error)),
+            }
         })
     }
 
