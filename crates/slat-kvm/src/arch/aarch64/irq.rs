@@ -7,7 +7,7 @@
 //! while it has no reason to wait. The ends of interrupts that a locked GIC reports are passed to irqfds after the GIC
 //! is unlocked.
 
-use crate::arch::aarch64::chips::{Chips, Ended, InOrder, Parts, names, refused};
+use crate::arch::aarch64::chips::{Chips, Ended, InOrder, Parts, TimerPpis, names, refused};
 use crate::arch::aarch64::devices::{Device, VmTimer};
 use crate::arch::aarch64::state::{LINE_FIQ, LINE_IRQ};
 use crate::arch::aarch64::target::{Msi, Target};
@@ -154,7 +154,13 @@ impl Interrupts {
                 if !(SGIS..PRIVATE).contains(&number) {
                     return fail(libc::EINVAL);
                 }
-                self.driven()?.change(|parts| match parts.gic() {
+                let chips = self.driven()?;
+                // As in KVM, only the timers drive their PPIs once a vCPU has run.
+                let is_timers = |timers: &mut TimerPpis| timers.are_fixed && timers.ppis.contains(&number);
+                if self.arch.timer_ppis(is_timers) {
+                    return Ok(Some(0));
+                }
+                chips.change(|parts| match parts.gic() {
                     Some(gic) => gic.set_ppi(index, number, level).map_err(refused),
                     None => fail(libc::EBUSY),
                 })?;
