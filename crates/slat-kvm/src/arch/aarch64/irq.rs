@@ -156,7 +156,8 @@ impl Interrupts {
                 }
                 let chips = self.driven()?;
                 // As in KVM, only the timers drive their PPIs once a vCPU has run.
-                let is_timers = |timers: &mut TimerPpis| timers.are_fixed && timers.ppis.contains(&number);
+                let is_timers =
+                    |timers: &mut TimerPpis| timers.are_fixed && timers.ppis.contains(&number);
                 if self.arch.timer_ppis(is_timers) {
                     return Ok(Some(0));
                 }

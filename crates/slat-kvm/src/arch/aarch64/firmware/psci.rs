@@ -46,11 +46,7 @@ pub(super) fn has(number: u32) -> bool {
 
 impl VmObject {
     /// Carries out a call of PSCI by the vCPU `caller`, with the values of X0 to X3.
-    pub(super) fn call_psci(
-        &self,
-        caller: &VcpuCommon,
-        [number, a, b, c]: [u64; 4],
-    ) -> Outcome {
+    pub(super) fn call_psci(&self, caller: &VcpuCommon, [number, a, b, c]: [u64; 4]) -> Outcome {
         let version = self.arch.psci_version();
         let number = number as u32;
         let is64 = number & CALL64 != 0;
