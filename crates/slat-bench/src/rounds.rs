@@ -92,7 +92,7 @@ impl Bench {
 
     /// Measures all `variants` of `case` in each of `rounds` rounds, by calling `measure` with each variant. Every
     /// second round runs backwards, so that no variant always follows the same other one. A real KVM is measured only
-    /// in the first [`KVM_ROUNDS`] rounds.
+    /// in the first [`KVM_ROUNDS`](Self::KVM_ROUNDS) rounds.
     ///
     /// # Errors
     /// The errors of `measure`.
