@@ -10,6 +10,9 @@ use crate::tlb::Tlb;
 pub(crate) struct Caches {
     pub(crate) tlb: Tlb,
     pub(crate) code: Code,
+    /// Changes whenever translations, or decoded code, are dropped; and whenever decoded code is.
+    pub(crate) edition: u64,
+    pub(crate) code_edition: u64,
     /// What the last instruction has invalidated for other processors, too.
     pub(crate) shared: Option<Invalidation>,
 }
@@ -19,12 +22,18 @@ impl Caches {
         Self {
             tlb: Tlb::new(),
             code: Code::new(),
+            edition: 1,
+            code_edition: 1,
             shared: None,
         }
     }
 
     /// Drops what an instruction, here or on another processor, invalidates.
     pub(crate) fn invalidate(&mut self, invalidation: Invalidation) {
+        self.edition += 1;
+        if matches!(invalidation, Invalidation::Code | Invalidation::CodeLine(_)) {
+            self.code_edition += 1;
+        }
         match invalidation {
             Invalidation::All => self.tlb.flush(),
             Invalidation::Space(space) => self.tlb.forget(space),
@@ -36,6 +45,7 @@ impl Caches {
 
     /// Drops the translations that depend on a system register, which was written.
     pub(crate) fn register_written(&mut self, system: &Values, name: SystemName) {
+        self.edition += 1;
         let is = |row: Row| row.register().name == name;
         // The tables may change under their ASID with TLBI alone.
         if is(TTBR0) || is(TTBR1) || is(TCR) {
@@ -49,6 +59,8 @@ impl Caches {
 
     /// Drops everything.
     pub(crate) fn flush(&mut self) {
+        self.edition += 1;
+        self.code_edition += 1;
         self.tlb.flush();
         self.code.flush();
     }

@@ -7,6 +7,7 @@ use crate::code::Decoded;
 use crate::exception::{Debug, Interrupt};
 use crate::hypervisor::Hypervisor;
 use crate::insn::{Hint, Insn, SystemName};
+use crate::jit::{Compiled, Ran};
 use crate::memory::Invalidation;
 use crate::mmu::{Mmu, peek};
 use crate::now::Stop;
@@ -17,6 +18,9 @@ use crate::tier::Exception;
 
 /// The number of instructions and exceptions after which the processor asks for its machine's attention.
 const POLLED: u64 = 64;
+
+/// The greatest number of instructions that compiled code executes before the processor asks.
+const COMPILED_POLLED: u64 = 4096;
 
 /// Why a run ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,6 +70,7 @@ pub struct Cpu {
     /// The interrupts that are pending. The embedder sets them between runs.
     pub pending: Pending,
     caches: Caches,
+    pub(crate) compiled: Compiled,
     /// Software step has executed an instruction: its exception is next. Whether the instruction was an exclusive load.
     stepped: Option<bool>,
 }
@@ -77,6 +82,7 @@ impl Cpu {
             state,
             pending: Pending::default(),
             caches: Caches::new(),
+            compiled: Compiled::new(),
             stepped: None,
         }
     }
@@ -104,6 +110,11 @@ impl Cpu {
     /// tables stay as they are. `None`: the address is not mapped, or the machine below has no such table.
     pub fn translate<H: Hypervisor>(&self, below: &mut H, address: u64) -> Option<u64> {
         peek(&self.state, below, address)
+    }
+
+    /// Returns the number of instructions that compiled code has executed.
+    pub fn compiled_instructions(&self) -> u64 {
+        self.compiled.instructions
     }
 
     /// Returns the pending interrupt that is taken next: PSTATE does not mask it.
@@ -137,16 +148,53 @@ impl Cpu {
 
     /// Executes instructions, at most `limit`, and takes EL1's exceptions, until the embedder is needed.
     pub fn run<H: Hypervisor>(&mut self, below: &mut H, limit: u64) -> Leave<H::Fault> {
-        for n in 1..=limit {
+        let mut done = 0;
+        // Whether compiled code may begin here: at the beginning, after a jump, and after what it has left to the
+        // interpreter.
+        let mut may_enter = true;
+        while done < limit {
+            if may_enter && self.compiled.is_attached() {
+                let ran = self.run_compiled(below, (limit - done).min(COMPILED_POLLED));
+                done += ran.instructions;
+                if ran.instructions > 0 && below.attention() {
+                    return Leave::Attention;
+                }
+                if ran.instructions > 0 && !ran.stopped {
+                    continue;
+                }
+                may_enter = ran.stopped;
+            }
+            let pc = self.state.pc;
             if let Some(leave) = self.step(below) {
                 return leave;
             }
+            done += 1;
+            may_enter |= self.state.pc != pc.wrapping_add(4);
             // Also exceptions count: those of vectors that cannot be fetched follow one another without end.
-            if n % POLLED == 0 && below.attention() {
+            if done % POLLED == 0 && below.attention() {
                 return Leave::Attention;
             }
         }
         Leave::Limit
+    }
+
+    /// Runs compiled code for at most `budget` instructions, if the next thing to do is to execute an instruction, and
+    /// no debug exception can come before or after it.
+    fn run_compiled<H: Hypervisor>(&mut self, below: &mut H, budget: u64) -> Ran {
+        if self.stepped.is_some() || self.state.may_debug() {
+            return Ran::default();
+        }
+        if self.pending != Pending::default() && self.take_pending() {
+            return Ran {
+                instructions: 1,
+                stopped: false,
+            };
+        }
+        if self.state.pc & 3 != 0 || self.state.pstate.il {
+            return Ran::default();
+        }
+        self.compiled
+            .run(&mut self.state, &mut self.caches, below, budget)
     }
 
     /// Takes an exception, or executes an instruction. `None`: go on.

@@ -86,7 +86,7 @@
 #![no_std]
 
 extern crate alloc;
-#[cfg(test)]
+#[cfg(any(test, feature = "jit"))]
 extern crate std;
 
 pub mod abort;
@@ -101,6 +101,11 @@ mod decode;
 pub mod exception;
 pub mod hypervisor;
 mod insn;
+#[cfg(not(feature = "jit"))]
+#[path = "interpreted.rs"]
+mod jit;
+#[cfg(feature = "jit")]
+mod jit;
 mod meaning;
 pub mod memory;
 mod mmu;
@@ -124,6 +129,8 @@ pub use debugger::Debugger;
 pub use exception::{Debug, Interrupt};
 pub use hypervisor::{Hypervisor, Page};
 pub use insn::{AtomicOp, Barrier, Hint, Order, SystemName};
+#[cfg(feature = "jit")]
+pub use jit::{Compile, Compiler};
 pub use memory::{AddressTranslation, Invalidation, Machine, Maintenance, Memory};
 pub use now::Stop;
 pub use pstate::Pstate;

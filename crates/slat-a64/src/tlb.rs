@@ -13,8 +13,10 @@ use crate::abort::Right;
 use crate::stage1::Accessor;
 use alloc::vec::Vec;
 
+/// The logarithm of the entries of a table.
+const INDEX_BITS: u32 = 12;
 /// Entries of a table, and tables: for EL0, for EL1, and for EL1 with PAN.
-const ENTRIES: usize = 4096;
+const ENTRIES: usize = 1 << INDEX_BITS;
 const TABLES: usize = 3;
 
 /// The logarithm of the bytes of an entry's page.
@@ -26,13 +28,19 @@ const COMPARED: u64 = (1 << 56) - 1;
 /// The tag that no page has: a page's tag is the address of its last byte.
 const EMPTY: u64 = 0;
 
-/// An entry.
+/// An entry, as compiled code reads it.
 #[derive(Clone, Copy)]
-struct Entry {
+#[repr(C, align(32))]
+pub(crate) struct Entry {
     /// The page's tag for reads, writes and fetches, or [`EMPTY`].
     tags: [u64; 3],
     /// The machine's address of the page minus the page's virtual address.
     addend: u64,
+}
+
+/// What invalidations need of an entry.
+#[derive(Clone, Copy)]
+struct Origin {
     /// The page's virtual address, for TLBI.
     page: u64,
     /// The logarithm of the bytes that the descriptor maps of which this page is a part.
@@ -44,9 +52,6 @@ impl Entry {
     const NONE: Entry = Entry {
         tags: [EMPTY; 3],
         addend: 0,
-        page: 0,
-        bits: PAGE_BITS,
-        is_global: false,
     };
 
     fn is_used(&self) -> bool {
@@ -69,6 +74,8 @@ pub(crate) struct Page {
 
 pub(crate) struct Tlb {
     entries: Vec<Entry>,
+    /// The origin of each entry.
+    origins: Vec<Origin>,
     /// The indices of the entries in use, so that a flush costs no more than the fills.
     filled: Vec<u16>,
     /// A page that is part of a larger one was entered since the last full flush.
@@ -94,6 +101,7 @@ impl Tlb {
     pub(crate) fn new() -> Self {
         Self {
             entries: alloc::vec![Entry::NONE; TABLES * ENTRIES],
+            origins: alloc::vec![Origin { page: 0, bits: PAGE_BITS, is_global: false }; TABLES * ENTRIES],
             filled: Vec::new(),
             has_large: false,
             space: 0,
@@ -127,6 +135,8 @@ impl Tlb {
                 .rights
                 .map(|has| if has { address | OFFSET } else { EMPTY }),
             addend: page.base.wrapping_sub(start),
+        };
+        self.origins[index] = Origin {
             page: start,
             bits: page.bits,
             is_global: page.is_global,
@@ -138,13 +148,13 @@ impl Tlb {
     }
 
     /// Drops the entries for which `drops` holds.
-    fn drop_if(&mut self, drops: impl Fn(&Entry) -> bool) {
-        let entries = &mut self.entries;
+    fn drop_if(&mut self, drops: impl Fn(&Origin) -> bool) {
+        let (entries, origins) = (&mut self.entries, &self.origins);
         self.filled.retain(|index| {
-            let entry = &mut entries[usize::from(*index)];
-            let drops = drops(entry);
+            let index = usize::from(*index);
+            let drops = drops(&origins[index]);
             if drops {
-                *entry = Entry::NONE;
+                entries[index] = Entry::NONE;
             }
             !drops
         });
@@ -160,14 +170,14 @@ impl Tlb {
     pub(crate) fn switch(&mut self, space: u16) {
         if space != self.space {
             self.space = space;
-            self.drop_if(|entry| !entry.is_global);
+            self.drop_if(|origin| !origin.is_global);
         }
     }
 
     /// Drops the translations of an address space, but not the global ones.
     pub(crate) fn forget(&mut self, space: u16) {
         if space == self.space {
-            self.drop_if(|entry| !entry.is_global);
+            self.drop_if(|origin| !origin.is_global);
         }
     }
 
@@ -175,9 +185,9 @@ impl Tlb {
     /// ones, and those of `space`. `None`: of all address spaces.
     pub(crate) fn drop_page(&mut self, address: u64, space: Option<u16>) {
         let is_current = space.is_none_or(|space| space == self.space);
-        let drops = |entry: &Entry| {
-            (entry.page ^ address) & COMPARED & (!0 << entry.bits) == 0
-                && (is_current || entry.is_global)
+        let drops = |origin: &Origin| {
+            (origin.page ^ address) & COMPARED & (!0 << origin.bits) == 0
+                && (is_current || origin.is_global)
         };
         if self.has_large {
             return self.drop_if(drops);
@@ -185,13 +195,43 @@ impl Tlb {
         for accessor in [Accessor::El0, Accessor::El1, Accessor::El1WithPan] {
             let index = index(accessor, address);
             let entry = &mut self.entries[index];
-            if entry.is_used() && drops(entry) {
+            if entry.is_used() && drops(&self.origins[index]) {
                 *entry = Entry::NONE;
                 self.filled.retain(|filled| usize::from(*filled) != index);
             }
         }
     }
 }
+
+/// What compiled code needs to find an entry: the logarithm of the bytes of one, the mask of an index, and offsets in an
+/// entry.
+#[cfg(feature = "jit")]
+mod layout {
+    use super::*;
+
+    pub(crate) const ENTRY_BITS: u32 = size_of::<Entry>().trailing_zeros();
+    pub(crate) const INDEX_MASK: i64 = ENTRIES as i64 - 1;
+    pub(crate) const ADDEND_OFFSET: usize = core::mem::offset_of!(Entry, addend);
+
+    /// Returns the offset in an entry of the tag for a right.
+    pub(crate) fn tag_offset(right: Right) -> usize {
+        core::mem::offset_of!(Entry, tags) + 8 * right as usize
+    }
+
+    /// Returns the distance of an accessor's table from the first entry.
+    pub(crate) fn table_offset(accessor: Accessor) -> usize {
+        table(accessor) << ENTRY_BITS
+    }
+
+    impl Tlb {
+        /// Returns the address of the first entry. The entries never move.
+        pub(crate) fn first(&self) -> *const Entry {
+            self.entries.as_ptr()
+        }
+    }
+}
+#[cfg(feature = "jit")]
+pub(crate) use layout::*;
 
 #[cfg(test)]
 mod tests {

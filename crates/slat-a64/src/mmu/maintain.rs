@@ -48,8 +48,9 @@ impl<H: Hypervisor> Mmu<'_, H> {
             return self.stage1(state, address, &request).map(|_| ());
         }
         let at = self.place(state, address, &request)?.at;
-        self.caches.code.drop_line(at);
-        self.caches.shared = Some(Invalidation::CodeLine(at));
+        let invalidation = Invalidation::CodeLine(at);
+        self.caches.invalidate(invalidation);
+        self.caches.shared = Some(invalidation);
         Ok(())
     }
 }

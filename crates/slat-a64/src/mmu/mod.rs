@@ -81,7 +81,7 @@ pub(crate) fn peek<H: Hypervisor>(state: &State, below: &mut H, address: u64) ->
 
 /// Returns whose rights an access has.
 #[inline(always)]
-fn accessor(state: &State, kind: Kind) -> Accessor {
+pub(crate) fn accessor(state: &State, kind: Kind) -> Accessor {
     let pstate = state.pstate();
     match (pstate.el1 && kind != Kind::Unprivileged, pstate.pan) {
         (false, _) => Accessor::El0,

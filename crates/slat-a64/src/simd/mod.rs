@@ -6,7 +6,7 @@
 //! lanes. So instructions by element need no functions of their own.
 
 mod arithmetic;
-mod compute;
+pub(crate) mod compute;
 mod decode;
 mod fixed;
 pub(crate) mod float;

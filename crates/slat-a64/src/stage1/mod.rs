@@ -21,7 +21,7 @@ use walk::descriptor::{
 use walk::{Leaf, walk};
 
 /// Who accesses.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Accessor {
     El0,
     El1,

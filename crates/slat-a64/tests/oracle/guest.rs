@@ -131,7 +131,7 @@ impl Memory for Guest<'_> {
 impl Machine for Guest<'_> {}
 
 /// The greatest number of instructions that a case executes.
-const LIMIT: u64 = 100_000;
+pub const LIMIT: u64 = 100_000;
 
 /// Executes the case with index `case` of a batch, and writes the result into the record. Returns whether the result
 /// can be compared.

@@ -1,5 +1,5 @@
-//! The oracle: qemu-aarch64 and the interpreter execute the same instructions from the same state. Both must produce
-//! the same registers, flags, memory and signals.
+//! The oracle: qemu-aarch64, the interpreter and compiled code execute the same instructions from the same state. All
+//! must produce the same registers, flags, memory and signals.
 //!
 //! `cargo test` takes a few seconds with fixed seeds. `SLAT_ORACLE_ROUNDS=5000 SLAT_ORACLE_SEED=7 cargo test --release
 //! -p slat-a64 --test oracle` runs longer. `SLAT_ORACLE_PROGRAMS=100000` runs that number of whole programs.
@@ -8,7 +8,16 @@
 #![cfg(target_os = "linux")]
 
 mod case;
+#[cfg(feature = "jit")]
+mod compiled;
+#[cfg(not(feature = "jit"))]
+#[path = "interpreted.rs"]
+mod compiled;
 mod guest;
+#[cfg(feature = "jit")]
+#[allow(dead_code)]
+#[path = "../common/host.rs"]
+mod host;
 mod judge;
 mod missing;
 mod programs;
@@ -36,10 +45,11 @@ fn wanted(encoding: &Encoding) -> bool {
     }
 }
 
-/// Executes a batch with qemu and with the interpreter. Returns the number of compared cases, and reports the
-/// differences.
+/// Executes a batch with qemu, with the interpreter and with compiled code. Returns the number of compared cases, and
+/// reports the differences.
 fn compare(
     qemu: &mut Qemu,
+    compiled: &mut compiled::Guest,
     batch: &mut Vec<(&'static str, Record)>,
     wrong: &mut BTreeMap<&'static str, Vec<String>>,
 ) -> u64 {
@@ -51,11 +61,19 @@ fn compare(
             continue;
         }
         compared += 1;
-        let differences = judge::differences(ours, theirs);
-        if !differences.is_empty() {
-            let report = judge::describe(ours, &differences);
-            wrong.entry(name).or_default().push(report);
-        }
+        let mut check = |tier: &str, ours: &Record| {
+            let differences = judge::differences(ours, theirs);
+            if !differences.is_empty() {
+                let report = judge::describe(ours, &differences);
+                wrong
+                    .entry(name)
+                    .or_default()
+                    .push(format!("{tier}\n{report}"));
+            }
+        };
+        check("  interpreted", ours);
+        compiled.execute(at, ours);
+        check("  compiled", ours);
     }
     batch.clear();
     compared
@@ -79,6 +97,7 @@ fn every_instruction_does_what_qemu_does() {
     let Some(mut qemu) = Qemu::start() else {
         return;
     };
+    let mut compiled = compiled::Guest::new();
     let rounds = setting("SLAT_ORACLE_ROUNDS", 30);
     let mut seeds = Rng(setting("SLAT_ORACLE_SEED", 1));
     let (mut wrong, mut batch) = (BTreeMap::new(), vec![]);
@@ -96,13 +115,16 @@ fn every_instruction_does_what_qemu_does() {
             made += 1;
             batch.push((encoding.name, record));
             if batch.len() == CASES {
-                cases += compare(&mut qemu, &mut batch, &mut wrong);
+                cases += compare(&mut qemu, &mut compiled, &mut batch, &mut wrong);
             }
         }
         encodings += u64::from(made > 0);
     }
-    cases += compare(&mut qemu, &mut batch, &mut wrong);
-    println!("{cases} cases of {encodings} encodings compared");
+    cases += compare(&mut qemu, &mut compiled, &mut batch, &mut wrong);
+    println!(
+        "{cases} cases of {encodings} encodings compared; {} instructions were compiled",
+        compiled.instructions()
+    );
     check(&wrong);
     assert!(cases > 0 || std::env::var_os("SLAT_ORACLE_ONLY").is_some());
 }
@@ -112,6 +134,7 @@ fn programs_do_what_they_do_in_qemu() {
     let Some(mut qemu) = Qemu::start() else {
         return;
     };
+    let mut compiled = compiled::Guest::new();
     let pool = programs::Pool::new();
     let mut rng = Rng(setting("SLAT_ORACLE_SEED", 1));
     let rounds = setting("SLAT_ORACLE_PROGRAMS", 2000);
@@ -120,11 +143,14 @@ fn programs_do_what_they_do_in_qemu() {
     for _ in 0..rounds {
         batch.push(("program", pool.random(&mut rng)));
         if batch.len() == CASES {
-            cases += compare(&mut qemu, &mut batch, &mut wrong);
+            cases += compare(&mut qemu, &mut compiled, &mut batch, &mut wrong);
         }
     }
-    cases += compare(&mut qemu, &mut batch, &mut wrong);
-    println!("{cases} programs compared");
+    cases += compare(&mut qemu, &mut compiled, &mut batch, &mut wrong);
+    println!(
+        "{cases} programs compared; {} instructions were compiled",
+        compiled.instructions()
+    );
     check(&wrong);
     assert!(cases > rounds / 2);
 }

@@ -14,12 +14,9 @@ use crate::sem::Bits;
 use crate::tlb;
 use cranelift_codegen::ir::condcodes::IntCC;
 use cranelift_codegen::ir::types::I64;
-use cranelift_codegen::ir::{InstBuilder, MemFlags, TrapCode, Value};
+use cranelift_codegen::ir::{InstBuilder, MemFlags, Value};
+use slat_jit::GUARDED;
 use std::mem::offset_of;
-
-/// Marks an access to guest memory. If the access fails, the region stops at the access's instruction
-/// (`access_failed`).
-pub(super) const GUARDED: TrapCode = TrapCode::unwrap_user(1);
 
 impl Kind {
     /// Returns the offset, in a TLB entry, of the tag for this kind of access.

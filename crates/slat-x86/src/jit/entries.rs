@@ -10,10 +10,10 @@
 //! Cranelift's source locations mark the beginnings of paths. For other code of a region, the source location is the
 //! number of a step.
 
-use crate::region::memory::Refused;
 use cranelift_codegen::CompiledCode;
 use cranelift_codegen::ir::SourceLoc;
 use iced_x86::{Decoder, DecoderOptions, Mnemonic, Register};
+use slat_jit::Refused;
 
 /// The size of a region's frame in bytes. The baseline tier uses at most 1,024 bytes. Half of Cranelift's functions use
 /// 64 bytes. The largest function in a boot uses 304 bytes. OpenSSL's AES-GCM uses 1,392 bytes, because its loop keeps

@@ -7,8 +7,8 @@
 //! new regions need the memory.
 
 use crate::hash::Seeded;
-use crate::region::memory::lock;
 use crate::region::{Kind, Region};
+use slat_jit::lock;
 use std::collections::HashMap;
 use std::hash::BuildHasher;
 use std::sync::{Arc, Mutex};

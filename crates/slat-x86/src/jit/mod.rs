@@ -90,21 +90,18 @@ mod window;
 use crate::heap::OutOfMemory;
 pub use crate::region::CompiledCode;
 pub use crate::region::Tier;
-use crate::region::memory::{Arena, Chunk, Refused, lock};
-use crate::region::{Guarded, Kind, Region, Source, Step};
-use cranelift_codegen::settings::{self, Configurable};
+
+use crate::region::{Kind, Region, Source, Step};
 use cranelift_codegen::{Context, control::ControlPlane, isa};
 use cranelift_frontend::{FunctionBuilder, FunctionBuilderContext};
 use known::Known;
+use slat_jit::{Arena, Chunk, Guarded, Jobs, Refused, lock};
 use slat_trace::{CompileRegion, point};
-use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, Once, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 
 /// The greatest number of bytes of compiled code in a process.
 const MEMORY: usize = 64 << 20;
-/// The greatest number of waiting jobs of a tier. Further jobs are refused.
-const JOBS: usize = 64;
 
 /// A job for a compiling thread.
 struct Job {
@@ -114,38 +111,6 @@ struct Job {
     client: u64,
     /// The page of the guest code.
     page: u64,
-}
-
-/// The waiting jobs of a tier, in the order in which they were added.
-#[derive(Default)]
-struct Jobs {
-    waiting: Mutex<VecDeque<Job>>,
-    added: Condvar,
-}
-
-impl Jobs {
-    /// Waits for a job, and removes it from the list.
-    fn take(&self) -> Job {
-        let mut waiting = lock(&self.waiting);
-        loop {
-            match waiting.pop_front() {
-                Some(job) => return job,
-                None => {
-                    waiting = (self.added.wait(waiting)).unwrap_or_else(PoisonError::into_inner)
-                }
-            }
-        }
-    }
-
-    /// Adds a job. If there is no memory for it, drops it.
-    fn add(&self, job: Job) {
-        let mut waiting = lock(&self.waiting);
-        if waiting.try_reserve(1).is_ok() {
-            waiting.push_back(job);
-        }
-        drop(waiting);
-        self.added.notify_one();
-    }
 }
 
 /// The results of jobs, until the CPU that requested them collects them.
@@ -208,7 +173,9 @@ impl Client {
             page,
         };
         match self.compile {
-            Compile::Hot => self.compiler.jobs[tier as usize].add(job),
+            Compile::Hot => {
+                self.compiler.jobs[tier as usize].add(job);
+            }
             Compile::AtOnce(_) => self.compiler.finish(job, &mut Workshop::default()),
         }
     }
@@ -233,15 +200,13 @@ pub struct Compiler {
     arena: Arc<Arena>,
     isa: isa::OwnedTargetIsa,
     /// The jobs of each tier.
-    jobs: [Jobs; 2],
+    jobs: [Jobs<Job>; 2],
     /// The CPUs, by number, each with the results of its finished jobs.
     clients: Mutex<Vec<(u64, Done)>>,
     /// The number that the next registered CPU gets.
     numbers: AtomicU64,
     known: Known,
     is_forbidden: AtomicBool,
-    /// Whether the code's addresses were registered with the signal handlers.
-    announced: Once,
     /// The function that is called with each new region.
     observer: OnceLock<fn(&CompiledCode)>,
 }
@@ -263,48 +228,14 @@ impl Compiler {
     }
 
     pub(crate) fn with(memory: usize) -> Result<Arc<Self>, OutOfMemory> {
-        let mut flags = settings::builder();
-        for (name, value) in [
+        let isa = slat_jit::isa(&[
             // Optimising makes compilation a quarter slower, and does not make the code faster. (With optimising,
             // `enable_alias_analysis` would have to be off, because other CPUs may change guest memory at any time.)
             ("opt_level", "none"),
-            ("enable_pinned_reg", "true"),
             // `access_failed` needs the frame pointer to return from the region.
             ("preserve_frame_pointers", "true"),
-            ("enable_probestack", "false"),
-            ("unwind_info", "false"),
-            (
-                "enable_verifier",
-                if cfg!(debug_assertions) {
-                    "true"
-                } else {
-                    "false"
-                },
-            ),
-        ] {
-            flags.set(name, value).expect("a setting of Cranelift's");
-        }
-        let mut isa = isa::lookup_by_name("x86_64-unknown-linux-gnu")
-            .expect("Cranelift was built for this machine");
-        for (name, is_there) in [
-            ("has_sse3", is_x86_feature_detected!("sse3")),
-            ("has_ssse3", is_x86_feature_detected!("ssse3")),
-            ("has_sse41", is_x86_feature_detected!("sse4.1")),
-            ("has_sse42", is_x86_feature_detected!("sse4.2")),
-            ("has_avx", is_x86_feature_detected!("avx")),
-            ("has_popcnt", is_x86_feature_detected!("popcnt")),
-            ("has_lzcnt", is_x86_feature_detected!("lzcnt")),
-            ("has_bmi1", is_x86_feature_detected!("bmi1")),
-            ("has_bmi2", is_x86_feature_detected!("bmi2")),
-        ] {
-            if is_there {
-                isa.enable(name).expect("a setting of Cranelift's");
-            }
-        }
-        let isa = isa
-            .finish(settings::Flags::new(flags))
-            .expect("settings that fit together");
-        let arena = Arena::try_new(memory)?;
+        ]);
+        let arena = Arena::try_new(memory).ok_or(OutOfMemory)?;
         Ok(Arc::new(Self {
             arena,
             isa,
@@ -313,24 +244,16 @@ impl Compiler {
             numbers: AtomicU64::new(0),
             known: Known::new(),
             is_forbidden: AtomicBool::new(false),
-            announced: Once::new(),
             observer: OnceLock::new(),
         }))
     }
 
     /// Registers the code with the signal handlers. Call before a CPU runs compiled code.
     fn announce(&self) {
-        self.announced.call_once(|| self.announce_first());
-    }
-
-    fn announce_first(&self) {
-        let (code, table) = self.arena.places();
         let exit = access_failed as *const () as usize;
-        // SAFETY: the table is readable as long as the arena exists, and the compiler and all regions keep the arena
-        // alive. At a guarded access, a region has written back all state, and RBP points to its frame. If another
-        // compiler was registered before, its regions belong to CPUs of a parent process, and do not run in this
-        // process.
-        unsafe { slat_guard::set_generated(code, table, exit) };
+        // SAFETY: at a guarded access a region has written back all state, and RBP points to its frame. If another
+        // compiler was registered, its regions belong to CPUs of a parent process.
+        unsafe { self.arena.announce(exit) };
     }
 
     /// Calls `observer` for all code that is compiled from now on, before the code runs, on the threads that compile. A
@@ -408,7 +331,7 @@ impl Compiler {
             Tier::Full => None,
         };
         if let Some(code) = made {
-            let (chunk, guarded) = self.put(code.bytes, code.guarded.into())?;
+            let (chunk, guarded) = self.put(code.bytes, Guarded(code.guarded.into()))?;
             return Ok(Region {
                 chunk,
                 source,
@@ -446,26 +369,15 @@ impl Compiler {
         &self,
         compiled: &cranelift_codegen::CompiledCode,
     ) -> Result<(Chunk, Guarded), Refused> {
-        let places = compiled.buffer.get_srclocs_sorted();
-        // The trap of a division is left out, because such a division never fails.
-        let traps = compiled.buffer.traps().iter();
-        let guarded = traps
-            .filter(|trap| trap.code == access::GUARDED)
-            .map(|trap| {
-                let after = places.partition_point(|place| place.start <= trap.offset);
-                (trap.offset, places[after - 1].loc.bits())
-            })
-            .collect();
         assert!(
             compiled.buffer.relocs().is_empty(),
             "code without relocations"
         );
-        self.put(compiled.code_buffer(), guarded)
+        self.put(compiled.code_buffer(), Guarded::of(compiled))
     }
 
     fn put(&self, code: &[u8], guarded: Guarded) -> Result<(Chunk, Guarded), Refused> {
-        let offsets = guarded.iter().map(|access| access.0);
-        let chunk = self.arena.put(code, offsets)?;
+        let chunk = self.arena.put(code, guarded.offsets())?;
         Ok((chunk, guarded))
     }
 
@@ -484,7 +396,7 @@ impl Compiler {
 
     /// Whether a job of a tier would be accepted: executable memory is allowed, and not too many jobs are waiting.
     pub(crate) fn has_room(&self, tier: Tier) -> bool {
-        !self.is_forbidden() && lock(&self.jobs[tier as usize].waiting).len() < JOBS
+        !self.is_forbidden() && self.jobs[tier as usize].has_room()
     }
 }
 

@@ -5,12 +5,10 @@
 //! the base is the beginning of the guest code's page. Otherwise the base is 0. Such a relative address is called a
 //! *place*.
 
-pub(crate) mod memory;
-
 use crate::key::Key;
 use crate::mode;
 use crate::op::Op;
-use memory::Chunk;
+use slat_jit::{Chunk, Guarded};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -127,10 +125,7 @@ impl Step {
     }
 }
 
-/// The guarded accesses of a region: their offsets, ascending, each with the index of the access's step.
-pub(crate) type Guarded = Box<[(u32, u32)]>;
-
-/// A region: guest code of one page and its compiled code.
+/// Compiled code.
 pub(crate) struct Region {
     pub(crate) chunk: Chunk,
     pub(crate) source: Source,
@@ -141,6 +136,7 @@ pub(crate) struct Region {
     pub(crate) is_sampled: AtomicBool,
     /// The steps of the region's instructions, to which the code has pointers.
     pub(crate) steps: Box<[Step]>,
+    /// The guarded accesses, with the indices of their steps.
     pub(crate) guarded: Guarded,
     /// For each block, the offset at which the region can be entered there; `None` if it cannot be entered there.
     pub(crate) entries: Box<[Option<u32>]>,
@@ -179,10 +175,7 @@ impl Region {
     /// If a guarded access of this region is at the host address `address`, returns the access's step.
     pub(crate) fn step_at(&self, address: usize) -> Option<*const Step> {
         let offset = self.chunk.offset_of(address)?;
-        let found = self
-            .guarded
-            .binary_search_by_key(&offset, |access| access.0);
-        let (_, step) = self.guarded[found.ok()?];
+        let step = self.guarded.find(offset)?;
         Some(&raw const self.steps[step as usize])
     }
 }

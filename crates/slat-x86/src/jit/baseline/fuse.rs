@@ -1,7 +1,6 @@
 //! Fusion: finds instructions of Cranelift's language that are emitted together as one instruction of the host.
 
 use super::Generator;
-use crate::jit::access;
 use cranelift_codegen::ir::{Inst, InstructionData, MemFlags, Opcode, Value};
 
 /// A load of a field of the CPU, an addition to the loaded value, and a store to the field.
@@ -94,7 +93,7 @@ impl Generator<'_> {
 
     /// If `inst` is a load that cannot fail, returns its address and offset.
     fn field(&self, inst: Inst) -> Option<(Value, i32)> {
-        let is_plain = |flags: MemFlags| flags.trap_code() != Some(access::GUARDED);
+        let is_plain = |flags: MemFlags| flags.trap_code() != Some(slat_jit::GUARDED);
         match self.func.dfg.insts[inst] {
             InstructionData::Load {
                 opcode: Opcode::Load,

@@ -6,7 +6,6 @@ use super::edges::Moves;
 use super::encode::{Alu, Count, Place, Shift, Unary};
 use super::places::{ARGUMENTS, RAX, RCX, RDX};
 use super::{Generator, Reg, Result, Unknown};
-use crate::jit::access;
 use cranelift_codegen::ir::condcodes::IntCC;
 use cranelift_codegen::ir::types::{I8, I16, I32, I64};
 use cranelift_codegen::ir::{Block, BlockCall, Inst, InstructionData, MemFlags, Opcode, Value};
@@ -448,7 +447,7 @@ impl Generator<'_> {
 
     /// If `flags` says that the access is guarded, records that the next instruction is a guarded access.
     fn guard(&mut self, flags: MemFlags) {
-        if flags.trap_code() == Some(access::GUARDED)
+        if flags.trap_code() == Some(slat_jit::GUARDED)
             && let Some(inst) = self.inst
         {
             let step = self.func.srcloc(inst).bits();

@@ -2,11 +2,9 @@
 //! use all instructions that this tier knows.
 
 use super::{Room, generate};
-use crate::jit::access;
 use crate::jit::dispatch::dispatch;
 use crate::jit::window::BASE;
 use crate::jit::{Compiler, entries, translate};
-use crate::region::memory::Chunk;
 use cranelift_codegen::Context;
 use cranelift_codegen::control::ControlPlane;
 use cranelift_codegen::ir::condcodes::IntCC;
@@ -18,6 +16,7 @@ use cranelift_codegen::ir::{
 use cranelift_codegen::isa::CallConv;
 use cranelift_frontend::{FunctionBuilder, FunctionBuilderContext};
 use iced_x86::{Decoder, DecoderOptions, Mnemonic, OpKind, Register};
+use slat_jit::Chunk;
 use std::arch::naked_asm;
 
 const TYPES: [Type; 4] = [I8, I16, I32, I64];
@@ -190,7 +189,7 @@ impl Maker<'_, '_> {
     fn guarded(&mut self) -> (Value, MemFlags) {
         let offset = self.word();
         let address = self.b.ins().iadd_imm(self.memory, i64::from(offset));
-        let flags = MemFlags::trusted().with_trap_code(Some(access::GUARDED));
+        let flags = MemFlags::trusted().with_trap_code(Some(slat_jit::GUARDED));
         (address, flags)
     }
 
@@ -448,7 +447,7 @@ fn check_guarded(func: &Function, code: &[u8], guarded: &[(u32, u32)], seed: u64
     let insts = func.layout.blocks();
     let insts = insts.flat_map(|block| func.layout.block_insts(block));
     let flags = insts.filter_map(|inst| func.dfg.insts[inst].memflags());
-    let expected = flags.filter(|flags| flags.trap_code() == Some(access::GUARDED));
+    let expected = flags.filter(|flags| flags.trap_code() == Some(slat_jit::GUARDED));
     assert_eq!(guarded.len(), expected.count(), "function {seed}");
     for &(at, _) in guarded {
         let mut decoder = Decoder::new(64, &code[at as usize..], DecoderOptions::NONE);

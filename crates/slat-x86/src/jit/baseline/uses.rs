@@ -5,7 +5,6 @@
 //! down. A value without remaining uses gives up its register.
 
 use super::{Generator, Held, Result, Target};
-use crate::jit::access;
 use cranelift_codegen::entity::EntityRef;
 use cranelift_codegen::ir::{
     Block, BlockArg, BlockCall, Function, Inst, InstructionData, Opcode, Value,
@@ -128,7 +127,7 @@ impl Generator<'_> {
             || opcode.other_side_effects()
             || dfg.insts[inst]
                 .memflags()
-                .is_some_and(|flags| flags.trap_code() == Some(access::GUARDED));
+                .is_some_and(|flags| flags.trap_code() == Some(slat_jit::GUARDED));
         !stays
             && dfg
                 .inst_results(inst)

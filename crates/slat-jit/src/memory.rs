@@ -8,19 +8,21 @@
 //! other threads. (CPUs that compile at once, in tests, do this themselves.) Pages that other threads free wait in
 //! `returned`.
 
-use crate::heap::OutOfMemory;
+use crate::arch;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
 
 const PAGE: usize = 4096;
 /// The number of bytes of a cache line.
 const LINE: usize = 64;
 
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+/// Locks a mutex, even if a thread has panicked that held it.
+pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The reserved range: first the code, then the table of guarded accesses.
+#[derive(Debug)]
 struct Reservation {
     start: *mut u8,
     /// The number of bytes for code.
@@ -48,7 +50,7 @@ impl Drop for Reservation {
 
 /// The reason why code is not compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Refused {
+pub enum Refused {
     /// All pages are used.
     Full,
     /// The host has no memory, or allows no executable memory.
@@ -58,12 +60,15 @@ pub(crate) enum Refused {
 }
 
 /// The memory for all compiled code of a process.
-pub(crate) struct Arena {
+#[derive(Debug)]
+pub struct Arena {
     memory: Reservation,
     state: Mutex<State>,
+    /// Whether the signal handlers know the addresses of the code.
+    announced: Once,
 }
 
-#[derive(Default)]
+#[derive(Debug, Default)]
 struct State {
     /// The free runs of pages below `fresh`, in ascending order. Between two free runs there are used pages.
     free: Vec<Range<usize>>,
@@ -74,8 +79,12 @@ struct State {
 }
 
 impl Arena {
-    /// Reserves address space for `bytes` bytes of code, a multiple of the page size.
-    pub(crate) fn try_new(bytes: usize) -> Result<Arc<Self>, OutOfMemory> {
+    /// Reserves address space for `bytes` bytes of code, a multiple of the page size. Returns `None` if the host gives none, or cannot
+    /// make all threads see new code.
+    pub fn try_new(bytes: usize) -> Option<Arc<Self>> {
+        if !arch::prepare() {
+            return None;
+        }
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         // SAFETY: the call makes a new mapping at an address that the host chooses.
         let memory = unsafe {
@@ -89,7 +98,7 @@ impl Arena {
             )
         };
         if memory == libc::MAP_FAILED {
-            return Err(OutOfMemory);
+            return None;
         }
         let memory = Reservation {
             start: memory.cast(),
@@ -104,19 +113,30 @@ impl Arena {
             )
         };
         if table != 0 {
-            return Err(OutOfMemory);
+            return None;
         }
-        Ok(Arc::new(Self {
+        Some(Arc::new(Self {
             memory,
             state: Mutex::default(),
+            announced: Once::new(),
         }))
     }
 
-    /// Returns the addresses of the code, and the address of the table.
-    pub(crate) fn places(&self) -> (Range<usize>, usize) {
-        let start = self.memory.start as usize;
-        let end = start + self.memory.bytes;
-        (start..end, end)
+    /// Registers the code with the signal handlers: a guarded access that fails continues at `exit`. Call before a
+    /// thread executes the code.
+    ///
+    /// # Safety
+    /// - At each guarded access the code may continue at `exit`, with the address of the access in the host's register
+    ///   for results, and all other registers unchanged.
+    /// - No thread executes the code of another arena that was announced before.
+    pub unsafe fn announce(&self, exit: usize) {
+        self.announced.call_once(|| {
+            let start = self.memory.start as usize;
+            let end = start + self.memory.bytes;
+            // SAFETY: the table follows the code. It is readable as long as the arena exists, and each chunk keeps the
+            // arena alive. The rest is this function's `# Safety`.
+            unsafe { slat_guard::set_generated(start..end, end, exit) };
+        });
     }
 
     /// Copies `code` into pages that no other code uses. The offset in the first page varies. Otherwise the first lines
@@ -124,7 +144,7 @@ impl Arena {
     ///
     /// # Errors
     /// See [`Refused`].
-    pub(crate) fn put(
+    pub fn put(
         self: &Arc<Self>,
         code: &[u8],
         guarded: impl Iterator<Item = u32>,
@@ -154,6 +174,7 @@ impl Arena {
                 *table.add(at / 8) |= 1 << (at % 8);
             }
             (start.add(offset)).copy_from_nonoverlapping(code.as_ptr(), code.len());
+            arch::publish(start.add(offset), code.len());
             if libc::mprotect(start.cast(), len, libc::PROT_READ | libc::PROT_EXEC) != 0 {
                 return Err(Refused::Forbidden);
             }
@@ -199,7 +220,8 @@ impl Arena {
 }
 
 /// Pages with compiled code.
-pub(crate) struct Chunk {
+#[derive(Debug)]
+pub struct Chunk {
     arena: Arc<Arena>,
     pages: Range<usize>,
     /// The offset of the code in the pages.
@@ -210,18 +232,19 @@ pub(crate) struct Chunk {
 
 impl Chunk {
     /// If an address is in the code, returns its offset.
-    pub(crate) fn offset_of(&self, address: usize) -> Option<u32> {
+    pub fn offset_of(&self, address: usize) -> Option<u32> {
         let offset = address.checked_sub(self.start() as usize)?;
         (offset < self.len).then_some(offset as u32)
     }
 
-    pub(crate) fn code(&self) -> &[u8] {
+    /// Returns the code.
+    pub fn code(&self) -> &[u8] {
         // SAFETY: the pages belong to this chunk, are readable, and are not written while the chunk exists.
         unsafe { std::slice::from_raw_parts(self.start(), self.len) }
     }
 
     /// Returns the address of the first instruction.
-    pub(crate) fn start(&self) -> *const u8 {
+    pub fn start(&self) -> *const u8 {
         self.arena
             .memory
             .start
@@ -244,8 +267,7 @@ mod tests {
     fn pages_are_used_again() {
         const BYTES: usize = 1 << 20;
         let arena = Arena::try_new(BYTES).unwrap();
-        // mov eax,N; ret
-        let code = |n: u8| [0xb8, n, 0, 0, 0, 0xc3];
+        let code = arch::returning;
         for round in 0..3 * BYTES / PAGE {
             let chunk = arena.put(&code(round as u8), [0].into_iter()).unwrap();
             // SAFETY: the address is that of the function that was written just now.

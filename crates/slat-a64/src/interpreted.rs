@@ -1,0 +1,43 @@
+//! A processor without a compiler, in place of `jit`: there is no compiled code.
+
+use crate::caches::Caches;
+use crate::hypervisor::Hypervisor;
+use crate::state::State;
+
+/// What a run of compiled code has done.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Ran {
+    /// The number of executed instructions.
+    pub(crate) instructions: u64,
+    /// The interpreter has to execute the next instruction.
+    pub(crate) stopped: bool,
+}
+
+/// A processor's compiled code: none.
+pub(crate) struct Compiled {
+    /// The number of instructions that compiled code has executed.
+    pub(crate) instructions: u64,
+}
+
+impl Compiled {
+    pub(crate) fn new() -> Self {
+        Self { instructions: 0 }
+    }
+
+    /// Whether there is a compiler.
+    #[inline(always)]
+    pub(crate) fn is_attached(&self) -> bool {
+        false
+    }
+
+    /// Runs no code.
+    pub(crate) fn run<H: Hypervisor>(
+        &mut self,
+        _: &mut State,
+        _: &mut Caches,
+        _: &mut H,
+        _: u64,
+    ) -> Ran {
+        Ran::default()
+    }
+}

@@ -1,0 +1,244 @@
+//! Accesses to guest memory.
+//!
+//! The TLB's entry of the page is compared, and the access is made at the host's address. All that the entry does not
+//! serve is the helper's: other pages, two pages, checks of alignment, and watchpoints. A guarded access that fails leaves
+//! to the last checkpoint, like a helper that has failed.
+//!
+//! # Order
+//! Loads and stores without an order are the host's plain ones: on x86, whose order is stronger; on arm64 the order is the
+//! guest's own. A load-acquire and a store-release become Cranelift's sequentially consistent ones: LDAR and STLR, or a
+//! plain load, and a store that MFENCE follows. So a load-acquire after a store-release of the same thread is never made
+//! before it, which RCsc demands. Those of helpers are fenced on both sides. Memory barriers become full fences (DMB ISH,
+//! MFENCE).
+
+use super::helpers::{Request, helper};
+use super::translate::Translator;
+use super::uses::Interpret;
+use crate::abort::Right;
+use crate::insn::Order;
+use crate::tier::Access;
+use crate::tlb;
+use cranelift_codegen::ir::condcodes::IntCC;
+use cranelift_codegen::ir::types::{I8, I16, I32, I64};
+use cranelift_codegen::ir::{Block, BlockArg, InstBuilder, MemFlags, Type, Value};
+use slat_jit::GUARDED;
+use std::vec::Vec;
+
+/// The types of the sizes.
+const TYPES: [Type; 4] = [I8, I16, I32, I64];
+
+fn guarded() -> MemFlags {
+    MemFlags::new().with_trap_code(Some(GUARDED))
+}
+
+impl Translator<'_> {
+    /// Looks an access of `bytes` bytes up in the TLB. Continues where the page has the right, and returns the host's
+    /// address; and the block where it has not.
+    fn look_up(
+        &mut self,
+        address: Value,
+        bytes: i64,
+        right: Right,
+        access: Access,
+    ) -> (Value, Block) {
+        let table = tlb::table_offset(self.context.accessor(access.kind)) as i32;
+        let v = &mut self.v;
+        // The index, as the distance of the entry.
+        let shift = tlb::PAGE_BITS - tlb::ENTRY_BITS;
+        let index = v.b.ins().ushr_imm(address, i64::from(shift));
+        let index =
+            v.b.ins()
+                .band_imm(index, tlb::INDEX_MASK << tlb::ENTRY_BITS);
+        let entry = v.b.ins().iadd(self.tlb, index);
+        let last = match bytes {
+            1 => address,
+            bytes => v.b.ins().iadd_imm(address, bytes - 1),
+        };
+        let wanted = v.b.ins().bor_imm(last, (1 << tlb::PAGE_BITS) - 1);
+        let trusted = MemFlags::trusted();
+        let found = (v.b.ins()).load(I64, trusted, entry, table + tlb::tag_offset(right) as i32);
+        let hits = v.b.ins().icmp(IntCC::Equal, wanted, found);
+        let (hit, miss) = (v.b.create_block(), v.b.create_block());
+        v.b.set_cold_block(miss);
+        v.b.ins().brif(hits, hit, &[], miss, &[]);
+        v.b.seal_block(hit);
+        v.b.seal_block(miss);
+        v.b.switch_to_block(hit);
+        let addend = (v.b.ins()).load(I64, trusted, entry, table + tlb::ADDEND_OFFSET as i32);
+        (v.b.ins().iadd(address, addend), miss)
+    }
+
+    /// Emits the access itself where it hits, and what `slowly` emits where it misses; continues after both. `quickly`
+    /// gets the host's address, and returns results. `slowly` returns as many, and whether it has failed.
+    fn access(
+        &mut self,
+        address: Value,
+        (bytes, right, access): (i64, Right, Access),
+        quickly: impl FnOnce(&mut Self, Value) -> Vec<Value>,
+        slowly: impl FnOnce(&mut Self) -> (Vec<Value>, Value),
+    ) -> Vec<Value> {
+        let arguments = |values: &[Value]| -> Vec<BlockArg> {
+            values.iter().map(|value| (*value).into()).collect()
+        };
+        if !self.context.is_direct {
+            let (results, failed) = slowly(self);
+            self.leave_if(failed);
+            return results;
+        }
+        let (host, miss) = self.look_up(address, bytes, right, access);
+        let hit = quickly(self, host);
+        let done = self.v.b.create_block();
+        let results = hit.iter().map(|_| self.v.b.append_block_param(done, I64));
+        let results: Vec<_> = results.collect();
+        self.v.b.ins().jump(done, &arguments(&hit));
+        self.v.b.switch_to_block(miss);
+        let (missed, failed) = slowly(self);
+        let leave = self.leave();
+        (self.v.b.ins()).brif(failed, leave, &[], done, &arguments(&missed));
+        self.v.b.seal_block(done);
+        self.v.b.switch_to_block(done);
+        results
+    }
+
+    /// Loads from the host's memory, zero-extended.
+    fn load_word(&mut self, host: Value, size: u8, order: Order) -> Value {
+        let b = &mut self.v.b;
+        let ty = TYPES[usize::from(size)];
+        if order.acquire {
+            let value = b.ins().atomic_load(ty, guarded(), host);
+            return match size {
+                3 => value,
+                _ => b.ins().uextend(I64, value),
+            };
+        }
+        match size {
+            0 => b.ins().uload8(I64, guarded(), host, 0),
+            1 => b.ins().uload16(I64, guarded(), host, 0),
+            2 => b.ins().uload32(guarded(), host, 0),
+            _ => b.ins().load(I64, guarded(), host, 0),
+        }
+    }
+
+    fn store_word(&mut self, host: Value, size: u8, value: Value, order: Order) {
+        let b = &mut self.v.b;
+        let value = match size {
+            3 => value,
+            _ => b.ins().ireduce(TYPES[usize::from(size)], value),
+        };
+        match order.release {
+            true => b.ins().atomic_store(guarded(), value, host),
+            false => b.ins().store(guarded(), value, host, 0),
+        };
+    }
+
+    pub(super) fn load_at(
+        &mut self,
+        address: Value,
+        size: u8,
+        access: Access,
+    ) -> Result<Value, Interpret> {
+        let found = self.access(
+            address,
+            (1 << size, Right::Read, access),
+            |t, host| [t.load_word(host, size, access.order)].to_vec(),
+            |t| {
+                let request = t.v.constant(Request::new(access, size).bits());
+                let results = t.v.call(helper!(load), &[address, request], 2);
+                ([results[0]].to_vec(), results[1])
+            },
+        );
+        Ok(found[0])
+    }
+
+    pub(super) fn store_at(
+        &mut self,
+        address: Value,
+        size: u8,
+        value: Value,
+        access: Access,
+    ) -> Result<(), Interpret> {
+        self.access(
+            address,
+            (1 << size, Right::Write, access),
+            |t, host| {
+                t.store_word(host, size, value, access.order);
+                Vec::new()
+            },
+            |t| {
+                let request = t.v.constant(Request::new(access, size).bits());
+                let results = t.v.call(helper!(store), &[address, value, request], 1);
+                (Vec::new(), results[0])
+            },
+        );
+        Ok(())
+    }
+
+    pub(super) fn load_vector_at(
+        &mut self,
+        address: Value,
+        access: Access,
+    ) -> Result<[Value; 2], Interpret> {
+        let found = self.access(
+            address,
+            (16, Right::Read, access),
+            |t, host| {
+                let half = |t: &mut Self, at| t.v.b.ins().load(I64, guarded(), host, at);
+                [half(t, 0), half(t, 8)].to_vec()
+            },
+            |t| {
+                let request = t.v.constant(Request::new(access, 4).bits());
+                let failed = t.v.call(helper!(load_vector), &[address, request], 1)[0];
+                (t.result().to_vec(), failed)
+            },
+        );
+        Ok([found[0], found[1]])
+    }
+
+    pub(super) fn store_vector_at(
+        &mut self,
+        address: Value,
+        value: [Value; 2],
+        access: Access,
+    ) -> Result<(), Interpret> {
+        self.access(
+            address,
+            (16, Right::Write, access),
+            |t, host| {
+                for (half, at) in value.into_iter().zip([0, 8]) {
+                    t.v.b.ins().store(guarded(), half, host, at);
+                }
+                Vec::new()
+            },
+            |t| {
+                t.give(&[value]);
+                let request = t.v.constant(Request::new(access, 4).bits());
+                let failed = t.v.call(helper!(store_vector), &[address, request], 1)[0];
+                (Vec::new(), failed)
+            },
+        );
+        Ok(())
+    }
+
+    pub(super) fn prepare_stores_at(
+        &mut self,
+        address: Value,
+        bytes: u32,
+        access: Access,
+    ) -> Result<(), Interpret> {
+        self.access(
+            address,
+            (bytes.into(), Right::Write, access),
+            |_, _| Vec::new(),
+            |t| {
+                let request = Request {
+                    bytes,
+                    ..Request::new(access, 0)
+                };
+                let request = t.v.constant(request.bits());
+                let failed = t.v.call(helper!(prepare_stores), &[address, request], 1)[0];
+                (Vec::new(), failed)
+            },
+        );
+        Ok(())
+    }
+}

@@ -1,0 +1,325 @@
+//! The tier that emits code: values are values of Cranelift's.
+
+use super::helpers::{Request, helper};
+use super::translate::Translator;
+use super::truth::Truth;
+use super::uses::{FLAGS, Interpret, SP};
+use crate::insn::{AtomicOp, Hint, SystemName};
+use crate::simd::Function;
+use crate::state::State;
+use crate::tier::{Access, Exception, Tier};
+use cranelift_codegen::ir::condcodes::IntCC;
+use cranelift_codegen::ir::types::I64;
+use cranelift_codegen::ir::{InstBuilder, MemFlags, Value};
+use std::mem::offset_of;
+
+/// Defines functions that emit one instruction of Cranelift's.
+macro_rules! emits {
+    ($($name:ident($($argument:ident),*) = $emit:ident;)*) => {
+        $(
+            fn $name(&mut self, $($argument: Value),*) -> Value {
+                self.v.b.ins().$emit($($argument),*)
+            }
+        )*
+    };
+}
+
+/// Defines functions of what the interpreter alone does.
+macro_rules! interpreted {
+    ($($name:ident($($type:ty),*) -> $result:ty;)*) => {
+        $(
+            fn $name(&mut self, $(_: $type),*) -> Result<$result, Interpret> {
+                Err(Interpret)
+            }
+        )*
+    };
+}
+
+impl Tier for Translator<'_> {
+    type Value = Value;
+    type Bool = Truth;
+    type Vector = [Value; 2];
+    type Stop = Interpret;
+
+    fn pc(&self) -> u64 {
+        self.now.pc
+    }
+    fn x(&mut self, r: u8) -> Value {
+        self.register(r.into())
+    }
+    fn set_x(&mut self, r: u8, value: Value) {
+        self.set_register(r.into(), value);
+    }
+    fn sp(&mut self) -> Value {
+        self.register(SP)
+    }
+    fn set_sp(&mut self, value: Value) {
+        self.set_register(SP, value);
+    }
+    fn v(&mut self, r: u8) -> [Value; 2] {
+        let at = (offset_of!(State, v) + 16 * usize::from(r & 31)) as i32;
+        [0, 8].map(|half| (self.v.b.ins()).load(I64, MemFlags::trusted(), self.state, at + half))
+    }
+    fn set_v(&mut self, r: u8, value: [Value; 2]) {
+        let at = (offset_of!(State, v) + 16 * usize::from(r & 31)) as i32;
+        for (half, value) in [0, 8].into_iter().zip(value) {
+            (self.v.b.ins()).store(MemFlags::trusted(), value, self.state, at + half);
+        }
+    }
+    fn flags(&mut self) -> [Truth; 4] {
+        self.current_flags()
+    }
+    fn set_flags(&mut self, nzcv: [Truth; 4]) {
+        self.now.flags = Some(nzcv);
+        self.now.dirty |= 1 << FLAGS;
+    }
+
+    fn number(&mut self, n: u64) -> Value {
+        self.v.constant(n as i64)
+    }
+    fn truth(&mut self, is: bool) -> Truth {
+        Truth::Constant(is)
+    }
+
+    emits! {
+        add(a, b) = iadd;
+        sub(a, b) = isub;
+        mul(a, b) = imul;
+        and(a, b) = band;
+        or(a, b) = bor;
+        xor(a, b) = bxor;
+        not(a) = bnot;
+        shl(a, count) = ishl;
+        shr(a, count) = ushr;
+        sar(a, count) = sshr;
+        ror(a, count) = rotr;
+        leading_zeros(a) = clz;
+        reverse_bits(a) = bitrev;
+        swap_bytes(a) = bswap;
+    }
+
+    fn mul_high(&mut self, a: Value, b: Value, is_signed: bool) -> Value {
+        match is_signed {
+            true => self.v.b.ins().smulhi(a, b),
+            false => self.v.b.ins().umulhi(a, b),
+        }
+    }
+    fn div(&mut self, a: Value, b: Value, is_signed: bool) -> Value {
+        self.v.divide(a, b, is_signed)
+    }
+    fn zero_extend(&mut self, a: Value, bits: u32) -> Value {
+        self.v.zero_extend(a, bits)
+    }
+    fn sign_extend(&mut self, a: Value, bits: u32) -> Value {
+        self.v.sign_extend(a, bits)
+    }
+    fn crc(&mut self, crc: Value, value: Value, bits: u32, castagnoli: bool) -> Value {
+        let kind = self
+            .v
+            .constant(i64::from(bits) | i64::from(castagnoli) << 8);
+        self.v.call(helper!(crc), &[crc, value, kind], 1)[0]
+    }
+
+    fn is_zero(&mut self, a: Value) -> Truth {
+        Truth::Zero { value: a, is: true }
+    }
+    fn is_less(&mut self, a: Value, b: Value) -> Truth {
+        Truth::Compare(IntCC::UnsignedLessThan, a, b)
+    }
+    fn bit(&mut self, a: Value, n: u32) -> Truth {
+        Truth::Bit {
+            value: a,
+            n,
+            set: true,
+        }
+    }
+    fn both(&mut self, a: Truth, b: Truth) -> Truth {
+        a.both(b, &mut self.v)
+    }
+    fn either(&mut self, a: Truth, b: Truth) -> Truth {
+        a.either(b, &mut self.v)
+    }
+    fn differ(&mut self, a: Truth, b: Truth) -> Truth {
+        a.differ(b, &mut self.v)
+    }
+    fn opposite(&mut self, a: Truth) -> Truth {
+        a.opposite(&mut self.v)
+    }
+    fn widened(&mut self, a: Truth) -> Value {
+        let value = a.value(&mut self.v);
+        self.v.b.ins().uextend(I64, value)
+    }
+    fn select(&mut self, which: Truth, a: Value, b: Value) -> Value {
+        let which = which.condition(&mut self.v);
+        self.v.b.ins().select(which, a, b)
+    }
+    fn select_bool(&mut self, which: Truth, a: Truth, b: Truth) -> Truth {
+        let which = which.condition(&mut self.v);
+        let [a, b] = [a, b].map(|truth| truth.value(&mut self.v));
+        Truth::Is(self.v.b.ins().select(which, a, b))
+    }
+
+    fn vector(&mut self, low: Value, high: Value) -> [Value; 2] {
+        [low, high]
+    }
+    fn low(&mut self, v: [Value; 2]) -> Value {
+        v[0]
+    }
+    fn high(&mut self, v: [Value; 2]) -> Value {
+        v[1]
+    }
+    fn compute(&mut self, function: Function, operands: [[Value; 2]; 3]) -> [Value; 2] {
+        if let Some(result) = self.vector_function(&function, operands) {
+            return result;
+        }
+        self.give(&operands);
+        let function = self.keep(function);
+        self.v.call(helper!(compute), &[function], 0);
+        self.result()
+    }
+
+    fn load(&mut self, address: Value, size: u8, access: Access) -> Result<Value, Interpret> {
+        self.load_at(address, size, access)
+    }
+    fn store(
+        &mut self,
+        address: Value,
+        size: u8,
+        value: Value,
+        access: Access,
+    ) -> Result<(), Interpret> {
+        self.store_at(address, size, value, access)
+    }
+    fn load_vector(&mut self, address: Value, access: Access) -> Result<[Value; 2], Interpret> {
+        self.load_vector_at(address, access)
+    }
+    fn store_vector(
+        &mut self,
+        address: Value,
+        value: [Value; 2],
+        access: Access,
+    ) -> Result<(), Interpret> {
+        self.store_vector_at(address, value, access)
+    }
+    fn prepare_stores(
+        &mut self,
+        address: Value,
+        bytes: u32,
+        access: Access,
+    ) -> Result<(), Interpret> {
+        self.prepare_stores_at(address, bytes, access)
+    }
+    fn zero_block(&mut self, address: Value) -> Result<(), Interpret> {
+        let failed = self.v.call(helper!(zero_block), &[address], 1)[0];
+        self.leave_if(failed);
+        Ok(())
+    }
+    fn check_stack(&mut self) -> Result<(), Interpret> {
+        if self.context.checks_stack {
+            let sp = self.register(SP);
+            let wrong = self.v.b.ins().band_imm(sp, 15);
+            self.leave_if(wrong);
+        }
+        Ok(())
+    }
+    fn check_alignment(&mut self, address: Value, bytes: u32, _: bool) -> Result<(), Interpret> {
+        if bytes > 1 {
+            let wrong = self.v.b.ins().band_imm(address, i64::from(bytes) - 1);
+            self.leave_if(wrong);
+        }
+        Ok(())
+    }
+    fn atomic(
+        &mut self,
+        op: AtomicOp,
+        address: Value,
+        size: u8,
+        operand: Value,
+        access: Access,
+    ) -> Result<Value, Interpret> {
+        let request = Request {
+            op,
+            ..Request::new(access, size)
+        };
+        let request = self.v.constant(request.bits());
+        let found = self
+            .v
+            .call(helper!(atomic), &[address, operand, request], 2);
+        self.leave_if(found[1]);
+        Ok(found[0])
+    }
+    fn compare_exchange(
+        &mut self,
+        address: Value,
+        size: u8,
+        values: [[Value; 2]; 2],
+        access: Access,
+    ) -> Result<[Value; 2], Interpret> {
+        self.give(&values);
+        let request = self.v.constant(Request::new(access, size).bits());
+        let failed = self
+            .v
+            .call(helper!(compare_exchange), &[address, request], 1)[0];
+        self.leave_if(failed);
+        Ok(self.result())
+    }
+    fn mark_exclusive(&mut self, address: Value, size: u8, value: [Value; 2]) {
+        self.give(&[value]);
+        let size = self.v.constant(size.into());
+        self.v.call(helper!(mark_exclusive), &[address, size], 0);
+    }
+    fn store_exclusive(
+        &mut self,
+        address: Value,
+        size: u8,
+        value: [Value; 2],
+        access: Access,
+    ) -> Result<Truth, Interpret> {
+        self.give(&[value]);
+        let request = self.v.constant(Request::new(access, size).bits());
+        let found = self
+            .v
+            .call(helper!(store_exclusive), &[address, request], 2);
+        self.leave_if(found[1]);
+        Ok(Truth::Zero {
+            value: found[0],
+            is: false,
+        })
+    }
+    fn clear_exclusive(&mut self) {
+        self.v.call(helper!(clear_exclusive), &[], 0);
+    }
+    fn fence(&mut self) {
+        self.v.b.ins().fence();
+    }
+
+    fn raise(&mut self, _: Exception) -> Interpret {
+        Interpret
+    }
+    fn check_vectors(&mut self) -> Result<(), Interpret> {
+        match self.context.traps_vectors {
+            true => Err(Interpret),
+            false => Ok(()),
+        }
+    }
+    fn check_zero_block(&mut self, name: SystemName, rt: u8) -> Result<(), Interpret> {
+        let [name, rt] = [i64::from(name.0), i64::from(rt)].map(|n| self.v.constant(n));
+        let failed = self.v.call(helper!(check_zero_block), &[name, rt], 1)[0];
+        self.leave_if(failed);
+        Ok(())
+    }
+    fn read_system(&mut self, name: SystemName, rt: u8) -> Result<Value, Interpret> {
+        let [name, rt] = [i64::from(name.0), i64::from(rt)].map(|n| self.v.constant(n));
+        let found = self.v.call(helper!(read_system), &[name, rt], 2);
+        self.leave_if(found[1]);
+        Ok(found[0])
+    }
+
+    interpreted! {
+        check_hint(Hint) -> ();
+        write_system(SystemName, u8, Value) -> ();
+        set_pstate(u8, u8, u8) -> ();
+        system_instruction(SystemName, u8, bool, Value) -> Value;
+        exception_return() -> Value;
+    }
+}

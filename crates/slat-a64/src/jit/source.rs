@@ -1,0 +1,76 @@
+//! The guest code of a region: instructions of one page that follow one another or jump to one another, and are
+//! reached from the first one.
+
+use super::context::Context;
+use super::uses::{Flow, uses};
+use crate::decode::decode;
+use std::collections::BTreeMap;
+use std::vec::Vec;
+
+const PAGE: u64 = 4096;
+/// The most instructions of a region, and the most addresses at which its blocks begin.
+const INSTRUCTIONS: usize = 256;
+const BLOCKS: usize = 32;
+
+/// The bit of a link register in a set of registers.
+const LINK: u64 = 1 << 30;
+
+/// The guest code from which a region is compiled, and all else on which the region depends.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Source {
+    pub(super) pc: u64,
+    pub(super) context: Context,
+    /// The instructions, ascending: their offsets in the page of `pc`, and their words.
+    pub(super) words: Vec<(u16, u32)>,
+}
+
+impl Source {
+    /// Collects the code that is reached from `pc`. `fetch` returns the word at an offset in the page. `None`: the word
+    /// at `pc` cannot be fetched.
+    pub(super) fn collect(
+        pc: u64,
+        context: Context,
+        mut fetch: impl FnMut(u64) -> Option<u32>,
+    ) -> Option<Self> {
+        let mut words = BTreeMap::new();
+        let mut begins = [pc].to_vec();
+        let mut next = 0;
+        while let Some(begin) = begins.get(next) {
+            let mut at = *begin;
+            next += 1;
+            while at / PAGE == pc / PAGE
+                && words.len() < INSTRUCTIONS
+                && !words.contains_key(&((at % PAGE) as u16))
+            {
+                let Some(word) = fetch(at % PAGE) else { break };
+                words.insert((at % PAGE) as u16, word);
+                let (uses, flow) = uses(decode(word).as_ref(), at, context);
+                let target = match flow {
+                    Flow::Following => None,
+                    // A called function is usually called from several places.
+                    Flow::Jump(target) if uses.writes & LINK == 0 => Some(target),
+                    Flow::JumpIf(target) => Some(target),
+                    Flow::Jump(_) | Flow::Indirect | Flow::Interpret => break,
+                };
+                if let Some(target) = target
+                    && target / PAGE == pc / PAGE
+                    && !begins.contains(&target)
+                    && begins.len() < BLOCKS
+                {
+                    begins.push(target);
+                }
+                if matches!(flow, Flow::Jump(_)) {
+                    break;
+                }
+                at = at.wrapping_add(4);
+            }
+        }
+        let words: Vec<_> = words.into_iter().collect();
+        (!words.is_empty()).then_some(Self { pc, context, words })
+    }
+
+    /// Returns the address of the instruction at an offset.
+    pub(super) fn address(&self, offset: u16) -> u64 {
+        self.pc & !(PAGE - 1) | u64::from(offset)
+    }
+}

@@ -1,0 +1,308 @@
+//! The tier that computes nothing, but notes what an instruction does: its meaning says itself which registers it
+//! reads, whether it may end early, and where execution continues.
+
+use super::context::Context;
+use crate::insn::{AtomicOp, Hint, Insn, SystemName};
+use crate::meaning::execute;
+use crate::simd::Function;
+use crate::tier::{Access, Exception, Next, Tier};
+
+/// Bits of a set of registers after those of X0 to X30: the stack pointer, and the flags.
+pub(super) const SP: u32 = 31;
+pub(super) const FLAGS: u32 = 32;
+
+/// What an instruction does.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Uses {
+    /// The registers that are read, and those that are written: a bit for each.
+    pub(super) reads: u64,
+    pub(super) writes: u64,
+    /// The instruction may end early, and the interpreter then executes it again.
+    pub(super) stops: bool,
+    /// The instruction changes memory, or state that is not in the sets of registers. So instructions before it cannot
+    /// be executed again after it.
+    pub(super) changes: bool,
+    /// All registers must be in the state before the instruction, or the instruction may end early after it has
+    /// changed memory. So no other instruction is executed again with it.
+    pub(super) is_alone: bool,
+}
+
+/// Where execution continues after an instruction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Flow {
+    Following,
+    Jump(u64),
+    JumpIf(u64),
+    Indirect,
+    /// The interpreter executes the instruction.
+    Interpret,
+}
+
+/// Returns what an instruction does, and where execution continues.
+pub(super) fn uses(insn: Option<&Insn>, pc: u64, context: Context) -> (Uses, Flow) {
+    let mut noting = Noting {
+        pc,
+        context,
+        uses: Uses::default(),
+        stores: 0,
+    };
+    let flow = match insn.map(|insn| execute(&mut noting, insn)) {
+        Some(Ok(Next::Following)) => Flow::Following,
+        Some(Ok(Next::Jump(target))) => Flow::Jump(target),
+        Some(Ok(Next::JumpIf((), target))) => Flow::JumpIf(target),
+        Some(Ok(Next::Indirect(()))) => Flow::Indirect,
+        Some(Ok(Next::Hint(_) | Next::Synchronize) | Err(Interpret)) | None => Flow::Interpret,
+    };
+    (noting.uses, flow)
+}
+
+/// Why an instruction is not compiled: the interpreter executes it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Interpret;
+
+struct Noting {
+    pc: u64,
+    context: Context,
+    uses: Uses,
+    stores: u32,
+}
+
+impl Noting {
+    fn read(&mut self, register: u32) {
+        self.uses.reads |= 1 << register;
+    }
+    fn write(&mut self, register: u32) {
+        self.uses.writes |= 1 << register;
+    }
+    /// Notes a store, or the check before several stores.
+    fn store(&mut self) {
+        self.uses.stops = true;
+        self.uses.changes = true;
+        self.stores += 1;
+        self.uses.is_alone |= self.stores > 1;
+    }
+}
+
+/// Defines functions without an effect that matters here.
+macro_rules! nothing {
+    ($($name:ident($($type:ty),*) -> $result:ty;)*) => {
+        $(
+            fn $name(&mut self, $(_: $type),*) -> $result {
+                Default::default()
+            }
+        )*
+    };
+}
+
+/// Defines functions for loads and checks: they may end the instruction early.
+macro_rules! stops {
+    ($($name:ident($($type:ty),*);)*) => {
+        $(
+            fn $name(&mut self, $(_: $type),*) -> Result<(), Interpret> {
+                self.uses.stops = true;
+                Ok(())
+            }
+        )*
+    };
+}
+
+/// Defines functions that change memory.
+macro_rules! stores {
+    ($($name:ident($($type:ty),*);)*) => {
+        $(
+            fn $name(&mut self, $(_: $type),*) -> Result<(), Interpret> {
+                self.store();
+                Ok(())
+            }
+        )*
+    };
+}
+
+/// Defines functions that store several words.
+macro_rules! several {
+    ($($name:ident($($type:ty),*);)*) => {
+        $(
+            fn $name(&mut self, $(_: $type),*) -> Result<(), Interpret> {
+                self.store();
+                self.uses.is_alone = true;
+                Ok(())
+            }
+        )*
+    };
+}
+
+/// Defines functions for what the interpreter alone does.
+macro_rules! interpreted {
+    ($($name:ident($($type:ty),*);)*) => {
+        $(
+            fn $name(&mut self, $(_: $type),*) -> Result<(), Interpret> {
+                Err(Interpret)
+            }
+        )*
+    };
+}
+
+impl Tier for Noting {
+    type Value = ();
+    type Bool = ();
+    type Vector = ();
+    type Stop = Interpret;
+
+    fn pc(&self) -> u64 {
+        self.pc
+    }
+    fn x(&mut self, r: u8) {
+        self.read(r.into());
+    }
+    fn set_x(&mut self, r: u8, (): ()) {
+        self.write(r.into());
+    }
+    fn sp(&mut self) {
+        self.read(SP);
+    }
+    fn set_sp(&mut self, (): ()) {
+        self.write(SP);
+    }
+    fn flags(&mut self) -> [(); 4] {
+        self.read(FLAGS);
+        [(); 4]
+    }
+    fn set_flags(&mut self, _: [(); 4]) {
+        self.write(FLAGS);
+    }
+    fn set_v(&mut self, _: u8, (): ()) {
+        self.uses.changes = true;
+    }
+
+    nothing! {
+        v(u8) -> ();
+        number(u64) -> ();
+        truth(bool) -> ();
+        add((), ()) -> ();
+        sub((), ()) -> ();
+        mul((), ()) -> ();
+        mul_high((), (), bool) -> ();
+        div((), (), bool) -> ();
+        and((), ()) -> ();
+        or((), ()) -> ();
+        xor((), ()) -> ();
+        not(()) -> ();
+        shl((), ()) -> ();
+        shr((), ()) -> ();
+        sar((), ()) -> ();
+        ror((), ()) -> ();
+        zero_extend((), u32) -> ();
+        sign_extend((), u32) -> ();
+        leading_zeros(()) -> ();
+        reverse_bits(()) -> ();
+        swap_bytes(()) -> ();
+        crc((), (), u32, bool) -> ();
+        is_zero(()) -> ();
+        is_less((), ()) -> ();
+        bit((), u32) -> ();
+        both((), ()) -> ();
+        either((), ()) -> ();
+        differ((), ()) -> ();
+        opposite(()) -> ();
+        widened(()) -> ();
+        select((), (), ()) -> ();
+        select_bool((), (), ()) -> ();
+        vector((), ()) -> ();
+        low(()) -> ();
+        high(()) -> ();
+        compute(Function, [(); 3]) -> ();
+        mark_exclusive((), u8, ()) -> ();
+        clear_exclusive() -> ();
+        fence() -> ();
+    }
+
+    stops! {
+        load((), u8, Access);
+        load_vector((), Access);
+        check_alignment((), u32, bool);
+        check_zero_block(SystemName, u8);
+    }
+
+    stores! {
+        store((), u8, (), Access);
+        prepare_stores((), u32, Access);
+        atomic(AtomicOp, (), u8, (), Access);
+        compare_exchange((), u8, [(); 2], Access);
+        store_exclusive((), u8, (), Access);
+    }
+
+    several! {
+        store_vector((), (), Access);
+        zero_block(());
+    }
+
+    interpreted! {
+        check_hint(Hint);
+        write_system(SystemName, u8, ());
+        set_pstate(u8, u8, u8);
+        system_instruction(SystemName, u8, bool, ());
+        exception_return();
+    }
+
+    fn check_stack(&mut self) -> Result<(), Interpret> {
+        self.read(SP);
+        self.uses.stops |= self.context.checks_stack;
+        Ok(())
+    }
+    fn raise(&mut self, _: Exception) -> Interpret {
+        Interpret
+    }
+    fn check_vectors(&mut self) -> Result<(), Interpret> {
+        match self.context.traps_vectors {
+            true => Err(Interpret),
+            false => Ok(()),
+        }
+    }
+    fn read_system(&mut self, _: SystemName, _: u8) -> Result<(), Interpret> {
+        // A register may be one that is kept in values, and reading it may change a device.
+        self.uses.stops = true;
+        self.uses.changes = true;
+        self.uses.is_alone = true;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::decode::decode;
+    use crate::stage1::Accessor;
+
+    fn of(word: u32) -> (Uses, Flow) {
+        let context = Context {
+            accessor: Accessor::El1,
+            checks_stack: true,
+            traps_vectors: false,
+            is_direct: true,
+        };
+        uses(decode(word).as_ref(), 0x1000, context)
+    }
+
+    #[test]
+    fn the_meaning_tells_what_an_instruction_uses() {
+        // ADDS X2, X3, X4.
+        let (uses, flow) = of(0xab04_0062);
+        assert_eq!((uses.reads, uses.writes), (0x18, 1 << 2 | 1 << FLAGS));
+        assert!(!uses.stops && !uses.changes && flow == Flow::Following);
+        // LDR X1, [SP, #8]!
+        let (uses, _) = of(0xf840_8fe1);
+        assert_eq!((uses.reads, uses.writes), (1 << SP, 1 << 1 | 1 << SP));
+        assert!(uses.stops && !uses.changes);
+        // STR X1, [X2]; STP X1, X2, [X3].
+        let [one, two] = [0xf900_0041, 0xa900_0861].map(|word| of(word).0);
+        assert!(one.stops && one.changes && !one.is_alone);
+        assert!(two.stops && two.changes && two.is_alone);
+        // B.EQ +8; BL +8; RET; SVC; MSR DAIFSET; UDF.
+        assert_eq!(of(0x5400_0040).1, Flow::JumpIf(0x1008));
+        assert_eq!(of(0x9400_0002).1, Flow::Jump(0x1008));
+        assert_eq!(of(0xd65f_03c0).1, Flow::Indirect);
+        for word in [0xd400_0001, 0xd503_42df, 0] {
+            assert_eq!(of(word).1, Flow::Interpret, "{word:08x}");
+        }
+    }
+}

@@ -1,0 +1,224 @@
+//! Memory of a machine that is the host's own, so that compiled code accesses it directly.
+
+use slat_a64::{Hypervisor, Order, Page, Right};
+use slat_guard::Gone;
+use std::cell::Cell;
+use std::ptr;
+use std::sync::Once;
+use std::sync::atomic::{AtomicBool, Ordering, fence};
+
+const PAGE: u64 = 4096;
+
+/// A mapping: its intermediate physical address, its pages, and where it is.
+struct Mapping {
+    ipa: u64,
+    pages: usize,
+    host: *mut u8,
+    /// Whether it may be read, and written.
+    rights: [bool; 2],
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: a mapping of our own.
+        unsafe { libc::munmap(self.host.cast(), self.pages * PAGE as usize) };
+    }
+}
+
+#[derive(Default)]
+pub struct Memory {
+    mappings: Vec<Mapping>,
+    pub attention: AtomicBool,
+    /// Accesses that have failed because the host's page was taken away.
+    pub gone: Cell<u32>,
+}
+
+/// Why an access is refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Refusal {
+    /// There is no such page, or not the right.
+    Page,
+    /// The host's page was taken away.
+    Gone,
+}
+
+impl Memory {
+    pub fn new() -> Self {
+        static INSTALLED: Once = Once::new();
+        INSTALLED.call_once(|| assert!(slat_guard::install().is_ok()));
+        Self::default()
+    }
+
+    /// Adds pages with these rights to read and to write. They are zero.
+    pub fn add(&mut self, ipa: u64, pages: usize, rights: [bool; 2]) {
+        // SAFETY: a new mapping at an address of the host's choice.
+        let host = unsafe {
+            libc::mmap(
+                ptr::null_mut(),
+                pages * PAGE as usize,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+                -1,
+                0,
+            )
+        };
+        assert_ne!(host, libc::MAP_FAILED);
+        self.mappings.push(Mapping {
+            ipa,
+            pages,
+            host: host.cast(),
+            rights,
+        });
+    }
+
+    fn find(&self, ipa: u64) -> Option<(&Mapping, *mut u8)> {
+        let mapping = self
+            .mappings
+            .iter()
+            .find(|mapping| ipa.wrapping_sub(mapping.ipa) < mapping.pages as u64 * PAGE)?;
+        Some((
+            mapping,
+            mapping.host.wrapping_add((ipa - mapping.ipa) as usize),
+        ))
+    }
+
+    fn host(&self, ipa: u64) -> *mut u64 {
+        self.find(ipa).unwrap().1.cast()
+    }
+
+    pub fn put(&mut self, ipa: u64, word: u64) {
+        // SAFETY: the address is in a mapping that only the guest and the tests use, on one thread.
+        unsafe { self.host(ipa).write_unaligned(word) };
+    }
+
+    pub fn get(&self, ipa: u64) -> u64 {
+        // SAFETY: as in `put`.
+        unsafe { self.host(ipa).read_unaligned() }
+    }
+
+    /// Takes the host's page at an address away, or gives it back.
+    pub fn protect(&self, ipa: u64, is_gone: bool) {
+        let rights = match is_gone {
+            true => libc::PROT_NONE,
+            false => libc::PROT_READ | libc::PROT_WRITE,
+        };
+        let page = self.host(ipa & !(PAGE - 1));
+        // SAFETY: a page of a mapping of our own, which is accessed guarded.
+        assert_eq!(
+            unsafe { libc::mprotect(page.cast(), PAGE as usize, rights) },
+            0
+        );
+    }
+
+    fn guarded<R>(
+        &self,
+        order: Order,
+        access: impl FnOnce() -> Result<R, Gone>,
+    ) -> Result<R, Refusal> {
+        let is_ordered = order != Order::default();
+        if is_ordered {
+            fence(Ordering::SeqCst);
+        }
+        let result = access();
+        if is_ordered {
+            fence(Ordering::SeqCst);
+        }
+        result.map_err(|Gone| {
+            self.gone.set(self.gone.get() + 1);
+            Refusal::Gone
+        })
+    }
+}
+
+/// Makes a guarded access of a word with 1 << `size` bytes.
+macro_rules! of_size {
+    ($size:expr, $word:ident => $access:expr) => {
+        match $size {
+            0 => {
+                type $word = u8;
+                $access
+            }
+            1 => {
+                type $word = u16;
+                $access
+            }
+            2 => {
+                type $word = u32;
+                $access
+            }
+            _ => {
+                type $word = u64;
+                $access
+            }
+        }
+    };
+}
+
+impl Hypervisor for Memory {
+    type Fault = Refusal;
+
+    fn page(&mut self, ipa: u64, right: Right) -> Result<Page, Refusal> {
+        let (mapping, host) = self.find(ipa & !(PAGE - 1)).ok_or(Refusal::Page)?;
+        let [read, write] = mapping.rights;
+        let has = match right {
+            Right::Read | Right::Execute => read,
+            Right::Write => write,
+        };
+        match has {
+            true => Ok(Page {
+                base: host as u64,
+                write,
+                execute: true,
+            }),
+            false => Err(Refusal::Page),
+        }
+    }
+
+    fn load(&mut self, at: u64, size: u8, order: Order) -> Result<u64, Refusal> {
+        // SAFETY: the access is guarded, and the memory is the guest's.
+        self.guarded(order, || unsafe {
+            of_size!(size, Word => slat_guard::load(at as *const Word).map(u64::from))
+        })
+    }
+
+    fn store(&mut self, at: u64, size: u8, value: u64, order: Order) -> Result<(), Refusal> {
+        // SAFETY: as in `load`.
+        self.guarded(order, || unsafe {
+            of_size!(size, Word => slat_guard::store(at as *mut Word, value as Word))
+        })
+    }
+
+    fn load_wide(&mut self, at: u64) -> Result<u128, Refusal> {
+        let [low, high] = [at, at + 8].map(|at| self.load(at, 3, Order::default()));
+        Ok(u128::from(low?) | u128::from(high?) << 64)
+    }
+
+    fn store_wide(&mut self, at: u64, value: u128) -> Result<(), Refusal> {
+        self.store(at, 3, value as u64, Order::default())?;
+        self.store(at + 8, 3, (value >> 64) as u64, Order::default())
+    }
+
+    fn compare_exchange(
+        &mut self,
+        at: u64,
+        size: u8,
+        [old, new]: [u128; 2],
+        order: Order,
+    ) -> Result<u128, Refusal> {
+        // SAFETY: as in `load`.
+        self.guarded(order, || unsafe {
+            if size == 4 {
+                let found = slat_guard::compare_exchange(at as *mut u128, old, new)?;
+                return Ok(found.unwrap_or_else(|found| found));
+            }
+            of_size!(size, Word => {
+                let found = slat_guard::compare_exchange(at as *mut Word, old as Word, new as Word)?;
+                Ok(found.unwrap_or_else(|found| found).into())
+            })
+        })
+    }
+
+    fn attention(&self) -> bool {
+        self.attention.load(Ordering::Relaxed)
+    }
+}

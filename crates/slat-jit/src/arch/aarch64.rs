@@ -1,0 +1,127 @@
+//! 64-bit Arm.
+
+use crate::entry::{FAILED, Frame, LEAST_CODE};
+use std::arch::{asm, naked_asm};
+use std::mem::offset_of;
+
+pub(crate) const TARGET: &str = "aarch64-unknown-linux-gnu";
+
+/// `membarrier`'s commands for instruction caches (linux/membarrier.h).
+const SYNC_CORE: libc::c_int = 1 << 5;
+const REGISTER_SYNC_CORE: libc::c_int = 1 << 6;
+
+/// Returns the features that the host's processor has.
+pub(crate) fn features() -> impl Iterator<Item = &'static str> {
+    std::arch::is_aarch64_feature_detected!("lse")
+        .then_some("has_lse")
+        .into_iter()
+}
+
+fn membarrier(command: libc::c_int) -> bool {
+    // SAFETY: the call has no pointers, and no effect but the barrier.
+    unsafe { libc::syscall(libc::SYS_membarrier, command, 0, 0) == 0 }
+}
+
+/// Makes later calls of [`publish`] possible. Returns `false` if the host's kernel has no such barrier.
+pub(crate) fn prepare() -> bool {
+    membarrier(REGISTER_SYNC_CORE)
+}
+
+/// Makes all threads see new code: cleans the data caches and drops the instruction caches (DDI 0487, B2.2.5). Each
+/// thread must also synchronize its context, because it may have fetched the old bytes early.
+pub(crate) fn publish(start: *const u8, bytes: usize) {
+    let sizes: u64;
+    // SAFETY: Linux lets programs read this register.
+    unsafe { asm!("mrs {}, ctr_el0", out(reg) sizes, options(nomem, nostack)) };
+    let (data, code) = (4usize << (sizes >> 16 & 15), 4usize << (sizes & 15));
+    let first = start as usize;
+    let lines = |size: usize| (first & !(size - 1)..first + bytes).step_by(size);
+    for line in lines(data) {
+        // SAFETY: the address is in a mapping of the caller's. The caches change, but no memory does.
+        unsafe { asm!("dc cvau, {}", in(reg) line, options(nostack)) };
+    }
+    // SAFETY: a barrier.
+    unsafe { asm!("dsb ish", options(nostack)) };
+    for line in lines(code) {
+        // SAFETY: as above.
+        unsafe { asm!("ic ivau, {}", in(reg) line, options(nostack)) };
+    }
+    // SAFETY: barriers.
+    unsafe { asm!("dsb ish", "isb", options(nostack)) };
+    membarrier(SYNC_CORE);
+}
+
+/// See [`crate::entry::enter`].
+///
+/// # Safety
+/// The requirements of [`crate::entry::enter`].
+#[unsafe(naked)]
+pub(crate) unsafe extern "C" fn enter(frame: *mut Frame, code: *const u8) -> u64 {
+    naked_asm!(
+        "stp x29, x30, [sp, #-160]!",
+        "stp x19, x20, [sp, #16]",
+        "stp x21, x22, [sp, #32]",
+        "stp x23, x24, [sp, #48]",
+        "stp x25, x26, [sp, #64]",
+        "stp x27, x28, [sp, #80]",
+        "stp d8, d9, [sp, #96]",
+        "stp d10, d11, [sp, #112]",
+        "stp d12, d13, [sp, #128]",
+        "stp d14, d15, [sp, #144]",
+        "mov x21, x0",
+        "mov x9, sp",
+        "str x9, [x21, #{stack}]",
+        "2:",
+        "blr x1",
+        "mov x1, x0",
+        "cmp x0, #{least}",
+        "b.hs 2b",
+        "ldp x19, x20, [sp, #16]",
+        "ldp x21, x22, [sp, #32]",
+        "ldp x23, x24, [sp, #48]",
+        "ldp x25, x26, [sp, #64]",
+        "ldp x27, x28, [sp, #80]",
+        "ldp d8, d9, [sp, #96]",
+        "ldp d10, d11, [sp, #112]",
+        "ldp d12, d13, [sp, #128]",
+        "ldp d14, d15, [sp, #144]",
+        "ldp x29, x30, [sp], #160",
+        "ret",
+        stack = const offset_of!(Frame, stack),
+        least = const LEAST_CODE,
+    )
+}
+
+/// A guarded access of compiled code continues here if it has failed: returns from `enter`. The address of the access
+/// is in X0.
+#[unsafe(naked)]
+pub(crate) unsafe extern "C" fn failed_access() {
+    naked_asm!(
+        "str x0, [x21, #{failed}]",
+        "mov x0, #{status}",
+        "ldr x9, [x21, #{stack}]",
+        "mov sp, x9",
+        "ldp x19, x20, [sp, #16]",
+        "ldp x21, x22, [sp, #32]",
+        "ldp x23, x24, [sp, #48]",
+        "ldp x25, x26, [sp, #64]",
+        "ldp x27, x28, [sp, #80]",
+        "ldp d8, d9, [sp, #96]",
+        "ldp d10, d11, [sp, #112]",
+        "ldp d12, d13, [sp, #128]",
+        "ldp d14, d15, [sp, #144]",
+        "ldp x29, x30, [sp], #160",
+        "ret",
+        stack = const offset_of!(Frame, stack),
+        failed = const offset_of!(Frame, failed),
+        status = const FAILED,
+    )
+}
+
+/// Returns the code of a function that returns `n`.
+#[cfg(test)]
+pub(crate) fn returning(n: u8) -> Vec<u8> {
+    // MOV W0, #N; RET.
+    let words = [0x5280_0000 | u32::from(n) << 5, 0xd65f_03c0];
+    words.iter().flat_map(|word| word.to_le_bytes()).collect()
+}

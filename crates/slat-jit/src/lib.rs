@@ -1,0 +1,25 @@
+//! What compilers of guest code have in common, whatever the guest's instructions are.
+//!
+//! A part of slat: there is no promise about this crate's API, and any version may change it.
+//!
+//! | file | idea |
+//! |---|---|
+//! | `memory` | memory for compiled code, and its table of guarded accesses |
+//! | `guarded` | which instructions of a function are guarded accesses |
+//! | `jobs` | the queue of a compiling thread |
+//! | `host` | Cranelift, set up for the host |
+//! | `entry` | how a thread enters compiled code that keeps a pointer in a register, and how it leaves |
+//! | `arch/` | the host's processor: its features, the code of `entry`, and its instruction cache |
+
+mod arch;
+mod entry;
+mod guarded;
+mod host;
+mod jobs;
+mod memory;
+
+pub use entry::{FAILED, Frame, LEAST_CODE, enter, failed_access};
+pub use guarded::{GUARDED, Guarded};
+pub use host::isa;
+pub use jobs::Jobs;
+pub use memory::{Arena, Chunk, Refused, lock};
