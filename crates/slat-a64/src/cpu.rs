@@ -159,10 +159,14 @@ impl Cpu {
                 if ran.instructions > 0 && below.attention() {
                     return Leave::Attention;
                 }
+                may_enter = ran.stopped;
+                if done == limit {
+                    break;
+                }
                 if ran.instructions > 0 && !ran.stopped {
+                    may_enter = true;
                     continue;
                 }
-                may_enter = ran.stopped;
             }
             let pc = self.state.pc;
             if let Some(leave) = self.step(below) {

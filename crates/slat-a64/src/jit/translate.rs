@@ -11,7 +11,7 @@ use super::frame::{Frame, TARGET_BITS, TARGETS, Target, target_index};
 use super::helpers::helper;
 use super::plan::{Plan, Step};
 use super::truth::Truth;
-use super::uses::{FLAGS, Interpret, SP};
+use super::uses::{FLAGS, Flow, Interpret, SP};
 use super::values::Values;
 use crate::meaning::execute;
 use crate::simd::Function;
@@ -300,7 +300,9 @@ impl<'a> Translator<'a> {
 
     /// Emits a block.
     fn block(&mut self, start: u64, steps: &[Step], dirty: u64) {
-        let count = steps.len() as i64;
+        // The interpreter counts what it executes.
+        let is_compiled = |step: &&Step| step.flow != Flow::Interpret;
+        let count = steps.iter().filter(is_compiled).count() as i64;
         self.v.b.switch_to_block(self.heads[&start]);
         self.v.b.set_srcloc(SourceLoc::default());
         self.now = Now {

@@ -4,31 +4,68 @@ use slat_a64::{Hypervisor, Order, Page, Right};
 use slat_guard::Gone;
 use std::cell::Cell;
 use std::ptr;
-use std::sync::Once;
 use std::sync::atomic::{AtomicBool, Ordering, fence};
+use std::sync::{Arc, Once};
 
 const PAGE: u64 = 4096;
 
-/// A mapping: its intermediate physical address, its pages, and where it is.
-struct Mapping {
-    ipa: u64,
+/// Pages of the host, which processors on several threads may share. They are zero at first.
+pub struct Shared {
     pages: usize,
     host: *mut u8,
-    /// Whether it may be read, and written.
-    rights: [bool; 2],
 }
 
-impl Drop for Mapping {
+// SAFETY: the address of a mapping, which is accessed guarded and by pointers alone.
+unsafe impl Send for Shared {}
+// SAFETY: as above.
+unsafe impl Sync for Shared {}
+
+impl Shared {
+    pub fn new(pages: usize) -> Self {
+        // SAFETY: a new mapping at an address of the host's choice.
+        let host = unsafe {
+            libc::mmap(
+                ptr::null_mut(),
+                pages * PAGE as usize,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+                -1,
+                0,
+            )
+        };
+        assert_ne!(host, libc::MAP_FAILED);
+        Self {
+            pages,
+            host: host.cast(),
+        }
+    }
+
+    pub fn get(&self, at: usize) -> u64 {
+        assert!(at + 8 <= self.pages * PAGE as usize);
+        // SAFETY: the address is in the mapping.
+        unsafe { self.host.add(at).cast::<u64>().read_unaligned() }
+    }
+}
+
+impl Drop for Shared {
     fn drop(&mut self) {
         // SAFETY: a mapping of our own.
         unsafe { libc::munmap(self.host.cast(), self.pages * PAGE as usize) };
     }
 }
 
+/// A part of the guest's memory.
+struct Mapping {
+    ipa: u64,
+    shared: Arc<Shared>,
+    /// Whether it may be read, and written.
+    rights: [bool; 2],
+}
+
 #[derive(Default)]
 pub struct Memory {
     mappings: Vec<Mapping>,
-    pub attention: AtomicBool,
+    pub attention: Arc<AtomicBool>,
     /// Accesses that have failed because the host's page was taken away.
     pub gone: Cell<u32>,
 }
@@ -51,35 +88,28 @@ impl Memory {
 
     /// Adds pages with these rights to read and to write. They are zero.
     pub fn add(&mut self, ipa: u64, pages: usize, rights: [bool; 2]) {
-        // SAFETY: a new mapping at an address of the host's choice.
-        let host = unsafe {
-            libc::mmap(
-                ptr::null_mut(),
-                pages * PAGE as usize,
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
-                -1,
-                0,
-            )
-        };
-        assert_ne!(host, libc::MAP_FAILED);
         self.mappings.push(Mapping {
             ipa,
-            pages,
-            host: host.cast(),
+            shared: Arc::new(Shared::new(pages)),
             rights,
         });
     }
 
+    /// Adds pages that are also those of other processors.
+    pub fn share(&mut self, ipa: u64, shared: Arc<Shared>) {
+        self.mappings.push(Mapping {
+            ipa,
+            shared,
+            rights: [true; 2],
+        });
+    }
+
     fn find(&self, ipa: u64) -> Option<(&Mapping, *mut u8)> {
-        let mapping = self
-            .mappings
-            .iter()
-            .find(|mapping| ipa.wrapping_sub(mapping.ipa) < mapping.pages as u64 * PAGE)?;
-        Some((
-            mapping,
-            mapping.host.wrapping_add((ipa - mapping.ipa) as usize),
-        ))
+        let bytes = |mapping: &Mapping| mapping.shared.pages as u64 * PAGE;
+        let mapping = (self.mappings.iter())
+            .find(|mapping| ipa.wrapping_sub(mapping.ipa) < bytes(mapping))?;
+        let offset = (ipa - mapping.ipa) as usize;
+        Some((mapping, mapping.shared.host.wrapping_add(offset)))
     }
 
     fn host(&self, ipa: u64) -> *mut u64 {

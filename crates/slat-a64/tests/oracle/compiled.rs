@@ -1,9 +1,11 @@
 //! Executes cases with compiled code: a processor with translation tables, whose memory is the host's, at EL0.
 
+use crate::common;
 use crate::guest::LIMIT;
-use crate::host::Memory;
+use crate::host::{Memory, Refusal};
 use crate::qemu::{CASES, RIGHTS, Record, WINDOW, WORDS, border, code};
-use slat_a64::{Compile, Compiler, Cpu, Leave, State, SystemName};
+use crate::rng::Rng;
+use slat_a64::{Cpu, Leave, State, SystemName};
 
 const PAGE: u64 = 4096;
 /// What a level 1 block maps, and all of them.
@@ -72,7 +74,7 @@ impl Guest {
             assert!(state.set_system(name, value));
         }
         let mut cpu = Cpu::new(state);
-        cpu.set_compiler(Compiler::try_new().unwrap(), Compile::AtOnce);
+        common::always(&mut cpu);
         // SAFETY: the pages are mappings of the memory, whose words are accessed guarded and by pointers alone.
         // `Memory::new` has installed the handlers.
         unsafe { cpu.access_directly() };
@@ -86,6 +88,40 @@ impl Guest {
 
     /// Executes a case that can be compared, and writes the result into the record.
     pub fn execute(&mut self, case: usize, record: &mut Record) {
+        self.begin(case, record);
+        let leave = self.cpu.run(&mut self.memory, LIMIT);
+        self.end(&leave, record);
+    }
+
+    /// Like [`execute`](Self::execute), but in runs of a few instructions, between which the host takes pages of the
+    /// window away. The access that fails then is repeated after the host has given the page back.
+    pub fn execute_in_parts(&mut self, case: usize, record: &mut Record, rng: &mut Rng) {
+        self.begin(case, record);
+        let leave = loop {
+            let pages = [border(record.set) - 1, border(record.set)];
+            if rng.one_in(3) {
+                self.memory.protect(rng.pick(&pages), true);
+            }
+            let leave = self.cpu.run(&mut self.memory, 1 + rng.below(12) as u64);
+            for page in pages {
+                self.memory.protect(page, false);
+            }
+            match &leave {
+                Leave::Limit => {}
+                Leave::Stage2 { fault, .. } if fault.reason == Refusal::Gone => {}
+                _ => break leave,
+            }
+        };
+        self.end(&leave, record);
+    }
+
+    /// Returns the number of accesses that have failed because the host had taken a page away.
+    pub fn gone(&self) -> u32 {
+        self.memory.gone.get()
+    }
+
+    /// Makes memory and registers those before a case.
+    fn begin(&mut self, case: usize, record: &Record) {
         let before = &record.before;
         let window = border(record.set) - WINDOW as u64 / 2;
         for (n, words) in record.code.chunks(2).enumerate() {
@@ -110,7 +146,11 @@ impl Guest {
         state.set_fpsr(before.fpsr);
         state.set_nzcv(before.pstate as u32);
         state.exclusive = None;
-        let leave = self.cpu.run(&mut self.memory, LIMIT);
+    }
+
+    /// Writes the result of a case into the record.
+    fn end(&self, leave: &Leave<Refusal>, record: &mut Record) {
+        let window = border(record.set) - WINDOW as u64 / 2;
         let state = &self.cpu.state;
         let system = |name| state.system(name).unwrap();
         let (signal, pc, nzcv) = match leave {

@@ -9,6 +9,10 @@
 
 mod case;
 #[cfg(feature = "jit")]
+#[allow(dead_code)]
+#[path = "../common/compiled.rs"]
+mod common;
+#[cfg(feature = "jit")]
 mod compiled;
 #[cfg(not(feature = "jit"))]
 #[path = "interpreted.rs"]
@@ -153,6 +157,37 @@ fn programs_do_what_they_do_in_qemu() {
     );
     check(&wrong);
     assert!(cases > rounds / 2);
+}
+
+/// Programs that run in parts, and whose accesses fail now and then, do what they do in one run.
+#[cfg(feature = "jit")]
+#[test]
+fn programs_in_parts_do_the_same() {
+    let mut compiled = compiled::Guest::new();
+    let pool = programs::Pool::new();
+    let mut rng = Rng(setting("SLAT_ORACLE_SEED", 2));
+    let rounds = setting("SLAT_ORACLE_PARTS", 500);
+    let (mut wrong, mut cases) = (BTreeMap::new(), 0);
+    for _ in 0..rounds {
+        let mut whole = pool.random(&mut rng);
+        let mut parts = whole;
+        if !guest::execute(0, &mut whole) {
+            continue;
+        }
+        cases += 1;
+        compiled.execute_in_parts(0, &mut parts, &mut rng);
+        let differences = judge::differences(&parts, &whole);
+        if !differences.is_empty() {
+            let report = judge::describe(&parts, &differences);
+            wrong.entry("program").or_insert_with(Vec::new).push(report);
+        }
+    }
+    let (failed, instructions) = (compiled.gone(), compiled.instructions());
+    println!(
+        "{cases} programs in parts; {failed} accesses failed; {instructions} instructions were compiled"
+    );
+    check(&wrong);
+    assert!(cases > rounds / 2 && u64::from(failed) > cases / 4);
 }
 
 #[test]

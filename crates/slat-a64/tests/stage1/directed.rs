@@ -287,7 +287,8 @@ fn code_is_executed_as_it_was_until_it_is_invalidated() {
             assert_eq!(guest.cpu.run(&mut guest.ram, 1), Leave::Limit);
             guest.cpu.state.x[0]
         };
-        assert_eq!(run(&mut guest), 1);
+        // Compiled code is read when it is compiled, which may be the second time.
+        assert_eq!([run(&mut guest), run(&mut guest)], [1, 1]);
         guest.ram.put_code(at, &[new]);
         assert_eq!(run(&mut guest), 1);
         let address = guest.code + 0x108;

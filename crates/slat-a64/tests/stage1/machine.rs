@@ -1,5 +1,6 @@
 //! A machine whose whole memory has contents that a seed determines, until they are overwritten. Some pages are holes.
 
+use crate::compiled::compile;
 use crate::numbers::mixed;
 use slat_a64::{Cpu, Hypervisor, Invalidation, Order, Page, Right, State, SystemName};
 use std::collections::BTreeMap;
@@ -157,7 +158,9 @@ pub fn map_code(ram: &mut Ram, in_upper: bool) -> u64 {
 
 /// Makes a processor at EL1 after reset.
 pub fn cpu() -> Cpu {
-    Cpu::new(State::reset())
+    let mut cpu = Cpu::new(State::reset());
+    compile(&mut cpu);
+    cpu
 }
 
 /// Replaces the instruction at a physical address.

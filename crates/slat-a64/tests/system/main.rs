@@ -5,15 +5,21 @@
 //! takes exceptions of, and writes ESR, FAR, ELR, SPSR, PAR and registers after each of them. Without the tools
 //! (gcc-aarch64-linux-gnu, qemu-system-arm) the tests say so, and pass. `SLAT_SYSTEM_ROUNDS=100` compares that number
 //! of images, and `SLAT_SYSTEM_FIRST=6` begins with the seventh; `SLAT_SYSTEM_COMMANDS=16000` makes an image as
-//! large as it can be.
+//! large as it can be. `SLAT_TEST_COMPILED=1` runs them on compiled code.
 //!
 //! QEMU does not do everything that the architecture says. These are not compared: alignment of accesses to Device
 //! memory and of the stack pointer, traps of WFE, WnR of LSE's faults, permissions of cache maintenance, the effect of
 //! dirty state on the right to execute. `tests/stage1` has cases of them.
 
 mod commands;
+#[allow(dead_code)]
+#[path = "../common/compiled.rs"]
+mod compiled;
 mod debugging;
 mod exceptions;
+#[allow(dead_code)]
+#[path = "../common/host.rs"]
+mod host;
 mod image;
 #[allow(dead_code)]
 #[path = "../stage1/numbers.rs"]

@@ -1,11 +1,11 @@
 //! The processor executes an image, on a machine with memory and a UART.
 
+use crate::compiled::compile;
+use crate::host::Memory;
 use crate::image::{BASE, Image, RAM, RAM_BYTES, UART};
 use slat_a64::{Cpu, Hypervisor, Leave, Order, Page, Right, State, Stop};
 
-struct Board {
-    ram: Vec<u8>,
-}
+struct Board(Memory);
 
 /// Why there is no memory at an address.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -14,75 +14,71 @@ pub enum Absent {
     Nothing,
 }
 
-impl Board {
-    fn at(&mut self, at: u64, bytes: usize) -> &mut [u8] {
-        let at = (at - RAM) as usize;
-        &mut self.ram[at..at + bytes]
-    }
+/// Returns the result of an access to memory, which is there.
+fn present<R, E>(result: Result<R, E>) -> Result<R, Absent> {
+    result.map_err(|_| Absent::Nothing)
 }
 
 impl Hypervisor for Board {
     type Fault = Absent;
 
-    fn page(&mut self, ipa: u64, _: Right) -> Result<Page, Absent> {
-        match ipa {
-            ipa if ipa >> 12 == UART >> 12 => Err(Absent::Uart),
-            ipa if (RAM..RAM + RAM_BYTES).contains(&ipa) => Ok(Page {
-                base: ipa & !0xfff,
-                write: true,
-                execute: true,
-            }),
-            _ => Err(Absent::Nothing),
+    fn page(&mut self, ipa: u64, right: Right) -> Result<Page, Absent> {
+        match ipa >> 12 == UART >> 12 {
+            true => Err(Absent::Uart),
+            false => present(self.0.page(ipa, right)),
         }
     }
-    fn load(&mut self, at: u64, size: u8, _: Order) -> Result<u64, Absent> {
-        let mut value = [0; 8];
-        let bytes = 1 << size;
-        value[..bytes].copy_from_slice(self.at(at, bytes));
-        Ok(u64::from_le_bytes(value))
+    fn load(&mut self, at: u64, size: u8, order: Order) -> Result<u64, Absent> {
+        present(self.0.load(at, size, order))
     }
-    fn store(&mut self, at: u64, size: u8, value: u64, _: Order) -> Result<(), Absent> {
-        let bytes = 1 << size;
-        self.at(at, bytes)
-            .copy_from_slice(&value.to_le_bytes()[..bytes]);
-        Ok(())
+    fn store(&mut self, at: u64, size: u8, value: u64, order: Order) -> Result<(), Absent> {
+        present(self.0.store(at, size, value, order))
     }
     fn load_wide(&mut self, at: u64) -> Result<u128, Absent> {
-        Ok(u128::from_le_bytes(self.at(at, 16).try_into().unwrap()))
+        present(self.0.load_wide(at))
     }
     fn store_wide(&mut self, at: u64, value: u128) -> Result<(), Absent> {
-        self.at(at, 16).copy_from_slice(&value.to_le_bytes());
-        Ok(())
+        present(self.0.store_wide(at, value))
     }
     fn compare_exchange(
         &mut self,
         at: u64,
         size: u8,
-        [expected, new]: [u128; 2],
-        _: Order,
+        values: [u128; 2],
+        order: Order,
     ) -> Result<u128, Absent> {
-        let bytes = 1 << size;
-        let mut found = [0; 16];
-        found[..bytes].copy_from_slice(self.at(at, bytes));
-        let found = u128::from_le_bytes(found);
-        if found == expected {
-            self.at(at, bytes)
-                .copy_from_slice(&new.to_le_bytes()[..bytes]);
-        }
-        Ok(found)
+        present(self.0.compare_exchange(at, size, values, order))
     }
 }
 
 /// More exits than an image makes.
 const MOST_LEAVES: u32 = 10_000_000;
 
+/// Lets compiled code access the memory itself.
+fn access_directly(cpu: &mut Cpu) {
+    #[cfg(feature = "jit")]
+    // SAFETY: the pages are mappings of `Memory`, whose words are accessed guarded and by pointers alone. `Memory::new`
+    // has installed the handlers.
+    unsafe {
+        cpu.access_directly()
+    };
+    #[cfg(not(feature = "jit"))]
+    let _ = cpu;
+}
+
 /// Executes an image until it switches its machine off. Returns what it has written to the UART.
 pub fn execute(image: &Image) -> Vec<u8> {
-    let mut board = Board {
-        ram: vec![0; RAM_BYTES as usize],
-    };
-    board.at(BASE, image.0.len()).copy_from_slice(&image.0);
+    let mut memory = Memory::new();
+    memory.add(RAM, RAM_BYTES as usize / 4096, [true; 2]);
+    for (n, bytes) in image.0.chunks(8).enumerate() {
+        let mut word = [0; 8];
+        word[..bytes.len()].copy_from_slice(bytes);
+        memory.put(BASE + 8 * n as u64, u64::from_le_bytes(word));
+    }
+    let mut board = Board(memory);
     let mut cpu = Cpu::new(State::reset());
+    compile(&mut cpu);
+    access_directly(&mut cpu);
     cpu.state.pc = BASE;
     let mut output = vec![];
     for _ in 0..MOST_LEAVES {
