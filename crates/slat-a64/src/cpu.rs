@@ -7,10 +7,11 @@ use crate::code::Decoded;
 use crate::exception::{Debug, Interrupt};
 use crate::hypervisor::Hypervisor;
 use crate::insn::{Hint, Insn, SystemName};
-use crate::jit::{Compiled, Ran};
+use crate::jit::Compiled;
 use crate::memory::Invalidation;
 use crate::mmu::{Mmu, peek};
 use crate::now::Stop;
+use crate::ran::{Ran, Then};
 use crate::run::{Exit, Went, one};
 use crate::state::State;
 use crate::syndrome::Syndrome;
@@ -156,16 +157,15 @@ impl Cpu {
             if may_enter && self.compiled.is_attached() {
                 let ran = self.run_compiled(below, (limit - done).min(COMPILED_POLLED));
                 done += ran.instructions;
-                if ran.instructions > 0 && below.attention() {
+                if (ran.instructions > 0 || ran.then == Then::Retry) && below.attention() {
                     return Leave::Attention;
                 }
-                may_enter = ran.stopped;
+                if ran.then == Then::Continue && ran.instructions > 0 {
+                    continue;
+                }
+                may_enter = ran.then != Then::Continue;
                 if done == limit {
                     break;
-                }
-                if ran.instructions > 0 && !ran.stopped {
-                    may_enter = true;
-                    continue;
                 }
             }
             let pc = self.state.pc;
@@ -185,16 +185,13 @@ impl Cpu {
     /// Runs compiled code for at most `budget` instructions, if the next thing to do is to execute an instruction, and
     /// no debug exception can come before or after it.
     fn run_compiled<H: Hypervisor>(&mut self, below: &mut H, budget: u64) -> Ran {
-        if self.stepped.is_some() || self.state.may_debug() {
-            return Ran::default();
-        }
-        if self.pending != Pending::default() && self.take_pending() {
-            return Ran {
-                instructions: 1,
-                stopped: false,
-            };
-        }
-        if self.state.pc & 3 != 0 || self.state.pstate.il {
+        let is_interrupted = || self.pending != Pending::default() && self.interrupt().is_some();
+        if self.stepped.is_some()
+            || self.state.may_debug()
+            || self.state.pc & 3 != 0
+            || self.state.pstate.il
+            || is_interrupted()
+        {
             return Ran::default();
         }
         self.compiled

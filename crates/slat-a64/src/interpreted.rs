@@ -2,16 +2,8 @@
 
 use crate::caches::Caches;
 use crate::hypervisor::Hypervisor;
+use crate::ran::Ran;
 use crate::state::State;
-
-/// What a run of compiled code has done.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Ran {
-    /// The number of executed instructions.
-    pub(crate) instructions: u64,
-    /// The interpreter has to execute the next instruction.
-    pub(crate) stopped: bool,
-}
 
 /// A processor's compiled code: none.
 pub(crate) struct Compiled {

@@ -11,7 +11,7 @@
 //! at an exception, which the caller lets EL1 take ([`State::take_stop`]) or serves itself.
 //!
 //! The meaning of instructions is written once, as functions of operations that a *tier* provides: the interpreter's
-//! tier computes with numbers, and a compiler's tier can emit code. A meaning has no branch that depends on a value.
+//! tier computes with numbers, and the compiler's tier emits code. A meaning has no branch that depends on a value.
 //! Vector instructions are functions of whole registers, which a tier calls.
 //!
 //! | layer | file | idea |
@@ -39,7 +39,10 @@
 //! | interpreter | `now` | the tier that computes at once |
 //! | | `exception` | syndromes, and how EL1 takes exceptions and interrupts |
 //! | | `run` | steps, blocks, and why execution ends |
-//! | | `cpu` | a processor with its translations: runs until its embedder is needed |
+//! | compiler | `ran` | what a run of compiled code has done |
+//! | | `jit/`, `interpreted` | the compiler; what is in its place without its feature |
+//! | processor | `cpu` | a processor with its translations: runs until its embedder is needed |
+//! | | `compiling` | its compiler |
 //!
 //! # Promises
 //!
@@ -79,7 +82,7 @@
 //!
 //! # Missing
 //!
-//! EL2 and EL3, and AArch32. The compiler. The registers of timers, interrupt controllers, performance monitors and
+//! EL2 and EL3, and AArch32. The registers of timers, interrupt controllers, performance monitors and
 //! caches are the [`Hypervisor`]'s. Debug state, the debug communication channel, and watchpoints of DC IVAC. Floating
 //! point is computed by integers alone, which is slow.
 
@@ -93,6 +96,8 @@ pub mod abort;
 mod bits;
 mod caches;
 mod code;
+#[cfg(feature = "jit")]
+mod compiling;
 mod cpu;
 mod crc;
 mod debug;
@@ -111,6 +116,7 @@ pub mod memory;
 mod mmu;
 mod now;
 pub mod pstate;
+mod ran;
 mod registers;
 mod returning;
 pub mod run;

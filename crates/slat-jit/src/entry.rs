@@ -2,30 +2,15 @@
 //!
 //! Compiled code is a function without arguments. It finds a [`Frame`] by the host's pinned register (R15, X21), and
 //! preserves that register and the stack pointer alone. It returns the address of the code that the thread executes
-//! next, or a number below [`LEAST_CODE`], with which [`enter`] returns.
+//! next, or a number below [`LEAST_CODE`](crate::LEAST_CODE), with which [`enter`] returns.
 //!
-//! A guarded access that fails ends compiled code at once: [`enter`] returns [`FAILED`]. So compiled code needs no frame
+//! A guarded access that fails ends compiled code at once: [`enter`] returns [`FAILED`](crate::FAILED). So compiled code needs no frame
 //! pointer, and no code for such an access.
 
 use crate::arch;
+use crate::frame::Frame;
 
-/// The least number that is an address of code.
-pub const LEAST_CODE: u64 = 16;
-
-/// What [`enter`] returns if a guarded access of compiled code has failed, at [`Frame::failed`].
-pub const FAILED: u64 = LEAST_CODE - 1;
-
-/// What the pinned register points to. The client's own fields may follow.
-#[derive(Debug, Default)]
-#[repr(C)]
-pub struct Frame {
-    /// The stack pointer of [`enter`].
-    pub(crate) stack: u64,
-    /// The address of the access instruction that has failed.
-    pub failed: u64,
-}
-
-/// Executes compiled code, and the code that follows it, until one returns a number below [`LEAST_CODE`]. Returns that
+/// Executes compiled code, and the code that follows it, until one returns a number below [`LEAST_CODE`](crate::LEAST_CODE). Returns that
 /// number.
 ///
 /// # Safety

@@ -9,16 +9,19 @@
 //! | `jobs` | the queue of a compiling thread |
 //! | `host` | Cranelift, set up for the host |
 //! | `entry` | how a thread enters compiled code that keeps a pointer in a register, and how it leaves |
+//! | `frame` | what compiled code reaches and returns |
 //! | `arch/` | the host's processor: its features, the code of `entry`, and its instruction cache |
 
 mod arch;
 mod entry;
+mod frame;
 mod guarded;
 mod host;
 mod jobs;
 mod memory;
 
-pub use entry::{FAILED, Frame, LEAST_CODE, enter, failed_access};
+pub use entry::{enter, failed_access};
+pub use frame::{FAILED, Frame, LEAST_CODE};
 pub use guarded::{GUARDED, Guarded};
 pub use host::isa;
 pub use jobs::Jobs;

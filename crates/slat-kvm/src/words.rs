@@ -29,6 +29,52 @@ macro_rules! words {
 }
 pub(crate) use words;
 
+/// Declares the policies of an architecture's CPU: name, values, and default.
+macro_rules! policies {
+    ($($(#[$doc:meta])* $NAME:ident $Name:ident($Type:ident) = $default:expr;)*) => {
+        /// A policy of the CPU, with its value.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub enum CpuPolicy {
+            $($(#[$doc])* $Name($Type),)*
+        }
+
+        impl CpuPolicy {
+            /// All policies, each with its default value.
+            pub(crate) const DEFAULTS: &[Self] = &[$(CpuPolicy::$Name($default),)*];
+
+            /// Returns the name of the policy.
+            pub(crate) fn name(&self) -> &'static str {
+                match self {
+                    $(CpuPolicy::$Name(_) => $NAME,)*
+                }
+            }
+
+            /// Returns the values that the policy can have, as a list for a message.
+            pub(crate) fn expected(&self) -> &'static str {
+                match self {
+                    $(CpuPolicy::$Name(_) => $Type::EXPECTED,)*
+                }
+            }
+
+            /// Returns the value of the policy.
+            pub(crate) fn value(&self) -> &dyn std::fmt::Display {
+                match self {
+                    $(CpuPolicy::$Name(value) => value,)*
+                }
+            }
+
+            /// Parses a value of the policy `name`. `None`: there is no such policy, or it has no such value.
+            pub(crate) fn parse(name: &str, value: &str) -> Option<Self> {
+                match name {
+                    $($NAME => $Type::parse(value).map(CpuPolicy::$Name),)*
+                    _ => None,
+                }
+            }
+        }
+    };
+}
+pub(crate) use policies;
+
 /// A mechanism that is on or off.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Switch(pub bool);

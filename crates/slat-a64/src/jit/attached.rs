@@ -9,10 +9,10 @@ use super::source::Source;
 use super::translate::{CONTINUE, INTERPRET};
 use crate::abort::Right;
 use crate::caches::Caches;
-use crate::cpu::Cpu;
 use crate::hypervisor::Hypervisor;
 use crate::insn::Order;
 use crate::mmu::Mmu;
+use crate::ran::{Ran, Then};
 use crate::state::State;
 use slat_jit::FAILED;
 use std::boxed::Box;
@@ -68,15 +68,6 @@ impl Hasher for Mixer {
     }
 }
 
-/// What a run of compiled code has done.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Ran {
-    /// The number of executed instructions.
-    pub(crate) instructions: u64,
-    /// The interpreter has to execute the next instruction.
-    pub(crate) stopped: bool,
-}
-
 struct Client {
     compiler: Arc<Compiler>,
     compile: Compile,
@@ -86,7 +77,7 @@ struct Client {
 pub(crate) struct Compiled {
     client: Option<Client>,
     /// Accesses are made to the host's memory.
-    is_direct: bool,
+    pub(crate) is_direct: bool,
     /// [`Compiler::generation`] at the last look-up.
     generation: u64,
     frame: Box<Frame>,
@@ -95,25 +86,6 @@ pub(crate) struct Compiled {
     regions: HashMap<Place, Installed, BuildHasherDefault<Mixer>>,
     /// The number of instructions that compiled code has executed.
     pub(crate) instructions: u64,
-}
-
-impl Cpu {
-    /// Sets the compiler that compiles this processor's code from now on.
-    pub fn set_compiler(&mut self, compiler: Arc<Compiler>, compile: Compile) {
-        self.compiled.attach(compiler, compile);
-    }
-
-    /// Lets compiled code access memory itself, and not by calls of the [`Hypervisor`].
-    ///
-    /// # Safety
-    /// - [`Page::base`](crate::Page::base) of each page that a [`Hypervisor`] gives this processor is an address of the
-    ///   host. Until [`forget_pages`](Self::forget_pages) is called, compiled code makes guarded accesses to the page
-    ///   there (`slat_guard`): loads, and stores if the page may be written. So no Rust object is there, and other users
-    ///   of the memory expect this at any time.
-    /// - `slat_guard::install` was called.
-    pub unsafe fn access_directly(&mut self) {
-        self.compiled.is_direct = true;
-    }
 }
 
 // SAFETY: the frame's pointers are set before each use, and not used afterwards. The targets' code belongs to the
@@ -135,7 +107,7 @@ impl Compiled {
     }
 
     /// Sets the compiler that compiles this processor's code from now on.
-    fn attach(&mut self, compiler: Arc<Compiler>, compile: Compile) {
+    pub(crate) fn attach(&mut self, compiler: Arc<Compiler>, compile: Compile) {
         compiler.announce();
         self.client = Some(Client { compiler, compile });
         self.targets = std::vec![Target::NONE; TARGETS];
@@ -173,7 +145,7 @@ impl Compiled {
         frame.targets = self.targets.as_ptr();
         frame.edition = edition;
         frame.budget = budget as i64;
-        frame.helpers = helpers;
+        frame.helpers = std::ptr::from_ref(helpers).cast();
         frame.machine = (&raw mut machine).cast();
         // SAFETY: `find` returns the code of a region that this processor uses, and regions return such code. Whatever
         // invalidates targets has changed the edition. The frame has the state, the machine and the tables of this
@@ -193,7 +165,11 @@ impl Compiled {
         self.instructions += instructions;
         Ran {
             instructions,
-            stopped: why != CONTINUE,
+            then: match why {
+                CONTINUE => Then::Continue,
+                FAILED => Then::Retry,
+                _ => Then::Interpret,
+            },
         }
     }
 
@@ -211,17 +187,18 @@ impl Compiled {
         if target.pc == pc && target.edition == edition(caches, context) {
             return Some(target.code);
         }
-        self.look_up(pc, context, caches, below)
+        self.look_up(state, context, caches, below)
     }
 
     /// Looks for a region that was compiled, and has code compiled to which the interpreter has come often.
     fn look_up<H: Hypervisor>(
         &mut self,
-        pc: u64,
+        state: &State,
         context: Context,
         caches: &mut Caches,
         below: &mut H,
     ) -> Option<*const u8> {
+        let pc = state.pc;
         let generation = self.client.as_ref()?.compiler.generation();
         if generation != self.generation {
             // The memory for code is full, or was.
@@ -229,7 +206,15 @@ impl Compiled {
             self.regions.clear();
             self.targets.fill(Target::NONE);
         }
-        let at = caches.tlb.find(context.accessor, Right::Execute, pc, 4)?;
+        let find = |caches: &Caches| caches.tlb.find(context.accessor, Right::Execute, pc, 4);
+        let at = match find(caches) {
+            Some(at) => at,
+            None => {
+                // A fault is found again by the interpreter.
+                Mmu { caches, below }.instruction(state, pc).ok()?;
+                find(caches)?
+            }
+        };
         let place = (at, pc, context.bits());
         let code = match self.installed(place, caches, below) {
             Some(code) => code,

@@ -1,6 +1,5 @@
 //! What compiled code reaches: the host's pinned register points to a [`Frame`].
 
-use super::helpers::Helpers;
 use crate::state::State;
 use crate::tlb::Entry;
 use std::ptr;
@@ -18,7 +17,8 @@ pub(super) struct Frame {
     pub(super) edition: u64,
     /// The number of instructions that may still be executed.
     pub(super) budget: i64,
-    pub(super) helpers: *const Helpers,
+    /// The [`Helpers`](super::helpers::Helpers).
+    pub(super) helpers: *const (),
     /// The [`Mmu`](crate::mmu::Mmu), of a type that the helpers know.
     pub(super) machine: *mut (),
     /// The operands of helpers that are vectors, and a result that is one.

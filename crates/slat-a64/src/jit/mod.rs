@@ -61,5 +61,5 @@ mod uses;
 mod values;
 mod vector;
 
-pub(crate) use attached::{Compiled, Ran};
+pub(crate) use attached::Compiled;
 pub use compiler::{Compile, Compiler};

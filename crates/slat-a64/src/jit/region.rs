@@ -1,10 +1,8 @@
 //! The compiled code of a region.
 
 use super::source::Source;
-use super::translate::Point;
-use crate::simd::Function;
+use super::translate::{Kept, Point};
 use slat_jit::{Chunk, Guarded};
-use std::boxed::Box;
 use std::vec::Vec;
 
 pub(super) struct Region {
@@ -13,7 +11,7 @@ pub(super) struct Region {
     pub(super) guarded: Guarded,
     pub(super) points: Vec<Point>,
     /// The functions to which the code has pointers.
-    pub(super) _functions: Vec<Box<Function>>,
+    pub(super) _functions: Vec<Kept>,
 }
 
 impl Region {

@@ -40,11 +40,14 @@ pub(super) struct Point {
     pub(super) uncounted: i64,
 }
 
+/// A function to which compiled code has a pointer.
+pub(super) struct Kept(Box<Function>);
+
 /// What a region has besides its code.
 pub(super) struct Translated {
     pub(super) points: Vec<Point>,
     /// The functions to which the code has pointers.
-    pub(super) functions: Vec<Box<Function>>,
+    pub(super) functions: Vec<Kept>,
 }
 
 /// Returns the signature of a region (`slat_jit::enter`).
@@ -95,7 +98,7 @@ pub(super) struct Translator<'a> {
     points: Vec<Point>,
     /// The blocks that leave at checkpoints, by the number of the checkpoint.
     leaves: HashMap<usize, Block>,
-    functions: Vec<Box<Function>>,
+    functions: Vec<Kept>,
 }
 
 fn numbers(registers: u64) -> impl Iterator<Item = u32> {
@@ -221,12 +224,12 @@ impl<'a> Translator<'a> {
 
     /// Keeps a function, and returns its address.
     pub(super) fn keep(&mut self, function: Function) -> Value {
-        let known = self.functions.iter().position(|known| **known == function);
+        let known = self.functions.iter().position(|known| *known.0 == function);
         let at = known.unwrap_or_else(|| {
-            self.functions.push(Box::new(function));
+            self.functions.push(Kept(Box::new(function)));
             self.functions.len() - 1
         });
-        let address: *const Function = &*self.functions[at];
+        let address: *const Function = &*self.functions[at].0;
         self.v.constant(address as i64)
     }
 

@@ -134,10 +134,8 @@ impl Memory {
         };
         let page = self.host(ipa & !(PAGE - 1));
         // SAFETY: a page of a mapping of our own, which is accessed guarded.
-        assert_eq!(
-            unsafe { libc::mprotect(page.cast(), PAGE as usize, rights) },
-            0
-        );
+        let done = unsafe { libc::mprotect(page.cast(), PAGE as usize, rights) };
+        assert_eq!(done, 0);
     }
 
     fn guarded<R>(
@@ -158,6 +156,11 @@ impl Memory {
             Refusal::Gone
         })
     }
+}
+
+/// Returns a loaded word, zero-extended.
+fn widened<W: Into<u64>>(loaded: Result<W, Gone>) -> Result<u64, Gone> {
+    loaded.map(Into::into)
 }
 
 /// Makes a guarded access of a word with 1 << `size` bytes.
@@ -207,7 +210,7 @@ impl Hypervisor for Memory {
     fn load(&mut self, at: u64, size: u8, order: Order) -> Result<u64, Refusal> {
         // SAFETY: the access is guarded, and the memory is the guest's.
         self.guarded(order, || unsafe {
-            of_size!(size, Word => slat_guard::load(at as *const Word).map(u64::from))
+            of_size!(size, Word => widened(slat_guard::load(at as *const Word)))
         })
     }
 

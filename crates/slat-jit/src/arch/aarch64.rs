@@ -1,6 +1,6 @@
 //! 64-bit Arm.
 
-use crate::entry::{FAILED, Frame, LEAST_CODE};
+use crate::frame::{FAILED, Frame, LEAST_CODE};
 use std::arch::{asm, naked_asm};
 use std::mem::offset_of;
 

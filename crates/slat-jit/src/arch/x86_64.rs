@@ -1,6 +1,6 @@
 //! x86-64.
 
-use crate::entry::{FAILED, Frame, LEAST_CODE};
+use crate::frame::{FAILED, Frame, LEAST_CODE};
 use std::arch::naked_asm;
 use std::mem::offset_of;
 

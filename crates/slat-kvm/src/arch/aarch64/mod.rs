@@ -16,7 +16,7 @@
 //! | | `exits`, `guest_debug` | the exits that only arm64 has, and those of a debugged guest |
 //! | | `timer` | the timers of a vCPU |
 //! | | `counters`, `trace` | arm64's counters and tracepoints of a vCPU |
-//! | | `gdb`, `perf`, `compiler` | the registers, as GDB numbers them; compiled code, of which there is none yet |
+//! | | `gdb`, `perf`, `compiler` | the registers, as GDB numbers them; names of compiled code, which it has not; the thread that compiles |
 //! | | `identification` | the registers that say what a guest's processor has, of which a client hides features |
 //! | | `settings` | what a client chooses before its guest runs: the filter of firmware calls, the optional services |
 //! | | `state` | arm64's state of a VM, and of the part of a vCPU that other threads use |

@@ -1,4 +1,4 @@
 //! Compiled code, named for perf.
 
-/// Completes the files for perf. No code is compiled, so there are none.
+/// Completes the files for perf. Compiled code is not named for perf, so there are none.
 pub fn end() {}

@@ -1,44 +1,47 @@
-//! The policies of the CPU: none.
+//! The policies of arm64's software CPU.
 
-use std::fmt;
+use crate::words::{policies, words};
 
-/// A policy of the CPU, with its value.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum CpuPolicy {}
+/// The policy of the software CPU's compiler, [`Jit`].
+pub const JIT: &str = "jit";
 
-impl CpuPolicy {
-    /// All policies, each with its default.
-    pub(crate) const DEFAULTS: &[Self] = &[];
+/// The policy that says which of the guests' code is compiled.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Jit {
+    /// No code: all code is interpreted.
+    Off,
+    /// Code that runs often is compiled, on one of slat's threads.
+    #[default]
+    On,
+    /// All code that can be compiled is compiled before it runs for the first time, on the vCPU's thread. This value is
+    /// slow, and is only for testing the compiler.
+    AtOnce,
+}
 
-    /// Returns the name of the policy.
-    pub(crate) fn name(&self) -> &'static str {
-        match *self {}
-    }
+words! { Jit, "on, off, at-once":
+    "on" => Jit::On,
+    "off" => Jit::Off,
+    "at-once" => Jit::AtOnce,
+}
 
-    /// Returns the values that the policy can have, as a list for a message.
-    pub(crate) fn expected(&self) -> &'static str {
-        match *self {}
-    }
-
-    /// Returns the value of the policy.
-    pub(crate) fn value(&self) -> &dyn fmt::Display {
-        match *self {}
-    }
-
-    /// Parses a value of the policy `name`. `None`: there is no such policy.
-    pub(crate) fn parse(_name: &str, _value: &str) -> Option<Self> {
-        None
-    }
+policies! {
+    /// Which of the guests' code is compiled.
+    JIT Jit(Jit) = Jit::On;
 }
 
 /// The values of the policies of the CPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct CpuPolicies {}
+pub struct CpuPolicies {
+    /// Which of the guests' code is compiled.
+    pub jit: Jit,
+}
 
 impl CpuPolicies {
     /// Replaces the value of one policy.
     pub(crate) fn set(&mut self, policy: CpuPolicy) {
-        match policy {}
+        match policy {
+            CpuPolicy::Jit(value) => self.jit = value,
+        }
     }
 }
 

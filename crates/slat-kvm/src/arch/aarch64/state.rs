@@ -1,5 +1,6 @@
 //! arm64's state of a VM, and of the part of a vCPU that other threads use.
 
+use crate::arch::aarch64::compiler;
 use crate::arch::aarch64::limits::MAX_VCPUS;
 use crate::arch::aarch64::policy::CpuChoice;
 use crate::arch::aarch64::settings::Settings;
@@ -11,9 +12,10 @@ use kvm_bindings::{
     KVM_CAP_MAX_VCPUS, KVM_CAP_MSI_DEVID, KVM_VM_TYPE_ARM_IPA_SIZE_MASK,
     kvm_userspace_memory_region2,
 };
+use slat_a64::{Compile, Compiler};
 use slat_gic::gic::{Model, V2_VCPUS, V3_VCPUS};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The number of bits of an IPA (a guest-physical address) if the client does not set it: KVM's `KVM_PHYS_SHIFT`.
 const DEFAULT_IPA_BITS: u32 = 40;
@@ -67,6 +69,8 @@ impl VmType {
 
 /// arm64's state of a VM.
 pub(crate) struct VmState {
+    /// The compiler of the guest's hot code.
+    pub(crate) compiler: Option<(Arc<Compiler>, Compile)>,
     ipa_bits: u32,
     /// Whether the client sees accesses to devices of which the processor's syndrome tells too little.
     reports_nisv: AtomicBool,
@@ -88,8 +92,9 @@ impl VmState {
     ///
     /// # Errors
     /// No error can happen.
-    pub(crate) fn new(vm_type: VmType, _: &Policies, _: CpuChoice) -> Result<Self> {
+    pub(crate) fn new(vm_type: VmType, policies: &Policies, _: CpuChoice) -> Result<Self> {
         Ok(VmState {
+            compiler: compiler::start(policies.cpu.jit),
             ipa_bits: vm_type.ipa_bits,
             reports_nisv: AtomicBool::new(false),
             counter_offsets: Offsets::default(),

@@ -1,8 +1,7 @@
 //! The policies of x86's software CPU.
 
-use crate::words::{Switch, words};
+use crate::words::{Switch, policies, words};
 use slat_x86::Tier;
-use std::fmt;
 
 /// The name of the policy of the software CPU's compiler, [`Jit`].
 pub const JIT: &str = "jit";
@@ -73,51 +72,6 @@ words! { Processor, "host, amd, intel":
     "host" => Processor::Host,
     "amd" => Processor::Amd,
     "intel" => Processor::Intel,
-}
-
-/// Declares the policies: name, values, and default.
-macro_rules! policies {
-    ($($(#[$doc:meta])* $NAME:ident $Name:ident($Type:ident) = $default:expr;)*) => {
-        /// A policy of the CPU, with its value.
-        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-        pub enum CpuPolicy {
-            $($(#[$doc])* $Name($Type),)*
-        }
-
-        impl CpuPolicy {
-            /// All policies, each with its default value.
-            pub(crate) const DEFAULTS: &[Self] = &[$(CpuPolicy::$Name($default),)*];
-
-            /// Returns the name of the policy.
-            pub(crate) fn name(&self) -> &'static str {
-                match self {
-                    $(CpuPolicy::$Name(_) => $NAME,)*
-                }
-            }
-
-            /// Returns the values that the policy can have, as a list for a message.
-            pub(crate) fn expected(&self) -> &'static str {
-                match self {
-                    $(CpuPolicy::$Name(_) => $Type::EXPECTED,)*
-                }
-            }
-
-            /// Returns the value of the policy.
-            pub(crate) fn value(&self) -> &dyn fmt::Display {
-                match self {
-                    $(CpuPolicy::$Name(value) => value,)*
-                }
-            }
-
-            /// Parses a value of the policy `name`. `None`: there is no such policy, or it has no such value.
-            pub(crate) fn parse(name: &str, value: &str) -> Option<Self> {
-                match name {
-                    $($NAME => $Type::parse(value).map(CpuPolicy::$Name),)*
-                    _ => None,
-                }
-            }
-        }
-    };
 }
 
 policies! {

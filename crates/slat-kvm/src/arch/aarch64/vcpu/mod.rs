@@ -43,7 +43,15 @@ impl VmObject {
             chips.vcpu_created(common.arch.index)?;
         }
         let machine = VcpuMachine::new(engine, self.clone(), common);
-        Ok((Executor::new(), machine, VcpuState::default()))
+        let mut cpu = Executor::new();
+        if let Some((compiler, compile)) = &self.arch.compiler {
+            cpu.set_compiler(compiler.clone(), *compile);
+            // SAFETY: the machine's pages are at host addresses of guest memory, as the engine has translated them, and
+            // the engine's flushes make the CPU forget its pages. `slat_guard::install` was called before the first VM
+            // was created.
+            unsafe { cpu.access_directly() };
+        }
+        Ok((cpu, machine, VcpuState::default()))
     }
 }
 
