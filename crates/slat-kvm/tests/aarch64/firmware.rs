@@ -241,3 +241,26 @@ fn a_started_vcpu_shows_its_registers_before_it_runs() {
     assert_eq!(call(&mut vcpu, 0xc400_0003, 1)[0], 0);
     assert_eq!([x(0), x(32)].map(|id| get(&second, id)), [5, CODE + 1]);
 }
+
+#[test]
+fn a_started_vcpu_keeps_its_start_when_the_client_sets_its_state() {
+    let (guest, mut vcpu) = caller();
+    let second = guest.vcpu(1, 1 << KVM_ARM_VCPU_POWER_OFF);
+    set(&vcpu, x(2), CODE + 4);
+    set(&vcpu, x(3), 5);
+    assert_eq!(call(&mut vcpu, 0xc400_0003, 1)[0], 0);
+    let state = second.get_mp_state().unwrap();
+    assert_eq!(state.mp_state, KVM_MP_STATE_RUNNABLE);
+    second.set_mp_state(state).unwrap();
+    assert_eq!([x(0), x(32)].map(|id| get(&second, id)), [5, CODE + 4]);
+}
+
+#[test]
+fn all_vcpus_have_one_version_of_psci() {
+    let (guest, mut vcpu) = caller();
+    let second = guest.vcpu(1, 1 << KVM_ARM_VCPU_POWER_OFF);
+    let version = KVM_REG_ARM64 | KVM_REG_SIZE_U64 | u64::from(KVM_REG_ARM_FW);
+    set(&second, version, 0x1_0000);
+    assert_eq!(get(&vcpu, version), 0x1_0000);
+    assert_eq!(call(&mut vcpu, PSCI_VERSION, 0)[0], 0x1_0000);
+}

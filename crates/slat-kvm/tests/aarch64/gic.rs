@@ -1,6 +1,6 @@
 //! The interrupt controllers: guests that take interrupts, and device attributes.
 
-use super::guests::{CODE, DEVICE, Guest, X0, code, get, set};
+use super::guests::{CODE, DEVICE, Guest, X0, code, get, set, system};
 use kvm_bindings::*;
 use slat_kvm::{Cap, DeviceFd, Kvm, VcpuExit, VcpuFd, VmFd};
 use std::arch::global_asm;
@@ -229,6 +229,31 @@ impl Gic {
         set(&self.vcpus[vcpu], X0 + 2 * register, value);
     }
 
+    /// Creates an ITS, and makes the guest of vCPU 0 map event 3 of device 1 to LPI 8193, which is enabled.
+    fn add_its(&self) -> DeviceFd {
+        let its = create(&self.guest.vm, kvm_device_type_KVM_DEV_TYPE_ARM_VGIC_ITS).unwrap();
+        let kind = KVM_VGIC_ITS_ADDR_TYPE.into();
+        set_attribute(&its, KVM_DEV_ARM_VGIC_GRP_ADDR, kind, ITS).unwrap();
+        let init = KVM_DEV_ARM_VGIC_CTRL_INIT.into();
+        set_attribute(&its, KVM_DEV_ARM_VGIC_GRP_CTRL, init, 0).unwrap();
+        // MAPD, MAPC, MAPTI and INV of the event. The LPI is of collection 2 of vCPU 0.
+        let (valid, device) = (1 << 63, 1u64 << 32);
+        let commands = [
+            [0x08 | device, 4, valid | (CODE + 0x6_0000), 0],
+            [0x09, 0, valid | 2, 0],
+            [0x0a | device, 3 | 8193 << 32, 2, 0],
+            [0x0c | device, 3, 0, 0],
+        ];
+        let memory = &self.guest.memory;
+        for (n, word) in commands.as_flattened().iter().enumerate() {
+            memory.write(0x1_0000 + 8 * n, &word.to_le_bytes());
+        }
+        // The configuration of the LPI: its priority, and that it is enabled.
+        memory.write(0x4_0001, &[0xa1]);
+        self.set(0, 26, ITS);
+        its
+    }
+
     fn line(&self, intid: u32, level: bool) {
         let line = KVM_ARM_IRQ_TYPE_SPI << KVM_ARM_IRQ_TYPE_SHIFT | intid;
         self.guest.vm.set_irq_line(line, level).unwrap();
@@ -356,27 +381,7 @@ fn resampled_irqfds_learn_of_the_ends_of_their_interrupts() {
 #[test]
 fn messages_become_lpis() {
     let mut gic = Gic::new(V3, 1);
-    let its = create(&gic.guest.vm, kvm_device_type_KVM_DEV_TYPE_ARM_VGIC_ITS).unwrap();
-    let kind = KVM_VGIC_ITS_ADDR_TYPE.into();
-    set_attribute(&its, KVM_DEV_ARM_VGIC_GRP_ADDR, kind, ITS).unwrap();
-    let init = KVM_DEV_ARM_VGIC_CTRL_INIT.into();
-    set_attribute(&its, KVM_DEV_ARM_VGIC_GRP_CTRL, init, 0).unwrap();
-    // MAPD, MAPC, MAPTI and INV of event 3 of device 1, which is LPI 8193 of collection 2 of vCPU 0.
-    let (valid, device) = (1 << 63, 1u64 << 32);
-    let commands = [
-        [0x08 | device, 4, valid | (CODE + 0x6_0000), 0],
-        [0x09, 0, valid | 2, 0],
-        [0x0a | device, 3 | 8193 << 32, 2, 0],
-        [0x0c | device, 3, 0, 0],
-    ];
-    for (n, word) in commands.as_flattened().iter().enumerate() {
-        gic.guest
-            .memory
-            .write(0x1_0000 + 8 * n, &word.to_le_bytes());
-    }
-    // The configuration of LPI 8193: its priority, and that it is enabled.
-    gic.guest.memory.write(0x4_0001, &[0xa1]);
-    gic.set(0, 26, ITS);
+    let _its = gic.add_its();
     let message = |flags, address: u64, data| kvm_msi {
         address_lo: address as u32,
         address_hi: (address >> 32) as u32,
@@ -412,6 +417,60 @@ fn messages_become_lpis() {
     vm.register_irqfd(&fd, 9).unwrap();
     fd.write(1).unwrap();
     assert_eq!(acknowledged(&mut gic.vcpus[0]), 8193);
+}
+
+#[test]
+fn a_client_does_not_drive_the_ppis_of_the_timers() {
+    let mut gic = Gic::new(V3, 1);
+    gic.set(0, 24, 1 << 27 | 1 << 20);
+    gic.set(0, 23, 1 << 1);
+    gic.line(33, true);
+    assert_eq!(acknowledged(&mut gic.vcpus[0]), 33);
+    let ppi = KVM_ARM_IRQ_TYPE_PPI << KVM_ARM_IRQ_TYPE_SHIFT;
+    gic.guest.vm.set_irq_line(ppi | 27, true).unwrap();
+    gic.guest.vm.set_irq_line(ppi | 20, true).unwrap();
+    let group = KVM_DEV_ARM_VGIC_GRP_LEVEL_INFO;
+    assert_eq!(get_attribute(&gic.device, group, 0), Ok(1 << 20));
+}
+
+#[test]
+fn a_client_repairs_timers_with_the_same_ppi() {
+    let mut gic = Gic::new(V3, 1);
+    gic.set(0, 23, 1 << 1);
+    gic.line(33, true);
+    let change = |vcpu: &VcpuFd, mut ppi: u64| {
+        let virtual_timer = KVM_ARM_VCPU_TIMER_IRQ_VTIMER.into();
+        let attribute = attribute(KVM_ARM_VCPU_TIMER_CTRL, virtual_timer, &mut ppi);
+        vcpu.set_device_attr(&attribute)
+            .map_err(|error| error.errno())
+    };
+    change(&gic.vcpus[0], 30).unwrap();
+    assert_eq!(gic.vcpus[0].run().unwrap_err().errno(), libc::EINVAL);
+    change(&gic.vcpus[0], 27).unwrap();
+    assert_eq!(acknowledged(&mut gic.vcpus[0]), 33);
+}
+
+#[test]
+fn a_gicv3_names_vcpus_by_all_fields_of_their_affinity() {
+    let vm = Kvm::new().unwrap().create_vm_with_ipa_size(40).unwrap();
+    let device = create(&vm, V3).unwrap();
+    let mut init = kvm_vcpu_init::default();
+    vm.get_preferred_target(&mut init).unwrap();
+    let vcpus = [0, 1].map(|id| vm.create_vcpu(id).unwrap());
+    for vcpu in &vcpus {
+        vcpu.vcpu_init(&init).unwrap();
+    }
+    // vCPU 1 differs from vCPU 0 in Aff3 only.
+    set(&vcpus[1], system(3, 0, 0, 0, 5), 1 << 32 | 1 << 31);
+    place(V3, &device);
+    let group = KVM_DEV_ARM_VGIC_GRP_REDIST_REGS;
+    let number = |affinity: u64| {
+        let typer = get_attribute(&device, group, affinity << 32 | 8);
+        typer.map(|typer| typer >> 8 & 0xffff)
+    };
+    assert_eq!(number(0), Ok(0));
+    assert_eq!(number(1 << 24), Ok(1));
+    assert_eq!(number(1), Err(libc::EINVAL));
 }
 
 /// The registers of GICv3 that a client saves for one vCPU, in the order in which it restores them: group and attribute.

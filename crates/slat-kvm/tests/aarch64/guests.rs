@@ -244,3 +244,35 @@ fn registers_are_listed_and_can_be_saved_and_restored() {
     let unknown = vcpu.get_one_reg(system(3, 7, 15, 15, 7), &mut [0; 8]);
     assert_eq!(unknown.unwrap_err().errno(), libc::ENOENT);
 }
+
+#[test]
+fn a_client_sets_the_virtual_and_the_physical_counter_of_a_vm() {
+    let guest = Guest::new(&[]);
+    let vcpus = [0, 1].map(|id| guest.vcpu(id, 0));
+    // KVM_REG_ARM_TIMER_CNT and KVM_REG_ARM_PTIMER_CNT.
+    let counters = [system(3, 3, 14, 3, 2), system(3, 3, 14, 0, 1)];
+    set(&vcpus[0], counters[0], 1 << 60);
+    set(&vcpus[0], counters[1], 1 << 61);
+    for vcpu in &vcpus {
+        assert_eq!(counters.map(|counter| get(vcpu, counter) >> 60), [1, 2]);
+    }
+}
+
+#[test]
+fn a_system_error_without_a_syndrome_can_be_saved_and_restored() {
+    let guest = Guest::new(&[]);
+    let vcpu = guest.vcpu(0, 0);
+    let mut events = kvm_vcpu_events::default();
+    events.exception.serror_pending = 1;
+    vcpu.set_vcpu_events(&events).unwrap();
+    let saved = vcpu.get_vcpu_events().unwrap();
+    // IDS says that the syndrome has no meaning.
+    assert_eq!(saved.exception.serror_esr, 1 << 24);
+    vcpu.set_vcpu_events(&saved).unwrap();
+    let mut bad = saved;
+    bad.exception.serror_esr = 1 << 25;
+    assert_eq!(
+        vcpu.set_vcpu_events(&bad).unwrap_err().errno(),
+        libc::EINVAL
+    );
+}
