@@ -4,6 +4,7 @@ use super::guests::{CODE, DEVICE, Guest, X0, code, get, set, system};
 use kvm_bindings::*;
 use slat_kvm::{Cap, DeviceFd, Kvm, VcpuExit, VcpuFd, VmFd};
 use std::arch::global_asm;
+use std::os::fd::AsRawFd;
 use std::time::Duration;
 use vmm_sys_util::eventfd::EventFd;
 
@@ -202,10 +203,16 @@ struct Gic {
 
 impl Gic {
     fn new(model: u32, vcpus: u64) -> Self {
+        Self::with(model, vcpus, |_| ())
+    }
+
+    /// Calls `prepare` before there are vCPUs.
+    fn with(model: u32, vcpus: u64, prepare: impl FnOnce(&VmFd)) -> Self {
         let guest = Guest::new(match model {
             V2 => code!(slat_test_gic2, slat_test_gic2_end),
             _ => code!(slat_test_gic3, slat_test_gic3_end),
         });
+        prepare(&guest.vm);
         let device = create(&guest.vm, model).unwrap();
         let vcpus: Vec<_> = (0..vcpus).map(|id| guest.vcpu(id, 0)).collect();
         place(model, &device);
@@ -416,6 +423,46 @@ fn messages_become_lpis() {
     let fd = EventFd::new(0).unwrap();
     vm.register_irqfd(&fd, 9).unwrap();
     fd.write(1).unwrap();
+    assert_eq!(acknowledged(&mut gic.vcpus[0]), 8193);
+}
+
+#[test]
+fn a_dirty_ring_has_the_pages_that_an_its_writes() {
+    const RING: usize = 4096;
+    const DIRTY: u32 = 1;
+    let mut gic = Gic::with(V3, 1, |vm| {
+        let mut ring = kvm_enable_cap {
+            cap: KVM_CAP_DIRTY_LOG_RING_ACQ_REL,
+            ..Default::default()
+        };
+        ring.args[0] = RING as u64;
+        vm.enable_cap(&ring).unwrap();
+    });
+    let _its = gic.add_its();
+    // The LPI is pending in the table of vCPU 0. MAPTI takes the bit.
+    let pending = 0x5_0000 + 8193 / 8;
+    gic.guest.memory.write(pending, &[1 << 1]);
+    assert_eq!(acknowledged(&mut gic.vcpus[0]), 0, "the guest is ready");
+    assert_eq!(gic.guest.memory.load(pending), 0);
+    // SAFETY: the call makes a new mapping of the vCPU's descriptor, which has the ring at this offset.
+    let ring = unsafe {
+        let fd = gic.vcpus[0].as_raw_fd();
+        let rights = libc::PROT_READ | libc::PROT_WRITE;
+        let offset = 64 * libc::sysconf(libc::_SC_PAGESIZE);
+        let mapped = libc::mmap(
+            std::ptr::null_mut(),
+            RING,
+            rights,
+            libc::MAP_SHARED,
+            fd,
+            offset,
+        );
+        assert_ne!(mapped, libc::MAP_FAILED);
+        std::slice::from_raw_parts(mapped.cast::<kvm_dirty_gfn>(), RING / 16)
+    };
+    let page = (pending / 4096) as u64;
+    let is_noted = |entry: &kvm_dirty_gfn| entry.flags == DIRTY && entry.offset == page;
+    assert!(ring.iter().any(is_noted), "{ring:?}");
     assert_eq!(acknowledged(&mut gic.vcpus[0]), 8193);
 }
 

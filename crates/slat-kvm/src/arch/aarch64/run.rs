@@ -51,8 +51,10 @@ impl VcpuObject {
     /// Has nothing to do: the VM's settings do not change the CPU.
     pub(crate) fn begin_run(&self, _: &mut Inner) {}
 
-    /// Updates the structure for stolen time. Returns `true`: the guest may run.
+    /// Notes pages that were not noted in the dirty ring yet, and updates the structure for stolen time. Returns `true`:
+    /// the guest may run.
     pub(crate) fn update_guest(&self, inner: &mut Inner) -> bool {
+        inner.machine.log_tables();
         inner.machine.write_steal_time();
         true
     }
@@ -284,6 +286,7 @@ impl VcpuObject {
         inner.cpu.expect(syndrome);
         if self.memory_access(inner, gpa, write, &data[..len]) {
             if write {
+                inner.machine.log_tables();
                 inner.cpu.complete_mmio_write();
             }
             self.common().exits.mmio_exit_kernel.add(1);

@@ -3,18 +3,27 @@
 //! The controllers find memory by the memslots, without the second level. A thread that accesses memory this way has
 //! entered the engine, as a vCPU in `KVM_RUN` or as a [`Visitor`]. A call that removes a memslot waits for all threads
 //! that have entered. So no access goes to memory that the client has taken back.
+//!
+//! Writes are noted in dirty bitmaps at once. A dirty ring belongs to a vCPU, so the vCPU whose access made the
+//! controllers write notes the pages after the access ([`Tables::take_unlogged`]).
 
 use crate::engine::{EngineVcpu, EngineVm};
 use crate::errno::{Result, no_memory};
 use slat::{Gfn, SlotFlags};
 use slat_gic::memory::{Fault, Memory};
 use slat_host::page_size;
+use std::collections::BTreeSet;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// The guest's memory.
-#[derive(Clone)]
-pub(crate) struct Tables(Arc<EngineVm>);
+pub(crate) struct Tables {
+    vm: Arc<EngineVm>,
+    /// The pages, by their first guest-physical address, that were written and are in no dirty ring yet.
+    unlogged: Mutex<BTreeSet<u64>>,
+    has_unlogged: AtomicBool,
+}
 
 /// A guest of the engine that is no vCPU of the VM: a call of the client that accesses guest memory.
 pub(crate) struct Visitor(EngineVcpu);
@@ -27,7 +36,11 @@ impl AsMut<EngineVcpu> for Visitor {
 
 impl Tables {
     pub(crate) fn new(engine: Arc<EngineVm>) -> Self {
-        Tables(engine)
+        Tables {
+            vm: engine,
+            unlogged: Mutex::default(),
+            has_unlogged: AtomicBool::new(false),
+        }
     }
 
     /// Creates a visitor, which [`Entered`](crate::entered::Entered) lets enter.
@@ -35,13 +48,34 @@ impl Tables {
     /// # Errors
     /// `ENOMEM`.
     pub(crate) fn visitor(&self) -> Result<Visitor> {
-        self.0.create_vcpu().map(Visitor).map_err(no_memory)
+        self.vm.create_vcpu().map(Visitor).map_err(no_memory)
+    }
+
+    fn change_unlogged<R>(&self, change: impl FnOnce(&mut BTreeSet<u64>) -> R) -> R {
+        let mut unlogged = self.unlogged.lock().unwrap_or_else(PoisonError::into_inner);
+        let result = change(&mut unlogged);
+        self.has_unlogged
+            .store(!unlogged.is_empty(), Ordering::Relaxed);
+        result
+    }
+
+    /// Takes a page that was written while dirty rings are enabled, for the caller's vCPU to note in its ring. What the
+    /// client's calls write is noted by the next vCPU that runs. So a client that saves tables while no vCPU runs has to
+    /// copy their memory afterwards.
+    pub(crate) fn take_unlogged(&self) -> Option<u64> {
+        let has_some = self.has_unlogged.load(Ordering::Relaxed);
+        has_some.then(|| self.change_unlogged(BTreeSet::pop_first))?
+    }
+
+    /// Gives a page back that the caller could not note.
+    pub(crate) fn put_unlogged(&self, gpa: u64) {
+        self.change_unlogged(|unlogged| unlogged.insert(gpa));
     }
 
     /// Returns the host address of a guest-physical address, and the number of bytes from there to the end of the
     /// memslot. `None`: there is no memslot, or a write is to a read-only memslot.
     fn place(&self, gpa: u64, write: bool) -> Option<(*mut u8, u64)> {
-        let slot = self.0.memslot_from(0, gfn(gpa))?;
+        let slot = self.vm.memslot_from(0, gfn(gpa))?;
         let offset = gpa.checked_sub(slot.gpa.0)?;
         let is_refused = write && slot.flags.has(SlotFlags::READONLY);
         (offset < slot.size && !is_refused)
@@ -94,9 +128,10 @@ impl Memory for Tables {
         })?;
         let last = gpa + (bytes.len() as u64).saturating_sub(1);
         let (first, last) = (gfn(gpa), gfn(last));
-        // With dirty rings there is no bitmap for writes without a vCPU. The client has to copy the tables after it has
-        // saved them.
-        let _unlogged = self.0.mark_dirty(0, first..last.add(1));
+        if self.vm.mark_dirty(0, first..last.add(1)).is_err() {
+            let pages = [first, last].map(|gfn| gfn.0 * page_size() as u64);
+            self.change_unlogged(|unlogged| unlogged.extend(pages));
+        }
         Ok(())
     }
 

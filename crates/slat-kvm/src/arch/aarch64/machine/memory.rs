@@ -2,6 +2,7 @@
 
 use crate::arch::aarch64::cpu::{Refusal, access};
 use crate::arch::aarch64::machine::VcpuMachine;
+use crate::arch::aarch64::tables::Tables;
 use crate::guest_memory::Unreachable;
 use slat_a64::{Hypervisor, Order, Page, Right, State, SystemName};
 use slat_guard::Gone;
@@ -51,6 +52,20 @@ impl VcpuMachine {
         self.memory.is_interrupted |= slat_guard::was_kicked() && !is_resident(at as usize);
         self.memory.forget(at as *const u8);
         Refusal::Retry
+    }
+
+    /// Notes in this vCPU's dirty ring the pages that the interrupt controllers have written; the vCPU is entered. Pages
+    /// for which the ring has no space stay unnoted until the next call.
+    pub(crate) fn log_tables(&mut self) {
+        let vm = &self.vm;
+        let tables = vm.interrupts.gic().map(|chips| &chips.tables);
+        while let Some(gpa) = tables.and_then(Tables::take_unlogged) {
+            // The translation for a write notes the page.
+            let noted = self.memory.data_page(gpa, slat::Access::Write);
+            if let (Err(Unreachable::Retry), Some(tables)) = (noted, tables) {
+                return tables.put_unlogged(gpa);
+            }
+        }
     }
 
     /// Reads guest-physical memory; the vCPU is entered. Returns `false` if the address is not memory, or not
