@@ -276,3 +276,30 @@ fn a_system_error_without_a_syndrome_can_be_saved_and_restored() {
         libc::EINVAL
     );
 }
+
+// A kernel that looks for a debugger's console: writes a character, and asks whether it was taken.
+global_asm!(
+    r"
+    .pushsection .rodata
+    .balign 4
+slat_test_console:
+    mov x0, #10
+    msr dbgdtrtx_el0, x0
+    mrs x0, mdccsr_el0
+    mov x1, #0x09000000
+    str w0, [x1]
+slat_test_console_end:
+    .popsection
+    "
+);
+
+#[test]
+fn a_guest_finds_no_console_of_a_debugger() {
+    let guest = Guest::new(code!(slat_test_console, slat_test_console_end));
+    let mut vcpu = guest.vcpu(0, 0);
+    let exit = vcpu.run();
+    assert!(
+        matches!(exit, Ok(VcpuExit::MmioWrite(DEVICE, [0, 0, 0, 0]))),
+        "{exit:?}"
+    );
+}

@@ -29,6 +29,19 @@ const ABSENT: [SystemName; 5] = [
     FPEXC32,
 ];
 
+/// The registers of a debugger outside the processor, which does not exist: MDRAR, DBGCLAIMSET, DBGCLAIMCLR,
+/// DBGAUTHSTATUS, MDCCSR, DBGDTR, and DBGDTRRX with DBGDTRTX. As in KVM they read as zero and ignore writes: kernels
+/// look for such a debugger's console (Linux' `hvc_dcc`).
+const DEBUGGER: [SystemName; 7] = [
+    SystemName::new(2, 0, 1, 0, 0),
+    SystemName::new(2, 0, 7, 8, 6),
+    SystemName::new(2, 0, 7, 9, 6),
+    SystemName::new(2, 0, 7, 14, 6),
+    SystemName::new(2, 3, 0, 1, 0),
+    SystemName::new(2, 3, 0, 4, 0),
+    SystemName::new(2, 3, 0, 5, 0),
+];
+
 /// Returns the registers that the client saves and restores, although the guest does not have them, with their values
 /// after reset. KVM lists 16 breakpoints and 16 watchpoints (DBGBVR, DBGBCR, DBGWVR, DBGWCR) on every processor.
 pub(super) fn kept() -> Vec<(SystemName, u64)> {
@@ -48,6 +61,7 @@ impl VcpuMachine {
             // There is no level of caches that software has to manage, so no cache can be selected.
             CCSIDR | AIDR if el1 => 0,
             CSSELR if el1 => self.cache_selector,
+            _ if el1 && DEBUGGER.contains(&name) => 0,
             _ => match Icc::from_encoding(name.0).filter(|_| el1) {
                 Some(register) => {
                     let interrupts = &self.vm.interrupts;
@@ -62,6 +76,7 @@ impl VcpuMachine {
     pub(super) fn write_register(&mut self, name: SystemName, el1: bool, value: u64) -> Option<()> {
         match name {
             CSSELR if el1 => self.cache_selector = value & 0xf,
+            _ if el1 && DEBUGGER.contains(&name) => (),
             _ => {
                 if let Some(register) = Icc::from_encoding(name.0).filter(|_| el1) {
                     let interrupts = &self.vm.interrupts;
