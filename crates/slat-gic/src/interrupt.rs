@@ -37,7 +37,7 @@ impl Group {
     }
 }
 
-/// What makes an interrupt pending (IHI 0069, 1.2.2).
+/// What makes an interrupt pending (IHI 0069, 1.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Trigger {
     /// The rise of its line. The interrupt stays pending until it is acknowledged.
