@@ -1,8 +1,9 @@
-//! What a processor keeps: translations, and decoded code.
+//! What a processor keeps: translations, and decoded code; and the probes, with which no data are translated from there.
 
 use crate::code::Code;
 use crate::insn::SystemName;
 use crate::memory::Invalidation;
+use crate::probes::Probes;
 use crate::registers::{MAIR, Row, SCTLR, TCR, TTBR0, TTBR1, Values};
 use crate::stage1::regime::asid;
 use crate::tlb::Tlb;
@@ -13,6 +14,9 @@ pub(crate) struct Caches {
     /// Changes whenever translations, or decoded code, are dropped; and whenever decoded code is.
     pub(crate) edition: u64,
     pub(crate) code_edition: u64,
+    pub(crate) probes: Probes,
+    /// ISR_EL1: the interrupts that are pending.
+    pub(crate) pending: u64,
     /// What the last instruction has invalidated for other processors, too.
     pub(crate) shared: Option<Invalidation>,
 }
@@ -24,6 +28,8 @@ impl Caches {
             code: Code::new(),
             edition: 1,
             code_edition: 1,
+            probes: Probes::default(),
+            pending: 0,
             shared: None,
         }
     }

@@ -11,11 +11,13 @@ use crate::jit::Compiled;
 use crate::memory::Invalidation;
 use crate::mmu::{Mmu, peek};
 use crate::now::Stop;
+use crate::probes::{AccessProbe, Probes};
 use crate::ran::{Ran, Then};
 use crate::run::{Exit, Went, one};
 use crate::state::State;
 use crate::syndrome::Syndrome;
 use crate::tier::Exception;
+use alloc::vec::Vec;
 
 /// The number of instructions and exceptions after which the processor asks for its machine's attention.
 const POLLED: u64 = 64;
@@ -61,6 +63,13 @@ pub struct Pending {
     pub fiq: bool,
     /// A virtual SError with its syndrome, which is pending until it is taken.
     pub serror: Option<u32>,
+}
+
+impl Pending {
+    /// Returns ISR_EL1.
+    fn bits(&self) -> u64 {
+        u64::from(self.serror.is_some()) << 8 | u64::from(self.irq) << 7 | u64::from(self.fiq) << 6
+    }
 }
 
 /// A processor.
@@ -113,6 +122,18 @@ impl Cpu {
         peek(&self.state, below, address)
     }
 
+    /// Replaces the probes of a debugger outside of the guest.
+    pub fn set_probes(&mut self, probes: Vec<AccessProbe>) {
+        self.caches.probes = Probes::new(probes);
+        self.caches.flush();
+    }
+
+    /// Returns the index of the probe that the guest has accessed since the last call, and the address. A device's access
+    /// meets no probe.
+    pub fn take_probe_hit(&mut self) -> Option<(usize, u64)> {
+        self.caches.probes.take()
+    }
+
     /// Returns the number of instructions that compiled code has executed.
     pub fn compiled_instructions(&self) -> u64 {
         self.compiled.instructions
@@ -143,12 +164,14 @@ impl Cpu {
         self.state.take_interrupt(interrupt);
         if matches!(interrupt, Interrupt::SError(_)) {
             self.pending.serror = None;
+            self.caches.pending = self.pending.bits();
         }
         None
     }
 
     /// Executes instructions, at most `limit`, and takes EL1's exceptions, until the embedder is needed.
     pub fn run<H: Hypervisor>(&mut self, below: &mut H, limit: u64) -> Leave<H::Fault> {
+        self.caches.pending = self.pending.bits();
         let mut done = 0;
         // Whether compiled code may begin here: at the beginning, after a jump, and after what it has left to the
         // interpreter.

@@ -173,6 +173,39 @@ impl State {
             })
         })
     }
+
+    /// Call after an instruction or an exception: if it was the step of software step, the step's exception is next.
+    pub(crate) fn end_step(&mut self) {
+        match &mut self.debugger {
+            Some(debugger) => debugger.end_step(),
+            None => self.pstate.ss = false,
+        }
+    }
+
+    /// Whether the exception of software step, which is active, is next.
+    pub(crate) fn is_step_due(&self) -> bool {
+        match &self.debugger {
+            Some(debugger) => debugger.is_due,
+            None => !self.pstate.ss,
+        }
+    }
+
+    /// Call before a debug exception. Returns whether the debugger takes the exception. Then the next step begins.
+    pub(crate) fn leaves_to_debugger(&mut self) -> bool {
+        match &mut self.debugger {
+            Some(debugger) => {
+                debugger.is_due = false;
+                true
+            }
+            None => false,
+        }
+    }
+
+    /// Goes on after the instruction at the program counter, which the embedder has carried out.
+    pub fn skip(&mut self) {
+        self.pc = self.pc.wrapping_add(4);
+        self.end_step();
+    }
 }
 
 /// Returns the address of the first byte of an access that a watchpoint watches.

@@ -1,7 +1,6 @@
 //! A debugger outside of the guest.
 
 use crate::registers::{BREAKPOINTS, WATCHPOINTS};
-use crate::state::State;
 
 /// The breakpoints, watchpoints and steps of a debugger outside of the guest.
 ///
@@ -15,7 +14,7 @@ pub struct Debugger {
     breakpoints: [[u64; 2]; BREAKPOINTS],
     watchpoints: [[u64; 2]; WATCHPOINTS],
     /// The step's exception is next: the instruction of the step is done.
-    is_due: bool,
+    pub(crate) is_due: bool,
 }
 
 impl Debugger {
@@ -39,6 +38,11 @@ impl Debugger {
         self.steps
     }
 
+    /// Ends the step, if this debugger steps: its exception is next.
+    pub(crate) fn end_step(&mut self) {
+        self.is_due = self.steps;
+    }
+
     /// Returns the value and the control of a breakpoint.
     pub(crate) fn breakpoint(&self, n: usize) -> [u64; 2] {
         self.breakpoints[n]
@@ -47,40 +51,5 @@ impl Debugger {
     /// Returns the value and the control of a watchpoint.
     pub(crate) fn watchpoint(&self, n: usize) -> [u64; 2] {
         self.watchpoints[n]
-    }
-}
-
-impl State {
-    /// Call after an instruction or an exception: if it was the step of software step, the step's exception is next.
-    pub(crate) fn end_step(&mut self) {
-        match &mut self.debugger {
-            Some(debugger) => debugger.is_due = debugger.steps,
-            None => self.pstate.ss = false,
-        }
-    }
-
-    /// Whether the exception of software step, which is active, is next.
-    pub(crate) fn is_step_due(&self) -> bool {
-        match &self.debugger {
-            Some(debugger) => debugger.is_due,
-            None => !self.pstate.ss,
-        }
-    }
-
-    /// Call before a debug exception. Returns whether the debugger takes the exception. Then the next step begins.
-    pub(crate) fn leaves_to_debugger(&mut self) -> bool {
-        match &mut self.debugger {
-            Some(debugger) => {
-                debugger.is_due = false;
-                true
-            }
-            None => false,
-        }
-    }
-
-    /// Goes on after the instruction at the program counter, which the embedder has carried out.
-    pub fn skip(&mut self) {
-        self.pc = self.pc.wrapping_add(4);
-        self.end_step();
     }
 }

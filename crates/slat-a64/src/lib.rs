@@ -25,6 +25,7 @@
 //! | | `decode/` | from a word to an instruction |
 //! | state | `registers` | the table of system registers: name, rights, reset value, writable bits |
 //! | | `stage1/` | translation: the parameters of the regime, the walk, permissions, memory types |
+//! | | `debugger` | the breakpoints, watchpoints and steps of a debugger outside of the guest |
 //! | | `state` | the architectural state |
 //! | | `debug` | software step, breakpoints and watchpoints |
 //! | | `returning` | the return from an exception |
@@ -32,7 +33,8 @@
 //! | | `meaning/` | what each instruction does, a file per kind |
 //! | machine | `memory` | the memory by virtual addresses, and the other services of the machine |
 //! | | `hypervisor` | the machine below stage 1 |
-//! | | `tlb`, `code`, `caches` | the software TLB; decoded code; both |
+//! | | `probes` | the addresses whose accesses a debugger outside of the guest wants to know of |
+//! | | `tlb`, `code`, `caches` | the software TLB; decoded code; both, and the probes |
 //! | | `mmu/` | the memory of a processor with translation, over the machine below |
 //! | | `system` | accesses to system registers, system instructions, and their traps |
 //! | | `syndrome` | the syndrome of an access to a device, and its completion |
@@ -115,6 +117,7 @@ mod meaning;
 pub mod memory;
 mod mmu;
 mod now;
+mod probes;
 pub mod pstate;
 mod ran;
 mod registers;
@@ -139,6 +142,7 @@ pub use insn::{AtomicOp, Barrier, Hint, Order, SystemName};
 pub use jit::{Compile, Compiler};
 pub use memory::{AddressTranslation, Invalidation, Machine, Maintenance, Memory};
 pub use now::Stop;
+pub use probes::AccessProbe;
 pub use pstate::Pstate;
 pub use registers::{BREAKPOINTS, WATCHPOINTS, is_writable, system_registers};
 pub use run::{Block, Exit};

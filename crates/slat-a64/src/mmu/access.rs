@@ -1,6 +1,6 @@
 //! Loads, stores and fetches by virtual addresses.
 
-use super::{Mmu, PAGE, Place, Request, accessor, checks_each_access, misaligned};
+use super::{Mmu, PAGE, Place, Request, accessor, misaligned};
 use crate::abort::{Fault, Right};
 use crate::bits::ones;
 use crate::debug::Watched;
@@ -64,6 +64,8 @@ impl<H: Hypervisor> Mmu<'_, H> {
         if let Some(abort) = state.watchpoint(&watched) {
             return Err(Fault::Stage1(abort));
         }
+        let reads = !is_write || request.is_atomic;
+        self.caches.probes.note(address, bytes, reads, is_write);
         Ok(Places {
             first,
             bytes: in_first.min(bytes),
@@ -259,7 +261,7 @@ impl<H: Hypervisor> Memory for Mmu<'_, H> {
             .caches
             .tlb
             .find(accessor, Right::Write, address, bytes.into());
-        if found.is_some() && !checks_each_access(state) {
+        if found.is_some() && !self.checks_each_access(state) {
             return Ok(());
         }
         let places = self.places(state, address, bytes.into(), Right::Write, access);

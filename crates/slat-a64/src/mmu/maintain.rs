@@ -55,8 +55,14 @@ impl<H: Hypervisor> Mmu<'_, H> {
     }
 }
 
+/// ISR_EL1, whose value is in [`Caches`](crate::caches::Caches).
+const ISR: SystemName = SystemName::new(3, 0, 12, 1, 0);
+
 impl<H: Hypervisor> Machine for Mmu<'_, H> {
     fn read_system(&mut self, state: &State, name: SystemName) -> Option<u64> {
+        if name == ISR {
+            return state.pstate.el1.then_some(self.caches.pending);
+        }
         self.below.read_system(state, name)
     }
 

@@ -162,7 +162,7 @@ impl<H: Hypervisor> Mmu<'_, H> {
         };
         let is_device = translated.memory.is_device();
         // Data with a check at each access is not entered.
-        let data = !is_device && !checks_each_access(state);
+        let data = !is_device && !self.checks_each_access(state);
         let entered = tlb::Page {
             base: page.base,
             rights: [
@@ -208,6 +208,11 @@ impl<H: Hypervisor> Mmu<'_, H> {
             abort.is_write = self.stage1(state, address, &read).is_ok();
         }
         failed
+    }
+
+    /// Whether each access to data needs a check: SCTLR_EL1.A demands alignment, or there are watchpoints or probes.
+    fn checks_each_access(&self, state: &State) -> bool {
+        state.system.get(SCTLR) & SCTLR_A != 0 || state.watches() || !self.caches.probes.is_empty()
     }
 
     /// Returns the place of the decoded instruction at an address.
@@ -266,11 +271,6 @@ impl Request {
     fn is_write(&self) -> bool {
         self.want.right == Some(Right::Write) || self.is_maintenance
     }
-}
-
-/// Whether each access to data needs a check: SCTLR_EL1.A demands alignment, or there are watchpoints.
-fn checks_each_access(state: &State) -> bool {
-    state.system.get(SCTLR) & SCTLR_A != 0 || state.watches()
 }
 
 /// Returns the abort of a misaligned access.

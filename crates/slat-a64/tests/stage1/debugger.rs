@@ -2,7 +2,9 @@
 
 use crate::guest::*;
 use crate::machine::*;
-use slat_a64::{BREAKPOINTS, Debugger, Leave, Pending, Pstate, SystemName, WATCHPOINTS};
+use slat_a64::{
+    AccessProbe, BREAKPOINTS, Debugger, Leave, Pending, Pstate, SystemName, WATCHPOINTS,
+};
 
 const NOP: u32 = 0xd503_201f;
 const BRK_3: u32 = 0xd420_0060;
@@ -197,4 +199,37 @@ fn a_debugger_has_its_own_watchpoints() {
     guest.cpu.state.debugger = None;
     guest.cpu.forget_pages();
     assert_eq!(watched(&mut guest, LDR, 0x1010), None);
+}
+
+#[test]
+fn probes_note_accesses_and_let_them_happen() {
+    let mut guest = Guest::new();
+    guest.map(1, 0x5000 | PAGE);
+    let probe = |first, reads, writes| AccessProbe {
+        first,
+        bytes: 4,
+        reads,
+        writes,
+    };
+    let accesses = |guest: &mut Guest, word: u32, address: u64| {
+        let done = guest.execute(&[word], [7, address]);
+        assert_eq!((done, guest.syndrome()[0]), (Leave::Limit, 0));
+        guest.cpu.take_probe_hit()
+    };
+    // The page is in the TLB before.
+    assert_eq!(accesses(&mut guest, STR, 0x1010), None);
+    guest
+        .cpu
+        .set_probes(vec![probe(0x1010, false, true), probe(0x1020, true, false)]);
+    assert_eq!(accesses(&mut guest, STR, 0x1010), Some((0, 0x1010)));
+    assert_eq!(guest.ram.word(0x5010), 7);
+    assert_eq!(accesses(&mut guest, STR, 0x1013), Some((0, 0x1013)));
+    assert_eq!(accesses(&mut guest, STR, 0x1014), None);
+    assert_eq!(accesses(&mut guest, STR, 0x1009), Some((0, 0x1010)));
+    assert_eq!(accesses(&mut guest, LDR, 0x1010), None);
+    assert_eq!(accesses(&mut guest, LDR, 0x1020), Some((1, 0x1020)));
+    // LDADD reads and writes.
+    assert_eq!(accesses(&mut guest, 0xf820_0020, 0x1020), Some((1, 0x1020)));
+    guest.cpu.set_probes(vec![]);
+    assert_eq!(accesses(&mut guest, STR, 0x1010), None);
 }

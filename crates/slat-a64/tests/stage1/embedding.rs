@@ -263,3 +263,41 @@ fn el0_has_the_timers_that_it_is_given() {
         assert_eq!(guest.syndrome()[0], 1 << 25, "{name:?}");
     }
 }
+
+/// ISR_EL1 shows what is pending, also what PSTATE masks.
+#[test]
+fn a_guest_sees_what_is_pending() {
+    // MRS X0, ISR_EL1.
+    const READ: u32 = 0xd538_c100;
+    let mut guest = Guest::new();
+    assert_eq!(guest.succeeds(READ, [7, 0]), 0);
+    for (pending, isr) in [
+        (
+            Pending {
+                irq: true,
+                ..Pending::default()
+            },
+            1 << 7,
+        ),
+        (
+            Pending {
+                fiq: true,
+                ..Pending::default()
+            },
+            1 << 6,
+        ),
+        (
+            Pending {
+                serror: Some(5),
+                ..Pending::default()
+            },
+            1 << 8,
+        ),
+    ] {
+        guest.cpu.pending = pending;
+        assert_eq!(guest.succeeds(READ, [7, 0]), isr);
+    }
+    guest.cpu.pending = Pending::default();
+    guest.execute_at(false, &[READ], [0, 0]);
+    assert_eq!(guest.syndrome()[0], 1 << 25, "EL0 has no such register");
+}

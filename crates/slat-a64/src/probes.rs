@@ -1,0 +1,51 @@
+//! Probes of a debugger outside of the guest: addresses whose accesses the debugger wants to know of.
+
+use alloc::vec::Vec;
+
+/// A range of virtual addresses, and the kinds of accesses to it that are noted.
+///
+/// Unlike a watchpoint ([`Debugger`](crate::Debugger)), a probe lets the access happen, and the guest cannot notice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AccessProbe {
+    /// The first address.
+    pub first: u64,
+    /// The number of bytes.
+    pub bytes: u64,
+    /// Whether loads are noted.
+    pub reads: bool,
+    /// Whether stores are noted.
+    pub writes: bool,
+}
+
+/// The probes of a processor, and the last access that has met one.
+#[derive(Default)]
+pub(crate) struct Probes {
+    list: Vec<AccessProbe>,
+    hit: Option<(usize, u64)>,
+}
+
+impl Probes {
+    pub(crate) fn new(list: Vec<AccessProbe>) -> Self {
+        Probes { list, hit: None }
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.list.is_empty()
+    }
+
+    /// Notes an access, if it meets a probe.
+    pub(crate) fn note(&mut self, address: u64, bytes: u64, reads: bool, writes: bool) {
+        for (n, probe) in self.list.iter().enumerate() {
+            let at = address.max(probe.first);
+            let is_met = at - address < bytes && at - probe.first < probe.bytes;
+            if is_met && (reads && probe.reads || writes && probe.writes) {
+                self.hit = Some((n, at));
+            }
+        }
+    }
+
+    /// Returns the index of the probe that an access has met since the last call, and the first address in both.
+    pub(crate) fn take(&mut self) -> Option<(usize, u64)> {
+        self.hit.take()
+    }
+}
