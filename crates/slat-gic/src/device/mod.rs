@@ -61,6 +61,10 @@ const REGION_FLAGS: u64 = 0xf000;
 const REGION_BASE: u64 = 0x000f_ffff_ffff_0000;
 const REGION_COUNT_SHIFT: u32 = 52;
 
+/// GICD_IIDR and GICD_TYPER2, which a client of GICv3 accesses before initialization, too.
+const IIDR: u64 = 0x8;
+const EARLY_REGISTERS: [u64; 2] = [IIDR, 0xc];
+
 /// What attributes need of the VM.
 #[derive(Debug)]
 pub struct Vm<'a, M> {
@@ -88,6 +92,8 @@ pub struct Device {
     interrupts: Option<u32>,
     addresses: Addresses,
     has_its: bool,
+    /// The value of GICD_IIDR that the client has set before initialization.
+    identity: Option<u32>,
     gic: Option<Gic>,
 }
 
@@ -99,6 +105,7 @@ impl Device {
             interrupts: None,
             addresses: Addresses::default(),
             has_its: false,
+            identity: None,
             gic: None,
         }
     }
@@ -143,15 +150,31 @@ impl Device {
         if self.gic.is_some() {
             return Ok(());
         }
+        let gic = self.new_gic(vcpus)?;
+        self.interrupts = Some(gic.interrupts());
+        self.gic = Some(gic);
+        self.mark_last();
+        Ok(())
+    }
+
+    /// Creates the GIC that initialization gives the device.
+    fn new_gic(&self, vcpus: &[VcpuName]) -> Result<Gic, Error> {
         let interrupts = self.interrupts.unwrap_or(DEFAULT_INTERRUPTS);
         let mut gic = Gic::new(self.model, interrupts, vcpus)?;
         if self.has_its {
             gic.attach_its();
         }
-        self.interrupts = Some(interrupts);
-        self.gic = Some(gic);
-        self.mark_last();
-        Ok(())
+        if let Some(identity) = self.identity {
+            gic.client_identity(identity)?;
+        }
+        Ok(gic)
+    }
+
+    /// Whether an attribute is a register that a GICv3 has before initialization.
+    fn is_early(&self, group: u32, attribute: u64) -> bool {
+        let is_v3 = self.gic.is_none() && self.model == Model::V3;
+        let is_register = EARLY_REGISTERS.contains(&(attribute & OFFSET));
+        is_v3 && group == group::DISTRIBUTOR && is_register
     }
 
     /// Prepares the first run of a vCPU. A GICv2 is initialized if the client has not done it. `address_bits`: the bits of
@@ -211,6 +234,14 @@ impl Device {
                 let (gic, vcpu) = self.target(vm, group, attribute)?;
                 gic.client_write_icc(vcpu, (attribute & ENCODING) as u16, value)
             }
+            _ if self.is_early(group, attribute) => {
+                let vcpu = self.vcpu(vm.vcpus, group, attribute)?;
+                let (frame, offset) = (frame(group, vcpu), attribute & OFFSET);
+                let mut gic = self.new_gic(vm.vcpus)?;
+                gic.client_write(vcpu, frame, offset, value as u32, vm.memory)?;
+                self.identity = Some(gic.client_read(vcpu, frame, IIDR));
+                Ok(())
+            }
             _ => {
                 self.check_frame(group)?;
                 let (gic, vcpu) = self.target(vm, group, attribute)?;
@@ -248,6 +279,13 @@ impl Device {
             group::SYSTEM_REGISTERS if self.model == Model::V3 => {
                 let (gic, vcpu) = self.target(vm, group, attribute)?;
                 gic.client_read_icc(vcpu, (attribute & ENCODING) as u16)
+            }
+            _ if self.is_early(group, attribute) => {
+                let vcpu = self.vcpu(vm.vcpus, group, attribute)?;
+                let mut gic = self.new_gic(vm.vcpus)?;
+                Ok(gic
+                    .client_read(vcpu, frame(group, vcpu), attribute & OFFSET)
+                    .into())
             }
             _ => {
                 self.check_frame(group)?;

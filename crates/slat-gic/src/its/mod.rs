@@ -325,11 +325,12 @@ impl Its {
         };
         let new = replace(*old, offset, width, value) & !(TABLE_READ_ONLY | PAGE_SIZE | missing);
         let new = new | kind << TYPE_SHIFT | (ENTRY - 1) << ENTRY_SHIFT | PAGE_64K;
-        *old = with_attributes(new, INNER_SHIFT, OUTER_SHIFT);
-        match (new & VALID, kind) {
-            (0, TYPE_DEVICES) => self.unmap_devices(gic),
-            (0, _) => self.unmap_collections(),
-            _ => (),
+        let new = with_attributes(new, INNER_SHIFT, OUTER_SHIFT);
+        // A driver that resumes writes the value that the register has.
+        match (core::mem::replace(old, new) != new, kind) {
+            (true, TYPE_DEVICES) => self.unmap_devices(gic),
+            (true, _) => self.unmap_collections(),
+            (false, _) => (),
         }
     }
 

@@ -41,8 +41,7 @@ impl Its {
     /// Saves the maps into the guest's tables: KVM_DEV_ARM_ITS_SAVE_TABLES.
     ///
     /// # Errors
-    /// [`Error::Invalid`]: the guest's device table has no entry for a mapped device. [`Error::Fault`]: a table is not
-    /// in memory.
+    /// [`Error::Fault`]: a table is not in memory.
     pub fn save_tables(&self, gic: &Gic, memory: &impl Memory) -> Result<(), Error> {
         self.save_devices(memory)?;
         self.save_collections(gic, memory)
@@ -52,11 +51,14 @@ impl Its {
         if self.device_table & VALID == 0 {
             return Ok(());
         }
-        let mut devices = self.devices.iter().peekable();
-        while let Some((&id, device)) = devices.next() {
-            let entry = self.device_entry(id, memory).ok_or(Error::Invalid)?;
+        // A device whose part of the table the guest has taken away is not saved, so that the client can save the rest.
+        let devices = self.devices.iter();
+        let with_entries =
+            devices.filter_map(|(&id, device)| Some((id, self.device_entry(id, memory)?, device)));
+        let mut devices = with_entries.peekable();
+        while let Some((id, entry, device)) = devices.next() {
             save_events(device, memory)?;
-            let next = devices.peek().map_or(0, |(next, _)| u64::from(**next - id));
+            let next = devices.peek().map_or(0, |(next, ..)| u64::from(*next - id));
             let value = VALID
                 | next.min(DEVICE_NEXT_MAX) << DEVICE_NEXT_SHIFT
                 | (device.table >> 8) << DEVICE_TABLE_SHIFT
@@ -72,11 +74,8 @@ impl Its {
         }
         let table = Table::of(self.collection_table);
         let mut address = table.base;
+        // Each collection has an entry: a table that changes loses its collections.
         for (&collection, target) in &self.collections {
-            // The guest has made the table smaller since it mapped the collections.
-            if address >= table.base + table.size {
-                return Err(Error::Invalid);
-            }
             let number = target.map_or(UNMAPPED, |vcpu| gic.vcpus[vcpu].name.id);
             let target = u64::from(number) << COLLECTION_TARGET_SHIFT;
             write_u64(memory, address, VALID | target | u64::from(collection))?;

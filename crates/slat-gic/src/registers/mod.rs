@@ -295,7 +295,7 @@ impl Gic {
     }
 
     /// Sets the revision of GICD_IIDR.
-    fn client_identity(&mut self, value: u32) -> Result<(), Error> {
+    pub(crate) fn client_identity(&mut self, value: u32) -> Result<(), Error> {
         let revision = (value & REVISION_MASK) >> REVISION_SHIFT;
         let is_known = (u32::from(OLDEST_REVISION)..=u32::from(REVISION)).contains(&revision);
         if (value ^ self.identity()) & !REVISION_MASK != 0 || !is_known {

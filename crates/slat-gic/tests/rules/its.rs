@@ -61,7 +61,7 @@ impl Msi {
             .write(offset, &data, &mut self.guest.gic, &self.memory);
     }
 
-    fn set_its32(&mut self, offset: u64, value: u32) {
+    pub fn set_its32(&mut self, offset: u64, value: u32) {
         let data = value.to_le_bytes();
         self.its
             .write(offset, &data, &mut self.guest.gic, &self.memory);

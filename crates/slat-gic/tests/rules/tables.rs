@@ -144,7 +144,7 @@ fn saving_can_fail() {
             .save_tables(&msi.guest.gic, &NoMemory)
             .unwrap_err()
             .errno(),
-        22
+        14
     );
     let mut msi = Msi::new();
     msi.map_collection(0, Some(0));
@@ -185,4 +185,51 @@ fn reset() {
     assert_eq!((msi.its(0x100) | msi.its(0x108)) >> 63, 0);
     assert_eq!(msi.its.client_read(0).unwrap(), 1 << 31);
     msi.its.save_tables(&msi.guest.gic, &msi.memory).unwrap();
+}
+
+/// As in KVM, a table register with another value loses what its table has; the same value changes nothing.
+#[test]
+fn tables_that_change_lose_their_entries() {
+    let mut msi = saved();
+    msi.set_its32(0, 0);
+    let [devices, collections] = [0x100, 0x108].map(|offset| msi.its(offset));
+    msi.set_its(0x100, devices);
+    msi.set_its(0x108, collections);
+    msi.its.save_tables(&msi.guest.gic, &msi.memory).unwrap();
+    assert_ne!(msi.memory.u64(COLLECTIONS), 0);
+    // Two pages for one.
+    msi.set_its(0x108, collections | 1);
+    msi.its.save_tables(&msi.guest.gic, &msi.memory).unwrap();
+    assert_eq!(msi.memory.u64(COLLECTIONS), 0);
+    msi.memory.set_u64(DEVICES + 16, 1);
+    msi.set_its(0x100, devices | 1);
+    msi.its.save_tables(&msi.guest.gic, &msi.memory).unwrap();
+    assert_eq!(msi.memory.u64(DEVICES + 16), 1, "no device is saved");
+}
+
+/// As in KVM, a device whose part of the table the guest takes away is not saved, and the entry before it does not name it.
+#[test]
+fn devices_without_an_entry_are_not_saved() {
+    const INDIRECT: u64 = 1 << 62;
+    const PAGES: [u64; 2] = [its::MEMORY + 0x10_0000, its::MEMORY + 0x11_0000];
+    let mut msi = Msi::new();
+    msi.set_its32(0, 0);
+    let devices = msi.its(0x100);
+    msi.set_its(0x100, devices | INDIRECT);
+    msi.set_its32(0, 1);
+    for (page, index) in PAGES.into_iter().zip(0..) {
+        msi.memory.set_u64(DEVICES + 8 * index, VALID | page);
+    }
+    msi.map_device(2, true);
+    msi.map_device(8192, true);
+    let save = |msi: &Msi| {
+        msi.its.save_tables(&msi.guest.gic, &msi.memory).unwrap();
+        msi.memory.u64(PAGES[0] + 16) >> 49
+    };
+    assert_eq!(save(&msi), 1 << 14 | 8190);
+    assert_ne!(msi.memory.u64(PAGES[1]), 0);
+    msi.memory.set_u64(PAGES[1], 7);
+    msi.memory.set_u64(DEVICES + 8, 0);
+    assert_eq!(save(&msi), 1 << 14);
+    assert_eq!(msi.memory.u64(PAGES[1]), 7);
 }

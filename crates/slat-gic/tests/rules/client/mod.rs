@@ -109,6 +109,32 @@ fn numbers_of_interrupts() {
     }
 }
 
+/// A client of GICv3 chooses the revision before initialization.
+#[test]
+fn identity_before_initialization() {
+    const IIDR: u64 = 8;
+    const TYPER2: u64 = 0xc;
+    let revision = |n: u64| 0x4b00_043b | n << 12;
+    let mut client = Client::new(Model::V3, 1);
+    let distributor = group::DISTRIBUTOR;
+    assert_eq!(client.get(distributor, IIDR), Ok(revision(3)));
+    assert_eq!(client.set(distributor, IIDR, revision(4)), Err(EINVAL));
+    assert_eq!(client.get(distributor, TYPER2), Ok(0));
+    client.set(distributor, TYPER2, 0).unwrap();
+    assert_eq!(client.set(distributor, TYPER2, 0x100), Err(EINVAL));
+    client.set(distributor, IIDR, revision(2)).unwrap();
+    assert_eq!(client.get(distributor, IIDR), Ok(revision(2)));
+    assert_eq!(client.get(distributor, 0), Err(EBUSY));
+    assert_eq!(client.set(distributor, 4, 0), Err(EBUSY));
+    // The number of interrupts can still be set.
+    client.set(group::INTERRUPTS, 0, 64).unwrap();
+    client.set(group::CONTROL, control::INITIALIZE, 0).unwrap();
+    assert_eq!(client.get(distributor, IIDR), Ok(revision(2)));
+    // There is no vCPU.
+    let mut nobody = Client::new(Model::V3, 0);
+    assert_eq!(nobody.get(distributor, IIDR), Err(EINVAL));
+}
+
 #[test]
 fn groups_of_the_other_model() {
     let mut v2 = Client::initialized(Model::V2, 1);
