@@ -51,15 +51,15 @@ impl Caches {
 
     /// Drops the translations that depend on a system register, which was written.
     pub(crate) fn register_written(&mut self, system: &Values, name: SystemName) {
-        self.edition += 1;
         let is = |row: Row| row.register().name == name;
         // The tables may change under their ASID with TLBI alone.
         if is(TTBR0) || is(TTBR1) || is(TCR) {
-            self.tlb.switch(asid(system));
+            self.edition += u64::from(self.tlb.switch(asid(system)));
         }
         // Watchpoints, too: op0 of debug registers is 2.
         if is(SCTLR) || is(TCR) || is(MAIR) || name.parts()[0] == 2 {
             self.tlb.flush();
+            self.edition += 1;
         }
     }
 

@@ -166,12 +166,14 @@ impl Tlb {
         self.has_large = false;
     }
 
-    /// Makes an address space the current one. Global translations are kept.
-    pub(crate) fn switch(&mut self, space: u16) {
-        if space != self.space {
+    /// Makes an address space the current one. Global translations are kept. Returns whether it was another one.
+    pub(crate) fn switch(&mut self, space: u16) -> bool {
+        let is_new = space != self.space;
+        if is_new {
             self.space = space;
             self.drop_if(|origin| !origin.is_global);
         }
+        is_new
     }
 
     /// Drops the translations of an address space, but not the global ones.

@@ -24,7 +24,7 @@ use std::vec::Vec;
 /// How often the interpreter comes to an address before the code there is compiled, and how often it comes there
 /// between two questions for the result.
 const WARM: u32 = 256;
-const ASKED_AGAIN: u32 = 32;
+const ASKED_AGAIN: u32 = 128;
 
 /// The number of counters: a power of two.
 const COUNTERS: usize = 4096;
@@ -40,6 +40,11 @@ struct Counter {
 
 /// Where code is: the machine's address, the virtual address, and the context.
 type Place = (u64, u64, u64);
+
+/// Returns the machine's address of the page that contains a place.
+fn page_of((at, pc, _): Place) -> u64 {
+    at.wrapping_sub(pc % PAGE)
+}
 
 /// A region that this processor uses.
 struct Installed {
@@ -238,7 +243,7 @@ impl Compiled {
         let installed = self.regions.get_mut(&place)?;
         if installed.verified != caches.code_edition {
             let source = &installed.region.source;
-            let page = place.0 & !(PAGE - 1);
+            let page = page_of(place);
             let is_there = |(offset, word): &(u16, u32)| {
                 let at = page + u64::from(*offset);
                 below.load(at, 2, Order::default()).ok() == Some(u64::from(*word))
@@ -261,7 +266,7 @@ impl Compiled {
         caches: &Caches,
         below: &mut H,
     ) -> Option<*const u8> {
-        let (at, pc, _) = place;
+        let (_, pc, _) = place;
         let client = self.client.as_ref()?;
         let counter = &mut self.counters[(pc >> 2 ^ pc >> 14) as usize & (COUNTERS - 1)];
         if counter.pc != pc {
@@ -274,7 +279,7 @@ impl Compiled {
             }
             counter.times = WARM - ASKED_AGAIN;
         }
-        let page = at & !(PAGE - 1);
+        let page = page_of(place);
         let source = Source::collect(pc, context, |offset| {
             let word = below.load(page + offset, 2, Order::default());
             word.ok().map(|word| word as u32)
