@@ -72,12 +72,14 @@ impl VcpuMachine {
         }
     }
 
-    /// Resets the machine's registers, except those that identify the processor.
+    /// Resets the machine's registers, except those that identify the processor. The outputs of the timers fall, also
+    /// those that the GIC has as lines.
     pub(crate) fn reset(&mut self) {
         self.timers.reset();
         self.cache_selector = 0;
         self.kept = registers::kept();
         self.driven = None;
+        self.drive_timers();
     }
 
     /// Returns the settings of the VM.
