@@ -92,7 +92,7 @@ pub struct Run {
     pub guest_symbols: Option<PathBuf>,
 
     /// Sample which guest code runs, and write its stacks to FILE, from which flame graphs are drawn; a further process
-    /// that runs a guest has FILE.PID
+    /// that runs a guest writes FILE.PID
     #[arg(long, value_name = "FILE")]
     pub profile: Option<PathBuf>,
 
@@ -100,7 +100,7 @@ pub struct Run {
     #[arg(long)]
     pub stats: bool,
 
-    /// Record KVM's tracepoints in FILE, for `slat trace`; a further process that uses KVM has FILE.PID
+    /// Record KVM's tracepoints in FILE, for `slat trace`; a further process that uses KVM writes FILE.PID
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
 

@@ -90,7 +90,7 @@ impl Drop for Section {
 #[cold]
 fn deliver() {
     // A handler may run as soon as the depth is 0. The handler empties `WAITING` itself, so that a signal is unblocked
-    // even if the handler of another signal jumps away.
+    // even if the handler of another signal never returns, because it calls longjmp.
     let waiting = WAITING.get();
     // SAFETY: the pointer is to a live set of the size that the kernel expects.
     unsafe { entries::change_mask(libc::SIG_UNBLOCK, &waiting, ptr::null_mut(), SET_BYTES) };

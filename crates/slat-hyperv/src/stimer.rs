@@ -53,12 +53,13 @@ pub enum Notice {
     },
 }
 
-/// Whether a notice was delivered.
+/// Whether a timer's [`Notice`], a message or an interrupt, was delivered to the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Delivery {
     /// The guest has got the notice.
     Done,
-    /// The slot was occupied, or the guest cannot be notified. The timer waits for [`Timers::acknowledged`].
+    /// The message slot of the SINT was occupied, or the guest cannot be notified. The timer waits for
+    /// [`Timers::acknowledged`].
     Failed,
     /// The attempt was interrupted, and has to be repeated.
     Interrupted,

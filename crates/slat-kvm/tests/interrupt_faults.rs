@@ -434,8 +434,8 @@ fn the_client_hears_of_each_end_of_a_level() {
             to_message(4, 0, asserted | 0x42),
             to_message(5, 0, asserted | 0x52),
             to_message(6, 0, asserted | u32::from(VECTOR)),
-            // The ends of these interrupts do not exit: the first has a GSI above the pins of the I/O APIC, and the
-            // second is an edge.
+            // The EOIs of these two interrupts cause no exit: the first has a GSI above the pins of the I/O APIC, and
+            // the second is edge-triggered.
             to_message(24, 0, asserted | 0x71),
             to_message(7, 0, 0x72),
         ],

@@ -414,7 +414,7 @@ impl Generator {
         let skew = self.rng.pick(&[1, Level::MEGA.pages() % n, 0, 0, 0]);
         let unit = if giant { n * n } else { n };
         let backing = self.rng.below(room / unit + 1) * unit + base % unit + skew;
-        // Most slots have the rights of KVM's memslots.
+        // Most slots allow reads, writes and fetches, as KVM's memslots do if they are not read-only.
         let rights = match self.rng.one_in(5) {
             true => self.rng.pick(&RIGHTS),
             false => Rights::ALL,

@@ -8,8 +8,9 @@ use slat_kvm::{filters, user};
 use slat_process::gate;
 use std::ops::Range;
 
-/// Implements seccomp(2) with `SECCOMP_SET_MODE_FILTER`. `flags` and `program`, the address of a `sock_fprog`, are the
-/// program's. Calls `install` with the flags and the filter for the kernel, which may be others.
+/// Implements seccomp(2) with `SECCOMP_SET_MODE_FILTER`. The application passes `flags` and `program`, the address of a
+/// `sock_fprog`. Calls `install` with the flags and the filter's address that the kernel gets. They can differ from the
+/// application's: `filter_flags` and `exempting` may replace them.
 pub fn install(flags: usize, program: usize, install: impl FnOnce(usize, usize) -> isize) -> isize {
     let flags = filter_flags(flags);
     filtering(program, || {
@@ -66,7 +67,7 @@ fn filter_flags(flags: usize) -> usize {
 
 /// Installs a filter, a `sock_fprog` at `program`, by calling `install` with the filter's address. If the filter is for
 /// all threads and slat has threads, `install` gets another filter, which allows all calls of slat's threads. Otherwise
-/// the program's filter could kill one of slat's threads, and requests to that thread would never complete.
+/// the application's filter could kill one of slat's threads, and requests to that thread would never complete.
 fn exempting(flags: usize, program: usize, install: impl FnOnce(usize) -> isize) -> isize {
     let mut given = None;
     if flags & libc::SECCOMP_FILTER_FLAG_TSYNC as usize != 0

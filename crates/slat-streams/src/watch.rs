@@ -28,7 +28,7 @@ const POLLED_CPU: Duration = Duration::from_secs(1);
 const CALL_CPU: Duration = Duration::from_secs(2);
 /// The time after which a call counts as hanging, however busy the machine is.
 const HANGS: Duration = Duration::from_secs(60);
-/// Time between two checks of the watchman.
+/// Time between two checks of the lanes by the watchman, the thread that finds hanging calls.
 const TICK: Duration = Duration::from_micros(500);
 /// The number of last steps of a lane that a finding lists.
 const REMEMBERED: usize = 24;

@@ -478,7 +478,8 @@ impl State {
         }
     }
 
-    /// Sets the x87 component to its initial state: executes FNINIT, and clears the registers.
+    /// Sets the x87 component to its initial state: gives the control words the values that FNINIT sets, and clears the
+    /// registers.
     pub fn initialize_x87(&mut self) {
         self.st = [F80::default(); 8];
         (self.fcw, self.fsw, self.ftw, self.fop) = (0x37f, 0, 0, 0);

@@ -395,9 +395,9 @@ pub unsafe trait Platform: Send + Sync + 'static {
     /// Makes the pages of `backing`, in a slot of `vm`, resident, as far as possible.
     /// [`Vcpu::prefault`](crate::Vcpu::prefault) calls it for up to a table's pages, some of which are not resident,
     /// and then calls [`resolve_resident`](Self::resolve_resident) again. So one system call of the host makes all of
-    /// them resident (Linux: MADV_POPULATE_READ). The state of the caller is as for [`resolve`](Self::resolve), and the
-    /// memory may be deleted meanwhile, too. The method may make fewer pages resident, or none, like the default: each
-    /// page that is not resident afterwards is resolved separately.
+    /// them resident (Linux: MADV_POPULATE_READ). The caller holds no lock and is in no reader section, as for
+    /// [`resolve`](Self::resolve), and the memslot may be deleted meanwhile, too. The method may make fewer pages
+    /// resident, or none, like the default: each page that is not resident afterwards is resolved separately.
     fn populate(&self, vm: VmId, backing: Range<Hva>) {
         let _ = (vm, backing);
     }

@@ -173,8 +173,8 @@ policies! {
     /// [`MmuKind::Tdp`](crate::MmuKind), on formats whose walkers obey such entries, and
     /// [`DirtyLogMethod::WriteProtect`].
     hierarchical_protect HierarchicalProtect: Switch = Switch::On;
-    /// Whether a read or fetch that maps a page of a logged slot is logged, which makes the page writable at once.
-    /// Off: only writes are logged.
+    /// Whether a page of a logged slot counts as dirty already when a read or fetch maps it. Such a page is mapped
+    /// writable at once, so that a later write causes no fault. Off: only writes make pages dirty.
     dirty_log_reads DirtyLogReads: DirtyLogReads = DirtyLogReads::Auto;
 }
 

@@ -372,8 +372,8 @@ impl RunningVmid<'_> {
         self.number
     }
 
-    /// Whether the CPU must flush the entries of all guests from its TLB before the entry (from the whole TLB, if it
-    /// shares the TLB with other CPUs).
+    /// Whether the CPU must flush the translations of all guests from its TLB before it enters the guest. A CPU that
+    /// shares its TLB with others flushes those of all these CPUs.
     #[inline]
     pub fn must_flush(&self) -> bool {
         self.must_flush

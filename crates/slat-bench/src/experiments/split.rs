@@ -55,7 +55,7 @@ const SECONDS: &str = "seconds";
 const ENTRIES_VISITED: &str = "entries_visited";
 const LIMIT: &str = "limit_seconds";
 
-/// The variants: values of the policy `split_walk`. One variant sets another policy.
+/// The variants: values of the policy `split_walk`. Only the variant [`FROM_ABOVE`] sets another policy instead.
 const FULL_WALK: &str = "full-walk";
 const SKIP: &str = "skip-last-level";
 const DEFAULT: &str = "default";

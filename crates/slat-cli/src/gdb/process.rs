@@ -25,7 +25,7 @@ pub enum Space {
 pub enum Stopped {
     /// `slat gdb` has asked for the stop.
     Asked,
-    /// A vCPU has reached an instruction with a probe.
+    /// A vCPU has reached an instruction with a probe (a breakpoint).
     Code(u32),
     /// A vCPU has accessed memory that a probe of this kind watches.
     Data(u32, String, u64),
@@ -138,7 +138,8 @@ impl Process {
         self.do_or_fail(&format!("resume {others}{own}"))
     }
 
-    /// Replaces all probes. Each has a kind, an address and a number of bytes.
+    /// Replaces all breakpoints and watchpoints of the process by `probes`. Each probe has a kind, an address and a
+    /// number of bytes.
     pub fn set_probes<'a>(
         &mut self,
         probes: impl Iterator<Item = &'a (&'static str, u64, u64)>,

@@ -95,7 +95,7 @@ impl VmObject {
     /// Carries out `KVM_CREATE_VCPU`. Returns the vCPU and the descriptor that maps its `kvm_run`.
     ///
     /// # Errors
-    /// `EINVAL` for an id or a number beyond the limits, `EEXIST` for an id in use, `ENOMEM`, `EMFILE`.
+    /// `EINVAL` for an id that is too large or too many vCPUs, `EEXIST` for an id in use, `ENOMEM`, `EMFILE`.
     pub fn create_vcpu(self: &Arc<Self>, id: u64) -> Result<(Shared<VcpuObject>, OwnedFd)> {
         let _call = self.begin()?;
         let refuse = |errno, why: &dyn Display| {

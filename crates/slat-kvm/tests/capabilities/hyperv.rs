@@ -78,10 +78,10 @@ fn hv_cpuid(object: &Object, leaves: usize) -> Result<Vec<kvm_cpuid_entry2>, i32
     Ok(cpuid.as_slice().to_vec())
 }
 
-/// `out 0x10, al`: the end of the guests' code.
+/// `out 0x10, al`, with which the code of each guest here ends: it makes `KVM_RUN` return.
 const END: &[u8] = &[0xe6, 0x10];
 
-/// Creates a guest that has all of Hyper-V's interface, and executes `code`.
+/// Creates a guest whose CPUID offers all of Hyper-V's interface. The guest executes `code` and then [`END`].
 fn guest(code: Code) -> Guest {
     let code = code.bytes(END);
     let guest = Guest::with(&code.0, |vm| vm.create_irq_chip().unwrap());

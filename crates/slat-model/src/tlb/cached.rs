@@ -89,7 +89,8 @@ impl Inner {
         }
     }
 
-    /// Whether the tables allow everything that a ghost allows, as after a split in place.
+    /// Whether the tables still allow everything that `ghost`, a changed entry that a TLB may still hold, allows. A
+    /// split in place leaves such entries.
     pub(super) fn is_explained(&self, ghost: &Ghost) -> bool {
         if let Value::Table { .. } | Value::TableWrite = ghost.value {
             return false;

@@ -121,6 +121,7 @@ impl Value {
     }
 }
 
+/// A page-table entry that was changed or zapped, and that a TLB may still hold because no flush has followed.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Ghost {
     pub(super) place: Place,

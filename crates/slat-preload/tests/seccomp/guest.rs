@@ -17,11 +17,11 @@ pub const DOORBELL_PORT: u64 = 0x510;
 /// The vector of the client's interrupts.
 pub const VECTOR: u32 = 0x30;
 
-/// The values that the guest writes to port 0x10 when it reaches a phase.
+/// The values that the guest writes to port 0x10. Each tells the client which phase of its code the guest has reached.
 pub mod phase {
-    /// Devices and the timer work. The guest waits for five interrupts.
+    /// The guest has used the devices and the timer, and waits for five interrupts of the client.
     pub const WAITS: u8 = 2;
-    /// The guest has written all pages once more, and reads the port. If the value is 0, the guest repeats this phase.
+    /// The guest has written all pages once more, and reads port 0x10. If it reads 0, it repeats this phase.
     pub const ROUND: u8 = 3;
     /// The guest is done, and halts.
     pub const HALTS: u8 = 4;

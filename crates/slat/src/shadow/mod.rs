@@ -80,7 +80,7 @@ pub(crate) struct ShadowMmu<P: Platform, F: Format> {
     distrusts: AtomicU64,
     /// The value of `distrusts` when the pages were last compared.
     compared: AtomicU64,
-    /// The flushes of the VM.
+    /// The VM's TLB flushes, with the vCPUs that take part in them.
     flushes: Shared<Flushes>,
     budget: Shared<Budget>,
     /// Whether an install has found too few spare records.

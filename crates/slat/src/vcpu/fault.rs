@@ -221,8 +221,8 @@ impl<'v, P: Platform, F: Format> Fault<'v, P, F> {
         } = self.vcpu.parts(&self.walk);
         path.nx_split = self.nx_split;
         path.stores = self.of_guest && self.access == Access::Write;
-        // If the set was published after the sequence was read, the set may have another slot for the frame, or no
-        // slot.
+        // `slots` may be a newer set of memslots than the one in which the fault found `slot`. Then the new set may
+        // have another slot for the frame, or no slot.
         let log = match slot.log_at {
             Some(at) => {
                 counters.slot_lookups.add(1);

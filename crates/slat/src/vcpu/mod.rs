@@ -348,7 +348,7 @@ impl<P: Platform, F: Format> Vcpu<P, F> {
     /// [`OutOfMemory`]; the CPU keeps its old ring.
     ///
     /// # Panics
-    /// If the vCPU was entered.
+    /// If the vCPU is entered.
     pub fn set_dirty_ring(&mut self, ring: Arc<DirtyRing>) -> Result<(), OutOfMemory> {
         assert!(
             !self.is_entered(),

@@ -39,8 +39,8 @@ impl<P: Platform, F: Format> RangeOp<'_, P, F> {
         }
     }
 
-    /// Zaps the leaf of `slot` that crosses the edge before `gfn`, if there is such a leaf. Notes its dirty bit if
-    /// the slot's log consists of dirty bits.
+    /// Zaps the leaf of `slot` that crosses the edge before `gfn`, if there is such a leaf. If the slot's dirty log is
+    /// harvested from hardware dirty bits, copies the leaf's dirty bit to the log.
     pub(super) fn zap_over(&mut self, gfn: Gfn, slot: &Memslot) {
         let crosses = |start: Gfn, _| start < gfn;
         self.zap_some(&(gfn..gfn.add(1)), slot, crosses);

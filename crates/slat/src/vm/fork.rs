@@ -117,7 +117,8 @@ impl<P: Platform, F: Format> Vm<P, F> {
         Ok(child)
     }
 
-    /// Gives address space `space` of a new VM the private frames and the memslots of `parent`.
+    /// Gives address space `space` of a new VM the memslots of `parent`, and its set of private frames: guest frames
+    /// that `KVM_MEMORY_ATTRIBUTE_PRIVATE` makes private.
     ///
     /// # Errors
     /// [`OutOfMemory`].

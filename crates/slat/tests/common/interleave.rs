@@ -11,7 +11,7 @@ use slat_model::{Event, SimPlatform};
 
 /// The data on which operations are interleaved.
 pub trait Scene: Send + Sync {
-    /// A description of something that the holder uses.
+    /// A description of a translation that the holder thread uses.
     type Held: Sync;
     /// Whether a victim may have no step.
     fn may_be_still() -> bool {
@@ -22,7 +22,8 @@ pub trait Scene: Send + Sync {
         true
     }
     fn platform(&self) -> &SimPlatform;
-    /// Gets the translations that `held` describes, and uses them until the end. Runs on the holder's thread.
+    /// Gets the translations that `held` describes, and uses them until victim and intruder are done, or both wait for
+    /// a flush. Runs on the thread of the [`Holder`].
     fn hold(&self, held: &[Self::Held], holder: &Holder<'_>);
     /// Checks the state. Called when no thread runs.
     fn check(&self);

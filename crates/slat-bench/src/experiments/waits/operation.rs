@@ -318,7 +318,8 @@ impl Subject {
 
     fn expect_mapped(&self, [small, mega]: [u64; 2]) -> Result<(), Failure> {
         let stats = self.vm.stats();
-        // Each small slot may also have a mapped page.
+        // Up to two further leaves of 4 KiB belong to the experiment's small memslots, in each of which one page may be
+        // mapped.
         let others = stats.pages_4k.wrapping_sub(small);
         if others > 2 || stats.pages_2m != mega {
             let (is_small, is_mega) = (stats.pages_4k, stats.pages_2m);

@@ -73,7 +73,7 @@ impl Saved {
 /// The number of bytes that XSAVE writes, with the components that the kernel has enabled. Assembly reads it.
 pub static STATE_BYTES: AtomicUsize = AtomicUsize::new(0);
 
-/// Prepares for the first entry.
+/// Sets [`STATE_BYTES`] from CPUID. Call before the first entry through a site.
 pub fn prepare() {
     // Intel SDM, volume 2, CPUID leaf 0DH: EBX of its first subleaf.
     let bytes = host_leaf(0xd, 0).ebx as usize;

@@ -172,7 +172,8 @@ pub(in crate::vcpu) struct FlagsIn {
     gfn: Gfn,
     /// The table's host page.
     host: Hpa,
-    /// The generation of the slots. A log that begins does not flush a page that was not writable.
+    /// The generation of the memslots. It must be compared, because no flush may tell the vCPU that dirty logging has
+    /// started: the start flushes nothing for a page that was not mapped writable.
     generation: u64,
 }
 

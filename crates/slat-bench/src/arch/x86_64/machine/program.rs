@@ -156,7 +156,8 @@ impl Program {
         (Program(kvm_regs { rsi, ..registers }), 10 * times + 4)
     }
 
-    /// Multiplies two factors. R10 and R11 end as the sum of the products. Also returns the number of instructions.
+    /// Multiplies the factors `[rbx, rdx]` `times` times, by MULX, and sums the 128-bit products in R11:R10. Also
+    /// returns the number of instructions.
     pub fn products(times: u64, [rbx, rdx]: [u64; 2]) -> (Self, u64) {
         let Program(registers) = Self::pages(Loop::bigint, rbx, times);
         (Program(kvm_regs { rdx, ..registers }), 7 * times + 1)
